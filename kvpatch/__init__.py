@@ -1,0 +1,12 @@
+"""vLLM's KV offloading on kvcached's elastic KV memory.
+
+Importing this package switches kvpatch on for the process and its children,
+unless ``KVPATCH=0``; the startup file imports it when ``KVPATCH=1``. Nothing of
+vllm, torch or kvcached is imported here: the patches wait until vllm is.
+"""
+
+from kvpatch.bootstrap import switch_on as _switch_on
+
+__version__ = "0.1.0"
+
+_switch_on()

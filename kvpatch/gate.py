@@ -1,0 +1,180 @@
+"""The gates, cheapest first: environment, metadata, specifier, target, signature.
+
+Every gate answers with an outcome and a reason instead of raising, so that the
+same code decides at start-up and fills the tables of the documentation.
+"""
+
+from __future__ import annotations
+
+import inspect
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import wrapt
+from packaging.specifiers import SpecifierSet
+
+from kvpatch.bootstrap import OFF_VALUES, ON_VALUES, SWITCH
+from kvpatch.errors import Refusal
+from kvpatch.patch import Feature, Outcome, Patch, load
+from kvpatch.versions import Installed, installed
+
+ALLOW_VLLM = "KVPATCH_ALLOW_VLLM"
+KVCACHED_SWITCHES = ("ENABLE_KVCACHED", "KVCACHED_AUTOPATCH")
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What a gate decided, and why."""
+
+    outcome: Outcome
+    reason: str = ""
+
+    @property
+    def passed(self) -> bool:
+        """Whether the next gate may be asked."""
+        return self.outcome is Outcome.APPLIED
+
+
+PASSED = Verdict(Outcome.APPLIED)
+
+
+def check_environment(environment: Mapping[str, str] = os.environ) -> None:
+    """Gate 1: the switch has a value we know and kvcached's do not contradict it.
+
+    Raises:
+        Refusal: ``KVPATCH`` is none of the allowed values, or kvcached is switched off.
+    """
+    value = environment.get(SWITCH, "").strip().lower()
+    if value not in ON_VALUES + OFF_VALUES:
+        raise Refusal(
+            f"{SWITCH}={environment[SWITCH]} is not a value it knows",
+            "guessing would leave you unsure whether it is on",
+            f"set {SWITCH} to 1, true or on to switch it on, or to 0 (or leave it unset) "
+            "to switch it off",
+        )
+    for name in KVCACHED_SWITCHES:
+        setting = environment.get(name)
+        if setting is not None and setting.strip().lower() not in ("1", "true"):
+            raise Refusal(
+                f"{SWITCH} is on but {name}={setting}",
+                "kvpatch works on kvcached's memory and this switches kvcached off",
+                f"unset {name} (kvpatch sets it for you) or set {SWITCH}=0",
+            )
+
+
+def check_installed(package: str, ranges: str) -> Installed:
+    """Gate 2: the package is installed, as a release.
+
+    Args:
+        package: ``vllm`` or ``kvcached``.
+        ranges: the supported versions, for the sentence.
+
+    Raises:
+        Refusal: it is missing, its version cannot be read, or it is a development build.
+    """
+    found = installed(package)
+    if found is None:
+        raise Refusal(
+            f"{package} is not installed as a distribution in this environment",
+            f"kvpatch reads its version from there and runs on {package} {ranges}",
+            f'install it with pip install "{package}{_a_pin(ranges)}", or set {SWITCH}=0',
+        )
+    if found.version is None or found.version.is_prerelease:
+        if package == "vllm" and allowed_by_name(found):
+            return found
+        raise Refusal(
+            f"{found.distribution} {found.text} is a development build",
+            "its code was never tested with kvpatch and changes without its version changing",
+            f"install a release in the range {ranges}, or set {SWITCH}=0",
+        )
+    return found
+
+
+def _a_pin(ranges: str) -> str:
+    return ranges if ranges.startswith("==") else f" ({ranges})"
+
+
+def allowed_by_name(
+    found: Installed, environment: Mapping[str, str] = os.environ
+) -> bool:
+    """Whether the operator named this very vLLM as one to try."""
+    return environment.get(ALLOW_VLLM, "").strip() == found.text
+
+
+def in_range(found: Installed, specifier: str) -> bool:
+    """Gate 3: whether the version is inside ``specifier``; local parts are ignored."""
+    if found.version is None:
+        return False
+    return SpecifierSet(specifier).contains(found.version.public, prereleases=True)
+
+
+def check_range(found: Installed, specifier: str) -> None:
+    """Gate 3 for the whole of kvpatch.
+
+    Raises:
+        Refusal: the version was never tested and the operator did not name it.
+    """
+    if in_range(found, specifier):
+        return
+    if found.package == "vllm" and allowed_by_name(found):
+        return
+    remedy = f"install {found.package}{specifier}"
+    if found.package == "vllm":
+        remedy += f", set {ALLOW_VLLM}={found.text} to try it untested,"
+    raise Refusal(
+        f"{found.distribution} {found.text} is outside the range {specifier}",
+        "no test of kvpatch ran on it",
+        f"{remedy} or set {SWITCH}=0",
+    )
+
+
+def check_target(patch: Patch) -> Verdict:
+    """Gates 4 and 5: the target exists and its signature has the names we use."""
+    module, _, path = patch.target.partition(":")
+    try:
+        _, _, original = wrapt.resolve_path(module, path)
+    except Exception as error:
+        return Verdict(Outcome.ABSENT, f"{patch.target} does not exist ({error})")
+    if not patch.parameters:
+        return PASSED
+    function = original.__func__ if isinstance(original, staticmethod | classmethod) else original
+    try:
+        names = set(inspect.signature(function).parameters)
+    except (TypeError, ValueError) as error:
+        return Verdict(Outcome.MOVED, f"{patch.target} has no signature to read ({error})")
+    missing = [name for name in patch.parameters if name not in names]
+    if missing:
+        return Verdict(
+            Outcome.MOVED, f"{patch.target} no longer takes {', '.join(missing)}"
+        )
+    return PASSED
+
+
+def check_feature(feature: Feature, vllm: Installed, kvcached: Installed) -> Verdict:
+    """All gates that a feature has to itself, for the installed versions."""
+    if feature.wanted is not None and not load(feature.wanted)():
+        return Verdict(Outcome.NOT_NEEDED)
+    tried = allowed_by_name(vllm)
+    for found, specifier in ((vllm, feature.vllm), (kvcached, feature.kvcached)):
+        if not in_range(found, specifier) and not (found is vllm and tried):
+            return Verdict(
+                Outcome.OUTSIDE, f"{found.distribution} {found.text} is outside {specifier}"
+            )
+    for patch in feature.patches:
+        verdict = check_patch(patch, vllm, kvcached)
+        if not verdict.passed:
+            return verdict
+    return PASSED
+
+
+def check_patch(patch: Patch, vllm: Installed, kvcached: Installed) -> Verdict:
+    """All gates of one patch."""
+    tried = allowed_by_name(vllm)
+    for found, specifier in ((vllm, patch.vllm), (kvcached, patch.kvcached)):
+        if not in_range(found, specifier) and not (found is vllm and tried):
+            return Verdict(
+                Outcome.OUTSIDE,
+                f"{patch.id} is for {found.package} {specifier}, not {found.text}",
+            )
+    return check_target(patch)

@@ -1,0 +1,66 @@
+"""``python -m kvpatch.hostdevice``: install kvcached for the host device, look at it."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+from kvpatch.hostdevice import ledger
+
+KVCACHED = "0.1.6"
+
+
+def install(version: str) -> int:
+    """Build kvcached from its sdist against the host device and install it here.
+
+    The wheel must not reach pip's cache: it would be taken for a GPU build later.
+    """
+    here = Path(__file__).parent
+    environment = dict(os.environ, PYTHONPATH=str(here / "buildtime"), KVPATCH="0")
+    command = [sys.executable, "-m", "pip", "install", "--no-cache-dir", "--force-reinstall"]
+    command += ["--no-deps", "--no-build-isolation", "--no-binary", "kvcached"]
+    print(f"building kvcached {version} for the host device (about 20 s)", flush=True)
+    built = subprocess.run([*command, f"kvcached=={version}"], env=environment, check=False)
+    if built.returncode:
+        print(
+            "kvcached was not built: it needs g++, torch, setuptools>=77 and wheel in this "
+            "environment; see pip's output above",
+            file=sys.stderr,
+        )
+        return built.returncode
+    needs = ["numpy>=1.26.0", "posix_ipc>=1.0", "wrapt>=1.15"]  # kvcached's own
+    return subprocess.run([sys.executable, "-m", "pip", "install", "-q", *needs], check=False).returncode
+
+
+def show() -> int:
+    """Print the device's size, what is free and who uses it."""
+    try:
+        free, total = ledger.memory()
+    except ValueError as error:
+        print(error, file=sys.stderr)
+        return 2
+    print(f"{total >> 20} MiB, {free >> 20} MiB free")
+    for pid, size in ledger.usage().items():
+        print(f"  pid {pid}: {size >> 20} MiB mapped")
+    return 0
+
+
+def main() -> int:
+    """Run the command line."""
+    parser = argparse.ArgumentParser(
+        prog="python -m kvpatch.hostdevice",
+        description="kvcached on ordinary memory, for machines without a GPU.",
+    )
+    commands = parser.add_subparsers(dest="command", required=True)
+    installer = commands.add_parser("install", help="build and install kvcached for it")
+    installer.add_argument("--kvcached", default=KVCACHED, help="version (default: %(default)s)")
+    commands.add_parser("show", help="print its size and its users")
+    arguments = parser.parse_args()
+    return install(arguments.kvcached) if arguments.command == "install" else show()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

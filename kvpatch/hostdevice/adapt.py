@@ -1,0 +1,115 @@
+"""What kvcached's Python asks of CUDA, answered by the host device."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+from types import SimpleNamespace
+from typing import Any
+
+import wrapt
+
+from kvpatch.errors import Refusal
+from kvpatch.hostdevice import ledger, streams
+
+_SYNCHRONIZE = ctypes.CFUNCTYPE(None)(streams.synchronize)
+
+
+def wanted() -> bool:
+    """Whether this vLLM runs on a CPU, where kvcached needs the host device.
+
+    Raises:
+        Refusal: it does, and the host device is not there or has no size.
+    """
+    from vllm.platforms import current_platform
+
+    if not current_platform.is_cpu():
+        return False
+    import kvcached._C
+
+    extension = ctypes.CDLL(kvcached._C.__file__)
+    if not hasattr(extension, "kvpatch_host_device_abi"):
+        raise Refusal(
+            "this machine has no GPU and kvcached was built for one",
+            "kvcached then has no memory to map",
+            "run python -m kvpatch.hostdevice install, or set KVPATCH=0",
+        )
+    try:
+        size = ledger.device_size()
+    except ValueError as error:
+        raise Refusal(
+            "this machine has no GPU and the host device has no size",
+            str(error),
+            f"set {ledger.SIZE}=2GiB, or set KVPATCH=0",
+        ) from error
+    agreed = ledger.size_in_use()
+    if agreed not in (None, size):
+        raise Refusal(
+            f"{ledger.SIZE} is {size} bytes here and {agreed} in running processes",
+            "all of them share one device",
+            f"set {ledger.SIZE} to the same size everywhere, or stop the others",
+        )
+    extension.kvpatch_host_on_synchronize(_SYNCHRONIZE)
+    return True
+
+
+class _TorchWithHostDevice(wrapt.ObjectProxy):  # type: ignore[misc]
+    """torch, except that ``torch.cuda`` is the host device."""
+
+    @property
+    def cuda(self) -> Any:
+        return SimpleNamespace(
+            is_available=lambda: True,
+            current_device=lambda: 0,
+            get_device_properties=lambda device: SimpleNamespace(
+                total_memory=ledger.device_size()
+            ),
+        )
+
+
+def torch_with_host_device(torch: Any) -> Any:
+    """Replace the ``torch`` that one kvcached module sees; everyone else's stays."""
+    return _TorchWithHostDevice(torch)
+
+
+def host_device_name(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> str:
+    """Name a CPU worker's device ``cuda:<local rank>``, which kvcached maps memory for.
+
+    Each tensor-parallel rank has a device of its own, as it has on GPUs.
+    """
+    device = kwargs["device"] if "device" in kwargs else args[0]
+    if not str(device).startswith("cpu"):
+        return str(wrapped(device))
+    from vllm.distributed import parallel_state
+
+    return f"cuda:{parallel_state.get_world_group().local_rank}"
+
+
+def no_cuda_device(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> None:
+    """Give the listener thread no CUDA device to select."""
+
+
+def synchronize_copies(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> None:
+    """Wait for the copies this worker has launched, as a CUDA synchronise would."""
+    streams.synchronize()
+
+
+def release_barrier(worker: Any) -> bool:
+    """Wait for the copies a worker has launched; runs in the worker by RPC."""
+    streams.synchronize()
+    return True
+
+
+def replace_release_barrier(original: Any) -> Any:
+    """Return our barrier; a plain function, because it is pickled by name."""
+    return release_barrier
+
+
+def describe() -> str:
+    """Return one line on the device and its users."""
+    free, total = ledger.memory()
+    users = ", ".join(f"pid {pid}: {size >> 20} MiB" for pid, size in ledger.usage().items())
+    return (
+        f"host device of {total >> 20} MiB, {free >> 20} MiB free"
+        f" ({users or 'no users'}; {os.environ.get(ledger.SIZE)})"
+    )

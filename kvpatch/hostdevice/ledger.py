@@ -1,0 +1,110 @@
+"""The device's memory: its size, who uses how much of it, and the hold on copies.
+
+The ledger file is written by kvcached's extension through ``include/cuda.h``, which
+defines the layout; here it is only read.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import re
+import struct
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+SIZE = "KVPATCH_HOST_DEVICE"
+FOLDER = "KVPATCH_HOST_DEVICE_DIR"
+
+_PAGE = 2 << 20
+_MAGIC = 0x3144564854415650
+_HEADER = struct.Struct("=Qq")
+_SLOT = struct.Struct("=qqq")
+_SLOTS = 128
+_UNITS = {"": 1, "MiB": 1 << 20, "GiB": 1 << 30}
+
+
+def device_size() -> int:
+    """Return the size of the device in bytes, a whole number of 2 MiB pages.
+
+    Raises:
+        ValueError: the variable is unset or is not a size.
+    """
+    text = os.environ.get(SIZE, "").strip()
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)(MiB|GiB)?", text)
+    size = int(float(match[1]) * _UNITS[match[2] or ""]) // _PAGE * _PAGE if match else 0
+    if size == 0:
+        raise ValueError(f'{SIZE}="{text}" is not a size; use for example 2GiB or 512MiB')
+    return size
+
+
+def ledger_path(index: int = 0) -> Path:
+    """Return the ledger file of device ``index`` of this user."""
+    folder = Path(os.environ.get(FOLDER) or "/dev/shm")
+    return folder / f"kvpatch-host-device-{os.getuid()}-{index}"
+
+
+def usage(index: int = 0) -> dict[int, int]:
+    """Return the bytes of device memory that each living process has mapped, by pid."""
+    try:
+        with ledger_path(index).open("rb") as file:
+            fcntl.flock(file, fcntl.LOCK_SH)
+            data = file.read()
+    except FileNotFoundError:
+        return {}
+    if len(data) < _HEADER.size + _SLOTS * _SLOT.size or _HEADER.unpack_from(data)[0] != _MAGIC:
+        return {}
+    used = {}
+    for slot in range(_SLOTS):
+        pid, started, size = _SLOT.unpack_from(data, _HEADER.size + slot * _SLOT.size)
+        if pid and _start_time(pid) == started:
+            used[pid] = size
+    return used
+
+
+def memory(index: int = 0) -> tuple[int, int]:
+    """Return (free, total) bytes of device ``index``, as ``torch.cuda.mem_get_info`` does."""
+    total = device_size()
+    return max(0, total - sum(usage(index).values())), total
+
+
+def size_in_use(index: int = 0) -> int | None:
+    """Return the size that running processes agreed on, or None when there are none."""
+    if not usage(index):
+        return None
+    with ledger_path(index).open("rb") as file:
+        return int(_HEADER.unpack(file.read(_HEADER.size))[1])
+
+
+def _start_time(pid: int) -> int:
+    try:
+        stat = Path(f"/proc/{pid}/stat").read_text()
+    except OSError:
+        return -1
+    # Field 22, counted after the command, which may hold spaces and brackets.
+    return int(stat.rpartition(")")[2].split()[19])
+
+
+def _hold_path() -> Path:
+    return ledger_path().with_suffix(".hold")
+
+
+@contextmanager
+def copy_permit() -> Iterator[None]:
+    """Wait until nobody holds the device's copies, and keep them from being held."""
+    with _hold_path().open("a") as file:
+        fcntl.flock(file, fcntl.LOCK_SH)
+        yield
+
+
+@contextmanager
+def hold_copies() -> Iterator[None]:
+    """Keep every copy between the device and the CPU tier from starting, in any process.
+
+    Copies are still accepted and queued, so that transfers are in flight for as long
+    as a test needs. The hold ends with the block, or with the process.
+    """
+    with _hold_path().open("a") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield

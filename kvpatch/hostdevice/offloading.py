@@ -1,0 +1,172 @@
+"""vLLM's CPU offloading on the host device, through vLLM's own plug-in seam.
+
+Configured as ``spec_name=HostOffloadingSpec`` with
+``spec_module_path=kvpatch.hostdevice.offloading`` in ``kv_connector_extra_config``.
+The scheduler side (LRU, ARC, sizes) is vLLM's ``CPUOffloadingSpec`` unchanged; only
+the copies, which vLLM writes for CUDA streams, are the host device's. It serves
+static KV memory as well as kvcached's.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from vllm.v1.kv_offload.base import (
+    CanonicalKVCaches,
+    GPULoadStoreSpec,
+    LoadStoreSpec,
+    OffloadingWorker,
+    TransferResult,
+)
+from vllm.v1.kv_offload.cpu.spec import CPUOffloadingSpec
+
+from kvpatch.hostdevice.streams import Event, Stream
+
+
+@dataclass
+class _Transfer:
+    job_id: int
+    size: int
+    begun: Event
+    done: Event
+
+
+class _Direction:
+    """Copies one way, in the order they are submitted."""
+
+    def __init__(self, name: str) -> None:
+        self.stream = Stream(name)
+        self.pending: dict[int, _Transfer] = {}
+
+    def submit(self, job_id: int, copies: list[tuple[int, int, int]]) -> None:
+        begun = self.stream.submit(lambda: None)
+
+        def copy() -> None:
+            for destination, source, size in copies:
+                ctypes.memmove(destination, source, size)
+
+        done = self.stream.submit(copy)
+        size = sum(size for _, _, size in copies)
+        self.pending[job_id] = _Transfer(job_id, size, begun, done)
+
+    def finished(self) -> list[TransferResult]:
+        results = []
+        for transfer in list(self.pending.values()):
+            if not transfer.done.query():
+                break
+            del self.pending[transfer.job_id]
+            if transfer.done.error is not None:
+                raise transfer.done.error
+            results.append(
+                TransferResult(
+                    job_id=transfer.job_id,
+                    success=True,
+                    transfer_size=transfer.size,
+                    transfer_time=transfer.done.time - transfer.begun.time,
+                )
+            )
+        return results
+
+
+class HostOffloadingWorker(OffloadingWorker):
+    """Moves blocks between the device's regions and a CPU tier of the same geometry.
+
+    Args:
+        kv_caches: regions of shape ``[num_blocks, page_bytes]`` and, for each group,
+            the regions its blocks are made of.
+        blocks_per_chunk: device blocks in one block of the CPU tier.
+        num_cpu_blocks: blocks of the CPU tier.
+    """
+
+    def __init__(
+        self, kv_caches: CanonicalKVCaches, blocks_per_chunk: int, num_cpu_blocks: int
+    ) -> None:
+        self.blocks_per_chunk = blocks_per_chunk
+        self.regions = [
+            entry.tensor.view(torch.int8).view(-1, entry.page_size_bytes)
+            for entry in kv_caches.tensors
+        ]
+        self.groups = kv_caches.group_data_refs
+        self.tier = [
+            torch.zeros((num_cpu_blocks, region.shape[1] * blocks_per_chunk), dtype=torch.int8)
+            for region in self.regions
+        ]
+        self._store = _Direction("kvpatch-store")
+        self._load = _Direction("kvpatch-load")
+
+    def submit_store(
+        self, job_id: int, src_spec: GPULoadStoreSpec, dst_spec: LoadStoreSpec
+    ) -> bool:
+        """Queue copies from the device to the CPU tier."""
+        pairs = self._addresses(src_spec, dst_spec)
+        self._store.submit(job_id, [(tier, device, size) for device, tier, size in pairs])
+        return True
+
+    def submit_load(
+        self, job_id: int, src_spec: LoadStoreSpec, dst_spec: GPULoadStoreSpec
+    ) -> bool:
+        """Queue copies from the CPU tier to the device."""
+        self._load.submit(job_id, self._addresses(dst_spec, src_spec))
+        return True
+
+    def get_finished(self) -> list[TransferResult]:
+        """Return the transfers that ended since the last call."""
+        return self._store.finished() + self._load.finished()
+
+    def wait(self, job_ids: set[int]) -> None:
+        """Wait until the copies of these jobs have run."""
+        for direction in (self._store, self._load):
+            for job_id in job_ids & direction.pending.keys():
+                direction.pending[job_id].done.synchronize()
+
+    def shutdown(self) -> None:
+        """Finish the copies in flight, then give the tier's memory back."""
+        for direction in (self._store, self._load):
+            direction.stream.close()
+        self.tier.clear()
+
+    def _addresses(self, device: Any, tier: Any) -> list[tuple[int, int, int]]:
+        """Pair device addresses with tier addresses: (device, tier, bytes) a copy.
+
+        A group's first block may lie in the middle of a chunk: ``block_indices`` gives
+        its position in the request.
+        """
+        pairs = []
+        device_at = tier_at = 0
+        for group, count, first in zip(
+            self.groups, device.group_sizes, device.block_indices, strict=True
+        ):
+            skip = first % self.blocks_per_chunk
+            chunks = -(-(skip + count) // self.blocks_per_chunk) if count else 0
+            for ref in group:
+                region, rows = self.regions[ref.tensor_idx], self.tier[ref.tensor_idx]
+                page = region.shape[1]
+                for position in range(count):
+                    block = int(device.block_ids[device_at + position])
+                    chunk, inside = divmod(skip + position, self.blocks_per_chunk)
+                    row = int(tier.block_ids[tier_at + chunk])
+                    if not (0 <= block < region.shape[0] and 0 <= row < rows.shape[0]):
+                        raise IndexError(f"block {block} or tier block {row} does not exist")
+                    pairs.append(
+                        (
+                            region.data_ptr() + block * region.stride(0),
+                            rows.data_ptr() + row * rows.stride(0) + inside * page,
+                            ref.page_size_bytes,
+                        )
+                    )
+            device_at += count
+            tier_at += chunks
+        return pairs
+
+
+class HostOffloadingSpec(CPUOffloadingSpec):  # type: ignore[misc]
+    """vLLM's CPU offloading spec with the host device's copies."""
+
+    def get_worker(self, kv_caches: CanonicalKVCaches) -> OffloadingWorker:
+        """Return the worker that copies ``kv_caches``; called once per worker process."""
+        if not self._worker:
+            self._worker = HostOffloadingWorker(kv_caches, self.blocks_per_chunk, self.num_blocks)
+        return self._worker

@@ -1,0 +1,102 @@
+"""Small models with real random weights, for the demo and the tests.
+
+The weights are large enough (initializer range 0.12) that every byte of the KV
+cache shows in the tokens; vLLM's dummy weights are so small that any KV cache
+gives the same ones. The tokenizer has one token a byte and needs no download.
+"""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+KINDS = ("llama", "sliding", "mla")
+
+CHAT_TEMPLATE = (
+    "{% for message in messages %}<{{ message['role'] }}>{{ message['content'] }}\n{% endfor %}"
+    "{% if add_generation_prompt %}<assistant>{% endif %}"
+)
+
+
+def make_tokenizer(folder: Path) -> int:
+    """Write a byte-level tokenizer into ``folder``; return its vocabulary size."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    vocabulary = {token: index for index, token in enumerate(["<s>", "</s>", *alphabet])}
+    tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    fast = PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, bos_token="<s>", eos_token="</s>", pad_token="</s>"
+    )
+    fast.chat_template = CHAT_TEMPLATE
+    fast.save_pretrained(folder)
+    return len(vocabulary)
+
+
+def make_model(folder: Path, kind: str = "llama", layers: int = 4, seed: int = 7) -> Path:
+    """Write a model of ``kind`` with seeded random weights into ``folder``.
+
+    llama: grouped-query attention, one KV cache group. sliding: sliding-window and
+    full attention layers in turn, two groups. mla: latent attention.
+
+    Returns:
+        ``folder``; nothing is written when the model is already there.
+    """
+    if (folder / "model.safetensors").exists():
+        return folder
+    import torch
+    import transformers
+
+    folder.mkdir(parents=True, exist_ok=True)
+    shape = {
+        "vocab_size": (make_tokenizer(folder) + 63) // 64 * 64,
+        "hidden_size": 256,
+        "intermediate_size": 512,
+        "num_hidden_layers": layers,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 4,
+        "max_position_embeddings": 16384,
+        "initializer_range": 0.12,
+        "bos_token_id": 0,
+        "eos_token_id": 1,
+        "tie_word_embeddings": False,
+    }
+    if kind == "llama":
+        config = transformers.LlamaConfig(head_dim=64, **shape)
+    elif kind == "sliding":
+        config = transformers.Gemma3TextConfig(
+            head_dim=64,
+            sliding_window=256,
+            layer_types=["sliding_attention", "full_attention"] * (layers // 2),
+            query_pre_attn_scalar=64,
+            **shape,
+        )
+    elif kind == "mla":
+        shape["num_key_value_heads"] = 8
+        config = transformers.DeepseekV2Config(
+            kv_lora_rank=512,
+            q_lora_rank=None,
+            qk_rope_head_dim=64,
+            qk_nope_head_dim=128,
+            v_head_dim=128,
+            n_routed_experts=None,
+            first_k_dense_replace=layers,
+            **shape,
+        )
+    else:
+        raise ValueError(f"no model of kind {kind}; there are {', '.join(KINDS)}")
+    torch.manual_seed(seed)
+    model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    model.save_pretrained(folder)
+    return folder
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("--kind", choices=KINDS, default="llama")
+    arguments = parser.parse_args()
+    print(make_model(arguments.folder, arguments.kind))
