@@ -20,9 +20,8 @@ def install(version: str) -> int:
     """
     here = Path(__file__).parent
     environment = dict(os.environ, PYTHONPATH=str(here / "buildtime"), KVPATCH="0")
-    command = [sys.executable, "-m", "pip", "install", "--no-cache-dir", "--force-reinstall"]
+    command = [sys.executable, "-m", "pip", "install", "-q", "--no-cache-dir", "--force-reinstall"]
     command += ["--no-deps", "--no-build-isolation", "--no-binary", "kvcached"]
-    print(f"building kvcached {version} for the host device (about 20 s)", flush=True)
     built = subprocess.run([*command, f"kvcached=={version}"], env=environment, check=False)
     if built.returncode:
         print(
@@ -32,7 +31,9 @@ def install(version: str) -> int:
         )
         return built.returncode
     needs = ["numpy>=1.26.0", "posix_ipc>=1.0", "wrapt>=1.15"]  # kvcached's own
-    return subprocess.run([sys.executable, "-m", "pip", "install", "-q", *needs], check=False).returncode
+    return subprocess.run(
+        [sys.executable, "-m", "pip", "install", "-q", *needs], check=False
+    ).returncode
 
 
 def show() -> int:
