@@ -22,7 +22,7 @@ from kvpatch.errors import Refusal
 from kvpatch.status import block_view
 
 # Specs whose blocks have been compared byte for byte after a round trip.
-PROVEN_SPECS = ("FullAttentionSpec", "SlidingWindowSpec", "MLAAttentionSpec")
+PROVEN_SPECS = ("FullAttentionSpec", "SlidingWindowSpec")
 
 
 @dataclass

@@ -10,7 +10,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-KINDS = ("llama", "sliding", "mla")
+KINDS = ("llama", "sliding")
 
 CHAT_TEMPLATE = (
     "{% for message in messages %}<{{ message['role'] }}>{{ message['content'] }}\n{% endfor %}"
@@ -40,7 +40,7 @@ def make_model(folder: Path, kind: str = "llama", layers: int = 4, seed: int = 7
     """Write a model of ``kind`` with seeded random weights into ``folder``.
 
     llama: grouped-query attention, one KV cache group. sliding: sliding-window and
-    full attention layers in turn, two groups. mla: latent attention.
+    full attention layers in turn, two groups.
 
     Returns:
         ``folder``; nothing is written when the model is already there.
@@ -72,18 +72,6 @@ def make_model(folder: Path, kind: str = "llama", layers: int = 4, seed: int = 7
             sliding_window=256,
             layer_types=["sliding_attention", "full_attention"] * (layers // 2),
             query_pre_attn_scalar=64,
-            **shape,
-        )
-    elif kind == "mla":
-        shape["num_key_value_heads"] = 8
-        config = transformers.DeepseekV2Config(
-            kv_lora_rank=512,
-            q_lora_rank=None,
-            qk_rope_head_dim=64,
-            qk_nope_head_dim=128,
-            v_head_dim=128,
-            n_routed_experts=None,
-            first_k_dense_replace=layers,
             **shape,
         )
     else:
