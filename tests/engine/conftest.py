@@ -30,6 +30,7 @@ class Run:
     cpu_blocks: int = 4096
     policy: str = "lru"
     revert: tuple[str, ...] = ()
+    cross_layer: bool = False
     environment: tuple[tuple[str, str], ...] = ()
 
 
@@ -179,6 +180,7 @@ def engine(
                 "engine": engine_arguments(wanted),
                 "rounds": [prompts(24)] * 2,
                 "revert": list(wanted.revert),
+                "cross_layer": wanted.cross_layer,
                 "watch": wanted.kvpatch and not wanted.revert,
             }
             finished[wanted] = run_driver(

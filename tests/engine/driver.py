@@ -109,6 +109,20 @@ def run_round(llm: Any, prompts: list[dict[str, Any]], watch: BlockWatch | None)
     return [records[index] for index in range(len(prompts))]
 
 
+def declare_block_outermost_layout() -> None:
+    """Let the CPU attention backend declare the stride order that GPU backends declare.
+
+    It reads KV by block stride as they do but does not say so, and vLLM then never
+    takes its cross-layer allocation on a CPU.
+    """
+    from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
+
+    def stride_order(include_num_layers_dimension: bool = False) -> tuple[int, ...]:
+        return (1, 0, 2, 3, 4) if include_num_layers_dimension else (0, 1, 2, 3)
+
+    CPUAttentionBackend.get_kv_cache_stride_order = staticmethod(stride_order)
+
+
 def device_bytes() -> dict[str, int]:
     """Return this process's bytes of the host device: charged, and resident."""
     from kvpatch.hostdevice import ledger
@@ -130,6 +144,8 @@ def main(job_path: str, result_path: str) -> None:
         from kvpatch import activation
 
         activation.transaction.revert(patch_id)
+    if job.get("cross_layer"):
+        declare_block_outermost_layout()
     llm = LLM(job["model"], **job["engine"])
     core = llm.llm_engine.engine_core.engine_core
     result["groups"] = len(core.scheduler.kv_cache_config.kv_cache_groups)

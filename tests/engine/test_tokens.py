@@ -58,7 +58,7 @@ def test_restored_blocks_have_the_bytes_they_had(
 ) -> None:
     ours = engine(Run(model=model, contiguous=contiguous))
     ours.round(1)
-    restored = 24 * 640 // BLOCK * (1 if model == "llama" else 1)
+    restored = 24 * 640 // BLOCK
     assert ours.result["returned"] >= restored
     assert ours.result["changed"] == []
 
@@ -94,10 +94,20 @@ def test_without_the_geometry_patch_the_tokens_are_wrong(engine: Engine) -> None
     assert same_tokens(broken.round(1), engine(PLAIN).round(1)) == 0
 
 
+@LAYOUTS
+def test_a_backend_with_cross_layer_blocks_stays_on_elastic_memory(
+    engine: Engine, contiguous: bool
+) -> None:
+    ours = engine(Run(cross_layer=True, contiguous=contiguous))
+    assert_same(ours, engine(PLAIN))
+    assert [record["cached"] for record in ours.round(1)] == [640] * 24
+
+
 def test_without_the_uniform_patch_vllm_does_not_start(engine: Engine) -> None:
-    broken = engine(Run(revert=("offloading.use_uniform_kv_cache",)))
+    broken = engine(Run(cross_layer=True, revert=("offloading.use_uniform_kv_cache",)))
     assert broken.code != 0
-    assert broken.log.rstrip().endswith(
-        "it would stay allocated while kvcached maps a second, unused pool; "
-        "report this with your command line, or set KVPATCH=0."
+    assert "Allocating a cross layer KV cache" in broken.log
+    assert (
+        "because it would stay allocated while kvcached maps a second, unused pool; "
+        "report this with your command line, or set KVPATCH=0.\n" in broken.log
     )
