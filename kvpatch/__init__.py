@@ -3,6 +3,9 @@
 Importing this package switches kvpatch on for the process and its children,
 unless ``KVPATCH=0``; the startup file imports it when ``KVPATCH=1``. Nothing of
 vllm, torch or kvcached is imported here: the patches wait until vllm is.
+
+Raises:
+    ImportError: vllm was imported before kvpatch in this process.
 """
 
 from kvpatch.bootstrap import switch_on as _switch_on

@@ -1,105 +1,77 @@
-"""Activation: what happens the moment vllm is imported.
+"""Activation: what happens before and after vllm's own code runs.
 
-The order is fixed here and does not depend on which startup file ran first:
-gates that need no import, then kvcached's own patches, then ours over them. A
-feature that cannot be applied whole takes every other one back with it.
+The order is fixed here and does not depend on which startup file ran first: gates
+that need no import, vllm, kvcached's patches, everybody else's hooks on vllm, then
+our patches over all of them. What cannot be applied whole is taken back whole.
 """
 
 from __future__ import annotations
 
 import importlib
 import os
-import sys
-from types import ModuleType, TracebackType
+from types import ModuleType
 
 import wrapt
 
-from kvpatch import gate, registry, status
-from kvpatch.errors import Refusal
+from kvpatch import gate, refusing, registry, status
+from kvpatch.errors import Refusal, RefusedImport
 from kvpatch.patch import Outcome, Transaction
+from kvpatch.versions import Installed
 
 transaction = Transaction()
 _refused: Refusal | None = None
 
 
-class _StayRefused:
-    """Keeps vllm from being imported a second time past a refusal."""
-
-    def find_spec(self, name: str, path: object = None, target: object = None) -> None:
-        if name == "vllm" and _refused is not None:
-            raise _refused
-
-
-def arm() -> None:
-    """Register for vllm's import; called when somebody is about to import it.
-
-    kvcached's hook on vllm may run before ours and reads its switches only then, so
-    they are set here. A contradiction is left as it is, for the gate to refuse.
-    """
-    for name in gate.KVCACHED_SWITCHES:
-        os.environ.setdefault(name, "1")
-    sys.excepthook = _say_refusals_in_one_line(sys.excepthook)
-    wrapt.register_post_import_hook(_on_vllm_imported, "vllm")
-
-
-def vllm_not_found() -> None:
-    """Remember that no vllm was found, for the sentence if the import was not caught."""
-    global _vllm_missing
-    _vllm_missing = True
-
-
-_vllm_missing = False
-
-
-def _on_vllm_imported(module: ModuleType) -> None:
-    global _refused
-    try:
-        activate()
-    except Refusal as refusal:
-        transaction.revert_to(0)
-        _refused = refusal
-        sys.meta_path.insert(0, _StayRefused())
-        raise
-
-
-def activate() -> None:
-    """Pass every gate and apply every feature, or raise with nothing applied.
+def before_vllm() -> None:
+    """Pass the gates that need no import, and switch kvcached on.
 
     Raises:
-        Refusal: a gate said no, or a patch could not be applied.
+        RefusedImport: a gate said no, now or at an earlier import of vllm.
+    """
+    refusing.in_one_line()
+    if _refused is not None:
+        raise RefusedImport.of(_refused)
+    try:
+        check_versions()
+    except Refusal as refusal:
+        raise _stay_refused(refusal) from refusal.__cause__
+    for name in gate.KVCACHED_SWITCHES:
+        if not os.environ.get(name):
+            os.environ[name] = "1"
+
+
+def after_vllm(module: ModuleType) -> None:
+    """Apply kvcached's patches and ours to vllm, which has just been executed.
+
+    Raises:
+        RefusedImport: one of ours cannot be applied; none is in force then.
+    """
+    if transaction.applied:
+        return
+    try:
+        apply_kvcached()
+        # The hooks of others, and kvcached's again if its module was imported before
+        # vllm: what a hook patches after us would go over our patches.
+        wrapt.notify_module_loaded(module)
+        apply_features()
+    except Exception as error:
+        take_back()
+        refusing.forget_submodules()
+        raise _stay_refused(error) from error
+
+
+def check_versions() -> tuple[Installed, Installed]:
+    """Pass the environment, metadata and range gates; return vllm and kvcached.
+
+    Raises:
+        Refusal: one of them said no.
     """
     gate.check_environment()
     vllm = gate.check_installed("vllm", registry.VLLM_RANGE)
     gate.check_range(vllm, registry.VLLM_RANGE)
     kvcached = gate.check_installed("kvcached", registry.KVCACHED_RANGE)
     gate.check_range(kvcached, registry.KVCACHED_RANGE)
-    status.record.vllm = f"{vllm.distribution} {vllm.text}"
-    status.record.kvcached = kvcached.text
-    if gate.allowed_by_name(vllm) and not gate.in_range(vllm, registry.VLLM_RANGE):
-        status.log.warning(
-            "kvpatch: %s %s is UNTESTED and runs because %s names it",
-            vllm.distribution,
-            vllm.text,
-            gate.ALLOW_VLLM,
-        )
-
-    apply_kvcached()
-    for feature in registry.FEATURES:
-        verdict = gate.check_feature(feature, vllm, kvcached)
-        if verdict.passed:
-            try:
-                transaction.apply_all(feature.patches)
-            except Refusal:
-                raise
-            except Exception as error:
-                verdict = gate.Verdict(Outcome.FAILED, f"{type(error).__name__}: {error}")
-        status.record.features[feature.name] = verdict.outcome
-        if verdict.outcome not in (Outcome.APPLIED, Outcome.NOT_NEEDED):
-            raise Refusal(
-                f"the feature {feature.name} cannot be applied ({verdict.outcome.value})",
-                verdict.reason,
-                "install versions from docs/support.md, or set KVPATCH=0",
-            )
+    return vllm, kvcached
 
 
 def apply_kvcached() -> None:
@@ -120,23 +92,55 @@ def apply_kvcached() -> None:
         ) from error
 
 
-def _say_refusals_in_one_line(previous: object) -> status.ExceptHook:
-    """Return an excepthook that prints an uncaught refusal without a traceback."""
+def apply_features() -> None:
+    """Apply every feature of the registry that this machine needs.
 
-    def hook(
-        kind: type[BaseException], error: BaseException, traceback: TracebackType | None
-    ) -> None:
-        if isinstance(error, Refusal):
-            sys.stderr.write(f"{error}\n")
-            return
-        assert callable(previous)
-        previous(kind, error, traceback)
-        if _vllm_missing and isinstance(error, ModuleNotFoundError) and error.name == "vllm":
-            missing = Refusal(
-                "vllm is not installed in this environment",
-                f"kvpatch is on and runs on vllm {registry.VLLM_RANGE}",
-                "install it with pip, or set KVPATCH=0",
+    Raises:
+        Refusal: a feature is needed and cannot be applied.
+    """
+    vllm, kvcached = check_versions()
+    status.record.vllm = f"{vllm.distribution} {vllm.text}"
+    status.record.kvcached = kvcached.text
+    if not gate.in_range(vllm, registry.VLLM_RANGE):
+        status.log.warning(
+            "kvpatch: %s %s is UNTESTED and runs because %s names it",
+            vllm.distribution,
+            vllm.text,
+            gate.ALLOW_VLLM,
+        )
+    for feature in registry.FEATURES:
+        verdict = gate.check_feature(feature, vllm, kvcached)
+        if verdict.passed:
+            try:
+                transaction.apply_all(feature.patches)
+            except Exception as error:
+                verdict = gate.Verdict(Outcome.FAILED, f"{type(error).__name__}: {error}")
+        status.record.features[feature.name] = verdict.outcome
+        if verdict.outcome not in (Outcome.APPLIED, Outcome.NOT_NEEDED):
+            raise Refusal(
+                f"the feature {feature.name} cannot be applied ({verdict.outcome.value})",
+                verdict.reason,
+                "install versions from docs/support.md, or set KVPATCH=0",
             )
-            sys.stderr.write(f"{missing}\n")
 
-    return hook
+
+def take_back() -> None:
+    """Revert everything, and say which patches lie under somebody else's."""
+    displaced = transaction.revert_to(0)
+    if displaced:
+        status.log.warning(
+            "kvpatch: not reverted, because others have patched over them: %s",
+            ", ".join(displaced),
+        )
+
+
+def _stay_refused(error: Exception) -> RefusedImport:
+    global _refused
+    if not isinstance(error, Refusal):
+        error = Refusal(
+            "kvpatch could not be applied",
+            f"it failed with {type(error).__name__}: {error}",
+            "report this with your versions, or set KVPATCH=0",
+        )
+    _refused = error
+    return RefusedImport.of(error)

@@ -1,71 +1,127 @@
 """Switching on: from ``import kvpatch`` to the moment somebody imports vllm.
 
-Only the standard library is imported here, because this runs in every Python
-process that has ``KVPATCH`` set, most of which never import vllm. The wait for
-vllm is one entry on ``sys.meta_path`` that removes itself when it is asked.
+Only what an interpreter has loaded anyway is imported here, because this runs in
+every Python process that has ``KVPATCH`` set, most of which never import vllm.
 """
 
 from __future__ import annotations
 
-import importlib.util
 import os
 import sys
-from importlib.machinery import ModuleSpec
-from types import ModuleType
 
 SWITCH = "KVPATCH"
 OFF_VALUES = ("", "0")
 ON_VALUES = ("1", "true", "on")
 
-_finder: WaitForVllm | None = None
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from importlib.machinery import ModuleSpec
+    from types import ModuleType
+    from typing import Any
+
+_finder: VllmFinder | None = None
 
 
-class WaitForVllm:
-    """Runs kvpatch's activation around the first import of vllm."""
+class VllmFinder:
+    """Puts kvpatch's activation around the first import of vllm."""
 
     def find_spec(
-        self, name: str, path: object = None, target: ModuleType | None = None
+        self, name: str, path: Any = None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        """Arm the activation and let the other finders find vllm.
+        """Find vllm as the others would, with a loader that activates kvpatch.
 
-        Registering happens now rather than at interpreter start because only
-        now is ``sys.path`` complete, and because kvcached's own startup file
-        has then certainly registered its hook before ours.
+        Finding must not fail: programs that never import vllm ask whether it is there.
         """
-        if name != "vllm":
+        if name != "vllm" or _switched_off():
             return None
-        sys.meta_path.remove(self)
-        from kvpatch import activation
-
-        activation.arm()
-        spec = importlib.util.find_spec(name)
+        spec = _find_without_hooks(self, name, path, target)
         if spec is None:
-            activation.vllm_not_found()
-            sys.meta_path.insert(0, self)
+            from kvpatch import refusing
+
+            refusing.vllm_is_missing()
+        elif spec.loader is not None:  # else a folder that happens to be called vllm
+            spec.loader = _ActivatingLoader(spec.loader)  # type: ignore[assignment]
         return spec
 
 
-def _running_own_command() -> bool:
-    """Whether this process is ``python -m kvpatch...``: a tool, not an engine."""
-    arguments = sys.orig_argv
-    module = next((b for a, b in zip(arguments, arguments[1:], strict=False) if a == "-m"), "")
-    return module.partition(".")[0] == "kvpatch"
+def _find_without_hooks(
+    ours: VllmFinder, name: str, path: Any, target: ModuleType | None
+) -> ModuleSpec | None:
+    """Ask every finder but ours and wrapt's.
+
+    wrapt's finder runs the hooks of others on vllm, kvcached's among them. The loader
+    runs those itself, so that their order does not depend on who was first here.
+    """
+    for finder in list(sys.meta_path):
+        if finder is ours or type(finder).__module__ == "wrapt.importer":
+            continue
+        spec = finder.find_spec(name, path, target)
+        if spec is not None:
+            return spec
+    return None
+
+
+class _ActivatingLoader:
+    """vllm's own loader, with kvpatch's gates before it and the patches after it."""
+
+    def __init__(self, loader: Any) -> None:
+        self._loader = loader
+
+    def create_module(self, spec: ModuleSpec) -> ModuleType | None:
+        _activation().before_vllm()
+        module: ModuleType | None = self._loader.create_module(spec)
+        return module
+
+    def exec_module(self, module: ModuleType) -> None:
+        # What is asked of a loader later, like its resources, is asked of vllm's own.
+        if module.__spec__ is not None:
+            module.__spec__.loader = self._loader
+        module.__loader__ = self._loader
+        self._loader.exec_module(module)
+        _activation().after_vllm(module)
+        if _finder in sys.meta_path:
+            sys.meta_path.remove(_finder)  # a reload must not patch twice
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._loader, name)
+
+
+def _activation() -> Any:
+    """Import the rest of kvpatch; a refusal of vllm when that is broken.
+
+    Raises:
+        RefusedImport: a part of kvpatch, or wrapt or packaging, cannot be imported.
+    """
+    try:
+        from kvpatch import activation
+    except Exception as error:
+        from kvpatch import refusing
+        from kvpatch.errors import RefusedImport
+
+        refusing.in_one_line()
+        raise RefusedImport(
+            "kvpatch itself cannot be imported",
+            f"it failed with {type(error).__name__}: {error}",
+            f"reinstall kvpatch with its requirements, or set {SWITCH}=0",
+        ) from error
+    return activation
+
+
+def _switched_off() -> bool:
+    return os.environ.get(SWITCH, "").strip() == "0"
 
 
 def switch_on() -> None:
     """Arrange for the patches to be applied when vllm is imported.
 
-    Called by ``import kvpatch``. ``KVPATCH=0`` wins over the import. An
-    unreadable value is not reported here: only vllm may be stopped by it.
+    Called by ``import kvpatch``. ``KVPATCH=0`` wins over the import. A value that
+    means nothing is not reported here: only vllm may be stopped by it.
 
     Raises:
         ImportError: vllm was imported before kvpatch in this process.
     """
     global _finder
-    value = os.environ.get(SWITCH)
-    if value is not None and value.strip() == "0":
-        return
-    if _finder is not None or _running_own_command():
+    if _switched_off() or _finder is not None:
         return
     if "vllm" in sys.modules:
         raise ImportError(
@@ -73,7 +129,7 @@ def switch_on() -> None:
             "import kvpatch first, or set KVPATCH=1 in the environment, or set KVPATCH=0 "
             "to leave vllm as it is"
         )
-    if value is None or value.strip() in OFF_VALUES:
+    if os.environ.get(SWITCH, "").strip() in OFF_VALUES:
         os.environ[SWITCH] = "1"  # children started by this process follow
-    _finder = WaitForVllm()
+    _finder = VllmFinder()
     sys.meta_path.insert(0, _finder)

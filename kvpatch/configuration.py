@@ -60,8 +60,10 @@ RULES = (
         with_connector=False,
     ),
     Rule(
-        lambda c: _connector(c) != "OffloadingConnector"
-        or c.kv_transfer_config.kv_connector_module_path is not None,
+        lambda c: (
+            _connector(c) != "OffloadingConnector"
+            or c.kv_transfer_config.kv_connector_module_path is not None
+        ),
         lambda c: f"the KV connector {_connector(c)} is configured",
         "only vLLM's own OffloadingConnector is known to be right on kvcached's memory",
         "use OffloadingConnector, or set KVPATCH=0",
@@ -85,17 +87,21 @@ RULES = (
         "remove --no-enable-prefix-caching, or set KVPATCH=0",
     ),
     Rule(
-        lambda c: c.parallel_config.world_size != c.parallel_config.tensor_parallel_size
-        or c.parallel_config.data_parallel_size > 1
-        or c.parallel_config.decode_context_parallel_size > 1,
+        lambda c: (
+            c.parallel_config.world_size != c.parallel_config.tensor_parallel_size
+            or c.parallel_config.data_parallel_size > 1
+            or c.parallel_config.decode_context_parallel_size > 1
+        ),
         lambda c: "a KV connector is configured with parallelism other than tensor parallelism",
         "no test of kvpatch ran on it",
         "use tensor parallelism only, or set KVPATCH=0",
     ),
     Rule(
         lambda c: c.parallel_config.distributed_executor_backend not in (None, "uni", "mp"),
-        lambda c: "a KV connector is configured with the executor "
-        f"{c.parallel_config.distributed_executor_backend}",
+        lambda c: (
+            "a KV connector is configured with the executor "
+            f"{c.parallel_config.distributed_executor_backend}"
+        ),
         "kvpatch is tested with the executors uni and mp only",
         "set --distributed-executor-backend mp, or set KVPATCH=0",
     ),
@@ -112,8 +118,10 @@ RULES = (
         f"use one of {', '.join(PROVEN_CACHE_DTYPES)}, or set KVPATCH=0",
     ),
     Rule(
-        lambda c: c.model_config is not None
-        and (c.model_config.is_hybrid or c.model_config.is_encoder_decoder),
+        lambda c: (
+            c.model_config is not None
+            and (c.model_config.is_hybrid or c.model_config.is_encoder_decoder)
+        ),
         lambda c: f"a KV connector is configured for {c.model_config.architecture}",
         "the KV cache of hybrid and encoder-decoder models was never compared with plain vLLM's",
         "run this model without a KV connector, or set KVPATCH=0",

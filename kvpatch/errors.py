@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 
 class Refusal(RuntimeError):
     """Stops vLLM at start-up with one sentence: what, why, what to do.
+
+    A RuntimeError because kvcached passes those on where it logs and drops others.
 
     Args:
         what: the combination or setting that cannot be run.
@@ -13,11 +17,30 @@ class Refusal(RuntimeError):
     """
 
     def __init__(self, what: str, why: str, remedy: str) -> None:
-        super().__init__(f"kvpatch refuses to start vLLM: {what}, because {why}; {remedy}.")
+        sentence = f"kvpatch refuses to start vLLM: {what}, because {why}; {remedy}."
+        # A quoted error may have lines; the operator's last line must hold it all.
+        super().__init__(" ".join(sentence.split()))
         self.what = what
         self.why = why
         self.remedy = remedy
 
-    def __reduce__(self) -> tuple[type[Refusal], tuple[str, str, str]]:
+    def __reduce__(self) -> tuple[Any, ...]:
         """Survive the pickling between an engine's processes."""
-        return (Refusal, (self.what, self.why, self.remedy))
+        return (type(self), (self.what, self.why, self.remedy))
+
+
+class RefusedImport(Refusal, ImportError):
+    """A refusal of ``import vllm`` itself.
+
+    An ImportError, so that a program for which vllm is optional goes on without it,
+    as it does where vllm is not installed.
+    """
+
+    def __init__(self, what: str, why: str, remedy: str) -> None:
+        super().__init__(what, why, remedy)
+        self.name = "vllm"
+
+    @classmethod
+    def of(cls, refusal: Refusal) -> RefusedImport:
+        """Return ``refusal`` as the error of the import it stops."""
+        return cls(refusal.what, refusal.why, refusal.remedy)

@@ -48,14 +48,15 @@ def check_environment(environment: Mapping[str, str] = os.environ) -> None:
     value = environment.get(SWITCH, "").strip().lower()
     if value not in ON_VALUES + OFF_VALUES:
         raise Refusal(
-            f"{SWITCH}={environment[SWITCH]} is not a value it knows",
+            f"{SWITCH}={environment[SWITCH]} is not a value kvpatch knows",
             "guessing would leave you unsure whether it is on",
             f"set {SWITCH} to 1, true or on to switch it on, or to 0 (or leave it unset) "
             "to switch it off",
         )
     for name in KVCACHED_SWITCHES:
         setting = environment.get(name)
-        if setting is not None and setting.strip().lower() not in ("1", "true"):
+        # Read exactly as kvcached reads it; an empty one is as good as unset.
+        if setting and setting.lower() not in ("1", "true"):
             raise Refusal(
                 f"{SWITCH} is on but {name}={setting}",
                 "kvpatch works on kvcached's memory and this switches kvcached off",
@@ -71,33 +72,42 @@ def check_installed(package: str, ranges: str) -> Installed:
         ranges: the supported versions, for the sentence.
 
     Raises:
-        Refusal: it is missing, its version cannot be read, or it is a development build.
+        Refusal: it is missing, installed twice, or not a release.
     """
-    found = installed(package)
-    if found is None:
+    every = installed(package)
+    if not every:
         raise Refusal(
             f"{package} is not installed as a distribution in this environment",
             f"kvpatch reads its version from there and runs on {package} {ranges}",
-            f'install it with pip install "{package}{_a_pin(ranges)}", or set {SWITCH}=0',
+            f'install it with pip install "{package}{ranges}", or set {SWITCH}=0',
         )
-    if found.version is None or found.version.is_prerelease:
-        if package == "vllm" and allowed_by_name(found):
-            return found
+    found = every[0]
+    if any(other.text != found.text for other in every):
+        names = " and ".join(f"{one.distribution} {one.text}" for one in every)
         raise Refusal(
-            f"{found.distribution} {found.text} is a development build",
-            "its code was never tested with kvpatch and changes without its version changing",
+            f"{names} are both installed",
+            f"they share the folder {package} and only one of them is really in it",
+            f"uninstall both and install one of them again, or set {SWITCH}=0",
+        )
+    if package == "vllm" and allowed_by_name(found):
+        return found
+    if found.version is None:
+        raise Refusal(
+            f'{found.distribution} has the version "{found.text}"',
+            "that is not a version by PEP 440 and cannot be compared with the tested ones",
+            f"install a release in the range {ranges}, or set {SWITCH}=0",
+        )
+    if found.version.is_prerelease:
+        kind = "development build" if found.version.is_devrelease else "pre-release"
+        raise Refusal(
+            f"{found.distribution} {found.text} is a {kind}",
+            "its code was never tested with kvpatch and may differ from the release's",
             f"install a release in the range {ranges}, or set {SWITCH}=0",
         )
     return found
 
 
-def _a_pin(ranges: str) -> str:
-    return ranges if ranges.startswith("==") else f" ({ranges})"
-
-
-def allowed_by_name(
-    found: Installed, environment: Mapping[str, str] = os.environ
-) -> bool:
+def allowed_by_name(found: Installed, environment: Mapping[str, str] = os.environ) -> bool:
     """Whether the operator named this very vLLM as one to try."""
     return environment.get(ALLOW_VLLM, "").strip() == found.text
 
@@ -145,9 +155,7 @@ def check_target(patch: Patch) -> Verdict:
         return Verdict(Outcome.MOVED, f"{patch.target} has no signature to read ({error})")
     missing = [name for name in patch.parameters if name not in names]
     if missing:
-        return Verdict(
-            Outcome.MOVED, f"{patch.target} no longer takes {', '.join(missing)}"
-        )
+        return Verdict(Outcome.MOVED, f"{patch.target} no longer takes {', '.join(missing)}")
     return PASSED
 
 

@@ -146,17 +146,28 @@ class Transaction:
     applied: list[AppliedPatch] = field(default_factory=list)
 
     def apply_all(self, patches: tuple[Patch, ...]) -> None:
-        """Apply every patch, or none of them and raise what stopped it."""
+        """Apply every patch, or none of them and raise what stopped it.
+
+        Raises:
+            ValueError: one of them is in force already; twice would wrap twice.
+        """
         begun = len(self.applied)
         try:
             for patch in patches:
+                if patch.id in (applied.patch.id for applied in self.applied):
+                    raise ValueError(f"{patch.id} is in force already")
                 self.applied.append(apply(patch))
         except BaseException:
             self.revert_to(begun)
             raise
 
     def revert_to(self, count: int) -> list[str]:
-        """Revert down to the first ``count`` patches; return the ids displaced by others."""
+        """Revert down to the first ``count`` patches, newest first.
+
+        Returns:
+            The ids of those that others have patched over since: they are forgotten
+            here and stay in force under the others'.
+        """
         displaced = []
         while len(self.applied) > count:
             last = self.applied.pop()
@@ -164,15 +175,19 @@ class Transaction:
                 displaced.append(last.patch.id)
         return displaced
 
-    def revert(self, patch_id: str) -> None:
+    def revert(self, patch_id: str) -> bool:
         """Revert one patch by id, leaving its feature in part: for tests of the parts.
+
+        Returns:
+            False when others have patched over it since; it stays in force then.
 
         Raises:
             KeyError: no patch of that id is in force.
         """
         for applied in self.applied:
             if applied.patch.id == patch_id:
+                if not applied.revert():
+                    return False
                 self.applied.remove(applied)
-                applied.revert()
-                return
+                return True
         raise KeyError(patch_id)

@@ -32,16 +32,23 @@ class Installed:
     version: Version | None
 
 
-def installed(package: str) -> Installed | None:
-    """Return what the metadata says of ``package``, or None when it has none."""
+def installed(package: str) -> list[Installed]:
+    """Return what the metadata says of ``package``: one entry for each name it has.
+
+    An empty list when it is not installed as a distribution.
+    """
+    found = []
     for distribution in DISTRIBUTIONS[package]:
         try:
-            text = metadata.version(distribution)
+            # A damaged dist-info has no version at all.
+            text = metadata.version(distribution) or "none"
         except metadata.PackageNotFoundError:
             continue
+        except KeyError:
+            text = "none"
         try:
             version = Version(text)
         except InvalidVersion:
             version = None
-        return Installed(package, distribution, text, version)
-    return None
+        found.append(Installed(package, distribution, text, version))
+    return found

@@ -15,14 +15,28 @@ def start() -> None:
 
 
 class _RefuseVllm:
-    """Stops vllm, and nothing else, when kvpatch itself cannot be imported."""
+    """Stops vllm, and nothing else, when kvpatch itself cannot be imported.
+
+    The module is found and then refused: programs that only ask whether vllm is there
+    get an answer. The traceback stays, because it shows what is broken.
+    """
 
     def __init__(self, cause: Exception) -> None:
-        self.cause = cause
+        self._cause = cause
 
-    def find_spec(self, name: str, path: object = None, target: object = None) -> None:
-        if name == "vllm":
-            raise ImportError(
-                f"kvpatch refuses to start vLLM: KVPATCH is set but kvpatch cannot be imported "
-                f"({self.cause}); reinstall kvpatch or unset KVPATCH"
-            )
+    def find_spec(self, name, path=None, target=None):  # type: ignore[no-untyped-def]
+        if name != "vllm":
+            return None
+        from importlib.machinery import ModuleSpec
+
+        return ModuleSpec(name, self)  # type: ignore[arg-type]
+
+    def create_module(self, spec: object) -> None:
+        raise ImportError(
+            "kvpatch refuses to start vLLM: KVPATCH is set but kvpatch cannot be imported, "
+            f"because of {type(self._cause).__name__}: {self._cause}; "
+            "reinstall kvpatch, or unset KVPATCH."
+        ) from self._cause
+
+    def exec_module(self, module: object) -> None:
+        """Never reached: the import machinery asks for this method to exist."""
