@@ -56,15 +56,17 @@ def name_vllm() -> None:
         for file in entry.iterdir():
             file.unlink()
         entry.rmdir()
-    entry = installed_in / f"vllm-{cpu.version}.dist-info"
+    version = f"{cpu.version}+cpu"  # as vLLM spells it; its platform detection looks for "cpu"
+    entry = installed_in / f"vllm-{version}.dist-info"
     entry.mkdir()
     files = {
-        "METADATA": f"Metadata-Version: 2.1\nName: vllm\nVersion: {cpu.version}\n",
+        "METADATA": f"Metadata-Version: 2.1\nName: vllm\nVersion: {version}\n",
         "INSTALLER": "kvpatch\n",
     }
     for name, text in files.items():
         (entry / name).write_text(text)
-    (entry / "RECORD").write_text("".join(f"{entry.name}/{name},,\n" for name in (*files, "RECORD")))
+    record = "".join(f"{entry.name}/{name},,\n" for name in (*files, "RECORD"))
+    (entry / "RECORD").write_text(record)
 
 
 def show() -> int:
