@@ -82,7 +82,7 @@ def check_installed(package: str, ranges: str) -> Installed:
             f'install it with pip install "{package}{ranges}", or set {SWITCH}=0',
         )
     found = every[0]
-    if any(other.text != found.text for other in every):
+    if any(other.public != found.public for other in every):
         names = " and ".join(f"{one.distribution} {one.text}" for one in every)
         raise Refusal(
             f"{names} are both installed",
@@ -109,7 +109,7 @@ def check_installed(package: str, ranges: str) -> Installed:
 
 def allowed_by_name(found: Installed, environment: Mapping[str, str] = os.environ) -> bool:
     """Whether the operator named this very vLLM as one to try."""
-    return environment.get(ALLOW_VLLM, "").strip() == found.text
+    return environment.get(ALLOW_VLLM, "").strip() in (found.text, found.public)
 
 
 def in_range(found: Installed, specifier: str) -> bool:

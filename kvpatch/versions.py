@@ -31,6 +31,11 @@ class Installed:
     text: str
     version: Version | None
 
+    @property
+    def public(self) -> str:
+        """The version without its local part (``+cpu``), which names a build of it."""
+        return self.text if self.version is None else self.version.public
+
 
 def installed(package: str) -> list[Installed]:
     """Return what the metadata says of ``package``: one entry for each name it has.
