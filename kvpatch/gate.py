@@ -6,6 +6,7 @@ same code decides at start-up and fills the tables of the documentation.
 
 from __future__ import annotations
 
+import importlib
 import inspect
 import os
 from collections.abc import Mapping
@@ -143,9 +144,12 @@ def check_target(patch: Patch) -> Verdict:
     """Gates 4 and 5: the target exists and its signature has the names we use."""
     module, _, path = patch.target.partition(":")
     try:
-        _, _, original = wrapt.resolve_path(module, path)
+        _, _, original = wrapt.resolve_path(importlib.import_module(module), path)
+    except AttributeError:
+        return Verdict(Outcome.ABSENT, f"{patch.target} does not exist")
     except Exception as error:
-        return Verdict(Outcome.ABSENT, f"{patch.target} does not exist ({error})")
+        reason = f"{patch.target} cannot be imported ({type(error).__name__}: {error})"
+        return Verdict(Outcome.ABSENT, reason)
     if not patch.parameters:
         return PASSED
     function = original.__func__ if isinstance(original, staticmethod | classmethod) else original

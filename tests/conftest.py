@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import os
+import subprocess
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
@@ -29,3 +32,46 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
                 f"{item.nodeid} is in no lane: put it in one of tests/{{{','.join(LANES)}}}"
             )
         item.add_marker(lane)
+
+
+@dataclass(frozen=True)
+class Finished:
+    """What a process left behind."""
+
+    code: int
+    out: str
+    err: str
+
+    @property
+    def last_line(self) -> str:
+        """The last line on stderr, where an operator looks first."""
+        return self.err.rstrip().rpartition("\n")[2]
+
+
+Runner = Callable[..., Finished]
+OURS = ("KVPATCH", "KVCACHED", "ENABLE_KVCACHED", "VLLM", "PYTHON")
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Runner:
+    """Run a command in an empty folder, with nothing of ours in its environment.
+
+    Keyword arguments are environment variables; ``limit`` is a guard against a hang.
+    """
+
+    def run(*command: str | Path, limit: float = 300, **environment: str | Path) -> Finished:
+        kept = {name: value for name, value in os.environ.items() if not name.startswith(OURS)}
+        folder = tmp_path / "cwd"
+        folder.mkdir(exist_ok=True)
+        done = subprocess.run(
+            [str(part) for part in command],
+            env=kept | {name: str(value) for name, value in environment.items()},
+            cwd=folder,
+            capture_output=True,
+            text=True,
+            timeout=limit,
+            check=False,
+        )
+        return Finished(done.returncode, done.stdout, done.stderr)
+
+    return run

@@ -1,0 +1,109 @@
+"""A world of fakes: a tiny vllm and kvcached, found before any real ones."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import packaging
+import pytest
+import wrapt
+
+ROOT = Path(__file__).parents[2]
+
+VLLM = """
+import sys
+events = getattr(sys, "events", [])
+sys.events = events
+events.append("vllm")
+"""
+SERVING = """
+class Server:
+    def serve(self, request):
+        return request
+"""
+AUTOPATCH = """
+import sys
+from wrapt import when_imported
+@when_imported("vllm")
+def patch(vllm):
+    sys.events.append("kvcached")
+"""
+# What the registry is replaced by: one feature of one patch of the fake vllm.
+REGISTRY = """
+import sys
+from kvpatch import registry
+from kvpatch.patch import Feature, Patch
+def around(wrapped, instance, args, kwargs):
+    return "patched " + wrapped(*args, **kwargs)
+def noted():
+    sys.events.append("kvpatch")
+    return True
+serve = Patch("fake.serve", "vllm.serving:Server.serve", "why", "upstream", "until",
+              "fake_registry:around", ("request",), "==0.28.0", "==0.1.6")
+registry.FEATURES = (
+    Feature("fake", "a fake", "==0.28.0", "==0.1.6", (serve,), wanted="fake_registry:noted"),
+)
+"""
+
+
+def write(folder: Path, files: dict[str, str]) -> None:
+    for name, text in files.items():
+        path = folder / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+
+
+def distribution(folder: Path, name: str, version: str) -> None:
+    """Make ``name`` look installed in ``version``, without any files."""
+    write(
+        folder,
+        {
+            f"{name.replace('-', '_')}-{version}.dist-info/METADATA": "Metadata-Version: 2.1\n"
+            f"Name: {name}\nVersion: {version}\n"
+        },
+    )
+
+
+@pytest.fixture
+def fakes(tmp_path: Path) -> Path:
+    """A folder with a fake vllm and kvcached of supported versions."""
+    folder = tmp_path / "fakes"
+    write(
+        folder,
+        {
+            "vllm/__init__.py": VLLM,
+            "vllm/serving.py": SERVING,
+            "kvcached/__init__.py": "",
+            "kvcached/integration/__init__.py": "",
+            "kvcached/integration/vllm/__init__.py": "",
+            "kvcached/integration/vllm/autopatch.py": AUTOPATCH,
+            "fake_registry.py": REGISTRY,
+        },
+    )
+    distribution(folder, "vllm", "0.28.0")
+    distribution(folder, "kvcached", "0.1.6")
+    return folder
+
+
+@pytest.fixture
+def python(run: Callable[..., Any], fakes: Path, tmp_path: Path) -> Callable[..., Any]:
+    """Run code in an interpreter that sees the fakes, kvpatch's sources and its needs.
+
+    ``-S`` keeps every installed startup file out; code that wants ours calls the stub.
+    """
+    needs = tmp_path / "needs"
+    needs.mkdir()
+    for module in (wrapt, packaging):
+        home = Path(module.__file__).parent
+        (needs / home.name).symlink_to(home)
+    path = ":".join(map(str, (fakes, ROOT, ROOT / "kvpatch/startup", needs)))
+
+    def python(code: str, **environment: str) -> Any:
+        script = tmp_path / "script.py"
+        script.write_text(code)
+        return run(sys.executable, "-S", script, PYTHONPATH=path, **environment)
+
+    return python

@@ -1,0 +1,193 @@
+"""When kvpatch is on, and that it leaves every other program alone."""
+
+from __future__ import annotations
+
+import pytest
+
+STUB = "import kvpatch_startup; kvpatch_startup.start()\n"
+LOADED = "import sys; print(sorted(n for n in ('kvpatch', 'wrapt', 'vllm') if n in sys.modules))\n"
+
+
+@pytest.mark.parametrize("value", ["", "0", " 0 ", " "])
+def test_off_imports_only_the_stub(python, value):
+    done = python(STUB + LOADED, KVPATCH=value)
+    assert (done.code, done.out, done.err) == (0, "[]\n", "")
+
+
+def test_unset_imports_only_the_stub(python):
+    done = python(STUB + LOADED)
+    assert (done.code, done.out, done.err) == (0, "[]\n", "")
+
+
+@pytest.mark.parametrize("value", ["1", "true", "on", " TRUE ", "On", "banana"])
+def test_on_waits_without_importing_anything_else(python, value):
+    done = python(STUB + LOADED, KVPATCH=value)
+    assert (done.code, done.out, done.err) == (0, "['kvpatch']\n", "")
+
+
+@pytest.mark.parametrize("value", ["1", "true", "on", " TRUE ", "On"])
+def test_on_patches_vllm(python, value):
+    code = "import fake_registry, vllm.serving; print(vllm.serving.Server().serve('it'))"
+    done = python(STUB + code, KVPATCH=value)
+    assert (done.code, done.out, done.err) == (0, "patched it\n", "")
+
+
+@pytest.mark.parametrize("value", ["banana", "off", "2", "1 1"])
+def test_any_other_value_refuses_vllm_in_one_line(python, value):
+    done = python(STUB + "import vllm; print('imported')", KVPATCH=value)
+    assert done.code == 1
+    assert done.out == ""
+    assert done.err == (
+        f"kvpatch refuses to start vLLM: KVPATCH={value} is not a value kvpatch knows, because "
+        "guessing would leave you unsure whether it is on; set KVPATCH to 1, true or on to "
+        "switch it on, or to 0 (or leave it unset) to switch it off.\n"
+    )
+
+
+@pytest.mark.parametrize("value", ["banana", "1"])
+def test_asking_whether_vllm_is_there_is_answered(python, value):
+    code = "import importlib.util; print(importlib.util.find_spec('vllm').origin)"
+    done = python(STUB + code, KVPATCH=value)
+    assert done.code == 0
+    assert done.out.endswith("/fakes/vllm/__init__.py\n")
+    assert done.err == ""
+
+
+@pytest.mark.parametrize("value", ["banana", "1"])
+def test_a_program_with_vllm_as_an_option_goes_on(python, fakes, value):
+    (fakes / "vllm/__init__.py").unlink()
+    (fakes / "vllm/serving.py").unlink()
+    (fakes / "vllm").rmdir()
+    code = "try:\n  import vllm\nexcept ImportError as error:\n  print(type(error).__name__)"
+    done = python(STUB + code, KVPATCH=value)
+    assert (done.code, done.out, done.err) == (0, "ModuleNotFoundError\n", "")
+
+
+def test_vllm_missing_is_one_sentence_when_nobody_catches_it(python, fakes):
+    (fakes / "vllm").rename(fakes / "elsewhere")
+    done = python(STUB + "import vllm", KVPATCH="1")
+    assert done.code == 1
+    assert done.err == (
+        "kvpatch refuses to start vLLM: vllm is not installed in this environment, because "
+        "kvpatch is on and has nothing to patch but vllm ==0.28.0; install it with pip, or set "
+        "KVPATCH=0.\n"
+    )
+
+
+def test_other_errors_keep_their_traceback(python):
+    done = python(STUB + "import fake_registry, vllm\nimport nothing_of_that_name", KVPATCH="1")
+    assert done.err.startswith("Traceback")
+    assert done.last_line == "ModuleNotFoundError: No module named 'nothing_of_that_name'"
+
+
+def test_importing_kvpatch_switches_on_here_and_in_children(python):
+    code = """
+import os, subprocess, sys
+import kvpatch, fake_registry, vllm.serving
+print(os.environ["KVPATCH"], vllm.serving.Server().serve("here"), flush=True)
+child = "import kvpatch_startup; kvpatch_startup.start(); import fake_registry, vllm.serving\\n"
+child += "print(vllm.serving.Server().serve('in a child'))"
+subprocess.run([sys.executable, "-S", "-c", child], check=True)
+"""
+    done = python(code)
+    assert (done.code, done.out) == (0, "1 patched here\npatched in a child\n")
+
+
+@pytest.mark.parametrize("value", ["0", " 0"])
+def test_zero_wins_over_the_import(python, value):
+    code = "import kvpatch, os, vllm.serving; print(vllm.serving.Server().serve('it'), os.environ)"
+    done = python(code, KVPATCH=value)
+    assert done.code == 0
+    assert done.out.startswith("it ")
+    assert "ENABLE_KVCACHED" not in done.out
+    assert f"'KVPATCH': '{value}'" in done.out
+
+
+def test_zero_set_by_the_program_before_vllm_wins(python):
+    code = "import kvpatch, os; os.environ['KVPATCH'] = '0'\n"
+    code += "import vllm.serving; print(vllm.serving.Server().serve('it'))"
+    assert python(code).out == "it\n"
+
+
+def test_importing_kvpatch_twice_patches_once(python):
+    code = """
+import importlib, kvpatch, fake_registry
+importlib.reload(kvpatch)
+import vllm.serving
+importlib.reload(vllm)
+print(vllm.serving.Server().serve("it"))
+"""
+    assert python(STUB + code, KVPATCH="1").out == "patched it\n"
+
+
+def test_importing_kvpatch_after_vllm_is_an_error(python):
+    done = python("import vllm, kvpatch")
+    assert done.code == 1
+    assert done.last_line == (
+        "ImportError: kvpatch was imported after vllm, when it can no longer patch it; import "
+        "kvpatch first, or set KVPATCH=1 in the environment, or set KVPATCH=0 to leave vllm as "
+        "it is"
+    )
+
+
+def test_importing_kvpatch_after_vllm_is_allowed_when_it_is_off(python):
+    assert python("import vllm, kvpatch", KVPATCH="0").code == 0
+
+
+@pytest.mark.parametrize("method", ["fork", "spawn", "forkserver"])
+@pytest.mark.parametrize("first", ["", "import vllm.serving"], ids=["before", "after"])
+def test_children_are_patched(python, method, first):
+    code = f"""
+import multiprocessing
+import kvpatch, fake_registry
+{first}
+def child():
+    import vllm.serving
+    print(vllm.serving.Server().serve("in a child"), flush=True)
+if __name__ == "__main__":
+    process = multiprocessing.get_context("{method}").Process(target=child)
+    process.start()
+    process.join()
+    print(process.exitcode)
+"""
+    done = python(code)
+    assert (done.out, done.err) == ("patched in a child\n0\n", "")
+
+
+def test_kvcached_is_switched_on_unless_the_operator_did(python):
+    code = "import fake_registry, os, vllm\n"
+    code += "print(os.environ['ENABLE_KVCACHED'], os.environ['KVCACHED_AUTOPATCH'])"
+    assert python(STUB + code, KVPATCH="1").out == "1 1\n"
+    assert python(STUB + code, KVPATCH="1", ENABLE_KVCACHED="").out == "1 1\n"
+    assert python(STUB + code, KVPATCH="1", ENABLE_KVCACHED="TRUE").out == "TRUE 1\n"
+
+
+def test_the_loader_that_vllm_keeps_is_its_own(python):
+    code = "import kvpatch, fake_registry, vllm\n"
+    code += "print(type(vllm.__loader__).__name__, type(vllm.__spec__.loader).__name__)"
+    assert python(code).out == "SourceFileLoader SourceFileLoader\n"
+
+
+def test_a_broken_kvpatch_refuses_only_vllm(python, fakes):
+    (fakes / "kvpatch.py").write_text("raise OSError('half written')")
+    assert python(STUB, KVPATCH="1").err == ""
+    done = python(STUB + "import vllm", KVPATCH="1")
+    assert done.code == 1
+    assert done.last_line == (
+        "ImportError: kvpatch refuses to start vLLM: KVPATCH is set but kvpatch cannot be "
+        "imported, because of OSError: half written; reinstall kvpatch, or unset KVPATCH."
+    )
+    found = "import importlib.util; print(importlib.util.find_spec('vllm') is not None)"
+    assert python(STUB + found, KVPATCH="1").out == "True\n"
+
+
+def test_a_missing_requirement_refuses_only_vllm(python, fakes):
+    (fakes / "wrapt.py").write_text("raise ModuleNotFoundError(\"No module named 'wrapt'\")")
+    assert python(STUB, KVPATCH="1").err == ""
+    done = python(STUB + "import vllm", KVPATCH="1")
+    assert done.code == 1
+    assert done.err == (
+        "kvpatch refuses to start vLLM: kvpatch itself cannot be imported, because it failed "
+        "with ModuleNotFoundError: No module named 'wrapt'; reinstall kvpatch with its "
+        "requirements, or set KVPATCH=0.\n"
+    )
