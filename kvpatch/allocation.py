@@ -61,5 +61,5 @@ def require_coordinator(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> 
         raise Refusal(
             "kvcached cannot manage this model's KV cache",
             f"it failed with {type(error).__name__}: {error}",
-            "run this model with KVPATCH=0",
+            "mend that cause, or set KVPATCH=0",
         ) from error

@@ -1,110 +1,15 @@
-"""Real engines on the host device: models, jobs, and runs shared by the tests."""
+"""Real engines on the host device: models, devices and runs shared by the tests."""
 
 from __future__ import annotations
 
-import json
 import os
-import random
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
-
-HERE = Path(__file__).parent
-ROOT = HERE.parents[1]
-BLOCK = 32
-
-
-@dataclass(frozen=True)
-class Run:
-    """One engine run, hashable so that tests that need the same one share it."""
-
-    model: str = "llama"
-    kvpatch: bool = True
-    offload: bool = True
-    contiguous: bool = True
-    cpu_blocks: int = 4096
-    policy: str = "lru"
-    revert: tuple[str, ...] = ()
-    cross_layer: bool = False
-    environment: tuple[tuple[str, str], ...] = ()
-
-
-@dataclass
-class Device:
-    """A host device of its own, so that tests do not see other engines' memory."""
-
-    folder: Path
-    size: str = "1GiB"
-    environment: dict[str, str] = field(default_factory=dict)
-
-    def environ(self, run: Run) -> dict[str, str]:
-        """The environment of an engine of ``run`` on this device."""
-        kept = {
-            name: value
-            for name, value in os.environ.items()
-            if not name.startswith(("KVPATCH", "KVCACHED", "ENABLE_KVCACHED", "VLLM"))
-        }
-        return kept | {
-            "KVPATCH": "1" if run.kvpatch else "0",
-            "KVPATCH_HOST_DEVICE": self.size,
-            "KVPATCH_HOST_DEVICE_DIR": str(self.folder),
-            "KVCACHED_CONTIGUOUS_LAYOUT": str(run.contiguous).lower(),
-            "VLLM_CPU_KVCACHE_SPACE": "1",
-            "VLLM_NO_USAGE_STATS": "1",
-            **self.environment,
-            **dict(run.environment),
-        }
-
-
-def block_bytes(model: str) -> int:
-    """Bytes of one block of a small model: K and V of 4 heads of 64 float32, by layer."""
-    pools = {"llama": 4, "sliding": 2}[model]
-    return pools * BLOCK * 4 * 64 * 2 * 4
-
-
-def connector(run: Run) -> dict[str, Any]:
-    """The ``kv_transfer_config`` of ``run``."""
-    return {
-        "kv_connector": "OffloadingConnector",
-        "kv_role": "kv_both",
-        "kv_connector_extra_config": {
-            "cpu_bytes_to_use": run.cpu_blocks * block_bytes(run.model),
-            "eviction_policy": run.policy,
-            "spec_name": "HostOffloadingSpec",
-            "spec_module_path": "kvpatch.hostdevice.offloading",
-        },
-    }
-
-
-def engine_arguments(run: Run) -> dict[str, Any]:
-    """``LLM`` arguments: 140 blocks, of which one prompt of the load takes 20."""
-    arguments: dict[str, Any] = {
-        "dtype": "float32",
-        "max_model_len": 2048,
-        "block_size": BLOCK,
-        "enforce_eager": True,
-        "num_gpu_blocks_override": 140,
-        "max_num_seqs": 4,
-        "max_num_batched_tokens": 2048,
-        "seed": 0,
-    }
-    if run.offload:
-        arguments["kv_transfer_config"] = connector(run)
-    return arguments
-
-
-def prompts(count: int, length: int = 640, max_tokens: int = 8, seed: int = 3) -> list[Any]:
-    """Random prompts that share no block."""
-    source = random.Random(seed)
-    return [
-        {"tokens": [source.randrange(2, 258) for _ in range(length + 9)], "max_tokens": max_tokens}
-        for _ in range(count)
-    ]
+from runs import ROOT, Device, Finished, Run, engine_arguments, prompts, run_driver
 
 
 @pytest.fixture(scope="session")
@@ -132,44 +37,10 @@ def device(tmp_path_factory: pytest.TempPathFactory) -> Device:
     return Device(tmp_path_factory.mktemp("device"))
 
 
-@dataclass
-class Finished:
-    """How a run ended."""
-
-    code: int
-    log: str
-    result: dict[str, Any]
-
-    def round(self, index: int) -> list[Any]:
-        """The records of one round; the log is shown when the engine failed."""
-        assert self.code == 0, self.log[-4000:]
-        return list(self.result["rounds"][index])
-
-
-def run_driver(
-    job: dict[str, Any], environment: dict[str, str], folder: Path, timeout: float = 300
-) -> Finished:
-    """Run ``driver.py`` on ``job`` in a process of its own."""
-    job_path, result_path = folder / "job.json", folder / "result.json"
-    job_path.write_text(json.dumps(job))
-    process = subprocess.run(
-        [sys.executable, HERE / "driver.py", job_path, result_path],
-        env=environment,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        errors="replace",
-        timeout=timeout,
-        check=False,
-    )
-    result = json.loads(result_path.read_text()) if result_path.exists() else {}
-    return Finished(process.returncode, process.stdout, result)
-
-
 @pytest.fixture(scope="session")
 def engine(
     models: Callable[[str], Path], device: Device, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[Callable[[Run], Finished]]:
+) -> Callable[[Run], Finished]:
     """Run 24 prompts twice on an engine; the second time they may come from the tier."""
     finished: dict[Run, Finished] = {}
 

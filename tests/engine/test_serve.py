@@ -6,7 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from conftest import Device, Finished, Run, engine_arguments, prompts
+from runs import Device, Finished, Run, engine_arguments, prompts
 from serving import Server
 from test_tokens import SMALL_TIER, assert_same
 

@@ -6,15 +6,13 @@ from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
-from conftest import BLOCK, Finished, Run
+from runs import BLOCK, Finished, Run
 
 Engine = Callable[[Run], Finished]
 
 PLAIN = Run(kvpatch=False, offload=False)
 SMALL_TIER = 200  # blocks; the 24 prompts fill 480
-LAYOUTS = pytest.mark.parametrize(
-    "contiguous", [True, False], ids=["contiguous", "non-contiguous"]
-)
+LAYOUTS = pytest.mark.parametrize("contiguous", [True, False], ids=["contiguous", "non-contiguous"])
 MODELS = pytest.mark.parametrize("model", ["llama", "sliding"])
 
 

@@ -1,0 +1,120 @@
+"""Elastic memory: an engine gives back what it does not use, and a neighbour takes it."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from runs import HERE, Device, Run, engine_arguments, prompts, run_driver
+
+PAGE = 4 * (2 << 20)  # a contiguous page holds 2 MiB of each of the 4 layers
+RESERVED = 2
+FEW_RESERVED = (
+    ("KVCACHED_MAX_RESERVED_PAGES", str(RESERVED)),
+    ("KVCACHED_MIN_RESERVED_PAGES", "1"),
+    ("KVCACHED_PAGE_PREALLOC_ENABLED", "false"),
+    ("KVCACHED_MAX_CACHED_TOKENS", "-1"),
+)
+# kvcached keeps a page for block 0, and one that every unmapped address shows.
+ALWAYS = 2
+
+
+def job(model: Path, run: Run, blocks: int, load: list[Any], **more: Any) -> dict[str, Any]:
+    arguments = engine_arguments(run) | {"num_gpu_blocks_override": blocks, "max_model_len": 4096}
+    return {"model": str(model), "engine": arguments, "rounds": [load], **more}
+
+
+@pytest.mark.parametrize("offload", [False, True], ids=["alone", "offloading"])
+def test_after_the_load_memory_falls_to_the_reserved_pages(
+    models: Callable[[str], Path], device: Device, tmp_path: Path, offload: bool
+) -> None:
+    run = Run(offload=offload, environment=FEW_RESERVED)
+    ended = run_driver(job(models("llama"), run, 1000, prompts(24)), device.environ(run), tmp_path)
+    ended.round(0)
+    loaded, idle = ended.result["after_load"], ended.result["after_reset"]
+    assert loaded["charged"] >= 480 // 32 * PAGE
+    assert idle["charged"] <= (RESERVED + ALWAYS) * PAGE
+    # The operating system has the pages back, not only the ledger.
+    assert loaded["resident"] == loaded["charged"]
+    assert idle["resident"] == idle["charged"]
+
+
+class Engine:
+    """A driver that the test talks to."""
+
+    def __init__(self, work: dict[str, Any], environment: dict[str, str], folder: Path) -> None:
+        folder.mkdir()
+        self.result_path = folder / "result.json"
+        self.lines: list[str] = []
+        job_path = folder / "job.json"
+        job_path.write_text(json.dumps(work))
+        self.process = subprocess.Popen(
+            [sys.executable, HERE / "driver.py", job_path, self.result_path],
+            env=environment,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            errors="replace",
+        )
+
+    def read_until(self, word: str) -> None:
+        """Read the engine's lines until it says ``word``."""
+        assert self.process.stdout is not None
+        for line in self.process.stdout:
+            self.lines.append(line)
+            if line == f"driver: {word}\n":
+                return
+        raise AssertionError(f"ended before {word!r}\n" + "".join(self.lines[-40:]))
+
+    def go_on(self) -> None:
+        assert self.process.stdin is not None
+        self.process.stdin.write("\n")
+        self.process.stdin.flush()
+
+    def finish(self) -> dict[str, Any]:
+        output, _ = self.process.communicate(timeout=120)
+        assert self.process.returncode == 0, "".join(self.lines[-40:]) + output[-3000:]
+        return dict(json.loads(self.result_path.read_text()))
+
+
+def test_a_neighbour_takes_what_an_engine_gave_back(
+    models: Callable[[str], Path], tmp_path: Path
+) -> None:
+    """B cannot run while A's cache fills the device; it can as soon as A resets."""
+    small = Device(tmp_path, size="168MiB")  # 21 pages
+    first = Run(offload=False, environment=(*FEW_RESERVED, ("KVCACHED_GPU_UTILIZATION", "0.8")))
+    second = Run(offload=False, environment=FEW_RESERVED)
+    load = prompts(40)
+    a = Engine(
+        job(models("llama"), first, 600, load, wait_before_reset=True),
+        small.environ(first),
+        tmp_path / "a",
+    )
+    try:
+        a.read_until("loaded")
+        needs_four_pages = prompts(1, length=3600)
+        b = Engine(
+            job(models("llama"), second, 600, needs_four_pages),
+            small.environ(second),
+            tmp_path / "b",
+        )
+        try:
+            b.read_until("stalled")
+            a.go_on()
+            a.read_until("reset")
+            result = b.finish()
+            assert len(result["rounds"][0][0]["tokens"]) == 8
+            a.go_on()
+            kept = a.finish()
+        finally:
+            b.process.kill()
+    finally:
+        a.process.kill()
+    assert kept["after_load"]["charged"] >= 14 * PAGE
+    assert kept["after_reset"]["charged"] <= (RESERVED + ALWAYS) * PAGE
