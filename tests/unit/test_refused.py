@@ -93,9 +93,7 @@ import vllm
     done = python(code)
     assert done.code == 1
     reported, sentence = done.err.splitlines()
-    assert reported == (
-        "kvpatch: not reverted, because others have patched over them: fake.serve"
-    )
+    assert reported == ("kvpatch: not reverted, because others have patched over them: fake.serve")
     assert sentence.startswith("kvpatch refuses to start vLLM: the feature bad cannot be applied")
 
 

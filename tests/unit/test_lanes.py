@@ -1,0 +1,68 @@
+"""The lanes of the tests, and that this one needs neither torch nor vllm."""
+
+from __future__ import annotations
+
+import ast
+import shutil
+import sys
+from pathlib import Path
+
+import pytest
+
+TESTS = Path(__file__).parents[1]
+TEST = "def test_it(request):\n    print([mark.name for mark in request.node.iter_markers()])\n"
+
+
+@pytest.fixture
+def collect(run, tmp_path):
+    """Run pytest on one test at a place under a copy of tests/."""
+
+    def collect(place: str):
+        tests = tmp_path / "tests"
+        path = tests / place
+        path.parent.mkdir(parents=True)
+        path.write_text(TEST)
+        shutil.copy(TESTS / "conftest.py", tests)
+        shutil.copy(TESTS.parent / "pyproject.toml", tmp_path)
+        command = ("-m", "pytest", "-q", "-s", "-p", "no:cacheprovider", "--rootdir", tmp_path)
+        return run(sys.executable, *command, "-c", tmp_path / "pyproject.toml", tests)
+
+    return collect
+
+
+@pytest.mark.parametrize("lane", ["unit", "wheel", "refusals", "engine"])
+def test_a_test_carries_the_mark_of_its_lane(collect, lane):
+    done = collect(f"{lane}/test_it.py")
+    assert done.code == 0
+    assert f"['{lane}']" in done.out
+
+
+@pytest.mark.parametrize("place", ["test_it.py", "other/test_it.py", "unit/wheel/test_it.py"])
+def test_a_test_outside_exactly_one_lane_fails_the_collection(collect, place):
+    done = collect(place)
+    assert done.code == pytest.ExitCode.USAGE_ERROR
+    assert "is in no lane: put it in one of tests/{unit,wheel,refusals,engine}" in done.err
+
+
+def test_the_unit_lane_needs_no_torch_and_no_vllm(run):
+    imports = set()
+    for path in (TESTS / "unit").glob("*.py"):
+        for node in ast.parse(path.read_text()).body:
+            if isinstance(node, ast.Import):
+                imports |= {alias.name for alias in node.names}
+            elif isinstance(node, ast.ImportFrom):
+                imports |= {f"{node.module}.{alias.name}" for alias in node.names}
+                imports |= {node.module}
+    modules = sorted(name for name in imports if name.startswith("kvpatch"))
+    assert "kvpatch.configuration" in modules
+    code = f"""
+import importlib, sys
+for name in {modules}:
+    try:
+        importlib.import_module(name)
+    except ModuleNotFoundError as error:
+        assert error.name.startswith("kvpatch."), error
+print([name for name in ("torch", "vllm", "kvcached") if name in sys.modules])
+"""
+    done = run(sys.executable, "-c", code, KVPATCH="0")
+    assert (done.out, done.err) == ("[]\n", "")

