@@ -96,7 +96,7 @@ def test_wrapping_and_back_to_the_exact_object(world, target):
 
 @pytest.mark.parametrize("target", CALLS)
 def test_replacing_and_back_to_the_exact_object(world, target):
-    call, parent, name = CALLS[target], parent_of(world, target), target.rpartition(".")[2]
+    parent, name = parent_of(world, target), target.rpartition(".")[2]
     before = dict(vars(parent))
     applied = apply(patch(target, "another", Kind.REPLACE))
     assert vars(parent)[name] is applied.replacement

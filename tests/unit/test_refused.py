@@ -61,7 +61,8 @@ print([name for name in sys.modules if name.startswith("vllm")])
     done = python(code)
     sentence = (
         "kvpatch refuses to start vLLM: the feature bad cannot be applied (absent), because "
-        "vllm.serving:Server.stop does not exist; install versions from docs/support.md, or set KVPATCH=0."
+        "vllm.serving:Server.stop does not exist; install versions from "
+        "docs/support.md, or set KVPATCH=0."
     )
     assert done.err == ""
     assert done.out.splitlines() == [sentence, sentence, "True True", "[]"]

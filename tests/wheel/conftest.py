@@ -1,0 +1,98 @@
+"""A wheel built from the sources, in an environment that has nothing else."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import venv
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+PACKAGES = Path(pytest.__file__).parents[1]
+REQUIREMENTS = ("wrapt", "packaging")
+BUILD = ("hatchling", "pathspec", "pluggy", "trove_classifiers", "editables")
+
+
+class Environment:
+    """A virtual environment with kvpatch's requirements and a fake vllm.
+
+    Attributes:
+        python: its interpreter.
+        site: its site-packages.
+    """
+
+    def __init__(self, folder: Path, packages: tuple[str, ...] = REQUIREMENTS) -> None:
+        venv.create(folder, symlinks=True)
+        self.python = folder / "bin/python"
+        version = f"python{sys.version_info.major}.{sys.version_info.minor}"
+        self.site = folder / "lib" / version / "site-packages"
+        for package in packages:
+            for entry in (PACKAGES / package, *PACKAGES.glob(f"{package}-*.dist-info")):
+                (self.site / entry.name).symlink_to(entry)
+        (self.site / "vllm").mkdir()
+        (self.site / "vllm/__init__.py").write_text("print('vllm itself')\n")
+        info = self.site / "vllm-0.1.0.dist-info"
+        info.mkdir()
+        (info / "METADATA").write_text("Metadata-Version: 2.1\nName: vllm\nVersion: 0.1.0\n")
+
+    def pip(self, *arguments: str | Path) -> None:
+        """Run the pip of the tests' environment on this one; nothing is downloaded."""
+        subprocess.run(
+            [sys.executable, "-m", "pip", "--python", self.python, *arguments],
+            check=True,
+            env=dict(os.environ, KVPATCH="0", PIP_DISABLE_PIP_VERSION_CHECK="1", PIP_NO_INDEX="1"),
+        )
+
+
+@pytest.fixture(scope="session")
+def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The wheel of the working tree."""
+    folder = tmp_path_factory.mktemp("wheel")
+    command = ["wheel", "--quiet", "--no-deps", "--no-build-isolation", "--wheel-dir", folder]
+    subprocess.run([sys.executable, "-m", "pip", *command, ROOT], check=True)
+    (built,) = folder.glob("*.whl")
+    return built
+
+
+@pytest.fixture(scope="session", params=["wheel", "editable"])
+def installed(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Environment:
+    """kvpatch installed from the wheel, and in place."""
+    folder = tmp_path_factory.mktemp("installed")
+    if request.param == "wheel":
+        environment = Environment(folder)
+        environment.pip("install", "--quiet", request.getfixturevalue("wheel"))
+    else:
+        environment = Environment(folder, REQUIREMENTS + BUILD)
+        environment.pip("install", "--quiet", "--no-build-isolation", "--editable", ROOT)
+    return environment
+
+
+@pytest.fixture
+def fresh(tmp_path: Path, wheel: Path) -> Environment:
+    """kvpatch installed from the wheel, for a test that changes the environment."""
+    environment = Environment(tmp_path / "fresh")
+    environment.pip("install", "--quiet", wheel)
+    return environment
+
+
+Modules = Callable[..., set[str]]
+
+
+@pytest.fixture
+def modules(run: Callable[..., object]) -> Modules:
+    """Return the modules that ``python -c pass`` imports, as the interpreter reports them."""
+
+    def modules(python: Path, *flags: str, **environment: str) -> set[str]:
+        done = run(python, *flags, "-X", "importtime", "-c", "pass", **environment)
+        assert (done.code, done.out) == (0, "")
+        lines = done.err.splitlines()
+        assert all(line.startswith("import time:") for line in lines)
+        return {line.rpartition("|")[2].strip() for line in lines[1:]}
+
+    return modules

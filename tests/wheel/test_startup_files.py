@@ -1,0 +1,133 @@
+"""What the installed package does to the start of every Python."""
+
+from __future__ import annotations
+
+import shutil
+import zipfile
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+STARTUP = {"kvpatch-init.pth", "kvpatch-init.start", "kvpatch_startup.py"}
+OUTSIDE = (
+    "kvpatch refuses to start vLLM: vllm 0.1.0 is outside the range ==0.28.0, because no test of "
+    "kvpatch ran on it; install vllm==0.28.0, set KVPATCH_ALLOW_VLLM=0.1.0 to try it untested, "
+    "or set KVPATCH=0."
+)
+
+
+def without_startup(environment, tmp_path):
+    """Copy the environment's interpreter set-up without kvpatch's startup files."""
+    folder = tmp_path / "without"
+    shutil.copytree(environment.python.parents[1], folder, symlinks=True)
+    site = folder / environment.site.relative_to(environment.python.parents[1])
+    for name in STARTUP:
+        (site / name).unlink()
+    return folder / "bin/python"
+
+
+def test_the_startup_files_are_there(installed):
+    assert {path.name for path in installed.site.iterdir()} >= STARTUP
+
+
+def test_both_startup_files_name_the_same_importable_function(installed, run):
+    (pth,) = (installed.site / "kvpatch-init.pth").read_text().splitlines()
+    assert pth == "import kvpatch_startup; kvpatch_startup.start()"
+    lines = (installed.site / "kvpatch-init.start").read_text().splitlines()
+    (entry,) = [line for line in lines if line and not line.startswith("#")]
+    assert entry == "kvpatch_startup:start"
+    code = "from pkgutil import resolve_name; import sys; print(resolve_name(sys.argv[1])())"
+    done = run(installed.python, "-c", code, entry)
+    assert (done.code, done.out, done.err) == (0, "None\n", "")
+
+
+@pytest.mark.parametrize("flags", [(), ("-I",), ("-E",), ("-s",), ("-O",)], ids=" ".join)
+@pytest.mark.parametrize("value", [None, "", "0"], ids=repr)
+def test_off_adds_the_stub_and_nothing_else(installed, modules, tmp_path, value, flags):
+    environment = {} if value is None else {"KVPATCH": value}
+    before = modules(without_startup(installed, tmp_path), *flags, **environment)
+    assert modules(installed.python, *flags, **environment) - before == {"kvpatch_startup"}
+
+
+@pytest.mark.parametrize("flags", [(), ("-I",), ("-E",), ("-s",), ("-O",)], ids=" ".join)
+def test_on_adds_only_what_waits_for_vllm(installed, modules, tmp_path, flags):
+    before = modules(without_startup(installed, tmp_path), *flags, KVPATCH="1")
+    added = {"kvpatch_startup", "kvpatch", "kvpatch.bootstrap", "__future__"}
+    assert modules(installed.python, *flags, KVPATCH="1") - before == added
+
+
+@pytest.mark.parametrize("flags", [(), ("-I",), ("-E",), ("-s",), ("-O",)], ids=" ".join)
+def test_on_stands_before_vllm(installed, run, flags):
+    done = run(installed.python, *flags, "-c", "import vllm", KVPATCH="1")
+    assert (done.code, done.out, done.err) == (1, "", OUTSIDE + "\n")
+
+
+@pytest.mark.parametrize("value", [None, "", "0"], ids=repr)
+def test_off_leaves_vllm_alone(installed, run, value):
+    environment = {} if value is None else {"KVPATCH": value}
+    done = run(installed.python, "-c", "import vllm", **environment)
+    assert (done.code, done.out, done.err) == (0, "vllm itself\n", "")
+
+
+def test_without_site_only_an_import_switches_on(installed, modules, run):
+    """-S reads no startup files and leaves site-packages to the script."""
+    assert not any("kvpatch" in name for name in modules(installed.python, "-S", KVPATCH="1"))
+    path = f"import sys; sys.path += {[str(installed.site), str(ROOT)]}\n"
+    done = run(installed.python, "-S", "-c", path + "import vllm", KVPATCH="1")
+    assert (done.code, done.out, done.err) == (0, "vllm itself\n", "")
+    done = run(installed.python, "-S", "-c", path + "import kvpatch, vllm")
+    assert (done.code, done.out, done.err) == (1, "", OUTSIDE + "\n")
+
+
+def test_a_value_that_means_nothing_disturbs_nothing_but_vllm(installed, run):
+    done = run(installed.python, "-c", "pass", KVPATCH="banana")
+    assert (done.code, done.out, done.err) == (0, "", "")
+    done = run(installed.python, "-c", "import vllm", KVPATCH="banana")
+    assert done.code == 1
+    assert done.err.startswith("kvpatch refuses to start vLLM: KVPATCH=banana is not a value")
+    assert done.err.count("\n") == 1
+
+
+def test_uninstalling_removes_everything(fresh, run):
+    fresh.pip("uninstall", "--quiet", "--yes", "kvpatch")
+    left = {path.name for path in fresh.site.iterdir() if "kvpatch" in path.name}
+    assert left == set()
+    done = run(fresh.python, "-c", "import vllm", KVPATCH="1")
+    assert (done.code, done.out, done.err) == (0, "vllm itself\n", "")
+
+
+def test_a_missing_requirement_refuses_vllm_only(fresh, run):
+    (fresh.site / "wrapt").unlink()
+    done = run(fresh.python, "-c", "pass", KVPATCH="1")
+    assert (done.code, done.out, done.err) == (0, "", "")
+    done = run(fresh.python, "-c", "import vllm", KVPATCH="1")
+    assert (done.code, done.out, done.err) == (
+        1,
+        "",
+        "kvpatch refuses to start vLLM: kvpatch itself cannot be imported, because it failed with "
+        "ModuleNotFoundError: No module named 'wrapt'; reinstall kvpatch with its requirements, "
+        "or set KVPATCH=0.\n",
+    )
+
+
+@pytest.mark.parametrize("lost", ["kvpatch/bootstrap.py", "kvpatch"])
+def test_a_broken_installation_refuses_vllm_only(fresh, run, lost):
+    path = fresh.site / lost
+    path.rename(path.with_name("lost"))
+    done = run(fresh.python, "-c", "pass", KVPATCH="1")
+    assert (done.code, done.out, done.err) == (0, "", "")
+    done = run(fresh.python, "-c", "import vllm", KVPATCH="1")
+    missing = lost.removesuffix(".py").replace("/", ".")
+    assert (done.code, done.out) == (1, "")
+    assert done.last_line == (
+        "ImportError: kvpatch refuses to start vLLM: KVPATCH is set but kvpatch cannot be "
+        f"imported, because of ModuleNotFoundError: No module named '{missing}'; reinstall "
+        "kvpatch, or unset KVPATCH."
+    )
+
+
+def test_the_wheel_holds_the_startup_files_once(wheel):
+    names = [name.rpartition("/")[2] for name in zipfile.ZipFile(wheel).namelist()]
+    assert {name for name in names if names.count(name) > 1} <= {"__init__.py"}
+    assert set(names) >= STARTUP
