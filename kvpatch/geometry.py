@@ -71,7 +71,7 @@ def find_regions(
             view = block_view(kv_caches[name])
             if view is None or view.shape[0] < num_blocks:
                 raise Refusal(
-                    f"the KV cache of {name} does not have {num_blocks} blocks of kvcached's memory",
+                    f"the KV cache of {name} is not {num_blocks} blocks of kvcached's memory",
                     "its blocks cannot be told apart in memory",
                     "report this with your command line, or set KVPATCH=0",
                 )

@@ -11,6 +11,9 @@ VLLM_RANGE = "==0.28.0"
 KVCACHED_RANGE = "==0.1.6"
 
 _V1_RUNNER = "vllm.v1.worker.gpu_model_runner:GPUModelRunner"
+_ENGINE_CORE = "vllm.v1.engine.core:EngineCore"
+_OFFLOADING = "vllm.distributed.kv_transfer.kv_connector.v1.offloading"
+_PLANNER = f"{_OFFLOADING}.scheduler:OffloadingConnectorScheduler"
 _INTERFACES = "kvcached.integration.vllm.interfaces"
 
 ELASTIC = Feature(
@@ -44,7 +47,7 @@ ELASTIC = Feature(
         Patch(
             id="elastic.worker_setup",
             target=f"{_V1_RUNNER}.__init__",
-            why="after a failed set-up the engine starts half patched and dies at its first request",
+            why="after a failed set-up the engine starts half patched and dies later",
             upstream="ovg-project/kvcached, patch_model_runner_init in 0.1.6",
             until="kvcached raises instead of logging 'disabling'",
             wrapper="kvpatch.allocation:require_setup",
@@ -77,7 +80,7 @@ ELASTIC = Feature(
         ),
         Patch(
             id="elastic.engine_core",
-            target="vllm.v1.engine.core:EngineCore.__init__",
+            target=f"{_ENGINE_CORE}.__init__",
             why="nothing tells an engine on kvcached's block pool from one on vLLM's own",
             upstream="ovg-project/kvcached#316 (is it on in this process?)",
             until="kvcached refuses to run without its own block pool",
@@ -109,14 +112,110 @@ OFFLOADING = Feature(
         ),
         Patch(
             id="offloading.register_kv_caches",
-            target="vllm.distributed.kv_transfer.kv_connector.v1.offloading.worker:"
-            "OffloadingConnectorWorker.register_kv_caches",
+            target=f"{_OFFLOADING}.worker:OffloadingConnectorWorker.register_kv_caches",
             why="vLLM registers a dense tensor a layer, so other blocks' bytes are copied",
             upstream="ovg-project/kvcached#361 (asks to keep the cross-layer speed)",
             until="the connector asks the allocator for its regions",
             wrapper="kvpatch.geometry:register_regions",
             parameters=("self", "kv_caches"),
             vllm=">=0.25,<0.29",
+            kvcached="==0.1.6",
+        ),
+    ),
+)
+
+FENCE = Feature(
+    name="fence",
+    summary="no page is unmapped while a transfer can still touch it",
+    vllm=VLLM_RANGE,
+    kvcached=KVCACHED_RANGE,
+    patches=(
+        Patch(
+            id="fence.install",
+            target=f"{_ENGINE_CORE}._kvcached_install_ordered_unmap",
+            why="kvcached unmaps a page at its last free, while stores of it are still to run",
+            upstream="vllm-project/vllm#48596 (last stores are planned after the free)",
+            until="kvcached asks the connector before it unmaps",
+            wrapper="kvpatch.fence:around_install",
+            parameters=("self",),
+            vllm=">=0.21,<0.31",
+            kvcached="==0.1.6",
+        ),
+        Patch(
+            id="fence.build",
+            target=f"{_PLANNER}.build_connector_meta",
+            why="the fence must know every transfer that names a block",
+            upstream="none: there is no hook between connector and allocator",
+            until="kvcached asks the connector before it unmaps",
+            wrapper="kvpatch.fence:around_build",
+            parameters=("self", "scheduler_output"),
+            vllm=">=0.21,<0.34",
+            kvcached="==0.1.6",
+        ),
+        Patch(
+            id="fence.worker_output",
+            target=f"{_PLANNER}.update_connector_output",
+            why="the fence must know when a transfer has ended on every worker",
+            upstream="none: there is no hook between connector and allocator",
+            until="kvcached asks the connector before it unmaps",
+            wrapper="kvpatch.fence:around_worker_output",
+            parameters=("self", "connector_output"),
+            vllm=">=0.21,<0.34",
+            kvcached="==0.1.6",
+        ),
+        Patch(
+            id="fence.pending_work",
+            target=f"{_PLANNER}.has_pending_push_work",
+            why="an idle engine would never release the pages that wait for its next step",
+            upstream="vllm-project/vllm#45595 (the hook this uses)",
+            until="kvcached asks the connector before it unmaps",
+            wrapper="kvpatch.fence:around_pending_work",
+            parameters=("self",),
+            vllm=">=0.24,<0.34",
+            kvcached="==0.1.6",
+        ),
+        Patch(
+            id="fence.release",
+            target="kvcached.kv_cache_manager:KVCacheManager.release_retired_pages_through",
+            why="kvcached releases every retired page after one step",
+            upstream="ovg-project/kvcached, release_retired_pages_through in 0.1.6",
+            until="kvcached asks the connector before it unmaps",
+            wrapper="kvpatch.fence:around_release",
+            parameters=("self", "marker"),
+            vllm=">=0.12,<0.34",
+            kvcached="==0.1.6",
+        ),
+        Patch(
+            id="fence.step",
+            target=f"{_ENGINE_CORE}.step",
+            why="kvcached releases retired pages only after steps of the batch queue",
+            upstream="ovg-project/kvcached, patch_async_batch_lifetime in 0.1.6",
+            until="kvcached retires pages in synchronous scheduling too",
+            wrapper="kvpatch.fence:after_step",
+            parameters=("self",),
+            vllm=">=0.12,<0.34",
+            kvcached="==0.1.6",
+        ),
+        Patch(
+            id="fence.reset",
+            target=f"{_ENGINE_CORE}.reset_prefix_cache",
+            why="an idle engine inside the caller's process is never stepped again",
+            upstream="ovg-project/kvcached, patch_async_batch_lifetime in 0.1.6",
+            until="kvcached retires pages in synchronous scheduling too",
+            wrapper="kvpatch.fence:after_reset",
+            parameters=(),
+            vllm=">=0.12,<0.34",
+            kvcached="==0.1.6",
+        ),
+        Patch(
+            id="fence.listener",
+            target="kvcached.tp_ipc_util:_sync_before_unmap",
+            why="the worker would wait for every copy in flight before any unmap",
+            upstream="ovg-project/kvcached, _sync_before_unmap in 0.1.6",
+            until="kvcached waits for the compute stream only",
+            wrapper="kvpatch.fence:skip_device_wide_wait",
+            parameters=(),
+            vllm=">=0.12,<0.34",
             kvcached="==0.1.6",
         ),
     ),
@@ -189,4 +288,4 @@ HOST_DEVICE = Feature(
     ),
 )
 
-FEATURES = (HOST_DEVICE, ELASTIC, OFFLOADING)
+FEATURES = (HOST_DEVICE, ELASTIC, OFFLOADING, FENCE)

@@ -33,9 +33,7 @@ class Record:
         """The status line: who runs what on which memory."""
         import kvpatch
 
-        features = ", ".join(
-            f"{name} {outcome.value}" for name, outcome in self.features.items()
-        )
+        features = ", ".join(f"{name} {outcome.value}" for name, outcome in self.features.items())
         elastic = {True: "yes", False: "no", None: "not in this process"}[self.elastic]
         return (
             f"kvpatch {kvpatch.__version__}: pid {os.getpid()}, "

@@ -61,9 +61,7 @@ class _TorchWithHostDevice(wrapt.ObjectProxy):  # type: ignore[misc]
         return SimpleNamespace(
             is_available=lambda: True,
             current_device=lambda: 0,
-            get_device_properties=lambda device: SimpleNamespace(
-                total_memory=ledger.device_size()
-            ),
+            get_device_properties=lambda device: SimpleNamespace(total_memory=ledger.device_size()),
         )
 
 

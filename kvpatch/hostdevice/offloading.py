@@ -71,7 +71,7 @@ class _Direction:
         return results
 
 
-class HostOffloadingWorker(OffloadingWorker):
+class HostOffloadingWorker(OffloadingWorker):  # type: ignore[misc]
     """Moves blocks between the device's regions and a CPU tier of the same geometry.
 
     Args:
@@ -105,9 +105,7 @@ class HostOffloadingWorker(OffloadingWorker):
         self._store.submit(job_id, [(tier, device, size) for device, tier, size in pairs])
         return True
 
-    def submit_load(
-        self, job_id: int, src_spec: LoadStoreSpec, dst_spec: GPULoadStoreSpec
-    ) -> bool:
+    def submit_load(self, job_id: int, src_spec: LoadStoreSpec, dst_spec: GPULoadStoreSpec) -> bool:
         """Queue copies from the CPU tier to the device."""
         self._load.submit(job_id, self._addresses(dst_spec, src_spec))
         return True
@@ -167,6 +165,7 @@ class HostOffloadingSpec(CPUOffloadingSpec):  # type: ignore[misc]
 
     def get_worker(self, kv_caches: CanonicalKVCaches) -> OffloadingWorker:
         """Return the worker that copies ``kv_caches``; called once per worker process."""
-        if not self._worker:
-            self._worker = HostOffloadingWorker(kv_caches, self.blocks_per_chunk, self.num_blocks)
+        self._worker: Any = self._worker or HostOffloadingWorker(
+            kv_caches, self.blocks_per_chunk, self.num_blocks
+        )
         return self._worker
