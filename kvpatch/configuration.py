@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -34,6 +35,11 @@ class Rule:
     remedy: str
     with_connector: bool = True
 
+    def check(self, config: Any) -> None:
+        """Raise the refusal when ``config`` is of that kind."""
+        if self.applies(config):
+            raise Refusal(self.what(config), self.why, self.remedy)
+
 
 def _connector(config: Any) -> Any:
     return config.kv_transfer_config.kv_connector
@@ -51,14 +57,16 @@ def _spec(config: Any) -> tuple[str, str | None]:
 
 NOT_COMPARED = "its blocks were never compared with plain vLLM's after a round trip"
 
+RUNNER = Rule(
+    lambda c: bool(c.use_v2_model_runner),
+    lambda c: "this configuration runs on Model Runner V2",
+    "kvpatch is tested on Model Runner V1 only",
+    "set VLLM_USE_V2_MODEL_RUNNER=0, or set KVPATCH=0",
+    with_connector=False,
+)
+
 RULES = (
-    Rule(
-        lambda c: bool(c.use_v2_model_runner),
-        lambda c: "this configuration runs on Model Runner V2",
-        "kvpatch is tested on Model Runner V1 only",
-        "set VLLM_USE_V2_MODEL_RUNNER=0, or set KVPATCH=0",
-        with_connector=False,
-    ),
+    RUNNER,
     Rule(
         lambda c: (
             _connector(c) != "OffloadingConnector"
@@ -137,8 +145,8 @@ def check(config: Any) -> None:
     """
     connector = config.kv_transfer_config is not None and _connector(config) is not None
     for rule in RULES:
-        if (connector or not rule.with_connector) and rule.applies(config):
-            raise Refusal(rule.what(config), rule.why, rule.remedy)
+        if connector or not rule.with_connector:
+            rule.check(config)
 
 
 def around_post_init(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
@@ -146,7 +154,13 @@ def around_post_init(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any
 
     Wraps ``VllmConfig.__post_init__``, which runs in the frontend process before any
     engine is started, so that the refusal is the last line the operator sees.
+
+    Raises:
+        Refusal: the first rule that the configuration breaks.
     """
+    if instance.model_config is not None and os.environ.get("VLLM_USE_V2_MODEL_RUNNER"):
+        # vLLM would say what this machine lacks for that runner, as if adding it helped.
+        RUNNER.check(instance)
     result = wrapped(*args, **kwargs)
     if instance.model_config is not None:
         check(instance)

@@ -179,6 +179,13 @@ def test_the_check_runs_after_vllm_resolved_the_configuration(monkeypatch):
         configuration.around_post_init(resolve, made, (), {})
 
 
+def test_the_runner_asked_for_is_refused_before_vllm_looks_for_its_needs(monkeypatch):
+    monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", "1")
+    made = config(use_v2_model_runner=True)
+    with pytest.raises(Refusal, match="Model Runner V2"):
+        configuration.around_post_init(lambda: pytest.fail("vLLM looked"), made, (), {})
+
+
 def test_a_configuration_without_a_model_is_not_an_engine(monkeypatch):
     monkeypatch.setattr(status, "on_frontend_config", lambda: pytest.fail("not an engine"))
     made = config(model_config=None, use_v2_model_runner=True)

@@ -42,11 +42,6 @@ def test_the_ids_are_unique():
     assert len(names) == len(set(names))
 
 
-def test_no_target_is_patched_twice():
-    targets = [patch.target for feature in registry.FEATURES for patch in feature.patches]
-    assert len(targets) == len(set(targets))
-
-
 @pytest.mark.parametrize(("feature", "patch"), PATCHES)
 def test_every_field_is_filled(feature: Feature, patch: Patch):
     for name in ("id", "target", "why", "upstream", "until", "wrapper", "vllm", "kvcached"):

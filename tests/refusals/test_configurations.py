@@ -1,0 +1,104 @@
+"""What the engine is asked to do: refused by the process the operator started."""
+
+from __future__ import annotations
+
+import json
+
+from refused import REFUSES
+
+OFFLOAD = {"kv_connector": "OffloadingConnector"}
+
+
+def test_model_runner_v2(serve):
+    refused = serve(VLLM_USE_V2_MODEL_RUNNER="1")
+    assert refused.sentence == (
+        f"{REFUSES}this configuration runs on Model Runner V2, because kvpatch is tested on Model "
+        "Runner V1 only; set VLLM_USE_V2_MODEL_RUNNER=0, or set KVPATCH=0."
+    )
+    assert "Traceback" not in refused.log
+
+
+def test_another_connector(serve):
+    refused = serve(connector={"kv_connector": "ExampleConnector"})
+    assert refused.sentence == (
+        f"{REFUSES}the KV connector ExampleConnector is configured, because only vLLM's own "
+        "OffloadingConnector is known to be right on kvcached's memory; use OffloadingConnector, "
+        "or set KVPATCH=0."
+    )
+    assert "Traceback" not in refused.log
+
+
+def test_the_simple_connector_by_its_own_switches(serve):
+    refused = serve("--kv-offloading-size", "1", VLLM_USE_SIMPLE_KV_OFFLOAD="1")
+    assert refused.sentence.startswith(
+        f"{REFUSES}the KV connector SimpleCPUOffloadConnector is configured, because only"
+    )
+    assert "Traceback" not in refused.log
+
+
+def test_the_tiering_spec(serve):
+    extra = {"spec_name": "TieringOffloadingSpec", "cpu_bytes_to_use": 1 << 28}
+    refused = serve(connector=OFFLOAD | {"kv_connector_extra_config": extra})
+    assert refused.sentence == (
+        f"{REFUSES}the offloading spec TieringOffloadingSpec is configured, because its blocks "
+        "were never compared with plain vLLM's after a round trip; remove spec_name from "
+        "kv_connector_extra_config, or set KVPATCH=0."
+    )
+
+
+def test_prefix_caching_off(serve):
+    refused = serve("--kv-offloading-size", "1", "--no-enable-prefix-caching")
+    assert refused.sentence == (
+        f"{REFUSES}prefix caching is off while a KV connector is configured, because kvcached then "
+        "unmaps a finished request's blocks before they are stored; remove "
+        "--no-enable-prefix-caching, or set KVPATCH=0."
+    )
+
+
+SWEEP = """
+import json, sys
+from vllm.engine.arg_utils import EngineArgs
+from kvpatch.errors import Refusal
+model, cases = sys.argv[1], json.loads(sys.argv[2])
+answers = {}
+for name, (arguments, extra) in cases.items():
+    transfer = {"kv_connector": "OffloadingConnector", "kv_role": "kv_both",
+                "kv_connector_extra_config": {"cpu_bytes_to_use": 1 << 28} | extra}
+    try:
+        EngineArgs(model, max_model_len=2048, block_size=32, kv_transfer_config=transfer,
+                   **arguments).create_engine_config()
+        answers[name] = "accepted"
+    except Refusal as refusal:
+        answers[name] = str(refusal)
+    except Exception as error:
+        answers[name] = f"{type(error).__name__}: {error}"
+print("\\n" + json.dumps(answers))
+raise SystemExit(3)
+"""
+
+
+def test_the_other_rules_on_configurations_of_vllm_itself(python, model):
+    """One process builds every configuration with vLLM's code, up to the refusal."""
+    ngram = {"method": "ngram", "num_speculative_tokens": 2, "prompt_lookup_max": 2}
+    cases = {
+        "plain": ({}, {}),
+        "canonical": ({}, {"canonical_layout": True}),
+        "pipeline": ({"pipeline_parallel_size": 2}, {}),
+        "speculative": ({"speculative_config": ngram}, {}),
+        "cache dtype": ({"kv_cache_dtype": "fp8"}, {}),
+        "external executor": ({"distributed_executor_backend": "external_launcher"}, {}),
+    }
+    log = python(SWEEP, model, json.dumps(cases)).log
+    (line,) = [line for line in log.splitlines() if line.startswith('{"plain"')]
+    answers = json.loads(line)
+    assert answers.pop("plain") == "accepted"
+    said = {
+        "canonical": "canonical_layout is set in kv_connector_extra_config",
+        "pipeline": "a KV connector is configured with parallelism other than tensor parallelism",
+        "speculative": "a KV connector is configured with speculative decoding",
+        "cache dtype": "a KV connector is configured with the cache dtype fp8",
+        "external executor": "a KV connector is configured with the executor external_launcher",
+    }
+    assert {name: answer.split(", because")[0] for name, answer in answers.items()} == {
+        name: REFUSES + what for name, what in said.items()
+    }

@@ -1,0 +1,58 @@
+"""What the environment says: the switch, kvcached's switches, the host device."""
+
+from __future__ import annotations
+
+import pytest
+from refused import REFUSES
+
+
+def test_banana(serve):
+    refused = serve(KVPATCH="banana")
+    assert refused.sentence == (
+        f"{REFUSES}KVPATCH=banana is not a value kvpatch knows, because guessing would leave you "
+        "unsure whether it is on; set KVPATCH to 1, true or on to switch it on, or to 0 (or leave "
+        "it unset) to switch it off."
+    )
+    assert "Traceback" not in refused.log
+
+
+def test_banana_before_a_submodule_of_vllm(python):
+    refused = python("from vllm.entrypoints.llm import LLM", KVPATCH="banana")
+    assert refused.sentence.startswith(f"{REFUSES}KVPATCH=banana is not a value kvpatch knows")
+    assert "Traceback" not in refused.log
+
+
+@pytest.mark.parametrize("name", ["ENABLE_KVCACHED", "KVCACHED_AUTOPATCH"])
+def test_kvcached_switched_off(serve, name):
+    refused = serve(**{name: "false"})
+    assert refused.sentence == (
+        f"{REFUSES}KVPATCH is on but {name}=false, because kvpatch works on kvcached's memory and "
+        f"this switches kvcached off; unset {name} (kvpatch sets it for you) or set KVPATCH=0."
+    )
+
+
+@pytest.mark.parametrize("size", ["", "lots"])
+def test_host_device_without_a_size(python, size):
+    refused = python("import vllm", KVPATCH_HOST_DEVICE=size)
+    assert refused.sentence == (
+        f"{REFUSES}this machine has no GPU and the host device has no size, because "
+        f'KVPATCH_HOST_DEVICE="{size}" is not a size; use for example 2GiB or 512MiB; set '
+        "KVPATCH_HOST_DEVICE=2GiB, or set KVPATCH=0."
+    )
+    assert "Traceback" not in refused.log
+
+
+def test_a_refusal_holds_for_every_later_import(python):
+    code = """
+for statement in ("import vllm", "import vllm", "from vllm.config import VllmConfig"):
+    try:
+        exec(statement)
+    except ImportError as error:
+        print("refused:", error)
+    else:
+        print("let through:", statement)
+raise SystemExit(3)
+"""
+    refused = python(code, KVPATCH_HOST_DEVICE="lots")
+    assert refused.log.count(f"refused: {REFUSES}this machine has no GPU") == 3
+    assert "let through" not in refused.log

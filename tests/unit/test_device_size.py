@@ -1,0 +1,32 @@
+"""The size of the host device, as the operator writes it."""
+
+from __future__ import annotations
+
+import pytest
+
+from kvpatch.hostdevice import ledger
+
+MIB = 1 << 20
+
+
+@pytest.mark.parametrize(
+    ("text", "size"),
+    [
+        ("2GiB", 2048 * MIB),
+        ("512MiB", 512 * MIB),
+        ("1.5GiB", 1536 * MIB),
+        ("3MiB", 2 * MIB),  # whole pages of 2 MiB
+        ("4194304", 4 * MIB),
+        (" 2GiB ", 2048 * MIB),
+    ],
+)
+def test_sizes(monkeypatch, text, size):
+    monkeypatch.setenv(ledger.SIZE, text)
+    assert ledger.device_size() == size
+
+
+@pytest.mark.parametrize("text", ["", "lots", "0", "1MiB", "2 GiB", "2GB", "-1GiB", "2TiB"])
+def test_what_is_no_size(monkeypatch, text):
+    monkeypatch.setenv(ledger.SIZE, text)
+    with pytest.raises(ValueError, match="is not a size; use for example 2GiB or 512MiB"):
+        ledger.device_size()
