@@ -1,0 +1,1 @@
+"""The parts of scripts/demo: servers, conversations, meters, the verdict, the report."""

@@ -1,0 +1,345 @@
+"""One ``vllm serve`` on loopback, from its start to the last trace of it."""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import os
+import re
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import httpx
+
+from demo_lib.conversations import MODEL_NAME, REQUEST_SECONDS
+from demo_lib.interrupts import interrupts
+from demo_lib.options import DemoError
+
+START_SECONDS = 240
+STOP_SECONDS = 20
+POLL_SECONDS = 0.2
+
+BLOCK_TOKENS = 32
+# 14336 tokens, 112 MiB: two or three of the eight conversations fit.
+KV_BLOCKS = 448
+TIER_BYTES = 512 << 20
+DEVICE_SIZE = "1GiB"
+# kvcached keeps up to 10 spare pages, which suits a GPU; this device is a small one.
+SPARE_PAGES = {"KVCACHED_MIN_RESERVED_PAGES": "1", "KVCACHED_MAX_RESERVED_PAGES": "2"}
+
+ENGINE_ARGUMENTS = {
+    "served-model-name": MODEL_NAME,
+    "dtype": "float32",  # exact enough that a hit and a recomputation give the same tokens
+    "max-model-len": "8192",
+    "max-num-batched-tokens": "2048",
+    "max-num-seqs": "2",
+    "block-size": str(BLOCK_TOKENS),
+    "num-gpu-blocks-override": str(KV_BLOCKS),
+    "seed": "0",
+}
+CONNECTOR = {
+    "kv_connector": "OffloadingConnector",
+    "kv_role": "kv_both",
+    "kv_connector_extra_config": {
+        "cpu_bytes_to_use": TIER_BYTES,
+        "spec_name": "HostOffloadingSpec",
+        "spec_module_path": "kvpatch.hostdevice.offloading",
+    },
+}
+
+_OURS = ("KVPATCH", "KVCACHED", "ENABLE_KVCACHED", "VLLM", "PYTHON")
+_ELASTIC = "KV on elastic memory: yes"
+_PR_SET_PDEATHSIG = 1
+
+
+@dataclass(frozen=True)
+class Kind:
+    """Which of the two servers: its name for people, and what it adds."""
+
+    name: str
+    slug: str
+    arguments: dict[str, str]
+    environment: dict[str, str]
+
+
+PLAIN = Kind("plain vLLM", "plain", {}, {"KVPATCH": "0"})
+KVPATCH = Kind(
+    "vLLM with kvpatch",
+    "kvpatch",
+    {"kv-transfer-config": json.dumps(CONNECTOR)},
+    {"KVPATCH": "1", **SPARE_PAGES},
+)
+
+
+@contextmanager
+def workspace() -> Iterator[Path]:
+    """Yield a folder that is gone afterwards; everything temporary lies in it."""
+    with interrupts.deferred():
+        folder = Path(tempfile.mkdtemp(prefix="kvpatch-demo-"))
+    try:
+        yield folder
+    finally:
+        with interrupts.deferred():
+            shutil.rmtree(folder, ignore_errors=True)
+
+
+class Server:
+    """A server that is up inside the ``with`` block, and gone with its children after it.
+
+    Args:
+        kind: plain vLLM, or with kvpatch.
+        model: folder of the model.
+        folder: private folder for temporary files and the device's ledger.
+        log: file for everything it prints.
+        port: the port to listen on; None for a free one.
+        waiting: called between polls while the server starts.
+    """
+
+    def __init__(
+        self,
+        kind: Kind,
+        model: Path,
+        folder: Path,
+        log: Path,
+        port: int | None = None,
+        waiting: Callable[[], None] = lambda: None,
+    ) -> None:
+        self.kind = kind
+        self.model = model
+        self.log_path = log
+        self.start_seconds = 0.0
+        self.peak_memory = 0
+        self._waiting = waiting
+        self._port = port or _free_port()
+        self._ipc_name = f"kvpatch-demo-{os.getpid()}-{kind.slug}"
+        self._shared: set[Path] = set()
+        self._process: subprocess.Popen[bytes] | None = None
+        self._command = [str(Path(sys.executable).with_name("vllm")), "serve", str(model)]
+        self._command += ["--host", "127.0.0.1", "--port", str(self._port), "--enforce-eager"]
+        for name, value in {**ENGINE_ARGUMENTS, **kind.arguments}.items():
+            self._command += [f"--{name}", value]
+        temporary = folder / "tmp"
+        temporary.mkdir(exist_ok=True)
+        self._environment = _clean_environment() | {
+            "TMPDIR": str(temporary),
+            "VLLM_CACHE_ROOT": str(temporary / "vllm"),
+            "VLLM_CONFIG_ROOT": str(temporary / "vllm"),
+            "VLLM_CPU_KVCACHE_SPACE": "1",
+            "VLLM_NO_USAGE_STATS": "1",
+            "VLLM_SERVER_DEV_MODE": "1",  # for /reset_prefix_cache
+            "HF_HUB_OFFLINE": "1",
+            "KVPATCH_HOST_DEVICE": DEVICE_SIZE,
+            "KVPATCH_HOST_DEVICE_DIR": str(folder),
+            "KVCACHED_IPC_NAME": self._ipc_name,
+            **kind.environment,
+        }
+        self.client = httpx.Client(
+            base_url=f"http://127.0.0.1:{self._port}", timeout=REQUEST_SECONDS, trust_env=False
+        )
+
+    def __enter__(self) -> Server:
+        try:
+            with interrupts.deferred():
+                self._start()
+            self._wait_until_ready()
+        except BaseException:
+            self._end()
+            raise
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._end()
+
+    @property
+    def log(self) -> str:
+        """Everything the server printed so far."""
+        return self.log_path.read_text(errors="replace") if self.log_path.exists() else ""
+
+    @property
+    def status_lines(self) -> list[str]:
+        """The status lines of kvpatch in this server's processes."""
+        return [
+            "kvpatch "
+            + line.partition(": pid ")[0].rpartition("kvpatch ")[2]
+            + ": pid "
+            + line.partition(": pid ")[2]
+            for line in self.log.splitlines()
+            if "kvpatch " in line and ": pid " in line and "KV on elastic memory:" in line
+        ]
+
+    @property
+    def elastic(self) -> bool:
+        """Whether a process said that its KV cache is on elastic memory."""
+        return any(_ELASTIC in line for line in self.status_lines)
+
+    def reset_caches(self) -> None:
+        """Empty the KV cache, and the CPU tier where there is one.
+
+        vLLM answers no while copies are in flight, and asks to be asked again.
+
+        Raises:
+            DemoError: it kept answering no.
+        """
+        deadline = time.monotonic() + REQUEST_SECONDS
+        external = str("kv-transfer-config" in self.kind.arguments).lower()
+        while time.monotonic() < deadline:
+            answer = self.client.post("/reset_prefix_cache", params={"reset_external": external})
+            if answer.status_code == 200 and answer.json()["success"]:
+                return
+            time.sleep(POLL_SECONDS)
+        raise DemoError(f"{self.kind.name} would not reset its prefix cache")
+
+    def failure(self, what: str) -> DemoError:
+        """Return an error that shows what the server printed last."""
+        if self._process is None or self._process.poll() is None:
+            ended = ""
+        else:
+            ended = f" (exit status {self._process.returncode})"
+        lines = [line for line in self.log.splitlines() if line.strip()]
+        tail = "\n".join(f"  | {line[:300]}" for line in lines[-25:])
+        return DemoError(
+            f"last lines of the log of {self.kind.name}:\n{tail}\n"
+            f"{self.kind.name} {what}{ended}: {reason(lines)}"
+        )
+
+    def _start(self) -> None:
+        libc = ctypes.CDLL(None)
+
+        def die_with_the_demo() -> None:
+            libc.prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
+
+        with self.log_path.open("wb") as log:
+            # A session of its own: a terminal's Ctrl-C reaches the demo alone, and
+            # every descendant can be found by it.
+            self._process = subprocess.Popen(
+                self._command,
+                env=self._environment,
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+                preexec_fn=die_with_the_demo,
+            )
+
+    def _wait_until_ready(self) -> None:
+        assert self._process is not None
+        begun = time.monotonic()
+        while time.monotonic() - begun < START_SECONDS:
+            if self._process.poll() is not None:
+                raise self.failure("ended while it was starting")
+            try:
+                if self.client.get("/health", timeout=2).status_code == 200:
+                    self.start_seconds = time.monotonic() - begun
+                    return
+            except httpx.HTTPError:
+                pass
+            self._waiting()
+            time.sleep(POLL_SECONDS)
+        raise self.failure(f"did not answer within {START_SECONDS} s")
+
+    def _end(self) -> None:
+        """Stop every process of the server and remove what they left behind."""
+        with interrupts.deferred():
+            self.client.close()
+            if self._process is None:
+                return
+            pids = self._processes()
+            self.peak_memory = sum(peak_resident(pid) for pid in pids)
+            self._shared |= _shared_memory_of(pids)
+            if self._process.poll() is None:
+                # As an operator would, so that kvcached and vLLM clean up themselves.
+                self._process.send_signal(signal.SIGINT)
+            deadline = time.monotonic() + STOP_SECONDS
+            while self._processes() and time.monotonic() < deadline:
+                self._process.poll()  # reaps it
+                time.sleep(0.05)
+            while pids := self._processes():
+                self._shared |= _shared_memory_of(pids)
+                for pid in pids:
+                    with _may_be_gone():
+                        os.kill(pid, signal.SIGKILL)
+                self._process.poll()
+                time.sleep(0.05)
+            self._process.wait()
+            self._remove_leftovers()
+
+    def _processes(self) -> list[int]:
+        """The living processes of the server's session, EngineCore and workers included."""
+        assert self._process is not None
+        found = []
+        for entry in Path("/proc").iterdir():
+            if entry.name.isdigit():
+                with _may_be_gone():
+                    pid = int(entry.name)
+                    if os.getsid(pid) == self._process.pid and _state(pid) not in "ZX":
+                        found.append(pid)
+        return found
+
+    def _remove_leftovers(self) -> None:
+        for path in self._shared | set(Path("/dev/shm").glob(f"*{self._ipc_name}*")):
+            with _may_be_gone():
+                path.unlink()
+        for path in Path("/tmp").glob(f"kvcached-tp-{self._ipc_name}-*"):
+            shutil.rmtree(path, ignore_errors=True)
+
+
+def reason(lines: list[str]) -> str:
+    """Return the line of a log that tells best why a server ended."""
+    for line in reversed(lines):
+        if "kvpatch refuses to start vLLM" in line:
+            return line[line.index("kvpatch refuses") :]
+    for line in reversed(lines):
+        if found := re.search(r"\b(?:\w+\.)*\w*(?:Error|Exception|Killed)\b: .+", line):
+            return found[0]
+    return lines[-1] if lines else "it printed nothing"
+
+
+def peak_resident(pid: int) -> int:
+    """Return the most bytes that were ever resident in a process, shared ones included."""
+    with _may_be_gone():
+        status = Path(f"/proc/{pid}/status").read_text()
+        if found := re.search(r"^VmHWM:\s+(\d+) kB", status, re.MULTILINE):
+            return int(found[1]) << 10
+    return 0
+
+
+@contextmanager
+def _may_be_gone() -> Iterator[None]:
+    try:
+        yield
+    except (ProcessLookupError, FileNotFoundError, PermissionError):
+        pass
+
+
+def _state(pid: int) -> str:
+    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+
+
+def _shared_memory_of(pids: list[int]) -> set[Path]:
+    """Return the segments these processes have mapped; vLLM's names are random."""
+    found: set[Path] = set()
+    for pid in pids:
+        with _may_be_gone():
+            maps = Path(f"/proc/{pid}/maps").read_text()
+            found |= {Path(name) for name in re.findall(r"(/dev/shm/\S+)$", maps, re.MULTILINE)}
+    return found
+
+
+def _clean_environment() -> dict[str, str]:
+    """The caller's environment without what would change a server."""
+    return {name: value for name, value in os.environ.items() if not name.startswith(_OURS)}
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])

@@ -1,0 +1,39 @@
+"""The demo: plain vLLM, then vLLM on elastic memory, and every token compared.
+
+Run by scripts/demo in the project's environment.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+
+from demo_lib.options import DemoError, parse
+
+
+def main(arguments: list[str]) -> int:
+    """Run the demo and return its exit status."""
+    options = parse(arguments)
+
+    # Only now, so that --help and bad options need no environment.
+    from demo_lib.interrupts import Interrupted, interrupts
+    from demo_lib.screen import Screen
+    from demo_lib.story import Story
+
+    screen = Screen()
+    interrupts.install()
+    try:
+        return Story(options, screen).tell()
+    except DemoError as error:
+        screen.fail(str(error))
+        return 1
+    except Interrupted as interrupted:
+        screen.fail(f"Interrupted by {interrupted}; everything the demo started has been stopped.")
+        return 128 + interrupted.signum
+    finally:
+        screen.close()
+
+
+if __name__ == "__main__":
+    os.environ["KVPATCH"] = "0"  # the demo looks at the servers from outside
+    sys.exit(main(sys.argv[1:]))
