@@ -1,0 +1,62 @@
+"""kvcached's patches lie under ours on real vLLM, whichever hook came first."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+PACKAGES = Path(pytest.__file__).parents[1]
+
+# Without site no startup file runs by itself; each step below is one of theirs.
+STEPS = {
+    "kvcached's startup file": f"exec(open({str(PACKAGES / 'kvcached_autopatch.pth')!r}).read())",
+    "kvcached's module": "import kvcached.integration.vllm.autopatch",
+    "kvpatch": "import kvpatch",
+}
+REPORT = """
+import inspect, json, vllm
+from vllm.v1.worker.gpu_model_runner import GPUModelRunner
+from kvpatch import activation, registry, status
+applied = activation.transaction.applied
+under = inspect.getattr_static(GPUModelRunner, "__init__").__wrapped__
+print("\\n" + json.dumps({
+    "features": {name: outcome.value for name, outcome in status.record.features.items()},
+    "applied": [one.patch.id for one in applied],
+    "covered": [one.patch.id for one in applied
+                if vars(one.parent).get(one.attribute) is not one.replacement],
+    "under ours": f"{under.__module__}.{under.__name__}",
+}))
+"""
+
+
+@pytest.mark.parametrize(
+    "order",
+    [
+        ("kvcached's startup file", "kvpatch"),
+        ("kvpatch", "kvcached's startup file"),
+        ("kvpatch", "kvcached's module"),
+        ("kvpatch",),
+    ],
+    ids=" then ".join,
+)
+def test_ours_lie_over_kvcacheds(run, machine, order):
+    from kvpatch import registry
+
+    code = "\n".join(STEPS[step] for step in order) + REPORT
+    path = f"{ROOT}:{PACKAGES}"
+    done = run(sys.executable, "-S", "-c", code, **machine | {"PYTHONPATH": path})
+    assert done.code == 0, done.err
+    (line,) = [line for line in done.out.splitlines() if line.startswith('{"features"')]
+    report = json.loads(line)
+    ids = [patch.id for feature in registry.FEATURES for patch in feature.patches]
+    targets = [patch.target for feature in registry.FEATURES for patch in feature.patches]
+    twice = [id for id, target in zip(ids, targets, strict=True) if targets.count(target) > 1]
+    assert set(report["features"].values()) == {"applied"}
+    assert report["applied"] == ids
+    # A target of two of our own patches shows the later one.
+    assert set(report["covered"]) < set(twice) or report["covered"] == twice == []
+    assert report["under ours"].startswith("kvcached.integration.vllm.patches.")

@@ -1,0 +1,51 @@
+"""kvcached failing in a worker, where it only logs a warning by itself."""
+
+from __future__ import annotations
+
+import tempfile
+import uuid
+from pathlib import Path
+
+import pytest
+from refused import REFUSES
+
+IN_PROCESS = """
+import sys
+from vllm import LLM
+if __name__ == "__main__":
+    LLM(sys.argv[1], dtype="float32", max_model_len=2048, block_size=32, enforce_eager=True,
+        num_gpu_blocks_override=64)
+    print("started")
+"""
+
+
+@pytest.fixture
+def blocked(machine):
+    """A file where kvcached's worker needs a folder for its socket."""
+    name = f"kvpatch-test-{uuid.uuid4().hex[:8]}"
+    suffix = uuid.uuid5(uuid.NAMESPACE_DNS, name).hex[:8]
+    path = Path(tempfile.gettempdir()) / f"kvcached-tp-{name}-{suffix}"
+    path.touch()
+    yield (
+        {"KVCACHED_IPC_NAME": name},
+        (
+            f"{REFUSES}kvcached could not be set up in this worker, because it failed with "
+            f"FileExistsError: [Errno 17] File exists: '{path}'; mend that cause, or set KVPATCH=0."
+        ),
+    )
+    path.unlink()
+
+
+def test_in_the_process_of_the_operator(python, model, blocked):
+    environment, sentence = blocked
+    environment["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+    refused = python(IN_PROCESS, model, **environment)
+    assert refused.sentence.removeprefix("[rank0]: ") == sentence
+    assert "started" not in refused.log
+
+
+def test_in_processes_of_its_own(serve, blocked):
+    environment, sentence = blocked
+    refused = serve(**environment)
+    assert f"kvpatch.errors.Refusal: {sentence}" in refused.log
+    assert "Application startup complete" not in refused.log
