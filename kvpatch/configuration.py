@@ -10,7 +10,8 @@ from typing import Any
 from kvpatch import status
 from kvpatch.errors import Refusal
 
-# (spec_name, spec_module_path) pairs whose copies were compared byte for byte.
+# (spec_name, spec_module_path) pairs. The host device's copies were compared byte for
+# byte; vLLM's own copies, on CUDA, are given the same regions.
 PROVEN_SPECS = (
     ("CPUOffloadingSpec", None),
     ("HostOffloadingSpec", "kvpatch.hostdevice.offloading"),
@@ -23,12 +24,14 @@ class Rule:
     """One configuration that is refused.
 
     Attributes:
+        kind: what is refused, for the documentation.
         applies: whether a ``VllmConfig`` is of that kind.
         what, why, remedy: the sentence; ``what`` may name the config's values.
         with_connector: refused only when a KV connector is configured, since
             kvcached alone runs as it would without kvpatch.
     """
 
+    kind: str
     applies: Callable[[Any], bool]
     what: Callable[[Any], str]
     why: str
@@ -58,6 +61,7 @@ def _spec(config: Any) -> tuple[str, str | None]:
 NOT_COMPARED = "its blocks were never compared with plain vLLM's after a round trip"
 
 RUNNER = Rule(
+    "Model Runner V2",
     lambda c: bool(c.use_v2_model_runner),
     lambda c: "this configuration runs on Model Runner V2",
     "kvpatch is tested on Model Runner V1 only",
@@ -68,6 +72,7 @@ RUNNER = Rule(
 RULES = (
     RUNNER,
     Rule(
+        "connectors other than vLLM's own OffloadingConnector",
         lambda c: (
             _connector(c) != "OffloadingConnector"
             or c.kv_transfer_config.kv_connector_module_path is not None
@@ -77,24 +82,28 @@ RULES = (
         "use OffloadingConnector, or set KVPATCH=0",
     ),
     Rule(
+        "offloading specs other than the ones above",
         lambda c: _spec(c) not in PROVEN_SPECS,
         lambda c: f"the offloading spec {_spec(c)[0]} is configured",
         NOT_COMPARED,
         "remove spec_name from kv_connector_extra_config, or set KVPATCH=0",
     ),
     Rule(
+        "`canonical_layout`",
         lambda c: bool(_extra(c).get("canonical_layout")),
         lambda c: "canonical_layout is set in kv_connector_extra_config",
         "vLLM cannot certify that layout on kvcached's memory",
         "remove canonical_layout, or set KVPATCH=0",
     ),
     Rule(
+        "offloading with prefix caching off",
         lambda c: not c.cache_config.enable_prefix_caching,
         lambda c: "prefix caching is off while a KV connector is configured",
         "kvcached then unmaps a finished request's blocks before they are stored",
         "remove --no-enable-prefix-caching, or set KVPATCH=0",
     ),
     Rule(
+        "offloading with parallelism other than tensor parallelism",
         lambda c: (
             c.parallel_config.world_size != c.parallel_config.tensor_parallel_size
             or c.parallel_config.data_parallel_size > 1
@@ -105,6 +114,7 @@ RULES = (
         "use tensor parallelism only, or set KVPATCH=0",
     ),
     Rule(
+        "offloading with an executor other than `uni` and `mp`",
         lambda c: c.parallel_config.distributed_executor_backend not in (None, "uni", "mp"),
         lambda c: (
             "a KV connector is configured with the executor "
@@ -114,18 +124,21 @@ RULES = (
         "set --distributed-executor-backend mp, or set KVPATCH=0",
     ),
     Rule(
+        "offloading with speculative decoding",
         lambda c: c.speculative_config is not None,
         lambda c: "a KV connector is configured with speculative decoding",
         NOT_COMPARED,
         "remove the speculative configuration, or set KVPATCH=0",
     ),
     Rule(
+        "offloading with KV cache dtypes other than the ones above",
         lambda c: c.cache_config.cache_dtype not in PROVEN_CACHE_DTYPES,
         lambda c: f"a KV connector is configured with the cache dtype {c.cache_config.cache_dtype}",
         NOT_COMPARED,
         f"use one of {', '.join(PROVEN_CACHE_DTYPES)}, or set KVPATCH=0",
     ),
     Rule(
+        "offloading of hybrid and encoder-decoder models",
         lambda c: (
             c.model_config is not None
             and (c.model_config.is_hybrid or c.model_config.is_encoder_decoder)

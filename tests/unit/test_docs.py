@@ -1,0 +1,49 @@
+"""The generated documentation is what the table says today."""
+
+from __future__ import annotations
+
+import shutil
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+
+
+def test_the_generated_files_are_current(run):
+    done = run(sys.executable, ROOT / "scripts/docs", "--check")
+    assert (done.code, done.err) == (0, "")
+
+
+@pytest.fixture
+def copy(tmp_path):
+    """A copy of what the generator reads and writes."""
+    for name in ("kvpatch", "docs"):
+        shutil.copytree(ROOT / name, tmp_path / name, ignore=shutil.ignore_patterns("__pycache__"))
+    (tmp_path / "scripts").mkdir()
+    for name in ("scripts/docs", "README.md"):
+        shutil.copy(ROOT / name, tmp_path / name)
+    return tmp_path
+
+
+@pytest.mark.parametrize("stale", ["docs/patches.md", "docs/support.md", "README.md"])
+def test_a_stale_file_is_found_and_renewed(run, copy, stale):
+    command = (sys.executable, copy / "scripts/docs")
+    assert run(*command, "--check").code == 0
+    path = copy / stale
+    current = path.read_text()
+    path.write_text(current.replace("`==0.1.6`", "`==0.1.5`"))
+    done = run(*command, "--check")
+    assert done.code == 1
+    assert done.err == f"stale: {stale}; run .venv/bin/python scripts/docs\n"
+    assert run(*command).code == 0
+    assert path.read_text() == current
+
+
+def test_a_change_of_the_table_makes_them_stale(run, copy):
+    table = copy / "kvpatch/registry.py"
+    table.write_text(table.read_text().replace('"==0.28.0"', '"==0.28.1"'))
+    done = run(sys.executable, copy / "scripts/docs", "--check")
+    assert done.code == 1
+    assert done.err.startswith("stale: docs/patches.md, docs/support.md, README.md;")
