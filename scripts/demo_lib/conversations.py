@@ -19,20 +19,21 @@ from demo_lib.options import DemoError, Load
 MODEL_NAME = "demo"
 REQUEST_SECONDS = 120
 
-_WORDS = (
-    "the a of and to in page block cache layer memory token prompt engine worker copy "
-    "store load map unmap elastic device tier region stride request answer question "
-    "conversation returns leaves grows shrinks waits holds gives takes back again early "
-    "late small large first last every other never always between before after while"
-).split()
+_VOCABULARY = """
+    the a of and to in page block cache layer memory token prompt engine worker copy
+    store load map unmap elastic device tier region stride request answer question
+    conversation returns leaves grows shrinks waits holds gives takes back again early
+    late small large first last every other never always between before after while
+"""
 
 
 def text(rng: random.Random, size: int) -> str:
     """Return about ``size`` characters of words; the tokenizer has one token a byte."""
+    vocabulary = _VOCABULARY.split()
     words: list[str] = []
     length = 0
     while length < size:
-        words.append(rng.choice(_WORDS))
+        words.append(rng.choice(vocabulary))
         length += len(words[-1]) + 1
     return " ".join(words)
 

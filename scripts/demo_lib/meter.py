@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import os
 import threading
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import httpx
+
 from kvpatch.hostdevice import ledger
 
 DEVICE_PAGE = 2 << 20
@@ -132,7 +132,7 @@ class MemoryMeter:
         try:
             if pid not in self._files:
                 for file in Path(f"/proc/{pid}/fd").iterdir():
-                    if _MEMFD in os.readlink(file):
+                    if _MEMFD in str(file.readlink()):
                         self._files[pid] = file
             return self._files[pid].stat().st_blocks * 512 if pid in self._files else 0
         except OSError:  # the process has ended, or has just closed a file

@@ -71,14 +71,16 @@ def parse(arguments: list[str]) -> Options:
         help="keep the servers' logs in this folder (default: deleted)",
     )
     parser.add_argument(
-        "--port", type=int, help="port on 127.0.0.1 for the servers (default: a free one)"
+        "--port",
+        type=int,
+        help="port on 127.0.0.1 for plain vLLM; the other takes the next (default: free ones)",
     )
     parser.add_argument(
         "--quick", action="store_true", help="fewer and shorter conversations, about a minute"
     )
     chosen = parser.parse_args(arguments)
     if chosen.port is not None:
-        problem = _port_problem(chosen.port)
+        problem = _port_problem(chosen.port) or _port_problem(chosen.port + 1)
         if problem:
             parser.error(problem)
     for folder in (chosen.report, chosen.keep_logs):
@@ -98,7 +100,7 @@ def parse(arguments: list[str]) -> Options:
 
 def _port_problem(port: int) -> str | None:
     if not 1024 <= port <= 65535:
-        return f"--port {port} is not between 1024 and 65535"
+        return f"port {port} is not between 1024 and 65535"
     with socket.socket() as probe:
         # As the server binds: a port whose last connection is still closing is free.
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)

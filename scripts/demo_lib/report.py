@@ -77,17 +77,17 @@ def memory_plot(content: Content) -> Figure:
     static = content.static_bytes / _MIB
     top = max([*mapped, static, 1]) * 1.3
     end = seconds[-1] if seconds else 1
-    axes.fill_between(seconds, mapped, step="post", color=_BLUE, alpha=0.14, linewidth=0)
-    axes.step(seconds, mapped, where="post", color=_BLUE, linewidth=2, label="mapped by kvcached")
+    axes.fill_between(seconds, mapped, step="post", color=_BLUE, alpha=0.1, linewidth=0)
     axes.step(
         seconds,
         resident,
         where="post",
         color=_GREEN,
-        linewidth=1.4,
-        linestyle=(0, (1, 1.5)),
+        linewidth=5,
+        alpha=0.3,
         label="held by the operating system",
     )
+    axes.step(seconds, mapped, where="post", color=_BLUE, linewidth=1.6, label="mapped by kvcached")
     axes.axhline(
         static,
         color=_GRAY,
@@ -203,11 +203,11 @@ _PAGE = """\
   .banner b {{ font-size: 1.1rem; }}
   .pass {{ background: #e5f5ea; color: #14532d; }}
   .fail {{ background: #fdeaea; color: #7f1d1d; }}
-  .cards {{ display: grid; grid-template-columns: repeat(auto-fit, minmax(13rem, 1fr));
+  .cards {{ display: grid; grid-template-columns: repeat(auto-fit, minmax(14rem, 1fr));
     gap: 1rem; margin-bottom: 1rem; }}
   .card, section {{ background: #fff; border: 1px solid #e3e7ee; border-radius: 10px; }}
   .card {{ padding: 1rem 1.2rem; display: flex; flex-direction: column; }}
-  .card b {{ font-size: 1.45rem; letter-spacing: -.01em; }}
+  .card b {{ font-size: 1.25rem; letter-spacing: -.01em; }}
   .card small {{ color: #5b6678; margin-top: .2rem; }}
   section {{ padding: 1.2rem 1.4rem; margin-bottom: 1rem; }}
   figure {{ margin: .6rem 0 0; }}

@@ -49,11 +49,14 @@ class Screen:
         """Print the table of figures."""
         self.close()
         table = Table(show_header=False, box=None, padding=(0, 2, 0, 0))
+        table.add_column(justify="right", no_wrap=True)
+        table.add_column()
         for row in rows:
-            table.add_row(row.name, Text(row.value, "bold"), Text(row.note, "dim"))
-        # Outside a terminal rich would fold the table at 80 columns.
+            table.add_row(Text(row.value, "bold"), Text(row.name))
+            if row.note:
+                table.add_row("", Text(row.note, "dim"))
         self._console.print()
-        self._console.print(table, width=None if self._console.is_terminal else 150)
+        self._console.print(table)
         self._console.print()
 
     def verdict(self, failures: Sequence[str]) -> None:

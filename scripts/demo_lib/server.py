@@ -13,8 +13,8 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -56,6 +56,9 @@ CONNECTOR = {
     },
 }
 
+# Kept between runs, beside the environment it was made with.
+CACHE = Path(sys.prefix) / "kvpatch-demo"
+
 _OURS = ("KVPATCH", "KVCACHED", "ENABLE_KVCACHED", "VLLM", "PYTHON")
 _ELASTIC = "KV on elastic memory: yes"
 _PR_SET_PDEATHSIG = 1
@@ -93,7 +96,7 @@ def workspace() -> Iterator[Path]:
 
 
 class Server:
-    """A server that is up inside the ``with`` block, and gone with its children after it.
+    """A server that is started by its ``with`` block, and gone with its children after it.
 
     Args:
         kind: plain vLLM, or with kvpatch.
@@ -101,7 +104,6 @@ class Server:
         folder: private folder for temporary files and the device's ledger.
         log: file for everything it prints.
         port: the port to listen on; None for a free one.
-        waiting: called between polls while the server starts.
     """
 
     def __init__(
@@ -111,14 +113,12 @@ class Server:
         folder: Path,
         log: Path,
         port: int | None = None,
-        waiting: Callable[[], None] = lambda: None,
     ) -> None:
         self.kind = kind
         self.model = model
         self.log_path = log
-        self.start_seconds = 0.0
+        self.start_seconds: float | None = None
         self.peak_memory = 0
-        self._waiting = waiting
         self._port = port or _free_port()
         self._ipc_name = f"kvpatch-demo-{os.getpid()}-{kind.slug}"
         self._shared: set[Path] = set()
@@ -133,6 +133,8 @@ class Server:
             "TMPDIR": str(temporary),
             "VLLM_CACHE_ROOT": str(temporary / "vllm"),
             "VLLM_CONFIG_ROOT": str(temporary / "vllm"),
+            # What torch compiles for the first request: 15 s of g++, kept for the next one.
+            "TORCHINDUCTOR_CACHE_DIR": str(CACHE / "torchinductor"),
             "VLLM_CPU_KVCACHE_SPACE": "1",
             "VLLM_NO_USAGE_STATS": "1",
             "VLLM_SERVER_DEV_MODE": "1",  # for /reset_prefix_cache
@@ -150,7 +152,6 @@ class Server:
         try:
             with interrupts.deferred():
                 self._start()
-            self._wait_until_ready()
         except BaseException:
             self._end()
             raise
@@ -167,19 +168,34 @@ class Server:
     @property
     def status_lines(self) -> list[str]:
         """The status lines of kvpatch in this server's processes."""
-        return [
-            "kvpatch "
-            + line.partition(": pid ")[0].rpartition("kvpatch ")[2]
-            + ": pid "
-            + line.partition(": pid ")[2]
-            for line in self.log.splitlines()
-            if "kvpatch " in line and ": pid " in line and "KV on elastic memory:" in line
-        ]
+        return re.findall(r"kvpatch \S+: pid \d+, .*KV on elastic memory: .*", self.log)
 
     @property
     def elastic(self) -> bool:
         """Whether a process said that its KV cache is on elastic memory."""
         return any(_ELASTIC in line for line in self.status_lines)
+
+    def ready(self) -> bool:
+        """Whether the server answers by now.
+
+        Raises:
+            DemoError: it has ended, or has been starting for too long.
+        """
+        assert self._process is not None
+        if self.start_seconds is not None:
+            return True
+        if self._process.poll() is not None:
+            raise self.failure("ended while it was starting")
+        passed = time.monotonic() - self._begun
+        try:
+            if self.client.get("/health", timeout=2).status_code == 200:
+                self.start_seconds = passed
+                return True
+        except httpx.HTTPError:
+            pass
+        if passed > START_SECONDS:
+            raise self.failure(f"did not answer within {START_SECONDS} s")
+        return False
 
     def reset_caches(self) -> None:
         """Empty the KV cache, and the CPU tier where there is one.
@@ -217,6 +233,7 @@ class Server:
         def die_with_the_demo() -> None:
             libc.prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
 
+        self._begun = time.monotonic()
         with self.log_path.open("wb") as log:
             # A session of its own: a terminal's Ctrl-C reaches the demo alone, and
             # every descendant can be found by it.
@@ -229,22 +246,6 @@ class Server:
                 start_new_session=True,
                 preexec_fn=die_with_the_demo,
             )
-
-    def _wait_until_ready(self) -> None:
-        assert self._process is not None
-        begun = time.monotonic()
-        while time.monotonic() - begun < START_SECONDS:
-            if self._process.poll() is not None:
-                raise self.failure("ended while it was starting")
-            try:
-                if self.client.get("/health", timeout=2).status_code == 200:
-                    self.start_seconds = time.monotonic() - begun
-                    return
-            except httpx.HTTPError:
-                pass
-            self._waiting()
-            time.sleep(POLL_SECONDS)
-        raise self.failure(f"did not answer within {START_SECONDS} s")
 
     def _end(self) -> None:
         """Stop every process of the server and remove what they left behind."""
@@ -314,10 +315,8 @@ def peak_resident(pid: int) -> int:
 
 @contextmanager
 def _may_be_gone() -> Iterator[None]:
-    try:
+    with suppress(ProcessLookupError, FileNotFoundError, PermissionError):
         yield
-    except (ProcessLookupError, FileNotFoundError, PermissionError):
-        pass
 
 
 def _state(pid: int) -> str:

@@ -10,7 +10,9 @@ import resource
 import shutil
 import subprocess
 import sys
-from contextlib import ExitStack
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from importlib import metadata
 from pathlib import Path
@@ -27,10 +29,12 @@ from demo_lib.report import Row
 from demo_lib.screen import Screen
 from demo_lib.server import (
     BLOCK_TOKENS,
+    CACHE,
     DEVICE_SIZE,
     KV_BLOCKS,
     KVPATCH,
     PLAIN,
+    POLL_SECONDS,
     SPARE_PAGES,
     Kind,
     Server,
@@ -39,8 +43,8 @@ from demo_lib.server import (
 from demo_lib.verdict import Comparison, Evidence, compare, failures, returning_ttft
 
 SCRIPTS = Path(__file__).resolve().parents[1]
-NEEDED_MEMORY = 4 << 30
-IDLE_SECONDS = 1.5  # shown in the plot; nothing waits for it
+NEEDED_MEMORY = 6 << 30
+IDLE_SECONDS = 2.5  # shown in the plot; nothing waits for it
 FALL_SECONDS = 15
 MIB = 1 << 20
 
@@ -51,10 +55,6 @@ class Held:
 
     answers: list[Answer] = field(default_factory=list)
     counters: Counters = field(default_factory=Counters)
-    elastic: bool = False
-    status_lines: list[str] = field(default_factory=list)
-    start_seconds: float = 0.0
-    peak_memory: int = 0
 
 
 class Story:
@@ -68,6 +68,9 @@ class Story:
         self.ours = Held()
         self.meter = MemoryMeter()
         self.idle_bytes = 0
+        self.peak_memory = 0
+        self.elastic = False
+        self.status_lines: list[str] = []
 
     def tell(self) -> int:
         """Run both servers, compare, report; return the exit status."""
@@ -76,15 +79,13 @@ class Story:
             self.screen.say(f"{row.name} {row.value}")
         with workspace() as folder:
             model = self._model()
-            logs = self.options.keep_logs or folder
-            self._run(PLAIN, self.plain, model, folder, logs)
-            self._run(KVPATCH, self.ours, model, folder, logs)
+            self._run(model, folder)
             static_bytes = KV_BLOCKS * block_bytes(model)
         comparison = compare(self.plain.answers, self.ours.answers)
         evidence = Evidence(
             comparison=comparison,
             from_tier=self.ours.counters.from_tier,
-            elastic=self.ours.elastic,
+            elastic=self.elastic,
             peak_bytes=self.meter.peak,
             idle_bytes=self.idle_bytes,
         )
@@ -100,7 +101,7 @@ class Story:
                 static_bytes=static_bytes,
                 plain=self.plain.answers,
                 ours=self.ours.answers,
-                status_lines=self.ours.status_lines,
+                status_lines=self.status_lines,
             ),
             self.options.report,
         )
@@ -113,7 +114,7 @@ class Story:
         """Make the model once; it is kept beside the environment it was made with."""
         script = SCRIPTS / "tiny_model.py"
         recipe = hashlib.sha256(script.read_bytes()).hexdigest()[:12]
-        model = Path(sys.prefix) / "kvpatch-demo-models" / recipe
+        model = CACHE / "models" / recipe
         if (model / "model.safetensors").exists():
             self.screen.say("model: 4 layers, random weights of seed 7, made before")
             return model
@@ -136,50 +137,59 @@ class Story:
             shutil.rmtree(partial, ignore_errors=True)
         return model
 
-    def _run(self, kind: Kind, held: Held, model: Path, folder: Path, logs: Path) -> None:
-        """Start one server, hold the conversations with it, stop it."""
-        say, live = self.screen.say, self.screen.live
-        say(f"{kind.name}: starting (about 20 s)", "bold")
-        server = Server(
-            kind,
-            model,
-            folder,
-            logs / f"{kind.slug}.log",
-            self.options.port,
-            waiting=lambda: live(f"{kind.name} is starting, {self.screen.seconds:.0f} s"),
-        )
-        with ExitStack() as stack:
-            if kind is KVPATCH:
-                os.environ["KVPATCH_HOST_DEVICE"] = DEVICE_SIZE
-                os.environ["KVPATCH_HOST_DEVICE_DIR"] = str(folder)
-            stack.enter_context(server)
-            held.start_seconds = server.start_seconds
-            say(f"{kind.name}: ready after {server.start_seconds:.0f} s")
-            if kind is KVPATCH:
-                held.elastic, held.status_lines = server.elastic, server.status_lines
-                said = 'said "KV on elastic memory: yes"' if held.elastic else "did not say so"
-                say(f"{kind.name}: its processes {said}", "" if held.elastic else "red")
-            try:
-                live(f"{kind.name}: warming up")
-                warm_up(server.client, self.load)
-                server.reset_caches()
-                if kind is KVPATCH:
-                    stack.callback(self.meter.stop)
-                    self.meter.start()
-                self._converse(server, held)
-                if kind is KVPATCH:
-                    self._rest(server, held)
-            except (DemoError, httpx.HTTPError) as error:
-                raise server.failure(f"failed under load, {error}") from error
-        held.peak_memory = server.peak_memory
+    def _run(self, model: Path, folder: Path) -> None:
+        """Start both servers at once, then let one after the other do its part."""
+        os.environ["KVPATCH_HOST_DEVICE"] = DEVICE_SIZE  # for the meter, as for the server
+        os.environ["KVPATCH_HOST_DEVICE_DIR"] = str(folder)
+        port = self.options.port
+        logs = self.options.keep_logs or folder
+        with Server(KVPATCH, model, folder, logs / "kvpatch.log", port and port + 1) as ours:
+            with Server(PLAIN, model, folder, logs / "plain.log", port) as plain:
+                self._wait_for(plain, ours)
+                self._note_status(ours)
+                with _failures_of(plain):
+                    self._warm_up(plain)
+                    self._converse(plain, self.plain)
+            with _failures_of(ours):
+                self._warm_up(ours)
+                self.meter.start()
+                try:
+                    self._converse(ours, self.ours)
+                    self._rest(ours)
+                finally:
+                    self.meter.stop()
+        # While plain vLLM ran, the other server was up as well.
+        self.peak_memory = plain.peak_memory + ours.peak_memory
+
+    def _wait_for(self, *servers: Server) -> None:
+        self.screen.say("starting both servers (about half a minute)")
+        starting = list(servers)
+        while starting:
+            for server in list(starting):
+                if server.ready():
+                    starting.remove(server)
+                    self.screen.say(f"{server.kind.name}: ready after {server.start_seconds:.0f} s")
+            names = " and ".join(server.kind.name for server in starting)
+            self.screen.live(f"starting {names}, {self.screen.seconds:.0f} s")
+            time.sleep(POLL_SECONDS)
+
+    def _note_status(self, server: Server) -> None:
+        self.elastic, self.status_lines = server.elastic, server.status_lines
+        said = 'said "KV on elastic memory: yes"' if self.elastic else "did not say so"
+        self.screen.say(f"{server.kind.name}: its processes {said}", "" if self.elastic else "red")
+
+    def _warm_up(self, server: Server) -> None:
+        self.screen.live(f"{server.kind.name}: warming up")
+        warm_up(server.client, self.load)
+        server.reset_caches()
 
     def _converse(self, server: Server, held: Held) -> None:
         before = seen = read_counters(server.client)
         ours = server.kind is KVPATCH
         expected = {(a.conversation, a.turn): a for a in self.plain.answers} if ours else {}
+        if ours:
+            self.meter.phase("turn 1")
         for answer in hold(server.client, self.load):
-            if ours and answer.conversation == 1:
-                self.meter.phase(f"turn {answer.turn}")
             now = read_counters(server.client)
             answer.from_tier = now.since(seen).from_tier
             answer.from_cache = now.since(seen).from_cache
@@ -197,6 +207,8 @@ class Story:
             self.screen.live(text)
             if answer.conversation == self.load.conversations:
                 self._say_turn(server.kind, held, answer.turn)
+                if ours and answer.turn < self.load.turns:
+                    self.meter.phase(f"turn {answer.turn + 1}")
         held.counters = read_counters(server.client).since(before)
 
     def _say_turn(self, kind: Kind, held: Held, turn: int) -> None:
@@ -217,7 +229,7 @@ class Story:
             )
         self.screen.say(line)
 
-    def _rest(self, server: Server, held: Held) -> None:
+    def _rest(self, server: Server) -> None:
         """Let the server idle, empty its cache, and see the memory fall."""
         self.meter.phase("idle")
         self.screen.live(f"{server.kind.name}: idle")
@@ -227,7 +239,7 @@ class Story:
         kept = (int(SPARE_PAGES["KVCACHED_MAX_RESERVED_PAGES"]) + 2) * page
         self.meter.wait_until_at_most(0, IDLE_SECONDS)
         loaded = self.meter.look().mapped
-        self.meter.phase("cache reset")
+        self.meter.phase("reset")
         server.reset_caches()
         self.idle_bytes = self.meter.wait_until_at_most(kept, FALL_SECONDS).mapped
         self.meter.wait_until_at_most(0, IDLE_SECONDS)
@@ -250,21 +262,21 @@ class Story:
         return [
             Row(
                 "tokens equal to plain vLLM's",
-                f"{comparison.equal} of {comparison.total}",
+                f"{comparison.equal:,} of {comparison.total:,}",
                 f"{comparison.answers_equal} of {comparison.answers} answers; "
                 f"log-probabilities within {comparison.logprob_difference:.1e}",
             ),
             Row(
                 "prompt tokens from the CPU tier",
-                f"{ours.counters.from_tier} of {prompt_tokens}",
-                f"{sum(a.from_tier for a in returning)} of "
-                f"{sum(len(a.prompt) for a in returning)} in returning conversations",
+                f"{ours.counters.from_tier:,} of {prompt_tokens:,}",
+                f"{sum(a.from_tier for a in returning):,} of "
+                f"{sum(len(a.prompt) for a in returning):,} in returning conversations",
             ),
             Row(
                 "first token of a returning conversation",
                 f"{warm_ms:.0f} ms, not {cold_ms:.0f} ms",
                 f"median of {len(returning)}; plain vLLM computes "
-                f"{sum(len(a.prompt) - a.from_cache for a in plain.answers if a.returning)} "
+                f"{sum(len(a.prompt) - a.from_cache for a in plain.answers if a.returning):,} "
                 "tokens again",
             ),
             Row(
@@ -278,19 +290,24 @@ class Story:
             Row(
                 "load",
                 conversations,
-                f"{longest} tokens at last, {longest / pool:.1f} times the KV cache of {pool}",
+                f"{longest:,} tokens at last, {longest / pool:.1f} times the KV cache of {pool:,}",
             ),
-            Row(
-                "time",
-                f"{self.screen.seconds:.0f} s",
-                f"servers ready after {plain.start_seconds:.0f} and {ours.start_seconds:.0f} s",
-            ),
+            Row("time without set-up", f"{self.screen.seconds:.0f} s"),
             Row(
                 "peak memory of everything",
-                f"{(max(plain.peak_memory, ours.peak_memory) + own) / (1 << 30):.2f} GiB",
+                f"{(self.peak_memory + own) / (1 << 30):.2f} GiB",
                 "peaks of all processes added up, shared pages counted in each",
             ),
         ]
+
+
+@contextmanager
+def _failures_of(server: Server) -> Iterator[None]:
+    """Say which server it was, and what it printed last."""
+    try:
+        yield
+    except (DemoError, httpx.HTTPError) as error:
+        raise server.failure(f"failed under load, {error}") from error
 
 
 def versions() -> list[Row]:
@@ -337,6 +354,6 @@ def _require_memory() -> None:
             if free < NEEDED_MEMORY:
                 raise DemoError(
                     f"only {free / (1 << 30):.1f} GiB of memory are free and the demo needs "
-                    f"{NEEDED_MEMORY >> 30}, because a vLLM server is three processes; "
+                    f"{NEEDED_MEMORY >> 30}, because two vLLM servers run at once; "
                     "stop other programs first"
                 )
