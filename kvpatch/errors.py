@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
+
+# Told every sentence that is made; kvpatch.relay listens in vLLM's processes.
+on_refusal: Callable[[str], None] | None = None
 
 
 class Refusal(RuntimeError):
@@ -23,6 +27,8 @@ class Refusal(RuntimeError):
         self.what = what
         self.why = why
         self.remedy = remedy
+        if on_refusal is not None:
+            on_refusal(str(self))
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Survive the pickling between an engine's processes."""

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from types import TracebackType
 from typing import Any
 
+from kvpatch import relay
 from kvpatch.errors import Refusal, RefusedImport
 
 ExceptHook = Callable[[type[BaseException], BaseException, TracebackType | None], Any]
@@ -27,10 +28,11 @@ def vllm_is_missing() -> None:
 
 
 def in_one_line() -> None:
-    """Print a refusal that nobody caught without its traceback, from now on."""
+    """Print a refusal that nobody caught as one line without its traceback, from now on."""
     global _hooked
     if not _hooked:
         _hooked = True
+        relay.listen()
         sys.excepthook = _excepthook(sys.excepthook)
 
 
@@ -41,8 +43,10 @@ def _excepthook(previous: ExceptHook) -> ExceptHook:
         refusal = error if isinstance(error, Refusal) else _of_missing_vllm(error)
         if refusal is None:
             previous(kind, error, traceback)
-        else:
-            sys.stderr.write(f"{refusal}\n")
+        # After another error, the sentence of the process that caused it.
+        sentence = relay.take() if refusal is None else str(refusal)
+        if sentence is not None:
+            sys.stderr.write(f"{sentence}\n")
 
     return hook
 
