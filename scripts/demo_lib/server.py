@@ -86,8 +86,10 @@ KVPATCH = Kind(
 @contextmanager
 def workspace() -> Iterator[Path]:
     """Yield a folder that is gone afterwards; everything temporary lies in it."""
+    # vLLM's sockets lie in it, and a socket's path has at most 107 characters.
+    parent = tempfile.gettempdir() if len(tempfile.gettempdir()) <= 40 else "/tmp"
     with interrupts.deferred():
-        folder = Path(tempfile.mkdtemp(prefix="kvpatch-demo-"))
+        folder = Path(tempfile.mkdtemp(prefix="kvpatch-demo-", dir=parent))
     try:
         yield folder
     finally:

@@ -1,0 +1,130 @@
+"""The demo's verdict: what makes it fail, without running it."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("httpx")
+sys.path.insert(0, str(Path(__file__).parents[2] / "scripts"))
+
+from demo_lib.conversations import Answer, Conversation
+from demo_lib.meter import Counters, parse_counters
+from demo_lib.options import FULL, parse
+from demo_lib.server import reason
+from demo_lib.verdict import Comparison, Evidence, compare, failures
+
+
+def answers(**changed: object) -> list[Answer]:
+    """Three answers; ``changed`` is changed in the second."""
+    made = [Answer(1, turn, [1, 2], [7, 8, 9], [-0.5, -1.0, -1.5]) for turn in (1, 2, 3)]
+    made[1] = replace(made[1], **changed)  # type: ignore[arg-type]
+    return made
+
+
+GOOD = Evidence(
+    comparison=Comparison(equal=9, total=9, answers_equal=3, answers=3),
+    from_tier=64,
+    elastic=True,
+    peak_bytes=8 << 20,
+    idle_bytes=2 << 20,
+)
+
+
+def test_equal_runs_are_equal() -> None:
+    assert compare(answers(), answers()) == Comparison(9, 9, 3, 3, "", 0.0)
+
+
+@pytest.mark.parametrize(
+    ("change", "equal", "sentence"),
+    [
+        ({"tokens": [7, 0, 9]}, 8, "conversation 1, turn 2: token 2 of 3 differs"),
+        ({"tokens": [7, 8]}, 8, "conversation 1, turn 2: token 3 of 3 differs"),
+        ({"tokens": [7, 8, 9, 9]}, 9, "conversation 1, turn 2: token 4 of 3 differs"),
+        ({"prompt": [1, 3]}, 9, "conversation 1, turn 2: the prompts differ"),
+    ],
+    ids=["a token", "one too few", "one too many", "the prompt"],
+)
+def test_one_difference_fails_the_demo(
+    change: dict[str, object], equal: int, sentence: str
+) -> None:
+    found = compare(answers(), answers(**change))
+    assert (found.equal, found.total, found.answers_equal) == (equal, 9, 2)
+    assert found.first_difference == sentence
+    (failure,) = failures(replace(GOOD, comparison=found))
+    assert "differ" in failure and sentence in failure
+
+
+def test_a_missing_answer_is_a_difference() -> None:
+    found = compare(answers(), answers()[:2])
+    assert (found.equal, found.total) == (6, 9)
+    assert found.first_difference == "conversation 1, turn 3: no answer"
+
+
+def test_log_probabilities_are_compared_where_tokens_are_equal() -> None:
+    got = answers(tokens=[7, 0, 9], logprobs=[-0.5, -9.0, -1.75])
+    assert compare(answers(), got).logprob_difference == 0.25
+
+
+@pytest.mark.parametrize(
+    ("change", "word"),
+    [
+        ({"comparison": Comparison()}, "Nothing was compared"),
+        ({"from_tier": 0}, "CPU tier"),
+        ({"elastic": False}, "KV on elastic memory: yes"),
+        ({"idle_bytes": 8 << 20}, "did not fall"),
+    ],
+)
+def test_each_claim_that_does_not_hold_is_said(change: dict[str, object], word: str) -> None:
+    assert failures(GOOD) == []
+    (sentence,) = failures(replace(GOOD, **change))  # type: ignore[arg-type]
+    assert word in sentence
+
+
+def test_counters_are_read_from_the_exposition() -> None:
+    exposition = """\
+# HELP vllm:prompt_tokens_by_source_total tokens
+vllm:prompt_tokens_by_source_total{engine="0",model_name="m",source="local_compute"} 10.0
+vllm:prompt_tokens_by_source_total{engine="0",model_name="m",source="local_cache_hit"} 3.0
+vllm:prompt_tokens_by_source_total{engine="0",model_name="m",source="external_kv_transfer"} 5.0
+vllm:kv_offload_store_bytes_total{engine="0",model_name="m"} 1.2e+07
+vllm:kv_offload_store_bytes_created{engine="0",model_name="m"} 1.79e+09
+vllm:kv_offload_load_bytes_total{engine="0",model_name="m"} 2048.0
+"""
+    read = parse_counters(exposition)
+    assert read == Counters(10, 3, 5, 12_000_000, 2048)
+    assert read.since(Counters(4, 1, 0, 2_000_000, 2048)) == Counters(6, 2, 5, 10_000_000, 0)
+
+
+def test_conversations_are_the_same_every_time() -> None:
+    assert Conversation(3, FULL).say() == Conversation(3, FULL).say()
+    assert Conversation(3, FULL).say() != Conversation(4, FULL).say()
+
+
+def test_the_reason_of_a_dead_server_is_found() -> None:
+    refusal = "kvpatch refuses to start vLLM: a, because b; c."
+    assert reason(["x", f"ImportError: {refusal}", "RuntimeError: Engine failed"]) == refusal
+    assert reason(["x", "  ValueError: bad size", "nanobind: leaked"]) == "ValueError: bad size"
+    assert reason(["only this"]) == "only this"
+    assert reason([]) == "it printed nothing"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "word"),
+    [
+        (["--port", "80"], "between 1024 and 65535"),
+        (["--port", "banana"], "invalid int"),
+        (["--report", "/dev/null/report"], "cannot be used as a folder"),
+        (["--fast"], "unrecognized"),
+    ],
+)
+def test_bad_options_are_refused_in_one_sentence(
+    arguments: list[str], word: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as ended:
+        parse(arguments)
+    assert ended.value.code == 2
+    assert word in capsys.readouterr().err
