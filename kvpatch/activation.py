@@ -47,7 +47,7 @@ def after_vllm(module: ModuleType) -> None:
         RefusedImport: one of ours cannot be applied; none is in force then.
     """
     if transaction.applied:
-        return
+        return  # the inner one of two loaders did it, or vllm is reloaded
     try:
         apply_kvcached()
         # The hooks of others, and kvcached's again if its module was imported before

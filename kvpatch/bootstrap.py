@@ -34,7 +34,7 @@ class VllmFinder:
         """
         if name != "vllm" or _switched_off():
             return None
-        spec = _find_without_hooks(self, name, path, target)
+        spec = self._ask_the_others(name, path, target)
         if spec is None:
             from kvpatch import refusing
 
@@ -43,22 +43,15 @@ class VllmFinder:
             spec.loader = _ActivatingLoader(spec.loader)  # type: ignore[assignment]
         return spec
 
-
-def _find_without_hooks(
-    ours: VllmFinder, name: str, path: Any, target: ModuleType | None
-) -> ModuleSpec | None:
-    """Ask every finder but ours and wrapt's.
-
-    wrapt's finder runs the hooks of others on vllm, kvcached's among them. The loader
-    runs those itself, so that their order does not depend on who was first here.
-    """
-    for finder in list(sys.meta_path):
-        if finder is ours or type(finder).__module__ == "wrapt.importer":
-            continue
-        spec = finder.find_spec(name, path, target)
-        if spec is not None:
-            return spec
-    return None
+    def _ask_the_others(self, name: str, path: Any, target: ModuleType | None) -> ModuleSpec | None:
+        # One of them may ask us in turn, as wrapt's does: our loader is then around
+        # vllm's own and around wrapt's, and activates in the inner one.
+        for finder in list(sys.meta_path):
+            if finder is not self:
+                spec = finder.find_spec(name, path, target)
+                if spec is not None:
+                    return spec
+        return None
 
 
 class _ActivatingLoader:
@@ -79,8 +72,6 @@ class _ActivatingLoader:
         module.__loader__ = self._loader
         self._loader.exec_module(module)
         _activation().after_vllm(module)
-        if _finder in sys.meta_path:
-            sys.meta_path.remove(_finder)  # a reload must not patch twice
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._loader, name)

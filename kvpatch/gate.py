@@ -114,10 +114,11 @@ def allowed_by_name(found: Installed, environment: Mapping[str, str] = os.enviro
 
 
 def in_range(found: Installed, specifier: str) -> bool:
-    """Gate 3: whether the version is inside ``specifier``; local parts are ignored."""
+    """Gate 3: whether it is a release inside ``specifier``; local parts are ignored."""
     if found.version is None:
         return False
-    return SpecifierSet(specifier).contains(found.version.public, prereleases=True)
+    # Said explicitly, because packaging's default differs between its releases.
+    return SpecifierSet(specifier).contains(found.version, prereleases=False)
 
 
 def check_range(found: Installed, specifier: str) -> None:

@@ -109,7 +109,7 @@ def test_inside_the_range(text):
     gate.check_range(found(text), RANGE)
 
 
-@pytest.mark.parametrize("text", ["0.26.9", "0.29.0", "0.29.0+cpu", "0.30", "1.0"])
+@pytest.mark.parametrize("text", ["0.26.9", "0.29.0", "0.29.0+cpu", "0.30", "1.0", "0.28.0rc1"])
 def test_outside_the_range(monkeypatch, text):
     assert not gate.in_range(found(text), RANGE)
     with pytest.raises(Refusal) as refused:
@@ -162,6 +162,11 @@ def test_kvcached_switched_off_is_a_contradiction(name, setting):
         f"works on kvcached's memory and this switches kvcached off; unset {name} (kvpatch sets "
         "it for you) or set KVPATCH=0."
     )
+
+
+def test_kvcacheds_switches_are_read_as_kvcached_reads_them():
+    with pytest.raises(Refusal, match="KVPATCH is on but ENABLE_KVCACHED=1 , because"):
+        gate.check_environment({"KVPATCH": "1", "ENABLE_KVCACHED": "1 "})
 
 
 @pytest.mark.parametrize("setting", ["", "1", "true", "TRUE"])

@@ -35,6 +35,21 @@ print([name for name in sys.modules if name.startswith("vllm")])
     assert out[0].startswith("kvpatch refuses to start vLLM: KVPATCH=banana is not a value")
 
 
+def test_a_refusal_holds_when_its_cause_is_gone(python):
+    code = """
+import kvpatch, fake_registry, os
+for value in ("banana", "1"):
+    os.environ["KVPATCH"] = value
+    try:
+        import vllm
+    except ImportError as error:
+        print(error)
+"""
+    first, second = python(code).out.splitlines()
+    assert first == second
+    assert "KVPATCH=banana is not a value" in first
+
+
 def test_a_refusal_after_vllm_ran_takes_every_feature_back(python):
     code = (
         BROKEN
