@@ -25,7 +25,8 @@ from demo_lib.interrupts import interrupts
 from demo_lib.options import DemoError
 
 START_SECONDS = 240
-STOP_SECONDS = 20
+STOP_SECONDS = 15
+START_STOP_SECONDS = 3
 POLL_SECONDS = 0.2
 
 BLOCK_TOKENS = 32
@@ -62,6 +63,7 @@ CACHE = Path(sys.prefix) / "kvpatch-demo"
 _OURS = ("KVPATCH", "KVCACHED", "ENABLE_KVCACHED", "VLLM", "PYTHON")
 _ELASTIC = "KV on elastic memory: yes"
 _PR_SET_PDEATHSIG = 1
+_PR_SET_CHILD_SUBREAPER = 36
 
 
 @dataclass(frozen=True)
@@ -231,6 +233,9 @@ class Server:
 
     def _start(self) -> None:
         libc = ctypes.CDLL(None)
+        # Grandchildren that outlive their parent become ours to reap; in a container
+        # without an init nobody else would.
+        libc.prctl(_PR_SET_CHILD_SUBREAPER, 1)
 
         def die_with_the_demo() -> None:
             libc.prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
@@ -259,32 +264,43 @@ class Server:
             self.peak_memory = sum(peak_resident(pid) for pid in pids)
             self._shared |= _shared_memory_of(pids)
             if self._process.poll() is None:
-                # As an operator would, so that kvcached and vLLM clean up themselves.
-                self._process.send_signal(signal.SIGINT)
-            deadline = time.monotonic() + STOP_SECONDS
+                # As Ctrl-C in a terminal, so that kvcached and vLLM clean up themselves.
+                with _may_be_gone():
+                    os.killpg(self._process.pid, signal.SIGINT)
+            # One that is still starting ignores it for long, and has nothing to lose.
+            limit = START_STOP_SECONDS if self.start_seconds is None else STOP_SECONDS
+            deadline = time.monotonic() + limit
             while self._processes() and time.monotonic() < deadline:
-                self._process.poll()  # reaps it
                 time.sleep(0.05)
-            while pids := self._processes():
+            deadline = time.monotonic() + STOP_SECONDS
+            while (pids := self._processes()) and time.monotonic() < deadline:
                 self._shared |= _shared_memory_of(pids)
                 for pid in pids:
                     with _may_be_gone():
                         os.kill(pid, signal.SIGKILL)
-                self._process.poll()
                 time.sleep(0.05)
             self._process.wait()
             self._remove_leftovers()
 
     def _processes(self) -> list[int]:
-        """The living processes of the server's session, EngineCore and workers included."""
+        """The processes of the server's session, EngineCore and workers included.
+
+        Those that have ended are reaped on the way; one stays in the list until its last
+        thread is gone and its memory with it.
+        """
         assert self._process is not None
+        self._process.poll()
         found = []
         for entry in Path("/proc").iterdir():
-            if entry.name.isdigit():
-                with _may_be_gone():
-                    pid = int(entry.name)
-                    if os.getsid(pid) == self._process.pid and _state(pid) not in "ZX":
-                        found.append(pid)
+            if not entry.name.isdigit():
+                continue
+            with _may_be_gone():
+                pid = int(entry.name)
+                if os.getsid(pid) != self._process.pid:
+                    continue
+                ours = pid != self._process.pid and _parent(pid) == os.getpid()
+                if not (ours and os.waitpid(pid, os.WNOHANG)[0] == pid):
+                    found.append(pid)
         return found
 
     def _remove_leftovers(self) -> None:
@@ -317,12 +333,12 @@ def peak_resident(pid: int) -> int:
 
 @contextmanager
 def _may_be_gone() -> Iterator[None]:
-    with suppress(ProcessLookupError, FileNotFoundError, PermissionError):
+    with suppress(ProcessLookupError, ChildProcessError, FileNotFoundError, PermissionError):
         yield
 
 
-def _state(pid: int) -> str:
-    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+def _parent(pid: int) -> int:
+    return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
 
 
 def _shared_memory_of(pids: list[int]) -> set[Path]:
