@@ -93,7 +93,7 @@ def memory_plot(content: Content) -> Figure:
         color=_GRAY,
         linestyle="--",
         linewidth=1.4,
-        label="plain vLLM's KV cache, allocated for good",
+        label="plain vLLM's KV cache by its size, allocated for good",
     )
     bounds = [at for at, _ in content.phases] + [end]
     for number, (begin, name) in enumerate(content.phases):
