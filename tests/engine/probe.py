@@ -35,7 +35,8 @@ class TransferProbe:
 
         def places(device: Any, tier: Any) -> list[tuple[int, int, int]]:
             groups = [g for g, size in enumerate(device.group_sizes) for _ in range(size)]
-            return list(zip(groups, map(int, device.block_ids), map(int, tier.block_ids)))
+            blocks, rows = map(int, device.block_ids), map(int, tier.block_ids)
+            return list(zip(groups, blocks, rows, strict=True))
 
         submit_store, submit_load = worker.submit_store, worker.submit_load
         get_finished = worker.get_finished

@@ -1,0 +1,359 @@
+"""Runs interleavings of frees and transfers, and checks every stored block.
+
+    python fence_driver.py JOB.json RESULT.json
+
+With ``"reference"`` it writes the true bytes of every block of the prompts, by
+block hash, as one engine with room for all of them computes them. Otherwise it runs
+scenarios one after another and compares, for each, what the CPU tier holds for the
+blocks it would serve.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import json
+import os
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from pathlib import Path
+from typing import Any
+
+os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+os.environ["PYTHONHASHSEED"] = "0"  # block hashes are compared between processes
+
+import numpy as np
+from vllm import LLM, SamplingParams
+
+from kvpatch import fence
+from kvpatch.hostdevice import ledger, streams
+
+
+def allow_async_scheduling() -> None:
+    """Let async scheduling through, which vLLM's CPU platform always turns off."""
+    from vllm.platforms.cpu import CpuPlatform
+
+    check = CpuPlatform.check_and_update_config.__func__
+
+    def keeping(cls: Any, config: Any) -> None:
+        check(cls, config)
+        config.scheduler_config.async_scheduling = True
+
+    CpuPlatform.check_and_update_config = classmethod(keeping)
+
+
+REFERENCE_TOKENS = 80  # more than any scenario decodes
+
+
+class Stage:
+    """An engine in this process, driven step by step."""
+
+    def __init__(self, job: dict[str, Any]) -> None:
+        if job["engine"]["async_scheduling"]:
+            allow_async_scheduling()
+        self.llm = LLM(job["model"], **job["engine"])
+        self.prompts = job["prompts"]
+        self.scenario = ""
+        self.may_hold = job["may_hold"]
+        self.core = self.llm.llm_engine.engine_core.engine_core
+        self.scheduler = self.core.scheduler
+        self.pool = self.scheduler.kv_cache_manager.block_pool
+        self.finished: set[str] = set()
+        self.preemptions = 0
+        self.most_held = 0
+
+    def begin(self, scenario: str) -> None:
+        """Start a scenario on a device with nothing cached and nothing counted."""
+        self.pool.max_cached_blocks = 0
+        self.llm.reset_prefix_cache()
+        self.scenario = scenario
+        self.finished.clear()
+        self.most_held = 0
+
+    def add(self, name: str, max_tokens: int) -> None:
+        """Start request ``name`` on the prompt of that name."""
+        self.llm.llm_engine.add_request(
+            f"{self.scenario}/{name}",
+            {"prompt_token_ids": self.prompts[f"{self.scenario}/{name}".rstrip("+")]},
+            SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=True),
+        )
+
+    def step(self, count: int = 1) -> None:
+        for _ in range(count):
+            for output in self.llm.llm_engine.step():
+                if output.finished:
+                    self.finished.add(output.request_id.partition("/")[2])
+            held = fence.fence_of(self.core)
+            self.most_held = max(self.most_held, held.holding if held else 0)
+
+    def finish(self, *names: str) -> None:
+        """Step until the requests have finished; they must, though copies are held."""
+        for _ in range(2000):
+            if self.finished >= set(names):
+                return
+            self.step()
+        raise AssertionError(f"{set(names) - self.finished} did not finish in 2000 steps")
+
+    def quiet(self) -> None:
+        """Step until the engine would go to sleep."""
+        for _ in range(200):
+            if not self.scheduler.has_requests():
+                return
+            self.step()
+            streams.synchronize()
+        raise AssertionError("the engine did not come to rest in 200 steps")
+
+    def held(self) -> AbstractContextManager[None]:
+        """Hold copies in flight, where waiting for them would not stop the engine."""
+        return ledger.hold_copies() if self.may_hold else nullcontext()
+
+
+class Tier:
+    """What the CPU tier would serve: the row of every block it has committed."""
+
+    def __init__(self, stage: Stage) -> None:
+        self.stage = stage
+        self.rows: dict[bytes, int] = {}
+        self.committed: set[bytes] = set()
+        manager = stage.scheduler.connector.connector_scheduler.manager
+        prepare_store, complete_store = manager.prepare_store, manager.complete_store
+
+        def on_prepare(*args: Any, **kwargs: Any) -> Any:
+            output = prepare_store(*args, **kwargs)
+            if output is not None:
+                for key in output.evicted_keys:
+                    self.committed.discard(key)
+                ids = map(int, output.store_spec.block_ids)
+                self.rows.update(zip(output.keys_to_store, ids, strict=True))
+            return output
+
+        def on_complete(keys: Any, *args: Any, **kwargs: Any) -> Any:
+            self.committed.update(keys)
+            return complete_store(keys, *args, **kwargs)
+
+        manager.prepare_store, manager.complete_store = on_prepare, on_complete
+
+    def judge(self, truth: dict[str, Any]) -> dict[str, int]:
+        from vllm.distributed.kv_transfer import get_kv_transfer_group
+
+        (rows,) = get_kv_transfer_group().connector_worker.worker.tier
+        verdict = {"right": 0, "wrong": 0, "unknown": 0, "most_held": self.stage.most_held}
+        for key in self.committed:
+            expected = truth.get(key.hex())
+            if expected is None:
+                verdict["unknown"] += 1
+                continue
+            row = rows[self.rows[key]].numpy().view(np.float32)[: expected.size]
+            # A prompt computed in other company differs in the last digits only.
+            same = np.allclose(row, expected, atol=1e-3, rtol=1e-3)
+            verdict["right" if same else "wrong"] += 1
+        return verdict
+
+
+def finish(stage: Stage) -> None:
+    """A request finishes in the step that planned its store."""
+    with stage.held():
+        stage.add("a", 1)
+        stage.finish("a")
+        stage.step(3)
+
+
+def finish_in_flight(stage: Stage) -> None:
+    """A request finishes while the copy of its blocks runs."""
+    with stage.held():
+        stage.add("a", 3)
+        stage.finish("a")
+        stage.step(3)
+
+
+def finish_unplanned(stage: Stage) -> None:
+    """A request's last store is planned only after its blocks were freed.
+
+    Another request goes on, so that the queue of batches stays full. Nothing is held:
+    it takes over freed blocks, for which vLLM itself waits until they are stored.
+    """
+    stage.add("a", 40)
+    stage.add("b", 60)
+    stage.finish("a", "b")
+
+
+def preempt(stage: Stage) -> None:
+    """A request is preempted in the step after its store was planned.
+
+    The pool holds both prompts to the block, so that ``a`` needs one of ``b``'s when
+    it grows; ``b`` starts just before.
+    """
+    flushed: list[str] = []
+    schedule = stage.scheduler.schedule
+
+    def watched(*args: Any, **kwargs: Any) -> Any:
+        output = schedule(*args, **kwargs)
+        flushed.extend(output.preempted_req_ids or ())
+        return output
+
+    stage.scheduler.schedule = watched
+    for delay in range(20, 27):
+        one, other = f"a{delay}", f"b{delay}"
+        stage.add(one, 60)
+        stage.step(delay)
+        stage.add(other, 60)
+        stage.finish(one, other)
+        stage.quiet()
+    stage.preemptions = len(flushed)
+
+
+def abort_while_storing(stage: Stage) -> None:
+    with stage.held():
+        stage.add("a", 100)
+        stage.step(4)
+        stage.llm.llm_engine.abort_request([f"{stage.scenario}/a"])
+        stage.step(3)
+
+
+def abort_before_launch(stage: Stage) -> None:
+    with stage.held():
+        stage.add("a", 100)
+        stage.step(1)
+        stage.llm.llm_engine.abort_request([f"{stage.scenario}/a"])
+        stage.step(3)
+
+
+def abort_while_loading(stage: Stage) -> None:
+    stage.add("a", 3)
+    stage.finish("a")
+    stage.quiet()
+    with stage.held():
+        stage.add("a+", 3)
+        stage.step(3)
+        stage.llm.llm_engine.abort_request([f"{stage.scenario}/a+"])
+        stage.add("b", 3)
+        stage.finish("b")
+
+
+def window_skip(stage: Stage) -> None:
+    """Blocks fall out of the sliding window in the step that would store them."""
+    with stage.held():
+        stage.add("long", 3)
+        stage.finish("long")
+        stage.step(3)
+
+
+def cap_trim(stage: Stage) -> None:
+    """kvcached's cap on cached tokens evicts a request whose store still runs."""
+    stage.pool.max_cached_blocks = 41
+    with stage.held():
+        stage.add("a", 3)
+        stage.finish("a")
+        stage.add("b", 3)
+        stage.finish("b")
+        stage.step(3)
+
+
+def reset(stage: Stage) -> None:
+    """The prefix cache is reset while a store was planned but not launched."""
+    stage.pool.max_cached_blocks = -1
+    stage.add("a", 1)
+    stage.finish("a")
+    stage.llm.reset_prefix_cache()
+    stage.step(3)
+
+
+def shrink(stage: Stage) -> None:
+    """An operator lowers the limit: reserved pages, freed a moment ago, are unmapped."""
+    stage.add("a", 1)
+    stage.finish("a")
+    manager = stage.pool.kv_cache_manager
+    manager.resize(2 * manager.page_size)
+    manager.trim()
+    stage.step(3)
+
+
+SCENARIOS: dict[str, Callable[[Stage], None]] = {
+    action.__name__: action
+    for action in (
+        finish,
+        finish_in_flight,
+        finish_unplanned,
+        preempt,
+        abort_while_storing,
+        abort_before_launch,
+        abort_while_loading,
+        window_skip,
+        cap_trim,
+        reset,
+        shrink,
+    )
+}
+
+
+@contextmanager
+def snapshots(stage: Stage) -> Iterator[dict[str, Any]]:
+    """Collect the bytes of every block as soon as it is full."""
+    runner = stage.core.model_executor.driver_worker.worker.model_runner
+    context = runner.compilation_config.static_forward_context
+    groups = [
+        [context[name].kv_cache for name in group.layer_names]
+        for group in runner.kv_cache_config.kv_cache_groups
+    ]
+    truth: dict[str, Any] = {}
+    step = stage.step
+
+    def watched(count: int = 1) -> None:
+        for _ in range(count):
+            step()
+            for block in stage.pool.kv_block_pool:
+                key = block.block_hash
+                if key is not None and key.hex() not in truth:
+                    layers = groups[int.from_bytes(key[-4:], "big")]
+                    truth[key.hex()] = np.concatenate(
+                        [cache[block.block_id].contiguous().numpy().ravel() for cache in layers]
+                    )
+
+    stage.step = watched  # type: ignore[method-assign]
+    yield truth
+
+
+def main(job_path: str, result_path: str) -> None:
+    faulthandler.dump_traceback_later(150, exit=True)
+    job = json.loads(Path(job_path).read_text())
+    for patch_id in job.get("revert", ()):
+        from kvpatch import activation
+
+        activation.transaction.revert(patch_id)
+    stage = Stage(job)
+    if job.get("reference"):
+        with snapshots(stage) as truth:
+            for scenario, names in job["reference"].items():
+                stage.scenario = scenario
+                stage.finished.clear()
+                for name in names:
+                    stage.add(name, REFERENCE_TOKENS)
+                    stage.finish(name)
+        np.savez(result_path, **truth)
+        return
+    tier = Tier(stage)
+    truth = dict(np.load(job["truth"]))
+    verdicts = {}
+    for name in job["scenarios"]:
+        print(f"scenario {name}", flush=True)
+        stage.begin(name)
+        SCENARIOS[name](stage)
+        stage.quiet()
+        verdicts[name] = tier.judge(truth)
+        tier.committed.clear()
+    held = fence.fence_of(stage.core)
+    result = {
+        "scenarios": verdicts,
+        "async": stage.core.batch_queue is not None,
+        "preemptions": stage.preemptions,
+        "groups": len(stage.scheduler.kv_cache_config.kv_cache_groups),
+        "held_now": held.holding if held else 0,
+        "counters": vars(held.counters) if held else {},
+        "retired_now": len(getattr(stage.pool.kv_cache_manager, "_retired_pages", None) or ()),
+        "charged": ledger.usage().get(os.getpid(), 0),
+    }
+    Path(result_path).write_text(json.dumps(result))
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
