@@ -42,9 +42,6 @@ def allow_async_scheduling() -> None:
     CpuPlatform.check_and_update_config = classmethod(keeping)
 
 
-REFERENCE_TOKENS = 80  # more than any scenario decodes
-
-
 class Stage:
     """An engine in this process, driven step by step."""
 
@@ -53,6 +50,7 @@ class Stage:
             allow_async_scheduling()
         self.llm = LLM(job["model"], **job["engine"])
         self.prompts = job["prompts"]
+        self.delays = job.get("delays", ())
         self.scenario = ""
         self.may_hold = job["may_hold"]
         self.core = self.llm.llm_engine.engine_core.engine_core
@@ -169,11 +167,12 @@ def finish_in_flight(stage: Stage) -> None:
 def finish_unplanned(stage: Stage) -> None:
     """A request's last store is planned only after its blocks were freed.
 
-    Another request goes on, so that the queue of batches stays full. Nothing is held:
-    it takes over freed blocks, for which vLLM itself waits until they are stored.
+    Another request goes on, so that the queue of batches stays full; it started first,
+    so that the last blocks of ``a`` share no page with it. Nothing is held: vLLM itself
+    waits for the store of a freed block that is handed out again.
     """
-    stage.add("a", 40)
     stage.add("b", 60)
+    stage.add("a", 40)
     stage.finish("a", "b")
 
 
@@ -192,7 +191,7 @@ def preempt(stage: Stage) -> None:
         return output
 
     stage.scheduler.schedule = watched
-    for delay in range(20, 27):
+    for delay in stage.delays:
         one, other = f"a{delay}", f"b{delay}"
         stage.add(one, 60)
         stage.step(delay)
@@ -323,12 +322,11 @@ def main(job_path: str, result_path: str) -> None:
     stage = Stage(job)
     if job.get("reference"):
         with snapshots(stage) as truth:
-            for scenario, names in job["reference"].items():
-                stage.scenario = scenario
+            for request, max_tokens in job["reference"].items():
+                stage.scenario, _, name = request.partition("/")
                 stage.finished.clear()
-                for name in names:
-                    stage.add(name, REFERENCE_TOKENS)
-                    stage.finish(name)
+                stage.add(name, max_tokens)
+                stage.finish(name)
         np.savez(result_path, **truth)
         return
     tier = Tier(stage)

@@ -32,6 +32,7 @@ TOGETHER = (
     "cap_trim",
     "reset",
 )
+DECODES = ("finish_unplanned", "preempt")  # whose later blocks are stored too
 # Where kvcached alone loses blocks. Under async scheduling its own barrier, and vLLM's
 # deferred frees, already cover the other interleavings.
 LOST_WITHOUT = {
@@ -40,9 +41,12 @@ LOST_WITHOUT = {
 }
 
 
+DELAYS = range(22, 26)  # steps of one request before the other starts, for preemption
+
+
 def names_of(scenario: str) -> list[str]:
     if scenario == "preempt":
-        return [f"{letter}{delay}" for delay in range(20, 27) for letter in "ab"]
+        return [f"{letter}{delay}" for delay in DELAYS for letter in "ab"]
     return ["long"] if scenario == "window_skip" else ["a", "b"]
 
 
@@ -95,7 +99,11 @@ class Fences:
                 "engine": arguments,
                 "prompts": {k: v for s in scenarios for k, v in prompts_of(s).items()},
                 "may_hold": False,
-                "reference": {scenario: names_of(scenario) for scenario in scenarios},
+                "reference": {
+                    request: 65 if scenario in DECODES else 2
+                    for scenario in scenarios
+                    for request in prompts_of(scenario)
+                },
             }
             self._drive(job, run, path)
             self.truths[kind] = path
@@ -123,6 +131,7 @@ class Fences:
                 "may_hold": fenced or not asynchronous,
                 "revert": [] if fenced else ["fence.install"],
                 "scenarios": list(scenarios),
+                "delays": list(DELAYS),
                 "truth": str(self.truth(kind)),
             }
             path = self.folder / "result.json"
