@@ -15,7 +15,7 @@ import json
 import os
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -59,6 +59,7 @@ class Stage:
         self.finished: set[str] = set()
         self.preemptions = 0
         self.most_held = 0
+        self.holding = False
 
     def begin(self, scenario: str) -> None:
         """Start a scenario on a device with nothing cached and nothing counted."""
@@ -86,11 +87,13 @@ class Stage:
 
     def finish(self, *names: str) -> None:
         """Step until the requests have finished; they must, though copies are held."""
-        for _ in range(2000):
+        for count in range(400):
             if self.finished >= set(names):
                 return
             self.step()
-        raise AssertionError(f"{set(names) - self.finished} did not finish in 2000 steps")
+            if count > 200 and not self.holding:
+                streams.synchronize()  # a request may wait for its own transfers
+        raise AssertionError(f"{set(names) - self.finished} did not finish in 400 steps")
 
     def quiet(self) -> None:
         """Step until the engine would go to sleep."""
@@ -101,9 +104,13 @@ class Stage:
             streams.synchronize()
         raise AssertionError("the engine did not come to rest in 200 steps")
 
-    def held(self) -> AbstractContextManager[None]:
+    @contextmanager
+    def held(self) -> Iterator[None]:
         """Hold copies in flight, where waiting for them would not stop the engine."""
-        return ledger.hold_copies() if self.may_hold else nullcontext()
+        with ledger.hold_copies() if self.may_hold else nullcontext():
+            self.holding = self.may_hold
+            yield
+        self.holding = False
 
 
 class Tier:
@@ -313,7 +320,7 @@ def snapshots(stage: Stage) -> Iterator[dict[str, Any]]:
 
 
 def main(job_path: str, result_path: str) -> None:
-    faulthandler.dump_traceback_later(150, exit=True)
+    faulthandler.dump_traceback_later(90, exit=True)
     job = json.loads(Path(job_path).read_text())
     for patch_id in job.get("revert", ()):
         from kvpatch import activation

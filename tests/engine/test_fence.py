@@ -51,9 +51,13 @@ def names_of(scenario: str) -> list[str]:
 
 
 def prompts_of(scenario: str) -> dict[str, list[int]]:
-    length = 3000 if scenario == "window_skip" else LENGTH
     tokens = {}
     for name in names_of(scenario):
+        length = LENGTH
+        if scenario == "window_skip":
+            length = 3000
+        elif scenario == "preempt":
+            length = {"a": 47 * 32 - 23, "b": 48 * 32 - 10}[name[0]]
         source = random.Random(f"{scenario}/{name}")
         tokens[f"{scenario}/{name}"] = [source.randrange(2, 258) for _ in range(length)]
     return tokens
@@ -116,8 +120,8 @@ class Fences:
             kind = "sliding" if scenario == "window_skip" else "llama"
             run = Run(model=kind, environment=tuple(BARE.items()))
             arguments = engine_arguments(run) | {
-                # For preemption: block 0 and two prompts, to the block.
-                "num_gpu_blocks_override": 83 if scenario == "preempt" else 400,
+                # For preemption three pages: block 0 and the two prompts, to the block.
+                "num_gpu_blocks_override": 96 if scenario == "preempt" else 400,
                 "max_model_len": 2048 if scenario == "preempt" else 4096,
                 "async_scheduling": asynchronous,
             }
