@@ -4,15 +4,11 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable
 from dataclasses import dataclass, field
-from types import TracebackType
 from typing import Any
 
 from kvpatch.errors import Refusal
 from kvpatch.patch import Outcome
-
-ExceptHook = Callable[[type[BaseException], BaseException, TracebackType | None], Any]
 
 # A child of vLLM's logger: vLLM's logging configuration drops INFO of any other name.
 log = logging.getLogger("vllm.kvpatch")

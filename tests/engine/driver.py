@@ -20,6 +20,7 @@ from typing import Any
 os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
 os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
 
+import torch
 from vllm import LLM, SamplingParams
 
 
@@ -51,7 +52,9 @@ class BlockWatch:
             group = int.from_bytes(key[-4:], "big")
             digest = hashlib.sha256()
             for cache in self.layers[group]:
-                digest.update(cache[block.block_id].contiguous().numpy().tobytes())
+                digest.update(
+                    cache[block.block_id].contiguous().view(torch.uint8).numpy().tobytes()
+                )
             if key not in self.seen:
                 self.seen[key] = digest.hexdigest()
             else:

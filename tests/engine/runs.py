@@ -28,6 +28,7 @@ class Run:
     policy: str = "lru"
     revert: tuple[str, ...] = ()
     cross_layer: bool = False
+    dtype: str = "float32"
     environment: tuple[tuple[str, str], ...] = ()
 
 
@@ -81,7 +82,7 @@ def connector(run: Run) -> dict[str, Any]:
 def engine_arguments(run: Run) -> dict[str, Any]:
     """``LLM`` arguments: 140 blocks, of which one prompt of the load takes 20."""
     arguments: dict[str, Any] = {
-        "dtype": "float32",
+        "dtype": run.dtype,
         "max_model_len": 2048,
         "block_size": BLOCK,
         "enforce_eager": True,

@@ -49,9 +49,8 @@ def test_the_tiering_spec(serve):
 def test_prefix_caching_off(serve):
     refused = serve("--kv-offloading-size", "1", "--no-enable-prefix-caching")
     assert refused.sentence == (
-        f"{REFUSES}prefix caching is off while a KV connector is configured, because kvcached then "
-        "unmaps a finished request's blocks before they are stored; remove "
-        "--no-enable-prefix-caching, or set KVPATCH=0."
+        f"{REFUSES}prefix caching is off while a KV connector is configured, because no test of "
+        "kvpatch ran on it; remove --no-enable-prefix-caching, or set KVPATCH=0."
     )
 
 
