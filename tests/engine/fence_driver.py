@@ -172,15 +172,19 @@ def finish_in_flight(stage: Stage) -> None:
 
 
 def finish_unplanned(stage: Stage) -> None:
-    """A request's last store is planned only after its blocks were freed.
+    """A request's stores are planned only after its blocks were freed.
 
-    Another request goes on, so that the queue of batches stays full; it started first,
-    so that the last blocks of ``a`` share no page with it. Nothing is held: vLLM itself
-    waits for the store of a freed block that is handed out again.
+    The CPU tier has no room for ``a`` while the store of ``z`` is held, so nothing of
+    ``a`` is planned. The store ends in the step in which ``a`` finishes; the next step
+    plans all of it. ``z`` goes on, so that the queue of batches stays full.
     """
-    stage.add("b", 60)
-    stage.add("a", 40)
-    stage.finish("a", "b")
+    with ledger.hold_copies():
+        stage.add("z", 60)
+        stage.step(3)
+        stage.add("a", 4)
+        stage.step(3)
+    streams.synchronize()
+    stage.finish("a", "z")
 
 
 def preempt(stage: Stage) -> None:
