@@ -31,7 +31,7 @@ TOGETHER = (
     "cap_trim",
     "reset",
 )
-ALONE = ("finish_unplanned", "preempt", "window_skip")
+ALONE = ("finish_unplanned", "preempt", "shrink", "window_skip")
 DECODES = ("finish_unplanned", "preempt")  # whose later blocks are stored too
 # Where kvcached alone loses blocks. Under async scheduling its own barrier, and vLLM's
 # deferred frees, already cover the other interleavings.
@@ -92,7 +92,7 @@ class Fences:
             scenarios = (
                 ("window_skip",)
                 if kind == "sliding"
-                else (*TOGETHER, "finish_unplanned", "preempt")
+                else (*TOGETHER, "finish_unplanned", "preempt", "shrink")
             )
             environment = BARE | {"KVCACHED_MAX_CACHED_TOKENS": "-1"}
             run = Run(model=kind, offload=False, environment=tuple(environment.items()))
@@ -124,7 +124,11 @@ class Fences:
             kind = "sliding" if scenario == "window_skip" else "llama"
             # Room for either request of finish_unplanned, but not for both.
             rows = 62 if scenario == "finish_unplanned" else 4096
-            run = Run(model=kind, cpu_blocks=rows, environment=tuple(BARE.items()))
+            environment = dict(BARE)
+            if scenario == "shrink":
+                # Freed pages go to the reserve, which the lower limit then unmaps.
+                environment["KVCACHED_MAX_RESERVED_PAGES"] = "10"
+            run = Run(model=kind, cpu_blocks=rows, environment=tuple(environment.items()))
             arguments = engine_arguments(run) | {
                 # For preemption three pages: block 0 and the two prompts, to the block.
                 "num_gpu_blocks_override": 96 if scenario == "preempt" else 400,
