@@ -113,6 +113,28 @@ class Stage:
         self.holding = False
 
 
+def read_rows(worker: Any, rows: list[int]) -> list[Any]:
+    """Read rows of a worker's CPU tier as float32; runs in the worker."""
+    from vllm.distributed.kv_transfer import get_kv_transfer_group
+
+    (tier,) = get_kv_transfer_group().connector_worker.worker.tier
+    return [tier[row].numpy().view(np.float32).copy() for row in rows]
+
+
+def read_blocks(worker: Any, wanted: list[tuple[int, int]]) -> list[Any]:
+    """Read (group, block) pairs through the model's KV tensors; runs in the worker."""
+    runner = worker.model_runner
+    context = runner.compilation_config.static_forward_context
+    groups = [
+        [context[name].kv_cache for name in group.layer_names]
+        for group in runner.kv_cache_config.kv_cache_groups
+    ]
+    return [
+        np.concatenate([cache[block].contiguous().numpy().ravel() for cache in groups[group]])
+        for group, block in wanted
+    ]
+
+
 class Tier:
     """What the CPU tier would serve: the row of every block it has committed."""
 
@@ -139,19 +161,18 @@ class Tier:
         manager.prepare_store, manager.complete_store = on_prepare, on_complete
 
     def judge(self, truth: dict[str, Any]) -> dict[str, int]:
-        from vllm.distributed.kv_transfer import get_kv_transfer_group
-
-        (rows,) = get_kv_transfer_group().connector_worker.worker.tier
         verdict = {"right": 0, "wrong": 0, "unknown": 0, "most_held": self.stage.most_held}
-        for key in self.committed:
-            expected = truth.get(key.hex())
-            if expected is None:
-                verdict["unknown"] += 1
-                continue
-            row = rows[self.rows[key]].numpy().view(np.float32)[: expected.size]
-            # A prompt computed in other company differs in the last digits only.
-            same = np.allclose(row, expected, atol=1e-3, rtol=1e-3)
-            verdict["right" if same else "wrong"] += 1
+        keys = sorted(self.committed)
+        rows = [self.rows[key] for key in keys]
+        for rank, found in enumerate(self.stage.llm.collective_rpc(read_rows, args=(rows,))):
+            for key, row in zip(keys, found, strict=True):
+                expected = truth.get(f"{rank}:{key.hex()}")
+                if expected is None:
+                    verdict["unknown"] += 1
+                    continue
+                # A prompt computed in other company differs in the last digits only.
+                same = np.allclose(row[: expected.size], expected, atol=1e-3, rtol=1e-3)
+                verdict["right" if same else "wrong"] += 1
         return verdict
 
 
@@ -300,24 +321,25 @@ SCENARIOS: dict[str, Callable[[Stage], None]] = {
 @contextmanager
 def snapshots(stage: Stage) -> Iterator[dict[str, Any]]:
     """Collect the bytes of every block as soon as it is full."""
-    runner = stage.core.model_executor.driver_worker.worker.model_runner
-    context = runner.compilation_config.static_forward_context
-    groups = [
-        [context[name].kv_cache for name in group.layer_names]
-        for group in runner.kv_cache_config.kv_cache_groups
-    ]
     truth: dict[str, Any] = {}
     step = stage.step
 
     def watched(count: int = 1) -> None:
         for _ in range(count):
             step()
-            for block in stage.pool.kv_block_pool:
-                key = block.block_hash
-                if key is not None and key.hex() not in truth:
-                    layers = groups[int.from_bytes(key[-4:], "big")]
-                    truth[key.hex()] = np.concatenate(
-                        [cache[block.block_id].contiguous().numpy().ravel() for cache in layers]
+            new = {
+                block.block_hash.hex(): (
+                    int.from_bytes(block.block_hash[-4:], "big"),
+                    block.block_id,
+                )
+                for block in stage.pool.kv_block_pool
+                if block.block_hash is not None and f"0:{block.block_hash.hex()}" not in truth
+            }
+            if new:
+                wanted = list(new.values())
+                for rank, found in enumerate(stage.llm.collective_rpc(read_blocks, args=(wanted,))):
+                    truth.update(
+                        (f"{rank}:{key}", block) for key, block in zip(new, found, strict=True)
                     )
 
     stage.step = watched  # type: ignore[method-assign]

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from runs import HERE, Device, Run, engine_arguments
+from runs import BLOCK, HERE, Device, Run, engine_arguments
 
 # No reserve: it would keep a few freed pages mapped and hide the race.
 BARE = {
@@ -21,7 +21,7 @@ BARE = {
     "KVCACHED_MAX_CACHED_TOKENS": "0",
     "PYTHONHASHSEED": "0",
 }
-LENGTH = 1289  # 41 blocks: more than the page that block 0 keeps mapped
+PAGE = 32  # blocks of a page with one rank; each rank has half the heads of a block
 TOGETHER = (
     "finish",
     "finish_in_flight",
@@ -32,6 +32,7 @@ TOGETHER = (
     "reset",
 )
 ALONE = ("finish_unplanned", "preempt", "shrink", "window_skip")
+TWO_RANKS = ("finish", "preempt")
 DECODES = ("finish_unplanned", "preempt")  # whose later blocks are stored too
 # Where kvcached alone loses blocks. Under async scheduling its own barrier, and vLLM's
 # deferred frees, already cover the other interleavings.
@@ -48,18 +49,23 @@ def names_of(scenario: str) -> list[str]:
     return {"window_skip": ["long"], "finish_unplanned": ["z", "a"]}.get(scenario, ["a", "b"])
 
 
-def prompts_of(scenario: str) -> dict[str, list[int]]:
+def prompts_of(scenario: str, ranks: int = 1) -> dict[str, list[int]]:
+    page = PAGE * ranks
     tokens = {}
     for name in names_of(scenario):
-        length = LENGTH
+        blocks, missing = page + 9, 23  # more than the page that block 0 keeps mapped
         if scenario == "window_skip":
-            length = 4000
+            blocks, missing = 125, 0
         elif scenario == "preempt":
-            length = {"a": 47 * 32 - 23, "b": 48 * 32 - 10}[name[0]]
+            blocks = page + page // 2 - (name[0] == "a")
+            missing = {"a": 23, "b": 10}[name[0]]
         elif name == "a" and scenario == "finish_unplanned":
-            length = 59 * 32 - 8  # what z left of a page, one whole page, and more
+            # What z left of a page, one whole page, and more.
+            blocks, missing = 59, 8
         source = random.Random(f"{scenario}/{name}")
-        tokens[f"{scenario}/{name}"] = [source.randrange(2, 258) for _ in range(length)]
+        tokens[f"{scenario}/{name}"] = [
+            source.randrange(2, 258) for _ in range(blocks * BLOCK - missing)
+        ]
     return tokens
 
 
@@ -68,7 +74,7 @@ class Fences:
 
     def __init__(self, model: Callable[[str], Path], device: Device, folder: Path) -> None:
         self.model, self.device, self.folder = model, device, folder
-        self.truths: dict[str, Path] = {}
+        self.truths: dict[Any, Path] = {}
         self.results: dict[Any, dict[str, Any]] = {}
 
     def _drive(self, job: dict[str, Any], run: Run, result: Path) -> None:
@@ -76,7 +82,7 @@ class Fences:
         job_path.write_text(json.dumps(job))
         ended = subprocess.run(
             [sys.executable, HERE / "fence_driver.py", job_path, result],
-            env=self.device.environ(run),
+            env=self.device.environ(run) | self._cores(job["engine"]["tensor_parallel_size"]),
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
@@ -86,70 +92,82 @@ class Fences:
         )
         assert ended.returncode == 0, ended.stdout[-4000:]
 
-    def truth(self, kind: str) -> Path:
-        """The true bytes of every block of the scenarios on a model."""
-        if kind not in self.truths:
-            scenarios = (
-                ("window_skip",)
-                if kind == "sliding"
-                else (*TOGETHER, "finish_unplanned", "preempt", "shrink")
+    @staticmethod
+    def _cores(ranks: int) -> dict[str, str]:
+        return {"VLLM_CPU_OMP_THREADS_BIND": "0|1"} if ranks == 2 else {}
+
+    def _job(self, run: Run, scenarios: tuple[str, ...], ranks: int, **engine: Any) -> dict:
+        arguments = engine_arguments(run) | {
+            "max_model_len": 4096,
+            # A first chunk so long that whole pages fall out of a window of 256.
+            "max_num_batched_tokens": 3072 * ranks,
+            "tensor_parallel_size": ranks,
+            **engine,
+        }
+        return {
+            "model": str(self.model(run.model)),
+            "engine": arguments,
+            "prompts": {k: v for s in scenarios for k, v in prompts_of(s, ranks).items()},
+            "delays": list(DELAYS),
+        }
+
+    def truth(self, kind: str, ranks: int) -> Path:
+        """The true bytes of every block of the scenarios on a model, by rank."""
+        if (kind, ranks) not in self.truths:
+            scenarios = tuple(
+                scenario
+                for scenario in ((*TOGETHER, *ALONE) if ranks == 1 else TWO_RANKS)
+                if (scenario == "window_skip") == (kind == "sliding")
             )
             environment = BARE | {"KVCACHED_MAX_CACHED_TOKENS": "-1"}
             run = Run(model=kind, offload=False, environment=tuple(environment.items()))
-            arguments = engine_arguments(run) | {
-                "num_gpu_blocks_override": 3000,
-                "max_model_len": 4096,
-                "async_scheduling": False,
+            job = self._job(
+                run, scenarios, ranks, num_gpu_blocks_override=3000, async_scheduling=False
+            )
+            job["reference"] = {
+                request: 65 if request.partition("/")[0] in DECODES else 2
+                for request in job["prompts"]
             }
-            path = self.folder / f"{kind}.npz"
-            job = {
-                "model": str(self.model(kind)),
-                "engine": arguments,
-                "prompts": {k: v for s in scenarios for k, v in prompts_of(s).items()},
-                "may_hold": False,
-                "reference": {
-                    request: 65 if scenario in DECODES else 2
-                    for scenario in scenarios
-                    for request in prompts_of(scenario)
-                },
-            }
+            job["may_hold"] = False
+            path = self.folder / f"{kind}-{ranks}.npz"
             self._drive(job, run, path)
-            self.truths[kind] = path
-        return self.truths[kind]
+            self.truths[kind, ranks] = path
+        return self.truths[kind, ranks]
 
-    def run(self, scenario: str, asynchronous: bool, fenced: bool) -> dict[str, Any]:
-        scenarios = TOGETHER if scenario in TOGETHER else (scenario,)
-        key = (scenarios, asynchronous, fenced)
+    def run(
+        self, scenario: str, asynchronous: bool, fenced: bool, ranks: int = 1
+    ) -> dict[str, Any]:
+        scenarios = TOGETHER if scenario in TOGETHER and ranks == 1 else (scenario,)
+        key = (scenarios, asynchronous, fenced, ranks)
         if key not in self.results:
-            kind = "sliding" if scenario == "window_skip" else "llama"
-            # Room for either request of finish_unplanned, but not for both.
-            rows = 62 if scenario == "finish_unplanned" else 4096
             environment = dict(BARE)
             if scenario == "shrink":
                 # Freed pages go to the reserve, which the lower limit then unmaps.
                 environment["KVCACHED_MAX_RESERVED_PAGES"] = "10"
-            run = Run(model=kind, cpu_blocks=rows, environment=tuple(environment.items()))
-            arguments = engine_arguments(run) | {
+            run = Run(
+                model="sliding" if scenario == "window_skip" else "llama",
+                # Room for either request of finish_unplanned, but not for both.
+                cpu_blocks=62 if scenario == "finish_unplanned" else 4096,
+                environment=tuple(environment.items()),
+            )
+            job = self._job(
+                run,
+                scenarios,
+                ranks,
                 # For preemption three pages: block 0 and the two prompts, to the block.
-                "num_gpu_blocks_override": 96 if scenario == "preempt" else 400,
-                "max_model_len": 2048 if scenario == "preempt" else 4096,
-                "async_scheduling": asynchronous,
-            }
-            if scenario == "window_skip":
-                # A first chunk so long that whole pages fall out of the window of 256.
-                arguments["max_num_batched_tokens"] = 3072
-            extra = arguments["kv_transfer_config"]["kv_connector_extra_config"]
+                num_gpu_blocks_override=3 * PAGE * ranks if scenario == "preempt" else 400,
+                async_scheduling=asynchronous,
+            )
+            if scenario == "preempt" and ranks == 1:
+                job["engine"]["max_model_len"] = 2048
+            extra = job["engine"]["kv_transfer_config"]["kv_connector_extra_config"]
             extra["offload_prompt_only"] = False
-            job = {
-                "model": str(self.model(kind)),
-                "engine": arguments,
-                "prompts": {k: v for s in scenarios for k, v in prompts_of(s).items()},
+            job |= {
                 # Without the fence kvcached's barrier would wait for held copies for ever.
                 "may_hold": fenced or not asynchronous,
                 "revert": [] if fenced else ["fence.install"],
                 "scenarios": list(scenarios),
-                "delays": list(DELAYS),
-                "truth": str(self.truth(kind)),
+                "truth": str(self.truth(run.model, ranks)),
             }
             path = self.folder / "result.json"
             self._drive(job, run, path)
@@ -196,3 +214,17 @@ def test_without_the_fence_blocks_are_lost(
     result = fences.run(scenario, asynchronous, fenced=False)
     assert result["async"] is asynchronous
     assert result["scenarios"][scenario]["wrong"] > 0
+
+
+@pytest.mark.parametrize("scenario", TWO_RANKS)
+def test_with_two_ranks_the_fence_keeps_what_is_lost_without_it(
+    fences: Fences, scenario: str
+) -> None:
+    """The workers are processes of their own, which unmap when the engine tells them."""
+    fenced = fences.run(scenario, asynchronous=False, fenced=True, ranks=2)
+    verdict = fenced["scenarios"][scenario]
+    assert verdict["right"] >= 2 * 70
+    assert verdict["wrong"] == verdict["unknown"] == 0
+    assert fenced["held_now"] == fenced["retired_now"] == 0
+    bare = fences.run(scenario, asynchronous=False, fenced=False, ranks=2)
+    assert bare["scenarios"][scenario]["wrong"] > 0
