@@ -123,6 +123,8 @@ class Story:
         try:
             made = subprocess.run(
                 [sys.executable, str(script), str(partial)],
+                # torch makes a cache wherever it is imported; not in the user's /tmp.
+                env=os.environ | {"TORCHINDUCTOR_CACHE_DIR": str(CACHE / "torchinductor")},
                 capture_output=True,
                 text=True,
                 check=False,
