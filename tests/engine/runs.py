@@ -29,6 +29,7 @@ class Run:
     revert: tuple[str, ...] = ()
     cross_layer: bool = False
     dtype: str = "float32"
+    together: int = 4
     environment: tuple[tuple[str, str], ...] = ()
 
 
@@ -87,7 +88,7 @@ def engine_arguments(run: Run) -> dict[str, Any]:
         "block_size": BLOCK,
         "enforce_eager": True,
         "num_gpu_blocks_override": 140,
-        "max_num_seqs": 4,
+        "max_num_seqs": run.together,
         "max_num_batched_tokens": 2048,
         "seed": 0,
     }
