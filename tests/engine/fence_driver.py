@@ -347,7 +347,7 @@ def snapshots(stage: Stage) -> Iterator[dict[str, Any]]:
 
 
 def main(job_path: str, result_path: str) -> None:
-    faulthandler.dump_traceback_later(90, exit=True)
+    faulthandler.dump_traceback_later(280, exit=True)  # says where it hangs
     job = json.loads(Path(job_path).read_text())
     for patch_id in job.get("revert", ()):
         from kvpatch import activation

@@ -87,7 +87,7 @@ class Fences:
             stderr=subprocess.STDOUT,
             text=True,
             errors="replace",
-            timeout=200,
+            timeout=300,
             check=False,
         )
         assert ended.returncode == 0, ended.stdout[-4000:]
