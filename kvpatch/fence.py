@@ -69,7 +69,7 @@ class Fence:
     def __init__(self, blocks_of_page: Callable[[int], tuple[int, int]], workers: int) -> None:
         self.counters = Counters()
         self.transfers: dict[int, Transfer] = {}
-        self._blocks_of_page = blocks_of_page
+        self.blocks_of_page = blocks_of_page
         self._workers = workers
         self._reports: Counter[int] = Counter()
         self._named: Counter[int] = Counter()
@@ -141,7 +141,7 @@ class Fence:
         if can_plan and epoch > self._planned_epoch:
             return "plan"
         if self._named:
-            start, end = self._blocks_of_page(page)
+            start, end = self.blocks_of_page(page)
             if any(block in self._named for block in range(start, end)):
                 return "transfer"
         return None
@@ -255,13 +255,13 @@ def around_release(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> None:
     scheduler = instance.kvpatch_scheduler
     can_plan = scheduler.has_unfinished_requests() or scheduler.has_finished_requests()
     released, held = fence.split(retired, can_plan)
-    forget_freed_blocks(scheduler.connector.connector_scheduler, instance, released)
+    forget_freed_blocks(scheduler.connector.connector_scheduler, released)
     # Epochs begin at 1, so that marker 0 releases exactly what the fence let go.
     instance._retired_pages = [(0, released), *held] if released else held
     wrapped(0)
 
 
-def forget_freed_blocks(planner: Any, manager: Any, pages: list[int]) -> None:
+def forget_freed_blocks(planner: Any, pages: list[int]) -> None:
     """Keep blocks of unmapped pages out of transfers that are planned much later.
 
     A sliding-window request keeps the ids of blocks that fell out of its window, and
@@ -272,7 +272,7 @@ def forget_freed_blocks(planner: Any, manager: Any, pages: list[int]) -> None:
         return
     gone: set[int] = set()
     for page in pages:
-        gone.update(range(*planner.kvpatch_fence._blocks_of_page(page)))
+        gone.update(range(*planner.kvpatch_fence.blocks_of_page(page)))
     for status in planner._req_status.values():
         for group in planner._sliding_window_groups:
             blocks = status.group_states[group].block_ids

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-import os
 from types import SimpleNamespace
 from typing import Any
 
@@ -101,13 +100,3 @@ def release_barrier(worker: Any) -> bool:
 def replace_release_barrier(original: Any) -> Any:
     """Return our barrier; a plain function, because it is pickled by name."""
     return release_barrier
-
-
-def describe() -> str:
-    """Return one line on the device and its users."""
-    free, total = ledger.memory()
-    users = ", ".join(f"pid {pid}: {size >> 20} MiB" for pid, size in ledger.usage().items())
-    return (
-        f"host device of {total >> 20} MiB, {free >> 20} MiB free"
-        f" ({users or 'no users'}; {os.environ.get(ledger.SIZE)})"
-    )

@@ -77,6 +77,9 @@ class Stage:
             SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=True),
         )
 
+    def abort(self, name: str) -> None:
+        self.llm.llm_engine.abort_request([f"{self.scenario}/{name}"])
+
     def step(self, count: int = 1) -> None:
         for _ in range(count):
             for output in self.llm.llm_engine.step():
@@ -237,7 +240,7 @@ def abort_while_storing(stage: Stage) -> None:
     with stage.held():
         stage.add("a", 100)
         stage.step(4)
-        stage.llm.llm_engine.abort_request([f"{stage.scenario}/a"])
+        stage.abort("a")
         stage.step(3)
 
 
@@ -245,7 +248,7 @@ def abort_before_launch(stage: Stage) -> None:
     with stage.held():
         stage.add("a", 100)
         stage.step(1)
-        stage.llm.llm_engine.abort_request([f"{stage.scenario}/a"])
+        stage.abort("a")
         stage.step(3)
 
 
@@ -256,7 +259,7 @@ def abort_while_loading(stage: Stage) -> None:
     with stage.held():
         stage.add("a+", 3)
         stage.step(3)
-        stage.llm.llm_engine.abort_request([f"{stage.scenario}/a+"])
+        stage.abort("a+")
         stage.add("b", 3)
         stage.finish("b")
 
