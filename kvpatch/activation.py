@@ -112,7 +112,7 @@ def apply_features() -> None:
         verdict = gate.check_feature(feature, vllm, kvcached)
         if verdict.passed:
             try:
-                transaction.apply_all(feature.patches)
+                transaction.apply_all(gate.rows(feature, vllm, kvcached))
             except Exception as error:
                 verdict = gate.Verdict(Outcome.FAILED, f"{type(error).__name__}: {error}")
         status.record.features[feature.name] = verdict.outcome

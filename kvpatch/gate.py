@@ -14,6 +14,7 @@ from dataclasses import dataclass
 
 import wrapt
 from packaging.specifiers import SpecifierSet
+from packaging.version import Version
 
 from kvpatch.bootstrap import OFF_VALUES, ON_VALUES, SWITCH
 from kvpatch.errors import Refusal
@@ -21,6 +22,7 @@ from kvpatch.patch import Feature, Outcome, Patch, load
 from kvpatch.versions import Installed, installed
 
 ALLOW_VLLM = "KVPATCH_ALLOW_VLLM"
+_BOUNDS = ("==", ">=", "<=")
 KVCACHED_SWITCHES = ("ENABLE_KVCACHED", "KVCACHED_AUTOPATCH")
 
 
@@ -164,6 +166,37 @@ def check_target(patch: Patch) -> Verdict:
     return PASSED
 
 
+def closest(found: Installed, specifier: str) -> Version:
+    """The version whose rows are for ``found``: its own, or for one that the operator
+    named the nearest tested release, at or below it where there is one.
+    """
+    if found.version is not None and in_range(found, specifier):
+        return found.version
+    tested = sorted(
+        Version(part.version) for part in SpecifierSet(specifier) if part.operator in _BOUNDS
+    )
+    if found.version is None:
+        return tested[-1]
+    return max((bound for bound in tested if bound <= found.version), default=tested[0])
+
+
+def rows(feature: Feature, vllm: Installed, kvcached: Installed) -> tuple[Patch, ...]:
+    """The rows of ``feature`` that are for the installed versions.
+
+    Where a seam moved between releases, each of its places is a row with a range of
+    its own; the others are not needed.
+    """
+    versions = (closest(vllm, feature.vllm), closest(kvcached, feature.kvcached))
+    return tuple(
+        patch
+        for patch in feature.patches
+        if all(
+            SpecifierSet(own).contains(version, prereleases=True)
+            for own, version in zip((patch.vllm, patch.kvcached), versions, strict=True)
+        )
+    )
+
+
 def check_feature(feature: Feature, vllm: Installed, kvcached: Installed) -> Verdict:
     """All gates that a feature has to itself, for the installed versions."""
     if feature.wanted is not None and not load(feature.wanted)():
@@ -174,20 +207,8 @@ def check_feature(feature: Feature, vllm: Installed, kvcached: Installed) -> Ver
             return Verdict(
                 Outcome.OUTSIDE, f"{found.distribution} {found.text} is outside {specifier}"
             )
-    for patch in feature.patches:
-        verdict = check_patch(patch, vllm, kvcached)
+    for patch in rows(feature, vllm, kvcached):
+        verdict = check_target(patch)
         if not verdict.passed:
             return verdict
     return PASSED
-
-
-def check_patch(patch: Patch, vllm: Installed, kvcached: Installed) -> Verdict:
-    """All gates of one patch."""
-    tried = allowed_by_name(vllm)
-    for found, specifier in ((vllm, patch.vllm), (kvcached, patch.kvcached)):
-        if not in_range(found, specifier) and not (found is vllm and tried):
-            return Verdict(
-                Outcome.OUTSIDE,
-                f"{patch.id} is for {found.package} {specifier}, not {found.text}",
-            )
-    return check_target(patch)

@@ -42,7 +42,7 @@ def test_a_stale_file_is_found_and_renewed(run, copy, stale):
 
 
 def test_a_change_of_the_table_makes_them_stale(run, copy):
-    table = copy / "kvpatch/registry.py"
+    table = copy / "kvpatch/registry/releases.py"
     table.write_text(table.read_text().replace('"==0.28.0"', '"==0.28.1"'))
     done = run(sys.executable, copy / "scripts/docs", "--check")
     assert done.code == 1

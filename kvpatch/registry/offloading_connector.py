@@ -1,0 +1,39 @@
+"""Rows for vLLM's OffloadingConnector."""
+
+from __future__ import annotations
+
+from kvpatch.patch import Feature, Patch
+from kvpatch.registry.releases import KVCACHED_RANGE, VLLM_RANGE
+from kvpatch.registry.targets import OFFLOADING
+
+FEATURE = Feature(
+    name="offloading-connector",
+    summary="vLLM's OffloadingConnector copies the right bytes of kvcached's memory",
+    vllm=VLLM_RANGE,
+    kvcached=KVCACHED_RANGE,
+    patches=(
+        Patch(
+            id="offloading.use_uniform_kv_cache",
+            target="vllm.v1.worker.kv_connector_model_runner_mixin:"
+            "KVConnectorModelRunnerMixin.use_uniform_kv_cache",
+            why="a cross-layer KV cache is one torch.zeros that bypasses kvcached's memory",
+            upstream="ovg-project/kvcached#269, ovg-project/kvcached#361",
+            until="kvcached allocates cross-layer KV caches itself, or vLLM 0.29 (path removed)",
+            wrapper="kvpatch.allocation:keep_elastic",
+            parameters=("attn_groups",),
+            vllm=">=0.12,<0.29",
+            kvcached="==0.1.6",
+        ),
+        Patch(
+            id="offloading.register_kv_caches",
+            target=f"{OFFLOADING}.worker:OffloadingConnectorWorker.register_kv_caches",
+            why="vLLM registers a dense tensor a layer, so other blocks' bytes are copied",
+            upstream="ovg-project/kvcached#361 (asks to keep the cross-layer speed)",
+            until="the connector asks the allocator for its regions",
+            wrapper="kvpatch.geometry:register_regions",
+            parameters=("self", "kv_caches"),
+            vllm=">=0.25,<0.29",
+            kvcached="==0.1.6",
+        ),
+    ),
+)
