@@ -9,7 +9,7 @@ from __future__ import annotations
 import importlib
 import inspect
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 
 import wrapt
@@ -23,6 +23,9 @@ from kvpatch.versions import Installed, installed
 
 ALLOW_VLLM = "KVPATCH_ALLOW_VLLM"
 _BOUNDS = ("==", ">=", "<=")
+# Finds a target and returns how to read its parameters' names: by import at start-up,
+# from recorded signatures in the compatibility matrix.
+Look = Callable[[str], Callable[[], Collection[str]]]
 KVCACHED_SWITCHES = ("ENABLE_KVCACHED", "KVCACHED_AUTOPATCH")
 
 
@@ -123,7 +126,9 @@ def in_range(found: Installed, specifier: str) -> bool:
     return SpecifierSet(specifier).contains(found.version, prereleases=False)
 
 
-def check_range(found: Installed, specifier: str) -> None:
+def check_range(
+    found: Installed, specifier: str, environment: Mapping[str, str] = os.environ
+) -> None:
     """Gate 3 for the whole of kvpatch.
 
     Raises:
@@ -131,7 +136,7 @@ def check_range(found: Installed, specifier: str) -> None:
     """
     if in_range(found, specifier):
         return
-    if found.package == "vllm" and allowed_by_name(found):
+    if found.package == "vllm" and allowed_by_name(found, environment):
         return
     remedy = f"install {found.package}{specifier}"
     if found.package == "vllm":
@@ -143,11 +148,22 @@ def check_range(found: Installed, specifier: str) -> None:
     )
 
 
-def check_target(patch: Patch) -> Verdict:
+def imported(target: str) -> Callable[[], Collection[str]]:
+    """Look at ``module:attribute.path`` by importing it.
+
+    Raises:
+        AttributeError: the module has no such attribute. Whatever its import raises.
+    """
+    module, _, path = target.partition(":")
+    _, _, original = wrapt.resolve_path(importlib.import_module(module), path)
+    function = original.__func__ if isinstance(original, staticmethod | classmethod) else original
+    return lambda: inspect.signature(function).parameters
+
+
+def check_target(patch: Patch, look: Look = imported) -> Verdict:
     """Gates 4 and 5: the target exists and its signature has the names we use."""
-    module, _, path = patch.target.partition(":")
     try:
-        _, _, original = wrapt.resolve_path(importlib.import_module(module), path)
+        parameters = look(patch.target)
     except AttributeError:
         return Verdict(Outcome.ABSENT, f"{patch.target} does not exist")
     except Exception as error:
@@ -155,9 +171,8 @@ def check_target(patch: Patch) -> Verdict:
         return Verdict(Outcome.ABSENT, reason)
     if not patch.parameters:
         return PASSED
-    function = original.__func__ if isinstance(original, staticmethod | classmethod) else original
     try:
-        names = set(inspect.signature(function).parameters)
+        names = set(parameters())
     except (TypeError, ValueError) as error:
         return Verdict(Outcome.MOVED, f"{patch.target} has no signature to read ({error})")
     missing = [name for name in patch.parameters if name not in names]
@@ -197,7 +212,9 @@ def rows(feature: Feature, vllm: Installed, kvcached: Installed) -> tuple[Patch,
     )
 
 
-def check_feature(feature: Feature, vllm: Installed, kvcached: Installed) -> Verdict:
+def check_feature(
+    feature: Feature, vllm: Installed, kvcached: Installed, look: Look = imported
+) -> Verdict:
     """All gates that a feature has to itself, for the installed versions."""
     if feature.wanted is not None and not load(feature.wanted)():
         return Verdict(Outcome.NOT_NEEDED)
@@ -208,7 +225,7 @@ def check_feature(feature: Feature, vllm: Installed, kvcached: Installed) -> Ver
                 Outcome.OUTSIDE, f"{found.distribution} {found.text} is outside {specifier}"
             )
     for patch in rows(feature, vllm, kvcached):
-        verdict = check_target(patch)
+        verdict = check_target(patch, look)
         if not verdict.passed:
             return verdict
     return PASSED

@@ -1,0 +1,138 @@
+"""The axes of the matrix, and the configuration that stands for a cell."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import product
+from types import SimpleNamespace
+from typing import Any
+
+from kvpatch.matrix import shapes
+
+RUNNERS = ("V1", "V2")
+LAYOUTS = ("contiguous", "non-contiguous")
+
+
+@dataclass(frozen=True)
+class Connector:
+    """One way to offload.
+
+    Attributes:
+        name: what the tables call it.
+        connector: vLLM's ``kv_connector``.
+        extra: its ``kv_connector_extra_config``.
+        needs: what a release must have, by the names of ``shapes.PRESENCE``.
+    """
+
+    name: str
+    connector: str
+    extra: dict[str, Any]
+    needs: tuple[str, ...]
+
+
+_OFFLOADING, _SIMPLE = "OffloadingConnector", "SimpleCPUOffloadConnector"
+CONNECTORS = (
+    Connector("Offloading", _OFFLOADING, {}, (_OFFLOADING,)),
+    Connector("Simple eager", _SIMPLE, {"lazy_offload": False}, (_SIMPLE,)),
+    Connector("Simple lazy", _SIMPLE, {"lazy_offload": True}, (_SIMPLE,)),
+    Connector(
+        "tiering fs",
+        _OFFLOADING,
+        {
+            "spec_name": "TieringOffloadingSpec",
+            "secondary_tiers": [{"type": "fs", "root_dir": "/tiers"}],
+        },
+        (_OFFLOADING, "TieringOffloadingSpec"),
+    ),
+    Connector(
+        "Multi",
+        "MultiConnector",
+        {"connectors": [{"kv_connector": _OFFLOADING, "kv_role": "kv_both"}]},
+        (_OFFLOADING, "MultiConnector"),
+    ),
+)
+
+
+@dataclass(frozen=True)
+class Model:
+    """One kind of KV cache.
+
+    Attributes:
+        name: what the tables call it.
+        architecture: a model of that kind.
+        facts: what vLLM's ``ModelConfig`` says of it, where it is not False.
+    """
+
+    name: str
+    architecture: str
+    facts: tuple[str, ...] = ()
+
+
+MODELS = (
+    Model("full attention", "LlamaForCausalLM"),
+    Model("sliding window", "Gemma3ForCausalLM"),
+    Model("latent attention", "DeepseekV2ForCausalLM", ("use_mla",)),
+    Model("hybrid", "JambaForCausalLM", ("is_hybrid",)),
+    Model("encoder-decoder", "WhisperForConditionalGeneration", ("is_encoder_decoder",)),
+)
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One combination: everything by its name in the tables."""
+
+    vllm: str
+    kvcached: str
+    runner: str
+    layout: str
+    connector: str
+    model: str
+
+
+def cells(vllm: str | None = None) -> Iterator[Cell]:
+    """Yield every cell of the matrix, or of one release of vLLM."""
+    every = [release for release in shapes.releases("vllm") if vllm in (None, release)]
+    kvcached = shapes.releases("kvcached")
+    connectors = [connector.name for connector in CONNECTORS]
+    models = [model.name for model in MODELS]
+    for values in product(every, kvcached, RUNNERS, LAYOUTS, connectors, models):
+        yield Cell(*values)
+
+
+def connector_of(cell: Cell) -> Connector:
+    """Return the connector of a cell."""
+    return next(one for one in CONNECTORS if one.name == cell.connector)
+
+
+def configuration_of(cell: Cell) -> Any:
+    """Return what the configuration rules are asked about: a ``VllmConfig`` of the cell.
+
+    Everything that is no axis of the matrix has vLLM's default.
+    """
+    connector = connector_of(cell)
+    model = next(one for one in MODELS if one.name == cell.model)
+    facts = {"use_mla": False, "is_hybrid": False, "is_encoder_decoder": False}
+    return SimpleNamespace(
+        use_v2_model_runner=cell.runner == "V2",
+        kv_transfer_config=SimpleNamespace(
+            kv_connector=connector.connector,
+            kv_connector_module_path=None,
+            kv_connector_extra_config=connector.extra,
+            kv_role="kv_both",
+        ),
+        cache_config=SimpleNamespace(enable_prefix_caching=True, cache_dtype="auto"),
+        parallel_config=SimpleNamespace(
+            world_size=1,
+            tensor_parallel_size=1,
+            pipeline_parallel_size=1,
+            data_parallel_size=1,
+            decode_context_parallel_size=1,
+            distributed_executor_backend=None,
+        ),
+        scheduler_config=SimpleNamespace(async_scheduling=None),
+        speculative_config=None,
+        model_config=SimpleNamespace(
+            architecture=model.architecture, **facts | dict.fromkeys(model.facts, True)
+        ),
+    )

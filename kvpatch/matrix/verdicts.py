@@ -1,0 +1,130 @@
+"""The verdict of a cell, and what it rests on."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
+from enum import Enum
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from kvpatch import configuration, gate, registry
+from kvpatch.errors import Refusal
+from kvpatch.matrix import shapes
+from kvpatch.matrix.axes import Cell, cells, configuration_of, connector_of
+
+_NOTHING_ALLOWED: Mapping[str, str] = {}
+LEVELS = ("engine", "bytes")
+
+
+class Kind(str, Enum):
+    """Everything a cell can be; a committed matrix has only the first four."""
+
+    RIGHT_ENGINE = "right (engine)"
+    RIGHT_BYTES = "right (tagged bytes)"
+    REFUSED = "refused"
+    ABSENT = "absent in this release"
+    UNTESTED = "UNTESTED, and starts"
+    WRONG = "WRONG, and starts"
+
+    @property
+    def right(self) -> bool:
+        """Whether it runs and is known to be right."""
+        return self in (Kind.RIGHT_ENGINE, Kind.RIGHT_BYTES)
+
+    @property
+    def red(self) -> bool:
+        """Whether no committed matrix may have it."""
+        return self in (Kind.UNTESTED, Kind.WRONG)
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What a cell is, and the sentence or the result file that says so."""
+
+    kind: Kind
+    why: str
+
+
+@cache
+def evidence(data: Path = shapes.DATA) -> dict[Cell, Verdict]:
+    """Return what the recorded runs say; an engine's word goes over tagged bytes'."""
+    found: dict[Cell, Verdict] = {}
+    kinds = {"engine": Kind.RIGHT_ENGINE, "bytes": Kind.RIGHT_BYTES}
+    for level in reversed(LEVELS):
+        for path in sorted((data / level).glob("*.json")):
+            result: dict[str, Any] = json.loads(path.read_text())
+            for run in result["runs"]:
+                axes = {name: run[name] for name in ("runner", "layout", "connector", "model")}
+                cell = Cell(vllm=result["vllm"], kvcached=result["kvcached"], **axes)
+                kind = kinds[level] if run["right"] else Kind.WRONG
+                found[cell] = Verdict(kind, f"{level}/{path.name}")
+    return found
+
+
+def refusal(cell: Cell) -> str | None:
+    """Return the sentence that start-up would end with, or None where the cell starts."""
+    try:
+        vllm = shapes.release("vllm", cell.vllm)
+        kvcached = shapes.release("kvcached", cell.kvcached)
+        gate.check_range(vllm, registry.VLLM_RANGE, _NOTHING_ALLOWED)
+        gate.check_range(kvcached, registry.KVCACHED_RANGE, _NOTHING_ALLOWED)
+        reason = _features(cell.vllm, cell.kvcached)
+        if reason is not None:
+            raise reason
+        configuration.check(configuration_of(cell))
+    except Refusal as refusal:
+        return str(refusal)
+    return None
+
+
+@cache
+def _features(vllm: str, kvcached: str) -> Refusal | None:
+    """Return the refusal of a feature that cannot be applied to two releases."""
+    found = (shapes.release("vllm", vllm), shapes.release("kvcached", kvcached))
+    look = shapes.look(shapes.releases("vllm")[vllm], shapes.releases("kvcached")[kvcached])
+    for feature in registry.FEATURES:
+        verdict = gate.check_feature(replace(feature, wanted=None), *found, look)
+        if not verdict.passed:
+            return Refusal(
+                f"the feature {feature.name} cannot be applied ({verdict.outcome.value})",
+                verdict.reason,
+                "install versions from docs/support.md, or set KVPATCH=0",
+            )
+    return None
+
+
+def verdict(cell: Cell) -> Verdict:
+    """Return the verdict of one cell."""
+    needs = (*connector_of(cell).needs, *(("Model Runner V2",) if cell.runner == "V2" else ()))
+    present = shapes.releases("vllm")[cell.vllm].targets
+    for need in needs:
+        if present.get(shapes.PRESENCE[need]) is None:
+            return Verdict(Kind.ABSENT, f"vLLM {cell.vllm} has no {need}")
+    sentence = refusal(cell)
+    if sentence is not None:
+        return Verdict(Kind.REFUSED, sentence)
+    return evidence().get(cell) or Verdict(Kind.UNTESTED, "no run of it is recorded")
+
+
+def verdicts(vllm: str | None = None) -> dict[Cell, Verdict]:
+    """Return the verdict of every cell, or of those of one release of vLLM."""
+    return {cell: verdict(cell) for cell in cells(vllm)}
+
+
+def lost(found: Mapping[Cell, Verdict]) -> list[Cell]:
+    """Return the cells that a recorded run proved right and that are no longer right."""
+    return [
+        cell
+        for cell, recorded in evidence().items()
+        if recorded.kind.right and not (cell in found and found[cell].kind.right)
+    ]
+
+
+def counts(found: Iterable[Verdict]) -> dict[str, int]:
+    """Return how many cells have each verdict; those that none has are left out."""
+    counted = Counter(verdict.kind for verdict in found)
+    return {kind.value: counted[kind] for kind in Kind if counted[kind]}

@@ -1,0 +1,1 @@
+"""Recomputing the compatibility matrix: sources, shapes, environments and engines."""
