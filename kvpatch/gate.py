@@ -70,7 +70,9 @@ def check_environment(environment: Mapping[str, str] = os.environ) -> None:
             )
 
 
-def check_installed(package: str, ranges: str) -> Installed:
+def check_installed(
+    package: str, ranges: str, environment: Mapping[str, str] = os.environ
+) -> Installed:
     """Gate 2: the package is installed, as a release.
 
     Args:
@@ -95,7 +97,7 @@ def check_installed(package: str, ranges: str) -> Installed:
             f"they share the folder {package} and only one of them is really in it",
             f"uninstall both and install one of them again, or set {SWITCH}=0",
         )
-    if package == "vllm" and allowed_by_name(found):
+    if package == "vllm" and allowed_by_name(found, environment):
         return found
     if found.version is None:
         raise Refusal(
