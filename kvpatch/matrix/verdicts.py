@@ -27,8 +27,8 @@ class Kind(str, Enum):
     RIGHT_BYTES = "right (tagged bytes)"
     REFUSED = "refused"
     ABSENT = "absent in this release"
-    UNTESTED = "UNTESTED, and starts"
-    WRONG = "WRONG, and starts"
+    UNTESTED = "UNTESTED"
+    WRONG = "WRONG"
 
     @property
     def right(self) -> bool:

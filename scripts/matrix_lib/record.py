@@ -30,6 +30,18 @@ def record_shapes(package: str, version: str, archives: Path | None = None) -> s
     return made
 
 
+def record_runs(level: str, result: dict[str, Any]) -> None:
+    """Write runs of one release; they take the place of the same cells' earlier runs."""
+    path = shapes.DATA / level / f"vllm-{result['vllm']}-kvcached-{result['kvcached']}.json"
+    earlier = json.loads(path.read_text())["runs"] if path.exists() else []
+    done = {_axes(run): run for run in [*earlier, *result["runs"]]}
+    write(path, result | {"runs": [done[key] for key in sorted(done)]})
+
+
+def _axes(run: dict[str, Any]) -> tuple[str, ...]:
+    return tuple(run[name] for name in ("connector", "runner", "layout", "model"))
+
+
 def write(path: Path, content: dict[str, Any]) -> None:
     """Write one result file, in the form that makes small differences small."""
     path.parent.mkdir(parents=True, exist_ok=True)

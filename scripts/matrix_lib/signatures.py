@@ -132,17 +132,21 @@ class Sources:
             text = path.read_text()
             if f"{owner}.{name} = " not in text:
                 continue
-            tree = ast.parse(text)
-            for node in ast.walk(tree):
+            nodes = list(ast.walk(ast.parse(text)))
+            for node in nodes:
                 if (
                     isinstance(node, ast.Assign)
                     and ast.unparse(node.targets[0]) == f"{owner}.{name}"
                 ):
-                    functions = {
-                        one.name: one for one in ast.walk(tree) if isinstance(one, FUNCTIONS)
-                    }
                     value = ast.unparse(node.value)
-                    return describe(functions[value]) if value in functions else "value"
+                    before = [
+                        one
+                        for one in nodes
+                        if isinstance(one, FUNCTIONS)
+                        and one.name == value
+                        and one.lineno < node.lineno
+                    ]
+                    return describe(max(before, key=lambda one: one.lineno)) if before else "value"
         return None
 
 
