@@ -9,6 +9,7 @@ from kvpatch.registry import (
     elastic_memory,
     fence,
     host_device,
+    kv_events,
     kvcached_releases,
     offloading_connector,
 )
@@ -24,4 +25,5 @@ FEATURES = (
     elastic_memory.FEATURE,
     offloading_connector.FEATURE,
     fence.FEATURE,
+    kv_events.FEATURE,
 )
