@@ -7,8 +7,11 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+from packaging.version import Version
+
 from kvpatch import status
 from kvpatch.errors import Refusal
+from kvpatch.versions import installed
 
 # (spec_name, spec_module_path) pairs. The host device's copies were compared byte for
 # byte; vLLM's own copies, on CUDA, are given the same regions.
@@ -58,19 +61,54 @@ def _spec(config: Any) -> tuple[str, str | None]:
     return name, None if name == "CPUOffloadingSpec" else extra.get("spec_module_path")
 
 
+def _by_kvcached(config: Any) -> bool:
+    """Whether kvcached by itself runs on this vLLM with this runner."""
+    (vllm,) = installed("vllm")[:1]
+    if vllm.version is None or vllm.version >= Version("0.31"):
+        return False
+    return bool(config.use_v2_model_runner) or vllm.version < Version("0.29")
+
+
+def _v2_before_kvcacheds(config: Any) -> bool:
+    """Whether this is Model Runner V2 of a release for which kvcached has no adapter."""
+    (vllm,) = installed("vllm")[:1]
+    return vllm.version is not None and vllm.version < Version("0.28") and _runs_v2(config)
+
+
+def _runs_v2(config: Any) -> bool:
+    # Up to 0.21 the variable alone decides, and the configuration does not know.
+    by_variable = os.environ.get("VLLM_USE_V2_MODEL_RUNNER", "0") not in ("", "0")
+    return bool(getattr(config, "use_v2_model_runner", by_variable))
+
+
 NOT_COMPARED = "its blocks were never compared with plain vLLM's after a round trip"
 
-RUNNER = Rule(
-    "Model Runner V2",
-    lambda c: bool(c.use_v2_model_runner),
-    lambda c: "this configuration runs on Model Runner V2",
-    "kvpatch is tested on Model Runner V1 only",
-    "set VLLM_USE_V2_MODEL_RUNNER=0, or set KVPATCH=0",
-    with_connector=False,
-)
-
 RULES = (
-    RUNNER,
+    Rule(
+        "HiSparse",
+        lambda c: getattr(c.attention_config, "hisparse_config", None) is not None,
+        lambda c: "HiSparse is configured",
+        "it allocates its KV cache outside kvcached's memory",
+        "remove the HiSparse configuration, or set KVPATCH=0",
+        with_connector=False,
+    ),
+    Rule(
+        "Model Runner V2 before vLLM 0.28",
+        _v2_before_kvcacheds,
+        lambda c: "this configuration runs on Model Runner V2",
+        "kvcached has no adapter for it before vLLM 0.28",
+        "set VLLM_USE_V2_MODEL_RUNNER=0, or set KVPATCH=0",
+        with_connector=False,
+    ),
+    Rule(
+        "hybrid models where kvcached alone would refuse to run: vLLM 0.31 and later, and "
+        "Model Runner V1 from 0.29 on",
+        lambda c: c.model_config is not None and c.model_config.is_hybrid and not _by_kvcached(c),
+        lambda c: f"{c.model_config.architecture} has state-space layers",
+        "kvcached's patches for them were not tried on this release and runner",
+        "use Model Runner V2 of vLLM 0.30, or set KVPATCH=0",
+        with_connector=False,
+    ),
     Rule(
         "connectors other than vLLM's own OffloadingConnector",
         lambda c: (
@@ -178,9 +216,6 @@ def around_post_init(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any
     Raises:
         Refusal: the first rule that the configuration breaks.
     """
-    if instance.model_config is not None and os.environ.get("VLLM_USE_V2_MODEL_RUNNER"):
-        # vLLM would say what this machine lacks for that runner, as if adding it helped.
-        RUNNER.check(instance)
     result = wrapped(*args, **kwargs)
     if instance.model_config is not None:
         check(instance)

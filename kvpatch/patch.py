@@ -73,6 +73,8 @@ class Feature:
         patches: applied in this order, reverted in the opposite one.
         wanted: ``module:function`` that says whether this machine needs the
             feature; None means always.
+        before_kvcached: applied before kvcached patches vllm, because it changes how
+            kvcached does that.
     """
 
     name: str
@@ -81,6 +83,7 @@ class Feature:
     kvcached: str
     patches: tuple[Patch, ...]
     wanted: str | None = None
+    before_kvcached: bool = False
 
 
 def load(reference: str) -> Any:

@@ -22,6 +22,7 @@ class Record:
     kvcached: str = ""
     features: dict[str, Outcome] = field(default_factory=dict)
     roles: list[str] = field(default_factory=list)
+    storages: set[int] = field(default_factory=set)
     elastic: bool | None = None
     said_by: int = 0
 
@@ -84,20 +85,64 @@ def around_kv_cache_tensors(wrapped: Any, instance: Any, args: Any, kwargs: Any)
     it hands out with the view of its blocks.
     """
     kv_caches = wrapped(*args, **kwargs)
-    outside = [name for name, cache in kv_caches.items() if block_view(cache) is None]
+    _say_worker({name: block_view(cache) is not None for name, cache in kv_caches.items()})
+    return kv_caches
+
+
+def remember_allocation(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
+    """Remember the storage of the KV caches that kvcached allocates.
+
+    Wraps kvcached's ``allocate_kv_cache``; from vLLM 0.29 on the caches are vLLM's own
+    views of kvcached's memory.
+    """
+    kv_caches = wrapped(*args, **kwargs)
+    record.storages = {_storage(cache) for cache in kv_caches.values()}
+    return kv_caches
+
+
+def around_initialize_kv_cache(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
+    """Refuse a worker whose KV caches are not kvcached's; say its line.
+
+    Wraps ``GPUModelRunner.initialize_kv_cache(kv_cache_config, is_profiling)`` of both
+    runners. The KV cache of a profile is vLLM's own, and thrown away.
+    """
+    result = wrapped(*args, **kwargs)
+    if not kwargs.get("is_profiling", args[1] if len(args) > 1 else False):
+        _say_worker(
+            {f"layer {index}": on_kvcached(cache) for index, cache in enumerate(instance.kv_caches)}
+        )
+    return result
+
+
+def on_kvcached(cache: Any) -> bool:
+    """Whether a KV cache lies in the memory that kvcached allocated last (vLLM >= 0.29)."""
+    return _storage(cache) in record.storages
+
+
+def _storage(cache: Any) -> int:
+    first = cache[0] if isinstance(cache, list | tuple) else cache
+    return int(first.untyped_storage().data_ptr())
+
+
+def _say_worker(inside: dict[str, bool]) -> None:
+    """Say the line of a worker, given which of its KV caches are kvcached's.
+
+    Raises:
+        Refusal: one of them is not.
+    """
+    outside = [name for name, yes in inside.items() if not yes]
     if outside:
         raise Refusal(
             f"the KV cache of {outside[0]} was allocated outside kvcached's memory",
             "it would stay allocated while kvcached maps a second, unused pool",
             "report this with your command line, or set KVPATCH=0",
         )
-    record.elastic = bool(kv_caches)
+    record.elastic = bool(inside)
     if "engine-core" in record.roles:
         record.roles = ["engine-core", "worker"]
     else:
         record.roles = ["worker"]
         record.say()
-    return kv_caches
 
 
 def block_view(cache: Any) -> Any:

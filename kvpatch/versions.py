@@ -6,6 +6,9 @@ of its code ran.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass
 from importlib import metadata
 
@@ -37,11 +40,27 @@ class Installed:
         return self.text if self.version is None else self.version.public
 
 
+_assumed: ContextVar[dict[str, Installed] | None] = ContextVar("assumed", default=None)
+
+
+@contextmanager
+def assume(*releases: Installed) -> Iterator[None]:
+    """Answer ``installed`` with these releases: to ask of others what start-up would say."""
+    token = _assumed.set({release.package: release for release in releases})
+    try:
+        yield
+    finally:
+        _assumed.reset(token)
+
+
 def installed(package: str) -> list[Installed]:
     """Return what the metadata says of ``package``: one entry for each name it has.
 
     An empty list when it is not installed as a distribution.
     """
+    assumed = _assumed.get()
+    if assumed is not None:
+        return [assumed[package]] if package in assumed else []
     found = []
     for distribution in DISTRIBUTIONS[package]:
         try:

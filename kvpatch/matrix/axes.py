@@ -130,6 +130,7 @@ def configuration_of(cell: Cell) -> Any:
             decode_context_parallel_size=1,
             distributed_executor_backend=None,
         ),
+        attention_config=SimpleNamespace(hisparse_config=None),
         scheduler_config=SimpleNamespace(async_scheduling=None),
         speculative_config=None,
         model_config=SimpleNamespace(

@@ -34,6 +34,8 @@ PRESENCE = {
     "MultiConnector": f"{_V1}.multi_connector:MultiConnector",
     "Model Runner V2": "vllm.v1.worker.gpu.model_runner:GPUModelRunner",
 }
+# Classes that kvcached adds to vLLM's modules, and the classes of vLLM they are made from.
+ADDED = {"vllm.v1.core.block_pool:ElasticBlockPool": "vllm.v1.core.block_pool:BlockPool"}
 
 
 @dataclass(frozen=True)
@@ -57,7 +59,13 @@ class Shapes:
 def targets() -> list[str]:
     """Every target that is recorded of a release."""
     rows = {patch.target for feature in registry.FEATURES for patch in feature.patches}
-    return sorted(rows | set(PRESENCE.values()))
+    return sorted(rows | set(map(inherited, rows)) | set(PRESENCE.values()))
+
+
+def inherited(target: str) -> str:
+    """Return where a class that kvcached adds has ``target`` from, if not of its own."""
+    owner, _, name = target.rpartition(".")
+    return f"{ADDED[owner]}.{name}" if owner in ADDED else target
 
 
 @cache
@@ -78,14 +86,16 @@ def release(package: str, version: str) -> Installed:
 def look(vllm: Shapes, kvcached: Shapes) -> gate.Look:
     """Look at targets in two recorded releases instead of importing them.
 
-    kvcached's word goes first: it adds methods to vLLM's classes.
+    What vLLM's classes do not have, kvcached may add to them.
     """
 
     def look(target: str) -> Callable[[], Collection[str]]:
         owner = next(one for one in (vllm, kvcached) if target.startswith(f"{one.package}."))
         if target not in owner.targets:
             raise LookupError(f"{owner.package} {owner.version} has no record of it")
-        said = kvcached.targets.get(target) or owner.targets[target]
+        said = owner.targets[target] or kvcached.targets.get(target)
+        if said is None:
+            said = owner.targets[inherited(target)]
         if said is None:
             raise AttributeError(target)
         return lambda: parameters(said)

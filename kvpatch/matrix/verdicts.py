@@ -11,10 +11,11 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from kvpatch import configuration, gate, registry
+from kvpatch import configuration, gate, registry, versions
 from kvpatch.errors import Refusal
 from kvpatch.matrix import shapes
 from kvpatch.matrix.axes import Cell, cells, configuration_of, connector_of
+from kvpatch.patch import Outcome
 
 _NOTHING_ALLOWED: Mapping[str, str] = {}
 LEVELS = ("engine", "bytes")
@@ -67,15 +68,16 @@ def evidence(data: Path = shapes.DATA) -> dict[Cell, Verdict]:
 
 def refusal(cell: Cell) -> str | None:
     """Return the sentence that start-up would end with, or None where the cell starts."""
+    vllm = shapes.release("vllm", cell.vllm)
+    kvcached = shapes.release("kvcached", cell.kvcached)
     try:
-        vllm = shapes.release("vllm", cell.vllm)
-        kvcached = shapes.release("kvcached", cell.kvcached)
         gate.check_range(vllm, registry.VLLM_RANGE, _NOTHING_ALLOWED)
         gate.check_range(kvcached, registry.KVCACHED_RANGE, _NOTHING_ALLOWED)
         reason = _features(cell.vllm, cell.kvcached)
         if reason is not None:
             raise reason
-        configuration.check(configuration_of(cell))
+        with versions.assume(vllm, kvcached):
+            configuration.check(configuration_of(cell))
     except Refusal as refusal:
         return str(refusal)
     return None
@@ -88,7 +90,7 @@ def _features(vllm: str, kvcached: str) -> Refusal | None:
     look = shapes.look(shapes.releases("vllm")[vllm], shapes.releases("kvcached")[kvcached])
     for feature in registry.FEATURES:
         verdict = gate.check_feature(replace(feature, wanted=None), *found, look)
-        if not verdict.passed:
+        if verdict.outcome not in (Outcome.APPLIED, Outcome.NOT_NEEDED):
             return Refusal(
                 f"the feature {feature.name} cannot be applied ({verdict.outcome.value})",
                 verdict.reason,
@@ -97,13 +99,21 @@ def _features(vllm: str, kvcached: str) -> Refusal | None:
     return None
 
 
-def verdict(cell: Cell) -> Verdict:
-    """Return the verdict of one cell."""
+def missing(cell: Cell) -> str | None:
+    """Return what a cell needs and its release of vLLM does not have."""
     needs = (*connector_of(cell).needs, *(("Model Runner V2",) if cell.runner == "V2" else ()))
     present = shapes.releases("vllm")[cell.vllm].targets
     for need in needs:
         if present.get(shapes.PRESENCE[need]) is None:
-            return Verdict(Kind.ABSENT, f"vLLM {cell.vllm} has no {need}")
+            return need
+    return None
+
+
+def verdict(cell: Cell) -> Verdict:
+    """Return the verdict of one cell."""
+    need = missing(cell)
+    if need is not None:
+        return Verdict(Kind.ABSENT, f"vLLM {cell.vllm} has no {need}")
     sentence = refusal(cell)
     if sentence is not None:
         return Verdict(Kind.REFUSED, sentence)

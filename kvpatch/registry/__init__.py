@@ -5,15 +5,25 @@ docs/patches.md and docs/support.md are generated from it by scripts/docs.
 
 from __future__ import annotations
 
-from kvpatch.registry import elastic_memory, fence, host_device, offloading_connector
+from kvpatch.registry import (
+    elastic_memory,
+    fence,
+    host_device,
+    kv_events,
+    kvcached_releases,
+    offloading_connector,
+)
 from kvpatch.registry.releases import KVCACHED_RANGE, VLLM_RANGE
 
 __all__ = ["FEATURES", "KVCACHED_RANGE", "VLLM_RANGE"]
 
 # In the order they are applied.
 FEATURES = (
+    kvcached_releases.TOLD,
     host_device.FEATURE,
+    kvcached_releases.ADAPTED,
     elastic_memory.FEATURE,
     offloading_connector.FEATURE,
     fence.FEATURE,
+    kv_events.FEATURE,
 )

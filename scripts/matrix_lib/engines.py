@@ -8,7 +8,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -146,17 +146,18 @@ class Engines:
         )
         return said
 
-    def compare(self, model: str, layout: str) -> dict[str, Any]:
+    def compare(self, runner: str, model: str, layout: str) -> dict[str, Any]:
         """Compare OffloadingConnector on elastic memory with plain vLLM; return the record."""
         kind = MODELS[model]
-        if kind not in self._plain:
-            plain = Run(model=kind, kvpatch=False, offload=False)
-            self._plain[kind] = self.run(plain, f"plain-{kind}")
-        ours = self.run(Run(model=kind, contiguous=LAYOUTS[layout]), f"ours-{kind}-{layout}")
-        return judge(ours, self._plain[kind])
+        plain = Run(model=kind, runner=runner.lower(), kvpatch=False, offload=False)
+        key = f"{runner}-{kind}"
+        if key not in self._plain:
+            self._plain[key] = self.run(plain, f"plain-{key}")
+        ours = replace(plain, kvpatch=True, offload=True, contiguous=LAYOUTS[layout])
+        return judge(self.run(ours, f"ours-{key}-{layout}"), self._plain[key], runner)
 
 
-def judge(ours: dict[str, Any], plain: dict[str, Any]) -> dict[str, Any]:
+def judge(ours: dict[str, Any], plain: dict[str, Any], runner: str) -> dict[str, Any]:
     """Return whether a run was right, and the numbers that say so."""
     for who, one in (("plain vLLM", plain), ("kvpatch", ours)):
         if "failed" in one:
@@ -182,6 +183,7 @@ def judge(ours: dict[str, Any], plain: dict[str, Any]) -> dict[str, Any]:
         and ours["returned"] >= PROMPTS * CACHED // BLOCK
         and not ours["changed"]
         and ours["elastic"]
+        and ours["runner"].upper() == plain["runner"].upper() == runner
         and [record["cached"] for record in plain["rounds"][1]] == [0] * PROMPTS
     )
     return {"right": right, **record}

@@ -18,7 +18,7 @@ def read_shapes(source: sources.Source) -> shapes.Shapes:
     for target in shapes.targets():
         if target.startswith(f"{source.package}."):
             said[target] = tree.signature(target)
-        elif source.package == "kvcached" and (added := tree.grafted(target)) is not None:
+        elif source.package == "kvcached" and (added := tree.added(target)) is not None:
             said[target] = added
     return shapes.Shapes(source.package, source.version, source.archive, source.sha256, said)
 

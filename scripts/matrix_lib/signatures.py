@@ -122,32 +122,40 @@ class Sources:
         found = module.find(path.split(".")) if module is not None else None
         return describe(found[1]) if found is not None else None
 
-    def grafted(self, target: str) -> str | None:
-        """Return what this package sets on a class of another one at import.
+    def added(self, target: str) -> str | None:
+        """Return what this package adds to a class of another one, or in a class it adds.
 
-        kvcached adds methods to vLLM's classes: ``EngineCore.name = function``.
+        kvcached does both to vLLM, in functions: ``EngineCore.name = function``, and
+        ``class ElasticBlockPool`` set on vLLM's module.
         """
         owner, _, name = target.partition(":")[2].rpartition(".")
         for path in sorted(self.folder.rglob("*.py")) if owner else ():
             text = path.read_text()
-            if f"{owner}.{name} = " not in text:
+            if f"{owner}.{name} = " not in text and f"class {owner}(" not in text:
                 continue
             nodes = list(ast.walk(ast.parse(text)))
             for node in nodes:
-                if (
-                    isinstance(node, ast.Assign)
-                    and ast.unparse(node.targets[0]) == f"{owner}.{name}"
+                if isinstance(node, ast.ClassDef) and node.name == owner:
+                    own = dict(bindings(node.body)).get(name)
+                    if own is not None:
+                        return describe(own)
+                if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == (
+                    f"{owner}.{name}"
                 ):
-                    value = ast.unparse(node.value)
-                    before = [
-                        one
-                        for one in nodes
-                        if isinstance(one, FUNCTIONS)
-                        and one.name == value
-                        and one.lineno < node.lineno
-                    ]
-                    return describe(max(before, key=lambda one: one.lineno)) if before else "value"
+                    return described_before(node, nodes)
         return None
+
+
+def described_before(assignment: ast.Assign, nodes: list[ast.AST]) -> str:
+    """Return the function that a name stands for where it is assigned."""
+    before = [
+        one
+        for one in nodes
+        if isinstance(one, FUNCTIONS)
+        and one.name == ast.unparse(assignment.value)
+        and one.lineno < assignment.lineno
+    ]
+    return describe(max(before, key=lambda one: one.lineno)) if before else "value"
 
 
 def describe(node: ast.AST) -> str:

@@ -9,7 +9,16 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from runs import ROOT, Device, Finished, Run, engine_arguments, prompts, run_driver
+from runs import (
+    ROOT,
+    Device,
+    Finished,
+    Run,
+    engine_arguments,
+    prompts,
+    run_driver,
+    whole_blocks,
+)
 
 
 @pytest.fixture(scope="session")
@@ -49,13 +58,15 @@ def engine(
             job = {
                 "model": str(models(wanted.model)),
                 "engine": engine_arguments(wanted),
-                "rounds": [prompts(24)] * 2,
+                "rounds": [whole_blocks() if wanted.events else prompts(24)] * 2,
+                "events": wanted.events,
+                "one_by_one": wanted.events,
                 "revert": list(wanted.revert),
                 "cross_layer": wanted.cross_layer,
                 "watch": wanted.kvpatch and not wanted.revert,
             }
             finished[wanted] = run_driver(
-                job, device.environ(wanted), tmp_path_factory.mktemp("run")
+                job, device.environ(wanted), tmp_path_factory.mktemp("run"), vllm=wanted.vllm
             )
         return finished[wanted]
 

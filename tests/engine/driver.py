@@ -23,6 +23,8 @@ os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
 import torch
 from vllm import LLM, SamplingParams
 
+from kvpatch.hostdevice import streams
+
 
 class BlockWatch:
     """Digests each cached block through the model's KV tensors, by block hash.
@@ -94,9 +96,22 @@ class Evictions:
         manager.prepare_store = counted
 
 
-def run_round(llm: Any, prompts: list[dict[str, Any]], watch: BlockWatch | None) -> list[Any]:
-    """Run ``prompts`` together to their end; return one record a prompt, in order."""
+def run_round(
+    llm: Any,
+    prompts: list[dict[str, Any]],
+    watch: BlockWatch | None,
+    one_by_one: bool = False,
+) -> list[Any]:
+    """Run ``prompts`` to their end; return one record a prompt, in order.
+
+    Together, or one after the other with every copy waited for, so that what happens
+    when does not depend on the speed of the machine.
+    """
     engine = llm.llm_engine
+    if one_by_one and len(prompts) > 1:
+        return [
+            record for prompt in prompts for record in run_round(llm, [prompt], watch, one_by_one)
+        ]
     for index, prompt in enumerate(prompts):
         engine.add_request(
             f"{id(prompts)}-{index}",
@@ -126,7 +141,39 @@ def run_round(llm: Any, prompts: list[dict[str, Any]], watch: BlockWatch | None)
                 }
         if watch is not None:
             watch.after_step()
+        if one_by_one:
+            streams.synchronize()
+    if one_by_one:
+        for _ in range(4):  # the transfers of the last step are planned, run and reported
+            engine.step()
+            streams.synchronize()
     return [records[index] for index in range(len(prompts))]
+
+
+class EventLog:
+    """Every KV cache event that the engine publishes, in order."""
+
+    def __init__(self, scheduler: Any) -> None:
+        self.events: list[Any] = []
+        scheduler.kv_event_publisher.shutdown()
+        scheduler.kv_event_publisher = self
+
+    def publish(self, batch: Any) -> None:
+        for event in batch.events:
+            fields = {name: self.plain(value) for name, value in vars_of(event).items()}
+            self.events.append({"event": type(event).__name__, **fields})
+
+    def shutdown(self) -> None: ...
+
+    def plain(self, value: Any) -> Any:
+        if isinstance(value, bytes):
+            return value.hex()
+        return [self.plain(one) for one in value] if isinstance(value, list | tuple) else value
+
+
+def vars_of(event: Any) -> dict[str, Any]:
+    """The fields of one event."""
+    return {name: getattr(event, name) for name in event.__struct_fields__}
 
 
 def declare_block_outermost_layout() -> None:
@@ -166,21 +213,34 @@ def main(job_path: str, result_path: str) -> None:
         activation.transaction.revert(patch_id)
     if job.get("cross_layer"):
         declare_block_outermost_layout()
+    if job.get("events"):
+        from vllm.config import KVEventsConfig
+
+        job["engine"]["kv_events_config"] = KVEventsConfig(
+            enable_kv_cache_events=True, publisher="null"
+        )
     llm = LLM(job["model"], **job["engine"])
     core = llm.llm_engine.engine_core.engine_core
     result["groups"] = len(core.scheduler.kv_cache_config.kv_cache_groups)
     result["async"] = core.batch_queue is not None
+    result["runner"] = "v2" if core.vllm_config.use_v2_model_runner else "v1"
+    result["layout"] = getattr(core.vllm_config.cache_config, "kv_cache_layout", None)
     connector = core.scheduler.connector
     evictions = Evictions(connector.connector_scheduler.manager) if connector else None
     watch = BlockWatch(core) if job.get("watch") else None
+    events = EventLog(core.scheduler) if job.get("events") else None
     on_device = os.environ.get("KVPATCH", "0") != "0"
     result["rounds"] = []
     for prompts in job["rounds"]:
-        result["rounds"].append(run_round(llm, prompts, watch))
+        result["rounds"].append(run_round(llm, prompts, watch, job.get("one_by_one", False)))
     if watch is not None:
         result["returned"], result["changed"] = watch.returned, watch.changed
     result["evicted"] = evictions.count if evictions is not None else 0
-    if on_device:
+    if events is not None:
+        result["reset"] = llm.reset_prefix_cache()
+        run_round(llm, job["rounds"][0][:1], None, one_by_one=True)  # publishes the reset
+        result["events"] = events.events
+    elif on_device:
         result["after_load"] = device_bytes()
         if job.get("wait_before_reset"):
             tell("loaded")

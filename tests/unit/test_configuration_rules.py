@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import re
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from packaging.version import Version
 
 from kvpatch import configuration, status
 from kvpatch.errors import Refusal
+from kvpatch.versions import Installed
 
 
 def config(connector: bool = True, **changes: Any) -> SimpleNamespace:
@@ -20,6 +23,7 @@ def config(connector: bool = True, **changes: Any) -> SimpleNamespace:
     )
     made = SimpleNamespace(
         use_v2_model_runner=False,
+        attention_config=SimpleNamespace(),
         kv_transfer_config=transfer if connector else None,
         cache_config=SimpleNamespace(enable_prefix_caching=True, cache_dtype="auto"),
         parallel_config=SimpleNamespace(
@@ -50,12 +54,34 @@ def spec(name: str, module: str | None = None) -> dict[str, Any]:
     }
 
 
+@pytest.fixture(autouse=True)
+def vllm(monkeypatch):
+    """Say which vLLM is installed; 0.28.0 unless a test says another."""
+
+    def say(release: str) -> None:
+        found = Installed("vllm", "vllm", release, Version(release))
+        monkeypatch.setattr(configuration, "installed", lambda package: [found])
+
+    say("0.28.0")
+    return say
+
+
 # By the position of the rule: the configurations it refuses, and its sentence.
 CASES = [
     (
-        [{"use_v2_model_runner": True}],
-        "this configuration runs on Model Runner V2, because kvpatch is tested on Model Runner V1 "
-        "only; set VLLM_USE_V2_MODEL_RUNNER=0, or set KVPATCH=0.",
+        [{"attention_config__hisparse_config": SimpleNamespace()}],
+        "HiSparse is configured, because it allocates its KV cache outside kvcached's memory; "
+        "remove the HiSparse configuration, or set KVPATCH=0.",
+    ),
+    (
+        [],  # needs a release of its own: test_model_runner_v2_before_kvcacheds_adapter
+        "this configuration runs on Model Runner V2, because kvcached has no adapter for it "
+        "before vLLM 0.28; set VLLM_USE_V2_MODEL_RUNNER=0, or set KVPATCH=0.",
+    ),
+    (
+        [],  # needs a release of its own: test_hybrid_models_where_kvcached_has_no_adapter
+        "JambaForCausalLM has state-space layers, because kvcached's patches for them were not "
+        "tried on this release and runner; use Model Runner V2 of vLLM 0.30, or set KVPATCH=0.",
     ),
     (
         [
@@ -145,10 +171,10 @@ def test_the_rule_refuses_with_its_sentence(position, changes, sentence):
 
 
 @pytest.mark.parametrize(("position", "changes", "sentence"), EACH)
-def test_without_a_connector_only_the_runner_matters(position, changes, sentence):
+def test_without_a_connector_only_what_kvcached_cannot_run_matters(position, changes, sentence):
     changes = {n: v for n, v in changes.items() if not n.startswith("kv_transfer_config")}
     if position == 0:
-        with pytest.raises(Refusal, match="Model Runner V2"):
+        with pytest.raises(Refusal, match="HiSparse"):
             configuration.check(config(connector=False, **changes))
     else:
         configuration.check(config(connector=False, **changes))
@@ -178,23 +204,55 @@ def test_a_proven_spec_of_another_module_is_another_spec():
 
 def test_the_check_runs_after_vllm_resolved_the_configuration(monkeypatch):
     monkeypatch.setattr(status, "on_frontend_config", lambda: None)
-    made = config(use_v2_model_runner=False)
+    made = config()
 
     def resolve():
-        made.use_v2_model_runner = True
+        made.cache_config.enable_prefix_caching = False
 
-    with pytest.raises(Refusal, match="Model Runner V2"):
+    with pytest.raises(Refusal, match="prefix caching is off"):
         configuration.around_post_init(resolve, made, (), {})
 
 
-def test_the_runner_asked_for_is_refused_before_vllm_looks_for_its_needs(monkeypatch):
+@pytest.mark.parametrize(
+    ("release", "runner_v2", "runs"),
+    [
+        ("0.28.0", False, True),
+        ("0.28.0", True, True),
+        ("0.29.0", False, False),
+        ("0.30.0", True, True),
+        ("0.30.0+cpu", True, True),
+        ("0.31.0", True, False),
+        ("0.32.0", False, False),
+    ],
+)
+def test_hybrid_models_where_kvcached_has_no_adapter(vllm, release, runner_v2, runs):
+    vllm(release)
+    made = config(connector=False, use_v2_model_runner=runner_v2, model_config__is_hybrid=True)
+    if runs:
+        configuration.check(made)
+        return
+    with pytest.raises(Refusal) as refused:
+        configuration.check(made)
+    assert str(refused.value) == f"kvpatch refuses to start vLLM: {CASES[2][1]}"
+
+
+def test_model_runner_v2_before_kvcacheds_adapter(vllm, monkeypatch):
+    refused = f"kvpatch refuses to start vLLM: {CASES[1][1]}"
+    vllm("0.27.1")
+    configuration.check(config())
+    with pytest.raises(Refusal, match=re.escape(refused)):
+        configuration.check(config(use_v2_model_runner=True))
+    # Up to 0.21 a configuration does not know its runner.
+    vllm("0.21.0")
+    older = config()
+    del older.use_v2_model_runner
+    configuration.check(older)
     monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", "1")
-    made = config(use_v2_model_runner=True)
-    with pytest.raises(Refusal, match="Model Runner V2"):
-        configuration.around_post_init(lambda: pytest.fail("vLLM looked"), made, (), {})
+    with pytest.raises(Refusal, match=re.escape(refused)):
+        configuration.check(older)
 
 
 def test_a_configuration_without_a_model_is_not_an_engine(monkeypatch):
     monkeypatch.setattr(status, "on_frontend_config", lambda: pytest.fail("not an engine"))
-    made = config(model_config=None, use_v2_model_runner=True)
+    made = config(model_config=None)
     assert configuration.around_post_init(lambda: "done", made, (), {}) == "done"

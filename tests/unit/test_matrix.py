@@ -250,8 +250,8 @@ def checkout(tmp_path: Path) -> Path:
     ignored = shutil.ignore_patterns("__pycache__")
     for name in ("kvpatch", "scripts"):
         shutil.copytree(ROOT / name, folder / name, ignore=ignored)
-    for path in (folder / "kvpatch/matrix/data/shapes").glob("*.json"):
-        if path.stem not in RELEASES:
+    for path in (folder / "kvpatch/matrix/data").glob("*/*.json"):
+        if not path.name.startswith(RELEASES):
             path.unlink()
     return folder
 

@@ -1,0 +1,30 @@
+"""Model Runner V2, vLLM's default on a GPU: the oracle; tests/versions has the releases."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import pytest
+from runs import BLOCK, Finished, Run
+from test_tokens import PLAIN, assert_same
+
+V2 = Run(runner="v2")
+
+
+@pytest.mark.parametrize(
+    ("model", "contiguous"),
+    [("llama", True), ("llama", False), ("sliding", True)],
+    ids=["llama-contiguous", "llama-non-contiguous", "sliding-contiguous"],
+)
+def test_prompts_served_from_the_cpu_tier_give_plain_vllms_tokens(
+    engine: Callable[[Run], Finished], model: str, contiguous: bool
+) -> None:
+    plain = engine(replace(PLAIN, runner="v2", model=model))
+    ours = engine(replace(V2, model=model, contiguous=contiguous))
+    assert_same(ours, plain)
+    assert plain.result["runner"] == ours.result["runner"] == "v2"
+    assert [record["cached"] for record in ours.round(1)] == [640] * 24
+    assert ours.result["returned"] >= 24 * 640 // BLOCK
+    assert ours.result["changed"] == []
+    assert "KV on elastic memory: yes" in ours.log
