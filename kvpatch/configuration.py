@@ -9,7 +9,7 @@ from typing import Any
 
 from packaging.version import Version
 
-from kvpatch import status
+from kvpatch import layouts, status
 from kvpatch.errors import Refusal
 from kvpatch.versions import installed
 
@@ -61,12 +61,17 @@ def _spec(config: Any) -> tuple[str, str | None]:
     return name, None if name == "CPUOffloadingSpec" else extra.get("spec_module_path")
 
 
+def _at_least(release: str) -> bool:
+    """Whether this vLLM is ``release`` or a later one."""
+    vllm = installed("vllm")[0]
+    return vllm.version is not None and vllm.version >= Version(release)
+
+
 def _by_kvcached(config: Any) -> bool:
     """Whether kvcached by itself runs on this vLLM with this runner."""
-    (vllm,) = installed("vllm")[:1]
-    if vllm.version is None or vllm.version >= Version("0.31"):
+    if _at_least("0.31"):
         return False
-    return bool(config.use_v2_model_runner) or vllm.version < Version("0.29")
+    return bool(config.use_v2_model_runner) or not _at_least("0.29")
 
 
 def _v2_before_kvcacheds(config: Any) -> bool:
@@ -107,6 +112,18 @@ RULES = (
         lambda c: f"{c.model_config.architecture} has state-space layers",
         "kvcached's patches for them were not tried on this release and runner",
         "use Model Runner V2 of vLLM 0.30, or set KVPATCH=0",
+        with_connector=False,
+    ),
+    Rule(
+        f"from vLLM 0.29 on, a `{layouts.ASKED}` that kvcached's memory does not have",
+        lambda c: _at_least("0.29") and bool(layouts.disagree()),
+        lambda c: (
+            f"{layouts.ASKED}={layouts.disagree()} is set and kvcached's memory "
+            f"{'is' if layouts.contiguous() else 'is not'} contiguous"
+        ),
+        f"kvcached has {' or '.join(layouts.LAYOUTS[True])} there, and with "
+        f"{layouts.CONTIGUOUS}=false {' or '.join(layouts.LAYOUTS[False][:2])}",
+        f"unset {layouts.ASKED} or change {layouts.CONTIGUOUS}, or set KVPATCH=0",
         with_connector=False,
     ),
     Rule(

@@ -7,6 +7,7 @@ import os
 from dataclasses import dataclass, field
 from typing import Any
 
+from kvpatch import layouts
 from kvpatch.errors import Refusal
 from kvpatch.patch import Outcome
 
@@ -23,6 +24,7 @@ class Record:
     features: dict[str, Outcome] = field(default_factory=dict)
     roles: list[str] = field(default_factory=list)
     storages: set[int] = field(default_factory=set)
+    layout: str = ""
     elastic: bool | None = None
     said_by: int = 0
 
@@ -35,7 +37,8 @@ class Record:
         return (
             f"kvpatch {kvpatch.__version__}: pid {os.getpid()}, "
             f"role {' and '.join(self.roles)}, {self.vllm}, kvcached {self.kvcached}, "
-            f"features: {features}; KV on elastic memory: {elastic}"
+            f"features: {features}; {self.layout}{'; ' if self.layout else ''}"
+            f"KV on elastic memory: {elastic}"
         )
 
     def say(self) -> None:
@@ -75,6 +78,7 @@ def around_engine_core(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> A
             "report this with the log above, or set KVPATCH=0",
         )
     record.elastic = True
+    record.layout = layouts.said(instance.vllm_config)
     record.say()
 
 

@@ -84,6 +84,12 @@ CASES = [
         "tried on this release and runner; use Model Runner V2 of vLLM 0.30, or set KVPATCH=0.",
     ),
     (
+        [],  # needs a release and an environment: test_a_layout_that_kvcached_cannot_have
+        "VLLM_KV_CACHE_LAYOUT=LBHNC is set and kvcached's memory is contiguous, because kvcached "
+        "has BLNHC or BLHNC there, and with KVCACHED_CONTIGUOUS_LAYOUT=false LBNHC or LBHNC; "
+        "unset VLLM_KV_CACHE_LAYOUT or change KVCACHED_CONTIGUOUS_LAYOUT, or set KVPATCH=0.",
+    ),
+    (
         [
             {"kv_transfer_config__kv_connector": "SimpleCPUOffloadConnector"},
             {
@@ -250,6 +256,36 @@ def test_model_runner_v2_before_kvcacheds_adapter(vllm, monkeypatch):
     monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", "1")
     with pytest.raises(Refusal, match=re.escape(refused)):
         configuration.check(older)
+
+
+@pytest.mark.parametrize(
+    ("asked", "contiguous", "kept"),
+    [
+        ("BLHNC", "true", True),
+        ("BLNHC", "true", True),
+        ("LBHNC", "true", False),
+        ("HND", "true", False),
+        ("BHLNC", "true", False),
+        ("LBHNC", "false", True),
+        ("NHD", "false", True),
+        ("BLHNC", "false", False),
+        ("LHBNC", "false", False),
+    ],
+)
+def test_a_layout_that_kvcached_cannot_have(vllm, monkeypatch, asked, contiguous, kept):
+    monkeypatch.setenv("VLLM_KV_CACHE_LAYOUT", asked)
+    monkeypatch.setenv("KVCACHED_CONTIGUOUS_LAYOUT", contiguous)
+    configuration.check(config(connector=False))  # before 0.29 it means another thing
+    vllm("0.30.0")
+    if kept:
+        configuration.check(config(connector=False))
+        return
+    with pytest.raises(Refusal) as refused:
+        configuration.check(config(connector=False))
+    sentence = CASES[2][1].replace("LBHNC is", f"{asked} is", 1)
+    if contiguous == "false":
+        sentence = sentence.replace("is contiguous", "is not contiguous")
+    assert str(refused.value) == f"kvpatch refuses to start vLLM: {sentence}"
 
 
 def test_a_configuration_without_a_model_is_not_an_engine(monkeypatch):
