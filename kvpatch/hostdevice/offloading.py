@@ -14,16 +14,17 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from vllm.v1.kv_offload.base import (
-    CanonicalKVCaches,
-    GPULoadStoreSpec,
-    LoadStoreSpec,
-    OffloadingWorker,
-    TransferResult,
-)
+from vllm.v1.kv_offload.base import CanonicalKVCaches, GPULoadStoreSpec, LoadStoreSpec
 from vllm.v1.kv_offload.cpu.spec import CPUOffloadingSpec
 
 from kvpatch.hostdevice.streams import Event, Stream
+
+try:
+    from vllm.v1.kv_offload.base import OffloadingWorker, TransferResult
+except ImportError:  # up to 0.24 a handler for each direction: see ``handlers``
+    from vllm.v1.kv_offload.worker.worker import TransferResult
+
+    OffloadingWorker = object
 
 
 @dataclass
@@ -112,7 +113,11 @@ class HostOffloadingWorker(OffloadingWorker):  # type: ignore[misc]
 
     def get_finished(self) -> list[TransferResult]:
         """Return the transfers that ended since the last call."""
-        return self._store.finished() + self._load.finished()
+        return self.finished(store=True) + self.finished(store=False)
+
+    def finished(self, store: bool) -> list[TransferResult]:
+        """Return the transfers of one direction that ended since the last call."""
+        return (self._store if store else self._load).finished()
 
     def wait(self, job_ids: set[int]) -> None:
         """Wait until the copies of these jobs have run."""
@@ -167,7 +172,15 @@ class HostOffloadingSpec(CPUOffloadingSpec):  # type: ignore[misc]
         """Return the worker that copies ``kv_caches``; called once per worker process."""
         # vLLM 0.30 calls the blocks of the CPU tier chunks.
         rows = self.num_chunks if hasattr(self, "num_chunks") else self.num_blocks
-        self._worker: Any = self._worker or HostOffloadingWorker(
-            kv_caches, self.blocks_per_chunk, rows
-        )
+        # And up to 0.25 the blocks of a chunk a factor.
+        newer = hasattr(self, "blocks_per_chunk")
+        per_row = self.blocks_per_chunk if newer else self.block_size_factor
+        made: HostOffloadingWorker | None = getattr(self, "_worker", None)
+        self._worker: Any = made or HostOffloadingWorker(kv_caches, per_row, rows)
         return self._worker
+
+    def get_handlers(self, kv_caches: CanonicalKVCaches) -> Any:
+        """Return the same as one handler a direction, which vLLM asks for up to 0.24."""
+        from kvpatch.hostdevice import handlers
+
+        return handlers.of(self.get_worker(kv_caches))

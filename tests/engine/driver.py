@@ -223,7 +223,7 @@ def main(job_path: str, result_path: str) -> None:
     core = llm.llm_engine.engine_core.engine_core
     result["groups"] = len(core.scheduler.kv_cache_config.kv_cache_groups)
     result["async"] = core.batch_queue is not None
-    result["runner"] = "v2" if core.vllm_config.use_v2_model_runner else "v1"
+    result["runner"] = "v2" if getattr(core.vllm_config, "use_v2_model_runner", False) else "v1"
     result["layout"] = getattr(core.vllm_config.cache_config, "kv_cache_layout", None)
     connector = core.scheduler.connector
     evictions = Evictions(connector.connector_scheduler.manager) if connector else None

@@ -282,7 +282,7 @@ def test_a_layout_that_kvcached_cannot_have(vllm, monkeypatch, asked, contiguous
         return
     with pytest.raises(Refusal) as refused:
         configuration.check(config(connector=False))
-    sentence = CASES[2][1].replace("LBHNC is", f"{asked} is", 1)
+    sentence = CASES[3][1].replace("LBHNC is", f"{asked} is", 1)
     if contiguous == "false":
         sentence = sentence.replace("is contiguous", "is not contiguous")
     assert str(refused.value) == f"kvpatch refuses to start vLLM: {sentence}"
