@@ -19,6 +19,7 @@ from packaging.version import Version
 from kvpatch.bootstrap import OFF_VALUES, ON_VALUES, SWITCH
 from kvpatch.errors import Refusal
 from kvpatch.patch import Feature, Outcome, Patch, load
+from kvpatch.registry import faults
 from kvpatch.versions import Installed, installed
 
 ALLOW_VLLM = "KVPATCH_ALLOW_VLLM"
@@ -140,12 +141,16 @@ def check_range(
         return
     if found.package == "vllm" and allowed_by_name(found, environment):
         return
+    of_vllm = found.package == "vllm"
     remedy = f"install {found.package}{specifier}"
-    if found.package == "vllm":
+    if of_vllm:
         remedy += f", set {ALLOW_VLLM}={found.text} to try it untested,"
     raise Refusal(
         f"{found.distribution} {found.text} is outside the range {specifier}",
-        "no test of kvpatch ran on it",
+        next(
+            (fault.why for fault in faults.FAULTS if of_vllm and in_range(found, fault.vllm)),
+            "no test of kvpatch ran on it",
+        ),
         f"{remedy} or set {SWITCH}=0",
     )
 

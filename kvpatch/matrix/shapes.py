@@ -20,6 +20,7 @@ from packaging.version import Version
 
 from kvpatch import gate, registry
 from kvpatch.patch import Feature, Outcome, Patch
+from kvpatch.registry import faults
 from kvpatch.versions import Installed
 
 DATA = Path(__file__).parent / "data"
@@ -59,7 +60,8 @@ class Shapes:
 def targets() -> list[str]:
     """Every target that is recorded of a release."""
     rows = {patch.target for feature in registry.FEATURES for patch in feature.patches}
-    return sorted(rows | set(map(inherited, rows)) | set(PRESENCE.values()))
+    fixes = {fault.target for fault in faults.FAULTS if fault.target}
+    return sorted(rows | set(map(inherited, rows)) | set(PRESENCE.values()) | fixes)
 
 
 def inherited(target: str) -> str:

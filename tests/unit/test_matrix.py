@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from packaging.version import Version
 
 ROOT = Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT / "scripts"))
@@ -22,6 +23,7 @@ from matrix_lib.sources import Source  # noqa: E402
 from kvpatch import registry  # noqa: E402
 from kvpatch.matrix import axes, shapes, verdicts  # noqa: E402
 from kvpatch.patch import Outcome  # noqa: E402
+from kvpatch.registry import faults  # noqa: E402
 
 RELEASES = ("vllm-0.28.0", "kvcached-0.1.6")
 PLANNER = "vllm/distributed/kv_transfer/kv_connector/v1/offloading/scheduler.py"
@@ -211,6 +213,30 @@ def test_a_cell_that_was_right_and_is_refused_got_worse(monkeypatch):
     monkeypatch.setattr(registry, "VLLM_RANGE", "==0.11.0")
     worse = verdicts.lost(verdicts.verdicts("0.28.0"))
     assert {cell.vllm for cell in worse} >= {"0.28.0"}
+
+
+@pytest.mark.parametrize(
+    "fault", [fault for fault in faults.FAULTS if fault.target], ids=lambda fault: fault.vllm
+)
+def test_a_fault_is_where_it_is_said_to_be(fault):
+    """A release that has the fault lacks what fixed it, and the later ones have it."""
+    for version, made in shapes.releases("vllm").items():
+        said = made.targets[fault.target]
+        has_it = said is not None and (
+            not fault.parameter or fault.parameter in shapes.parameters(said)
+        )
+        assert has_it is (Version(version) >= Version(fault.fixed)), version
+
+
+def test_a_release_with_a_fault_of_its_own_is_refused_for_it(found):
+    def sentence(version: str) -> str:
+        cell = axes.Cell(version, "0.1.6", "V1", "contiguous", "Offloading", "full attention")
+        return found[cell].why
+
+    assert "because its OffloadingConnector gives the blocks" in sentence("0.13.0")
+    assert "it requires torch 2.9" in sentence("0.14.1")
+    assert "frees the blocks of an aborted request" in sentence("0.15.1")
+    assert "no test of kvpatch ran on it" in sentence("0.16.0")
 
 
 def test_a_refused_cell_has_the_sentence_of_the_gates(found):
