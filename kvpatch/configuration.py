@@ -85,6 +85,14 @@ RULES = (
         with_connector=False,
     ),
     Rule(
+        "Model Runner V1 on vLLM 0.29 to 0.31",
+        lambda c: _at_least("0.29") and not _at_least("0.32") and not c.use_v2_model_runner,
+        lambda c: "this configuration runs on Model Runner V1",
+        "on this release kvcached has no adapter for it and no test of kvpatch ran on ours",
+        "use Model Runner V2 or vLLM 0.32, or set KVPATCH=0",
+        with_connector=False,
+    ),
+    Rule(
         "hybrid models where kvcached alone would refuse to run: vLLM 0.31 and later, and "
         "Model Runner V1 from 0.29 on",
         lambda c: c.model_config is not None and c.model_config.is_hybrid and not _by_kvcached(c),

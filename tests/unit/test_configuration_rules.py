@@ -73,6 +73,12 @@ CASES = [
         "remove the HiSparse configuration, or set KVPATCH=0.",
     ),
     (
+        [],  # needs a release of its own: test_runner_v1_where_it_was_not_tried
+        "this configuration runs on Model Runner V1, because on this release kvcached has no "
+        "adapter for it and no test of kvpatch ran on ours; use Model Runner V2 or vLLM 0.32, or "
+        "set KVPATCH=0.",
+    ),
+    (
         [],  # needs a release of its own: test_hybrid_models_where_kvcached_has_no_adapter
         "JambaForCausalLM has state-space layers, because kvcached's patches for them were not "
         "tried on this release and runner; use Model Runner V2 of vLLM 0.30, or set KVPATCH=0.",
@@ -213,12 +219,24 @@ def test_the_check_runs_after_vllm_resolved_the_configuration(monkeypatch):
         configuration.around_post_init(resolve, made, (), {})
 
 
+@pytest.mark.parametrize("release", ["0.28.0", "0.29.0", "0.30.0", "0.31.0+cpu", "0.32.0"])
+@pytest.mark.parametrize("runner_v2", [True, False])
+def test_runner_v1_where_it_was_not_tried(vllm, release, runner_v2):
+    vllm(release)
+    made = config(connector=False, use_v2_model_runner=runner_v2)
+    if runner_v2 or release in ("0.28.0", "0.32.0"):
+        configuration.check(made)
+        return
+    with pytest.raises(Refusal) as refused:
+        configuration.check(made)
+    assert str(refused.value) == f"kvpatch refuses to start vLLM: {CASES[1][1]}"
+
+
 @pytest.mark.parametrize(
     ("release", "runner_v2", "runs"),
     [
         ("0.28.0", False, True),
         ("0.28.0", True, True),
-        ("0.29.0", False, False),
         ("0.30.0", True, True),
         ("0.30.0+cpu", True, True),
         ("0.31.0", True, False),
@@ -233,7 +251,7 @@ def test_hybrid_models_where_kvcached_has_no_adapter(vllm, release, runner_v2, r
         return
     with pytest.raises(Refusal) as refused:
         configuration.check(made)
-    assert str(refused.value) == f"kvpatch refuses to start vLLM: {CASES[1][1]}"
+    assert str(refused.value) == f"kvpatch refuses to start vLLM: {CASES[2][1]}"
 
 
 @pytest.mark.parametrize(
@@ -255,12 +273,13 @@ def test_a_layout_that_kvcached_cannot_have(vllm, monkeypatch, asked, contiguous
     monkeypatch.setenv("KVCACHED_CONTIGUOUS_LAYOUT", contiguous)
     configuration.check(config(connector=False))  # before 0.29 it means another thing
     vllm("0.30.0")
+    made = config(connector=False, use_v2_model_runner=True)
     if kept:
-        configuration.check(config(connector=False))
+        configuration.check(made)
         return
     with pytest.raises(Refusal) as refused:
-        configuration.check(config(connector=False))
-    sentence = CASES[2][1].replace("LBHNC is", f"{asked} is", 1)
+        configuration.check(made)
+    sentence = CASES[3][1].replace("LBHNC is", f"{asked} is", 1)
     if contiguous == "false":
         sentence = sentence.replace("is contiguous", "is not contiguous")
     assert str(refused.value) == f"kvpatch refuses to start vLLM: {sentence}"
