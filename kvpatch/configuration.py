@@ -74,12 +74,6 @@ def _by_kvcached(config: Any) -> bool:
     return bool(config.use_v2_model_runner) or not _at_least("0.29")
 
 
-def _v2_before_kvcacheds(config: Any) -> bool:
-    """Whether this is Model Runner V2 of a release for which kvcached has no adapter."""
-    (vllm,) = installed("vllm")[:1]
-    return vllm.version is not None and vllm.version < Version("0.28") and _runs_v2(config)
-
-
 def _runs_v2(config: Any) -> bool:
     # Up to 0.21 the variable alone decides, and the configuration does not know.
     by_variable = os.environ.get("VLLM_USE_V2_MODEL_RUNNER", "0") not in ("", "0")
@@ -98,11 +92,11 @@ RULES = (
         with_connector=False,
     ),
     Rule(
-        "Model Runner V2 before vLLM 0.28",
-        _v2_before_kvcacheds,
-        lambda c: "this configuration runs on Model Runner V2",
-        "kvcached has no adapter for it before vLLM 0.28",
-        "set VLLM_USE_V2_MODEL_RUNNER=0, or set KVPATCH=0",
+        "Model Runner V1 on vLLM 0.29 to 0.31",
+        lambda c: _at_least("0.29") and not _at_least("0.32") and not c.use_v2_model_runner,
+        lambda c: "this configuration runs on Model Runner V1",
+        "on this release kvcached has no adapter for it and no test of kvpatch ran on ours",
+        "use Model Runner V2 or vLLM 0.32, or set KVPATCH=0",
         with_connector=False,
     ),
     Rule(
@@ -124,6 +118,14 @@ RULES = (
         f"kvcached has {' or '.join(layouts.LAYOUTS[True])} there, and with "
         f"{layouts.CONTIGUOUS}=false {' or '.join(layouts.LAYOUTS[False][:2])}",
         f"unset {layouts.ASKED} or change {layouts.CONTIGUOUS}, or set KVPATCH=0",
+        with_connector=False,
+    ),
+    Rule(
+        "Model Runner V2 before vLLM 0.28",
+        lambda c: not _at_least("0.28") and _runs_v2(c),
+        lambda c: "this configuration runs on Model Runner V2",
+        "kvcached has no adapter for it before vLLM 0.28",
+        "set VLLM_USE_V2_MODEL_RUNNER=0, or set KVPATCH=0",
         with_connector=False,
     ),
     Rule(

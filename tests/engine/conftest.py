@@ -50,7 +50,7 @@ def device(tmp_path_factory: pytest.TempPathFactory) -> Device:
 def engine(
     models: Callable[[str], Path], device: Device, tmp_path_factory: pytest.TempPathFactory
 ) -> Callable[[Run], Finished]:
-    """Run 24 prompts twice on an engine; the second time they may come from the tier."""
+    """Run prompts twice on an engine; the second time they may come from the tier."""
     finished: dict[Run, Finished] = {}
 
     def run(wanted: Run) -> Finished:
@@ -58,7 +58,7 @@ def engine(
             job = {
                 "model": str(models(wanted.model)),
                 "engine": engine_arguments(wanted),
-                "rounds": [whole_blocks() if wanted.events else prompts(24)] * 2,
+                "rounds": [whole_blocks() if wanted.events else prompts(wanted.count)] * 2,
                 "events": wanted.events,
                 "one_by_one": wanted.events,
                 "revert": list(wanted.revert),

@@ -35,6 +35,7 @@ class Run:
     cross_layer: bool = False
     dtype: str = "float32"
     together: int = 4
+    count: int = 24  # prompts; more than the pool and the small tier hold
     events: bool = False
     environment: tuple[tuple[str, str], ...] = ()
 

@@ -74,9 +74,10 @@ CASES = [
         "remove the HiSparse configuration, or set KVPATCH=0.",
     ),
     (
-        [],  # needs a release of its own: test_model_runner_v2_before_kvcacheds_adapter
-        "this configuration runs on Model Runner V2, because kvcached has no adapter for it "
-        "before vLLM 0.28; set VLLM_USE_V2_MODEL_RUNNER=0, or set KVPATCH=0.",
+        [],  # needs a release of its own: test_runner_v1_where_it_was_not_tried
+        "this configuration runs on Model Runner V1, because on this release kvcached has no "
+        "adapter for it and no test of kvpatch ran on ours; use Model Runner V2 or vLLM 0.32, or "
+        "set KVPATCH=0.",
     ),
     (
         [],  # needs a release of its own: test_hybrid_models_where_kvcached_has_no_adapter
@@ -88,6 +89,11 @@ CASES = [
         "VLLM_KV_CACHE_LAYOUT=LBHNC is set and kvcached's memory is contiguous, because kvcached "
         "has BLNHC or BLHNC there, and with KVCACHED_CONTIGUOUS_LAYOUT=false LBNHC or LBHNC; "
         "unset VLLM_KV_CACHE_LAYOUT or change KVCACHED_CONTIGUOUS_LAYOUT, or set KVPATCH=0.",
+    ),
+    (
+        [],  # needs a release of its own: test_model_runner_v2_before_kvcacheds_adapter
+        "this configuration runs on Model Runner V2, because kvcached has no adapter for it "
+        "before vLLM 0.28; set VLLM_USE_V2_MODEL_RUNNER=0, or set KVPATCH=0.",
     ),
     (
         [
@@ -219,12 +225,24 @@ def test_the_check_runs_after_vllm_resolved_the_configuration(monkeypatch):
         configuration.around_post_init(resolve, made, (), {})
 
 
+@pytest.mark.parametrize("release", ["0.28.0", "0.29.0", "0.30.0", "0.31.0+cpu", "0.32.0"])
+@pytest.mark.parametrize("runner_v2", [True, False])
+def test_runner_v1_where_it_was_not_tried(vllm, release, runner_v2):
+    vllm(release)
+    made = config(connector=False, use_v2_model_runner=runner_v2)
+    if runner_v2 or release in ("0.28.0", "0.32.0"):
+        configuration.check(made)
+        return
+    with pytest.raises(Refusal) as refused:
+        configuration.check(made)
+    assert str(refused.value) == f"kvpatch refuses to start vLLM: {CASES[1][1]}"
+
+
 @pytest.mark.parametrize(
     ("release", "runner_v2", "runs"),
     [
         ("0.28.0", False, True),
         ("0.28.0", True, True),
-        ("0.29.0", False, False),
         ("0.30.0", True, True),
         ("0.30.0+cpu", True, True),
         ("0.31.0", True, False),
@@ -240,22 +258,6 @@ def test_hybrid_models_where_kvcached_has_no_adapter(vllm, release, runner_v2, r
     with pytest.raises(Refusal) as refused:
         configuration.check(made)
     assert str(refused.value) == f"kvpatch refuses to start vLLM: {CASES[2][1]}"
-
-
-def test_model_runner_v2_before_kvcacheds_adapter(vllm, monkeypatch):
-    refused = f"kvpatch refuses to start vLLM: {CASES[1][1]}"
-    vllm("0.27.1")
-    configuration.check(config())
-    with pytest.raises(Refusal, match=re.escape(refused)):
-        configuration.check(config(use_v2_model_runner=True))
-    # Up to 0.21 a configuration does not know its runner.
-    vllm("0.21.0")
-    older = config()
-    del older.use_v2_model_runner
-    configuration.check(older)
-    monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", "1")
-    with pytest.raises(Refusal, match=re.escape(refused)):
-        configuration.check(older)
 
 
 @pytest.mark.parametrize(
@@ -277,15 +279,32 @@ def test_a_layout_that_kvcached_cannot_have(vllm, monkeypatch, asked, contiguous
     monkeypatch.setenv("KVCACHED_CONTIGUOUS_LAYOUT", contiguous)
     configuration.check(config(connector=False))  # before 0.29 it means another thing
     vllm("0.30.0")
+    made = config(connector=False, use_v2_model_runner=True)
     if kept:
-        configuration.check(config(connector=False))
+        configuration.check(made)
         return
     with pytest.raises(Refusal) as refused:
-        configuration.check(config(connector=False))
+        configuration.check(made)
     sentence = CASES[3][1].replace("LBHNC is", f"{asked} is", 1)
     if contiguous == "false":
         sentence = sentence.replace("is contiguous", "is not contiguous")
     assert str(refused.value) == f"kvpatch refuses to start vLLM: {sentence}"
+
+
+def test_model_runner_v2_before_kvcacheds_adapter(vllm, monkeypatch):
+    refused = f"kvpatch refuses to start vLLM: {CASES[4][1]}"
+    vllm("0.27.1")
+    configuration.check(config())
+    with pytest.raises(Refusal, match=re.escape(refused)):
+        configuration.check(config(use_v2_model_runner=True))
+    # Up to 0.21 a configuration does not know its runner.
+    vllm("0.21.0")
+    older = config()
+    del older.use_v2_model_runner
+    configuration.check(older)
+    monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", "1")
+    with pytest.raises(Refusal, match=re.escape(refused)):
+        configuration.check(older)
 
 
 def test_a_configuration_without_a_model_is_not_an_engine(monkeypatch):

@@ -15,6 +15,7 @@ ROOT = Path(__file__).parents[2]
 PACKAGES = Path(pytest.__file__).parents[1]
 REQUIREMENTS = ("wrapt", "packaging")
 BUILD = ("hatchling", "pathspec", "pluggy", "trove_classifiers", "editables")
+BUILD += ("tomli",) if sys.version_info < (3, 11) else ()
 
 
 class Environment:
