@@ -35,7 +35,7 @@ def test_a_stale_file_is_found_and_renewed(run, copy, stale):
     assert run(*command, "--check").code == 0
     path = copy / stale
     current = path.read_text()
-    path.write_text(current.replace("0.1.6", "0.1.5"))
+    path.write_text(current.replace("`==0.1.6`", "`==0.1.5`").replace("| 0.1.6 |", "| 0.1.5 |"))
     done = run(*command, "--check")
     assert done.code == 1
     assert done.err == f"stale: {stale}; run .venv/bin/python scripts/docs\n"
