@@ -68,15 +68,12 @@ def evidence(data: Path = shapes.DATA) -> dict[Cell, Verdict]:
 
 def refusal(cell: Cell) -> str | None:
     """Return the sentence that start-up would end with, or None where the cell starts."""
-    vllm = shapes.release("vllm", cell.vllm)
-    kvcached = shapes.release("kvcached", cell.kvcached)
+    of_releases: str | None = _of_releases(cell.vllm, cell.kvcached)
+    if of_releases is not None:
+        return of_releases
+    found = (shapes.release("vllm", cell.vllm), shapes.release("kvcached", cell.kvcached))
     try:
-        gate.check_range(vllm, registry.VLLM_RANGE, _NOTHING_ALLOWED)
-        gate.check_range(kvcached, registry.KVCACHED_RANGE, _NOTHING_ALLOWED)
-        reason = _features(cell.vllm, cell.kvcached)
-        if reason is not None:
-            raise reason
-        with versions.assume(vllm, kvcached):
+        with versions.assume(*found):
             configuration.check(configuration_of(cell))
     except Refusal as refusal:
         return str(refusal)
@@ -84,6 +81,21 @@ def refusal(cell: Cell) -> str | None:
 
 
 @cache
+def _of_releases(vllm: str, kvcached: str) -> str | None:
+    """Return the sentence of the gates, which ask for the releases alone."""
+    try:
+        found = shapes.release("vllm", vllm)
+        gate.check_range(found, registry.VLLM_RANGE, _NOTHING_ALLOWED)
+        found = shapes.release("kvcached", kvcached)
+        gate.check_range(found, registry.KVCACHED_RANGE, _NOTHING_ALLOWED)
+        reason = _features(vllm, kvcached)
+        if reason is not None:
+            raise reason
+    except Refusal as refusal:
+        return str(refusal)
+    return None
+
+
 def _features(vllm: str, kvcached: str) -> Refusal | None:
     """Return the refusal of a feature that cannot be applied to two releases."""
     found = (shapes.release("vllm", vllm), shapes.release("kvcached", kvcached))
@@ -123,6 +135,12 @@ def verdict(cell: Cell) -> Verdict:
 def verdicts(vllm: str | None = None) -> dict[Cell, Verdict]:
     """Return the verdict of every cell, or of those of one release of vLLM."""
     return {cell: verdict(cell) for cell in cells(vllm)}
+
+
+def forget() -> None:
+    """Compute anew what was remembered of the registry and the results."""
+    for remembered in (_of_releases, evidence, shapes.releases):
+        remembered.cache_clear()
 
 
 def lost(found: Mapping[Cell, Verdict]) -> list[Cell]:

@@ -116,6 +116,13 @@ def widened(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
     return widened
 
 
+@pytest.fixture(autouse=True)
+def nothing_remembered() -> Iterator[None]:
+    verdicts.forget()
+    yield
+    verdicts.forget()
+
+
 @pytest.fixture(scope="module")
 def found() -> dict[axes.Cell, verdicts.Verdict]:
     return verdicts.verdicts()
@@ -201,11 +208,7 @@ def test_a_tested_range_that_is_widened_turns_cells_red(monkeypatch, name, range
         for feature in registry.FEATURES
     ]
     monkeypatch.setattr(registry, "FEATURES", tuple(features))
-    verdicts._features.cache_clear()
-    try:
-        found = verdicts.verdicts().values()
-    finally:
-        verdicts._features.cache_clear()
+    found = verdicts.verdicts().values()
     assert any(verdict.kind is verdicts.Kind.UNTESTED for verdict in found)
 
 
