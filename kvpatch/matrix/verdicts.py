@@ -88,7 +88,7 @@ def _of_releases(vllm: str, kvcached: str) -> str | None:
         gate.check_range(found, registry.VLLM_RANGE, _NOTHING_ALLOWED)
         found = shapes.release("kvcached", kvcached)
         gate.check_range(found, registry.KVCACHED_RANGE, _NOTHING_ALLOWED)
-        reason = _features(vllm, kvcached)
+        reason: Refusal | None = _features(vllm, kvcached)
         if reason is not None:
             raise reason
     except Refusal as refusal:
@@ -114,7 +114,7 @@ def _features(vllm: str, kvcached: str) -> Refusal | None:
 def missing(cell: Cell) -> str | None:
     """Return what a cell needs and its release of vLLM does not have."""
     needs = (*connector_of(cell).needs, *(("Model Runner V2",) if cell.runner == "V2" else ()))
-    present = shapes.releases("vllm")[cell.vllm].targets
+    present: dict[str, str | None] = shapes.releases("vllm")[cell.vllm].targets
     for need in needs:
         if present.get(shapes.PRESENCE[need]) is None:
             return need
