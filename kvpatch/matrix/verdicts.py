@@ -113,7 +113,10 @@ def _features(vllm: str, kvcached: str) -> Refusal | None:
 
 def missing(cell: Cell) -> str | None:
     """Return what a cell needs and its release of vLLM does not have."""
-    needs = (*connector_of(cell).needs, *(("Model Runner V2",) if cell.runner == "V2" else ()))
+    needs: tuple[str, ...] = (
+        *connector_of(cell).needs,
+        *(("Model Runner V2",) if cell.runner == "V2" else ()),
+    )
     present: dict[str, str | None] = shapes.releases("vllm")[cell.vllm].targets
     for need in needs:
         if present.get(shapes.PRESENCE[need]) is None:
