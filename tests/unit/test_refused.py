@@ -130,3 +130,16 @@ def test_an_untested_vllm_that_is_named_runs_and_says_so(python, fakes):
     assert done.err == (
         "kvpatch: vllm 0.99.1 is UNTESTED and runs because KVPATCH_ALLOW_VLLM names it\n"
     )
+
+
+def test_an_untested_vllm_that_is_named_is_refused_when_a_target_moved(python, fakes):
+    old = fakes / "vllm-0.28.0.dist-info/METADATA"
+    old.write_text(old.read_text().replace("0.28.0", "0.99.1"))
+    serving = fakes / "vllm/serving.py"
+    serving.write_text(serving.read_text().replace("request", "job"))
+    done = python("import kvpatch, fake_registry, vllm", KVPATCH_ALLOW_VLLM="0.99.1")
+    assert done.code == 1
+    assert done.err.splitlines()[-1].startswith(
+        "kvpatch refuses to start vLLM: the feature fake cannot be applied (moved), because "
+        "vllm.serving:Server.serve no longer takes request; "
+    )
