@@ -9,6 +9,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+from proofs import proves, pytest_addoption, pytest_configure
+
+__all__ = ["proves", "pytest_addoption", "pytest_configure"]
 
 # Tests say for themselves what is on; what the caller's shell has set must not.
 os.environ["KVPATCH"] = "0"

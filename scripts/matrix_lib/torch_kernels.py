@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import importlib.abc
 import importlib.machinery
+import itertools
 import sys
 from importlib import metadata
 from types import ModuleType
@@ -181,7 +182,7 @@ def compute_slot_mapping_kernel_impl(
     starts: Any, positions: Any, table: Any, slots: Any, size: int
 ) -> None:
     bounds = starts.tolist()
-    for request, (begin, end) in enumerate(zip(bounds, bounds[1:], strict=False)):
+    for request, (begin, end) in enumerate(itertools.pairwise(bounds)):
         here = positions[begin:end].long()
         slots[begin:end] = table[request].long()[here // size] * size + here % size
 

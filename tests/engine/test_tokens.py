@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
+from proofs import Proves
 from runs import BLOCK, Finished, Run
 
 Engine = Callable[[Run], Finished]
@@ -37,10 +38,11 @@ def assert_same(ours: Finished, plain: Finished) -> None:
 @MODELS
 @LAYOUTS
 def test_prompts_served_from_the_cpu_tier_give_plain_vllms_tokens(
-    engine: Engine, model: str, contiguous: bool
+    engine: Engine, proves: Proves, model: str, contiguous: bool
 ) -> None:
+    proves("Offloading", run := Run(model=model, contiguous=contiguous))
     plain = engine(replace(PLAIN, model=model))
-    ours = engine(Run(model=model, contiguous=contiguous))
+    ours = engine(run)
     assert_same(ours, plain)
     # Nothing is left on the device from round 1, so all of it came from the tier.
     assert [record["cached"] for record in plain.round(1)] == [0] * 24
@@ -52,9 +54,10 @@ def test_prompts_served_from_the_cpu_tier_give_plain_vllms_tokens(
 @MODELS
 @LAYOUTS
 def test_restored_blocks_have_the_bytes_they_had(
-    engine: Engine, model: str, contiguous: bool
+    engine: Engine, proves: Proves, model: str, contiguous: bool
 ) -> None:
-    ours = engine(Run(model=model, contiguous=contiguous))
+    proves("Offloading", run := Run(model=model, contiguous=contiguous))
+    ours = engine(run)
     ours.round(1)
     restored = 24 * 640 // BLOCK
     assert ours.result["returned"] >= restored

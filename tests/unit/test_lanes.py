@@ -22,7 +22,8 @@ def collect(run, tmp_path):
         path = tests / place
         path.parent.mkdir(parents=True)
         path.write_text(TEST)
-        shutil.copy(TESTS / "conftest.py", tests)
+        for name in ("conftest.py", "proofs.py"):
+            shutil.copy(TESTS / name, tests)
         shutil.copy(TESTS.parent / "pyproject.toml", tmp_path)
         command = ("-m", "pytest", "-q", "-s", "-p", "no:cacheprovider", "--rootdir", tmp_path)
         return run(sys.executable, *command, "-c", tmp_path / "pyproject.toml", tests)

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
+from proofs import Proves
 from runs import BLOCK, Finished, Run
 from test_tokens import LAYOUTS, MODELS, PLAIN, SMALL_TIER, assert_same, same_tokens
 
@@ -34,10 +35,12 @@ EVERY = pytest.mark.parametrize(
 @MODELS
 @LAYOUTS
 def test_prompts_served_from_the_cpu_tier_give_plain_vllms_tokens(
-    engine: Engine, vllm: str, runner: str, model: str, contiguous: bool
+    engine: Engine, proves: Proves, vllm: str, runner: str, model: str, contiguous: bool
 ) -> None:
+    run = Run(count=COUNT, vllm=vllm, runner=runner, model=model, contiguous=contiguous)
+    proves("Offloading", run)
     plain = engine(replace(PLAIN, count=COUNT, vllm=vllm, runner=runner, model=model))
-    ours = engine(Run(count=COUNT, vllm=vllm, runner=runner, model=model, contiguous=contiguous))
+    ours = engine(run)
     assert_same(ours, plain)
     assert plain.result["runner"] == ours.result["runner"] == runner
     assert [record["cached"] for record in plain.round(1)] == [0] * COUNT
@@ -50,9 +53,11 @@ def test_prompts_served_from_the_cpu_tier_give_plain_vllms_tokens(
 @MODELS
 @LAYOUTS
 def test_restored_blocks_have_the_bytes_they_had(
-    engine: Engine, vllm: str, runner: str, model: str, contiguous: bool
+    engine: Engine, proves: Proves, vllm: str, runner: str, model: str, contiguous: bool
 ) -> None:
-    ours = engine(Run(count=COUNT, vllm=vllm, runner=runner, model=model, contiguous=contiguous))
+    run = Run(count=COUNT, vllm=vllm, runner=runner, model=model, contiguous=contiguous)
+    proves("Offloading", run)
+    ours = engine(run)
     ours.round(1)
     assert ours.result["returned"] >= COUNT * 640 // BLOCK
     assert ours.result["changed"] == []
