@@ -20,7 +20,7 @@ from runs import BLOCK, Device, Run, engine_arguments, prompts  # noqa: E402
 
 PROMPTS, CACHED = 24, 640
 # Seconds after which an engine is taken for one that hangs.
-LIMIT = 420
+LIMIT = 600
 # The first release whose compiled kernels load with the torch of the tests.
 OWN_KERNELS = Version("0.27")
 MODELS = {"full attention": "llama", "sliding window": "sliding"}
@@ -151,8 +151,13 @@ class Engines:
         kind = MODELS[model]
         plain = Run(model=kind, runner=runner.lower(), kvpatch=False, offload=False)
         key = f"{runner}-{kind}"
+        kept = self.work / f"plain-{key}/result.json"
         if key not in self._plain:
-            self._plain[key] = self.run(plain, f"plain-{key}")
+            # kvpatch has no part in it, so one that was kept is as good.
+            has_run = kept.exists()
+            self._plain[key] = (
+                json.loads(kept.read_text()) if has_run else self.run(plain, f"plain-{key}")
+            )
         ours = replace(plain, kvpatch=True, offload=True, contiguous=LAYOUTS[layout])
         return judge(self.run(ours, f"ours-{key}-{layout}"), self._plain[key], runner)
 
