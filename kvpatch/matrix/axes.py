@@ -131,7 +131,7 @@ def configuration_of(cell: Cell) -> Any:
             distributed_executor_backend=None,
         ),
         attention_config=SimpleNamespace(hisparse_config=None),
-        scheduler_config=SimpleNamespace(async_scheduling=None),
+        scheduler_config=SimpleNamespace(async_scheduling=None, policy="fcfs"),
         speculative_config=None,
         model_config=SimpleNamespace(
             architecture=model.architecture, **facts | dict.fromkeys(model.facts, True)
