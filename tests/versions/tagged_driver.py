@@ -18,7 +18,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
-from vllm.config import VllmConfig
+from vllm.config import VllmConfig, get_current_vllm_config
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.worker import OffloadingConnectorWorker
 from vllm.v1.core import kv_cache_coordinator
 from vllm.v1.kv_cache_interface import (
@@ -29,6 +29,7 @@ from vllm.v1.kv_cache_interface import (
     MLAAttentionSpec,
     SlidingWindowSpec,
 )
+from vllm.v1.worker import gpu_worker
 from vllm.v1.worker.gpu import attn_utils
 
 try:
@@ -38,9 +39,11 @@ except ImportError:  # before 0.33
 
 from kvcached.integration.vllm import interfaces, model_runner_v2
 
-from kvpatch import geometry, status
+from kvpatch import geometry, releases, status
 from kvpatch.errors import Refusal
+from kvpatch.versions import installed
 
+RELEASE = installed("vllm")[0].public
 BLOCK, BLOCKS, USED = 32, 600, 70
 PAGE = 2 * 2 * 32 * BLOCK * 4  # K and V of two heads of 32 float32
 
@@ -185,6 +188,32 @@ def look(kind: str, layout: KVCacheLayout) -> dict[str, Any]:
     }
 
 
+def worker_functions() -> dict[str, Any]:
+    """Call what is patched of a GPU worker, as vLLM calls it, and say what it did.
+
+    On a CPU no engine comes here: the CPU worker has its own.
+    """
+    snapshot = SimpleNamespace(total_memory=100 << 30, free_memory=10 << 30, device_="cuda:0")
+    budget = SimpleNamespace(gpu_memory_utilization=0.5)
+    external = (3 << 30,) if RELEASE >= "0.32" else ()
+    seen: dict[str, Any] = {"budget": gpu_worker.request_memory(snapshot, budget, *external) >> 30}
+    if RELEASE < "0.31":
+        return seen
+
+    class Runner:
+        def profile_run(self, randomize_inputs: bool = True) -> None:
+            seen["random"] = randomize_inputs
+            seen["current"] = get_current_vllm_config() is worker.vllm_config
+
+    worker = object.__new__(gpu_worker.Worker)
+    worker.model_runner, worker.vllm_config = Runner(), VllmConfig()
+    worker.parallel_config = worker.vllm_config.parallel_config
+    wrapped = worker.model_runner.profile_run
+    releases.profile_as_vllm(lambda: worker.model_runner.profile_run() or 0, worker, (), {})
+    seen["left as it was"] = worker.model_runner.profile_run == wrapped
+    return seen
+
+
 def vars_but(config: Any) -> dict[str, Any]:
     """The parts of a ``VllmConfig`` that registration reads."""
     return {"cache_config": config.cache_config, "model_config": None}
@@ -199,7 +228,9 @@ def main(result_path: str) -> None:
         for kind in ("full", "sliding", "latent", "hybrid")
         for name in names
     }
-    Path(result_path).write_text(json.dumps({"features": features, "found": found}))
+    Path(result_path).write_text(
+        json.dumps({"features": features, "found": found, "worker": worker_functions()})
+    )
 
 
 if __name__ == "__main__":
