@@ -1,0 +1,90 @@
+"""OffloadingConnector before 0.26, presented in the terms of later releases."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from kvpatch import geometry, older_connectors
+from kvpatch.fence import Fence
+
+KV_CACHES = {"layer.0": object()}
+
+
+@pytest.fixture
+def registered(monkeypatch) -> list[Any]:
+    """What was given to the registration of later releases."""
+    given: list[Any] = []
+    monkeypatch.setattr(
+        geometry, "register_regions", lambda wrapped, worker, *rest: given.append((worker, *rest))
+    )
+    return given
+
+
+@pytest.mark.parametrize(
+    ("register", "init"),
+    [
+        (older_connectors.register_with_spec, "_init_worker"),
+        (older_connectors.register_with_handlers, "_register_handlers"),
+    ],
+)
+def test_the_plan_comes_from_the_spec(registered, register, init):
+    plan, started = object(), []
+    spec = SimpleNamespace(
+        kv_cache_config=plan, cpu_page_size_per_worker=3 * 4096, block_size_factor=3
+    )
+    worker = SimpleNamespace(spec=spec, **{init: started.append})
+    register(lambda: pytest.fail("vLLM's own ran"), worker, (KV_CACHES,), {})
+    ((later, args, kwargs),) = registered
+    assert (args, kwargs) == ((KV_CACHES,), {})
+    assert later.kv_cache_config is plan
+    # The CPU tier counts in chunks of blocks; a region's bytes are a block's.
+    assert later.spec.config.worker_kv_bytes_per_block == 4096
+    later._init_worker("regions")
+    assert started == ["regions"]
+
+
+def test_the_fence_is_told_the_blocks_on_the_devices_side_of_a_pair():
+    def job(source: list[int], destination: list[int]) -> SimpleNamespace:
+        pair = (SimpleNamespace(block_ids=source), SimpleNamespace(block_ids=destination))
+        return SimpleNamespace(req_id="r", transfer_spec=pair)
+
+    fence = Fence(lambda page: (page * 10, page * 10 + 10), workers=1)
+    planner = SimpleNamespace(
+        kvpatch_fence=fence,
+        kvpatch_manager=SimpleNamespace(capture_physical_release_marker=lambda: 7),
+    )
+    meta = SimpleNamespace(store_jobs={1: job([11, 12], [90])}, load_jobs={2: job([90], [33])})
+    output = object()
+    made = older_connectors.around_build(
+        lambda scheduler_output: meta if scheduler_output is output else None,
+        planner,
+        (output,),
+        {},
+    )
+    assert made is meta
+    assert {job_id: named.blocks for job_id, named in fence.transfers.items()} == {
+        1: (11, 12),
+        2: (33,),
+    }
+    released, held = fence.split([(7, [0, 1, 3, 9])], can_plan=True)
+    assert released == [0, 9]
+    assert held == [(7, [1, 3])]
+
+
+@pytest.mark.parametrize(
+    ("vllm_asks", "holding", "asked"),
+    [(False, 0, False), (True, 0, True), (False, 2, True)],
+)
+def test_an_engine_steps_while_a_page_is_held_back(vllm_asks, holding, asked):
+    planner = SimpleNamespace(kvpatch_fence=SimpleNamespace(holding=holding))
+    scheduler = SimpleNamespace(connector=SimpleNamespace(connector_scheduler=planner))
+    assert older_connectors.around_has_requests(lambda: vllm_asks, scheduler, (), {}) is asked
+
+
+def test_an_engine_without_a_connector_steps_as_it_did():
+    scheduler = SimpleNamespace(connector=None)
+    assert older_connectors.around_has_requests(lambda: True, scheduler, (), {}) is True
+    assert older_connectors.around_has_requests(lambda: False, scheduler, (), {}) is False
