@@ -13,7 +13,7 @@ from types import ModuleType
 
 import wrapt
 
-from kvpatch import gate, refusing, registry, status
+from kvpatch import gate, instance, refusing, registry, status
 from kvpatch.errors import Refusal, RefusedImport
 from kvpatch.patch import Outcome, Transaction
 from kvpatch.versions import Installed
@@ -35,6 +35,7 @@ def before_vllm() -> None:
         check_versions()
     except Refusal as refusal:
         raise _stay_refused(refusal) from refusal.__cause__
+    instance.give_name()
     for name in gate.KVCACHED_SWITCHES:
         if not os.environ.get(name):
             os.environ[name] = "1"
