@@ -24,6 +24,8 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
+from kvpatch import audit
+
 Retired = list[tuple[int, list[int]]]
 
 
@@ -197,6 +199,9 @@ def around_install(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> None:
         holder.kvpatch_fence = fence
     planner.kvpatch_manager = manager
     manager.kvpatch_scheduler = scheduler
+    if audit.wanted():
+        start, end = blocks_of_page(0)
+        executor.collective_rpc(audit.tell_page_size, args=(end - start,))
 
 
 def around_build(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
@@ -255,7 +260,10 @@ def around_release(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> None:
     scheduler = instance.kvpatch_scheduler
     can_plan = scheduler.has_unfinished_requests() or scheduler.has_finished_requests()
     released, held = fence.split(retired, can_plan)
-    forget_freed_blocks(scheduler.connector.connector_scheduler, released)
+    planner = scheduler.connector.connector_scheduler
+    if audit.wanted():
+        audit.check_release(planner, released)
+    forget_freed_blocks(planner, released)
     # Epochs begin at 1, so that marker 0 releases exactly what the fence let go.
     instance._retired_pages = [(0, released), *held] if released else held
     wrapped(0)

@@ -24,6 +24,7 @@ from vllm.v1.kv_offload.base import (
 from vllm.v1.kv_offload.cpu.spec import CPUOffloadingSpec
 
 from kvpatch.hostdevice.streams import Event, Stream
+from kvpatch.slots import slots
 
 
 @dataclass
@@ -127,36 +128,20 @@ class HostOffloadingWorker(OffloadingWorker):  # type: ignore[misc]
         self.tier.clear()
 
     def _addresses(self, device: Any, tier: Any) -> list[tuple[int, int, int]]:
-        """Pair device addresses with tier addresses: (device, tier, bytes) a copy.
-
-        A group's first block may lie in the middle of a chunk: ``block_indices`` gives
-        its position in the request.
-        """
+        """Pair device addresses with tier addresses: (device, tier, bytes) a copy."""
         pairs = []
-        device_at = tier_at = 0
-        for group, count, first in zip(
-            self.groups, device.group_sizes, device.block_indices, strict=True
-        ):
-            skip = first % self.blocks_per_chunk
-            chunks = -(-(skip + count) // self.blocks_per_chunk) if count else 0
-            for ref in group:
+        for block, slot in slots(device, tier, self.blocks_per_chunk):
+            for ref in self.groups[slot.group]:
                 region, rows = self.regions[ref.tensor_idx], self.tier[ref.tensor_idx]
-                page = region.shape[1]
-                for position in range(count):
-                    block = int(device.block_ids[device_at + position])
-                    chunk, inside = divmod(skip + position, self.blocks_per_chunk)
-                    row = int(tier.block_ids[tier_at + chunk])
-                    if not (0 <= block < region.shape[0] and 0 <= row < rows.shape[0]):
-                        raise IndexError(f"block {block} or tier block {row} does not exist")
-                    pairs.append(
-                        (
-                            region.data_ptr() + block * region.stride(0),
-                            rows.data_ptr() + row * rows.stride(0) + inside * page,
-                            ref.page_size_bytes,
-                        )
+                if not (0 <= block < region.shape[0] and 0 <= slot.row < rows.shape[0]):
+                    raise IndexError(f"block {block} or tier block {slot.row} does not exist")
+                pairs.append(
+                    (
+                        region.data_ptr() + block * region.stride(0),
+                        rows.data_ptr() + slot.row * rows.stride(0) + slot.inside * region.shape[1],
+                        ref.page_size_bytes,
                     )
-            device_at += count
-            tier_at += chunks
+                )
         return pairs
 
 

@@ -25,7 +25,7 @@ os.environ["PYTHONHASHSEED"] = "0"  # block hashes are compared between processe
 import numpy as np
 from vllm import LLM, SamplingParams
 
-from kvpatch import fence
+from kvpatch import audit, fence
 from kvpatch.hostdevice import ledger, streams
 
 
@@ -136,6 +136,13 @@ def read_blocks(worker: Any, wanted: list[tuple[int, int]]) -> list[Any]:
         np.concatenate([cache[block].contiguous().numpy().ravel() for cache in groups[group]])
         for group, block in wanted
     ]
+
+
+def count_checks(worker: Any) -> dict[str, int]:
+    """What the debug mode has checked in a worker; runs in the worker."""
+    from vllm.distributed.kv_transfer import get_kv_transfer_group
+
+    return dict(get_kv_transfer_group().connector_worker.worker.checked)
 
 
 class Tier:
@@ -303,6 +310,24 @@ def shrink(stage: Stage) -> None:
     stage.step(3)
 
 
+def corrupt(stage: Stage) -> None:
+    """A bit of the CPU tier flips between a store and the load of it."""
+    stage.add("a", 3)
+    stage.finish("a")
+    stage.quiet()
+    stage.llm.collective_rpc(flip_a_bit)
+    stage.add("a+", 3)
+    stage.finish("a+")
+
+
+def flip_a_bit(worker: Any) -> None:
+    """Change one bit of every row of the CPU tier; runs in the worker."""
+    from vllm.distributed.kv_transfer import get_kv_transfer_group
+
+    (tier,) = get_kv_transfer_group().connector_worker.worker.tier
+    tier[:, 7] ^= 1
+
+
 SCENARIOS: dict[str, Callable[[Stage], None]] = {
     action.__name__: action
     for action in (
@@ -317,6 +342,7 @@ SCENARIOS: dict[str, Callable[[Stage], None]] = {
         cap_trim,
         reset,
         shrink,
+        corrupt,
     )
 }
 
@@ -356,6 +382,8 @@ def main(job_path: str, result_path: str) -> None:
         from kvpatch import activation
 
         activation.transaction.revert(patch_id)
+    if job.get("blind"):
+        fence.Fence._rule = lambda *_: None  # type: ignore[method-assign]
     stage = Stage(job)
     if job.get("reference"):
         with snapshots(stage) as truth:
@@ -386,6 +414,7 @@ def main(job_path: str, result_path: str) -> None:
         "counters": vars(held.counters) if held else {},
         "retired_now": len(getattr(stage.pool.kv_cache_manager, "_retired_pages", None) or ()),
         "charged": ledger.usage().get(os.getpid(), 0),
+        "checked": stage.llm.collective_rpc(count_checks) if audit.wanted() else [],
     }
     Path(result_path).write_text(json.dumps(result))
 
