@@ -41,7 +41,7 @@ def device(tmp_path_factory: pytest.TempPathFactory) -> Device:
 def engine(
     models: Callable[[str], Path], device: Device, tmp_path_factory: pytest.TempPathFactory
 ) -> Callable[[Run], Finished]:
-    """Run 24 prompts twice on an engine; the second time they may come from the tier."""
+    """Run prompts twice on an engine; the second time they may come from the tier."""
     finished: dict[Run, Finished] = {}
 
     def run(wanted: Run) -> Finished:
@@ -49,7 +49,7 @@ def engine(
             job = {
                 "model": str(models(wanted.model)),
                 "engine": engine_arguments(wanted),
-                "rounds": [prompts(24)] * 2,
+                "rounds": [prompts(count) for count in wanted.rounds],
                 "revert": list(wanted.revert),
                 "cross_layer": wanted.cross_layer,
                 "watch": wanted.kvpatch and not wanted.revert,

@@ -30,6 +30,10 @@ class Run:
     cross_layer: bool = False
     dtype: str = "float32"
     together: int = 4
+    rounds: tuple[int, ...] = (24, 24)  # how many of the prompts each round runs
+    blocks: int = 140  # of the device, of which one prompt of the load takes 20
+    simple: str = ""  # eager or lazy, with SimpleCPUOffloadConnector
+    batch: int = 2048  # tokens of a step
     environment: tuple[tuple[str, str], ...] = ()
 
 
@@ -68,6 +72,15 @@ def block_bytes(model: str) -> int:
 
 def connector(run: Run) -> dict[str, Any]:
     """The ``kv_transfer_config`` of ``run``."""
+    if run.simple:
+        return {
+            "kv_connector": "SimpleCPUOffloadConnector",
+            "kv_role": "kv_both",
+            "kv_connector_extra_config": {
+                "cpu_bytes_to_use": run.cpu_blocks * block_bytes(run.model),
+                "lazy_offload": run.simple == "lazy",
+            },
+        }
     return {
         "kv_connector": "OffloadingConnector",
         "kv_role": "kv_both",
@@ -81,15 +94,15 @@ def connector(run: Run) -> dict[str, Any]:
 
 
 def engine_arguments(run: Run) -> dict[str, Any]:
-    """``LLM`` arguments: 140 blocks, of which one prompt of the load takes 20."""
+    """``LLM`` arguments."""
     arguments: dict[str, Any] = {
         "dtype": run.dtype,
         "max_model_len": 2048,
         "block_size": BLOCK,
         "enforce_eager": True,
-        "num_gpu_blocks_override": 140,
+        "num_gpu_blocks_override": run.blocks,
         "max_num_seqs": run.together,
-        "max_num_batched_tokens": 2048,
+        "max_num_batched_tokens": run.batch,
         "seed": 0,
     }
     if run.offload:
