@@ -106,6 +106,17 @@ FEATURE = Feature(
             kvcached="==0.1.6",
         ),
         Patch(
+            id="simple.match",
+            target=f"{_PLANNER}.get_num_new_matched_tokens",
+            why="a burst of prompts evicts blocks that lazy mode has not stored yet",
+            upstream="vllm-project/vllm#37160 (the target covers computed tokens, not loads)",
+            until="vLLM's lazy mode stores what an allocation is about to evict",
+            wrapper="kvpatch.simple.eviction:around_match",
+            parameters=("self", "request", "num_computed_tokens"),
+            vllm=">=0.26,<0.31",
+            kvcached="==0.1.6",
+        ),
+        Patch(
             id="simple.stored",
             target=f"{_PLANNER}._process_store_completion",
             why="a stored block goes to the end of the order, and others are lost before it",

@@ -1,8 +1,8 @@
 """Lazy mode: kvcached's blocks in the order in which they would be lost.
 
-In lazy mode the connector stores a block only when it is about to be evicted. It walks
-vLLM's queue of free blocks for that, from where it stopped, and takes the blocks up to
-a target. kvcached has no such queue:
+In lazy mode the connector stores a block only when it is about to be evicted. Each step
+it walks vLLM's queue of free blocks for that, up to a target of what two steps can take.
+kvcached has no such queue:
 
 - Free memory has no blocks to name. An allocation takes it first, and evicts cached
   blocks, least recently used first, for what is missing.
@@ -14,6 +14,9 @@ a target. kvcached has no such queue:
 - Above its cap on cached tokens kvcached evicts inside the very call that frees a
   block, before any walk can see it. Here the blocks above the cap are offered first,
   and evicted in the step after the CPU tier has them.
+- A burst of prompts takes more than the target, most of all when they are loaded from
+  the CPU tier, since loads do not count as tokens of a step. A new prompt that would
+  evict a block without a copy waits the steps that the copy takes.
 """
 
 from __future__ import annotations
@@ -21,6 +24,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import islice, repeat
 from typing import Any
 
 
@@ -72,6 +76,10 @@ class EvictionOrder:
     Args:
         planner: the connector's ``SimpleCPUOffloadScheduler``.
         pool: kvcached's ``ElasticBlockPool``.
+
+    Attributes:
+        evictable: the pool's evictable blocks.
+        full: a prompt waits in this step, and so do those behind it.
     """
 
     def __init__(self, planner: Any, pool: Any) -> None:
@@ -79,6 +87,12 @@ class EvictionOrder:
         self._pool = pool
         self._nothing = FreeMemory()
         self._trim_next: list[Any] = []
+        self._target = planner._target_free
+        self.full = False
+        self._block_sizes = [
+            group.kv_cache_spec.block_size * planner.cp_world_size
+            for group in planner.cpu_kv_cache_config.kv_cache_groups
+        ]
         self.evictable = EvictableBlocks(pool._evictable_blocks)
         pool._evictable_blocks = self.evictable
 
@@ -94,11 +108,12 @@ class EvictionOrder:
         What holds nothing, or was offered or is being stored already, is one
         ``FreeMemory``, which counts for the connector's target and is never stored.
         """
-        known = self._being_stored()
+        known = set(self._being_stored())
+        # Those come back to the head.
+        yield from repeat(self._nothing, len(known))
         for block in self._trim_next:
             yield from self._offer(block, known)
-        for _ in range(self._pool.kv_cache_manager.available_size()):
-            yield self._nothing
+        yield from repeat(self._nothing, self._pool.kv_cache_manager.available_size())
         for block_id, block in self.evictable.items():
             if block_id in self.evictable.offered:
                 yield self._nothing
@@ -111,13 +126,47 @@ class EvictionOrder:
         known.add(block.block_hash)
         self.evictable.offered.add(block.block_id)
 
-    def _being_stored(self) -> set[Any]:
+    def _being_stored(self) -> list[Any]:
         blocks = self._planner.cpu_block_pool.blocks
-        return {
+        return [
             blocks[block_id].block_hash
             for transfer in self._planner._store_event_to_blocks.values()
             for block_id in transfer.cpu_block_ids
-        }
+        ]
+
+    def _has_copy(self, block: Any) -> bool:
+        tier = self._planner.cpu_block_pool.cached_block_hash_to_block
+        return block.block_hash is None or tier.get_one_block(block.block_hash) is not None
+
+    def must_wait(self, tokens: int) -> bool:
+        """Whether a new prompt would evict a block that has no copy and can have one.
+
+        The walk of this step takes what it would evict, so that it can go on when the
+        copies have ended. All prompts that come after it in this step wait too.
+
+        Args:
+            tokens: tokens whose blocks the prompt takes in this step.
+        """
+        needed = sum(-(-tokens // size) for size in self._block_sizes)
+        missing = needed - self._pool.kv_cache_manager.available_size()
+        if missing <= 0 or all(
+            block_id in self.evictable.offered or self._has_copy(block)
+            for block_id, block in islice(self.evictable.items(), missing)
+        ):
+            return False
+        # A tier without room for one more block, and no copy that will end, cannot help.
+        if not self._planner._store_event_to_blocks and not (
+            self._planner.cpu_block_pool.get_num_free_blocks()
+        ):
+            return False
+        self._planner._target_free = max(self._target, needed)
+        self.full = True
+        return True
+
+    def end_step(self) -> None:
+        """Begin anew after the walk of a step."""
+        self._planner._target_free = self._target
+        self.full = False
 
     def trim(self) -> None:
         """Evict what is above the cap and in the CPU tier; offer the rest in the next walk."""
@@ -125,11 +174,10 @@ class EvictionOrder:
         above = self.above_cap
         if not above:
             return
-        tier = self._planner.cpu_block_pool.cached_block_hash_to_block
         stored = set()
         for block_id in self._victims(above):
             block = self.evictable[block_id]
-            if block.block_hash is None or tier.get_one_block(block.block_hash) is not None:
+            if self._has_copy(block):
                 stored.add(block_id)
             else:
                 self._trim_next.append(block)
@@ -174,9 +222,38 @@ def around_lazy_stores(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> A
     Wraps ``SimpleCPUOffloadScheduler._prepare_lazy_store_specs``, once a step.
     """
     order = order_of(instance)
-    if order is not None:
-        order.trim()
-    return wrapped(*args, **kwargs)
+    if order is None:
+        return wrapped(*args, **kwargs)
+    order.trim()
+    try:
+        return wrapped(*args, **kwargs)
+    finally:
+        order.end_step()
+
+
+def around_match(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
+    """Let a new prompt wait, in lazy mode, until what it evicts has a copy.
+
+    Wraps ``SimpleCPUOffloadScheduler.get_num_new_matched_tokens(request,
+    num_computed_tokens)``, where None for the tokens is vLLM's way to say: ask again in
+    the next step.
+    """
+    order = order_of(instance)
+    if order is not None and order.full:
+        return None, False
+    found = wrapped(*args, **kwargs)
+    if order is None:
+        return found
+    request, computed = signature_of_match(*args, **kwargs)
+    batch = instance.vllm_config.scheduler_config.max_num_batched_tokens
+    # A prompt that is loaded takes the blocks of the load, and computes nothing yet.
+    tokens = found[0] or min(request.num_tokens - computed, batch)
+    return (None, False) if order.must_wait(tokens) else found
+
+
+def signature_of_match(request: Any, num_computed_tokens: int) -> tuple[Any, int]:
+    """Return the arguments of ``get_num_new_matched_tokens`` by position."""
+    return request, num_computed_tokens
 
 
 def around_stored(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> None:
