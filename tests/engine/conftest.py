@@ -9,7 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from runs import ROOT, Device, Finished, Run, engine_arguments, prompts, run_driver
+from runs import ROOT, Device, Finished, Run, engine_arguments, load, run_driver
 
 
 @pytest.fixture(scope="session")
@@ -49,10 +49,11 @@ def engine(
             job = {
                 "model": str(models(wanted.model)),
                 "engine": engine_arguments(wanted),
-                "rounds": [prompts(count) for count in wanted.rounds],
+                "rounds": [load(name) for name in wanted.rounds],
                 "revert": list(wanted.revert),
                 "cross_layer": wanted.cross_layer,
-                "watch": wanted.kvpatch and not wanted.revert,
+                # The simple connector's copies are watched at their own seams.
+                "watch": wanted.kvpatch and not wanted.revert and not wanted.simple,
             }
             finished[wanted] = run_driver(
                 job, device.environ(wanted), tmp_path_factory.mktemp("run")

@@ -21,7 +21,7 @@ os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
 os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
 
 import torch
-from simple_watch import SimpleWatch
+from simple_watch import SimpleWatch, shut_down_while_copying
 from vllm import LLM, SamplingParams
 
 
@@ -196,6 +196,8 @@ def main(job_path: str, result_path: str) -> None:
             tell("reset")
             wait_for_test()
     Path(result_path).write_text(json.dumps(result))
+    if job.get("shut_down_while_copying"):
+        shut_down_while_copying(llm, job["rounds"][0][0])
 
 
 if __name__ == "__main__":
