@@ -181,6 +181,8 @@ TOGETHER = (
 class SimpleFences(Fences):
     """The fence's scenarios with this connector, whose references are the fence."""
 
+    every = (*TOGETHER, "preempt")
+
     def run_simple(
         self, scenario: str, mode: str, asynchronous: bool, unpinned: bool = False
     ) -> dict[str, Any]:
