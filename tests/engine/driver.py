@@ -21,7 +21,7 @@ os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
 os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
 
 import torch
-from simple_watch import SimpleWatch, shut_down_while_copying
+from simple_watch import SimpleWatch, shut_down_while_copying, take_cpu_blocks
 from vllm import LLM, SamplingParams
 
 
@@ -172,6 +172,10 @@ def main(job_path: str, result_path: str) -> None:
     result["groups"] = len(core.scheduler.kv_cache_config.kv_cache_groups)
     result["async"] = core.batch_queue is not None
     connector = core.scheduler.connector
+    if job.get("take_cpu_blocks"):
+        result["charged"] = take_cpu_blocks(core, lambda: device_bytes()["charged"])
+        Path(result_path).write_text(json.dumps(result))
+        os._exit(0)  # two pools on one memory do not shut down
     offloading = getattr(connector, "connector_scheduler", None)
     evictions = Evictions(offloading.manager) if offloading is not None else None
     simple = SimpleWatch(core) if hasattr(connector, "scheduler_manager") else None

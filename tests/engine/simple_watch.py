@@ -208,3 +208,24 @@ def allocators() -> int:
     from kvcached.kv_cache_manager import KVCacheManager
 
     return sum(isinstance(thing, KVCacheManager) for thing in gc.get_objects())
+
+
+def take_cpu_blocks(core: Any, charged: Callable[[], int]) -> list[int]:
+    """Take three pages' worth of CPU blocks and free them.
+
+    Returns:
+        The device's bytes in use before, while they are taken, and after.
+    """
+    pool = core.scheduler.connector.scheduler_manager.cpu_block_pool
+    # Where both pools are kvcached's, the first to map the page of block 0 keeps the other
+    # waiting for it for ever, and the connector's is made first.
+    elastic = (
+        pool if hasattr(pool, "kv_cache_manager") else core.scheduler.kv_cache_manager.block_pool
+    )
+    assert elastic.kv_cache_manager._post_init_done.wait(60)
+    seen = [charged()]
+    blocks = pool.get_new_blocks(96)
+    seen.append(charged())
+    pool.free_blocks(blocks)
+    seen.append(charged())
+    return seen

@@ -146,10 +146,25 @@ def test_a_common_prefix_is_there_after_the_device_lost_it(engine: Engine, mode:
     assert min(record["cached"] for record in ended.round(4)) >= 320
 
 
-def test_without_the_native_pool_a_cpu_block_maps_pages_of_the_device(engine: Engine) -> None:
-    """The trap: both patches off, and CPU blocks are taken and freed before the load."""
-    trapped = engine(Run(simple="eager", revert=("simple.cpu_coordinator", "simple.native_pool")))
-    assert trapped.code != 0 or trapped.result["simple"]["device_calls"]
+@pytest.mark.parametrize("native", [True, False])
+def test_without_the_native_pool_a_cpu_block_maps_and_unmaps_pages_of_the_device(
+    models: Callable[[str], Path], device: Device, tmp_path: Path, native: bool
+) -> None:
+    run = Run(simple="eager", environment=tuple(BARE.items()))
+    job = {
+        "model": str(models("llama")),
+        "engine": engine_arguments(run),
+        "rounds": [],
+        "revert": [] if native else ["simple.cpu_coordinator", "simple.native_pool"],
+        "take_cpu_blocks": True,
+    }
+    ended = run_driver(job, device.environ(run), tmp_path)
+    assert ended.code == 0, ended.log[-3000:]
+    before, taken, freed = ended.result["charged"]
+    if native:
+        assert before == taken == freed > 0
+    else:
+        assert before < taken > freed
 
 
 def test_a_cpu_pool_on_the_devices_memory_is_refused(engine: Engine) -> None:
@@ -184,29 +199,34 @@ class SimpleFences(Fences):
     every = (*TOGETHER, "preempt")
 
     def run_simple(
-        self, scenario: str, mode: str, asynchronous: bool, unpinned: bool = False
+        self,
+        scenario: str,
+        mode: str,
+        asynchronous: bool = False,
+        unpinned: bool = False,
+        ranks: int = 1,
     ) -> dict[str, Any]:
         scenarios = TOGETHER if scenario in TOGETHER else (scenario,)
         if unpinned:
             scenarios = ("finish_in_flight",)
-        key = (scenarios, mode, asynchronous, unpinned)
+        key = (scenarios, mode, asynchronous, unpinned, ranks)
         if key not in self.results:
             run = Run(simple=mode, environment=tuple(BARE.items()))
             job = self._job(
                 run,
                 scenarios,
-                1,
-                num_gpu_blocks_override=3 * PAGE if scenario == "preempt" else 400,
+                ranks,
+                num_gpu_blocks_override=3 * PAGE * ranks if scenario == "preempt" else 400,
                 async_scheduling=asynchronous,
             )
-            if scenario == "preempt":
+            if scenario == "preempt" and ranks == 1:
                 job["engine"]["max_model_len"] = 2048
             job |= {
                 "simple": True,
                 "unpinned": unpinned,
                 "may_hold": True,
                 "scenarios": list(scenarios),
-                "truth": str(self.truth("llama", 1)),
+                "truth": str(self.truth("llama", ranks)),
             }
             path = self.folder / "result.json"
             self._drive(job, run, path)
@@ -247,9 +267,19 @@ def test_every_stored_block_is_right_and_nothing_is_left(
         assert verdict["right"] >= 40
 
 
+@MODES
+def test_with_two_ranks_every_stored_block_is_right(fences: SimpleFences, mode: str) -> None:
+    """The workers are processes of their own, and a copy has ended when both have said so."""
+    result = fences.run_simple("preempt", mode, ranks=2)
+    verdict = result["scenarios"]["preempt"]
+    assert result["preemptions"] > 0
+    assert verdict["right"] >= 2 * 70
+    assert verdict["wrong"] == verdict["unknown"] == verdict["left"] == 0
+
+
 def test_without_its_references_blocks_are_lost(fences: SimpleFences) -> None:
     """The oracle can fail: this is what the connector's references prevent."""
-    result = fences.run_simple("finish_in_flight", "eager", False, unpinned=True)
+    result = fences.run_simple("finish_in_flight", "eager", unpinned=True)
     assert result["scenarios"]["finish_in_flight"]["wrong"] > 0
 
 
