@@ -7,8 +7,12 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+from packaging.specifiers import SpecifierSet
+
 from kvpatch import status
 from kvpatch.errors import Refusal
+from kvpatch.simple.copies import device_here
+from kvpatch.versions import installed
 
 # (spec_name, spec_module_path) pairs. The host device's copies were compared byte for
 # byte; vLLM's own copies, on CUDA, are given the same regions.
@@ -16,6 +20,7 @@ PROVEN_SPECS = (
     ("CPUOffloadingSpec", None),
     ("HostOffloadingSpec", "kvpatch.hostdevice.offloading"),
 )
+PROVEN_CONNECTORS = ("OffloadingConnector", "SimpleCPUOffloadConnector")
 PROVEN_CACHE_DTYPES = ("auto", "bfloat16", "float16", "float32")
 
 
@@ -52,10 +57,21 @@ def _extra(config: Any) -> dict[str, Any]:
     return config.kv_transfer_config.kv_connector_extra_config or {}
 
 
+def _is_simple(config: Any) -> bool:
+    return bool(_connector(config) == "SimpleCPUOffloadConnector")
+
+
 def _spec(config: Any) -> tuple[str, str | None]:
     extra = _extra(config)
     name = extra.get("spec_name", "CPUOffloadingSpec")
     return name, None if name == "CPUOffloadingSpec" else extra.get("spec_module_path")
+
+
+def _vllm_is(specifier: str) -> bool:
+    return any(
+        found.version is not None and SpecifierSet(specifier).contains(found.version)
+        for found in installed("vllm")
+    )
 
 
 NOT_COMPARED = "its blocks were never compared with plain vLLM's after a round trip"
@@ -72,18 +88,43 @@ RUNNER = Rule(
 RULES = (
     RUNNER,
     Rule(
-        "connectors other than vLLM's own OffloadingConnector",
+        "connectors other than vLLM's own OffloadingConnector and SimpleCPUOffloadConnector",
         lambda c: (
-            _connector(c) != "OffloadingConnector"
+            _connector(c) not in PROVEN_CONNECTORS
             or c.kv_transfer_config.kv_connector_module_path is not None
         ),
         lambda c: f"the KV connector {_connector(c)} is configured",
-        "only vLLM's own OffloadingConnector is known to be right on kvcached's memory",
+        "only vLLM's own OffloadingConnector and SimpleCPUOffloadConnector are known to be right "
+        "on kvcached's memory",
+        "use one of these, or set KVPATCH=0",
+    ),
+    Rule(
+        "`kv_offload_backend` other than `cpu` of SimpleCPUOffloadConnector",
+        lambda c: _is_simple(c) and _extra(c).get("kv_offload_backend", "cpu") != "cpu",
+        lambda c: f"the kv_offload_backend {_extra(c)['kv_offload_backend']} is configured",
+        NOT_COMPARED,
+        "remove kv_offload_backend from kv_connector_extra_config, or set KVPATCH=0",
+    ),
+    Rule(
+        "`lazy_offload` on vLLM 0.29",
+        lambda c: (
+            _is_simple(c) and bool(_extra(c).get("lazy_offload")) and _vllm_is(">=0.29,<0.30")
+        ),
+        lambda c: "lazy_offload is set in kv_connector_extra_config",
+        "SimpleCPUOffloadConnector of vLLM 0.29 counts copies of idle steps as done without "
+        "making them",
+        "remove lazy_offload, install another vLLM, or set KVPATCH=0",
+    ),
+    Rule(
+        "SimpleCPUOffloadConnector on devices other than CUDA, ROCm and the host device",
+        lambda c: _is_simple(c) and device_here() is None,
+        lambda c: "the KV connector SimpleCPUOffloadConnector is configured",
+        "kvpatch knows no way to copy its blocks on this device",
         "use OffloadingConnector, or set KVPATCH=0",
     ),
     Rule(
         "offloading specs other than the ones above",
-        lambda c: _spec(c) not in PROVEN_SPECS,
+        lambda c: not _is_simple(c) and _spec(c) not in PROVEN_SPECS,
         lambda c: f"the offloading spec {_spec(c)[0]} is configured",
         NOT_COMPARED,
         "remove spec_name from kv_connector_extra_config, or set KVPATCH=0",

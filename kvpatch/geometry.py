@@ -85,6 +85,22 @@ def find_regions(
     return Regions(tensors, group_indices)
 
 
+def check_kinds(config: Any) -> None:
+    """Check every group of a ``KVCacheConfig``.
+
+    Raises:
+        Refusal: the model has a kind of KV cache that was never compared.
+    """
+    for group in config.kv_cache_groups:
+        kind = type(group.kv_cache_spec).__name__
+        if kind not in PROVEN_SPECS:
+            raise Refusal(
+                f"this model has a KV cache of kind {kind}",
+                "offloading it from kvcached's memory was never compared with plain vLLM",
+                "run it without a KV connector, or with KVPATCH=0",
+            )
+
+
 def register_regions(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> None:
     """Register kvcached's regions with the OffloadingConnector's worker.
 
@@ -96,14 +112,7 @@ def register_regions(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Non
     """
     kv_caches: dict[str, Any] = kwargs["kv_caches"] if "kv_caches" in kwargs else args[0]
     config = instance.kv_cache_config
-    for group in config.kv_cache_groups:
-        kind = type(group.kv_cache_spec).__name__
-        if kind not in PROVEN_SPECS:
-            raise Refusal(
-                f"this model has a KV cache of kind {kind}",
-                "offloading it from kvcached's memory was never compared with plain vLLM",
-                "run it without a KV connector, or with KVPATCH=0",
-            )
+    check_kinds(config)
     regions = find_regions(
         kv_caches, [group.layer_names for group in config.kv_cache_groups], config.num_blocks
     )

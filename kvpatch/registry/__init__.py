@@ -5,7 +5,14 @@ docs/patches.md and docs/support.md are generated from it by scripts/docs.
 
 from __future__ import annotations
 
-from kvpatch.registry import audit, elastic_memory, fence, host_device, offloading_connector
+from kvpatch.registry import (
+    audit,
+    elastic_memory,
+    fence,
+    host_device,
+    offloading_connector,
+    simple_connector,
+)
 from kvpatch.registry.releases import KVCACHED_RANGE, VLLM_RANGE
 
 __all__ = ["FEATURES", "KVCACHED_RANGE", "VLLM_RANGE"]
@@ -15,6 +22,7 @@ FEATURES = (
     host_device.FEATURE,
     elastic_memory.FEATURE,
     offloading_connector.FEATURE,
+    simple_connector.FEATURE,
     fence.FEATURE,
     audit.FEATURE,
 )

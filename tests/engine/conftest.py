@@ -9,7 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from runs import ROOT, Device, Finished, Run, engine_arguments, prompts, run_driver
+from runs import ROOT, Device, Finished, Run, engine_arguments, load, run_driver
 
 
 @pytest.fixture(scope="session")
@@ -41,7 +41,7 @@ def device(tmp_path_factory: pytest.TempPathFactory) -> Device:
 def engine(
     models: Callable[[str], Path], device: Device, tmp_path_factory: pytest.TempPathFactory
 ) -> Callable[[Run], Finished]:
-    """Run 24 prompts twice on an engine; the second time they may come from the tier."""
+    """Run prompts twice on an engine; the second time they may come from the tier."""
     finished: dict[Run, Finished] = {}
 
     def run(wanted: Run) -> Finished:
@@ -49,10 +49,11 @@ def engine(
             job = {
                 "model": str(models(wanted.model)),
                 "engine": engine_arguments(wanted),
-                "rounds": [prompts(24)] * 2,
+                "rounds": [load(name) for name in wanted.rounds],
                 "revert": list(wanted.revert),
                 "cross_layer": wanted.cross_layer,
-                "watch": wanted.kvpatch and not wanted.revert,
+                # The simple connector's copies are watched at their own seams.
+                "watch": wanted.kvpatch and not wanted.revert and not wanted.simple,
             }
             finished[wanted] = run_driver(
                 job, device.environ(wanted), tmp_path_factory.mktemp("run")

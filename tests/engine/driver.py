@@ -21,6 +21,7 @@ os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
 os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
 
 import torch
+from simple_watch import SimpleWatch, shut_down_while_copying, take_cpu_blocks
 from vllm import LLM, SamplingParams
 
 
@@ -171,7 +172,13 @@ def main(job_path: str, result_path: str) -> None:
     result["groups"] = len(core.scheduler.kv_cache_config.kv_cache_groups)
     result["async"] = core.batch_queue is not None
     connector = core.scheduler.connector
-    evictions = Evictions(connector.connector_scheduler.manager) if connector else None
+    if job.get("take_cpu_blocks"):
+        result["charged"] = take_cpu_blocks(core, lambda: device_bytes()["charged"])
+        Path(result_path).write_text(json.dumps(result))
+        os._exit(0)  # two pools on one memory do not shut down
+    offloading = getattr(connector, "connector_scheduler", None)
+    evictions = Evictions(offloading.manager) if offloading is not None else None
+    simple = SimpleWatch(core) if hasattr(connector, "scheduler_manager") else None
     watch = BlockWatch(core) if job.get("watch") else None
     on_device = os.environ.get("KVPATCH", "0") != "0"
     result["rounds"] = []
@@ -180,6 +187,8 @@ def main(job_path: str, result_path: str) -> None:
     if watch is not None:
         result["returned"], result["changed"] = watch.returned, watch.changed
     result["evicted"] = evictions.count if evictions is not None else 0
+    if simple is not None:
+        result["simple"] = simple.result()
     if on_device:
         result["after_load"] = device_bytes()
         if job.get("wait_before_reset"):
@@ -191,6 +200,8 @@ def main(job_path: str, result_path: str) -> None:
             tell("reset")
             wait_for_test()
     Path(result_path).write_text(json.dumps(result))
+    if job.get("shut_down_while_copying"):
+        shut_down_while_copying(llm, job["rounds"][0][0])
 
 
 if __name__ == "__main__":

@@ -23,6 +23,8 @@ os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
 os.environ["PYTHONHASHSEED"] = "0"  # block hashes are compared between processes
 
 import numpy as np
+import simple_scenarios
+from simple_scenarios import SimpleTier
 from vllm import LLM, SamplingParams
 
 from kvpatch import audit, fence
@@ -53,12 +55,15 @@ class Stage:
         self.delays = job.get("delays", ())
         self.scenario = ""
         self.may_hold = job["may_hold"]
+        # A step loop without a request to compute would starve the copies it waits for.
+        self.waits_for_copies = bool(job.get("simple"))
         self.core = self.llm.llm_engine.engine_core.engine_core
         self.scheduler = self.core.scheduler
         self.pool = self.scheduler.kv_cache_manager.block_pool
         self.finished: set[str] = set()
         self.preemptions = 0
         self.most_held = 0
+        self.notes: dict[str, Any] = {}  # of a scenario, for its verdict
         self.holding = False
 
     def begin(self, scenario: str) -> None:
@@ -68,6 +73,7 @@ class Stage:
         self.scenario = scenario
         self.finished.clear()
         self.most_held = 0
+        self.notes = {}
 
     def add(self, name: str, max_tokens: int) -> None:
         """Start request ``name`` on the prompt of that name."""
@@ -94,7 +100,7 @@ class Stage:
             if self.finished >= set(names):
                 return
             self.step()
-            if count > 200 and not self.holding:
+            if not self.holding and (count > 200 or self.waits_for_copies):
                 streams.synchronize()  # a request may wait for its own transfers
         raise AssertionError(f"{set(names) - self.finished} did not finish in 400 steps")
 
@@ -169,6 +175,10 @@ class Tier:
             return complete_store(keys, *args, **kwargs)
 
         manager.prepare_store, manager.complete_store = on_prepare, on_complete
+
+    def forget(self) -> None:
+        """Judge none of these blocks in the next scenario."""
+        self.committed.clear()
 
     def judge(self, truth: dict[str, Any]) -> dict[str, int]:
         verdict = {"right": 0, "wrong": 0, "unknown": 0, "most_held": self.stage.most_held}
@@ -344,7 +354,7 @@ SCENARIOS: dict[str, Callable[[Stage], None]] = {
         shrink,
         corrupt,
     )
-}
+} | simple_scenarios.SCENARIOS
 
 
 @contextmanager
@@ -394,7 +404,7 @@ def main(job_path: str, result_path: str) -> None:
                 stage.finish(name)
         np.savez(result_path, **truth)
         return
-    tier = Tier(stage)
+    tier: Any = SimpleTier(stage, job["unpinned"]) if job.get("simple") else Tier(stage)
     truth = dict(np.load(job["truth"]))
     verdicts = {}
     for name in job["scenarios"]:
@@ -403,7 +413,7 @@ def main(job_path: str, result_path: str) -> None:
         SCENARIOS[name](stage)
         stage.quiet()
         verdicts[name] = tier.judge(truth)
-        tier.committed.clear()
+        tier.forget()
     held = fence.fence_of(stage.core)
     result = {
         "scenarios": verdicts,

@@ -76,6 +76,8 @@ def prompts_of(scenario: str, ranks: int = 1) -> dict[str, list[int]]:
 class Fences:
     """Runs scenarios, several on one engine, and keeps what they found."""
 
+    every: tuple[str, ...] = (*TOGETHER, *ALONE, "corrupt")
+
     def __init__(self, model: Callable[[str], Path], device: Device, folder: Path) -> None:
         self.model, self.device, self.folder = model, device, folder
         self.truths: dict[Any, Path] = {}
@@ -126,7 +128,7 @@ class Fences:
         if (kind, ranks) not in self.truths:
             scenarios = tuple(
                 scenario
-                for scenario in ((*TOGETHER, *ALONE, "corrupt") if ranks == 1 else TWO_RANKS)
+                for scenario in (self.every if ranks == 1 else TWO_RANKS)
                 if (scenario == "window_skip") == (kind == "sliding")
             )
             environment = BARE | {"KVCACHED_MAX_CACHED_TOKENS": "-1"}

@@ -22,16 +22,24 @@ def test_another_connector(serve):
     refused = serve(connector={"kv_connector": "ExampleConnector"})
     assert refused.sentence == (
         f"{REFUSES}the KV connector ExampleConnector is configured, because only vLLM's own "
-        "OffloadingConnector is known to be right on kvcached's memory; use OffloadingConnector, "
-        "or set KVPATCH=0."
+        "OffloadingConnector and SimpleCPUOffloadConnector are known to be right on kvcached's "
+        "memory; use one of these, or set KVPATCH=0."
     )
     assert "Traceback" not in refused.log
 
 
-def test_the_simple_connector_by_its_own_switches(serve):
-    refused = serve("--kv-offloading-size", "1", VLLM_USE_SIMPLE_KV_OFFLOAD="1")
-    assert refused.sentence.startswith(
-        f"{REFUSES}the KV connector SimpleCPUOffloadConnector is configured, because only"
+def test_the_disk_backend_of_the_simple_connector(serve):
+    """Switched on by a flag and a variable, which leave its own options to a document."""
+    extra = {"kv_offload_backend": "disk", "disk_path": "/tmp/never-made"}
+    refused = serve(
+        *("--kv-offloading-size", "1"),
+        connector={"kv_connector_extra_config": extra},
+        VLLM_USE_SIMPLE_KV_OFFLOAD="1",
+    )
+    assert refused.sentence == (
+        f"{REFUSES}the kv_offload_backend disk is configured, because its blocks were never "
+        "compared with plain vLLM's after a round trip; remove kv_offload_backend from "
+        "kv_connector_extra_config, or set KVPATCH=0."
     )
     assert "Traceback" not in refused.log
 

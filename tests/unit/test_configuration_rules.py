@@ -6,9 +6,21 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from packaging.version import Version
 
 from kvpatch import configuration, status
 from kvpatch.errors import Refusal
+from kvpatch.versions import Installed
+
+
+@pytest.fixture(autouse=True)
+def machine(monkeypatch, request):
+    """The machine that the test's ``changes`` name, instead of this one."""
+    parameters = request.node.callspec.params if hasattr(request.node, "callspec") else {}
+    made = config(**parameters.get("changes", {})).machine
+    found = Installed("vllm", "vllm", made.vllm, Version(made.vllm))
+    monkeypatch.setattr(configuration, "installed", lambda package: [found])
+    monkeypatch.setattr(configuration, "device_here", lambda: made.copies)
 
 
 def config(connector: bool = True, **changes: Any) -> SimpleNamespace:
@@ -19,6 +31,7 @@ def config(connector: bool = True, **changes: Any) -> SimpleNamespace:
         kv_connector_extra_config={},
     )
     made = SimpleNamespace(
+        machine=SimpleNamespace(vllm="0.28.0", copies="ours"),
         use_v2_model_runner=False,
         kv_transfer_config=transfer if connector else None,
         cache_config=SimpleNamespace(enable_prefix_caching=True, cache_dtype="auto"),
@@ -50,6 +63,13 @@ def spec(name: str, module: str | None = None) -> dict[str, Any]:
     }
 
 
+def simple(**extra: Any) -> dict[str, Any]:
+    return {
+        "kv_transfer_config__kv_connector": "SimpleCPUOffloadConnector",
+        "kv_transfer_config__kv_connector_extra_config": extra,
+    }
+
+
 # By the position of the rule: the configurations it refuses, and its sentence.
 CASES = [
     (
@@ -59,15 +79,32 @@ CASES = [
     ),
     (
         [
-            {"kv_transfer_config__kv_connector": "SimpleCPUOffloadConnector"},
+            {"kv_transfer_config__kv_connector": "ExampleConnector"},
             {
-                "kv_transfer_config__kv_connector": "SimpleCPUOffloadConnector",
+                "kv_transfer_config__kv_connector": "ExampleConnector",
                 "kv_transfer_config__kv_connector_module_path": "mine",
             },
         ],
-        "the KV connector SimpleCPUOffloadConnector is configured, because only vLLM's own "
-        "OffloadingConnector is known to be right on kvcached's memory; use OffloadingConnector, "
-        "or set KVPATCH=0.",
+        "the KV connector ExampleConnector is configured, because only vLLM's own "
+        "OffloadingConnector and SimpleCPUOffloadConnector are known to be right on kvcached's "
+        "memory; use one of these, or set KVPATCH=0.",
+    ),
+    (
+        [simple(kv_offload_backend="disk", disk_path="/tmp/x")],
+        "the kv_offload_backend disk is configured, because its blocks were never compared with "
+        "plain vLLM's after a round trip; remove kv_offload_backend from "
+        "kv_connector_extra_config, or set KVPATCH=0.",
+    ),
+    (
+        [simple(lazy_offload=True) | {"machine__vllm": "0.29.0"}],
+        "lazy_offload is set in kv_connector_extra_config, because SimpleCPUOffloadConnector of "
+        "vLLM 0.29 counts copies of idle steps as done without making them; remove lazy_offload, "
+        "install another vLLM, or set KVPATCH=0.",
+    ),
+    (
+        [simple() | {"machine__copies": None}],
+        "the KV connector SimpleCPUOffloadConnector is configured, because kvpatch knows no way "
+        "to copy its blocks on this device; use OffloadingConnector, or set KVPATCH=0.",
     ),
     (
         [spec("TieringOffloadingSpec"), spec("TieringOffloadingSpec", "some.module")],
@@ -160,6 +197,10 @@ def test_without_a_connector_only_the_runner_matters(position, changes, sentence
         {},
         spec("CPUOffloadingSpec"),
         spec("HostOffloadingSpec", "kvpatch.hostdevice.offloading"),
+        simple(),
+        simple(lazy_offload=True, kv_offload_backend="cpu"),
+        simple(spec_name="TieringOffloadingSpec"),  # a key that it does not read
+        simple() | {"machine__vllm": "0.29.0"},
         {"parallel_config__distributed_executor_backend": None},
         {"parallel_config__distributed_executor_backend": "uni"},
         {"kv_transfer_config__kv_connector_extra_config": None},
