@@ -24,6 +24,8 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
+from kvpatch import connectors
+
 Retired = list[tuple[int, list[int]]]
 
 
@@ -175,9 +177,9 @@ def around_install(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> None:
     """
     wrapped(*args, **kwargs)
     scheduler = instance.scheduler
-    if scheduler.connector is None:
+    planner = connectors.planner(scheduler.connector)
+    if planner is None:
         return
-    planner = scheduler.connector.connector_scheduler
     manager = scheduler.kv_cache_manager.block_pool.kv_cache_manager
     executor = instance.model_executor
 
@@ -255,7 +257,7 @@ def around_release(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> None:
     scheduler = instance.kvpatch_scheduler
     can_plan = scheduler.has_unfinished_requests() or scheduler.has_finished_requests()
     released, held = fence.split(retired, can_plan)
-    forget_freed_blocks(scheduler.connector.connector_scheduler, released)
+    forget_freed_blocks(connectors.planner(scheduler.connector), released)
     # Epochs begin at 1, so that marker 0 releases exactly what the fence let go.
     instance._retired_pages = [(0, released), *held] if released else held
     wrapped(0)
@@ -313,16 +315,13 @@ def after_reset(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
 
 def fence_of(engine: Any) -> Fence | None:
     """Return the fence of an ``EngineCore``, or None when it has no connector."""
-    connector = engine.scheduler.connector
-    if connector is None:
-        return None
-    return getattr(connector.connector_scheduler, "kvpatch_fence", None)
+    return getattr(connectors.planner(engine.scheduler.connector), "kvpatch_fence", None)
 
 
 def release_now(engine: Any) -> None:
     """Let the fence release what it can."""
     if fence_of(engine) is not None:
-        manager = engine.scheduler.connector.connector_scheduler.kvpatch_manager
+        manager = connectors.planner(engine.scheduler.connector).kvpatch_manager
         manager.release_retired_pages_through(manager.capture_physical_release_marker())
 
 

@@ -23,6 +23,8 @@ os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
 import torch
 from vllm import LLM, SamplingParams
 
+from kvpatch import connectors
+
 
 class BlockWatch:
     """Digests each cached block through the model's KV tensors, by block hash.
@@ -171,7 +173,8 @@ def main(job_path: str, result_path: str) -> None:
     result["groups"] = len(core.scheduler.kv_cache_config.kv_cache_groups)
     result["async"] = core.batch_queue is not None
     connector = core.scheduler.connector
-    evictions = Evictions(connector.connector_scheduler.manager) if connector else None
+    planner = connectors.planner(connector)
+    evictions = Evictions(planner.manager) if planner else None
     watch = BlockWatch(core) if job.get("watch") else None
     on_device = os.environ.get("KVPATCH", "0") != "0"
     result["rounds"] = []
