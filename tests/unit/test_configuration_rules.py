@@ -50,6 +50,24 @@ def spec(name: str, module: str | None = None) -> dict[str, Any]:
     }
 
 
+def tiers(*types: str) -> dict[str, Any]:
+    return {
+        "kv_transfer_config__kv_connector_extra_config": {
+            "spec_name": "TieringOffloadingSpec",
+            "secondary_tiers": [{"type": name} for name in types],
+        }
+    }
+
+
+def multi(*inside: str, **more: Any) -> dict[str, Any]:
+    return {
+        "kv_transfer_config__kv_connector": "MultiConnector",
+        "kv_transfer_config__kv_connector_extra_config": {
+            "connectors": [{"kv_connector": name, "kv_role": "kv_both"} | more for name in inside]
+        },
+    }
+
+
 # By the position of the rule: the configurations it refuses, and its sentence.
 CASES = [
     (
@@ -70,13 +88,54 @@ CASES = [
         "or set KVPATCH=0.",
     ),
     (
-        [spec("TieringOffloadingSpec"), spec("TieringOffloadingSpec", "some.module")],
-        "the offloading spec TieringOffloadingSpec is configured, because its blocks were never "
+        [
+            multi("OffloadingConnector", "NixlConnector"),
+            multi("NixlConnector", "OffloadingConnector"),
+            multi("NixlConnector", "NixlConnector"),
+        ],
+        "a MultiConnector is configured with NixlConnector inside, because that connector's "
+        "copies were never compared with plain vLLM's; leave only OffloadingConnector in it, or "
+        "set KVPATCH=0.",
+    ),
+    (
+        [multi("OffloadingConnector", "OffloadingConnector")],
+        "a MultiConnector is configured with OffloadingConnector twice, because vLLM gives both "
+        "the same engine_id, and so the same host memory; leave one of them, or set KVPATCH=0.",
+    ),
+    (
+        [
+            spec("MySpec", "some.module"),
+            multi("OffloadingConnector", kv_connector_extra_config={"spec_name": "MySpec"}),
+        ],
+        "the offloading spec MySpec is configured, because its blocks were never "
         "compared with plain vLLM's after a round trip; remove spec_name from "
         "kv_connector_extra_config, or set KVPATCH=0.",
     ),
     (
-        [{"kv_transfer_config__kv_connector_extra_config": {"canonical_layout": True}}],
+        [tiers("example"), tiers("fs", "example")],
+        "the secondary tier example is configured, because vLLM's example keeps the names of "
+        "blocks and no bytes, so that what comes back from it is whatever lies in the CPU tier; "
+        "use the tier fs, or set KVPATCH=0.",
+    ),
+    (
+        [
+            tiers("obj"),
+            tiers("fs", "obj"),
+            multi(
+                "OffloadingConnector",
+                kv_connector_extra_config=tiers("obj")[
+                    "kv_transfer_config__kv_connector_extra_config"
+                ],
+            ),
+        ],
+        "the secondary tier obj is configured, because no test of kvpatch ran on it; use the tier "
+        "fs, or set KVPATCH=0.",
+    ),
+    (
+        [
+            {"kv_transfer_config__kv_connector_extra_config": {"canonical_layout": True}},
+            multi("OffloadingConnector", kv_connector_extra_config={"canonical_layout": True}),
+        ],
         "canonical_layout is set in kv_connector_extra_config, because vLLM cannot certify that "
         "layout on kvcached's memory; remove canonical_layout, or set KVPATCH=0.",
     ),
@@ -160,6 +219,11 @@ def test_without_a_connector_only_the_runner_matters(position, changes, sentence
         {},
         spec("CPUOffloadingSpec"),
         spec("HostOffloadingSpec", "kvpatch.hostdevice.offloading"),
+        spec("TieringOffloadingSpec"),
+        spec("HostTieringOffloadingSpec", "kvpatch.hostdevice.tiering"),
+        tiers("fs"),
+        tiers("fs", "fs"),
+        multi("OffloadingConnector"),
         {"parallel_config__distributed_executor_backend": None},
         {"parallel_config__distributed_executor_backend": "uni"},
         {"kv_transfer_config__kv_connector_extra_config": None},
