@@ -156,6 +156,14 @@ RULES = (
         f"use the tier {' or '.join(PROVEN_TIERS)}, or set KVPATCH=0",
     ),
     Rule(
+        "secondary tiers with the scheduling policy `priority`",
+        lambda c: bool(_tiers(c)) and c.scheduler_config.policy == "priority",
+        lambda c: "a secondary tier is configured with the scheduling policy priority",
+        "a request that waits for the tier can then keep those from running that hold the memory "
+        "it needs",
+        "use the scheduling policy fcfs, or set KVPATCH=0",
+    ),
+    Rule(
         "`canonical_layout`",
         lambda c: any(leaf.extra.get("canonical_layout") for leaf in _leaves(c)),
         lambda c: "canonical_layout is set in kv_connector_extra_config",

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from kvpatch.patch import Feature, Kind, Patch
 from kvpatch.registry.releases import KVCACHED_RANGE, VLLM_RANGE
-from kvpatch.registry.targets import ENGINE_CORE
+from kvpatch.registry.targets import ENGINE_CORE, OFFLOADING
 
 _KV_OFFLOAD = "vllm.v1.kv_offload"
 _FS = f"{_KV_OFFLOAD}.tiering.fs.manager"
+_PLANNER = f"{OFFLOADING}.scheduler:OffloadingConnectorScheduler"
 _MANAGER = f"{_KV_OFFLOAD}.tiering.manager:TieringOffloadingManager"
 
 FEATURE = Feature(
@@ -105,6 +106,29 @@ FEATURE = Feature(
             wrapper="kvpatch.tiers.promotion:around_promotion",
             parameters=("self", "tier_idx", "key", "req_context"),
             vllm=">=0.28,<0.29",
+            kvcached="==0.1.6",
+        ),
+        Patch(
+            id="tiers.matched_tokens",
+            target=f"{_PLANNER}.get_num_new_matched_tokens",
+            why="a request that had to wait for a tier's answer, and others that hold the memory "
+            "it needs, wait for each other for ever",
+            upstream="vllm-project/vllm#57841, vllm-project/vllm#45388",
+            until="vLLM admits no load behind a request that waits",
+            wrapper="kvpatch.tiers.admission:around_matched_tokens",
+            parameters=("self", "request", "num_computed_tokens"),
+            vllm=">=0.21,<0.34",
+            kvcached="==0.1.6",
+        ),
+        Patch(
+            id="tiers.build",
+            target=f"{_PLANNER}.build_connector_meta",
+            why="which requests waited is known only within one step",
+            upstream="vllm-project/vllm#57841, vllm-project/vllm#45388",
+            until="vLLM admits no load behind a request that waits",
+            wrapper="kvpatch.tiers.admission:around_build",
+            parameters=("self", "scheduler_output"),
+            vllm=">=0.21,<0.34",
             kvcached="==0.1.6",
         ),
     ),

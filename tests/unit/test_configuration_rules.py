@@ -21,6 +21,7 @@ def config(connector: bool = True, **changes: Any) -> SimpleNamespace:
     made = SimpleNamespace(
         use_v2_model_runner=False,
         kv_transfer_config=transfer if connector else None,
+        scheduler_config=SimpleNamespace(policy="fcfs"),
         cache_config=SimpleNamespace(enable_prefix_caching=True, cache_dtype="auto"),
         parallel_config=SimpleNamespace(
             world_size=2,
@@ -130,6 +131,12 @@ CASES = [
         ],
         "the secondary tier obj is configured, because no test of kvpatch ran on it; use the tier "
         "fs, or set KVPATCH=0.",
+    ),
+    (
+        [tiers("fs") | {"scheduler_config__policy": "priority"}],
+        "a secondary tier is configured with the scheduling policy priority, because a request "
+        "that waits for the tier can then keep those from running that hold the memory it needs; "
+        "use the scheduling policy fcfs, or set KVPATCH=0.",
     ),
     (
         [
