@@ -13,6 +13,7 @@ import os
 import zlib
 from typing import Any
 
+from kvpatch import connectors
 from kvpatch.slots import Slot, slots
 
 SWITCH = "KVPATCH_DEBUG"
@@ -148,8 +149,9 @@ def tell_page_size(worker: Any, blocks_per_page: int) -> None:
     """Let a worker name pages too; runs in the worker by RPC."""
     from vllm.distributed.kv_transfer import get_kv_transfer_group
 
-    audited = get_kv_transfer_group().connector_worker.worker
-    audited.blocks_per_page = blocks_per_page
+    for part in connectors.parts(get_kv_transfer_group()):
+        if hasattr(part, "connector_worker"):
+            part.connector_worker.worker.blocks_per_page = blocks_per_page
 
 
 def check_release(planner: Any, pages: list[int]) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 
 from packaging.specifiers import SpecifierSet
 
-from kvpatch import status
+from kvpatch import connectors, status
 from kvpatch.errors import Refusal
 from kvpatch.simple.copies import device_here
 from kvpatch.versions import installed
@@ -18,9 +18,14 @@ from kvpatch.versions import installed
 # byte; vLLM's own copies, on CUDA, are given the same regions.
 PROVEN_SPECS = (
     ("CPUOffloadingSpec", None),
+    ("TieringOffloadingSpec", None),
     ("HostOffloadingSpec", "kvpatch.hostdevice.offloading"),
+    ("HostTieringOffloadingSpec", "kvpatch.hostdevice.tiering"),
 )
-PROVEN_CONNECTORS = ("OffloadingConnector", "SimpleCPUOffloadConnector")
+PROVEN_CONNECTORS = (connectors.OFFLOADING, connectors.SIMPLE)
+# Connectors that may be inside a MultiConnector, each once.
+PROVEN_INSIDE = (connectors.OFFLOADING,)
+PROVEN_TIERS = ("fs",)
 PROVEN_CACHE_DTYPES = ("auto", "bfloat16", "float16", "float32")
 
 
@@ -53,18 +58,54 @@ def _connector(config: Any) -> Any:
     return config.kv_transfer_config.kv_connector
 
 
+def _leaves(config: Any) -> list[connectors.Leaf]:
+    return connectors.leaves(config.kv_transfer_config)
+
+
 def _extra(config: Any) -> dict[str, Any]:
     return config.kv_transfer_config.kv_connector_extra_config or {}
 
 
 def _is_simple(config: Any) -> bool:
-    return bool(_connector(config) == "SimpleCPUOffloadConnector")
+    return bool(_connector(config) == connectors.SIMPLE)
 
 
-def _spec(config: Any) -> tuple[str, str | None]:
-    extra = _extra(config)
-    name = extra.get("spec_name", "CPUOffloadingSpec")
-    return name, None if name == "CPUOffloadingSpec" else extra.get("spec_module_path")
+def _in_multi(config: Any) -> bool:
+    transfer = config.kv_transfer_config
+    return transfer.kv_connector == connectors.MULTI and transfer.kv_connector_module_path is None
+
+
+def _unproven_inside(config: Any) -> list[str]:
+    return [
+        leaf.name
+        for leaf in _leaves(config)
+        if _in_multi(config) and (leaf.name not in PROVEN_INSIDE or leaf.module is not None)
+    ]
+
+
+def _twice_inside(config: Any) -> list[str]:
+    names = [leaf.name for leaf in _leaves(config)]
+    return [name for name in PROVEN_INSIDE if names.count(name) > 1]
+
+
+def _unproven_specs(config: Any) -> list[str]:
+    found = []
+    for leaf in _leaves(config):
+        if leaf.name == connectors.SIMPLE:  # has no specs, and does not read the key
+            continue
+        name = leaf.extra.get("spec_name", "CPUOffloadingSpec")
+        own = name in ("CPUOffloadingSpec", "TieringOffloadingSpec")  # vLLM's, whatever the path
+        if (name, None if own else leaf.extra.get("spec_module_path")) not in PROVEN_SPECS:
+            found.append(name)
+    return found
+
+
+def _tiers(config: Any) -> list[str]:
+    return [str(tier.get("type")) for leaf in _leaves(config) for tier in leaf.tiers]
+
+
+def _unproven_tiers(config: Any) -> list[str]:
+    return [tier for tier in _tiers(config) if tier not in (*PROVEN_TIERS, "example")]
 
 
 def _vllm_is(specifier: str) -> bool:
@@ -90,8 +131,11 @@ RULES = (
     Rule(
         "connectors other than vLLM's own OffloadingConnector and SimpleCPUOffloadConnector",
         lambda c: (
-            _connector(c) not in PROVEN_CONNECTORS
-            or c.kv_transfer_config.kv_connector_module_path is not None
+            not _in_multi(c)
+            and (
+                _connector(c) not in PROVEN_CONNECTORS
+                or c.kv_transfer_config.kv_connector_module_path is not None
+            )
         ),
         lambda c: f"the KV connector {_connector(c)} is configured",
         "only vLLM's own OffloadingConnector and SimpleCPUOffloadConnector are known to be right "
@@ -123,15 +167,52 @@ RULES = (
         "use OffloadingConnector, or set KVPATCH=0",
     ),
     Rule(
+        "a MultiConnector with other connectors inside than the ones above",
+        lambda c: bool(_unproven_inside(c)),
+        lambda c: f"a MultiConnector is configured with {_unproven_inside(c)[0]} inside",
+        "that connector's copies were never compared with plain vLLM's",
+        f"leave only {' and '.join(PROVEN_INSIDE)} in it, or set KVPATCH=0",
+    ),
+    Rule(
+        "a MultiConnector with one connector twice",
+        lambda c: bool(_twice_inside(c)),
+        lambda c: f"a MultiConnector is configured with {_twice_inside(c)[0]} twice",
+        "vLLM gives both the same engine_id, and so the same host memory",
+        "leave one of them, or set KVPATCH=0",
+    ),
+    Rule(
         "offloading specs other than the ones above",
-        lambda c: not _is_simple(c) and _spec(c) not in PROVEN_SPECS,
-        lambda c: f"the offloading spec {_spec(c)[0]} is configured",
+        lambda c: bool(_unproven_specs(c)),
+        lambda c: f"the offloading spec {_unproven_specs(c)[0]} is configured",
         NOT_COMPARED,
         "remove spec_name from kv_connector_extra_config, or set KVPATCH=0",
     ),
     Rule(
+        "the `example` tier",
+        lambda c: "example" in _tiers(c),
+        lambda c: "the secondary tier example is configured",
+        "vLLM's example keeps the names of blocks and no bytes, so that what comes back from it "
+        "is whatever lies in the CPU tier",
+        "use the tier fs, or set KVPATCH=0",
+    ),
+    Rule(
+        "secondary tiers other than the ones above",
+        lambda c: bool(_unproven_tiers(c)),
+        lambda c: f"the secondary tier {_unproven_tiers(c)[0]} is configured",
+        "no test of kvpatch ran on it",
+        f"use the tier {' or '.join(PROVEN_TIERS)}, or set KVPATCH=0",
+    ),
+    Rule(
+        "secondary tiers with the scheduling policy `priority`",
+        lambda c: bool(_tiers(c)) and c.scheduler_config.policy == "priority",
+        lambda c: "a secondary tier is configured with the scheduling policy priority",
+        "a request that waits for the tier can then keep those from running that hold the memory "
+        "it needs",
+        "use the scheduling policy fcfs, or set KVPATCH=0",
+    ),
+    Rule(
         "`canonical_layout`",
-        lambda c: bool(_extra(c).get("canonical_layout")),
+        lambda c: any(leaf.extra.get("canonical_layout") for leaf in _leaves(c)),
         lambda c: "canonical_layout is set in kv_connector_extra_config",
         "vLLM cannot certify that layout on kvcached's memory",
         "remove canonical_layout, or set KVPATCH=0",

@@ -24,7 +24,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
-from kvpatch import audit
+from kvpatch import audit, connectors
 
 Retired = list[tuple[int, list[int]]]
 
@@ -185,10 +185,11 @@ def around_install(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> None:
     """
     wrapped(*args, **kwargs)
     scheduler = instance.scheduler
-    if scheduler.connector is None:
+    planner = connectors.planner(scheduler.connector)
+    if planner is None:
         return
-    # SimpleCPUOffloadConnector has no scheduler of that name, and pins what it copies.
-    planner = getattr(scheduler.connector, "connector_scheduler", None)
+    # SimpleCPUOffloadConnector has no such scheduler, and pins what it copies.
+    planner = connectors.planner(scheduler.connector)
     manager = manager_of(instance)
     executor = instance.model_executor
 
@@ -273,7 +274,7 @@ def around_release(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> None:
     can_plan = scheduler.has_unfinished_requests() or scheduler.has_finished_requests()
     released, held = fence.split(retired, can_plan and not fence.pinned)
     if not fence.pinned:
-        planner = scheduler.connector.connector_scheduler
+        planner = connectors.planner(scheduler.connector)
         if audit.wanted():
             audit.check_release(planner, released)
         forget_freed_blocks(planner, released)

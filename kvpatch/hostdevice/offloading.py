@@ -21,6 +21,7 @@ from vllm.v1.kv_offload.base import (
     OffloadingWorker,
     TransferResult,
 )
+from vllm.v1.kv_offload.cpu.shared_offload_region import SharedOffloadRegion
 from vllm.v1.kv_offload.cpu.spec import CPUOffloadingSpec
 
 from kvpatch.hostdevice.streams import Event, Stream
@@ -80,10 +81,16 @@ class HostOffloadingWorker(OffloadingWorker):  # type: ignore[misc]
             the regions its blocks are made of.
         blocks_per_chunk: device blocks in one block of the CPU tier.
         num_cpu_blocks: blocks of the CPU tier.
+        shared: vLLM's memory for a CPU tier that other processes see too; without it
+            the tier is this process's own.
     """
 
     def __init__(
-        self, kv_caches: CanonicalKVCaches, blocks_per_chunk: int, num_cpu_blocks: int
+        self,
+        kv_caches: CanonicalKVCaches,
+        blocks_per_chunk: int,
+        num_cpu_blocks: int,
+        shared: SharedOffloadRegion | None = None,
     ) -> None:
         self.blocks_per_chunk = blocks_per_chunk
         self.regions = [
@@ -91,9 +98,13 @@ class HostOffloadingWorker(OffloadingWorker):  # type: ignore[misc]
             for entry in kv_caches.tensors
         ]
         self.groups = kv_caches.group_data_refs
+        self.shared = shared
+        sizes = [region.shape[1] * blocks_per_chunk for region in self.regions]
         self.tier = [
-            torch.zeros((num_cpu_blocks, region.shape[1] * blocks_per_chunk), dtype=torch.int8)
-            for region in self.regions
+            torch.zeros((num_cpu_blocks, size), dtype=torch.int8)
+            if shared is None
+            else shared.create_next_worker_view(size)
+            for size in sizes
         ]
         self._store = _Direction("kvpatch-store")
         self._load = _Direction("kvpatch-load")
@@ -126,6 +137,8 @@ class HostOffloadingWorker(OffloadingWorker):  # type: ignore[misc]
         for direction in (self._store, self._load):
             direction.stream.close()
         self.tier.clear()
+        if self.shared is not None:
+            self.shared.cleanup()
 
     def _addresses(self, device: Any, tier: Any) -> list[tuple[int, int, int]]:
         """Pair device addresses with tier addresses: (device, tier, bytes) a copy."""

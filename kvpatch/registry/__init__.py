@@ -12,6 +12,7 @@ from kvpatch.registry import (
     host_device,
     offloading_connector,
     simple_connector,
+    tiers,
 )
 from kvpatch.registry.releases import KVCACHED_RANGE, VLLM_RANGE
 
@@ -24,5 +25,6 @@ FEATURES = (
     offloading_connector.FEATURE,
     simple_connector.FEATURE,
     fence.FEATURE,
+    tiers.FEATURE,
     audit.FEATURE,
 )

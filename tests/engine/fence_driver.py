@@ -22,12 +22,13 @@ from typing import Any
 os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
 os.environ["PYTHONHASHSEED"] = "0"  # block hashes are compared between processes
 
+import nothing_connector
 import numpy as np
 import simple_scenarios
 from simple_scenarios import SimpleTier
 from vllm import LLM, SamplingParams
 
-from kvpatch import audit, fence
+from kvpatch import audit, connectors, fence
 from kvpatch.hostdevice import ledger, streams
 
 
@@ -106,11 +107,14 @@ class Stage:
 
     def quiet(self) -> None:
         """Step until the engine would go to sleep."""
+        planner = connectors.planner(self.scheduler.connector)
         for _ in range(200):
             if not self.scheduler.has_requests():
                 return
             self.step()
             streams.synchronize()
+            for tier in getattr(planner.manager, "secondary_tiers", ()) if planner else ():
+                tier.drain_jobs()
         raise AssertionError("the engine did not come to rest in 200 steps")
 
     @contextmanager
@@ -126,7 +130,12 @@ def read_rows(worker: Any, rows: list[int]) -> list[Any]:
     """Read rows of a worker's CPU tier as float32; runs in the worker."""
     from vllm.distributed.kv_transfer import get_kv_transfer_group
 
-    (tier,) = get_kv_transfer_group().connector_worker.worker.tier
+    (connector,) = [
+        part
+        for part in connectors.parts(get_kv_transfer_group())
+        if type(part).__name__ == connectors.OFFLOADING
+    ]
+    (tier,) = connector.connector_worker.worker.tier
     return [tier[row].numpy().view(np.float32).copy() for row in rows]
 
 
@@ -158,7 +167,7 @@ class Tier:
         self.stage = stage
         self.rows: dict[bytes, int] = {}
         self.committed: set[bytes] = set()
-        manager = stage.scheduler.connector.connector_scheduler.manager
+        manager = connectors.planner(stage.scheduler.connector).manager
         prepare_store, complete_store = manager.prepare_store, manager.complete_store
 
         def on_prepare(*args: Any, **kwargs: Any) -> Any:
@@ -394,6 +403,8 @@ def main(job_path: str, result_path: str) -> None:
         activation.transaction.revert(patch_id)
     if job.get("blind"):
         fence.Fence._rule = lambda *_: None  # type: ignore[method-assign]
+    if job.get("nothing_connector"):
+        nothing_connector.allow()
     stage = Stage(job)
     if job.get("reference"):
         with snapshots(stage) as truth:

@@ -35,6 +35,8 @@ class Run:
     simple: str = ""  # eager or lazy, with SimpleCPUOffloadConnector
     batch: int = 2048  # tokens of a step
     environment: tuple[tuple[str, str], ...] = ()
+    tiers: tuple[str, ...] = ()  # folders of fs tiers behind the CPU tier
+    inside: tuple[str, ...] = ()  # connectors of a MultiConnector, in order
 
 
 @dataclass
@@ -81,15 +83,35 @@ def connector(run: Run) -> dict[str, Any]:
                 "lazy_offload": run.simple == "lazy",
             },
         }
-    return {
+    extra: dict[str, Any] = {
+        "cpu_bytes_to_use": run.cpu_blocks * block_bytes(run.model),
+        "eviction_policy": run.policy,
+        "spec_name": "HostOffloadingSpec",
+        "spec_module_path": "kvpatch.hostdevice.offloading",
+    }
+    if run.tiers:
+        extra |= {
+            "spec_name": "HostTieringOffloadingSpec",
+            "spec_module_path": "kvpatch.hostdevice.tiering",
+            "secondary_tiers": [{"type": "fs", "root_dir": folder} for folder in run.tiers],
+        }
+    offloading = {
         "kv_connector": "OffloadingConnector",
         "kv_role": "kv_both",
-        "kv_connector_extra_config": {
-            "cpu_bytes_to_use": run.cpu_blocks * block_bytes(run.model),
-            "eviction_policy": run.policy,
-            "spec_name": "HostOffloadingSpec",
-            "spec_module_path": "kvpatch.hostdevice.offloading",
-        },
+        "kv_connector_extra_config": extra,
+    }
+    if not run.inside:
+        return offloading
+    nothing = {
+        "kv_connector": "NothingConnector",
+        "kv_connector_module_path": "nothing_connector",
+        "kv_role": "kv_both",
+    }
+    known = {"OffloadingConnector": offloading, "NothingConnector": nothing}
+    return {
+        "kv_connector": "MultiConnector",
+        "kv_role": "kv_both",
+        "kv_connector_extra_config": {"connectors": [known[name] for name in run.inside]},
     }
 
 

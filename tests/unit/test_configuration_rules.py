@@ -34,6 +34,7 @@ def config(connector: bool = True, **changes: Any) -> SimpleNamespace:
         machine=SimpleNamespace(vllm="0.28.0", copies="ours"),
         use_v2_model_runner=False,
         kv_transfer_config=transfer if connector else None,
+        scheduler_config=SimpleNamespace(policy="fcfs"),
         cache_config=SimpleNamespace(enable_prefix_caching=True, cache_dtype="auto"),
         parallel_config=SimpleNamespace(
             world_size=2,
@@ -67,6 +68,24 @@ def simple(**extra: Any) -> dict[str, Any]:
     return {
         "kv_transfer_config__kv_connector": "SimpleCPUOffloadConnector",
         "kv_transfer_config__kv_connector_extra_config": extra,
+    }
+
+
+def tiers(*types: str) -> dict[str, Any]:
+    return {
+        "kv_transfer_config__kv_connector_extra_config": {
+            "spec_name": "TieringOffloadingSpec",
+            "secondary_tiers": [{"type": name} for name in types],
+        }
+    }
+
+
+def multi(*inside: str, **more: Any) -> dict[str, Any]:
+    return {
+        "kv_transfer_config__kv_connector": "MultiConnector",
+        "kv_transfer_config__kv_connector_extra_config": {
+            "connectors": [{"kv_connector": name, "kv_role": "kv_both"} | more for name in inside]
+        },
     }
 
 
@@ -107,13 +126,60 @@ CASES = [
         "to copy its blocks on this device; use OffloadingConnector, or set KVPATCH=0.",
     ),
     (
-        [spec("TieringOffloadingSpec"), spec("TieringOffloadingSpec", "some.module")],
-        "the offloading spec TieringOffloadingSpec is configured, because its blocks were never "
+        [
+            multi("OffloadingConnector", "NixlConnector"),
+            multi("NixlConnector", "OffloadingConnector"),
+            multi("NixlConnector", "NixlConnector"),
+        ],
+        "a MultiConnector is configured with NixlConnector inside, because that connector's "
+        "copies were never compared with plain vLLM's; leave only OffloadingConnector in it, or "
+        "set KVPATCH=0.",
+    ),
+    (
+        [multi("OffloadingConnector", "OffloadingConnector")],
+        "a MultiConnector is configured with OffloadingConnector twice, because vLLM gives both "
+        "the same engine_id, and so the same host memory; leave one of them, or set KVPATCH=0.",
+    ),
+    (
+        [
+            spec("MySpec", "some.module"),
+            multi("OffloadingConnector", kv_connector_extra_config={"spec_name": "MySpec"}),
+        ],
+        "the offloading spec MySpec is configured, because its blocks were never "
         "compared with plain vLLM's after a round trip; remove spec_name from "
         "kv_connector_extra_config, or set KVPATCH=0.",
     ),
     (
-        [{"kv_transfer_config__kv_connector_extra_config": {"canonical_layout": True}}],
+        [tiers("example"), tiers("fs", "example")],
+        "the secondary tier example is configured, because vLLM's example keeps the names of "
+        "blocks and no bytes, so that what comes back from it is whatever lies in the CPU tier; "
+        "use the tier fs, or set KVPATCH=0.",
+    ),
+    (
+        [
+            tiers("obj"),
+            tiers("fs", "obj"),
+            multi(
+                "OffloadingConnector",
+                kv_connector_extra_config=tiers("obj")[
+                    "kv_transfer_config__kv_connector_extra_config"
+                ],
+            ),
+        ],
+        "the secondary tier obj is configured, because no test of kvpatch ran on it; use the tier "
+        "fs, or set KVPATCH=0.",
+    ),
+    (
+        [tiers("fs") | {"scheduler_config__policy": "priority"}],
+        "a secondary tier is configured with the scheduling policy priority, because a request "
+        "that waits for the tier can then keep those from running that hold the memory it needs; "
+        "use the scheduling policy fcfs, or set KVPATCH=0.",
+    ),
+    (
+        [
+            {"kv_transfer_config__kv_connector_extra_config": {"canonical_layout": True}},
+            multi("OffloadingConnector", kv_connector_extra_config={"canonical_layout": True}),
+        ],
         "canonical_layout is set in kv_connector_extra_config, because vLLM cannot certify that "
         "layout on kvcached's memory; remove canonical_layout, or set KVPATCH=0.",
     ),
@@ -201,6 +267,11 @@ def test_without_a_connector_only_the_runner_matters(position, changes, sentence
         simple(lazy_offload=True, kv_offload_backend="cpu"),
         simple(spec_name="TieringOffloadingSpec"),  # a key that it does not read
         simple() | {"machine__vllm": "0.29.0"},
+        spec("TieringOffloadingSpec"),
+        spec("HostTieringOffloadingSpec", "kvpatch.hostdevice.tiering"),
+        tiers("fs"),
+        tiers("fs", "fs"),
+        multi("OffloadingConnector"),
         {"parallel_config__distributed_executor_backend": None},
         {"parallel_config__distributed_executor_backend": "uni"},
         {"kv_transfer_config__kv_connector_extra_config": None},
