@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from typing import Any
 
 _finder: VllmFinder | None = None
+switched_on_by_import = False  # and not by the environment, which is set to follow
 
 
 class VllmFinder:
@@ -111,7 +112,7 @@ def switch_on() -> None:
     Raises:
         ImportError: vllm was imported before kvpatch in this process.
     """
-    global _finder
+    global _finder, switched_on_by_import
     if _switched_off() or _finder is not None:
         return
     if "vllm" in sys.modules:
@@ -121,6 +122,7 @@ def switch_on() -> None:
             "to leave vllm as it is"
         )
     if os.environ.get(SWITCH, "").strip() in OFF_VALUES:
+        switched_on_by_import = True
         os.environ[SWITCH] = "1"  # children started by this process follow
     _finder = VllmFinder()
     sys.meta_path.insert(0, _finder)

@@ -67,7 +67,9 @@ def check_environment(environment: Mapping[str, str] = os.environ) -> None:
             )
 
 
-def check_installed(package: str, ranges: str) -> Installed:
+def check_installed(
+    package: str, ranges: str, environment: Mapping[str, str] = os.environ
+) -> Installed:
     """Gate 2: the package is installed, as a release.
 
     Args:
@@ -92,7 +94,7 @@ def check_installed(package: str, ranges: str) -> Installed:
             f"they share the folder {package} and only one of them is really in it",
             f"uninstall both and install one of them again, or set {SWITCH}=0",
         )
-    if package == "vllm" and allowed_by_name(found):
+    if package == "vllm" and allowed_by_name(found, environment):
         return found
     if found.version is None:
         raise Refusal(
@@ -123,7 +125,9 @@ def in_range(found: Installed, specifier: str) -> bool:
     return SpecifierSet(specifier).contains(found.version, prereleases=False)
 
 
-def check_range(found: Installed, specifier: str) -> None:
+def check_range(
+    found: Installed, specifier: str, environment: Mapping[str, str] = os.environ
+) -> None:
     """Gate 3 for the whole of kvpatch.
 
     Raises:
@@ -131,7 +135,7 @@ def check_range(found: Installed, specifier: str) -> None:
     """
     if in_range(found, specifier):
         return
-    if found.package == "vllm" and allowed_by_name(found):
+    if found.package == "vllm" and allowed_by_name(found, environment):
         return
     remedy = f"install {found.package}{specifier}"
     if found.package == "vllm":
