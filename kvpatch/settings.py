@@ -19,6 +19,7 @@ OURS = (
     Setting(
         "KVPATCH_LOG", "`debug` logs every gate and patch as it is passed", "one line a process"
     ),
+    Setting("KVPATCH_STATUS_DIR", "where engines publish what `kvpatch status` shows", "/dev/shm"),
     Setting("KVPATCH_HOST_DEVICE", "the size of the host device, for example `2GiB`", "none"),
     Setting("KVPATCH_HOST_DEVICE_DIR", "where the host device's ledger lies", "/dev/shm"),
     Setting("KVPATCH_REFUSAL_FILE", "set by kvpatch for child processes; leave it alone", "none"),

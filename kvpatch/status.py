@@ -42,6 +42,9 @@ class Record:
         if self.said_by != os.getpid():
             self.said_by = os.getpid()
             log.info("%s", self.line())
+            from kvpatch.observing import publish
+
+            publish.process(self)
 
 
 record = Record()

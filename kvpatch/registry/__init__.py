@@ -5,7 +5,7 @@ docs/patches.md and docs/support.md are generated from it by scripts/docs.
 
 from __future__ import annotations
 
-from kvpatch.registry import elastic_memory, fence, host_device, offloading_connector
+from kvpatch.registry import elastic_memory, fence, host_device, observing, offloading_connector
 from kvpatch.registry.releases import KVCACHED_RANGE, VLLM_RANGE
 
 __all__ = ["FEATURES", "KVCACHED_RANGE", "VLLM_RANGE"]
@@ -16,4 +16,5 @@ FEATURES = (
     elastic_memory.FEATURE,
     offloading_connector.FEATURE,
     fence.FEATURE,
+    observing.FEATURE,
 )
