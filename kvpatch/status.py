@@ -50,11 +50,17 @@ class Record:
 record = Record()
 
 
+def said_here() -> bool:
+    """Whether this very process, and not the one it was forked from, has said its line."""
+    return record.said_by == os.getpid()
+
+
 def on_frontend_config() -> None:
     """Say the line of a process that only talks to an engine in another one."""
     from vllm import envs
 
-    if envs.VLLM_ENABLE_V1_MULTIPROCESSING:
+    in_engine = said_here() and "frontend" not in record.roles
+    if envs.VLLM_ENABLE_V1_MULTIPROCESSING and not in_engine:
         record.roles = ["frontend"]
         record.say()
 
