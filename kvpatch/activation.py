@@ -91,6 +91,7 @@ def apply_kvcached() -> None:
             "kvcached cannot be imported",
             f"it failed with {type(error).__name__}: {error}",
             "reinstall kvcached for this torch, or set KVPATCH=0",
+            code="KVP110",
         ) from error
 
 
@@ -129,6 +130,7 @@ def apply_features() -> None:
                 f"the feature {feature.name} cannot be applied ({verdict.outcome.value})",
                 verdict.reason,
                 "install versions from docs/support.md, or set KVPATCH=0",
+                code="KVP201",
             )
 
 
@@ -149,6 +151,7 @@ def _stay_refused(error: Exception) -> RefusedImport:
             "kvpatch could not be applied",
             f"it failed with {type(error).__name__}: {error}",
             "report this with your versions, or set KVPATCH=0",
+            code="KVP202",
         )
     _refused = error
     return RefusedImport.of(error)

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from kvpatch import status
+from kvpatch.codes import UNCODED
 from kvpatch.errors import Refusal
 
 # (spec_name, spec_module_path) pairs. The host device's copies were compared byte for
@@ -29,6 +30,7 @@ class Rule:
         what, why, remedy: the sentence; ``what`` may name the config's values.
         with_connector: refused only when a KV connector is configured, since
             kvcached alone runs as it would without kvpatch.
+        code: one of ``codes.CODES``.
     """
 
     kind: str
@@ -37,11 +39,12 @@ class Rule:
     why: str
     remedy: str
     with_connector: bool = True
+    code: str = UNCODED
 
     def check(self, config: Any) -> None:
         """Raise the refusal when ``config`` is of that kind."""
         if self.applies(config):
-            raise Refusal(self.what(config), self.why, self.remedy)
+            raise Refusal(self.what(config), self.why, self.remedy, self.code)
 
 
 def _connector(config: Any) -> Any:
@@ -67,6 +70,7 @@ RUNNER = Rule(
     "kvpatch is tested on Model Runner V1 only",
     "set VLLM_USE_V2_MODEL_RUNNER=0, or set KVPATCH=0",
     with_connector=False,
+    code="KVP301",
 )
 
 RULES = (
@@ -80,6 +84,7 @@ RULES = (
         lambda c: f"the KV connector {_connector(c)} is configured",
         "only vLLM's own OffloadingConnector is known to be right on kvcached's memory",
         "use OffloadingConnector, or set KVPATCH=0",
+        code="KVP302",
     ),
     Rule(
         "offloading specs other than the ones above",
@@ -87,6 +92,7 @@ RULES = (
         lambda c: f"the offloading spec {_spec(c)[0]} is configured",
         NOT_COMPARED,
         "remove spec_name from kv_connector_extra_config, or set KVPATCH=0",
+        code="KVP303",
     ),
     Rule(
         "`canonical_layout`",
@@ -94,6 +100,7 @@ RULES = (
         lambda c: "canonical_layout is set in kv_connector_extra_config",
         "vLLM cannot certify that layout on kvcached's memory",
         "remove canonical_layout, or set KVPATCH=0",
+        code="KVP304",
     ),
     Rule(  # before the next rule: on a CPU vLLM turns prefix caching off for these models
         "offloading of models with latent attention (MLA)",
@@ -101,6 +108,7 @@ RULES = (
         lambda c: f"a KV connector is configured for {c.model_config.architecture}",
         "the KV cache of models with latent attention was never compared with plain vLLM's",
         "run this model without a KV connector, or set KVPATCH=0",
+        code="KVP305",
     ),
     Rule(
         "offloading with prefix caching off",
@@ -108,6 +116,7 @@ RULES = (
         lambda c: "prefix caching is off while a KV connector is configured",
         "no test of kvpatch ran on it",
         "remove --no-enable-prefix-caching, or set KVPATCH=0",
+        code="KVP306",
     ),
     Rule(
         "offloading with parallelism other than tensor parallelism",
@@ -119,6 +128,7 @@ RULES = (
         lambda c: "a KV connector is configured with parallelism other than tensor parallelism",
         "no test of kvpatch ran on it",
         "use tensor parallelism only, or set KVPATCH=0",
+        code="KVP307",
     ),
     Rule(
         "offloading with an executor other than `uni` and `mp`",
@@ -129,6 +139,7 @@ RULES = (
         ),
         "kvpatch is tested with the executors uni and mp only",
         "set --distributed-executor-backend mp, or set KVPATCH=0",
+        code="KVP308",
     ),
     Rule(
         "offloading with speculative decoding",
@@ -136,6 +147,7 @@ RULES = (
         lambda c: "a KV connector is configured with speculative decoding",
         NOT_COMPARED,
         "remove the speculative configuration, or set KVPATCH=0",
+        code="KVP309",
     ),
     Rule(
         "offloading with KV cache dtypes other than the ones above",
@@ -143,6 +155,7 @@ RULES = (
         lambda c: f"a KV connector is configured with the cache dtype {c.cache_config.cache_dtype}",
         NOT_COMPARED,
         f"use one of {', '.join(PROVEN_CACHE_DTYPES)}, or set KVPATCH=0",
+        code="KVP310",
     ),
     Rule(
         "offloading of hybrid and encoder-decoder models",
@@ -153,6 +166,7 @@ RULES = (
         lambda c: f"a KV connector is configured for {c.model_config.architecture}",
         "the KV cache of hybrid and encoder-decoder models was never compared with plain vLLM's",
         "run this model without a KV connector, or set KVPATCH=0",
+        code="KVP311",
     ),
 )
 

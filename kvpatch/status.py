@@ -81,6 +81,7 @@ def around_engine_core(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> A
             "the scheduler's block pool is vLLM's own, not kvcached's",
             "blocks would be handed out for memory that kvcached never mapped",
             "report this with the log above, or set KVPATCH=0",
+            code="KVP401",
         )
     record.elastic = True
     record.say()
@@ -99,6 +100,7 @@ def around_kv_cache_tensors(wrapped: Any, instance: Any, args: Any, kwargs: Any)
             f"the KV cache of {outside[0]} was allocated outside kvcached's memory",
             "it would stay allocated while kvcached maps a second, unused pool",
             "report this with your command line, or set KVPATCH=0",
+            code="KVP402",
         )
     record.elastic = bool(kv_caches)
     if "engine-core" in record.roles:

@@ -104,9 +104,14 @@ def gauges(state: dict[str, Any]) -> Values:
 
 
 class Sender:
-    """Makes an engine's messages: what has changed since the one before."""
+    """Makes an engine's messages: what has changed since the one before.
+
+    Attributes:
+        sent: when the last one was made, on the machine's clock.
+    """
 
     def __init__(self) -> None:
+        self.sent = 0.0
         self._sent: dict[tuple[str, ...], float] = {}
 
     def message(self, state: dict[str, Any]) -> dict[str, Values] | None:
