@@ -9,7 +9,9 @@ from __future__ import annotations
 import json
 import os
 import re
+import shutil
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -20,10 +22,11 @@ from typing import Any
 
 import pytest
 import requests
-from runs import Device, Run, block_bytes, engine_arguments, prompts
+from runs import ROOT, Device, Run, block_bytes, engine_arguments, prompts
 from serving import Server
 
 COUNT = 12
+DASHBOARD = ROOT / "monitoring/grafana/dashboards/kvpatch.json"
 SAMPLE = re.compile(r"^(vllm:kvpatch_\w+)\{(.*)\} (\S+)$")
 
 
@@ -186,6 +189,63 @@ def test_the_page_is_private(served: Served) -> None:
     folder = Path(served.environment["KVPATCH_STATUS_DIR"]) / f"kvpatch-status-{os.getuid()}"
     assert folder.stat().st_mode & 0o777 == 0o700
     assert {path.stat().st_mode & 0o777 for path in folder.glob("*.page")} == {0o600}
+
+
+def queries() -> list[str]:
+    """Every query of the dashboard, for all models and five minutes."""
+    panels = json.loads(DASHBOARD.read_text())["panels"]
+    return [
+        target["expr"].replace("$model", ".*").replace("$__rate_interval", "5m")
+        for panel in panels
+        for target in panel["targets"]
+    ]
+
+
+def test_every_series_of_the_dashboard_is_there(served: Served) -> None:
+    text = requests.get(f"{served.server.url}/metrics", timeout=10).text
+    there = set(re.findall(r"^([\w:]+)[{ ]", text, re.MULTILINE))
+    asked = set(re.findall(r"vllm:\w+", " ".join(queries())))
+    assert asked
+    assert asked <= there
+
+
+@pytest.mark.skipif(shutil.which("prometheus") is None, reason="prometheus is not installed")
+def test_a_real_prometheus_reads_it_and_answers_the_dashboard(
+    served: Served, tmp_path: Path
+) -> None:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        address = f"127.0.0.1:{probe.getsockname()[1]}"
+    config = (ROOT / "monitoring/prometheus.yml").read_text()
+    config = config.replace("127.0.0.1:8000", f"127.0.0.1:{served.server.port}")
+    (tmp_path / "prometheus.yml").write_text(config.replace("5s", "1s"))
+    command = ["prometheus", f"--config.file={tmp_path}/prometheus.yml"]
+    command += [f"--storage.tsdb.path={tmp_path}/data", f"--web.listen-address={address}"]
+    with subprocess.Popen(command, stderr=subprocess.DEVNULL) as prometheus:
+
+        def results(query: str) -> list[Any]:
+            try:
+                answer = requests.get(
+                    f"http://{address}/api/v1/query", params={"query": query}, timeout=10
+                ).json()
+            except requests.ConnectionError:
+                return []  # not up yet
+            assert answer["status"] == "success", (query, answer)
+            return list(answer["data"]["result"])
+
+        try:
+            info = "count_over_time(vllm:kvpatch_info[5m]) >= 3"
+            assert eventually(lambda: bool(results(info)), 60)
+            for query in queries():
+                # What only divides by what has happened meanwhile has nothing to say at rest.
+                if "> 0" not in query and "/" not in query:
+                    assert results(query), query
+                else:
+                    results(query)
+            (stored,) = results('vllm:kvpatch_offload_bytes_total{outcome="stored"}')
+            assert float(stored["value"][1]) == served.counted["stored"] * block_bytes("llama")
+        finally:
+            prometheus.terminate()
 
 
 # These end the server; they stay last.

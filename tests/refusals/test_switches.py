@@ -19,6 +19,7 @@ def test_banana(serve):
         "unsure whether it is on; set KVPATCH to 1, true or on to switch it on, or to 0 (or leave "
         "it unset) to switch it off."
     )
+    assert refused.code == "KVP101"
     assert "Traceback" not in refused.log
 
 
@@ -73,7 +74,3 @@ def test_a_startup_file_that_did_not_run(run, machine, model):
     assert refused.sentence.startswith(
         f"RuntimeError: {REFUSES}KVPATCH is set but its startup file did not run in"
     )
-
-
-def test_every_sentence_ends_in_its_code(serve):
-    assert serve(KVPATCH="banana").code == "KVP101"

@@ -223,6 +223,12 @@ def test_a_vllm_command_of_another_interpreter(tmp_path, prefix):
         ({"KVCACHED_MIN_RESERVED_PAGES": "20"}, Level.PROBLEM, "KVCACHED_MAX_RESERVED_PAGES"),
         ({"KVCACHED_PAGE_SIZE_MB": "3"}, Level.PROBLEM, "not a multiple of 2"),
         ({"KVCACHED_GPU_UTILIZATION": "95"}, Level.PROBLEM, "share between 0 and 1"),
+        (
+            {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"},
+            Level.WARNING,
+            "expandable segments",
+        ),
+        ({"VLLM_PLUGINS": "lora"}, Level.NOTE, "VLLM_PLUGINS leaves out kvpatch"),
         ({"KVPATCH_LOGG": "debug"}, Level.WARNING, "KVPATCH_LOGG"),
     ],
     ids=str,
