@@ -17,6 +17,8 @@ _EVENTS = {
     "vllm:kv_offload_allocation_failure": "dropped",
     "vllm:kv_offload_stores_skipped": "skipped",
 }
+# Before vLLM 0.24 they are lists of transfers, by direction.
+_DIRECTIONS = {"GPU_to_CPU": "stored", "CPU_to_GPU": "loaded"}
 
 
 @dataclass
@@ -63,8 +65,13 @@ class Totals:
         """Add what vLLM's OffloadingConnector reports of one step.
 
         Args:
-            data: ``OffloadingConnectorStats.data``, values by metric and labels.
+            data: ``OffloadingConnectorStats.data``, values by metric and labels; before
+                vLLM 0.24 transfers by direction.
         """
+        for direction, transfers in data.items():
+            if direction in _DIRECTIONS:
+                size = sum(transfer.op_size for transfer in transfers)
+                self.moved(_DIRECTIONS[direction], len(transfers), size)
         for name, by_labels in data.get("data", {}).items():
             if name in _BYTES:
                 self.moved_bytes[_BYTES[name]] += int(sum(by_labels.values()))

@@ -68,7 +68,7 @@ FEATURE = Feature(
             until=_UNTIL,
             wrapper=f"{_HOOKS}:around_prometheus",
             parameters=("self", "vllm_config", "labelnames", "per_engine_labelvalues"),
-            vllm=">=0.13,<0.34",
+            vllm=">=0.19,<0.34",
             kvcached="==0.1.6",
         ),
         Patch(
@@ -79,7 +79,7 @@ FEATURE = Feature(
             until=_UNTIL,
             wrapper=f"{_HOOKS}:around_observe",
             parameters=("self", "transfer_stats_data", "engine_idx"),
-            vllm=">=0.13,<0.34",
+            vllm=">=0.19,<0.34",
             kvcached="==0.1.6",
         ),
         Patch(

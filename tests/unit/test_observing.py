@@ -468,6 +468,37 @@ def test_what_the_connector_reports_is_counted():
     assert totals.operations == {"stored": 4, "loaded": 2, "dropped": 2}
 
 
+def test_what_the_connector_reported_before_024_is_counted():
+    totals = Totals()
+    sizes = {"GPU_to_CPU": (60, 40), "CPU_to_GPU": (30,)}
+    totals.add_connector_stats(
+        {name: [SimpleNamespace(op_size=size) for size in many] for name, many in sizes.items()}
+    )
+    assert totals.moved_bytes == {"stored": 100, "loaded": 30}
+    assert totals.operations == {"stored": 2, "loaded": 1}
+
+
+def test_a_busy_engine_sends_now_and_then_and_one_at_rest_at_once(monkeypatch):
+    engine = core()
+    engine.kvpatch_totals, engine.kvpatch_sender = Totals("OffloadingConnector"), messages.Sender()
+    now = 100.0
+    monkeypatch.setattr("kvpatch.observing.totals.time.monotonic", lambda: now)
+
+    def sends() -> bool:
+        engine.kvpatch_totals.moved("stored", 1, 10)
+        stats = SimpleNamespace(kv_connector_stats=None)
+        result = ({0: SimpleNamespace(scheduler_stats=stats)}, True)
+        hooks.after_step(lambda: result, engine, (), {})
+        return stats.kv_connector_stats is not None
+
+    engine.scheduler.running = ["request"]
+    assert [sends(), sends()] == [True, False]
+    now += hooks.BETWEEN
+    assert [sends(), sends()] == [True, False]
+    engine.scheduler.running = []
+    assert [sends(), sends()] == [True, True]
+
+
 def test_an_outcome_that_does_not_exist_is_refused():
     with pytest.raises(ValueError, match="no outcome lost; there are stored, loaded"):
         Totals().moved("lost", 1)
