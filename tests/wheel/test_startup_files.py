@@ -95,6 +95,7 @@ def test_uninstalling_removes_everything(fresh, run):
     fresh.pip("uninstall", "--quiet", "--yes", "kvpatch")
     left = {path.name for path in fresh.site.iterdir() if "kvpatch" in path.name}
     assert left == set()
+    assert not fresh.python.with_name("kvpatch").exists()
     done = run(fresh.python, "-c", "import vllm", KVPATCH="1")
     assert (done.code, done.out, done.err) == (0, "vllm itself\n", "")
 
@@ -133,6 +134,21 @@ def test_the_wheel_holds_the_startup_files_once(wheel):
     paths = zipfile.ZipFile(wheel).namelist()
     assert len(paths) == len(set(paths))
     assert sorted(path for path in paths if path.rpartition("/")[2] in STARTUP) == sorted(STARTUP)
+
+
+def test_the_command_is_there_and_finds_what_this_environment_lacks(installed, run):
+    done = run(installed.python.with_name("kvpatch"), "doctor", KVPATCH="1")
+    assert (done.code, done.err) == (1, "")
+    assert "ok      it fires in" in done.out
+    assert "vllm 0.1.0 is outside the range ==0.28.0" in done.out
+    assert "kvcached is not installed as a distribution" in done.out
+
+
+def test_doctor_without_a_requirement_says_so(fresh, run):
+    (fresh.site / "wrapt").unlink()
+    done = run(fresh.python, "-m", "kvpatch", "doctor")
+    assert (done.code, done.err) == (1, "")
+    assert "kvpatch cannot be imported whole (No module named 'wrapt')" in done.out
 
 
 LOAD_PLUGINS = """
