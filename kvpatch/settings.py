@@ -29,7 +29,9 @@ KVCACHED = (
     Setting("ENABLE_KVCACHED", "kvcached's own switch; kvpatch sets it", "set to 1"),
     Setting("KVCACHED_AUTOPATCH", "lets kvcached patch vLLM; kvpatch sets it", "set to 1"),
     Setting("KVCACHED_CONTIGUOUS_LAYOUT", "a block's layers lie side by side", "`true` on NVIDIA"),
-    Setting("KVCACHED_PAGE_SIZE_MB", "the unit that is mapped and given back; times 2", "2"),
+    Setting(
+        "KVCACHED_PAGE_SIZE_MB", "MiB that are mapped and given back at once, a multiple of 2", "2"
+    ),
     Setting("KVCACHED_GPU_UTILIZATION", "the share of the GPU that may be mapped", "0.95"),
     Setting("KVCACHED_PAGE_PREALLOC_ENABLED", "map some pages ahead, in a thread", "`true`"),
     Setting("KVCACHED_MIN_RESERVED_PAGES", "fewest pages that are mapped ahead", "5"),

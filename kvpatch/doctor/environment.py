@@ -47,8 +47,9 @@ KNOWN = (
             _number(s, "KVCACHED_MIN_RESERVED_PAGES", 5)
             > _number(s, "KVCACHED_MAX_RESERVED_PAGES", 10)
         ),
-        Level.PROBLEM,
-        "KVCACHED_MIN_RESERVED_PAGES is above KVCACHED_MAX_RESERVED_PAGES (5 and 10 when unset)",
+        Level.WARNING,
+        "KVCACHED_MIN_RESERVED_PAGES is above KVCACHED_MAX_RESERVED_PAGES (5 and 10 when unset), "
+        "so that pages above the smaller are mapped ahead and given back in turns",
         "set both, the smaller first",
     ),
     Combination(

@@ -220,7 +220,7 @@ def test_a_vllm_command_of_another_interpreter(tmp_path, prefix):
         ({"KVPATCH": "banana"}, Level.PROBLEM, "KVPATCH=banana is not a value"),
         ({"KVPATCH": "1", "ENABLE_KVCACHED": "false"}, Level.PROBLEM, "ENABLE_KVCACHED=false"),
         ({"KVCACHED_AUTOPATCH": "no"}, Level.PROBLEM, "KVCACHED_AUTOPATCH=no"),
-        ({"KVCACHED_MIN_RESERVED_PAGES": "20"}, Level.PROBLEM, "KVCACHED_MAX_RESERVED_PAGES"),
+        ({"KVCACHED_MIN_RESERVED_PAGES": "20"}, Level.WARNING, "KVCACHED_MAX_RESERVED_PAGES"),
         ({"KVCACHED_PAGE_SIZE_MB": "3"}, Level.PROBLEM, "not a multiple of 2"),
         ({"KVCACHED_GPU_UTILIZATION": "95"}, Level.PROBLEM, "share between 0 and 1"),
         (
