@@ -48,8 +48,7 @@ KNOWN = (
             > _number(s, "KVCACHED_MAX_RESERVED_PAGES", 10)
         ),
         Level.WARNING,
-        "KVCACHED_MIN_RESERVED_PAGES is above KVCACHED_MAX_RESERVED_PAGES (5 and 10 when unset), "
-        "so that pages above the smaller are mapped ahead and given back in turns",
+        "KVCACHED_MIN_RESERVED_PAGES is above KVCACHED_MAX_RESERVED_PAGES (5 and 10 when unset)",
         "set both, the smaller first",
     ),
     Combination(
