@@ -146,7 +146,7 @@ def test_status_says_the_same(served: Served) -> None:
     size = block_bytes("llama")
     assert process["state"] == "runs"
     assert process["elastic"] is True
-    assert process["roles"] == ["engine-core", "worker"]
+    assert process["roles"] == ["engine-core"]
     assert set(process["features"].values()) == {"applied"}
     assert engine["bytes"] == {
         "stored": served.counted["stored"] * size,
@@ -161,6 +161,16 @@ def test_status_says_the_same(served: Served) -> None:
     assert engine["requests"] == {"running": 0, "waiting": 0}
 
 
+def test_every_process_has_a_page(served: Served) -> None:
+    processes = json.loads(served.status("--json").stdout)["processes"]
+    roles = sorted("+".join(process["roles"]) for process in processes)
+    assert {process["state"] for process in processes} == {"runs"}
+    assert roles.count("worker") == roles.count("engine-core") == 1
+    assert set(roles) == {"engine-core", "frontend", "worker"}
+    (worker,) = [process for process in processes if process["roles"] == ["worker"]]
+    assert worker["elastic"] is True
+
+
 def test_status_in_text(served: Served) -> None:
     done = served.status()
     assert done.returncode == 0, done.stdout
@@ -168,7 +178,7 @@ def test_status_in_text(served: Served) -> None:
     assert "1.00 loaded for each stored" in done.stdout
     assert f"{COUNT * 640} came from the tier" in done.stdout
     pid = served.engine()["pid"]
-    assert f"pid {pid}  engine-core and worker" in served.status("--pid", str(pid)).stdout
+    assert f"pid {pid}  engine-core  kvpatch" in served.status("--pid", str(pid)).stdout
 
 
 def test_status_of_an_engine_at_work(served: Served) -> None:
@@ -243,7 +253,8 @@ def test_a_real_prometheus_reads_it_and_answers_the_dashboard(
                 else:
                     results(query)
             (stored,) = results('vllm:kvpatch_offload_bytes_total{outcome="stored"}')
-            assert float(stored["value"][1]) == served.counted["stored"] * block_bytes("llama")
+            now = served.metrics()["offload_bytes_total", "OffloadingConnector", "stored"]
+            assert float(stored["value"][1]) == now
         finally:
             prometheus.terminate()
 
