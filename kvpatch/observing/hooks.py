@@ -20,6 +20,9 @@ def around_engine_core(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> N
     connector = instance.scheduler.connector
     totals = Totals("" if connector is None else type(connector).__name__)
     instance.kvpatch_totals = instance.scheduler.kvpatch_totals = totals
+    planner = getattr(connector, "scheduler_manager", None)
+    if planner is not None:  # SimpleCPUOffloadConnector's
+        planner.kvpatch_totals = totals
     instance.kvpatch_sender = Sender()
     publish.engine(instance, totals)
 

@@ -39,6 +39,18 @@ FEATURE = Feature(
             kvcached="==0.1.6",
         ),
         Patch(
+            id="observing.simple_plan",
+            target="vllm.v1.simple_kv_offload.manager:"
+            "SimpleCPUOffloadScheduler.build_connector_meta",
+            why="this connector keeps no stats, so that nobody can see what it moves",
+            upstream="vllm-project/vllm#57251 (metrics for every connector)",
+            until="SimpleCPUOffloadConnector has stats of its own",
+            wrapper="kvpatch.observing.simple:around_plan",
+            parameters=("self", "scheduler_output"),
+            vllm=">=0.19,<0.34",
+            kvcached="==0.1.6",
+        ),
+        Patch(
             id="observing.step",
             target=f"{ENGINE_CORE}.step",
             why="pages given back after a step would be missing from the step's stats",

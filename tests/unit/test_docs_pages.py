@@ -48,7 +48,7 @@ OURS = sorted({tuple(words) for line in commands() if (words := words_of_ours(li
 
 
 def test_there_are_commands_to_try():
-    assert {words[0] for words in OURS} == {"doctor", "status"}
+    assert {words[0] for words in OURS} >= {"doctor", "status"}
 
 
 @pytest.mark.parametrize("words", OURS, ids=" ".join)

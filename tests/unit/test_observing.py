@@ -15,7 +15,7 @@ import pytest
 
 from kvpatch import cli
 from kvpatch.fence import Counters
-from kvpatch.observing import hooks, measure, messages, page, publish, reading, refusals
+from kvpatch.observing import hooks, measure, messages, page, publish, reading, refusals, simple
 from kvpatch.observing.reading import State
 from kvpatch.observing.totals import Totals
 from kvpatch.patch import Outcome
@@ -497,6 +497,21 @@ def test_a_busy_engine_sends_now_and_then_and_one_at_rest_at_once(monkeypatch):
     assert [sends(), sends()] == [True, False]
     engine.scheduler.running = []
     assert [sends(), sends()] == [True, True]
+
+
+def test_what_the_simple_connector_plans_is_counted():
+    tensors = [SimpleNamespace(size=4096 * 10, block_stride=0)] * 3
+    planner = SimpleNamespace(
+        kv_cache_config=SimpleNamespace(kv_cache_tensors=tensors, num_blocks=10),
+        vllm_config=SimpleNamespace(parallel_config=SimpleNamespace(world_size=2)),
+        kvpatch_totals=Totals("SimpleCPUOffloadConnector"),
+    )
+    for stored, loaded in (([1, 2], []), ([], [3]), ([], [])):
+        meta = SimpleNamespace(store_gpu_blocks=stored, load_gpu_blocks=loaded)
+        assert simple.around_plan(lambda made=meta: made, planner, (), {}) is meta
+    block = 3 * 4096 * 2
+    assert planner.kvpatch_totals.moved_bytes == {"stored": 2 * block, "loaded": block}
+    assert planner.kvpatch_totals.operations == {"stored": 1, "loaded": 1}
 
 
 def test_an_outcome_that_does_not_exist_is_refused():
