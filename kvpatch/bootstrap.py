@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from typing import Any
 
 _finder: VllmFinder | None = None
+switched_on_by_import = False  # and not by the environment, which is set to follow
 
 
 class VllmFinder:
@@ -94,6 +95,7 @@ def _activation() -> Any:
             "kvpatch itself cannot be imported",
             f"it failed with {type(error).__name__}: {error}",
             f"reinstall kvpatch with its requirements, or set {SWITCH}=0",
+            code="KVP108",
         ) from error
     return activation
 
@@ -111,7 +113,7 @@ def switch_on() -> None:
     Raises:
         ImportError: vllm was imported before kvpatch in this process.
     """
-    global _finder
+    global _finder, switched_on_by_import
     if _switched_off() or _finder is not None:
         return
     if "vllm" in sys.modules:
@@ -121,6 +123,7 @@ def switch_on() -> None:
             "to leave vllm as it is"
         )
     if os.environ.get(SWITCH, "").strip() in OFF_VALUES:
+        switched_on_by_import = True
         os.environ[SWITCH] = "1"  # children started by this process follow
     _finder = VllmFinder()
     sys.meta_path.insert(0, _finder)

@@ -10,6 +10,7 @@ from typing import Any
 from packaging.specifiers import SpecifierSet
 
 from kvpatch import connectors, status
+from kvpatch.codes import UNCODED
 from kvpatch.errors import Refusal
 from kvpatch.simple.copies import device_here
 from kvpatch.versions import installed
@@ -39,6 +40,7 @@ class Rule:
         what, why, remedy: the sentence; ``what`` may name the config's values.
         with_connector: refused only when a KV connector is configured, since
             kvcached alone runs as it would without kvpatch.
+        code: one of ``codes.CODES``.
     """
 
     kind: str
@@ -47,11 +49,12 @@ class Rule:
     why: str
     remedy: str
     with_connector: bool = True
+    code: str = UNCODED
 
     def check(self, config: Any) -> None:
         """Raise the refusal when ``config`` is of that kind."""
         if self.applies(config):
-            raise Refusal(self.what(config), self.why, self.remedy)
+            raise Refusal(self.what(config), self.why, self.remedy, self.code)
 
 
 def _connector(config: Any) -> Any:
@@ -124,6 +127,7 @@ RUNNER = Rule(
     "kvpatch is tested on Model Runner V1 only",
     "set VLLM_USE_V2_MODEL_RUNNER=0, or set KVPATCH=0",
     with_connector=False,
+    code="KVP301",
 )
 
 RULES = (
@@ -141,6 +145,7 @@ RULES = (
         "only vLLM's own OffloadingConnector and SimpleCPUOffloadConnector are known to be right "
         "on kvcached's memory",
         "use one of these, or set KVPATCH=0",
+        code="KVP302",
     ),
     Rule(
         "`kv_offload_backend` other than `cpu` of SimpleCPUOffloadConnector",
@@ -186,6 +191,7 @@ RULES = (
         lambda c: f"the offloading spec {_unproven_specs(c)[0]} is configured",
         NOT_COMPARED,
         "remove spec_name from kv_connector_extra_config, or set KVPATCH=0",
+        code="KVP303",
     ),
     Rule(
         "the `example` tier",
@@ -216,6 +222,7 @@ RULES = (
         lambda c: "canonical_layout is set in kv_connector_extra_config",
         "vLLM cannot certify that layout on kvcached's memory",
         "remove canonical_layout, or set KVPATCH=0",
+        code="KVP304",
     ),
     Rule(  # before the next rule: on a CPU vLLM turns prefix caching off for these models
         "offloading of models with latent attention (MLA)",
@@ -223,6 +230,7 @@ RULES = (
         lambda c: f"a KV connector is configured for {c.model_config.architecture}",
         "the KV cache of models with latent attention was never compared with plain vLLM's",
         "run this model without a KV connector, or set KVPATCH=0",
+        code="KVP305",
     ),
     Rule(
         "offloading with prefix caching off",
@@ -230,6 +238,7 @@ RULES = (
         lambda c: "prefix caching is off while a KV connector is configured",
         "no test of kvpatch ran on it",
         "remove --no-enable-prefix-caching, or set KVPATCH=0",
+        code="KVP306",
     ),
     Rule(
         "offloading with parallelism other than tensor parallelism",
@@ -241,6 +250,7 @@ RULES = (
         lambda c: "a KV connector is configured with parallelism other than tensor parallelism",
         "no test of kvpatch ran on it",
         "use tensor parallelism only, or set KVPATCH=0",
+        code="KVP307",
     ),
     Rule(
         "offloading with an executor other than `uni` and `mp`",
@@ -251,6 +261,7 @@ RULES = (
         ),
         "kvpatch is tested with the executors uni and mp only",
         "set --distributed-executor-backend mp, or set KVPATCH=0",
+        code="KVP308",
     ),
     Rule(
         "offloading with speculative decoding",
@@ -258,6 +269,7 @@ RULES = (
         lambda c: "a KV connector is configured with speculative decoding",
         NOT_COMPARED,
         "remove the speculative configuration, or set KVPATCH=0",
+        code="KVP309",
     ),
     Rule(
         "offloading with KV cache dtypes other than the ones above",
@@ -265,6 +277,7 @@ RULES = (
         lambda c: f"a KV connector is configured with the cache dtype {c.cache_config.cache_dtype}",
         NOT_COMPARED,
         f"use one of {', '.join(PROVEN_CACHE_DTYPES)}, or set KVPATCH=0",
+        code="KVP310",
     ),
     Rule(
         "offloading of hybrid and encoder-decoder models",
@@ -275,6 +288,7 @@ RULES = (
         lambda c: f"a KV connector is configured for {c.model_config.architecture}",
         "the KV cache of hybrid and encoder-decoder models was never compared with plain vLLM's",
         "run this model without a KV connector, or set KVPATCH=0",
+        code="KVP311",
     ),
 )
 

@@ -185,8 +185,7 @@ def around_install(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> None:
     """
     wrapped(*args, **kwargs)
     scheduler = instance.scheduler
-    planner = connectors.planner(scheduler.connector)
-    if planner is None:
+    if scheduler.connector is None:
         return
     # SimpleCPUOffloadConnector has no such scheduler, and pins what it copies.
     planner = connectors.planner(scheduler.connector)

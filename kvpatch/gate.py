@@ -55,6 +55,7 @@ def check_environment(environment: Mapping[str, str] = os.environ) -> None:
             "guessing would leave you unsure whether it is on",
             f"set {SWITCH} to 1, true or on to switch it on, or to 0 (or leave it unset) "
             "to switch it off",
+            code="KVP101",
         )
     for name in KVCACHED_SWITCHES:
         setting = environment.get(name)
@@ -64,10 +65,13 @@ def check_environment(environment: Mapping[str, str] = os.environ) -> None:
                 f"{SWITCH} is on but {name}={setting}",
                 "kvpatch works on kvcached's memory and this switches kvcached off",
                 f"unset {name} (kvpatch sets it for you) or set {SWITCH}=0",
+                code="KVP102",
             )
 
 
-def check_installed(package: str, ranges: str) -> Installed:
+def check_installed(
+    package: str, ranges: str, environment: Mapping[str, str] = os.environ
+) -> Installed:
     """Gate 2: the package is installed, as a release.
 
     Args:
@@ -83,6 +87,7 @@ def check_installed(package: str, ranges: str) -> Installed:
             f"{package} is not installed as a distribution in this environment",
             f"kvpatch reads its version from there and runs on {package} {ranges}",
             f'install it with pip install "{package}{ranges}", or set {SWITCH}=0',
+            code="KVP103",
         )
     found = every[0]
     if any(other.public != found.public for other in every):
@@ -91,14 +96,16 @@ def check_installed(package: str, ranges: str) -> Installed:
             f"{names} are both installed",
             f"they share the folder {package} and only one of them is really in it",
             f"uninstall both and install one of them again, or set {SWITCH}=0",
+            code="KVP104",
         )
-    if package == "vllm" and allowed_by_name(found):
+    if package == "vllm" and allowed_by_name(found, environment):
         return found
     if found.version is None:
         raise Refusal(
             f'{found.distribution} has the version "{found.text}"',
             "that is not a version by PEP 440 and cannot be compared with the tested ones",
             f"install a release in the range {ranges}, or set {SWITCH}=0",
+            code="KVP105",
         )
     if found.version.is_prerelease:
         kind = "development build" if found.version.is_devrelease else "pre-release"
@@ -106,6 +113,7 @@ def check_installed(package: str, ranges: str) -> Installed:
             f"{found.distribution} {found.text} is a {kind}",
             "its code was never tested with kvpatch and may differ from the release's",
             f"install a release in the range {ranges}, or set {SWITCH}=0",
+            code="KVP106",
         )
     return found
 
@@ -123,7 +131,9 @@ def in_range(found: Installed, specifier: str) -> bool:
     return SpecifierSet(specifier).contains(found.version, prereleases=False)
 
 
-def check_range(found: Installed, specifier: str) -> None:
+def check_range(
+    found: Installed, specifier: str, environment: Mapping[str, str] = os.environ
+) -> None:
     """Gate 3 for the whole of kvpatch.
 
     Raises:
@@ -131,7 +141,7 @@ def check_range(found: Installed, specifier: str) -> None:
     """
     if in_range(found, specifier):
         return
-    if found.package == "vllm" and allowed_by_name(found):
+    if found.package == "vllm" and allowed_by_name(found, environment):
         return
     remedy = f"install {found.package}{specifier}"
     if found.package == "vllm":
@@ -140,6 +150,7 @@ def check_range(found: Installed, specifier: str) -> None:
         f"{found.distribution} {found.text} is outside the range {specifier}",
         "no test of kvpatch ran on it",
         f"{remedy} or set {SWITCH}=0",
+        code="KVP107",
     )
 
 

@@ -74,6 +74,7 @@ def find_regions(
                     f"the KV cache of {name} is not {num_blocks} blocks of kvcached's memory",
                     "its blocks cannot be told apart in memory",
                     "report this with your command line, or set KVPATCH=0",
+                    code="KVP405",
                 )
             key = (view.data_ptr(), tuple(view.shape), tuple(view.stride()))
             if key not in indices_of_view:
@@ -122,6 +123,7 @@ def register_regions(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Non
             f"a block has {regions.block_bytes} bytes in memory and {expected} in vLLM's plan",
             "the CPU tier was sized by the plan and would be overrun or mixed up",
             "report this with your command line, or set KVPATCH=0",
+            code="KVP407",
         )
     instance._init_worker(canonical(regions))
 

@@ -10,6 +10,7 @@ from kvpatch.registry import (
     elastic_memory,
     fence,
     host_device,
+    observing,
     offloading_connector,
     simple_connector,
     tiers,
@@ -27,4 +28,5 @@ FEATURES = (
     fence.FEATURE,
     tiers.FEATURE,
     audit.FEATURE,
+    observing.FEATURE,
 )

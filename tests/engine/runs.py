@@ -58,6 +58,7 @@ class Device:
             "KVPATCH": "1" if run.kvpatch else "0",
             "KVPATCH_HOST_DEVICE": self.size,
             "KVPATCH_HOST_DEVICE_DIR": str(self.folder),
+            "KVPATCH_STATUS_DIR": str(self.folder),
             "KVCACHED_CONTIGUOUS_LAYOUT": str(run.contiguous).lower(),
             "VLLM_CPU_KVCACHE_SPACE": "1",
             "VLLM_NO_USAGE_STATS": "1",

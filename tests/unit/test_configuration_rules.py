@@ -242,7 +242,8 @@ def test_every_rule_has_its_case():
 def test_the_rule_refuses_with_its_sentence(position, changes, sentence):
     with pytest.raises(Refusal) as refused:
         configuration.check(config(**changes))
-    assert str(refused.value) == f"kvpatch refuses to start vLLM: {sentence}"
+    rule = configuration.RULES[position]
+    assert str(refused.value) == f"kvpatch refuses to start vLLM: {sentence} [{rule.code}]"
     broken = [rule for rule in configuration.RULES if rule.applies(config(**changes))]
     assert broken == [configuration.RULES[position]]
 

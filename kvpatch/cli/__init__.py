@@ -1,0 +1,67 @@
+"""The ``kvpatch`` command: a list of subcommands, each in a module of its own.
+
+A subcommand's module has ``configure(parser)``, which adds its options, and
+``run(arguments) -> int``, which returns the exit code. Only the module of the
+subcommand that was asked for is imported.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import os
+import sys
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import kvpatch
+from kvpatch import bootstrap
+
+
+class Command(NamedTuple):
+    """One subcommand: its name, the module that does it, and its line in the help."""
+
+    name: str
+    module: str
+    help: str
+
+
+COMMANDS: tuple[Command, ...] = (
+    Command("doctor", "kvpatch.cli.doctor", "say what is installed here and what is in the way"),
+    Command("status", "kvpatch.cli.status", "show what running engines map, hold, store and load"),
+)
+
+
+def operator_environment() -> dict[str, str]:
+    """Return the environment as the operator set it.
+
+    Importing kvpatch switches it on for child processes, which no subcommand means.
+    """
+    environment = dict(os.environ)
+    if bootstrap.switched_on_by_import:
+        environment.pop(bootstrap.SWITCH, None)
+    return environment
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command line; return its exit code."""
+    words = list(sys.argv[1:] if arguments is None else arguments)
+    parser = argparse.ArgumentParser(
+        prog="kvpatch", description=(kvpatch.__doc__ or "").split("\n")[0]
+    )
+    parser.add_argument("--version", action="version", version=f"kvpatch {kvpatch.__version__}")
+    subparsers = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    for command in COMMANDS:
+        subparser = subparsers.add_parser(command.name, help=command.help, description=command.help)
+        if command.name in words[:1]:
+            importlib.import_module(command.module).configure(subparser)
+    options = parser.parse_args(words)
+    (chosen,) = (command for command in COMMANDS if command.name == options.command)
+    try:
+        code: int = importlib.import_module(chosen.module).run(options)
+    except BrokenPipeError:  # the reader, like head, has seen enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
+    except KeyboardInterrupt:
+        return 130
+    return code

@@ -1,0 +1,63 @@
+"""``kvpatch doctor``: the report, for people and as JSON; the exit code says how bad it is."""
+
+from __future__ import annotations
+
+import argparse
+import json
+
+import kvpatch
+from kvpatch import cli, doctor
+from kvpatch.doctor import Finding, Level
+
+MARKS = {Level.OK: "ok", Level.NOTE: "note", Level.WARNING: "warn", Level.PROBLEM: "PROBLEM"}
+
+
+def configure(parser: argparse.ArgumentParser) -> None:
+    """Add the options."""
+    parser.add_argument("--json", action="store_true", help="print the report as JSON")
+    parser.add_argument(
+        "--import",
+        dest="try_import",
+        action="store_true",
+        help="also import vllm with kvpatch on, in another process: takes seconds",
+    )
+    parser.epilog = "Ends 1 when there is a problem, 0 otherwise. Nothing is changed or deleted."
+
+
+def run(options: argparse.Namespace) -> int:
+    """Print the report; return 1 when there is a problem."""
+    found = doctor.examine(cli.operator_environment(), options.try_import)
+    problems = [finding for finding in found if finding.level is Level.PROBLEM]
+    if options.json:
+        report = {
+            "kvpatch": kvpatch.__version__,
+            "problems": len(problems),
+            "findings": [finding.as_dict() for finding in found],
+        }
+        print(json.dumps(report, indent=2))
+    else:
+        print(text(found))
+    return 1 if problems else 0
+
+
+def text(found: list[Finding]) -> str:
+    """Return the report: the findings by topic, and one line that sums it up."""
+    lines = []
+    topics = list(dict.fromkeys(finding.topic for finding in found))
+    for topic in topics:
+        lines.append(topic)
+        for finding in found:
+            if finding.topic == topic:
+                lines.append(f"  {MARKS[finding.level]:<8}{finding.what}")
+                if finding.remedy:
+                    lines.append(f"{'':10}-> {finding.remedy}")
+    count = {level: sum(finding.level is level for finding in found) for level in Level}
+    verdict = "vLLM would start with kvpatch on, as far as can be told without starting it"
+    if count[Level.PROBLEM]:
+        verdict = "vLLM would not start right with kvpatch on"
+    plural = {level: "" if count[level] == 1 else "s" for level in Level}
+    lines.append(
+        f"\n{count[Level.PROBLEM]} problem{plural[Level.PROBLEM]}, "
+        f"{count[Level.WARNING]} warning{plural[Level.WARNING]}: {verdict}"
+    )
+    return "\n".join(lines)

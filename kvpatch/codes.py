@@ -1,0 +1,52 @@
+"""The code of every refusal: stable, shown at the end of its sentence, listed in the docs.
+
+A code means one fault for good: it is never given to another one, and a fault that is
+gone leaves its number unused. To add a refusal, add a line here and name the code where
+it is raised, ``Refusal(what, why, remedy, code="KVP404")`` or ``Rule(..., code=...)``.
+
+    KVP1xx  the installation and the environment
+    KVP2xx  the patches
+    KVP3xx  the engine's configuration
+    KVP4xx  the engine's memory
+    KVP5xx  the host device
+"""
+
+from __future__ import annotations
+
+UNCODED = "KVP000"
+
+CODES = {
+    "KVP101": "`KVPATCH` has a value that kvpatch does not know",
+    "KVP102": "kvcached is switched off by one of its own variables",
+    "KVP103": "vllm or kvcached is not installed as a distribution",
+    "KVP104": "two distributions of one package are installed in different versions",
+    "KVP105": "the version of a package is not one by PEP 440",
+    "KVP106": "a package is a development build or a pre-release",
+    "KVP107": "a package is outside the tested range",
+    "KVP108": "kvpatch itself, or wrapt or packaging, cannot be imported",
+    "KVP109": "the startup file did not run, so that nothing is patched",
+    "KVP110": "kvcached cannot be imported",
+    "KVP201": "a feature cannot be applied: its target is missing, moved or out of range",
+    "KVP202": "applying the patches failed in a way nobody foresaw",
+    "KVP301": "Model Runner V2",
+    "KVP302": "a KV connector that was never compared",
+    "KVP303": "an offloading spec that was never compared",
+    "KVP304": "`canonical_layout`",
+    "KVP305": "offloading of a model with latent attention (MLA)",
+    "KVP306": "offloading with prefix caching off",
+    "KVP307": "offloading with parallelism other than tensor parallelism",
+    "KVP308": "offloading with an executor other than `uni` and `mp`",
+    "KVP309": "offloading with speculative decoding",
+    "KVP310": "offloading with a KV cache dtype that was never compared",
+    "KVP311": "offloading of a hybrid or encoder-decoder model",
+    "KVP401": "the scheduler's block pool is not kvcached's",
+    "KVP402": "a layer's KV cache was allocated outside kvcached's memory",
+    "KVP403": "kvcached could not be set up in a worker",
+    "KVP404": "kvcached cannot manage the model's KV cache",
+    "KVP405": "a layer's KV cache has fewer blocks than the scheduler hands out",
+    "KVP406": "a kind of KV cache that was never compared",
+    "KVP407": "a block has other bytes in memory than in vLLM's plan",
+    "KVP501": "no GPU, and kvcached is built for one",
+    "KVP502": "the host device has no size",
+    "KVP503": "the host device has another size in running processes",
+}

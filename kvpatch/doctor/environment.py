@@ -1,0 +1,141 @@
+"""The environment variables: which are set, and which contradict each other."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import NamedTuple
+
+from kvpatch import gate
+from kvpatch.bootstrap import SWITCH
+from kvpatch.doctor.finding import Finding, Level
+from kvpatch.doctor.packages import refused
+from kvpatch.errors import Refusal
+from kvpatch.settings import KVCACHED, OURS
+
+TOPIC = "environment"
+COMBINATIONS = "known combinations"
+SHOWN = ("KVPATCH", "KVCACHED_", "ENABLE_KVCACHED", "VLLM_", "CUDA_VISIBLE_DEVICES")
+SHOWN_TOO = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF", "LD_PRELOAD", "PYTHONPATH")
+SECRET = ("KEY", "TOKEN", "SECRET", "PASSWORD")
+
+
+class Combination(NamedTuple):
+    """Settings that are known not to go together.
+
+    Attributes:
+        applies: whether the environment has it.
+        level: whether vLLM would be refused or die, or only do less than it could.
+        what, remedy: the finding.
+    """
+
+    applies: Callable[[Mapping[str, str]], bool]
+    level: Level
+    what: str
+    remedy: str
+
+
+def _number(settings: Mapping[str, str], name: str, unset: float) -> float:
+    try:
+        return float(settings.get(name) or unset)
+    except ValueError:
+        return unset
+
+
+KNOWN = (
+    Combination(
+        lambda s: (
+            _number(s, "KVCACHED_MIN_RESERVED_PAGES", 5)
+            > _number(s, "KVCACHED_MAX_RESERVED_PAGES", 10)
+        ),
+        Level.WARNING,
+        "KVCACHED_MIN_RESERVED_PAGES is above KVCACHED_MAX_RESERVED_PAGES (5 and 10 when unset)",
+        "set both, the smaller first",
+    ),
+    Combination(
+        lambda s: _number(s, "KVCACHED_PAGE_SIZE_MB", 2) % 2 != 0,
+        Level.PROBLEM,
+        "KVCACHED_PAGE_SIZE_MB is not a multiple of 2, and kvcached cannot be imported with it",
+        "set it to 2, 4, 8 and so on",
+    ),
+    Combination(
+        lambda s: not 0 < _number(s, "KVCACHED_GPU_UTILIZATION", 0.95) <= 1,
+        Level.PROBLEM,
+        "KVCACHED_GPU_UTILIZATION is not a share between 0 and 1",
+        "set it to 0.95, or unset it",
+    ),
+    Combination(
+        lambda s: bool(s.get("KVCACHED_IPC_NAME")),
+        Level.NOTE,
+        "KVCACHED_IPC_NAME is set: two engines started with the same name share one limit",
+        "give every engine a name of its own, or unset it",
+    ),
+    Combination(  # spelt as vLLM looks for it
+        lambda s: "expandable_segments:True" in s.get("PYTORCH_CUDA_ALLOC_CONF", ""),
+        Level.WARNING,
+        "torch's expandable segments are on, and vLLM on a GPU refuses them together with a KV "
+        "connector",
+        "take expandable_segments out of PYTORCH_CUDA_ALLOC_CONF",
+    ),
+    Combination(
+        lambda s: (
+            s.get("VLLM_PLUGINS") is not None and "kvpatch" not in s["VLLM_PLUGINS"].split(",")
+        ),
+        Level.NOTE,
+        "VLLM_PLUGINS leaves out kvpatch: a startup file that did not run would go unnoticed",
+        "add kvpatch to VLLM_PLUGINS, or unset it",
+    ),
+    Combination(
+        lambda s: bool(s.get("PROMETHEUS_MULTIPROC_DIR")),
+        Level.NOTE,
+        "PROMETHEUS_MULTIPROC_DIR is set: counters of earlier runs in it are added to this run's",
+        "empty that folder between runs, or unset it and let vLLM make one",
+    ),
+)
+
+
+def check(settings: Mapping[str, str]) -> list[Finding]:
+    """Report what is set, and everything in it that cannot be."""
+    found = [shown(settings), switch(settings)]
+    try:
+        gate.check_environment(dict(settings) | ({} if settings.get(SWITCH) else {SWITCH: "1"}))
+    except Refusal as refusal:
+        found.append(refused(TOPIC, refusal))
+    known = {setting.name for setting in OURS}
+    for name in sorted(name for name in settings if name.startswith("KVPATCH_")):
+        if name not in known:
+            what = f"{name} is set, and kvpatch has no such variable"
+            found.append(Finding(TOPIC, Level.WARNING, what, "correct its spelling, or unset it"))
+    kvcached = {setting.name for setting in KVCACHED}
+    for name in sorted(name for name in settings if name.startswith("KVCACHED_")):
+        if name in kvcached and not settings[name].strip():
+            what = f"{name} is set to nothing, which kvcached may not read as unset"
+            found.append(Finding(TOPIC, Level.WARNING, what, f"unset {name}"))
+    for combination in KNOWN:
+        if combination.applies(settings):
+            found.append(
+                Finding(COMBINATIONS, combination.level, combination.what, combination.remedy)
+            )
+    return found
+
+
+def shown(settings: Mapping[str, str]) -> Finding:
+    """Return every variable that has a say, with its value unless it looks like a secret."""
+    pairs = [
+        f"{name}={'(hidden)' if any(word in name for word in SECRET) else settings[name]}"
+        for name in sorted(settings)
+        if name.startswith(SHOWN) or name in SHOWN_TOO
+    ]
+    return Finding(TOPIC, Level.OK, "set: " + (" ".join(pairs) or "nothing that matters"))
+
+
+def switch(settings: Mapping[str, str]) -> Finding:
+    """Say whether a vLLM started from this environment would have kvpatch on."""
+    value = settings.get(SWITCH, "").strip()
+    if value in ("", "0"):
+        return Finding(
+            TOPIC,
+            Level.NOTE,
+            f"{SWITCH} is {value or 'unset'}: kvpatch is off; the rest is about having it on",
+            f"start vLLM with {SWITCH}=1",
+        )
+    return Finding(TOPIC, Level.OK, f"{SWITCH}={value}")

@@ -1,0 +1,42 @@
+"""The gates that need vllm: asked for by the operator, in an interpreter of its own."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Mapping
+
+from kvpatch.bootstrap import SWITCH
+from kvpatch.doctor.finding import Finding, Level
+
+TOPIC = "import of vllm"
+SECONDS = 300
+PROBE = """
+import json, kvpatch, vllm
+from kvpatch import activation, status
+features = {name: outcome.value for name, outcome in status.record.features.items()}
+print("\\n" + json.dumps({"features": features, "patches": len(activation.transaction.applied)}))
+"""
+
+
+def check(settings: Mapping[str, str]) -> list[Finding]:
+    """Import vllm with kvpatch on, and report what was applied or the sentence that stopped it."""
+    try:
+        done = subprocess.run(
+            [sys.executable, "-c", PROBE],
+            env=dict(settings) | {SWITCH: settings.get(SWITCH, "").strip() or "1"},
+            capture_output=True,
+            text=True,
+            timeout=SECONDS,
+            check=False,
+        )
+    except subprocess.TimeoutExpired:
+        what = f"vllm was not imported within {SECONDS} s"
+        return [Finding(TOPIC, Level.PROBLEM, what, "import it by hand to see where it waits")]
+    if done.returncode:
+        last = done.stderr.rstrip().rpartition("\n")[2]
+        return [Finding(TOPIC, Level.PROBLEM, last or f"it ended {done.returncode}")]
+    answer = json.loads(done.stdout.splitlines()[-1])
+    features = ", ".join(f"{name} {outcome}" for name, outcome in answer["features"].items())
+    return [Finding(TOPIC, Level.OK, f"{answer['patches']} patches applied: {features}")]

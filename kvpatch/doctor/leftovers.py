@@ -1,0 +1,199 @@
+"""What engines that are gone left behind in shared memory and /tmp.
+
+Nothing is ever deleted here: the report names the command that clears a leftover of
+the user's own, and the owner of everybody else's.
+"""
+
+from __future__ import annotations
+
+import os
+import pwd
+import re
+import shlex
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NamedTuple
+
+from kvpatch.doctor.finding import Finding, Level
+
+TOPIC = "leftovers"
+SHM, TMP = Path("/dev/shm"), Path("/tmp")
+
+
+class Kind(NamedTuple):
+    """What one kind of leftover is called, and how to tell that its engine is gone.
+
+    Attributes:
+        folder, pattern: where its files lie.
+        what: what it is.
+        group: a regular expression for the process group in its name, if it has one.
+        pid: the same for a process id.
+    """
+
+    folder: Path
+    pattern: str
+    what: str
+    group: str = ""
+    pid: str = ""
+
+
+KINDS = (
+    Kind(SHM, "kvcached_*", "kvcached's pool", group=r"_(\d+)(?:_\d+)?$"),
+    Kind(SHM, "vllm_offload_*.mmap", "vLLM's CPU tier"),
+    Kind(SHM, "vllm_dist_*", "vLLM's buffer between ranks"),
+    Kind(SHM, "kvpatch-host-device-*", "the host device's ledger"),
+    Kind(SHM, "kvpatch-status-*/*.page", "an engine's status page", pid=r"^(\d+)\.page$"),
+    Kind(TMP, "kvcached-tp-*", "kvcached's sockets"),
+    Kind(TMP, "kvpatch-refusal-*", "a refusal on its way", pid=r"^kvpatch-refusal-(\d+)-"),
+)
+
+
+@dataclass(frozen=True)
+class Leftover:
+    """One file or folder whose engine is gone, or may be.
+
+    Attributes:
+        path: where it is.
+        what: what it is.
+        owner: the user it belongs to.
+        bytes: the memory or disk it holds.
+        mine: whether this user may remove it.
+        certain: whether its engine is known to be gone; another user's processes
+            cannot be looked into.
+    """
+
+    path: Path
+    what: str
+    owner: str
+    bytes: int
+    mine: bool
+    certain: bool
+
+
+def check(kinds: Iterable[Kind] = KINDS, me: int | None = None) -> list[Finding]:
+    """Report every leftover of vLLM, kvcached and kvpatch: a finding for each kind and owner."""
+    groups: dict[tuple[str, str, bool], list[Leftover]] = {}
+    for leftover in find(kinds, me):
+        key = (leftover.what, leftover.owner, leftover.certain)
+        groups.setdefault(key, []).append(leftover)
+    if not groups:
+        return [Finding(TOPIC, Level.OK, "none in /dev/shm and /tmp")]
+    return [report(group) for group in groups.values()]
+
+
+def report(group: list[Leftover]) -> Finding:
+    """Return the line about leftovers of one kind and owner."""
+    first, paths = group[0], [str(leftover.path) for leftover in group]
+    total = readable(sum(leftover.bytes for leftover in group))
+    one = len(group) == 1
+    name = paths[0] if one else f"{len(group)} times"
+    what = f"{first.what}, {name}, {total} of {first.owner}: "
+    if first.certain:
+        what += "its engine is gone" if one else "their engines are gone"
+    else:
+        what += "whether it is in use cannot be seen from here"
+    if first.mine:
+        flag = "-r " if any(leftover.path.is_dir() for leftover in group) else ""
+        return Finding(TOPIC, Level.WARNING, what, f"rm {flag}{' '.join(map(shlex.quote, paths))}")
+    where = "" if one else f" ({', '.join(paths)})"
+    return Finding(TOPIC, Level.NOTE, what + where, f"ask {first.owner} to remove it")
+
+
+def find(kinds: Iterable[Kind], me: int | None = None) -> Iterator[Leftover]:
+    """Yield what no living process uses.
+
+    Args:
+        kinds: what to look for.
+        me: the user whose files may be removed; this process's own when None.
+    """
+    me = os.getuid() if me is None else me
+    used: set[str] | None = None
+    for kind in kinds:
+        for path in sorted(kind.folder.glob(kind.pattern)):
+            try:
+                status = path.lstat()
+            except OSError:
+                continue  # gone meanwhile
+            if names_a_living_process(kind, path.name):
+                continue
+            if used is None:
+                used = paths_in_use()
+            if any(name == str(path) or name.startswith(f"{path}/") for name in used):
+                continue
+            mine = status.st_uid == me
+            certain = mine or me == 0 or bool(kind.pid or kind.group)
+            yield Leftover(path, kind.what, user(status.st_uid), size(path), mine, certain)
+
+
+def names_a_living_process(kind: Kind, name: str) -> bool:
+    """Whether the process or process group in the name of a file is there."""
+    if kind.group and (match := re.search(kind.group, name)):
+        return _alive(-int(match[1]))
+    if kind.pid and (match := re.search(kind.pid, name)):
+        return _alive(int(match[1]))
+    return False
+
+
+def _alive(target: int) -> bool:
+    try:
+        os.kill(target, 0)
+    except ProcessLookupError:
+        return False
+    except (PermissionError, OverflowError):
+        return True
+    return True
+
+
+def paths_in_use() -> set[str]:
+    """Return the paths that processes have open, mapped or bound, as far as can be seen."""
+    used = set()
+    for process in Path("/proc").iterdir():
+        if not process.name.isdigit():
+            continue
+        try:
+            for line in (process / "maps").read_text().splitlines():
+                parts = line.split(maxsplit=5)
+                if len(parts) == 6 and parts[5].startswith(("/dev/shm/", "/tmp/")):
+                    used.add(parts[5])
+            for entry in (process / "fd").iterdir():
+                target = os.readlink(entry)  # noqa: PTH115 - it may be no path
+                if target.startswith(("/dev/shm/", "/tmp/")):
+                    used.add(target)
+        except OSError:
+            continue  # another user's, or gone
+    try:
+        sockets = Path("/proc/net/unix").read_text().splitlines()
+    except OSError:
+        sockets = []
+    return used | {line.split()[-1] for line in sockets if "/" in line}
+
+
+def size(path: Path) -> int:
+    """Return the bytes that a file, or everything in a folder, really takes."""
+    files = [path, *(path.rglob("*") if path.is_dir() else ())]
+    total = 0
+    for file in files:
+        try:
+            total += file.lstat().st_blocks * 512
+        except OSError:
+            continue
+    return total
+
+
+def user(uid: int) -> str:
+    """Return the name of a user, or the number of one without."""
+    try:
+        return pwd.getpwuid(uid).pw_name
+    except KeyError:
+        return f"user {uid}"
+
+
+def readable(size: int) -> str:
+    """Return ``size`` bytes in the largest unit that leaves a whole number or one digit."""
+    amount = float(size)
+    for unit in ("B", "KiB", "MiB"):
+        if amount < 1024:
+            return f"{amount:.0f} {unit}" if amount == int(amount) else f"{amount:.1f} {unit}"
+        amount /= 1024
+    return f"{amount:.1f} GiB"

@@ -1,0 +1,87 @@
+"""The machine: system, interpreter, driver, shared memory."""
+
+from __future__ import annotations
+
+import os
+import platform
+import re
+import shutil
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+
+from kvpatch.doctor.finding import Finding, Level
+
+TOPIC = "machine"
+DRIVER = Path("/proc/driver/nvidia/version")
+SHM = Path("/dev/shm")
+SMALL_SHM = 1 << 30
+
+
+def check(settings: Mapping[str, str]) -> list[Finding]:
+    """Describe the machine, and say what vLLM would trip over."""
+    found = [
+        Finding(
+            TOPIC,
+            Level.OK if sys.platform == "linux" else Level.PROBLEM,
+            f"{platform.system()} {platform.release()} on {platform.machine()}, "
+            f"Python {platform.python_version()} ({sys.executable})",
+            "" if sys.platform == "linux" else "run it on Linux, as vLLM and kvcached need it",
+        )
+    ]
+    driver = nvidia_driver()
+    found.append(
+        Finding(TOPIC, Level.OK, f"NVIDIA driver {driver}")
+        if driver
+        else Finding(TOPIC, Level.NOTE, "no NVIDIA driver: only the host device can be used")
+    )
+    return found + check_shm() + check_command(settings)
+
+
+def nvidia_driver(path: Path = DRIVER) -> str | None:
+    """Return the version of the kernel's NVIDIA driver, or None without one."""
+    try:
+        match = re.search(r"Kernel Module\D*(\d+(?:\.\d+)+)", path.read_text())
+    except OSError:
+        return None
+    return match[1] if match else "of unknown version"
+
+
+def check_shm(folder: Path = SHM) -> list[Finding]:
+    """Look at the size of shared memory, where vLLM on a GPU puts its CPU tier."""
+    try:
+        usage = shutil.disk_usage(folder)
+    except OSError as error:
+        return [Finding(TOPIC, Level.WARNING, f"{folder} cannot be read ({error})")]
+    what = f"{folder} has {usage.total >> 20} MiB, {usage.free >> 20} MiB free"
+    if usage.total < SMALL_SHM:
+        remedy = "start the container with a larger one, for example docker run --shm-size 64g"
+        what += "; vLLM on a GPU puts the whole CPU tier there"
+        return [Finding(TOPIC, Level.WARNING, what, remedy)]
+    return [Finding(TOPIC, Level.OK, what)]
+
+
+def check_command(settings: Mapping[str, str]) -> list[Finding]:
+    """See whether the ``vllm`` command belongs to this interpreter."""
+    command = shutil.which("vllm", path=settings.get("PATH", os.defpath))
+    if command is None:
+        return []
+    try:
+        with Path(command).open("rb") as file:
+            first = file.readline(512).decode(errors="replace").strip()
+    except OSError:
+        return []
+    interpreter = first.removeprefix("#!").strip().strip('"')
+    if not first.startswith("#!") or not Path(interpreter).exists():
+        return []
+    # Not resolved: the interpreters of two environments are links to the same file.
+    if Path(interpreter).parent == Path(sys.executable).parent:
+        return [Finding(TOPIC, Level.OK, f"the vllm command is {command}")]
+    return [
+        Finding(
+            TOPIC,
+            Level.WARNING,
+            f"the vllm command on the PATH ({command}) runs {interpreter}, not this Python",
+            f"run {interpreter} -m kvpatch doctor to examine that one",
+        )
+    ]

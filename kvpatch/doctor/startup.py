@@ -1,0 +1,125 @@
+"""Whether the startup files are there, and whether an interpreter really runs them."""
+
+from __future__ import annotations
+
+import json
+import site
+import subprocess
+import sys
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+
+from kvpatch.bootstrap import SWITCH
+from kvpatch.doctor.finding import Finding, Level
+
+TOPIC = "startup"
+NAMES = ("kvpatch-init.pth", "kvpatch-init.start", "kvpatch_startup.py")
+SECONDS = 60
+
+# Run with KVPATCH=1: whether kvpatch is there without anybody having imported it.
+PROBE = """
+import json, sys
+waiting = any(type(finder).__module__ == "kvpatch.bootstrap" for finder in sys.meta_path)
+broken = any(type(finder).__module__ == "kvpatch_startup" for finder in sys.meta_path)
+folder = getattr(sys.modules.get("kvpatch"), "__file__", None)
+print(json.dumps({"waiting": waiting, "broken": broken, "file": folder}))
+"""
+
+
+def site_folders() -> list[Path]:
+    """Return the folders whose startup files this interpreter reads."""
+    folders = site.getsitepackages()
+    if site.ENABLE_USER_SITE:
+        folders = [*folders, site.getusersitepackages()]
+    return [Path(folder) for folder in folders]
+
+
+def check(settings: Mapping[str, str]) -> list[Finding]:
+    """Find the startup files, and start an interpreter to see them work."""
+    return [*check_files(site_folders()), check_firing(sys.executable, settings)]
+
+
+def check_files(folders: Iterable[Path], path: Iterable[str] | None = None) -> list[Finding]:
+    """Look for the startup files in the folders that are read, and elsewhere on the path.
+
+    Args:
+        folders: those whose startup files the interpreter reads.
+        path: folders that modules are imported from; ``sys.path`` when None.
+    """
+    read = [folder for folder in folders if folder.is_dir()]
+    wanted = NAMES[1 if sys.version_info >= (3, 15) else 0]
+    for folder in read:
+        missing = [name for name in (wanted, NAMES[2]) if not (folder / name).exists()]
+        if not missing:
+            return [Finding(TOPIC, Level.OK, f"{folder / wanted} is in place")]
+        if len(missing) == 1:
+            return [
+                Finding(
+                    TOPIC,
+                    Level.PROBLEM,
+                    f"{folder} has a part of the startup files: {missing[0]} is missing",
+                    "reinstall kvpatch with pip install --force-reinstall --no-deps kvpatch",
+                )
+            ]
+    for entry in sys.path if path is None else path:
+        if (Path(entry) / wanted).exists():
+            return [
+                Finding(
+                    TOPIC,
+                    Level.PROBLEM,
+                    f"{Path(entry) / wanted} is in a folder whose startup files Python does not "
+                    "read, as after pip install --target",
+                    f"install kvpatch into {read[0] if read else 'site-packages'}, or "
+                    "import kvpatch before vllm",
+                )
+            ]
+    return [
+        Finding(
+            TOPIC,
+            Level.PROBLEM,
+            f"no startup file: {wanted} is in none of {', '.join(map(str, read)) or 'no folder'}",
+            "install kvpatch with pip, which puts it there, or import kvpatch before vllm",
+        )
+    ]
+
+
+def check_firing(python: str, settings: Mapping[str, str]) -> Finding:
+    """Start ``python`` with the switch on, and see whether kvpatch waits for vllm in it.
+
+    A folder with startup files is one thing; an interpreter that reads them another:
+    it may be started with -S or -I, or a broken file before ours may stop it.
+    """
+    try:
+        done = subprocess.run(
+            [python, "-c", PROBE],
+            env=dict(settings) | {SWITCH: "1"},
+            capture_output=True,
+            text=True,
+            timeout=SECONDS,
+            check=False,
+        )
+        answer = json.loads(done.stdout.splitlines()[-1])
+    except (OSError, subprocess.SubprocessError, ValueError, IndexError) as error:
+        return Finding(
+            TOPIC,
+            Level.PROBLEM,
+            f"{python} could not be asked whether the startup file fires "
+            f"({type(error).__name__}: {error})",
+            "mend that interpreter",
+        )
+    if answer["waiting"]:
+        return Finding(TOPIC, Level.OK, f"it fires in {python} and loads {answer['file']}")
+    if answer["broken"]:
+        return Finding(
+            TOPIC,
+            Level.PROBLEM,
+            f"it fires in {python} but kvpatch cannot be imported there",
+            f"run {python} -c 'import kvpatch' to see why, then reinstall kvpatch",
+        )
+    return Finding(
+        TOPIC,
+        Level.PROBLEM,
+        f"the startup file does not fire: with {SWITCH}=1, {python} has nothing of kvpatch loaded",
+        "install kvpatch into that interpreter's site-packages, start it without -S, or "
+        "import kvpatch before vllm",
+    )

@@ -1,0 +1,59 @@
+"""The ``kvpatch`` command itself: its subcommands, and what it leaves alone."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+
+import pytest
+
+import kvpatch
+from kvpatch import cli
+
+
+def test_it_says_its_version(run):
+    done = run(sys.executable, "-m", "kvpatch", "--version")
+    assert (done.code, done.out) == (0, f"kvpatch {kvpatch.__version__}\n")
+
+
+def test_help_names_every_subcommand_and_imports_none(run):
+    code = """
+import sys
+from kvpatch import cli
+try:
+    cli.main(["--help"])
+finally:
+    print([name for name in sys.modules if name.startswith("kvpatch.cli.")])
+"""
+    done = run(sys.executable, "-c", code)
+    assert done.code == 0
+    assert done.out.endswith("[]\n")
+    for command in cli.COMMANDS:
+        assert command.name in done.out
+        assert command.help in done.out
+
+
+def test_nothing_asked_for_is_a_mistake_of_use(run):
+    done = run(sys.executable, "-m", "kvpatch")
+    assert done.code == 2
+    assert "COMMAND" in done.err
+
+
+@pytest.mark.parametrize("command", cli.COMMANDS, ids=lambda command: command.name)
+def test_a_subcommand_has_both_of_its_functions(command):
+    module = importlib.import_module(command.module)
+    assert callable(module.configure)
+    assert callable(module.run)
+
+
+@pytest.mark.parametrize(("set_to", "seen"), [(None, None), ("1", "1"), ("0", "0")])
+def test_the_environment_is_the_operators(run, set_to, seen):
+    """``import kvpatch`` sets the switch for children; the command must not mean that."""
+    code = "from kvpatch import cli; print(cli.operator_environment().get('KVPATCH'))"
+    done = run(sys.executable, "-c", code, **({} if set_to is None else {"KVPATCH": set_to}))
+    assert done.out == f"{seen}\n"
+
+
+def test_a_reader_that_stops_reading_is_no_error(run):
+    done = run("bash", "-c", f"set -o pipefail; {sys.executable} -m kvpatch doctor | true")
+    assert "Traceback" not in done.err
