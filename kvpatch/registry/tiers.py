@@ -25,7 +25,7 @@ FEATURE = Feature(
             until="vLLM refuses memory that another engine created",
             wrapper="kvpatch.tiers.shared_memory:around_engine_core",
             parameters=("vllm_config",),
-            vllm=">=0.22,<0.29",
+            vllm=">=0.28,<0.29",
             kvcached="==0.1.6",
         ),
         Patch(
@@ -36,7 +36,7 @@ FEATURE = Feature(
             until="vLLM names files by the layout of what they hold",
             wrapper="kvpatch.tiers.identity:around_kv_caches",
             parameters=("self", "vllm_config"),
-            vllm=">=0.22,<0.29",
+            vllm=">=0.28,<0.29",
             kvcached="==0.1.6",
         ),
         Patch(
@@ -47,7 +47,7 @@ FEATURE = Feature(
             until="vLLM names files by the layout of what they hold",
             wrapper="kvpatch.tiers.identity:around_file_mapper",
             parameters=("root_dir", "offloading_spec", "parallel_agnostic"),
-            vllm=">=0.25,<0.29",
+            vllm=">=0.28,<0.29",
             kvcached="==0.1.6",
         ),
         Patch(
@@ -94,7 +94,7 @@ FEATURE = Feature(
             until="vLLM gives a tier's answers a limit",
             wrapper="kvpatch.tiers.promotion:around_lookup",
             parameters=("self", "key", "req_context"),
-            vllm=">=0.25,<0.29",
+            vllm=">=0.28,<0.29",
             kvcached="==0.1.6",
         ),
         Patch(
@@ -117,7 +117,7 @@ FEATURE = Feature(
             until="vLLM admits no load behind a request that waits",
             wrapper="kvpatch.tiers.admission:around_matched_tokens",
             parameters=("self", "request", "num_computed_tokens"),
-            vllm=">=0.21,<0.34",
+            vllm=">=0.28,<0.29",
             kvcached="==0.1.6",
         ),
         Patch(
@@ -128,7 +128,7 @@ FEATURE = Feature(
             until="vLLM admits no load behind a request that waits",
             wrapper="kvpatch.tiers.admission:around_build",
             parameters=("self", "scheduler_output"),
-            vllm=">=0.21,<0.34",
+            vllm=">=0.28,<0.29",
             kvcached="==0.1.6",
         ),
     ),

@@ -165,5 +165,5 @@ def test_many_prompts_at_once_on_a_cpu_tier_smaller_than_they_are(
     ours = engine(replace(on(tmp_path), tiers=(str(tmp_path / "a"), str(tmp_path / "b"))))
     for index in range(2):
         assert same_tokens(ours.round(index), engine(PLAIN).round(index)) == 24
+        assert widest_gap(ours.round(index), engine(PLAIN).round(index)) < 1e-4
     assert sum(hits(ours.round(1))) > 0
-    assert ours.result["changed"] == []
