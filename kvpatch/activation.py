@@ -52,6 +52,7 @@ def after_vllm(module: ModuleType) -> None:
     if transaction.applied:
         return  # the inner one of two loaders did it, or vllm is reloaded
     try:
+        apply_features(before_kvcached=True)
         apply_kvcached()
         # The hooks of others, and kvcached's again if its module was imported before
         # vllm: what a hook patches after us would go over our patches.
@@ -96,8 +97,11 @@ def apply_kvcached() -> None:
         ) from error
 
 
-def apply_features() -> None:
+def apply_features(before_kvcached: bool = False) -> None:
     """Apply every feature of the registry that this machine needs.
+
+    Args:
+        before_kvcached: whether kvcached has yet to patch vllm.
 
     Raises:
         Refusal: a feature is needed and cannot be applied.
@@ -105,7 +109,7 @@ def apply_features() -> None:
     vllm, kvcached = check_versions()
     status.record.vllm = f"{vllm.distribution} {vllm.text}"
     status.record.kvcached = kvcached.text
-    if not gate.in_range(vllm, registry.VLLM_RANGE):
+    if not before_kvcached and not gate.in_range(vllm, registry.VLLM_RANGE):
         status.log.warning(
             "kvpatch: %s %s is UNTESTED and runs because %s names it",
             vllm.distribution,
@@ -113,6 +117,8 @@ def apply_features() -> None:
             gate.ALLOW_VLLM,
         )
     for feature in registry.FEATURES:
+        if feature.before_kvcached is not before_kvcached:
+            continue
         verdict = gate.check_feature(feature, vllm, kvcached)
         if verdict.passed:
             try:
@@ -126,6 +132,8 @@ def apply_features() -> None:
         status.log.debug(
             "kvpatch: feature %s %s %s", feature.name, verdict.outcome.value, verdict.reason
         )
+        if feature.optional and verdict.outcome is Outcome.OUTSIDE:
+            continue
         if verdict.outcome not in (Outcome.APPLIED, Outcome.NOT_NEEDED):
             raise Refusal(
                 f"the feature {feature.name} cannot be applied ({verdict.outcome.value})",

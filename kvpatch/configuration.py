@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from packaging.specifiers import SpecifierSet
+from packaging.version import Version
 
-from kvpatch import connectors, status
+from kvpatch import connectors, layouts, status
 from kvpatch.codes import UNCODED
 from kvpatch.errors import Refusal
 from kvpatch.simple.copies import device_here
@@ -111,27 +110,68 @@ def _unproven_tiers(config: Any) -> list[str]:
     return [tier for tier in _tiers(config) if tier not in (*PROVEN_TIERS, "example")]
 
 
-def _vllm_is(specifier: str) -> bool:
-    return any(
-        found.version is not None and SpecifierSet(specifier).contains(found.version)
-        for found in installed("vllm")
-    )
+def _at_least(release: str) -> bool:
+    """Whether this vLLM is ``release`` or a later one."""
+    vllm = installed("vllm")[0]
+    return vllm.version is not None and vllm.version >= Version(release)
+
+
+def _by_kvcached(config: Any) -> bool:
+    """Whether kvcached by itself runs on this vLLM with this runner."""
+    if _at_least("0.31"):
+        return False
+    return bool(config.use_v2_model_runner) or not _at_least("0.29")
+
+
+def _loses_lazy_copies(config: Any) -> bool:
+    lazy = _is_simple(config) and bool(_extra(config).get("lazy_offload"))
+    return lazy and _at_least("0.29") and not _at_least("0.30")
 
 
 NOT_COMPARED = "its blocks were never compared with plain vLLM's after a round trip"
 
-RUNNER = Rule(
-    "Model Runner V2",
-    lambda c: bool(c.use_v2_model_runner),
-    lambda c: "this configuration runs on Model Runner V2",
-    "kvpatch is tested on Model Runner V1 only",
-    "set VLLM_USE_V2_MODEL_RUNNER=0, or set KVPATCH=0",
-    with_connector=False,
-    code="KVP301",
-)
-
 RULES = (
-    RUNNER,
+    Rule(
+        "HiSparse",
+        lambda c: getattr(c.attention_config, "hisparse_config", None) is not None,
+        lambda c: "HiSparse is configured",
+        "it allocates its KV cache outside kvcached's memory",
+        "remove the HiSparse configuration, or set KVPATCH=0",
+        with_connector=False,
+        code="KVP312",
+    ),
+    Rule(
+        "Model Runner V1 on vLLM 0.29 to 0.31",
+        lambda c: _at_least("0.29") and not _at_least("0.32") and not c.use_v2_model_runner,
+        lambda c: "this configuration runs on Model Runner V1",
+        "on this release kvcached has no adapter for it and no test of kvpatch ran on ours",
+        "use Model Runner V2 or vLLM 0.32, or set KVPATCH=0",
+        with_connector=False,
+        code="KVP301",
+    ),
+    Rule(
+        "hybrid models where kvcached alone would refuse to run: vLLM 0.31 and later, and "
+        "Model Runner V1 from 0.29 on",
+        lambda c: c.model_config is not None and c.model_config.is_hybrid and not _by_kvcached(c),
+        lambda c: f"{c.model_config.architecture} has state-space layers",
+        "kvcached's patches for them were not tried on this release and runner",
+        "use Model Runner V2 of vLLM 0.30, or set KVPATCH=0",
+        with_connector=False,
+        code="KVP313",
+    ),
+    Rule(
+        f"from vLLM 0.29 on, a `{layouts.ASKED}` that kvcached's memory does not have",
+        lambda c: _at_least("0.29") and bool(layouts.disagree()),
+        lambda c: (
+            f"{layouts.ASKED}={layouts.disagree()} is set and kvcached's memory "
+            f"{'is' if layouts.contiguous() else 'is not'} contiguous"
+        ),
+        f"kvcached has {' or '.join(layouts.LAYOUTS[True])} there, and with "
+        f"{layouts.CONTIGUOUS}=false {' or '.join(layouts.LAYOUTS[False][:2])}",
+        f"unset {layouts.ASKED} or change {layouts.CONTIGUOUS}, or set KVPATCH=0",
+        with_connector=False,
+        code="KVP314",
+    ),
     Rule(
         "connectors other than vLLM's own OffloadingConnector and SimpleCPUOffloadConnector",
         lambda c: (
@@ -153,16 +193,33 @@ RULES = (
         lambda c: f"the kv_offload_backend {_extra(c)['kv_offload_backend']} is configured",
         NOT_COMPARED,
         "remove kv_offload_backend from kv_connector_extra_config, or set KVPATCH=0",
+        code="KVP315",
     ),
     Rule(
         "`lazy_offload` on vLLM 0.29",
-        lambda c: (
-            _is_simple(c) and bool(_extra(c).get("lazy_offload")) and _vllm_is(">=0.29,<0.30")
-        ),
+        _loses_lazy_copies,
         lambda c: "lazy_offload is set in kv_connector_extra_config",
         "SimpleCPUOffloadConnector of vLLM 0.29 counts copies of idle steps as done without "
         "making them",
         "remove lazy_offload, install another vLLM, or set KVPATCH=0",
+        code="KVP316",
+    ),
+    Rule(
+        "SimpleCPUOffloadConnector, tiers and MultiConnector on other releases than vLLM 0.28, "
+        "and on Model Runner V2",
+        lambda c: (
+            (_is_simple(c) or _in_multi(c) or bool(_tiers(c)))
+            and (_at_least("0.29") or not _at_least("0.28") or bool(c.use_v2_model_runner))
+            and not _loses_lazy_copies(c)
+        ),
+        lambda c: (
+            f"{'a secondary tier' if _tiers(c) else _connector(c)} is configured on this release "
+            "and runner"
+        ),
+        "it was compared with plain vLLM's on vLLM 0.28 with Model Runner V1 only",
+        "use OffloadingConnector without tiers, or vLLM 0.28 with VLLM_USE_V2_MODEL_RUNNER=0, or "
+        "set KVPATCH=0",
+        code="KVP317",
     ),
     Rule(
         "SimpleCPUOffloadConnector on devices other than CUDA, ROCm and the host device",
@@ -170,6 +227,7 @@ RULES = (
         lambda c: "the KV connector SimpleCPUOffloadConnector is configured",
         "kvpatch knows no way to copy its blocks on this device",
         "use OffloadingConnector, or set KVPATCH=0",
+        code="KVP318",
     ),
     Rule(
         "a MultiConnector with other connectors inside than the ones above",
@@ -177,6 +235,7 @@ RULES = (
         lambda c: f"a MultiConnector is configured with {_unproven_inside(c)[0]} inside",
         "that connector's copies were never compared with plain vLLM's",
         f"leave only {' and '.join(PROVEN_INSIDE)} in it, or set KVPATCH=0",
+        code="KVP319",
     ),
     Rule(
         "a MultiConnector with one connector twice",
@@ -184,6 +243,7 @@ RULES = (
         lambda c: f"a MultiConnector is configured with {_twice_inside(c)[0]} twice",
         "vLLM gives both the same engine_id, and so the same host memory",
         "leave one of them, or set KVPATCH=0",
+        code="KVP320",
     ),
     Rule(
         "offloading specs other than the ones above",
@@ -200,6 +260,7 @@ RULES = (
         "vLLM's example keeps the names of blocks and no bytes, so that what comes back from it "
         "is whatever lies in the CPU tier",
         "use the tier fs, or set KVPATCH=0",
+        code="KVP321",
     ),
     Rule(
         "secondary tiers other than the ones above",
@@ -207,6 +268,7 @@ RULES = (
         lambda c: f"the secondary tier {_unproven_tiers(c)[0]} is configured",
         "no test of kvpatch ran on it",
         f"use the tier {' or '.join(PROVEN_TIERS)}, or set KVPATCH=0",
+        code="KVP322",
     ),
     Rule(
         "secondary tiers with the scheduling policy `priority`",
@@ -215,6 +277,7 @@ RULES = (
         "a request that waits for the tier can then keep those from running that hold the memory "
         "it needs",
         "use the scheduling policy fcfs, or set KVPATCH=0",
+        code="KVP323",
     ),
     Rule(
         "`canonical_layout`",
@@ -314,9 +377,6 @@ def around_post_init(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any
     Raises:
         Refusal: the first rule that the configuration breaks.
     """
-    if instance.model_config is not None and os.environ.get("VLLM_USE_V2_MODEL_RUNNER"):
-        # vLLM would say what this machine lacks for that runner, as if adding it helped.
-        RUNNER.check(instance)
     result = wrapped(*args, **kwargs)
     if instance.model_config is not None:
         check(instance)

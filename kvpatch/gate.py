@@ -218,7 +218,10 @@ def check_feature(feature: Feature, vllm: Installed, kvcached: Installed) -> Ver
             return Verdict(
                 Outcome.OUTSIDE, f"{found.distribution} {found.text} is outside {specifier}"
             )
-    for patch in rows(feature, vllm, kvcached):
+    needed = rows(feature, vllm, kvcached)
+    if not needed:
+        return Verdict(Outcome.NOT_NEEDED)
+    for patch in needed:
         verdict = check_target(patch)
         if not verdict.passed:
             return verdict

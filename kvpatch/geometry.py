@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from kvpatch.errors import Refusal
-from kvpatch.status import block_view
+from kvpatch.status import block_view, on_kvcached
 
 # Specs whose blocks have been compared byte for byte after a round trip.
 PROVEN_SPECS = ("FullAttentionSpec", "SlidingWindowSpec")
@@ -99,6 +99,7 @@ def check_kinds(config: Any) -> None:
                 f"this model has a KV cache of kind {kind}",
                 "offloading it from kvcached's memory was never compared with plain vLLM",
                 "run it without a KV connector, or with KVPATCH=0",
+                code="KVP406",
             )
 
 
@@ -117,15 +118,50 @@ def register_regions(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Non
     regions = find_regions(
         kv_caches, [group.layer_names for group in config.kv_cache_groups], config.num_blocks
     )
-    expected = instance.spec.config.worker_kv_bytes_per_block
-    if regions.block_bytes != expected:
+    check_size(instance, regions.block_bytes)
+    instance._init_worker(canonical(regions))
+
+
+def check_regions(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
+    """Check the regions that vLLM itself derived, from 0.29 on.
+
+    Wraps ``OffloadingConnectorWorker._init_worker(kv_caches)``.
+
+    Raises:
+        Refusal: the model has a kind of KV cache that was never compared, a region lies
+            outside kvcached's memory, or they do not add up to a block.
+    """
+    canonical_caches = kwargs["kv_caches"] if "kv_caches" in kwargs else args[0]
+    check_kinds(instance.kv_cache_config)
+    if not all(on_kvcached(region.tensor) for region in canonical_caches.tensors):
         raise Refusal(
-            f"a block has {regions.block_bytes} bytes in memory and {expected} in vLLM's plan",
+            "the connector copies memory that is not kvcached's",
+            "the blocks that the engine computes lie in kvcached's memory",
+            "report this with your command line, or set KVPATCH=0",
+            code="KVP408",
+        )
+    check_size(instance, sum(region.page_size_bytes for region in canonical_caches.tensors))
+    return wrapped(*args, **kwargs)
+
+
+def check_size(worker: Any, block_bytes: int) -> None:
+    """Refuse regions that do not add up to what the CPU tier was sized by.
+
+    Args:
+        worker: the ``OffloadingConnectorWorker``.
+        block_bytes: bytes of one block over all regions.
+
+    Raises:
+        Refusal: they do not.
+    """
+    expected = worker.spec.config.worker_kv_bytes_per_block
+    if block_bytes != expected:
+        raise Refusal(
+            f"a block has {block_bytes} bytes in memory and {expected} in vLLM's plan",
             "the CPU tier was sized by the plan and would be overrun or mixed up",
             "report this with your command line, or set KVPATCH=0",
             code="KVP407",
         )
-    instance._init_worker(canonical(regions))
 
 
 def canonical(regions: Regions) -> Any:

@@ -61,6 +61,7 @@ def claim() -> socket.socket:
             "the two would share a page limit and unmap each other's pages",
             f"start every engine as a program of its own, and give each its own {NAME} "
             "where you set one",
+            code="KVP414",
         ) from error
     return claimed
 

@@ -73,6 +73,10 @@ class Feature:
         patches: applied in this order, reverted in the opposite one.
         wanted: ``module:function`` that says whether this machine needs the
             feature; None means always.
+        before_kvcached: applied before kvcached patches vllm, because it changes how
+            kvcached does that.
+        optional: outside its range it stays off, and a rule of ``configuration`` refuses
+            what needs it; the others stop vLLM there.
     """
 
     name: str
@@ -81,6 +85,8 @@ class Feature:
     kvcached: str
     patches: tuple[Patch, ...]
     wanted: str | None = None
+    before_kvcached: bool = False
+    optional: bool = False
 
 
 def load(reference: str) -> Any:

@@ -22,6 +22,13 @@ OURS = (
     Setting("KVPATCH_STATUS_DIR", "where engines publish what `kvpatch status` shows", "/dev/shm"),
     Setting("KVPATCH_HOST_DEVICE", "the size of the host device, for example `2GiB`", "none"),
     Setting("KVPATCH_HOST_DEVICE_DIR", "where the host device's ledger lies", "/dev/shm"),
+    Setting("KVPATCH_DEBUG", "`1` sums and checks every stored block; for finding faults", "off"),
+    Setting(
+        "KVPATCH_TIER_PATIENCE",
+        "seconds that requests wait for a tier's disk before it is passed over",
+        "10",
+    ),
+    Setting("KVPATCH_IPC_NAME", "set by kvpatch for child processes; leave it alone", "none"),
     Setting("KVPATCH_REFUSAL_FILE", "set by kvpatch for child processes; leave it alone", "none"),
 )
 

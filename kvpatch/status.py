@@ -7,6 +7,7 @@ import os
 from dataclasses import dataclass, field
 from typing import Any
 
+from kvpatch import layouts
 from kvpatch.errors import Refusal
 from kvpatch.patch import Outcome
 
@@ -22,6 +23,8 @@ class Record:
     kvcached: str = ""
     features: dict[str, Outcome] = field(default_factory=dict)
     roles: list[str] = field(default_factory=list)
+    storages: set[int] = field(default_factory=set)
+    layout: str = ""
     elastic: bool | None = None
     said_by: int = 0
 
@@ -34,7 +37,8 @@ class Record:
         return (
             f"kvpatch {kvpatch.__version__}: pid {os.getpid()}, "
             f"role {' and '.join(self.roles)}, {self.vllm}, kvcached {self.kvcached}, "
-            f"features: {features}; KV on elastic memory: {elastic}"
+            f"features: {features}; {self.layout}{'; ' if self.layout else ''}"
+            f"KV on elastic memory: {elastic}"
         )
 
     def say(self) -> None:
@@ -84,6 +88,7 @@ def around_engine_core(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> A
             code="KVP401",
         )
     record.elastic = True
+    record.layout = layouts.said(instance.vllm_config)
     record.say()
 
 
@@ -94,7 +99,52 @@ def around_kv_cache_tensors(wrapped: Any, instance: Any, args: Any, kwargs: Any)
     it hands out with the view of its blocks.
     """
     kv_caches = wrapped(*args, **kwargs)
-    outside = [name for name, cache in kv_caches.items() if block_view(cache) is None]
+    _say_worker({name: block_view(cache) is not None for name, cache in kv_caches.items()})
+    return kv_caches
+
+
+def remember_allocation(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
+    """Remember the storage of the KV caches that kvcached allocates.
+
+    Wraps kvcached's ``allocate_kv_cache``; from vLLM 0.29 on the caches are vLLM's own
+    views of kvcached's memory.
+    """
+    kv_caches = wrapped(*args, **kwargs)
+    record.storages = {_storage(cache) for cache in kv_caches.values()}
+    return kv_caches
+
+
+def around_initialize_kv_cache(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
+    """Refuse a worker whose KV caches are not kvcached's; say its line.
+
+    Wraps ``GPUModelRunner.initialize_kv_cache(kv_cache_config, is_profiling)`` of both
+    runners. The KV cache of a profile is vLLM's own, and thrown away.
+    """
+    result = wrapped(*args, **kwargs)
+    if not kwargs.get("is_profiling", args[1] if len(args) > 1 else False):
+        _say_worker(
+            {f"layer {index}": on_kvcached(cache) for index, cache in enumerate(instance.kv_caches)}
+        )
+    return result
+
+
+def on_kvcached(cache: Any) -> bool:
+    """Whether a KV cache lies in the memory that kvcached allocated last (vLLM >= 0.29)."""
+    return _storage(cache) in record.storages
+
+
+def _storage(cache: Any) -> int:
+    first = cache[0] if isinstance(cache, list | tuple) else cache
+    return int(first.untyped_storage().data_ptr())
+
+
+def _say_worker(inside: dict[str, bool]) -> None:
+    """Say the line of a worker, given which of its KV caches are kvcached's.
+
+    Raises:
+        Refusal: one of them is not.
+    """
+    outside = [name for name, yes in inside.items() if not yes]
     if outside:
         raise Refusal(
             f"the KV cache of {outside[0]} was allocated outside kvcached's memory",
@@ -102,13 +152,12 @@ def around_kv_cache_tensors(wrapped: Any, instance: Any, args: Any, kwargs: Any)
             "report this with your command line, or set KVPATCH=0",
             code="KVP402",
         )
-    record.elastic = bool(kv_caches)
+    record.elastic = bool(inside)
     if "engine-core" in record.roles:
         record.roles = ["engine-core", "worker"]
     else:
         record.roles = ["worker"]
         record.say()
-    return kv_caches
 
 
 def block_view(cache: Any) -> Any:

@@ -14,7 +14,7 @@ import pytest
 os.environ["KVPATCH"] = "0"
 
 HERE = Path(__file__).parent
-LANES = ("unit", "wheel", "refusals", "engine")
+LANES = ("unit", "wheel", "refusals", "engine", "versions")
 
 
 def lane_of(path: Path) -> str | None:

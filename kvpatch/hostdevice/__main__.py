@@ -6,6 +6,7 @@ import argparse
 import os
 import subprocess
 import sys
+import sysconfig
 from importlib import metadata
 from pathlib import Path
 
@@ -32,6 +33,7 @@ def install(version: str) -> int:
         )
         return built.returncode
     name_vllm()
+    show_interpreter_to_triton()
     needs = ["numpy>=1.26.0", "posix_ipc>=1.0", "wrapt>=1.15"]  # kvcached's own
     return subprocess.run(
         [sys.executable, "-m", "pip", "install", "-q", *needs], check=False
@@ -69,6 +71,21 @@ def name_vllm() -> None:
     (entry / "RECORD").write_text(record)
 
 
+def show_interpreter_to_triton() -> None:
+    """Let Triton find a backend named "cpu" in processes that have TRITON_INTERPRET=1.
+
+    vLLM's Model Runner V2 needs Triton, and Triton a backend. Only where the interpreter
+    is asked for, so that every other process sees the machine as it is. Its folder is on
+    the path there, and not a package of kvpatch, whose import switches the patches on.
+    """
+    folder = Path(__file__).parent / "interpreter"
+    startup = Path(sysconfig.get_path("purelib")) / "kvpatch-interpreter.pth"
+    startup.write_text(
+        'import os, sys; os.environ.get("TRITON_INTERPRET") == "1" '
+        f"and sys.path.append({str(folder)!r})\n"
+    )
+
+
 def show() -> int:
     """Print the device's size, what is free and who uses it."""
     try:
@@ -91,9 +108,15 @@ def main() -> int:
     commands = parser.add_subparsers(dest="command", required=True)
     installer = commands.add_parser("install", help="build and install kvcached for it")
     installer.add_argument("--kvcached", default=KVCACHED, help="version (default: %(default)s)")
+    commands.add_parser("name", help="let vLLM's CPU build answer to the name vllm")
     commands.add_parser("show", help="print its size and its users")
     arguments = parser.parse_args()
-    return install(arguments.kvcached) if arguments.command == "install" else show()
+    if arguments.command == "install":
+        return install(arguments.kvcached)
+    if arguments.command == "name":
+        name_vllm()
+        return 0
+    return show()
 
 
 if __name__ == "__main__":

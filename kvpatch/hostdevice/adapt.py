@@ -85,6 +85,35 @@ def host_device_name(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> str
     return f"cuda:{parallel_state.get_world_group().local_rank}"
 
 
+def with_device_size(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
+    """Let ``torch.cuda`` tell the size of the host device for the time of one call.
+
+    Wraps ``allocate_kv_cache`` of kvcached's Model Runner V2, which imports torch by
+    itself and so cannot be given one of its own.
+    """
+    import torch
+
+    original = torch.cuda.get_device_properties
+    torch.cuda.get_device_properties = lambda device: SimpleNamespace(
+        total_memory=ledger.device_size()
+    )
+    try:
+        return wrapped(*args, **kwargs)
+    finally:
+        torch.cuda.get_device_properties = original
+
+
+def with_blocks_outermost(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> tuple[Any, ...]:
+    """Name the layout of kvcached's contiguous blocks beside vLLM's own.
+
+    Wraps ``CPUAttentionBackend.supported_kv_cache_layouts``. The backend's kernels take
+    the stride between blocks from the tensor.
+    """
+    from vllm.v1.kv_cache_interface import KVCacheLayout
+
+    return (*wrapped(*args, **kwargs), KVCacheLayout.BLHNC)
+
+
 def no_cuda_device(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> None:
     """Give the listener thread no CUDA device to select."""
 

@@ -163,7 +163,9 @@ class HostOffloadingSpec(CPUOffloadingSpec):  # type: ignore[misc]
 
     def get_worker(self, kv_caches: CanonicalKVCaches) -> OffloadingWorker:
         """Return the worker that copies ``kv_caches``; called once per worker process."""
+        # vLLM 0.30 calls the blocks of the CPU tier chunks.
+        rows = self.num_chunks if hasattr(self, "num_chunks") else self.num_blocks
         self._worker: Any = self._worker or HostOffloadingWorker(
-            kv_caches, self.blocks_per_chunk, self.num_blocks
+            kv_caches, self.blocks_per_chunk, rows
         )
         return self._worker

@@ -11,6 +11,7 @@ from collections.abc import Callable
 from dataclasses import asdict
 from typing import Any
 
+from kvpatch import connectors
 from kvpatch.fence import fence_of
 from kvpatch.observing.totals import OUTCOMES, Totals
 
@@ -84,6 +85,8 @@ TIERS: dict[str, Callable[[Any], dict[str, int]]] = {
 
 def tier(core: Any) -> dict[str, int] | None:
     """Return how many blocks of the CPU tier hold something, of how many."""
-    connector = core.scheduler.connector
-    measure = TIERS.get(type(connector).__name__)
-    return None if measure is None else measure(connector)
+    for connector in connectors.parts(core.scheduler.connector):
+        measure = TIERS.get(type(connector).__name__)
+        if measure is not None:
+            return measure(connector)
+    return None

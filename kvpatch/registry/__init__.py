@@ -10,6 +10,8 @@ from kvpatch.registry import (
     elastic_memory,
     fence,
     host_device,
+    kv_events,
+    kvcached_releases,
     observing,
     offloading_connector,
     simple_connector,
@@ -21,11 +23,14 @@ __all__ = ["FEATURES", "KVCACHED_RANGE", "VLLM_RANGE"]
 
 # In the order they are applied.
 FEATURES = (
+    kvcached_releases.TOLD,
     host_device.FEATURE,
+    kvcached_releases.ADAPTED,
     elastic_memory.FEATURE,
     offloading_connector.FEATURE,
     simple_connector.FEATURE,
     fence.FEATURE,
+    kv_events.FEATURE,
     tiers.FEATURE,
     audit.FEATURE,
     observing.FEATURE,

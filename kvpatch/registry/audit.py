@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from kvpatch.patch import Feature, Patch
-from kvpatch.registry.releases import KVCACHED_RANGE, VLLM_RANGE
+from kvpatch.registry.releases import KVCACHED_RANGE
 from kvpatch.registry.targets import OFFLOADING
 
 _WORKER = f"{OFFLOADING}.worker:OffloadingConnectorWorker"
@@ -11,7 +11,7 @@ _WORKER = f"{OFFLOADING}.worker:OffloadingConnectorWorker"
 FEATURE = Feature(
     name="audit",
     summary="debug mode: stored blocks are summed and checked, and so is every unmapping",
-    vllm=VLLM_RANGE,
+    vllm="==0.28.0",
     kvcached=KVCACHED_RANGE,
     wanted="kvpatch.audit:wanted",
     patches=(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from kvpatch.patch import Feature, Patch
 from kvpatch.registry.releases import KVCACHED_RANGE, VLLM_RANGE
-from kvpatch.registry.targets import ENGINE_CORE, V1_RUNNER
+from kvpatch.registry.targets import ENGINE_CORE, V1_RUNNER, V2_RUNNER
 
 FEATURE = Feature(
     name="elastic-memory",
@@ -54,7 +54,7 @@ FEATURE = Feature(
             until="kvcached raises every error of its coordinator set-up",
             wrapper="kvpatch.allocation:require_coordinator",
             parameters=("self",),
-            vllm=">=0.12,<0.31",
+            vllm=">=0.12,<0.34",
             kvcached="==0.1.6",
         ),
         Patch(
@@ -67,6 +67,42 @@ FEATURE = Feature(
             parameters=("self", "kv_cache_config"),
             vllm=">=0.26,<0.29",
             kvcached="==0.1.6",
+        ),
+        Patch(
+            id="elastic.kv_cache_tensors_v2",
+            target="vllm.v1.worker.gpu.model_runner:init_kv_cache",
+            why="nothing tells KV caches on kvcached's memory from others",
+            upstream="ovg-project/kvcached#269 (elastic memory silently bypassed)",
+            until="kvcached refuses KV caches it did not allocate",
+            wrapper="kvpatch.status:around_kv_cache_tensors",
+            parameters=("kv_cache_config",),
+            vllm=">=0.28,<0.29",
+            kvcached="==0.1.6",
+        ),
+        Patch(
+            id="elastic.allocation",
+            target="kvcached.integration.vllm.model_runner_v2:allocate_kv_cache",
+            why="from 0.29 on the KV caches are vLLM's views and bear no mark of kvcached's",
+            upstream="ovg-project/kvcached#269 (elastic memory silently bypassed)",
+            until="kvcached refuses KV caches it did not allocate",
+            wrapper="kvpatch.status:remember_allocation",
+            parameters=("config", "device", "layout"),
+            vllm=">=0.29,<0.34",
+            kvcached="==0.1.6",
+        ),
+        *(
+            Patch(
+                id=f"elastic.kv_caches_{name}",
+                target=f"{runner}.initialize_kv_cache",
+                why="nothing tells KV caches on kvcached's memory from others",
+                upstream="ovg-project/kvcached#269 (elastic memory silently bypassed)",
+                until="kvcached refuses KV caches it did not allocate",
+                wrapper="kvpatch.status:around_initialize_kv_cache",
+                parameters=("self", "kv_cache_config", "is_profiling"),
+                vllm=">=0.29,<0.34",
+                kvcached="==0.1.6",
+            )
+            for name, runner in (("v1", V1_RUNNER), ("v2", V2_RUNNER))
         ),
         Patch(
             id="elastic.engine_core",

@@ -22,7 +22,7 @@ FEATURE = Feature(
             until="kvcached asks the connector before it unmaps",
             wrapper="kvpatch.fence:around_install",
             parameters=("self",),
-            vllm=">=0.21,<0.31",
+            vllm=">=0.21,<0.34",
             kvcached="==0.1.6",
         ),
         Patch(

@@ -71,5 +71,28 @@ FEATURE = Feature(
             kvcached="==0.1.6",
             kind=Kind.REPLACE,
         ),
+        Patch(
+            id="host.size_for_v2",
+            target="kvcached.integration.vllm.model_runner_v2:allocate_kv_cache",
+            why="kvcached asks torch.cuda for the device's size",
+            upstream="kvcached's unfinished CPU path (CPUPage in csrc/page.cpp)",
+            until="kvcached asks a device interface instead of torch.cuda",
+            wrapper="kvpatch.hostdevice.adapt:with_device_size",
+            parameters=("config", "device", "layout"),
+            vllm=">=0.29,<0.34",
+            kvcached="==0.1.6",
+        ),
+        Patch(
+            id="host.layouts",
+            target="vllm.v1.attention.backends.cpu_attn:"
+            "CPUAttentionBackend.supported_kv_cache_layouts",
+            why="the CPU backend does not name a layout in which a block's layers lie together",
+            upstream="none: it reads such blocks by their strides, and does not say so",
+            until="vLLM's CPU backend names BLHNC",
+            wrapper="kvpatch.hostdevice.adapt:with_blocks_outermost",
+            parameters=(),
+            vllm=">=0.29,<0.34",
+            kvcached="==0.1.6",
+        ),
     ),
 )

@@ -35,5 +35,16 @@ FEATURE = Feature(
             vllm=">=0.25,<0.29",
             kvcached="==0.1.6",
         ),
+        Patch(
+            id="offloading.check_regions",
+            target=f"{OFFLOADING}.worker:OffloadingConnectorWorker._init_worker",
+            why="nothing checks that what vLLM copies is what kvcached's blocks are",
+            upstream="none: from 0.29 on vLLM's regions follow the layout, and are right",
+            until="the connector asks the allocator for its regions",
+            wrapper="kvpatch.geometry:check_regions",
+            parameters=("self", "kv_caches"),
+            vllm=">=0.29,<0.34",
+            kvcached="==0.1.6",
+        ),
     ),
 )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from kvpatch.patch import Feature, Kind, Patch
-from kvpatch.registry.releases import KVCACHED_RANGE, VLLM_RANGE
+from kvpatch.registry.releases import KVCACHED_RANGE
 from kvpatch.registry.targets import ENGINE_CORE, OFFLOADING
 
 _KV_OFFLOAD = "vllm.v1.kv_offload"
@@ -14,7 +14,8 @@ _MANAGER = f"{_KV_OFFLOAD}.tiering.manager:TieringOffloadingManager"
 FEATURE = Feature(
     name="tiers",
     summary="the fs tier gives back the bytes it was given, to engines that mean the same by them",
-    vllm=VLLM_RANGE,
+    vllm="==0.28.0",
+    optional=True,
     kvcached=KVCACHED_RANGE,
     patches=(
         Patch(

@@ -34,6 +34,7 @@ def around_cpu_coordinator(wrapped: Any, instance: Any, args: Any, kwargs: Any) 
             "the connector's pool of CPU blocks is on kvcached's memory",
             "taking and freeing CPU blocks would map and unmap pages of the GPU",
             "report this with the log above, or set KVPATCH=0",
+            code="KVP409",
         )
     return coordinator
 

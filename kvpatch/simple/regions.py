@@ -47,6 +47,7 @@ def around_register(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> None
             "the connector registered other memory than kvcached's regions",
             "it would copy other blocks' bytes",
             "report this with your command line, or set KVPATCH=0",
+            code="KVP410",
         )
     check_tier(instance, instance.num_cpu_blocks)
 
@@ -69,4 +70,5 @@ def check_tier(worker: Any, blocks: int) -> None:
             "scheduler",
             "blocks would be copied past the end of the tier, or never",
             "report this with your command line, or set KVPATCH=0",
+            code="KVP411",
         )

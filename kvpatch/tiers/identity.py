@@ -138,6 +138,7 @@ def around_file_mapper(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> A
             "a tier is created before the KV cache",
             "its files could not be told from those of another layout",
             "report this with your command line, or set KVPATCH=0",
+            code="KVP412",
         )
     bound = inspect.signature(wrapped).bind(*args, **kwargs)
     bound.arguments["parallel_agnostic"] = False

@@ -26,5 +26,6 @@ def around_engine_core(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> A
                 "removing it, and two engines in one memory give each other's KV",
                 "give each engine its own engine_id in kv_transfer_config, or remove the "
                 "file when no engine uses it",
+                code="KVP413",
             )
     return wrapped(*args, **kwargs)

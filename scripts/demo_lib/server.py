@@ -60,7 +60,7 @@ CONNECTOR = {
 # Kept between runs, beside the environment it was made with.
 CACHE = Path(sys.prefix) / "kvpatch-demo"
 
-_OURS = ("KVPATCH", "KVCACHED", "ENABLE_KVCACHED", "VLLM", "PYTHON")
+_OURS = ("KVPATCH", "KVCACHED", "ENABLE_KVCACHED", "VLLM", "PYTHON", "TRITON")
 _ELASTIC = "KV on elastic memory: yes"
 _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
@@ -143,6 +143,8 @@ class Server:
             "VLLM_NO_USAGE_STATS": "1",
             "VLLM_SERVER_DEV_MODE": "1",  # for /reset_prefix_cache
             "HF_HUB_OFFLINE": "1",
+            # With Triton, in its interpreter, vLLM takes Model Runner V2 as on a GPU.
+            "TRITON_INTERPRET": "1",
             "KVPATCH_HOST_DEVICE": DEVICE_SIZE,
             "KVPATCH_HOST_DEVICE_DIR": str(folder),
             "KVCACHED_IPC_NAME": self._ipc_name,

@@ -9,7 +9,15 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from runs import ROOT, Device, Finished, Run, engine_arguments, load, run_driver
+from runs import (
+    ROOT,
+    Device,
+    Finished,
+    Run,
+    engine_arguments,
+    load,
+    run_driver,
+)
 
 
 @pytest.fixture(scope="session")
@@ -49,14 +57,16 @@ def engine(
             job = {
                 "model": str(models(wanted.model)),
                 "engine": engine_arguments(wanted),
-                "rounds": [load(name) for name in wanted.rounds],
+                "rounds": [load("whole" if wanted.events else name) for name in wanted.rounds],
+                "events": wanted.events,
+                "one_by_one": wanted.events,
                 "revert": list(wanted.revert),
                 "cross_layer": wanted.cross_layer,
                 # The simple connector's copies are watched at their own seams.
                 "watch": wanted.kvpatch and not wanted.revert and not wanted.simple,
             }
             finished[wanted] = run_driver(
-                job, device.environ(wanted), tmp_path_factory.mktemp("run")
+                job, device.environ(wanted), tmp_path_factory.mktemp("run"), vllm=wanted.vllm
             )
         return finished[wanted]
 

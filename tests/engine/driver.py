@@ -27,6 +27,7 @@ from simple_watch import SimpleWatch, shut_down_while_copying, take_cpu_blocks
 from vllm import LLM, SamplingParams
 
 from kvpatch import connectors, fence
+from kvpatch.hostdevice import streams
 
 
 class BlockWatch:
@@ -99,9 +100,22 @@ class Evictions:
         manager.prepare_store = counted
 
 
-def run_round(llm: Any, prompts: list[dict[str, Any]], watch: BlockWatch | None) -> list[Any]:
-    """Run ``prompts`` together to their end; return one record a prompt, in order."""
+def run_round(
+    llm: Any,
+    prompts: list[dict[str, Any]],
+    watch: BlockWatch | None,
+    one_by_one: bool = False,
+) -> list[Any]:
+    """Run ``prompts`` to their end; return one record a prompt, in order.
+
+    Together, or one after the other with every copy waited for, so that what happens
+    when does not depend on the speed of the machine.
+    """
     engine = llm.llm_engine
+    if one_by_one and len(prompts) > 1:
+        return [
+            record for prompt in prompts for record in run_round(llm, [prompt], watch, one_by_one)
+        ]
     for index, prompt in enumerate(prompts):
         engine.add_request(
             f"{id(prompts)}-{index}",
@@ -131,7 +145,39 @@ def run_round(llm: Any, prompts: list[dict[str, Any]], watch: BlockWatch | None)
                 }
         if watch is not None:
             watch.after_step()
+        if one_by_one:
+            streams.synchronize()
+    if one_by_one:
+        for _ in range(4):  # the transfers of the last step are planned, run and reported
+            engine.step()
+            streams.synchronize()
     return [records[index] for index in range(len(prompts))]
+
+
+class EventLog:
+    """Every KV cache event that the engine publishes, in order."""
+
+    def __init__(self, scheduler: Any) -> None:
+        self.events: list[Any] = []
+        scheduler.kv_event_publisher.shutdown()
+        scheduler.kv_event_publisher = self
+
+    def publish(self, batch: Any) -> None:
+        for event in batch.events:
+            fields = {name: self.plain(value) for name, value in vars_of(event).items()}
+            self.events.append({"event": type(event).__name__, **fields})
+
+    def shutdown(self) -> None: ...
+
+    def plain(self, value: Any) -> Any:
+        if isinstance(value, bytes):
+            return value.hex()
+        return [self.plain(one) for one in value] if isinstance(value, list | tuple) else value
+
+
+def vars_of(event: Any) -> dict[str, Any]:
+    """The fields of one event."""
+    return {name: getattr(event, name) for name in event.__struct_fields__}
 
 
 def declare_block_outermost_layout() -> None:
@@ -173,10 +219,18 @@ def main(job_path: str, result_path: str) -> None:
         nothing_connector.allow()
     if job.get("cross_layer"):
         declare_block_outermost_layout()
+    if job.get("events"):
+        from vllm.config import KVEventsConfig
+
+        job["engine"]["kv_events_config"] = KVEventsConfig(
+            enable_kv_cache_events=True, publisher="null"
+        )
     llm = LLM(job["model"], **job["engine"])
     core = llm.llm_engine.engine_core.engine_core
     result["groups"] = len(core.scheduler.kv_cache_config.kv_cache_groups)
     result["async"] = core.batch_queue is not None
+    result["runner"] = "v2" if core.vllm_config.use_v2_model_runner else "v1"
+    result["layout"] = getattr(core.vllm_config.cache_config, "kv_cache_layout", None)
     connector = core.scheduler.connector
     if job.get("take_cpu_blocks"):
         result["charged"] = take_cpu_blocks(core, lambda: device_bytes()["charged"])
@@ -186,6 +240,7 @@ def main(job_path: str, result_path: str) -> None:
     evictions = Evictions(planner.manager) if planner else None
     simple = SimpleWatch(core) if hasattr(connector, "scheduler_manager") else None
     watch = BlockWatch(core) if job.get("watch") else None
+    events = EventLog(core.scheduler) if job.get("events") else None
     on_device = os.environ.get("KVPATCH", "0") != "0"
     result["rounds"] = []
     for index, prompts in enumerate(job["rounds"]):
@@ -194,7 +249,7 @@ def main(job_path: str, result_path: str) -> None:
             getattr(disk_faults, before)(Path(job["disk"]))
             llm.reset_prefix_cache(reset_connector=True)  # what is left is on the disk
             getattr(disk_faults, after)(Path(job["disk"]))
-        result["rounds"].append(run_round(llm, prompts, watch))
+        result["rounds"].append(run_round(llm, prompts, watch, job.get("one_by_one", False)))
     if watch is not None:
         result["returned"], result["changed"] = watch.returned, watch.changed
     held = fence.fence_of(core)
@@ -202,7 +257,11 @@ def main(job_path: str, result_path: str) -> None:
     result["evicted"] = evictions.count if evictions is not None else 0
     if simple is not None:
         result["simple"] = simple.result()
-    if on_device:
+    if events is not None:
+        result["reset"] = llm.reset_prefix_cache()
+        run_round(llm, job["rounds"][0][:1], None, one_by_one=True)  # publishes the reset
+        result["events"] = events.events
+    elif on_device:
         result["after_load"] = device_bytes()
         if job.get("wait_before_reset"):
             tell("loaded")

@@ -380,7 +380,7 @@ def snapshots(stage: Stage) -> Iterator[dict[str, Any]]:
                     int.from_bytes(block.block_hash[-4:], "big"),
                     block.block_id,
                 )
-                for block in stage.pool.kv_block_pool
+                for block in stage.pool.blocks
                 if block.block_hash is not None and f"0:{block.block_hash.hex()}" not in truth
             }
             if new:

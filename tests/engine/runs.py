@@ -8,12 +8,15 @@ import random
 import subprocess
 import sys
 from dataclasses import dataclass, field
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
 HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
 BLOCK = 32
+# With Triton there, vLLM takes Model Runner V2 by itself, as it does on a GPU.
+RUNNER = {"v1": {"VLLM_USE_V2_MODEL_RUNNER": "0"}, "v2": {"TRITON_INTERPRET": "1"}}
 
 
 @dataclass(frozen=True)
@@ -21,6 +24,8 @@ class Run:
     """One engine run, hashable so that tests that need the same one share it."""
 
     model: str = "llama"
+    vllm: str = ""  # a release with an environment of its own; empty: the one in .venv
+    runner: str = "v1"
     kvpatch: bool = True
     offload: bool = True
     contiguous: bool = True
@@ -34,6 +39,7 @@ class Run:
     blocks: int = 140  # of the device, of which one prompt of the load takes 20
     simple: str = ""  # eager or lazy, with SimpleCPUOffloadConnector
     batch: int = 2048  # tokens of a step
+    events: bool = False
     environment: tuple[tuple[str, str], ...] = ()
     tiers: tuple[str, ...] = ()  # folders of fs tiers behind the CPU tier
     inside: tuple[str, ...] = ()  # connectors of a MultiConnector, in order
@@ -52,7 +58,7 @@ class Device:
         kept = {
             name: value
             for name, value in os.environ.items()
-            if not name.startswith(("KVPATCH", "KVCACHED", "ENABLE_KVCACHED", "VLLM"))
+            if not name.startswith(("KVPATCH", "KVCACHED", "ENABLE_KVCACHED", "VLLM", "TRITON"))
         }
         return kept | {
             "KVPATCH": "1" if run.kvpatch else "0",
@@ -62,9 +68,24 @@ class Device:
             "KVCACHED_CONTIGUOUS_LAYOUT": str(run.contiguous).lower(),
             "VLLM_CPU_KVCACHE_SPACE": "1",
             "VLLM_NO_USAGE_STATS": "1",
+            **RUNNER[run.runner],
             **self.environment,
             **dict(run.environment),
         }
+
+
+@lru_cache
+def python_of(vllm: str) -> str:
+    """The Python of an environment with a release of vLLM, which is made if need be."""
+    if not vllm:
+        return sys.executable
+    said = subprocess.run(
+        [sys.executable, ROOT / "scripts/environment", vllm],
+        check=True,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    return said.stdout.splitlines()[-1]
 
 
 def block_bytes(model: str) -> int:
@@ -128,6 +149,9 @@ def engine_arguments(run: Run) -> dict[str, Any]:
         "max_num_batched_tokens": run.batch,
         "seed": 0,
     }
+    if run.events:
+        # Four of kvcached's pages: it rounds down to whole ones, and vLLM does not.
+        arguments["num_gpu_blocks_override"] = 128
     if ("VLLM_USE_SIMPLE_KV_OFFLOAD", "1") in run.environment:
         arguments["kv_offloading_size"] = run.cpu_blocks * block_bytes(run.model) / (1 << 30)
     elif run.offload:
@@ -156,7 +180,19 @@ def load(name: str) -> list[Any]:
             prompt | {"tokens": common + prompt["tokens"]}
             for prompt in prompts(4, length=320, seed=7)
         ]
-    return prompts(24)
+    if name == "whole":
+        return whole_blocks()
+    return prompts(int(name) if name.isdigit() else 24)
+
+
+def whole_blocks() -> list[Any]:
+    """Prompts that end with a block, the second like the first to its middle.
+
+    Without a block that is only partly full, kvcached and vLLM evict the same blocks.
+    """
+    load = prompts(12, length=20 * BLOCK - 9, max_tokens=1)
+    load[1]["tokens"][: 10 * BLOCK] = load[0]["tokens"][: 10 * BLOCK]
+    return load
 
 
 @dataclass
@@ -174,13 +210,17 @@ class Finished:
 
 
 def run_driver(
-    job: dict[str, Any], environment: dict[str, str], folder: Path, timeout: float = 300
+    job: dict[str, Any],
+    environment: dict[str, str],
+    folder: Path,
+    timeout: float = 300,
+    vllm: str = "",
 ) -> Finished:
-    """Run ``driver.py`` on ``job`` in a process of its own."""
+    """Run ``driver.py`` on ``job`` in a process of its own, with a release of vLLM."""
     job_path, result_path = folder / "job.json", folder / "result.json"
     job_path.write_text(json.dumps(job))
     process = subprocess.run(
-        [sys.executable, HERE / "driver.py", job_path, result_path],
+        [python_of(vllm), HERE / "driver.py", job_path, result_path],
         env=environment,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,

@@ -6,14 +6,13 @@ import json
 import random
 import re
 import subprocess
-import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
-from runs import BLOCK, HERE, Device, Run, engine_arguments
+from runs import BLOCK, HERE, Device, Run, engine_arguments, python_of
 
 # No reserve: it would keep a few freed pages mapped and hide the race.
 BARE = {
@@ -78,8 +77,16 @@ class Fences:
 
     every: tuple[str, ...] = (*TOGETHER, *ALONE, "corrupt")
 
-    def __init__(self, model: Callable[[str], Path], device: Device, folder: Path) -> None:
+    def __init__(
+        self,
+        model: Callable[[str], Path],
+        device: Device,
+        folder: Path,
+        vllm: str = "",
+        runner: str = "v1",
+    ) -> None:
         self.model, self.device, self.folder = model, device, folder
+        self.vllm, self.runner = vllm, runner
         self.truths: dict[Any, Path] = {}
         self.results: dict[Any, dict[str, Any]] = {}
 
@@ -94,7 +101,7 @@ class Fences:
         job_path = self.folder / "job.json"
         job_path.write_text(json.dumps(job))
         return subprocess.run(
-            [sys.executable, HERE / "fence_driver.py", job_path, result],
+            [python_of(self.vllm), HERE / "fence_driver.py", job_path, result],
             env=self.device.environ(run) | self._cores(job["engine"]["tensor_parallel_size"]),
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
@@ -132,7 +139,13 @@ class Fences:
                 if (scenario == "window_skip") == (kind == "sliding")
             )
             environment = BARE | {"KVCACHED_MAX_CACHED_TOKENS": "-1"}
-            run = Run(model=kind, offload=False, environment=tuple(environment.items()))
+            run = Run(
+                model=kind,
+                # On Runner V2, which is slow here, plain vLLM's Runner V1 tells the truth.
+                kvpatch=self.runner == "v1",
+                offload=False,
+                environment=tuple(environment.items()),
+            )
             job = self._job(
                 run, scenarios, ranks, num_gpu_blocks_override=3000, async_scheduling=False
             )
@@ -181,6 +194,7 @@ class Fences:
             environment["KVCACHED_MAX_RESERVED_PAGES"] = "10"
         run = Run(
             model="sliding" if scenario == "window_skip" else "llama",
+            runner=self.runner,
             # Room for either request of finish_unplanned, but not for both.
             cpu_blocks=62 if scenario == "finish_unplanned" else 4096,
             environment=tuple(environment.items()),

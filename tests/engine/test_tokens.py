@@ -30,7 +30,7 @@ def widest_gap(ours: list[dict], theirs: list[dict]) -> float:
 
 def assert_same(ours: Finished, plain: Finished) -> None:
     for index in range(2):
-        assert same_tokens(ours.round(index), plain.round(index)) == 24
+        assert same_tokens(ours.round(index), plain.round(index)) == len(plain.round(index)) > 0
         assert widest_gap(ours.round(index), plain.round(index)) < 1e-4
 
 

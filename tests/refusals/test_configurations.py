@@ -9,15 +9,6 @@ from refused import REFUSES
 OFFLOAD = {"kv_connector": "OffloadingConnector"}
 
 
-def test_model_runner_v2(serve):
-    refused = serve(VLLM_USE_V2_MODEL_RUNNER="1")
-    assert refused.sentence == (
-        f"{REFUSES}this configuration runs on Model Runner V2, because kvpatch is tested on Model "
-        "Runner V1 only; set VLLM_USE_V2_MODEL_RUNNER=0, or set KVPATCH=0."
-    )
-    assert "Traceback" not in refused.log
-
-
 def test_another_connector(serve):
     refused = serve(connector={"kv_connector": "ExampleConnector"})
     assert refused.sentence == (

@@ -44,18 +44,23 @@ print("\\n" + json.dumps({
     ids=" then ".join,
 )
 def test_ours_lie_over_kvcacheds(run, machine, order):
-    from kvpatch import registry
+    from kvpatch import gate, registry
+    from kvpatch.versions import installed
 
+    found = (installed("vllm")[0], installed("kvcached")[0])
+    rows = {feature.name: gate.rows(feature, *found) for feature in registry.FEATURES}
     code = "\n".join(STEPS[step] for step in order) + REPORT
     path = f"{ROOT}:{PACKAGES}"
     done = run(sys.executable, "-S", "-c", code, **machine | {"PYTHONPATH": path})
     assert done.code == 0, done.err
     (line,) = [line for line in done.out.splitlines() if line.startswith('{"features"')]
     report = json.loads(line)
-    ids = [patch.id for feature in registry.FEATURES for patch in feature.patches]
-    targets = [patch.target for feature in registry.FEATURES for patch in feature.patches]
+    ids = [patch.id for patches in rows.values() for patch in patches]
+    targets = [patch.target for patches in rows.values() for patch in patches]
     twice = [id for id, target in zip(ids, targets, strict=True) if targets.count(target) > 1]
-    assert set(report["features"].values()) == {"applied"}
+    assert report["features"] == {
+        name: "applied" if patches else "not-needed" for name, patches in rows.items()
+    }
     assert report["applied"] == ids
     # A target of two of our own patches shows the later one.
     assert set(report["covered"]) < set(twice) or report["covered"] == twice == []

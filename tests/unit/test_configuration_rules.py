@@ -33,6 +33,7 @@ def config(connector: bool = True, **changes: Any) -> SimpleNamespace:
     made = SimpleNamespace(
         machine=SimpleNamespace(vllm="0.28.0", copies="ours"),
         use_v2_model_runner=False,
+        attention_config=SimpleNamespace(),
         kv_transfer_config=transfer if connector else None,
         scheduler_config=SimpleNamespace(policy="fcfs"),
         cache_config=SimpleNamespace(enable_prefix_caching=True, cache_dtype="auto"),
@@ -89,12 +90,42 @@ def multi(*inside: str, **more: Any) -> dict[str, Any]:
     }
 
 
+@pytest.fixture
+def vllm(monkeypatch):
+    """Say which vLLM is installed; 0.28.0 unless a test says another."""
+
+    def say(release: str) -> None:
+        found = Installed("vllm", "vllm", release, Version(release))
+        monkeypatch.setattr(configuration, "installed", lambda package: [found])
+
+    return say
+
+
+V2_OF_29 = {"machine__vllm": "0.29.0", "use_v2_model_runner": True}
+
 # By the position of the rule: the configurations it refuses, and its sentence.
 CASES = [
     (
-        [{"use_v2_model_runner": True}],
-        "this configuration runs on Model Runner V2, because kvpatch is tested on Model Runner V1 "
-        "only; set VLLM_USE_V2_MODEL_RUNNER=0, or set KVPATCH=0.",
+        [{"attention_config__hisparse_config": SimpleNamespace()}],
+        "HiSparse is configured, because it allocates its KV cache outside kvcached's memory; "
+        "remove the HiSparse configuration, or set KVPATCH=0.",
+    ),
+    (
+        [],  # needs a release of its own: test_runner_v1_where_it_was_not_tried
+        "this configuration runs on Model Runner V1, because on this release kvcached has no "
+        "adapter for it and no test of kvpatch ran on ours; use Model Runner V2 or vLLM 0.32, or "
+        "set KVPATCH=0.",
+    ),
+    (
+        [],  # needs a release of its own: test_hybrid_models_where_kvcached_has_no_adapter
+        "JambaForCausalLM has state-space layers, because kvcached's patches for them were not "
+        "tried on this release and runner; use Model Runner V2 of vLLM 0.30, or set KVPATCH=0.",
+    ),
+    (
+        [],  # needs a release and an environment: test_a_layout_that_kvcached_cannot_have
+        "VLLM_KV_CACHE_LAYOUT=LBHNC is set and kvcached's memory is contiguous, because kvcached "
+        "has BLNHC or BLHNC there, and with KVCACHED_CONTIGUOUS_LAYOUT=false LBNHC or LBHNC; "
+        "unset VLLM_KV_CACHE_LAYOUT or change KVCACHED_CONTIGUOUS_LAYOUT, or set KVPATCH=0.",
     ),
     (
         [
@@ -115,10 +146,21 @@ CASES = [
         "kv_connector_extra_config, or set KVPATCH=0.",
     ),
     (
-        [simple(lazy_offload=True) | {"machine__vllm": "0.29.0"}],
+        [simple(lazy_offload=True) | V2_OF_29],
         "lazy_offload is set in kv_connector_extra_config, because SimpleCPUOffloadConnector of "
         "vLLM 0.29 counts copies of idle steps as done without making them; remove lazy_offload, "
         "install another vLLM, or set KVPATCH=0.",
+    ),
+    (
+        [
+            simple() | V2_OF_29,
+            simple() | {"use_v2_model_runner": True},
+            simple(lazy_offload=True) | V2_OF_29 | {"machine__vllm": "0.30.0"},
+        ],
+        "SimpleCPUOffloadConnector is configured on this release and runner, because it was "
+        "compared with plain vLLM's on vLLM 0.28 with Model Runner V1 only; use "
+        "OffloadingConnector without tiers, or vLLM 0.28 with VLLM_USE_V2_MODEL_RUNNER=0, or set "
+        "KVPATCH=0.",
     ),
     (
         [simple() | {"machine__copies": None}],
@@ -249,10 +291,10 @@ def test_the_rule_refuses_with_its_sentence(position, changes, sentence):
 
 
 @pytest.mark.parametrize(("position", "changes", "sentence"), EACH)
-def test_without_a_connector_only_the_runner_matters(position, changes, sentence):
+def test_without_a_connector_only_what_kvcached_cannot_run_matters(position, changes, sentence):
     changes = {n: v for n, v in changes.items() if not n.startswith("kv_transfer_config")}
     if position == 0:
-        with pytest.raises(Refusal, match="Model Runner V2"):
+        with pytest.raises(Refusal, match="HiSparse"):
             configuration.check(config(connector=False, **changes))
     else:
         configuration.check(config(connector=False, **changes))
@@ -267,7 +309,8 @@ def test_without_a_connector_only_the_runner_matters(position, changes, sentence
         simple(),
         simple(lazy_offload=True, kv_offload_backend="cpu"),
         simple(spec_name="TieringOffloadingSpec"),  # a key that it does not read
-        simple() | {"machine__vllm": "0.29.0"},
+        {"use_v2_model_runner": True},
+        {"machine__vllm": "0.32.0", "use_v2_model_runner": True},
         spec("TieringOffloadingSpec"),
         spec("HostTieringOffloadingSpec", "kvpatch.hostdevice.tiering"),
         tiers("fs"),
@@ -291,23 +334,82 @@ def test_a_proven_spec_of_another_module_is_another_spec():
 
 def test_the_check_runs_after_vllm_resolved_the_configuration(monkeypatch):
     monkeypatch.setattr(status, "on_frontend_config", lambda: None)
-    made = config(use_v2_model_runner=False)
+    made = config()
 
     def resolve():
-        made.use_v2_model_runner = True
+        made.cache_config.enable_prefix_caching = False
 
-    with pytest.raises(Refusal, match="Model Runner V2"):
+    with pytest.raises(Refusal, match="prefix caching is off"):
         configuration.around_post_init(resolve, made, (), {})
 
 
-def test_the_runner_asked_for_is_refused_before_vllm_looks_for_its_needs(monkeypatch):
-    monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", "1")
-    made = config(use_v2_model_runner=True)
-    with pytest.raises(Refusal, match="Model Runner V2"):
-        configuration.around_post_init(lambda: pytest.fail("vLLM looked"), made, (), {})
+@pytest.mark.parametrize("release", ["0.28.0", "0.29.0", "0.30.0", "0.31.0+cpu", "0.32.0"])
+@pytest.mark.parametrize("runner_v2", [True, False])
+def test_runner_v1_where_it_was_not_tried(vllm, release, runner_v2):
+    vllm(release)
+    made = config(connector=False, use_v2_model_runner=runner_v2)
+    if runner_v2 or release in ("0.28.0", "0.32.0"):
+        configuration.check(made)
+        return
+    with pytest.raises(Refusal) as refused:
+        configuration.check(made)
+    assert str(refused.value) == f"kvpatch refuses to start vLLM: {CASES[1][1]} [KVP301]"
+
+
+@pytest.mark.parametrize(
+    ("release", "runner_v2", "runs"),
+    [
+        ("0.28.0", False, True),
+        ("0.28.0", True, True),
+        ("0.30.0", True, True),
+        ("0.30.0+cpu", True, True),
+        ("0.31.0", True, False),
+        ("0.32.0", False, False),
+    ],
+)
+def test_hybrid_models_where_kvcached_has_no_adapter(vllm, release, runner_v2, runs):
+    vllm(release)
+    made = config(connector=False, use_v2_model_runner=runner_v2, model_config__is_hybrid=True)
+    if runs:
+        configuration.check(made)
+        return
+    with pytest.raises(Refusal) as refused:
+        configuration.check(made)
+    assert str(refused.value) == f"kvpatch refuses to start vLLM: {CASES[2][1]} [KVP313]"
+
+
+@pytest.mark.parametrize(
+    ("asked", "contiguous", "kept"),
+    [
+        ("BLHNC", "true", True),
+        ("BLNHC", "true", True),
+        ("LBHNC", "true", False),
+        ("HND", "true", False),
+        ("BHLNC", "true", False),
+        ("LBHNC", "false", True),
+        ("NHD", "false", True),
+        ("BLHNC", "false", False),
+        ("LHBNC", "false", False),
+    ],
+)
+def test_a_layout_that_kvcached_cannot_have(vllm, monkeypatch, asked, contiguous, kept):
+    monkeypatch.setenv("VLLM_KV_CACHE_LAYOUT", asked)
+    monkeypatch.setenv("KVCACHED_CONTIGUOUS_LAYOUT", contiguous)
+    configuration.check(config(connector=False))  # before 0.29 it means another thing
+    vllm("0.30.0")
+    made = config(connector=False, use_v2_model_runner=True)
+    if kept:
+        configuration.check(made)
+        return
+    with pytest.raises(Refusal) as refused:
+        configuration.check(made)
+    sentence = CASES[3][1].replace("LBHNC is", f"{asked} is", 1)
+    if contiguous == "false":
+        sentence = sentence.replace("is contiguous", "is not contiguous")
+    assert str(refused.value) == f"kvpatch refuses to start vLLM: {sentence} [KVP314]"
 
 
 def test_a_configuration_without_a_model_is_not_an_engine(monkeypatch):
     monkeypatch.setattr(status, "on_frontend_config", lambda: pytest.fail("not an engine"))
-    made = config(model_config=None, use_v2_model_runner=True)
+    made = config(model_config=None)
     assert configuration.around_post_init(lambda: "done", made, (), {}) == "done"

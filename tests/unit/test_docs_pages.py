@@ -91,6 +91,8 @@ def test_a_recipe_is_not_refused(recipe):
     config = SimpleNamespace(
         kv_transfer_config=transfer,
         use_v2_model_runner=False,
+        attention_config=SimpleNamespace(),
+        scheduler_config=SimpleNamespace(policy="fcfs"),
         cache_config=SimpleNamespace(enable_prefix_caching=True, cache_dtype="auto"),
         parallel_config=SimpleNamespace(
             world_size=1,

@@ -369,10 +369,9 @@ def core(**counts):
         page_allocator=allocator, page_size=2 << 20, num_layers=1, num_kv_buffers=1
     )
     pool = SimpleNamespace(kv_cache_manager=manager)
-    fence = SimpleNamespace(counters=Counters(**counts), holding=1)
+    manager.kvpatch_fence = SimpleNamespace(counters=Counters(**counts), holding=1)
     connector = type("OffloadingConnector", (), {})()
     connector.connector_scheduler = SimpleNamespace(
-        kvpatch_fence=fence,
         manager=SimpleNamespace(_num_blocks=100, _num_allocated_blocks=12, _free_list=[1, 2]),
     )
     scheduler = SimpleNamespace(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from kvpatch.registry import VLLM_RANGE
+
 BROKEN = """
 import kvpatch, fake_registry, sys
 from dataclasses import replace
@@ -115,16 +117,16 @@ import vllm
 
 def test_an_untested_vllm_that_is_named_runs_and_says_so(python, fakes):
     old = fakes / "vllm-0.28.0.dist-info/METADATA"
-    old.write_text(old.read_text().replace("0.28.0", "0.29.1"))
+    old.write_text(old.read_text().replace("0.28.0", "0.99.1"))
     code = "import kvpatch, fake_registry, vllm.serving\nprint(vllm.serving.Server().serve('it'))"
     assert python(code).err == (
-        "kvpatch refuses to start vLLM: vllm 0.29.1 is outside the range ==0.28.0, because no test "
-        "of kvpatch ran on it; install vllm==0.28.0, set KVPATCH_ALLOW_VLLM=0.29.1 to try it "
-        "untested, or set KVPATCH=0. [KVP107]\n"
+        f"kvpatch refuses to start vLLM: vllm 0.99.1 is outside the range {VLLM_RANGE}, because no "
+        f"test of kvpatch ran on it; install vllm{VLLM_RANGE}, set KVPATCH_ALLOW_VLLM=0.99.1 "
+        "to try it untested, or set KVPATCH=0. [KVP107]\n"
     )
-    assert python(code, KVPATCH_ALLOW_VLLM="0.29.0").code == 1
-    done = python(code, KVPATCH_ALLOW_VLLM="0.29.1")
+    assert python(code, KVPATCH_ALLOW_VLLM="0.99.0").code == 1
+    done = python(code, KVPATCH_ALLOW_VLLM="0.99.1")
     assert done.out == "patched it\n"
     assert done.err == (
-        "kvpatch: vllm 0.29.1 is UNTESTED and runs because KVPATCH_ALLOW_VLLM names it\n"
+        "kvpatch: vllm 0.99.1 is UNTESTED and runs because KVPATCH_ALLOW_VLLM names it\n"
     )

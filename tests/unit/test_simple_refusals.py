@@ -18,7 +18,7 @@ def test_a_cpu_pool_on_kvcacheds_memory():
     assert str(refused.value) == (
         "kvpatch refuses to start vLLM: the connector's pool of CPU blocks is on kvcached's "
         "memory, because taking and freeing CPU blocks would map and unmap pages of the GPU; "
-        "report this with the log above, or set KVPATCH=0."
+        "report this with the log above, or set KVPATCH=0. [KVP409]"
     )
 
 
@@ -68,7 +68,7 @@ def test_other_cpu_blocks_in_the_worker_than_in_the_scheduler(plan_of):
     assert str(refused.value) == (
         "kvpatch refuses to start vLLM: the CPU tier has 100 blocks in the worker and 200 in the "
         "scheduler, because blocks would be copied past the end of the tier, or never; report "
-        "this with your command line, or set KVPATCH=0."
+        "this with your command line, or set KVPATCH=0. [KVP411]"
     )
 
 
@@ -96,7 +96,7 @@ def test_other_memory_than_the_regions(plan_of, monkeypatch):
     assert str(refused.value) == (
         "kvpatch refuses to start vLLM: the connector registered other memory than kvcached's "
         "regions, because it would copy other blocks' bytes; report this with your command line, "
-        "or set KVPATCH=0."
+        "or set KVPATCH=0. [KVP410]"
     )
 
 

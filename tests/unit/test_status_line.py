@@ -29,6 +29,15 @@ def test_the_line():
     )
 
 
+def test_the_layout_is_said_where_there_is_one():
+    said = record()
+    said.layout = "KV layout BLHNC (the connector prefers LBHNC)"
+    assert said.line().endswith(
+        "elastic-memory applied; KV layout BLHNC (the connector prefers LBHNC); KV on elastic "
+        "memory: yes"
+    )
+
+
 @pytest.mark.parametrize(
     ("elastic", "answer"), [(True, "yes"), (False, "no"), (None, "not in this process")]
 )
