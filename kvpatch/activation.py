@@ -13,7 +13,7 @@ from types import ModuleType
 
 import wrapt
 
-from kvpatch import gate, refusing, registry, status
+from kvpatch import gate, instance, logs, refusing, registry, status
 from kvpatch.errors import Refusal, RefusedImport
 from kvpatch.patch import Outcome, Transaction
 from kvpatch.versions import Installed
@@ -29,12 +29,15 @@ def before_vllm() -> None:
         RefusedImport: a gate said no, now or at an earlier import of vllm.
     """
     refusing.in_one_line()
+    logs.debug_if_asked(status.log)
     if _refused is not None:
         raise RefusedImport.of(_refused)
     try:
         check_versions()
     except Refusal as refusal:
         raise _stay_refused(refusal) from refusal.__cause__
+    instance.give_name()
+    status.log.debug("kvpatch: the gates before vllm are passed")
     for name in gate.KVCACHED_SWITCHES:
         if not os.environ.get(name):
             os.environ[name] = "1"
@@ -90,6 +93,7 @@ def apply_kvcached() -> None:
             "kvcached cannot be imported",
             f"it failed with {type(error).__name__}: {error}",
             "reinstall kvcached for this torch, or set KVPATCH=0",
+            code="KVP110",
         ) from error
 
 
@@ -118,16 +122,19 @@ def apply_features(before_kvcached: bool = False) -> None:
         verdict = gate.check_feature(feature, vllm, kvcached)
         if verdict.passed:
             try:
-                transaction.apply_all(gate.rows(feature, vllm, kvcached))
+                rows = gate.rows(feature, vllm, kvcached)
+                transaction.apply_all(rows)
+                for patch in rows:
+                    status.log.debug("kvpatch: applied %s to %s", patch.id, patch.target)
             except Exception as error:
                 verdict = gate.Verdict(Outcome.FAILED, f"{type(error).__name__}: {error}")
         status.record.features[feature.name] = verdict.outcome
-        if verdict.outcome not in (Outcome.APPLIED, Outcome.NOT_NEEDED):
-            raise Refusal(
-                f"the feature {feature.name} cannot be applied ({verdict.outcome.value})",
-                verdict.reason,
-                "install versions from docs/support.md, or set KVPATCH=0",
-            )
+        status.log.debug(
+            "kvpatch: feature %s %s %s", feature.name, verdict.outcome.value, verdict.reason
+        )
+        refusal = gate.refusal(feature, verdict)
+        if refusal is not None:
+            raise refusal
 
 
 def take_back() -> None:
@@ -147,6 +154,7 @@ def _stay_refused(error: Exception) -> RefusedImport:
             "kvpatch could not be applied",
             f"it failed with {type(error).__name__}: {error}",
             "report this with your versions, or set KVPATCH=0",
+            code="KVP202",
         )
     _refused = error
     return RefusedImport.of(error)

@@ -43,6 +43,7 @@ def require_setup(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
             "kvcached could not be set up in this worker",
             f"it failed with {type(_setup_error).__name__}: {_setup_error}",
             "mend that cause, or set KVPATCH=0",
+            code="KVP403",
         ) from _setup_error
     return result
 
@@ -62,4 +63,5 @@ def require_coordinator(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> 
             "kvcached cannot manage this model's KV cache",
             f"it failed with {type(error).__name__}: {error}",
             "mend that cause, or set KVPATCH=0",
+            code="KVP404",
         ) from error

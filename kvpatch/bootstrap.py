@@ -95,6 +95,7 @@ def _activation() -> Any:
             "kvpatch itself cannot be imported",
             f"it failed with {type(error).__name__}: {error}",
             f"reinstall kvpatch with its requirements, or set {SWITCH}=0",
+            code="KVP108",
         ) from error
     return activation
 

@@ -9,16 +9,24 @@ from typing import Any
 
 from packaging.version import Version
 
-from kvpatch import layouts, status
+from kvpatch import connectors, layouts, status
+from kvpatch.codes import UNCODED
 from kvpatch.errors import Refusal
+from kvpatch.simple.copies import device_here
 from kvpatch.versions import installed
 
 # (spec_name, spec_module_path) pairs. The host device's copies were compared byte for
 # byte; vLLM's own copies, on CUDA, are given the same regions.
 PROVEN_SPECS = (
     ("CPUOffloadingSpec", None),
+    ("TieringOffloadingSpec", None),
     ("HostOffloadingSpec", "kvpatch.hostdevice.offloading"),
+    ("HostTieringOffloadingSpec", "kvpatch.hostdevice.tiering"),
 )
+PROVEN_CONNECTORS = (connectors.OFFLOADING, connectors.SIMPLE)
+# Connectors that may be inside a MultiConnector, each once.
+PROVEN_INSIDE = (connectors.OFFLOADING,)
+PROVEN_TIERS = ("fs",)
 PROVEN_CACHE_DTYPES = ("auto", "bfloat16", "float16", "float32")
 
 
@@ -32,6 +40,7 @@ class Rule:
         what, why, remedy: the sentence; ``what`` may name the config's values.
         with_connector: refused only when a KV connector is configured, since
             kvcached alone runs as it would without kvpatch.
+        code: one of ``codes.CODES``.
     """
 
     kind: str
@@ -40,25 +49,66 @@ class Rule:
     why: str
     remedy: str
     with_connector: bool = True
+    code: str = UNCODED
 
     def check(self, config: Any) -> None:
         """Raise the refusal when ``config`` is of that kind."""
         if self.applies(config):
-            raise Refusal(self.what(config), self.why, self.remedy)
+            raise Refusal(self.what(config), self.why, self.remedy, self.code)
 
 
 def _connector(config: Any) -> Any:
     return config.kv_transfer_config.kv_connector
 
 
+def _leaves(config: Any) -> list[connectors.Leaf]:
+    return connectors.leaves(config.kv_transfer_config)
+
+
 def _extra(config: Any) -> dict[str, Any]:
     return config.kv_transfer_config.kv_connector_extra_config or {}
 
 
-def _spec(config: Any) -> tuple[str, str | None]:
-    extra = _extra(config)
-    name = extra.get("spec_name", "CPUOffloadingSpec")
-    return name, None if name == "CPUOffloadingSpec" else extra.get("spec_module_path")
+def _is_simple(config: Any) -> bool:
+    return bool(_connector(config) == connectors.SIMPLE)
+
+
+def _in_multi(config: Any) -> bool:
+    transfer = config.kv_transfer_config
+    return transfer.kv_connector == connectors.MULTI and transfer.kv_connector_module_path is None
+
+
+def _unproven_inside(config: Any) -> list[str]:
+    return [
+        leaf.name
+        for leaf in _leaves(config)
+        if _in_multi(config) and (leaf.name not in PROVEN_INSIDE or leaf.module is not None)
+    ]
+
+
+def _twice_inside(config: Any) -> list[str]:
+    names = [leaf.name for leaf in _leaves(config)]
+    return [name for name in PROVEN_INSIDE if names.count(name) > 1]
+
+
+def _unproven_specs(config: Any) -> list[str]:
+    found = []
+    for leaf in _leaves(config):
+        if leaf.name == connectors.SIMPLE:  # has no specs, and does not read the key
+            continue
+        name = leaf.extra.get("spec_name", "CPUOffloadingSpec")
+        own = name in ("CPUOffloadingSpec", "TieringOffloadingSpec")  # vLLM's, whatever the path
+        if (name, None if own else leaf.extra.get("spec_module_path")) not in PROVEN_SPECS:
+            found.append(name)
+    return found
+
+
+def _tiers(config: Any) -> list[str]:
+    return [str(tier.get("type")) for leaf in _leaves(config) for tier in leaf.tiers]
+
+
+def _unproven_tiers(config: Any) -> list[str]:
+    return [tier for tier in _tiers(config) if tier not in (*PROVEN_TIERS, "example")]
 
 
 def _at_least(release: str) -> bool:
@@ -80,6 +130,11 @@ def _runs_v2(config: Any) -> bool:
     return bool(getattr(config, "use_v2_model_runner", by_variable))
 
 
+def _loses_lazy_copies(config: Any) -> bool:
+    lazy = _is_simple(config) and bool(_extra(config).get("lazy_offload"))
+    return lazy and _at_least("0.29") and not _at_least("0.30")
+
+
 NOT_COMPARED = "its blocks were never compared with plain vLLM's after a round trip"
 
 RULES = (
@@ -92,6 +147,7 @@ RULES = (
         "it allocates its KV cache outside kvcached's memory",
         "remove the HiSparse configuration, or set KVPATCH=0",
         with_connector=False,
+        code="KVP312",
     ),
     Rule(
         "Model Runner V1 on vLLM 0.29 to 0.31",
@@ -100,6 +156,7 @@ RULES = (
         "on this release kvcached has no adapter for it and no test of kvpatch ran on ours",
         "use Model Runner V2 or vLLM 0.32, or set KVPATCH=0",
         with_connector=False,
+        code="KVP301",
     ),
     Rule(
         "hybrid models where kvcached alone would refuse to run: vLLM 0.31 and later, and "
@@ -109,6 +166,7 @@ RULES = (
         "kvcached's patches for them were not tried on this release and runner",
         "use Model Runner V2 of vLLM 0.30, or set KVPATCH=0",
         with_connector=False,
+        code="KVP313",
     ),
     Rule(
         f"from vLLM 0.29 on, a `{layouts.ASKED}` that kvcached's memory does not have",
@@ -121,6 +179,7 @@ RULES = (
         f"{layouts.CONTIGUOUS}=false {' or '.join(layouts.LAYOUTS[False][:2])}",
         f"unset {layouts.ASKED} or change {layouts.CONTIGUOUS}, or set KVPATCH=0",
         with_connector=False,
+        code="KVP314",
     ),
     Rule(
         "Model Runner V2 before vLLM 0.28",
@@ -129,30 +188,122 @@ RULES = (
         "kvcached has no adapter for it before vLLM 0.28",
         "set VLLM_USE_V2_MODEL_RUNNER=0, or set KVPATCH=0",
         with_connector=False,
+        code="KVP301",
     ),
     Rule(
-        "connectors other than vLLM's own OffloadingConnector",
+        "connectors other than vLLM's own OffloadingConnector and SimpleCPUOffloadConnector",
         lambda c: (
-            _connector(c) != "OffloadingConnector"
-            or c.kv_transfer_config.kv_connector_module_path is not None
+            not _in_multi(c)
+            and (
+                _connector(c) not in PROVEN_CONNECTORS
+                or c.kv_transfer_config.kv_connector_module_path is not None
+            )
         ),
         lambda c: f"the KV connector {_connector(c)} is configured",
-        "only vLLM's own OffloadingConnector is known to be right on kvcached's memory",
+        "only vLLM's own OffloadingConnector and SimpleCPUOffloadConnector are known to be right "
+        "on kvcached's memory",
+        "use one of these, or set KVPATCH=0",
+        code="KVP302",
+    ),
+    Rule(
+        "`kv_offload_backend` other than `cpu` of SimpleCPUOffloadConnector",
+        lambda c: _is_simple(c) and _extra(c).get("kv_offload_backend", "cpu") != "cpu",
+        lambda c: f"the kv_offload_backend {_extra(c)['kv_offload_backend']} is configured",
+        NOT_COMPARED,
+        "remove kv_offload_backend from kv_connector_extra_config, or set KVPATCH=0",
+        code="KVP315",
+    ),
+    Rule(
+        "`lazy_offload` on vLLM 0.29",
+        _loses_lazy_copies,
+        lambda c: "lazy_offload is set in kv_connector_extra_config",
+        "SimpleCPUOffloadConnector of vLLM 0.29 counts copies of idle steps as done without "
+        "making them",
+        "remove lazy_offload, install another vLLM, or set KVPATCH=0",
+        code="KVP316",
+    ),
+    Rule(
+        "SimpleCPUOffloadConnector, tiers and MultiConnector on other releases than vLLM 0.28, "
+        "and on Model Runner V2",
+        lambda c: (
+            (_is_simple(c) or _in_multi(c) or bool(_tiers(c)))
+            and (_at_least("0.29") or not _at_least("0.28") or bool(c.use_v2_model_runner))
+            and not _loses_lazy_copies(c)
+        ),
+        lambda c: (
+            f"{'a secondary tier' if _tiers(c) else _connector(c)} is configured on this release "
+            "and runner"
+        ),
+        "it was compared with plain vLLM's on vLLM 0.28 with Model Runner V1 only",
+        "use OffloadingConnector without tiers, or vLLM 0.28 with VLLM_USE_V2_MODEL_RUNNER=0, or "
+        "set KVPATCH=0",
+        code="KVP317",
+    ),
+    Rule(
+        "SimpleCPUOffloadConnector on devices other than CUDA, ROCm and the host device",
+        lambda c: _is_simple(c) and device_here() is None,
+        lambda c: "the KV connector SimpleCPUOffloadConnector is configured",
+        "kvpatch knows no way to copy its blocks on this device",
         "use OffloadingConnector, or set KVPATCH=0",
+        code="KVP318",
+    ),
+    Rule(
+        "a MultiConnector with other connectors inside than the ones above",
+        lambda c: bool(_unproven_inside(c)),
+        lambda c: f"a MultiConnector is configured with {_unproven_inside(c)[0]} inside",
+        "that connector's copies were never compared with plain vLLM's",
+        f"leave only {' and '.join(PROVEN_INSIDE)} in it, or set KVPATCH=0",
+        code="KVP319",
+    ),
+    Rule(
+        "a MultiConnector with one connector twice",
+        lambda c: bool(_twice_inside(c)),
+        lambda c: f"a MultiConnector is configured with {_twice_inside(c)[0]} twice",
+        "vLLM gives both the same engine_id, and so the same host memory",
+        "leave one of them, or set KVPATCH=0",
+        code="KVP320",
     ),
     Rule(
         "offloading specs other than the ones above",
-        lambda c: _spec(c) not in PROVEN_SPECS,
-        lambda c: f"the offloading spec {_spec(c)[0]} is configured",
+        lambda c: bool(_unproven_specs(c)),
+        lambda c: f"the offloading spec {_unproven_specs(c)[0]} is configured",
         NOT_COMPARED,
         "remove spec_name from kv_connector_extra_config, or set KVPATCH=0",
+        code="KVP303",
+    ),
+    Rule(
+        "the `example` tier",
+        lambda c: "example" in _tiers(c),
+        lambda c: "the secondary tier example is configured",
+        "vLLM's example keeps the names of blocks and no bytes, so that what comes back from it "
+        "is whatever lies in the CPU tier",
+        "use the tier fs, or set KVPATCH=0",
+        code="KVP321",
+    ),
+    Rule(
+        "secondary tiers other than the ones above",
+        lambda c: bool(_unproven_tiers(c)),
+        lambda c: f"the secondary tier {_unproven_tiers(c)[0]} is configured",
+        "no test of kvpatch ran on it",
+        f"use the tier {' or '.join(PROVEN_TIERS)}, or set KVPATCH=0",
+        code="KVP322",
+    ),
+    Rule(
+        "secondary tiers with the scheduling policy `priority`",
+        lambda c: bool(_tiers(c)) and c.scheduler_config.policy == "priority",
+        lambda c: "a secondary tier is configured with the scheduling policy priority",
+        "a request that waits for the tier can then keep those from running that hold the memory "
+        "it needs",
+        "use the scheduling policy fcfs, or set KVPATCH=0",
+        code="KVP323",
     ),
     Rule(
         "`canonical_layout`",
-        lambda c: bool(_extra(c).get("canonical_layout")),
+        lambda c: any(leaf.extra.get("canonical_layout") for leaf in _leaves(c)),
         lambda c: "canonical_layout is set in kv_connector_extra_config",
         "vLLM cannot certify that layout on kvcached's memory",
         "remove canonical_layout, or set KVPATCH=0",
+        code="KVP304",
     ),
     Rule(  # before the next rule: on a CPU vLLM turns prefix caching off for these models
         "offloading of models with latent attention (MLA)",
@@ -160,6 +311,7 @@ RULES = (
         lambda c: f"a KV connector is configured for {c.model_config.architecture}",
         "the KV cache of models with latent attention was never compared with plain vLLM's",
         "run this model without a KV connector, or set KVPATCH=0",
+        code="KVP305",
     ),
     Rule(
         "offloading with prefix caching off",
@@ -167,6 +319,7 @@ RULES = (
         lambda c: "prefix caching is off while a KV connector is configured",
         "no test of kvpatch ran on it",
         "remove --no-enable-prefix-caching, or set KVPATCH=0",
+        code="KVP306",
     ),
     Rule(
         "offloading with parallelism other than tensor parallelism",
@@ -178,6 +331,7 @@ RULES = (
         lambda c: "a KV connector is configured with parallelism other than tensor parallelism",
         "no test of kvpatch ran on it",
         "use tensor parallelism only, or set KVPATCH=0",
+        code="KVP307",
     ),
     Rule(
         "offloading with an executor other than `uni` and `mp`",
@@ -188,6 +342,7 @@ RULES = (
         ),
         "kvpatch is tested with the executors uni and mp only",
         "set --distributed-executor-backend mp, or set KVPATCH=0",
+        code="KVP308",
     ),
     Rule(
         "offloading with speculative decoding",
@@ -195,6 +350,7 @@ RULES = (
         lambda c: "a KV connector is configured with speculative decoding",
         NOT_COMPARED,
         "remove the speculative configuration, or set KVPATCH=0",
+        code="KVP309",
     ),
     Rule(
         "offloading with KV cache dtypes other than the ones above",
@@ -202,6 +358,7 @@ RULES = (
         lambda c: f"a KV connector is configured with the cache dtype {c.cache_config.cache_dtype}",
         NOT_COMPARED,
         f"use one of {', '.join(PROVEN_CACHE_DTYPES)}, or set KVPATCH=0",
+        code="KVP310",
     ),
     Rule(
         "offloading of hybrid and encoder-decoder models",
@@ -212,6 +369,7 @@ RULES = (
         lambda c: f"a KV connector is configured for {c.model_config.architecture}",
         "the KV cache of hybrid and encoder-decoder models was never compared with plain vLLM's",
         "run this model without a KV connector, or set KVPATCH=0",
+        code="KVP311",
     ),
 )
 

@@ -24,6 +24,8 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
+from kvpatch import audit, connectors
+
 Retired = list[tuple[int, list[int]]]
 
 
@@ -64,12 +66,20 @@ class Fence:
     Args:
         blocks_of_page: the block ids ``[start, end)`` of a page.
         workers: reports that end a transfer, one from each worker.
+        pinned: the connector keeps a reference to every block of a transfer until it has
+            ended. A freed page is then never named, and only waits for the computation.
     """
 
-    def __init__(self, blocks_of_page: Callable[[int], tuple[int, int]], workers: int) -> None:
+    def __init__(
+        self,
+        blocks_of_page: Callable[[int], tuple[int, int]],
+        workers: int,
+        pinned: bool = False,
+    ) -> None:
         self.counters = Counters()
         self.transfers: dict[int, Transfer] = {}
         self.blocks_of_page = blocks_of_page
+        self.pinned = pinned
         self._workers = workers
         self._reports: Counter[int] = Counter()
         self._named: Counter[int] = Counter()
@@ -177,8 +187,9 @@ def around_install(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> None:
     scheduler = instance.scheduler
     if scheduler.connector is None:
         return
-    planner = scheduler.connector.connector_scheduler
-    manager = scheduler.kv_cache_manager.block_pool.kv_cache_manager
+    # SimpleCPUOffloadConnector has no such scheduler, and pins what it copies.
+    planner = connectors.planner(scheduler.connector)
+    manager = manager_of(instance)
     executor = instance.model_executor
 
     from kvcached.kv_cache_manager import InternalPage
@@ -192,11 +203,17 @@ def around_install(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> None:
 
     manager.defer_physical_release = True
     manager.physical_release_barrier = barrier
-    fence = Fence(blocks_of_page, planner.config.num_workers)
-    for holder in (planner, manager):
-        holder.kvpatch_fence = fence
-    planner.kvpatch_manager = manager
+    fence = Fence(
+        blocks_of_page, instance.vllm_config.parallel_config.world_size, pinned=planner is None
+    )
+    manager.kvpatch_fence = fence
     manager.kvpatch_scheduler = scheduler
+    if planner is not None:
+        planner.kvpatch_fence = fence
+        planner.kvpatch_manager = manager
+        if audit.wanted():
+            start, end = blocks_of_page(0)
+            executor.collective_rpc(audit.tell_page_size, args=(end - start,))
 
 
 def around_build(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
@@ -254,8 +271,12 @@ def around_release(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> None:
     retired: Retired = getattr(instance, "_retired_pages", None) or []
     scheduler = instance.kvpatch_scheduler
     can_plan = scheduler.has_unfinished_requests() or scheduler.has_finished_requests()
-    released, held = fence.split(retired, can_plan)
-    forget_freed_blocks(scheduler.connector.connector_scheduler, released)
+    released, held = fence.split(retired, can_plan and not fence.pinned)
+    if not fence.pinned:
+        planner = connectors.planner(scheduler.connector)
+        if audit.wanted():
+            audit.check_release(planner, released)
+        forget_freed_blocks(planner, released)
     # Epochs begin at 1, so that marker 0 releases exactly what the fence let go.
     instance._retired_pages = [(0, released), *held] if released else held
     wrapped(0)
@@ -311,18 +332,20 @@ def after_reset(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
     return result
 
 
+def manager_of(engine: Any) -> Any:
+    """Return kvcached's manager of an ``EngineCore``'s pages."""
+    return engine.scheduler.kv_cache_manager.block_pool.kv_cache_manager
+
+
 def fence_of(engine: Any) -> Fence | None:
     """Return the fence of an ``EngineCore``, or None when it has no connector."""
-    connector = engine.scheduler.connector
-    if connector is None:
-        return None
-    return getattr(connector.connector_scheduler, "kvpatch_fence", None)
+    return getattr(manager_of(engine), "kvpatch_fence", None)
 
 
 def release_now(engine: Any) -> None:
     """Let the fence release what it can."""
     if fence_of(engine) is not None:
-        manager = engine.scheduler.connector.connector_scheduler.kvpatch_manager
+        manager = manager_of(engine)
         manager.release_retired_pages_through(manager.capture_physical_release_marker())
 
 

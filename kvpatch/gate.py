@@ -59,6 +59,7 @@ def check_environment(environment: Mapping[str, str] = os.environ) -> None:
             "guessing would leave you unsure whether it is on",
             f"set {SWITCH} to 1, true or on to switch it on, or to 0 (or leave it unset) "
             "to switch it off",
+            code="KVP101",
         )
     for name in KVCACHED_SWITCHES:
         setting = environment.get(name)
@@ -68,6 +69,7 @@ def check_environment(environment: Mapping[str, str] = os.environ) -> None:
                 f"{SWITCH} is on but {name}={setting}",
                 "kvpatch works on kvcached's memory and this switches kvcached off",
                 f"unset {name} (kvpatch sets it for you) or set {SWITCH}=0",
+                code="KVP102",
             )
 
 
@@ -89,6 +91,7 @@ def check_installed(
             f"{package} is not installed as a distribution in this environment",
             f"kvpatch reads its version from there and runs on {package} {ranges}",
             f'install it with pip install "{package}{ranges}", or set {SWITCH}=0',
+            code="KVP103",
         )
     found = every[0]
     if any(other.public != found.public for other in every):
@@ -97,6 +100,7 @@ def check_installed(
             f"{names} are both installed",
             f"they share the folder {package} and only one of them is really in it",
             f"uninstall both and install one of them again, or set {SWITCH}=0",
+            code="KVP104",
         )
     if package == "vllm" and allowed_by_name(found, environment):
         return found
@@ -105,6 +109,7 @@ def check_installed(
             f'{found.distribution} has the version "{found.text}"',
             "that is not a version by PEP 440 and cannot be compared with the tested ones",
             f"install a release in the range {ranges}, or set {SWITCH}=0",
+            code="KVP105",
         )
     if found.version.is_prerelease:
         kind = "development build" if found.version.is_devrelease else "pre-release"
@@ -112,6 +117,7 @@ def check_installed(
             f"{found.distribution} {found.text} is a {kind}",
             "its code was never tested with kvpatch and may differ from the release's",
             f"install a release in the range {ranges}, or set {SWITCH}=0",
+            code="KVP106",
         )
     return found
 
@@ -152,6 +158,7 @@ def check_range(
             "no test of kvpatch ran on it",
         ),
         f"{remedy} or set {SWITCH}=0",
+        code="KVP107",
     )
 
 
@@ -239,3 +246,17 @@ def check_feature(
         if not verdict.passed:
             return verdict
     return PASSED
+
+
+def refusal(feature: Feature, verdict: Verdict) -> Refusal | None:
+    """Return what vLLM does not start with when this became of a feature, if it does not."""
+    if verdict.outcome in (Outcome.APPLIED, Outcome.NOT_NEEDED):
+        return None
+    if feature.optional and verdict.outcome is Outcome.OUTSIDE:
+        return None
+    return Refusal(
+        f"the feature {feature.name} cannot be applied ({verdict.outcome.value})",
+        verdict.reason,
+        "install versions from docs/support.md, or set KVPATCH=0",
+        code="KVP201",
+    )

@@ -74,6 +74,7 @@ def find_regions(
                     f"the KV cache of {name} is not {num_blocks} blocks of kvcached's memory",
                     "its blocks cannot be told apart in memory",
                     "report this with your command line, or set KVPATCH=0",
+                    code="KVP405",
                 )
             key = (view.data_ptr(), tuple(view.shape), tuple(view.stride()))
             if key not in indices_of_view:
@@ -83,6 +84,23 @@ def find_regions(
             used += [index for index in indices_of_view[key] if index not in used]
         group_indices.append(used)
     return Regions(tensors, group_indices)
+
+
+def check_kinds(config: Any) -> None:
+    """Check every group of a ``KVCacheConfig``.
+
+    Raises:
+        Refusal: the model has a kind of KV cache that was never compared.
+    """
+    for group in config.kv_cache_groups:
+        kind = type(group.kv_cache_spec).__name__
+        if kind not in PROVEN_SPECS:
+            raise Refusal(
+                f"this model has a KV cache of kind {kind}",
+                "offloading it from kvcached's memory was never compared with plain vLLM",
+                "run it without a KV connector, or with KVPATCH=0",
+                code="KVP406",
+            )
 
 
 def register_regions(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> None:
@@ -120,25 +138,10 @@ def check_regions(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
             "the connector copies memory that is not kvcached's",
             "the blocks that the engine computes lie in kvcached's memory",
             "report this with your command line, or set KVPATCH=0",
+            code="KVP408",
         )
     check_size(instance, sum(region.page_size_bytes for region in canonical_caches.tensors))
     return wrapped(*args, **kwargs)
-
-
-def check_kinds(config: Any) -> None:
-    """Refuse a ``KVCacheConfig`` with a kind of KV cache that was never compared.
-
-    Raises:
-        Refusal: it has one.
-    """
-    for group in config.kv_cache_groups:
-        kind = type(group.kv_cache_spec).__name__
-        if kind not in PROVEN_SPECS:
-            raise Refusal(
-                f"this model has a KV cache of kind {kind}",
-                "offloading it from kvcached's memory was never compared with plain vLLM",
-                "run it without a KV connector, or with KVPATCH=0",
-            )
 
 
 def check_size(worker: Any, block_bytes: int) -> None:
@@ -157,6 +160,7 @@ def check_size(worker: Any, block_bytes: int) -> None:
             f"a block has {block_bytes} bytes in memory and {expected} in vLLM's plan",
             "the CPU tier was sized by the plan and would be overrun or mixed up",
             "report this with your command line, or set KVPATCH=0",
+            code="KVP407",
         )
 
 

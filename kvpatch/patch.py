@@ -75,6 +75,8 @@ class Feature:
             feature; None means always.
         before_kvcached: applied before kvcached patches vllm, because it changes how
             kvcached does that.
+        optional: outside its range it stays off, and a rule of ``configuration`` refuses
+            what needs it; the others stop vLLM there.
     """
 
     name: str
@@ -84,6 +86,7 @@ class Feature:
     patches: tuple[Patch, ...]
     wanted: str | None = None
     before_kvcached: bool = False
+    optional: bool = False
 
 
 def load(reference: str) -> Any:

@@ -60,6 +60,7 @@ def _of_missing_vllm(error: BaseException) -> Refusal | None:
         "vllm is not installed in this environment",
         f"kvpatch is on and has nothing to patch but vllm {registry.VLLM_RANGE}",
         "install it with pip, or set KVPATCH=0",
+        code="KVP103",
     )
 
 

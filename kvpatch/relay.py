@@ -12,6 +12,7 @@ import os
 from pathlib import Path
 
 from kvpatch import errors
+from kvpatch.observing import refusals
 
 _NAME = "KVPATCH_REFUSAL_FILE"  # <folder>/kvpatch-refusal-<pid of the first process>-<token>
 
@@ -35,6 +36,7 @@ def _clean_up() -> None:
 
 
 def _leave(sentence: str) -> None:
+    refusals.remember(sentence)
     path = Path(os.environ.get(_NAME, ""))
     if _is_first():
         return  # made by the first process itself, which says it without help

@@ -53,6 +53,7 @@ def mark_lasting_allocation(wrapped: Any, instance: Any, args: Any, kwargs: Any)
             "layers of this model share their KV cache and it runs on Model Runner V1",
             "no test of kvpatch ran on that",
             "set VLLM_USE_V2_MODEL_RUNNER=1, or set KVPATCH=0",
+            code="KVP415",
         )
     token = _lasting.set(not is_profiling)
     try:

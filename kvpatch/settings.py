@@ -22,6 +22,13 @@ OURS = (
     Setting("KVPATCH_STATUS_DIR", "where engines publish what `kvpatch status` shows", "/dev/shm"),
     Setting("KVPATCH_HOST_DEVICE", "the size of the host device, for example `2GiB`", "none"),
     Setting("KVPATCH_HOST_DEVICE_DIR", "where the host device's ledger lies", "/dev/shm"),
+    Setting("KVPATCH_DEBUG", "`1` sums and checks every stored block; for finding faults", "off"),
+    Setting(
+        "KVPATCH_TIER_PATIENCE",
+        "seconds that requests wait for a tier's disk before it is passed over",
+        "10",
+    ),
+    Setting("KVPATCH_IPC_NAME", "set by kvpatch for child processes; leave it alone", "none"),
     Setting("KVPATCH_REFUSAL_FILE", "set by kvpatch for child processes; leave it alone", "none"),
 )
 
@@ -29,7 +36,9 @@ KVCACHED = (
     Setting("ENABLE_KVCACHED", "kvcached's own switch; kvpatch sets it", "set to 1"),
     Setting("KVCACHED_AUTOPATCH", "lets kvcached patch vLLM; kvpatch sets it", "set to 1"),
     Setting("KVCACHED_CONTIGUOUS_LAYOUT", "a block's layers lie side by side", "`true` on NVIDIA"),
-    Setting("KVCACHED_PAGE_SIZE_MB", "the unit that is mapped and given back; times 2", "2"),
+    Setting(
+        "KVCACHED_PAGE_SIZE_MB", "MiB that are mapped and given back at once, a multiple of 2", "2"
+    ),
     Setting("KVCACHED_GPU_UTILIZATION", "the share of the GPU that may be mapped", "0.95"),
     Setting("KVCACHED_PAGE_PREALLOC_ENABLED", "map some pages ahead, in a thread", "`true`"),
     Setting("KVCACHED_MIN_RESERVED_PAGES", "fewest pages that are mapped ahead", "5"),

@@ -46,16 +46,25 @@ class Record:
         if self.said_by != os.getpid():
             self.said_by = os.getpid()
             log.info("%s", self.line())
+            from kvpatch.observing import publish
+
+            publish.process(self)
 
 
 record = Record()
+
+
+def said_here() -> bool:
+    """Whether this very process, and not the one it was forked from, has said its line."""
+    return record.said_by == os.getpid()
 
 
 def on_frontend_config() -> None:
     """Say the line of a process that only talks to an engine in another one."""
     from vllm import envs
 
-    if envs.VLLM_ENABLE_V1_MULTIPROCESSING:
+    in_engine = said_here() and "frontend" not in record.roles
+    if envs.VLLM_ENABLE_V1_MULTIPROCESSING and not in_engine:
         record.roles = ["frontend"]
         record.say()
 
@@ -76,6 +85,7 @@ def around_engine_core(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> A
             "the scheduler's block pool is vLLM's own, not kvcached's",
             "blocks would be handed out for memory that kvcached never mapped",
             "report this with the log above, or set KVPATCH=0",
+            code="KVP401",
         )
     record.elastic = True
     record.layout = layouts.said(instance.vllm_config)
@@ -140,6 +150,7 @@ def _say_worker(inside: dict[str, bool]) -> None:
             f"the KV cache of {outside[0]} was allocated outside kvcached's memory",
             "it would stay allocated while kvcached maps a second, unused pool",
             "report this with your command line, or set KVPATCH=0",
+            code="KVP402",
         )
     record.elastic = bool(inside)
     if "engine-core" in record.roles:

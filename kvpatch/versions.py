@@ -53,6 +53,11 @@ def assume(*releases: Installed) -> Iterator[None]:
         _assumed.reset(token)
 
 
+def assumed() -> bool:
+    """Whether what is asked is what start-up would say elsewhere, not here."""
+    return _assumed.get() is not None
+
+
 def installed(package: str) -> list[Installed]:
     """Return what the metadata says of ``package``: one entry for each name it has.
 

@@ -68,7 +68,9 @@ def run(tmp_path: Path) -> Runner:
         folder.mkdir(exist_ok=True)
         done = subprocess.run(
             [str(part) for part in command],
-            env=kept | {name: str(value) for name, value in environment.items()},
+            env=kept
+            | {"KVPATCH_STATUS_DIR": str(tmp_path)}
+            | {name: str(value) for name, value in environment.items()},
             cwd=folder,
             capture_output=True,
             text=True,

@@ -28,6 +28,7 @@ class Command(NamedTuple):
 
 COMMANDS: tuple[Command, ...] = (
     Command("doctor", "kvpatch.cli.doctor", "say what is installed here and what is in the way"),
+    Command("status", "kvpatch.cli.status", "show what running engines map, hold, store and load"),
     Command("matrix", "kvpatch.cli.matrix", "say what is right, refused or absent in each vLLM"),
 )
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from kvpatch.doctor import environment, imports, leftovers, machine, packages, startup
 from kvpatch.doctor.finding import Finding, Level
 
 __all__ = ["Finding", "Level", "examine"]
@@ -21,6 +20,12 @@ def examine(settings: Mapping[str, str], try_import: bool = False) -> list[Findi
         settings: the environment variables that vLLM would be started with.
         try_import: also import vllm with kvpatch on, which takes seconds.
     """
+    try:
+        from kvpatch.doctor import environment, imports, leftovers, machine, packages, startup
+    except ImportError as error:  # one of the two requirements: the gates need them
+        what = f"kvpatch cannot be imported whole ({error}), and would refuse vLLM"
+        remedy = "reinstall kvpatch with its requirements"
+        return [Finding("packages", Level.PROBLEM, what, remedy)]
     found = [
         *machine.check(settings),
         *packages.check(settings),

@@ -47,7 +47,7 @@ KNOWN = (
             _number(s, "KVCACHED_MIN_RESERVED_PAGES", 5)
             > _number(s, "KVCACHED_MAX_RESERVED_PAGES", 10)
         ),
-        Level.PROBLEM,
+        Level.WARNING,
         "KVCACHED_MIN_RESERVED_PAGES is above KVCACHED_MAX_RESERVED_PAGES (5 and 10 when unset)",
         "set both, the smaller first",
     ),
@@ -69,17 +69,20 @@ KNOWN = (
         "KVCACHED_IPC_NAME is set: two engines started with the same name share one limit",
         "give every engine a name of its own, or unset it",
     ),
+    Combination(  # spelt as vLLM looks for it
+        lambda s: "expandable_segments:True" in s.get("PYTORCH_CUDA_ALLOC_CONF", ""),
+        Level.WARNING,
+        "torch's expandable segments are on, and vLLM on a GPU refuses them together with a KV "
+        "connector",
+        "take expandable_segments out of PYTORCH_CUDA_ALLOC_CONF",
+    ),
     Combination(
         lambda s: (
-            "expandable_segments:true"
-            in (s.get("PYTORCH_CUDA_ALLOC_CONF", "") + s.get("PYTORCH_ALLOC_CONF", ""))
-            .replace(" ", "")
-            .lower()
+            s.get("VLLM_PLUGINS") is not None and "kvpatch" not in s["VLLM_PLUGINS"].split(",")
         ),
         Level.NOTE,
-        "torch's expandable segments are on; they concern weights and activations, the KV cache "
-        "is kvcached's own, and vLLM's sleep mode refuses them",
-        "unset them to use sleep mode",
+        "VLLM_PLUGINS leaves out kvpatch: a startup file that did not run would go unnoticed",
+        "add kvpatch to VLLM_PLUGINS, or unset it",
     ),
     Combination(
         lambda s: bool(s.get("PROMETHEUS_MULTIPROC_DIR")),

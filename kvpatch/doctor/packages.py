@@ -68,7 +68,8 @@ def check_package(
 
 def refused(topic: str, refusal: Refusal) -> Finding:
     """Return a refusal that would stop vLLM as a finding."""
-    return Finding(topic, Level.PROBLEM, f"{refusal.what}, because {refusal.why}", refusal.remedy)
+    what = f"{refusal.what}, because {refusal.why} [{refusal.code}]"
+    return Finding(topic, Level.PROBLEM, what, refusal.remedy)
 
 
 def extension_files(package: str = "kvcached") -> tuple[Path, list[Path]] | None:

@@ -32,6 +32,7 @@ def wanted() -> bool:
             "this machine has no GPU and kvcached was built for one",
             "kvcached then has no memory to map",
             "run python -m kvpatch.hostdevice install, or set KVPATCH=0",
+            code="KVP501",
         )
     try:
         size = ledger.device_size()
@@ -40,6 +41,7 @@ def wanted() -> bool:
             "this machine has no GPU and the host device has no size",
             str(error),
             f"set {ledger.SIZE}=2GiB, or set KVPATCH=0",
+            code="KVP502",
         ) from error
     agreed = ledger.size_in_use()
     if agreed not in (None, size):
@@ -47,6 +49,7 @@ def wanted() -> bool:
             f"{ledger.SIZE} is {size} bytes here and {agreed} in running processes",
             "all of them share one device",
             f"set {ledger.SIZE} to the same size everywhere, or stop the others",
+            code="KVP503",
         )
     extension.kvpatch_host_on_synchronize(_SYNCHRONIZE)
     return True

@@ -15,9 +15,11 @@ from typing import Any
 
 import torch
 from vllm.v1.kv_offload.base import CanonicalKVCaches, GPULoadStoreSpec, LoadStoreSpec
+from vllm.v1.kv_offload.cpu.shared_offload_region import SharedOffloadRegion
 from vllm.v1.kv_offload.cpu.spec import CPUOffloadingSpec
 
 from kvpatch.hostdevice.streams import Event, Stream
+from kvpatch.slots import slots
 
 try:
     from vllm.v1.kv_offload.base import OffloadingWorker, TransferResult
@@ -80,10 +82,16 @@ class HostOffloadingWorker(OffloadingWorker):  # type: ignore[misc]
             the regions its blocks are made of.
         blocks_per_chunk: device blocks in one block of the CPU tier.
         num_cpu_blocks: blocks of the CPU tier.
+        shared: vLLM's memory for a CPU tier that other processes see too; without it
+            the tier is this process's own.
     """
 
     def __init__(
-        self, kv_caches: CanonicalKVCaches, blocks_per_chunk: int, num_cpu_blocks: int
+        self,
+        kv_caches: CanonicalKVCaches,
+        blocks_per_chunk: int,
+        num_cpu_blocks: int,
+        shared: SharedOffloadRegion | None = None,
     ) -> None:
         self.blocks_per_chunk = blocks_per_chunk
         self.regions = [
@@ -91,9 +99,13 @@ class HostOffloadingWorker(OffloadingWorker):  # type: ignore[misc]
             for entry in kv_caches.tensors
         ]
         self.groups = kv_caches.group_data_refs
+        self.shared = shared
+        sizes = [region.shape[1] * blocks_per_chunk for region in self.regions]
         self.tier = [
-            torch.zeros((num_cpu_blocks, region.shape[1] * blocks_per_chunk), dtype=torch.int8)
-            for region in self.regions
+            torch.zeros((num_cpu_blocks, size), dtype=torch.int8)
+            if shared is None
+            else shared.create_next_worker_view(size)
+            for size in sizes
         ]
         self._store = _Direction("kvpatch-store")
         self._load = _Direction("kvpatch-load")
@@ -130,38 +142,24 @@ class HostOffloadingWorker(OffloadingWorker):  # type: ignore[misc]
         for direction in (self._store, self._load):
             direction.stream.close()
         self.tier.clear()
+        if self.shared is not None:
+            self.shared.cleanup()
 
     def _addresses(self, device: Any, tier: Any) -> list[tuple[int, int, int]]:
-        """Pair device addresses with tier addresses: (device, tier, bytes) a copy.
-
-        A group's first block may lie in the middle of a chunk: ``block_indices`` gives
-        its position in the request.
-        """
+        """Pair device addresses with tier addresses: (device, tier, bytes) a copy."""
         pairs = []
-        device_at = tier_at = 0
-        for group, count, first in zip(
-            self.groups, device.group_sizes, device.block_indices, strict=True
-        ):
-            skip = first % self.blocks_per_chunk
-            chunks = -(-(skip + count) // self.blocks_per_chunk) if count else 0
-            for ref in group:
+        for block, slot in slots(device, tier, self.blocks_per_chunk):
+            for ref in self.groups[slot.group]:
                 region, rows = self.regions[ref.tensor_idx], self.tier[ref.tensor_idx]
-                page = region.shape[1]
-                for position in range(count):
-                    block = int(device.block_ids[device_at + position])
-                    chunk, inside = divmod(skip + position, self.blocks_per_chunk)
-                    row = int(tier.block_ids[tier_at + chunk])
-                    if not (0 <= block < region.shape[0] and 0 <= row < rows.shape[0]):
-                        raise IndexError(f"block {block} or tier block {row} does not exist")
-                    pairs.append(
-                        (
-                            region.data_ptr() + block * region.stride(0),
-                            rows.data_ptr() + row * rows.stride(0) + inside * page,
-                            ref.page_size_bytes,
-                        )
+                if not (0 <= block < region.shape[0] and 0 <= slot.row < rows.shape[0]):
+                    raise IndexError(f"block {block} or tier block {slot.row} does not exist")
+                pairs.append(
+                    (
+                        region.data_ptr() + block * region.stride(0),
+                        rows.data_ptr() + slot.row * rows.stride(0) + slot.inside * region.shape[1],
+                        ref.page_size_bytes,
                     )
-            device_at += count
-            tier_at += chunks
+                )
         return pairs
 
 

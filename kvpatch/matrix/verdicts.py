@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections import Counter
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from enum import Enum
 from functools import cache
 from pathlib import Path
@@ -15,7 +15,6 @@ from kvpatch import configuration, gate, registry, versions
 from kvpatch.errors import Refusal
 from kvpatch.matrix import shapes
 from kvpatch.matrix.axes import Cell, cells, configuration_of, connector_of
-from kvpatch.patch import Outcome
 
 _NOTHING_ALLOWED: Mapping[str, str] = {}
 LEVELS = ("engine", "bytes")
@@ -101,13 +100,12 @@ def _features(vllm: str, kvcached: str) -> Refusal | None:
     found = (shapes.release("vllm", vllm), shapes.release("kvcached", kvcached))
     look = shapes.look(shapes.releases("vllm")[vllm], shapes.releases("kvcached")[kvcached])
     for feature in registry.FEATURES:
-        verdict = gate.check_feature(replace(feature, wanted=None), *found, look)
-        if verdict.outcome not in (Outcome.APPLIED, Outcome.NOT_NEEDED):
-            return Refusal(
-                f"the feature {feature.name} cannot be applied ({verdict.outcome.value})",
-                verdict.reason,
-                "install versions from docs/support.md, or set KVPATCH=0",
-            )
+        if feature.wanted is not None:  # for some machines, or a mode; cells are of neither
+            continue
+        verdict = gate.check_feature(feature, *found, look)
+        refusal = gate.refusal(feature, verdict)
+        if refusal is not None:
+            return refusal
     return None
 
 

@@ -6,12 +6,16 @@ docs/patches.md and docs/support.md are generated from it by scripts/docs.
 from __future__ import annotations
 
 from kvpatch.registry import (
+    audit,
     elastic_memory,
     fence,
     host_device,
     kv_events,
     kvcached_releases,
+    observing,
     offloading_connector,
+    simple_connector,
+    tiers,
 )
 from kvpatch.registry.releases import KVCACHED_RANGE, VLLM_RANGE
 
@@ -24,6 +28,10 @@ FEATURES = (
     kvcached_releases.ADAPTED,
     elastic_memory.FEATURE,
     offloading_connector.FEATURE,
+    simple_connector.FEATURE,
     fence.FEATURE,
     kv_events.FEATURE,
+    tiers.FEATURE,
+    audit.FEATURE,
+    observing.FEATURE,
 )

@@ -14,6 +14,29 @@ def start() -> None:
         sys.meta_path.insert(0, _RefuseVllm(error))
 
 
+def verify() -> None:
+    """Stop vLLM when it is asked to have kvpatch on and kvpatch was not there in time.
+
+    vLLM calls this as a plug-in, from its own entry point group. It patches nothing,
+    and imports nothing: kvpatch itself could not be switched on any more.
+
+    Raises:
+        RuntimeError: nothing of vLLM is patched in this process.
+    """
+    if os.environ.get("KVPATCH", "").strip() in ("", "0"):
+        return
+    activation = sys.modules.get("kvpatch.activation")
+    if activation is not None and activation.transaction.applied:
+        return
+    raise RuntimeError(
+        "kvpatch refuses to start vLLM: KVPATCH is set but its startup file did not run in "
+        f"{sys.executable}, because it was installed where Python reads none (pip install "
+        "--target, a zip file) or Python was started with -S, or KVPATCH was set after Python had "
+        "started; install kvpatch into site-packages, or import kvpatch before vllm, or unset "
+        "KVPATCH. [KVP109]"
+    )
+
+
 class _RefuseVllm:
     """Stops vllm, and nothing else, when kvpatch itself cannot be imported.
 
@@ -35,7 +58,7 @@ class _RefuseVllm:
         raise ImportError(
             "kvpatch refuses to start vLLM: KVPATCH is set but kvpatch cannot be imported, "
             f"because of {type(self._cause).__name__}: {self._cause}; "
-            "reinstall kvpatch, or unset KVPATCH."
+            "reinstall kvpatch, or unset KVPATCH. [KVP108]"
         ) from self._cause
 
     def exec_module(self, module: object) -> None:

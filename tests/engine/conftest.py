@@ -15,9 +15,8 @@ from runs import (
     Finished,
     Run,
     engine_arguments,
-    prompts,
+    load,
     run_driver,
-    whole_blocks,
 )
 
 
@@ -58,12 +57,13 @@ def engine(
             job = {
                 "model": str(models(wanted.model)),
                 "engine": engine_arguments(wanted),
-                "rounds": [whole_blocks() if wanted.events else prompts(wanted.count)] * 2,
+                "rounds": [load("whole" if wanted.events else name) for name in wanted.rounds],
                 "events": wanted.events,
                 "one_by_one": wanted.events,
                 "revert": list(wanted.revert),
                 "cross_layer": wanted.cross_layer,
-                "watch": wanted.kvpatch and not wanted.revert,
+                # The simple connector's copies are watched at their own seams.
+                "watch": wanted.kvpatch and not wanted.revert and not wanted.simple,
             }
             finished[wanted] = run_driver(
                 job, device.environ(wanted), tmp_path_factory.mktemp("run"), vllm=wanted.vllm

@@ -20,9 +20,13 @@ from typing import Any
 os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
 os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
 
+import disk_faults
+import nothing_connector
 import torch
+from simple_watch import SimpleWatch, shut_down_while_copying, take_cpu_blocks
 from vllm import LLM, SamplingParams
 
+from kvpatch import connectors, fence
 from kvpatch.hostdevice import streams
 
 
@@ -211,6 +215,8 @@ def main(job_path: str, result_path: str) -> None:
         from kvpatch import activation
 
         activation.transaction.revert(patch_id)
+    if job.get("nothing_connector"):
+        nothing_connector.allow()
     if job.get("cross_layer"):
         declare_block_outermost_layout()
     if job.get("events"):
@@ -226,16 +232,31 @@ def main(job_path: str, result_path: str) -> None:
     result["runner"] = "v2" if getattr(core.vllm_config, "use_v2_model_runner", False) else "v1"
     result["layout"] = getattr(core.vllm_config.cache_config, "kv_cache_layout", None)
     connector = core.scheduler.connector
-    evictions = Evictions(connector.connector_scheduler.manager) if connector else None
+    if job.get("take_cpu_blocks"):
+        result["charged"] = take_cpu_blocks(core, lambda: device_bytes()["charged"])
+        Path(result_path).write_text(json.dumps(result))
+        os._exit(0)  # two pools on one memory do not shut down
+    planner = connectors.planner(connector)
+    evictions = Evictions(planner.manager) if planner else None
+    simple = SimpleWatch(core) if hasattr(connector, "scheduler_manager") else None
     watch = BlockWatch(core) if job.get("watch") else None
     events = EventLog(core.scheduler) if job.get("events") else None
     on_device = os.environ.get("KVPATCH", "0") != "0"
     result["rounds"] = []
-    for prompts in job["rounds"]:
+    for index, prompts in enumerate(job["rounds"]):
+        if str(index) in job.get("faults", {}):
+            before, after = job["faults"][str(index)]
+            getattr(disk_faults, before)(Path(job["disk"]))
+            llm.reset_prefix_cache(reset_connector=True)  # what is left is on the disk
+            getattr(disk_faults, after)(Path(job["disk"]))
         result["rounds"].append(run_round(llm, prompts, watch, job.get("one_by_one", False)))
     if watch is not None:
         result["returned"], result["changed"] = watch.returned, watch.changed
+    held = fence.fence_of(core)
+    result["fence"] = vars(held.counters) if held is not None else None
     result["evicted"] = evictions.count if evictions is not None else 0
+    if simple is not None:
+        result["simple"] = simple.result()
     if events is not None:
         result["reset"] = llm.reset_prefix_cache()
         run_round(llm, job["rounds"][0][:1], None, one_by_one=True)  # publishes the reset
@@ -251,6 +272,8 @@ def main(job_path: str, result_path: str) -> None:
             tell("reset")
             wait_for_test()
     Path(result_path).write_text(json.dumps(result))
+    if job.get("shut_down_while_copying"):
+        shut_down_while_copying(llm, job["rounds"][0][0])
 
 
 if __name__ == "__main__":

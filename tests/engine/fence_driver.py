@@ -22,10 +22,13 @@ from typing import Any
 os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
 os.environ["PYTHONHASHSEED"] = "0"  # block hashes are compared between processes
 
+import nothing_connector
 import numpy as np
+import simple_scenarios
+from simple_scenarios import SimpleTier
 from vllm import LLM, SamplingParams
 
-from kvpatch import fence
+from kvpatch import audit, connectors, fence
 from kvpatch.hostdevice import ledger, streams
 
 
@@ -53,12 +56,15 @@ class Stage:
         self.delays = job.get("delays", ())
         self.scenario = ""
         self.may_hold = job["may_hold"]
+        # A step loop without a request to compute would starve the copies it waits for.
+        self.waits_for_copies = bool(job.get("simple"))
         self.core = self.llm.llm_engine.engine_core.engine_core
         self.scheduler = self.core.scheduler
         self.pool = self.scheduler.kv_cache_manager.block_pool
         self.finished: set[str] = set()
         self.preemptions = 0
         self.most_held = 0
+        self.notes: dict[str, Any] = {}  # of a scenario, for its verdict
         self.holding = False
 
     def begin(self, scenario: str) -> None:
@@ -68,6 +74,7 @@ class Stage:
         self.scenario = scenario
         self.finished.clear()
         self.most_held = 0
+        self.notes = {}
 
     def add(self, name: str, max_tokens: int) -> None:
         """Start request ``name`` on the prompt of that name."""
@@ -94,17 +101,20 @@ class Stage:
             if self.finished >= set(names):
                 return
             self.step()
-            if count > 200 and not self.holding:
+            if not self.holding and (count > 200 or self.waits_for_copies):
                 streams.synchronize()  # a request may wait for its own transfers
         raise AssertionError(f"{set(names) - self.finished} did not finish in 400 steps")
 
     def quiet(self) -> None:
         """Step until the engine would go to sleep."""
+        planner = connectors.planner(self.scheduler.connector)
         for _ in range(200):
             if not self.scheduler.has_requests():
                 return
             self.step()
             streams.synchronize()
+            for tier in getattr(planner.manager, "secondary_tiers", ()) if planner else ():
+                tier.drain_jobs()
         raise AssertionError("the engine did not come to rest in 200 steps")
 
     @contextmanager
@@ -120,7 +130,12 @@ def read_rows(worker: Any, rows: list[int]) -> list[Any]:
     """Read rows of a worker's CPU tier as float32; runs in the worker."""
     from vllm.distributed.kv_transfer import get_kv_transfer_group
 
-    (tier,) = get_kv_transfer_group().connector_worker.worker.tier
+    (connector,) = [
+        part
+        for part in connectors.parts(get_kv_transfer_group())
+        if type(part).__name__ == connectors.OFFLOADING
+    ]
+    (tier,) = connector.connector_worker.worker.tier
     return [tier[row].numpy().view(np.float32).copy() for row in rows]
 
 
@@ -138,6 +153,13 @@ def read_blocks(worker: Any, wanted: list[tuple[int, int]]) -> list[Any]:
     ]
 
 
+def count_checks(worker: Any) -> dict[str, int]:
+    """What the debug mode has checked in a worker; runs in the worker."""
+    from vllm.distributed.kv_transfer import get_kv_transfer_group
+
+    return dict(get_kv_transfer_group().connector_worker.worker.checked)
+
+
 class Tier:
     """What the CPU tier would serve: the row of every block it has committed."""
 
@@ -145,7 +167,7 @@ class Tier:
         self.stage = stage
         self.rows: dict[bytes, int] = {}
         self.committed: set[bytes] = set()
-        manager = stage.scheduler.connector.connector_scheduler.manager
+        manager = connectors.planner(stage.scheduler.connector).manager
         prepare_store, complete_store = manager.prepare_store, manager.complete_store
 
         def on_prepare(*args: Any, **kwargs: Any) -> Any:
@@ -162,6 +184,10 @@ class Tier:
             return complete_store(keys, *args, **kwargs)
 
         manager.prepare_store, manager.complete_store = on_prepare, on_complete
+
+    def forget(self) -> None:
+        """Judge none of these blocks in the next scenario."""
+        self.committed.clear()
 
     def judge(self, truth: dict[str, Any]) -> dict[str, int]:
         verdict = {"right": 0, "wrong": 0, "unknown": 0, "most_held": self.stage.most_held}
@@ -303,6 +329,24 @@ def shrink(stage: Stage) -> None:
     stage.step(3)
 
 
+def corrupt(stage: Stage) -> None:
+    """A bit of the CPU tier flips between a store and the load of it."""
+    stage.add("a", 3)
+    stage.finish("a")
+    stage.quiet()
+    stage.llm.collective_rpc(flip_a_bit)
+    stage.add("a+", 3)
+    stage.finish("a+")
+
+
+def flip_a_bit(worker: Any) -> None:
+    """Change one bit of every row of the CPU tier; runs in the worker."""
+    from vllm.distributed.kv_transfer import get_kv_transfer_group
+
+    (tier,) = get_kv_transfer_group().connector_worker.worker.tier
+    tier[:, 7] ^= 1
+
+
 SCENARIOS: dict[str, Callable[[Stage], None]] = {
     action.__name__: action
     for action in (
@@ -317,8 +361,9 @@ SCENARIOS: dict[str, Callable[[Stage], None]] = {
         cap_trim,
         reset,
         shrink,
+        corrupt,
     )
-}
+} | simple_scenarios.SCENARIOS
 
 
 @contextmanager
@@ -356,6 +401,10 @@ def main(job_path: str, result_path: str) -> None:
         from kvpatch import activation
 
         activation.transaction.revert(patch_id)
+    if job.get("blind"):
+        fence.Fence._rule = lambda *_: None  # type: ignore[method-assign]
+    if job.get("nothing_connector"):
+        nothing_connector.allow()
     stage = Stage(job)
     if job.get("reference"):
         with snapshots(stage) as truth:
@@ -366,7 +415,7 @@ def main(job_path: str, result_path: str) -> None:
                 stage.finish(name)
         np.savez(result_path, **truth)
         return
-    tier = Tier(stage)
+    tier: Any = SimpleTier(stage, job["unpinned"]) if job.get("simple") else Tier(stage)
     truth = dict(np.load(job["truth"]))
     verdicts = {}
     for name in job["scenarios"]:
@@ -375,7 +424,7 @@ def main(job_path: str, result_path: str) -> None:
         SCENARIOS[name](stage)
         stage.quiet()
         verdicts[name] = tier.judge(truth)
-        tier.committed.clear()
+        tier.forget()
     held = fence.fence_of(stage.core)
     result = {
         "scenarios": verdicts,
@@ -386,6 +435,7 @@ def main(job_path: str, result_path: str) -> None:
         "counters": vars(held.counters) if held else {},
         "retired_now": len(getattr(stage.pool.kv_cache_manager, "_retired_pages", None) or ()),
         "charged": ledger.usage().get(os.getpid(), 0),
+        "checked": stage.llm.collective_rpc(count_checks) if audit.wanted() else [],
     }
     Path(result_path).write_text(json.dumps(result))
 

@@ -35,9 +35,14 @@ class Run:
     cross_layer: bool = False
     dtype: str = "float32"
     together: int = 4
-    count: int = 24  # prompts; more than the pool and the small tier hold
+    rounds: tuple[str, ...] = ("all", "all")  # names of loads, see ``load``
+    blocks: int = 140  # of the device, of which one prompt of the load takes 20
+    simple: str = ""  # eager or lazy, with SimpleCPUOffloadConnector
+    batch: int = 2048  # tokens of a step
     events: bool = False
     environment: tuple[tuple[str, str], ...] = ()
+    tiers: tuple[str, ...] = ()  # folders of fs tiers behind the CPU tier
+    inside: tuple[str, ...] = ()  # connectors of a MultiConnector, in order
 
 
 @dataclass
@@ -59,6 +64,7 @@ class Device:
             "KVPATCH": "1" if run.kvpatch else "0",
             "KVPATCH_HOST_DEVICE": self.size,
             "KVPATCH_HOST_DEVICE_DIR": str(self.folder),
+            "KVPATCH_STATUS_DIR": str(self.folder),
             "KVCACHED_CONTIGUOUS_LAYOUT": str(run.contiguous).lower(),
             "VLLM_CPU_KVCACHE_SPACE": "1",
             "VLLM_NO_USAGE_STATS": "1",
@@ -90,34 +96,65 @@ def block_bytes(model: str) -> int:
 
 def connector(run: Run) -> dict[str, Any]:
     """The ``kv_transfer_config`` of ``run``."""
-    return {
+    if run.simple:
+        return {
+            "kv_connector": "SimpleCPUOffloadConnector",
+            "kv_role": "kv_both",
+            "kv_connector_extra_config": {
+                "cpu_bytes_to_use": run.cpu_blocks * block_bytes(run.model),
+                "lazy_offload": run.simple == "lazy",
+            },
+        }
+    extra: dict[str, Any] = {
+        "cpu_bytes_to_use": run.cpu_blocks * block_bytes(run.model),
+        "eviction_policy": run.policy,
+        "spec_name": "HostOffloadingSpec",
+        "spec_module_path": "kvpatch.hostdevice.offloading",
+    }
+    if run.tiers:
+        extra |= {
+            "spec_name": "HostTieringOffloadingSpec",
+            "spec_module_path": "kvpatch.hostdevice.tiering",
+            "secondary_tiers": [{"type": "fs", "root_dir": folder} for folder in run.tiers],
+        }
+    offloading = {
         "kv_connector": "OffloadingConnector",
         "kv_role": "kv_both",
-        "kv_connector_extra_config": {
-            "cpu_bytes_to_use": run.cpu_blocks * block_bytes(run.model),
-            "eviction_policy": run.policy,
-            "spec_name": "HostOffloadingSpec",
-            "spec_module_path": "kvpatch.hostdevice.offloading",
-        },
+        "kv_connector_extra_config": extra,
+    }
+    if not run.inside:
+        return offloading
+    nothing = {
+        "kv_connector": "NothingConnector",
+        "kv_connector_module_path": "nothing_connector",
+        "kv_role": "kv_both",
+    }
+    known = {"OffloadingConnector": offloading, "NothingConnector": nothing}
+    return {
+        "kv_connector": "MultiConnector",
+        "kv_role": "kv_both",
+        "kv_connector_extra_config": {"connectors": [known[name] for name in run.inside]},
     }
 
 
 def engine_arguments(run: Run) -> dict[str, Any]:
-    """``LLM`` arguments: 140 blocks, of which one prompt of the load takes 20."""
+    """``LLM`` arguments."""
     arguments: dict[str, Any] = {
         "dtype": run.dtype,
         "max_model_len": 2048,
         "block_size": BLOCK,
         "enforce_eager": True,
-        "num_gpu_blocks_override": 140,
+        "num_gpu_blocks_override": run.blocks,
         "max_num_seqs": run.together,
-        "max_num_batched_tokens": 2048,
+        "max_num_batched_tokens": run.batch,
         "seed": 0,
     }
     if run.events:
         # Four of kvcached's pages: it rounds down to whole ones, and vLLM does not.
         arguments["num_gpu_blocks_override"] = 128
-    if run.offload:
+    if ("VLLM_USE_SIMPLE_KV_OFFLOAD", "1") in run.environment:
+        arguments["kv_offloading_size"] = run.cpu_blocks * block_bytes(run.model) / (1 << 30)
+    elif run.offload:
         arguments["kv_transfer_config"] = connector(run)
     return arguments
 
@@ -129,6 +166,23 @@ def prompts(count: int, length: int = 640, max_tokens: int = 8, seed: int = 3) -
         {"tokens": [source.randrange(2, 258) for _ in range(length + 9)], "max_tokens": max_tokens}
         for _ in range(count)
     ]
+
+
+def load(name: str) -> list[Any]:
+    """The prompts of a round: what they have in common with other rounds, and how long."""
+    if name == "few":
+        return prompts(8)  # the first of "all"
+    if name == "exact":
+        return prompts(4, length=640 - 9, seed=5)  # nothing behind the last whole block
+    if name == "shared":
+        common = prompts(1, length=320 - 9, seed=6)[0]["tokens"]
+        return [
+            prompt | {"tokens": common + prompt["tokens"]}
+            for prompt in prompts(4, length=320, seed=7)
+        ]
+    if name == "whole":
+        return whole_blocks()
+    return prompts(int(name) if name.isdigit() else 24)
 
 
 def whole_blocks() -> list[Any]:

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 import random
+import re
 import subprocess
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -45,7 +47,9 @@ DELAYS = range(22, 26)  # steps of one request before the other starts, for pree
 def names_of(scenario: str) -> list[str]:
     if scenario == "preempt":
         return [f"{letter}{delay}" for delay in DELAYS for letter in "ab"]
-    return {"window_skip": ["long"], "finish_unplanned": ["z", "a"]}.get(scenario, ["a", "b"])
+    return {"window_skip": ["long"], "corrupt": ["a"], "finish_unplanned": ["z", "a"]}.get(
+        scenario, ["a", "b"]
+    )
 
 
 def prompts_of(scenario: str, ranks: int = 1) -> dict[str, list[int]]:
@@ -71,6 +75,8 @@ def prompts_of(scenario: str, ranks: int = 1) -> dict[str, list[int]]:
 class Fences:
     """Runs scenarios, several on one engine, and keeps what they found."""
 
+    every: tuple[str, ...] = (*TOGETHER, *ALONE, "corrupt")
+
     def __init__(
         self,
         model: Callable[[str], Path],
@@ -85,9 +91,16 @@ class Fences:
         self.results: dict[Any, dict[str, Any]] = {}
 
     def _drive(self, job: dict[str, Any], run: Run, result: Path) -> None:
+        ended = self.drive(job, run, result)
+        assert ended.returncode == 0, ended.stdout[-4000:]
+
+    def drive(
+        self, job: dict[str, Any], run: Run, result: Path
+    ) -> subprocess.CompletedProcess[str]:
+        """Run the driver to its end, good or bad."""
         job_path = self.folder / "job.json"
         job_path.write_text(json.dumps(job))
-        ended = subprocess.run(
+        return subprocess.run(
             [python_of(self.vllm), HERE / "fence_driver.py", job_path, result],
             env=self.device.environ(run) | self._cores(job["engine"]["tensor_parallel_size"]),
             stdout=subprocess.PIPE,
@@ -97,7 +110,6 @@ class Fences:
             timeout=300,
             check=False,
         )
-        assert ended.returncode == 0, ended.stdout[-4000:]
 
     @staticmethod
     def _cores(ranks: int) -> dict[str, str]:
@@ -123,7 +135,7 @@ class Fences:
         if (kind, ranks) not in self.truths:
             scenarios = tuple(
                 scenario
-                for scenario in ((*TOGETHER, *ALONE) if ranks == 1 else TWO_RANKS)
+                for scenario in (self.every if ranks == 1 else TWO_RANKS)
                 if (scenario == "window_skip") == (kind == "sliding")
             )
             environment = BARE | {"KVCACHED_MAX_CACHED_TOKENS": "-1"}
@@ -153,40 +165,54 @@ class Fences:
         scenarios = TOGETHER if scenario in TOGETHER and ranks == 1 else (scenario,)
         key = (scenarios, asynchronous, fenced, ranks)
         if key not in self.results:
-            environment = dict(BARE)
-            if scenario == "shrink":
-                # Freed pages go to the reserve, which the lower limit then unmaps.
-                environment["KVCACHED_MAX_RESERVED_PAGES"] = "10"
-            run = Run(
-                model="sliding" if scenario == "window_skip" else "llama",
-                runner=self.runner,
-                # Room for either request of finish_unplanned, but not for both.
-                cpu_blocks=62 if scenario == "finish_unplanned" else 4096,
-                environment=tuple(environment.items()),
-            )
-            job = self._job(
-                run,
-                scenarios,
-                ranks,
-                # For preemption three pages: block 0 and the two prompts, to the block.
-                num_gpu_blocks_override=3 * PAGE * ranks if scenario == "preempt" else 400,
-                async_scheduling=asynchronous,
-            )
-            if scenario == "preempt" and ranks == 1:
-                job["engine"]["max_model_len"] = 2048
-            extra = job["engine"]["kv_transfer_config"]["kv_connector_extra_config"]
-            extra["offload_prompt_only"] = False
+            run, job = self.prepare(scenarios, asynchronous, ranks)
             job |= {
                 # Without the fence kvcached's barrier would wait for held copies for ever.
                 "may_hold": fenced or not asynchronous,
                 "revert": [] if fenced else ["fence.install"],
-                "scenarios": list(scenarios),
-                "truth": str(self.truth(run.model, ranks)),
             }
             path = self.folder / "result.json"
             self._drive(job, run, path)
             self.results[key] = json.loads(path.read_text())
         return self.results[key]
+
+    def debug(self, *scenarios: str, **more: Any) -> tuple[subprocess.CompletedProcess[str], Path]:
+        """Run scenarios in debug mode; return how that ended, and the file of the result."""
+        run, job = self.prepare(scenarios, asynchronous=False, ranks=1)
+        run = replace(run, environment=(*run.environment, ("KVPATCH_DEBUG", "1")))
+        path = self.folder / "debug.json"
+        return self.drive(job | {"may_hold": True} | more, run, path), path
+
+    def prepare(
+        self, scenarios: tuple[str, ...], asynchronous: bool, ranks: int
+    ) -> tuple[Run, dict[str, Any]]:
+        """The engine and the job of scenarios that share one."""
+        scenario = scenarios[0]
+        environment = dict(BARE)
+        if scenario == "shrink":
+            # Freed pages go to the reserve, which the lower limit then unmaps.
+            environment["KVCACHED_MAX_RESERVED_PAGES"] = "10"
+        run = Run(
+            model="sliding" if scenario == "window_skip" else "llama",
+            runner=self.runner,
+            # Room for either request of finish_unplanned, but not for both.
+            cpu_blocks=62 if scenario == "finish_unplanned" else 4096,
+            environment=tuple(environment.items()),
+        )
+        job = self._job(
+            run,
+            scenarios,
+            ranks,
+            # For preemption three pages: block 0 and the two prompts, to the block.
+            num_gpu_blocks_override=3 * PAGE * ranks if scenario == "preempt" else 400,
+            async_scheduling=asynchronous,
+        )
+        if scenario == "preempt" and ranks == 1:
+            job["engine"]["max_model_len"] = 2048
+        extra = job["engine"]["kv_transfer_config"]["kv_connector_extra_config"]
+        extra["offload_prompt_only"] = False
+        job |= {"scenarios": list(scenarios), "truth": str(self.truth(run.model, ranks))}
+        return run, job
 
 
 @pytest.fixture(scope="module")
@@ -242,3 +268,30 @@ def test_with_two_ranks_the_fence_keeps_what_is_lost_without_it(
     assert fenced["held_now"] == fenced["retired_now"] == 0
     bare = fences.run(scenario, asynchronous=False, fenced=False, ranks=2)
     assert bare["scenarios"][scenario]["wrong"] > 0
+
+
+def test_debug_mode_checks_every_store_and_load_and_finds_nothing(fences: Fences) -> None:
+    ended, result = fences.debug(*TOGETHER)
+    assert ended.returncode == 0, ended.stdout[-4000:]
+    (checked,) = json.loads(result.read_text())["checked"]
+    assert checked["stored"] > 300
+    assert checked["loaded"] >= 40
+
+
+@pytest.mark.parametrize(
+    ("scenario", "broken", "found"),
+    [
+        ("finish", {"blind": True}, "a page is unmapped under a transfer"),
+        ("finish", {"revert": ["fence.release"]}, "a block changed before its store was launched"),
+        ("corrupt", {}, "a load brought other bytes than were stored"),
+    ],
+)
+def test_debug_mode_stops_the_engine_at_a_violation(
+    fences: Fences, scenario: str, broken: dict[str, Any], found: str
+) -> None:
+    ended, _ = fences.debug(scenario, **broken)
+    assert ended.returncode != 0
+    assert re.search(
+        rf"kvpatch KVPATCH_DEBUG: {found}: block \d+ of page \d+, job \d+, request {scenario}/a",
+        ended.stdout,
+    ), ended.stdout[-4000:]

@@ -6,6 +6,7 @@ import json
 import subprocess
 import sys
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -118,3 +119,26 @@ def test_a_neighbour_takes_what_an_engine_gave_back(
         a.process.kill()
     assert kept["after_load"]["charged"] >= 14 * PAGE
     assert kept["after_reset"]["charged"] <= (RESERVED + ALWAYS) * PAGE
+
+
+def test_engines_that_one_program_starts_together_do_not_share_a_limit(
+    models: Callable[[str], Path], device: Device, tmp_path: Path
+) -> None:
+    """Same process group, same moment: kvcached alone gives both the same name."""
+    plain = Run(kvpatch=False, offload=False)
+    loads = {"small": (140, prompts(12)), "large": (600, prompts(12, seed=4))}
+
+    def run(name: str, kind: Run) -> Any:
+        folder = tmp_path / f"{name}-{kind.kvpatch}"
+        folder.mkdir()
+        blocks, load = loads[name]
+        work = job(models("llama"), kind, blocks, load) | {"rounds": [load, load]}
+        return run_driver(work, device.environ(kind), folder)
+
+    with ThreadPoolExecutor() as pool:
+        ours = list(pool.map(lambda name: run(name, Run()), loads))
+        theirs = list(pool.map(lambda name: run(name, plain), loads))
+    for one, other in zip(ours, theirs, strict=True):
+        for index in range(2):
+            tokens = [record["tokens"] for record in one.round(index)]
+            assert tokens == [record["tokens"] for record in other.round(index)]

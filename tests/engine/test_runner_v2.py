@@ -13,7 +13,8 @@ from runs import BLOCK, Finished, Run
 from test_tokens import PLAIN, assert_same
 
 COUNT = 12  # prompts of 21 blocks on 139
-V2 = Run(runner="v2", count=COUNT)
+ROUNDS = (str(COUNT),) * 2
+V2 = Run(runner="v2", rounds=ROUNDS)
 
 
 @pytest.mark.parametrize(
@@ -24,7 +25,7 @@ V2 = Run(runner="v2", count=COUNT)
 def test_prompts_served_from_the_cpu_tier_give_plain_vllms_tokens(
     engine: Callable[[Run], Finished], model: str, contiguous: bool
 ) -> None:
-    plain = engine(replace(PLAIN, count=COUNT, runner="v2", model=model))
+    plain = engine(replace(PLAIN, rounds=ROUNDS, runner="v2", model=model))
     ours = engine(replace(V2, model=model, contiguous=contiguous))
     assert_same(ours, plain)
     assert plain.result["runner"] == ours.result["runner"] == "v2"

@@ -121,5 +121,5 @@ def test_without_the_uniform_patch_vllm_does_not_start(engine: Engine) -> None:
     assert "Allocating a cross layer KV cache" in broken.log
     assert (
         "because it would stay allocated while kvcached maps a second, unused pool; "
-        "report this with your command line, or set KVPATCH=0.\n" in broken.log
+        "report this with your command line, or set KVPATCH=0. [KVP402]\n" in broken.log
     )

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from refused import Refused
 
 ROOT = Path(__file__).parents[2]
 PACKAGES = Path(pytest.__file__).parents[1]
@@ -42,20 +43,6 @@ def machine(tmp_path: Path) -> dict[str, str]:
         "VLLM_CPU_KVCACHE_SPACE": "1",
         "VLLM_NO_USAGE_STATS": "1",
     }
-
-
-class Refused:
-    """How a start ended that had to be refused.
-
-    Attributes:
-        sentence: the refusal, as the last line on stderr, without vLLM's process prefix.
-        log: everything that was printed.
-    """
-
-    def __init__(self, done: Any) -> None:
-        assert done.code != 0, done.out + done.err
-        self.sentence = re.sub(r"^\(\w+ pid=\d+\) ", "", done.last_line)
-        self.log = done.out + done.err
 
 
 @pytest.fixture

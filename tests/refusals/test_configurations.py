@@ -13,27 +13,38 @@ def test_another_connector(serve):
     refused = serve(connector={"kv_connector": "ExampleConnector"})
     assert refused.sentence == (
         f"{REFUSES}the KV connector ExampleConnector is configured, because only vLLM's own "
-        "OffloadingConnector is known to be right on kvcached's memory; use OffloadingConnector, "
-        "or set KVPATCH=0."
+        "OffloadingConnector and SimpleCPUOffloadConnector are known to be right on kvcached's "
+        "memory; use one of these, or set KVPATCH=0."
     )
     assert "Traceback" not in refused.log
 
 
-def test_the_simple_connector_by_its_own_switches(serve):
-    refused = serve("--kv-offloading-size", "1", VLLM_USE_SIMPLE_KV_OFFLOAD="1")
-    assert refused.sentence.startswith(
-        f"{REFUSES}the KV connector SimpleCPUOffloadConnector is configured, because only"
+def test_the_disk_backend_of_the_simple_connector(serve):
+    """Switched on by a flag and a variable, which leave its own options to a document."""
+    extra = {"kv_offload_backend": "disk", "disk_path": "/tmp/never-made"}
+    refused = serve(
+        *("--kv-offloading-size", "1"),
+        connector={"kv_connector_extra_config": extra},
+        VLLM_USE_SIMPLE_KV_OFFLOAD="1",
+    )
+    assert refused.sentence == (
+        f"{REFUSES}the kv_offload_backend disk is configured, because its blocks were never "
+        "compared with plain vLLM's after a round trip; remove kv_offload_backend from "
+        "kv_connector_extra_config, or set KVPATCH=0."
     )
     assert "Traceback" not in refused.log
 
 
-def test_the_tiering_spec(serve):
-    extra = {"spec_name": "TieringOffloadingSpec", "cpu_bytes_to_use": 1 << 28}
+TIERS = {"spec_name": "TieringOffloadingSpec", "cpu_bytes_to_use": 1 << 28}
+
+
+def test_the_example_tier(serve):
+    extra = TIERS | {"secondary_tiers": [{"type": "example"}]}
     refused = serve(connector=OFFLOAD | {"kv_connector_extra_config": extra})
     assert refused.sentence == (
-        f"{REFUSES}the offloading spec TieringOffloadingSpec is configured, because its blocks "
-        "were never compared with plain vLLM's after a round trip; remove spec_name from "
-        "kv_connector_extra_config, or set KVPATCH=0."
+        f"{REFUSES}the secondary tier example is configured, because vLLM's example keeps the "
+        "names of blocks and no bytes, so that what comes back from it is whatever lies in the "
+        "CPU tier; use the tier fs, or set KVPATCH=0."
     )
 
 
@@ -45,6 +56,10 @@ def test_prefix_caching_off(serve):
     )
 
 
+def inside(*connectors):
+    return {"connectors": [{"kv_role": "kv_both"} | connector for connector in connectors]}
+
+
 SWEEP = """
 import json, sys
 from vllm.engine.arg_utils import EngineArgs
@@ -52,7 +67,9 @@ from kvpatch.errors import Refusal
 model, cases = sys.argv[1], json.loads(sys.argv[2])
 answers = {}
 for name, (arguments, extra) in cases.items():
-    transfer = {"kv_connector": "OffloadingConnector", "kv_role": "kv_both",
+    multi = "connectors" in extra
+    transfer = {"kv_connector": "MultiConnector" if multi else "OffloadingConnector",
+                "kv_role": "kv_both",
                 "kv_connector_extra_config": {"cpu_bytes_to_use": 1 << 28} | extra}
     try:
         EngineArgs(model, max_model_len=2048, block_size=32, kv_transfer_config=transfer,
@@ -77,17 +94,36 @@ def test_the_other_rules_on_configurations_of_vllm_itself(python, model):
         "speculative": ({"speculative_config": ngram}, {}),
         "cache dtype": ({"kv_cache_dtype": "fp8"}, {}),
         "external executor": ({"distributed_executor_backend": "external_launcher"}, {}),
+        "fs": ({}, TIERS | {"secondary_tiers": [{"type": "fs", "root_dir": "/nowhere"}]}),
+        "obj": ({}, TIERS | {"secondary_tiers": [{"type": "obj"}]}),
+        "p2p": ({}, TIERS | {"secondary_tiers": [{"type": "p2p"}]}),
+        "multi": ({}, inside(OFFLOAD)),
+        "multi with another": ({}, inside(OFFLOAD, {"kv_connector": "NixlConnector"})),
+        "multi with two": ({}, inside(OFFLOAD, OFFLOAD)),
+        "multi with example": (
+            {},
+            inside(
+                OFFLOAD
+                | {"kv_connector_extra_config": TIERS | {"secondary_tiers": [{"type": "example"}]}}
+            ),
+        ),
     }
     log = python(SWEEP, model, json.dumps(cases)).log
     (line,) = [line for line in log.splitlines() if line.startswith('{"plain"')]
     answers = json.loads(line)
-    assert answers.pop("plain") == "accepted"
+    for accepted in ("plain", "fs", "multi"):
+        assert answers.pop(accepted) == "accepted"
     said = {
         "canonical": "canonical_layout is set in kv_connector_extra_config",
         "pipeline": "a KV connector is configured with parallelism other than tensor parallelism",
         "speculative": "a KV connector is configured with speculative decoding",
         "cache dtype": "a KV connector is configured with the cache dtype fp8",
         "external executor": "a KV connector is configured with the executor external_launcher",
+        "obj": "the secondary tier obj is configured",
+        "p2p": "the secondary tier p2p is configured",
+        "multi with another": "a MultiConnector is configured with NixlConnector inside",
+        "multi with two": "a MultiConnector is configured with OffloadingConnector twice",
+        "multi with example": "the secondary tier example is configured",
     }
     assert {name: answer.split(", because")[0] for name, answer in answers.items()} == {
         name: REFUSES + what for name, what in said.items()

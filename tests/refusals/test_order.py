@@ -65,3 +65,24 @@ def test_ours_lie_over_kvcacheds(run, machine, order):
     # A target of two of our own patches shows the later one.
     assert set(report["covered"]) < set(twice) or report["covered"] == twice == []
     assert report["under ours"].startswith("kvcached.integration.vllm.patches.")
+
+
+def test_doctor_imports_it_when_asked(run, machine):
+    """All gates on real vllm, before anybody starts an engine."""
+    done = run(sys.executable, "-m", "kvpatch", "doctor", "--import", **machine)
+    assert done.code == 0, done.out
+    assert "patches applied: host-device applied, elastic-memory applied" in done.out
+
+
+def test_doctor_reports_the_sentence_that_stops_the_import(run, machine):
+    done = run(
+        sys.executable,
+        "-m",
+        "kvpatch",
+        "doctor",
+        "--import",
+        **machine | {"KVPATCH_HOST_DEVICE": ""},
+    )
+    assert done.code == 1
+    assert "PROBLEM kvpatch refuses to start vLLM: this machine has no GPU and the" in done.out
+    assert "[KVP502]" in done.out

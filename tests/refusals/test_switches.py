@@ -2,8 +2,14 @@
 
 from __future__ import annotations
 
+import sys
+from pathlib import Path
+
 import pytest
-from refused import REFUSES
+from refused import REFUSES, Refused
+
+ROOT = Path(__file__).parents[2]
+PACKAGES = Path(pytest.__file__).parents[1]
 
 
 def test_banana(serve):
@@ -13,6 +19,7 @@ def test_banana(serve):
         "unsure whether it is on; set KVPATCH to 1, true or on to switch it on, or to 0 (or leave "
         "it unset) to switch it off."
     )
+    assert refused.code == "KVP101"
     assert "Traceback" not in refused.log
 
 
@@ -56,3 +63,14 @@ raise SystemExit(3)
     refused = python(code, KVPATCH_HOST_DEVICE="lots")
     assert refused.log.count(f"refused: {REFUSES}this machine has no GPU") == 3
     assert "let through" not in refused.log
+
+
+def test_a_startup_file_that_did_not_run(run, machine, model):
+    """Without site nothing is patched, and vLLM's plug-ins are what is left to notice."""
+    code = f"from vllm import LLM; LLM({str(model)!r})"
+    path = f"{ROOT}:{PACKAGES}"
+    refused = Refused(run(sys.executable, "-S", "-c", code, **machine | {"PYTHONPATH": path}))
+    assert refused.code == "KVP109"
+    assert refused.sentence.startswith(
+        f"RuntimeError: {REFUSES}KVPATCH is set but its startup file did not run in"
+    )

@@ -1,7 +1,8 @@
-"""kvcached failing in a worker, where it only logs a warning by itself."""
+"""What stops an engine while it sets kvcached up: the worker's failure, and a taken name."""
 
 from __future__ import annotations
 
+import socket
 import uuid
 from pathlib import Path
 
@@ -48,3 +49,16 @@ def test_in_processes_of_its_own(serve, blocked):
     refused = serve(**environment)
     assert refused.sentence == sentence
     assert "Application startup complete" not in refused.log
+
+
+def test_a_name_that_another_engine_runs_under(python, model):
+    name = f"kvpatch-test-{uuid.uuid4().hex[:8]}"
+    environment = {"KVCACHED_IPC_NAME": name, "VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
+    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as other:
+        other.bind(f"\0kvpatch-engine-{name}")  # as that engine would hold it
+        refused = python(IN_PROCESS, model, **environment)
+    assert refused.sentence.removeprefix("[rank0]: ") == (
+        f"{REFUSES}another engine runs under kvcached's name {name}, because the two would share "
+        "a page limit and unmap each other's pages; start every engine as a program of its own, "
+        "and give each its own KVCACHED_IPC_NAME where you set one."
+    )

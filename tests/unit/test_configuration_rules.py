@@ -14,6 +14,16 @@ from kvpatch.errors import Refusal
 from kvpatch.versions import Installed
 
 
+@pytest.fixture(autouse=True)
+def machine(monkeypatch, request):
+    """The machine that the test's ``changes`` name, instead of this one."""
+    parameters = request.node.callspec.params if hasattr(request.node, "callspec") else {}
+    made = config(**parameters.get("changes", {})).machine
+    found = Installed("vllm", "vllm", made.vllm, Version(made.vllm))
+    monkeypatch.setattr(configuration, "installed", lambda package: [found])
+    monkeypatch.setattr(configuration, "device_here", lambda: made.copies)
+
+
 def config(connector: bool = True, **changes: Any) -> SimpleNamespace:
     """A configuration that passes; ``changes`` are dotted names with ``__`` for the dot."""
     transfer = SimpleNamespace(
@@ -22,9 +32,11 @@ def config(connector: bool = True, **changes: Any) -> SimpleNamespace:
         kv_connector_extra_config={},
     )
     made = SimpleNamespace(
+        machine=SimpleNamespace(vllm="0.28.0", copies="ours"),
         use_v2_model_runner=False,
         attention_config=SimpleNamespace(),
         kv_transfer_config=transfer if connector else None,
+        scheduler_config=SimpleNamespace(policy="fcfs"),
         cache_config=SimpleNamespace(enable_prefix_caching=True, cache_dtype="auto"),
         parallel_config=SimpleNamespace(
             world_size=2,
@@ -54,7 +66,32 @@ def spec(name: str, module: str | None = None) -> dict[str, Any]:
     }
 
 
-@pytest.fixture(autouse=True)
+def simple(**extra: Any) -> dict[str, Any]:
+    return {
+        "kv_transfer_config__kv_connector": "SimpleCPUOffloadConnector",
+        "kv_transfer_config__kv_connector_extra_config": extra,
+    }
+
+
+def tiers(*types: str) -> dict[str, Any]:
+    return {
+        "kv_transfer_config__kv_connector_extra_config": {
+            "spec_name": "TieringOffloadingSpec",
+            "secondary_tiers": [{"type": name} for name in types],
+        }
+    }
+
+
+def multi(*inside: str, **more: Any) -> dict[str, Any]:
+    return {
+        "kv_transfer_config__kv_connector": "MultiConnector",
+        "kv_transfer_config__kv_connector_extra_config": {
+            "connectors": [{"kv_connector": name, "kv_role": "kv_both"} | more for name in inside]
+        },
+    }
+
+
+@pytest.fixture
 def vllm(monkeypatch):
     """Say which vLLM is installed; 0.28.0 unless a test says another."""
 
@@ -62,9 +99,10 @@ def vllm(monkeypatch):
         found = Installed("vllm", "vllm", release, Version(release))
         monkeypatch.setattr(configuration, "installed", lambda package: [found])
 
-    say("0.28.0")
     return say
 
+
+V2_OF_29 = {"machine__vllm": "0.29.0", "use_v2_model_runner": True}
 
 # By the position of the rule: the configurations it refuses, and its sentence.
 CASES = [
@@ -97,24 +135,99 @@ CASES = [
     ),
     (
         [
-            {"kv_transfer_config__kv_connector": "SimpleCPUOffloadConnector"},
+            {"kv_transfer_config__kv_connector": "ExampleConnector"},
             {
-                "kv_transfer_config__kv_connector": "SimpleCPUOffloadConnector",
+                "kv_transfer_config__kv_connector": "ExampleConnector",
                 "kv_transfer_config__kv_connector_module_path": "mine",
             },
         ],
-        "the KV connector SimpleCPUOffloadConnector is configured, because only vLLM's own "
-        "OffloadingConnector is known to be right on kvcached's memory; use OffloadingConnector, "
-        "or set KVPATCH=0.",
+        "the KV connector ExampleConnector is configured, because only vLLM's own "
+        "OffloadingConnector and SimpleCPUOffloadConnector are known to be right on kvcached's "
+        "memory; use one of these, or set KVPATCH=0.",
     ),
     (
-        [spec("TieringOffloadingSpec"), spec("TieringOffloadingSpec", "some.module")],
-        "the offloading spec TieringOffloadingSpec is configured, because its blocks were never "
+        [simple(kv_offload_backend="disk", disk_path="/tmp/x")],
+        "the kv_offload_backend disk is configured, because its blocks were never compared with "
+        "plain vLLM's after a round trip; remove kv_offload_backend from "
+        "kv_connector_extra_config, or set KVPATCH=0.",
+    ),
+    (
+        [simple(lazy_offload=True) | V2_OF_29],
+        "lazy_offload is set in kv_connector_extra_config, because SimpleCPUOffloadConnector of "
+        "vLLM 0.29 counts copies of idle steps as done without making them; remove lazy_offload, "
+        "install another vLLM, or set KVPATCH=0.",
+    ),
+    (
+        [
+            simple() | V2_OF_29,
+            simple() | {"use_v2_model_runner": True},
+            simple(lazy_offload=True) | V2_OF_29 | {"machine__vllm": "0.30.0"},
+        ],
+        "SimpleCPUOffloadConnector is configured on this release and runner, because it was "
+        "compared with plain vLLM's on vLLM 0.28 with Model Runner V1 only; use "
+        "OffloadingConnector without tiers, or vLLM 0.28 with VLLM_USE_V2_MODEL_RUNNER=0, or set "
+        "KVPATCH=0.",
+    ),
+    (
+        [simple() | {"machine__copies": None}],
+        "the KV connector SimpleCPUOffloadConnector is configured, because kvpatch knows no way "
+        "to copy its blocks on this device; use OffloadingConnector, or set KVPATCH=0.",
+    ),
+    (
+        [
+            multi("OffloadingConnector", "NixlConnector"),
+            multi("NixlConnector", "OffloadingConnector"),
+            multi("NixlConnector", "NixlConnector"),
+        ],
+        "a MultiConnector is configured with NixlConnector inside, because that connector's "
+        "copies were never compared with plain vLLM's; leave only OffloadingConnector in it, or "
+        "set KVPATCH=0.",
+    ),
+    (
+        [multi("OffloadingConnector", "OffloadingConnector")],
+        "a MultiConnector is configured with OffloadingConnector twice, because vLLM gives both "
+        "the same engine_id, and so the same host memory; leave one of them, or set KVPATCH=0.",
+    ),
+    (
+        [
+            spec("MySpec", "some.module"),
+            multi("OffloadingConnector", kv_connector_extra_config={"spec_name": "MySpec"}),
+        ],
+        "the offloading spec MySpec is configured, because its blocks were never "
         "compared with plain vLLM's after a round trip; remove spec_name from "
         "kv_connector_extra_config, or set KVPATCH=0.",
     ),
     (
-        [{"kv_transfer_config__kv_connector_extra_config": {"canonical_layout": True}}],
+        [tiers("example"), tiers("fs", "example")],
+        "the secondary tier example is configured, because vLLM's example keeps the names of "
+        "blocks and no bytes, so that what comes back from it is whatever lies in the CPU tier; "
+        "use the tier fs, or set KVPATCH=0.",
+    ),
+    (
+        [
+            tiers("obj"),
+            tiers("fs", "obj"),
+            multi(
+                "OffloadingConnector",
+                kv_connector_extra_config=tiers("obj")[
+                    "kv_transfer_config__kv_connector_extra_config"
+                ],
+            ),
+        ],
+        "the secondary tier obj is configured, because no test of kvpatch ran on it; use the tier "
+        "fs, or set KVPATCH=0.",
+    ),
+    (
+        [tiers("fs") | {"scheduler_config__policy": "priority"}],
+        "a secondary tier is configured with the scheduling policy priority, because a request "
+        "that waits for the tier can then keep those from running that hold the memory it needs; "
+        "use the scheduling policy fcfs, or set KVPATCH=0.",
+    ),
+    (
+        [
+            {"kv_transfer_config__kv_connector_extra_config": {"canonical_layout": True}},
+            multi("OffloadingConnector", kv_connector_extra_config={"canonical_layout": True}),
+        ],
         "canonical_layout is set in kv_connector_extra_config, because vLLM cannot certify that "
         "layout on kvcached's memory; remove canonical_layout, or set KVPATCH=0.",
     ),
@@ -177,7 +290,8 @@ def test_every_rule_has_its_case():
 def test_the_rule_refuses_with_its_sentence(position, changes, sentence):
     with pytest.raises(Refusal) as refused:
         configuration.check(config(**changes))
-    assert str(refused.value) == f"kvpatch refuses to start vLLM: {sentence}"
+    rule = configuration.RULES[position]
+    assert str(refused.value) == f"kvpatch refuses to start vLLM: {sentence} [{rule.code}]"
     broken = [rule for rule in configuration.RULES if rule.applies(config(**changes))]
     assert broken == [configuration.RULES[position]]
 
@@ -198,6 +312,16 @@ def test_without_a_connector_only_what_kvcached_cannot_run_matters(position, cha
         {},
         spec("CPUOffloadingSpec"),
         spec("HostOffloadingSpec", "kvpatch.hostdevice.offloading"),
+        simple(),
+        simple(lazy_offload=True, kv_offload_backend="cpu"),
+        simple(spec_name="TieringOffloadingSpec"),  # a key that it does not read
+        {"use_v2_model_runner": True},
+        {"machine__vllm": "0.32.0", "use_v2_model_runner": True},
+        spec("TieringOffloadingSpec"),
+        spec("HostTieringOffloadingSpec", "kvpatch.hostdevice.tiering"),
+        tiers("fs"),
+        tiers("fs", "fs"),
+        multi("OffloadingConnector"),
         {"parallel_config__distributed_executor_backend": None},
         {"parallel_config__distributed_executor_backend": "uni"},
         {"kv_transfer_config__kv_connector_extra_config": None},
@@ -235,7 +359,7 @@ def test_runner_v1_where_it_was_not_tried(vllm, release, runner_v2):
         return
     with pytest.raises(Refusal) as refused:
         configuration.check(made)
-    assert str(refused.value) == f"kvpatch refuses to start vLLM: {CASES[1][1]}"
+    assert str(refused.value) == f"kvpatch refuses to start vLLM: {CASES[1][1]} [KVP301]"
 
 
 @pytest.mark.parametrize(
@@ -257,7 +381,7 @@ def test_hybrid_models_where_kvcached_has_no_adapter(vllm, release, runner_v2, r
         return
     with pytest.raises(Refusal) as refused:
         configuration.check(made)
-    assert str(refused.value) == f"kvpatch refuses to start vLLM: {CASES[2][1]}"
+    assert str(refused.value) == f"kvpatch refuses to start vLLM: {CASES[2][1]} [KVP313]"
 
 
 @pytest.mark.parametrize(
@@ -288,7 +412,7 @@ def test_a_layout_that_kvcached_cannot_have(vllm, monkeypatch, asked, contiguous
     sentence = CASES[3][1].replace("LBHNC is", f"{asked} is", 1)
     if contiguous == "false":
         sentence = sentence.replace("is contiguous", "is not contiguous")
-    assert str(refused.value) == f"kvpatch refuses to start vLLM: {sentence}"
+    assert str(refused.value) == f"kvpatch refuses to start vLLM: {sentence} [KVP314]"
 
 
 def test_model_runner_v2_before_kvcacheds_adapter(vllm, monkeypatch):

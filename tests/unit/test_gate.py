@@ -53,7 +53,7 @@ def test_nothing_installed(site):
     assert str(refused.value) == (
         "kvpatch refuses to start vLLM: vllm is not installed as a distribution in this "
         "environment, because kvpatch reads its version from there and runs on vllm >=0.27,<0.29; "
-        'install it with pip install "vllm>=0.27,<0.29", or set KVPATCH=0.'
+        'install it with pip install "vllm>=0.27,<0.29", or set KVPATCH=0. [KVP103]'
     )
 
 
@@ -117,7 +117,7 @@ def test_outside_the_range(monkeypatch, text):
     assert str(refused.value) == (
         f"kvpatch refuses to start vLLM: vllm {text} is outside the range >=0.27,<0.29, because "
         f"no test of kvpatch ran on it; install vllm>=0.27,<0.29, set KVPATCH_ALLOW_VLLM={text} "
-        "to try it untested, or set KVPATCH=0."
+        "to try it untested, or set KVPATCH=0. [KVP107]"
     )
     monkeypatch.setenv(gate.ALLOW_VLLM, text)
     gate.check_range(found(text), RANGE)
@@ -143,7 +143,7 @@ def test_kvcached_outside_the_range_cannot_be_named(monkeypatch):
         gate.check_range(found("0.2.0", "kvcached", "kvcached"), "==0.1.6")
     assert str(refused.value) == (
         "kvpatch refuses to start vLLM: kvcached 0.2.0 is outside the range ==0.1.6, because no "
-        "test of kvpatch ran on it; install kvcached==0.1.6 or set KVPATCH=0."
+        "test of kvpatch ran on it; install kvcached==0.1.6 or set KVPATCH=0. [KVP107]"
     )
 
 
@@ -160,7 +160,7 @@ def test_kvcached_switched_off_is_a_contradiction(name, setting):
     assert str(refused.value) == (
         f"kvpatch refuses to start vLLM: KVPATCH is on but {name}={setting}, because kvpatch "
         f"works on kvcached's memory and this switches kvcached off; unset {name} (kvpatch sets "
-        "it for you) or set KVPATCH=0."
+        "it for you) or set KVPATCH=0. [KVP102]"
     )
 
 

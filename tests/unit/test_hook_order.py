@@ -47,5 +47,5 @@ def test_a_failing_kvcached_is_refused_in_one_sentence(python, fakes):
     assert done.err == (
         "kvpatch refuses to start vLLM: kvcached cannot be imported, because it failed with "
         "ImportError: libcudart.so.12: cannot open shared object file; reinstall kvcached for "
-        "this torch, or set KVPATCH=0.\n"
+        "this torch, or set KVPATCH=0. [KVP110]\n"
     )

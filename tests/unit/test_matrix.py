@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from packaging.specifiers import SpecifierSet
 from packaging.version import Version
 
 ROOT = Path(__file__).parents[2]
@@ -90,6 +91,16 @@ def edit(source: Source, path: str, old: str, new: str) -> None:
 
 def rows_of(vllm: Source, kvcached: Source) -> dict[str, Any]:
     return shapes.check_rows(record.read_shapes(vllm), record.read_shapes(kvcached))
+
+
+def rows_on(name: str, release: str) -> set[str]:
+    """The rows for a release that patch a target of that name."""
+    return {
+        patch.id
+        for feature in registry.FEATURES
+        for patch in feature.patches
+        if patch.target.endswith(name) and SpecifierSet(patch.vllm).contains(release)
+    }
 
 
 def red(found: dict[str, Any]) -> dict[str, Any]:
@@ -171,7 +182,9 @@ def test_a_release_as_it_is_has_no_red_row(unpacked):
 def test_a_target_that_is_removed_turns_its_row_red(unpacked):
     vllm, kvcached = map(unpacked, RELEASES)
     edit(vllm, PLANNER, "def build_connector_meta", "def build_metadata")
-    assert red(rows_of(vllm, kvcached)) == {"fence.build": Outcome.ABSENT}
+    found = red(rows_of(vllm, kvcached))
+    assert found["fence.build"] is Outcome.ABSENT
+    assert set(found) == rows_on("OffloadingConnectorScheduler.build_connector_meta", "0.28.0")
 
 
 def test_a_parameter_that_is_renamed_turns_its_row_red(unpacked):
@@ -255,7 +268,7 @@ def test_a_refused_cell_has_the_sentence_of_the_gates(found):
     assert old.why == (
         "kvpatch refuses to start vLLM: kvcached 0.1.5 is outside the range "
         f"{registry.KVCACHED_RANGE}, because no test of kvpatch ran on it; "
-        f"install kvcached{registry.KVCACHED_RANGE} or set KVPATCH=0."
+        f"install kvcached{registry.KVCACHED_RANGE} or set KVPATCH=0. [KVP107]"
     )
 
 

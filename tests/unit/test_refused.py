@@ -79,7 +79,7 @@ print([name for name in sys.modules if name.startswith("vllm")])
     sentence = (
         "kvpatch refuses to start vLLM: the feature bad cannot be applied (absent), because "
         "vllm.serving:Server.stop does not exist; install versions from "
-        "docs/support.md, or set KVPATCH=0."
+        "docs/support.md, or set KVPATCH=0. [KVP201]"
     )
     assert done.err == ""
     assert done.out.splitlines() == [sentence, sentence, "True True", "[]"]
@@ -92,7 +92,7 @@ def test_an_error_of_our_own_is_a_refusal_too(python):
     assert done.err == (
         "kvpatch refuses to start vLLM: kvpatch could not be applied, because it failed with "
         "ModuleNotFoundError: No module named 'nowhere'; report this with your versions, or set "
-        "KVPATCH=0.\n"
+        "KVPATCH=0. [KVP202]\n"
     )
 
 
@@ -122,7 +122,7 @@ def test_an_untested_vllm_that_is_named_runs_and_says_so(python, fakes):
     assert python(code).err == (
         f"kvpatch refuses to start vLLM: vllm 0.99.1 is outside the range {VLLM_RANGE}, because no "
         f"test of kvpatch ran on it; install vllm{VLLM_RANGE}, set KVPATCH_ALLOW_VLLM=0.99.1 "
-        "to try it untested, or set KVPATCH=0.\n"
+        "to try it untested, or set KVPATCH=0. [KVP107]\n"
     )
     assert python(code, KVPATCH_ALLOW_VLLM="0.99.0").code == 1
     done = python(code, KVPATCH_ALLOW_VLLM="0.99.1")

@@ -26,7 +26,7 @@ if __name__ == "__main__":
     process.join()
     {end}
 """
-SENTENCE = "kvpatch refuses to start vLLM: a is b, because c is d; do e."
+SENTENCE = "kvpatch refuses to start vLLM: a is b, because c is d; do e. [KVP000]"
 
 
 @pytest.fixture

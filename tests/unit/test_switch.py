@@ -42,7 +42,7 @@ def test_any_other_value_refuses_vllm_in_one_line(python, value):
     assert done.err == (
         f"kvpatch refuses to start vLLM: KVPATCH={value} is not a value kvpatch knows, because "
         "guessing would leave you unsure whether it is on; set KVPATCH to 1, true or on to "
-        "switch it on, or to 0 (or leave it unset) to switch it off.\n"
+        "switch it on, or to 0 (or leave it unset) to switch it off. [KVP101]\n"
     )
 
 
@@ -72,7 +72,7 @@ def test_vllm_missing_is_one_sentence_when_nobody_catches_it(python, fakes):
     assert done.err == (
         "kvpatch refuses to start vLLM: vllm is not installed in this environment, because "
         f"kvpatch is on and has nothing to patch but vllm {VLLM_RANGE}; install it with pip, or "
-        "set KVPATCH=0.\n"
+        "set KVPATCH=0. [KVP103]\n"
     )
 
 
@@ -177,7 +177,7 @@ def test_a_broken_kvpatch_refuses_only_vllm(python, fakes):
     assert done.code == 1
     assert done.last_line == (
         "ImportError: kvpatch refuses to start vLLM: KVPATCH is set but kvpatch cannot be "
-        "imported, because of OSError: half written; reinstall kvpatch, or unset KVPATCH."
+        "imported, because of OSError: half written; reinstall kvpatch, or unset KVPATCH. [KVP108]"
     )
     found = "import importlib.util; print(importlib.util.find_spec('vllm') is not None)"
     assert python(STUB + found, KVPATCH="1").out == "True\n"
@@ -191,5 +191,5 @@ def test_a_missing_requirement_refuses_only_vllm(python, fakes):
     assert done.err == (
         "kvpatch refuses to start vLLM: kvpatch itself cannot be imported, because it failed "
         "with ModuleNotFoundError: No module named 'wrapt'; reinstall kvpatch with its "
-        "requirements, or set KVPATCH=0.\n"
+        "requirements, or set KVPATCH=0. [KVP108]\n"
     )

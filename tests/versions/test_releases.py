@@ -16,6 +16,7 @@ from test_tokens import LAYOUTS, MODELS, PLAIN, SMALL_TIER, assert_same, same_to
 
 Engine = Callable[[Run], Finished]
 COUNT = 12  # prompts of 21 blocks on 139, and a small tier of 200
+ROUNDS = (str(COUNT),) * 2
 
 # The release in .venv is "", which the engine lane runs on Runner V1.
 RELEASES = [
@@ -37,9 +38,9 @@ EVERY = pytest.mark.parametrize(
 def test_prompts_served_from_the_cpu_tier_give_plain_vllms_tokens(
     engine: Engine, proves: Proves, vllm: str, runner: str, model: str, contiguous: bool
 ) -> None:
-    run = Run(count=COUNT, vllm=vllm, runner=runner, model=model, contiguous=contiguous)
+    run = Run(rounds=ROUNDS, vllm=vllm, runner=runner, model=model, contiguous=contiguous)
     proves("Offloading", run)
-    plain = engine(replace(PLAIN, count=COUNT, vllm=vllm, runner=runner, model=model))
+    plain = engine(replace(PLAIN, rounds=ROUNDS, vllm=vllm, runner=runner, model=model))
     ours = engine(run)
     assert_same(ours, plain)
     assert plain.result["runner"] == ours.result["runner"] == runner
@@ -55,7 +56,7 @@ def test_prompts_served_from_the_cpu_tier_give_plain_vllms_tokens(
 def test_restored_blocks_have_the_bytes_they_had(
     engine: Engine, proves: Proves, vllm: str, runner: str, model: str, contiguous: bool
 ) -> None:
-    run = Run(count=COUNT, vllm=vllm, runner=runner, model=model, contiguous=contiguous)
+    run = Run(rounds=ROUNDS, vllm=vllm, runner=runner, model=model, contiguous=contiguous)
     proves("Offloading", run)
     ours = engine(run)
     ours.round(1)
@@ -68,9 +69,9 @@ def test_restored_blocks_have_the_bytes_they_had(
 def test_a_cpu_tier_smaller_than_the_load_evicts_and_stays_right(
     engine: Engine, vllm: str, runner: str, contiguous: bool
 ) -> None:
-    run = Run(count=COUNT, vllm=vllm, runner=runner, contiguous=contiguous, cpu_blocks=SMALL_TIER)
+    run = Run(rounds=ROUNDS, vllm=vllm, runner=runner, contiguous=contiguous, cpu_blocks=SMALL_TIER)
     ours = engine(run)
-    assert_same(ours, engine(replace(PLAIN, count=COUNT, vllm=vllm, runner=runner)))
+    assert_same(ours, engine(replace(PLAIN, rounds=ROUNDS, vllm=vllm, runner=runner)))
     assert ours.result["evicted"] > 0
     assert ours.result["changed"] == []
 
@@ -85,8 +86,8 @@ def test_without_a_connector_kvcached_runs_alone_and_is_elastic(
         ("KVCACHED_PAGE_PREALLOC_ENABLED", "false"),
         ("KVCACHED_MAX_CACHED_TOKENS", "-1"),
     )
-    alone = engine(Run(count=COUNT, vllm=vllm, runner=runner, offload=False, environment=few))
-    assert_same(alone, engine(replace(PLAIN, count=COUNT, vllm=vllm, runner=runner)))
+    alone = engine(Run(rounds=ROUNDS, vllm=vllm, runner=runner, offload=False, environment=few))
+    assert_same(alone, engine(replace(PLAIN, rounds=ROUNDS, vllm=vllm, runner=runner)))
     assert "KV on elastic memory: yes" in alone.log
     loaded, idle = alone.result["after_load"], alone.result["after_reset"]
     page = 4 * (2 << 20)
@@ -96,7 +97,7 @@ def test_without_a_connector_kvcached_runs_alone_and_is_elastic(
 
 def test_on_0_28_without_the_geometry_patch_runner_v2_corrupts_silently(engine: Engine) -> None:
     """The oracle can fail on this runner too."""
-    broken = engine(Run(count=COUNT, runner="v2", revert=("offloading.register_kv_caches",)))
-    plain = engine(replace(PLAIN, count=COUNT, runner="v2"))
+    broken = engine(Run(rounds=ROUNDS, runner="v2", revert=("offloading.register_kv_caches",)))
+    plain = engine(replace(PLAIN, rounds=ROUNDS, runner="v2"))
     assert [record["cached"] for record in broken.round(1)] == [640] * COUNT
     assert same_tokens(broken.round(1), plain.round(1)) == 0

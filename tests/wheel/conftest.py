@@ -82,6 +82,12 @@ def fresh(tmp_path: Path, wheel: Path) -> Environment:
     return environment
 
 
+@pytest.fixture
+def bare(tmp_path: Path) -> Environment:
+    """An environment without kvpatch."""
+    return Environment(tmp_path / "bare")
+
+
 Modules = Callable[..., set[str]]
 
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import shutil
+import subprocess
+import sys
 import zipfile
 from pathlib import Path
 
@@ -12,12 +14,10 @@ from kvpatch.registry import VLLM_RANGE
 
 ROOT = Path(__file__).parents[2]
 STARTUP = {"kvpatch-init.pth", "kvpatch-init.start", "kvpatch_startup.py"}
-# What Python 3.13 imports itself to read any .pth file.
-READING = {"encodings.utf_8_sig"}
 OUTSIDE = (
     f"kvpatch refuses to start vLLM: vllm 0.1.0 is outside the range {VLLM_RANGE}, because no test "
     f"of kvpatch ran on it; install vllm{VLLM_RANGE}, set KVPATCH_ALLOW_VLLM=0.1.0 to try it "
-    "untested, or set KVPATCH=0."
+    "untested, or set KVPATCH=0. [KVP107]"
 )
 
 
@@ -51,15 +51,14 @@ def test_both_startup_files_name_the_same_importable_function(installed, run):
 def test_off_adds_the_stub_and_nothing_else(installed, modules, tmp_path, value, flags):
     environment = {} if value is None else {"KVPATCH": value}
     before = modules(without_startup(installed, tmp_path), *flags, **environment)
-    added = modules(installed.python, *flags, **environment) - before
-    assert added - READING == {"kvpatch_startup"}
+    assert modules(installed.python, *flags, **environment) - before == {"kvpatch_startup"}
 
 
 @pytest.mark.parametrize("flags", [(), ("-I",), ("-E",), ("-s",), ("-O",)], ids=" ".join)
 def test_on_adds_only_what_waits_for_vllm(installed, modules, tmp_path, flags):
     before = modules(without_startup(installed, tmp_path), *flags, KVPATCH="1")
     added = {"kvpatch_startup", "kvpatch", "kvpatch.bootstrap", "__future__"}
-    assert modules(installed.python, *flags, KVPATCH="1") - before - READING == added
+    assert modules(installed.python, *flags, KVPATCH="1") - before == added
 
 
 @pytest.mark.parametrize("flags", [(), ("-I",), ("-E",), ("-s",), ("-O",)], ids=" ".join)
@@ -98,6 +97,7 @@ def test_uninstalling_removes_everything(fresh, run):
     fresh.pip("uninstall", "--quiet", "--yes", "kvpatch")
     left = {path.name for path in fresh.site.iterdir() if "kvpatch" in path.name}
     assert left == set()
+    assert not fresh.python.with_name("kvpatch").exists()
     done = run(fresh.python, "-c", "import vllm", KVPATCH="1")
     assert (done.code, done.out, done.err) == (0, "vllm itself\n", "")
 
@@ -112,7 +112,7 @@ def test_a_missing_requirement_refuses_vllm_only(fresh, run):
         "",
         "kvpatch refuses to start vLLM: kvpatch itself cannot be imported, because it failed with "
         "ModuleNotFoundError: No module named 'wrapt'; reinstall kvpatch with its requirements, "
-        "or set KVPATCH=0.\n",
+        "or set KVPATCH=0. [KVP108]\n",
     )
 
 
@@ -128,12 +128,64 @@ def test_a_broken_installation_refuses_vllm_only(fresh, run, lost):
     assert done.last_line == (
         "ImportError: kvpatch refuses to start vLLM: KVPATCH is set but kvpatch cannot be "
         f"imported, because of ModuleNotFoundError: No module named '{missing}'; reinstall "
-        "kvpatch, or unset KVPATCH."
+        "kvpatch, or unset KVPATCH. [KVP108]"
     )
 
 
 def test_the_wheel_holds_the_startup_files_once(wheel):
-    names = zipfile.ZipFile(wheel).namelist()
-    assert len(names) == len(set(names))
-    ours = [name for name in names if name.rpartition("/")[2] in STARTUP]
-    assert sorted(ours) == sorted(STARTUP)  # at the root, and nowhere else
+    paths = zipfile.ZipFile(wheel).namelist()
+    assert len(paths) == len(set(paths))
+    assert sorted(path for path in paths if path.rpartition("/")[2] in STARTUP) == sorted(STARTUP)
+
+
+def test_the_command_is_there_and_finds_what_this_environment_lacks(installed, run):
+    done = run(installed.python.with_name("kvpatch"), "doctor", KVPATCH="1")
+    assert (done.code, done.err) == (1, "")
+    assert "ok      it fires in" in done.out
+    assert "vllm 0.1.0 is outside the range ==0.28.0" in done.out
+    assert "kvcached is not installed as a distribution" in done.out
+
+
+def test_doctor_without_a_requirement_says_so(fresh, run):
+    (fresh.site / "wrapt").unlink()
+    done = run(fresh.python, "-m", "kvpatch", "doctor")
+    assert (done.code, done.err) == (1, "")
+    assert "kvpatch cannot be imported whole (No module named 'wrapt')" in done.out
+
+
+LOAD_PLUGINS = """
+import vllm
+from importlib.metadata import entry_points
+for plugin in entry_points(group="vllm.general_plugins"):
+    plugin.load()()  # as vllm does, without a net under the call
+print("started")
+"""
+NOT_FIRED = "kvpatch refuses to start vLLM: KVPATCH is set but its startup file did not run in "
+
+
+@pytest.fixture(scope="session")
+def target(tmp_path_factory, wheel):
+    """kvpatch where ``pip install --target`` puts it: on the path, and no startup file read."""
+    folder = tmp_path_factory.mktemp("target")
+    command = ["install", "--quiet", "--no-deps", "--no-index", "--target", folder, wheel]
+    subprocess.run([sys.executable, "-m", "pip", *command], check=True)
+    return folder
+
+
+@pytest.mark.parametrize("flags", [(), ("-S",)], ids=["target folder", "without site"])
+def test_vllm_is_stopped_when_the_startup_file_did_not_run(bare, target, run, flags):
+    path = f"{target}:{bare.site}"
+    done = run(bare.python, *flags, "-c", LOAD_PLUGINS, KVPATCH="1", PYTHONPATH=path)
+    assert (done.code, done.out) == (1, "vllm itself\n")
+    assert done.last_line.startswith(f"RuntimeError: {NOT_FIRED}{bare.python}, because")
+    assert done.last_line.endswith("or unset KVPATCH. [KVP109]")
+
+
+@pytest.mark.parametrize("value", [None, "", "0"], ids=repr)
+def test_off_the_plugin_says_nothing_and_imports_nothing(bare, target, run, value):
+    set_to = {} if value is None else {"KVPATCH": value}
+    code = LOAD_PLUGINS + "import sys; print([n for n in sys.modules if n.startswith('kvpatch')])"
+    path = f"{target}:{bare.site}"
+    done = run(bare.python, "-S", "-c", code, PYTHONPATH=path, **set_to)
+    assert (done.code, done.err) == (0, "")
+    assert done.out == "vllm itself\nstarted\n['kvpatch_startup']\n"

@@ -1,0 +1,166 @@
+"""``kvpatch status``: what running engines map, hold, store and load."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+import time
+from typing import Any
+
+from kvpatch.doctor.leftovers import readable
+from kvpatch.observing import page, reading, refusals
+from kvpatch.observing.reading import Seen, State
+
+ELASTIC = {True: "yes", False: "no", None: "not in this process"}
+
+
+def configure(parser: argparse.ArgumentParser) -> None:
+    """Add the options."""
+    which = parser.add_mutually_exclusive_group()
+    which.add_argument("--pid", type=int, help="one process")
+    which.add_argument(
+        "--all", action="store_true", help="also other users' engines, which only root can read"
+    )
+    parser.add_argument("--watch", action="store_true", help="draw it again until interrupted")
+    parser.add_argument(
+        "--interval", type=float, default=1.0, help="seconds between drawings (default: 1)"
+    )
+    parser.add_argument("--json", action="store_true", help="print it as JSON, a line a drawing")
+    parser.epilog = (
+        "Ends 0 when everything that is shown runs, 1 when something does not or nothing is there."
+    )
+
+
+def run(options: argparse.Namespace) -> int:
+    """Print what is there once, or again and again."""
+    while True:
+        seen = [reading.one(options.pid)] if options.pid else reading.all_of(options.all)
+        said = as_json(seen) if options.json else text(seen)
+        if options.watch and not options.json and sys.stdout.isatty():
+            said = f"\x1b[H\x1b[2J{time.strftime('%H:%M:%S')}  kvpatch status\n\n{said}"
+        print(said, flush=True)
+        if not options.watch:
+            return 0 if seen and all(one.state is State.RUNS for one in seen) else 1
+        time.sleep(max(0.1, options.interval))
+
+
+def as_json(seen: list[Seen]) -> str:
+    """Return it as one line of JSON."""
+    processes = [
+        {"pid": one.pid, "state": one.state.value, "line": one.line}
+        | ({} if one.page is None else {"kvpatch": one.page.kvpatch} | one.page.content)
+        for one in seen
+    ]
+    for process in processes:
+        process.pop("refusals", None)
+    return json.dumps({"processes": processes, "refusals": refusals.recent()})
+
+
+def text(seen: list[Seen]) -> str:
+    """Return it for people: a block a process, and the last refusals."""
+    blocks = [block(one) for one in seen]
+    if not blocks:
+        where = page.folder_of(os.getuid())
+        blocks = [f"no process with kvpatch on publishes in {where}"]
+    said = refusals.recent()
+    if said:
+        lines = [
+            f"  {time.strftime('%Y-%m-%d %H:%M', time.localtime(one['at']))} pid {one['pid']}: "
+            f"{one['sentence']}"
+            for one in said
+        ]
+        blocks.append("last refusals\n" + "\n".join(lines))
+    return "\n".join(blocks)
+
+
+def block(seen: Seen) -> str:
+    """Return the lines about one process; one that does not run has one."""
+    if seen.state is not State.RUNS or seen.page is None:
+        return seen.line
+    content = seen.page.content
+    head = (
+        f"pid {seen.pid}  {' and '.join(content['roles'])}  kvpatch {seen.page.kvpatch}, "
+        f"{content['vllm']}, kvcached {content['kvcached']}; "
+        f"KV on elastic memory: {ELASTIC[content['elastic']]}"
+    )
+    lines = [("features", ", ".join(f"{name} {how}" for name, how in content["features"].items()))]
+    if "engine" in content:
+        lines += engine_lines(content["engine"])
+    return "\n".join([head, *(f"  {name:<10}{what}" for name, what in lines)])
+
+
+def engine_lines(engine: dict[str, Any]) -> list[tuple[str, str]]:
+    """Return what an engine does, as lines of a name and a text."""
+    requests = engine["requests"]
+    lines = [
+        ("model", engine["model"]),
+        (
+            "requests",
+            f"{requests['running']} run, {requests['waiting']} wait; {engine['steps']} steps, "
+            f"the last {engine['since_step']:.0f} s ago",
+        ),
+        ("device", device_line(engine)),
+    ]
+    if engine["connector"]:
+        tier = engine["tier"]
+        room = f": {tier['used_blocks']} of {tier['total_blocks']} blocks used" if tier else ""
+        lines.append(("tier", engine["connector"] + room))
+        lines.append(("moved", moved_line(engine)))
+    lines.append(("hits", hits_line(engine)))
+    if engine["fence"]:
+        fence = engine["fence"]
+        lines.append(
+            (
+                "fence",
+                f"{fence['holding']} pages held now; {fence['released']} given back, of which "
+                f"{fence['held_for_plan']} waited for a plan and {fence['held_for_transfer']} for "
+                f"a transfer, at most {fence['longest_hold']} steps",
+            )
+        )
+    return lines
+
+
+def device_line(engine: dict[str, Any]) -> str:
+    """Return how much of the device is mapped, reserved and held."""
+    device = engine["device"]
+
+    def size(pages: int) -> str:
+        return readable(pages * device["page_bytes"])
+
+    held = engine["fence"]["holding"] if engine["fence"] else 0
+    return (
+        f"{size(device['mapped_pages'])} mapped (of it {size(held)} held by the fence), "
+        f"{size(device['reserved_pages'])} reserved ahead, {size(device['total_pages'])} at most; "
+        f"a page is {size(1)}"
+    )
+
+
+def moved_line(engine: dict[str, Any]) -> str:
+    """Return what was stored and loaded, the ratio, and what that may mean."""
+    stored, loaded = engine["bytes"]["stored"], engine["bytes"]["loaded"]
+    operations = engine["operations"]
+    ratio = f"{loaded / stored:.2f} loaded for each stored" if stored else "nothing stored yet"
+    line = (
+        f"{readable(stored)} stored in {operations['stored']} transfers, {readable(loaded)} "
+        f"loaded in {operations['loaded']}: {ratio}"
+    )
+    if operations["dropped"]:
+        line += f"; {operations['dropped']} stores dropped, the tier had no room"
+    if operations["skipped"]:
+        line += f"; {operations['skipped']} skipped by the reuse threshold"
+    return line
+
+
+def hits_line(engine: dict[str, Any]) -> str:
+    """Return where prompt tokens came from."""
+    hits, queries = engine["hits"], engine["queries"]
+    if hits is None:
+        return "not counted, as vLLM's stats are off or nothing was asked yet"
+    device, asked = hits.get("device", 0), queries.get("device", 0)
+    tier = hits.get("tier", 0)
+    return (
+        f"of {asked} prompt tokens {device} were on the device, {tier} came from the tier, "
+        f"{asked - device - tier} were computed"
+    )

@@ -1,0 +1,37 @@
+"""vLLM's tiers on the host device, through vLLM's own plug-in seam.
+
+Configured as ``spec_name=HostTieringOffloadingSpec`` with
+``spec_module_path=kvpatch.hostdevice.tiering`` in ``kv_connector_extra_config``. The
+manager, the tiers and the shared memory are those of vLLM's ``TieringOffloadingSpec``;
+only the copies between the device and that memory are the host device's.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from vllm.v1.kv_offload.base import CanonicalKVCaches, OffloadingWorker
+from vllm.v1.kv_offload.cpu.shared_offload_region import SharedOffloadRegion
+from vllm.v1.kv_offload.tiering.spec import TieringOffloadingSpec
+
+from kvpatch.hostdevice.offloading import HostOffloadingWorker
+
+
+class HostTieringOffloadingSpec(TieringOffloadingSpec):  # type: ignore[misc]
+    """vLLM's tiering spec with the host device's copies."""
+
+    def get_worker(self, kv_caches: CanonicalKVCaches) -> OffloadingWorker:
+        """Return the worker that copies ``kv_caches``; called once per worker process."""
+        self._worker: Any = self._worker or HostOffloadingWorker(
+            kv_caches,
+            self.blocks_per_chunk,
+            self.num_blocks,
+            SharedOffloadRegion(
+                engine_id=self.config.engine_id,
+                num_blocks=self.num_blocks,
+                rank=self.config.parallel.rank,
+                kv_bytes_per_block=self.kv_bytes_per_chunk,
+                cpu_page_size=self.cpu_page_size_per_worker,
+            ),
+        )
+        return self._worker

@@ -1,0 +1,119 @@
+"""Where vLLM is asked: once a step in the engine, once a message in the API servers."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from kvpatch.observing import measure, publish
+from kvpatch.observing.messages import KEY, Sender
+from kvpatch.observing.prometheus import Metrics
+from kvpatch.observing.totals import Totals
+
+# Seconds between two messages of a busy engine, whose steps they must not cost anything;
+# a step that leaves it without work always sends, so that nothing is missing at rest.
+BETWEEN = 0.2
+
+
+def around_engine_core(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> None:
+    """Begin to count and publish an engine. Wraps ``EngineCore.__init__``."""
+    wrapped(*args, **kwargs)
+    connector = instance.scheduler.connector
+    totals = Totals("" if connector is None else type(connector).__name__)
+    instance.kvpatch_totals = instance.scheduler.kvpatch_totals = totals
+    planner = getattr(connector, "scheduler_manager", None)
+    if planner is not None:  # SimpleCPUOffloadConnector's
+        planner.kvpatch_totals = totals
+    instance.kvpatch_sender = Sender()
+    publish.engine(instance, totals)
+
+
+def around_make_stats(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
+    """Count what one step moved and hit.
+
+    Wraps ``Scheduler.make_stats(spec_decoding_stats, kv_connector_stats, ...)``, which
+    is called with the connector's stats even when vLLM's own are switched off.
+    """
+    stats = wrapped(*args, **kwargs)
+    totals: Totals | None = getattr(instance, "kvpatch_totals", None)
+    if totals is not None:
+        connector = kwargs.get("kv_connector_stats", args[1] if len(args) > 1 else None)
+        if connector is not None:
+            totals.add_connector_stats(connector.data)
+        if stats is not None:
+            totals.add_hits("device", stats.prefix_cache_stats)
+            totals.add_hits("tier", stats.connector_prefix_cache_stats)
+    return stats
+
+
+def after_step(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
+    """Send the API servers what has changed, with the step's own stats.
+
+    Wraps ``EngineCore.step`` and ``step_with_batch_queue`` over the fence's patch, so
+    that the pages the step gave back are counted.
+    """
+    result = wrapped(*args, **kwargs)
+    totals: Totals | None = getattr(instance, "kvpatch_totals", None)
+    if totals is None:
+        return result
+    totals.step()
+    scheduler, sender = instance.scheduler, instance.kvpatch_sender
+    busy = scheduler.running or scheduler.waiting
+    if busy and totals.stepped - sender.sent < BETWEEN:
+        return result
+    for outputs in (result[0] or {}).values():
+        stats = outputs.scheduler_stats
+        if stats is not None:
+            sender.sent = totals.stepped
+            message = sender.message(measure.engine(instance, totals))
+            if message is not None:
+                stats.kv_connector_stats = (stats.kv_connector_stats or {}) | {KEY: message}
+    return result
+
+
+def around_prometheus(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> None:
+    """Register our series beside the connector's. Wraps ``KVConnectorProm.__init__``."""
+    wrapped(*args, **kwargs)
+
+    def bind(vllm_config: Any, labelnames: Any, per_engine_labelvalues: Any) -> tuple[Any, ...]:
+        return vllm_config, labelnames, per_engine_labelvalues
+
+    config, labelnames, engines = bind(*args, **kwargs)
+    transfer = config.kv_transfer_config
+    connector = "" if transfer is None else transfer.kv_connector or ""
+    instance.kvpatch_metrics = Metrics(
+        instance._counter_cls, instance._gauge_cls, labelnames, engines, connector
+    )
+
+
+def without_ours(stats: dict[str, Any]) -> dict[str, Any]:
+    """Return a connector's stats as the connector knows them."""
+    return {key: value for key, value in stats.items() if key != KEY}
+
+
+def around_observe(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> None:
+    """Record our part, and give the rest to the connector.
+
+    Wraps ``KVConnectorProm.observe(transfer_stats_data, engine_idx)``.
+    """
+
+    def bind(transfer_stats_data: Any, engine_idx: int = 0) -> tuple[Any, int]:
+        return transfer_stats_data, engine_idx
+
+    stats, engine = bind(*args, **kwargs)
+    if KEY in stats:
+        instance.kvpatch_metrics.observe(stats[KEY], engine)
+        stats = without_ours(stats)
+    if stats:
+        wrapped(stats, engine)
+
+
+def around_log(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> None:
+    """Keep our part out of the connector's own log line.
+
+    Wraps ``KVConnectorLogging.observe(transfer_stats_data)``, which fails on stats
+    where no connector is configured.
+    """
+    stats = kwargs["transfer_stats_data"] if "transfer_stats_data" in kwargs else args[0]
+    stats = without_ours(stats)
+    if stats:
+        wrapped(stats)

@@ -1,0 +1,80 @@
+"""The ``vllm:kvpatch_`` series of one API server."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from kvpatch import status
+from kvpatch.observing.messages import COUNTERS, GAUGES, INFO, Series
+
+PREFIX = "vllm:kvpatch_"
+
+
+class Metrics:
+    """Registers the series, and records what the engines send.
+
+    Args:
+        counter, gauge: the classes vLLM makes its own metrics with, Prometheus' or Ray's.
+        labelnames: vLLM's labels, which come first.
+        per_engine_labelvalues: their values, by engine.
+        connector: the configured KV connector, or an empty string.
+    """
+
+    def __init__(
+        self,
+        counter: Any,
+        gauge: Any,
+        labelnames: list[str],
+        per_engine_labelvalues: dict[int, list[Any]],
+        connector: str,
+    ) -> None:
+        self._engines = per_engine_labelvalues
+        self._counters = {
+            series.name: counter(
+                name=PREFIX + series.name,
+                documentation=series.help,
+                labelnames=[*labelnames, *series.labels],
+            )
+            for series in COUNTERS
+        }
+        self._gauges = {
+            series.name: self._gauge(gauge, series, labelnames) for series in (*GAUGES, INFO)
+        }
+        facts = [*versions(), connector]
+        for labels in per_engine_labelvalues.values():
+            self._gauges[INFO.name].labels(*labels, *facts).set(1)
+
+    def _gauge(self, gauge: Any, series: Series, labelnames: list[str]) -> Any:
+        # With several API servers each has its own copy; the one set last is the truth.
+        return gauge(
+            name=PREFIX + series.name,
+            documentation=series.help,
+            labelnames=[*labelnames, *series.labels],
+            multiprocess_mode="mostrecent",
+        )
+
+    def observe(self, message: dict[str, Any], engine: int) -> None:
+        """Record one message of ``messages.Sender``."""
+        own = self._engines[engine]
+        for name, entries in message["counters"].items():
+            for labels, value in entries:
+                self._counters[name].labels(*own, *labels).inc(value)
+        for name, entries in message["gauges"].items():
+            for labels, value in entries:
+                self._gauges[name].labels(*own, *labels).set(value)
+
+
+def versions() -> list[str]:
+    """Return the labels of the info gauge that this process knows by itself."""
+    import kvpatch
+
+    record = status.record
+    features = ",".join(f"{name}={outcome.value}" for name, outcome in record.features.items())
+    return [kvpatch.__version__, record.vllm, record.kvcached, features, layout()]
+
+
+def layout() -> str:
+    """Return how kvcached lays out the KV cache: by its own setting, as its engines read it."""
+    from kvcached.utils import CONTIGUOUS_LAYOUT
+
+    return "contiguous" if CONTIGUOUS_LAYOUT else "non-contiguous"

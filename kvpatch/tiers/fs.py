@@ -1,0 +1,117 @@
+"""vLLM's file system tier, with an end to waiting for a disk that does not answer."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+from vllm.v1.kv_offload.base import LookupResult
+from vllm.v1.kv_offload.tiering.base import JobResult
+from vllm.v1.kv_offload.tiering.fs.manager import FileSystemTierManager, FsAsyncLookupManager
+
+from kvpatch.tiers.files import make_private_folders
+from kvpatch.tiers.lateness import Unanswered, patience
+
+_PROBE = "probe"
+
+
+class PatientLookups(FsAsyncLookupManager):  # type: ignore[misc]
+    """vLLM's lookups, timed, and able to hear two answers about one block."""
+
+    def __init__(self, tier: Any, tier_type: str, unanswered: Unanswered) -> None:
+        self._unanswered = unanswered
+        super().__init__(tier=tier, tier_type=tier_type)
+
+    def batch_lookup(self, keys: list[Any], req_context: Any) -> Iterable[bool]:
+        """Say which blocks have files; on the tier's own thread."""
+        self._unanswered.asked(_PROBE)
+        try:
+            return list(super().batch_lookup(keys, req_context))
+        finally:
+            self._unanswered.answered(_PROBE)
+
+    def drain_results(self) -> None:
+        """Keep the first answer about each block.
+
+        A request that is aborted while the disk is asked, and another for the same
+        block, give two answers. vLLM takes the second for a fault of its own and ends
+        the engine.
+        """
+        while not self._pending_results.empty():
+            for key, found in self._pending_results.get_nowait():
+                state = self._lookup_state.get(key)
+                if state is not None and state.result is None:
+                    state.result = found
+
+
+class PatientFileSystemTier(FileSystemTierManager):  # type: ignore[misc]
+    """vLLM's ``fs`` tier; while it is late nothing is asked of it.
+
+    Its folders are for this user only.
+    """
+
+    _lookup_manager: Any
+
+    def __init__(
+        self, offloading_spec: Any, primary_kv_view: memoryview, tier_type: str, **config: Any
+    ) -> None:
+        super().__init__(offloading_spec, primary_kv_view, tier_type, **config)
+        Path(self.file_mapper.base_path).chmod(0o700)
+        make_private_folders(Path(f"{self.file_mapper.base_path}_r{self.file_mapper.rank}"))
+        self.unanswered = Unanswered(patience())
+        self._lookup_manager.shutdown()
+        self._lookup_manager = PatientLookups(self, tier_type, self.unanswered)
+        self._declined: list[Any] = []
+
+    @property
+    def late(self) -> bool:
+        """Whether the disk has not answered for longer than is worth waiting."""
+        return self.unanswered.late
+
+    def lookup(self, key: Any, req_context: Any) -> Any:
+        """Ask whether a block has a file; a late tier has none."""
+        return LookupResult.MISS if self.late else super().lookup(key, req_context)
+
+    def submit_store(self, job_metadata: Any) -> None:
+        """Queue the writing of blocks; a late tier declines, so that they are not pinned."""
+        if not self._decline(job_metadata):
+            super().submit_store(job_metadata)
+
+    def submit_load(self, job_metadata: Any) -> None:
+        """Queue the reading of blocks; a late tier declines."""
+        if not self._decline(job_metadata):
+            super().submit_load(job_metadata)
+
+    def _decline(self, job: Any) -> bool:
+        if self.late:
+            self._declined.append(JobResult(job.job_id, success=False, transfer_time=0.0))
+            return True
+        self.unanswered.asked(job.job_id)
+        return False
+
+    def get_finished_jobs(self) -> Iterable[Any]:
+        """Return the jobs that ended, and those declined, since the last call."""
+        declined, self._declined = self._declined, []
+        finished = list(super().get_finished_jobs())
+        for result in finished:
+            self.unanswered.answered(result.job_id)
+        return declined + finished
+
+    def shutdown(self) -> None:
+        """End the threads, but do not wait for ever for those that a disk holds."""
+        self._lookup_manager._lookup_queue.put(None)
+        self._pool.shutdown(wait=False)
+        end = time.monotonic() + self.unanswered.limit
+        for thread in (self._lookup_manager._thread, *self._pool._threads):
+            thread.join(max(0.0, end - time.monotonic()))
+
+
+def around_tier_class(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
+    """Answer with our tier for vLLM's ``fs``.
+
+    Wraps ``SecondaryTierFactory.get_tier_class``.
+    """
+    found = wrapped(*args, **kwargs)
+    return PatientFileSystemTier if found is FileSystemTierManager else found

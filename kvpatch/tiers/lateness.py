@@ -1,0 +1,59 @@
+"""When a tier is late: it has not answered something for longer than is worth waiting.
+
+vLLM asks a tier that does not answer again in every step, and the request waits for as
+long as the disk hangs.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Hashable
+
+PATIENCE = "KVPATCH_TIER_PATIENCE"
+_DEFAULT = 10.0
+
+
+def patience() -> float:
+    """Seconds after which a tier without an answer is late.
+
+    Raises:
+        ValueError: the variable is not a number of seconds.
+    """
+    text = os.environ.get(PATIENCE, "").strip() or str(_DEFAULT)
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = 0.0
+    if not 0 < seconds < float("inf"):
+        raise ValueError(f'{PATIENCE}="{text}" is not a number of seconds; use for example 10')
+    return seconds
+
+
+class Unanswered:
+    """Since when each question is without an answer, in the order they were asked.
+
+    Args:
+        limit: seconds after which an answer is late.
+        clock: seconds on a clock that never goes back.
+    """
+
+    def __init__(self, limit: float, clock: Callable[[], float] = time.monotonic) -> None:
+        self.limit = limit
+        self.clock = clock
+        self._since: dict[Hashable, float] = {}
+
+    def asked(self, question: Hashable) -> None:
+        """Take note of a question."""
+        self._since[question] = self.clock()
+
+    def answered(self, question: Hashable) -> None:
+        """Take note of its answer; one that was never asked is none."""
+        self._since.pop(question, None)
+
+    @property
+    def late(self) -> bool:
+        """Whether the oldest question has waited longer than the limit."""
+        # In one call each, because another thread may ask or answer meanwhile.
+        since = min(tuple(self._since.values()), default=None)
+        return since is not None and self.clock() - since > self.limit

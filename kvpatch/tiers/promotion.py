@@ -1,0 +1,50 @@
+"""Bringing blocks up from a tier, in such a way that every request gets on."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+
+@dataclass
+class Promoted:
+    """The blocks that were brought up for one request; kept in vLLM's context of it."""
+
+    keys: set[Any] = field(default_factory=set)
+
+
+def around_promotion(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> bool:
+    """Bring a block up once for a request, and no more than the CPU tier holds.
+
+    Wraps ``TieringOffloadingManager._initiate_promotion(tier_idx, key, req_context)``.
+    A prompt with more blocks than the CPU tier would push out its first blocks for its
+    last, then bring up the first again, and never run.
+    """
+    key = kwargs["key"] if "key" in kwargs else args[1]
+    context = kwargs["req_context"] if "req_context" in kwargs else args[2]
+    promoted = context.get_state(Promoted)
+    if promoted is None:
+        promoted = Promoted()
+        context.set_state(promoted)
+    if key in promoted.keys or len(promoted.keys) >= instance.primary_tier._num_blocks:
+        return False
+    if not wrapped(*args, **kwargs):
+        return False
+    promoted.keys.add(key)
+    return True
+
+
+def around_lookup(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
+    """Let a request go on without the blocks that a late tier still owes.
+
+    Wraps ``TieringOffloadingManager.lookup``, whose "later" would keep the request
+    waiting.
+    """
+    from vllm.v1.kv_offload.base import LookupResult
+
+    result = wrapped(*args, **kwargs)
+    if result in (LookupResult.RETRY, LookupResult.HIT_PENDING) and any(
+        getattr(tier, "late", False) for tier in instance.secondary_tiers
+    ):
+        return LookupResult.MISS
+    return result

@@ -1,0 +1,100 @@
+"""OffloadingConnector inside vLLM's MultiConnector: right tokens, and the fence holds."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from runs import Device, Run, engine_arguments, prompts, run_driver
+from test_fence import BARE, Fences
+from test_tokens import Engine, assert_same
+
+INSIDE = ("NothingConnector", "OffloadingConnector")
+
+
+@pytest.mark.parametrize("model", ["llama", "sliding"])
+def test_prompts_come_back_through_a_multi_connector(
+    engine: Engine, models: Callable[[str], Path], device: Device, tmp_path: Path, model: str
+) -> None:
+    run = Run(model=model, inside=INSIDE)
+    job = {
+        "model": str(models(model)),
+        "engine": engine_arguments(run),
+        "rounds": [prompts(24)] * 2,
+        "nothing_connector": True,
+        "watch": True,
+    }
+    ours = run_driver(job, device.environ(run), tmp_path)
+    assert_same(ours, engine(Run(kvpatch=False, offload=False, model=model)))
+    assert [record["cached"] for record in ours.round(1)] == [640] * 24
+    assert ours.result["changed"] == []
+    assert ours.result["fence"]["released"] > 0
+
+
+class DiskFences(Fences):
+    """One interleaving of the fence's, inside a MultiConnector and with a disk behind."""
+
+    scenario = "finish"
+
+    def truth_of_scenario(self) -> Path:
+        """The true bytes of every block, by rank and block hash."""
+        path = self.folder / "truth.npz"
+        if not path.exists():
+            environment = BARE | {"KVCACHED_MAX_CACHED_TOKENS": "-1"}
+            run = Run(offload=False, environment=tuple(environment.items()))
+            job = self._job(
+                run, (self.scenario,), 1, num_gpu_blocks_override=3000, async_scheduling=False
+            )
+            job |= {"reference": dict.fromkeys(job["prompts"], 2), "may_hold": False}
+            self._drive(job, run, path)
+        return path
+
+    def on_disk(self, disk: Path, fenced: bool) -> tuple[dict[str, int], dict[str, Any]]:
+        """How many blocks on disk are right and wrong after the scenario, and its result."""
+        run = Run(inside=INSIDE, tiers=(str(disk),), environment=tuple(BARE.items()))
+        job = self._job(
+            run, (self.scenario,), 1, num_gpu_blocks_override=400, async_scheduling=False
+        )
+        job |= {
+            "may_hold": True,
+            "nothing_connector": True,
+            "revert": [] if fenced else ["fence.install"],
+            "scenarios": [self.scenario],
+            "truth": str(self.truth_of_scenario()),
+        }
+        result = self.folder / f"{disk.name}.json"
+        self._drive(job, run, result)
+        truth = np.load(self.truth_of_scenario())
+        verdict = {"right": 0, "wrong": 0}
+        for file in disk.rglob("*.bin"):
+            group = int(file.parent.name.rpartition("_g")[2])
+            expected = truth[f"0:{file.stem}{group:08x}"]
+            found = np.frombuffer(file.read_bytes(), dtype=np.float32, count=expected.size)
+            same = np.allclose(found, expected, atol=1e-3, rtol=1e-3)
+            verdict["right" if same else "wrong"] += 1
+        return verdict, json.loads(result.read_text())
+
+
+@pytest.fixture(scope="module")
+def fences(
+    models: Callable[[str], Path], device: Device, tmp_path_factory: pytest.TempPathFactory
+) -> DiskFences:
+    return DiskFences(models, device, tmp_path_factory.mktemp("fence"))
+
+
+def test_with_the_fence_no_wrong_block_reaches_the_disk(fences: DiskFences, tmp_path: Path) -> None:
+    verdict, result = fences.on_disk(tmp_path / "fenced", fenced=True)
+    assert verdict["right"] >= 40
+    assert verdict["wrong"] == 0
+    assert result["scenarios"]["finish"]["wrong"] == 0
+    assert result["counters"]["released"] > 0
+    assert result["held_now"] == result["retired_now"] == 0
+
+
+def test_without_the_fence_wrong_blocks_reach_the_disk(fences: DiskFences, tmp_path: Path) -> None:
+    verdict, _ = fences.on_disk(tmp_path / "bare", fenced=False)
+    assert verdict["wrong"] > 0

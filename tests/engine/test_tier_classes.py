@@ -1,0 +1,581 @@
+"""vLLM's own tier classes with kvpatch's rows over them, without an engine."""
+
+from __future__ import annotations
+
+import os
+import resource
+import stat
+import threading
+import time
+import uuid
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from kvpatch.patch import Transaction
+from kvpatch.registry.tiers import FEATURE
+from kvpatch.tiers import identity, lateness
+
+ROW = 8192  # bytes of a block
+BLOCKS = 8  # of the CPU tier
+LONG = 60.0  # seconds in which whatever can be answered is
+
+
+def config(folder: Path, **changes: Any) -> Any:
+    """What vLLM gives to an offloading spec, of an engine with one rank."""
+    from vllm.v1.kv_offload import config as parts
+
+    sections: dict[str, dict[str, Any]] = {
+        "parallel": {
+            "rank": 0,
+            "world_size": 1,
+            "tp_size": 1,
+            "pp_size": 1,
+            "pcp_size": 1,
+            "dcp_size": 1,
+            "data_parallel_index": 0,
+            "data_parallel_size": 1,
+            "data_parallel_rank_local": None,
+            "is_parallelism_agnostic": True,
+        },
+        "model": {"name": "a/model", "dtype": "float16"},
+        "cache": {"tokens_per_hash": 32, "blocks_per_chunk": 1},
+    }
+    for name, value in changes.items():
+        section, _, field = name.partition("__")
+        if field:
+            sections[section][field] = value
+    return parts.OffloadingConfig(
+        groups=(
+            parts.OffloadingGroupConfig(
+                tokens_per_block=changes.get("tokens_per_block", 32), layer_names=("layer.0",)
+            ),
+        ),
+        worker_kv_bytes_per_block=ROW,
+        enable_kv_cache_events=False,
+        extra_config={
+            "cpu_bytes_to_use": changes.get("blocks", BLOCKS) * ROW,
+            "secondary_tiers": changes.get(
+                "tiers", [{"type": "fs", "root_dir": str(folder), "n_read_threads": 1}]
+            ),
+        },
+        engine_id=str(uuid.uuid4()),
+        parallel=parts.OffloadingParallelConfig(**sections["parallel"]),
+        model=parts.OffloadingModelConfig(**sections["model"]),
+        cache=parts.OffloadingCacheConfig(**sections["cache"]),
+    )
+
+
+class Tiers:
+    """A CPU tier with tiers behind it, stepped as the scheduler steps them."""
+
+    def __init__(self, folder: Path, **changes: Any) -> None:
+        from vllm.v1.kv_offload import base
+        from vllm.v1.kv_offload.tiering.spec import TieringOffloadingSpec
+
+        self.base = base
+        self.manager = TieringOffloadingSpec(config(folder, **changes)).get_manager()
+        self.primary = self.manager.primary_tier
+        self.tier = self.manager.secondary_tiers[0]
+        self._requests = 0
+
+    def key(self, number: int) -> Any:
+        return self.base.make_offload_key(number.to_bytes(32, "big"), 0)
+
+    def file(self, number: int) -> Path:
+        return Path(self.tier.file_mapper.get_file_name(self.key(number)))
+
+    def request(self) -> Any:
+        self._requests += 1
+        context = self.base.ReqContext(req_id=f"{self._requests}")
+        self.manager.on_new_request(context)
+        return context
+
+    def step(self) -> None:
+        self.manager.on_schedule_end(
+            self.base.ScheduleEndContext(new_req_ids=(), preempted_req_ids=())
+        )
+
+    def store(self, *numbers: int) -> None:
+        """Store blocks, block n full of bytes n, and bring them to the tiers."""
+        context = self.request()
+        output = self.manager.prepare_store([self.key(number) for number in numbers], context)
+        assert output is not None
+        for key, block in zip(output.keys_to_store, output.store_spec.block_ids, strict=True):
+            np.asarray(self.primary.get_kv_memoryview())[int(block)] = key[31]
+        if output.keys_to_store:
+            self.manager.complete_store(output.keys_to_store, context)
+        for tier in self.manager.secondary_tiers:
+            if not getattr(tier, "late", False):
+                tier.drain_jobs()
+        self.step()
+        self.manager.on_request_finished(context)
+
+    def forget(self) -> None:
+        """Lose what the CPU tier holds."""
+        self.manager.reset_cache()
+
+    def find(self, *numbers: int, within: float = LONG) -> list[int] | None:
+        """Look a prefix up as the scheduler does; what its blocks are full of.
+
+        A block that is not full of one byte is -1. None when the request would still
+        be waiting after ``within`` seconds.
+        """
+        context = self.request()
+        end = time.monotonic() + within
+        while time.monotonic() < end:
+            rows = self.answered(context, numbers)
+            self.step()
+            if rows is not None:
+                return [int(row[0]) if (row == row[0]).all() else -1 for row in rows]
+        return None
+
+    def answered(self, context: Any, numbers: Iterable[int]) -> list[Any] | None:
+        """Look a prefix up once, and end the request unless it has to wait: its blocks."""
+        found = self.base.LookupResult
+        hits, later = [], False
+        for number in numbers:
+            result = self.manager.lookup(self.key(number), context)
+            later |= result in (found.RETRY, found.HIT_PENDING)
+            if result is found.MISS:
+                break
+            hits.append(self.key(number))
+        self.manager.touch([self.key(number) for number in numbers], context)
+        if later:
+            return None
+        blocks = self.manager.prepare_load(hits, context).block_ids
+        rows = [np.array(self.primary.get_kv_memoryview())[int(block)] for block in blocks]
+        self.manager.complete_load(hits, context)
+        self.manager.on_request_finished(context)
+        return rows
+
+
+@pytest.fixture
+def rows(monkeypatch: pytest.MonkeyPatch) -> Iterator[Transaction]:
+    """The feature's rows in force, in this process; revert one to show its fault."""
+    transaction = Transaction()
+    transaction.apply_all(FEATURE.patches)
+    monkeypatch.setattr(identity, "_described", "one layout")
+    monkeypatch.setenv("PYTHONHASHSEED", "0")
+    yield transaction
+    transaction.revert_to(0)
+
+
+@pytest.fixture
+def tiers(rows: Transaction, tmp_path: Path) -> Iterator[Callable[..., Tiers]]:
+    made: list[Tiers] = []
+
+    def make(folder: Path = tmp_path / "disk", **changes: Any) -> Tiers:
+        made.append(Tiers(folder, **changes))
+        return made[-1]
+
+    yield make
+    for one in made:
+        one.manager.shutdown()
+
+
+def test_blocks_come_back_after_the_cpu_tier_lost_them_and_after_a_restart(tiers) -> None:
+    first = tiers()
+    first.store(1, 2, 3)
+    first.forget()
+    assert first.find(1, 2, 3, 4) == [1, 2, 3]
+    assert tiers().find(1, 2, 3, 4) == [1, 2, 3]
+
+
+def test_two_tiers_of_one_type(tiers, tmp_path: Path) -> None:
+    """Each has all blocks; what one has lost comes from the other."""
+    both = [{"type": "fs", "root_dir": str(tmp_path / name)} for name in ("a", "b")]
+    two = tiers(tiers=both)
+    two.store(1, 2, 3)
+    two.file(2).unlink()
+    two.forget()
+    assert two.find(1, 2, 3) == [1, 2, 3]
+
+
+def test_a_truncated_file_is_a_miss_and_is_stored_again(tiers) -> None:
+    one = tiers()
+    one.store(1, 2, 3)
+    one.forget()
+    os.truncate(one.file(2), ROW // 2)
+    assert one.find(1, 2, 3) == [1]
+    assert not one.file(2).exists()
+    one.store(2)
+    one.forget()
+    assert one.find(1, 2, 3) == [1, 2, 3]
+
+
+def damage(file: Path, at: int) -> None:
+    data = bytearray(file.read_bytes())
+    data[at] ^= 1
+    file.write_bytes(data)
+
+
+@pytest.mark.parametrize("at", [0, ROW // 2, ROW - 1, ROW + 12])
+def test_a_file_with_one_bit_changed_is_a_miss(tiers, at: int) -> None:
+    one = tiers()
+    one.store(1, 2, 3)
+    one.forget()
+    damage(one.file(2), at)
+    assert one.find(1, 2, 3) == [1]
+    assert not one.file(2).exists()
+
+
+def test_a_file_in_another_blocks_place_is_a_miss(tiers) -> None:
+    one = tiers()
+    one.store(1, 2, 3)
+    one.forget()
+    one.file(2).write_bytes(one.file(3).read_bytes())
+    assert one.find(1, 2, 3) == [1]
+
+
+def test_without_the_checksum_a_damaged_file_is_served(rows: Transaction, tiers) -> None:
+    """What vLLM does by itself, and what the tests above can tell."""
+    rows.revert("tiers.load_blocks")
+    rows.revert("tiers.store_blocks")
+    one = tiers()
+    one.store(1, 2, 3)
+    one.forget()
+    damage(one.file(2), ROW // 2)
+    assert one.find(1, 2, 3) == [1, -1, 3]
+
+
+def test_a_folder_that_was_removed_is_a_miss_and_is_made_again(tiers, tmp_path: Path) -> None:
+    one = tiers()
+    one.store(1, 2, 3)
+    one.forget()
+    for file in sorted((tmp_path / "disk").rglob("*"), reverse=True):
+        file.rmdir() if file.is_dir() else file.unlink()
+    (tmp_path / "disk").rmdir()
+    assert one.find(1, 2, 3) == []
+    one.store(1, 2, 3)
+    one.forget()
+    assert one.find(1, 2, 3) == [1, 2, 3]
+
+
+@pytest.fixture
+def full_disk() -> Iterator[Callable[[bool], None]]:
+    """Make every file end after half a block, as on a disk without room; or not any more."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+
+    def fill(full: bool) -> None:
+        limit = (ROW // 2, before[1]) if full else before
+        resource.setrlimit(resource.RLIMIT_FSIZE, limit)
+
+    yield fill
+    fill(False)
+
+
+def test_a_full_disk_loses_blocks_and_nothing_else(tiers, tmp_path: Path, full_disk) -> None:
+    one = tiers()
+    one.store(1)
+    full_disk(True)
+    one.store(2, 3)
+    assert one.find(1, 2, 3) == [1, 2, 3]  # from the CPU tier
+    full_disk(False)
+    assert {file.name for file in (tmp_path / "disk").rglob("*.*") if file.is_file()} == {
+        "config.json",
+        one.file(1).name,
+    }
+    one.forget()
+    assert one.find(1, 2, 3) == [1]
+    one.store(2, 3)
+    one.forget()
+    assert one.find(1, 2, 3) == [1, 2, 3]
+
+
+@pytest.fixture
+def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(lateness.PATIENCE, "0.2")
+
+
+def test_a_disk_that_hangs_while_reading_is_passed_over_until_it_answers(
+    impatient: None, tiers
+) -> None:
+    one = tiers()
+    one.store(1, 2, 3)
+    one.forget()
+    data = one.file(2).read_bytes()
+    one.file(2).unlink()
+    os.mkfifo(one.file(2))  # whoever opens it waits for a writer
+    assert one.find(1, 2, 3) == []
+    assert one.tier.late
+    # Others do not wait any more, and what they store does not stay pinned.
+    assert one.find(3) == []
+    one.store(4)
+    assert not one.file(4).exists()
+    assert one.find(4) == [4]
+    with one.file(2).open("wb"):
+        one.file(2).unlink()
+    one.file(2).write_bytes(data)
+    one.tier.drain_jobs()
+    one.step()
+    assert not one.tier.late
+    one.forget()
+    assert one.find(1, 2, 3) == [1, 2, 3]
+
+
+def test_without_the_rows_a_disk_that_hangs_stalls_the_request(
+    rows: Transaction, impatient: None, tiers
+) -> None:
+    rows.revert("tiers.lookup")
+    one = tiers()
+    one.store(1, 2, 3)
+    one.forget()
+    one.file(2).unlink()
+    os.mkfifo(one.file(2))
+    assert one.find(1, 2, 3, within=3) is None
+    with one.file(2).open("wb"):
+        pass
+
+
+@pytest.fixture
+def hung_probe(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
+    """Every question which files there are waits for the event."""
+    from vllm.v1.kv_offload.tiering.fs.manager import FsAsyncLookupManager
+
+    answers = threading.Event()
+    batch_lookup = FsAsyncLookupManager.batch_lookup
+
+    def waiting(self: Any, keys: Any, context: Any) -> Any:
+        answers.wait()
+        return batch_lookup(self, keys, context)
+
+    monkeypatch.setattr(FsAsyncLookupManager, "batch_lookup", waiting)
+    yield answers
+    answers.set()
+
+
+def test_a_disk_that_hangs_when_asked_for_files_is_passed_over(
+    impatient: None, tiers, hung_probe: threading.Event
+) -> None:
+    one = tiers()
+    one.store(1)
+    one.forget()
+    assert one.find(1) == []
+    assert one.tier.late
+    one.manager.shutdown()  # does not wait for the disk either
+    hung_probe.set()
+
+
+@pytest.mark.parametrize("ours", [True, False], ids=["with", "without"])
+def test_two_answers_about_one_block_do_not_end_the_engine(
+    rows: Transaction, tiers, hung_probe: threading.Event, ours: bool
+) -> None:
+    """A request is aborted while the disk is asked, and another asks for the same block."""
+    if not ours:
+        rows.revert("tiers.tier_class")
+    one = tiers()
+    first = one.request()
+    for context in (first, one.request()):
+        assert one.manager.lookup(one.key(1), context) is one.base.LookupResult.RETRY
+        one.step()
+        if context is first:
+            one.manager.on_request_finished(context)
+    hung_probe.set()
+    end = time.monotonic() + LONG
+    while one.tier._lookup_manager._pending_results.qsize() < 2 and time.monotonic() < end:
+        pass
+    if ours:
+        assert one.manager.lookup(one.key(1), context) is one.base.LookupResult.MISS
+    else:
+        with pytest.raises(AssertionError, match="second lookup result"):
+            one.manager.lookup(one.key(1), context)
+
+
+def test_a_prompt_larger_than_the_cpu_tier_gets_what_fits(tiers) -> None:
+    one = tiers()
+    for number in range(1, 2 * BLOCKS + 1):
+        one.store(number)
+    one.forget()
+    found = one.find(*range(1, 2 * BLOCKS + 1))
+    assert found == list(range(1, BLOCKS + 1))
+
+
+def test_without_the_row_a_prompt_larger_than_the_cpu_tier_gets_nothing(
+    rows: Transaction, tiers
+) -> None:
+    """Its last blocks push its first ones out again, in turn for as long as it waits."""
+    rows.revert("tiers.promotion")
+    one = tiers()
+    for number in range(1, 2 * BLOCKS + 1):
+        one.store(number)
+    one.forget()
+    assert not one.find(*range(1, 2 * BLOCKS + 1), within=3)
+
+
+def test_requests_together_larger_than_the_cpu_tier_all_get_on(tiers) -> None:
+    """Each takes what it can get while the others push its blocks out."""
+    one = tiers()
+    prompts = [range(first, first + BLOCKS // 2) for first in range(1, 33, BLOCKS // 2)]
+    for prompt in prompts:
+        one.store(*prompt)
+    one.forget()
+    waiting = [(one.request(), prompt) for prompt in prompts]
+    end = time.monotonic() + LONG
+    while waiting and time.monotonic() < end:
+        waiting = [
+            (context, prompt)
+            for context, prompt in waiting
+            if one.answered(context, prompt) is None
+        ]
+        one.step()
+    assert not waiting
+
+
+def test_files_and_folders_are_private(tiers, tmp_path: Path) -> None:
+    before = os.umask(0)
+    try:
+        one = tiers()
+        one.store(1)
+    finally:
+        os.umask(before)
+    modes = {
+        path.relative_to(tmp_path / "disk").parts[0][-3:] + path.suffix: stat.S_IMODE(
+            path.stat().st_mode
+        )
+        for path in (tmp_path / "disk").rglob("*")
+        if path.name != "config.json"
+    }
+    assert set(modes.values()) == {0o700, 0o600}
+    assert stat.S_IMODE(one.file(1).stat().st_mode) == 0o600
+    assert stat.S_IMODE(Path(one.tier.file_mapper.base_path).stat().st_mode) == 0o700
+
+
+def folder_of(make: Callable[..., Tiers], **changes: Any) -> str:
+    return str(make(**changes).tier.file_mapper.base_path)
+
+
+DIFFERENT = {
+    "model": {"model__name": "another/model"},
+    "dtype": {"model__dtype": "bfloat16"},
+    "block size": {"tokens_per_block": 64},
+    "ranks": {"parallel__tp_size": 2, "parallel__world_size": 2},
+}
+
+
+@pytest.mark.parametrize("changes", DIFFERENT.values(), ids=DIFFERENT.keys())
+def test_engines_that_differ_have_folders_of_their_own(tiers, changes: dict[str, Any]) -> None:
+    assert folder_of(tiers) == folder_of(tiers)
+    assert folder_of(tiers) != folder_of(tiers, **changes)
+
+
+def test_another_layout_or_other_weights_have_a_folder_of_their_own(
+    tiers, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first = folder_of(tiers)
+    monkeypatch.setattr(identity, "_described", "another layout")
+    assert folder_of(tiers) != first
+
+
+def test_without_the_row_layouts_and_numbers_of_ranks_share_a_folder(
+    rows: Transaction, tiers, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ours = folder_of(tiers)
+    rows.revert("tiers.file_mapper")
+    plain = folder_of(tiers)
+    assert plain != ours
+    assert folder_of(tiers, **DIFFERENT["ranks"]) == plain
+    monkeypatch.setattr(identity, "_described", "another layout")
+    assert folder_of(tiers) == plain
+
+
+def test_a_tier_before_the_kv_cache_is_refused(tiers, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(identity, "_described", None)
+    with pytest.raises(RuntimeError, match="a tier is created before the KV cache, because its"):
+        tiers()
+
+
+def test_vllms_example_tier_gives_back_what_lies_in_the_cpu_tier(tiers) -> None:
+    """Why it is refused: it keeps names and no bytes."""
+    one = tiers(tiers=[{"type": "example"}])
+    one.store(1)
+    one.store(*range(2, 2 + BLOCKS))  # takes the place of block 1
+    assert one.find(1) == [2]
+
+
+def memory(blocks: int, sizes: tuple[int, ...], order: str) -> dict[str, Any]:
+    """Two layers of KV caches as kvcached lays them out: [blocks, K/V, tokens, heads, size]."""
+    import math
+
+    layer = math.prod(sizes) * 4
+    if order == "non-contiguous":
+        pools = [torch.zeros(blocks, layer, dtype=torch.uint8) for _ in range(2)]
+        parts = pools
+        views = pools
+    else:
+        pool = torch.zeros(blocks, 2 * layer, dtype=torch.uint8)
+        parts = [pool[:, :layer], pool[:, layer:]]
+        views = [pool, pool]
+    caches = {}
+    for name, part, view in zip("ab", parts, views, strict=True):
+        _, tokens, heads, size = sizes
+        strides = [part.stride(0) // 4, tokens * heads * size, heads * size, size, 1]
+        if order == "heads first":
+            strides[2:4] = [size, tokens * size]
+        cache = torch.as_strided(
+            part.view(torch.float32) if order == "non-contiguous" else pool.view(torch.float32),
+            (blocks, *sizes),
+            strides,
+            storage_offset=part.storage_offset() // 4,
+        )
+        cache._kvcached_block_copy_view = view
+        caches[name] = cache
+    return caches
+
+
+def layout(order: str, blocks: int = 5, sizes: tuple[int, ...] = (2, 4, 3, 8)) -> Any:
+    return identity.block_layout(memory(blocks, sizes, order), [["a", "b"]], blocks)
+
+
+def test_every_order_of_the_bytes_of_a_block_is_described_differently() -> None:
+    orders = ["contiguous", "non-contiguous", "heads first"]
+    described = [layout(order) for order in orders]
+    assert len({repr(one) for one in described}) == 3
+    # How many blocks an engine has changes nothing about a block.
+    assert [layout(order, blocks=9) for order in orders] == described
+    assert layout("contiguous", sizes=(2, 4, 6, 4)) != layout("contiguous")
+
+
+def test_other_weights_under_the_same_name_are_told_apart() -> None:
+    def model(seed: int) -> Any:
+        torch.manual_seed(seed)
+        return torch.nn.Sequential(torch.nn.Linear(40, 3), torch.nn.Linear(3, 7))
+
+    assert identity.sample_weights(model(1)) == identity.sample_weights(model(1))
+    assert identity.sample_weights(model(1)) != identity.sample_weights(model(2))
+    assert identity.sample_weights(model(1)) != identity.sample_weights(model(1).bfloat16())
+
+
+def test_a_second_engine_with_the_same_engine_id_is_refused() -> None:
+    from kvpatch.tiers.shared_memory import around_engine_core
+
+    transfer = SimpleNamespace(
+        kv_connector="OffloadingConnector",
+        kv_connector_module_path=None,
+        kv_connector_extra_config={},
+        engine_id=f"kvpatch-test-{os.getpid()}",
+    )
+    wanted = SimpleNamespace(kv_transfer_config=transfer)
+
+    def start() -> Any:
+        return around_engine_core(lambda config: "started", None, (wanted,), {})
+
+    assert start() == "started"
+    file = Path(f"/dev/shm/vllm_offload_{transfer.engine_id}.mmap")
+    file.touch()
+    try:
+        with pytest.raises(RuntimeError) as refused:
+            start()
+    finally:
+        file.unlink()
+    assert str(refused.value) == (
+        f"kvpatch refuses to start vLLM: the CPU tier's shared memory {file} exists already, "
+        f"because another engine with engine_id {transfer.engine_id} runs, or died without "
+        "removing it, and two engines in one memory give each other's KV; give each engine its "
+        "own engine_id in kv_transfer_config, or remove the file when no engine uses it."
+    )

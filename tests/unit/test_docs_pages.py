@@ -1,0 +1,136 @@
+"""What the documentation says is there: commands, variables, series, tests, files, recipes."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import re
+import shlex
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from kvpatch import cli, configuration, settings
+from kvpatch.observing import messages, prometheus
+
+ROOT = Path(__file__).parents[2]
+PAGES = [*sorted((ROOT / "docs").glob("*.md")), ROOT / "README.md"]
+DASHBOARD = ROOT / "monitoring/grafana/dashboards/kvpatch.json"
+FENCE = re.compile(r"^```(\w+)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+INDENTED = re.compile(r"^    (\S.*)$", re.MULTILINE)
+
+
+def blocks(language: str) -> list[str]:
+    return [
+        body
+        for page in PAGES
+        for found, body in FENCE.findall(page.read_text())
+        if found == language
+    ]
+
+
+def commands() -> list[str]:
+    lines = [line for body in blocks("sh") for line in body.replace("\\\n", " ").splitlines()]
+    lines += [line for page in PAGES for line in INDENTED.findall(page.read_text())]
+    return [line for line in lines if "kvpatch" in line]
+
+
+def words_of_ours(line: str) -> list[str] | None:
+    """The arguments that a line gives the ``kvpatch`` command, or None."""
+    words = shlex.split(line, comments=True)
+    if words[:1] == ["kvpatch"]:
+        return words[1:]
+    return words[3:] if words[:3] == ["python", "-m", "kvpatch"] else None
+
+
+OURS = sorted({tuple(words) for line in commands() if (words := words_of_ours(line)) is not None})
+
+
+def test_there_are_commands_to_try():
+    assert {words[0] for words in OURS} >= {"doctor", "status"}
+
+
+@pytest.mark.parametrize("words", OURS, ids=" ".join)
+def test_a_command_of_ours_is_understood(words, monkeypatch):
+    asked = []
+    for command in cli.COMMANDS:
+        monkeypatch.setattr(
+            importlib.import_module(command.module),
+            "run",
+            lambda options: asked.append(options) or 0,
+        )
+    assert cli.main(list(words)) == 0
+    assert len(asked) == 1
+
+
+@pytest.mark.parametrize("page", [*PAGES, DASHBOARD], ids=lambda page: page.name)
+def test_names_exist(page):
+    text = page.read_text()
+    variables = {setting.name for setting in settings.OURS}
+    assert set(re.findall(r"\bKVPATCH_[A-Z_]+\b", text)) <= variables
+    series = {f"{prometheus.PREFIX}{one.name}_total" for one in messages.COUNTERS}
+    series |= {f"{prometheus.PREFIX}{one.name}" for one in (*messages.GAUGES, messages.INFO)}
+    assert set(re.findall(r"vllm:kvpatch_\w+", text)) <= series
+    tests = "".join(path.read_text() for path in (ROOT / "tests").rglob("test_*.py"))
+    for name in re.findall(r"`(test_\w+)`", text):
+        assert f"def {name}(" in tests, name
+    for path in re.findall(r"`((?:kvpatch|scripts|tests|monitoring)/[\w./-]+)`", text):
+        assert (ROOT / path).exists(), path
+
+
+@pytest.mark.parametrize("recipe", blocks("json"))
+def test_a_recipe_is_not_refused(recipe):
+    """By the rules on connectors; engines run it in tests/engine."""
+    given = json.loads(recipe)
+    transfer = SimpleNamespace(
+        kv_connector=given["kv_connector"],
+        kv_connector_module_path=None,
+        kv_connector_extra_config=given["kv_connector_extra_config"],
+    )
+    config = SimpleNamespace(
+        kv_transfer_config=transfer,
+        use_v2_model_runner=False,
+        attention_config=SimpleNamespace(),
+        scheduler_config=SimpleNamespace(policy="fcfs"),
+        cache_config=SimpleNamespace(enable_prefix_caching=True, cache_dtype="auto"),
+        parallel_config=SimpleNamespace(
+            world_size=1,
+            tensor_parallel_size=1,
+            data_parallel_size=1,
+            decode_context_parallel_size=1,
+            distributed_executor_backend="uni",
+        ),
+        speculative_config=None,
+        model_config=SimpleNamespace(is_hybrid=False, is_encoder_decoder=False, use_mla=False),
+    )
+    configuration.check(config)
+
+
+def test_python_in_the_docs_compiles():
+    assert blocks("python")
+    for code in blocks("python"):
+        compile(code, "docs", "exec")
+
+
+def test_every_page_is_in_the_navigation():
+    navigation = (ROOT / "mkdocs.yml").read_text()
+    for page in (ROOT / "docs").glob("*.md"):
+        assert f"- {page.name}\n" in navigation
+
+
+def test_the_dashboard_has_its_panels_side_by_side():
+    panels = json.loads(DASHBOARD.read_text())["panels"]
+    assert len({panel["id"] for panel in panels}) == len(panels)
+    taken = set()
+    for panel in panels:
+        place = panel["gridPos"]
+        cells = {
+            (x, y)
+            for x in range(place["x"], place["x"] + place["w"])
+            for y in range(place["y"], place["y"] + place["h"])
+        }
+        assert max(x for x, _ in cells) < 24
+        assert not cells & taken, panel["title"]
+        taken |= cells
+        assert panel["description"]

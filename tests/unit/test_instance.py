@@ -1,0 +1,64 @@
+"""Which processes share a name of kvcached, and that only one engine runs under one."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+NAMES = """
+import multiprocessing, os, subprocess, sys
+from kvpatch import instance
+
+def name(queue=None):
+    instance.give_name()
+    found = os.environ["KVCACHED_IPC_NAME"]
+    if queue is None:
+        return found
+    queue.put(found)
+
+def of_child(method):
+    context = multiprocessing.get_context(method)
+    queue = context.Queue()
+    child = context.Process(target=name, args=(queue,))
+    child.start()
+    found = queue.get()
+    child.join()
+    return found
+
+if __name__ == "__main__":
+    code = "from kvpatch import instance; import os; instance.give_name(); "
+    code += "print(os.environ['KVCACHED_IPC_NAME'])"
+    program = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    before = program.stdout.strip()
+    print(before, name(), of_child("fork"), of_child("spawn"), end=" ")
+    print(subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout)
+else:
+    assert os.environ["KVCACHED_IPC_NAME"] == name()  # while a spawned child imports
+"""
+
+
+def names(tmp_path, **environment):
+    script = tmp_path / "names.py"
+    script.write_text(NAMES)
+    kept = {k: v for k, v in os.environ.items() if not k.startswith(("KVPATCH", "KVCACHED"))}
+    ended = subprocess.run(
+        [sys.executable, script],
+        env=kept | {"KVPATCH": "1"} | environment,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert ended.returncode == 0, ended.stderr
+    return ended.stdout.split()
+
+
+def test_vllms_processes_share_a_name_and_programs_do_not(tmp_path):
+    before, own, forked, spawned, program = names(tmp_path)
+    assert own == forked == spawned
+    assert len({before, own, program}) == 3
+    assert own.startswith("kvcached_vLLM_")
+
+
+def test_an_operators_name_stays(tmp_path):
+    assert names(tmp_path, KVCACHED_IPC_NAME="mine") == ["mine"] * 5

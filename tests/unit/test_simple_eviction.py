@@ -1,0 +1,250 @@
+"""The order in which lazy mode sees kvcached's blocks, on a pool of plain Python."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from kvpatch.simple import eviction
+
+
+class Tier:
+    """vLLM's pool of CPU blocks, as far as it is read: which hashes it has."""
+
+    def __init__(self, room: int = 100) -> None:
+        self.blocks: list[Any] = []
+        self.has: list[str] = []  # the newest last
+        self.room = room
+        self.cached_block_hash_to_block = self
+
+    def get_one_block(self, block_hash: str) -> str | None:
+        return block_hash if block_hash in self.has else None
+
+    def get_num_free_blocks(self) -> int:
+        return self.room
+
+
+class Pool:
+    """kvcached's pool: blocks 1.. are cached and evictable, the least recently used first."""
+
+    def __init__(self, cached: int, free: int = 0, cap: int = -1) -> None:
+        self.blocks = [
+            SimpleNamespace(block_id=i, block_hash=f"h{i}", ref_cnt=0, is_null=False)
+            for i in range(cached + 1)
+        ]
+        self._evictable_blocks: Any = {i: self.blocks[i] for i in range(1, cached + 1)}
+        self.kv_cache_manager = SimpleNamespace(available_size=lambda: free)
+        self.max_cached_blocks = cap
+        self.victims: list[int] = []
+
+    def _page_aligned_victims(self, count: int) -> list[int]:
+        return [block_id for block_id in self.victims if block_id in self._evictable_blocks][:count]
+
+    def evict_blocks(self, block_ids: set[int]) -> None:
+        for block_id in block_ids:
+            self._evictable_blocks.pop(block_id)
+
+    def touch(self, block_id: int) -> None:
+        self._evictable_blocks.pop(block_id, None)
+
+    def free(self, block_id: int) -> None:
+        self._evictable_blocks[block_id] = self.blocks[block_id]
+
+
+class Planner:
+    """vLLM's lazy mode: the walk of 0.28, with a target of four blocks."""
+
+    _lazy_mode = True
+    cp_world_size = 1
+    vllm_config = SimpleNamespace(scheduler_config=SimpleNamespace(max_num_batched_tokens=64))
+
+    def __init__(self, pool: Pool, tier: Tier) -> None:
+        self.cpu_block_pool = tier
+        self.cpu_kv_cache_config = SimpleNamespace(
+            kv_cache_groups=[SimpleNamespace(kv_cache_spec=SimpleNamespace(block_size=16))]
+        )
+        self._target_free = 4
+        self._store_event_to_blocks: dict[int, Any] = {}
+        self.pool = self._gpu_block_pool = pool
+        eviction.around_bind(lambda pool: None, self, (pool,), {})
+        self.order = eviction.order_of(self)
+
+    def walk(self) -> list[int]:
+        return list(eviction.around_lazy_stores(self._walk, self, (), {}))
+
+    def _walk(self) -> list[int]:
+        taken = []
+        for covered, block in enumerate(self.pool.free_block_queue.iter_blocks_after(None)):
+            if covered >= self._target_free or len(taken) >= self.cpu_block_pool.room:
+                break
+            if block.block_hash and not self.cpu_block_pool.get_one_block(block.block_hash):
+                taken.append(block)
+        if taken:
+            rows = []
+            for block in taken:
+                rows.append(len(self.cpu_block_pool.blocks))
+                self.cpu_block_pool.blocks.append(SimpleNamespace(block_hash=block.block_hash))
+                self.pool.touch(block.block_id)
+            ids = [block.block_id for block in taken]
+            event = len(self._store_event_to_blocks) + 100 * ids[0]
+            self._store_event_to_blocks[event] = SimpleNamespace(
+                gpu_block_ids=ids, cpu_block_ids=rows
+            )
+        return [block.block_id for block in taken]
+
+    def copies_end(self) -> None:
+        for event in list(self._store_event_to_blocks):
+            transfer = self._store_event_to_blocks.pop(event)
+
+            def stored(gpu_block_ids: list[int]) -> None:
+                for block_id in gpu_block_ids:
+                    self.cpu_block_pool.has.append(self.pool.blocks[block_id].block_hash)
+                    self.pool.free(block_id)
+
+            eviction.around_stored(stored, self, (transfer.gpu_block_ids,), {})
+
+
+def planner(cached: int, free: int = 0, cap: int = -1, room: int = 100) -> Planner:
+    return Planner(Pool(cached, free, cap), Tier(room))
+
+
+def test_free_memory_counts_before_the_oldest_blocks():
+    assert planner(cached=8, free=3).walk() == [1]
+    assert planner(cached=8, free=4).walk() == []
+
+
+def test_blocks_being_stored_count_and_are_not_offered_again():
+    lazy = planner(cached=8)
+    assert lazy.walk() == [1, 2, 3, 4]
+    assert lazy.walk() == []
+
+
+def test_stored_blocks_go_back_to_the_head_in_their_order():
+    lazy = planner(cached=8)
+    lazy.walk()
+    lazy.copies_end()
+    assert list(lazy.pool._evictable_blocks) == [1, 2, 3, 4, 5, 6, 7, 8]
+    assert lazy.walk() == []
+
+
+def test_a_block_that_was_used_while_it_was_stored_goes_to_the_end():
+    lazy = planner(cached=6)
+    lazy.walk()
+    lazy.pool.touch(2)
+    lazy.copies_end()
+    assert list(lazy.pool._evictable_blocks) == [1, 3, 4, 5, 6, 2]
+
+
+def test_the_walk_goes_on_when_stored_blocks_were_evicted():
+    """The block at which the last walk stopped is gone; the next one begins at the head."""
+    lazy = planner(cached=8)
+    lazy.walk()
+    lazy.copies_end()
+    lazy.pool.evict_blocks({1, 2, 3, 4})
+    assert lazy.walk() == [5, 6, 7, 8]
+
+
+def test_a_block_is_offered_once_although_the_tier_gave_it_up():
+    lazy = planner(cached=3)
+    lazy.walk()
+    lazy.copies_end()
+    lazy.cpu_block_pool.has.clear()
+    assert lazy.walk() == []
+    lazy.pool.touch(2)  # used again, so that it is worth a place again
+    lazy.pool.free(2)
+    assert lazy.walk() == [2]
+
+
+def test_two_blocks_of_one_content_are_stored_once():
+    lazy = planner(cached=4)
+    lazy.pool.blocks[3].block_hash = "h1"
+    assert lazy.walk() == [1, 2, 4]
+
+
+def test_what_a_full_tier_did_not_take_is_offered_again():
+    lazy = planner(cached=4, room=1)
+    assert lazy.walk() == [1]
+    lazy.copies_end()
+    assert lazy.walk() == [2]
+
+
+def test_above_the_cap_blocks_are_offered_first_and_evicted_when_stored():
+    lazy = planner(cached=5, free=50, cap=3)
+    lazy.pool.victims = [4, 5]  # a whole page
+    assert lazy.order.above_cap == 2
+    assert lazy.walk() == [4, 5]
+    assert set(lazy.pool._evictable_blocks) == {1, 2, 3}
+    lazy.copies_end()
+    assert lazy.order.above_cap == 2
+    assert lazy.walk() == []
+    assert set(lazy.pool._evictable_blocks) == {1, 2, 3}
+    assert lazy.order.above_cap == 0
+
+
+def test_trimming_ends_with_a_tier_of_one_block():
+    lazy = planner(cached=4, free=50, cap=0, room=1)
+    for _ in range(9):
+        lazy.walk()
+        lazy.copies_end()
+        del lazy.cpu_block_pool.has[:-1]
+    lazy.walk()
+    assert not lazy.pool._evictable_blocks
+
+
+def test_kvcached_does_not_evict_in_the_call_that_frees():
+    lazy = planner(cached=4, cap=2)
+    caps = []
+    eviction.around_free(
+        lambda blocks: caps.append(lazy.pool.max_cached_blocks), lazy.pool, ([],), {}
+    )
+    assert caps == [-1]
+    assert lazy.pool.max_cached_blocks == 2
+
+
+def test_in_eager_mode_kvcached_evicts_as_it_does():
+    pool = Pool(cached=4, cap=2)
+    caps = []
+    eviction.around_free(lambda blocks: caps.append(pool.max_cached_blocks), pool, ([],), {})
+    assert caps == [2]
+
+
+def match(lazy: Planner, tokens: int, hit: int = 0) -> Any:
+    request = SimpleNamespace(num_tokens=tokens)
+    return eviction.around_match(lambda request, computed: (hit, hit > 0), lazy, (request, 0), {})
+
+
+def test_a_new_prompt_waits_for_the_copies_of_what_it_evicts():
+    lazy = planner(cached=8, free=1)
+    assert match(lazy, tokens=48) == (None, False)
+    assert lazy.walk() == [1, 2, 3]
+    assert match(lazy, tokens=48) == (None, False)
+    lazy.walk()
+    lazy.copies_end()
+    assert match(lazy, tokens=48) == (0, False)
+
+
+def test_a_long_load_raises_the_target_for_one_step():
+    lazy = planner(cached=8)
+    assert match(lazy, tokens=200, hit=112) == (None, False)
+    assert lazy.walk() == [1, 2, 3, 4, 5, 6, 7]
+    assert lazy._target_free == 4
+
+
+def test_prompts_behind_one_that_waits_wait_too():
+    lazy = planner(cached=8)
+    assert match(lazy, tokens=16) == (None, False)
+    lazy.pool.kv_cache_manager.available_size = lambda: 10
+    assert match(lazy, tokens=16) == (None, False)
+    lazy.walk()
+    assert match(lazy, tokens=16) == (0, False)
+
+
+@pytest.mark.parametrize("tokens", [16, 48])
+def test_a_prompt_does_not_wait_for_a_tier_without_room(tokens: int):
+    assert match(planner(cached=8, room=0), tokens) == (0, False)
+
+
+def test_a_prompt_that_fits_does_not_wait():
+    assert match(planner(cached=8, free=3), tokens=48, hit=16) == (16, True)

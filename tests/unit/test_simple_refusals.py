@@ -1,0 +1,114 @@
+"""What SimpleCPUOffloadConnector's memory must be, by the sentence that refuses it."""
+
+from __future__ import annotations
+
+import sys
+from types import ModuleType, SimpleNamespace
+
+import pytest
+
+from kvpatch.errors import Refusal
+from kvpatch.simple import copies, cpu_pool, regions
+
+
+def test_a_cpu_pool_on_kvcacheds_memory():
+    elastic = SimpleNamespace(block_pool=SimpleNamespace(kv_cache_manager=object()))
+    with pytest.raises(Refusal) as refused:
+        cpu_pool.around_cpu_coordinator(lambda: elastic, None, (), {})
+    assert str(refused.value) == (
+        "kvpatch refuses to start vLLM: the connector's pool of CPU blocks is on kvcached's "
+        "memory, because taking and freeing CPU blocks would map and unmap pages of the GPU; "
+        "report this with the log above, or set KVPATCH=0. [KVP409]"
+    )
+
+
+def test_only_the_coordinator_of_cpu_blocks_is_left_native():
+    native = SimpleNamespace(block_pool=SimpleNamespace())
+    setups = []
+
+    def build():
+        cpu_pool.around_setup(lambda: setups.append("cpu"), None, (), {})
+        return native
+
+    assert cpu_pool.around_cpu_coordinator(build, None, (), {}) is native
+    cpu_pool.around_setup(lambda: setups.append("gpu"), None, (), {})
+    assert setups == ["gpu"]
+
+
+def test_a_failed_coordinator_leaves_the_next_one_to_kvcached():
+    setups = []
+    with pytest.raises(ZeroDivisionError):
+        cpu_pool.around_cpu_coordinator(lambda: 1 / 0, None, (), {})
+    cpu_pool.around_setup(lambda: setups.append("gpu"), None, (), {})
+    assert setups == ["gpu"]
+
+
+@pytest.fixture
+def plan_of(monkeypatch):
+    """Let the scheduler plan for a number of CPU blocks."""
+
+    def plan(blocks: int) -> None:
+        module = ModuleType("vllm.v1.simple_kv_offload.manager")
+        module.SimpleCPUOffloadScheduler = SimpleNamespace(
+            _derive_cpu_config=lambda config, capacity: SimpleNamespace(num_blocks=blocks)
+        )
+        for name in ("vllm", "vllm.v1", "vllm.v1.simple_kv_offload"):
+            monkeypatch.setitem(sys.modules, name, ModuleType(name))
+        monkeypatch.setitem(sys.modules, module.__name__, module)
+
+    return plan
+
+
+def test_other_cpu_blocks_in_the_worker_than_in_the_scheduler(plan_of):
+    plan_of(200)
+    worker = SimpleNamespace(kv_cache_config=None, cpu_capacity_bytes=1)
+    regions.check_tier(worker, 200)
+    with pytest.raises(Refusal) as refused:
+        regions.check_tier(worker, 100)
+    assert str(refused.value) == (
+        "kvpatch refuses to start vLLM: the CPU tier has 100 blocks in the worker and 200 in the "
+        "scheduler, because blocks would be copied past the end of the tier, or never; report "
+        "this with your command line, or set KVPATCH=0. [KVP411]"
+    )
+
+
+def test_other_memory_than_the_regions(plan_of, monkeypatch):
+    plan_of(1)
+    torch = ModuleType("torch")
+    torch.from_dlpack = lambda region: region
+    monkeypatch.setitem(sys.modules, "torch", torch)
+    region = SimpleNamespace(data_ptr=lambda: 64, shape=(8, 16))
+    found = SimpleNamespace(tensors=[region], block_bytes=16)
+    monkeypatch.setattr(regions.geometry, "find_regions", lambda *arguments: found)
+    config = SimpleNamespace(kv_cache_groups=[], num_blocks=8)
+    worker = SimpleNamespace(kv_cache_config=config, cpu_capacity_bytes=16, num_cpu_blocks=1)
+
+    def register(kv_caches):
+        worker.gpu_kv_caches = kv_caches
+
+    regions.around_register(register, worker, ({},), {})
+
+    def register_elsewhere(kv_caches):
+        worker.gpu_kv_caches = {"a": SimpleNamespace(data_ptr=lambda: 0, shape=(8, 16))}
+
+    with pytest.raises(Refusal) as refused:
+        regions.around_register(register_elsewhere, worker, ({},), {})
+    assert str(refused.value) == (
+        "kvpatch refuses to start vLLM: the connector registered other memory than kvcached's "
+        "regions, because it would copy other blocks' bytes; report this with your command line, "
+        "or set KVPATCH=0. [KVP410]"
+    )
+
+
+@pytest.mark.parametrize(
+    ("here", "backend"), [("cuda", "vllm's"), ("host", "ours"), ("xpu", "vllm's")]
+)
+def test_the_copies_are_those_of_the_device(monkeypatch, here, backend):
+    devices = (
+        copies.Device(lambda: here == "cuda", lambda original: original, lambda torch: torch),
+        copies.Device(lambda: here == "host", lambda original: "ours", lambda torch: "ours"),
+    )
+    monkeypatch.setattr(copies, "DEVICES", devices)
+    assert copies.backend_here("vllm's") == backend
+    assert copies.torch_here("vllm's") == backend
+    assert (copies.device_here() is None) is (here == "xpu")
