@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from proofs import Proves
 from runs import Device, Run, engine_arguments, prompts, run_driver
 from test_fence import BARE, Fences
 from test_tokens import Engine, assert_same
@@ -18,9 +19,15 @@ INSIDE = ("NothingConnector", "OffloadingConnector")
 
 @pytest.mark.parametrize("model", ["llama", "sliding"])
 def test_prompts_come_back_through_a_multi_connector(
-    engine: Engine, models: Callable[[str], Path], device: Device, tmp_path: Path, model: str
+    engine: Engine,
+    proves: Proves,
+    models: Callable[[str], Path],
+    device: Device,
+    tmp_path: Path,
+    model: str,
 ) -> None:
     run = Run(model=model, inside=INSIDE)
+    proves("Multi", run)
     job = {
         "model": str(models(model)),
         "engine": engine_arguments(run),

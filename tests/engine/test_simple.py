@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from proofs import Proves
 from runs import Device, Finished, Run, engine_arguments, load, run_driver
 from test_fence import BARE, PAGE, Fences
 from test_tokens import LAYOUTS, MODELS, PLAIN, widest_gap
@@ -48,9 +49,10 @@ def assert_same(ours: list[Any], theirs: list[Any]) -> None:
 @MODELS
 @LAYOUTS
 def test_prompts_served_from_the_cpu_tier_give_plain_vllms_tokens(
-    engine: Engine, mode: str, model: str, contiguous: bool
+    engine: Engine, proves: Proves, mode: str, model: str, contiguous: bool
 ) -> None:
     """First the device has too few blocks for the load, and then the CPU tier too."""
+    proves(f"Simple {mode}", of(mode, model, contiguous))
     plain = engine(replace(PLAIN, model=model)).round(0)
     ours = engine(of(mode, model, contiguous))
     for index in (1, 2, 4, 5):
@@ -67,8 +69,9 @@ def test_prompts_served_from_the_cpu_tier_give_plain_vllms_tokens(
 @MODELS
 @LAYOUTS
 def test_loaded_blocks_have_the_bytes_they_were_stored_with(
-    engine: Engine, mode: str, model: str, contiguous: bool
+    engine: Engine, proves: Proves, mode: str, model: str, contiguous: bool
 ) -> None:
+    proves(f"Simple {mode}", of(mode, model, contiguous))
     seen = engine(of(mode, model, contiguous)).result["simple"]
     assert seen["loaded"] > 8 * 20
     assert seen["changed"] == 0

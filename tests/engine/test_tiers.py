@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from proofs import Proves
 from runs import Device, Finished, Run, engine_arguments, prompts, run_driver
 from test_tokens import PLAIN, same_tokens, widest_gap
 
@@ -72,7 +73,10 @@ def filled(serve: Serve, disk: Path) -> Finished:
     return serve(on(disk), times=2, watch=True)
 
 
-def test_prompts_the_cpu_tier_evicted_come_back_from_disk(filled: Finished, engine: Engine) -> None:
+def test_prompts_the_cpu_tier_evicted_come_back_from_disk(
+    filled: Finished, proves: Proves, disk: Path, engine: Engine
+) -> None:
+    proves("tiering fs", on(disk))
     assert_plain(answers(filled), engine(PLAIN))
     assert_plain(answers(filled, 1), engine(PLAIN))
     assert hits(answers(filled)) == [0] * APART
