@@ -207,7 +207,7 @@ def allocators() -> int:
     """How many managers of the device's pages live in this process."""
     from kvcached.kv_cache_manager import KVCacheManager
 
-    return sum(isinstance(thing, KVCacheManager) for thing in gc.get_objects())
+    return sum(type(thing) is KVCacheManager for thing in gc.get_objects())
 
 
 def take_cpu_blocks(core: Any, charged: Callable[[], int]) -> list[int]:
