@@ -48,7 +48,8 @@ def test_ours_lie_over_kvcacheds(run, machine, order):
 
     code = "\n".join(STEPS[step] for step in order) + REPORT
     path = f"{ROOT}:{PACKAGES}"
-    done = run(sys.executable, "-S", "-c", code, **machine | {"PYTHONPATH": path})
+    environment = machine | {"PYTHONPATH": path, "KVPATCH_LOG": "debug"}
+    done = run(sys.executable, "-S", "-c", code, **environment)
     assert done.code == 0, done.err
     (line,) = [line for line in done.out.splitlines() if line.startswith('{"features"')]
     report = json.loads(line)
@@ -57,6 +58,9 @@ def test_ours_lie_over_kvcacheds(run, machine, order):
     twice = [id for id, target in zip(ids, targets, strict=True) if targets.count(target) > 1]
     assert set(report["features"].values()) == {"applied"}
     assert report["applied"] == ids
+    # vLLM's logging configuration has come and gone between the first line and the last.
+    said = [line for line in done.err.splitlines() if "] kvpatch: applied " in line]
+    assert [line.split()[-3] for line in said] == ids
     # A target of two of our own patches shows the later one.
     assert set(report["covered"]) < set(twice) or report["covered"] == twice == []
     assert report["under ours"].startswith("kvcached.integration.vllm.patches.")
