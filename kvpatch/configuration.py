@@ -133,7 +133,9 @@ NOT_COMPARED = "its blocks were never compared with plain vLLM's after a round t
 RULES = (
     Rule(
         "HiSparse",
-        lambda c: getattr(c.attention_config, "hisparse_config", None) is not None,
+        lambda c: (
+            getattr(getattr(c, "attention_config", None), "hisparse_config", None) is not None
+        ),
         lambda c: "HiSparse is configured",
         "it allocates its KV cache outside kvcached's memory",
         "remove the HiSparse configuration, or set KVPATCH=0",

@@ -270,3 +270,8 @@ def test_a_release_named_by_the_operator_gets_the_rows_of_the_nearest_tested_one
     feature = Feature("f", "s", ">=0.27.0,<=0.29.0,!=0.27.5", "==0.1.6", (old, new))
     chosen = {"old": old, "new": new}[row]
     assert gate.rows(feature, found(version), KVCACHED) == (chosen,)
+
+
+def test_a_feature_without_a_row_for_the_release_is_not_needed(patch):
+    feature = Feature("f", "s", RANGE, "==0.1.6", (patch("Target.method", vllm=">=0.29,<0.30"),))
+    assert gate.check_feature(feature, found("0.28.0"), KVCACHED).outcome is Outcome.NOT_NEEDED
