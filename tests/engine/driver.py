@@ -21,7 +21,12 @@ os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
 os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
 
 import torch
-from simple_watch import SimpleWatch, shut_down_while_copying, take_cpu_blocks
+from simple_watch import (
+    SimpleWatch,
+    remember_managers,
+    shut_down_while_copying,
+    take_cpu_blocks,
+)
 from vllm import LLM, SamplingParams
 
 
@@ -167,6 +172,9 @@ def main(job_path: str, result_path: str) -> None:
         activation.transaction.revert(patch_id)
     if job.get("cross_layer"):
         declare_block_outermost_layout()
+    on_device = os.environ.get("KVPATCH", "0") != "0"
+    if on_device:
+        remember_managers()
     llm = LLM(job["model"], **job["engine"])
     core = llm.llm_engine.engine_core.engine_core
     result["groups"] = len(core.scheduler.kv_cache_config.kv_cache_groups)
@@ -180,10 +188,11 @@ def main(job_path: str, result_path: str) -> None:
     evictions = Evictions(offloading.manager) if offloading is not None else None
     simple = SimpleWatch(core) if hasattr(connector, "scheduler_manager") else None
     watch = BlockWatch(core) if job.get("watch") else None
-    on_device = os.environ.get("KVPATCH", "0") != "0"
     result["rounds"] = []
     for prompts in job["rounds"]:
         result["rounds"].append(run_round(llm, prompts, watch))
+        if simple is not None:
+            result.setdefault("stored", []).append(simple.stored)
     if watch is not None:
         result["returned"], result["changed"] = watch.returned, watch.changed
     result["evicted"] = evictions.count if evictions is not None else 0

@@ -133,6 +133,8 @@ def load(name: str) -> list[Any]:
             prompt | {"tokens": common + prompt["tokens"]}
             for prompt in prompts(4, length=320, seed=7)
         ]
+    if name == "back":
+        return prompts(24)[::-1]  # who was here last comes back first
     return prompts(24)
 
 
