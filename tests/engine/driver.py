@@ -224,18 +224,15 @@ def main(job_path: str, result_path: str) -> None:
         nothing_connector.allow()
     if job.get("cross_layer"):
         declare_block_outermost_layout()
-<<<<<<< HEAD
     if job.get("events"):
         from vllm.config import KVEventsConfig
 
         job["engine"]["kv_events_config"] = KVEventsConfig(
             enable_kv_cache_events=True, publisher="null"
         )
-=======
     on_device = os.environ.get("KVPATCH", "0") != "0"
     if on_device:
         remember_managers()
->>>>>>> simple
     llm = LLM(job["model"], **job["engine"])
     core = llm.llm_engine.engine_core.engine_core
     result["groups"] = len(core.scheduler.kv_cache_config.kv_cache_groups)
@@ -251,9 +248,7 @@ def main(job_path: str, result_path: str) -> None:
     evictions = Evictions(planner.manager) if planner else None
     simple = SimpleWatch(core) if hasattr(connector, "scheduler_manager") else None
     watch = BlockWatch(core) if job.get("watch") else None
-<<<<<<< HEAD
     events = EventLog(core.scheduler) if job.get("events") else None
-    on_device = os.environ.get("KVPATCH", "0") != "0"
     result["rounds"] = []
     for index, prompts in enumerate(job["rounds"]):
         if str(index) in job.get("faults", {}):
@@ -262,13 +257,8 @@ def main(job_path: str, result_path: str) -> None:
             llm.reset_prefix_cache(reset_connector=True)  # what is left is on the disk
             getattr(disk_faults, after)(Path(job["disk"]))
         result["rounds"].append(run_round(llm, prompts, watch, job.get("one_by_one", False)))
-=======
-    result["rounds"] = []
-    for prompts in job["rounds"]:
-        result["rounds"].append(run_round(llm, prompts, watch))
         if simple is not None:
             result.setdefault("stored", []).append(simple.stored)
->>>>>>> simple
     if watch is not None:
         result["returned"], result["changed"] = watch.returned, watch.changed
     held = fence.fence_of(core)

@@ -180,7 +180,8 @@ def load(name: str) -> list[Any]:
             prompt | {"tokens": common + prompt["tokens"]}
             for prompt in prompts(4, length=320, seed=7)
         ]
-<<<<<<< HEAD
+    if name == "back":
+        return prompts(24)[::-1]  # who was here last comes back first
     if name == "whole":
         return whole_blocks()
     return prompts(int(name) if name.isdigit() else 24)
@@ -194,11 +195,6 @@ def whole_blocks() -> list[Any]:
     load = prompts(12, length=20 * BLOCK - 9, max_tokens=1)
     load[1]["tokens"][: 10 * BLOCK] = load[0]["tokens"][: 10 * BLOCK]
     return load
-=======
-    if name == "back":
-        return prompts(24)[::-1]  # who was here last comes back first
-    return prompts(24)
->>>>>>> simple
 
 
 @dataclass
