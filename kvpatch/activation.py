@@ -52,6 +52,7 @@ def after_vllm(module: ModuleType) -> None:
     if transaction.applied:
         return  # the inner one of two loaders did it, or vllm is reloaded
     try:
+        logs.debug_if_asked(status.log)
         apply_features(before_kvcached=True)
         apply_kvcached()
         # The hooks of others, and kvcached's again if its module was imported before

@@ -6,6 +6,8 @@ vLLM is set to it. So kvpatch's DEBUG lines, and only those, get a handler of th
 
 from __future__ import annotations
 
+import contextlib
+import importlib
 import logging
 import os
 import sys
@@ -16,9 +18,16 @@ NAME = "KVPATCH_LOG"
 def debug_if_asked(logger: logging.Logger) -> None:
     """Print DEBUG lines of ``logger`` when the environment asks for them.
 
-    Called before vllm is imported, and again harmlessly by a second import.
+    Called before vllm is imported, and again after: vLLM's logging configuration takes
+    the handlers off every logger below its own.
     """
-    if os.environ.get(NAME, "").strip().lower() != "debug" or logger.handlers:
+    if os.environ.get(NAME, "").strip().lower() != "debug":
+        return
+    if "vllm" in sys.modules:
+        # It configures when it is imported, which may not have happened yet.
+        with contextlib.suppress(ImportError):
+            importlib.import_module("vllm.logger")
+    if logger.handlers:
         return
     logger.setLevel(logging.DEBUG)
     if os.environ.get("VLLM_LOGGING_LEVEL", "").strip().upper() == "DEBUG":

@@ -37,6 +37,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         item.add_marker(lane)
 
 
+@pytest.fixture(autouse=True, scope="session")
+def status_pages(tmp_path_factory: pytest.TempPathFactory) -> None:
+    """Keep what tests publish away from what ``kvpatch status`` shows of this machine."""
+    os.environ["KVPATCH_STATUS_DIR"] = str(tmp_path_factory.mktemp("status"))
+
+
 @dataclass(frozen=True)
 class Finished:
     """What a process left behind."""

@@ -88,6 +88,12 @@ def process_start(pid: int) -> int | None:
     return int(stat.rpartition(")")[2].split()[19])
 
 
+def lives(page: Page) -> bool:
+    """Whether the very process that wrote ``page`` is there, and not another of its number."""
+    started = process_start(page.pid)
+    return started is not None and started == page.content["started"]
+
+
 class Writer:
     """Keeps one process's page.
 

@@ -112,6 +112,5 @@ def sweep(folder: Path) -> None:
             found = page.read(path)
         except (OSError, page.Unreadable):
             continue
-        gone = page.process_start(found.pid) != found.content["started"]
-        if gone and found.age > FORGOTTEN:
+        if not page.lives(found) and found.age > FORGOTTEN:
             path.unlink(missing_ok=True)

@@ -120,7 +120,7 @@ def look(path: Path) -> Seen:
 def judge(found: Page, path: Path) -> Seen:
     """Say what a page that can be read tells of its process."""
     pid, age = found.pid, found.age
-    if page.process_start(pid) != found.content["started"]:
+    if not page.lives(found):
         line = (
             f"pid {pid} is gone without saying goodbye (killed?), last seen {ago(age)}; "
             f"rm {path} clears its page"

@@ -23,7 +23,12 @@ os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
 import disk_faults
 import nothing_connector
 import torch
-from simple_watch import SimpleWatch, shut_down_while_copying, take_cpu_blocks
+from simple_watch import (
+    SimpleWatch,
+    remember_managers,
+    shut_down_while_copying,
+    take_cpu_blocks,
+)
 from vllm import LLM, SamplingParams
 
 from kvpatch import connectors, fence
@@ -225,6 +230,9 @@ def main(job_path: str, result_path: str) -> None:
         job["engine"]["kv_events_config"] = KVEventsConfig(
             enable_kv_cache_events=True, publisher="null"
         )
+    on_device = os.environ.get("KVPATCH", "0") != "0"
+    if on_device:
+        remember_managers()
     llm = LLM(job["model"], **job["engine"])
     core = llm.llm_engine.engine_core.engine_core
     result["groups"] = len(core.scheduler.kv_cache_config.kv_cache_groups)
@@ -241,7 +249,6 @@ def main(job_path: str, result_path: str) -> None:
     simple = SimpleWatch(core) if hasattr(connector, "scheduler_manager") else None
     watch = BlockWatch(core) if job.get("watch") else None
     events = EventLog(core.scheduler) if job.get("events") else None
-    on_device = os.environ.get("KVPATCH", "0") != "0"
     result["rounds"] = []
     for index, prompts in enumerate(job["rounds"]):
         if str(index) in job.get("faults", {}):
@@ -250,6 +257,8 @@ def main(job_path: str, result_path: str) -> None:
             llm.reset_prefix_cache(reset_connector=True)  # what is left is on the disk
             getattr(disk_faults, after)(Path(job["disk"]))
         result["rounds"].append(run_round(llm, prompts, watch, job.get("one_by_one", False)))
+        if simple is not None:
+            result.setdefault("stored", []).append(simple.stored)
     if watch is not None:
         result["returned"], result["changed"] = watch.returned, watch.changed
     held = fence.fence_of(core)

@@ -180,6 +180,8 @@ def load(name: str) -> list[Any]:
             prompt | {"tokens": common + prompt["tokens"]}
             for prompt in prompts(4, length=320, seed=7)
         ]
+    if name == "back":
+        return prompts(24)[::-1]  # who was here last comes back first
     if name == "whole":
         return whole_blocks()
     return prompts(int(name) if name.isdigit() else 24)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import hashlib
 from collections import Counter
 from collections.abc import Callable
@@ -130,7 +129,7 @@ class SimpleWatch:
         for name in ("get_new_blocks", "free_blocks", "touch", "reset_prefix_cache"):
             setattr(pool, name, inside(getattr(pool, name)))
         for name in ("alloc", "free"):
-            self._count_device(self.device.kv_cache_manager, name)
+            self._count_device(type(self.device.kv_cache_manager), name)
         evict = pool._maybe_evict_cached_block
 
         def counted_evict(block: Any) -> bool:
@@ -140,15 +139,16 @@ class SimpleWatch:
 
         pool._maybe_evict_cached_block = counted_evict
 
-    def _count_device(self, manager: Any, name: str) -> None:
-        function = getattr(manager, name)
+    def _count_device(self, managers: type, name: str) -> None:
+        """Count the calls to every manager of pages that there may be."""
+        function = getattr(managers, name)
 
         def counted(*args: Any, **kwargs: Any) -> Any:
             if self._inside:
                 self.device_calls[name] += 1
             return function(*args, **kwargs)
 
-        setattr(manager, name, counted)
+        setattr(managers, name, counted)
 
     def result(self) -> dict[str, Any]:
         return {
@@ -160,7 +160,7 @@ class SimpleWatch:
             "tier_calls": self.tier_calls,
             "tiers": self.tiers,
             "changed": self.changed,
-            "allocators": allocators(),
+            "managers": len(MANAGERS),
             "pinned": sum(
                 block.ref_cnt > 0 and not block.is_null
                 for pool in (self.planner.cpu_block_pool, self.device)
@@ -203,11 +203,20 @@ def shut_down_while_copying(llm: Any, prompt: dict[str, Any]) -> None:
     print("driver: copies have ended", flush=True)
 
 
-def allocators() -> int:
-    """How many managers of the device's pages live in this process."""
+MANAGERS: list[Any] = []
+
+
+def remember_managers() -> None:
+    """Remember every manager of pages that kvcached makes in this process from now on."""
     from kvcached.kv_cache_manager import KVCacheManager
 
-    return sum(isinstance(thing, KVCacheManager) for thing in gc.get_objects())
+    init = KVCacheManager.__init__
+
+    def remembering(self: Any, *args: Any, **kwargs: Any) -> None:
+        MANAGERS.append(self)
+        init(self, *args, **kwargs)
+
+    KVCacheManager.__init__ = remembering
 
 
 def take_cpu_blocks(core: Any, charged: Callable[[], int]) -> list[int]:

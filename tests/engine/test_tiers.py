@@ -69,8 +69,12 @@ def disk(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def filled(serve: Serve, disk: Path) -> Finished:
-    """The first engine on the disk, contiguous; each prompt twice."""
-    return serve(on(disk), times=2, watch=True)
+    """The first engine on the disk, contiguous; each prompt twice.
+
+    Device and CPU tier hold four and three prompts, so that none of six is left in them.
+    """
+    small = {"num_gpu_blocks_override": 96}
+    return serve(on(disk), times=2, watch=True, engine=small)
 
 
 def test_prompts_the_cpu_tier_evicted_come_back_from_disk(

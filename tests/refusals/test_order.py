@@ -51,7 +51,8 @@ def test_ours_lie_over_kvcacheds(run, machine, order):
     rows = {feature.name: gate.rows(feature, *found) for feature in registry.FEATURES}
     code = "\n".join(STEPS[step] for step in order) + REPORT
     path = f"{ROOT}:{PACKAGES}"
-    done = run(sys.executable, "-S", "-c", code, **machine | {"PYTHONPATH": path})
+    environment = machine | {"PYTHONPATH": path, "KVPATCH_LOG": "debug"}
+    done = run(sys.executable, "-S", "-c", code, **environment)
     assert done.code == 0, done.err
     (line,) = [line for line in done.out.splitlines() if line.startswith('{"features"')]
     report = json.loads(line)
@@ -62,6 +63,9 @@ def test_ours_lie_over_kvcacheds(run, machine, order):
         name: "applied" if patches else "not-needed" for name, patches in rows.items()
     }
     assert report["applied"] == ids
+    # vLLM's logging configuration has come and gone between the first line and the last.
+    said = [line for line in done.err.splitlines() if "] kvpatch: applied " in line]
+    assert [line.split()[-3] for line in said] == ids
     # A target of two of our own patches shows the later one.
     assert set(report["covered"]) < set(twice) or report["covered"] == twice == []
     assert report["under ours"].startswith("kvcached.integration.vllm.patches.")

@@ -186,6 +186,11 @@ def test_another_process_of_the_same_number_is_not_it(process):
     assert reading.judge(reborn, path).state is State.GONE
 
 
+def test_a_process_that_never_was_is_gone():
+    path = publish_as(4_000_000)  # above every pid of Linux
+    assert reading.look(path).state is State.GONE
+
+
 def test_a_process_that_hangs_in_a_call(process, monkeypatch):
     monkeypatch.setattr(page.time, "monotonic", lambda: 1000.0)
     path = publish_as(process.pid)
