@@ -338,8 +338,9 @@ def manager_of(engine: Any) -> Any:
 
 
 def fence_of(engine: Any) -> Fence | None:
-    """Return the fence of an ``EngineCore``, or None when it has no connector."""
-    return getattr(manager_of(engine), "kvpatch_fence", None)
+    """Return the fence of an ``EngineCore``, or None: no connector, or vLLM's own pool."""
+    pool = engine.scheduler.kv_cache_manager.block_pool
+    return getattr(getattr(pool, "kv_cache_manager", None), "kvpatch_fence", None)
 
 
 def release_now(engine: Any) -> None:

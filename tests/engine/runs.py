@@ -124,11 +124,7 @@ def connector(run: Run) -> dict[str, Any]:
     }
     if not run.inside:
         return offloading
-    nothing = {
-        "kv_connector": "NothingConnector",
-        "kv_connector_module_path": "nothing_connector",
-        "kv_role": "kv_both",
-    }
+    nothing = {"kv_connector": "NothingConnector", "kv_role": "kv_both"}
     known = {"OffloadingConnector": offloading, "NothingConnector": nothing}
     return {
         "kv_connector": "MultiConnector",
