@@ -215,14 +215,22 @@ def rows(feature: Feature, vllm: Installed, kvcached: Installed) -> tuple[Patch,
     Where a seam moved between releases, each of its places is a row with a range of
     its own; the others are not needed.
     """
-    versions = (closest(vllm, feature.vllm), closest(kvcached, feature.kvcached))
+    found = _rows_for(feature, vllm.version, kvcached.version)
+    # A release beyond every row, which the operator named, has its neighbour's.
+    neighbours = (closest(vllm, feature.vllm), closest(kvcached, feature.kvcached))
+    return found or _rows_for(feature, *neighbours)
+
+
+def _rows_for(
+    feature: Feature, vllm: Version | None, kvcached: Version | None
+) -> tuple[Patch, ...]:
     return tuple(
         patch
         for patch in feature.patches
-        if all(
-            SpecifierSet(own).contains(version, prereleases=True)
-            for own, version in zip((patch.vllm, patch.kvcached), versions, strict=True)
-        )
+        if vllm is not None
+        and kvcached is not None
+        and SpecifierSet(patch.vllm).contains(vllm, prereleases=True)
+        and SpecifierSet(patch.kvcached).contains(kvcached, prereleases=True)
     )
 
 
@@ -232,7 +240,7 @@ def check_feature(
     """All gates that a feature has to itself, for the installed versions."""
     if feature.wanted is not None and not load(feature.wanted)():
         return Verdict(Outcome.NOT_NEEDED)
-    tried = allowed_by_name(vllm)
+    tried = allowed_by_name(vllm) and not feature.optional
     for found, specifier in ((vllm, feature.vllm), (kvcached, feature.kvcached)):
         if not in_range(found, specifier) and not (found is vllm and tried):
             return Verdict(

@@ -17,6 +17,16 @@ __all__ = ["proves", "pytest_addoption", "pytest_configure"]
 os.environ["KVPATCH"] = "0"
 
 HERE = Path(__file__).parent
+# Not in the default run, which would be too long with them: scripts/test long.
+LONG = (
+    "test_demo",
+    "test_events",
+    "test_killed",
+    "test_runner_v2",
+    "test_simple",
+    "test_soak",
+    "test_watching",
+)
 LANES = ("unit", "wheel", "refusals", "engine", "versions")
 
 
@@ -35,6 +45,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
                 f"{item.nodeid} is in no lane: put it in one of tests/{{{','.join(LANES)}}}"
             )
         item.add_marker(lane)
+        if item.path.stem in LONG:
+            item.add_marker("long")
 
 
 @pytest.fixture(autouse=True, scope="session")

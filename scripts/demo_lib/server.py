@@ -143,8 +143,6 @@ class Server:
             "VLLM_NO_USAGE_STATS": "1",
             "VLLM_SERVER_DEV_MODE": "1",  # for /reset_prefix_cache
             "HF_HUB_OFFLINE": "1",
-            # With Triton, in its interpreter, vLLM takes Model Runner V2 as on a GPU.
-            "TRITON_INTERPRET": "1",
             "KVPATCH_HOST_DEVICE": DEVICE_SIZE,
             "KVPATCH_HOST_DEVICE_DIR": str(folder),
             "KVCACHED_IPC_NAME": self._ipc_name,

@@ -69,6 +69,8 @@ class Device:
             "VLLM_CPU_KVCACHE_SPACE": "1",
             "VLLM_NO_USAGE_STATS": "1",
             **RUNNER[run.runner],
+            # A release outside the range is compared before the range is widened.
+            **({"KVPATCH_ALLOW_VLLM": run.vllm} if run.vllm else {}),
             **self.environment,
             **dict(run.environment),
         }

@@ -175,7 +175,7 @@ def test_a_cpu_pool_on_the_devices_memory_is_refused(engine: Engine) -> None:
     assert (
         "the connector's pool of CPU blocks is on kvcached's memory, because taking and freeing "
         "CPU blocks would map and unmap pages of the GPU; report this with the log above, or set "
-        "KVPATCH=0.\n" in refused.log
+        "KVPATCH=0. [KVP409]\n" in refused.log
     )
 
 

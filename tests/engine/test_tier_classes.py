@@ -577,5 +577,5 @@ def test_a_second_engine_with_the_same_engine_id_is_refused() -> None:
         f"kvpatch refuses to start vLLM: the CPU tier's shared memory {file} exists already, "
         f"because another engine with engine_id {transfer.engine_id} runs, or died without "
         "removing it, and two engines in one memory give each other's KV; give each engine its "
-        "own engine_id in kv_transfer_config, or remove the file when no engine uses it."
+        "own engine_id in kv_transfer_config, or remove the file when no engine uses it. [KVP413]"
     )

@@ -147,7 +147,8 @@ def test_status_says_the_same(served: Served) -> None:
     assert process["state"] == "runs"
     assert process["elastic"] is True
     assert process["roles"] == ["engine-core"]
-    assert set(process["features"].values()) == {"applied"}
+    assert set(process["features"].values()) == {"applied", "not-needed"}
+    assert process["features"]["fence"] == "applied"
     assert engine["bytes"] == {
         "stored": served.counted["stored"] * size,
         "loaded": served.counted["loaded"] * size,

