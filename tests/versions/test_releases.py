@@ -21,6 +21,9 @@ ROUNDS = (str(COUNT),) * 2
 # The release in .venv is "", which the engine lane runs on Runner V1.
 RELEASES = [
     ("", "v2"),
+    ("0.29.0", "v2"),
+    ("0.30.0", "v2"),
+    ("0.31.0", "v2"),
     ("0.32.0", "v2"),
 ]
 EVERY = pytest.mark.parametrize(
