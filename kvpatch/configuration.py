@@ -9,9 +9,10 @@ from typing import Any
 
 from packaging.version import Version
 
-from kvpatch import connectors, layouts, status
+from kvpatch import connectors, gate, layouts, status
 from kvpatch.codes import UNCODED
 from kvpatch.errors import Refusal
+from kvpatch.registry import simple_connector, tiers
 from kvpatch.simple.copies import device_here
 from kvpatch.versions import installed
 
@@ -115,6 +116,11 @@ def _at_least(release: str) -> bool:
     """Whether this vLLM is ``release`` or a later one."""
     vllm = installed("vllm")[0]
     return vllm.version is not None and vllm.version >= Version(release)
+
+
+def _tested_on(releases: str) -> bool:
+    """Whether this vLLM is one of ``releases``, of a feature that is off outside them."""
+    return gate.in_range(installed("vllm")[0], releases)
 
 
 def _by_kvcached(config: Any) -> bool:
@@ -223,18 +229,29 @@ RULES = (
         code="KVP316",
     ),
     Rule(
-        "SimpleCPUOffloadConnector, tiers and MultiConnector on other releases than vLLM 0.28, "
-        "and on Model Runner V2",
+        f"SimpleCPUOffloadConnector on other releases than vLLM `{simple_connector.FEATURE.vllm}`",
         lambda c: (
-            (_is_simple(c) or _in_multi(c) or bool(_tiers(c)))
-            and (_at_least("0.29") or not _at_least("0.28") or bool(c.use_v2_model_runner))
+            _is_simple(c)
+            and not _tested_on(simple_connector.FEATURE.vllm)
             and not _loses_lazy_copies(c)
+        ),
+        lambda c: "SimpleCPUOffloadConnector is configured on this release",
+        f"it was compared with plain vLLM's on vLLM {simple_connector.FEATURE.vllm} only",
+        "use OffloadingConnector, or set KVPATCH=0",
+        code="KVP317",
+    ),
+    Rule(
+        f"tiers and MultiConnector on other releases than vLLM `{tiers.FEATURE.vllm}`, and on "
+        "Model Runner V2",
+        lambda c: (
+            (_in_multi(c) or bool(_tiers(c)))
+            and (not _tested_on(tiers.FEATURE.vllm) or bool(c.use_v2_model_runner))
         ),
         lambda c: (
             f"{'a secondary tier' if _tiers(c) else _connector(c)} is configured on this release "
             "and runner"
         ),
-        "it was compared with plain vLLM's on vLLM 0.28 with Model Runner V1 only",
+        f"it was compared with plain vLLM's on vLLM {tiers.FEATURE.vllm} with Model Runner V1 only",
         "use OffloadingConnector without tiers, or vLLM 0.28 with VLLM_USE_V2_MODEL_RUNNER=0, or "
         "set KVPATCH=0",
         code="KVP317",

@@ -24,6 +24,7 @@ from kvpatch.versions import Installed, installed
 
 ALLOW_VLLM = "KVPATCH_ALLOW_VLLM"
 _BOUNDS = ("==", ">=", "<=")
+_OR = " or "
 # Finds a target and returns how to read its parameters' names: by import at start-up,
 # from recorded signatures in the compatibility matrix.
 Look = Callable[[str], Callable[[], Collection[str]]]
@@ -90,7 +91,7 @@ def check_installed(
         raise Refusal(
             f"{package} is not installed as a distribution in this environment",
             f"kvpatch reads its version from there and runs on {package} {ranges}",
-            f'install it with pip install "{package}{ranges}", or set {SWITCH}=0',
+            f'install it with pip install "{package}{ranges.split(_OR)[-1]}", or set {SWITCH}=0',
             code="KVP103",
         )
     found = every[0]
@@ -127,12 +128,17 @@ def allowed_by_name(found: Installed, environment: Mapping[str, str] = os.enviro
     return environment.get(ALLOW_VLLM, "").strip() in (found.text, found.public)
 
 
+def alternatives(specifier: str) -> list[SpecifierSet]:
+    """Return the parts of a range between ``or``, which PEP 440 has no word for."""
+    return [SpecifierSet(part) for part in specifier.split(_OR)]
+
+
 def in_range(found: Installed, specifier: str) -> bool:
     """Gate 3: whether it is a release inside ``specifier``; local parts are ignored."""
     if found.version is None:
         return False
     # Said explicitly, because packaging's default differs between its releases.
-    return SpecifierSet(specifier).contains(found.version, prereleases=False)
+    return any(part.contains(found.version, prereleases=False) for part in alternatives(specifier))
 
 
 def check_range(
@@ -202,7 +208,10 @@ def closest(found: Installed, specifier: str) -> Version:
     if found.version is not None and in_range(found, specifier):
         return found.version
     tested = sorted(
-        Version(part.version) for part in SpecifierSet(specifier) if part.operator in _BOUNDS
+        Version(part.version)
+        for parts in alternatives(specifier)
+        for part in parts
+        if part.operator in _BOUNDS
     )
     if found.version is None:
         return tested[-1]

@@ -68,7 +68,7 @@ class Feature:
     Attributes:
         name: what the status line calls it.
         summary: one line for the documentation.
-        vllm: PEP 440 range of vLLM that was tested, closed.
+        vllm: PEP 440 range of vLLM that was tested, closed; or several with ``or`` between.
         kvcached: the same for kvcached.
         patches: applied in this order, reverted in the opposite one.
         wanted: ``module:function`` that says whether this machine needs the

@@ -64,8 +64,9 @@ def fence(core: Any) -> dict[str, int] | None:
 def _offloading_tier(connector: Any) -> dict[str, int]:
     manager = connector.connector_scheduler.manager
     manager = getattr(manager, "primary_tier", manager)
-    used = manager._num_allocated_blocks - len(manager._free_list)
-    return {"used_blocks": used, "total_blocks": manager._num_blocks}
+    unit = "chunks" if hasattr(manager, "_num_chunks") else "blocks"  # chunks from vLLM 0.30 on
+    used = getattr(manager, f"_num_allocated_{unit}") - len(manager._free_list)
+    return {"used_blocks": used, "total_blocks": getattr(manager, f"_num_{unit}")}
 
 
 def _simple_tier(connector: Any) -> dict[str, int]:

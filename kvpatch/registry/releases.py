@@ -1,4 +1,7 @@
-"""The releases that were tested, and therefore start."""
+"""The releases that were tested, and therefore start.
+
+Each by its name: a patch release of one of them is one that nobody has tried.
+"""
 
 VLLM_RANGE = "==0.28.0"
 KVCACHED_RANGE = "==0.1.6"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from kvpatch.patch import Feature, Kind, Patch
-from kvpatch.registry.releases import KVCACHED_RANGE
+from kvpatch.registry.releases import KVCACHED_RANGE, VLLM_RANGE
 from kvpatch.registry.targets import COORDINATOR, SIMPLE, SIMPLE_CONNECTOR
 
 _PLANNER = f"{SIMPLE}.manager:SimpleCPUOffloadScheduler"
@@ -12,7 +12,7 @@ FEATURE = Feature(
     name="simple-connector",
     summary="vLLM's SimpleCPUOffloadConnector, eager and lazy, copies the right bytes and "
     "keeps its CPU blocks off the GPU",
-    vllm="==0.28.0",
+    vllm=VLLM_RANGE,
     optional=True,
     kvcached=KVCACHED_RANGE,
     patches=(
@@ -24,7 +24,7 @@ FEATURE = Feature(
             until="kvcached replaces the pool of the GPU's coordinator only",
             wrapper="kvpatch.simple.cpu_pool:around_cpu_coordinator",
             parameters=("kv_cache_config",),
-            vllm=">=0.19,<0.31",
+            vllm=">=0.19,<0.34",
             kvcached="==0.1.6",
         ),
         Patch(
@@ -35,7 +35,7 @@ FEATURE = Feature(
             until="kvcached replaces the pool of the GPU's coordinator only",
             wrapper="kvpatch.simple.cpu_pool:around_setup",
             parameters=("self",),
-            vllm=">=0.19,<0.31",
+            vllm=">=0.19,<0.34",
             kvcached="==0.1.6",
         ),
         Patch(
@@ -47,6 +47,17 @@ FEATURE = Feature(
             wrapper="kvpatch.simple.regions:around_register",
             parameters=("self", "kv_caches"),
             vllm=">=0.19,<0.29",
+            kvcached="==0.1.6",
+        ),
+        Patch(
+            id="simple.register_placed",
+            target=f"{SIMPLE}.worker:SimpleCPUOffloadWorker.register_kv_caches",
+            why="every layer is looked for in the first pool, or in the whole reservation",
+            upstream="vllm-project/vllm#37160 (the connector), ovg-project/kvcached#361",
+            until="the connector asks the allocator for its regions",
+            wrapper="kvpatch.simple.regions:around_register_placed",
+            parameters=("self", "kv_caches"),
+            vllm=">=0.29,<0.34",
             kvcached="==0.1.6",
         ),
         Patch(
@@ -81,7 +92,7 @@ FEATURE = Feature(
             until="kvcached's pool has a free_block_queue",
             wrapper="kvpatch.simple.eviction:around_bind",
             parameters=("self", "gpu_block_pool"),
-            vllm=">=0.26,<0.31",
+            vllm=">=0.26,<0.34",
             kvcached="==0.1.6",
         ),
         Patch(
@@ -92,7 +103,7 @@ FEATURE = Feature(
             until="kvcached asks the connector before it evicts",
             wrapper="kvpatch.simple.eviction:around_free",
             parameters=("self", "ordered_blocks"),
-            vllm=">=0.26,<0.31",
+            vllm=">=0.26,<0.34",
             kvcached="==0.1.6",
         ),
         Patch(
@@ -103,7 +114,7 @@ FEATURE = Feature(
             until="kvcached asks the connector before it evicts",
             wrapper="kvpatch.simple.eviction:around_lazy_stores",
             parameters=("self",),
-            vllm=">=0.26,<0.31",
+            vllm=">=0.26,<0.34",
             kvcached="==0.1.6",
         ),
         Patch(
@@ -114,7 +125,7 @@ FEATURE = Feature(
             until="vLLM's lazy mode stores what an allocation is about to evict",
             wrapper="kvpatch.simple.eviction:around_match",
             parameters=("self", "request", "num_computed_tokens"),
-            vllm=">=0.26,<0.31",
+            vllm=">=0.26,<0.34",
             kvcached="==0.1.6",
         ),
         Patch(
@@ -125,7 +136,7 @@ FEATURE = Feature(
             until="vLLM puts stored blocks back to the head of its queue",
             wrapper="kvpatch.simple.eviction:around_stored",
             parameters=("self", "gpu_block_ids"),
-            vllm=">=0.26,<0.31",
+            vllm=">=0.26,<0.34",
             kvcached="==0.1.6",
         ),
         Patch(
@@ -133,10 +144,10 @@ FEATURE = Feature(
             target=f"{SIMPLE_CONNECTOR}.has_pending_push_work",
             why="an idle engine never learns that a copy has ended, and keeps its pages mapped",
             upstream="vllm-project/vllm#45595 (the hook this uses)",
-            until="vLLM 0.30 (asks for steps itself), where nothing is above kvcached's cap",
+            until="vLLM's connector asks for steps for aborted loads, and kvcached for its cap",
             wrapper="kvpatch.simple.lifetime:around_pending_work",
             parameters=("self",),
-            vllm=">=0.24,<0.31",
+            vllm=">=0.24,<0.34",
             kvcached="==0.1.6",
         ),
         Patch(

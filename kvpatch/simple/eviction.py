@@ -127,11 +127,10 @@ class EvictionOrder:
         self.evictable.offered.add(block.block_id)
 
     def _being_stored(self) -> list[Any]:
-        blocks = self._planner.cpu_block_pool.blocks
         return [
-            blocks[block_id].block_hash
+            self._pool.blocks[block_id].block_hash
             for transfer in self._planner._store_event_to_blocks.values()
-            for block_id in transfer.cpu_block_ids
+            for block_id in transfer.gpu_block_ids
         ]
 
     def _has_copy(self, block: Any) -> bool:

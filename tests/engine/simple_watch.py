@@ -32,7 +32,7 @@ class SimpleWatch:
         self.device_calls: Counter[str] = Counter()
         self._inside = 0
         self._events: set[tuple[bool, int]] = set()
-        self._rows: dict[int, str] = {}
+        self._rows: dict[int, tuple[int, str]] = {}
         self._loads: dict[int, list[tuple[int, int, str]]] = {}
         self._watch_copies(core)
         self._watch_tier()
@@ -55,9 +55,8 @@ class SimpleWatch:
             "memory": min(len(rows) for rows in worker.cpu_kv_caches.values()),
         }
 
-        def digest(row: int, block: int) -> str:
-            """Through the model's own tensors of the group that the hash of the row names."""
-            group = int.from_bytes(self.planner.cpu_block_pool.blocks[row].block_hash[-4:], "big")
+        def digest(group: int, block: int) -> str:
+            """Through the model's own tensors of a group."""
             total = hashlib.sha256()
             for cache in layers[group]:
                 total.update(cache[block].contiguous().numpy().tobytes())
@@ -72,19 +71,20 @@ class SimpleWatch:
             if is_store:
                 self.stored += len(source)
                 for block, row in zip(source, target, strict=True):
-                    self._rows[row] = digest(row, block)
+                    group = int.from_bytes(self.device.blocks[block].block_hash[-4:], "big")
+                    self._rows[row] = group, digest(group, block)
             else:
                 self.loaded += len(source)
                 self._loads[event_idx] = [
-                    (row, block, self._rows[row]) for row, block in zip(source, target, strict=True)
+                    (block, *self._rows[row]) for row, block in zip(source, target, strict=True)
                 ]
             launch(source, target, is_store=is_store, event_idx=event_idx, **more)
 
         def poll_events(is_store: bool) -> int:
             newest = poll(is_store)
             for event in [] if is_store else [e for e in self._loads if e <= newest]:
-                for row, block, expected in self._loads.pop(event):
-                    self.changed += digest(row, block) != expected
+                for block, group, expected in self._loads.pop(event):
+                    self.changed += digest(group, block) != expected
             return int(newest)
 
         worker._poll_stream_events = poll_events
@@ -109,8 +109,8 @@ class SimpleWatch:
         self.planner.build_connector_meta = build_connector_meta
 
     def _hashes(self, transfers: Any) -> list[bytes]:
-        blocks = self.planner.cpu_block_pool.blocks
-        return [blocks[i].block_hash for transfer in transfers for i in transfer.cpu_block_ids]
+        blocks = self.device.blocks
+        return [blocks[i].block_hash for transfer in transfers for i in transfer.gpu_block_ids]
 
     def _watch_tier(self) -> None:
         pool = self.planner.cpu_block_pool

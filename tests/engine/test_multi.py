@@ -12,11 +12,12 @@ import pytest
 from proofs import Proves
 from runs import Device, Run, engine_arguments, prompts, run_driver
 from test_fence import BARE, Fences
-from test_tokens import Engine, assert_same
+from test_tokens import LAYOUTS, Engine, assert_same
 
 INSIDE = ("NothingConnector", "OffloadingConnector")
 
 
+@LAYOUTS
 @pytest.mark.parametrize("model", ["llama", "sliding"])
 def test_prompts_come_back_through_a_multi_connector(
     engine: Engine,
@@ -25,8 +26,9 @@ def test_prompts_come_back_through_a_multi_connector(
     device: Device,
     tmp_path: Path,
     model: str,
+    contiguous: bool,
 ) -> None:
-    run = Run(model=model, inside=INSIDE)
+    run = Run(model=model, contiguous=contiguous, inside=INSIDE)
     proves("Multi", run)
     job = {
         "model": str(models(model)),

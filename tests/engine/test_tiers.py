@@ -20,6 +20,7 @@ Serve = Callable[..., Finished]
 SAME_HASHES = ("PYTHONHASHSEED", "0")
 FEW = 60  # blocks of the CPU tier: three prompts
 APART = 6  # prompts that are asked again, one at a time
+SMALL = {"num_gpu_blocks_override": 96}
 
 
 def on(disk: Path | str, **more: Any) -> Run:
@@ -56,6 +57,17 @@ def hits(records: list[Any]) -> list[int]:
     return [record["cached"] for record in records]
 
 
+def assert_comes_back(finished: Finished, plain: Finished) -> None:
+    """The second time, prompts that device and CPU tier no longer have come from the disk."""
+    assert_plain(answers(finished), plain)
+    assert_plain(answers(finished, 1), plain)
+    assert hits(answers(finished)) == [0] * APART
+    assert hits(answers(finished, 1)) == [640] * APART
+    assert finished.result["evicted"] > 0
+    assert finished.result["returned"] >= APART * 20
+    assert finished.result["changed"] == []
+
+
 def assert_plain(records: list[Any], plain: Finished) -> None:
     expected = plain.round(0)[:APART]
     assert same_tokens(records, expected) == APART
@@ -73,21 +85,26 @@ def filled(serve: Serve, disk: Path) -> Finished:
 
     Device and CPU tier hold four and three prompts, so that none of six is left in them.
     """
-    small = {"num_gpu_blocks_override": 96}
-    return serve(on(disk), times=2, watch=True, engine=small)
+    return serve(on(disk), times=2, watch=True, engine=SMALL)
 
 
 def test_prompts_the_cpu_tier_evicted_come_back_from_disk(
     filled: Finished, proves: Proves, disk: Path, engine: Engine
 ) -> None:
     proves("tiering fs", on(disk))
-    assert_plain(answers(filled), engine(PLAIN))
-    assert_plain(answers(filled, 1), engine(PLAIN))
-    assert hits(answers(filled)) == [0] * APART
-    assert hits(answers(filled, 1)) == [640] * APART
-    assert filled.result["evicted"] > 0
-    assert filled.result["returned"] >= APART * 20
-    assert filled.result["changed"] == []
+    assert_comes_back(filled, engine(PLAIN))
+
+
+@pytest.mark.parametrize(
+    ("model", "contiguous"), [("llama", False), ("sliding", True), ("sliding", False)]
+)
+def test_so_they_do_with_the_other_model_and_layout(
+    serve: Serve, proves: Proves, tmp_path: Path, engine: Engine, model: str, contiguous: bool
+) -> None:
+    run = on(tmp_path, model=model, contiguous=contiguous)
+    proves("tiering fs", run)
+    finished = serve(run, times=2, watch=True, engine=SMALL)
+    assert_comes_back(finished, engine(replace(PLAIN, model=model)))
 
 
 def test_a_fresh_process_is_served_from_the_disk(

@@ -11,6 +11,7 @@ from packaging.version import Version
 
 from kvpatch import configuration, status
 from kvpatch.errors import Refusal
+from kvpatch.registry import simple_connector
 from kvpatch.versions import Installed
 
 
@@ -103,6 +104,7 @@ def vllm(monkeypatch):
 
 
 V2_OF_29 = {"machine__vllm": "0.29.0", "use_v2_model_runner": True}
+V2_OF_33 = {"machine__vllm": "0.33.0", "use_v2_model_runner": True}
 
 # By the position of the rule: the configurations it refuses, and its sentence.
 CASES = [
@@ -157,15 +159,19 @@ CASES = [
         "install another vLLM, or set KVPATCH=0.",
     ),
     (
+        [simple(lazy_offload=True) | V2_OF_33],
+        "SimpleCPUOffloadConnector is configured on this release, because it was compared with "
+        f"plain vLLM's on vLLM {simple_connector.FEATURE.vllm} only; use OffloadingConnector, or "
+        "set KVPATCH=0.",
+    ),
+    (
         [
-            simple() | V2_OF_29,
-            simple() | {"use_v2_model_runner": True},
-            simple(lazy_offload=True) | V2_OF_29 | {"machine__vllm": "0.30.0"},
+            multi("OffloadingConnector") | {"use_v2_model_runner": True},
+            multi("OffloadingConnector") | V2_OF_33,
         ],
-        "SimpleCPUOffloadConnector is configured on this release and runner, because it was "
-        "compared with plain vLLM's on vLLM 0.28 with Model Runner V1 only; use "
-        "OffloadingConnector without tiers, or vLLM 0.28 with VLLM_USE_V2_MODEL_RUNNER=0, or set "
-        "KVPATCH=0.",
+        "MultiConnector is configured on this release and runner, because it was compared with "
+        "plain vLLM's on vLLM ==0.28.0 with Model Runner V1 only; use OffloadingConnector without "
+        "tiers, or vLLM 0.28 with VLLM_USE_V2_MODEL_RUNNER=0, or set KVPATCH=0.",
     ),
     (
         [simple() | {"machine__copies": None}],

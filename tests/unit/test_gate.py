@@ -109,6 +109,22 @@ def test_inside_the_range(text):
     gate.check_range(found(text), RANGE)
 
 
+def test_a_range_of_releases_by_name_has_no_patch_release_of_them():
+    tested = "==0.28.0 or ==0.30.0"
+    assert gate.in_range(found("0.30.0+cpu"), tested)
+    assert not gate.in_range(found("0.28.1"), tested)
+    assert [str(gate.closest(found(text), tested)) for text in ("0.27.1", "0.29.0", "0.33.0")] == [
+        "0.28.0",
+        "0.28.0",
+        "0.30.0",
+    ]
+
+
+def test_nothing_installed_for_several_releases(site):
+    with pytest.raises(Refusal, match=r'runs on vllm ==1 or ==3; .* pip install "vllm==3", or '):
+        gate.check_installed("vllm", "==1 or ==3")
+
+
 @pytest.mark.parametrize("text", ["0.26.9", "0.29.0", "0.29.0+cpu", "0.30", "1.0", "0.28.0rc1"])
 def test_outside_the_range(monkeypatch, text):
     assert not gate.in_range(found(text), RANGE)

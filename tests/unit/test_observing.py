@@ -389,6 +389,15 @@ def core(**counts):
     return SimpleNamespace(scheduler=scheduler, vllm_config=config)
 
 
+@pytest.mark.parametrize("unit", ["blocks", "chunks"])
+def test_how_full_a_tier_is_has_two_names(unit):
+    """From vLLM 0.30 on the CPU tier counts chunks."""
+    made = core()
+    counts = {f"_num_{unit}": 50, f"_num_allocated_{unit}": 9, "_free_list": [1]}
+    made.scheduler.connector.connector_scheduler.manager = SimpleNamespace(**counts)
+    assert measure.tier(made) == {"used_blocks": 8, "total_blocks": 50}
+
+
 def test_a_process_publishes_itself_and_takes_the_page_away(publisher):
     publish.process(record())
     (seen,) = reading.all_of(False)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from dataclasses import dataclass
 from types import ModuleType, SimpleNamespace
 
 import pytest
@@ -98,6 +99,62 @@ def test_other_memory_than_the_regions(plan_of, monkeypatch):
         "regions, because it would copy other blocks' bytes; report this with your command line, "
         "or set KVPATCH=0. [KVP410]"
     )
+
+
+@dataclass
+class Placed:
+    """vLLM's ``KVCacheTensor`` from 0.29 on: where the layers of one kind lie."""
+
+    size: int
+    layers: list[str]
+    layer_stride: int
+    block_stride: int
+    offset: int = 0
+
+
+@dataclass
+class Plan:
+    kv_cache_tensors: list[Placed]
+    num_blocks: int = 8
+    kv_cache_groups: tuple = ()
+
+
+APART = Plan([Placed(256, ["a", "b"], 128, 16), Placed(256, ["c"], 128, 16, offset=128)])
+TOGETHER = Plan([Placed(256, ["a", "b"], 16, 32)])
+
+
+def test_every_layer_is_placed_in_its_own_pool():
+    assert regions.layer_by_layer(APART) == Plan(
+        [Placed(128, [layer], 128, 16) for layer in ("a", "b", "c")]
+    )
+    assert regions.layer_by_layer(TOGETHER) is TOGETHER
+
+
+@pytest.mark.parametrize(
+    ("plan", "rows", "outside"),
+    [
+        (APART, [16, 16], False),
+        (TOGETHER, [32], False),
+        (APART, [16], False),
+        (APART, [16, 16], True),
+    ],
+)
+def test_regions_that_vllm_derives_from_the_plan(plan_of, monkeypatch, plan, rows, outside):
+    plan_of(1)
+    monkeypatch.setattr(regions.status, "on_kvcached", lambda region: not outside)
+    worker = SimpleNamespace(kv_cache_config=plan, cpu_capacity_bytes=32, num_cpu_blocks=1)
+
+    def register(kv_caches):
+        worker.seen = worker.kv_cache_config
+        worker.gpu_kv_caches = {str(i): SimpleNamespace(shape=(8, n)) for i, n in enumerate(rows)}
+
+    if outside or sum(rows) != 32:
+        with pytest.raises(Refusal, match="registered other memory than kvcached's regions"):
+            regions.around_register_placed(register, worker, ({},), {})
+    else:
+        regions.around_register_placed(register, worker, ({},), {})
+    assert worker.seen == regions.layer_by_layer(plan)
+    assert worker.kv_cache_config is plan
 
 
 @pytest.mark.parametrize(

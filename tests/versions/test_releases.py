@@ -12,10 +12,11 @@ from dataclasses import replace
 import pytest
 from proofs import Proves
 from runs import BLOCK, Finished, Run
-from test_tokens import LAYOUTS, MODELS, PLAIN, SMALL_TIER, assert_same, same_tokens
+from test_tokens import LAYOUTS, MODELS, PLAIN, assert_same, same_tokens
 
 Engine = Callable[[Run], Finished]
-COUNT = 12  # prompts of 21 blocks on 139, and a small tier of 200
+COUNT = 8  # prompts of 21 blocks on 139
+SMALL_TIER = 100  # blocks
 ROUNDS = (str(COUNT),) * 2
 
 # The release in .venv is "", which the engine lane runs on Runner V1.

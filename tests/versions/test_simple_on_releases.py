@@ -1,0 +1,55 @@
+"""SimpleCPUOffloadConnector on Model Runner V2: the oracle of the engine lane, with less load."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import pytest
+from proofs import Proves
+from runs import Finished, Run
+from test_releases import COUNT
+from test_releases import ROUNDS as PLAIN_ROUNDS
+from test_simple import assert_same, served
+from test_tokens import LAYOUTS, MODELS
+
+# What the device cannot keep, the same again, and then more than the CPU tier can keep.
+ROUNDS = (str(COUNT), str(COUNT), "12")
+TIER = {"llama": 200, "sliding": 280}
+
+RELEASES = ("", "0.30.0", "0.32.0")
+EVERY = pytest.mark.parametrize("vllm", RELEASES, ids=[vllm or "0.28.0" for vllm in RELEASES])
+
+
+@EVERY
+@pytest.mark.parametrize("mode", ["eager", "lazy"])
+@MODELS
+@LAYOUTS
+def test_blocks_and_tokens_are_right(
+    engine: Callable[[Run], Finished],
+    proves: Proves,
+    vllm: str,
+    mode: str,
+    model: str,
+    contiguous: bool,
+) -> None:
+    base = Run(model=model, vllm=vllm, runner="v2", contiguous=contiguous)
+    run = replace(base, simple=mode, cpu_blocks=TIER[model], rounds=ROUNDS)
+    proves(f"Simple {mode}", run)
+    plain = replace(base, kvpatch=False, offload=False, contiguous=True, rounds=PLAIN_ROUNDS)
+    expected, ours = engine(plain).round(0), engine(run)
+    for index in range(len(ROUNDS)):
+        assert_same(ours.round(index)[:COUNT], expected)
+    assert ours.result["runner"] == "v2"
+    assert served(ours.round(0)) == 0
+    assert served(ours.round(1)) >= (1 if mode == "eager" else 0.95) * COUNT * 640
+    assert "KV on elastic memory: yes" in ours.log
+    seen = ours.result["simple"]
+    assert seen["loaded"] >= 0.95 * COUNT * 20
+    assert seen["changed"] == 0
+    assert seen["evicted"] > 0
+    assert seen["twice"] == []
+    assert seen["pinned"] == 0
+    assert seen["device_calls"] == {}
+    assert seen["managers"] == 1
+    assert seen["tiers"] == dict.fromkeys(("scheduler", "worker", "memory"), TIER[model])
