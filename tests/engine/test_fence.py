@@ -137,6 +137,7 @@ class Fences:
             environment = BARE | {"KVCACHED_MAX_CACHED_TOKENS": "-1"}
             run = Run(
                 model=kind,
+                vllm=self.vllm,
                 # On Runner V2, which is slow here, plain vLLM's Runner V1 tells the truth.
                 kvpatch=self.runner == "v1",
                 offload=False,
@@ -190,6 +191,7 @@ class Fences:
             environment["KVCACHED_MAX_RESERVED_PAGES"] = "10"
         run = Run(
             model="sliding" if scenario == "window_skip" else "llama",
+            vllm=self.vllm,
             runner=self.runner,
             # Room for either request of finish_unplanned, but not for both.
             cpu_blocks=62 if scenario == "finish_unplanned" else 4096,

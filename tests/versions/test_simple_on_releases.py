@@ -15,7 +15,7 @@ from test_tokens import LAYOUTS, MODELS
 
 # What the device cannot keep, the same again, and then more than the CPU tier can keep.
 ROUNDS = (str(COUNT), str(COUNT), "12")
-TIER = {"llama": 200, "sliding": 280}
+TIER = {"llama": 180, "sliding": 280}
 
 RELEASES = ("", "0.30.0", "0.32.0")
 EVERY = pytest.mark.parametrize("vllm", RELEASES, ids=[vllm or "0.28.0" for vllm in RELEASES])
