@@ -274,6 +274,9 @@ def child(kind: str, job: dict[str, Any], folder: Path) -> dict[str, Any]:
         "KVCACHED_MIN_RESERVED_PAGES": "0",
         "KVCACHED_PAGE_PREALLOC_ENABLED": "false",
         "VLLM_CPU_KVCACHE_SPACE": "1",
+        # Every engine on the machine binds itself to the same core by default.
+        "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+        "OMP_NUM_THREADS": "1",
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
         "VLLM_NO_USAGE_STATS": "1",
         "PYTHONHASHSEED": "0",

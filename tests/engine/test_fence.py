@@ -102,7 +102,7 @@ class Fences:
         job_path.write_text(json.dumps(job))
         return subprocess.run(
             [python_of(self.vllm), HERE / "fence_driver.py", job_path, result],
-            env=self.device.environ(run) | self._cores(job["engine"]["tensor_parallel_size"]),
+            env=self.device.environ(run),
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
@@ -110,10 +110,6 @@ class Fences:
             timeout=300,
             check=False,
         )
-
-    @staticmethod
-    def _cores(ranks: int) -> dict[str, str]:
-        return {"VLLM_CPU_OMP_THREADS_BIND": "0|1"} if ranks == 2 else {}
 
     def _job(self, run: Run, scenarios: tuple[str, ...], ranks: int, **engine: Any) -> dict:
         arguments = engine_arguments(run) | {
