@@ -44,6 +44,17 @@ def test_with_the_fence_every_stored_block_is_right(
 
 
 @ON
+def test_with_two_ranks_every_stored_block_is_right(
+    fences: Callable[[str], Fences], vllm: str
+) -> None:
+    result = fences(vllm).run("finish", asynchronous=False, fenced=True, ranks=2)
+    verdict = result["scenarios"]["finish"]
+    assert verdict["right"] >= 2 * 70
+    assert verdict["wrong"] == verdict["unknown"] == 0
+    assert result["held_now"] == result["retired_now"] == 0
+
+
+@ON
 @pytest.mark.parametrize(
     ("scenario", "asynchronous"),
     [(name, mode) for mode, names in LOST_WITHOUT.items() for name in sorted(names)],
