@@ -32,6 +32,7 @@ TOGETHER = (
     "cap_trim",
     "reset",
 )
+SHARED = (*TOGETHER, "give_back")  # on one engine
 ALONE = ("finish_unplanned", "preempt", "shrink", "window_skip")
 TWO_RANKS = ("finish", "preempt")
 DECODES = ("finish_unplanned", "preempt")  # whose later blocks are stored too
@@ -75,7 +76,7 @@ def prompts_of(scenario: str, ranks: int = 1) -> dict[str, list[int]]:
 class Fences:
     """Runs scenarios, several on one engine, and keeps what they found."""
 
-    every: tuple[str, ...] = (*TOGETHER, *ALONE, "corrupt")
+    every: tuple[str, ...] = (*SHARED, *ALONE, "corrupt")
 
     def __init__(
         self,
@@ -159,7 +160,7 @@ class Fences:
     def run(
         self, scenario: str, asynchronous: bool, fenced: bool, ranks: int = 1
     ) -> dict[str, Any]:
-        scenarios = TOGETHER if scenario in TOGETHER and ranks == 1 else (scenario,)
+        scenarios = SHARED if scenario in SHARED and ranks == 1 else (scenario,)
         key = (scenarios, asynchronous, fenced, ranks)
         if key not in self.results:
             run, job = self.prepare(scenarios, asynchronous, ranks)
@@ -240,6 +241,16 @@ def test_with_the_fence_every_stored_block_is_right(
     assert result["counters"]["released"] > 0
     if scenario == "preempt":
         assert result["preemptions"] > 0
+
+
+@SCHEDULING
+def test_memory_is_back_two_steps_after_the_last_copy(fences: Fences, asynchronous: bool) -> None:
+    verdict = fences.run("give_back", asynchronous, fenced=True)["scenarios"]["give_back"]
+    assert verdict["most"] >= 4 * (2 << 20)  # a page holds 2 MiB of each layer
+    assert verdict["kept"] == 0
+    assert verdict.get("steps", 0) <= 2
+    # An engine of its own goes to sleep now.
+    assert verdict["asks_for_steps"] is False
 
 
 @pytest.mark.parametrize(
