@@ -229,15 +229,19 @@ RULES = (
         code="KVP316",
     ),
     Rule(
-        f"SimpleCPUOffloadConnector on other releases than vLLM `{simple_connector.FEATURE.vllm}`",
+        f"SimpleCPUOffloadConnector on other releases than vLLM `{simple_connector.FEATURE.vllm}`, "
+        "and on Model Runner V2 of 0.28",
         lambda c: (
             _is_simple(c)
-            and not _tested_on(simple_connector.FEATURE.vllm)
+            and not (
+                _tested_on(simple_connector.FEATURE.vllm) and (_at_least("0.29") or not _runs_v2(c))
+            )
             and not _loses_lazy_copies(c)
         ),
-        lambda c: "SimpleCPUOffloadConnector is configured on this release",
-        f"it was compared with plain vLLM's on vLLM {simple_connector.FEATURE.vllm} only",
-        "use OffloadingConnector, or set KVPATCH=0",
+        lambda c: "SimpleCPUOffloadConnector is configured on this release and runner",
+        f"it was compared with plain vLLM's on vLLM {simple_connector.FEATURE.vllm} only, and on "
+        "0.28 with Model Runner V1",
+        "use OffloadingConnector, or on vLLM 0.28 VLLM_USE_V2_MODEL_RUNNER=0, or set KVPATCH=0",
         code="KVP317",
     ),
     Rule(

@@ -159,10 +159,11 @@ CASES = [
         "install another vLLM, or set KVPATCH=0.",
     ),
     (
-        [simple(lazy_offload=True) | V2_OF_33],
-        "SimpleCPUOffloadConnector is configured on this release, because it was compared with "
-        f"plain vLLM's on vLLM {simple_connector.FEATURE.vllm} only; use OffloadingConnector, or "
-        "set KVPATCH=0.",
+        [simple(lazy_offload=True) | V2_OF_33, simple() | {"use_v2_model_runner": True}],
+        "SimpleCPUOffloadConnector is configured on this release and runner, because it was "
+        f"compared with plain vLLM's on vLLM {simple_connector.FEATURE.vllm} only, and on 0.28 "
+        "with Model Runner V1; use OffloadingConnector, or on vLLM 0.28 "
+        "VLLM_USE_V2_MODEL_RUNNER=0, or set KVPATCH=0.",
     ),
     (
         [

@@ -16,6 +16,8 @@ from typing import Any
 import pytest
 from runs import Device, Run, python_of
 
+from kvpatch.registry import simple_connector
+
 HERE = Path(__file__).parent
 RELEASES = ("0.29.0", "0.30.0", "0.31.0", "0.32.0", "0.33.0")
 FEATURES = {
@@ -25,6 +27,9 @@ FEATURES = {
     "offloading-connector": "applied",
     "fence": "applied",
     "kv-events": "applied",
+    "tiers": "outside",
+    "audit": "not-needed",
+    "observing": "applied",
 }
 REFUSED = {
     "latent": "this model has a KV cache of kind MLAAttentionSpec",
@@ -97,4 +102,6 @@ def test_every_patch_finds_its_target(
 ) -> None:
     features = dict(tagged(vllm, True)["features"])
     assert features.pop("kvcached-told") == "applied"
+    tested = f"=={vllm}" in simple_connector.FEATURE.vllm
+    assert features.pop("simple-connector") == ("applied" if tested else "outside")
     assert features == FEATURES
