@@ -213,7 +213,12 @@ class SimpleFences(Fences):
             scenarios = ("finish_in_flight",)
         key = (scenarios, mode, asynchronous, unpinned, ranks)
         if key not in self.results:
-            run = Run(simple=mode, environment=tuple(BARE.items()))
+            run = Run(
+                simple=mode,
+                vllm=self.vllm,
+                runner=self.runner,
+                environment=tuple(BARE.items()),
+            )
             job = self._job(
                 run,
                 scenarios,
