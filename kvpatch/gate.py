@@ -161,7 +161,7 @@ def check_range(
         f"{found.distribution} {found.text} is outside the range {specifier}",
         next(
             (fault.why for fault in faults.FAULTS if of_vllm and in_range(found, fault.vllm)),
-            "no test of kvpatch ran on it",
+            "no engine on it was compared with plain vLLM's in full",
         ),
         f"{remedy} or set {SWITCH}=0",
         code="KVP107",

@@ -33,9 +33,9 @@ def test_kvcached_missing(python, without):
 def test_vllm_too_old_or_too_new(serve, shadow, version):
     refused = serve(**shadow(version, *VLLM))
     assert refused.sentence == (
-        f"{REFUSES}vllm {version} is outside the range {VLLM_RANGE}, because no test of kvpatch "
-        f"ran on it; install vllm{VLLM_RANGE}, set KVPATCH_ALLOW_VLLM={version} to try it "
-        "untested, or set KVPATCH=0."
+        f"{REFUSES}vllm {version} is outside the range {VLLM_RANGE}, because no engine on it "
+        f"was compared with plain vLLM's in full; install vllm{VLLM_RANGE}, set "
+        f"KVPATCH_ALLOW_VLLM={version} to try it untested, or set KVPATCH=0."
     )
     assert "Traceback" not in refused.log
 
@@ -66,8 +66,8 @@ def test_vllm_twice(serve, shadow):
 def test_kvcached_too_old_or_too_new(serve, shadow, version):
     refused = serve(**shadow(version, "kvcached"))
     assert refused.sentence == (
-        f"{REFUSES}kvcached {version} is outside the range ==0.1.6, because no test of kvpatch ran "
-        "on it; install kvcached==0.1.6 or set KVPATCH=0."
+        f"{REFUSES}kvcached {version} is outside the range ==0.1.6, because no engine on it was "
+        "compared with plain vLLM's in full; install kvcached==0.1.6 or set KVPATCH=0."
     )
 
 

@@ -132,8 +132,8 @@ def test_outside_the_range(monkeypatch, text):
         gate.check_range(found(text), RANGE)
     assert str(refused.value) == (
         f"kvpatch refuses to start vLLM: vllm {text} is outside the range >=0.27,<0.29, because "
-        f"no test of kvpatch ran on it; install vllm>=0.27,<0.29, set KVPATCH_ALLOW_VLLM={text} "
-        "to try it untested, or set KVPATCH=0. [KVP107]"
+        "no engine on it was compared with plain vLLM's in full; install vllm>=0.27,<0.29, set "
+        f"KVPATCH_ALLOW_VLLM={text} to try it untested, or set KVPATCH=0. [KVP107]"
     )
     monkeypatch.setenv(gate.ALLOW_VLLM, text)
     gate.check_range(found(text), RANGE)
@@ -159,7 +159,8 @@ def test_kvcached_outside_the_range_cannot_be_named(monkeypatch):
         gate.check_range(found("0.2.0", "kvcached", "kvcached"), "==0.1.6")
     assert str(refused.value) == (
         "kvpatch refuses to start vLLM: kvcached 0.2.0 is outside the range ==0.1.6, because no "
-        "test of kvpatch ran on it; install kvcached==0.1.6 or set KVPATCH=0. [KVP107]"
+        "engine on it was compared with plain vLLM's in full; install kvcached==0.1.6 "
+        "or set KVPATCH=0. [KVP107]"
     )
 
 

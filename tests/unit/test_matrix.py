@@ -252,7 +252,7 @@ def test_a_release_with_a_fault_of_its_own_is_refused_for_it(found):
     assert "because its OffloadingConnector gives the blocks" in sentence("0.13.0")
     assert "it requires torch 2.9" in sentence("0.14.1")
     assert "frees the blocks of an aborted request" in sentence("0.15.1")
-    assert "no test of kvpatch ran on it" in sentence("0.16.0")
+    assert "no engine on it was compared" in sentence("0.16.0")
 
 
 def test_a_refused_cell_has_the_sentence_of_the_gates(found):
@@ -267,8 +267,8 @@ def test_a_refused_cell_has_the_sentence_of_the_gates(found):
     )
     assert old.why == (
         "kvpatch refuses to start vLLM: kvcached 0.1.5 is outside the range "
-        f"{registry.KVCACHED_RANGE}, because no test of kvpatch ran on it; "
-        f"install kvcached{registry.KVCACHED_RANGE} or set KVPATCH=0. [KVP107]"
+        f"{registry.KVCACHED_RANGE}, because no engine on it was compared with plain "
+        f"vLLM's in full; install kvcached{registry.KVCACHED_RANGE} or set KVPATCH=0. [KVP107]"
     )
 
 

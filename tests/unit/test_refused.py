@@ -121,8 +121,8 @@ def test_an_untested_vllm_that_is_named_runs_and_says_so(python, fakes):
     code = "import kvpatch, fake_registry, vllm.serving\nprint(vllm.serving.Server().serve('it'))"
     assert python(code).err == (
         f"kvpatch refuses to start vLLM: vllm 0.99.1 is outside the range {VLLM_RANGE}, because no "
-        f"test of kvpatch ran on it; install vllm{VLLM_RANGE}, set KVPATCH_ALLOW_VLLM=0.99.1 "
-        "to try it untested, or set KVPATCH=0. [KVP107]\n"
+        f"engine on it was compared with plain vLLM's in full; install vllm{VLLM_RANGE}, set "
+        "KVPATCH_ALLOW_VLLM=0.99.1 to try it untested, or set KVPATCH=0. [KVP107]\n"
     )
     assert python(code, KVPATCH_ALLOW_VLLM="0.99.0").code == 1
     done = python(code, KVPATCH_ALLOW_VLLM="0.99.1")

@@ -15,9 +15,9 @@ from kvpatch.registry import VLLM_RANGE
 ROOT = Path(__file__).parents[2]
 STARTUP = {"kvpatch-init.pth", "kvpatch-init.start", "kvpatch_startup.py"}
 OUTSIDE = (
-    f"kvpatch refuses to start vLLM: vllm 0.1.0 is outside the range {VLLM_RANGE}, because no test "
-    f"of kvpatch ran on it; install vllm{VLLM_RANGE}, set KVPATCH_ALLOW_VLLM=0.1.0 to try it "
-    "untested, or set KVPATCH=0. [KVP107]"
+    f"kvpatch refuses to start vLLM: vllm 0.1.0 is outside the range {VLLM_RANGE}, because no "
+    f"engine on it was compared with plain vLLM's in full; install vllm{VLLM_RANGE}, set "
+    "KVPATCH_ALLOW_VLLM=0.1.0 to try it untested, or set KVPATCH=0. [KVP107]"
 )
 
 
