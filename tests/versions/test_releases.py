@@ -70,7 +70,8 @@ def test_a_cpu_tier_smaller_than_the_load_evicts_and_stays_right(
     engine: Engine, vllm: str, runner: str, contiguous: bool
 ) -> None:
     run = Run(rounds=ROUNDS, vllm=vllm, runner=runner, contiguous=contiguous, cpu_blocks=SMALL_TIER)
-    ours = engine(run)
+    # One at a time: computed anew beside other requests, a block differs in its last digits.
+    ours = engine(replace(run, together=1))
     assert_same(ours, engine(replace(PLAIN, rounds=ROUNDS, vllm=vllm, runner=runner)))
     assert ours.result["evicted"] > 0
     assert ours.result["changed"] == []
