@@ -4,14 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 from proofs import Proves
-from runs import Device, Finished, Run
+from runs import Finished, Run
 from test_releases import COUNT
 from test_releases import ROUNDS as PLAIN_ROUNDS
-from test_simple import MODES, TOGETHER, SimpleFences, assert_same, served
+from test_simple import MODES, assert_same, served
 from test_tokens import LAYOUTS, MODELS
 
 # What the device cannot keep, the same again, and then more than the CPU tier can keep.
@@ -53,25 +52,3 @@ def test_blocks_and_tokens_are_right(
     assert seen["device_calls"] == {}
     assert seen["managers"] == 1
     assert seen["tiers"] == dict.fromkeys(("scheduler", "worker", "memory"), TIER[model])
-
-
-@pytest.fixture(scope="module")
-def fences(
-    models: Callable[[str], Path], device: Device, tmp_path_factory: pytest.TempPathFactory
-) -> SimpleFences:
-    return SimpleFences(models, device, tmp_path_factory.mktemp("fence"), "0.32.0", "v2")
-
-
-@MODES
-@pytest.mark.parametrize("scenario", [*TOGETHER, "preempt"])
-def test_on_the_newest_every_stored_block_is_right_and_nothing_is_left(
-    fences: SimpleFences, scenario: str, mode: str
-) -> None:
-    result = fences.run_simple(scenario, mode)
-    verdict = result["scenarios"][scenario]
-    assert verdict["wrong"] == verdict["unknown"] == verdict["left"] == 0
-    assert result["retired_now"] == 0
-    if scenario == "preempt":
-        assert result["preemptions"] > 0
-    if not scenario.startswith(("abort", "reset")):
-        assert verdict["right"] >= 39
