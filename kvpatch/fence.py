@@ -321,12 +321,12 @@ def after_reset(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
     """
     result = wrapped(*args, **kwargs)
     release_now(instance)
-    scheduler = instance.scheduler
+    fence = fence_of(instance)
     while (
-        not hasattr(instance, "run_busy_loop")
-        and not scheduler.has_unfinished_requests()
-        and fence_of(instance) is not None
-        and scheduler.has_requests()
+        fence is not None
+        and fence.holding  # other copies may go on; nobody waits for them here
+        and not hasattr(instance, "run_busy_loop")
+        and not instance.scheduler.has_unfinished_requests()
     ):
         instance.step_fn()
     return result

@@ -108,7 +108,7 @@ class Fences:
             stderr=subprocess.STDOUT,
             text=True,
             errors="replace",
-            timeout=300,
+            timeout=400,  # after the driver has said where it hangs
             check=False,
         )
 
