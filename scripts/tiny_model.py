@@ -86,5 +86,6 @@ if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("folder", type=Path)
     parser.add_argument("--kind", choices=KINDS, default="llama")
+    parser.add_argument("--seed", type=int, default=7)
     arguments = parser.parse_args()
-    print(make_model(arguments.folder, arguments.kind))
+    print(make_model(arguments.folder, arguments.kind, seed=arguments.seed))

@@ -1,0 +1,1 @@
+"""The parts of scripts/bench: arms, loads, measuring, pairing, goals, and the page."""
