@@ -47,4 +47,8 @@ def main(arguments: list[str]) -> int:
 
 if __name__ == "__main__":
     os.environ["KVPATCH"] = "0"  # the servers are looked at from outside
-    sys.exit(main(sys.argv[1:]))
+    status = main(sys.argv[1:])
+    # What vLLM's client brings along prints pages about itself when the interpreter ends.
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(status)

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from bench_lib import arms as known
 from bench_lib.arms import Arm
@@ -21,13 +21,15 @@ from bench_lib.starting import Starter
 from demo_lib.screen import Screen
 from demo_lib.server import Server
 
+T = TypeVar("T")
 
-def turns(arms: Sequence[Arm], repeat: int) -> list[Arm]:
-    """Return the order of a repeat: every arm begins once, every other repeat is reversed.
+
+def turns(arms: Sequence[T], repeat: int) -> list[T]:
+    """Return the order of a repeat: begun with another arm, and every other one reversed.
 
     A machine that gets slower or faster meanwhile then favours nobody.
     """
-    at = repeat % len(arms)
+    at = 2 * (repeat // 2) % len(arms)
     order = [*arms[at:], *arms[:at]]
     return order[::-1] if repeat % 2 else order
 

@@ -246,13 +246,13 @@ def _pairs(host: dict[str, Any], load: str) -> list[str]:
     for first, second in PAIRS:
         figures = [
             compared(host, load, first.name, second.name, path)
-            for path in ("total_tokens_per_second", "ttft_ms.mean", "tpot_ms.mean")
+            for path in ("total_tokens_per_second", "ttft_ms.mean", "tpot_ms.mean", "cpu_seconds")
         ]
         if any(figure is None for figure in figures):
             continue
         name = f"{first.name} / {second.name}" + (" (the noise)" if first.twin else "")
         rows.append((name, *(shown(figure) for figure in figures if figure is not None)))
-    return table(("pair", "total tok/s", "mean TTFT", "mean TPOT"), rows)
+    return table(("pair", "total tok/s", "mean TTFT", "mean TPOT", "CPU s"), rows)
 
 
 def _memory(known: dict[str, Any]) -> list[str]:

@@ -34,14 +34,14 @@ class Size:
     blocks: int = 448
     tier_blocks: int = 2048
     prompt: int = 4096
-    prompts: int = 12
-    conversations: int = 6
+    prompts: int = 8
+    conversations: int = 5
     turns: int = 3
-    prefixes: int = 8
-    asked: int = 3
+    prefixes: int = 6
+    asked: int = 2
     answer: int = 32
     together: int = 2
-    peak: int = 12
+    peak: int = 8
     neighbour_repeats: int = 5
 
     @property
@@ -57,7 +57,14 @@ class Size:
 
 FULL = Size()
 QUICK = Size(
-    repeats=2, prompts=8, conversations=5, turns=2, prefixes=6, asked=2, neighbour_repeats=2
+    repeats=2,
+    blocks=224,
+    tier_blocks=1024,
+    prompt=2048,
+    prompts=6,
+    turns=2,
+    peak=6,
+    neighbour_repeats=2,
 )
 SMOKE = Size(
     repeats=1,
