@@ -443,9 +443,15 @@ def _gpu(found: dict[str, Any]) -> list[str]:
             "### Round trips",
             "",
             *table(
-                ("connector", "layout", "blocks", "equal"),
+                ("what", "connector", "layout", "blocks", "equal"),
                 (
-                    (row["connector"], row["layout"], f"{row['blocks']:,}", f"{row['equal']:,}")
+                    (
+                        row["what"],
+                        row["connector"],
+                        row["layout"],
+                        f"{row['blocks']:,}",
+                        f"{row['equal']:,}",
+                    )
                     for row in trips["rows"]
                 ),
             ),
@@ -472,7 +478,27 @@ def _gpu(found: dict[str, Any]) -> list[str]:
             ),
             "",
         ]
+    ran = found.get("gpu-arms")
+    if ran:
+        lines += [
+            "### Engine arms",
+            "",
+            *table(
+                ("arm", "no reuse, tok/s", "conversations, tok/s", "engines", "failed"),
+                (_gpu_arm(name, runs) for name, runs in ran["runs"].items() if runs),
+            ),
+            "",
+        ]
     return lines
+
+
+def _gpu_arm(name: str, runs: list[dict[str, Any]]) -> tuple[str, ...]:
+    good = [run for run in runs if "failed" not in run]
+    rates = [
+        f"{_median(good, f'{load}.total_tokens_per_second'):,.0f}" if good else "-"
+        for load in ("no reuse", "conversations")
+    ]
+    return (name, *rates, str(len(runs)), str(len(runs) - len(good)))
 
 
 def _settings(host: dict[str, Any] | None) -> list[str]:

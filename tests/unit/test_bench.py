@@ -277,6 +277,55 @@ def test_a_result_that_cannot_be_read_is_named(tmp_path):
         page.render(tmp_path)
 
 
+def test_results_of_a_gpu_are_shown_when_they_are_there(folder):
+    trip = {"what": "round trip", "connector": "Simple", "layout": "contiguous", "blocks": 9}
+    copy = {
+        "connector": "Simple",
+        "layout": "contiguous",
+        "direction": "to the host",
+        "row_bytes": 1 << 20,
+        "gb_per_second": 50.0,
+        "share_of_ceiling": 0.97,
+    }
+    rate = {"total_tokens_per_second": 1000.0}
+    ran = [{"no reuse": rate, "conversations": rate}, {"failed": ["why"]}]
+    for name, content in {
+        "gpu-roundtrips": {"rows": [{**trip, "equal": 8}]},
+        "gpu-copies": {"rows": [copy]},
+        "gpu-arms": {"runs": {"plain vLLM": ran, "another": [{"failed": ["why"]}]}},
+    }.items():
+        (folder / f"{name}.json").write_text(json.dumps(content))
+    text = page.render(folder)["docs/numbers.md"]
+    assert goals.NO_GPU not in text
+    assert "| round trip | Simple | contiguous | 9 | 8 |" in text
+    assert "| Simple | contiguous | to the host | 1,024 | 50.0 | 97.0% |" in text
+    assert "| plain vLLM | 1,000 | 1,000 | 2 | 1 |" in text
+    assert "| another | - | - | 1 | 1 |" in text
+
+
+def test_micro_benchmarks_and_profiles_are_shown_when_they_are_there(folder):
+    head = {"command": "scripts/bench", "commit": "0", "machine": {"load_before": 0.1}}
+    rows = [
+        {"name": "walk", "many": n, "of": "blocks", "median_s": n / 1e6, "least_s": n / 2e6}
+        for n in (100, 1000)
+    ]
+    top = [["split (kvpatch/fence.py)", 0.25]]
+    profile = {
+        "name": "a step",
+        "what": "A step.",
+        "samples": 40,
+        "kvpatch_share": 0.5,
+        "kvpatch_self_share": 0.25,
+        "top": top,
+    }
+    (folder / "micro.json").write_text(json.dumps({**head, "rows": rows}))
+    (folder / "profile.json").write_text(json.dumps({**head, "profiles": [profile]}))
+    made = page.render(folder)
+    assert "| walk | 1,000 blocks | 1.00 ms | 500.0 µs | 1.00 |" in made["docs/numbers.md"]
+    assert "| `split (kvpatch/fence.py)` | 25.0% |" in made["docs/numbers.md"]
+    assert "docs/pictures/numbers-growth.svg" in made
+
+
 def test_growth_is_the_power_between_the_largest_sizes():
     rows = [{"name": "walk", "many": n, "of": "blocks", "median_s": n / 1e6} for n in (100, 10, 1)]
     series = page.growth_series({"rows": [*rows, {**rows[0], "name": "once"}]})
