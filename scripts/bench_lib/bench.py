@@ -45,8 +45,13 @@ class Bench:
         self._screen.say(f"written to {self._options.output}")
         return 0
 
+    @property
+    def _all(self) -> bool:
+        """Whether to choose from all arms: also where some are asked for by name."""
+        return self._options.kind == "full" or bool(self._options.arms)
+
     def _one(self, starter: Starter) -> None:
-        chosen = arms.ALL if self._options.kind == "full" else arms.DECIDING
+        chosen = arms.ALL if self._all else arms.DECIDING
         chosen = tuple(arm for arm in chosen if self._options.arms in arm.name)
         if not chosen:
             raise DemoError(f'no arm has "{self._options.arms}" in its name')
@@ -56,7 +61,7 @@ class Bench:
         ).measure()
 
     def _two(self, starter: Starter) -> None:
-        chosen = two_models.ALL if self._options.kind == "full" else two_models.DECIDING
+        chosen = two_models.ALL if self._all else two_models.DECIDING
         chosen = tuple(one for one in chosen if self._options.arms in one.name)
         if not chosen:
             raise DemoError(f'no arm has "{self._options.arms}" in its name')
