@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 LIMIT = 64 << 20
-MARGIN = 1 << 20  # for the index, and what a carrier adds
+MARGIN = 6 << 20  # for the index, and for the tree, which may travel with a pack
 LISTING = "packs.json"
 
 
