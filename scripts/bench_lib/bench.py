@@ -8,6 +8,7 @@ from typing import Any
 from bench_lib import arms, goals, provenance, two_models
 from bench_lib.one_model import OneModel
 from bench_lib.options import ROOT, Options
+from bench_lib.sizes import KV_HEADS
 from bench_lib.starting import Starter
 from bench_lib.two_models import TwoModels
 from demo_lib.models import kept_model
@@ -35,7 +36,9 @@ class Bench:
         for part in self._options.parts:
             # Servers of one part are gone before those of the next take their memory.
             with workspace() as folder:
-                models = {name: kept_model(seed, self._screen) for name, seed in SEEDS.items()}
+                models = {
+                    name: kept_model(seed, self._screen, KV_HEADS) for name, seed in SEEDS.items()
+                }
                 starter = Starter(
                     models, folder, self._options.size, self._screen, self._options.logs
                 )

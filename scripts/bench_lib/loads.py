@@ -16,7 +16,7 @@ from pathlib import Path
 
 from bench_lib.sizes import BLOCK_TOKENS, Size
 
-TURN_BLOCKS = 8  # what a user says next, and the answer that is now history
+TURN_BLOCKS = 4  # an answer that is now history, a block, and what a user says next
 
 
 @dataclass(frozen=True)

@@ -19,6 +19,7 @@ from pathlib import Path
 from bench_lib import folded, provenance
 from bench_lib.options import RESULTS, ROOT
 from bench_lib.profiled import TRANSFER, steps, transfers
+from bench_lib.sizes import KV_HEADS
 
 SCRIPTS = ROOT / "scripts"
 RATE = 200  # samples a second
@@ -96,7 +97,7 @@ def main(arguments: list[str]) -> int:
 
     screen = Screen("bench")
     head = provenance.header(" ".join(["scripts/bench profile", *arguments]), ROOT)
-    model = kept_model(7, screen)
+    model = kept_model(7, screen, KV_HEADS)
     found, samples = [], {}
     with tempfile.TemporaryDirectory(prefix="kvpatch-bench-") as folder:
         for name, (run, inside, what) in PROFILES.items():

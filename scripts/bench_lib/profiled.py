@@ -7,9 +7,10 @@ import sys
 import time
 from typing import Any
 
-from bench_lib.sizes import BLOCK_BYTES, BLOCK_TOKENS
+from bench_lib.sizes import BLOCK_TOKENS
 
 TRANSFER = 4096  # blocks
+ROW = 64 << 10  # bytes of a block
 
 
 def engine(model: str) -> Any:
@@ -28,7 +29,7 @@ def engine(model: str) -> Any:
         max_num_seqs=16,
         max_num_batched_tokens=2048,
         seed=0,
-        kv_transfer_config=connector_config("offloading", 4096),
+        kv_transfer_config=connector_config("offloading", 1024),
     )
 
 
@@ -58,7 +59,7 @@ def transfers(model: str, seconds: float) -> None:
     from kvpatch.hostdevice import streams
     from kvpatch.hostdevice.offloading import HostOffloadingWorker
 
-    region = torch.zeros((TRANSFER, BLOCK_BYTES), dtype=torch.int8)
+    region = torch.zeros((TRANSFER, ROW), dtype=torch.int8)
     regions = geometry.Regions([region], [[0]])
     worker = HostOffloadingWorker(geometry.canonical(regions), 1, TRANSFER)
     order = list(range(TRANSFER))

@@ -7,7 +7,10 @@ from typing import Any
 
 BLOCK_TOKENS = 32
 LAYERS = 4
-BLOCK_BYTES = LAYERS * BLOCK_TOKENS * 4 * 64 * 2 * 4  # tokens, heads, head size, K and V, float32
+# As many as attention heads: what is kept of a device is whole pages, and a model with little KV
+# would use so few of them that one more or less decides.
+KV_HEADS = 8
+BLOCK_BYTES = LAYERS * BLOCK_TOKENS * KV_HEADS * 64 * 2 * 4  # head size, K and V, float32
 # kvcached maps pages of 2 MiB for every layer; a pool of whole pages is not rounded down.
 PAGE_BLOCKS = (2 << 20) * LAYERS // BLOCK_BYTES
 
@@ -31,9 +34,9 @@ class Size:
     """
 
     repeats: int = 5
-    blocks: int = 448
+    blocks: int = 320
     tier_blocks: int = 2048
-    prompt: int = 4096
+    prompt: int = 3072
     prompts: int = 8
     conversations: int = 5
     turns: int = 3
@@ -77,6 +80,6 @@ SMOKE = Size(
     prefixes=4,
     asked=2,
     answer=4,
-    peak=2,
+    peak=6,
     neighbour_repeats=1,
 )

@@ -23,7 +23,7 @@ from bench_lib.one_model import turns
 from bench_lib.sizes import BLOCK_BYTES, BLOCK_TOKENS, LAYERS, PAGE_BLOCKS, Size
 from bench_lib.starting import Starter
 from demo_lib.screen import Screen
-from demo_lib.server import Server
+from demo_lib.server import SPARE_PAGES, Server
 
 KEEPS_NOTHING = {"KVCACHED_MAX_CACHED_TOKENS": "0"}
 FIRST, SECOND = "first", "second"
@@ -55,9 +55,14 @@ DECIDING = (Shared(known.KVCACHED, keeps_nothing=True), Shared(known.KVPATCH, ke
 
 
 def device_blocks(size: Size) -> int:
-    """Return the blocks of the device: one peak fits with a quarter to spare, two do not."""
+    """Return the blocks of the device: one peak fits with a quarter to spare, two do not.
+
+    What both engines keep when they are idle comes on top: the page of block 0, which is
+    never given back, and kvcached's spare pages.
+    """
     longest = size.prompt // BLOCK_TOKENS + 2 + -(-size.answer // BLOCK_TOKENS)
     pages = -(-size.peak * longest * 5 // 4 // PAGE_BLOCKS)
+    pages += 2 * (1 + int(SPARE_PAGES["KVCACHED_MAX_RESERVED_PAGES"]))
     return (pages + pages % 2) * PAGE_BLOCKS
 
 

@@ -17,14 +17,14 @@ from demo_lib.server import CACHE
 SCRIPTS = Path(__file__).resolve().parents[1]
 
 
-def kept_model(seed: int, screen: Screen) -> Path:
+def kept_model(seed: int, screen: Screen, kv_heads: int = 4) -> Path:
     """Return the folder of the small model with random weights of ``seed``.
 
     Raises:
         DemoError: it could not be made.
     """
     script = SCRIPTS / "tiny_model.py"
-    recipe = f"{hashlib.sha256(script.read_bytes()).hexdigest()[:12]}-{seed}"
+    recipe = f"{hashlib.sha256(script.read_bytes()).hexdigest()[:12]}-{seed}-{kv_heads}"
     model = CACHE / "models" / recipe
     if (model / "model.safetensors").exists():
         screen.say(f"model: 4 layers, random weights of seed {seed}, made before")
@@ -33,7 +33,10 @@ def kept_model(seed: int, screen: Screen) -> Path:
     partial = model.with_name(f"{recipe}-{os.getpid()}")
     try:
         made = subprocess.run(
-            [sys.executable, str(script), str(partial), "--seed", str(seed)],
+            [
+                *(sys.executable, str(script), str(partial)),
+                *("--seed", str(seed), "--kv-heads", str(kv_heads)),
+            ],
             # torch makes a cache wherever it is imported; not in the user's /tmp.
             env=os.environ | {"TORCHINDUCTOR_CACHE_DIR": str(CACHE / "torchinductor")},
             capture_output=True,
