@@ -15,24 +15,28 @@ import subprocess
 import sys
 import tempfile
 import time
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
+from bench_lib import provenance
+
 HERE = Path(__file__).resolve().parent
-BLOCK = 32
-DEVICE_BLOCKS = 128  # four pages; six requests of up to 40 blocks want more
-TIER_BLOCKS = 250
+BLOCK = 128  # so large that a page holds 8 of them and is often wholly free
+DEVICE_BLOCKS = 40  # five pages; six requests of up to 10 blocks want more
+TIER_BLOCKS = 64
+SLOWEST_COPY = 0.2  # seconds, some ten steps: many blocks are freed under their copies
 LONGEST = 48  # tokens a request generates at most
 BLOCK_BYTES = 4 * BLOCK * 4 * 64 * 2 * 4  # layers, tokens, heads, head size, K and V, float32
 
 
 def prompts(seed: int) -> list[list[int]]:
-    """60 prompts of up to 40 blocks; a third of them begin as another one does."""
+    """60 prompts of up to 10 blocks; a third of them begin as another one does."""
     source = random.Random(seed)
     made: list[list[int]] = []
     for index in range(60):
-        length = source.randrange(8 * BLOCK, 39 * BLOCK)
+        length = source.randrange(2 * BLOCK, 10 * BLOCK)
         head = source.choice(made)[: length // 2] if index % 3 == 2 else []
         made.append(head + [source.randrange(2, 258) for _ in range(length - len(head))])
     return made
@@ -71,6 +75,21 @@ def reference(job: dict[str, Any]) -> dict[str, Any]:
     }
 
 
+def slow_copies(seed: int) -> None:
+    """Let copies take their time, as they do when a link is shared."""
+    from kvpatch.hostdevice import streams
+
+    permit, source = streams.copy_permit, random.Random(seed)
+
+    @contextmanager
+    def slowly() -> Iterator[None]:
+        with permit():
+            time.sleep(source.random() * SLOWEST_COPY)
+            yield
+
+    streams.copy_permit = slowly
+
+
 class Soak:
     """An engine in this process and what was done to it."""
 
@@ -101,6 +120,7 @@ class Soak:
         self.pool = self.scheduler.kv_cache_manager.block_pool
         self.manager = self.pool.kv_cache_manager
         self.source = random.Random(job["seed"])
+        self.calm = False  # nobody asks for anything for a while
         self.prompts = prompts(job["seed"])
         self.truth = job["tokens"]
         self.running: dict[str, tuple[int, int]] = {}
@@ -126,7 +146,9 @@ class Soak:
 
     def once(self) -> None:
         """Do what users and operators do, and step."""
-        if len(self.running) < 6 and self.chance(0.5):
+        if self.chance(0.02):
+            self.calm = not self.calm
+        if not self.calm and len(self.running) < 6 and self.chance(0.5):
             self.add()
         if self.running and self.chance(0.03):
             name = self.source.choice(sorted(self.running))
@@ -134,10 +156,10 @@ class Soak:
             del self.running[name]
             self.counts["aborted"] += 1
         if self.chance(0.02):
-            self.pool.max_cached_blocks = self.source.choice((0, 20, 60, -1))
+            self.pool.max_cached_blocks = self.source.choice((0, 0, 5, -1))
             self.counts["trims"] += 1
         if self.chance(0.01):
-            pages = self.source.choice((3, 4, 4))
+            pages = self.source.choice((3, 4, 5))
             self.manager.resize(min(self.full_size, pages * self.manager.page_size))
             self.manager.trim()
             self.counts["shrinks"] += 1
@@ -151,7 +173,7 @@ class Soak:
         from vllm import SamplingParams
 
         index = int(len(self.prompts) * self.source.random() ** 2)
-        tokens = self.source.randrange(1, LONGEST + 1)
+        tokens = self.source.choice((1, 2, 3, self.source.randrange(4, LONGEST + 1)))
         name = f"{self.counts['requests']}"
         self.counts["requests"] += 1
         self.running[name] = (index, tokens)
@@ -227,6 +249,7 @@ def soak(job: dict[str, Any]) -> dict[str, Any]:
         from fence_driver import allow_async_scheduling
 
         allow_async_scheduling()
+    slow_copies(job["seed"])
     run = Soak(job)
     run.run(job["seconds"])
     from kvpatch import fence
@@ -274,6 +297,9 @@ def child(kind: str, job: dict[str, Any], folder: Path) -> dict[str, Any]:
         "KVCACHED_MIN_RESERVED_PAGES": "0",
         "KVCACHED_PAGE_PREALLOC_ENABLED": "false",
         "VLLM_CPU_KVCACHE_SPACE": "1",
+        # Every engine on the machine binds itself to the same core by default.
+        "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+        "OMP_NUM_THREADS": "1",
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
         "VLLM_NO_USAGE_STATS": "1",
         "PYTHONHASHSEED": "0",
@@ -317,6 +343,9 @@ def main() -> int:
         result = (reference if kind == "reference" else soak)(job)
         (folder / "result.json").write_text(json.dumps(result))
         return 0
+    head = provenance.header(
+        f"scripts/soak --minutes {options.minutes:g} --seed {options.seed}", HERE.parent
+    )
     with tempfile.TemporaryDirectory(prefix="kvpatch-soak-") as name:
         folder = Path(name)
         model = folder / "model"
@@ -331,7 +360,7 @@ def main() -> int:
         for asynchronous in (False, True):
             print(f"{'async' if asynchronous else 'synchronous'} scheduling", flush=True)
             runs.append(child("soak", job | {"asynchronous": asynchronous}, folder))
-    report = {"minutes": options.minutes, "seed": options.seed, "runs": runs}
+    report = head | {"minutes": options.minutes, "seed": options.seed, "runs": runs}
     print(json.dumps(report, indent=2))
     if options.report:
         options.report.write_text(json.dumps(report, indent=2) + "\n")

@@ -18,6 +18,7 @@ HERE = Path(__file__).parent
 LONG = (
     "test_demo",
     "test_events",
+    "test_fence_served",
     "test_killed",
     "test_runner_v2",
     "test_simple",

@@ -2,11 +2,12 @@
 
 vLLM sends a step's stats to one of its API servers, whichever answers the step. So
 counters travel as what was added since the last message, and every server adds its
-share; gauges travel as they are, and the newest one is shown.
+share; gauges travel as they are with the time they were read, and the newest is shown.
 """
 
 from __future__ import annotations
 
+import time
 from typing import Any, NamedTuple
 
 from kvpatch.observing.totals import OUTCOMES
@@ -114,11 +115,13 @@ class Sender:
         self.sent = 0.0
         self._sent: dict[tuple[str, ...], float] = {}
 
-    def message(self, state: dict[str, Any]) -> dict[str, Values] | None:
+    def message(self, state: dict[str, Any]) -> dict[str, Any] | None:
         """Return the next message; None when nothing has changed."""
         added = self._changed("counter", counters(state), as_difference=True)
         current = self._changed("gauge", gauges(state), as_difference=False)
-        return {"counters": added, "gauges": current} if added or current else None
+        if not added and not current:
+            return None
+        return {"at": time.time(), "counters": added, "gauges": current}
 
     def _changed(self, kind: str, values: Values, as_difference: bool) -> Values:
         changed: Values = {}

@@ -45,7 +45,7 @@ class Metrics:
             self._gauges[INFO.name].labels(*labels, *facts).set(1)
 
     def _gauge(self, gauge: Any, series: Series, labelnames: list[str]) -> Any:
-        # With several API servers each has its own copy; the one set last is the truth.
+        # With several API servers each has its own copy; the newest one is the truth.
         return gauge(
             name=PREFIX + series.name,
             documentation=series.help,
@@ -61,7 +61,20 @@ class Metrics:
                 self._counters[name].labels(*own, *labels).inc(value)
         for name, entries in message["gauges"].items():
             for labels, value in entries:
-                self._gauges[name].labels(*own, *labels).set(value)
+                set_as_of(self._gauges[name].labels(*own, *labels), value, message["at"])
+
+
+def set_as_of(gauge: Any, value: float, when: float) -> None:
+    """Set a gauge to what it was at ``when``, in seconds since the epoch.
+
+    Two API servers may come to two messages in the other order than they were sent in, and
+    prometheus_client shows what was set last; its own ``set`` has no argument for the time.
+    """
+    stored = getattr(gauge, "_value", None)
+    if stored is None:  # Ray's gauges have one value for all processes
+        gauge.set(value)
+    else:
+        stored.set(value, timestamp=when)
 
 
 def versions() -> list[str]:

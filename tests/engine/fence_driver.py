@@ -202,7 +202,7 @@ class Tier:
                 # A prompt computed in other company differs in the last digits only.
                 same = np.allclose(row[: expected.size], expected, atol=1e-3, rtol=1e-3)
                 verdict["right" if same else "wrong"] += 1
-        return verdict
+        return verdict | self.stage.notes
 
 
 def finish(stage: Stage) -> None:
@@ -329,6 +329,26 @@ def shrink(stage: Stage) -> None:
     stage.step(3)
 
 
+def give_back(stage: Stage) -> None:
+    """Memory of a request whose copies have ended, step by step after it finished."""
+    before = charged()
+    stage.add("a", 3)
+    stage.step(2)
+    stage.notes["most"] = charged() - before
+    stage.finish("a")
+    streams.synchronize()
+    while charged() > before and stage.notes.setdefault("steps", 0) < 10:
+        stage.step()
+        stage.notes["steps"] += 1
+    stage.notes["kept"] = charged() - before
+    stage.notes["asks_for_steps"] = stage.scheduler.has_requests()
+
+
+def charged() -> int:
+    """Bytes of the device that this engine has."""
+    return ledger.usage().get(os.getpid(), 0)
+
+
 def corrupt(stage: Stage) -> None:
     """A bit of the CPU tier flips between a store and the load of it."""
     stage.add("a", 3)
@@ -361,6 +381,7 @@ SCENARIOS: dict[str, Callable[[Stage], None]] = {
         cap_trim,
         reset,
         shrink,
+        give_back,
         corrupt,
     )
 } | simple_scenarios.SCENARIOS
@@ -434,7 +455,7 @@ def main(job_path: str, result_path: str) -> None:
         "held_now": held.holding if held else 0,
         "counters": vars(held.counters) if held else {},
         "retired_now": len(getattr(stage.pool.kv_cache_manager, "_retired_pages", None) or ()),
-        "charged": ledger.usage().get(os.getpid(), 0),
+        "charged": charged(),
         "checked": stage.llm.collective_rpc(count_checks) if audit.wanted() else [],
     }
     Path(result_path).write_text(json.dumps(result))

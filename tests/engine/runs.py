@@ -15,6 +15,8 @@ from typing import Any
 HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
 BLOCK = 32
+# By default every engine binds itself to the same core, and engines side by side share it.
+UNBOUND = {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": "1"}
 # With Triton there, vLLM takes Model Runner V2 by itself, as it does on a GPU.
 RUNNER = {"v1": {"VLLM_USE_V2_MODEL_RUNNER": "0"}, "v2": {"TRITON_INTERPRET": "1"}}
 
@@ -68,6 +70,7 @@ class Device:
             "KVCACHED_CONTIGUOUS_LAYOUT": str(run.contiguous).lower(),
             "VLLM_CPU_KVCACHE_SPACE": "1",
             "VLLM_NO_USAGE_STATS": "1",
+            **UNBOUND,
             **RUNNER[run.runner],
             # A release outside the range is compared before the range is widened.
             **({"KVPATCH_ALLOW_VLLM": run.vllm} if run.vllm else {}),

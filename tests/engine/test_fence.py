@@ -32,6 +32,7 @@ TOGETHER = (
     "cap_trim",
     "reset",
 )
+SHARED = (*TOGETHER, "give_back")  # on one engine
 ALONE = ("finish_unplanned", "preempt", "shrink", "window_skip")
 TWO_RANKS = ("finish", "preempt")
 DECODES = ("finish_unplanned", "preempt")  # whose later blocks are stored too
@@ -75,7 +76,7 @@ def prompts_of(scenario: str, ranks: int = 1) -> dict[str, list[int]]:
 class Fences:
     """Runs scenarios, several on one engine, and keeps what they found."""
 
-    every: tuple[str, ...] = (*TOGETHER, *ALONE, "corrupt")
+    every: tuple[str, ...] = (*SHARED, *ALONE, "corrupt")
 
     def __init__(
         self,
@@ -102,7 +103,7 @@ class Fences:
         job_path.write_text(json.dumps(job))
         return subprocess.run(
             [python_of(self.vllm), HERE / "fence_driver.py", job_path, result],
-            env=self.device.environ(run) | self._cores(job["engine"]["tensor_parallel_size"]),
+            env=self.device.environ(run),
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
@@ -110,10 +111,6 @@ class Fences:
             timeout=300,
             check=False,
         )
-
-    @staticmethod
-    def _cores(ranks: int) -> dict[str, str]:
-        return {"VLLM_CPU_OMP_THREADS_BIND": "0|1"} if ranks == 2 else {}
 
     def _job(self, run: Run, scenarios: tuple[str, ...], ranks: int, **engine: Any) -> dict:
         arguments = engine_arguments(run) | {
@@ -162,7 +159,7 @@ class Fences:
     def run(
         self, scenario: str, asynchronous: bool, fenced: bool, ranks: int = 1
     ) -> dict[str, Any]:
-        scenarios = TOGETHER if scenario in TOGETHER and ranks == 1 else (scenario,)
+        scenarios = SHARED if scenario in SHARED and ranks == 1 else (scenario,)
         key = (scenarios, asynchronous, fenced, ranks)
         if key not in self.results:
             run, job = self.prepare(scenarios, asynchronous, ranks)
@@ -242,6 +239,16 @@ def test_with_the_fence_every_stored_block_is_right(
     assert result["counters"]["released"] > 0
     if scenario == "preempt":
         assert result["preemptions"] > 0
+
+
+@SCHEDULING
+def test_memory_is_back_two_steps_after_the_last_copy(fences: Fences, asynchronous: bool) -> None:
+    verdict = fences.run("give_back", asynchronous, fenced=True)["scenarios"]["give_back"]
+    assert verdict["most"] >= 4 * (2 << 20)  # a page holds 2 MiB of each layer
+    assert verdict["kept"] == 0
+    assert verdict.get("steps", 0) <= 2
+    # An engine of its own goes to sleep now.
+    assert verdict["asks_for_steps"] is False
 
 
 @pytest.mark.parametrize(

@@ -42,8 +42,6 @@ def test_the_next_engine_of_that_name_starts_and_is_right(
     environment = device.environ(run)
     for variable in (ledger.SIZE, ledger.FOLDER):
         monkeypatch.setenv(variable, environment[variable])
-    if ranks == 2:
-        environment["VLLM_CPU_OMP_THREADS_BIND"] = "0|1"
     arguments = engine_arguments(run) | {"tensor_parallel_size": ranks}
     answers = []
     for attempt in ("killed", "next"):

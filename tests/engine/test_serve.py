@@ -24,10 +24,6 @@ def served(
         if (run, ranks) not in finished:
             arguments = engine_arguments(run) | {"tensor_parallel_size": ranks}
             environment = device.environ(run)
-            if ranks > 1:
-                environment["VLLM_CPU_OMP_THREADS_BIND"] = "|".join(
-                    str(core % 2) for core in range(ranks)
-                )
             result: dict = {"rounds": []}
             folder = tmp_path_factory.mktemp("serve")
             with Server(models(run.model), arguments, environment, folder) as server:

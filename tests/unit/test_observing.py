@@ -11,7 +11,9 @@ import threading
 from pathlib import Path
 from types import SimpleNamespace
 
+import prometheus_client
 import pytest
+from prometheus_client import multiprocess
 
 from kvpatch import cli
 from kvpatch.fence import Counters
@@ -555,6 +557,29 @@ def test_what_is_sent_is_a_series_of_the_table():
         assert set(message[kind]) == set(labels)
         for name, entries in message[kind].items():
             assert {len(own) for own, _ in entries} == {labels[name]}
+
+
+SERVER = """
+import json, sys
+from prometheus_client import Gauge
+from kvpatch.observing.prometheus import set_as_of
+
+gauge = Gauge("held", "held", ["engine"], multiprocess_mode="mostrecent")
+for value, when in json.loads(sys.argv[1]):
+    set_as_of(gauge.labels("0"), value, when)
+"""
+
+
+def test_a_gauge_is_what_it_was_last_whoever_hears_of_it_last(tmp_path, monkeypatch):
+    """The API server that answers an older step may come to its message later."""
+    monkeypatch.setenv("PROMETHEUS_MULTIPROC_DIR", str(tmp_path))
+    # One server after the other, and the newest message is not the last one.
+    for heard in ([(3, 100.0), (0, 300.0)], [(2, 200.0)]):
+        command = [sys.executable, "-c", SERVER, json.dumps(heard)]
+        subprocess.run(command, check=True, env=os.environ | {"KVPATCH": "0"})
+    registry = prometheus_client.CollectorRegistry()
+    multiprocess.MultiProcessCollector(registry)
+    assert registry.get_sample_value("held", {"engine": "0"}) == 0
 
 
 def test_the_connector_never_sees_our_part():
