@@ -9,6 +9,9 @@ from typing import Any
 from bench_lib.sizes import BLOCK_BYTES, BLOCK_TOKENS, Size
 from demo_lib.server import MODEL_NAME, SPARE_PAGES, Kind
 
+# By default every engine of a machine binds itself to the same core. One thread for the model
+# leaves the other core of a small machine to the server and to who asks it, whatever runs.
+ONE_THREAD = {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": "1"}
 CONNECTORS = ("offloading", "simple eager", "simple lazy")
 
 
@@ -94,7 +97,7 @@ def kind(
         arguments["worker-extension-cls"] = "bench_lib.probe.CopyCounter"
     # The host device runs kvcached only with kvpatch on; without a connector that is all it does.
     own = {"KVPATCH": "1", **SPARE_PAGES} if arm.elastic else {"KVPATCH": "0"}
-    return Kind(arm.name, slug, arguments, own | (environment or {}))
+    return Kind(arm.name, slug, arguments, ONE_THREAD | own | (environment or {}))
 
 
 def settings(kinds: dict[str, Kind]) -> dict[str, Any]:

@@ -73,7 +73,7 @@ class Starter:
         while not server.ready():
             self._screen.live(f"starting {kind.name}")
             time.sleep(POLL_SECONDS)
-        if "KVPATCH" in kind.environment and kind.environment["KVPATCH"] == "1":
+        if kind.environment.get("KVPATCH") == "1":
             self._require_elastic(server)
         serve(self._warm_up(), server, folder)
         server.reset_caches()

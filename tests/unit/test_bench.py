@@ -19,7 +19,7 @@ from bench_lib.goals import Results
 from bench_lib.one_model import turns
 from bench_lib.options import parse
 from bench_lib.pairing import pair, summary
-from bench_lib.sizes import BLOCK_TOKENS, FULL, PAGE_BLOCKS, QUICK, SMOKE
+from bench_lib.sizes import BLOCK_BYTES, BLOCK_TOKENS, FULL, PAGE_BLOCKS, QUICK, SMOKE
 
 NAMES = [arm.name for arm in (arms.PLAIN, arms.STATIC, arms.KVCACHED, arms.KVPATCH, arms.TWIN)]
 
@@ -38,6 +38,32 @@ def shared(one: tuple[int, ...], other: tuple[int, ...]) -> int:
         (at for at, (a, b) in enumerate(zip(one, other, strict=False)) if a != b),
         min(len(one), len(other)),
     )
+
+
+# Arms
+
+
+def test_all_arms_have_the_same_budgets():
+    kinds = [arms.kind(arm, FULL, FULL.blocks, "one") for arm in arms.ALL]
+    ours = ("kv-transfer-config", "worker-extension-cls")
+    common = [
+        {name: value for name, value in kind.arguments.items() if name not in ours}
+        for kind in kinds
+    ]
+    assert all(arguments == common[0] for arguments in common)
+    assert common[0]["num-gpu-blocks-override"] == str(FULL.blocks)
+    tiers = [
+        json.loads(kind.arguments["kv-transfer-config"])["kv_connector_extra_config"]
+        for kind in kinds
+        if "kv-transfer-config" in kind.arguments
+    ]
+    assert {tier["cpu_bytes_to_use"] for tier in tiers} == {FULL.tier_blocks * BLOCK_BYTES}
+    assert len(tiers) == len([arm for arm in arms.ALL if arm.connector])
+
+
+def test_the_twin_is_the_same_arm_under_another_name():
+    one, other = (arms.kind(arm, FULL, FULL.blocks, "x") for arm in (arms.KVPATCH, arms.TWIN))
+    assert replace(other, name=one.name) == one
 
 
 # Loads
