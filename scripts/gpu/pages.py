@@ -12,6 +12,15 @@ from kvpatch.fence import Fence, Transfer, around_release
 BLOCK = 16  # tokens
 
 
+def pool_for(count: int, heads: int, size: int) -> int:
+    """Return the blocks of a pool in which ``count`` fit beside what kvcached keeps for itself.
+
+    K and V have pages of 2 MiB each; the first page, and spare ones, are kept.
+    """
+    page = (2 << 20) // (BLOCK * heads * size * 2)
+    return (-(-count // page) + 6) * page
+
+
 class Pages:
     """A pool of blocks as an engine has one, marked through the views that a model writes by.
 

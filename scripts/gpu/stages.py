@@ -26,7 +26,7 @@ import torch  # noqa: E402
 
 from bench_lib import provenance  # noqa: E402
 from copiers import CONNECTORS, held, synchronize  # noqa: E402
-from pages import Pages, planned  # noqa: E402
+from pages import Pages, planned, pool_for  # noqa: E402
 
 DEVICE = "cuda:0"
 
@@ -147,7 +147,7 @@ def copies(gpu: bool) -> list[dict[str, Any]]:
         block_bytes = layers * 16 * heads * size * 2 * 2
         count = total // block_bytes
         for connector, make in CONNECTORS.items():
-            pages = Pages(layers, heads, size, blocks=count + 64, device=DEVICE)
+            pages = Pages(layers, heads, size, pool_for(count, heads, size), DEVICE)
             copier = make(pages.regions, count, gpu)
             try:
                 blocks = pages.take(count)
