@@ -22,7 +22,7 @@ def read(results: Path) -> dict[str, Any]:
     """Return the result files that are there, by name.
 
     Raises:
-        SystemExit: one of them is not JSON.
+        SystemExit: one of them is not JSON, or says that it is of a GPU and is not.
     """
     found = {}
     for name in FILES:
@@ -32,6 +32,8 @@ def read(results: Path) -> dict[str, Any]:
                 found[name] = json.loads(path.read_text())
             except ValueError as error:
                 raise SystemExit(f"{path.name} is not JSON ({error})") from error
+            if name.startswith("gpu-") and found[name]["machine"]["gpu"].startswith("none"):
+                raise SystemExit(f"{path.name} is of a dry run, not of a GPU; take it out")
     return found
 
 

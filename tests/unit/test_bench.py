@@ -320,13 +320,20 @@ def test_results_of_a_gpu_are_shown_when_they_are_there(folder):
         "gpu-copies": {"rows": [copy]},
         "gpu-arms": {"runs": {"plain vLLM": ran, "another": [{"failed": ["why"]}]}},
     }.items():
-        (folder / f"{name}.json").write_text(json.dumps(content))
+        (folder / f"{name}.json").write_text(json.dumps({"machine": {"gpu": "one"}, **content}))
     text = page.render(folder)["docs/numbers.md"]
     assert goals.NO_GPU not in text
     assert "| round trip | Simple | contiguous | 9 | 8 |" in text
     assert "| Simple | contiguous | to the host | 1,024 | 50.0 | 97.0% |" in text
     assert "| plain vLLM | 1,000 | 1,000 | 2 | 1 |" in text
     assert "| another | - | - | 1 | 1 |" in text
+
+
+def test_a_dry_run_is_not_shown_as_one_of_a_gpu(folder):
+    dry = {"machine": {"gpu": "none: a dry run on the host device"}, "rows": []}
+    (folder / "gpu-copies.json").write_text(json.dumps(dry))
+    with pytest.raises(SystemExit, match=r"gpu-copies.json is of a dry run"):
+        page.render(folder)
 
 
 def test_micro_benchmarks_and_profiles_are_shown_when_they_are_there(folder):
