@@ -40,7 +40,7 @@ PROFILES: dict[str, tuple[Callable[[str, float], None], str, str]] = {
     ),
     "a large transfer": (
         transfers,
-        "transfers (",
+        "back_and_forth (",
         f"{TRANSFER:,} blocks stored and loaded on the host device, by the thread that submits.",
     ),
 }

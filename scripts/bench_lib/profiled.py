@@ -49,6 +49,20 @@ def steps(model: str, seconds: float) -> None:
         llm.generate(prompts[:24], parameters, use_tqdm=False)
 
 
+def back_and_forth(worker: Any, device: Any, tier: Any, seconds: float) -> None:
+    """Store and load the same blocks until the time is over."""
+    from kvpatch.hostdevice import streams
+
+    end = time.monotonic() + seconds
+    for job in range(1 << 30):
+        if time.monotonic() > end:
+            break
+        worker.submit_store(2 * job, device, tier)
+        worker.submit_load(2 * job + 1, tier, device)
+        streams.synchronize()
+        worker.get_finished()
+
+
 def transfers(model: str, seconds: float) -> None:
     """Store and load 4,096 blocks, again and again, without an engine around it."""
     import torch
@@ -56,7 +70,6 @@ def transfers(model: str, seconds: float) -> None:
     from vllm.v1.kv_offload.cpu.common import CPULoadStoreSpec
 
     from kvpatch import geometry
-    from kvpatch.hostdevice import streams
     from kvpatch.hostdevice.offloading import HostOffloadingWorker
 
     region = torch.zeros((TRANSFER, ROW), dtype=torch.int8)
@@ -66,14 +79,7 @@ def transfers(model: str, seconds: float) -> None:
     random.Random(1).shuffle(order)
     device = GPULoadStoreSpec(order, group_sizes=[TRANSFER], block_indices=[0])
     tier = CPULoadStoreSpec(order[::-1])
-    end = time.monotonic() + seconds
-    for job in range(1 << 30):
-        if time.monotonic() > end:
-            break
-        worker.submit_store(2 * job, device, tier)
-        worker.submit_load(2 * job + 1, tier, device)
-        streams.synchronize()
-        worker.get_finished()
+    back_and_forth(worker, device, tier, seconds)
     worker.shutdown()
 
 
