@@ -219,7 +219,7 @@ def main(job_path: str, result_path: str) -> None:
     for patch_id in job.get("revert", ()):
         from kvpatch import activation
 
-        activation.transaction.revert(patch_id)
+        assert activation.transaction.revert(patch_id), f"{patch_id} is patched over"
     if job.get("nothing_connector"):
         nothing_connector.allow()
     if job.get("cross_layer"):

@@ -421,7 +421,7 @@ def main(job_path: str, result_path: str) -> None:
     for patch_id in job.get("revert", ()):
         from kvpatch import activation
 
-        activation.transaction.revert(patch_id)
+        assert activation.transaction.revert(patch_id), f"{patch_id} is patched over"
     if job.get("blind"):
         fence.Fence._rule = lambda *_: None  # type: ignore[method-assign]
     if job.get("nothing_connector"):

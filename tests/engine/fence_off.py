@@ -7,6 +7,6 @@ from vllm.v1.core.sched.scheduler import Scheduler
 
 from kvpatch import activation
 
-activation.transaction.revert("fence.install")
+assert activation.transaction.revert("fence.install")
 
 __all__ = ["Scheduler"]

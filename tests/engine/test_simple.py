@@ -154,7 +154,7 @@ def test_without_the_native_pool_a_cpu_block_maps_and_unmaps_pages_of_the_device
         "model": str(models("llama")),
         "engine": engine_arguments(run),
         "rounds": [],
-        "revert": [] if native else ["simple.cpu_coordinator", "simple.native_pool"],
+        "revert": [] if native else ["simple.cpu_coordinator"],
         "take_cpu_blocks": True,
     }
     ended = run_driver(job, device.environ(run), tmp_path)
@@ -167,7 +167,7 @@ def test_without_the_native_pool_a_cpu_block_maps_and_unmaps_pages_of_the_device
 
 
 def test_a_cpu_pool_on_the_devices_memory_is_refused(engine: Engine) -> None:
-    refused = engine(Run(simple="eager", revert=("simple.native_pool",)))
+    refused = engine(Run(simple="eager", revert=("events.switch", "simple.native_pool")))
     assert refused.code != 0
     assert (
         "the connector's pool of CPU blocks is on kvcached's memory, because taking and freeing "
