@@ -114,9 +114,10 @@ class Fence:
         del self._reports[job_id]
         transfer = self.transfers.pop(job_id, None)
         if transfer is not None:
-            self._named.subtract(transfer.blocks)
             for block in transfer.blocks:
-                if self._named[block] <= 0:
+                if self._named[block] > 1:
+                    self._named[block] -= 1
+                else:
                     del self._named[block]
 
     def split(self, retired: Retired, can_plan: bool) -> tuple[list[int], Retired]:
@@ -152,7 +153,7 @@ class Fence:
             return "plan"
         if self._named:
             start, end = self.blocks_of_page(page)
-            if any(block in self._named for block in range(start, end)):
+            if not self._named.keys().isdisjoint(range(start, end)):
                 return "transfer"
         return None
 
@@ -321,12 +322,12 @@ def after_reset(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
     """
     result = wrapped(*args, **kwargs)
     release_now(instance)
-    scheduler = instance.scheduler
+    fence = fence_of(instance)
     while (
-        not hasattr(instance, "run_busy_loop")
-        and not scheduler.has_unfinished_requests()
-        and fence_of(instance) is not None
-        and scheduler.has_requests()
+        fence is not None
+        and fence.holding  # other copies may go on; nobody waits for them here
+        and not hasattr(instance, "run_busy_loop")
+        and not instance.scheduler.has_unfinished_requests()
     ):
         instance.step_fn()
     return result

@@ -36,7 +36,9 @@ def make_tokenizer(folder: Path) -> int:
     return len(vocabulary)
 
 
-def make_model(folder: Path, kind: str = "llama", layers: int = 4, seed: int = 7) -> Path:
+def make_model(
+    folder: Path, kind: str = "llama", layers: int = 4, seed: int = 7, kv_heads: int = 4
+) -> Path:
     """Write a model of ``kind`` with seeded random weights into ``folder``.
 
     llama: grouped-query attention, one KV cache group. sliding: sliding-window and
@@ -57,7 +59,7 @@ def make_model(folder: Path, kind: str = "llama", layers: int = 4, seed: int = 7
         "intermediate_size": 512,
         "num_hidden_layers": layers,
         "num_attention_heads": 8,
-        "num_key_value_heads": 4,
+        "num_key_value_heads": kv_heads,
         "max_position_embeddings": 16384,
         "initializer_range": 0.12,
         "bos_token_id": 0,
@@ -86,5 +88,7 @@ if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("folder", type=Path)
     parser.add_argument("--kind", choices=KINDS, default="llama")
-    arguments = parser.parse_args()
-    print(make_model(arguments.folder, arguments.kind))
+    parser.add_argument("--seed", type=int, default=7)
+    parser.add_argument("--kv-heads", type=int, default=4)
+    given = parser.parse_args()
+    print(make_model(given.folder, given.kind, seed=given.seed, kv_heads=given.kv_heads))

@@ -28,7 +28,7 @@ LONG = (
     "test_soak",
     "test_watching",
 )
-LANES = ("unit", "wheel", "refusals", "engine", "versions")
+LANES = ("unit", "wheel", "refusals", "engine", "versions", "bench")
 
 
 def lane_of(path: Path) -> str | None:

@@ -15,6 +15,7 @@ from kvpatch.registry import (
     observing,
     offloading_connector,
     simple_connector,
+    standstill,
     tiers,
 )
 from kvpatch.registry.releases import KVCACHED_RANGE, VLLM_RANGE
@@ -30,6 +31,7 @@ FEATURES = (
     offloading_connector.FEATURE,
     simple_connector.FEATURE,
     fence.FEATURE,
+    standstill.FEATURE,
     kv_events.FEATURE,
     tiers.FEATURE,
     audit.FEATURE,

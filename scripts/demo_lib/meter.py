@@ -41,9 +41,13 @@ def read_counters(client: httpx.Client) -> Counters:
     return parse_counters(client.get("/metrics").text)
 
 
-def parse_counters(exposition: str) -> Counters:
-    """Return the counters in a Prometheus text exposition."""
-    sums: dict[str, float] = {}
+def sums(exposition: str) -> dict[str, float]:
+    """Return each series of a Prometheus text exposition, summed over its labels.
+
+    Two are told apart by a label: prompt tokens by ``source``, whose name is then the
+    source, and ``vllm:kvpatch_offload_bytes_total`` by ``outcome``.
+    """
+    found: dict[str, float] = {}
     for line in exposition.splitlines():
         if line.startswith("#") or " " not in line:
             continue
@@ -51,13 +55,21 @@ def parse_counters(exposition: str) -> Counters:
         name, _, labels = series.partition("{")
         if name == "vllm:prompt_tokens_by_source_total":
             name = labels.partition('source="')[2].partition('"')[0]
-        sums[name] = sums.get(name, 0.0) + float(value)
+        elif name == "vllm:kvpatch_offload_bytes_total":
+            name += " " + labels.partition('outcome="')[2].partition('"')[0]
+        found[name] = found.get(name, 0.0) + float(value)
+    return found
+
+
+def parse_counters(exposition: str) -> Counters:
+    """Return the counters in a Prometheus text exposition."""
+    found = sums(exposition)
     return Counters(
-        computed=int(sums.get("local_compute", 0)),
-        from_cache=int(sums.get("local_cache_hit", 0)),
-        from_tier=int(sums.get("external_kv_transfer", 0)),
-        stored=int(sums.get("vllm:kv_offload_store_bytes_total", 0)),
-        loaded=int(sums.get("vllm:kv_offload_load_bytes_total", 0)),
+        computed=int(found.get("local_compute", 0)),
+        from_cache=int(found.get("local_cache_hit", 0)),
+        from_tier=int(found.get("external_kv_transfer", 0)),
+        stored=int(found.get("vllm:kv_offload_store_bytes_total", 0)),
+        loaded=int(found.get("vllm:kv_offload_load_bytes_total", 0)),
     )
 
 

@@ -32,7 +32,7 @@ matplotlib.rcParams.update(
         "axes.axisbelow": True,
     }
 )
-_BLUE, _ORANGE, _GRAY, _GREEN = "#2563eb", "#ea7317", "#9aa4b5", "#15803d"
+BLUE, ORANGE, GRAY, GREEN = "#2563eb", "#ea7317", "#9aa4b5", "#15803d"
 _MIB = 1 << 20
 
 
@@ -77,20 +77,20 @@ def memory_plot(content: Content) -> Figure:
     static = content.static_bytes / _MIB
     top = max([*mapped, static, 1]) * 1.3
     end = seconds[-1] if seconds else 1
-    axes.fill_between(seconds, mapped, step="post", color=_BLUE, alpha=0.1, linewidth=0)
+    axes.fill_between(seconds, mapped, step="post", color=BLUE, alpha=0.1, linewidth=0)
     axes.step(
         seconds,
         resident,
         where="post",
-        color=_GREEN,
+        color=GREEN,
         linewidth=5,
         alpha=0.3,
         label="held by the operating system",
     )
-    axes.step(seconds, mapped, where="post", color=_BLUE, linewidth=1.6, label="mapped by kvcached")
+    axes.step(seconds, mapped, where="post", color=BLUE, linewidth=1.6, label="mapped by kvcached")
     axes.axhline(
         static,
-        color=_GRAY,
+        color=GRAY,
         linestyle="--",
         linewidth=1.4,
         label="plain vLLM's KV cache by its size, allocated for good",
@@ -124,16 +124,16 @@ def ttft_plot(content: Content) -> Figure:
         )
 
     cold = [answer for answer in (*content.plain, *content.ours) if not answer.returning]
-    draw(cold, _GRAY, "D", "cold: first turn, both servers")
+    draw(cold, GRAY, "D", "cold: first turn, both servers")
     draw(
         [answer for answer in content.plain if answer.returning],
-        _ORANGE,
+        ORANGE,
         "s",
         "returning, plain vLLM (computes again)",
     )
     draw(
         [answer for answer in content.ours if answer.returning],
-        _BLUE,
+        BLUE,
         "o",
         "returning, kvpatch (from the CPU tier)",
     )

@@ -14,9 +14,14 @@ from demo_lib.report import Row
 
 
 class Screen:
-    """Lines that stay, and below them one live line when there is a terminal."""
+    """Lines that stay, and below them one live line when there is a terminal.
 
-    def __init__(self) -> None:
+    Args:
+        name: whose screen it is; a failure begins with it.
+    """
+
+    def __init__(self, name: str = "demo") -> None:
+        self._name = name
         self._console = Console(highlight=False, soft_wrap=True)
         self._begun = time.monotonic()
         self._status: Status | None = None
@@ -69,4 +74,4 @@ class Screen:
     def fail(self, text: str) -> None:
         """Print why the demo ends with an error."""
         self.close()
-        self._console.print(Text(f"demo: {text}", "red"))
+        self._console.print(Text(f"{self._name}: {text}", "red"))

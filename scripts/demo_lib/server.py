@@ -123,12 +123,12 @@ class Server:
         self.log_path = log
         self.start_seconds: float | None = None
         self.peak_memory = 0
-        self._port = port or _free_port()
+        self.port = port or _free_port()
         self._ipc_name = f"kvpatch-demo-{os.getpid()}-{kind.slug}"
         self._shared: set[Path] = set()
         self._process: subprocess.Popen[bytes] | None = None
         self._command = [str(Path(sys.executable).with_name("vllm")), "serve", str(model)]
-        self._command += ["--host", "127.0.0.1", "--port", str(self._port), "--enforce-eager"]
+        self._command += ["--host", "127.0.0.1", "--port", str(self.port), "--enforce-eager"]
         for name, value in {**ENGINE_ARGUMENTS, **kind.arguments}.items():
             self._command += [f"--{name}", value]
         temporary = folder / "tmp"
@@ -149,7 +149,7 @@ class Server:
             **kind.environment,
         }
         self.client = httpx.Client(
-            base_url=f"http://127.0.0.1:{self._port}", timeout=REQUEST_SECONDS, trust_env=False
+            base_url=f"http://127.0.0.1:{self.port}", timeout=REQUEST_SECONDS, trust_env=False
         )
 
     def __enter__(self) -> Server:
@@ -260,7 +260,7 @@ class Server:
             self.client.close()
             if self._process is None:
                 return
-            pids = self._processes()
+            pids = self.processes()
             self.peak_memory = sum(peak_resident(pid) for pid in pids)
             self._shared |= _shared_memory_of(pids)
             if self._process.poll() is None:
@@ -270,10 +270,10 @@ class Server:
             # One that is still starting ignores it for long, and has nothing to lose.
             limit = START_STOP_SECONDS if self.start_seconds is None else STOP_SECONDS
             deadline = time.monotonic() + limit
-            while self._processes() and time.monotonic() < deadline:
+            while self.processes() and time.monotonic() < deadline:
                 time.sleep(0.05)
             deadline = time.monotonic() + STOP_SECONDS
-            while (pids := self._processes()) and time.monotonic() < deadline:
+            while (pids := self.processes()) and time.monotonic() < deadline:
                 self._shared |= _shared_memory_of(pids)
                 for pid in pids:
                     with _may_be_gone():
@@ -282,7 +282,7 @@ class Server:
             self._process.wait()
             self._remove_leftovers()
 
-    def _processes(self) -> list[int]:
+    def processes(self) -> list[int]:
         """The processes of the server's session, EngineCore and workers included.
 
         Those that have ended are reaped on the way; one stays in the list until its last

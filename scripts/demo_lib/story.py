@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
 import platform
 import resource
-import shutil
-import subprocess
-import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -22,14 +18,13 @@ import httpx
 
 from demo_lib import report
 from demo_lib.conversations import Answer, hold, warm_up
-from demo_lib.interrupts import interrupts
 from demo_lib.meter import DEVICE_PAGE, Counters, MemoryMeter, read_counters
+from demo_lib.models import kept_model
 from demo_lib.options import DemoError, Options
 from demo_lib.report import Row
 from demo_lib.screen import Screen
 from demo_lib.server import (
     BLOCK_TOKENS,
-    CACHE,
     DEVICE_SIZE,
     KV_BLOCKS,
     KVPATCH,
@@ -42,7 +37,6 @@ from demo_lib.server import (
 )
 from demo_lib.verdict import Comparison, Evidence, compare, failures, returning_ttft
 
-SCRIPTS = Path(__file__).resolve().parents[1]
 NEEDED_MEMORY = 6 << 30
 IDLE_SECONDS = 2.5  # shown in the plot; nothing waits for it
 FALL_SECONDS = 15
@@ -78,7 +72,7 @@ class Story:
         for row in versions():
             self.screen.say(f"{row.name} {row.value}")
         with workspace() as folder:
-            model = self._model()
+            model = kept_model(7, self.screen)
             self._run(model, folder)
             static_bytes = KV_BLOCKS * block_bytes(model)
         comparison = compare(self.plain.answers, self.ours.answers)
@@ -109,35 +103,6 @@ class Story:
         self.screen.say(f"report: {path}")
         self.screen.verdict(found)
         return 1 if found else 0
-
-    def _model(self) -> Path:
-        """Make the model once; it is kept beside the environment it was made with."""
-        script = SCRIPTS / "tiny_model.py"
-        recipe = hashlib.sha256(script.read_bytes()).hexdigest()[:12]
-        model = CACHE / "models" / recipe
-        if (model / "model.safetensors").exists():
-            self.screen.say("model: 4 layers, random weights of seed 7, made before")
-            return model
-        self.screen.say("model: making one of 4 layers with random weights of seed 7")
-        partial = model.with_name(f"{recipe}-{os.getpid()}")
-        try:
-            made = subprocess.run(
-                [sys.executable, str(script), str(partial)],
-                # torch makes a cache wherever it is imported; not in the user's /tmp.
-                env=os.environ | {"TORCHINDUCTOR_CACHE_DIR": str(CACHE / "torchinductor")},
-                capture_output=True,
-                text=True,
-                check=False,
-                start_new_session=True,
-            )
-            if made.returncode:
-                raise DemoError(f"the model could not be made: {made.stderr.strip()[-2000:]}")
-            with interrupts.deferred():
-                if not model.exists():  # another demo may have been faster
-                    partial.rename(model)
-        finally:
-            shutil.rmtree(partial, ignore_errors=True)
-        return model
 
     def _run(self, model: Path, folder: Path) -> None:
         """Start both servers at once, then let one after the other do its part."""

@@ -213,6 +213,16 @@ def device_bytes() -> dict[str, int]:
     return {"charged": ledger.usage().get(os.getpid(), 0), "resident": resident}
 
 
+def come_to_rest(llm: Any, core: Any) -> None:
+    """Step until the copies of the last requests have ended and were reported."""
+    for _ in range(200):
+        if not core.scheduler.has_requests():
+            return
+        streams.synchronize()
+        llm.llm_engine.step()
+    raise AssertionError("the engine did not come to rest in 200 steps")
+
+
 def main(job_path: str, result_path: str) -> None:
     job = json.loads(Path(job_path).read_text())
     result: dict[str, Any] = {}
@@ -265,6 +275,7 @@ def main(job_path: str, result_path: str) -> None:
     result["fence"] = vars(held.counters) if held is not None else None
     result["evicted"] = evictions.count if evictions is not None else 0
     if simple is not None:
+        come_to_rest(llm, core)
         result["simple"] = simple.result()
     if events is not None:
         result["reset"] = llm.reset_prefix_cache()

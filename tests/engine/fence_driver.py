@@ -349,6 +349,24 @@ def charged() -> int:
     return ledger.usage().get(os.getpid(), 0)
 
 
+def standstill(stage: Stage) -> None:
+    """The limit is lowered under two loads, to exactly what they fill."""
+    for name in ("a", "b"):
+        stage.add(name, 1)
+        stage.finish(name)
+        stage.quiet()
+        stage.llm.reset_prefix_cache()
+    manager = stage.pool.kv_cache_manager
+    for name in ("a+", "b+"):
+        stage.add(name, 3)
+    stage.step()
+    loading = [request.status.name for request in stage.scheduler.requests.values()]
+    assert loading == ["WAITING_FOR_REMOTE_KVS"] * 2, loading
+    manager.resize(3 * manager.page_size)
+    stage.waits_for_copies = True
+    stage.finish("a+", "b+")
+
+
 def corrupt(stage: Stage) -> None:
     """A bit of the CPU tier flips between a store and the load of it."""
     stage.add("a", 3)
@@ -382,6 +400,7 @@ SCENARIOS: dict[str, Callable[[Stage], None]] = {
         reset,
         shrink,
         give_back,
+        standstill,
         corrupt,
     )
 } | simple_scenarios.SCENARIOS

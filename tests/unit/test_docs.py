@@ -21,11 +21,9 @@ def test_the_generated_files_are_current(run):
 @pytest.fixture
 def copy(tmp_path):
     """A copy of what the generator reads and writes."""
-    for name in ("kvpatch", "docs"):
+    for name in ("kvpatch", "docs", "scripts"):
         shutil.copytree(ROOT / name, tmp_path / name, ignore=shutil.ignore_patterns("__pycache__"))
-    (tmp_path / "scripts").mkdir()
-    for name in ("scripts/docs", "README.md"):
-        shutil.copy(ROOT / name, tmp_path / name)
+    shutil.copy(ROOT / "README.md", tmp_path)
     return tmp_path
 
 

@@ -31,7 +31,7 @@ def collect(run, tmp_path):
     return collect
 
 
-@pytest.mark.parametrize("lane", ["unit", "wheel", "refusals", "engine", "versions"])
+@pytest.mark.parametrize("lane", ["unit", "wheel", "refusals", "engine", "versions", "bench"])
 def test_a_test_carries_the_mark_of_its_lane(collect, lane):
     done = collect(f"{lane}/test_it.py")
     assert done.code == 0
@@ -42,7 +42,10 @@ def test_a_test_carries_the_mark_of_its_lane(collect, lane):
 def test_a_test_outside_exactly_one_lane_fails_the_collection(collect, place):
     done = collect(place)
     assert done.code == pytest.ExitCode.USAGE_ERROR
-    assert "is in no lane: put it in one of tests/{unit,wheel,refusals,engine,versions}" in done.err
+    assert (
+        "is in no lane: put it in one of tests/{unit,wheel,refusals,engine,versions,bench}"
+        in done.err
+    )
 
 
 def test_the_unit_lane_needs_no_torch_and_no_vllm(run):

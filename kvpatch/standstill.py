@@ -1,0 +1,70 @@
+"""Loaded requests that wait for memory give theirs back when nothing else can run.
+
+A request whose KV was loaded from a tier holds its blocks while it waits for the ones it
+still has to compute, and vLLM preempts running requests only. It admits a load when
+everything will fit; on elastic memory what fits can become less meanwhile, when a limit
+is lowered or a neighbour takes pages. Then several such requests wait for each other,
+or two engines do, and nothing ever runs again.
+
+What is given back is still in the tier: the request asks for it anew.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import chain
+from typing import Any
+
+# Steps without anything to run. A few are normal: batches in flight end in them. One
+# request alone frees nothing for itself but much for another engine; it waits longer,
+# so that two engines do not take turns at giving up.
+SEVERAL_WAIT = 4
+ONE_WAITS = 1000
+
+
+def around_schedule(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
+    """Let the youngest loaded request go when the scheduler stands still.
+
+    Wraps ``Scheduler.schedule``.
+    """
+    output = wrapped(*args, **kwargs)
+    if (
+        output.total_num_scheduled_tokens
+        or instance.running
+        or instance.connector is None
+        or instance.pause_state.name != "UNPAUSED"
+    ):
+        instance.kvpatch_stood = 0
+        return output
+    holders = [request for request in _waiting(instance) if request.num_computed_tokens > 0]
+    if not holders or any(_loading(instance, request) for request in holders):
+        instance.kvpatch_stood = 0
+        return output
+    stood = instance.kvpatch_stood = getattr(instance, "kvpatch_stood", 0) + 1
+    if stood >= (SEVERAL_WAIT if len(holders) > 1 else ONE_WAITS):
+        instance.kvpatch_stood = 0
+        give_back(instance, max(holders, key=lambda request: request.arrival_time))
+    return output
+
+
+def _waiting(scheduler: Any) -> Iterator[Any]:
+    return chain(scheduler.waiting, getattr(scheduler, "skipped_waiting", ()))
+
+
+def _remote(request: Any) -> bool:
+    return bool(request.status.name == "WAITING_FOR_REMOTE_KVS")
+
+
+def _loading(scheduler: Any, request: Any) -> bool:
+    return _remote(request) and request.request_id not in scheduler.finished_recving_kv_req_ids
+
+
+def give_back(scheduler: Any, request: Any) -> None:
+    """Free what a loaded request holds; it is scheduled again as if it had just come."""
+    if _remote(request):  # loaded, but nobody has looked since
+        scheduler._update_waiting_for_remote_kv(request)
+        states = type(request.status)
+        request.status = states.PREEMPTED if request.num_preemptions else states.WAITING
+    scheduler._free_request_blocks(request)
+    scheduler._inflight_prefills.discard(request)
+    request.num_computed_tokens = 0

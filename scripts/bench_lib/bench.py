@@ -1,0 +1,83 @@
+"""A whole run: both parts, the result file, and the goals on the screen."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from bench_lib import arms, goals, provenance, two_models
+from bench_lib.one_model import OneModel
+from bench_lib.options import ROOT, Options
+from bench_lib.sizes import KV_HEADS
+from bench_lib.starting import Starter
+from bench_lib.two_models import TwoModels
+from demo_lib.models import kept_model
+from demo_lib.options import DemoError
+from demo_lib.screen import Screen
+from demo_lib.server import workspace
+
+SEEDS = {"a": 7, "b": 8}
+
+
+class Bench:
+    """A run of the benchmark with what it has measured so far."""
+
+    def __init__(self, options: Options, screen: Screen) -> None:
+        self._options = options
+        self._screen = screen
+        self._result: dict[str, Any] = {
+            **provenance.header(options.command, ROOT),
+            "kind": options.kind,
+            "size": options.size.plain(),
+        }
+
+    def run(self) -> int:
+        """Measure everything that was asked for."""
+        for part in self._options.parts:
+            # Servers of one part are gone before those of the next take their memory.
+            with workspace() as folder:
+                models = {
+                    name: kept_model(seed, self._screen, KV_HEADS) for name, seed in SEEDS.items()
+                }
+                starter = Starter(
+                    models, folder, self._options.size, self._screen, self._options.logs
+                )
+                (self._one if part == "one" else self._two)(starter)
+        for verdict in goals.verdicts(goals.Results(host=self._result)):
+            self._screen.say(verdict.line())
+        self._screen.say(f"written to {self._options.output}")
+        return 0
+
+    @property
+    def _all(self) -> bool:
+        """Whether to choose from all arms: also where some are asked for by name."""
+        return self._options.kind == "full" or bool(self._options.arms)
+
+    def _one(self, starter: Starter) -> None:
+        chosen = arms.ALL if self._all else arms.DECIDING
+        chosen = tuple(arm for arm in chosen if self._options.arms in arm.name)
+        if not chosen:
+            raise DemoError(f'no arm has "{self._options.arms}" in its name')
+        size = self._options.size
+        OneModel(
+            size, chosen, starter, self._screen, lambda r: self._save("one_model", r)
+        ).measure()
+
+    def _two(self, starter: Starter) -> None:
+        chosen = two_models.ALL if self._all else two_models.DECIDING
+        chosen = tuple(one for one in chosen if self._options.arms in one.name)
+        if not chosen:
+            raise DemoError(f'no arm has "{self._options.arms}" in its name')
+        size = self._options.size
+        TwoModels(
+            size, chosen, starter, self._screen, lambda r: self._save("two_models", r)
+        ).measure()
+
+    def _save(self, part: str, found: dict[str, Any]) -> None:
+        """Write everything down, so that a run that is interrupted leaves what it had."""
+        self._result[part] = found
+        self._result["minutes"] = round(self._screen.seconds / 60, 1)
+        text = json.dumps(self._result, indent=1)
+        partial = self._options.output.with_suffix(".part")
+        partial.write_text(text + "\n")
+        partial.replace(self._options.output)

@@ -1,0 +1,54 @@
+"""The benchmark: every arm side by side; see scripts/bench.
+
+Run by scripts/bench in the project's environment.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+
+from bench_lib.options import parse
+from demo_lib.options import DemoError
+
+COMMANDS = ("micro", "profile")
+
+
+def main(arguments: list[str]) -> int:
+    """Run what is asked for and return the exit status."""
+    if arguments[:1] == ["micro"]:
+        from bench_lib import micro
+
+        return micro.main(arguments[1:])
+    if arguments[:1] == ["profile"]:
+        from bench_lib import profile
+
+        return profile.main(arguments[1:])
+    options = parse(arguments)
+
+    # Only now, so that --help and bad options need no environment.
+    from bench_lib.bench import Bench
+    from demo_lib.interrupts import Interrupted, interrupts
+    from demo_lib.screen import Screen
+
+    screen = Screen("bench")
+    interrupts.install()
+    try:
+        return Bench(options, screen).run()
+    except DemoError as error:
+        screen.fail(str(error))
+        return 1
+    except Interrupted as interrupted:
+        screen.fail(f"Interrupted by {interrupted}; everything that was started has been stopped.")
+        return 128 + interrupted.signum
+    finally:
+        screen.close()
+
+
+if __name__ == "__main__":
+    os.environ["KVPATCH"] = "0"  # the servers are looked at from outside
+    status = main(sys.argv[1:])
+    # What vLLM's client brings along prints pages about itself when the interpreter ends.
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(status)

@@ -1,0 +1,104 @@
+"""Results as a run of scripts/bench writes them, made up, for tests of what is made of them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+THREE = {"mean": 20.0, "p50": 10.0, "p99": 40.0}
+
+
+def one_run(rate: float, ttft: float, copies: int = 0) -> dict[str, Any]:
+    """A run at so many tokens a second, with so many ms to the first token."""
+    times = {"mean": ttft, "p50": ttft, "p99": ttft}
+    return {
+        "seconds": 2.0,
+        "requests_per_second": rate / 1000,
+        "total_tokens_per_second": rate,
+        "output_tokens_per_second": rate / 100,
+        "ttft_ms": times,
+        "first_ttft_ms": times,
+        "returning_ttft_ms": times,
+        "tpot_ms": THREE,
+        "prompt_tokens": {"computed": 100, "from_cache": 20, "from_tier": 80},
+        "bytes": {"stored": 1 << 20, "loaded": 1 << 21},
+        "copy_seconds": {"stored": 0.001, "loaded": 0.0},
+        "copies": {"transfers": 2, "blocks": 64 if copies else 0, "copies": 64 * copies},
+        "preemptions": 0,
+        "cpu_seconds": 1.5,
+        "mapped_bytes": {"peak": 1 << 24, "end": 1 << 23, "after_reset": 1 << 22},
+    }
+
+
+def arm_entry(name: str) -> dict[str, Any]:
+    return {
+        "elastic": "kvcached" in name,
+        "connector": "offloading" if "+" in name else "",
+        "start_seconds": 20.0,
+        "device_bytes_held": 0 if "kvcached" in name else 1 << 24,
+        "host_bytes_at_start": 1 << 30,
+        "host_bytes_at_end": 1 << 30,
+        "settings": {"arguments": {"seed": "0"}, "environment": {"KVPATCH": "1"}},
+    }
+
+
+def cycle(used: int, kept: int, served: float) -> dict[str, Any]:
+    phase = one_run(1000, 10)
+    return {
+        "used_bytes": used,
+        "kept_bytes": kept,
+        "given_share": 1 - kept / used,
+        "served_share": served,
+        "seconds": 3.0,
+        "phases": {"first_peak": phase, "second_peak": phase, "first_returns": phase},
+        "timeline": {
+            "seconds": [0.0, 1.0, 2.0],
+            "mapped": {"first": [0, used, kept], "second": [0, 0, used]},
+            "phases": [[0.0, "first_peak"], [1.0, "second_peak"], [2.0, "end"]],
+        },
+    }
+
+
+def host(rates: dict[str, list[float]], ttfts: dict[str, list[float]]) -> dict[str, Any]:
+    """A full run in which the arms had these rates and times, the same on every load."""
+    from bench_lib.loads import LOADS
+
+    runs = {
+        arm: [
+            one_run(rate, ttft, copies=1 if "+" in arm else 0)
+            for rate, ttft in zip(rates[arm], ttfts[arm], strict=True)
+        ]
+        for arm in rates
+    }
+    loads = {
+        name: {
+            "what": "made up",
+            "requests": 3,
+            "prompt_tokens": 96,
+            "together": 2,
+            "runs": runs,
+        }
+        for name in LOADS
+    }
+    return {
+        "command": "scripts/bench",
+        "date": "2026-01-01",
+        "commit": "0123456789ab",
+        "minutes": 30.0,
+        "machine": {
+            "system": "Linux x86_64",
+            "cpus": 2,
+            "memory_gib": 24,
+            "python": "3.11.7",
+            "gpu": "none",
+            "load_before": 0.1,
+        },
+        "versions": {"kvpatch": "0.1.0"},
+        "size": {"repeats": 3, "blocks": 448, "tier_blocks": 2048, "together": 2},
+        "one_model": {"arms": {arm: arm_entry(arm) for arm in rates}, "loads": loads},
+        "two_models": {
+            "device_bytes": 1 << 25,
+            "requests_at_a_peak": 4,
+            "arms": {"kvcached + kvpatch": {"arguments": {}, "environment": {}}},
+            "cycles": {"kvcached + kvpatch": [cycle(100, 8, 0.97), cycle(100, 9, 0.99)]},
+        },
+    }

@@ -1,0 +1,421 @@
+"""scripts/bench without running it: loads, pairs, noise, goals, and the page made of results."""
+
+from __future__ import annotations
+
+import json
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("httpx")
+sys.path.insert(0, str(Path(__file__).parents[2] / "scripts"))
+
+from bench_results import cycle, host
+
+from bench_lib import arms, folded, goals, loads, micro, page, two_models
+from bench_lib.goals import Results
+from bench_lib.one_model import turns
+from bench_lib.options import parse
+from bench_lib.pairing import pair, summary
+from bench_lib.sizes import BLOCK_BYTES, BLOCK_TOKENS, FULL, PAGE_BLOCKS, QUICK, SMOKE
+
+NAMES = [arm.name for arm in (arms.PLAIN, arms.STATIC, arms.KVCACHED, arms.KVPATCH, arms.TWIN)]
+
+
+def results(
+    rates: dict[str, list[float]] | None = None, ttfts: dict[str, list[float]] | None = None
+) -> Results:
+    """A run in which all arms are equal, but for what is given."""
+    equal = {name: [1000.0, 1010.0, 990.0] for name in NAMES}
+    return Results(host=host({**equal, **(rates or {})}, {**equal, **(ttfts or {})}))
+
+
+def shared(one: tuple[int, ...], other: tuple[int, ...]) -> int:
+    """Blocks that two prompts begin with together."""
+    return next(
+        (at for at, (a, b) in enumerate(zip(one, other, strict=False)) if a != b),
+        min(len(one), len(other)),
+    )
+
+
+# Arms
+
+
+def test_all_arms_have_the_same_budgets():
+    kinds = [arms.kind(arm, FULL, FULL.blocks, "one") for arm in arms.ALL]
+    ours = ("kv-transfer-config", "worker-extension-cls")
+    common = [
+        {name: value for name, value in kind.arguments.items() if name not in ours}
+        for kind in kinds
+    ]
+    assert all(arguments == common[0] for arguments in common)
+    assert common[0]["num-gpu-blocks-override"] == str(FULL.blocks)
+    tiers = [
+        json.loads(kind.arguments["kv-transfer-config"])["kv_connector_extra_config"]
+        for kind in kinds
+        if "kv-transfer-config" in kind.arguments
+    ]
+    assert {tier["cpu_bytes_to_use"] for tier in tiers} == {FULL.tier_blocks * BLOCK_BYTES}
+    assert len(tiers) == len([arm for arm in arms.ALL if arm.connector])
+
+
+def test_the_twin_is_the_same_arm_under_another_name():
+    one, other = (arms.kind(arm, FULL, FULL.blocks, "x") for arm in (arms.KVPATCH, arms.TWIN))
+    assert replace(other, name=one.name) == one
+
+
+# Loads
+
+
+def test_prompts_without_reuse_share_no_block_in_any_repeat():
+    seen = [
+        number
+        for repeat in range(3)
+        for prompt in loads.no_reuse(FULL, repeat).prompts
+        for number in prompt.hashes
+    ]
+    assert len(seen) == len(set(seen))
+
+
+def test_a_conversation_returns_with_all_it_had_and_after_all_others():
+    load = loads.conversations(FULL, 0)
+    first, rest = load.prompts[: FULL.conversations], load.prompts[FULL.conversations :]
+    assert not any(prompt.returning for prompt in first)
+    assert all(prompt.returning for prompt in rest)
+    for at, prompt in enumerate(rest):
+        before = load.prompts[at].hashes
+        assert prompt.hashes[: len(before)] == before
+        assert len(prompt.hashes) == len(before) + loads.TURN_BLOCKS
+    # Together they do not fit, so that what returns was pushed out; the tier has them all.
+    assert sum(len(prompt.hashes) for prompt in first) > FULL.blocks
+    assert sum(len(prompt.hashes) for prompt in load.prompts[-FULL.conversations :]) < (
+        FULL.tier_blocks
+    )
+
+
+@pytest.mark.parametrize("size", [FULL, QUICK, SMOKE])
+def test_shared_prefixes_lie_between_the_device_and_the_tier(size):
+    load = loads.shared_prefixes(size, 0)
+    prefixes = {prompt.hashes[:-2] for prompt in load.prompts}
+    assert len(prefixes) == size.prefixes
+    assert size.blocks < sum(map(len, prefixes)) < size.tier_blocks
+    for prompt in load.prompts:
+        others = [other for other in load.prompts if other is not prompt]
+        assert max(shared(prompt.hashes, other.hashes) for other in others) == (
+            len(prompt.hashes) - 2
+        )
+
+
+def test_a_model_returns_to_its_own_prompts():
+    before, after = loads.peak(FULL, "a", 1), loads.peak(FULL, "a", 1, returning=True)
+    for one, other in zip(before.prompts, after.prompts, strict=True):
+        assert other.hashes[: len(one.hashes)] == one.hashes
+    mine = {number for prompt in before.prompts for number in prompt.hashes}
+    theirs = {number for prompt in loads.peak(FULL, "b", 1).prompts for number in prompt.hashes}
+    assert not mine & theirs
+
+
+def test_a_trace_is_what_vllm_reads(tmp_path):
+    load = loads.no_reuse(SMOKE, 0)
+    lines = loads.write_trace(load.prompts, tmp_path / "trace.jsonl").read_text().splitlines()
+    for line, prompt in zip(lines, load.prompts, strict=True):
+        entry = json.loads(line)
+        assert entry["input_length"] == len(entry["hash_ids"]) * BLOCK_TOKENS == prompt.tokens
+        assert entry["output_length"] == prompt.answer
+
+
+@pytest.mark.parametrize("size", [FULL, QUICK, SMOKE])
+def test_sizes_are_whole_pages_and_one_peak_fits_but_not_two(size):
+    assert size.blocks % PAGE_BLOCKS == 0
+    device = two_models.device_blocks(size)
+    longest = max(len(prompt.hashes) for prompt in loads.peak(size, "a", 0, True).prompts) + 1
+    assert device // 2 % PAGE_BLOCKS == 0
+    assert size.peak * longest < device < 2 * size.peak * longest
+
+
+# Pairs and noise
+
+
+def test_arms_take_turns_at_being_first():
+    chosen = list(range(5))
+    orders = [turns(chosen, repeat) for repeat in range(10)]
+    assert all(sorted(order) == chosen for order in orders)
+    assert len({order[0] for order in orders[:4]}) > 2
+    # Whatever order two arms have in a repeat, they have the other one as often.
+    for one in chosen:
+        for other in chosen[:one]:
+            assert sum(order.index(one) < order.index(other) for order in orders) == 5
+
+
+def test_a_pair_is_of_neighbours_and_its_noise_is_the_farthest():
+    found = pair([1.0, 2.2, 0.9], [1.0, 2.0, 1.0])
+    assert found.ratios == pytest.approx((1.0, 1.1, 0.9))
+    assert found.median == 1.0
+    assert found.spread == pytest.approx((0.9, 1.1))
+    assert found.noise == pytest.approx(0.1)
+
+
+@pytest.mark.parametrize(("first", "second"), [([1.0], []), ([], []), ([1.0], [0.0])])
+def test_what_cannot_be_paired_is_refused(first, second):
+    with pytest.raises(ValueError, match=r"paired|positive"):
+        pair(first, second)
+
+
+def test_a_summary_has_the_longest_of_few_as_p99():
+    assert summary([3.0, 1.0, 2.0], 1000) == {"mean": 2000.0, "p50": 2000.0, "p99": 3000.0}
+    assert summary([float(n) for n in range(1, 201)])["p99"] == 198.0
+    with pytest.raises(ValueError, match="no samples"):
+        summary([])
+
+
+# Goals
+
+
+def test_without_results_every_goal_is_open_and_says_why():
+    verdicts = goals.verdicts(Results())
+    assert len(verdicts) == len(goals.GOALS)
+    assert {one.word for one in verdicts} == {"open"}
+    assert {one.figure for one in verdicts} == {goals.NOT_RUN, goals.NO_GPU}
+
+
+def test_equal_arms_are_met_within_the_noise_of_equal_arms():
+    twin = {arms.TWIN.name: [1020.0, 1010.0, 990.0]}
+    found = goals.conversations_rate(results(twin))
+    assert (found.word, found.noise) == ("met, within the noise", pytest.approx(0.02))
+    assert found.figure == "1.000x (1.000 to 1.000)"
+
+
+@pytest.mark.parametrize(
+    ("factor", "word"), [(0.9, "missed"), (0.985, "missed, within the noise"), (1.1, "met")]
+)
+def test_what_offloading_costs_without_reuse(factor, word):
+    equal = [1000.0, 1010.0, 990.0]
+    twin = [rate * factor * 1.02 for rate in equal]
+    changed = {arms.KVPATCH.name: [rate * factor for rate in equal], arms.TWIN.name: twin}
+    found = goals.no_reuse(results(changed))
+    assert found.word == word
+    assert found.noise == pytest.approx(0.02)
+
+
+@pytest.mark.parametrize(("factor", "met"), [(0.05, True), (0.2, False)])
+def test_what_returns_is_compared_with_computing_it_again(factor, met):
+    equal = [1000.0, 1010.0, 990.0]
+    fast = {arms.KVPATCH.name: [time * factor for time in equal]}
+    fast[arms.TWIN.name] = fast[arms.KVPATCH.name]
+    assert goals.returning_ttft(results(ttfts=fast)).met is met
+
+
+def test_a_second_copy_of_a_block_misses_the_goal():
+    good = results()
+    assert goals.copies_per_block(good).met
+    runs = good.host["one_model"]["loads"]["no reuse"]["runs"][arms.KVPATCH.name]
+    runs[0]["copies"]["copies"] += 1
+    assert goals.copies_per_block(good).met is False
+
+
+@pytest.mark.parametrize(
+    ("worst", "given", "served"),
+    [(cycle(100, 8, 0.97), True, True), (cycle(100, 11, 0.94), False, False)],
+)
+def test_the_worst_cycle_counts(worst, given, served):
+    found = results()
+    found.host["two_models"]["cycles"]["kvcached + kvpatch"].append(worst)
+    assert (goals.given(found).met, goals.served(found).met) == (given, served)
+
+
+def test_small_rows_do_not_count_for_the_copies_of_a_gpu():
+    def row(size: int, share: float) -> dict[str, object]:
+        return {
+            "connector": "simple",
+            "layout": "contiguous",
+            "direction": "to the host",
+            "row_bytes": size,
+            "share_of_ceiling": share,
+        }
+
+    small, large = row(8 << 10, 0.3), row(64 << 10, 0.96)
+    assert goals.gpu_copies(Results(gpu_copies={"rows": [small, large]})).met
+    slow = {"rows": [small, large, row(1 << 20, 0.9)]}
+    assert goals.gpu_copies(Results(gpu_copies=slow)).met is False
+    assert goals.gpu_copies(Results(gpu_copies={"rows": [small]})).met is None
+
+
+def test_given_is_what_is_left_when_the_neighbour_has_most():
+    first = [{"first": 10, "second": 0}, {"first": 100, "second": 0}]
+    second = [
+        {"first": 80, "second": 10},
+        {"first": 7, "second": 90},
+        {"first": 0, "second": 20},
+    ]
+    assert two_models.given(first, second) == (100, 7)
+    assert two_models.given(first, second, held_for_good=50) == (50, 50)
+
+
+def test_served_is_of_the_prompts_that_were_there_before():
+    returned = {"prompt_tokens": {"computed": 99, "from_cache": 32, "from_tier": 64}}
+    prompts = [loads.Prompt((1, 2), 4), loads.Prompt((3, 4), 4)]
+    assert two_models.served(returned, prompts) == 0.75
+
+
+# The page
+
+
+@pytest.fixture
+def folder(tmp_path):
+    found = results(ttfts={arms.KVPATCH.name: [500.0, 505.0, 495.0]})
+    (tmp_path / "host.json").write_text(json.dumps(found.host))
+    return tmp_path
+
+
+def test_the_page_has_every_goal_with_its_figure(folder):
+    text = page.render(folder)["docs/numbers.md"]
+    for verdict in goals.verdicts(Results(json.loads((folder / "host.json").read_text()))):
+        assert f"| {verdict.goal} | {verdict.figure} | {verdict.word} |" in text
+    assert "Missed: a returning conversation" in text
+    assert goals.NO_GPU in text
+
+
+def test_the_page_and_its_plots_are_the_same_each_time(folder):
+    first, second = page.render(folder), page.render(folder)
+    assert first == second
+    assert {path for path in first if path.endswith(".svg")} == {
+        "docs/pictures/numbers-rates.svg",
+        "docs/pictures/numbers-first-tokens.svg",
+        "docs/pictures/numbers-shared-device.svg",
+    }
+
+
+def test_the_page_changes_with_a_figure(folder):
+    before = page.render(folder)
+    path = folder / "host.json"
+    path.write_text(path.read_text().replace('"total_tokens_per_second": 1010.0', '"x": 0'))
+    with pytest.raises(KeyError):
+        page.render(folder)
+    path.write_text(json.dumps(results({arms.PLAIN.name: [2000.0, 2000.0, 2000.0]}).host))
+    assert page.render(folder) != before
+
+
+def test_a_result_that_cannot_be_read_is_named(tmp_path):
+    (tmp_path / "host.json").write_text("{")
+    with pytest.raises(SystemExit, match=r"host.json is not JSON"):
+        page.render(tmp_path)
+
+
+def test_results_of_a_gpu_are_shown_when_they_are_there(folder):
+    trip = {"what": "round trip", "connector": "Simple", "layout": "contiguous", "blocks": 9}
+    copy = {
+        "connector": "Simple",
+        "layout": "contiguous",
+        "direction": "to the host",
+        "row_bytes": 1 << 20,
+        "gb_per_second": 50.0,
+        "share_of_ceiling": 0.97,
+    }
+    rate = {"total_tokens_per_second": 1000.0}
+    ran = [{"no reuse": rate, "conversations": rate}, {"failed": ["why"]}]
+    for name, content in {
+        "gpu-roundtrips": {"rows": [{**trip, "equal": 8}]},
+        "gpu-copies": {"rows": [copy]},
+        "gpu-arms": {"runs": {"plain vLLM": ran, "another": [{"failed": ["why"]}]}},
+    }.items():
+        (folder / f"{name}.json").write_text(json.dumps({"machine": {"gpu": "one"}, **content}))
+    text = page.render(folder)["docs/numbers.md"]
+    assert goals.NO_GPU not in text
+    assert "| round trip | Simple | contiguous | 9 | 8 |" in text
+    assert "| Simple | contiguous | to the host | 1,024 | 50.0 | 97.0% |" in text
+    assert "| plain vLLM | 1,000 | 1,000 | 2 | 1 |" in text
+    assert "| another | - | - | 1 | 1 |" in text
+
+
+def test_a_dry_run_is_not_shown_as_one_of_a_gpu(folder):
+    dry = {"machine": {"gpu": "none: a dry run on the host device"}, "rows": []}
+    (folder / "gpu-copies.json").write_text(json.dumps(dry))
+    with pytest.raises(SystemExit, match=r"gpu-copies.json is of a dry run"):
+        page.render(folder)
+
+
+def test_micro_benchmarks_and_profiles_are_shown_when_they_are_there(folder):
+    head = {"command": "scripts/bench", "commit": "0", "machine": {"load_before": 0.1}}
+    rows = [
+        {"name": "walk", "many": n, "of": "blocks", "median_s": n / 1e6, "least_s": n / 2e6}
+        for n in (100, 1000)
+    ]
+    top = [["split (kvpatch/fence.py)", 0.25]]
+    profile = {
+        "name": "a step",
+        "what": "A step.",
+        "samples": 40,
+        "kvpatch_share": 0.5,
+        "kvpatch_self_share": 0.25,
+        "top": top,
+    }
+    (folder / "micro.json").write_text(json.dumps({**head, "rows": rows}))
+    (folder / "profile.json").write_text(json.dumps({**head, "profiles": [profile]}))
+    made = page.render(folder)
+    assert "| walk | 1,000 blocks | 1.00 ms | 500.0 µs | 1.00 |" in made["docs/numbers.md"]
+    assert "| `split (kvpatch/fence.py)` | 25.0% |" in made["docs/numbers.md"]
+    assert "docs/pictures/numbers-growth.svg" in made
+
+
+def test_growth_is_the_power_between_the_largest_sizes():
+    rows = [{"name": "walk", "many": n, "of": "blocks", "median_s": n / 1e6} for n in (100, 10, 1)]
+    series = page.growth_series({"rows": [*rows, {**rows[0], "name": "once"}]})
+    assert list(series) == ["walk"]
+    assert page.exponent(series["walk"]) == pytest.approx(1.0)
+
+
+# Micro-benchmarks and profiles
+
+
+def test_a_part_that_does_not_say_what_it_is_is_refused():
+    stats = {"median": 2.0, "min": 1.0, "rounds": 3}
+    about = {"name": "walk", "many": 10, "of": "blocks"}
+    one = {"name": "test_walk[10]", "extra_info": about, "stats": stats}
+    assert micro.rows({"benchmarks": [one]}) == [
+        {**about, "median_s": 2.0, "least_s": 1.0, "rounds": 3}
+    ]
+    with pytest.raises(ValueError, match="does not say what it timed"):
+        micro.rows({"benchmarks": [one, {**one, "extra_info": {}}]})
+
+
+SAMPLES = """\
+main (run.py:1);step (vllm/v1/engine/core.py:9);schedule (/x/site-packages/vllm/v1/s.py:3) 6
+main (run.py:1);step (vllm/v1/engine/core.py:9);split (/work/here/kvpatch/fence.py:200) 3
+main (run.py:1);step (vllm/v1/engine/core.py:9);split (/x/kvpatch/fence.py:2);sum (/y/lib.py:1) 1
+other (thread.py:1) 90
+"""
+
+
+def test_only_samples_below_the_function_count():
+    found = folded.profile("a step", "", folded.stacks(SAMPLES, "step (vllm/v1/engine/core.py"))
+    assert found["samples"] == 10
+    assert (found["kvpatch_share"], found["kvpatch_self_share"]) == (0.4, 0.3)
+    assert found["top"][0] == ["schedule (vllm/v1/s.py)", 0.6]
+    assert found["top"][1] == ["split (kvpatch/fence.py)", 0.3]
+    with pytest.raises(ValueError, match="no sample"):
+        folded.profile("nothing", "", folded.stacks(SAMPLES, "absent"))
+
+
+# The command line
+
+
+@pytest.mark.parametrize(
+    "words", [["--repeats", "0"], ["--quick", "--smoke"], ["--only", "three"], ["--nonsense"]]
+)
+def test_bad_options_end_with_one_sentence(words, capsys):
+    with pytest.raises(SystemExit) as ended:
+        parse(words)
+    assert ended.value.code == 2
+    assert capsys.readouterr().err.splitlines()[-1].startswith("scripts/bench: error: ")
+
+
+def test_only_a_whole_run_is_what_the_page_shows(tmp_path, monkeypatch):
+    from bench_lib import options
+
+    monkeypatch.setattr(options, "SCRATCH", tmp_path)
+    assert parse([]).output == options.RESULTS / "host.json"
+    for words in (["--quick"], ["--smoke"], ["--only", "one"], ["--arms", "kvcached"]):
+        assert parse(words).output.parent == tmp_path
+    assert parse(["--repeats", "7"]).size == replace(FULL, repeats=7, neighbour_repeats=7)

@@ -1,0 +1,97 @@
+"""When the scheduler stands still, and which loaded request lets go."""
+
+from __future__ import annotations
+
+from enum import Enum
+from types import SimpleNamespace
+
+import pytest
+
+from kvpatch import standstill
+
+
+class Status(Enum):
+    WAITING = 1
+    PREEMPTED = 2
+    WAITING_FOR_REMOTE_KVS = 3
+
+
+class Request(SimpleNamespace):
+    __hash__ = object.__hash__
+
+
+class Scheduler:
+    """As much of vLLM's as the patch looks at."""
+
+    def __init__(self, *waiting):
+        self.waiting, self.running = list(waiting), []
+        self.connector = object()
+        self.pause_state = SimpleNamespace(name="UNPAUSED")
+        self.finished_recving_kv_req_ids = set()
+        self._inflight_prefills = set()
+        self.freed = []
+
+    def _free_request_blocks(self, request):
+        self.freed.append(request.request_id)
+
+    def _update_waiting_for_remote_kv(self, request):
+        self.finished_recving_kv_req_ids.remove(request.request_id)
+
+    def steps(self, count, scheduled=0):
+        output = SimpleNamespace(total_num_scheduled_tokens=scheduled)
+        for _ in range(count):
+            assert standstill.around_schedule(lambda: output, self, (), {}) is output
+        return self.freed
+
+
+def request(name, arrival, computed=640, status=Status.WAITING):
+    made = Request(
+        request_id=name, arrival_time=arrival, num_computed_tokens=computed, status=status
+    )
+    made.num_preemptions = 0
+    return made
+
+
+def test_the_youngest_of_several_lets_go():
+    old, young = request("old", 1), request("young", 2)
+    scheduler = Scheduler(young, old)
+    assert scheduler.steps(standstill.SEVERAL_WAIT - 1) == []
+    assert scheduler.steps(1) == ["young"]
+    assert young.num_computed_tokens == 0
+    # The other one is alone now, and waits for long.
+    assert scheduler.steps(standstill.ONE_WAITS - 1) == ["young"]
+    assert scheduler.steps(1) == ["young", "old"]
+
+
+def test_a_request_whose_load_ended_unnoticed_lets_go_too():
+    loaded = request("loaded", 2, status=Status.WAITING_FOR_REMOTE_KVS)
+    scheduler = Scheduler(request("old", 1), loaded)
+    assert scheduler.steps(100) == []  # its load still runs, and ends by itself
+    scheduler.finished_recving_kv_req_ids.add("loaded")
+    assert scheduler.steps(standstill.SEVERAL_WAIT) == ["loaded"]
+    assert loaded.status is Status.WAITING
+    assert scheduler.finished_recving_kv_req_ids == set()
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"running": ["a request"]},
+        {"connector": None},
+        {"pause_state": SimpleNamespace(name="PAUSED_ALL")},
+        {"waiting": [request("fresh", 1, computed=0), request("other", 2, computed=0)]},
+    ],
+    ids=["something runs", "no connector", "paused", "nobody holds anything"],
+)
+def test_nobody_lets_go(change):
+    scheduler = Scheduler(request("one", 1), request("other", 2))
+    vars(scheduler).update(change)
+    assert scheduler.steps(2 * standstill.ONE_WAITS) == []
+
+
+def test_a_step_that_computes_begins_the_count_anew():
+    scheduler = Scheduler(request("one", 1), request("other", 2))
+    for _ in range(3):
+        scheduler.steps(standstill.SEVERAL_WAIT - 1)
+        scheduler.steps(1, scheduled=5)
+    assert scheduler.freed == []
