@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 from runs import Device
-from test_fence import ALONE, LOST_WITHOUT, SCHEDULING, TOGETHER, Fences
+from test_fence import ALONE, BOTH_LOADED, LOST_WITHOUT, SCHEDULING, TOGETHER, Fences
 
 RELEASES = ("0.30.0", "0.32.0")
-EVERY = pytest.mark.parametrize("scenario", [*TOGETHER, *ALONE])
+EVERY = pytest.mark.parametrize("scenario", [*TOGETHER, *ALONE, BOTH_LOADED])
 ON = pytest.mark.parametrize("vllm", RELEASES)
 
 
