@@ -26,8 +26,9 @@ PROVEN_SPECS = (
 )
 PROVEN_CONNECTORS = (connectors.OFFLOADING, connectors.SIMPLE)
 # Connectors that may be inside a MultiConnector, each once.
-PROVEN_INSIDE = (connectors.OFFLOADING,)
+PROVEN_INSIDE = PROVEN_CONNECTORS
 PROVEN_TIERS = ("fs",)
+PROVEN_BACKENDS = (None, "cpu")  # SimpleCPUOffloadConnector's kv_offload_backend
 PROVEN_CACHE_DTYPES = ("auto", "bfloat16", "float16", "float32")
 
 
@@ -66,12 +67,21 @@ def _leaves(config: Any) -> list[connectors.Leaf]:
     return connectors.leaves(config.kv_transfer_config)
 
 
-def _extra(config: Any) -> dict[str, Any]:
-    return config.kv_transfer_config.kv_connector_extra_config or {}
+def _simple(config: Any, key: str) -> list[Any]:
+    """What ``key`` of its extra configuration is for each SimpleCPUOffloadConnector; or None."""
+    return [leaf.extra.get(key) for leaf in _leaves(config) if leaf.name == connectors.SIMPLE]
 
 
 def _is_simple(config: Any) -> bool:
-    return bool(_connector(config) == connectors.SIMPLE)
+    return any(leaf.name == connectors.SIMPLE for leaf in _leaves(config))
+
+
+def _unproven_backends(config: Any) -> list[str]:
+    return [
+        str(backend)
+        for backend in _simple(config, "kv_offload_backend")
+        if backend not in PROVEN_BACKENDS
+    ]
 
 
 def _in_multi(config: Any) -> bool:
@@ -137,8 +147,7 @@ def _runs_v2(config: Any) -> bool:
 
 
 def _loses_lazy_copies(config: Any) -> bool:
-    lazy = _is_simple(config) and bool(_extra(config).get("lazy_offload"))
-    return lazy and _at_least("0.29") and not _at_least("0.30")
+    return any(_simple(config, "lazy_offload")) and _at_least("0.29") and not _at_least("0.30")
 
 
 NOT_COMPARED = "its blocks were never compared with plain vLLM's after a round trip"
@@ -213,8 +222,8 @@ RULES = (
     ),
     Rule(
         "`kv_offload_backend` other than `cpu` of SimpleCPUOffloadConnector",
-        lambda c: _is_simple(c) and _extra(c).get("kv_offload_backend", "cpu") != "cpu",
-        lambda c: f"the kv_offload_backend {_extra(c)['kv_offload_backend']} is configured",
+        lambda c: bool(_unproven_backends(c)),
+        lambda c: f"the kv_offload_backend {_unproven_backends(c)[0]} is configured",
         NOT_COMPARED,
         "remove kv_offload_backend from kv_connector_extra_config, or set KVPATCH=0",
         code="KVP315",
@@ -280,7 +289,7 @@ RULES = (
         "a MultiConnector with one connector twice",
         lambda c: bool(_twice_inside(c)),
         lambda c: f"a MultiConnector is configured with {_twice_inside(c)[0]} twice",
-        "vLLM gives both the same engine_id, and so the same host memory",
+        "vLLM gives two OffloadingConnectors one host memory, and no two of another were compared",
         "leave one of them, or set KVPATCH=0",
         code="KVP320",
     ),

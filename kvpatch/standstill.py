@@ -11,8 +11,6 @@ What is given back is still in the tier: the request asks for it anew.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from itertools import chain
 from typing import Any
 
 # Steps without anything to run. A few are normal: batches in flight end in them. One
@@ -20,6 +18,8 @@ from typing import Any
 # so that two engines do not take turns at giving up.
 SEVERAL_WAIT = 4
 ONE_WAITS = 1000
+
+HOLDING = ("WAITING", "PREEMPTED", "WAITING_FOR_REMOTE_KVS")
 
 
 def around_schedule(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
@@ -36,7 +36,7 @@ def around_schedule(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
     ):
         instance.kvpatch_stood = 0
         return output
-    holders = [request for request in _waiting(instance) if request.num_computed_tokens > 0]
+    holders = [request for request in instance.requests.values() if _holds(request)]
     if not holders or any(_loading(instance, request) for request in holders):
         instance.kvpatch_stood = 0
         return output
@@ -47,8 +47,12 @@ def around_schedule(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
     return output
 
 
-def _waiting(scheduler: Any) -> Iterator[Any]:
-    return chain(scheduler.waiting, getattr(scheduler, "skipped_waiting", ()))
+def _holds(request: Any) -> bool:
+    """Whether a request that does not run has blocks: of those, only a loaded one has.
+
+    The queues that it waits in are other ones from release to release.
+    """
+    return request.num_computed_tokens > 0 and request.status.name in HOLDING
 
 
 def _remote(request: Any) -> bool:

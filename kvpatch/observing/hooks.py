@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from kvpatch import connectors
 from kvpatch.observing import measure, publish
 from kvpatch.observing.messages import KEY, Sender
 from kvpatch.observing.prometheus import Metrics
@@ -20,9 +21,10 @@ def around_engine_core(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> N
     connector = instance.scheduler.connector
     totals = Totals("" if connector is None else type(connector).__name__)
     instance.kvpatch_totals = instance.scheduler.kvpatch_totals = totals
-    planner = getattr(connector, "scheduler_manager", None)
-    if planner is not None:  # SimpleCPUOffloadConnector's
-        planner.kvpatch_totals = totals
+    for part in connectors.parts(connector):
+        planner = getattr(part, "scheduler_manager", None)
+        if planner is not None:  # SimpleCPUOffloadConnector's
+            planner.kvpatch_totals = totals
     instance.kvpatch_sender = Sender()
     publish.engine(instance, totals)
 

@@ -27,6 +27,7 @@ from simple_watch import (
     SimpleWatch,
     remember_managers,
     shut_down_while_copying,
+    simple_part,
     take_cpu_blocks,
 )
 from vllm import LLM, SamplingParams
@@ -256,7 +257,7 @@ def main(job_path: str, result_path: str) -> None:
         os._exit(0)  # two pools on one memory do not shut down
     planner = connectors.planner(connector)
     evictions = Evictions(planner.manager) if planner else None
-    simple = SimpleWatch(core) if hasattr(connector, "scheduler_manager") else None
+    simple = SimpleWatch(core) if simple_part(connector) else None
     watch = BlockWatch(core) if job.get("watch") else None
     events = EventLog(core.scheduler) if job.get("events") else None
     result["rounds"] = []

@@ -101,15 +101,16 @@ def block_bytes(model: str) -> int:
 
 def connector(run: Run) -> dict[str, Any]:
     """The ``kv_transfer_config`` of ``run``."""
-    if run.simple:
-        return {
-            "kv_connector": "SimpleCPUOffloadConnector",
-            "kv_role": "kv_both",
-            "kv_connector_extra_config": {
-                "cpu_bytes_to_use": run.cpu_blocks * block_bytes(run.model),
-                "lazy_offload": run.simple == "lazy",
-            },
-        }
+    simple = {
+        "kv_connector": "SimpleCPUOffloadConnector",
+        "kv_role": "kv_both",
+        "kv_connector_extra_config": {
+            "cpu_bytes_to_use": run.cpu_blocks * block_bytes(run.model),
+            "lazy_offload": run.simple == "lazy",
+        },
+    }
+    if run.simple and not run.inside:
+        return simple
     extra: dict[str, Any] = {
         "cpu_bytes_to_use": run.cpu_blocks * block_bytes(run.model),
         "eviction_policy": run.policy,
@@ -130,7 +131,7 @@ def connector(run: Run) -> dict[str, Any]:
     if not run.inside:
         return offloading
     nothing = {"kv_connector": "NothingConnector", "kv_role": "kv_both"}
-    known = {"OffloadingConnector": offloading, "NothingConnector": nothing}
+    known = {each["kv_connector"]: each for each in (offloading, simple, nothing)}
     return {
         "kv_connector": "MultiConnector",
         "kv_role": "kv_both",

@@ -8,6 +8,14 @@ from collections.abc import Callable
 from contextlib import ExitStack
 from typing import Any
 
+from kvpatch import connectors
+
+
+def simple_part(connector: Any) -> Any:
+    """The SimpleCPUOffloadConnector in a connector, or None."""
+    found = [part for part in connectors.parts(connector) if hasattr(part, "scheduler_manager")]
+    return found[0] if found else None
+
 
 class SimpleWatch:
     """Counts copies, blocks of the CPU tier, and what taking them does to the device.
@@ -25,7 +33,7 @@ class SimpleWatch:
     """
 
     def __init__(self, core: Any) -> None:
-        self.planner = core.scheduler.connector.scheduler_manager
+        self.planner = simple_part(core.scheduler.connector).scheduler_manager
         self.device = core.scheduler.kv_cache_manager.block_pool
         self.stored = self.loaded = self.changed = self.evicted = self.tier_calls = 0
         self.twice: list[str] = []
@@ -40,7 +48,7 @@ class SimpleWatch:
     def _watch_copies(self, core: Any) -> None:
         from vllm.distributed.kv_transfer import get_kv_transfer_group
 
-        worker = get_kv_transfer_group().worker_handler
+        worker = simple_part(get_kv_transfer_group()).worker_handler
         backend = worker._backend
         launch, poll = backend.launch_copy, worker._poll_stream_events
         runner = core.model_executor.driver_worker.worker.model_runner

@@ -18,6 +18,35 @@ INSIDE = ("NothingConnector", "OffloadingConnector")
 
 
 @LAYOUTS
+@pytest.mark.parametrize("mode", ["eager", "lazy"])
+def test_simple_is_right_in_it_too(
+    engine: Engine,
+    models: Callable[[str], Path],
+    device: Device,
+    tmp_path: Path,
+    mode: str,
+    contiguous: bool,
+) -> None:
+    """In lazy mode beside OffloadingConnector, which finds what the device lost first."""
+    beside = "NothingConnector" if mode == "eager" else "OffloadingConnector"
+    run = Run(contiguous=contiguous, simple=mode, inside=("SimpleCPUOffloadConnector", beside))
+    job = {
+        "model": str(models(run.model)),
+        "engine": engine_arguments(run),
+        "rounds": [prompts(24)] * 2,
+        "nothing_connector": True,
+    }
+    ours = run_driver(job, device.environ(run), tmp_path)
+    assert_same(ours, engine(Run(kvpatch=False, offload=False)))
+    assert [record["cached"] for record in ours.round(1)] == [640] * 24
+    seen = ours.result["simple"]
+    assert seen["stored"] > 0
+    assert (seen["loaded"] > 0) is (mode == "eager") or seen["loaded"] > 0
+    assert seen["changed"] == seen["pinned"] == 0
+    assert seen["device_calls"] == {}
+
+
+@LAYOUTS
 @pytest.mark.parametrize("model", ["llama", "sliding"])
 def test_prompts_come_back_through_a_multi_connector(
     engine: Engine,

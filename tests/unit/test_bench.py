@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 pytest.importorskip("httpx")
+pytest.importorskip("matplotlib")
 sys.path.insert(0, str(Path(__file__).parents[2] / "scripts"))
 
 from bench_results import cycle, host

@@ -186,13 +186,14 @@ CASES = [
             multi("NixlConnector", "NixlConnector"),
         ],
         "a MultiConnector is configured with NixlConnector inside, because that connector's "
-        "copies were never compared with plain vLLM's; leave only OffloadingConnector in it, or "
+        "copies were never compared with plain vLLM's; leave only OffloadingConnector and "
+        "SimpleCPUOffloadConnector in it, or "
         "set KVPATCH=0.",
     ),
     (
         [multi("OffloadingConnector", "OffloadingConnector")],
-        "a MultiConnector is configured with OffloadingConnector twice, because vLLM gives both "
-        "the same engine_id, and so the same host memory; leave one of them, or set KVPATCH=0.",
+        "a MultiConnector is configured with OffloadingConnector twice, because vLLM gives two "
+        "OffloadingConnectors one host memory, and no two of another were compared; leave one of them, or set KVPATCH=0.",
     ),
     (
         [

@@ -10,6 +10,8 @@ import pytest
 
 from kvpatch import registry
 
+pytest.importorskip("matplotlib")  # of .venv, for the pictures; scripts/pythons is without
+
 ROOT = Path(__file__).parents[2]
 
 

@@ -14,6 +14,7 @@ class Status(Enum):
     WAITING = 1
     PREEMPTED = 2
     WAITING_FOR_REMOTE_KVS = 3
+    WAITING_FOR_STREAMING_REQ = 4
 
 
 class Request(SimpleNamespace):
@@ -24,7 +25,8 @@ class Scheduler:
     """As much of vLLM's as the patch looks at."""
 
     def __init__(self, *waiting):
-        self.waiting, self.running = list(waiting), []
+        self.requests = {request.request_id: request for request in waiting}
+        self.running = []
         self.connector = object()
         self.pause_state = SimpleNamespace(name="UNPAUSED")
         self.finished_recving_kv_req_ids = set()
@@ -79,9 +81,10 @@ def test_a_request_whose_load_ended_unnoticed_lets_go_too():
         {"running": ["a request"]},
         {"connector": None},
         {"pause_state": SimpleNamespace(name="PAUSED_ALL")},
-        {"waiting": [request("fresh", 1, computed=0), request("other", 2, computed=0)]},
+        {"requests": {"fresh": request("fresh", 1, computed=0)}},
+        {"requests": {"session": request("session", 1, status=Status.WAITING_FOR_STREAMING_REQ)}},
     ],
-    ids=["something runs", "no connector", "paused", "nobody holds anything"],
+    ids=["something runs", "no connector", "paused", "nobody holds anything", "a session"],
 )
 def test_nobody_lets_go(change):
     scheduler = Scheduler(request("one", 1), request("other", 2))
