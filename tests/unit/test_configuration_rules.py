@@ -193,7 +193,8 @@ CASES = [
     (
         [multi("OffloadingConnector", "OffloadingConnector")],
         "a MultiConnector is configured with OffloadingConnector twice, because vLLM gives two "
-        "OffloadingConnectors one host memory, and no two of another were compared; leave one of them, or set KVPATCH=0.",
+        "OffloadingConnectors one host memory, and no two of another were compared; leave one of "
+        "them, or set KVPATCH=0.",
     ),
     (
         [
