@@ -24,6 +24,12 @@ def worst(found):
     return max((finding.level for finding in found), key=order.index)
 
 
+@pytest.fixture(autouse=True)
+def not_imported(monkeypatch):
+    """The doctor looks for kvcached on the path; another lane's test may have imported it."""
+    monkeypatch.delitem(sys.modules, "kvcached", raising=False)
+
+
 @pytest.fixture
 def prefix(tmp_path):
     """An interpreter without any package, and its site-packages."""
