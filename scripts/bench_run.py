@@ -9,9 +9,6 @@ import os
 import sys
 
 from bench_lib.options import parse
-from demo_lib.options import DemoError
-
-COMMANDS = ("micro", "profile")
 
 
 def main(arguments: list[str]) -> int:
@@ -28,21 +25,11 @@ def main(arguments: list[str]) -> int:
 
     # Only now, so that --help and bad options need no environment.
     from bench_lib.bench import Bench
-    from demo_lib.interrupts import Interrupted, interrupts
+    from demo_lib import ending
     from demo_lib.screen import Screen
 
     screen = Screen("bench")
-    interrupts.install()
-    try:
-        return Bench(options, screen).run()
-    except DemoError as error:
-        screen.fail(str(error))
-        return 1
-    except Interrupted as interrupted:
-        screen.fail(f"Interrupted by {interrupted}; everything that was started has been stopped.")
-        return 128 + interrupted.signum
-    finally:
-        screen.close()
+    return ending.run(screen, lambda: Bench(options, screen).run(), "that was started")
 
 
 if __name__ == "__main__":

@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 import sys
 
-from demo_lib.options import DemoError, parse
+from demo_lib.options import parse
 
 
 def main(arguments: list[str]) -> int:
@@ -16,22 +16,12 @@ def main(arguments: list[str]) -> int:
     options = parse(arguments)
 
     # Only now, so that --help and bad options need no environment.
-    from demo_lib.interrupts import Interrupted, interrupts
+    from demo_lib import ending
     from demo_lib.screen import Screen
     from demo_lib.story import Story
 
     screen = Screen()
-    interrupts.install()
-    try:
-        return Story(options, screen).tell()
-    except DemoError as error:
-        screen.fail(str(error))
-        return 1
-    except Interrupted as interrupted:
-        screen.fail(f"Interrupted by {interrupted}; everything the demo started has been stopped.")
-        return 128 + interrupted.signum
-    finally:
-        screen.close()
+    return ending.run(screen, lambda: Story(options, screen).tell(), "the demo started")
 
 
 if __name__ == "__main__":

@@ -44,8 +44,6 @@ LAZY = Arm("kvcached + kvpatch, simple lazy", elastic=True, connector="simple la
 # kvpatch, which then wants elastic memory. A GPU has vLLM's own.
 ALL = (PLAIN, STATIC, KVCACHED, KVPATCH, TWIN, EAGER, LAZY)
 DECIDING = (PLAIN, STATIC, KVCACHED, KVPATCH, TWIN)
-NEIGHBOURS = (PLAIN, STATIC, KVCACHED, KVPATCH)
-NEIGHBOURS_DECIDING = (KVCACHED, KVPATCH)
 
 
 def connector_config(connector: str, tier_blocks: int) -> dict[str, Any]:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, TypeVar
 
 from bench_lib import arms, goals, provenance, two_models
 from bench_lib.one_model import OneModel
@@ -17,6 +18,7 @@ from demo_lib.screen import Screen
 from demo_lib.server import workspace
 
 SEEDS = {"a": 7, "b": 8}
+Named = TypeVar("Named", arms.Arm, two_models.Shared)
 
 
 class Bench:
@@ -48,26 +50,24 @@ class Bench:
         self._screen.say(f"written to {self._options.output}")
         return 0
 
-    @property
-    def _all(self) -> bool:
-        """Whether to choose from all arms: also where some are asked for by name."""
-        return self._options.kind == "full" or bool(self._options.arms)
+    def _chosen(self, every: Sequence[Named], deciding: Sequence[Named]) -> tuple[Named, ...]:
+        """The arms to run: all, also where some are asked for by name, or those that decide."""
+        asked = self._options.arms
+        among = every if self._options.kind == "full" or asked else deciding
+        chosen = tuple(arm for arm in among if asked in arm.name)
+        if not chosen:
+            raise DemoError(f'no arm has "{asked}" in its name')
+        return chosen
 
     def _one(self, starter: Starter) -> None:
-        chosen = arms.ALL if self._all else arms.DECIDING
-        chosen = tuple(arm for arm in chosen if self._options.arms in arm.name)
-        if not chosen:
-            raise DemoError(f'no arm has "{self._options.arms}" in its name')
+        chosen = self._chosen(arms.ALL, arms.DECIDING)
         size = self._options.size
         OneModel(
             size, chosen, starter, self._screen, lambda r: self._save("one_model", r)
         ).measure()
 
     def _two(self, starter: Starter) -> None:
-        chosen = two_models.ALL if self._all else two_models.DECIDING
-        chosen = tuple(one for one in chosen if self._options.arms in one.name)
-        if not chosen:
-            raise DemoError(f'no arm has "{self._options.arms}" in its name')
+        chosen = self._chosen(two_models.ALL, two_models.DECIDING)
         size = self._options.size
         TwoModels(
             size, chosen, starter, self._screen, lambda r: self._save("two_models", r)

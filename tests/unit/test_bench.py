@@ -383,7 +383,7 @@ def test_a_part_that_does_not_say_what_it_is_is_refused():
 
 SAMPLES = """\
 main (run.py:1);step (vllm/v1/engine/core.py:9);schedule (/x/site-packages/vllm/v1/s.py:3) 6
-main (run.py:1);step (vllm/v1/engine/core.py:9);split (/work/here/kvpatch/fence.py:200) 3
+main (run.py:1);step (vllm/v1/engine/core.py:9);split (/src/kvpatch/fence.py:200) 3
 main (run.py:1);step (vllm/v1/engine/core.py:9);split (/x/kvpatch/fence.py:2);sum (/y/lib.py:1) 1
 other (thread.py:1) 90
 """
