@@ -14,6 +14,7 @@ import hashlib
 import json
 import os
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -214,13 +215,19 @@ def device_bytes() -> dict[str, int]:
     return {"charged": ledger.usage().get(os.getpid(), 0), "resident": resident}
 
 
-def come_to_rest(llm: Any, core: Any) -> None:
-    """Step until the copies of the last requests have ended and were reported."""
+def come_to_rest(llm: Any, core: Any, tiers: Sequence[Any] = ()) -> None:
+    """Step until the copies of the last requests have ended and were reported.
+
+    Also those to ``tiers``: a CPU tier all of whose blocks are still being written out
+    takes no other block in, and what is asked for then is a miss.
+    """
     for _ in range(200):
         if not core.scheduler.has_requests():
             return
         streams.synchronize()
         llm.llm_engine.step()
+        for tier in tiers:
+            tier.drain_jobs()
     raise AssertionError("the engine did not come to rest in 200 steps")
 
 
@@ -268,6 +275,9 @@ def main(job_path: str, result_path: str) -> None:
             llm.reset_prefix_cache(reset_connector=True)  # what is left is on the disk
             getattr(disk_faults, after)(Path(job["disk"]))
         result["rounds"].append(run_round(llm, prompts, watch, job.get("one_by_one", False)))
+        tiers = getattr(planner.manager, "secondary_tiers", ()) if planner else ()
+        if tiers and "faults" not in job:
+            come_to_rest(llm, core, tiers)
         if simple is not None:
             result.setdefault("stored", []).append(simple.stored)
     if watch is not None:
