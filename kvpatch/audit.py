@@ -14,6 +14,7 @@ import zlib
 from typing import Any
 
 from kvpatch import connectors
+from kvpatch.calls import argument
 from kvpatch.slots import Slot, slots
 
 SWITCH = "KVPATCH_DEBUG"
@@ -118,7 +119,7 @@ def around_init_worker(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> N
     Wraps ``OffloadingConnectorWorker._init_worker(kv_caches)``.
     """
     wrapped(*args, **kwargs)
-    kv_caches = kwargs["kv_caches"] if "kv_caches" in kwargs else args[0]
+    kv_caches = argument(args, kwargs, 0, "kv_caches")
     instance.worker = AuditedWorker(instance.worker, kv_caches, instance.spec.blocks_per_chunk)
 
 
@@ -127,7 +128,7 @@ def around_prepare_store(wrapped: Any, instance: Any, args: Any, kwargs: Any) ->
 
     Wraps ``OffloadingConnectorWorker.prepare_store_kv(metadata)``.
     """
-    metadata = kwargs["metadata"] if "metadata" in kwargs else args[0]
+    metadata = argument(args, kwargs, 0, "metadata")
     for job_id, entry in metadata.store_jobs.items():
         instance.worker.note_request(job_id, entry.req_id)
         instance.worker.hand_off(job_id, entry.src_spec, entry.dst_spec)
@@ -139,7 +140,7 @@ def around_start_transfers(wrapped: Any, instance: Any, args: Any, kwargs: Any) 
 
     Wraps ``OffloadingConnectorWorker.start_kv_transfers(metadata)``.
     """
-    metadata = kwargs["metadata"] if "metadata" in kwargs else args[0]
+    metadata = argument(args, kwargs, 0, "metadata")
     for job_id, entry in metadata.load_jobs.items():
         instance.worker.note_request(job_id, entry.req_id)
     wrapped(*args, **kwargs)

@@ -18,6 +18,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
+from kvpatch.calls import argument
 from kvpatch.errors import Refusal
 from kvpatch.status import block_view, on_kvcached
 
@@ -112,7 +113,7 @@ def register_regions(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Non
         Refusal: the model has a kind of KV cache that was never compared, or the
             regions do not add up to the bytes the CPU tier was sized by.
     """
-    kv_caches: dict[str, Any] = kwargs["kv_caches"] if "kv_caches" in kwargs else args[0]
+    kv_caches: dict[str, Any] = argument(args, kwargs, 0, "kv_caches")
     config = instance.kv_cache_config
     check_kinds(config)
     regions = find_regions(
@@ -131,7 +132,7 @@ def check_regions(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
         Refusal: the model has a kind of KV cache that was never compared, a region lies
             outside kvcached's memory, or they do not add up to a block.
     """
-    canonical_caches = kwargs["kv_caches"] if "kv_caches" in kwargs else args[0]
+    canonical_caches = argument(args, kwargs, 0, "kv_caches")
     check_kinds(instance.kv_cache_config)
     if not all(on_kvcached(region.tensor) for region in canonical_caches.tensors):
         raise Refusal(

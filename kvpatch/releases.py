@@ -10,6 +10,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+from kvpatch.calls import argument
+
 # What kvcached registers for vLLM <0.31 and later releases need as well.
 _FOR_LATER = ("model_runner_v2", "kv_layout_v2")
 _LATER = ">=0.29.0,<0.34.0"
@@ -51,7 +53,7 @@ def register_for_later_releases(wrapped: Any, instance: Any, args: Any, kwargs: 
     Wraps ``PatchManager.register_patches_with_versions(patches)``, which takes pairs of
     a patch and its range.
     """
-    patches = kwargs["patches"] if "patches" in kwargs else args[0]
+    patches = argument(args, kwargs, 0, "patches")
     return wrapped(
         [(patch, _LATER if patch.patch_name in _FOR_LATER else own) for patch, own in patches]
     )

@@ -8,6 +8,7 @@ from typing import Any
 
 import wrapt
 
+from kvpatch.calls import argument
 from kvpatch.errors import Refusal
 from kvpatch.hostdevice import ledger, streams
 
@@ -77,7 +78,7 @@ def host_device_name(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> str
 
     Each tensor-parallel rank has a device of its own, as it has on GPUs.
     """
-    device = kwargs["device"] if "device" in kwargs else args[0]
+    device = argument(args, kwargs, 0, "device")
     if not str(device).startswith("cpu"):
         return str(wrapped(device))
     from vllm.distributed import parallel_state

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from kvpatch import connectors
+from kvpatch.calls import argument
 from kvpatch.observing import measure, publish
 from kvpatch.observing.messages import KEY, Sender
 from kvpatch.observing.prometheus import Metrics
@@ -115,7 +116,7 @@ def around_log(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> None:
     Wraps ``KVConnectorLogging.observe(transfer_stats_data)``, which fails on stats
     where no connector is configured.
     """
-    stats = kwargs["transfer_stats_data"] if "transfer_stats_data" in kwargs else args[0]
+    stats = argument(args, kwargs, 0, "transfer_stats_data")
     stats = without_ours(stats)
     if stats:
         wrapped(stats)

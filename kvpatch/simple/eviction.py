@@ -27,6 +27,8 @@ from dataclasses import dataclass
 from itertools import islice, repeat
 from typing import Any
 
+from kvpatch.calls import argument
+
 
 class EvictableBlocks(OrderedDict[int, Any]):
     """The pool's evictable blocks, least recently used first, and what became of them.
@@ -260,7 +262,7 @@ def around_stored(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> None:
 
     Wraps ``SimpleCPUOffloadScheduler._process_store_completion(gpu_block_ids, ...)``.
     """
-    block_ids = kwargs["gpu_block_ids"] if "gpu_block_ids" in kwargs else args[0]
+    block_ids = argument(args, kwargs, 0, "gpu_block_ids")
     order = order_of(instance)
     if order is not None:
         # Those that a request used meanwhile go to the end, as any used block does.

@@ -13,6 +13,7 @@ from dataclasses import replace
 from typing import Any
 
 from kvpatch import geometry, status
+from kvpatch.calls import argument
 from kvpatch.errors import Refusal
 
 
@@ -28,7 +29,7 @@ def around_register(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> None
     """
     import torch
 
-    kv_caches: dict[str, Any] = kwargs["kv_caches"] if "kv_caches" in kwargs else args[0]
+    kv_caches: dict[str, Any] = argument(args, kwargs, 0, "kv_caches")
     config = instance.kv_cache_config
     geometry.check_kinds(config)
     regions = geometry.find_regions(

@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
+from kvpatch.calls import argument
+
 
 @dataclass
 class Promoted:
@@ -20,8 +22,8 @@ def around_promotion(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> boo
     A prompt with more blocks than the CPU tier would push out its first blocks for its
     last, then bring up the first again, and never run.
     """
-    key = kwargs["key"] if "key" in kwargs else args[1]
-    context = kwargs["req_context"] if "req_context" in kwargs else args[2]
+    key = argument(args, kwargs, 1, "key")
+    context = argument(args, kwargs, 2, "req_context")
     promoted = context.get_state(Promoted)
     if promoted is None:
         promoted = Promoted()

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from kvpatch import connectors
+from kvpatch.calls import argument
 from kvpatch.errors import Refusal
 
 
@@ -15,7 +16,7 @@ def around_engine_core(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> A
     Wraps ``EngineCore.__init__``. vLLM names the memory by ``engine_id``, and opens what
     it finds under the name, since an engine's workers find each other so.
     """
-    config = kwargs["vllm_config"] if "vllm_config" in kwargs else args[0]
+    config = argument(args, kwargs, 0, "vllm_config")
     transfer = config.kv_transfer_config
     if connectors.offloading(transfer):
         path = Path(f"/dev/shm/vllm_offload_{transfer.engine_id}.mmap")
