@@ -360,6 +360,31 @@ def test_micro_benchmarks_and_profiles_are_shown_when_they_are_there(folder):
     assert "docs/pictures/numbers-growth.svg" in made
 
 
+def test_what_the_fence_costs_is_shown_with_its_noise(folder):
+    ratio = {"mean": 0.996, "median": 0.998, "standard_error_of_the_mean": 0.004}
+    same = {"mean": 1.001, "median": 1.0, "standard_error_of_the_mean": 0.005}
+    rate = {"with_over_without": ratio, "same_arm_twice": same}
+    idle = {"cpu_seconds": 0.25, "of_seconds": 10}
+    fence = {
+        "command": "scripts/bench-fence",
+        "commit": "0",
+        "fours": 9,
+        "pages_released_through_the_fence": 1200,
+        "tokens_per_second": rate,
+        "tokens_per_processor_second": rate,
+        "idle": {"with the fence": idle, "plain vLLM": {**idle, "cpu_seconds": 0.2}},
+    }
+    assert (
+        "not measured yet, `scripts/bench-fence`" in page.render(folder)["docs/numbers.md"].lower()
+    )
+    (folder / "fence.json").write_text(json.dumps(fence))
+    text = page.render(folder)["docs/numbers.md"]
+    shown = "0.996x, median 0.998x, ± 0.004 | 1.001x, median 1.000x, ± 0.005 |"
+    assert f"| tokens a second | {shown}" in text
+    assert "1,200 pages released" in text
+    assert "took 0.25 s of the processor, and plain vLLM's 0.20 s" in text
+
+
 def test_growth_is_the_power_between_the_largest_sizes():
     rows = [{"name": "walk", "many": n, "of": "blocks", "median_s": n / 1e6} for n in (100, 10, 1)]
     series = page.growth_series({"rows": [*rows, {**rows[0], "name": "once"}]})
