@@ -51,6 +51,8 @@ CODES = {
     "KVP321": "the `example` tier",
     "KVP322": "a secondary tier that was never compared",
     "KVP323": "secondary tiers with the scheduling policy `priority`",
+    "KVP324": "offloading with a scheduler class that is not vLLM's own",
+    "KVP325": "KV cache events on a release where elastic memory gives none out",
     "KVP401": "the scheduler's block pool is not kvcached's",
     "KVP402": "a layer's KV cache was allocated outside kvcached's memory",
     "KVP403": "kvcached could not be set up in a worker",

@@ -29,6 +29,12 @@ PROVEN_CONNECTORS = (connectors.OFFLOADING, connectors.SIMPLE)
 PROVEN_INSIDE = PROVEN_CONNECTORS
 PROVEN_TIERS = ("fs",)
 PROVEN_BACKENDS = (None, "cpu")  # SimpleCPUOffloadConnector's kv_offload_backend
+# Where Model Runner V1 was compared although vLLM has V2 by default and kvcached adapts V2 only.
+V1_ON_LATER = "==0.32.0"
+PROVEN_SCHEDULERS = (
+    "vllm.v1.core.sched.scheduler.Scheduler",
+    "vllm.v1.core.sched.async_scheduler.AsyncScheduler",
+)
 PROVEN_CACHE_DTYPES = ("auto", "bfloat16", "float16", "float32")
 
 
@@ -122,6 +128,14 @@ def _unproven_tiers(config: Any) -> list[str]:
     return [tier for tier in _tiers(config) if tier not in (*PROVEN_TIERS, "example")]
 
 
+def _scheduler(config: Any) -> str | None:
+    """The full name of the scheduler class that was asked for; None is vLLM's choice."""
+    asked = config.scheduler_config.scheduler_cls
+    if asked is None:
+        return None
+    return f"{asked.__module__}.{asked.__qualname__}" if isinstance(asked, type) else str(asked)
+
+
 def _at_least(release: str) -> bool:
     """Whether this vLLM is ``release`` or a later one."""
     vllm = installed("vllm")[0]
@@ -165,8 +179,8 @@ RULES = (
         code="KVP312",
     ),
     Rule(
-        "Model Runner V1 on vLLM 0.29 and later",
-        lambda c: _at_least("0.29") and not c.use_v2_model_runner,
+        "Model Runner V1 on vLLM 0.29 to 0.31, and on 0.33 and later",
+        lambda c: _at_least("0.29") and not _tested_on(V1_ON_LATER) and not c.use_v2_model_runner,
         lambda c: "this configuration runs on Model Runner V1",
         "on this release kvcached has no adapter for it and ours was not compared in full",
         "use Model Runner V2, or set KVPATCH=0",
@@ -206,6 +220,19 @@ RULES = (
         code="KVP301",
     ),
     Rule(
+        "KV cache events before vLLM 0.26",
+        lambda c: (
+            not _at_least("0.26")
+            and c.kv_events_config is not None
+            and bool(c.kv_events_config.enable_kv_cache_events)
+        ),
+        lambda c: "kv_events_config switches KV cache events on",
+        "kvcached's block pool gives none out, and kvpatch knows how to only from vLLM 0.26 on",
+        "remove kv_events_config, install a later vLLM, or set KVPATCH=0",
+        with_connector=False,
+        code="KVP325",
+    ),
+    Rule(
         "connectors other than vLLM's own OffloadingConnector and SimpleCPUOffloadConnector",
         lambda c: (
             not _in_multi(c)
@@ -239,18 +266,16 @@ RULES = (
     ),
     Rule(
         f"SimpleCPUOffloadConnector on other releases than vLLM `{simple_connector.FEATURE.vllm}`, "
-        "and on Model Runner V2 of 0.28",
+        "and there on Model Runner V2 of 0.28 and on V1 of later ones",
         lambda c: (
             _is_simple(c)
-            and not (
-                _tested_on(simple_connector.FEATURE.vllm) and (_at_least("0.29") or not _runs_v2(c))
-            )
+            and not (_tested_on(simple_connector.FEATURE.vllm) and _runs_v2(c) is _at_least("0.29"))
             and not _loses_lazy_copies(c)
         ),
         lambda c: "SimpleCPUOffloadConnector is configured on this release and runner",
-        f"it was compared with plain vLLM's on vLLM {simple_connector.FEATURE.vllm} only, and on "
-        "0.28 with Model Runner V1",
-        "use OffloadingConnector, or on vLLM 0.28 VLLM_USE_V2_MODEL_RUNNER=0, or set KVPATCH=0",
+        f"it was compared with plain vLLM's on vLLM {simple_connector.FEATURE.vllm} only, and "
+        "with Model Runner V1 on 0.28 and V2 on the later ones only",
+        "use OffloadingConnector, or that runner, or set KVPATCH=0",
         code="KVP317",
     ),
     Rule(
@@ -373,6 +398,14 @@ RULES = (
         "kvpatch is tested with the executors uni and mp only",
         "set --distributed-executor-backend mp, or set KVPATCH=0",
         code="KVP308",
+    ),
+    Rule(
+        "offloading with a scheduler class other than vLLM's own two",
+        lambda c: _scheduler(c) not in (None, *PROVEN_SCHEDULERS),
+        lambda c: f"a KV connector is configured with the scheduler {_scheduler(c)}",
+        "it may free or hand out blocks in another order than the transfers are fenced for",
+        "remove --scheduler-cls, or set KVPATCH=0",
+        code="KVP324",
     ),
     Rule(
         "offloading with speculative decoding",

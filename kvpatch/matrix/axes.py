@@ -131,8 +131,9 @@ def configuration_of(cell: Cell) -> Any:
             distributed_executor_backend=None,
         ),
         attention_config=SimpleNamespace(hisparse_config=None),
-        scheduler_config=SimpleNamespace(async_scheduling=None, policy="fcfs"),
+        scheduler_config=SimpleNamespace(async_scheduling=None, policy="fcfs", scheduler_cls=None),
         speculative_config=None,
+        kv_events_config=None,
         model_config=SimpleNamespace(
             architecture=model.architecture, **facts | dict.fromkeys(model.facts, True)
         ),

@@ -28,7 +28,9 @@ class Server:
             self.port = probe.getsockname()[1]
         self.url = f"http://127.0.0.1:{self.port}"
         self.log_path = folder / "serve.log"
-        here = str(Path(__file__).parent)
+        path = os.pathsep.join(
+            filter(None, [str(Path(__file__).parent), environment.get("PYTHONPATH")])
+        )
         command = [Path(sys.executable).with_name("vllm"), "serve", model]
         command += ["--port", str(self.port), "--host", "127.0.0.1"]
         command += ["--worker-extension-cls", "probe.TransferProbe"]
@@ -41,7 +43,7 @@ class Server:
         with self.log_path.open("w") as log:
             self.process = subprocess.Popen(
                 [str(part) for part in command],
-                env=environment | {"VLLM_SERVER_DEV_MODE": "1", "PYTHONPATH": here},
+                env=environment | {"VLLM_SERVER_DEV_MODE": "1", "PYTHONPATH": path},
                 stdout=log,
                 stderr=subprocess.STDOUT,
                 start_new_session=True,

@@ -7,12 +7,14 @@ engine steps by itself.
 from __future__ import annotations
 
 import operator
+import os
 import time
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+import fence_off
 import pytest
 import requests
 from runs import BLOCK, Device, Run, block_bytes, engine_arguments, prompts
@@ -67,10 +69,11 @@ def served(
                 "num_gpu_blocks_override": 400,
                 "tensor_parallel_size": ranks,
             }
-            if fenced is False:
-                arguments["scheduler_cls"] = "fence_off.Scheduler"
             environment = device.environ(run)
             folder = tmp_path_factory.mktemp("serve")
+            if fenced is False:
+                path = [fence_off.install(folder / "plugin"), environment.get("PYTHONPATH")]
+                environment["PYTHONPATH"] = os.pathsep.join(filter(None, path))
             with Server(models(run.model), arguments, environment, folder) as server:
                 if ours:
                     store_all(server, ranks, environment)

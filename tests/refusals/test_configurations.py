@@ -92,6 +92,11 @@ def test_the_other_rules_on_configurations_of_vllm_itself(python, model):
         "canonical": ({}, {"canonical_layout": True}),
         "pipeline": ({"pipeline_parallel_size": 2}, {}),
         "speculative": ({"speculative_config": ngram}, {}),
+        "scheduler": ({"scheduler_cls": "somebodys.Scheduler"}, {}),
+        "vLLM's scheduler": (
+            {"scheduler_cls": "vllm.v1.core.sched.async_scheduler.AsyncScheduler"},
+            {},
+        ),
         "cache dtype": ({"kv_cache_dtype": "fp8"}, {}),
         "external executor": ({"distributed_executor_backend": "external_launcher"}, {}),
         "fs": ({}, TIERS | {"secondary_tiers": [{"type": "fs", "root_dir": "/nowhere"}]}),
@@ -111,12 +116,13 @@ def test_the_other_rules_on_configurations_of_vllm_itself(python, model):
     log = python(SWEEP, model, json.dumps(cases)).log
     (line,) = [line for line in log.splitlines() if line.startswith('{"plain"')]
     answers = json.loads(line)
-    for accepted in ("plain", "fs", "multi"):
+    for accepted in ("plain", "fs", "multi", "vLLM's scheduler"):
         assert answers.pop(accepted) == "accepted"
     said = {
         "canonical": "canonical_layout is set in kv_connector_extra_config",
         "pipeline": "a KV connector is configured with parallelism other than tensor parallelism",
         "speculative": "a KV connector is configured with speculative decoding",
+        "scheduler": "a KV connector is configured with the scheduler somebodys.Scheduler",
         "cache dtype": "a KV connector is configured with the cache dtype fp8",
         "external executor": "a KV connector is configured with the executor external_launcher",
         "obj": "the secondary tier obj is configured",

@@ -37,7 +37,7 @@ def config(connector: bool = True, **changes: Any) -> SimpleNamespace:
         use_v2_model_runner=False,
         attention_config=SimpleNamespace(),
         kv_transfer_config=transfer if connector else None,
-        scheduler_config=SimpleNamespace(policy="fcfs"),
+        scheduler_config=SimpleNamespace(policy="fcfs", scheduler_cls=None),
         cache_config=SimpleNamespace(enable_prefix_caching=True, cache_dtype="auto"),
         parallel_config=SimpleNamespace(
             world_size=2,
@@ -47,6 +47,7 @@ def config(connector: bool = True, **changes: Any) -> SimpleNamespace:
             distributed_executor_backend="mp",
         ),
         speculative_config=None,
+        kv_events_config=None,
         model_config=SimpleNamespace(
             is_hybrid=False,
             is_encoder_decoder=False,
@@ -136,6 +137,17 @@ CASES = [
     ),
     (
         [
+            {
+                "machine__vllm": "0.25.1",
+                "kv_events_config": SimpleNamespace(enable_kv_cache_events=True),
+            }
+        ],
+        "kv_events_config switches KV cache events on, because kvcached's block pool gives none "
+        "out, and kvpatch knows how to only from vLLM 0.26 on; remove kv_events_config, install a "
+        "later vLLM, or set KVPATCH=0.",
+    ),
+    (
+        [
             {"kv_transfer_config__kv_connector": "ExampleConnector"},
             {
                 "kv_transfer_config__kv_connector": "ExampleConnector",
@@ -159,11 +171,16 @@ CASES = [
         "install another vLLM, or set KVPATCH=0.",
     ),
     (
-        [simple(lazy_offload=True) | V2_OF_33, simple() | {"use_v2_model_runner": True}],
+        [
+            simple(lazy_offload=True) | V2_OF_33,
+            simple() | {"use_v2_model_runner": True},
+            simple() | {"machine__vllm": "0.32.0"},
+            simple() | {"machine__vllm": "0.27.1"},
+        ],
         "SimpleCPUOffloadConnector is configured on this release and runner, because it was "
-        f"compared with plain vLLM's on vLLM {simple_connector.FEATURE.vllm} only, and on 0.28 "
-        "with Model Runner V1; use OffloadingConnector, or on vLLM 0.28 "
-        "VLLM_USE_V2_MODEL_RUNNER=0, or set KVPATCH=0.",
+        f"compared with plain vLLM's on vLLM {simple_connector.FEATURE.vllm} only, and with Model "
+        "Runner V1 on 0.28 and V2 on the later ones only; use OffloadingConnector, or that "
+        "runner, or set KVPATCH=0.",
     ),
     (
         [
@@ -265,6 +282,15 @@ CASES = [
         "executors uni and mp only; set --distributed-executor-backend mp, or set KVPATCH=0.",
     ),
     (
+        [
+            {"scheduler_config__scheduler_cls": "builtins.dict"},
+            {"scheduler_config__scheduler_cls": dict},
+        ],
+        "a KV connector is configured with the scheduler builtins.dict, because it may free or "
+        "hand out blocks in another order than the transfers are fenced for; remove "
+        "--scheduler-cls, or set KVPATCH=0.",
+    ),
+    (
         [{"speculative_config": SimpleNamespace(method="ngram")}],
         "a KV connector is configured with speculative decoding, because its blocks were never "
         "compared with plain vLLM's after a round trip; remove the speculative configuration, or "
@@ -307,8 +333,9 @@ def test_the_rule_refuses_with_its_sentence(position, changes, sentence):
 @pytest.mark.parametrize(("position", "changes", "sentence"), EACH)
 def test_without_a_connector_only_what_kvcached_cannot_run_matters(position, changes, sentence):
     changes = {n: v for n, v in changes.items() if not n.startswith("kv_transfer_config")}
-    if position == 0:
-        with pytest.raises(Refusal, match="HiSparse"):
+    rule = configuration.RULES[position]
+    if not rule.with_connector:
+        with pytest.raises(Refusal, match=rule.code):
             configuration.check(config(connector=False, **changes))
     else:
         configuration.check(config(connector=False, **changes))
@@ -325,6 +352,12 @@ def test_without_a_connector_only_what_kvcached_cannot_run_matters(position, cha
         simple(spec_name="TieringOffloadingSpec"),  # a key that it does not read
         {"use_v2_model_runner": True},
         {"machine__vllm": "0.32.0", "use_v2_model_runner": True},
+        {"machine__vllm": "0.32.0"},  # on Runner V1
+        {
+            "machine__vllm": "0.25.1",
+            "kv_events_config": SimpleNamespace(enable_kv_cache_events=False),
+        },
+        {"kv_events_config": SimpleNamespace(enable_kv_cache_events=True)},
         spec("TieringOffloadingSpec"),
         spec("HostTieringOffloadingSpec", "kvpatch.hostdevice.tiering"),
         tiers("fs"),
@@ -362,7 +395,7 @@ def test_the_check_runs_after_vllm_resolved_the_configuration(monkeypatch):
 def test_runner_v1_where_it_was_not_tried(vllm, release, runner_v2):
     vllm(release)
     made = config(connector=False, use_v2_model_runner=runner_v2)
-    if runner_v2 or release == "0.28.0":
+    if runner_v2 or release in ("0.28.0", "0.32.0"):
         configuration.check(made)
         return
     with pytest.raises(Refusal) as refused:

@@ -96,7 +96,7 @@ def test_a_recipe_is_not_refused(recipe, monkeypatch):
         kv_transfer_config=transfer,
         use_v2_model_runner=False,
         attention_config=SimpleNamespace(),
-        scheduler_config=SimpleNamespace(policy="fcfs"),
+        scheduler_config=SimpleNamespace(policy="fcfs", scheduler_cls=None),
         cache_config=SimpleNamespace(enable_prefix_caching=True, cache_dtype="auto"),
         parallel_config=SimpleNamespace(
             world_size=1,
@@ -106,6 +106,7 @@ def test_a_recipe_is_not_refused(recipe, monkeypatch):
             distributed_executor_backend="uni",
         ),
         speculative_config=None,
+        kv_events_config=None,
         model_config=SimpleNamespace(is_hybrid=False, is_encoder_decoder=False, use_mla=False),
     )
     configuration.check(config)
