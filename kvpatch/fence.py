@@ -25,6 +25,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from kvpatch import audit, connectors
+from kvpatch.calls import argument
 
 Retired = list[tuple[int, list[int]]]
 
@@ -170,8 +171,8 @@ def compute_barrier(worker: Any) -> bool:
     kvcached's own barrier waits for the whole device and so for every copy, however
     long; the fence has already seen to the copies.
     """
-    device = worker.device
-    if device.type == "cuda":
+    device = worker.device  # up to 0.23 a CPU's worker has none
+    if device is not None and device.type == "cuda":
         import torch
 
         torch.cuda.current_stream(device).synchronize()
@@ -242,7 +243,7 @@ def around_worker_output(wrapped: Any, instance: Any, args: Any, kwargs: Any) ->
     """
     fence: Fence | None = getattr(instance, "kvpatch_fence", None)
     if fence is not None:
-        output = kwargs["connector_output"] if "connector_output" in kwargs else args[0]
+        output = argument(args, kwargs, 0, "connector_output")
         meta = output.kv_connector_worker_meta
         for job_id, workers in meta.completed_jobs.items() if meta is not None else ():
             fence.report(job_id, workers)

@@ -225,9 +225,12 @@ def rows(feature: Feature, vllm: Installed, kvcached: Installed) -> tuple[Patch,
     its own; the others are not needed.
     """
     found = _rows_for(feature, vllm.version, kvcached.version)
-    # A release beyond every row, which the operator named, has its neighbour's.
+    # A release newer than every row, which the operator named, has its neighbour's. One that is
+    # older has what the rows say of it, which may be nothing: what they mend came later.
     neighbours = (closest(vllm, feature.vllm), closest(kvcached, feature.kvcached))
-    return found or _rows_for(feature, *neighbours)
+    if found or (vllm.version is not None and vllm.version < neighbours[0]):
+        return found
+    return _rows_for(feature, *neighbours)
 
 
 def _rows_for(
@@ -244,12 +247,16 @@ def _rows_for(
 
 
 def check_feature(
-    feature: Feature, vllm: Installed, kvcached: Installed, look: Look = imported
+    feature: Feature,
+    vllm: Installed,
+    kvcached: Installed,
+    look: Look = imported,
+    environment: Mapping[str, str] = os.environ,
 ) -> Verdict:
     """All gates that a feature has to itself, for the installed versions."""
     if feature.wanted is not None and not load(feature.wanted)():
         return Verdict(Outcome.NOT_NEEDED)
-    tried = allowed_by_name(vllm) and not feature.optional
+    tried = allowed_by_name(vllm, environment) and not feature.optional
     for found, specifier in ((vllm, feature.vllm), (kvcached, feature.kvcached)):
         if not in_range(found, specifier) and not (found is vllm and tried):
             return Verdict(

@@ -16,7 +16,6 @@ from kvpatch.errors import Refusal
 from kvpatch.matrix import shapes
 from kvpatch.matrix.axes import Cell, cells, configuration_of, connector_of
 
-_NOTHING_ALLOWED: Mapping[str, str] = {}
 LEVELS = ("engine", "bytes")
 
 
@@ -65,9 +64,12 @@ def evidence(data: Path = shapes.DATA) -> dict[Cell, Verdict]:
     return found
 
 
-def refusal(cell: Cell) -> str | None:
-    """Return the sentence that start-up would end with, or None where the cell starts."""
-    of_releases: str | None = _of_releases(cell.vllm, cell.kvcached)
+def refusal(cell: Cell, tried: bool = False) -> str | None:
+    """Return the sentence that start-up would end with, or None where the cell starts.
+
+    With ``tried``, where the operator names the release of vLLM as one to try.
+    """
+    of_releases: str | None = _of_releases(cell.vllm, cell.kvcached, tried)
     if of_releases is not None:
         return of_releases
     found = (shapes.release("vllm", cell.vllm), shapes.release("kvcached", cell.kvcached))
@@ -80,14 +82,15 @@ def refusal(cell: Cell) -> str | None:
 
 
 @cache
-def _of_releases(vllm: str, kvcached: str) -> str | None:
+def _of_releases(vllm: str, kvcached: str, tried: bool) -> str | None:
     """Return the sentence of the gates, which ask for the releases alone."""
+    allowed = {gate.ALLOW_VLLM: vllm} if tried else {}
     try:
         found = shapes.release("vllm", vllm)
-        gate.check_range(found, registry.VLLM_RANGE, _NOTHING_ALLOWED)
+        gate.check_range(found, registry.VLLM_RANGE, allowed)
         found = shapes.release("kvcached", kvcached)
-        gate.check_range(found, registry.KVCACHED_RANGE, _NOTHING_ALLOWED)
-        reason: Refusal | None = _features(vllm, kvcached)
+        gate.check_range(found, registry.KVCACHED_RANGE, allowed)
+        reason: Refusal | None = _features(vllm, kvcached, allowed)
         if reason is not None:
             raise reason
     except Refusal as refusal:
@@ -95,14 +98,14 @@ def _of_releases(vllm: str, kvcached: str) -> str | None:
     return None
 
 
-def _features(vllm: str, kvcached: str) -> Refusal | None:
+def _features(vllm: str, kvcached: str, allowed: Mapping[str, str]) -> Refusal | None:
     """Return the refusal of a feature that cannot be applied to two releases."""
     found = (shapes.release("vllm", vllm), shapes.release("kvcached", kvcached))
     look = shapes.look(shapes.releases("vllm")[vllm], shapes.releases("kvcached")[kvcached])
     for feature in registry.FEATURES:
         if feature.wanted is not None:  # for some machines, or a mode; cells are of neither
             continue
-        verdict = gate.check_feature(feature, *found, look)
+        verdict = gate.check_feature(feature, *found, look, allowed)
         refusal = gate.refusal(feature, verdict)
         if refusal is not None:
             return refusal

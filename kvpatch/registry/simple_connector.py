@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from kvpatch.patch import Feature, Kind, Patch
-from kvpatch.registry.releases import KVCACHED_RANGE, VLLM_RANGE
+from kvpatch.registry.releases import KVCACHED_RANGE, SIMPLE_RANGE
 from kvpatch.registry.targets import COORDINATOR, SIMPLE, SIMPLE_CONNECTOR
 
 _PLANNER = f"{SIMPLE}.manager:SimpleCPUOffloadScheduler"
@@ -12,7 +12,7 @@ FEATURE = Feature(
     name="simple-connector",
     summary="vLLM's SimpleCPUOffloadConnector, eager and lazy, copies the right bytes and "
     "keeps its CPU blocks off the GPU",
-    vllm=VLLM_RANGE,
+    vllm=SIMPLE_RANGE,
     optional=True,
     kvcached=KVCACHED_RANGE,
     patches=(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import shutil
 import subprocess
 import sys
 import time
@@ -15,14 +14,11 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT / "tests/engine"))
 
-from packaging.version import Version  # noqa: E402
 from runs import BLOCK, Device, Run, engine_arguments, prompts  # noqa: E402
 
 PROMPTS, CACHED = 24, 640
 # Seconds after which an engine is taken for one that hangs.
 LIMIT = 600
-# The first release whose compiled kernels load with the torch of the tests.
-OWN_KERNELS = Version("0.27")
 MODELS = {"full attention": "llama", "sliding window": "sliding"}
 LAYOUTS = {"contiguous": True, "non-contiguous": False}
 
@@ -50,10 +46,6 @@ def prepare(version: str) -> Environment:
     if made.returncode:
         raise RuntimeError(made.stderr.strip() or made.stdout.strip())
     python = Path(made.stdout.strip().splitlines()[-1])
-    if Version(version) < OWN_KERNELS:
-        (packages,) = python.parents[1].glob("lib/python*/site-packages")
-        shutil.copy(ROOT / "scripts/matrix_lib/torch_kernels.py", packages)
-        (packages / "torch_kernels.pth").write_text("import torch_kernels\n")
     return Environment(python, python.parents[1])
 
 
@@ -75,12 +67,16 @@ class Engines:
 
     Args:
         environment: of the release.
+        version: the release; one that is outside the range is tried.
         work: a folder for models, devices and results.
         say: is told how each run ended.
     """
 
-    def __init__(self, environment: Environment, work: Path, say: Callable[[str], None]) -> None:
+    def __init__(
+        self, environment: Environment, version: str, work: Path, say: Callable[[str], None]
+    ) -> None:
         self.environment = environment
+        self.version = version
         self.work = work
         self.say = say
         self._plain: dict[str, dict[str, Any]] = {}
@@ -149,7 +145,9 @@ class Engines:
     def compare(self, runner: str, model: str, layout: str) -> dict[str, Any]:
         """Compare OffloadingConnector on elastic memory with plain vLLM; return the record."""
         kind = MODELS[model]
-        plain = Run(model=kind, runner=runner.lower(), kvpatch=False, offload=False)
+        plain = Run(
+            vllm=self.version, model=kind, runner=runner.lower(), kvpatch=False, offload=False
+        )
         key = f"{runner}-{kind}"
         kept = self.work / f"plain-{key}/result.json"
         if key not in self._plain:

@@ -8,7 +8,7 @@ keeps them, by its block tables; the order of the bytes inside a block is this m
 Up to 0.25 the KV cache has a GPU's shape, K apart from V and a block's tokens before its
 heads, because kvcached knows no other on these releases.
 
-Put into an environment by ``matrix_lib.engines``; it imports nothing of kvpatch.
+Put into an environment by ``scripts/environment``; it imports nothing of kvpatch.
 """
 
 from __future__ import annotations

@@ -33,7 +33,7 @@ from simple_watch import (
 )
 from vllm import LLM, SamplingParams
 
-from kvpatch import connectors, fence
+from kvpatch import configuration, connectors, fence
 from kvpatch.hostdevice import streams
 
 
@@ -65,9 +65,9 @@ class BlockWatch:
             group = int.from_bytes(key[-4:], "big")
             digest = hashlib.sha256()
             for cache in self.layers[group]:
-                digest.update(
-                    cache[block.block_id].contiguous().view(torch.uint8).numpy().tobytes()
-                )
+                # Up to 0.23 K is apart from V, outside the blocks.
+                part = cache[:, block.block_id] if len(cache) == 2 else cache[block.block_id]
+                digest.update(part.contiguous().view(torch.uint8).numpy().tobytes())
             if key not in self.seen:
                 self.seen[key] = digest.hexdigest()
             else:
@@ -201,6 +201,24 @@ def declare_block_outermost_layout() -> None:
     CPUAttentionBackend.get_kv_cache_stride_order = staticmethod(stride_order)
 
 
+def stay_in_this_process() -> None:
+    """Let the worker be where it is asked to be.
+
+    Up to 0.23 vLLM gives it a process of its own on a CPU, whatever is asked for.
+    """
+    from vllm.platforms.cpu import CpuPlatform
+
+    check = CpuPlatform.check_and_update_config
+
+    def unmoved(config: Any) -> None:
+        asked = config.parallel_config.distributed_executor_backend
+        check(config)
+        if config.parallel_config.world_size == 1:
+            config.parallel_config.distributed_executor_backend = asked
+
+    CpuPlatform.check_and_update_config = staticmethod(unmoved)
+
+
 def device_bytes() -> dict[str, int]:
     """Return this process's bytes of the host device: charged, and resident."""
     from kvpatch.hostdevice import ledger
@@ -238,6 +256,10 @@ def main(job_path: str, result_path: str) -> None:
         from kvpatch import activation
 
         assert activation.transaction.revert(patch_id), f"{patch_id} is patched over"
+    if job.get("forced"):
+        configuration.RULES = tuple(
+            rule for rule in configuration.RULES if rule.code not in job["forced"]
+        )
     if job.get("nothing_connector"):
         nothing_connector.allow()
     if job.get("cross_layer"):
@@ -248,6 +270,7 @@ def main(job_path: str, result_path: str) -> None:
         job["engine"]["kv_events_config"] = KVEventsConfig(
             enable_kv_cache_events=True, publisher="null"
         )
+    stay_in_this_process()
     on_device = os.environ.get("KVPATCH", "0") != "0"
     if on_device:
         remember_managers()
@@ -286,8 +309,12 @@ def main(job_path: str, result_path: str) -> None:
     result["fence"] = vars(held.counters) if held is not None else None
     result["evicted"] = evictions.count if evictions is not None else 0
     if simple is not None:
-        come_to_rest(llm, core)
+        if not job.get("forced"):
+            come_to_rest(llm, core)
         result["simple"] = simple.result()
+    if job.get("forced"):
+        Path(result_path).write_text(json.dumps(result))
+        os._exit(0)  # with its fault an engine may never come to rest
     if events is not None:
         result["reset"] = llm.reset_prefix_cache()
         run_round(llm, job["rounds"][0][:1], None, one_by_one=True)  # publishes the reset

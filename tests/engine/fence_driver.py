@@ -126,6 +126,15 @@ class Stage:
         self.holding = False
 
 
+def tier_of(connector: Any) -> Any:
+    """The rows of an OffloadingConnector's CPU tier; runs in the worker."""
+    worker = connector.connector_worker.worker
+    if not hasattr(worker, "tier"):  # up to 0.24 behind one handler for each direction
+        worker = next(iter(worker.handlers))._worker
+    (tier,) = worker.tier
+    return tier
+
+
 def read_rows(worker: Any, rows: list[int]) -> list[Any]:
     """Read rows of a worker's CPU tier as float32; runs in the worker."""
     from vllm.distributed.kv_transfer import get_kv_transfer_group
@@ -135,7 +144,7 @@ def read_rows(worker: Any, rows: list[int]) -> list[Any]:
         for part in connectors.parts(get_kv_transfer_group())
         if type(part).__name__ == connectors.OFFLOADING
     ]
-    (tier,) = connector.connector_worker.worker.tier
+    tier = tier_of(connector)
     return [tier[row].numpy().view(np.float32).copy() for row in rows]
 
 
@@ -147,9 +156,14 @@ def read_blocks(worker: Any, wanted: list[tuple[int, int]]) -> list[Any]:
         [context[name].kv_cache for name in group.layer_names]
         for group in runner.kv_cache_config.kv_cache_groups
     ]
+
+    def read(cache: Any, block: int) -> Any:
+        # Up to 0.23 K is apart from V, outside the blocks.
+        part = cache[:, block] if len(cache) == 2 else cache[block]
+        return part.contiguous().numpy().ravel()
+
     return [
-        np.concatenate([cache[block].contiguous().numpy().ravel() for cache in groups[group]])
-        for group, block in wanted
+        np.concatenate([read(cache, block) for cache in groups[group]]) for group, block in wanted
     ]
 
 
@@ -381,7 +395,7 @@ def flip_a_bit(worker: Any) -> None:
     """Change one bit of every row of the CPU tier; runs in the worker."""
     from vllm.distributed.kv_transfer import get_kv_transfer_group
 
-    (tier,) = get_kv_transfer_group().connector_worker.worker.tier
+    tier = tier_of(get_kv_transfer_group())
     tier[:, 7] ^= 1
 
 
@@ -420,7 +434,7 @@ def snapshots(stage: Stage) -> Iterator[dict[str, Any]]:
                     int.from_bytes(block.block_hash[-4:], "big"),
                     block.block_id,
                 )
-                for block in stage.pool.blocks
+                for block in getattr(stage.pool, "kv_block_pool", None) or stage.pool.blocks
                 if block.block_hash is not None and f"0:{block.block_hash.hex()}" not in truth
             }
             if new:

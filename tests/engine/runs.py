@@ -34,6 +34,7 @@ class Run:
     cpu_blocks: int = 4096
     policy: str = "lru"
     revert: tuple[str, ...] = ()
+    forced: tuple[str, ...] = ()  # codes of the refusals that it starts in spite of
     cross_layer: bool = False
     dtype: str = "float32"
     together: int = 4

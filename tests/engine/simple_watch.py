@@ -17,12 +17,16 @@ def simple_part(connector: Any) -> Any:
     return found[0] if found else None
 
 
+NEVER = (0, "no digest")
+
+
 class SimpleWatch:
     """Counts copies, blocks of the CPU tier, and what taking them does to the device.
 
     Attributes:
         stored, loaded: blocks whose copy was submitted.
-        changed: loaded blocks whose bytes are not those they were stored with.
+        changed: loaded blocks whose bytes are not those they were stored with, or which
+            were never stored.
         tiers: blocks of the CPU tier, as the scheduler and the worker count them.
         twice: copies that were submitted again, by event; and blocks that were stored
             while the tier had them, or another copy of them was under way.
@@ -84,7 +88,8 @@ class SimpleWatch:
             else:
                 self.loaded += len(source)
                 self._loads[event_idx] = [
-                    (block, *self._rows[row]) for row, block in zip(source, target, strict=True)
+                    (block, *self._rows.get(row, NEVER))
+                    for row, block in zip(source, target, strict=True)
                 ]
             launch(source, target, is_store=is_store, event_idx=event_idx, **more)
 

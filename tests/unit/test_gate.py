@@ -289,6 +289,13 @@ def test_a_release_named_by_the_operator_gets_the_rows_of_the_nearest_tested_one
     assert gate.rows(feature, found(version), KVCACHED) == (chosen,)
 
 
+def test_a_release_named_by_the_operator_that_is_older_than_every_row_gets_none(patch):
+    later = patch("Target.method", vllm=">=0.28,<0.30")
+    feature = Feature("f", "s", ">=0.28.0,<=0.29.0", "==0.1.6", (later,))
+    assert gate.rows(feature, found("0.27.0"), KVCACHED) == ()
+    assert gate.rows(feature, found("0.30.0"), KVCACHED) == (later,)
+
+
 def test_a_feature_without_a_row_for_the_release_is_not_needed(patch):
     feature = Feature("f", "s", RANGE, "==0.1.6", (patch("Target.method", vllm=">=0.29,<0.30"),))
     assert gate.check_feature(feature, found("0.28.0"), KVCACHED).outcome is Outcome.NOT_NEEDED

@@ -284,6 +284,18 @@ def test_what_an_operator_allows_by_name_does_not_change_the_matrix(monkeypatch,
     }
 
 
+def test_a_release_outside_the_range_can_be_tried():
+    """What scripts/matrix runs on it is what would start if the operator named it."""
+
+    def sentence(runner: str, tried: bool) -> str | None:
+        cell = axes.Cell("0.33.0", "0.1.6", runner, "contiguous", "Offloading", "full attention")
+        return verdicts.refusal(cell, tried)
+
+    assert "[KVP107]" in sentence("V2", tried=False)
+    assert sentence("V2", tried=True) is None
+    assert "[KVP301]" in sentence("V1", tried=True)
+
+
 @pytest.fixture
 def checkout(tmp_path: Path) -> Path:
     """A copy of what scripts/matrix reads and writes."""

@@ -1,4 +1,4 @@
-"""The fence on later releases with Model Runner V2: the demonstrations of the engine lane."""
+"""The fence on other releases: the demonstrations of the engine lane."""
 
 from __future__ import annotations
 
@@ -10,7 +10,14 @@ import pytest
 from runs import Device
 from test_fence import ALONE, BOTH_LOADED, LOST_WITHOUT, SCHEDULING, TOGETHER, Fences
 
-RELEASES = ("0.30.0", "0.32.0")
+RELEASES = {
+    "0.26.0": "v1",
+    "0.27.1": "v1",
+    "0.29.0": "v2",
+    "0.30.0": "v2",
+    "0.31.0": "v2",
+    "0.32.0": "v2",
+}
 EVERY = pytest.mark.parametrize("scenario", [*TOGETHER, *ALONE, BOTH_LOADED])
 ON = pytest.mark.parametrize("vllm", RELEASES)
 
@@ -20,8 +27,8 @@ def fences(
     models: Callable[[str], Path], device: Device, tmp_path_factory: pytest.TempPathFactory
 ) -> Callable[[str], Fences]:
     made = {
-        vllm: Fences(models, device, tmp_path_factory.mktemp("fence"), vllm, "v2")
-        for vllm in RELEASES
+        vllm: Fences(models, device, tmp_path_factory.mktemp("fence"), vllm, runner)
+        for vllm, runner in RELEASES.items()
     }
     return made.__getitem__
 
@@ -54,10 +61,21 @@ def test_with_two_ranks_every_stored_block_is_right(
     assert result["held_now"] == result["retired_now"] == 0
 
 
-@ON
+# From 0.30 on the connector does not store what leaves a sliding window in the same step.
+STORES_SKIPPED = ("0.29.0",)
+
+
+# On Runner V1 the engine lane shows the same, with 0.28.0.
 @pytest.mark.parametrize(
-    ("scenario", "asynchronous"),
-    [(name, mode) for mode, names in LOST_WITHOUT.items() for name in sorted(names)],
+    ("vllm", "scenario", "asynchronous"),
+    [
+        (vllm, name, mode)
+        for vllm, runner in RELEASES.items()
+        if runner == "v2"
+        for mode, names in LOST_WITHOUT.items()
+        for name in sorted(names)
+        if name != "window_skip" or vllm in STORES_SKIPPED
+    ],
 )
 def test_without_the_fence_blocks_are_lost(
     fences: Callable[[str], Fences], vllm: str, scenario: str, asynchronous: bool

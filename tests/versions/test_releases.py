@@ -26,6 +26,7 @@ RELEASES = [
     ("0.30.0", "v2"),
     ("0.31.0", "v2"),
     ("0.32.0", "v2"),
+    ("0.32.0", "v1"),
 ]
 EVERY = pytest.mark.parametrize(
     ("vllm", "runner"), RELEASES, ids=[f"{vllm or '0.28.0'}-{runner}" for vllm, runner in RELEASES]

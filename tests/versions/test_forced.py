@@ -1,0 +1,35 @@
+"""Cells that the matrix refuses, started all the same: the fault that is named is there."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from runs import Finished, Run
+
+Engine = Callable[[Run], Finished]
+ONE_TIME = "8"  # prompts of 20 blocks on 139
+
+
+def test_lazy_copies_of_0_29_are_counted_and_not_made(engine: Engine) -> None:
+    """Blocks come from the CPU tier to which nothing was ever copied."""
+    ours = engine(
+        Run(
+            vllm="0.29.0",
+            runner="v2",
+            simple="lazy",
+            forced=("KVP316",),
+            rounds=(ONE_TIME,) * 3,
+            # Alone, a request that is loaded makes a step without tokens; with steps this
+            # small, most of the blocks are not stored yet when it does.
+            together=1,
+            batch=640,
+        )
+    )
+    ours.round(2)
+    assert ours.result["simple"]["changed"] > 0
+
+
+def test_kvcached_has_no_adapter_for_runner_v2_before_0_28(engine: Engine) -> None:
+    ours = engine(Run(vllm="0.27.1", runner="v2", forced=("KVP301",)))
+    assert ours.code != 0
+    assert "kvcached does not support the vLLM 0.27.1 Model Runner V2" in ours.log
