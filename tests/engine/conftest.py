@@ -62,6 +62,7 @@ def engine(
                 "one_by_one": wanted.events,
                 "revert": list(wanted.revert),
                 "forced": list(wanted.forced),
+                "exhaust": wanted.exhaust,
                 "cross_layer": wanted.cross_layer,
                 # The simple connector's copies are watched at their own seams.
                 "watch": wanted.kvpatch and not wanted.revert and not wanted.simple,

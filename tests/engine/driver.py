@@ -201,6 +201,34 @@ def declare_block_outermost_layout() -> None:
     CPUAttentionBackend.get_kv_cache_stride_order = staticmethod(stride_order)
 
 
+class Exhaustion:
+    """Lets an allocation fail in the middle, as when a neighbour takes the last page.
+
+    A model with two groups asks for the blocks of one after the other.
+    """
+
+    def __init__(self, pool: Any, every: int) -> None:
+        from kvcached.utils import KVCachePoolExhausted
+
+        self.pool = pool
+        self.failed = self.asked = 0
+        get_new_blocks = pool.get_new_blocks
+
+        def sometimes(count: int) -> Any:
+            self.asked += 1
+            if self.asked % every == 0:
+                self.failed += 1
+                raise KVCachePoolExhausted("taken by a neighbour")
+            return get_new_blocks(count)
+
+        pool.get_new_blocks = sometimes
+
+    def result(self) -> dict[str, int]:
+        """How often it failed, and the blocks that nobody gave back."""
+        leaked = sum(block.ref_cnt > 0 for block in self.pool.kv_block_pool if not block.is_null)
+        return {"failed": self.failed, "leaked": leaked}
+
+
 def stay_in_this_process() -> None:
     """Let the worker be where it is asked to be.
 
@@ -289,6 +317,11 @@ def main(job_path: str, result_path: str) -> None:
     evictions = Evictions(planner.manager) if planner else None
     simple = SimpleWatch(core) if simple_part(connector) else None
     watch = BlockWatch(core) if job.get("watch") else None
+    exhaustion = (
+        Exhaustion(core.scheduler.kv_cache_manager.block_pool, job["exhaust"])
+        if job.get("exhaust")
+        else None
+    )
     events = EventLog(core.scheduler) if job.get("events") else None
     result["rounds"] = []
     for index, prompts in enumerate(job["rounds"]):
@@ -312,6 +345,9 @@ def main(job_path: str, result_path: str) -> None:
         if not job.get("forced"):
             come_to_rest(llm, core)
         result["simple"] = simple.result()
+    if exhaustion is not None:
+        come_to_rest(llm, core)
+        result["exhaustion"] = exhaustion.result()
     if job.get("forced"):
         Path(result_path).write_text(json.dumps(result))
         os._exit(0)  # with its fault an engine may never come to rest

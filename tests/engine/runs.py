@@ -42,6 +42,7 @@ class Run:
     blocks: int = 140  # of the device, of which one prompt of the load takes 20
     simple: str = ""  # eager or lazy, with SimpleCPUOffloadConnector
     batch: int = 2048  # tokens of a step
+    exhaust: int = 0  # every so many times the device has no blocks left for a group
     events: bool = False
     environment: tuple[tuple[str, str], ...] = ()
     tiers: tuple[str, ...] = ()  # folders of fs tiers behind the CPU tier

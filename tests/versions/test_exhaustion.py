@@ -1,0 +1,30 @@
+"""Allocations that fail in the middle, because a neighbour took the last page meanwhile."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import pytest
+from runs import Finished, Run
+from test_tokens import PLAIN, assert_same
+
+ROUNDS = ("8", "8")
+# The model has two groups, so that the blocks of one are there when the other has none.
+RUN = Run(model="sliding", rounds=ROUNDS, exhaust=3)
+EVERY = pytest.mark.parametrize(
+    ("vllm", "runner"), [("0.26.0", "v1"), ("0.27.1", "v1"), ("", "v1"), ("0.32.0", "v2")]
+)
+
+
+@EVERY
+def test_a_failed_allocation_leaves_nothing_behind(
+    engine: Callable[[Run], Finished], vllm: str, runner: str
+) -> None:
+    run = replace(RUN, vllm=vllm, runner=runner)
+    ours = engine(run)
+    assert_same(
+        ours, engine(replace(PLAIN, model=run.model, rounds=ROUNDS, vllm=vllm, runner=runner))
+    )
+    assert ours.result["exhaustion"]["failed"] > 0
+    assert ours.result["exhaustion"]["leaked"] == 0
