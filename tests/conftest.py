@@ -25,7 +25,6 @@ LONG = (
     "test_killed",
     "test_runner_v2",
     "test_simple",
-    "test_soak",
     "test_watching",
 )
 LANES = ("unit", "wheel", "refusals", "engine", "versions", "bench")

@@ -26,6 +26,7 @@ FEATURES = {
     "elastic-memory": "applied",
     "offloading-connector": "applied",
     "fence": "applied",
+    "standstill": "applied",
     "kv-events": "applied",
     "tiers": "outside",
     "audit": "not-needed",
