@@ -14,7 +14,6 @@ import hashlib
 import json
 import os
 import sys
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +23,7 @@ os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
 import disk_faults
 import nothing_connector
 import torch
+from engines import block_of, come_to_rest, tiers_behind
 from simple_watch import (
     SimpleWatch,
     remember_managers,
@@ -65,9 +65,8 @@ class BlockWatch:
             group = int.from_bytes(key[-4:], "big")
             digest = hashlib.sha256()
             for cache in self.layers[group]:
-                # Up to 0.23 K is apart from V, outside the blocks.
-                part = cache[:, block.block_id] if len(cache) == 2 else cache[block.block_id]
-                digest.update(part.contiguous().view(torch.uint8).numpy().tobytes())
+                part = block_of(cache, block.block_id)
+                digest.update(part.view(torch.uint8).numpy().tobytes())
             if key not in self.seen:
                 self.seen[key] = digest.hexdigest()
             else:
@@ -261,22 +260,6 @@ def device_bytes() -> dict[str, int]:
     return {"charged": ledger.usage().get(os.getpid(), 0), "resident": resident}
 
 
-def come_to_rest(llm: Any, core: Any, tiers: Sequence[Any] = ()) -> None:
-    """Step until the copies of the last requests have ended and were reported.
-
-    Also those to ``tiers``: a CPU tier all of whose blocks are still being written out
-    takes no other block in, and what is asked for then is a miss.
-    """
-    for _ in range(200):
-        if not core.scheduler.has_requests():
-            return
-        streams.synchronize()
-        llm.llm_engine.step()
-        for tier in tiers:
-            tier.drain_jobs()
-    raise AssertionError("the engine did not come to rest in 200 steps")
-
-
 def main(job_path: str, result_path: str) -> None:
     job = json.loads(Path(job_path).read_text())
     result: dict[str, Any] = {}
@@ -331,9 +314,9 @@ def main(job_path: str, result_path: str) -> None:
             llm.reset_prefix_cache(reset_connector=True)  # what is left is on the disk
             getattr(disk_faults, after)(Path(job["disk"]))
         result["rounds"].append(run_round(llm, prompts, watch, job.get("one_by_one", False)))
-        tiers = getattr(planner.manager, "secondary_tiers", ()) if planner else ()
+        tiers = tiers_behind(planner)
         if tiers and "faults" not in job:
-            come_to_rest(llm, core, tiers)
+            come_to_rest(core.scheduler, llm.llm_engine.step, tiers)
         if simple is not None:
             result.setdefault("stored", []).append(simple.stored)
     if watch is not None:
@@ -343,10 +326,10 @@ def main(job_path: str, result_path: str) -> None:
     result["evicted"] = evictions.count if evictions is not None else 0
     if simple is not None:
         if not job.get("forced"):
-            come_to_rest(llm, core)
+            come_to_rest(core.scheduler, llm.llm_engine.step)
         result["simple"] = simple.result()
     if exhaustion is not None:
-        come_to_rest(llm, core)
+        come_to_rest(core.scheduler, llm.llm_engine.step)
         result["exhaustion"] = exhaustion.result()
     if job.get("forced"):
         Path(result_path).write_text(json.dumps(result))

@@ -25,6 +25,7 @@ os.environ["PYTHONHASHSEED"] = "0"  # block hashes are compared between processe
 import nothing_connector
 import numpy as np
 import simple_scenarios
+from engines import block_of, come_to_rest, tiers_behind
 from simple_scenarios import SimpleTier
 from vllm import LLM, SamplingParams
 
@@ -108,14 +109,7 @@ class Stage:
     def quiet(self) -> None:
         """Step until the engine would go to sleep."""
         planner = connectors.planner(self.scheduler.connector)
-        for _ in range(200):
-            if not self.scheduler.has_requests():
-                return
-            self.step()
-            streams.synchronize()
-            for tier in getattr(planner.manager, "secondary_tiers", ()) if planner else ():
-                tier.drain_jobs()
-        raise AssertionError("the engine did not come to rest in 200 steps")
+        come_to_rest(self.scheduler, self.step, tiers_behind(planner))
 
     @contextmanager
     def held(self) -> Iterator[None]:
@@ -157,13 +151,9 @@ def read_blocks(worker: Any, wanted: list[tuple[int, int]]) -> list[Any]:
         for group in runner.kv_cache_config.kv_cache_groups
     ]
 
-    def read(cache: Any, block: int) -> Any:
-        # Up to 0.23 K is apart from V, outside the blocks.
-        part = cache[:, block] if len(cache) == 2 else cache[block]
-        return part.contiguous().numpy().ravel()
-
     return [
-        np.concatenate([read(cache, block) for cache in groups[group]]) for group, block in wanted
+        np.concatenate([block_of(cache, block).numpy().ravel() for cache in groups[group]])
+        for group, block in wanted
     ]
 
 
