@@ -265,33 +265,25 @@ RULES = (
         code="KVP316",
     ),
     Rule(
-        f"SimpleCPUOffloadConnector on other releases than vLLM `{simple_connector.FEATURE.vllm}`, "
-        "and there on Model Runner V2 of 0.28 and on V1 of later ones",
+        f"SimpleCPUOffloadConnector on other releases than vLLM `{simple_connector.FEATURE.vllm}`",
         lambda c: (
             _is_simple(c)
-            and not (_tested_on(simple_connector.FEATURE.vllm) and _runs_v2(c) is _at_least("0.29"))
+            and not _tested_on(simple_connector.FEATURE.vllm)
             and not _loses_lazy_copies(c)
         ),
-        lambda c: "SimpleCPUOffloadConnector is configured on this release and runner",
-        f"it was compared with plain vLLM's on vLLM {simple_connector.FEATURE.vllm} only, and "
-        "with Model Runner V1 on 0.28 and V2 on the later ones only",
-        "use OffloadingConnector, or that runner, or set KVPATCH=0",
+        lambda c: "SimpleCPUOffloadConnector is configured on this release",
+        f"it was compared with plain vLLM's on vLLM {simple_connector.FEATURE.vllm} only",
+        "use OffloadingConnector, or one of these releases, or set KVPATCH=0",
         code="KVP317",
     ),
     Rule(
-        f"tiers and MultiConnector on other releases than vLLM `{tiers.FEATURE.vllm}`, and on "
-        "Model Runner V2",
+        f"tiers and MultiConnector on other releases than vLLM `{tiers.FEATURE.vllm}`",
+        lambda c: (_in_multi(c) or bool(_tiers(c))) and not _tested_on(tiers.FEATURE.vllm),
         lambda c: (
-            (_in_multi(c) or bool(_tiers(c)))
-            and (not _tested_on(tiers.FEATURE.vllm) or bool(c.use_v2_model_runner))
+            f"{'a secondary tier' if _tiers(c) else _connector(c)} is configured on this release"
         ),
-        lambda c: (
-            f"{'a secondary tier' if _tiers(c) else _connector(c)} is configured on this release "
-            "and runner"
-        ),
-        f"it was compared with plain vLLM's on vLLM {tiers.FEATURE.vllm} with Model Runner V1 only",
-        "use OffloadingConnector without tiers, or vLLM 0.28 with VLLM_USE_V2_MODEL_RUNNER=0, or "
-        "set KVPATCH=0",
+        f"it was compared with plain vLLM's on vLLM {tiers.FEATURE.vllm} only",
+        "use OffloadingConnector without tiers, or one of these releases, or set KVPATCH=0",
         code="KVP317",
     ),
     Rule(

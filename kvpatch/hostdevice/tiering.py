@@ -22,16 +22,18 @@ class HostTieringOffloadingSpec(TieringOffloadingSpec):  # type: ignore[misc]
 
     def get_worker(self, kv_caches: CanonicalKVCaches) -> OffloadingWorker:
         """Return the worker that copies ``kv_caches``; called once per worker process."""
+        # vLLM 0.30 calls the blocks of the CPU tier chunks.
+        rows = self.num_chunks if hasattr(self, "num_chunks") else self.num_blocks
         self._worker: Any = self._worker or HostOffloadingWorker(
             kv_caches,
             self.blocks_per_chunk,
-            self.num_blocks,
-            SharedOffloadRegion(
-                engine_id=self.config.engine_id,
-                num_blocks=self.num_blocks,
-                rank=self.config.parallel.rank,
-                kv_bytes_per_block=self.kv_bytes_per_chunk,
-                cpu_page_size=self.cpu_page_size_per_worker,
+            rows,
+            SharedOffloadRegion(  # by position, because its parameters were renamed too
+                self.config.engine_id,
+                rows,
+                self.config.parallel.rank,
+                self.kv_bytes_per_chunk,
+                self.cpu_page_size_per_worker,
             ),
         )
         return self._worker

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from kvpatch.patch import Feature, Kind, Patch
-from kvpatch.registry.releases import KVCACHED_RANGE
+from kvpatch.registry.releases import KVCACHED_RANGE, TIERS_RANGE
 from kvpatch.registry.targets import ENGINE_CORE, OFFLOADING
 
 _KV_OFFLOAD = "vllm.v1.kv_offload"
@@ -14,7 +14,7 @@ _MANAGER = f"{_KV_OFFLOAD}.tiering.manager:TieringOffloadingManager"
 FEATURE = Feature(
     name="tiers",
     summary="the fs tier gives back the bytes it was given, to engines that mean the same by them",
-    vllm="==0.28.0",
+    vllm=TIERS_RANGE,
     optional=True,
     kvcached=KVCACHED_RANGE,
     patches=(
@@ -26,7 +26,7 @@ FEATURE = Feature(
             until="vLLM refuses memory that another engine created",
             wrapper="kvpatch.tiers.shared_memory:around_engine_core",
             parameters=("vllm_config",),
-            vllm=">=0.28,<0.29",
+            vllm=">=0.28,<0.34",
             kvcached="==0.1.6",
         ),
         Patch(
@@ -37,7 +37,7 @@ FEATURE = Feature(
             until="vLLM names files by the layout of what they hold",
             wrapper="kvpatch.tiers.identity:around_kv_caches",
             parameters=("self", "vllm_config"),
-            vllm=">=0.28,<0.29",
+            vllm=">=0.28,<0.34",
             kvcached="==0.1.6",
         ),
         Patch(
@@ -48,7 +48,7 @@ FEATURE = Feature(
             until="vLLM names files by the layout of what they hold",
             wrapper="kvpatch.tiers.identity:around_file_mapper",
             parameters=("root_dir", "offloading_spec", "parallel_agnostic"),
-            vllm=">=0.28,<0.29",
+            vllm=">=0.28,<0.34",
             kvcached="==0.1.6",
         ),
         Patch(
@@ -59,7 +59,7 @@ FEATURE = Feature(
             until="vLLM's fs tier checks what it reads",
             wrapper="kvpatch.tiers.files:replace_store",
             parameters=("paths", "view", "offsets", "block_size", "use_o_direct"),
-            vllm=">=0.28,<0.29",
+            vllm=">=0.28,<0.34",
             kvcached="==0.1.6",
             kind=Kind.REPLACE,
         ),
@@ -71,7 +71,7 @@ FEATURE = Feature(
             until="vLLM's fs tier checks what it reads",
             wrapper="kvpatch.tiers.files:replace_load",
             parameters=("paths", "view", "offsets", "block_size", "use_o_direct"),
-            vllm=">=0.28,<0.29",
+            vllm=">=0.28,<0.34",
             kvcached="==0.1.6",
             kind=Kind.REPLACE,
         ),
@@ -84,7 +84,7 @@ FEATURE = Feature(
             until="vLLM gives a tier's answers a limit",
             wrapper="kvpatch.tiers.fs:around_tier_class",
             parameters=("tier_config",),
-            vllm=">=0.28,<0.29",
+            vllm=">=0.28,<0.34",
             kvcached="==0.1.6",
         ),
         Patch(
@@ -95,7 +95,7 @@ FEATURE = Feature(
             until="vLLM gives a tier's answers a limit",
             wrapper="kvpatch.tiers.promotion:around_lookup",
             parameters=("self", "key", "req_context"),
-            vllm=">=0.28,<0.29",
+            vllm=">=0.28,<0.34",
             kvcached="==0.1.6",
         ),
         Patch(
@@ -106,7 +106,7 @@ FEATURE = Feature(
             until="vLLM keeps a promoted block until its request has read it",
             wrapper="kvpatch.tiers.promotion:around_promotion",
             parameters=("self", "tier_idx", "key", "req_context"),
-            vllm=">=0.28,<0.29",
+            vllm=">=0.28,<0.34",
             kvcached="==0.1.6",
         ),
         Patch(
@@ -118,7 +118,7 @@ FEATURE = Feature(
             until="vLLM admits no load behind a request that waits",
             wrapper="kvpatch.tiers.admission:around_matched_tokens",
             parameters=("self", "request", "num_computed_tokens"),
-            vllm=">=0.28,<0.29",
+            vllm=">=0.28,<0.34",
             kvcached="==0.1.6",
         ),
         Patch(
@@ -129,7 +129,7 @@ FEATURE = Feature(
             until="vLLM admits no load behind a request that waits",
             wrapper="kvpatch.tiers.admission:around_build",
             parameters=("self", "scheduler_output"),
-            vllm=">=0.28,<0.29",
+            vllm=">=0.28,<0.34",
             kvcached="==0.1.6",
         ),
     ),

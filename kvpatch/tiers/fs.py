@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from vllm.v1.kv_offload.base import LookupResult
+from vllm.v1.kv_offload.tiering.async_lookup import LookupState
 from vllm.v1.kv_offload.tiering.base import JobResult
 from vllm.v1.kv_offload.tiering.fs.manager import FileSystemTierManager, FsAsyncLookupManager
 
@@ -18,7 +19,7 @@ _PROBE = "probe"
 
 
 class PatientLookups(FsAsyncLookupManager):  # type: ignore[misc]
-    """vLLM's lookups, timed, and able to hear two answers about one block."""
+    """vLLM's lookups, timed."""
 
     def __init__(self, tier: Any, tier_type: str, unanswered: Unanswered) -> None:
         self._unanswered = unanswered
@@ -32,18 +33,25 @@ class PatientLookups(FsAsyncLookupManager):  # type: ignore[misc]
         finally:
             self._unanswered.answered(_PROBE)
 
+
+class FirstAnswers(PatientLookups):
+    """Lookups up to vLLM 0.29, able to hear two answers about one block."""
+
     def drain_results(self) -> None:
         """Keep the first answer about each block.
 
         A request that is aborted while the disk is asked, and another for the same
         block, give two answers. vLLM takes the second for a fault of its own and ends
-        the engine.
+        the engine; from 0.30 on it numbers its questions, and knows the second one.
         """
         while not self._pending_results.empty():
             for key, found in self._pending_results.get_nowait():
                 state = self._lookup_state.get(key)
                 if state is not None and state.result is None:
                     state.result = found
+
+
+Lookups = PatientLookups if hasattr(LookupState, "generation") else FirstAnswers
 
 
 class PatientFileSystemTier(FileSystemTierManager):  # type: ignore[misc]
@@ -62,7 +70,7 @@ class PatientFileSystemTier(FileSystemTierManager):  # type: ignore[misc]
         make_private_folders(Path(f"{self.file_mapper.base_path}_r{self.file_mapper.rank}"))
         self.unanswered = Unanswered(patience())
         self._lookup_manager.shutdown()
-        self._lookup_manager = PatientLookups(self, tier_type, self.unanswered)
+        self._lookup_manager = Lookups(self, tier_type, self.unanswered)
         self._declined: list[Any] = []
 
     @property

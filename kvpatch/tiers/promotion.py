@@ -15,6 +15,11 @@ class Promoted:
     keys: set[Any] = field(default_factory=set)
 
 
+def _size(tier: Any) -> int:
+    """Blocks of the CPU tier, which vLLM calls chunks from 0.30 on."""
+    return int(tier._num_chunks if hasattr(tier, "_num_chunks") else tier._num_blocks)
+
+
 def around_promotion(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> bool:
     """Bring a block up once for a request, and no more than the CPU tier holds.
 
@@ -28,7 +33,7 @@ def around_promotion(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> boo
     if promoted is None:
         promoted = Promoted()
         context.set_state(promoted)
-    if key in promoted.keys or len(promoted.keys) >= instance.primary_tier._num_blocks:
+    if key in promoted.keys or len(promoted.keys) >= _size(instance.primary_tier):
         return False
     if not wrapped(*args, **kwargs):
         return False

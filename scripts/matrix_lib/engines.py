@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import json
+import shutil
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -16,11 +17,65 @@ sys.path.insert(0, str(ROOT / "tests/engine"))
 
 from runs import BLOCK, Device, Run, engine_arguments, prompts  # noqa: E402
 
+from kvpatch.matrix.axes import Cell  # noqa: E402
+
 PROMPTS, CACHED = 24, 640
 # Seconds after which an engine is taken for one that hangs.
 LIMIT = 600
 MODELS = {"full attention": "llama", "sliding window": "sliding"}
 LAYOUTS = {"contiguous": True, "non-contiguous": False}
+
+
+@dataclass(frozen=True)
+class Trial:
+    """What a connector is asked, on a device that is too small for it.
+
+    Attributes:
+        changes: to the ``Run`` of an engine without a connector.
+        rounds: the numbers of the prompts that are asked together, round by round.
+        again: the rounds of which the CPU tier, or what is behind it, has every block.
+        tiers: blocks of the CPU tier, and of the device, by model, where they are not the
+            run's own.
+        least: the share of those blocks that must come from there.
+        job: what else ``driver.py`` is told.
+    """
+
+    changes: dict[str, Any]
+    rounds: tuple[range, ...] = (range(PROMPTS),) * 2
+    again: range = range(1, 2)
+    tiers: dict[str, tuple[int, int]] = field(default_factory=dict)
+    least: float = 1.0
+    job: dict[str, Any] = field(default_factory=dict)
+
+
+def _simple(mode: str, least: float) -> Trial:
+    # What the device cannot keep, the same again, and then more than the CPU tier can keep.
+    return Trial(
+        {"simple": mode},
+        rounds=(range(8), range(8), range(12)),
+        tiers={"llama": (180, 140), "sliding": (280, 140)},
+        least=least,
+    )
+
+
+TRIALS = {
+    "Offloading": Trial({}, job={"watch": True}),
+    "Simple eager": _simple("eager", 1.0),
+    # vLLM's lazy mode looks ahead by a step, and may lose a few blocks of a burst.
+    "Simple lazy": _simple("lazy", 0.95),
+    # One prompt at a time, and neither device nor CPU tier has one of them the second time.
+    "tiering fs": Trial(
+        {"tiers": ("tier",)},
+        rounds=tuple(range(n, n + 1) for n in range(6)) * 2,
+        again=range(6, 12),
+        tiers={"llama": (60, 96), "sliding": (60, 132)},
+        job={"watch": True},
+    ),
+    "Multi": Trial(
+        {"inside": ("NothingConnector", "OffloadingConnector")},
+        job={"watch": True, "nothing_connector": True},
+    ),
+}
 
 
 @dataclass(frozen=True)
@@ -97,8 +152,8 @@ class Engines:
                 raise RuntimeError(done.stderr[-2000:])
         return folder
 
-    def run(self, wanted: Run, name: str) -> dict[str, Any]:
-        """Run one engine through two rounds of the same prompts; return what it wrote.
+    def run(self, wanted: Run, trial: Trial, name: str) -> dict[str, Any]:
+        """Run one engine through the rounds of a trial; return what it wrote.
 
         The key ``failed`` holds the end of the log of an engine that did not get there.
         """
@@ -106,13 +161,14 @@ class Engines:
         folder.mkdir(parents=True, exist_ok=True)
         job, result = folder / "job.json", folder / "result.json"
         result.unlink(missing_ok=True)
+        known = prompts(PROMPTS)
         job.write_text(
             json.dumps(
                 {
                     "model": str(self.model(wanted.model)),
                     "engine": engine_arguments(wanted),
-                    "rounds": [prompts(PROMPTS)] * 2,
-                    "watch": wanted.kvpatch,
+                    "rounds": [[known[number] for number in asked] for asked in trial.rounds],
+                    **trial.job,
                 }
             )
         )
@@ -142,54 +198,91 @@ class Engines:
         )
         return said
 
-    def compare(self, runner: str, model: str, layout: str) -> dict[str, Any]:
-        """Compare OffloadingConnector on elastic memory with plain vLLM; return the record."""
-        kind = MODELS[model]
+    def compare(self, cell: Cell) -> dict[str, Any]:
+        """Compare a connector on elastic memory with plain vLLM; return the record."""
+        kind = MODELS[cell.model]
         plain = Run(
-            vllm=self.version, model=kind, runner=runner.lower(), kvpatch=False, offload=False
+            vllm=self.version, model=kind, runner=cell.runner.lower(), kvpatch=False, offload=False
         )
-        key = f"{runner}-{kind}"
+        key = f"{cell.runner}-{kind}"
         kept = self.work / f"plain-{key}/result.json"
         if key not in self._plain:
             # kvpatch has no part in it, so one that was kept is as good.
             has_run = kept.exists()
             self._plain[key] = (
-                json.loads(kept.read_text()) if has_run else self.run(plain, f"plain-{key}")
+                json.loads(kept.read_text())
+                if has_run
+                else self.run(plain, Trial({}), f"plain-{key}")
             )
-        ours = replace(plain, kvpatch=True, offload=True, contiguous=LAYOUTS[layout])
-        return judge(self.run(ours, f"ours-{key}-{layout}"), self._plain[key], runner)
+        trial = TRIALS[cell.connector]
+        name = f"{cell.connector.replace(' ', '-')}-{key}-{cell.layout}"
+        ours = replace(
+            plain, kvpatch=True, offload=True, contiguous=LAYOUTS[cell.layout], **trial.changes
+        )
+        if kind in trial.tiers:
+            tier, blocks = trial.tiers[kind]
+            ours = replace(ours, cpu_blocks=tier, blocks=blocks)
+        if ours.tiers:
+            disk = self.work / name / "disk"
+            shutil.rmtree(disk, ignore_errors=True)
+            ours = replace(ours, tiers=(str(disk),))
+        return judge(self.run(ours, trial, name), self._plain[key], trial, cell.runner)
 
 
-def judge(ours: dict[str, Any], plain: dict[str, Any], runner: str) -> dict[str, Any]:
-    """Return whether a run was right, and the numbers that say so."""
+def judge(ours: dict[str, Any], plain: dict[str, Any], trial: Trial, runner: str) -> dict[str, Any]:
+    """Return whether a run was right, and the numbers that say so.
+
+    Args:
+        ours: what the engine of the trial wrote.
+        plain: what plain vLLM wrote, which was asked every prompt twice, together.
+        trial: what the engine was asked.
+        runner: V1 or V2, which both must have had.
+    """
     for who, one in (("plain vLLM", plain), ("kvpatch", ours)):
         if "failed" in one:
             return {"right": False, "why": f"{who} failed: {one['failed'].splitlines()[-1]}"}
     pairs = [
-        (mine, theirs)
-        for index in range(2)
-        for mine, theirs in zip(ours["rounds"][index], plain["rounds"][index], strict=True)
+        (mine, plain["rounds"][0][number])
+        for asked, records in zip(trial.rounds, ours["rounds"], strict=True)
+        for number, mine in zip(asked, records, strict=True)
     ]
     same = sum(mine["tokens"] == theirs["tokens"] for mine, theirs in pairs)
-    from_tier = [record["cached"] for record in ours["rounds"][1]]
+    answers = len(pairs)
+    from_tier = [record["cached"] for index in trial.again for record in ours["rounds"][index]]
+    blocks = len(from_tier) * CACHED // BLOCK
     record = {
         "same_answers": same,
-        "answers": len(pairs),
+        "answers": answers,
         "tokens_from_tier": sum(from_tier),
-        "blocks_restored": ours["returned"],
-        "blocks_changed": len(ours["changed"]),
+        **_copies(ours),
         "widest_logprob_gap": max(_gaps(pairs), default=0.0),
     }
     right = (
-        same == len(pairs)
-        and from_tier == [CACHED] * PROMPTS
-        and ours["returned"] >= PROMPTS * CACHED // BLOCK
-        and not ours["changed"]
+        same == answers
+        and record["widest_logprob_gap"] < 1e-3
+        and sum(from_tier) >= trial.least * len(from_tier) * CACHED
+        and record["blocks_restored"] >= trial.least * blocks
+        and not record["blocks_changed"]
+        and not record.get("faults")
         and ours["elastic"]
         and ours["runner"].upper() == plain["runner"].upper() == runner
         and [record["cached"] for record in plain["rounds"][1]] == [0] * PROMPTS
     )
     return {"right": right, **record}
+
+
+def _copies(ours: dict[str, Any]) -> dict[str, Any]:
+    """Return how many blocks came back, and what was wrong with how they did."""
+    if "simple" not in ours:
+        return {"blocks_restored": ours["returned"], "blocks_changed": len(ours["changed"])}
+    simple = ours["simple"]
+    return {
+        "blocks_restored": simple["loaded"],
+        "blocks_changed": simple["changed"],
+        "blocks_evicted": simple["evicted"],
+        # Copies made twice, blocks that stay pinned, CPU blocks that touched device pages.
+        "faults": len(simple["twice"]) + simple["pinned"] + len(simple["device_calls"]),
+    }
 
 
 def _gaps(pairs: Iterable[tuple[dict[str, Any], dict[str, Any]]]) -> Iterable[float]:

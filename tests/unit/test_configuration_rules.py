@@ -12,6 +12,7 @@ from packaging.version import Version
 from kvpatch import configuration, status
 from kvpatch.errors import Refusal
 from kvpatch.registry import simple_connector
+from kvpatch.registry import tiers as tier_rows
 from kvpatch.versions import Installed
 
 
@@ -173,23 +174,20 @@ CASES = [
     (
         [
             simple(lazy_offload=True) | V2_OF_33,
-            simple() | {"use_v2_model_runner": True},
-            simple() | {"machine__vllm": "0.32.0"},
             simple() | {"machine__vllm": "0.27.1"},
         ],
-        "SimpleCPUOffloadConnector is configured on this release and runner, because it was "
-        f"compared with plain vLLM's on vLLM {simple_connector.FEATURE.vllm} only, and with Model "
-        "Runner V1 on 0.28 and V2 on the later ones only; use OffloadingConnector, or that "
-        "runner, or set KVPATCH=0.",
+        "SimpleCPUOffloadConnector is configured on this release, because it was compared with "
+        f"plain vLLM's on vLLM {simple_connector.FEATURE.vllm} only; use OffloadingConnector, or "
+        "one of these releases, or set KVPATCH=0.",
     ),
     (
         [
-            multi("OffloadingConnector") | {"use_v2_model_runner": True},
+            multi("OffloadingConnector") | {"machine__vllm": "0.27.1"},
             multi("OffloadingConnector") | V2_OF_33,
         ],
-        "MultiConnector is configured on this release and runner, because it was compared with "
-        "plain vLLM's on vLLM ==0.28.0 with Model Runner V1 only; use OffloadingConnector without "
-        "tiers, or vLLM 0.28 with VLLM_USE_V2_MODEL_RUNNER=0, or set KVPATCH=0.",
+        "MultiConnector is configured on this release, because it was compared with plain vLLM's "
+        f"on vLLM {tier_rows.FEATURE.vllm} only; use OffloadingConnector without tiers, or one of "
+        "these releases, or set KVPATCH=0.",
     ),
     (
         [simple() | {"machine__copies": None}],
@@ -351,6 +349,9 @@ def test_without_a_connector_only_what_kvcached_cannot_run_matters(position, cha
         simple(lazy_offload=True, kv_offload_backend="cpu"),
         simple(spec_name="TieringOffloadingSpec"),  # a key that it does not read
         {"use_v2_model_runner": True},
+        simple(lazy_offload=True) | {"use_v2_model_runner": True},
+        multi("OffloadingConnector") | {"use_v2_model_runner": True},
+        simple() | {"machine__vllm": "0.32.0"},
         {"machine__vllm": "0.32.0", "use_v2_model_runner": True},
         {"machine__vllm": "0.32.0"},  # on Runner V1
         {
