@@ -13,6 +13,7 @@ from kvpatch import connectors, gate, layouts, status
 from kvpatch.codes import UNCODED
 from kvpatch.errors import Refusal
 from kvpatch.registry import simple_connector, tiers
+from kvpatch.registry.releases import LATENT_RANGE
 from kvpatch.simple.copies import device_here
 from kvpatch.versions import installed
 
@@ -162,6 +163,17 @@ def _runs_v2(config: Any) -> bool:
 
 def _loses_lazy_copies(config: Any) -> bool:
     return any(_simple(config, "lazy_offload")) and _at_least("0.29") and not _at_least("0.30")
+
+
+def _latent_compared(config: Any) -> bool:
+    """Whether latent attention was compared on this release, runner and connector."""
+    return (
+        _tested_on(LATENT_RANGE)
+        and bool(config.use_v2_model_runner)
+        and config.parallel_config.world_size == 1
+        and not _in_multi(config)
+        and not _tiers(config)
+    )
 
 
 NOT_COMPARED = "its blocks were never compared with plain vLLM's after a round trip"
@@ -353,11 +365,16 @@ RULES = (
         code="KVP304",
     ),
     Rule(  # before the next rule: on a CPU vLLM turns prefix caching off for these models
-        "offloading of models with latent attention (MLA)",
-        lambda c: c.model_config is not None and c.model_config.use_mla,
+        "offloading of models with latent attention (MLA), other than by OffloadingConnector or "
+        f"SimpleCPUOffloadConnector alone on Model Runner V2 of vLLM `{LATENT_RANGE}` and one rank",
+        lambda c: (
+            c.model_config is not None and c.model_config.use_mla and not _latent_compared(c)
+        ),
         lambda c: f"a KV connector is configured for {c.model_config.architecture}",
-        "the KV cache of models with latent attention was never compared with plain vLLM's",
-        "run this model without a KV connector, or set KVPATCH=0",
+        "the KV cache of models with latent attention was compared with plain vLLM's for "
+        "OffloadingConnector and SimpleCPUOffloadConnector without tiers, on Model Runner V2 of "
+        f"vLLM {LATENT_RANGE} and one rank only",
+        "use one of these, or run this model without a KV connector, or set KVPATCH=0",
         code="KVP305",
     ),
     Rule(

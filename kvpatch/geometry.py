@@ -23,7 +23,7 @@ from kvpatch.errors import Refusal
 from kvpatch.status import block_view, on_kvcached
 
 # Specs whose blocks have been compared byte for byte after a round trip.
-PROVEN_SPECS = ("FullAttentionSpec", "SlidingWindowSpec")
+PROVEN_SPECS = ("FullAttentionSpec", "SlidingWindowSpec", "MLAAttentionSpec")
 
 
 @dataclass

@@ -10,7 +10,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-KINDS = ("llama", "sliding")
+KINDS = ("llama", "sliding", "latent")
 
 CHAT_TEMPLATE = (
     "{% for message in messages %}<{{ message['role'] }}>{{ message['content'] }}\n{% endfor %}"
@@ -42,7 +42,8 @@ def make_model(
     """Write a model of ``kind`` with seeded random weights into ``folder``.
 
     llama: grouped-query attention, one KV cache group. sliding: sliding-window and
-    full attention layers in turn, two groups.
+    full attention layers in turn, two groups. latent: multi-head latent attention (MLA)
+    of the size that vLLM's CPU backend has, one group.
 
     Returns:
         ``folder``; nothing is written when the model is already there.
@@ -75,6 +76,16 @@ def make_model(
             layer_types=["sliding_attention", "full_attention"] * (layers // 2),
             query_pre_attn_scalar=64,
             **shape,
+        )
+    elif kind == "latent":
+        config = transformers.DeepseekV2Config(
+            kv_lora_rank=512,
+            q_lora_rank=None,
+            qk_rope_head_dim=64,
+            qk_nope_head_dim=64,
+            v_head_dim=64,
+            first_k_dense_replace=layers,  # no experts
+            **shape | {"num_key_value_heads": 8},
         )
     else:
         raise ValueError(f"no model of kind {kind}; there are {', '.join(KINDS)}")

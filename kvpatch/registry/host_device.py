@@ -6,6 +6,7 @@ from kvpatch.patch import Feature, Kind, Patch
 from kvpatch.registry.releases import KVCACHED_RANGE, VLLM_RANGE
 
 _INTERFACES = "kvcached.integration.vllm.interfaces"
+_LATENT = "vllm.v1.attention.backends.mla.cpu_mla:CPUMLAImpl"
 
 FEATURE = Feature(
     name="host-device",
@@ -93,6 +94,54 @@ FEATURE = Feature(
             parameters=(),
             vllm=">=0.29,<0.34",
             kvcached="==0.1.6",
+        ),
+        Patch(
+            id="host.latent_caching",
+            target="vllm.platforms.cpu:CpuPlatform.check_and_update_config",
+            why="vLLM turns prefix caching off for latent attention on a CPU, and nothing is ever "
+            "loaded",
+            upstream="none: its rotary embedding on a CPU is wrong for the first token of a step",
+            until="vLLM's CPU backend serves cached prefixes with latent attention",
+            wrapper="kvpatch.hostdevice.latent_attention:keep_prefix_caching",
+            parameters=("vllm_config",),
+            vllm=">=0.29,<0.34",
+            kvcached="==0.1.6",
+        ),
+        Patch(
+            id="host.latent_write",
+            target=f"{_LATENT}.do_kv_cache_update",
+            why="it writes to one dense tensor, and a block's layers lie together in memory",
+            upstream="none: a CPU has no other layout without kvcached",
+            until="vLLM's CPU backend goes by the strides of the KV cache",
+            wrapper="kvpatch.hostdevice.latent_attention:replace_write",
+            parameters=("kv_c_normed", "k_pe", "kv_cache", "slot_mapping", "kv_cache_dtype"),
+            vllm=">=0.29,<0.34",
+            kvcached="==0.1.6",
+            kind=Kind.REPLACE,
+        ),
+        Patch(
+            id="host.latent_decode",
+            target=f"{_LATENT}.forward_mqa",
+            why="as host.latent_write, for reading",
+            upstream="none: a CPU has no other layout without kvcached",
+            until="vLLM's CPU backend goes by the strides of the KV cache",
+            wrapper="kvpatch.hostdevice.latent_attention:replace_decode",
+            parameters=("q", "kv_c_and_k_pe_cache", "attn_metadata", "layer"),
+            vllm=">=0.29,<0.34",
+            kvcached="==0.1.6",
+            kind=Kind.REPLACE,
+        ),
+        Patch(
+            id="host.latent_gather",
+            target="vllm._custom_ops:gather_mla_context_cache_cpu",
+            why="as host.latent_write, for the cached blocks that a prefill reads",
+            upstream="none: a CPU has no other layout without kvcached",
+            until="vLLM's CPU backend goes by the strides of the KV cache",
+            wrapper="kvpatch.hostdevice.latent_attention:replace_gather",
+            parameters=("src_cache", "dst", "block_table", "starts", "cu_seq_lens"),
+            vllm=">=0.29,<0.34",
+            kvcached="==0.1.6",
+            kind=Kind.REPLACE,
         ),
     ),
 )

@@ -9,3 +9,5 @@ SIMPLE_RANGE = "==0.28.0 or ==0.29.0 or ==0.30.0 or ==0.31.0 or ==0.32.0"
 KVCACHED_RANGE = "==0.1.6"
 # Where tiers and MultiConnector were compared; elsewhere a rule refuses them.
 TIERS_RANGE = "==0.28.0 or ==0.29.0 or ==0.30.0 or ==0.31.0 or ==0.32.0"
+# Where the KV cache of latent attention (MLA) was compared; elsewhere a rule refuses it.
+LATENT_RANGE = "==0.29.0 or ==0.30.0 or ==0.31.0 or ==0.32.0"

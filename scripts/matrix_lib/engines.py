@@ -19,10 +19,10 @@ from runs import BLOCK, Device, Run, engine_arguments, prompts  # noqa: E402
 
 from kvpatch.matrix.axes import Cell  # noqa: E402
 
-PROMPTS, CACHED = 24, 640
+PROMPTS, CACHED = 12, 640
 # Seconds after which an engine is taken for one that hangs.
 LIMIT = 600
-MODELS = {"full attention": "llama", "sliding window": "sliding"}
+MODELS = {"full attention": "llama", "sliding window": "sliding", "latent attention": "latent"}
 LAYOUTS = {"contiguous": True, "non-contiguous": False}
 
 

@@ -72,6 +72,8 @@ class Device:
             "KVCACHED_CONTIGUOUS_LAYOUT": str(run.contiguous).lower(),
             "VLLM_CPU_KVCACHE_SPACE": "1",
             "VLLM_NO_USAGE_STATS": "1",
+            # What vLLM knows of models: 15 s, and each release overwrites the others'.
+            "VLLM_CACHE_ROOT": str(Path(python_of(run.vllm)).parents[1] / "vllm-cache"),
             **UNBOUND,
             **RUNNER[run.runner],
             # A release outside the range is compared before the range is widened.
@@ -95,10 +97,25 @@ def python_of(vllm: str) -> str:
     return said.stdout.splitlines()[-1]
 
 
+def block_tokens(model: str) -> int:
+    """Tokens of one block: vLLM's CPU backend has latent attention in one size only."""
+    return 16 if model == "latent" else BLOCK
+
+
 def block_bytes(model: str) -> int:
-    """Bytes of one block of a small model: K and V of 4 heads of 64 float32, by layer."""
+    """Bytes of one block of a small model, all layers: of float32.
+
+    K and V of 4 heads of 64; or what all heads share, 512 and 64.
+    """
+    if model == "latent":
+        return 4 * block_tokens(model) * (512 + 64) * 4
     pools = {"llama": 4, "sliding": 2}[model]
     return pools * BLOCK * 4 * 64 * 2 * 4
+
+
+def tier_bytes(run: Run) -> int:
+    """Bytes of the CPU tier of ``run``, which counts blocks of ``BLOCK`` tokens."""
+    return run.cpu_blocks * BLOCK // block_tokens(run.model) * block_bytes(run.model)
 
 
 def connector(run: Run) -> dict[str, Any]:
@@ -107,14 +124,14 @@ def connector(run: Run) -> dict[str, Any]:
         "kv_connector": "SimpleCPUOffloadConnector",
         "kv_role": "kv_both",
         "kv_connector_extra_config": {
-            "cpu_bytes_to_use": run.cpu_blocks * block_bytes(run.model),
+            "cpu_bytes_to_use": tier_bytes(run),
             "lazy_offload": run.simple == "lazy",
         },
     }
     if run.simple and not run.inside:
         return simple
     extra: dict[str, Any] = {
-        "cpu_bytes_to_use": run.cpu_blocks * block_bytes(run.model),
+        "cpu_bytes_to_use": tier_bytes(run),
         "eviction_policy": run.policy,
         "spec_name": "HostOffloadingSpec",
         "spec_module_path": "kvpatch.hostdevice.offloading",
@@ -146,18 +163,21 @@ def engine_arguments(run: Run) -> dict[str, Any]:
     arguments: dict[str, Any] = {
         "dtype": run.dtype,
         "max_model_len": 2048,
-        "block_size": BLOCK,
+        "block_size": block_tokens(run.model),
         "enforce_eager": True,
-        "num_gpu_blocks_override": run.blocks,
+        "num_gpu_blocks_override": run.blocks * BLOCK // block_tokens(run.model),
         "max_num_seqs": run.together,
         "max_num_batched_tokens": run.batch,
         "seed": 0,
     }
+    if run.model == "latent":
+        # vLLM's kernel for them on a CPU leaves the first token of a step as it is.
+        arguments["compilation_config"] = {"custom_ops": ["-rotary_embedding"]}
     if run.events:
         # Four of kvcached's pages: it rounds down to whole ones, and vLLM does not.
         arguments["num_gpu_blocks_override"] = 128
     if ("VLLM_USE_SIMPLE_KV_OFFLOAD", "1") in run.environment:
-        arguments["kv_offloading_size"] = run.cpu_blocks * block_bytes(run.model) / (1 << 30)
+        arguments["kv_offloading_size"] = tier_bytes(run) / (1 << 30)
     elif run.offload:
         arguments["kv_transfer_config"] = connector(run)
     return arguments

@@ -13,6 +13,7 @@ from kvpatch import configuration, status
 from kvpatch.errors import Refusal
 from kvpatch.registry import simple_connector
 from kvpatch.registry import tiers as tier_rows
+from kvpatch.registry.releases import LATENT_RANGE
 from kvpatch.versions import Installed
 
 
@@ -106,6 +107,8 @@ def vllm(monkeypatch):
 
 
 V2_OF_29 = {"machine__vllm": "0.29.0", "use_v2_model_runner": True}
+LATENT = {"model_config__use_mla": True}
+ONE_RANK = {"parallel_config__world_size": 1, "parallel_config__tensor_parallel_size": 1}
 V2_OF_33 = {"machine__vllm": "0.33.0", "use_v2_model_runner": True}
 
 # By the position of the rule: the configurations it refuses, and its sentence.
@@ -255,9 +258,18 @@ CASES = [
         "layout on kvcached's memory; remove canonical_layout, or set KVPATCH=0.",
     ),
     (
-        [{"model_config__use_mla": True}],
+        [
+            LATENT | ONE_RANK,
+            LATENT | ONE_RANK | {"machine__vllm": "0.32.0"},  # on Runner V1
+            LATENT | ONE_RANK | V2_OF_33,
+            LATENT | ONE_RANK | V2_OF_29 | multi("OffloadingConnector"),
+            LATENT | ONE_RANK | V2_OF_29 | tiers("fs"),
+            LATENT | V2_OF_29,  # of two ranks
+        ],
         "a KV connector is configured for JambaForCausalLM, because the KV cache of models with "
-        "latent attention was never compared with plain vLLM's; run this model without a KV "
+        "latent attention was compared with plain vLLM's for OffloadingConnector and "
+        "SimpleCPUOffloadConnector without tiers, on Model Runner V2 of vLLM "
+        f"{LATENT_RANGE} and one rank only; use one of these, or run this model without a KV "
         "connector, or set KVPATCH=0.",
     ),
     (
@@ -352,6 +364,8 @@ def test_without_a_connector_only_what_kvcached_cannot_run_matters(position, cha
         simple(lazy_offload=True) | {"use_v2_model_runner": True},
         multi("OffloadingConnector") | {"use_v2_model_runner": True},
         simple() | {"machine__vllm": "0.32.0"},
+        LATENT | V2_OF_29 | ONE_RANK,
+        LATENT | V2_OF_29 | ONE_RANK | simple(),
         {"machine__vllm": "0.32.0", "use_v2_model_runner": True},
         {"machine__vllm": "0.32.0"},  # on Runner V1
         {

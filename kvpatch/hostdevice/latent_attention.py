@@ -1,0 +1,128 @@
+"""Latent attention (MLA) on the host device, over any cached prefix and any block stride.
+
+vLLM's CPU backend for these models reads its KV cache as one dense tensor, and leaves
+prefix caching out, without which a KV connector has nothing to give back. Here a token's
+row is found by block and offset. Written to be right, not fast.
+
+    a block of the KV cache   [tokens, kv_lora_rank + rope]: what all heads share of a token
+
+Source: ``CPUMLAImpl`` in ``vllm/v1/attention/backends/mla/cpu_mla.py``, and
+``gather_mla_context_cache_cpu`` in ``vllm/_custom_ops.py``.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from kvpatch.calls import argument
+
+_ROTARY = "rotary_embedding"  # vLLM's name of the op
+
+
+def keep_prefix_caching(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> None:
+    """Leave prefix caching as it was asked for, with rotary embeddings that allow for it.
+
+    Wraps ``CpuPlatform.check_and_update_config``, which turns it off for these models. vLLM's
+    kernel for rotary embeddings on a CPU leaves the first token of a step as it is when
+    keys are a view into another tensor, as these models' are. At the start of a prompt
+    that token needs none; behind a cached prefix it does.
+    """
+    config = argument(args, kwargs, 0, "vllm_config")
+    asked = config.cache_config.enable_prefix_caching
+    wrapped(*args, **kwargs)
+    if config.model_config is not None and config.model_config.use_mla:
+        config.cache_config.enable_prefix_caching = asked
+        ops = config.compilation_config.custom_ops
+        ops[:] = [op for op in ops if op != f"+{_ROTARY}"] + [f"-{_ROTARY}"]
+
+
+def write(
+    self: Any,
+    kv_c_normed: Any,
+    k_pe: Any,
+    kv_cache: Any,
+    slot_mapping: Any,
+    kv_cache_dtype: str,
+    k_scale: Any,
+) -> None:
+    """Write new tokens: ``kv_c_normed`` of ``[tokens, rank]``, ``k_pe`` of ``[tokens, 1, rope]``.
+
+    Slots are block times tokens of a block plus offset; -1 is padding.
+    """
+    import torch
+
+    if kv_cache.numel() == 0:
+        return
+    slots = slot_mapping.flatten().to(torch.long)
+    real = slots >= 0
+    rows = torch.cat([kv_c_normed, k_pe.squeeze(1)], dim=-1).to(kv_cache.dtype)
+    size = kv_cache.shape[1]
+    kv_cache[slots[real] // size, slots[real] % size] = rows[: len(slots)][real]
+
+
+def _context(kv_cache: Any, blocks: Any, tokens: int) -> Any:
+    """Return the rows of a request's first ``tokens`` tokens: ``[tokens, rank + rope]``."""
+    size = kv_cache.shape[1]
+    used = blocks[: -(-tokens // size)].long()
+    return kv_cache[used].flatten(0, 1)[:tokens]
+
+
+def decode(
+    self: Any, q: Any, kv_c_and_k_pe_cache: Any, attn_metadata: Any, layer: Any
+) -> tuple[Any, None]:
+    """Attend one token a request, whose query is in the latent space already.
+
+    Args:
+        self: the ``CPUMLAImpl``.
+        q: ``[tokens, heads, rank + rope]``, or its two parts.
+        kv_c_and_k_pe_cache: the KV cache, ``[blocks, tokens, rank + rope]`` of any stride.
+        attn_metadata: vLLM's, whose ``decode`` has the block table and the lengths.
+        layer: not used.
+
+    Returns:
+        ``[tokens, heads, rank]``, and no log-sum-exp.
+    """
+    import torch
+
+    if isinstance(q, tuple):
+        q = torch.cat(q, dim=-1)
+    of = attn_metadata.decode
+    out = torch.zeros(q.shape[0], self.num_heads, self.kv_lora_rank, dtype=q.dtype)
+    for token in range(q.shape[0]):
+        rows = _context(kv_c_and_k_pe_cache, of.block_table[token], int(of.seq_lens[token]))
+        weights = torch.softmax((q[token].float() @ rows.float().T) * self.scale, dim=-1)
+        out[token] = (weights @ rows[:, : self.kv_lora_rank].float()).to(q.dtype)
+    return out, None
+
+
+def gather(*, src_cache: Any, dst: Any, block_table: Any, starts: Any, cu_seq_lens: Any) -> None:
+    """Copy each request's cached tokens into one tensor, for a prefill over them.
+
+    Args:
+        src_cache: the KV cache, ``[blocks, tokens, rank + rope]`` of any stride.
+        dst: ``[tokens, rank + rope]``, written.
+        block_table: the blocks of each request.
+        starts: each request's first token.
+        cu_seq_lens: where each request begins in ``dst``, and the end.
+    """
+    ends = cu_seq_lens.tolist()
+    for request, (begin, end, start) in enumerate(
+        zip(ends, ends[1:], starts.tolist(), strict=False)
+    ):
+        last = start + end - begin
+        dst[begin:end] = _context(src_cache, block_table[request], last)[start:]
+
+
+def replace_write(original: Any) -> Any:
+    """Return ``write`` for ``CPUMLAImpl.do_kv_cache_update``."""
+    return write
+
+
+def replace_decode(original: Any) -> Any:
+    """Return ``decode`` for ``CPUMLAImpl.forward_mqa``."""
+    return decode
+
+
+def replace_gather(original: Any) -> Any:
+    """Return ``gather`` for ``gather_mla_context_cache_cpu``."""
+    return gather
