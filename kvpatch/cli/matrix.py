@@ -40,7 +40,8 @@ def run(options: argparse.Namespace) -> int:
 
 def told(verdict: verdicts.Verdict) -> dict[str, str]:
     """Return a verdict as JSON has it."""
-    return {"verdict": verdict.kind.value, "why": verdict.why}
+    words = {"verdict": verdict.kind.value, "why": verdict.why}
+    return words | ({"tagged bytes": verdict.tagged} if verdict.tagged else {})
 
 
 def columns(lines: list[tuple[str, ...]]) -> str:
@@ -67,6 +68,8 @@ def one_release(vllm: str) -> str:
     found = verdicts.verdicts(vllm)
     for verdict, cells in tables.grouped(found):
         parts.append(f"{verdict.kind.value}: {verdict.why}")
+        if verdict.tagged:
+            parts.append(f"  tagged bytes were right: {verdict.tagged}")
         parts += [f"    {line}" for line in tables.describe(cells)]
     return "\n".join([*parts, "", counts(found)])
 

@@ -65,17 +65,28 @@ def summary(found: Mapping[Cell, Verdict], vllm: str, kvcached: str, connector: 
         if (cell.vllm, cell.kvcached, cell.connector) == (vllm, kvcached, connector)
     }
     right = [cell for cell, verdict in here.items() if verdict.kind.right]
-    if not right:
+    tagged = [cell for cell, verdict in here.items() if verdict.tagged]
+    words = []
+    if right:
+        levels = {here[cell].kind for cell in right}
+        level = "engine" if levels == {Kind.RIGHT_ENGINE} else "tagged bytes"
+        words.append(f"right ({level}): {_together(right)}")
+    elif not tagged:
         kinds = {verdict.kind for cell, verdict in here.items() if cell.runner == axes.RUNNERS[0]}
         worst = next(kind for kind in reversed(Kind) if kind in kinds)
         return "absent" if worst is Kind.ABSENT else worst.value
-    levels = {here[cell].kind for cell in right}
-    words = [" ".join(sorted({cell.runner for cell in right}))]
-    layouts = {cell.layout for cell in right}
+    if tagged:
+        words.append(f"refused, tagged bytes right: {_together(tagged)}")
+    return "; ".join(words)
+
+
+def _together(cells: list[Cell]) -> str:
+    """Return the runners and models of cells, and the layouts where not all are among them."""
+    layouts = {cell.layout for cell in cells}
+    words = [" ".join(sorted({cell.runner for cell in cells}))]
     words += [] if layouts == set(axes.LAYOUTS) else sorted(layouts)
-    words += [model.name for model in axes.MODELS if any(c.model == model.name for c in right)]
-    level = "engine" if levels == {Kind.RIGHT_ENGINE} else "tagged bytes"
-    return f"right ({level}): {', '.join(words)}"
+    words += [model.name for model in axes.MODELS if any(c.model == model.name for c in cells)]
+    return ", ".join(words)
 
 
 def summaries(found: Mapping[Cell, Verdict], kvcached: str) -> list[tuple[str, ...]]:

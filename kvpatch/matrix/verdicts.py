@@ -42,10 +42,17 @@ class Kind(str, Enum):
 
 @dataclass(frozen=True)
 class Verdict:
-    """What a cell is, and the sentence or the result file that says so."""
+    """What a cell is, and the sentence or the result file that says so.
+
+    Attributes:
+        kind: what it is.
+        why: the sentence or the result file.
+        tagged: of a refused cell, the result file of tagged blocks that were right in it.
+    """
 
     kind: Kind
     why: str
+    tagged: str = ""
 
 
 @cache
@@ -132,7 +139,9 @@ def verdict(cell: Cell) -> Verdict:
         return Verdict(Kind.ABSENT, f"vLLM {cell.vllm} has no {need}")
     sentence = refusal(cell)
     if sentence is not None:
-        return Verdict(Kind.REFUSED, sentence)
+        seen = evidence().get(cell)
+        by_bytes = seen is not None and seen.kind is Kind.RIGHT_BYTES
+        return Verdict(Kind.REFUSED, sentence, seen.why if seen and by_bytes else "")
     return evidence().get(cell) or Verdict(Kind.UNTESTED, "no run of it is recorded")
 
 
@@ -148,11 +157,11 @@ def forget() -> None:
 
 
 def lost(found: Mapping[Cell, Verdict]) -> list[Cell]:
-    """Return the cells that a recorded run proved right and that are no longer right."""
+    """Return the cells that an engine's run proved right and that are no longer right."""
     return [
         cell
         for cell, recorded in evidence().items()
-        if recorded.kind.right and not (cell in found and found[cell].kind.right)
+        if recorded.kind is Kind.RIGHT_ENGINE and not (cell in found and found[cell].kind.right)
     ]
 
 

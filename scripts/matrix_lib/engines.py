@@ -161,7 +161,8 @@ class Engines:
         folder.mkdir(parents=True, exist_ok=True)
         job, result = folder / "job.json", folder / "result.json"
         result.unlink(missing_ok=True)
-        known = prompts(PROMPTS)
+        # So few that they fill no block, which would be computed again and not restored.
+        known = prompts(PROMPTS, max_tokens=7)
         job.write_text(
             json.dumps(
                 {

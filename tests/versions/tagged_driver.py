@@ -159,7 +159,7 @@ def look(kind: str, layout: KVCacheLayout) -> dict[str, Any]:
     except Refusal as refusal:
         refused = refusal.what
         proven = geometry.PROVEN_SPECS
-        geometry.PROVEN_SPECS = (*proven, "MLAAttentionSpec", "MambaSpec")
+        geometry.PROVEN_SPECS = (*proven, "MambaSpec")
         worker.register_kv_caches(caches)
         geometry.PROVEN_SPECS = proven
     wrong = 0

@@ -14,9 +14,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from proofs import Proves
 from runs import Device, Run, python_of
 
-from kvpatch.registry import simple_connector
+from kvpatch.registry import simple_connector, tiers
 
 HERE = Path(__file__).parent
 RELEASES = ("0.29.0", "0.30.0", "0.31.0", "0.32.0", "0.33.0")
@@ -28,12 +29,11 @@ FEATURES = {
     "fence": "applied",
     "standstill": "applied",
     "kv-events": "applied",
-    "tiers": "outside",
     "audit": "not-needed",
     "observing": "applied",
 }
+KINDS = {"full": "llama", "sliding": "sliding", "latent": "latent", "hybrid": "hybrid"}
 REFUSED = {
-    "latent": "this model has a KV cache of kind MLAAttentionSpec",
     "hybrid": "this model has a KV cache of kind MambaSpec",
 }
 
@@ -65,13 +65,19 @@ def tagged(
     return look
 
 
-@pytest.mark.parametrize("kind", ["full", "sliding", "latent", "hybrid"])
+@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("layout", ["BLHNC", "BLNHC", "LBHNC", "LBNHC"])
 @pytest.mark.parametrize("vllm", RELEASES)
 def test_the_connector_copies_the_blocks_that_the_model_writes(
-    tagged: Callable[[str, bool], dict[str, Any]], vllm: str, layout: str, kind: str
+    tagged: Callable[[str, bool], dict[str, Any]],
+    proves: Proves,
+    vllm: str,
+    layout: str,
+    kind: str,
 ) -> None:
     contiguous = layout.startswith("B")
+    run = Run(model=KINDS[kind], vllm=vllm, runner="v2", contiguous=contiguous)
+    proves("Offloading", run, level="bytes")
     one = tagged(vllm, contiguous)["found"][f"{kind}-{layout}"]
     layers = 2 if kind in ("sliding", "hybrid") else 4  # of the group that owns a block
     assert one["tags"] == 70 * layers
@@ -103,6 +109,7 @@ def test_every_patch_finds_its_target(
 ) -> None:
     features = dict(tagged(vllm, True)["features"])
     assert features.pop("kvcached-told") == "applied"
-    tested = f"=={vllm}" in simple_connector.FEATURE.vllm
-    assert features.pop("simple-connector") == ("applied" if tested else "outside")
+    for optional in (simple_connector.FEATURE, tiers.FEATURE):
+        tested = f"=={vllm}" in optional.vllm
+        assert features.pop(optional.name) == ("applied" if tested else "outside")
     assert features == FEATURES
