@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import re
 import socket
 from dataclasses import dataclass
 from pathlib import Path
@@ -38,10 +39,15 @@ FULL = Load(conversations=8, turns=3, shortest=2500, longest=6500, answer_tokens
 QUICK = Load(conversations=4, turns=2, shortest=4500, longest=6000, answer_tokens=16)
 
 
+# The newest release that is supported and has a CPU build.
+NEWEST = "0.32.0"
+
+
 @dataclass(frozen=True)
 class Options:
     """The parsed command line."""
 
+    vllm: str
     report: Path
     keep_logs: Path | None
     port: int | None
@@ -76,6 +82,12 @@ def parse(arguments: list[str]) -> Options:
         help="port on 127.0.0.1 for plain vLLM; the other takes the next (default: free ones)",
     )
     parser.add_argument(
+        "--vllm",
+        default=NEWEST,
+        metavar="RELEASE",
+        help=f"release of vLLM, installed into .venvs when it is not there (default: {NEWEST})",
+    )
+    parser.add_argument(
         "--quick", action="store_true", help="fewer and shorter conversations, about a minute"
     )
     chosen = parser.parse_args(arguments)
@@ -89,7 +101,10 @@ def parse(arguments: list[str]) -> Options:
                 folder.mkdir(parents=True, exist_ok=True)
             except OSError as error:
                 parser.error(f"{folder} cannot be used as a folder ({error.strerror})")
+    if not re.fullmatch(r"\d+\.\d+\.\d+", chosen.vllm):
+        parser.error(f"{chosen.vllm} is no release of vLLM; one is {NEWEST}")
     return Options(
+        vllm=chosen.vllm,
         report=chosen.report,
         keep_logs=chosen.keep_logs,
         port=chosen.port,

@@ -76,12 +76,14 @@ class Kind:
     environment: dict[str, str]
 
 
-PLAIN = Kind("plain vLLM", "plain", {}, {"KVPATCH": "0"})
+# With Triton there, if only its interpreter, vLLM takes the runner that it takes on a GPU.
+AS_ON_A_GPU = {"TRITON_INTERPRET": "1"}
+PLAIN = Kind("plain vLLM", "plain", {}, {"KVPATCH": "0", **AS_ON_A_GPU})
 KVPATCH = Kind(
     "vLLM with kvpatch",
     "kvpatch",
     {"kv-transfer-config": json.dumps(CONNECTOR)},
-    {"KVPATCH": "1", **SPARE_PAGES},
+    {"KVPATCH": "1", **SPARE_PAGES, **AS_ON_A_GPU},
 )
 
 
@@ -127,7 +129,9 @@ class Server:
         self._ipc_name = f"kvpatch-demo-{os.getpid()}-{kind.slug}"
         self._shared: set[Path] = set()
         self._process: subprocess.Popen[bytes] | None = None
-        self._command = [str(Path(sys.executable).with_name("vllm")), "serve", str(model)]
+        # By its interpreter: a folder that was moved has another in the command's first line.
+        vllm = Path(sys.executable).with_name("vllm")
+        self._command = [sys.executable, str(vllm), "serve", str(model)]
         self._command += ["--host", "127.0.0.1", "--port", str(self.port), "--enforce-eager"]
         for name, value in {**ENGINE_ARGUMENTS, **kind.arguments}.items():
             self._command += [f"--{name}", value]
