@@ -1,4 +1,4 @@
-"""KV cache events on Model Runner V2 and on the newest release."""
+"""KV cache events on Model Runner V2, and on both runners of the newest release."""
 
 from __future__ import annotations
 
@@ -12,8 +12,7 @@ from test_events import RUN, assert_same_events
 
 @pytest.mark.parametrize(
     ("vllm", "runner"),
-    [("", "v2"), ("0.30.0", "v2"), ("0.32.0", "v1"), ("0.32.0", "v2")],
-    ids=["0.28.0-v2", "0.30.0-v2", "0.32.0-v1", "0.32.0-v2"],
+    [("", "v2"), *((f"0.{minor}.0", "v2") for minor in (29, 30, 31, 32)), ("0.32.0", "v1")],
 )
 def test_events_come_out_as_from_plain_vllm(
     engine: Callable[[Run], Finished], vllm: str, runner: str
