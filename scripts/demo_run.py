@@ -13,7 +13,6 @@ from pathlib import Path
 
 from demo_lib.options import parse
 
-
 SCRIPTS = Path(__file__).resolve().parent
 
 

@@ -44,7 +44,8 @@ def serve(
             "rounds": [[prompt] for prompt in prompts(24)[:APART]] * times,
             **more,
         }
-        return run_driver(job, device.environ(wanted), tmp_path_factory.mktemp("tiers"))
+        folder = tmp_path_factory.mktemp("tiers")
+        return run_driver(job, device.environ(wanted), folder, vllm=wanted.vllm)
 
     return run
 

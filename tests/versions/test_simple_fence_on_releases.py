@@ -1,4 +1,4 @@
-"""SimpleCPUOffloadConnector's own fence on Model Runner V2: the demonstrations of the engine lane."""
+"""SimpleCPUOffloadConnector's own fence on Model Runner V2, as the engine lane shows it."""
 
 from __future__ import annotations
 
