@@ -13,7 +13,7 @@ from kvpatch import connectors, gate, layouts, status
 from kvpatch.codes import UNCODED
 from kvpatch.errors import Refusal
 from kvpatch.registry import simple_connector, tiers
-from kvpatch.registry.releases import LATENT_RANGE
+from kvpatch.registry.releases import HYBRID_RANGE, LATENT_RANGE
 from kvpatch.simple.copies import device_here
 from kvpatch.versions import installed
 
@@ -165,14 +165,23 @@ def _loses_lazy_copies(config: Any) -> bool:
     return any(_simple(config, "lazy_offload")) and _at_least("0.29") and not _at_least("0.30")
 
 
-def _latent_compared(config: Any) -> bool:
-    """Whether latent attention was compared on this release, runner and connector."""
+def _alone_on_v2(config: Any, releases: str) -> bool:
+    """Whether one connector without tiers runs on Runner V2 of ``releases`` and one rank."""
     return (
-        _tested_on(LATENT_RANGE)
+        _tested_on(releases)
         and bool(config.use_v2_model_runner)
         and config.parallel_config.world_size == 1
         and not _in_multi(config)
         and not _tiers(config)
+    )
+
+
+def _hybrid_compared(config: Any) -> bool:
+    """Whether state-space layers were compared on this release, runner and connector."""
+    return (
+        _alone_on_v2(config, HYBRID_RANGE)
+        and not _is_simple(config)
+        and not config.model_config.use_mla
     )
 
 
@@ -367,7 +376,11 @@ RULES = (
     Rule(  # before the next rule: on a CPU vLLM turns prefix caching off for these models
         "offloading of models with latent attention (MLA), other than by OffloadingConnector or "
         f"SimpleCPUOffloadConnector alone on Model Runner V2 of vLLM `{LATENT_RANGE}` and one rank",
-        lambda c: c.model_config is not None and c.model_config.use_mla and not _latent_compared(c),
+        lambda c: (
+            c.model_config is not None
+            and c.model_config.use_mla
+            and not _alone_on_v2(c, LATENT_RANGE)
+        ),
         lambda c: f"a KV connector is configured for {c.model_config.architecture}",
         "the KV cache of models with latent attention was compared with plain vLLM's for "
         "OffloadingConnector and SimpleCPUOffloadConnector without tiers, on Model Runner V2 of "
@@ -431,13 +444,22 @@ RULES = (
         code="KVP310",
     ),
     Rule(
-        "offloading of hybrid and encoder-decoder models",
+        "offloading of hybrid models, other than by OffloadingConnector alone on Model Runner V2 "
+        f"of vLLM `{HYBRID_RANGE}` and one rank",
         lambda c: (
-            c.model_config is not None
-            and (c.model_config.is_hybrid or c.model_config.is_encoder_decoder)
+            c.model_config is not None and c.model_config.is_hybrid and not _hybrid_compared(c)
         ),
         lambda c: f"a KV connector is configured for {c.model_config.architecture}",
-        "the KV cache of hybrid and encoder-decoder models was never compared with plain vLLM's",
+        "the KV cache of hybrid models was compared with plain vLLM's for OffloadingConnector "
+        f"without tiers, on Model Runner V2 of vLLM {HYBRID_RANGE} and one rank only",
+        "use that, or run this model without a KV connector, or set KVPATCH=0",
+        code="KVP311",
+    ),
+    Rule(
+        "offloading of encoder-decoder models",
+        lambda c: c.model_config is not None and c.model_config.is_encoder_decoder,
+        lambda c: f"a KV connector is configured for {c.model_config.architecture}",
+        "the KV cache of encoder-decoder models was never compared with plain vLLM's",
         "run this model without a KV connector, or set KVPATCH=0",
         code="KVP311",
     ),

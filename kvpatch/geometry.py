@@ -23,7 +23,9 @@ from kvpatch.errors import Refusal
 from kvpatch.status import block_view, on_kvcached
 
 # Specs whose blocks have been compared byte for byte after a round trip.
-PROVEN_SPECS = ("FullAttentionSpec", "SlidingWindowSpec", "MLAAttentionSpec")
+PROVEN_SPECS = ("FullAttentionSpec", "SlidingWindowSpec", "MLAAttentionSpec", "MambaSpec")
+# Of the layers that keep a state, by the name of vLLM's ``MambaAttentionBackendEnum``.
+PROVEN_STATES = ("MAMBA2",)
 
 
 @dataclass
@@ -95,6 +97,9 @@ def check_kinds(config: Any) -> None:
     """
     for group in config.kv_cache_groups:
         kind = type(group.kv_cache_spec).__name__
+        state = getattr(group.kv_cache_spec, "mamba_type", None)
+        if state is not None and getattr(state, "name", state) not in PROVEN_STATES:
+            kind = f"{kind} of {getattr(state, 'name', state)}"
         if kind not in PROVEN_SPECS:
             raise Refusal(
                 f"this model has a KV cache of kind {kind}",
@@ -120,6 +125,7 @@ def register_regions(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Non
         kv_caches, [group.layer_names for group in config.kv_cache_groups], config.num_blocks
     )
     check_size(instance, regions.block_bytes)
+    remember(instance, regions.tensors)
     instance._init_worker(canonical(regions))
 
 
@@ -142,7 +148,18 @@ def check_regions(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
             code="KVP408",
         )
     check_size(instance, sum(region.page_size_bytes for region in canonical_caches.tensors))
+    remember(instance, [region.tensor for region in canonical_caches.tensors])
     return wrapped(*args, **kwargs)
+
+
+def remember(worker: Any, regions: list[Any]) -> None:
+    """Keep where each region's first row lies: ``kvpatch_rows``, (address, bytes) each.
+
+    Args:
+        worker: the ``OffloadingConnectorWorker``.
+        regions: int8 tensors of ``[num_blocks, bytes]``, as they were registered.
+    """
+    worker.kvpatch_rows = [(region.data_ptr(), int(region.shape[1])) for region in regions]
 
 
 def check_size(worker: Any, block_bytes: int) -> None:

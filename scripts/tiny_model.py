@@ -10,7 +10,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-KINDS = ("llama", "sliding", "latent")
+KINDS = ("llama", "sliding", "latent", "hybrid")
 
 CHAT_TEMPLATE = (
     "{% for message in messages %}<{{ message['role'] }}>{{ message['content'] }}\n{% endfor %}"
@@ -43,7 +43,8 @@ def make_model(
 
     llama: grouped-query attention, one KV cache group. sliding: sliding-window and
     full attention layers in turn, two groups. latent: multi-head latent attention (MLA)
-    of the size that vLLM's CPU backend has, one group.
+    of the size that vLLM's CPU backend has, one group. hybrid: Mamba2 and attention layers
+    in turn, two groups, in bfloat16, the only type that vLLM's CPU kernels have.
 
     Returns:
         ``folder``; nothing is written when the model is already there.
@@ -86,6 +87,21 @@ def make_model(
             v_head_dim=64,
             first_k_dense_replace=layers,  # no experts
             **shape | {"num_key_value_heads": 8},
+        )
+    elif kind == "hybrid":
+        config = transformers.GraniteMoeHybridConfig(
+            layer_types=["mamba", "attention"] * (layers // 2),
+            position_embedding_type="rope",
+            shared_intermediate_size=512,
+            num_local_experts=0,
+            num_experts_per_tok=0,
+            mamba_n_heads=8,
+            mamba_d_head=64,
+            mamba_n_groups=1,
+            mamba_d_state=16,
+            mamba_chunk_size=64,
+            pad_token_id=1,
+            **shape,
         )
     else:
         raise ValueError(f"no model of kind {kind}; there are {', '.join(KINDS)}")

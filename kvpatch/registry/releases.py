@@ -11,3 +11,5 @@ KVCACHED_RANGE = "==0.1.6"
 TIERS_RANGE = "==0.28.0 or ==0.29.0 or ==0.30.0 or ==0.31.0 or ==0.32.0"
 # Where the KV cache of latent attention (MLA) was compared; elsewhere a rule refuses it.
 LATENT_RANGE = "==0.29.0 or ==0.30.0 or ==0.31.0 or ==0.32.0"
+# Where the states of hybrid models were compared; elsewhere a rule refuses them.
+HYBRID_RANGE = "==0.30.0"

@@ -16,7 +16,6 @@ from typing import Any
 
 from kvpatch import connectors
 from kvpatch.errors import Refusal
-from kvpatch.geometry import find_regions
 
 _SAMPLES = 8  # values of each weight matrix
 _described: str | None = None
@@ -24,40 +23,45 @@ _described: str | None = None
 
 def describe(worker: Any) -> dict[str, Any]:
     """Say what a block is made of in a worker's memory; runs in the worker by RPC."""
+    from vllm.distributed.kv_transfer import get_kv_transfer_group
+
     runner = worker.model_runner
     layers = runner.compilation_config.static_forward_context
     config = runner.kv_cache_config
     groups = [list(group.layer_names) for group in config.kv_cache_groups]
     caches = {name: layers[name].kv_cache for names in groups for name in names}
+    rows = next(
+        part.connector_worker.kvpatch_rows
+        for part in connectors.parts(get_kv_transfer_group())
+        if hasattr(getattr(part, "connector_worker", None), "kvpatch_rows")
+    )
     return {
         "platform": _platform(worker.device),
         "weights": sample_weights(runner.model),
-    } | block_layout(caches, groups, config.num_blocks)
+    } | block_layout(caches, groups, rows)
 
 
 def block_layout(
-    kv_caches: dict[str, Any], groups: list[list[str]], num_blocks: int
+    kv_caches: dict[str, Any], groups: list[list[str]], rows: list[tuple[int, int]]
 ) -> dict[str, Any]:
     """Say where in a block's bytes each value of each layer lies.
 
     Args:
         kv_caches: a KV cache tensor per layer name, on kvcached's memory.
         groups: the layer names of each KV cache group.
-        num_blocks: the blocks the scheduler hands out.
+        rows: the address and the bytes of the first row of each region that is copied.
 
     Returns:
         The bytes of each region's row, and for each layer of each group its dtype, its
         place and the sizes and strides, in bytes, of its dimensions inside a block.
     """
-    regions = find_regions(kv_caches, groups, num_blocks).tensors
-    spans = [(region.data_ptr(), int(region.shape[1])) for region in regions]
 
     def layer(name: str) -> list[Any]:
         cache = kv_caches[name]
         at = cache.data_ptr()
         number, start, row = next(
             (number, start, row)
-            for number, (start, row) in enumerate(spans)
+            for number, (start, row) in enumerate(rows)
             if start <= at < start + row
         )
         inside = [
@@ -69,7 +73,7 @@ def block_layout(
         return [name, str(cache.dtype), number, at - start, inside]
 
     return {
-        "rows": [row for _, row in spans],
+        "rows": [row for _, row in rows],
         "layers": [[layer(name) for name in names] for names in groups],
     }
 

@@ -23,7 +23,7 @@ os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
 import disk_faults
 import nothing_connector
 import torch
-from engines import block_of, come_to_rest, tiers_behind
+from engines import block_of, come_to_rest, parts_of, tiers_behind
 from simple_watch import (
     SimpleWatch,
     remember_managers,
@@ -49,7 +49,7 @@ class BlockWatch:
         runner = core.model_executor.driver_worker.worker.model_runner
         context = runner.compilation_config.static_forward_context
         self.layers = [
-            [context[name].kv_cache for name in group.layer_names]
+            [part for name in group.layer_names for part in parts_of(context[name].kv_cache)]
             for group in runner.kv_cache_config.kv_cache_groups
         ]
         self.seen: dict[bytes, str] = {}

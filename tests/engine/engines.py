@@ -29,6 +29,11 @@ def tiers_behind(planner: Any) -> Sequence[Any]:
     return getattr(planner.manager, "secondary_tiers", ()) if planner else ()
 
 
+def parts_of(cache: Any) -> Sequence[Any]:
+    """The tensors of a layer's KV cache: one, or those of a state."""
+    return cache if isinstance(cache, list | tuple) else [cache]
+
+
 def block_of(cache: Any, block: int) -> Any:
     """One block of a layer's KV tensor, contiguous."""
     # Up to 0.23 K is apart from V, outside the blocks.

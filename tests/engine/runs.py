@@ -97,18 +97,26 @@ def python_of(vllm: str) -> str:
     return said.stdout.splitlines()[-1]
 
 
+# Tokens of one block where it is not BLOCK: vLLM's CPU backend has latent attention in one
+# size only, and makes a block of attention as large as a state.
+TOKENS = {"latent": 16, "hybrid": 128}
+
+
 def block_tokens(model: str) -> int:
-    """Tokens of one block: vLLM's CPU backend has latent attention in one size only."""
-    return 16 if model == "latent" else BLOCK
+    """Tokens of one block of a small model."""
+    return TOKENS.get(model, BLOCK)
 
 
 def block_bytes(model: str) -> int:
-    """Bytes of one block of a small model, all layers: of float32.
+    """Bytes of one block of a small model, all layers.
 
-    K and V of 4 heads of 64; or what all heads share, 512 and 64.
+    K and V of 4 heads of 64 float32; what all heads share, 512 and 64; or, in bfloat16, K and
+    V of 4 heads of 32.
     """
     if model == "latent":
         return 4 * block_tokens(model) * (512 + 64) * 4
+    if model == "hybrid":
+        return 2 * block_tokens(model) * 4 * 32 * 2 * 2
     pools = {"llama": 4, "sliding": 2}[model]
     return pools * BLOCK * 4 * 64 * 2 * 4
 

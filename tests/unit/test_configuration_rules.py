@@ -13,7 +13,7 @@ from kvpatch import configuration, status
 from kvpatch.errors import Refusal
 from kvpatch.registry import simple_connector
 from kvpatch.registry import tiers as tier_rows
-from kvpatch.registry.releases import LATENT_RANGE
+from kvpatch.registry.releases import HYBRID_RANGE, LATENT_RANGE
 from kvpatch.versions import Installed
 
 
@@ -107,6 +107,8 @@ def vllm(monkeypatch):
 
 
 V2_OF_29 = {"machine__vllm": "0.29.0", "use_v2_model_runner": True}
+V2_OF_30 = {"machine__vllm": "0.30.0", "use_v2_model_runner": True}
+HYBRID = {"model_config__is_hybrid": True}
 LATENT = {"model_config__use_mla": True}
 ONE_RANK = {"parallel_config__world_size": 1, "parallel_config__tensor_parallel_size": 1}
 V2_OF_33 = {"machine__vllm": "0.33.0", "use_v2_model_runner": True}
@@ -313,8 +315,22 @@ CASES = [
         "float32, or set KVPATCH=0.",
     ),
     (
-        [{"model_config__is_hybrid": True}, {"model_config__is_encoder_decoder": True}],
-        "a KV connector is configured for JambaForCausalLM, because the KV cache of hybrid and "
+        [
+            HYBRID | ONE_RANK,
+            HYBRID | V2_OF_30,  # of two ranks
+            HYBRID | ONE_RANK | V2_OF_29,
+            HYBRID | ONE_RANK | V2_OF_30 | tiers("fs"),
+            HYBRID | ONE_RANK | V2_OF_30 | simple(),
+            HYBRID | ONE_RANK | V2_OF_30 | LATENT,
+        ],
+        "a KV connector is configured for JambaForCausalLM, because the KV cache of hybrid models "
+        "was compared with plain vLLM's for OffloadingConnector without tiers, on Model Runner V2 "
+        f"of vLLM {HYBRID_RANGE} and one rank only; use that, or run this model without a KV "
+        "connector, or set KVPATCH=0.",
+    ),
+    (
+        [{"model_config__is_encoder_decoder": True}],
+        "a KV connector is configured for JambaForCausalLM, because the KV cache of "
         "encoder-decoder models was never compared with plain vLLM's; run this model without a KV "
         "connector, or set KVPATCH=0.",
     ),
@@ -365,6 +381,7 @@ def test_without_a_connector_only_what_kvcached_cannot_run_matters(position, cha
         multi("OffloadingConnector") | {"use_v2_model_runner": True},
         simple() | {"machine__vllm": "0.32.0"},
         LATENT | V2_OF_29 | ONE_RANK,
+        HYBRID | V2_OF_30 | ONE_RANK,
         LATENT | V2_OF_29 | ONE_RANK | simple(),
         {"machine__vllm": "0.32.0", "use_v2_model_runner": True},
         {"machine__vllm": "0.32.0"},  # on Runner V1

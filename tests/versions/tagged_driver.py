@@ -39,8 +39,7 @@ except ImportError:  # before 0.33
 
 from kvcached.integration.vllm import interfaces, model_runner_v2
 
-from kvpatch import geometry, releases, status
-from kvpatch.errors import Refusal
+from kvpatch import releases, status
 from kvpatch.versions import installed
 
 RELEASE = installed("vllm")[0].public
@@ -153,15 +152,7 @@ def look(kind: str, layout: KVCacheLayout) -> dict[str, Any]:
     worker = OffloadingConnectorWorker(
         spec, SimpleNamespace(parallel_config=parallel, **vars_but(vllm_config)), config
     )
-    refused = None
-    try:
-        worker.register_kv_caches(caches)
-    except Refusal as refusal:
-        refused = refusal.what
-        proven = geometry.PROVEN_SPECS
-        geometry.PROVEN_SPECS = (*proven, "MambaSpec")
-        worker.register_kv_caches(caches)
-        geometry.PROVEN_SPECS = proven
+    worker.register_kv_caches(caches)
     wrong = 0
     for block, group in owner.items():
         rows = []
@@ -180,7 +171,6 @@ def look(kind: str, layout: KVCacheLayout) -> dict[str, Any]:
         "regions": len(spec.regions.tensors),
         "tags": len(tags),
         "wrong": wrong,
-        "refused": refused,
         "on_kvcached": all(status.on_kvcached(cache) for cache in caches.values()),
         "pool": type(pool).__name__,
         "events": pool.enable_kv_cache_events,
