@@ -400,6 +400,18 @@ def test_how_full_a_tier_is_has_two_names(unit):
     assert measure.tier(made) == {"used_blocks": 8, "total_blocks": 50}
 
 
+def test_a_block_that_the_simple_connector_keeps_is_used_though_its_pool_calls_it_free():
+    made = core()
+    pool = SimpleNamespace(
+        num_gpu_blocks=512,
+        get_num_free_blocks=lambda: 511,
+        cached_block_hash_to_block={number: object() for number in range(8)},
+    )
+    made.scheduler.connector = type("SimpleCPUOffloadConnector", (), {})()
+    made.scheduler.connector.scheduler_manager = SimpleNamespace(cpu_block_pool=pool)
+    assert measure.tier(made) == {"used_blocks": 8, "total_blocks": 512}
+
+
 def test_a_process_publishes_itself_and_takes_the_page_away(publisher):
     publish.process(record())
     (seen,) = reading.all_of(False)
