@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 import threading
 from pathlib import Path
 from types import SimpleNamespace
@@ -253,6 +254,34 @@ def test_somebody_elses_engine(monkeypatch, place):
     seen = reading.one(1)
     assert seen.state is State.OTHER_USER
     assert seen.line == ("pid 1 belongs to root, whose status pages only they and root can read")
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="only root can become another user")
+def test_another_user_really_asks(process, monkeypatch):
+    """In a folder that is as public as /dev/shm; what keeps them out is the kernel."""
+    nobody = 65534
+    with tempfile.TemporaryDirectory(dir="/tmp") as public:
+        Path(public).chmod(0o1777)
+        monkeypatch.setenv(page.FOLDER, public)
+        publish_as(process.pid)
+        said, tell = os.pipe()
+        child = os.fork()
+        if not child:
+            try:
+                os.setuid(nobody)
+                seen = [reading.one(process.pid), *reading.all_of(True)]
+                os.write(tell, "\n".join(one.line for one in seen).encode())
+            finally:
+                os._exit(0)
+        os.close(tell)
+        with os.fdopen(said) as lines:
+            told = lines.read().splitlines()
+        os.waitpid(child, 0)
+        closed = "whose status pages only they and root can read"
+        assert told == [
+            f"pid {process.pid} belongs to root, {closed}",
+            f"root has engines, or had some, {closed}",
+        ]
 
 
 @pytest.mark.parametrize("everyone", [True, False])
