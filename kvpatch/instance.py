@@ -18,6 +18,7 @@ from kvpatch.errors import Refusal
 
 NAME = "KVCACHED_IPC_NAME"
 _GIVEN = "KVPATCH_IPC_NAME"  # what we gave; an operator's own name differs from it
+CLAIM = "@kvpatch-engine-"  # a socket without a file, as /proc/net/unix shows it
 
 
 def give_name() -> None:
@@ -53,7 +54,7 @@ def claim() -> socket.socket:
 
     claimed = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
     try:
-        claimed.bind(f"\0kvpatch-engine-{DEFAULT_IPC_NAME}")
+        claimed.bind(CLAIM.replace("@", "\0") + DEFAULT_IPC_NAME)
     except OSError as error:
         claimed.close()
         raise Refusal(

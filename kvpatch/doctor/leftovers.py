@@ -10,11 +10,14 @@ import os
 import pwd
 import re
 import shlex
+import stat
+import struct
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
+from kvpatch import instance
 from kvpatch.doctor.finding import Finding, Level
 
 TOPIC = "leftovers"
@@ -29,6 +32,8 @@ class Kind(NamedTuple):
         what: what it is.
         group: a regular expression for the process group in its name, if it has one.
         pid: the same for a process id.
+        pool: whether it is a pool of kvcached, which no process keeps open, and whose name
+            an operator may have chosen (KVCACHED_IPC_NAME).
     """
 
     folder: Path
@@ -36,10 +41,12 @@ class Kind(NamedTuple):
     what: str
     group: str = ""
     pid: str = ""
+    pool: bool = False
 
 
+POOL = struct.Struct("qqq")  # kvcached's limit, bytes used and bytes reserved
 KINDS = (
-    Kind(SHM, "kvcached_*", "kvcached's pool", group=r"_(\d+)(?:_\d+)?$"),
+    Kind(SHM, "*", "kvcached's pool", group=r"^kvcached_\w*?_(\d+)(?:_\d+)?$", pool=True),
     Kind(SHM, "vllm_offload_*.mmap", "vLLM's CPU tier"),
     Kind(SHM, "vllm_dist_*", "vLLM's buffer between ranks"),
     Kind(SHM, "kvpatch-host-device-*", "the host device's ledger"),
@@ -113,17 +120,37 @@ def find(kinds: Iterable[Kind], me: int | None = None) -> Iterator[Leftover]:
         for path in sorted(kind.folder.glob(kind.pattern)):
             try:
                 status = path.lstat()
+                if kind.pool and not is_pool(path, status):
+                    continue
             except OSError:
-                continue  # gone meanwhile
+                continue  # gone meanwhile, or not for us to read
             if names_a_living_process(kind, path.name):
                 continue
             if used is None:
                 used = paths_in_use()
             if any(name == str(path) or name.startswith(f"{path}/") for name in used):
                 continue
+            if kind.pool and has_an_engine(path.name, used):
+                continue
             mine = status.st_uid == me
             certain = mine or me == 0 or bool(kind.pid or kind.group)
             yield Leftover(path, kind.what, user(status.st_uid), size(path), mine, certain)
+
+
+def is_pool(path: Path, status: os.stat_result) -> bool:
+    """Whether a file is what kvcached keeps of a pool; it goes by the size itself."""
+    if not stat.S_ISREG(status.st_mode) or status.st_size != POOL.size:
+        return False
+    content = path.read_bytes()
+    limit, used, reserved = POOL.unpack(content) if len(content) == POOL.size else (0, 0, 0)
+    return bool(limit > 0 and used >= 0 and reserved >= 0)
+
+
+def has_an_engine(pool: str, used: set[str]) -> bool:
+    """Whether an engine holds this pool's name, or workers listen under it."""
+    name = re.sub(r"_g\d+$", "", pool)  # one pool for each group of layers
+    listening = f"{TMP}/kvcached-tp-{name}-"
+    return instance.CLAIM + name in used or any(path.startswith(listening) for path in used)
 
 
 def names_a_living_process(kind: Kind, name: str) -> bool:
@@ -146,7 +173,10 @@ def _alive(target: int) -> bool:
 
 
 def paths_in_use() -> set[str]:
-    """Return the paths that processes have open, mapped or bound, as far as can be seen."""
+    """Return what processes have open, mapped or bound, as far as can be seen.
+
+    A socket without a file is there by its name behind an ``@``.
+    """
     used = set()
     for process in Path("/proc").iterdir():
         if not process.name.isdigit():
@@ -166,7 +196,7 @@ def paths_in_use() -> set[str]:
         sockets = Path("/proc/net/unix").read_text().splitlines()
     except OSError:
         sockets = []
-    return used | {line.split()[-1] for line in sockets if "/" in line}
+    return used | {line.split()[-1] for line in sockets if re.search("[/@]", line)}
 
 
 def size(path: Path) -> int:

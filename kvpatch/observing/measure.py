@@ -70,9 +70,10 @@ def _offloading_tier(connector: Any) -> dict[str, int]:
 
 
 def _simple_tier(connector: Any) -> dict[str, int]:
+    # A stored block that no copy names is free in this pool, as vLLM's cached blocks are.
     pool = connector.scheduler_manager.cpu_block_pool
     return {
-        "used_blocks": pool.num_gpu_blocks - pool.get_num_free_blocks(),
+        "used_blocks": len(pool.cached_block_hash_to_block),
         "total_blocks": pool.num_gpu_blocks,
     }
 

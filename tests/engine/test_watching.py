@@ -16,6 +16,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -24,6 +25,8 @@ import pytest
 import requests
 from runs import ROOT, Device, Run, block_bytes, engine_arguments, prompts
 from serving import Server
+
+from kvpatch.observing import reading
 
 COUNT = 12
 DASHBOARD = ROOT / "monitoring/grafana/dashboards/kvpatch.json"
@@ -53,8 +56,11 @@ class Served:
         return found
 
     def status(self, *options: str) -> subprocess.CompletedProcess[str]:
+        return self.kvpatch("status", *options)
+
+    def kvpatch(self, *words: str) -> subprocess.CompletedProcess[str]:
         return subprocess.run(
-            [sys.executable, "-m", "kvpatch", "status", *options],
+            [sys.executable, "-m", "kvpatch", *words],
             env=self.environment,
             capture_output=True,
             text=True,
@@ -84,7 +90,8 @@ def served(
     models: Callable[[str], Path], device: Device, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Served]:
     # A small prefix cache, so that an idle engine has given pages back.
-    run = Run(environment=(("KVCACHED_MAX_CACHED_TOKENS", "640"),))
+    own = {"KVCACHED_MAX_CACHED_TOKENS": "640", "KVCACHED_IPC_NAME": f"watching-{os.getpid()}"}
+    run = Run(environment=tuple(own.items()))
     arguments = engine_arguments(run) | {"api_server_count": 2}
     environment = device.environ(run)
     folder = tmp_path_factory.mktemp("serve")
@@ -260,7 +267,27 @@ def test_a_real_prometheus_reads_it_and_answers_the_dashboard(
             prometheus.terminate()
 
 
-# These end the server; they stay last.
+# These end the server or stop it; they stay last.
+
+
+def test_an_engine_that_hangs(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its worker is stopped in the middle of a request, and the step never ends."""
+    processes = json.loads(served.status("--json").stdout)["processes"]
+    (worker,) = [process["pid"] for process in processes if process["roles"] == ["worker"]]
+    engine = served.engine()["pid"]
+    monkeypatch.setenv("KVPATCH_STATUS_DIR", served.environment["KVPATCH_STATUS_DIR"])
+    monkeypatch.setattr(reading, "STUCK", 1.0)  # and not the half minute that it takes an operator
+    with ThreadPoolExecutor() as threads:
+        os.kill(worker, signal.SIGSTOP)
+        try:
+            answer = threads.submit(served.server.complete, prompts(1, seed=8)[0])
+            assert eventually(lambda: reading.one(engine).state is reading.State.STUCK)
+            line = reading.one(engine).line
+            assert line.startswith(f"pid {engine} hangs: 1 requests run and no step has ended for")
+        finally:
+            os.kill(worker, signal.SIGCONT)
+        assert len(answer.result()["tokens"]) == 8
+    assert eventually(lambda: reading.one(engine).state is reading.State.RUNS)
 
 
 def test_an_engine_that_is_stopped(served: Served) -> None:
@@ -276,9 +303,24 @@ def test_an_engine_that_is_stopped(served: Served) -> None:
 
 
 def test_an_engine_that_was_killed(served: Served) -> None:
+    """With its API servers, as when a container ends: they would clear up after it."""
     pid = served.engine()["pid"]
-    os.kill(pid, signal.SIGKILL)
+    os.killpg(served.server.process.pid, signal.SIGKILL)
     assert eventually(lambda: "is gone" in served.status("--pid", str(pid)).stdout)
     (line,) = served.status("--pid", str(pid)).stdout.splitlines()
     assert line.startswith(f"pid {pid} is gone without saying goodbye (killed?), last seen")
     assert served.status().returncode == 1
+
+
+def test_what_the_killed_engine_left_behind_is_named_and_stays(served: Served) -> None:
+    """Its name is the operator's."""
+    name = served.environment["KVCACHED_IPC_NAME"]
+    left = [Path("/dev/shm") / name, *Path("/tmp").glob(f"kvcached-tp-{name}-*")]
+    assert len(left) == 2  # the pool, and the folder of its workers' sockets
+    try:
+        for path in left:
+            assert eventually(lambda path=path: str(path) in served.kvpatch("doctor").stdout)
+            assert path.exists()
+    finally:
+        left[0].unlink()
+        shutil.rmtree(left[1])

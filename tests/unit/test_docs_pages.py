@@ -12,7 +12,8 @@ from types import SimpleNamespace
 import pytest
 from packaging.version import Version
 
-from kvpatch import cli, configuration, settings
+from kvpatch import cli, configuration, registry, settings
+from kvpatch.errors import Refusal
 from kvpatch.observing import messages, prometheus
 from kvpatch.versions import Installed
 
@@ -81,20 +82,26 @@ def test_names_exist(page):
         assert (ROOT / path).exists(), path
 
 
-@pytest.mark.parametrize("recipe", blocks("json"))
-def test_a_recipe_is_not_refused(recipe, monkeypatch):
-    """By the rules on connectors; engines run it in tests/engine."""
-    found = Installed("vllm", "vllm", "0.28.0", Version("0.28.0"))
-    monkeypatch.setattr(configuration, "installed", lambda package: [found])
-    given = json.loads(recipe)
+RELEASES = re.findall(r"==([\d.]+)", registry.VLLM_RANGE)
+# A connector's column in docs/support.md.
+COLUMNS = {
+    "OffloadingConnector": "Offloading",
+    "SimpleCPUOffloadConnector": "Simple eager",
+    "lazy": "Simple lazy",
+    "tiers": "tiering fs",
+    "MultiConnector": "Multi",
+}
+
+
+def vllm_config(given, runner="V1"):
     transfer = SimpleNamespace(
         kv_connector=given["kv_connector"],
         kv_connector_module_path=None,
         kv_connector_extra_config=given["kv_connector_extra_config"],
     )
-    config = SimpleNamespace(
+    return SimpleNamespace(
         kv_transfer_config=transfer,
-        use_v2_model_runner=False,
+        use_v2_model_runner=runner == "V2",
         attention_config=SimpleNamespace(),
         scheduler_config=SimpleNamespace(policy="fcfs", scheduler_cls=None),
         cache_config=SimpleNamespace(enable_prefix_caching=True, cache_dtype="auto"),
@@ -109,7 +116,50 @@ def test_a_recipe_is_not_refused(recipe, monkeypatch):
         kv_events_config=None,
         model_config=SimpleNamespace(is_hybrid=False, is_encoder_decoder=False, use_mla=False),
     )
-    configuration.check(config)
+
+
+def starts_on(given, monkeypatch):
+    """The releases and runners on which the rules on connectors let a recipe start."""
+    found = set()
+    for release in RELEASES:
+        here = Installed("vllm", "vllm", release, Version(release))
+        monkeypatch.setattr(configuration, "installed", lambda package, here=here: [here])
+        for runner in ("V1", "V2"):
+            try:
+                configuration.check(vllm_config(given, runner))
+            except Refusal:
+                continue
+            found.add((release, runner))
+    return found
+
+
+def column(given):
+    extra = given["kv_connector_extra_config"]
+    if extra.get("lazy_offload"):
+        return COLUMNS["lazy"]
+    return COLUMNS["tiers" if "secondary_tiers" in extra else given["kv_connector"]]
+
+
+@pytest.mark.parametrize("recipe", blocks("json"))
+def test_a_recipe_starts_where_the_page_of_support_says_so(recipe, monkeypatch):
+    """By the rules on connectors; tests/engine/test_recipes.py runs it."""
+    given = json.loads(recipe)
+    table = (ROOT / "docs/support.md").read_text()
+    names, *rows = re.findall(r"^\| ((?:vLLM \| Off|0\.).*) \|$", table, re.MULTILINE)
+    place = names.split(" | ").index(column(given))
+    cells = {row.split(" | ")[0]: row.split(" | ")[place] for row in rows}
+    said = {
+        (release, runner)
+        for release in RELEASES
+        for runner in re.findall(r"\bV[12]\b", cells[release])
+    }
+    assert starts_on(given, monkeypatch) == said != set()
+
+
+def test_every_kind_of_recipe_is_there():
+    recipes = (ROOT / "docs/recipes.md").read_text()
+    found = {column(json.loads(body)) for name, body in FENCE.findall(recipes) if name == "json"}
+    assert found == set(COLUMNS.values())
 
 
 def test_python_in_the_docs_compiles():

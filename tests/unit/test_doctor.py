@@ -6,14 +6,17 @@ import ast
 import json
 import os
 import shutil
+import socket
 import subprocess
 import sys
+import tempfile
 import venv
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
-from kvpatch import cli, doctor
+from kvpatch import cli, doctor, instance
 from kvpatch.doctor import Level, environment, imports, leftovers, machine, packages, startup
 
 ROOT = Path(__file__).parents[2]
@@ -319,13 +322,60 @@ def test_somebody_elses_leftover_is_named_and_never_deleted(kind):
     assert region.exists()
 
 
-def test_a_name_with_a_living_process_group_is_no_leftover(kind):
-    kind = kind._replace(pattern="kvcached_*", group=r"_(\d+)(?:_\d+)?$")
-    for group in (os.getpgid(0), dead_pid()):
-        (kind.folder / f"kvcached_vLLM_{group}").write_bytes(b"x")
-    (finding,) = leftovers.check([kind])
-    assert f"kvcached_vLLM_{os.getpgid(0)}" not in finding.remedy
-    assert finding.remedy.startswith(f"rm {kind.folder}/kvcached_vLLM_")
+@pytest.fixture
+def pools(tmp_path):
+    """Make pools of kvcached in a folder, and say which of them are left over."""
+    folder = tmp_path / "shm"
+    folder.mkdir()
+    kind = leftovers.KINDS[0]._replace(folder=folder)
+    assert kind.pool
+
+    def pools(*names: str, content: bytes = leftovers.POOL.pack(1 << 30, 0, 0)) -> set[str]:
+        for name in names:
+            (folder / name).write_bytes(content)
+        return {leftover.path.name for leftover in leftovers.find([kind])}
+
+    return pools
+
+
+def test_a_pool_with_a_living_process_group_is_no_leftover(pools):
+    mine, gone = f"kvcached_vLLM_{os.getpgid(0)}", f"kvcached_vLLM_{dead_pid()}"
+    assert pools(mine, f"{mine}_1", gone, f"{gone}_1") == {gone, f"{gone}_1"}
+
+
+def test_a_pool_whose_engine_runs_is_no_leftover(pools, monkeypatch):
+    """kvcached keeps no pool open: by what is mapped or open every engine were dead."""
+    given = f"kvcached_vLLM_{os.getpid()}_0d34cd07"
+    chosen = f"chat-{os.getpid()}"
+    utils = SimpleNamespace(DEFAULT_IPC_NAME=given)
+    monkeypatch.setitem(sys.modules, "kvcached.utils", utils)
+    names = (given, f"{given}_g1", chosen)
+    assert pools(*names) == set(names)
+    with instance.claim():
+        assert pools() == {chosen}
+        utils.DEFAULT_IPC_NAME = chosen
+        with instance.claim():
+            assert pools() == set()
+    assert pools() == set(names)
+
+
+def test_a_pool_whose_workers_listen_is_no_leftover(pools):
+    """As of an engine without kvpatch, whose name is the operator's."""
+    name = f"code-{os.getpid()}"
+    with tempfile.TemporaryDirectory(prefix=f"kvcached-tp-{name}-", dir="/tmp") as folder:
+        with socket.socket(socket.AF_UNIX) as worker:
+            worker.bind(f"{folder}/w0.sock")
+            assert pools(name) == set()
+        assert pools() == {name}
+
+
+@pytest.mark.parametrize(
+    "content",
+    [b"", b"x" * 8192, leftovers.POOL.pack(0, 0, 0), leftovers.POOL.pack(1, -1, 0)],
+    ids=["empty", "large", "no limit", "less than nothing used"],
+)
+def test_what_is_no_pool_is_not_named(pools, content):
+    assert pools("somebody-s", content=content) == set()
 
 
 # The whole report

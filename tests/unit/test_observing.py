@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 import threading
 from pathlib import Path
 from types import SimpleNamespace
@@ -255,6 +256,34 @@ def test_somebody_elses_engine(monkeypatch, place):
     assert seen.line == ("pid 1 belongs to root, whose status pages only they and root can read")
 
 
+@pytest.mark.skipif(os.getuid() != 0, reason="only root can become another user")
+def test_another_user_really_asks(process, monkeypatch):
+    """In a folder that is as public as /dev/shm; what keeps them out is the kernel."""
+    nobody = 65534
+    with tempfile.TemporaryDirectory(dir="/tmp") as public:
+        Path(public).chmod(0o1777)
+        monkeypatch.setenv(page.FOLDER, public)
+        publish_as(process.pid)
+        said, tell = os.pipe()
+        child = os.fork()
+        if not child:
+            try:
+                os.setuid(nobody)
+                seen = [reading.one(process.pid), *reading.all_of(True)]
+                os.write(tell, "\n".join(one.line for one in seen).encode())
+            finally:
+                os._exit(0)
+        os.close(tell)
+        with os.fdopen(said) as lines:
+            told = lines.read().splitlines()
+        os.waitpid(child, 0)
+        closed = "whose status pages only they and root can read"
+        assert told == [
+            f"pid {process.pid} belongs to root, {closed}",
+            f"root has engines, or had some, {closed}",
+        ]
+
+
 @pytest.mark.parametrize("everyone", [True, False])
 def test_other_users_are_named_when_asked(monkeypatch, everyone):
     theirs = page.folder_of(os.getuid())
@@ -398,6 +427,18 @@ def test_how_full_a_tier_is_has_two_names(unit):
     counts = {f"_num_{unit}": 50, f"_num_allocated_{unit}": 9, "_free_list": [1]}
     made.scheduler.connector.connector_scheduler.manager = SimpleNamespace(**counts)
     assert measure.tier(made) == {"used_blocks": 8, "total_blocks": 50}
+
+
+def test_a_block_that_the_simple_connector_keeps_is_used_though_its_pool_calls_it_free():
+    made = core()
+    pool = SimpleNamespace(
+        num_gpu_blocks=512,
+        get_num_free_blocks=lambda: 511,
+        cached_block_hash_to_block={number: object() for number in range(8)},
+    )
+    made.scheduler.connector = type("SimpleCPUOffloadConnector", (), {})()
+    made.scheduler.connector.scheduler_manager = SimpleNamespace(cpu_block_pool=pool)
+    assert measure.tier(made) == {"used_blocks": 8, "total_blocks": 512}
 
 
 def test_a_process_publishes_itself_and_takes_the_page_away(publisher):
