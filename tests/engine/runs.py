@@ -20,12 +20,15 @@ UNBOUND = {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": "1"}
 # With Triton there, vLLM takes Model Runner V2 by itself, as it does on a GPU.
 RUNNER = {"v1": {"VLLM_USE_V2_MODEL_RUNNER": "0"}, "v2": {"TRITON_INTERPRET": "1"}}
 
+EXAMPLE = "example"  # in the place of a folder: vLLM's example of a tier
+
 
 @dataclass(frozen=True)
 class Run:
     """One engine run, hashable so that tests that need the same one share it."""
 
     model: str = "llama"
+    kv_heads: int = 4
     vllm: str = ""  # a release with an environment of its own; empty: the one in .venv
     runner: str = "v1"
     kvpatch: bool = True
@@ -45,7 +48,7 @@ class Run:
     exhaust: int = 0  # every so many times the device has no blocks left for a group
     events: bool = False
     environment: tuple[tuple[str, str], ...] = ()
-    tiers: tuple[str, ...] = ()  # folders of fs tiers behind the CPU tier
+    tiers: tuple[str, ...] = ()  # folders of fs tiers behind the CPU tier, or EXAMPLE
     inside: tuple[str, ...] = ()  # connectors of a MultiConnector, in order
 
 
@@ -95,10 +98,10 @@ def python_of(vllm: str) -> str:
     return said.stdout.splitlines()[-1]
 
 
-def block_bytes(model: str) -> int:
-    """Bytes of one block of a small model: K and V of 4 heads of 64 float32, by layer."""
+def block_bytes(model: str, kv_heads: int = 4) -> int:
+    """Bytes of one block of a small model: K and V of heads of 64 float32, by layer."""
     pools = {"llama": 4, "sliding": 2}[model]
-    return pools * BLOCK * 4 * 64 * 2 * 4
+    return pools * BLOCK * kv_heads * 64 * 2 * 4
 
 
 def connector(run: Run) -> dict[str, Any]:
@@ -107,14 +110,14 @@ def connector(run: Run) -> dict[str, Any]:
         "kv_connector": "SimpleCPUOffloadConnector",
         "kv_role": "kv_both",
         "kv_connector_extra_config": {
-            "cpu_bytes_to_use": run.cpu_blocks * block_bytes(run.model),
+            "cpu_bytes_to_use": run.cpu_blocks * block_bytes(run.model, run.kv_heads),
             "lazy_offload": run.simple == "lazy",
         },
     }
     if run.simple and not run.inside:
         return simple
     extra: dict[str, Any] = {
-        "cpu_bytes_to_use": run.cpu_blocks * block_bytes(run.model),
+        "cpu_bytes_to_use": run.cpu_blocks * block_bytes(run.model, run.kv_heads),
         "eviction_policy": run.policy,
         "spec_name": "HostOffloadingSpec",
         "spec_module_path": "kvpatch.hostdevice.offloading",
@@ -123,7 +126,10 @@ def connector(run: Run) -> dict[str, Any]:
         extra |= {
             "spec_name": "HostTieringOffloadingSpec",
             "spec_module_path": "kvpatch.hostdevice.tiering",
-            "secondary_tiers": [{"type": "fs", "root_dir": folder} for folder in run.tiers],
+            "secondary_tiers": [
+                {"type": "example"} if folder == EXAMPLE else {"type": "fs", "root_dir": folder}
+                for folder in run.tiers
+            ],
         }
     offloading = {
         "kv_connector": "OffloadingConnector",
@@ -157,7 +163,9 @@ def engine_arguments(run: Run) -> dict[str, Any]:
         # Four of kvcached's pages: it rounds down to whole ones, and vLLM does not.
         arguments["num_gpu_blocks_override"] = 128
     if ("VLLM_USE_SIMPLE_KV_OFFLOAD", "1") in run.environment:
-        arguments["kv_offloading_size"] = run.cpu_blocks * block_bytes(run.model) / (1 << 30)
+        arguments["kv_offloading_size"] = (
+            run.cpu_blocks * block_bytes(run.model, run.kv_heads) / (1 << 30)
+        )
     elif run.offload:
         arguments["kv_transfer_config"] = connector(run)
     return arguments
