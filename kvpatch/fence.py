@@ -81,7 +81,7 @@ class Fence:
         self.transfers: dict[int, Transfer] = {}
         self.blocks_of_page = blocks_of_page
         self.pinned = pinned
-        self._workers = workers
+        self.workers = workers
         self._reports: Counter[int] = Counter()
         self._named: Counter[int] = Counter()
         self._planned_epoch = 0
@@ -110,7 +110,7 @@ class Fence:
     def report(self, job_id: int, workers: int) -> None:
         """Take note that ``workers`` more workers have ended a transfer."""
         self._reports[job_id] += workers
-        if self._reports[job_id] < self._workers:
+        if self._reports[job_id] < self.workers:
             return
         del self._reports[job_id]
         transfer = self.transfers.pop(job_id, None)
@@ -291,7 +291,8 @@ def forget_freed_blocks(planner: Any, pages: list[int]) -> None:
     stores them when the CPU tier has room again. vLLM drops such an id when the block
     is handed out anew; here the page is gone first.
     """
-    if not pages or not planner._sliding_window_groups:
+    # Up to 0.20 the connector knows no windows: vLLM keeps every block of its requests.
+    if not pages or not getattr(planner, "_sliding_window_groups", ()):
         return
     gone: set[int] = set()
     for page in pages:

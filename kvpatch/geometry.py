@@ -118,15 +118,28 @@ def register_regions(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Non
         Refusal: the model has a kind of KV cache that was never compared, or the
             regions do not add up to the bytes the CPU tier was sized by.
     """
-    kv_caches: dict[str, Any] = argument(args, kwargs, 0, "kv_caches")
-    config = instance.kv_cache_config
+    regions = checked_regions(instance, argument(args, kwargs, 0, "kv_caches"))
+    instance._init_worker(canonical(regions))
+
+
+def checked_regions(worker: Any, kv_caches: dict[str, Any]) -> Regions:
+    """Return the regions of a worker's KV caches.
+
+    Args:
+        worker: the ``OffloadingConnectorWorker``.
+        kv_caches: a KV cache tensor per layer name.
+
+    Raises:
+        Refusal: see ``register_regions``.
+    """
+    config = worker.kv_cache_config
     check_kinds(config)
     regions = find_regions(
         kv_caches, [group.layer_names for group in config.kv_cache_groups], config.num_blocks
     )
-    check_size(instance, regions.block_bytes)
-    remember(instance, regions.tensors)
-    instance._init_worker(canonical(regions))
+    check_size(worker, regions.block_bytes)
+    remember(worker, regions.tensors)
+    return regions
 
 
 def check_regions(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
@@ -184,20 +197,17 @@ def check_size(worker: Any, block_bytes: int) -> None:
 
 def canonical(regions: Regions) -> Any:
     """Return ``regions`` as vLLM's ``CanonicalKVCaches``."""
-    from vllm.v1.kv_offload.base import (
-        CanonicalKVCacheRef,
-        CanonicalKVCaches,
-        CanonicalKVCacheTensor,
-    )
+    from kvpatch.older_names import find
 
+    reference, tensor_of = find("CanonicalKVCacheRef"), find("CanonicalKVCacheTensor")
     sizes = [int(tensor.shape[1]) for tensor in regions.tensors]
-    return CanonicalKVCaches(
+    return find("CanonicalKVCaches")(
         tensors=[
-            CanonicalKVCacheTensor(tensor=tensor, page_size_bytes=size)
+            tensor_of(tensor=tensor, page_size_bytes=size)
             for tensor, size in zip(regions.tensors, sizes, strict=True)
         ],
         group_data_refs=[
-            [CanonicalKVCacheRef(tensor_idx=index, page_size_bytes=sizes[index]) for index in group]
+            [reference(tensor_idx=index, page_size_bytes=sizes[index]) for index in group]
             for group in regions.groups
         ],
     )

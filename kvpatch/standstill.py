@@ -19,7 +19,7 @@ from typing import Any
 SEVERAL_WAIT = 4
 ONE_WAITS = 1000
 
-HOLDING = ("WAITING", "PREEMPTED", "WAITING_FOR_REMOTE_KVS")
+QUEUED = ("WAITING", "PREEMPTED")
 
 
 def around_schedule(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
@@ -32,7 +32,7 @@ def around_schedule(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
         output.total_num_scheduled_tokens
         or instance.running
         or instance.connector is None
-        or instance.pause_state.name != "UNPAUSED"
+        or _paused(instance)
     ):
         instance.kvpatch_stood = 0
         return output
@@ -47,12 +47,20 @@ def around_schedule(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
     return output
 
 
+def _paused(scheduler: Any) -> bool:
+    """Whether an operator keeps the scheduler from running requests, which 0.16 cannot."""
+    state = getattr(scheduler, "pause_state", None)
+    return state is not None and state.name != "UNPAUSED"
+
+
 def _holds(request: Any) -> bool:
     """Whether a request that does not run has blocks: of those, only a loaded one has.
 
-    The queues that it waits in are other ones from release to release.
+    The queues that it waits in are other ones from release to release, and up to 0.17 its
+    tokens count as computed only when the scheduler has looked at it after the load.
     """
-    return request.num_computed_tokens > 0 and request.status.name in HOLDING
+    queued = request.num_computed_tokens > 0 and request.status.name in QUEUED
+    return _remote(request) or queued
 
 
 def _remote(request: Any) -> bool:
@@ -69,6 +77,10 @@ def give_back(scheduler: Any, request: Any) -> None:
         scheduler._update_waiting_for_remote_kv(request)
         states = type(request.status)
         request.status = states.PREEMPTED if request.num_preemptions else states.WAITING
-    scheduler._free_request_blocks(request)
-    scheduler._inflight_prefills.discard(request)
+    if hasattr(scheduler, "_free_request_blocks"):
+        scheduler._free_request_blocks(request)
+    else:  # up to 0.23 nothing is freed later
+        scheduler.kv_cache_manager.free(request)
+    if hasattr(scheduler, "_inflight_prefills"):  # from 0.23 on
+        scheduler._inflight_prefills.discard(request)
     request.num_computed_tokens = 0

@@ -11,21 +11,28 @@ from __future__ import annotations
 
 import ctypes
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
-from vllm.v1.kv_offload.base import CanonicalKVCaches, GPULoadStoreSpec, LoadStoreSpec
-from vllm.v1.kv_offload.cpu.shared_offload_region import SharedOffloadRegion
-from vllm.v1.kv_offload.cpu.spec import CPUOffloadingSpec
 
 from kvpatch.hostdevice.streams import Event, Stream
+from kvpatch.older_names import find
 from kvpatch.slots import slots
 
+if TYPE_CHECKING:
+    from vllm.v1.kv_offload.base import (
+        CanonicalKVCaches,
+        GPULoadStoreSpec,
+        LoadStoreSpec,
+        TransferResult,
+    )
+    from vllm.v1.kv_offload.cpu.shared_offload_region import SharedOffloadRegion
+    from vllm.v1.kv_offload.cpu.spec import CPUOffloadingSpec
+else:
+    CPUOffloadingSpec, TransferResult = find("CPUOffloadingSpec"), find("TransferResult")
 try:
-    from vllm.v1.kv_offload.base import OffloadingWorker, TransferResult
+    from vllm.v1.kv_offload.base import OffloadingWorker
 except ImportError:  # up to 0.24 a handler for each direction: see ``handlers``
-    from vllm.v1.kv_offload.worker.worker import TransferResult
-
     OffloadingWorker = object
 
 
@@ -170,15 +177,21 @@ class HostOffloadingSpec(CPUOffloadingSpec):  # type: ignore[misc]
         """Return the worker that copies ``kv_caches``; called once per worker process."""
         # vLLM 0.30 calls the blocks of the CPU tier chunks.
         rows = self.num_chunks if hasattr(self, "num_chunks") else self.num_blocks
-        # And up to 0.25 the blocks of a chunk a factor.
-        newer = hasattr(self, "blocks_per_chunk")
-        per_row = self.blocks_per_chunk if newer else self.block_size_factor
         made: HostOffloadingWorker | None = getattr(self, "_worker", None)
-        self._worker: Any = made or HostOffloadingWorker(kv_caches, per_row, rows)
+        self._worker: Any = made or HostOffloadingWorker(kv_caches, self._per_row(), rows)
         return self._worker
 
-    def get_handlers(self, kv_caches: CanonicalKVCaches) -> Any:
+    def _per_row(self) -> int:
+        """Return the device blocks in one block of the CPU tier."""
+        for name in ("blocks_per_chunk", "block_size_factor"):  # the latter up to 0.25
+            if hasattr(self, name):
+                return int(getattr(self, name))
+        return int(self.offloaded_block_size // self.gpu_block_size)  # up to 0.17
+
+    def get_handlers(self, kv_caches: Any, attn_backends: Any = None) -> Any:
         """Return the same as one handler a direction, which vLLM asks for up to 0.24."""
         from kvpatch.hostdevice import handlers
 
+        if attn_backends is not None:  # up to 0.18
+            kv_caches = handlers.regions_of(kv_caches, attn_backends)
         return handlers.of(self.get_worker(kv_caches))

@@ -64,6 +64,11 @@ def fence(core: Any) -> dict[str, int] | None:
 def _offloading_tier(connector: Any) -> dict[str, int]:
     manager = connector.connector_scheduler.manager
     manager = getattr(manager, "primary_tier", manager)
+    manager = getattr(manager, "_backing", manager)  # with store_threshold, 0.18 to 0.21
+    store = getattr(manager, "backend", None)  # up to 0.18
+    if store is not None:
+        used = store.num_allocated_blocks - len(store.allocated_blocks_free_list)
+        return {"used_blocks": used, "total_blocks": store.num_blocks}
     unit = "chunks" if hasattr(manager, "_num_chunks") else "blocks"  # chunks from vLLM 0.30 on
     used = getattr(manager, f"_num_allocated_{unit}") - len(manager._free_list)
     return {"used_blocks": used, "total_blocks": getattr(manager, f"_num_{unit}")}

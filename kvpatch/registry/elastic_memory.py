@@ -65,7 +65,7 @@ FEATURE = Feature(
             until="kvcached refuses KV caches it did not allocate",
             wrapper="kvpatch.status:around_kv_cache_tensors",
             parameters=("self", "kv_cache_config"),
-            vllm=">=0.21,<0.29",
+            vllm=">=0.16,<0.29",
             kvcached="==0.1.6",
         ),
         Patch(

@@ -7,6 +7,7 @@ from kvpatch.registry.releases import KVCACHED_RANGE, VLLM_RANGE
 from kvpatch.registry.targets import ENGINE_CORE, OFFLOADING
 
 _PLANNER = f"{OFFLOADING}.scheduler:OffloadingConnectorScheduler"
+_WHOLE = f"{OFFLOADING}_connector"  # up to 0.18 one module
 
 FEATURE = Feature(
     name="fence",
@@ -22,7 +23,7 @@ FEATURE = Feature(
             until="kvcached asks the connector before it unmaps",
             wrapper="kvpatch.fence:around_install",
             parameters=("self",),
-            vllm=">=0.21,<0.34",
+            vllm=">=0.16,<0.34",
             kvcached="==0.1.6",
         ),
         Patch(
@@ -78,6 +79,70 @@ FEATURE = Feature(
             wrapper="kvpatch.older_connectors:around_has_requests",
             parameters=("self",),
             vllm=">=0.21,<0.24",
+            kvcached="==0.1.6",
+        ),
+        Patch(
+            id="fence.window_blocks",
+            target=f"{_PLANNER}.build_connector_meta",
+            why="a block that left a sliding window is stored after another request has it",
+            upstream="vllm-project/vllm, _build_store_jobs in 0.23",
+            until="vLLM 0.23",
+            wrapper="kvpatch.older_connectors:before_build",
+            parameters=("self", "scheduler_output"),
+            vllm=">=0.21,<0.23",
+            kvcached="==0.1.6",
+        ),
+        *(
+            row
+            for name, planner, vllm in (
+                ("", _PLANNER, ">=0.19,<0.21"),
+                ("_in_one_module", f"{_WHOLE}:OffloadingConnectorScheduler", ">=0.16,<0.19"),
+            )
+            for row in (
+                Patch(
+                    id=f"fence.build_by_request{name}",
+                    target=f"{planner}.build_connector_meta",
+                    why="as fence.build; a transfer is a request's and has no id",
+                    upstream="none: there is no hook between connector and allocator",
+                    until="vLLM 0.21",
+                    wrapper="kvpatch.fence_by_request:around_build",
+                    parameters=("self", "scheduler_output"),
+                    vllm=vllm,
+                    kvcached="==0.1.6",
+                ),
+                Patch(
+                    id=f"fence.worker_output_by_request{name}",
+                    target=f"{planner}.update_connector_output",
+                    why="as fence.worker_output; a request's stores are reported together",
+                    upstream="none: there is no hook between connector and allocator",
+                    until="vLLM 0.21",
+                    wrapper="kvpatch.fence_by_request:around_worker_output",
+                    parameters=("self", "connector_output"),
+                    vllm=vllm,
+                    kvcached="==0.1.6",
+                ),
+            )
+        ),
+        Patch(
+            id="fence.step_output",
+            target="vllm.v1.core.sched.scheduler:Scheduler.update_from_output",
+            why="nobody reports what is stored of a preempted request, which workers wait for",
+            upstream="none: there is no hook between connector and allocator",
+            until="vLLM 0.21",
+            wrapper="kvpatch.fence_by_request:around_step_output",
+            parameters=("self", "scheduler_output"),
+            vllm=">=0.16,<0.21",
+            kvcached="==0.1.6",
+        ),
+        Patch(
+            id="fence.has_requests_by_request",
+            target="vllm.v1.core.sched.scheduler:Scheduler.has_requests",
+            why="as fence.has_requests; the blocks of a finished request wait for its stores",
+            upstream="vllm-project/vllm#45595 (the hook that came with 0.24)",
+            until="vLLM 0.21",
+            wrapper="kvpatch.fence_by_request:around_has_requests",
+            parameters=("self",),
+            vllm=">=0.16,<0.21",
             kvcached="==0.1.6",
         ),
         Patch(

@@ -20,7 +20,7 @@ FEATURE = Feature(
             until="vLLM preempts requests that wait with loaded blocks",
             wrapper="kvpatch.standstill:around_schedule",
             parameters=("self",),
-            vllm=">=0.24,<0.34",
+            vllm=">=0.16,<0.34",
             kvcached="==0.1.6",
         ),
     ),

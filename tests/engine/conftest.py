@@ -21,16 +21,17 @@ from runs import (
 
 
 @pytest.fixture(scope="session")
-def models(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
-    """Return the folder of a small model of a kind, made once."""
+def models(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
+    """Return the folder of a small model of a kind and a number of KV heads, made once."""
     sys.path.insert(0, str(ROOT / "scripts"))
     folder = tmp_path_factory.mktemp("models")
 
-    def model(kind: str) -> Path:
-        path = folder / kind
+    def model(kind: str, kv_heads: int = 4) -> Path:
+        path = folder / f"{kind}-{kv_heads}"
         if not path.exists():
+            maker = [sys.executable, ROOT / "scripts/tiny_model.py", path, "--kind", kind]
             subprocess.run(
-                [sys.executable, ROOT / "scripts/tiny_model.py", path, "--kind", kind],
+                [*maker, "--kv-heads", str(kv_heads)],
                 check=True,
                 env=dict(os.environ, KVPATCH="0"),
                 capture_output=True,
@@ -55,7 +56,7 @@ def engine(
     def run(wanted: Run) -> Finished:
         if wanted not in finished:
             job = {
-                "model": str(models(wanted.model)),
+                "model": str(models(wanted.model, wanted.kv_heads)),
                 "engine": engine_arguments(wanted),
                 "rounds": [load("whole" if wanted.events else name) for name in wanted.rounds],
                 "events": wanted.events,

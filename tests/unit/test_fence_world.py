@@ -124,7 +124,7 @@ class DeafToWorkers(Fence):
     """Takes a transfer for ended when the first worker says so."""
 
     def report(self, job_id, workers):
-        super().report(job_id, self._workers)
+        super().report(job_id, self.workers)
 
 
 def explore(mode, examples, fence=Fence, forget=True, **more):

@@ -88,3 +88,61 @@ def test_an_engine_without_a_connector_steps_as_it_did():
     scheduler = SimpleNamespace(connector=None)
     assert older_connectors.around_has_requests(lambda: True, scheduler, (), {}) is True
     assert older_connectors.around_has_requests(lambda: False, scheduler, (), {}) is False
+
+
+@pytest.mark.parametrize("size", [4, (4,)])
+def test_up_to_0_18_each_region_is_a_layer_of_its_own_backend(monkeypatch, size):
+    torch = pytest.importorskip("torch")
+    region = torch.arange(3 * 64, dtype=torch.uint8).view(3, 64).view(torch.int8)
+
+    def checked(worker, kv_caches):
+        assert kv_caches is KV_CACHES
+        assert worker.kv_cache_config is plan
+        assert worker.spec.config.worker_kv_bytes_per_block == 64
+        return SimpleNamespace(tensors=[region, region])
+
+    monkeypatch.setattr(geometry, "checked_regions", checked)
+    plan = SimpleNamespace(num_blocks=3, kv_cache_tensors=[SimpleNamespace(size=96)] * 2)
+    spec = SimpleNamespace(kv_cache_config=plan, gpu_block_size=size)
+    given = []
+    worker = SimpleNamespace(spec=spec, _register_handlers=lambda *both: given.append(both))
+    older_connectors.register_with_backends(lambda: None, worker, (KV_CACHES,), {})
+    ((regions, backends),) = given
+    assert regions.keys() == backends.keys() and len(regions) == 2
+    for name, tensor in regions.items():
+        # As vLLM reads it: blocks first, the tokens of a block behind them, whole blocks.
+        assert backends[name].get_kv_cache_shape(1234, 16, 8, 256).index(1234) == 0
+        assert backends[name].get_kv_cache_shape(1234, 16, 8, 256).index(16) == 1
+        assert tensor.shape == (3, 4, 16)
+        assert tensor.data_ptr() == region.data_ptr()
+        assert tensor.element_size() * tensor.stride(0) == 64
+
+
+def test_blocks_that_left_a_window_are_not_stored_for_it():
+    def blocks(*null):
+        return [SimpleNamespace(is_null=index in null) for index in range(5)]
+
+    def state(stored, ids):
+        return SimpleNamespace(next_stored_block_idx=stored, block_ids=ids)
+
+    groups = [state(0, [1, 2, 3]), state(1, [4, 5, 6, 7])]
+    scheduler = SimpleNamespace(
+        kv_cache_manager=SimpleNamespace(
+            coordinator=SimpleNamespace(
+                single_type_managers=[
+                    SimpleNamespace(req_to_blocks={"r": blocks(0, 1)}),
+                    SimpleNamespace(req_to_blocks={"r": blocks(0, 1, 2, 4)}),
+                ]
+            )
+        )
+    )
+    planner = SimpleNamespace(
+        kvpatch_manager=SimpleNamespace(kvpatch_scheduler=scheduler),
+        _sliding_window_groups=(1,),
+        _req_status={"r": SimpleNamespace(group_states=groups), "new": SimpleNamespace()},
+        config=SimpleNamespace(block_size_factor=1),
+    )
+    planner._req_status["new"].group_states = [state(0, []), state(0, [])]
+    assert older_connectors.before_build(lambda output: output, planner, ("step",), {}) == "step"
+    assert groups[0].block_ids == [1, 2, 3]  # full attention keeps them all
+    assert groups[1].block_ids == [4, 0, 0, 7]  # what is stored already is let be

@@ -98,3 +98,26 @@ def test_a_step_that_computes_begins_the_count_anew():
         scheduler.steps(standstill.SEVERAL_WAIT - 1)
         scheduler.steps(1, scheduled=5)
     assert scheduler.freed == []
+
+
+class OldScheduler:
+    """As 0.16 has it: not to be paused, and with frees that never wait."""
+
+    steps = Scheduler.steps
+    _update_waiting_for_remote_kv = Scheduler._update_waiting_for_remote_kv
+
+    def __init__(self, *waiting):
+        self.requests = {request.request_id: request for request in waiting}
+        self.running, self.connector, self.freed = [], object(), []
+        self.finished_recving_kv_req_ids = set()
+        self.kv_cache_manager = SimpleNamespace(free=self.freed.append)
+
+
+def test_up_to_0_17_a_loaded_request_has_no_tokens_before_it_is_looked_at():
+    old, young = request("old", 1), request("young", 2, computed=0)
+    young.status = Status.WAITING_FOR_REMOTE_KVS
+    scheduler = OldScheduler(old, young)
+    assert scheduler.steps(2 * standstill.SEVERAL_WAIT) == []  # still loading
+    scheduler.finished_recving_kv_req_ids.add("young")
+    assert scheduler.steps(standstill.SEVERAL_WAIT) == [young]
+    assert young.status is Status.WAITING
