@@ -15,7 +15,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT / "tests/engine"))
 
-from runs import BLOCK, Device, Run, engine_arguments, prompts  # noqa: E402
+from runs import Device, Run, block_tokens, engine_arguments, prompts  # noqa: E402
 
 from kvpatch.matrix.axes import Cell  # noqa: E402
 
@@ -235,7 +235,7 @@ class Engines:
             disk = self.work / name / "disk"
             shutil.rmtree(disk, ignore_errors=True)
             ours = replace(ours, tiers=(str(disk),))
-        return judge(self.run(ours, trial, name), self._plain[key], trial, cell.runner)
+        return judge(self.run(ours, trial, name), self._plain[key], trial, ours)
 
 
 def judge(ours: dict[str, Any], plain: dict[str, Any], trial: Trial, runner: str) -> dict[str, Any]:
@@ -245,7 +245,7 @@ def judge(ours: dict[str, Any], plain: dict[str, Any], trial: Trial, runner: str
         ours: what the engine of the trial wrote.
         plain: what plain vLLM wrote, which was asked every prompt twice, together.
         trial: what the engine was asked.
-        runner: V1 or V2, which both must have had.
+        wanted: the run of that engine, whose runner both must have had.
     """
     for who, one in (("plain vLLM", plain), ("kvpatch", ours)):
         if "failed" in one:
@@ -258,7 +258,7 @@ def judge(ours: dict[str, Any], plain: dict[str, Any], trial: Trial, runner: str
     same = sum(mine["tokens"] == theirs["tokens"] for mine, theirs in pairs)
     answers = len(pairs)
     from_tier = [record["cached"] for index in trial.again for record in ours["rounds"][index]]
-    blocks = len(from_tier) * CACHED // BLOCK
+    blocks = len(from_tier) * CACHED // block_tokens(wanted.model)
     record = {
         "same_answers": same,
         "answers": answers,
@@ -274,7 +274,7 @@ def judge(ours: dict[str, Any], plain: dict[str, Any], trial: Trial, runner: str
         and not record["blocks_changed"]
         and not record.get("faults")
         and ours["elastic"]
-        and ours["runner"].upper() == plain["runner"].upper() == runner
+        and ours["runner"] == plain["runner"] == wanted.runner
         and [record["cached"] for record in plain["rounds"][1]] == [0] * PROMPTS
     )
     return {"right": right, **record}
