@@ -238,7 +238,7 @@ class Engines:
         return judge(self.run(ours, trial, name), self._plain[key], trial, ours)
 
 
-def judge(ours: dict[str, Any], plain: dict[str, Any], trial: Trial, runner: str) -> dict[str, Any]:
+def judge(ours: dict[str, Any], plain: dict[str, Any], trial: Trial, wanted: Run) -> dict[str, Any]:
     """Return whether a run was right, and the numbers that say so.
 
     Args:
