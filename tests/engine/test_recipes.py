@@ -28,7 +28,7 @@ ON_THE_HOST_DEVICE = {
     "TieringOffloadingSpec" if "TieringOffloadingSpec" in given else None: (spec, module)
     for given, spec, module in re.findall(ROW, PAGE, re.MULTILINE)
 }
-SIZE = 256 << 20  # of each CPU tier, and not the 16 GiB of the page
+SIZE = 16 << 20  # of each CPU tier, 64 blocks, and not the 16 GiB of the page
 BLOCKS = 20  # of the driver's prompt
 # Nothing stays on the device, as the page says; and blocks have the same names after a restart.
 CHECKED = (("KVCACHED_MAX_CACHED_TOKENS", "0"), ("PYTHONHASHSEED", "0"))
