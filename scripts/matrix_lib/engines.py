@@ -58,7 +58,7 @@ def _simple(mode: str, least: float) -> Trial:
     return Trial(
         {"simple": mode},
         rounds=(range(8), range(8), range(12)),
-        tiers={"llama": (180, 140), "sliding": (280, 140), "latent": (180, 140)},
+        tiers={"llama": (180, 140), "sliding": (330, 140), "latent": (180, 140)},
         least=least,
     )
 
