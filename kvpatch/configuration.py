@@ -165,6 +165,10 @@ def _loses_lazy_copies(config: Any) -> bool:
     return any(_simple(config, "lazy_offload")) and _at_least("0.29") and not _at_least("0.30")
 
 
+def _reads_damaged_files(config: Any) -> bool:
+    return bool(_tiers(config)) and not _at_least("0.28")
+
+
 def _alone_on_v2(config: Any, releases: str) -> bool:
     """Whether one connector without tiers runs on Runner V2 of ``releases`` and one rank."""
     return (
@@ -298,8 +302,21 @@ RULES = (
         code="KVP317",
     ),
     Rule(
+        "secondary tiers before vLLM 0.28",
+        _reads_damaged_files,
+        lambda c: "a secondary tier is configured",
+        "the fs tier of this vLLM gives a damaged file's bytes back as they are "
+        "(vllm-project/vllm#49176), which kvpatch mends from vLLM 0.28 on",
+        "use OffloadingConnector without tiers, or install vLLM 0.28, or set KVPATCH=0",
+        code="KVP317",
+    ),
+    Rule(
         f"tiers and MultiConnector on other releases than vLLM `{tiers.FEATURE.vllm}`",
-        lambda c: (_in_multi(c) or bool(_tiers(c))) and not _tested_on(tiers.FEATURE.vllm),
+        lambda c: (
+            (_in_multi(c) or bool(_tiers(c)))
+            and not _tested_on(tiers.FEATURE.vllm)
+            and not _reads_damaged_files(c)
+        ),
         lambda c: (
             f"{'a secondary tier' if _tiers(c) else _connector(c)} is configured on this release"
         ),

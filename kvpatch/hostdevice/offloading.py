@@ -81,6 +81,13 @@ class _Direction:
         return results
 
 
+def _view(shared: SharedOffloadRegion, size: int) -> Any:
+    """This worker's next part of the shared CPU tier: rows of ``size`` bytes."""
+    # vLLM 0.28 has views of all workers too, and a name for each kind.
+    of_worker = getattr(shared, "create_next_worker_view", None)
+    return of_worker(size) if of_worker is not None else shared.create_next_view(size)
+
+
 class HostOffloadingWorker(OffloadingWorker):  # type: ignore[misc]
     """Moves blocks between the device's regions and a CPU tier of the same geometry.
 
@@ -111,7 +118,7 @@ class HostOffloadingWorker(OffloadingWorker):  # type: ignore[misc]
         self.tier = [
             torch.zeros((num_cpu_blocks, size), dtype=torch.int8)
             if shared is None
-            else shared.create_next_worker_view(size)
+            else _view(shared, size)
             for size in sizes
         ]
         self._store = _Direction("kvpatch-store")

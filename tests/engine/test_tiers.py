@@ -42,6 +42,7 @@ def serve(
             "model": str(models(wanted.model)),
             "engine": engine_arguments(wanted) | more.pop("engine", {}),
             "rounds": [[prompt] for prompt in prompts(24)[:APART]] * times,
+            "forced": wanted.forced,
             **more,
         }
         folder = tmp_path_factory.mktemp("tiers")

@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 
 from runs import Finished, Run
+from test_tiers import APART, Serve, answers, hits, on, serve
+
+__all__ = ["serve"]
 
 Engine = Callable[[Run], Finished]
 ONE_TIME = "8"  # prompts of 20 blocks on 139
@@ -33,3 +37,16 @@ def test_kvcached_has_no_adapter_for_runner_v2_before_0_28(engine: Engine) -> No
     ours = engine(Run(vllm="0.27.1", runner="v2", forced=("KVP301",)))
     assert ours.code != 0
     assert "kvcached does not support the vLLM 0.27.1 Model Runner V2" in ours.log
+
+
+def test_a_damaged_file_is_served_before_0_28(serve: Serve, tmp_path: Path) -> None:
+    """One bit of every file is changed between the first time and the second."""
+    ended = serve(
+        on(tmp_path / "disk", vllm="0.27.1", forced=("KVP317",)),
+        times=2,
+        disk=str(tmp_path / "disk"),
+        faults={APART: ("nothing", "flip")},
+    )
+    assert hits(answers(ended, 1)) == [640] * APART
+    logprobs = [[record["logprobs"] for record in answers(ended, time)] for time in (0, 1)]
+    assert logprobs[0] != logprobs[1]
