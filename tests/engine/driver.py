@@ -249,6 +249,19 @@ def device_bytes() -> dict[str, int]:
     return {"charged": ledger.usage().get(os.getpid(), 0), "resident": resident}
 
 
+def write_down(result: dict[str, Any], path: str, core: Any, leave: bool = False) -> None:
+    """Write the result; with ``leave`` end here, without a shutdown.
+
+    A CPU tier with tiers behind it lies in a file, which nobody else would remove.
+    """
+    Path(path).write_text(json.dumps(result))
+    transfer = core.vllm_config.kv_transfer_config
+    if transfer is not None:
+        Path(f"/dev/shm/vllm_offload_{transfer.engine_id}.mmap").unlink(missing_ok=True)
+    if leave:
+        os._exit(0)
+
+
 def main(job_path: str, result_path: str) -> None:
     job = json.loads(Path(job_path).read_text())
     result: dict[str, Any] = {}
@@ -283,8 +296,7 @@ def main(job_path: str, result_path: str) -> None:
     connector = core.scheduler.connector
     if job.get("take_cpu_blocks"):
         result["charged"] = take_cpu_blocks(core, lambda: device_bytes()["charged"])
-        Path(result_path).write_text(json.dumps(result))
-        os._exit(0)  # two pools on one memory do not shut down
+        write_down(result, result_path, core, leave=True)  # two pools on one memory hang
     planner = connectors.planner(connector)
     evictions = Evictions(planner.manager) if planner else None
     simple = SimpleWatch(core) if simple_part(connector) else None
@@ -321,8 +333,8 @@ def main(job_path: str, result_path: str) -> None:
         come_to_rest(core.scheduler, llm.llm_engine.step)
         result["exhaustion"] = exhaustion.result()
     if job.get("forced"):
-        Path(result_path).write_text(json.dumps(result))
-        os._exit(0)  # with its fault an engine may never come to rest
+        # With its fault an engine may never come to rest.
+        write_down(result, result_path, core, leave=True)
     if events is not None:
         result["reset"] = llm.reset_prefix_cache()
         run_round(llm, job["rounds"][0][:1], None, one_by_one=True)  # publishes the reset
@@ -337,7 +349,7 @@ def main(job_path: str, result_path: str) -> None:
         if job.get("wait_before_reset"):
             tell("reset")
             wait_for_test()
-    Path(result_path).write_text(json.dumps(result))
+    write_down(result, result_path, core)
     if job.get("shut_down_while_copying"):
         shut_down_while_copying(llm, job["rounds"][0][0])
 
