@@ -151,7 +151,7 @@ def test_a_recipe_starts_where_the_page_of_support_says_so(recipe, monkeypatch):
     said = {
         (release, runner)
         for release in RELEASES
-        for runner in re.findall(r"\bV[12]\b", cells[release])
+        for runner in re.findall(r"\bV[12]\b", cells[release].partition("refused")[0])
     }
     assert starts_on(given, monkeypatch) == said != set()
 
