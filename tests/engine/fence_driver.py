@@ -58,7 +58,8 @@ def give_the_stream_a_wait(core: Any) -> None:
 
     What stands there for the stream of these copies cannot wait, and need not.
     """
-    stream = core.model_executor.driver_worker.worker.model_runner.async_output_copy_stream
+    runner = core.model_executor.driver_worker.worker.model_runner
+    stream = getattr(runner, "async_output_copy_stream", None)  # Runner V2 has none
     if stream is not None and not hasattr(stream, "wait_stream"):
         stream.wait_stream = lambda other: None
 
