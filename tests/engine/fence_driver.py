@@ -17,6 +17,7 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
@@ -25,7 +26,9 @@ os.environ["PYTHONHASHSEED"] = "0"  # block hashes are compared between processe
 import nothing_connector
 import numpy as np
 import simple_scenarios
+import torch
 from engines import (
+    RELEASE,
     block_of,
     come_to_rest,
     keys_of,
@@ -33,6 +36,7 @@ from engines import (
     taken_and_evicted,
     tiers_behind,
 )
+from packaging.version import Version
 from simple_scenarios import SimpleTier
 from vllm import LLM, SamplingParams
 
@@ -53,15 +57,22 @@ def allow_async_scheduling() -> None:
     CpuPlatform.check_and_update_config = classmethod(keeping)
 
 
-def give_the_stream_a_wait(core: Any) -> None:
+def copy_outputs_without_streams(core: Any) -> None:
     """Let outputs be copied in async scheduling, which no CPU did before 0.26.
 
-    What stands there for the stream of these copies cannot wait, and need not.
+    A copy there is done when it was asked for: what stands for a stream and an event of a
+    GPU need not wait.
     """
     runner = core.model_executor.driver_worker.worker.model_runner
     stream = getattr(runner, "async_output_copy_stream", None)  # Runner V2 has none
     if stream is not None and not hasattr(stream, "wait_stream"):
         stream.wait_stream = lambda other: None
+    if Version("0.24") > RELEASE:
+        torch.cuda.current_stream = lambda device=None: None
+        torch.cuda.stream = nullcontext
+        torch.Event = lambda *args, **kwargs: SimpleNamespace(
+            record=lambda *at: None, synchronize=lambda: None
+        )
 
 
 class Stage:
@@ -79,7 +90,7 @@ class Stage:
         self.waits_for_copies = bool(job.get("simple"))
         self.core = self.llm.llm_engine.engine_core.engine_core
         if job["engine"]["async_scheduling"]:
-            give_the_stream_a_wait(self.core)
+            copy_outputs_without_streams(self.core)
         self.scheduler = self.core.scheduler
         self.pool = self.scheduler.kv_cache_manager.block_pool
         self.finished: set[str] = set()
@@ -324,6 +335,23 @@ def window_skip(stage: Stage) -> None:
     stage.finish("long")
 
 
+def window_retry(stage: Stage) -> None:
+    """Blocks that fell out of the sliding window are another's when the CPU tier has room.
+
+    It has none for ``long`` while the store of ``z`` is held. The device has so little
+    that ``b`` takes blocks over that ``long`` has left.
+    """
+    with ledger.hold_copies():
+        stage.add("z", 60)
+        stage.step(3)
+        stage.add("long", 60)
+        stage.step(3)
+        stage.add("b", 60)
+        stage.step(2)
+    streams.synchronize()
+    stage.finish("z", "long", "b")
+
+
 def cap_trim(stage: Stage) -> None:
     """kvcached's cap on cached tokens evicts a request whose store still runs."""
     stage.pool.max_cached_blocks = 41
@@ -421,6 +449,7 @@ SCENARIOS: dict[str, Callable[[Stage], None]] = {
         abort_before_launch,
         abort_while_loading,
         window_skip,
+        window_retry,
         cap_trim,
         reset,
         shrink,
@@ -460,7 +489,7 @@ def snapshots(stage: Stage) -> Iterator[dict[str, Any]]:
 
 
 def main(job_path: str, result_path: str) -> None:
-    faulthandler.dump_traceback_later(280, exit=True)  # says where it hangs
+    faulthandler.dump_traceback_later(500, exit=True)  # says where it hangs
     job = json.loads(Path(job_path).read_text())
     for patch_id in job.get("revert", ()):
         from kvpatch import activation
