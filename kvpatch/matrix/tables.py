@@ -81,12 +81,19 @@ def summary(found: Mapping[Cell, Verdict], vllm: str, kvcached: str, connector: 
 
 
 def _together(cells: list[Cell]) -> str:
-    """Return the runners and models of cells, and the layouts where not all are among them."""
-    layouts = {cell.layout for cell in cells}
-    words = [" ".join(sorted({cell.runner for cell in cells}))]
-    words += [] if layouts == set(axes.LAYOUTS) else sorted(layouts)
-    words += [model.name for model in axes.MODELS if any(c.model == model.name for c in cells)]
-    return ", ".join(words)
+    """Return the runners and models of cells, and the layouts where not all are among them.
+
+    Models that have the same runners and layouts are named together.
+    """
+    models: dict[tuple[str, ...], list[str]] = {}
+    for model in axes.MODELS:
+        here = [cell for cell in cells if cell.model == model.name]
+        layouts = {cell.layout for cell in here}
+        where = [" ".join(sorted({cell.runner for cell in here}))]
+        where += [] if layouts == set(axes.LAYOUTS) else sorted(layouts)
+        if here:
+            models.setdefault(tuple(where), []).append(model.name)
+    return " and ".join(", ".join((*where, *names)) for where, names in models.items())
 
 
 def summaries(found: Mapping[Cell, Verdict], kvcached: str) -> list[tuple[str, ...]]:
