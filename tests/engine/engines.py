@@ -18,11 +18,11 @@ def stay_in_this_process() -> None:
     """
     from vllm.platforms.cpu import CpuPlatform
 
-    check = CpuPlatform.check_and_update_config.__func__
+    check = CpuPlatform.check_and_update_config
 
     def unmoved(cls: Any, config: Any) -> None:
         asked = config.parallel_config.distributed_executor_backend
-        check(cls, config)
+        check(config)
         if config.parallel_config.world_size == 1:
             config.parallel_config.distributed_executor_backend = asked
 
