@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from runs import Finished, Run
+from runs import EXAMPLE, Finished, Run
 
 Engine = Callable[[Run], Finished]
 ONE_TIME = "8"  # prompts of 20 blocks on 139
@@ -33,3 +33,12 @@ def test_kvcached_has_no_adapter_for_runner_v2_before_0_28(engine: Engine) -> No
     ours = engine(Run(vllm="0.27.1", runner="v2", forced=("KVP301",)))
     assert ours.code != 0
     assert "kvcached does not support the vLLM 0.27.1 Model Runner V2" in ours.log
+
+
+def test_the_example_tier_answers_with_whatever_lies_in_the_cpu_tier(engine: Engine) -> None:
+    """Each prompt comes back from a tier that has kept its name and not one byte."""
+    ours = engine(
+        Run(tiers=(EXAMPLE,), cpu_blocks=60, forced=("KVP321",), rounds=(ONE_TIME,) * 2, together=1)
+    )
+    assert sum(record["cached"] for record in ours.round(1)) > 0
+    assert ours.result["changed"]
