@@ -335,23 +335,6 @@ def window_skip(stage: Stage) -> None:
     stage.finish("long")
 
 
-def window_retry(stage: Stage) -> None:
-    """Blocks that fell out of the sliding window are another's when the CPU tier has room.
-
-    It has none for ``long`` while the store of ``z`` is held. The device has so little
-    that ``b`` takes blocks over that ``long`` has left.
-    """
-    with ledger.hold_copies():
-        stage.add("z", 60)
-        stage.step(3)
-        stage.add("long", 60)
-        stage.step(3)
-        stage.add("b", 60)
-        stage.step(2)
-    streams.synchronize()
-    stage.finish("z", "long", "b")
-
-
 def cap_trim(stage: Stage) -> None:
     """kvcached's cap on cached tokens evicts a request whose store still runs."""
     stage.pool.max_cached_blocks = 41
@@ -449,7 +432,6 @@ SCENARIOS: dict[str, Callable[[Stage], None]] = {
         abort_before_launch,
         abort_while_loading,
         window_skip,
-        window_retry,
         cap_trim,
         reset,
         shrink,

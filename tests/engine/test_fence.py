@@ -37,9 +37,8 @@ TOGETHER = (
 SHARED = (*TOGETHER, "give_back")  # on one engine
 ALONE = ("finish_unplanned", "preempt", "shrink", "window_skip")
 BOTH_LOADED = "standstill"
-WINDOWS = ("window_skip", "window_retry")  # on a model with two groups
 TWO_RANKS = ("finish", "preempt")
-DECODES = ("finish_unplanned", "preempt", "window_retry")  # whose later blocks are stored too
+DECODES = ("finish_unplanned", "preempt")  # whose later blocks are stored too
 # Where kvcached alone loses blocks. Under async scheduling its own barrier, and vLLM's
 # deferred frees, already cover the other interleavings.
 LOST_WITHOUT = {
@@ -48,8 +47,6 @@ LOST_WITHOUT = {
 }
 # Before it an engine with a connector keeps all blocks of a sliding window.
 WINDOWS_IN_TIERS = Version("0.22")
-# From it on vLLM forgets the ids of blocks that left a window when they are handed out again.
-IDS_DROPPED = Version("0.23")
 K_BESIDE_V = Version("0.26")
 DELAYS = range(22, 26)  # steps of one request before the other starts, for preemption
 
@@ -57,12 +54,9 @@ DELAYS = range(22, 26)  # steps of one request before the other starts, for pree
 def names_of(scenario: str) -> list[str]:
     if scenario == "preempt":
         return [f"{letter}{delay}" for delay in DELAYS for letter in "ab"]
-    return {
-        "window_skip": ["long"],
-        "window_retry": ["z", "long", "b"],
-        "corrupt": ["a"],
-        "finish_unplanned": ["z", "a"],
-    }.get(scenario, ["a", "b"])
+    return {"window_skip": ["long"], "corrupt": ["a"], "finish_unplanned": ["z", "a"]}.get(
+        scenario, ["a", "b"]
+    )
 
 
 def prompts_of(scenario: str, ranks: int = 1) -> dict[str, list[int]]:
@@ -70,10 +64,8 @@ def prompts_of(scenario: str, ranks: int = 1) -> dict[str, list[int]]:
     tokens = {}
     for name in names_of(scenario):
         blocks, missing = page + 9, 23  # more than the page that block 0 keeps mapped
-        if name == "long":
+        if scenario == "window_skip":
             blocks, missing = 125, 0
-        elif scenario == "window_retry" and name == "b":
-            blocks = 30
         elif scenario == "preempt":
             blocks = page + page // 2 - (name[0] == "a")
             missing = {"a": 23, "b": 10}[name[0]]
@@ -109,8 +101,6 @@ class Fences:
         # Where K is apart from V a page holds one of them: twice the heads fill it again.
         self.kv_heads = 8 if self.release < K_BESIDE_V else 4
         self.waits_at_rest = Version("0.22") <= self.release < Version("0.24")
-        if WINDOWS_IN_TIERS <= self.release < IDS_DROPPED:
-            self.every = (*self.every, "window_retry")
         self.truths: dict[Any, Path] = {}
         self.results: dict[Any, dict[str, Any]] = {}
 
@@ -156,7 +146,7 @@ class Fences:
             scenarios = tuple(
                 scenario
                 for scenario in (self.every if ranks == 1 else TWO_RANKS)
-                if (scenario in WINDOWS) == (kind == "sliding")
+                if (scenario == "window_skip") == (kind == "sliding")
             )
             environment = BARE | {"KVCACHED_MAX_CACHED_TOKENS": "-1"}
             if kind == "sliding":
@@ -188,22 +178,17 @@ class Fences:
         return self.truths[kind, ranks]
 
     def run(
-        self,
-        scenario: str,
-        asynchronous: bool,
-        fenced: bool,
-        ranks: int = 1,
-        revert: tuple[str, ...] = (),
+        self, scenario: str, asynchronous: bool, fenced: bool, ranks: int = 1
     ) -> dict[str, Any]:
         scenarios = SHARED if scenario in SHARED and ranks == 1 else (scenario,)
-        key = (scenarios, asynchronous, fenced, ranks, revert)
+        key = (scenarios, asynchronous, fenced, ranks)
         if key not in self.results:
             run, job = self.prepare(scenarios, asynchronous, ranks)
             job |= {
                 # Without the fence kvcached's barrier would wait for held copies for ever.
                 # Nor with it where vLLM itself waits for all copies of an engine at rest.
                 "may_hold": (fenced or not asynchronous) and not self.waits_at_rest,
-                "revert": [*revert, *([] if fenced else ["fence.install"])],
+                "revert": [] if fenced else ["fence.install"],
             }
             path = self.folder / "result.json"
             self._drive(job, run, path)
@@ -227,12 +212,12 @@ class Fences:
             # Freed pages go to the reserve, which the lower limit then unmaps.
             environment["KVCACHED_MAX_RESERVED_PAGES"] = "10"
         run = Run(
-            model="sliding" if scenario in WINDOWS else "llama",
+            model="sliding" if scenario == "window_skip" else "llama",
             kv_heads=self.kv_heads,
             vllm=self.vllm,
             runner=self.runner,
-            # Room for either request of these, but not for two.
-            cpu_blocks={"finish_unplanned": 62, "window_retry": 260}.get(scenario, 4096),
+            # Room for either request of finish_unplanned, but not for both.
+            cpu_blocks=62 if scenario == "finish_unplanned" else 4096,
             environment=tuple(environment.items()),
         )
         job = self._job(
@@ -240,9 +225,7 @@ class Fences:
             scenarios,
             ranks,
             # For preemption three pages: block 0 and the two prompts, to the block.
-            num_gpu_blocks_override={"preempt": 3 * PAGE * ranks, "window_retry": 10 * PAGE}.get(
-                scenario, 400
-            ),
+            num_gpu_blocks_override=3 * PAGE * ranks if scenario == "preempt" else 400,
             async_scheduling=asynchronous,
         )
         if scenario == "preempt" and ranks == 1:

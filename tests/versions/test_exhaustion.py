@@ -13,7 +13,12 @@ ROUNDS = ("8", "8")
 # The model has two groups, so that the blocks of one are there when the other has none.
 RUN = Run(model="sliding", rounds=ROUNDS, exhaust=3)
 EVERY = pytest.mark.parametrize(
-    ("vllm", "runner"), [("0.26.0", "v1"), ("0.27.1", "v1"), ("", "v1"), ("0.32.0", "v2")]
+    ("vllm", "runner"),
+    [
+        *((vllm, "v1") for vllm in ("0.22.1", "0.24.0", "0.26.0", "0.27.1")),
+        ("", "v1"),
+        ("0.32.0", "v2"),
+    ],
 )
 
 

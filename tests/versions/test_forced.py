@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
-from runs import Finished, Run
+from runs import EXAMPLE, Finished, Run
 from test_tiers import APART, Serve, answers, hits, on, serve
 
 __all__ = ["serve"]
@@ -50,3 +50,12 @@ def test_a_damaged_file_is_served_before_0_28(serve: Serve, tmp_path: Path) -> N
     assert hits(answers(ended, 1)) == [640] * APART
     logprobs = [[record["logprobs"] for record in answers(ended, time)] for time in (0, 1)]
     assert logprobs[0] != logprobs[1]
+
+
+def test_the_example_tier_answers_with_whatever_lies_in_the_cpu_tier(engine: Engine) -> None:
+    """Each prompt comes back from a tier that has kept its name and not one byte."""
+    ours = engine(
+        Run(tiers=(EXAMPLE,), cpu_blocks=60, forced=("KVP321",), rounds=(ONE_TIME,) * 2, together=1)
+    )
+    assert sum(record["cached"] for record in ours.round(1)) > 0
+    assert ours.result["changed"]
