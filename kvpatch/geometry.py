@@ -24,8 +24,9 @@ from kvpatch.status import block_view, on_kvcached
 
 # Specs whose blocks have been compared byte for byte after a round trip.
 PROVEN_SPECS = ("FullAttentionSpec", "SlidingWindowSpec", "MLAAttentionSpec", "MambaSpec")
-# Of the layers that keep a state, by the name of vLLM's ``MambaAttentionBackendEnum``.
-PROVEN_STATES = ("MAMBA2",)
+# Of the layers that keep a state: the name in vLLM's ``MambaAttentionBackendEnum``, and which of
+# their states are cached.
+PROVEN_STATES = (("MAMBA2", "align"),)
 
 
 @dataclass
@@ -97,9 +98,11 @@ def check_kinds(config: Any) -> None:
     """
     for group in config.kv_cache_groups:
         kind = type(group.kv_cache_spec).__name__
-        state = getattr(group.kv_cache_spec, "mamba_type", None)
-        if state is not None and getattr(state, "name", state) not in PROVEN_STATES:
-            kind = f"{kind} of {getattr(state, 'name', state)}"
+        layers = getattr(group.kv_cache_spec, "mamba_type", None)
+        if layers is not None:
+            name, mode = layers.name, group.kv_cache_spec.mamba_cache_mode
+            if (name, mode) not in PROVEN_STATES:
+                kind += f" of {name} layers in the mamba_cache_mode {mode}"
         if kind not in PROVEN_SPECS:
             raise Refusal(
                 f"this model has a KV cache of kind {kind}",

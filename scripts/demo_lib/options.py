@@ -12,7 +12,7 @@ DESCRIPTION = """\
 Hold the same conversations with plain vLLM and with vLLM on kvcached's elastic KV
 memory (kvpatch, OffloadingConnector), on this machine's CPU, and compare every token.
 The conversations outgrow the KV cache and return, so that their blocks must come
-back from the CPU tier. Takes about two minutes once .venv is set up."""
+back from the CPU tier. Takes about three minutes once .venv is set up."""
 
 EPILOG = """\
 Exit status: 0 when every token is equal, prompt tokens were served from the CPU tier
