@@ -121,6 +121,8 @@ def vllm_config(given, runner="V1"):
 def starts_on(given, monkeypatch):
     """The releases and runners on which the rules on connectors let a recipe start."""
     found = set()
+    # As on a GPU, whatever this machine has.
+    monkeypatch.setattr(configuration, "device_here", lambda: "ours")
     for release in RELEASES:
         here = Installed("vllm", "vllm", release, Version(release))
         monkeypatch.setattr(configuration, "installed", lambda package, here=here: [here])
