@@ -23,6 +23,7 @@ LONG = (
     "test_events",
     "test_fence_served",
     "test_killed",
+    "test_recipes",
     "test_runner_v2",
     "test_simple",
     "test_watching",
