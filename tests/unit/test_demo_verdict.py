@@ -13,9 +13,10 @@ sys.path.insert(0, str(Path(__file__).parents[2] / "scripts"))
 
 from demo_lib.conversations import Answer, Conversation
 from demo_lib.meter import Counters, parse_counters
-from demo_lib.options import FULL, parse
+from demo_lib.options import FULL, NEWEST, parse
 from demo_lib.server import reason
 from demo_lib.verdict import Comparison, Evidence, compare, failures
+from kvpatch import registry
 
 
 def answers(**changed: object) -> list[Answer]:
@@ -128,3 +129,7 @@ def test_bad_options_are_refused_in_one_sentence(
         parse(arguments)
     assert ended.value.code == 2
     assert word in capsys.readouterr().err
+
+
+def test_the_demo_takes_the_newest_release_that_is_supported() -> None:
+    assert registry.VLLM_RANGE.endswith(f"=={NEWEST}")
