@@ -88,6 +88,11 @@ def _view(shared: SharedOffloadRegion, size: int) -> Any:
     return of_worker(size) if of_worker is not None else shared.create_next_view(size)
 
 
+def tier_blocks(spec: Any) -> int:
+    """Return the blocks of a spec's CPU tier, which vLLM calls chunks from 0.30 on."""
+    return int(spec.num_chunks if hasattr(spec, "num_chunks") else spec.num_blocks)
+
+
 class HostOffloadingWorker(OffloadingWorker):  # type: ignore[misc]
     """Moves blocks between the device's regions and a CPU tier of the same geometry.
 
@@ -182,10 +187,10 @@ class HostOffloadingSpec(CPUOffloadingSpec):  # type: ignore[misc]
 
     def get_worker(self, kv_caches: CanonicalKVCaches) -> OffloadingWorker:
         """Return the worker that copies ``kv_caches``; called once per worker process."""
-        # vLLM 0.30 calls the blocks of the CPU tier chunks.
-        rows = self.num_chunks if hasattr(self, "num_chunks") else self.num_blocks
         made: HostOffloadingWorker | None = getattr(self, "_worker", None)
-        self._worker: Any = made or HostOffloadingWorker(kv_caches, self._per_row(), rows)
+        self._worker: Any = made or HostOffloadingWorker(
+            kv_caches, self._per_row(), tier_blocks(self)
+        )
         return self._worker
 
     def _per_row(self) -> int:

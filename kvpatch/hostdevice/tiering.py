@@ -14,7 +14,7 @@ from vllm.v1.kv_offload.base import CanonicalKVCaches, OffloadingWorker
 from vllm.v1.kv_offload.cpu.shared_offload_region import SharedOffloadRegion
 from vllm.v1.kv_offload.tiering.spec import TieringOffloadingSpec
 
-from kvpatch.hostdevice.offloading import HostOffloadingWorker
+from kvpatch.hostdevice.offloading import HostOffloadingWorker, tier_blocks
 
 
 class HostTieringOffloadingSpec(TieringOffloadingSpec):  # type: ignore[misc]
@@ -22,8 +22,7 @@ class HostTieringOffloadingSpec(TieringOffloadingSpec):  # type: ignore[misc]
 
     def get_worker(self, kv_caches: CanonicalKVCaches) -> OffloadingWorker:
         """Return the worker that copies ``kv_caches``; called once per worker process."""
-        # vLLM 0.30 calls the blocks of the CPU tier chunks.
-        rows = self.num_chunks if hasattr(self, "num_chunks") else self.num_blocks
+        rows = tier_blocks(self)
         self._worker: Any = self._worker or HostOffloadingWorker(
             kv_caches,
             self.blocks_per_chunk,

@@ -138,11 +138,10 @@ def verdict(cell: Cell) -> Verdict:
     if need is not None:
         return Verdict(Kind.ABSENT, f"vLLM {cell.vllm} has no {need}")
     sentence = refusal(cell)
-    if sentence is not None:
-        seen = evidence().get(cell)
-        by_bytes = seen is not None and seen.kind is Kind.RIGHT_BYTES
-        return Verdict(Kind.REFUSED, sentence, seen.why if seen and by_bytes else "")
-    return evidence().get(cell) or Verdict(Kind.UNTESTED, "no run of it is recorded")
+    seen = evidence().get(cell, Verdict(Kind.UNTESTED, "no run of it is recorded"))
+    if sentence is None:
+        return seen
+    return Verdict(Kind.REFUSED, sentence, seen.why if seen.kind is Kind.RIGHT_BYTES else "")
 
 
 def verdicts(vllm: str | None = None) -> dict[Cell, Verdict]:

@@ -48,10 +48,10 @@ def allow_async_scheduling() -> None:
     """Let async scheduling through, which vLLM's CPU platform always turns off."""
     from vllm.platforms.cpu import CpuPlatform
 
-    check = CpuPlatform.check_and_update_config.__func__
+    check = CpuPlatform.check_and_update_config
 
     def keeping(cls: Any, config: Any) -> None:
-        check(cls, config)
+        check(config)
         config.scheduler_config.async_scheduling = True
 
     CpuPlatform.check_and_update_config = classmethod(keeping)
