@@ -31,7 +31,7 @@ PROVEN_INSIDE = PROVEN_CONNECTORS
 PROVEN_TIERS = ("fs",)
 PROVEN_BACKENDS = (None, "cpu")  # SimpleCPUOffloadConnector's kv_offload_backend
 # Where Model Runner V1 was compared although vLLM has V2 by default and kvcached adapts V2 only.
-V1_ON_LATER = "==0.32.0"
+V1_ON_LATER = "==0.29.0 or ==0.30.0 or ==0.31.0 or ==0.32.0"
 PROVEN_SCHEDULERS = (
     "vllm.v1.core.sched.scheduler.Scheduler",
     "vllm.v1.core.sched.async_scheduler.AsyncScheduler",

@@ -10,38 +10,41 @@ import pytest
 from runs import Device
 from test_fence import ALONE, BOTH_LOADED, LOST_WITHOUT, SCHEDULING, TOGETHER, Fences
 
-RELEASES = {
-    "0.22.1": "v1",
-    "0.24.0": "v1",
-    "0.26.0": "v1",
-    "0.27.1": "v1",
-    "0.29.0": "v2",
-    "0.30.0": "v2",
-    "0.31.0": "v2",
-    "0.32.0": "v2",
-}
+RELEASES = (
+    ("0.19.1", "v1"),
+    ("0.22.1", "v1"),
+    ("0.24.0", "v1"),
+    ("0.26.0", "v1"),
+    ("0.27.1", "v1"),
+    ("0.29.0", "v2"),
+    ("0.30.0", "v1"),
+    ("0.30.0", "v2"),
+    ("0.31.0", "v2"),
+    ("0.32.0", "v1"),
+    ("0.32.0", "v2"),
+)
 EVERY = pytest.mark.parametrize("scenario", [*TOGETHER, *ALONE, BOTH_LOADED])
-ON = pytest.mark.parametrize("vllm", RELEASES)
+ON = pytest.mark.parametrize(("vllm", "runner"), RELEASES)
 
 
 @pytest.fixture(scope="module")
 def fences(
     models: Callable[[str], Path], device: Device, tmp_path_factory: pytest.TempPathFactory
-) -> Callable[[str], Fences]:
+) -> Callable[[str, str], Fences]:
     made = {
-        vllm: Fences(models, device, tmp_path_factory.mktemp("fence"), vllm, runner)
-        for vllm, runner in RELEASES.items()
+        (vllm, runner): Fences(models, device, tmp_path_factory.mktemp("fence"), vllm, runner)
+        for vllm, runner in RELEASES
     }
-    return made.__getitem__
+    return lambda vllm, runner: made[vllm, runner]
 
 
 @ON
 @SCHEDULING
 @EVERY
 def test_with_the_fence_every_stored_block_is_right(
-    fences: Callable[[str], Fences], vllm: str, scenario: str, asynchronous: bool
+    fences: Callable[[str, str], Fences], vllm: str, runner: str, scenario: str, asynchronous: bool
 ) -> None:
-    result = fences(vllm).run(scenario, asynchronous, fenced=True)
+    result = fences(vllm, runner).run(scenario, asynchronous, fenced=True)
     verdict: dict[str, Any] = result["scenarios"][scenario]
     assert verdict["right"] >= 40
     assert verdict["wrong"] == verdict["unknown"] == 0
@@ -54,9 +57,9 @@ def test_with_the_fence_every_stored_block_is_right(
 
 @ON
 def test_with_two_ranks_every_stored_block_is_right(
-    fences: Callable[[str], Fences], vllm: str
+    fences: Callable[[str, str], Fences], vllm: str, runner: str
 ) -> None:
-    result = fences(vllm).run("finish", asynchronous=False, fenced=True, ranks=2)
+    result = fences(vllm, runner).run("finish", asynchronous=False, fenced=True, ranks=2)
     verdict = result["scenarios"]["finish"]
     assert verdict["right"] >= 2 * 70
     assert verdict["wrong"] == verdict["unknown"] == 0
@@ -69,10 +72,10 @@ STORES_SKIPPED = ("0.29.0",)
 
 # On Runner V1 the engine lane shows the same, with 0.28.0.
 @pytest.mark.parametrize(
-    ("vllm", "scenario", "asynchronous"),
+    ("vllm", "runner", "scenario", "asynchronous"),
     [
-        (vllm, name, mode)
-        for vllm, runner in RELEASES.items()
+        (vllm, runner, name, mode)
+        for vllm, runner in RELEASES
         if runner == "v2"
         for mode, names in LOST_WITHOUT.items()
         for name in sorted(names)
@@ -80,7 +83,7 @@ STORES_SKIPPED = ("0.29.0",)
     ],
 )
 def test_without_the_fence_blocks_are_lost(
-    fences: Callable[[str], Fences], vllm: str, scenario: str, asynchronous: bool
+    fences: Callable[[str, str], Fences], vllm: str, runner: str, scenario: str, asynchronous: bool
 ) -> None:
-    result = fences(vllm).run(scenario, asynchronous, fenced=False)
+    result = fences(vllm, runner).run(scenario, asynchronous, fenced=False)
     assert result["scenarios"][scenario]["wrong"] > 0
