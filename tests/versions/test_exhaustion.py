@@ -15,7 +15,7 @@ RUN = Run(model="sliding", rounds=ROUNDS, exhaust=3)
 EVERY = pytest.mark.parametrize(
     ("vllm", "runner"),
     [
-        *((vllm, "v1") for vllm in ("0.19.1", "0.22.1", "0.24.0", "0.26.0", "0.27.1")),
+        *((vllm, "v1") for vllm in ("0.16.0", "0.19.1", "0.22.1", "0.24.0", "0.26.0", "0.27.1")),
         ("", "v1"),
         ("0.32.0", "v2"),
     ],

@@ -11,6 +11,7 @@ from runs import Device
 from test_fence import ALONE, BOTH_LOADED, LOST_WITHOUT, SCHEDULING, TOGETHER, Fences
 
 RELEASES = (
+    ("0.16.0", "v1"),
     ("0.19.1", "v1"),
     ("0.22.1", "v1"),
     ("0.24.0", "v1"),
