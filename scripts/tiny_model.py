@@ -8,6 +8,7 @@ gives the same ones. The tokenizer has one token a byte and needs no download.
 from __future__ import annotations
 
 import argparse
+import json
 from pathlib import Path
 
 KINDS = ("llama", "sliding", "latent", "hybrid")
@@ -33,6 +34,10 @@ def make_tokenizer(folder: Path) -> int:
     )
     fast.chat_template = CHAT_TEMPLATE
     fast.save_pretrained(folder)
+    # By the name that transformers of every release knows.
+    known = {"tokenizer_class": "PreTrainedTokenizerFast"}
+    saved = folder / "tokenizer_config.json"
+    saved.write_text(json.dumps(json.loads(saved.read_text()) | known))
     return len(vocabulary)
 
 
