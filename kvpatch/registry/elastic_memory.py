@@ -105,6 +105,17 @@ FEATURE = Feature(
             for name, runner in (("v1", V1_RUNNER), ("v2", V2_RUNNER))
         ),
         Patch(
+            id="elastic.rollback",
+            target="vllm.v1.core.kv_cache_manager:KVCacheManager.allocate_slots",
+            why="an allocation that fails in the middle leaves blocks that workers never hear of",
+            upstream="ovg-project/kvcached, patch_allocate_slots in 0.1.6 (0.28 to 0.30 only)",
+            until="kvcached takes failed allocations back on every release",
+            wrapper="kvpatch.rollback:around_allocate_slots",
+            parameters=("self",),  # kvcached's wrapper, which is there before, names no other
+            vllm=">=0.16,<0.34,!=0.28.*,!=0.29.*,!=0.30.*",
+            kvcached="==0.1.6",
+        ),
+        Patch(
             id="elastic.engine_core",
             target=f"{ENGINE_CORE}.__init__",
             why="nothing tells an engine on kvcached's block pool from one on vLLM's own",

@@ -208,7 +208,7 @@ def declare_block_outermost_layout() -> None:
 
 
 class Exhaustion:
-    """Lets an allocation fail in the middle, as when a neighbour takes the last page.
+    """Lets allocations fail in the middle, as when a neighbour takes the last page.
 
     A model with two groups asks for the blocks of one after the other.
     """
@@ -302,9 +302,7 @@ def main(job_path: str, result_path: str) -> None:
     simple = SimpleWatch(core) if simple_part(connector) else None
     watch = BlockWatch(core) if job.get("watch") else None
     exhaustion = (
-        Exhaustion(core.scheduler.kv_cache_manager.block_pool, job["exhaust"])
-        if job.get("exhaust")
-        else None
+        Exhaustion(core.scheduler.kv_cache_manager.block_pool, job["exhaust"]) if job.get("exhaust") else None
     )
     events = EventLog(core.scheduler) if job.get("events") else None
     result["rounds"] = []

@@ -213,6 +213,8 @@ def load(name: str) -> list[Any]:
         return prompts(8)  # the first of "all"
     if name == "short":
         return prompts(8, max_tokens=7)  # no block of 16 tokens is filled by what is generated
+    if name == "long":
+        return prompts(8, max_tokens=80)  # what is generated needs more blocks
     if name == "exact":
         return prompts(4, length=640 - 9, seed=5)  # nothing behind the last whole block
     if name == "shared":
