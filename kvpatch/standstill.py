@@ -14,8 +14,9 @@ from __future__ import annotations
 from typing import Any
 
 # Steps without anything to run. A few are normal: batches in flight end in them. One
-# request alone frees nothing for itself but much for another engine; it waits longer,
-# so that two engines do not take turns at giving up.
+# request alone frees something for the one before it in the queue, for itself nothing but
+# much for another engine; then it waits longer, so that two engines do not take turns at
+# giving up.
 SEVERAL_WAIT = 4
 ONE_WAITS = 1000
 
@@ -41,10 +42,16 @@ def around_schedule(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
         instance.kvpatch_stood = 0
         return output
     stood = instance.kvpatch_stood = getattr(instance, "kvpatch_stood", 0) + 1
-    if stood >= (SEVERAL_WAIT if len(holders) > 1 else ONE_WAITS):
+    keeps_another = len(holders) > 1 or _next(instance) not in (None, *holders)
+    if stood >= (SEVERAL_WAIT if keeps_another else ONE_WAITS):
         instance.kvpatch_stood = 0
         give_back(instance, max(holders, key=lambda request: request.arrival_time))
     return output
+
+
+def _next(scheduler: Any) -> Any:
+    """Return the request that the scheduler tries first, and no other before it; or None."""
+    return scheduler.waiting.peek_request() if scheduler.waiting else None
 
 
 def _paused(scheduler: Any) -> bool:

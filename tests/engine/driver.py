@@ -302,7 +302,9 @@ def main(job_path: str, result_path: str) -> None:
     simple = SimpleWatch(core) if simple_part(connector) else None
     watch = BlockWatch(core) if job.get("watch") else None
     exhaustion = (
-        Exhaustion(core.scheduler.kv_cache_manager.block_pool, job["exhaust"]) if job.get("exhaust") else None
+        Exhaustion(core.scheduler.kv_cache_manager.block_pool, job["exhaust"])
+        if job.get("exhaust")
+        else None
     )
     events = EventLog(core.scheduler) if job.get("events") else None
     result["rounds"] = []

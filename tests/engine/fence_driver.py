@@ -135,7 +135,11 @@ class Stage:
             self.step()
             if not self.holding and (count > 200 or self.waits_for_copies):
                 streams.synchronize()  # a request may wait for its own transfers
-        raise AssertionError(f"{set(names) - self.finished} did not finish in 400 steps")
+        left = {
+            name: (str(request.status), request.num_computed_tokens, request.num_preemptions)
+            for name, request in self.scheduler.requests.items()
+        }
+        raise AssertionError(f"did not finish in 400 steps: {left}")
 
     def quiet(self) -> None:
         """Step until the engine would go to sleep."""

@@ -134,7 +134,7 @@ class Fences:
             **engine,
         }
         return {
-            "model": str(self.model(run.model, run.kv_heads)),
+            "model": str(self.model(run.model, run.kv_heads, run.vllm)),
             "engine": arguments,
             "prompts": {k: v for s in scenarios for k, v in prompts_of(s, ranks).items()},
             "delays": list(DELAYS),

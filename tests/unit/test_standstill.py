@@ -21,10 +21,16 @@ class Request(SimpleNamespace):
     __hash__ = object.__hash__
 
 
+class Queue(list):
+    def peek_request(self):
+        return self[0]
+
+
 class Scheduler:
     """As much of vLLM's as the patch looks at."""
 
     def __init__(self, *waiting):
+        self.waiting = Queue(waiting)
         self.requests = {request.request_id: request for request in waiting}
         self.running = []
         self.connector = object()
@@ -56,7 +62,7 @@ def request(name, arrival, computed=640, status=Status.WAITING):
 
 def test_the_youngest_of_several_lets_go():
     old, young = request("old", 1), request("young", 2)
-    scheduler = Scheduler(young, old)
+    scheduler = Scheduler(old, young)
     assert scheduler.steps(standstill.SEVERAL_WAIT - 1) == []
     assert scheduler.steps(1) == ["young"]
     assert young.num_computed_tokens == 0
@@ -73,6 +79,13 @@ def test_a_request_whose_load_ended_unnoticed_lets_go_too():
     assert scheduler.steps(standstill.SEVERAL_WAIT) == ["loaded"]
     assert loaded.status is Status.WAITING
     assert scheduler.finished_recving_kv_req_ids == set()
+
+
+def test_one_alone_lets_go_soon_when_another_waits_before_it():
+    first, loaded = request("first", 1, computed=0, status=Status.PREEMPTED), request("loaded", 2)
+    assert Scheduler(first, loaded).steps(standstill.SEVERAL_WAIT) == ["loaded"]
+    # What comes after it would get nothing before it.
+    assert Scheduler(loaded, first).steps(standstill.ONE_WAITS - 1) == []
 
 
 @pytest.mark.parametrize(
@@ -109,6 +122,7 @@ class OldScheduler:
     def __init__(self, *waiting):
         self.requests = {request.request_id: request for request in waiting}
         self.running, self.connector, self.freed = [], object(), []
+        self.waiting = Queue(waiting)
         self.finished_recving_kv_req_ids = set()
         self.kv_cache_manager = SimpleNamespace(free=self.freed.append)
 
