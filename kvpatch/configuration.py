@@ -204,10 +204,10 @@ RULES = (
         code="KVP312",
     ),
     Rule(
-        "Model Runner V1 on vLLM 0.29 to 0.31, and on 0.33 and later",
+        f"from vLLM 0.29 on, Model Runner V1 on other releases than `{V1_ON_LATER}`",
         lambda c: _at_least("0.29") and not _tested_on(V1_ON_LATER) and not c.use_v2_model_runner,
         lambda c: "this configuration runs on Model Runner V1",
-        "on this release kvcached has no adapter for it and ours was not compared in full",
+        f"there kvcached has no adapter for it, and ours was compared on vLLM {V1_ON_LATER} only",
         "use Model Runner V2, or set KVPATCH=0",
         with_connector=False,
         code="KVP301",

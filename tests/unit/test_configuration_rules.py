@@ -122,8 +122,9 @@ CASES = [
     ),
     (
         [],  # needs a release of its own: test_runner_v1_where_it_was_not_tried
-        "this configuration runs on Model Runner V1, because on this release kvcached has no "
-        "adapter for it and ours was not compared in full; use Model Runner V2, or set KVPATCH=0.",
+        "this configuration runs on Model Runner V1, because there kvcached has no adapter for it, "
+        f"and ours was compared on vLLM {configuration.V1_ON_LATER} only; use Model Runner V2, or "
+        "set KVPATCH=0.",
     ),
     (
         [],  # needs a release of its own: test_hybrid_models_where_kvcached_has_no_adapter
@@ -428,12 +429,12 @@ def test_the_check_runs_after_vllm_resolved_the_configuration(monkeypatch):
         configuration.around_post_init(resolve, made, (), {})
 
 
-@pytest.mark.parametrize("release", ["0.28.0", "0.29.0", "0.30.0", "0.31.0+cpu", "0.32.0"])
+@pytest.mark.parametrize("release", ["0.28.0", "0.29.0", "0.31.0+cpu", "0.32.0", "0.33.0"])
 @pytest.mark.parametrize("runner_v2", [True, False])
 def test_runner_v1_where_it_was_not_tried(vllm, release, runner_v2):
     vllm(release)
     made = config(connector=False, use_v2_model_runner=runner_v2)
-    if runner_v2 or release in ("0.28.0", "0.32.0"):
+    if runner_v2 or release != "0.33.0":
         configuration.check(made)
         return
     with pytest.raises(Refusal) as refused:
