@@ -251,7 +251,7 @@ def test_a_release_with_a_fault_of_its_own_is_refused_for_it(found):
     assert "because its OffloadingConnector gives the blocks" in sentence("0.13.0")
     assert "it requires torch 2.9" in sentence("0.14.1")
     assert "frees the blocks of an aborted request" in sentence("0.15.1")
-    assert "no engine on it was compared" in sentence("0.16.0")
+    assert "no engine on it was compared" in sentence("0.17.0")
 
 
 def test_a_refused_cell_has_the_sentence_of_the_gates(found):
