@@ -90,7 +90,7 @@ def check_installed(
     if not every:
         raise Refusal(
             f"{package} is not installed as a distribution in this environment",
-            f"kvpatch reads its version from there and runs on {package} {ranges}",
+            f"kvpatch reads its version from there and runs on {package} {in_words(ranges)}",
             f'install it with pip install "{package}{ranges.split(_OR)[-1]}", or set {SWITCH}=0',
             code="KVP103",
         )
@@ -109,7 +109,7 @@ def check_installed(
         raise Refusal(
             f'{found.distribution} has the version "{found.text}"',
             "that is not a version by PEP 440 and cannot be compared with the tested ones",
-            f"install a release in the range {ranges}, or set {SWITCH}=0",
+            f"install {package} {in_words(ranges)}, or set {SWITCH}=0",
             code="KVP105",
         )
     if found.version.is_prerelease:
@@ -117,7 +117,7 @@ def check_installed(
         raise Refusal(
             f"{found.distribution} {found.text} is a {kind}",
             "its code was never tested with kvpatch and may differ from the release's",
-            f"install a release in the range {ranges}, or set {SWITCH}=0",
+            f"install {package} {in_words(ranges)}, or set {SWITCH}=0",
             code="KVP106",
         )
     return found
@@ -131,6 +131,15 @@ def allowed_by_name(found: Installed, environment: Mapping[str, str] = os.enviro
 def alternatives(specifier: str) -> list[SpecifierSet]:
     """Return the parts of a range between ``or``, which PEP 440 has no word for."""
     return [SpecifierSet(part) for part in specifier.split(_OR)]
+
+
+def in_words(specifier: str) -> str:
+    """Return a range as a sentence has it: releases by their names, or what it was."""
+    parts = specifier.split(_OR)
+    if not all(part.startswith("==") for part in parts):
+        return specifier
+    *most, last = (part.removeprefix("==") for part in parts)
+    return f"{', '.join(most)} or {last}" if most else last
 
 
 def in_range(found: Installed, specifier: str) -> bool:
@@ -154,11 +163,11 @@ def check_range(
     if found.package == "vllm" and allowed_by_name(found, environment):
         return
     of_vllm = found.package == "vllm"
-    remedy = f"install {found.package}{specifier}"
+    remedy = f"install {found.package} {in_words(specifier)}"
     if of_vllm:
         remedy += f", set {ALLOW_VLLM}={found.text} to try it untested,"
     raise Refusal(
-        f"{found.distribution} {found.text} is outside the range {specifier}",
+        f"{found.distribution} {found.text} is outside the tested range",
         next(
             (fault.why for fault in faults.FAULTS if of_vllm and in_range(found, fault.vllm)),
             "no engine on it was compared with plain vLLM's in full",

@@ -54,11 +54,11 @@ def _excepthook(previous: ExceptHook) -> ExceptHook:
 def _of_missing_vllm(error: BaseException) -> Refusal | None:
     if not (_vllm_missing and isinstance(error, ModuleNotFoundError) and error.name == "vllm"):
         return None
-    from kvpatch import registry
+    from kvpatch import gate, registry
 
     return RefusedImport(
         "vllm is not installed in this environment",
-        f"kvpatch is on and has nothing to patch but vllm {registry.VLLM_RANGE}",
+        f"kvpatch is on and has nothing to patch but vllm {gate.in_words(registry.VLLM_RANGE)}",
         "install it with pip, or set KVPATCH=0",
         code="KVP103",
     )

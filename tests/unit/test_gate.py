@@ -121,7 +121,7 @@ def test_a_range_of_releases_by_name_has_no_patch_release_of_them():
 
 
 def test_nothing_installed_for_several_releases(site):
-    with pytest.raises(Refusal, match=r'runs on vllm ==1 or ==3; .* pip install "vllm==3", or '):
+    with pytest.raises(Refusal, match=r'runs on vllm 1 or 3; .* pip install "vllm==3", or '):
         gate.check_installed("vllm", "==1 or ==3")
 
 
@@ -131,8 +131,8 @@ def test_outside_the_range(monkeypatch, text):
     with pytest.raises(Refusal) as refused:
         gate.check_range(found(text), RANGE)
     assert str(refused.value) == (
-        f"kvpatch refuses to start vLLM: vllm {text} is outside the range >=0.27,<0.29, because "
-        "no engine on it was compared with plain vLLM's in full; install vllm>=0.27,<0.29, set "
+        f"kvpatch refuses to start vLLM: vllm {text} is outside the tested range, because "
+        "no engine on it was compared with plain vLLM's in full; install vllm >=0.27,<0.29, set "
         f"KVPATCH_ALLOW_VLLM={text} to try it untested, or set KVPATCH=0. [KVP107]"
     )
     monkeypatch.setenv(gate.ALLOW_VLLM, text)
@@ -158,8 +158,8 @@ def test_kvcached_outside_the_range_cannot_be_named(monkeypatch):
     with pytest.raises(Refusal) as refused:
         gate.check_range(found("0.2.0", "kvcached", "kvcached"), "==0.1.6")
     assert str(refused.value) == (
-        "kvpatch refuses to start vLLM: kvcached 0.2.0 is outside the range ==0.1.6, because no "
-        "engine on it was compared with plain vLLM's in full; install kvcached==0.1.6 "
+        "kvpatch refuses to start vLLM: kvcached 0.2.0 is outside the tested range, because no "
+        "engine on it was compared with plain vLLM's in full; install kvcached 0.1.6 "
         "or set KVPATCH=0. [KVP107]"
     )
 
@@ -299,3 +299,16 @@ def test_a_release_named_by_the_operator_that_is_older_than_every_row_gets_none(
 def test_a_feature_without_a_row_for_the_release_is_not_needed(patch):
     feature = Feature("f", "s", RANGE, "==0.1.6", (patch("Target.method", vllm=">=0.29,<0.30"),))
     assert gate.check_feature(feature, found("0.28.0"), KVCACHED).outcome is Outcome.NOT_NEEDED
+
+
+@pytest.mark.parametrize(
+    ("specifier", "words"),
+    [
+        ("==0.1.6", "0.1.6"),
+        ("==0.28.0 or ==0.29.0", "0.28.0 or 0.29.0"),
+        ("==0.27.1 or ==0.28.0 or ==0.29.0", "0.27.1, 0.28.0 or 0.29.0"),
+        (">=0.27,<0.29", ">=0.27,<0.29"),
+    ],
+)
+def test_a_range_in_words(specifier, words):
+    assert gate.in_words(specifier) == words

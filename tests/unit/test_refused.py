@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from kvpatch.gate import in_words
 from kvpatch.registry import VLLM_RANGE
 
 BROKEN = """
@@ -120,8 +121,9 @@ def test_an_untested_vllm_that_is_named_runs_and_says_so(python, fakes):
     old.write_text(old.read_text().replace("0.28.0", "0.99.1"))
     code = "import kvpatch, fake_registry, vllm.serving\nprint(vllm.serving.Server().serve('it'))"
     assert python(code).err == (
-        f"kvpatch refuses to start vLLM: vllm 0.99.1 is outside the range {VLLM_RANGE}, because no "
-        f"engine on it was compared with plain vLLM's in full; install vllm{VLLM_RANGE}, set "
+        "kvpatch refuses to start vLLM: vllm 0.99.1 is outside the tested range, because no "
+        "engine on it was compared with plain vLLM's in full; install vllm "
+        f"{in_words(VLLM_RANGE)}, set "
         "KVPATCH_ALLOW_VLLM=0.99.1 to try it untested, or set KVPATCH=0. [KVP107]\n"
     )
     assert python(code, KVPATCH_ALLOW_VLLM="0.99.0").code == 1

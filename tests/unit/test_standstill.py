@@ -31,6 +31,7 @@ class Scheduler:
 
     def __init__(self, *waiting):
         self.waiting = Queue(waiting)
+        self.policy = SimpleNamespace(name="FCFS")
         self.requests = {request.request_id: request for request in waiting}
         self.running = []
         self.connector = object()
@@ -88,6 +89,25 @@ def test_one_alone_lets_go_soon_when_another_waits_before_it():
     assert Scheduler(loaded, first).steps(standstill.ONE_WAITS - 1) == []
 
 
+def test_who_is_tried_first_keeps_what_it_would_only_take_again():
+    young, old = request("young", 2, status=Status.PREEMPTED), request("old", 1)
+    assert Scheduler(young, old).steps(standstill.SEVERAL_WAIT) == ["old"]
+
+
+def test_by_priority_who_is_tried_first_may_wait_in_either_queue():
+    class Ordered(Request):
+        def __lt__(self, other):
+            return self.priority < other.priority
+
+    for swap in (False, True):
+        made = [Ordered(**vars(request(name, 1)), priority=n) for n, name in enumerate("ab")]
+        queues = (made[1:], made[:1]) if swap else (made[:1], made[1:])
+        scheduler = Scheduler(*made)
+        scheduler.policy = SimpleNamespace(name="PRIORITY")
+        scheduler.waiting, scheduler.skipped_waiting = map(Queue, queues)
+        assert scheduler.steps(standstill.SEVERAL_WAIT) == ["b"]
+
+
 @pytest.mark.parametrize(
     "change",
     [
@@ -123,6 +143,7 @@ class OldScheduler:
         self.requests = {request.request_id: request for request in waiting}
         self.running, self.connector, self.freed = [], object(), []
         self.waiting = Queue(waiting)
+        self.policy = SimpleNamespace(name="FCFS")
         self.finished_recving_kv_req_ids = set()
         self.kv_cache_manager = SimpleNamespace(free=self.freed.append)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from kvpatch.gate import in_words
 from kvpatch.registry import VLLM_RANGE
 
 STUB = "import kvpatch_startup; kvpatch_startup.start()\n"
@@ -71,8 +72,8 @@ def test_vllm_missing_is_one_sentence_when_nobody_catches_it(python, fakes):
     assert done.code == 1
     assert done.err == (
         "kvpatch refuses to start vLLM: vllm is not installed in this environment, because "
-        f"kvpatch is on and has nothing to patch but vllm {VLLM_RANGE}; install it with pip, or "
-        "set KVPATCH=0. [KVP103]\n"
+        f"kvpatch is on and has nothing to patch but vllm {in_words(VLLM_RANGE)}; install "
+        "it with pip, or set KVPATCH=0. [KVP103]\n"
     )
 
 
