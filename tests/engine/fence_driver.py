@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import faulthandler
 import json
+import os
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
