@@ -13,7 +13,7 @@ from kvpatch import connectors, gate, layouts, status
 from kvpatch.codes import UNCODED
 from kvpatch.errors import Refusal
 from kvpatch.registry import simple_connector, tiers
-from kvpatch.registry.releases import HYBRID_RANGE, LATENT_RANGE
+from kvpatch.registry.releases import HYBRID_RANGE, LATENT_RANGE, MULTI_RANGE
 from kvpatch.simple.copies import device_here
 from kvpatch.versions import installed
 
@@ -311,17 +311,21 @@ RULES = (
         code="KVP317",
     ),
     Rule(
-        f"tiers and MultiConnector on other releases than vLLM `{tiers.FEATURE.vllm}`",
+        f"secondary tiers on other releases than vLLM `{tiers.FEATURE.vllm}`",
         lambda c: (
-            (_in_multi(c) or bool(_tiers(c)))
-            and not _tested_on(tiers.FEATURE.vllm)
-            and not _reads_damaged_files(c)
+            bool(_tiers(c)) and not _tested_on(tiers.FEATURE.vllm) and not _reads_damaged_files(c)
         ),
-        lambda c: (
-            f"{'a secondary tier' if _tiers(c) else _connector(c)} is configured on this release"
-        ),
+        lambda c: "a secondary tier is configured on this release",
         f"it was compared with plain vLLM's on vLLM {tiers.FEATURE.vllm} only",
         "use OffloadingConnector without tiers, or one of these releases, or set KVPATCH=0",
+        code="KVP317",
+    ),
+    Rule(
+        f"MultiConnector on other releases than vLLM `{MULTI_RANGE}`",
+        lambda c: _in_multi(c) and not _tested_on(MULTI_RANGE),
+        lambda c: "MultiConnector is configured on this release",
+        f"it was compared with plain vLLM's on vLLM {MULTI_RANGE} only",
+        "use one connector, or one of these releases, or set KVPATCH=0",
         code="KVP317",
     ),
     Rule(

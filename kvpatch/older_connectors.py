@@ -18,7 +18,7 @@ from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
-from kvpatch import fence, geometry
+from kvpatch import connectors, fence, geometry
 from kvpatch.calls import argument
 
 
@@ -123,5 +123,5 @@ def around_has_requests(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> 
 
     Wraps ``Scheduler.has_requests``.
     """
-    planner = getattr(instance.connector, "connector_scheduler", None)
+    planner = connectors.planner(instance.connector)
     return fence.around_pending_work(wrapped, planner, args, kwargs)

@@ -74,13 +74,21 @@ def test_the_fence_is_told_the_blocks_on_the_devices_side_of_a_pair():
     assert held == [(7, [1, 3])]
 
 
+class OffloadingConnector(SimpleNamespace):
+    """vLLM's, by its name."""
+
+
+@pytest.mark.parametrize("in_multi", [False, True], ids=["alone", "inside a MultiConnector"])
 @pytest.mark.parametrize(
     ("vllm_asks", "holding", "asked"),
     [(False, 0, False), (True, 0, True), (False, 2, True)],
 )
-def test_an_engine_steps_while_a_page_is_held_back(vllm_asks, holding, asked):
+def test_an_engine_steps_while_a_page_is_held_back(vllm_asks, holding, asked, in_multi):
     planner = SimpleNamespace(kvpatch_fence=SimpleNamespace(holding=holding))
-    scheduler = SimpleNamespace(connector=SimpleNamespace(connector_scheduler=planner))
+    connector = OffloadingConnector(connector_scheduler=planner)
+    if in_multi:
+        connector = SimpleNamespace(_connectors=[SimpleNamespace(), connector])
+    scheduler = SimpleNamespace(connector=connector)
     assert older_connectors.around_has_requests(lambda: vllm_asks, scheduler, (), {}) is asked
 
 
