@@ -166,7 +166,7 @@ def _loses_lazy_copies(config: Any) -> bool:
 
 
 def _reads_damaged_files(config: Any) -> bool:
-    return bool(_tiers(config)) and not _at_least("0.28")
+    return bool(_tiers(config)) and not _at_least("0.26")
 
 
 def _alone_on_v2(config: Any, releases: str) -> bool:
@@ -302,12 +302,12 @@ RULES = (
         code="KVP317",
     ),
     Rule(
-        "secondary tiers before vLLM 0.28",
+        "secondary tiers before vLLM 0.26",
         _reads_damaged_files,
         lambda c: "a secondary tier is configured",
         "the fs tier of this vLLM gives a damaged file's bytes back as they are "
-        "(vllm-project/vllm#49176), which kvpatch mends from vLLM 0.28 on",
-        "use OffloadingConnector without tiers, or install vLLM 0.28, or set KVPATCH=0",
+        "(vllm-project/vllm#49176), which kvpatch mends from vLLM 0.26 on",
+        "use OffloadingConnector without tiers, or install vLLM 0.26, or set KVPATCH=0",
         code="KVP317",
     ),
     Rule(

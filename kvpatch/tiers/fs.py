@@ -42,7 +42,8 @@ class FirstAnswers(PatientLookups):
 
         A request that is aborted while the disk is asked, and another for the same
         block, give two answers. vLLM takes the second for a fault of its own and ends
-        the engine; from 0.30 on it numbers its questions, and knows the second one.
+        the engine, in 0.28 and 0.29; before it goes by the second, which may be of a time
+        before the block was found damaged. From 0.30 on it numbers its questions.
         """
         while not self._pending_results.empty():
             for key, found in self._pending_results.get_nowait():
@@ -52,6 +53,8 @@ class FirstAnswers(PatientLookups):
 
 
 Lookups = PatientLookups if hasattr(LookupState, "generation") else FirstAnswers
+# What a result has to say beside its job; up to 0.27 nothing.
+_UNTIMED = {"transfer_time": 0.0} if "transfer_time" in JobResult.__dataclass_fields__ else {}
 
 
 class PatientFileSystemTier(FileSystemTierManager):  # type: ignore[misc]
@@ -94,7 +97,7 @@ class PatientFileSystemTier(FileSystemTierManager):  # type: ignore[misc]
 
     def _decline(self, job: Any) -> bool:
         if self.late:
-            self._declined.append(JobResult(job.job_id, success=False, transfer_time=0.0))
+            self._declined.append(JobResult(job.job_id, success=False, **_UNTIMED))
             return True
         self.unanswered.asked(job.job_id)
         return False

@@ -186,10 +186,10 @@ CASES = [
         "one of these releases, or set KVPATCH=0.",
     ),
     (
-        [tiers("fs") | {"machine__vllm": "0.27.1"}],
+        [tiers("fs") | {"machine__vllm": "0.24.0"}],
         "a secondary tier is configured, because the fs tier of this vLLM gives a damaged file's "
-        "bytes back as they are (vllm-project/vllm#49176), which kvpatch mends from vLLM 0.28 on; "
-        "use OffloadingConnector without tiers, or install vLLM 0.28, or set KVPATCH=0.",
+        "bytes back as they are (vllm-project/vllm#49176), which kvpatch mends from vLLM 0.26 on; "
+        "use OffloadingConnector without tiers, or install vLLM 0.26, or set KVPATCH=0.",
     ),
     (
         [tiers("fs") | V2_OF_33],
