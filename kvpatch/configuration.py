@@ -165,8 +165,8 @@ def _loses_lazy_copies(config: Any) -> bool:
     return any(_simple(config, "lazy_offload")) and _at_least("0.29") and not _at_least("0.30")
 
 
-def _reads_damaged_files(config: Any) -> bool:
-    return bool(_tiers(config)) and not _at_least("0.26")
+def _keeps_reset_blocks(config: Any) -> bool:
+    return bool(_tiers(config)) and not _at_least("0.24")
 
 
 def _alone_on_v2(config: Any, releases: str) -> bool:
@@ -302,18 +302,19 @@ RULES = (
         code="KVP317",
     ),
     Rule(
-        "secondary tiers before vLLM 0.26",
-        _reads_damaged_files,
+        "secondary tiers before vLLM 0.24",
+        _keeps_reset_blocks,
         lambda c: "a secondary tier is configured",
-        "the fs tier of this vLLM gives a damaged file's bytes back as they are "
-        "(vllm-project/vllm#49176), which kvpatch mends from vLLM 0.26 on",
-        "use OffloadingConnector without tiers, or install vLLM 0.26, or set KVPATCH=0",
+        "the tiers of this vLLM keep their blocks when the cache is reset "
+        "(vllm-project/vllm#44541) and ask a disk on the scheduler's own thread "
+        "(vllm-project/vllm#44193)",
+        "use OffloadingConnector without tiers, or install vLLM 0.24, or set KVPATCH=0",
         code="KVP317",
     ),
     Rule(
         f"secondary tiers on other releases than vLLM `{tiers.FEATURE.vllm}`",
         lambda c: (
-            bool(_tiers(c)) and not _tested_on(tiers.FEATURE.vllm) and not _reads_damaged_files(c)
+            bool(_tiers(c)) and not _tested_on(tiers.FEATURE.vllm) and not _keeps_reset_blocks(c)
         ),
         lambda c: "a secondary tier is configured on this release",
         f"it was compared with plain vLLM's on vLLM {tiers.FEATURE.vllm} only",

@@ -69,6 +69,7 @@ def _register(instance: Any, init: Callable[[Any], None], args: Any, kwargs: Any
     later = _later(instance)
     later._init_worker = init
     geometry.register_regions(None, later, args, kwargs)
+    instance.kvpatch_rows = later.kvpatch_rows
 
 
 def _later(worker: Any) -> SimpleNamespace:

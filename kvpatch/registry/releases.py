@@ -16,7 +16,9 @@ MULTI_RANGE = (
     "==0.31.0 or ==0.32.0"
 )
 # Where tiers were compared; elsewhere a rule refuses them.
-TIERS_RANGE = "==0.26.0 or ==0.27.1 or ==0.28.0 or ==0.29.0 or ==0.30.0 or ==0.31.0 or ==0.32.0"
+TIERS_RANGE = (
+    "==0.24.0 or ==0.26.0 or ==0.27.1 or ==0.28.0 or ==0.29.0 or ==0.30.0 or ==0.31.0 or ==0.32.0"
+)
 # Where the KV cache of latent attention (MLA) was compared; elsewhere a rule refuses it.
 LATENT_RANGE = "==0.29.0 or ==0.30.0 or ==0.31.0 or ==0.32.0"
 # Where the states of hybrid models were compared; elsewhere a rule refuses them.

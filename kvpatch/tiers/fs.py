@@ -7,15 +7,16 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from vllm.v1.kv_offload.base import LookupResult
 from vllm.v1.kv_offload.tiering.async_lookup import LookupState
 from vllm.v1.kv_offload.tiering.base import JobResult
 from vllm.v1.kv_offload.tiering.fs.manager import FileSystemTierManager, FsAsyncLookupManager
 
 from kvpatch.tiers.files import make_private_folders
 from kvpatch.tiers.lateness import Unanswered, patience
+from kvpatch.tiers.older import answers
 
 _PROBE = "probe"
+_NOWHERE, _ = answers()
 
 
 class PatientLookups(FsAsyncLookupManager):  # type: ignore[misc]
@@ -83,7 +84,7 @@ class PatientFileSystemTier(FileSystemTierManager):  # type: ignore[misc]
 
     def lookup(self, key: Any, req_context: Any) -> Any:
         """Ask whether a block has a file; a late tier has none."""
-        return LookupResult.MISS if self.late else super().lookup(key, req_context)
+        return _NOWHERE if self.late else super().lookup(key, req_context)
 
     def submit_store(self, job_metadata: Any) -> None:
         """Queue the writing of blocks; a late tier declines, so that they are not pinned."""

@@ -1,8 +1,8 @@
 """Tiers before vLLM 0.28, in the terms of later releases.
 
-    up to 0.27  a job is right or wrong as a whole, and all of its blocks with it
-    up to 0.26  blocks go to files one by one, past the page cache or not at all, and a
-                request's last blocks are stored after its tiers have forgotten it
+up to 0.27  a job is right or wrong as a whole, and all of its blocks with it
+up to 0.26  blocks go to files one by one, past the page cache or not at all, and a
+            request's last blocks are stored after its tiers have forgotten it
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ def split_promotions(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Non
 def around_prepare_store(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
     """Store the last blocks of a request that has finished.
 
-    Wraps ``TieringOffloadingManager.prepare_store``, which 0.26 calls one step after it
-    had the manager drop what it knows of the request, and which fails without.
+    Wraps ``TieringOffloadingManager.prepare_store``, which 0.25 and 0.26 call one step after
+    they had the manager drop what it knows of the request, and which fails without.
     """
     context = argument(args, kwargs, 1, "req_context")
     known = instance._req_state
@@ -49,6 +49,22 @@ def around_prepare_store(wrapped: Any, instance: Any, args: Any, kwargs: Any) ->
     finally:
         if not state.pending_primary_stores:  # otherwise dropped when they have ended
             del known[context.req_id]
+
+
+def answers() -> tuple[Any, tuple[Any, ...]]:
+    """Return what a lookup says of a block that is nowhere, and of one to wait for."""
+    try:
+        from vllm.v1.kv_offload.base import LookupResult
+    except ImportError:  # up to 0.24
+        return False, (None,)
+    return LookupResult.MISS, (LookupResult.RETRY, LookupResult.HIT_PENDING)
+
+
+def replace_tier_class(original: Any) -> Any:
+    """Return our tier for vLLM's own class, which is not asked for by name up to 0.24."""
+    from kvpatch.tiers.fs import PatientFileSystemTier
+
+    return PatientFileSystemTier
 
 
 def _one(move: Callable[..., None]) -> Callable[[str, memoryview, int, int], None]:

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from kvpatch.calls import argument
+from kvpatch.tiers.older import answers
 
 
 @dataclass
@@ -52,11 +53,8 @@ def around_lookup(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
     Wraps ``TieringOffloadingManager.lookup``, whose "later" would keep the request
     waiting.
     """
-    from vllm.v1.kv_offload.base import LookupResult
-
+    nowhere, later = answers()
     result = wrapped(*args, **kwargs)
-    if result in (LookupResult.RETRY, LookupResult.HIT_PENDING) and any(
-        getattr(tier, "late", False) for tier in instance.secondary_tiers
-    ):
-        return LookupResult.MISS
+    if result in later and any(getattr(tier, "late", False) for tier in instance.secondary_tiers):
+        return nowhere
     return result

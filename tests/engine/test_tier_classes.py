@@ -9,6 +9,7 @@ import threading
 import time
 import uuid
 from collections.abc import Callable, Iterable, Iterator
+from importlib import util
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -21,6 +22,7 @@ from kvpatch import gate, geometry
 from kvpatch.patch import Transaction
 from kvpatch.registry.tiers import FEATURE
 from kvpatch.tiers import identity, lateness
+from kvpatch.tiers.older import answers
 from kvpatch.versions import installed
 
 ROW = 8192  # bytes of a block
@@ -28,8 +30,56 @@ BLOCKS = 8  # of the CPU tier
 LONG = 60.0  # seconds in which whatever can be answered is
 
 
-def config(folder: Path, **changes: Any) -> Any:
+def arguments(folder: Path, **changes: Any) -> tuple[Any, ...]:
     """What vLLM gives to an offloading spec, of an engine with one rank."""
+    extra = {
+        "cpu_bytes_to_use": changes.get("blocks", BLOCKS) * ROW,
+        "secondary_tiers": changes.get(
+            "tiers", [{"type": "fs", "root_dir": str(folder), "n_read_threads": 1}]
+        ),
+    }
+    if util.find_spec("vllm.v1.kv_offload.config") is None:
+        return whole_config(extra, changes)
+    return (config(extra, changes),)
+
+
+def whole_config(extra: dict[str, Any], changes: dict[str, Any]) -> tuple[Any, Any]:
+    """The whole configuration and the KV cache's, which a spec is given up to 0.25."""
+    from vllm.v1 import kv_cache_interface as caches
+
+    spec = caches.FullAttentionSpec(
+        block_size=changes.get("tokens_per_block", 32),
+        num_kv_heads=1,
+        head_size=1,
+        dtype=torch.float16,
+    )
+    engine = SimpleNamespace(
+        instance_id=str(uuid.uuid4()),
+        kv_transfer_config=SimpleNamespace(kv_connector_extra_config=extra),
+        kv_events_config=None,
+        parallel_config=SimpleNamespace(
+            rank=0,
+            world_size=changes.get("parallel__world_size", 1),
+            tensor_parallel_size=changes.get("parallel__tp_size", 1),
+            pipeline_parallel_size=1,
+            prefill_context_parallel_size=1,
+            decode_context_parallel_size=1,
+        ),
+        cache_config=SimpleNamespace(
+            block_size=spec.block_size, cache_dtype=changes.get("model__dtype", "float16")
+        ),
+        model_config=SimpleNamespace(model=changes.get("model__name", "a/model")),
+        use_v2_model_runner=False,
+    )
+    return engine, caches.KVCacheConfig(
+        num_blocks=1,
+        kv_cache_tensors=[caches.KVCacheTensor(size=ROW, shared_by=["layer.0"])],
+        kv_cache_groups=[caches.KVCacheGroupSpec(["layer.0"], spec)],
+    )
+
+
+def config(extra: dict[str, Any], changes: dict[str, Any]) -> Any:
+    """What of it a spec is given from 0.26 on."""
     from vllm.v1.kv_offload import config as parts
 
     sections: dict[str, dict[str, Any]] = {
@@ -62,12 +112,7 @@ def config(folder: Path, **changes: Any) -> Any:
         groups=(parts.OffloadingGroupConfig(**group),),
         worker_kv_bytes_per_block=ROW,
         enable_kv_cache_events=False,
-        extra_config={
-            "cpu_bytes_to_use": changes.get("blocks", BLOCKS) * ROW,
-            "secondary_tiers": changes.get(
-                "tiers", [{"type": "fs", "root_dir": str(folder), "n_read_threads": 1}]
-            ),
-        },
+        extra_config=extra,
         engine_id=str(uuid.uuid4()),
         parallel=parts.OffloadingParallelConfig(**parallel),
         model=parts.OffloadingModelConfig(**sections["model"]),
@@ -88,7 +133,7 @@ class Tiers:
         from vllm.v1.kv_offload.tiering.spec import TieringOffloadingSpec
 
         self.base = base
-        self.manager = TieringOffloadingSpec(config(folder, **changes)).get_manager()
+        self.manager = TieringOffloadingSpec(*arguments(folder, **changes)).get_manager()
         self.primary = self.manager.primary_tier
         self.tier = self.manager.secondary_tiers[0]
         self._requests = 0
@@ -106,8 +151,9 @@ class Tiers:
         return context
 
     def step(self) -> None:
+        told = getattr(self.base, "ScheduleEndContext", None)  # up to 0.24 nothing is said
         self.manager.on_schedule_end(
-            self.base.ScheduleEndContext(new_req_ids=(), preempted_req_ids=())
+            *([told(new_req_ids=(), preempted_req_ids=())] if told is not None else ())
         )
 
     def store(self, *numbers: int, ended: bool = False) -> None:
@@ -152,12 +198,12 @@ class Tiers:
 
     def answered(self, context: Any, numbers: Iterable[int]) -> list[Any] | None:
         """Look a prefix up once, and end the request unless it has to wait: its blocks."""
-        found = self.base.LookupResult
+        nowhere, wait = answers()
         hits, later = [], False
         for number in numbers:
             result = self.manager.lookup(self.key(number), context)
-            later |= result in (found.RETRY, found.HIT_PENDING)
-            if result is found.MISS:
+            later |= result in wait
+            if result is nowhere:
                 break
             hits.append(self.key(number))
         self.manager.touch([self.key(number) for number in numbers], context)
@@ -363,8 +409,8 @@ def test_a_disk_that_hangs_while_reading_is_passed_over_until_it_answers(
     assert one.find(4) == [4]
     with one.file(2).open("wb"):
         one.file(2).unlink()
+    one.tier.drain_jobs()  # what it has read is nothing, and it removes the file
     one.file(2).write_bytes(data)
-    one.tier.drain_jobs()
     one.step()
     assert not one.tier.late
     one.forget()
@@ -428,21 +474,21 @@ def test_two_answers_about_one_block_do_not_end_the_engine(
     shared = hasattr(LookupState, "generation")
     ends = not ours and not shared and hasattr(AsyncLookupManager, "mark_miss")
     if not ours:
-        rows.revert("tiers.tier_class")
+        revert(rows, "tiers.tier_class", "tiers.tier_class_itself")
     one = tiers()
     first = one.request()
     for context in (first, one.request()):
-        assert one.manager.lookup(one.key(1), context) is one.base.LookupResult.RETRY
+        assert one.manager.lookup(one.key(1), context) in answers()[1]
         one.step()
         if context is first:
             one.manager.on_request_finished(context)
     hung_probe.set()
     end = time.monotonic() + LONG
-    answers = one.tier._lookup_manager._pending_results
-    while answers.qsize() < (1 if shared else 2) and time.monotonic() < end:
+    answered = one.tier._lookup_manager._pending_results
+    while answered.qsize() < (1 if shared else 2) and time.monotonic() < end:
         pass
     if not ends:
-        assert one.manager.lookup(one.key(1), context) is one.base.LookupResult.MISS
+        assert one.manager.lookup(one.key(1), context) is answers()[0]
     else:
         with pytest.raises(AssertionError, match="second lookup result"):
             one.manager.lookup(one.key(1), context)
