@@ -17,9 +17,12 @@ KV_CACHES = {"layer.0": object()}
 def registered(monkeypatch) -> list[Any]:
     """What was given to the registration of later releases."""
     given: list[Any] = []
-    monkeypatch.setattr(
-        geometry, "register_regions", lambda wrapped, worker, *rest: given.append((worker, *rest))
-    )
+
+    def register(wrapped: Any, worker: Any, *rest: Any) -> None:
+        given.append((worker, *rest))
+        worker.kvpatch_rows = [(0x1000, 4096)]
+
+    monkeypatch.setattr(geometry, "register_regions", register)
     return given
 
 
@@ -42,6 +45,7 @@ def test_the_plan_comes_from_the_spec(registered, register, init):
     assert later.kv_cache_config is plan
     # The CPU tier counts in chunks of blocks; a region's bytes are a block's.
     assert later.spec.config.worker_kv_bytes_per_block == 4096
+    assert worker.kvpatch_rows == [(0x1000, 4096)]  # for what names the files of a tier
     later._init_worker("regions")
     assert started == ["regions"]
 
