@@ -33,17 +33,21 @@ class HostTieringOffloadingSpec(TieringOffloadingSpec):  # type: ignore[misc]
                 kv_caches,
                 blocks_per_row(self),
                 rows,
-                SharedOffloadRegion(*self._names(rows)),  # its parameters were renamed too
+                SharedOffloadRegion(*self._place(rows)),  # its parameters were renamed too
             )
         self._worker: Any = made
         return made
 
-    def _names(self, rows: int) -> tuple[Any, ...]:
-        """Return this worker's place in the CPU tier, as the release counts it."""
+    def _place(self, rows: int) -> tuple[Any, ...]:
+        """Return what names this worker's part of the CPU tier, as the release counts it."""
+        size = self.cpu_page_size_per_worker
         if hasattr(self, "config"):
-            name, rank = self.config.engine_id, self.config.parallel.rank
-            return name, rows, rank, self.kv_bytes_per_chunk, self.cpu_page_size_per_worker
-        name, rank = self.vllm_config.instance_id, self.vllm_config.parallel_config.rank
-        return name, rows, rank, self.kv_bytes_per_offloaded_block, self.cpu_page_size_per_worker
+            rank = self.config.parallel.rank
+            return self.config.engine_id, rows, rank, self.kv_bytes_per_chunk, size
+        name, parallel = self.vllm_config.instance_id, self.vllm_config.parallel_config
+        if hasattr(self, "kv_bytes_per_offloaded_block"):  # 0.24
+            return name, rows, parallel.rank, self.kv_bytes_per_offloaded_block, size
+        workers = parallel.world_size
+        return name, size * workers * rows, rows, parallel.rank, workers, size
 
     get_handlers = HostOffloadingSpec.get_handlers
