@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 from runs import HERE as ENGINE_LANE
 from runs import Finished, Run, python_of
+from test_multi import INSIDE
 from test_tiers import (
     APART,
     FAULTS,
@@ -119,6 +120,20 @@ def test_with_two_ranks_prompts_come_back_from_disk(
     assert_plain(answers(ended, 1), plain)
     assert hits(answers(ended)) == [0] * APART
     assert hits(answers(ended, 1)) == [640] * APART
+
+
+@pytest.mark.parametrize("release", OLDER, indirect=True)
+def test_inside_a_multi_connector_prompts_come_back_from_disk(
+    serve: Serve, plain: Finished, release: dict[str, str], tmp_path: Path
+) -> None:
+    ended = serve(
+        on(tmp_path / "disk", inside=INSIDE, **release),
+        times=2,
+        watch=True,
+        engine=SMALL["llama"],
+        nothing_connector=True,
+    )
+    assert_comes_back(ended, plain)
 
 
 @pytest.mark.parametrize("release", OLDER, indirect=True)
