@@ -302,6 +302,14 @@ RULES = (
         code="KVP317",
     ),
     Rule(
+        f"MultiConnector on other releases than vLLM `{MULTI_RANGE}`",
+        lambda c: _in_multi(c) and not _tested_on(MULTI_RANGE),
+        lambda c: "MultiConnector is configured on this release",
+        f"it was compared with plain vLLM's on vLLM {MULTI_RANGE} only",
+        "use one connector, or one of these releases, or set KVPATCH=0",
+        code="KVP317",
+    ),
+    Rule(
         "secondary tiers before vLLM 0.24",
         _keeps_reset_blocks,
         lambda c: "a secondary tier is configured",
@@ -319,14 +327,6 @@ RULES = (
         lambda c: "a secondary tier is configured on this release",
         f"it was compared with plain vLLM's on vLLM {tiers.FEATURE.vllm} only",
         "use OffloadingConnector without tiers, or one of these releases, or set KVPATCH=0",
-        code="KVP317",
-    ),
-    Rule(
-        f"MultiConnector on other releases than vLLM `{MULTI_RANGE}`",
-        lambda c: _in_multi(c) and not _tested_on(MULTI_RANGE),
-        lambda c: "MultiConnector is configured on this release",
-        f"it was compared with plain vLLM's on vLLM {MULTI_RANGE} only",
-        "use one connector, or one of these releases, or set KVPATCH=0",
         code="KVP317",
     ),
     Rule(

@@ -186,6 +186,15 @@ CASES = [
         "one of these releases, or set KVPATCH=0.",
     ),
     (
+        [
+            multi("OffloadingConnector") | {"machine__vllm": "0.25.1"},
+            multi("OffloadingConnector") | V2_OF_33,
+        ],
+        "MultiConnector is configured on this release, because it was compared with plain vLLM's "
+        f"on vLLM {MULTI_RANGE} only; use one connector, or one of these releases, or set "
+        "KVPATCH=0.",
+    ),
+    (
         [tiers("fs") | {"machine__vllm": "0.22.1"}],
         "a secondary tier is configured, because the tiers of this vLLM keep their blocks when "
         "the cache is reset (vllm-project/vllm#44541) and ask a disk on the scheduler's own "
@@ -197,15 +206,6 @@ CASES = [
         "a secondary tier is configured on this release, because it was compared with plain vLLM's "
         f"on vLLM {tier_rows.FEATURE.vllm} only; use OffloadingConnector without tiers, or one of "
         "these releases, or set KVPATCH=0.",
-    ),
-    (
-        [
-            multi("OffloadingConnector") | {"machine__vllm": "0.25.1"},
-            multi("OffloadingConnector") | V2_OF_33,
-        ],
-        "MultiConnector is configured on this release, because it was compared with plain vLLM's "
-        f"on vLLM {MULTI_RANGE} only; use one connector, or one of these releases, or set "
-        "KVPATCH=0.",
     ),
     (
         [simple() | {"machine__copies": None}],
