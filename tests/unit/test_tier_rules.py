@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import threading
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
@@ -39,6 +40,31 @@ def test_a_tier_is_late_while_its_oldest_question_has_no_answer_in_time():
     unanswered.answered("b")
     unanswered.answered("never asked")
     assert not unanswered.late
+    unanswered.asked("again")
+    unanswered.asked("c")
+    clock.now = 25
+    unanswered.asked("again")
+    clock.now = 30
+    assert unanswered.late
+    unanswered.answered("c")
+    assert not unanswered.late
+
+
+def test_it_may_be_asked_while_another_thread_asks():
+    unanswered = Unanswered(0.5)
+    ended = threading.Event()
+
+    def ask() -> None:
+        for number in range(20000):
+            unanswered.asked(number)
+            unanswered.answered(number)
+        ended.set()
+
+    thread = threading.Thread(target=ask)
+    thread.start()
+    while not ended.is_set():
+        assert not unanswered.late
+    thread.join()
 
 
 @pytest.mark.parametrize(("text", "seconds"), [("", 10), ("0.5", 0.5), ("30", 30)])
