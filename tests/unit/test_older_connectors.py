@@ -158,3 +158,22 @@ def test_blocks_that_left_a_window_are_not_stored_for_it():
     assert older_connectors.before_build(lambda output: output, planner, ("step",), {}) == "step"
     assert groups[0].block_ids == [1, 2, 3]  # full attention keeps them all
     assert groups[1].block_ids == [4, 0, 0, 7]  # what is stored already is let be
+
+
+@pytest.mark.parametrize(
+    ("status", "computed", "held", "storable"),
+    [
+        ("FINISHED_STOPPED", 640, 12, 5),
+        ("FINISHED_STOPPED", 640, 3, 1),  # of two blocks each
+        ("FINISHED_ABORTED", 0, 0, 0),
+        ("FINISHED_ABORTED", 64, 12, 2),
+    ],
+)
+def test_of_an_aborted_request_0_26_stores_what_it_has_computed(status, computed, held, storable):
+    group = SimpleNamespace(group_idx=1, tokens_per_chunk=32)
+    state = SimpleNamespace(
+        req=SimpleNamespace(status=SimpleNamespace(name=status), num_computed_tokens=computed),
+        config=SimpleNamespace(blocks_per_chunk=2),
+        group_states=[None, SimpleNamespace(block_ids=[7] * held)],
+    )
+    assert older_connectors.around_storable(lambda *both: 5, state, (group, 640), {}) == storable
