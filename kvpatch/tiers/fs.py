@@ -42,9 +42,9 @@ class FirstAnswers(PatientLookups):
         """Keep the first answer about each block.
 
         A request that is aborted while the disk is asked, and another for the same
-        block, give two answers. vLLM takes the second for a fault of its own and ends
-        the engine, in 0.28 and 0.29; before it goes by the second, which may be of a time
-        before the block was found damaged. From 0.30 on it numbers its questions.
+        block, give two answers. In 0.28 and 0.29 vLLM takes the second for a fault of its
+        own and ends the engine; before, it goes by the second. From 0.30 on it numbers its
+        questions, and knows the second one.
         """
         while not self._pending_results.empty():
             for key, found in self._pending_results.get_nowait():

@@ -1,8 +1,10 @@
 """Tiers before vLLM 0.28, in the terms of later releases.
 
 up to 0.27  a job is right or wrong as a whole, and all of its blocks with it
-up to 0.26  blocks go to files one by one, past the page cache or not at all, and a
-            request's last blocks are stored after its tiers have forgotten it
+up to 0.26  blocks go to files one by one, past the page cache or not at all, and, from 0.25
+            on, a request's last blocks are stored when its manager has dropped it
+up to 0.24  a lookup says True, False or None for later, and nothing is asked for the class of
+            a tier
 """
 
 from __future__ import annotations
@@ -10,6 +12,7 @@ from __future__ import annotations
 import errno
 from collections.abc import Callable
 from dataclasses import replace
+from functools import cache
 from typing import Any
 
 from kvpatch.calls import argument
@@ -51,6 +54,7 @@ def around_prepare_store(wrapped: Any, instance: Any, args: Any, kwargs: Any) ->
             del known[context.req_id]
 
 
+@cache
 def answers() -> tuple[Any, tuple[Any, ...]]:
     """Return what a lookup says of a block that is nowhere, and of one to wait for."""
     try:
