@@ -13,7 +13,7 @@ from kvpatch import connectors, gate, layouts, status
 from kvpatch.codes import UNCODED
 from kvpatch.errors import Refusal
 from kvpatch.registry import simple_connector, tiers
-from kvpatch.registry.releases import HYBRID_RANGE, LATENT_RANGE
+from kvpatch.registry.releases import HYBRID_RANGE, LATENT_RANGE, MULTI_RANGE
 from kvpatch.simple.copies import device_here
 from kvpatch.versions import installed
 
@@ -165,8 +165,8 @@ def _loses_lazy_copies(config: Any) -> bool:
     return any(_simple(config, "lazy_offload")) and _at_least("0.29") and not _at_least("0.30")
 
 
-def _reads_damaged_files(config: Any) -> bool:
-    return bool(_tiers(config)) and not _at_least("0.28")
+def _keeps_reset_blocks(config: Any) -> bool:
+    return bool(_tiers(config)) and not _at_least("0.24")
 
 
 def _alone_on_v2(config: Any, releases: str) -> bool:
@@ -302,24 +302,29 @@ RULES = (
         code="KVP317",
     ),
     Rule(
-        "secondary tiers before vLLM 0.28",
-        _reads_damaged_files,
-        lambda c: "a secondary tier is configured",
-        "the fs tier of this vLLM gives a damaged file's bytes back as they are "
-        "(vllm-project/vllm#49176), which kvpatch mends from vLLM 0.28 on",
-        "use OffloadingConnector without tiers, or install vLLM 0.28, or set KVPATCH=0",
+        f"MultiConnector on other releases than vLLM `{MULTI_RANGE}`",
+        lambda c: _in_multi(c) and not _tested_on(MULTI_RANGE),
+        lambda c: "MultiConnector is configured on this release",
+        f"it was compared with plain vLLM's on vLLM {MULTI_RANGE} only",
+        "use one connector, or one of these releases, or set KVPATCH=0",
         code="KVP317",
     ),
     Rule(
-        f"tiers and MultiConnector on other releases than vLLM `{tiers.FEATURE.vllm}`",
+        "secondary tiers before vLLM 0.24",
+        _keeps_reset_blocks,
+        lambda c: "a secondary tier is configured",
+        "the tiers of this vLLM keep their blocks when the cache is reset "
+        "(vllm-project/vllm#44541) and ask a disk on the scheduler's own thread "
+        "(vllm-project/vllm#44193)",
+        "use OffloadingConnector without tiers, or install vLLM 0.24, or set KVPATCH=0",
+        code="KVP317",
+    ),
+    Rule(
+        f"secondary tiers on other releases than vLLM `{tiers.FEATURE.vllm}`",
         lambda c: (
-            (_in_multi(c) or bool(_tiers(c)))
-            and not _tested_on(tiers.FEATURE.vllm)
-            and not _reads_damaged_files(c)
+            bool(_tiers(c)) and not _tested_on(tiers.FEATURE.vllm) and not _keeps_reset_blocks(c)
         ),
-        lambda c: (
-            f"{'a secondary tier' if _tiers(c) else _connector(c)} is configured on this release"
-        ),
+        lambda c: "a secondary tier is configured on this release",
         f"it was compared with plain vLLM's on vLLM {tiers.FEATURE.vllm} only",
         "use OffloadingConnector without tiers, or one of these releases, or set KVPATCH=0",
         code="KVP317",

@@ -3,6 +3,7 @@
 What the connector does is the same; what it calls things is not. Each adapter presents
 the older object under the newer names and leaves the work to the code for those.
 
+    0.26        an aborted request is stored as if all of it were computed
     up to 0.25  the worker finds the KV cache's plan in its spec, not in itself
     up to 0.24  it registers handlers with a worker, one a direction, instead of a worker,
                 and a transfer is a pair of specs instead of two fields
@@ -18,7 +19,7 @@ from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
-from kvpatch import fence, geometry
+from kvpatch import connectors, fence, geometry
 from kvpatch.calls import argument
 
 
@@ -69,6 +70,7 @@ def _register(instance: Any, init: Callable[[Any], None], args: Any, kwargs: Any
     later = _later(instance)
     later._init_worker = init
     geometry.register_regions(None, later, args, kwargs)
+    instance.kvpatch_rows = later.kvpatch_rows
 
 
 def _later(worker: Any) -> SimpleNamespace:
@@ -123,5 +125,19 @@ def around_has_requests(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> 
 
     Wraps ``Scheduler.has_requests``.
     """
-    planner = getattr(instance.connector, "connector_scheduler", None)
+    planner = connectors.planner(instance.connector)
     return fence.around_pending_work(wrapped, planner, args, kwargs)
+
+
+def around_storable(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> int:
+    """Store no more of a request than it has blocks for, nor of an aborted one than it computed.
+
+    Wraps ``RequestOffloadState.storable_chunks`` of 0.26, which stores what a finished
+    request left: the whole prompt, of one that was aborted before it ran too.
+    """
+    group = argument(args, kwargs, 0, "group_config")
+    held = len(instance.group_states[group.group_idx].block_ids)
+    chunks: int = min(wrapped(*args, **kwargs), held // instance.config.blocks_per_chunk)
+    if instance.req.status.name == "FINISHED_ABORTED":
+        chunks = min(chunks, instance.req.num_computed_tokens // group.tokens_per_chunk)
+    return chunks

@@ -93,6 +93,14 @@ def tier_blocks(spec: Any) -> int:
     return int(spec.num_chunks if hasattr(spec, "num_chunks") else spec.num_blocks)
 
 
+def blocks_per_row(spec: Any) -> int:
+    """Return the device blocks in one block of a spec's CPU tier."""
+    for name in ("blocks_per_chunk", "block_size_factor"):  # the latter up to 0.25
+        if hasattr(spec, name):
+            return int(getattr(spec, name))
+    return int(spec.offloaded_block_size // spec.gpu_block_size)  # up to 0.17
+
+
 class HostOffloadingWorker(OffloadingWorker):  # type: ignore[misc]
     """Moves blocks between the device's regions and a CPU tier of the same geometry.
 
@@ -189,16 +197,9 @@ class HostOffloadingSpec(CPUOffloadingSpec):  # type: ignore[misc]
         """Return the worker that copies ``kv_caches``; called once per worker process."""
         made: HostOffloadingWorker | None = getattr(self, "_worker", None)
         self._worker: Any = made or HostOffloadingWorker(
-            kv_caches, self._per_row(), tier_blocks(self)
+            kv_caches, blocks_per_row(self), tier_blocks(self)
         )
         return self._worker
-
-    def _per_row(self) -> int:
-        """Return the device blocks in one block of the CPU tier."""
-        for name in ("blocks_per_chunk", "block_size_factor"):  # the latter up to 0.25
-            if hasattr(self, name):
-                return int(getattr(self, name))
-        return int(self.offloaded_block_size // self.gpu_block_size)  # up to 0.17
 
     def get_handlers(self, kv_caches: Any, attn_backends: Any = None) -> Any:
         """Return the same as one handler a direction, which vLLM asks for up to 0.24."""

@@ -10,29 +10,44 @@ from __future__ import annotations
 
 from typing import Any
 
-from vllm.v1.kv_offload.base import CanonicalKVCaches, OffloadingWorker
 from vllm.v1.kv_offload.cpu.shared_offload_region import SharedOffloadRegion
 from vllm.v1.kv_offload.tiering.spec import TieringOffloadingSpec
 
-from kvpatch.hostdevice.offloading import HostOffloadingWorker, tier_blocks
+from kvpatch.hostdevice.offloading import (
+    HostOffloadingSpec,
+    HostOffloadingWorker,
+    blocks_per_row,
+    tier_blocks,
+)
 
 
 class HostTieringOffloadingSpec(TieringOffloadingSpec):  # type: ignore[misc]
     """vLLM's tiering spec with the host device's copies."""
 
-    def get_worker(self, kv_caches: CanonicalKVCaches) -> OffloadingWorker:
+    def get_worker(self, kv_caches: Any) -> Any:
         """Return the worker that copies ``kv_caches``; called once per worker process."""
-        rows = tier_blocks(self)
-        self._worker: Any = self._worker or HostOffloadingWorker(
-            kv_caches,
-            self.blocks_per_chunk,
-            rows,
-            SharedOffloadRegion(  # by position, because its parameters were renamed too
-                self.config.engine_id,
+        made: HostOffloadingWorker | None = getattr(self, "_worker", None)
+        if made is None:
+            rows = tier_blocks(self)
+            made = HostOffloadingWorker(
+                kv_caches,
+                blocks_per_row(self),
                 rows,
-                self.config.parallel.rank,
-                self.kv_bytes_per_chunk,
-                self.cpu_page_size_per_worker,
-            ),
-        )
-        return self._worker
+                SharedOffloadRegion(*self._place(rows)),  # its parameters were renamed too
+            )
+        self._worker: Any = made
+        return made
+
+    def _place(self, rows: int) -> tuple[Any, ...]:
+        """Return what names this worker's part of the CPU tier, as the release counts it."""
+        size = self.cpu_page_size_per_worker
+        if hasattr(self, "config"):
+            rank = self.config.parallel.rank
+            return self.config.engine_id, rows, rank, self.kv_bytes_per_chunk, size
+        name, parallel = self.vllm_config.instance_id, self.vllm_config.parallel_config
+        if hasattr(self, "kv_bytes_per_offloaded_block"):  # 0.24
+            return name, rows, parallel.rank, self.kv_bytes_per_offloaded_block, size
+        workers = parallel.world_size
+        return name, size * workers * rows, rows, parallel.rank, workers, size
+
+    get_handlers = HostOffloadingSpec.get_handlers

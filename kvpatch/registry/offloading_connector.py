@@ -69,6 +69,17 @@ FEATURE = Feature(
             kvcached="==0.1.6",
         ),
         Patch(
+            id="offloading.storable_chunks",
+            target=f"{OFFLOADING}.scheduler:RequestOffloadState.storable_chunks",
+            why="a request that is aborted before it ran, or while it is computed, ends the engine",
+            upstream="vllm-project/vllm#49118, vllm-project/vllm#49146",
+            until="vLLM 0.27",
+            wrapper="kvpatch.older_connectors:around_storable",
+            parameters=("self", "group_config", "num_offloadable_tokens"),
+            vllm=">=0.26,<0.27",
+            kvcached="==0.1.6",
+        ),
+        Patch(
             id="offloading.check_regions",
             target=f"{OFFLOADING}.worker:OffloadingConnectorWorker._init_worker",
             why="nothing checks that what vLLM copies is what kvcached's blocks are",

@@ -7,15 +7,16 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from vllm.v1.kv_offload.base import LookupResult
 from vllm.v1.kv_offload.tiering.async_lookup import LookupState
 from vllm.v1.kv_offload.tiering.base import JobResult
 from vllm.v1.kv_offload.tiering.fs.manager import FileSystemTierManager, FsAsyncLookupManager
 
 from kvpatch.tiers.files import make_private_folders
 from kvpatch.tiers.lateness import Unanswered, patience
+from kvpatch.tiers.older import answers
 
 _PROBE = "probe"
+_NOWHERE, _ = answers()
 
 
 class PatientLookups(FsAsyncLookupManager):  # type: ignore[misc]
@@ -41,8 +42,9 @@ class FirstAnswers(PatientLookups):
         """Keep the first answer about each block.
 
         A request that is aborted while the disk is asked, and another for the same
-        block, give two answers. vLLM takes the second for a fault of its own and ends
-        the engine; from 0.30 on it numbers its questions, and knows the second one.
+        block, give two answers. In 0.28 and 0.29 vLLM takes the second for a fault of its
+        own and ends the engine; before, it goes by the second. From 0.30 on it numbers its
+        questions, and knows the second one.
         """
         while not self._pending_results.empty():
             for key, found in self._pending_results.get_nowait():
@@ -52,6 +54,8 @@ class FirstAnswers(PatientLookups):
 
 
 Lookups = PatientLookups if hasattr(LookupState, "generation") else FirstAnswers
+# What a result has to say beside its job; up to 0.27 nothing.
+_UNTIMED = {"transfer_time": 0.0} if "transfer_time" in JobResult.__dataclass_fields__ else {}
 
 
 class PatientFileSystemTier(FileSystemTierManager):  # type: ignore[misc]
@@ -80,7 +84,7 @@ class PatientFileSystemTier(FileSystemTierManager):  # type: ignore[misc]
 
     def lookup(self, key: Any, req_context: Any) -> Any:
         """Ask whether a block has a file; a late tier has none."""
-        return LookupResult.MISS if self.late else super().lookup(key, req_context)
+        return _NOWHERE if self.late else super().lookup(key, req_context)
 
     def submit_store(self, job_metadata: Any) -> None:
         """Queue the writing of blocks; a late tier declines, so that they are not pinned."""
@@ -94,7 +98,7 @@ class PatientFileSystemTier(FileSystemTierManager):  # type: ignore[misc]
 
     def _decline(self, job: Any) -> bool:
         if self.late:
-            self._declined.append(JobResult(job.job_id, success=False, transfer_time=0.0))
+            self._declined.append(JobResult(job.job_id, success=False, **_UNTIMED))
             return True
         self.unanswered.asked(job.job_id)
         return False

@@ -45,6 +45,7 @@ class Unanswered:
 
     def asked(self, question: Hashable) -> None:
         """Take note of a question."""
+        self._since.pop(question, None)  # so that the oldest stays in front
         self._since[question] = self.clock()
 
     def answered(self, question: Hashable) -> None:
@@ -54,6 +55,10 @@ class Unanswered:
     @property
     def late(self) -> bool:
         """Whether the oldest question has waited longer than the limit."""
-        # In one call each, because another thread may ask or answer meanwhile.
-        since = min(tuple(self._since.values()), default=None)
-        return since is not None and self.clock() - since > self.limit
+        # Asked for every block of a prompt, while as many questions may be open.
+        while True:
+            try:
+                since = next(iter(self._since.values()), None)
+            except RuntimeError:  # another thread asked or answered meanwhile
+                continue
+            return since is not None and self.clock() - since > self.limit

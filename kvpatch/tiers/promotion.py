@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from kvpatch.calls import argument
+from kvpatch.tiers.older import answers
 
 
 @dataclass
@@ -13,6 +14,13 @@ class Promoted:
     """The blocks that were brought up for one request; kept in vLLM's context of it."""
 
     keys: set[Any] = field(default_factory=set)
+
+
+def _of(context: Any) -> Promoted:
+    if not hasattr(context, "kvpatch_promoted"):
+        context.kvpatch_promoted = Promoted()
+    promoted: Promoted = context.kvpatch_promoted
+    return promoted
 
 
 def _size(tier: Any) -> int:
@@ -23,16 +31,14 @@ def _size(tier: Any) -> int:
 def around_promotion(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> bool:
     """Bring a block up once for a request, and no more than the CPU tier holds.
 
-    Wraps ``TieringOffloadingManager._initiate_promotion(tier_idx, key, req_context)``.
-    A prompt with more blocks than the CPU tier would push out its first blocks for its
-    last, then bring up the first again, and never run.
+    Wraps ``TieringOffloadingManager._initiate_promotion(tier_idx, key, req_context)``, up
+    to 0.27 of the tier itself. A prompt with more blocks than the CPU tier would push out
+    its first blocks for its last, then bring up the first again, and never run. Nor would
+    one with a block whose file is damaged, for which 0.27 asks in every step.
     """
     key = argument(args, kwargs, 1, "key")
     context = argument(args, kwargs, 2, "req_context")
-    promoted = context.get_state(Promoted)
-    if promoted is None:
-        promoted = Promoted()
-        context.set_state(promoted)
+    promoted = _of(context)
     if key in promoted.keys or len(promoted.keys) >= _size(instance.primary_tier):
         return False
     if not wrapped(*args, **kwargs):
@@ -47,11 +53,8 @@ def around_lookup(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
     Wraps ``TieringOffloadingManager.lookup``, whose "later" would keep the request
     waiting.
     """
-    from vllm.v1.kv_offload.base import LookupResult
-
+    nowhere, later = answers()
     result = wrapped(*args, **kwargs)
-    if result in (LookupResult.RETRY, LookupResult.HIT_PENDING) and any(
-        getattr(tier, "late", False) for tier in instance.secondary_tiers
-    ):
-        return LookupResult.MISS
+    if result in later and any(getattr(tier, "late", False) for tier in instance.secondary_tiers):
+        return nowhere
     return result

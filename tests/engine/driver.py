@@ -167,6 +167,18 @@ def run_round(
     return [records[index] for index in range(len(prompts))]
 
 
+def abort_one(llm: Any, prompt: dict[str, Any], steps: int) -> None:
+    """Let a request be aborted after so many steps, and hear of it."""
+    wanted = SamplingParams(max_tokens=prompt["max_tokens"])
+    llm.llm_engine.add_request("aborted", {"prompt_token_ids": prompt["tokens"]}, wanted)
+    core = llm.llm_engine.engine_core.engine_core
+    for _ in range(steps):
+        llm.llm_engine.step()
+    llm.llm_engine.abort_request(["aborted"])
+    for _ in range(4):
+        core.step_fn()
+
+
 class EventLog:
     """Every KV cache event that the engine publishes, in order."""
 
@@ -307,6 +319,8 @@ def main(job_path: str, result_path: str) -> None:
         else None
     )
     events = EventLog(core.scheduler) if job.get("events") else None
+    for steps in job.get("abort_after", ()):
+        abort_one(llm, job["rounds"][0][0], steps)
     result["rounds"] = []
     for index, prompts in enumerate(job["rounds"]):
         if str(index) in job.get("faults", {}):

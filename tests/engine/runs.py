@@ -20,6 +20,7 @@ UNBOUND = {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": "1"}
 # With Triton there, vLLM takes Model Runner V2 by itself, as it does on a GPU.
 RUNNER = {"v1": {"VLLM_USE_V2_MODEL_RUNNER": "0"}, "v2": {"TRITON_INTERPRET": "1"}}
 
+FIRST_FS = {"0.22.1": "fs_python"}  # what the tier fs was called at first
 EXAMPLE = "example"  # in the place of a folder: vLLM's example of a tier
 
 
@@ -153,7 +154,9 @@ def connector(run: Run) -> dict[str, Any]:
             "spec_name": "HostTieringOffloadingSpec",
             "spec_module_path": "kvpatch.hostdevice.tiering",
             "secondary_tiers": [
-                {"type": "example"} if folder == EXAMPLE else {"type": "fs", "root_dir": folder}
+                {"type": "example"}
+                if folder == EXAMPLE
+                else {"type": FIRST_FS.get(run.vllm, "fs"), "root_dir": folder}
                 for folder in run.tiers
             ],
         }

@@ -86,6 +86,7 @@ class Fences:
     """Runs scenarios, several on one engine, and keeps what they found."""
 
     every: tuple[str, ...] = (*SHARED, *ALONE, BOTH_LOADED, "corrupt")
+    inside: tuple[str, ...] = ()  # connectors of a MultiConnector, the last one Offloading
 
     def __init__(
         self,
@@ -219,6 +220,7 @@ class Fences:
             # Room for either request of finish_unplanned, but not for both.
             cpu_blocks=62 if scenario == "finish_unplanned" else 4096,
             environment=tuple(environment.items()),
+            inside=self.inside,
         )
         job = self._job(
             run,
@@ -231,6 +233,9 @@ class Fences:
         if scenario == "preempt" and ranks == 1:
             job["engine"]["max_model_len"] = 2048
         extra = job["engine"]["kv_transfer_config"]["kv_connector_extra_config"]
+        if self.inside:
+            extra = extra["connectors"][-1]["kv_connector_extra_config"]
+            job["nothing_connector"] = True
         extra["offload_prompt_only"] = False
         job |= {"scenarios": list(scenarios), "truth": str(self.truth(run.model, ranks))}
         return run, job

@@ -13,7 +13,7 @@ from kvpatch import configuration, status
 from kvpatch.errors import Refusal
 from kvpatch.registry import simple_connector
 from kvpatch.registry import tiers as tier_rows
-from kvpatch.registry.releases import HYBRID_RANGE, LATENT_RANGE
+from kvpatch.registry.releases import HYBRID_RANGE, LATENT_RANGE, MULTI_RANGE
 from kvpatch.versions import Installed
 
 
@@ -187,17 +187,24 @@ CASES = [
         "one of these releases, or set KVPATCH=0.",
     ),
     (
-        [tiers("fs") | {"machine__vllm": "0.27.1"}],
-        "a secondary tier is configured, because the fs tier of this vLLM gives a damaged file's "
-        "bytes back as they are (vllm-project/vllm#49176), which kvpatch mends from vLLM 0.28 on; "
-        "use OffloadingConnector without tiers, or install vLLM 0.28, or set KVPATCH=0.",
-    ),
-    (
         [
-            multi("OffloadingConnector") | {"machine__vllm": "0.27.1"},
+            multi("OffloadingConnector") | {"machine__vllm": "0.25.1"},
             multi("OffloadingConnector") | V2_OF_33,
         ],
         "MultiConnector is configured on this release, because it was compared with plain vLLM's "
+        f"on vLLM {MULTI_RANGE} only; use one connector, or one of these releases, or set "
+        "KVPATCH=0.",
+    ),
+    (
+        [tiers("fs") | {"machine__vllm": "0.22.1"}],
+        "a secondary tier is configured, because the tiers of this vLLM keep their blocks when "
+        "the cache is reset (vllm-project/vllm#44541) and ask a disk on the scheduler's own "
+        "thread (vllm-project/vllm#44193); use OffloadingConnector without tiers, or install "
+        "vLLM 0.24, or set KVPATCH=0.",
+    ),
+    (
+        [tiers("fs") | V2_OF_33],
+        "a secondary tier is configured on this release, because it was compared with plain vLLM's "
         f"on vLLM {tier_rows.FEATURE.vllm} only; use OffloadingConnector without tiers, or one of "
         "these releases, or set KVPATCH=0.",
     ),

@@ -135,11 +135,15 @@ def starts_on(given, monkeypatch):
     return found
 
 
-def column(given):
+def columns(given):
+    """A recipe's own column, and those of the connectors inside it."""
     extra = given["kv_connector_extra_config"]
     if extra.get("lazy_offload"):
-        return COLUMNS["lazy"]
-    return COLUMNS["tiers" if "secondary_tiers" in extra else given["kv_connector"]]
+        yield COLUMNS["lazy"]
+    else:
+        yield COLUMNS["tiers" if "secondary_tiers" in extra else given["kv_connector"]]
+    for inside in extra.get("connectors", ()):
+        yield from columns(inside)
 
 
 @pytest.mark.parametrize("recipe", blocks("json"))
@@ -148,19 +152,23 @@ def test_a_recipe_starts_where_the_page_of_support_says_so(recipe, monkeypatch):
     given = json.loads(recipe)
     table = (ROOT / "docs/support.md").read_text()
     names, *rows = re.findall(r"^\| ((?:vLLM \| Off|0\.).*) \|$", table, re.MULTILINE)
-    place = names.split(" | ").index(column(given))
-    cells = {row.split(" | ")[0]: row.split(" | ")[place] for row in rows}
-    said = {
-        (release, runner)
-        for release in RELEASES
-        for runner in re.findall(r"\bV[12]\b", cells[release].partition("refused")[0])
-    }
+    said = {(release, runner) for release in RELEASES for runner in ("V1", "V2")}
+    for column in columns(given):
+        place = names.split(" | ").index(column)
+        cells = {row.split(" | ")[0]: row.split(" | ")[place] for row in rows}
+        said &= {
+            (release, runner)
+            for release in RELEASES
+            for runner in re.findall(r"\bV[12]\b", cells[release].partition("refused")[0])
+        }
     assert starts_on(given, monkeypatch) == said != set()
 
 
 def test_every_kind_of_recipe_is_there():
     recipes = (ROOT / "docs/recipes.md").read_text()
-    found = {column(json.loads(body)) for name, body in FENCE.findall(recipes) if name == "json"}
+    found = {
+        next(columns(json.loads(body))) for name, body in FENCE.findall(recipes) if name == "json"
+    }
     assert found == set(COLUMNS.values())
 
 

@@ -17,9 +17,12 @@ KV_CACHES = {"layer.0": object()}
 def registered(monkeypatch) -> list[Any]:
     """What was given to the registration of later releases."""
     given: list[Any] = []
-    monkeypatch.setattr(
-        geometry, "register_regions", lambda wrapped, worker, *rest: given.append((worker, *rest))
-    )
+
+    def register(wrapped: Any, worker: Any, *rest: Any) -> None:
+        given.append((worker, *rest))
+        worker.kvpatch_rows = [(0x1000, 4096)]
+
+    monkeypatch.setattr(geometry, "register_regions", register)
     return given
 
 
@@ -42,6 +45,7 @@ def test_the_plan_comes_from_the_spec(registered, register, init):
     assert later.kv_cache_config is plan
     # The CPU tier counts in chunks of blocks; a region's bytes are a block's.
     assert later.spec.config.worker_kv_bytes_per_block == 4096
+    assert worker.kvpatch_rows == [(0x1000, 4096)]  # for what names the files of a tier
     later._init_worker("regions")
     assert started == ["regions"]
 
@@ -74,13 +78,21 @@ def test_the_fence_is_told_the_blocks_on_the_devices_side_of_a_pair():
     assert held == [(7, [1, 3])]
 
 
+class OffloadingConnector(SimpleNamespace):
+    """vLLM's, by its name."""
+
+
+@pytest.mark.parametrize("in_multi", [False, True], ids=["alone", "inside a MultiConnector"])
 @pytest.mark.parametrize(
     ("vllm_asks", "holding", "asked"),
     [(False, 0, False), (True, 0, True), (False, 2, True)],
 )
-def test_an_engine_steps_while_a_page_is_held_back(vllm_asks, holding, asked):
+def test_an_engine_steps_while_a_page_is_held_back(vllm_asks, holding, asked, in_multi):
     planner = SimpleNamespace(kvpatch_fence=SimpleNamespace(holding=holding))
-    scheduler = SimpleNamespace(connector=SimpleNamespace(connector_scheduler=planner))
+    connector = OffloadingConnector(connector_scheduler=planner)
+    if in_multi:
+        connector = SimpleNamespace(_connectors=[SimpleNamespace(), connector])
+    scheduler = SimpleNamespace(connector=connector)
     assert older_connectors.around_has_requests(lambda: vllm_asks, scheduler, (), {}) is asked
 
 
@@ -146,3 +158,22 @@ def test_blocks_that_left_a_window_are_not_stored_for_it():
     assert older_connectors.before_build(lambda output: output, planner, ("step",), {}) == "step"
     assert groups[0].block_ids == [1, 2, 3]  # full attention keeps them all
     assert groups[1].block_ids == [4, 0, 0, 7]  # what is stored already is let be
+
+
+@pytest.mark.parametrize(
+    ("status", "computed", "held", "storable"),
+    [
+        ("FINISHED_STOPPED", 640, 12, 5),
+        ("FINISHED_STOPPED", 640, 3, 1),  # of two blocks each
+        ("FINISHED_ABORTED", 0, 0, 0),
+        ("FINISHED_ABORTED", 64, 12, 2),
+    ],
+)
+def test_of_an_aborted_request_0_26_stores_what_it_has_computed(status, computed, held, storable):
+    group = SimpleNamespace(group_idx=1, tokens_per_chunk=32)
+    state = SimpleNamespace(
+        req=SimpleNamespace(status=SimpleNamespace(name=status), num_computed_tokens=computed),
+        config=SimpleNamespace(blocks_per_chunk=2),
+        group_states=[None, SimpleNamespace(block_ids=[7] * held)],
+    )
+    assert older_connectors.around_storable(lambda *both: 5, state, (group, 640), {}) == storable

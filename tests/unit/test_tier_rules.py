@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import errno
+import threading
+from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from kvpatch import connectors
+from kvpatch.tiers import older
 from kvpatch.tiers.admission import around_build, around_matched_tokens
 from kvpatch.tiers.lateness import PATIENCE, Unanswered, patience
 
@@ -36,6 +40,31 @@ def test_a_tier_is_late_while_its_oldest_question_has_no_answer_in_time():
     unanswered.answered("b")
     unanswered.answered("never asked")
     assert not unanswered.late
+    unanswered.asked("again")
+    unanswered.asked("c")
+    clock.now = 25
+    unanswered.asked("again")
+    clock.now = 30
+    assert unanswered.late
+    unanswered.answered("c")
+    assert not unanswered.late
+
+
+def test_it_may_be_asked_while_another_thread_asks():
+    unanswered = Unanswered(0.5)
+    ended = threading.Event()
+
+    def ask() -> None:
+        for number in range(20000):
+            unanswered.asked(number)
+            unanswered.answered(number)
+        ended.set()
+
+    thread = threading.Thread(target=ask)
+    thread.start()
+    while not ended.is_set():
+        assert not unanswered.late
+    thread.join()
 
 
 @pytest.mark.parametrize(("text", "seconds"), [("", 10), ("0.5", 0.5), ("30", 30)])
@@ -79,3 +108,56 @@ def test_the_planner_is_found_in_a_multi_connector():
     multi = part("MultiConnector", _connectors=[other, offloading])
     assert connectors.planner(multi) == "planner"
     assert list(connectors.parts(multi)) == [other, offloading]
+
+
+@dataclass
+class Pending:
+    """vLLM's ``PendingPromotion``."""
+
+    req_context: str
+    keys: list[str] = field(default_factory=list)
+    block_ids: list[int] = field(default_factory=list)
+
+
+def test_up_to_0_27_every_block_comes_up_in_a_job_of_its_own():
+    waiting = {
+        "disk": {"a": Pending("of a", ["x", "y"], [5, 6]), "b": Pending("of b", ["z"], [7])},
+        "other": {},
+    }
+    manager = SimpleNamespace(_pending_load_submissions=waiting)
+    flushed = []
+
+    def flush() -> None:
+        for tier, jobs in manager._pending_load_submissions.items():
+            flushed.extend((tier, job) for job in jobs.values())
+
+    older.split_promotions(flush, manager, (), {})
+    assert flushed == [
+        ("disk", Pending("of a", ["x"], [5])),
+        ("disk", Pending("of a", ["y"], [6])),
+        ("disk", Pending("of b", ["z"], [7])),
+    ]
+
+
+@pytest.mark.parametrize("refused", [False, True])
+def test_up_to_0_26_blocks_go_past_the_page_cache_where_that_is_possible(monkeypatch, refused):
+    moved = []
+
+    def move(paths, view, offsets, size, direct):
+        if refused and direct:
+            raise OSError(errno.EINVAL, "no direct I/O here")
+        moved.append((paths, view, offsets, size, direct))
+
+    monkeypatch.setattr(older, "store_blocks", move)
+    view = memoryview(b"")
+    older.replace_store(None)("file", view, 8, 4)
+    assert moved == [(["file"], view, [8], 4, not refused)]
+
+
+def test_any_other_fault_of_a_disk_is_told(monkeypatch):
+    def move(paths, view, offsets, size, direct):
+        raise OSError(errno.EIO, "damaged")
+
+    monkeypatch.setattr(older, "load_blocks", move)
+    with pytest.raises(OSError, match="damaged"):
+        older.replace_load(None)("file", memoryview(b""), 0, 4)

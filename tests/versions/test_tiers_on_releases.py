@@ -1,15 +1,18 @@
-"""Tiers on later releases: a restart, other layouts, and the faults of disks."""
+"""Tiers on other releases: a restart, other layouts, and the faults of disks."""
 
 from __future__ import annotations
 
 import subprocess
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from runs import HERE as ENGINE_LANE
 from runs import Finished, Run, python_of
+from test_multi import INSIDE
 from test_tiers import (
     APART,
+    FAULTS,
     SMALL,
     Engine,
     Serve,
@@ -20,27 +23,35 @@ from test_tiers import (
     on,
     serve,
 )
+from test_tokens import same_tokens, widest_gap
 
 __all__ = ["serve"]
 
-NEWEST = {"vllm": "0.32.0", "runner": "v2"}
+RELEASES = {"0.24.0": "v1", "0.26.0": "v1", "0.27.1": "v1", "0.32.0": "v2"}
+OLDER = [vllm for vllm, runner in RELEASES.items() if runner == "v1"]
+
+
+@pytest.fixture(scope="module", params=RELEASES)
+def release(request: pytest.FixtureRequest) -> dict[str, str]:
+    """A release and its runner, as a ``Run`` has them."""
+    return {"vllm": request.param, "runner": RELEASES[request.param]}
 
 
 @pytest.fixture(scope="module")
-def plain(engine: Engine) -> Finished:
-    """Plain vLLM of the newest release, which the first prompts are asked."""
-    return engine(Run(kvpatch=False, offload=False, rounds=(str(APART),), **NEWEST))
+def plain(engine: Engine, release: dict[str, str]) -> Finished:
+    """Plain vLLM of the release, which the first prompts are asked."""
+    return engine(Run(kvpatch=False, offload=False, rounds=(str(APART),), **release))
 
 
 @pytest.fixture(scope="module")
-def disk(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def disk(tmp_path_factory: pytest.TempPathFactory, release: dict[str, str]) -> Path:
     return tmp_path_factory.mktemp("disk")
 
 
 @pytest.fixture(scope="module")
-def filled(serve: Serve, disk: Path) -> Finished:
+def filled(serve: Serve, disk: Path, release: dict[str, str]) -> Finished:
     """The first engine on the disk, contiguous; each prompt twice."""
-    return serve(on(disk, **NEWEST), times=2, watch=True, engine=SMALL["llama"])
+    return serve(on(disk, **release), times=2, watch=True, engine=SMALL["llama"])
 
 
 def test_prompts_the_cpu_tier_evicted_come_back_from_disk(
@@ -50,10 +61,10 @@ def test_prompts_the_cpu_tier_evicted_come_back_from_disk(
 
 
 def test_a_fresh_process_is_served_from_the_disk(
-    filled: Finished, serve: Serve, disk: Path, plain: Finished
+    filled: Finished, serve: Serve, disk: Path, plain: Finished, release: dict[str, str]
 ) -> None:
     answers(filled)
-    restarted = answers(serve(on(disk, **NEWEST)))
+    restarted = answers(serve(on(disk, **release)))
     assert_plain(restarted, plain)
     assert hits(restarted) == [640] * APART
 
@@ -62,17 +73,86 @@ def test_a_fresh_process_is_served_from_the_disk(
     "other", [{"contiguous": False}, {"kvpatch": False}], ids=["non-contiguous", "plain vLLM"]
 )
 def test_an_engine_that_means_other_bytes_finds_nothing_on_the_same_disk(
-    filled: Finished, serve: Serve, disk: Path, plain: Finished, other: dict[str, bool]
+    filled: Finished,
+    serve: Serve,
+    disk: Path,
+    plain: Finished,
+    release: dict[str, str],
+    other: dict[str, bool],
 ) -> None:
     answers(filled)
     before = {folder.name for folder in disk.iterdir()}
-    records = answers(serve(on(disk, **NEWEST, **other)))
+    records = answers(serve(on(disk, **release, **other)))
     assert_plain(records, plain)
     assert hits(records) == [0] * APART
     assert {folder.name for folder in disk.iterdir()} > before
 
 
-@pytest.mark.parametrize("vllm", ["0.29.0", "0.30.0", "0.31.0", "0.32.0"])
+@pytest.mark.parametrize("release", OLDER, indirect=True)
+def test_after_every_fault_of_the_disk_the_tokens_are_right(
+    serve: Serve, plain: Finished, release: dict[str, str], tmp_path: Path
+) -> None:
+    """One engine; before each time but the first something happens to its disk."""
+    run = on(tmp_path / "disk", **release)
+    ended = serve(
+        replace(run, environment=(*run.environment, ("KVPATCH_TIER_PATIENCE", "1"))),
+        times=len(FAULTS) + 1,
+        disk=str(tmp_path / "disk"),
+        faults={(n + 1) * APART: fault[:2] for n, fault in enumerate(FAULTS.values())},
+    )
+    for time, (fault, (_, _, found)) in enumerate(FAULTS.items(), start=1):
+        records = answers(ended, time)
+        assert_plain(records, plain)
+        assert hits(records) == [found] * APART, fault
+
+
+@pytest.mark.parametrize("release", OLDER, indirect=True)
+def test_with_two_ranks_prompts_come_back_from_disk(
+    serve: Serve, plain: Finished, release: dict[str, str], tmp_path: Path
+) -> None:
+    """The workers are processes of their own, which find the CPU tier by its name."""
+    ended = serve(
+        on(tmp_path / "disk", **release),
+        times=2,
+        engine=SMALL["llama"] | {"tensor_parallel_size": 2},
+    )
+    assert_plain(answers(ended), plain)
+    assert_plain(answers(ended, 1), plain)
+    assert hits(answers(ended)) == [0] * APART
+    assert hits(answers(ended, 1)) == [640] * APART
+
+
+@pytest.mark.parametrize("release", OLDER, indirect=True)
+def test_inside_a_multi_connector_prompts_come_back_from_disk(
+    serve: Serve, plain: Finished, release: dict[str, str], tmp_path: Path
+) -> None:
+    ended = serve(
+        on(tmp_path / "disk", inside=INSIDE, **release),
+        times=2,
+        watch=True,
+        engine=SMALL["llama"],
+        nothing_connector=True,
+    )
+    assert_comes_back(ended, plain)
+
+
+@pytest.mark.parametrize("release", OLDER, indirect=True)
+def test_many_prompts_at_once_on_a_cpu_tier_smaller_than_they_are(
+    engine: Engine, release: dict[str, str], tmp_path: Path
+) -> None:
+    expected = engine(Run(kvpatch=False, offload=False, **release))
+    ours = engine(
+        replace(on(tmp_path, **release), tiers=(str(tmp_path / "a"), str(tmp_path / "b")))
+    )
+    for index in range(2):
+        assert same_tokens(ours.round(index), expected.round(index)) == 24
+        assert widest_gap(ours.round(index), expected.round(index)) < 1e-4
+    assert sum(hits(ours.round(1))) > 0
+
+
+@pytest.mark.parametrize(
+    "vllm", ["0.24.0", "0.26.0", "0.27.1", "0.29.0", "0.30.0", "0.31.0", "0.32.0"]
+)
 def test_the_tier_classes_with_kvpatchs_rows(vllm: str) -> None:
     """The engine lane's tests of vLLM's own tier classes, with another vLLM."""
     file = ENGINE_LANE / "test_tier_classes.py"

@@ -1,0 +1,94 @@
+"""Tiers before vLLM 0.28, in the terms of later releases.
+
+up to 0.27  a job is right or wrong as a whole, and all of its blocks with it
+up to 0.26  blocks go to files one by one, past the page cache or not at all, and, from 0.25
+            on, a request's last blocks are stored when its manager has dropped it
+up to 0.24  a lookup says True, False or None for later, and nothing is asked for the class of
+            a tier
+"""
+
+from __future__ import annotations
+
+import errno
+from collections.abc import Callable
+from dataclasses import replace
+from functools import cache
+from typing import Any
+
+from kvpatch.calls import argument
+from kvpatch.tiers.files import load_blocks, store_blocks
+
+
+def split_promotions(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> None:
+    """Bring every block up in a job of its own.
+
+    Wraps ``TieringOffloadingManager._flush_pending_promotions``. Of a job with one damaged
+    file vLLM drops all blocks, and a request would lose those that were read.
+    """
+    for tier, waiting in instance._pending_load_submissions.items():
+        instance._pending_load_submissions[tier] = {
+            (request, key): replace(entry, keys=[key], block_ids=[block])
+            for request, entry in waiting.items()
+            for key, block in zip(entry.keys, entry.block_ids, strict=True)
+        }
+    wrapped(*args, **kwargs)
+
+
+def around_prepare_store(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
+    """Store the last blocks of a request that has finished.
+
+    Wraps ``TieringOffloadingManager.prepare_store``, which 0.25 and 0.26 call one step after
+    they had the manager drop what it knows of the request, and which fails without.
+    """
+    context = argument(args, kwargs, 1, "req_context")
+    known = instance._req_state
+    if context.req_id in known:
+        return wrapped(*args, **kwargs)
+    from vllm.v1.kv_offload.tiering.manager import RequestState
+
+    state = known[context.req_id] = RequestState(context, is_finished=True)
+    try:
+        return wrapped(*args, **kwargs)
+    finally:
+        if not state.pending_primary_stores:  # otherwise dropped when they have ended
+            del known[context.req_id]
+
+
+@cache
+def answers() -> tuple[Any, tuple[Any, ...]]:
+    """Return what a lookup says of a block that is nowhere, and of one to wait for."""
+    try:
+        from vllm.v1.kv_offload.base import LookupResult
+    except ImportError:  # up to 0.24
+        return False, (None,)
+    return LookupResult.MISS, (LookupResult.RETRY, LookupResult.HIT_PENDING)
+
+
+def replace_tier_class(original: Any) -> Any:
+    """Return our tier for vLLM's own class, which is not asked for by name up to 0.24."""
+    from kvpatch.tiers.fs import PatientFileSystemTier
+
+    return PatientFileSystemTier
+
+
+def _one(move: Callable[..., None]) -> Callable[[str, memoryview, int, int], None]:
+    def moved(path: str, view: memoryview, offset: int, block_size: int) -> None:
+        try:
+            move([path], view, [offset], block_size, True)
+        except OSError as error:
+            if error.errno != errno.EINVAL:
+                raise
+            # A file system without direct I/O; 0.27 asks it once.
+            move([path], view, [offset], block_size, False)
+
+    return moved
+
+
+def replace_store(original: Any) -> Any:
+    """Return ``store_blocks`` for one block, in the place of vLLM's ``store_block``."""
+    return _one(store_blocks)
+
+
+def replace_load(original: Any) -> Any:
+    """Return ``load_blocks`` for one block, in the place of vLLM's ``load_block``."""
+    return _one(load_blocks)

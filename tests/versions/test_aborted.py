@@ -1,0 +1,51 @@
+"""Requests that are aborted before they have run, or while their prompt is computed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from runs import Device, Finished, Run, engine_arguments, prompts, run_driver
+from test_tokens import Engine, assert_same
+
+RELEASES = ("0.24.0", "0.26.0", "0.27.1")
+STEPS = (0, 1)  # of four that the prompt takes
+
+
+@pytest.fixture
+def aborts(
+    models: Callable[[str], Path], device: Device, tmp_path: Path
+) -> Callable[..., Finished]:
+    """Run an engine whose first prompt is aborted before it is asked."""
+
+    def run(vllm: str, **more: Any) -> Finished:
+        wanted = Run(vllm=vllm, batch=192)
+        job = {
+            "model": str(models(wanted.model)),
+            "engine": engine_arguments(wanted),
+            "rounds": [prompts(24)] * 2,
+            "abort_after": STEPS,
+            "watch": True,
+            **more,
+        }
+        return run_driver(job, device.environ(wanted), tmp_path, vllm=vllm)
+
+    return run
+
+
+@pytest.mark.parametrize("vllm", RELEASES)
+def test_an_aborted_request_ends_nothing_and_spoils_nothing(
+    aborts: Callable[..., Finished], engine: Engine, vllm: str
+) -> None:
+    ours = aborts(vllm)
+    assert_same(ours, engine(Run(kvpatch=False, offload=False, vllm=vllm, batch=192)))
+    assert [record["cached"] for record in ours.round(1)] == [640] * 24
+    assert ours.result["changed"] == []
+
+
+def test_without_the_row_it_ends_the_engine_of_0_26(aborts: Callable[..., Finished]) -> None:
+    ours = aborts("0.26.0", revert=["offloading.storable_chunks"])
+    assert ours.code != 0
+    assert "assert len(offload_keys) == len(offload_block_ids)" in ours.log

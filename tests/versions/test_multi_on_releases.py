@@ -1,0 +1,86 @@
+"""MultiConnector on older releases: the fence finds its connector in it, and Simple is right."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from runs import Device, Run, engine_arguments, prompts, run_driver
+from test_fence import SHARED, TOGETHER, Fences
+from test_multi import INSIDE
+from test_tokens import LAYOUTS, Engine, assert_same
+
+RELEASES = ("0.22.1", "0.24.0", "0.26.0", "0.27.1")
+WITH_SIMPLE = ("0.26.0", "0.27.1")
+
+
+class InMulti(Fences):
+    """The fence's interleavings, behind a connector that keeps nothing."""
+
+    every = SHARED
+    inside = INSIDE
+
+
+@pytest.fixture(scope="module")
+def fences(
+    models: Callable[[str], Path], device: Device, tmp_path_factory: pytest.TempPathFactory
+) -> Callable[[str], Fences]:
+    made = {
+        vllm: InMulti(models, device, tmp_path_factory.mktemp("fence"), vllm) for vllm in RELEASES
+    }
+    return made.__getitem__
+
+
+@pytest.mark.parametrize("vllm", RELEASES)
+@pytest.mark.parametrize("asynchronous", [False, True], ids=["sync", "async"])
+def test_with_the_fence_every_stored_block_is_right(
+    fences: Callable[[str], Fences], vllm: str, asynchronous: bool
+) -> None:
+    result = fences(vllm).run("finish", asynchronous, fenced=True)
+    for scenario in TOGETHER:
+        verdict = result["scenarios"][scenario]
+        assert verdict["right"] >= 40, scenario
+        assert verdict["wrong"] == verdict["unknown"] == 0, scenario
+    # An engine of its own is stepped until the pages are back, and goes to sleep then.
+    assert result["scenarios"]["give_back"]["asks_for_steps"] is False
+    assert result["held_now"] == result["retired_now"] == 0
+    assert result["counters"]["released"] > 0
+
+
+@pytest.mark.parametrize("vllm", RELEASES)
+def test_without_the_fence_blocks_are_lost(fences: Callable[[str], Fences], vllm: str) -> None:
+    result = fences(vllm).run("finish", asynchronous=False, fenced=False)
+    assert result["scenarios"]["finish"]["wrong"] > 0
+
+
+@LAYOUTS
+@pytest.mark.parametrize("vllm", WITH_SIMPLE)
+@pytest.mark.parametrize("mode", ["eager", "lazy"])
+def test_simple_is_right_in_it_too(
+    engine: Engine,
+    models: Callable[[str], Path],
+    device: Device,
+    tmp_path: Path,
+    vllm: str,
+    mode: str,
+    contiguous: bool,
+) -> None:
+    """In lazy mode beside OffloadingConnector, which finds what the device lost first."""
+    beside = "NothingConnector" if mode == "eager" else "OffloadingConnector"
+    inside = ("SimpleCPUOffloadConnector", beside)
+    run = Run(contiguous=contiguous, simple=mode, inside=inside, vllm=vllm)
+    job = {
+        "model": str(models(run.model)),
+        "engine": engine_arguments(run),
+        "rounds": [prompts(24)] * 2,
+        "nothing_connector": True,
+    }
+    ours = run_driver(job, device.environ(run), tmp_path, vllm=vllm)
+    assert_same(ours, engine(Run(kvpatch=False, offload=False, vllm=vllm)))
+    assert [record["cached"] for record in ours.round(1)] == [640] * 24
+    seen = ours.result["simple"]
+    assert seen["stored"] > 0
+    assert (seen["loaded"] > 0) is (mode == "eager") or seen["loaded"] > 0
+    assert seen["changed"] == seen["pinned"] == 0
+    assert seen["device_calls"] == {}
