@@ -179,7 +179,7 @@ CASES = [
     (
         [
             simple(lazy_offload=True) | V2_OF_33,
-            simple() | {"machine__vllm": "0.24.0"},
+            simple() | {"machine__vllm": "0.23.0"},
         ],
         "SimpleCPUOffloadConnector is configured on this release, because it was compared with "
         f"plain vLLM's on vLLM {simple_connector.FEATURE.vllm} only; use OffloadingConnector, or "

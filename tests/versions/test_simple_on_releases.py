@@ -19,7 +19,14 @@ ROUNDS = (str(COUNT), str(COUNT), "12")
 TIER = {"llama": 180, "sliding": 280}
 
 # The release in .venv is "", which the engine lane runs on Runner V1.
-RUNNERS = [("", "v2"), ("0.30.0", "v2"), ("0.31.0", "v2"), ("0.32.0", "v2"), ("0.32.0", "v1")]
+RUNNERS = [
+    *((vllm, "v1") for vllm in ("0.19.1", "0.22.1", "0.24.0")),
+    ("", "v2"),
+    ("0.30.0", "v2"),
+    ("0.31.0", "v2"),
+    ("0.32.0", "v2"),
+    ("0.32.0", "v1"),
+]
 # vLLM 0.29 loses lazy copies and is refused.
 EVERY = pytest.mark.parametrize(
     ("vllm", "runner", "mode"),
