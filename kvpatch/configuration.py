@@ -12,8 +12,15 @@ from packaging.version import Version
 from kvpatch import connectors, gate, layouts, status
 from kvpatch.codes import UNCODED
 from kvpatch.errors import Refusal
-from kvpatch.registry import simple_connector, tiers
-from kvpatch.registry.releases import HYBRID_RANGE, LATENT_RANGE, MULTI_RANGE
+from kvpatch.gate import in_words as words
+from kvpatch.registry.releases import (
+    HYBRID_RANGE,
+    LATENT_RANGE,
+    MULTI_RANGE,
+    SIMPLE_RANGE,
+    TIERS_RANGE,
+    V1_ON_LATER,
+)
 from kvpatch.simple.copies import device_here
 from kvpatch.versions import installed
 
@@ -30,8 +37,6 @@ PROVEN_CONNECTORS = (connectors.OFFLOADING, connectors.SIMPLE)
 PROVEN_INSIDE = PROVEN_CONNECTORS
 PROVEN_TIERS = ("fs",)
 PROVEN_BACKENDS = (None, "cpu")  # SimpleCPUOffloadConnector's kv_offload_backend
-# Where Model Runner V1 was compared although vLLM has V2 by default and kvcached adapts V2 only.
-V1_ON_LATER = "==0.29.0 or ==0.30.0 or ==0.31.0 or ==0.32.0"
 PROVEN_SCHEDULERS = (
     "vllm.v1.core.sched.scheduler.Scheduler",
     "vllm.v1.core.sched.async_scheduler.AsyncScheduler",
@@ -204,10 +209,11 @@ RULES = (
         code="KVP312",
     ),
     Rule(
-        f"from vLLM 0.29 on, Model Runner V1 on other releases than `{V1_ON_LATER}`",
+        f"from vLLM 0.29 on, Model Runner V1 on other releases than {words(V1_ON_LATER)}",
         lambda c: _at_least("0.29") and not _tested_on(V1_ON_LATER) and not c.use_v2_model_runner,
         lambda c: "this configuration runs on Model Runner V1",
-        f"there kvcached has no adapter for it, and ours was compared on vLLM {V1_ON_LATER} only",
+        "there kvcached has no adapter for it, and ours was compared on vLLM "
+        f"{words(V1_ON_LATER)} only",
         "use Model Runner V2, or set KVPATCH=0",
         with_connector=False,
         code="KVP301",
@@ -290,22 +296,18 @@ RULES = (
         code="KVP316",
     ),
     Rule(
-        f"SimpleCPUOffloadConnector on other releases than vLLM `{simple_connector.FEATURE.vllm}`",
-        lambda c: (
-            _is_simple(c)
-            and not _tested_on(simple_connector.FEATURE.vllm)
-            and not _loses_lazy_copies(c)
-        ),
+        f"SimpleCPUOffloadConnector on other releases than vLLM {words(SIMPLE_RANGE)}",
+        lambda c: _is_simple(c) and not _tested_on(SIMPLE_RANGE) and not _loses_lazy_copies(c),
         lambda c: "SimpleCPUOffloadConnector is configured on this release",
-        f"it was compared with plain vLLM's on vLLM {simple_connector.FEATURE.vllm} only",
+        f"it was compared with plain vLLM's on vLLM {words(SIMPLE_RANGE)} only",
         "use OffloadingConnector, or one of these releases, or set KVPATCH=0",
         code="KVP317",
     ),
     Rule(
-        f"MultiConnector on other releases than vLLM `{MULTI_RANGE}`",
+        f"MultiConnector on other releases than vLLM {words(MULTI_RANGE)}",
         lambda c: _in_multi(c) and not _tested_on(MULTI_RANGE),
         lambda c: "MultiConnector is configured on this release",
-        f"it was compared with plain vLLM's on vLLM {MULTI_RANGE} only",
+        f"it was compared with plain vLLM's on vLLM {words(MULTI_RANGE)} only",
         "use one connector, or one of these releases, or set KVPATCH=0",
         code="KVP317",
     ),
@@ -320,12 +322,10 @@ RULES = (
         code="KVP317",
     ),
     Rule(
-        f"secondary tiers on other releases than vLLM `{tiers.FEATURE.vllm}`",
-        lambda c: (
-            bool(_tiers(c)) and not _tested_on(tiers.FEATURE.vllm) and not _keeps_reset_blocks(c)
-        ),
+        f"secondary tiers on other releases than vLLM {words(TIERS_RANGE)}",
+        lambda c: bool(_tiers(c)) and not _tested_on(TIERS_RANGE) and not _keeps_reset_blocks(c),
         lambda c: "a secondary tier is configured on this release",
-        f"it was compared with plain vLLM's on vLLM {tiers.FEATURE.vllm} only",
+        f"it was compared with plain vLLM's on vLLM {words(TIERS_RANGE)} only",
         "use OffloadingConnector without tiers, or one of these releases, or set KVPATCH=0",
         code="KVP317",
     ),
@@ -397,7 +397,8 @@ RULES = (
     ),
     Rule(  # before the next rule: on a CPU vLLM turns prefix caching off for these models
         "offloading of models with latent attention (MLA), other than by OffloadingConnector or "
-        f"SimpleCPUOffloadConnector alone on Model Runner V2 of vLLM `{LATENT_RANGE}` and one rank",
+        f"SimpleCPUOffloadConnector alone on Model Runner V2 of vLLM {words(LATENT_RANGE)} and one "
+        "rank",
         lambda c: (
             c.model_config is not None
             and c.model_config.use_mla
@@ -406,7 +407,7 @@ RULES = (
         lambda c: f"a KV connector is configured for {c.model_config.architecture}",
         "the KV cache of models with latent attention was compared with plain vLLM's for "
         "OffloadingConnector and SimpleCPUOffloadConnector without tiers, on Model Runner V2 of "
-        f"vLLM {LATENT_RANGE} and one rank only",
+        f"vLLM {words(LATENT_RANGE)} and one rank only",
         "use one of these, or run this model without a KV connector, or set KVPATCH=0",
         code="KVP305",
     ),
@@ -467,13 +468,13 @@ RULES = (
     ),
     Rule(
         "offloading of hybrid models, other than by OffloadingConnector alone on Model Runner V2 "
-        f"of vLLM `{HYBRID_RANGE}` and one rank",
+        f"of vLLM {words(HYBRID_RANGE)} and one rank",
         lambda c: (
             c.model_config is not None and c.model_config.is_hybrid and not _hybrid_compared(c)
         ),
         lambda c: f"a KV connector is configured for {c.model_config.architecture}",
         "the KV cache of hybrid models was compared with plain vLLM's for OffloadingConnector "
-        f"without tiers, on Model Runner V2 of vLLM {HYBRID_RANGE} and one rank only",
+        f"without tiers, on Model Runner V2 of vLLM {words(HYBRID_RANGE)} and one rank only",
         "use that, or run this model without a KV connector, or set KVPATCH=0",
         code="KVP311",
     ),

@@ -92,7 +92,8 @@ class EvictionOrder:
         self._target = planner._target_free
         self.full = False
         self._block_sizes = [
-            group.kv_cache_spec.block_size * planner.cp_world_size
+            # Up to 0.22 the connector runs without context parallelism only.
+            group.kv_cache_spec.block_size * getattr(planner, "cp_world_size", 1)
             for group in planner.cpu_kv_cache_config.kv_cache_groups
         ]
         self.evictable = EvictableBlocks(pool._evictable_blocks)
@@ -212,9 +213,14 @@ def around_bind(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> None:
     Wraps ``SimpleCPUOffloadScheduler.bind_gpu_block_pool``.
     """
     wrapped(*args, **kwargs)
-    if instance._lazy_mode:
-        pool = instance._gpu_block_pool
-        pool.free_block_queue = instance.kvpatch_order = EvictionOrder(instance, pool)
+    bind(instance, EvictionOrder)
+
+
+def bind(planner: Any, order: type[EvictionOrder]) -> None:
+    """Give the pool of a connector in lazy mode the queue that it walks."""
+    if planner._lazy_mode:
+        pool = planner._gpu_block_pool
+        pool.free_block_queue = planner.kvpatch_order = order(planner, pool)
 
 
 def around_lazy_stores(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:

@@ -18,13 +18,17 @@ def around_pending_work(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> 
     if wrapped(*args, **kwargs):
         return True
     planner = instance.scheduler_manager
-    if planner is None:
-        return False
+    return planner is not None and waits_for_copies(planner)
+
+
+def waits_for_copies(planner: Any) -> bool:
+    """Whether a ``SimpleCPUOffloadScheduler`` has to be stepped, with or without requests."""
     order = order_of(planner)
     return bool(
         planner.has_pending_stores()
         or planner._reqs_to_load
-        or planner._abandoned_reqs_to_load
+        # Up to 0.23 it cannot be reset, and no load is abandoned.
+        or getattr(planner, "_abandoned_reqs_to_load", None)
         or (order is not None and order.above_cap)
     )
 

@@ -46,6 +46,7 @@ class Run:
     blocks: int = 140  # of the device, of which one prompt of the load takes 20
     simple: str = ""  # eager or lazy, with SimpleCPUOffloadConnector
     batch: int = 2048  # tokens of a step
+    windows: bool = False  # asked for blocks that leave a sliding window; 0.22 has it by default
     exhaust: int = 0  # every so many times the device has no blocks left for a group
     events: bool = False
     environment: tuple[tuple[str, str], ...] = ()
@@ -191,6 +192,8 @@ def engine_arguments(run: Run) -> dict[str, Any]:
     if run.model == "latent":
         # vLLM's kernel for them on a CPU leaves the first token of a step as it is.
         arguments["compilation_config"] = {"custom_ops": ["-rotary_embedding"]}
+    if run.windows:
+        arguments["disable_hybrid_kv_cache_manager"] = False
     if run.events:
         # Four of kvcached's pages: it rounds down to whole ones, and vLLM does not.
         arguments["num_gpu_blocks_override"] = 128

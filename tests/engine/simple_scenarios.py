@@ -6,8 +6,13 @@ from collections.abc import Callable
 from typing import Any
 
 import numpy as np
+from engines import RELEASE
+from packaging.version import Version
 
 from kvpatch.hostdevice import streams
+
+# Before, its reset_cache says that it is not implemented.
+CAN_RESET = Version("0.24") <= RELEASE
 
 
 def read_rows(worker: Any, rows: list[int]) -> list[Any]:
@@ -72,18 +77,18 @@ class SimpleTier:
             for pool in (planner.cpu_block_pool, self.stage.pool)
             for block in pool.blocks
         ) + sum(
-            len(records)
+            len(getattr(planner, records, ()))  # older releases do not have all of them
             for records in (
-                planner._reqs_to_load,
-                planner._reqs_to_store,
-                planner._load_event_to_reqs,
-                planner._pending_cpu_hits,
-                planner._store_event_to_blocks,
-                planner._store_event_pending_counts,
-                planner._store_event_to_reqs,
-                planner._in_flight_store_gpu_blocks,
-                planner._abandoned_reqs_to_load,
-                planner._abandoned_store_event_to_blocks,
+                "_reqs_to_load",
+                "_reqs_to_store",
+                "_load_event_to_reqs",
+                "_pending_cpu_hits",
+                "_store_event_to_blocks",
+                "_store_event_pending_counts",
+                "_store_event_to_reqs",
+                "_in_flight_store_gpu_blocks",
+                "_abandoned_reqs_to_load",
+                "_abandoned_store_event_to_blocks",
             )
         )
 
@@ -109,16 +114,19 @@ def wake(stage: Any) -> None:
 
 
 def reset_in_flight(stage: Any) -> None:
-    """The caches are reset while a store runs; its blocks are neither freed nor served."""
+    """The caches are reset while a store runs; its blocks are neither freed nor served.
+
+    Up to 0.23 it is the device's cache only, and what is stored is served.
+    """
     with stage.held():
         stage.add("a", 3)
         stage.finish("a")
         stage.step(3)
-        stage.notes["reset_while_copying"] = stage.llm.reset_prefix_cache(reset_connector=True)
+        stage.notes["reset_while_copying"] = stage.llm.reset_prefix_cache(reset_connector=CAN_RESET)
         stage.step(3)
     streams.synchronize()
     stage.quiet()
-    stage.notes["reset_after"] = stage.llm.reset_prefix_cache(reset_connector=True)
+    stage.notes["reset_after"] = stage.llm.reset_prefix_cache(reset_connector=CAN_RESET)
 
 
 SCENARIOS: dict[str, Callable[[Any], None]] = {

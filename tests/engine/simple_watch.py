@@ -8,6 +8,8 @@ from collections.abc import Callable
 from contextlib import ExitStack
 from typing import Any
 
+from engines import block_of
+
 from kvpatch import connectors
 
 
@@ -71,7 +73,7 @@ class SimpleWatch:
             """Through the model's own tensors of a group."""
             total = hashlib.sha256()
             for cache in layers[group]:
-                total.update(cache[block].contiguous().numpy().tobytes())
+                total.update(block_of(cache, block).numpy().tobytes())
             return total.hexdigest()
 
         def launch_copy(

@@ -215,6 +215,7 @@ class SimpleFences(Fences):
         if key not in self.results:
             run = Run(
                 simple=mode,
+                kv_heads=self.kv_heads,
                 vllm=self.vllm,
                 runner=self.runner,
                 environment=tuple(BARE.items()),

@@ -11,6 +11,7 @@ from packaging.version import Version
 
 from kvpatch import configuration, status
 from kvpatch.errors import Refusal
+from kvpatch.gate import in_words as words
 from kvpatch.registry import simple_connector
 from kvpatch.registry import tiers as tier_rows
 from kvpatch.registry.releases import HYBRID_RANGE, LATENT_RANGE, MULTI_RANGE
@@ -123,8 +124,8 @@ CASES = [
     (
         [],  # needs a release of its own: test_runner_v1_where_it_was_not_tried
         "this configuration runs on Model Runner V1, because there kvcached has no adapter for it, "
-        f"and ours was compared on vLLM {configuration.V1_ON_LATER} only; use Model Runner V2, or "
-        "set KVPATCH=0.",
+        f"and ours was compared on vLLM {words(configuration.V1_ON_LATER)} only; use Model "
+        "Runner V2, or set KVPATCH=0.",
     ),
     (
         [],  # needs a release of its own: test_hybrid_models_where_kvcached_has_no_adapter
@@ -180,11 +181,11 @@ CASES = [
     (
         [
             simple(lazy_offload=True) | V2_OF_33,
-            simple() | {"machine__vllm": "0.24.0"},
+            simple() | {"machine__vllm": "0.23.0"},
         ],
         "SimpleCPUOffloadConnector is configured on this release, because it was compared with "
-        f"plain vLLM's on vLLM {simple_connector.FEATURE.vllm} only; use OffloadingConnector, or "
-        "one of these releases, or set KVPATCH=0.",
+        f"plain vLLM's on vLLM {words(simple_connector.FEATURE.vllm)} only; use "
+        "OffloadingConnector, or one of these releases, or set KVPATCH=0.",
     ),
     (
         [
@@ -192,7 +193,7 @@ CASES = [
             multi("OffloadingConnector") | V2_OF_33,
         ],
         "MultiConnector is configured on this release, because it was compared with plain vLLM's "
-        f"on vLLM {MULTI_RANGE} only; use one connector, or one of these releases, or set "
+        f"on vLLM {words(MULTI_RANGE)} only; use one connector, or one of these releases, or set "
         "KVPATCH=0.",
     ),
     (
@@ -205,8 +206,8 @@ CASES = [
     (
         [tiers("fs") | V2_OF_33],
         "a secondary tier is configured on this release, because it was compared with plain vLLM's "
-        f"on vLLM {tier_rows.FEATURE.vllm} only; use OffloadingConnector without tiers, or one of "
-        "these releases, or set KVPATCH=0.",
+        f"on vLLM {words(tier_rows.FEATURE.vllm)} only; use OffloadingConnector without "
+        "tiers, or one of these releases, or set KVPATCH=0.",
     ),
     (
         [simple() | {"machine__copies": None}],
@@ -285,8 +286,8 @@ CASES = [
         "a KV connector is configured for JambaForCausalLM, because the KV cache of models with "
         "latent attention was compared with plain vLLM's for OffloadingConnector and "
         "SimpleCPUOffloadConnector without tiers, on Model Runner V2 of vLLM "
-        f"{LATENT_RANGE} and one rank only; use one of these, or run this model without a KV "
-        "connector, or set KVPATCH=0.",
+        f"{words(LATENT_RANGE)} and one rank only; use one of these, or run this model without a "
+        "KV connector, or set KVPATCH=0.",
     ),
     (
         [{"cache_config__enable_prefix_caching": False}],
@@ -339,8 +340,8 @@ CASES = [
         ],
         "a KV connector is configured for JambaForCausalLM, because the KV cache of hybrid models "
         "was compared with plain vLLM's for OffloadingConnector without tiers, on Model Runner V2 "
-        f"of vLLM {HYBRID_RANGE} and one rank only; use that, or run this model without a KV "
-        "connector, or set KVPATCH=0.",
+        f"of vLLM {words(HYBRID_RANGE)} and one rank only; use that, or run this model without a "
+        "KV connector, or set KVPATCH=0.",
     ),
     (
         [{"model_config__is_encoder_decoder": True}],

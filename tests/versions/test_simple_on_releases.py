@@ -19,7 +19,14 @@ ROUNDS = (str(COUNT), str(COUNT), "12")
 TIER = {"llama": 180, "sliding": 280}
 
 # The release in .venv is "", which the engine lane runs on Runner V1.
-RUNNERS = [("", "v2"), ("0.30.0", "v2"), ("0.31.0", "v2"), ("0.32.0", "v2"), ("0.32.0", "v1")]
+RUNNERS = [
+    *((vllm, "v1") for vllm in ("0.19.1", "0.22.1", "0.24.0")),
+    ("", "v2"),
+    ("0.30.0", "v2"),
+    ("0.31.0", "v2"),
+    ("0.32.0", "v2"),
+    ("0.32.0", "v1"),
+]
 # vLLM 0.29 loses lazy copies and is refused.
 EVERY = pytest.mark.parametrize(
     ("vllm", "runner", "mode"),
@@ -28,6 +35,11 @@ EVERY = pytest.mark.parametrize(
         *((*where, mode) for where, mode in itertools.product(RUNNERS, ("eager", "lazy"))),
     ],
 )
+
+
+# Up to 0.21 an engine with a connector keeps all blocks of a sliding window unless it is asked
+# not to, and a block is that of all layers.
+WINDOWS_ASKED_FOR = ("0.19.1",)
 
 
 @EVERY
@@ -43,15 +55,41 @@ def test_blocks_and_tokens_are_right(
     contiguous: bool,
 ) -> None:
     base = Run(model=model, vllm=vllm, runner=runner, contiguous=contiguous)
-    run = replace(base, simple=mode, cpu_blocks=TIER[model], rounds=ROUNDS)
+    whole = model == "sliding" and vllm in WINDOWS_ASKED_FOR
+    rows = TIER["llama" if whole else model]
+    run = replace(base, simple=mode, cpu_blocks=rows * (1 + whole), rounds=ROUNDS)
     proves(f"Simple {mode}", run)
+    compare(engine, run, rows)
+
+
+@pytest.mark.parametrize("vllm", WINDOWS_ASKED_FOR)
+@pytest.mark.parametrize("mode", ["eager", "lazy"])
+@LAYOUTS
+def test_windows_that_were_asked_for_are_right(
+    engine: Callable[[Run], Finished], vllm: str, mode: str, contiguous: bool
+) -> None:
+    run = Run(
+        model="sliding",
+        vllm=vllm,
+        contiguous=contiguous,
+        simple=mode,
+        windows=True,
+        cpu_blocks=TIER["sliding"],
+        rounds=ROUNDS,
+    )
+    assert compare(engine, run, TIER["sliding"]).result["groups"] > 1
+
+
+def compare(engine: Callable[[Run], Finished], run: Run, rows: int) -> Finished:
+    """Run an engine with ``rows`` CPU blocks and compare it with plain vLLM's."""
+    base = replace(run, simple="", cpu_blocks=Run.cpu_blocks, windows=False)
     plain = replace(base, kvpatch=False, offload=False, contiguous=True, rounds=PLAIN_ROUNDS)
     expected, ours = engine(plain).round(0), engine(run)
     for index in range(len(ROUNDS)):
         assert_same(ours.round(index)[:COUNT], expected)
-    assert ours.result["runner"] == runner
+    assert ours.result["runner"] == run.runner
     assert served(ours.round(0)) == 0
-    assert served(ours.round(1)) >= (1 if mode == "eager" else 0.95) * COUNT * 640
+    assert served(ours.round(1)) >= (1 if run.simple == "eager" else 0.95) * COUNT * 640
     assert "KV on elastic memory: yes" in ours.log
     seen = ours.result["simple"]
     assert seen["loaded"] >= 0.95 * COUNT * 20
@@ -61,4 +99,5 @@ def test_blocks_and_tokens_are_right(
     assert seen["pinned"] == 0
     assert seen["device_calls"] == {}
     assert seen["managers"] == 1
-    assert seen["tiers"] == dict.fromkeys(("scheduler", "worker", "memory"), TIER[model])
+    assert seen["tiers"] == dict.fromkeys(("scheduler", "worker", "memory"), rows)
+    return ours

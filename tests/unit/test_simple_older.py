@@ -1,0 +1,181 @@
+"""SimpleCPUOffloadConnector before 0.26, presented in the terms of later releases."""
+
+from __future__ import annotations
+
+import sys
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import pytest
+from test_simple_eviction import Planner, Pool, Tier
+
+from kvpatch.simple import copies, eviction, older
+
+
+class LinkedPlanner(Planner):
+    """Lazy mode up to 0.25, which follows links and remembers where it stopped."""
+
+    _cursor: Any = None
+
+    def __init__(self, pool: Any, tier: Tier) -> None:
+        pool.kv_block_pool = pool.blocks
+        super().__init__(pool, tier)
+        older.around_bind(lambda pool: None, self, (pool,), {})
+        self.order = eviction.order_of(self)
+
+    def _walk(self) -> list[int]:
+        queue = self.pool.free_block_queue
+        node = (self._cursor or queue.fake_free_list_head).next_free_block
+        taken = []
+        covered = 0
+        while (
+            node is not None
+            and node is not queue.fake_free_list_tail
+            and covered < self._target_free
+            and len(taken) < self.cpu_block_pool.room
+        ):
+            self._cursor = node
+            bhash = node.block_hash
+            if bhash and not node.is_null and not self.cpu_block_pool.get_one_block(bhash):
+                taken.append(node.block_id)
+            covered += 1
+            node = node.next_free_block
+        for block_id in taken:
+            self.pool.touch(block_id)
+        if taken:
+            self._store_event_to_blocks[taken[0]] = SimpleNamespace(
+                gpu_block_ids=taken, cpu_block_ids=taken
+            )
+        return taken
+
+
+def planner(cached: int, free: int = 0, cap: int = -1, room: int = 100) -> LinkedPlanner:
+    return LinkedPlanner(Pool(cached, free, cap), Tier(room))
+
+
+def test_the_walk_follows_links_from_the_oldest_block():
+    assert planner(cached=8).walk() == [1, 2, 3, 4]
+    assert planner(cached=8, free=3).walk() == [1]
+    assert planner(cached=8, free=4).walk() == []
+    assert planner(cached=2).walk() == [1, 2]
+
+
+def test_a_walk_begins_at_the_head_each_time():
+    lazy = planner(cached=8)
+    assert lazy.walk() == [1, 2, 3, 4]
+    assert lazy._cursor is None
+    lazy.copies_end()
+    lazy.pool.evict_blocks({1, 2, 3, 4})
+    assert lazy.walk() == [5, 6, 7, 8]
+
+
+def test_only_what_the_connector_looked_at_was_offered():
+    lazy = planner(cached=4, room=1)
+    assert lazy.walk() == [1]
+    lazy.copies_end()
+    assert lazy.walk() == [2]
+    nothing = planner(cached=4, room=0)
+    assert nothing.walk() == []
+    assert nothing.order.evictable.offered == set()
+
+
+def test_what_is_above_the_cap_is_offered_first():
+    lazy = planner(cached=5, free=50, cap=3)
+    lazy.pool.victims = [4, 5]
+    assert lazy.walk() == [4, 5]
+    lazy.copies_end()
+    lazy.walk()
+    assert set(lazy.pool._evictable_blocks) == {1, 2, 3}
+
+
+def test_the_pool_has_its_blocks_by_vllms_name_in_eager_mode_too():
+    pool = SimpleNamespace(kv_block_pool=[object()])
+    eager = SimpleNamespace(_lazy_mode=False, _gpu_block_pool=None)
+
+    def bind(gpu_block_pool):
+        eager._gpu_block_pool = gpu_block_pool
+
+    older.around_bind(bind, eager, (pool,), {})
+    assert pool.blocks is pool.kv_block_pool
+    assert not hasattr(pool, "free_block_queue")
+
+
+@pytest.mark.parametrize(
+    ("vllm_asks", "stores", "loads", "asked"),
+    [
+        (False, False, {}, False),
+        (True, False, {}, True),
+        (False, True, {}, True),
+        (False, False, {"request": 1}, True),
+    ],
+)
+def test_an_engine_steps_while_a_copy_is_under_way(vllm_asks, stores, loads, asked):
+    waiting = SimpleNamespace(has_pending_stores=lambda: stores, _reqs_to_load=loads)
+    scheduler = SimpleNamespace(connector=SimpleNamespace(scheduler_manager=waiting))
+    assert older.around_has_requests(lambda: vllm_asks, scheduler, (), {}) is asked
+
+
+@pytest.mark.parametrize(
+    "connector", [None, SimpleNamespace(), SimpleNamespace(scheduler_manager=None)]
+)
+def test_an_engine_without_this_connector_steps_as_it_did(connector):
+    scheduler = SimpleNamespace(connector=connector)
+    assert older.around_has_requests(lambda: True, scheduler, (), {}) is True
+    assert older.around_has_requests(lambda: False, scheduler, (), {}) is False
+
+
+class Backend:
+    """vLLM's ``DmaCopyBackend`` of 0.22, as far as it is used; it notes what happens."""
+
+    def __init__(self) -> None:
+        self.done: list[Any] = []
+
+    def init(self, gpu: Any, cpu: Any, device: Any, load_stream: Any, store_stream: Any) -> None:
+        self._store_params = SimpleNamespace(attrs=SimpleNamespace(srcAccessOrder=3))
+        self._load_params = SimpleNamespace(attrs=SimpleNamespace(srcAccessOrder=3))
+        self._store_stream = store_stream
+
+    def launch_copy(
+        self, src_blocks: Any, dst_blocks: Any, is_store: bool, event_idx: int, events_list: Any
+    ) -> None:
+        self.done.append((src_blocks, dst_blocks, is_store, event_idx, events_list))
+
+
+def test_a_store_waits_for_the_computation_and_a_load_does_not(monkeypatch):
+    torch = ModuleType("torch")
+    torch.cuda = SimpleNamespace(current_stream=lambda: "compute")
+    monkeypatch.setitem(sys.modules, "torch", torch)
+    backend = older.after_computation(Backend)()
+    store = SimpleNamespace(wait_stream=lambda other: backend.done.append(other))
+    backend.init({}, {}, "device", object(), store)
+    assert backend._store_params.attrs.srcAccessOrder == 1
+    assert backend._load_params.attrs.srcAccessOrder == 3
+    events: list[Any] = []
+    backend.launch_copy([1], [2], is_store=False, event_idx=0, events_list=events)
+    backend.launch_copy([3], [4], is_store=True, event_idx=5, events_list=events)
+    assert backend.done == [([1], [2], False, 0, events), "compute", ([3], [4], True, 5, events)]
+
+
+def test_only_vllms_own_backend_is_made_to_wait(monkeypatch):
+    monkeypatch.setattr(older, "backend_here", lambda original: original)
+    assert issubclass(older.ordered_backend(Backend), Backend)
+    monkeypatch.setattr(older, "backend_here", lambda original: copies.CopyBackend)
+    assert older.ordered_backend(Backend) is copies.CopyBackend
+
+
+def test_what_is_being_stored_is_not_stored_again():
+    stored = SimpleNamespace(get_one_block=lambda key: "row" if key == "done" else None, pop=max)
+    pool = SimpleNamespace(
+        cached_block_hash_to_block=stored,
+        blocks=[SimpleNamespace(block_hash=name) for name in ("a", "b", "c")],
+    )
+    transfer = SimpleNamespace(cpu_block_ids=[0, 2])
+    eager = SimpleNamespace(cpu_block_pool=pool, _store_event_to_blocks={7: transfer})
+
+    def prepare(scheduler_output):
+        known = pool.cached_block_hash_to_block
+        assert known.pop is max
+        return [key for key in ("a", "b", "c", "done") if known.get_one_block(key) is None]
+
+    assert older.around_eager_stores(prepare, eager, ({},), {}) == ["b"]
+    assert pool.cached_block_hash_to_block is stored
