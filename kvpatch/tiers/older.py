@@ -10,7 +10,6 @@ up to 0.24  a lookup says True, False or None for later, and nothing is asked fo
 from __future__ import annotations
 
 import errno
-from collections.abc import Callable
 from dataclasses import replace
 from functools import cache
 from typing import Any
@@ -71,24 +70,51 @@ def replace_tier_class(original: Any) -> Any:
     return PatientFileSystemTier
 
 
-def _one(move: Callable[..., None]) -> Callable[[str, memoryview, int, int], None]:
-    def moved(path: str, view: memoryview, offset: int, block_size: int) -> None:
-        try:
-            move([path], view, [offset], block_size, True)
-        except OSError as error:
-            if error.errno != errno.EINVAL:
-                raise
-            # A file system without direct I/O; 0.27 asks it once.
-            move([path], view, [offset], block_size, False)
+# Folders on file systems without direct I/O; 0.27 asks before it begins.
+_buffered: set[str] = set()
 
-    return moved
+
+def store_block(dest_path: str, buffer: memoryview, offset: int, block_size: int) -> None:
+    """Write one block; takes the place of vLLM's function of that name.
+
+    Raises:
+        OSError, ValueError: as ``files.store_blocks``.
+    """
+    folder = _folder(dest_path)
+    try:
+        store_blocks([dest_path], buffer, [offset], block_size, folder not in _buffered)
+    except OSError as error:
+        if error.errno != errno.EINVAL or folder in _buffered:
+            raise
+        _buffered.add(folder)
+        store_blocks([dest_path], buffer, [offset], block_size, False)
+
+
+def load_block(source_path: str, view: memoryview, offset: int, block_size: int) -> None:
+    """Read one block; takes the place of vLLM's function of that name.
+
+    Raises:
+        OSError, ValueError: as ``files.load_blocks``.
+    """
+    folder = _folder(source_path)
+    try:
+        load_blocks([source_path], view, [offset], block_size, folder not in _buffered)
+    except OSError as error:
+        # This block is lost and stays on the disk: who opens what hangs again hangs again.
+        if error.errno == errno.EINVAL:
+            _buffered.add(folder)
+        raise
+
+
+def _folder(path: str) -> str:
+    return path.rsplit("/", 3)[0]
 
 
 def replace_store(original: Any) -> Any:
-    """Return ``store_blocks`` for one block, in the place of vLLM's ``store_block``."""
-    return _one(store_blocks)
+    """Return ``store_block`` for vLLM's own function."""
+    return store_block
 
 
 def replace_load(original: Any) -> Any:
-    """Return ``load_blocks`` for one block, in the place of vLLM's ``load_block``."""
-    return _one(load_blocks)
+    """Return ``load_block`` for vLLM's own function."""
+    return load_block

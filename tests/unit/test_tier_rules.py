@@ -139,25 +139,51 @@ def test_up_to_0_27_every_block_comes_up_in_a_job_of_its_own():
     ]
 
 
-@pytest.mark.parametrize("refused", [False, True])
-def test_up_to_0_26_blocks_go_past_the_page_cache_where_that_is_possible(monkeypatch, refused):
-    moved = []
+class Disk:
+    """A disk that takes no direct I/O; what it was asked with."""
 
-    def move(paths, view, offsets, size, direct):
-        if refused and direct:
-            raise OSError(errno.EINVAL, "no direct I/O here")
-        moved.append((paths, view, offsets, size, direct))
+    def __init__(self, error: int = errno.EINVAL) -> None:
+        self.error = error
+        self.asked: list[Any] = []
 
-    monkeypatch.setattr(older, "store_blocks", move)
-    view = memoryview(b"")
-    older.replace_store(None)("file", view, 8, 4)
-    assert moved == [(["file"], view, [8], 4, not refused)]
+    def __call__(self, paths, view, offsets, size, direct):
+        self.asked.append((paths, offsets, size, direct))
+        if direct:
+            raise OSError(self.error, "no direct I/O here")
 
 
-def test_any_other_fault_of_a_disk_is_told(monkeypatch):
-    def move(paths, view, offsets, size, direct):
-        raise OSError(errno.EIO, "damaged")
+@pytest.fixture
+def disk(monkeypatch):
+    made = Disk()
+    for name in ("store_blocks", "load_blocks"):
+        monkeypatch.setattr(older, name, made)
+    monkeypatch.setattr(older, "_buffered", set())
+    return made
 
-    monkeypatch.setattr(older, "load_blocks", move)
-    with pytest.raises(OSError, match="damaged"):
-        older.replace_load(None)("file", memoryview(b""), 0, 4)
+
+def test_up_to_0_26_blocks_are_stored_where_direct_io_is_not_possible(disk):
+    older.replace_store(None)("/disk/a_r0/00/01_g0/file", memoryview(b""), 8, 4)
+    older.replace_store(None)("/disk/a_r0/99/02_g0/other", memoryview(b""), 12, 4)
+    assert disk.asked == [
+        (["/disk/a_r0/00/01_g0/file"], [8], 4, True),
+        (["/disk/a_r0/00/01_g0/file"], [8], 4, False),
+        (["/disk/a_r0/99/02_g0/other"], [12], 4, False),
+    ]
+
+
+def test_what_could_not_be_read_is_not_opened_again_at_once(disk):
+    """It may hang again, and who waits for the first time to end would wait for ever."""
+    load = older.replace_load(None)
+    with pytest.raises(OSError, match="no direct"):
+        load("/disk/a_r0/00/01_g0/file", memoryview(b""), 0, 4)
+    load("/disk/a_r0/00/01_g0/file", memoryview(b""), 0, 4)
+    assert [direct for *_, direct in disk.asked] == [True, False]
+
+
+@pytest.mark.parametrize("replace", [older.replace_store, older.replace_load])
+def test_any_other_fault_of_a_disk_is_told(disk, replace):
+    disk.error = errno.EIO
+    for _ in range(2):
+        with pytest.raises(OSError, match="no direct"):
+            replace(None)("/disk/a_r0/00/01_g0/file", memoryview(b""), 0, 4)
+    assert [direct for *_, direct in disk.asked] == [True, True]
