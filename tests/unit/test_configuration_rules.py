@@ -186,6 +186,21 @@ CASES = [
         "one of these releases, or set KVPATCH=0.",
     ),
     (
+        [
+            simple()
+            | {
+                "machine__vllm": "0.19.1",
+                "scheduler_config__disable_hybrid_kv_cache_manager": False,
+                "model_config__get_sliding_window": lambda: 256,
+            }
+        ],
+        "SimpleCPUOffloadConnector is configured in eager mode for sliding windows whose blocks "
+        "are given back, because before vLLM 0.22 it stops storing a request at the first block "
+        "that has left its window and is gone, and some prompts never come back from the CPU "
+        "tier; set --disable-hybrid-kv-cache-manager or lazy_offload, install vLLM 0.22.1, or set "
+        "KVPATCH=0.",
+    ),
+    (
         [tiers("fs") | {"machine__vllm": "0.27.1"}],
         "a secondary tier is configured, because the fs tier of this vLLM gives a damaged file's "
         "bytes back as they are (vllm-project/vllm#49176), which kvpatch mends from vLLM 0.28 on; "
@@ -514,3 +529,24 @@ def test_a_configuration_without_a_model_is_not_an_engine(monkeypatch):
     monkeypatch.setattr(status, "on_frontend_config", lambda: pytest.fail("not an engine"))
     made = config(model_config=None)
     assert configuration.around_post_init(lambda: "done", made, (), {}) == "done"
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        simple(**extra)
+        | {
+            "machine__vllm": release,
+            "scheduler_config__disable_hybrid_kv_cache_manager": kept,
+            "model_config__get_sliding_window": lambda window=window: window,
+        }
+        for release, extra, kept, window in (
+            ("0.22.1", {}, False, 256),
+            ("0.19.1", {"lazy_offload": True}, False, 256),
+            ("0.19.1", {}, True, 256),
+            ("0.19.1", {}, False, None),
+        )
+    ],
+)
+def test_windows_that_an_older_connector_stores_pass(changes):
+    configuration.check(config(**changes))
