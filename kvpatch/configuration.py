@@ -170,6 +170,18 @@ def _loses_lazy_copies(config: Any) -> bool:
     return any(_simple(config, "lazy_offload")) and _at_least("0.29") and not _at_least("0.30")
 
 
+def _stops_storing_windows(config: Any) -> bool:
+    return (
+        _is_simple(config)
+        and _tested_on(SIMPLE_RANGE)
+        and not _at_least("0.22")
+        and not all(_simple(config, "lazy_offload"))
+        and not config.scheduler_config.disable_hybrid_kv_cache_manager
+        and config.model_config is not None
+        and config.model_config.get_sliding_window() is not None
+    )
+
+
 def _keeps_reset_blocks(config: Any) -> bool:
     return bool(_tiers(config)) and not _at_least("0.24")
 
@@ -301,6 +313,20 @@ RULES = (
         lambda c: "SimpleCPUOffloadConnector is configured on this release",
         f"it was compared with plain vLLM's on vLLM {words(SIMPLE_RANGE)} only",
         "use OffloadingConnector, or one of these releases, or set KVPATCH=0",
+        code="KVP317",
+    ),
+    Rule(
+        "SimpleCPUOffloadConnector in eager mode before vLLM 0.22, for models with a sliding "
+        "window and the hybrid KV cache manager (on with `--kv-offloading-size`)",
+        _stops_storing_windows,
+        lambda c: (
+            "SimpleCPUOffloadConnector is configured in eager mode for sliding windows whose "
+            "blocks are given back"
+        ),
+        "before vLLM 0.22 it stops storing a request at the first block that has left its window "
+        "and is gone, and some prompts never come back from the CPU tier",
+        "set --disable-hybrid-kv-cache-manager or lazy_offload, install vLLM 0.22.1, or set "
+        "KVPATCH=0",
         code="KVP317",
     ),
     Rule(

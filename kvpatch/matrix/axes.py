@@ -131,7 +131,12 @@ def configuration_of(cell: Cell) -> Any:
             distributed_executor_backend=None,
         ),
         attention_config=SimpleNamespace(hisparse_config=None),
-        scheduler_config=SimpleNamespace(async_scheduling=None, policy="fcfs", scheduler_cls=None),
+        scheduler_config=SimpleNamespace(
+            async_scheduling=None,
+            policy="fcfs",
+            scheduler_cls=None,
+            disable_hybrid_kv_cache_manager=True,  # as a connector has it before 0.22
+        ),
         speculative_config=None,
         kv_events_config=None,
         model_config=SimpleNamespace(

@@ -189,6 +189,21 @@ CASES = [
     ),
     (
         [
+            simple()
+            | {
+                "machine__vllm": "0.19.1",
+                "scheduler_config__disable_hybrid_kv_cache_manager": False,
+                "model_config__get_sliding_window": lambda: 256,
+            }
+        ],
+        "SimpleCPUOffloadConnector is configured in eager mode for sliding windows whose blocks "
+        "are given back, because before vLLM 0.22 it stops storing a request at the first block "
+        "that has left its window and is gone, and some prompts never come back from the CPU "
+        "tier; set --disable-hybrid-kv-cache-manager or lazy_offload, install vLLM 0.22.1, or set "
+        "KVPATCH=0.",
+    ),
+    (
+        [
             multi("OffloadingConnector") | {"machine__vllm": "0.25.1"},
             multi("OffloadingConnector") | V2_OF_33,
         ],
@@ -523,3 +538,24 @@ def test_a_configuration_without_a_model_is_not_an_engine(monkeypatch):
     monkeypatch.setattr(status, "on_frontend_config", lambda: pytest.fail("not an engine"))
     made = config(model_config=None)
     assert configuration.around_post_init(lambda: "done", made, (), {}) == "done"
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        simple(**extra)
+        | {
+            "machine__vllm": release,
+            "scheduler_config__disable_hybrid_kv_cache_manager": kept,
+            "model_config__get_sliding_window": lambda window=window: window,
+        }
+        for release, extra, kept, window in (
+            ("0.22.1", {}, False, 256),
+            ("0.19.1", {"lazy_offload": True}, False, 256),
+            ("0.19.1", {}, True, 256),
+            ("0.19.1", {}, False, None),
+        )
+    ],
+)
+def test_windows_that_an_older_connector_stores_pass(changes):
+    configuration.check(config(**changes))

@@ -103,7 +103,9 @@ def vllm_config(given, runner="V1"):
         kv_transfer_config=transfer,
         use_v2_model_runner=runner == "V2",
         attention_config=SimpleNamespace(),
-        scheduler_config=SimpleNamespace(policy="fcfs", scheduler_cls=None),
+        scheduler_config=SimpleNamespace(
+            policy="fcfs", scheduler_cls=None, disable_hybrid_kv_cache_manager=True
+        ),
         cache_config=SimpleNamespace(enable_prefix_caching=True, cache_dtype="auto"),
         parallel_config=SimpleNamespace(
             world_size=1,

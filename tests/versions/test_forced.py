@@ -34,6 +34,22 @@ def test_lazy_copies_of_0_29_are_counted_and_not_made(engine: Engine) -> None:
     assert ours.result["simple"]["changed"] > 0
 
 
+def test_eager_stores_of_windows_stop_before_0_22(engine: Engine) -> None:
+    """The CPU tier has room for all, and some prompts are not served from it."""
+    ours = engine(
+        Run(
+            model="sliding",
+            vllm="0.19.1",
+            simple="eager",
+            windows=True,
+            forced=("KVP317",),
+            cpu_blocks=280,
+            rounds=(ONE_TIME,) * 2,
+        )
+    )
+    assert sum(record["cached"] for record in ours.round(1)) < int(ONE_TIME) * 640
+
+
 def test_kvcached_has_no_adapter_for_runner_v2_before_0_28(engine: Engine) -> None:
     ours = engine(Run(vllm="0.27.1", runner="v2", forced=("KVP301",)))
     assert ours.code != 0

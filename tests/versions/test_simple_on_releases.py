@@ -63,16 +63,15 @@ def test_blocks_and_tokens_are_right(
 
 
 @pytest.mark.parametrize("vllm", WINDOWS_ASKED_FOR)
-@pytest.mark.parametrize("mode", ["eager", "lazy"])
 @LAYOUTS
-def test_windows_that_were_asked_for_are_right(
-    engine: Callable[[Run], Finished], vllm: str, mode: str, contiguous: bool
+def test_windows_that_were_asked_for_are_right_in_lazy_mode(
+    engine: Callable[[Run], Finished], vllm: str, contiguous: bool
 ) -> None:
     run = Run(
         model="sliding",
         vllm=vllm,
         contiguous=contiguous,
-        simple=mode,
+        simple="lazy",
         windows=True,
         cpu_blocks=TIER["sliding"],
         rounds=ROUNDS,
