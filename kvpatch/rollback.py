@@ -2,9 +2,8 @@
 
 A neighbour can take the last page after the scheduler has counted it. A model with
 several KV cache groups then has new blocks for one group and none for the next. The
-request is tried again, and what the first try left makes that wrong: prefix caching
-asserts that a request is new, and a worker never hears of blocks that an earlier try
-has appended.
+request is tried again, and what the first try left is in the way: prefix caching
+asserts that the request is new, and a worker hears of the blocks of the last try only.
 """
 
 from __future__ import annotations

@@ -107,7 +107,7 @@ FEATURE = Feature(
         Patch(
             id="elastic.rollback",
             target="vllm.v1.core.kv_cache_manager:KVCacheManager.allocate_slots",
-            why="an allocation that fails in the middle leaves blocks that workers never hear of",
+            why="an allocation that fails in the middle ends the engine when it is tried again",
             upstream="ovg-project/kvcached, patch_allocate_slots in 0.1.6 (0.28 to 0.30 only)",
             until="kvcached takes failed allocations back on every release",
             wrapper="kvpatch.rollback:around_allocate_slots",

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 from runs import Finished, Run
-from test_tokens import PLAIN, assert_same, same_tokens
+from test_tokens import PLAIN, assert_same
 
 ROUNDS = ("long", "long")
 # The model has two groups, so that the blocks of one are there when the other has none: of
@@ -36,16 +36,11 @@ def test_a_failed_allocation_leaves_nothing_behind(
     assert ours.result["exhaustion"]["leaked"] == 0
 
 
-# kvcached takes them back on the releases between.
-@pytest.mark.parametrize(("vllm", "runner"), [("0.19.1", "v1"), ("0.27.1", "v1"), ("0.32.0", "v2")])
-def test_without_the_rollback_it_leaves_blocks_that_workers_never_hear_of(
-    engine: Callable[[Run], Finished], vllm: str, runner: str
+@pytest.mark.parametrize("vllm", ["0.19.1", "0.27.1"])
+def test_without_the_rollback_the_next_try_ends_the_engine(
+    engine: Callable[[Run], Finished], vllm: str
 ) -> None:
-    run = replace(RUN, vllm=vllm, runner=runner)
-    plain = engine(replace(PLAIN, model=run.model, rounds=ROUNDS, vllm=vllm, runner=runner))
-    ours = engine(replace(run, revert=("elastic.rollback",)))
+    ours = engine(replace(RUN, vllm=vllm, revert=("elastic.rollback",)))
     assert "KV on elastic memory: yes" in ours.log
-    assert ours.code or any(
-        same_tokens(ours.round(index), plain.round(index)) < len(plain.round(index))
-        for index in range(len(ROUNDS))
-    )
+    assert ours.code
+    assert "assert len(new_computed_blocks) == 0" in ours.log
