@@ -269,7 +269,8 @@ def write_down(result: dict[str, Any], path: str, core: Any, leave: bool = False
     Path(path).write_text(json.dumps(result))
     transfer = core.vllm_config.kv_transfer_config
     if transfer is not None:
-        Path(f"/dev/shm/vllm_offload_{transfer.engine_id}.mmap").unlink(missing_ok=True)
+        for name in (transfer.engine_id, core.vllm_config.instance_id):  # the latter up to 0.25
+            Path(f"/dev/shm/vllm_offload_{name}.mmap").unlink(missing_ok=True)
     if leave:
         os._exit(0)
 
