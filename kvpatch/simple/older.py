@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
+from kvpatch import connectors
 from kvpatch.simple.copies import backend_here
 from kvpatch.simple.eviction import EvictionOrder, bind
 from kvpatch.simple.lifetime import waits_for_copies
@@ -71,8 +72,11 @@ def around_has_requests(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> 
 
     Wraps ``Scheduler.has_requests``.
     """
-    planner = getattr(instance.connector, "scheduler_manager", None)
-    return bool(wrapped(*args, **kwargs)) or (planner is not None and waits_for_copies(planner))
+    planners = (
+        getattr(part, "scheduler_manager", None) for part in connectors.parts(instance.connector)
+    )
+    waits = any(planner is not None and waits_for_copies(planner) for planner in planners)
+    return bool(wrapped(*args, **kwargs)) or waits
 
 
 class AlsoUnderWay:

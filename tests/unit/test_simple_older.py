@@ -113,6 +113,8 @@ def test_an_engine_steps_while_a_copy_is_under_way(vllm_asks, stores, loads, ask
     waiting = SimpleNamespace(has_pending_stores=lambda: stores, _reqs_to_load=loads)
     scheduler = SimpleNamespace(connector=SimpleNamespace(scheduler_manager=waiting))
     assert older.around_has_requests(lambda: vllm_asks, scheduler, (), {}) is asked
+    scheduler.connector = SimpleNamespace(_connectors=[SimpleNamespace(), scheduler.connector])
+    assert older.around_has_requests(lambda: vllm_asks, scheduler, (), {}) is asked
 
 
 @pytest.mark.parametrize(

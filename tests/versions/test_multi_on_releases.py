@@ -12,7 +12,6 @@ from test_multi import INSIDE
 from test_tokens import LAYOUTS, Engine, assert_same
 
 RELEASES = ("0.22.1", "0.24.0", "0.26.0", "0.27.1")
-WITH_SIMPLE = ("0.26.0", "0.27.1")
 
 
 class InMulti(Fences):
@@ -55,7 +54,7 @@ def test_without_the_fence_blocks_are_lost(fences: Callable[[str], Fences], vllm
 
 
 @LAYOUTS
-@pytest.mark.parametrize("vllm", WITH_SIMPLE)
+@pytest.mark.parametrize("vllm", RELEASES)
 @pytest.mark.parametrize("mode", ["eager", "lazy"])
 def test_simple_is_right_in_it_too(
     engine: Engine,
