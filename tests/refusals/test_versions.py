@@ -24,7 +24,7 @@ def test_kvcached_missing(python, without):
     refused = python(CLI, "serve", "a-model", exe=without("kvcached"))
     assert refused.sentence == (
         f"{REFUSES}kvcached is not installed as a distribution in this environment, because "
-        "kvpatch reads its version from there and runs on kvcached ==0.1.6; install it with pip "
+        "kvpatch reads its version from there and runs on kvcached 0.1.6; install it with pip "
         'install "kvcached==0.1.6", or set KVPATCH=0.'
     )
     assert "Traceback" not in refused.log
@@ -68,7 +68,7 @@ def test_kvcached_too_old_or_too_new(serve, shadow, version):
     refused = serve(**shadow(version, "kvcached"))
     assert refused.sentence == (
         f"{REFUSES}kvcached {version} is outside the tested range, because no engine on it was "
-        "compared with plain vLLM's in full; install kvcached==0.1.6 or set KVPATCH=0."
+        "compared with plain vLLM's in full; install kvcached 0.1.6 or set KVPATCH=0."
     )
 
 
