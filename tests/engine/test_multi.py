@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -27,21 +28,31 @@ def test_simple_is_right_in_it_too(
     mode: str,
     contiguous: bool,
 ) -> None:
-    """In lazy mode beside OffloadingConnector, which finds what the device lost first."""
-    beside = "NothingConnector" if mode == "eager" else "OffloadingConnector"
-    run = Run(contiguous=contiguous, simple=mode, inside=("SimpleCPUOffloadConnector", beside))
+    run = Run(contiguous=contiguous, simple=mode)
+    compare_simple_inside(run, engine, models(run.model), device, tmp_path)
+
+
+def compare_simple_inside(
+    run: Run, engine: Engine, model: Path, device: Device, folder: Path
+) -> None:
+    """Compare SimpleCPUOffloadConnector inside a MultiConnector with plain vLLM.
+
+    In lazy mode beside OffloadingConnector, which finds what the device lost first.
+    """
+    beside = "NothingConnector" if run.simple == "eager" else "OffloadingConnector"
+    run = replace(run, inside=("SimpleCPUOffloadConnector", beside))
     job = {
-        "model": str(models(run.model)),
+        "model": str(model),
         "engine": engine_arguments(run),
         "rounds": [prompts(24)] * 2,
         "nothing_connector": True,
     }
-    ours = run_driver(job, device.environ(run), tmp_path)
-    assert_same(ours, engine(Run(kvpatch=False, offload=False)))
+    ours = run_driver(job, device.environ(run), folder, vllm=run.vllm)
+    assert_same(ours, engine(Run(kvpatch=False, offload=False, vllm=run.vllm)))
     assert [record["cached"] for record in ours.round(1)] == [640] * 24
     seen = ours.result["simple"]
     assert seen["stored"] > 0
-    assert (seen["loaded"] > 0) is (mode == "eager") or seen["loaded"] > 0
+    assert seen["loaded"] > 0 or run.simple == "lazy"
     assert seen["changed"] == seen["pinned"] == 0
     assert seen["device_calls"] == {}
 

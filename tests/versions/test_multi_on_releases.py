@@ -6,10 +6,10 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from runs import Device, Run, engine_arguments, prompts, run_driver
+from runs import Device, Run
 from test_fence import SHARED, TOGETHER, Fences
-from test_multi import INSIDE
-from test_tokens import LAYOUTS, Engine, assert_same
+from test_multi import INSIDE, compare_simple_inside
+from test_tokens import LAYOUTS, Engine
 
 RELEASES = ("0.22.1", "0.24.0", "0.26.0", "0.27.1")
 
@@ -65,21 +65,5 @@ def test_simple_is_right_in_it_too(
     mode: str,
     contiguous: bool,
 ) -> None:
-    """In lazy mode beside OffloadingConnector, which finds what the device lost first."""
-    beside = "NothingConnector" if mode == "eager" else "OffloadingConnector"
-    inside = ("SimpleCPUOffloadConnector", beside)
-    run = Run(contiguous=contiguous, simple=mode, inside=inside, vllm=vllm)
-    job = {
-        "model": str(models(run.model)),
-        "engine": engine_arguments(run),
-        "rounds": [prompts(24)] * 2,
-        "nothing_connector": True,
-    }
-    ours = run_driver(job, device.environ(run), tmp_path, vllm=vllm)
-    assert_same(ours, engine(Run(kvpatch=False, offload=False, vllm=vllm)))
-    assert [record["cached"] for record in ours.round(1)] == [640] * 24
-    seen = ours.result["simple"]
-    assert seen["stored"] > 0
-    assert (seen["loaded"] > 0) is (mode == "eager") or seen["loaded"] > 0
-    assert seen["changed"] == seen["pinned"] == 0
-    assert seen["device_calls"] == {}
+    run = Run(contiguous=contiguous, simple=mode, vllm=vllm)
+    compare_simple_inside(run, engine, models(run.model), device, tmp_path)
