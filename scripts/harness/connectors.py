@@ -1,0 +1,56 @@
+"""The ``kv_transfer_config`` of every connector, in one place."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+Config = dict[str, Any]
+
+
+def connector(name: str, **extra: Any) -> Config:
+    """Return the configuration of a connector by vLLM's name of it."""
+    config: Config = {"kv_connector": name, "kv_role": "kv_both"}
+    return config | ({"kv_connector_extra_config": extra} if extra else {})
+
+
+def offloading(cpu_bytes: int, on_host: bool = True, **extra: Any) -> Config:
+    """Return OffloadingConnector with a CPU tier of ``cpu_bytes``, over all ranks.
+
+    Args:
+        cpu_bytes: the size of the CPU tier.
+        on_host: with the host device's copies, for machines without a GPU.
+        extra: more of ``kv_connector_extra_config``.
+    """
+    host = {
+        "spec_name": "HostOffloadingSpec",
+        "spec_module_path": "kvpatch.hostdevice.offloading",
+    }
+    return connector(
+        "OffloadingConnector", cpu_bytes_to_use=cpu_bytes, **(host if on_host else {}) | extra
+    )
+
+
+def tiering(
+    cpu_bytes: int, tiers: Sequence[Config], on_host: bool = True, **extra: Any
+) -> Config:
+    """Return OffloadingConnector with secondary tiers, as vLLM's ``secondary_tiers`` has them."""
+    spec: Config = {"spec_name": "TieringOffloadingSpec"}
+    if on_host:
+        spec = {
+            "spec_name": "HostTieringOffloadingSpec",
+            "spec_module_path": "kvpatch.hostdevice.tiering",
+        }
+    return offloading(cpu_bytes, on_host=False, **spec, secondary_tiers=list(tiers), **extra)
+
+
+def simple(cpu_bytes: int, lazy: bool) -> Config:
+    """Return SimpleCPUOffloadConnector in lazy or eager mode."""
+    return connector(
+        "SimpleCPUOffloadConnector", cpu_bytes_to_use=cpu_bytes, lazy_offload=lazy
+    )
+
+
+def multi(*inside: Config) -> Config:
+    """Return MultiConnector with these connectors inside, in order."""
+    return connector("MultiConnector", connectors=list(inside))
