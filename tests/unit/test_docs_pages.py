@@ -10,11 +10,11 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from kvpatch.observing import messages, prometheus
 from packaging.version import Version
 
 from kvpatch import cli, configuration, registry, settings
-from kvpatch.errors import Refusal
-from kvpatch.observing import messages, prometheus
+from kvpatch.refusal import Refusal
 from kvpatch.versions import Installed
 
 ROOT = Path(__file__).parents[2]

@@ -9,8 +9,8 @@ import pytest
 from packaging.version import Version
 
 from kvpatch import gate
-from kvpatch.errors import Refusal
 from kvpatch.patch import Feature, Outcome, Patch
+from kvpatch.refusal import Refusal
 from kvpatch.versions import Installed, installed
 
 RANGE = ">=0.27,<0.29"

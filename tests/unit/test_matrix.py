@@ -18,10 +18,11 @@ from packaging.version import Version
 ROOT = Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT / "scripts"))
 
+from kvpatch.registry import faults  # noqa: E402
+
 from kvpatch import registry  # noqa: E402
 from kvpatch.matrix import axes, shapes, verdicts  # noqa: E402
 from kvpatch.patch import Outcome  # noqa: E402
-from kvpatch.registry import faults  # noqa: E402
 from matrix_lib import record  # noqa: E402
 from matrix_lib.sources import Source  # noqa: E402
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from kvpatch.gate import in_words
+from kvpatch.versions import in_words
 from kvpatch.registry import VLLM_RANGE
 
 ROOT = Path(__file__).parents[2]

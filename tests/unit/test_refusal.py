@@ -6,7 +6,7 @@ import pickle
 
 import pytest
 
-from kvpatch.errors import Refusal, RefusedImport
+from kvpatch.refusal import Refusal, RefusedImport
 
 SENTENCE = "kvpatch refuses to start vLLM: a is b, because c is d; do e. [KVP404]"
 

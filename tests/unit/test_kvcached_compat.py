@@ -9,7 +9,7 @@ from types import ModuleType, SimpleNamespace
 import pytest
 
 from kvpatch import events, releases, runner_v1
-from kvpatch.errors import Refusal
+from kvpatch.refusal import Refusal
 
 
 @pytest.mark.parametrize(

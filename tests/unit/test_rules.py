@@ -7,15 +7,15 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from packaging.version import Version
-
-from kvpatch import configuration, status
-from kvpatch.errors import Refusal
-from kvpatch.gate import in_words as words
 from kvpatch.registry import simple_connector
 from kvpatch.registry import tiers as tier_rows
 from kvpatch.registry.releases import HYBRID_RANGE, LATENT_RANGE, MULTI_RANGE
+from packaging.version import Version
+
+from kvpatch import configuration, status
+from kvpatch.refusal import Refusal
 from kvpatch.versions import Installed
+from kvpatch.versions import in_words as words
 
 
 @pytest.fixture(autouse=True)

@@ -6,8 +6,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from kvpatch.errors import Refusal
-from kvpatch.geometry import check_kinds
+from kvpatch.patches.elastic_memory.regions import check_kinds
+from kvpatch.refusal import Refusal
 
 
 def plan(*specs: object) -> SimpleNamespace:
