@@ -138,7 +138,7 @@ FEATURE = Feature(
             Gap(
                 "0.28",
                 None,
-                "kvcached rolls failed allocations back itself, from 0.31 on by told.allocate_slots",
+                "kvcached rolls them back itself, from 0.31 on by told.allocate_slots",
             ),
         ),
         Patch(
