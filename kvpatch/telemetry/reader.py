@@ -136,8 +136,8 @@ def judge(found: Page, path: Path) -> Seen:
             line = f"pid {pid} is stopped (kill -CONT {pid} continues it), last seen {ago(age)}"
             return Seen(pid, State.STOPPED, line, found)
         line = (
-            f"pid {pid} is silent for {age:.0f} s (process state {state}): blocked in a call, or the "
-            "machine is overloaded; py-spy dump --pid {pid} shows where"
+            f"pid {pid} is silent for {age:.0f} s (process state {state}): blocked in a call, or "
+            f"the machine is overloaded; py-spy dump --pid {pid} shows where"
         )
         return Seen(pid, State.SILENT, line, found)
     engine = found.content.get("engine")
