@@ -21,7 +21,7 @@ from typing import Any
 from kvpatch.refusal import Refusal
 from kvpatch.upstream.kvcached_api import block_view
 
-# Specs whose blocks have been compared byte for byte after a round trip.
+# Specs whose blocks are validated, byte by byte after a round trip.
 VALIDATED_SPECS = ("FullAttentionSpec", "SlidingWindowSpec", "MLAAttentionSpec", "MambaSpec")
 # Of the layers that keep a state: the name in vLLM's ``MambaAttentionBackendEnum``, and which of
 # their states are cached.
@@ -93,7 +93,7 @@ def check_kinds(config: Any) -> None:
     """Check every group of a ``KVCacheConfig``.
 
     Raises:
-        Refusal: the model has a kind of KV cache that was never compared.
+        Refusal: the model has a kind of KV cache that is not validated.
     """
     for group in config.kv_cache_groups:
         kind = type(group.kv_cache_spec).__name__
@@ -105,7 +105,7 @@ def check_kinds(config: Any) -> None:
         if kind not in VALIDATED_SPECS:
             raise Refusal(
                 f"this model has a KV cache of kind {kind}",
-                "offloading it from kvcached's memory was never compared with plain vLLM",
+                "offloading it has not been validated by a store and load round trip",
                 "run it without a KV connector, or with KVPATCH=0",
                 code="KVP406",
             )

@@ -45,7 +45,7 @@ def mark_lasting_allocation(wrapped: Any, instance: Any, args: Any, kwargs: Any)
     of the graph profile is thrown away, and stays vLLM's own.
 
     Raises:
-        Refusal: layers share their KV cache, which was not tried on this runner.
+        Refusal: layers share their KV cache, which is not validated on this runner.
     """
     is_profiling = kwargs.get("is_profiling", args[1] if len(args) > 1 else False)
     if not is_profiling and getattr(instance, "shared_kv_cache_layers", None):

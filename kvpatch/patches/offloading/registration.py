@@ -45,7 +45,7 @@ def register_regions(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Non
     Takes the place of ``OffloadingConnectorWorker.register_kv_caches(kv_caches)``.
 
     Raises:
-        Refusal: the model has a kind of KV cache that was never compared, or the
+        Refusal: the model has a kind of KV cache that is not validated, or the
             regions do not add up to the bytes the CPU tier was sized by.
     """
     regions = checked_regions(instance, argument(args, kwargs, 0, "kv_caches"))
@@ -78,7 +78,7 @@ def check_regions(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
     Wraps ``OffloadingConnectorWorker._init_worker(kv_caches)``.
 
     Raises:
-        Refusal: the model has a kind of KV cache that was never compared, a region lies
+        Refusal: the model has a kind of KV cache that is not validated, a region lies
             outside kvcached's memory, or they do not add up to a block.
     """
     canonical_caches = argument(args, kwargs, 0, "kv_caches")

@@ -25,7 +25,7 @@ def around_register(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> None
     on them.
 
     Raises:
-        Refusal: the model has a kind of KV cache that was never compared, or worker
+        Refusal: the model has a kind of KV cache that is not validated, or worker
             and scheduler would not agree on the blocks of the CPU tier.
     """
     import torch
@@ -58,7 +58,7 @@ def around_register_placed(wrapped: Any, instance: Any, args: Any, kwargs: Any) 
     Wraps ``SimpleCPUOffloadWorker.register_kv_caches(kv_caches)`` from vLLM 0.29 on.
 
     Raises:
-        Refusal: the model has a kind of KV cache that was never compared, a region is not
+        Refusal: the model has a kind of KV cache that is not validated, a region is not
             kvcached's, or they do not add up to a block.
     """
     plan = instance.kv_cache_config
