@@ -1,31 +1,53 @@
-"""Every rule on the engine's configuration, by the sentence it says."""
+"""Every rule on the engine's configuration, by its sentence."""
 
 from __future__ import annotations
 
-import re
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from kvpatch.registry import simple_connector
-from kvpatch.registry import tiers as tier_rows
-from kvpatch.registry.releases import HYBRID_RANGE, LATENT_RANGE, MULTI_RANGE
-from packaging.version import Version
 
-from kvpatch import configuration, status
+from kvpatch import patches, rules, supported
+from kvpatch.environ import VLLM_KV_CACHE_LAYOUT, VLLM_USE_V2_MODEL_RUNNER
+from kvpatch.patches.elastic_memory import configuration
+from kvpatch.patches.kvcached_compat.rules import V1_ON_LATER
+from kvpatch.patches.offloading.rules import HYBRID as HYBRID_RELEASES
+from kvpatch.patches.offloading.rules import LATENT as LATENT_RELEASES
+from kvpatch.patches.offloading.rules import MULTI
+from kvpatch.patches.secondary_tiers.rules import TIERS
+from kvpatch.patches.simple_offload.rules import SIMPLE
 from kvpatch.refusal import Refusal
-from kvpatch.versions import Installed
-from kvpatch.versions import in_words as words
+from kvpatch.rules import Rule
+from kvpatch.supported import validated
+from kvpatch.versions import Facts, Installed, Span, in_words
+
+RULES = rules.of(feature.rules for feature in patches.FEATURES)
 
 
-@pytest.fixture(autouse=True)
-def machine(monkeypatch, request):
-    """The machine that the test's ``changes`` name, instead of this one."""
-    parameters = request.node.callspec.params if hasattr(request.node, "callspec") else {}
-    made = config(**parameters.get("changes", {})).machine
-    found = Installed("vllm", "vllm", made.vllm, Version(made.vllm))
-    monkeypatch.setattr(configuration, "installed", lambda package: [found])
-    monkeypatch.setattr(configuration, "device_here", lambda: made.copies)
+def words(span: Span) -> str:
+    """The validated releases of a span, as a sentence has them."""
+    return in_words(validated(span))
+
+
+def facts(
+    vllm: str = "0.28.0",
+    device: str = "cuda",
+    contiguous: bool = True,
+    environment: dict[str, str] | None = None,
+) -> Facts:
+    """A machine with a release of vLLM."""
+    return Facts(
+        Installed.release("vllm", vllm),
+        Installed.release("kvcached", "0.1.6"),
+        environment or {},
+        device,
+        contiguous,
+    )
+
+
+def check(made: Any, here: Facts | None = None, **more: Any) -> Refusal | None:
+    """The refusal of a configuration, on the machine that it names."""
+    return rules.check(made, here or facts(**made.machine), RULES, **more)
 
 
 def config(connector: bool = True, **changes: Any) -> SimpleNamespace:
@@ -36,7 +58,7 @@ def config(connector: bool = True, **changes: Any) -> SimpleNamespace:
         kv_connector_extra_config={},
     )
     made = SimpleNamespace(
-        machine=SimpleNamespace(vllm="0.28.0", copies="ours"),
+        machine={},  # of ``facts``
         use_v2_model_runner=False,
         attention_config=SimpleNamespace(),
         kv_transfer_config=transfer if connector else None,
@@ -59,6 +81,9 @@ def config(connector: bool = True, **changes: Any) -> SimpleNamespace:
         ),
     )
     for name, value in changes.items():
+        if name.startswith("machine__"):
+            made.machine[name.removeprefix("machine__")] = value
+            continue
         section, _, field = name.rpartition("__")
         setattr(getattr(made, section) if section else made, field, value)
     return made
@@ -96,17 +121,6 @@ def multi(*inside: str, **more: Any) -> dict[str, Any]:
     }
 
 
-@pytest.fixture
-def vllm(monkeypatch):
-    """Say which vLLM is installed; 0.28.0 unless a test says another."""
-
-    def say(release: str) -> None:
-        found = Installed("vllm", "vllm", release, Version(release))
-        monkeypatch.setattr(configuration, "installed", lambda package: [found])
-
-    return say
-
-
 V2_OF_29 = {"machine__vllm": "0.29.0", "use_v2_model_runner": True}
 V2_OF_30 = {"machine__vllm": "0.30.0", "use_v2_model_runner": True}
 HYBRID = {"model_config__is_hybrid": True}
@@ -114,47 +128,43 @@ LATENT = {"model_config__use_mla": True}
 ONE_RANK = {"parallel_config__world_size": 1, "parallel_config__tensor_parallel_size": 1}
 V2_OF_33 = {"machine__vllm": "0.33.0", "use_v2_model_runner": True}
 
-# By the position of the rule: the configurations it refuses, and its sentence.
-CASES = [
-    (
-        [{"attention_config__hisparse_config": SimpleNamespace()}],
-        "HiSparse is configured, because it allocates its KV cache outside kvcached's memory; "
-        "remove the HiSparse configuration, or set KVPATCH=0.",
-    ),
-    (
-        [],  # needs a release of its own: test_runner_v1_where_it_was_not_tried
-        "this configuration runs on Model Runner V1, because there kvcached has no adapter for it, "
-        f"and ours was compared on vLLM {words(configuration.V1_ON_LATER)} only; use Model "
+# By its code: the configurations that a rule refuses, and its sentence.
+CASES: dict[str, tuple[list[dict[str, Any]], str]] = {
+    "KVP301": (
+        [{"machine__vllm": "0.33.0"}],
+        "this configuration runs on Model Runner V1, because kvcached does not support it on this "
+        f"release; kvpatch's adapter is validated on vLLM {words(V1_ON_LATER)} only; use Model "
         "Runner V2, or set KVPATCH=0.",
     ),
-    (
-        [],  # needs a release of its own: test_hybrid_models_where_kvcached_has_no_adapter
-        "JambaForCausalLM has state-space layers, because kvcached's patches for them were not "
-        "tried on this release and runner; use Model Runner V2 of vLLM 0.30, or set KVPATCH=0.",
+    "KVP313": (
+        [],  # without a connector: test_hybrid_models_where_kvcached_has_no_adapter
+        "JambaForCausalLM has state-space layers, because kvcached's patches for them are not "
+        "validated on this release and runner; use Model Runner V2 of vLLM 0.30, or set "
+        "KVPATCH=0.",
     ),
-    (
-        [],  # needs a release and an environment: test_a_layout_that_kvcached_cannot_have
+    "KVP314": (
+        [
+            {
+                "machine__vllm": "0.30.0",
+                "machine__environment": {VLLM_KV_CACHE_LAYOUT.name: "LBHNC"},
+                "use_v2_model_runner": True,
+            }
+        ],
         "VLLM_KV_CACHE_LAYOUT=LBHNC is set and kvcached's memory is contiguous, because kvcached "
-        "has BLNHC or BLHNC there, and with KVCACHED_CONTIGUOUS_LAYOUT=false LBNHC or LBHNC; "
+        "supports BLNHC or BLHNC there, and with KVCACHED_CONTIGUOUS_LAYOUT=false LBNHC or LBHNC; "
         "unset VLLM_KV_CACHE_LAYOUT or change KVCACHED_CONTIGUOUS_LAYOUT, or set KVPATCH=0.",
     ),
-    (
-        [],  # needs a release of its own: test_model_runner_v2_before_kvcacheds_adapter
+    "KVP326": (
+        [{"machine__vllm": "0.27.1", "use_v2_model_runner": True}],
         "this configuration runs on Model Runner V2, because kvcached has no adapter for it "
         "before vLLM 0.28; set VLLM_USE_V2_MODEL_RUNNER=0, or set KVPATCH=0.",
     ),
-    (
-        [
-            {
-                "machine__vllm": "0.25.1",
-                "kv_events_config": SimpleNamespace(enable_kv_cache_events=True),
-            }
-        ],
-        "kv_events_config switches KV cache events on, because kvcached's block pool gives none "
-        "out, and kvpatch knows how to only from vLLM 0.26 on; remove kv_events_config, install a "
-        "later vLLM, or set KVPATCH=0.",
+    "KVP312": (
+        [{"attention_config__hisparse_config": SimpleNamespace()}],
+        "HiSparse is configured, because it allocates KV cache outside kvcached's memory; "
+        "remove the HiSparse configuration, or set KVPATCH=0.",
     ),
-    (
+    "KVP302": (
         [
             {"kv_transfer_config__kv_connector": "ExampleConnector"},
             {
@@ -163,31 +173,143 @@ CASES = [
             },
         ],
         "the KV connector ExampleConnector is configured, because only vLLM's own "
-        "OffloadingConnector and SimpleCPUOffloadConnector are known to be right on kvcached's "
-        "memory; use one of these, or set KVPATCH=0.",
+        "OffloadingConnector and SimpleCPUOffloadConnector are validated on kvcached's memory; "
+        "use one of these, or set KVPATCH=0.",
     ),
-    (
+    "KVP328": (
+        [
+            multi("OffloadingConnector") | {"machine__vllm": "0.25.1"},
+            multi("OffloadingConnector") | V2_OF_33,
+        ],
+        "MultiConnector is configured on this release, because it is validated on vLLM "
+        f"{words(MULTI)} only; use one connector, or one of these releases, or set KVPATCH=0.",
+    ),
+    "KVP319": (
+        [
+            multi("OffloadingConnector", "NixlConnector"),
+            multi("NixlConnector", "OffloadingConnector"),
+            multi("NixlConnector", "NixlConnector"),
+        ],
+        "a MultiConnector is configured with NixlConnector inside, because that connector's "
+        "copies are not validated on kvcached's memory; leave only OffloadingConnector and "
+        "SimpleCPUOffloadConnector in it, or set KVPATCH=0.",
+    ),
+    "KVP320": (
+        [multi("OffloadingConnector", "OffloadingConnector")],
+        "a MultiConnector is configured with OffloadingConnector twice, because vLLM would give "
+        "both the same shared memory; leave one of them, or set KVPATCH=0.",
+    ),
+    "KVP303": (
+        [
+            spec("MySpec", "some.module"),
+            multi("OffloadingConnector", kv_connector_extra_config={"spec_name": "MySpec"}),
+        ],
+        "the offloading spec MySpec is configured, because it has not been validated by a store "
+        "and load round trip; remove spec_name from kv_connector_extra_config, or set KVPATCH=0.",
+    ),
+    "KVP304": (
+        [
+            {"kv_transfer_config__kv_connector_extra_config": {"canonical_layout": True}},
+            multi("OffloadingConnector", kv_connector_extra_config={"canonical_layout": True}),
+        ],
+        "canonical_layout is set in kv_connector_extra_config, because vLLM cannot certify that "
+        "layout on kvcached's memory; remove canonical_layout, or set KVPATCH=0.",
+    ),
+    "KVP305": (
+        [
+            LATENT | ONE_RANK,
+            LATENT | ONE_RANK | {"machine__vllm": "0.32.0"},  # on Runner V1
+            LATENT | ONE_RANK | V2_OF_33,
+            LATENT | ONE_RANK | V2_OF_29 | multi("OffloadingConnector"),
+            LATENT | ONE_RANK | V2_OF_29 | tiers("fs"),
+            LATENT | V2_OF_29,  # of two ranks
+        ],
+        "a KV connector is configured for JambaForCausalLM, because latent attention is validated "
+        "with OffloadingConnector and SimpleCPUOffloadConnector without secondary tiers, on Model "
+        f"Runner V2 of vLLM {words(LATENT_RELEASES)} and one rank only; use one of these, or run "
+        "this model without a KV connector, or set KVPATCH=0.",
+    ),
+    "KVP306": (
+        [{"cache_config__enable_prefix_caching": False}],
+        "the prefix cache is disabled while a KV connector is configured, because that "
+        "combination is not validated; remove --no-enable-prefix-caching, or set KVPATCH=0.",
+    ),
+    "KVP307": (
+        [
+            {"parallel_config__world_size": 4},
+            {"parallel_config__data_parallel_size": 2},
+            {"parallel_config__decode_context_parallel_size": 2},
+        ],
+        "a KV connector is configured with parallelism other than tensor parallelism, because "
+        "that combination is not validated; use tensor parallelism only, or set KVPATCH=0.",
+    ),
+    "KVP308": (
+        [{"parallel_config__distributed_executor_backend": "ray"}],
+        "a KV connector is configured with the executor ray, because kvpatch is validated with "
+        "the executors uni and mp only; set --distributed-executor-backend mp, or set KVPATCH=0.",
+    ),
+    "KVP324": (
+        [
+            {"scheduler_config__scheduler_cls": "builtins.dict"},
+            {"scheduler_config__scheduler_cls": dict},
+        ],
+        "a KV connector is configured with the scheduler builtins.dict, because it is not "
+        "validated: it may free or allocate blocks in an order that the fence does not expect; "
+        "remove --scheduler-cls, or set KVPATCH=0.",
+    ),
+    "KVP309": (
+        [{"speculative_config": SimpleNamespace(method="ngram")}],
+        "a KV connector is configured with speculative decoding, because it has not been "
+        "validated by a store and load round trip; remove the speculative configuration, or set "
+        "KVPATCH=0.",
+    ),
+    "KVP310": (
+        [{"cache_config__cache_dtype": "fp8"}],
+        "a KV connector is configured with the KV cache dtype fp8, because it has not been "
+        "validated by a store and load round trip; use one of auto, bfloat16, float16, float32, "
+        "or set KVPATCH=0.",
+    ),
+    "KVP311": (
+        [
+            HYBRID | ONE_RANK,
+            HYBRID | V2_OF_30,  # of two ranks
+            HYBRID | ONE_RANK | {"machine__vllm": "0.29.0", "use_v2_model_runner": True},
+            HYBRID | ONE_RANK | V2_OF_30 | tiers("fs"),
+            HYBRID | ONE_RANK | V2_OF_30 | simple(),
+            HYBRID | ONE_RANK | V2_OF_30 | LATENT,
+        ],
+        "a KV connector is configured for JambaForCausalLM, because hybrid models are validated "
+        "with OffloadingConnector without secondary tiers, on Model Runner V2 of vLLM "
+        f"{words(HYBRID_RELEASES)} and one rank only; use that, or run this model without a KV "
+        "connector, or set KVPATCH=0.",
+    ),
+    "KVP331": (
+        [{"model_config__is_encoder_decoder": True}],
+        "a KV connector is configured for JambaForCausalLM, because encoder-decoder models are "
+        "not validated; run this model without a KV connector, or set KVPATCH=0.",
+    ),
+    "KVP315": (
         [simple(kv_offload_backend="disk", disk_path="/tmp/x")],
-        "the kv_offload_backend disk is configured, because its blocks were never compared with "
-        "plain vLLM's after a round trip; remove kv_offload_backend from "
-        "kv_connector_extra_config, or set KVPATCH=0.",
+        "the kv_offload_backend disk is configured, because it has not been validated by a store "
+        "and load round trip; remove kv_offload_backend from kv_connector_extra_config, or set "
+        "KVPATCH=0.",
     ),
-    (
+    "KVP316": (
         [simple(lazy_offload=True) | V2_OF_29],
         "lazy_offload is set in kv_connector_extra_config, because SimpleCPUOffloadConnector of "
         "vLLM 0.29 counts copies of idle steps as done without making them; remove lazy_offload, "
-        "install another vLLM, or set KVPATCH=0.",
+        "or install another vLLM, or set KVPATCH=0.",
     ),
-    (
+    "KVP317": (
         [
             simple(lazy_offload=True) | V2_OF_33,
             simple() | {"machine__vllm": "0.23.0"},
         ],
-        "SimpleCPUOffloadConnector is configured on this release, because it was compared with "
-        f"plain vLLM's on vLLM {words(simple_connector.FEATURE.vllm)} only; use "
-        "OffloadingConnector, or one of these releases, or set KVPATCH=0.",
+        "SimpleCPUOffloadConnector is configured on this release, because it is validated on vLLM "
+        f"{words(SIMPLE)} only; use OffloadingConnector, or one of these releases, or set "
+        "KVPATCH=0.",
     ),
-    (
+    "KVP327": (
         [
             simple()
             | {
@@ -197,71 +319,47 @@ CASES = [
             }
         ],
         "SimpleCPUOffloadConnector is configured in eager mode for sliding windows whose blocks "
-        "are given back, because before vLLM 0.22 it stops storing a request at the first block "
-        "that has left its window and is gone, and some prompts never come back from the CPU "
-        "tier; set --disable-hybrid-kv-cache-manager or lazy_offload, install vLLM 0.22.1, or set "
+        "are freed, because before vLLM 0.22 it stops storing a request at the first block that "
+        "has left its window and was freed, and some prompts are never loaded from the CPU tier; "
+        "set --disable-hybrid-kv-cache-manager or lazy_offload, or install vLLM 0.22.1, or set "
         "KVPATCH=0.",
     ),
-    (
+    "KVP318": (
+        [simple() | {"machine__device": "xpu"}],
+        "the KV connector SimpleCPUOffloadConnector is configured, because its block copies are "
+        "not validated on this device; use OffloadingConnector, or set KVPATCH=0.",
+    ),
+    "KVP325": (
         [
-            multi("OffloadingConnector") | {"machine__vllm": "0.25.1"},
-            multi("OffloadingConnector") | V2_OF_33,
+            {
+                "machine__vllm": "0.25.1",
+                "kv_events_config": SimpleNamespace(enable_kv_cache_events=True),
+            }
         ],
-        "MultiConnector is configured on this release, because it was compared with plain vLLM's "
-        f"on vLLM {words(MULTI_RANGE)} only; use one connector, or one of these releases, or set "
-        "KVPATCH=0.",
+        "kv_events_config enables KV cache events, because kvcached's block pool does not emit "
+        "them; what kvpatch adds is validated on vLLM 0.26 and later; remove kv_events_config, or "
+        "install a later vLLM, or set KVPATCH=0.",
     ),
-    (
+    "KVP329": (
         [tiers("fs") | {"machine__vllm": "0.22.1"}],
         "a secondary tier is configured, because the tiers of this vLLM keep their blocks when "
-        "the cache is reset (vllm-project/vllm#44541) and ask a disk on the scheduler's own "
-        "thread (vllm-project/vllm#44193); use OffloadingConnector without tiers, or install "
-        "vLLM 0.24, or set KVPATCH=0.",
+        "the prefix cache is reset (vllm-project/vllm#44541) and access a disk on the scheduler's "
+        "thread (vllm-project/vllm#44193); use OffloadingConnector without secondary tiers, or "
+        "install vLLM 0.24, or set KVPATCH=0.",
     ),
-    (
+    "KVP330": (
         [tiers("fs") | V2_OF_33],
-        "a secondary tier is configured on this release, because it was compared with plain vLLM's "
-        f"on vLLM {words(tier_rows.FEATURE.vllm)} only; use OffloadingConnector without "
-        "tiers, or one of these releases, or set KVPATCH=0.",
+        "a secondary tier is configured on this release, because it is validated on vLLM "
+        f"{words(TIERS)} only; use OffloadingConnector without secondary tiers, or one of these "
+        "releases, or set KVPATCH=0.",
     ),
-    (
-        [simple() | {"machine__copies": None}],
-        "the KV connector SimpleCPUOffloadConnector is configured, because kvpatch knows no way "
-        "to copy its blocks on this device; use OffloadingConnector, or set KVPATCH=0.",
-    ),
-    (
-        [
-            multi("OffloadingConnector", "NixlConnector"),
-            multi("NixlConnector", "OffloadingConnector"),
-            multi("NixlConnector", "NixlConnector"),
-        ],
-        "a MultiConnector is configured with NixlConnector inside, because that connector's "
-        "copies were never compared with plain vLLM's; leave only OffloadingConnector and "
-        "SimpleCPUOffloadConnector in it, or "
-        "set KVPATCH=0.",
-    ),
-    (
-        [multi("OffloadingConnector", "OffloadingConnector")],
-        "a MultiConnector is configured with OffloadingConnector twice, because vLLM gives two "
-        "OffloadingConnectors one host memory, and no two of another were compared; leave one of "
-        "them, or set KVPATCH=0.",
-    ),
-    (
-        [
-            spec("MySpec", "some.module"),
-            multi("OffloadingConnector", kv_connector_extra_config={"spec_name": "MySpec"}),
-        ],
-        "the offloading spec MySpec is configured, because its blocks were never "
-        "compared with plain vLLM's after a round trip; remove spec_name from "
-        "kv_connector_extra_config, or set KVPATCH=0.",
-    ),
-    (
+    "KVP321": (
         [tiers("example"), tiers("fs", "example")],
-        "the secondary tier example is configured, because vLLM's example keeps the names of "
-        "blocks and no bytes, so that what comes back from it is whatever lies in the CPU tier; "
-        "use the tier fs, or set KVPATCH=0.",
+        "the secondary tier example is configured, because vLLM's example keeps the keys of "
+        "blocks and not their bytes, so that a load returns whatever the CPU tier has in that "
+        "place; use the tier fs, or set KVPATCH=0.",
     ),
-    (
+    "KVP322": (
         [
             tiers("obj"),
             tiers("fs", "obj"),
@@ -272,129 +370,45 @@ CASES = [
                 ],
             ),
         ],
-        "the secondary tier obj is configured, because no test of kvpatch ran on it; use the tier "
-        "fs, or set KVPATCH=0.",
-    ),
-    (
-        [tiers("fs") | {"scheduler_config__policy": "priority"}],
-        "a secondary tier is configured with the scheduling policy priority, because a request "
-        "that waits for the tier can then keep those from running that hold the memory it needs; "
-        "use the scheduling policy fcfs, or set KVPATCH=0.",
-    ),
-    (
-        [
-            {"kv_transfer_config__kv_connector_extra_config": {"canonical_layout": True}},
-            multi("OffloadingConnector", kv_connector_extra_config={"canonical_layout": True}),
-        ],
-        "canonical_layout is set in kv_connector_extra_config, because vLLM cannot certify that "
-        "layout on kvcached's memory; remove canonical_layout, or set KVPATCH=0.",
-    ),
-    (
-        [
-            LATENT | ONE_RANK,
-            LATENT | ONE_RANK | {"machine__vllm": "0.32.0"},  # on Runner V1
-            LATENT | ONE_RANK | V2_OF_33,
-            LATENT | ONE_RANK | V2_OF_29 | multi("OffloadingConnector"),
-            LATENT | ONE_RANK | V2_OF_29 | tiers("fs"),
-            LATENT | V2_OF_29,  # of two ranks
-        ],
-        "a KV connector is configured for JambaForCausalLM, because the KV cache of models with "
-        "latent attention was compared with plain vLLM's for OffloadingConnector and "
-        "SimpleCPUOffloadConnector without tiers, on Model Runner V2 of vLLM "
-        f"{words(LATENT_RANGE)} and one rank only; use one of these, or run this model without a "
-        "KV connector, or set KVPATCH=0.",
-    ),
-    (
-        [{"cache_config__enable_prefix_caching": False}],
-        "prefix caching is off while a KV connector is configured, because no test of kvpatch ran "
-        "on it; remove --no-enable-prefix-caching, or set KVPATCH=0.",
-    ),
-    (
-        [
-            {"parallel_config__world_size": 4},
-            {"parallel_config__data_parallel_size": 2},
-            {"parallel_config__decode_context_parallel_size": 2},
-        ],
-        "a KV connector is configured with parallelism other than tensor parallelism, because no "
-        "test of kvpatch ran on it; use tensor parallelism only, or set KVPATCH=0.",
-    ),
-    (
-        [{"parallel_config__distributed_executor_backend": "ray"}],
-        "a KV connector is configured with the executor ray, because kvpatch is tested with the "
-        "executors uni and mp only; set --distributed-executor-backend mp, or set KVPATCH=0.",
-    ),
-    (
-        [
-            {"scheduler_config__scheduler_cls": "builtins.dict"},
-            {"scheduler_config__scheduler_cls": dict},
-        ],
-        "a KV connector is configured with the scheduler builtins.dict, because it may free or "
-        "hand out blocks in another order than the transfers are fenced for; remove "
-        "--scheduler-cls, or set KVPATCH=0.",
-    ),
-    (
-        [{"speculative_config": SimpleNamespace(method="ngram")}],
-        "a KV connector is configured with speculative decoding, because its blocks were never "
-        "compared with plain vLLM's after a round trip; remove the speculative configuration, or "
+        "the secondary tier obj is configured, because it is not validated; use the tier fs, or "
         "set KVPATCH=0.",
     ),
-    (
-        [{"cache_config__cache_dtype": "fp8"}],
-        "a KV connector is configured with the cache dtype fp8, because its blocks were never "
-        "compared with plain vLLM's after a round trip; use one of auto, bfloat16, float16, "
-        "float32, or set KVPATCH=0.",
+    "KVP323": (
+        [tiers("fs") | {"scheduler_config__policy": "priority"}],
+        "a secondary tier is configured with the scheduling policy priority, because a request "
+        "that waits for the tier can then block those that hold the memory it needs; use the "
+        "scheduling policy fcfs, or set KVPATCH=0.",
     ),
-    (
-        [
-            HYBRID | ONE_RANK,
-            HYBRID | V2_OF_30,  # of two ranks
-            HYBRID | ONE_RANK | V2_OF_29,
-            HYBRID | ONE_RANK | V2_OF_30 | tiers("fs"),
-            HYBRID | ONE_RANK | V2_OF_30 | simple(),
-            HYBRID | ONE_RANK | V2_OF_30 | LATENT,
-        ],
-        "a KV connector is configured for JambaForCausalLM, because the KV cache of hybrid models "
-        "was compared with plain vLLM's for OffloadingConnector without tiers, on Model Runner V2 "
-        f"of vLLM {words(HYBRID_RANGE)} and one rank only; use that, or run this model without a "
-        "KV connector, or set KVPATCH=0.",
-    ),
-    (
-        [{"model_config__is_encoder_decoder": True}],
-        "a KV connector is configured for JambaForCausalLM, because the KV cache of "
-        "encoder-decoder models was never compared with plain vLLM's; run this model without a KV "
-        "connector, or set KVPATCH=0.",
-    ),
-]
+}
 EACH = [
-    pytest.param(position, changes, sentence, id=f"{position}-{number}")
-    for position, (many, sentence) in enumerate(CASES)
+    pytest.param(code, changes, sentence, id=f"{code}-{number}")
+    for code, (many, sentence) in CASES.items()
     for number, changes in enumerate(many)
 ]
 
 
+def sentence_of(code: str) -> str:
+    return f"kvpatch refuses to start vLLM: {CASES[code][1]} [{code}]"
+
+
 def test_every_rule_has_its_case():
-    assert len(CASES) == len(configuration.RULES)
+    assert list(CASES) == [rule.code for rule in RULES]
 
 
-@pytest.mark.parametrize(("position", "changes", "sentence"), EACH)
-def test_the_rule_refuses_with_its_sentence(position, changes, sentence):
-    with pytest.raises(Refusal) as refused:
-        configuration.check(config(**changes))
-    rule = configuration.RULES[position]
-    assert str(refused.value) == f"kvpatch refuses to start vLLM: {sentence} [{rule.code}]"
-    broken = [rule for rule in configuration.RULES if rule.applies(config(**changes))]
-    assert broken == [configuration.RULES[position]]
+@pytest.mark.parametrize(("code", "changes", "sentence"), EACH)
+def test_the_rule_refuses_with_its_sentence(code, changes, sentence):
+    made = config(**changes)
+    assert str(check(made)) == sentence_of(code)
+    broken = [rule.code for rule in RULES if rule.refusal(made, facts(**made.machine))]
+    assert broken == [code]
 
 
-@pytest.mark.parametrize(("position", "changes", "sentence"), EACH)
-def test_without_a_connector_only_what_kvcached_cannot_run_matters(position, changes, sentence):
+@pytest.mark.parametrize(("code", "changes", "sentence"), EACH)
+def test_without_a_connector_only_what_kvcached_cannot_run_matters(code, changes, sentence):
     changes = {n: v for n, v in changes.items() if not n.startswith("kv_transfer_config")}
-    rule = configuration.RULES[position]
-    if not rule.with_connector:
-        with pytest.raises(Refusal, match=rule.code):
-            configuration.check(config(connector=False, **changes))
-    else:
-        configuration.check(config(connector=False, **changes))
+    (rule,) = (rule for rule in RULES if rule.code == code)
+    refused = check(config(connector=False, **changes))
+    assert (None if refused is None else refused.code) == (None if rule.with_connector else code)
 
 
 @pytest.mark.parametrize(
@@ -406,6 +420,7 @@ def test_without_a_connector_only_what_kvcached_cannot_run_matters(position, cha
         simple(),
         simple(lazy_offload=True, kv_offload_backend="cpu"),
         simple(spec_name="TieringOffloadingSpec"),  # a key that it does not read
+        simple() | {"machine__device": "cpu"},
         {"use_v2_model_runner": True},
         simple(lazy_offload=True) | {"use_v2_model_runner": True},
         multi("OffloadingConnector") | {"use_v2_model_runner": True},
@@ -432,37 +447,27 @@ def test_without_a_connector_only_what_kvcached_cannot_run_matters(position, cha
         {"model_config": None},
     ],
 )
-def test_what_is_tested_passes(changes):
-    configuration.check(config(**changes))
+def test_what_is_validated_passes(changes):
+    assert check(config(**changes)) is None
 
 
-def test_a_proven_spec_of_another_module_is_another_spec():
-    with pytest.raises(Refusal, match="the offloading spec HostOffloadingSpec"):
-        configuration.check(config(**spec("HostOffloadingSpec", "mine")))
+def test_a_validated_spec_of_another_module_is_another_spec():
+    refused = check(config(**spec("HostOffloadingSpec", "mine")))
+    assert "the offloading spec HostOffloadingSpec" in str(refused)
 
 
-def test_the_check_runs_after_vllm_resolved_the_configuration(monkeypatch):
-    monkeypatch.setattr(status, "on_frontend_config", lambda: None)
-    made = config()
-
-    def resolve():
-        made.cache_config.enable_prefix_caching = False
-
-    with pytest.raises(Refusal, match="prefix caching is off"):
-        configuration.around_post_init(resolve, made, (), {})
-
-
-@pytest.mark.parametrize("release", ["0.28.0", "0.29.0", "0.31.0+cpu", "0.32.0", "0.33.0"])
+@pytest.mark.parametrize(
+    "release",
+    [*validated(V1_ON_LATER), "0.28.0", "0.31.0+cpu", supported.INSPECTED, "0.99.1"],
+)
 @pytest.mark.parametrize("runner_v2", [True, False])
-def test_runner_v1_where_it_was_not_tried(vllm, release, runner_v2):
-    vllm(release)
+def test_runner_v1_where_it_is_not_validated(release, runner_v2):
     made = config(connector=False, use_v2_model_runner=runner_v2)
-    if runner_v2 or release != "0.33.0":
-        configuration.check(made)
-        return
-    with pytest.raises(Refusal) as refused:
-        configuration.check(made)
-    assert str(refused.value) == f"kvpatch refuses to start vLLM: {CASES[1][1]} [KVP301]"
+    refused = check(made, facts(release))
+    if runner_v2 or release.partition("+")[0] in validated():
+        assert refused is None
+    else:
+        assert str(refused) == sentence_of("KVP301")
 
 
 @pytest.mark.parametrize(
@@ -471,73 +476,57 @@ def test_runner_v1_where_it_was_not_tried(vllm, release, runner_v2):
         ("0.28.0", False, True),
         ("0.28.0", True, True),
         ("0.30.0", True, True),
+        ("0.30.0", False, False),
         ("0.30.0+cpu", True, True),
         ("0.31.0", True, False),
         ("0.32.0", True, False),
     ],
 )
-def test_hybrid_models_where_kvcached_has_no_adapter(vllm, release, runner_v2, runs):
-    vllm(release)
+def test_hybrid_models_where_kvcached_has_no_adapter(release, runner_v2, runs):
     made = config(connector=False, use_v2_model_runner=runner_v2, model_config__is_hybrid=True)
-    if runs:
-        configuration.check(made)
-        return
-    with pytest.raises(Refusal) as refused:
-        configuration.check(made)
-    assert str(refused.value) == f"kvpatch refuses to start vLLM: {CASES[2][1]} [KVP313]"
+    refused = check(made, facts(release))
+    assert (refused is None) if runs else (str(refused) == sentence_of("KVP313"))
 
 
 @pytest.mark.parametrize(
-    ("asked", "contiguous", "kept"),
+    ("requested", "contiguous", "kept"),
     [
-        ("BLHNC", "true", True),
-        ("BLNHC", "true", True),
-        ("LBHNC", "true", False),
-        ("HND", "true", False),
-        ("BHLNC", "true", False),
-        ("LBHNC", "false", True),
-        ("NHD", "false", True),
-        ("BLHNC", "false", False),
-        ("LHBNC", "false", False),
+        ("BLHNC", True, True),
+        ("BLNHC", True, True),
+        ("LBHNC", True, False),
+        ("HND", True, False),
+        ("BHLNC", True, False),
+        ("LBHNC", False, True),
+        ("NHD", False, True),
+        ("BLHNC", False, False),
+        ("LHBNC", False, False),
     ],
 )
-def test_a_layout_that_kvcached_cannot_have(vllm, monkeypatch, asked, contiguous, kept):
-    monkeypatch.setenv("VLLM_KV_CACHE_LAYOUT", asked)
-    monkeypatch.setenv("KVCACHED_CONTIGUOUS_LAYOUT", contiguous)
-    configuration.check(config(connector=False))  # before 0.29 it means another thing
-    vllm("0.30.0")
-    made = config(connector=False, use_v2_model_runner=True)
+def test_a_layout_that_kvcached_cannot_have(requested, contiguous, kept):
+    here = {"contiguous": contiguous, "environment": {VLLM_KV_CACHE_LAYOUT.name: requested}}
+    made = config(connector=False)
+    assert check(made, facts("0.28.0", **here)) is None  # before 0.29 it means another thing
+    made.use_v2_model_runner = True
+    refused = check(made, facts("0.30.0", **here))
     if kept:
-        configuration.check(made)
+        assert refused is None
         return
-    with pytest.raises(Refusal) as refused:
-        configuration.check(made)
-    sentence = CASES[3][1].replace("LBHNC is", f"{asked} is", 1)
-    if contiguous == "false":
+    sentence = sentence_of("KVP314").replace("LBHNC is", f"{requested} is", 1)
+    if not contiguous:
         sentence = sentence.replace("is contiguous", "is not contiguous")
-    assert str(refused.value) == f"kvpatch refuses to start vLLM: {sentence} [KVP314]"
+    assert str(refused) == sentence
 
 
-def test_model_runner_v2_before_kvcacheds_adapter(vllm, monkeypatch):
-    refused = f"kvpatch refuses to start vLLM: {CASES[4][1]}"
-    vllm("0.27.1")
-    configuration.check(config())
-    with pytest.raises(Refusal, match=re.escape(refused)):
-        configuration.check(config(use_v2_model_runner=True))
+def test_model_runner_v2_before_kvcacheds_adapter():
+    assert check(config(), facts("0.27.1")) is None
+    refused = check(config(use_v2_model_runner=True), facts("0.27.1"))
+    assert str(refused) == sentence_of("KVP326")
     # Up to 0.21 a configuration does not know its runner.
-    vllm("0.21.0")
     older = config()
     del older.use_v2_model_runner
-    configuration.check(older)
-    monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", "1")
-    with pytest.raises(Refusal, match=re.escape(refused)):
-        configuration.check(older)
-
-
-def test_a_configuration_without_a_model_is_not_an_engine(monkeypatch):
-    monkeypatch.setattr(status, "on_frontend_config", lambda: pytest.fail("not an engine"))
-    made = config(model_config=None)
-    assert configuration.around_post_init(lambda: "done", made, (), {}) == "done"
+    assert check(older, facts("0.21.0")) is None
+    on = {VLLM_USE_V2_MODEL_RUNNER.name: "1"}
+    assert str(check(older, facts("0.21.0", environment=on))) == sentence_of("KVP326")
 
 
 @pytest.mark.parametrize(
@@ -558,4 +547,113 @@ def test_a_configuration_without_a_model_is_not_an_engine(monkeypatch):
     ],
 )
 def test_windows_that_an_older_connector_stores_pass(changes):
-    configuration.check(config(**changes))
+    assert check(config(**changes)) is None
+
+
+# What a rule is
+
+
+def rule(**fields: Any) -> Rule:
+    """A rule that refuses every configuration."""
+    given = {"applies": lambda config, facts: True} | fields
+    return Rule(code="KVP302", kind="all", what="it is", why="so", remedy="do this", **given)
+
+
+@pytest.mark.parametrize(
+    ("release", "refused"),
+    [("0.21.0", False), ("0.22.0", True), ("0.22.1", True), ("0.22.1+cpu", True), ("0.24.0", False)],
+)
+def test_a_rule_only_in_a_span(release, refused):
+    one = rule(only_in=Span("0.22", "0.24"))
+    assert (one.refusal(config(), facts(release)) is not None) is refused
+
+
+def test_a_release_that_nobody_has_seen_has_the_rules_of_the_newest_inspected_one():
+    assert rule(only_in=Span(supported.INSPECTED)).refusal(config(), facts("0.99.1")) is not None
+    ended = rule(only_in=Span("0.22", supported.INSPECTED))
+    assert ended.refusal(config(), facts("0.99.1")) is None
+
+
+@pytest.mark.parametrize(
+    ("release", "refused"),
+    [
+        ("0.22.1", True),  # validated, and before the span
+        ("0.24.0", False),
+        ("0.25.1", True),  # in the span, and not validated
+        ("0.32.0+cpu", False),
+        ("0.33.0", True),
+        ("0.99.1", True),
+    ],
+)
+def test_a_rule_unless_a_release_is_validated(release, refused):
+    one = rule(unless_validated=Span("0.24"))
+    assert (one.refusal(config(), facts(release)) is not None) is refused
+
+
+def test_a_rule_that_does_not_apply_is_not_asked_for_its_subject():
+    def what(config: Any, facts: Facts) -> str:
+        raise AssertionError("asked")
+
+    one = Rule("KVP302", "none", lambda config, facts: False, what, "so", "do this")
+    assert one.refusal(config(), facts()) is None
+
+
+def test_a_lifted_rule_is_skipped():
+    first, second = RULES[0], rule()
+    made = config(machine__vllm="0.33.0")
+    here = facts("0.33.0")
+    assert rules.check(made, here, (first, second)).code == first.code
+    assert rules.check(made, here, (first, second), lifted={first.code}).code == second.code
+    assert rules.check(made, here, (first, second), lifted={first.code, second.code}) is None
+
+
+def test_the_rules_of_features_are_loaded_in_their_order():
+    references = [feature.rules for feature in patches.FEATURES if feature.rules]
+    assert rules.of([*references, None]) == RULES
+    assert rules.of([None]) == ()
+
+
+# Where they are checked
+
+
+@pytest.fixture
+def process(monkeypatch):
+    """A process that passed the gates on vLLM 0.28.0, and what it announced."""
+    announced: list[str] = []
+    record = SimpleNamespace(facts=facts(), rules=[f.rules for f in patches.FEATURES if f.rules])
+    record.lifted = frozenset()
+    monkeypatch.setattr(configuration, "record", record)
+    monkeypatch.setattr(configuration, "device_type", lambda: "cuda")
+    monkeypatch.setattr(configuration.kvcached_api, "contiguous", lambda environment: True)
+    monkeypatch.setattr(configuration, "announce_frontend", lambda: announced.append("frontend"))
+    record.announced = announced
+    return record
+
+
+def test_the_check_runs_after_vllm_resolved_the_configuration(process):
+    made = config()
+
+    def resolve():
+        made.cache_config.enable_prefix_caching = False
+
+    with pytest.raises(Refusal, match="the prefix cache is disabled"):
+        configuration.around_post_init(resolve, made, (), {})
+    assert process.announced == []
+    process.lifted = frozenset({"KVP306"})
+    configuration.around_post_init(resolve, made, (), {})
+    assert process.announced == ["frontend"]
+
+
+def test_a_configuration_without_a_model_is_not_an_engine(process):
+    made = config(model_config=None, kv_transfer_config__kv_connector="ExampleConnector")
+    assert configuration.around_post_init(lambda: "done", made, (), {}) == "done"
+    assert process.announced == []
+
+
+def test_the_facts_of_an_engine_are_those_of_the_gates_and_of_vllm(process, monkeypatch):
+    monkeypatch.setattr(configuration, "device_type", lambda: "xpu")
+    seen = []
+    monkeypatch.setattr(configuration.kvcached_api, "contiguous", lambda given: seen.append(given))
+    here = configuration.facts_of_engine()
+    assert (here.vllm, here.device, here.contiguous) == (process.facts.vllm, "xpu", None)
+    assert seen == [process.facts.environment]
