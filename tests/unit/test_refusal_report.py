@@ -9,7 +9,6 @@ from kvpatch.environ import REFUSAL_FILE, STATUS_DIR
 from kvpatch.refusal import Refusal
 from kvpatch.supported import validated
 from kvpatch.telemetry import refusals
-
 from kvpatch.versions import in_words
 
 BROKEN = """

@@ -71,7 +71,9 @@ def test_every_seam_has_one_part_on_every_release(feature: Feature):
         assert set(feature.at(Version(release))) <= set(feature.patches)
 
 
-@pytest.mark.parametrize("release", [r for r in supported.RELEASES if Version(r) >= Version("0.16")])
+@pytest.mark.parametrize(
+    "release", [r for r in supported.RELEASES if Version(r) >= Version("0.16")]
+)
 def test_no_release_has_a_hole_in_any_feature(release: str):
     assert signatures.holes(release) == []
 
@@ -153,9 +155,7 @@ def test_a_part_that_is_widened_by_one_release_overlaps_there(part: Part):
 
 def test_a_hole_names_the_seam_and_what_it_has():
     feature = next(one for one in patches.FEATURES if one.name == "fence")
-    (part,) = [
-        param.values[0] for param in every_part() if param.id == "fence.build_of_pairs"
-    ]
+    (part,) = [param.values[0] for param in every_part() if param.id == "fence.build_of_pairs"]
     assert start(part.but(before="0.24"), "0.24.0").reason == (
         "the seam fence.build has no patch for vLLM 0.24.0"
     )
@@ -185,7 +185,7 @@ def test_the_inspected_releases_are_those_with_recorded_signatures():
 def test_they_are_in_order_and_the_newest_is_known():
     versions = list(map(Version, supported.RELEASES))
     assert versions == sorted(versions)
-    assert supported.INSPECTED == str(versions[-1])
+    assert str(versions[-1]) == supported.INSPECTED
     assert set(supported.RELEASES.values()) == {supported.VALIDATED, supported.INSPECTED_ONLY}
 
 

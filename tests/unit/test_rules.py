@@ -561,7 +561,13 @@ def rule(**fields: Any) -> Rule:
 
 @pytest.mark.parametrize(
     ("release", "refused"),
-    [("0.21.0", False), ("0.22.0", True), ("0.22.1", True), ("0.22.1+cpu", True), ("0.24.0", False)],
+    [
+        ("0.21.0", False),
+        ("0.22.0", True),
+        ("0.22.1", True),
+        ("0.22.1+cpu", True),
+        ("0.24.0", False),
+    ],
 )
 def test_a_rule_only_in_a_span(release, refused):
     one = rule(only_in=Span("0.22", "0.24"))

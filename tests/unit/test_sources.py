@@ -82,7 +82,6 @@ def edit(source: Source, path: str, old: str, new: str) -> None:
     file.write_text(re.sub(old, new, text))
 
 
-
 def test_sources_are_read_as_they_are_recorded(unpacked):
     for name in RELEASES:
         made = record.read_signatures(unpacked(name))
@@ -109,7 +108,7 @@ def matrix(run, checkout: Path, tmp_path: Path) -> Iterator[Callable[..., Any]]:
 
     def matrix(*arguments: str) -> Any:
         command = (sys.executable, checkout / "scripts/matrix", *arguments)
-        return run(*command, KVPATCH_CACHE=tmp_path / "cache")
+        return run(*command, PYTHONPATH=checkout, KVPATCH_CACHE=tmp_path / "cache")
 
     yield matrix
 
@@ -133,7 +132,7 @@ def new_vllm(run, checkout: Path, tmp_path: Path, unpacked) -> Callable[[str], A
     def new_vllm(version: str) -> Any:
         shutil.copytree(source.folder, source.folder.with_name(f"vllm-{version}"))
         command = (sys.executable, checkout / "scripts/new-vllm", version)
-        return run(*command, KVPATCH_CACHE=tmp_path / "cache")
+        return run(*command, PYTHONPATH=checkout, KVPATCH_CACHE=tmp_path / "cache")
 
     return new_vllm
 

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import pytest
-from kvpatch.supported import validated
 
+from kvpatch.supported import validated
 from kvpatch.versions import in_words
 
 STUB = "import kvpatch_startup; kvpatch_startup.start()\n"
