@@ -205,7 +205,7 @@ def test_a_process_that_hangs_in_a_call(process, monkeypatch):
     monkeypatch.setattr(page.time, "monotonic", lambda: 1000.0 + reader.SILENT + 1)
     seen = reader.look(path)
     assert seen.state is State.SILENT
-    assert seen.line.startswith(f"pid {process.pid} is there but silent for 6 s")
+    assert seen.line.startswith(f"pid {process.pid} is silent for 6 s")
     assert f"py-spy dump --pid {process.pid}" in seen.line
 
 
