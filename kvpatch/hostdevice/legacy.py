@@ -6,7 +6,6 @@ from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
-from kvpatch.hostdevice.offloading import HostOffloadingWorker
 from kvpatch.upstream.vllm_api import by_group, find
 
 Transfer = tuple[Any, Any]
@@ -14,6 +13,8 @@ Transfer = tuple[Any, Any]
 CPULoadStoreSpec, GPULoadStoreSpec = find("CPULoadStoreSpec"), find("GPULoadStoreSpec")
 if TYPE_CHECKING:
     from vllm.v1.kv_offload.worker.worker import OffloadingHandler
+
+    from kvpatch.hostdevice.offloading import HostOffloadingWorker
 else:
     OffloadingHandler = find("OffloadingHandler")
 

@@ -98,7 +98,7 @@ FEATURE = Feature(
             Patch(
                 id="host.latent_caching",
                 target="vllm.platforms.cpu:CpuPlatform.check_and_update_config",
-                why="vLLM disables the prefix cache for latent attention on a CPU: no hits, no loads",
+                why="vLLM disables the prefix cache for latent attention on a CPU: no loads",
                 upstream="none: rotary embedding on a CPU is wrong for the first token of a step",
                 until="vLLM's CPU backend serves cached prefixes with latent attention",
                 wrapper="kvpatch.hostdevice.latent_attention:keep_prefix_caching",

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import os
 import pwd
-from collections.abc import Iterator
 from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
+
+import psutil
 
 from kvpatch.environ import STATUS_DIR
 from kvpatch.telemetry import status_page as page
@@ -130,13 +131,13 @@ def judge(found: Page, path: Path) -> Seen:
     if not found.content["beats"]:
         return Seen(pid, State.RUNS, "", found)
     if age > SILENT:
-        state = next(process_state(pid), "")
-        if state in ("T", "t"):
+        state = process_state(pid)
+        if state in (psutil.STATUS_STOPPED, psutil.STATUS_TRACING_STOP):
             line = f"pid {pid} is stopped (kill -CONT {pid} continues it), last seen {ago(age)}"
             return Seen(pid, State.STOPPED, line, found)
         line = (
-            f"pid {pid} is there but silent for {age:.0f} s (process state {state}): stuck in a "
-            f"call, or the machine is overloaded; py-spy dump --pid {pid} shows where"
+            f"pid {pid} is silent for {age:.0f} s (process state {state}): blocked in a call, or "
+            f"the machine is overloaded; py-spy dump --pid {pid} shows where"
         )
         return Seen(pid, State.SILENT, line, found)
     engine = found.content.get("engine")
@@ -149,13 +150,12 @@ def judge(found: Page, path: Path) -> Seen:
     return Seen(pid, State.RUNS, "", found)
 
 
-def process_state(pid: int) -> Iterator[str]:
-    """Yield the kernel's letter for the state of ``pid``, if it is there."""
+def process_state(pid: int) -> str:
+    """Return psutil's word for the state of ``pid``; empty when it does not exist."""
     try:
-        stat = Path(f"/proc/{pid}/stat").read_text()
-    except OSError:
-        return
-    yield stat.rpartition(")")[2].split()[0]
+        return str(psutil.Process(pid).status())
+    except psutil.Error:
+        return ""
 
 
 def ago(seconds: float) -> str:

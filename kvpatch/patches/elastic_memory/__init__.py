@@ -6,7 +6,7 @@ from kvpatch.patch import Feature, Gap, Patch, seam
 from kvpatch.supported import FLOOR
 from kvpatch.upstream.targets import COORDINATOR, ENGINE_CORE, V1_RUNNER, V2_RUNNER
 
-_RAISES = Gap("0.29", None, "from 0.29 on a worker whose set-up fails raises")
+_RAISES = Gap("0.29", None, "a set-up that fails raises")
 
 FEATURE = Feature(
     name="elastic-memory",
@@ -135,16 +135,10 @@ FEATURE = Feature(
                 since="0.16",
                 before="0.28",
             ),
-            Gap("0.28", "0.31", "kvcached rolls failed allocations back itself"),
-            Patch(
-                id="elastic.rollback_later",
-                target="vllm.v1.core.kv_cache_manager:KVCacheManager.allocate_slots",
-                why="an allocation that fails in the middle ends the engine when it is tried again",
-                upstream="ovg-project/kvcached, patch_allocate_slots in 0.1.6 (0.28 to 0.30 only)",
-                until="kvcached takes failed allocations back on every release",
-                wrapper="kvpatch.patches.elastic_memory.allocation:around_allocate_slots",
-                parameters=("self",),  # kvcached's wrapper, which is there before, names no other
-                since="0.31",
+            Gap(
+                "0.28",
+                None,
+                "kvcached rolls them back itself, from 0.31 on by told.allocate_slots",
             ),
         ),
         Patch(

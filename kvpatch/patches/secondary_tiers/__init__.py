@@ -171,7 +171,11 @@ FEATURE = Feature(
                 since="0.24",
                 before="0.28",
             ),
-            Gap("0.28", None, "blocks are promoted one by one, and keep their own result"),
+            Gap(
+                "0.28",
+                None,
+                "the blocks of a job that were read are kept (vllm-project/vllm#49176)",
+            ),
         ),
         seam(
             Patch(
@@ -185,7 +189,7 @@ FEATURE = Feature(
                 since="0.25",
                 before="0.27",
             ),
-            Gap("0.24", "0.25", "the manager keeps the request until its blocks are stored"),
+            Gap("0.24", "0.25", "the manager keeps no state of a request"),
             Gap("0.27", None, "fixed by vllm-project/vllm#49671"),
         ),
         Patch(
