@@ -75,7 +75,7 @@ CODES = {
     ),
     "KVP202": _incompatible(
         "unexpected error while applying patches",
-        "`test_an_error_of_our_own_is_a_refusal_too` in tests/unit/test_refused.py",
+        "`test_an_error_of_our_own_is_a_refusal_too` in tests/unit/test_refusal_report.py",
     ),
     "KVP203": _not_validated("a feature has no patch, or several, for this release"),
     "KVP301": _not_validated("Model Runner V1 of vLLM 0.29 or later"),
@@ -149,12 +149,13 @@ CODES = {
     ),
     "KVP405": _incompatible(
         "a layer's KV cache has fewer blocks than the scheduler hands out",
-        "`test_kinds_of_caches.py` in tests/unit",
+        "`test_too_few_blocks` in tests/unit/test_regions.py",
     ),
     "KVP406": _not_validated("a kind of KV cache"),
     "KVP407": _incompatible(
         "a block has another size in memory than in vLLM's KV cache config",
-        "`test_older_connectors.py` in tests/unit",
+        "`test_a_block_of_another_size_than_the_plans_is_refused` in "
+        "tests/unit/test_offloading_legacy.py",
     ),
     "KVP408": _incompatible(
         "the connector copies memory that is not kvcached's", "ovg-project/kvcached#269"

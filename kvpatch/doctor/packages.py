@@ -139,7 +139,12 @@ def check_features(
                 Finding(APPLIES, level, what + vllm.text, "" if feature.optional else INSTALL)
             )
             continue
-        rows = feature.at(supported.release_of(vllm))
+        try:
+            rows = feature.at(supported.release_of(vllm))
+        except LookupError as error:
+            what = f"{feature.name}: would not apply, {error}"
+            found.append(Finding(APPLIES, Level.PROBLEM, what, INSTALL))
+            continue
         where = " where it is needed" if feature.wanted else ""
         what = f"{feature.name}: would apply{where}, {len(rows)} patches"
         found.append(Finding(APPLIES, Level.OK, what))

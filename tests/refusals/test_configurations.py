@@ -13,7 +13,7 @@ def test_another_connector(serve):
     refused = serve(connector={"kv_connector": "ExampleConnector"})
     assert refused.sentence == (
         f"{REFUSES}the KV connector ExampleConnector is configured, because only vLLM's own "
-        "OffloadingConnector and SimpleCPUOffloadConnector are known to be right on kvcached's "
+        "OffloadingConnector and SimpleCPUOffloadConnector are validated on kvcached's "
         "memory; use one of these, or set KVPATCH=0."
     )
     assert "Traceback" not in refused.log
@@ -28,8 +28,8 @@ def test_the_disk_backend_of_the_simple_connector(serve):
         VLLM_USE_SIMPLE_KV_OFFLOAD="1",
     )
     assert refused.sentence == (
-        f"{REFUSES}the kv_offload_backend disk is configured, because its blocks were never "
-        "compared with plain vLLM's after a round trip; remove kv_offload_backend from "
+        f"{REFUSES}the kv_offload_backend disk is configured, because it has not been "
+        "validated by a store and load round trip; remove kv_offload_backend from "
         "kv_connector_extra_config, or set KVPATCH=0."
     )
     assert "Traceback" not in refused.log
@@ -43,16 +43,16 @@ def test_the_example_tier(serve):
     refused = serve(connector=OFFLOAD | {"kv_connector_extra_config": extra})
     assert refused.sentence == (
         f"{REFUSES}the secondary tier example is configured, because vLLM's example keeps the "
-        "names of blocks and no bytes, so that what comes back from it is whatever lies in the "
-        "CPU tier; use the tier fs, or set KVPATCH=0."
+        "keys of blocks and not their bytes, so that a load returns whatever the CPU tier has in "
+        "that place; use the tier fs, or set KVPATCH=0."
     )
 
 
 def test_prefix_caching_off(serve):
     refused = serve("--kv-offloading-size", "1", "--no-enable-prefix-caching")
     assert refused.sentence == (
-        f"{REFUSES}prefix caching is off while a KV connector is configured, because no test of "
-        "kvpatch ran on it; remove --no-enable-prefix-caching, or set KVPATCH=0."
+        f"{REFUSES}the prefix cache is disabled while a KV connector is configured, because that "
+        "combination is not validated; remove --no-enable-prefix-caching, or set KVPATCH=0."
     )
 
 
@@ -63,7 +63,7 @@ def inside(*connectors):
 SWEEP = """
 import json, sys
 from vllm.engine.arg_utils import EngineArgs
-from kvpatch.errors import Refusal
+from kvpatch.refusal import Refusal
 model, cases = sys.argv[1], json.loads(sys.argv[2])
 answers = {}
 for name, (arguments, extra) in cases.items():
@@ -123,7 +123,7 @@ def test_the_other_rules_on_configurations_of_vllm_itself(python, model):
         "pipeline": "a KV connector is configured with parallelism other than tensor parallelism",
         "speculative": "a KV connector is configured with speculative decoding",
         "scheduler": "a KV connector is configured with the scheduler somebodys.Scheduler",
-        "cache dtype": "a KV connector is configured with the cache dtype fp8",
+        "cache dtype": "a KV connector is configured with the KV cache dtype fp8",
         "external executor": "a KV connector is configured with the executor external_launcher",
         "obj": "the secondary tier obj is configured",
         "p2p": "the secondary tier p2p is configured",

@@ -8,6 +8,10 @@ from pathlib import Path
 
 import pytest
 
+from kvpatch import patches
+from kvpatch.supported import release_of
+from kvpatch.versions import installed
+
 ROOT = Path(__file__).parents[2]
 PACKAGES = Path(pytest.__file__).parents[1]
 
@@ -20,11 +24,12 @@ STEPS = {
 REPORT = """
 import inspect, json, vllm
 from vllm.v1.worker.gpu_model_runner import GPUModelRunner
-from kvpatch import activation, registry, status
+from kvpatch import activation
+from kvpatch.status import record
 applied = activation.transaction.applied
 under = inspect.getattr_static(GPUModelRunner, "__init__").__wrapped__
 print("\\n" + json.dumps({
-    "features": {name: outcome.value for name, outcome in status.record.features.items()},
+    "features": {name: outcome.value for name, outcome in record.features.items()},
     "applied": [one.patch.id for one in applied],
     "covered": [one.patch.id for one in applied
                 if vars(one.parent).get(one.attribute) is not one.replacement],
@@ -44,13 +49,10 @@ print("\\n" + json.dumps({
     ids=" then ".join,
 )
 def test_ours_lie_over_kvcacheds(run, machine, order):
-    from kvpatch import gate, registry
-    from kvpatch.versions import installed
-
-    found = (installed("vllm")[0], installed("kvcached")[0])
+    release = release_of(installed("vllm")[0])
     rows = {
-        feature.name: () if feature.name == "audit" else gate.rows(feature, *found)
-        for feature in registry.FEATURES
+        feature.name: () if feature.name == "audit" else feature.at(release)
+        for feature in patches.FEATURES
     }  # nobody asked for the debug mode
     code = "\n".join(STEPS[step] for step in order) + REPORT
     path = f"{ROOT}:{PACKAGES}"

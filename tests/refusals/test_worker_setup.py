@@ -30,7 +30,8 @@ def blocked(machine):
         {"KVCACHED_IPC_NAME": name},
         (
             f"{REFUSES}kvcached could not be set up in this worker, because it failed with "
-            f"FileExistsError: [Errno 17] File exists: '{path}'; mend that cause, or set KVPATCH=0."
+            f"FileExistsError: [Errno 17] File exists: '{path}'; fix the error above, "
+            "or set KVPATCH=0."
         ),
     )
     path.unlink()

@@ -31,10 +31,10 @@ from wrapt import when_imported
 def patch(vllm):
     sys.events.append("kvcached")
 """
-# What the registry is replaced by: one feature of one patch of the fake vllm.
-REGISTRY = """
+# In the place of kvpatch's features: one, with one patch of the fake vllm.
+PATCHES = """
 import sys
-from kvpatch import registry
+from kvpatch import patches
 from kvpatch.patch import Feature, Patch
 def around(wrapped, instance, args, kwargs):
     return "patched " + wrapped(*args, **kwargs)
@@ -42,9 +42,9 @@ def noted():
     sys.events.append("kvpatch")
     return True
 serve = Patch("fake.serve", "vllm.serving:Server.serve", "why", "upstream", "until",
-              "fake_registry:around", ("request",), "==0.28.0", "==0.1.6")
-registry.FEATURES = (
-    Feature("fake", "a fake", "==0.28.0", "==0.1.6", (serve,), wanted="fake_registry:noted"),
+              "fake_patches:around", ("request",), since="0.28")
+patches.FEATURES = (
+    Feature("fake", "a fake", (serve,), since="0.28", wanted="fake_patches:noted"),
 )
 """
 
@@ -80,7 +80,7 @@ def fakes(tmp_path: Path) -> Path:
             "kvcached/integration/__init__.py": "",
             "kvcached/integration/vllm/__init__.py": "",
             "kvcached/integration/vllm/autopatch.py": AUTOPATCH,
-            "fake_registry.py": REGISTRY,
+            "fake_patches.py": PATCHES,
         },
     )
     distribution(folder, "vllm", "0.28.0")

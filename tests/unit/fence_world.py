@@ -15,7 +15,8 @@ from dataclasses import dataclass, field, replace
 from types import SimpleNamespace
 from typing import Any
 
-from kvpatch.fence import Fence, Transfer, forget_freed_blocks
+from kvpatch.patches.fence.fence import Fence, Transfer
+from kvpatch.patches.fence.hooks import forget_freed_blocks
 
 PAGES = 8
 PAGE = 2  # blocks of a page
@@ -235,14 +236,13 @@ class World:
                 while worker.queue:
                     worker.execute()
         if self.forget:
-            forget_freed_blocks(self.planner(), pages)
+            forget_freed_blocks(self.planner(), self.fence, pages)
         self.unmap(pages)
 
     def planner(self) -> Any:
         """The parts of vLLM's planner that the fence touches."""
         return SimpleNamespace(
             _sliding_window_groups=(0,) if self.mode.window else (),
-            kvpatch_fence=self.fence,
             _req_status={
                 request.name: SimpleNamespace(
                     group_states=[SimpleNamespace(block_ids=request.known)]

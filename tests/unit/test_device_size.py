@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from kvpatch.environ import HOST_DEVICE
 from kvpatch.hostdevice import ledger
 
 MIB = 1 << 20
@@ -21,12 +22,12 @@ MIB = 1 << 20
     ],
 )
 def test_sizes(monkeypatch, text, size):
-    monkeypatch.setenv(ledger.SIZE, text)
+    monkeypatch.setenv(HOST_DEVICE.name, text)
     assert ledger.device_size() == size
 
 
 @pytest.mark.parametrize("text", ["", "lots", "0", "1MiB", "2 GiB", "2GB", "-1GiB", "2TiB"])
 def test_what_is_no_size(monkeypatch, text):
-    monkeypatch.setenv(ledger.SIZE, text)
+    monkeypatch.setenv(HOST_DEVICE.name, text)
     with pytest.raises(ValueError, match="is not a size; use for example 2GiB or 512MiB"):
         ledger.device_size()

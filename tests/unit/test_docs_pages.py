@@ -10,12 +10,11 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from packaging.version import Version
 
-from kvpatch import cli, configuration, registry, settings
-from kvpatch.errors import Refusal
-from kvpatch.observing import messages, prometheus
-from kvpatch.versions import Installed
+from kvpatch import cli, environ, patches, rules
+from kvpatch.supported import validated
+from kvpatch.telemetry import prometheus, series
+from kvpatch.versions import Facts, Installed
 
 ROOT = Path(__file__).parents[2]
 PAGES = [*sorted((ROOT / "docs").glob("*.md")), ROOT / "README.md"]
@@ -70,11 +69,11 @@ def test_a_command_of_ours_is_understood(words, monkeypatch):
 @pytest.mark.parametrize("page", [*PAGES, DASHBOARD], ids=lambda page: page.name)
 def test_names_exist(page):
     text = page.read_text()
-    variables = {setting.name for setting in settings.OURS}
+    variables = {setting.name for setting in environ.OURS}
     assert set(re.findall(r"\bKVPATCH_[A-Z_]+\b", text)) <= variables
-    series = {f"{prometheus.PREFIX}{one.name}_total" for one in messages.COUNTERS}
-    series |= {f"{prometheus.PREFIX}{one.name}" for one in (*messages.GAUGES, messages.INFO)}
-    assert set(re.findall(r"vllm:kvpatch_\w+", text)) <= series
+    names = {f"{prometheus.PREFIX}{one.name}_total" for one in series.COUNTERS}
+    names |= {f"{prometheus.PREFIX}{one.name}" for one in (*series.GAUGES, series.INFO)}
+    assert set(re.findall(r"vllm:kvpatch_\w+", text)) <= names
     tests = "".join(path.read_text() for path in (ROOT / "tests").rglob("test_*.py"))
     for name in re.findall(r"`(test_\w+)`", text):
         assert f"def {name}(" in tests, name
@@ -82,7 +81,8 @@ def test_names_exist(page):
         assert (ROOT / path).exists(), path
 
 
-RELEASES = re.findall(r"==([\d.]+)", registry.VLLM_RANGE)
+RELEASES = validated()
+RULES = rules.of(feature.rules for feature in patches.FEATURES)
 # A connector's column in docs/support.md.
 COLUMNS = {
     "OffloadingConnector": "Offloading",
@@ -120,21 +120,20 @@ def vllm_config(given, runner="V1"):
     )
 
 
-def starts_on(given, monkeypatch):
+def starts_on(given):
     """The releases and runners on which the rules on connectors let a recipe start."""
-    found = set()
-    # As on a GPU, whatever this machine has.
-    monkeypatch.setattr(configuration, "device_here", lambda: "ours")
-    for release in RELEASES:
-        here = Installed("vllm", "vllm", release, Version(release))
-        monkeypatch.setattr(configuration, "installed", lambda package, here=here: [here])
-        for runner in ("V1", "V2"):
-            try:
-                configuration.check(vllm_config(given, runner))
-            except Refusal:
-                continue
-            found.add((release, runner))
-    return found
+    kvcached = Installed.release("kvcached", "0.1.6")
+    return {
+        (release, runner)
+        for release in RELEASES
+        for runner in ("V1", "V2")
+        if rules.check(
+            vllm_config(given, runner),
+            Facts(Installed.release("vllm", release), kvcached, {}, device="cuda"),
+            RULES,
+        )
+        is None
+    }
 
 
 def columns(given):
@@ -149,7 +148,7 @@ def columns(given):
 
 
 @pytest.mark.parametrize("recipe", blocks("json"))
-def test_a_recipe_starts_where_the_page_of_support_says_so(recipe, monkeypatch):
+def test_a_recipe_starts_where_the_page_of_support_says_so(recipe):
     """By the rules on connectors; tests/engine/test_recipes.py runs it."""
     given = json.loads(recipe)
     table = (ROOT / "docs/support.md").read_text()
@@ -163,7 +162,7 @@ def test_a_recipe_starts_where_the_page_of_support_says_so(recipe, monkeypatch):
             for release in RELEASES
             for runner in re.findall(r"\bV[12]\b", cells[release].partition("refused")[0])
         }
-    assert starts_on(given, monkeypatch) == said != set()
+    assert starts_on(given) == said != set()
 
 
 def test_every_kind_of_recipe_is_there():

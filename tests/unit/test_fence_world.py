@@ -16,7 +16,7 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
-from kvpatch.fence import Fence
+from kvpatch.patches.fence.fence import Fence
 
 STEPS = 50
 EXAMPLES = 200  # of a mode: 50 x 200 x 12 modes is more than 100,000 steps

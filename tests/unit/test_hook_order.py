@@ -16,7 +16,7 @@ OTHERS = """
 from wrapt import when_imported
 when_imported("vllm")(lambda _: sys.events.append("other"))
 """
-KVPATCH = "import kvpatch, fake_registry\n"
+KVPATCH = "import kvpatch, fake_patches\n"
 STEPS = {"startup": KVCACHED_STARTUP, "imported": KVCACHED_IMPORTED, "other": OTHERS}
 ORDERS = [
     order

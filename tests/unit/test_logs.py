@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-CODE = "import kvpatch, fake_registry, vllm"
+CODE = "import kvpatch, fake_patches, vllm"
 
 
 @pytest.mark.parametrize("value", [None, "", "info"], ids=repr)
@@ -25,5 +25,5 @@ def test_every_gate_and_patch_is_said(python, value):
 
 def test_only_debug_lines_take_this_way(python):
     """vLLM's handler prints the others, which would be there twice."""
-    code = CODE + "\nfrom kvpatch import status\nstatus.log.info('once')"
+    code = CODE + "\nfrom kvpatch.logs import log\nlog.info('once')"
     assert "once" not in python(code, KVPATCH_LOG="debug").err

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from kvpatch.simple import eviction
+from kvpatch.patches.simple_offload import eviction
 
 
 class Tier:

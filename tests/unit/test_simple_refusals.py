@@ -8,8 +8,8 @@ from types import ModuleType, SimpleNamespace
 
 import pytest
 
-from kvpatch.errors import Refusal
-from kvpatch.simple import copies, cpu_pool, regions
+from kvpatch.patches.simple_offload import copy_backend, cpu_pool, registration
+from kvpatch.refusal import Refusal
 
 
 def test_a_cpu_pool_on_kvcacheds_memory():
@@ -63,9 +63,9 @@ def plan_of(monkeypatch):
 def test_other_cpu_blocks_in_the_worker_than_in_the_scheduler(plan_of):
     plan_of(200)
     worker = SimpleNamespace(kv_cache_config=None, cpu_capacity_bytes=1)
-    regions.check_tier(worker, 200)
+    registration.check_tier(worker, 200)
     with pytest.raises(Refusal) as refused:
-        regions.check_tier(worker, 100)
+        registration.check_tier(worker, 100)
     assert str(refused.value) == (
         "kvpatch refuses to start vLLM: the CPU tier has 100 blocks in the worker and 200 in the "
         "scheduler, because blocks would be copied past the end of the tier, or never; report "
@@ -80,20 +80,20 @@ def test_other_memory_than_the_regions(plan_of, monkeypatch):
     monkeypatch.setitem(sys.modules, "torch", torch)
     region = SimpleNamespace(data_ptr=lambda: 64, shape=(8, 16))
     found = SimpleNamespace(tensors=[region], block_bytes=16)
-    monkeypatch.setattr(regions.geometry, "find_regions", lambda *arguments: found)
+    monkeypatch.setattr(registration, "find_regions", lambda *arguments: found)
     config = SimpleNamespace(kv_cache_groups=[], num_blocks=8)
     worker = SimpleNamespace(kv_cache_config=config, cpu_capacity_bytes=16, num_cpu_blocks=1)
 
     def register(kv_caches):
         worker.gpu_kv_caches = kv_caches
 
-    regions.around_register(register, worker, ({},), {})
+    registration.around_register(register, worker, ({},), {})
 
     def register_elsewhere(kv_caches):
         worker.gpu_kv_caches = {"a": SimpleNamespace(data_ptr=lambda: 0, shape=(8, 16))}
 
     with pytest.raises(Refusal) as refused:
-        regions.around_register(register_elsewhere, worker, ({},), {})
+        registration.around_register(register_elsewhere, worker, ({},), {})
     assert str(refused.value) == (
         "kvpatch refuses to start vLLM: the connector registered other memory than kvcached's "
         "regions, because it would copy other blocks' bytes; report this with your command line, "
@@ -124,10 +124,10 @@ TOGETHER = Plan([Placed(256, ["a", "b"], 16, 32)])
 
 
 def test_every_layer_is_placed_in_its_own_pool():
-    assert regions.layer_by_layer(APART) == Plan(
+    assert registration.layer_by_layer(APART) == Plan(
         [Placed(128, [layer], 128, 16) for layer in ("a", "b", "c")]
     )
-    assert regions.layer_by_layer(TOGETHER) is TOGETHER
+    assert registration.layer_by_layer(TOGETHER) is TOGETHER
 
 
 @pytest.mark.parametrize(
@@ -141,7 +141,7 @@ def test_every_layer_is_placed_in_its_own_pool():
 )
 def test_regions_that_vllm_derives_from_the_plan(plan_of, monkeypatch, plan, rows, outside):
     plan_of(1)
-    monkeypatch.setattr(regions.status, "on_kvcached", lambda region: not outside)
+    monkeypatch.setattr(registration, "on_kvcached", lambda region: not outside)
     worker = SimpleNamespace(kv_cache_config=plan, cpu_capacity_bytes=32, num_cpu_blocks=1)
 
     def register(kv_caches):
@@ -150,22 +150,19 @@ def test_regions_that_vllm_derives_from_the_plan(plan_of, monkeypatch, plan, row
 
     if outside or sum(rows) != 32:
         with pytest.raises(Refusal, match="registered other memory than kvcached's regions"):
-            regions.around_register_placed(register, worker, ({},), {})
+            registration.around_register_placed(register, worker, ({},), {})
     else:
-        regions.around_register_placed(register, worker, ({},), {})
-    assert worker.seen == regions.layer_by_layer(plan)
+        registration.around_register_placed(register, worker, ({},), {})
+    assert worker.seen == registration.layer_by_layer(plan)
     assert worker.kv_cache_config is plan
 
 
 @pytest.mark.parametrize(
-    ("here", "backend"), [("cuda", "vllm's"), ("host", "ours"), ("xpu", "vllm's")]
+    ("here", "backend"), [("cuda", "vllm's"), ("cpu", "ours"), ("xpu", "vllm's")]
 )
 def test_the_copies_are_those_of_the_device(monkeypatch, here, backend):
-    devices = (
-        copies.Device(lambda: here == "cuda", lambda original: original, lambda torch: torch),
-        copies.Device(lambda: here == "host", lambda original: "ours", lambda torch: "ours"),
-    )
-    monkeypatch.setattr(copies, "DEVICES", devices)
-    assert copies.backend_here("vllm's") == backend
-    assert copies.torch_here("vllm's") == backend
-    assert (copies.device_here() is None) is (here == "xpu")
+    ours = copy_backend.Device(lambda original: "ours", lambda torch: "ours")
+    monkeypatch.setitem(copy_backend.DEVICES, "cpu", ours)
+    monkeypatch.setattr(copy_backend, "device_type", lambda: here)
+    assert copy_backend.backend_here("vllm's") == backend
+    assert copy_backend.torch_here("vllm's") == backend

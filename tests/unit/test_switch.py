@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from kvpatch.gate import in_words
-from kvpatch.registry import VLLM_RANGE
+from kvpatch.supported import validated
+from kvpatch.versions import in_words
 
 STUB = "import kvpatch_startup; kvpatch_startup.start()\n"
 LOADED = "import sys; print(sorted(n for n in ('kvpatch', 'wrapt', 'vllm') if n in sys.modules))\n"
@@ -30,7 +30,7 @@ def test_on_waits_without_importing_anything_else(python, value):
 
 @pytest.mark.parametrize("value", ["1", "true", "on", " TRUE ", "On"])
 def test_on_patches_vllm(python, value):
-    code = "import fake_registry, vllm.serving; print(vllm.serving.Server().serve('it'))"
+    code = "import fake_patches, vllm.serving; print(vllm.serving.Server().serve('it'))"
     done = python(STUB + code, KVPATCH=value)
     assert (done.code, done.out, done.err) == (0, "patched it\n", "")
 
@@ -41,8 +41,8 @@ def test_any_other_value_refuses_vllm_in_one_line(python, value):
     assert done.code == 1
     assert done.out == ""
     assert done.err == (
-        f"kvpatch refuses to start vLLM: KVPATCH={value} is not a value kvpatch knows, because "
-        "guessing would leave you unsure whether it is on; set KVPATCH to 1, true or on to "
+        f"kvpatch refuses to start vLLM: KVPATCH={value} is not a known value, because "
+        "it would be unclear whether kvpatch is on; set KVPATCH to 1, true or on to "
         "switch it on, or to 0 (or leave it unset) to switch it off. [KVP101]\n"
     )
 
@@ -72,13 +72,13 @@ def test_vllm_missing_is_one_sentence_when_nobody_catches_it(python, fakes):
     assert done.code == 1
     assert done.err == (
         "kvpatch refuses to start vLLM: vllm is not installed in this environment, because "
-        f"kvpatch is on and has nothing to patch but vllm {in_words(VLLM_RANGE)}; install "
-        "it with pip, or set KVPATCH=0. [KVP103]\n"
+        f"kvpatch is on and patches nothing but vllm {in_words(validated())}; install "
+        "it with pip, or set KVPATCH=0. [KVP112]\n"
     )
 
 
 def test_other_errors_keep_their_traceback(python):
-    done = python(STUB + "import fake_registry, vllm\nimport nothing_of_that_name", KVPATCH="1")
+    done = python(STUB + "import fake_patches, vllm\nimport nothing_of_that_name", KVPATCH="1")
     assert done.err.startswith("Traceback")
     assert done.last_line == "ModuleNotFoundError: No module named 'nothing_of_that_name'"
 
@@ -86,9 +86,9 @@ def test_other_errors_keep_their_traceback(python):
 def test_importing_kvpatch_switches_on_here_and_in_children(python):
     code = """
 import os, subprocess, sys
-import kvpatch, fake_registry, vllm.serving
+import kvpatch, fake_patches, vllm.serving
 print(os.environ["KVPATCH"], vllm.serving.Server().serve("here"), flush=True)
-child = "import kvpatch_startup; kvpatch_startup.start(); import fake_registry, vllm.serving\\n"
+child = "import kvpatch_startup; kvpatch_startup.start(); import fake_patches, vllm.serving\\n"
 child += "print(vllm.serving.Server().serve('in a child'))"
 subprocess.run([sys.executable, "-S", "-c", child], check=True)
 """
@@ -114,7 +114,7 @@ def test_zero_set_by_the_program_before_vllm_wins(python):
 
 def test_importing_kvpatch_twice_patches_once(python):
     code = """
-import importlib, kvpatch, fake_registry
+import importlib, kvpatch, fake_patches
 importlib.reload(kvpatch)
 import vllm.serving
 importlib.reload(vllm)
@@ -142,7 +142,7 @@ def test_importing_kvpatch_after_vllm_is_allowed_when_it_is_off(python):
 def test_children_are_patched(python, method, first):
     code = f"""
 import multiprocessing
-import kvpatch, fake_registry
+import kvpatch, fake_patches
 {first}
 def child():
     import vllm.serving
@@ -158,7 +158,7 @@ if __name__ == "__main__":
 
 
 def test_kvcached_is_switched_on_unless_the_operator_did(python):
-    code = "import fake_registry, os, vllm\n"
+    code = "import fake_patches, os, vllm\n"
     code += "print(os.environ['ENABLE_KVCACHED'], os.environ['KVCACHED_AUTOPATCH'])"
     assert python(STUB + code, KVPATCH="1").out == "1 1\n"
     assert python(STUB + code, KVPATCH="1", ENABLE_KVCACHED="").out == "1 1\n"
@@ -166,7 +166,7 @@ def test_kvcached_is_switched_on_unless_the_operator_did(python):
 
 
 def test_the_loader_that_vllm_keeps_is_its_own(python):
-    code = "import kvpatch, fake_registry, vllm\n"
+    code = "import kvpatch, fake_patches, vllm\n"
     code += "print(type(vllm.__loader__).__name__, type(vllm.__spec__.loader).__name__)"
     assert python(code).out == "SourceFileLoader SourceFileLoader\n"
 

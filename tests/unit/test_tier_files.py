@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from kvpatch.tiers.files import SEAL, load_blocks, store_blocks
+from kvpatch.patches.secondary_tiers.block_files import SEAL, load_blocks, store_blocks
 
 SIZE = mmap.PAGESIZE
 

@@ -10,10 +10,12 @@ from typing import Any
 
 import pytest
 
-from kvpatch import connectors
-from kvpatch.tiers import older
-from kvpatch.tiers.admission import around_build, around_matched_tokens
-from kvpatch.tiers.lateness import PATIENCE, Unanswered, patience
+from kvpatch.environ import TIER_PATIENCE
+from kvpatch.patches.secondary_tiers import fingerprint, legacy
+from kvpatch.patches.secondary_tiers.admission import around_build, around_matched_tokens
+from kvpatch.patches.secondary_tiers.timeout import Unanswered, patience
+from kvpatch.refusal import Refusal
+from kvpatch.upstream import connectors
 
 
 class Clock:
@@ -69,14 +71,14 @@ def test_it_may_be_asked_while_another_thread_asks():
 
 @pytest.mark.parametrize(("text", "seconds"), [("", 10), ("0.5", 0.5), ("30", 30)])
 def test_patience_is_a_number_of_seconds(monkeypatch, text, seconds):
-    monkeypatch.setenv(PATIENCE, text)
+    monkeypatch.setenv(TIER_PATIENCE.name, text)
     assert patience() == seconds
 
 
 @pytest.mark.parametrize("text", ["soon", "0", "-1", "inf", "nan"])
 def test_other_patience_is_an_error(monkeypatch, text):
-    monkeypatch.setenv(PATIENCE, text)
-    with pytest.raises(ValueError, match=f'{PATIENCE}="{text}" is not a number of seconds'):
+    monkeypatch.setenv(TIER_PATIENCE.name, text)
+    with pytest.raises(ValueError, match=f'{TIER_PATIENCE}="{text}" is not a number of seconds'):
         patience()
 
 
@@ -95,6 +97,13 @@ def test_no_load_starts_behind_a_request_that_waits_until_the_next_step():
     assert ask(640, True) == (640, True)
 
 
+def test_a_tier_before_the_kv_cache_is_refused(monkeypatch):
+    monkeypatch.setattr(fingerprint, "_described", None)
+    with pytest.raises(Refusal, match="a tier is created before the KV cache") as refused:
+        fingerprint.around_file_mapper(lambda: None, None, (), {})
+    assert refused.value.code == "KVP412"
+
+
 def part(name: str, **attributes: Any) -> Any:
     return type(name, (), attributes)()
 
@@ -102,11 +111,11 @@ def part(name: str, **attributes: Any) -> Any:
 def test_the_planner_is_found_in_a_multi_connector():
     offloading = part("OffloadingConnector", connector_scheduler="planner")
     other = part("NixlConnector", connector_scheduler="another")
-    assert connectors.planner(None) is None
-    assert connectors.planner(offloading) == "planner"
-    assert connectors.planner(other) is None
+    assert connectors.scheduler_of(None) is None
+    assert connectors.scheduler_of(offloading) == "planner"
+    assert connectors.scheduler_of(other) is None
     multi = part("MultiConnector", _connectors=[other, offloading])
-    assert connectors.planner(multi) == "planner"
+    assert connectors.scheduler_of(multi) == "planner"
     assert list(connectors.parts(multi)) == [other, offloading]
 
 
@@ -131,7 +140,7 @@ def test_up_to_0_27_every_block_comes_up_in_a_job_of_its_own():
         for tier, jobs in manager._pending_load_submissions.items():
             flushed.extend((tier, job) for job in jobs.values())
 
-    older.split_promotions(flush, manager, (), {})
+    legacy.split_promotions(flush, manager, (), {})
     assert flushed == [
         ("disk", Pending("of a", ["x"], [5])),
         ("disk", Pending("of a", ["y"], [6])),
@@ -156,14 +165,14 @@ class Disk:
 def disk(monkeypatch):
     made = Disk()
     for name in ("store_blocks", "load_blocks"):
-        monkeypatch.setattr(older, name, made)
-    monkeypatch.setattr(older, "_buffered", set())
+        monkeypatch.setattr(legacy, name, made)
+    monkeypatch.setattr(legacy, "_buffered", set())
     return made
 
 
 def test_up_to_0_26_blocks_are_stored_where_direct_io_is_not_possible(disk):
-    older.replace_store(None)("/disk/a_r0/00/01_g0/file", memoryview(b""), 8, 4)
-    older.replace_store(None)("/disk/a_r0/99/02_g0/other", memoryview(b""), 12, 4)
+    legacy.replace_store(None)("/disk/a_r0/00/01_g0/file", memoryview(b""), 8, 4)
+    legacy.replace_store(None)("/disk/a_r0/99/02_g0/other", memoryview(b""), 12, 4)
     assert disk.asked == [
         (["/disk/a_r0/00/01_g0/file"], [8], 4, True),
         (["/disk/a_r0/00/01_g0/file"], [8], 4, False),
@@ -173,14 +182,14 @@ def test_up_to_0_26_blocks_are_stored_where_direct_io_is_not_possible(disk):
 
 def test_what_could_not_be_read_is_not_opened_again_at_once(disk):
     """It may hang again, and who waits for the first time to end would wait for ever."""
-    load = older.replace_load(None)
+    load = legacy.replace_load(None)
     with pytest.raises(OSError, match="no direct"):
         load("/disk/a_r0/00/01_g0/file", memoryview(b""), 0, 4)
     load("/disk/a_r0/00/01_g0/file", memoryview(b""), 0, 4)
     assert [direct for *_, direct in disk.asked] == [True, False]
 
 
-@pytest.mark.parametrize("replace", [older.replace_store, older.replace_load])
+@pytest.mark.parametrize("replace", [legacy.replace_store, legacy.replace_load])
 def test_any_other_fault_of_a_disk_is_told(disk, replace):
     disk.error = errno.EIO
     for _ in range(2):

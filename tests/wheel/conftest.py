@@ -13,7 +13,8 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 PACKAGES = Path(pytest.__file__).parents[1]
-REQUIREMENTS = ("wrapt", "packaging")
+# By folder; rich has three requirements of its own.
+REQUIREMENTS = ("wrapt", "packaging", "psutil", "rich", "markdown_it", "mdurl", "pygments")
 BUILD = ("hatchling", "pathspec", "pluggy", "trove_classifiers", "editables")
 BUILD += ("tomli",) if sys.version_info < (3, 11) else ()
 
@@ -32,13 +33,14 @@ class Environment:
         version = f"python{sys.version_info.major}.{sys.version_info.minor}"
         self.site = folder / "lib" / version / "site-packages"
         for package in packages:
-            for entry in (PACKAGES / package, *PACKAGES.glob(f"{package}-*.dist-info")):
+            infos = (*PACKAGES.glob(f"{package}-*"), *PACKAGES.glob(f"{package}_py-*"))
+            for entry in (PACKAGES / package, *infos):
                 (self.site / entry.name).symlink_to(entry)
         (self.site / "vllm").mkdir()
         (self.site / "vllm/__init__.py").write_text("print('vllm itself')\n")
-        info = self.site / "vllm-0.1.0.dist-info"
+        info = self.site / "vllm-0.17.0.dist-info"
         info.mkdir()
-        (info / "METADATA").write_text("Metadata-Version: 2.1\nName: vllm\nVersion: 0.1.0\n")
+        (info / "METADATA").write_text("Metadata-Version: 2.1\nName: vllm\nVersion: 0.17.0\n")
 
     def pip(self, *arguments: str | Path) -> None:
         """Run the pip of the tests' environment on this one; nothing is downloaded."""

@@ -10,16 +10,16 @@ from pathlib import Path
 
 import pytest
 
-from kvpatch.gate import in_words
-from kvpatch.registry import VLLM_RANGE
+from kvpatch.supported import validated
+from kvpatch.versions import in_words
 
 ROOT = Path(__file__).parents[2]
 STARTUP = {"kvpatch-init.pth", "kvpatch-init.start", "kvpatch_startup.py"}
-OUTSIDE = (
-    "kvpatch refuses to start vLLM: vllm 0.1.0 is outside the tested range, because no "
-    "engine on it was compared with plain vLLM's in full; install vllm "
-    f"{in_words(VLLM_RANGE)}, set "
-    "KVPATCH_ALLOW_VLLM=0.1.0 to try it untested, or set KVPATCH=0. [KVP107]"
+NOT_VALIDATED = (
+    "kvpatch refuses to start vLLM: vllm 0.17.0 is not a validated release, because it "
+    "has not passed the full engine test matrix; install vllm "
+    f"{in_words(validated())}, set "
+    "KVPATCH_ALLOW_VLLM=0.17.0 to try it all the same, or set KVPATCH=0. [KVP107]"
 )
 
 
@@ -59,14 +59,15 @@ def test_off_adds_the_stub_and_nothing_else(installed, modules, tmp_path, value,
 @pytest.mark.parametrize("flags", [(), ("-I",), ("-E",), ("-s",), ("-O",)], ids=" ".join)
 def test_on_adds_only_what_waits_for_vllm(installed, modules, tmp_path, flags):
     before = modules(without_startup(installed, tmp_path), *flags, KVPATCH="1")
-    added = {"kvpatch_startup", "kvpatch", "kvpatch.bootstrap", "__future__"}
+    ours = {"kvpatch", "kvpatch.bootstrap", "kvpatch.environ", "kvpatch.version"}
+    added = {"kvpatch_startup", "__future__"} | ours
     assert modules(installed.python, *flags, KVPATCH="1") - before == added
 
 
 @pytest.mark.parametrize("flags", [(), ("-I",), ("-E",), ("-s",), ("-O",)], ids=" ".join)
 def test_on_stands_before_vllm(installed, run, flags):
     done = run(installed.python, *flags, "-c", "import vllm", KVPATCH="1")
-    assert (done.code, done.out, done.err) == (1, "", OUTSIDE + "\n")
+    assert (done.code, done.out, done.err) == (1, "", NOT_VALIDATED + "\n")
 
 
 @pytest.mark.parametrize("value", [None, "", "0"], ids=repr)
@@ -83,7 +84,7 @@ def test_without_site_only_an_import_switches_on(installed, modules, run):
     done = run(installed.python, "-S", "-c", path + "import vllm", KVPATCH="1")
     assert (done.code, done.out, done.err) == (0, "vllm itself\n", "")
     done = run(installed.python, "-S", "-c", path + "import kvpatch, vllm")
-    assert (done.code, done.out, done.err) == (1, "", OUTSIDE + "\n")
+    assert (done.code, done.out, done.err) == (1, "", NOT_VALIDATED + "\n")
 
 
 def test_a_value_that_means_nothing_disturbs_nothing_but_vllm(installed, run):
@@ -91,7 +92,7 @@ def test_a_value_that_means_nothing_disturbs_nothing_but_vllm(installed, run):
     assert (done.code, done.out, done.err) == (0, "", "")
     done = run(installed.python, "-c", "import vllm", KVPATCH="banana")
     assert done.code == 1
-    assert done.err.startswith("kvpatch refuses to start vLLM: KVPATCH=banana is not a value")
+    assert done.err.startswith("kvpatch refuses to start vLLM: KVPATCH=banana is not a known value")
     assert done.err.count("\n") == 1
 
 
@@ -144,7 +145,7 @@ def test_the_command_is_there_and_finds_what_this_environment_lacks(installed, r
     done = run(installed.python.with_name("kvpatch"), "doctor", KVPATCH="1")
     assert (done.code, done.err) == (1, "")
     assert "ok      it fires in" in done.out
-    assert "vllm 0.1.0 is outside the tested range" in done.out
+    assert "vllm 0.17.0 is not a validated release" in done.out
     assert "kvcached is not installed as a distribution" in done.out
 
 

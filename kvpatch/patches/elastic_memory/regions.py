@@ -103,7 +103,7 @@ def check_kinds(config: Any) -> None:
         if kind not in VALIDATED_SPECS:
             raise Refusal(
                 f"this model has a KV cache of kind {kind}",
-                "offloading it from kvcached's memory was never compared with plain vLLM",
+                "offloading it has not been validated by a store and load round trip",
                 "run it without a KV connector, or with KVPATCH=0",
                 code="KVP406",
             )

@@ -46,6 +46,7 @@ RULES = (
         "a secondary tier is configured on this release",
         f"it is validated on vLLM {in_words(validated(TIERS))} only",
         "use OffloadingConnector without secondary tiers, or one of these releases",
+        only_in=TIERS,
         unless_validated=TIERS,
     ),
     Rule(

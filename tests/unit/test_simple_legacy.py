@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from test_simple_eviction import Planner, Pool, Tier
 
-from kvpatch.simple import copies, eviction, older
+from kvpatch.patches.simple_offload import copy_backend, eviction, legacy
 
 
 class LinkedPlanner(Planner):
@@ -20,7 +20,7 @@ class LinkedPlanner(Planner):
     def __init__(self, pool: Any, tier: Tier) -> None:
         pool.kv_block_pool = pool.blocks
         super().__init__(pool, tier)
-        older.around_bind(lambda pool: None, self, (pool,), {})
+        legacy.around_bind(lambda pool: None, self, (pool,), {})
         self.order = eviction.order_of(self)
 
     def _walk(self) -> list[int]:
@@ -95,7 +95,7 @@ def test_the_pool_has_its_blocks_by_vllms_name_in_eager_mode_too():
     def bind(gpu_block_pool):
         eager._gpu_block_pool = gpu_block_pool
 
-    older.around_bind(bind, eager, (pool,), {})
+    legacy.around_bind(bind, eager, (pool,), {})
     assert pool.blocks is pool.kv_block_pool
     assert not hasattr(pool, "free_block_queue")
 
@@ -112,9 +112,9 @@ def test_the_pool_has_its_blocks_by_vllms_name_in_eager_mode_too():
 def test_an_engine_steps_while_a_copy_is_under_way(vllm_asks, stores, loads, asked):
     waiting = SimpleNamespace(has_pending_stores=lambda: stores, _reqs_to_load=loads)
     scheduler = SimpleNamespace(connector=SimpleNamespace(scheduler_manager=waiting))
-    assert older.around_has_requests(lambda: vllm_asks, scheduler, (), {}) is asked
+    assert legacy.around_has_requests(lambda: vllm_asks, scheduler, (), {}) is asked
     scheduler.connector = SimpleNamespace(_connectors=[SimpleNamespace(), scheduler.connector])
-    assert older.around_has_requests(lambda: vllm_asks, scheduler, (), {}) is asked
+    assert legacy.around_has_requests(lambda: vllm_asks, scheduler, (), {}) is asked
 
 
 @pytest.mark.parametrize(
@@ -122,8 +122,8 @@ def test_an_engine_steps_while_a_copy_is_under_way(vllm_asks, stores, loads, ask
 )
 def test_an_engine_without_this_connector_steps_as_it_did(connector):
     scheduler = SimpleNamespace(connector=connector)
-    assert older.around_has_requests(lambda: True, scheduler, (), {}) is True
-    assert older.around_has_requests(lambda: False, scheduler, (), {}) is False
+    assert legacy.around_has_requests(lambda: True, scheduler, (), {}) is True
+    assert legacy.around_has_requests(lambda: False, scheduler, (), {}) is False
 
 
 class Backend:
@@ -147,7 +147,7 @@ def test_a_store_waits_for_the_computation_and_a_load_does_not(monkeypatch):
     torch = ModuleType("torch")
     torch.cuda = SimpleNamespace(current_stream=lambda: "compute")
     monkeypatch.setitem(sys.modules, "torch", torch)
-    backend = older.after_computation(Backend)()
+    backend = legacy.after_computation(Backend)()
     store = SimpleNamespace(wait_stream=lambda other: backend.done.append(other))
     backend.init({}, {}, "device", object(), store)
     assert backend._store_params.attrs.srcAccessOrder == 1
@@ -159,10 +159,10 @@ def test_a_store_waits_for_the_computation_and_a_load_does_not(monkeypatch):
 
 
 def test_only_vllms_own_backend_is_made_to_wait(monkeypatch):
-    monkeypatch.setattr(older, "backend_here", lambda original: original)
-    assert issubclass(older.ordered_backend(Backend), Backend)
-    monkeypatch.setattr(older, "backend_here", lambda original: copies.CopyBackend)
-    assert older.ordered_backend(Backend) is copies.CopyBackend
+    monkeypatch.setattr(legacy, "backend_here", lambda original: original)
+    assert issubclass(legacy.ordered_backend(Backend), Backend)
+    monkeypatch.setattr(legacy, "backend_here", lambda original: copy_backend.CopyBackend)
+    assert legacy.ordered_backend(Backend) is copy_backend.CopyBackend
 
 
 def test_what_is_being_stored_is_not_stored_again():
@@ -179,5 +179,5 @@ def test_what_is_being_stored_is_not_stored_again():
         assert known.pop is max
         return [key for key in ("a", "b", "c", "done") if known.get_one_block(key) is None]
 
-    assert older.around_eager_stores(prepare, eager, ({},), {}) == ["b"]
+    assert legacy.around_eager_stores(prepare, eager, ({},), {}) == ["b"]
     assert pool.cached_block_hash_to_block is stored

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 
-from kvpatch.fence import Fence, Transfer
+from kvpatch.patches.fence.fence import Fence, Transfer
 
 
 def fence() -> Fence:

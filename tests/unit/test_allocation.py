@@ -7,7 +7,7 @@ from types import ModuleType, SimpleNamespace
 
 import pytest
 
-from kvpatch import rollback
+from kvpatch.patches.elastic_memory import allocation
 
 MODULE = "kvcached.integration.vllm.allocation_attempt"
 REQUEST = SimpleNamespace(request_id="one")
@@ -48,7 +48,7 @@ def allocate(manager, result, *args, **kwargs):
             raise result
         return result
 
-    return rollback.around_allocate_slots(wrapped, manager, args, kwargs)
+    return allocation.around_allocate_slots(wrapped, manager, args, kwargs)
 
 
 def test_what_was_given_stays(manager):

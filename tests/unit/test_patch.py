@@ -9,7 +9,7 @@ from dataclasses import replace
 
 import pytest
 
-from kvpatch.patch import Feature, Kind, Patch, Transaction, apply, load
+from kvpatch.patch import Feature, Kind, Patch, Transaction, apply, argument, load
 
 
 def loud(wrapped, instance, args, kwargs):
@@ -65,7 +65,7 @@ def world(monkeypatch):
 
 def patch(target: str, wrapper: str = "loud", kind: Kind = Kind.WRAP) -> Patch:
     reference = f"{__name__}:{wrapper}"
-    return Patch(target, f"world:{target}", "w", "u", "t", reference, (), ">0", ">0", kind)
+    return Patch(target, f"world:{target}", "w", "u", "t", reference, (), "0", kind=kind)
 
 
 CALLS = {
@@ -211,7 +211,26 @@ def test_references_resolve_through_attributes():
 
 
 def test_features_and_patches_are_values():
-    feature = Feature("f", "s", "==1", "==1", (patch("function"),))
+    feature = Feature("f", "s", (patch("function"),), since="1")
     with pytest.raises(AttributeError):
         feature.name = "other"
     assert hash(feature) == hash(replace(feature))
+
+
+# Arguments of wrapped calls
+
+
+@pytest.mark.parametrize(
+    ("args", "kwargs"), [(("a", "b"), {}), (("a",), {"second": "b"}), ((), {"second": "b"})]
+)
+def test_an_argument_is_found_by_name_or_position(args, kwargs):
+    assert argument(args, kwargs, 1, "second") == "b"
+
+
+def test_an_argument_that_is_none_was_given():
+    assert argument((), {"second": None}, 1, "second") is None
+
+
+def test_an_argument_that_was_not_given_is_an_error():
+    with pytest.raises(IndexError):
+        argument(("a",), {}, 1, "second")

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from kvpatch import standstill
+from kvpatch.patches import deadlock
 
 
 class Status(Enum):
@@ -49,7 +49,7 @@ class Scheduler:
     def steps(self, count, scheduled=0):
         output = SimpleNamespace(total_num_scheduled_tokens=scheduled)
         for _ in range(count):
-            assert standstill.around_schedule(lambda: output, self, (), {}) is output
+            assert deadlock.around_schedule(lambda: output, self, (), {}) is output
         return self.freed
 
 
@@ -64,11 +64,11 @@ def request(name, arrival, computed=640, status=Status.WAITING):
 def test_the_youngest_of_several_lets_go():
     old, young = request("old", 1), request("young", 2)
     scheduler = Scheduler(old, young)
-    assert scheduler.steps(standstill.SEVERAL_WAIT - 1) == []
+    assert scheduler.steps(deadlock.SEVERAL_WAIT - 1) == []
     assert scheduler.steps(1) == ["young"]
     assert young.num_computed_tokens == 0
     # The other one is alone now, and waits for long.
-    assert scheduler.steps(standstill.ONE_WAITS - 1) == ["young"]
+    assert scheduler.steps(deadlock.ONE_WAITS - 1) == ["young"]
     assert scheduler.steps(1) == ["young", "old"]
 
 
@@ -77,21 +77,21 @@ def test_a_request_whose_load_ended_unnoticed_lets_go_too():
     scheduler = Scheduler(request("old", 1), loaded)
     assert scheduler.steps(100) == []  # its load still runs, and ends by itself
     scheduler.finished_recving_kv_req_ids.add("loaded")
-    assert scheduler.steps(standstill.SEVERAL_WAIT) == ["loaded"]
+    assert scheduler.steps(deadlock.SEVERAL_WAIT) == ["loaded"]
     assert loaded.status is Status.WAITING
     assert scheduler.finished_recving_kv_req_ids == set()
 
 
 def test_one_alone_lets_go_soon_when_another_waits_before_it():
     first, loaded = request("first", 1, computed=0, status=Status.PREEMPTED), request("loaded", 2)
-    assert Scheduler(first, loaded).steps(standstill.SEVERAL_WAIT) == ["loaded"]
+    assert Scheduler(first, loaded).steps(deadlock.SEVERAL_WAIT) == ["loaded"]
     # What comes after it would get nothing before it.
-    assert Scheduler(loaded, first).steps(standstill.ONE_WAITS - 1) == []
+    assert Scheduler(loaded, first).steps(deadlock.ONE_WAITS - 1) == []
 
 
 def test_who_is_tried_first_keeps_what_it_would_only_take_again():
     young, old = request("young", 2, status=Status.PREEMPTED), request("old", 1)
-    assert Scheduler(young, old).steps(standstill.SEVERAL_WAIT) == ["old"]
+    assert Scheduler(young, old).steps(deadlock.SEVERAL_WAIT) == ["old"]
 
 
 def test_by_priority_who_is_tried_first_may_wait_in_either_queue():
@@ -105,7 +105,7 @@ def test_by_priority_who_is_tried_first_may_wait_in_either_queue():
         scheduler = Scheduler(*made)
         scheduler.policy = SimpleNamespace(name="PRIORITY")
         scheduler.waiting, scheduler.skipped_waiting = map(Queue, queues)
-        assert scheduler.steps(standstill.SEVERAL_WAIT) == ["b"]
+        assert scheduler.steps(deadlock.SEVERAL_WAIT) == ["b"]
 
 
 @pytest.mark.parametrize(
@@ -122,13 +122,13 @@ def test_by_priority_who_is_tried_first_may_wait_in_either_queue():
 def test_nobody_lets_go(change):
     scheduler = Scheduler(request("one", 1), request("other", 2))
     vars(scheduler).update(change)
-    assert scheduler.steps(2 * standstill.ONE_WAITS) == []
+    assert scheduler.steps(2 * deadlock.ONE_WAITS) == []
 
 
 def test_a_step_that_computes_begins_the_count_anew():
     scheduler = Scheduler(request("one", 1), request("other", 2))
     for _ in range(3):
-        scheduler.steps(standstill.SEVERAL_WAIT - 1)
+        scheduler.steps(deadlock.SEVERAL_WAIT - 1)
         scheduler.steps(1, scheduled=5)
     assert scheduler.freed == []
 
@@ -152,7 +152,7 @@ def test_up_to_0_17_a_loaded_request_has_no_tokens_before_it_is_looked_at():
     old, young = request("old", 1), request("young", 2, computed=0)
     young.status = Status.WAITING_FOR_REMOTE_KVS
     scheduler = OldScheduler(old, young)
-    assert scheduler.steps(2 * standstill.SEVERAL_WAIT) == []  # still loading
+    assert scheduler.steps(2 * deadlock.SEVERAL_WAIT) == []  # still loading
     scheduler.finished_recving_kv_req_ids.add("young")
-    assert scheduler.steps(standstill.SEVERAL_WAIT) == [young]
+    assert scheduler.steps(deadlock.SEVERAL_WAIT) == [young]
     assert young.status is Status.WAITING

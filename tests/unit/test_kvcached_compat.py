@@ -8,12 +8,12 @@ from types import ModuleType, SimpleNamespace
 
 import pytest
 
-from kvpatch import events, releases, runner_v1
-from kvpatch.errors import Refusal
+from kvpatch.patches.kvcached_compat import adapters, runner_v1
+from kvpatch.refusal import Refusal
 
 
 @pytest.mark.parametrize(
-    ("wrapper", "told"), [(releases.as_on_0_30, "0.30.0"), (releases.as_on_0_28, "0.28.0")]
+    ("wrapper", "told"), [(adapters.as_on_0_30, "0.30.0"), (adapters.as_on_0_28, "0.28.0")]
 )
 def test_kvcached_is_told_a_release_for_one_decision(wrapper, told):
     patch = SimpleNamespace(detected_version="0.32.0+cpu")
@@ -31,10 +31,10 @@ def test_only_the_adapter_of_runner_v2_is_registered_for_later_releases():
     names = ("model_runner_v2", "kv_layout_v2", "gpu_model_runner", "mamba_partial_tail")
     pairs = [(SimpleNamespace(patch_name=name), f"<{name}") for name in names]
     taken = []
-    releases.register_for_later_releases(taken.extend, None, (pairs,), {})
+    adapters.register_for_later_releases(taken.extend, None, (pairs,), {})
     assert [(patch.patch_name, own) for patch, own in taken] == [
-        ("model_runner_v2", ">=0.29.0,<0.34.0"),
-        ("kv_layout_v2", ">=0.29.0,<0.34.0"),
+        ("model_runner_v2", ">=0.29.0"),
+        ("kv_layout_v2", ">=0.29.0"),
         ("gpu_model_runner", "<gpu_model_runner"),
         ("mamba_partial_tail", "<mamba_partial_tail"),
     ]
@@ -46,7 +46,7 @@ def test_the_pools_attributes_are_carried_over_where_vllm_has_them():
     def replace_pool():
         coordinator.block_pool = SimpleNamespace()
 
-    releases.carry_pool_attributes(replace_pool, coordinator, (), {})
+    adapters.carry_pool_attributes(replace_pool, coordinator, (), {})
     assert vars(coordinator.block_pool) == {"medium": "cpu:1"}
 
 
@@ -54,12 +54,12 @@ def test_weights_held_elsewhere_are_taken_off_the_budget():
     def kvcached(init_snapshot, cache_config):
         return init_snapshot * cache_config
 
-    assert releases.request_memory(kvcached, None, (100, 9), {}) == 900
-    assert releases.request_memory(kvcached, None, (100, 9, 0), {}) == 900
-    assert releases.request_memory(kvcached, None, (100, 9, 300), {}) == 600
-    assert releases.request_memory(kvcached, None, (100, 9), {"external_weight_memory": 1}) == 899
+    assert adapters.request_memory(kvcached, None, (100, 9), {}) == 900
+    assert adapters.request_memory(kvcached, None, (100, 9, 0), {}) == 900
+    assert adapters.request_memory(kvcached, None, (100, 9, 300), {}) == 600
+    assert adapters.request_memory(kvcached, None, (100, 9), {"external_weight_memory": 1}) == 899
     with pytest.raises(ValueError, match="weights of 900 bytes"):
-        releases.request_memory(kvcached, None, (100, 9, 900), {})
+        adapters.request_memory(kvcached, None, (100, 9, 900), {})
 
 
 def test_the_profile_runs_in_what_vllm_puts_around_it(monkeypatch):
@@ -92,7 +92,7 @@ def test_the_profile_runs_in_what_vllm_puts_around_it(monkeypatch):
         said.append("measure")
         return 7
 
-    assert releases.profile_as_vllm(determine, worker, (), {}) == 7
+    assert adapters.profile_as_vllm(determine, worker, (), {}) == 7
     assert said == [
         "enter split 20",
         "enter config ours",
@@ -135,37 +135,3 @@ def test_runner_v1_refuses_shared_kv_caches_that_last():
     with pytest.raises(Refusal, match="layers of this model share their KV cache"):
         runner_v1.mark_lasting_allocation(lambda *args: None, runner, ("config",), {})
     assert runner_v1.mark_lasting_allocation(lambda *a: "made", runner, ("c", True), {}) == "made"
-
-
-def test_events_stay_as_vllm_had_them():
-    for wanted in (True, False):
-        native = SimpleNamespace(enable_kv_cache_events=wanted)
-        coordinator = SimpleNamespace(block_pool=native)
-
-        def replace_pool(coordinator=coordinator):
-            coordinator.block_pool = SimpleNamespace(enable_kv_cache_events=False)
-
-        events.carry_the_switch(replace_pool, coordinator, (), {})
-        assert coordinator.block_pool.enable_kv_cache_events is wanted
-        assert coordinator.block_pool is not native
-
-
-@pytest.mark.parametrize(("done", "on"), [(True, True), (True, False), (False, True)])
-def test_a_reset_is_one_event(monkeypatch, done, on):
-    module = ModuleType("vllm.distributed.kv_events")
-    module.AllBlocksCleared = lambda: "cleared"
-    for name in ("vllm", "vllm.distributed"):
-        monkeypatch.setitem(sys.modules, name, ModuleType(name))
-    monkeypatch.setitem(sys.modules, module.__name__, module)
-    pool = SimpleNamespace(enable_kv_cache_events=on, kv_event_queue=["stored"])
-
-    def reset():
-        if on:
-            pool.kv_event_queue.append("removed")
-        return done
-
-    assert events.reset(reset, pool, (), {}) is done
-    if done and on:
-        assert pool.kv_event_queue == ["stored", "cleared"]
-    else:
-        assert "cleared" not in pool.kv_event_queue

@@ -1,0 +1,247 @@
+"""The recorded runs: they name the code they ran on, and are stale when it is another one."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from packaging.version import Version
+
+from kvpatch import patches, supported
+from kvpatch.matrix import evidence, signatures
+from kvpatch.matrix.axes import Cell
+
+ROOT = Path(__file__).parents[2]
+AXES = {
+    "runner": "V2",
+    "layout": "contiguous",
+    "connector": "Offloading",
+    "model": "full attention",
+}
+
+
+def in_force(release: str, on_host: bool = True) -> tuple[str, ...]:
+    """The ids of the patches that an engine of a release has today.
+
+    On the host device, as recorded runs are, or on a GPU; nobody asks for the debug mode.
+    """
+    wanted = {"host-device"} if on_host else set()
+    return tuple(
+        patch.id
+        for feature in patches.FEATURES
+        if Version(release) in feature.span and (feature.wanted is None or feature.name in wanted)
+        for patch in feature.at(Version(release))
+    )
+
+
+def of_other_patches(data: Path) -> list[str]:
+    """The recorded codes whose patches are not those of today."""
+    found = []
+    for level in evidence.LEVELS:
+        for path in sorted((data / level).glob("*.json")):
+            result = json.loads(path.read_text())
+            today = {in_force(result["vllm"], on_host) for on_host in (True, False)}
+            for key, code in result.get("code", {}).items():
+                if tuple(code["patches"]) not in today:
+                    found.append(f"{level}/{path.name} {key}")
+    return found
+
+
+@pytest.fixture
+def data(tmp_path: Path) -> Callable[..., Path]:
+    """Record one run of 0.32.0, on the code of today unless a test says another."""
+
+    def data(**changes: Any) -> Path:
+        ids = in_force("0.32.0")
+        code = {"commit": "abc", "patches": ids, "digests": evidence.digests_of(ids)} | changes
+        run = AXES | {"right": True, "code": "abc"}
+        folder = tmp_path / "data/engine"
+        folder.mkdir(parents=True, exist_ok=True)
+        result = {"vllm": "0.32.0", "kvcached": "0.1.6", "runs": [run], "code": {"abc": code}}
+        (folder / "vllm-0.32.0-kvcached-0.1.6.json").write_text(json.dumps(result))
+        evidence.forget()
+        return folder.parent
+
+    return data
+
+
+@pytest.fixture(autouse=True)
+def nothing_remembered() -> Iterator[None]:
+    evidence.forget()
+    yield
+    evidence.forget()
+
+
+# Which patches were in force
+
+
+def test_the_recorded_ids_are_those_of_the_rows_of_today():
+    """Otherwise a row came, went or was renamed: run the cells of that release again."""
+    assert of_other_patches(signatures.DATA) == []
+
+
+def test_other_ids_than_those_of_today_are_found(data):
+    assert of_other_patches(data()) == []
+    ids = in_force("0.32.0")
+    for other in (ids[:-1], (*ids, "a.new_patch"), ids[::-1]):
+        assert of_other_patches(data(patches=other)) == [
+            "engine/vllm-0.32.0-kvcached-0.1.6.json abc"
+        ]
+
+
+def test_a_gpu_has_no_patches_of_the_host_device(data):
+    ids = in_force("0.32.0", on_host=False)
+    assert not any(one.startswith("host.") for one in ids)
+    assert of_other_patches(data(patches=ids)) == []
+
+
+# Stale runs
+
+
+def test_a_run_on_the_code_of_today_is_not_stale(data):
+    folder = data()
+    ((cell, (run,)),) = evidence.runs(folder).items()
+    assert cell == Cell(vllm="0.32.0", **AXES)
+    assert (run.level, run.right, run.code.commit) == ("engine", True, "abc")
+    assert list(evidence.stale(folder)) == []
+
+
+def test_a_run_on_another_module_is_stale(data):
+    digests = evidence.digests_of(in_force("0.32.0"))
+    changed = digests | {"kvpatch.patches.fence.hooks": "another"}
+    gone = digests | {"kvpatch.patches.fence.gone": "1"}
+    for other, module in ((changed, "hooks"), (gone, "gone")):
+        ((_, modules),) = evidence.stale(data(digests=other))
+        assert modules == [f"kvpatch.patches.fence.{module}"]
+    del digests["kvpatch.patches.fence.fence"]  # not there when it ran
+    ((_, modules),) = evidence.stale(data(digests=digests))
+    assert modules == ["kvpatch.patches.fence.fence"]
+
+
+def test_a_run_whose_code_was_not_recorded_is_stale(data):
+    folder = data()
+    path = folder / "engine/vllm-0.32.0-kvcached-0.1.6.json"
+    result = json.loads(path.read_text())
+    del result["code"]
+    path.write_text(json.dumps(result))
+    evidence.forget()
+    ((cell, why),) = evidence.stale(folder)
+    assert cell.vllm == "0.32.0"
+    assert why == ["the code was not recorded"]
+
+
+def test_only_engines_are_stale(data, tmp_path):
+    folder = data(digests={})
+    (folder / "engine").rename(folder / "bytes")
+    evidence.forget()
+    assert [run.level for every in evidence.runs(folder).values() for run in every] == ["bytes"]
+    assert list(evidence.stale(folder)) == []
+
+
+# Digests
+
+
+def test_every_wrapper_has_a_digest_on_every_release():
+    for release in supported.validated():
+        ids = in_force(release)
+        modules = evidence.digests_of(ids)
+        wrappers = {
+            patch.wrapper.partition(":")[0]
+            for feature in patches.FEATURES
+            for patch in feature.patches
+            if patch.id in ids
+        }
+        assert wrappers <= set(modules)
+        assert evidence.HEADERS in modules
+
+
+def test_a_digest_covers_what_a_wrapper_imports_and_nothing_else():
+    modules = set(evidence.digests_of(["fence.build"]))
+    assert modules >= {
+        "kvpatch.patches.fence.hooks",
+        "kvpatch.patches.fence.fence",
+        "kvpatch.upstream.kvcached_api",
+        "kvpatch.state",
+    }
+    assert not any("simple_offload" in module or "hostdevice" in module for module in modules)
+
+
+def test_an_id_that_is_gone_has_no_digest():
+    assert evidence.digests_of(["gone.patch"]) == {}
+
+
+@pytest.fixture
+def digests(run, tmp_path: Path) -> Callable[..., dict[str, str]]:
+    """The digests of ``fence.build`` in a copy, after one module was edited."""
+    copied = tmp_path / "tree/kvpatch"
+    shutil.copytree(ROOT / "kvpatch", copied, ignore=shutil.ignore_patterns("__pycache__"))
+    code = "import json; from kvpatch.matrix import evidence\n"
+    code += "print(json.dumps(evidence.digests_of(['fence.build'])))"
+
+    def digests(module: str = "", old: str = "", new: str = "") -> dict[str, str]:
+        path = copied / module
+        before = path.read_text() if module else ""
+        if module:
+            assert old in before
+            path.write_text(before.replace(old, new))
+        done = run(sys.executable, "-B", "-c", code, PYTHONPATH=copied.parent, KVPATCH="0")
+        if module:
+            path.write_text(before)
+        assert done.code == 0, done.err
+        found: dict[str, str] = json.loads(done.out)
+        return found
+
+    return digests
+
+
+@pytest.mark.parametrize(
+    ("module", "old", "new", "changed"),
+    [
+        (
+            "patches/fence/hooks.py",
+            "    meta = wrapped(*args, **kwargs)\n    fenced",
+            "    meta = wrapped(*args)\n    fenced",
+            ["kvpatch.patches.fence.hooks"],
+        ),
+        (  # imported by it
+            "patches/fence/fence.py",
+            "self._builds += 1",
+            "self._builds += 2",
+            ["kvpatch.patches.fence.fence"],
+        ),
+        (  # imported by what it imports
+            "environ.py",
+            "is_on",
+            "switched_on",
+            [],  # no code of a patch
+        ),
+        (
+            "upstream/connectors.py",
+            'getattr(connector, "_connectors", None)',
+            'getattr(connector, "connectors", None)',
+            ["kvpatch.upstream.connectors"],
+        ),
+        (
+            "patches/fence/hooks.py",
+            '"""Tell the fence which transfers a step hands out.',
+            '"""Say which.',
+            [],
+        ),
+        (
+            "patches/fence/fence.py",
+            "        self._builds += 1",
+            "        # Counted for the longest hold.\n        self._builds += 1",
+            [],
+        ),
+    ],
+    ids=["the wrapper", "an import", "no code of a patch", "upstream", "a docstring", "a comment"],
+)
+def test_a_digest_changes_with_the_code_and_not_with_its_words(digests, module, old, new, changed):
+    before, after = digests(), digests(module, old, new)
+    assert before.keys() == after.keys()
+    assert [name for name in before if before[name] != after[name]] == changed

@@ -1,0 +1,113 @@
+"""OffloadingConnector before 0.26, presented in the terms of later releases."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from kvpatch import state
+from kvpatch.patches.offloading import legacy, registration
+from kvpatch.patches.offloading.registration import Rows
+from kvpatch.refusal import Refusal
+
+KV_CACHES = {"layer.0": object()}
+
+
+@pytest.fixture
+def registered(monkeypatch) -> list[Any]:
+    """What was given to the registration of later releases."""
+    given: list[Any] = []
+
+    def register(wrapped: Any, worker: Any, *rest: Any) -> None:
+        given.append((worker, *rest))
+        state.attach(worker, Rows([(0x1000, 4096)]))
+
+    monkeypatch.setattr(registration, "register_regions", register)
+    return given
+
+
+@pytest.mark.parametrize(
+    ("register", "init"),
+    [
+        (legacy.register_with_spec, "_init_worker"),
+        (legacy.register_with_handlers, "_register_handlers"),
+    ],
+)
+def test_the_plan_comes_from_the_spec(registered, register, init):
+    plan, started = object(), []
+    spec = SimpleNamespace(
+        kv_cache_config=plan, cpu_page_size_per_worker=3 * 4096, block_size_factor=3
+    )
+    worker = SimpleNamespace(spec=spec, **{init: started.append})
+    register(lambda: pytest.fail("vLLM's own ran"), worker, (KV_CACHES,), {})
+    ((later, args, kwargs),) = registered
+    assert (args, kwargs) == ((KV_CACHES,), {})
+    assert later.kv_cache_config is plan
+    # The CPU tier counts in chunks of blocks; a region's bytes are a block's.
+    assert later.spec.config.worker_kv_bytes_per_block == 4096
+    assert state.find(worker, Rows) == Rows([(0x1000, 4096)])  # for what names the files of a tier
+    later._init_worker("regions")
+    assert started == ["regions"]
+
+
+@pytest.mark.parametrize("size", [4, (4,)])
+def test_up_to_0_18_each_region_is_a_layer_of_its_own_backend(monkeypatch, size):
+    torch = pytest.importorskip("torch")
+    region = torch.arange(3 * 64, dtype=torch.uint8).view(3, 64).view(torch.int8)
+
+    def checked(worker, kv_caches):
+        assert kv_caches is KV_CACHES
+        assert worker.kv_cache_config is plan
+        assert worker.spec.config.worker_kv_bytes_per_block == 64
+        return SimpleNamespace(tensors=[region, region])
+
+    monkeypatch.setattr(registration, "checked_regions", checked)
+    plan = SimpleNamespace(num_blocks=3, kv_cache_tensors=[SimpleNamespace(size=96)] * 2)
+    spec = SimpleNamespace(kv_cache_config=plan, gpu_block_size=size)
+    given = []
+    worker = SimpleNamespace(spec=spec, _register_handlers=lambda *both: given.append(both))
+    legacy.register_with_backends(lambda: None, worker, (KV_CACHES,), {})
+    ((regions, backends),) = given
+    assert regions.keys() == backends.keys() and len(regions) == 2
+    for name, tensor in regions.items():
+        # As vLLM reads it: blocks first, the tokens of a block behind them, whole blocks.
+        assert backends[name].get_kv_cache_shape(1234, 16, 8, 256).index(1234) == 0
+        assert backends[name].get_kv_cache_shape(1234, 16, 8, 256).index(16) == 1
+        assert tensor.shape == (3, 4, 16)
+        assert tensor.data_ptr() == region.data_ptr()
+        assert tensor.element_size() * tensor.stride(0) == 64
+
+
+@pytest.mark.parametrize(
+    ("status", "computed", "held", "storable"),
+    [
+        ("FINISHED_STOPPED", 640, 12, 5),
+        ("FINISHED_STOPPED", 640, 3, 1),  # of two blocks each
+        ("FINISHED_ABORTED", 0, 0, 0),
+        ("FINISHED_ABORTED", 64, 12, 2),
+    ],
+)
+def test_of_an_aborted_request_0_26_stores_what_it_has_computed(status, computed, held, storable):
+    group = SimpleNamespace(group_idx=1, tokens_per_chunk=32)
+    request = SimpleNamespace(
+        req=SimpleNamespace(status=SimpleNamespace(name=status), num_computed_tokens=computed),
+        config=SimpleNamespace(blocks_per_chunk=2),
+        group_states=[None, SimpleNamespace(block_ids=[7] * held)],
+    )
+    assert legacy.around_storable(lambda *both: 5, request, (group, 640), {}) == storable
+
+
+def test_a_block_of_another_size_than_the_plans_is_refused():
+    """The CPU tier is sized by the plan: rows would overlap."""
+    spec = SimpleNamespace(config=SimpleNamespace(worker_kv_bytes_per_block=4096))
+    worker = SimpleNamespace(spec=spec)
+    registration.check_size(worker, 4096)
+    with pytest.raises(Refusal) as refused:
+        registration.check_size(worker, 8192)
+    assert str(refused.value) == (
+        "kvpatch refuses to start vLLM: a block has 8192 bytes in memory and 4096 in vLLM's plan, "
+        "because the CPU tier was sized by the plan and would be overrun or mixed up; report this "
+        "with your command line, or set KVPATCH=0. [KVP407]"
+    )

@@ -1,0 +1,99 @@
+"""Which memory a connector copies: the blocks of kvcached's pools, of validated kinds."""
+
+from __future__ import annotations
+
+import sys
+from types import ModuleType, SimpleNamespace
+
+import pytest
+
+from kvpatch.patches.elastic_memory.regions import check_kinds, find_regions
+from kvpatch.refusal import Refusal
+
+
+def plan(*specs: object) -> SimpleNamespace:
+    groups = [SimpleNamespace(kv_cache_spec=spec) for spec in specs]
+    return SimpleNamespace(kv_cache_groups=groups)
+
+
+def spec(kind: str, **fields: object) -> object:
+    return type(kind, (SimpleNamespace,), {})(**fields)
+
+
+def mamba(layers: str, mode: str) -> object:
+    return spec("MambaSpec", mamba_type=SimpleNamespace(name=layers), mamba_cache_mode=mode)
+
+
+def test_validated_kinds():
+    check_kinds(plan(spec("FullAttentionSpec"), spec("SlidingWindowSpec")))
+    check_kinds(plan(spec("MLAAttentionSpec")))
+    check_kinds(plan(spec("FullAttentionSpec"), mamba("MAMBA2", "align")))
+
+
+@pytest.mark.parametrize(
+    ("other", "named"),
+    [
+        (spec("ChunkedLocalAttentionSpec"), "ChunkedLocalAttentionSpec"),
+        (mamba("MAMBA2", "all"), "MambaSpec of MAMBA2 layers in the mamba_cache_mode all"),
+        (mamba("GDN_ATTN", "align"), "MambaSpec of GDN_ATTN layers in the mamba_cache_mode align"),
+    ],
+)
+def test_other_kinds(other, named):
+    with pytest.raises(Refusal) as refused:
+        check_kinds(plan(spec("FullAttentionSpec"), other))
+    assert str(refused.value) == (
+        f"kvpatch refuses to start vLLM: this model has a KV cache of kind {named}, because "
+        "offloading it has not been validated by a store and load round trip; run it without a KV "
+        "connector, or with KVPATCH=0. [KVP406]"
+    )
+
+
+class View:
+    """kvcached's block view of one layer, without torch."""
+
+    def __init__(self, blocks: int, address: int = 0) -> None:
+        self.shape, self.ndim, self.address = (blocks, 64), 2, address
+
+    def data_ptr(self) -> int:
+        return self.address
+
+    def stride(self) -> tuple[int, int]:
+        return (64, 1)
+
+    def __getitem__(self, rows: slice) -> View:
+        return View(rows.stop, self.address)
+
+    def view(self, dtype: object) -> View:
+        return self
+
+
+def caches(*views: object) -> dict[str, object]:
+    return {f"layer.{n}": SimpleNamespace(_kvcached_block_copy_view=v) for n, v in enumerate(views)}
+
+
+@pytest.fixture(autouse=True)
+def torch(monkeypatch):
+    """As much of torch as a region needs."""
+    module = ModuleType("torch")
+    module.int8 = "int8"
+    monkeypatch.setitem(sys.modules, "torch", module)
+
+
+def test_layers_of_one_pool_are_one_region():
+    """In the contiguous layout the layers of a block lie side by side: one copy."""
+    groups = [["layer.0", "layer.1"], ["layer.2"]]
+    found = find_regions(caches(View(10), View(10), View(12, 4096)), groups, num_blocks=8)
+    assert [region.shape for region in found.tensors] == [(8, 64), (8, 64)]
+    assert found.groups == [[0], [1]]
+    assert found.block_bytes == 128
+
+
+@pytest.mark.parametrize("view", [None, View(7)], ids=["not kvcached's", "7 of 8 blocks"])
+def test_too_few_blocks(view):
+    with pytest.raises(Refusal) as refused:
+        find_regions(caches(View(8), view), [["layer.0", "layer.1"]], num_blocks=8)
+    assert str(refused.value) == (
+        "kvpatch refuses to start vLLM: the KV cache of layer.1 is not 8 blocks of kvcached's "
+        "memory, because its blocks cannot be told apart in memory; report this with your command "
+        "line, or set KVPATCH=0. [KVP405]"
+    )

@@ -1,0 +1,665 @@
+"""Every rule on the engine's configuration, by its sentence."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from kvpatch import patches, rules, supported
+from kvpatch.environ import VLLM_KV_CACHE_LAYOUT, VLLM_USE_V2_MODEL_RUNNER
+from kvpatch.patches.elastic_memory import configuration
+from kvpatch.patches.kvcached_compat.rules import V1_ON_LATER
+from kvpatch.patches.offloading.rules import HYBRID as HYBRID_RELEASES
+from kvpatch.patches.offloading.rules import LATENT as LATENT_RELEASES
+from kvpatch.patches.offloading.rules import MULTI
+from kvpatch.patches.secondary_tiers.rules import TIERS
+from kvpatch.patches.simple_offload.rules import SIMPLE
+from kvpatch.refusal import Refusal
+from kvpatch.rules import Rule
+from kvpatch.supported import validated
+from kvpatch.versions import Facts, Installed, Span, in_words
+
+RULES = rules.of(feature.rules for feature in patches.FEATURES)
+
+
+def words(span: Span) -> str:
+    """The validated releases of a span, as a sentence has them."""
+    return in_words(validated(span))
+
+
+def facts(
+    vllm: str = "0.28.0",
+    device: str = "cuda",
+    contiguous: bool = True,
+    environment: dict[str, str] | None = None,
+) -> Facts:
+    """A machine with a release of vLLM."""
+    return Facts(
+        Installed.release("vllm", vllm),
+        Installed.release("kvcached", "0.1.6"),
+        environment or {},
+        device,
+        contiguous,
+    )
+
+
+def check(made: Any, here: Facts | None = None, **more: Any) -> Refusal | None:
+    """The refusal of a configuration, on the machine that it names."""
+    return rules.check(made, here or facts(**made.machine), RULES, **more)
+
+
+def config(connector: bool = True, **changes: Any) -> SimpleNamespace:
+    """A configuration that passes; ``changes`` are dotted names with ``__`` for the dot."""
+    transfer = SimpleNamespace(
+        kv_connector="OffloadingConnector",
+        kv_connector_module_path=None,
+        kv_connector_extra_config={},
+    )
+    made = SimpleNamespace(
+        machine={},  # of ``facts``
+        use_v2_model_runner=False,
+        attention_config=SimpleNamespace(),
+        kv_transfer_config=transfer if connector else None,
+        scheduler_config=SimpleNamespace(policy="fcfs", scheduler_cls=None),
+        cache_config=SimpleNamespace(enable_prefix_caching=True, cache_dtype="auto"),
+        parallel_config=SimpleNamespace(
+            world_size=2,
+            tensor_parallel_size=2,
+            data_parallel_size=1,
+            decode_context_parallel_size=1,
+            distributed_executor_backend="mp",
+        ),
+        speculative_config=None,
+        kv_events_config=None,
+        model_config=SimpleNamespace(
+            is_hybrid=False,
+            is_encoder_decoder=False,
+            use_mla=False,
+            architecture="JambaForCausalLM",
+        ),
+    )
+    for name, value in changes.items():
+        if name.startswith("machine__"):
+            made.machine[name.removeprefix("machine__")] = value
+            continue
+        section, _, field = name.rpartition("__")
+        setattr(getattr(made, section) if section else made, field, value)
+    return made
+
+
+def spec(name: str, module: str | None = None) -> dict[str, Any]:
+    return {
+        "kv_transfer_config__kv_connector_extra_config": {"spec_name": name}
+        | ({"spec_module_path": module} if module else {})
+    }
+
+
+def simple(**extra: Any) -> dict[str, Any]:
+    return {
+        "kv_transfer_config__kv_connector": "SimpleCPUOffloadConnector",
+        "kv_transfer_config__kv_connector_extra_config": extra,
+    }
+
+
+def tiers(*types: str) -> dict[str, Any]:
+    return {
+        "kv_transfer_config__kv_connector_extra_config": {
+            "spec_name": "TieringOffloadingSpec",
+            "secondary_tiers": [{"type": name} for name in types],
+        }
+    }
+
+
+def multi(*inside: str, **more: Any) -> dict[str, Any]:
+    return {
+        "kv_transfer_config__kv_connector": "MultiConnector",
+        "kv_transfer_config__kv_connector_extra_config": {
+            "connectors": [{"kv_connector": name, "kv_role": "kv_both"} | more for name in inside]
+        },
+    }
+
+
+V2_OF_29 = {"machine__vllm": "0.29.0", "use_v2_model_runner": True}
+V2_OF_30 = {"machine__vllm": "0.30.0", "use_v2_model_runner": True}
+HYBRID = {"model_config__is_hybrid": True}
+LATENT = {"model_config__use_mla": True}
+ONE_RANK = {"parallel_config__world_size": 1, "parallel_config__tensor_parallel_size": 1}
+V2_OF_33 = {"machine__vllm": "0.33.0", "use_v2_model_runner": True}
+
+# By its code: the configurations that a rule refuses, and its sentence.
+CASES: dict[str, tuple[list[dict[str, Any]], str]] = {
+    "KVP301": (
+        [{"machine__vllm": "0.33.0"}],
+        "this configuration runs on Model Runner V1, because kvcached does not support it on this "
+        f"release; kvpatch's adapter is validated on vLLM {words(V1_ON_LATER)} only; use Model "
+        "Runner V2, or set KVPATCH=0.",
+    ),
+    "KVP313": (
+        [],  # without a connector: test_hybrid_models_where_kvcached_has_no_adapter
+        "JambaForCausalLM has state-space layers, because kvcached's patches for them are not "
+        "validated on this release and runner; use Model Runner V2 of vLLM 0.30, or set "
+        "KVPATCH=0.",
+    ),
+    "KVP314": (
+        [
+            {
+                "machine__vllm": "0.30.0",
+                "machine__environment": {VLLM_KV_CACHE_LAYOUT.name: "LBHNC"},
+                "use_v2_model_runner": True,
+            }
+        ],
+        "VLLM_KV_CACHE_LAYOUT=LBHNC is set and kvcached's memory is contiguous, because kvcached "
+        "supports BLNHC or BLHNC there, and with KVCACHED_CONTIGUOUS_LAYOUT=false LBNHC or LBHNC; "
+        "unset VLLM_KV_CACHE_LAYOUT or change KVCACHED_CONTIGUOUS_LAYOUT, or set KVPATCH=0.",
+    ),
+    "KVP326": (
+        [{"machine__vllm": "0.27.1", "use_v2_model_runner": True}],
+        "this configuration runs on Model Runner V2, because kvcached has no adapter for it "
+        "before vLLM 0.28; set VLLM_USE_V2_MODEL_RUNNER=0, or set KVPATCH=0.",
+    ),
+    "KVP312": (
+        [{"attention_config__hisparse_config": SimpleNamespace()}],
+        "HiSparse is configured, because it allocates KV cache outside kvcached's memory; "
+        "remove the HiSparse configuration, or set KVPATCH=0.",
+    ),
+    "KVP302": (
+        [
+            {"kv_transfer_config__kv_connector": "ExampleConnector"},
+            {
+                "kv_transfer_config__kv_connector": "ExampleConnector",
+                "kv_transfer_config__kv_connector_module_path": "mine",
+            },
+        ],
+        "the KV connector ExampleConnector is configured, because only vLLM's own "
+        "OffloadingConnector and SimpleCPUOffloadConnector are validated on kvcached's memory; "
+        "use one of these, or set KVPATCH=0.",
+    ),
+    "KVP328": (
+        [
+            multi("OffloadingConnector") | {"machine__vllm": "0.25.1"},
+            multi("OffloadingConnector") | V2_OF_33,
+        ],
+        "MultiConnector is configured on this release, because it is validated on vLLM "
+        f"{words(MULTI)} only; use one connector, or one of these releases, or set KVPATCH=0.",
+    ),
+    "KVP319": (
+        [
+            multi("OffloadingConnector", "NixlConnector"),
+            multi("NixlConnector", "OffloadingConnector"),
+            multi("NixlConnector", "NixlConnector"),
+        ],
+        "a MultiConnector is configured with NixlConnector inside, because that connector's "
+        "copies are not validated on kvcached's memory; leave only OffloadingConnector and "
+        "SimpleCPUOffloadConnector in it, or set KVPATCH=0.",
+    ),
+    "KVP320": (
+        [multi("OffloadingConnector", "OffloadingConnector")],
+        "a MultiConnector is configured with OffloadingConnector twice, because vLLM would give "
+        "both the same shared memory; leave one of them, or set KVPATCH=0.",
+    ),
+    "KVP303": (
+        [
+            spec("MySpec", "some.module"),
+            multi("OffloadingConnector", kv_connector_extra_config={"spec_name": "MySpec"}),
+        ],
+        "the offloading spec MySpec is configured, because it has not been validated by a store "
+        "and load round trip; remove spec_name from kv_connector_extra_config, or set KVPATCH=0.",
+    ),
+    "KVP304": (
+        [
+            {"kv_transfer_config__kv_connector_extra_config": {"canonical_layout": True}},
+            multi("OffloadingConnector", kv_connector_extra_config={"canonical_layout": True}),
+        ],
+        "canonical_layout is set in kv_connector_extra_config, because vLLM cannot certify that "
+        "layout on kvcached's memory; remove canonical_layout, or set KVPATCH=0.",
+    ),
+    "KVP305": (
+        [
+            LATENT | ONE_RANK,
+            LATENT | ONE_RANK | {"machine__vllm": "0.32.0"},  # on Runner V1
+            LATENT | ONE_RANK | V2_OF_33,
+            LATENT | ONE_RANK | V2_OF_29 | multi("OffloadingConnector"),
+            LATENT | ONE_RANK | V2_OF_29 | tiers("fs"),
+            LATENT | V2_OF_29,  # of two ranks
+        ],
+        "a KV connector is configured for JambaForCausalLM, because latent attention is validated "
+        "with OffloadingConnector and SimpleCPUOffloadConnector without secondary tiers, on Model "
+        f"Runner V2 of vLLM {words(LATENT_RELEASES)} and one rank only; use one of these, or run "
+        "this model without a KV connector, or set KVPATCH=0.",
+    ),
+    "KVP306": (
+        [{"cache_config__enable_prefix_caching": False}],
+        "the prefix cache is disabled while a KV connector is configured, because that "
+        "combination is not validated; remove --no-enable-prefix-caching, or set KVPATCH=0.",
+    ),
+    "KVP307": (
+        [
+            {"parallel_config__world_size": 4},
+            {"parallel_config__data_parallel_size": 2},
+            {"parallel_config__decode_context_parallel_size": 2},
+        ],
+        "a KV connector is configured with parallelism other than tensor parallelism, because "
+        "that combination is not validated; use tensor parallelism only, or set KVPATCH=0.",
+    ),
+    "KVP308": (
+        [{"parallel_config__distributed_executor_backend": "ray"}],
+        "a KV connector is configured with the executor ray, because kvpatch is validated with "
+        "the executors uni and mp only; set --distributed-executor-backend mp, or set KVPATCH=0.",
+    ),
+    "KVP324": (
+        [
+            {"scheduler_config__scheduler_cls": "builtins.dict"},
+            {"scheduler_config__scheduler_cls": dict},
+        ],
+        "a KV connector is configured with the scheduler builtins.dict, because it is not "
+        "validated: it may free or allocate blocks in an order that the fence does not expect; "
+        "remove --scheduler-cls, or set KVPATCH=0.",
+    ),
+    "KVP309": (
+        [{"speculative_config": SimpleNamespace(method="ngram")}],
+        "a KV connector is configured with speculative decoding, because it has not been "
+        "validated by a store and load round trip; remove the speculative configuration, or set "
+        "KVPATCH=0.",
+    ),
+    "KVP310": (
+        [{"cache_config__cache_dtype": "fp8"}],
+        "a KV connector is configured with the KV cache dtype fp8, because it has not been "
+        "validated by a store and load round trip; use one of auto, bfloat16, float16, float32, "
+        "or set KVPATCH=0.",
+    ),
+    "KVP311": (
+        [
+            HYBRID | ONE_RANK,
+            HYBRID | V2_OF_30,  # of two ranks
+            HYBRID | ONE_RANK | {"machine__vllm": "0.29.0", "use_v2_model_runner": True},
+            HYBRID | ONE_RANK | V2_OF_30 | tiers("fs"),
+            HYBRID | ONE_RANK | V2_OF_30 | simple(),
+            HYBRID | ONE_RANK | V2_OF_30 | LATENT,
+        ],
+        "a KV connector is configured for JambaForCausalLM, because hybrid models are validated "
+        "with OffloadingConnector without secondary tiers, on Model Runner V2 of vLLM "
+        f"{words(HYBRID_RELEASES)} and one rank only; use that, or run this model without a KV "
+        "connector, or set KVPATCH=0.",
+    ),
+    "KVP331": (
+        [{"model_config__is_encoder_decoder": True}],
+        "a KV connector is configured for JambaForCausalLM, because encoder-decoder models are "
+        "not validated; run this model without a KV connector, or set KVPATCH=0.",
+    ),
+    "KVP315": (
+        [simple(kv_offload_backend="disk", disk_path="/tmp/x")],
+        "the kv_offload_backend disk is configured, because it has not been validated by a store "
+        "and load round trip; remove kv_offload_backend from kv_connector_extra_config, or set "
+        "KVPATCH=0.",
+    ),
+    "KVP316": (
+        [simple(lazy_offload=True) | V2_OF_29],
+        "lazy_offload is set in kv_connector_extra_config, because SimpleCPUOffloadConnector of "
+        "vLLM 0.29 counts copies of idle steps as done without making them; remove lazy_offload, "
+        "or install another vLLM, or set KVPATCH=0.",
+    ),
+    "KVP317": (
+        [
+            simple(lazy_offload=True) | V2_OF_33,
+            simple() | {"machine__vllm": "0.23.0"},
+        ],
+        "SimpleCPUOffloadConnector is configured on this release, because it is validated on vLLM "
+        f"{words(SIMPLE)} only; use OffloadingConnector, or one of these releases, or set "
+        "KVPATCH=0.",
+    ),
+    "KVP327": (
+        [
+            simple()
+            | {
+                "machine__vllm": "0.19.1",
+                "scheduler_config__disable_hybrid_kv_cache_manager": False,
+                "model_config__get_sliding_window": lambda: 256,
+            }
+        ],
+        "SimpleCPUOffloadConnector is configured in eager mode for sliding windows whose blocks "
+        "are freed, because before vLLM 0.22 it stops storing a request at the first block that "
+        "has left its window and was freed, and some prompts are never loaded from the CPU tier; "
+        "set --disable-hybrid-kv-cache-manager or lazy_offload, or install vLLM 0.22.1, or set "
+        "KVPATCH=0.",
+    ),
+    "KVP318": (
+        [simple() | {"machine__device": "xpu"}],
+        "the KV connector SimpleCPUOffloadConnector is configured, because its block copies are "
+        "not validated on this device; use OffloadingConnector, or set KVPATCH=0.",
+    ),
+    "KVP325": (
+        [
+            {
+                "machine__vllm": "0.25.1",
+                "kv_events_config": SimpleNamespace(enable_kv_cache_events=True),
+            }
+        ],
+        "kv_events_config enables KV cache events, because kvcached's block pool does not emit "
+        "them; what kvpatch adds is validated on vLLM 0.26 and later; remove kv_events_config, or "
+        "install a later vLLM, or set KVPATCH=0.",
+    ),
+    "KVP329": (
+        [tiers("fs") | {"machine__vllm": "0.22.1"}],
+        "a secondary tier is configured, because the tiers of this vLLM keep their blocks when "
+        "the prefix cache is reset (vllm-project/vllm#44541) and access a disk on the scheduler's "
+        "thread (vllm-project/vllm#44193); use OffloadingConnector without secondary tiers, or "
+        "install vLLM 0.24, or set KVPATCH=0.",
+    ),
+    "KVP330": (
+        [tiers("fs") | V2_OF_33],
+        "a secondary tier is configured on this release, because it is validated on vLLM "
+        f"{words(TIERS)} only; use OffloadingConnector without secondary tiers, or one of these "
+        "releases, or set KVPATCH=0.",
+    ),
+    "KVP321": (
+        [tiers("example"), tiers("fs", "example")],
+        "the secondary tier example is configured, because vLLM's example keeps the keys of "
+        "blocks and not their bytes, so that a load returns whatever the CPU tier has in that "
+        "place; use the tier fs, or set KVPATCH=0.",
+    ),
+    "KVP322": (
+        [
+            tiers("obj"),
+            tiers("fs", "obj"),
+            multi(
+                "OffloadingConnector",
+                kv_connector_extra_config=tiers("obj")[
+                    "kv_transfer_config__kv_connector_extra_config"
+                ],
+            ),
+        ],
+        "the secondary tier obj is configured, because it is not validated; use the tier fs, or "
+        "set KVPATCH=0.",
+    ),
+    "KVP323": (
+        [tiers("fs") | {"scheduler_config__policy": "priority"}],
+        "a secondary tier is configured with the scheduling policy priority, because a request "
+        "that waits for the tier can then block those that hold the memory it needs; use the "
+        "scheduling policy fcfs, or set KVPATCH=0.",
+    ),
+}
+EACH = [
+    pytest.param(code, changes, sentence, id=f"{code}-{number}")
+    for code, (many, sentence) in CASES.items()
+    for number, changes in enumerate(many)
+]
+
+
+def sentence_of(code: str) -> str:
+    return f"kvpatch refuses to start vLLM: {CASES[code][1]} [{code}]"
+
+
+def test_every_rule_has_its_case():
+    assert list(CASES) == [rule.code for rule in RULES]
+
+
+@pytest.mark.parametrize(("code", "changes", "sentence"), EACH)
+def test_the_rule_refuses_with_its_sentence(code, changes, sentence):
+    made = config(**changes)
+    assert str(check(made)) == sentence_of(code)
+    broken = [rule.code for rule in RULES if rule.refusal(made, facts(**made.machine))]
+    assert broken == [code]
+
+
+@pytest.mark.parametrize(("code", "changes", "sentence"), EACH)
+def test_without_a_connector_only_what_kvcached_cannot_run_matters(code, changes, sentence):
+    changes = {n: v for n, v in changes.items() if not n.startswith("kv_transfer_config")}
+    (rule,) = (rule for rule in RULES if rule.code == code)
+    refused = check(config(connector=False, **changes))
+    assert (None if refused is None else refused.code) == (None if rule.with_connector else code)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        spec("CPUOffloadingSpec"),
+        spec("HostOffloadingSpec", "kvpatch.hostdevice.offloading"),
+        simple(),
+        simple(lazy_offload=True, kv_offload_backend="cpu"),
+        simple(spec_name="TieringOffloadingSpec"),  # a key that it does not read
+        simple() | {"machine__device": "cpu"},
+        {"use_v2_model_runner": True},
+        simple(lazy_offload=True) | {"use_v2_model_runner": True},
+        multi("OffloadingConnector") | {"use_v2_model_runner": True},
+        simple() | {"machine__vllm": "0.32.0"},
+        LATENT | V2_OF_29 | ONE_RANK,
+        HYBRID | V2_OF_30 | ONE_RANK,
+        LATENT | V2_OF_29 | ONE_RANK | simple(),
+        {"machine__vllm": "0.32.0", "use_v2_model_runner": True},
+        {"machine__vllm": "0.32.0"},  # on Runner V1
+        {
+            "machine__vllm": "0.25.1",
+            "kv_events_config": SimpleNamespace(enable_kv_cache_events=False),
+        },
+        {"kv_events_config": SimpleNamespace(enable_kv_cache_events=True)},
+        spec("TieringOffloadingSpec"),
+        spec("HostTieringOffloadingSpec", "kvpatch.hostdevice.tiering"),
+        tiers("fs"),
+        tiers("fs", "fs"),
+        multi("OffloadingConnector"),
+        {"parallel_config__distributed_executor_backend": None},
+        {"parallel_config__distributed_executor_backend": "uni"},
+        {"kv_transfer_config__kv_connector_extra_config": None},
+        {"kv_transfer_config__kv_connector": None},
+        {"model_config": None},
+    ],
+)
+def test_what_is_validated_passes(changes):
+    assert check(config(**changes)) is None
+
+
+def test_a_validated_spec_of_another_module_is_another_spec():
+    refused = check(config(**spec("HostOffloadingSpec", "mine")))
+    assert "the offloading spec HostOffloadingSpec" in str(refused)
+
+
+@pytest.mark.parametrize(
+    "release",
+    [*validated(V1_ON_LATER), "0.28.0", "0.31.0+cpu", supported.INSPECTED, "0.99.1"],
+)
+@pytest.mark.parametrize("runner_v2", [True, False])
+def test_runner_v1_where_it_is_not_validated(release, runner_v2):
+    made = config(connector=False, use_v2_model_runner=runner_v2)
+    refused = check(made, facts(release))
+    if runner_v2 or release.partition("+")[0] in validated():
+        assert refused is None
+    else:
+        assert str(refused) == sentence_of("KVP301")
+
+
+@pytest.mark.parametrize(
+    ("release", "runner_v2", "runs"),
+    [
+        ("0.28.0", False, True),
+        ("0.28.0", True, True),
+        ("0.30.0", True, True),
+        ("0.30.0", False, False),
+        ("0.30.0+cpu", True, True),
+        ("0.31.0", True, False),
+        ("0.32.0", True, False),
+    ],
+)
+def test_hybrid_models_where_kvcached_has_no_adapter(release, runner_v2, runs):
+    made = config(connector=False, use_v2_model_runner=runner_v2, model_config__is_hybrid=True)
+    refused = check(made, facts(release))
+    assert (refused is None) if runs else (str(refused) == sentence_of("KVP313"))
+
+
+@pytest.mark.parametrize(
+    ("requested", "contiguous", "kept"),
+    [
+        ("BLHNC", True, True),
+        ("BLNHC", True, True),
+        ("LBHNC", True, False),
+        ("HND", True, False),
+        ("BHLNC", True, False),
+        ("LBHNC", False, True),
+        ("NHD", False, True),
+        ("BLHNC", False, False),
+        ("LHBNC", False, False),
+    ],
+)
+def test_a_layout_that_kvcached_cannot_have(requested, contiguous, kept):
+    here = {"contiguous": contiguous, "environment": {VLLM_KV_CACHE_LAYOUT.name: requested}}
+    made = config(connector=False)
+    assert check(made, facts("0.28.0", **here)) is None  # before 0.29 it means another thing
+    made.use_v2_model_runner = True
+    refused = check(made, facts("0.30.0", **here))
+    if kept:
+        assert refused is None
+        return
+    sentence = sentence_of("KVP314").replace("LBHNC is", f"{requested} is", 1)
+    if not contiguous:
+        sentence = sentence.replace("is contiguous", "is not contiguous")
+    assert str(refused) == sentence
+
+
+def test_model_runner_v2_before_kvcacheds_adapter():
+    assert check(config(), facts("0.27.1")) is None
+    refused = check(config(use_v2_model_runner=True), facts("0.27.1"))
+    assert str(refused) == sentence_of("KVP326")
+    # Up to 0.21 a configuration does not know its runner.
+    older = config()
+    del older.use_v2_model_runner
+    assert check(older, facts("0.21.0")) is None
+    on = {VLLM_USE_V2_MODEL_RUNNER.name: "1"}
+    assert str(check(older, facts("0.21.0", environment=on))) == sentence_of("KVP326")
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        simple(**extra)
+        | {
+            "machine__vllm": release,
+            "scheduler_config__disable_hybrid_kv_cache_manager": kept,
+            "model_config__get_sliding_window": lambda window=window: window,
+        }
+        for release, extra, kept, window in (
+            ("0.22.1", {}, False, 256),
+            ("0.19.1", {"lazy_offload": True}, False, 256),
+            ("0.19.1", {}, True, 256),
+            ("0.19.1", {}, False, None),
+        )
+    ],
+)
+def test_windows_that_an_older_connector_stores_pass(changes):
+    assert check(config(**changes)) is None
+
+
+# What a rule is
+
+
+def rule(**fields: Any) -> Rule:
+    """A rule that refuses every configuration."""
+    given = {"applies": lambda config, facts: True} | fields
+    return Rule(code="KVP302", kind="all", what="it is", why="so", remedy="do this", **given)
+
+
+@pytest.mark.parametrize(
+    ("release", "refused"),
+    [
+        ("0.21.0", False),
+        ("0.22.0", True),
+        ("0.22.1", True),
+        ("0.22.1+cpu", True),
+        ("0.24.0", False),
+    ],
+)
+def test_a_rule_only_in_a_span(release, refused):
+    one = rule(only_in=Span("0.22", "0.24"))
+    assert (one.refusal(config(), facts(release)) is not None) is refused
+
+
+def test_a_release_that_nobody_has_seen_has_the_rules_of_the_newest_inspected_one():
+    assert rule(only_in=Span(supported.INSPECTED)).refusal(config(), facts("0.99.1")) is not None
+    ended = rule(only_in=Span("0.22", supported.INSPECTED))
+    assert ended.refusal(config(), facts("0.99.1")) is None
+
+
+@pytest.mark.parametrize(
+    ("release", "refused"),
+    [
+        ("0.22.1", True),  # validated, and before the span
+        ("0.24.0", False),
+        ("0.25.1", True),  # in the span, and not validated
+        ("0.32.0+cpu", False),
+        ("0.33.0", True),
+        ("0.99.1", True),
+    ],
+)
+def test_a_rule_unless_a_release_is_validated(release, refused):
+    one = rule(unless_validated=Span("0.24"))
+    assert (one.refusal(config(), facts(release)) is not None) is refused
+
+
+def test_a_rule_that_does_not_apply_is_not_asked_for_its_subject():
+    def what(config: Any, facts: Facts) -> str:
+        raise AssertionError("asked")
+
+    one = Rule("KVP302", "none", lambda config, facts: False, what, "so", "do this")
+    assert one.refusal(config(), facts()) is None
+
+
+def test_a_lifted_rule_is_skipped():
+    first, second = RULES[0], rule()
+    made = config(machine__vllm="0.33.0")
+    here = facts("0.33.0")
+    assert rules.check(made, here, (first, second)).code == first.code
+    assert rules.check(made, here, (first, second), lifted={first.code}).code == second.code
+    assert rules.check(made, here, (first, second), lifted={first.code, second.code}) is None
+
+
+def test_the_rules_of_features_are_loaded_in_their_order():
+    references = [feature.rules for feature in patches.FEATURES if feature.rules]
+    assert rules.of([*references, None]) == RULES
+    assert rules.of([None]) == ()
+
+
+# Where they are checked
+
+
+@pytest.fixture
+def process(monkeypatch):
+    """A process that passed the gates on vLLM 0.28.0, and what it announced."""
+    announced: list[str] = []
+    record = SimpleNamespace(facts=facts(), rules=[f.rules for f in patches.FEATURES if f.rules])
+    record.lifted = frozenset()
+    monkeypatch.setattr(configuration, "record", record)
+    monkeypatch.setattr(configuration, "device_type", lambda: "cuda")
+    monkeypatch.setattr(configuration.kvcached_api, "contiguous", lambda environment: True)
+    monkeypatch.setattr(configuration, "announce_frontend", lambda: announced.append("frontend"))
+    record.announced = announced
+    return record
+
+
+def test_the_check_runs_after_vllm_resolved_the_configuration(process):
+    made = config()
+
+    def resolve():
+        made.cache_config.enable_prefix_caching = False
+
+    with pytest.raises(Refusal, match="the prefix cache is disabled"):
+        configuration.around_post_init(resolve, made, (), {})
+    assert process.announced == []
+    process.lifted = frozenset({"KVP306"})
+    configuration.around_post_init(resolve, made, (), {})
+    assert process.announced == ["frontend"]
+
+
+def test_a_configuration_without_a_model_is_not_an_engine(process):
+    made = config(model_config=None, kv_transfer_config__kv_connector="ExampleConnector")
+    assert configuration.around_post_init(lambda: "done", made, (), {}) == "done"
+    assert process.announced == []
+
+
+def test_the_facts_of_an_engine_are_those_of_the_gates_and_of_vllm(process, monkeypatch):
+    monkeypatch.setattr(configuration, "device_type", lambda: "xpu")
+    seen = []
+    monkeypatch.setattr(configuration.kvcached_api, "contiguous", lambda given: seen.append(given))
+    here = configuration.facts_of_engine()
+    assert (here.vllm, here.device, here.contiguous) == (process.facts.vllm, "xpu", None)
+    assert seen == [process.facts.environment]
