@@ -15,12 +15,12 @@ sys.path.insert(0, str(Path(__file__).parents[2] / "scripts"))
 
 from bench_results import cycle, host
 
-from bench_lib import arms, folded, goals, loads, micro, page, two_models
-from bench_lib.goals import Results
-from bench_lib.one_model import turns
-from bench_lib.options import parse
-from bench_lib.pairing import pair, summary
-from bench_lib.sizes import BLOCK_BYTES, BLOCK_TOKENS, FULL, PAGE_BLOCKS, QUICK, SMOKE
+from harness.bench import arms, folded, goals, loads, micro, page, two_models
+from harness.bench.goals import Results
+from harness.bench.one_model import turns
+from harness.bench.options import parse
+from harness.bench.pairing import pair, summary
+from harness.bench.sizes import BLOCK_BYTES, BLOCK_TOKENS, FULL, PAGE_BLOCKS, QUICK, SMOKE
 
 NAMES = [arm.name for arm in (arms.PLAIN, arms.STATIC, arms.KVCACHED, arms.KVPATCH, arms.TWIN)]
 
@@ -438,7 +438,7 @@ def test_bad_options_end_with_one_sentence(words, capsys):
 
 
 def test_only_a_whole_run_is_what_the_page_shows(tmp_path, monkeypatch):
-    from bench_lib import options
+    from harness.bench import options
 
     monkeypatch.setattr(options, "SCRATCH", tmp_path)
     assert parse([]).output == options.RESULTS / "host.json"

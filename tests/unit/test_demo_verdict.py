@@ -11,11 +11,11 @@ import pytest
 pytest.importorskip("httpx")
 sys.path.insert(0, str(Path(__file__).parents[2] / "scripts"))
 
-from demo_lib.conversations import Answer, Conversation
-from demo_lib.meter import Counters, parse_counters
-from demo_lib.options import FULL, NEWEST, parse
-from demo_lib.server import reason
-from demo_lib.verdict import Comparison, Evidence, compare, failures
+from harness.demo.conversations import Answer, Conversation
+from harness.demo.meter import Counters, parse_counters
+from harness.demo.options import FULL, NEWEST, parse
+from harness.serve import reason
+from harness.demo.verdict import Comparison, Evidence, compare, failures
 from kvpatch import registry
 
 

@@ -1,0 +1,48 @@
+"""Writing what a level found into kvpatch/matrix/data."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from kvpatch.matrix import shapes
+from harness.matrix import sources
+from harness.matrix.signatures import Sources
+
+
+def read_shapes(source: sources.Source) -> shapes.Shapes:
+    """Look every target of the registry up in unpacked sources."""
+    tree = Sources(source.folder)
+    said: dict[str, str | None] = {}
+    for target in shapes.targets():
+        if target.startswith(f"{source.package}."):
+            said[target] = tree.signature(target)
+        elif source.package == "kvcached" and (added := tree.added(target)) is not None:
+            said[target] = added
+    return shapes.Shapes(source.package, source.version, source.archive, source.sha256, said)
+
+
+def record_shapes(package: str, version: str, archives: Path | None = None) -> shapes.Shapes:
+    """Unpack a release, look every target up and write its file."""
+    made = read_shapes(sources.unpack(package, version, archives))
+    write(shapes.DATA / "shapes" / f"{package}-{version}.json", vars(made))
+    return made
+
+
+def record_runs(level: str, result: dict[str, Any]) -> None:
+    """Write runs of one release; they take the place of the same cells' earlier runs."""
+    path = shapes.DATA / level / f"vllm-{result['vllm']}-kvcached-{result['kvcached']}.json"
+    earlier = json.loads(path.read_text())["runs"] if path.exists() else []
+    done = {_axes(run): run for run in [*earlier, *result["runs"]]}
+    write(path, result | {"runs": [done[key] for key in sorted(done)]})
+
+
+def _axes(run: dict[str, Any]) -> tuple[str, ...]:
+    return tuple(run[name] for name in ("connector", "runner", "layout", "model"))
+
+
+def write(path: Path, content: dict[str, Any]) -> None:
+    """Write one result file, in the form that makes small differences small."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(f"{json.dumps(content, indent=1)}\n")
