@@ -1,9 +1,7 @@
-#!/usr/bin/env python3
-"""Checks the Grafana dashboard against Grafana's own schema, as its SDK has it.
+"""The Grafana dashboard, checked against Grafana's own schema.
 
-The SDK reads the file into its types and writes it back; what it does not know, or
-reads as something else, is lost on the way and named here. Run by scripts/site, in
-the environment that it makes.
+Grafana's SDK reads the file into its types and writes it back: a field that is lost or changed
+on the way is an error. Run by scripts/site, in the environment that it makes.
 """
 
 from __future__ import annotations
@@ -11,14 +9,15 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 from grafana_foundation_sdk.cog import plugins
 from grafana_foundation_sdk.cog.encoder import JSONEncoder
 from grafana_foundation_sdk.models.dashboard import Dashboard
 
-FOLDER = Path(__file__).resolve().parent.parent / "monitoring/grafana/dashboards"
+from harness import ROOT
+
+FOLDER = ROOT / "docs/monitoring/grafana/dashboards"
 
 
 def lost(given: Any, kept: Any, path: str = "") -> Iterator[str]:

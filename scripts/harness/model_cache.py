@@ -1,4 +1,4 @@
-"""The models: made once, and kept beside the environment they were made with."""
+"""Small models with random weights, made once and kept beside the environment they need."""
 
 from __future__ import annotations
 
@@ -7,38 +7,40 @@ import os
 import shutil
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
-from harness.console import interrupts
-from harness.console import HarnessError
-from harness.console import Screen
-from harness.serve import CACHE
+from harness.console import HarnessError, interrupts
+from harness.processes import SCRIPTS, clean_environment
 
-SCRIPTS = Path(__file__).resolve().parents[1]
+# Kept between runs, beside the environment it was made with.
+CACHE = Path(sys.prefix) / "kvpatch-harness"
 
 
-def kept_model(seed: int, screen: Screen, kv_heads: int = 4) -> Path:
-    """Return the folder of the small model with random weights of ``seed``.
+def kept_model(seed: int, say: Callable[[str], None], kv_heads: int = 4) -> Path:
+    """Return the folder of the llama model with random weights of ``seed``.
 
     Raises:
         HarnessError: it could not be made.
     """
-    script = SCRIPTS / "tiny_model.py"
-    recipe = f"{hashlib.sha256(script.read_bytes()).hexdigest()[:12]}-{seed}-{kv_heads}"
+    source = Path(__file__).with_name("models.py").read_bytes()
+    recipe = f"{hashlib.sha256(source).hexdigest()[:12]}-{seed}-{kv_heads}"
     model = CACHE / "models" / recipe
     if (model / "model.safetensors").exists():
-        screen.say(f"model: 4 layers, random weights of seed {seed}, made before")
+        say(f"model: 4 layers, random weights of seed {seed}, cached")
         return model
-    screen.say(f"model: making one of 4 layers with random weights of seed {seed}")
+    say(f"model: making one of 4 layers with random weights of seed {seed}")
     partial = model.with_name(f"{recipe}-{os.getpid()}")
+    command = [sys.executable, "-m", "harness.models", str(partial)]
     try:
+        # A process of its own, because torch and transformers would stay in this one.
         made = subprocess.run(
-            [
-                *(sys.executable, str(script), str(partial)),
-                *("--seed", str(seed), "--kv-heads", str(kv_heads)),
-            ],
-            # torch makes a cache wherever it is imported; not in the user's /tmp.
-            env=os.environ | {"TORCHINDUCTOR_CACHE_DIR": str(CACHE / "torchinductor")},
+            [*command, "--seed", str(seed), "--kv-heads", str(kv_heads)],
+            env=clean_environment(
+                KVPATCH="0",
+                PYTHONPATH=str(SCRIPTS),
+                TORCHINDUCTOR_CACHE_DIR=str(CACHE / "torchinductor"),
+            ),
             capture_output=True,
             text=True,
             check=False,

@@ -1,30 +1,24 @@
-#!/usr/bin/env python3
-"""For the day a release of vLLM appears: what moved in it, and what to run next.
+"""scripts/new-vllm: what changed in a new release of vLLM, and what to run next.
 
-    scripts/new-vllm 0.34.0
+    .venv/bin/python scripts/new-vllm 0.34.0
 
-Unpacks the release without installing it, records its shapes in kvpatch/matrix/data and
-compares every row of the registry with the release before it. Ends 1 when a row moved.
-Run it with the environment's Python: .venv/bin/python scripts/new-vllm
+Unpacks the release without installing it, records the signatures of all targets in
+kvpatch/matrix/data and compares each patch's with the release before. Exit status 1 when the
+target of a patch moved.
 """
 
 from __future__ import annotations
 
-import argparse
-import os
 import sys
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parent.parent
-os.environ["KVPATCH"] = "0"
-sys.path[:0] = [str(ROOT), str(ROOT / "scripts")]
+from packaging.version import InvalidVersion, Version
 
-from packaging.version import InvalidVersion, Version  # noqa: E402
-
-from kvpatch import gate, registry  # noqa: E402
-from kvpatch.matrix import shapes  # noqa: E402
-from kvpatch.patch import Patch  # noqa: E402
-from harness.matrix import record, sources  # noqa: E402
+from harness import console
+from harness.matrix import record, sources
+from kvpatch import gate, registry
+from kvpatch.matrix import shapes
+from kvpatch.patch import Patch
 
 NEXT = """Next:
   1. give each row that moved an end before {new} and a second row from {new} on, in
@@ -45,7 +39,7 @@ def before(version: str) -> shapes.Shapes | None:
 
 
 def rows_of(release: shapes.Shapes) -> list[Patch]:
-    """Return the rows that a release is in the range of."""
+    """Return the patches whose range holds a release."""
     found = shapes.release("vllm", release.version)
     return [
         patch
@@ -56,29 +50,29 @@ def rows_of(release: shapes.Shapes) -> list[Patch]:
 
 
 def compare(old: shapes.Shapes, new: shapes.Shapes, kvcached: shapes.Shapes) -> int:
-    """Print the rows that moved, with the two signatures; return how many did."""
+    """Print the patches whose target changed, with both signatures; return how many moved."""
     moved = 0
     for patch in rows_of(old):
-        was, now = (said(patch.target, release, kvcached) for release in (old, new))
+        was, now = (signature(patch.target, release, kvcached) for release in (old, new))
         verdict = gate.check_target(patch, shapes.look(new, kvcached))
         if verdict.passed and was == now:
             continue
         moved += not verdict.passed
-        word = "MOVED" if not verdict.passed else "changed, and still takes what the row names"
+        word = "MOVED" if not verdict.passed else "changed, compatible with the patch"
         print(f"{patch.id}: {word}\n    {patch.target}")
         width = max(len(old.version), len(new.version))
         print(f"    {old.version:<{width}}  {was}\n    {new.version:<{width}}  {now}")
     return moved
 
 
-def said(target: str, vllm: shapes.Shapes, kvcached: shapes.Shapes) -> str:
-    """Return what a release has at ``target``, in words."""
+def signature(target: str, vllm: shapes.Shapes, kvcached: shapes.Shapes) -> str:
+    """Return the signature of ``target`` in a release, in words."""
     return kvcached.targets.get(target) or vllm.targets.get(target) or "not there"
 
 
 def main() -> int:
     """Run the command line."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = console.parser("scripts/new-vllm", __doc__ or "")
     parser.add_argument("version", help="the exact version of the release")
     parser.add_argument("--archives", type=Path, help="a folder of downloaded wheels and sdists")
     arguments = parser.parse_args()
@@ -96,7 +90,3 @@ def main() -> int:
     print(f"\n{moved} rows moved, {same} find what they name\n")
     print(NEXT.format(new=new.version))
     return int(moved > 0)
-
-
-if __name__ == "__main__":
-    sys.exit(main())

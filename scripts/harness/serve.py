@@ -1,4 +1,4 @@
-"""One ``vllm serve`` on loopback, from its start to the last trace of it."""
+"""``vllm serve`` on loopback, from its start until nothing of it is left."""
 
 from __future__ import annotations
 
@@ -13,153 +13,113 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import httpx
+import psutil
+from prometheus_client.parser import text_string_to_metric_families
 
-from harness.demo.conversations import MODEL_NAME, REQUEST_SECONDS
-from harness.console import interrupts
-from harness.console import HarnessError
+from harness.console import HarnessError, interrupts
+from harness.model_cache import CACHE
+from harness.processes import on_host_device
 
-START_SECONDS = 240
-STOP_SECONDS = 15
-START_STOP_SECONDS = 3
-POLL_SECONDS = 0.2
-
-BLOCK_TOKENS = 32
-# 14336 tokens, 112 MiB: two or three of the eight conversations fit.
-KV_BLOCKS = 448
-TIER_BYTES = 512 << 20
+MODEL_NAME = "demo"
 DEVICE_SIZE = "1GiB"
 # kvcached keeps up to 10 spare pages, which suits a GPU; this device is a small one.
 SPARE_PAGES = {"KVCACHED_MIN_RESERVED_PAGES": "1", "KVCACHED_MAX_RESERVED_PAGES": "2"}
 
-ENGINE_ARGUMENTS = {
-    "served-model-name": MODEL_NAME,
-    "dtype": "float32",  # exact enough that a hit and a recomputation give the same tokens
-    "max-model-len": "8192",
-    "max-num-batched-tokens": "2048",
-    "max-num-seqs": "2",
-    "block-size": str(BLOCK_TOKENS),
-    "num-gpu-blocks-override": str(KV_BLOCKS),
-    "seed": "0",
-}
-CONNECTOR = {
-    "kv_connector": "OffloadingConnector",
-    "kv_role": "kv_both",
-    "kv_connector_extra_config": {
-        "cpu_bytes_to_use": TIER_BYTES,
-        "spec_name": "HostOffloadingSpec",
-        "spec_module_path": "kvpatch.hostdevice.offloading",
-    },
-}
+START_SECONDS = 240
+STOP_SECONDS = 30
+START_STOP_SECONDS = 3
+REQUEST_SECONDS = 120
+POLL_SECONDS = 0.2
 
-# Kept between runs, beside the environment it was made with.
-CACHE = Path(sys.prefix) / "kvpatch-demo"
-
-_OURS = ("KVPATCH", "KVCACHED", "ENABLE_KVCACHED", "VLLM", "PYTHON", "TRITON")
-_ELASTIC = "KV on elastic memory: yes"
 _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
 
 
-@dataclass(frozen=True)
-class Kind:
-    """Which of the two servers: its name for people, and what it adds."""
+class Metrics:
+    """One reading of a server's ``/metrics``."""
 
-    name: str
-    slug: str
-    arguments: dict[str, str]
-    environment: dict[str, str]
+    def __init__(self, exposition: str) -> None:
+        families = text_string_to_metric_families(exposition)
+        self._samples = [sample for family in families for sample in family.samples]
 
-
-# With Triton there, if only its interpreter, vLLM takes the runner that it takes on a GPU.
-AS_ON_A_GPU = {"TRITON_INTERPRET": "1"}
-PLAIN = Kind("plain vLLM", "plain", {}, {"KVPATCH": "0", **AS_ON_A_GPU})
-KVPATCH = Kind(
-    "vLLM with kvpatch",
-    "kvpatch",
-    {"kv-transfer-config": json.dumps(CONNECTOR)},
-    {"KVPATCH": "1", **SPARE_PAGES, **AS_ON_A_GPU},
-)
-
-
-@contextmanager
-def workspace() -> Iterator[Path]:
-    """Yield a folder that is gone afterwards; everything temporary lies in it."""
-    # vLLM's sockets lie in it, and a socket's path has at most 107 characters.
-    parent = tempfile.gettempdir() if len(tempfile.gettempdir()) <= 40 else "/tmp"
-    with interrupts.deferred():
-        folder = Path(tempfile.mkdtemp(prefix="kvpatch-demo-", dir=parent))
-    try:
-        yield folder
-    finally:
-        with interrupts.deferred():
-            shutil.rmtree(folder, ignore_errors=True)
+    def total(self, name: str, **labels: str) -> float:
+        """Return the sum of a series over all labels that are not given; 0 without one."""
+        return sum(
+            sample.value
+            for sample in self._samples
+            if sample.name == name and labels.items() <= sample.labels.items()
+        )
 
 
 class Server:
-    """A server that is started by its ``with`` block, and gone with its children after it.
+    """One ``vllm serve``: started by its ``with`` block, gone with its children after it.
+
+        with Server(model, {"dtype": "float32"}, environment, folder) as server:
+            answer = server.complete({"tokens": [5, 6, 7], "max_tokens": 8})
+            loaded = server.metric("vllm:kv_offload_load_bytes_total")
+
+    It listens on 127.0.0.1, with vLLM's development routes (``/collective_rpc``,
+    ``/reset_prefix_cache``) on.
 
     Args:
-        kind: plain vLLM, or with kvpatch.
         model: folder of the model.
-        folder: private folder for temporary files and the device's ledger.
-        log: file for everything it prints.
-        port: the port to listen on; None for a free one.
+        arguments: of ``vllm serve`` by name, with ``-`` or ``_``. True is a flag, a dictionary
+            is passed as JSON, and what is None or False is left out.
+        environment: of the process, complete. What kvcached leaves under its
+            ``KVCACHED_IPC_NAME`` is removed at the end.
+        folder: for the log, ``serve.log``.
+        name: of the server in messages.
+        log: a file for the log instead.
+        port: to listen on; None for a free one.
+        wait: enter the block when the server is ready. Without it, ``ready`` has to be polled,
+            so that several servers can start at once.
+        sweep: remove shared memory and sockets that its processes leave.
+
+    Attributes:
+        port, url, log_path: as they are.
+        client: an HTTP client of the server; its requests may come from several threads.
+        start_seconds: from the start to the first answer; None before.
     """
 
     def __init__(
         self,
-        kind: Kind,
         model: Path,
+        arguments: Mapping[str, Any],
+        environment: Mapping[str, str],
         folder: Path,
-        log: Path,
+        *,
+        name: str = "vLLM",
+        log: Path | None = None,
         port: int | None = None,
+        wait: bool = True,
+        sweep: bool = True,
     ) -> None:
-        self.kind = kind
+        self.name = name
         self.model = model
-        self.log_path = log
-        self.start_seconds: float | None = None
-        self.peak_memory = 0
         self.port = port or _free_port()
-        self._ipc_name = f"kvpatch-demo-{os.getpid()}-{kind.slug}"
+        self.url = f"http://127.0.0.1:{self.port}"
+        self.log_path = log or folder / "serve.log"
+        self.start_seconds: float | None = None
+        self._wait, self._sweep = wait, sweep
+        self._options = {key.replace("_", "-"): value for key, value in arguments.items()}
+        self._environment = {**environment, "VLLM_SERVER_DEV_MODE": "1"}
         self._shared: set[Path] = set()
         self._process: subprocess.Popen[bytes] | None = None
-        # By its interpreter: a folder that was moved has another in the command's first line.
-        vllm = Path(sys.executable).with_name("vllm")
-        self._command = [sys.executable, str(vllm), "serve", str(model)]
-        self._command += ["--host", "127.0.0.1", "--port", str(self.port), "--enforce-eager"]
-        for name, value in {**ENGINE_ARGUMENTS, **kind.arguments}.items():
-            self._command += [f"--{name}", value]
-        temporary = folder / "tmp"
-        temporary.mkdir(exist_ok=True)
-        self._environment = _clean_environment() | {
-            "TMPDIR": str(temporary),
-            "VLLM_CACHE_ROOT": str(temporary / "vllm"),
-            "VLLM_CONFIG_ROOT": str(temporary / "vllm"),
-            # What torch compiles for the first request: 15 s of g++, kept for the next one.
-            "TORCHINDUCTOR_CACHE_DIR": str(CACHE / "torchinductor"),
-            "VLLM_CPU_KVCACHE_SPACE": "1",
-            "VLLM_NO_USAGE_STATS": "1",
-            "VLLM_SERVER_DEV_MODE": "1",  # for /reset_prefix_cache
-            "HF_HUB_OFFLINE": "1",
-            "KVPATCH_HOST_DEVICE": DEVICE_SIZE,
-            "KVPATCH_HOST_DEVICE_DIR": str(folder),
-            "KVCACHED_IPC_NAME": self._ipc_name,
-            **kind.environment,
-        }
-        self.client = httpx.Client(
-            base_url=f"http://127.0.0.1:{self.port}", timeout=REQUEST_SECONDS, trust_env=False
-        )
+        self.client = httpx.Client(base_url=self.url, timeout=REQUEST_SECONDS, trust_env=False)
 
     def __enter__(self) -> Server:
         try:
             with interrupts.deferred():
                 self._start()
+            while self._wait and not self.ready():
+                time.sleep(POLL_SECONDS)
         except BaseException:
             self._end()
             raise
@@ -169,93 +129,159 @@ class Server:
         self._end()
 
     @property
+    def process(self) -> subprocess.Popen[bytes]:
+        """The API server's process."""
+        assert self._process is not None, "the server is not started"
+        return self._process
+
+    @property
+    def offloads(self) -> bool:
+        """Whether it has a connector."""
+        return "kv-transfer-config" in self._options
+
+    @property
     def log(self) -> str:
         """Everything the server printed so far."""
         return self.log_path.read_text(errors="replace") if self.log_path.exists() else ""
 
     @property
     def status_lines(self) -> list[str]:
-        """The status lines of kvpatch in this server's processes."""
+        """kvpatch's status lines in this server's log."""
         return re.findall(r"kvpatch \S+: pid \d+, .*KV on elastic memory: .*", self.log)
 
     @property
     def elastic(self) -> bool:
-        """Whether a process said that its KV cache is on elastic memory."""
-        return any(_ELASTIC in line for line in self.status_lines)
+        """Whether a status line reports the KV cache on elastic memory."""
+        return any("KV on elastic memory: yes" in line for line in self.status_lines)
 
     def ready(self) -> bool:
-        """Whether the server answers by now.
+        """Return whether the server answers.
 
         Raises:
             HarnessError: it has ended, or has been starting for too long.
         """
-        assert self._process is not None
         if self.start_seconds is not None:
             return True
-        if self._process.poll() is not None:
-            raise self.failure("ended while it was starting")
+        if self.process.poll() is not None:
+            raise self.failure("ended during start-up")
         passed = time.monotonic() - self._begun
-        try:
+        with suppress(httpx.HTTPError):
             if self.client.get("/health", timeout=2).status_code == 200:
                 self.start_seconds = passed
                 return True
-        except httpx.HTTPError:
-            pass
         if passed > START_SECONDS:
             raise self.failure(f"did not answer within {START_SECONDS} s")
         return False
 
-    def reset_caches(self) -> None:
-        """Empty the KV cache, and the CPU tier where there is one.
+    def complete(self, prompt: Mapping[str, Any]) -> dict[str, Any]:
+        """Complete token ids greedily; return ``tokens`` and ``logprobs``.
 
-        vLLM answers no while copies are in flight, and asks to be asked again.
+        Args:
+            prompt: ``tokens``, and how many to generate, ``max_tokens``.
+        """
+        answer = self.client.post(
+            "/v1/completions",
+            json={
+                "prompt": prompt["tokens"],
+                "max_tokens": prompt["max_tokens"],
+                "temperature": 0,
+                "logprobs": 1,
+                "ignore_eos": True,
+                "return_token_ids": True,
+            },
+        )
+        answer.raise_for_status()
+        choice = answer.json()["choices"][0]
+        return {"tokens": choice["token_ids"], "logprobs": choice["logprobs"]["token_logprobs"]}
+
+    def rpc(self, method: str) -> list[Any]:
+        """Call ``method`` of every worker; return their answers."""
+        answer = self.client.post("/collective_rpc", json={"method": method})
+        answer.raise_for_status()
+        return list(answer.json()["results"])
+
+    def metrics(self) -> Metrics:
+        """Read ``/metrics``."""
+        return Metrics(self.client.get("/metrics").text)
+
+    def metric(self, name: str, **labels: str) -> float:
+        """Return the sum of one series, as ``Metrics.total`` does."""
+        return self.metrics().total(name, **labels)
+
+    def reset_caches(self) -> None:
+        """Empty the prefix cache, and the CPU tier where there is one.
 
         Raises:
-            HarnessError: it kept answering no.
+            HarnessError: it was refused for too long.
         """
         deadline = time.monotonic() + REQUEST_SECONDS
-        external = str("kv-transfer-config" in self.kind.arguments).lower()
+        external = str(self.offloads).lower()
         while time.monotonic() < deadline:
             answer = self.client.post("/reset_prefix_cache", params={"reset_external": external})
             if answer.status_code == 200 and answer.json()["success"]:
                 return
-            time.sleep(POLL_SECONDS)
-        raise HarnessError(f"{self.kind.name} would not reset its prefix cache")
+            time.sleep(POLL_SECONDS)  # vLLM refuses while copies are in flight
+        raise HarnessError(f"{self.name} did not reset its prefix cache")
 
     def failure(self, what: str) -> HarnessError:
-        """Return an error that shows what the server printed last."""
-        if self._process is None or self._process.poll() is None:
-            ended = ""
-        else:
-            ended = f" (exit status {self._process.returncode})"
+        """Return an error with the end of the log and its likeliest reason."""
+        status = None if self._process is None else self._process.poll()
+        ended = "" if status is None else f" (exit status {status})"
         lines = [line for line in self.log.splitlines() if line.strip()]
         tail = "\n".join(f"  | {line[:300]}" for line in lines[-25:])
         return HarnessError(
-            f"last lines of the log of {self.kind.name}:\n{tail}\n"
-            f"{self.kind.name} {what}{ended}: {reason(lines)}"
+            f"last lines of the log of {self.name}:\n{tail}\n"
+            f"{self.name} {what}{ended}: {reason(lines)}"
         )
+
+    def processes(self) -> list[psutil.Process]:
+        """Return the processes of the server's session, EngineCore and workers included.
+
+        Those that have ended are reaped; one stays in the list until its last thread is gone
+        and its memory with it.
+        """
+        self.process.poll()
+        found = []
+        for process in psutil.process_iter():
+            with suppress(psutil.Error, OSError):  # it may end meanwhile
+                if os.getsid(process.pid) != self.process.pid:
+                    continue
+                ours = process.pid != self.process.pid and process.ppid() == os.getpid()
+                if not (ours and os.waitpid(process.pid, os.WNOHANG)[0] == process.pid):
+                    found.append(process)
+        return found
+
+    def memory(self) -> int:
+        """Return the bytes of host memory of all its processes, shared pages counted once."""
+        return sum(process.memory_full_info().pss for process in self.processes())
 
     def _start(self) -> None:
         libc = ctypes.CDLL(None)
-        # Grandchildren that outlive their parent become ours to reap; in a container
-        # without an init nobody else would.
+        # Orphaned grandchildren become children of this process, which reaps them; a container
+        # without an init would not.
         libc.prctl(_PR_SET_CHILD_SUBREAPER, 1)
-
-        def die_with_the_demo() -> None:
-            libc.prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
-
+        # Through the interpreter: an environment that was moved has another in vllm's first line.
+        command = [sys.executable, str(Path(sys.executable).with_name("vllm")), "serve"]
+        command += [str(self.model), "--host", "127.0.0.1", "--port", str(self.port)]
+        for option, value in self._options.items():
+            if value is None or value is False:
+                continue
+            command.append(f"--{option}")
+            if value is not True:
+                command.append(json.dumps(value) if isinstance(value, dict) else str(value))
         self._begun = time.monotonic()
         with self.log_path.open("wb") as log:
-            # A session of its own: a terminal's Ctrl-C reaches the demo alone, and
-            # every descendant can be found by it.
+            # In a session of its own a terminal's Ctrl-C does not reach it, and every
+            # descendant can be found.
             self._process = subprocess.Popen(
-                self._command,
+                command,
                 env=self._environment,
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
-                preexec_fn=die_with_the_demo,
+                # It ends with the thread that started it, even if that is killed.
+                preexec_fn=lambda: libc.prctl(_PR_SET_PDEATHSIG, signal.SIGTERM),
             )
 
     def _end(self) -> None:
@@ -264,59 +290,45 @@ class Server:
             self.client.close()
             if self._process is None:
                 return
-            pids = self.processes()
-            self.peak_memory = sum(peak_resident(pid) for pid in pids)
-            self._shared |= _shared_memory_of(pids)
+            self._note_shared_memory(self.processes())
             if self._process.poll() is None:
                 # As Ctrl-C in a terminal, so that kvcached and vLLM clean up themselves.
-                with _may_be_gone():
+                with suppress(ProcessLookupError):
                     os.killpg(self._process.pid, signal.SIGINT)
-            # One that is still starting ignores it for long, and has nothing to lose.
+            # A server that is still starting ignores it for long, and has nothing to lose.
             limit = START_STOP_SECONDS if self.start_seconds is None else STOP_SECONDS
             deadline = time.monotonic() + limit
             while self.processes() and time.monotonic() < deadline:
                 time.sleep(0.05)
             deadline = time.monotonic() + STOP_SECONDS
-            while (pids := self.processes()) and time.monotonic() < deadline:
-                self._shared |= _shared_memory_of(pids)
-                for pid in pids:
-                    with _may_be_gone():
-                        os.kill(pid, signal.SIGKILL)
+            while (left := self.processes()) and time.monotonic() < deadline:
+                self._note_shared_memory(left)
+                for process in left:
+                    with suppress(psutil.Error):
+                        process.kill()
                 time.sleep(0.05)
             self._process.wait()
-            self._remove_leftovers()
+            if self._sweep:
+                self._remove_leftovers()
 
-    def processes(self) -> list[int]:
-        """The processes of the server's session, EngineCore and workers included.
-
-        Those that have ended are reaped on the way; one stays in the list until its last
-        thread is gone and its memory with it.
-        """
-        assert self._process is not None
-        self._process.poll()
-        found = []
-        for entry in Path("/proc").iterdir():
-            if not entry.name.isdigit():
-                continue
-            with _may_be_gone():
-                pid = int(entry.name)
-                if os.getsid(pid) != self._process.pid:
-                    continue
-                ours = pid != self._process.pid and _parent(pid) == os.getpid()
-                if not (ours and os.waitpid(pid, os.WNOHANG)[0] == pid):
-                    found.append(pid)
-        return found
+    def _note_shared_memory(self, processes: Iterable[psutil.Process]) -> None:
+        """Note the segments that processes have mapped; vLLM's names are random."""
+        for process in processes if self._sweep else ():
+            with suppress(psutil.Error):
+                paths = {Path(region.path) for region in process.memory_maps()}
+                self._shared |= {path for path in paths if path.parent == Path("/dev/shm")}
 
     def _remove_leftovers(self) -> None:
-        for path in self._shared | set(Path("/dev/shm").glob(f"*{self._ipc_name}*")):
-            with _may_be_gone():
-                path.unlink()
-        for path in Path("/tmp").glob(f"kvcached-tp-{self._ipc_name}-*"):
-            shutil.rmtree(path, ignore_errors=True)
+        if name := self._environment.get("KVCACHED_IPC_NAME"):
+            self._shared |= set(Path("/dev/shm").glob(f"*{name}*"))
+            for path in Path("/tmp").glob(f"kvcached-tp-{name}-*"):
+                shutil.rmtree(path, ignore_errors=True)
+        for path in self._shared:
+            path.unlink(missing_ok=True)
 
 
 def reason(lines: list[str]) -> str:
-    """Return the line of a log that tells best why a server ended."""
+    """Return the line of a log that best explains why a server ended."""
     for line in reversed(lines):
         if "kvpatch refuses to start vLLM" in line:
             return line[line.index("kvpatch refuses") :]
@@ -326,38 +338,62 @@ def reason(lines: list[str]) -> str:
     return lines[-1] if lines else "it printed nothing"
 
 
-def peak_resident(pid: int) -> int:
-    """Return the most bytes that were ever resident in a process, shared ones included."""
-    with _may_be_gone():
-        status = Path(f"/proc/{pid}/status").read_text()
-        if found := re.search(r"^VmHWM:\s+(\d+) kB", status, re.MULTILINE):
-            return int(found[1]) << 10
-    return 0
+@dataclass(frozen=True)
+class Kind:
+    """One of the servers that the demo or a benchmark compares.
+
+    Attributes:
+        name: in messages.
+        slug: in the names of its files and of its shared memory.
+        arguments: of ``vllm serve``, by name.
+        environment: what it sets besides a clean environment and its host device.
+    """
+
+    name: str
+    slug: str
+    arguments: dict[str, str]
+    environment: dict[str, str]
+
+    def server(
+        self, model: Path, folder: Path, logs: Path, port: int | None = None, wait: bool = True
+    ) -> Server:
+        """Return a server of this kind, with a host device in ``folder``."""
+        temporary = folder / "tmp"
+        temporary.mkdir(exist_ok=True)
+        environment = on_host_device(
+            folder,
+            DEVICE_SIZE,
+            TMPDIR=str(temporary),
+            VLLM_CACHE_ROOT=str(temporary / "vllm"),
+            VLLM_CONFIG_ROOT=str(temporary / "vllm"),
+            # What torch compiles for the first request: 15 s of g++, kept for the next one.
+            TORCHINDUCTOR_CACHE_DIR=str(CACHE / "torchinductor"),
+            KVCACHED_IPC_NAME=f"kvpatch-harness-{os.getpid()}-{self.slug}",
+        )
+        return Server(
+            model,
+            {"enforce-eager": True, **self.arguments},
+            environment | self.environment,
+            folder,
+            name=self.name,
+            log=logs / f"{self.slug}.log",
+            port=port,
+            wait=wait,
+        )
 
 
 @contextmanager
-def _may_be_gone() -> Iterator[None]:
-    with suppress(ProcessLookupError, ChildProcessError, FileNotFoundError, PermissionError):
-        yield
-
-
-def _parent(pid: int) -> int:
-    return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
-
-
-def _shared_memory_of(pids: list[int]) -> set[Path]:
-    """Return the segments these processes have mapped; vLLM's names are random."""
-    found: set[Path] = set()
-    for pid in pids:
-        with _may_be_gone():
-            maps = Path(f"/proc/{pid}/maps").read_text()
-            found |= {Path(name) for name in re.findall(r"(/dev/shm/\S+)$", maps, re.MULTILINE)}
-    return found
-
-
-def _clean_environment() -> dict[str, str]:
-    """The caller's environment without what would change a server."""
-    return {name: value for name, value in os.environ.items() if not name.startswith(_OURS)}
+def workspace() -> Iterator[Path]:
+    """Yield a folder for everything temporary, which is removed afterwards."""
+    # vLLM's sockets lie in it, and a socket's path has at most 107 characters.
+    parent = tempfile.gettempdir() if len(tempfile.gettempdir()) <= 40 else "/tmp"
+    with interrupts.deferred():
+        folder = Path(tempfile.mkdtemp(prefix="kvpatch-", dir=parent))
+    try:
+        yield folder
+    finally:
+        with interrupts.deferred():
+            shutil.rmtree(folder, ignore_errors=True)
 
 
 def _free_port() -> int:

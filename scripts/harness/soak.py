@@ -1,28 +1,32 @@
-"""The soak: random requests, aborts, trims, shrinks and resets, in debug mode.
+"""scripts/soak: everything that frees blocks, at random, in debug mode, against plain vLLM.
 
-Run by scripts/soak. Plain vLLM computes every prompt's tokens first; then an engine
-on elastic memory, too small for its load, with a CPU tier too small as well, runs for
-the time that is left. Nothing may be wrong, and nothing may be left at the end.
+    scripts/soak                20 minutes, half with synchronous, half with async scheduling
+    scripts/soak --minutes 2    a short one
+    scripts/soak --seed 5       another sequence
+
+Plain vLLM generates the tokens of all prompts first. Then an engine on elastic memory, with a
+device and a CPU tier too small for its load, runs random requests, aborts, trims, shrinks and
+resets. All tokens must be equal, and at the end no block, page or transfer may be left.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import os
 import random
-import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from harness import provenance
+from harness import connectors, console, processes, provenance
+from harness.model_cache import kept_model
+from kvpatch.fence import fence_of
+from kvpatch.hostdevice import ledger, streams
 
-HERE = Path(__file__).resolve().parent
 BLOCK = 128  # so large that a page holds 8 of them and is often wholly free
 DEVICE_BLOCKS = 40  # five pages; six requests of up to 10 blocks want more
 TIER_BLOCKS = 64
@@ -32,7 +36,7 @@ BLOCK_BYTES = 4 * BLOCK * 4 * 64 * 2 * 4  # layers, tokens, heads, head size, K 
 
 
 def prompts(seed: int) -> list[list[int]]:
-    """60 prompts of up to 10 blocks; a third of them begin as another one does."""
+    """Return 60 prompts of up to 10 blocks; a third of them share a prefix with another."""
     source = random.Random(seed)
     made: list[list[int]] = []
     for index in range(60):
@@ -43,7 +47,7 @@ def prompts(seed: int) -> list[list[int]]:
 
 
 def arguments(model: str, **more: Any) -> dict[str, Any]:
-    """``LLM`` arguments that both engines share."""
+    """Return the ``LLM`` arguments of both engines, and more."""
     return {
         "model": model,
         "dtype": "float32",
@@ -58,7 +62,7 @@ def arguments(model: str, **more: Any) -> dict[str, Any]:
 
 
 def reference(job: dict[str, Any]) -> dict[str, Any]:
-    """Every prompt's tokens, by plain vLLM, one prompt at a time."""
+    """Return the tokens that plain vLLM generates for each prompt, one at a time."""
     from vllm import LLM, SamplingParams
 
     llm = LLM(**arguments(job["model"], num_gpu_blocks_override=400))
@@ -75,11 +79,22 @@ def reference(job: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def slow_copies(seed: int) -> None:
-    """Let copies take their time, as they do when a link is shared."""
-    from kvpatch.hostdevice import streams
+def allow_async_scheduling() -> None:
+    """Keep async scheduling, which vLLM's CPU platform always turns off."""
+    from vllm.platforms.cpu import CpuPlatform
 
-    permit, source = streams.copy_permit, random.Random(seed)
+    check = CpuPlatform.check_and_update_config
+
+    def keeping(cls: Any, config: Any) -> None:
+        check(config)
+        config.scheduler_config.async_scheduling = True
+
+    CpuPlatform.check_and_update_config = classmethod(keeping)
+
+
+def slow_copies(seed: int) -> None:
+    """Slow copies down at random, as on a shared link."""
+    permit, source = ledger.copy_permit, random.Random(seed)
 
     @contextmanager
     def slowly() -> Iterator[None]:
@@ -87,25 +102,16 @@ def slow_copies(seed: int) -> None:
             time.sleep(source.random() * SLOWEST_COPY)
             yield
 
-    streams.copy_permit = slowly
+    streams.copy_permit = slowly  # type: ignore[attr-defined]
 
 
 class Soak:
-    """An engine in this process and what was done to it."""
+    """An engine in this process, its operations and their counts."""
 
     def __init__(self, job: dict[str, Any]) -> None:
         from vllm import LLM
 
-        connector = {
-            "kv_connector": "OffloadingConnector",
-            "kv_role": "kv_both",
-            "kv_connector_extra_config": {
-                "cpu_bytes_to_use": TIER_BLOCKS * BLOCK_BYTES,
-                "spec_name": "HostOffloadingSpec",
-                "spec_module_path": "kvpatch.hostdevice.offloading",
-                "offload_prompt_only": False,
-            },
-        }
+        connector = connectors.offloading(TIER_BLOCKS * BLOCK_BYTES, offload_prompt_only=False)
         self.llm = LLM(
             **arguments(
                 job["model"],
@@ -120,7 +126,7 @@ class Soak:
         self.pool = self.scheduler.kv_cache_manager.block_pool
         self.manager = self.pool.kv_cache_manager
         self.source = random.Random(job["seed"])
-        self.calm = False  # nobody asks for anything for a while
+        self.calm = False  # no new requests for a while
         self.prompts = prompts(job["seed"])
         self.truth = job["tokens"]
         self.running: dict[str, tuple[int, int]] = {}
@@ -141,11 +147,11 @@ class Soak:
         self.scheduler.schedule = counting
 
     def chance(self, share: float) -> bool:
-        """Whether something happens that happens in this share of the steps."""
+        """Return whether to do what happens in this share of the steps."""
         return self.source.random() < share
 
     def once(self) -> None:
-        """Do what users and operators do, and step."""
+        """Do operations of users and operators at random, and step."""
         if self.chance(0.02):
             self.calm = not self.calm
         if not self.calm and len(self.running) < 6 and self.chance(0.5):
@@ -169,7 +175,7 @@ class Soak:
         self.step()
 
     def add(self) -> None:
-        """Start a request on one of the prompts; a few prompts come often."""
+        """Start a request with one of the prompts, some of them more often than others."""
         from vllm import SamplingParams
 
         index = int(len(self.prompts) * self.source.random() ** 2)
@@ -184,7 +190,7 @@ class Soak:
         )
 
     def step(self) -> None:
-        """Step the engine and compare what finished."""
+        """Step the engine and compare the finished requests."""
         self.counts["steps"] += 1
         for output in self.engine.step():
             if not output.finished or output.request_id not in self.running:
@@ -199,16 +205,14 @@ class Soak:
                 )
 
     def run(self, seconds: float) -> None:
-        """Go on for some time, then let everything finish."""
-        begun = said = time.monotonic()
+        """Run operations for some time, then let all requests finish."""
+        begun = reported = time.monotonic()
         while time.monotonic() - begun < seconds:
             self.once()
-            if time.monotonic() - said > 10:
-                said = time.monotonic()
+            if time.monotonic() - reported > 10:
+                reported = time.monotonic()
                 line = ", ".join(f"{count} {name}" for name, count in self.counts.items())
-                print(f"soak {said - begun:5.0f} s: {line}", flush=True)
-        from kvpatch.hostdevice import streams
-
+                print(f"soak {reported - begun:5.0f} s: {line}", flush=True)
         self.manager.resize(self.full_size)
         for _ in range(5000):
             if not self.scheduler.has_requests():
@@ -218,10 +222,8 @@ class Soak:
         self.llm.reset_prefix_cache()
 
     def left(self) -> dict[str, int]:
-        """What ought to be nothing once all is finished and the cache is reset."""
-        from kvpatch import fence
-
-        kept = fence.fence_of(self.core)
+        """Return what must be 0 once all is finished and the prefix cache is reset."""
+        kept = fence_of(self.core)
         assert kept is not None
         planner = self.scheduler.connector.connector_scheduler
         tier = planner.manager
@@ -245,128 +247,73 @@ class Soak:
 def soak(job: dict[str, Any]) -> dict[str, Any]:
     """Run the engine on elastic memory; a violation ends the process."""
     if job["asynchronous"]:
-        sys.path.insert(0, str(HERE.parent / "tests/engine"))
-        from fence_driver import allow_async_scheduling
-
         allow_async_scheduling()
     slow_copies(job["seed"])
-    run = Soak(job)
-    run.run(job["seconds"])
-    from kvpatch import fence
-
-    kept = fence.fence_of(run.core)
+    engine = Soak(job)
+    engine.run(job["seconds"])
+    kept = fence_of(engine.core)
     assert kept is not None
     return {
-        "asynchronous": run.core.batch_queue is not None,
-        "counts": run.counts,
-        "cached_tokens": run.cached,
-        "wrong": run.wrong,
+        "asynchronous": engine.core.batch_queue is not None,
+        "counts": engine.counts,
+        "cached_tokens": engine.cached,
+        "wrong": engine.wrong,
         "fence": vars(kept.counters),
-        "checked": run.llm.collective_rpc(checked),
-        "left": run.left(),
+        "checked": engine.llm.collective_rpc(checked),
+        "left": engine.left(),
     }
 
 
 def checked(worker: Any) -> dict[str, int]:
-    """What the debug mode has checked in a worker; runs in the worker."""
+    """Return what debug mode has checked; runs in the worker."""
     from vllm.distributed.kv_transfer import get_kv_transfer_group
 
     return dict(get_kv_transfer_group().connector_worker.worker.checked)
 
 
-def child(kind: str, job: dict[str, Any], folder: Path) -> dict[str, Any]:
-    """Run one engine in a process of its own and return what it wrote.
-
-    Raises:
-        SystemExit: it died, with its last words.
-    """
-    ours = kind != "reference"
-    log, result = folder / "log.txt", folder / "result.json"
-    result.unlink(missing_ok=True)
-    (folder / "job.json").write_text(json.dumps(job))
-    environment = {
-        name: value
-        for name, value in os.environ.items()
-        if not name.startswith(("KVPATCH", "KVCACHED", "ENABLE_KVCACHED", "VLLM"))
-    } | {
-        "KVPATCH": "1" if ours else "0",
-        "KVPATCH_DEBUG": "1",
-        "KVPATCH_HOST_DEVICE": "1GiB",
-        "KVPATCH_HOST_DEVICE_DIR": str(folder),
-        "KVCACHED_MAX_RESERVED_PAGES": "1",
-        "KVCACHED_MIN_RESERVED_PAGES": "0",
-        "KVCACHED_PAGE_PREALLOC_ENABLED": "false",
-        "VLLM_CPU_KVCACHE_SPACE": "1",
-        # Every engine on the machine binds itself to the same core by default.
-        "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-        "OMP_NUM_THREADS": "1",
-        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
-        "VLLM_NO_USAGE_STATS": "1",
-        "PYTHONHASHSEED": "0",
-    }
-    with log.open("w") as stream:
-        process = subprocess.Popen(
-            [sys.executable, __file__, "--engine", kind, folder],
-            env=environment,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            errors="replace",
-        )
-        assert process.stdout is not None
-        try:
-            for line in process.stdout:
-                stream.write(line)
-                if line.startswith("soak "):
-                    print(line, end="", flush=True)
-        finally:
-            with suppress(ProcessLookupError):
-                process.kill() if sys.exc_info()[0] else None
-            process.wait()
-    if process.returncode != 0 or not result.exists():
-        sys.exit(f"the {kind} engine ended {process.returncode}:\n{log.read_text()[-4000:]}")
-    answer: dict[str, Any] = json.loads(result.read_text())
-    return answer
-
-
 def main() -> int:
     """Run the soak; 0 when nothing was wrong and nothing was left."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = console.parser("scripts/soak", __doc__ or "")
     parser.add_argument("--minutes", type=float, default=20)
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--report", type=Path, help="write the figures there, as JSON")
-    parser.add_argument("--engine", nargs=2, metavar=("KIND", "FOLDER"), help=argparse.SUPPRESS)
     options = parser.parse_args()
-    if options.engine:
-        kind, folder = options.engine[0], Path(options.engine[1])
-        job = json.loads((folder / "job.json").read_text())
-        result = (reference if kind == "reference" else soak)(job)
-        (folder / "result.json").write_text(json.dumps(result))
-        return 0
-    head = provenance.header(
-        f"scripts/soak --minutes {options.minutes:g} --seed {options.seed}", HERE.parent
-    )
+    return console.run(console.Screen("soak"), lambda: run(options))
+
+
+def run(options: argparse.Namespace) -> int:
+    """Run the three engines and write their results."""
+    command = f"scripts/soak --minutes {options.minutes:g} --seed {options.seed}"
+    report = provenance.header(command) | {"minutes": options.minutes, "seed": options.seed}
     with tempfile.TemporaryDirectory(prefix="kvpatch-soak-") as name:
         folder = Path(name)
-        model = folder / "model"
-        subprocess.run(
-            [sys.executable, HERE / "tiny_model.py", model], check=True, capture_output=True
+        environment = processes.on_host_device(
+            folder,
+            KVPATCH="1",
+            KVPATCH_DEBUG="1",
+            KVCACHED_MAX_RESERVED_PAGES="1",
+            KVCACHED_MIN_RESERVED_PAGES="0",
+            KVCACHED_PAGE_PREALLOC_ENABLED="false",
+            VLLM_ENABLE_V1_MULTIPROCESSING="0",
+            PYTHONHASHSEED="0",
+            **processes.ONE_THREAD,
         )
-        job = {"model": str(model), "seed": options.seed}
-        print("plain vLLM computes the tokens", flush=True)
-        job |= child("reference", job, folder)
+        job = {"model": str(kept_model(7, print)), "seed": options.seed}
+        print("tokens of plain vLLM", flush=True)
+        job |= processes.call("harness.soak:reference", job, folder, environment | {"KVPATCH": "0"})
         job["seconds"] = options.minutes * 60 / 2
-        runs = []
+        report["runs"] = []
         for asynchronous in (False, True):
             print(f"{'async' if asynchronous else 'synchronous'} scheduling", flush=True)
-            runs.append(child("soak", job | {"asynchronous": asynchronous}, folder))
-    report = head | {"minutes": options.minutes, "seed": options.seed, "runs": runs}
-    print(json.dumps(report, indent=2))
+            job["asynchronous"] = asynchronous
+            found = processes.call("harness.soak:soak", job, folder, environment, follow="soak ")
+            report["runs"].append(found)
+    print(json.dumps(report, indent=1))
     if options.report:
-        options.report.write_text(json.dumps(report, indent=2) + "\n")
-    bad = [run for run in runs if run["wrong"] or any(run["left"].values())]
+        provenance.write(report, options.report)
+    bad = any(one["wrong"] or any(one["left"].values()) for one in report["runs"])
     print("soak: something is wrong or left" if bad else "soak: nothing wrong, nothing left")
-    return 1 if bad else 0
+    return int(bad)
 
 
 if __name__ == "__main__":

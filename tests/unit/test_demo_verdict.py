@@ -14,8 +14,8 @@ sys.path.insert(0, str(Path(__file__).parents[2] / "scripts"))
 from harness.demo.conversations import Answer, Conversation
 from harness.demo.meter import Counters, parse_counters
 from harness.demo.options import FULL, NEWEST, parse
-from harness.serve import reason
 from harness.demo.verdict import Comparison, Evidence, compare, failures
+from harness.serve import reason
 from kvpatch import registry
 
 

@@ -18,12 +18,12 @@ from packaging.version import Version
 ROOT = Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT / "scripts"))
 
+from harness.matrix import record  # noqa: E402
+from harness.matrix.sources import Source  # noqa: E402
 from kvpatch import registry  # noqa: E402
 from kvpatch.matrix import axes, shapes, verdicts  # noqa: E402
 from kvpatch.patch import Outcome  # noqa: E402
 from kvpatch.registry import faults  # noqa: E402
-from harness.matrix import record  # noqa: E402
-from harness.matrix.sources import Source  # noqa: E402
 
 RELEASES = ("vllm-0.28.0", "kvcached-0.1.6")
 PLANNER = "vllm/distributed/kv_transfer/kv_connector/v1/offloading/scheduler.py"

@@ -1,1 +1,1 @@
-"""The parts of scripts/bench: arms, loads, measuring, pairing, goals, and the page."""
+"""scripts/bench: arms, loads, measurements, goals, and the page that is rendered from them."""

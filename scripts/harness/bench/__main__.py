@@ -12,7 +12,8 @@ from harness.bench.options import parse
 
 
 def main(arguments: list[str]) -> int:
-    """Run what is asked for and return the exit status."""
+    """Run one of the benchmarks and return the exit status."""
+    # Imports only now, so that --help and bad options need no environment.
     if arguments[:1] == ["micro"]:
         from harness.bench import micro
 
@@ -23,19 +24,16 @@ def main(arguments: list[str]) -> int:
         return profile.main(arguments[1:])
     options = parse(arguments)
 
-    # Only now, so that --help and bad options need no environment.
-    from harness.bench.bench import Bench
-    from harness.demo import ending
-    from harness.console import Screen
+    from harness import console
+    from harness.bench.run import Bench
 
-    screen = Screen("bench")
-    return ending.run(screen, lambda: Bench(options, screen).run(), "that was started")
+    screen = console.Screen("bench")
+    return console.run(screen, Bench(options, screen).run)
 
 
 if __name__ == "__main__":
-    os.environ["KVPATCH"] = "0"  # the servers are looked at from outside
     status = main(sys.argv[1:])
-    # What vLLM's client brings along prints pages about itself when the interpreter ends.
+    # The modules of vLLM's client print pages about themselves when the interpreter exits.
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(status)

@@ -1,4 +1,4 @@
-"""The arms: what is compared, at equal budgets of device and host memory."""
+"""The arms of the comparison, at equal budgets of device and host memory."""
 
 from __future__ import annotations
 
@@ -6,12 +6,11 @@ import json
 from dataclasses import dataclass
 from typing import Any
 
+from harness import connectors
 from harness.bench.sizes import BLOCK_BYTES, BLOCK_TOKENS, Size
+from harness.processes import ONE_THREAD
 from harness.serve import MODEL_NAME, SPARE_PAGES, Kind
 
-# By default every engine of a machine binds itself to the same core. One thread for the model
-# leaves the other core of a small machine to the server and to who asks it, whatever runs.
-ONE_THREAD = {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": "1"}
 CONNECTORS = ("offloading", "simple eager", "simple lazy")
 
 
@@ -20,10 +19,10 @@ class Arm:
     """One way to keep KV.
 
     Attributes:
-        name: for people.
+        name: in messages and on the page.
         elastic: on kvcached's memory, or on vLLM's own.
         connector: one of ``CONNECTORS``, or empty for none.
-        twin: the same settings as another arm, to see what two equal arms differ by.
+        twin: the same settings as another arm: the difference of the two is the noise.
     """
 
     name: str
@@ -46,20 +45,11 @@ ALL = (PLAIN, STATIC, KVCACHED, KVPATCH, TWIN, EAGER, LAZY)
 DECIDING = (PLAIN, STATIC, KVCACHED, KVPATCH, TWIN)
 
 
-def connector_config(connector: str, tier_blocks: int) -> dict[str, Any]:
-    """Return vLLM's ``kv_transfer_config`` of a connector with a tier of so many blocks."""
-    tier = tier_blocks * BLOCK_BYTES
+def connector_config(connector: str, cpu_bytes: int, on_host: bool = True) -> connectors.Config:
+    """Return vLLM's ``kv_transfer_config`` of one of ``CONNECTORS``."""
     if connector == "offloading":
-        extra: dict[str, Any] = {
-            "cpu_bytes_to_use": tier,
-            "spec_name": "HostOffloadingSpec",
-            "spec_module_path": "kvpatch.hostdevice.offloading",
-        }
-        name = "OffloadingConnector"
-    else:
-        extra = {"cpu_bytes_to_use": tier, "lazy_offload": connector == "simple lazy"}
-        name = "SimpleCPUOffloadConnector"
-    return {"kv_connector": name, "kv_role": "kv_both", "kv_connector_extra_config": extra}
+        return connectors.offloading(cpu_bytes, on_host)
+    return connectors.simple(cpu_bytes, lazy=connector == "simple lazy")
 
 
 def engine_arguments(size: Size, blocks: int) -> dict[str, str]:
@@ -84,13 +74,13 @@ def kind(
     Args:
         arm: which.
         size: of the run.
-        blocks: KV blocks that its scheduler may hand out.
-        slug: sets it apart from every other server that runs.
-        environment: what this load wants besides.
+        blocks: KV blocks of its scheduler.
+        slug: different for all servers that run at once.
+        environment: more of the server's environment.
     """
     arguments = engine_arguments(size, blocks)
     if arm.connector:
-        config = connector_config(arm.connector, size.tier_blocks)
+        config = connector_config(arm.connector, size.tier_blocks * BLOCK_BYTES)
         arguments["kv-transfer-config"] = json.dumps(config)
         arguments["worker-extension-cls"] = "harness.bench.probe.CopyCounter"
     # The host device runs kvcached only with kvpatch on; without a connector that is all it does.
@@ -99,13 +89,11 @@ def kind(
 
 
 def settings(kinds: dict[str, Kind]) -> dict[str, Any]:
-    """Return what the arms were set to, for the result file."""
+    """Return the settings of the arms, for the result file."""
     return {
         name: {
             "arguments": dict(one.arguments),
-            "environment": {
-                key: value for key, value in one.environment.items() if key != "PYTHONPATH"
-            },
+            "environment": dict(one.environment),
         }
         for name, one in kinds.items()
     }

@@ -36,15 +36,15 @@ def arguments(load: Load, trace: Path, server: Server) -> list[str]:
         "ready-check-timeout-sec": 0,
     }
     line = [part for name, value in options.items() for part in (f"--{name}", str(value))]
-    # Not by the trace's clock: as fast as the server takes them, so many at a time.
+    # Not by the trace's clock: as fast as the server takes them, ``max-concurrency`` at a time.
     return [*line, "--no-self-timed", "--disable-tqdm", "--save-detailed"]
 
 
 def serve(load: Load, server: Server, folder: Path) -> dict[str, Any]:
-    """Send a load to a server; return what ``vllm bench serve`` found.
+    """Send a load to a server; return the result of ``vllm bench serve``.
 
     Raises:
-        HarnessError: a request failed, or its answer was not as long as it was to be.
+        HarnessError: a request failed, or generated too few tokens.
     """
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
     from vllm.benchmarks.serve import add_cli_args, main
@@ -59,7 +59,7 @@ def serve(load: Load, server: Server, folder: Path) -> dict[str, Any]:
     if result["failed"] or result["completed"] != len(load.prompts):
         errors = [error for error in result["errors"] if error]
         raise HarnessError(
-            f"{result['failed']} of {len(load.prompts)} requests failed on {server.kind.name}: "
+            f"{result['failed']} of {len(load.prompts)} requests failed on {server.name}: "
             f"{(errors or ['no reason given'])[0][-300:]}"
         )
     short = [
@@ -68,5 +68,5 @@ def serve(load: Load, server: Server, folder: Path) -> dict[str, Any]:
         if got != prompt.answer
     ]
     if short:
-        raise HarnessError(f"{server.kind.name} answered with {short[0][0]} of {short[0][1]} tokens")
+        raise HarnessError(f"{server.name} answered with {short[0][0]} of {short[0][1]} tokens")
     return result

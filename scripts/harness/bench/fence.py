@@ -1,36 +1,36 @@
-#!/usr/bin/env python3
-"""Measures what the fence costs a load that never hits the CPU tier, and an idle engine.
+"""scripts/bench-fence: what the fence costs a load without CPU-tier hits, and an idle engine.
 
     .venv/bin/python scripts/bench-fence                     150 fours, about 9 minutes
     .venv/bin/python scripts/bench-fence --fours 10 --report docs/results/fence.json
 
 One engine on the host device serves rounds of prompts that share nothing, with the fence and
-with what kvcached does by itself: on, off, off, on, and again, and before each a round that
-does not count, in which the engine gets used to the change. Four that count give one ratio;
-the noise is what two neighbouring fours of the same arm differ by, and how far ratios are
-apart. kvcached keeps few freed blocks, so that rounds unmap pages. Then an engine in a process
-of its own is left alone, and its processor time is read twice, ten seconds apart; plain vLLM's
-is read beside it.
+with kvcached's own release of pages: on, off, off, on, and so forth, with a warm-up round
+before each. Four rounds give one ratio; the noise is the difference of neighbouring fours of
+the same arm. kvcached keeps few freed blocks, so that rounds unmap pages. Then the processor
+time of an idle engine is read twice, ten seconds apart, and plain vLLM's as well.
 """
 
 from __future__ import annotations
 
 import argparse
+import gc
 import itertools
 import json
-import os
 import random
 import statistics
-import subprocess
-import sys
 import tempfile
 import time
 from pathlib import Path
 from typing import Any
 
-from harness import provenance
+import psutil
 
-HERE = Path(__file__).resolve().parent
+from harness import connectors, console, processes, provenance
+from harness.model_cache import kept_model
+from kvpatch.connectors import planner
+from kvpatch.fence import manager_of
+from kvpatch.hostdevice import streams
+
 CACHED_TOKENS = 2048
 WARM_ROUNDS = 60  # the CPU tier is full by then, and evicts in every round
 BLOCK_BYTES = 4 * 32 * 4 * 64 * 2 * 4  # layers, tokens, heads, head size, K and V, float32
@@ -44,15 +44,6 @@ def engine(model: str, plain: bool = False) -> Any:
     """
     from vllm import LLM
 
-    connector = {
-        "kv_connector": "OffloadingConnector",
-        "kv_role": "kv_both",
-        "kv_connector_extra_config": {
-            "cpu_bytes_to_use": 4096 * BLOCK_BYTES,
-            "spec_name": "HostOffloadingSpec",
-            "spec_module_path": "kvpatch.hostdevice.offloading",
-        },
-    }
     return LLM(
         model,
         dtype="float32",
@@ -63,7 +54,7 @@ def engine(model: str, plain: bool = False) -> Any:
         max_num_seqs=8,
         max_num_batched_tokens=2048,
         seed=0,
-        kv_transfer_config=None if plain else connector,
+        kv_transfer_config=None if plain else connectors.offloading(4096 * BLOCK_BYTES),
     )
 
 
@@ -76,22 +67,20 @@ def load(seed: int, count: int = 8) -> list[dict[str, Any]]:
 
 
 class Switch:
-    """Takes the fence out of a running engine that is at rest, and puts it back.
+    """Takes the fence out of an engine without requests, and puts it back.
 
-    What stays when it is out are the wrappers that find no fence, one attribute look-up each.
+    Its wrappers stay, and cost one attribute look-up each.
     """
 
     def __init__(self, core: Any) -> None:
-        from kvpatch import connectors, fence
-
-        self.manager = fence.manager_of(core)
-        self.planner = connectors.planner(core.scheduler.connector)
+        self.manager = manager_of(core)
+        self.planner = planner(core.scheduler.connector)
         self.fence = self.manager.kvpatch_fence
         self.barrier = self.manager.physical_release_barrier
         assert self.fence is not None
 
     def turn(self, on: bool) -> None:
-        """Let the engine go on with the fence, or without."""
+        """Continue with the fence, or without."""
         self.manager.kvpatch_fence = self.planner.kvpatch_fence = self.fence if on else None
         # Without the fence, what kvcached's own set-up decides for a synchronous engine.
         self.manager.defer_physical_release = on
@@ -100,11 +89,7 @@ class Switch:
 
 def throughput(job: dict[str, Any]) -> dict[str, Any]:
     """Each round's tokens by the clock and by the processor's time, in the order they ran."""
-    import gc
-
     from vllm import SamplingParams
-
-    from kvpatch.hostdevice import streams
 
     llm = engine(job["model"])
     core = llm.llm_engine.engine_core.engine_core
@@ -142,124 +127,87 @@ def throughput(job: dict[str, Any]) -> dict[str, Any]:
 
 
 def idle(job: dict[str, Any]) -> dict[str, Any]:
-    """Processor seconds of the engine's process while nobody asks for anything."""
-    import psutil
+    """Return the processor seconds of an engine's processes without requests."""
     from vllm import SamplingParams
 
     llm = engine(job["model"], job["plain"])
     llm.generate(load(1, 8), SamplingParams(temperature=0, max_tokens=8), use_tqdm=False)
     children = psutil.Process().children(recursive=True)
-    time.sleep(5)  # what the load left to do is done by then
+    time.sleep(5)  # until the work after the load is done
     before = sum(sum(child.cpu_times()[:2]) for child in children)
     time.sleep(IDLE_SECONDS)
     after = sum(sum(child.cpu_times()[:2]) for child in children)
     return {"cpu_seconds": round(after - before, 3), "of_seconds": IDLE_SECONDS}
 
 
-def child(kind: str, job: dict[str, Any], folder: Path) -> dict[str, Any]:
-    """Run one engine in a process of its own."""
-    result = folder / "result.json"
-    result.unlink(missing_ok=True)
-    (folder / "job.json").write_text(json.dumps(job))
-    kept = {
-        name: value
-        for name, value in os.environ.items()
-        if not name.startswith(("KVPATCH", "KVCACHED", "ENABLE_KVCACHED", "VLLM"))
-    }
-    environment = kept | {
-        "KVPATCH": "0" if job.get("plain") else "1",
-        "KVPATCH_HOST_DEVICE": "1GiB",
-        "KVPATCH_HOST_DEVICE_DIR": str(folder),
-        "VLLM_CPU_KVCACHE_SPACE": "1",
-        "KVCACHED_MAX_CACHED_TOKENS": str(CACHED_TOKENS),
-        # Every engine on the machine binds itself to the same core by default.
-        "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-        "OMP_NUM_THREADS": "1",
-        "VLLM_ENABLE_V1_MULTIPROCESSING": "1" if kind == "idle" else "0",
-        "VLLM_NO_USAGE_STATS": "1",
-    }
-    ended = subprocess.run(
-        [sys.executable, __file__, "--engine", kind, folder],
-        env=environment,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        errors="replace",
-        check=False,
-    )
-    if ended.returncode != 0 or not result.exists():
-        sys.exit(f"the {kind} engine ended {ended.returncode}:\n{ended.stdout[-4000:]}")
-    answer: dict[str, Any] = json.loads(result.read_text())
-    return answer
-
-
 def main() -> int:
-    """Measure, print and write down."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    """Measure, print and write the result."""
+    parser = console.parser("scripts/bench-fence", __doc__ or "")
     parser.add_argument("--fours", type=int, default=150)
     parser.add_argument("--report", type=Path)
-    parser.add_argument("--engine", nargs=2, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.fours < 3:
-        parser.error("--fours must be 3 or more, or the noise cannot be told")
-    if options.engine:
-        kind, folder = options.engine[0], Path(options.engine[1])
-        result = (idle if kind == "idle" else throughput)(
-            json.loads((folder / "job.json").read_text())
-        )
-        (folder / "result.json").write_text(json.dumps(result))
-        return 0
-    head = provenance.header(f"scripts/bench-fence --fours {options.fours}", HERE.parent)
+        parser.error("--fours must be 3 or more: fewer give no noise")
+    return console.run(console.Screen("bench-fence"), lambda: measure(options))
+
+
+def measure(options: argparse.Namespace) -> int:
+    """Run the three engines and write their results."""
+    head = provenance.header(f"scripts/bench-fence --fours {options.fours}")
+    job = {"model": str(kept_model(7, print)), "fours": options.fours}
     with tempfile.TemporaryDirectory(prefix="kvpatch-bench-") as name:
         folder = Path(name)
-        maker = [sys.executable, HERE / "tiny_model.py", folder / "model"]
-        subprocess.run(maker, check=True, capture_output=True, env=dict(os.environ, KVPATCH="0"))
-        job = {"model": str(folder / "model"), "fours": options.fours}
-        print(
-            f"{options.fours} fours, about {2 + options.fours // 20} minutes",
-            flush=True,
+        environment = processes.on_host_device(
+            folder,
+            KVPATCH="1",
+            KVCACHED_MAX_CACHED_TOKENS=str(CACHED_TOKENS),
+            VLLM_ENABLE_V1_MULTIPROCESSING="0",
+            **processes.ONE_THREAD,
         )
-        rounds = child("rate", job, folder)["rounds"]
-        resting = {
-            name: child("idle", job | {"plain": name == "plain vLLM"}, folder)
-            for name in ("with the fence", "plain vLLM")
-        }
-    report = {**head, **compare(rounds), "idle": resting, "rounds": rounds}
-    print(json.dumps({k: v for k, v in report.items() if k != "rounds"}, indent=2))
+        print(f"{options.fours} fours, about {2 + options.fours // 20} minutes", flush=True)
+        rounds = processes.call("harness.bench.fence:throughput", job, folder, environment)[
+            "rounds"
+        ]
+        environment["VLLM_ENABLE_V1_MULTIPROCESSING"] = "1"
+        resting = {}
+        for kind, on in (("with the fence", "1"), ("plain vLLM", "0")):
+            environment["KVPATCH"] = on
+            asked = job | {"plain": on == "0"}
+            resting[kind] = processes.call("harness.bench.fence:idle", asked, folder, environment)
+    report = {**head, **compare(rounds), "idle": resting}
+    print(json.dumps(report, indent=1))
     if options.report:
-        options.report.write_text(json.dumps(report, indent=2) + "\n")
+        provenance.write(report | {"rounds": rounds}, options.report)
     return 0
 
 
 def compare(rounds: list[dict[str, Any]]) -> dict[str, Any]:
-    """The rate with the fence over the rate without it, and how sure that is.
+    """Return the rate with the fence over the rate without it, with its standard error.
 
-    ``rounds`` are on, off, off, on, ...: what changes steadily, or every other round, is in
-    both arms of a four.
+    ``rounds`` are on, off, off, on, ...: a steady drift, or one of every other round, is the
+    same in both arms of a four.
     """
-    said: dict[str, Any] = {"fours": len(rounds) // 4}
+    found: dict[str, Any] = {"fours": len(rounds) // 4}
     for rate in ("tokens_per_second", "tokens_per_processor_second"):
         arms: dict[bool, list[float]] = {True: [], False: []}
         for begin in range(0, len(rounds), 4):
             four = rounds[begin : begin + 4]
-            for fence, rates in arms.items():
-                rates.append(statistics.harmonic_mean(r[rate] for r in four if r["fence"] is fence))
+            for fenced, rates in arms.items():
+                rates.append(
+                    statistics.harmonic_mean(r[rate] for r in four if r["fence"] is fenced)
+                )
         on, off = arms[True], arms[False]
-        said[rate] = {
+        found[rate] = {
             "with_over_without": about([a / b for a, b in zip(on, off, strict=True)]),
             "same_arm_twice": about([a / b for a, b in itertools.pairwise(on)]),
         }
-    return said | {"pages_released_through_the_fence": sum(one["released"] for one in rounds)}
+    return found | {"pages_released_through_the_fence": sum(one["released"] for one in rounds)}
 
 
 def about(ratios: list[float]) -> dict[str, float]:
-    """Where a sample lies and how sure that is."""
+    """Return mean, median and standard error of a sample."""
     return {
         "mean": round(statistics.fmean(ratios), 4),
         "median": round(statistics.median(ratios), 4),
         "standard_error_of_the_mean": round(statistics.stdev(ratios) / len(ratios) ** 0.5, 4),
     }
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -1,4 +1,4 @@
-"""One load on one server, and everything that is known of it afterwards."""
+"""One load on one server, and all its figures."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ from harness.bench.client import serve
 from harness.bench.loads import Load
 from harness.bench.memory import MappedMemory, cpu_seconds, settled
 from harness.bench.pairing import summary
-from harness.demo.meter import sums
 from harness.serve import Server
 
 TOKENS = {
@@ -18,46 +17,42 @@ TOKENS = {
     "from_tier": "external_kv_transfer",
 }
 BYTES = {
-    "stored": ("vllm:kv_offload_store_bytes_total", "vllm:kvpatch_offload_bytes_total stored"),
-    "loaded": ("vllm:kv_offload_load_bytes_total", "vllm:kvpatch_offload_bytes_total loaded"),
+    "stored": "vllm:kv_offload_store_bytes_total",
+    "loaded": "vllm:kv_offload_load_bytes_total",
 }
 SECONDS = {
     "stored": "vllm:kv_offload_store_time_total",
     "loaded": "vllm:kv_offload_load_time_total",
 }
-PREEMPTIONS = "vllm:num_preemptions_total"
 
 
 def read(server: Server) -> dict[str, float]:
     """Return a server's own counters, once its last copies are counted."""
-    return dict(settled(lambda: _moved(sums(server.client.get("/metrics").text))))
 
+    def counters() -> dict[str, float]:
+        total = server.metrics().total
+        return {
+            **{
+                name: total("vllm:prompt_tokens_by_source_total", source=source)
+                for name, source in TOKENS.items()
+            },
+            # vLLM counts for OffloadingConnector, kvpatch for both.
+            **{
+                name: max(total(series), total("vllm:kvpatch_offload_bytes_total", outcome=name))
+                for name, series in BYTES.items()
+            },
+            **{f"{name} seconds": total(series) for name, series in SECONDS.items()},
+            "preemptions": total("vllm:num_preemptions_total"),
+        }
 
-def _moved(found: dict[str, float]) -> dict[str, float]:
-    """Only what a load moves: other series change by themselves."""
-    wanted = {*TOKENS.values(), *SECONDS.values(), PREEMPTIONS}
-    wanted |= {name for names in BYTES.values() for name in names}
-    return {name: value for name, value in found.items() if name in wanted}
-
-
-def call(server: Server, method: str) -> Any:
-    """Call a method of the server's worker; a server of one worker is meant."""
-    answer = server.client.post("/collective_rpc", json={"method": method})
-    answer.raise_for_status()
-    return answer.json()["results"][0]
-
-
-def begin_counting(server: Server) -> None:
-    """Let the worker count its copies, if it makes any."""
-    if "kv-transfer-config" in server.kind.arguments:
-        call(server, "count_copies")
+    return settled(counters)
 
 
 def copies(server: Server) -> dict[str, int]:
-    """Return what the worker has counted so far."""
-    if "kv-transfer-config" not in server.kind.arguments:
+    """Return what the worker's ``CopyCounter`` has counted so far."""
+    if not server.offloads:
         return {"transfers": 0, "blocks": 0, "copies": 0}
-    return dict(call(server, "copies"))
+    return dict(server.rpc("copies")[0])
 
 
 def run(load: Load, server: Server, folder: Path, memory: MappedMemory) -> dict[str, Any]:
@@ -67,23 +62,23 @@ def run(load: Load, server: Server, folder: Path, memory: MappedMemory) -> dict[
         HarnessError: a request failed.
     """
     before, copied, used = read(server), copies(server), cpu_seconds(server)
-    looked = len(memory.samples)
+    sampled = len(memory.samples)
     found = serve(load, server, folder)
     used = cpu_seconds(server) - used
-    mapped = [sum(sample.values()) for _, sample in memory.samples[looked:]]
+    mapped = [sum(sample.values()) for _, sample in memory.samples[sampled:]]
     after = read(server)
 
     def since(name: str) -> float:
-        return after.get(name, 0.0) - before.get(name, 0.0)
+        return after[name] - before[name]
 
-    returning = [
-        ttft for ttft, prompt in zip(found["ttfts"], load.prompts, strict=True) if prompt.returning
-    ]
-    first = [
-        ttft
-        for ttft, prompt in zip(found["ttfts"], load.prompts, strict=True)
-        if not prompt.returning
-    ]
+    def ttft(returning: bool) -> dict[str, float] | None:
+        times = [
+            time
+            for time, prompt in zip(found["ttfts"], load.prompts, strict=True)
+            if prompt.returning is returning
+        ]
+        return summary(times, 1000) if times else None
+
     now = copies(server)
     return {
         "seconds": round(found["duration"], 4),
@@ -91,19 +86,18 @@ def run(load: Load, server: Server, folder: Path, memory: MappedMemory) -> dict[
         "total_tokens_per_second": round(found["total_token_throughput"], 2),
         "output_tokens_per_second": round(found["output_throughput"], 2),
         "ttft_ms": summary(found["ttfts"], 1000),
-        "first_ttft_ms": summary(first, 1000) if first else None,
-        "returning_ttft_ms": summary(returning, 1000) if returning else None,
+        "first_ttft_ms": ttft(returning=False),
+        "returning_ttft_ms": ttft(returning=True),
         "tpot_ms": {
             "mean": round(found["mean_tpot_ms"], 3),
             "p50": round(found["p50_tpot_ms"], 3),
             "p99": round(found["p99_tpot_ms"], 3),
         },
-        "prompt_tokens": {name: int(since(series)) for name, series in TOKENS.items()},
-        # vLLM counts for OffloadingConnector, kvpatch for both.
-        "bytes": {name: int(max(since(series) for series in both)) for name, both in BYTES.items()},
-        "copy_seconds": {name: round(since(series), 4) for name, series in SECONDS.items()},
+        "prompt_tokens": {name: int(since(name)) for name in TOKENS},
+        "bytes": {name: int(since(name)) for name in BYTES},
+        "copy_seconds": {name: round(since(f"{name} seconds"), 4) for name in SECONDS},
         "copies": {name: now[name] - copied[name] for name in now},
-        "preemptions": int(since(PREEMPTIONS)),
+        "preemptions": int(since("preemptions")),
         "cpu_seconds": round(used, 2),
         "mapped_bytes": {"peak": max(mapped, default=0), "end": sum(memory.look().values())},
     }

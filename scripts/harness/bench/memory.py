@@ -1,4 +1,4 @@
-"""The device's memory over time, by server, read from outside the engines."""
+"""The device's memory over time, by server, and the processor time of a server."""
 
 from __future__ import annotations
 
@@ -6,14 +6,13 @@ import os
 import threading
 import time
 from collections.abc import Callable
-from typing import Any
-
-import psutil
+from typing import Any, TypeVar
 
 from harness.serve import Server
 from kvpatch.hostdevice import ledger
 
 INTERVAL = 0.1
+T = TypeVar("T")
 
 
 class MappedMemory:
@@ -23,12 +22,14 @@ class MappedMemory:
 
     Args:
         folder: of the device's ledger.
-        servers: by the name under which each is to appear.
+        servers: by the name of each in the samples.
     """
 
     def __init__(self, folder: str, servers: dict[str, Server]) -> None:
         self._folder = folder
-        self._pids = {name: set(server.processes()) for name, server in servers.items()}
+        self._pids = {
+            name: {one.pid for one in server.processes()} for name, server in servers.items()
+        }
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="mapped-memory", daemon=True)
         self.samples: list[tuple[float, dict[str, int]]] = []
@@ -48,7 +49,7 @@ class MappedMemory:
         self.look()
 
     def phase(self, name: str) -> None:
-        """Remember that something begins now."""
+        """Note that a phase begins."""
         self.phases.append((round(time.monotonic() - self._begun, 2), name))
 
     def look(self) -> dict[str, int]:
@@ -70,7 +71,7 @@ class MappedMemory:
         return [sample for seconds, sample in self.samples if begin <= seconds < end]
 
     def timeline(self, points: int = 120) -> dict[str, Any]:
-        """Return the samples, thinned to about so many, as a result file holds them."""
+        """Return about ``points`` of the samples, in the form of a result file."""
         step = max(1, len(self.samples) // points)
         kept = self.samples[::step]
         return {
@@ -84,8 +85,8 @@ class MappedMemory:
             self.look()
 
 
-def settled(read: Callable[[], Any], limit: float = 5.0, interval: float = 0.2) -> Any:
-    """Return what ``read`` returns once it has returned the same twice, or after ``limit``."""
+def settled(read: Callable[[], T], limit: float = 5.0, interval: float = 0.2) -> T:
+    """Return the value of ``read`` once it is the same twice, or after ``limit`` seconds."""
     deadline = time.monotonic() + limit
     last = read()
     while time.monotonic() < deadline:
@@ -98,14 +99,5 @@ def settled(read: Callable[[], Any], limit: float = 5.0, interval: float = 0.2) 
 
 
 def cpu_seconds(server: Server) -> float:
-    """Return the processor time that a server's processes have used so far."""
-    return sum(sum(process.cpu_times()[:2]) for process in _processes(server))
-
-
-def host_bytes(server: Server) -> int:
-    """Return the memory of a server's processes, shared pages counted once."""
-    return sum(process.memory_full_info().pss for process in _processes(server))
-
-
-def _processes(server: Server) -> list[psutil.Process]:
-    return [psutil.Process(pid) for pid in server.processes()]
+    """Return the processor time of a server's processes so far."""
+    return sum(sum(process.cpu_times()[:2]) for process in server.processes())

@@ -2,26 +2,24 @@
 
 from __future__ import annotations
 
-import argparse
 import json
-import os
 import subprocess
 import sys
 import tempfile
 from pathlib import Path
 from typing import Any
 
-from harness import provenance
-from harness.bench.options import RESULTS, ROOT
+from harness import ROOT, console, provenance, venvs
+from harness.bench.options import RESULTS
 
 LANE = ROOT / "tests/bench"
 
 
 def rows(report: dict[str, Any]) -> list[dict[str, Any]]:
-    """Return the figures of pytest-benchmark's report, as a result file holds them.
+    """Return the figures of pytest-benchmark's report, in the form of a result file.
 
     Raises:
-        ValueError: a test did not say what it timed.
+        ValueError: a test has no name, size or unit.
     """
     found = []
     for one in report["benchmarks"]:
@@ -40,12 +38,12 @@ def rows(report: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def main(arguments: list[str]) -> int:
-    """Time the parts and write them down."""
-    parser = argparse.ArgumentParser(prog="scripts/bench micro", description=__doc__)
+    """Time the parts and write the result file."""
+    parser = console.parser("scripts/bench micro", __doc__ or "")
     parser.add_argument("--output", type=Path, default=RESULTS / "micro.json", metavar="FILE")
     parser.add_argument("-k", dest="only", default="", help="as pytest's -k")
     chosen = parser.parse_args(arguments)
-    head = provenance.header(" ".join(["scripts/bench micro", *arguments]), ROOT)
+    head = provenance.header(" ".join(["scripts/bench micro", *arguments]))
     with tempfile.TemporaryDirectory(prefix="kvpatch-bench-") as folder:
         report = Path(folder) / "report.json"
         command = [sys.executable, "-m", "pytest", str(LANE), "-q", "-k", chosen.only]
@@ -53,11 +51,10 @@ def main(arguments: list[str]) -> int:
         # At least so many rounds, and no more than a second for each size.
         command += ["--benchmark-min-rounds=20", "--benchmark-max-time=0.5"]
         command += ["--benchmark-warmup=on", "--benchmark-disable-gc"]
-        done = subprocess.run(command, cwd=ROOT, env=os.environ | {"KVPATCH": "0"}, check=False)
+        done = subprocess.run(command, cwd=ROOT, env=venvs.with_bench_tools(), check=False)
         if done.returncode:
             return done.returncode
         found = rows(json.loads(report.read_text()))
-    chosen.output.parent.mkdir(parents=True, exist_ok=True)
-    chosen.output.write_text(json.dumps({**head, "rows": found}, indent=1) + "\n")
+    provenance.write({**head, "rows": found}, chosen.output)
     print(f"written to {chosen.output}")
     return 0

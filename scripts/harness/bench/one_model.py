@@ -1,7 +1,7 @@
 """One model on a device of its own: every arm, every load, repeat by repeat.
 
-All servers are started first and stay: a start takes longer than a load. Only one of
-them is asked at a time; the others sleep.
+All servers run from the beginning, because a start takes longer than a load. Only one of
+them has requests at a time; the others are idle.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from typing import Any, TypeVar
 from harness.bench import arms as known
 from harness.bench.arms import Arm
 from harness.bench.loads import LOADS, Load
-from harness.bench.measure import begin_counting, run
-from harness.bench.memory import MappedMemory, host_bytes
+from harness.bench.measure import run
+from harness.bench.memory import MappedMemory
 from harness.bench.sizes import BLOCK_BYTES, Size
 from harness.bench.starting import Starter
 from harness.console import Screen
@@ -25,9 +25,9 @@ T = TypeVar("T")
 
 
 def turns(arms: Sequence[T], repeat: int) -> list[T]:
-    """Return the order of a repeat: begun with another arm, and every other one reversed.
+    """Return the order of a repeat: it begins with another arm, and every other is reversed.
 
-    A machine that gets slower or faster meanwhile then favours nobody.
+    A machine that gets slower or faster meanwhile then favours no arm.
     """
     at = 2 * (repeat // 2) % len(arms)
     order = [*arms[at:], *arms[:at]]
@@ -42,7 +42,7 @@ class OneModel:
         arms: what is compared.
         starter: starts servers.
         screen: where progress goes.
-        save: called with everything measured so far, after each load.
+        save: called after each load, with everything measured so far.
     """
 
     def __init__(
@@ -67,7 +67,7 @@ class OneModel:
             for repeat in range(self._size.repeats):
                 self._repeat(repeat, servers)
             for arm, server in servers.items():
-                self.result["arms"][arm.name]["host_bytes_at_end"] = host_bytes(server)
+                self.result["arms"][arm.name]["host_bytes_at_end"] = server.memory()
         self._save(self.result)
         return self.result
 
@@ -83,10 +83,9 @@ class OneModel:
             "connector": arm.connector,
             "start_seconds": round(server.start_seconds or 0.0, 1),
             "device_bytes_held": 0 if arm.elastic else self._size.blocks * BLOCK_BYTES,
-            "host_bytes_at_start": host_bytes(server),
+            "host_bytes_at_start": server.memory(),
             "settings": known.settings({arm.name: kind})[arm.name],
         }
-        begin_counting(server)
         return server
 
     def _repeat(self, repeat: int, servers: dict[Arm, Server]) -> None:

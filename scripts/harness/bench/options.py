@@ -1,27 +1,26 @@
-"""What can be chosen. Standard library only: --help runs before any set-up."""
+"""Options of the benchmark. Standard library only: --help runs before any set-up."""
 
 from __future__ import annotations
 
-import argparse
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from harness import ROOT, console
 from harness.bench.sizes import FULL, QUICK, SMOKE, Size
 
-ROOT = Path(__file__).resolve().parents[2]
 RESULTS = ROOT / "docs/results"
 SCRATCH = ROOT / "bench-results"
 PARTS = ("one", "two")
 
 DESCRIPTION = """\
-Run vLLM's ways to keep KV side by side on the host device, at equal budgets, and write
-down what each costs and gives. The arms of a repeat run one after the other, in another
-order each time; two arms are the same, and what they differ by is the noise."""
+Compare vLLM's ways to keep KV on the host device at equal memory budgets: throughput,
+latency, hits, copies and memory of each. The arms of a repeat run one after the other, in
+another order each time; two arms are identical, and their difference is the noise."""
 
 EPILOG = """\
 Other commands: scripts/bench micro, scripts/bench profile; scripts/bench-startup and
-scripts/bench-fence measure the start and the fence by themselves. The machine ought to be
-quiet: what else runs is in the noise. Exit status: 0 when everything was measured, whatever
+scripts/bench-fence measure start-up and the fence by themselves. The machine should be
+quiet: other load is in the noise. Exit status: 0 when everything was measured, whatever
 the figures; 1 when something failed; 2 for bad options."""
 
 
@@ -40,12 +39,7 @@ class Options:
 
 def parse(arguments: list[str]) -> Options:
     """Parse the command line; ends with status 2 and one sentence on bad options."""
-    parser = argparse.ArgumentParser(
-        prog="scripts/bench",
-        description=DESCRIPTION,
-        epilog=EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = console.parser("scripts/bench", DESCRIPTION, EPILOG)
     how = parser.add_mutually_exclusive_group()
     how.add_argument(
         "--quick", action="store_true", help="the arms that decide, 2 repeats, under 10 minutes"
@@ -72,12 +66,7 @@ def parse(arguments: list[str]) -> Options:
     # Only a full run of everything is what docs/numbers.md shows.
     whole = kind == "full" and not (chosen.only or chosen.arms)
     output = chosen.output or (RESULTS / "host.json" if whole else SCRATCH / f"{kind}.json")
-    for folder in (output.parent, chosen.keep_logs):
-        if folder is not None:
-            try:
-                folder.mkdir(parents=True, exist_ok=True)
-            except OSError as error:
-                parser.error(f"{folder} cannot be used as a folder ({error.strerror})")
+    console.make_folders(parser, output.parent, chosen.keep_logs)
     return Options(
         kind=kind,
         size=size,

@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import json
+import math
 import statistics
 from collections.abc import Iterable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+from harness import markdown
 from harness.bench import arms, goals, plots
 from harness.bench.goals import NO_GPU, NOT_RUN, Results, compared, shown, value
-from harness.bench.tables import mib, percent, rate, table, three
 from harness.bench.tried import READ, TRIED
+from harness.figures import svg
+
+table = partial(markdown.table, figures=True)
 
 PICTURES = "docs/pictures"
 FILES = ("host", "fence", "micro", "profile", "startup", "gpu-roundtrips", "gpu-copies", "gpu-arms")
@@ -53,7 +58,7 @@ def render(results: Path) -> dict[str, str]:
             growth_series(found["micro"]), "blocks, layers or requests"
         )
     for name, figure in figures.items():
-        made[f"{PICTURES}/numbers-{name}.svg"] = plots.svg(figure)
+        made[f"{PICTURES}/numbers-{name}.svg"] = svg(figure)
     return made
 
 
@@ -336,6 +341,32 @@ def _cycle_row(name: str, cycles: list[dict[str, Any]]) -> tuple[str, ...]:
     )
 
 
+def mib(size: float) -> str:
+    """Return bytes in MiB."""
+    return f"{size / (1 << 20):,.0f} MiB"
+
+
+def percent(part: float, whole: float) -> str:
+    """Return a share, or a dash when there is no whole."""
+    return f"{part / whole:.1%}" if whole else "-"
+
+
+def rate(size: float, seconds: float) -> str:
+    """Return bytes a second in GB/s, or a dash when nothing was timed."""
+    return f"{size / seconds / 1e9:.2f}" if seconds > 0 and size > 0 else "-"
+
+
+def three(values: Iterable[dict[str, float] | None]) -> str:
+    """Return mean / P50 / P99, each the median over the repeats."""
+    given = [value for value in values if value]
+    if not given:
+        return "-"
+    return " / ".join(
+        f"{statistics.median(value[name] for value in given):,.1f}"
+        for name in ("mean", "p50", "p99")
+    )
+
+
 def growth_series(micro: dict[str, Any]) -> dict[str, list[tuple[float, float]]]:
     """Return (how many, seconds) of each part of ``micro.json`` that was run in sizes."""
     series: dict[str, list[tuple[float, float]]] = {}
@@ -346,8 +377,6 @@ def growth_series(micro: dict[str, Any]) -> dict[str, list[tuple[float, float]]]
 
 def exponent(points: list[tuple[float, float]]) -> float:
     """Return how cost grows between the two largest sizes: 1 is linear, less is better."""
-    import math
-
     (few, fast), (many, slow) = points[-2:]
     return math.log(slow / fast) / math.log(many / few)
 
@@ -477,7 +506,7 @@ def _gpu(found: dict[str, Any]) -> list[str]:
     missing = [what for name, what in GPU_STAGES if name not in found]
     if missing:
         lines += [f"{what}: {NO_GPU}.\n" for what in missing]
-        lines += ["`scripts/gpu/pack` and `scripts/gpu/run` are what would run there.", ""]
+        lines += ["`scripts/gpu` runs them on a machine with an NVIDIA GPU.", ""]
     trips = found.get("gpu-roundtrips")
     if trips:
         lines += [

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import io
-import re
 import statistics
 from collections.abc import Sequence
 from typing import Any
@@ -11,19 +9,11 @@ from typing import Any
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from harness.bench.tables import MIB
-from harness.demo.report import BLUE, GRAY, GREEN, ORANGE
+from harness.bench.goals import value
+from harness.figures import BLUE, GRAY, GREEN, ORANGE
 
+MIB = 1 << 20
 COLORS = (GRAY, "#5b6678", GREEN, BLUE, "#93b4f7", ORANGE, "#a855f7")
-
-
-def svg(figure: Figure) -> str:
-    """Return a figure as SVG without a date, so that it changes only with the results."""
-    with io.StringIO() as file:
-        figure.savefig(file, format="svg", metadata={"Date": None, "Creator": None})
-        text = file.getvalue()
-    # Not every version of the library ends its lines alike.
-    return re.sub(r"[ \t]+$", "", text, flags=re.MULTILINE)
 
 
 def rates(one_model: dict[str, Any]) -> Figure:
@@ -37,8 +27,6 @@ def first_tokens(one_model: dict[str, Any]) -> Figure:
 
 
 def _bars(one_model: dict[str, Any], path: str, label: str, logarithmic: bool) -> Figure:
-    from harness.bench.goals import value
-
     loads, arms = list(one_model["loads"]), list(one_model["arms"])
     figure = Figure(figsize=(10, 4), layout="constrained")
     axes: Axes = figure.subplots()

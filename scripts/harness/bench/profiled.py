@@ -1,4 +1,4 @@
-"""What is profiled, each in a process of its own: ``python -m bench_lib.profiled``."""
+"""The profiled functions, each in a process of its own: ``python -m harness.bench.profiled``."""
 
 from __future__ import annotations
 
@@ -7,7 +7,8 @@ import sys
 import time
 from typing import Any
 
-from harness.bench.sizes import BLOCK_TOKENS
+from harness import connectors
+from harness.bench.sizes import BLOCK_BYTES, BLOCK_TOKENS
 
 TRANSFER = 4096  # blocks
 ROW = 64 << 10  # bytes of a block
@@ -16,8 +17,6 @@ ROW = 64 << 10  # bytes of a block
 def engine(model: str) -> Any:
     """An engine in this process, on elastic memory too small for its load, with a CPU tier."""
     from vllm import LLM
-
-    from harness.bench.arms import connector_config
 
     return LLM(
         model,
@@ -29,7 +28,7 @@ def engine(model: str) -> Any:
         max_num_seqs=16,
         max_num_batched_tokens=2048,
         seed=0,
-        kv_transfer_config=connector_config("offloading", 1024),
+        kv_transfer_config=connectors.offloading(1024 * BLOCK_BYTES),
     )
 
 

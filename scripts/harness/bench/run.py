@@ -1,20 +1,19 @@
-"""A whole run: both parts, the result file, and the goals on the screen."""
+"""A run of both parts, its result file, and its goals on the screen."""
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from typing import Any, TypeVar
 
-from harness.bench import arms, goals, provenance, two_models
+from harness import provenance
+from harness.bench import arms, goals, two_models
 from harness.bench.one_model import OneModel
-from harness.bench.options import ROOT, Options
+from harness.bench.options import Options
 from harness.bench.sizes import KV_HEADS
 from harness.bench.starting import Starter
 from harness.bench.two_models import TwoModels
+from harness.console import HarnessError, Screen
 from harness.model_cache import kept_model
-from harness.console import HarnessError
-from harness.console import Screen
 from harness.serve import workspace
 
 SEEDS = {"a": 7, "b": 8}
@@ -22,24 +21,25 @@ Named = TypeVar("Named", arms.Arm, two_models.Shared)
 
 
 class Bench:
-    """A run of the benchmark with what it has measured so far."""
+    """A run of the benchmark, with its measurements so far."""
 
     def __init__(self, options: Options, screen: Screen) -> None:
         self._options = options
         self._screen = screen
         self._result: dict[str, Any] = {
-            **provenance.header(options.command, ROOT),
+            **provenance.header(options.command),
             "kind": options.kind,
             "size": options.size.plain(),
         }
 
     def run(self) -> int:
-        """Measure everything that was asked for."""
+        """Measure the chosen parts."""
         for part in self._options.parts:
             # Servers of one part are gone before those of the next take their memory.
             with workspace() as folder:
                 models = {
-                    name: kept_model(seed, self._screen, KV_HEADS) for name, seed in SEEDS.items()
+                    name: kept_model(seed, self._screen.say, KV_HEADS)
+                    for name, seed in SEEDS.items()
                 }
                 starter = Starter(
                     models, folder, self._options.size, self._screen, self._options.logs
@@ -51,7 +51,7 @@ class Bench:
         return 0
 
     def _chosen(self, every: Sequence[Named], deciding: Sequence[Named]) -> tuple[Named, ...]:
-        """The arms to run: all, also where some are asked for by name, or those that decide."""
+        """Return the arms to run: in a quick run those that decide, unless they are named."""
         asked = self._options.arms
         among = every if self._options.kind == "full" or asked else deciding
         chosen = tuple(arm for arm in among if asked in arm.name)
@@ -74,10 +74,7 @@ class Bench:
         ).measure()
 
     def _save(self, part: str, found: dict[str, Any]) -> None:
-        """Write everything down, so that a run that is interrupted leaves what it had."""
+        """Write everything measured so far, for a run that is interrupted."""
         self._result[part] = found
         self._result["minutes"] = round(self._screen.seconds / 60, 1)
-        text = json.dumps(self._result, indent=1)
-        partial = self._options.output.with_suffix(".part")
-        partial.write_text(text + "\n")
-        partial.replace(self._options.output)
+        provenance.write(self._result, self._options.output)

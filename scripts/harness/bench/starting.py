@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from contextlib import ExitStack
 from pathlib import Path
 
@@ -11,9 +10,7 @@ from harness.bench.client import serve
 from harness.bench.loads import Load, Prompt
 from harness.bench.sizes import BLOCK_TOKENS, Size
 from harness.console import Screen
-from harness.serve import POLL_SECONDS, Kind, Server
-
-SCRIPTS = Path(__file__).resolve().parents[1]
+from harness.serve import Kind, Server
 
 
 class Starter:
@@ -21,7 +18,7 @@ class Starter:
 
     Args:
         models: the folder of each model by its name.
-        folder: everything temporary lies in it.
+        folder: for everything temporary.
         size: of the run.
         screen: where progress goes.
         logs: folder for the servers' logs; None for ``folder``.
@@ -62,30 +59,20 @@ class Starter:
         """
         folder = self._folder / (device or kind.slug)
         folder.mkdir(exist_ok=True)
-        # The probe is imported in the worker.
-        own = Kind(
-            kind.name, kind.slug, kind.arguments, {"PYTHONPATH": str(SCRIPTS), **kind.environment}
-        )
-        server = stack.enter_context(
-            Server(own, self._models[model], folder, self._logs / f"{kind.slug}.log")
-        )
+        self._screen.live(f"starting {kind.name}")
+        server = stack.enter_context(kind.server(self._models[model], folder, self._logs))
         self._folders[server] = folder
-        while not server.ready():
-            self._screen.live(f"starting {kind.name}")
-            time.sleep(POLL_SECONDS)
-        if kind.environment.get("KVPATCH") == "1":
-            self._require_elastic(server)
+        if kind.environment.get("KVPATCH") == "1" and not server.elastic:
+            raise server.failure("did not report its KV cache on elastic memory")
         serve(self._warm_up(), server, folder)
         server.reset_caches()
+        if server.offloads:
+            server.rpc("count_copies")
         self._screen.say(f"{kind.name}: ready after {server.start_seconds:.0f} s")
         return server
 
-    def _require_elastic(self, server: Server) -> None:
-        if not server.elastic:
-            raise server.failure("did not say that its KV is on elastic memory")
-
     def _warm_up(self) -> Load:
-        """As long and as many as will come: a server's first requests pay for its set-up."""
+        """As long and as many as the loads have: a server's first requests pay for its set-up."""
         source = loads.numbers("warm-up", 0)
         blocks = self._size.prompt // BLOCK_TOKENS
         prompts = tuple(

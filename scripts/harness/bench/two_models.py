@@ -1,7 +1,7 @@
-"""Two models on one device, with peaks in turn: where elasticity shows.
+"""Two models on one device, with peaks in turn.
 
 In a cycle the first model has its peak, then the second, then the first model's
-conversations return. On static memory each has half of the device for good. On elastic
+conversations return. On static memory each has half of the device permanently. On elastic
 memory each may map all of it, and keeps nothing of a finished request on the device
 (``KVCACHED_MAX_CACHED_TOKENS=0``), with kvpatch and without; an arm with kvcached's own
 default, which keeps some, runs beside them.
@@ -17,7 +17,7 @@ from typing import Any
 from harness.bench import arms as known
 from harness.bench.arms import Arm
 from harness.bench.loads import peak
-from harness.bench.measure import begin_counting, run
+from harness.bench.measure import run
 from harness.bench.memory import MappedMemory
 from harness.bench.one_model import turns
 from harness.bench.sizes import BLOCK_BYTES, BLOCK_TOKENS, LAYERS, PAGE_BLOCKS, Size
@@ -129,12 +129,11 @@ class TwoModels:
             environment["KVCACHED_GPU_UTILIZATION"] = "1.0"
         if one.keeps_nothing:
             environment |= KEEPS_NOTHING
-        servers = {}
+        kinds, servers = {}, {}
         for model, name in (("a", FIRST), ("b", SECOND)):
-            kind = known.kind(one.arm, self._size, blocks, f"two{at}{model}", environment)
-            servers[name] = self._starter.start(stack, kind, model, device=f"two{at}")
-            begin_counting(servers[name])
-        self.result["arms"][one.name] = known.settings({one.name: servers[FIRST].kind})[one.name]
+            kinds[name] = known.kind(one.arm, self._size, blocks, f"two{at}{model}", environment)
+            servers[name] = self._starter.start(stack, kinds[name], model, device=f"two{at}")
+        self.result["arms"][one.name] = known.settings({one.name: kinds[FIRST]})[one.name]
         return servers
 
     def _cycle(self, one: Shared, servers: dict[str, Server], repeat: int) -> dict[str, Any]:
@@ -178,7 +177,7 @@ def given(
 
     Args:
         first_peak, second_peak: samples of mapped bytes by model.
-        held_for_good: bytes of memory that is not elastic; what is mapped is not asked then.
+        held_for_good: bytes of static memory, instead of samples.
     """
     if held_for_good:
         return held_for_good, held_for_good
@@ -188,7 +187,7 @@ def given(
 
 
 def served(returned: dict[str, Any], prompts: Sequence[Any]) -> float:
-    """Return the share of the prompts' tokens that was not computed again."""
+    """Return the share of the prompts' tokens that was not recomputed."""
     known_tokens = sum(prompt.tokens for prompt in prompts)
-    tokens = returned["prompt_tokens"]
+    tokens: dict[str, int] = returned["prompt_tokens"]
     return round((tokens["from_cache"] + tokens["from_tier"]) / known_tokens, 4)

@@ -1,1 +1,1 @@
-"""The parts of scripts/demo: servers, conversations, meters, the verdict, the report."""
+"""scripts/demo: the same conversations with plain vLLM and on elastic memory."""

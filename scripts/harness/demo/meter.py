@@ -1,14 +1,13 @@
-"""Reading what a server did: its own counters, and the device memory it has mapped."""
+"""A server's own counters, and the device memory that it has mapped."""
 
 from __future__ import annotations
 
 import threading
 import time
-from dataclasses import dataclass, field
+from dataclasses import astuple, dataclass, field
 from pathlib import Path
 
-import httpx
-
+from harness.serve import Metrics
 from kvpatch.hostdevice import ledger
 
 DEVICE_PAGE = 2 << 20
@@ -17,7 +16,7 @@ _MEMFD = "memfd:kvpatch-host-device"
 
 @dataclass(frozen=True)
 class Counters:
-    """vLLM's own counters, from its ``/metrics``; sums over labels."""
+    """vLLM's own counters."""
 
     computed: int = 0
     from_cache: int = 0
@@ -27,55 +26,28 @@ class Counters:
 
     def since(self, earlier: Counters) -> Counters:
         """Return what was counted after ``earlier`` was read."""
-        return Counters(
-            self.computed - earlier.computed,
-            self.from_cache - earlier.from_cache,
-            self.from_tier - earlier.from_tier,
-            self.stored - earlier.stored,
-            self.loaded - earlier.loaded,
-        )
+        pairs = zip(astuple(self), astuple(earlier), strict=True)
+        return Counters(*(now - before for now, before in pairs))
 
 
-def read_counters(client: httpx.Client) -> Counters:
-    """Return the counters now; those a server does not have are zero."""
-    return parse_counters(client.get("/metrics").text)
+def counters(metrics: Metrics) -> Counters:
+    """Return the counters of one reading; those a server does not have are zero."""
 
+    def tokens(source: str) -> int:
+        return int(metrics.total("vllm:prompt_tokens_by_source_total", source=source))
 
-def sums(exposition: str) -> dict[str, float]:
-    """Return each series of a Prometheus text exposition, summed over its labels.
-
-    Two are told apart by a label: prompt tokens by ``source``, whose name is then the
-    source, and ``vllm:kvpatch_offload_bytes_total`` by ``outcome``.
-    """
-    found: dict[str, float] = {}
-    for line in exposition.splitlines():
-        if line.startswith("#") or " " not in line:
-            continue
-        series, _, value = line.rpartition(" ")
-        name, _, labels = series.partition("{")
-        if name == "vllm:prompt_tokens_by_source_total":
-            name = labels.partition('source="')[2].partition('"')[0]
-        elif name == "vllm:kvpatch_offload_bytes_total":
-            name += " " + labels.partition('outcome="')[2].partition('"')[0]
-        found[name] = found.get(name, 0.0) + float(value)
-    return found
-
-
-def parse_counters(exposition: str) -> Counters:
-    """Return the counters in a Prometheus text exposition."""
-    found = sums(exposition)
     return Counters(
-        computed=int(found.get("local_compute", 0)),
-        from_cache=int(found.get("local_cache_hit", 0)),
-        from_tier=int(found.get("external_kv_transfer", 0)),
-        stored=int(found.get("vllm:kv_offload_store_bytes_total", 0)),
-        loaded=int(found.get("vllm:kv_offload_load_bytes_total", 0)),
+        computed=tokens("local_compute"),
+        from_cache=tokens("local_cache_hit"),
+        from_tier=tokens("external_kv_transfer"),
+        stored=int(metrics.total("vllm:kv_offload_store_bytes_total")),
+        loaded=int(metrics.total("vllm:kv_offload_load_bytes_total")),
     )
 
 
 @dataclass(frozen=True)
 class Sample:
-    """One look at the device: bytes charged to it, and bytes the OS really holds."""
+    """One sample of the device: bytes in its ledger, and bytes that the OS holds for it."""
 
     seconds: float
     mapped: int
@@ -87,7 +59,7 @@ class MemoryMeter:
     """Watches the host device's memory from outside the engine, on a thread.
 
     The mapped bytes are the device's ledger. The resident ones are the pages of the
-    engine's memory file, so they show whether the operating system has them back.
+    engine's memory file: they show whether memory went back to the operating system.
     """
 
     interval: float = 0.05
@@ -101,18 +73,18 @@ class MemoryMeter:
         self._thread = threading.Thread(target=self._watch, name="memory-meter", daemon=True)
 
     def start(self) -> None:
-        """Begin to sample."""
+        """Start sampling."""
         self._begun = time.monotonic()
         self._thread.start()
 
     def stop(self) -> None:
-        """Take a last sample and end."""
+        """Take a last sample and stop."""
         if self._thread.ident is not None and not self._stop.is_set():
             self._stop.set()
             self._thread.join()
 
     def phase(self, name: str) -> None:
-        """Remember that something begins now."""
+        """Note that a phase begins."""
         self.phases.append((time.monotonic() - self._begun, name))
 
     def look(self) -> Sample:
@@ -125,7 +97,7 @@ class MemoryMeter:
 
     @property
     def peak(self) -> int:
-        """The most bytes that were mapped at once."""
+        """The most bytes mapped at once."""
         return max((sample.mapped for sample in self.samples), default=0)
 
     def wait_until_at_most(self, size: int, limit: float) -> Sample:

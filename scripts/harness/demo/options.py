@@ -1,12 +1,13 @@
-"""What the operator can choose. Standard library only: --help runs before any set-up."""
+"""Options of the demo. Standard library only: --help runs before any set-up."""
 
 from __future__ import annotations
 
-import argparse
 import re
 import socket
 from dataclasses import dataclass
 from pathlib import Path
+
+from harness import console
 
 DESCRIPTION = """\
 Hold the same conversations with plain vLLM and with vLLM on kvcached's elastic KV
@@ -20,13 +21,9 @@ and the KV cache was on elastic memory; 1 when not, or when a server failed; 2 f
 options; 128 and the signal's number when interrupted. Nothing is left running."""
 
 
-class HarnessError(Exception):
-    """The demo cannot go on; the message says why and what to do."""
-
-
 @dataclass(frozen=True)
 class Load:
-    """How much is said: every conversation has ``turns`` turns."""
+    """The size of the load: every conversation has ``turns`` turns of user and model."""
 
     conversations: int
     turns: int
@@ -37,7 +34,6 @@ class Load:
 
 FULL = Load(conversations=8, turns=3, shortest=2500, longest=6500, answer_tokens=32)
 QUICK = Load(conversations=4, turns=2, shortest=4500, longest=6000, answer_tokens=16)
-
 
 # The newest release that is supported and has a CPU build.
 NEWEST = "0.32.0"
@@ -57,12 +53,7 @@ class Options:
 
 def parse(arguments: list[str]) -> Options:
     """Parse the command line; exits with status 2 and one sentence on bad options."""
-    parser = argparse.ArgumentParser(
-        prog="scripts/demo",
-        description=DESCRIPTION,
-        epilog=EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = console.parser("scripts/demo", DESCRIPTION, EPILOG)
     parser.add_argument(
         "--report",
         type=Path,
@@ -95,12 +86,7 @@ def parse(arguments: list[str]) -> Options:
         problem = _port_problem(chosen.port) or _port_problem(chosen.port + 1)
         if problem:
             parser.error(problem)
-    for folder in (chosen.report, chosen.keep_logs):
-        if folder is not None:
-            try:
-                folder.mkdir(parents=True, exist_ok=True)
-            except OSError as error:
-                parser.error(f"{folder} cannot be used as a folder ({error.strerror})")
+    console.make_folders(parser, chosen.report, chosen.keep_logs)
     if not re.fullmatch(r"\d+\.\d+\.\d+", chosen.vllm):
         parser.error(f"{chosen.vllm} is no release of vLLM; one is {NEWEST}")
     return Options(

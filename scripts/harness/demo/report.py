@@ -1,48 +1,20 @@
-"""The HTML report: one file, nothing loaded from elsewhere."""
+"""The HTML report: one self-contained file."""
 
 from __future__ import annotations
 
 import html
-import io
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-import matplotlib
 from matplotlib.figure import Figure
 
+from harness.console import Row
 from harness.demo.conversations import Answer
 from harness.demo.meter import Sample
+from harness.figures import BLUE, GRAY, GREEN, ORANGE, svg
 
-matplotlib.rcParams.update(
-    {
-        "svg.fonttype": "none",  # text stays text, in the page's own font
-        "svg.hashsalt": "kvpatch",
-        "font.family": "sans-serif",
-        "font.size": 10,
-        "axes.spines.top": False,
-        "axes.spines.right": False,
-        "axes.edgecolor": "#8a94a6",
-        "axes.labelcolor": "#3d4757",
-        "xtick.color": "#5b6678",
-        "ytick.color": "#5b6678",
-        "axes.grid": True,
-        "grid.color": "#e6e9ef",
-        "grid.linewidth": 0.8,
-        "axes.axisbelow": True,
-    }
-)
-BLUE, ORANGE, GRAY, GREEN = "#2563eb", "#ea7317", "#9aa4b5", "#15803d"
 _MIB = 1 << 20
-
-
-@dataclass(frozen=True)
-class Row:
-    """One figure of the table."""
-
-    name: str
-    value: str
-    note: str = ""
 
 
 @dataclass(frozen=True)
@@ -85,7 +57,7 @@ def memory_plot(content: Content) -> Figure:
         color=GREEN,
         linewidth=5,
         alpha=0.3,
-        label="held by the operating system",
+        label="resident",
     )
     axes.step(seconds, mapped, where="post", color=BLUE, linewidth=1.6, label="mapped by kvcached")
     axes.axhline(
@@ -93,7 +65,7 @@ def memory_plot(content: Content) -> Figure:
         color=GRAY,
         linestyle="--",
         linewidth=1.4,
-        label="plain vLLM's KV cache by its size, allocated for good",
+        label="plain vLLM's KV cache, allocated permanently",
     )
     bounds = [at for at, _ in content.phases] + [end]
     for number, (begin, name) in enumerate(content.phases):
@@ -129,7 +101,7 @@ def ttft_plot(content: Content) -> Figure:
         [answer for answer in content.plain if answer.returning],
         ORANGE,
         "s",
-        "returning, plain vLLM (computes again)",
+        "returning, plain vLLM (recomputed)",
     )
     draw(
         [answer for answer in content.ours if answer.returning],
@@ -148,7 +120,7 @@ def page(content: Content) -> str:
     passed = not content.failures
     verdict = "Passed" if passed else "Failed"
     sentences = content.failures or [
-        "Every token is plain vLLM's, and returning conversations came from the CPU tier."
+        "All tokens equal plain vLLM's, and returning conversations were loaded from the CPU tier."
     ]
     return _PAGE.format(
         verdict=verdict,
@@ -177,9 +149,7 @@ def _rows(rows: Sequence[Row]) -> str:
 
 
 def _svg(figure: Figure) -> str:
-    buffer = io.StringIO()
-    figure.savefig(buffer, format="svg", transparent=True, metadata={"Date": None})
-    text = buffer.getvalue()
+    text = svg(figure)
     return text[text.index("<svg") :]
 
 
@@ -225,19 +195,19 @@ _PAGE = """\
 <main>
   <h1>kvpatch demo</h1>
   <p class="lead">The same conversations with plain vLLM and with vLLM on kvcached's elastic KV
-  memory, its OffloadingConnector fetching blocks back from the CPU tier.</p>
+  memory, where OffloadingConnector loads blocks from the CPU tier.</p>
   <div class="banner {state}"><b>{verdict}</b><div>{sentences}</div></div>
   <div class="cards">{cards}</div>
   <section>
     <h2>Device memory follows use</h2>
-    <figcaption>Memory of the KV cache while the conversations were held, after them, and after
-    the cache was reset.</figcaption>
+    <figcaption>Memory of the KV cache during the conversations, after them, and after the
+    prefix cache was reset.</figcaption>
     <figure>{memory}</figure>
   </section>
   <section>
-    <h2>A returning conversation need not be computed again</h2>
-    <figcaption>Each point is one answer; both KV caches are too small to keep a conversation
-    until it returns.</figcaption>
+    <h2>Returning conversations are loaded, not recomputed</h2>
+    <figcaption>Each point is one answer; in both KV caches a conversation is evicted before it
+    returns.</figcaption>
     <figure>{ttft}</figure>
   </section>
   <section><h2>Figures</h2><table>{rows}</table></section>

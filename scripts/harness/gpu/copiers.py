@@ -1,8 +1,8 @@
-"""Every connector's real copy path: vLLM's own on a GPU, the host device's in a dry run."""
+"""The copy path of each connector: vLLM's own on a GPU, the host device's in a dry run."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, Protocol
 
@@ -27,7 +27,7 @@ class Copier(Protocol):
         """Wait for everything launched."""
 
     def close(self) -> None:
-        """Finish, and give the tier back."""
+        """Finish, and free the tier."""
 
 
 class Offloading:
@@ -69,7 +69,7 @@ class Offloading:
         self._jobs.clear()
 
     def close(self) -> None:
-        """Finish, and give the tier back."""
+        """Finish, and free the tier."""
         self._worker.shutdown()
 
 
@@ -103,7 +103,7 @@ class Simple:
         if self._gpu:
             ready = torch.cuda.Event()
             ready.record()
-            # vLLM's worker launches a load when its blocks are free; here that is by the stream.
+            # vLLM's worker launches a load when its blocks are free; here the stream waits for that.
             self._streams[0].wait_event(ready)
         self._launched += 1
         self._backend.launch_copy(source, target, is_store, self._launched, self._events, ready)
@@ -124,11 +124,14 @@ class Simple:
             event.synchronize()
 
     def close(self) -> None:
-        """Finish, and give the tier back."""
+        """Finish, and free the tier."""
         self._backend.shutdown()
 
 
-CONNECTORS = {"OffloadingConnector": Offloading, "SimpleCPUOffloadConnector": Simple}
+CONNECTORS: dict[str, Callable[[Regions, int, bool], Copier]] = {
+    "OffloadingConnector": Offloading,
+    "SimpleCPUOffloadConnector": Simple,
+}
 
 
 @contextmanager
@@ -136,7 +139,7 @@ def held(gpu: bool) -> Iterator[None]:
     """Keep copies that are launched inside from running until the block ends.
 
     On a GPU they wait for a kernel that sleeps on the compute stream, which they follow; the
-    block is short against it, and whoever uses it checks that they had not ended.
+    block is short against it, and its user checks that they had not ended.
     """
     if gpu:
         torch.cuda._sleep(HOLD_CYCLES)

@@ -44,14 +44,14 @@ class Pages:
         self.regions = geometry.find_regions(self.views, [list(self.views)], blocks)
 
     def close(self) -> None:
-        """Give everything back."""
+        """Free everything."""
         self._interfaces.shutdown_kvcached()
 
     def take(self, count: int) -> list[int]:
         """Allocate blocks.
 
         Raises:
-            RuntimeError: there are not so many.
+            RuntimeError: there are too few.
         """
         blocks = self.manager.alloc(count)
         if blocks is None:
@@ -59,7 +59,7 @@ class Pages:
         return [int(block) for block in blocks]
 
     def mark(self, blocks: list[int], marks: list[int]) -> None:
-        """Fill each block, in every layer, with a number that is its own."""
+        """Fill each block, in every layer, with its own number."""
         for layer, cache in enumerate(self.views.values()):
             for block, mark in zip(blocks, marks, strict=True):
                 cache[block].view(torch.int16).fill_(_number(mark, layer))
@@ -99,11 +99,11 @@ class Pages:
         return fence
 
     def release(self) -> None:
-        """Unmap what the fence lets go."""
+        """Unmap the pages that the fence releases."""
         manager = self.manager
         wrapped = getattr(type(manager).release_retired_pages_through, "__wrapped__", None)
         marker = manager.capture_physical_release_marker()
-        if wrapped is None:  # kvpatch is not on here: its function is called by hand
+        if wrapped is None:  # without kvpatch its function is called directly
             around_release(manager.release_retired_pages_through, manager, (marker,), {})
         else:
             manager.release_retired_pages_through(marker)
@@ -115,7 +115,7 @@ class Pages:
 
 
 def planned(fence: Fence, pages: Pages, job: int, blocks: list[int]) -> None:
-    """Tell the fence of a transfer, as the scheduler does when it has built a step."""
+    """Plan a transfer in the fence, as the scheduler does when it has built a step."""
     epoch = pages.manager.capture_physical_release_marker()
     fence.plan([(job, Transfer("request", tuple(blocks)))], epoch)
 

@@ -1,32 +1,23 @@
-"""The stages on a GPU, each in a process of its own, each with a result file at its end.
+"""Round trips and copy rates on kvcached's memory, without an engine.
 
-    python stages.py roundtrips|copies|arms --output FILE [--dry]
-
-``--dry`` runs the same on the host device, small: it shows that the stage works, and its
-result is not one of a GPU.
+On a GPU with vLLM's own copies, in a dry run with the host device's. kvcached reads its layout
+once for each process, so that each layout has one of its own.
 """
 
 from __future__ import annotations
 
-import argparse
-import json
 import os
-import sys
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
-HERE = Path(__file__).resolve().parent
-sys.path[:0] = [str(HERE), str(HERE.parent), str(HERE.parents[1])]
+import torch
+import vllm  # noqa: F401
 
-import kvpatch  # noqa: F401, E402, I001  before vllm
-import vllm  # noqa: F401, E402
-import torch  # noqa: E402
-
-from harness.bench import provenance  # noqa: E402
-from copiers import CONNECTORS, held, synchronize  # noqa: E402
-from pages import Pages, planned, pool_for  # noqa: E402
+import kvpatch  # noqa: F401  before vllm
+from harness import processes
+from harness.gpu.copiers import CONNECTORS, held, synchronize
+from harness.gpu.pages import Pages, planned, pool_for
 
 DEVICE = "cuda:0"
 
@@ -38,7 +29,7 @@ def layout() -> str:
 
 
 def roundtrips(gpu: bool) -> list[dict[str, Any]]:
-    """Store, wipe, load elsewhere, compare; then free the pages while the copy is held."""
+    """Store, overwrite, load elsewhere, compare; then free the pages while the copy is held."""
     count = 512 if gpu else 128
     rows = []
     for connector, make in CONNECTORS.items():
@@ -79,7 +70,7 @@ def _round_trip(connector: str, pages: Pages, copier: Any, count: int, gpu: bool
 def _unmap_under_a_copy(
     connector: str, pages: Pages, copier: Any, count: int, gpu: bool
 ) -> dict[str, Any]:
-    """Free every page of a store that has not run yet, and see what it copied."""
+    """Free every page under a store that has not run yet, and compare what it copied."""
     fence = pages.fenced()
     blocks = pages.take(count)
     marks = [count + at for at in range(count)]
@@ -112,7 +103,7 @@ def _unmap_under_a_copy(
 
 
 def timed(call: Callable[[], Any], gpu: bool, repeats: int) -> float:
-    """Return the least seconds of some calls."""
+    """Return the shortest time of some calls, in seconds."""
     best = float("inf")
     for _ in range(repeats + 1):
         synchronize(gpu)
@@ -134,7 +125,7 @@ def ceiling(size: int, gpu: bool, repeats: int) -> dict[str, float]:
     return {direction: size / one / 1e9 for direction, one in seconds.items()}
 
 
-# (layers, heads, head size): in bfloat16, blocks of 16 tokens; 8 KiB a layer is the smallest.
+# (layers, heads, head size): in bfloat16, blocks of 16 tokens; the smallest has 8 KiB per layer.
 SHAPES = ((8, 2, 64), (8, 8, 64), (16, 8, 128), (32, 8, 128))
 
 
@@ -181,38 +172,9 @@ def copies(gpu: bool) -> list[dict[str, Any]]:
     return rows
 
 
-STAGES = {"roundtrips": roundtrips, "copies": copies}
-
-
-def main() -> int:
-    """Run a stage and write its rows behind those of earlier processes of the same stage."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("stage", choices=STAGES)
-    parser.add_argument("--output", type=Path, required=True)
-    parser.add_argument("--dry", action="store_true")
-    chosen = parser.parse_args()
-    gpu = not chosen.dry
-    rows = STAGES[chosen.stage](gpu)
-    kind = torch.cuda.get_device_name(0) if gpu else "none: a dry run on the host device"
-    result = provenance.header(f"scripts/gpu/run {chosen.stage}", HERE.parents[1], kind)
-    if chosen.output.exists():
-        result = json.loads(chosen.output.read_text())
-    result["rows"] = [*result.get("rows", []), *rows]
-    chosen.output.write_text(json.dumps(result, indent=1) + "\n")
-    for row in rows:
-        print(json.dumps(row), flush=True)
-    return 1 if any(wrong(row) for row in rows) else 0
-
-
-def wrong(row: dict[str, Any]) -> bool:
-    """Whether a row of the round trips shows what must not be."""
-    mapped = row.get("mapped_bytes")
-    if mapped and not mapped["after"] < mapped["under the copy"] == mapped["before"]:
-        return True
-    return bool(row.get("equal", 0) != row.get("blocks", 0))
-
-
-if __name__ == "__main__":
-    status = main()
-    sys.stdout.flush()
-    os._exit(status)  # kvcached's threads would be waited for
+def run(job: processes.Job) -> processes.Job:
+    """Run a stage in the layout of this process; return its rows and the device's name."""
+    gpu = not job["dry"]
+    rows = {"roundtrips": roundtrips, "copies": copies}[job["stage"]](gpu)
+    device = torch.cuda.get_device_name(0) if gpu else "none: a dry run on the host device"
+    return {"device": device, "rows": rows}

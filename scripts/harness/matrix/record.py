@@ -6,9 +6,9 @@ import json
 from pathlib import Path
 from typing import Any
 
-from kvpatch.matrix import shapes
 from harness.matrix import sources
 from harness.matrix.signatures import Sources
+from kvpatch.matrix import shapes
 
 
 def read_shapes(source: sources.Source) -> shapes.Shapes:
