@@ -56,7 +56,7 @@ class Demo:
         """What of it is still there: processes, temporary files, shared memory, sockets."""
         running = [process for process in self.seen if process.is_running()]
         # The processes' names hold the demo's pid: scripts/demo becomes the demo.
-        name = f"kvpatch-demo-{self.process.pid}-"
+        name = f"kvpatch-harness-{self.process.pid}-"
         shared = [*Path("/dev/shm").glob(f"*{name}*"), *Path("/tmp").glob(f"kvcached-tp-{name}*")]
         return [*running, *self.temporary.iterdir(), *shared]
 

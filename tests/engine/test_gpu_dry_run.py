@@ -11,15 +11,15 @@ from runs import ROOT
 
 
 def dry_run(folder, *stages):
-    """Run stages as scripts/gpu/run does on a machine without a GPU, with --dry."""
+    """Run stages as scripts/gpu does on a machine without a GPU, with --dry."""
     kept = {
         name: value
         for name, value in os.environ.items()
         if not name.startswith(("KVPATCH", "KVCACHED", "ENABLE_KVCACHED", "VLLM", "TRITON"))
     }
     done = subprocess.run(
-        [ROOT / "scripts/gpu/run", "--dry", *stages],
-        env=kept | {"OUT": str(folder), "PYTHON": sys.executable},
+        [sys.executable, ROOT / "scripts/gpu", "--dry", "--output", folder, *stages],
+        env=kept,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,

@@ -9,14 +9,13 @@ import sys
 from pathlib import Path
 
 import pytest
-from runs import ROOT
 
 
 @pytest.mark.timeout(900)
 def test_two_minutes_leave_nothing_wrong_and_nothing_behind(tmp_path: Path) -> None:
     report = tmp_path / "soak.json"
     ended = subprocess.run(
-        [sys.executable, ROOT / "scripts/soak_run.py", "--minutes", "2", "--report", report],
+        [sys.executable, "-m", "harness.soak", "--minutes", "2", "--report", report],
         env=dict(os.environ, KVPATCH="0"),
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,

@@ -3,19 +3,16 @@
 from __future__ import annotations
 
 import json
-import sys
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 
 pytest.importorskip("httpx")
 pytest.importorskip("matplotlib")
-sys.path.insert(0, str(Path(__file__).parents[2] / "scripts"))
 
 from bench_results import cycle, host
 
-from harness.bench import arms, folded, goals, loads, micro, page, two_models
+from harness.bench import arms, goals, loads, micro, page, profile, two_models
 from harness.bench.goals import Results
 from harness.bench.one_model import turns
 from harness.bench.options import parse
@@ -415,13 +412,13 @@ other (thread.py:1) 90
 
 
 def test_only_samples_below_the_function_count():
-    found = folded.profile("a step", "", folded.stacks(SAMPLES, "step (vllm/v1/engine/core.py"))
+    found = profile.profile("a step", "", profile.stacks(SAMPLES, "step (vllm/v1/engine/core.py"))
     assert found["samples"] == 10
     assert (found["kvpatch_share"], found["kvpatch_self_share"]) == (0.4, 0.3)
     assert found["top"][0] == ["schedule (vllm/v1/s.py)", 0.6]
     assert found["top"][1] == ["split (kvpatch/fence.py)", 0.3]
     with pytest.raises(ValueError, match="no sample"):
-        folded.profile("nothing", "", folded.stacks(SAMPLES, "absent"))
+        profile.profile("nothing", "", profile.stacks(SAMPLES, "absent"))
 
 
 # The command line

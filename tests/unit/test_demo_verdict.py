@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-import sys
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 
 pytest.importorskip("httpx")
-sys.path.insert(0, str(Path(__file__).parents[2] / "scripts"))
 
 from harness.demo.conversations import Answer, Conversation
-from harness.demo.meter import Counters, parse_counters
+from harness.demo.meter import Counters, counters
 from harness.demo.options import FULL, NEWEST, parse
 from harness.demo.verdict import Comparison, Evidence, compare, failures
-from harness.serve import reason
+from harness.serve import Metrics, reason
 from kvpatch import registry
 
 
@@ -95,7 +92,7 @@ vllm:kv_offload_store_bytes_total{engine="0",model_name="m"} 1.2e+07
 vllm:kv_offload_store_bytes_created{engine="0",model_name="m"} 1.79e+09
 vllm:kv_offload_load_bytes_total{engine="0",model_name="m"} 2048.0
 """
-    read = parse_counters(exposition)
+    read = counters(Metrics(exposition))
     assert read == Counters(10, 3, 5, 12_000_000, 2048)
     assert read.since(Counters(4, 1, 0, 2_000_000, 2048)) == Counters(6, 2, 5, 10_000_000, 0)
 

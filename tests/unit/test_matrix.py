@@ -315,7 +315,7 @@ def matrix(run, checkout: Path, tmp_path: Path) -> Iterator[Callable[..., Any]]:
 
     def matrix(*arguments: str) -> Any:
         command = (sys.executable, checkout / "scripts/matrix", *arguments)
-        return run(*command, KVPATCH_CACHE=tmp_path / "cache")
+        return run(*command, PYTHONPATH=checkout, KVPATCH_CACHE=tmp_path / "cache")
 
     yield matrix
 
@@ -350,7 +350,7 @@ def new_vllm(run, checkout: Path, tmp_path: Path, unpacked) -> Callable[[str], A
     def new_vllm(version: str) -> Any:
         shutil.copytree(source.folder, source.folder.with_name(f"vllm-{version}"))
         command = (sys.executable, checkout / "scripts/new-vllm", version)
-        return run(*command, KVPATCH_CACHE=tmp_path / "cache")
+        return run(*command, PYTHONPATH=checkout, KVPATCH_CACHE=tmp_path / "cache")
 
     return new_vllm
 

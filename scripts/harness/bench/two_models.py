@@ -188,6 +188,6 @@ def given(
 
 def served(returned: dict[str, Any], prompts: Sequence[Any]) -> float:
     """Return the share of the prompts' tokens that was not recomputed."""
-    known_tokens = sum(prompt.tokens for prompt in prompts)
     tokens: dict[str, int] = returned["prompt_tokens"]
-    return round((tokens["from_cache"] + tokens["from_tier"]) / known_tokens, 4)
+    sent: int = sum(prompt.tokens for prompt in prompts)
+    return round((tokens["from_cache"] + tokens["from_tier"]) / sent, 4)

@@ -103,7 +103,7 @@ class Simple:
         if self._gpu:
             ready = torch.cuda.Event()
             ready.record()
-            # vLLM's worker launches a load when its blocks are free; here the stream waits for that.
+            # vLLM's worker launches a load when its blocks are free; here its stream waits.
             self._streams[0].wait_event(ready)
         self._launched += 1
         self._backend.launch_copy(source, target, is_store, self._launched, self._events, ready)
