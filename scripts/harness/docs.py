@@ -52,12 +52,12 @@ def short_table(found: dict[axes.Cell, verdicts.Verdict]) -> str:
     ]
     lines = []
     for words, releases in tables.alike(right):
-        told = [
+        validated = [
             f"{connector.name}: {word.partition('; refused')[0].partition(': ')[2]}"
             for connector, word in zip(axes.CONNECTORS, words, strict=True)
             if word.startswith("right")
         ]
-        lines.append((releases, newest, "; ".join(told)))
+        lines.append((releases, newest, "; ".join(validated)))
     head = ("vLLM", "kvcached", "right, in both layouts unless one is named")
     return "\n".join([*table(head, lines), "", counted(found)])
 

@@ -372,14 +372,14 @@ def test_what_the_fence_costs_is_shown_with_its_noise(folder):
         "idle": {"with the fence": idle, "plain vLLM": {**idle, "cpu_seconds": 0.2}},
     }
     assert (
-        "not measured yet, `scripts/bench-fence`" in page.render(folder)["docs/numbers.md"].lower()
+        "not measured yet; run `scripts/bench-fence`" in page.render(folder)["docs/numbers.md"].lower()
     )
     (folder / "fence.json").write_text(json.dumps(fence))
     text = page.render(folder)["docs/numbers.md"]
     shown = "0.996x, median 0.998x, ± 0.004 | 1.001x, median 1.000x, ± 0.005 |"
-    assert f"| tokens a second | {shown}" in text
+    assert f"| tokens per second | {shown}" in text
     assert "1,200 pages released" in text
-    assert "took 0.25 s of the processor, and plain vLLM's 0.20 s" in text
+    assert "used 0.25 s of CPU time, plain vLLM's 0.20 s" in text
 
 
 def test_growth_is_the_power_between_the_largest_sizes():

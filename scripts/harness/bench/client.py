@@ -1,4 +1,4 @@
-"""``vllm bench serve``, run in this process: its import takes as long as a small load."""
+"""``vllm bench serve`` in this process: its import takes as long as a small load."""
 
 from __future__ import annotations
 
@@ -53,8 +53,8 @@ def serve(load: Load, server: Server, folder: Path) -> dict[str, Any]:
     parser = FlexibleArgumentParser()
     add_cli_args(parser)
     trace = write_trace(load.prompts, folder / "trace.jsonl")
-    said = io.StringIO()
-    with redirect_stdout(said), redirect_stderr(said):
+    output = io.StringIO()
+    with redirect_stdout(output), redirect_stderr(output):
         result: dict[str, Any] = main(parser.parse_args(arguments(load, trace, server)))
     if result["failed"] or result["completed"] != len(load.prompts):
         errors = [error for error in result["errors"] if error]

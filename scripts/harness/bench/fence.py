@@ -172,8 +172,8 @@ def measure(options: argparse.Namespace) -> int:
         resting = {}
         for kind, on in (("with the fence", "1"), ("plain vLLM", "0")):
             environment["KVPATCH"] = on
-            asked = job | {"plain": on == "0"}
-            resting[kind] = processes.call("harness.bench.fence:idle", asked, folder, environment)
+            own = job | {"plain": on == "0"}
+            resting[kind] = processes.call("harness.bench.fence:idle", own, folder, environment)
     report = {**head, **compare(rounds), "idle": resting}
     print(json.dumps(report, indent=1))
     if options.report:

@@ -1,4 +1,4 @@
-"""The goals: what was wanted before anything was measured, and how far off the figure is."""
+"""The goals, set before anything was measured, and the figures."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ LARGE_ROW = 64 << 10
 
 @dataclass(frozen=True)
 class Results:
-    """What the result files hold; None for one that is not there."""
+    """The contents of the result files; None for one that is not there."""
 
     host: dict[str, Any] | None = None
     gpu_copies: dict[str, Any] | None = None
@@ -24,14 +24,14 @@ class Results:
 
 @dataclass(frozen=True)
 class Verdict:
-    """One goal and what became of it.
+    """A goal and its result.
 
     Attributes:
-        goal: what was wanted.
+        goal: in words.
         figure: what was measured, or why nothing was.
-        met: whether the figure is what was wanted; None when it is not known.
-        noise: how far equal arms were apart, where two arms are compared.
-        unsure: the figure is nearer to the goal than equal arms are to each other.
+        met: whether the figure meets the goal; None when it is not known.
+        noise: the difference of equal arms, where two arms are compared.
+        unsure: the figure differs from the goal by less than the noise.
     """
 
     goal: str
@@ -73,13 +73,13 @@ def compared(host: dict[str, Any], load: str, first: str, second: str, path: str
 
 
 def noise(host: dict[str, Any], load: str, path: str) -> float | None:
-    """Return how far the two equal arms were apart at most."""
+    """Return the largest difference of the two equal arms."""
     equal = compared(host, load, arms.TWIN.name, arms.KVPATCH.name, path)
     return None if equal is None else equal.noise
 
 
 def shown(found: Pair) -> str:
-    """Return a ratio as a reader wants it: the median, and between what it lay."""
+    """Return a ratio in words: the median, with minimum and maximum."""
     low, high = found.spread
     return f"{found.median:.3f}x ({low:.3f} to {high:.3f})"
 
@@ -104,7 +104,7 @@ def _ratio(
 
 
 def no_reuse(results: Results) -> Verdict:
-    """Offloading on against off, when it gives nothing."""
+    """Offloading on against off, without any hits."""
     return _ratio(
         results.host or {},
         "no reuse, offloading on against off: total tok/s within 1 %",
@@ -145,7 +145,7 @@ def conversations_ttft(results: Results) -> Verdict:
 
 
 def returning_ttft(results: Results) -> Verdict:
-    """What a conversation waits that returns, against computing it again."""
+    """TTFT of a returning conversation, against recomputing it."""
     return _ratio(
         results.host or {},
         "a returning conversation against kvcached alone: median TTFT at most 0.1x",
@@ -158,7 +158,7 @@ def returning_ttft(results: Results) -> Verdict:
 
 
 def copies_per_block(results: Results) -> Verdict:
-    """Copies that a block is made of, in kvcached's contiguous layout."""
+    """Copies per block in kvcached's contiguous layout."""
     goal = "copies for each block in the contiguous layout: 1"
     loads = (results.host or {}).get("one_model", {}).get("loads", {})
     counted = [
@@ -175,7 +175,7 @@ def copies_per_block(results: Results) -> Verdict:
 
 
 def gpu_copies(results: Results) -> Verdict:
-    """The connectors' copies on a GPU against what its link can do."""
+    """The connectors' copies on a GPU against the ceiling of its link."""
     goal = f"GPU copies: at least 95 % of the ceiling for rows of {LARGE_ROW >> 10} KiB and more"
     if results.gpu_copies is None:
         return Verdict(goal, NO_GPU)
@@ -200,13 +200,13 @@ def _cycles(results: Results) -> list[dict[str, Any]]:
 def _share(goal: str, cycles: list[dict[str, Any]], name: str, bound: float) -> Verdict:
     if not cycles:
         return Verdict(goal, NOT_RUN)
-    # The worst cycle, because a neighbour that did not fit once did not fit.
+    # The worst cycle counts: a neighbour that did not fit once did not fit.
     worst = min(cycle[name] for cycle in cycles)
     return Verdict(goal, f"{worst:.1%} in the worst of {len(cycles)} cycles", worst >= bound)
 
 
 def given(results: Results) -> Verdict:
-    """Memory that an idle model gives to its neighbour."""
+    """Memory that an idle model frees for its neighbour."""
     return _share(
         "two models in turn: at least 90 % of what the idle model used is the neighbour's at "
         "its peak",
@@ -217,7 +217,7 @@ def given(results: Results) -> Verdict:
 
 
 def served(results: Results) -> Verdict:
-    """Prefixes that are there when the idle model's conversations return."""
+    """Prefixes that hit when the idle model's conversations return."""
     return _share(
         "two models in turn: at least 95 % of the returning prefixes served",
         _cycles(results),
@@ -239,5 +239,5 @@ GOALS: tuple[Callable[[Results], Verdict], ...] = (
 
 
 def verdicts(results: Results) -> list[Verdict]:
-    """Return what became of every goal, in their order."""
+    """Return the verdict of every goal, in their order."""
     return [goal(results) for goal in GOALS]

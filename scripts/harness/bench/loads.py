@@ -16,7 +16,7 @@ from pathlib import Path
 
 from harness.bench.sizes import BLOCK_TOKENS, Size
 
-TURN_BLOCKS = 4  # an answer that is now history, a block, and what a user says next
+TURN_BLOCKS = 4  # the last answer, a block, and the user's next message
 
 
 @dataclass(frozen=True)
@@ -41,7 +41,7 @@ class Prompt:
 
 @dataclass(frozen=True)
 class Load:
-    """Requests in the order they are sent, so many at a time."""
+    """Requests in the order they are sent, ``together`` in flight."""
 
     name: str
     what: str
@@ -59,7 +59,7 @@ def _some(source: count[int], blocks: int) -> tuple[int, ...]:
 
 
 def no_reuse(size: Size, repeat: int) -> Load:
-    """Prompts that share nothing: what offloading costs when it gives nothing."""
+    """Prompts that share nothing: the overhead of offloading without hits."""
     source = numbers("no reuse", repeat)
     blocks = size.prompt // BLOCK_TOKENS
     prompts = tuple(Prompt(_some(source, blocks), size.answer) for _ in range(size.prompts))
@@ -82,7 +82,7 @@ def conversations(size: Size, repeat: int) -> Load:
             prompts.append(Prompt(history, size.answer, returning=turn > 0))
     return Load(
         "conversations",
-        "multi-turn conversations that return after they were pushed out",
+        "multi-turn conversations that return after their eviction",
         tuple(prompts),
         size.together,
     )
@@ -117,7 +117,7 @@ LOADS = {
 
 
 def peak(size: Size, model: str, repeat: int, returning: bool = False) -> Load:
-    """Everything that one of two models has at its peak, at once.
+    """All prompts of one of two models at its peak, at once.
 
     Args:
         size: of the run.
@@ -139,7 +139,7 @@ def peak(size: Size, model: str, repeat: int, returning: bool = False) -> Load:
 
 
 def write_trace(prompts: Sequence[Prompt], path: Path) -> Path:
-    """Write prompts as a trace; all of them are there from the start."""
+    """Write prompts as a trace; all of them arrive at its start."""
     lines = [
         json.dumps(
             {

@@ -1,4 +1,4 @@
-"""One model on a device of its own: every arm, every load, repeat by repeat.
+"""One model on a device of its own: every arm and load, repeat by repeat.
 
 All servers run from the beginning, because a start takes longer than a load. Only one of
 them has requests at a time; the others are idle.

@@ -27,7 +27,7 @@ def read(results: Path) -> dict[str, Any]:
     """Return the result files that are there, by name.
 
     Raises:
-        SystemExit: one of them is not JSON, or says that it is of a GPU and is not.
+        SystemExit: one of them is not JSON, or is of a dry run in the place of a GPU.
     """
     found = {}
     for name in FILES:
@@ -70,13 +70,13 @@ def page(found: dict[str, Any]) -> str:
         "",
         "# Numbers",
         "",
-        "What it costs, what it gives, side by side. Every figure is rendered from the result",
-        "files in `docs/results`, which `scripts/bench` writes.",
+        "Overhead and gains of each configuration, side by side. Every figure is rendered from",
+        "the result files in `docs/results`, which `scripts/bench` writes.",
         "",
-        "The regime: the [host device](host-device.md), where compute, memory and copies are those",
-        "of a CPU, and a small model with random weights. Hits, copies for each block and mapped",
-        "memory follow from the code and are the same on a GPU; times and rates, and so their",
-        "ratios, are of this machine: what computing costs against copying is another thing there.",
+        "Measured on the [host device](host-device.md), where compute, memory and copies are those",
+        "of a CPU, with a small model with random weights. Hits, copies per block and mapped",
+        "memory follow from the code and are the same on a GPU. Times, rates and their ratios are",
+        "of this machine: on a GPU, computing and copying differ in cost.",
         "",
         *_goals(found),
         *_regime(host),
@@ -97,8 +97,8 @@ def _goals(found: dict[str, Any]) -> list[str]:
         "## Goals",
         "",
         "Set before anything was measured. A ratio is the median over the repeats, each arm",
-        "against its neighbour in time, with the least and the greatest. The noise is how far two",
-        "servers with the same settings were apart at most, in the same run, load and figure.",
+        "against its neighbour in time, with minimum and maximum. The noise is the largest",
+        "difference of two servers with the same settings, in the same run, load and figure.",
         "",
         *table(
             ("goal", "figure", "verdict", "noise"),
@@ -130,13 +130,13 @@ def _regime(host: dict[str, Any] | None) -> list[str]:
         + ", ".join(f"{name} {version}" for name, version in host["versions"].items())
         + ".",
         "",
-        f"{size['repeats']} repeats. In each, all arms run a load one after the other, beginning "
-        "with another one each time. Every arm has "
+        f"{size['repeats']} repeats. In each, all arms run a load one after the other, in another "
+        "order each time. Every arm has "
         f"{size['blocks']} blocks of KV cache on the device; those with offloading have a CPU tier "
         f"of {size['tier_blocks']} blocks. Requests come from `vllm bench serve` "
-        "(its `timed_trace` data set) as fast as the server takes "
-        f"{size['together']} at a time; caches and tier are empty before each load. Figures of "
-        "one load are medians over the repeats; P99 of few requests is the longest.",
+        "(its `timed_trace` data set) with "
+        f"{size['together']} in flight; caches and tier are empty before each load. Figures of "
+        "one load are medians over the repeats; P99 of few requests is the maximum.",
         "",
     ]
 
@@ -147,7 +147,7 @@ def _one_model(host: dict[str, Any] | None) -> list[str]:
     if not part:
         return [*lines, NOT_RUN.capitalize() + ".", ""]
     lines += [
-        "![Tokens a second of every arm on every load](pictures/numbers-rates.svg)",
+        "![Tokens per second of every arm on every load](pictures/numbers-rates.svg)",
         "",
         "![Time to the first token of every arm on every load](pictures/numbers-first-tokens.svg)",
         "",
@@ -157,7 +157,7 @@ def _one_model(host: dict[str, Any] | None) -> list[str]:
             f"### {name.capitalize()}",
             "",
             f"{load['what'].capitalize()}: {load['requests']} requests, "
-            f"{load['prompt_tokens']:,} prompt tokens, {load['together']} at a time.",
+            f"{load['prompt_tokens']:,} prompt tokens, {load['together']} in flight.",
             "",
             *_speeds(load["runs"]),
             "",
@@ -224,13 +224,13 @@ def _sources(arms_runs: dict[str, list[dict[str, Any]]], known: dict[str, Any]) 
         (
             "arm",
             "computed",
-            "from the device",
-            "from the tier",
+            "prefix cache hits",
+            "CPU tier hits",
             "stored, GB/s",
             "loaded, GB/s",
-            "copies a block",
-            "mapped at the peak",
-            "after a reset",
+            "copies per block",
+            "mapped at peak",
+            "after reset",
             "CPU s",
         ),
         rows,
@@ -268,9 +268,9 @@ def _memory(known: dict[str, Any]) -> list[str]:
         (
             "arm",
             "start to ready",
-            "device memory held for good",
+            "static device memory",
             "host memory at start",
-            "at the end",
+            "at end",
         ),
         (
             (
@@ -286,8 +286,8 @@ def _memory(known: dict[str, Any]) -> list[str]:
     return [
         *held,
         "",
-        "Host memory is that of all processes of a server, shared pages counted once; on the host "
-        "device the device's memory is a part of it. One start an arm, not repeated.",
+        "Host memory is that of all processes of a server, shared pages counted once; it includes "
+        "the host device's memory. One start per arm, not repeated.",
     ]
 
 
@@ -306,9 +306,9 @@ def _two_models(host: dict[str, Any] | None) -> list[str]:
         *table(
             (
                 "arm",
-                "used at the peak",
-                "given to the neighbour",
-                "returning served",
+                "used at peak",
+                "freed for the neighbour",
+                "returning tokens hit",
                 "second's peak, tok/s",
                 "second's TTFT ms",
                 "returning TTFT ms",
@@ -352,7 +352,7 @@ def percent(part: float, whole: float) -> str:
 
 
 def rate(size: float, seconds: float) -> str:
-    """Return bytes a second in GB/s, or a dash when nothing was timed."""
+    """Return GB/s, or a dash when nothing was timed."""
     return f"{size / seconds / 1e9:.2f}" if seconds > 0 and size > 0 else "-"
 
 
@@ -376,7 +376,7 @@ def growth_series(micro: dict[str, Any]) -> dict[str, list[tuple[float, float]]]
 
 
 def exponent(points: list[tuple[float, float]]) -> float:
-    """Return how cost grows between the two largest sizes: 1 is linear, less is better."""
+    """Return the power with which cost grows between the two largest sizes: 1 is linear."""
     (few, fast), (many, slow) = points[-2:]
     return math.log(slow / fast) / math.log(many / few)
 
@@ -384,10 +384,10 @@ def exponent(points: list[tuple[float, float]]) -> float:
 def _fence(fence: dict[str, Any] | None) -> list[str]:
     lines = ["## The fence by itself", ""]
     if fence is None:
-        return [*lines, "Not measured yet, `scripts/bench-fence` does.", ""]
+        return [*lines, "Not measured yet; run `scripts/bench-fence`.", ""]
     rates = {
-        "tokens a second": fence["tokens_per_second"],
-        "tokens a second of the processor": fence["tokens_per_processor_second"],
+        "tokens per second": fence["tokens_per_second"],
+        "tokens per CPU second": fence["tokens_per_processor_second"],
     }
     idle = fence["idle"]
 
@@ -397,11 +397,11 @@ def _fence(fence: dict[str, Any] | None) -> list[str]:
 
     return [
         *lines,
-        "A load that never hits the CPU tier, in one engine, in turn with the fence and without it "
+        "A load without CPU tier hits, in one engine, alternately with the fence and without it "
         f"(`{fence['command']}`, commit {fence['commit']}): {fence['fours']} times four rounds, "
         f"{fence['pages_released_through_the_fence']:,} pages released through the fence. The "
-        "noise is what the same arm differs by, from one four to the next; ± is the standard "
-        "error of the mean.",
+        "noise is the ratio of the same arm from one four to the next; ± is the standard error of "
+        "the mean.",
         "",
         *table(
             ("rate", "with the fence over without", "the same arm twice"),
@@ -411,9 +411,8 @@ def _fence(fence: dict[str, Any] | None) -> list[str]:
             ),
         ),
         "",
-        "Left alone for "
-        f"{idle['plain vLLM']['of_seconds']} seconds, an engine's processes took "
-        f"{idle['with the fence']['cpu_seconds']:.2f} s of the processor, and plain vLLM's "
+        f"In {idle['plain vLLM']['of_seconds']} idle seconds, an engine's processes used "
+        f"{idle['with the fence']['cpu_seconds']:.2f} s of CPU time, plain vLLM's "
         f"{idle['plain vLLM']['cpu_seconds']:.2f} s.",
         "",
     ]
@@ -433,15 +432,15 @@ def _parts(found: dict[str, Any]) -> list[str]:
         ]
     micro = found.get("micro")
     if not micro:
-        return [*lines, "The others: not measured yet, `scripts/bench micro` does.", ""]
+        return [*lines, "The others: not measured yet; run `scripts/bench micro`.", ""]
     series = growth_series(micro)
     lines += [
         f"The others (`{micro['command']}`, commit {micro['commit']}, load average before: "
         f"{micro['machine']['load_before']}), by pytest-benchmark. The last column is the power "
-        "with which the time grows between the two largest sizes: 1 is linear.",
+        "of growth between the two largest sizes: 1 is linear.",
         "",
         *table(
-            ("part", "how many", "median", "least", "grows with the power"),
+            ("part", "size", "median", "minimum", "power of growth"),
             (
                 (
                     row["name"],
@@ -471,18 +470,18 @@ def _duration(seconds: float) -> str:
 def _profile(profile: dict[str, Any] | None) -> list[str]:
     lines = ["## Where the time goes", ""]
     if not profile:
-        return [*lines, "Not profiled yet, `scripts/bench profile` does.", ""]
+        return [*lines, "Not profiled yet; run `scripts/bench profile`.", ""]
     lines += [
         f"`{profile['command']}` at commit {profile['commit']}, by py-spy: shares of the samples "
-        "of the thread that steps or copies, by the function that was running.",
+        "of the thread that steps or copies, by the innermost function.",
         "",
     ]
     for one in profile["profiles"]:
         lines += [
             f"### {one['name'].capitalize()}",
             "",
-            f"{one['what']} {one['samples']:,} samples; {one['kvpatch_share']:.1%} of them in "
-            f"kvpatch or below it, {one['kvpatch_self_share']:.1%} in kvpatch itself.",
+            f"{one['what']} {one['samples']:,} samples; {one['kvpatch_share']:.1%} in kvpatch and its "
+            f"callees, {one['kvpatch_self_share']:.1%} in kvpatch's own functions.",
             "",
             *table(
                 ("function", "share of samples"),
@@ -533,7 +532,7 @@ def _gpu(found: dict[str, Any]) -> list[str]:
             "### Copies",
             "",
             *table(
-                ("connector", "layout", "direction", "KiB a row", "GB/s", "of the ceiling"),
+                ("connector", "layout", "direction", "KiB per row", "GB/s", "of the ceiling"),
                 (
                     (
                         row["connector"],

@@ -1,4 +1,4 @@
-"""From samples to figures: percentiles, pairs of arms, and the noise between equal arms."""
+"""Percentiles, ratios of two arms, and the noise of equal arms."""
 
 from __future__ import annotations
 
@@ -38,17 +38,17 @@ class Pair:
 
     @property
     def median(self) -> float:
-        """The ratio that stands for all."""
+        """The median ratio."""
         return statistics.median(self.ratios)
 
     @property
     def spread(self) -> tuple[float, float]:
-        """The least and the greatest ratio."""
+        """The smallest and the largest ratio."""
         return min(self.ratios), max(self.ratios)
 
     @property
     def noise(self) -> float:
-        """Of equal arms: how far from 1 a repeat went at most."""
+        """The largest distance of a ratio from 1, which is the noise of equal arms."""
         return max(abs(ratio - 1) for ratio in self.ratios)
 
 

@@ -17,13 +17,13 @@ COLORS = (GRAY, "#5b6678", GREEN, BLUE, "#93b4f7", ORANGE, "#a855f7")
 
 
 def rates(one_model: dict[str, Any]) -> Figure:
-    """Total tokens a second of every arm on every load, with least and greatest."""
-    return _bars(one_model, "total_tokens_per_second", "tokens a second", logarithmic=False)
+    """Total tokens per second of every arm on every load, with minimum and maximum."""
+    return _bars(one_model, "total_tokens_per_second", "tokens per second", logarithmic=False)
 
 
 def first_tokens(one_model: dict[str, Any]) -> Figure:
     """Median time to the first token of every arm on every load."""
-    return _bars(one_model, "ttft_ms.p50", "ms to the first token, median", logarithmic=True)
+    return _bars(one_model, "ttft_ms.p50", "TTFT in ms, median", logarithmic=True)
 
 
 def _bars(one_model: dict[str, Any], path: str, label: str, logarithmic: bool) -> Figure:
@@ -88,11 +88,11 @@ def shared_device(two_models: dict[str, Any]) -> Figure:
 
 
 def growth(series: dict[str, list[tuple[float, float]]], label: str) -> Figure:
-    """How the cost of a part grows with what it is given, on logarithmic scales.
+    """The cost of each part by its size, on logarithmic scales.
 
     Args:
         series: by name, (how many, seconds).
-        label: of what there are so many.
+        label: of the size.
     """
     figure = Figure(figsize=(10, 4), layout="constrained")
     axes: Axes = figure.subplots()

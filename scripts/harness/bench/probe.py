@@ -1,7 +1,7 @@
 """A worker extension that counts the copies that a transfer is made of.
 
 Loaded through vLLM's ``--worker-extension-cls``; it changes nothing until ``count_copies``
-is called over ``collective_rpc``. It costs one addition a transfer.
+is called over ``collective_rpc``. It costs one addition per transfer.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ class CopyCounter:
     """Counts blocks and copies of a host device's worker, of either connector."""
 
     def count_copies(self) -> bool:
-        """Begin to count; once for an engine."""
+        """Start counting; once per engine."""
         from vllm.distributed.kv_transfer import get_kv_transfer_group
 
         self.copied = {"transfers": 0, "blocks": 0, "copies": 0}

@@ -52,11 +52,11 @@ class Bench:
 
     def _chosen(self, every: Sequence[Named], deciding: Sequence[Named]) -> tuple[Named, ...]:
         """Return the arms to run: in a quick run those that decide, unless they are named."""
-        asked = self._options.arms
-        among = every if self._options.kind == "full" or asked else deciding
-        chosen = tuple(arm for arm in among if asked in arm.name)
+        text = self._options.arms
+        among = every if self._options.kind == "full" or text else deciding
+        chosen = tuple(arm for arm in among if text in arm.name)
         if not chosen:
-            raise HarnessError(f'no arm has "{asked}" in its name')
+            raise HarnessError(f'no arm has "{text}" in its name')
         return chosen
 
     def _one(self, starter: Starter) -> None:

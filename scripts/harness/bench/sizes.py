@@ -1,4 +1,4 @@
-"""How large a run is: one place, so that every arm has the same."""
+"""The sizes of a run, which every arm shares."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from typing import Any
 
 BLOCK_TOKENS = 32
 LAYERS = 4
-# As many as attention heads: what is kept of a device is whole pages, and a model with little KV
-# would use so few of them that one more or less decides.
+# As many as attention heads: memory is mapped in whole pages, and a model with little KV would
+# use so few that one more or less decides.
 KV_HEADS = 8
 BLOCK_BYTES = LAYERS * BLOCK_TOKENS * KV_HEADS * 64 * 2 * 4  # head size, K and V, float32
 # kvcached maps pages of 2 MiB for every layer; a pool of whole pages is not rounded down.
@@ -17,7 +17,7 @@ PAGE_BLOCKS = (2 << 20) * LAYERS // BLOCK_BYTES
 
 @dataclass(frozen=True)
 class Size:
-    """How much is run.
+    """The size of a run.
 
     Attributes:
         repeats: of every arm and load, interleaved.
@@ -26,9 +26,9 @@ class Size:
         prompt: tokens of a long prompt.
         prompts: prompts of the load without reuse.
         conversations, turns: of the load that returns.
-        prefixes, asked: shared prefixes, and how often each is asked for.
+        prefixes, asked: shared prefixes, and how often each is requested.
         answer: tokens that are generated for each prompt.
-        together: requests at a time.
+        together: requests in flight.
         peak: prompts that a model has at once at its peak, when two share a device.
         neighbour_repeats: repeats of the two models.
     """
@@ -54,7 +54,7 @@ class Size:
         return -(-longest // 1024) * 1024
 
     def plain(self) -> dict[str, Any]:
-        """Return it as a result file holds it."""
+        """Return it in the form of a result file."""
         return asdict(self)
 
 

@@ -1,4 +1,4 @@
-"""Writing what a level found into kvpatch/matrix/data."""
+"""Results of the matrix, written to kvpatch/matrix/data."""
 
 from __future__ import annotations
 
@@ -12,19 +12,19 @@ from kvpatch.matrix import shapes
 
 
 def read_shapes(source: sources.Source) -> shapes.Shapes:
-    """Look every target of the registry up in unpacked sources."""
+    """Return the signature of every target in unpacked sources."""
     tree = Sources(source.folder)
-    said: dict[str, str | None] = {}
+    found: dict[str, str | None] = {}
     for target in shapes.targets():
         if target.startswith(f"{source.package}."):
-            said[target] = tree.signature(target)
+            found[target] = tree.signature(target)
         elif source.package == "kvcached" and (added := tree.added(target)) is not None:
-            said[target] = added
-    return shapes.Shapes(source.package, source.version, source.archive, source.sha256, said)
+            found[target] = added
+    return shapes.Shapes(source.package, source.version, source.archive, source.sha256, found)
 
 
 def record_shapes(package: str, version: str, archives: Path | None = None) -> shapes.Shapes:
-    """Unpack a release, look every target up and write its file."""
+    """Unpack a release and record the signature of every target."""
     made = read_shapes(sources.unpack(package, version, archives))
     write(shapes.DATA / "shapes" / f"{package}-{version}.json", vars(made))
     return made
@@ -43,6 +43,6 @@ def _axes(run: dict[str, Any]) -> tuple[str, ...]:
 
 
 def write(path: Path, content: dict[str, Any]) -> None:
-    """Write one result file, in the form that makes small differences small."""
+    """Write one result file; a small change makes a small difference."""
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(f"{json.dumps(content, indent=1)}\n")

