@@ -371,9 +371,8 @@ def test_what_the_fence_costs_is_shown_with_its_noise(folder):
         "tokens_per_processor_second": rate,
         "idle": {"with the fence": idle, "plain vLLM": {**idle, "cpu_seconds": 0.2}},
     }
-    assert (
-        "not measured yet; run `scripts/bench-fence`" in page.render(folder)["docs/numbers.md"].lower()
-    )
+    text = page.render(folder)["docs/numbers.md"]
+    assert "Not measured yet; run `scripts/bench-fence`" in text
     (folder / "fence.json").write_text(json.dumps(fence))
     text = page.render(folder)["docs/numbers.md"]
     shown = "0.996x, median 0.998x, ± 0.004 | 1.001x, median 1.000x, ± 0.005 |"

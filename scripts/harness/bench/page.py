@@ -480,8 +480,8 @@ def _profile(profile: dict[str, Any] | None) -> list[str]:
         lines += [
             f"### {one['name'].capitalize()}",
             "",
-            f"{one['what']} {one['samples']:,} samples; {one['kvpatch_share']:.1%} in kvpatch and its "
-            f"callees, {one['kvpatch_self_share']:.1%} in kvpatch's own functions.",
+            f"{one['what']} {one['samples']:,} samples; {one['kvpatch_share']:.1%} in kvpatch and "
+            f"its callees, {one['kvpatch_self_share']:.1%} in kvpatch's own functions.",
             "",
             *table(
                 ("function", "share of samples"),
