@@ -1,6 +1,6 @@
 """Tags every block through the model's views, and finds the tags in what a connector copies.
 
-    python tagged_driver.py RESULT.json
+    python -m harness.engines.tagged_driver RESULT.json
 
 Runs in the environment of a release, without an engine: vLLM's own planning, its views on
 kvcached's memory, its coordinator with kvcached's block pool, and the regions that its

@@ -8,8 +8,7 @@ from collections.abc import Callable
 from contextlib import ExitStack
 from typing import Any
 
-from engines import block_of
-
+from harness.engines.inside import block_of
 from kvpatch import connectors
 
 

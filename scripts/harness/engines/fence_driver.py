@@ -1,6 +1,6 @@
 """Runs interleavings of frees and transfers, and checks every stored block.
 
-    python fence_driver.py JOB.json RESULT.json
+    python -m harness.engines.fence_driver JOB.json RESULT.json
 
 With ``"reference"`` it writes the true bytes of every block of the prompts, by
 block hash, as one engine with room for all of them computes them. Otherwise it runs
@@ -23,11 +23,13 @@ from typing import Any
 os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
 os.environ["PYTHONHASHSEED"] = "0"  # block hashes are compared between processes
 
-import nothing_connector
 import numpy as np
-import simple_scenarios
 import torch
-from engines import (
+from packaging.version import Version
+from vllm import LLM, SamplingParams
+
+from harness.engines import nothing_connector, simple_scenarios
+from harness.engines.inside import (
     RELEASE,
     block_of,
     come_to_rest,
@@ -36,10 +38,7 @@ from engines import (
     taken_and_evicted,
     tiers_behind,
 )
-from packaging.version import Version
-from simple_scenarios import SimpleTier
-from vllm import LLM, SamplingParams
-
+from harness.engines.simple_scenarios import SimpleTier
 from kvpatch import audit, connectors, fence
 from kvpatch.hostdevice import ledger, streams
 

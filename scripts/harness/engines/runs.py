@@ -1,25 +1,32 @@
-"""What the engine tests run: engines, devices, prompts, and how a run ended."""
+"""What engine runs are: engines, devices, prompts, and how a run ended."""
 
 from __future__ import annotations
 
 import json
 import os
 import random
+import shutil
 import subprocess
 import sys
 from dataclasses import dataclass, field
 from functools import lru_cache
+from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
-HERE = Path(__file__).parent
-ROOT = HERE.parents[1]
+from packaging.version import Version
+
+from harness import connectors, environments, models
+from harness.engines import process
+
 BLOCK = 32
 # By default every engine binds itself to the same core, and engines side by side share it.
 UNBOUND = {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": "1"}
 # With Triton there, vLLM takes Model Runner V2 by itself, as it does on a GPU.
 RUNNER = {"v1": {"VLLM_USE_V2_MODEL_RUNNER": "0"}, "v2": {"TRITON_INTERPRET": "1"}}
 
+START_SECONDS = 240
+LIMIT = 300  # seconds after which a run is taken for one that hangs
 FIRST_FS = {"0.22.1": "fs_python"}  # what the tier fs was called at first
 EXAMPLE = "example"  # in the place of a folder: vLLM's example of a tier
 
@@ -77,8 +84,10 @@ class Device:
             "KVCACHED_CONTIGUOUS_LAYOUT": str(run.contiguous).lower(),
             "VLLM_CPU_KVCACHE_SPACE": "1",
             "VLLM_NO_USAGE_STATS": "1",
-            # What vLLM knows of models: 15 s, and each release overwrites the others'.
-            "VLLM_CACHE_ROOT": str(Path(python_of(run.vllm)).parents[1] / "vllm-cache"),
+            # What vLLM knows of models, 15 s, which each release overwrites; and what torch
+            # compiles for the first step, 15 s of g++.
+            "VLLM_CACHE_ROOT": str(cache_of(run.vllm)),
+            "TORCHINDUCTOR_CACHE_DIR": str(cache_of(run.vllm) / "torchinductor"),
             **UNBOUND,
             **RUNNER[run.runner],
             # A release outside the range is compared before the range is widened.
@@ -91,15 +100,39 @@ class Device:
 @lru_cache
 def python_of(vllm: str) -> str:
     """The Python of an environment with a release of vLLM, which is made if need be."""
-    if not vllm:
-        return sys.executable
-    said = subprocess.run(
-        [sys.executable, ROOT / "scripts/environment", vllm],
-        check=True,
-        stdout=subprocess.PIPE,
-        text=True,
-    )
-    return said.stdout.splitlines()[-1]
+    return str(environments.made(vllm)) if vllm else sys.executable
+
+
+def cache_of(vllm: str) -> Path:
+    """What the engines of a release keep from run to run, beside its environment."""
+    return Path(python_of(vllm)).parents[1] / "vllm-cache"
+
+
+# Earlier releases have a transformers that does not read what a later one wrote.
+TRANSFORMERS_5 = Version("0.19")
+
+
+def model_of(kind: str, kv_heads: int = 4, vllm: str = "") -> Path:
+    """The folder of a small model of a kind and a number of KV heads, made once."""
+    by = vllm if vllm and Version(vllm) < TRANSFORMERS_5 else ""
+    recipe = sha256(Path(models.__file__).read_bytes()).hexdigest()[:12]
+    path = cache_of(by) / f"models-{recipe}" / f"{kind}-{kv_heads}"
+    if not path.exists():
+        partial = path.with_name(f"{path.name}-{os.getpid()}")
+        log = path.parent / f"{partial.name}.log"
+        log.parent.mkdir(parents=True, exist_ok=True)
+        run, device = Run(kvpatch=False, vllm=by), Device(path.parent)
+        given = [partial, "--kind", kind, "--kv-heads", str(kv_heads)]
+        with log.open("w") as output:
+            maker = process.start(
+                "harness.models", given, device.environ(run), python_of(by), output
+            )
+        assert maker.wait(START_SECONDS) == 0, log.read_text()[-2000:]
+        log.unlink()
+        if not path.exists():  # another process may have been faster
+            partial.rename(path)
+        shutil.rmtree(partial, ignore_errors=True)
+    return path
 
 
 # Tokens of one block where it is not BLOCK: vLLM's CPU backend has latent attention in one
@@ -134,47 +167,25 @@ def tier_bytes(run: Run) -> int:
 
 def connector(run: Run) -> dict[str, Any]:
     """The ``kv_transfer_config`` of ``run``."""
-    simple = {
-        "kv_connector": "SimpleCPUOffloadConnector",
-        "kv_role": "kv_both",
-        "kv_connector_extra_config": {
-            "cpu_bytes_to_use": tier_bytes(run),
-            "lazy_offload": run.simple == "lazy",
-        },
-    }
+    size = tier_bytes(run)
+    simple = connectors.simple(size, lazy=run.simple == "lazy")
     if run.simple and not run.inside:
         return simple
-    extra: dict[str, Any] = {
-        "cpu_bytes_to_use": tier_bytes(run),
-        "eviction_policy": run.policy,
-        "spec_name": "HostOffloadingSpec",
-        "spec_module_path": "kvpatch.hostdevice.offloading",
-    }
     if run.tiers:
-        extra |= {
-            "spec_name": "HostTieringOffloadingSpec",
-            "spec_module_path": "kvpatch.hostdevice.tiering",
-            "secondary_tiers": [
-                {"type": "example"}
-                if folder == EXAMPLE
-                else {"type": FIRST_FS.get(run.vllm, "fs"), "root_dir": folder}
-                for folder in run.tiers
-            ],
-        }
-    offloading = {
-        "kv_connector": "OffloadingConnector",
-        "kv_role": "kv_both",
-        "kv_connector_extra_config": extra,
-    }
+        tiers = [
+            {"type": "example"}
+            if folder == EXAMPLE
+            else {"type": FIRST_FS.get(run.vllm, "fs"), "root_dir": folder}
+            for folder in run.tiers
+        ]
+        offloading = connectors.tiering(size, tiers, eviction_policy=run.policy)
+    else:
+        offloading = connectors.offloading(size, eviction_policy=run.policy)
     if not run.inside:
         return offloading
-    nothing = {"kv_connector": "NothingConnector", "kv_role": "kv_both"}
-    known = {each["kv_connector"]: each for each in (offloading, simple, nothing)}
-    return {
-        "kv_connector": "MultiConnector",
-        "kv_role": "kv_both",
-        "kv_connector_extra_config": {"connectors": [known[name] for name in run.inside]},
-    }
+    each = (offloading, simple, connectors.connector("NothingConnector"))
+    known = {one["kv_connector"]: one for one in each}
+    return connectors.multi(*(known[name] for name in run.inside))
 
 
 def engine_arguments(run: Run) -> dict[str, Any]:
@@ -264,21 +275,32 @@ def run_driver(
     job: dict[str, Any],
     environment: dict[str, str],
     folder: Path,
-    timeout: float = 300,
+    timeout: float = LIMIT,
     vllm: str = "",
+    driver: str = "driver",
 ) -> Finished:
-    """Run ``driver.py`` on ``job`` in a process of its own, with a release of vLLM."""
-    job_path, result_path = folder / "job.json", folder / "result.json"
+    """Run a driver on ``job`` in a process of its own, with a release of vLLM.
+
+    Raises:
+        subprocess.TimeoutExpired: it was killed; the end of its log is in ``output``.
+    """
+    job_path, result_path, log = folder / "job.json", folder / "result.json", folder / "log"
+    result_path.unlink(missing_ok=True)
     job_path.write_text(json.dumps(job))
-    process = subprocess.run(
-        [python_of(vllm), HERE / "driver.py", job_path, result_path],
-        env=environment,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        errors="replace",
-        timeout=timeout,
-        check=False,
-    )
+    with log.open("w") as output:
+        engine = process.start(
+            f"harness.engines.{driver}",
+            [job_path, result_path],
+            environment,
+            python_of(vllm),
+            output,
+        )
+    try:
+        code = engine.wait(timeout)
+    except subprocess.TimeoutExpired as late:
+        engine.kill()
+        engine.wait()
+        late.output = log.read_text(errors="replace")[-4000:]
+        raise
     result = json.loads(result_path.read_text()) if result_path.exists() else {}
-    return Finished(process.returncode, process.stdout, result)
+    return Finished(code, log.read_text(errors="replace"), result)

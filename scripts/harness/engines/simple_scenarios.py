@@ -6,9 +6,9 @@ from collections.abc import Callable
 from typing import Any
 
 import numpy as np
-from engines import RELEASE
 from packaging.version import Version
 
+from harness.engines.inside import RELEASE
 from kvpatch.hostdevice import streams
 
 # Before, its reset_cache says that it is not implemented.

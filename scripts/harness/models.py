@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import argparse
 import json
+import sys
 from pathlib import Path
+from typing import Any
 
 KINDS = ("llama", "sliding", "latent", "hybrid")
 
@@ -60,7 +62,7 @@ def make_model(
     import transformers
 
     folder.mkdir(parents=True, exist_ok=True)
-    shape = {
+    shape: dict[str, Any] = {
         "vocab_size": (make_tokenizer(folder) + 63) // 64 * 64,
         "hidden_size": 256,
         "intermediate_size": 512,
@@ -73,6 +75,7 @@ def make_model(
         "eos_token_id": 1,
         "tie_word_embeddings": False,
     }
+    config: Any
     if kind == "llama":
         config = transformers.LlamaConfig(head_dim=64, **shape)
     elif kind == "sliding":
@@ -116,11 +119,16 @@ def make_model(
     return folder
 
 
-if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+def main(*arguments: str) -> None:
+    """Run the command line."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("folder", type=Path)
     parser.add_argument("--kind", choices=KINDS, default="llama")
     parser.add_argument("--seed", type=int, default=7)
     parser.add_argument("--kv-heads", type=int, default=4)
-    given = parser.parse_args()
+    given = parser.parse_args(arguments)
     print(make_model(given.folder, given.kind, seed=given.seed, kv_heads=given.kv_heads))
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-ENTRY = "[vllm.general_plugins]\nfence_off = fence_off:take_out\n"
+ENTRY = "[vllm.general_plugins]\nfence_off = harness.engines.fence_off:take_out\n"
 
 
 def take_out() -> None:

@@ -1,6 +1,6 @@
 """Runs one engine in this process through one job, and writes down what it saw.
 
-    python driver.py JOB.json RESULT.json
+    python -m harness.engines.driver JOB.json RESULT.json
 
 A job names the engine's arguments, the patches to take out, and rounds of prompts.
 The result holds every round's tokens and log-probabilities, the bytes of the device
@@ -20,10 +20,11 @@ from typing import Any
 os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
 os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
 
-import disk_faults
-import nothing_connector
 import torch
-from engines import (
+from vllm import LLM, SamplingParams
+
+from harness.engines import disk_faults, nothing_connector
+from harness.engines.inside import (
     block_of,
     come_to_rest,
     parts_of,
@@ -31,15 +32,13 @@ from engines import (
     taken_and_evicted,
     tiers_behind,
 )
-from simple_watch import (
+from harness.engines.simple_watch import (
     SimpleWatch,
     remember_managers,
     shut_down_while_copying,
     simple_part,
     take_cpu_blocks,
 )
-from vllm import LLM, SamplingParams
-
 from kvpatch import configuration, connectors, fence
 from kvpatch.hostdevice import streams
 
