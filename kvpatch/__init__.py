@@ -9,7 +9,8 @@ Raises:
 """
 
 from kvpatch.bootstrap import switch_on as _switch_on
+from kvpatch.version import VERSION
 
-__version__ = "0.1.0"
+__version__ = VERSION
 
 _switch_on()

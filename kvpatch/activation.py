@@ -2,7 +2,7 @@
 
 The order is fixed here and does not depend on which startup file ran first: gates
 that need no import, vllm, kvcached's patches, everybody else's hooks on vllm, then
-our patches over all of them. What cannot be applied whole is taken back whole.
+our patches over all of them. What cannot be applied completely is reverted completely.
 """
 
 from __future__ import annotations
@@ -13,12 +13,16 @@ from types import ModuleType
 
 import wrapt
 
-from kvpatch import gate, instance, logs, refusing, registry, status
-from kvpatch.errors import Refusal, RefusedImport
-from kvpatch.patch import Outcome, Transaction
-from kvpatch.versions import Installed
+from kvpatch import gate, patches, refusal_report, versions
+from kvpatch.environ import ALLOW_VLLM, KVCACHED_SWITCHES
+from kvpatch.logs import debug_if_asked, log
+from kvpatch.patch import Outcome, Transaction, load
+from kvpatch.refusal import Refusal, RefusedImport
+from kvpatch.status import record
+from kvpatch.supported import is_validated, release_of
+from kvpatch.versions import Facts
 
-transaction = Transaction()
+transaction = Transaction(guard=refusal_report.guard)
 _refused: Refusal | None = None
 
 
@@ -26,21 +30,23 @@ def before_vllm() -> None:
     """Pass the gates that need no import, and switch kvcached on.
 
     Raises:
-        RefusedImport: a gate said no, now or at an earlier import of vllm.
+        RefusedImport: a gate refused, now or at an earlier import of vllm.
     """
-    refusing.in_one_line()
-    logs.debug_if_asked(status.log)
+    refusal_report.in_one_line()
+    debug_if_asked()
     if _refused is not None:
         raise RefusedImport.of(_refused)
     try:
-        check_versions()
-    except Refusal as refusal:
-        raise _stay_refused(refusal) from refusal.__cause__
-    instance.give_name()
-    status.log.debug("kvpatch: the gates before vllm are passed")
-    for name in gate.KVCACHED_SWITCHES:
-        if not os.environ.get(name):
-            os.environ[name] = "1"
+        record.facts = facts_here()
+        for feature in patches.FEATURES:
+            if feature.prepare is not None:
+                load(feature.prepare)()
+    except Exception as error:
+        raise _stay_refused(error) from error.__cause__
+    log.debug("kvpatch: the gates before vllm are passed")
+    for name in KVCACHED_SWITCHES:
+        if not name.read():
+            os.environ[name.name] = "1"
 
 
 def after_vllm(module: ModuleType) -> None:
@@ -52,37 +58,38 @@ def after_vllm(module: ModuleType) -> None:
     if transaction.applied:
         return  # the inner one of two loaders did it, or vllm is reloaded
     try:
-        logs.debug_if_asked(status.log)
+        debug_if_asked()
         apply_features(before_kvcached=True)
         apply_kvcached()
         # The hooks of others, and kvcached's again if its module was imported before
         # vllm: what a hook patches after us would go over our patches.
         wrapt.notify_module_loaded(module)
-        apply_features()
+        apply_features(before_kvcached=False)
     except Exception as error:
-        take_back()
-        refusing.forget_submodules()
+        revert()
+        refusal_report.forget_submodules()
         raise _stay_refused(error) from error
 
 
-def check_versions() -> tuple[Installed, Installed]:
-    """Pass the environment, metadata and range gates; return vllm and kvcached.
+def facts_here() -> Facts:
+    """Return the facts of this process, which pass the gates that need no import.
 
     Raises:
-        Refusal: one of them said no.
+        Refusal: a gate refused.
     """
-    gate.check_environment()
-    vllm = gate.check_installed("vllm", registry.VLLM_RANGE)
-    gate.check_range(vllm, registry.VLLM_RANGE)
-    kvcached = gate.check_installed("kvcached", registry.KVCACHED_RANGE)
-    gate.check_range(kvcached, registry.KVCACHED_RANGE)
-    return vllm, kvcached
+    found = {package: versions.installed(package) for package in ("vllm", "kvcached")}
+    refusal = gate.check_environment()
+    for package, every in found.items():
+        refusal = refusal or gate.check_installed(package, every)
+    if refusal is not None:
+        raise refusal
+    return Facts(found["vllm"][0], found["kvcached"][0], os.environ)
 
 
 def apply_kvcached() -> None:
     """Let kvcached patch vllm now, if its own hook has not done so yet.
 
-    kvcached's hook does the same import, so that only one of the two does work.
+    kvcached's hook does the same import, so that only one of the two has work to do.
 
     Raises:
         Refusal: kvcached cannot be imported.
@@ -98,8 +105,8 @@ def apply_kvcached() -> None:
         ) from error
 
 
-def apply_features(before_kvcached: bool = False) -> None:
-    """Apply every feature of the registry that this machine needs.
+def apply_features(before_kvcached: bool) -> None:
+    """Apply every feature that this machine needs.
 
     Args:
         before_kvcached: whether kvcached has yet to patch vllm.
@@ -107,42 +114,41 @@ def apply_features(before_kvcached: bool = False) -> None:
     Raises:
         Refusal: a feature is needed and cannot be applied.
     """
-    vllm, kvcached = check_versions()
-    status.record.vllm = f"{vllm.distribution} {vllm.text}"
-    status.record.kvcached = kvcached.text
-    if not before_kvcached and not gate.in_range(vllm, registry.VLLM_RANGE):
-        status.log.warning(
-            "kvpatch: %s %s is UNTESTED and runs because %s names it",
+    assert record.facts is not None
+    vllm = record.facts.vllm
+    if before_kvcached:
+        record.rules = [feature.rules for feature in patches.FEATURES if feature.rules]
+    elif not is_validated(vllm):
+        log.warning(
+            "kvpatch: %s %s is NOT VALIDATED and starts because %s names it",
             vllm.distribution,
             vllm.text,
-            gate.ALLOW_VLLM,
+            ALLOW_VLLM,
         )
-    for feature in registry.FEATURES:
+    for feature in patches.FEATURES:
         if feature.before_kvcached is not before_kvcached:
             continue
-        verdict = gate.check_feature(feature, vllm, kvcached)
+        verdict = gate.check_feature(feature, vllm)
         if verdict.passed:
             try:
-                rows = gate.rows(feature, vllm, kvcached)
+                rows = feature.at(release_of(vllm))
                 transaction.apply_all(rows)
                 for patch in rows:
-                    status.log.debug("kvpatch: applied %s to %s", patch.id, patch.target)
+                    log.debug("kvpatch: applied %s to %s", patch.id, patch.target)
             except Exception as error:
                 verdict = gate.Verdict(Outcome.FAILED, f"{type(error).__name__}: {error}")
-        status.record.features[feature.name] = verdict.outcome
-        status.log.debug(
-            "kvpatch: feature %s %s %s", feature.name, verdict.outcome.value, verdict.reason
-        )
+        record.features[feature.name] = verdict.outcome
+        log.debug("kvpatch: feature %s %s %s", feature.name, verdict.outcome.value, verdict.reason)
         refusal = gate.refusal(feature, verdict)
         if refusal is not None:
             raise refusal
 
 
-def take_back() -> None:
-    """Revert everything, and say which patches lie under somebody else's."""
+def revert() -> None:
+    """Revert everything, and log which patches others have patched over."""
     displaced = transaction.revert_to(0)
     if displaced:
-        status.log.warning(
+        log.warning(
             "kvpatch: not reverted, because others have patched over them: %s",
             ", ".join(displaced),
         )
@@ -158,4 +164,5 @@ def _stay_refused(error: Exception) -> RefusedImport:
             code="KVP202",
         )
     _refused = error
+    refusal_report.report(error)
     return RefusedImport.of(error)

@@ -9,9 +9,7 @@ from __future__ import annotations
 import os
 import sys
 
-SWITCH = "KVPATCH"
-OFF_VALUES = ("", "0")
-ON_VALUES = ("1", "true", "on")
+from kvpatch.environ import OFF_VALUES, SWITCH
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -37,9 +35,9 @@ class VllmFinder:
             return None
         spec = self._ask_the_others(name, path, target)
         if spec is None:
-            from kvpatch import refusing
+            from kvpatch import refusal_report
 
-            refusing.vllm_is_missing()
+            refusal_report.vllm_is_missing()
         elif spec.loader is not None:  # else a folder that happens to be called vllm
             spec.loader = _ActivatingLoader(spec.loader)  # type: ignore[assignment]
         return spec
@@ -87,10 +85,10 @@ def _activation() -> Any:
     try:
         from kvpatch import activation
     except Exception as error:
-        from kvpatch import refusing
-        from kvpatch.errors import RefusedImport
+        from kvpatch.refusal import RefusedImport
+        from kvpatch.refusal_report import in_one_line
 
-        refusing.in_one_line()
+        in_one_line()
         raise RefusedImport(
             "kvpatch itself cannot be imported",
             f"it failed with {type(error).__name__}: {error}",
@@ -101,7 +99,7 @@ def _activation() -> Any:
 
 
 def _switched_off() -> bool:
-    return os.environ.get(SWITCH, "").strip() == "0"
+    return SWITCH.read() == "0"
 
 
 def switch_on() -> None:
@@ -122,8 +120,8 @@ def switch_on() -> None:
             "import kvpatch first, or set KVPATCH=1 in the environment, or set KVPATCH=0 "
             "to leave vllm as it is"
         )
-    if os.environ.get(SWITCH, "").strip() in OFF_VALUES:
+    if SWITCH.read() in OFF_VALUES:
         switched_on_by_import = True
-        os.environ[SWITCH] = "1"  # children started by this process follow
+        os.environ[SWITCH.name] = "1"  # children started by this process follow
     _finder = VllmFinder()
     sys.meta_path.insert(0, _finder)

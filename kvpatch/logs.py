@@ -1,4 +1,4 @@
-"""``KVPATCH_LOG=debug``: every gate and patch, as it is passed and applied.
+"""kvpatch's logger, and ``KVPATCH_LOG=debug``: every gate and patch as it is applied.
 
 kvpatch logs below vLLM's own logger, whose handler drops DEBUG unless the whole of
 vLLM is set to it. So kvpatch's DEBUG lines, and only those, get a handler of their own.
@@ -12,16 +12,19 @@ import logging
 import os
 import sys
 
-NAME = "KVPATCH_LOG"
+from kvpatch import environ
+
+# A child of vLLM's logger: vLLM's logging configuration drops INFO of any other name.
+log = logging.getLogger("vllm.kvpatch")
 
 
-def debug_if_asked(logger: logging.Logger) -> None:
-    """Print DEBUG lines of ``logger`` when the environment asks for them.
+def debug_if_asked(logger: logging.Logger = log) -> None:
+    """Print DEBUG lines of ``logger`` when the environment requests them.
 
-    Called before vllm is imported, and again after: vLLM's logging configuration takes
-    the handlers off every logger below its own.
+    Called before vllm is imported, and again after: vLLM's logging configuration removes
+    the handlers of every logger below its own.
     """
-    if os.environ.get(NAME, "").strip().lower() != "debug":
+    if environ.LOG.read().lower() != "debug":
         return
     if "vllm" in sys.modules:
         # It configures when it is imported, which may not have happened yet.

@@ -1,4 +1,4 @@
-"""Installed versions, from distribution metadata alone.
+"""Installed versions from distribution metadata, and ranges of releases.
 
 Reading metadata imports neither package, so a version can be refused before any
 of its code ran.
@@ -6,9 +6,7 @@ of its code ran.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
-from contextvars import ContextVar
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from importlib import metadata
 
@@ -34,38 +32,61 @@ class Installed:
     text: str
     version: Version | None
 
+    @classmethod
+    def release(cls, package: str, version: str) -> Installed:
+        """Return a release as if it were installed under its own name."""
+        return cls(package, package, version, Version(version))
+
     @property
     def public(self) -> str:
         """The version without its local part (``+cpu``), which names a build of it."""
         return self.text if self.version is None else self.version.public
 
-
-_assumed: ContextVar[dict[str, Installed] | None] = ContextVar("assumed", default=None)
-
-
-@contextmanager
-def assume(*releases: Installed) -> Iterator[None]:
-    """Answer ``installed`` with these releases: to ask of others what start-up would say."""
-    token = _assumed.set({release.package: release for release in releases})
-    try:
-        yield
-    finally:
-        _assumed.reset(token)
+    def is_one_of(self, releases: Iterable[str]) -> bool:
+        """Return whether it is one of these releases, whatever its local part."""
+        if self.version is None:
+            return False
+        public = Version(self.version.public)
+        return any(public == Version(release) for release in releases)
 
 
-def assumed() -> bool:
-    """Whether what is asked is what start-up would say elsewhere, not here."""
-    return _assumed.get() is not None
+@dataclass(frozen=True)
+class Span:
+    """The releases from ``since`` on and, where that ended, before ``before``."""
+
+    since: str
+    before: str | None = None
+
+    def __contains__(self, release: Version) -> bool:
+        return Version(self.since) <= release and (
+            self.before is None or release < Version(self.before)
+        )
+
+    def __str__(self) -> str:
+        return f">={self.since}" + (f",<{self.before}" if self.before else "")
+
+
+@dataclass(frozen=True)
+class Facts:
+    """What gates and rules decide on, of this process or of a cell of the matrix.
+
+    Attributes:
+        vllm, kvcached: the installed packages.
+        environment: the environment variables.
+        device: the device of the KV cache: ``cuda`` (ROCm too), ``cpu`` or vLLM's name of
+            another platform; empty before vllm is imported.
+        contiguous: whether all layers of a block are contiguous in kvcached's memory.
+    """
+
+    vllm: Installed
+    kvcached: Installed
+    environment: Mapping[str, str]
+    device: str = ""
+    contiguous: bool = True
 
 
 def installed(package: str) -> list[Installed]:
-    """Return what the metadata says of ``package``: one entry for each name it has.
-
-    An empty list when it is not installed as a distribution.
-    """
-    assumed = _assumed.get()
-    if assumed is not None:
-        return [assumed[package]] if package in assumed else []
+    """Return one entry for each name ``package`` is installed under, empty for none."""
     found = []
     for distribution in DISTRIBUTIONS[package]:
         try:
@@ -81,3 +102,9 @@ def installed(package: str) -> list[Installed]:
             version = None
         found.append(Installed(package, distribution, text, version))
     return found
+
+
+def in_words(releases: Iterable[str]) -> str:
+    """Return releases as a sentence has them: ``0.28.0, 0.29.0 or 0.30.0``."""
+    *most, last = releases
+    return f"{', '.join(most)} or {last}" if most else last

@@ -14,8 +14,9 @@ import sys
 from collections.abc import Sequence
 from typing import NamedTuple
 
-import kvpatch
 from kvpatch import bootstrap
+from kvpatch.environ import SWITCH
+from kvpatch.version import VERSION
 
 
 class Command(NamedTuple):
@@ -27,9 +28,9 @@ class Command(NamedTuple):
 
 
 COMMANDS: tuple[Command, ...] = (
-    Command("doctor", "kvpatch.cli.doctor", "say what is installed here and what is in the way"),
-    Command("status", "kvpatch.cli.status", "show what running engines map, hold, store and load"),
-    Command("matrix", "kvpatch.cli.matrix", "say what is right, refused or absent in each vLLM"),
+    Command("doctor", "kvpatch.cli.doctor", "check this environment for kvpatch"),
+    Command("status", "kvpatch.cli.status", "show the memory and transfers of running engines"),
+    Command("matrix", "kvpatch.cli.matrix", "show what is validated on each vLLM release"),
 )
 
 
@@ -40,7 +41,7 @@ def operator_environment() -> dict[str, str]:
     """
     environment = dict(os.environ)
     if bootstrap.switched_on_by_import:
-        environment.pop(bootstrap.SWITCH, None)
+        environment.pop(SWITCH.name, None)
     return environment
 
 
@@ -48,9 +49,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line; return its exit code."""
     words = list(sys.argv[1:] if arguments is None else arguments)
     parser = argparse.ArgumentParser(
-        prog="kvpatch", description=(kvpatch.__doc__ or "").split("\n")[0]
+        prog="kvpatch", description="vLLM's KV offloading on kvcached's elastic KV memory."
     )
-    parser.add_argument("--version", action="version", version=f"kvpatch {kvpatch.__version__}")
+    parser.add_argument("--version", action="version", version=f"kvpatch {VERSION}")
     subparsers = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     for command in COMMANDS:
         subparser = subparsers.add_parser(command.name, help=command.help, description=command.help)

@@ -5,9 +5,9 @@ from __future__ import annotations
 import argparse
 import json
 
-import kvpatch
 from kvpatch import cli, doctor
 from kvpatch.doctor import Finding, Level
+from kvpatch.version import VERSION
 
 MARKS = {Level.OK: "ok", Level.NOTE: "note", Level.WARNING: "warn", Level.PROBLEM: "PROBLEM"}
 
@@ -21,7 +21,9 @@ def configure(parser: argparse.ArgumentParser) -> None:
         action="store_true",
         help="also import vllm with kvpatch on, in another process: takes seconds",
     )
-    parser.epilog = "Ends 1 when there is a problem, 0 otherwise. Nothing is changed or deleted."
+    parser.epilog = (
+        "Exit status 1 if a problem was found, 0 otherwise. Nothing is changed or deleted."
+    )
 
 
 def run(options: argparse.Namespace) -> int:
@@ -30,7 +32,7 @@ def run(options: argparse.Namespace) -> int:
     problems = [finding for finding in found if finding.level is Level.PROBLEM]
     if options.json:
         report = {
-            "kvpatch": kvpatch.__version__,
+            "kvpatch": VERSION,
             "problems": len(problems),
             "findings": [finding.as_dict() for finding in found],
         }
@@ -52,9 +54,9 @@ def text(found: list[Finding]) -> str:
                 if finding.remedy:
                     lines.append(f"{'':10}-> {finding.remedy}")
     count = {level: sum(finding.level is level for finding in found) for level in Level}
-    verdict = "vLLM would start with kvpatch on, as far as can be told without starting it"
+    verdict = "no reason found why vLLM would not start with kvpatch on"
     if count[Level.PROBLEM]:
-        verdict = "vLLM would not start right with kvpatch on"
+        verdict = "vLLM would fail to start correctly with kvpatch on"
     plural = {level: "" if count[level] == 1 else "s" for level in Level}
     lines.append(
         f"\n{count[Level.PROBLEM]} problem{plural[Level.PROBLEM]}, "

@@ -9,9 +9,9 @@ import sys
 import time
 from typing import Any
 
-from kvpatch.doctor.leftovers import readable
-from kvpatch.observing import page, reading, refusals
-from kvpatch.observing.reading import Seen, State
+from kvpatch.sizes import readable
+from kvpatch.telemetry import reader, refusals, status_page
+from kvpatch.telemetry.reader import Seen, State
 
 ELASTIC = {True: "yes", False: "no", None: "not in this process"}
 
@@ -36,7 +36,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace) -> int:
     """Print what is there once, or again and again."""
     while True:
-        seen = [reading.one(options.pid)] if options.pid else reading.all_of(options.all)
+        seen = [reader.one(options.pid)] if options.pid else reader.all_of(options.all)
         said = as_json(seen) if options.json else text(seen)
         if options.watch and not options.json and sys.stdout.isatty():
             said = f"\x1b[H\x1b[2J{time.strftime('%H:%M:%S')}  kvpatch status\n\n{said}"
@@ -62,7 +62,7 @@ def text(seen: list[Seen]) -> str:
     """Return it for people: a block a process, and the last refusals."""
     blocks = [block(one) for one in seen]
     if not blocks:
-        where = page.folder_of(os.getuid())
+        where = status_page.folder_of(os.getuid())
         blocks = [f"no process with kvpatch on publishes in {where}"]
     said = refusals.recent()
     if said:

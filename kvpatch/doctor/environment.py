@@ -6,11 +6,9 @@ from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
 from kvpatch import gate
-from kvpatch.bootstrap import SWITCH
 from kvpatch.doctor.finding import Finding, Level
 from kvpatch.doctor.packages import refused
-from kvpatch.errors import Refusal
-from kvpatch.settings import KVCACHED, OURS
+from kvpatch.environ import KVCACHED, OFF_VALUES, OURS, SWITCH
 
 TOPIC = "environment"
 COMBINATIONS = "known combinations"
@@ -96,9 +94,9 @@ KNOWN = (
 def check(settings: Mapping[str, str]) -> list[Finding]:
     """Report what is set, and everything in it that cannot be."""
     found = [shown(settings), switch(settings)]
-    try:
-        gate.check_environment(dict(settings) | ({} if settings.get(SWITCH) else {SWITCH: "1"}))
-    except Refusal as refusal:
+    on = {} if settings.get(SWITCH.name) else {SWITCH.name: "1"}
+    refusal = gate.check_environment(dict(settings) | on)
+    if refusal is not None:
         found.append(refused(TOPIC, refusal))
     known = {setting.name for setting in OURS}
     for name in sorted(name for name in settings if name.startswith("KVPATCH_")):
@@ -130,8 +128,8 @@ def shown(settings: Mapping[str, str]) -> Finding:
 
 def switch(settings: Mapping[str, str]) -> Finding:
     """Say whether a vLLM started from this environment would have kvpatch on."""
-    value = settings.get(SWITCH, "").strip()
-    if value in ("", "0"):
+    value = SWITCH.read(settings)
+    if value in OFF_VALUES:
         return Finding(
             TOPIC,
             Level.NOTE,

@@ -7,15 +7,16 @@ import subprocess
 import sys
 from collections.abc import Mapping
 
-from kvpatch.bootstrap import SWITCH
 from kvpatch.doctor.finding import Finding, Level
+from kvpatch.environ import SWITCH
 
 TOPIC = "import of vllm"
 SECONDS = 300
 PROBE = """
 import json, kvpatch, vllm
-from kvpatch import activation, status
-features = {name: outcome.value for name, outcome in status.record.features.items()}
+from kvpatch import activation
+from kvpatch.status import record
+features = record.describe()["features"]
 print("\\n" + json.dumps({"features": features, "patches": len(activation.transaction.applied)}))
 """
 
@@ -25,7 +26,7 @@ def check(settings: Mapping[str, str]) -> list[Finding]:
     try:
         done = subprocess.run(
             [sys.executable, "-c", PROBE],
-            env=dict(settings) | {SWITCH: settings.get(SWITCH, "").strip() or "1"},
+            env=dict(settings) | {SWITCH.name: SWITCH.read(settings) or "1"},
             capture_output=True,
             text=True,
             timeout=SECONDS,

@@ -17,8 +17,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
-from kvpatch import instance
 from kvpatch.doctor.finding import Finding, Level
+from kvpatch.patches.elastic_memory.ipc_name import CLAIM
+from kvpatch.sizes import readable
 
 TOPIC = "leftovers"
 SHM, TMP = Path("/dev/shm"), Path("/tmp")
@@ -150,7 +151,7 @@ def has_an_engine(pool: str, used: set[str]) -> bool:
     """Whether an engine holds this pool's name, or workers listen under it."""
     name = re.sub(r"_g\d+$", "", pool)  # one pool for each group of layers
     listening = f"{TMP}/kvcached-tp-{name}-"
-    return instance.CLAIM + name in used or any(path.startswith(listening) for path in used)
+    return CLAIM + name in used or any(path.startswith(listening) for path in used)
 
 
 def names_a_living_process(kind: Kind, name: str) -> bool:
@@ -217,13 +218,3 @@ def user(uid: int) -> str:
         return pwd.getpwuid(uid).pw_name
     except KeyError:
         return f"user {uid}"
-
-
-def readable(size: int) -> str:
-    """Return ``size`` bytes in the largest unit that leaves a whole number or one digit."""
-    amount = float(size)
-    for unit in ("B", "KiB", "MiB"):
-        if amount < 1024:
-            return f"{amount:.0f} {unit}" if amount == int(amount) else f"{amount:.1f} {unit}"
-        amount /= 1024
-    return f"{amount:.1f} GiB"

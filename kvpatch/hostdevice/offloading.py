@@ -16,8 +16,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from kvpatch.hostdevice.streams import Event, Stream
-from kvpatch.older_names import find
-from kvpatch.slots import slots
+from kvpatch.upstream.vllm_api import blocks_per_chunk, chunks_of, find, places
 
 if TYPE_CHECKING:
     from vllm.v1.kv_offload.base import (
@@ -32,7 +31,7 @@ else:
     CPUOffloadingSpec, TransferResult = find("CPUOffloadingSpec"), find("TransferResult")
 try:
     from vllm.v1.kv_offload.base import OffloadingWorker
-except ImportError:  # up to 0.24 a handler for each direction: see ``handlers``
+except ImportError:  # up to 0.24 a handler for each direction: see ``legacy``
     OffloadingWorker = object
 
 
@@ -86,19 +85,6 @@ def _view(shared: SharedOffloadRegion, size: int) -> Any:
     # vLLM 0.28 has views of all workers too, and a name for each kind.
     of_worker = getattr(shared, "create_next_worker_view", None)
     return of_worker(size) if of_worker is not None else shared.create_next_view(size)
-
-
-def tier_blocks(spec: Any) -> int:
-    """Return the blocks of a spec's CPU tier, which vLLM calls chunks from 0.30 on."""
-    return int(spec.num_chunks if hasattr(spec, "num_chunks") else spec.num_blocks)
-
-
-def blocks_per_row(spec: Any) -> int:
-    """Return the device blocks in one block of a spec's CPU tier."""
-    for name in ("blocks_per_chunk", "block_size_factor"):  # the latter up to 0.25
-        if hasattr(spec, name):
-            return int(getattr(spec, name))
-    return int(spec.offloaded_block_size // spec.gpu_block_size)  # up to 0.17
 
 
 class HostOffloadingWorker(OffloadingWorker):  # type: ignore[misc]
@@ -175,15 +161,17 @@ class HostOffloadingWorker(OffloadingWorker):  # type: ignore[misc]
     def _addresses(self, device: Any, tier: Any) -> list[tuple[int, int, int]]:
         """Pair device addresses with tier addresses: (device, tier, bytes) a copy."""
         pairs = []
-        for block, slot in slots(device, tier, self.blocks_per_chunk):
-            for ref in self.groups[slot.group]:
+        for block, place in places(device, tier, self.blocks_per_chunk):
+            for ref in self.groups[place.group]:
                 region, rows = self.regions[ref.tensor_idx], self.tier[ref.tensor_idx]
-                if not (0 <= block < region.shape[0] and 0 <= slot.row < rows.shape[0]):
-                    raise IndexError(f"block {block} or tier block {slot.row} does not exist")
+                if not (0 <= block < region.shape[0] and 0 <= place.chunk < rows.shape[0]):
+                    raise IndexError(f"block {block} or tier block {place.chunk} does not exist")
                 pairs.append(
                     (
                         region.data_ptr() + block * region.stride(0),
-                        rows.data_ptr() + slot.row * rows.stride(0) + slot.inside * region.shape[1],
+                        rows.data_ptr()
+                        + place.chunk * rows.stride(0)
+                        + place.inside * region.shape[1],
                         ref.page_size_bytes,
                     )
                 )
@@ -197,14 +185,14 @@ class HostOffloadingSpec(CPUOffloadingSpec):  # type: ignore[misc]
         """Return the worker that copies ``kv_caches``; called once per worker process."""
         made: HostOffloadingWorker | None = getattr(self, "_worker", None)
         self._worker: Any = made or HostOffloadingWorker(
-            kv_caches, blocks_per_row(self), tier_blocks(self)
+            kv_caches, blocks_per_chunk(self), chunks_of(self)
         )
         return self._worker
 
     def get_handlers(self, kv_caches: Any, attn_backends: Any = None) -> Any:
         """Return the same as one handler a direction, which vLLM asks for up to 0.24."""
-        from kvpatch.hostdevice import handlers
+        from kvpatch.hostdevice import legacy
 
         if attn_backends is not None:  # up to 0.18
-            kv_caches = handlers.regions_of(kv_caches, attn_backends)
-        return handlers.of(self.get_worker(kv_caches))
+            kv_caches = legacy.regions_of(kv_caches, attn_backends)
+        return legacy.of(self.get_worker(kv_caches))

@@ -71,7 +71,7 @@ class TorchWithStreams(wrapt.ObjectProxy):  # type: ignore[misc]
 class HostCopyBackend:
     """Copies rows of the regions on the host device's streams.
 
-    The interface is ``kvpatch.simple.copies.CopyBackend``.
+    The interface is ``kvpatch.patches.simple_offload.copy_backend.CopyBackend``.
     """
 
     def __init__(self) -> None:

@@ -13,12 +13,8 @@ from typing import Any
 from vllm.v1.kv_offload.cpu.shared_offload_region import SharedOffloadRegion
 from vllm.v1.kv_offload.tiering.spec import TieringOffloadingSpec
 
-from kvpatch.hostdevice.offloading import (
-    HostOffloadingSpec,
-    HostOffloadingWorker,
-    blocks_per_row,
-    tier_blocks,
-)
+from kvpatch.hostdevice.offloading import HostOffloadingSpec, HostOffloadingWorker
+from kvpatch.upstream.vllm_api import blocks_per_chunk, chunks_of
 
 
 class HostTieringOffloadingSpec(TieringOffloadingSpec):  # type: ignore[misc]
@@ -28,10 +24,10 @@ class HostTieringOffloadingSpec(TieringOffloadingSpec):  # type: ignore[misc]
         """Return the worker that copies ``kv_caches``; called once per worker process."""
         made: HostOffloadingWorker | None = getattr(self, "_worker", None)
         if made is None:
-            rows = tier_blocks(self)
+            rows = chunks_of(self)
             made = HostOffloadingWorker(
                 kv_caches,
-                blocks_per_row(self),
+                blocks_per_chunk(self),
                 rows,
                 SharedOffloadRegion(*self._place(rows)),  # its parameters were renamed too
             )

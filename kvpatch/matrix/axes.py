@@ -8,7 +8,7 @@ from itertools import product
 from types import SimpleNamespace
 from typing import Any
 
-from kvpatch.matrix import shapes
+from kvpatch.matrix import signatures
 
 RUNNERS = ("V1", "V2")
 LAYOUTS = ("contiguous", "non-contiguous")
@@ -22,7 +22,7 @@ class Connector:
         name: what the tables call it.
         connector: vLLM's ``kv_connector``.
         extra: its ``kv_connector_extra_config``.
-        needs: what a release must have, by the names of ``shapes.PRESENCE``.
+        needs: what a release must have, by the names of ``signatures.PRESENCE``.
     """
 
     name: str
@@ -74,16 +74,14 @@ MODELS = (
     Model("sliding window", "Gemma3ForCausalLM"),
     Model("latent attention", "DeepseekV2ForCausalLM", ("use_mla",)),
     Model("hybrid", "JambaForCausalLM", ("is_hybrid",)),
-    Model("encoder-decoder", "WhisperForConditionalGeneration", ("is_encoder_decoder",)),
 )
 
 
 @dataclass(frozen=True)
 class Cell:
-    """One combination: everything by its name in the tables."""
+    """One combination: everything by its name in the tables. kvcached is the supported one."""
 
     vllm: str
-    kvcached: str
     runner: str
     layout: str
     connector: str
@@ -92,11 +90,10 @@ class Cell:
 
 def cells(vllm: str | None = None) -> Iterator[Cell]:
     """Yield every cell of the matrix, or of one release of vLLM."""
-    every = [release for release in shapes.releases("vllm") if vllm in (None, release)]
-    kvcached = shapes.releases("kvcached")
+    every = [release for release in signatures.releases("vllm") if vllm in (None, release)]
     connectors = [connector.name for connector in CONNECTORS]
     models = [model.name for model in MODELS]
-    for values in product(every, kvcached, RUNNERS, LAYOUTS, connectors, models):
+    for values in product(every, RUNNERS, LAYOUTS, connectors, models):
         yield Cell(*values)
 
 

@@ -1,19 +1,20 @@
-"""The matrix in few words: cells that have the same verdict, said together."""
+"""The matrix in few words: cells with the same verdict, together."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from kvpatch.matrix import axes, shapes
+from kvpatch.matrix import axes, signatures
 from kvpatch.matrix.axes import Cell
 from kvpatch.matrix.verdicts import Kind, Verdict
 
-_INNER = ("runner", "layout", "model")
+# In a grid of releases and connectors: all that vLLM has of a kind of model, a part, or none.
+ALL, PART, REFUSED, ABSENT = "●", "◐", "○", "-"
 
 
 def grouped(found: Mapping[Cell, Verdict]) -> list[tuple[Verdict, list[Cell]]]:
-    """Return the verdicts with their cells, right ones first."""
+    """Return the verdicts with their cells, validated ones first."""
     groups: dict[Verdict, list[Cell]] = {}
     for cell, verdict in found.items():
         groups.setdefault(verdict, []).append(cell)
@@ -22,11 +23,11 @@ def grouped(found: Mapping[Cell, Verdict]) -> list[tuple[Verdict, list[Cell]]]:
 
 
 def describe(cells: Iterable[Cell]) -> list[str]:
-    """Return cells of one release as few lines: axis by axis, those alike together.
+    """Return cells of one release as few lines: axis by axis, equal ones together.
 
     Every line is a product of values, and together they are exactly ``cells``.
     """
-    names = ("kvcached", "connector", "runner", "layout", "model")
+    names = ("connector", "runner", "layout", "model")
     boxes: list[list[tuple[str, ...]]] = [
         [(getattr(cell, name),) for name in names] for cell in cells
     ]
@@ -40,37 +41,32 @@ def describe(cells: Iterable[Cell]) -> list[str]:
                 merged[key] = list(box)
         boxes = list(merged.values())
     everything = {
-        "kvcached": set(shapes.releases("kvcached")),
         "connector": {one.name for one in axes.CONNECTORS},
         "runner": set(axes.RUNNERS),
         "layout": set(axes.LAYOUTS),
         "model": {one.name for one in axes.MODELS},
     }
-    lines = []
-    for box in boxes:
-        said = [
+    return [
+        ", ".join(
             f"any {name}" if set(values) == everything[name] else " or ".join(values)
             for name, values in zip(names, box, strict=True)
-        ]
-        said[0] = said[0] if said[0].startswith("any") else f"kvcached {said[0]}"
-        lines.append(", ".join(said))
-    return lines
+        )
+        for box in boxes
+    ]
 
 
-def summary(found: Mapping[Cell, Verdict], vllm: str, kvcached: str, connector: str) -> str:
-    """Return one release and connector in a few words: what is right, or what else it is."""
+def summary(found: Mapping[Cell, Verdict], vllm: str, connector: str) -> str:
+    """Return one release and connector in a few words: what is validated, or what else it is."""
     here = {
         cell: verdict
         for cell, verdict in found.items()
-        if (cell.vllm, cell.kvcached, cell.connector) == (vllm, kvcached, connector)
+        if (cell.vllm, cell.connector) == (vllm, connector)
     }
-    right = [cell for cell, verdict in here.items() if verdict.kind.right]
+    validated = [cell for cell, verdict in here.items() if verdict.kind is Kind.VALIDATED]
     tagged = [cell for cell, verdict in here.items() if verdict.tagged]
     words = []
-    if right:
-        levels = {here[cell].kind for cell in right}
-        level = "engine" if levels == {Kind.RIGHT_ENGINE} else "tagged bytes"
-        words.append(f"right ({level}): {_together(right)}")
+    if validated:
+        words.append(_together(validated))
     elif not tagged:
         kinds = {verdict.kind for cell, verdict in here.items() if cell.runner == axes.RUNNERS[0]}
         worst = next(kind for kind in reversed(Kind) if kind in kinds)
@@ -78,6 +74,24 @@ def summary(found: Mapping[Cell, Verdict], vllm: str, kvcached: str, connector: 
     if tagged:
         words.append(f"refused, tagged bytes right: {_together(tagged)}")
     return "; ".join(words)
+
+
+def mark(found: Mapping[Cell, Verdict], vllm: str, connector: str) -> str:
+    """Return one release and connector as one mark, over full attention and sliding windows.
+
+    Latent attention and hybrid models are marked as a part, where they are validated or not.
+    """
+    kinds = [
+        verdict.kind
+        for cell, verdict in found.items()
+        if (cell.vllm, cell.connector) == (vllm, connector)
+        and cell.model in ("full attention", "sliding window")
+        and verdict.kind is not Kind.ABSENT
+    ]
+    if not kinds:
+        return ABSENT
+    validated = kinds.count(Kind.VALIDATED)
+    return ALL if validated == len(kinds) else PART if validated else REFUSED
 
 
 def _together(cells: list[Cell]) -> str:
@@ -96,26 +110,17 @@ def _together(cells: list[Cell]) -> str:
     return " and ".join(", ".join((*where, *names)) for where, names in models.items())
 
 
-def summaries(found: Mapping[Cell, Verdict], kvcached: str) -> list[tuple[str, ...]]:
-    """Return a line for each release, newest first: its name and a word for each connector."""
+def summaries(found: Mapping[Cell, Verdict]) -> list[tuple[str, ...]]:
+    """Return a line for each release, newest first: its name and words for each connector."""
     return [
-        (
-            vllm,
-            *(summary(found, vllm, kvcached, connector.name) for connector in axes.CONNECTORS),
-        )
-        for vllm in reversed(shapes.releases("vllm"))
+        (vllm, *(summary(found, vllm, connector.name) for connector in axes.CONNECTORS))
+        for vllm in reversed(signatures.releases("vllm"))
     ]
 
 
-def alike(lines: Iterable[tuple[str, ...]]) -> list[tuple[tuple[str, ...], str]]:
-    """Return the words of neighbouring releases once, with the releases' names.
-
-    Args:
-        lines: ``summaries``, or some of them.
-    """
-    runs: list[tuple[tuple[str, ...], list[str]]] = []
-    for vllm, *words in lines:
-        if not runs or runs[-1][0] != tuple(words):
-            runs.append((tuple(words), []))
-        runs[-1][1].append(vllm)
-    return [(words, ", ".join(reversed(releases))) for words, releases in runs]
+def grid(found: Mapping[Cell, Verdict], releases: Iterable[str]) -> list[tuple[str, ...]]:
+    """Return a line for each release, in the order given: its name and a mark per connector."""
+    return [
+        (vllm, *(mark(found, vllm, connector.name) for connector in axes.CONNECTORS))
+        for vllm in releases
+    ]

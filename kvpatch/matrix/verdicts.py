@@ -1,38 +1,35 @@
-"""The verdict of a cell, and what it rests on."""
+"""The verdict of a cell, and its evidence."""
 
 from __future__ import annotations
 
-import json
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from enum import Enum
 from functools import cache
-from pathlib import Path
-from typing import Any
 
-from kvpatch import configuration, gate, registry, versions
-from kvpatch.errors import Refusal
-from kvpatch.matrix import shapes
+from kvpatch import gate, patches, rules, supported
+from kvpatch.environ import ALLOW_VLLM
+from kvpatch.matrix import evidence, signatures
 from kvpatch.matrix.axes import Cell, cells, configuration_of, connector_of
-
-LEVELS = ("engine", "bytes")
+from kvpatch.refusal import Basis, Refusal
+from kvpatch.versions import Facts, Installed
 
 
 class Kind(str, Enum):
     """Everything a cell can be; a committed matrix has only the first four."""
 
-    RIGHT_ENGINE = "right (engine)"
-    RIGHT_BYTES = "right (tagged bytes)"
-    REFUSED = "refused"
+    VALIDATED = "validated"
+    INCOMPATIBLE = "incompatible"
+    NOT_VALIDATED = "not validated"
     ABSENT = "absent in this release"
     UNTESTED = "UNTESTED"
     WRONG = "WRONG"
 
     @property
-    def right(self) -> bool:
-        """Whether it runs and is known to be right."""
-        return self in (Kind.RIGHT_ENGINE, Kind.RIGHT_BYTES)
+    def refused(self) -> bool:
+        """Whether start-up refuses it."""
+        return self in (Kind.INCOMPATIBLE, Kind.NOT_VALIDATED)
 
     @property
     def red(self) -> bool:
@@ -42,7 +39,7 @@ class Kind(str, Enum):
 
 @dataclass(frozen=True)
 class Verdict:
-    """What a cell is, and the sentence or the result file that says so.
+    """What a cell is, and the sentence or the result file behind it.
 
     Attributes:
         kind: what it is.
@@ -55,64 +52,39 @@ class Verdict:
     tagged: str = ""
 
 
-@cache
-def evidence(data: Path = shapes.DATA) -> dict[Cell, Verdict]:
-    """Return what the recorded runs say; an engine's word goes over tagged bytes'."""
-    found: dict[Cell, Verdict] = {}
-    kinds = {"engine": Kind.RIGHT_ENGINE, "bytes": Kind.RIGHT_BYTES}
-    for level in reversed(LEVELS):
-        for path in sorted((data / level).glob("*.json")):
-            result: dict[str, Any] = json.loads(path.read_text())
-            for run in result["runs"]:
-                axes = {name: run[name] for name in ("runner", "layout", "connector", "model")}
-                cell = Cell(vllm=result["vllm"], kvcached=result["kvcached"], **axes)
-                kind = kinds[level] if run["right"] else Kind.WRONG
-                found[cell] = Verdict(kind, f"{level}/{path.name}")
-    return found
-
-
-def refusal(cell: Cell, tried: bool = False) -> str | None:
-    """Return the sentence that start-up would end with, or None where the cell starts.
+def refusal(cell: Cell, tried: bool = False) -> Refusal | None:
+    """Return the refusal that start-up would end with, or None where the cell starts.
 
     With ``tried``, where the operator names the release of vLLM as one to try.
     """
-    of_releases: str | None = _of_releases(cell.vllm, cell.kvcached, tried)
+    of_releases: Refusal | None = _of_releases(cell.vllm, tried)
     if of_releases is not None:
         return of_releases
-    found = (shapes.release("vllm", cell.vllm), shapes.release("kvcached", cell.kvcached))
-    try:
-        with versions.assume(*found):
-            configuration.check(configuration_of(cell))
-    except Refusal as refusal:
-        return str(refusal)
-    return None
+    facts = Facts(
+        vllm=Installed.release("vllm", cell.vllm),
+        kvcached=Installed.release("kvcached", supported.KVCACHED[-1]),
+        environment={},
+        device="cuda",
+        contiguous=cell.layout == "contiguous",
+    )
+    every = rules.of(feature.rules for feature in patches.FEATURES)
+    return rules.check(configuration_of(cell), facts, every)
 
 
 @cache
-def _of_releases(vllm: str, kvcached: str, tried: bool) -> str | None:
-    """Return the sentence of the gates, which ask for the releases alone."""
-    allowed = {gate.ALLOW_VLLM: vllm} if tried else {}
-    try:
-        found = shapes.release("vllm", vllm)
-        gate.check_range(found, registry.VLLM_RANGE, allowed)
-        found = shapes.release("kvcached", kvcached)
-        gate.check_range(found, registry.KVCACHED_RANGE, allowed)
-        reason: Refusal | None = _features(vllm, kvcached, allowed)
-        if reason is not None:
-            raise reason
-    except Refusal as refusal:
-        return str(refusal)
-    return None
-
-
-def _features(vllm: str, kvcached: str, allowed: Mapping[str, str]) -> Refusal | None:
-    """Return the refusal of a feature that cannot be applied to two releases."""
-    found = (shapes.release("vllm", vllm), shapes.release("kvcached", kvcached))
-    look = shapes.look(shapes.releases("vllm")[vllm], shapes.releases("kvcached")[kvcached])
-    for feature in registry.FEATURES:
+def _of_releases(vllm: str, tried: bool) -> Refusal | None:
+    """Return the refusal of the gates, which depend on the releases alone."""
+    environment = {ALLOW_VLLM.name: vllm} if tried else {}
+    installed = Installed.release("vllm", vllm)
+    refusal = gate.check_installed("vllm", [installed], environment)
+    if refusal is not None:
+        return refusal
+    kvcached = signatures.releases("kvcached")[supported.KVCACHED[-1]]
+    look = signatures.look(signatures.releases("vllm")[vllm], kvcached)
+    for feature in patches.FEATURES:
         if feature.wanted is not None:  # for some machines, or a mode; cells are of neither
             continue
-        verdict = gate.check_feature(feature, *found, look, allowed)
+        verdict = gate.check_feature(feature, installed, look, environment)
         refusal = gate.refusal(feature, verdict)
         if refusal is not None:
             return refusal
@@ -125,9 +97,9 @@ def missing(cell: Cell) -> str | None:
         *connector_of(cell).needs,
         *(("Model Runner V2",) if cell.runner == "V2" else ()),
     )
-    present: dict[str, str | None] = shapes.releases("vllm")[cell.vllm].targets
+    present: dict[str, str | None] = signatures.releases("vllm")[cell.vllm].targets
     for need in needs:
-        if present.get(shapes.PRESENCE[need]) is None:
+        if present.get(signatures.PRESENCE[need]) is None:
             return need
     return None
 
@@ -137,11 +109,16 @@ def verdict(cell: Cell) -> Verdict:
     need = missing(cell)
     if need is not None:
         return Verdict(Kind.ABSENT, f"vLLM {cell.vllm} has no {need}")
-    sentence = refusal(cell)
-    seen = evidence().get(cell, Verdict(Kind.UNTESTED, "no run of it is recorded"))
-    if sentence is None:
-        return seen
-    return Verdict(Kind.REFUSED, sentence, seen.why if seen.kind is Kind.RIGHT_BYTES else "")
+    refused = refusal(cell)
+    by_level = {run.level: run for run in evidence.runs().get(cell, ())}
+    if refused is None:
+        run = by_level.get("engine")
+        if run is None:
+            return Verdict(Kind.UNTESTED, "no run of it is recorded")
+        return Verdict(Kind.VALIDATED if run.right else Kind.WRONG, run.file)
+    tagged = by_level.get("bytes")
+    kind = Kind.INCOMPATIBLE if refused.basis is Basis.INCOMPATIBLE else Kind.NOT_VALIDATED
+    return Verdict(kind, str(refused), tagged.file if tagged and tagged.right else "")
 
 
 def verdicts(vllm: str | None = None) -> dict[Cell, Verdict]:
@@ -150,17 +127,19 @@ def verdicts(vllm: str | None = None) -> dict[Cell, Verdict]:
 
 
 def forget() -> None:
-    """Compute anew what was remembered of the registry and the results."""
-    for remembered in (_of_releases, evidence, shapes.releases):
-        remembered.cache_clear()
+    """Compute anew what was remembered of the patches and the results."""
+    _of_releases.cache_clear()
+    signatures.releases.cache_clear()
+    evidence.forget()
 
 
 def lost(found: Mapping[Cell, Verdict]) -> list[Cell]:
-    """Return the cells that an engine's run proved right and that are no longer right."""
+    """Return the cells that an engine's run validated and that no longer are."""
     return [
         cell
-        for cell, recorded in evidence().items()
-        if recorded.kind is Kind.RIGHT_ENGINE and not (cell in found and found[cell].kind.right)
+        for cell, every in evidence.runs().items()
+        if any(run.level == "engine" and run.right for run in every)
+        and not (cell in found and found[cell].kind is Kind.VALIDATED)
     ]
 
 

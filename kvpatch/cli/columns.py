@@ -1,0 +1,22 @@
+"""Aligned columns of text, of full width also where the output is not a terminal."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+WIDTH = 10_000  # nothing is wrapped: the terminal does, or a pager does not
+
+
+def columns(lines: Iterable[tuple[str, ...]]) -> str:
+    """Return lines of cells with the columns under each other."""
+    table = Table(box=None, show_header=False, pad_edge=False, padding=(0, 2, 0, 0))
+    for line in lines:
+        table.add_row(*map(Text, line))
+    console = Console(width=WIDTH, color_system=None, highlight=False, markup=False)
+    with console.capture() as captured:
+        console.print(table)
+    return "\n".join(line.rstrip() for line in captured.get().splitlines())

@@ -1,0 +1,92 @@
+"""The host device's copies for vLLM up to 0.24, which has a handler for each direction."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any
+
+from kvpatch.upstream.vllm_api import find
+
+Transfer = tuple[Any, Any]
+
+CPULoadStoreSpec, GPULoadStoreSpec = find("CPULoadStoreSpec"), find("GPULoadStoreSpec")
+if TYPE_CHECKING:
+    from vllm.v1.kv_offload.worker.worker import OffloadingHandler
+
+    from kvpatch.hostdevice.offloading import HostOffloadingWorker
+else:
+    OffloadingHandler = find("OffloadingHandler")
+
+
+class HostHandler(OffloadingHandler):  # type: ignore[misc]
+    """One direction of a worker.
+
+    Args:
+        worker: does the copies.
+        store: whether this is the direction to the CPU tier.
+    """
+
+    def __init__(self, worker: HostOffloadingWorker, store: bool) -> None:
+        self._worker = worker
+        self._store = store
+
+    def transfer_async(self, job_id: int, spec: Transfer) -> bool:
+        """Queue a transfer from the first to the second of ``spec``."""
+        source, destination = spec
+        per_row = self._worker.blocks_per_chunk
+        if self._store:
+            return self._worker.submit_store(job_id, by_group(source, per_row), destination)
+        return self._worker.submit_load(job_id, source, by_group(destination, per_row))
+
+    def get_finished(self) -> list[Any]:
+        """Return the transfers of this direction that ended since the last call."""
+        results: list[Any] = self._worker.finished(self._store)
+        for result in results:
+            # Up to 0.23 a transfer without it is not counted.
+            result.transfer_type = ("GPU", "CPU") if self._store else ("CPU", "GPU")
+        return results
+
+    def wait(self, job_ids: set[int]) -> None:
+        """Wait until the copies of these jobs have run."""
+        self._worker.wait(job_ids)
+
+    def shutdown(self) -> None:
+        """Finish the copies in flight; one of the two handlers does it for both."""
+        if self._store:
+            self._worker.shutdown()
+
+
+def by_group(device: Any, per_row: int) -> Any:
+    """Return a ``GPULoadStoreSpec`` with the groups of its blocks and where each begins.
+
+    Up to 0.18 there is one group, and a transfer ends with a whole row of the CPU tier; up
+    to 0.20 that is so where the beginnings are left out.
+    """
+    sizes = getattr(device, "group_sizes", None) or (len(device.block_ids),)
+    first = getattr(device, "block_indices", None) or [-size % per_row for size in sizes]
+    return SimpleNamespace(block_ids=device.block_ids, group_sizes=sizes, block_indices=first)
+
+
+def regions_of(kv_caches: dict[str, Any], backends: dict[str, Any]) -> Any:
+    """Return the KV caches that vLLM hands over up to 0.18, by layer, as one group's regions."""
+    import torch
+
+    tensors = []
+    for name, cache in kv_caches.items():
+        # Blocks come first, or behind K and V.
+        first = backends[name].get_kv_cache_shape(1234, 16, 8, 256)[0] == 1234
+        for part in (cache,) if first else cache.unbind(0):
+            rows = part.view(len(part), -1).view(torch.int8)
+            tensors.append(SimpleNamespace(tensor=rows, page_size_bytes=rows.shape[1]))
+    refs = [
+        SimpleNamespace(tensor_idx=index, page_size_bytes=entry.page_size_bytes)
+        for index, entry in enumerate(tensors)
+    ]
+    return SimpleNamespace(tensors=tensors, group_data_refs=[refs])
+
+
+def of(worker: HostOffloadingWorker) -> Iterator[tuple[type, type, HostHandler]]:
+    """Yield what ``OffloadingSpec.get_handlers`` does: source, destination and handler."""
+    yield GPULoadStoreSpec, CPULoadStoreSpec, HostHandler(worker, store=True)
+    yield CPULoadStoreSpec, GPULoadStoreSpec, HostHandler(worker, store=False)

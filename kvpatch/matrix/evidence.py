@@ -1,0 +1,173 @@
+"""The recorded runs, and which code they ran on.
+
+``data/engine`` and ``data/bytes`` have one file per release of vLLM: its runs, and the code
+they ran on. A code is a commit, the ids of the patches that were in force, and a digest of each
+module that those patches use. What changes no instruction, docstrings and comments, changes no
+digest.
+"""
+
+from __future__ import annotations
+
+import ast
+import hashlib
+import json
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from kvpatch import patches
+from kvpatch.matrix import signatures
+from kvpatch.matrix.axes import Cell
+
+LEVELS = ("engine", "bytes")
+PACKAGE = Path(__file__).parents[1]
+HEADERS = "kvpatch.hostdevice.include"
+# The packages whose modules run in an engine on behalf of a patch.
+_CODE = ("kvpatch.patches", "kvpatch.upstream", "kvpatch.hostdevice", "kvpatch.state")
+
+
+@dataclass(frozen=True)
+class Code:
+    """The code that a run ran on.
+
+    Attributes:
+        commit: of the repository.
+        patches: the ids of the patches that were in force, in the order of their application.
+        digests: by module.
+    """
+
+    commit: str
+    patches: tuple[str, ...]
+    digests: dict[str, str]
+
+    def changed(self) -> list[str]:
+        """Return the modules that are not what they were."""
+        now = digests_of(self.patches)
+        return sorted(
+            module
+            for module in self.digests.keys() | now.keys()
+            if self.digests.get(module) != now.get(module)
+        )
+
+
+@dataclass(frozen=True)
+class Run:
+    """One recorded run of a cell.
+
+    Attributes:
+        level: ``engine`` or ``bytes``.
+        right: whether everything that was compared was equal.
+        file: the result file.
+        code: what it ran on; None where that was not recorded.
+    """
+
+    level: str
+    right: bool
+    file: str
+    code: Code | None
+
+
+@cache
+def runs(data: Path = signatures.DATA) -> dict[Cell, list[Run]]:
+    """Return the recorded runs by cell, those of engines first."""
+    found: dict[Cell, list[Run]] = {}
+    for level in LEVELS:
+        for path in sorted((data / level).glob("*.json")):
+            result: dict[str, Any] = json.loads(path.read_text())
+            codes = {
+                key: Code(code["commit"], tuple(code["patches"]), code["digests"])
+                for key, code in result.get("code", {}).items()
+            }
+            for run in result["runs"]:
+                axes = {name: run[name] for name in ("runner", "layout", "connector", "model")}
+                cell = Cell(vllm=result["vllm"], **axes)
+                code = codes.get(run.get("code", ""))
+                made = Run(level, run["right"], f"{level}/{path.name}", code)
+                found.setdefault(cell, []).append(made)
+    return found
+
+
+def stale(data: Path = signatures.DATA) -> Iterator[tuple[Cell, list[str]]]:
+    """Yield the cells whose engine ran on other code than today's, with what changed."""
+    for cell, every in runs(data).items():
+        for run in every:
+            if run.level == "engine":
+                changed = run.code.changed() if run.code else ["the code was not recorded"]
+                if changed:
+                    yield cell, changed
+
+
+def digests_of(ids: Iterable[str]) -> dict[str, str]:
+    """Return a digest of every module that patches use, by its name."""
+    wrappers = {patch.id: patch.wrapper for one in patches.FEATURES for patch in one.patches}
+    modules: set[str] = set()
+    for patch_id in ids:
+        if patch_id in wrappers:
+            modules |= _used_by(wrappers[patch_id].partition(":")[0])
+    on_host = any(module.startswith("kvpatch.hostdevice") for module in modules)
+    if on_host:  # some of it is named by configurations, and not by patches
+        files = (PACKAGE / "hostdevice").glob("*.py")
+        modules |= {f"kvpatch.hostdevice.{path.stem}" for path in files if path.stem[0] != "_"}
+    found = {module: _digest(module) for module in modules}
+    if on_host:
+        found[HEADERS] = _headers()
+    return dict(sorted(found.items()))
+
+
+@cache
+def _used_by(module: str) -> frozenset[str]:
+    """Return a module and those of ``_CODE`` that it imports, directly or not."""
+    found: set[str] = set()
+    waiting = [module]
+    while waiting:
+        name = waiting.pop()
+        if name not in found:
+            found.add(name)
+            waiting += _imports(name)
+    return frozenset(found)
+
+
+def _path(module: str) -> Path:
+    return PACKAGE.joinpath(*module.split(".")[1:]).with_suffix(".py")
+
+
+@cache
+def _tree(module: str) -> ast.Module:
+    """Return the parsed module without its docstrings."""
+    tree = ast.parse(_path(module).read_text())
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
+            first = node.body[0] if node.body else None
+            if isinstance(first, ast.Expr) and isinstance(first.value, ast.Constant):
+                node.body[:1] = [ast.Pass()]
+    return tree
+
+
+def _imports(module: str) -> list[str]:
+    found = []
+    for node in ast.walk(_tree(module)):
+        if isinstance(node, ast.ImportFrom) and node.module:
+            found += [node.module, *(f"{node.module}.{alias.name}" for alias in node.names)]
+        elif isinstance(node, ast.Import):
+            found += [alias.name for alias in node.names]
+    return [name for name in found if name.startswith(_CODE) and _path(name).is_file()]
+
+
+@cache
+def _digest(module: str) -> str:
+    return hashlib.sha256(ast.dump(_tree(module)).encode()).hexdigest()[:12]
+
+
+@cache
+def _headers() -> str:
+    digest = hashlib.sha256()
+    for path in sorted((PACKAGE / "hostdevice/include").iterdir()):
+        digest.update(path.read_bytes())
+    return digest.hexdigest()[:12]
+
+
+def forget() -> None:
+    """Read the recorded runs anew."""
+    runs.cache_clear()

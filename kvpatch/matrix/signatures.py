@@ -1,0 +1,154 @@
+"""Recorded signatures: whether each patch finds its target in each release.
+
+``data/signatures`` holds, for every inspected release of vLLM and kvcached, what its sources
+have at each target; ``scripts/matrix shapes`` reads it from the unpacked sources. The gates
+decide on it as they decide on the imported objects at start-up.
+"""
+
+from __future__ import annotations
+
+import ast
+import json
+from collections.abc import Callable, Collection
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from packaging.version import Version
+
+from kvpatch import gate, patches, supported
+from kvpatch.patch import Feature, Outcome, Patch
+from kvpatch.versions import Installed
+
+DATA = Path(__file__).parent / "data"
+PACKAGES = ("vllm", "kvcached")
+
+_V1 = "vllm.distributed.kv_transfer.kv_connector.v1"
+# What the axes of the matrix need of a release.
+PRESENCE = {
+    "OffloadingConnector": f"{_V1}.offloading_connector:OffloadingConnector",
+    "SimpleCPUOffloadConnector": f"{_V1}.simple_cpu_offload_connector:SimpleCPUOffloadConnector",
+    "TieringOffloadingSpec": "vllm.v1.kv_offload.tiering.spec:TieringOffloadingSpec",
+    "MultiConnector": f"{_V1}.multi_connector:MultiConnector",
+    "Model Runner V2": "vllm.v1.worker.gpu.model_runner:GPUModelRunner",
+}
+# Classes that kvcached adds to vLLM's modules, and the classes of vLLM they are made from.
+ADDED = {"vllm.v1.core.block_pool:ElasticBlockPool": "vllm.v1.core.block_pool:BlockPool"}
+
+
+@dataclass(frozen=True)
+class Signatures:
+    """What one release has at the targets.
+
+    Attributes:
+        package, version: the release.
+        archive, sha256: the file its sources came from.
+        targets: by target, its parameters in brackets, ``property``, ``class`` or
+            ``value``; None where it is not there.
+    """
+
+    package: str
+    version: str
+    archive: str
+    sha256: str
+    targets: dict[str, str | None]
+
+
+def targets() -> list[str]:
+    """Every target that is recorded of a release."""
+    rows = {patch.target for feature in patches.FEATURES for patch in feature.patches}
+    fixes = {fault.target for fault in supported.FAULTS if fault.target}
+    return sorted(rows | set(map(inherited, rows)) | set(PRESENCE.values()) | fixes)
+
+
+def inherited(target: str) -> str:
+    """Return where a class that kvcached adds has ``target`` from, if not of its own."""
+    owner, _, name = target.rpartition(".")
+    return f"{ADDED[owner]}.{name}" if owner in ADDED else target
+
+
+@cache
+def releases(package: str, data: Path = DATA) -> dict[str, Signatures]:
+    """Return the recorded releases of ``vllm`` or ``kvcached``, oldest first."""
+    found = [
+        Signatures(**json.loads(path.read_text()))
+        for path in (data / "signatures").glob(f"{package}-*")
+    ]
+    found.sort(key=lambda one: Version(one.version))
+    return {one.version: one for one in found}
+
+
+def look(vllm: Signatures, kvcached: Signatures) -> gate.Look:
+    """Look at targets in two recorded releases instead of importing them.
+
+    What vLLM's classes do not have, kvcached may add to them.
+    """
+
+    def look(target: str) -> Callable[[], Collection[str]]:
+        owner = next(one for one in (vllm, kvcached) if target.startswith(f"{one.package}."))
+        if target not in owner.targets:
+            raise LookupError(f"{owner.package} {owner.version} has no record of it")
+        said = owner.targets[target] or kvcached.targets.get(target)
+        if said is None:
+            said = owner.targets[inherited(target)]
+        if said is None:
+            raise AttributeError(target)
+        return lambda: parameters(said)
+
+    return look
+
+
+def parameters(signature: str) -> list[str]:
+    """Return the names a recorded signature takes.
+
+    Raises:
+        TypeError: it is not that of a function.
+    """
+    if not signature.startswith("("):
+        raise TypeError(f"it is a {signature}")
+    (function,) = ast.parse(f"def function{signature}: ...").body
+    assert isinstance(function, ast.FunctionDef)
+    given = function.args
+    every: list[Any] = [*given.posonlyargs, *given.args, given.vararg, *given.kwonlyargs]
+    return [one.arg for one in [*every, given.kwarg] if one is not None]
+
+
+def check_row(
+    feature: Feature, patch: Patch, vllm: Signatures, kvcached: Signatures
+) -> gate.Verdict:
+    """Return what becomes of one patch on two releases."""
+    if Version(vllm.version) not in patch.span:
+        return gate.Verdict(Outcome.NOT_NEEDED, f"its range is {patch.span}")
+    verdict = gate.check_target(patch, look(vllm, kvcached))
+    if not verdict.passed:
+        return verdict
+    if not gate.applies(feature, Installed.release("vllm", vllm.version), {}):
+        return gate.Verdict(Outcome.OUTSIDE, f"vllm {vllm.version} is not validated")
+    return gate.PASSED
+
+
+def check_rows(vllm: Signatures, kvcached: Signatures) -> dict[str, gate.Verdict]:
+    """Return what becomes of every patch on two releases, by its id."""
+    return {
+        patch.id: check_row(feature, patch, vllm, kvcached)
+        for feature in patches.FEATURES
+        for patch in feature.patches
+    }
+
+
+def holes(vllm: str) -> list[str]:
+    """Return the seams that have no patch, or several, for a release of vLLM."""
+    found = []
+    for feature in patches.FEATURES:
+        if Version(vllm) in feature.span:
+            try:
+                feature.at(Version(vllm))
+            except LookupError as error:
+                found.append(str(error))
+    return found
+
+
+def is_red(verdict: gate.Verdict) -> bool:
+    """Return whether a patch names a range in which its target is not what it says."""
+    return verdict.outcome in (Outcome.ABSENT, Outcome.MOVED)

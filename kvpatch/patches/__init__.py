@@ -1,0 +1,38 @@
+"""Every feature of kvpatch, one folder or file each, in the order in which they are applied.
+
+The ``__init__`` of a feature has its rows: which object of vLLM or kvcached is patched in which
+releases, why, and what makes the patch unnecessary. The code is beside it, and all code for
+older releases in its ``legacy.py``. docs/patches.md and docs/support.md are generated from the
+rows by scripts/docs.
+"""
+
+from __future__ import annotations
+
+from kvpatch.patches import (
+    deadlock,
+    debug,
+    elastic_memory,
+    fence,
+    host_device,
+    kv_events,
+    kvcached_compat,
+    metrics,
+    offloading,
+    secondary_tiers,
+    simple_offload,
+)
+
+FEATURES = (
+    kvcached_compat.VERSION_OVERRIDE,
+    host_device.FEATURE,
+    kvcached_compat.ADAPTERS,
+    elastic_memory.FEATURE,
+    offloading.FEATURE,
+    simple_offload.FEATURE,
+    fence.FEATURE,
+    deadlock.FEATURE,
+    kv_events.FEATURE,
+    secondary_tiers.FEATURE,
+    debug.FEATURE,
+    metrics.FEATURE,
+)

@@ -1,0 +1,175 @@
+"""Elastic memory: an engine's KV cache is on kvcached's memory, or the engine does not start."""
+
+from __future__ import annotations
+
+from kvpatch.patch import Feature, Gap, Patch, seam
+from kvpatch.supported import FLOOR
+from kvpatch.upstream.targets import COORDINATOR, ENGINE_CORE, V1_RUNNER, V2_RUNNER
+
+_RAISES = Gap("0.29", None, "a set-up that fails raises")
+
+FEATURE = Feature(
+    name="elastic-memory",
+    summary="the KV cache is on kvcached's elastic memory, or vLLM does not start",
+    since=FLOOR,
+    prepare="kvpatch.patches.elastic_memory.ipc_name:give_name",
+    rules="kvpatch.patches.elastic_memory.rules:RULES",
+    seams=(
+        Patch(
+            id="elastic.config",
+            target="vllm.config.vllm:VllmConfig.__post_init__",
+            why="configurations nobody tested start and give wrong tokens or die later",
+            upstream="ovg-project/kvcached#361 (reviewers ask for stated fallback conditions)",
+            until="kvcached states and checks the configurations it supports",
+            wrapper="kvpatch.patches.elastic_memory.configuration:around_post_init",
+            parameters=("self",),
+            since="0.16",
+        ),
+        seam(
+            Patch(
+                id="elastic.worker_setup_error",
+                target=f"{V1_RUNNER}._init_kvcached",
+                why="kvcached logs the error of a failed worker set-up and drops it",
+                upstream="ovg-project/kvcached, patch_model_runner_init in 0.1.6",
+                until="kvcached raises instead of logging 'disabling'",
+                wrapper="kvpatch.patches.elastic_memory.allocation:remember_setup_error",
+                parameters=("self",),
+                since="0.16",
+                before="0.29",
+            ),
+            _RAISES,
+        ),
+        seam(
+            Patch(
+                id="elastic.worker_setup",
+                target=f"{V1_RUNNER}.__init__",
+                why="after a failed set-up the engine starts half patched and dies later",
+                upstream="ovg-project/kvcached, patch_model_runner_init in 0.1.6",
+                until="kvcached raises instead of logging 'disabling'",
+                wrapper="kvpatch.patches.elastic_memory.allocation:require_setup",
+                parameters=(),
+                since="0.16",
+                before="0.29",
+            ),
+            _RAISES,
+        ),
+        Patch(
+            id="elastic.coordinator",
+            target=f"{COORDINATOR}._setup_kvcached_coordinator",
+            why="kvcached falls back to vLLM's own block pool with a warning",
+            upstream="ovg-project/kvcached, KVCacheCoordinatorPatch in 0.1.6",
+            until="kvcached raises every error of its coordinator set-up",
+            wrapper="kvpatch.patches.elastic_memory.allocation:require_coordinator",
+            parameters=("self",),
+            since="0.16",
+        ),
+        seam(
+            Patch(
+                id="elastic.kv_cache_tensors",
+                target=f"{V1_RUNNER}.initialize_kv_cache_tensors",
+                why="nothing tells KV caches on kvcached's memory from others",
+                upstream="ovg-project/kvcached#269 (elastic memory silently bypassed)",
+                until="kvcached refuses KV caches it did not allocate",
+                wrapper="kvpatch.patches.elastic_memory.verify:around_kv_cache_tensors",
+                parameters=("self", "kv_cache_config"),
+                since="0.16",
+                before="0.29",
+            ),
+            Patch(
+                id="elastic.kv_caches_v1",
+                target=f"{V1_RUNNER}.initialize_kv_cache",
+                why="nothing tells KV caches on kvcached's memory from others",
+                upstream="ovg-project/kvcached#269 (elastic memory silently bypassed)",
+                until="kvcached refuses KV caches it did not allocate",
+                wrapper="kvpatch.patches.elastic_memory.verify:around_initialize_kv_cache",
+                parameters=("self", "kv_cache_config", "is_profiling"),
+                since="0.29",
+            ),
+        ),
+        seam(
+            Gap("0.16", "0.28", "Model Runner V2 is refused (KVP326)"),
+            Patch(
+                id="elastic.kv_cache_tensors_v2",
+                target="vllm.v1.worker.gpu.model_runner:init_kv_cache",
+                why="nothing tells KV caches on kvcached's memory from others",
+                upstream="ovg-project/kvcached#269 (elastic memory silently bypassed)",
+                until="kvcached refuses KV caches it did not allocate",
+                wrapper="kvpatch.patches.elastic_memory.verify:around_kv_cache_tensors",
+                parameters=("kv_cache_config",),
+                since="0.28",
+                before="0.29",
+            ),
+            Patch(
+                id="elastic.kv_caches_v2",
+                target=f"{V2_RUNNER}.initialize_kv_cache",
+                why="nothing tells KV caches on kvcached's memory from others",
+                upstream="ovg-project/kvcached#269 (elastic memory silently bypassed)",
+                until="kvcached refuses KV caches it did not allocate",
+                wrapper="kvpatch.patches.elastic_memory.verify:around_initialize_kv_cache",
+                parameters=("self", "kv_cache_config", "is_profiling"),
+                since="0.29",
+            ),
+        ),
+        seam(
+            Gap("0.16", "0.29", "kvcached marks the KV caches that it allocates"),
+            Patch(
+                id="elastic.allocation",
+                target="kvcached.integration.vllm.model_runner_v2:allocate_kv_cache",
+                why="from 0.29 on the KV caches are vLLM's views and bear no mark of kvcached's",
+                upstream="ovg-project/kvcached#269 (elastic memory silently bypassed)",
+                until="kvcached refuses KV caches it did not allocate",
+                wrapper="kvpatch.patches.elastic_memory.verify:remember_allocation",
+                parameters=("config", "device", "layout"),
+                since="0.29",
+            ),
+        ),
+        seam(
+            Patch(
+                id="elastic.rollback",
+                target="vllm.v1.core.kv_cache_manager:KVCacheManager.allocate_slots",
+                why="an allocation that fails in the middle ends the engine when it is tried again",
+                upstream="ovg-project/kvcached, patch_allocate_slots in 0.1.6 (0.28 to 0.30 only)",
+                until="kvcached takes failed allocations back on every release",
+                wrapper="kvpatch.patches.elastic_memory.allocation:around_allocate_slots",
+                parameters=("self",),  # kvcached's wrapper, which is there before, names no other
+                since="0.16",
+                before="0.28",
+            ),
+            Gap(
+                "0.28",
+                None,
+                "kvcached rolls them back itself, from 0.31 on by told.allocate_slots",
+            ),
+        ),
+        Patch(
+            id="elastic.engine_core",
+            target=f"{ENGINE_CORE}.__init__",
+            why="nothing tells an engine on kvcached's block pool from one on vLLM's own",
+            upstream="ovg-project/kvcached#316 (is it on in this process?)",
+            until="kvcached refuses to run without its own block pool",
+            wrapper="kvpatch.patches.elastic_memory.verify:around_engine_core",
+            parameters=("self", "vllm_config"),
+            since="0.16",
+        ),
+        Patch(
+            id="elastic.engine_name",
+            target=f"{ENGINE_CORE}.__init__",
+            why="engines of one process group share kvcached's page limit and workers' sockets",
+            upstream="ovg-project/kvcached, _obtain_default_ipc_name in 0.1.6",
+            until="kvcached gives every engine a name of its own",
+            wrapper="kvpatch.patches.elastic_memory.ipc_name:around_engine_start",
+            parameters=("self", "vllm_config"),
+            since="0.16",
+        ),
+        Patch(
+            id="elastic.engine_name_end",
+            target=f"{ENGINE_CORE}.shutdown",
+            why="a second engine of a script must be able to follow the first one",
+            upstream="none: the name is kvpatch's",
+            until="kvcached gives every engine a name of its own",
+            wrapper="kvpatch.patches.elastic_memory.ipc_name:after_engine_shutdown",
+            parameters=("self",),
+            since="0.16",
+        ),
+    ),
+)

@@ -1,0 +1,91 @@
+"""Allocations that fail: a worker's or an engine's set-up, and a request's blocks.
+
+A neighbour can take the last page after the scheduler has counted it. A model with
+several KV cache groups then has new blocks for one group and none for the next. The
+request is tried again, and what the first try left is in the way: prefix caching
+asserts that the request is new, and a worker hears of the blocks of the last try only.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from kvpatch import state
+from kvpatch.patch import argument
+from kvpatch.refusal import Refusal
+
+_setup_error: Exception | None = None
+
+
+def remember_setup_error(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
+    """Keep the reason of a failed worker set-up, which kvcached only logs."""
+    global _setup_error
+    _setup_error = None
+    try:
+        return wrapped(*args, **kwargs)
+    except Exception as error:
+        _setup_error = error
+        raise
+
+
+def require_setup(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
+    """Stop a worker that kvcached has given up on.
+
+    Wraps ``GPUModelRunner.__init__`` over kvcached's wrapper, which turns a failure
+    into a warning; the engine would die at its first request.
+    """
+    result = wrapped(*args, **kwargs)
+    if _setup_error is not None:
+        raise Refusal(
+            "kvcached could not be set up in this worker",
+            f"it failed with {type(_setup_error).__name__}: {_setup_error}",
+            "fix the error above, or set KVPATCH=0",
+            code="KVP403",
+        ) from _setup_error
+    return result
+
+
+def require_coordinator(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
+    """Stop an engine whose block pool kvcached could not replace.
+
+    Wraps ``KVCacheCoordinator._setup_kvcached_coordinator``, whose errors kvcached
+    turns into a warning unless they are RuntimeErrors, as a refusal is.
+    """
+    try:
+        return wrapped(*args, **kwargs)
+    except RuntimeError:
+        raise
+    except Exception as error:
+        raise Refusal(
+            "kvcached cannot manage this model's KV cache",
+            f"it failed with {type(error).__name__}: {error}",
+            "fix the error above, or set KVPATCH=0",
+            code="KVP404",
+        ) from error
+
+
+class Attempt:
+    """kvcached's bookkeeping of one allocation, kept on vLLM's ``KVCacheManager``."""
+
+    def __init__(self, coordinator: Any) -> None:
+        from kvcached.integration.vllm.allocation_attempt import AllocationAttempt
+
+        self.blocks = AllocationAttempt(coordinator)
+
+
+def around_allocate_slots(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
+    """Roll back what a failed allocation has taken, as kvcached does on some releases.
+
+    Wraps ``KVCacheManager.allocate_slots``.
+    """
+    kept = state.find(instance, Attempt) or state.attach(instance, Attempt(instance.coordinator))
+    attempt = kept.blocks
+    attempt.begin(argument(args, kwargs, 0, "request").request_id)
+    blocks = None
+    try:
+        blocks = wrapped(*args, **kwargs)
+        return blocks
+    finally:
+        if blocks is None:
+            attempt.rollback()
+        attempt.end()

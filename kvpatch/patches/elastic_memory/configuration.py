@@ -1,0 +1,50 @@
+"""Checking a configuration as soon as vLLM has resolved it, and the frontend's status line."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from kvpatch import rules
+from kvpatch.status import record
+from kvpatch.upstream import kvcached_api
+from kvpatch.upstream.vllm_api import device_type
+from kvpatch.versions import Facts
+
+
+def around_post_init(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
+    """Check a configuration against the rules of every feature.
+
+    Wraps ``VllmConfig.__post_init__``, which runs in the frontend process before any
+    engine is started, so that the refusal is the last line the operator sees.
+
+    Raises:
+        Refusal: of the first rule that the configuration breaks.
+    """
+    result = wrapped(*args, **kwargs)
+    if instance.model_config is not None:
+        refusal = rules.check(instance, facts_of_engine(), rules.of(record.rules), record.lifted)
+        if refusal is not None:
+            raise refusal
+        announce_frontend()
+    return result
+
+
+def facts_of_engine() -> Facts:
+    """Return the facts of this process with those that are known once vllm is imported."""
+    assert record.facts is not None
+    return replace(
+        record.facts,
+        device=device_type(),
+        contiguous=kvcached_api.contiguous(record.facts.environment),
+    )
+
+
+def announce_frontend() -> None:
+    """Log the status line of a process whose engine runs in another process."""
+    from vllm import envs
+
+    in_engine = record.said_here() and "frontend" not in record.roles
+    if envs.VLLM_ENABLE_V1_MULTIPROCESSING and not in_engine:
+        record.roles = ["frontend"]
+        record.say()

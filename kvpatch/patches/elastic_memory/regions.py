@@ -1,0 +1,111 @@
+"""Which bytes a block has: the regions an offloading connector must copy.
+
+kvcached's pools are views into a virtual reservation that is larger than the
+block count, and in the contiguous layout a block's layers lie side by side:
+
+    contiguous       one pool, block b at [b*R, (b+1)*R), R = layers * page
+    non-contiguous   one pool a layer, block b at [b*page, (b+1)*page)
+    split K/V        one pool a layer, K and V of block b in its two halves
+
+vLLM's own registration assumes a dense tensor a layer and copies other blocks'
+bytes. Here each region is what the memory really has, so that a contiguous block
+is one copy.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+from kvpatch.refusal import Refusal
+from kvpatch.upstream.kvcached_api import block_view
+
+# Specs whose blocks have been compared byte for byte after a round trip.
+VALIDATED_SPECS = ("FullAttentionSpec", "SlidingWindowSpec", "MLAAttentionSpec", "MambaSpec")
+# Of the layers that keep a state: the name in vLLM's ``MambaAttentionBackendEnum``, and which of
+# their states are cached.
+VALIDATED_STATES = (("MAMBA2", "align"),)
+
+
+@dataclass
+class Regions:
+    """The memory of all blocks.
+
+    Attributes:
+        tensors: int8 tensors of shape ``[num_blocks, bytes]``; row b is a part of block b.
+        groups: for each KV cache group, the indices of the regions its layers use.
+    """
+
+    tensors: list[Any]
+    groups: list[list[int]]
+
+    @property
+    def block_bytes(self) -> int:
+        """Bytes of one block over all regions."""
+        return sum(int(tensor.shape[1]) for tensor in self.tensors)
+
+
+def find_regions(
+    kv_caches: dict[str, Any], groups: Iterable[Iterable[str]], num_blocks: int
+) -> Regions:
+    """Derive the regions from kvcached's block views.
+
+    Args:
+        kv_caches: a KV cache tensor per layer name, as the model runner registers them.
+        groups: the layer names of each KV cache group.
+        num_blocks: the blocks the scheduler hands out; kvcached reserves more.
+
+    Returns:
+        The regions, in the order of the first layer that uses each.
+
+    Raises:
+        Refusal: a layer's KV cache is not kvcached's, or has fewer blocks than
+            the scheduler hands out.
+    """
+    import torch
+
+    tensors: list[Any] = []
+    indices_of_view: dict[tuple[Any, ...], list[int]] = {}
+    group_indices: list[list[int]] = []
+    for names in groups:
+        used: list[int] = []
+        for name in names:
+            view = block_view(kv_caches[name])
+            if view is None or view.shape[0] < num_blocks:
+                raise Refusal(
+                    f"the KV cache of {name} is not {num_blocks} blocks of kvcached's memory",
+                    "its blocks cannot be told apart in memory",
+                    "report this with your command line, or set KVPATCH=0",
+                    code="KVP405",
+                )
+            key = (view.data_ptr(), tuple(view.shape), tuple(view.stride()))
+            if key not in indices_of_view:
+                parts = [view] if view.ndim == 2 else [view[:, 0], view[:, 1]]
+                indices_of_view[key] = list(range(len(tensors), len(tensors) + len(parts)))
+                tensors += [part[:num_blocks].view(torch.int8) for part in parts]
+            used += [index for index in indices_of_view[key] if index not in used]
+        group_indices.append(used)
+    return Regions(tensors, group_indices)
+
+
+def check_kinds(config: Any) -> None:
+    """Check every group of a ``KVCacheConfig``.
+
+    Raises:
+        Refusal: the model has a kind of KV cache that was never compared.
+    """
+    for group in config.kv_cache_groups:
+        kind = type(group.kv_cache_spec).__name__
+        layers = getattr(group.kv_cache_spec, "mamba_type", None)
+        if layers is not None:
+            name, mode = layers.name, group.kv_cache_spec.mamba_cache_mode
+            if (name, mode) not in VALIDATED_STATES:
+                kind += f" of {name} layers in the mamba_cache_mode {mode}"
+        if kind not in VALIDATED_SPECS:
+            raise Refusal(
+                f"this model has a KV cache of kind {kind}",
+                "offloading it from kvcached's memory was never compared with plain vLLM",
+                "run it without a KV connector, or with KVPATCH=0",
+                code="KVP406",
+            )

@@ -1,0 +1,215 @@
+"""The fence between vLLM's connectors and kvcached's page manager."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from kvpatch import state
+from kvpatch.patch import argument
+from kvpatch.patches.fence.fence import Fence, Retired, Transfer
+from kvpatch.upstream import connectors, kvcached_api
+
+
+@dataclass
+class Fenced:
+    """A fence and what it stands between, kept on kvcached's manager and the connector's
+    scheduler.
+
+    Attributes:
+        fence: decides.
+        manager: kvcached's manager of the engine's pages.
+        scheduler: vLLM's.
+        on_release: called with the ids of pages before they are unmapped.
+    """
+
+    fence: Fence
+    manager: Any
+    scheduler: Any
+    on_release: list[Callable[[list[int]], None]] = field(default_factory=list)
+
+
+def compute_barrier(worker: Any) -> bool:
+    """Wait for the compute a worker has launched; runs in the worker by RPC.
+
+    kvcached's own barrier waits for the whole device and so for every copy, however
+    long; the fence has already seen to the copies.
+    """
+    device = worker.device  # up to 0.23 a CPU's worker has none
+    if device is not None and device.type == "cuda":
+        import torch
+
+        torch.cuda.current_stream(device).synchronize()
+    return True
+
+
+def around_install(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> None:
+    """Put the fence between the connector and kvcached, when there is a connector.
+
+    Wraps ``EngineCore._kvcached_install_ordered_unmap``, which kvcached calls at the
+    end of the engine's set-up.
+    """
+    wrapped(*args, **kwargs)
+    scheduler = instance.scheduler
+    if scheduler.connector is None:
+        return
+    # SimpleCPUOffloadConnector has no such scheduler, and pins what it copies.
+    planner = connectors.scheduler_of(scheduler.connector)
+    manager = kvcached_api.manager_of(instance)
+    executor = instance.model_executor
+
+    def blocks_of_page(page: int) -> tuple[int, int]:
+        return kvcached_api.blocks_of_page(manager, page)
+
+    def barrier() -> None:
+        executor.collective_rpc(compute_barrier)
+
+    manager.defer_physical_release = True
+    manager.physical_release_barrier = barrier
+    workers = instance.vllm_config.parallel_config.world_size
+    fence = Fence(blocks_of_page, workers, pinned=planner is None)
+    fenced = state.attach(manager, Fenced(fence, manager, scheduler))
+    if planner is not None:
+        state.attach(planner, fenced)
+
+
+def around_build(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
+    """Tell the fence which transfers a step hands out.
+
+    Wraps ``OffloadingConnectorScheduler.build_connector_meta``.
+    """
+    meta = wrapped(*args, **kwargs)
+    fenced = state.find(instance, Fenced)
+    if fenced is not None:
+        jobs = [
+            (job_id, Transfer(job.req_id, tuple(int(block) for block in spec.block_ids)))
+            for batch, side in ((meta.store_jobs, "src_spec"), (meta.load_jobs, "dst_spec"))
+            for job_id, job in batch.items()
+            for spec in (getattr(job, side),)
+        ]
+        fenced.fence.plan(jobs, fenced.manager.capture_physical_release_marker())
+    return meta
+
+
+def around_worker_output(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
+    """Tell the fence which transfers have ended.
+
+    Wraps ``OffloadingConnectorScheduler.update_connector_output``.
+    """
+    fenced = state.find(instance, Fenced)
+    if fenced is not None:
+        output = argument(args, kwargs, 0, "connector_output")
+        meta = output.kv_connector_worker_meta
+        for job_id, workers in meta.completed_jobs.items() if meta is not None else ():
+            fenced.fence.report(job_id, workers)
+    return wrapped(*args, **kwargs)
+
+
+def around_pending_work(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> bool:
+    """Keep the engine stepping while a page is held back, and let it sleep after.
+
+    Wraps ``OffloadingConnectorScheduler.has_pending_push_work``, vLLM's own way for a
+    connector to ask for steps.
+    """
+    fenced = state.find(instance, Fenced)
+    return bool(wrapped(*args, **kwargs)) or (fenced is not None and fenced.fence.holding > 0)
+
+
+def around_release(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> None:
+    """Release only the retired pages that the fence lets go.
+
+    Wraps kvcached's ``KVCacheManager.release_retired_pages_through(marker)``. The
+    marker is the newest retirement, so that it selects nothing by itself.
+    """
+    fenced = state.find(instance, Fenced)
+    if fenced is None:
+        wrapped(*args, **kwargs)
+        return
+    fence, scheduler = fenced.fence, fenced.scheduler
+    retired: Retired = getattr(instance, "_retired_pages", None) or []
+    can_plan = scheduler.has_unfinished_requests() or scheduler.has_finished_requests()
+    released, held = fence.split(retired, can_plan and not fence.pinned)
+    for observer in fenced.on_release:
+        observer(released)
+    if not fence.pinned:
+        forget_freed_blocks(connectors.scheduler_of(scheduler.connector), fence, released)
+    # Epochs begin at 1, so that marker 0 releases exactly what the fence let go.
+    instance._retired_pages = [(0, released), *held] if released else held
+    wrapped(0)
+
+
+def forget_freed_blocks(planner: Any, fence: Fence, pages: list[int]) -> None:
+    """Keep blocks of unmapped pages out of transfers that are planned much later.
+
+    A sliding-window request keeps the ids of blocks that fell out of its window, and
+    stores them when the CPU tier has room again. vLLM drops such an id when the block
+    is handed out anew; here the page is gone first.
+    """
+    # Up to 0.20 the connector knows no windows: vLLM keeps every block of its requests.
+    if not pages or not getattr(planner, "_sliding_window_groups", ()):
+        return
+    gone: set[int] = set()
+    for page in pages:
+        gone.update(range(*fence.blocks_of_page(page)))
+    for status in planner._req_status.values():
+        for group in planner._sliding_window_groups:
+            blocks = status.group_states[group].block_ids
+            for position, block in enumerate(blocks):
+                if block in gone:
+                    blocks[position] = 0
+
+
+def after_step(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
+    """Release what a synchronous step has let go.
+
+    Wraps ``EngineCore.step``; kvcached does the same after a step of its batch queue.
+    """
+    result = wrapped(*args, **kwargs)
+    release_now(instance)
+    return result
+
+
+def after_reset(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
+    """Give the pages of a reset prefix cache back, even when nobody steps the engine.
+
+    Wraps ``EngineCore.reset_prefix_cache``. An engine in its own process goes on
+    stepping by itself; one inside the caller's process is stepped only for requests,
+    so the steps that the fence waits for are made here.
+    """
+    result = wrapped(*args, **kwargs)
+    release_now(instance)
+    fence = fence_of(instance)
+    while (
+        fence is not None
+        and fence.holding  # other copies may go on; nobody waits for them here
+        and not hasattr(instance, "run_busy_loop")
+        and not instance.scheduler.has_unfinished_requests()
+    ):
+        instance.step_fn()
+    return result
+
+
+def fence_of(engine: Any) -> Fence | None:
+    """Return the fence of an ``EngineCore``, or None: no connector, or vLLM's own pool."""
+    fenced = state.find(kvcached_api.manager_of(engine), Fenced)
+    return None if fenced is None else fenced.fence
+
+
+def release_now(engine: Any) -> None:
+    """Release the pages that the fence lets go."""
+    if fence_of(engine) is not None:
+        manager = kvcached_api.manager_of(engine)
+        manager.release_retired_pages_through(manager.capture_physical_release_marker())
+
+
+def skip_device_wide_wait(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> None:
+    """Do not wait for copies before an unmap that the fence has let through.
+
+    Wraps ``_sync_before_unmap`` in a worker's listener thread, which waits for the
+    whole device and so for every copy in flight.
+    """
+    from vllm.distributed.kv_transfer import has_kv_transfer_group
+
+    if not has_kv_transfer_group():
+        wrapped(*args, **kwargs)

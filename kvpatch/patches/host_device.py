@@ -1,0 +1,153 @@
+"""The host device: kvcached's allocator on host memory; its code is in ``hostdevice``."""
+
+from __future__ import annotations
+
+from kvpatch.patch import Feature, Gap, Kind, Patch, seam
+from kvpatch.supported import FLOOR
+
+_INTERFACES = "kvcached.integration.vllm.interfaces"
+_LATENT = "vllm.v1.attention.backends.mla.cpu_mla:CPUMLAImpl"
+_NO_LATENT = Gap(FLOOR, "0.29", "latent attention is not validated on a CPU (KVP305)")
+
+FEATURE = Feature(
+    name="host-device",
+    summary="kvcached's real allocator runs on host memory, on machines without a GPU",
+    since=FLOOR,
+    wanted="kvpatch.hostdevice.adapt:wanted",
+    seams=(
+        Patch(
+            id="host.torch",
+            target=f"{_INTERFACES}:torch",
+            why="kvcached asks torch.cuda for the device's index and size",
+            upstream="kvcached's unfinished CPU path (CPUPage in csrc/page.cpp)",
+            until="kvcached asks a device interface instead of torch.cuda",
+            wrapper="kvpatch.hostdevice.adapt:torch_with_host_device",
+            parameters=(),
+            since="0.16",
+            kind=Kind.REPLACE,
+        ),
+        Patch(
+            id="host.device_name",
+            target=f"{_INTERFACES}:normalize_gpu_device",
+            why="vLLM's CPU workers name the device cpu, for which kvcached maps nothing",
+            upstream="kvcached's unfinished CPU path (CPUPage in csrc/page.cpp)",
+            until="kvcached has a CPU device of its own",
+            wrapper="kvpatch.hostdevice.adapt:host_device_name",
+            parameters=("device",),
+            since="0.16",
+        ),
+        Patch(
+            id="host.listener_device",
+            target=f"{_INTERFACES}:resolve_gpu_device_index",
+            why="the worker's listener thread would select a CUDA device",
+            upstream="kvcached, start_worker_listener_thread in tp_ipc_util.py",
+            until="kvcached asks a device interface instead of torch.cuda",
+            wrapper="kvpatch.hostdevice.adapt:no_cuda_device",
+            parameters=("device",),
+            since="0.16",
+        ),
+        Patch(
+            id="host.sync_before_unmap",
+            target="kvcached.tp_ipc_util:_sync_before_unmap",
+            why="without CUDA it waits for nothing, and copies to the CPU tier are in flight",
+            upstream="kvcached, _sync_before_unmap in tp_ipc_util.py",
+            until="kvcached asks a device interface instead of torch.cuda",
+            wrapper="kvpatch.hostdevice.adapt:synchronize_copies",
+            parameters=(),
+            since="0.16",
+        ),
+        Patch(
+            id="host.release_barrier",
+            target="kvcached.integration.vllm.patches:_worker_physical_release_barrier",
+            why="the barrier before an ordered unmap synchronises a CUDA device",
+            upstream="kvcached, _worker_physical_release_barrier in patches.py",
+            until="kvcached asks a device interface instead of torch.cuda",
+            wrapper="kvpatch.hostdevice.adapt:replace_release_barrier",
+            parameters=("worker",),
+            since="0.16",
+            kind=Kind.REPLACE,
+        ),
+        seam(
+            Patch(
+                id="host.size_for_v2",
+                target="kvcached.integration.vllm.model_runner_v2:allocate_kv_cache",
+                why="kvcached asks torch.cuda for the device's size",
+                upstream="kvcached's unfinished CPU path (CPUPage in csrc/page.cpp)",
+                until="kvcached asks a device interface instead of torch.cuda",
+                wrapper="kvpatch.hostdevice.adapt:with_device_size",
+                parameters=("config", "device", "layout"),
+                since="0.29",
+            ),
+            Gap("0.16", "0.29", "kvcached's interfaces ask for the size, see host.torch"),
+        ),
+        seam(
+            Patch(
+                id="host.layouts",
+                target="vllm.v1.attention.backends.cpu_attn:"
+                "CPUAttentionBackend.supported_kv_cache_layouts",
+                why="the CPU backend does not name a layout in which a block's layers lie together",
+                upstream="none: it reads such blocks by their strides, and does not say so",
+                until="vLLM's CPU backend names BLHNC",
+                wrapper="kvpatch.hostdevice.adapt:with_blocks_outermost",
+                parameters=(),
+                since="0.29",
+            ),
+            Gap("0.16", "0.29", "vLLM has no KV cache layouts to choose from"),
+        ),
+        seam(
+            Patch(
+                id="host.latent_caching",
+                target="vllm.platforms.cpu:CpuPlatform.check_and_update_config",
+                why="vLLM disables the prefix cache for latent attention on a CPU: no loads",
+                upstream="none: rotary embedding on a CPU is wrong for the first token of a step",
+                until="vLLM's CPU backend serves cached prefixes with latent attention",
+                wrapper="kvpatch.hostdevice.latent_attention:keep_prefix_caching",
+                parameters=("vllm_config",),
+                since="0.29",
+            ),
+            _NO_LATENT,
+        ),
+        seam(
+            Patch(
+                id="host.latent_write",
+                target=f"{_LATENT}.do_kv_cache_update",
+                why="it writes to one dense tensor, and a block's layers lie together in memory",
+                upstream="none: a CPU has no other layout without kvcached",
+                until="vLLM's CPU backend goes by the strides of the KV cache",
+                wrapper="kvpatch.hostdevice.latent_attention:replace_write",
+                parameters=("kv_c_normed", "k_pe", "kv_cache", "slot_mapping", "kv_cache_dtype"),
+                since="0.29",
+                kind=Kind.REPLACE,
+            ),
+            _NO_LATENT,
+        ),
+        seam(
+            Patch(
+                id="host.latent_decode",
+                target=f"{_LATENT}.forward_mqa",
+                why="as host.latent_write, for reading",
+                upstream="none: a CPU has no other layout without kvcached",
+                until="vLLM's CPU backend goes by the strides of the KV cache",
+                wrapper="kvpatch.hostdevice.latent_attention:replace_decode",
+                parameters=("q", "kv_c_and_k_pe_cache", "attn_metadata", "layer"),
+                since="0.29",
+                kind=Kind.REPLACE,
+            ),
+            _NO_LATENT,
+        ),
+        seam(
+            Patch(
+                id="host.latent_gather",
+                target="vllm._custom_ops:gather_mla_context_cache_cpu",
+                why="as host.latent_write, for the cached blocks that a prefill reads",
+                upstream="none: a CPU has no other layout without kvcached",
+                until="vLLM's CPU backend goes by the strides of the KV cache",
+                wrapper="kvpatch.hostdevice.latent_attention:replace_gather",
+                parameters=("src_cache", "dst", "block_table", "starts", "cu_seq_lens"),
+                since="0.29",
+                kind=Kind.REPLACE,
+            ),
+            _NO_LATENT,
+        ),
+    ),
+)

@@ -1,0 +1,140 @@
+"""KV cache events (``kv_events_config``) from kvcached's block pool.
+
+vLLM publishes to routers which blocks an engine has: stored, removed, all cleared. The events
+are emitted by methods of vLLM's block pool, most of which kvcached's pool inherits; where it
+has its own, it emits none.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from kvpatch.patch import Feature, Patch
+from kvpatch.rules import Rule
+from kvpatch.upstream.targets import COORDINATOR
+from kvpatch.versions import Span
+
+_POOL = "vllm.v1.core.block_pool:ElasticBlockPool"
+_UPSTREAM = "ovg-project/kvcached, ElasticBlockPool in 0.1.6 (asserts that events are off)"
+_UNTIL = "kvcached's block pool makes events"
+
+
+def carry_the_switch(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
+    """Switch the events of kvcached's pool on where vLLM's pool had them on.
+
+    Wraps ``KVCacheCoordinator._setup_kvcached_coordinator``, which makes kvcached's pool
+    in the place of vLLM's and leaves them off.
+    """
+    wanted = instance.block_pool.enable_kv_cache_events
+    result = wrapped(*args, **kwargs)
+    instance.block_pool.enable_kv_cache_events = wanted
+    return result
+
+
+def take(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
+    """Hand the events out as vLLM's pool does.
+
+    Wraps ``ElasticBlockPool.take_events``, which always answers that there are none.
+    """
+    from vllm.v1.core.block_pool import BlockPool
+
+    return BlockPool.take_events(instance)
+
+
+def remove(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
+    """Tell that a block is no longer cached.
+
+    Takes the place of ``ElasticBlockPool._remove_cached_block(key, block_id)``, through
+    which kvcached evicts, and does what it does.
+    """
+
+    def bind(key: Any, block_id: int) -> int:
+        return block_id
+
+    block = instance.blocks[bind(*args, **kwargs)]
+    removed = instance._remove_cached_block_hashes(block)
+    instance._emit_block_removed_events(removed)
+    return block if removed else None
+
+
+def reset(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> bool:
+    """Tell of a reset as one event, as vLLM does, and not of every block.
+
+    Wraps ``ElasticBlockPool.reset_prefix_cache``, in which kvcached evicts every block.
+    """
+    from vllm.distributed.kv_events import AllBlocksCleared
+
+    before = len(instance.kv_event_queue)
+    done = bool(wrapped(*args, **kwargs))
+    if done and instance.enable_kv_cache_events:
+        del instance.kv_event_queue[before:]
+        instance.kv_event_queue.append(AllBlocksCleared())
+    return done
+
+
+RULES = (
+    Rule(
+        "KVP325",
+        "KV cache events before vLLM 0.26",
+        lambda config, facts: (
+            config.kv_events_config is not None
+            and bool(config.kv_events_config.enable_kv_cache_events)
+        ),
+        "kv_events_config enables KV cache events",
+        "kvcached's block pool does not emit them; what kvpatch adds is validated on vLLM 0.26 and "
+        "later",
+        "remove kv_events_config, or install a later vLLM",
+        only_in=Span("0", "0.26"),
+        with_connector=False,
+    ),
+)
+
+FEATURE = Feature(
+    name="kv-events",
+    summary="KV cache events of elastic memory are those of vLLM's own block pool",
+    since="0.26",
+    optional=True,
+    rules="kvpatch.patches.kv_events:RULES",
+    seams=(
+        Patch(
+            id="events.switch",
+            target=f"{COORDINATOR}._setup_kvcached_coordinator",
+            why="kvcached's pool is made with events off, whatever kv_events_config says",
+            upstream=_UPSTREAM,
+            until=_UNTIL,
+            wrapper="kvpatch.patches.kv_events:carry_the_switch",
+            parameters=("self",),
+            since="0.26",
+        ),
+        Patch(
+            id="events.take",
+            target=f"{_POOL}.take_events",
+            why="kvcached's pool answers that there are no events",
+            upstream=_UPSTREAM,
+            until=_UNTIL,
+            wrapper="kvpatch.patches.kv_events:take",
+            parameters=("self",),
+            since="0.26",
+        ),
+        Patch(
+            id="events.remove",
+            target=f"{_POOL}._remove_cached_block",
+            why="kvcached evicts blocks without a word, and routers send prompts after them",
+            upstream=_UPSTREAM,
+            until=_UNTIL,
+            wrapper="kvpatch.patches.kv_events:remove",
+            parameters=("self", "key", "block_id"),
+            since="0.26",
+        ),
+        Patch(
+            id="events.reset",
+            target=f"{_POOL}.reset_prefix_cache",
+            why="a reset of the prefix cache is not told",
+            upstream=_UPSTREAM,
+            until=_UNTIL,
+            wrapper="kvpatch.patches.kv_events:reset",
+            parameters=("self",),
+            since="0.26",
+        ),
+    ),
+)

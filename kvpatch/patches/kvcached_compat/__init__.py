@@ -1,0 +1,185 @@
+"""kvcached 0.1.6 on vLLM releases that it was not written for.
+
+kvcached adapts Model Runner V1 up to vLLM 0.28 and Model Runner V2 up to 0.30, and refuses the
+rest in five places. Each such place is a row, and so is each place behind it where vLLM has
+changed since: opening one guard alone gives an engine with kvcached's scheduler and vLLM's own
+memory.
+
+Two features, because kvcached's version checks come before it patches vLLM, and vLLM can be
+patched only after.
+"""
+
+from __future__ import annotations
+
+from kvpatch.patch import Feature, Gap, Patch, seam
+from kvpatch.supported import FLOOR
+from kvpatch.upstream.targets import COORDINATOR, V1_RUNNER
+
+_PATCHES = "kvcached.integration.vllm.patches"
+_UPSTREAM = "ovg-project/kvcached, VLLM_MRV2_RANGE in 0.1.6"
+_UNTIL = "kvcached adapts vLLM 0.31 and later itself"
+_V1_UNTIL = "kvcached adapts Model Runner V1 of vLLM 0.29 and later"
+_ITSELF = Gap(FLOOR, "0.31", "kvcached 0.1.6 patches these releases itself")
+_V1_ITSELF = Gap(FLOOR, "0.29", "kvcached 0.1.6 adapts Model Runner V1 of these releases itself")
+
+VERSION_OVERRIDE = Feature(
+    name="kvcached-version-override",
+    summary="kvcached applies its patches for vLLM 0.30 to later releases, and its patches of "
+    "EngineCore to Model Runner V1 from 0.29 on",
+    since=FLOOR,
+    before_kvcached=True,
+    rules="kvpatch.patches.kvcached_compat.rules:RULES",
+    seams=(
+        seam(
+            Patch(
+                id="told.runner_v2",
+                target="kvcached.integration.patch_base:PatchManager.register_patches_with_versions",
+                why="the workers allocate vLLM's own memory: the V2 adapter is for vLLM <0.31",
+                upstream=_UPSTREAM,
+                until=_UNTIL,
+                wrapper="kvpatch.patches.kvcached_compat.adapters:register_for_later_releases",
+                parameters=("self", "patches"),
+                since="0.31",
+            ),
+            _ITSELF,
+        ),
+        seam(
+            Patch(
+                id="told.block_pool",
+                target=f"{_PATCHES}:ElasticBlockPoolPatch.inject_elastic_block_pool",
+                why="the block pool lacks vLLM's hash maps, and the first lookup dies",
+                upstream="ovg-project/kvcached, inject_elastic_block_pool in 0.1.6",
+                until=_UNTIL,
+                wrapper="kvpatch.patches.kvcached_compat.adapters:as_on_0_30",
+                parameters=("self", "block_pool_mod"),
+                since="0.31",
+            ),
+            _ITSELF,
+        ),
+        seam(
+            Patch(
+                id="told.coordinator",
+                target=f"{_PATCHES}:KVCacheCoordinatorPatch.patch_coordinator",
+                why="the scheduler's blocks have the size of the old layouts, not the workers'",
+                upstream=_UPSTREAM,
+                until=_UNTIL,
+                wrapper="kvpatch.patches.kvcached_compat.adapters:as_on_0_30",
+                parameters=("self", "kvcoord_mod"),
+                since="0.31",
+            ),
+            _ITSELF,
+        ),
+        seam(
+            Patch(
+                id="told.allocate_slots",
+                target=f"{_PATCHES}:KVCacheManagerAllocateSlotsPatch.patch_allocate_slots",
+                why="an allocation that a neighbour beat to the last page is left half made",
+                upstream="ovg-project/kvcached, patch_allocate_slots in 0.1.6",
+                until=_UNTIL,
+                wrapper="kvpatch.patches.kvcached_compat.adapters:as_on_0_30",
+                parameters=("self", "kvcache_manager_mod"),
+                since="0.31",
+            ),
+            _ITSELF,
+        ),
+        seam(
+            Patch(
+                id="told.engine_core",
+                target=f"{_PATCHES}:EngineCorePatch.patch_engine_init",
+                why="EngineCore refuses vLLM 0.31 and later, and Runner V1 from 0.29 on",
+                upstream=_UPSTREAM,
+                until=f"{_UNTIL}, and Runner V1",
+                wrapper="kvpatch.patches.kvcached_compat.adapters:as_on_0_28",
+                parameters=("self", "engine_mod"),
+                since="0.29",
+            ),
+            _V1_ITSELF,
+        ),
+    ),
+)
+
+ADAPTERS = Feature(
+    name="kvcached-adapters",
+    summary="kvcached's patches follow what changed in vLLM 0.29 and later",
+    since=FLOOR,
+    seams=(
+        seam(
+            Patch(
+                id="adapted.pool_attributes",
+                target=f"{COORDINATOR}._setup_kvcached_coordinator",
+                why="vLLM's methods read attributes that kvcached's block pool has not heard of",
+                upstream="ovg-project/kvcached, native_block_pool.py in 0.1.6",
+                until=_UNTIL,
+                wrapper="kvpatch.patches.kvcached_compat.adapters:carry_pool_attributes",
+                parameters=("self",),
+                since="0.30",
+            ),
+            Gap("0.16", "0.30", "kvcached copies every attribute that vLLM reads"),
+        ),
+        seam(
+            Patch(
+                id="adapted.request_memory",
+                target="vllm.v1.worker.gpu_worker:request_memory",
+                why="kvcached's takes two arguments and vLLM gives three: every GPU worker dies",
+                upstream="ovg-project/kvcached, patch_worker_init_device in 0.1.6",
+                until=_UNTIL,
+                wrapper="kvpatch.patches.kvcached_compat.adapters:request_memory",
+                parameters=("init_snapshot", "cache_config"),
+                since="0.32",
+            ),
+            Gap("0.16", "0.32", "vLLM calls it with two arguments, as kvcached expects"),
+        ),
+        seam(
+            Patch(
+                id="adapted.profiling",
+                target="vllm.v1.worker.gpu_worker:Worker.determine_available_memory",
+                why="kvcached's profile run leaves out what vLLM does around its own",
+                upstream="ovg-project/kvcached, patch_worker_determine_available_memory in 0.1.6",
+                until=_UNTIL,
+                wrapper="kvpatch.patches.kvcached_compat.adapters:profile_as_vllm",
+                parameters=("self",),
+                since="0.31",
+            ),
+            Gap("0.16", "0.31", "kvcached's profile run is vLLM's own"),
+        ),
+        seam(
+            Patch(
+                id="adapted.v1_worker",
+                target=f"{V1_RUNNER}.__init__",
+                why="kvcached is not set up in the workers of Runner V1",
+                upstream="ovg-project/kvcached, GPUModelRunnerPatch is for vLLM <0.29 in 0.1.6",
+                until=_V1_UNTIL,
+                wrapper="kvpatch.patches.kvcached_compat.runner_v1:set_up_worker",
+                parameters=("self", "vllm_config", "device"),
+                since="0.29",
+            ),
+            _V1_ITSELF,
+        ),
+        seam(
+            Patch(
+                id="adapted.v1_profiling",
+                target=f"{V1_RUNNER}.initialize_kv_cache",
+                why="the temporary KV cache of the graph profile must not become kvcached's pool",
+                upstream="ovg-project/kvcached, ModelRunnerV2Patch in 0.1.6 (does it for V2)",
+                until=_V1_UNTIL,
+                wrapper="kvpatch.patches.kvcached_compat.runner_v1:mark_lasting_allocation",
+                parameters=("self", "kv_cache_config", "is_profiling"),
+                since="0.29",
+            ),
+            _V1_ITSELF,
+        ),
+        seam(
+            Patch(
+                id="adapted.v1_allocation",
+                target="vllm.v1.worker.gpu_model_runner:allocate_kv_cache",
+                why="Runner V1 allocates one torch.zeros that bypasses kvcached's memory",
+                upstream="ovg-project/kvcached, ModelRunnerV2Patch in 0.1.6 (does it for V2)",
+                until=_V1_UNTIL,
+                wrapper="kvpatch.patches.kvcached_compat.runner_v1:allocate",
+                parameters=("kv_cache_config", "device", "layout"),
+                since="0.29",
+            ),
+            _V1_ITSELF,
+        ),
+    ),
+)

@@ -1,0 +1,80 @@
+"""Configurations that kvcached does not support, or is not validated with, on a release."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from packaging.version import Version
+
+from kvpatch.environ import KVCACHED_CONTIGUOUS, VLLM_KV_CACHE_LAYOUT, VLLM_USE_V2_MODEL_RUNNER
+from kvpatch.rules import Rule
+from kvpatch.supported import release_of, validated
+from kvpatch.upstream.kvcached_api import LAYOUTS, conflicting_layout
+from kvpatch.versions import Facts, Span, in_words
+
+V1_ON_LATER = Span("0.29")  # where kvcached adapts Runner V2 only
+
+
+def runs_v2(config: Any, facts: Facts) -> bool:
+    """Return whether a configuration runs on Model Runner V2."""
+    # Up to 0.21 the variable alone decides, and the configuration does not know.
+    by_variable = facts.environment.get(VLLM_USE_V2_MODEL_RUNNER.name, "0") not in ("", "0")
+    return bool(getattr(config, "use_v2_model_runner", by_variable))
+
+
+def _hybrid_without_kvcached(config: Any, facts: Facts) -> bool:
+    release = release_of(facts.vllm)
+    by_kvcached = release < Version("0.29") or (
+        release < Version("0.31") and bool(config.use_v2_model_runner)
+    )
+    model = config.model_config
+    return model is not None and bool(model.is_hybrid) and not by_kvcached
+
+
+RULES = (
+    Rule(
+        "KVP301",
+        f"Model Runner V1 from vLLM 0.29 on, except on vLLM {in_words(validated(V1_ON_LATER))}",
+        lambda config, facts: not config.use_v2_model_runner,
+        "this configuration runs on Model Runner V1",
+        "kvcached does not support it on this release; kvpatch's adapter is validated on vLLM "
+        f"{in_words(validated(V1_ON_LATER))} only",
+        "use Model Runner V2",
+        only_in=V1_ON_LATER,
+        unless_validated=V1_ON_LATER,
+        with_connector=False,
+    ),
+    Rule(
+        "KVP313",
+        "hybrid models on vLLM 0.31 and later, and on Model Runner V1 from 0.29 on",
+        _hybrid_without_kvcached,
+        lambda config, facts: f"{config.model_config.architecture} has state-space layers",
+        "kvcached's patches for them are not validated on this release and runner",
+        "use Model Runner V2 of vLLM 0.30",
+        with_connector=False,
+    ),
+    Rule(
+        "KVP314",
+        f"a `{VLLM_KV_CACHE_LAYOUT}` that kvcached's memory cannot have, from vLLM 0.29 on",
+        lambda config, facts: bool(conflicting_layout(facts)),
+        lambda config, facts: (
+            f"{VLLM_KV_CACHE_LAYOUT}={conflicting_layout(facts)} is set and kvcached's memory "
+            f"{'is' if facts.contiguous else 'is not'} contiguous"
+        ),
+        f"kvcached supports {' or '.join(LAYOUTS[True])} there, and with "
+        f"{KVCACHED_CONTIGUOUS}=false {' or '.join(LAYOUTS[False][:2])}",
+        f"unset {VLLM_KV_CACHE_LAYOUT} or change {KVCACHED_CONTIGUOUS}",
+        only_in=Span("0.29"),
+        with_connector=False,
+    ),
+    Rule(
+        "KVP326",
+        "Model Runner V2 before vLLM 0.28",
+        runs_v2,
+        "this configuration runs on Model Runner V2",
+        "kvcached has no adapter for it before vLLM 0.28",
+        f"set {VLLM_USE_V2_MODEL_RUNNER}=0",
+        only_in=Span("0", "0.28"),
+        with_connector=False,
+    ),
+)

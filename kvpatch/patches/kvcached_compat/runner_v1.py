@@ -1,0 +1,75 @@
+"""Model Runner V1 of vLLM 0.29 and later on kvcached's memory.
+
+From 0.29 on both runners allocate through one function, so that what kvcached does for
+Runner V2 is right for Runner V1 once it is called from there.
+"""
+
+from __future__ import annotations
+
+from contextvars import ContextVar
+from typing import Any
+
+from kvpatch.refusal import Refusal
+
+_lasting: ContextVar[bool] = ContextVar("kvpatch_lasting_allocation", default=False)
+
+
+def set_up_worker(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> None:
+    """Set kvcached up in a worker of Runner V1.
+
+    Wraps ``GPUModelRunner.__init__``, as kvcached does for Runner V2.
+    """
+    wrapped(*args, **kwargs)
+    from kvcached.integration.vllm import interfaces
+    from kvcached.integration.vllm.patches import _should_enable_async_sched
+    from vllm.distributed.parallel_state import (
+        get_pp_group,
+        get_tensor_model_parallel_rank,
+        get_tensor_model_parallel_world_size,
+    )
+
+    interfaces.init_kvcached(
+        tp_rank=get_tensor_model_parallel_rank(),
+        world_size=get_tensor_model_parallel_world_size(),
+        pp_rank=get_pp_group().rank_in_group,
+        is_worker=True,
+        device=str(instance.device),
+        async_sched=_should_enable_async_sched(instance.vllm_config),
+    )
+
+
+def mark_lasting_allocation(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
+    """Say for the time of the call whether the KV cache that is allocated will last.
+
+    Wraps ``GPUModelRunner.initialize_kv_cache(kv_cache_config, is_profiling)``. The one
+    of the graph profile is thrown away, and stays vLLM's own.
+
+    Raises:
+        Refusal: layers share their KV cache, which was not tried on this runner.
+    """
+    is_profiling = kwargs.get("is_profiling", args[1] if len(args) > 1 else False)
+    if not is_profiling and getattr(instance, "shared_kv_cache_layers", None):
+        raise Refusal(
+            "layers of this model share their KV cache and it runs on Model Runner V1",
+            "that is not validated on this runner",
+            "set VLLM_USE_V2_MODEL_RUNNER=1, or set KVPATCH=0",
+            code="KVP415",
+        )
+    token = _lasting.set(not is_profiling)
+    try:
+        return wrapped(*args, **kwargs)
+    finally:
+        _lasting.reset(token)
+
+
+def allocate(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
+    """Allocate a lasting KV cache from kvcached's memory.
+
+    Wraps ``allocate_kv_cache(kv_cache_config, device, layout, kernel_block_sizes)`` where
+    Runner V1 calls it.
+    """
+    if not _lasting.get():
+        return wrapped(*args, **kwargs)
+    from kvcached.integration.vllm import model_runner_v2
+
+    return model_runner_v2.allocate_kv_cache(*args, **kwargs)

@@ -1,0 +1,96 @@
+"""Metrics: ``kvpatch status`` and the ``vllm:kvpatch_`` series of vLLM's ``/metrics``."""
+
+from __future__ import annotations
+
+from kvpatch.patch import Feature, Gap, Patch, seam
+from kvpatch.supported import FLOOR
+from kvpatch.upstream.targets import ENGINE_CORE
+
+_METRICS = "vllm.distributed.kv_transfer.kv_connector.v1.metrics"
+_HOOKS = "kvpatch.patches.metrics.hooks"
+_UNTIL = "kvcached and its connectors report to vLLM's stats themselves"
+_NO_SERIES = Gap(FLOOR, "0.19", "vLLM has no metrics of KV connectors to add series to")
+
+FEATURE = Feature(
+    name="metrics",
+    summary="`kvpatch status` and `/metrics` show what the engine maps, holds, stores and loads",
+    since=FLOOR,
+    seams=(
+        Patch(
+            id="observing.engine_core",
+            target=f"{ENGINE_CORE}.__init__",
+            why="nobody outside the process can see what the engine holds",
+            upstream="ovg-project/kvcached#316 (is it on in this process?)",
+            until=_UNTIL,
+            wrapper=f"{_HOOKS}:around_engine_core",
+            parameters=("self", "vllm_config"),
+            since="0.16",
+        ),
+        Patch(
+            id="observing.make_stats",
+            target="vllm.v1.core.sched.scheduler:Scheduler.make_stats",
+            why="stored, loaded and hit counts are sent away each step and kept nowhere",
+            upstream="none: the connector's stats are its own",
+            until=_UNTIL,
+            wrapper=f"{_HOOKS}:around_make_stats",
+            parameters=("self", "spec_decoding_stats", "kv_connector_stats"),
+            since="0.16",
+        ),
+        Patch(
+            id="observing.step",
+            target=f"{ENGINE_CORE}.step",
+            why="pages given back after a step would be missing from the step's stats",
+            upstream="none: kvcached has no part in vLLM's stats",
+            until=_UNTIL,
+            wrapper=f"{_HOOKS}:after_step",
+            parameters=("self",),
+            since="0.16",
+        ),
+        Patch(
+            id="observing.step_with_batch_queue",
+            target=f"{ENGINE_CORE}.step_with_batch_queue",
+            why="the same in asynchronous scheduling",
+            upstream="none: kvcached has no part in vLLM's stats",
+            until=_UNTIL,
+            wrapper=f"{_HOOKS}:after_step",
+            parameters=("self",),
+            since="0.16",
+        ),
+        seam(
+            Patch(
+                id="observing.prometheus",
+                target=f"{_METRICS}:KVConnectorProm.__init__",
+                why="vLLM's build_prom_metrics is a connector's own, and without one there is none",
+                upstream="vllm-project/vllm#57251 (metrics for every connector)",
+                until=_UNTIL,
+                wrapper=f"{_HOOKS}:around_prometheus",
+                parameters=("self", "vllm_config", "labelnames", "per_engine_labelvalues"),
+                since="0.19",
+            ),
+            _NO_SERIES,
+        ),
+        seam(
+            Patch(
+                id="observing.prometheus_observe",
+                target=f"{_METRICS}:KVConnectorProm.observe",
+                why="a connector fails on stats that are not its own",
+                upstream="vllm-project/vllm#57251 (metrics for every connector)",
+                until=_UNTIL,
+                wrapper=f"{_HOOKS}:around_observe",
+                parameters=("self", "transfer_stats_data", "engine_idx"),
+                since="0.19",
+            ),
+            _NO_SERIES,
+        ),
+        Patch(
+            id="observing.log",
+            target=f"{_METRICS}:KVConnectorLogging.observe",
+            why="vLLM's log of a connector's stats fails where no connector is configured",
+            upstream="vllm-project/vllm#57251 (metrics for every connector)",
+            until=_UNTIL,
+            wrapper=f"{_HOOKS}:around_log",
+            parameters=("self", "transfer_stats_data"),
+            since="0.16",
+        ),
+    ),
+)

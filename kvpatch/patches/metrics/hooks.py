@@ -1,0 +1,136 @@
+"""Where vLLM is asked: once a step in the engine, once a message in the API servers."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from kvpatch import state
+from kvpatch.patch import argument
+from kvpatch.patches.metrics import snapshot
+from kvpatch.status import record
+from kvpatch.telemetry import publisher
+from kvpatch.telemetry.counters import Totals
+from kvpatch.telemetry.prometheus import Metrics
+from kvpatch.telemetry.series import KEY, Sender
+from kvpatch.upstream import connectors, kvcached_api
+from kvpatch.version import VERSION
+
+# Seconds between two messages of a busy engine, whose steps they must not cost anything;
+# a step that leaves it without work always sends, so that nothing is missing at rest.
+BETWEEN = 0.2
+
+
+def around_engine_core(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> None:
+    """Begin to count and publish an engine. Wraps ``EngineCore.__init__``."""
+    wrapped(*args, **kwargs)
+    connector = instance.scheduler.connector
+    totals = Totals("" if connector is None else type(connector).__name__)
+    state.attach(instance, totals)
+    state.attach(instance.scheduler, totals)
+    for part in connectors.parts(connector):
+        scheduler = getattr(part, "scheduler_manager", None)
+        if scheduler is not None:  # SimpleCPUOffloadConnector's
+            state.attach(scheduler, totals)
+    publisher.engine(lambda: snapshot.engine(instance, totals))
+
+
+def around_make_stats(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
+    """Count what one step moved and hit.
+
+    Wraps ``Scheduler.make_stats(spec_decoding_stats, kv_connector_stats, ...)``, which
+    is called with the connector's stats even when vLLM's own are switched off.
+    """
+    stats = wrapped(*args, **kwargs)
+    totals = state.find(instance, Totals)
+    if totals is not None:
+        connector = kwargs.get("kv_connector_stats", args[1] if len(args) > 1 else None)
+        if connector is not None:
+            totals.add_connector_stats(connector.data)
+        if stats is not None:
+            totals.add_hits("device", stats.prefix_cache_stats)
+            totals.add_hits("tier", stats.connector_prefix_cache_stats)
+    return stats
+
+
+def after_step(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
+    """Send the API servers what has changed, with the step's own stats.
+
+    Wraps ``EngineCore.step`` and ``step_with_batch_queue`` over the fence's patch, so
+    that the pages the step gave back are counted.
+    """
+    result = wrapped(*args, **kwargs)
+    totals = state.find(instance, Totals)
+    if totals is None:
+        return result
+    totals.step()
+    scheduler, sender = instance.scheduler, state.of(instance, Sender)
+    busy = scheduler.running or scheduler.waiting
+    if busy and totals.stepped - sender.sent < BETWEEN:
+        return result
+    for outputs in (result[0] or {}).values():
+        stats = outputs.scheduler_stats
+        if stats is not None:
+            sender.sent = totals.stepped
+            message = sender.message(snapshot.engine(instance, totals))
+            if message is not None:
+                stats.kv_connector_stats = (stats.kv_connector_stats or {}) | {KEY: message}
+    return result
+
+
+def around_prometheus(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> None:
+    """Register our series beside the connector's. Wraps ``KVConnectorProm.__init__``."""
+    wrapped(*args, **kwargs)
+
+    def bind(vllm_config: Any, labelnames: Any, per_engine_labelvalues: Any) -> tuple[Any, ...]:
+        return vllm_config, labelnames, per_engine_labelvalues
+
+    config, labelnames, engines = bind(*args, **kwargs)
+    transfer = config.kv_transfer_config
+    connector = "" if transfer is None else transfer.kv_connector or ""
+    facts = [*labels_of_process(), connector]
+    state.attach(
+        instance,
+        Metrics(instance._counter_cls, instance._gauge_cls, labelnames, engines, facts),
+    )
+
+
+def labels_of_process() -> list[str]:
+    """Return the labels of the info gauge that describe this process."""
+    features = ",".join(f"{name}={outcome.value}" for name, outcome in record.features.items())
+    layout = "contiguous" if kvcached_api.contiguous() else "non-contiguous"
+    return [VERSION, record.vllm, record.kvcached, features, layout]
+
+
+def without_ours(stats: dict[str, Any]) -> dict[str, Any]:
+    """Return a connector's stats as the connector knows them."""
+    return {key: value for key, value in stats.items() if key != KEY}
+
+
+def around_observe(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> None:
+    """Record our part, and give the rest to the connector.
+
+    Wraps ``KVConnectorProm.observe(transfer_stats_data, engine_idx)``.
+    """
+
+    def bind(transfer_stats_data: Any, engine_idx: int = 0) -> tuple[Any, int]:
+        return transfer_stats_data, engine_idx
+
+    stats, engine = bind(*args, **kwargs)
+    metrics = state.find(instance, Metrics)
+    if KEY in stats and metrics is not None:
+        metrics.observe(stats[KEY], engine)
+        stats = without_ours(stats)
+    if stats:
+        wrapped(stats, engine)
+
+
+def around_log(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> None:
+    """Keep our part out of the connector's own log line.
+
+    Wraps ``KVConnectorLogging.observe(transfer_stats_data)``, which fails on stats
+    where no connector is configured.
+    """
+    stats = argument(args, kwargs, 0, "transfer_stats_data")
+    stats = without_ours(stats)
+    if stats:
+        wrapped(stats)

@@ -1,0 +1,102 @@
+"""vLLM's OffloadingConnector on kvcached's memory."""
+
+from __future__ import annotations
+
+from kvpatch.patch import Feature, Gap, Patch, seam
+from kvpatch.supported import FLOOR
+from kvpatch.upstream.targets import OFFLOADING
+
+FEATURE = Feature(
+    name="offloading-connector",
+    summary="vLLM's OffloadingConnector copies the right bytes of kvcached's memory",
+    since=FLOOR,
+    rules="kvpatch.patches.offloading.rules:RULES",
+    seams=(
+        seam(
+            Patch(
+                id="offloading.use_uniform_kv_cache",
+                target="vllm.v1.worker.kv_connector_model_runner_mixin:"
+                "KVConnectorModelRunnerMixin.use_uniform_kv_cache",
+                why="a cross-layer KV cache is one torch.zeros that bypasses kvcached's memory",
+                upstream="ovg-project/kvcached#269, ovg-project/kvcached#361",
+                until="kvcached allocates cross-layer KV caches itself, or vLLM 0.29",
+                wrapper="kvpatch.patches.offloading.registration:keep_elastic",
+                parameters=("attn_groups",),
+                since="0.16",
+                before="0.29",
+            ),
+            Gap("0.29", None, "the path was removed"),
+        ),
+        seam(
+            Patch(
+                id="offloading.check_regions",
+                target=f"{OFFLOADING}.worker:OffloadingConnectorWorker._init_worker",
+                why="nothing checks that what vLLM copies is what kvcached's blocks are",
+                upstream="none: from 0.29 on vLLM's regions follow the layout, and are right",
+                until="the connector asks the allocator for its regions",
+                wrapper="kvpatch.patches.offloading.registration:check_regions",
+                parameters=("self", "kv_caches"),
+                since="0.29",
+            ),
+            Patch(
+                id="offloading.register_kv_caches",
+                target=f"{OFFLOADING}.worker:OffloadingConnectorWorker.register_kv_caches",
+                why="vLLM registers a dense tensor a layer, so other blocks' bytes are copied",
+                upstream="ovg-project/kvcached#361 (asks to keep the cross-layer speed)",
+                until="the connector asks the allocator for its regions",
+                wrapper="kvpatch.patches.offloading.registration:register_regions",
+                parameters=("self", "kv_caches"),
+                since="0.26",
+                before="0.29",
+            ),
+            Patch(
+                id="offloading.register_with_spec",
+                target=f"{OFFLOADING}.worker:OffloadingConnectorWorker.register_kv_caches",
+                why="as offloading.register_kv_caches; the KV cache's plan is in the spec",
+                upstream="ovg-project/kvcached#361 (asks to keep the cross-layer speed)",
+                until="vLLM 0.26",
+                wrapper="kvpatch.patches.offloading.legacy:register_with_spec",
+                parameters=("self", "kv_caches"),
+                since="0.25",
+                before="0.26",
+            ),
+            Patch(
+                id="offloading.register_with_handlers",
+                target=f"{OFFLOADING}.worker:OffloadingConnectorWorker.register_kv_caches",
+                why="as offloading.register_kv_caches; the worker has a handler for each direction",
+                upstream="ovg-project/kvcached#361 (asks to keep the cross-layer speed)",
+                until="vLLM 0.25",
+                wrapper="kvpatch.patches.offloading.legacy:register_with_handlers",
+                parameters=("self", "kv_caches"),
+                since="0.19",
+                before="0.25",
+            ),
+            Patch(
+                id="offloading.register_with_backends",
+                target=f"{OFFLOADING}_connector:OffloadingConnectorWorker.register_kv_caches",
+                why="as offloading.register_kv_caches; attention backends say where blocks lie",
+                upstream="ovg-project/kvcached#361 (asks to keep the cross-layer speed)",
+                until="vLLM 0.19",
+                wrapper="kvpatch.patches.offloading.legacy:register_with_backends",
+                parameters=("self", "kv_caches"),
+                since="0.16",
+                before="0.19",
+            ),
+        ),
+        seam(
+            Patch(
+                id="offloading.storable_chunks",
+                target=f"{OFFLOADING}.scheduler:RequestOffloadState.storable_chunks",
+                why="a request that is aborted before or while it is computed ends the engine",
+                upstream="vllm-project/vllm#49118, vllm-project/vllm#49146",
+                until="vLLM 0.27",
+                wrapper="kvpatch.patches.offloading.legacy:around_storable",
+                parameters=("self", "group_config", "num_offloadable_tokens"),
+                since="0.26",
+                before="0.27",
+            ),
+            Gap("0.16", "0.26", "an aborted request is stored as far as it was computed"),
+            Gap("0.27", None, "fixed by vllm-project/vllm#49146"),
+        ),
+    ),
+)

@@ -1,0 +1,96 @@
+"""OffloadingConnector before vLLM 0.26, in the terms of later releases.
+
+What the connector does is the same; what it calls things is not. Each adapter presents
+the older object under the newer names and leaves the work to the code for those.
+
+    0.26        an aborted request is stored as if all of it were computed
+    up to 0.25  the worker finds the KV cache's plan in its spec, not in itself
+    up to 0.24  it registers one handler per direction with a worker, instead of a worker
+    up to 0.18  the worker is registered with tensors and the backends that say their shapes
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+from kvpatch import state
+from kvpatch.patch import argument
+from kvpatch.patches.offloading import registration
+from kvpatch.patches.offloading.registration import Rows
+
+
+def register_with_spec(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> None:
+    """Register kvcached's regions with the worker of 0.25."""
+    _register(instance, instance._init_worker, args, kwargs)
+
+
+def register_with_handlers(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> None:
+    """Register kvcached's regions with the worker of 0.19 to 0.24."""
+    _register(instance, instance._register_handlers, args, kwargs)
+
+
+class OneRegion:
+    """An attention backend whose KV cache is one region: blocks, tokens, bytes of a token."""
+
+    @staticmethod
+    def get_kv_cache_shape(
+        num_blocks: int, block_size: int, num_kv_heads: int, head_size: int
+    ) -> tuple[int, int, int]:
+        """Return where vLLM finds blocks and their tokens."""
+        return num_blocks, block_size, num_kv_heads * head_size
+
+
+def register_with_backends(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> None:
+    """Register kvcached's regions with the worker of 0.16 to 0.18, as a layer each."""
+    kv_caches = argument(args, kwargs, 0, "kv_caches")
+    size = instance.spec.gpu_block_size  # one for each group in 0.18, and there is one
+    tokens = size if isinstance(size, int) else size[0]
+    regions = {
+        f"region {index}": tensor.view(len(tensor), tokens, -1)
+        for index, tensor in enumerate(
+            registration.checked_regions(_later(instance), kv_caches).tensors
+        )
+    }
+    instance._register_handlers(regions, dict.fromkeys(regions, OneRegion))
+
+
+def block_bytes(spec: Any) -> int:
+    """Return the bytes of a block that the CPU tier was sized by."""
+    if hasattr(spec, "cpu_page_size_per_worker"):  # of a chunk of blocks
+        return int(spec.cpu_page_size_per_worker // spec.block_size_factor)
+    plan = spec.kv_cache_config
+    return int(sum(tensor.size for tensor in plan.kv_cache_tensors) // plan.num_blocks)
+
+
+def _register(instance: Any, init: Callable[[Any], None], args: Any, kwargs: Any) -> None:
+    later = _later(instance)
+    later._init_worker = init
+    registration.register_regions(None, later, args, kwargs)
+    rows = state.find(later, Rows)
+    if rows is not None:
+        state.attach(instance, rows)
+
+
+def _later(worker: Any) -> SimpleNamespace:
+    """Return what later releases have in the ``OffloadingConnectorWorker`` itself."""
+    spec = worker.spec
+    config = SimpleNamespace(worker_kv_bytes_per_block=block_bytes(spec))
+    return SimpleNamespace(
+        kv_cache_config=spec.kv_cache_config, spec=SimpleNamespace(config=config)
+    )
+
+
+def around_storable(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> int:
+    """Store no more of a request than it has blocks for, nor of an aborted one than it computed.
+
+    Wraps ``RequestOffloadState.storable_chunks`` of 0.26, which stores what a finished
+    request left: the whole prompt, of one that was aborted before it ran too.
+    """
+    group = argument(args, kwargs, 0, "group_config")
+    held = len(instance.group_states[group.group_idx].block_ids)
+    chunks: int = min(wrapped(*args, **kwargs), held // instance.config.blocks_per_chunk)
+    if instance.req.status.name == "FINISHED_ABORTED":
+        chunks = min(chunks, instance.req.num_computed_tokens // group.tokens_per_chunk)
+    return chunks

@@ -1,0 +1,142 @@
+"""Registering kvcached's regions with vLLM's OffloadingConnector.
+
+vLLM's own registration assumes a dense tensor per layer and copies other blocks' bytes.
+Here each region is what the memory really has, so that a contiguous block is one copy.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from kvpatch import state
+from kvpatch.patch import argument
+from kvpatch.patches.elastic_memory.regions import Regions, check_kinds, find_regions
+from kvpatch.refusal import Refusal
+from kvpatch.upstream import vllm_api
+from kvpatch.upstream.kvcached_api import on_kvcached
+
+
+@dataclass
+class Rows:
+    """Where the first row of each region is, kept on the ``OffloadingConnectorWorker``.
+
+    Attributes:
+        places: address and bytes of each.
+    """
+
+    places: list[tuple[int, int]]
+
+
+def keep_elastic(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> bool:
+    """Answer that no cross-layer KV cache is wanted.
+
+    Wraps ``use_uniform_kv_cache``. True would make vLLM allocate one
+    ``torch.zeros`` for all layers, which kvcached never sees. Only called with
+    kvcached on: activation refuses otherwise. The speed of whole-block copies is
+    kept by registering whole blocks, see ``geometry``.
+    """
+    return False
+
+
+def register_regions(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> None:
+    """Register kvcached's regions with the OffloadingConnector's worker.
+
+    Takes the place of ``OffloadingConnectorWorker.register_kv_caches(kv_caches)``.
+
+    Raises:
+        Refusal: the model has a kind of KV cache that was never compared, or the
+            regions do not add up to the bytes the CPU tier was sized by.
+    """
+    regions = checked_regions(instance, argument(args, kwargs, 0, "kv_caches"))
+    instance._init_worker(canonical(regions))
+
+
+def checked_regions(worker: Any, kv_caches: dict[str, Any]) -> Regions:
+    """Return the regions of a worker's KV caches.
+
+    Args:
+        worker: the ``OffloadingConnectorWorker``.
+        kv_caches: a KV cache tensor per layer name.
+
+    Raises:
+        Refusal: see ``register_regions``.
+    """
+    config = worker.kv_cache_config
+    check_kinds(config)
+    regions = find_regions(
+        kv_caches, [group.layer_names for group in config.kv_cache_groups], config.num_blocks
+    )
+    check_size(worker, regions.block_bytes)
+    remember(worker, regions.tensors)
+    return regions
+
+
+def check_regions(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
+    """Check the regions that vLLM itself derived, from 0.29 on.
+
+    Wraps ``OffloadingConnectorWorker._init_worker(kv_caches)``.
+
+    Raises:
+        Refusal: the model has a kind of KV cache that was never compared, a region lies
+            outside kvcached's memory, or they do not add up to a block.
+    """
+    canonical_caches = argument(args, kwargs, 0, "kv_caches")
+    check_kinds(instance.kv_cache_config)
+    if not all(on_kvcached(region.tensor) for region in canonical_caches.tensors):
+        raise Refusal(
+            "the connector copies memory that is not kvcached's",
+            "the blocks that the engine computes lie in kvcached's memory",
+            "report this with your command line, or set KVPATCH=0",
+            code="KVP408",
+        )
+    check_size(instance, sum(region.page_size_bytes for region in canonical_caches.tensors))
+    remember(instance, [region.tensor for region in canonical_caches.tensors])
+    return wrapped(*args, **kwargs)
+
+
+def remember(worker: Any, regions: list[Any]) -> None:
+    """Keep where each region's first row is.
+
+    Args:
+        worker: the ``OffloadingConnectorWorker``.
+        regions: int8 tensors of ``[num_blocks, bytes]``, as they were registered.
+    """
+    state.attach(worker, Rows([(region.data_ptr(), int(region.shape[1])) for region in regions]))
+
+
+def check_size(worker: Any, block_bytes: int) -> None:
+    """Refuse regions that do not add up to what the CPU tier was sized by.
+
+    Args:
+        worker: the ``OffloadingConnectorWorker``.
+        block_bytes: bytes of one block over all regions.
+
+    Raises:
+        Refusal: they do not.
+    """
+    expected = worker.spec.config.worker_kv_bytes_per_block
+    if block_bytes != expected:
+        raise Refusal(
+            f"a block has {block_bytes} bytes in memory and {expected} in vLLM's plan",
+            "the CPU tier was sized by the plan and would be overrun or mixed up",
+            "report this with your command line, or set KVPATCH=0",
+            code="KVP407",
+        )
+
+
+def canonical(regions: Regions) -> Any:
+    """Return ``regions`` as vLLM's ``CanonicalKVCaches``."""
+    find = vllm_api.find
+    reference, tensor_of = find("CanonicalKVCacheRef"), find("CanonicalKVCacheTensor")
+    sizes = [int(tensor.shape[1]) for tensor in regions.tensors]
+    return find("CanonicalKVCaches")(
+        tensors=[
+            tensor_of(tensor=tensor, page_size_bytes=size)
+            for tensor, size in zip(regions.tensors, sizes, strict=True)
+        ],
+        group_data_refs=[
+            [reference(tensor_idx=index, page_size_bytes=sizes[index]) for index in group]
+            for group in regions.groups
+        ],
+    )

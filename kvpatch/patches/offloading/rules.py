@@ -1,0 +1,282 @@
+"""Configurations with a KV connector that are refused, whichever of vLLM's connectors it is."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from kvpatch.rules import Rule
+from kvpatch.supported import is_validated, validated
+from kvpatch.upstream import connectors
+from kvpatch.versions import Facts, Span, in_words
+
+VALIDATED_CONNECTORS = (connectors.OFFLOADING, connectors.SIMPLE)
+# Connectors that may be inside a MultiConnector, each once.
+VALIDATED_INSIDE = VALIDATED_CONNECTORS
+# (spec_name, spec_module_path) pairs. On the host device the copies were verified byte by
+# byte; vLLM's own copies, on CUDA, are given the same regions.
+VALIDATED_SPECS = (
+    ("CPUOffloadingSpec", None),
+    ("TieringOffloadingSpec", None),
+    ("HostOffloadingSpec", "kvpatch.hostdevice.offloading"),
+    ("HostTieringOffloadingSpec", "kvpatch.hostdevice.tiering"),
+)
+VALIDATED_SCHEDULERS = (
+    "vllm.v1.core.sched.scheduler.Scheduler",
+    "vllm.v1.core.sched.async_scheduler.AsyncScheduler",
+)
+VALIDATED_CACHE_DTYPES = ("auto", "bfloat16", "float16", "float32")
+MULTI = Span("0.22.1")
+LATENT = Span("0.29")  # latent attention (MLA)
+HYBRID = Span("0.30", "0.31")  # the states of hybrid models
+
+ROUND_TRIP = "it has not been validated by a store and load round trip"
+
+
+def leaves(config: Any) -> list[connectors.Leaf]:
+    """Return the connectors of a configuration, those inside a MultiConnector too."""
+    return connectors.leaves(config.kv_transfer_config)
+
+
+def in_multi(config: Any) -> bool:
+    """Return whether the connectors are inside vLLM's MultiConnector."""
+    transfer = config.kv_transfer_config
+    return transfer.kv_connector == connectors.MULTI and transfer.kv_connector_module_path is None
+
+
+def has_tiers(config: Any) -> bool:
+    """Return whether there are secondary tiers."""
+    return any(leaf.tiers for leaf in leaves(config))
+
+
+def _other_connector(config: Any, facts: Facts) -> bool:
+    transfer = config.kv_transfer_config
+    return not in_multi(config) and (
+        transfer.kv_connector not in VALIDATED_CONNECTORS
+        or transfer.kv_connector_module_path is not None
+    )
+
+
+def _others_inside(config: Any) -> list[str]:
+    return [
+        leaf.name
+        for leaf in leaves(config)
+        if in_multi(config) and (leaf.name not in VALIDATED_INSIDE or leaf.module is not None)
+    ]
+
+
+def _twice_inside(config: Any) -> list[str]:
+    names = [leaf.name for leaf in leaves(config)]
+    return [name for name in VALIDATED_INSIDE if names.count(name) > 1]
+
+
+def _other_specs(config: Any) -> list[str]:
+    found = []
+    for leaf in leaves(config):
+        if leaf.name == connectors.SIMPLE:  # has no specs, and does not read the key
+            continue
+        name = leaf.extra.get("spec_name", "CPUOffloadingSpec")
+        own = name in ("CPUOffloadingSpec", "TieringOffloadingSpec")  # vLLM's, whatever the path
+        if (name, None if own else leaf.extra.get("spec_module_path")) not in VALIDATED_SPECS:
+            found.append(name)
+    return found
+
+
+def _scheduler(config: Any) -> str | None:
+    """Return the full name of the requested scheduler class; None is vLLM's choice."""
+    requested = config.scheduler_config.scheduler_cls
+    if requested is None or not isinstance(requested, type):
+        return requested
+    return f"{requested.__module__}.{requested.__qualname__}"
+
+
+def _alone_on_v2(config: Any, facts: Facts, span: Span) -> bool:
+    """Return whether one connector without tiers runs on Runner V2 and one rank."""
+    return (
+        is_validated(facts.vllm, span)
+        and bool(config.use_v2_model_runner)
+        and config.parallel_config.world_size == 1
+        and not in_multi(config)
+        and not has_tiers(config)
+    )
+
+
+def _latent(config: Any, facts: Facts) -> bool:
+    model = config.model_config
+    return model is not None and model.use_mla and not _alone_on_v2(config, facts, LATENT)
+
+
+def _hybrid(config: Any, facts: Facts) -> bool:
+    model = config.model_config
+    return (
+        model is not None
+        and model.is_hybrid
+        and not (
+            _alone_on_v2(config, facts, HYBRID)
+            and config.kv_transfer_config.kv_connector == connectors.OFFLOADING
+            and not model.use_mla
+        )
+    )
+
+
+def _other_parallelism(config: Any, facts: Facts) -> bool:
+    parallel = config.parallel_config
+    return bool(
+        parallel.world_size != parallel.tensor_parallel_size
+        or parallel.data_parallel_size > 1
+        or parallel.decode_context_parallel_size > 1
+    )
+
+
+def _model(config: Any, facts: Facts) -> str:
+    return f"a KV connector is configured for {config.model_config.architecture}"
+
+
+RULES = (
+    Rule(
+        "KVP302",
+        "connectors other than vLLM's own OffloadingConnector and SimpleCPUOffloadConnector",
+        _other_connector,
+        lambda config, facts: (
+            f"the KV connector {config.kv_transfer_config.kv_connector} is configured"
+        ),
+        "only vLLM's own OffloadingConnector and SimpleCPUOffloadConnector are validated on "
+        "kvcached's memory",
+        "use one of these",
+    ),
+    Rule(
+        "KVP328",
+        f"MultiConnector, except on vLLM {in_words(validated(MULTI))}",
+        lambda config, facts: in_multi(config),
+        "MultiConnector is configured on this release",
+        f"it is validated on vLLM {in_words(validated(MULTI))} only",
+        "use one connector, or one of these releases",
+        unless_validated=MULTI,
+    ),
+    Rule(
+        "KVP319",
+        "a MultiConnector with connectors other than the ones above",
+        lambda config, facts: bool(_others_inside(config)),
+        lambda config, facts: (
+            f"a MultiConnector is configured with {_others_inside(config)[0]} inside"
+        ),
+        "that connector's copies are not validated on kvcached's memory",
+        f"leave only {' and '.join(VALIDATED_INSIDE)} in it",
+    ),
+    Rule(
+        "KVP320",
+        "a MultiConnector with one connector twice",
+        lambda config, facts: bool(_twice_inside(config)),
+        lambda config, facts: (
+            f"a MultiConnector is configured with {_twice_inside(config)[0]} twice"
+        ),
+        "vLLM would give both the same shared memory",
+        "leave one of them",
+    ),
+    Rule(
+        "KVP303",
+        "offloading specs other than the ones above",
+        lambda config, facts: bool(_other_specs(config)),
+        lambda config, facts: f"the offloading spec {_other_specs(config)[0]} is configured",
+        ROUND_TRIP,
+        "remove spec_name from kv_connector_extra_config",
+    ),
+    Rule(
+        "KVP304",
+        "`canonical_layout`",
+        lambda config, facts: any(leaf.extra.get("canonical_layout") for leaf in leaves(config)),
+        "canonical_layout is set in kv_connector_extra_config",
+        "vLLM cannot certify that layout on kvcached's memory",
+        "remove canonical_layout",
+    ),
+    Rule(  # before the next rule: on a CPU vLLM disables the prefix cache for these models
+        "KVP305",
+        "offloading of models with latent attention (MLA), except by OffloadingConnector or "
+        "SimpleCPUOffloadConnector alone on Model Runner V2 of vLLM "
+        f"{in_words(validated(LATENT))} with one rank",
+        _latent,
+        _model,
+        "latent attention is validated with OffloadingConnector and SimpleCPUOffloadConnector "
+        f"without secondary tiers, on Model Runner V2 of vLLM {in_words(validated(LATENT))} and "
+        "one rank only",
+        "use one of these, or run this model without a KV connector",
+    ),
+    Rule(
+        "KVP306",
+        "offloading with the prefix cache disabled",
+        lambda config, facts: not config.cache_config.enable_prefix_caching,
+        "the prefix cache is disabled while a KV connector is configured",
+        "that combination is not validated",
+        "remove --no-enable-prefix-caching",
+    ),
+    Rule(
+        "KVP307",
+        "offloading with parallelism other than tensor parallelism",
+        _other_parallelism,
+        "a KV connector is configured with parallelism other than tensor parallelism",
+        "that combination is not validated",
+        "use tensor parallelism only",
+    ),
+    Rule(
+        "KVP308",
+        "offloading with an executor other than `uni` and `mp`",
+        lambda config, facts: (
+            config.parallel_config.distributed_executor_backend not in (None, "uni", "mp")
+        ),
+        lambda config, facts: (
+            "a KV connector is configured with the executor "
+            f"{config.parallel_config.distributed_executor_backend}"
+        ),
+        "kvpatch is validated with the executors uni and mp only",
+        "set --distributed-executor-backend mp",
+    ),
+    Rule(
+        "KVP324",
+        "offloading with a scheduler class other than vLLM's own two",
+        lambda config, facts: _scheduler(config) not in (None, *VALIDATED_SCHEDULERS),
+        lambda config, facts: (
+            f"a KV connector is configured with the scheduler {_scheduler(config)}"
+        ),
+        "it is not validated: it may free or allocate blocks in an order that the fence does not "
+        "expect",
+        "remove --scheduler-cls",
+    ),
+    Rule(
+        "KVP309",
+        "offloading with speculative decoding",
+        lambda config, facts: config.speculative_config is not None,
+        "a KV connector is configured with speculative decoding",
+        ROUND_TRIP,
+        "remove the speculative configuration",
+    ),
+    Rule(
+        "KVP310",
+        "offloading with KV cache dtypes other than the ones above",
+        lambda config, facts: config.cache_config.cache_dtype not in VALIDATED_CACHE_DTYPES,
+        lambda config, facts: (
+            "a KV connector is configured with the KV cache dtype "
+            f"{config.cache_config.cache_dtype}"
+        ),
+        ROUND_TRIP,
+        f"use one of {', '.join(VALIDATED_CACHE_DTYPES)}",
+    ),
+    Rule(
+        "KVP311",
+        "offloading of hybrid models, except by OffloadingConnector alone on Model Runner V2 of "
+        f"vLLM {in_words(validated(HYBRID))} with one rank",
+        _hybrid,
+        _model,
+        "hybrid models are validated with OffloadingConnector without secondary tiers, on Model "
+        f"Runner V2 of vLLM {in_words(validated(HYBRID))} and one rank only",
+        "use that, or run this model without a KV connector",
+    ),
+    Rule(
+        "KVP331",
+        "offloading of encoder-decoder models",
+        lambda config, facts: (
+            config.model_config is not None and config.model_config.is_encoder_decoder
+        ),
+        _model,
+        "encoder-decoder models are not validated",
+        "run this model without a KV connector",
+    ),
+)

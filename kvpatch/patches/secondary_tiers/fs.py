@@ -1,0 +1,134 @@
+"""vLLM's file system tier, with an end to waiting for a disk that does not answer."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+from vllm.v1.kv_offload.tiering.async_lookup import LookupState
+from vllm.v1.kv_offload.tiering.base import JobResult
+from vllm.v1.kv_offload.tiering.fs.manager import FileSystemTierManager, FsAsyncLookupManager
+
+from kvpatch.patches.secondary_tiers.block_files import make_private_folders
+from kvpatch.patches.secondary_tiers.timeout import Unanswered, patience
+from kvpatch.upstream.vllm_api import lookup_results
+
+_PROBE = "probe"
+_MISS, _ = lookup_results()
+
+
+class PatientLookups(FsAsyncLookupManager):  # type: ignore[misc]
+    """vLLM's lookups, timed."""
+
+    def __init__(self, tier: Any, tier_type: str, unanswered: Unanswered) -> None:
+        self._unanswered = unanswered
+        super().__init__(tier=tier, tier_type=tier_type)
+
+    def batch_lookup(self, keys: list[Any], req_context: Any) -> Iterable[bool]:
+        """Say which blocks have files; on the tier's own thread."""
+        self._unanswered.asked(_PROBE)
+        try:
+            return list(super().batch_lookup(keys, req_context))
+        finally:
+            self._unanswered.answered(_PROBE)
+
+
+class FirstAnswers(PatientLookups):
+    """Lookups up to vLLM 0.29, able to hear two answers about one block."""
+
+    def drain_results(self) -> None:
+        """Keep the first answer about each block.
+
+        A request that is aborted while the disk is asked, and another for the same
+        block, give two answers. In 0.28 and 0.29 vLLM takes the second for a fault of its
+        own and ends the engine; before, it goes by the second. From 0.30 on it numbers its
+        questions, and knows the second one.
+        """
+        while not self._pending_results.empty():
+            for key, found in self._pending_results.get_nowait():
+                state = self._lookup_state.get(key)
+                if state is not None and state.result is None:
+                    state.result = found
+
+
+Lookups = PatientLookups if hasattr(LookupState, "generation") else FirstAnswers
+# What a result has to say beside its job; up to 0.27 nothing.
+_UNTIMED = {"transfer_time": 0.0} if "transfer_time" in JobResult.__dataclass_fields__ else {}
+
+
+class PatientFileSystemTier(FileSystemTierManager):  # type: ignore[misc]
+    """vLLM's ``fs`` tier; while it is late nothing is asked of it.
+
+    Its folders are for this user only.
+    """
+
+    _lookup_manager: Any
+
+    def __init__(
+        self, offloading_spec: Any, primary_kv_view: memoryview, tier_type: str, **config: Any
+    ) -> None:
+        super().__init__(offloading_spec, primary_kv_view, tier_type, **config)
+        Path(self.file_mapper.base_path).chmod(0o700)
+        make_private_folders(Path(f"{self.file_mapper.base_path}_r{self.file_mapper.rank}"))
+        self.unanswered = Unanswered(patience())
+        self._lookup_manager.shutdown()
+        self._lookup_manager = Lookups(self, tier_type, self.unanswered)
+        self._declined: list[Any] = []
+
+    @property
+    def late(self) -> bool:
+        """Whether the disk has not answered for longer than is worth waiting."""
+        return self.unanswered.late
+
+    def lookup(self, key: Any, req_context: Any) -> Any:
+        """Ask whether a block has a file; a late tier has none."""
+        return _MISS if self.late else super().lookup(key, req_context)
+
+    def submit_store(self, job_metadata: Any) -> None:
+        """Queue the writing of blocks; a late tier declines, so that they are not pinned."""
+        if not self._decline(job_metadata):
+            super().submit_store(job_metadata)
+
+    def submit_load(self, job_metadata: Any) -> None:
+        """Queue the reading of blocks; a late tier declines."""
+        if not self._decline(job_metadata):
+            super().submit_load(job_metadata)
+
+    def _decline(self, job: Any) -> bool:
+        if self.late:
+            self._declined.append(JobResult(job.job_id, success=False, **_UNTIMED))
+            return True
+        self.unanswered.asked(job.job_id)
+        return False
+
+    def get_finished_jobs(self) -> Iterable[Any]:
+        """Return the jobs that ended, and those declined, since the last call."""
+        declined, self._declined = self._declined, []
+        finished = list(super().get_finished_jobs())
+        for result in finished:
+            self.unanswered.answered(result.job_id)
+        return declined + finished
+
+    def shutdown(self) -> None:
+        """End the threads, but do not wait for ever for those that a disk holds."""
+        self._lookup_manager._lookup_queue.put(None)
+        self._pool.shutdown(wait=False)
+        end = time.monotonic() + self.unanswered.limit
+        for thread in (self._lookup_manager._thread, *self._pool._threads):
+            thread.join(max(0.0, end - time.monotonic()))
+
+
+def around_tier_class(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
+    """Answer with our tier for vLLM's ``fs``.
+
+    Wraps ``SecondaryTierFactory.get_tier_class``.
+    """
+    found = wrapped(*args, **kwargs)
+    return PatientFileSystemTier if found is FileSystemTierManager else found
+
+
+def replace_tier_class(original: Any) -> Any:
+    """Return our tier for vLLM's own class, which is not looked up by name up to 0.24."""
+    return PatientFileSystemTier

@@ -1,0 +1,102 @@
+"""Tiers before vLLM 0.28, in the terms of later releases.
+
+up to 0.27  a job is right or wrong as a whole, and all of its blocks with it
+up to 0.26  blocks go to files one by one, past the page cache or not at all, and, from 0.25
+            on, a request's last blocks are stored when its manager has dropped it
+up to 0.24  a lookup says True, False or None for later, and nothing is asked for the class of
+            a tier
+"""
+
+from __future__ import annotations
+
+import errno
+from dataclasses import replace
+from typing import Any
+
+from kvpatch.patch import argument
+from kvpatch.patches.secondary_tiers.block_files import load_blocks, store_blocks
+
+
+def split_promotions(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> None:
+    """Bring every block up in a job of its own.
+
+    Wraps ``TieringOffloadingManager._flush_pending_promotions``. Of a job with one damaged
+    file vLLM drops all blocks, and a request would lose those that were read.
+    """
+    for tier, waiting in instance._pending_load_submissions.items():
+        instance._pending_load_submissions[tier] = {
+            (request, key): replace(entry, keys=[key], block_ids=[block])
+            for request, entry in waiting.items()
+            for key, block in zip(entry.keys, entry.block_ids, strict=True)
+        }
+    wrapped(*args, **kwargs)
+
+
+def around_prepare_store(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
+    """Store the last blocks of a request that has finished.
+
+    Wraps ``TieringOffloadingManager.prepare_store``, which 0.25 and 0.26 call one step after
+    they had the manager drop what it knows of the request, and which fails without.
+    """
+    context = argument(args, kwargs, 1, "req_context")
+    known = instance._req_state
+    if context.req_id in known:
+        return wrapped(*args, **kwargs)
+    from vllm.v1.kv_offload.tiering.manager import RequestState
+
+    state = known[context.req_id] = RequestState(context, is_finished=True)
+    try:
+        return wrapped(*args, **kwargs)
+    finally:
+        if not state.pending_primary_stores:  # otherwise dropped when they have ended
+            del known[context.req_id]
+
+
+# Folders on file systems without direct I/O; 0.27 asks before it begins.
+_buffered: set[str] = set()
+
+
+def store_block(dest_path: str, buffer: memoryview, offset: int, block_size: int) -> None:
+    """Write one block; takes the place of vLLM's function of that name.
+
+    Raises:
+        OSError, ValueError: as ``files.store_blocks``.
+    """
+    folder = _folder(dest_path)
+    try:
+        store_blocks([dest_path], buffer, [offset], block_size, folder not in _buffered)
+    except OSError as error:
+        if error.errno != errno.EINVAL or folder in _buffered:
+            raise
+        _buffered.add(folder)
+        store_blocks([dest_path], buffer, [offset], block_size, False)
+
+
+def load_block(source_path: str, view: memoryview, offset: int, block_size: int) -> None:
+    """Read one block; takes the place of vLLM's function of that name.
+
+    Raises:
+        OSError, ValueError: as ``files.load_blocks``.
+    """
+    folder = _folder(source_path)
+    try:
+        load_blocks([source_path], view, [offset], block_size, folder not in _buffered)
+    except OSError as error:
+        # This block is lost and stays on the disk: who opens what hangs again hangs again.
+        if error.errno == errno.EINVAL:
+            _buffered.add(folder)
+        raise
+
+
+def _folder(path: str) -> str:
+    return path.rsplit("/", 3)[0]
+
+
+def replace_store(original: Any) -> Any:
+    """Return ``store_block`` for vLLM's own function."""
+    return store_block
+
+
+def replace_load(original: Any) -> Any:
+    """Return ``load_block`` for vLLM's own function."""
+    return load_block

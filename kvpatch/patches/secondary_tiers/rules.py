@@ -1,0 +1,76 @@
+"""Configurations of secondary tiers that are refused."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from kvpatch.patches.offloading.rules import has_tiers
+from kvpatch.rules import Rule
+from kvpatch.supported import validated
+from kvpatch.upstream import connectors
+from kvpatch.versions import Facts, Span, in_words
+
+TIERS = Span("0.24")
+VALIDATED_TIERS = ("fs",)
+
+
+def _types(config: Any) -> list[str]:
+    leaves = connectors.leaves(config.kv_transfer_config)
+    return [str(tier.get("type")) for leaf in leaves for tier in leaf.tiers]
+
+
+def _others(config: Any) -> list[str]:
+    return [tier for tier in _types(config) if tier not in (*VALIDATED_TIERS, "example")]
+
+
+def _any(config: Any, facts: Facts) -> bool:
+    return has_tiers(config)
+
+
+RULES = (
+    Rule(
+        "KVP329",
+        "secondary tiers before vLLM 0.24",
+        _any,
+        "a secondary tier is configured",
+        "the tiers of this vLLM keep their blocks when the prefix cache is reset "
+        "(vllm-project/vllm#44541) and access a disk on the scheduler's thread "
+        "(vllm-project/vllm#44193)",
+        "use OffloadingConnector without secondary tiers, or install vLLM 0.24",
+        only_in=Span("0", "0.24"),
+    ),
+    Rule(
+        "KVP330",
+        f"secondary tiers, except on vLLM {in_words(validated(TIERS))}",
+        _any,
+        "a secondary tier is configured on this release",
+        f"it is validated on vLLM {in_words(validated(TIERS))} only",
+        "use OffloadingConnector without secondary tiers, or one of these releases",
+        unless_validated=TIERS,
+    ),
+    Rule(
+        "KVP321",
+        "the `example` tier",
+        lambda config, facts: "example" in _types(config),
+        "the secondary tier example is configured",
+        "vLLM's example keeps the keys of blocks and not their bytes, so that a load returns "
+        "whatever the CPU tier has in that place",
+        "use the tier fs",
+    ),
+    Rule(
+        "KVP322",
+        "secondary tiers other than the ones above",
+        lambda config, facts: bool(_others(config)),
+        lambda config, facts: f"the secondary tier {_others(config)[0]} is configured",
+        "it is not validated",
+        f"use the tier {' or '.join(VALIDATED_TIERS)}",
+    ),
+    Rule(
+        "KVP323",
+        "secondary tiers with the scheduling policy `priority`",
+        lambda config, facts: has_tiers(config) and config.scheduler_config.policy == "priority",
+        "a secondary tier is configured with the scheduling policy priority",
+        "a request that waits for the tier can then block those that hold the memory it needs",
+        "use the scheduling policy fcfs",
+    ),
+)

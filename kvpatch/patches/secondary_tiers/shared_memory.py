@@ -1,0 +1,32 @@
+"""The CPU tier's shared memory belongs to one engine."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from kvpatch.patch import argument
+from kvpatch.refusal import Refusal
+from kvpatch.upstream import connectors
+
+
+def around_engine_core(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
+    """Refuse an engine whose CPU tier would be another engine's memory.
+
+    Wraps ``EngineCore.__init__``. vLLM names the memory by ``engine_id``, and opens what
+    it finds under the name, since an engine's workers find each other so.
+    """
+    config = argument(args, kwargs, 0, "vllm_config")
+    transfer = config.kv_transfer_config
+    if connectors.offloading(transfer):
+        path = Path(f"/dev/shm/vllm_offload_{transfer.engine_id}.mmap")
+        if path.exists():
+            raise Refusal(
+                f"the CPU tier's shared memory {path} exists already",
+                f"another engine with engine_id {transfer.engine_id} runs, or died without "
+                "removing it, and two engines in one memory give each other's KV",
+                "give each engine its own engine_id in kv_transfer_config, or remove the "
+                "file when no engine uses it",
+                code="KVP413",
+            )
+    return wrapped(*args, **kwargs)

@@ -1,0 +1,147 @@
+"""SimpleCPUOffloadConnector before vLLM 0.26, in the terms of later releases.
+
+up to 0.25  lazy mode follows the links of vLLM's queue of free blocks itself, and the
+            pool that kvcached has there does not call its blocks ``blocks``
+up to 0.23  a connector cannot ask for steps; the scheduler is asked instead
+up to 0.23  a store may read blocks that the device is still computing
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from kvpatch.patches.simple_offload.copy_backend import backend_here
+from kvpatch.patches.simple_offload.eviction import EvictionOrder, bind
+from kvpatch.patches.simple_offload.lifetime import waits_for_copies
+from kvpatch.upstream import connectors
+
+# CU_MEMCPY_SRC_ACCESS_ORDER_STREAM of the CUDA driver: read when the stream comes to it.
+_IN_STREAM_ORDER = 1
+
+
+class Link:
+    """A block in vLLM's linked list, whose next one is found when it is asked for.
+
+    The connector asks once for each link, after it has looked at the block.
+    """
+
+    def __init__(self, block: Any, rest: Iterator[Any]) -> None:
+        self._block = block
+        self._rest = rest
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._block, name)
+
+    @property
+    def next_free_block(self) -> Link | None:
+        """The next block of the walk, or None at its end."""
+        block = next(self._rest, None)
+        return None if block is None else Link(block, self._rest)
+
+
+class LinkedOrder(EvictionOrder):
+    """The order as a linked list, which every walk begins at the head of."""
+
+    fake_free_list_tail = None
+
+    @property
+    def fake_free_list_head(self) -> Link:
+        """What comes before the first block."""
+        return Link(None, self.iter_blocks_after(None))
+
+    def end_step(self) -> None:
+        """Forget where the walk stopped, beside what later releases do."""
+        super().end_step()
+        self._scheduler._cursor = None
+
+
+def around_bind(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> None:
+    """Give kvcached's pool its blocks by vLLM's name, and the queue of lazy mode.
+
+    Wraps ``SimpleCPUOffloadScheduler.bind_gpu_block_pool``.
+    """
+    wrapped(*args, **kwargs)
+    pool = instance._gpu_block_pool
+    pool.blocks = pool.kv_block_pool
+    bind(instance, LinkedOrder)
+
+
+def around_has_requests(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> bool:
+    """Keep an engine of 0.19 to 0.23 stepping while blocks wait for a copy.
+
+    Wraps ``Scheduler.has_requests``.
+    """
+    schedulers = (
+        getattr(part, "scheduler_manager", None) for part in connectors.parts(instance.connector)
+    )
+    waits = any(scheduler is not None and waits_for_copies(scheduler) for scheduler in schedulers)
+    return bool(wrapped(*args, **kwargs)) or waits
+
+
+class AlsoUnderWay:
+    """A CPU pool's blocks by hash, with those that are still being stored.
+
+    Args:
+        stored: the pool's own ``BlockHashToBlockMap``.
+        under_way: blocks of running stores, by hash.
+    """
+
+    def __init__(self, stored: Any, under_way: dict[Any, Any]) -> None:
+        self._stored = stored
+        self._under_way = under_way
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stored, name)
+
+    def get_one_block(self, key: Any) -> Any:
+        """Return a block with this hash, or None."""
+        return self._under_way.get(key) or self._stored.get_one_block(key)
+
+
+def around_eager_stores(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
+    """Keep what is being stored out of the next steps' stores.
+
+    Wraps ``SimpleCPUOffloadScheduler._prepare_eager_store_specs`` of 0.19 to 0.21, which
+    knows of the blocks of its own step and of those whose store has ended.
+    """
+    pool = instance.cpu_block_pool
+    stored = pool.cached_block_hash_to_block
+    under_way = {
+        pool.blocks[block_id].block_hash: pool.blocks[block_id]
+        for transfer in instance._store_event_to_blocks.values()
+        for block_id in transfer.cpu_block_ids
+    }
+    pool.cached_block_hash_to_block = AlsoUnderWay(stored, under_way)
+    try:
+        return wrapped(*args, **kwargs)
+    finally:
+        pool.cached_block_hash_to_block = stored
+
+
+def ordered_backend(original: Any) -> Any:
+    """Replace vLLM's ``DmaCopyBackend`` by a backend whose stores wait for the computation."""
+    backend = backend_here(original)
+    # Another device's backend takes a store when the computation before it has ended.
+    return after_computation(original) if backend is original else backend
+
+
+def after_computation(backend: Any) -> Any:
+    """Return a class of copies whose stores read what was computed when they were asked for."""
+
+    class OrderedCopyBackend(backend):  # type: ignore[misc]
+        def init(self, *args: Any, **kwargs: Any) -> None:
+            super().init(*args, **kwargs)
+            self._store_params.attrs.srcAccessOrder = _IN_STREAM_ORDER
+
+        def launch_copy(
+            self, src_blocks: Any, dst_blocks: Any, is_store: bool, *args: Any, **kwargs: Any
+        ) -> None:
+            if is_store:
+                import torch
+
+                # Before the copy is queued: the thread that makes it comes after.
+                self._store_stream.wait_stream(torch.cuda.current_stream())
+            super().launch_copy(src_blocks, dst_blocks, is_store, *args, **kwargs)
+
+    return OrderedCopyBackend

@@ -1,0 +1,45 @@
+"""The end of copies: an idle engine sees it, and a dying one waits for it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from kvpatch.patches.simple_offload.eviction import order_of
+
+
+def around_pending_work(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> bool:
+    """Keep the engine stepping while blocks wait for a copy, and let it sleep after.
+
+    Wraps ``has_pending_push_work`` of ``SimpleCPUOffloadConnector``, vLLM's own way for
+    a connector to ask for steps. The connector learns in a step that a copy has ended;
+    without one, the pages of the blocks it holds stay mapped for as long as the engine
+    is idle.
+    """
+    if wrapped(*args, **kwargs):
+        return True
+    scheduler = instance.scheduler_manager
+    return scheduler is not None and waits_for_copies(scheduler)
+
+
+def waits_for_copies(scheduler: Any) -> bool:
+    """Whether a ``SimpleCPUOffloadScheduler`` has to be stepped, with or without requests."""
+    order = order_of(scheduler)
+    return bool(
+        scheduler.has_pending_stores()
+        or scheduler._reqs_to_load
+        # Up to 0.23 it cannot be reset, and no load is abandoned.
+        or getattr(scheduler, "_abandoned_reqs_to_load", None)
+        or (order is not None and order.above_cap)
+    )
+
+
+def around_shutdown(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
+    """Wait for copies in flight before kvcached unmaps the memory they touch.
+
+    Wraps ``shutdown`` of ``SimpleCPUOffloadConnector``, which does nothing.
+    """
+    worker = instance.worker_handler
+    if worker is not None and worker._backend is not None:
+        worker._backend.shutdown()  # what is queued is launched, and has its event then
+        worker._flush_and_sync_all()
+    return wrapped(*args, **kwargs)

@@ -1,0 +1,38 @@
+"""Counting what SimpleCPUOffloadConnector moves: it keeps no stats of its own.
+
+Its scheduler hands each step's copies to the workers as one store and one load, which
+all ranks make; they are counted there.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from kvpatch import state
+from kvpatch.telemetry.counters import Totals
+
+
+def block_bytes(scheduler: Any) -> int:
+    """Return the bytes of one block over all ranks, as the connector sizes its tier."""
+    config = scheduler.kv_cache_config
+    tensors = config.kv_cache_tensors
+    packed = any(getattr(tensor, "block_stride", 0) for tensor in tensors)
+    size = tensors[0].size if packed else sum(tensor.size for tensor in tensors)
+    return int(size // config.num_blocks * scheduler.vllm_config.parallel_config.world_size)
+
+
+def around_plan(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
+    """Count one step's store and load.
+
+    Wraps ``SimpleCPUOffloadScheduler.build_connector_meta(scheduler_output)``.
+    """
+    meta = wrapped(*args, **kwargs)
+    totals = state.find(instance, Totals)
+    if totals is not None:
+        for outcome, blocks in (
+            ("stored", meta.store_gpu_blocks),
+            ("loaded", meta.load_gpu_blocks),
+        ):
+            if blocks:
+                totals.moved(outcome, 1, len(blocks) * block_bytes(instance))
+    return meta

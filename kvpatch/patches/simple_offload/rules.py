@@ -1,0 +1,94 @@
+"""Configurations of SimpleCPUOffloadConnector that are refused."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from kvpatch.patches.offloading.rules import ROUND_TRIP
+from kvpatch.patches.simple_offload.copy_backend import DEVICES
+from kvpatch.rules import Rule
+from kvpatch.supported import validated
+from kvpatch.upstream import connectors
+from kvpatch.versions import Facts, Span, in_words
+
+SIMPLE = Span("0.19")
+DROPS_LAZY_COPIES = Span("0.29", "0.30")
+VALIDATED_BACKENDS = (None, "cpu")  # kv_offload_backend
+
+
+def _values(config: Any, key: str) -> list[Any]:
+    """Return the value of ``key`` of each SimpleCPUOffloadConnector's extra config, or None."""
+    leaves = connectors.leaves(config.kv_transfer_config)
+    return [leaf.extra.get(key) for leaf in leaves if leaf.name == connectors.SIMPLE]
+
+
+def _is_simple(config: Any, facts: Facts) -> bool:
+    leaves = connectors.leaves(config.kv_transfer_config)
+    return any(leaf.name == connectors.SIMPLE for leaf in leaves)
+
+
+def _other_backends(config: Any) -> list[str]:
+    every = _values(config, "kv_offload_backend")
+    return [str(backend) for backend in every if backend not in VALIDATED_BACKENDS]
+
+
+def _eager_windows(config: Any, facts: Facts) -> bool:
+    model = config.model_config
+    return (
+        _is_simple(config, facts)
+        and not all(_values(config, "lazy_offload"))
+        and not config.scheduler_config.disable_hybrid_kv_cache_manager
+        and model is not None
+        and model.get_sliding_window() is not None
+    )
+
+
+RULES = (
+    Rule(
+        "KVP315",
+        "a `kv_offload_backend` of SimpleCPUOffloadConnector other than `cpu`",
+        lambda config, facts: bool(_other_backends(config)),
+        lambda config, facts: f"the kv_offload_backend {_other_backends(config)[0]} is configured",
+        ROUND_TRIP,
+        "remove kv_offload_backend from kv_connector_extra_config",
+    ),
+    Rule(
+        "KVP316",
+        "`lazy_offload` on vLLM 0.29",
+        lambda config, facts: any(_values(config, "lazy_offload")),
+        "lazy_offload is set in kv_connector_extra_config",
+        "SimpleCPUOffloadConnector of vLLM 0.29 counts copies of idle steps as done without "
+        "making them",
+        "remove lazy_offload, or install another vLLM",
+        only_in=DROPS_LAZY_COPIES,
+    ),
+    Rule(
+        "KVP317",
+        f"SimpleCPUOffloadConnector, except on vLLM {in_words(validated(SIMPLE))}",
+        _is_simple,
+        "SimpleCPUOffloadConnector is configured on this release",
+        f"it is validated on vLLM {in_words(validated(SIMPLE))} only",
+        "use OffloadingConnector, or one of these releases",
+        unless_validated=SIMPLE,
+    ),
+    Rule(
+        "KVP327",
+        "SimpleCPUOffloadConnector in eager mode before vLLM 0.22, for models with a sliding "
+        "window and the hybrid KV cache manager (on with `--kv-offloading-size`)",
+        _eager_windows,
+        "SimpleCPUOffloadConnector is configured in eager mode for sliding windows whose blocks "
+        "are freed",
+        "before vLLM 0.22 it stops storing a request at the first block that has left its window "
+        "and was freed, and some prompts are never loaded from the CPU tier",
+        "set --disable-hybrid-kv-cache-manager or lazy_offload, or install vLLM 0.22.1",
+        only_in=Span("0", "0.22"),
+    ),
+    Rule(
+        "KVP318",
+        "SimpleCPUOffloadConnector on devices other than CUDA, ROCm and the host device",
+        lambda config, facts: _is_simple(config, facts) and facts.device not in DEVICES,
+        "the KV connector SimpleCPUOffloadConnector is configured",
+        "its block copies are not validated on this device",
+        "use OffloadingConnector",
+    ),
+)

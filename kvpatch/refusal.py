@@ -1,0 +1,232 @@
+"""Refusals: one sentence that stops vLLM, its code, and what the refusal is based on.
+
+Making one has no side effect; ``refusal_report`` brings it to the operator.
+"""
+
+from __future__ import annotations
+
+from enum import Enum
+from typing import Any, NamedTuple
+
+
+class Basis(str, Enum):
+    """What a refusal is based on."""
+
+    SETUP = "setup"
+    INCOMPATIBLE = "incompatible"
+    NOT_VALIDATED = "not validated"
+
+
+class Code(NamedTuple):
+    """One fault.
+
+    Attributes:
+        meaning: the fault, for the documentation.
+        basis: what the refusal is based on.
+        reference: for ``incompatible`` the upstream reference, or the test that shows it.
+    """
+
+    meaning: str
+    basis: Basis
+    reference: str = ""
+
+
+UNCODED = "KVP000"
+
+
+def _setup(meaning: str) -> Code:
+    return Code(meaning, Basis.SETUP)
+
+
+def _not_validated(meaning: str) -> Code:
+    return Code(meaning, Basis.NOT_VALIDATED)
+
+
+def _incompatible(meaning: str, reference: str) -> Code:
+    return Code(meaning, Basis.INCOMPATIBLE, reference)
+
+
+# A code means one fault for good: it is never given to another one, and a fault that no
+# longer exists leaves its number unused.
+#
+#     KVP1xx  the installation and the environment
+#     KVP2xx  the patches
+#     KVP3xx  the engine's configuration
+#     KVP4xx  the engine's memory
+#     KVP5xx  the host device
+CODES = {
+    "KVP101": _setup("`KVPATCH` has an unknown value"),
+    "KVP102": _setup("kvcached is switched off by one of its own variables"),
+    "KVP103": _setup("vllm or kvcached is not installed as a distribution"),
+    "KVP104": _setup("two distributions of one package are installed in different versions"),
+    "KVP105": _setup("the version of a package is not a valid PEP 440 version"),
+    "KVP106": _not_validated("a package is a development build or a pre-release"),
+    "KVP107": _not_validated("a release of vllm or kvcached that is not validated"),
+    "KVP108": _setup("kvpatch itself, or wrapt or packaging, cannot be imported"),
+    "KVP109": _setup("the startup file did not run, so that nothing is patched"),
+    "KVP110": _setup("kvcached cannot be imported"),
+    "KVP111": _incompatible(
+        "a release of vLLM with a fault that kvpatch does not fix", "`supported.FAULTS`"
+    ),
+    "KVP112": _setup("vllm is not installed"),
+    "KVP201": _incompatible(
+        "a feature cannot be applied: a target is missing or has changed",
+        "`test_targets` in tests/unit/test_gate.py",
+    ),
+    "KVP202": _incompatible(
+        "unexpected error while applying patches",
+        "`test_an_error_of_our_own_is_a_refusal_too` in tests/unit/test_refused.py",
+    ),
+    "KVP203": _not_validated("a feature has no patch, or several, for this release"),
+    "KVP301": _not_validated("Model Runner V1 of vLLM 0.29 or later"),
+    "KVP302": _not_validated("a KV connector"),
+    "KVP303": _not_validated("an offloading spec"),
+    "KVP304": _incompatible(
+        "`canonical_layout`",
+        "vllm-project/vllm, the worker certifies the layout on memory of its own allocation only",
+    ),
+    "KVP305": _not_validated("offloading of a model with latent attention (MLA)"),
+    "KVP306": _not_validated("offloading with the prefix cache disabled"),
+    "KVP307": _not_validated("offloading with parallelism other than tensor parallelism"),
+    "KVP308": _not_validated("offloading with an executor other than `uni` and `mp`"),
+    "KVP309": _not_validated("offloading with speculative decoding"),
+    "KVP310": _not_validated("offloading with a KV cache dtype"),
+    "KVP311": _not_validated("offloading of a hybrid model"),
+    "KVP312": _incompatible(
+        "HiSparse", "vllm-project/vllm, HiSparse allocates KV cache outside the model runner"
+    ),
+    "KVP313": _not_validated("a hybrid model on a release or runner"),
+    "KVP314": _incompatible(
+        "a KV cache layout that kvcached's memory cannot have",
+        "ovg-project/kvcached, kv_layout_v2 in 0.1.6",
+    ),
+    "KVP315": _not_validated("a `kv_offload_backend`"),
+    "KVP316": _incompatible(
+        "`lazy_offload` on a vLLM that drops lazy copies",
+        "`test_forced.py` in tests/versions, lazy mode on vLLM 0.29",
+    ),
+    "KVP317": _not_validated("SimpleCPUOffloadConnector on a release"),
+    "KVP318": _not_validated("SimpleCPUOffloadConnector on a device"),
+    "KVP319": _not_validated("a connector inside MultiConnector"),
+    "KVP320": _incompatible(
+        "a MultiConnector with one connector twice",
+        "vllm-project/vllm, both name one shared memory by `engine_id`",
+    ),
+    "KVP321": _incompatible(
+        "the `example` tier", "`test_forced.py` in tests/versions, the tier `example`"
+    ),
+    "KVP322": _not_validated("a secondary tier"),
+    "KVP323": _incompatible(
+        "secondary tiers with the scheduling policy `priority`",
+        "vllm-project/vllm#57841 (deadlock between requests that wait)",
+    ),
+    "KVP324": _not_validated("offloading with a scheduler class that is not vLLM's own"),
+    "KVP325": _not_validated("KV cache events before vLLM 0.26"),
+    "KVP326": _incompatible(
+        "Model Runner V2 before vLLM 0.28", "ovg-project/kvcached, VLLM_MRV2_RANGE in 0.1.6"
+    ),
+    "KVP327": _incompatible(
+        "SimpleCPUOffloadConnector in eager mode with sliding windows before vLLM 0.22",
+        "`test_forced.py` in tests/versions, eager windows on vLLM 0.19.1",
+    ),
+    "KVP328": _not_validated("MultiConnector on a release"),
+    "KVP329": _incompatible(
+        "secondary tiers before vLLM 0.24",
+        "vllm-project/vllm#44541; `test_forced.py` in tests/versions, tiers on vLLM 0.22.1",
+    ),
+    "KVP330": _not_validated("secondary tiers on a release"),
+    "KVP331": _not_validated("offloading of an encoder-decoder model"),
+    "KVP401": _incompatible(
+        "the scheduler's block pool is not kvcached's", "ovg-project/kvcached#316"
+    ),
+    "KVP402": _incompatible(
+        "a layer's KV cache was allocated outside kvcached's memory", "ovg-project/kvcached#269"
+    ),
+    "KVP403": _setup("kvcached could not be set up in a worker"),
+    "KVP404": _incompatible(
+        "kvcached cannot manage the model's KV cache",
+        "ovg-project/kvcached, KVCacheCoordinatorPatch in 0.1.6",
+    ),
+    "KVP405": _incompatible(
+        "a layer's KV cache has fewer blocks than the scheduler hands out",
+        "`test_kinds_of_caches.py` in tests/unit",
+    ),
+    "KVP406": _not_validated("a kind of KV cache"),
+    "KVP407": _incompatible(
+        "a block has another size in memory than in vLLM's KV cache config",
+        "`test_older_connectors.py` in tests/unit",
+    ),
+    "KVP408": _incompatible(
+        "the connector copies memory that is not kvcached's", "ovg-project/kvcached#269"
+    ),
+    "KVP409": _incompatible(
+        "the connector's CPU blocks are in kvcached's pool",
+        "ovg-project/kvcached, KVCacheCoordinatorPatch in 0.1.6",
+    ),
+    "KVP410": _incompatible(
+        "the connector registered memory other than kvcached's regions",
+        "`test_simple_refusals.py` in tests/unit",
+    ),
+    "KVP411": _incompatible(
+        "the primary tier has another size in the worker than in the scheduler",
+        "`test_simple_refusals.py` in tests/unit",
+    ),
+    "KVP412": _incompatible(
+        "a secondary tier is created before the KV cache is described",
+        "`test_tier_rules.py` in tests/unit",
+    ),
+    "KVP413": _setup("the primary tier's shared memory already exists"),
+    "KVP414": _setup("another engine uses the same kvcached name"),
+    "KVP415": _not_validated("layers that share their KV cache on Model Runner V1"),
+    "KVP501": _setup("no GPU, and kvcached is built for one"),
+    "KVP502": _setup("the host device has no size"),
+    "KVP503": _setup("the host device has another size in running processes"),
+}
+
+
+class Refusal(RuntimeError):
+    """Stops vLLM at start-up with one sentence: what, why, what to do.
+
+    A RuntimeError because kvcached passes those on where it logs and drops others.
+
+    Args:
+        what: the combination or setting that cannot be run.
+        why: the reason.
+        remedy: what the operator does about it, as an imperative.
+        code: one of ``CODES``, by which the documentation finds it.
+    """
+
+    def __init__(self, what: str, why: str, remedy: str, code: str = UNCODED) -> None:
+        sentence = f"kvpatch refuses to start vLLM: {what}, because {why}; {remedy}. [{code}]"
+        # A quoted error may have several lines; the operator's last line must hold it all.
+        super().__init__(" ".join(sentence.split()))
+        self.what = what
+        self.why = why
+        self.remedy = remedy
+        self.code = code
+
+    @property
+    def basis(self) -> Basis:
+        """What the refusal is based on."""
+        return CODES[self.code].basis
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Survive the pickling between an engine's processes."""
+        return (type(self), (self.what, self.why, self.remedy, self.code))
+
+
+class RefusedImport(Refusal, ImportError):
+    """A refusal of ``import vllm`` itself.
+
+    An ImportError, so that a program for which vllm is optional goes on without it,
+    as it does where vllm is not installed.
+    """
+
+    def __init__(self, what: str, why: str, remedy: str, code: str = UNCODED) -> None:
+        super().__init__(what, why, remedy, code)
+        self.name = "vllm"
+
+    @classmethod
+    def of(cls, refusal: Refusal) -> RefusedImport:
+        """Return ``refusal`` as the error of the import it stops."""
+        return cls(refusal.what, refusal.why, refusal.remedy, refusal.code)

@@ -1,0 +1,90 @@
+"""Refusing engine configurations before an engine starts: what a rule is, and the check.
+
+The rules stand with the feature they belong to, in its ``rules.py``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Container, Iterable
+from dataclasses import dataclass
+from typing import Any
+
+from kvpatch import supported
+from kvpatch.patch import load
+from kvpatch.refusal import CODES, Code, Refusal
+from kvpatch.versions import Facts, Span
+
+Config = Any
+Check = Callable[[Config, Facts], bool]
+
+
+@dataclass(frozen=True)
+class Rule:
+    """One kind of configuration that is refused.
+
+    Attributes:
+        code: one of ``refusal.CODES``, with one rule each.
+        kind: what is refused, for the documentation.
+        applies: whether a ``VllmConfig`` is of that kind.
+        what: the subject of the sentence: a text, or a function of the configuration.
+        why, remedy: the rest of the sentence.
+        only_in: the releases in which it applies; None is all of them.
+        unless_validated: it applies to releases that are not validated ones of this span.
+        with_connector: refused only when a KV connector is configured, since
+            kvcached alone runs as it would without kvpatch.
+    """
+
+    code: str
+    kind: str
+    applies: Check
+    what: str | Callable[[Config, Facts], str]
+    why: str
+    remedy: str
+    only_in: Span | None = None
+    unless_validated: Span | None = None
+    with_connector: bool = True
+
+    @property
+    def fault(self) -> Code:
+        """What its code means and is based on."""
+        return CODES[self.code]
+
+    def refusal(self, config: Config, facts: Facts) -> Refusal | None:
+        """Return the refusal when ``config`` is of that kind."""
+        release = supported.release_of(facts.vllm)
+        if self.only_in is not None and release not in self.only_in:
+            return None
+        if self.unless_validated is not None and supported.is_validated(
+            facts.vllm, self.unless_validated
+        ):
+            return None
+        if not self.applies(config, facts):
+            return None
+        what = self.what if isinstance(self.what, str) else self.what(config, facts)
+        return Refusal(what, self.why, f"{self.remedy}, or set KVPATCH=0", code=self.code)
+
+
+def of(references: Iterable[str | None]) -> tuple[Rule, ...]:
+    """Return the rules that features name, in their order."""
+    return tuple(rule for reference in references if reference for rule in load(reference))
+
+
+def check(
+    config: Config, facts: Facts, rules: Iterable[Rule], lifted: Container[str] = ()
+) -> Refusal | None:
+    """Return the refusal of the first rule that a ``VllmConfig`` breaks, or None.
+
+    Args:
+        config: vLLM's configuration.
+        facts: of the process that would run it.
+        rules: in the order in which they are checked.
+        lifted: codes of rules that are skipped, by tests of the fault behind them.
+    """
+    transfer = config.kv_transfer_config
+    connector = transfer is not None and transfer.kv_connector is not None
+    for rule in rules:
+        if (connector or not rule.with_connector) and rule.code not in lifted:
+            refusal = rule.refusal(config, facts)
+            if refusal is not None:
+                return refusal
+    return None

@@ -1,0 +1,143 @@
+"""The releases of vLLM and kvcached: which were inspected, and which are validated.
+
+Inspected: the release's sources were compared with every row of ``kvpatch.patches``, and
+its signatures are recorded in ``matrix/data/signatures``. Validated: it also passed the full
+engine test matrix, and therefore starts. A patch release is a release of its own.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from packaging.version import Version
+
+from kvpatch.versions import Installed, Span
+
+VALIDATED, INSPECTED_ONLY = "validated", "inspected"
+
+RELEASES = {
+    "0.12.0": INSPECTED_ONLY,
+    "0.13.0": INSPECTED_ONLY,
+    "0.14.0": INSPECTED_ONLY,
+    "0.14.1": INSPECTED_ONLY,
+    "0.15.0": INSPECTED_ONLY,
+    "0.15.1": INSPECTED_ONLY,
+    "0.16.0": VALIDATED,
+    "0.17.0": INSPECTED_ONLY,
+    "0.17.1": INSPECTED_ONLY,
+    "0.18.0": INSPECTED_ONLY,
+    "0.18.1": INSPECTED_ONLY,
+    "0.19.0": INSPECTED_ONLY,
+    "0.19.1": VALIDATED,
+    "0.20.0": INSPECTED_ONLY,
+    "0.20.1": INSPECTED_ONLY,
+    "0.20.2": INSPECTED_ONLY,
+    "0.21.0": INSPECTED_ONLY,
+    "0.22.0": INSPECTED_ONLY,
+    "0.22.1": VALIDATED,
+    "0.23.0": INSPECTED_ONLY,
+    "0.24.0": VALIDATED,
+    "0.25.0": INSPECTED_ONLY,
+    "0.25.1": INSPECTED_ONLY,
+    "0.26.0": VALIDATED,
+    "0.27.0": INSPECTED_ONLY,
+    "0.27.1": VALIDATED,
+    "0.28.0": VALIDATED,
+    "0.29.0": VALIDATED,
+    "0.30.0": VALIDATED,
+    "0.31.0": VALIDATED,
+    "0.32.0": VALIDATED,
+    "0.33.0": INSPECTED_ONLY,
+}
+INSPECTED = list(RELEASES)[-1]  # the newest one
+FLOOR = "0.16"  # older releases have a fault of their own, see FAULTS
+KVCACHED = ("0.1.6",)
+
+_SINCE_FLOOR = Span(FLOOR)
+
+
+def validated(span: Span = _SINCE_FLOOR) -> list[str]:
+    """Return the validated releases of a span, oldest first."""
+    return [
+        release
+        for release, status in RELEASES.items()
+        if status is VALIDATED and Version(release) in span
+    ]
+
+
+def is_validated(vllm: Installed, span: Span = _SINCE_FLOOR) -> bool:
+    """Return whether an installed vLLM is a validated release of a span."""
+    return vllm.is_one_of(validated(span))
+
+
+def release_of(vllm: Installed) -> Version:
+    """Return the inspected release whose rows are for ``vllm``.
+
+    That is its own number; for a build of a later release, or without a number, it is the
+    newest one that was inspected.
+    """
+    newest = Version(INSPECTED)
+    return newest if vllm.version is None else min(newest, Version(vllm.version.base_version))
+
+
+_V1 = "vllm.distributed.kv_transfer.kv_connector.v1"
+
+
+@dataclass(frozen=True)
+class Fault:
+    """One fault of vLLM with offloading on kvcached's memory.
+
+    Attributes:
+        span: the releases that have it.
+        what: the fault, as the reason of a refusal.
+        upstream: where it was found or fixed.
+        fixed: the first release without it.
+        target: what fixed it; empty where it was a requirement.
+        parameter: the parameter of ``target`` that fixed it; empty for the whole target.
+    """
+
+    span: Span
+    what: str
+    upstream: str
+    fixed: str
+    target: str = ""
+    parameter: str = ""
+
+    @property
+    def why(self) -> str:
+        """The reason, and the release that has it fixed."""
+        return f"{self.what} ({self.upstream}, fixed in {self.fixed})"
+
+
+# Releases that are refused for a fault of their own; the first that matches is the reason.
+# Tests look up what fixed each in the recorded signatures of every release.
+FAULTS = (
+    Fault(
+        span=Span("0", "0.14"),
+        what="its OffloadingConnector frees the blocks of a preempted request while they are "
+        "still being stored",
+        upstream="vllm-project/vllm#29870",
+        fixed="0.14.0",
+        target=f"{_V1}.offloading_connector:OffloadingConnector.handle_preemptions",
+    ),
+    Fault(
+        span=Span("0.14", "0.15"),
+        what="it requires torch 2.9, and kvcached 0.1.6 requires torch 2.10",
+        upstream="ovg-project/kvcached, setup.py in 0.1.6",
+        fixed="0.15.0",
+    ),
+    Fault(
+        span=Span("0.15", FLOOR),
+        what="it frees the blocks of an aborted request while they are still being loaded",
+        upstream="vllm-project/vllm, Scheduler.finish_requests in 0.16",
+        fixed="0.16.0",
+        target="vllm.v1.core.sched.scheduler:Scheduler._free_request",
+        parameter="delay_free_blocks",
+    ),
+)
+
+
+def fault_of(vllm: Installed) -> Fault | None:
+    """Return the fault for which a vLLM cannot be started, or None."""
+    release = release_of(vllm)
+    return next((fault for fault in FAULTS if release in fault.span), None)

@@ -1,1 +1,0 @@
-"""vLLM's tiers behind the CPU tier, made right on kvcached's memory and on faulty disks."""

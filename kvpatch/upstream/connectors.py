@@ -1,0 +1,83 @@
+"""The connectors inside a configuration and inside an engine, MultiConnector's too."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+OFFLOADING = "OffloadingConnector"
+SIMPLE = "SimpleCPUOffloadConnector"
+MULTI = "MultiConnector"
+
+
+@dataclass(frozen=True)
+class Leaf:
+    """A connector that is asked for, itself or inside a MultiConnector.
+
+    Attributes:
+        name: ``kv_connector``.
+        module: ``kv_connector_module_path``, or None for vLLM's own.
+        extra: ``kv_connector_extra_config``.
+    """
+
+    name: str
+    module: str | None
+    extra: dict[str, Any]
+
+    @property
+    def tiers(self) -> list[Any]:
+        """The tiers behind its CPU tier, as configured."""
+        if self.name == SIMPLE:
+            return []
+        if self.extra.get("spec_name", "CPUOffloadingSpec") == "CPUOffloadingSpec":
+            return []
+        return list(self.extra.get("secondary_tiers") or ())
+
+
+def leaves(transfer: Any) -> list[Leaf]:
+    """Return the connectors that a ``KVTransferConfig`` asks for; None asks for none."""
+    if transfer is None or transfer.kv_connector is None:
+        return []
+    extra = transfer.kv_connector_extra_config or {}
+    module = transfer.kv_connector_module_path
+    if transfer.kv_connector != MULTI or module is not None:
+        return [Leaf(transfer.kv_connector, module, extra)]
+    return [
+        Leaf(
+            str(child.get("kv_connector")),
+            child.get("kv_connector_module_path"),
+            child.get("kv_connector_extra_config") or {},
+        )
+        for child in extra.get("connectors") or ()
+    ]
+
+
+def offloading(transfer: Any) -> list[Leaf]:
+    """Return those of ``leaves`` that are vLLM's OffloadingConnector."""
+    return [leaf for leaf in leaves(transfer) if leaf.name == OFFLOADING and leaf.module is None]
+
+
+def parts(connector: Any) -> Iterator[Any]:
+    """Iterate over the connectors of a running engine: it, or those inside it.
+
+    vLLM's MultiConnector calls each of them for every step, in this order.
+    """
+    inside = getattr(connector, "_connectors", None)
+    if inside is None:
+        yield connector
+    else:
+        for child in inside:
+            yield from parts(child)
+
+
+def scheduler_of(connector: Any) -> Any:
+    """Return the scheduler's side of the OffloadingConnector in ``connector``, or None.
+
+    No connector, None, has none.
+    """
+    for part in parts(connector):
+        found = getattr(part, "connector_scheduler", None)
+        if found is not None and type(part).__name__ == OFFLOADING:
+            return found
+    return None

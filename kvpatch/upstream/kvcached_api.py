@@ -1,0 +1,97 @@
+"""The one seam to kvcached's internals: its memory layout, its tensors, its page manager."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from kvpatch.environ import KVCACHED_CONTIGUOUS, VLLM_KV_CACHE_LAYOUT
+from kvpatch.versions import Facts
+
+# vLLM's names of the KV layouts that kvcached's memory can have, from vLLM 0.29 on, by whether
+# all layers of a block are contiguous: layers, blocks, heads, tokens and channels in the order
+# of memory. NHD and HND are vLLM's older names of two of them.
+LAYOUTS = {
+    True: ("BLNHC", "BLHNC"),
+    False: ("LBNHC", "LBHNC", "NHD", "HND"),
+}
+
+# The storages of the KV caches that kvcached allocated last in this process.
+_storages: set[int] = set()
+
+
+def contiguous(environment: Mapping[str, str] = os.environ) -> bool:
+    """Return whether all layers of a block are contiguous; read as kvcached reads it.
+
+    On ROCm kvcached's own default is the other one.
+    """
+    value = environment.get(KVCACHED_CONTIGUOUS.name)
+    if value is not None:
+        return value.lower() == "true"
+    from kvcached import utils
+
+    return bool(utils.CONTIGUOUS_LAYOUT)
+
+
+def conflicting_layout(facts: Facts) -> str:
+    """Return the layout requested of vLLM when kvcached cannot have it, or nothing."""
+    requested = facts.environment.get(VLLM_KV_CACHE_LAYOUT.name, "")
+    return "" if not requested or requested in LAYOUTS[facts.contiguous] else requested
+
+
+def describe_layout(vllm_config: Any) -> str:
+    """Return the status line's words for the KV layout; none before vLLM 0.29."""
+    resolved = getattr(vllm_config.cache_config, "kv_cache_layout", None)
+    if resolved is None:
+        return ""
+    from vllm.distributed.kv_transfer.kv_connector.utils import get_kv_connector_cache_layout
+
+    preferred = get_kv_connector_cache_layout(vllm_config)
+    if preferred in (None, resolved):
+        return f"KV layout {resolved}"
+    return f"KV layout {resolved} (the connector prefers {preferred})"
+
+
+def block_view(cache: Any) -> Any:
+    """Return kvcached's block view of one layer's KV cache, or None.
+
+    A uint8 tensor of shape ``[blocks, bytes]``, or ``[blocks, 2, bytes]`` where K and
+    V are separate. Source: ``_set_block_copy_view`` in kvcached's interfaces.
+    """
+    first = cache[0] if isinstance(cache, list | tuple) else cache
+    return getattr(first, "_kvcached_block_copy_view", None)
+
+
+def remember_storages(kv_caches: Iterable[Any]) -> None:
+    """Remember the storages of the KV caches that kvcached has just allocated."""
+    _storages.clear()
+    _storages.update(map(_storage, kv_caches))
+
+
+def on_kvcached(cache: Any) -> bool:
+    """Return whether a KV cache is in the memory that kvcached allocated last (vLLM >= 0.29)."""
+    return _storage(cache) in _storages
+
+
+def _storage(cache: Any) -> int:
+    first = cache[0] if isinstance(cache, list | tuple) else cache
+    return int(first.untyped_storage().data_ptr())
+
+
+def pool_of(engine: Any) -> Any:
+    """Return the block pool of an ``EngineCore``: kvcached's or, wrongly, vLLM's own."""
+    return engine.scheduler.kv_cache_manager.block_pool
+
+
+def manager_of(engine: Any) -> Any:
+    """Return kvcached's manager of an ``EngineCore``'s pages; None on vLLM's own pool."""
+    return getattr(pool_of(engine), "kv_cache_manager", None)
+
+
+def blocks_of_page(manager: Any, page: int) -> tuple[int, int]:
+    """Return the block ids ``[start, end)`` of a page."""
+    from kvcached.kv_cache_manager import InternalPage
+
+    start, end = InternalPage.get_block_range(page, manager.page_size, manager.block_mem_size)
+    return int(start), int(end)

@@ -1,0 +1,102 @@
+"""Where vLLM's offloading classes are in each release, and how it counts blocks of a CPU tier.
+
+From vLLM 0.30 on a block of the CPU tier is called a chunk: a row that holds one or several
+device blocks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cache
+from importlib import import_module
+from typing import Any
+
+_HOMES = ("base", "spec", "worker.worker", "cpu.common", "mediums", "cpu.spec", "cpu")
+
+
+def find(name: str) -> Any:
+    """Return a class of ``vllm.v1.kv_offload`` from the module where this release has it.
+
+    They moved from module to module up to vLLM 0.25.
+
+    Raises:
+        ImportError: it has none of that name.
+    """
+    for home in _HOMES:
+        try:
+            module = import_module(f"vllm.v1.kv_offload.{home}")
+        except ModuleNotFoundError:
+            continue
+        if hasattr(module, name):
+            return getattr(module, name)
+    raise ImportError(f"vllm.v1.kv_offload has no {name}")
+
+
+def device_type() -> str:
+    """Return the device of the KV cache as ``Facts.device`` has it: ``cuda`` for ROCm too."""
+    from vllm.platforms import current_platform
+
+    return "cuda" if current_platform.is_cuda_alike() else str(current_platform.device_type)
+
+
+def chunks_of(owner: Any, name: str = "num_{}") -> int:
+    """Return a count of chunks that ``owner`` calls blocks up to vLLM 0.29.
+
+    Args:
+        owner: a spec or a manager of vLLM's.
+        name: of the attribute, with ``{}`` for the word.
+    """
+    later = name.format("chunks")
+    return int(getattr(owner, later if hasattr(owner, later) else name.format("blocks")))
+
+
+def blocks_per_chunk(spec: Any) -> int:
+    """Return the device blocks in one chunk of a spec's CPU tier."""
+    for name in ("blocks_per_chunk", "block_size_factor"):  # the latter up to 0.25
+        if hasattr(spec, name):
+            return int(getattr(spec, name))
+    return int(spec.offloaded_block_size // spec.gpu_block_size)  # up to 0.17
+
+
+@cache
+def lookup_results() -> tuple[Any, tuple[Any, ...]]:
+    """Return what a tier's lookup returns for a miss, and for a block to wait for."""
+    try:
+        from vllm.v1.kv_offload.base import LookupResult
+    except ImportError:  # up to 0.24
+        return False, (None,)
+    return LookupResult.MISS, (LookupResult.RETRY, LookupResult.HIT_PENDING)
+
+
+@dataclass(frozen=True)
+class Place:
+    """The place of a group's block in the CPU tier: its chunk, and the position inside."""
+
+    group: int
+    chunk: int
+    inside: int
+
+
+def places(device: Any, tier: Any, blocks_per_chunk: int) -> Iterator[tuple[int, Place]]:
+    """Pair the device blocks of a transfer with their places in the CPU tier.
+
+    A group's first block may be in the middle of a chunk: ``block_indices`` holds its
+    position in the request.
+
+    Args:
+        device: vLLM's ``GPULoadStoreSpec``.
+        tier: the spec of the other side, with one id per chunk.
+        blocks_per_chunk: device blocks in one chunk.
+    """
+    device_at = tier_at = 0
+    for group, (count, first) in enumerate(
+        zip(device.group_sizes, device.block_indices, strict=True)
+    ):
+        skip = first % blocks_per_chunk
+        for position in range(count):
+            chunk, inside = divmod(skip + position, blocks_per_chunk)
+            row = int(tier.block_ids[tier_at + chunk])
+            yield int(device.block_ids[device_at + position]), Place(group, row, inside)
+        device_at += count
+        tier_at += -(-(skip + count) // blocks_per_chunk) if count else 0
