@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
+LEFT, RIGHT, CENTER = "---", "---:", ":-:"
 
-def table(head: Sequence[str], rows: Iterable[Sequence[str]], figures: bool = False) -> list[str]:
-    """Return the lines of a table; with ``figures`` all columns but the first are numbers."""
-    rule = ["---"] + ["---:" if figures else "---"] * (len(head) - 1)
+
+def table(head: Sequence[str], rows: Iterable[Sequence[str]], align: str = LEFT) -> list[str]:
+    """Return the lines of a table; ``align`` is of all columns but the first."""
+    rule = [LEFT] + [align] * (len(head) - 1)
     cells = [[cell.replace("|", "\\|") for cell in row] for row in rows]
     return [f"| {' | '.join(row)} |" for row in (head, rule, *cells)]

@@ -16,45 +16,45 @@ from packaging.version import InvalidVersion, Version
 
 from harness import console
 from harness.matrix import record, sources
-from kvpatch import gate, registry
-from kvpatch.matrix import shapes
+from kvpatch import gate, patches
+from kvpatch.matrix import signatures
+from kvpatch.matrix.signatures import Signatures
 from kvpatch.patch import Patch
 
-NEXT = """Next:
-  1. give each row that moved an end before {new} and a second row from {new} on, in
-     kvpatch/registry; widen the others' ranges to hold {new}
-  2. try it: scripts/environment {new}, then KVPATCH_ALLOW_VLLM={new} with its Python
+NEXT = """Next, as docs/contributing.md has it:
+  1. give each patch that moved an end (before) and add a patch for {new} to its seam
+  2. add "{new}": INSPECTED_ONLY to RELEASES in kvpatch/supported.py
   3. .venv/bin/python scripts/matrix engine {new}
-  4. when that is right: widen kvpatch/registry/releases.py, .venv/bin/python scripts/docs,
-     scripts/test
+  4. when that passes: VALIDATED, .venv/bin/python scripts/docs, scripts/test
 """
 
 
-def before(version: str) -> shapes.Shapes | None:
+def before(version: str) -> Signatures | None:
     """Return the newest recorded release that is older than ``version``."""
     older = [
-        one for one in shapes.releases("vllm").values() if Version(one.version) < Version(version)
+        one
+        for one in signatures.releases("vllm").values()
+        if Version(one.version) < Version(version)
     ]
     return older[-1] if older else None
 
 
-def rows_of(release: shapes.Shapes) -> list[Patch]:
-    """Return the patches whose range holds a release."""
-    found = shapes.release("vllm", release.version)
+def rows_of(release: Signatures) -> list[Patch]:
+    """Return the patches for a release."""
     return [
         patch
-        for feature in registry.FEATURES
+        for feature in patches.FEATURES
         for patch in feature.patches
-        if gate.in_range(found, patch.vllm)
+        if Version(release.version) in patch.span
     ]
 
 
-def compare(old: shapes.Shapes, new: shapes.Shapes, kvcached: shapes.Shapes) -> int:
+def compare(old: Signatures, new: Signatures, kvcached: Signatures) -> int:
     """Print the patches whose target changed, with both signatures; return how many moved."""
     moved = 0
     for patch in rows_of(old):
         was, now = (signature(patch.target, release, kvcached) for release in (old, new))
-        verdict = gate.check_target(patch, shapes.look(new, kvcached))
+        verdict = gate.check_target(patch, signatures.look(new, kvcached))
         if verdict.passed and was == now:
             continue
         moved += not verdict.passed
@@ -65,7 +65,7 @@ def compare(old: shapes.Shapes, new: shapes.Shapes, kvcached: shapes.Shapes) -> 
     return moved
 
 
-def signature(target: str, vllm: shapes.Shapes, kvcached: shapes.Shapes) -> str:
+def signature(target: str, vllm: Signatures, kvcached: Signatures) -> str:
     """Return the signature of ``target`` in a release, in words."""
     return kvcached.targets.get(target) or vllm.targets.get(target) or "not there"
 
@@ -83,10 +83,10 @@ def main() -> int:
         sys.exit(f"new-vllm: {error}")
     if old is None:
         sys.exit(f"new-vllm: no older release than {new.version} is recorded to compare with")
-    kvcached = list(shapes.releases("kvcached").values())[-1]
+    kvcached = list(signatures.releases("kvcached").values())[-1]
     print(f"vLLM {new.version} ({new.archive}) against {old.version}\n")
     moved = compare(old, new, kvcached)
     same = len(rows_of(old)) - moved
-    print(f"\n{moved} rows moved, {same} find what they name\n")
+    print(f"\n{moved} patches moved, {same} find their target\n")
     print(NEXT.format(new=new.version))
     return int(moved > 0)

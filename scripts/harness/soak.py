@@ -24,8 +24,8 @@ from typing import Any
 
 from harness import connectors, console, processes, provenance
 from harness.model_cache import kept_model
-from kvpatch.fence import fence_of
 from kvpatch.hostdevice import ledger, streams
+from kvpatch.patches.fence.hooks import fence_of
 
 BLOCK = 128  # so large that a page holds 8 of them and is often wholly free
 DEVICE_BLOCKS = 40  # five pages; six requests of up to 10 blocks want more

@@ -27,9 +27,11 @@ import psutil
 
 from harness import connectors, console, processes, provenance
 from harness.model_cache import kept_model
-from kvpatch.connectors import planner
-from kvpatch.fence import manager_of
+from kvpatch import state
 from kvpatch.hostdevice import streams
+from kvpatch.patches.fence.hooks import Fenced
+from kvpatch.upstream.connectors import scheduler_of
+from kvpatch.upstream.kvcached_api import manager_of
 
 CACHED_TOKENS = 2048
 WARM_ROUNDS = 60  # the CPU tier is full by then, and evicts in every round
@@ -74,14 +76,20 @@ class Switch:
 
     def __init__(self, core: Any) -> None:
         self.manager = manager_of(core)
-        self.planner = planner(core.scheduler.connector)
-        self.fence = self.manager.kvpatch_fence
+        self.planner = scheduler_of(core.scheduler.connector)
+        fenced = state.find(self.manager, Fenced)
+        assert fenced is not None
+        self.fenced = fenced
+        self.fence = fenced.fence
         self.barrier = self.manager.physical_release_barrier
-        assert self.fence is not None
 
     def turn(self, on: bool) -> None:
         """Continue with the fence, or without."""
-        self.manager.kvpatch_fence = self.planner.kvpatch_fence = self.fence if on else None
+        for host in (self.manager, self.planner):
+            if on:
+                state.attach(host, self.fenced)
+            else:
+                getattr(host, state.ATTRIBUTE).pop(Fenced, None)
         # Without the fence, what kvcached's own set-up decides for a synchronous engine.
         self.manager.defer_physical_release = on
         self.manager.physical_release_barrier = self.barrier if on else None

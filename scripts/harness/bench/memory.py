@@ -9,6 +9,7 @@ from collections.abc import Callable
 from typing import Any, TypeVar
 
 from harness.serve import Server
+from kvpatch.environ import HOST_DEVICE_DIR
 from kvpatch.hostdevice import ledger
 
 INTERVAL = 0.1
@@ -37,7 +38,7 @@ class MappedMemory:
 
     def __enter__(self) -> MappedMemory:
         # The ledger is found by this; one device is measured at a time.
-        os.environ[ledger.FOLDER] = self._folder
+        os.environ[HOST_DEVICE_DIR.name] = self._folder
         self._begun = time.monotonic()
         self.look()
         self._thread.start()

@@ -16,7 +16,7 @@ from harness.bench.goals import NO_GPU, NOT_RUN, Results, compared, shown, value
 from harness.bench.tried import READ, TRIED
 from harness.figures import svg
 
-table = partial(markdown.table, figures=True)
+table = partial(markdown.table, align=markdown.RIGHT)
 
 PICTURES = "docs/pictures"
 FILES = ("host", "fence", "micro", "profile", "startup", "gpu-roundtrips", "gpu-copies", "gpu-arms")

@@ -68,12 +68,13 @@ def transfers(model: str, seconds: float) -> None:
     from vllm.v1.kv_offload.base import GPULoadStoreSpec
     from vllm.v1.kv_offload.cpu.common import CPULoadStoreSpec
 
-    from kvpatch import geometry
     from kvpatch.hostdevice.offloading import HostOffloadingWorker
+    from kvpatch.patches.elastic_memory.regions import Regions
+    from kvpatch.patches.offloading.registration import canonical
 
     region = torch.zeros((TRANSFER, ROW), dtype=torch.int8)
-    regions = geometry.Regions([region], [[0]])
-    worker = HostOffloadingWorker(geometry.canonical(regions), 1, TRANSFER)
+    regions = Regions([region], [[0]])
+    worker = HostOffloadingWorker(canonical(regions), 1, TRANSFER)
     order = list(range(TRANSFER))
     random.Random(1).shuffle(order)
     device = GPULoadStoreSpec(order, group_sizes=[TRANSFER], block_indices=[0])

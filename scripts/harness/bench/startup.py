@@ -28,7 +28,7 @@ from pathlib import Path
 
 from harness import ROOT, console, provenance
 from harness.processes import clean_environment, on_host_device
-from kvpatch import gate, registry
+from kvpatch import patches, supported
 from kvpatch.versions import installed
 
 RESULT = ROOT / "docs/results/startup.json"
@@ -131,8 +131,13 @@ def off(repetitions: int) -> dict[str, object]:
 
 def target_modules() -> str:
     """Return the modules that kvpatch's targets live in, for the installed versions."""
-    found = (installed("vllm")[0], installed("kvcached")[0])
-    rows = [patch for feature in registry.FEATURES for patch in gate.rows(feature, *found)]
+    release = supported.release_of(installed("vllm")[0])
+    rows = [
+        patch
+        for feature in patches.FEATURES
+        if release in feature.span
+        for patch in feature.at(release)
+    ]
     names = {patch.target.partition(":")[0] for patch in rows}
     return " ".join(sorted(names))
 

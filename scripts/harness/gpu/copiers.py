@@ -8,8 +8,8 @@ from typing import Any, Protocol
 
 import torch
 
-from kvpatch import geometry
-from kvpatch.geometry import Regions
+from kvpatch.patches.elastic_memory.regions import Regions
+from kvpatch.patches.offloading.registration import canonical
 
 HOLD_CYCLES = 2_000_000_000  # of the GPU's clock: about a second
 
@@ -42,7 +42,7 @@ class Offloading:
         else:
             from kvpatch.hostdevice.offloading import HostOffloadingWorker as Worker
         self._device, self._tier = GPULoadStoreSpec, CPULoadStoreSpec
-        self._worker: Any = Worker(geometry.canonical(regions), 1, rows)
+        self._worker: Any = Worker(canonical(regions), 1, rows)
         self._jobs: set[int] = set()
         self._next = 0
 

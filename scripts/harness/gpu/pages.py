@@ -6,8 +6,11 @@ from types import SimpleNamespace
 
 import torch
 
-from kvpatch import geometry
-from kvpatch.fence import Fence, Transfer, around_release
+from kvpatch import state
+from kvpatch.patches.elastic_memory.regions import find_regions
+from kvpatch.patches.fence.fence import Fence, Transfer
+from kvpatch.patches.fence.hooks import Fenced, around_release
+from kvpatch.upstream import kvcached_api
 
 BLOCK = 16  # tokens
 
@@ -41,7 +44,7 @@ class Pages:
         )
         self.views = {f"layer{number}": cache for number, cache in enumerate(caches)}
         self.manager = interfaces.get_kv_cache_manager(blocks, BLOCK, heads * size * 2, layers)
-        self.regions = geometry.find_regions(self.views, [list(self.views)], blocks)
+        self.regions = find_regions(self.views, [list(self.views)], blocks)
 
     def close(self) -> None:
         """Free everything."""
@@ -75,27 +78,18 @@ class Pages:
 
     def fenced(self) -> Fence:
         """Put kvpatch's fence between freed pages and their unmapping, as an engine does."""
-        from kvcached.kv_cache_manager import InternalPage
-
         manager = self.manager
-
-        def blocks_of_page(page: int) -> tuple[int, int]:
-            return tuple(
-                InternalPage.get_block_range(page, manager.page_size, manager.block_mem_size)
-            )
-
+        fence = Fence(lambda page: kvcached_api.blocks_of_page(manager, page), workers=1)
         planner = SimpleNamespace(_sliding_window_groups=[])
         connector = type("OffloadingConnector", (), {"connector_scheduler": planner})()
-        fence = Fence(blocks_of_page, workers=1)
-        planner.kvpatch_fence = fence
-        manager.defer_physical_release = True
-        manager.physical_release_barrier = None
-        manager.kvpatch_fence = fence
-        manager.kvpatch_scheduler = SimpleNamespace(
+        scheduler = SimpleNamespace(
             connector=connector,
             has_unfinished_requests=lambda: True,
             has_finished_requests=lambda: False,
         )
+        manager.defer_physical_release = True
+        manager.physical_release_barrier = None
+        state.attach(planner, state.attach(manager, Fenced(fence, manager, scheduler)))
         return fence
 
     def release(self) -> None:

@@ -8,31 +8,32 @@ from typing import Any
 
 from harness.matrix import sources
 from harness.matrix.signatures import Sources
-from kvpatch.matrix import shapes
+from kvpatch.matrix import signatures
+from kvpatch.matrix.signatures import Signatures
 
 
-def read_shapes(source: sources.Source) -> shapes.Shapes:
+def read_shapes(source: sources.Source) -> Signatures:
     """Return the signature of every target in unpacked sources."""
     tree = Sources(source.folder)
     found: dict[str, str | None] = {}
-    for target in shapes.targets():
+    for target in signatures.targets():
         if target.startswith(f"{source.package}."):
             found[target] = tree.signature(target)
         elif source.package == "kvcached" and (added := tree.added(target)) is not None:
             found[target] = added
-    return shapes.Shapes(source.package, source.version, source.archive, source.sha256, found)
+    return Signatures(source.package, source.version, source.archive, source.sha256, found)
 
 
-def record_shapes(package: str, version: str, archives: Path | None = None) -> shapes.Shapes:
+def record_shapes(package: str, version: str, archives: Path | None = None) -> Signatures:
     """Unpack a release and record the signature of every target."""
     made = read_shapes(sources.unpack(package, version, archives))
-    write(shapes.DATA / "shapes" / f"{package}-{version}.json", vars(made))
+    write(signatures.DATA / "signatures" / f"{package}-{version}.json", vars(made))
     return made
 
 
 def record_runs(level: str, result: dict[str, Any]) -> None:
     """Write runs of one release; they take the place of the same cells' earlier runs."""
-    path = shapes.DATA / level / f"vllm-{result['vllm']}-kvcached-{result['kvcached']}.json"
+    path = signatures.DATA / level / f"vllm-{result['vllm']}-kvcached-{result['kvcached']}.json"
     earlier = json.loads(path.read_text())["runs"] if path.exists() else []
     done = {_axes(run): run for run in [*earlier, *result["runs"]]}
     write(path, result | {"runs": [done[key] for key in sorted(done)]})
