@@ -79,19 +79,6 @@ def reference(job: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def allow_async_scheduling() -> None:
-    """Keep async scheduling, which vLLM's CPU platform always turns off."""
-    from vllm.platforms.cpu import CpuPlatform
-
-    check = CpuPlatform.check_and_update_config
-
-    def keeping(cls: Any, config: Any) -> None:
-        check(config)
-        config.scheduler_config.async_scheduling = True
-
-    CpuPlatform.check_and_update_config = classmethod(keeping)
-
-
 def slow_copies(seed: int) -> None:
     """Slow copies down at random, as on a shared link."""
     permit, source = ledger.copy_permit, random.Random(seed)
@@ -247,6 +234,8 @@ class Soak:
 def soak(job: dict[str, Any]) -> dict[str, Any]:
     """Run the engine on elastic memory; a violation ends the process."""
     if job["asynchronous"]:
+        from harness.engines.fence_driver import allow_async_scheduling
+
         allow_async_scheduling()
     slow_copies(job["seed"])
     engine = Soak(job)

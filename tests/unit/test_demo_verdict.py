@@ -13,7 +13,7 @@ from harness.demo.meter import Counters, counters
 from harness.demo.options import FULL, NEWEST, parse
 from harness.demo.verdict import Comparison, Evidence, compare, failures
 from harness.serve import Metrics, reason
-from kvpatch import registry
+from kvpatch import supported
 
 
 def answers(**changed: object) -> list[Answer]:
@@ -129,4 +129,4 @@ def test_bad_options_are_refused_in_one_sentence(
 
 
 def test_the_demo_takes_the_newest_release_that_is_supported() -> None:
-    assert registry.VLLM_RANGE.endswith(f"=={NEWEST}")
+    assert supported.validated()[-1] == NEWEST

@@ -1,1 +1,1 @@
-"""scripts/matrix: what each release has at the targets of the patches, and its engine runs."""
+"""The compatibility matrix: its cells on real engines."""
