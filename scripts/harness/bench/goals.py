@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from harness.bench import arms, two_models
@@ -85,15 +86,16 @@ def shown(found: Pair) -> str:
 
 
 def _ratio(
-    host: dict[str, Any],
+    results: Results,
     goal: str,
     load: str,
-    against: str,
+    against: arms.Arm,
     path: str,
     bound: float,
-    at_least: bool,
+    at_least: bool = False,
 ) -> Verdict:
-    found = compared(host, load, arms.KVPATCH.name, against, path)
+    host = results.host or {}
+    found = compared(host, load, arms.KVPATCH.name, against.name, path)
     if found is None:
         return Verdict(goal, NOT_RUN)
     floor = noise(host, load, path)
@@ -103,58 +105,43 @@ def _ratio(
     return Verdict(goal, shown(found), met, floor, unsure)
 
 
-def no_reuse(results: Results) -> Verdict:
-    """Offloading on against off, without any hits."""
-    return _ratio(
-        results.host or {},
-        "no reuse, offloading on against off: total tok/s within 1 %",
-        "no reuse",
-        arms.KVCACHED.name,
-        "total_tokens_per_second",
-        0.99,
-        at_least=True,
-    )
-
-
-def conversations_rate(results: Results) -> Verdict:
-    """Elastic against static memory, both with offloading."""
-    return _ratio(
-        results.host or {},
-        "returning multi-turn, elastic + offloading against static + offloading: "
-        "total tok/s at least 1.00x",
-        "conversations",
-        arms.STATIC.name,
-        "total_tokens_per_second",
-        1.0,
-        at_least=True,
-    )
-
-
-def conversations_ttft(results: Results) -> Verdict:
-    """Elastic against static memory, the time to the first token."""
-    return _ratio(
-        results.host or {},
-        "returning multi-turn, elastic + offloading against static + offloading: "
-        "mean TTFT at most 1.00x",
-        "conversations",
-        arms.STATIC.name,
-        "ttft_ms.mean",
-        1.0,
-        at_least=False,
-    )
-
-
-def returning_ttft(results: Results) -> Verdict:
-    """TTFT of a returning conversation, against recomputing it."""
-    return _ratio(
-        results.host or {},
-        "a returning conversation against kvcached alone: median TTFT at most 0.1x",
-        "conversations",
-        arms.KVCACHED.name,
-        "returning_ttft_ms.p50",
-        0.1,
-        at_least=False,
-    )
+_RATE, _STATIC = "total_tokens_per_second", "elastic + offloading against static + offloading"
+# The overhead of offloading without hits.
+no_reuse = partial(
+    _ratio,
+    goal="no reuse, offloading on against off: total tok/s within 1 %",
+    load="no reuse",
+    against=arms.KVCACHED,
+    path=_RATE,
+    bound=0.99,
+    at_least=True,
+)
+conversations_rate = partial(
+    _ratio,
+    goal=f"returning multi-turn, {_STATIC}: total tok/s at least 1.00x",
+    load="conversations",
+    against=arms.STATIC,
+    path=_RATE,
+    bound=1.0,
+    at_least=True,
+)
+conversations_ttft = partial(
+    _ratio,
+    goal=f"returning multi-turn, {_STATIC}: mean TTFT at most 1.00x",
+    load="conversations",
+    against=arms.STATIC,
+    path="ttft_ms.mean",
+    bound=1.0,
+)
+# Loading against recomputing.
+returning_ttft = partial(
+    _ratio,
+    goal="a returning conversation against kvcached alone: median TTFT at most 0.1x",
+    load="conversations",
+    against=arms.KVCACHED,
+    path="returning_ttft_ms.p50",
+    bound=0.1,
+)
 
 
 def copies_per_block(results: Results) -> Verdict:
@@ -192,12 +179,9 @@ def gpu_copies(results: Results) -> Verdict:
     )
 
 
-def _cycles(results: Results) -> list[dict[str, Any]]:
-    both = (results.host or {}).get("two_models", {}).get("cycles", {})
-    return list(both.get(two_models.DECIDING[-1].name, []))
-
-
-def _share(goal: str, cycles: list[dict[str, Any]], name: str, bound: float) -> Verdict:
+def _share(results: Results, goal: str, name: str, bound: float) -> Verdict:
+    every = (results.host or {}).get("two_models", {}).get("cycles", {})
+    cycles = every.get(two_models.DECIDING[-1].name)
     if not cycles:
         return Verdict(goal, NOT_RUN)
     # The worst cycle counts: a neighbour that did not fit once did not fit.
@@ -205,26 +189,21 @@ def _share(goal: str, cycles: list[dict[str, Any]], name: str, bound: float) -> 
     return Verdict(goal, f"{worst:.1%} in the worst of {len(cycles)} cycles", worst >= bound)
 
 
-def given(results: Results) -> Verdict:
-    """Memory that an idle model frees for its neighbour."""
-    return _share(
-        "two models in turn: at least 90 % of what the idle model used is the neighbour's at "
-        "its peak",
-        _cycles(results),
-        "given_share",
-        0.90,
-    )
-
-
-def served(results: Results) -> Verdict:
-    """Prefixes that hit when the idle model's conversations return."""
-    return _share(
-        "two models in turn: at least 95 % of the returning prefixes served",
-        _cycles(results),
-        "served_share",
-        0.95,
-    )
-
+# Memory that an idle model frees for its neighbour.
+given = partial(
+    _share,
+    goal="two models in turn: at least 90 % of what the idle model used is the neighbour's at "
+    "its peak",
+    name="given_share",
+    bound=0.90,
+)
+# Prefixes that hit when the idle model's conversations return.
+served = partial(
+    _share,
+    goal="two models in turn: at least 95 % of the returning prefixes served",
+    name="served_share",
+    bound=0.95,
+)
 
 GOALS: tuple[Callable[[Results], Verdict], ...] = (
     no_reuse,

@@ -502,62 +502,41 @@ GPU_STAGES = (
 
 def _gpu(found: dict[str, Any]) -> list[str]:
     lines = ["## On a GPU", ""]
+    head: tuple[str, ...]
+    rows: list[tuple[str, ...]]
     missing = [what for name, what in GPU_STAGES if name not in found]
     if missing:
         lines += [f"{what}: {NO_GPU}.\n" for what in missing]
         lines += ["`scripts/gpu` runs them on a machine with an NVIDIA GPU.", ""]
-    trips = found.get("gpu-roundtrips")
-    if trips:
-        lines += [
-            "### Round trips",
-            "",
-            *table(
-                ("what", "connector", "layout", "blocks", "equal"),
-                (
-                    (
-                        row["what"],
-                        row["connector"],
-                        row["layout"],
-                        f"{row['blocks']:,}",
-                        f"{row['equal']:,}",
-                    )
-                    for row in trips["rows"]
-                ),
-            ),
-            "",
+    if trips := found.get("gpu-roundtrips"):
+        head = ("what", "connector", "layout", "blocks", "equal")
+        rows = [
+            (
+                one["what"],
+                one["connector"],
+                one["layout"],
+                f"{one['blocks']:,}",
+                f"{one['equal']:,}",
+            )
+            for one in trips["rows"]
         ]
-    copies = found.get("gpu-copies")
-    if copies:
-        lines += [
-            "### Copies",
-            "",
-            *table(
-                ("connector", "layout", "direction", "KiB per row", "GB/s", "of the ceiling"),
-                (
-                    (
-                        row["connector"],
-                        row["layout"],
-                        row["direction"],
-                        f"{row['row_bytes'] / 1024:,.0f}",
-                        f"{row['gb_per_second']:.1f}",
-                        f"{row['share_of_ceiling']:.1%}",
-                    )
-                    for row in copies["rows"]
-                ),
-            ),
-            "",
+        lines += ["### Round trips", "", *table(head, rows), ""]
+    if copies := found.get("gpu-copies"):
+        head = ("connector", "layout", "direction", "KiB per row", "GB/s", "of the ceiling")
+        rows = [
+            (
+                *(one[name] for name in head[:3]),
+                f"{one['row_bytes'] / 1024:,.0f}",
+                f"{one['gb_per_second']:.1f}",
+                f"{one['share_of_ceiling']:.1%}",
+            )
+            for one in copies["rows"]
         ]
-    ran = found.get("gpu-arms")
-    if ran:
-        lines += [
-            "### Engine arms",
-            "",
-            *table(
-                ("arm", "no reuse, tok/s", "conversations, tok/s", "engines", "failed"),
-                (_gpu_arm(name, runs) for name, runs in ran["runs"].items() if runs),
-            ),
-            "",
-        ]
+        lines += ["### Copies", "", *table(head, rows), ""]
+    if ran := found.get("gpu-arms"):
+        head = ("arm", "no reuse, tok/s", "conversations, tok/s", "engines", "failed")
+        rows = [_gpu_arm(name, runs) for name, runs in ran["runs"].items() if runs]
+        lines += ["### Engine arms", "", *table(head, rows), ""]
     return lines
 
 
