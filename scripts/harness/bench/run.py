@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any, TypeVar
 
 from harness import provenance
@@ -61,17 +62,13 @@ class Bench:
 
     def _one(self, starter: Starter) -> None:
         chosen = self._chosen(arms.ALL, arms.DECIDING)
-        size = self._options.size
-        OneModel(
-            size, chosen, starter, self._screen, lambda r: self._save("one_model", r)
-        ).measure()
+        save = partial(self._save, "one_model")
+        OneModel(self._options.size, chosen, starter, self._screen, save).measure()
 
     def _two(self, starter: Starter) -> None:
         chosen = self._chosen(two_models.ALL, two_models.DECIDING)
-        size = self._options.size
-        TwoModels(
-            size, chosen, starter, self._screen, lambda r: self._save("two_models", r)
-        ).measure()
+        save = partial(self._save, "two_models")
+        TwoModels(self._options.size, chosen, starter, self._screen, save).measure()
 
     def _save(self, part: str, found: dict[str, Any]) -> None:
         """Write everything measured so far, for a run that is interrupted."""
