@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
-from proofs import Proves
-from runs import Device, Finished, Run, engine_arguments, load, run_driver
-from test_fence import BARE, PAGE, Fences
-from test_tokens import LAYOUTS, MODELS, PLAIN, widest_gap
+
+from harness.engines.fences import BARE, SIMPLE_TOGETHER, SimpleFences
+from harness.engines.fixtures import LAYOUTS, MODELS
+from harness.engines.oracle import PLAIN, widest_gap
+from harness.engines.runs import Device, Finished, Run, engine_arguments, load, run_driver
 
 Engine = Callable[[Run], Finished]
 
@@ -49,10 +49,9 @@ def assert_same(ours: list[Any], theirs: list[Any]) -> None:
 @MODELS
 @LAYOUTS
 def test_prompts_served_from_the_cpu_tier_give_plain_vllms_tokens(
-    engine: Engine, proves: Proves, mode: str, model: str, contiguous: bool
+    engine: Engine, mode: str, model: str, contiguous: bool
 ) -> None:
     """First the device has too few blocks for the load, and then the CPU tier too."""
-    proves(f"Simple {mode}", of(mode, model, contiguous))
     plain = engine(replace(PLAIN, model=model)).round(0)
     ours = engine(of(mode, model, contiguous))
     for index in (1, 2, 4, 5):
@@ -69,9 +68,8 @@ def test_prompts_served_from_the_cpu_tier_give_plain_vllms_tokens(
 @MODELS
 @LAYOUTS
 def test_loaded_blocks_have_the_bytes_they_were_stored_with(
-    engine: Engine, proves: Proves, mode: str, model: str, contiguous: bool
+    engine: Engine, mode: str, model: str, contiguous: bool
 ) -> None:
-    proves(f"Simple {mode}", of(mode, model, contiguous))
     seen = engine(of(mode, model, contiguous)).result["simple"]
     assert seen["loaded"] > 8 * 20
     assert seen["changed"] == 0
@@ -184,64 +182,6 @@ def test_without_the_regions_vllm_does_not_start(engine: Engine) -> None:
     assert broken.code != 0
 
 
-TOGETHER = (
-    "finish_in_flight",
-    "abort_while_storing",
-    "abort_before_launch",
-    "abort_while_loading",
-    "cap_trim",
-    "reset_in_flight",
-    "wake",
-)
-
-
-class SimpleFences(Fences):
-    """The fence's scenarios with this connector, whose references are the fence."""
-
-    every = (*TOGETHER, "preempt")
-
-    def run_simple(
-        self,
-        scenario: str,
-        mode: str,
-        asynchronous: bool = False,
-        unpinned: bool = False,
-        ranks: int = 1,
-    ) -> dict[str, Any]:
-        scenarios = TOGETHER if scenario in TOGETHER else (scenario,)
-        if unpinned:
-            scenarios = ("finish_in_flight",)
-        key = (scenarios, mode, asynchronous, unpinned, ranks)
-        if key not in self.results:
-            run = Run(
-                simple=mode,
-                kv_heads=self.kv_heads,
-                vllm=self.vllm,
-                runner=self.runner,
-                environment=tuple(BARE.items()),
-            )
-            job = self._job(
-                run,
-                scenarios,
-                ranks,
-                num_gpu_blocks_override=3 * PAGE * ranks if scenario == "preempt" else 400,
-                async_scheduling=asynchronous,
-            )
-            if scenario == "preempt" and ranks == 1:
-                job["engine"]["max_model_len"] = 2048
-            job |= {
-                "simple": True,
-                "unpinned": unpinned,
-                "may_hold": True,
-                "scenarios": list(scenarios),
-                "truth": str(self.truth("llama", ranks)),
-            }
-            path = self.folder / "result.json"
-            self._drive(job, run, path)
-            self.results[key] = json.loads(path.read_text())
-        return self.results[key]
-
-
 @pytest.fixture(scope="module")
 def fences(
     models: Callable[[str], Path], device: Device, tmp_path_factory: pytest.TempPathFactory
@@ -254,7 +194,7 @@ SCHEDULING = pytest.mark.parametrize("asynchronous", [False, True], ids=["sync",
 
 @SCHEDULING
 @MODES
-@pytest.mark.parametrize("scenario", [*TOGETHER, "preempt"])
+@pytest.mark.parametrize("scenario", [*SIMPLE_TOGETHER, "preempt"])
 def test_every_stored_block_is_right_and_nothing_is_left(
     fences: SimpleFences, scenario: str, mode: str, asynchronous: bool
 ) -> None:

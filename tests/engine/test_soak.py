@@ -9,7 +9,8 @@ import sys
 from pathlib import Path
 
 import pytest
-from runs import ROOT
+
+from harness import ROOT
 
 
 @pytest.mark.timeout(900)

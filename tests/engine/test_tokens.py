@@ -2,45 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
-from proofs import Proves
-from runs import BLOCK, Finished, Run
 
-Engine = Callable[[Run], Finished]
-
-PLAIN = Run(kvpatch=False, offload=False)
-SMALL_TIER = 200  # blocks; the 24 prompts fill 480
-LAYOUTS = pytest.mark.parametrize("contiguous", [True, False], ids=["contiguous", "non-contiguous"])
-MODELS = pytest.mark.parametrize("model", ["llama", "sliding"])
-
-
-def same_tokens(ours: list[dict], theirs: list[dict]) -> int:
-    return sum(one["tokens"] == other["tokens"] for one, other in zip(ours, theirs, strict=True))
-
-
-def widest_gap(ours: list[dict], theirs: list[dict]) -> float:
-    return max(
-        abs(a - b)
-        for one, other in zip(ours, theirs, strict=True)
-        for a, b in zip(one["logprobs"], other["logprobs"], strict=True)
-    )
-
-
-def assert_same(ours: Finished, plain: Finished) -> None:
-    for index in range(2):
-        assert same_tokens(ours.round(index), plain.round(index)) == len(plain.round(index)) > 0
-        assert widest_gap(ours.round(index), plain.round(index)) < 1e-4
+from harness.engines.fixtures import LAYOUTS, MODELS
+from harness.engines.oracle import PLAIN, SMALL_TIER, Engine, assert_same, same_tokens, widest_gap
+from harness.engines.runs import BLOCK, Run
 
 
 @MODELS
 @LAYOUTS
 def test_prompts_served_from_the_cpu_tier_give_plain_vllms_tokens(
-    engine: Engine, proves: Proves, model: str, contiguous: bool
+    engine: Engine, model: str, contiguous: bool
 ) -> None:
-    proves("Offloading", run := Run(model=model, contiguous=contiguous))
+    run = Run(model=model, contiguous=contiguous)
     plain = engine(replace(PLAIN, model=model))
     ours = engine(run)
     assert_same(ours, plain)
@@ -54,9 +30,9 @@ def test_prompts_served_from_the_cpu_tier_give_plain_vllms_tokens(
 @MODELS
 @LAYOUTS
 def test_restored_blocks_have_the_bytes_they_had(
-    engine: Engine, proves: Proves, model: str, contiguous: bool
+    engine: Engine, model: str, contiguous: bool
 ) -> None:
-    proves("Offloading", run := Run(model=model, contiguous=contiguous))
+    run = Run(model=model, contiguous=contiguous)
     ours = engine(run)
     ours.round(1)
     restored = 24 * 640 // BLOCK

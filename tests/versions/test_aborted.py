@@ -7,8 +7,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from runs import Device, Finished, Run, engine_arguments, prompts, run_driver
-from test_tokens import Engine, assert_same
+
+from harness.engines.oracle import Engine, assert_same
+from harness.engines.runs import Device, Finished, Run, engine_arguments, prompts, run_driver
 
 RELEASES = ("0.24.0", "0.26.0", "0.27.1")
 STEPS = (0, 1)  # of four that the prompt takes

@@ -6,9 +6,10 @@ from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
-from proofs import Proves
-from runs import Finished, Run, block_tokens
-from test_tokens import LAYOUTS, assert_same
+
+from harness.engines.fixtures import LAYOUTS
+from harness.engines.oracle import assert_same
+from harness.engines.runs import Finished, Run, block_tokens
 
 RUNS = {
     "latent attention": Run(model="latent", vllm="0.32.0"),
@@ -20,10 +21,9 @@ RUNS = {
 @pytest.mark.parametrize("kind", RUNS)
 @LAYOUTS
 def test_prompts_come_back_right(
-    engine: Callable[[Run], Finished], proves: Proves, kind: str, contiguous: bool
+    engine: Callable[[Run], Finished], kind: str, contiguous: bool
 ) -> None:
     run = replace(RUNS[kind], runner="v2", rounds=("short", "short"), contiguous=contiguous)
-    proves("Offloading", run)
     plain = engine(replace(run, kvpatch=False, offload=False, contiguous=True))
     ours = engine(run)
     assert_same(ours, plain)

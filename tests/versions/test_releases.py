@@ -10,9 +10,10 @@ from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
-from proofs import Proves
-from runs import BLOCK, Finished, Run
-from test_tokens import LAYOUTS, MODELS, PLAIN, assert_same, same_tokens
+
+from harness.engines.fixtures import LAYOUTS, MODELS
+from harness.engines.oracle import PLAIN, assert_same, same_tokens
+from harness.engines.runs import BLOCK, Finished, Run
 
 Engine = Callable[[Run], Finished]
 COUNT = 8  # prompts of 21 blocks on 139
@@ -37,10 +38,9 @@ EVERY = pytest.mark.parametrize(
 @MODELS
 @LAYOUTS
 def test_prompts_served_from_the_cpu_tier_give_plain_vllms_tokens(
-    engine: Engine, proves: Proves, vllm: str, runner: str, model: str, contiguous: bool
+    engine: Engine, vllm: str, runner: str, model: str, contiguous: bool
 ) -> None:
     run = Run(rounds=ROUNDS, vllm=vllm, runner=runner, model=model, contiguous=contiguous)
-    proves("Offloading", run)
     plain = engine(replace(PLAIN, rounds=ROUNDS, vllm=vllm, runner=runner, model=model))
     ours = engine(run)
     assert_same(ours, plain)
@@ -55,10 +55,9 @@ def test_prompts_served_from_the_cpu_tier_give_plain_vllms_tokens(
 @MODELS
 @LAYOUTS
 def test_restored_blocks_have_the_bytes_they_had(
-    engine: Engine, proves: Proves, vllm: str, runner: str, model: str, contiguous: bool
+    engine: Engine, vllm: str, runner: str, model: str, contiguous: bool
 ) -> None:
     run = Run(rounds=ROUNDS, vllm=vllm, runner=runner, model=model, contiguous=contiguous)
-    proves("Offloading", run)
     ours = engine(run)
     ours.round(1)
     assert ours.result["returned"] >= COUNT * 640 // BLOCK

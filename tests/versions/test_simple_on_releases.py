@@ -7,12 +7,13 @@ from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
-from proofs import Proves
-from runs import Finished, Run
-from test_releases import COUNT
-from test_releases import ROUNDS as PLAIN_ROUNDS
-from test_simple import assert_same, served
-from test_tokens import LAYOUTS, MODELS
+
+from harness.engines.fixtures import LAYOUTS, MODELS
+from harness.engines.runs import Finished, Run
+
+# FIXME from test_releases import COUNT
+# FIXME from test_releases import ROUNDS as PLAIN_ROUNDS
+# FIXME from test_simple import assert_same, served
 
 # What the device cannot keep, the same again, and then more than the CPU tier can keep.
 ROUNDS = (str(COUNT), str(COUNT), "12")
@@ -47,7 +48,6 @@ WINDOWS_ASKED_FOR = ("0.19.1",)
 @LAYOUTS
 def test_blocks_and_tokens_are_right(
     engine: Callable[[Run], Finished],
-    proves: Proves,
     vllm: str,
     runner: str,
     mode: str,
@@ -58,7 +58,6 @@ def test_blocks_and_tokens_are_right(
     whole = model == "sliding" and vllm in WINDOWS_ASKED_FOR
     rows = TIER["llama" if whole else model]
     run = replace(base, simple=mode, cpu_blocks=rows * (1 + whole), rounds=ROUNDS)
-    proves(f"Simple {mode}", run)
     compare(engine, run, rows)
 
 

@@ -278,13 +278,17 @@ def run_driver(
     timeout: float = LIMIT,
     vllm: str = "",
     driver: str = "driver",
+    result: Path | None = None,
 ) -> Finished:
     """Run a driver on ``job`` in a process of its own, with a release of vLLM.
+
+    Its log is in ``folder``, and so is its result where no other file is named.
 
     Raises:
         subprocess.TimeoutExpired: it was killed; the end of its log is in ``output``.
     """
-    job_path, result_path, log = folder / "job.json", folder / "result.json", folder / "log"
+    job_path, log = folder / "job.json", folder / "log"
+    result_path = result or folder / "result.json"
     result_path.unlink(missing_ok=True)
     job_path.write_text(json.dumps(job))
     with log.open("w") as output:
@@ -302,5 +306,6 @@ def run_driver(
         engine.wait()
         late.output = log.read_text(errors="replace")[-4000:]
         raise
-    result = json.loads(result_path.read_text()) if result_path.exists() else {}
-    return Finished(code, log.read_text(errors="replace"), result)
+    written = result_path.exists() and result_path.suffix == ".json"
+    found = json.loads(result_path.read_text()) if written else {}
+    return Finished(code, log.read_text(errors="replace"), found)
