@@ -5,16 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from harness.engines.fences import BARE, SIMPLE_TOGETHER, SimpleFences
 from harness.engines.fixtures import LAYOUTS, MODELS
-from harness.engines.oracle import PLAIN, widest_gap
-from harness.engines.runs import Device, Finished, Run, engine_arguments, load, run_driver
-
-Engine = Callable[[Run], Finished]
+from harness.engines.oracle import PLAIN, Engine, assert_same_round, cached
+from harness.engines.runs import Device, Run, engine_arguments, load, run_driver
 
 MODES = pytest.mark.parametrize("mode", ["eager", "lazy"])
 ROUNDS = ("exact", "few", "few", "exact", "all", "all")
@@ -35,16 +32,6 @@ def of(mode: str, model: str, contiguous: bool) -> Run:
     )
 
 
-def served(records: list[Any]) -> int:
-    return sum(record["cached"] for record in records)
-
-
-def assert_same(ours: list[Any], theirs: list[Any]) -> None:
-    theirs = theirs[: len(ours)]
-    assert [one["tokens"] for one in ours] == [other["tokens"] for other in theirs]
-    assert widest_gap(ours, theirs) < 1e-4
-
-
 @MODES
 @MODELS
 @LAYOUTS
@@ -55,10 +42,10 @@ def test_prompts_served_from_the_cpu_tier_give_plain_vllms_tokens(
     plain = engine(replace(PLAIN, model=model)).round(0)
     ours = engine(of(mode, model, contiguous))
     for index in (1, 2, 4, 5):
-        assert_same(ours.round(index), plain)
-    assert_same(ours.round(3), ours.round(0))
-    assert served(ours.round(1)) == 0
-    assert served(ours.round(2)) >= (1 if mode == "eager" else 0.95) * 8 * 640
+        assert_same_round(ours.round(index), plain)
+    assert_same_round(ours.round(3), ours.round(0))
+    assert cached(ours.round(1)) == 0
+    assert cached(ours.round(2)) >= (1 if mode == "eager" else 0.95) * 8 * 640
     assert ours.result["simple"]["evicted"] > 0
     assert "KV on elastic memory: yes" in ours.log
     assert f"mode={mode}, backend=cpu" in ours.log
@@ -81,8 +68,8 @@ def test_the_last_token_of_a_prompt_is_always_computed(
     engine: Engine, mode: str, model: str
 ) -> None:
     """The prompts end with a whole block, which the CPU tier has."""
-    cached = [record["cached"] for record in engine(of(mode, model, True)).round(3)]
-    assert max(cached) == 640 - 32
+    tokens = [record["cached"] for record in engine(of(mode, model, True)).round(3)]
+    assert max(tokens) == 640 - 32
 
 
 @MODES
@@ -129,9 +116,9 @@ def test_lazy_mode_serves_what_eager_mode_serves_and_stores_less(
     eager, lazy = engine(PRESSED), engine(replace(PRESSED, simple="lazy"))
     counts = {}
     for name, ended in (("eager", eager), ("lazy", lazy)):
-        assert_same(ended.round(1), engine(PLAIN).round(0)[::-1])
-        assert_same(ended.round(3), engine(PLAIN).round(0))
-        counts[name] = served(ended.round(1)), ended.result["stored"][1]
+        assert_same_round(ended.round(1), engine(PLAIN).round(0)[::-1])
+        assert_same_round(ended.round(3), engine(PLAIN).round(0))
+        counts[name] = cached(ended.round(1)), ended.result["stored"][1]
     with capsys.disabled():
         for name, (tokens, blocks) in counts.items():
             print(f"\n{name}: {tokens} of {24 * 649} tokens served, {blocks} blocks stored")
@@ -142,7 +129,7 @@ def test_lazy_mode_serves_what_eager_mode_serves_and_stores_less(
 @MODES
 def test_a_common_prefix_is_there_after_the_device_lost_it(engine: Engine, mode: str) -> None:
     ended = engine(replace(PRESSED, simple=mode))
-    assert_same(ended.round(4), ended.round(2))
+    assert_same_round(ended.round(4), ended.round(2))
     assert min(record["cached"] for record in ended.round(4)) >= 320
 
 

@@ -69,7 +69,6 @@ def test_the_connector_copies_the_blocks_that_the_model_writes(
     kind: str,
 ) -> None:
     contiguous = layout.startswith("B")
-    run = Run(model=KINDS[kind], vllm=vllm, runner="v2", contiguous=contiguous)
     one = tagged(vllm, contiguous)["found"][f"{kind}-{layout}"]
     layers = 2 if kind in ("sliding", "hybrid") else 4  # of the group that owns a block
     assert one["tags"] == 70 * layers

@@ -31,3 +31,15 @@ def assert_same(ours: Finished, plain: Finished) -> None:
     for index in range(2):
         assert same_tokens(ours.round(index), plain.round(index)) == len(plain.round(index)) > 0
         assert widest_gap(ours.round(index), plain.round(index)) < 1e-4
+
+
+def assert_same_round(ours: list[Any], theirs: list[Any]) -> None:
+    """The first prompts of a round have the tokens and the log-probabilities of plain vLLM."""
+    theirs = theirs[: len(ours)]
+    assert [one["tokens"] for one in ours] == [other["tokens"] for other in theirs]
+    assert widest_gap(ours, theirs) < 1e-4
+
+
+def cached(records: list[Any]) -> int:
+    """The tokens of a round that were not computed."""
+    return sum(record["cached"] for record in records)
