@@ -14,7 +14,7 @@ from harness.engines.fences import BARE, Fences
 from harness.engines.fixtures import LAYOUTS
 from harness.engines.multi import INSIDE, compare_simple_inside
 from harness.engines.oracle import Engine, assert_same
-from harness.engines.runs import Device, Run, engine_arguments, prompts, run_driver
+from harness.engines.runs import ALL, Device, Run, engine_arguments, prompts, run_driver
 
 
 @LAYOUTS
@@ -45,13 +45,13 @@ def test_prompts_come_back_through_a_multi_connector(
     job = {
         "model": str(models(model)),
         "engine": engine_arguments(run),
-        "rounds": [prompts(24)] * 2,
+        "rounds": [prompts(ALL)] * 2,
         "nothing_connector": True,
         "watch": True,
     }
     ours = run_driver(job, device.environ(run), tmp_path)
     assert_same(ours, engine(Run(kvpatch=False, offload=False, model=model)))
-    assert [record["cached"] for record in ours.round(1)] == [640] * 24
+    assert [record["cached"] for record in ours.round(1)] == [640] * ALL
     assert ours.result["changed"] == []
     assert ours.result["fence"]["released"] > 0
 

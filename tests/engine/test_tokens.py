@@ -8,7 +8,7 @@ import pytest
 
 from harness.engines.fixtures import LAYOUTS, MODELS
 from harness.engines.oracle import PLAIN, SMALL_TIER, Engine, assert_same, same_tokens, widest_gap
-from harness.engines.runs import BLOCK, Run
+from harness.engines.runs import ALL, BLOCK, Run
 
 
 @MODELS
@@ -21,8 +21,8 @@ def test_prompts_served_from_the_cpu_tier_give_plain_vllms_tokens(
     ours = engine(run)
     assert_same(ours, plain)
     # Nothing is left on the device from round 1, so all of it came from the tier.
-    assert [record["cached"] for record in plain.round(1)] == [0] * 24
-    assert [record["cached"] for record in ours.round(1)] == [640] * 24
+    assert [record["cached"] for record in plain.round(1)] == [0] * ALL
+    assert [record["cached"] for record in ours.round(1)] == [640] * ALL
     assert ours.result["groups"] == {"llama": 1, "sliding": 2}[model]
     assert "KV on elastic memory: yes" in ours.log
 
@@ -35,7 +35,7 @@ def test_restored_blocks_have_the_bytes_they_had(
     run = Run(model=model, contiguous=contiguous)
     ours = engine(run)
     ours.round(1)
-    restored = 24 * 640 // BLOCK
+    restored = ALL * 640 // BLOCK
     assert ours.result["returned"] >= restored
     assert ours.result["changed"] == []
 
@@ -54,7 +54,7 @@ def test_a_cpu_tier_smaller_than_the_load_evicts_and_stays_right(
 def test_static_memory_gives_the_same_tokens_through_the_host_device(engine: Engine) -> None:
     static = engine(Run(kvpatch=False))
     assert_same(static, engine(PLAIN))
-    assert [record["cached"] for record in static.round(1)] == [640] * 24
+    assert [record["cached"] for record in static.round(1)] == [640] * ALL
 
 
 def test_in_bfloat16_elastic_memory_gives_the_tokens_of_static_memory(engine: Engine) -> None:
@@ -63,7 +63,7 @@ def test_in_bfloat16_elastic_memory_gives_the_tokens_of_static_memory(engine: En
     static = engine(Run(kvpatch=False, dtype="bfloat16", together=1))
     ours = engine(Run(dtype="bfloat16", together=1))
     for index in range(2):
-        assert same_tokens(ours.round(index), static.round(index)) == 24
+        assert same_tokens(ours.round(index), static.round(index)) == ALL
         assert widest_gap(ours.round(index), static.round(index)) == 0
     assert ours.result["changed"] == []
 
@@ -77,8 +77,8 @@ def test_without_a_connector_kvcached_runs_alone(engine: Engine) -> None:
 def test_without_the_geometry_patch_the_tokens_are_wrong(engine: Engine) -> None:
     """The oracle can fail: this is what it reports on vLLM's own registration."""
     broken = engine(Run(revert=("offloading.register_kv_caches",)))
-    assert same_tokens(broken.round(0), engine(PLAIN).round(0)) == 24
-    assert [record["cached"] for record in broken.round(1)] == [640] * 24
+    assert same_tokens(broken.round(0), engine(PLAIN).round(0)) == ALL
+    assert [record["cached"] for record in broken.round(1)] == [640] * ALL
     assert same_tokens(broken.round(1), engine(PLAIN).round(1)) == 0
 
 
@@ -88,7 +88,7 @@ def test_a_backend_with_cross_layer_blocks_stays_on_elastic_memory(
 ) -> None:
     ours = engine(Run(cross_layer=True, contiguous=contiguous))
     assert_same(ours, engine(PLAIN))
-    assert [record["cached"] for record in ours.round(1)] == [640] * 24
+    assert [record["cached"] for record in ours.round(1)] == [640] * ALL
 
 
 def test_without_the_uniform_patch_vllm_does_not_start(engine: Engine) -> None:

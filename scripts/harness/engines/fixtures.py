@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 from harness.engines.runs import (
+    ALL,
     Device,
     Finished,
     Run,
@@ -91,7 +92,7 @@ def serve(
         job = {
             "model": str(models(wanted.model)),
             "engine": engine_arguments(wanted) | more.pop("engine", {}),
-            "rounds": [[prompt] for prompt in prompts(24)[:APART]] * times,
+            "rounds": [[prompt] for prompt in prompts(ALL)[:APART]] * times,
             "forced": wanted.forced,
             **more,
         }

@@ -89,7 +89,9 @@ def become(request: dict[str, Any]) -> None:
     sys.argv = [request["module"], *request["arguments"]]
     startup = importlib.import_module("kvpatch_startup")
     startup.start()
-    importlib.import_module(request["module"]).main(*request["arguments"])
+    module = importlib.import_module(request["module"])
+    gc.freeze()  # vLLM collects a dozen times; what is imported stays
+    module.main(*request["arguments"])
 
 
 def main(modules: Path) -> None:

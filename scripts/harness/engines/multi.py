@@ -6,7 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from harness.engines.oracle import Engine, assert_same
-from harness.engines.runs import Device, Run, engine_arguments, prompts, run_driver
+from harness.engines.runs import ALL, Device, Run, engine_arguments, prompts, run_driver
 
 INSIDE = ("NothingConnector", "OffloadingConnector")
 
@@ -23,12 +23,12 @@ def compare_simple_inside(
     job = {
         "model": str(model),
         "engine": engine_arguments(run),
-        "rounds": [prompts(24)] * 2,
+        "rounds": [prompts(ALL)] * 2,
         "nothing_connector": True,
     }
     ours = run_driver(job, device.environ(run), folder, vllm=run.vllm)
     assert_same(ours, engine(Run(kvpatch=False, offload=False, vllm=run.vllm)))
-    assert [record["cached"] for record in ours.round(1)] == [640] * 24
+    assert [record["cached"] for record in ours.round(1)] == [640] * ALL
     seen = ours.result["simple"]
     assert seen["stored"] > 0
     assert seen["loaded"] > 0 or run.simple == "lazy"

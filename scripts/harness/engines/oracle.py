@@ -9,7 +9,7 @@ from harness.engines.runs import Finished, Run
 
 Engine = Callable[[Run], Finished]
 PLAIN = Run(kvpatch=False, offload=False)
-SMALL_TIER = 200  # blocks; the 24 prompts fill 480
+SMALL_TIER = 100  # blocks; the 12 prompts fill 240
 
 
 def same_tokens(ours: list[Any], theirs: list[Any]) -> int:
