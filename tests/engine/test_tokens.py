@@ -72,30 +72,3 @@ def test_without_a_connector_kvcached_runs_alone(engine: Engine) -> None:
     alone = engine(Run(offload=False))
     assert_same(alone, engine(PLAIN))
     assert "KV on elastic memory: yes" in alone.log
-
-
-def test_without_the_geometry_patch_the_tokens_are_wrong(engine: Engine) -> None:
-    """The oracle can fail: this is what it reports on vLLM's own registration."""
-    broken = engine(Run(revert=("offloading.register_kv_caches",)))
-    assert same_tokens(broken.round(0), engine(PLAIN).round(0)) == ALL
-    assert [record["cached"] for record in broken.round(1)] == [640] * ALL
-    assert same_tokens(broken.round(1), engine(PLAIN).round(1)) == 0
-
-
-@LAYOUTS
-def test_a_backend_with_cross_layer_blocks_stays_on_elastic_memory(
-    engine: Engine, contiguous: bool
-) -> None:
-    ours = engine(Run(cross_layer=True, contiguous=contiguous))
-    assert_same(ours, engine(PLAIN))
-    assert [record["cached"] for record in ours.round(1)] == [640] * ALL
-
-
-def test_without_the_uniform_patch_vllm_does_not_start(engine: Engine) -> None:
-    broken = engine(Run(cross_layer=True, revert=("offloading.use_uniform_kv_cache",)))
-    assert broken.code != 0
-    assert "Allocating a cross layer KV cache" in broken.log
-    assert (
-        "because it would stay allocated while kvcached maps a second, unused pool; "
-        "report this with your command line, or set KVPATCH=0. [KVP402]\n" in broken.log
-    )
