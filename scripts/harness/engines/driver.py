@@ -39,7 +39,7 @@ from harness.engines.simple_watch import (
     simple_part,
     take_cpu_blocks,
 )
-from kvpatch import configuration, connectors, fence
+from kvpatch import activation, configuration, connectors, fence
 from kvpatch.hostdevice import streams
 
 
@@ -278,8 +278,6 @@ def main(job_path: str, result_path: str) -> None:
     job = json.loads(Path(job_path).read_text())
     result: dict[str, Any] = {}
     for patch_id in job.get("revert", ()):
-        from kvpatch import activation
-
         assert activation.transaction.revert(patch_id), f"{patch_id} is patched over"
     if job.get("forced"):
         configuration.RULES = tuple(
@@ -299,6 +297,8 @@ def main(job_path: str, result_path: str) -> None:
     on_device = os.environ.get("KVPATCH", "0") != "0"
     if on_device:
         remember_managers()
+    if on_device:
+        result["patches"] = [applied.patch.id for applied in activation.transaction.applied]
     llm = LLM(job["model"], **job["engine"])
     core = llm.llm_engine.engine_core.engine_core
     result["groups"] = len(core.scheduler.kv_cache_config.kv_cache_groups)

@@ -89,14 +89,16 @@ def become(request: dict[str, Any]) -> None:
     sys.argv = [request["module"], *request["arguments"]]
     startup = importlib.import_module("kvpatch_startup")
     startup.start()
-    importlib.import_module(request["module"]).main(*request["arguments"])
+    module = importlib.import_module(request["module"])
+    gc.freeze()  # vLLM collects a dozen times; what is imported stays
+    module.main(*request["arguments"])
 
 
 def main(modules: Path) -> None:
     """Serve, and go on as the fork that was asked for."""
     requests = socket.socket(fileno=os.dup(0))
     preload(json.loads(modules.read_text()))
-    threads = len(os.listdir("/proc/self/task"))
+    threads = len(list(Path("/proc/self/task").iterdir()))
     assert threads == 1, f"an import has started {threads - 1} threads, which a fork would lack"
     gc.collect()
     gc.freeze()  # a collection in a fork would copy every page of it

@@ -23,12 +23,25 @@ SERVERS = 3
 LATE = ("VLLM", "KVCACHED", "ENABLE_KVCACHED", "KVPATCH", "PYTHONHASHSEED")
 START_SECONDS = 240
 
-# Runs in a Python with kvpatch off, in the place of a server that has nothing to import yet.
+# What an engine imports sooner or later; a release may not have all of it.
+ROOTS = (
+    *("vllm.entrypoints.llm", "vllm.v1.engine.core", "vllm.v1.engine.llm_engine"),
+    *("vllm.v1.worker.cpu_worker", "vllm.v1.worker.gpu.model_runner"),
+    *("vllm.model_executor.models.llama", "vllm.model_executor.models.gemma3"),
+    *("vllm.model_executor.models.deepseek_v2", "vllm.model_executor.models.granitemoehybrid"),
+    # kvcached imports it to patch it.
+    "vllm.distributed.kv_transfer.kv_connector.v1.nixl_connector",
+    *("compressed_tensors", "torch.export", "torch._dynamo", "transformers.modeling_utils"),
+    "transformers.models.llama.modeling_llama",
+    *("transformers.models.auto.tokenization_auto", "transformers.models.auto.processing_auto"),
+)
+# Runs in the environment of a release, with kvpatch off.
 IMPORTS = """
-import json, sys
-import vllm.entrypoints.llm, vllm.v1.engine.core, vllm.v1.worker.cpu_worker
-import vllm.model_executor.models.llama, transformers.modeling_utils, torch._dynamo
-from transformers import AutoTokenizer, PreTrainedTokenizerFast, LlamaConfig
+import importlib, json, sys
+from contextlib import suppress
+for name in json.loads(sys.argv[1]):
+    with suppress(ImportError):
+        importlib.import_module(name)
 print(json.dumps(list(sys.modules)))
 """
 
@@ -137,7 +150,7 @@ def modules_of(python: str, early: Mapping[str, str]) -> Path:
     if not path.exists():
         folder.mkdir(exist_ok=True)
         said = subprocess.run(
-            [python, "-c", IMPORTS],
+            [python, "-c", IMPORTS, json.dumps(ROOTS)],
             env=dict(early) | {"KVPATCH": "0", "VLLM_NO_USAGE_STATS": "1"},
             stdout=subprocess.PIPE,
             text=True,
@@ -193,7 +206,7 @@ def start(
         stdin: one to read from.
     """
     server = server_of(python, environment)
-    with open(os.devnull) as nothing:
+    with Path(os.devnull).open() as nothing:
         given = nothing if stdin == subprocess.DEVNULL else stdin
         descriptors = [one if isinstance(one, int) else one.fileno() for one in (given, stdout)]
         return server.start(module, [str(one) for one in arguments], environment, *descriptors)

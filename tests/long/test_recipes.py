@@ -16,9 +16,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from runs import ROOT, Device, Finished, Run, engine_arguments, prompts, run_driver
-from serving import Server
-from test_watching import eventually
+
+from harness import ROOT
+from harness.engines.runs import Device, Finished, Run, engine_arguments, prompts, run_driver
+from harness.engines.serving import Server, eventually
 
 PAGE = (ROOT / "docs/recipes.md").read_text()
 SEVERAL_MODELS = (ROOT / "docs/several-models.md").read_text()

@@ -7,7 +7,7 @@ import os
 import subprocess
 import sys
 
-from runs import ROOT
+from harness import ROOT
 
 
 def dry_run(folder, *stages):

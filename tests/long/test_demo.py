@@ -14,7 +14,8 @@ from pathlib import Path
 
 import psutil
 import pytest
-from runs import ROOT
+
+from harness import ROOT
 
 LIMIT = 300  # a guard against a hang; an idle machine needs under a minute
 

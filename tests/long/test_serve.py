@@ -6,9 +6,10 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from runs import Device, Finished, Run, engine_arguments, prompts
-from serving import Server
-from test_tokens import SMALL_TIER, assert_same
+
+from harness.engines.oracle import SMALL_TIER, assert_same
+from harness.engines.runs import Device, Finished, Run, engine_arguments, prompts
+from harness.engines.serving import Server
 
 COUNT = 24
 

@@ -1,14 +1,11 @@
-"""KV cache events on elastic memory, against vLLM's own on one schedule."""
+"""KV cache events of an engine, against those of plain vLLM on one schedule."""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
-from dataclasses import replace
 from typing import Any
 
-import pytest
-from runs import Finished, Run
+from harness.engines.runs import Finished, Run
 
 # Hashes are compared between processes; the cap on cached tokens is kvcached's own.
 STEADY = (("PYTHONHASHSEED", "0"), ("KVCACHED_MAX_CACHED_TOKENS", "-1"))
@@ -37,11 +34,3 @@ def assert_same_events(ours: Finished, plain: Finished) -> None:
     tier = Counter(one["event"] for one in of_medium(ours, "CPU"))
     assert tier["BlockStored"] > 200
     assert tier["BlockRemoved"] > 0
-
-
-@pytest.mark.parametrize("contiguous", [True, False], ids=["contiguous", "non-contiguous"])
-def test_events_come_out_as_from_plain_vllm(
-    engine: Callable[[Run], Finished], contiguous: bool
-) -> None:
-    plain = engine(replace(RUN, kvpatch=False))
-    assert_same_events(engine(replace(RUN, contiguous=contiguous)), plain)

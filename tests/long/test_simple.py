@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
-from proofs import Proves
-from runs import Device, Finished, Run, engine_arguments, load, run_driver
-from test_fence import BARE, PAGE, Fences
-from test_tokens import LAYOUTS, MODELS, PLAIN, widest_gap
 
-Engine = Callable[[Run], Finished]
+from harness.engines.fences import BARE, SIMPLE_TOGETHER, SimpleFences
+from harness.engines.fixtures import LAYOUTS, MODELS
+from harness.engines.oracle import PLAIN, Engine, assert_same_round, cached
+from harness.engines.runs import ALL, Device, Run, engine_arguments, load, run_driver
 
 MODES = pytest.mark.parametrize("mode", ["eager", "lazy"])
 ROUNDS = ("exact", "few", "few", "exact", "all", "all")
@@ -35,31 +32,20 @@ def of(mode: str, model: str, contiguous: bool) -> Run:
     )
 
 
-def served(records: list[Any]) -> int:
-    return sum(record["cached"] for record in records)
-
-
-def assert_same(ours: list[Any], theirs: list[Any]) -> None:
-    theirs = theirs[: len(ours)]
-    assert [one["tokens"] for one in ours] == [other["tokens"] for other in theirs]
-    assert widest_gap(ours, theirs) < 1e-4
-
-
 @MODES
 @MODELS
 @LAYOUTS
 def test_prompts_served_from_the_cpu_tier_give_plain_vllms_tokens(
-    engine: Engine, proves: Proves, mode: str, model: str, contiguous: bool
+    engine: Engine, mode: str, model: str, contiguous: bool
 ) -> None:
     """First the device has too few blocks for the load, and then the CPU tier too."""
-    proves(f"Simple {mode}", of(mode, model, contiguous))
     plain = engine(replace(PLAIN, model=model)).round(0)
     ours = engine(of(mode, model, contiguous))
     for index in (1, 2, 4, 5):
-        assert_same(ours.round(index), plain)
-    assert_same(ours.round(3), ours.round(0))
-    assert served(ours.round(1)) == 0
-    assert served(ours.round(2)) >= (1 if mode == "eager" else 0.95) * 8 * 640
+        assert_same_round(ours.round(index), plain)
+    assert_same_round(ours.round(3), ours.round(0))
+    assert cached(ours.round(1)) == 0
+    assert cached(ours.round(2)) >= (1 if mode == "eager" else 0.95) * 8 * 640
     assert ours.result["simple"]["evicted"] > 0
     assert "KV on elastic memory: yes" in ours.log
     assert f"mode={mode}, backend=cpu" in ours.log
@@ -69,9 +55,8 @@ def test_prompts_served_from_the_cpu_tier_give_plain_vllms_tokens(
 @MODELS
 @LAYOUTS
 def test_loaded_blocks_have_the_bytes_they_were_stored_with(
-    engine: Engine, proves: Proves, mode: str, model: str, contiguous: bool
+    engine: Engine, mode: str, model: str, contiguous: bool
 ) -> None:
-    proves(f"Simple {mode}", of(mode, model, contiguous))
     seen = engine(of(mode, model, contiguous)).result["simple"]
     assert seen["loaded"] > 8 * 20
     assert seen["changed"] == 0
@@ -83,8 +68,8 @@ def test_the_last_token_of_a_prompt_is_always_computed(
     engine: Engine, mode: str, model: str
 ) -> None:
     """The prompts end with a whole block, which the CPU tier has."""
-    cached = [record["cached"] for record in engine(of(mode, model, True)).round(3)]
-    assert max(cached) == 640 - 32
+    tokens = [record["cached"] for record in engine(of(mode, model, True)).round(3)]
+    assert max(tokens) == 640 - 32
 
 
 @MODES
@@ -131,12 +116,12 @@ def test_lazy_mode_serves_what_eager_mode_serves_and_stores_less(
     eager, lazy = engine(PRESSED), engine(replace(PRESSED, simple="lazy"))
     counts = {}
     for name, ended in (("eager", eager), ("lazy", lazy)):
-        assert_same(ended.round(1), engine(PLAIN).round(0)[::-1])
-        assert_same(ended.round(3), engine(PLAIN).round(0))
-        counts[name] = served(ended.round(1)), ended.result["stored"][1]
+        assert_same_round(ended.round(1), engine(PLAIN).round(0)[::-1])
+        assert_same_round(ended.round(3), engine(PLAIN).round(0))
+        counts[name] = cached(ended.round(1)), ended.result["stored"][1]
     with capsys.disabled():
         for name, (tokens, blocks) in counts.items():
-            print(f"\n{name}: {tokens} of {24 * 649} tokens served, {blocks} blocks stored")
+            print(f"\n{name}: {tokens} of {ALL * 649} tokens served, {blocks} blocks stored")
     assert counts["lazy"][0] >= 0.95 * counts["eager"][0] > 0
     assert counts["lazy"][1] < counts["eager"][1]
 
@@ -144,7 +129,7 @@ def test_lazy_mode_serves_what_eager_mode_serves_and_stores_less(
 @MODES
 def test_a_common_prefix_is_there_after_the_device_lost_it(engine: Engine, mode: str) -> None:
     ended = engine(replace(PRESSED, simple=mode))
-    assert_same(ended.round(4), ended.round(2))
+    assert_same_round(ended.round(4), ended.round(2))
     assert min(record["cached"] for record in ended.round(4)) >= 320
 
 
@@ -184,64 +169,6 @@ def test_without_the_regions_vllm_does_not_start(engine: Engine) -> None:
     assert broken.code != 0
 
 
-TOGETHER = (
-    "finish_in_flight",
-    "abort_while_storing",
-    "abort_before_launch",
-    "abort_while_loading",
-    "cap_trim",
-    "reset_in_flight",
-    "wake",
-)
-
-
-class SimpleFences(Fences):
-    """The fence's scenarios with this connector, whose references are the fence."""
-
-    every = (*TOGETHER, "preempt")
-
-    def run_simple(
-        self,
-        scenario: str,
-        mode: str,
-        asynchronous: bool = False,
-        unpinned: bool = False,
-        ranks: int = 1,
-    ) -> dict[str, Any]:
-        scenarios = TOGETHER if scenario in TOGETHER else (scenario,)
-        if unpinned:
-            scenarios = ("finish_in_flight",)
-        key = (scenarios, mode, asynchronous, unpinned, ranks)
-        if key not in self.results:
-            run = Run(
-                simple=mode,
-                kv_heads=self.kv_heads,
-                vllm=self.vllm,
-                runner=self.runner,
-                environment=tuple(BARE.items()),
-            )
-            job = self._job(
-                run,
-                scenarios,
-                ranks,
-                num_gpu_blocks_override=3 * PAGE * ranks if scenario == "preempt" else 400,
-                async_scheduling=asynchronous,
-            )
-            if scenario == "preempt" and ranks == 1:
-                job["engine"]["max_model_len"] = 2048
-            job |= {
-                "simple": True,
-                "unpinned": unpinned,
-                "may_hold": True,
-                "scenarios": list(scenarios),
-                "truth": str(self.truth("llama", ranks)),
-            }
-            path = self.folder / "result.json"
-            self._drive(job, run, path)
-            self.results[key] = json.loads(path.read_text())
-        return self.results[key]
-
-
 @pytest.fixture(scope="module")
 def fences(
     models: Callable[[str], Path], device: Device, tmp_path_factory: pytest.TempPathFactory
@@ -254,7 +181,7 @@ SCHEDULING = pytest.mark.parametrize("asynchronous", [False, True], ids=["sync",
 
 @SCHEDULING
 @MODES
-@pytest.mark.parametrize("scenario", [*TOGETHER, "preempt"])
+@pytest.mark.parametrize("scenario", [*SIMPLE_TOGETHER, "preempt"])
 def test_every_stored_block_is_right_and_nothing_is_left(
     fences: SimpleFences, scenario: str, mode: str, asynchronous: bool
 ) -> None:

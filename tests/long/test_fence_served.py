@@ -14,13 +14,13 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import fence_off
 import pytest
 import requests
-from runs import BLOCK, Device, Run, block_bytes, engine_arguments, prompts
-from serving import Server
-from test_fence import BARE, PAGE
 
+from harness.engines import fence_off
+from harness.engines.fences import BARE, PAGE
+from harness.engines.runs import BLOCK, Device, Run, block_bytes, engine_arguments, prompts
+from harness.engines.serving import Server
 from kvpatch.hostdevice import ledger
 
 COUNT = 3  # prompts of each scenario

@@ -14,7 +14,6 @@ import signal
 import socket
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -23,9 +22,10 @@ from typing import Any
 
 import pytest
 import requests
-from runs import ROOT, Device, Run, block_bytes, engine_arguments, prompts
-from serving import Server
 
+from harness import ROOT
+from harness.engines.runs import Device, Run, block_bytes, engine_arguments, prompts
+from harness.engines.serving import Server, eventually
 from kvpatch.observing import reading
 
 COUNT = 12
@@ -73,16 +73,6 @@ class Served:
         processes = json.loads(self.status("--json").stdout)["processes"]
         (engine,) = [process for process in processes if "engine" in process]
         return dict(engine)
-
-
-def eventually(condition: Callable[[], bool], seconds: float = 30) -> bool:
-    """Poll ``condition`` until it holds; stats arrive after the answer they belong to."""
-    deadline = time.monotonic() + seconds
-    while not condition():
-        if time.monotonic() > deadline:
-            return False
-        time.sleep(0.1)
-    return True
 
 
 @pytest.fixture(scope="module")

@@ -9,12 +9,23 @@ import socket
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import requests
 
 START_SECONDS = 240
+
+
+def eventually(condition: Callable[[], bool], seconds: float = 30) -> bool:
+    """Poll ``condition`` until it holds; stats arrive after the answer they belong to."""
+    deadline = time.monotonic() + seconds
+    while not condition():
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(0.1)
+    return True
 
 
 class Server:
@@ -28,12 +39,9 @@ class Server:
             self.port = probe.getsockname()[1]
         self.url = f"http://127.0.0.1:{self.port}"
         self.log_path = folder / "serve.log"
-        path = os.pathsep.join(
-            filter(None, [str(Path(__file__).parent), environment.get("PYTHONPATH")])
-        )
         command = [Path(sys.executable).with_name("vllm"), "serve", model]
         command += ["--port", str(self.port), "--host", "127.0.0.1"]
-        command += ["--worker-extension-cls", "probe.TransferProbe"]
+        command += ["--worker-extension-cls", "harness.engines.probe.TransferProbe"]
         for name, value in arguments.items():
             option = "--" + name.replace("_", "-")
             if value is True:
@@ -43,7 +51,7 @@ class Server:
         with self.log_path.open("w") as log:
             self.process = subprocess.Popen(
                 [str(part) for part in command],
-                env=environment | {"VLLM_SERVER_DEV_MODE": "1", "PYTHONPATH": path},
+                env=environment | {"VLLM_SERVER_DEV_MODE": "1"},
                 stdout=log,
                 stderr=subprocess.STDOUT,
                 start_new_session=True,

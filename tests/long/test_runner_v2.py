@@ -9,8 +9,9 @@ from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
-from runs import BLOCK, Finished, Run
-from test_tokens import PLAIN, assert_same
+
+from harness.engines.oracle import PLAIN, assert_same
+from harness.engines.runs import BLOCK, Finished, Run
 
 COUNT = 12  # prompts of 21 blocks on 139
 ROUNDS = (str(COUNT),) * 2
