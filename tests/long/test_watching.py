@@ -29,7 +29,7 @@ from harness.engines.serving import Server, eventually
 from kvpatch.observing import reading
 
 COUNT = 12
-DASHBOARD = ROOT / "monitoring/grafana/dashboards/kvpatch.json"
+DASHBOARD = ROOT / "docs/monitoring/grafana/dashboards/kvpatch.json"
 SAMPLE = re.compile(r"^(vllm:kvpatch_\w+)\{(.*)\} (\S+)$")
 
 
@@ -224,7 +224,7 @@ def test_a_real_prometheus_reads_it_and_answers_the_dashboard(
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         address = f"127.0.0.1:{probe.getsockname()[1]}"
-    config = (ROOT / "monitoring/prometheus.yml").read_text()
+    config = (ROOT / "docs/monitoring/prometheus.yml").read_text()
     config = config.replace("127.0.0.1:8000", f"127.0.0.1:{served.server.port}")
     (tmp_path / "prometheus.yml").write_text(config.replace("5s", "1s"))
     command = ["prometheus", f"--config.file={tmp_path}/prometheus.yml"]
