@@ -64,7 +64,7 @@ def fill(folder: Path) -> None:
     def half(file: int, parts: list[memoryview]) -> int:
         return _WRITEV(file, [memoryview(parts[0])[: len(parts[0]) // 2]])
 
-    os.writev = half
+    os.writev = half  # type: ignore[assignment]
 
 
 def empty(folder: Path) -> None:

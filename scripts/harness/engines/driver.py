@@ -280,7 +280,7 @@ def main(job_path: str, result_path: str) -> None:
     for patch_id in job.get("revert", ()):
         assert activation.transaction.revert(patch_id), f"{patch_id} is patched over"
     if job.get("forced"):
-        configuration.RULES = tuple(
+        configuration.RULES = tuple(  # type: ignore[assignment]
             rule for rule in configuration.RULES if rule.code not in job["forced"]
         )
     if job.get("nothing_connector"):

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from harness.engines import process
 from harness.engines.runs import (
     ALL,
     Device,
@@ -29,6 +30,11 @@ LAYOUTS = pytest.mark.parametrize("contiguous", [True, False], ids=["contiguous"
 MODELS = pytest.mark.parametrize("model", ["llama", "sliding"])
 MODES = pytest.mark.parametrize("mode", ["eager", "lazy"])
 SCHEDULING = pytest.mark.parametrize("asynchronous", [False, True], ids=["sync", "async"])
+
+
+def pytest_sessionfinish() -> None:
+    """End the servers of this process, which xdist ends without its exit handlers."""
+    process.close_servers()
 
 
 @pytest.fixture(scope="session")

@@ -19,11 +19,12 @@ def same_tokens(ours: list[Any], theirs: list[Any]) -> int:
 
 def widest_gap(ours: list[Any], theirs: list[Any]) -> float:
     """The largest difference between two log-probabilities of a token."""
-    return max(
+    gaps: list[float] = [
         abs(a - b)
         for one, other in zip(ours, theirs, strict=True)
         for a, b in zip(one["logprobs"], other["logprobs"], strict=True)
-    )
+    ]
+    return max(gaps)
 
 
 def assert_same(ours: Finished, plain: Finished) -> None:

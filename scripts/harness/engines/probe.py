@@ -13,6 +13,8 @@ from typing import Any
 class TransferProbe:
     """Digests blocks through the model's KV tensors when they are stored and loaded."""
 
+    model_runner: Any  # of the worker that it is mixed into
+
     def watch_transfers(self) -> bool:
         from vllm.distributed.kv_transfer import get_kv_transfer_group
 
@@ -45,11 +47,11 @@ class TransferProbe:
             for group, block, row in places(src_spec, dst_spec):
                 self.stored[group, row] = digest(group, block)
                 self.outcome["stored"] += 1
-            return submit_store(job_id, src_spec, dst_spec)
+            return bool(submit_store(job_id, src_spec, dst_spec))
 
         def on_load(job_id: int, src_spec: Any, dst_spec: Any) -> bool:
             self.loads[job_id] = places(dst_spec, src_spec)
-            return submit_load(job_id, src_spec, dst_spec)
+            return bool(submit_load(job_id, src_spec, dst_spec))
 
         def on_finished() -> Any:
             results = get_finished()

@@ -106,7 +106,7 @@ class ForkServer:
         environment = dict(early) | {"KVPATCH": "0", "PYTHONHASHSEED": "0"}
         command = [python, "-m", "harness.engines.fork_server", str(modules_of(python, early))]
         with theirs:
-            self._process = subprocess.Popen(command, stdin=theirs, env=environment)
+            self._process = subprocess.Popen(command, stdin=theirs.fileno(), env=environment)
         self._forks: list[Forked] = []
 
     @property

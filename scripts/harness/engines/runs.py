@@ -123,7 +123,7 @@ def model_of(kind: str, kv_heads: int = 4, vllm: str = "") -> Path:
         log = path.parent / f"{partial.name}.log"
         log.parent.mkdir(parents=True, exist_ok=True)
         run, device = Run(kvpatch=False, vllm=by), Device(path.parent)
-        given = [partial, "--kind", kind, "--kv-heads", str(kv_heads)]
+        given: list[str | Path] = [partial, "--kind", kind, "--kv-heads", str(kv_heads)]
         with log.open("w") as output:
             maker = process.start(
                 "harness.models", given, device.environ(run), python_of(by), output

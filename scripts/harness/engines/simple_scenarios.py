@@ -50,7 +50,12 @@ class SimpleTier:
 
     def judge(self, truth: dict[str, Any]) -> dict[str, Any]:
         pool = self.planner.cpu_block_pool
-        verdict = {"right": 0, "wrong": 0, "unknown": 0, "most_held": self.stage.most_held}
+        verdict: dict[str, Any] = {
+            "right": 0,
+            "wrong": 0,
+            "unknown": 0,
+            "most_held": self.stage.most_held,
+        }
         served = [
             block
             for block in pool.blocks
@@ -67,18 +72,20 @@ class SimpleTier:
                 same = np.allclose(row[: expected.size], expected, atol=1e-3, rtol=1e-3)
                 verdict["right" if same else "wrong"] += 1
         verdict["left"] = self.left()
-        return verdict | self.stage.notes
+        verdict.update(self.stage.notes)
+        return verdict
 
     def left(self) -> int:
         """References to blocks and records of requests that nobody is left to give up."""
         planner = self.planner
-        return sum(
+        pinned: int = sum(
             block.ref_cnt > 0 and not block.is_null
             for pool in (planner.cpu_block_pool, self.stage.pool)
             for block in pool.blocks
-        ) + sum(
-            len(getattr(planner, records, ()))  # older releases do not have all of them
-            for records in (
+        )
+        records = sum(
+            len(getattr(planner, name, ()))  # older releases do not have all of them
+            for name in (
                 "_reqs_to_load",
                 "_reqs_to_store",
                 "_load_event_to_reqs",
@@ -91,6 +98,7 @@ class SimpleTier:
                 "_abandoned_store_event_to_blocks",
             )
         )
+        return pinned + records
 
     def forget(self) -> None:
         """Empty the tier for the next scenario."""
