@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
-from kvpatch.upstream.vllm_api import find
+from kvpatch.upstream.vllm_api import by_group, find
 
 Transfer = tuple[Any, Any]
 
@@ -55,17 +55,6 @@ class HostHandler(OffloadingHandler):  # type: ignore[misc]
         """Finish the copies in flight; one of the two handlers does it for both."""
         if self._store:
             self._worker.shutdown()
-
-
-def by_group(device: Any, per_row: int) -> Any:
-    """Return a ``GPULoadStoreSpec`` with the groups of its blocks and where each begins.
-
-    Up to 0.18 there is one group, and a transfer ends with a whole row of the CPU tier; up
-    to 0.20 that is so where the beginnings are left out.
-    """
-    sizes = getattr(device, "group_sizes", None) or (len(device.block_ids),)
-    first = getattr(device, "block_indices", None) or [-size % per_row for size in sizes]
-    return SimpleNamespace(block_ids=device.block_ids, group_sizes=sizes, block_indices=first)
 
 
 def regions_of(kv_caches: dict[str, Any], backends: dict[str, Any]) -> Any:

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
 from importlib import import_module
+from types import SimpleNamespace
 from typing import Any
 
 _HOMES = ("base", "spec", "worker.worker", "cpu.common", "mediums", "cpu.spec", "cpu")
@@ -100,3 +101,14 @@ def places(device: Any, tier: Any, blocks_per_chunk: int) -> Iterator[tuple[int,
             yield int(device.block_ids[device_at + position]), Place(group, row, inside)
         device_at += count
         tier_at += -(-(skip + count) // blocks_per_chunk) if count else 0
+
+
+def by_group(device: Any, per_row: int) -> Any:
+    """Return a ``GPULoadStoreSpec`` with the groups of its blocks and where each begins.
+
+    Up to 0.18 there is one group, and a transfer ends with a whole row of the CPU tier; up
+    to 0.20 that is so where the beginnings are left out.
+    """
+    sizes = getattr(device, "group_sizes", None) or (len(device.block_ids),)
+    first = getattr(device, "block_indices", None) or [-size % per_row for size in sizes]
+    return SimpleNamespace(block_ids=device.block_ids, group_sizes=sizes, block_indices=first)
