@@ -2,7 +2,7 @@
 
 Importing this package switches kvpatch on for the process and its children,
 unless ``KVPATCH=0``; the startup file imports it when ``KVPATCH=1``. Nothing of
-vllm, torch or kvcached is imported here: the patches wait until vllm is.
+vllm, torch or kvcached is imported here: the patches are applied when vllm is imported.
 
 Raises:
     ImportError: vllm was imported before kvpatch in this process.

@@ -1,4 +1,4 @@
-"""``python -m kvpatch``; the same as the ``kvpatch`` command."""
+"""``python -m kvpatch``: the same as the ``kvpatch`` command."""
 
 from __future__ import annotations
 

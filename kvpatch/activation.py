@@ -1,8 +1,8 @@
-"""Activation: what happens before and after vllm's own code runs.
+"""Activation: the steps before and after vllm's own code runs.
 
 The order is fixed here and does not depend on which startup file ran first: gates
-that need no import, vllm, kvcached's patches, everybody else's hooks on vllm, then
-our patches over all of them. What cannot be applied completely is reverted completely.
+that need no import, vllm, kvcached's patches, import hooks of other packages on vllm,
+then kvpatch's patches. If a feature cannot be applied completely, everything is reverted.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ _refused: Refusal | None = None
 
 
 def before_vllm() -> None:
-    """Pass the gates that need no import, and switch kvcached on.
+    """Check the gates that need no import, and switch kvcached on.
 
     Raises:
-        RefusedImport: a gate refused, now or at an earlier import of vllm.
+        RefusedImport: a gate refuses, now or at an earlier import of vllm.
     """
     refusal_report.in_one_line()
     debug_if_asked()
@@ -50,19 +50,19 @@ def before_vllm() -> None:
 
 
 def after_vllm(module: ModuleType) -> None:
-    """Apply kvcached's patches and ours to vllm, which has just been executed.
+    """Apply kvcached's patches and kvpatch's to vllm, whose module has just been executed.
 
     Raises:
-        RefusedImport: one of ours cannot be applied; none is in force then.
+        RefusedImport: a patch of kvpatch cannot be applied; all of them are reverted.
     """
     if transaction.applied:
-        return  # the inner one of two loaders did it, or vllm is reloaded
+        return  # the inner of two loaders applied them, or vllm is being reloaded
     try:
         debug_if_asked()
         apply_features(before_kvcached=True)
         apply_kvcached()
-        # The hooks of others, and kvcached's again if its module was imported before
-        # vllm: what a hook patches after us would go over our patches.
+        # Import hooks of other packages, and kvcached's again if its module was imported
+        # before vllm: a hook that ran after kvpatch would patch over kvpatch's patches.
         wrapt.notify_module_loaded(module)
         apply_features(before_kvcached=False)
     except Exception as error:
@@ -72,10 +72,10 @@ def after_vllm(module: ModuleType) -> None:
 
 
 def facts_here() -> Facts:
-    """Return the facts of this process, which pass the gates that need no import.
+    """Return the facts of this process, after the gates that need no import.
 
     Raises:
-        Refusal: a gate refused.
+        Refusal: a gate refuses.
     """
     found = {package: versions.installed(package) for package in ("vllm", "kvcached")}
     refusal = gate.check_environment()
@@ -89,7 +89,7 @@ def facts_here() -> Facts:
 def apply_kvcached() -> None:
     """Let kvcached patch vllm now, if its own hook has not done so yet.
 
-    kvcached's hook does the same import, so that only one of the two has work to do.
+    kvcached's hook performs the same import, so that the second of the two has no effect.
 
     Raises:
         Refusal: kvcached cannot be imported.
@@ -109,10 +109,11 @@ def apply_features(before_kvcached: bool) -> None:
     """Apply every feature that this machine needs.
 
     Args:
-        before_kvcached: whether kvcached has yet to patch vllm.
+        before_kvcached: apply the features that precede kvcached's patches to vllm, or all
+            others.
 
     Raises:
-        Refusal: a feature is needed and cannot be applied.
+        Refusal: a required feature cannot be applied.
     """
     assert record.facts is not None
     vllm = record.facts.vllm
@@ -145,7 +146,7 @@ def apply_features(before_kvcached: bool) -> None:
 
 
 def revert() -> None:
-    """Revert everything, and log which patches others have patched over."""
+    """Revert every patch, and log those that other packages have patched over."""
     displaced = transaction.revert_to(0)
     if displaced:
         log.warning(

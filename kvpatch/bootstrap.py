@@ -1,7 +1,7 @@
-"""Switching on: from ``import kvpatch`` to the moment somebody imports vllm.
+"""Switching on: from ``import kvpatch`` to the first import of vllm.
 
-Only what an interpreter has loaded anyway is imported here, because this runs in
-every Python process that has ``KVPATCH`` set, most of which never import vllm.
+Only modules that every interpreter has already loaded are imported here, because this
+runs in every Python process that has ``KVPATCH`` set, most of which never import vllm.
 """
 
 from __future__ import annotations
@@ -18,18 +18,18 @@ if TYPE_CHECKING:
     from typing import Any
 
 _finder: VllmFinder | None = None
-switched_on_by_import = False  # and not by the environment, which is set to follow
+switched_on_by_import = False  # not by the environment, which is then set for child processes
 
 
 class VllmFinder:
-    """Puts kvpatch's activation around the first import of vllm."""
+    """Wraps the first import of vllm with kvpatch's activation."""
 
     def find_spec(
         self, name: str, path: Any = None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        """Find vllm as the others would, with a loader that activates kvpatch.
+        """Find vllm through the other finders, with a loader that activates kvpatch.
 
-        Finding must not fail: programs that never import vllm ask whether it is there.
+        Must not raise: programs that never import vllm look up whether it is installed.
         """
         if name != "vllm" or _switched_off():
             return None
@@ -38,13 +38,13 @@ class VllmFinder:
             from kvpatch import refusal_report
 
             refusal_report.vllm_is_missing()
-        elif spec.loader is not None:  # else a folder that happens to be called vllm
+        elif spec.loader is not None:  # else a namespace package: any folder named vllm
             spec.loader = _ActivatingLoader(spec.loader)  # type: ignore[assignment]
         return spec
 
     def _ask_the_others(self, name: str, path: Any, target: ModuleType | None) -> ModuleSpec | None:
-        # One of them may ask us in turn, as wrapt's does: our loader is then around
-        # vllm's own and around wrapt's, and activates in the inner one.
+        # A finder may call this one in turn, as wrapt's does: the activating loader then
+        # wraps both vllm's own and wrapt's, and activates in the inner one.
         for finder in list(sys.meta_path):
             if finder is not self:
                 spec = finder.find_spec(name, path, target)
@@ -54,7 +54,7 @@ class VllmFinder:
 
 
 class _ActivatingLoader:
-    """vllm's own loader, with kvpatch's gates before it and the patches after it."""
+    """vllm's own loader, preceded by kvpatch's gates and followed by the patches."""
 
     def __init__(self, loader: Any) -> None:
         self._loader = loader
@@ -65,7 +65,7 @@ class _ActivatingLoader:
         return module
 
     def exec_module(self, module: ModuleType) -> None:
-        # What is asked of a loader later, like its resources, is asked of vllm's own.
+        # Later uses of the loader, such as its resources, go to vllm's own.
         if module.__spec__ is not None:
             module.__spec__.loader = self._loader
         module.__loader__ = self._loader
@@ -77,10 +77,10 @@ class _ActivatingLoader:
 
 
 def _activation() -> Any:
-    """Import the rest of kvpatch; a refusal of vllm when that is broken.
+    """Import the rest of kvpatch; refuse vllm if that fails.
 
     Raises:
-        RefusedImport: a part of kvpatch, or wrapt or packaging, cannot be imported.
+        RefusedImport: a module of kvpatch, or wrapt or packaging, cannot be imported.
     """
     try:
         from kvpatch import activation
@@ -105,8 +105,8 @@ def _switched_off() -> bool:
 def switch_on() -> None:
     """Arrange for the patches to be applied when vllm is imported.
 
-    Called by ``import kvpatch``. ``KVPATCH=0`` wins over the import. A value that
-    means nothing is not reported here: only vllm may be stopped by it.
+    Called by ``import kvpatch``. ``KVPATCH=0`` takes precedence over the import. An
+    unknown value is not reported here, because it may stop only vllm.
 
     Raises:
         ImportError: vllm was imported before kvpatch in this process.
@@ -122,6 +122,6 @@ def switch_on() -> None:
         )
     if SWITCH.read() in OFF_VALUES:
         switched_on_by_import = True
-        os.environ[SWITCH.name] = "1"  # children started by this process follow
+        os.environ[SWITCH.name] = "1"  # inherited by child processes
     _finder = VllmFinder()
     sys.meta_path.insert(0, _finder)

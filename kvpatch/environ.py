@@ -1,7 +1,7 @@
 """Every environment variable of kvpatch, and those of kvcached and vLLM that it depends on.
 
-Imported in every process that has ``KVPATCH`` set, most of which never import vllm:
-nothing but ``os`` is imported here.
+Imported in every process that has ``KVPATCH`` set, most of which never import vllm;
+it imports nothing but ``os``.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ class Variable:
     """One environment variable.
 
     Attributes:
-        name: as it is set.
-        meaning: what it does, for the documentation.
-        unset: its effect when it is not set, for the documentation.
+        name: its name in the environment.
+        meaning: its effect, for the documentation.
+        unset: the effect of leaving it unset, for the documentation.
     """
 
     __slots__ = ("meaning", "name", "unset")
@@ -30,11 +30,11 @@ class Variable:
         self.unset = unset
 
     def read(self, environment: Mapping[str, str] = os.environ) -> str:
-        """Return its value without surrounding blanks; empty when unset."""
+        """Return its value without surrounding whitespace; empty if unset."""
         return environment.get(self.name, "").strip()
 
     def is_on(self, environment: Mapping[str, str] = os.environ) -> bool:
-        """Return whether its value is one that switches something on."""
+        """Return whether its value is one of ``ON_VALUES``."""
         return self.read(environment).lower() in ON_VALUES
 
     def __str__(self) -> str:

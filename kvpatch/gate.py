@@ -1,6 +1,6 @@
 """The gates, cheapest first: environment, metadata, release, target, signature.
 
-Every gate returns what it found instead of raising, so that the same code decides at
+Every gate returns its result instead of raising, so that the same code decides at
 start-up and fills the tables of the documentation; ``activation`` raises.
 """
 
@@ -20,14 +20,14 @@ from kvpatch.patch import Feature, Outcome, Patch, load
 from kvpatch.refusal import Refusal
 from kvpatch.versions import Installed, in_words
 
-# Finds a target and returns how to read its parameters' names: by import at start-up,
-# from recorded signatures in the compatibility matrix.
+# Finds a target and returns a function that reads the names of its parameters: by import at
+# start-up, from recorded signatures in the compatibility matrix.
 Look = Callable[[str], Callable[[], Collection[str]]]
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """What became of a patch or a feature, and why."""
+    """The outcome of a patch or a feature, and its reason."""
 
     outcome: Outcome
     reason: str = ""
@@ -35,7 +35,7 @@ class Verdict:
 
     @property
     def passed(self) -> bool:
-        """Whether the next gate may be asked."""
+        """Whether the next gate may be checked."""
         return self.outcome is Outcome.APPLIED
 
 
@@ -48,7 +48,7 @@ def supported_versions(package: str) -> Sequence[str]:
 
 
 def check_environment(environment: Mapping[str, str] = os.environ) -> Refusal | None:
-    """Gate 1: the switch has a known value and kvcached's do not contradict it."""
+    """Gate 1: the switch has a known value, and kvcached's switches do not contradict it."""
     value = SWITCH.read(environment).lower()
     if value not in ON_VALUES + OFF_VALUES:
         return Refusal(
@@ -60,7 +60,7 @@ def check_environment(environment: Mapping[str, str] = os.environ) -> Refusal | 
         )
     for name in KVCACHED_SWITCHES:
         setting = environment.get(name.name)
-        # Read exactly as kvcached reads it; an empty one is as good as unset.
+        # Read exactly as kvcached reads it; empty is equivalent to unset.
         if setting and setting.lower() not in ("1", "true"):
             return Refusal(
                 f"{SWITCH} is on but {name}={setting}",
@@ -74,12 +74,12 @@ def check_environment(environment: Mapping[str, str] = os.environ) -> Refusal | 
 def check_installed(
     package: str, every: Sequence[Installed], environment: Mapping[str, str] = os.environ
 ) -> Refusal | None:
-    """Gates 2 and 3: a package is installed, as a release, and as a validated one.
+    """Gates 2 and 3: a package is installed, in a validated release.
 
     Args:
         package: ``vllm`` or ``kvcached``.
-        every: what ``versions.installed`` found of it; the first one counts.
-        environment: in which an operator may name one vLLM that is not validated.
+        every: its entries from ``versions.installed``; the first one is used.
+        environment: may name one vLLM release to start although not validated.
     """
     wanted = f"{package} {in_words(supported_versions(package))}"
     if not every:
@@ -137,15 +137,16 @@ def check_installed(
 
 
 def allowed_by_name(found: Installed, environment: Mapping[str, str] = os.environ) -> bool:
-    """Return whether the operator named this very vLLM as one to try."""
+    """Return whether ``KVPATCH_ALLOW_VLLM`` names this vLLM."""
     return found.package == "vllm" and ALLOW_VLLM.read(environment) in (found.text, found.public)
 
 
 def imported(target: str) -> Callable[[], Collection[str]]:
-    """Look at ``module:attribute.path`` by importing it.
+    """Find ``module:attribute.path`` by importing it.
 
     Raises:
-        AttributeError: the module has no such attribute. Whatever its import raises.
+        AttributeError: the module has no such attribute.
+        Exception: any error that importing the module raises.
     """
     module, _, path = target.partition(":")
     _, _, original = wrapt.resolve_path(importlib.import_module(module), path)
@@ -154,7 +155,7 @@ def imported(target: str) -> Callable[[], Collection[str]]:
 
 
 def check_target(patch: Patch, look: Look = imported) -> Verdict:
-    """Gates 4 and 5: the target exists and its signature has the names we use."""
+    """Gates 4 and 5: the target exists, and its signature has the names that the patch uses."""
     try:
         parameters = look(patch.target)
     except AttributeError:
@@ -175,7 +176,7 @@ def check_target(patch: Patch, look: Look = imported) -> Verdict:
 
 
 def applies(feature: Feature, vllm: Installed, environment: Mapping[str, str] = os.environ) -> bool:
-    """Return whether a feature is for an installed vLLM: validated there, or tried by name."""
+    """Return whether a feature applies to an installed vLLM: validated, or allowed by name."""
     if supported.is_validated(vllm, feature.span):
         return True
     release = supported.release_of(vllm)
@@ -188,7 +189,7 @@ def check_feature(
     look: Look = imported,
     environment: Mapping[str, str] = os.environ,
 ) -> Verdict:
-    """All gates that a feature has to itself, for an installed vLLM."""
+    """Check the gates of one feature, for an installed vLLM."""
     if feature.wanted is not None and not load(feature.wanted)():
         return Verdict(Outcome.NOT_NEEDED)
     if not applies(feature, vllm, environment):
@@ -207,7 +208,7 @@ def check_feature(
 
 
 def refusal(feature: Feature, verdict: Verdict) -> Refusal | None:
-    """Return the refusal that the outcome of a feature calls for, or None."""
+    """Return the refusal that the outcome of a feature requires, or None."""
     if verdict.outcome in (Outcome.APPLIED, Outcome.NOT_NEEDED):
         return None
     if feature.optional and verdict.outcome is Outcome.OUTSIDE:

@@ -1,7 +1,7 @@
 """kvpatch's logger, and ``KVPATCH_LOG=debug``: every gate and patch as it is applied.
 
-kvpatch logs below vLLM's own logger, whose handler drops DEBUG unless the whole of
-vLLM is set to it. So kvpatch's DEBUG lines, and only those, get a handler of their own.
+kvpatch's logger is a child of vLLM's, whose handler drops DEBUG unless all of vLLM logs
+at that level. So kvpatch's DEBUG lines, and only those, have a handler of their own.
 """
 
 from __future__ import annotations
@@ -14,20 +14,20 @@ import sys
 
 from kvpatch import environ
 
-# A child of vLLM's logger: vLLM's logging configuration drops INFO of any other name.
+# A child of vLLM's logger: vLLM's logging configuration drops INFO of all other loggers.
 log = logging.getLogger("vllm.kvpatch")
 
 
 def debug_if_asked(logger: logging.Logger = log) -> None:
     """Print DEBUG lines of ``logger`` when the environment requests them.
 
-    Called before vllm is imported, and again after: vLLM's logging configuration removes
-    the handlers of every logger below its own.
+    Called before vllm is imported and again afterwards: vLLM's logging configuration
+    removes the handlers of every child of its logger.
     """
     if environ.LOG.read().lower() != "debug":
         return
     if "vllm" in sys.modules:
-        # It configures when it is imported, which may not have happened yet.
+        # vLLM configures logging when this module is imported, which may be later.
         with contextlib.suppress(ImportError):
             importlib.import_module("vllm.logger")
     if logger.handlers:

@@ -1,4 +1,4 @@
-"""Patches, seams and features: what they carry, how they are applied and reverted."""
+"""Patches, seams and features: their fields, and how they are applied and reverted."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from kvpatch.versions import Span
 
 
 class Outcome(str, Enum):
-    """Everything that can become of a feature or a patch."""
+    """The possible outcomes of a feature or a patch."""
 
     APPLIED = "applied"
     NOT_NEEDED = "not-needed"
@@ -26,7 +26,7 @@ class Outcome(str, Enum):
 
 
 class Kind(str, Enum):
-    """How a patch takes the place of its target."""
+    """How a patch replaces its target."""
 
     WRAP = "wrap"
     REPLACE = "replace"
@@ -39,16 +39,16 @@ class Patch:
     Attributes:
         id: ``feature.target``, unique.
         target: ``module:attribute.path``.
-        why: the fault that is there without it.
-        upstream: where upstream discusses or owns the fault.
+        why: the fault without the patch.
+        upstream: the upstream discussion or source of the fault.
         until: the event that makes the patch unnecessary.
         wrapper: ``module:function`` of kvpatch. For ``WRAP`` a wrapt wrapper
             ``(wrapped, instance, args, kwargs)``; for ``REPLACE`` a function from
             the original object to its replacement.
         parameters: names the target's signature must have.
-        since: the first release of vLLM that it is for.
-        before: the first later release that it is not for; None while it holds up to the
-            newest inspected release.
+        since: the first release of vLLM that it applies to.
+        before: the first later release that it does not apply to; None if it applies up to
+            the newest inspected release.
         kind: wrap a callable or replace an object.
     """
 
@@ -65,13 +65,13 @@ class Patch:
 
     @property
     def span(self) -> Span:
-        """The releases of vLLM that it is for."""
+        """The releases of vLLM that it applies to."""
         return Span(self.since, self.before)
 
 
 @dataclass(frozen=True)
 class Gap:
-    """Releases of vLLM in which a seam needs no patch, and why."""
+    """Releases of vLLM in which a seam needs no patch, and the reason."""
 
     since: str
     before: str | None
@@ -87,8 +87,8 @@ class Gap:
 class Seam:
     """Patches that do the same work in different releases of vLLM.
 
-    In every release that its feature is for, exactly one part applies: a release that no
-    part names, or two do, is refused.
+    In every release of its feature exactly one part applies; a release covered by no part,
+    or by several, is refused.
     """
 
     parts: tuple[Patch | Gap, ...]
@@ -104,7 +104,7 @@ class Seam:
         return tuple(part for part in self.parts if isinstance(part, Patch))
 
     def at(self, release: Version) -> list[Patch | Gap]:
-        """Return the parts that apply to a release: one, unless a range is wrong."""
+        """Return the parts that apply to a release; exactly one if the ranges are correct."""
         return [part for part in self.parts if release in part.span]
 
 
@@ -115,22 +115,22 @@ def seam(*parts: Patch | Gap) -> Seam:
 
 @dataclass(frozen=True)
 class Feature:
-    """Patches that are only right together.
+    """Patches that are applied completely or not at all.
 
     Attributes:
-        name: as the status line has it.
+        name: its name in the status line.
         summary: its guarantee, one line for the documentation.
-        seams: applied in this order, reverted in the opposite one; a patch by itself is for
-            every release of the feature.
-        since: the first release of vLLM that it is for.
+        seams: applied in this order, reverted in reverse order; a patch outside a seam
+            applies to every release of the feature.
+        since: the first release of vLLM that it applies to.
         wanted: ``module:function`` that returns whether this machine needs the
             feature; None means always.
         prepare: ``module:function`` that is called before vllm is imported.
-        rules: ``module:attribute`` of the configurations that it refuses, see ``rules``.
+        rules: ``module:attribute`` of the rules on configurations, see ``rules``.
         before_kvcached: applied before kvcached patches vllm, because it changes how
             kvcached does that.
-        optional: on releases that are not validated it stays off, and a rule refuses what
-            needs it; the others stop vLLM there.
+        optional: disabled on releases that are not validated, where a rule refuses the
+            configurations that need it; any other feature stops vLLM there.
     """
 
     name: str
@@ -145,7 +145,7 @@ class Feature:
 
     @property
     def span(self) -> Span:
-        """The releases of vLLM that it is for."""
+        """The releases of vLLM that it applies to."""
         return Span(self.since)
 
     @property
@@ -183,8 +183,8 @@ def argument(args: Sequence[Any], kwargs: Mapping[str, Any], position: int, name
 
     Args:
         args, kwargs: as wrapt passes them to a wrapper; without ``self`` of a method.
-        position: where the argument stands in the signature, from 0.
-        name: its name there; rows name it in ``parameters``.
+        position: the argument's position in the signature, from 0.
+        name: its name there, listed in the row's ``parameters``.
 
     Raises:
         IndexError: it was not passed.
@@ -203,7 +203,7 @@ def load(reference: str) -> Any:
 
 @dataclass
 class AppliedPatch:
-    """A patch in force, and what it takes to revert it."""
+    """An applied patch, and the data needed to revert it."""
 
     patch: Patch
     parent: Any
@@ -213,11 +213,11 @@ class AppliedPatch:
     inherited: bool
 
     def revert(self) -> bool:
-        """Put the exact original object back.
+        """Restore the exact original object.
 
         Returns:
-            False when somebody else has replaced the attribute since; it is then
-            left alone, because removing it would undo their change.
+            False if the attribute was replaced again since; it is then left as it is,
+            because restoring it would undo that change.
         """
         if vars(self.parent).get(self.attribute) is not self.replacement:
             return False
@@ -232,11 +232,11 @@ Wrapper = Callable[..., Any]
 
 
 def apply(patch: Patch, guard: Callable[[Wrapper], Wrapper] | None = None) -> AppliedPatch:
-    """Put ``patch`` in force.
+    """Apply ``patch``.
 
     Args:
-        patch: what to apply.
-        guard: put around every wrapper, for what all of them have in common.
+        patch: the patch to apply.
+        guard: applied around every wrapper.
 
     Raises:
         ImportError, AttributeError: the target or the wrapper does not exist.
@@ -260,7 +260,7 @@ class Transaction:
     """Patches applied so far, newest last.
 
     Attributes:
-        guard: put around every wrapper.
+        guard: applied around every wrapper.
         applied: the patches in force.
     """
 
@@ -268,10 +268,10 @@ class Transaction:
     applied: list[AppliedPatch] = field(default_factory=list)
 
     def apply_all(self, patches: Iterable[Patch]) -> None:
-        """Apply every patch, or none of them and raise what stopped it.
+        """Apply every patch, or none of them and raise the error of the one that failed.
 
         Raises:
-            ValueError: one of them is in force already; twice would wrap twice.
+            ValueError: a patch is in force already, and would wrap its target twice.
         """
         begun = len(self.applied)
         try:
@@ -287,8 +287,8 @@ class Transaction:
         """Revert down to the first ``count`` patches, newest first.
 
         Returns:
-            The ids of those that others have patched over since: they are forgotten
-            here and stay in force under the others'.
+            The ids of patches that other packages have patched over since: they stay in
+            force beneath those, and are no longer tracked here.
         """
         displaced = []
         while len(self.applied) > count:
@@ -298,13 +298,13 @@ class Transaction:
         return displaced
 
     def revert(self, patch_id: str) -> bool:
-        """Revert one patch by id, leaving its feature incomplete: for tests of the parts.
+        """Revert one patch by id, leaving its feature incomplete; for tests of single patches.
 
         Returns:
-            False when others have patched over it since; it stays in force then.
+            False if another package has patched over it since; it then stays in force.
 
         Raises:
-            KeyError: no patch of that id is in force.
+            KeyError: no patch with this id is in force.
         """
         for applied in self.applied:
             if applied.patch.id == patch_id:

@@ -1,6 +1,6 @@
 """Refusals: one sentence that stops vLLM, its code, and what the refusal is based on.
 
-Making one has no side effect; ``refusal_report`` brings it to the operator.
+Constructing one has no side effect; ``refusal_report`` reports it to the operator.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ class Code(NamedTuple):
     Attributes:
         meaning: the fault, for the documentation.
         basis: what the refusal is based on.
-        reference: for ``incompatible`` the upstream reference, or the test that shows it.
+        reference: for ``incompatible``, the upstream reference or the test that shows it.
     """
 
     meaning: str
@@ -46,8 +46,8 @@ def _incompatible(meaning: str, reference: str) -> Code:
     return Code(meaning, Basis.INCOMPATIBLE, reference)
 
 
-# A code means one fault for good: it is never given to another one, and a fault that no
-# longer exists leaves its number unused.
+# A code means one fault permanently: it is never reused, and a fault that no longer exists
+# leaves its number unused.
 #
 #     KVP1xx  the installation and the environment
 #     KVP2xx  the patches
@@ -188,18 +188,18 @@ CODES = {
 class Refusal(RuntimeError):
     """Stops vLLM at start-up with one sentence: what, why, what to do.
 
-    A RuntimeError because kvcached passes those on where it logs and drops others.
+    A RuntimeError, because kvcached re-raises those and only logs other exceptions.
 
     Args:
-        what: the combination or setting that cannot be run.
+        what: the unsupported combination or setting.
         why: the reason.
-        remedy: what the operator does about it, as an imperative.
-        code: one of ``CODES``, by which the documentation finds it.
+        remedy: what the operator can do about it, as an imperative.
+        code: one of ``CODES``, for lookup in the documentation.
     """
 
     def __init__(self, what: str, why: str, remedy: str, code: str = UNCODED) -> None:
         sentence = f"kvpatch refuses to start vLLM: {what}, because {why}; {remedy}. [{code}]"
-        # A quoted error may have several lines; the operator's last line must hold it all.
+        # A quoted error may have several lines; the refusal must fit in one.
         super().__init__(" ".join(sentence.split()))
         self.what = what
         self.why = why
@@ -219,8 +219,8 @@ class Refusal(RuntimeError):
 class RefusedImport(Refusal, ImportError):
     """A refusal of ``import vllm`` itself.
 
-    An ImportError, so that a program for which vllm is optional goes on without it,
-    as it does where vllm is not installed.
+    An ImportError, so that a program for which vllm is optional continues without it,
+    as if vllm were not installed.
     """
 
     def __init__(self, what: str, why: str, remedy: str, code: str = UNCODED) -> None:
@@ -229,5 +229,5 @@ class RefusedImport(Refusal, ImportError):
 
     @classmethod
     def of(cls, refusal: Refusal) -> RefusedImport:
-        """Return ``refusal`` as the error of the import it stops."""
+        """Return ``refusal`` as the error of the import that it stops."""
         return cls(refusal.what, refusal.why, refusal.remedy, refusal.code)

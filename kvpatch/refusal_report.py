@@ -1,8 +1,8 @@
-"""How a refusal reaches the operator: one line on stderr, whichever process refused.
+"""How a refusal reaches the operator: one line on stderr, whichever process refuses.
 
-An engine or worker that refuses dies with its sentence deep in the log, and the process
-the operator started ends with "Engine core initialization failed". The first sentence is
-left in a file that only exists after a refusal, and is printed last.
+If an engine or worker refuses, its sentence is buried in the log, and the process that the
+operator started ends with "Engine core initialization failed". So the first refusal is
+written to a file, which exists only after a refusal, and is printed last.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ _hooked = False
 
 
 def vllm_is_missing() -> None:
-    """Remember that vllm was not found.
+    """Record that vllm was not found.
 
     The import raises Python's own error, which many programs expect and catch; only
-    when nobody does is the sentence printed in its place.
+    if it is not caught is the refusal printed in its place.
     """
     global _vllm_missing
     _vllm_missing = True
@@ -38,7 +38,7 @@ def vllm_is_missing() -> None:
 
 
 def in_one_line() -> None:
-    """Print a refusal that nobody caught as one line without its traceback, from now on."""
+    """Print uncaught refusals as one line without a traceback from now on."""
     global _hooked
     if not _hooked:
         _hooked = True
@@ -47,7 +47,7 @@ def in_one_line() -> None:
 
 
 def report(refusal: Refusal) -> None:
-    """Leave a refusal for ``kvpatch status`` and for the process that the operator started."""
+    """Record a refusal for ``kvpatch status`` and for the process that the operator started."""
     sentence = str(refusal)
     refusals.remember(sentence)
     if _is_first():
@@ -56,15 +56,13 @@ def report(refusal: Refusal) -> None:
     try:
         file = os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY | os.O_NOFOLLOW, 0o600)
     except OSError:
-        return  # an earlier one exists already, or the log must do
+        return  # an earlier refusal is recorded, or only the log has this one
     with os.fdopen(file, "w") as stream:
         stream.write(sentence)
 
 
 def guard(wrapper: Wrapper) -> Wrapper:
-    """Return ``wrapper`` with a report of the refusals it raises: vLLM's processes log and drop
-    them.
-    """
+    """Return ``wrapper`` with its refusals reported; vLLM's processes only log them."""
 
     def reporting(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
         try:
@@ -77,13 +75,13 @@ def guard(wrapper: Wrapper) -> Wrapper:
 
 
 def forget_submodules() -> None:
-    """Make every later ``import vllm.anything`` begin at ``vllm``, which is refused."""
+    """Make every later import of a submodule start at ``vllm``, which is refused."""
     for name in [name for name in sys.modules if name.startswith("vllm.")]:
         del sys.modules[name]
 
 
 def _listen() -> None:
-    """Take part: as the first process, or as one that vLLM started from it."""
+    """Name the file for refusals if this is the first process; child processes inherit it."""
     if REFUSAL_FILE.name not in os.environ:
         folder = os.environ.get("TMPDIR") or "/tmp"
         name = f"{folder}/kvpatch-refusal-{os.getpid()}-{os.urandom(8).hex()}"
@@ -101,7 +99,7 @@ def _clean_up() -> None:
 
 
 def _take() -> str | None:
-    """Return the sentence another process left, if there is one, and remove it."""
+    """Return the refusal that another process recorded, if any, and remove it."""
     path = Path(os.environ.get(REFUSAL_FILE.name, ""))
     try:
         sentence = path.read_text()
@@ -118,7 +116,7 @@ def _excepthook(previous: ExceptHook) -> ExceptHook:
         refusal = error if isinstance(error, Refusal) else _of_missing_vllm(error)
         if refusal is None:
             previous(kind, error, traceback)
-        # After another error, the sentence of the process that caused it.
+        # After another error, the refusal of the process that caused it.
         sentence = _take() if refusal is None else str(refusal)
         if sentence is not None:
             sys.stderr.write(f"{sentence}\n")
@@ -129,7 +127,7 @@ def _excepthook(previous: ExceptHook) -> ExceptHook:
 def _of_missing_vllm(error: BaseException) -> Refusal | None:
     if not (_vllm_missing and isinstance(error, ModuleNotFoundError) and error.name == "vllm"):
         return None
-    from kvpatch.supported import validated  # needs packaging, which may be what is broken
+    from kvpatch.supported import validated  # needs packaging, which may be broken
     from kvpatch.versions import in_words
 
     return RefusedImport(

@@ -1,6 +1,6 @@
-"""Refusing engine configurations before an engine starts: what a rule is, and the check.
+"""Rules on engine configurations, checked before an engine starts.
 
-The rules stand with the feature they belong to, in its ``rules.py``.
+The rules of a feature are in its ``rules.py``.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ class Rule:
 
     Attributes:
         code: one of ``refusal.CODES``, with one rule each.
-        kind: what is refused, for the documentation.
+        kind: the configurations that it refuses, for the documentation.
         applies: whether a ``VllmConfig`` is of that kind.
-        what: the subject of the sentence: a text, or a function of the configuration.
-        why, remedy: the rest of the sentence.
-        only_in: the releases in which it applies; None is all of them.
-        unless_validated: it applies to releases that are not validated ones of this span.
-        with_connector: refused only when a KV connector is configured, since
+        what: the subject of the refusal: a text, or a function of the configuration.
+        why, remedy: the rest of the refusal.
+        only_in: the releases in which it applies; None for all of them.
+        unless_validated: it applies to all releases except validated ones of this span.
+        with_connector: applies only if a KV connector is configured, because
             kvcached alone runs as it would without kvpatch.
     """
 
@@ -46,11 +46,11 @@ class Rule:
 
     @property
     def fault(self) -> Code:
-        """What its code means and is based on."""
+        """The meaning and basis of its code."""
         return CODES[self.code]
 
     def refusal(self, config: Config, facts: Facts) -> Refusal | None:
-        """Return the refusal when ``config`` is of that kind."""
+        """Return the refusal if the rule applies to ``config``, else None."""
         release = supported.release_of(facts.vllm)
         if self.only_in is not None and release not in self.only_in:
             return None
@@ -65,7 +65,7 @@ class Rule:
 
 
 def of(references: Iterable[str | None]) -> tuple[Rule, ...]:
-    """Return the rules that features name, in their order."""
+    """Return the rules that ``references`` name, in their order."""
     return tuple(rule for reference in references if reference for rule in load(reference))
 
 
@@ -76,9 +76,9 @@ def check(
 
     Args:
         config: vLLM's configuration.
-        facts: of the process that would run it.
+        facts: the facts of the process that would run it.
         rules: in the order in which they are checked.
-        lifted: codes of rules that are skipped, by tests of the fault behind them.
+        lifted: codes of rules to skip, for tests of the fault behind them.
     """
     transfer = config.kv_transfer_config
     connector = transfer is not None and transfer.kv_connector is not None

@@ -1,10 +1,10 @@
-"""Sizes of memory for people."""
+"""Human-readable sizes of memory."""
 
 from __future__ import annotations
 
 
 def readable(size: int) -> str:
-    """Return ``size`` bytes in the largest unit that leaves a whole number or one digit."""
+    """Return ``size`` bytes in the largest fitting unit, with at most one decimal digit."""
     amount = float(size)
     for unit in ("B", "KiB", "MiB"):
         if amount < 1024:

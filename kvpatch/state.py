@@ -1,7 +1,7 @@
-"""What kvpatch keeps on objects of vLLM: one attribute, with one typed object per purpose.
+"""State that kvpatch keeps on objects of vLLM: one attribute, with one typed object per purpose.
 
 A feature defines a class for its state and attaches an instance to the object of vLLM whose
-lifetime it shares; mypy sees what is read back.
+lifetime it shares; reads are typed.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ ATTRIBUTE = "kvpatch"
 
 
 def attach(host: Any, ours: T) -> T:
-    """Keep ``ours`` on ``host``, in place of an earlier one of its class; return it."""
+    """Keep ``ours`` on ``host``, replacing an earlier object of its class; return it."""
     every = getattr(host, ATTRIBUTE, None)
     if every is None:
         every = {}
@@ -24,13 +24,13 @@ def attach(host: Any, ours: T) -> T:
 
 
 def find(host: Any, kind: type[T]) -> T | None:
-    """Return the object of class ``kind`` that ``host`` has; None also for no host."""
+    """Return the object of class ``kind`` on ``host``; None if there is none, or no host."""
     every = getattr(host, ATTRIBUTE, None)
     found: T | None = None if every is None else every.get(kind)
     return found
 
 
 def of(host: Any, kind: type[T]) -> T:
-    """Return the object of class ``kind`` that ``host`` has, made without arguments if missing."""
+    """Return the object of class ``kind`` on ``host``, created without arguments if missing."""
     found = find(host, kind)
     return attach(host, kind()) if found is None else found

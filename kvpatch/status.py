@@ -1,4 +1,4 @@
-"""What kvpatch is in this process: its facts, and the status line."""
+"""The facts of this process, and the status line."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ class Record:
     """The facts of one process.
 
     Attributes:
-        facts: what the gates passed; None before.
-        features: what became of each feature.
+        facts: the facts that passed the gates; None before that.
+        features: the outcome of each feature.
         rules: references to the rules of the features, see ``rules.of``.
         lifted: codes of rules that tests skip.
         roles: ``frontend``, ``engine-core``, ``worker``.
-        layout: the KV cache layout as the status line has it.
-        elastic: whether the KV cache is on kvcached's memory; None without one.
-        said_by: the process that logged its line, since a forked child inherits this.
+        layout: the KV cache layout in the words of the status line.
+        elastic: whether the KV cache is on kvcached's memory; None without a KV cache.
+        said_by: pid of the process that logged the line; a forked child inherits this.
     """
 
     facts: Facts | None = None
@@ -48,7 +48,7 @@ class Record:
         return self.facts.kvcached.text if self.facts else ""
 
     def line(self) -> str:
-        """The status line: who runs what on which memory."""
+        """The status line: process, versions, features and memory."""
         features = ", ".join(f"{name} {outcome.value}" for name, outcome in self.features.items())
         elastic = {True: "yes", False: "no", None: "not in this process"}[self.elastic]
         return (
@@ -59,7 +59,7 @@ class Record:
         )
 
     def describe(self) -> dict[str, object]:
-        """Return the facts as the status page has them."""
+        """Return the facts for the status page."""
         return {
             "vllm": self.vllm,
             "kvcached": self.kvcached,
@@ -76,7 +76,7 @@ class Record:
             publisher.process(self.describe)
 
     def said_here(self) -> bool:
-        """Return whether this very process, not the one it was forked from, logged its line."""
+        """Return whether this process, not the one it was forked from, logged its line."""
         return self.said_by == os.getpid()
 
 

@@ -1,8 +1,8 @@
-"""The releases of vLLM and kvcached: which were inspected, and which are validated.
+"""The releases of vLLM and kvcached: inspected and validated.
 
-Inspected: the release's sources were compared with every row of ``kvpatch.patches``, and
-its signatures are recorded in ``matrix/data/signatures``. Validated: it also passed the full
-engine test matrix, and therefore starts. A patch release is a release of its own.
+Inspected: the release's sources were checked against every row of ``kvpatch.patches``, and
+its signatures are recorded in ``matrix/data/signatures``. Validated: it has also passed the
+full engine test matrix, and may start. Each patch release is validated separately.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ RELEASES = {
     "0.33.0": INSPECTED_ONLY,
 }
 INSPECTED = list(RELEASES)[-1]  # the newest one
-FLOOR = "0.16"  # older releases have a fault of their own, see FAULTS
+FLOOR = "0.16"  # older releases have a known fault, see FAULTS
 KVCACHED = ("0.1.6",)
 
 _SINCE_FLOOR = Span(FLOOR)
@@ -71,10 +71,10 @@ def is_validated(vllm: Installed, span: Span = _SINCE_FLOOR) -> bool:
 
 
 def release_of(vllm: Installed) -> Version:
-    """Return the inspected release whose rows are for ``vllm``.
+    """Return the inspected release whose rows apply to ``vllm``.
 
-    That is its own number; for a build of a later release, or without a number, it is the
-    newest one that was inspected.
+    That is its own release number; for a later release, or a version without a number, the
+    newest inspected release.
     """
     newest = Version(INSPECTED)
     return newest if vllm.version is None else min(newest, Version(vllm.version.base_version))
@@ -90,9 +90,9 @@ class Fault:
     Attributes:
         span: the releases that have it.
         what: the fault, as the reason of a refusal.
-        upstream: where it was found or fixed.
+        upstream: where it was reported or fixed.
         fixed: the first release without it.
-        target: what fixed it; empty where it was a requirement.
+        target: the object that fixed it; empty if the fault is a requirement.
         parameter: the parameter of ``target`` that fixed it; empty for the whole target.
     """
 
@@ -105,12 +105,12 @@ class Fault:
 
     @property
     def why(self) -> str:
-        """The reason, and the release that has it fixed."""
+        """The reason, and the release that fixed it."""
         return f"{self.what} ({self.upstream}, fixed in {self.fixed})"
 
 
-# Releases that are refused for a fault of their own; the first that matches is the reason.
-# Tests look up what fixed each in the recorded signatures of every release.
+# Releases that are refused for a known fault; the first match is the reason.
+# Tests look up each fix in the recorded signatures of every release.
 FAULTS = (
     Fault(
         span=Span("0", "0.14"),
@@ -138,6 +138,6 @@ FAULTS = (
 
 
 def fault_of(vllm: Installed) -> Fault | None:
-    """Return the fault for which a vLLM cannot be started, or None."""
+    """Return the fault for which a vLLM is refused, or None."""
     release = release_of(vllm)
     return next((fault for fault in FAULTS if release in fault.span), None)

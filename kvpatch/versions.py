@@ -1,7 +1,7 @@
 """Installed versions from distribution metadata, and ranges of releases.
 
-Reading metadata imports neither package, so a version can be refused before any
-of its code ran.
+Reading metadata imports neither package, so that a version can be refused before any
+of its code runs.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ class Installed:
     Attributes:
         package: the import name, ``vllm`` or ``kvcached``.
         distribution: the name it was installed under.
-        text: the version exactly as the metadata spells it.
+        text: the version exactly as in the metadata.
         version: the parsed version; None when it is not PEP 440.
     """
 
@@ -39,11 +39,11 @@ class Installed:
 
     @property
     def public(self) -> str:
-        """The version without its local part (``+cpu``), which names a build of it."""
+        """The version without its local part (``+cpu``), which identifies a build."""
         return self.text if self.version is None else self.version.public
 
     def is_one_of(self, releases: Iterable[str]) -> bool:
-        """Return whether it is one of these releases, whatever its local part."""
+        """Return whether it is one of these releases, ignoring its local part."""
         if self.version is None:
             return False
         public = Version(self.version.public)
@@ -52,7 +52,7 @@ class Installed:
 
 @dataclass(frozen=True)
 class Span:
-    """The releases from ``since`` on and, where that ended, before ``before``."""
+    """The releases from ``since`` on, up to but excluding ``before`` unless that is None."""
 
     since: str
     before: str | None = None
@@ -68,12 +68,12 @@ class Span:
 
 @dataclass(frozen=True)
 class Facts:
-    """What gates and rules decide on, of this process or of a cell of the matrix.
+    """The input of gates and rules: the facts of this process, or of a cell of the matrix.
 
     Attributes:
         vllm, kvcached: the installed packages.
         environment: the environment variables.
-        device: the device of the KV cache: ``cuda`` (ROCm too), ``cpu`` or vLLM's name of
+        device: the device of the KV cache: ``cuda`` (also ROCm), ``cpu`` or vLLM's name of
             another platform; empty before vllm is imported.
         contiguous: whether all layers of a block are contiguous in kvcached's memory.
     """
@@ -86,7 +86,7 @@ class Facts:
 
 
 def installed(package: str) -> list[Installed]:
-    """Return one entry for each name ``package`` is installed under, empty for none."""
+    """Return one entry per distribution under which ``package`` is installed."""
     found = []
     for distribution in DISTRIBUTIONS[package]:
         try:
@@ -105,6 +105,6 @@ def installed(package: str) -> list[Installed]:
 
 
 def in_words(releases: Iterable[str]) -> str:
-    """Return releases as a sentence has them: ``0.28.0, 0.29.0 or 0.30.0``."""
+    """Return releases in words: ``0.28.0, 0.29.0 or 0.30.0``."""
     *most, last = releases
     return f"{', '.join(most)} or {last}" if most else last

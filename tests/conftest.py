@@ -9,26 +9,15 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
-from proofs import proves, pytest_addoption, pytest_configure
 
-__all__ = ["proves", "pytest_addoption", "pytest_configure"]
+pytest_plugins = ("harness.engines.fixtures",)
 
 # Tests say for themselves what is on; what the caller's shell has set must not.
 os.environ["KVPATCH"] = "0"
 
 HERE = Path(__file__).parent
-# Not in the default run, which would be too long with them: scripts/test long.
-LONG = (
-    "test_demo",
-    "test_events",
-    "test_fence_served",
-    "test_killed",
-    "test_recipes",
-    "test_runner_v2",
-    "test_simple",
-    "test_watching",
-)
-LANES = ("unit", "wheel", "refusals", "engine", "versions", "bench")
+# "long" and "versions" are not in the default run, which would be too long with them.
+LANES = ("unit", "wheel", "refusals", "engine", "long", "versions", "bench")
 
 
 def lane_of(path: Path) -> str | None:
@@ -46,8 +35,6 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
                 f"{item.nodeid} is in no lane: put it in one of tests/{{{','.join(LANES)}}}"
             )
         item.add_marker(lane)
-        if item.path.stem in LONG:
-            item.add_marker("long")
 
 
 @pytest.fixture(autouse=True, scope="session")

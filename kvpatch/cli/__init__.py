@@ -2,7 +2,7 @@
 
 A subcommand's module has ``configure(parser)``, which adds its options, and
 ``run(arguments) -> int``, which returns the exit code. Only the module of the
-subcommand that was asked for is imported.
+requested subcommand is imported.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from kvpatch.version import VERSION
 
 
 class Command(NamedTuple):
-    """One subcommand: its name, the module that does it, and its line in the help."""
+    """One subcommand: its name, its module, and its line in the help."""
 
     name: str
     module: str
@@ -37,7 +37,7 @@ COMMANDS: tuple[Command, ...] = (
 def operator_environment() -> dict[str, str]:
     """Return the environment as the operator set it.
 
-    Importing kvpatch switches it on for child processes, which no subcommand means.
+    Importing kvpatch switches it on for child processes, which no subcommand intends.
     """
     environment = dict(os.environ)
     if bootstrap.switched_on_by_import:
@@ -61,7 +61,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     (chosen,) = (command for command in COMMANDS if command.name == options.command)
     try:
         code: int = importlib.import_module(chosen.module).run(options)
-    except BrokenPipeError:  # the reader, like head, has seen enough
+    except BrokenPipeError:  # the reader, for example head, closed the pipe
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
     except KeyboardInterrupt:

@@ -1,4 +1,4 @@
-"""Aligned columns of text, of full width also where the output is not a terminal."""
+"""Aligned columns of text, at full width even if the output is not a terminal."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-WIDTH = 10_000  # nothing is wrapped: the terminal does, or a pager does not
+WIDTH = 10_000  # lines are not wrapped here, but by the terminal or a pager
 
 
 def columns(lines: Iterable[tuple[str, ...]]) -> str:
-    """Return lines of cells with the columns under each other."""
+    """Return lines of cells with aligned columns."""
     table = Table(box=None, show_header=False, pad_edge=False, padding=(0, 2, 0, 0))
     for line in lines:
         table.add_row(*map(Text, line))

@@ -1,4 +1,4 @@
-"""``kvpatch doctor``: the report, for people and as JSON; the exit code says how bad it is."""
+"""``kvpatch doctor``: the report as text or JSON, and the exit code."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Print the report; return 1 when there is a problem."""
+    """Print the report; return 1 if there is a problem."""
     found = doctor.examine(cli.operator_environment(), options.try_import)
     problems = [finding for finding in found if finding.level is Level.PROBLEM]
     if options.json:
@@ -43,7 +43,7 @@ def run(options: argparse.Namespace) -> int:
 
 
 def text(found: list[Finding]) -> str:
-    """Return the report: the findings by topic, and one line that sums it up."""
+    """Return the report: the findings by topic, and a summary line."""
     lines = []
     topics = list(dict.fromkeys(finding.topic for finding in found))
     for topic in topics:

@@ -39,20 +39,20 @@ def run(options: argparse.Namespace) -> int:
 
 
 def as_json(verdict: verdicts.Verdict) -> dict[str, str]:
-    """Return a verdict as JSON has it."""
+    """Return a verdict for JSON."""
     words = {"verdict": verdict.kind.value, "why": verdict.why}
     return words | ({"tagged bytes": verdict.tagged} if verdict.tagged else {})
 
 
 def every_release() -> str:
-    """Return one line per release, and the counts of the whole matrix."""
+    """Return one line per release, and the counts for the whole matrix."""
     found = verdicts.verdicts()
     head = ("vLLM", *(connector.name for connector in axes.CONNECTORS))
     return f"{columns([head, *tables.summaries(found)])}\n\n{counts(found)}"
 
 
 def one_release(vllm: str) -> str:
-    """Return every cell of a release, those with the same verdict together."""
+    """Return every cell of a release, grouped by verdict."""
     parts = []
     found = verdicts.verdicts(vllm)
     for verdict, cells in tables.grouped(found):

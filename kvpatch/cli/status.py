@@ -1,4 +1,4 @@
-"""``kvpatch status``: what running engines map, hold, store and load."""
+"""``kvpatch status``: the memory and transfers of running engines."""
 
 from __future__ import annotations
 
@@ -34,20 +34,20 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Print what is there once, or again and again."""
+    """Print the status once, or repeatedly with ``--watch``."""
     while True:
         seen = [reader.one(options.pid)] if options.pid else reader.all_of(options.all)
-        said = as_json(seen) if options.json else text(seen)
+        output = as_json(seen) if options.json else text(seen)
         if options.watch and not options.json and sys.stdout.isatty():
-            said = f"\x1b[H\x1b[2J{time.strftime('%H:%M:%S')}  kvpatch status\n\n{said}"
-        print(said, flush=True)
+            output = f"\x1b[H\x1b[2J{time.strftime('%H:%M:%S')}  kvpatch status\n\n{output}"
+        print(output, flush=True)
         if not options.watch:
             return 0 if seen and all(one.state is State.RUNS for one in seen) else 1
         time.sleep(max(0.1, options.interval))
 
 
 def as_json(seen: list[Seen]) -> str:
-    """Return it as one line of JSON."""
+    """Return the status as one line of JSON."""
     processes = [
         {"pid": one.pid, "state": one.state.value, "line": one.line}
         | ({} if one.page is None else {"kvpatch": one.page.kvpatch} | one.page.content)
@@ -59,24 +59,24 @@ def as_json(seen: list[Seen]) -> str:
 
 
 def text(seen: list[Seen]) -> str:
-    """Return it for people: a block a process, and the last refusals."""
+    """Return the status as text: one block per process, and the last refusals."""
     blocks = [block(one) for one in seen]
     if not blocks:
         where = status_page.folder_of(os.getuid())
         blocks = [f"no process with kvpatch on publishes in {where}"]
-    said = refusals.recent()
-    if said:
+    recent = refusals.recent()
+    if recent:
         lines = [
             f"  {time.strftime('%Y-%m-%d %H:%M', time.localtime(one['at']))} pid {one['pid']}: "
             f"{one['sentence']}"
-            for one in said
+            for one in recent
         ]
         blocks.append("last refusals\n" + "\n".join(lines))
     return "\n".join(blocks)
 
 
 def block(seen: Seen) -> str:
-    """Return the lines about one process; one that does not run has one."""
+    """Return the lines about one process; a single line if it does not run."""
     if seen.state is not State.RUNS or seen.page is None:
         return seen.line
     content = seen.page.content
@@ -92,7 +92,7 @@ def block(seen: Seen) -> str:
 
 
 def engine_lines(engine: dict[str, Any]) -> list[tuple[str, str]]:
-    """Return what an engine does, as lines of a name and a text."""
+    """Return the state of an engine as pairs of a name and a text."""
     requests = engine["requests"]
     lines = [
         ("model", engine["model"]),
@@ -138,7 +138,7 @@ def device_line(engine: dict[str, Any]) -> str:
 
 
 def moved_line(engine: dict[str, Any]) -> str:
-    """Return what was stored and loaded, the ratio, and what that may mean."""
+    """Return what was stored and loaded, the ratio, and the stores not made."""
     stored, loaded = engine["bytes"]["stored"], engine["bytes"]["loaded"]
     operations = engine["operations"]
     ratio = f"{loaded / stored:.2f} loaded for each stored" if stored else "nothing stored yet"
@@ -154,13 +154,13 @@ def moved_line(engine: dict[str, Any]) -> str:
 
 
 def hits_line(engine: dict[str, Any]) -> str:
-    """Return where prompt tokens came from."""
+    """Return the sources of prompt tokens."""
     hits, queries = engine["hits"], engine["queries"]
     if hits is None:
         return "not counted, as vLLM's stats are off or nothing was asked yet"
-    device, asked = hits.get("device", 0), queries.get("device", 0)
+    device, looked_up = hits.get("device", 0), queries.get("device", 0)
     tier = hits.get("tier", 0)
     return (
-        f"of {asked} prompt tokens {device} were on the device, {tier} came from the tier, "
-        f"{asked - device - tier} were computed"
+        f"of {looked_up} prompt tokens {device} were on the device, {tier} came from the tier, "
+        f"{looked_up - device - tier} were computed"
     )

@@ -1,7 +1,7 @@
-"""``kvpatch doctor``: what is installed here, what would apply, and what is in the way.
+"""``kvpatch doctor``: what is installed, what would apply, and what prevents it.
 
-Every check reads only. Nothing of vllm, torch or kvcached is imported, unless the
-operator asks for it, and then in an interpreter of its own.
+Every check is read-only. Nothing of vllm, torch or kvcached is imported, except with
+``--import``, and then in a separate interpreter.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ def examine(settings: Mapping[str, str], try_import: bool = False) -> list[Findi
     """
     try:
         from kvpatch.doctor import environment, imports, leftovers, machine, packages, startup
-    except ImportError as error:  # one of the two requirements: the gates need them
+    except ImportError as error:  # one of the two requirements, which the gates need
         what = f"kvpatch cannot be imported whole ({error}), and would refuse vLLM"
         remedy = "reinstall kvpatch with its requirements"
         return [Finding("packages", Level.PROBLEM, what, remedy)]

@@ -1,4 +1,4 @@
-"""The environment variables: which are set, and which contradict each other."""
+"""The environment variables: which are set, and which conflict."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ SECRET = ("KEY", "TOKEN", "SECRET", "PASSWORD")
 
 
 class Combination(NamedTuple):
-    """Settings that are known not to go together.
+    """Settings that are known to conflict.
 
     Attributes:
-        applies: whether the environment has it.
-        level: whether vLLM would be refused or die, or only do less than it could.
+        applies: whether the environment has this combination.
+        level: whether vLLM would be refused or fail, or only be degraded.
         what, remedy: the finding.
     """
 
@@ -67,7 +67,7 @@ KNOWN = (
         "KVCACHED_IPC_NAME is set: two engines started with the same name share one limit",
         "give every engine a name of its own, or unset it",
     ),
-    Combination(  # spelt as vLLM looks for it
+    Combination(  # spelled as vLLM looks for it
         lambda s: "expandable_segments:True" in s.get("PYTORCH_CUDA_ALLOC_CONF", ""),
         Level.WARNING,
         "torch's expandable segments are on, and vLLM on a GPU refuses them together with a KV "
@@ -92,7 +92,7 @@ KNOWN = (
 
 
 def check(settings: Mapping[str, str]) -> list[Finding]:
-    """Report what is set, and everything in it that cannot be."""
+    """Report what is set, and every invalid or conflicting value."""
     found = [shown(settings), switch(settings)]
     on = {} if settings.get(SWITCH.name) else {SWITCH.name: "1"}
     refusal = gate.check_environment(dict(settings) | on)
@@ -117,7 +117,7 @@ def check(settings: Mapping[str, str]) -> list[Finding]:
 
 
 def shown(settings: Mapping[str, str]) -> Finding:
-    """Return every variable that has a say, with its value unless it looks like a secret."""
+    """Return every relevant variable, with its value unless its name suggests a secret."""
     pairs = [
         f"{name}={'(hidden)' if any(word in name for word in SECRET) else settings[name]}"
         for name in sorted(settings)
@@ -127,7 +127,7 @@ def shown(settings: Mapping[str, str]) -> Finding:
 
 
 def switch(settings: Mapping[str, str]) -> Finding:
-    """Say whether a vLLM started from this environment would have kvpatch on."""
+    """Return whether kvpatch would be on in a vLLM started from this environment."""
     value = SWITCH.read(settings)
     if value in OFF_VALUES:
         return Finding(

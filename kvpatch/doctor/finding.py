@@ -1,4 +1,4 @@
-"""What a check of this machine found: a level, what it is and what to do about it."""
+"""The result of a check of this machine: a level, the finding and a remedy."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from enum import Enum
 
 
 class Level(str, Enum):
-    """How bad a finding is; a problem makes ``kvpatch doctor`` end 1."""
+    """The severity of a finding; with a problem ``kvpatch doctor`` exits with status 1."""
 
     OK = "ok"
     NOTE = "note"
@@ -21,9 +21,9 @@ class Finding:
 
     Attributes:
         topic: the part of the report it belongs to.
-        level: how bad it is.
-        what: what was found, as a sentence without its full stop.
-        remedy: what to do about it, as an imperative; empty when there is nothing.
+        level: its severity.
+        what: the finding, as a sentence without a full stop.
+        remedy: what to do about it, as an imperative; empty if there is nothing to do.
     """
 
     topic: str

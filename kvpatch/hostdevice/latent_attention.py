@@ -1,10 +1,10 @@
-"""Latent attention (MLA) on the host device, over any cached prefix and any block stride.
+"""Latent attention (MLA) on the host device, with any cached prefix and any block stride.
 
-vLLM's CPU backend for these models reads its KV cache as one dense tensor, and leaves
-prefix caching out, without which a KV connector has nothing to give back. Here a token's
-row is found by block and offset. Written to be right, not fast.
+vLLM's CPU backend for these models reads its KV cache as one dense tensor, and disables
+prefix caching, without which a KV connector cannot load anything. Here a token's row is
+addressed by block and offset. Written for correctness, not for speed.
 
-    a block of the KV cache   [tokens, kv_lora_rank + rope]: what all heads share of a token
+    a block of the KV cache   [tokens, kv_lora_rank + rope]: per token, shared by all heads
 
 Source: ``CPUMLAImpl`` in ``vllm/v1/attention/backends/mla/cpu_mla.py``, and
 ``gather_mla_context_cache_cpu`` in ``vllm/_custom_ops.py``.
@@ -20,18 +20,18 @@ _ROTARY = "rotary_embedding"  # vLLM's name of the op
 
 
 def keep_prefix_caching(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> None:
-    """Leave prefix caching as it was asked for, with rotary embeddings that allow for it.
+    """Keep prefix caching as configured, with a rotary embedding that is correct with it.
 
-    Wraps ``CpuPlatform.check_and_update_config``, which turns it off for these models. vLLM's
-    kernel for rotary embeddings on a CPU leaves the first token of a step as it is when
-    keys are a view into another tensor, as these models' are. At the start of a prompt
-    that token needs none; behind a cached prefix it does.
+    Wraps ``CpuPlatform.check_and_update_config``, which disables it for these models. vLLM's
+    CPU kernel for rotary embeddings does not rotate the first token of a step if the keys
+    are a view into another tensor, as in these models. At the start of a prompt that token
+    needs no rotation; after a cached prefix it does.
     """
     config = argument(args, kwargs, 0, "vllm_config")
-    asked = config.cache_config.enable_prefix_caching
+    configured = config.cache_config.enable_prefix_caching
     wrapped(*args, **kwargs)
     if config.model_config is not None and config.model_config.use_mla:
-        config.cache_config.enable_prefix_caching = asked
+        config.cache_config.enable_prefix_caching = configured
         ops = config.compilation_config.custom_ops
         ops[:] = [op for op in ops if op != f"+{_ROTARY}"] + [f"-{_ROTARY}"]
 
@@ -47,7 +47,7 @@ def write(
 ) -> None:
     """Write new tokens: ``kv_c_normed`` of ``[tokens, rank]``, ``k_pe`` of ``[tokens, 1, rope]``.
 
-    Slots are block times tokens of a block plus offset; -1 is padding.
+    A slot is block * tokens per block + offset; -1 is padding.
     """
     import torch
 
@@ -70,14 +70,14 @@ def _context(kv_cache: Any, blocks: Any, tokens: int) -> Any:
 def decode(
     self: Any, q: Any, kv_c_and_k_pe_cache: Any, attn_metadata: Any, layer: Any
 ) -> tuple[Any, None]:
-    """Attend one token a request, whose query is in the latent space already.
+    """Attend to one token per request, whose query is already in the latent space.
 
     Args:
         self: the ``CPUMLAImpl``.
         q: ``[tokens, heads, rank + rope]``, or its two parts.
         kv_c_and_k_pe_cache: the KV cache, ``[blocks, tokens, rank + rope]`` of any stride.
-        attn_metadata: vLLM's, whose ``decode`` has the block table and the lengths.
-        layer: not used.
+        attn_metadata: vLLM's; its ``decode`` has the block table and the sequence lengths.
+        layer: unused.
 
     Returns:
         ``[tokens, heads, rank]``, and no log-sum-exp.
@@ -96,14 +96,14 @@ def decode(
 
 
 def gather(*, src_cache: Any, dst: Any, block_table: Any, starts: Any, cu_seq_lens: Any) -> None:
-    """Copy each request's cached tokens into one tensor, for a prefill over them.
+    """Copy each request's cached tokens into one tensor, for a prefill that reads them.
 
     Args:
         src_cache: the KV cache, ``[blocks, tokens, rank + rope]`` of any stride.
         dst: ``[tokens, rank + rope]``, written.
         block_table: the blocks of each request.
-        starts: each request's first token.
-        cu_seq_lens: where each request begins in ``dst``, and the end.
+        starts: the first token of each request.
+        cu_seq_lens: the start of each request in ``dst``, and the end of the last.
     """
     ends = cu_seq_lens.tolist()
     for request, (begin, end, start) in enumerate(

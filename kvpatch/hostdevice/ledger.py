@@ -1,7 +1,7 @@
-"""The device's memory: its size, who uses how much of it, and the hold on copies.
+"""The device's memory: its size, the usage per process, and the hold on copies.
 
 The ledger file is written by kvcached's extension through ``include/cuda.h``, which
-defines the layout; here it is only read.
+defines its layout; here it is only read.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ def device_size() -> int:
     """Return the size of the device in bytes, a whole number of 2 MiB pages.
 
     Raises:
-        ValueError: the variable is unset or is not a size.
+        ValueError: the variable is unset or not a size.
     """
     text = HOST_DEVICE.read()
     match = re.fullmatch(r"(\d+(?:\.\d+)?)(MiB|GiB)?", text)
@@ -46,7 +46,7 @@ def ledger_path(index: int = 0) -> Path:
 
 
 def usage(index: int = 0) -> dict[int, int]:
-    """Return the bytes of device memory that each living process has mapped, by pid."""
+    """Return the bytes of device memory that each running process has mapped, by pid."""
     try:
         with ledger_path(index).open("rb") as file:
             fcntl.flock(file, fcntl.LOCK_SH)
@@ -70,7 +70,7 @@ def memory(index: int = 0) -> tuple[int, int]:
 
 
 def size_in_use(index: int = 0) -> int | None:
-    """Return the size that running processes agreed on, or None when there are none."""
+    """Return the device size of the running processes, or None if there are none."""
     if not usage(index):
         return None
     with ledger_path(index).open("rb") as file:
@@ -83,7 +83,7 @@ def _hold_path() -> Path:
 
 @contextmanager
 def copy_permit() -> Iterator[None]:
-    """Wait until nobody holds the device's copies, and keep them from being held."""
+    """Wait until the device's copies are not held, and prevent a hold inside the block."""
     with _hold_path().open("a") as file:
         fcntl.flock(file, fcntl.LOCK_SH)
         yield
@@ -91,9 +91,9 @@ def copy_permit() -> Iterator[None]:
 
 @contextmanager
 def hold_copies() -> Iterator[None]:
-    """Keep every copy between the device and the CPU tier from starting, in any process.
+    """Prevent every copy between the device and the CPU tier from starting, in any process.
 
-    Copies are still accepted and queued, so that transfers are in flight for as long
+    Copies are still accepted and queued, so that transfers stay in flight for as long
     as a test needs. The hold ends with the block, or with the process.
     """
     with _hold_path().open("a") as file:

@@ -1,4 +1,4 @@
-"""The host device's copies for vLLM up to 0.24, which has a handler for each direction."""
+"""The host device's copies for vLLM up to 0.24, which has one handler per direction."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
-from kvpatch.upstream.vllm_api import find
+from kvpatch.upstream.vllm_api import by_group, find
 
 Transfer = tuple[Any, Any]
 
@@ -23,8 +23,8 @@ class HostHandler(OffloadingHandler):  # type: ignore[misc]
     """One direction of a worker.
 
     Args:
-        worker: does the copies.
-        store: whether this is the direction to the CPU tier.
+        worker: performs the copies.
+        store: whether the direction is to the CPU tier.
     """
 
     def __init__(self, worker: HostOffloadingWorker, store: bool) -> None:
@@ -43,7 +43,7 @@ class HostHandler(OffloadingHandler):  # type: ignore[misc]
         """Return the transfers of this direction that ended since the last call."""
         results: list[Any] = self._worker.finished(self._store)
         for result in results:
-            # Up to 0.23 a transfer without it is not counted.
+            # Up to 0.23 a transfer without this attribute is not counted.
             result.transfer_type = ("GPU", "CPU") if self._store else ("CPU", "GPU")
         return results
 
@@ -52,29 +52,18 @@ class HostHandler(OffloadingHandler):  # type: ignore[misc]
         self._worker.wait(job_ids)
 
     def shutdown(self) -> None:
-        """Finish the copies in flight; one of the two handlers does it for both."""
+        """Finish the copies in flight; the store handler does this for both."""
         if self._store:
             self._worker.shutdown()
 
 
-def by_group(device: Any, per_row: int) -> Any:
-    """Return a ``GPULoadStoreSpec`` with the groups of its blocks and where each begins.
-
-    Up to 0.18 there is one group, and a transfer ends with a whole row of the CPU tier; up
-    to 0.20 that is so where the beginnings are left out.
-    """
-    sizes = getattr(device, "group_sizes", None) or (len(device.block_ids),)
-    first = getattr(device, "block_indices", None) or [-size % per_row for size in sizes]
-    return SimpleNamespace(block_ids=device.block_ids, group_sizes=sizes, block_indices=first)
-
-
 def regions_of(kv_caches: dict[str, Any], backends: dict[str, Any]) -> Any:
-    """Return the KV caches that vLLM hands over up to 0.18, by layer, as one group's regions."""
+    """Return the KV caches that vLLM up to 0.18 passes, by layer, as the regions of one group."""
     import torch
 
     tensors = []
     for name, cache in kv_caches.items():
-        # Blocks come first, or behind K and V.
+        # Blocks are the first dimension, or the second after K and V.
         first = backends[name].get_kv_cache_shape(1234, 16, 8, 256)[0] == 1234
         for part in (cache,) if first else cache.unbind(0):
             rows = part.view(len(part), -1).view(torch.int8)
@@ -87,6 +76,6 @@ def regions_of(kv_caches: dict[str, Any], backends: dict[str, Any]) -> Any:
 
 
 def of(worker: HostOffloadingWorker) -> Iterator[tuple[type, type, HostHandler]]:
-    """Yield what ``OffloadingSpec.get_handlers`` does: source, destination and handler."""
+    """Yield (source, destination, handler), as ``OffloadingSpec.get_handlers`` does."""
     yield GPULoadStoreSpec, CPULoadStoreSpec, HostHandler(worker, store=True)
     yield CPULoadStoreSpec, GPULoadStoreSpec, HostHandler(worker, store=False)

@@ -1,9 +1,9 @@
-"""vLLM's CPU offloading on the host device, through vLLM's own plug-in seam.
+"""vLLM's CPU offloading on the host device, through vLLM's plug-in interface for specs.
 
 Configured as ``spec_name=HostOffloadingSpec`` with
 ``spec_module_path=kvpatch.hostdevice.offloading`` in ``kv_connector_extra_config``.
 The scheduler side (LRU, ARC, sizes) is vLLM's ``CPUOffloadingSpec`` unchanged; only
-the copies, which vLLM writes for CUDA streams, are the host device's. It serves
+the copies, which vLLM implements with CUDA streams, are the host device's. It supports
 static KV memory as well as kvcached's.
 """
 
@@ -31,7 +31,7 @@ else:
     CPUOffloadingSpec, TransferResult = find("CPUOffloadingSpec"), find("TransferResult")
 try:
     from vllm.v1.kv_offload.base import OffloadingWorker
-except ImportError:  # up to 0.24 a handler for each direction: see ``legacy``
+except ImportError:  # up to 0.24 one handler per direction: see ``legacy``
     OffloadingWorker = object
 
 
@@ -44,7 +44,7 @@ class _Transfer:
 
 
 class _Direction:
-    """Copies one way, in the order they are submitted."""
+    """Copies in one direction, in the order in which they are submitted."""
 
     def __init__(self, name: str) -> None:
         self.stream = Stream(name)
@@ -81,22 +81,22 @@ class _Direction:
 
 
 def _view(shared: SharedOffloadRegion, size: int) -> Any:
-    """This worker's next part of the shared CPU tier: rows of ``size`` bytes."""
-    # vLLM 0.28 has views of all workers too, and a name for each kind.
+    """Return this worker's next part of the shared CPU tier: rows of ``size`` bytes."""
+    # vLLM 0.28 also has views of all workers, and renamed this one.
     of_worker = getattr(shared, "create_next_worker_view", None)
     return of_worker(size) if of_worker is not None else shared.create_next_view(size)
 
 
 class HostOffloadingWorker(OffloadingWorker):  # type: ignore[misc]
-    """Moves blocks between the device's regions and a CPU tier of the same geometry.
+    """Copies blocks between the device's regions and a CPU tier of the same geometry.
 
     Args:
-        kv_caches: regions of shape ``[num_blocks, page_bytes]`` and, for each group,
-            the regions its blocks are made of.
-        blocks_per_chunk: device blocks in one block of the CPU tier.
+        kv_caches: regions of shape ``[num_blocks, page_bytes]`` and, per group, the
+            regions that its blocks consist of.
+        blocks_per_chunk: device blocks per block of the CPU tier.
         num_cpu_blocks: blocks of the CPU tier.
-        shared: vLLM's memory for a CPU tier that other processes see too; without it
-            the tier is this process's own.
+        shared: vLLM's shared memory for a CPU tier that other processes access too;
+            without it the tier is private to this process.
     """
 
     def __init__(
@@ -151,7 +151,7 @@ class HostOffloadingWorker(OffloadingWorker):  # type: ignore[misc]
                 direction.pending[job_id].done.synchronize()
 
     def shutdown(self) -> None:
-        """Finish the copies in flight, then give the tier's memory back."""
+        """Finish the copies in flight, then release the tier's memory."""
         for direction in (self._store, self._load):
             direction.stream.close()
         self.tier.clear()
@@ -159,7 +159,7 @@ class HostOffloadingWorker(OffloadingWorker):  # type: ignore[misc]
             self.shared.cleanup()
 
     def _addresses(self, device: Any, tier: Any) -> list[tuple[int, int, int]]:
-        """Pair device addresses with tier addresses: (device, tier, bytes) a copy."""
+        """Pair device addresses with tier addresses: (device, tier, bytes) per copy."""
         pairs = []
         for block, place in places(device, tier, self.blocks_per_chunk):
             for ref in self.groups[place.group]:
@@ -190,7 +190,7 @@ class HostOffloadingSpec(CPUOffloadingSpec):  # type: ignore[misc]
         return self._worker
 
     def get_handlers(self, kv_caches: Any, attn_backends: Any = None) -> Any:
-        """Return the same as one handler a direction, which vLLM asks for up to 0.24."""
+        """Return the worker as one handler per direction, the interface of vLLM up to 0.24."""
         from kvpatch.hostdevice import legacy
 
         if attn_backends is not None:  # up to 0.18

@@ -1,7 +1,7 @@
 """SimpleCPUOffloadConnector's copies on the host device.
 
-vLLM's worker takes streams and events from ``torch``, which has none on a CPU, and
-copies by CUDA's batched memcpy. Here both are the host device's.
+vLLM's worker uses streams and events of ``torch``, which has none on a CPU, and
+copies with CUDA's batched memcpy. Here both are the host device's.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from kvpatch.hostdevice import streams
 
 
 class CopyEvent:
-    """The end of a copy; a copy that failed is raised and never taken for done."""
+    """The end of a copy; raises the error of a copy that failed."""
 
     def __init__(self, event: streams.Event) -> None:
         self._event = event
@@ -35,14 +35,14 @@ class CopyEvent:
 
 
 class _ComputeEvent:
-    """A point in the compute stream: the calling thread, which is already past it."""
+    """A point in the compute stream, which is the calling thread: already reached."""
 
     def record(self, stream: object = None) -> None:
         """Mark the point."""
 
 
 class _Stream(streams.Stream):
-    """A copy stream as vLLM's worker makes it; priorities mean nothing to threads."""
+    """A copy stream as vLLM's worker creates it; priorities have no effect on threads."""
 
     def __init__(self, priority: int = 0) -> None:
         super().__init__("kvpatch-simple-copies")
@@ -58,11 +58,11 @@ class _Cuda:
 
     @staticmethod
     def current_stream() -> None:
-        """Return the compute stream, which has no object here."""
+        """Return None: the compute stream has no object here."""
 
 
 class TorchWithStreams(wrapt.ObjectProxy):  # type: ignore[misc]
-    """torch, except that streams and events are the host device's."""
+    """``torch`` with the host device's streams and events."""
 
     cuda = _Cuda
     Event = _ComputeEvent
@@ -87,7 +87,7 @@ class HostCopyBackend:
         load_stream: Any,
         store_stream: Any,
     ) -> None:
-        """Take the regions of both sides, int8 of ``[blocks, bytes]`` under equal names."""
+        """Set the regions of both sides: int8 of ``[blocks, bytes]``, by the same names."""
         self._pairs = [(gpu_caches[name], cpu_caches[name]) for name in gpu_caches]
         self._load, self._store = load_stream, store_stream
 
@@ -100,7 +100,7 @@ class HostCopyBackend:
         events_list: list[tuple[int, Any]],
         wait_event: Any = None,
     ) -> None:
-        """Queue one copy; ``(event_idx, event)`` is in ``events_list`` at once.
+        """Queue one copy; ``(event_idx, event)`` is appended to ``events_list`` immediately.
 
         Raises:
             IndexError: a block does not exist.
@@ -119,7 +119,7 @@ class HostCopyBackend:
         events_list.append((event_idx, CopyEvent(stream.submit(copy))))
 
     def shutdown(self) -> None:
-        """Finish what was launched and end the streams."""
+        """Finish the launched copies and end the streams."""
         self._load.close()
         self._store.close()
 

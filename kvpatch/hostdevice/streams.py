@@ -1,8 +1,8 @@
 """Streams and events for copies: asynchronous and ordered, as on a GPU.
 
 The compute stream of a CPU engine is the calling thread itself: what it computed
-before a submit is done when the copy runs, which is the order a GPU's copy stream
-gets from waiting on the compute stream.
+before a submit is complete when the copy runs. On a GPU the copy stream ensures this
+order by waiting for the compute stream.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class Event:
 
 
 class Stream:
-    """Runs copies one after another on a thread of its own."""
+    """Runs copies one after another on its own thread."""
 
     def __init__(self, name: str) -> None:
         self._queue: queue.SimpleQueue[tuple[Callable[[], None], tuple[Event, ...], Event] | None]
@@ -55,7 +55,7 @@ class Stream:
     def submit(self, copy: Callable[[], None], after: Iterable[Event] = ()) -> Event:
         """Queue ``copy`` behind everything submitted before and behind ``after``.
 
-        Returns at once with the event that is recorded when the copy has run.
+        Returns immediately with the event that is recorded when the copy has run.
         """
         event = Event()
         self._last = event
@@ -68,7 +68,7 @@ class Stream:
             self._last.synchronize()
 
     def close(self) -> None:
-        """Finish what was submitted and end the thread."""
+        """Finish the submitted copies and end the thread."""
         self._queue.put(None)
         self._thread.join()
 
@@ -87,6 +87,6 @@ class Stream:
 
 
 def synchronize() -> None:
-    """Wait for every stream of this process: the device-wide synchronisation."""
+    """Wait for every stream of this process: the device-wide synchronization."""
     for stream in list(_streams):
         stream.synchronize()

@@ -1,4 +1,4 @@
-"""vLLM's tiers on the host device, through vLLM's own plug-in seam.
+"""vLLM's tiers on the host device, through vLLM's plug-in interface for specs.
 
 Configured as ``spec_name=HostTieringOffloadingSpec`` with
 ``spec_module_path=kvpatch.hostdevice.tiering`` in ``kv_connector_extra_config``. The
@@ -35,7 +35,7 @@ class HostTieringOffloadingSpec(TieringOffloadingSpec):  # type: ignore[misc]
         return made
 
     def _place(self, rows: int) -> tuple[Any, ...]:
-        """Return what names this worker's part of the CPU tier, as the release counts it."""
+        """Return the arguments that place this worker's part of the CPU tier, by release."""
         size = self.cpu_page_size_per_worker
         if hasattr(self, "config"):
             rank = self.config.parallel.rank

@@ -1,4 +1,4 @@
-"""The axes of the matrix, and the configuration that stands for a cell."""
+"""The axes of the matrix, and the configuration that represents a cell."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ class Connector:
     """One way to offload.
 
     Attributes:
-        name: what the tables call it.
+        name: its name in the tables.
         connector: vLLM's ``kv_connector``.
         extra: its ``kv_connector_extra_config``.
-        needs: what a release must have, by the names of ``signatures.PRESENCE``.
+        needs: the keys of ``signatures.PRESENCE`` that a release must have.
     """
 
     name: str
@@ -59,9 +59,9 @@ class Model:
     """One kind of KV cache.
 
     Attributes:
-        name: what the tables call it.
+        name: its name in the tables.
         architecture: a model of that kind.
-        facts: what vLLM's ``ModelConfig`` says of it, where it is not False.
+        facts: the attributes of vLLM's ``ModelConfig`` that are True for it.
     """
 
     name: str
@@ -79,7 +79,7 @@ MODELS = (
 
 @dataclass(frozen=True)
 class Cell:
-    """One combination: everything by its name in the tables. kvcached is the supported one."""
+    """One combination, by the names in the tables. kvcached has its supported version."""
 
     vllm: str
     runner: str
@@ -103,9 +103,9 @@ def connector_of(cell: Cell) -> Connector:
 
 
 def configuration_of(cell: Cell) -> Any:
-    """Return what the configuration rules are asked about: a ``VllmConfig`` of the cell.
+    """Return a ``VllmConfig`` of the cell, as the configuration rules read it.
 
-    Everything that is no axis of the matrix has vLLM's default.
+    Everything that is not an axis of the matrix has vLLM's default.
     """
     connector = connector_of(cell)
     model = next(one for one in MODELS if one.name == cell.model)
@@ -132,7 +132,7 @@ def configuration_of(cell: Cell) -> Any:
             async_scheduling=None,
             policy="fcfs",
             scheduler_cls=None,
-            disable_hybrid_kv_cache_manager=True,  # as a connector has it before 0.22
+            disable_hybrid_kv_cache_manager=True,  # the default with a connector before 0.22
         ),
         speculative_config=None,
         kv_events_config=None,

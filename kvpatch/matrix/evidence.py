@@ -1,9 +1,8 @@
-"""The recorded runs, and which code they ran on.
+"""The recorded runs, and the code that they ran on.
 
 ``data/engine`` and ``data/bytes`` have one file per release of vLLM: its runs, and the code
 they ran on. A code is a commit, the ids of the patches that were in force, and a digest of each
-module that those patches use. What changes no instruction, docstrings and comments, changes no
-digest.
+module that those patches use. Docstrings and comments do not change a digest.
 """
 
 from __future__ import annotations
@@ -33,9 +32,9 @@ class Code:
     """The code that a run ran on.
 
     Attributes:
-        commit: of the repository.
-        patches: the ids of the patches that were in force, in the order of their application.
-        digests: by module.
+        commit: the commit of the repository.
+        patches: the ids of the patches that were in force, in order of application.
+        digests: the digests by module.
     """
 
     commit: str
@@ -43,7 +42,7 @@ class Code:
     digests: dict[str, str]
 
     def changed(self) -> list[str]:
-        """Return the modules that are not what they were."""
+        """Return the modules that have changed since."""
         now = digests_of(self.patches)
         return sorted(
             module
@@ -58,9 +57,9 @@ class Run:
 
     Attributes:
         level: ``engine`` or ``bytes``.
-        right: whether everything that was compared was equal.
+        right: whether all comparisons were equal.
         file: the result file.
-        code: what it ran on; None where that was not recorded.
+        code: the code that it ran on; None if that was not recorded.
     """
 
     level: str
@@ -71,7 +70,7 @@ class Run:
 
 @cache
 def runs(data: Path = signatures.DATA) -> dict[Cell, list[Run]]:
-    """Return the recorded runs by cell, those of engines first."""
+    """Return the recorded runs by cell, engine runs first."""
     found: dict[Cell, list[Run]] = {}
     for level in LEVELS:
         for path in sorted((data / level).glob("*.json")):
@@ -90,7 +89,7 @@ def runs(data: Path = signatures.DATA) -> dict[Cell, list[Run]]:
 
 
 def stale(data: Path = signatures.DATA) -> Iterator[tuple[Cell, list[str]]]:
-    """Yield the cells whose engine ran on other code than today's, with what changed."""
+    """Yield the cells whose engine run was on other code than the current, with the changes."""
     for cell, every in runs(data).items():
         for run in every:
             if run.level == "engine":
@@ -100,14 +99,14 @@ def stale(data: Path = signatures.DATA) -> Iterator[tuple[Cell, list[str]]]:
 
 
 def digests_of(ids: Iterable[str]) -> dict[str, str]:
-    """Return a digest of every module that patches use, by its name."""
+    """Return a digest of every module that the patches use, by module name."""
     wrappers = {patch.id: patch.wrapper for one in patches.FEATURES for patch in one.patches}
     modules: set[str] = set()
     for patch_id in ids:
         if patch_id in wrappers:
             modules |= _used_by(wrappers[patch_id].partition(":")[0])
     on_host = any(module.startswith("kvpatch.hostdevice") for module in modules)
-    if on_host:  # some of it is named by configurations, and not by patches
+    if on_host:  # some of its modules are named by configurations, not by patches
         files = (PACKAGE / "hostdevice").glob("*.py")
         modules |= {f"kvpatch.hostdevice.{path.stem}" for path in files if path.stem[0] != "_"}
     found = {module: _digest(module) for module in modules}
@@ -118,7 +117,7 @@ def digests_of(ids: Iterable[str]) -> dict[str, str]:
 
 @cache
 def _used_by(module: str) -> frozenset[str]:
-    """Return a module and those of ``_CODE`` that it imports, directly or not."""
+    """Return a module and the modules of ``_CODE`` that it imports, directly or indirectly."""
     found: set[str] = set()
     waiting = [module]
     while waiting:
@@ -133,10 +132,16 @@ def _path(module: str) -> Path:
     return PACKAGE.joinpath(*module.split(".")[1:]).with_suffix(".py")
 
 
+def _is_table(node: ast.stmt) -> bool:
+    # Their texts change nothing, and which rows were in force is recorded by id.
+    return isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) in ("FEATURE", "RULES")
+
+
 @cache
 def _tree(module: str) -> ast.Module:
-    """Return the parsed module without its docstrings."""
+    """Return the parsed module without its docstrings, rows and rules."""
     tree = ast.parse(_path(module).read_text())
+    tree.body = [node for node in tree.body if not _is_table(node)]
     for node in ast.walk(tree):
         if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
             first = node.body[0] if node.body else None
@@ -169,5 +174,5 @@ def _headers() -> str:
 
 
 def forget() -> None:
-    """Read the recorded runs anew."""
+    """Clear the cache of recorded runs."""
     runs.cache_clear()

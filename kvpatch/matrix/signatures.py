@@ -1,8 +1,8 @@
 """Recorded signatures: whether each patch finds its target in each release.
 
-``data/signatures`` holds, for every inspected release of vLLM and kvcached, what its sources
-have at each target; ``scripts/matrix shapes`` reads it from the unpacked sources. The gates
-decide on it as they decide on the imported objects at start-up.
+``data/signatures`` contains the signature of each target in the sources of every inspected
+release of vLLM and kvcached; ``scripts/matrix shapes`` reads it from the unpacked sources.
+The gates use it as they use the imported objects at start-up.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ DATA = Path(__file__).parent / "data"
 PACKAGES = ("vllm", "kvcached")
 
 _V1 = "vllm.distributed.kv_transfer.kv_connector.v1"
-# What the axes of the matrix need of a release.
+# What the axes of the matrix require of a release.
 PRESENCE = {
     "OffloadingConnector": f"{_V1}.offloading_connector:OffloadingConnector",
     "SimpleCPUOffloadConnector": f"{_V1}.simple_cpu_offload_connector:SimpleCPUOffloadConnector",
@@ -33,19 +33,19 @@ PRESENCE = {
     "MultiConnector": f"{_V1}.multi_connector:MultiConnector",
     "Model Runner V2": "vllm.v1.worker.gpu.model_runner:GPUModelRunner",
 }
-# Classes that kvcached adds to vLLM's modules, and the classes of vLLM they are made from.
+# Classes that kvcached adds to vLLM's modules, and the classes of vLLM that they derive from.
 ADDED = {"vllm.v1.core.block_pool:ElasticBlockPool": "vllm.v1.core.block_pool:BlockPool"}
 
 
 @dataclass(frozen=True)
 class Signatures:
-    """What one release has at the targets.
+    """The signatures of the targets in one release.
 
     Attributes:
         package, version: the release.
-        archive, sha256: the file its sources came from.
-        targets: by target, its parameters in brackets, ``property``, ``class`` or
-            ``value``; None where it is not there.
+        archive, sha256: the file that its sources came from.
+        targets: by target, its parameters in parentheses, ``property``, ``class`` or
+            ``value``; None if it does not exist.
     """
 
     package: str
@@ -56,14 +56,14 @@ class Signatures:
 
 
 def targets() -> list[str]:
-    """Every target that is recorded of a release."""
+    """Return every target that is recorded for a release."""
     rows = {patch.target for feature in patches.FEATURES for patch in feature.patches}
     fixes = {fault.target for fault in supported.FAULTS if fault.target}
     return sorted(rows | set(map(inherited, rows)) | set(PRESENCE.values()) | fixes)
 
 
 def inherited(target: str) -> str:
-    """Return where a class that kvcached adds has ``target`` from, if not of its own."""
+    """Return the target from which a class that kvcached adds may inherit ``target``."""
     owner, _, name = target.rpartition(".")
     return f"{ADDED[owner]}.{name}" if owner in ADDED else target
 
@@ -80,30 +80,30 @@ def releases(package: str, data: Path = DATA) -> dict[str, Signatures]:
 
 
 def look(vllm: Signatures, kvcached: Signatures) -> gate.Look:
-    """Look at targets in two recorded releases instead of importing them.
+    """Return a look-up of targets in two recorded releases, in place of importing them.
 
-    What vLLM's classes do not have, kvcached may add to them.
+    kvcached may add methods that vLLM's classes do not have.
     """
 
     def look(target: str) -> Callable[[], Collection[str]]:
         owner = next(one for one in (vllm, kvcached) if target.startswith(f"{one.package}."))
         if target not in owner.targets:
             raise LookupError(f"{owner.package} {owner.version} has no record of it")
-        said = owner.targets[target] or kvcached.targets.get(target)
-        if said is None:
-            said = owner.targets[inherited(target)]
-        if said is None:
+        signature = owner.targets[target] or kvcached.targets.get(target)
+        if signature is None:
+            signature = owner.targets[inherited(target)]
+        if signature is None:
             raise AttributeError(target)
-        return lambda: parameters(said)
+        return lambda: parameters(signature)
 
     return look
 
 
 def parameters(signature: str) -> list[str]:
-    """Return the names a recorded signature takes.
+    """Return the parameter names of a recorded signature.
 
     Raises:
-        TypeError: it is not that of a function.
+        TypeError: it is not the signature of a function.
     """
     if not signature.startswith("("):
         raise TypeError(f"it is a {signature}")
@@ -117,7 +117,7 @@ def parameters(signature: str) -> list[str]:
 def check_row(
     feature: Feature, patch: Patch, vllm: Signatures, kvcached: Signatures
 ) -> gate.Verdict:
-    """Return what becomes of one patch on two releases."""
+    """Return the outcome of one patch on a release of vLLM and one of kvcached."""
     if Version(vllm.version) not in patch.span:
         return gate.Verdict(Outcome.NOT_NEEDED, f"its range is {patch.span}")
     verdict = gate.check_target(patch, look(vllm, kvcached))
@@ -129,7 +129,7 @@ def check_row(
 
 
 def check_rows(vllm: Signatures, kvcached: Signatures) -> dict[str, gate.Verdict]:
-    """Return what becomes of every patch on two releases, by its id."""
+    """Return the outcome of every patch on a release of vLLM and one of kvcached, by id."""
     return {
         patch.id: check_row(feature, patch, vllm, kvcached)
         for feature in patches.FEATURES
@@ -138,7 +138,7 @@ def check_rows(vllm: Signatures, kvcached: Signatures) -> dict[str, gate.Verdict
 
 
 def holes(vllm: str) -> list[str]:
-    """Return the seams that have no patch, or several, for a release of vLLM."""
+    """Return the seams that have no part, or several, for a release of vLLM."""
     found = []
     for feature in patches.FEATURES:
         if Version(vllm) in feature.span:
@@ -150,5 +150,5 @@ def holes(vllm: str) -> list[str]:
 
 
 def is_red(verdict: gate.Verdict) -> bool:
-    """Return whether a patch names a range in which its target is not what it says."""
+    """Return whether a patch's target is missing or has changed within the patch's range."""
     return verdict.outcome in (Outcome.ABSENT, Outcome.MOVED)

@@ -1,4 +1,4 @@
-"""The matrix in few words: cells with the same verdict, together."""
+"""The matrix in short form: cells grouped by verdict."""
 
 from __future__ import annotations
 
@@ -9,12 +9,13 @@ from kvpatch.matrix import axes, signatures
 from kvpatch.matrix.axes import Cell
 from kvpatch.matrix.verdicts import Kind, Verdict
 
-# In a grid of releases and connectors: all that vLLM has of a kind of model, a part, or none.
+# Marks in a grid of releases and connectors: all cells that vLLM has are validated, some are,
+# none is, and vLLM has none.
 ALL, PART, REFUSED, ABSENT = "●", "◐", "○", "-"
 
 
 def grouped(found: Mapping[Cell, Verdict]) -> list[tuple[Verdict, list[Cell]]]:
-    """Return the verdicts with their cells, validated ones first."""
+    """Return the verdicts with their cells, validated cells first."""
     groups: dict[Verdict, list[Cell]] = {}
     for cell, verdict in found.items():
         groups.setdefault(verdict, []).append(cell)
@@ -23,7 +24,7 @@ def grouped(found: Mapping[Cell, Verdict]) -> list[tuple[Verdict, list[Cell]]]:
 
 
 def describe(cells: Iterable[Cell]) -> list[str]:
-    """Return cells of one release as few lines: axis by axis, equal ones together.
+    """Return cells of one release in few lines, merged axis by axis.
 
     Every line is a product of values, and together they are exactly ``cells``.
     """
@@ -56,7 +57,7 @@ def describe(cells: Iterable[Cell]) -> list[str]:
 
 
 def summary(found: Mapping[Cell, Verdict], vllm: str, connector: str) -> str:
-    """Return one release and connector in a few words: what is validated, or what else it is."""
+    """Return one release and connector in a few words: what is validated, or the verdict."""
     here = {
         cell: verdict
         for cell, verdict in found.items()
@@ -79,7 +80,7 @@ def summary(found: Mapping[Cell, Verdict], vllm: str, connector: str) -> str:
 def mark(found: Mapping[Cell, Verdict], vllm: str, connector: str) -> str:
     """Return one release and connector as one mark, over full attention and sliding windows.
 
-    Latent attention and hybrid models are marked as a part, where they are validated or not.
+    Latent attention and hybrid models are not counted.
     """
     kinds = [
         verdict.kind
@@ -95,9 +96,9 @@ def mark(found: Mapping[Cell, Verdict], vllm: str, connector: str) -> str:
 
 
 def _together(cells: list[Cell]) -> str:
-    """Return the runners and models of cells, and the layouts where not all are among them.
+    """Return the runners and models of cells, and the layouts unless both are among them.
 
-    Models that have the same runners and layouts are named together.
+    Models with the same runners and layouts are listed together.
     """
     models: dict[tuple[str, ...], list[str]] = {}
     for model in axes.MODELS:
@@ -111,7 +112,7 @@ def _together(cells: list[Cell]) -> str:
 
 
 def summaries(found: Mapping[Cell, Verdict]) -> list[tuple[str, ...]]:
-    """Return a line for each release, newest first: its name and words for each connector."""
+    """Return a line per release, newest first: its name and a summary per connector."""
     return [
         (vllm, *(summary(found, vllm, connector.name) for connector in axes.CONNECTORS))
         for vllm in reversed(signatures.releases("vllm"))
@@ -119,7 +120,7 @@ def summaries(found: Mapping[Cell, Verdict]) -> list[tuple[str, ...]]:
 
 
 def grid(found: Mapping[Cell, Verdict], releases: Iterable[str]) -> list[tuple[str, ...]]:
-    """Return a line for each release, in the order given: its name and a mark per connector."""
+    """Return a line per release, in the given order: its name and a mark per connector."""
     return [
         (vllm, *(mark(found, vllm, connector.name) for connector in axes.CONNECTORS))
         for vllm in releases

@@ -17,7 +17,7 @@ from kvpatch.versions import Facts, Installed
 
 
 class Kind(str, Enum):
-    """Everything a cell can be; a committed matrix has only the first four."""
+    """The possible verdicts; a committed matrix has only the first four."""
 
     VALIDATED = "validated"
     INCOMPATIBLE = "incompatible"
@@ -33,18 +33,18 @@ class Kind(str, Enum):
 
     @property
     def red(self) -> bool:
-        """Whether no committed matrix may have it."""
+        """Whether a committed matrix must not contain it."""
         return self in (Kind.UNTESTED, Kind.WRONG)
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """What a cell is, and the sentence or the result file behind it.
+    """The verdict of a cell, and its evidence.
 
     Attributes:
-        kind: what it is.
-        why: the sentence or the result file.
-        tagged: of a refused cell, the result file of tagged blocks that were right in it.
+        kind: the kind of verdict.
+        why: the refusal, or the result file.
+        tagged: for a refused cell, the result file of a run with correct tagged blocks.
     """
 
     kind: Kind
@@ -53,9 +53,9 @@ class Verdict:
 
 
 def refusal(cell: Cell, tried: bool = False) -> Refusal | None:
-    """Return the refusal that start-up would end with, or None where the cell starts.
+    """Return the refusal of start-up, or None if the cell starts.
 
-    With ``tried``, where the operator names the release of vLLM as one to try.
+    With ``tried``, as if ``KVPATCH_ALLOW_VLLM`` named the release of vLLM.
     """
     of_releases: Refusal | None = _of_releases(cell.vllm, tried)
     if of_releases is not None:
@@ -73,7 +73,7 @@ def refusal(cell: Cell, tried: bool = False) -> Refusal | None:
 
 @cache
 def _of_releases(vllm: str, tried: bool) -> Refusal | None:
-    """Return the refusal of the gates, which depend on the releases alone."""
+    """Return the refusal of the gates, which depend on the releases only."""
     environment = {ALLOW_VLLM.name: vllm} if tried else {}
     installed = Installed.release("vllm", vllm)
     refusal = gate.check_installed("vllm", [installed], environment)
@@ -82,7 +82,7 @@ def _of_releases(vllm: str, tried: bool) -> Refusal | None:
     kvcached = signatures.releases("kvcached")[supported.KVCACHED[-1]]
     look = signatures.look(signatures.releases("vllm")[vllm], kvcached)
     for feature in patches.FEATURES:
-        if feature.wanted is not None:  # for some machines, or a mode; cells are of neither
+        if feature.wanted is not None:  # specific to a machine or mode, which no cell has
             continue
         verdict = gate.check_feature(feature, installed, look, environment)
         refusal = gate.refusal(feature, verdict)
@@ -92,7 +92,7 @@ def _of_releases(vllm: str, tried: bool) -> Refusal | None:
 
 
 def missing(cell: Cell) -> str | None:
-    """Return what a cell needs and its release of vLLM does not have."""
+    """Return what a cell needs and its release of vLLM lacks, or None."""
     needs: tuple[str, ...] = (
         *connector_of(cell).needs,
         *(("Model Runner V2",) if cell.runner == "V2" else ()),
@@ -127,14 +127,14 @@ def verdicts(vllm: str | None = None) -> dict[Cell, Verdict]:
 
 
 def forget() -> None:
-    """Compute anew what was remembered of the patches and the results."""
+    """Clear what is cached of the patches and the results."""
     _of_releases.cache_clear()
     signatures.releases.cache_clear()
     evidence.forget()
 
 
 def lost(found: Mapping[Cell, Verdict]) -> list[Cell]:
-    """Return the cells that an engine's run validated and that no longer are."""
+    """Return the cells that an engine run validated and that are no longer validated."""
     return [
         cell
         for cell, every in evidence.runs().items()
@@ -144,6 +144,6 @@ def lost(found: Mapping[Cell, Verdict]) -> list[Cell]:
 
 
 def counts(found: Iterable[Verdict]) -> dict[str, int]:
-    """Return how many cells have each verdict; those that none has are left out."""
+    """Return how many cells have each verdict, without verdicts that no cell has."""
     counted = Counter(verdict.kind for verdict in found)
     return {kind.value: counted[kind] for kind in Kind if counted[kind]}

@@ -1,9 +1,9 @@
 """Every feature of kvpatch, one folder or file each, in the order in which they are applied.
 
-The ``__init__`` of a feature has its rows: which object of vLLM or kvcached is patched in which
-releases, why, and what makes the patch unnecessary. The code is beside it, and all code for
-older releases in its ``legacy.py``. docs/patches.md and docs/support.md are generated from the
-rows by scripts/docs.
+The ``__init__`` of a feature contains its rows: which object of vLLM or kvcached is patched in
+which releases, why, and what makes the patch unnecessary. The code is beside it, and all code
+for older releases in its ``legacy.py``. docs/patches.md and docs/support.md are generated from
+the rows by scripts/docs.
 """
 
 from __future__ import annotations

@@ -1,12 +1,12 @@
-"""Loaded requests that wait for memory release theirs when nothing else can run.
+"""Loaded requests that wait for memory free their blocks when nothing else can run.
 
-A request whose KV was loaded from a tier holds its blocks while it waits for the ones it
-still has to compute, and vLLM preempts running requests only. It admits a load when
-everything will fit; on elastic memory what fits can become less meanwhile, when a limit
-is lowered or a neighbour takes pages. Then several such requests wait for each other,
-or two engines do, and nothing ever runs again.
+A request whose KV was loaded from a tier holds its blocks while it waits for the blocks that
+it still has to compute, and vLLM preempts only running requests. It admits a load when the
+whole request fits; on elastic memory the available memory can shrink afterwards, when a limit
+is lowered or another engine maps pages. Then several such requests, or two engines, wait for
+each other and never run.
 
-What is released is still in the tier: the request loads it again.
+Freed blocks are still in the tier, and the request loads them again.
 """
 
 from __future__ import annotations
@@ -18,28 +18,27 @@ from kvpatch import state
 from kvpatch.patch import Feature, Patch
 from kvpatch.supported import FLOOR
 
-# Steps without anything to run. A few are normal: batches in flight end in them. One
-# request alone frees something for the one before it in the queue, for itself nothing but
-# much for another engine; then it waits longer, so that two engines do not take turns at
-# giving up.
+# Steps without anything to run. A few are normal: batches in flight end in them. A single
+# loaded request frees memory for a request ahead of it in the queue; at the head it frees
+# memory only for another engine, and waits longer, so that two engines do not take turns.
 SEVERAL_WAIT = 4
 ONE_WAITS = 1000
 
 
 @dataclass
 class Idle:
-    """Steps in a row in which nothing could run, kept on the ``Scheduler``."""
+    """Consecutive steps in which nothing could run; kept on the ``Scheduler``."""
 
     steps: int = 0
 
 
 QUEUED = ("WAITING", "PREEMPTED")
-# In the order in which they are tried; the first came with 0.32 and the second with 0.18.
+# In the order in which they are scheduled; the first exists from 0.32, the second from 0.18.
 QUEUES = ("kv_holding_waiting", "skipped_waiting", "waiting")
 
 
 def around_schedule(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
-    """Let the youngest loaded request go when the scheduler stands still.
+    """Free the blocks of the youngest loaded request when the scheduler makes no progress.
 
     Wraps ``Scheduler.schedule``.
     """
@@ -63,13 +62,13 @@ def around_schedule(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
     several = len(holders) > 1 or (others and first is not None)
     if idle.steps >= (SEVERAL_WAIT if several else ONE_WAITS):
         idle.steps = 0
-        # Not the one that is tried first: it would take all of it again before the others.
+        # Not the request that is scheduled first: it would allocate the blocks again.
         release(instance, max(others or holders, key=lambda request: request.arrival_time))
     return output
 
 
 def _first(scheduler: Any) -> Any:
-    """Return the request that the scheduler tries first, and before all others; or None."""
+    """Return the request that the scheduler tries first, or None."""
     queues = (getattr(scheduler, name, None) for name in QUEUES)
     heads = [queue.peek_request() for queue in queues if queue]
     if not heads:
@@ -78,16 +77,16 @@ def _first(scheduler: Any) -> Any:
 
 
 def _paused(scheduler: Any) -> bool:
-    """Whether an operator keeps the scheduler from running requests, which 0.16 cannot."""
+    """Whether an operator has paused the scheduler, which is not possible in 0.16."""
     state = getattr(scheduler, "pause_state", None)
     return state is not None and state.name != "UNPAUSED"
 
 
 def _holds(request: Any) -> bool:
-    """Whether a request that does not run has blocks: of those, only a loaded one has.
+    """Whether a request that is not running holds blocks: only a loaded one does.
 
-    The queues that it waits in are other ones from release to release, and up to 0.17 its
-    tokens count as computed only when the scheduler has looked at it after the load.
+    The queue that it waits in depends on the release, and up to 0.17 its tokens count as
+    computed only once the scheduler has visited it after the load.
     """
     queued = request.num_computed_tokens > 0 and request.status.name in QUEUED
     return _remote(request) or queued
@@ -102,14 +101,14 @@ def _loading(scheduler: Any, request: Any) -> bool:
 
 
 def release(scheduler: Any, request: Any) -> None:
-    """Free what a loaded request holds; it is scheduled again as if it had just come."""
-    if _remote(request):  # loaded, but nobody has looked since
+    """Free the blocks of a loaded request; it is scheduled again like a new one."""
+    if _remote(request):  # loaded, but not visited by the scheduler since
         scheduler._update_waiting_for_remote_kv(request)
         states = type(request.status)
         request.status = states.PREEMPTED if request.num_preemptions else states.WAITING
     if hasattr(scheduler, "_free_request_blocks"):
         scheduler._free_request_blocks(request)
-    else:  # up to 0.23 nothing is freed later
+    else:  # up to 0.23 no free is deferred
         scheduler.kv_cache_manager.free(request)
     if hasattr(scheduler, "_inflight_prefills"):  # from 0.23 on
         scheduler._inflight_prefills.discard(request)
@@ -118,16 +117,16 @@ def release(scheduler: Any, request: Any) -> None:
 
 FEATURE = Feature(
     name="standstill",
-    summary="loaded requests that wait for memory release theirs when nothing else can run",
+    summary="loaded requests that wait for memory free their blocks when nothing else can run",
     since=FLOOR,
     seams=(
         Patch(
             id="standstill.schedule",
             target="vllm.v1.core.sched.scheduler:Scheduler.schedule",
-            why="vLLM never preempts a loaded request that waits, and memory can become less "
-            "after its load was admitted",
-            upstream="none: on memory of fixed size what was admitted goes on fitting",
-            until="vLLM preempts requests that wait with loaded blocks",
+            why="vLLM never preempts a waiting request with loaded blocks, and the available "
+            "memory can shrink after its load was admitted",
+            upstream="none: with memory of fixed size an admitted request always fits",
+            until="vLLM preempts waiting requests with loaded blocks",
             wrapper="kvpatch.patches.deadlock:around_schedule",
             parameters=("self",),
             since="0.16",

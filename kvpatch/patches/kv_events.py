@@ -1,8 +1,8 @@
 """KV cache events (``kv_events_config``) from kvcached's block pool.
 
 vLLM publishes to routers which blocks an engine has: stored, removed, all cleared. The events
-are emitted by methods of vLLM's block pool, most of which kvcached's pool inherits; where it
-has its own, it emits none.
+are emitted by methods of vLLM's block pool, most of which kvcached's pool inherits; its own
+methods emit none.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ from kvpatch.versions import Span
 
 _POOL = "vllm.v1.core.block_pool:ElasticBlockPool"
 _UPSTREAM = "ovg-project/kvcached, ElasticBlockPool in 0.1.6 (asserts that events are off)"
-_UNTIL = "kvcached's block pool makes events"
+_UNTIL = "kvcached's block pool emits events"
 
 
 def carry_the_switch(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
-    """Switch the events of kvcached's pool on where vLLM's pool had them on.
+    """Enable the events of kvcached's pool if they are enabled on vLLM's.
 
-    Wraps ``KVCacheCoordinator._setup_kvcached_coordinator``, which makes kvcached's pool
-    in the place of vLLM's and leaves them off.
+    Wraps ``KVCacheCoordinator._setup_kvcached_coordinator``, which replaces vLLM's pool by
+    kvcached's with events disabled.
     """
     wanted = instance.block_pool.enable_kv_cache_events
     result = wrapped(*args, **kwargs)
@@ -32,9 +32,9 @@ def carry_the_switch(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any
 
 
 def take(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
-    """Hand the events out as vLLM's pool does.
+    """Return the pending events, as vLLM's pool does.
 
-    Wraps ``ElasticBlockPool.take_events``, which always answers that there are none.
+    Wraps ``ElasticBlockPool.take_events``, which always returns none.
     """
     from vllm.v1.core.block_pool import BlockPool
 
@@ -42,10 +42,10 @@ def take(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
 
 
 def remove(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
-    """Tell that a block is no longer cached.
+    """Evict a cached block and emit the event.
 
-    Takes the place of ``ElasticBlockPool._remove_cached_block(key, block_id)``, through
-    which kvcached evicts, and does what it does.
+    Replaces ``ElasticBlockPool._remove_cached_block(key, block_id)``, through which kvcached
+    evicts, with the same effect otherwise.
     """
 
     def bind(key: Any, block_id: int) -> int:
@@ -58,7 +58,7 @@ def remove(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
 
 
 def reset(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> bool:
-    """Tell of a reset as one event, as vLLM does, and not of every block.
+    """Emit one event for a reset, as vLLM does, instead of one per block.
 
     Wraps ``ElasticBlockPool.reset_prefix_cache``, in which kvcached evicts every block.
     """
@@ -91,7 +91,7 @@ RULES = (
 
 FEATURE = Feature(
     name="kv-events",
-    summary="KV cache events of elastic memory are those of vLLM's own block pool",
+    summary="KV cache events on elastic memory are those of vLLM's own block pool",
     since="0.26",
     optional=True,
     rules="kvpatch.patches.kv_events:RULES",
@@ -99,7 +99,7 @@ FEATURE = Feature(
         Patch(
             id="events.switch",
             target=f"{COORDINATOR}._setup_kvcached_coordinator",
-            why="kvcached's pool is made with events off, whatever kv_events_config says",
+            why="kvcached's pool is created with events disabled, whatever kv_events_config is",
             upstream=_UPSTREAM,
             until=_UNTIL,
             wrapper="kvpatch.patches.kv_events:carry_the_switch",
@@ -109,7 +109,7 @@ FEATURE = Feature(
         Patch(
             id="events.take",
             target=f"{_POOL}.take_events",
-            why="kvcached's pool answers that there are no events",
+            why="kvcached's pool always returns no events",
             upstream=_UPSTREAM,
             until=_UNTIL,
             wrapper="kvpatch.patches.kv_events:take",
@@ -119,7 +119,7 @@ FEATURE = Feature(
         Patch(
             id="events.remove",
             target=f"{_POOL}._remove_cached_block",
-            why="kvcached evicts blocks without a word, and routers send prompts after them",
+            why="kvcached evicts blocks without an event, and routers still send prompts to them",
             upstream=_UPSTREAM,
             until=_UNTIL,
             wrapper="kvpatch.patches.kv_events:remove",
@@ -129,7 +129,7 @@ FEATURE = Feature(
         Patch(
             id="events.reset",
             target=f"{_POOL}.reset_prefix_cache",
-            why="a reset of the prefix cache is not told",
+            why="a reset of the prefix cache emits no event",
             upstream=_UPSTREAM,
             until=_UNTIL,
             wrapper="kvpatch.patches.kv_events:reset",

@@ -1,11 +1,11 @@
-"""The startup stub: the only thing kvpatch adds to a Python that does not use it."""
+"""The startup stub: all that kvpatch adds to a Python process that does not use it."""
 
 import os
 import sys
 
 
 def start() -> None:
-    """Import kvpatch when ``KVPATCH`` asks for it; never disturb another program."""
+    """Import kvpatch if ``KVPATCH`` is set; never break another program."""
     if os.environ.get("KVPATCH", "").strip() in ("", "0"):
         return
     try:
@@ -15,10 +15,10 @@ def start() -> None:
 
 
 def verify() -> None:
-    """Stop vLLM when it is asked to have kvpatch on and kvpatch was not there in time.
+    """Stop vLLM if ``KVPATCH`` is set and kvpatch was not loaded before vllm.
 
-    vLLM calls this as a plug-in, from its own entry point group. It patches nothing,
-    and imports nothing: kvpatch itself could not be switched on any more.
+    vLLM calls this as a plug-in, through its entry point group. It patches and imports
+    nothing: it is too late to switch kvpatch on.
 
     Raises:
         RuntimeError: nothing of vLLM is patched in this process.
@@ -38,10 +38,10 @@ def verify() -> None:
 
 
 class _RefuseVllm:
-    """Stops vllm, and nothing else, when kvpatch itself cannot be imported.
+    """Stops vllm, and nothing else, if kvpatch itself cannot be imported.
 
-    The module is found and then refused: programs that only ask whether vllm is there
-    get an answer. The traceback stays, because it shows what is broken.
+    The module is found and then refused, so that programs can still look up whether vllm
+    is installed. The traceback is kept, because it shows the cause.
     """
 
     def __init__(self, cause: Exception) -> None:
@@ -62,4 +62,4 @@ class _RefuseVllm:
         ) from self._cause
 
     def exec_module(self, module: object) -> None:
-        """Never reached: the import machinery asks for this method to exist."""
+        """Never called; the import machinery requires the method to exist."""

@@ -1,10 +1,10 @@
-"""What a process publishes about itself, and how it is read: no vLLM in here.
+"""What a process publishes about itself, and how it is read; imports nothing of vLLM.
 
-status_page  one process's page in shared memory, private to its user
+status_page  the page of one process in shared memory, private to its user
 publisher    the thread that keeps the page up to date
-reader       finding pages, and what the state of a page says about its process
+reader       finding pages, and deriving the state of a process from its page
 refusals     the last refusals of a user, for ``kvpatch status``
-counters     what an engine's own thread counts, a few additions per step
+counters     the counts of an engine's own thread, a few additions per step
 series       the ``vllm:kvpatch_`` series, and the messages that carry them to API servers
 prometheus   the series of one API server
 """

@@ -1,4 +1,4 @@
-"""What an engine has moved and hit so far: counted on its own thread, a few additions a step."""
+"""Transfers and hits of an engine: counted on its own thread, a few additions per step."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ from typing import Any
 
 OUTCOMES = ("stored", "loaded", "dropped", "skipped")
 
-# vLLM's own counters of its OffloadingConnector, as they pass from the connector to
-# the API servers: which outcome of ours each is, in what unit.
+# vLLM's counters of its OffloadingConnector, as the connector sends them to the API servers,
+# by unit: the outcome that each corresponds to.
 _BYTES = {"vllm:kv_offload_store_bytes": "stored", "vllm:kv_offload_load_bytes": "loaded"}
 _TRANSFERS = {"vllm:kv_offload_store_size": "stored", "vllm:kv_offload_load_size": "loaded"}
 _EVENTS = {
     "vllm:kv_offload_allocation_failure": "dropped",
     "vllm:kv_offload_stores_skipped": "skipped",
 }
-# Before vLLM 0.24 they are lists of transfers, by direction.
+# Before vLLM 0.24: lists of transfers by direction.
 _DIRECTIONS = {"GPU_to_CPU": "stored", "CPU_to_GPU": "loaded"}
 
 
@@ -29,10 +29,10 @@ class Totals:
         connector: the class of the KV connector, or an empty string.
         moved_bytes: bytes over all ranks, by outcome ``stored`` or ``loaded``.
         operations: transfers, or attempts, by outcome.
-        hits, queries: prompt tokens found and asked for, by source ``device`` or ``tier``.
+        hits, queries: prompt tokens found and looked up, by source ``device`` or ``tier``.
         steps: steps of the engine.
-        stepped: when the last one ended, on the machine's clock.
-        counts_hits: whether vLLM counts hits; it does not with its stats switched off.
+        stepped: when the last step ended, on the monotonic clock.
+        counts_hits: whether vLLM counts hits; it does not if its stats are disabled.
     """
 
     connector: str = ""
@@ -45,12 +45,12 @@ class Totals:
     counts_hits: bool = False
 
     def step(self) -> None:
-        """Take note that the engine has made a step."""
+        """Record that the engine has completed a step."""
         self.steps += 1
         self.stepped = time.monotonic()
 
     def moved(self, outcome: str, operations: int, size: int = 0) -> None:
-        """Add transfers, or attempts at them; for connectors that keep no stats of their own.
+        """Add transfers, or attempts; for connectors without stats of their own.
 
         Raises:
             ValueError: there is no such outcome.
@@ -62,11 +62,11 @@ class Totals:
             self.moved_bytes[outcome] += size
 
     def add_connector_stats(self, data: dict[str, Any]) -> None:
-        """Add what vLLM's OffloadingConnector reports of one step.
+        """Add the stats of vLLM's OffloadingConnector for one step.
 
         Args:
-            data: ``OffloadingConnectorStats.data``, values by metric and labels; before
-                vLLM 0.24 transfers by direction.
+            data: ``OffloadingConnectorStats.data``: values by metric and labels; before
+                vLLM 0.24, transfers by direction.
         """
         for direction, transfers in data.items():
             if direction in _DIRECTIONS:
@@ -81,7 +81,7 @@ class Totals:
                 self.operations[_EVENTS[name]] += int(sum(by_labels.values()))
 
     def add_hits(self, source: str, stats: Any) -> None:
-        """Add a ``PrefixCacheStats`` of one step."""
+        """Add the ``PrefixCacheStats`` of one step, or None."""
         if stats is not None:
             self.counts_hits = True
             self.hits[source] += stats.hits

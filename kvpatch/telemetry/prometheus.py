@@ -10,10 +10,10 @@ PREFIX = "vllm:kvpatch_"
 
 
 class Metrics:
-    """Registers the series, and records what the engines send.
+    """Registers the series, and records the messages of the engines.
 
     Args:
-        counter, gauge: the classes vLLM makes its own metrics with, Prometheus' or Ray's.
+        counter, gauge: the classes of vLLM's own metrics, Prometheus' or Ray's.
         labelnames: vLLM's labels, which come first.
         per_engine_labelvalues: their values, by engine.
         facts: the values of the info gauge's own labels, ``series.INFO``.
@@ -43,7 +43,7 @@ class Metrics:
             self._gauges[INFO.name].labels(*labels, *facts).set(1)
 
     def _gauge(self, gauge: Any, series: Series, labelnames: list[str]) -> Any:
-        # With several API servers each has its own copy; the newest one is the truth.
+        # Each of several API servers has its own copy; the most recent one is shown.
         return gauge(
             name=PREFIX + series.name,
             documentation=series.help,
@@ -52,7 +52,7 @@ class Metrics:
         )
 
     def observe(self, message: dict[str, Any], engine: int) -> None:
-        """Record one message of ``messages.Sender``."""
+        """Record one message of ``series.Sender``."""
         own = self._engines[engine]
         for name, entries in message["counters"].items():
             for labels, value in entries:
@@ -63,10 +63,10 @@ class Metrics:
 
 
 def set_as_of(gauge: Any, value: float, when: float) -> None:
-    """Set a gauge to what it was at ``when``, in seconds since the epoch.
+    """Set a gauge to its value at ``when``, in seconds since the epoch.
 
-    Two API servers may come to two messages in the other order than they were sent in, and
-    prometheus_client shows what was set last; its own ``set`` has no argument for the time.
+    Two API servers may process two messages in reverse order, and prometheus_client shows
+    the value that was set last; its own ``set`` takes no timestamp.
     """
     stored = getattr(gauge, "_value", None)
     if stored is None:  # Ray's gauges have one value for all processes

@@ -1,9 +1,9 @@
-"""Keeping a process's page up to date, without its own thread noticing.
+"""Keeping a process's page up to date, without delaying its own thread.
 
-An engine's page is written twice a second by a thread of its own: an engine that is
-busy is not slowed (a write is some 0.1 ms), one that is idle is still seen to live,
-and one that is stuck is seen to be stuck, which a write at every step could not tell.
-Processes that change nothing, the frontend and the workers, write theirs once.
+An engine's page is written twice per second by a separate thread: a busy engine is not
+slowed (a write takes about 0.1 ms), an idle one is still visible as running, and a stuck
+one as stuck, which a write per step could not show. Pages that do not change, those of the
+frontend and the workers, are written once.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from kvpatch.version import VERSION
 Describe = Callable[[], dict[str, Any]]
 
 INTERVAL = 0.5  # seconds between two writes
-FORGOTTEN = 3600  # seconds after which a dead process's page is swept up
+FORGOTTEN = 3600  # seconds after which the page of an exited process is removed
 
 _publisher: Publisher | None = None
 
@@ -35,7 +35,7 @@ class Publisher:
         describe: returns the facts of the process.
 
     Raises:
-        OSError: there is no place for the page.
+        OSError: the page cannot be created.
     """
 
     def __init__(self, describe: Describe) -> None:
@@ -44,12 +44,12 @@ class Publisher:
         self._writer = page.Writer(self.pid, VERSION)
         self._stop = threading.Event()
         self._engine: Describe | None = None
-        # A finalizer, because vLLM's children leave without running atexit.
+        # A finalizer, because vLLM's child processes exit without running atexit.
         util.Finalize(None, self.close, exitpriority=0)
         self.write()
 
     def write(self) -> None:
-        """Publish the process as it is now."""
+        """Publish the current state of the process."""
         content = self._describe() | {
             "group": os.getpgid(0),
             "beats": self._engine is not None,
@@ -60,7 +60,7 @@ class Publisher:
         self._writer.write(content)
 
     def follow(self, engine: Describe) -> None:
-        """Publish an engine from now on, until the process ends."""
+        """Publish an engine from now on, until the process exits."""
         self._engine = engine
         self.write()
         threading.Thread(target=self._run, name="kvpatch-status", daemon=True).start()
@@ -69,18 +69,18 @@ class Publisher:
         while not self._stop.wait(INTERVAL):
             try:
                 self.write()
-            except Exception as error:  # an engine that is being taken down, or a full page
+            except Exception as error:  # the engine is shutting down, or the page is full
                 log.debug("kvpatch: the status page was not written: %r", error)
 
     def close(self) -> None:
-        """Take the page away, in the process that made it."""
+        """Remove the page, in the process that created it."""
         self._stop.set()
         if os.getpid() == self.pid:
             self._writer.remove()
 
 
 def process(describe: Describe) -> None:
-    """Publish this process; a process that cannot is served all the same, and says so."""
+    """Publish this process; if that fails, log a warning and continue."""
     global _publisher
     if _publisher is not None and _publisher.pid == os.getpid():
         return
@@ -92,13 +92,13 @@ def process(describe: Describe) -> None:
 
 
 def engine(describe: Describe) -> None:
-    """Go on publishing this process with what its engine does."""
+    """Publish this process together with the state of its engine."""
     if _publisher is not None and _publisher.pid == os.getpid():
         _publisher.follow(describe)
 
 
 def sweep(folder: Path) -> None:
-    """Remove pages of processes that have been gone for long."""
+    """Remove pages of processes that exited long ago."""
     for path in folder.glob("*.page"):
         try:
             found = page.read(path)

@@ -1,4 +1,4 @@
-"""Finding pages, and what the state of a page says about the process that wrote it."""
+"""Finding pages, and deriving the state of a process from its page."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from kvpatch.environ import STATUS_DIR
 from kvpatch.telemetry import status_page as page
 from kvpatch.telemetry.status_page import Page
 
-SILENT = 5.0  # seconds: ten beats of the publishing thread
+SILENT = 5.0  # seconds: ten intervals of the publishing thread
 STUCK = 30.0  # seconds without a step while requests run
 
 
 class State(str, Enum):
-    """What is known of a process."""
+    """The state of a process."""
 
     RUNS = "runs"
     STUCK = "stuck"
@@ -33,13 +33,13 @@ class State(str, Enum):
 
 @dataclass(frozen=True)
 class Seen:
-    """One process as it can be seen from here.
+    """One process, as far as this user can see it.
 
     Attributes:
-        pid: the process; 0 where only the folder of another user is known.
-        state: what is known of it.
-        line: the state in one line, for everything but a process that runs.
-        page: what it last published, where that can be read.
+        pid: the process; 0 if only the folder of another user is known.
+        state: its state.
+        line: the state in one line; empty for a process that runs.
+        page: its last published page, if that can be read.
     """
 
     pid: int
@@ -49,10 +49,10 @@ class Seen:
 
 
 def all_of(everyone: bool) -> list[Seen]:
-    """Return every process that publishes here.
+    """Return every process that publishes on this machine.
 
     Args:
-        everyone: also name the other users that publish; root reads their pages.
+        everyone: also include other users; only root can read their pages.
     """
     folders = [page.folder_of(os.getuid())]
     if everyone:
@@ -71,7 +71,7 @@ def all_of(everyone: bool) -> list[Seen]:
 
 
 def one(pid: int) -> Seen:
-    """Return what can be said of process ``pid``."""
+    """Return the state of process ``pid``."""
     path = page.folder_of(os.getuid()) / f"{pid}.page"
     if path.exists():
         return look(path)
@@ -106,7 +106,7 @@ def _of_other_user(pid: int, uid: int) -> Seen:
 
 
 def look(path: Path) -> Seen:
-    """Read one page, and judge the process that wrote it."""
+    """Read one page, and return the state of the process that wrote it."""
     pid = int(path.stem) if path.stem.isdigit() else 0
     try:
         found = page.read(path)
@@ -120,7 +120,7 @@ def look(path: Path) -> Seen:
 
 
 def judge(found: Page, path: Path) -> Seen:
-    """Say what a page that can be read tells of its process."""
+    """Return the state of a process from its page."""
     pid, age = found.pid, found.age
     if not page.lives(found):
         line = (
@@ -151,7 +151,7 @@ def judge(found: Page, path: Path) -> Seen:
 
 
 def process_state(pid: int) -> str:
-    """Return psutil's word for the state of ``pid``; empty when it does not exist."""
+    """Return psutil's status of ``pid``; empty if it does not exist."""
     try:
         return str(psutil.Process(pid).status())
     except psutil.Error:
@@ -159,7 +159,7 @@ def process_state(pid: int) -> str:
 
 
 def ago(seconds: float) -> str:
-    """Return how long ago something was, as people say it."""
+    """Return an age in words."""
     if seconds < 120:
         return f"{seconds:.0f} s ago"
     if seconds < 7200:

@@ -1,4 +1,4 @@
-"""The last refusals of a user's vLLMs, for ``kvpatch status``: a few lines in shared memory."""
+"""The last refusals of a user, for ``kvpatch status``: a few lines in shared memory."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ _NAME = "refusals"
 
 
 def remember(sentence: str) -> None:
-    """Add a refusal; where that is not possible it is still on stderr."""
+    """Add a refusal; if that is not possible, it is still on stderr."""
     try:
         path = page.own_folder() / _NAME
         kept = recent()
         if kept and (kept[-1]["sentence"], kept[-1]["pid"]) == (sentence, os.getpid()):
-            return  # the same one, raised again as the error of the import
+            return  # the same refusal, raised again as the error of the import
         kept.append({"sentence": sentence, "pid": os.getpid(), "at": time.time()})
         made = path.with_name(f"{_NAME}.{os.getpid()}")
         made.write_text(json.dumps(kept[-KEPT:]))
@@ -30,7 +30,7 @@ def remember(sentence: str) -> None:
 
 
 def recent() -> list[dict[str, Any]]:
-    """Return the last refusals of this user, the newest last: sentence, pid, at."""
+    """Return the last refusals of this user, newest last: sentence, pid, at."""
     try:
         kept = json.loads((page.folder_of(os.getuid()) / _NAME).read_text())
     except (OSError, ValueError):

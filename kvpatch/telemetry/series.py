@@ -1,8 +1,8 @@
-"""What rides from an engine to the API servers, inside the stats that vLLM sends anyway.
+"""The metrics that an engine sends to the API servers, inside vLLM's own stats.
 
-vLLM sends a step's stats to one of its API servers, whichever answers the step. So
-counters travel as what was added since the last message, and every server adds its
-share; gauges travel as they are with the time they were read, and the newest is shown.
+vLLM sends the stats of a step to one of its API servers. So counters are sent as increments
+since the last message, which the servers' series sum up; gauges are sent as values with
+the time they were read, and the most recent value is shown.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 from kvpatch.telemetry.counters import OUTCOMES
 
-# Beside the connector's own keys in ``SchedulerStats.kv_connector_stats``.
+# Added to the connector's own keys in ``SchedulerStats.kv_connector_stats``.
 KEY = "kvpatch"
 
 
@@ -65,7 +65,7 @@ Values = dict[str, list[tuple[list[str], float]]]
 
 
 def counters(state: dict[str, Any]) -> Values:
-    """Return the counters of an engine's state (``measure.engine``), as sums so far."""
+    """Return the counters of an engine's state (``snapshot.engine``), as sums so far."""
     connector = state["connector"]
     found: Values = {}
     if connector:
@@ -105,10 +105,10 @@ def gauges(state: dict[str, Any]) -> Values:
 
 
 class Sender:
-    """Makes an engine's messages: what has changed since the one before.
+    """Builds an engine's messages: the changes since the previous one.
 
     Attributes:
-        sent: when the last one was made, on the machine's clock.
+        sent: when the last one was sent, on the monotonic clock.
     """
 
     def __init__(self) -> None:
@@ -116,7 +116,7 @@ class Sender:
         self._sent: dict[tuple[str, ...], float] = {}
 
     def message(self, state: dict[str, Any]) -> dict[str, Any] | None:
-        """Return the next message; None when nothing has changed."""
+        """Return the next message; None if nothing has changed."""
         added = self._changed("counter", counters(state), as_difference=True)
         current = self._changed("gauge", gauges(state), as_difference=False)
         if not added and not current:
@@ -133,6 +133,6 @@ class Sender:
                     continue
                 self._sent[key] = value
                 sent = value - (before or 0) if as_difference else value
-                # A counter is sent at 0 too, so that its series is there from the start.
+                # A counter is also sent at 0, so that its series exists from the start.
                 changed.setdefault(name, []).append((labels, sent))
         return changed

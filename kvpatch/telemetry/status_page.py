@@ -1,10 +1,10 @@
-"""A process's page: a small file in shared memory that only its user can read.
+"""The status page of a process: a small file in shared memory that only its user can read.
 
-A file and not a socket, because a page can be read while its process is busy, stuck
-in a call that holds the interpreter, or dead: those are the cases one asks about.
+A file and not a socket, because a page can be read while its process is busy, stuck in a
+call that holds the GIL, or dead: the cases in which it is needed.
 
-The head never changes, so that every kvpatch can tell what it cannot read; what is
-behind it is JSON in the protocol of the version that wrote it.
+The format of the header never changes, so that every kvpatch can identify a page that it
+cannot read; the body is JSON in the protocol of the version that wrote it.
 """
 
 from __future__ import annotations
@@ -31,17 +31,18 @@ _BODY = struct.Struct("=II")  # bytes of JSON, their checksum
 
 
 class Unreadable(Exception):
-    """A page that is not one, or not of this protocol; its text says which."""
+    """Not a status page, or one of another protocol; its message states which."""
 
 
 @dataclass(frozen=True)
 class Page:
-    """What one process published.
+    """The published state of one process.
 
     Attributes:
         pid: the process.
         kvpatch: the version of kvpatch in it.
-        content: what it says of itself; see ``measure``.
+        content: its facts and, for an engine, its state; see ``publisher`` and
+            ``patches.metrics.snapshot``.
     """
 
     pid: int
@@ -50,7 +51,7 @@ class Page:
 
     @property
     def age(self) -> float:
-        """Seconds since it was written; the clock is that of the machine."""
+        """Seconds since it was written, on the monotonic clock."""
         return max(0.0, time.monotonic() - float(self.content["written"]))
 
 
@@ -65,10 +66,10 @@ def folder_of(uid: int) -> Path:
 
 
 def own_folder() -> Path:
-    """Make this user's folder if need be, and return it.
+    """Return this user's folder, created if necessary.
 
     Raises:
-        OSError: it cannot be made, or it is somebody else's or open to others.
+        OSError: it cannot be created, belongs to another user, or is open to others.
     """
     path = folder_of(os.getuid())
     path.mkdir(mode=0o700, exist_ok=True)
@@ -81,21 +82,21 @@ def own_folder() -> Path:
 
 
 def lives(page: Page) -> bool:
-    """Whether the very process that wrote ``page`` is there, and not another of its number."""
+    """Whether the process that wrote ``page`` is running, and not a later one with its pid."""
     started = start_ticks(page.pid)
     return started is not None and started == page.content["started"]
 
 
 class Writer:
-    """Keeps one process's page.
+    """Writes the page of one process.
 
     Raises:
-        OSError: the page cannot be made.
+        OSError: the page cannot be created.
     """
 
     def __init__(self, pid: int, version: str) -> None:
         self.path = own_folder() / f"{pid}.page"
-        # A page of an earlier process of this number goes first: it may be held open.
+        # Remove the page of an earlier process with this pid first: it may be held open.
         self.path.unlink(missing_ok=True)
         file = os.open(self.path, os.O_CREAT | os.O_EXCL | os.O_RDWR | os.O_NOFOLLOW, 0o600)
         try:
@@ -104,11 +105,11 @@ class Writer:
         finally:
             os.close(file)
         self._started = start_ticks(pid)
-        # Last, so that a page without a body is never taken for one.
+        # Written last, so that a page without a body is never read as one.
         self._head = _HEAD.pack(_MAGIC, PROTOCOL, version.encode()[:24], pid)
 
     def write(self, content: dict[str, Any]) -> None:
-        """Publish ``content``, which must be JSON and less than the page."""
+        """Publish ``content``, which must be JSON and fit in the page."""
         whole = content | {"written": time.monotonic(), "started": self._started}
         body = json.dumps(whole, separators=(",", ":"), default=str).encode()
         start = _HEAD.size + _BODY.size
@@ -119,21 +120,21 @@ class Writer:
         self._map[: _HEAD.size] = self._head
 
     def remove(self) -> None:
-        """Take the page away; the process says goodbye."""
+        """Remove the page, when the process exits."""
         self.path.unlink(missing_ok=True)
 
 
 def read(path: Path) -> Page:
-    """Read a page; one that is being written is read again.
+    """Read a page; a page that is being written is read again.
 
     Raises:
-        OSError: it is gone, or this user may not read it.
-        Unreadable: it is no page, or one of another protocol.
+        OSError: it was removed, or this user may not read it.
+        Unreadable: it is not a page, or one of another protocol.
     """
     for _ in range(50):
         data = path.read_bytes()
         if len(data) < _HEAD.size or not data.startswith(_MAGIC):
-            time.sleep(0.002)  # just made
+            time.sleep(0.002)  # just created
             continue
         _, protocol, version, pid = _HEAD.unpack_from(data)
         kvpatch = version.rstrip(b"\0").decode(errors="replace")

@@ -1,4 +1,4 @@
-"""The connectors inside a configuration and inside an engine, MultiConnector's too."""
+"""The connectors of a configuration and of an engine, including those in a MultiConnector."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ MULTI = "MultiConnector"
 
 @dataclass(frozen=True)
 class Leaf:
-    """A connector that is asked for, itself or inside a MultiConnector.
+    """A configured connector, by itself or inside a MultiConnector.
 
     Attributes:
         name: ``kv_connector``.
@@ -27,7 +27,7 @@ class Leaf:
 
     @property
     def tiers(self) -> list[Any]:
-        """The tiers behind its CPU tier, as configured."""
+        """Its secondary tiers, as configured."""
         if self.name == SIMPLE:
             return []
         if self.extra.get("spec_name", "CPUOffloadingSpec") == "CPUOffloadingSpec":
@@ -36,7 +36,7 @@ class Leaf:
 
 
 def leaves(transfer: Any) -> list[Leaf]:
-    """Return the connectors that a ``KVTransferConfig`` asks for; None asks for none."""
+    """Return the connectors that a ``KVTransferConfig`` configures; none for None."""
     if transfer is None or transfer.kv_connector is None:
         return []
     extra = transfer.kv_connector_extra_config or {}
@@ -54,14 +54,14 @@ def leaves(transfer: Any) -> list[Leaf]:
 
 
 def offloading(transfer: Any) -> list[Leaf]:
-    """Return those of ``leaves`` that are vLLM's OffloadingConnector."""
+    """Return the ``leaves`` that are vLLM's OffloadingConnector."""
     return [leaf for leaf in leaves(transfer) if leaf.name == OFFLOADING and leaf.module is None]
 
 
 def parts(connector: Any) -> Iterator[Any]:
-    """Iterate over the connectors of a running engine: it, or those inside it.
+    """Iterate over the connectors of a running engine: ``connector``, or those inside it.
 
-    vLLM's MultiConnector calls each of them for every step, in this order.
+    vLLM's MultiConnector calls each of them in every step, in this order.
     """
     inside = getattr(connector, "_connectors", None)
     if inside is None:
@@ -72,9 +72,9 @@ def parts(connector: Any) -> Iterator[Any]:
 
 
 def scheduler_of(connector: Any) -> Any:
-    """Return the scheduler's side of the OffloadingConnector in ``connector``, or None.
+    """Return the scheduler side of the OffloadingConnector in ``connector``, or None.
 
-    No connector, None, has none.
+    ``connector`` may be None.
     """
     for part in parts(connector):
         found = getattr(part, "connector_scheduler", None)

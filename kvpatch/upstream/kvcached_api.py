@@ -1,4 +1,4 @@
-"""The one seam to kvcached's internals: its memory layout, its tensors, its page manager."""
+"""The only access to kvcached's internals: its memory layout, its tensors, its page manager."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from typing import Any
 from kvpatch.environ import KVCACHED_CONTIGUOUS, VLLM_KV_CACHE_LAYOUT
 from kvpatch.versions import Facts
 
-# vLLM's names of the KV layouts that kvcached's memory can have, from vLLM 0.29 on, by whether
-# all layers of a block are contiguous: layers, blocks, heads, tokens and channels in the order
-# of memory. NHD and HND are vLLM's older names of two of them.
+# vLLM's names of the KV cache layouts that kvcached's memory can have, from vLLM 0.29 on, by
+# whether all layers of a block are contiguous. The letters are layers, blocks, heads, tokens (N)
+# and channels in memory order. NHD and HND are vLLM's older names of two of them.
 LAYOUTS = {
     True: ("BLNHC", "BLHNC"),
     False: ("LBNHC", "LBHNC", "NHD", "HND"),
@@ -22,9 +22,9 @@ _storages: set[int] = set()
 
 
 def contiguous(environment: Mapping[str, str] = os.environ) -> bool:
-    """Return whether all layers of a block are contiguous; read as kvcached reads it.
+    """Return whether all layers of a block are contiguous, read as kvcached reads it.
 
-    On ROCm kvcached's own default is the other one.
+    kvcached's default is false on ROCm.
     """
     value = environment.get(KVCACHED_CONTIGUOUS.name)
     if value is not None:
@@ -35,13 +35,13 @@ def contiguous(environment: Mapping[str, str] = os.environ) -> bool:
 
 
 def conflicting_layout(facts: Facts) -> str:
-    """Return the layout requested of vLLM when kvcached cannot have it, or nothing."""
+    """Return the layout requested of vLLM if kvcached does not support it, else an empty string."""
     requested = facts.environment.get(VLLM_KV_CACHE_LAYOUT.name, "")
     return "" if not requested or requested in LAYOUTS[facts.contiguous] else requested
 
 
 def describe_layout(vllm_config: Any) -> str:
-    """Return the status line's words for the KV layout; none before vLLM 0.29."""
+    """Return the KV layout in the words of the status line; empty before vLLM 0.29."""
     resolved = getattr(vllm_config.cache_config, "kv_cache_layout", None)
     if resolved is None:
         return ""
@@ -56,7 +56,7 @@ def describe_layout(vllm_config: Any) -> str:
 def block_view(cache: Any) -> Any:
     """Return kvcached's block view of one layer's KV cache, or None.
 
-    A uint8 tensor of shape ``[blocks, bytes]``, or ``[blocks, 2, bytes]`` where K and
+    A uint8 tensor of shape ``[blocks, bytes]``, or ``[blocks, 2, bytes]`` if K and
     V are separate. Source: ``_set_block_copy_view`` in kvcached's interfaces.
     """
     first = cache[0] if isinstance(cache, list | tuple) else cache
@@ -64,7 +64,7 @@ def block_view(cache: Any) -> Any:
 
 
 def remember_storages(kv_caches: Iterable[Any]) -> None:
-    """Remember the storages of the KV caches that kvcached has just allocated."""
+    """Record the storages of the KV caches that kvcached has just allocated."""
     _storages.clear()
     _storages.update(map(_storage, kv_caches))
 
@@ -80,12 +80,12 @@ def _storage(cache: Any) -> int:
 
 
 def pool_of(engine: Any) -> Any:
-    """Return the block pool of an ``EngineCore``: kvcached's or, wrongly, vLLM's own."""
+    """Return the block pool of an ``EngineCore``: kvcached's or, if bypassed, vLLM's own."""
     return engine.scheduler.kv_cache_manager.block_pool
 
 
 def manager_of(engine: Any) -> Any:
-    """Return kvcached's manager of an ``EngineCore``'s pages; None on vLLM's own pool."""
+    """Return kvcached's page manager of an ``EngineCore``; None with vLLM's own pool."""
     return getattr(pool_of(engine), "kv_cache_manager", None)
 
 

@@ -1,7 +1,7 @@
 """Where vLLM's offloading classes are in each release, and how it counts blocks of a CPU tier.
 
-From vLLM 0.30 on a block of the CPU tier is called a chunk: a row that holds one or several
-device blocks.
+From vLLM 0.30 on a block of the CPU tier is called a chunk: a row of one or more device
+blocks.
 """
 
 from __future__ import annotations
@@ -10,18 +10,19 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
 from importlib import import_module
+from types import SimpleNamespace
 from typing import Any
 
 _HOMES = ("base", "spec", "worker.worker", "cpu.common", "mediums", "cpu.spec", "cpu")
 
 
 def find(name: str) -> Any:
-    """Return a class of ``vllm.v1.kv_offload`` from the module where this release has it.
+    """Return a class of ``vllm.v1.kv_offload`` from the module that has it in this release.
 
-    They moved from module to module up to vLLM 0.25.
+    The classes moved between modules up to vLLM 0.25.
 
     Raises:
-        ImportError: it has none of that name.
+        ImportError: no module has a class of this name.
     """
     for home in _HOMES:
         try:
@@ -34,25 +35,25 @@ def find(name: str) -> Any:
 
 
 def device_type() -> str:
-    """Return the device of the KV cache as ``Facts.device`` has it: ``cuda`` for ROCm too."""
+    """Return the device of the KV cache for ``Facts.device``: ``cuda`` also for ROCm."""
     from vllm.platforms import current_platform
 
     return "cuda" if current_platform.is_cuda_alike() else str(current_platform.device_type)
 
 
 def chunks_of(owner: Any, name: str = "num_{}") -> int:
-    """Return a count of chunks that ``owner`` calls blocks up to vLLM 0.29.
+    """Return a count of chunks, which are called blocks in ``owner`` up to vLLM 0.29.
 
     Args:
-        owner: a spec or a manager of vLLM's.
-        name: of the attribute, with ``{}`` for the word.
+        owner: a spec or a manager of vLLM.
+        name: the name of the attribute, with ``{}`` for "chunks" or "blocks".
     """
     later = name.format("chunks")
     return int(getattr(owner, later if hasattr(owner, later) else name.format("blocks")))
 
 
 def blocks_per_chunk(spec: Any) -> int:
-    """Return the device blocks in one chunk of a spec's CPU tier."""
+    """Return the device blocks per chunk of a spec's CPU tier."""
     for name in ("blocks_per_chunk", "block_size_factor"):  # the latter up to 0.25
         if hasattr(spec, name):
             return int(getattr(spec, name))
@@ -61,7 +62,7 @@ def blocks_per_chunk(spec: Any) -> int:
 
 @cache
 def lookup_results() -> tuple[Any, tuple[Any, ...]]:
-    """Return what a tier's lookup returns for a miss, and for a block to wait for."""
+    """Return the result of a tier's lookup for a miss, and those for a block to wait for."""
     try:
         from vllm.v1.kv_offload.base import LookupResult
     except ImportError:  # up to 0.24
@@ -71,7 +72,7 @@ def lookup_results() -> tuple[Any, tuple[Any, ...]]:
 
 @dataclass(frozen=True)
 class Place:
-    """The place of a group's block in the CPU tier: its chunk, and the position inside."""
+    """The place of a group's block in the CPU tier: its chunk, and the position inside it."""
 
     group: int
     chunk: int
@@ -81,13 +82,13 @@ class Place:
 def places(device: Any, tier: Any, blocks_per_chunk: int) -> Iterator[tuple[int, Place]]:
     """Pair the device blocks of a transfer with their places in the CPU tier.
 
-    A group's first block may be in the middle of a chunk: ``block_indices`` holds its
+    A group's first block may be in the middle of a chunk: ``block_indices`` has its
     position in the request.
 
     Args:
         device: vLLM's ``GPULoadStoreSpec``.
         tier: the spec of the other side, with one id per chunk.
-        blocks_per_chunk: device blocks in one chunk.
+        blocks_per_chunk: device blocks per chunk.
     """
     device_at = tier_at = 0
     for group, (count, first) in enumerate(
@@ -100,3 +101,14 @@ def places(device: Any, tier: Any, blocks_per_chunk: int) -> Iterator[tuple[int,
             yield int(device.block_ids[device_at + position]), Place(group, row, inside)
         device_at += count
         tier_at += -(-(skip + count) // blocks_per_chunk) if count else 0
+
+
+def by_group(device: Any, per_row: int) -> Any:
+    """Return a ``GPULoadStoreSpec`` with the groups of its blocks and where each begins.
+
+    Up to 0.18 there is one group, and a transfer ends with a whole row of the CPU tier; up
+    to 0.20 that is so where the beginnings are left out.
+    """
+    sizes = getattr(device, "group_sizes", None) or (len(device.block_ids),)
+    first = getattr(device, "block_indices", None) or [-size % per_row for size in sizes]
+    return SimpleNamespace(block_ids=device.block_ids, group_sizes=sizes, block_indices=first)

@@ -31,9 +31,7 @@ def offloading(cpu_bytes: int, on_host: bool = True, **extra: Any) -> Config:
     )
 
 
-def tiering(
-    cpu_bytes: int, tiers: Sequence[Config], on_host: bool = True, **extra: Any
-) -> Config:
+def tiering(cpu_bytes: int, tiers: Sequence[Config], on_host: bool = True, **extra: Any) -> Config:
     """Return OffloadingConnector with secondary tiers, as vLLM's ``secondary_tiers`` has them."""
     spec: Config = {"spec_name": "TieringOffloadingSpec"}
     if on_host:
@@ -46,9 +44,7 @@ def tiering(
 
 def simple(cpu_bytes: int, lazy: bool) -> Config:
     """Return SimpleCPUOffloadConnector in lazy or eager mode."""
-    return connector(
-        "SimpleCPUOffloadConnector", cpu_bytes_to_use=cpu_bytes, lazy_offload=lazy
-    )
+    return connector("SimpleCPUOffloadConnector", cpu_bytes_to_use=cpu_bytes, lazy_offload=lazy)
 
 
 def multi(*inside: Config) -> Config:

@@ -9,8 +9,9 @@ import numpy as np
 import pytest
 from parts import sizes
 
-from kvpatch import fence
-from kvpatch.fence import Fence, Transfer
+from kvpatch import state
+from kvpatch.patches.fence.fence import Fence, Transfer
+from kvpatch.patches.fence.hooks import Fenced, around_build
 
 PAGE = 32  # blocks
 PROMPT = 128  # blocks
@@ -83,14 +84,13 @@ def test_a_plan(part, blocks):
         job = SimpleNamespace(req_id="r", src_spec=spec)
         return SimpleNamespace(store_jobs={next(jobs): job}, load_jobs={})
 
-    planner = SimpleNamespace(
-        kvpatch_fence=Fence(lambda page: (0, 0), workers=1),
-        kvpatch_manager=SimpleNamespace(capture_physical_release_marker=lambda: 0),
-    )
+    made = Fence(lambda page: (0, 0), workers=1)
+    manager = SimpleNamespace(capture_physical_release_marker=lambda: 0)
+    planner = SimpleNamespace()
+    state.attach(planner, Fenced(made, manager, scheduler=None))
 
     def build() -> None:
-        fence.around_build(meta, planner, (planner,), {})
-        done = next(iter(planner.kvpatch_fence.transfers))
-        planner.kvpatch_fence.report(done, 1)
+        around_build(meta, planner, (planner,), {})
+        made.report(next(iter(made.transfers)), 1)
 
     part("fence: a transfer planned and ended", blocks, "blocks", build)

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from parts import sizes
 
-from kvpatch.simple.eviction import EvictionOrder
+from kvpatch.patches.simple_offload.eviction import EvictionOrder
 
 TARGET = 128  # blocks that two steps can take
 

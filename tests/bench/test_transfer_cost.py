@@ -14,8 +14,9 @@ from vllm.v1.kv_offload.cpu.common import CPULoadStoreSpec
 from vllm.v1.kv_offload.cpu.gpu_worker import SingleDirectionOffloadingHandler
 from vllm.v1.simple_kv_offload import cuda_mem_ops
 
-from kvpatch import geometry
 from kvpatch.hostdevice.offloading import HostOffloadingWorker
+from kvpatch.patches.elastic_memory.regions import Regions, find_regions
+from kvpatch.patches.offloading.registration import canonical
 
 POOL = 8192  # blocks
 ROW = 64  # bytes of a block of a layer: what is measured does not depend on it
@@ -36,9 +37,9 @@ def caches(layers: int, contiguous: bool) -> dict[str, Cache]:
     return {f"layer{n}": Cache(torch.zeros((POOL, ROW), dtype=torch.uint8)) for n in range(layers)}
 
 
-def regions(layers: int, contiguous: bool) -> geometry.Regions:
+def regions(layers: int, contiguous: bool) -> Regions:
     made = caches(layers, contiguous)
-    return geometry.find_regions(made, [list(made)], POOL)
+    return find_regions(made, [list(made)], POOL)
 
 
 LAYOUTS = (("contiguous", True), ("a pool for each layer", False))
@@ -53,7 +54,7 @@ def test_registration(part, layers, layout, contiguous):
         f"registration, {layout}",
         layers,
         "layers",
-        lambda: geometry.canonical(geometry.find_regions(made, names, POOL)),
+        lambda: canonical(find_regions(made, names, POOL)),
     )
 
 
@@ -67,7 +68,7 @@ def shuffled(blocks: int) -> tuple[np.ndarray, np.ndarray]:
 def test_descriptors_of_the_offloading_connector(part, blocks, layout, contiguous):
     """vLLM's own, which a GPU takes, on the regions that kvpatch registers for 32 layers."""
     tensors = regions(32, contiguous)
-    refs = geometry.canonical(tensors).group_data_refs
+    refs = canonical(tensors).group_data_refs
     handler = SimpleNamespace(
         layer_refs_per_group=refs,
         src_tensors=tensors.tensors,
@@ -107,7 +108,7 @@ def test_descriptors_of_the_simple_connector(part, blocks, layout, contiguous, m
 
 @pytest.mark.parametrize("blocks", sizes(64, 512, 4096))
 def test_descriptors_of_the_host_device(part, blocks):
-    worker = HostOffloadingWorker(geometry.canonical(regions(32, True)), 1, POOL)
+    worker = HostOffloadingWorker(canonical(regions(32, True)), 1, POOL)
     source, target = shuffled(blocks)
     device = GPULoadStoreSpec(source.tolist(), group_sizes=[blocks], block_indices=[0])
     tier = CPULoadStoreSpec(target.tolist())

@@ -9,8 +9,8 @@ import threading
 from pathlib import Path
 
 import pytest
-from runs import Device, Run
 
+from harness.engines.runs import Device, Run
 from kvpatch.hostdevice import ledger
 from kvpatch.hostdevice.streams import Event, Stream
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-import subprocess
+import os
 import sys
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -11,7 +11,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from runs import HERE, Device, Run, engine_arguments, prompts, run_driver
+
+from harness.engines import process
+from harness.engines.runs import Device, Run, engine_arguments, prompts, run_driver
 
 PAGE = 4 * (2 << 20)  # a contiguous page holds 2 MiB of each of the 4 layers
 RESERVED = 2
@@ -45,7 +47,7 @@ def test_after_the_load_memory_falls_to_the_reserved_pages(
     assert idle["resident"] == idle["charged"]
 
 
-class Engine:
+class Driver:
     """A driver that the test talks to."""
 
     def __init__(self, work: dict[str, Any], environment: dict[str, str], folder: Path) -> None:
@@ -54,33 +56,34 @@ class Engine:
         self.lines: list[str] = []
         job_path = folder / "job.json"
         job_path.write_text(json.dumps(work))
-        self.process = subprocess.Popen(
-            [sys.executable, HERE / "driver.py", job_path, self.result_path],
-            env=environment,
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            errors="replace",
+        theirs, self.stdin = os.pipe()
+        self.stdout, their_output = os.pipe()
+        self.process = process.start(
+            "harness.engines.driver",
+            [job_path, self.result_path],
+            environment,
+            sys.executable,
+            stdout=their_output,
+            stdin=theirs,
         )
+        os.close(theirs)
+        os.close(their_output)
+        self.output = os.fdopen(self.stdout, errors="replace")
 
     def read_until(self, word: str) -> None:
         """Read the engine's lines until it says ``word``."""
-        assert self.process.stdout is not None
-        for line in self.process.stdout:
+        for line in self.output:
             self.lines.append(line)
             if line == f"driver: {word}\n":
                 return
         raise AssertionError(f"ended before {word!r}\n" + "".join(self.lines[-40:]))
 
     def go_on(self) -> None:
-        assert self.process.stdin is not None
-        self.process.stdin.write("\n")
-        self.process.stdin.flush()
+        os.write(self.stdin, b"\n")
 
     def finish(self) -> dict[str, Any]:
-        output, _ = self.process.communicate(timeout=120)
-        assert self.process.returncode == 0, "".join(self.lines[-40:]) + output[-3000:]
+        output = self.output.read()
+        assert self.process.wait(120) == 0, "".join(self.lines[-40:]) + output[-3000:]
         return dict(json.loads(self.result_path.read_text()))
 
 
@@ -92,7 +95,7 @@ def test_a_neighbour_takes_what_an_engine_gave_back(
     first = Run(offload=False, environment=(*FEW_RESERVED, ("KVCACHED_GPU_UTILIZATION", "0.8")))
     second = Run(offload=False, environment=FEW_RESERVED)
     load = prompts(40)
-    a = Engine(
+    a = Driver(
         job(models("llama"), first, 600, load, wait_before_reset=True),
         small.environ(first),
         tmp_path / "a",
@@ -100,7 +103,7 @@ def test_a_neighbour_takes_what_an_engine_gave_back(
     try:
         a.read_until("loaded")
         needs_four_pages = prompts(1, length=3600)
-        b = Engine(
+        b = Driver(
             job(models("llama"), second, 600, needs_four_pages),
             small.environ(second),
             tmp_path / "b",

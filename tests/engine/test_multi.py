@@ -4,18 +4,17 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from proofs import Proves
-from runs import Device, Run, engine_arguments, prompts, run_driver
-from test_fence import BARE, Fences
-from test_tokens import LAYOUTS, Engine, assert_same
 
-INSIDE = ("NothingConnector", "OffloadingConnector")
+from harness.engines.fences import BARE, Fences
+from harness.engines.fixtures import LAYOUTS
+from harness.engines.multi import INSIDE, compare_simple_inside
+from harness.engines.oracle import Engine, assert_same
+from harness.engines.runs import ALL, Device, Run, engine_arguments, prompts, run_driver
 
 
 @LAYOUTS
@@ -32,36 +31,10 @@ def test_simple_is_right_in_it_too(
     compare_simple_inside(run, engine, models(run.model), device, tmp_path)
 
 
-def compare_simple_inside(
-    run: Run, engine: Engine, model: Path, device: Device, folder: Path
-) -> None:
-    """Compare SimpleCPUOffloadConnector inside a MultiConnector with plain vLLM.
-
-    In lazy mode beside OffloadingConnector, which finds what the device lost first.
-    """
-    beside = "NothingConnector" if run.simple == "eager" else "OffloadingConnector"
-    run = replace(run, inside=("SimpleCPUOffloadConnector", beside))
-    job = {
-        "model": str(model),
-        "engine": engine_arguments(run),
-        "rounds": [prompts(24)] * 2,
-        "nothing_connector": True,
-    }
-    ours = run_driver(job, device.environ(run), folder, vllm=run.vllm)
-    assert_same(ours, engine(Run(kvpatch=False, offload=False, vllm=run.vllm)))
-    assert [record["cached"] for record in ours.round(1)] == [640] * 24
-    seen = ours.result["simple"]
-    assert seen["stored"] > 0
-    assert seen["loaded"] > 0 or run.simple == "lazy"
-    assert seen["changed"] == seen["pinned"] == 0
-    assert seen["device_calls"] == {}
-
-
 @LAYOUTS
 @pytest.mark.parametrize("model", ["llama", "sliding"])
 def test_prompts_come_back_through_a_multi_connector(
     engine: Engine,
-    proves: Proves,
     models: Callable[[str], Path],
     device: Device,
     tmp_path: Path,
@@ -69,17 +42,16 @@ def test_prompts_come_back_through_a_multi_connector(
     contiguous: bool,
 ) -> None:
     run = Run(model=model, contiguous=contiguous, inside=INSIDE)
-    proves("Multi", run)
     job = {
         "model": str(models(model)),
         "engine": engine_arguments(run),
-        "rounds": [prompts(24)] * 2,
+        "rounds": [prompts(ALL)] * 2,
         "nothing_connector": True,
         "watch": True,
     }
     ours = run_driver(job, device.environ(run), tmp_path)
     assert_same(ours, engine(Run(kvpatch=False, offload=False, model=model)))
-    assert [record["cached"] for record in ours.round(1)] == [640] * 24
+    assert [record["cached"] for record in ours.round(1)] == [640] * ALL
     assert ours.result["changed"] == []
     assert ours.result["fence"]["released"] > 0
 

@@ -2,51 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
-from proofs import Proves
-from runs import BLOCK, Finished, Run
 
-Engine = Callable[[Run], Finished]
-
-PLAIN = Run(kvpatch=False, offload=False)
-SMALL_TIER = 200  # blocks; the 24 prompts fill 480
-LAYOUTS = pytest.mark.parametrize("contiguous", [True, False], ids=["contiguous", "non-contiguous"])
-MODELS = pytest.mark.parametrize("model", ["llama", "sliding"])
-
-
-def same_tokens(ours: list[dict], theirs: list[dict]) -> int:
-    return sum(one["tokens"] == other["tokens"] for one, other in zip(ours, theirs, strict=True))
-
-
-def widest_gap(ours: list[dict], theirs: list[dict]) -> float:
-    return max(
-        abs(a - b)
-        for one, other in zip(ours, theirs, strict=True)
-        for a, b in zip(one["logprobs"], other["logprobs"], strict=True)
-    )
-
-
-def assert_same(ours: Finished, plain: Finished) -> None:
-    for index in range(2):
-        assert same_tokens(ours.round(index), plain.round(index)) == len(plain.round(index)) > 0
-        assert widest_gap(ours.round(index), plain.round(index)) < 1e-4
+from harness.engines.fixtures import LAYOUTS, MODELS
+from harness.engines.oracle import PLAIN, SMALL_TIER, Engine, assert_same, same_tokens, widest_gap
+from harness.engines.runs import ALL, BLOCK, Run
 
 
 @MODELS
 @LAYOUTS
 def test_prompts_served_from_the_cpu_tier_give_plain_vllms_tokens(
-    engine: Engine, proves: Proves, model: str, contiguous: bool
+    engine: Engine, model: str, contiguous: bool
 ) -> None:
-    proves("Offloading", run := Run(model=model, contiguous=contiguous))
+    run = Run(model=model, contiguous=contiguous)
     plain = engine(replace(PLAIN, model=model))
     ours = engine(run)
     assert_same(ours, plain)
     # Nothing is left on the device from round 1, so all of it came from the tier.
-    assert [record["cached"] for record in plain.round(1)] == [0] * 24
-    assert [record["cached"] for record in ours.round(1)] == [640] * 24
+    assert [record["cached"] for record in plain.round(1)] == [0] * ALL
+    assert [record["cached"] for record in ours.round(1)] == [640] * ALL
     assert ours.result["groups"] == {"llama": 1, "sliding": 2}[model]
     assert "KV on elastic memory: yes" in ours.log
 
@@ -54,12 +30,12 @@ def test_prompts_served_from_the_cpu_tier_give_plain_vllms_tokens(
 @MODELS
 @LAYOUTS
 def test_restored_blocks_have_the_bytes_they_had(
-    engine: Engine, proves: Proves, model: str, contiguous: bool
+    engine: Engine, model: str, contiguous: bool
 ) -> None:
-    proves("Offloading", run := Run(model=model, contiguous=contiguous))
+    run = Run(model=model, contiguous=contiguous)
     ours = engine(run)
     ours.round(1)
-    restored = 24 * 640 // BLOCK
+    restored = ALL * 640 // BLOCK
     assert ours.result["returned"] >= restored
     assert ours.result["changed"] == []
 
@@ -78,7 +54,7 @@ def test_a_cpu_tier_smaller_than_the_load_evicts_and_stays_right(
 def test_static_memory_gives_the_same_tokens_through_the_host_device(engine: Engine) -> None:
     static = engine(Run(kvpatch=False))
     assert_same(static, engine(PLAIN))
-    assert [record["cached"] for record in static.round(1)] == [640] * 24
+    assert [record["cached"] for record in static.round(1)] == [640] * ALL
 
 
 def test_in_bfloat16_elastic_memory_gives_the_tokens_of_static_memory(engine: Engine) -> None:
@@ -87,7 +63,7 @@ def test_in_bfloat16_elastic_memory_gives_the_tokens_of_static_memory(engine: En
     static = engine(Run(kvpatch=False, dtype="bfloat16", together=1))
     ours = engine(Run(dtype="bfloat16", together=1))
     for index in range(2):
-        assert same_tokens(ours.round(index), static.round(index)) == 24
+        assert same_tokens(ours.round(index), static.round(index)) == ALL
         assert widest_gap(ours.round(index), static.round(index)) == 0
     assert ours.result["changed"] == []
 
@@ -96,30 +72,3 @@ def test_without_a_connector_kvcached_runs_alone(engine: Engine) -> None:
     alone = engine(Run(offload=False))
     assert_same(alone, engine(PLAIN))
     assert "KV on elastic memory: yes" in alone.log
-
-
-def test_without_the_geometry_patch_the_tokens_are_wrong(engine: Engine) -> None:
-    """The oracle can fail: this is what it reports on vLLM's own registration."""
-    broken = engine(Run(revert=("offloading.register_kv_caches",)))
-    assert same_tokens(broken.round(0), engine(PLAIN).round(0)) == 24
-    assert [record["cached"] for record in broken.round(1)] == [640] * 24
-    assert same_tokens(broken.round(1), engine(PLAIN).round(1)) == 0
-
-
-@LAYOUTS
-def test_a_backend_with_cross_layer_blocks_stays_on_elastic_memory(
-    engine: Engine, contiguous: bool
-) -> None:
-    ours = engine(Run(cross_layer=True, contiguous=contiguous))
-    assert_same(ours, engine(PLAIN))
-    assert [record["cached"] for record in ours.round(1)] == [640] * 24
-
-
-def test_without_the_uniform_patch_vllm_does_not_start(engine: Engine) -> None:
-    broken = engine(Run(cross_layer=True, revert=("offloading.use_uniform_kv_cache",)))
-    assert broken.code != 0
-    assert "Allocating a cross layer KV cache" in broken.log
-    assert (
-        "because it would stay allocated while kvcached maps a second, unused pool; "
-        "report this with your command line, or set KVPATCH=0. [KVP402]\n" in broken.log
-    )

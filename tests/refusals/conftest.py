@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-import subprocess
 import sys
 import venv
 from collections.abc import Callable
@@ -13,6 +12,8 @@ from typing import Any
 
 import pytest
 from refused import Refused
+
+from harness.engines.runs import model_of
 
 ROOT = Path(__file__).parents[2]
 PACKAGES = Path(pytest.__file__).parents[1]
@@ -23,12 +24,9 @@ SMALL = (
 
 
 @pytest.fixture(scope="session")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def model() -> Path:
     """The folder of a small model, made once."""
-    folder = tmp_path_factory.mktemp("models") / "llama"
-    maker = [sys.executable, ROOT / "scripts/tiny_model.py", folder]
-    subprocess.run(maker, check=True, capture_output=True)
-    return folder
+    return model_of("llama")
 
 
 @pytest.fixture

@@ -60,7 +60,7 @@ def cycle(used: int, kept: int, served: float) -> dict[str, Any]:
 
 def host(rates: dict[str, list[float]], ttfts: dict[str, list[float]]) -> dict[str, Any]:
     """A full run in which the arms had these rates and times, the same on every load."""
-    from bench_lib.loads import LOADS
+    from harness.bench.loads import LOADS
 
     runs = {
         arm: [

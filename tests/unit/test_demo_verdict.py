@@ -2,21 +2,18 @@
 
 from __future__ import annotations
 
-import sys
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 
 pytest.importorskip("httpx")
-sys.path.insert(0, str(Path(__file__).parents[2] / "scripts"))
 
-from demo_lib.conversations import Answer, Conversation
-from demo_lib.meter import Counters, parse_counters
-from demo_lib.options import FULL, NEWEST, parse
-from demo_lib.server import reason
-from demo_lib.verdict import Comparison, Evidence, compare, failures
-from kvpatch import registry
+from harness.demo.conversations import Answer, Conversation
+from harness.demo.meter import Counters, counters
+from harness.demo.options import FULL, NEWEST, parse
+from harness.demo.verdict import Comparison, Evidence, compare, failures
+from harness.serve import Metrics, reason
+from kvpatch import supported
 
 
 def answers(**changed: object) -> list[Answer]:
@@ -95,7 +92,7 @@ vllm:kv_offload_store_bytes_total{engine="0",model_name="m"} 1.2e+07
 vllm:kv_offload_store_bytes_created{engine="0",model_name="m"} 1.79e+09
 vllm:kv_offload_load_bytes_total{engine="0",model_name="m"} 2048.0
 """
-    read = parse_counters(exposition)
+    read = counters(Metrics(exposition))
     assert read == Counters(10, 3, 5, 12_000_000, 2048)
     assert read.since(Counters(4, 1, 0, 2_000_000, 2048)) == Counters(6, 2, 5, 10_000_000, 0)
 
@@ -132,4 +129,4 @@ def test_bad_options_are_refused_in_one_sentence(
 
 
 def test_the_demo_takes_the_newest_release_that_is_supported() -> None:
-    assert registry.VLLM_RANGE.endswith(f"=={NEWEST}")
+    assert supported.validated()[-1] == NEWEST

@@ -18,7 +18,7 @@ from kvpatch.versions import Facts, Installed
 
 ROOT = Path(__file__).parents[2]
 PAGES = [*sorted((ROOT / "docs").glob("*.md")), ROOT / "README.md"]
-DASHBOARD = ROOT / "monitoring/grafana/dashboards/kvpatch.json"
+DASHBOARD = ROOT / "docs/monitoring/grafana/dashboards/kvpatch.json"
 FENCE = re.compile(r"^```(\w+)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 INDENTED = re.compile(r"^    (\S.*)$", re.MULTILINE)
 
@@ -77,7 +77,7 @@ def test_names_exist(page):
     tests = "".join(path.read_text() for path in (ROOT / "tests").rglob("test_*.py"))
     for name in re.findall(r"`(test_\w+)`", text):
         assert f"def {name}(" in tests, name
-    for path in re.findall(r"`((?:kvpatch|scripts|tests|monitoring)/[\w./-]+)`", text):
+    for path in re.findall(r"`((?:kvpatch|scripts|tests|docs)/[\w./-]+)`", text):
         assert (ROOT / path).exists(), path
 
 

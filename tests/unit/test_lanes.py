@@ -22,8 +22,7 @@ def collect(run, tmp_path):
         path = tests / place
         path.parent.mkdir(parents=True)
         path.write_text(TEST)
-        for name in ("conftest.py", "proofs.py"):
-            shutil.copy(TESTS / name, tests)
+        shutil.copy(TESTS / "conftest.py", tests)
         shutil.copy(TESTS.parent / "pyproject.toml", tmp_path)
         command = ("-m", "pytest", "-q", "-s", "-p", "no:cacheprovider", "--rootdir", tmp_path)
         return run(sys.executable, *command, "-c", tmp_path / "pyproject.toml", tests)
@@ -31,7 +30,9 @@ def collect(run, tmp_path):
     return collect
 
 
-@pytest.mark.parametrize("lane", ["unit", "wheel", "refusals", "engine", "versions", "bench"])
+@pytest.mark.parametrize(
+    "lane", ["unit", "wheel", "refusals", "engine", "long", "versions", "bench"]
+)
 def test_a_test_carries_the_mark_of_its_lane(collect, lane):
     done = collect(f"{lane}/test_it.py")
     assert done.code == 0
@@ -43,7 +44,7 @@ def test_a_test_outside_exactly_one_lane_fails_the_collection(collect, place):
     done = collect(place)
     assert done.code == pytest.ExitCode.USAGE_ERROR
     assert (
-        "is in no lane: put it in one of tests/{unit,wheel,refusals,engine,versions,bench}"
+        "is in no lane: put it in one of tests/{unit,wheel,refusals,engine,long,versions,bench}"
         in done.err
     )
 

@@ -7,8 +7,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from runs import Device, Finished, Run, engine_arguments, prompts, run_driver
-from test_tokens import Engine, assert_same
+
+from harness.engines.oracle import Engine, assert_same
+from harness.engines.runs import ALL, Device, Finished, Run, engine_arguments, prompts, run_driver
 
 RELEASES = ("0.24.0", "0.26.0", "0.27.1")
 STEPS = (0, 1)  # of four that the prompt takes
@@ -25,7 +26,7 @@ def aborts(
         job = {
             "model": str(models(wanted.model)),
             "engine": engine_arguments(wanted),
-            "rounds": [prompts(24)] * 2,
+            "rounds": [prompts(ALL)] * 2,
             "abort_after": STEPS,
             "watch": True,
             **more,
@@ -41,7 +42,7 @@ def test_an_aborted_request_ends_nothing_and_spoils_nothing(
 ) -> None:
     ours = aborts(vllm)
     assert_same(ours, engine(Run(kvpatch=False, offload=False, vllm=vllm, batch=192)))
-    assert [record["cached"] for record in ours.round(1)] == [640] * 24
+    assert [record["cached"] for record in ours.round(1)] == [640] * ALL
     assert ours.result["changed"] == []
 
 

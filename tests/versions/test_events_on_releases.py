@@ -6,8 +6,9 @@ from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
-from runs import Finished, Run
-from test_events import RUN, assert_same_events
+
+from harness.engines.events import RUN, assert_same_events
+from harness.engines.runs import Finished, Run
 
 
 @pytest.mark.parametrize(

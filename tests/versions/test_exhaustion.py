@@ -6,8 +6,9 @@ from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
-from runs import Finished, Run
-from test_tokens import PLAIN, assert_same
+
+from harness.engines.oracle import PLAIN, assert_same
+from harness.engines.runs import Finished, Run
 
 ROUNDS = ("long", "long")
 # The model has two groups, so that the blocks of one are there when the other has none: of

@@ -7,8 +7,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from runs import Device
-from test_fence import ALONE, BOTH_LOADED, LOST_WITHOUT, SCHEDULING, TOGETHER, Fences
+
+from harness.engines.fences import ALONE, BOTH_LOADED, LOST_WITHOUT, TOGETHER, Fences
+from harness.engines.fixtures import SCHEDULING
+from harness.engines.runs import Device
 
 RELEASES = (
     ("0.16.0", "v1"),

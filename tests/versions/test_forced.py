@@ -6,10 +6,8 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
-from runs import EXAMPLE, Finished, Run
-from test_tiers import APART, Serve, answers, hits, on, serve
-
-__all__ = ["serve"]
+from harness.engines.runs import EXAMPLE, Finished, Run
+from harness.engines.tiers import APART, Serve, answers, hits, on
 
 Engine = Callable[[Run], Finished]
 ONE_TIME = "8"  # prompts of 20 blocks on 139

@@ -6,10 +6,12 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from runs import Device, Run
-from test_fence import SHARED, TOGETHER, Fences
-from test_multi import INSIDE, compare_simple_inside
-from test_tokens import LAYOUTS, Engine
+
+from harness.engines.fences import SHARED, TOGETHER, Fences
+from harness.engines.fixtures import LAYOUTS
+from harness.engines.multi import INSIDE, compare_simple_inside
+from harness.engines.oracle import Engine
+from harness.engines.runs import Device, Run
 
 RELEASES = ("0.22.1", "0.24.0", "0.26.0", "0.27.1")
 

@@ -1,4 +1,4 @@
-"""The engine lane's oracle on every release and runner that is supported.
+"""Engines of other releases, beside the cells of the matrix.
 
 Each release has an environment of its own, which scripts/environment makes; the first
 run of this lane makes them all.
@@ -10,59 +10,25 @@ from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
-from proofs import Proves
-from runs import BLOCK, Finished, Run
-from test_tokens import LAYOUTS, MODELS, PLAIN, assert_same, same_tokens
+from packaging.version import Version
+
+from harness import releases
+from harness.engines.fixtures import LAYOUTS
+from harness.engines.oracle import PLAIN, assert_same, same_tokens
+from harness.engines.runs import Finished, Run
 
 Engine = Callable[[Run], Finished]
 COUNT = 8  # prompts of 21 blocks on 139
 SMALL_TIER = 100  # blocks
 ROUNDS = (str(COUNT),) * 2
 
-# The release in .venv is "", which the engine lane runs on Runner V1.
-RELEASES = [
-    ("", "v2"),
-    ("0.29.0", "v2"),
-    ("0.30.0", "v2"),
-    ("0.31.0", "v2"),
-    ("0.32.0", "v2"),
-    ("0.32.0", "v1"),
+RUNNERS = [
+    *((vllm, "v2") for vllm in releases.supported() if Version(vllm) >= Version("0.28")),
+    (releases.newest(), "v1"),
 ]
 EVERY = pytest.mark.parametrize(
-    ("vllm", "runner"), RELEASES, ids=[f"{vllm or '0.28.0'}-{runner}" for vllm, runner in RELEASES]
+    ("vllm", "runner"), RUNNERS, ids=["-".join(where) for where in RUNNERS]
 )
-
-
-@EVERY
-@MODELS
-@LAYOUTS
-def test_prompts_served_from_the_cpu_tier_give_plain_vllms_tokens(
-    engine: Engine, proves: Proves, vllm: str, runner: str, model: str, contiguous: bool
-) -> None:
-    run = Run(rounds=ROUNDS, vllm=vllm, runner=runner, model=model, contiguous=contiguous)
-    proves("Offloading", run)
-    plain = engine(replace(PLAIN, rounds=ROUNDS, vllm=vllm, runner=runner, model=model))
-    ours = engine(run)
-    assert_same(ours, plain)
-    assert plain.result["runner"] == ours.result["runner"] == runner
-    assert [record["cached"] for record in plain.round(1)] == [0] * COUNT
-    assert [record["cached"] for record in ours.round(1)] == [640] * COUNT
-    assert "KV on elastic memory: yes" in ours.log
-    assert ours.result["layout"] in (None, {True: "BLHNC", False: "LBHNC"}[contiguous])
-
-
-@EVERY
-@MODELS
-@LAYOUTS
-def test_restored_blocks_have_the_bytes_they_had(
-    engine: Engine, proves: Proves, vllm: str, runner: str, model: str, contiguous: bool
-) -> None:
-    run = Run(rounds=ROUNDS, vllm=vllm, runner=runner, model=model, contiguous=contiguous)
-    proves("Offloading", run)
-    ours = engine(run)
-    ours.round(1)
-    assert ours.result["returned"] >= COUNT * 640 // BLOCK
-    assert ours.result["changed"] == []
 
 
 @EVERY
@@ -99,7 +65,8 @@ def test_without_a_connector_kvcached_runs_alone_and_is_elastic(
 
 def test_on_0_28_without_the_geometry_patch_runner_v2_corrupts_silently(engine: Engine) -> None:
     """The oracle can fail on this runner too."""
-    broken = engine(Run(rounds=ROUNDS, runner="v2", revert=("offloading.register_kv_caches",)))
-    plain = engine(replace(PLAIN, rounds=ROUNDS, runner="v2"))
+    base = Run(rounds=ROUNDS, runner="v2", vllm="0.28.0")
+    broken = engine(replace(base, revert=("offloading.register_kv_caches",)))
+    plain = engine(replace(base, kvpatch=False, offload=False))
     assert [record["cached"] for record in broken.round(1)] == [640] * COUNT
     assert same_tokens(broken.round(1), plain.round(1)) == 0

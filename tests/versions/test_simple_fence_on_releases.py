@@ -6,9 +6,10 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from runs import Device
-from test_fence import SCHEDULING
-from test_simple import MODES, TOGETHER, SimpleFences
+
+from harness.engines.fences import SIMPLE_TOGETHER, SimpleFences
+from harness.engines.fixtures import MODES, SCHEDULING
+from harness.engines.runs import Device
 
 RELEASES = {"0.19.1": "v1", "0.22.1": "v1", "0.24.0": "v1", "0.30.0": "v2", "0.32.0": "v2"}
 # Its own bookkeeping notices there that a block it has stored is another's.
@@ -29,7 +30,7 @@ def fences(
 @pytest.mark.parametrize("vllm", RELEASES)
 @SCHEDULING
 @MODES
-@pytest.mark.parametrize("scenario", [*TOGETHER, "preempt"])
+@pytest.mark.parametrize("scenario", [*SIMPLE_TOGETHER, "preempt"])
 def test_every_stored_block_is_right_and_nothing_is_left(
     fences: Callable[[str], SimpleFences], scenario: str, mode: str, asynchronous: bool, vllm: str
 ) -> None:

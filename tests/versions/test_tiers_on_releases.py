@@ -7,25 +7,21 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from runs import HERE as ENGINE_LANE
-from runs import Finished, Run, python_of
-from test_multi import INSIDE
-from test_tiers import (
+
+from harness.engines.multi import INSIDE
+from harness.engines.oracle import Engine, same_tokens, widest_gap
+from harness.engines.runs import Finished, Run, python_of
+from harness.engines.tiers import (
     APART,
     FAULTS,
     SMALL,
-    Engine,
     Serve,
     answers,
     assert_comes_back,
     assert_plain,
     hits,
     on,
-    serve,
 )
-from test_tokens import same_tokens, widest_gap
-
-__all__ = ["serve"]
 
 RELEASES = {"0.24.0": "v1", "0.26.0": "v1", "0.27.1": "v1", "0.32.0": "v2"}
 OLDER = [vllm for vllm, runner in RELEASES.items() if runner == "v1"]
@@ -151,7 +147,7 @@ def test_many_prompts_at_once_on_a_cpu_tier_smaller_than_they_are(
 )
 def test_the_tier_classes_with_kvpatchs_rows(vllm: str) -> None:
     """The engine lane's tests of vLLM's own tier classes, with another vLLM."""
-    file = ENGINE_LANE / "test_tier_classes.py"
+    file = Path(__file__).parents[1] / "engine/test_tier_classes.py"
     ended = subprocess.run(
         [python_of(vllm), "-m", "pytest", "-q", "-p", "no:cacheprovider", file],
         stdout=subprocess.PIPE,

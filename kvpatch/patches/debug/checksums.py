@@ -1,114 +1,147 @@
-"""Debug mode: every stored block is summed and checked, every unmapping is looked at.
+"""OffloadingConnector in debug mode: stored blocks are checksummed, loaded blocks verified.
 
-With ``KVPATCH_DEBUG=1`` a block is summed when its store is handed to the worker, and
-again when the copy is launched and when the block is loaded; before a page is unmapped,
-vLLM's own record of transfers is searched for its blocks. What must not happen stops
-the engine with the block, page, job and request. It reads every block twice more, so
-that it is for finding faults and not for service.
+With ``KVPATCH_DEBUG=1`` the checksum of a block is taken when its store is handed to the
+worker, and again when the copy is launched and when the block was loaded. What must not
+happen stops the engine with the block, page, job and request. Every block is read twice
+more, so that it is for finding faults and not for service.
+
+A secondary tier writes to the CPU tier too: what it promoted is not what the device stored.
+The scheduler tells the workers with each step which chunks those are; their loads are counted
+as unverified, and the tier's own files have checksums.
 """
 
 from __future__ import annotations
 
-import zlib
+from collections.abc import Collection
+from dataclasses import dataclass, field
 from typing import Any
 
-from kvpatch.environ import DEBUG
+from kvpatch import state
 from kvpatch.patch import argument
-from kvpatch.upstream import connectors
-from kvpatch.upstream.vllm_api import Place, places
+from kvpatch.patches.debug.audit import Audited, Region, checksum
+from kvpatch.upstream.vllm_api import Place, blocks_per_chunk, places
 
 
-class Violation(RuntimeError):
-    """Stops an engine in debug mode: something touched memory that it must not touch."""
-
-    def __init__(self, what: str, block: int, page: int | str, job: int, request: str) -> None:
-        super().__init__(
-            f"kvpatch {DEBUG}: {what}: block {block} of page {page}, job {job}, request {request}"
-        )
-
-
-def wanted() -> bool:
-    """Whether the operator asked for it."""
-    return DEBUG.is_on()
-
-
-class AuditedWorker:
-    """An ``OffloadingWorker`` that sums what it copies; everything else is the worker's own.
+class AuditedWorker(Audited):
+    """An ``OffloadingWorker`` whose copies are verified.
 
     Args:
         worker: the worker of the spec in use.
-        kv_caches: the regions, as vLLM's ``CanonicalKVCaches``.
-        blocks_per_chunk: device blocks in one block of the tier.
+        groups: the regions of each group's blocks.
+        chunk: device blocks in one chunk of the CPU tier.
+        stores: whether this worker stores; of ranks with equal KV only one does.
     """
 
-    def __init__(self, worker: Any, kv_caches: Any, blocks_per_chunk: int) -> None:
-        self._worker = worker
-        self._blocks_per_chunk = blocks_per_chunk
-        self._regions = [
-            [kv_caches.tensors[ref.tensor_idx].tensor for ref in group]
-            for group in kv_caches.group_data_refs
-        ]
+    def __init__(
+        self, worker: Any, groups: list[list[Region]], chunk: int, stores: bool = True
+    ) -> None:
+        super().__init__(worker)
+        self._groups = groups
+        self._chunk = chunk
+        self._stores = stores
         self._handed: dict[int, dict[Place, int]] = {}
-        self._stored: dict[Place, int] = {}
-        self._loading: dict[int, list[tuple[int, Place]]] = {}
+        self._stored: dict[int, dict[Place, int]] = {}  # by chunk
+        self._promoted: set[int] = set()
+        self._loading: dict[int, list[tuple[int, Place, int | None]]] = {}
         self._requests: dict[int, str] = {}
-        self.blocks_per_page = 0
-        self.checked = {"stored": 0, "loaded": 0}
 
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._worker, name)
-
-    def sum_of(self, group: int, block: int) -> int:
-        """The checksum of a block over its group's regions."""
-        total = 0
-        for region in self._regions[group]:
-            total = zlib.crc32(region[block].cpu().numpy(), total)
-        return total
+    def request_of(self, job_id: int) -> str:
+        """Return whose transfer a job is."""
+        return self._requests.get(job_id, "unknown")
 
     def note_request(self, job_id: int, request: str) -> None:
         """Remember whose transfer a job is."""
         self._requests[job_id] = request
 
-    def hand_off(self, job_id: int, device: Any, tier: Any) -> None:
-        """Sum the blocks of a store that is planned and not launched yet."""
-        pairs = places(device, tier, self._blocks_per_chunk)
-        self._handed[job_id] = {place: self.sum_of(place.group, block) for block, place in pairs}
+    def forget(self, chunks: Collection[int]) -> None:
+        """Forget what was stored in chunks that a secondary tier writes to."""
+        for chunk in chunks:
+            self._stored.pop(chunk, None)
+        self._promoted.update(chunks)
 
-    def submit_store(self, job_id: int, src_spec: Any, dst_spec: Any) -> bool:
-        """Check that the blocks are still what they were, and launch the copy."""
+    def hand_off(self, job_id: int, device: Any, tier: Any) -> None:
+        """Take the checksums of a store that is planned and not launched yet."""
+        if self._stores:
+            pairs = places(device, tier, self._chunk)
+            self._handed[job_id] = {
+                place: checksum(self._groups[place.group], block) for block, place in pairs
+            }
+
+    def check_store(self, job_id: int, device: Any, tier: Any) -> None:
+        """Check, when a store is launched, that its blocks are still what they were.
+
+        Raises:
+            Violation: one of them is not.
+        """
         if job_id not in self._handed:  # flushed in the step that planned it
-            self.hand_off(job_id, src_spec, dst_spec)
+            self.hand_off(job_id, device, tier)
         sums = self._handed.pop(job_id)
-        for block, place in places(src_spec, dst_spec, self._blocks_per_chunk):
-            if self.sum_of(place.group, block) != sums[place]:
-                raise self._violation(
-                    "a block changed before its store was launched", block, job_id
+        for block, place in places(device, tier, self._chunk):
+            if checksum(self._groups[place.group], block) != sums[place]:
+                raise self.violation(
+                    "a block changed before its store was launched",
+                    block,
+                    job_id,
+                    self.request_of(job_id),
                 )
             self.checked["stored"] += 1
-        self._stored |= sums
-        return bool(self._worker.submit_store(job_id, src_spec, dst_spec))
+        # A job stores whole chunks: nothing of what was there before can be loaded any more.
+        self._stored |= {place.chunk: {} for place in sums}
+        for place, one in sums.items():
+            self._stored[place.chunk][place] = one
+        self._promoted -= {place.chunk for place in sums}
 
-    def submit_load(self, job_id: int, src_spec: Any, dst_spec: Any) -> bool:
-        """Launch a load; its blocks are checked when it has ended."""
-        self._loading[job_id] = list(places(dst_spec, src_spec, self._blocks_per_chunk))
-        return bool(self._worker.submit_load(job_id, src_spec, dst_spec))
+    def expect_load(self, job_id: int, device: Any, tier: Any) -> None:
+        """Remember what a load that is launched now must bring."""
+        expected = self._loading[job_id] = []
+        for block, place in places(device, tier, self._chunk):
+            stored = self._stored.get(place.chunk, {}).get(place)
+            if stored is None and (place.chunk in self._promoted or not self._stores):
+                self.checked["unverified"] += 1
+            else:
+                expected.append((block, place, stored))
+
+    def end_load(self, job_id: int) -> None:
+        """Verify what a load has brought, if the job is one.
+
+        Raises:
+            Violation: it brought other bytes than were stored.
+        """
+        for block, place, stored in self._loading.pop(job_id, ()):
+            request = self.request_of(job_id)
+            self.check_loaded(self._groups[place.group], block, stored, job_id, request)
+
+    def submit_store(self, job_id: int, src_spec: Any, dst_spec: Any) -> bool:
+        """Check the blocks, and launch the copy."""
+        self.check_store(job_id, src_spec, dst_spec)
+        return bool(self._audited.submit_store(job_id, src_spec, dst_spec))
+
+    def submit_load(self, job_id: int, src_spec: Any, dst_spec: Any, **more: Any) -> bool:
+        """Launch a load; its blocks are verified when it has ended."""
+        self.expect_load(job_id, dst_spec, src_spec)
+        return bool(self._audited.submit_load(job_id, src_spec, dst_spec, **more))
+
+    def wait(self, job_ids: set[int]) -> None:
+        """Wait for jobs; a load that is waited for is computed on in the same step."""
+        self._audited.wait(job_ids)
+        for job_id in job_ids:
+            self.end_load(job_id)
 
     def get_finished(self) -> Any:
         """Return the transfers that ended; a load must have brought what was stored."""
-        finished = self._worker.get_finished()
+        finished = self._audited.get_finished()
         for result in finished:
-            for block, place in self._loading.pop(result.job_id, []):
-                if self.sum_of(place.group, block) != self._stored.get(place):
-                    raise self._violation(
-                        "a load brought other bytes than were stored", block, result.job_id
-                    )
-                self.checked["loaded"] += 1
+            self.end_load(result.job_id)
             self._requests.pop(result.job_id, None)
         return finished
 
-    def _violation(self, what: str, block: int, job_id: int) -> Violation:
-        page = block // self.blocks_per_page if self.blocks_per_page else "unknown"
-        return Violation(what, block, page, job_id, self._requests.get(job_id, "unknown"))
+
+def regions_of(kv_caches: Any) -> list[list[Region]]:
+    """Return the regions of each group in vLLM's ``CanonicalKVCaches``."""
+    return [
+        [(kv_caches.tensors[ref.tensor_idx].tensor, ref.page_size_bytes) for ref in group]
+        for group in kv_caches.group_data_refs
+    ]
 
 
 def around_init_worker(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> None:
@@ -117,12 +150,16 @@ def around_init_worker(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> N
     Wraps ``OffloadingConnectorWorker._init_worker(kv_caches)``.
     """
     wrapped(*args, **kwargs)
-    kv_caches = argument(args, kwargs, 0, "kv_caches")
-    instance.worker = AuditedWorker(instance.worker, kv_caches, instance.spec.blocks_per_chunk)
+    instance.worker = AuditedWorker(
+        instance.worker,
+        regions_of(argument(args, kwargs, 0, "kv_caches")),
+        blocks_per_chunk(instance.spec),
+        getattr(instance, "_is_store_writer", True),  # up to 0.26 every rank stores
+    )
 
 
 def around_prepare_store(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> None:
-    """Sum the blocks of new stores; their compute has been launched by now.
+    """Take the checksums of new stores; their compute has been launched by now.
 
     Wraps ``OffloadingConnectorWorker.prepare_store_kv(metadata)``.
     """
@@ -134,48 +171,51 @@ def around_prepare_store(wrapped: Any, instance: Any, args: Any, kwargs: Any) ->
 
 
 def around_start_transfers(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> None:
-    """Remember whose loads these are.
+    """Remember whose loads these are, and forget what secondary tiers write over.
 
     Wraps ``OffloadingConnectorWorker.start_kv_transfers(metadata)``.
     """
     metadata = argument(args, kwargs, 0, "metadata")
+    promoted = state.find(metadata, PromotedChunks)
+    if promoted is not None:
+        instance.worker.forget(promoted.chunks)
     for job_id, entry in metadata.load_jobs.items():
         instance.worker.note_request(job_id, entry.req_id)
     wrapped(*args, **kwargs)
 
 
-def tell_page_size(worker: Any, blocks_per_page: int) -> None:
-    """Let a worker name pages too; runs in the worker by RPC."""
-    from vllm.distributed.kv_transfer import get_kv_transfer_group
+@dataclass
+class PromotedChunks:
+    """Chunks of the CPU tier that secondary tiers write to.
 
-    for part in connectors.parts(get_kv_transfer_group()):
-        if hasattr(part, "connector_worker"):
-            part.connector_worker.worker.blocks_per_page = blocks_per_page
-
-
-def check_release(planner: Any, pages: list[int]) -> None:
-    """Check by vLLM's own record that nothing still reads what is about to be unmapped.
-
-    Args:
-        planner: the ``OffloadingConnectorScheduler``; its record of jobs is not the
-            fence's, so that a fault of the fence shows.
-        pages: the ids of the pages to unmap.
-
-    Raises:
-        Violation: a store that has not ended names a block of one of them.
+    Kept on the ``TieringOffloadingManager`` until a step's metadata takes them to the workers.
     """
-    page_of = {
-        block: page
-        for page in pages
-        for block in range(*planner.kvpatch_fence.blocks_of_page(page))
-    }
-    for job_id, job in planner._jobs.items():
-        for block in (*(job.deferred_fence_block_ids or ()), *(job.fenced_block_ids or ())):
-            if block in page_of:
-                raise Violation(
-                    "a page is unmapped under a transfer",
-                    block,
-                    page_of[block],
-                    job_id,
-                    job.req_id,
-                )
+
+    chunks: list[int] = field(default_factory=list)
+
+
+def around_promotions(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
+    """Note the chunks that secondary tiers begin to write to.
+
+    Wraps ``TieringOffloadingManager._flush_pending_promotions()``. A transfer of what was there
+    has ended: the manager gave the chunk away only after all workers had reported it.
+    """
+    chunks = state.of(instance, PromotedChunks).chunks
+    for by_request in instance._pending_load_submissions.values():
+        for entry in by_request.values():
+            # Up to 0.29 the chunks are called blocks.
+            chunks.extend(map(int, getattr(entry, "chunk_ids", None) or entry.block_ids))
+    return wrapped(*args, **kwargs)
+
+
+def around_build(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
+    """Tell the workers with a step which chunks secondary tiers write to.
+
+    Wraps ``OffloadingConnectorScheduler.build_connector_meta``, which starts the promotions.
+    """
+    meta = wrapped(*args, **kwargs)
+    promoted = state.find(instance.manager, PromotedChunks)
+    if promoted is not None and promoted.chunks:
+        state.attach(meta, PromotedChunks(promoted.chunks))
+        promoted.chunks = []
+    return meta

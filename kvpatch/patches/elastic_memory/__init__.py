@@ -6,7 +6,7 @@ from kvpatch.patch import Feature, Gap, Patch, seam
 from kvpatch.supported import FLOOR
 from kvpatch.upstream.targets import COORDINATOR, ENGINE_CORE, V1_RUNNER, V2_RUNNER
 
-_RAISES = Gap("0.29", None, "a set-up that fails raises")
+_RAISES = Gap("0.29", None, "a failed set-up raises")
 
 FEATURE = Feature(
     name="elastic-memory",
@@ -18,9 +18,9 @@ FEATURE = Feature(
         Patch(
             id="elastic.config",
             target="vllm.config.vllm:VllmConfig.__post_init__",
-            why="configurations nobody tested start and give wrong tokens or die later",
-            upstream="ovg-project/kvcached#361 (reviewers ask for stated fallback conditions)",
-            until="kvcached states and checks the configurations it supports",
+            why="untested configurations start, and produce wrong tokens or fail later",
+            upstream="ovg-project/kvcached#361 (reviewers request explicit fallback conditions)",
+            until="kvcached documents and checks the configurations it supports",
             wrapper="kvpatch.patches.elastic_memory.configuration:around_post_init",
             parameters=("self",),
             since="0.16",
@@ -29,7 +29,7 @@ FEATURE = Feature(
             Patch(
                 id="elastic.worker_setup_error",
                 target=f"{V1_RUNNER}._init_kvcached",
-                why="kvcached logs the error of a failed worker set-up and drops it",
+                why="kvcached logs the error of a failed worker set-up and ignores it",
                 upstream="ovg-project/kvcached, patch_model_runner_init in 0.1.6",
                 until="kvcached raises instead of logging 'disabling'",
                 wrapper="kvpatch.patches.elastic_memory.allocation:remember_setup_error",
@@ -43,7 +43,7 @@ FEATURE = Feature(
             Patch(
                 id="elastic.worker_setup",
                 target=f"{V1_RUNNER}.__init__",
-                why="after a failed set-up the engine starts half patched and dies later",
+                why="after a failed set-up the engine starts partially patched and fails later",
                 upstream="ovg-project/kvcached, patch_model_runner_init in 0.1.6",
                 until="kvcached raises instead of logging 'disabling'",
                 wrapper="kvpatch.patches.elastic_memory.allocation:require_setup",
@@ -67,7 +67,7 @@ FEATURE = Feature(
             Patch(
                 id="elastic.kv_cache_tensors",
                 target=f"{V1_RUNNER}.initialize_kv_cache_tensors",
-                why="nothing tells KV caches on kvcached's memory from others",
+                why="KV caches outside kvcached's memory go unnoticed",
                 upstream="ovg-project/kvcached#269 (elastic memory silently bypassed)",
                 until="kvcached refuses KV caches it did not allocate",
                 wrapper="kvpatch.patches.elastic_memory.verify:around_kv_cache_tensors",
@@ -78,7 +78,7 @@ FEATURE = Feature(
             Patch(
                 id="elastic.kv_caches_v1",
                 target=f"{V1_RUNNER}.initialize_kv_cache",
-                why="nothing tells KV caches on kvcached's memory from others",
+                why="KV caches outside kvcached's memory go unnoticed",
                 upstream="ovg-project/kvcached#269 (elastic memory silently bypassed)",
                 until="kvcached refuses KV caches it did not allocate",
                 wrapper="kvpatch.patches.elastic_memory.verify:around_initialize_kv_cache",
@@ -91,7 +91,7 @@ FEATURE = Feature(
             Patch(
                 id="elastic.kv_cache_tensors_v2",
                 target="vllm.v1.worker.gpu.model_runner:init_kv_cache",
-                why="nothing tells KV caches on kvcached's memory from others",
+                why="KV caches outside kvcached's memory go unnoticed",
                 upstream="ovg-project/kvcached#269 (elastic memory silently bypassed)",
                 until="kvcached refuses KV caches it did not allocate",
                 wrapper="kvpatch.patches.elastic_memory.verify:around_kv_cache_tensors",
@@ -102,7 +102,7 @@ FEATURE = Feature(
             Patch(
                 id="elastic.kv_caches_v2",
                 target=f"{V2_RUNNER}.initialize_kv_cache",
-                why="nothing tells KV caches on kvcached's memory from others",
+                why="KV caches outside kvcached's memory go unnoticed",
                 upstream="ovg-project/kvcached#269 (elastic memory silently bypassed)",
                 until="kvcached refuses KV caches it did not allocate",
                 wrapper="kvpatch.patches.elastic_memory.verify:around_initialize_kv_cache",
@@ -115,7 +115,7 @@ FEATURE = Feature(
             Patch(
                 id="elastic.allocation",
                 target="kvcached.integration.vllm.model_runner_v2:allocate_kv_cache",
-                why="from 0.29 on the KV caches are vLLM's views and bear no mark of kvcached's",
+                why="from 0.29 on the KV caches are vLLM's views, without kvcached's mark",
                 upstream="ovg-project/kvcached#269 (elastic memory silently bypassed)",
                 until="kvcached refuses KV caches it did not allocate",
                 wrapper="kvpatch.patches.elastic_memory.verify:remember_allocation",
@@ -127,24 +127,24 @@ FEATURE = Feature(
             Patch(
                 id="elastic.rollback",
                 target="vllm.v1.core.kv_cache_manager:KVCacheManager.allocate_slots",
-                why="an allocation that fails in the middle ends the engine when it is tried again",
+                why="a partially failed allocation ends the engine when it is retried",
                 upstream="ovg-project/kvcached, patch_allocate_slots in 0.1.6 (0.28 to 0.30 only)",
-                until="kvcached takes failed allocations back on every release",
+                until="kvcached rolls failed allocations back on every release",
                 wrapper="kvpatch.patches.elastic_memory.allocation:around_allocate_slots",
-                parameters=("self",),  # kvcached's wrapper, which is there before, names no other
+                parameters=("self",),  # the target is kvcached's wrapper, which names no other
                 since="0.16",
                 before="0.28",
             ),
             Gap(
                 "0.28",
                 None,
-                "kvcached rolls them back itself, from 0.31 on by told.allocate_slots",
+                "kvcached rolls them back itself, from 0.31 on through told.allocate_slots",
             ),
         ),
         Patch(
             id="elastic.engine_core",
             target=f"{ENGINE_CORE}.__init__",
-            why="nothing tells an engine on kvcached's block pool from one on vLLM's own",
+            why="an engine that uses vLLM's own block pool goes unnoticed",
             upstream="ovg-project/kvcached#316 (is it on in this process?)",
             until="kvcached refuses to run without its own block pool",
             wrapper="kvpatch.patches.elastic_memory.verify:around_engine_core",
@@ -156,7 +156,7 @@ FEATURE = Feature(
             target=f"{ENGINE_CORE}.__init__",
             why="engines of one process group share kvcached's page limit and workers' sockets",
             upstream="ovg-project/kvcached, _obtain_default_ipc_name in 0.1.6",
-            until="kvcached gives every engine a name of its own",
+            until="kvcached gives every engine a unique name",
             wrapper="kvpatch.patches.elastic_memory.ipc_name:around_engine_start",
             parameters=("self", "vllm_config"),
             since="0.16",
@@ -164,9 +164,9 @@ FEATURE = Feature(
         Patch(
             id="elastic.engine_name_end",
             target=f"{ENGINE_CORE}.shutdown",
-            why="a second engine of a script must be able to follow the first one",
+            why="a script must be able to start another engine after the first has shut down",
             upstream="none: the name is kvpatch's",
-            until="kvcached gives every engine a name of its own",
+            until="kvcached gives every engine a unique name",
             wrapper="kvpatch.patches.elastic_memory.ipc_name:after_engine_shutdown",
             parameters=("self",),
             since="0.16",

@@ -1,9 +1,9 @@
-"""Allocations that fail: a worker's or an engine's set-up, and a request's blocks.
+"""Failed allocations: the set-up of a worker or an engine, and the blocks of a request.
 
-A neighbour can take the last page after the scheduler has counted it. A model with
-several KV cache groups then has new blocks for one group and none for the next. The
-request is tried again, and what the first try left is in the way: prefix caching
-asserts that the request is new, and a worker hears of the blocks of the last try only.
+Another engine can map the last page after the scheduler has counted it as free. A request
+with several KV cache groups then gets new blocks for one group and none for the next. The
+retry fails on the blocks of the first attempt: prefix caching asserts that the request is
+new, and a worker receives only the blocks of the last attempt.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ _setup_error: Exception | None = None
 
 
 def remember_setup_error(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
-    """Keep the reason of a failed worker set-up, which kvcached only logs."""
+    """Record the error of a failed worker set-up, which kvcached only logs."""
     global _setup_error
     _setup_error = None
     try:
@@ -29,10 +29,10 @@ def remember_setup_error(wrapped: Any, instance: Any, args: Any, kwargs: Any) ->
 
 
 def require_setup(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
-    """Stop a worker that kvcached has given up on.
+    """Refuse a worker in which kvcached's set-up failed.
 
     Wraps ``GPUModelRunner.__init__`` over kvcached's wrapper, which turns a failure
-    into a warning; the engine would die at its first request.
+    into a warning; the engine would fail at its first request.
     """
     result = wrapped(*args, **kwargs)
     if _setup_error is not None:
@@ -46,10 +46,10 @@ def require_setup(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
 
 
 def require_coordinator(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
-    """Stop an engine whose block pool kvcached could not replace.
+    """Refuse an engine whose block pool kvcached could not replace.
 
     Wraps ``KVCacheCoordinator._setup_kvcached_coordinator``, whose errors kvcached
-    turns into a warning unless they are RuntimeErrors, as a refusal is.
+    turns into a warning unless they are RuntimeErrors, such as a refusal.
     """
     try:
         return wrapped(*args, **kwargs)
@@ -74,7 +74,7 @@ class Attempt:
 
 
 def around_allocate_slots(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
-    """Roll back what a failed allocation has taken, as kvcached does on some releases.
+    """Roll back the blocks of a failed allocation, as kvcached does on some releases.
 
     Wraps ``KVCacheManager.allocate_slots``.
     """

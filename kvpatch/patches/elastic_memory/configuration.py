@@ -1,4 +1,4 @@
-"""Checking a configuration as soon as vLLM has resolved it, and the frontend's status line."""
+"""Checking a configuration once vLLM has resolved it, and the frontend's status line."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ def around_post_init(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any
     """Check a configuration against the rules of every feature.
 
     Wraps ``VllmConfig.__post_init__``, which runs in the frontend process before any
-    engine is started, so that the refusal is the last line the operator sees.
+    engine is started, so that the refusal is the last line of output.
 
     Raises:
-        Refusal: of the first rule that the configuration breaks.
+        Refusal: the configuration breaks a rule; the first one is reported.
     """
     result = wrapped(*args, **kwargs)
     if instance.model_config is not None:
@@ -31,7 +31,7 @@ def around_post_init(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any
 
 
 def facts_of_engine() -> Facts:
-    """Return the facts of this process with those that are known once vllm is imported."""
+    """Return the facts of this process, with those that require vllm."""
     assert record.facts is not None
     return replace(
         record.facts,

@@ -1,9 +1,9 @@
-"""One name of kvcached for each engine: its shared limit and its workers' sockets.
+"""One kvcached name per engine, for its page limit and its workers' sockets.
 
-kvcached derives the name from the process group, so two engines that one script
-starts share it: each reads the other's page limit, and unmaps pages in the other's
-workers. A name of its own is given to every process that an operator starts, and an
-engine does not start on a name that another one runs under.
+kvcached derives the name from the process group, so that two engines started by one script
+share it: each reads the other's page limit, and unmaps pages in the other's workers. kvpatch
+sets a unique name for every program that an operator starts, and an engine does not start
+with a name that another engine uses.
 """
 
 from __future__ import annotations
@@ -19,16 +19,16 @@ from kvpatch.environ import KVCACHED_IPC_NAME, OUR_IPC_NAME
 from kvpatch.refusal import Refusal
 
 NAME = KVCACHED_IPC_NAME.name
-_GIVEN = OUR_IPC_NAME.name  # the name we set; an operator's own name differs from it
-CLAIM = "@kvpatch-engine-"  # a socket without a file, as /proc/net/unix shows it
+_GIVEN = OUR_IPC_NAME.name  # the name that kvpatch set; an operator's own name differs from it
+CLAIM = "@kvpatch-engine-"  # an abstract socket, as /proc/net/unix shows it
 
 
 def give_name() -> None:
     """Name this instance for kvcached, before kvcached is imported.
 
-    An operator's name stays. vLLM's own processes keep the one they inherit; any
-    other process that inherits ours is an instance of its own, started by a script
-    that imported vLLM too.
+    An operator's name is kept. vLLM's own processes keep the name that they inherit; any
+    other process that inherits a name of kvpatch is a separate instance, started by a
+    script that imported vLLM too.
     """
     given = os.environ.get(NAME)
     if given and given != os.environ.get(_GIVEN):
@@ -39,7 +39,7 @@ def give_name() -> None:
 
 
 def _started_by_multiprocessing() -> bool:
-    # A spawned child has no parent_process() yet while it unpickles its work.
+    # A spawned child has no parent_process() yet while it unpickles its target.
     current = multiprocessing.current_process()
     return multiprocessing.parent_process() is not None or getattr(current, "_inheriting", False)
 
@@ -52,12 +52,12 @@ class Claim:
 
 
 def claim() -> socket.socket:
-    """Make the caller the only engine of this name, until the socket is closed.
+    """Make the caller the only engine with this name, until the socket is closed.
 
-    The kernel drops an abstract socket with its process, however that dies.
+    The kernel removes an abstract socket when its process exits, for whatever reason.
 
     Raises:
-        Refusal: another engine, in this process or another one, runs under it.
+        Refusal: another engine, in this process or another one, has this name.
     """
     from kvcached.utils import DEFAULT_IPC_NAME
 
@@ -78,13 +78,13 @@ def claim() -> socket.socket:
 
 def around_engine_start(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
     """Claim the name for an ``EngineCore`` before it maps anything."""
-    gc.collect()  # an engine that was dropped before gives its name back
+    gc.collect()  # releases the name of an engine that was dropped before
     state.attach(instance, Claim(claim()))
     return wrapped(*args, **kwargs)
 
 
 def after_engine_shutdown(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
-    """Give the name of an ``EngineCore`` back once it is down."""
+    """Release the name of an ``EngineCore`` once it has shut down."""
     try:
         return wrapped(*args, **kwargs)
     finally:

@@ -1,15 +1,14 @@
-"""Which bytes a block has: the regions an offloading connector must copy.
+"""The memory regions of a block, which an offloading connector must copy.
 
-kvcached's pools are views into a virtual reservation that is larger than the
-block count, and in the contiguous layout a block's layers lie side by side:
+kvcached's pools are views into a virtual memory reservation that is larger than the number
+of blocks, and in the contiguous layout the layers of a block are adjacent:
 
     contiguous       one pool, block b at [b*R, (b+1)*R), R = layers * page
-    non-contiguous   one pool a layer, block b at [b*page, (b+1)*page)
-    split K/V        one pool a layer, K and V of block b in its two halves
+    non-contiguous   one pool per layer, block b at [b*page, (b+1)*page)
+    split K/V        one pool per layer, K and V of block b in its two halves
 
-vLLM's own registration assumes a dense tensor a layer and copies other blocks'
-bytes. Here each region is what the memory really has, so that a contiguous block
-is one copy.
+vLLM's own registration assumes one dense tensor per layer and copies the bytes of other
+blocks. The regions here are the actual ones, so that a contiguous block is a single copy.
 """
 
 from __future__ import annotations
@@ -21,10 +20,9 @@ from typing import Any
 from kvpatch.refusal import Refusal
 from kvpatch.upstream.kvcached_api import block_view
 
-# Specs whose blocks are validated, byte by byte after a round trip.
+# Specs whose blocks are validated byte for byte by a store and load round trip.
 VALIDATED_SPECS = ("FullAttentionSpec", "SlidingWindowSpec", "MLAAttentionSpec", "MambaSpec")
-# Of the layers that keep a state: the name in vLLM's ``MambaAttentionBackendEnum``, and which of
-# their states are cached.
+# State-space layers: the name in vLLM's ``MambaAttentionBackendEnum``, and the mamba_cache_mode.
 VALIDATED_STATES = (("MAMBA2", "align"),)
 
 
@@ -34,7 +32,7 @@ class Regions:
 
     Attributes:
         tensors: int8 tensors of shape ``[num_blocks, bytes]``; row b is a part of block b.
-        groups: for each KV cache group, the indices of the regions its layers use.
+        groups: per KV cache group, the indices of the regions that its layers use.
     """
 
     tensors: list[Any]
@@ -54,14 +52,14 @@ def find_regions(
     Args:
         kv_caches: a KV cache tensor per layer name, as the model runner registers them.
         groups: the layer names of each KV cache group.
-        num_blocks: the blocks the scheduler hands out; kvcached reserves more.
+        num_blocks: the blocks that the scheduler allocates; kvcached reserves more.
 
     Returns:
         The regions, in the order of the first layer that uses each.
 
     Raises:
         Refusal: a layer's KV cache is not kvcached's, or has fewer blocks than
-            the scheduler hands out.
+            the scheduler allocates.
     """
     import torch
 

@@ -12,8 +12,8 @@ from kvpatch.upstream import kvcached_api
 def around_engine_core(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
     """Refuse an engine whose block pool is not elastic; log its status line.
 
-    Wraps ``EngineCore.__init__``. With one worker in the same process the worker's
-    part of the start-up runs inside this call.
+    Wraps ``EngineCore.__init__``. If the worker is in the same process, its start-up runs
+    inside this call.
     """
     record.roles, record.elastic = ["engine-core"], None
     wrapped(*args, **kwargs)
@@ -34,8 +34,8 @@ def around_engine_core(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> A
 def around_kv_cache_tensors(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
     """Refuse a worker whose KV caches are not kvcached's; log its status line.
 
-    Wraps ``GPUModelRunner.initialize_kv_cache_tensors`` and, of Runner V2 of vLLM 0.28,
-    ``init_kv_cache``. kvcached marks each tensor that it allocates with its block view.
+    Wraps ``GPUModelRunner.initialize_kv_cache_tensors`` and, for Runner V2 of vLLM 0.28,
+    ``init_kv_cache``. kvcached marks each tensor that it allocates with a block view.
     """
     kv_caches = wrapped(*args, **kwargs)
     _verify_worker(
@@ -45,7 +45,7 @@ def around_kv_cache_tensors(wrapped: Any, instance: Any, args: Any, kwargs: Any)
 
 
 def remember_allocation(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
-    """Remember the storage of the KV caches that kvcached allocates.
+    """Record the storages of the KV caches that kvcached allocates.
 
     Wraps kvcached's ``allocate_kv_cache``; from vLLM 0.29 on the caches are vLLM's own
     views of kvcached's memory.
@@ -59,7 +59,7 @@ def around_initialize_kv_cache(wrapped: Any, instance: Any, args: Any, kwargs: A
     """Refuse a worker whose KV caches are not kvcached's; log its status line.
 
     Wraps ``GPUModelRunner.initialize_kv_cache(kv_cache_config, is_profiling)`` of both
-    runners. The KV cache of a profile is vLLM's own, and discarded.
+    runners. The KV cache of a profiling run is vLLM's own, and discarded.
     """
     result = wrapped(*args, **kwargs)
     if not kwargs.get("is_profiling", args[1] if len(args) > 1 else False):

@@ -3,18 +3,18 @@
 kvcached unmaps a page when its last block is freed. vLLM's OffloadingConnector
 copies blocks after that: it launches a store one step after it planned it, and
 plans a request's last stores after the request's blocks were freed. The copy would
-read a scratch page, and be served later as this prompt's KV.
+read a scratch page, and be loaded later as this prompt's KV.
 
-So a freed page waits on kvcached's own list of retired pages, where its blocks can
-be allocated again at once, until
+So a freed page stays on kvcached's own list of retired pages, from which its blocks can
+be allocated again immediately, until
 
-    planned     the connector has built one step's transfers since the free, after
-                which no transfer that names the page's blocks can be planned; and
-    named       no transfer that names one of its blocks is queued or in flight.
+    planned     the connector has built the transfers of one step since the free, after
+                which no transfer that references the page's blocks can be planned; and
+    named       no transfer that references one of its blocks is queued or in flight.
 
-A transfer counts from the moment the scheduler hands it to the workers until every
-worker has reported it; the connector's own record of it is not used, because
-resetting its cache forgets transfers that are in flight.
+A transfer is in flight from the time the scheduler passes it to the workers until every
+worker has reported it; the connector's own record is not used, because resetting its
+cache drops transfers that are in flight.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ Retired = list[tuple[int, list[int]]]
 
 @dataclass(frozen=True)
 class Transfer:
-    """One transfer job: who asked for it and which blocks of the device it names."""
+    """One transfer job: its request and the device blocks that it references."""
 
     request: str
     blocks: tuple[int, ...]
@@ -36,13 +36,13 @@ class Transfer:
 
 @dataclass
 class Counters:
-    """What the fence did so far.
+    """The fence's counts so far.
 
     Attributes:
-        released: pages given back through the fence.
-        held_for_plan: pages that had to wait for the next step's transfers to be built.
-        held_for_transfer: pages that had to wait for a transfer to end.
-        longest_hold: most steps that a page waited.
+        released: pages released through the fence.
+        held_for_plan: pages held until the next step's transfers were built.
+        held_for_transfer: pages held until a transfer completed.
+        longest_hold: most steps that a page was held.
     """
 
     released: int = 0
@@ -61,10 +61,11 @@ class Fence:
     """Decides which retired pages may be unmapped now.
 
     Args:
-        blocks_of_page: the block ids ``[start, end)`` of a page.
-        workers: reports that end a transfer, one from each worker.
-        pinned: the connector keeps a reference to every block of a transfer until it has
-            ended. A freed page is then never named, and only waits for the computation.
+        blocks_of_page: returns the block ids ``[start, end)`` of a page.
+        workers: reports that complete a transfer, one per worker.
+        pinned: the connector holds a reference to every block of a transfer until it has
+            completed. No transfer then references a freed page, which only waits for the
+            computation.
     """
 
     def __init__(
@@ -86,15 +87,15 @@ class Fence:
 
     @property
     def holding(self) -> int:
-        """Pages that are held back now."""
+        """The number of pages held now."""
         return len(self._holds)
 
     def plan(self, jobs: Iterable[tuple[int, Transfer]], epoch: int) -> None:
-        """Take note of one built step.
+        """Record the transfers of one built step.
 
         Args:
-            jobs: every transfer the step hands to the workers, by job id.
-            epoch: the newest retirement; all up to it came before the step was built.
+            jobs: every transfer that the step passes to the workers, by job id.
+            epoch: the newest retirement; all up to it precede the step's build.
         """
         for job_id, transfer in jobs:
             if job_id not in self.transfers:
@@ -104,7 +105,7 @@ class Fence:
         self._builds += 1
 
     def report(self, job_id: int, workers: int) -> None:
-        """Take note that ``workers`` more workers have ended a transfer."""
+        """Record that ``workers`` more workers have completed a transfer."""
         self._reports[job_id] += workers
         if self._reports[job_id] < self.workers:
             return
@@ -118,12 +119,12 @@ class Fence:
                     del self._named[block]
 
     def split(self, retired: Retired, can_plan: bool) -> tuple[list[int], Retired]:
-        """Part retired pages into those that may be unmapped and those held back.
+        """Split retired pages into those that may be unmapped and those still held.
 
         Args:
-            retired: (epoch, page ids) in kvcached's own form.
-            can_plan: whether anything can still plan a transfer at all; an engine
-                without requests cannot, and need not be stepped to find out.
+            retired: (epoch, page ids) in kvcached's own format.
+            can_plan: whether a transfer can still be planned; an engine without requests
+                plans none, and need not be stepped.
         """
         released: list[int] = []
         held: Retired = []

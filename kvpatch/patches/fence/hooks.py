@@ -14,13 +14,13 @@ from kvpatch.upstream import connectors, kvcached_api
 
 @dataclass
 class Fenced:
-    """A fence and what it stands between, kept on kvcached's manager and the connector's
-    scheduler.
+    """A fence with its page manager and scheduler; kept on kvcached's manager and on the
+    connector's scheduler.
 
     Attributes:
-        fence: decides.
+        fence: decides which pages may be unmapped.
         manager: kvcached's manager of the engine's pages.
-        scheduler: vLLM's.
+        scheduler: vLLM's scheduler.
         on_release: called with the ids of pages before they are unmapped.
     """
 
@@ -31,12 +31,12 @@ class Fenced:
 
 
 def compute_barrier(worker: Any) -> bool:
-    """Wait for the compute a worker has launched; runs in the worker by RPC.
+    """Wait for the computation that a worker has launched; runs in the worker by RPC.
 
-    kvcached's own barrier waits for the whole device and so for every copy, however
-    long; the fence has already seen to the copies.
+    kvcached's own barrier waits for the whole device, and so for every copy; the fence
+    already covers the copies.
     """
-    device = worker.device  # up to 0.23 a CPU's worker has none
+    device = worker.device  # None on a CPU up to 0.23
     if device is not None and device.type == "cuda":
         import torch
 
@@ -45,7 +45,7 @@ def compute_barrier(worker: Any) -> bool:
 
 
 def around_install(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> None:
-    """Put the fence between the connector and kvcached, when there is a connector.
+    """Install the fence between the connector and kvcached, if there is a connector.
 
     Wraps ``EngineCore._kvcached_install_ordered_unmap``, which kvcached calls at the
     end of the engine's set-up.
@@ -54,7 +54,7 @@ def around_install(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> None:
     scheduler = instance.scheduler
     if scheduler.connector is None:
         return
-    # SimpleCPUOffloadConnector has no such scheduler, and pins what it copies.
+    # SimpleCPUOffloadConnector has no such scheduler, and pins the blocks that it copies.
     planner = connectors.scheduler_of(scheduler.connector)
     manager = kvcached_api.manager_of(instance)
     executor = instance.model_executor
@@ -75,7 +75,7 @@ def around_install(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> None:
 
 
 def around_build(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
-    """Tell the fence which transfers a step hands out.
+    """Report the transfers of a step to the fence.
 
     Wraps ``OffloadingConnectorScheduler.build_connector_meta``.
     """
@@ -93,7 +93,7 @@ def around_build(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
 
 
 def around_worker_output(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
-    """Tell the fence which transfers have ended.
+    """Report completed transfers to the fence.
 
     Wraps ``OffloadingConnectorScheduler.update_connector_output``.
     """
@@ -107,20 +107,20 @@ def around_worker_output(wrapped: Any, instance: Any, args: Any, kwargs: Any) ->
 
 
 def around_pending_work(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> bool:
-    """Keep the engine stepping while a page is held back, and let it sleep after.
+    """Keep the engine stepping while a page is held; it becomes idle afterwards.
 
-    Wraps ``OffloadingConnectorScheduler.has_pending_push_work``, vLLM's own way for a
-    connector to ask for steps.
+    Wraps ``OffloadingConnectorScheduler.has_pending_push_work``, vLLM's hook for a
+    connector to request steps.
     """
     fenced = state.find(instance, Fenced)
     return bool(wrapped(*args, **kwargs)) or (fenced is not None and fenced.fence.holding > 0)
 
 
 def around_release(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> None:
-    """Release only the retired pages that the fence lets go.
+    """Release only the retired pages that the fence permits.
 
     Wraps kvcached's ``KVCacheManager.release_retired_pages_through(marker)``. The
-    marker is the newest retirement, so that it selects nothing by itself.
+    marker is the newest retirement, and so would include every retired page.
     """
     fenced = state.find(instance, Fenced)
     if fenced is None:
@@ -134,19 +134,19 @@ def around_release(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> None:
         observer(released)
     if not fence.pinned:
         forget_freed_blocks(connectors.scheduler_of(scheduler.connector), fence, released)
-    # Epochs begin at 1, so that marker 0 releases exactly what the fence let go.
+    # Epochs start at 1, so that marker 0 releases exactly the pages that the fence permits.
     instance._retired_pages = [(0, released), *held] if released else held
     wrapped(0)
 
 
 def forget_freed_blocks(planner: Any, fence: Fence, pages: list[int]) -> None:
-    """Keep blocks of unmapped pages out of transfers that are planned much later.
+    """Exclude blocks of unmapped pages from transfers that are planned later.
 
-    A sliding-window request keeps the ids of blocks that fell out of its window, and
+    A request with a sliding window keeps the ids of blocks that have left the window, and
     stores them when the CPU tier has room again. vLLM drops such an id when the block
-    is handed out anew; here the page is gone first.
+    is reallocated; here the page may be unmapped before that.
     """
-    # Up to 0.20 the connector knows no windows: vLLM keeps every block of its requests.
+    # Up to 0.20 the connector ignores windows: vLLM keeps every block of its requests.
     if not pages or not getattr(planner, "_sliding_window_groups", ()):
         return
     gone: set[int] = set()
@@ -161,9 +161,9 @@ def forget_freed_blocks(planner: Any, fence: Fence, pages: list[int]) -> None:
 
 
 def after_step(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
-    """Release what a synchronous step has let go.
+    """Release retired pages after a synchronous step.
 
-    Wraps ``EngineCore.step``; kvcached does the same after a step of its batch queue.
+    Wraps ``EngineCore.step``; kvcached does the same after a step with the batch queue.
     """
     result = wrapped(*args, **kwargs)
     release_now(instance)
@@ -171,18 +171,18 @@ def after_step(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
 
 
 def after_reset(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
-    """Give the pages of a reset prefix cache back, even when nobody steps the engine.
+    """Release the pages of a reset prefix cache, even if the engine is not stepped.
 
-    Wraps ``EngineCore.reset_prefix_cache``. An engine in its own process goes on
-    stepping by itself; one inside the caller's process is stepped only for requests,
-    so the steps that the fence waits for are made here.
+    Wraps ``EngineCore.reset_prefix_cache``. An engine in its own process continues
+    stepping by itself; one in the caller's process is stepped only for requests,
+    so that it is stepped here until the fence holds no page.
     """
     result = wrapped(*args, **kwargs)
     release_now(instance)
     fence = fence_of(instance)
     while (
         fence is not None
-        and fence.holding  # other copies may go on; nobody waits for them here
+        and fence.holding  # other copies may still be in flight
         and not hasattr(instance, "run_busy_loop")
         and not instance.scheduler.has_unfinished_requests()
     ):
@@ -191,23 +191,23 @@ def after_reset(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
 
 
 def fence_of(engine: Any) -> Fence | None:
-    """Return the fence of an ``EngineCore``, or None: no connector, or vLLM's own pool."""
+    """Return the fence of an ``EngineCore``; None without a connector or with vLLM's own pool."""
     fenced = state.find(kvcached_api.manager_of(engine), Fenced)
     return None if fenced is None else fenced.fence
 
 
 def release_now(engine: Any) -> None:
-    """Release the pages that the fence lets go."""
+    """Release the retired pages that the fence permits."""
     if fence_of(engine) is not None:
         manager = kvcached_api.manager_of(engine)
         manager.release_retired_pages_through(manager.capture_physical_release_marker())
 
 
 def skip_device_wide_wait(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> None:
-    """Do not wait for copies before an unmap that the fence has let through.
+    """Do not wait for copies before an unmap that the fence has permitted.
 
     Wraps ``_sync_before_unmap`` in a worker's listener thread, which waits for the
-    whole device and so for every copy in flight.
+    whole device, and so for every copy in flight.
     """
     from vllm.distributed.kv_transfer import has_kv_transfer_group
 

@@ -1,19 +1,19 @@
 """The fence before vLLM 0.25, in the terms of later releases.
 
     up to 0.24  a transfer is a pair of specs instead of two fields
-    up to 0.23  a connector cannot ask for steps; the scheduler is asked instead
-    up to 0.22  a block that left a sliding window may be stored when it is another's
+    up to 0.23  a connector cannot request steps; ``Scheduler.has_requests`` is wrapped instead
+    up to 0.22  a block that left a sliding window may be stored after its reallocation
     up to 0.20  transfers belong to requests and have no ids
 
-Up to 0.20 the connector is notified when all stores or loads of a request have ended. So each
-transfer gets a number here when it is handed out, and ends when
+Up to 0.20 the connector is notified when all stores or loads of a request have completed. So
+each transfer is numbered here when it is passed to the workers, and completes when
 
     the request's loads, or all its stores after it finished, are reported; or
     the workers have run the step in which the request was preempted: before it they
-    wait for what the request stores.
+    wait for the request's stores.
 
-A request that finishes while it is stored keeps its blocks until it is reported, and the
-engine has to go on stepping to hear of it.
+A request that finishes while it is stored keeps its blocks until its stores are reported, for
+which the engine has to keep stepping.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from kvpatch.upstream import connectors
 
 @dataclass
 class Numbers:
-    """The numbers of the transfers that have not ended, by request.
+    """The numbers of the transfers in flight, by request.
 
     Kept on the ``OffloadingConnectorScheduler``.
     """
@@ -46,13 +46,13 @@ class Numbers:
 
 @dataclass
 class WaitedFor:
-    """The transfers that workers wait for before a step, kept on the step's metadata."""
+    """The transfers that workers wait for before a step; kept on the step's metadata."""
 
     numbers: list[int]
 
 
 def around_build_of_pairs(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
-    """Tell the fence which transfers a step of 0.21 to 0.24 hands out."""
+    """Report the transfers of a step of 0.21 to 0.24 to the fence."""
     meta = wrapped(*args, **kwargs)
 
     def jobs(of: dict[int, Any]) -> dict[int, Any]:
@@ -69,11 +69,11 @@ def around_build_of_pairs(wrapped: Any, instance: Any, args: Any, kwargs: Any) -
 
 
 def before_build(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
-    """Keep blocks that have left a sliding window out of what 0.21 and 0.22 store.
+    """Exclude blocks that have left a sliding window from the stores of 0.21 and 0.22.
 
     Wraps ``OffloadingConnectorScheduler.build_connector_meta``. A request keeps the ids of
     such blocks until the CPU tier has room for them. From 0.23 on vLLM drops an id when the
-    block is handed out again; here it stays, and the next owner's bytes are stored for it.
+    block is reallocated; before, it keeps the id and stores the next owner's bytes under it.
     """
     fenced = state.find(instance, Fenced)
     if fenced is not None and instance._sliding_window_groups:
@@ -90,7 +90,7 @@ def before_build(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
 
 
 def around_has_requests(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> bool:
-    """Keep an engine of 0.21 to 0.23 stepping while a page is held back.
+    """Keep an engine of 0.21 to 0.23 stepping while a page is held.
 
     Wraps ``Scheduler.has_requests``.
     """
@@ -99,7 +99,7 @@ def around_has_requests(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> 
 
 
 def around_build_by_request(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
-    """Tell the fence which transfers a step hands out, and which it waits for.
+    """Report the transfers of a step to the fence, and record those that it waits for.
 
     Wraps ``OffloadingConnectorScheduler.build_connector_meta``.
     """
@@ -114,7 +114,7 @@ def around_build_by_request(wrapped: Any, instance: Any, args: Any, kwargs: Any)
         for request in output.preempted_req_ids or ()
         for number in numbers.stores.pop(request, ())
     ]
-    # With the step itself, which comes back when the workers have run it.
+    # Kept with the step, which is returned when the workers have run it.
     state.attach(meta, WaitedFor(waited_for))
     planned = []
     for batch, side, by_request in (
@@ -131,7 +131,7 @@ def around_build_by_request(wrapped: Any, instance: Any, args: Any, kwargs: Any)
 
 
 def around_worker_output_by_request(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
-    """Tell the fence which requests' transfers have ended, on every worker.
+    """Report requests whose transfers have completed on every worker to the fence.
 
     Wraps ``OffloadingConnectorScheduler.update_connector_output``.
     """
@@ -149,7 +149,7 @@ def around_worker_output_by_request(wrapped: Any, instance: Any, args: Any, kwar
 
 
 def around_step_output(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
-    """Tell the fence that the workers have waited for what preempted requests store.
+    """Report to the fence that the workers have waited for the stores of preempted requests.
 
     Wraps ``Scheduler.update_from_output``.
     """
@@ -162,9 +162,9 @@ def around_step_output(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> A
 
 
 def around_has_requests_by_request(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> bool:
-    """Keep the engine stepping while a transfer runs or a page is held back.
+    """Keep the engine stepping while a transfer is in flight or a page is held.
 
-    Wraps ``Scheduler.has_requests``: a connector cannot ask for steps.
+    Wraps ``Scheduler.has_requests``: a connector cannot request steps.
     """
     fenced = state.find(connectors.scheduler_of(instance.connector), Fenced)
     waits = fenced is not None and bool(fenced.fence.transfers or fenced.fence.holding)

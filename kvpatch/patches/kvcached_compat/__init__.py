@@ -1,12 +1,12 @@
-"""kvcached 0.1.6 on vLLM releases that it was not written for.
+"""kvcached 0.1.6 on vLLM releases that it does not support.
 
-kvcached adapts Model Runner V1 up to vLLM 0.28 and Model Runner V2 up to 0.30, and refuses the
-rest in five places. Each such place is a row, and so is each place behind it where vLLM has
-changed since: opening one guard alone gives an engine with kvcached's scheduler and vLLM's own
-memory.
+kvcached supports Model Runner V1 up to vLLM 0.28 and Model Runner V2 up to 0.30, and rejects
+later releases in five places. Each of these is a row, and so is each place where vLLM has
+changed since: overriding one check alone results in an engine with kvcached's scheduler and
+vLLM's own memory.
 
-Two features, because kvcached's version checks come before it patches vLLM, and vLLM can be
-patched only after.
+Two features, because kvcached checks the version before it patches vLLM, and kvpatch patches
+vLLM after that.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ from kvpatch.upstream.targets import COORDINATOR, V1_RUNNER
 
 _PATCHES = "kvcached.integration.vllm.patches"
 _UPSTREAM = "ovg-project/kvcached, VLLM_MRV2_RANGE in 0.1.6"
-_UNTIL = "kvcached adapts vLLM 0.31 and later itself"
-_V1_UNTIL = "kvcached adapts Model Runner V1 of vLLM 0.29 and later"
+_UNTIL = "kvcached supports vLLM 0.31 and later itself"
+_V1_UNTIL = "kvcached supports Model Runner V1 of vLLM 0.29 and later"
 _ITSELF = Gap(FLOOR, "0.31", "kvcached 0.1.6 patches these releases itself")
-_V1_ITSELF = Gap(FLOOR, "0.29", "kvcached 0.1.6 adapts Model Runner V1 of these releases itself")
+_V1_ITSELF = Gap(FLOOR, "0.29", "kvcached 0.1.6 supports Model Runner V1 of these releases")
 
 VERSION_OVERRIDE = Feature(
     name="kvcached-version-override",
@@ -34,7 +34,7 @@ VERSION_OVERRIDE = Feature(
             Patch(
                 id="told.runner_v2",
                 target="kvcached.integration.patch_base:PatchManager.register_patches_with_versions",
-                why="the workers allocate vLLM's own memory: the V2 adapter is for vLLM <0.31",
+                why="kvcached's V2 adapter is for vLLM <0.31, so the workers bypass its memory",
                 upstream=_UPSTREAM,
                 until=_UNTIL,
                 wrapper="kvpatch.patches.kvcached_compat.adapters:register_for_later_releases",
@@ -47,7 +47,7 @@ VERSION_OVERRIDE = Feature(
             Patch(
                 id="told.block_pool",
                 target=f"{_PATCHES}:ElasticBlockPoolPatch.inject_elastic_block_pool",
-                why="the block pool lacks vLLM's hash maps, and the first lookup dies",
+                why="the block pool lacks vLLM's hash maps, and the first lookup fails",
                 upstream="ovg-project/kvcached, inject_elastic_block_pool in 0.1.6",
                 until=_UNTIL,
                 wrapper="kvpatch.patches.kvcached_compat.adapters:as_on_0_30",
@@ -60,7 +60,7 @@ VERSION_OVERRIDE = Feature(
             Patch(
                 id="told.coordinator",
                 target=f"{_PATCHES}:KVCacheCoordinatorPatch.patch_coordinator",
-                why="the scheduler's blocks have the size of the old layouts, not the workers'",
+                why="the scheduler sizes blocks by the old layouts, unlike the workers",
                 upstream=_UPSTREAM,
                 until=_UNTIL,
                 wrapper="kvpatch.patches.kvcached_compat.adapters:as_on_0_30",
@@ -73,7 +73,7 @@ VERSION_OVERRIDE = Feature(
             Patch(
                 id="told.allocate_slots",
                 target=f"{_PATCHES}:KVCacheManagerAllocateSlotsPatch.patch_allocate_slots",
-                why="an allocation that a neighbour beat to the last page is left half made",
+                why="a partially failed allocation is not rolled back",
                 upstream="ovg-project/kvcached, patch_allocate_slots in 0.1.6",
                 until=_UNTIL,
                 wrapper="kvpatch.patches.kvcached_compat.adapters:as_on_0_30",
@@ -86,7 +86,7 @@ VERSION_OVERRIDE = Feature(
             Patch(
                 id="told.engine_core",
                 target=f"{_PATCHES}:EngineCorePatch.patch_engine_init",
-                why="EngineCore refuses vLLM 0.31 and later, and Runner V1 from 0.29 on",
+                why="EngineCore rejects vLLM 0.31 and later, and Runner V1 from 0.29 on",
                 upstream=_UPSTREAM,
                 until=f"{_UNTIL}, and Runner V1",
                 wrapper="kvpatch.patches.kvcached_compat.adapters:as_on_0_28",
@@ -100,14 +100,14 @@ VERSION_OVERRIDE = Feature(
 
 ADAPTERS = Feature(
     name="kvcached-adapters",
-    summary="kvcached's patches follow what changed in vLLM 0.29 and later",
+    summary="kvcached's patches are adapted to changes in vLLM 0.29 and later",
     since=FLOOR,
     seams=(
         seam(
             Patch(
                 id="adapted.pool_attributes",
                 target=f"{COORDINATOR}._setup_kvcached_coordinator",
-                why="vLLM's methods read attributes that kvcached's block pool has not heard of",
+                why="vLLM's methods read attributes that kvcached's block pool does not have",
                 upstream="ovg-project/kvcached, native_block_pool.py in 0.1.6",
                 until=_UNTIL,
                 wrapper="kvpatch.patches.kvcached_compat.adapters:carry_pool_attributes",
@@ -120,27 +120,27 @@ ADAPTERS = Feature(
             Patch(
                 id="adapted.request_memory",
                 target="vllm.v1.worker.gpu_worker:request_memory",
-                why="kvcached's takes two arguments and vLLM gives three: every GPU worker dies",
+                why="kvcached's takes two arguments and vLLM passes three: every GPU worker fails",
                 upstream="ovg-project/kvcached, patch_worker_init_device in 0.1.6",
                 until=_UNTIL,
                 wrapper="kvpatch.patches.kvcached_compat.adapters:request_memory",
                 parameters=("init_snapshot", "cache_config"),
                 since="0.32",
             ),
-            Gap("0.16", "0.32", "vLLM calls it with two arguments, as kvcached expects"),
+            Gap("0.16", "0.32", "vLLM passes two arguments, as kvcached expects"),
         ),
         seam(
             Patch(
                 id="adapted.profiling",
                 target="vllm.v1.worker.gpu_worker:Worker.determine_available_memory",
-                why="kvcached's profile run leaves out what vLLM does around its own",
+                why="kvcached's profile run omits what vLLM sets up around its own",
                 upstream="ovg-project/kvcached, patch_worker_determine_available_memory in 0.1.6",
                 until=_UNTIL,
                 wrapper="kvpatch.patches.kvcached_compat.adapters:profile_as_vllm",
                 parameters=("self",),
                 since="0.31",
             ),
-            Gap("0.16", "0.31", "kvcached's profile run is vLLM's own"),
+            Gap("0.16", "0.31", "kvcached's profile run is equivalent to vLLM's"),
         ),
         seam(
             Patch(
@@ -159,7 +159,7 @@ ADAPTERS = Feature(
             Patch(
                 id="adapted.v1_profiling",
                 target=f"{V1_RUNNER}.initialize_kv_cache",
-                why="the temporary KV cache of the graph profile must not become kvcached's pool",
+                why="the temporary KV cache of graph profiling must not be on kvcached's memory",
                 upstream="ovg-project/kvcached, ModelRunnerV2Patch in 0.1.6 (does it for V2)",
                 until=_V1_UNTIL,
                 wrapper="kvpatch.patches.kvcached_compat.runner_v1:mark_lasting_allocation",

@@ -1,7 +1,7 @@
-"""kvcached 0.1.6 on vLLM releases that came after it.
+"""kvcached 0.1.6 on newer vLLM releases.
 
-When it patches vLLM, kvcached chooses its variant of a patch by vLLM's version. Where a newer
-release needs the variant of an older one, the older version is substituted for that decision.
+When it patches vLLM, kvcached selects the variant of a patch by vLLM's version. Where a newer
+release needs the variant of an older one, the older version is substituted for that selection.
 """
 
 from __future__ import annotations
@@ -11,11 +11,11 @@ from typing import Any
 
 from kvpatch.patch import argument
 
-# What kvcached registers for vLLM <0.31 and later releases need as well.
+# Patches that kvcached registers for vLLM <0.31, and that later releases need as well.
 _FOR_LATER = ("model_runner_v2", "kv_layout_v2")
 _LATER = ">=0.29.0"
 
-# Set by vLLM's own block pool, read by its methods, unknown to kvcached's.
+# Set by vLLM's own block pool and read by its methods, but not set by kvcached's.
 _POOL_ATTRIBUTES = ("medium", "num_hash_lookahead_tokens")
 
 
@@ -29,28 +29,28 @@ def _with_version(version: str, wrapped: Any, instance: Any, args: Any, kwargs: 
 
 
 def as_on_0_30(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
-    """Let one of kvcached's patches be made as for vLLM 0.30.
+    """Make kvcached apply one of its patches as on vLLM 0.30.
 
-    ``BlockPool``, the coordinator's geometry and the allocation of slots have the same
-    shape in 0.30 to 0.33.
+    ``BlockPool``, the coordinator's geometry and the allocation of slots are the same
+    in 0.30 to 0.33.
     """
     return _with_version("0.30.0", wrapped, instance, args, kwargs)
 
 
 def as_on_0_28(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
-    """Let kvcached's patch of ``EngineCore.__init__`` be made as for vLLM 0.28.
+    """Make kvcached apply its patch of ``EngineCore.__init__`` as on vLLM 0.28.
 
-    That is the release for which it refuses neither runner. What it refuses on later
-    ones, kvpatch's own rules refuse: see ``configuration``.
+    That is the release on which it rejects neither runner. What it rejects on later
+    releases is refused by kvpatch's own ``rules``.
     """
     return _with_version("0.28.0", wrapped, instance, args, kwargs)
 
 
 def register_for_later_releases(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
-    """Register kvcached's adapter of Model Runner V2 for later releases too.
+    """Register kvcached's adapter for Model Runner V2 for later releases too.
 
     Wraps ``PatchManager.register_patches_with_versions(patches)``, which takes pairs of
-    a patch and its range.
+    a patch and its version range.
     """
     patches = argument(args, kwargs, 0, "patches")
     return wrapped(
@@ -59,7 +59,7 @@ def register_for_later_releases(wrapped: Any, instance: Any, args: Any, kwargs: 
 
 
 def carry_pool_attributes(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
-    """Give kvcached's block pool what vLLM set on the pool it takes the place of."""
+    """Copy attributes of vLLM's block pool to kvcached's, which replaces it."""
     native = instance.block_pool
     result = wrapped(*args, **kwargs)
     for name in _POOL_ATTRIBUTES:
@@ -69,13 +69,13 @@ def carry_pool_attributes(wrapped: Any, instance: Any, args: Any, kwargs: Any) -
 
 
 def request_memory(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> int:
-    """Take the weights that another process holds off the engine's budget, as vLLM does.
+    """Subtract weights held by another process from the engine's budget, as vLLM does.
 
-    Wraps kvcached's ``request_memory(init_snapshot, cache_config)``; vLLM 0.32 gives a
-    third argument, in bytes.
+    Wraps kvcached's ``request_memory(init_snapshot, cache_config)``; vLLM 0.32 passes a
+    third argument, the size of those weights in bytes.
 
     Raises:
-        ValueError: those weights leave nothing of the budget, as in vLLM.
+        ValueError: the weights exceed the budget, as in vLLM.
     """
 
     def bind(init_snapshot: Any, cache_config: Any, external_weight_memory: int = 0) -> Any:
@@ -92,11 +92,11 @@ def request_memory(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> int:
 
 
 def profile_as_vllm(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> int:
-    """Put around kvcached's profile run what vLLM puts around its own.
+    """Run kvcached's profile run with the same settings as vLLM's own.
 
-    Wraps ``Worker.determine_available_memory``. From 0.31 vLLM keeps the allocator from
-    splitting large blocks meanwhile, and randomises the inputs where the model needs it;
-    from 0.32 the configuration is current as well.
+    Wraps ``Worker.determine_available_memory``. From 0.31 on vLLM prevents the allocator from
+    splitting large blocks during the run, and randomizes the inputs if the model needs it;
+    from 0.32 on it also sets the current configuration.
     """
     from vllm.config import set_current_vllm_config
 

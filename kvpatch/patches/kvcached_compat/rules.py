@@ -12,12 +12,12 @@ from kvpatch.supported import release_of, validated
 from kvpatch.upstream.kvcached_api import LAYOUTS, conflicting_layout
 from kvpatch.versions import Facts, Span, in_words
 
-V1_ON_LATER = Span("0.29")  # where kvcached adapts Runner V2 only
+V1_ON_LATER = Span("0.29")  # where kvcached supports Runner V2 only
 
 
 def runs_v2(config: Any, facts: Facts) -> bool:
     """Return whether a configuration runs on Model Runner V2."""
-    # Up to 0.21 the variable alone decides, and the configuration does not know.
+    # Up to 0.21 the variable alone decides, and the configuration has no such attribute.
     by_variable = facts.environment.get(VLLM_USE_V2_MODEL_RUNNER.name, "0") not in ("", "0")
     return bool(getattr(config, "use_v2_model_runner", by_variable))
 

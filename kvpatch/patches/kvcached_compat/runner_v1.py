@@ -1,7 +1,7 @@
 """Model Runner V1 of vLLM 0.29 and later on kvcached's memory.
 
-From 0.29 on both runners allocate through one function, so that what kvcached does for
-Runner V2 is right for Runner V1 once it is called from there.
+From 0.29 on both runners allocate through the same function, so that kvcached's allocation
+for Runner V2 also serves Runner V1.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ _lasting: ContextVar[bool] = ContextVar("kvpatch_lasting_allocation", default=Fa
 
 
 def set_up_worker(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> None:
-    """Set kvcached up in a worker of Runner V1.
+    """Set up kvcached in a worker of Runner V1.
 
     Wraps ``GPUModelRunner.__init__``, as kvcached does for Runner V2.
     """
@@ -39,10 +39,10 @@ def set_up_worker(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> None:
 
 
 def mark_lasting_allocation(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
-    """Say for the time of the call whether the KV cache that is allocated will last.
+    """Mark, during the call, whether the KV cache that is allocated is permanent.
 
-    Wraps ``GPUModelRunner.initialize_kv_cache(kv_cache_config, is_profiling)``. The one
-    of the graph profile is thrown away, and stays vLLM's own.
+    Wraps ``GPUModelRunner.initialize_kv_cache(kv_cache_config, is_profiling)``. The KV cache
+    of graph profiling is discarded, and remains vLLM's own.
 
     Raises:
         Refusal: layers share their KV cache, which is not validated on this runner.
@@ -63,10 +63,10 @@ def mark_lasting_allocation(wrapped: Any, instance: Any, args: Any, kwargs: Any)
 
 
 def allocate(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
-    """Allocate a lasting KV cache from kvcached's memory.
+    """Allocate a permanent KV cache from kvcached's memory.
 
-    Wraps ``allocate_kv_cache(kv_cache_config, device, layout, kernel_block_sizes)`` where
-    Runner V1 calls it.
+    Wraps ``allocate_kv_cache(kv_cache_config, device, layout, kernel_block_sizes)`` in the
+    module of Runner V1.
     """
     if not _lasting.get():
         return wrapped(*args, **kwargs)

@@ -9,7 +9,7 @@ from kvpatch.upstream.targets import ENGINE_CORE
 _METRICS = "vllm.distributed.kv_transfer.kv_connector.v1.metrics"
 _HOOKS = "kvpatch.patches.metrics.hooks"
 _UNTIL = "kvcached and its connectors report to vLLM's stats themselves"
-_NO_SERIES = Gap(FLOOR, "0.19", "vLLM has no metrics of KV connectors to add series to")
+_NO_SERIES = Gap(FLOOR, "0.19", "vLLM has no metrics of KV connectors to extend")
 
 FEATURE = Feature(
     name="metrics",
@@ -19,7 +19,7 @@ FEATURE = Feature(
         Patch(
             id="observing.engine_core",
             target=f"{ENGINE_CORE}.__init__",
-            why="nobody outside the process can see what the engine holds",
+            why="the state of the engine is not visible outside the process",
             upstream="ovg-project/kvcached#316 (is it on in this process?)",
             until=_UNTIL,
             wrapper=f"{_HOOKS}:around_engine_core",
@@ -29,7 +29,7 @@ FEATURE = Feature(
         Patch(
             id="observing.make_stats",
             target="vllm.v1.core.sched.scheduler:Scheduler.make_stats",
-            why="stored, loaded and hit counts are sent away each step and kept nowhere",
+            why="stored, loaded and hit counts are sent per step and not accumulated",
             upstream="none: the connector's stats are its own",
             until=_UNTIL,
             wrapper=f"{_HOOKS}:around_make_stats",
@@ -39,8 +39,8 @@ FEATURE = Feature(
         Patch(
             id="observing.step",
             target=f"{ENGINE_CORE}.step",
-            why="pages given back after a step would be missing from the step's stats",
-            upstream="none: kvcached has no part in vLLM's stats",
+            why="pages released after a step would be missing from its stats",
+            upstream="none: kvcached is not part of vLLM's stats",
             until=_UNTIL,
             wrapper=f"{_HOOKS}:after_step",
             parameters=("self",),
@@ -50,7 +50,7 @@ FEATURE = Feature(
             id="observing.step_with_batch_queue",
             target=f"{ENGINE_CORE}.step_with_batch_queue",
             why="the same in asynchronous scheduling",
-            upstream="none: kvcached has no part in vLLM's stats",
+            upstream="none: kvcached is not part of vLLM's stats",
             until=_UNTIL,
             wrapper=f"{_HOOKS}:after_step",
             parameters=("self",),
@@ -60,7 +60,7 @@ FEATURE = Feature(
             Patch(
                 id="observing.prometheus",
                 target=f"{_METRICS}:KVConnectorProm.__init__",
-                why="vLLM's build_prom_metrics is a connector's own, and without one there is none",
+                why="build_prom_metrics belongs to a connector, and does not exist without one",
                 upstream="vllm-project/vllm#57251 (metrics for every connector)",
                 until=_UNTIL,
                 wrapper=f"{_HOOKS}:around_prometheus",
@@ -73,7 +73,7 @@ FEATURE = Feature(
             Patch(
                 id="observing.prometheus_observe",
                 target=f"{_METRICS}:KVConnectorProm.observe",
-                why="a connector fails on stats that are not its own",
+                why="a connector fails on foreign stats",
                 upstream="vllm-project/vllm#57251 (metrics for every connector)",
                 until=_UNTIL,
                 wrapper=f"{_HOOKS}:around_observe",
@@ -85,7 +85,7 @@ FEATURE = Feature(
         Patch(
             id="observing.log",
             target=f"{_METRICS}:KVConnectorLogging.observe",
-            why="vLLM's log of a connector's stats fails where no connector is configured",
+            why="vLLM's logging of connector stats fails if no connector is configured",
             upstream="vllm-project/vllm#57251 (metrics for every connector)",
             until=_UNTIL,
             wrapper=f"{_HOOKS}:around_log",

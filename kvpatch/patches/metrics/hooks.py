@@ -1,4 +1,4 @@
-"""Where vLLM is asked: once a step in the engine, once a message in the API servers."""
+"""The hooks for metrics: once per step in the engine, once per message in the API servers."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from kvpatch.telemetry.series import KEY, Sender
 from kvpatch.upstream import connectors, kvcached_api
 from kvpatch.version import VERSION
 
-# Seconds between two messages of a busy engine, whose steps they must not cost anything;
-# a step that leaves it without work always sends, so that nothing is missing at rest.
+# Seconds between two messages of a busy engine, to keep their cost per step negligible; a step
+# after which the engine is idle always sends, so that the final values are complete.
 BETWEEN = 0.2
 
 
 def around_engine_core(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> None:
-    """Begin to count and publish an engine. Wraps ``EngineCore.__init__``."""
+    """Start counting and publishing an engine. Wraps ``EngineCore.__init__``."""
     wrapped(*args, **kwargs)
     connector = instance.scheduler.connector
     totals = Totals("" if connector is None else type(connector).__name__)
@@ -35,10 +35,10 @@ def around_engine_core(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> N
 
 
 def around_make_stats(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
-    """Count what one step moved and hit.
+    """Count the transfers and hits of one step.
 
     Wraps ``Scheduler.make_stats(spec_decoding_stats, kv_connector_stats, ...)``, which
-    is called with the connector's stats even when vLLM's own are switched off.
+    is called with the connector's stats even if vLLM's own are disabled.
     """
     stats = wrapped(*args, **kwargs)
     totals = state.find(instance, Totals)
@@ -53,10 +53,10 @@ def around_make_stats(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> An
 
 
 def after_step(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
-    """Send the API servers what has changed, with the step's own stats.
+    """Send the changes to the API servers, with the step's own stats.
 
     Wraps ``EngineCore.step`` and ``step_with_batch_queue`` over the fence's patch, so
-    that the pages the step gave back are counted.
+    that the pages that the step released are counted.
     """
     result = wrapped(*args, **kwargs)
     totals = state.find(instance, Totals)
@@ -78,7 +78,7 @@ def after_step(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
 
 
 def around_prometheus(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> None:
-    """Register our series beside the connector's. Wraps ``KVConnectorProm.__init__``."""
+    """Register kvpatch's series next to the connector's. Wraps ``KVConnectorProm.__init__``."""
     wrapped(*args, **kwargs)
 
     def bind(vllm_config: Any, labelnames: Any, per_engine_labelvalues: Any) -> tuple[Any, ...]:
@@ -102,12 +102,12 @@ def labels_of_process() -> list[str]:
 
 
 def without_ours(stats: dict[str, Any]) -> dict[str, Any]:
-    """Return a connector's stats as the connector knows them."""
+    """Return the stats without kvpatch's part."""
     return {key: value for key, value in stats.items() if key != KEY}
 
 
 def around_observe(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> None:
-    """Record our part, and give the rest to the connector.
+    """Record kvpatch's part of the stats, and pass the rest to the connector.
 
     Wraps ``KVConnectorProm.observe(transfer_stats_data, engine_idx)``.
     """
@@ -125,10 +125,10 @@ def around_observe(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> None:
 
 
 def around_log(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> None:
-    """Keep our part out of the connector's own log line.
+    """Keep kvpatch's part of the stats out of the connector's log line.
 
     Wraps ``KVConnectorLogging.observe(transfer_stats_data)``, which fails on stats
-    where no connector is configured.
+    if no connector is configured.
     """
     stats = argument(args, kwargs, 0, "transfer_stats_data")
     stats = without_ours(stats)

@@ -1,7 +1,7 @@
-"""What can be read of an engine at any time, from its own thread or another.
+"""The state of an engine, readable at any time, from its own thread or another.
 
-Only plain attributes and kvcached's page counts are read, which take kvcached's own
-lock for an instant and without the interpreter's: nothing here waits for a step.
+Only plain attributes and kvcached's page counts are read; the latter take kvcached's own
+lock briefly and without the GIL. Nothing here waits for a step.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from kvpatch.upstream.vllm_api import chunks_of
 
 
 def engine(core: Any, totals: Totals) -> dict[str, Any]:
-    """Return what an ``EngineCore`` has done and holds, as JSON."""
+    """Return the counts and current state of an ``EngineCore``, as JSON."""
     return {
         "model": str(core.vllm_config.model_config.served_model_name),
         "requests": {
@@ -39,10 +39,10 @@ def engine(core: Any, totals: Totals) -> dict[str, Any]:
 
 
 def device(core: Any) -> dict[str, int]:
-    """Return kvcached's memory in bytes and its pages, all layers of a page together.
+    """Return kvcached's page size in bytes and page counts, all layers of a page together.
 
-    ``mapped`` holds blocks or waits for the fence, ``reserved`` is mapped ahead, and
-    ``total`` is what may be mapped at most. Source: ``PageAllocator::get_page_state``.
+    Mapped pages hold blocks or are held by the fence, reserved pages are mapped ahead of use,
+    and total is the most that may be mapped. Source: ``PageAllocator::get_page_state``.
     """
     manager = kvcached_api.manager_of(core)
     state = manager.page_allocator.get_page_state()
@@ -55,7 +55,7 @@ def device(core: Any) -> dict[str, int]:
 
 
 def fence(core: Any) -> dict[str, int] | None:
-    """Return the fence's counters and what it holds now; None when there is no connector."""
+    """Return the fence's counters and the pages held now; None without a connector."""
     standing = fence_of(core)
     if standing is None:
         return None
@@ -75,7 +75,7 @@ def _offloading_tier(connector: Any) -> dict[str, int]:
 
 
 def _simple_tier(connector: Any) -> dict[str, int]:
-    # A stored block that no copy names is free in this pool, as vLLM's cached blocks are.
+    # A stored block that no copy references is free in this pool, like vLLM's cached blocks.
     pool = connector.scheduler_manager.cpu_block_pool
     return {
         "used_blocks": len(pool.cached_block_hash_to_block),
@@ -83,7 +83,7 @@ def _simple_tier(connector: Any) -> dict[str, int]:
     }
 
 
-# How full the CPU tier of a connector is; one that is not named here is not shown.
+# The usage of a connector's CPU tier; other connectors are not shown.
 TIERS: dict[str, Callable[[Any], dict[str, int]]] = {
     "OffloadingConnector": _offloading_tier,
     "SimpleCPUOffloadConnector": _simple_tier,
@@ -91,7 +91,7 @@ TIERS: dict[str, Callable[[Any], dict[str, int]]] = {
 
 
 def tier(core: Any) -> dict[str, int] | None:
-    """Return how many blocks of the CPU tier hold something, of how many."""
+    """Return the used and total blocks of the CPU tier, or None."""
     for connector in connectors.parts(core.scheduler.connector):
         measure = TIERS.get(type(connector).__name__)
         if measure is not None:

@@ -8,7 +8,7 @@ from kvpatch.upstream.targets import OFFLOADING
 
 FEATURE = Feature(
     name="offloading-connector",
-    summary="vLLM's OffloadingConnector copies the right bytes of kvcached's memory",
+    summary="vLLM's OffloadingConnector copies the correct bytes of kvcached's memory",
     since=FLOOR,
     rules="kvpatch.patches.offloading.rules:RULES",
     seams=(
@@ -31,9 +31,9 @@ FEATURE = Feature(
             Patch(
                 id="offloading.check_regions",
                 target=f"{OFFLOADING}.worker:OffloadingConnectorWorker._init_worker",
-                why="nothing checks that what vLLM copies is what kvcached's blocks are",
-                upstream="none: from 0.29 on vLLM's regions follow the layout, and are right",
-                until="the connector asks the allocator for its regions",
+                why="regions that do not match kvcached's blocks go unnoticed",
+                upstream="none: from 0.29 on vLLM's regions follow the layout, and are correct",
+                until="the connector takes its regions from the allocator",
                 wrapper="kvpatch.patches.offloading.registration:check_regions",
                 parameters=("self", "kv_caches"),
                 since="0.29",
@@ -41,9 +41,9 @@ FEATURE = Feature(
             Patch(
                 id="offloading.register_kv_caches",
                 target=f"{OFFLOADING}.worker:OffloadingConnectorWorker.register_kv_caches",
-                why="vLLM registers a dense tensor a layer, so other blocks' bytes are copied",
-                upstream="ovg-project/kvcached#361 (asks to keep the cross-layer speed)",
-                until="the connector asks the allocator for its regions",
+                why="vLLM registers one dense tensor per layer, and copies other blocks' bytes",
+                upstream="ovg-project/kvcached#361 (requests to keep the cross-layer speed)",
+                until="the connector takes its regions from the allocator",
                 wrapper="kvpatch.patches.offloading.registration:register_regions",
                 parameters=("self", "kv_caches"),
                 since="0.26",
@@ -52,8 +52,8 @@ FEATURE = Feature(
             Patch(
                 id="offloading.register_with_spec",
                 target=f"{OFFLOADING}.worker:OffloadingConnectorWorker.register_kv_caches",
-                why="as offloading.register_kv_caches; the KV cache's plan is in the spec",
-                upstream="ovg-project/kvcached#361 (asks to keep the cross-layer speed)",
+                why="as offloading.register_kv_caches; the KV cache config is in the spec",
+                upstream="ovg-project/kvcached#361 (requests to keep the cross-layer speed)",
                 until="vLLM 0.26",
                 wrapper="kvpatch.patches.offloading.legacy:register_with_spec",
                 parameters=("self", "kv_caches"),
@@ -63,8 +63,8 @@ FEATURE = Feature(
             Patch(
                 id="offloading.register_with_handlers",
                 target=f"{OFFLOADING}.worker:OffloadingConnectorWorker.register_kv_caches",
-                why="as offloading.register_kv_caches; the worker has a handler for each direction",
-                upstream="ovg-project/kvcached#361 (asks to keep the cross-layer speed)",
+                why="as offloading.register_kv_caches; the worker has one handler per direction",
+                upstream="ovg-project/kvcached#361 (requests to keep the cross-layer speed)",
                 until="vLLM 0.25",
                 wrapper="kvpatch.patches.offloading.legacy:register_with_handlers",
                 parameters=("self", "kv_caches"),
@@ -74,8 +74,8 @@ FEATURE = Feature(
             Patch(
                 id="offloading.register_with_backends",
                 target=f"{OFFLOADING}_connector:OffloadingConnectorWorker.register_kv_caches",
-                why="as offloading.register_kv_caches; attention backends say where blocks lie",
-                upstream="ovg-project/kvcached#361 (asks to keep the cross-layer speed)",
+                why="as offloading.register_kv_caches; attention backends define the block layout",
+                upstream="ovg-project/kvcached#361 (requests to keep the cross-layer speed)",
                 until="vLLM 0.19",
                 wrapper="kvpatch.patches.offloading.legacy:register_with_backends",
                 parameters=("self", "kv_caches"),
@@ -87,7 +87,7 @@ FEATURE = Feature(
             Patch(
                 id="offloading.storable_chunks",
                 target=f"{OFFLOADING}.scheduler:RequestOffloadState.storable_chunks",
-                why="a request that is aborted before or while it is computed ends the engine",
+                why="a request aborted before or during its computation ends the engine",
                 upstream="vllm-project/vllm#49118, vllm-project/vllm#49146",
                 until="vLLM 0.27",
                 wrapper="kvpatch.patches.offloading.legacy:around_storable",

@@ -1,12 +1,12 @@
 """OffloadingConnector before vLLM 0.26, in the terms of later releases.
 
-What the connector does is the same; what it calls things is not. Each adapter presents
-the older object under the newer names and leaves the work to the code for those.
+The connector behaves the same under other names. Each adapter presents the older object under
+the newer names, and calls the code for those.
 
     0.26        an aborted request is stored as if all of it were computed
-    up to 0.25  the worker finds the KV cache's plan in its spec, not in itself
-    up to 0.24  it registers one handler per direction with a worker, instead of a worker
-    up to 0.18  the worker is registered with tensors and the backends that say their shapes
+    up to 0.25  the KV cache config is an attribute of the worker's spec, not of the worker
+    up to 0.24  one handler per direction is registered, instead of a worker
+    up to 0.18  tensors are registered, with the attention backends that define their shapes
 """
 
 from __future__ import annotations
@@ -32,20 +32,20 @@ def register_with_handlers(wrapped: Any, instance: Any, args: Any, kwargs: Any) 
 
 
 class OneRegion:
-    """An attention backend whose KV cache is one region: blocks, tokens, bytes of a token."""
+    """An attention backend whose KV cache is one region: blocks, tokens, bytes per token."""
 
     @staticmethod
     def get_kv_cache_shape(
         num_blocks: int, block_size: int, num_kv_heads: int, head_size: int
     ) -> tuple[int, int, int]:
-        """Return where vLLM finds blocks and their tokens."""
+        """Return the shape, from which vLLM derives the dimensions of blocks and tokens."""
         return num_blocks, block_size, num_kv_heads * head_size
 
 
 def register_with_backends(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> None:
-    """Register kvcached's regions with the worker of 0.16 to 0.18, as a layer each."""
+    """Register kvcached's regions with the worker of 0.16 to 0.18, each as a layer."""
     kv_caches = argument(args, kwargs, 0, "kv_caches")
-    size = instance.spec.gpu_block_size  # one for each group in 0.18, and there is one
+    size = instance.spec.gpu_block_size  # in 0.18 one per group, of which there is one
     tokens = size if isinstance(size, int) else size[0]
     regions = {
         f"region {index}": tensor.view(len(tensor), tokens, -1)
@@ -57,8 +57,8 @@ def register_with_backends(wrapped: Any, instance: Any, args: Any, kwargs: Any) 
 
 
 def block_bytes(spec: Any) -> int:
-    """Return the bytes of a block that the CPU tier was sized by."""
-    if hasattr(spec, "cpu_page_size_per_worker"):  # of a chunk of blocks
+    """Return the bytes per block that the CPU tier was sized by."""
+    if hasattr(spec, "cpu_page_size_per_worker"):  # the size of a chunk
         return int(spec.cpu_page_size_per_worker // spec.block_size_factor)
     plan = spec.kv_cache_config
     return int(sum(tensor.size for tensor in plan.kv_cache_tensors) // plan.num_blocks)
@@ -74,7 +74,7 @@ def _register(instance: Any, init: Callable[[Any], None], args: Any, kwargs: Any
 
 
 def _later(worker: Any) -> SimpleNamespace:
-    """Return what later releases have in the ``OffloadingConnectorWorker`` itself."""
+    """Return the worker's attributes under the names of later releases."""
     spec = worker.spec
     config = SimpleNamespace(worker_kv_bytes_per_block=block_bytes(spec))
     return SimpleNamespace(
@@ -83,10 +83,10 @@ def _later(worker: Any) -> SimpleNamespace:
 
 
 def around_storable(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> int:
-    """Store no more of a request than it has blocks for, nor of an aborted one than it computed.
+    """Limit stores to the blocks of a request, and to the computed tokens of an aborted one.
 
-    Wraps ``RequestOffloadState.storable_chunks`` of 0.26, which stores what a finished
-    request left: the whole prompt, of one that was aborted before it ran too.
+    Wraps ``RequestOffloadState.storable_chunks`` of 0.26, which stores the whole prompt of a
+    finished request, even if it was aborted before it ran.
     """
     group = argument(args, kwargs, 0, "group_config")
     held = len(instance.group_states[group.group_idx].block_ids)

@@ -1,7 +1,8 @@
 """Registering kvcached's regions with vLLM's OffloadingConnector.
 
-vLLM's own registration assumes a dense tensor per layer and copies other blocks' bytes.
-Here each region is what the memory really has, so that a contiguous block is one copy.
+Up to vLLM 0.28, its own registration assumes one dense tensor per layer and copies the bytes
+of other blocks. The regions registered here are the actual ones, so that a contiguous block is
+a single copy.
 """
 
 from __future__ import annotations
@@ -19,22 +20,22 @@ from kvpatch.upstream.kvcached_api import on_kvcached
 
 @dataclass
 class Rows:
-    """Where the first row of each region is, kept on the ``OffloadingConnectorWorker``.
+    """The first row of each region; kept on the ``OffloadingConnectorWorker``.
 
     Attributes:
-        places: address and bytes of each.
+        places: the address and the bytes of each first row.
     """
 
     places: list[tuple[int, int]]
 
 
 def keep_elastic(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> bool:
-    """Answer that no cross-layer KV cache is wanted.
+    """Return False: no cross-layer KV cache.
 
-    Wraps ``use_uniform_kv_cache``. True would make vLLM allocate one
-    ``torch.zeros`` for all layers, which kvcached never sees. Only called with
-    kvcached on: activation refuses otherwise. The speed of whole-block copies is
-    kept by registering whole blocks, see ``geometry``.
+    Wraps ``use_uniform_kv_cache``. With True vLLM would allocate one ``torch.zeros`` for
+    all layers, which bypasses kvcached. Only called with kvcached on: activation refuses
+    otherwise. Whole-block copies keep their speed, because whole blocks are registered, see
+    ``elastic_memory.regions``.
     """
     return False
 
@@ -42,11 +43,11 @@ def keep_elastic(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> bool:
 def register_regions(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> None:
     """Register kvcached's regions with the OffloadingConnector's worker.
 
-    Takes the place of ``OffloadingConnectorWorker.register_kv_caches(kv_caches)``.
+    Replaces ``OffloadingConnectorWorker.register_kv_caches(kv_caches)``.
 
     Raises:
         Refusal: the model has a kind of KV cache that is not validated, or the
-            regions do not add up to the bytes the CPU tier was sized by.
+            regions do not add up to the block size that the CPU tier was sized by.
     """
     regions = checked_regions(instance, argument(args, kwargs, 0, "kv_caches"))
     instance._init_worker(canonical(regions))
@@ -73,13 +74,13 @@ def checked_regions(worker: Any, kv_caches: dict[str, Any]) -> Regions:
 
 
 def check_regions(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
-    """Check the regions that vLLM itself derived, from 0.29 on.
+    """Check the regions that vLLM derives itself from 0.29 on.
 
     Wraps ``OffloadingConnectorWorker._init_worker(kv_caches)``.
 
     Raises:
-        Refusal: the model has a kind of KV cache that is not validated, a region lies
-            outside kvcached's memory, or they do not add up to a block.
+        Refusal: the model has a kind of KV cache that is not validated, a region is
+            outside kvcached's memory, or the regions do not add up to a block.
     """
     canonical_caches = argument(args, kwargs, 0, "kv_caches")
     check_kinds(instance.kv_cache_config)
@@ -96,24 +97,24 @@ def check_regions(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
 
 
 def remember(worker: Any, regions: list[Any]) -> None:
-    """Keep where each region's first row is.
+    """Record the first row of each region.
 
     Args:
         worker: the ``OffloadingConnectorWorker``.
-        regions: int8 tensors of ``[num_blocks, bytes]``, as they were registered.
+        regions: int8 tensors of ``[num_blocks, bytes]``, as registered.
     """
     state.attach(worker, Rows([(region.data_ptr(), int(region.shape[1])) for region in regions]))
 
 
 def check_size(worker: Any, block_bytes: int) -> None:
-    """Refuse regions that do not add up to what the CPU tier was sized by.
+    """Refuse regions that do not add up to the block size that the CPU tier was sized by.
 
     Args:
         worker: the ``OffloadingConnectorWorker``.
         block_bytes: bytes of one block over all regions.
 
     Raises:
-        Refusal: they do not.
+        Refusal: the sizes differ.
     """
     expected = worker.spec.config.worker_kv_bytes_per_block
     if block_bytes != expected:

@@ -1,4 +1,4 @@
-"""Configurations with a KV connector that are refused, whichever of vLLM's connectors it is."""
+"""Configurations that are refused with any of vLLM's connectors."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from kvpatch.upstream import connectors
 from kvpatch.versions import Facts, Span, in_words
 
 VALIDATED_CONNECTORS = (connectors.OFFLOADING, connectors.SIMPLE)
-# Connectors that may be inside a MultiConnector, each once.
+# Connectors that may be inside a MultiConnector, each of them once.
 VALIDATED_INSIDE = VALIDATED_CONNECTORS
-# (spec_name, spec_module_path) pairs. On the host device the copies were verified byte by
-# byte; vLLM's own copies, on CUDA, are given the same regions.
+# (spec_name, spec_module_path) pairs. The host device's copies were verified byte by byte;
+# vLLM's own copies, on CUDA, use the same regions.
 VALIDATED_SPECS = (
     ("CPUOffloadingSpec", None),
     ("TieringOffloadingSpec", None),
@@ -27,13 +27,13 @@ VALIDATED_SCHEDULERS = (
 VALIDATED_CACHE_DTYPES = ("auto", "bfloat16", "float16", "float32")
 MULTI = Span("0.22.1")
 LATENT = Span("0.29")  # latent attention (MLA)
-HYBRID = Span("0.30", "0.31")  # the states of hybrid models
+HYBRID = Span("0.30", "0.31")  # hybrid models, with state-space layers
 
 ROUND_TRIP = "it has not been validated by a store and load round trip"
 
 
 def leaves(config: Any) -> list[connectors.Leaf]:
-    """Return the connectors of a configuration, those inside a MultiConnector too."""
+    """Return the connectors of a configuration, including those inside a MultiConnector."""
     return connectors.leaves(config.kv_transfer_config)
 
 
@@ -72,10 +72,10 @@ def _twice_inside(config: Any) -> list[str]:
 def _other_specs(config: Any) -> list[str]:
     found = []
     for leaf in leaves(config):
-        if leaf.name == connectors.SIMPLE:  # has no specs, and does not read the key
+        if leaf.name == connectors.SIMPLE:  # has no specs and ignores the key
             continue
         name = leaf.extra.get("spec_name", "CPUOffloadingSpec")
-        own = name in ("CPUOffloadingSpec", "TieringOffloadingSpec")  # vLLM's, whatever the path
+        own = name in ("CPUOffloadingSpec", "TieringOffloadingSpec")  # vLLM's, for any path
         if (name, None if own else leaf.extra.get("spec_module_path")) not in VALIDATED_SPECS:
             found.append(name)
     return found
@@ -90,7 +90,7 @@ def _scheduler(config: Any) -> str | None:
 
 
 def _alone_on_v2(config: Any, facts: Facts, span: Span) -> bool:
-    """Return whether one connector without tiers runs on Runner V2 and one rank."""
+    """Return whether one connector without secondary tiers runs on Runner V2 and one rank."""
     return (
         is_validated(facts.vllm, span)
         and bool(config.use_v2_model_runner)

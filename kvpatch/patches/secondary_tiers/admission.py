@@ -1,9 +1,9 @@
-"""Admitting requests in an order in which none waits for memory behind the one that needs it.
+"""Admitting loads in an order that cannot deadlock.
 
-A request whose blocks come from the CPU tier holds memory of the device while it waits.
-vLLM stops at the first request it has no memory for. One that first had to wait for a
-tier's answer, and then needs that memory, stands in front of those that hold it: vLLM
-never looks at them again, and nothing runs any more.
+A request whose blocks are loaded from the primary tier holds device memory while it waits.
+vLLM stops scheduling at the first request that it has no memory for. A request that was
+deferred for a secondary tier, and then needs that memory, can be in the queue ahead of the
+requests that hold it: vLLM never schedules those again, and makes no progress.
 """
 
 from __future__ import annotations
@@ -16,20 +16,20 @@ from kvpatch import state
 
 @dataclass
 class Step:
-    """The step that is being scheduled, kept on the ``OffloadingConnectorScheduler``.
+    """The step being scheduled; kept on the ``OffloadingConnectorScheduler``.
 
     Attributes:
-        passed_over: a request was made to wait for a tier in it.
+        passed_over: a request was deferred for a tier in this step.
     """
 
     passed_over: bool = False
 
 
 def around_matched_tokens(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
-    """Start no load behind a request that was told to wait in the same step.
+    """Start no load behind a request that was deferred in the same step.
 
-    Wraps ``OffloadingConnectorScheduler.get_num_new_matched_tokens``, which answers with
-    a number of tokens, or None to wait, and whether they are loaded meanwhile.
+    Wraps ``OffloadingConnectorScheduler.get_num_new_matched_tokens``, which returns a number
+    of tokens, or None to defer the request, and whether they are loaded asynchronously.
     """
     tokens, loads = wrapped(*args, **kwargs)
     if tokens is None:
@@ -40,10 +40,10 @@ def around_matched_tokens(wrapped: Any, instance: Any, args: Any, kwargs: Any) -
 
 
 def around_build(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
-    """Begin a new step.
+    """Start a new step.
 
-    Wraps ``OffloadingConnectorScheduler.build_connector_meta``, the last that a step
-    asks of the connector.
+    Wraps ``OffloadingConnectorScheduler.build_connector_meta``, the last call of a step
+    to the connector.
     """
     state.of(instance, Step).passed_over = False
     return wrapped(*args, **kwargs)

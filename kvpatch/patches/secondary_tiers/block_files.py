@@ -1,8 +1,8 @@
-"""Block files that say when their bytes are not the ones that were stored.
+"""Block files with checksums.
 
-vLLM reads a block file of the right length as it is, so that a damaged one gives wrong
-tokens. Here a file is the block and one more page: what the block's checksum was, and
-for which name. A file that fails is removed, and its block computed again.
+vLLM accepts any block file of the right length, so that a damaged one produces wrong tokens.
+Here a file contains the block and one more page with a checksum over the block and the file
+name. A file that fails the check is deleted, and its block is recomputed.
 """
 
 from __future__ import annotations
@@ -17,18 +17,18 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-# A whole page, since direct I/O takes whole pages only.
+# A whole page, because direct I/O requires whole pages.
 SEAL = mmap.PAGESIZE
 _MAGIC = b"kvpatch1"
 _FIELDS = struct.Struct("<8sQI")
-_PARTS_OF_NAME = 4  # folder of the layout, two of the hash, the hash
+_PARTS_OF_NAME = 4  # the folder of the layout, two folders of the hash, the hash
 _DIRECT = getattr(os, "O_DIRECT", 0)
 
 
 def _seal(path: str, block: memoryview) -> bytes:
-    """What belongs behind ``block`` in the file ``path``.
+    """Return the fields that follow ``block`` in the file ``path``.
 
-    The name counts: a file in another block's or another layout's place fails.
+    They cover the name: a file in the place of another block or layout fails the check.
     """
     name = "/".join(path.split("/")[-_PARTS_OF_NAME:])
     checksum = zlib.crc32(block, zlib.crc32(name.encode()))
@@ -36,7 +36,7 @@ def _seal(path: str, block: memoryview) -> bytes:
 
 
 def _bounds(view: memoryview, offset: int, size: int) -> slice:
-    # A memoryview would clip the slice without a word.
+    # A memoryview would silently clip the slice.
     if offset < 0 or offset + size > view.nbytes:
         raise ValueError(f"block at {offset} of {size} bytes is outside {view.nbytes} bytes")
     return slice(offset, offset + size)
@@ -67,20 +67,20 @@ def store_blocks(
     block_size: int,
     use_o_direct: bool = True,
 ) -> None:
-    """Write blocks to files, each whole or not at all; a file that exists is left as it is.
+    """Write blocks to files, each completely or not at all; existing files are kept.
 
-    Takes the place of vLLM's ``batch_store_block``.
+    Replaces vLLM's ``batch_store_block``.
 
     Args:
-        paths: a file for each block.
-        view: the CPU tier's memory.
-        offsets: where in it each block begins, in bytes.
-        block_size: bytes of a block, in whole pages for direct I/O.
-        use_o_direct: go past the page cache.
+        paths: one file per block.
+        view: the memory of the primary tier.
+        offsets: the start of each block in ``view``, in bytes.
+        block_size: bytes per block; whole pages for direct I/O.
+        use_o_direct: bypass the page cache.
 
     Raises:
-        OSError: a block could not be written; those before it were.
-        ValueError: a block lies outside ``view``.
+        OSError: a block could not be written; the blocks before it were.
+        ValueError: a block is outside ``view``.
     """
     with view.cast("B") as memory, mmap.mmap(-1, SEAL) as page:
         for path, offset in zip(paths, offsets, strict=True):
@@ -115,14 +115,14 @@ def load_blocks(
     block_size: int,
     use_o_direct: bool = True,
 ) -> None:
-    """Read blocks from files, up to the first that is missing or not as it was stored.
+    """Read blocks from files, up to the first that is missing or fails the check.
 
-    Takes the place of vLLM's ``batch_load_block``; the arguments are those of
-    ``store_blocks``. A file that is there and not as it was stored is removed.
+    Replaces vLLM's ``batch_load_block``; the arguments are those of ``store_blocks``. A file
+    that fails the check is deleted.
 
     Raises:
-        OSError: a block could not be read; its ``num_succeeded`` counts those before it.
-        ValueError: a block lies outside ``view``.
+        OSError: a block could not be read; ``num_succeeded`` counts the blocks before it.
+        ValueError: a block is outside ``view``.
     """
     with view.cast("B") as memory, mmap.mmap(-1, SEAL) as page:
         for position, (path, offset) in enumerate(zip(paths, offsets, strict=True)):

@@ -1,10 +1,10 @@
-"""What makes a block's bytes, so that engines share files only when they mean the same.
+"""A fingerprint of block layout and weights, so that only compatible engines share files.
 
-vLLM names a block's file by the model's name, the block size, the dtype and the number of
-ranks. Two engines that agree on these can still lay a block out differently: kvcached has
-two layouts, vLLM another, and the attention backend orders heads and tokens. They can also
-run other weights under one name. So the workers say what a block is in their memory, and
-that becomes a part of every file's folder.
+vLLM names a block's file after the model name, the block size, the dtype and the number of
+ranks. Two engines that agree on these can still have different block layouts: kvcached has
+two, vLLM another, and the attention backend orders heads and tokens. They can also run
+different weights under one name. So a digest of the layout and weights in the workers is
+part of every file's directory name.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _described: str | None = None
 
 
 def describe(worker: Any) -> dict[str, Any]:
-    """Say what a block is made of in a worker's memory; runs in the worker by RPC."""
+    """Return a worker's platform, weights and block layout; runs in the worker by RPC."""
     from vllm.distributed.kv_transfer import get_kv_transfer_group
 
     runner = worker.model_runner
@@ -46,7 +46,7 @@ def describe(worker: Any) -> dict[str, Any]:
 def block_layout(
     kv_caches: dict[str, Any], groups: list[list[str]], rows: list[tuple[int, int]]
 ) -> dict[str, Any]:
-    """Say where in a block's bytes each value of each layer lies.
+    """Return the position of each layer's values in the bytes of a block.
 
     Args:
         kv_caches: a KV cache tensor per layer name, on kvcached's memory.
@@ -54,8 +54,8 @@ def block_layout(
         rows: the address and the bytes of the first row of each region that is copied.
 
     Returns:
-        The bytes of each region's row, and for each layer of each group its dtype, its
-        place and the sizes and strides, in bytes, of its dimensions inside a block.
+        The bytes of each region's row and, per layer of each group, its name, dtype, region,
+        offset in bytes, and the sizes and strides, in bytes, of its dimensions in a block.
     """
 
     def layer(name: str) -> list[Any]:
@@ -69,7 +69,7 @@ def block_layout(
         inside = [
             (size, stride * cache.element_size())
             for size, stride in zip(cache.shape, cache.stride(), strict=True)
-            # The others lead to other blocks or, where K and V lie apart, other regions.
+            # Other dimensions lead to other blocks or, if K and V are separate, other regions.
             if size > 1 and stride * cache.element_size() < row
         ]
         return [name, str(cache.dtype), number, at - start, inside]
@@ -81,7 +81,7 @@ def block_layout(
 
 
 def _platform(device: Any) -> str:
-    """What else decides how an attention backend packs a block."""
+    """Return the platform, on which the packing of a block by the attention backend depends."""
     import torch
     from vllm.platforms import current_platform
 
@@ -94,14 +94,14 @@ def _platform(device: Any) -> str:
 def sample_weights(model: Any) -> str:
     """Return a digest of a few values of every weight matrix.
 
-    Another revision, fine-tuning or quantization changes it, whatever the folder is
-    called; reading every weight would take as long as loading the model.
+    Another revision, fine-tuning or quantization changes it, regardless of the model name;
+    reading every weight would take as long as loading the model.
     """
     import torch
 
     digest = hashlib.sha256()
     for name, weight in sorted(model.named_parameters()):
-        if weight.dim() < 2:  # some vectors are never filled
+        if weight.dim() < 2:  # some vectors are never initialized
             continue
         at = tuple(
             torch.tensor([k * (size - 1) // (_SAMPLES - 1) for k in range(_SAMPLES)])
@@ -114,7 +114,7 @@ def sample_weights(model: Any) -> str:
 
 
 def around_kv_caches(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
-    """Ask the workers for their blocks, when there is a tier that keeps them.
+    """Collect the workers' descriptions if a secondary tier is configured.
 
     Wraps ``EngineCore._initialize_kv_caches``, after which the workers have their
     memory and before which no tier exists.
@@ -124,20 +124,20 @@ def around_kv_caches(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any
     result = wrapped(*args, **kwargs)
     transfer = instance.vllm_config.kv_transfer_config
     if any(leaf.tiers for leaf in connectors.leaves(transfer)):
-        said = instance.model_executor.collective_rpc(describe)
-        _described = hashlib.sha256(json.dumps(said).encode()).hexdigest()
+        descriptions = instance.model_executor.collective_rpc(describe)
+        _described = hashlib.sha256(json.dumps(descriptions).encode()).hexdigest()
     return result
 
 
 def around_file_mapper(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
-    """Put what the workers said into the folder's name.
+    """Add the digest of the workers' descriptions to the directory name.
 
-    Wraps ``FileMapper.from_offloading_spec``. vLLM also lets different numbers of ranks
-    share a folder, where the heads are outermost in its own blocks; in kvcached's the
-    layers are.
+    Wraps ``FileMapper.from_offloading_spec``. vLLM also lets engines with different numbers of
+    ranks share a directory if heads are the outermost dimension of its blocks; in kvcached's
+    blocks the layers are.
 
     Raises:
-        Refusal: nobody has asked the workers.
+        Refusal: the workers have not been described yet.
     """
     if _described is None:
         raise Refusal(

@@ -1,4 +1,4 @@
-"""vLLM's file system tier, with an end to waiting for a disk that does not answer."""
+"""vLLM's file system tier with a timeout for unresponsive disks."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ _MISS, _ = lookup_results()
 
 
 class PatientLookups(FsAsyncLookupManager):  # type: ignore[misc]
-    """vLLM's lookups, timed."""
+    """vLLM's lookups, with the time of those that are pending."""
 
     def __init__(self, tier: Any, tier_type: str, unanswered: Unanswered) -> None:
         self._unanswered = unanswered
         super().__init__(tier=tier, tier_type=tier_type)
 
     def batch_lookup(self, keys: list[Any], req_context: Any) -> Iterable[bool]:
-        """Say which blocks have files; on the tier's own thread."""
+        """Return which blocks have files; runs on the tier's own thread."""
         self._unanswered.asked(_PROBE)
         try:
             return list(super().batch_lookup(keys, req_context))
@@ -36,15 +36,15 @@ class PatientLookups(FsAsyncLookupManager):  # type: ignore[misc]
 
 
 class FirstAnswers(PatientLookups):
-    """Lookups up to vLLM 0.29, able to hear two answers about one block."""
+    """Lookups up to vLLM 0.29, with support for two results for one block."""
 
     def drain_results(self) -> None:
-        """Keep the first answer about each block.
+        """Keep the first result for each block.
 
-        A request that is aborted while the disk is asked, and another for the same
-        block, give two answers. In 0.28 and 0.29 vLLM takes the second for a fault of its
-        own and ends the engine; before, it goes by the second. From 0.30 on it numbers its
-        questions, and knows the second one.
+        A request that is aborted during its lookup, and another request for the same block,
+        produce two results. vLLM 0.28 and 0.29 treat the second one as an internal error and
+        end the engine; earlier releases use it. From 0.30 on lookups are numbered, and the
+        second result is recognized.
         """
         while not self._pending_results.empty():
             for key, found in self._pending_results.get_nowait():
@@ -54,14 +54,14 @@ class FirstAnswers(PatientLookups):
 
 
 Lookups = PatientLookups if hasattr(LookupState, "generation") else FirstAnswers
-# What a result has to say beside its job; up to 0.27 nothing.
+# Additional fields of a result; none up to 0.27.
 _UNTIMED = {"transfer_time": 0.0} if "transfer_time" in JobResult.__dataclass_fields__ else {}
 
 
 class PatientFileSystemTier(FileSystemTierManager):  # type: ignore[misc]
-    """vLLM's ``fs`` tier; while it is late nothing is asked of it.
+    """vLLM's ``fs`` tier; while it is late, it is not used.
 
-    Its folders are for this user only.
+    Its directories are accessible to this user only.
     """
 
     _lookup_manager: Any
@@ -79,20 +79,20 @@ class PatientFileSystemTier(FileSystemTierManager):  # type: ignore[misc]
 
     @property
     def late(self) -> bool:
-        """Whether the disk has not answered for longer than is worth waiting."""
+        """Whether the disk has not responded within the timeout."""
         return self.unanswered.late
 
     def lookup(self, key: Any, req_context: Any) -> Any:
-        """Ask whether a block has a file; a late tier has none."""
+        """Look up whether a block has a file; a miss if the tier is late."""
         return _MISS if self.late else super().lookup(key, req_context)
 
     def submit_store(self, job_metadata: Any) -> None:
-        """Queue the writing of blocks; a late tier declines, so that they are not pinned."""
+        """Queue the writing of blocks; fail if the tier is late, so that they are not pinned."""
         if not self._decline(job_metadata):
             super().submit_store(job_metadata)
 
     def submit_load(self, job_metadata: Any) -> None:
-        """Queue the reading of blocks; a late tier declines."""
+        """Queue the reading of blocks; fail if the tier is late."""
         if not self._decline(job_metadata):
             super().submit_load(job_metadata)
 
@@ -104,7 +104,7 @@ class PatientFileSystemTier(FileSystemTierManager):  # type: ignore[misc]
         return False
 
     def get_finished_jobs(self) -> Iterable[Any]:
-        """Return the jobs that ended, and those declined, since the last call."""
+        """Return the jobs that ended or were declined since the last call."""
         declined, self._declined = self._declined, []
         finished = list(super().get_finished_jobs())
         for result in finished:
@@ -112,7 +112,7 @@ class PatientFileSystemTier(FileSystemTierManager):  # type: ignore[misc]
         return declined + finished
 
     def shutdown(self) -> None:
-        """End the threads, but do not wait for ever for those that a disk holds."""
+        """End the threads, without waiting indefinitely for those blocked by a disk."""
         self._lookup_manager._lookup_queue.put(None)
         self._pool.shutdown(wait=False)
         end = time.monotonic() + self.unanswered.limit
@@ -121,7 +121,7 @@ class PatientFileSystemTier(FileSystemTierManager):  # type: ignore[misc]
 
 
 def around_tier_class(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
-    """Answer with our tier for vLLM's ``fs``.
+    """Return ``PatientFileSystemTier`` for vLLM's ``fs``.
 
     Wraps ``SecondaryTierFactory.get_tier_class``.
     """
@@ -130,5 +130,5 @@ def around_tier_class(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> An
 
 
 def replace_tier_class(original: Any) -> Any:
-    """Return our tier for vLLM's own class, which is not looked up by name up to 0.24."""
+    """Return ``PatientFileSystemTier`` for vLLM's class, which up to 0.24 is not looked up."""
     return PatientFileSystemTier

@@ -1,10 +1,10 @@
-"""Tiers before vLLM 0.28, in the terms of later releases.
+"""Secondary tiers before vLLM 0.28, in the terms of later releases.
 
-up to 0.27  a job is right or wrong as a whole, and all of its blocks with it
-up to 0.26  blocks go to files one by one, past the page cache or not at all, and, from 0.25
-            on, a request's last blocks are stored when its manager has dropped it
-up to 0.24  a lookup says True, False or None for later, and nothing is asked for the class of
-            a tier
+up to 0.27  a job succeeds or fails as a whole, with all of its blocks
+up to 0.26  blocks are written to files one by one, only with direct I/O, and, from 0.25 on, a
+            request's last blocks are stored after the manager has dropped the request
+up to 0.24  a lookup returns True, False or None for later, and the class of a tier is not
+            looked up
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ from kvpatch.patches.secondary_tiers.block_files import load_blocks, store_block
 
 
 def split_promotions(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> None:
-    """Bring every block up in a job of its own.
+    """Promote every block in a separate job.
 
-    Wraps ``TieringOffloadingManager._flush_pending_promotions``. Of a job with one damaged
-    file vLLM drops all blocks, and a request would lose those that were read.
+    Wraps ``TieringOffloadingManager._flush_pending_promotions``. vLLM discards all blocks of a
+    job with one damaged file, including those that were read.
     """
     for tier, waiting in instance._pending_load_submissions.items():
         instance._pending_load_submissions[tier] = {
@@ -36,7 +36,7 @@ def around_prepare_store(wrapped: Any, instance: Any, args: Any, kwargs: Any) ->
     """Store the last blocks of a request that has finished.
 
     Wraps ``TieringOffloadingManager.prepare_store``, which 0.25 and 0.26 call one step after
-    they had the manager drop what it knows of the request, and which fails without.
+    the manager has dropped the request's state, and which fails without it.
     """
     context = argument(args, kwargs, 1, "req_context")
     known = instance._req_state
@@ -48,19 +48,19 @@ def around_prepare_store(wrapped: Any, instance: Any, args: Any, kwargs: Any) ->
     try:
         return wrapped(*args, **kwargs)
     finally:
-        if not state.pending_primary_stores:  # otherwise dropped when they have ended
+        if not state.pending_primary_stores:  # otherwise dropped when they have completed
             del known[context.req_id]
 
 
-# Folders on file systems without direct I/O; 0.27 asks before it begins.
+# Folders on file systems without direct I/O, for which 0.27 checks in advance.
 _buffered: set[str] = set()
 
 
 def store_block(dest_path: str, buffer: memoryview, offset: int, block_size: int) -> None:
-    """Write one block; takes the place of vLLM's function of that name.
+    """Write one block; replaces vLLM's function of that name.
 
     Raises:
-        OSError, ValueError: as ``files.store_blocks``.
+        OSError, ValueError: as ``block_files.store_blocks``.
     """
     folder = _folder(dest_path)
     try:
@@ -73,16 +73,16 @@ def store_block(dest_path: str, buffer: memoryview, offset: int, block_size: int
 
 
 def load_block(source_path: str, view: memoryview, offset: int, block_size: int) -> None:
-    """Read one block; takes the place of vLLM's function of that name.
+    """Read one block; replaces vLLM's function of that name.
 
     Raises:
-        OSError, ValueError: as ``files.load_blocks``.
+        OSError, ValueError: as ``block_files.load_blocks``.
     """
     folder = _folder(source_path)
     try:
         load_blocks([source_path], view, [offset], block_size, folder not in _buffered)
     except OSError as error:
-        # This block is lost and stays on the disk: who opens what hangs again hangs again.
+        # Not retried, because the disk may hang again: this block is a miss, its file is kept.
         if error.errno == errno.EINVAL:
             _buffered.add(folder)
         raise

@@ -1,4 +1,4 @@
-"""Bringing blocks up from a tier, in such a way that every request gets on."""
+"""Promoting blocks from a secondary tier so that every request makes progress."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ from kvpatch.upstream.vllm_api import chunks_of, lookup_results
 
 @dataclass
 class Promoted:
-    """The blocks that were brought up for one request; kept in vLLM's context of it."""
+    """The blocks that were promoted for one request; kept on vLLM's context of the request."""
 
     keys: set[Any] = field(default_factory=set)
 
 
 def around_promotion(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> bool:
-    """Bring a block up once for a request, and no more than the CPU tier holds.
+    """Promote a block once per request, and no more blocks than the primary tier holds.
 
-    Wraps ``TieringOffloadingManager._initiate_promotion(tier_idx, key, req_context)``, up
-    to 0.27 of the tier itself. A prompt with more blocks than the CPU tier would push out
-    its first blocks for its last, then bring up the first again, and never run. Nor would
-    one with a block whose file is damaged, for which 0.27 asks in every step.
+    Wraps ``TieringOffloadingManager._initiate_promotion(tier_idx, key, req_context)``, which
+    takes the tier itself up to 0.27. A prompt with more blocks than the primary tier would
+    evict its first blocks for its last, promote the first again, and never run. Nor would a
+    prompt with a damaged block file, which 0.27 requests in every step.
     """
     key = argument(args, kwargs, 1, "key")
     context = argument(args, kwargs, 2, "req_context")
@@ -37,10 +37,9 @@ def around_promotion(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> boo
 
 
 def around_lookup(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
-    """Let a request go on without the blocks that a late tier still owes.
+    """Treat blocks that a late tier has not promoted yet as misses.
 
-    Wraps ``TieringOffloadingManager.lookup``, whose "later" would keep the request
-    waiting.
+    Wraps ``TieringOffloadingManager.lookup``, whose result would defer the request again.
     """
     miss, later = lookup_results()
     result = wrapped(*args, **kwargs)

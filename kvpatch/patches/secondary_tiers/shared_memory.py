@@ -1,4 +1,4 @@
-"""The CPU tier's shared memory belongs to one engine."""
+"""The primary tier's shared memory belongs to one engine."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from kvpatch.upstream import connectors
 
 
 def around_engine_core(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
-    """Refuse an engine whose CPU tier would be another engine's memory.
+    """Refuse an engine whose primary tier would be another engine's memory.
 
-    Wraps ``EngineCore.__init__``. vLLM names the memory by ``engine_id``, and opens what
-    it finds under the name, since an engine's workers find each other so.
+    Wraps ``EngineCore.__init__``. vLLM names the memory after ``engine_id``, and opens existing
+    memory of that name, because the workers of an engine share it in this way.
     """
     config = argument(args, kwargs, 0, "vllm_config")
     transfer = config.kv_transfer_config

@@ -1,7 +1,7 @@
-"""When a tier is late: it has not answered something for longer than is worth waiting.
+"""The timeout of a secondary tier: it is late while a call to it is pending for too long.
 
-vLLM asks a tier that does not answer again in every step, and the request waits for as
-long as the disk hangs.
+vLLM polls an unresponsive tier in every step, and the request waits for as long as the disk
+does not respond.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ _DEFAULT = 10.0
 
 
 def patience() -> float:
-    """Seconds after which a tier without an answer is late.
+    """Return the seconds after which a tier that has not responded is late.
 
     Raises:
         ValueError: the variable is not a number of seconds.
@@ -31,11 +31,11 @@ def patience() -> float:
 
 
 class Unanswered:
-    """Since when each question is without an answer, in the order they were asked.
+    """The start times of pending calls to a tier, oldest first.
 
     Args:
-        limit: seconds after which an answer is late.
-        clock: seconds on a clock that never goes back.
+        limit: seconds after which a pending call is late.
+        clock: returns seconds on a monotonic clock.
     """
 
     def __init__(self, limit: float, clock: Callable[[], float] = time.monotonic) -> None:
@@ -44,21 +44,21 @@ class Unanswered:
         self._since: dict[Hashable, float] = {}
 
     def asked(self, question: Hashable) -> None:
-        """Take note of a question."""
-        self._since.pop(question, None)  # so that the oldest stays in front
+        """Record the start of a call."""
+        self._since.pop(question, None)  # so that the oldest stays first
         self._since[question] = self.clock()
 
     def answered(self, question: Hashable) -> None:
-        """Take note of its answer; one that was never asked is none."""
+        """Record the end of a call; ignored if its start was not recorded."""
         self._since.pop(question, None)
 
     @property
     def late(self) -> bool:
-        """Whether the oldest question has waited longer than the limit."""
-        # Asked for every block of a prompt, while as many questions may be open.
+        """Whether the oldest call is pending for longer than the limit."""
+        # Evaluated for every block of a prompt, with as many calls pending.
         while True:
             try:
                 since = next(iter(self._since.values()), None)
-            except RuntimeError:  # another thread asked or answered meanwhile
+            except RuntimeError:  # another thread changed the dictionary meanwhile
                 continue
             return since is not None and self.clock() - since > self.limit

@@ -1,8 +1,8 @@
 """vLLM's SimpleCPUOffloadConnector on kvcached's memory.
 
-The connector keeps a reference to every block that one of its copies names, so that
-no page of it is freed before the copy has ended. The modules here provide what it requires
-beyond that of its memory and its block pool.
+The connector holds a reference to every block that one of its copies uses, so that no page is
+freed during a copy. The modules here provide what else it requires of its memory and its block
+pool.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ _SCHEDULER = f"{SIMPLE}.manager:SimpleCPUOffloadScheduler"
 
 FEATURE = Feature(
     name="simple-connector",
-    summary="vLLM's SimpleCPUOffloadConnector, eager and lazy, copies the right bytes and "
+    summary="vLLM's SimpleCPUOffloadConnector, eager and lazy, copies the correct bytes and "
     "keeps its CPU blocks out of kvcached's pool",
     since="0.19",
     optional=True,
@@ -23,7 +23,7 @@ FEATURE = Feature(
         Patch(
             id="simple.cpu_coordinator",
             target=f"{SIMPLE}.manager:get_kv_cache_coordinator",
-            why="the pool of CPU blocks becomes a second elastic pool on the GPU's memory",
+            why="the pool of CPU blocks becomes a second elastic pool on GPU memory",
             upstream="ovg-project/kvcached, KVCacheCoordinatorPatch in 0.1.6",
             until="kvcached replaces the pool of the GPU's coordinator only",
             wrapper="kvpatch.patches.simple_offload.cpu_pool:around_cpu_coordinator",
@@ -33,7 +33,7 @@ FEATURE = Feature(
         Patch(
             id="simple.native_pool",
             target=f"{COORDINATOR}._setup_kvcached_coordinator",
-            why="taking a CPU block maps a page of the GPU, freeing one unmaps live KV",
+            why="allocating a CPU block maps a GPU page, freeing one unmaps live KV",
             upstream="ovg-project/kvcached, KVCacheCoordinatorPatch in 0.1.6",
             until="kvcached replaces the pool of the GPU's coordinator only",
             wrapper="kvpatch.patches.simple_offload.cpu_pool:around_setup",
@@ -44,9 +44,9 @@ FEATURE = Feature(
             Patch(
                 id="simple.register_placed",
                 target=f"{SIMPLE}.worker:SimpleCPUOffloadWorker.register_kv_caches",
-                why="every layer is looked for in the first pool, or in the whole reservation",
+                why="every layer is expected in the first pool, or in the whole reservation",
                 upstream="vllm-project/vllm#37160 (the connector), ovg-project/kvcached#361",
-                until="the connector asks the allocator for its regions",
+                until="the connector takes its regions from the allocator",
                 wrapper="kvpatch.patches.simple_offload.registration:around_register_placed",
                 parameters=("self", "kv_caches"),
                 since="0.29",
@@ -56,7 +56,7 @@ FEATURE = Feature(
                 target=f"{SIMPLE}.worker:SimpleCPUOffloadWorker.register_kv_caches",
                 why="a block is sized by kvcached's whole reservation, which is larger",
                 upstream="vllm-project/vllm#37160 (the connector), ovg-project/kvcached#361",
-                until="the connector asks the allocator for its regions",
+                until="the connector takes its regions from the allocator",
                 wrapper="kvpatch.patches.simple_offload.registration:around_register",
                 parameters=("self", "kv_caches"),
                 since="0.19",
@@ -67,9 +67,9 @@ FEATURE = Feature(
             Patch(
                 id="simple.copies",
                 target=f"{SIMPLE}.worker:DmaCopyBackend",
-                why="the copies are written for CUDA and ROCm",
+                why="the copies are implemented for CUDA and ROCm only",
                 upstream="vllm-project/vllm#37160 (the connector)",
-                until="vLLM chooses the copy backend by platform",
+                until="vLLM selects the copy backend by platform",
                 wrapper="kvpatch.patches.simple_offload.copy_backend:backend_here",
                 parameters=(),
                 since="0.24",
@@ -79,7 +79,7 @@ FEATURE = Feature(
                 id="simple.copies_in_order",
                 target=f"{SIMPLE}.worker:DmaCopyBackend",
                 why="as simple.copies; a store reads blocks that are still being computed",
-                upstream="vllm-project/vllm#46278 (an event between computation and store)",
+                upstream="vllm-project/vllm#46278 (event between computation and store)",
                 until="vLLM 0.24",
                 wrapper="kvpatch.patches.simple_offload.legacy:ordered_backend",
                 parameters=(),
@@ -91,9 +91,9 @@ FEATURE = Feature(
         Patch(
             id="simple.streams",
             target=f"{SIMPLE}.worker:torch",
-            why="the worker takes its streams and events from torch.cuda",
+            why="the worker uses streams and events of torch.cuda",
             upstream="vllm-project/vllm#37160 (the connector)",
-            until="vLLM chooses the copy backend by platform",
+            until="vLLM selects the copy backend by platform",
             wrapper="kvpatch.patches.simple_offload.copy_backend:torch_here",
             parameters=(),
             since="0.19",
@@ -103,7 +103,7 @@ FEATURE = Feature(
             Patch(
                 id="simple.bind_gpu_block_pool",
                 target=f"{_SCHEDULER}.bind_gpu_block_pool",
-                why="lazy mode walks a queue of free blocks, which kvcached's pool does not have",
+                why="lazy mode walks the free block queue, which kvcached's pool does not have",
                 upstream="ovg-project/kvcached, ElasticBlockPoolPatch in 0.1.6",
                 until="kvcached's pool has a free_block_queue",
                 wrapper="kvpatch.patches.simple_offload.eviction:around_bind",
@@ -113,8 +113,8 @@ FEATURE = Feature(
             Patch(
                 id="simple.bind_linked_blocks",
                 target=f"{_SCHEDULER}.bind_gpu_block_pool",
-                why="as simple.bind_gpu_block_pool; the queue is a linked list, and the pool has "
-                "no ``blocks`` in both modes",
+                why="as simple.bind_gpu_block_pool; the queue is a linked list, and in both modes "
+                "the pool has no ``blocks``",
                 upstream="ovg-project/kvcached, NativeBlockPoolMixin in 0.1.6 (for vLLM 0.26)",
                 until="vLLM 0.26",
                 wrapper="kvpatch.patches.simple_offload.legacy:around_bind",
@@ -126,9 +126,9 @@ FEATURE = Feature(
         Patch(
             id="simple.free_blocks",
             target="vllm.v1.core.block_pool:ElasticBlockPool.free_blocks",
-            why="kvcached's cap evicts freed blocks before lazy mode could store them",
+            why="kvcached's cap evicts freed blocks before lazy mode can store them",
             upstream="ovg-project/kvcached, ElasticBlockPoolPatch in 0.1.6",
-            until="kvcached asks the connector before it evicts",
+            until="kvcached consults the connector before evicting",
             wrapper="kvpatch.patches.simple_offload.eviction:around_free",
             parameters=("self", "ordered_blocks"),
             since="0.19",
@@ -136,9 +136,9 @@ FEATURE = Feature(
         Patch(
             id="simple.lazy_stores",
             target=f"{_SCHEDULER}._prepare_lazy_store_specs",
-            why="what is above kvcached's cap must be offered first, and evicted after",
+            why="blocks above kvcached's cap must be stored before they are evicted",
             upstream="ovg-project/kvcached, ElasticBlockPoolPatch in 0.1.6",
-            until="kvcached asks the connector before it evicts",
+            until="kvcached consults the connector before evicting",
             wrapper="kvpatch.patches.simple_offload.eviction:around_lazy_stores",
             parameters=("self",),
             since="0.19",
@@ -148,7 +148,7 @@ FEATURE = Feature(
             target=f"{_SCHEDULER}.get_num_new_matched_tokens",
             why="a burst of prompts evicts blocks that lazy mode has not stored yet",
             upstream="vllm-project/vllm#37160 (the target covers computed tokens, not loads)",
-            until="vLLM's lazy mode stores what an allocation is about to evict",
+            until="vLLM's lazy mode stores blocks that an allocation is about to evict",
             wrapper="kvpatch.patches.simple_offload.eviction:around_match",
             parameters=("self", "request", "num_computed_tokens"),
             since="0.19",
@@ -156,9 +156,9 @@ FEATURE = Feature(
         Patch(
             id="simple.stored",
             target=f"{_SCHEDULER}._process_store_completion",
-            why="a stored block goes to the end of the order, and others are lost before it",
-            upstream="vllm-project/vllm#40332 (put it back to the head)",
-            until="vLLM puts stored blocks back to the head of its queue",
+            why="a stored block moves to the end of the order, and others are evicted before it",
+            upstream="vllm-project/vllm#40332 (return it to the head)",
+            until="vLLM returns stored blocks to the head of its queue",
             wrapper="kvpatch.patches.simple_offload.eviction:around_stored",
             parameters=("self", "gpu_block_ids"),
             since="0.19",
@@ -167,8 +167,8 @@ FEATURE = Feature(
             Patch(
                 id="simple.stores_once",
                 target=f"{_SCHEDULER}._prepare_eager_store_specs",
-                why="a block that two requests share is stored twice, and takes two CPU blocks",
-                upstream="vllm-project/vllm#41289 (keep in mind what is being stored)",
+                why="a block that two requests share is stored twice, in two CPU blocks",
+                upstream="vllm-project/vllm#41289 (track stores in flight)",
                 until="vLLM 0.22",
                 wrapper="kvpatch.patches.simple_offload.legacy:around_eager_stores",
                 parameters=("self", "scheduler_output"),
@@ -181,9 +181,9 @@ FEATURE = Feature(
             Patch(
                 id="simple.pending_work",
                 target=f"{SIMPLE_CONNECTOR}.has_pending_push_work",
-                why="an idle engine never learns that a copy has ended, and keeps its pages mapped",
-                upstream="vllm-project/vllm#45595 (the hook this uses)",
-                until="vLLM's connector asks for steps for aborted loads, and kvcached for its cap",
+                why="an idle engine never observes that a copy has completed: pages stay mapped",
+                upstream="vllm-project/vllm#45595 (the hook used here)",
+                until="vLLM's connector requests steps for aborted loads, and kvcached for its cap",
                 wrapper="kvpatch.patches.simple_offload.lifetime:around_pending_work",
                 parameters=("self",),
                 since="0.24",
@@ -191,8 +191,8 @@ FEATURE = Feature(
             Patch(
                 id="simple.has_requests",
                 target="vllm.v1.core.sched.scheduler:Scheduler.has_requests",
-                why="as simple.pending_work; a connector cannot ask for steps",
-                upstream="vllm-project/vllm#45595 (the hook that came with 0.24)",
+                why="as simple.pending_work; a connector cannot request steps",
+                upstream="vllm-project/vllm#45595 (the hook added in 0.24)",
                 until="vLLM 0.24",
                 wrapper="kvpatch.patches.simple_offload.legacy:around_has_requests",
                 parameters=("self",),
@@ -203,7 +203,7 @@ FEATURE = Feature(
         Patch(
             id="simple.shutdown",
             target=f"{SIMPLE_CONNECTOR}.shutdown",
-            why="kvcached unmaps all memory at shutdown while copies still run",
+            why="kvcached unmaps all memory at shutdown while copies are in flight",
             upstream="vllm-project/vllm, SimpleCPUOffloadConnector has no shutdown",
             until="vLLM's connector waits for its copies at shutdown",
             wrapper="kvpatch.patches.simple_offload.lifetime:around_shutdown",
@@ -213,7 +213,7 @@ FEATURE = Feature(
         Patch(
             id="observing.simple_plan",
             target=f"{_SCHEDULER}.build_connector_meta",
-            why="this connector keeps no stats, so that nobody can see what it moves",
+            why="this connector has no stats, so that its transfers are not visible",
             upstream="vllm-project/vllm#57251 (metrics for every connector)",
             until="SimpleCPUOffloadConnector has stats of its own",
             wrapper="kvpatch.patches.simple_offload.metrics:around_plan",

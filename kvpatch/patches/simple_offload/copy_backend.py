@@ -1,8 +1,8 @@
 """The copy backend of SimpleCPUOffloadConnector on this device.
 
-vLLM's worker needs two things of a device: the class that copies blocks, and the
-streams and events of ``torch``. On CUDA and ROCm both are vLLM's own;
-another device brings its own pair here.
+vLLM's worker depends on the device in two ways: the class that copies blocks, and the
+streams and events of ``torch``. On CUDA and ROCm both are unchanged; another device
+provides its own pair here.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from kvpatch.upstream.vllm_api import device_type
 
 
 class CopyBackend(Protocol):
-    """What vLLM's worker asks of the class that copies blocks.
+    """The interface that vLLM's worker requires of the class that copies blocks.
 
     Source: ``DmaCopyBackend`` in ``vllm/v1/simple_kv_offload/copy_backend.py``.
     """
@@ -28,7 +28,7 @@ class CopyBackend(Protocol):
         load_stream: Any,
         store_stream: Any,
     ) -> None:
-        """Take the regions of both sides, int8 of ``[blocks, bytes]`` under equal names."""
+        """Set the regions of both sides: int8 of ``[blocks, bytes]``, by the same names."""
 
     def launch_copy(
         self,
@@ -39,15 +39,15 @@ class CopyBackend(Protocol):
         events_list: list[tuple[int, Any]],
         wait_event: Any = None,
     ) -> None:
-        """Copy rows of every region, in the order of the launches of one direction.
+        """Copy rows of every region, in launch order per direction.
 
-        Appends ``(event_idx, event)`` to ``events_list``; the event's ``query`` says
-        whether the copy has ended, and ``synchronize`` waits for it. A store must not
-        begin before ``wait_event``.
+        Appends ``(event_idx, event)`` to ``events_list``; the event's ``query`` returns
+        whether the copy has completed, and ``synchronize`` waits for it. A store must not
+        start before ``wait_event``.
         """
 
     def shutdown(self) -> None:
-        """Launch what is queued, and take no more."""
+        """Launch the queued copies, and accept no more."""
 
 
 @dataclass(frozen=True)
@@ -55,8 +55,8 @@ class Device:
     """How the connector's blocks are copied on one kind of device.
 
     Attributes:
-        backend: from vLLM's class to the one that copies.
-        torch: from ``torch`` to the ``torch`` that vLLM's worker module sees.
+        backend: maps vLLM's copy backend to the one in use.
+        torch: maps ``torch`` to the object that vLLM's worker module uses in its place.
     """
 
     backend: Callable[[Any], Any]
@@ -89,6 +89,6 @@ def backend_here(original: Any) -> Any:
 
 
 def torch_here(torch: Any) -> Any:
-    """Replace the ``torch`` that vLLM's worker module sees by this device's."""
+    """Replace the ``torch`` of vLLM's worker module by this device's."""
     device = DEVICES.get(device_type())
     return torch if device is None else device.torch(torch)

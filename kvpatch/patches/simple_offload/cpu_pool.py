@@ -1,8 +1,8 @@
 """The connector's pool of CPU blocks stays vLLM's own.
 
-The connector builds that pool with the class that manages the GPU's blocks, and
-kvcached gives every instance of the class a pool on the GPU's memory. A CPU block
-would then map a GPU page when it is taken, and unmap somebody's KV when it is freed.
+The connector creates that pool with the class that manages the GPU's blocks, and
+kvcached gives every instance of the class a pool on GPU memory. Allocating a CPU block
+would then map a GPU page, and freeing one would unmap live KV.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ _for_cpu: ContextVar[bool] = ContextVar("kvpatch_coordinator_for_cpu", default=F
 
 
 def around_cpu_coordinator(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
-    """Build the coordinator of the CPU blocks on vLLM's own block pool.
+    """Create the coordinator of the CPU blocks with vLLM's own block pool.
 
-    Wraps ``get_kv_cache_coordinator`` as the connector's module names it; the GPU's
-    coordinator is built through another name.
+    Wraps ``get_kv_cache_coordinator`` in the connector's module; the GPU's coordinator is
+    created through another module.
 
     Raises:
-        Refusal: the pool is kvcached's all the same.
+        Refusal: the pool is kvcached's nevertheless.
     """
     token = _for_cpu.set(True)
     try:
@@ -40,9 +40,9 @@ def around_cpu_coordinator(wrapped: Any, instance: Any, args: Any, kwargs: Any) 
 
 
 def around_setup(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
-    """Leave a coordinator of CPU blocks as vLLM made it.
+    """Leave a coordinator of CPU blocks unchanged.
 
-    Wraps ``KVCacheCoordinator._setup_kvcached_coordinator``, by which kvcached puts
-    its own pool in the place of vLLM's.
+    Wraps ``KVCacheCoordinator._setup_kvcached_coordinator``, in which kvcached replaces
+    vLLM's pool by its own.
     """
     return None if _for_cpu.get() else wrapped(*args, **kwargs)

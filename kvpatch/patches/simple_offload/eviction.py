@@ -1,22 +1,22 @@
-"""Lazy mode: kvcached's blocks in the order in which they would be lost.
+"""Lazy mode: kvcached's blocks in eviction order.
 
-In lazy mode the connector stores a block only when it is about to be evicted. Each step
-it walks vLLM's queue of free blocks for that, up to a target of what two steps can take.
+In lazy mode the connector stores a block only when it is about to be evicted. In each step
+it walks vLLM's free block queue for this, up to a target of what two steps can allocate.
 kvcached has no such queue:
 
-- Free memory has no blocks to name. An allocation takes it first, and evicts cached
-  blocks, least recently used first, for what is missing.
-- The place where a walk stopped means nothing a step later: kvcached may have evicted
-  that block, unmapped it, or put it to the end. So a walk begins at the head each
-  time, and a block is offered once for each time that it became evictable.
-- A block whose copy has ended would go to the end, as if it had been used, and the
-  blocks behind it, which no copy has, would be lost first. It goes back to the head.
-- Above its cap on cached tokens kvcached evicts inside the very call that frees a
-  block, before any walk can see it. Here the blocks above the cap are offered first,
-  and evicted in the step after the CPU tier has them.
-- A burst of prompts takes more than the target, most of all when they are loaded from
-  the CPU tier, since loads do not count as tokens of a step. A new prompt that would
-  evict a block without a copy waits the steps that the copy takes.
+- Free memory has no block ids. An allocation takes free memory first, and then evicts
+  cached blocks in LRU order.
+- The position where a walk stopped is invalid in the next step: kvcached may have evicted
+  that block, unmapped it, or moved it to the end. So every walk starts at the head, and a
+  block is offered once each time it becomes evictable.
+- A block whose copy has completed would move to the end, as if it had been used, and the
+  blocks behind it, which have no copy, would be evicted first. It returns to the head.
+- Above its cap on cached tokens kvcached evicts in the same call that frees a block,
+  before any walk can offer it. Here the blocks above the cap are offered first, and evicted
+  in the step after they were stored in the CPU tier.
+- A burst of prompts allocates more than the target, especially if they are loaded from
+  the CPU tier, because loads do not count as tokens of a step. A new prompt that would
+  evict a block without a copy waits for the steps that the copy takes.
 """
 
 from __future__ import annotations
@@ -32,14 +32,14 @@ from kvpatch.patch import argument
 
 
 class EvictableBlocks(OrderedDict[int, Any]):
-    """The pool's evictable blocks, least recently used first, and what became of them.
+    """The pool's evictable blocks in LRU order, with the state of lazy mode.
 
-    Takes the place of ``_evictable_blocks`` in kvcached's pool, which takes a block out
-    whenever it is used or evicted, also one that is not there.
+    Replaces ``_evictable_blocks`` in kvcached's pool, which removes a block whenever it is
+    used or evicted, even if it is not in there.
 
     Attributes:
-        offered: blocks that a walk has offered since they came here.
-        used: blocks that were used again while they were not here.
+        offered: blocks that a walk has offered since they became evictable.
+        used: blocks that were used again while they were not evictable.
     """
 
     def __init__(self, blocks: dict[int, Any]) -> None:
@@ -52,7 +52,7 @@ class EvictableBlocks(OrderedDict[int, Any]):
         super().__setitem__(block_id, block)
 
     def pop(self, block_id: int, *default: Any) -> Any:
-        """Remove a block, which is in use or evicted from now on."""
+        """Remove a block that is in use or evicted from now on."""
         self.offered.discard(block_id)
         if block_id not in self:
             self.used.add(block_id)
@@ -66,7 +66,7 @@ class EvictableBlocks(OrderedDict[int, Any]):
 
 @dataclass
 class FreeMemory:
-    """Stands for one block of memory that holds nothing, or nothing left to offer."""
+    """Represents one block of memory that is free or has nothing left to store."""
 
     ref_cnt: int = 0
     block_hash: None = None
@@ -74,7 +74,7 @@ class FreeMemory:
 
 
 class EvictionOrder:
-    """vLLM's ``FreeKVCacheBlockQueue`` of a kvcached pool, as far as lazy mode walks it.
+    """The part of vLLM's ``FreeKVCacheBlockQueue`` that lazy mode uses, for a kvcached pool.
 
     Args:
         scheduler: the connector's ``SimpleCPUOffloadScheduler``.
@@ -82,7 +82,7 @@ class EvictionOrder:
 
     Attributes:
         evictable: the pool's evictable blocks.
-        full: a prompt waits in this step, and so do those behind it.
+        full: a prompt waits in this step, and so do all later ones.
     """
 
     def __init__(self, scheduler: Any, pool: Any) -> None:
@@ -93,7 +93,7 @@ class EvictionOrder:
         self._target = scheduler._target_free
         self.full = False
         self._block_sizes = [
-            # Up to 0.22 the connector runs without context parallelism only.
+            # Up to 0.22 the connector does not support context parallelism.
             group.kv_cache_spec.block_size * getattr(scheduler, "cp_world_size", 1)
             for group in scheduler.cpu_kv_cache_config.kv_cache_groups
         ]
@@ -102,18 +102,18 @@ class EvictionOrder:
 
     @property
     def above_cap(self) -> int:
-        """Cached blocks above kvcached's cap, which wait to be offered or evicted."""
+        """The number of cached blocks above kvcached's cap, still to be stored or evicted."""
         cap = self._pool.max_cached_blocks
         return 0 if cap < 0 else max(0, len(self.evictable) - cap)
 
     def iter_blocks_after(self, cursor: Any) -> Iterator[Any]:
-        """Iterate in the order in which blocks are lost, from the head.
+        """Iterate in eviction order, from the head.
 
-        What holds nothing, or was offered or is being stored already, is one
-        ``FreeMemory``, which counts for the connector's target and is never stored.
+        Free blocks, and blocks that were offered or are being stored already, are yielded as
+        ``FreeMemory``, which counts toward the connector's target and is never stored.
         """
         known = set(self._being_stored())
-        # Those come back to the head.
+        # These return to the head.
         yield from repeat(self._nothing, len(known))
         for block in self._trim_next:
             yield from self._offer(block, known)
@@ -126,7 +126,7 @@ class EvictionOrder:
 
     def _offer(self, block: Any, known: set[Any]) -> Iterator[Any]:
         yield self._nothing if block.block_hash in known else block
-        # Only when the connector comes back for more: it may have stopped at this one.
+        # Only if the connector continues: it may have stopped at this block.
         known.add(block.block_hash)
         self.evictable.offered.add(block.block_id)
 
@@ -142,13 +142,13 @@ class EvictionOrder:
         return block.block_hash is None or tier.get_one_block(block.block_hash) is not None
 
     def must_wait(self, tokens: int) -> bool:
-        """Whether a new prompt would evict a block that has no copy and can have one.
+        """Whether a new prompt would evict a block that has no copy but can be stored.
 
-        The walk of this step takes what it would evict, so that it can go on when the
-        copies have ended. All prompts that come after it in this step wait too.
+        The walk of this step then covers the blocks that the prompt would evict, so that it
+        can run when the copies have completed. All later prompts of this step wait too.
 
         Args:
-            tokens: tokens whose blocks the prompt takes in this step.
+            tokens: tokens whose blocks the prompt allocates in this step.
         """
         needed = sum(-(-tokens // size) for size in self._block_sizes)
         missing = needed - self._pool.kv_cache_manager.available_size()
@@ -157,7 +157,7 @@ class EvictionOrder:
             for block_id, block in islice(self.evictable.items(), missing)
         ):
             return False
-        # A tier without room for one more block, and no copy that will end, cannot help.
+        # Waiting is pointless if the tier has no free block and no copy is in flight.
         if not self._scheduler._store_event_to_blocks and not (
             self._scheduler.cpu_block_pool.get_num_free_blocks()
         ):
@@ -167,12 +167,12 @@ class EvictionOrder:
         return True
 
     def end_step(self) -> None:
-        """Begin anew after the walk of a step."""
+        """Reset the state of a step after its walk."""
         self._scheduler._target_free = self._target
         self.full = False
 
     def trim(self) -> None:
-        """Evict what is above the cap and in the CPU tier; offer the rest in the next walk."""
+        """Evict blocks above the cap that are in the CPU tier; offer the rest in the next walk."""
         self._trim_next = []
         above = self.above_cap
         if not above:
@@ -188,14 +188,14 @@ class EvictionOrder:
             self._pool.evict_blocks(stored)
 
     def _victims(self, count: int) -> list[int]:
-        """Return the blocks that kvcached would evict: whole pages first, then the oldest."""
+        """Return the blocks that kvcached would evict: whole pages first, then in LRU order."""
         victims = self._pool._page_aligned_victims(count)
         chosen = set(victims)
         victims += [block_id for block_id in self.evictable if block_id not in chosen]
         return list(victims[:count])
 
     def put_back(self, block_ids: list[int]) -> None:
-        """Put stored blocks that nobody uses back to the head, in their order."""
+        """Return stored blocks that are still evictable to the head, in their order."""
         for block_id in reversed(block_ids):
             if block_id in self.evictable:
                 self.evictable.move_to_end(block_id, last=False)
@@ -204,7 +204,7 @@ class EvictionOrder:
 
 @dataclass
 class Lazy:
-    """The order that lazy mode walks, kept on the ``SimpleCPUOffloadScheduler``."""
+    """The order that lazy mode walks; kept on the ``SimpleCPUOffloadScheduler``."""
 
     order: EvictionOrder
 
@@ -216,7 +216,7 @@ def order_of(scheduler: Any) -> EvictionOrder | None:
 
 
 def around_bind(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> None:
-    """Give kvcached's pool the queue that lazy mode walks.
+    """Provide kvcached's pool with the queue that lazy mode walks.
 
     Wraps ``SimpleCPUOffloadScheduler.bind_gpu_block_pool``.
     """
@@ -225,16 +225,16 @@ def around_bind(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> None:
 
 
 def bind(scheduler: Any, order: type[EvictionOrder]) -> None:
-    """Give the pool of a connector in lazy mode the queue that it walks."""
+    """Provide the pool of a connector in lazy mode with the queue that it walks."""
     if scheduler._lazy_mode:
         pool = scheduler._gpu_block_pool
         pool.free_block_queue = state.attach(scheduler, Lazy(order(scheduler, pool))).order
 
 
 def around_lazy_stores(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
-    """Trim kvcached's cached tokens before the walk that offers the rest.
+    """Trim the cached blocks to kvcached's cap before the walk that offers the rest.
 
-    Wraps ``SimpleCPUOffloadScheduler._prepare_lazy_store_specs``, once a step.
+    Wraps ``SimpleCPUOffloadScheduler._prepare_lazy_store_specs``, called once per step.
     """
     order = order_of(instance)
     if order is None:
@@ -247,11 +247,10 @@ def around_lazy_stores(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> A
 
 
 def around_match(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
-    """Let a new prompt wait, in lazy mode, until what it evicts has a copy.
+    """In lazy mode, defer a new prompt until the blocks that it evicts have a copy.
 
     Wraps ``SimpleCPUOffloadScheduler.get_num_new_matched_tokens(request,
-    num_computed_tokens)``, where None for the tokens is vLLM's way to say: ask again in
-    the next step.
+    num_computed_tokens)``, where None for the tokens defers the request to the next step.
     """
     order = order_of(instance)
     if order is not None and order.full:
@@ -261,7 +260,7 @@ def around_match(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
         return found
     request, computed = signature_of_match(*args, **kwargs)
     batch = instance.vllm_config.scheduler_config.max_num_batched_tokens
-    # A prompt that is loaded takes the blocks of the load, and computes nothing yet.
+    # A prompt that is loaded allocates the blocks of the load, and computes nothing yet.
     tokens = found[0] or min(request.num_tokens - computed, batch)
     return (None, False) if order.must_wait(tokens) else found
 
@@ -272,14 +271,14 @@ def signature_of_match(request: Any, num_computed_tokens: int) -> tuple[Any, int
 
 
 def around_stored(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> None:
-    """Keep blocks that were stored where they were in the order.
+    """Keep stored blocks at their place in the order.
 
     Wraps ``SimpleCPUOffloadScheduler._process_store_completion(gpu_block_ids, ...)``.
     """
     block_ids = argument(args, kwargs, 0, "gpu_block_ids")
     order = order_of(instance)
     if order is not None:
-        # Those that a request used meanwhile go to the end, as any used block does.
+        # Blocks that a request used meanwhile move to the end, like any used block.
         block_ids = [block_id for block_id in block_ids if block_id not in order.evictable.used]
     wrapped(*args, **kwargs)
     if order is not None:
@@ -287,7 +286,7 @@ def around_stored(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> None:
 
 
 def around_free(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
-    """Keep kvcached from evicting in the call that frees blocks, in lazy mode.
+    """In lazy mode, prevent kvcached from evicting in the call that frees blocks.
 
     Wraps ``ElasticBlockPool.free_blocks``; ``EvictionOrder.trim`` evicts instead.
     """

@@ -1,9 +1,10 @@
 """SimpleCPUOffloadConnector before vLLM 0.26, in the terms of later releases.
 
-up to 0.25  lazy mode follows the links of vLLM's queue of free blocks itself, and the
-            pool that kvcached has there does not call its blocks ``blocks``
-up to 0.23  a connector cannot ask for steps; the scheduler is asked instead
+up to 0.25  lazy mode follows the links of vLLM's free block queue itself, and kvcached's
+            pool for these releases has no attribute ``blocks``
+up to 0.23  a connector cannot request steps; ``Scheduler.has_requests`` is wrapped instead
 up to 0.23  a store may read blocks that the device is still computing
+up to 0.21  a block that two requests share is stored twice
 """
 
 from __future__ import annotations
@@ -16,14 +17,14 @@ from kvpatch.patches.simple_offload.eviction import EvictionOrder, bind
 from kvpatch.patches.simple_offload.lifetime import waits_for_copies
 from kvpatch.upstream import connectors
 
-# CU_MEMCPY_SRC_ACCESS_ORDER_STREAM of the CUDA driver: read when the stream comes to it.
+# CU_MEMCPY_SRC_ACCESS_ORDER_STREAM of the CUDA driver: the source is read in stream order.
 _IN_STREAM_ORDER = 1
 
 
 class Link:
-    """A block in vLLM's linked list, whose next one is found when it is asked for.
+    """A block in vLLM's linked list, whose successor is determined on access.
 
-    The connector asks once for each link, after it has looked at the block.
+    The connector accesses it once per link, after it has processed the block.
     """
 
     def __init__(self, block: Any, rest: Iterator[Any]) -> None:
@@ -41,23 +42,23 @@ class Link:
 
 
 class LinkedOrder(EvictionOrder):
-    """The order as a linked list, which every walk begins at the head of."""
+    """The order as a linked list; every walk starts at its head."""
 
     fake_free_list_tail = None
 
     @property
     def fake_free_list_head(self) -> Link:
-        """What comes before the first block."""
+        """The link before the first block."""
         return Link(None, self.iter_blocks_after(None))
 
     def end_step(self) -> None:
-        """Forget where the walk stopped, beside what later releases do."""
+        """Also discard the position where the walk stopped."""
         super().end_step()
         self._scheduler._cursor = None
 
 
 def around_bind(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> None:
-    """Give kvcached's pool its blocks by vLLM's name, and the queue of lazy mode.
+    """Provide kvcached's pool with vLLM's attribute ``blocks``, and with lazy mode's queue.
 
     Wraps ``SimpleCPUOffloadScheduler.bind_gpu_block_pool``.
     """
@@ -80,11 +81,11 @@ def around_has_requests(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> 
 
 
 class AlsoUnderWay:
-    """A CPU pool's blocks by hash, with those that are still being stored.
+    """A CPU pool's blocks by hash, including those that are still being stored.
 
     Args:
         stored: the pool's own ``BlockHashToBlockMap``.
-        under_way: blocks of running stores, by hash.
+        under_way: blocks of stores in flight, by hash.
     """
 
     def __init__(self, stored: Any, under_way: dict[Any, Any]) -> None:
@@ -100,10 +101,10 @@ class AlsoUnderWay:
 
 
 def around_eager_stores(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
-    """Keep what is being stored out of the next steps' stores.
+    """Exclude blocks that are being stored from the stores of later steps.
 
     Wraps ``SimpleCPUOffloadScheduler._prepare_eager_store_specs`` of 0.19 to 0.21, which
-    knows of the blocks of its own step and of those whose store has ended.
+    excludes only the blocks of its own step and those whose store has completed.
     """
     pool = instance.cpu_block_pool
     stored = pool.cached_block_hash_to_block
@@ -122,12 +123,12 @@ def around_eager_stores(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> 
 def ordered_backend(original: Any) -> Any:
     """Replace vLLM's ``DmaCopyBackend`` by a backend whose stores wait for the computation."""
     backend = backend_here(original)
-    # Another device's backend takes a store when the computation before it has ended.
+    # The backends of other devices already start a store after the computation before it.
     return after_computation(original) if backend is original else backend
 
 
 def after_computation(backend: Any) -> Any:
-    """Return a class of copies whose stores read what was computed when they were asked for."""
+    """Return a copy backend whose stores wait for the computation launched before them."""
 
     class OrderedCopyBackend(backend):  # type: ignore[misc]
         def init(self, *args: Any, **kwargs: Any) -> None:
@@ -140,7 +141,7 @@ def after_computation(backend: Any) -> Any:
             if is_store:
                 import torch
 
-                # Before the copy is queued: the thread that makes it comes after.
+                # Before the copy is queued, because a thread launches it later.
                 self._store_stream.wait_stream(torch.cuda.current_stream())
             super().launch_copy(src_blocks, dst_blocks, is_store, *args, **kwargs)
 

@@ -1,4 +1,4 @@
-"""The end of copies: an idle engine sees it, and a dying one waits for it."""
+"""Completion of copies: observed by an idle engine, and awaited at shutdown."""
 
 from __future__ import annotations
 
@@ -8,12 +8,11 @@ from kvpatch.patches.simple_offload.eviction import order_of
 
 
 def around_pending_work(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> bool:
-    """Keep the engine stepping while blocks wait for a copy, and let it sleep after.
+    """Keep the engine stepping while blocks wait for a copy; it becomes idle afterwards.
 
-    Wraps ``has_pending_push_work`` of ``SimpleCPUOffloadConnector``, vLLM's own way for
-    a connector to ask for steps. The connector learns in a step that a copy has ended;
-    without one, the pages of the blocks it holds stay mapped for as long as the engine
-    is idle.
+    Wraps ``has_pending_push_work`` of ``SimpleCPUOffloadConnector``, vLLM's hook for a
+    connector to request steps. The connector observes in a step that a copy has completed;
+    without a step, the pages of the blocks that it holds stay mapped while the engine is idle.
     """
     if wrapped(*args, **kwargs):
         return True
@@ -27,7 +26,7 @@ def waits_for_copies(scheduler: Any) -> bool:
     return bool(
         scheduler.has_pending_stores()
         or scheduler._reqs_to_load
-        # Up to 0.23 it cannot be reset, and no load is abandoned.
+        # Up to 0.23 the connector cannot be reset, and no load is abandoned.
         or getattr(scheduler, "_abandoned_reqs_to_load", None)
         or (order is not None and order.above_cap)
     )
@@ -40,6 +39,6 @@ def around_shutdown(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
     """
     worker = instance.worker_handler
     if worker is not None and worker._backend is not None:
-        worker._backend.shutdown()  # what is queued is launched, and has its event then
+        worker._backend.shutdown()  # launches the queued copies, so that each has an event
         worker._flush_and_sync_all()
     return wrapped(*args, **kwargs)

@@ -1,7 +1,7 @@
-"""Counting what SimpleCPUOffloadConnector moves: it keeps no stats of its own.
+"""Counting the transfers of SimpleCPUOffloadConnector, which has no stats of its own.
 
-Its scheduler hands each step's copies to the workers as one store and one load, which
-all ranks make; they are counted there.
+Its scheduler passes the copies of each step to the workers as one store and one load for
+all ranks; they are counted there.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from kvpatch.telemetry.counters import Totals
 
 
 def block_bytes(scheduler: Any) -> int:
-    """Return the bytes of one block over all ranks, as the connector sizes its tier."""
+    """Return the bytes of one block over all ranks, computed as the connector sizes its tier."""
     config = scheduler.kv_cache_config
     tensors = config.kv_cache_tensors
     packed = any(getattr(tensor, "block_stride", 0) for tensor in tensors)
@@ -22,7 +22,7 @@ def block_bytes(scheduler: Any) -> int:
 
 
 def around_plan(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
-    """Count one step's store and load.
+    """Count the store and the load of one step.
 
     Wraps ``SimpleCPUOffloadScheduler.build_connector_meta(scheduler_output)``.
     """

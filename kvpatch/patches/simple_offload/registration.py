@@ -1,10 +1,10 @@
-"""The connector's worker copies exactly the blocks the scheduler hands out.
+"""The connector's worker copies exactly the blocks that the scheduler allocates.
 
-Up to vLLM 0.28 it sizes a block by the storage behind each tensor. kvcached's storage
-is a reservation that is larger than the blocks, so that rows would lie elsewhere and the
-CPU tier have another number of blocks than the scheduler counts. From 0.29 on it goes
-by the plan of the KV cache, which has all layers in one allocation, where kvcached
-has one for each layer in its non-contiguous layout.
+Up to vLLM 0.28 the worker sizes a block by the storage of each tensor. kvcached's storage
+is a reservation that is larger than the blocks, so that the rows would be misplaced and the
+CPU tier would have another number of blocks than in the scheduler. From 0.29 on it uses the
+KV cache config, which has all layers in one allocation, while kvcached's non-contiguous
+layout has one per layer.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ from kvpatch.upstream.kvcached_api import on_kvcached
 
 
 def around_register(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> None:
-    """Register kvcached's regions, each as a tensor with a storage of its own size.
+    """Register kvcached's regions, each as a tensor with a storage of exactly its size.
 
     Wraps ``SimpleCPUOffloadWorker.register_kv_caches(kv_caches)``, which runs unchanged
     on them.
 
     Raises:
-        Refusal: the model has a kind of KV cache that is not validated, or worker
-            and scheduler would not agree on the blocks of the CPU tier.
+        Refusal: the model has a kind of KV cache that is not validated, or worker and
+            scheduler count different numbers of blocks of the CPU tier.
     """
     import torch
 
@@ -37,7 +37,7 @@ def around_register(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> None
         kv_caches, [group.layer_names for group in config.kv_cache_groups], config.num_blocks
     )
     check_tier(instance, max(1, instance.cpu_capacity_bytes // regions.block_bytes))
-    # The capsule carries address and shape only: the storage made of it ends with the region.
+    # DLPack passes address and shape only: the resulting storage ends with the region.
     wrapped(
         {
             f"region{index}": torch.from_dlpack(region)
@@ -53,13 +53,13 @@ def around_register(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> None
 
 
 def around_register_placed(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> None:
-    """Register kvcached's pools, with a plan that places every layer where it is.
+    """Register kvcached's pools, with a KV cache config that matches their allocations.
 
     Wraps ``SimpleCPUOffloadWorker.register_kv_caches(kv_caches)`` from vLLM 0.29 on.
 
     Raises:
         Refusal: the model has a kind of KV cache that is not validated, a region is not
-            kvcached's, or they do not add up to a block.
+            kvcached's, or the regions do not add up to a block.
     """
     plan = instance.kv_cache_config
     check_kinds(plan)
@@ -70,17 +70,17 @@ def around_register_placed(wrapped: Any, instance: Any, args: Any, kwargs: Any) 
         instance.kv_cache_config = plan
     regions = list(instance.gpu_kv_caches.values())
     inside = all(on_kvcached(region) for region in regions)
-    block_bytes = plan.kv_cache_tensors[0].size // plan.num_blocks  # the size is that of all
+    block_bytes = plan.kv_cache_tensors[0].size // plan.num_blocks  # the size of all layers
     if not inside or sum(region.shape[1] for region in regions) != block_bytes:
         raise _other_memory()
     check_tier(instance, instance.num_cpu_blocks)
 
 
 def layer_by_layer(plan: Any) -> Any:
-    """Return the plan of a KV cache with an allocation of its own for every layer.
+    """Return a KV cache config with a separate allocation per layer.
 
-    A plan in which a block's layers lie together is returned as it is: its one
-    allocation is one in kvcached's contiguous layout too.
+    A config in which the layers of a block are contiguous is returned unchanged: kvcached's
+    contiguous layout also has a single allocation.
     """
     blocks = plan.num_blocks
     if any(one.layer_stride < blocks * one.block_stride for one in plan.kv_cache_tensors):
@@ -105,11 +105,11 @@ def _other_memory() -> Refusal:
 
 
 def check_tier(worker: Any, blocks: int) -> None:
-    """Compare a worker's blocks of the CPU tier with the scheduler's count.
+    """Compare the worker's number of CPU tier blocks with the scheduler's.
 
     Raises:
-        Refusal: the scheduler, which sizes the tier by the plan of the KV cache, hands
-            out another number.
+        Refusal: the scheduler, which sizes the tier by the KV cache config, has another
+            number.
     """
     from vllm.v1.simple_kv_offload.manager import SimpleCPUOffloadScheduler
 

@@ -1,8 +1,7 @@
-"""What kvcached's setup.py reads of torch, for building it against the host device.
+"""The parts of torch that kvcached's setup.py reads, to build it against the host device.
 
-This directory stands before the real torch on PYTHONPATH for that one build:
-the real torch of a machine without a GPU names no CUDA, and kvcached's
-setup.py refuses it.
+This directory precedes the real torch on PYTHONPATH for that one build: on a machine
+without a GPU the real torch has no CUDA version, and kvcached's setup.py rejects it.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The compiler that Triton asks every backend for; the interpreter never calls it."""
+"""The compiler that Triton requires of every backend; the interpreter never calls it."""
 
 from __future__ import annotations
 
@@ -12,24 +12,24 @@ class InterpretedBackend(BaseBackend):  # type: ignore[misc]
 
     @staticmethod
     def supports_target(target: Any) -> bool:
-        """No target is compiled for."""
+        """Return False: no target is compiled for."""
         return False
 
     def hash(self) -> str:
-        """Key of nothing in a cache of compiled kernels."""
+        """Return a key for the cache of compiled kernels, which stays empty."""
         return "kvpatch-interpreter"
 
     def parse_options(self, options: dict[str, Any]) -> NoReturn:
-        """Raise: compiling was asked for."""
+        """Raise NotImplementedError: nothing is compiled."""
         raise NotImplementedError("kernels run in Triton's interpreter on this machine")
 
     def add_stages(self, stages: dict[str, Any], options: object, language: Any) -> NoReturn:
-        """Raise: compiling was asked for."""
+        """Raise NotImplementedError: nothing is compiled."""
         raise NotImplementedError("kernels run in Triton's interpreter on this machine")
 
     def load_dialects(self, context: Any) -> None:
-        """There are none."""
+        """Load no dialects."""
 
     def get_module_map(self) -> dict[str, Any]:
-        """There are none."""
+        """Return no modules."""
         return {}

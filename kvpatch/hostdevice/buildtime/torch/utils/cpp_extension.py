@@ -15,7 +15,7 @@ _HEADERS = Path(__file__).resolve().parents[3] / "include"
 
 
 def include_paths(device_type: str = "cpu") -> list[str]:
-    """Our CUDA headers first, then torch's."""
+    """Return the host device's CUDA headers, then torch's."""
     torch_include = real_torch() / "include"
     return [
         str(_HEADERS),
@@ -29,7 +29,7 @@ def library_paths(device_type: str = "cpu") -> list[str]:
 
 
 def CUDAExtension(name: str, sources: list[str], **options: Any) -> Extension:  # noqa: N802
-    """The extension kvcached asks for, linked to torch's CPU libraries only."""
+    """Return kvcached's extension, linked to torch's CPU libraries only."""
     compile_args = [
         *options["extra_compile_args"]["cxx"],
         f"-DTORCH_EXTENSION_NAME={name.rpartition('.')[2]}",

@@ -1,1 +1,0 @@
-"""The parts of scripts/bench: arms, loads, measuring, pairing, goals, and the page."""

@@ -1,1 +1,0 @@
-"""The parts of scripts/demo: servers, conversations, meters, the verdict, the report."""

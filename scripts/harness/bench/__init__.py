@@ -1,0 +1,1 @@
+"""scripts/bench: arms, loads, measurements, goals, and the page that is rendered from them."""

@@ -1,0 +1,39 @@
+"""The benchmark: every arm side by side; see scripts/bench.
+
+Run by scripts/bench in the project's environment.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+
+from harness.bench.options import parse
+
+
+def main(arguments: list[str]) -> int:
+    """Run one of the benchmarks and return the exit status."""
+    # Imports only now, so that --help and bad options need no environment.
+    if arguments[:1] == ["micro"]:
+        from harness.bench import micro
+
+        return micro.main(arguments[1:])
+    if arguments[:1] == ["profile"]:
+        from harness.bench import profile
+
+        return profile.main(arguments[1:])
+    options = parse(arguments)
+
+    from harness import console
+    from harness.bench.run import Bench
+
+    screen = console.Screen("bench")
+    return console.run(screen, Bench(options, screen).run)
+
+
+if __name__ == "__main__":
+    status = main(sys.argv[1:])
+    # The modules of vLLM's client print pages about themselves when the interpreter exits.
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(status)

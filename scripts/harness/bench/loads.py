@@ -1,0 +1,155 @@
+"""The loads, as traces that ``vllm bench serve`` replays (its dataset ``timed_trace``).
+
+A trace names a prompt by the hashes of its blocks, and prompts share what has the same
+hashes in the same places. vLLM draws the tokens of a hash from its number, so that
+numbers which no other repeat has are prompts which no other repeat has.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import count
+from pathlib import Path
+
+from harness.bench.sizes import BLOCK_TOKENS, Size
+
+TURN_BLOCKS = 4  # the last answer, a block, and the user's next message
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """One request.
+
+    Attributes:
+        hashes: one for each block of the prompt.
+        answer: tokens to generate.
+        returning: its blocks but the last have been computed before.
+    """
+
+    hashes: tuple[int, ...]
+    answer: int
+    returning: bool = False
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of the prompt: whole blocks."""
+        return len(self.hashes) * BLOCK_TOKENS
+
+
+@dataclass(frozen=True)
+class Load:
+    """Requests in the order they are sent, ``together`` in flight."""
+
+    name: str
+    what: str
+    prompts: tuple[Prompt, ...]
+    together: int
+
+
+def numbers(name: str, repeat: int) -> count[int]:
+    """Return hashes that no other load and no other repeat has."""
+    return count(random.Random(f"{name} {repeat}").randrange(1 << 40) << 20)
+
+
+def _some(source: count[int], blocks: int) -> tuple[int, ...]:
+    return tuple(next(source) for _ in range(blocks))
+
+
+def no_reuse(size: Size, repeat: int) -> Load:
+    """Prompts that share nothing: the overhead of offloading without hits."""
+    source = numbers("no reuse", repeat)
+    blocks = size.prompt // BLOCK_TOKENS
+    prompts = tuple(Prompt(_some(source, blocks), size.answer) for _ in range(size.prompts))
+    return Load("no reuse", "prompts that share nothing", prompts, size.together)
+
+
+def conversations(size: Size, repeat: int) -> Load:
+    """Conversations that return when all others have had a turn.
+
+    Together they are larger than the KV cache. What an answer adds to the history is drawn
+    like the rest, so that every arm has the same history whatever it answered.
+    """
+    source = numbers("conversations", repeat)
+    histories = [_some(source, size.prompt // BLOCK_TOKENS) for _ in range(size.conversations)]
+    prompts = []
+    for turn in range(size.turns):
+        for number, history in enumerate(histories):
+            if turn:
+                histories[number] = history = history + _some(source, TURN_BLOCKS)
+            prompts.append(Prompt(history, size.answer, returning=turn > 0))
+    return Load(
+        "conversations",
+        "multi-turn conversations that return after their eviction",
+        tuple(prompts),
+        size.together,
+    )
+
+
+def shared_prefixes(size: Size, repeat: int) -> Load:
+    """Long prefixes that many prompts share: more than the device holds, less than the tier."""
+    source = numbers("shared prefixes", repeat)
+    blocks = size.prompt // BLOCK_TOKENS
+    prefixes = [_some(source, blocks) for _ in range(size.prefixes)]
+    order = random.Random(f"order {repeat}")
+    prompts: list[Prompt] = []
+    for round_ in range(size.asked):
+        order.shuffle(prefixes)
+        prompts += [
+            Prompt(prefix + _some(source, 2), size.answer, returning=round_ > 0)
+            for prefix in prefixes
+        ]
+    return Load(
+        "shared prefixes",
+        "long prefixes that many prompts share, more of them than the device holds",
+        tuple(prompts),
+        size.together,
+    )
+
+
+LOADS = {
+    "no reuse": no_reuse,
+    "conversations": conversations,
+    "shared prefixes": shared_prefixes,
+}
+
+
+def peak(size: Size, model: str, repeat: int, returning: bool = False) -> Load:
+    """All prompts of one of two models at its peak, at once.
+
+    Args:
+        size: of the run.
+        model: which; its prompts are its own.
+        repeat: which.
+        returning: the same prompts as at the peak, each with a question behind it.
+    """
+    source = numbers(f"peak of {model}", repeat)
+    blocks = size.prompt // BLOCK_TOKENS
+    prompts = [_some(source, blocks) for _ in range(size.peak)]
+    if returning:
+        prompts = [prompt + _some(source, 2) for prompt in prompts]
+    return Load(
+        f"peak of {model}" + (", returning" if returning else ""),
+        "all of a model's prompts at once",
+        tuple(Prompt(prompt, size.answer, returning) for prompt in prompts),
+        size.peak,
+    )
+
+
+def write_trace(prompts: Sequence[Prompt], path: Path) -> Path:
+    """Write prompts as a trace; all of them arrive at its start."""
+    lines = [
+        json.dumps(
+            {
+                "timestamp": 0,
+                "input_length": prompt.tokens,
+                "output_length": prompt.answer,
+                "hash_ids": list(prompt.hashes),
+            }
+        )
+        for prompt in prompts
+    ]
+    path.write_text("\n".join(lines) + "\n")
+    return path

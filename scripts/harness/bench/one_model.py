@@ -1,0 +1,124 @@
+"""One model on a device of its own: every arm and load, repeat by repeat.
+
+All servers run from the beginning, because a start takes longer than a load. Only one of
+them has requests at a time; the others are idle.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any, TypeVar
+
+from harness.bench import arms as known
+from harness.bench.arms import Arm
+from harness.bench.loads import LOADS, Load
+from harness.bench.measure import run
+from harness.bench.memory import MappedMemory
+from harness.bench.sizes import BLOCK_BYTES, Size
+from harness.bench.starting import Starter
+from harness.console import Screen
+from harness.serve import Server
+
+T = TypeVar("T")
+
+
+def turns(arms: Sequence[T], repeat: int) -> list[T]:
+    """Return the order of a repeat: it begins with another arm, and every other is reversed.
+
+    A machine that gets slower or faster meanwhile then favours no arm.
+    """
+    at = 2 * (repeat // 2) % len(arms)
+    order = [*arms[at:], *arms[:at]]
+    return order[::-1] if repeat % 2 else order
+
+
+class OneModel:
+    """The part of a run with one model.
+
+    Args:
+        size: of the run.
+        arms: what is compared.
+        starter: starts servers.
+        screen: where progress goes.
+        save: called after each load, with everything measured so far.
+    """
+
+    def __init__(
+        self,
+        size: Size,
+        arms: Sequence[Arm],
+        starter: Starter,
+        screen: Screen,
+        save: Callable[[dict[str, Any]], None],
+    ) -> None:
+        self._size = size
+        self._arms = arms
+        self._starter = starter
+        self._screen = screen
+        self._save = save
+        self.result: dict[str, Any] = {"arms": {}, "loads": {}}
+
+    def measure(self) -> dict[str, Any]:
+        """Start every arm, run every load, and return the result."""
+        with ExitStack() as stack:
+            servers = {arm: self._start(arm, number, stack) for number, arm in self.numbered()}
+            for repeat in range(self._size.repeats):
+                self._repeat(repeat, servers)
+            for arm, server in servers.items():
+                self.result["arms"][arm.name]["host_bytes_at_end"] = server.memory()
+        self._save(self.result)
+        return self.result
+
+    def numbered(self) -> Iterator[tuple[int, Arm]]:
+        """Yield the arms with their numbers."""
+        yield from enumerate(self._arms)
+
+    def _start(self, arm: Arm, number: int, stack: ExitStack) -> Server:
+        kind = known.kind(arm, self._size, self._size.blocks, f"one{number}")
+        server = self._starter.start(stack, kind)
+        self.result["arms"][arm.name] = {
+            "elastic": arm.elastic,
+            "connector": arm.connector,
+            "start_seconds": round(server.start_seconds or 0.0, 1),
+            "device_bytes_held": 0 if arm.elastic else self._size.blocks * BLOCK_BYTES,
+            "host_bytes_at_start": server.memory(),
+            "settings": known.settings({arm.name: kind})[arm.name],
+        }
+        return server
+
+    def _repeat(self, repeat: int, servers: dict[Arm, Server]) -> None:
+        for name, make in LOADS.items():
+            load = make(self._size, repeat)
+            rows = self.result["loads"].setdefault(
+                name,
+                {
+                    "what": load.what,
+                    "requests": len(load.prompts),
+                    "prompt_tokens": sum(prompt.tokens for prompt in load.prompts),
+                    "together": load.together,
+                    "runs": {arm.name: [] for arm in self._arms},
+                },
+            )["runs"]
+            for arm in turns(self._arms, repeat):
+                self._screen.live(f"repeat {repeat + 1}, {name}: {arm.name}")
+                rows[arm.name].append(self._run(load, servers[arm]))
+            self._screen.say(
+                f"repeat {repeat + 1} of {self._size.repeats}, {name}: "
+                + ", ".join(
+                    f"{arm.name} {rows[arm.name][-1]['total_tokens_per_second']:,.0f}"
+                    for arm in self._arms
+                )
+                + " tok/s"
+            )
+            self._save(self.result)
+
+    def _run(self, load: Load, server: Server) -> dict[str, Any]:
+        folder: Path = self._starter.folder_of(server)
+        with MappedMemory(str(folder), {"server": server}) as memory:
+            found = run(load, server, folder, memory)
+            # The next load finds an empty cache and an empty tier.
+            server.reset_caches()
+        found["mapped_bytes"]["after_reset"] = memory.samples[-1][1]["server"]
+        return found

@@ -1,0 +1,88 @@
+"""The profiled functions, each in a process of its own: ``python -m harness.bench.profiled``."""
+
+from __future__ import annotations
+
+import random
+import sys
+import time
+from typing import Any
+
+from harness import connectors
+from harness.bench.sizes import BLOCK_BYTES, BLOCK_TOKENS
+
+TRANSFER = 4096  # blocks
+ROW = 64 << 10  # bytes of a block
+
+
+def engine(model: str) -> Any:
+    """An engine in this process, on elastic memory too small for its load, with a CPU tier."""
+    from vllm import LLM
+
+    return LLM(
+        model,
+        dtype="float32",
+        max_model_len=2048,
+        block_size=BLOCK_TOKENS,
+        enforce_eager=True,
+        num_gpu_blocks_override=416,
+        max_num_seqs=16,
+        max_num_batched_tokens=2048,
+        seed=0,
+        kv_transfer_config=connectors.offloading(1024 * BLOCK_BYTES),
+    )
+
+
+def steps(model: str, seconds: float) -> None:
+    """Step an engine that stores, evicts, loads and frees in every step."""
+    from vllm import SamplingParams
+
+    llm = engine(model)
+    source = random.Random(1)
+    prompts = [
+        {"prompt_token_ids": [source.randrange(2, 258) for _ in range(640)]} for _ in range(40)
+    ]
+    parameters = SamplingParams(temperature=0, max_tokens=16, ignore_eos=True)
+    end = time.monotonic() + seconds
+    while time.monotonic() < end:
+        source.shuffle(prompts)
+        llm.generate(prompts[:24], parameters, use_tqdm=False)
+
+
+def back_and_forth(worker: Any, device: Any, tier: Any, seconds: float) -> None:
+    """Store and load the same blocks until the time is over."""
+    from kvpatch.hostdevice import streams
+
+    end = time.monotonic() + seconds
+    for job in range(1 << 30):
+        if time.monotonic() > end:
+            break
+        worker.submit_store(2 * job, device, tier)
+        worker.submit_load(2 * job + 1, tier, device)
+        streams.synchronize()
+        worker.get_finished()
+
+
+def transfers(model: str, seconds: float) -> None:
+    """Store and load 4,096 blocks, again and again, without an engine around it."""
+    import torch
+    from vllm.v1.kv_offload.base import GPULoadStoreSpec
+    from vllm.v1.kv_offload.cpu.common import CPULoadStoreSpec
+
+    from kvpatch.hostdevice.offloading import HostOffloadingWorker
+    from kvpatch.patches.elastic_memory.regions import Regions
+    from kvpatch.patches.offloading.registration import canonical
+
+    region = torch.zeros((TRANSFER, ROW), dtype=torch.int8)
+    regions = Regions([region], [[0]])
+    worker = HostOffloadingWorker(canonical(regions), 1, TRANSFER)
+    order = list(range(TRANSFER))
+    random.Random(1).shuffle(order)
+    device = GPULoadStoreSpec(order, group_sizes=[TRANSFER], block_indices=[0])
+    tier = CPULoadStoreSpec(order[::-1])
+    back_and_forth(worker, device, tier, seconds)
+    worker.shutdown()
+
+
+if __name__ == "__main__":
+    which, folder, duration = sys.argv[1:]
+    {"steps": steps, "transfers": transfers}[which](folder, float(duration))

@@ -1,0 +1,1 @@
+"""scripts/demo: the same conversations with plain vLLM and on elastic memory."""

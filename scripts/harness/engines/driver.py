@@ -1,0 +1,372 @@
+"""Runs one engine in this process through one job, and writes down what it saw.
+
+    python -m harness.engines.driver JOB.json RESULT.json
+
+A job names the engine's arguments, the patches to take out, and rounds of prompts.
+The result holds every round's tokens and log-probabilities, the bytes of the device
+in use, and, for each block that came back from the CPU tier, whether its bytes are
+the ones it had before it was evicted, read through the model's own KV tensors.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
+
+import torch
+from vllm import LLM, SamplingParams
+
+from harness.engines import disk_faults, nothing_connector
+from harness.engines.inside import (
+    block_of,
+    come_to_rest,
+    parts_of,
+    stay_in_this_process,
+    taken_and_evicted,
+    tiers_behind,
+)
+from harness.engines.simple_watch import (
+    SimpleWatch,
+    remember_managers,
+    shut_down_while_copying,
+    simple_part,
+    take_cpu_blocks,
+)
+from kvpatch import activation, configuration, connectors, fence
+from kvpatch.hostdevice import streams
+
+
+class BlockWatch:
+    """Digests each cached block through the model's KV tensors, by block hash.
+
+    A hash that turns up again in another place was restored or computed again; the
+    first digest is what it must still have if it was restored.
+    """
+
+    def __init__(self, core: Any) -> None:
+        self.pool = core.scheduler.kv_cache_manager.block_pool
+        runner = core.model_executor.driver_worker.worker.model_runner
+        context = runner.compilation_config.static_forward_context
+        self.layers = [
+            [part for name in group.layer_names for part in parts_of(context[name].kv_cache)]
+            for group in runner.kv_cache_config.kv_cache_groups
+        ]
+        self.seen: dict[bytes, str] = {}
+        self.places: dict[bytes, int] = {}
+        self.returned = 0
+        self.changed: list[int] = []
+
+    def after_step(self) -> None:
+        for block in self.pool.kv_block_pool:
+            key = block.block_hash
+            if key is None or self.places.get(key) == block.block_id:
+                continue
+            group = int.from_bytes(key[-4:], "big")
+            digest = hashlib.sha256()
+            for cache in self.layers[group]:
+                part = block_of(cache, block.block_id)
+                digest.update(part.view(torch.uint8).numpy().tobytes())
+            if key not in self.seen:
+                self.seen[key] = digest.hexdigest()
+            else:
+                self.returned += 1
+                if self.seen[key] != digest.hexdigest():
+                    self.changed.append(block.block_id)
+            self.places[key] = block.block_id
+        here = {block.block_hash for block in self.pool.kv_block_pool}
+        self.places = {key: place for key, place in self.places.items() if key in here}
+
+
+STALLED_STEPS = 2000
+
+
+def tell(word: str) -> None:
+    """Tell the test, which reads lines, where this engine is."""
+    print(f"driver: {word}", flush=True)
+
+
+def wait_for_test() -> None:
+    """Go on when the test says so."""
+    sys.stdin.readline()
+
+
+class Evictions:
+    """Counts the blocks that the CPU tier evicted."""
+
+    def __init__(self, manager: Any) -> None:
+        self.count = 0
+        prepare_store = manager.prepare_store
+
+        def counted(*args: Any, **kwargs: Any) -> Any:
+            output = prepare_store(*args, **kwargs)
+            self.count += len(taken_and_evicted(output)[1]) if output is not None else 0
+            return output
+
+        manager.prepare_store = counted
+
+
+def run_round(
+    llm: Any,
+    prompts: list[dict[str, Any]],
+    watch: BlockWatch | None,
+    one_by_one: bool = False,
+) -> list[Any]:
+    """Run ``prompts`` to their end; return one record a prompt, in order.
+
+    Together, or one after the other with every copy waited for, so that what happens
+    when does not depend on the speed of the machine.
+    """
+    engine = llm.llm_engine
+    if one_by_one and len(prompts) > 1:
+        return [
+            record for prompt in prompts for record in run_round(llm, [prompt], watch, one_by_one)
+        ]
+    for index, prompt in enumerate(prompts):
+        engine.add_request(
+            f"{id(prompts)}-{index}",
+            {"prompt_token_ids": prompt["tokens"]},
+            SamplingParams(
+                temperature=0, max_tokens=prompt["max_tokens"], logprobs=1, ignore_eos=True
+            ),
+        )
+    records: dict[int, Any] = {}
+    steps = 0
+    while engine.has_unfinished_requests():
+        steps += 1
+        if steps == STALLED_STEPS:
+            tell("stalled")
+        for output in engine.step():
+            if output.finished:
+                completion = output.outputs[0]
+                records[int(output.request_id.split("-")[1])] = {
+                    "tokens": list(completion.token_ids),
+                    "logprobs": [
+                        step[token].logprob
+                        for token, step in zip(
+                            completion.token_ids, completion.logprobs, strict=True
+                        )
+                    ],
+                    "cached": output.num_cached_tokens,
+                }
+        if watch is not None:
+            watch.after_step()
+        if one_by_one:
+            streams.synchronize()
+    if one_by_one:
+        for _ in range(4):  # the transfers of the last step are planned, run and reported
+            engine.step()
+            streams.synchronize()
+    return [records[index] for index in range(len(prompts))]
+
+
+def abort_one(llm: Any, prompt: dict[str, Any], steps: int) -> None:
+    """Let a request be aborted after so many steps, and hear of it."""
+    wanted = SamplingParams(max_tokens=prompt["max_tokens"])
+    llm.llm_engine.add_request("aborted", {"prompt_token_ids": prompt["tokens"]}, wanted)
+    core = llm.llm_engine.engine_core.engine_core
+    for _ in range(steps):
+        llm.llm_engine.step()
+    llm.llm_engine.abort_request(["aborted"])
+    for _ in range(4):
+        core.step_fn()
+
+
+class EventLog:
+    """Every KV cache event that the engine publishes, in order."""
+
+    def __init__(self, scheduler: Any) -> None:
+        self.events: list[Any] = []
+        scheduler.kv_event_publisher.shutdown()
+        scheduler.kv_event_publisher = self
+
+    def publish(self, batch: Any) -> None:
+        for event in batch.events:
+            fields = {name: self.plain(value) for name, value in vars_of(event).items()}
+            self.events.append({"event": type(event).__name__, **fields})
+
+    def shutdown(self) -> None: ...
+
+    def plain(self, value: Any) -> Any:
+        if isinstance(value, bytes):
+            return value.hex()
+        return [self.plain(one) for one in value] if isinstance(value, list | tuple) else value
+
+
+def vars_of(event: Any) -> dict[str, Any]:
+    """The fields of one event."""
+    return {name: getattr(event, name) for name in event.__struct_fields__}
+
+
+def declare_block_outermost_layout() -> None:
+    """Let the CPU attention backend declare the stride order that GPU backends declare.
+
+    It reads KV by block stride as they do but does not say so, and vLLM then never
+    takes its cross-layer allocation on a CPU.
+    """
+    from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
+
+    def stride_order(include_num_layers_dimension: bool = False) -> tuple[int, ...]:
+        return (1, 0, 2, 3, 4) if include_num_layers_dimension else (0, 1, 2, 3)
+
+    CPUAttentionBackend.get_kv_cache_stride_order = staticmethod(stride_order)
+
+
+class Exhaustion:
+    """Lets allocations fail in the middle, as when a neighbour takes the last page.
+
+    A model with two groups asks for the blocks of one after the other.
+    """
+
+    def __init__(self, pool: Any, every: int) -> None:
+        from kvcached.utils import KVCachePoolExhausted
+
+        self.pool = pool
+        self.failed = self.asked = 0
+        get_new_blocks = pool.get_new_blocks
+
+        def sometimes(count: int) -> Any:
+            self.asked += 1
+            if self.asked % every == 0:
+                self.failed += 1
+                raise KVCachePoolExhausted("taken by a neighbour")
+            return get_new_blocks(count)
+
+        pool.get_new_blocks = sometimes
+
+    def result(self) -> dict[str, int]:
+        """How often it failed, and the blocks that nobody gave back."""
+        leaked = sum(block.ref_cnt > 0 for block in self.pool.kv_block_pool if not block.is_null)
+        return {"failed": self.failed, "leaked": leaked}
+
+
+def device_bytes() -> dict[str, int]:
+    """Return this process's bytes of the host device: charged, and resident."""
+    from kvpatch.hostdevice import ledger
+
+    resident = 0
+    for entry in Path("/proc/self/fd").iterdir():
+        try:
+            if str(entry.readlink()).startswith("/memfd:kvpatch-host-device"):
+                resident += entry.stat().st_blocks * 512
+        except OSError:
+            continue
+    return {"charged": ledger.usage().get(os.getpid(), 0), "resident": resident}
+
+
+def write_down(result: dict[str, Any], path: str, core: Any, leave: bool = False) -> None:
+    """Write the result; with ``leave`` end here, without a shutdown.
+
+    A CPU tier with tiers behind it lies in a file, which nobody else would remove.
+    """
+    Path(path).write_text(json.dumps(result))
+    transfer = core.vllm_config.kv_transfer_config
+    if transfer is not None:
+        for name in (transfer.engine_id, core.vllm_config.instance_id):  # the latter up to 0.25
+            Path(f"/dev/shm/vllm_offload_{name}.mmap").unlink(missing_ok=True)
+    if leave:
+        os._exit(0)
+
+
+def main(job_path: str, result_path: str) -> None:
+    job = json.loads(Path(job_path).read_text())
+    result: dict[str, Any] = {}
+    for patch_id in job.get("revert", ()):
+        assert activation.transaction.revert(patch_id), f"{patch_id} is patched over"
+    if job.get("forced"):
+        configuration.RULES = tuple(  # type: ignore[assignment]
+            rule for rule in configuration.RULES if rule.code not in job["forced"]
+        )
+    if job.get("nothing_connector"):
+        nothing_connector.allow()
+    if job.get("cross_layer"):
+        declare_block_outermost_layout()
+    if job.get("events"):
+        from vllm.config import KVEventsConfig
+
+        job["engine"]["kv_events_config"] = KVEventsConfig(
+            enable_kv_cache_events=True, publisher="null"
+        )
+    stay_in_this_process()
+    on_device = os.environ.get("KVPATCH", "0") != "0"
+    if on_device:
+        remember_managers()
+    if on_device:
+        result["patches"] = [applied.patch.id for applied in activation.transaction.applied]
+    llm = LLM(job["model"], **job["engine"])
+    core = llm.llm_engine.engine_core.engine_core
+    result["groups"] = len(core.scheduler.kv_cache_config.kv_cache_groups)
+    result["async"] = core.batch_queue is not None
+    result["runner"] = "v2" if getattr(core.vllm_config, "use_v2_model_runner", False) else "v1"
+    result["layout"] = getattr(core.vllm_config.cache_config, "kv_cache_layout", None)
+    connector = core.scheduler.connector
+    if job.get("take_cpu_blocks"):
+        result["charged"] = take_cpu_blocks(core, lambda: device_bytes()["charged"])
+        write_down(result, result_path, core, leave=True)  # two pools on one memory hang
+    planner = connectors.planner(connector)
+    evictions = Evictions(planner.manager) if planner else None
+    simple = SimpleWatch(core) if simple_part(connector) else None
+    watch = BlockWatch(core) if job.get("watch") else None
+    exhaustion = (
+        Exhaustion(core.scheduler.kv_cache_manager.block_pool, job["exhaust"])
+        if job.get("exhaust")
+        else None
+    )
+    events = EventLog(core.scheduler) if job.get("events") else None
+    for steps in job.get("abort_after", ()):
+        abort_one(llm, job["rounds"][0][0], steps)
+    result["rounds"] = []
+    for index, prompts in enumerate(job["rounds"]):
+        if str(index) in job.get("faults", {}):
+            before, after = job["faults"][str(index)]
+            getattr(disk_faults, before)(Path(job["disk"]))
+            llm.reset_prefix_cache(reset_connector=True)  # what is left is on the disk
+            getattr(disk_faults, after)(Path(job["disk"]))
+        result["rounds"].append(run_round(llm, prompts, watch, job.get("one_by_one", False)))
+        tiers = tiers_behind(planner)
+        if tiers and "faults" not in job:
+            come_to_rest(core.scheduler, llm.llm_engine.step, tiers)
+        if simple is not None:
+            result.setdefault("stored", []).append(simple.stored)
+    if watch is not None:
+        result["returned"], result["changed"] = watch.returned, watch.changed
+    held = fence.fence_of(core)
+    result["fence"] = vars(held.counters) if held is not None else None
+    result["evicted"] = evictions.count if evictions is not None else 0
+    if simple is not None:
+        if not job.get("forced"):
+            come_to_rest(core.scheduler, llm.llm_engine.step)
+        result["simple"] = simple.result()
+    if exhaustion is not None:
+        come_to_rest(core.scheduler, llm.llm_engine.step)
+        result["exhaustion"] = exhaustion.result()
+    if job.get("forced"):
+        # With its fault an engine may never come to rest.
+        write_down(result, result_path, core, leave=True)
+    if events is not None:
+        result["reset"] = llm.reset_prefix_cache()
+        run_round(llm, job["rounds"][0][:1], None, one_by_one=True)  # publishes the reset
+        result["events"] = events.events
+    elif on_device:
+        result["after_load"] = device_bytes()
+        if job.get("wait_before_reset"):
+            tell("loaded")
+            wait_for_test()
+        result["reset"] = llm.reset_prefix_cache()
+        result["after_reset"] = device_bytes()
+        if job.get("wait_before_reset"):
+            tell("reset")
+            wait_for_test()
+    write_down(result, result_path, core)
+    if job.get("shut_down_while_copying"):
+        shut_down_while_copying(llm, job["rounds"][0][0])
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

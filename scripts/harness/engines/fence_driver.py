@@ -1,0 +1,524 @@
+"""Runs interleavings of frees and transfers, and checks every stored block.
+
+    python -m harness.engines.fence_driver JOB.json RESULT.json
+
+With ``"reference"`` it writes the true bytes of every block of the prompts, by
+block hash, as one engine with room for all of them computes them. Otherwise it runs
+scenarios one after another and compares, for each, what the CPU tier holds for the
+blocks it would serve.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import json
+import os
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+os.environ["PYTHONHASHSEED"] = "0"  # block hashes are compared between processes
+
+import numpy as np
+import torch
+from packaging.version import Version
+from vllm import LLM, SamplingParams
+
+from harness.engines import nothing_connector, simple_scenarios
+from harness.engines.inside import (
+    RELEASE,
+    block_of,
+    come_to_rest,
+    keys_of,
+    stay_in_this_process,
+    taken_and_evicted,
+    tiers_behind,
+)
+from harness.engines.simple_scenarios import SimpleTier
+from kvpatch import audit, connectors, fence
+from kvpatch.hostdevice import ledger, streams
+
+
+def allow_async_scheduling() -> None:
+    """Let async scheduling through, which vLLM's CPU platform always turns off."""
+    from vllm.platforms.cpu import CpuPlatform
+
+    check = CpuPlatform.check_and_update_config
+
+    def keeping(cls: Any, config: Any) -> None:
+        check(config)
+        config.scheduler_config.async_scheduling = True
+
+    CpuPlatform.check_and_update_config = classmethod(keeping)
+
+
+def copy_outputs_without_streams(core: Any) -> None:
+    """Let outputs be copied in async scheduling, which no CPU did before 0.26.
+
+    A copy there is done when it was asked for: what stands for a stream and an event of a
+    GPU need not wait.
+    """
+    runner = core.model_executor.driver_worker.worker.model_runner
+    stream = getattr(runner, "async_output_copy_stream", None)  # Runner V2 has none
+    if stream is not None and not hasattr(stream, "wait_stream"):
+        stream.wait_stream = lambda other: None
+    if Version("0.24") > RELEASE:
+        torch.cuda.current_stream = lambda device=None: None
+        torch.cuda.stream = nullcontext
+        torch.Event = lambda *args, **kwargs: SimpleNamespace(
+            record=lambda *at: None, synchronize=lambda: None
+        )
+
+
+class Stage:
+    """An engine in this process, driven step by step."""
+
+    def __init__(self, job: dict[str, Any]) -> None:
+        if job["engine"]["async_scheduling"]:
+            allow_async_scheduling()
+        self.llm = LLM(job["model"], **job["engine"])
+        self.prompts = job["prompts"]
+        self.delays = job.get("delays", ())
+        self.scenario = ""
+        self.may_hold = job["may_hold"]
+        # A step loop without a request to compute would starve the copies it waits for.
+        self.waits_for_copies = bool(job.get("simple"))
+        self.core = self.llm.llm_engine.engine_core.engine_core
+        if job["engine"]["async_scheduling"]:
+            copy_outputs_without_streams(self.core)
+        self.scheduler = self.core.scheduler
+        self.pool = self.scheduler.kv_cache_manager.block_pool
+        self.finished: set[str] = set()
+        self.preemptions = 0
+        self.most_held = 0
+        self.notes: dict[str, Any] = {}  # of a scenario, for its verdict
+        self.holding = False
+
+    def begin(self, scenario: str) -> None:
+        """Start a scenario on a device with nothing cached and nothing counted."""
+        self.pool.max_cached_blocks = 0
+        self.llm.reset_prefix_cache()
+        self.scenario = scenario
+        self.finished.clear()
+        self.most_held = 0
+        self.notes = {}
+
+    def add(self, name: str, max_tokens: int) -> None:
+        """Start request ``name`` on the prompt of that name."""
+        self.llm.llm_engine.add_request(
+            f"{self.scenario}/{name}",
+            {"prompt_token_ids": self.prompts[f"{self.scenario}/{name}".rstrip("+")]},
+            SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=True),
+        )
+
+    def abort(self, name: str) -> None:
+        self.llm.llm_engine.abort_request([f"{self.scenario}/{name}"])
+
+    def step(self, count: int = 1) -> None:
+        for _ in range(count):
+            for output in self.llm.llm_engine.step():
+                if output.finished:
+                    self.finished.add(output.request_id.partition("/")[2])
+            held = fence.fence_of(self.core)
+            self.most_held = max(self.most_held, held.holding if held else 0)
+
+    def finish(self, *names: str) -> None:
+        """Step until the requests have finished; they must, though copies are held."""
+        for count in range(400):
+            if self.finished >= set(names):
+                return
+            self.step()
+            if not self.holding and (count > 200 or self.waits_for_copies):
+                streams.synchronize()  # a request may wait for its own transfers
+        left = {
+            name: (str(request.status), request.num_computed_tokens, request.num_preemptions)
+            for name, request in self.scheduler.requests.items()
+        }
+        raise AssertionError(f"did not finish in 400 steps: {left}")
+
+    def quiet(self) -> None:
+        """Step until the engine would go to sleep."""
+        planner = connectors.planner(self.scheduler.connector)
+        come_to_rest(self.scheduler, self.step, tiers_behind(planner))
+
+    @contextmanager
+    def held(self) -> Iterator[None]:
+        """Hold copies in flight, where waiting for them would not stop the engine."""
+        with ledger.hold_copies() if self.may_hold else nullcontext():
+            self.holding = self.may_hold
+            yield
+        self.holding = False
+
+
+def tier_of(connector: Any) -> Any:
+    """The rows of an OffloadingConnector's CPU tier; runs in the worker."""
+    worker = connector.connector_worker.worker
+    if not hasattr(worker, "tier"):  # up to 0.24 behind one handler for each direction
+        worker = next(iter(worker.handlers))._worker
+    (tier,) = worker.tier
+    return tier
+
+
+def read_rows(worker: Any, rows: list[int]) -> list[Any]:
+    """Read rows of a worker's CPU tier as float32; runs in the worker."""
+    from vllm.distributed.kv_transfer import get_kv_transfer_group
+
+    (connector,) = [
+        part
+        for part in connectors.parts(get_kv_transfer_group())
+        if type(part).__name__ == connectors.OFFLOADING
+    ]
+    tier = tier_of(connector)
+    return [tier[row].numpy().view(np.float32).copy() for row in rows]
+
+
+def read_blocks(worker: Any, wanted: list[tuple[int, int]]) -> list[Any]:
+    """Read (group, block) pairs through the model's KV tensors; runs in the worker."""
+    runner = worker.model_runner
+    context = runner.compilation_config.static_forward_context
+    groups = [
+        [context[name].kv_cache for name in group.layer_names]
+        for group in runner.kv_cache_config.kv_cache_groups
+    ]
+
+    return [
+        np.concatenate([block_of(cache, block).numpy().ravel() for cache in groups[group]])
+        for group, block in wanted
+    ]
+
+
+def count_checks(worker: Any) -> dict[str, int]:
+    """What the debug mode has checked in a worker; runs in the worker."""
+    from vllm.distributed.kv_transfer import get_kv_transfer_group
+
+    return dict(get_kv_transfer_group().connector_worker.worker.checked)
+
+
+class Tier:
+    """What the CPU tier would serve: the row of every block it has committed."""
+
+    def __init__(self, stage: Stage) -> None:
+        self.stage = stage
+        self.rows: dict[bytes, int] = {}
+        self.committed: set[bytes] = set()
+        manager = connectors.planner(stage.scheduler.connector).manager
+        prepare_store, complete_store = manager.prepare_store, manager.complete_store
+
+        def on_prepare(*args: Any, **kwargs: Any) -> Any:
+            output = prepare_store(*args, **kwargs)
+            if output is not None:
+                taken, evicted = taken_and_evicted(output)
+                self.committed.difference_update(evicted)
+                ids = map(int, output.store_spec.block_ids)
+                self.rows.update(zip(taken, ids, strict=True))
+            return output
+
+        def on_complete(keys: Any, *args: Any, **kwargs: Any) -> Any:
+            keys = list(keys)
+            self.committed.update(keys_of(keys))
+            return complete_store(keys, *args, **kwargs)
+
+        manager.prepare_store, manager.complete_store = on_prepare, on_complete
+
+    def forget(self) -> None:
+        """Judge none of these blocks in the next scenario."""
+        self.committed.clear()
+
+    def judge(self, truth: dict[str, Any]) -> dict[str, int]:
+        verdict = {"right": 0, "wrong": 0, "unknown": 0, "most_held": self.stage.most_held}
+        keys = sorted(self.committed)
+        rows = [self.rows[key] for key in keys]
+        for rank, found in enumerate(self.stage.llm.collective_rpc(read_rows, args=(rows,))):
+            for key, row in zip(keys, found, strict=True):
+                expected = truth.get(f"{rank}:{key.hex()}")
+                if expected is None:
+                    verdict["unknown"] += 1
+                    continue
+                # A prompt computed in other company differs in the last digits only.
+                same = np.allclose(row[: expected.size], expected, atol=1e-3, rtol=1e-3)
+                verdict["right" if same else "wrong"] += 1
+        return verdict | self.stage.notes
+
+
+def finish(stage: Stage) -> None:
+    """A request finishes in the step that planned its store."""
+    with stage.held():
+        stage.add("a", 1)
+        stage.finish("a")
+        stage.step(3)
+
+
+def finish_in_flight(stage: Stage) -> None:
+    """A request finishes while the copy of its blocks runs."""
+    with stage.held():
+        stage.add("a", 3)
+        stage.finish("a")
+        stage.step(3)
+
+
+def finish_unplanned(stage: Stage) -> None:
+    """A request's stores are planned only after its blocks were freed.
+
+    The CPU tier has no room for ``a`` while the store of ``z`` is held, so nothing of
+    ``a`` is planned. The store ends in the step in which ``a`` finishes; the next step
+    plans all of it. ``z`` goes on, so that the queue of batches stays full.
+    """
+    with ledger.hold_copies():
+        stage.add("z", 60)
+        stage.step(3)
+        stage.add("a", 4)
+        stage.step(3)
+    streams.synchronize()
+    stage.finish("a", "z")
+
+
+def preempt(stage: Stage) -> None:
+    """A request is preempted in the step after its store was planned.
+
+    The pool holds both prompts to the block, so that ``a`` needs one of ``b``'s when
+    it grows; ``b`` starts just before.
+    """
+    flushed: list[str] = []
+    schedule = stage.scheduler.schedule
+
+    def watched(*args: Any, **kwargs: Any) -> Any:
+        output = schedule(*args, **kwargs)
+        flushed.extend(output.preempted_req_ids or ())
+        return output
+
+    stage.scheduler.schedule = watched
+    for delay in stage.delays:
+        one, other = f"a{delay}", f"b{delay}"
+        stage.add(one, 60)
+        stage.step(delay)
+        stage.add(other, 60)
+        stage.finish(one, other)
+        stage.quiet()
+    stage.preemptions = len(flushed)
+
+
+def abort_while_storing(stage: Stage) -> None:
+    with stage.held():
+        stage.add("a", 100)
+        stage.step(4)
+        stage.abort("a")
+        stage.step(3)
+
+
+def abort_before_launch(stage: Stage) -> None:
+    with stage.held():
+        stage.add("a", 100)
+        stage.step(1)
+        stage.abort("a")
+        stage.step(3)
+
+
+def abort_while_loading(stage: Stage) -> None:
+    stage.add("a", 3)
+    stage.finish("a")
+    stage.quiet()
+    with stage.held():
+        stage.add("a+", 3)
+        stage.step(3)
+        stage.abort("a+")
+        stage.add("b", 3)
+        stage.finish("b")
+
+
+def window_skip(stage: Stage) -> None:
+    """Blocks fall out of the sliding window in the step that would store them.
+
+    Nothing is held: the next chunk takes freed blocks over, for which vLLM waits.
+    """
+    stage.add("long", 3)
+    stage.finish("long")
+
+
+def cap_trim(stage: Stage) -> None:
+    """kvcached's cap on cached tokens evicts a request whose store still runs."""
+    stage.pool.max_cached_blocks = 41
+    with stage.held():
+        stage.add("a", 3)
+        stage.finish("a")
+        stage.add("b", 3)
+        stage.finish("b")
+        stage.step(3)
+
+
+def reset(stage: Stage) -> None:
+    """The prefix cache is reset while a store was planned but not launched."""
+    stage.pool.max_cached_blocks = -1
+    stage.add("a", 1)
+    stage.finish("a")
+    stage.llm.reset_prefix_cache()
+    stage.step(3)
+
+
+def shrink(stage: Stage) -> None:
+    """An operator lowers the limit: reserved pages, freed a moment ago, are unmapped."""
+    stage.add("a", 1)
+    stage.finish("a")
+    manager = stage.pool.kv_cache_manager
+    manager.resize(2 * manager.page_size)
+    manager.trim()
+    stage.step(3)
+
+
+def give_back(stage: Stage) -> None:
+    """Memory of a request whose copies have ended, step by step after it finished."""
+    before = charged()
+    stage.add("a", 3)
+    stage.step(2)
+    stage.notes["most"] = charged() - before
+    stage.finish("a")
+    streams.synchronize()
+    while charged() > before and stage.notes.setdefault("steps", 0) < 10:
+        stage.step()
+        stage.notes["steps"] += 1
+    stage.notes["kept"] = charged() - before
+    stage.notes["asks_for_steps"] = stage.scheduler.has_requests()
+
+
+def charged() -> int:
+    """Bytes of the device that this engine has."""
+    return ledger.usage().get(os.getpid(), 0)
+
+
+def standstill(stage: Stage) -> None:
+    """The limit is lowered under two loads, to exactly what they fill."""
+    for name in ("a", "b"):
+        stage.add(name, 1)
+        stage.finish(name)
+        stage.quiet()
+        stage.llm.reset_prefix_cache()
+    manager = stage.pool.kv_cache_manager
+    for name in ("a+", "b+"):
+        stage.add(name, 3)
+    stage.step()
+    loading = [request.status.name for request in stage.scheduler.requests.values()]
+    assert loading == ["WAITING_FOR_REMOTE_KVS"] * 2, loading
+    manager.resize(3 * manager.page_size)
+    stage.waits_for_copies = True
+    stage.finish("a+", "b+")
+
+
+def corrupt(stage: Stage) -> None:
+    """A bit of the CPU tier flips between a store and the load of it."""
+    stage.add("a", 3)
+    stage.finish("a")
+    stage.quiet()
+    stage.llm.collective_rpc(flip_a_bit)
+    stage.add("a+", 3)
+    stage.finish("a+")
+
+
+def flip_a_bit(worker: Any) -> None:
+    """Change one bit of every row of the CPU tier; runs in the worker."""
+    from vllm.distributed.kv_transfer import get_kv_transfer_group
+
+    tier = tier_of(get_kv_transfer_group())
+    tier[:, 7] ^= 1
+
+
+SCENARIOS: dict[str, Callable[[Stage], None]] = {
+    action.__name__: action
+    for action in (
+        finish,
+        finish_in_flight,
+        finish_unplanned,
+        preempt,
+        abort_while_storing,
+        abort_before_launch,
+        abort_while_loading,
+        window_skip,
+        cap_trim,
+        reset,
+        shrink,
+        give_back,
+        standstill,
+        corrupt,
+    )
+} | simple_scenarios.SCENARIOS
+
+
+@contextmanager
+def snapshots(stage: Stage) -> Iterator[dict[str, Any]]:
+    """Collect the bytes of every block as soon as it is full."""
+    truth: dict[str, Any] = {}
+    step = stage.step
+
+    def watched(count: int = 1) -> None:
+        for _ in range(count):
+            step()
+            new = {
+                block.block_hash.hex(): (
+                    int.from_bytes(block.block_hash[-4:], "big"),
+                    block.block_id,
+                )
+                for block in getattr(stage.pool, "kv_block_pool", None) or stage.pool.blocks
+                if block.block_hash is not None and f"0:{block.block_hash.hex()}" not in truth
+            }
+            if new:
+                wanted = list(new.values())
+                for rank, found in enumerate(stage.llm.collective_rpc(read_blocks, args=(wanted,))):
+                    truth.update(
+                        (f"{rank}:{key}", block) for key, block in zip(new, found, strict=True)
+                    )
+
+    stage.step = watched  # type: ignore[method-assign]
+    yield truth
+
+
+def main(job_path: str, result_path: str) -> None:
+    faulthandler.dump_traceback_later(500, exit=True)  # says where it hangs
+    job = json.loads(Path(job_path).read_text())
+    for patch_id in job.get("revert", ()):
+        from kvpatch import activation
+
+        assert activation.transaction.revert(patch_id), f"{patch_id} is patched over"
+    if job.get("blind"):
+        fence.Fence._rule = lambda *_: None  # type: ignore[method-assign]
+    if job.get("nothing_connector"):
+        nothing_connector.allow()
+    stay_in_this_process()
+    stage = Stage(job)
+    if job.get("reference"):
+        with snapshots(stage) as truth:
+            for request, max_tokens in job["reference"].items():
+                stage.scenario, _, name = request.partition("/")
+                stage.finished.clear()
+                stage.add(name, max_tokens)
+                stage.finish(name)
+        np.savez(result_path, **truth)
+        return
+    tier: Any = SimpleTier(stage, job["unpinned"]) if job.get("simple") else Tier(stage)
+    truth = dict(np.load(job["truth"]))
+    verdicts = {}
+    for name in job["scenarios"]:
+        print(f"scenario {name}", flush=True)
+        stage.begin(name)
+        SCENARIOS[name](stage)
+        stage.quiet()
+        verdicts[name] = tier.judge(truth)
+        tier.forget()
+    held = fence.fence_of(stage.core)
+    result = {
+        "scenarios": verdicts,
+        "async": stage.core.batch_queue is not None,
+        "preemptions": stage.preemptions,
+        "groups": len(stage.scheduler.kv_cache_config.kv_cache_groups),
+        "held_now": held.holding if held else 0,
+        "counters": vars(held.counters) if held else {},
+        "retired_now": len(getattr(stage.pool.kv_cache_manager, "_retired_pages", None) or ()),
+        "charged": charged(),
+        "checked": stage.llm.collective_rpc(count_checks) if audit.wanted() else [],
+    }
+    Path(result_path).write_text(json.dumps(result))
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

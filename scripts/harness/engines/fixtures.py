@@ -1,0 +1,108 @@
+"""Fixtures of the lanes that run engines: models, host devices, and runs that tests share."""
+
+from __future__ import annotations
+
+import dataclasses
+import fcntl
+import json
+from collections.abc import Callable
+from hashlib import sha256
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from harness.engines import process
+from harness.engines.runs import (
+    ALL,
+    Device,
+    Finished,
+    Run,
+    engine_arguments,
+    load,
+    model_of,
+    prompts,
+    run_driver,
+)
+from harness.engines.tiers import APART, Serve
+
+LAYOUTS = pytest.mark.parametrize("contiguous", [True, False], ids=["contiguous", "non-contiguous"])
+MODELS = pytest.mark.parametrize("model", ["llama", "sliding"])
+MODES = pytest.mark.parametrize("mode", ["eager", "lazy"])
+SCHEDULING = pytest.mark.parametrize("asynchronous", [False, True], ids=["sync", "async"])
+
+
+def pytest_sessionfinish() -> None:
+    """End the servers of this process, which xdist ends without its exit handlers."""
+    process.close_servers()
+
+
+@pytest.fixture(scope="session")
+def models() -> Callable[..., Path]:
+    """Return the folder of a small model of a kind, a number of KV heads and a release."""
+    return model_of
+
+
+@pytest.fixture(scope="session")
+def device(tmp_path_factory: pytest.TempPathFactory) -> Device:
+    """A host device for the engines of this process of pytest."""
+    return Device(tmp_path_factory.mktemp("device"))
+
+
+@pytest.fixture(scope="session")
+def engine(
+    device: Device, tmp_path_factory: pytest.TempPathFactory, worker_id: str
+) -> Callable[[Run], Finished]:
+    """Run an engine through its rounds, once for all processes of this run of pytest."""
+    own = tmp_path_factory.getbasetemp()
+    shared = (own if worker_id == "master" else own.parent) / "engines"
+
+    def run(wanted: Run) -> Finished:
+        name = sha256(repr(wanted).encode()).hexdigest()[:16]
+        folder, kept = shared / name, shared / name / "finished.json"
+        folder.mkdir(parents=True, exist_ok=True)
+        with (folder / "lock").open("w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            if not kept.exists():
+                ended = run_driver(job_of(wanted), device.environ(wanted), folder, vllm=wanted.vllm)
+                kept.write_text(json.dumps(dataclasses.asdict(ended)))
+        return Finished(**json.loads(kept.read_text()))
+
+    return run
+
+
+def job_of(wanted: Run) -> dict[str, Any]:
+    """What the driver is told for a run."""
+    return {
+        "model": str(model_of(wanted.model, wanted.kv_heads, wanted.vllm)),
+        "engine": engine_arguments(wanted),
+        "rounds": [load("whole" if wanted.events else name) for name in wanted.rounds],
+        "events": wanted.events,
+        "one_by_one": wanted.events,
+        "revert": list(wanted.revert),
+        "forced": list(wanted.forced),
+        "exhaust": wanted.exhaust,
+        "cross_layer": wanted.cross_layer,
+        # The simple connector's copies are watched at their own seams.
+        "watch": wanted.kvpatch and not wanted.revert and not wanted.simple,
+    }
+
+
+@pytest.fixture(scope="module")
+def serve(
+    models: Callable[[str], Path], device: Device, tmp_path_factory: pytest.TempPathFactory
+) -> Serve:
+    """Run the first prompts one at a time on an engine of its own."""
+
+    def run(wanted: Run, times: int = 1, **more: Any) -> Finished:
+        job = {
+            "model": str(models(wanted.model)),
+            "engine": engine_arguments(wanted) | more.pop("engine", {}),
+            "rounds": [[prompt] for prompt in prompts(ALL)[:APART]] * times,
+            "forced": wanted.forced,
+            **more,
+        }
+        folder = tmp_path_factory.mktemp("tiers")
+        return run_driver(job, device.environ(wanted), folder, vllm=wanted.vllm)
+
+    return run

@@ -1,0 +1,212 @@
+"""Processes of engines: each a fork of a server that has imported what vLLM imports."""
+
+from __future__ import annotations
+
+import atexit
+import json
+import os
+import select
+import signal
+import socket
+import subprocess
+import threading
+import time
+from collections.abc import Mapping
+from contextlib import suppress
+from pathlib import Path
+from typing import IO
+
+# Servers of one process, each of which has half a gigabyte.
+SERVERS = 3
+# What only vLLM, kvcached and kvpatch read, or a fork reads anew. Everything else may be read by
+# an import, and so a server has it as its forks do.
+LATE = ("VLLM", "KVCACHED", "ENABLE_KVCACHED", "KVPATCH", "PYTHONHASHSEED")
+START_SECONDS = 240
+
+# What an engine imports sooner or later; a release may not have all of it.
+ROOTS = (
+    *("vllm.entrypoints.llm", "vllm.v1.engine.core", "vllm.v1.engine.llm_engine"),
+    *("vllm.v1.worker.cpu_worker", "vllm.v1.worker.gpu.model_runner"),
+    *("vllm.model_executor.models.llama", "vllm.model_executor.models.gemma3"),
+    *("vllm.model_executor.models.deepseek_v2", "vllm.model_executor.models.granitemoehybrid"),
+    # kvcached imports it to patch it.
+    "vllm.distributed.kv_transfer.kv_connector.v1.nixl_connector",
+    *("compressed_tensors", "torch.export", "torch._dynamo", "transformers.modeling_utils"),
+    "transformers.models.llama.modeling_llama",
+    *("transformers.models.auto.tokenization_auto", "transformers.models.auto.processing_auto"),
+)
+# Runs in the environment of a release, with kvpatch off.
+IMPORTS = """
+import importlib, json, sys
+from contextlib import suppress
+for name in json.loads(sys.argv[1]):
+    with suppress(ImportError):
+        importlib.import_module(name)
+print(json.dumps(list(sys.modules)))
+"""
+
+
+class Forked:
+    """A process that a ``ForkServer`` started; used as a ``subprocess.Popen`` is.
+
+    Attributes:
+        pid: its process id.
+        returncode: its exit status, None while it runs.
+    """
+
+    def __init__(self, pipe: int, args: list[str]) -> None:
+        self._pipe = pipe
+        self._args = args
+        self._text = b""
+        self.returncode: int | None = None
+        self.pid = int(self._line(START_SECONDS))
+
+    def _line(self, timeout: float | None) -> bytes:
+        deadline = None if timeout is None else time.monotonic() + timeout
+        while b"\n" not in self._text:
+            left = None if deadline is None else max(0.0, deadline - time.monotonic())
+            if not select.select([self._pipe], [], [], left)[0]:
+                raise subprocess.TimeoutExpired(self._args, timeout or 0)
+            read = os.read(self._pipe, 64)
+            if not read:
+                raise RuntimeError(f"the fork server ended before {' '.join(self._args)}")
+            self._text += read
+        line, _, self._text = self._text.partition(b"\n")
+        return line
+
+    def wait(self, timeout: float | None = None) -> int:
+        """Return the exit status.
+
+        Raises:
+            subprocess.TimeoutExpired: it still runs.
+        """
+        if self.returncode is None:
+            self.returncode = int(self._line(timeout))
+            os.close(self._pipe)
+        return self.returncode
+
+    def poll(self) -> int | None:
+        """Return the exit status, or None while it runs."""
+        with suppress(subprocess.TimeoutExpired):
+            return self.wait(0)
+        return None
+
+    def kill(self) -> None:
+        """Kill it, unless it has ended."""
+        if self.poll() is None:
+            os.kill(self.pid, signal.SIGKILL)
+
+
+class ForkServer:
+    """One ``fork_server``, which ends when this process does."""
+
+    def __init__(self, python: str, early: Mapping[str, str]) -> None:
+        self._lock = threading.Lock()
+        self._socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        environment = dict(early) | {"KVPATCH": "0", "PYTHONHASHSEED": "0"}
+        command = [python, "-m", "harness.engines.fork_server", str(modules_of(python, early))]
+        with theirs:
+            self._process = subprocess.Popen(command, stdin=theirs.fileno(), env=environment)
+        self._forks: list[Forked] = []
+
+    @property
+    def idle(self) -> bool:
+        """Whether none of its forks runs."""
+        return all(fork.poll() is not None for fork in self._forks)
+
+    def start(
+        self,
+        module: str,
+        arguments: list[str],
+        environment: Mapping[str, str],
+        stdin: int,
+        stdout: int,
+    ) -> Forked:
+        """Run ``main`` of a module in a fork."""
+        request = {"module": module, "arguments": arguments, "environment": dict(environment)}
+        reading, writing = os.pipe()
+        with self._lock:
+            try:
+                message = json.dumps(request).encode()
+                descriptors = [stdin, stdout, stdout, writing]
+                socket.send_fds(self._socket, [message], descriptors)
+            finally:
+                os.close(writing)
+            fork = Forked(reading, [module, *arguments])
+            self._forks = [one for one in self._forks if one.poll() is None] + [fork]
+        return fork
+
+    def close(self) -> None:
+        """End it, and every fork that still runs."""
+        self._socket.close()
+        self._process.wait()
+
+
+def modules_of(python: str, early: Mapping[str, str]) -> Path:
+    """Return the file with the modules that vLLM imports, written once for an environment."""
+    folder = Path(python).parents[1] / "vllm-cache"
+    triton = "interpreter" if early.get("TRITON_INTERPRET") == "1" else "none"
+    path = folder / f"modules-triton-{triton}.json"
+    if not path.exists():
+        folder.mkdir(exist_ok=True)
+        said = subprocess.run(
+            [python, "-c", IMPORTS, json.dumps(ROOTS)],
+            env=dict(early) | {"KVPATCH": "0", "VLLM_NO_USAGE_STATS": "1"},
+            stdout=subprocess.PIPE,
+            text=True,
+            check=True,
+        )
+        partial = path.with_suffix(f".{os.getpid()}")
+        partial.write_text(said.stdout.splitlines()[-1])
+        partial.rename(path)
+    return path
+
+
+_servers: dict[tuple[str, tuple[tuple[str, str], ...]], ForkServer] = {}
+_lock = threading.Lock()
+
+
+def server_of(python: str, environment: Mapping[str, str]) -> ForkServer:
+    """Return the server of a Python, started if need be."""
+    early = {name: value for name, value in environment.items() if not name.startswith(LATE)}
+    key = python, tuple(early.items())
+    with _lock:
+        server = _servers.pop(key, None) or ForkServer(python, early)
+        _servers[key] = server  # the last one used is the last to go
+        for old in [one for one in _servers if _servers[one].idle][: len(_servers) - SERVERS]:
+            if old != key:
+                _servers.pop(old).close()
+    return server
+
+
+@atexit.register
+def close_servers() -> None:
+    """End every server of this process."""
+    with _lock:
+        while _servers:
+            _servers.popitem()[1].close()
+
+
+def start(
+    module: str,
+    arguments: list[str | Path],
+    environment: Mapping[str, str],
+    python: str,
+    stdout: IO[str] | int,
+    stdin: IO[str] | int = subprocess.DEVNULL,
+) -> Forked:
+    """Start ``main`` of a driver with its arguments, in a process of its own.
+
+    Args:
+        module: of the driver.
+        arguments: of its ``main``.
+        environment: the whole of it.
+        python: of the release's environment.
+        stdout: a file or descriptor for output and errors.
+        stdin: one to read from.
+    """
+    server = server_of(python, environment)
+    with Path(os.devnull).open() as nothing:
+        given = nothing if stdin == subprocess.DEVNULL else stdin
+        descriptors = [one if isinstance(one, int) else one.fileno() for one in (given, stdout)]
+        return server.start(module, [str(one) for one in arguments], environment, *descriptors)

@@ -1,0 +1,316 @@
+"""What engine runs are: engines, devices, prompts, and how a run ended."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import shutil
+import subprocess
+import sys
+from dataclasses import dataclass, field
+from functools import lru_cache
+from hashlib import sha256
+from pathlib import Path
+from typing import Any
+
+from packaging.version import Version
+
+from harness import connectors, environments, models
+from harness.engines import process
+
+BLOCK = 32
+ALL = 12  # prompts of the load "all", which fill the device almost twice
+# By default every engine binds itself to the same core, and engines side by side share it.
+UNBOUND = {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": "1"}
+# With Triton there, vLLM takes Model Runner V2 by itself, as it does on a GPU.
+RUNNER = {"v1": {"VLLM_USE_V2_MODEL_RUNNER": "0"}, "v2": {"TRITON_INTERPRET": "1"}}
+
+START_SECONDS = 240
+LIMIT = 300  # seconds after which a run is taken for one that hangs
+FIRST_FS = {"0.22.1": "fs_python"}  # what the tier fs was called at first
+EXAMPLE = "example"  # in the place of a folder: vLLM's example of a tier
+
+
+@dataclass(frozen=True)
+class Run:
+    """One engine run, hashable so that tests that need the same one share it."""
+
+    model: str = "llama"
+    kv_heads: int = 4
+    vllm: str = ""  # a release with an environment of its own; empty: the one in .venv
+    runner: str = "v1"
+    kvpatch: bool = True
+    offload: bool = True
+    contiguous: bool = True
+    cpu_blocks: int = 0  # 0: room for every load, see ``ROOM``
+    policy: str = "lru"
+    revert: tuple[str, ...] = ()
+    forced: tuple[str, ...] = ()  # codes of the refusals that it starts in spite of
+    cross_layer: bool = False
+    dtype: str = "float32"
+    together: int = 4
+    rounds: tuple[str, ...] = ("all", "all")  # names of loads, see ``load``
+    blocks: int = 140  # of the device, of which one prompt of the load takes 20
+    simple: str = ""  # eager or lazy, with SimpleCPUOffloadConnector
+    batch: int = 2048  # tokens of a step
+    windows: bool = False  # asked for blocks that leave a sliding window; 0.22 has it by default
+    exhaust: int = 0  # every so many times the device has no blocks left for a group
+    events: bool = False
+    environment: tuple[tuple[str, str], ...] = ()
+    tiers: tuple[str, ...] = ()  # folders of fs tiers behind the CPU tier, or EXAMPLE
+    inside: tuple[str, ...] = ()  # connectors of a MultiConnector, in order
+
+
+@dataclass
+class Device:
+    """A host device of its own, so that tests do not see other engines' memory."""
+
+    folder: Path
+    size: str = "1GiB"
+    environment: dict[str, str] = field(default_factory=dict)
+
+    def environ(self, run: Run) -> dict[str, str]:
+        """The environment of an engine of ``run`` on this device."""
+        kept = {
+            name: value
+            for name, value in os.environ.items()
+            if not name.startswith(("KVPATCH", "KVCACHED", "ENABLE_KVCACHED", "VLLM", "TRITON"))
+        }
+        return kept | {
+            "KVPATCH": "1" if run.kvpatch else "0",
+            "KVPATCH_HOST_DEVICE": self.size,
+            "KVPATCH_HOST_DEVICE_DIR": str(self.folder),
+            "KVPATCH_STATUS_DIR": str(self.folder),
+            "KVCACHED_CONTIGUOUS_LAYOUT": str(run.contiguous).lower(),
+            "VLLM_CPU_KVCACHE_SPACE": "1",
+            "VLLM_NO_USAGE_STATS": "1",
+            # What vLLM knows of models: 15 s, and each release overwrites the others'.
+            "VLLM_CACHE_ROOT": str(cache_of(run.vllm)),
+            # Eager engines compile nothing but the ranks of log-probabilities: 3 s.
+            "TORCHDYNAMO_DISABLE": "1",
+            **UNBOUND,
+            **RUNNER[run.runner],
+            # A release outside the range is compared before the range is widened.
+            **({"KVPATCH_ALLOW_VLLM": run.vllm} if run.vllm else {}),
+            **self.environment,
+            **dict(run.environment),
+        }
+
+
+@lru_cache
+def python_of(vllm: str) -> str:
+    """The Python of an environment with a release of vLLM, which is made if need be."""
+    return str(environments.made(vllm)) if vllm else sys.executable
+
+
+def cache_of(vllm: str) -> Path:
+    """What the engines of a release keep from run to run, beside its environment."""
+    return Path(python_of(vllm)).parents[1] / "vllm-cache"
+
+
+# Earlier releases have a transformers that does not read what a later one wrote.
+TRANSFORMERS_5 = Version("0.19")
+
+
+def model_of(kind: str, kv_heads: int = 4, vllm: str = "") -> Path:
+    """The folder of a small model of a kind and a number of KV heads, made once."""
+    by = vllm if vllm and Version(vllm) < TRANSFORMERS_5 else ""
+    recipe = sha256(Path(models.__file__).read_bytes()).hexdigest()[:12]
+    path = cache_of(by) / f"models-{recipe}" / f"{kind}-{kv_heads}"
+    if not path.exists():
+        partial = path.with_name(f"{path.name}-{os.getpid()}")
+        log = path.parent / f"{partial.name}.log"
+        log.parent.mkdir(parents=True, exist_ok=True)
+        run, device = Run(kvpatch=False, vllm=by), Device(path.parent)
+        given: list[str | Path] = [partial, "--kind", kind, "--kv-heads", str(kv_heads)]
+        with log.open("w") as output:
+            maker = process.start(
+                "harness.models", given, device.environ(run), python_of(by), output
+            )
+        assert maker.wait(START_SECONDS) == 0, log.read_text()[-2000:]
+        log.unlink()
+        if not path.exists():  # another process may have been faster
+            partial.rename(path)
+        shutil.rmtree(partial, ignore_errors=True)
+    return path
+
+
+# Tokens of one block where it is not BLOCK: vLLM's CPU backend has latent attention in one
+# size only, and makes a block of attention as large as a state.
+TOKENS = {"latent": 16, "hybrid": 128}
+
+
+# Blocks of ``BLOCK`` tokens that a load fills, in all groups of KV cache.
+ROOM = {"llama": 640, "sliding": 1280, "latent": 640, "hybrid": 1280}
+
+
+def block_tokens(model: str) -> int:
+    """Tokens of one block of a small model."""
+    return TOKENS.get(model, BLOCK)
+
+
+def block_bytes(model: str, kv_heads: int = 4) -> int:
+    """Bytes of one block of a small model, all layers.
+
+    K and V of heads of 64 float32; what all heads share, 512 and 64; or, in bfloat16, K and
+    V of 4 heads of 32.
+    """
+    if model == "latent":
+        return 4 * block_tokens(model) * (512 + 64) * 4
+    if model == "hybrid":
+        return 2 * block_tokens(model) * 4 * 32 * 2 * 2
+    pools = {"llama": 4, "sliding": 2}[model]
+    return pools * BLOCK * kv_heads * 64 * 2 * 4
+
+
+def tier_bytes(run: Run) -> int:
+    """Bytes of the CPU tier of ``run``, which counts blocks of ``BLOCK`` tokens."""
+    blocks = (run.cpu_blocks or ROOM[run.model]) * BLOCK // block_tokens(run.model)
+    return blocks * block_bytes(run.model, run.kv_heads)
+
+
+def connector(run: Run) -> dict[str, Any]:
+    """The ``kv_transfer_config`` of ``run``."""
+    size = tier_bytes(run)
+    simple = connectors.simple(size, lazy=run.simple == "lazy")
+    if run.simple and not run.inside:
+        return simple
+    if run.tiers:
+        tiers = [
+            {"type": "example"}
+            if folder == EXAMPLE
+            else {"type": FIRST_FS.get(run.vllm, "fs"), "root_dir": folder}
+            for folder in run.tiers
+        ]
+        offloading = connectors.tiering(size, tiers, eviction_policy=run.policy)
+    else:
+        offloading = connectors.offloading(size, eviction_policy=run.policy)
+    if not run.inside:
+        return offloading
+    each = (offloading, simple, connectors.connector("NothingConnector"))
+    known = {one["kv_connector"]: one for one in each}
+    return connectors.multi(*(known[name] for name in run.inside))
+
+
+def engine_arguments(run: Run) -> dict[str, Any]:
+    """``LLM`` arguments."""
+    arguments: dict[str, Any] = {
+        "dtype": run.dtype,
+        "max_model_len": 2048,
+        "block_size": block_tokens(run.model),
+        "enforce_eager": True,
+        "num_gpu_blocks_override": run.blocks * BLOCK // block_tokens(run.model),
+        "max_num_seqs": run.together,
+        "max_num_batched_tokens": run.batch,
+        "seed": 0,
+    }
+    if run.model == "latent":
+        # vLLM's kernel for them on a CPU leaves the first token of a step as it is.
+        arguments["compilation_config"] = {"custom_ops": ["-rotary_embedding"]}
+    if run.windows:
+        arguments["disable_hybrid_kv_cache_manager"] = False
+    if run.events:
+        # Four of kvcached's pages: it rounds down to whole ones, and vLLM does not.
+        arguments["num_gpu_blocks_override"] = 128
+    if ("VLLM_USE_SIMPLE_KV_OFFLOAD", "1") in run.environment:
+        arguments["kv_offloading_size"] = tier_bytes(run) / (1 << 30)
+    elif run.offload:
+        arguments["kv_transfer_config"] = connector(run)
+    return arguments
+
+
+def prompts(count: int, length: int = 640, max_tokens: int = 8, seed: int = 3) -> list[Any]:
+    """Random prompts that share no block."""
+    source = random.Random(seed)
+    return [
+        {"tokens": [source.randrange(2, 258) for _ in range(length + 9)], "max_tokens": max_tokens}
+        for _ in range(count)
+    ]
+
+
+def load(name: str) -> list[Any]:
+    """The prompts of a round: what they have in common with other rounds, and how long."""
+    if name == "few":
+        return prompts(8)  # the first of "all"
+    if name == "short":
+        return prompts(8, max_tokens=7)  # no block of 16 tokens is filled by what is generated
+    if name == "long":
+        return prompts(8, max_tokens=80)  # what is generated needs more blocks
+    if name == "exact":
+        return prompts(4, length=640 - 9, seed=5)  # nothing behind the last whole block
+    if name == "shared":
+        common = prompts(1, length=320 - 9, seed=6)[0]["tokens"]
+        return [
+            prompt | {"tokens": common + prompt["tokens"]}
+            for prompt in prompts(4, length=320, seed=7)
+        ]
+    if name == "back":
+        return prompts(ALL)[::-1]  # who was here last comes back first
+    if name == "whole":
+        return whole_blocks()
+    return prompts(int(name) if name.isdigit() else ALL)
+
+
+def whole_blocks() -> list[Any]:
+    """Prompts that end with a block, the second like the first to its middle.
+
+    Without a block that is only partly full, kvcached and vLLM evict the same blocks.
+    """
+    load = prompts(12, length=20 * BLOCK - 9, max_tokens=1)
+    load[1]["tokens"][: 10 * BLOCK] = load[0]["tokens"][: 10 * BLOCK]
+    return load
+
+
+@dataclass
+class Finished:
+    """How a run ended."""
+
+    code: int
+    log: str
+    result: dict[str, Any]
+
+    def round(self, index: int) -> list[Any]:
+        """The records of one round; the log is shown when the engine failed."""
+        assert self.code == 0, self.log[-4000:]
+        return list(self.result["rounds"][index])
+
+
+def run_driver(
+    job: dict[str, Any],
+    environment: dict[str, str],
+    folder: Path,
+    timeout: float = LIMIT,
+    vllm: str = "",
+    driver: str = "driver",
+    result: Path | None = None,
+) -> Finished:
+    """Run a driver on ``job`` in a process of its own, with a release of vLLM.
+
+    Its log is in ``folder``, and so is its result where no other file is named.
+
+    Raises:
+        subprocess.TimeoutExpired: it was killed; the end of its log is in ``output``.
+    """
+    job_path, log = folder / "job.json", folder / "log"
+    result_path = result or folder / "result.json"
+    result_path.unlink(missing_ok=True)
+    job_path.write_text(json.dumps(job))
+    with log.open("w") as output:
+        engine = process.start(
+            f"harness.engines.{driver}",
+            [job_path, result_path],
+            environment,
+            python_of(vllm),
+            output,
+        )
+    try:
+        code = engine.wait(timeout)
+    except subprocess.TimeoutExpired as late:
+        engine.kill()
+        engine.wait()
+        late.output = log.read_text(errors="replace")[-4000:]
+        raise
+    written = result_path.exists() and result_path.suffix == ".json"
+    found = json.loads(result_path.read_text()) if written else {}
+    return Finished(code, log.read_text(errors="replace"), found)

@@ -1,0 +1,254 @@
+"""What SimpleCPUOffloadConnector does in this process, counted at its seams."""
+
+from __future__ import annotations
+
+import hashlib
+from collections import Counter
+from collections.abc import Callable
+from contextlib import ExitStack
+from typing import Any
+
+from harness.engines.inside import block_of
+from kvpatch import connectors
+
+
+def simple_part(connector: Any) -> Any:
+    """The SimpleCPUOffloadConnector in a connector, or None."""
+    found = [part for part in connectors.parts(connector) if hasattr(part, "scheduler_manager")]
+    return found[0] if found else None
+
+
+NEVER = (0, "no digest")
+
+
+class SimpleWatch:
+    """Counts copies, blocks of the CPU tier, and what taking them does to the device.
+
+    Attributes:
+        stored, loaded: blocks whose copy was submitted.
+        changed: loaded blocks whose bytes are not those they were stored with, or which
+            were never stored.
+        tiers: blocks of the CPU tier, as the scheduler and the worker count them.
+        twice: copies that were submitted again, by event; and blocks that were stored
+            while the tier had them, or another copy of them was under way.
+        evicted: blocks that the CPU tier gave up.
+        device_calls: what kvcached's pages were asked for while a CPU block was taken or
+            freed.
+        tier_calls: how often a CPU block was taken or freed.
+    """
+
+    def __init__(self, core: Any) -> None:
+        self.planner = simple_part(core.scheduler.connector).scheduler_manager
+        self.device = core.scheduler.kv_cache_manager.block_pool
+        self.stored = self.loaded = self.changed = self.evicted = self.tier_calls = 0
+        self.twice: list[str] = []
+        self.device_calls: Counter[str] = Counter()
+        self._inside = 0
+        self._events: set[tuple[bool, int]] = set()
+        self._rows: dict[int, tuple[int, str]] = {}
+        self._loads: dict[int, list[tuple[int, int, str]]] = {}
+        self._watch_copies(core)
+        self._watch_tier()
+
+    def _watch_copies(self, core: Any) -> None:
+        from vllm.distributed.kv_transfer import get_kv_transfer_group
+
+        worker = simple_part(get_kv_transfer_group()).worker_handler
+        backend = worker._backend
+        launch, poll = backend.launch_copy, worker._poll_stream_events
+        runner = core.model_executor.driver_worker.worker.model_runner
+        context = runner.compilation_config.static_forward_context
+        layers = [
+            [context[name].kv_cache for name in group.layer_names]
+            for group in runner.kv_cache_config.kv_cache_groups
+        ]
+        self.tiers = {
+            "scheduler": self.planner.num_cpu_blocks,
+            "worker": worker.num_cpu_blocks,
+            "memory": min(len(rows) for rows in worker.cpu_kv_caches.values()),
+        }
+
+        def digest(group: int, block: int) -> str:
+            """Through the model's own tensors of a group."""
+            total = hashlib.sha256()
+            for cache in layers[group]:
+                total.update(block_of(cache, block).numpy().tobytes())
+            return total.hexdigest()
+
+        def launch_copy(
+            source: Any, target: Any, is_store: bool, event_idx: int, **more: Any
+        ) -> None:
+            if (is_store, event_idx) in self._events:
+                self.twice.append(f"event {event_idx}")
+            self._events.add((is_store, event_idx))
+            if is_store:
+                self.stored += len(source)
+                for block, row in zip(source, target, strict=True):
+                    group = int.from_bytes(self.device.blocks[block].block_hash[-4:], "big")
+                    self._rows[row] = group, digest(group, block)
+            else:
+                self.loaded += len(source)
+                self._loads[event_idx] = [
+                    (block, *self._rows.get(row, NEVER))
+                    for row, block in zip(source, target, strict=True)
+                ]
+            launch(source, target, is_store=is_store, event_idx=event_idx, **more)
+
+        def poll_events(is_store: bool) -> int:
+            newest = poll(is_store)
+            for event in [] if is_store else [e for e in self._loads if e <= newest]:
+                for block, group, expected in self._loads.pop(event):
+                    self.changed += digest(group, block) != expected
+            return int(newest)
+
+        worker._poll_stream_events = poll_events
+        backend.launch_copy = launch_copy
+        build = self.planner.build_connector_meta
+
+        def build_connector_meta(output: Any) -> Any:
+            before = dict(self.planner._store_event_to_blocks)
+            meta = build(output)
+            known = self._hashes(before.values())
+            for block in self._hashes(
+                transfer
+                for event, transfer in self.planner._store_event_to_blocks.items()
+                if event not in before
+            ):
+                tier = self.planner.cpu_block_pool.cached_block_hash_to_block
+                if block in known or tier.get_one_block(block) is not None:
+                    self.twice.append(f"block {block.hex()}")
+                known.append(block)
+            return meta
+
+        self.planner.build_connector_meta = build_connector_meta
+
+    def _hashes(self, transfers: Any) -> list[bytes]:
+        blocks = self.device.blocks
+        return [blocks[i].block_hash for transfer in transfers for i in transfer.gpu_block_ids]
+
+    def _watch_tier(self) -> None:
+        pool = self.planner.cpu_block_pool
+
+        def inside(function: Callable[..., Any]) -> Callable[..., Any]:
+            def counted(*args: Any, **kwargs: Any) -> Any:
+                self.tier_calls += 1
+                self._inside += 1
+                try:
+                    return function(*args, **kwargs)
+                finally:
+                    self._inside -= 1
+
+            return counted
+
+        for name in ("get_new_blocks", "free_blocks", "touch", "reset_prefix_cache"):
+            setattr(pool, name, inside(getattr(pool, name)))
+        for name in ("alloc", "free"):
+            self._count_device(type(self.device.kv_cache_manager), name)
+        evict = pool._maybe_evict_cached_block
+
+        def counted_evict(block: Any) -> bool:
+            evicted = evict(block)
+            self.evicted += evicted
+            return bool(evicted)
+
+        pool._maybe_evict_cached_block = counted_evict
+
+    def _count_device(self, managers: type, name: str) -> None:
+        """Count the calls to every manager of pages that there may be."""
+        function = getattr(managers, name)
+
+        def counted(*args: Any, **kwargs: Any) -> Any:
+            if self._inside:
+                self.device_calls[name] += 1
+            return function(*args, **kwargs)
+
+        setattr(managers, name, counted)
+
+    def result(self) -> dict[str, Any]:
+        return {
+            "stored": self.stored,
+            "loaded": self.loaded,
+            "twice": self.twice,
+            "evicted": self.evicted,
+            "device_calls": dict(self.device_calls),
+            "tier_calls": self.tier_calls,
+            "tiers": self.tiers,
+            "changed": self.changed,
+            "managers": len(MANAGERS),
+            "pinned": sum(
+                block.ref_cnt > 0 and not block.is_null
+                for pool in (self.planner.cpu_block_pool, self.device)
+                for block in pool.blocks
+            ),
+        }
+
+
+def shut_down_while_copying(llm: Any, prompt: dict[str, Any]) -> None:
+    """Shut the engine down while a copy is in flight, which goes on when it is waited for.
+
+    When nobody waits, it goes on after the shutdown, on whatever its memory is then.
+    """
+    from vllm import SamplingParams
+    from vllm.distributed.kv_transfer import get_kv_transfer_group
+
+    from kvpatch.hostdevice import ledger, streams
+
+    backend = get_kv_transfer_group().worker_handler._backend
+    drain = backend.shutdown
+    with ExitStack() as hold:
+        hold.enter_context(ledger.hold_copies())
+
+        def shutdown() -> None:
+            hold.close()
+            drain()
+            print("driver: waited for the copies", flush=True)
+
+        backend.shutdown = shutdown
+        tokens = [token + 1 for token in prompt["tokens"]]  # which no tier has yet
+        llm.llm_engine.add_request(
+            "last",
+            {"prompt_token_ids": tokens},
+            SamplingParams(temperature=0, max_tokens=4, ignore_eos=True),
+        )
+        while llm.llm_engine.has_unfinished_requests():
+            llm.llm_engine.step()
+        llm.llm_engine.engine_core.shutdown()
+    streams.synchronize()
+    print("driver: copies have ended", flush=True)
+
+
+MANAGERS: list[Any] = []
+
+
+def remember_managers() -> None:
+    """Remember every manager of pages that kvcached makes in this process from now on."""
+    from kvcached.kv_cache_manager import KVCacheManager
+
+    init = KVCacheManager.__init__
+
+    def remembering(self: Any, *args: Any, **kwargs: Any) -> None:
+        MANAGERS.append(self)
+        init(self, *args, **kwargs)
+
+    KVCacheManager.__init__ = remembering
+
+
+def take_cpu_blocks(core: Any, charged: Callable[[], int]) -> list[int]:
+    """Take three pages' worth of CPU blocks and free them.
+
+    Returns:
+        The device's bytes in use before, while they are taken, and after.
+    """
+    pool = core.scheduler.connector.scheduler_manager.cpu_block_pool
+    # Where both pools are kvcached's, the first to map the page of block 0 keeps the other
+    # waiting for it for ever, and the connector's is made first.
+    elastic = (
+        pool if hasattr(pool, "kv_cache_manager") else core.scheduler.kv_cache_manager.block_pool
+    )
+    assert elastic.kv_cache_manager._post_init_done.wait(60)
+    seen = [charged()]
+    blocks = pool.get_new_blocks(96)
+    seen.append(charged())
+    pool.free_blocks(blocks)
+    seen.append(charged())
+    return seen

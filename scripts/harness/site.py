@@ -1,0 +1,44 @@
+"""scripts/site: the documentation as pages, and whether Grafana reads the dashboard.
+
+``build`` writes site/ and fails on a broken link, a page that is left out, or a dashboard that
+Grafana's schema does not hold. ``serve`` shows the pages on http://127.0.0.1:8000 while they
+are written. The tools are in an environment of their own, .venv-docs.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+
+from harness import ROOT, console, venvs
+
+VENV = ROOT / ".venv-docs"
+PYTHON = VENV / "bin/python"
+
+
+def make() -> None:
+    """Make the environment."""
+    python = os.environ.get("PYTHON", "python3.11")
+    subprocess.run([python, "-m", "venv", VENV], check=True)
+    venvs.install(PYTHON, "--no-deps", "-r", ROOT / "docs/requirements.txt")
+
+
+def main() -> int:
+    """Build or serve the pages."""
+    parser = console.parser("scripts/site", __doc__ or "")
+    parser.add_argument("action", nargs="?", choices=("build", "serve"), default="build")
+    action = parser.parse_args().action
+    venvs.made(VENV, (ROOT / "docs/requirements.txt").read_text(), make)
+    commands = [["-m", "mkdocs", "serve"]]
+    if action == "build":
+        commands = [["-m", "harness.dashboard"], ["-m", "mkdocs", "build", "--strict", "--quiet"]]
+    environment = os.environ | {
+        "KVPATCH": "0",
+        "NO_MKDOCS_2_WARNING": "1",
+        "PYTHONPATH": str(ROOT / "scripts"),
+    }
+    for command in commands:
+        done = subprocess.run([PYTHON, *command], cwd=ROOT, env=environment, check=False)
+        if done.returncode:
+            return done.returncode
+    return 0

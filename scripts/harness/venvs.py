@@ -1,0 +1,52 @@
+"""Folders of tools for one command, made again when what they are made from changes."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+from harness import ROOT
+
+BENCH = ROOT / ".venv-bench"
+
+
+def made(folder: Path, recipe: str, make: Callable[[], object]) -> Path:
+    """Return ``folder``, as ``make`` leaves it, made anew unless ``recipe`` is the last one's."""
+    stamp = folder / "made-from"
+    if not stamp.exists() or stamp.read_text() != recipe:
+        shutil.rmtree(folder, ignore_errors=True)
+        make()
+        stamp.write_text(recipe)
+    return folder
+
+
+def install(python: str | Path, *arguments: str | Path) -> None:
+    """Run ``pip install`` of an environment.
+
+    Raises:
+        subprocess.CalledProcessError: it failed; pip has printed why.
+    """
+    command = [python, "-m", "pip", "install", "-q", *arguments]
+    environment = {"PIP_DISABLE_PIP_VERSION_CHECK": "1", "PIP_PROGRESS_BAR": "off", "KVPATCH": "0"}
+    subprocess.run(list(map(str, command)), env=os.environ | environment, check=True)
+
+
+def with_bench_tools(environment: Mapping[str, str] = os.environ) -> dict[str, str]:
+    """Return an environment with py-spy and pytest-benchmark, which lie beside ``.venv``.
+
+    So the tests run without them.
+    """
+    wanted = Path(__file__).parent / "bench/requirements.txt"
+    made(
+        BENCH,
+        wanted.read_text(),
+        lambda: install(sys.executable, "--no-deps", "--target", BENCH, "-r", wanted),
+    )
+    changed = dict(environment)
+    for name, folder in (("PYTHONPATH", BENCH), ("PATH", BENCH / "bin")):
+        changed[name] = os.pathsep.join(filter(None, [str(folder), environment.get(name)]))
+    return changed

@@ -1,1 +1,0 @@
-"""Recomputing the compatibility matrix: sources, shapes, environments and engines."""

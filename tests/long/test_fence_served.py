@@ -1,0 +1,119 @@
+"""The fence in ``vllm serve``: what a finished or aborted request stored is what it computed.
+
+The engine, its workers and the API server are processes of their own here, and the
+engine steps by itself.
+"""
+
+from __future__ import annotations
+
+import operator
+import os
+import time
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import requests
+
+from harness.engines import fence_off
+from harness.engines.fences import BARE, PAGE
+from harness.engines.runs import BLOCK, Device, Run, block_bytes, engine_arguments, prompts
+from harness.engines.serving import Server
+from kvpatch.hostdevice import ledger
+
+COUNT = 3  # prompts of each scenario
+
+
+def load_of(ranks: int) -> list[Any]:
+    """Prompts of more than the page that block 0 keeps mapped."""
+    return prompts(2 * COUNT, length=(PAGE * ranks + 9) * BLOCK - 32, seed=11)
+
+
+def abort(server: Server, prompt: dict[str, Any]) -> None:
+    """Let a request compute its first token, and leave."""
+    body = {"prompt": prompt["tokens"], "max_tokens": 500, "ignore_eos": True, "stream": True}
+    with requests.post(
+        f"{server.url}/v1/completions", json=body, stream=True, timeout=120
+    ) as answer:
+        answer.raise_for_status()
+        next(answer.iter_lines())
+
+
+def wait_for(server: Server, metric: str, wanted: Callable[[float], bool]) -> None:
+    deadline = time.monotonic() + 60
+    while not wanted(server.metric(metric)):
+        assert time.monotonic() < deadline, f"{metric} is {server.metric(metric)}"
+        time.sleep(0.05)
+
+
+Served = Callable[[int, bool | None], list[list[int]]]
+
+
+@pytest.fixture(scope="module")
+def served(
+    models: Callable[[str], Path], device: Device, tmp_path_factory: pytest.TempPathFactory
+) -> Served:
+    """The tokens of every prompt: of plain vLLM, or served from the tier."""
+    found: dict[tuple[int, bool | None], list[list[int]]] = {}
+
+    def serve(ranks: int, fenced: bool | None) -> list[list[int]]:
+        """With the fence, without it, or (None) by plain vLLM."""
+        if (ranks, fenced) not in found:
+            ours = fenced is not None
+            run = Run(kvpatch=ours, offload=ours, environment=tuple(BARE.items()) if ours else ())
+            arguments = engine_arguments(run) | {
+                "max_model_len": 4096,
+                "max_num_batched_tokens": 3072 * ranks,
+                "num_gpu_blocks_override": 400,
+                "tensor_parallel_size": ranks,
+            }
+            environment = device.environ(run)
+            folder = tmp_path_factory.mktemp("serve")
+            if fenced is False:
+                path = [fence_off.install(folder / "plugin"), environment.get("PYTHONPATH")]
+                environment["PYTHONPATH"] = os.pathsep.join(filter(None, path))
+            with Server(models(run.model), arguments, environment, folder) as server:
+                if ours:
+                    store_all(server, ranks, environment)
+                found[ranks, fenced] = [server.complete(one)["tokens"] for one in load_of(ranks)]
+                if ours:
+                    hits = server.metric("vllm:external_prefix_cache_hits_total")
+                    assert hits == 2 * COUNT * (PAGE * ranks + 8) * BLOCK
+        return found[ranks, fenced]
+
+    return serve
+
+
+def store_all(server: Server, ranks: int, environment: dict[str, str]) -> None:
+    """Finish half of the prompts and abort the others while their copies are held.
+
+    One at a time: vLLM itself waits for the copy of a block that is handed out anew.
+    """
+    of_one = (PAGE * ranks + 8) * block_bytes("llama")
+    with pytest.MonkeyPatch.context() as patch:
+        for variable in (ledger.SIZE, ledger.FOLDER):
+            patch.setenv(variable, environment[variable])
+        for number, prompt in enumerate(load_of(ranks), start=1):
+            with ledger.hold_copies():
+                if number <= COUNT:
+                    server.complete(prompt | {"max_tokens": 1})
+                else:
+                    abort(server, prompt)
+                wait_for(server, "vllm:num_requests_running", lambda running: running == 0)
+            whole = number * of_one
+            wait_for(server, "vllm:kvpatch_offload_bytes_total", partial(operator.eq, whole))
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_with_the_fence_the_tier_serves_what_was_computed(served: Served, ranks: int) -> None:
+    assert served(ranks, True) == served(ranks, None)
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_without_the_fence_the_tier_serves_wrong_tokens(served: Served, ranks: int) -> None:
+    plain, bare = served(ranks, None), served(ranks, False)
+    wrong = [one != other for one, other in zip(bare, plain, strict=True)]
+    assert any(wrong[:COUNT]), "finished while its store was held"
+    assert any(wrong[COUNT:]), "aborted while its store was held"

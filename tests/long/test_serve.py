@@ -1,0 +1,69 @@
+"""The same oracle over HTTP: ``vllm serve`` with separate processes, and two ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from harness.engines.oracle import SMALL_TIER, assert_same
+from harness.engines.runs import Device, Finished, Run, engine_arguments, prompts
+from harness.engines.serving import Server
+
+COUNT = 24
+
+
+@pytest.fixture(scope="module")
+def served(
+    models: Callable[[str], Path], device: Device, tmp_path_factory: pytest.TempPathFactory
+) -> Callable[[Run, int], Finished]:
+    """Serve a run with ``ranks`` workers; complete the prompts twice, one at a time."""
+    finished: dict[tuple[Run, int], Finished] = {}
+
+    def serve(run: Run, ranks: int) -> Finished:
+        if (run, ranks) not in finished:
+            arguments = engine_arguments(run) | {"tensor_parallel_size": ranks}
+            environment = device.environ(run)
+            result: dict = {"rounds": []}
+            folder = tmp_path_factory.mktemp("serve")
+            with Server(models(run.model), arguments, environment, folder) as server:
+                if run.offload:
+                    server.rpc("watch_transfers")
+                for _ in range(2):
+                    result["rounds"].append([server.complete(p) for p in prompts(COUNT)])
+                if run.offload:
+                    result["transfers"] = server.rpc("transfer_outcome")
+                result["from_tier"] = server.metric("vllm:external_prefix_cache_hits_total")
+            finished[run, ranks] = Finished(0, server.log, result)
+        return finished[run, ranks]
+
+    return serve
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("contiguous", [True, False], ids=["contiguous", "non-contiguous"])
+def test_served_prompts_come_back_from_the_tier_as_plain_vllm_computes_them(
+    served: Callable[[Run, int], Finished], contiguous: bool, ranks: int
+) -> None:
+    plain = served(Run(kvpatch=False, offload=False), ranks)
+    ours = served(Run(contiguous=contiguous), ranks)
+    assert_same(ours, plain)
+    assert ours.result["from_tier"] == COUNT * 640
+    assert len(ours.result["transfers"]) == ranks
+    for rank in ours.result["transfers"]:
+        assert rank["loaded"] == COUNT * 640 // 32
+        assert rank["changed"] == 0
+    assert ours.log.count("KV on elastic memory: yes") == 1 + ranks
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_served_with_a_small_tier_it_evicts_and_stays_right(
+    served: Callable[[Run, int], Finished], ranks: int
+) -> None:
+    plain = served(Run(kvpatch=False, offload=False), ranks)
+    ours = served(Run(cpu_blocks=SMALL_TIER * ranks, policy="arc"), ranks)
+    assert_same(ours, plain)
+    for rank in ours.result["transfers"]:
+        assert rank["stored"] > SMALL_TIER
+        assert rank["changed"] == 0

@@ -1,0 +1,236 @@
+"""SimpleCPUOffloadConnector, eager and lazy, on elastic memory."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from harness.engines.fences import BARE, SIMPLE_TOGETHER, SimpleFences
+from harness.engines.fixtures import LAYOUTS, MODELS
+from harness.engines.oracle import PLAIN, Engine, assert_same_round, cached
+from harness.engines.runs import ALL, Device, Run, engine_arguments, load, run_driver
+
+MODES = pytest.mark.parametrize("mode", ["eager", "lazy"])
+ROUNDS = ("exact", "few", "few", "exact", "all", "all")
+# Blocks of the CPU tier: room for "exact" and "few", and not for "all".
+TIER = {"llama": 300, "sliding": 400}
+OWN_SWITCH = (("VLLM_USE_SIMPLE_KV_OFFLOAD", "1"),)
+
+
+def of(mode: str, model: str, contiguous: bool) -> Run:
+    return Run(
+        model=model,
+        contiguous=contiguous,
+        simple=mode,
+        cpu_blocks=TIER[model],
+        rounds=ROUNDS,
+        # One of them is switched on as an operator does without a JSON document.
+        environment=OWN_SWITCH if mode == "eager" and model == "llama" and contiguous else (),
+    )
+
+
+@MODES
+@MODELS
+@LAYOUTS
+def test_prompts_served_from_the_cpu_tier_give_plain_vllms_tokens(
+    engine: Engine, mode: str, model: str, contiguous: bool
+) -> None:
+    """First the device has too few blocks for the load, and then the CPU tier too."""
+    plain = engine(replace(PLAIN, model=model)).round(0)
+    ours = engine(of(mode, model, contiguous))
+    for index in (1, 2, 4, 5):
+        assert_same_round(ours.round(index), plain)
+    assert_same_round(ours.round(3), ours.round(0))
+    assert cached(ours.round(1)) == 0
+    assert cached(ours.round(2)) >= (1 if mode == "eager" else 0.95) * 8 * 640
+    assert ours.result["simple"]["evicted"] > 0
+    assert "KV on elastic memory: yes" in ours.log
+    assert f"mode={mode}, backend=cpu" in ours.log
+
+
+@MODES
+@MODELS
+@LAYOUTS
+def test_loaded_blocks_have_the_bytes_they_were_stored_with(
+    engine: Engine, mode: str, model: str, contiguous: bool
+) -> None:
+    seen = engine(of(mode, model, contiguous)).result["simple"]
+    assert seen["loaded"] > 8 * 20
+    assert seen["changed"] == 0
+
+
+@MODES
+@MODELS
+def test_the_last_token_of_a_prompt_is_always_computed(
+    engine: Engine, mode: str, model: str
+) -> None:
+    """The prompts end with a whole block, which the CPU tier has."""
+    tokens = [record["cached"] for record in engine(of(mode, model, True)).round(3)]
+    assert max(tokens) == 640 - 32
+
+
+@MODES
+@MODELS
+@LAYOUTS
+def test_no_copy_is_made_twice_and_nothing_stays_pinned(
+    engine: Engine, mode: str, model: str, contiguous: bool
+) -> None:
+    seen = engine(of(mode, model, contiguous)).result["simple"]
+    assert seen["stored"] > 0
+    assert seen["twice"] == []
+    assert seen["pinned"] == 0
+
+
+@MODES
+@MODELS
+@LAYOUTS
+def test_scheduler_and_worker_have_the_same_blocks_of_the_cpu_tier(
+    engine: Engine, mode: str, model: str, contiguous: bool
+) -> None:
+    tiers = engine(of(mode, model, contiguous)).result["simple"]["tiers"]
+    assert tiers == dict.fromkeys(("scheduler", "worker", "memory"), TIER[model])
+
+
+@MODES
+@MODELS
+@LAYOUTS
+def test_a_cpu_block_never_touches_the_devices_pages(
+    engine: Engine, mode: str, model: str, contiguous: bool
+) -> None:
+    seen = engine(of(mode, model, contiguous)).result["simple"]
+    assert seen["tier_calls"] > 100
+    assert seen["device_calls"] == {}
+    assert seen["managers"] == 1
+
+
+PRESSED = Run(simple="eager", blocks=400, rounds=("all", "back", "shared", "all", "shared"))
+
+
+def test_lazy_mode_serves_what_eager_mode_serves_and_stores_less(
+    engine: Engine, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The device has room for most of the load, and who was here last comes back first."""
+    eager, lazy = engine(PRESSED), engine(replace(PRESSED, simple="lazy"))
+    counts = {}
+    for name, ended in (("eager", eager), ("lazy", lazy)):
+        assert_same_round(ended.round(1), engine(PLAIN).round(0)[::-1])
+        assert_same_round(ended.round(3), engine(PLAIN).round(0))
+        counts[name] = cached(ended.round(1)), ended.result["stored"][1]
+    with capsys.disabled():
+        for name, (tokens, blocks) in counts.items():
+            print(f"\n{name}: {tokens} of {ALL * 649} tokens served, {blocks} blocks stored")
+    assert counts["lazy"][0] >= 0.95 * counts["eager"][0] > 0
+    assert counts["lazy"][1] < counts["eager"][1]
+
+
+@MODES
+def test_a_common_prefix_is_there_after_the_device_lost_it(engine: Engine, mode: str) -> None:
+    ended = engine(replace(PRESSED, simple=mode))
+    assert_same_round(ended.round(4), ended.round(2))
+    assert min(record["cached"] for record in ended.round(4)) >= 320
+
+
+@pytest.mark.parametrize("native", [True, False])
+def test_without_the_native_pool_a_cpu_block_maps_and_unmaps_pages_of_the_device(
+    models: Callable[[str], Path], device: Device, tmp_path: Path, native: bool
+) -> None:
+    run = Run(simple="eager", environment=tuple(BARE.items()))
+    job = {
+        "model": str(models("llama")),
+        "engine": engine_arguments(run),
+        "rounds": [],
+        "revert": [] if native else ["simple.cpu_coordinator"],
+        "take_cpu_blocks": True,
+    }
+    ended = run_driver(job, device.environ(run), tmp_path)
+    assert ended.code == 0, ended.log[-3000:]
+    before, taken, freed = ended.result["charged"]
+    if native:
+        assert before == taken == freed > 0
+    else:
+        assert before < taken > freed
+
+
+def test_a_cpu_pool_on_the_devices_memory_is_refused(engine: Engine) -> None:
+    refused = engine(Run(simple="eager", revert=("events.switch", "simple.native_pool")))
+    assert refused.code != 0
+    assert (
+        "the connector's pool of CPU blocks is on kvcached's memory, because taking and freeing "
+        "CPU blocks would map and unmap pages of the GPU; report this with the log above, or set "
+        "KVPATCH=0. [KVP409]\n" in refused.log
+    )
+
+
+def test_without_the_regions_vllm_does_not_start(engine: Engine) -> None:
+    broken = engine(Run(simple="eager", revert=("simple.register_kv_caches",)))
+    assert broken.code != 0
+
+
+@pytest.fixture(scope="module")
+def fences(
+    models: Callable[[str], Path], device: Device, tmp_path_factory: pytest.TempPathFactory
+) -> SimpleFences:
+    return SimpleFences(models, device, tmp_path_factory.mktemp("fence"))
+
+
+SCHEDULING = pytest.mark.parametrize("asynchronous", [False, True], ids=["sync", "async"])
+
+
+@SCHEDULING
+@MODES
+@pytest.mark.parametrize("scenario", [*SIMPLE_TOGETHER, "preempt"])
+def test_every_stored_block_is_right_and_nothing_is_left(
+    fences: SimpleFences, scenario: str, mode: str, asynchronous: bool
+) -> None:
+    result = fences.run_simple(scenario, mode, asynchronous)
+    verdict = result["scenarios"][scenario]
+    assert verdict["wrong"] == 0
+    assert verdict["unknown"] == 0
+    assert verdict["left"] == 0
+    assert result["async"] is asynchronous
+    assert result["retired_now"] == 0
+    if scenario == "preempt":
+        assert result["preemptions"] > 0
+    if scenario == "reset_in_flight":
+        assert verdict["right"] == 0
+        assert verdict["reset_while_copying"] is False
+        assert verdict["reset_after"] is True
+    elif not scenario.startswith("abort"):
+        assert verdict["right"] >= 39
+
+
+@MODES
+def test_with_two_ranks_every_stored_block_is_right(fences: SimpleFences, mode: str) -> None:
+    """The workers are processes of their own, and a copy has ended when both have said so."""
+    result = fences.run_simple("preempt", mode, ranks=2)
+    verdict = result["scenarios"]["preempt"]
+    assert result["preemptions"] > 0
+    assert verdict["right"] >= 2 * 70
+    assert verdict["wrong"] == verdict["unknown"] == verdict["left"] == 0
+
+
+def test_without_its_references_blocks_are_lost(fences: SimpleFences) -> None:
+    """The oracle can fail: this is what the connector's references prevent."""
+    result = fences.run_simple("finish_in_flight", "eager", unpinned=True)
+    assert result["scenarios"]["finish_in_flight"]["wrong"] > 0
+
+
+@pytest.mark.parametrize("patched", [True, False])
+def test_the_engine_shuts_down_while_copies_are_in_flight(
+    models: Callable[[str], Path], device: Device, tmp_path: Path, patched: bool
+) -> None:
+    run = Run(simple="eager", revert=() if patched else ("simple.shutdown",))
+    job = {
+        "model": str(models("llama")),
+        "engine": engine_arguments(run),
+        "rounds": [load("few")],
+        "revert": list(run.revert),
+        "shut_down_while_copying": True,
+    }
+    ended = run_driver(job, device.environ(run), tmp_path)
+    assert (ended.code == 0) is patched, ended.log[-3000:]
+    assert ("driver: waited for the copies\n" in ended.log) is patched
+    assert ("driver: copies have ended\n" in ended.log) is patched

@@ -1,0 +1,35 @@
+"""Cells of the matrix, one release for each seam; scripts/matrix engine runs all of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+
+from harness import releases
+from harness.matrix.cells import Engines
+from kvpatch.matrix import verdicts
+from kvpatch.matrix.axes import Cell, cells
+
+VALIDATED = [
+    cell
+    for vllm in releases.one_for_each_seam()
+    for cell in cells(vllm)
+    if cell.model == "sliding window" and verdicts.verdict(cell).kind is verdicts.Kind.RIGHT_ENGINE
+]
+
+
+@pytest.fixture(scope="module")
+def engines(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Engines]:
+    """The engines of a release, each wanted run once."""
+    work = tmp_path_factory.mktemp("cells")
+    made = {vllm: Engines(vllm, work / vllm, print) for vllm in releases.one_for_each_seam()}
+    return made.__getitem__
+
+
+@pytest.mark.parametrize(
+    "cell", VALIDATED, ids=lambda cell: "-".join(vars(cell).values()).replace(" ", "-")
+)
+def test_a_validated_cell_still_is(engines: Callable[[str], Engines], cell: Cell) -> None:
+    outcome = engines(cell.vllm).compare(cell)
+    assert outcome["right"], outcome
