@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import sys
 
+from packaging.version import Version
+
 from kvpatch.registry import releases
 
 # Supported releases at which kvpatch's code for vLLM takes another way, beside the oldest and
@@ -29,6 +31,20 @@ def newest() -> str:
 def one_for_each_seam() -> tuple[str, ...]:
     """Return releases that together go through all of kvpatch's code for vLLM."""
     return tuple(one for one in supported() if one in (oldest(), *SEAMS, newest()))
+
+
+def between(first: str, before: str = "") -> tuple[str, ...]:
+    """Return the supported releases from ``first`` on, and before another one."""
+    return tuple(
+        one
+        for one in supported()
+        if Version(first) <= Version(one) and not (before and Version(one) >= Version(before))
+    )
+
+
+def runner_of(vllm: str) -> str:
+    """Return the model runner that stands for a release: the one that a GPU would have."""
+    return "v2" if Version(vllm) >= Version("0.29") else "v1"
 
 
 if __name__ == "__main__":

@@ -14,10 +14,11 @@ from typing import Any
 
 import pytest
 
+from harness import environments, releases
 from harness.engines.runs import Device, Run, python_of
 from kvpatch.registry import simple_connector, tiers
 
-RELEASES = ("0.29.0", "0.30.0", "0.31.0", "0.32.0", "0.33.0")
+RELEASES = (*releases.between("0.29"), *environments.PYTHON_ONLY)
 FEATURES = {
     "kvcached-adapted": "applied",
     "host-device": "applied",
