@@ -15,16 +15,14 @@ import pytest
 from packaging.specifiers import SpecifierSet
 from packaging.version import Version
 
+from kvpatch import registry
+from kvpatch.matrix import axes, shapes, verdicts
+from kvpatch.patch import Outcome
+from kvpatch.registry import faults
+from matrix_lib import record
+from matrix_lib.sources import Source
+
 ROOT = Path(__file__).parents[2]
-sys.path.insert(0, str(ROOT / "scripts"))
-
-from kvpatch import registry  # noqa: E402
-from kvpatch.matrix import axes, shapes, verdicts  # noqa: E402
-from kvpatch.patch import Outcome  # noqa: E402
-from kvpatch.registry import faults  # noqa: E402
-from matrix_lib import record  # noqa: E402
-from matrix_lib.sources import Source  # noqa: E402
-
 RELEASES = ("vllm-0.28.0", "kvcached-0.1.6")
 PLANNER = "vllm/distributed/kv_transfer/kv_connector/v1/offloading/scheduler.py"
 
@@ -309,13 +307,18 @@ def checkout(tmp_path: Path) -> Path:
     return folder
 
 
+def path_of(checkout: Path) -> str:
+    """Where Python finds the copy, before what is installed in place."""
+    return f"{checkout}:{checkout / 'scripts'}"
+
+
 @pytest.fixture
 def matrix(run, checkout: Path, tmp_path: Path) -> Iterator[Callable[..., Any]]:
     """Run scripts/matrix of the copy on the unpacked releases."""
+    environment = {"KVPATCH_CACHE": tmp_path / "cache", "PYTHONPATH": path_of(checkout)}
 
     def matrix(*arguments: str) -> Any:
-        command = (sys.executable, checkout / "scripts/matrix", *arguments)
-        return run(*command, KVPATCH_CACHE=tmp_path / "cache")
+        return run(sys.executable, checkout / "scripts/matrix", *arguments, **environment)
 
     yield matrix
 
@@ -350,7 +353,8 @@ def new_vllm(run, checkout: Path, tmp_path: Path, unpacked) -> Callable[[str], A
     def new_vllm(version: str) -> Any:
         shutil.copytree(source.folder, source.folder.with_name(f"vllm-{version}"))
         command = (sys.executable, checkout / "scripts/new-vllm", version)
-        return run(*command, KVPATCH_CACHE=tmp_path / "cache")
+        environment = {"KVPATCH_CACHE": tmp_path / "cache", "PYTHONPATH": path_of(checkout)}
+        return run(*command, **environment)
 
     return new_vllm
 
