@@ -78,7 +78,7 @@ def main() -> int:
     arguments = parser.parse_args()
     try:
         old = before(arguments.version)
-        new = record.record_shapes("vllm", arguments.version, arguments.archives)
+        new = record.record_signatures("vllm", arguments.version, arguments.archives)
     except (sources.NoSuchRelease, InvalidVersion) as error:
         sys.exit(f"new-vllm: {error}")
     if old is None:

@@ -52,7 +52,7 @@ def commit(root: Path = ROOT) -> str:
 
     name = git("rev-parse", "--short=12", "HEAD") or "unknown"
     # What the run itself writes does not count.
-    changed = git("status", "--porcelain", "--", ".", ":!docs/results", ":!docs/numbers*")
+    changed = git("status", "--porcelain", "--", ".", ":!docs", ":!kvpatch/matrix/data")
     return f"{name}, changed" if changed else name
 
 

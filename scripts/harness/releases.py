@@ -1,34 +1,51 @@
-"""Releases of vLLM that tests and CI run: those that are supported, and what stands for them."""
+"""Releases of vLLM that tests and CI run: those that are validated, and what stands for them."""
 
 from __future__ import annotations
 
 import sys
 
-from kvpatch.registry import releases
+from packaging.version import Version
 
-# Supported releases at which kvpatch's code for vLLM takes another way, beside the oldest and
-# the newest: each stands for those up to the next.
-SEAMS = ("0.19.1", "0.22.1", "0.24.0", "0.26.0", "0.28.0", "0.29.0")
-
-
-def supported() -> tuple[str, ...]:
-    """Return every supported release, from the oldest on."""
-    return tuple(releases.RELEASES)
+from kvpatch import patches, supported
+from kvpatch.versions import Span
 
 
 def oldest() -> str:
-    """Return the oldest supported release."""
-    return supported()[0]
+    """Return the oldest validated release."""
+    return supported.validated()[0]
 
 
 def newest() -> str:
     """Return the newest one, which is in ``.venv``."""
-    return supported()[-1]
+    return supported.validated()[-1]
 
 
 def one_for_each_seam() -> tuple[str, ...]:
-    """Return releases that together go through all of kvpatch's code for vLLM."""
-    return tuple(one for one in supported() if one in (oldest(), *SEAMS, newest()))
+    """Return releases that together run all code that is for some releases only.
+
+    Each is the first of those with the same patches of limited range; and the newest.
+    """
+    first: dict[frozenset[str], str] = {}
+    for release in supported.validated():
+        limited = {
+            patch.id
+            for feature in patches.FEATURES
+            if Version(release) in feature.span
+            for patch in feature.at(Version(release))
+            if patch.before is not None
+        }
+        first.setdefault(frozenset(limited), release)
+    return tuple(dict.fromkeys((*first.values(), newest())))
+
+
+def between(first: str, before: str | None = None) -> tuple[str, ...]:
+    """Return the validated releases from ``first`` on, and before another one."""
+    return tuple(supported.validated(Span(first, before)))
+
+
+def runner_of(vllm: str) -> str:
+    """Return the model runner that stands for a release: the one that a GPU would have."""
+    return "v2" if Version(vllm) >= Version("0.29") else "v1"
 
 
 if __name__ == "__main__":

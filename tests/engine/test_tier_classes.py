@@ -18,11 +18,12 @@ import numpy as np
 import pytest
 import torch
 
-from kvpatch import gate, geometry
+from kvpatch.environ import TIER_PATIENCE
 from kvpatch.patch import Transaction
-from kvpatch.registry.tiers import FEATURE
-from kvpatch.tiers import identity, lateness
-from kvpatch.tiers.older import answers
+from kvpatch.patches.elastic_memory import regions as geometry
+from kvpatch.patches.secondary_tiers import FEATURE, fingerprint
+from kvpatch.supported import release_of
+from kvpatch.upstream.vllm_api import lookup_results
 from kvpatch.versions import installed
 
 ROW = 8192  # bytes of a block
@@ -198,7 +199,7 @@ class Tiers:
 
     def answered(self, context: Any, numbers: Iterable[int]) -> list[Any] | None:
         """Look a prefix up once, and end the request unless it has to wait: its blocks."""
-        nowhere, wait = answers()
+        nowhere, wait = lookup_results()
         hits, later = [], False
         for number in numbers:
             result = self.manager.lookup(self.key(number), context)
@@ -220,8 +221,8 @@ class Tiers:
 def rows(monkeypatch: pytest.MonkeyPatch) -> Iterator[Transaction]:
     """The feature's rows in force, in this process; revert one to show its fault."""
     transaction = Transaction()
-    transaction.apply_all(gate.rows(FEATURE, installed("vllm")[0], installed("kvcached")[0]))
-    monkeypatch.setattr(identity, "_described", "one layout")
+    transaction.apply_all(FEATURE.at(release_of(installed("vllm")[0])))
+    monkeypatch.setattr(fingerprint, "_described", "one layout")
     monkeypatch.setenv("PYTHONHASHSEED", "0")
     yield transaction
     transaction.revert_to(0)
@@ -386,7 +387,7 @@ def test_a_full_disk_loses_blocks_and_nothing_else(tiers, tmp_path: Path, full_d
 
 @pytest.fixture
 def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(lateness.PATIENCE, "0.2")
+    monkeypatch.setenv(TIER_PATIENCE.name, "0.2")
 
 
 def test_a_disk_that_hangs_while_reading_is_passed_over_until_it_answers(
@@ -478,7 +479,7 @@ def test_two_answers_about_one_block_do_not_end_the_engine(
     one = tiers()
     first = one.request()
     for context in (first, one.request()):
-        assert one.manager.lookup(one.key(1), context) in answers()[1]
+        assert one.manager.lookup(one.key(1), context) in lookup_results()[1]
         one.step()
         if context is first:
             one.manager.on_request_finished(context)
@@ -488,7 +489,7 @@ def test_two_answers_about_one_block_do_not_end_the_engine(
     while answered.qsize() < (1 if shared else 2) and time.monotonic() < end:
         pass
     if not ends:
-        assert one.manager.lookup(one.key(1), context) is answers()[0]
+        assert one.manager.lookup(one.key(1), context) is lookup_results()[0]
     else:
         with pytest.raises(AssertionError, match="second lookup result"):
             one.manager.lookup(one.key(1), context)
@@ -575,7 +576,7 @@ def test_another_layout_or_other_weights_have_a_folder_of_their_own(
     tiers, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     first = folder_of(tiers)
-    monkeypatch.setattr(identity, "_described", "another layout")
+    monkeypatch.setattr(fingerprint, "_described", "another layout")
     assert folder_of(tiers) != first
 
 
@@ -587,12 +588,12 @@ def test_without_the_row_layouts_and_numbers_of_ranks_share_a_folder(
     plain = folder_of(tiers)
     assert plain != ours
     assert folder_of(tiers, **DIFFERENT["ranks"]) == plain
-    monkeypatch.setattr(identity, "_described", "another layout")
+    monkeypatch.setattr(fingerprint, "_described", "another layout")
     assert folder_of(tiers) == plain
 
 
 def test_a_tier_before_the_kv_cache_is_refused(tiers, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(identity, "_described", None)
+    monkeypatch.setattr(fingerprint, "_described", None)
     with pytest.raises(RuntimeError, match="a tier is created before the KV cache, because its"):
         tiers()
 
@@ -641,7 +642,7 @@ def layout(order: str, blocks: int = 5, sizes: tuple[int, ...] = (2, 4, 3, 8)) -
         (region.data_ptr(), int(region.shape[1]))
         for region in geometry.find_regions(caches, groups, blocks).tensors
     ]
-    return identity.block_layout(caches, groups, rows)
+    return fingerprint.block_layout(caches, groups, rows)
 
 
 def test_every_order_of_the_bytes_of_a_block_is_described_differently() -> None:
@@ -658,13 +659,13 @@ def test_other_weights_under_the_same_name_are_told_apart() -> None:
         torch.manual_seed(seed)
         return torch.nn.Sequential(torch.nn.Linear(40, 3), torch.nn.Linear(3, 7))
 
-    assert identity.sample_weights(model(1)) == identity.sample_weights(model(1))
-    assert identity.sample_weights(model(1)) != identity.sample_weights(model(2))
-    assert identity.sample_weights(model(1)) != identity.sample_weights(model(1).bfloat16())
+    assert fingerprint.sample_weights(model(1)) == fingerprint.sample_weights(model(1))
+    assert fingerprint.sample_weights(model(1)) != fingerprint.sample_weights(model(2))
+    assert fingerprint.sample_weights(model(1)) != fingerprint.sample_weights(model(1).bfloat16())
 
 
 def test_a_second_engine_with_the_same_engine_id_is_refused() -> None:
-    from kvpatch.tiers.shared_memory import around_engine_core
+    from kvpatch.patches.secondary_tiers.shared_memory import around_engine_core
 
     transfer = SimpleNamespace(
         kv_connector="OffloadingConnector",

@@ -26,7 +26,7 @@ import requests
 from harness import ROOT
 from harness.engines.runs import Device, Run, block_bytes, engine_arguments, prompts
 from harness.engines.serving import Server, eventually
-from kvpatch.observing import reading
+from kvpatch.telemetry import reader
 
 COUNT = 12
 DASHBOARD = ROOT / "docs/monitoring/grafana/dashboards/kvpatch.json"
@@ -266,18 +266,18 @@ def test_an_engine_that_hangs(served: Served, monkeypatch: pytest.MonkeyPatch) -
     (worker,) = [process["pid"] for process in processes if process["roles"] == ["worker"]]
     engine = served.engine()["pid"]
     monkeypatch.setenv("KVPATCH_STATUS_DIR", served.environment["KVPATCH_STATUS_DIR"])
-    monkeypatch.setattr(reading, "STUCK", 1.0)  # and not the half minute that it takes an operator
+    monkeypatch.setattr(reader, "STUCK", 1.0)  # and not the half minute that it takes an operator
     with ThreadPoolExecutor() as threads:
         os.kill(worker, signal.SIGSTOP)
         try:
             answer = threads.submit(served.server.complete, prompts(1, seed=8)[0])
-            assert eventually(lambda: reading.one(engine).state is reading.State.STUCK)
-            line = reading.one(engine).line
+            assert eventually(lambda: reader.one(engine).state is reader.State.STUCK)
+            line = reader.one(engine).line
             assert line.startswith(f"pid {engine} hangs: 1 requests run and no step has ended for")
         finally:
             os.kill(worker, signal.SIGCONT)
         assert len(answer.result()["tokens"]) == 8
-    assert eventually(lambda: reading.one(engine).state is reading.State.RUNS)
+    assert eventually(lambda: reader.one(engine).state is reader.State.RUNS)
 
 
 def test_an_engine_that_is_stopped(served: Served) -> None:

@@ -62,7 +62,6 @@ def test_the_unit_lane_needs_no_torch_and_no_vllm(run):
     assert "kvpatch.configuration" in modules
     code = f"""
 import importlib, sys
-sys.path.insert(0, {str(TESTS.parent)!r})
 for name in {modules}:
     try:
         importlib.import_module(name)

@@ -8,10 +8,11 @@ from typing import Any
 
 import pytest
 
+from harness import releases
 from harness.engines.oracle import Engine, assert_same
 from harness.engines.runs import ALL, Device, Finished, Run, engine_arguments, prompts, run_driver
 
-RELEASES = ("0.24.0", "0.26.0", "0.27.1")
+RELEASES = releases.between("0.24", before="0.28")
 STEPS = (0, 1)  # of four that the prompt takes
 
 

@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import pytest
 
+from harness import releases
 from harness.engines.oracle import PLAIN, assert_same
 from harness.engines.runs import Finished, Run
 
@@ -17,9 +18,8 @@ RUN = Run(model="sliding", rounds=ROUNDS, exhaust=4)
 EVERY = pytest.mark.parametrize(
     ("vllm", "runner"),
     [
-        *((vllm, "v1") for vllm in ("0.16.0", "0.19.1", "0.22.1", "0.24.0", "0.26.0", "0.27.1")),
-        ("", "v1"),
-        ("0.32.0", "v2"),
+        *((vllm, "v1") for vllm in releases.between("0.16", before="0.29")),
+        *((releases.newest(), runner) for runner in ("v1", "v2")),
     ],
 )
 

@@ -8,24 +8,14 @@ from typing import Any
 
 import pytest
 
+from harness import releases
 from harness.engines.fences import ALONE, BOTH_LOADED, LOST_WITHOUT, TOGETHER, Fences
 from harness.engines.fixtures import SCHEDULING
 from harness.engines.runs import Device
+from kvpatch import supported
 
-RELEASES = (
-    ("0.16.0", "v1"),
-    ("0.19.1", "v1"),
-    ("0.22.1", "v1"),
-    ("0.24.0", "v1"),
-    ("0.26.0", "v1"),
-    ("0.27.1", "v1"),
-    ("0.29.0", "v2"),
-    ("0.30.0", "v1"),
-    ("0.30.0", "v2"),
-    ("0.31.0", "v2"),
-    ("0.32.0", "v1"),
-    ("0.32.0", "v2"),
-)
+# The newest on Runner V1 is what the engine lane runs.
+RELEASES = tuple((vllm, releases.runner_of(vllm)) for vllm in supported.validated())
 EVERY = pytest.mark.parametrize("scenario", [*TOGETHER, *ALONE, BOTH_LOADED])
 ON = pytest.mark.parametrize(("vllm", "runner"), RELEASES)
 
@@ -73,7 +63,7 @@ def test_with_two_ranks_every_stored_block_is_right(
 STORES_SKIPPED = ("0.29.0",)
 
 
-# On Runner V1 the engine lane shows the same, with 0.28.0.
+# On Runner V1 the engine lane shows the same.
 @pytest.mark.parametrize(
     ("vllm", "runner", "scenario", "asynchronous"),
     [

@@ -7,13 +7,14 @@ from pathlib import Path
 
 import pytest
 
+from harness import releases
 from harness.engines.fences import SHARED, TOGETHER, Fences
 from harness.engines.fixtures import LAYOUTS
 from harness.engines.multi import INSIDE, compare_simple_inside
 from harness.engines.oracle import Engine
 from harness.engines.runs import Device, Run
 
-RELEASES = ("0.22.1", "0.24.0", "0.26.0", "0.27.1")
+RELEASES = releases.between("0.22", before="0.28")
 
 
 class InMulti(Fences):

@@ -16,6 +16,7 @@ from harness import releases
 from harness.engines.fixtures import LAYOUTS
 from harness.engines.oracle import PLAIN, assert_same, same_tokens
 from harness.engines.runs import Finished, Run
+from kvpatch import supported
 
 Engine = Callable[[Run], Finished]
 COUNT = 8  # prompts of 21 blocks on 139
@@ -23,7 +24,7 @@ SMALL_TIER = 100  # blocks
 ROUNDS = (str(COUNT),) * 2
 
 RUNNERS = [
-    *((vllm, "v2") for vllm in releases.supported() if Version(vllm) >= Version("0.28")),
+    *((vllm, "v2") for vllm in supported.validated() if Version(vllm) >= Version("0.28")),
     (releases.newest(), "v1"),
 ]
 EVERY = pytest.mark.parametrize(

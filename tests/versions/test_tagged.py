@@ -14,12 +14,14 @@ from typing import Any
 
 import pytest
 
+from harness import environments, releases
 from harness.engines.runs import Device, Run, python_of
-from kvpatch.registry import simple_connector, tiers
+from kvpatch import supported
+from kvpatch.patches import secondary_tiers, simple_offload
 
-RELEASES = ("0.29.0", "0.30.0", "0.31.0", "0.32.0", "0.33.0")
+RELEASES = (*releases.between("0.29"), *environments.PYTHON_ONLY)
 FEATURES = {
-    "kvcached-adapted": "applied",
+    "kvcached-adapters": "applied",
     "host-device": "applied",
     "elastic-memory": "applied",
     "offloading-connector": "applied",
@@ -27,7 +29,7 @@ FEATURES = {
     "standstill": "applied",
     "kv-events": "applied",
     "audit": "not-needed",
-    "observing": "applied",
+    "metrics": "applied",
 }
 KINDS = {"full": "llama", "sliding": "sliding", "latent": "latent", "hybrid": "hybrid"}
 
@@ -97,8 +99,8 @@ def test_every_patch_finds_its_target(
     tagged: Callable[[str, bool], dict[str, Any]], vllm: str
 ) -> None:
     features = dict(tagged(vllm, True)["features"])
-    assert features.pop("kvcached-told") == "applied"
-    for optional in (simple_connector.FEATURE, tiers.FEATURE):
-        tested = f"=={vllm}" in optional.vllm
+    assert features.pop("kvcached-version-override") == "applied"
+    for optional in (simple_offload.FEATURE, secondary_tiers.FEATURE):
+        tested = vllm in supported.validated(optional.span)
         assert features.pop(optional.name) == ("applied" if tested else "outside")
     assert features == FEATURES

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from harness import releases
 from harness.engines.multi import INSIDE
 from harness.engines.oracle import Engine, same_tokens, widest_gap
 from harness.engines.runs import Finished, Run, python_of
@@ -23,7 +24,7 @@ from harness.engines.tiers import (
     on,
 )
 
-RELEASES = {"0.24.0": "v1", "0.26.0": "v1", "0.27.1": "v1", "0.32.0": "v2"}
+RELEASES = dict.fromkeys(releases.between("0.24", before="0.28"), "v1") | {releases.newest(): "v2"}
 OLDER = [vllm for vllm, runner in RELEASES.items() if runner == "v1"]
 
 
@@ -142,9 +143,7 @@ def test_many_prompts_at_once_on_a_cpu_tier_smaller_than_they_are(
     assert sum(hits(ours.round(1))) > 0
 
 
-@pytest.mark.parametrize(
-    "vllm", ["0.24.0", "0.26.0", "0.27.1", "0.29.0", "0.30.0", "0.31.0", "0.32.0"]
-)
+@pytest.mark.parametrize("vllm", releases.between("0.24", before=releases.newest()))
 def test_the_tier_classes_with_kvpatchs_rows(vllm: str) -> None:
     """The engine lane's tests of vLLM's own tier classes, with another vLLM."""
     file = Path(__file__).parents[1] / "engine/test_tier_classes.py"

@@ -39,8 +39,12 @@ from harness.engines.simple_watch import (
     simple_part,
     take_cpu_blocks,
 )
-from kvpatch import activation, configuration, connectors, fence
+from kvpatch import activation
 from kvpatch.hostdevice import streams
+from kvpatch.patches.debug import audit
+from kvpatch.patches.fence.hooks import fence_of
+from kvpatch.status import record
+from kvpatch.upstream import connectors
 
 
 class BlockWatch:
@@ -280,9 +284,7 @@ def main(job_path: str, result_path: str) -> None:
     for patch_id in job.get("revert", ()):
         assert activation.transaction.revert(patch_id), f"{patch_id} is patched over"
     if job.get("forced"):
-        configuration.RULES = tuple(  # type: ignore[assignment]
-            rule for rule in configuration.RULES if rule.code not in job["forced"]
-        )
+        record.lifted = frozenset(job["forced"])
     if job.get("nothing_connector"):
         nothing_connector.allow()
     if job.get("cross_layer"):
@@ -297,7 +299,6 @@ def main(job_path: str, result_path: str) -> None:
     on_device = os.environ.get("KVPATCH", "0") != "0"
     if on_device:
         remember_managers()
-    if on_device:
         result["patches"] = [applied.patch.id for applied in activation.transaction.applied]
     llm = LLM(job["model"], **job["engine"])
     core = llm.llm_engine.engine_core.engine_core
@@ -309,7 +310,7 @@ def main(job_path: str, result_path: str) -> None:
     if job.get("take_cpu_blocks"):
         result["charged"] = take_cpu_blocks(core, lambda: device_bytes()["charged"])
         write_down(result, result_path, core, leave=True)  # two pools on one memory hang
-    planner = connectors.planner(connector)
+    planner = connectors.scheduler_of(connector)
     evictions = Evictions(planner.manager) if planner else None
     simple = SimpleWatch(core) if simple_part(connector) else None
     watch = BlockWatch(core) if job.get("watch") else None
@@ -336,7 +337,7 @@ def main(job_path: str, result_path: str) -> None:
             result.setdefault("stored", []).append(simple.stored)
     if watch is not None:
         result["returned"], result["changed"] = watch.returned, watch.changed
-    held = fence.fence_of(core)
+    held = fence_of(core)
     result["fence"] = vars(held.counters) if held is not None else None
     result["evicted"] = evictions.count if evictions is not None else 0
     if simple is not None:
@@ -346,6 +347,7 @@ def main(job_path: str, result_path: str) -> None:
     if exhaustion is not None:
         come_to_rest(core.scheduler, llm.llm_engine.step)
         result["exhaustion"] = exhaustion.result()
+    result["checked"] = llm.collective_rpc(audit.checked) if audit.wanted() else []
     if job.get("forced"):
         # With its fault an engine may never come to rest.
         write_down(result, result_path, core, leave=True)

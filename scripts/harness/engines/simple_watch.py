@@ -9,7 +9,7 @@ from contextlib import ExitStack
 from typing import Any
 
 from harness.engines.inside import block_of
-from kvpatch import connectors
+from kvpatch.upstream import connectors
 
 
 def simple_part(connector: Any) -> Any:

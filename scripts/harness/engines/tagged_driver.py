@@ -39,7 +39,9 @@ except ImportError:  # before 0.33
 
 from kvcached.integration.vllm import interfaces, model_runner_v2
 
-from kvpatch import releases, status
+from kvpatch.patches.kvcached_compat import adapters
+from kvpatch.status import record
+from kvpatch.upstream import kvcached_api
 from kvpatch.versions import installed
 
 RELEASE = installed("vllm")[0].public
@@ -171,7 +173,7 @@ def look(kind: str, layout: KVCacheLayout) -> dict[str, Any]:
         "regions": len(spec.regions.tensors),
         "tags": len(tags),
         "wrong": wrong,
-        "on_kvcached": all(status.on_kvcached(cache) for cache in caches.values()),
+        "on_kvcached": all(kvcached_api.on_kvcached(cache) for cache in caches.values()),
         "pool": type(pool).__name__,
         "events": pool.enable_kv_cache_events,
         "lookahead": getattr(pool, "num_hash_lookahead_tokens", None),
@@ -199,7 +201,7 @@ def worker_functions() -> dict[str, Any]:
     worker.model_runner, worker.vllm_config = Runner(), VllmConfig()
     worker.parallel_config = worker.vllm_config.parallel_config
     wrapped = worker.model_runner.profile_run
-    releases.profile_as_vllm(lambda: worker.model_runner.profile_run() or 0, worker, (), {})
+    adapters.profile_as_vllm(lambda: worker.model_runner.profile_run() or 0, worker, (), {})
     seen["left as it was"] = worker.model_runner.profile_run == wrapped
     return seen
 
@@ -212,7 +214,7 @@ def vars_but(config: Any) -> dict[str, Any]:
 def main(result_path: str) -> None:
     contiguous = os.environ["KVCACHED_CONTIGUOUS_LAYOUT"] == "true"
     names = ("BLHNC", "BLNHC") if contiguous else ("LBHNC", "LBNHC")
-    features = {name: outcome.value for name, outcome in status.record.features.items()}
+    features = record.describe()["features"]
     found = {
         f"{kind}-{name}": look(kind, KVCacheLayout[name])
         for kind in ("full", "sliding", "latent", "hybrid")

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+from harness import provenance
 from harness.matrix import sources
 from harness.matrix.signatures import Sources
-from kvpatch.matrix import signatures
+from kvpatch.matrix import evidence, signatures
 from kvpatch.matrix.signatures import Signatures
 
 
-def read_shapes(source: sources.Source) -> Signatures:
+def read_signatures(source: sources.Source) -> Signatures:
     """Return the signature of every target in unpacked sources."""
     tree = Sources(source.folder)
     found: dict[str, str | None] = {}
@@ -24,19 +27,37 @@ def read_shapes(source: sources.Source) -> Signatures:
     return Signatures(source.package, source.version, source.archive, source.sha256, found)
 
 
-def record_shapes(package: str, version: str, archives: Path | None = None) -> Signatures:
+def record_signatures(package: str, version: str, archives: Path | None = None) -> Signatures:
     """Unpack a release and record the signature of every target."""
-    made = read_shapes(sources.unpack(package, version, archives))
+    made = read_signatures(sources.unpack(package, version, archives))
     write(signatures.DATA / "signatures" / f"{package}-{version}.json", vars(made))
     return made
 
 
-def record_runs(level: str, result: dict[str, Any]) -> None:
-    """Write runs of one release; they take the place of the same cells' earlier runs."""
-    path = signatures.DATA / level / f"vllm-{result['vllm']}-kvcached-{result['kvcached']}.json"
-    earlier = json.loads(path.read_text())["runs"] if path.exists() else []
-    done = {_axes(run): run for run in [*earlier, *result["runs"]]}
-    write(path, result | {"runs": [done[key] for key in sorted(done)]})
+def record_run(
+    level: str, head: dict[str, Any], run: dict[str, Any], patches: Iterable[str]
+) -> None:
+    """Write a run of one release; it takes the place of the same cell's earlier run.
+
+    Args:
+        level: ``engine`` or ``bytes``.
+        head: what is said of the release's newest run: versions, machine, command.
+        run: the axes of its cell, and the outcome.
+        patches: the ids of the patches that were in force.
+    """
+    path = signatures.DATA / level / f"vllm-{head['vllm']}-kvcached-{head['kvcached']}.json"
+    earlier = json.loads(path.read_text()) if path.exists() else {"runs": []}
+    ran_on = {
+        "commit": provenance.commit(),
+        "patches": list(patches),
+        "digests": evidence.digests_of(patches),
+    }
+    key = hashlib.sha256(json.dumps(ran_on).encode()).hexdigest()[:8]
+    done = {_axes(one): one for one in [*earlier["runs"], run | {"code": key}]}
+    runs = [done[axes] for axes in sorted(done)]
+    codes = earlier.get("code", {}) | {key: ran_on}
+    used = {one.get("code") for one in runs}
+    write(path, head | {"code": {k: codes[k] for k in sorted(codes) if k in used}, "runs": runs})
 
 
 def _axes(run: dict[str, Any]) -> tuple[str, ...]:

@@ -1,0 +1,196 @@
+"""scripts/matrix: recomputes the compatibility matrix, from cheap to dear.
+
+    scripts/matrix shapes                        every inspected release, from its sources
+    scripts/matrix shapes 0.26.0 --archives DIR  one release, from downloaded wheels
+    scripts/matrix engine                        every validated release, on real engines
+    scripts/matrix engine 0.28.0 --model "full attention"
+    scripts/matrix engine --missing              only cells without a run of today's code
+    scripts/matrix engine 0.26.0                 a release that is not validated yet
+    scripts/matrix stale                         cells whose code changed since they ran
+
+Results go to kvpatch/matrix/data; ``python -m kvpatch matrix`` prints the verdicts and
+scripts/docs writes the tables. Exit status 1: a patch whose target is not what its row says, a
+seam with a hole, a cell that starts without a run, one that got worse, or one that is stale.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import json
+import os
+import platform
+import sys
+import tempfile
+import time
+from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
+from pathlib import Path
+
+import psutil
+
+from harness import console
+from harness.matrix import cells, record, sources
+from kvpatch import supported
+from kvpatch.matrix import axes, evidence, signatures, verdicts
+from kvpatch.version import VERSION
+
+BEGUN = time.monotonic()
+AXES = ("runner", "layout", "connector", "model")
+
+
+def say(text: str) -> None:
+    """Print one line of progress."""
+    print(f"[matrix {time.monotonic() - BEGUN:6.1f}s] {text}", flush=True)
+
+
+def compute_signatures(arguments: argparse.Namespace) -> int:
+    """Record what each release's sources have at every target; print the rows that are red."""
+    wanted = [("vllm", version) for version in arguments.releases or signatures.releases("vllm")]
+    wanted += [("kvcached", version) for version in signatures.releases("kvcached")]
+    with ProcessPoolExecutor(arguments.jobs) as pool:
+        jobs = {
+            release: pool.submit(record.record_signatures, *release, arguments.archives)
+            for release in wanted
+        }
+        for count, (release, job) in enumerate(jobs.items(), 1):
+            made = job.result()
+            present = sum(one is not None for one in made.targets.values())
+            say(
+                f"{count}/{len(jobs)} {' '.join(release)}: "
+                f"{present} of {len(made.targets)} targets ({made.archive})"
+            )
+    verdicts.forget()
+    return report_rows() | report_cells()
+
+
+def compute_engines(arguments: argparse.Namespace) -> int:
+    """Run every cell of the engine level and record its outcome."""
+    wanted = arguments.releases or supported.validated()
+    stale = {cell for cell, _ in evidence.stale()}
+    with ThreadPoolExecutor(arguments.jobs or room_for_engines()) as pool:
+        wrong = sum(pool.map(lambda release: run_release(release, arguments, stale), wanted))
+    verdicts.forget()
+    return int(wrong > 0) | report_cells()
+
+
+def run_release(release: str, arguments: argparse.Namespace, stale: set[axes.Cell]) -> int:
+    """Run the engines of one release; return how many of its cells are wrong."""
+    say(f"{release}: environment")
+    versions = cells.facts(release)
+    folder = arguments.keep or tempfile.mkdtemp(prefix="kvpatch-matrix-")
+    runner = cells.Engines(release, Path(folder) / release, lambda text: say(f"{release}: {text}"))
+    wrong = 0
+    for cell in axes.cells(release):
+        if not wanted_cell(cell, arguments, stale):
+            continue
+        outcome = runner.compare(cell)
+        wrong += not outcome["right"]
+        patches = outcome.pop("patches", ())
+        words = "right" if outcome["right"] else outcome
+        say(f"{release}: {cell.connector}, {cell.runner}, {cell.layout}, {cell.model}: {words}")
+        record.record_run(  # at once: what was run stays when the rest is interrupted
+            "engine",
+            {
+                "vllm": release,
+                "kvcached": versions["kvcached"],
+                "kvpatch": VERSION,
+                "date": datetime.date.today().isoformat(),
+                "command": f"scripts/matrix engine {release}",
+                "machine": f"host device, {os.cpu_count()} cores, {platform.machine()}",
+                "versions": versions,
+            },
+            {name: getattr(cell, name) for name in AXES} | outcome,
+            patches,
+        )
+    return wrong
+
+
+def report_stale(arguments: argparse.Namespace) -> int:
+    """Print the cells whose code changed since they ran; a version is tagged with none."""
+    count = 0
+    for cell, changed in evidence.stale():
+        count += 1
+        print(f"{cell.vllm}, {cell.connector}, {cell.runner}, {cell.layout}, {cell.model}:")
+        print(f"    {', '.join(changed)}")
+    print(f"{count} stale cells")
+    return int(count > 0)
+
+
+def room_for_engines() -> int:
+    """Return how many engines fit beside each other: a core and 6 GiB for each."""
+    return int(max(1, min(os.cpu_count() or 1, psutil.virtual_memory().available // (6 << 30))))
+
+
+def wanted_cell(cell: axes.Cell, arguments: argparse.Namespace, stale: set[axes.Cell]) -> bool:
+    """Return whether the engine level runs a cell: one that starts and was selected."""
+    if (
+        cell.connector not in (arguments.connector or cells.TRIALS)
+        or cell.model not in (arguments.model or cells.MODELS)
+        or cell.layout not in (arguments.layout or axes.LAYOUTS)
+        or cell.runner not in (arguments.runner or axes.RUNNERS)
+        or verdicts.missing(cell) is not None
+        or verdicts.refusal(cell, tried=cell.vllm in arguments.releases) is not None
+    ):
+        return False
+    has_run = verdicts.verdict(cell).kind is verdicts.Kind.VALIDATED and cell not in stale
+    return not (arguments.missing and has_run)
+
+
+def report_rows() -> int:
+    """Print the rows whose target is not what they say in their range, and holes in seams."""
+    red = 0
+    (kvcached,) = signatures.releases("kvcached").values()
+    for vllm in signatures.releases("vllm").values():
+        for row, verdict in signatures.check_rows(vllm, kvcached).items():
+            if signatures.is_red(verdict):
+                red += 1
+                print(f"RED vllm {vllm.version}, {row}: {verdict.reason}")
+        for hole in signatures.holes(vllm.version):
+            red += 1
+            print(f"RED {hole}")
+    print(f"{red} red rows in {len(signatures.releases('vllm'))} releases of vLLM")
+    return int(red > 0)
+
+
+def report_cells() -> int:
+    """Print how many cells have each verdict, and those that no matrix may have."""
+    found = verdicts.verdicts()
+    for kind, count in verdicts.counts(found.values()).items():
+        print(f"{count:6} {kind}")
+    worse = verdicts.lost(found)
+    for cell in worse:
+        why = found[cell].why if cell in found else "not in the matrix"
+        print(f"WORSE {json.dumps(vars(cell))}: {why}")
+    for cell, verdict in found.items():
+        if verdict.kind.red:
+            print(f"RED {json.dumps(vars(cell))}: {verdict.kind.value}, {verdict.why}")
+    return int(bool(worse) or any(verdict.kind.red for verdict in found.values()))
+
+
+def main() -> int:
+    """Run one level."""
+    parser = console.parser("scripts/matrix", __doc__ or "")
+    levels = parser.add_subparsers(dest="level", required=True)
+    level = levels.add_parser("shapes", help="each row's target in each release's sources")
+    level.add_argument("releases", nargs="*", help="of vLLM (default: all that are inspected)")
+    level.add_argument("--archives", type=Path, help="a folder of downloaded wheels and sdists")
+    level.add_argument("--jobs", type=int, default=os.cpu_count(), help="processes at a time")
+    level.set_defaults(compute=compute_signatures)
+    level = levels.add_parser("engine", help="real engines on the host device")
+    level.add_argument("releases", nargs="*", help="of vLLM (default: all that are validated)")
+    level.add_argument("--connector", action="append", help="one of them (default: all)")
+    level.add_argument("--model", action="append", help="one kind (default: all)")
+    level.add_argument("--layout", action="append", choices=axes.LAYOUTS)
+    level.add_argument("--jobs", type=int, help="releases at a time (default: what has room)")
+    level.add_argument("--runner", action="append", choices=axes.RUNNERS)
+    level.add_argument("--missing", action="store_true", help="only cells without a current run")
+    level.add_argument("--keep", type=Path, help="a folder for logs and results")
+    level.set_defaults(compute=compute_engines)
+    level = levels.add_parser("stale", help="cells whose code changed since they ran")
+    level.set_defaults(compute=report_stale)
+    arguments = parser.parse_args()
+    try:
+        status: int = arguments.compute(arguments)
+    except sources.NoSuchRelease as error:
+        sys.exit(f"matrix: {error}")
+    return status
