@@ -228,8 +228,8 @@ def digests(run, tmp_path: Path) -> Callable[..., dict[str, str]]:
         ),
         (
             "patches/fence/hooks.py",
-            '"""Tell the fence which transfers a step hands out.',
-            '"""Say which.',
+            '"""The fence between ',
+            '"""Between ',
             [],
         ),
         (

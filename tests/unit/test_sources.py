@@ -12,11 +12,9 @@ from typing import Any
 
 import pytest
 
+from harness.matrix import record
+from harness.matrix.sources import Source
 from kvpatch.matrix import signatures
-
-matrix_sources = pytest.importorskip("harness.matrix.sources")
-record = pytest.importorskip("harness.matrix.record")
-Source = matrix_sources.Source
 
 ROOT = Path(__file__).parents[2]
 RELEASES = ("vllm-0.28.0", "kvcached-0.1.6")
@@ -84,7 +82,7 @@ def edit(source: Source, path: str, old: str, new: str) -> None:
 
 def test_sources_are_read_as_they_are_recorded(unpacked):
     for name in RELEASES:
-        made = record.read_signatures(unpacked(name))
+        made = record.read_shapes(unpacked(name))
         recorded = signatures.releases(made.package)[made.version]
         assert made.targets == recorded.targets
 
@@ -115,11 +113,11 @@ def matrix(run, checkout: Path, tmp_path: Path) -> Iterator[Callable[..., Any]]:
 
 def test_the_script_ends_1_when_a_row_is_red(matrix, unpacked):
     vllm, _ = map(unpacked, RELEASES)
-    done = matrix("signatures", "0.28.0")
+    done = matrix("shapes", "0.28.0")
     assert done.err == ""
     assert "RED vllm" not in done.out
     edit(vllm, PLANNER, "def build_connector_meta", "def build_metadata")
-    done = matrix("signatures", "0.28.0")
+    done = matrix("shapes", "0.28.0")
     assert done.code == 1
     assert "RED vllm 0.28.0, fence.build: " in done.out
 
@@ -141,7 +139,7 @@ def test_a_new_release_that_moved_nothing(new_vllm, checkout):
     done = new_vllm("0.28.9")
     assert (done.code, done.err) == (0, "")
     assert "against 0.28.0" in done.out
-    assert "\n0 rows moved, " in done.out
+    assert "\n0 patches moved, " in done.out
     assert (checkout / "kvpatch/matrix/data/signatures/vllm-0.28.9.json").exists()
 
 
