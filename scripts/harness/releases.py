@@ -49,4 +49,7 @@ def runner_of(vllm: str) -> str:
 
 
 if __name__ == "__main__":
-    print(*(globals()[name]() for name in sys.argv[1:]))
+    for wanted in sys.argv[1:]:
+        found = globals()[wanted]()
+        print(*([found] if isinstance(found, str) else found), end=" ")
+    print()

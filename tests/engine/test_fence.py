@@ -55,7 +55,12 @@ def test_memory_is_back_two_steps_after_the_last_copy(fences: Fences, asynchrono
 
 @pytest.mark.parametrize(
     ("scenario", "asynchronous"),
-    [(name, mode) for mode, names in LOST_WITHOUT.items() for name in sorted(names)],
+    # From 0.30 on the connector does not store what leaves a sliding window in the same step.
+    [
+        (name, mode)
+        for mode, names in LOST_WITHOUT.items()
+        for name in sorted(names - {"window_skip"})
+    ],
 )
 def test_without_the_fence_blocks_are_lost(
     fences: Fences, scenario: str, asynchronous: bool

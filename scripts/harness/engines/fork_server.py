@@ -63,7 +63,7 @@ def serve(requests: socket.socket) -> dict[str, Any]:
                 for pid, _ in running.values():
                     with suppress(ProcessLookupError):
                         os.kill(pid, signal.SIGKILL)
-                sys.exit()
+                os._exit(0)  # nothing here needs to be shut down
             *standard, pipe = descriptors
             pid = os.fork()
             if pid == 0:

@@ -1,0 +1,32 @@
+"""Processes of engines are as independent as those of an operator, and their ends are seen."""
+
+from __future__ import annotations
+
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from harness.engines.runs import Device, Run, run_driver
+
+NO_MODEL: dict[str, Any] = {"model": "/nowhere", "engine": {}, "rounds": []}
+
+
+@pytest.mark.parametrize("kvpatch", [True, False])
+def test_a_fork_has_its_own_environment_and_a_failed_one_its_log(
+    device: Device, tmp_path: Path, kvpatch: bool
+) -> None:
+    """Both are forks of one server."""
+    ended = run_driver(NO_MODEL, device.environ(Run(kvpatch=kvpatch)), tmp_path)
+    assert ended.code == 1
+    assert "/nowhere" in ended.log
+    assert ended.log.rstrip().splitlines()
+    assert ("patches for vllm" in ended.log) is kvpatch
+    assert ended.result == {}
+
+
+def test_a_fork_that_takes_too_long_is_killed(device: Device, tmp_path: Path) -> None:
+    with pytest.raises(subprocess.TimeoutExpired) as late:
+        run_driver(NO_MODEL, device.environ(Run()), tmp_path, timeout=0)
+    assert isinstance(late.value.output, str)  # the end of its log
