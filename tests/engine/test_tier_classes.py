@@ -594,7 +594,9 @@ def test_without_the_row_layouts_and_numbers_of_ranks_share_a_folder(
 
 def test_a_tier_before_the_kv_cache_is_refused(tiers, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fingerprint, "_described", None)
-    with pytest.raises(RuntimeError, match="a tier is created before the KV cache, because its"):
+    with pytest.raises(
+        RuntimeError, match="a secondary tier is created before the KV cache, because its"
+    ):
         tiers()
 
 
@@ -687,8 +689,8 @@ def test_a_second_engine_with_the_same_engine_id_is_refused() -> None:
     finally:
         file.unlink()
     assert str(refused.value) == (
-        f"kvpatch refuses to start vLLM: the CPU tier's shared memory {file} exists already, "
-        f"because another engine with engine_id {transfer.engine_id} runs, or died without "
-        "removing it, and two engines in one memory give each other's KV; give each engine its "
+        f"kvpatch refuses to start vLLM: the CPU tier's shared memory {file} already exists, "
+        f"because another engine with engine_id {transfer.engine_id} is running or was killed, and "
+        "two engines that share this memory would load each other's blocks; give each engine its "
         "own engine_id in kv_transfer_config, or remove the file when no engine uses it. [KVP413]"
     )

@@ -158,7 +158,7 @@ def test_a_cpu_pool_on_the_devices_memory_is_refused(engine: Engine) -> None:
     refused = engine(Run(simple="eager", revert=("events.switch", "simple.native_pool")))
     assert refused.code != 0
     assert (
-        "the connector's pool of CPU blocks is on kvcached's memory, because taking and freeing "
+        "the connector's CPU blocks are in kvcached's pool, because taking and freeing "
         "CPU blocks would map and unmap pages of the GPU; report this with the log above, or set "
         "KVPATCH=0. [KVP409]\n" in refused.log
     )

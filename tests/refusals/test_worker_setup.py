@@ -59,7 +59,7 @@ def test_a_name_that_another_engine_runs_under(python, model):
         other.bind(f"\0kvpatch-engine-{name}")  # as that engine would hold it
         refused = python(IN_PROCESS, model, **environment)
     assert refused.sentence.removeprefix("[rank0]: ") == (
-        f"{REFUSES}another engine runs under kvcached's name {name}, because the two would share "
-        "a page limit and unmap each other's pages; start every engine as a program of its own, "
-        "and give each its own KVCACHED_IPC_NAME where you set one."
+        f"{REFUSES}another engine uses the kvcached name {name}, because the two would share "
+        "a page limit and unmap each other's pages; start every engine as a separate program, "
+        "and give each its own KVCACHED_IPC_NAME if you set one."
     )

@@ -94,6 +94,6 @@ def test_too_few_blocks(view):
         find_regions(caches(View(8), view), [["layer.0", "layer.1"]], num_blocks=8)
     assert str(refused.value) == (
         "kvpatch refuses to start vLLM: the KV cache of layer.1 is not 8 blocks of kvcached's "
-        "memory, because its blocks cannot be told apart in memory; report this with your command "
+        "memory, because its blocks cannot be located in memory; report this with your command "
         "line, or set KVPATCH=0. [KVP405]"
     )

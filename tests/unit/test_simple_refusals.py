@@ -18,7 +18,7 @@ def test_a_cpu_pool_on_kvcacheds_memory():
         cpu_pool.around_cpu_coordinator(lambda: elastic, None, (), {})
     assert str(refused.value) == (
         "kvpatch refuses to start vLLM: the connector's pool of CPU blocks is on kvcached's "
-        "memory, because taking and freeing CPU blocks would map and unmap pages of the GPU; "
+        "memory, because allocating and freeing CPU blocks would map and unmap pages of the GPU; "
         "report this with the log above, or set KVPATCH=0. [KVP409]"
     )
 

@@ -99,7 +99,7 @@ def test_no_load_starts_behind_a_request_that_waits_until_the_next_step():
 
 def test_a_tier_before_the_kv_cache_is_refused(monkeypatch):
     monkeypatch.setattr(fingerprint, "_described", None)
-    with pytest.raises(Refusal, match="a tier is created before the KV cache") as refused:
+    with pytest.raises(Refusal, match="a secondary tier is created before the KV cache") as refused:
         fingerprint.around_file_mapper(lambda: None, None, (), {})
     assert refused.value.code == "KVP412"
 

@@ -39,7 +39,7 @@ def require_setup(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
         raise Refusal(
             "kvcached could not be set up in this worker",
             f"it failed with {type(_setup_error).__name__}: {_setup_error}",
-            "fix the error above, or set KVPATCH=0",
+            "fix that error, or set KVPATCH=0",
             code="KVP403",
         ) from _setup_error
     return result
@@ -59,7 +59,7 @@ def require_coordinator(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> 
         raise Refusal(
             "kvcached cannot manage this model's KV cache",
             f"it failed with {type(error).__name__}: {error}",
-            "fix the error above, or set KVPATCH=0",
+            "fix that error, or set KVPATCH=0",
             code="KVP404",
         ) from error
 

@@ -67,10 +67,10 @@ def claim() -> socket.socket:
     except OSError as error:
         claimed.close()
         raise Refusal(
-            f"another engine runs under kvcached's name {DEFAULT_IPC_NAME}",
+            f"another engine uses the kvcached name {DEFAULT_IPC_NAME}",
             "the two would share a page limit and unmap each other's pages",
-            f"start every engine as a program of its own, and give each its own {NAME} "
-            "where you set one",
+            f"start every engine as a separate program, and give each its own {NAME} "
+            "if you set one",
             code="KVP414",
         ) from error
     return claimed

@@ -73,7 +73,7 @@ def find_regions(
             if view is None or view.shape[0] < num_blocks:
                 raise Refusal(
                     f"the KV cache of {name} is not {num_blocks} blocks of kvcached's memory",
-                    "its blocks cannot be told apart in memory",
+                    "its blocks cannot be located in memory",
                     "report this with your command line, or set KVPATCH=0",
                     code="KVP405",
                 )

@@ -87,7 +87,7 @@ def check_regions(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
     if not all(on_kvcached(region.tensor) for region in canonical_caches.tensors):
         raise Refusal(
             "the connector copies memory that is not kvcached's",
-            "the blocks that the engine computes lie in kvcached's memory",
+            "the engine computes its blocks in kvcached's memory",
             "report this with your command line, or set KVPATCH=0",
             code="KVP408",
         )
@@ -119,8 +119,8 @@ def check_size(worker: Any, block_bytes: int) -> None:
     expected = worker.spec.config.worker_kv_bytes_per_block
     if block_bytes != expected:
         raise Refusal(
-            f"a block has {block_bytes} bytes in memory and {expected} in vLLM's plan",
-            "the CPU tier was sized by the plan and would be overrun or mixed up",
+            f"a block has {block_bytes} bytes in memory and {expected} in vLLM's KV cache config",
+            "the CPU tier was sized by the config and would be overrun",
             "report this with your command line, or set KVPATCH=0",
             code="KVP407",
         )

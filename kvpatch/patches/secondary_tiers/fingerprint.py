@@ -141,8 +141,8 @@ def around_file_mapper(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> A
     """
     if _described is None:
         raise Refusal(
-            "a tier is created before the KV cache",
-            "its files could not be told from those of another layout",
+            "a secondary tier is created before the KV cache",
+            "its files could not be distinguished from those of another KV layout",
             "report this with your command line, or set KVPATCH=0",
             code="KVP412",
         )

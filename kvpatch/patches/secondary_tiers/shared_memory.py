@@ -22,9 +22,9 @@ def around_engine_core(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> A
         path = Path(f"/dev/shm/vllm_offload_{transfer.engine_id}.mmap")
         if path.exists():
             raise Refusal(
-                f"the CPU tier's shared memory {path} exists already",
-                f"another engine with engine_id {transfer.engine_id} runs, or died without "
-                "removing it, and two engines in one memory give each other's KV",
+                f"the CPU tier's shared memory {path} already exists",
+                f"another engine with engine_id {transfer.engine_id} is running or was killed, and two "
+                "engines that share this memory would load each other's blocks",
                 "give each engine its own engine_id in kv_transfer_config, or remove the "
                 "file when no engine uses it",
                 code="KVP413",

@@ -31,8 +31,8 @@ def around_cpu_coordinator(wrapped: Any, instance: Any, args: Any, kwargs: Any) 
         _for_cpu.reset(token)
     if hasattr(coordinator.block_pool, "kv_cache_manager"):
         raise Refusal(
-            "the connector's pool of CPU blocks is on kvcached's memory",
-            "taking and freeing CPU blocks would map and unmap pages of the GPU",
+            "the connector's CPU blocks are in kvcached's pool",
+            "allocating and freeing CPU blocks would map and unmap pages of the GPU",
             "report this with the log above, or set KVPATCH=0",
             code="KVP409",
         )
