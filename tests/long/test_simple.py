@@ -106,7 +106,7 @@ def test_a_cpu_block_never_touches_the_devices_pages(
     assert seen["managers"] == 1
 
 
-PRESSED = Run(simple="eager", blocks=400, rounds=("all", "back", "shared", "all", "shared"))
+PRESSED = Run(simple="eager", blocks=200, rounds=("all", "back", "shared", "all", "shared"))
 
 
 def test_lazy_mode_serves_what_eager_mode_serves_and_stores_less(
