@@ -11,7 +11,7 @@ from harness.engines.oracle import SMALL_TIER, assert_same
 from harness.engines.runs import Device, Finished, Run, engine_arguments, prompts
 from harness.engines.serving import Server
 
-COUNT = 24
+COUNT = 12
 
 
 @pytest.fixture(scope="module")

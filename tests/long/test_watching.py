@@ -24,7 +24,7 @@ import pytest
 import requests
 
 from harness import ROOT
-from harness.engines.runs import Device, Run, block_bytes, engine_arguments, prompts
+from harness.engines.runs import ROOM, Device, Run, block_bytes, engine_arguments, prompts
 from harness.engines.serving import Server, eventually
 from kvpatch.telemetry import reader
 
@@ -151,7 +151,10 @@ def test_status_says_the_same(served: Served) -> None:
         "loaded": served.counted["loaded"] * size,
     }
     assert engine["hits"]["tier"] == COUNT * 640
-    assert engine["tier"] == {"used_blocks": served.counted["stored"], "total_blocks": 4096}
+    assert engine["tier"] == {
+        "used_blocks": served.counted["stored"],
+        "total_blocks": ROOM["llama"],
+    }
     assert engine["fence"]["holding"] == 0
     assert engine["fence"]["released"] == metrics[("fence_released_pages_total",)]
     device = engine["device"]

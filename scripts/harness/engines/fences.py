@@ -46,6 +46,7 @@ LOST_WITHOUT = {
 # Before it an engine with a connector keeps all blocks of a sliding window.
 WINDOWS_IN_TIERS = Version("0.22")
 K_BESIDE_V = Version("0.26")
+ROOM = 1024  # blocks of a CPU tier that evicts nothing
 DELAYS = range(22, 26)  # steps of one request before the other starts, for preemption
 
 
@@ -214,7 +215,7 @@ class Fences:
             vllm=self.vllm,
             runner=self.runner,
             # Room for either request of finish_unplanned, but not for both.
-            cpu_blocks=62 if scenario == "finish_unplanned" else 4096,
+            cpu_blocks=62 if scenario == "finish_unplanned" else ROOM,
             environment=tuple(environment.items()),
             inside=self.inside,
         )
@@ -268,6 +269,7 @@ class SimpleFences(Fences):
         if key not in self.results:
             run = Run(
                 simple=mode,
+                cpu_blocks=ROOM,
                 kv_heads=self.kv_heads,
                 vllm=self.vllm,
                 runner=self.runner,

@@ -248,7 +248,7 @@ def load(name: str) -> list[Any]:
             for prompt in prompts(4, length=320, seed=7)
         ]
     if name == "back":
-        return prompts(ALL)[::-1]  # who was here last comes back first
+        return prompts(24)[::-1]  # who was here last comes back first
     if name == "whole":
         return whole_blocks()
     return prompts(int(name) if name.isdigit() else ALL)
