@@ -69,9 +69,14 @@ def summary(found: Mapping[Cell, Verdict], vllm: str, connector: str) -> str:
     if validated:
         words.append(_together(validated))
     elif not tagged:
-        kinds = {verdict.kind for cell, verdict in here.items() if cell.runner == axes.RUNNERS[0]}
-        worst = next(kind for kind in reversed(Kind) if kind in kinds)
-        return "absent" if worst is Kind.ABSENT else worst.value
+        # What is refused is refused for different reasons; the simplest model has the first.
+        (kind,) = {
+            verdict.kind
+            for cell, verdict in here.items()
+            if (cell.runner, cell.layout, cell.model)
+            == (axes.RUNNERS[0], axes.LAYOUTS[0], axes.MODELS[0].name)
+        }
+        return "absent" if kind is Kind.ABSENT else kind.value
     if tagged:
         words.append(f"refused, tagged bytes right: {_together(tagged)}")
     return "; ".join(words)

@@ -59,7 +59,7 @@ def test_the_unit_lane_needs_no_torch_and_no_vllm(run):
                 imports |= {f"{node.module}.{alias.name}" for alias in node.names}
                 imports |= {node.module}
     modules = sorted(name for name in imports if name.startswith("kvpatch"))
-    assert "kvpatch.configuration" in modules
+    assert "kvpatch.patches.elastic_memory.configuration" in modules
     code = f"""
 import importlib, sys
 for name in {modules}:

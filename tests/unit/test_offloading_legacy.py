@@ -107,7 +107,7 @@ def test_a_block_of_another_size_than_the_plans_is_refused():
     with pytest.raises(Refusal) as refused:
         registration.check_size(worker, 8192)
     assert str(refused.value) == (
-        "kvpatch refuses to start vLLM: a block has 8192 bytes in memory and 4096 in vLLM's KV cache config, "
-        "because the CPU tier was sized by the config and would be overrun; report this "
-        "with your command line, or set KVPATCH=0. [KVP407]"
+        "kvpatch refuses to start vLLM: a block has 8192 bytes in memory and 4096 in vLLM's KV "
+        "cache config, because the CPU tier was sized by the config and would be overrun; report "
+        "this with your command line, or set KVPATCH=0. [KVP407]"
     )

@@ -82,7 +82,7 @@ def edit(source: Source, path: str, old: str, new: str) -> None:
 
 def test_sources_are_read_as_they_are_recorded(unpacked):
     for name in RELEASES:
-        made = record.read_shapes(unpacked(name))
+        made = record.read_signatures(unpacked(name))
         recorded = signatures.releases(made.package)[made.version]
         assert made.targets == recorded.targets
 

@@ -23,8 +23,8 @@ def around_engine_core(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> A
         if path.exists():
             raise Refusal(
                 f"the CPU tier's shared memory {path} already exists",
-                f"another engine with engine_id {transfer.engine_id} is running or was killed, and two "
-                "engines that share this memory would load each other's blocks",
+                f"another engine with engine_id {transfer.engine_id} is running or was killed, and "
+                "two engines that share this memory would load each other's blocks",
                 "give each engine its own engine_id in kv_transfer_config, or remove the "
                 "file when no engine uses it",
                 code="KVP413",

@@ -39,6 +39,7 @@ except ImportError:  # before 0.33
 
 from kvcached.integration.vllm import interfaces, model_runner_v2
 
+from kvpatch import activation
 from kvpatch.patches.kvcached_compat import adapters
 from kvpatch.status import record
 from kvpatch.upstream import kvcached_api
@@ -220,9 +221,13 @@ def main(result_path: str) -> None:
         for kind in ("full", "sliding", "latent", "hybrid")
         for name in names
     }
-    Path(result_path).write_text(
-        json.dumps({"features": features, "found": found, "worker": worker_functions()})
-    )
+    result = {
+        "features": features,
+        "patches": [applied.patch.id for applied in activation.transaction.applied],
+        "found": found,
+        "worker": worker_functions(),
+    }
+    Path(result_path).write_text(json.dumps(result))
 
 
 if __name__ == "__main__":

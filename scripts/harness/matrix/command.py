@@ -6,6 +6,7 @@
     scripts/matrix engine 0.28.0 --model "full attention"
     scripts/matrix engine --missing              only cells without a run of today's code
     scripts/matrix engine 0.26.0                 a release that is not validated yet
+    scripts/matrix bytes                         tagged blocks, from vLLM 0.29 on
     scripts/matrix stale                         cells whose code changed since they ran
 
 Results go to kvpatch/matrix/data; ``python -m kvpatch matrix`` prints the verdicts and
@@ -23,13 +24,16 @@ import platform
 import sys
 import tempfile
 import time
+from collections.abc import Iterable
 from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import psutil
 
 from harness import console
-from harness.matrix import cells, record, sources
+from harness.engines.runs import Device
+from harness.matrix import cells, record, sources, tagged
 from kvpatch import supported
 from kvpatch.matrix import axes, evidence, signatures, verdicts
 from kvpatch.version import VERSION
@@ -88,21 +92,50 @@ def run_release(release: str, arguments: argparse.Namespace, stale: set[axes.Cel
         patches = outcome.pop("patches", ())
         words = "right" if outcome["right"] else outcome
         say(f"{release}: {cell.connector}, {cell.runner}, {cell.layout}, {cell.model}: {words}")
-        record.record_run(  # at once: what was run stays when the rest is interrupted
-            "engine",
-            {
-                "vllm": release,
-                "kvcached": versions["kvcached"],
-                "kvpatch": VERSION,
-                "date": datetime.date.today().isoformat(),
-                "command": f"scripts/matrix engine {release}",
-                "machine": f"host device, {os.cpu_count()} cores, {platform.machine()}",
-                "versions": versions,
-            },
-            {name: getattr(cell, name) for name in AXES} | outcome,
-            patches,
-        )
+        # At once: what was run stays when the rest is interrupted.
+        record_cell("engine", cell, outcome, patches, versions)
     return wrong
+
+
+def record_cell(
+    level: str,
+    cell: axes.Cell,
+    outcome: dict[str, Any],
+    patches: Iterable[str],
+    versions: dict[str, str],
+) -> None:
+    """Record the outcome of one cell, with the machine and the versions it ran on."""
+    head = {
+        "vllm": cell.vllm,
+        "kvcached": supported.KVCACHED[-1],
+        "kvpatch": VERSION,
+        "date": datetime.date.today().isoformat(),
+        "command": f"scripts/matrix {level} {cell.vllm}",
+        "machine": f"host device, {os.cpu_count()} cores, {platform.machine()}",
+        "versions": versions,
+    }
+    run = {name: getattr(cell, name) for name in AXES} | outcome
+    record.record_run(level, head, run, patches)
+
+
+def compute_bytes(arguments: argparse.Namespace) -> int:
+    """Tag the blocks of releases and record whether a connector would copy them."""
+    wrong = 0
+    for release in arguments.releases or tagged.RELEASES:
+        versions = cells.facts(release)
+        for contiguous, layouts in tagged.LAYOUTS.items():
+            with tempfile.TemporaryDirectory() as folder:
+                found = tagged.look(release, contiguous, Device(Path(folder)), Path(folder))
+            for kind, (model, _) in tagged.KINDS.items():
+                right = all(tagged.right(found["found"], kind, layout) for layout in layouts)
+                layout = axes.LAYOUTS[0] if contiguous else axes.LAYOUTS[1]
+                cell = axes.Cell(release, "V2", layout, "Offloading", model)
+                outcome = {"right": right, "kv_layouts": list(layouts)}
+                record_cell("bytes", cell, outcome, found["patches"], versions)
+                say(f"{release}: {layout}, {model}: {'right' if right else found['found']}")
+                wrong += not right
+    verdicts.forget()
+    return int(wrong > 0) | report_cells()
 
 
 def report_stale(arguments: argparse.Namespace) -> int:
@@ -186,6 +219,9 @@ def main() -> int:
     level.add_argument("--missing", action="store_true", help="only cells without a current run")
     level.add_argument("--keep", type=Path, help="a folder for logs and results")
     level.set_defaults(compute=compute_engines)
+    level = levels.add_parser("bytes", help="tagged blocks, without an engine")
+    level.add_argument("releases", nargs="*", help="of vLLM (default: all from 0.29 on)")
+    level.set_defaults(compute=compute_bytes)
     level = levels.add_parser("stale", help="cells whose code changed since they ran")
     level.set_defaults(compute=report_stale)
     arguments = parser.parse_args()
