@@ -93,7 +93,7 @@ def test_descriptors_of_the_offloading_connector(part, blocks, layout, contiguou
 def test_descriptors_of_the_simple_connector(part, blocks, layout, contiguous, monkeypatch):
     """vLLM's own, up to the call of the driver."""
     tensors = regions(32, contiguous).tensors
-    monkeypatch.setattr(cuda_mem_ops, "_batch_memcpy_fn", lambda *arguments: 0)
+    monkeypatch.setattr(cuda_mem_ops, "_batch_memcpy", (lambda *arguments: 0, 1))
     named = {f"region{n}": tensor for n, tensor in enumerate(tensors)}
     stream = SimpleNamespace(cuda_stream=0)
     params = cuda_mem_ops.build_params(named, named, stream)

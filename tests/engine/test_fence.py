@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from harness.engines.fences import ALONE, BOTH_LOADED, LOST_WITHOUT, TOGETHER, TWO_RANKS, Fences
+from harness.engines.fences import ALONE, BOTH_LOADED, LOST_WITHOUT, TOGETHER, Fences
 from harness.engines.runs import Device
 
 
@@ -68,20 +68,6 @@ def test_without_the_fence_blocks_are_lost(
     result = fences.run(scenario, asynchronous, fenced=False)
     assert result["async"] is asynchronous
     assert result["scenarios"][scenario]["wrong"] > 0
-
-
-@pytest.mark.parametrize("scenario", TWO_RANKS)
-def test_with_two_ranks_the_fence_keeps_what_is_lost_without_it(
-    fences: Fences, scenario: str
-) -> None:
-    """The workers are processes of their own, which unmap when the engine tells them."""
-    fenced = fences.run(scenario, asynchronous=False, fenced=True, ranks=2)
-    verdict = fenced["scenarios"][scenario]
-    assert verdict["right"] >= 2 * 70
-    assert verdict["wrong"] == verdict["unknown"] == 0
-    assert fenced["held_now"] == fenced["retired_now"] == 0
-    bare = fences.run(scenario, asynchronous=False, fenced=False, ranks=2)
-    assert bare["scenarios"][scenario]["wrong"] > 0
 
 
 @SCHEDULING

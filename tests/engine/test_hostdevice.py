@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from harness.engines.runs import Device, Run
+from kvpatch.environ import HOST_DEVICE, HOST_DEVICE_DIR
 from kvpatch.hostdevice import ledger
 from kvpatch.hostdevice.streams import Event, Stream
 
@@ -21,8 +22,8 @@ MIB = 1 << 20
 def own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Device:
     """A device of 64 MiB, seen by this process too."""
     device = Device(tmp_path, size="64MiB")
-    monkeypatch.setenv(ledger.SIZE, device.size)
-    monkeypatch.setenv(ledger.FOLDER, str(tmp_path))
+    monkeypatch.setenv(HOST_DEVICE.name, device.size)
+    monkeypatch.setenv(HOST_DEVICE_DIR.name, str(tmp_path))
     return device
 
 
@@ -146,7 +147,7 @@ def test_a_forked_child_leaves_its_parents_memory_alone(own: Device) -> None:
 
 @pytest.mark.parametrize("size", ["", "2", "lots", "2GB", "-1GiB"])
 def test_a_size_that_is_none_is_named(monkeypatch: pytest.MonkeyPatch, size: str) -> None:
-    monkeypatch.setenv(ledger.SIZE, size)
+    monkeypatch.setenv(HOST_DEVICE.name, size)
     with pytest.raises(ValueError, match="is not a size"):
         ledger.device_size()
 
@@ -155,7 +156,7 @@ def test_a_size_that_is_none_is_named(monkeypatch: pytest.MonkeyPatch, size: str
     ("size", "mib"), [("2GiB", 2048), ("0.5GiB", 512), ("513MiB", 512), ("4194304", 4)]
 )
 def test_sizes_are_whole_pages(monkeypatch: pytest.MonkeyPatch, size: str, mib: int) -> None:
-    monkeypatch.setenv(ledger.SIZE, size)
+    monkeypatch.setenv(HOST_DEVICE.name, size)
     assert ledger.device_size() == mib * MIB
 
 

@@ -23,11 +23,14 @@ STEPS = {
 }
 REPORT = """
 import inspect, json, vllm
-from vllm.v1.worker.gpu_model_runner import GPUModelRunner
+from vllm.v1.engine.core import EngineCore
+from wrapt import FunctionWrapper
 from kvpatch import activation
 from kvpatch.status import record
 applied = activation.transaction.applied
-under = inspect.getattr_static(GPUModelRunner, "__init__").__wrapped__
+under = inspect.getattr_static(EngineCore, "__init__")
+while isinstance(under, FunctionWrapper):
+    under = under.__wrapped__
 print("\\n" + json.dumps({
     "features": {name: outcome.value for name, outcome in record.features.items()},
     "applied": [one.patch.id for one in applied],

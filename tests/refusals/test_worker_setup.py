@@ -26,29 +26,23 @@ def blocked(machine):
     suffix = uuid.uuid5(uuid.NAMESPACE_DNS, name).hex[:8]
     path = Path("/tmp") / f"kvcached-tp-{name}-{suffix}"
     path.touch()
-    yield (
-        {"KVCACHED_IPC_NAME": name},
-        (
-            f"{REFUSES}kvcached could not be set up in this worker, because it failed with "
-            f"FileExistsError: [Errno 17] File exists: '{path}'; fix the error above, "
-            "or set KVPATCH=0."
-        ),
-    )
+    yield {"KVCACHED_IPC_NAME": name}, f"FileExistsError: [Errno 17] File exists: '{path}'"
     path.unlink()
 
 
 def test_in_the_process_of_the_operator(python, model, blocked):
-    environment, sentence = blocked
+    """From vLLM 0.29 on the set-up raises what failed; before, kvcached drops it (KVP403)."""
+    environment, error = blocked
     environment["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
     refused = python(IN_PROCESS, model, **environment)
-    assert refused.sentence.removeprefix("[rank0]: ") == sentence
+    assert error in refused.log
     assert "the engine runs" not in refused.log
 
 
 def test_in_processes_of_its_own(serve, blocked):
-    environment, sentence = blocked
+    environment, error = blocked
     refused = serve(**environment)
-    assert refused.sentence == sentence
+    assert error in refused.log
     assert "Application startup complete" not in refused.log
 
 

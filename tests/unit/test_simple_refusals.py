@@ -17,9 +17,9 @@ def test_a_cpu_pool_on_kvcacheds_memory():
     with pytest.raises(Refusal) as refused:
         cpu_pool.around_cpu_coordinator(lambda: elastic, None, (), {})
     assert str(refused.value) == (
-        "kvpatch refuses to start vLLM: the connector's pool of CPU blocks is on kvcached's "
-        "memory, because allocating and freeing CPU blocks would map and unmap pages of the GPU; "
-        "report this with the log above, or set KVPATCH=0. [KVP409]"
+        "kvpatch refuses to start vLLM: the connector's CPU blocks are in kvcached's pool, "
+        "because allocating and freeing CPU blocks would map and unmap pages of the GPU; report "
+        "this with the log above, or set KVPATCH=0. [KVP409]"
     )
 
 
