@@ -21,6 +21,7 @@ from harness.engines import fence_off
 from harness.engines.fences import BARE, PAGE
 from harness.engines.runs import BLOCK, Device, Run, block_bytes, engine_arguments, prompts
 from harness.engines.serving import Server
+from kvpatch.environ import HOST_DEVICE, HOST_DEVICE_DIR
 from kvpatch.hostdevice import ledger
 
 COUNT = 3  # prompts of each scenario
@@ -93,7 +94,7 @@ def store_all(server: Server, ranks: int, environment: dict[str, str]) -> None:
     """
     of_one = (PAGE * ranks + 8) * block_bytes("llama")
     with pytest.MonkeyPatch.context() as patch:
-        for variable in (ledger.SIZE, ledger.FOLDER):
+        for variable in (HOST_DEVICE.name, HOST_DEVICE_DIR.name):
             patch.setenv(variable, environment[variable])
         for number, prompt in enumerate(load_of(ranks), start=1):
             with ledger.hold_copies():

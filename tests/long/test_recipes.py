@@ -192,7 +192,7 @@ def test_a_limit_is_moved_and_seen_at_the_next_request(served: Typed) -> None:
 PARSE = """
 import json, sys
 from pathlib import Path
-from vllm.entrypoints.openai.cli_args import make_arg_parser
+from vllm.entrypoints.launchers.cli_args import make_arg_parser
 from vllm.utils.argparse_utils import FlexibleArgumentParser
 
 lines = json.loads(Path(sys.argv[1]).read_text())

@@ -161,7 +161,7 @@ def test_a_cpu_pool_on_the_devices_memory_is_refused(engine: Engine) -> None:
     refused = engine(Run(simple="eager", revert=("events.switch", "simple.native_pool")))
     assert refused.code != 0
     assert (
-        "the connector's CPU blocks are in kvcached's pool, because taking and freeing "
+        "the connector's CPU blocks are in kvcached's pool, because allocating and freeing "
         "CPU blocks would map and unmap pages of the GPU; report this with the log above, or set "
         "KVPATCH=0. [KVP409]\n" in refused.log
     )
@@ -215,10 +215,10 @@ def test_with_two_ranks_every_stored_block_is_right(fences: SimpleFences, mode: 
     assert verdict["wrong"] == verdict["unknown"] == verdict["left"] == 0
 
 
-def test_without_its_references_blocks_are_lost(fences: SimpleFences) -> None:
-    """The oracle can fail: this is what the connector's references prevent."""
-    result = fences.run_simple("finish_in_flight", "eager", unpinned=True)
-    assert result["scenarios"]["finish_in_flight"]["wrong"] > 0
+def test_without_its_references_the_engine_ends(fences: SimpleFences) -> None:
+    """What the connector's references prevent; vLLM notices a block that lost its hash."""
+    with pytest.raises(AssertionError, match="assert primary_hash is not None"):
+        fences.run_simple("finish_in_flight", "eager", unpinned=True)
 
 
 @pytest.mark.parametrize("patched", [True, False])
