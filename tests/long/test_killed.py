@@ -14,6 +14,7 @@ import pytest
 
 from harness.engines.runs import Device, Run, engine_arguments, prompts
 from harness.engines.serving import Server
+from kvpatch.environ import HOST_DEVICE, HOST_DEVICE_DIR
 from kvpatch.hostdevice import ledger
 
 NAME = "KVCACHED_IPC_NAME"
@@ -40,7 +41,7 @@ def test_the_next_engine_of_that_name_starts_and_is_right(
     name = f"kvpatch-test-killed-{os.getpid()}-{ranks}"
     run = Run(environment=((NAME, name),))
     environment = device.environ(run)
-    for variable in (ledger.SIZE, ledger.FOLDER):
+    for variable in (HOST_DEVICE.name, HOST_DEVICE_DIR.name):
         monkeypatch.setenv(variable, environment[variable])
     arguments = engine_arguments(run) | {"tensor_parallel_size": ranks}
     answers = []
