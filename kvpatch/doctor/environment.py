@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
-from kvpatch import gate
+from kvpatch import environ, gate
 from kvpatch.doctor.finding import Finding, Level
 from kvpatch.doctor.packages import refused
 from kvpatch.environ import KVCACHED, OFF_VALUES, OURS, SWITCH
@@ -32,9 +32,9 @@ class Combination(NamedTuple):
     remedy: str
 
 
-def _number(settings: Mapping[str, str], name: str, unset: float) -> float:
+def _number(settings: Mapping[str, str], variable: environ.Variable, unset: float) -> float:
     try:
-        return float(settings.get(name) or unset)
+        return float(variable.read(settings) or unset)
     except ValueError:
         return unset
 
@@ -42,27 +42,27 @@ def _number(settings: Mapping[str, str], name: str, unset: float) -> float:
 KNOWN = (
     Combination(
         lambda s: (
-            _number(s, "KVCACHED_MIN_RESERVED_PAGES", 5)
-            > _number(s, "KVCACHED_MAX_RESERVED_PAGES", 10)
+            _number(s, environ.KVCACHED_MIN_RESERVED_PAGES, 5)
+            > _number(s, environ.KVCACHED_MAX_RESERVED_PAGES, 10)
         ),
         Level.WARNING,
         "KVCACHED_MIN_RESERVED_PAGES is above KVCACHED_MAX_RESERVED_PAGES (5 and 10 when unset)",
         "set both, the smaller first",
     ),
     Combination(
-        lambda s: _number(s, "KVCACHED_PAGE_SIZE_MB", 2) % 2 != 0,
+        lambda s: _number(s, environ.KVCACHED_PAGE_SIZE_MB, 2) % 2 != 0,
         Level.PROBLEM,
         "KVCACHED_PAGE_SIZE_MB is not a multiple of 2, and kvcached cannot be imported with it",
         "set it to 2, 4, 8 and so on",
     ),
     Combination(
-        lambda s: not 0 < _number(s, "KVCACHED_GPU_UTILIZATION", 0.95) <= 1,
+        lambda s: not 0 < _number(s, environ.KVCACHED_GPU_UTILIZATION, 0.95) <= 1,
         Level.PROBLEM,
         "KVCACHED_GPU_UTILIZATION is not a share between 0 and 1",
         "set it to 0.95, or unset it",
     ),
     Combination(
-        lambda s: bool(s.get("KVCACHED_IPC_NAME")),
+        lambda s: bool(s.get(environ.KVCACHED_IPC_NAME.name)),
         Level.NOTE,
         "KVCACHED_IPC_NAME is set: two engines started with the same name share one limit",
         "give every engine a name of its own, or unset it",
