@@ -226,8 +226,10 @@ class Soak:
             "pages held": kept.holding,
             "transfers": len(kept.transfers),
             "transfers of the connector": len(planner._jobs),
-            "rows of the tier pinned": len(tier._policy.blocks) - tier._num_evictable_cache_blocks,
-            "rows of the tier being written": tier._num_write_pending_blocks,
+            "chunks of the tier pinned": (
+                tier._num_allocated_chunks - len(tier._free_list) - tier._num_evictable_cache_chunks
+            ),
+            "chunks of the tier being written": tier._num_write_pending_chunks,
         }
 
 
