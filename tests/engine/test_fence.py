@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import json
-import re
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -82,30 +79,3 @@ def test_without_the_patch_loaded_requests_wait_for_ever(fences: Fences) -> None
     job |= {"may_hold": False, "revert": ["standstill.schedule"]}
     ended = fences.drive(job, run, fences.folder / "result.json")
     assert "did not finish in 400 steps" in ended.log, ended.log[-4000:]
-
-
-def test_debug_mode_checks_every_store_and_load_and_finds_nothing(fences: Fences) -> None:
-    ended, result = fences.debug(*TOGETHER)
-    assert ended.code == 0, ended.log[-4000:]
-    (checked,) = json.loads(result.read_text())["checked"]
-    assert checked["stored"] > 300
-    assert checked["loaded"] >= 40
-
-
-@pytest.mark.parametrize(
-    ("scenario", "broken", "found"),
-    [
-        ("finish", {"blind": True}, "a page is unmapped under a transfer"),
-        ("finish", {"revert": ["fence.release"]}, "a block changed before its store was launched"),
-        ("corrupt", {}, "a load brought other bytes than were stored"),
-    ],
-)
-def test_debug_mode_stops_the_engine_at_a_violation(
-    fences: Fences, scenario: str, broken: dict[str, Any], found: str
-) -> None:
-    ended, _ = fences.debug(scenario, **broken)
-    assert ended.code != 0
-    assert re.search(
-        rf"kvpatch KVPATCH_DEBUG: {found}: block \d+ of page \d+, job \d+, request {scenario}/a",
-        ended.log,
-    ), ended.log[-4000:]
