@@ -57,7 +57,6 @@ def content(**changes):
         "elastic": True,
         "features": {"fence": "applied"},
         "beats": True,
-        "refusals": [],
         "engine": engine_state(),
     } | changes
 
@@ -401,6 +400,10 @@ def published(monkeypatch):
         publisher._publisher.close()
 
 
+class Core(SimpleNamespace):
+    """An engine; unlike its base, it can be referred to weakly."""
+
+
 def core(**counts):
     """An engine as far as it is measured."""
     allocator = SimpleNamespace(
@@ -423,7 +426,7 @@ def core(**counts):
         kv_cache_manager=SimpleNamespace(block_pool=pool),
     )
     config = SimpleNamespace(model_config=SimpleNamespace(served_model_name="llama"))
-    return SimpleNamespace(scheduler=scheduler, vllm_config=config)
+    return Core(scheduler=scheduler, vllm_config=config)
 
 
 @pytest.mark.parametrize("unit", ["blocks", "chunks"])
@@ -461,14 +464,14 @@ def test_an_engine_goes_on_publishing(published, monkeypatch):
     publisher.process(worker)
     totals, engine, reached = Totals("OffloadingConnector"), core(released=3), threading.Event()
 
-    def describe():
-        described = snapshot.engine(engine, totals)
+    def describe(core):
+        described = snapshot.engine(core, totals)
         if described["bytes"]["stored"] == 4096:
             reached.set()
         return described
 
-    publisher.engine(describe)
-    totals.step()
+    publisher.engine(engine, describe)
+    totals.step(True)
     totals.moved("stored", 1, 4096)
     assert reached.wait(30)
     publisher._publisher.write()
