@@ -13,7 +13,8 @@ _LONGEST = 300  # characters of an error on a status page
 
 def in_words(error: BaseException) -> str:
     """Return an error in one line."""
-    text = printable(" ".join(f"{type(error).__name__}: {error}".split()))
+    name, message = type(error).__name__, " ".join(str(error).split())
+    text = printable(f"{name}: {message}" if message else name)
     return text if len(text) <= _LONGEST else f"{text[: _LONGEST - 3]}..."
 
 

@@ -102,7 +102,10 @@ class Publisher:
         """Remove the page, in the process that created it."""
         if os.getpid() == self.pid:
             self._stop.set()
-            self._writer.remove()
+            try:
+                self._writer.remove()
+            except Exception as error:
+                log.debug("kvpatch: the status page was not removed: %r", error)
 
 
 def process(describe: Describe) -> None:
