@@ -71,7 +71,12 @@ class Publisher:
                 content["engine"] = self._describe_engine(engine)
             except Exception as error:  # or the engine is shutting down
                 content["off"] = in_words(error)
-        self._writer.write(content)
+        try:
+            self._writer.write(content)
+        except (TypeError, ValueError) as error:  # it does not fit, for example
+            if content.pop("engine", None) is None:
+                raise
+            self._writer.write(content | {"off": in_words(error)})
 
     def follow(self, engine: Any, describe: DescribeEngine) -> None:
         """Publish an engine from now on, until it is deleted or the process exits."""
