@@ -206,14 +206,21 @@ def judge(found: Page, path: Path) -> Seen:
         return Seen(pid, State.SILENT, line, found)
     engine = found.content.get("engine") or {}
     requests = engine.get("requests") or {"running": 0, "waiting": 0}
-    since = engine.get("since_step", 0.0)
-    if requests["running"] and since > STUCK:
+    since, waits = engine.get("since_step", 0.0), engine.get("waits", 0.0)
+    wait = bool(requests["waiting"] and not requests["running"] and waits > STUCK)
+    # An engine whose requests wait for memory makes steps all the time, in which nothing runs.
+    if since > STUCK and (requests["running"] or wait):
+        what = (
+            f"{requests['waiting']} requests wait"
+            if wait
+            else f"{requests['running']} requests run"
+        )
         line = (
-            f"pid {pid} hangs: {requests['running']} requests run and no step has ended "
-            f"for {since:.0f} s; py-spy dump --pid {pid} shows where"
+            f"pid {pid} hangs: {what} and no step has ended for {waits if wait else since:.0f} s; "
+            f"py-spy dump --pid {pid} shows where"
         )
         return Seen(pid, State.STUCK, line, found)
-    if requests["waiting"] and not requests["running"] and engine.get("waits", 0.0) > STUCK:
+    if wait:
         return Seen(pid, State.WAITS, waits_line(pid, engine), found)
     return Seen(pid, State.RUNS, "", found)
 

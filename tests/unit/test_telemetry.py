@@ -881,6 +881,15 @@ def test_an_engine_whose_requests_all_wait_for_memory(process, clock, monkeypatc
     assert cli.main(["status", "--pid", str(process.pid)]) == 1
 
 
+def test_an_engine_that_hangs_while_it_schedules(process):
+    """Nothing runs yet, and no step ends, which one that waits for memory does all the time."""
+    engine = engine_state(requests={"running": 0, "waiting": 2}, since_step=3600.0, waits=45.0)
+    publish_as(process.pid, engine=engine)
+    seen = reader.one(process.pid)
+    assert seen.state is State.STUCK
+    assert "hangs: 2 requests wait and no step has ended for 45 s" in seen.line
+
+
 @pytest.mark.parametrize(
     "changes",
     [
