@@ -513,6 +513,8 @@ FIELDS = st.sampled_from(sorted(schema._CONTENT))
 ENGINE = st.sampled_from(sorted(schema._ENGINE))
 fuzzed = settings(
     max_examples=150,
+    derandomize=True,
+    database=None,
     deadline=None,
     suppress_health_check=[HealthCheck.function_scoped_fixture],
 )
