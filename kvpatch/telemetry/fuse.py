@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterator
+from types import TracebackType
 
 from kvpatch.logs import log
 from kvpatch.telemetry.printable import printable
@@ -19,7 +18,9 @@ def in_words(error: BaseException) -> str:
 
 
 class Fuse:
-    """Switches off what it guards at the first error there.
+    """Switches off what it guards at the first error there: ``with fuse: ...``.
+
+    A class, and not a generator, because an engine enters it in every step.
 
     Attributes:
         off: the error that switched it off, in words; empty as long as it is on.
@@ -29,18 +30,25 @@ class Fuse:
         self._what = what
         self.off = ""
 
-    @contextlib.contextmanager
-    def guarded(self) -> Iterator[None]:
-        """Keep errors of the body; the first one is logged, and switches it off."""
-        try:
-            yield
-        except Exception as error:
-            if not self.off:
-                self.off = in_words(error)
-                log.warning(
-                    "kvpatch: %s is off from now on, and vLLM goes on without it, because of an "
-                    "error of kvpatch's own; report it with your versions: %s",
-                    self._what,
-                    self.off,
-                )
-                log.debug("kvpatch: the error that switched it off", exc_info=error)
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> bool:
+        """Keep an error of the body; the first one is logged, and switches it off."""
+        if not isinstance(error, Exception):
+            return False
+        if not self.off:
+            self.off = in_words(error)
+            log.warning(
+                "kvpatch: %s is off from now on, and vLLM goes on without it, because of an "
+                "error of kvpatch's own; report it with your versions: %s",
+                self._what,
+                self.off,
+            )
+            log.debug("kvpatch: the error that switched it off", exc_info=error)
+        return True

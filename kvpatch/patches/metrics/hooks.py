@@ -25,7 +25,7 @@ def around_engine_core(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> N
     """Start counting and publishing an engine. Wraps ``EngineCore.__init__``."""
     wrapped(*args, **kwargs)
     totals = Totals()
-    with totals.fuse.guarded():
+    with totals.fuse:
         connector = instance.scheduler.connector
         totals.connector = "" if connector is None else type(connector).__name__
         state.attach(instance, totals)
@@ -48,7 +48,7 @@ def around_make_stats(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> An
     totals = state.find(instance, Totals)
     if totals is None or totals.fuse.off:
         return stats
-    with totals.fuse.guarded():
+    with totals.fuse:
         connector = kwargs.get("kv_connector_stats", args[1] if len(args) > 1 else None)
         if connector is not None:
             totals.add_connector_stats(connector.data)
@@ -68,7 +68,7 @@ def after_step(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
     totals = state.find(instance, Totals)
     if totals is None:
         return result
-    with totals.fuse.guarded():
+    with totals.fuse:
         totals.step(bool(result[1]))  # also when counting is off: it tells a stuck engine
         if not totals.fuse.off:
             _send(instance, totals, result[0] or {})
@@ -96,7 +96,7 @@ def around_prometheus(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> No
     def bind(vllm_config: Any, labelnames: Any, per_engine_labelvalues: Any) -> tuple[Any, ...]:
         return vllm_config, labelnames, per_engine_labelvalues
 
-    with Fuse(SERIES).guarded():
+    with Fuse(SERIES):
         config, labelnames, engines = bind(*args, **kwargs)
         transfer = config.kv_transfer_config
         connector = "" if transfer is None else transfer.kv_connector or ""
@@ -132,7 +132,7 @@ def around_observe(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> None:
     metrics = state.find(instance, Metrics)
     if KEY in stats:
         if metrics is not None and not metrics.fuse.off:
-            with metrics.fuse.guarded():
+            with metrics.fuse:
                 metrics.observe(stats[KEY], engine)
         stats = without_ours(stats)
     if stats:
