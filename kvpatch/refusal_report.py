@@ -16,6 +16,7 @@ from types import TracebackType
 from typing import Any
 
 from kvpatch.environ import REFUSAL_FILE
+from kvpatch.logs import log
 from kvpatch.refusal import Refusal, RefusedImport
 from kvpatch.telemetry import refusals
 
@@ -47,18 +48,32 @@ def in_one_line() -> None:
 
 
 def report(refusal: Refusal) -> None:
-    """Record a refusal for ``kvpatch status`` and for the process that the operator started."""
+    """Record a refusal for ``kvpatch status`` and for the process that the operator started.
+
+    Nothing is raised: the caller raises the refusal, which no other error may replace.
+    """
     sentence = str(refusal)
     refusals.remember(sentence)
     if _is_first():
         return  # its own excepthook prints it
     path = Path(os.environ.get(REFUSAL_FILE.name, ""))
     try:
-        file = os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY | os.O_NOFOLLOW, 0o600)
-    except OSError:
-        return  # an earlier refusal is recorded, or only the log has this one
-    with os.fdopen(file, "w") as stream:
-        stream.write(sentence)
+        _leave(path, sentence.encode(errors="backslashreplace"))
+    except Exception as error:  # an earlier refusal is recorded, or only the log has this one
+        log.debug("kvpatch: the refusal was not left for the first process: %r", error)
+
+
+def _leave(path: Path, sentence: bytes) -> None:
+    file = os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY | os.O_NOFOLLOW, 0o600)
+    try:
+        rest = memoryview(sentence)
+        while rest:
+            rest = rest[os.write(file, rest) :]
+    except BaseException:
+        path.unlink(missing_ok=True)  # half a sentence
+        raise
+    finally:
+        os.close(file)
 
 
 def guard(wrapper: Wrapper) -> Wrapper:
@@ -102,11 +117,11 @@ def _take() -> str | None:
     """Return the refusal that another process recorded, if any, and remove it."""
     path = Path(os.environ.get(REFUSAL_FILE.name, ""))
     try:
-        sentence = path.read_text()
+        sentence = path.read_text("utf-8", errors="backslashreplace")
         path.unlink()
     except OSError:
         return None
-    return sentence
+    return sentence or None
 
 
 def _excepthook(previous: ExceptHook) -> ExceptHook:

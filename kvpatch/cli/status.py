@@ -11,6 +11,7 @@ from typing import Any
 
 from kvpatch.sizes import readable
 from kvpatch.telemetry import reader, refusals, status_page
+from kvpatch.telemetry.printable import printable
 from kvpatch.telemetry.reader import Seen, State
 
 ELASTIC = {True: "yes", False: "no", None: "not in this process"}
@@ -29,7 +30,8 @@ def configure(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--json", action="store_true", help="print it as JSON, a line a drawing")
     parser.epilog = (
-        "Ends 0 when everything that is shown runs, 1 when something does not or nothing is there."
+        "Ends 0 when everything that can be seen from here runs, 1 when something does not or "
+        "nothing is there."
     )
 
 
@@ -42,7 +44,8 @@ def run(options: argparse.Namespace) -> int:
             output = f"\x1b[H\x1b[2J{time.strftime('%H:%M:%S')}  kvpatch status\n\n{output}"
         print(output, flush=True)
         if not options.watch:
-            return 0 if seen and all(one.state is State.RUNS for one in seen) else 1
+            here = [one.state for one in seen if one.state is not State.FOREIGN]
+            return 0 if here and all(state is State.RUNS for state in here) else 1
         time.sleep(max(0.1, options.interval))
 
 
@@ -62,13 +65,13 @@ def text(seen: list[Seen]) -> str:
     """Return the status as text: one block per process, and the last refusals."""
     blocks = [block(one) for one in seen]
     if not blocks:
-        where = status_page.folder_of(os.getuid())
+        where = printable(str(status_page.folder_of(os.getuid())))
         blocks = [f"no process with kvpatch on publishes in {where}"]
     recent = refusals.recent()
     if recent:
         lines = [
             f"  {time.strftime('%Y-%m-%d %H:%M', time.localtime(one['at']))} pid {one['pid']}: "
-            f"{one['sentence']}"
+            f"{printable(one['sentence'])}"
             for one in recent
         ]
         blocks.append("last refusals\n" + "\n".join(lines))
@@ -76,40 +79,51 @@ def text(seen: list[Seen]) -> str:
 
 
 def block(seen: Seen) -> str:
-    """Return the lines about one process; a single line if it does not run."""
+    """Return the lines about one process; a single line if it does not run.
+
+    What a page may leave out is left out; nothing of it reaches the terminal but text.
+    """
     if seen.state is not State.RUNS or seen.page is None:
-        return seen.line
+        return printable(seen.line)
     content = seen.page.content
     head = (
-        f"pid {seen.pid}  {' and '.join(content['roles'])}  kvpatch {seen.page.kvpatch}, "
-        f"{content['vllm']}, kvcached {content['kvcached']}; "
-        f"KV on elastic memory: {ELASTIC[content['elastic']]}"
+        f"pid {seen.pid}  {' and '.join(content.get('roles', ()))}  kvpatch {seen.page.kvpatch}, "
+        f"{content.get('vllm', '')}, kvcached {content.get('kvcached', '')}; "
+        f"KV on elastic memory: {ELASTIC[content.get('elastic')]}"
     )
-    lines = [("features", ", ".join(f"{name} {how}" for name, how in content["features"].items()))]
-    if "engine" in content:
-        lines += engine_lines(content["engine"])
-    return "\n".join([head, *(f"  {name:<10}{what}" for name, what in lines)])
+    features = content.get("features", {})
+    lines = [("features", ", ".join(f"{name} {how}" for name, how in features.items()))]
+    engine = content.get("engine", {})
+    lines += engine_lines(engine)
+    off = content.get("off") or engine.get("off")
+    if off:
+        lines.append(("counting", f"off, because of an error of kvpatch's own: {off}"))
+    return "\n".join([printable(head), *(f"  {name:<10}{printable(what)}" for name, what in lines)])
 
 
 def engine_lines(engine: dict[str, Any]) -> list[tuple[str, str]]:
     """Return the state of an engine as pairs of a name and a text."""
-    requests = engine["requests"]
-    lines = [
-        ("model", engine["model"]),
-        (
-            "requests",
-            f"{requests['running']} run, {requests['waiting']} wait; {engine['steps']} steps, "
-            f"the last {engine['since_step']:.0f} s ago",
-        ),
-        ("device", device_line(engine)),
-    ]
-    if engine["connector"]:
-        tier = engine["tier"]
+    lines = []
+    if "model" in engine:
+        lines.append(("model", engine["model"]))
+    if "requests" in engine:
+        requests = engine["requests"]
+        line = f"{requests['running']} run, {requests['waiting']} wait"
+        if "steps" in engine and "since_step" in engine:
+            line += f"; {engine['steps']} steps, the last {engine['since_step']:.0f} s ago"
+        lines.append(("requests", line))
+    if "device" in engine:
+        lines.append(("device", device_line(engine)))
+    if engine.get("connector"):
+        tier = engine.get("tier")
         room = f": {tier['used_blocks']} of {tier['total_blocks']} blocks used" if tier else ""
         lines.append(("tier", engine["connector"] + room))
+    counted = not engine.get("off")
+    if counted and engine.get("connector") and "bytes" in engine and "operations" in engine:
         lines.append(("moved", moved_line(engine)))
-    lines.append(("hits", hits_line(engine)))
-    if engine["fence"]:
+    if counted and "hits" in engine and "queries" in engine:
+        lines.append(("hits", hits_line(engine)))
+    if engine.get("fence"):
         fence = engine["fence"]
         lines.append(
             (
@@ -129,7 +143,8 @@ def device_line(engine: dict[str, Any]) -> str:
     def size(pages: int) -> str:
         return readable(pages * device["page_bytes"])
 
-    held = engine["fence"]["holding"] if engine["fence"] else 0
+    fence = engine.get("fence")
+    held = fence["holding"] if fence else 0
     return (
         f"{size(device['mapped_pages'])} mapped (of it {size(held)} held by the fence), "
         f"{size(device['reserved_pages'])} reserved ahead, {size(device['total_pages'])} at most; "
@@ -156,7 +171,7 @@ def moved_line(engine: dict[str, Any]) -> str:
 def hits_line(engine: dict[str, Any]) -> str:
     """Return the sources of prompt tokens."""
     hits, queries = engine["hits"], engine["queries"]
-    if hits is None:
+    if hits is None or queries is None:
         return "not counted, as vLLM's stats are off or nothing was asked yet"
     device, looked_up = hits.get("device", 0), queries.get("device", 0)
     tier = hits.get("tier", 0)

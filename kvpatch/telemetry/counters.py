@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import time
 from collections import Counter
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
+
+from kvpatch.telemetry.fuse import Fuse
 
 OUTCOMES = ("stored", "loaded", "dropped", "skipped")
 
@@ -32,7 +35,9 @@ class Totals:
         hits, queries: prompt tokens found and looked up, by source ``device`` or ``tier``.
         steps: steps of the engine.
         stepped: when the last step ended, on the monotonic clock.
+        executed: steps in which the model ran.
         counts_hits: whether vLLM counts hits; it does not if its stats are disabled.
+        fuse: switches counting off at an error, which must not end the engine.
     """
 
     connector: str = ""
@@ -42,12 +47,32 @@ class Totals:
     queries: Counter[str] = field(default_factory=Counter)
     steps: int = 0
     stepped: float = field(default_factory=time.monotonic)
+    executed: int = 0
     counts_hits: bool = False
+    fuse: Fuse = field(default_factory=lambda: Fuse("counting transfers and hits"))
+    _moved: tuple[int, ...] = ()
+    _moved_at: float = 0.0
 
-    def step(self) -> None:
-        """Record that the engine has completed a step."""
+    def step(self, executed: bool) -> None:
+        """Record that the engine has completed a step, and whether the model ran in it."""
         self.steps += 1
+        self.executed += executed
         self.stepped = time.monotonic()
+
+    def waits(self, could_move: bool) -> float:
+        """Return for how many seconds nothing has moved; called more often than that.
+
+        An engine whose requests all wait for memory completes thousands of steps per second,
+        in none of which the model runs.
+
+        Args:
+            could_move: whether requests wait and none runs; if not, the time starts again.
+        """
+        now = time.monotonic()
+        moved = (self.executed, *self.operations.values())
+        if not could_move or moved != self._moved:
+            self._moved, self._moved_at = moved, now
+        return now - self._moved_at
 
     def moved(self, outcome: str, operations: int, size: int = 0) -> None:
         """Add transfers, or attempts; for connectors without stats of their own.
@@ -66,8 +91,13 @@ class Totals:
 
         Args:
             data: ``OffloadingConnectorStats.data``: values by metric and labels; before
-                vLLM 0.24, transfers by direction.
+                vLLM 0.24, transfers by direction. Or ``MultiKVConnectorStats.data``: the
+                stats of each connector inside a MultiConnector, by its name.
         """
+        for own in _by_connector(data):
+            self._add(own)
+
+    def _add(self, data: dict[str, Any]) -> None:
         for direction, transfers in data.items():
             if direction in _DIRECTIONS:
                 size = sum(transfer.op_size for transfer in transfers)
@@ -86,3 +116,13 @@ class Totals:
             self.counts_hits = True
             self.hits[source] += stats.hits
             self.queries[source] += stats.queries
+
+
+def _by_connector(data: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    """Iterate over the data of each connector, inside a MultiConnector or by itself."""
+    inside = [getattr(stats, "data", None) for stats in data.values()]
+    children = [child for child in inside if isinstance(child, dict)]
+    if not children:
+        yield data
+    for child in children:
+        yield from _by_connector(child)

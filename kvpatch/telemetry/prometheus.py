@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
+from kvpatch.telemetry.fuse import Fuse
 from kvpatch.telemetry.series import COUNTERS, GAUGES, INFO, Series
 
 PREFIX = "vllm:kvpatch_"
+SERIES = f"the part of /metrics that is {PREFIX}*"
 
 
 class Metrics:
@@ -17,6 +19,9 @@ class Metrics:
         labelnames: vLLM's labels, which come first.
         per_engine_labelvalues: their values, by engine.
         facts: the values of the info gauge's own labels, ``series.INFO``.
+
+    Attributes:
+        fuse: switches the series off at an error, which must not end the API server.
     """
 
     def __init__(
@@ -27,6 +32,7 @@ class Metrics:
         per_engine_labelvalues: dict[int, list[Any]],
         facts: list[str],
     ) -> None:
+        self.fuse = Fuse(SERIES)
         self._engines = per_engine_labelvalues
         self._counters = {
             series.name: counter(

@@ -4,23 +4,29 @@ An engine's page is written twice per second by a separate thread: a busy engine
 slowed (a write takes about 0.1 ms), an idle one is still visible as running, and a stuck
 one as stuck, which a write per step could not show. Pages that do not change, those of the
 frontend and the workers, are written once.
+
+No error of publishing ends a process: it is logged, and the process goes on without a page.
 """
 
 from __future__ import annotations
 
 import os
 import threading
+import time
+import weakref
 from collections.abc import Callable
 from multiprocessing import util
 from pathlib import Path
 from typing import Any
 
+from kvpatch.environ import STATUS_DIR
 from kvpatch.logs import log
-from kvpatch.telemetry import refusals
 from kvpatch.telemetry import status_page as page
+from kvpatch.telemetry.fuse import in_words
 from kvpatch.version import VERSION
 
 Describe = Callable[[], dict[str, Any]]
+DescribeEngine = Callable[[Any], dict[str, Any]]
 
 INTERVAL = 0.5  # seconds between two writes
 FORGOTTEN = 3600  # seconds after which the page of an exited process is removed
@@ -43,40 +49,68 @@ class Publisher:
         self._describe = describe
         self._writer = page.Writer(self.pid, VERSION)
         self._stop = threading.Event()
-        self._engine: Describe | None = None
+        self._lock = threading.Lock()
+        self._thread: threading.Thread | None = None
+        # Weak, so that an engine that its program deletes is deleted, with its weights.
+        self._engine: weakref.ref[Any] | None = None
+        self._describe_engine: DescribeEngine | None = None
+        try:
+            self.write()
+        except BaseException:
+            self._writer.remove()
+            raise
         # A finalizer, because vLLM's child processes exit without running atexit.
         util.Finalize(None, self.close, exitpriority=0)
-        self.write()
 
     def write(self) -> None:
         """Publish the current state of the process."""
-        content = self._describe() | {
-            "group": os.getpgid(0),
-            "beats": self._engine is not None,
-            "refusals": refusals.recent(),
-        }
-        if self._engine is not None:
-            content["engine"] = self._engine()
-        self._writer.write(content)
+        engine = None if self._engine is None else self._engine()
+        content = self._describe() | {"group": os.getpgid(0), "beats": engine is not None}
+        if engine is not None and self._describe_engine is not None:
+            try:
+                content["engine"] = self._describe_engine(engine)
+            except Exception as error:  # or the engine is shutting down
+                content["off"] = in_words(error)
+        try:
+            self._writer.write(content)
+        except (TypeError, ValueError) as error:  # it does not fit, for example
+            if content.pop("engine", None) is None:
+                raise
+            self._writer.write(content | {"off": in_words(error)})
 
-    def follow(self, engine: Describe) -> None:
-        """Publish an engine from now on, until the process exits."""
-        self._engine = engine
-        self.write()
-        threading.Thread(target=self._run, name="kvpatch-status", daemon=True).start()
+    def follow(self, engine: Any, describe: DescribeEngine) -> None:
+        """Publish an engine from now on, until it is deleted or the process exits."""
+        with self._lock:
+            self._engine, self._describe_engine = weakref.ref(engine), describe
+            del engine
+            self._try_to_write()
+            if self._thread is None:
+                thread = threading.Thread(target=self._run, name="kvpatch-status", daemon=True)
+                thread.start()
+                self._thread = thread
 
     def _run(self) -> None:
         while not self._stop.wait(INTERVAL):
-            try:
-                self.write()
-            except Exception as error:  # the engine is shutting down, or the page is full
-                log.debug("kvpatch: the status page was not written: %r", error)
+            with self._lock:
+                self._try_to_write()
+                if self._engine is None or self._engine() is None:
+                    self._thread = None  # the next engine starts another
+                    return
+
+    def _try_to_write(self) -> None:
+        try:
+            self.write()
+        except Exception as error:
+            log.debug("kvpatch: the status page was not written: %r", error)
 
     def close(self) -> None:
         """Remove the page, in the process that created it."""
-        self._stop.set()
         if os.getpid() == self.pid:
-            self._writer.remove()
+            self._stop.set()
+            try:
+                self._writer.remove()
+            except Exception as error:
+                log.debug("kvpatch: the status page was not removed: %r", error)
 
 
 def process(describe: Describe) -> None:
@@ -86,23 +120,48 @@ def process(describe: Describe) -> None:
         return
     try:
         sweep(page.own_folder())
+    except Exception as error:
+        log.debug("kvpatch: old status pages were not removed: %r", error)
+    try:
         _publisher = Publisher(describe)
-    except OSError as error:
-        log.warning("kvpatch: kvpatch status cannot show this process: %s", error)
+    except Exception as error:
+        _cannot_show(error)
 
 
-def engine(describe: Describe) -> None:
-    """Publish this process together with the state of its engine."""
+def engine(core: Any, describe: DescribeEngine) -> None:
+    """Publish this process together with the state of its engine, while that exists."""
     if _publisher is not None and _publisher.pid == os.getpid():
-        _publisher.follow(describe)
+        try:
+            _publisher.follow(core, describe)
+        except Exception as error:
+            _cannot_show(error)
+
+
+def _cannot_show(error: Exception) -> None:
+    if isinstance(error, OSError):
+        remedy = f"make room in {page.base()}, or set {STATUS_DIR} to another folder"
+    else:
+        remedy = "report it with your versions"
+    log.warning(
+        "kvpatch: kvpatch status cannot show this process, which goes on without it, because its "
+        "page cannot be written (%s); %s",
+        in_words(error),
+        remedy,
+    )
 
 
 def sweep(folder: Path) -> None:
-    """Remove pages of processes that exited long ago."""
+    """Remove pages of processes that exited long ago, and files of refusals half written."""
     for path in folder.glob("*.page"):
         try:
             found = page.read(path)
-        except (OSError, page.Unreadable):
+            if page.life(found) is page.Life.EXITED and found.age > FORGOTTEN:
+                path.unlink(missing_ok=True)
+        except Exception as error:
+            log.debug("kvpatch: %s was left as it is: %r", path, error)
+    for path in folder.glob("refusals.*"):
+        try:
+            if time.time() - path.lstat().st_mtime > FORGOTTEN:
+                path.unlink(missing_ok=True)
+        except OSError:
             continue
-        if not page.lives(found) and found.age > FORGOTTEN:
-            path.unlink(missing_ok=True)

@@ -4,18 +4,26 @@ from __future__ import annotations
 
 import os
 import pwd
+import re
+import shlex
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
+from typing import Any
 
 import psutil
 
 from kvpatch.environ import STATUS_DIR
+from kvpatch.sizes import readable
 from kvpatch.telemetry import status_page as page
-from kvpatch.telemetry.status_page import Page
+from kvpatch.telemetry.status_page import Life, Page
 
 SILENT = 5.0  # seconds: ten intervals of the publishing thread
-STUCK = 30.0  # seconds without a step while requests run
+STUCK = 30.0  # seconds without a step while requests run, or in which nothing moves while all wait
+MOST = 1000  # pages of one folder that are read
+_FOLDER = re.compile(r"kvpatch-status-([0-9]{1,10})")
+_PAGE = re.compile(r"([0-9]{1,10})(?:-[0-9]+)?\.page")  # with the pid namespace, if another has it
 
 
 class State(str, Enum):
@@ -23,9 +31,11 @@ class State(str, Enum):
 
     RUNS = "runs"
     STUCK = "stuck"
+    WAITS = "waits"
     STOPPED = "stopped"
     SILENT = "silent"
     GONE = "gone"
+    FOREIGN = "foreign"
     OTHER_USER = "other-user"
     UNREADABLE = "unreadable"
     UNKNOWN = "unknown"
@@ -54,45 +64,82 @@ def all_of(everyone: bool) -> list[Seen]:
     Args:
         everyone: also include other users; only root can read their pages.
     """
-    folders = [page.folder_of(os.getuid())]
+    seen = list(_in_folder(page.folder_of(os.getuid()), os.getuid()))
     if everyone:
-        folders += sorted(set(page.base().glob("kvpatch-status-*")) - set(folders))
-    seen: list[Seen] = []
-    for folder in folders:
-        try:
-            paths = sorted(folder.glob("*.page"), key=lambda path: (len(path.name), path.name))
-            if folder.exists() and not os.access(folder, os.R_OK | os.X_OK):
-                raise PermissionError
-        except PermissionError:
-            seen.append(_of_other_user(0, folder.stat().st_uid))
-            continue
-        seen += [look(path) for path in paths]
+        for folder in sorted(page.base().glob("kvpatch-status-*")):
+            match = _FOLDER.fullmatch(folder.name)
+            if match and int(match[1]) != os.getuid():
+                seen += _in_folder(folder, int(match[1]))
     return seen
+
+
+def _in_folder(folder: Path, uid: int) -> Iterator[Seen]:
+    try:
+        page.checked(folder, uid)
+        if not os.access(folder, os.R_OK | os.X_OK):
+            raise PermissionError
+        names = _sorted(entry.name for entry in folder.iterdir() if entry.name.endswith(".page"))
+    except FileNotFoundError:
+        return
+    except page.Untrusted as error:
+        yield Seen(0, State.UNREADABLE, f"{error}; nothing in it is read")
+        return
+    except PermissionError:
+        yield _of_other_user(0, uid)
+        return
+    except OSError as error:
+        yield Seen(0, State.UNREADABLE, f"{folder} cannot be read: {error}")
+        return
+    for name in names[:MOST]:
+        yield look(folder / name)
+    if len(names) > MOST:
+        line = f"{folder} has {len(names)} pages, of which {MOST} were read"
+        yield Seen(0, State.UNREADABLE, line)
 
 
 def one(pid: int) -> Seen:
     """Return the state of process ``pid``."""
-    path = page.folder_of(os.getuid()) / f"{pid}.page"
-    if path.exists():
-        return look(path)
+    own = _pages_of(pid, os.getuid())
+    here = [seen for seen in own if seen.state is not State.FOREIGN]
+    if here:
+        return min(here, key=lambda seen: seen.state is State.GONE)
     try:
         owner = Path(f"/proc/{pid}").stat().st_uid
     except OSError:
+        if own:
+            return own[0]
         return Seen(pid, State.GONE, f"pid {pid} is not running and has left no status page")
     if owner != os.getuid():
-        theirs = page.folder_of(owner) / f"{pid}.page"
-        try:
-            if theirs.exists():
-                return look(theirs)
-        except PermissionError:
-            pass
-        return _of_other_user(pid, owner)
+        theirs = [seen for seen in _pages_of(pid, owner) if seen.state is not State.FOREIGN]
+        return theirs[0] if theirs else _of_other_user(pid, owner)
     return Seen(
         pid,
         State.UNKNOWN,
         f"pid {pid} has no status page: kvpatch is not on in it, or {STATUS_DIR} is another "
         "folder there",
     )
+
+
+def _pages_of(pid: int, uid: int) -> list[Seen]:
+    """Return what the pages of ``pid`` in a user's folder say: one for each namespace."""
+    folder = page.folder_of(uid)
+    try:
+        page.checked(folder, uid)
+        names = _sorted(entry.name for entry in folder.iterdir())
+    except page.Untrusted as error:
+        return [Seen(pid, State.UNREADABLE, f"{error}; nothing in it is read")]
+    except OSError:
+        return []
+    return [look(folder / name) for name in names if _pid_of(name) == pid]
+
+
+def _sorted(names: Iterable[str]) -> list[str]:
+    return sorted(names, key=lambda name: (len(name), name))
+
+
+def _pid_of(name: str) -> int:
+    match = _PAGE.fullmatch(name)
+    return int(match[1]) if match else 0
 
 
 def _of_other_user(pid: int, uid: int) -> Seen:
@@ -107,28 +154,45 @@ def _of_other_user(pid: int, uid: int) -> Seen:
 
 def look(path: Path) -> Seen:
     """Read one page, and return the state of the process that wrote it."""
-    pid = int(path.stem) if path.stem.isdigit() else 0
+    pid = _pid_of(path.name)
     try:
         found = page.read(path)
     except page.Unreadable as error:
         return Seen(pid, State.UNREADABLE, str(error))
-    except PermissionError:
-        return _of_other_user(pid, path.parent.stat().st_uid)
-    except OSError:
+    except FileNotFoundError:
         return Seen(pid, State.GONE, f"pid {pid} has just ended")
+    except PermissionError:
+        return _of_other_user(pid, _owner(path))
+    except OSError as error:
+        return Seen(pid, State.UNREADABLE, f"{path} is not a status page: {error.strerror}")
     return judge(found, path)
+
+
+def _owner(path: Path) -> int:
+    try:
+        return path.parent.lstat().st_uid
+    except OSError:
+        return os.getuid()
 
 
 def judge(found: Page, path: Path) -> Seen:
     """Return the state of a process from its page."""
     pid, age = found.pid, found.age
-    if not page.lives(found):
+    life = page.life(found)
+    if life is Life.FOREIGN:
+        line = (
+            f"pid {pid} cannot be seen from here: its page, last written {ago(age)}, is of another "
+            "pid namespace, as of a container that shares this folder; run kvpatch status there, "
+            f"or, if that has ended, rm {shlex.quote(str(path))}"
+        )
+        return Seen(pid, State.FOREIGN, line, found)
+    if life is Life.EXITED:
         line = (
             f"pid {pid} exited without cleanup (killed?), last seen {ago(age)}; "
-            f"rm {path} removes its status page"
+            f"rm {shlex.quote(str(path))} removes its status page"
         )
         return Seen(pid, State.GONE, line, found)
-    if not found.content["beats"]:
+    if not found.content.get("beats"):
         return Seen(pid, State.RUNS, "", found)
     if age > SILENT:
         state = process_state(pid)
@@ -140,14 +204,44 @@ def judge(found: Page, path: Path) -> Seen:
             f"the machine is overloaded; py-spy dump --pid {pid} shows where"
         )
         return Seen(pid, State.SILENT, line, found)
-    engine = found.content.get("engine")
-    if engine and engine["requests"]["running"] and engine["since_step"] > STUCK:
+    engine = found.content.get("engine") or {}
+    requests = engine.get("requests") or {"running": 0, "waiting": 0}
+    since, waits = engine.get("since_step", 0.0), engine.get("waits", 0.0)
+    wait = bool(requests["waiting"] and not requests["running"] and waits > STUCK)
+    # An engine whose requests wait for memory makes steps all the time, in which nothing runs.
+    if since > STUCK and (requests["running"] or wait):
+        what = (
+            f"{requests['waiting']} requests wait"
+            if wait
+            else f"{requests['running']} requests run"
+        )
         line = (
-            f"pid {pid} hangs: {engine['requests']['running']} requests run and no step has ended "
-            f"for {engine['since_step']:.0f} s; py-spy dump --pid {pid} shows where"
+            f"pid {pid} hangs: {what} and no step has ended for {waits if wait else since:.0f} s; "
+            f"py-spy dump --pid {pid} shows where"
         )
         return Seen(pid, State.STUCK, line, found)
+    if wait:
+        return Seen(pid, State.WAITS, waits_line(pid, engine), found)
     return Seen(pid, State.RUNS, "", found)
+
+
+def waits_line(pid: int, engine: dict[str, Any]) -> str:
+    """Return what an engine waits for, since when, and what to do."""
+    line = (
+        f"pid {pid} waits for memory: {engine['requests']['waiting']} requests wait, none runs and "
+        f"nothing has moved for {engine['waits']:.0f} s"
+    )
+    if device := engine.get("device"):
+        mapped, most = (
+            readable(device[name] * device["page_bytes"])
+            for name in ("mapped_pages", "total_pages")
+        )
+        line += f", with {mapped} mapped of {most} at most"
+    pool = shlex.quote(engine.get("pool") or "NAME")
+    return (
+        f"{line}; raise its limit (kvctl limit {pool} SIZE) up to what it started with, free "
+        "memory on the device, or end the requests: one may need more than the limit"
+    )
 
 
 def process_state(pid: int) -> str:

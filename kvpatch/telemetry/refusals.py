@@ -1,38 +1,78 @@
-"""The last refusals of a user, for ``kvpatch status``: a few lines in shared memory."""
+"""The last refusals of a user, for ``kvpatch status``: a few lines in shared memory.
+
+A refusal is raised in any case; nothing here may put another error in its place.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import time
+from pathlib import Path
 from typing import Any
 
+from kvpatch.logs import log
+from kvpatch.telemetry import schema
 from kvpatch.telemetry import status_page as page
+from kvpatch.telemetry.printable import printable
 
 KEPT = 5
+# Characters of one sentence; a quoted error of torch or pydantic may have 10,000. At most four
+# bytes each, so that all of them fit in ``page.SIZE``.
+LONGEST = 2000
 _NAME = "refusals"
 
 
 def remember(sentence: str) -> None:
     """Add a refusal; if that is not possible, it is still on stderr."""
     try:
-        path = page.own_folder() / _NAME
-        kept = recent()
-        if kept and (kept[-1]["sentence"], kept[-1]["pid"]) == (sentence, os.getpid()):
-            return  # the same refusal, raised again as the error of the import
-        kept.append({"sentence": sentence, "pid": os.getpid(), "at": time.time()})
-        made = path.with_name(f"{_NAME}.{os.getpid()}")
-        made.write_text(json.dumps(kept[-KEPT:]))
-        made.chmod(0o600)
-        made.replace(path)
-    except OSError:
-        return
+        _remember(_shortened(printable(sentence)))
+    except Exception as error:
+        log.debug("kvpatch: a refusal was not kept for kvpatch status: %r", error)
+
+
+def _shortened(sentence: str) -> str:
+    # Its end is what to do, and the code.
+    if len(sentence) <= LONGEST:
+        return sentence
+    return f"{sentence[: LONGEST - 503]}...{sentence[-500:]}"
+
+
+def _remember(sentence: str) -> None:
+    folder = page.own_folder()
+    kept = recent()
+    if kept and (kept[-1]["sentence"], kept[-1]["pid"]) == (sentence, os.getpid()):
+        return  # the same refusal, raised again as the error of the import
+    kept.append({"sentence": sentence, "pid": os.getpid(), "at": time.time()})
+    # A process of another container may have the same pid.
+    made = folder / f"{_NAME}.{os.getpid()}.{os.urandom(4).hex()}"
+    try:
+        _create(made, json.dumps(kept[-KEPT:], ensure_ascii=False).encode())
+        made.replace(folder / _NAME)
+    except BaseException:
+        with contextlib.suppress(OSError):
+            made.unlink(missing_ok=True)
+        raise
+
+
+def _create(path: Path, data: bytes) -> None:
+    file = os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY | os.O_NOFOLLOW, 0o600)
+    try:
+        rest = memoryview(data)
+        while rest:
+            rest = rest[os.write(file, rest) :]
+    finally:
+        os.close(file)
 
 
 def recent() -> list[dict[str, Any]]:
-    """Return the last refusals of this user, newest last: sentence, pid, at."""
+    """Return the last refusals of this user, newest last: sentence, pid, at.
+
+    What is no refusal in the file is left out; a file that somebody else made is not read.
+    """
     try:
-        kept = json.loads((page.folder_of(os.getuid()) / _NAME).read_text())
-    except (OSError, ValueError):
+        folder = page.checked(page.folder_of(os.getuid()), os.getuid())
+        return schema.refusals(json.loads(page.contents(folder / _NAME)))[-KEPT:]
+    except (OSError, page.Unreadable, ValueError, RecursionError):
         return []
-    return kept if isinstance(kept, list) else []

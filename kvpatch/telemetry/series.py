@@ -7,6 +7,7 @@ the time they were read, and the most recent value is shown.
 
 from __future__ import annotations
 
+import math
 import time
 from typing import Any, NamedTuple
 
@@ -113,6 +114,7 @@ class Sender:
 
     def __init__(self) -> None:
         self.sent = 0.0
+        self._at = 0.0
         self._sent: dict[tuple[str, ...], float] = {}
 
     def message(self, state: dict[str, Any]) -> dict[str, Any] | None:
@@ -121,7 +123,16 @@ class Sender:
         current = self._changed("gauge", gauges(state), as_difference=False)
         if not added and not current:
             return None
-        return {"at": time.time(), "counters": added, "gauges": current}
+        return {"at": self._now(), "counters": added, "gauges": current}
+
+    def _now(self) -> float:
+        """Return the time, later than that of every message before.
+
+        When the clock steps back, the servers would show the gauges of the time before it
+        until the clock has caught up.
+        """
+        self._at = max(time.time(), math.nextafter(self._at, math.inf))
+        return self._at
 
     def _changed(self, kind: str, values: Values, as_difference: bool) -> Values:
         changed: Values = {}

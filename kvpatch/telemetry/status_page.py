@@ -12,15 +12,19 @@ from __future__ import annotations
 import json
 import mmap
 import os
+import shlex
+import stat
 import struct
 import time
 import zlib
 from dataclasses import dataclass
+from enum import Enum
 from pathlib import Path
 from typing import Any
 
 from kvpatch.environ import STATUS_DIR
 from kvpatch.process import start_ticks
+from kvpatch.telemetry import schema
 
 PROTOCOL = 1
 SIZE = 64 << 10
@@ -32,6 +36,18 @@ _BODY = struct.Struct("=II")  # bytes of JSON, their checksum
 
 class Unreadable(Exception):
     """Not a status page, or one of another protocol; its message states which."""
+
+
+class Untrusted(PermissionError):
+    """A folder of pages that somebody else made, or could write to."""
+
+
+class Life(Enum):
+    """What can be told from here about the process that wrote a page."""
+
+    RUNS = "runs"
+    EXITED = "exited"
+    FOREIGN = "foreign"  # of another pid namespace, where its number means another process
 
 
 @dataclass(frozen=True)
@@ -65,6 +81,22 @@ def folder_of(uid: int) -> Path:
     return base() / f"kvpatch-status-{uid}"
 
 
+def checked(folder: Path, uid: int) -> Path:
+    """Return a folder of pages that only user ``uid`` can have filled.
+
+    Raises:
+        OSError: it does not exist.
+        Untrusted: it is a link, belongs to another user, or is open to others.
+    """
+    status = folder.lstat()
+    if not stat.S_ISDIR(status.st_mode) or status.st_uid != uid:
+        whose = "this user" if uid == os.getuid() else f"user {uid}"
+        raise Untrusted(f"{folder} is not a folder of {whose}")
+    if status.st_mode & 0o077:
+        raise Untrusted(f"{folder} is open to other users; remove it")
+    return folder
+
+
 def own_folder() -> Path:
     """Return this user's folder, created if necessary.
 
@@ -73,35 +105,57 @@ def own_folder() -> Path:
     """
     path = folder_of(os.getuid())
     path.mkdir(mode=0o700, exist_ok=True)
-    status = path.lstat()
-    if not path.is_dir() or path.is_symlink() or status.st_uid != os.getuid():
-        raise PermissionError(f"{path} is not a folder of this user")
-    if status.st_mode & 0o077:
-        raise PermissionError(f"{path} is open to other users; remove it")
-    return path
+    return checked(path, os.getuid())
 
 
-def lives(page: Page) -> bool:
-    """Whether the process that wrote ``page`` is running, and not a later one with its pid."""
+def namespace() -> int | None:
+    """Return the inode of this process's pid namespace; None if the kernel does not tell.
+
+    Containers that share /dev/shm (``--ipc=host``) see each other's pages, and number their
+    processes independently.
+    """
+    try:
+        return os.stat("/proc/self/ns/pid").st_ino  # noqa: PTH116 - a link into the kernel
+    except OSError:
+        return None
+
+
+def life(page: Page) -> Life:
+    """Return whether the process that wrote ``page`` is running, and not a later one.
+
+    A page without a namespace is by an older kvpatch: if nothing here has its pid and its
+    start, its process may still run elsewhere.
+    """
+    theirs, ours = page.content.get("namespace"), namespace()
+    if theirs is not None and ours is not None and theirs != ours:
+        return Life.FOREIGN
     started = start_ticks(page.pid)
-    return started is not None and started == page.content["started"]
+    if started is not None and started == page.content["started"]:
+        return Life.RUNS
+    return Life.FOREIGN if theirs is None or ours is None else Life.EXITED
 
 
 class Writer:
     """Writes the page of one process.
 
     Raises:
-        OSError: the page cannot be created.
+        OSError: the page cannot be created, for example because /dev/shm is full.
     """
 
     def __init__(self, pid: int, version: str) -> None:
-        self.path = own_folder() / f"{pid}.page"
+        self._namespace = namespace()
+        self.path = _place(own_folder(), pid, self._namespace)
         # Remove the page of an earlier process with this pid first: it may be held open.
         self.path.unlink(missing_ok=True)
         file = os.open(self.path, os.O_CREAT | os.O_EXCL | os.O_RDWR | os.O_NOFOLLOW, 0o600)
         try:
-            os.ftruncate(file, SIZE)
+            # Not ftruncate: a later write to a page of memory that a full /dev/shm cannot
+            # give is a SIGBUS, which ends the process.
+            os.posix_fallocate(file, 0, SIZE)
             self._map = mmap.mmap(file, SIZE)
+        except BaseException:
+            self.remove()
+            raise
         finally:
             os.close(file)
         self._started = start_ticks(pid)
@@ -109,8 +163,17 @@ class Writer:
         self._head = _HEAD.pack(_MAGIC, PROTOCOL, version.encode()[:24], pid)
 
     def write(self, content: dict[str, Any]) -> None:
-        """Publish ``content``, which must be JSON and fit in the page."""
-        whole = content | {"written": time.monotonic(), "started": self._started}
+        """Publish ``content``.
+
+        Raises:
+            ValueError, TypeError: it is not JSON, or does not fit in the page, which then
+                keeps what was published before.
+        """
+        whole = content | {
+            "written": time.monotonic(),
+            "started": self._started,
+            "namespace": self._namespace,
+        }
         body = json.dumps(whole, separators=(",", ":"), default=str).encode()
         start = _HEAD.size + _BODY.size
         if start + len(body) > SIZE:
@@ -124,6 +187,55 @@ class Writer:
         self.path.unlink(missing_ok=True)
 
 
+def _place(folder: Path, pid: int, ours: int | None) -> Path:
+    """Return the path for a page, which is not the page of a living process.
+
+    The page of an earlier process with this pid is overwritten. One of another namespace,
+    or one that does not tell, is not: its process may be running.
+    """
+    path = folder / f"{pid}.page"
+    try:
+        earlier = read(path)
+    except FileNotFoundError:
+        return path
+    except (OSError, Unreadable):
+        pass
+    else:
+        if ours is not None and earlier.content.get("namespace") == ours:
+            return path
+    return folder / f"{pid}-{ours or 0}.page"
+
+
+def contents(path: Path, limit: int = SIZE) -> bytes:
+    """Return a small file of a user's folder of pages, whoever put it there.
+
+    Raises:
+        OSError: it does not exist, or this user may not read it.
+        Unreadable: it is a link, no regular file, not of the user whose folder it is in, or
+            of more than ``limit`` bytes.
+    """
+    folder = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+    try:
+        owner = os.fstat(folder).st_uid
+        # Not blocking: opening a pipe would wait for its writer.
+        flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK
+        file = os.open(path.name, flags, dir_fd=folder)
+    finally:
+        os.close(folder)
+    try:
+        status = os.fstat(file)
+        if not stat.S_ISREG(status.st_mode) or status.st_uid != owner:
+            raise Unreadable(f"{path} is not a file of user {owner}")
+        if status.st_size > limit:
+            raise Unreadable(f"{path} is too large to be kvpatch's")
+        data = b""
+        while len(data) <= limit and (more := os.read(file, limit + 1 - len(data))):
+            data += more
+        return data[:limit]
+    finally:
+        os.close(file)
+
+
 def read(path: Path) -> Page:
     """Read a page; a page that is being written is read again.
 
@@ -131,11 +243,14 @@ def read(path: Path) -> Page:
         OSError: it was removed, or this user may not read it.
         Unreadable: it is not a page, or one of another protocol.
     """
+    start = _HEAD.size + _BODY.size
     for _ in range(50):
-        data = path.read_bytes()
-        if len(data) < _HEAD.size or not data.startswith(_MAGIC):
+        data = contents(path)
+        if not any(data[:start]) or len(data) < start:
             time.sleep(0.002)  # just created
             continue
+        if not data.startswith(_MAGIC):
+            break
         _, protocol, version, pid = _HEAD.unpack_from(data)
         kvpatch = version.rstrip(b"\0").decode(errors="replace")
         if protocol != PROTOCOL:
@@ -144,9 +259,20 @@ def read(path: Path) -> Page:
                 f"one cannot read (protocol {PROTOCOL}); use the kvpatch of its environment"
             )
         length, checksum = _BODY.unpack_from(data, _HEAD.size)
-        start = _HEAD.size + _BODY.size
         body = data[start : start + length]
-        if zlib.crc32(body) == checksum:
-            return Page(pid, kvpatch, json.loads(body))
+        # The checksum of nothing is 0, that of a page whose body is not written yet.
+        if body and zlib.crc32(body) == checksum:
+            return Page(pid, kvpatch, _parsed(path, pid, body))
         time.sleep(0.002)
-    raise Unreadable(f"{path} is not a status page")
+    raise Unreadable(f"{path} is not a status page; rm {shlex.quote(str(path))} removes it")
+
+
+def _parsed(path: Path, pid: int, body: bytes) -> dict[str, Any]:
+    if path.stem.partition("-")[0] != str(pid):
+        raise Unreadable(f"{path} is not the status page of its name, but of pid {pid}")
+    try:
+        return schema.checked(json.loads(body))
+    except (ValueError, RecursionError) as error:
+        raise Unreadable(f"{path} is not a status page that this kvpatch can read: {error}") from (
+            error
+        )

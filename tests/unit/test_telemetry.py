@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import signal
@@ -9,6 +10,7 @@ import subprocess
 import sys
 import tempfile
 import threading
+import weakref
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -57,7 +59,6 @@ def content(**changes):
         "elastic": True,
         "features": {"fence": "applied"},
         "beats": True,
-        "refusals": [],
         "engine": engine_state(),
     } | changes
 
@@ -401,6 +402,10 @@ def published(monkeypatch):
         publisher._publisher.close()
 
 
+class Core(SimpleNamespace):
+    """An engine; unlike its base, it can be referred to weakly."""
+
+
 def core(**counts):
     """An engine as far as it is measured."""
     allocator = SimpleNamespace(
@@ -423,7 +428,7 @@ def core(**counts):
         kv_cache_manager=SimpleNamespace(block_pool=pool),
     )
     config = SimpleNamespace(model_config=SimpleNamespace(served_model_name="llama"))
-    return SimpleNamespace(scheduler=scheduler, vllm_config=config)
+    return Core(scheduler=scheduler, vllm_config=config)
 
 
 @pytest.mark.parametrize("unit", ["blocks", "chunks"])
@@ -461,14 +466,14 @@ def test_an_engine_goes_on_publishing(published, monkeypatch):
     publisher.process(worker)
     totals, engine, reached = Totals("OffloadingConnector"), core(released=3), threading.Event()
 
-    def describe():
-        described = snapshot.engine(engine, totals)
+    def describe(core):
+        described = snapshot.engine(core, totals)
         if described["bytes"]["stored"] == 4096:
             reached.set()
         return described
 
-    publisher.engine(describe)
-    totals.step()
+    publisher.engine(engine, describe)
+    totals.step(True)
     totals.moved("stored", 1, 4096)
     assert reached.wait(30)
     publisher._publisher.write()
@@ -659,3 +664,263 @@ def test_only_our_part_does_not_reach_a_connector_that_is_not_there():
     """Without a connector vLLM's own log asserts that there is one."""
     stats = {series.KEY: {"counters": {}, "gauges": {}}}
     hooks.around_log(lambda *given: pytest.fail("asked"), None, (stats,), {})
+
+
+# Errors of counting end nothing
+
+
+class Renamed(SimpleNamespace):
+    """An object of a release in which everything is called something else."""
+
+
+def stepping(engine, executed=True):
+    """One step of an engine, whose result reaches its caller whatever counting does."""
+    result = ({0: SimpleNamespace(scheduler_stats=SimpleNamespace(kv_connector_stats=None))}, True)
+    result = (result[0], executed)
+    assert hooks.after_step(lambda: result, engine, (), {}) is result
+
+
+def test_an_error_in_a_step_switches_counting_off_once(caplog):
+    engine = core()
+    totals = state.attach(engine, Totals("OffloadingConnector"))
+    engine.scheduler.connector.connector_scheduler = Renamed()
+    for _ in range(3):
+        stepping(engine)
+    assert totals.steps == 3  # which tells an engine that hangs
+    assert "AttributeError" in totals.fuse.off
+    assert caplog.text.count("counting transfers and hits is off from now on") == 1
+
+
+def test_an_error_in_the_stats_switches_counting_off_once(caplog):
+    scheduler = Core()
+    totals = state.attach(scheduler, Totals("OffloadingConnector"))
+    stats = Renamed()
+    for data in ({"GPU_to_CPU": [Renamed()]}, {"data": 3}):
+        own = (None, SimpleNamespace(data=data))
+        assert hooks.around_make_stats(lambda *given: stats, scheduler, own, {}) is stats
+    assert "op_size" in totals.fuse.off
+    assert caplog.text.count("is off from now on") == 1
+
+
+def test_an_error_in_the_simple_connectors_plan_switches_counting_off(caplog):
+    planner, meta = Renamed(), SimpleNamespace(store_gpu_blocks=[1], load_gpu_blocks=[])
+    totals = state.attach(planner, Totals("SimpleCPUOffloadConnector"))
+    for _ in range(2):
+        assert around_plan(lambda: meta, planner, (), {}) is meta
+    assert "kv_cache_config" in totals.fuse.off
+    assert caplog.text.count("is off from now on") == 1
+
+
+def test_an_engine_that_cannot_be_counted_starts(caplog):
+    hooks.around_engine_core(lambda: None, Core(scheduler=Renamed()), (), {})
+    assert "counting transfers and hits is off from now on" in caplog.text
+
+
+def test_a_refusal_of_the_engine_is_not_an_error_of_counting():
+    def refuses():
+        raise RuntimeError("kvpatch refuses")
+
+    with pytest.raises(RuntimeError, match="kvpatch refuses"):
+        hooks.after_step(refuses, core(), (), {})
+
+
+def test_an_error_in_an_api_server_switches_the_series_off_once(caplog):
+    stats, seen, server = {series.KEY: {"counters": {"lost": [([], 1)]}}}, [], Core()
+    state.attach(server, Metrics(Registered, Registered, [], {}, []))
+    for _ in range(2):
+        hooks.around_observe(lambda *given: seen.append(given), server, (stats | {"data": {}},), {})
+    assert seen == [({"data": {}}, 0)] * 2
+    assert caplog.text.count("is off from now on") == 1
+
+
+def test_an_api_server_without_the_series_starts_and_keeps_them_from_the_connector(caplog):
+    server, seen = Renamed(), []
+    hooks.around_prometheus(lambda *given: None, server, (Renamed(), [], {}), {})
+    assert "the part of /metrics that is vllm:kvpatch_* is off" in caplog.text
+    stats = {series.KEY: {}, "data": {}}
+    hooks.around_observe(lambda *given: seen.append(given), server, (stats,), {})
+    assert seen == [({"data": {}}, 0)]
+
+
+@pytest.mark.parametrize("where", ["page", "engine"])
+def test_status_says_that_counting_is_off(process, capsys, where):
+    off = "AttributeError: no attribute _free_list"
+    changes = {"off": off} if where == "page" else {"engine": engine_state(off=off)}
+    publish_as(process.pid, **changes)
+    assert cli.main(["status"]) == 0
+    out = capsys.readouterr().out
+    assert f"counting  off, because of an error of kvpatch's own: {off}" in out
+    assert ("  moved" in out) is (where == "page")  # counts that stopped are not shown
+
+
+@pytest.mark.parametrize(
+    ("describe", "error"),
+    [
+        (lambda core: core.scheduler, "AttributeError"),
+        (lambda core: {"model": "x" * page.SIZE}, "bytes do not fit a status page"),
+        (lambda core: {(): 1}, "TypeError"),
+    ],
+)
+def test_an_engine_that_cannot_be_described_still_publishes(published, describe, error):
+    """It would otherwise be called silent, as if it were blocked in a call."""
+    publisher.process(worker)
+    engine = Renamed()
+    publisher.engine(engine, describe)
+    (seen,) = reader.all_of(False)
+    assert seen.state is State.RUNS
+    assert seen.page.content["beats"]
+    assert error in seen.page.content["off"]
+
+
+# Engines that their program deletes
+
+
+def test_a_deleted_engine_is_not_kept_and_its_thread_ends(published, monkeypatch):
+    monkeypatch.setattr(publisher, "INTERVAL", 0.01)
+    publisher.process(worker)
+    for _ in range(2):  # a second engine is published as the first one was
+        engine = core()
+        hooks.around_engine_core(lambda: None, engine, (), {})
+        thread = publisher._publisher._thread
+        assert thread.is_alive()
+        (seen,) = reader.all_of(False)
+        assert seen.page.content["engine"]["model"] == "llama"
+        gone = weakref.ref(engine)
+        del engine
+        gc.collect()
+        thread.join(30)
+        assert not thread.is_alive()
+        assert gone() is None
+        (seen,) = reader.all_of(False)
+        assert "engine" not in seen.page.content
+        assert seen.state is State.RUNS
+
+
+def test_engines_of_one_process_share_a_thread(published):
+    publisher.process(worker)
+    engines = [core() for _ in range(6)]
+    before = threading.active_count()
+    for engine in engines:
+        hooks.around_engine_core(lambda: None, engine, (), {})
+    assert threading.active_count() == before + 1
+
+
+# A connector inside a MultiConnector
+
+
+def test_what_a_connector_inside_a_multi_connector_reports_is_counted():
+    new = {"types": {}, "data": {"vllm:kv_offload_store_bytes": {(): 100}}}
+    old = {"CPU_to_GPU": [SimpleNamespace(op_size=30)]}
+    totals = Totals("MultiConnector")
+    for data in (new, old, {}):
+        inside = {"OffloadingConnector": SimpleNamespace(data=data)}
+        totals.add_connector_stats(inside | {"Other": SimpleNamespace(data={"lost": 3})})
+    assert totals.moved_bytes == {"stored": 100, "loaded": 30}
+    assert totals.operations == {"loaded": 1}
+
+
+# A clock that steps back
+
+
+def test_gauges_go_on_when_the_clock_steps_back(tmp_path, monkeypatch):
+    """The first server hears nothing after it, the second nothing before."""
+    monkeypatch.setenv("PROMETHEUS_MULTIPROC_DIR", str(tmp_path))
+    sender, heard = series.Sender(), []
+    for number, now in enumerate((10_000.0, 9_000.0, 9_050.0)):
+        monkeypatch.setattr(series.time, "time", lambda now=now: now)
+        message = sender.message(engine_state(tier={"used_blocks": number, "total_blocks": 9}))
+        (value,) = (value for labels, value in message["gauges"]["tier_blocks"] if "used" in labels)
+        heard.append((value, message["at"]))
+    for server in (heard[:1], heard[1:]):
+        command = [sys.executable, "-c", SERVER, json.dumps(server)]
+        subprocess.run(command, check=True, env=os.environ | {"KVPATCH": "0"})
+    registry = prometheus_client.CollectorRegistry()
+    multiprocess.MultiProcessCollector(registry)
+    assert registry.get_sample_value("held", {"engine": "0"}) == 2
+
+
+# Requests that all wait
+
+
+@pytest.fixture
+def clock(monkeypatch):
+    """The monotonic clock of an engine, of its page and of its reader."""
+    now = SimpleNamespace(at=1000.0)
+    monkeypatch.setattr(page.time, "monotonic", lambda: now.at)
+    return now
+
+
+def waiting_engine(process, clock, executed=False, changes=()):
+    """Step an engine whose two requests wait, for 45 s; return what is seen of it."""
+    engine = core()
+    engine.scheduler.waiting = ["request", "request"]
+    for name, value in changes:
+        setattr(engine.scheduler, name, value)
+    totals = state.attach(engine, Totals("OffloadingConnector"))
+    snapshot.engine(engine, totals)
+    for _ in range(45):
+        clock.at += 1
+        stepping(engine, executed)  # thousands of them, in none of which anything is scheduled
+        described = snapshot.engine(engine, totals)
+    publish_as(process.pid, engine=described)
+    return reader.one(process.pid)
+
+
+def test_an_engine_whose_requests_all_wait_for_memory(process, clock, monkeypatch):
+    """It steps all the time, so that it neither hangs nor sleeps."""
+    monkeypatch.setenv("KVCACHED_IPC_NAME", "chat")
+    seen = waiting_engine(process, clock)
+    assert seen.page.content["engine"]["since_step"] == 0
+    assert seen.state is State.WAITS
+    assert seen.line == (
+        f"pid {process.pid} waits for memory: 2 requests wait, none runs and nothing has moved for "
+        "45 s, with 10 MiB mapped of 32 MiB at most; raise its limit (kvctl limit chat SIZE) up "
+        "to what it started with, free memory on the device, or end the requests: one may need "
+        "more than the limit"
+    )
+    assert cli.main(["status", "--pid", str(process.pid)]) == 1
+
+
+def test_an_engine_that_hangs_while_it_schedules(process):
+    """Nothing runs yet, and no step ends, which one that waits for memory does all the time."""
+    engine = engine_state(requests={"running": 0, "waiting": 2}, since_step=3600.0, waits=45.0)
+    publish_as(process.pid, engine=engine)
+    seen = reader.one(process.pid)
+    assert seen.state is State.STUCK
+    assert "hangs: 2 requests wait and no step has ended for 45 s" in seen.line
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"running": ["request"]},
+        {"waiting": []},
+        {"_pause_state": SimpleNamespace(name="PAUSED_NEW")},
+    ],
+    ids=["one runs", "none waits", "paused"],
+)
+def test_an_engine_that_does_not_wait_for_memory(process, clock, changes):
+    assert waiting_engine(process, clock, changes=changes.items()).state is State.RUNS
+
+
+def test_an_engine_whose_model_runs_does_not_wait_for_memory(process, clock):
+    """In every step the model ran, for a request that had ended when the page was written."""
+    assert waiting_engine(process, clock, executed=True).state is State.RUNS
+
+
+def test_a_request_that_comes_after_an_hour_has_not_waited_for_an_hour(clock):
+    engine, totals = core(), Totals("OffloadingConnector")
+    snapshot.engine(engine, totals)
+    clock.at += 3600
+    assert snapshot.engine(engine, totals)["waits"] == 0
+    engine.scheduler.waiting = ["request"]
+    clock.at += 1
+    assert snapshot.engine(engine, totals)["waits"] == 1
+    totals.moved("loaded", 1)  # it waited for its blocks
+    assert snapshot.engine(engine, totals)["waits"] == 0
+
+
+def test_a_page_that_does_not_say_how_long_requests_wait_is_of_an_engine_that_runs(process):
+    engine = engine_state(requests={"running": 0, "waiting": 3}, since_step=45.0)
+    publish_as(process.pid, engine=engine)
+    assert reader.one(process.pid).state is State.RUNS

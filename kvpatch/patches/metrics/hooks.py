@@ -10,7 +10,8 @@ from kvpatch.patches.metrics import snapshot
 from kvpatch.status import record
 from kvpatch.telemetry import publisher
 from kvpatch.telemetry.counters import Totals
-from kvpatch.telemetry.prometheus import Metrics
+from kvpatch.telemetry.fuse import Fuse
+from kvpatch.telemetry.prometheus import SERIES, Metrics
 from kvpatch.telemetry.series import KEY, Sender
 from kvpatch.upstream import connectors, kvcached_api
 from kvpatch.version import VERSION
@@ -23,15 +24,18 @@ BETWEEN = 0.2
 def around_engine_core(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> None:
     """Start counting and publishing an engine. Wraps ``EngineCore.__init__``."""
     wrapped(*args, **kwargs)
-    connector = instance.scheduler.connector
-    totals = Totals("" if connector is None else type(connector).__name__)
-    state.attach(instance, totals)
-    state.attach(instance.scheduler, totals)
-    for part in connectors.parts(connector):
-        scheduler = getattr(part, "scheduler_manager", None)
-        if scheduler is not None:  # SimpleCPUOffloadConnector's
-            state.attach(scheduler, totals)
-    publisher.engine(lambda: snapshot.engine(instance, totals))
+    totals = Totals()
+    with totals.fuse:
+        connector = instance.scheduler.connector
+        totals.connector = "" if connector is None else type(connector).__name__
+        state.attach(instance, totals)
+        state.attach(instance.scheduler, totals)
+        for part in connectors.parts(connector):
+            scheduler = getattr(part, "scheduler_manager", None)
+            if scheduler is not None:  # SimpleCPUOffloadConnector's
+                state.attach(scheduler, totals)
+    # The description has no reference to the engine, which a program may delete.
+    publisher.engine(instance, lambda core: snapshot.engine(core, totals))
 
 
 def around_make_stats(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
@@ -42,7 +46,9 @@ def around_make_stats(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> An
     """
     stats = wrapped(*args, **kwargs)
     totals = state.find(instance, Totals)
-    if totals is not None:
+    if totals is None or totals.fuse.off:
+        return stats
+    with totals.fuse:
         connector = kwargs.get("kv_connector_stats", args[1] if len(args) > 1 else None)
         if connector is not None:
             totals.add_connector_stats(connector.data)
@@ -62,19 +68,25 @@ def after_step(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
     totals = state.find(instance, Totals)
     if totals is None:
         return result
-    totals.step()
-    scheduler, sender = instance.scheduler, state.of(instance, Sender)
+    with totals.fuse:
+        totals.step(bool(result[1]))  # also when counting is off: it tells a stuck engine
+        if not totals.fuse.off:
+            _send(instance, totals, result[0] or {})
+    return result
+
+
+def _send(core: Any, totals: Totals, outputs: dict[int, Any]) -> None:
+    scheduler, sender = core.scheduler, state.of(core, Sender)
     busy = scheduler.running or scheduler.waiting
     if busy and totals.stepped - sender.sent < BETWEEN:
-        return result
-    for outputs in (result[0] or {}).values():
-        stats = outputs.scheduler_stats
+        return
+    for output in outputs.values():
+        stats = output.scheduler_stats
         if stats is not None:
             sender.sent = totals.stepped
-            message = sender.message(snapshot.engine(instance, totals))
+            message = sender.message(snapshot.engine(core, totals))
             if message is not None:
                 stats.kv_connector_stats = (stats.kv_connector_stats or {}) | {KEY: message}
-    return result
 
 
 def around_prometheus(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> None:
@@ -84,14 +96,15 @@ def around_prometheus(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> No
     def bind(vllm_config: Any, labelnames: Any, per_engine_labelvalues: Any) -> tuple[Any, ...]:
         return vllm_config, labelnames, per_engine_labelvalues
 
-    config, labelnames, engines = bind(*args, **kwargs)
-    transfer = config.kv_transfer_config
-    connector = "" if transfer is None else transfer.kv_connector or ""
-    facts = [*labels_of_process(), connector]
-    state.attach(
-        instance,
-        Metrics(instance._counter_cls, instance._gauge_cls, labelnames, engines, facts),
-    )
+    with Fuse(SERIES):
+        config, labelnames, engines = bind(*args, **kwargs)
+        transfer = config.kv_transfer_config
+        connector = "" if transfer is None else transfer.kv_connector or ""
+        facts = [*labels_of_process(), connector]
+        state.attach(
+            instance,
+            Metrics(instance._counter_cls, instance._gauge_cls, labelnames, engines, facts),
+        )
 
 
 def labels_of_process() -> list[str]:
@@ -117,8 +130,10 @@ def around_observe(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> None:
 
     stats, engine = bind(*args, **kwargs)
     metrics = state.find(instance, Metrics)
-    if KEY in stats and metrics is not None:
-        metrics.observe(stats[KEY], engine)
+    if KEY in stats:
+        if metrics is not None and not metrics.fuse.off:
+            with metrics.fuse:
+                metrics.observe(stats[KEY], engine)
         stats = without_ours(stats)
     if stats:
         wrapped(stats, engine)

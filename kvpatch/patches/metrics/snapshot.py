@@ -6,11 +6,13 @@ lock briefly and without the GIL. Nothing here waits for a step.
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Callable
 from dataclasses import asdict
 from typing import Any
 
+from kvpatch.environ import KVCACHED_IPC_NAME
 from kvpatch.patches.fence.hooks import fence_of
 from kvpatch.telemetry.counters import OUTCOMES, Totals
 from kvpatch.upstream import connectors, kvcached_api
@@ -19,14 +21,16 @@ from kvpatch.upstream.vllm_api import chunks_of
 
 def engine(core: Any, totals: Totals) -> dict[str, Any]:
     """Return the counts and current state of an ``EngineCore``, as JSON."""
+    running, waiting = len(core.scheduler.running), len(core.scheduler.waiting)
+    could_move = bool(waiting and not running and not paused(core))
     return {
         "model": str(core.vllm_config.model_config.served_model_name),
-        "requests": {
-            "running": len(core.scheduler.running),
-            "waiting": len(core.scheduler.waiting),
-        },
+        "requests": {"running": running, "waiting": waiting},
         "steps": totals.steps,
         "since_step": max(0.0, time.monotonic() - totals.stepped),
+        "waits": totals.waits(could_move),
+        "pool": os.environ.get(KVCACHED_IPC_NAME.name, ""),
+        "off": totals.fuse.off,
         "device": device(core),
         "fence": fence(core),
         "tier": tier(core),
@@ -36,6 +40,17 @@ def engine(core: Any, totals: Totals) -> dict[str, Any]:
         "hits": dict(totals.hits) if totals.counts_hits else None,
         "queries": dict(totals.queries) if totals.counts_hits else None,
     }
+
+
+def paused(core: Any) -> bool:
+    """Return whether the operator paused the engine, whose requests then wait for him.
+
+    vLLM 0.16 has a flag on the engine; later ones have a state on the scheduler.
+    """
+    state = getattr(core.scheduler, "_pause_state", None)
+    if state is not None:
+        return bool(state.name != "UNPAUSED")
+    return bool(getattr(core, "_scheduler_paused", False))
 
 
 def device(core: Any) -> dict[str, int]:

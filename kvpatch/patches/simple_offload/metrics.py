@@ -28,7 +28,9 @@ def around_plan(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
     """
     meta = wrapped(*args, **kwargs)
     totals = state.find(instance, Totals)
-    if totals is not None:
+    if totals is None or totals.fuse.off:
+        return meta
+    with totals.fuse:
         for outcome, blocks in (
             ("stored", meta.store_gpu_blocks),
             ("loaded", meta.load_gpu_blocks),
