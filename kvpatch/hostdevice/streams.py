@@ -48,8 +48,9 @@ class Stream:
         self._queue: queue.SimpleQueue[tuple[Callable[[], None], tuple[Event, ...], Event] | None]
         self._queue = queue.SimpleQueue()
         self._last: Event | None = None
-        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+        self._thread = threading.Thread(target=_run, args=(self._queue,), name=name, daemon=True)
         self._thread.start()
+        weakref.finalize(self, self._queue.put, None)
         _streams.add(self)
 
     def submit(self, copy: Callable[[], None], after: Iterable[Event] = ()) -> Event:
@@ -72,18 +73,23 @@ class Stream:
         self._queue.put(None)
         self._thread.join()
 
-    def _run(self) -> None:
-        while (item := self._queue.get()) is not None:
-            copy, after, event = item
-            error: BaseException | None = None
-            try:
-                for earlier in after:
-                    earlier.synchronize()
-                with copy_permit():
-                    copy()
-            except BaseException as failure:
-                error = failure
-            event.record(error)
+
+def _run(
+    queued: queue.SimpleQueue[tuple[Callable[[], None], tuple[Event, ...], Event] | None],
+) -> None:
+    """Run what is queued until the stream ends; its thread does not keep the stream alive."""
+    while (item := queued.get()) is not None:
+        copy, after, event = item
+        error: BaseException | None = None
+        try:
+            for earlier in after:
+                earlier.synchronize()
+            with copy_permit():
+                copy()
+        except BaseException as failure:
+            error = failure
+        event.record(error)
+        del item, copy, after, event
 
 
 def synchronize() -> None:

@@ -13,6 +13,7 @@ from kvpatch.patches import (
     debug,
     elastic_memory,
     fence,
+    host_copies,
     host_device,
     kv_events,
     kvcached_compat,
@@ -25,6 +26,7 @@ from kvpatch.patches import (
 FEATURES = (
     kvcached_compat.VERSION_OVERRIDE,
     host_device.FEATURE,
+    host_copies.FEATURE,
     kvcached_compat.ADAPTERS,
     elastic_memory.FEATURE,
     offloading.FEATURE,

@@ -14,12 +14,12 @@ def connector(name: str, **extra: Any) -> Config:
     return config | ({"kv_connector_extra_config": extra} if extra else {})
 
 
-def offloading(cpu_bytes: int, on_host: bool = True, **extra: Any) -> Config:
+def offloading(cpu_bytes: int, without_kvpatch: bool = False, **extra: Any) -> Config:
     """Return OffloadingConnector with a CPU tier of ``cpu_bytes``, over all ranks.
 
     Args:
         cpu_bytes: the size of the CPU tier.
-        on_host: with the host device's copies, for machines without a GPU.
+        without_kvpatch: on a machine without a GPU, in an engine that runs without kvpatch.
         extra: more of ``kv_connector_extra_config``.
     """
     host = {
@@ -27,19 +27,23 @@ def offloading(cpu_bytes: int, on_host: bool = True, **extra: Any) -> Config:
         "spec_module_path": "kvpatch.hostdevice.offloading",
     }
     return connector(
-        "OffloadingConnector", cpu_bytes_to_use=cpu_bytes, **(host if on_host else {}) | extra
+        "OffloadingConnector",
+        cpu_bytes_to_use=cpu_bytes,
+        **(host if without_kvpatch else {}) | extra,
     )
 
 
-def tiering(cpu_bytes: int, tiers: Sequence[Config], on_host: bool = True, **extra: Any) -> Config:
+def tiering(
+    cpu_bytes: int, tiers: Sequence[Config], without_kvpatch: bool = False, **extra: Any
+) -> Config:
     """Return OffloadingConnector with secondary tiers, as vLLM's ``secondary_tiers`` has them."""
     spec: Config = {"spec_name": "TieringOffloadingSpec"}
-    if on_host:
+    if without_kvpatch:
         spec = {
             "spec_name": "HostTieringOffloadingSpec",
             "spec_module_path": "kvpatch.hostdevice.tiering",
         }
-    return offloading(cpu_bytes, on_host=False, **spec, secondary_tiers=list(tiers), **extra)
+    return offloading(cpu_bytes, **spec, secondary_tiers=list(tiers), **extra)
 
 
 def simple(cpu_bytes: int, lazy: bool) -> Config:

@@ -9,12 +9,9 @@ import numpy as np
 import pytest
 import torch
 from parts import sizes
-from vllm.v1.kv_offload.base import GPULoadStoreSpec
-from vllm.v1.kv_offload.cpu.common import CPULoadStoreSpec
 from vllm.v1.kv_offload.cpu.gpu_worker import SingleDirectionOffloadingHandler
 from vllm.v1.simple_kv_offload import cuda_mem_ops
 
-from kvpatch.hostdevice.offloading import HostOffloadingWorker
 from kvpatch.patches.elastic_memory.regions import Regions, find_regions
 from kvpatch.patches.offloading.registration import canonical
 
@@ -104,21 +101,3 @@ def test_descriptors_of_the_simple_connector(part, blocks, layout, contiguous, m
         "blocks",
         lambda: cuda_mem_ops.copy_blocks(source, target, params),
     )
-
-
-@pytest.mark.parametrize("blocks", sizes(64, 512, 4096))
-def test_descriptors_of_the_host_device(part, blocks):
-    worker = HostOffloadingWorker(canonical(regions(32, True)), 1, POOL)
-    source, target = shuffled(blocks)
-    device = GPULoadStoreSpec(source.tolist(), group_sizes=[blocks], block_indices=[0])
-    tier = CPULoadStoreSpec(target.tolist())
-    try:
-        pairs = part(
-            "descriptors, host device, contiguous",
-            blocks,
-            "blocks",
-            lambda: worker._addresses(device, tier),
-        )
-        assert len(pairs) == blocks
-    finally:
-        worker.shutdown()

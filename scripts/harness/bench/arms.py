@@ -45,10 +45,12 @@ ALL = (PLAIN, STATIC, KVCACHED, KVPATCH, TWIN, EAGER, LAZY)
 DECIDING = (PLAIN, STATIC, KVCACHED, KVPATCH, TWIN)
 
 
-def connector_config(connector: str, cpu_bytes: int, on_host: bool = True) -> connectors.Config:
+def connector_config(
+    connector: str, cpu_bytes: int, without_kvpatch: bool = False
+) -> connectors.Config:
     """Return vLLM's ``kv_transfer_config`` of one of ``CONNECTORS``."""
     if connector == "offloading":
-        return connectors.offloading(cpu_bytes, on_host)
+        return connectors.offloading(cpu_bytes, without_kvpatch)
     return connectors.simple(cpu_bytes, lazy=connector == "simple lazy")
 
 
@@ -80,7 +82,9 @@ def kind(
     """
     arguments = engine_arguments(size, blocks)
     if arm.connector:
-        config = connector_config(arm.connector, size.tier_blocks * BLOCK_BYTES)
+        config = connector_config(
+            arm.connector, size.tier_blocks * BLOCK_BYTES, without_kvpatch=not arm.elastic
+        )
         arguments["kv-transfer-config"] = json.dumps(config)
         arguments["worker-extension-cls"] = "harness.bench.probe.CopyCounter"
     # The host device runs kvcached only with kvpatch on; without a connector that is all it does.

@@ -34,14 +34,25 @@ class CopyCounter:
         self.copied["copies"] += copies
 
     def _count_offloading(self, worker: Any) -> None:
-        addresses = worker._addresses
+        from kvpatch.hostdevice import copies
 
-        def counted(device: Any, tier: Any) -> Any:
-            pairs = addresses(device, tier)
-            self._add(len(device.block_ids), len(pairs))
-            return pairs
+        enqueue = copies._enqueue
+        store, load = worker.submit_store, worker.submit_load
 
-        worker._addresses = counted
+        def counted(copies: list[tuple[int, int, int]]) -> None:
+            self.copied["copies"] += len(copies)
+            enqueue(copies)
+
+        def on_store(job_id: int, src_spec: Any, dst_spec: Any) -> Any:
+            self._add(len(src_spec.block_ids), 0)
+            return store(job_id, src_spec, dst_spec)
+
+        def on_load(job_id: int, src_spec: Any, dst_spec: Any, *args: Any) -> Any:
+            self._add(len(dst_spec.block_ids), 0)
+            return load(job_id, src_spec, dst_spec, *args)
+
+        copies._enqueue = counted
+        worker.submit_store, worker.submit_load = on_store, on_load
 
     def _count_simple(self, backend: Any) -> None:
         launch = backend.launch_copy

@@ -67,14 +67,16 @@ def transfers(model: str, seconds: float) -> None:
     import torch
     from vllm.v1.kv_offload.base import GPULoadStoreSpec
     from vllm.v1.kv_offload.cpu.common import CPULoadStoreSpec
+    from vllm.v1.kv_offload.cpu.gpu_worker import CPUOffloadingWorker
 
-    from kvpatch.hostdevice.offloading import HostOffloadingWorker
+    from kvpatch.hostdevice import offloading
     from kvpatch.patches.elastic_memory.regions import Regions
     from kvpatch.patches.offloading.registration import canonical
 
     region = torch.zeros((TRANSFER, ROW), dtype=torch.int8)
     regions = Regions([region], [[0]])
-    worker = HostOffloadingWorker(canonical(regions), 1, TRANSFER)
+    offloading.prepare()  # vLLM's worker then has the host device's streams
+    worker = CPUOffloadingWorker(canonical(regions), 1, TRANSFER)
     order = list(range(TRANSFER))
     random.Random(1).shuffle(order)
     device = GPULoadStoreSpec(order, group_sizes=[TRANSFER], block_indices=[0])

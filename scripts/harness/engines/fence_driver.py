@@ -160,9 +160,11 @@ class Stage:
 def tier_of(connector: Any) -> Any:
     """The rows of an OffloadingConnector's CPU tier; runs in the worker."""
     worker = connector.connector_worker.worker
-    if not hasattr(worker, "tier"):  # up to 0.24 behind one handler for each direction
-        worker = next(iter(worker.handlers))._worker
-    (tier,) = worker.tier
+    if hasattr(worker, "_store_handler"):
+        directions = [worker._store_handler]
+    else:  # up to 0.24 one handler for each direction is registered
+        directions = [one for one in worker.handlers if one.gpu_to_cpu]
+    ((tier,),) = (one.dst_tensors for one in directions)
     return tier
 
 
@@ -176,7 +178,7 @@ def read_rows(worker: Any, rows: list[int]) -> list[Any]:
         if type(part).__name__ == connectors.OFFLOADING
     ]
     tier = tier_of(connector)
-    return [tier[row].numpy().view(np.float32).copy() for row in rows]
+    return [tier[row].numpy().ravel().view(np.float32).copy() for row in rows]
 
 
 def read_blocks(worker: Any, wanted: list[tuple[int, int]]) -> list[Any]:

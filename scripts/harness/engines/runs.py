@@ -185,9 +185,9 @@ def connector(run: Run) -> dict[str, Any]:
             else {"type": FIRST_FS.get(run.vllm, "fs"), "root_dir": folder}
             for folder in run.tiers
         ]
-        offloading = connectors.tiering(size, tiers, eviction_policy=run.policy)
+        offloading = connectors.tiering(size, tiers, not run.kvpatch, eviction_policy=run.policy)
     else:
-        offloading = connectors.offloading(size, eviction_policy=run.policy)
+        offloading = connectors.offloading(size, not run.kvpatch, eviction_policy=run.policy)
     if not run.inside:
         return offloading
     each = (offloading, simple, connectors.connector("NothingConnector"))

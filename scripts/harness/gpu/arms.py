@@ -67,7 +67,7 @@ def engine(job: processes.Job) -> processes.Job:
         max_num_seqs=SIZE.together,
         seed=0,
         attention_backend="TRITON_ATTN",
-        kv_transfer_config=connector_config(job["connector"], TIER_BYTES, on_host=False)
+        kv_transfer_config=connector_config(job["connector"], TIER_BYTES)
         if job["connector"]
         else None,
     )

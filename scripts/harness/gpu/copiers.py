@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, Protocol
@@ -36,13 +37,12 @@ class Offloading:
     def __init__(self, regions: Regions, rows: int, gpu: bool) -> None:
         from vllm.v1.kv_offload.base import GPULoadStoreSpec
         from vllm.v1.kv_offload.cpu.common import CPULoadStoreSpec
+        from vllm.v1.kv_offload.cpu.gpu_worker import CPUOffloadingWorker
 
-        if gpu:
-            from vllm.v1.kv_offload.cpu.gpu_worker import CPUOffloadingWorker as Worker
-        else:
-            from kvpatch.hostdevice.offloading import HostOffloadingWorker as Worker
+        if not gpu:
+            importlib.import_module("kvpatch.hostdevice.offloading")  # gives it streams
         self._device, self._tier = GPULoadStoreSpec, CPULoadStoreSpec
-        self._worker: Any = Worker(canonical(regions), 1, rows)
+        self._worker: Any = CPUOffloadingWorker(canonical(regions), 1, rows)
         self._jobs: set[int] = set()
         self._next = 0
 
