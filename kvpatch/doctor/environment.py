@@ -8,7 +8,7 @@ from typing import NamedTuple
 from kvpatch import environ, gate
 from kvpatch.doctor.finding import Finding, Level
 from kvpatch.doctor.packages import refused
-from kvpatch.environ import KVCACHED, OFF_VALUES, OURS, SWITCH
+from kvpatch.environ import KVCACHED, OURS, SWITCH
 
 TOPIC = "environment"
 COMBINATIONS = "known combinations"
@@ -129,7 +129,7 @@ def shown(settings: Mapping[str, str]) -> Finding:
 def switch(settings: Mapping[str, str]) -> Finding:
     """Return whether kvpatch would be on in a vLLM started from this environment."""
     value = SWITCH.read(settings)
-    if value in OFF_VALUES:
+    if SWITCH.is_off(settings):
         return Finding(
             TOPIC,
             Level.NOTE,

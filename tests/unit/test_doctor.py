@@ -450,6 +450,8 @@ def test_the_exit_code_and_json_say_it(monkeypatch, capsys, level, code):
 def test_an_import_that_is_asked_for_and_refused(fakes, monkeypatch):
     """The sentence that would stop vLLM, from the gates that need it."""
     path = f"{fakes}:{ROOT}"
-    (finding,) = imports.check(dict(os.environ) | {"PYTHONPATH": path, "KVPATCH": "no"})
+    (finding,) = imports.check(dict(os.environ) | {"PYTHONPATH": path, "KVPATCH": "both"})
     assert finding.level is Level.PROBLEM
-    assert finding.what.startswith("kvpatch refuses to start vLLM: KVPATCH=no is not a known value")
+    assert finding.what.startswith(
+        "kvpatch refuses to start vLLM: KVPATCH=both is not a known value"
+    )
