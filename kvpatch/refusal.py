@@ -183,6 +183,7 @@ CODES = {
     "KVP501": _setup("no GPU, and kvcached is built for one"),
     "KVP502": _setup("the host device has no size"),
     "KVP503": _setup("the host device has another size in running processes"),
+    "KVP504": _setup("the host device is needed or asked for, and not installed"),
 }
 
 
