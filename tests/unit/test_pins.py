@@ -1,0 +1,58 @@
+"""scripts/pins.txt: one file per package and hash, which pip compares."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+
+from harness import console, pins, pythons
+from kvpatch.hostdevice.__main__ import KVCACHED, SDISTS
+
+ROOT = Path(__file__).parents[2]
+A, B, C = "a" * 64, "b" * 64, "c" * 64
+
+
+def test_every_package_has_a_hash():
+    found = pins.pinned(pins.PINS.read_text())
+    assert [name for name, (_, hashes) in found.items() if not hashes] == []
+    assert len(found["torch"][1]) == 2  # the CPU build, and the one on PyPI
+
+
+def test_setup_compares_them():
+    assert "--no-deps --require-hashes -r scripts/pins.txt" in (ROOT / "scripts/setup").read_text()
+
+
+def test_the_sdist_of_kvcached_is_the_one_whose_sources_were_read():
+    record = ROOT / f"kvpatch/matrix/data/signatures/kvcached-{KVCACHED}.json"
+    assert SDISTS[KVCACHED] == json.loads(record.read_text())["sha256"]
+
+
+@pytest.mark.parametrize("line", ["rich", "rich>=13", "rich==15.0.0 --hash=md5:1", "-r other.txt"])
+def test_what_is_not_pinned_is_an_error(line):
+    with pytest.raises(console.HarnessError, match=re.escape(repr(line))):
+        pins.pinned(f"# comment\n{line}\n")
+
+
+def test_a_hash_is_kept_while_its_version_is():
+    before = f"# comment\nTorch==1 --hash=sha256:{B}\nrich==1 --hash=sha256:{B}\n"
+    after = "# comment\nTorch==1\nrich==2\n"
+    assert pins.renewed(after, pins.pinned(before), {"torch": A, "rich": C}) == (
+        f"# comment\nTorch==1 --hash=sha256:{A} --hash=sha256:{B}\nrich==2 --hash=sha256:{C}\n"
+    )
+
+
+def test_what_pip_reports_is_read():
+    one = {
+        "metadata": {"name": "Typing_Extensions"},
+        "download_info": {"archive_info": {"hashes": {"sha256": A}}},
+    }
+    assert pins.downloads({"install": [one]}) == {"typing-extensions": A}
+
+
+def test_other_pythons_take_the_versions_alone():
+    found = pythons.pinned()
+    assert len(found) > 20
+    assert all(re.fullmatch(r"[\w.-]+==[\w.]+", pin) for pin in found)
