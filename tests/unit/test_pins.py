@@ -5,10 +5,12 @@ from __future__ import annotations
 import json
 import re
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from harness import console, pins, pythons
+from kvpatch.hostdevice import __main__ as install
 from kvpatch.hostdevice.__main__ import KVCACHED, SDISTS
 
 ROOT = Path(__file__).parents[2]
@@ -56,3 +58,18 @@ def test_other_pythons_take_the_versions_alone():
     found = pythons.pinned()
     assert len(found) > 20
     assert all(re.fullmatch(r"[\w.-]+==[\w.]+", pin) for pin in found)
+
+
+def test_only_that_sdist_is_built(monkeypatch):
+    """pip took what the index had under that version."""
+    asked = []
+
+    def run(command, **options):
+        asked.append((command, Path(command[-1]).read_text()))
+        return SimpleNamespace(returncode=1)
+
+    monkeypatch.setattr(install.subprocess, "run", run)
+    assert install.install(KVCACHED) == 1
+    ((command, wanted),) = asked
+    assert "--require-hashes" in command
+    assert wanted == f"kvcached=={KVCACHED} --hash=sha256:{SDISTS[KVCACHED]}\n"
