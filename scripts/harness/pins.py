@@ -1,7 +1,8 @@
 """scripts/pins: the hash of every package of scripts/pins.txt, as the package index has it.
 
-After an upgrade: write the versions (``pip freeze --all``), then run this. A hash that is there
-stays while its version does: torch has two, of the CPU build and of the one on PyPI.
+After an upgrade: write the versions (``pip freeze --all``), then run this, where the index has the
+CPU build of torch. One hash per package: of several, pip prefers the file whose hash the index
+tells, which for torch is the CUDA build of PyPI.
 """
 
 from __future__ import annotations
@@ -52,25 +53,15 @@ def downloads(report: Mapping[str, Any]) -> dict[str, str]:
     }
 
 
-def renewed(text: str, kept: Mapping[str, tuple[str, frozenset[str]]], new: dict[str, str]) -> str:
-    """Return scripts/pins.txt with hashes.
-
-    Args:
-        text: its lines, with or without hashes.
-        kept: what was pinned before.
-        new: the hash of each package that the index has now.
-    """
+def renewed(text: str, new: Mapping[str, str]) -> str:
+    """Return the lines of scripts/pins.txt with the hash of each package that the index has."""
     lines = []
     for line in text.splitlines():
         match = PINNED.fullmatch(line)
         if match is None:
             lines.append(line)
             continue
-        name = canonical(match[1])
-        version, before = kept.get(name, ("", frozenset()))
-        hashes = {new[name], *(before if version == match[2] else ())}
-        pin = f"{match[1]}=={match[2]}"
-        lines.append(" ".join([pin, *(f"--hash=sha256:{one}" for one in sorted(hashes))]))
+        lines.append(f"{match[1]}=={match[2]} --hash=sha256:{new[canonical(match[1])]}")
     return "\n".join(lines) + "\n"
 
 
@@ -89,5 +80,5 @@ def main() -> int:
     """Renew the hashes."""
     console.parser("scripts/pins", __doc__ or "").parse_args()
     text = PINS.read_text()
-    PINS.write_text(renewed(text, pinned(text), ask_index(text)))
+    PINS.write_text(renewed(text, ask_index(text)))
     return 0
