@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import sys
 
-from kvpatch.environ import OFF_VALUES, SWITCH
+from kvpatch.environ import SWITCH
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -46,8 +46,10 @@ class VllmFinder:
         # A finder may call this one in turn, as wrapt's does: the activating loader then
         # wraps both vllm's own and wrapt's, and activates in the inner one.
         for finder in list(sys.meta_path):
-            if finder is not self:
-                spec = finder.find_spec(name, path, target)
+            # Python itself skips a finder without find_spec, as six's was before 1.16.
+            find_spec = getattr(finder, "find_spec", None)
+            if finder is not self and find_spec is not None:
+                spec: ModuleSpec | None = find_spec(name, path, target)
                 if spec is not None:
                     return spec
         return None
@@ -99,7 +101,8 @@ def _activation() -> Any:
 
 
 def _switched_off() -> bool:
-    return SWITCH.read() == "0"
+    """Whether the operator said so; an unset switch leaves it to the import."""
+    return bool(SWITCH.read()) and SWITCH.is_off()
 
 
 def switch_on() -> None:
@@ -120,7 +123,7 @@ def switch_on() -> None:
             "import kvpatch first, or set KVPATCH=1 in the environment, or set KVPATCH=0 "
             "to leave vllm as it is"
         )
-    if SWITCH.read() in OFF_VALUES:
+    if not SWITCH.read():
         switched_on_by_import = True
         os.environ[SWITCH.name] = "1"  # inherited by child processes
     _finder = VllmFinder()

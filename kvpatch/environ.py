@@ -10,7 +10,7 @@ import os
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Callable, Mapping
 
 
 class Variable:
@@ -20,14 +20,19 @@ class Variable:
         name: its name in the environment.
         meaning: its effect, for the documentation.
         unset: the effect of leaving it unset, for the documentation.
+        parse: what reads its value, and raises a ValueError for one that it cannot read; None
+            if every value is one.
     """
 
-    __slots__ = ("meaning", "name", "unset")
+    __slots__ = ("meaning", "name", "parse", "unset")
 
-    def __init__(self, name: str, meaning: str, unset: str) -> None:
+    def __init__(
+        self, name: str, meaning: str, unset: str, parse: Callable[[str], object] | None = None
+    ) -> None:
         self.name = name
         self.meaning = meaning
         self.unset = unset
+        self.parse = parse
 
     def read(self, environment: Mapping[str, str] = os.environ) -> str:
         """Return its value without surrounding whitespace; empty if unset."""
@@ -37,14 +42,68 @@ class Variable:
         """Return whether its value is one of ``ON_VALUES``."""
         return self.read(environment).lower() in ON_VALUES
 
+    def is_off(self, environment: Mapping[str, str] = os.environ) -> bool:
+        """Return whether its value is one of ``OFF_VALUES``, of which one is to leave it unset."""
+        return self.read(environment).lower() in OFF_VALUES
+
     def __str__(self) -> str:
         return self.name
 
 
-ON_VALUES = ("1", "true", "on")
-OFF_VALUES = ("", "0")
+ON_VALUES = ("1", "true", "on", "yes")
+OFF_VALUES = ("", "0", "false", "off", "no")  # and in the startup files, which import nothing
+_SECONDS = {"": 1}
+_BYTES = {"": 1, "MiB": 1 << 20, "GiB": 1 << 30}
 
-SWITCH = Variable("KVPATCH", "`1`, `true` or `on` switches kvpatch on, `0` off", "off")
+
+def boolean(text: str) -> bool:
+    """Return whether ``text`` means on.
+
+    Raises:
+        ValueError: it means neither on nor off.
+    """
+    if text.lower() not in ON_VALUES + OFF_VALUES:
+        raise ValueError("it means neither on nor off; use 1 or 0")
+    return text.lower() in ON_VALUES
+
+
+def seconds(text: str) -> float:
+    """Return a duration: a number of seconds above 0, without a unit.
+
+    Raises:
+        ValueError: it is none.
+    """
+    number = _number(text, _SECONDS)
+    if number <= 0:
+        raise ValueError("it is not a number of seconds; use for example 10 or 0.5")
+    return number
+
+
+def size(text: str) -> int:
+    """Return a size in bytes: a number above 0, of bytes or with a unit.
+
+    Raises:
+        ValueError: it is none.
+    """
+    number = int(_number(text, _BYTES))
+    if number <= 0:
+        raise ValueError("it is not a size; use for example 2GiB or 512MiB")
+    return number
+
+
+def _number(text: str, units: Mapping[str, float]) -> float:
+    """Return a decimal number in its unit; 0 if it is none."""
+    import re  # here, because this module is imported in every process
+
+    match = re.fullmatch(r"([0-9]+(?:\.[0-9]+)?)([A-Za-z]*)", text)
+    return float(match[1]) * units.get(match[2], 0) if match else 0
+
+
+SWITCH = Variable(
+    "KVPATCH",
+    "`1`, `true`, `on` or `yes` switches kvpatch on; `0`, `false`, `off` or `no` off",
+    "off",
+)
 ALLOW_VLLM = Variable(
     "KVPATCH_ALLOW_VLLM",
     "exact version of one vLLM release to start although not validated",
@@ -59,12 +118,13 @@ HOST_DEVICE_DIR = Variable(
     "KVPATCH_HOST_DEVICE_DIR", "folder of the host device's ledger", "/dev/shm"
 )
 DEBUG = Variable(
-    "KVPATCH_DEBUG", "`1` checksums and verifies every stored block; for debugging", "off"
+    "KVPATCH_DEBUG", "`1` checksums and verifies every stored block; for debugging", "off", boolean
 )
 TIER_PATIENCE = Variable(
     "KVPATCH_TIER_PATIENCE",
     "seconds before an unresponsive secondary tier is treated as a miss",
     "10",
+    seconds,
 )
 OUR_IPC_NAME = Variable("KVPATCH_IPC_NAME", "internal: set by kvpatch for child processes", "none")
 REFUSAL_FILE = Variable(

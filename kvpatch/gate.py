@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import wrapt
 
 from kvpatch import supported
-from kvpatch.environ import ALLOW_VLLM, KVCACHED_SWITCHES, OFF_VALUES, ON_VALUES, SWITCH
+from kvpatch.environ import ALLOW_VLLM, KVCACHED_SWITCHES, OURS, SWITCH
 from kvpatch.patch import Feature, Outcome, Patch, load
 from kvpatch.refusal import Refusal
 from kvpatch.versions import Installed, in_words
@@ -48,16 +48,29 @@ def supported_versions(package: str) -> Sequence[str]:
 
 
 def check_environment(environment: Mapping[str, str] = os.environ) -> Refusal | None:
-    """Gate 1: the switch has a known value, and kvcached's switches do not contradict it."""
-    value = SWITCH.read(environment).lower()
-    if value not in ON_VALUES + OFF_VALUES:
+    """Gate 1: every variable can be read, and kvcached's switches do not contradict ours."""
+    if not (SWITCH.is_on(environment) or SWITCH.is_off(environment)):
         return Refusal(
             f"{SWITCH}={environment[SWITCH.name]} is not a known value",
             "it would be unclear whether kvpatch is on",
-            f"set {SWITCH} to 1, true or on to switch it on, or to 0 (or leave it unset) "
-            "to switch it off",
+            f"set {SWITCH} to 1, true, on or yes to switch it on, or to 0, false, off or no "
+            "(or leave it unset) to switch it off",
             code="KVP101",
         )
+    for variable in OURS:
+        text = variable.read(environment)
+        if variable.parse is None or not text:
+            continue
+        try:
+            variable.parse(text)
+        except ValueError as error:
+            why, _, remedy = str(error).partition("; ")
+            return Refusal(
+                f"{variable}={text} cannot be read",
+                why,
+                f"{remedy}, or unset {variable}, or set {SWITCH}=0",
+                code="KVP113",
+            )
     for name in KVCACHED_SWITCHES:
         setting = environment.get(name.name)
         # Read exactly as kvcached reads it; empty is equivalent to unset.

@@ -69,6 +69,7 @@ CODES = {
         "a release of vLLM with a fault that kvpatch does not fix", "`supported.FAULTS`"
     ),
     "KVP112": _setup("vllm is not installed"),
+    "KVP113": _setup("a variable of kvpatch has a value that cannot be read"),
     "KVP201": _incompatible(
         "a feature cannot be applied: a target is missing or has changed",
         "`test_targets` in tests/unit/test_gate.py",
@@ -182,6 +183,7 @@ CODES = {
     "KVP501": _setup("no GPU, and kvcached is built for one"),
     "KVP502": _setup("the host device has no size"),
     "KVP503": _setup("the host device has another size in running processes"),
+    "KVP504": _setup("the host device is needed or asked for, and not installed"),
 }
 
 

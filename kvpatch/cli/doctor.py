@@ -42,6 +42,17 @@ def run(options: argparse.Namespace) -> int:
     return 1 if problems else 0
 
 
+def printable(sentence: str) -> str:
+    """Return a sentence with what would control the terminal escaped.
+
+    Findings quote names of files, which anybody may have chosen.
+    """
+    return "".join(
+        letter if letter.isprintable() else letter.encode("unicode_escape").decode()
+        for letter in sentence
+    )
+
+
 def text(found: list[Finding]) -> str:
     """Return the report: the findings by topic, and a summary line."""
     lines = []
@@ -50,9 +61,9 @@ def text(found: list[Finding]) -> str:
         lines.append(topic)
         for finding in found:
             if finding.topic == topic:
-                lines.append(f"  {MARKS[finding.level]:<8}{finding.what}")
+                lines.append(f"  {MARKS[finding.level]:<8}{printable(finding.what)}")
                 if finding.remedy:
-                    lines.append(f"{'':10}-> {finding.remedy}")
+                    lines.append(f"{'':10}-> {printable(finding.remedy)}")
     count = {level: sum(finding.level is level for finding in found) for level in Level}
     verdict = "no reason found why vLLM would not start with kvpatch on"
     if count[Level.PROBLEM]:

@@ -8,13 +8,33 @@ from typing import NamedTuple
 from kvpatch import environ, gate
 from kvpatch.doctor.finding import Finding, Level
 from kvpatch.doctor.packages import refused
-from kvpatch.environ import KVCACHED, OFF_VALUES, OURS, SWITCH
+from kvpatch.environ import KVCACHED, OURS, SWITCH
 
 TOPIC = "environment"
 COMBINATIONS = "known combinations"
-SHOWN = ("KVPATCH", "KVCACHED_", "ENABLE_KVCACHED", "VLLM_", "CUDA_VISIBLE_DEVICES")
-SHOWN_TOO = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF", "LD_PRELOAD", "PYTHONPATH")
-SECRET = ("KEY", "TOKEN", "SECRET", "PASSWORD")
+# Variables whose values are shown: all others of these packages may be secrets.
+SHOWN = (
+    *(one.name for one in (*OURS, *KVCACHED)),
+    environ.VLLM_KV_CACHE_LAYOUT.name,
+    environ.VLLM_USE_V2_MODEL_RUNNER.name,
+    "CUDA_VISIBLE_DEVICES",
+    "LD_PRELOAD",
+    "PROMETHEUS_MULTIPROC_DIR",
+    "PYTHONHASHSEED",
+    "PYTHONPATH",
+    "PYTORCH_ALLOC_CONF",
+    "PYTORCH_CUDA_ALLOC_CONF",
+    "TRITON_INTERPRET",
+    "VLLM_ATTENTION_BACKEND",
+    "VLLM_CPU_KVCACHE_SPACE",
+    "VLLM_CPU_OMP_THREADS_BIND",
+    "VLLM_ENABLE_V1_MULTIPROCESSING",
+    "VLLM_LOGGING_LEVEL",
+    "VLLM_PLUGINS",
+    "VLLM_PORT",
+    "VLLM_WORKER_MULTIPROC_METHOD",
+)
+NAMED = ("KVPATCH", "KVCACHED_", "VLLM_")
 
 
 class Combination(NamedTuple):
@@ -117,11 +137,11 @@ def check(settings: Mapping[str, str]) -> list[Finding]:
 
 
 def shown(settings: Mapping[str, str]) -> Finding:
-    """Return every relevant variable, with its value unless its name suggests a secret."""
+    """Return every relevant variable, with its value if it is none of those that may be secret."""
     pairs = [
-        f"{name}={'(hidden)' if any(word in name for word in SECRET) else settings[name]}"
+        f"{name}={settings[name] if name in SHOWN else '(hidden)'}"
         for name in sorted(settings)
-        if name.startswith(SHOWN) or name in SHOWN_TOO
+        if name in SHOWN or name.startswith(NAMED)
     ]
     return Finding(TOPIC, Level.OK, "set: " + (" ".join(pairs) or "nothing that matters"))
 
@@ -129,7 +149,7 @@ def shown(settings: Mapping[str, str]) -> Finding:
 def switch(settings: Mapping[str, str]) -> Finding:
     """Return whether kvpatch would be on in a vLLM started from this environment."""
     value = SWITCH.read(settings)
-    if value in OFF_VALUES:
+    if SWITCH.is_off(settings):
         return Finding(
             TOPIC,
             Level.NOTE,

@@ -7,6 +7,7 @@ import subprocess
 import sys
 from collections.abc import Mapping
 
+from kvpatch.doctor import interpreter
 from kvpatch.doctor.finding import Finding, Level
 from kvpatch.environ import SWITCH
 
@@ -24,14 +25,8 @@ print("\\n" + json.dumps({"features": features, "patches": len(activation.transa
 def check(settings: Mapping[str, str]) -> list[Finding]:
     """Import vllm with kvpatch on, and report what was applied or the refusal."""
     try:
-        done = subprocess.run(
-            [sys.executable, "-c", PROBE],
-            env=dict(settings) | {SWITCH.name: SWITCH.read(settings) or "1"},
-            capture_output=True,
-            text=True,
-            timeout=SECONDS,
-            check=False,
-        )
+        on = dict(settings) | {SWITCH.name: SWITCH.read(settings) or "1"}
+        done = interpreter.run(sys.executable, PROBE, on, SECONDS)
     except subprocess.TimeoutExpired:
         what = f"vllm was not imported within {SECONDS} s"
         return [Finding(TOPIC, Level.PROBLEM, what, "import it by hand to see where it waits")]

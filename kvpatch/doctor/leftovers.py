@@ -14,9 +14,11 @@ import stat
 import struct
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import NamedTuple
 
+from kvpatch.doctor import namespaces
 from kvpatch.doctor.finding import Finding, Level
 from kvpatch.patches.elastic_memory.ipc_name import CLAIM
 from kvpatch.sizes import readable
@@ -63,15 +65,17 @@ class Leftover:
 
     Attributes:
         path: its path.
+        folder: the shared folder that it is in.
         what: its description.
         owner: the user it belongs to.
         bytes: the memory or disk space that it occupies.
         mine: whether this user may remove it.
-        certain: whether its engine is known to have exited; another user's processes
-            cannot be inspected.
+        certain: whether its engine is known to have exited; the processes of another user,
+            and of a container that shares the folder, cannot be inspected.
     """
 
     path: Path
+    folder: Path
     what: str
     owner: str
     bytes: int
@@ -92,19 +96,25 @@ def check(kinds: Iterable[Kind] = KINDS, me: int | None = None) -> list[Finding]
 
 def report(group: list[Leftover]) -> Finding:
     """Return the line about leftovers of one kind and owner."""
-    first, paths = group[0], [str(leftover.path) for leftover in group]
+    first, paths = group[0], [in_shell(leftover.path) for leftover in group]
     total = readable(sum(leftover.bytes for leftover in group))
     one = len(group) == 1
     name = paths[0] if one else f"{len(group)} times"
     what = f"{first.what}, {name}, {total} of {first.owner}: "
     if first.certain:
-        what += "its engine is gone" if one else "their engines are gone"
+        what += "its engine has exited" if one else "their engines have exited"
     else:
-        what += "whether it is in use cannot be seen from here"
-    if first.mine:
-        flag = "-r " if any(leftover.path.is_dir() for leftover in group) else ""
-        return Finding(TOPIC, Level.WARNING, what, f"rm {flag}{' '.join(map(shlex.quote, paths))}")
+        what += f"whether {'it is' if one else 'they are'} in use cannot be seen from here"
+    if first.mine and first.certain:
+        flag = "-r " if any(is_folder(leftover.path) for leftover in group) else ""
+        return Finding(TOPIC, Level.WARNING, what, f"rm {flag}{' '.join(paths)}")
     where = "" if one else f" ({', '.join(paths)})"
+    if first.mine:
+        remedy = (
+            f"remove {'it' if one else 'them'} when no container that shares "
+            f"{first.folder} runs an engine"
+        )
+        return Finding(TOPIC, Level.NOTE, what + where, remedy)
     return Finding(TOPIC, Level.NOTE, what + where, f"ask {first.owner} to remove it")
 
 
@@ -117,10 +127,13 @@ def find(kinds: Iterable[Kind], me: int | None = None) -> Iterator[Leftover]:
     """
     me = os.getuid() if me is None else me
     used: set[str] | None = None
+    seen = cache(namespaces.all_are_seen)
     for kind in kinds:
         for path in sorted(kind.folder.glob(kind.pattern)):
             try:
                 status = path.lstat()
+                if path.parent != kind.folder and path.parent.is_symlink():
+                    continue  # what is behind it is somebody's choice
                 if kind.pool and not is_pool(path, status):
                     continue
             except OSError:
@@ -135,14 +148,20 @@ def find(kinds: Iterable[Kind], me: int | None = None) -> Iterator[Leftover]:
                 continue
             mine = status.st_uid == me
             certain = mine or me == 0 or bool(kind.pid or kind.group)
-            yield Leftover(path, kind.what, user(status.st_uid), size(path), mine, certain)
+            certain = certain and seen(kind.folder, status.st_uid)
+            owner = user(status.st_uid)
+            yield Leftover(path, kind.folder, kind.what, owner, size(path), mine, certain)
 
 
 def is_pool(path: Path, status: os.stat_result) -> bool:
     """Whether a file is a pool of kvcached, which identifies one by its size too."""
     if not stat.S_ISREG(status.st_mode) or status.st_size != POOL.size:
         return False
-    content = path.read_bytes()
+    file = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
+    try:
+        content = os.read(file, POOL.size)
+    finally:
+        os.close(file)
     limit, used, reserved = POOL.unpack(content) if len(content) == POOL.size else (0, 0, 0)
     return bool(limit > 0 and used >= 0 and reserved >= 0)
 
@@ -201,8 +220,11 @@ def paths_in_use() -> set[str]:
 
 
 def size(path: Path) -> int:
-    """Return the bytes allocated to a file, or to everything in a folder."""
-    files = [path, *(path.rglob("*") if path.is_dir() else ())]
+    """Return the bytes allocated to a file, or to all in a folder; no link is followed."""
+    files = [path]
+    if is_folder(path):
+        for folder, folders, names in os.walk(path):
+            files += [Path(folder, name) for name in (*folders, *names)]
     total = 0
     for file in files:
         try:
@@ -210,6 +232,22 @@ def size(path: Path) -> int:
         except OSError:
             continue
     return total
+
+
+def is_folder(path: Path) -> bool:
+    """Whether it is a folder, and not a link to one."""
+    return path.is_dir() and not path.is_symlink()
+
+
+def in_shell(path: Path) -> str:
+    """Return a path as a word of a shell command, without control characters of its name."""
+    if str(path).isprintable():
+        return shlex.quote(str(path))
+    plain = (
+        chr(byte) if 32 <= byte < 127 and byte not in b"'\\" else f"\\x{byte:02x}"
+        for byte in os.fsencode(path)
+    )
+    return f"$'{''.join(plain)}'"
 
 
 def user(uid: int) -> str:

@@ -99,7 +99,8 @@ def check_extension() -> list[Finding]:
                 Level.PROBLEM,
                 f"kvcached has no compiled extension in {folder}, so that it cannot map memory",
                 "build it: pip install --no-build-isolation --no-cache-dir kvcached on a machine "
-                "with CUDA, or python -m kvpatch.hostdevice install without",
+                "with CUDA; without, install kvpatch-hostdevice and run "
+                "python -m kvpatch.hostdevice install",
             )
         ]
     for_host = HOST_DEVICE_MARK in extensions[0].read_bytes()
@@ -111,7 +112,8 @@ def check_extension() -> list[Finding]:
             TOPIC,
             Level.PROBLEM,
             "kvcached's extension is built for a GPU and this machine has no driver for one",
-            "install the driver, or run python -m kvpatch.hostdevice install",
+            "install the driver, or install kvpatch-hostdevice and run "
+            "python -m kvpatch.hostdevice install",
         )
     ]
 

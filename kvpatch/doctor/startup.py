@@ -9,6 +9,7 @@ import sys
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
+from kvpatch.doctor import interpreter
 from kvpatch.doctor.finding import Finding, Level
 from kvpatch.environ import SWITCH
 
@@ -90,22 +91,15 @@ def check_firing(python: str, settings: Mapping[str, str]) -> Finding:
     with -S or -I, or fail in another startup file.
     """
     try:
-        done = subprocess.run(
-            [python, "-c", PROBE],
-            env=dict(settings) | {SWITCH.name: "1"},
-            capture_output=True,
-            text=True,
-            timeout=SECONDS,
-            check=False,
-        )
+        done = interpreter.run(python, PROBE, dict(settings) | {SWITCH.name: "1"}, SECONDS)
         answer = json.loads(done.stdout.splitlines()[-1])
     except (OSError, subprocess.SubprocessError, ValueError, IndexError) as error:
         return Finding(
             TOPIC,
             Level.PROBLEM,
-            f"{python} could not be asked whether the startup file fires "
+            f"{python} failed to run the check of the startup file "
             f"({type(error).__name__}: {error})",
-            "fix that Python",
+            f"run {python} -c 'import json' to see why",
         )
     if answer["waiting"]:
         return Finding(TOPIC, Level.OK, f"it fires in {python} and loads {answer['file']}")

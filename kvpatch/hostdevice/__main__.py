@@ -7,12 +7,15 @@ import os
 import subprocess
 import sys
 import sysconfig
+import tempfile
 from importlib import metadata
 from pathlib import Path
 
 from kvpatch.hostdevice import ledger
 
 KVCACHED = "0.1.6"
+# The sdists that may be built here, with their hashes.
+SDISTS = {KVCACHED: "4a1a428244b5e3667841e28f03a4a20be7066a21a856b2deaef727e18f845068"}
 
 
 def install(version: str) -> int:
@@ -23,8 +26,11 @@ def install(version: str) -> int:
     here = Path(__file__).parent
     environment = dict(os.environ, PYTHONPATH=str(here / "buildtime"), KVPATCH="0")
     command = [sys.executable, "-m", "pip", "install", "-q", "--no-cache-dir", "--force-reinstall"]
-    command += ["--no-deps", "--no-build-isolation", "--no-binary", "kvcached"]
-    built = subprocess.run([*command, f"kvcached=={version}"], env=environment, check=False)
+    command += ["--no-deps", "--no-build-isolation", "--no-binary", "kvcached", "--require-hashes"]
+    with tempfile.TemporaryDirectory() as folder:
+        wanted = Path(folder, "kvcached.txt")  # pip takes hashes from a file only
+        wanted.write_text(f"kvcached=={version} --hash=sha256:{SDISTS[version]}\n")
+        built = subprocess.run([*command, "-r", str(wanted)], env=environment, check=False)
     if built.returncode:
         print(
             "kvcached was not built: it needs g++, torch, setuptools>=77 and wheel in this "
@@ -107,7 +113,9 @@ def main() -> int:
     )
     commands = parser.add_subparsers(dest="command", required=True)
     installer = commands.add_parser("install", help="build and install kvcached for it")
-    installer.add_argument("--kvcached", default=KVCACHED, help="version (default: %(default)s)")
+    installer.add_argument(
+        "--kvcached", default=KVCACHED, choices=SDISTS, help="version (default: %(default)s)"
+    )
     commands.add_parser("name", help="let vLLM's CPU build answer to the name vllm")
     commands.add_parser("show", help="print its size and its users")
     arguments = parser.parse_args()

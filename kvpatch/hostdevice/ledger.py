@@ -8,13 +8,12 @@ from __future__ import annotations
 
 import fcntl
 import os
-import re
 import struct
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from kvpatch.environ import HOST_DEVICE, HOST_DEVICE_DIR
+from kvpatch.environ import HOST_DEVICE, HOST_DEVICE_DIR, size
 from kvpatch.process import start_ticks
 
 _PAGE = 2 << 20
@@ -22,7 +21,6 @@ _MAGIC = 0x3144564854415650
 _HEADER = struct.Struct("=Qq")
 _SLOT = struct.Struct("=qqq")
 _SLOTS = 128
-_UNITS = {"": 1, "MiB": 1 << 20, "GiB": 1 << 30}
 
 
 def device_size() -> int:
@@ -32,11 +30,13 @@ def device_size() -> int:
         ValueError: the variable is unset or not a size.
     """
     text = HOST_DEVICE.read()
-    match = re.fullmatch(r"(\d+(?:\.\d+)?)(MiB|GiB)?", text)
-    size = int(float(match[1]) * _UNITS[match[2] or ""]) // _PAGE * _PAGE if match else 0
-    if size == 0:
+    try:
+        pages = size(text) // _PAGE
+    except ValueError:
+        pages = 0
+    if pages == 0:
         raise ValueError(f'{HOST_DEVICE}="{text}" is not a size; use for example 2GiB or 512MiB')
-    return size
+    return pages * _PAGE
 
 
 def ledger_path(index: int = 0) -> Path:

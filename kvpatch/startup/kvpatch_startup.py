@@ -3,10 +3,12 @@
 import os
 import sys
 
+OFF_VALUES = ("", "0", "false", "off", "no")  # as in kvpatch.environ, not imported while off
+
 
 def start() -> None:
     """Import kvpatch if ``KVPATCH`` is set; never break another program."""
-    if os.environ.get("KVPATCH", "").strip() in ("", "0"):
+    if os.environ.get("KVPATCH", "").strip().lower() in OFF_VALUES:
         return
     try:
         import kvpatch  # noqa: F401
@@ -23,7 +25,7 @@ def verify() -> None:
     Raises:
         RuntimeError: nothing of vLLM is patched in this process.
     """
-    if os.environ.get("KVPATCH", "").strip() in ("", "0"):
+    if os.environ.get("KVPATCH", "").strip().lower() in OFF_VALUES:
         return
     activation = sys.modules.get("kvpatch.activation")
     if activation is not None and activation.transaction.applied:

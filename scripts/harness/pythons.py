@@ -25,6 +25,8 @@ TOOLS = """
     pytest pytest-timeout pytest-xdist execnet httpx httpcore h11 anyio idna certifi sniffio
     typing_extensions iniconfig prometheus_client psutil rich markdown-it-py mdurl pluggy pygments
     hatchling editables pathspec trove-classifiers packaging wrapt
+    cyclonedx-python-lib license-expression packageurl-python py-serializable boolean.py defusedxml
+    sortedcontainers jsonschema jsonschema-specifications referencing rpds-py attrs
 """
 # Parts of the standard library from 3.11 on, which pytest needs.
 BACKPORTS = ('exceptiongroup; python_version < "3.11"', 'tomli; python_version < "3.11"')
@@ -33,7 +35,9 @@ BACKPORTS = ('exceptiongroup; python_version < "3.11"', 'tomli; python_version <
 def pinned() -> list[str]:
     """Return the requirements of ``TOOLS``, as scripts/pins.txt pins them."""
     lines = (ROOT / "scripts/pins.txt").read_text().splitlines()
-    return [line for line in lines if line.partition("==")[0].lower() in TOOLS.split()]
+    # Their hashes are of the files for one Python only.
+    pins = [line.partition(" ")[0] for line in lines if not line.startswith("#")]
+    return [pin for pin in pins if pin.partition("==")[0].lower() in TOOLS.split()]
 
 
 def oldest(name: str) -> str:

@@ -16,11 +16,21 @@ def test_banana(serve):
     refused = serve(KVPATCH="banana")
     assert refused.sentence == (
         f"{REFUSES}KVPATCH=banana is not a known value, because it would be unclear whether "
-        "kvpatch is on; set KVPATCH to 1, true or on to switch it on, or to 0 (or leave "
-        "it unset) to switch it off."
+        "kvpatch is on; set KVPATCH to 1, true, on or yes to switch it on, or to 0, false, off or "
+        "no (or leave it unset) to switch it off."
     )
     assert refused.code == "KVP101"
     assert "Traceback" not in refused.log
+
+
+def test_a_variable_that_cannot_be_read(serve):
+    """Debug mode was off without a word."""
+    refused = serve(KVPATCH_DEBUG="banana")
+    assert refused.sentence == (
+        f"{REFUSES}KVPATCH_DEBUG=banana cannot be read, because it means neither on nor off; use 1 "
+        "or 0, or unset KVPATCH_DEBUG, or set KVPATCH=0."
+    )
+    assert refused.code == "KVP113"
 
 
 def test_banana_before_a_submodule_of_vllm(python):

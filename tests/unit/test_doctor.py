@@ -19,7 +19,16 @@ from types import SimpleNamespace
 import pytest
 
 from kvpatch import cli, doctor, environ, patches
-from kvpatch.doctor import Level, environment, imports, leftovers, machine, packages, startup
+from kvpatch.doctor import (
+    Level,
+    environment,
+    imports,
+    leftovers,
+    machine,
+    namespaces,
+    packages,
+    startup,
+)
 from kvpatch.patches.elastic_memory import ipc_name
 from kvpatch.versions import Installed
 
@@ -35,6 +44,12 @@ def worst(found):
 def not_imported(monkeypatch):
     """The doctor looks for kvcached on the path; another lane's test may have imported it."""
     monkeypatch.delitem(sys.modules, "kvcached", raising=False)
+
+
+@pytest.fixture(autouse=True)
+def all_seen(monkeypatch):
+    """As on a machine without containers; the tests may run in one."""
+    monkeypatch.setattr(namespaces, "all_are_seen", lambda folder, uid: True)
 
 
 @pytest.fixture
@@ -117,7 +132,30 @@ def test_a_startup_file_with_nothing_behind_it(prefix):
 
 
 def test_an_interpreter_that_does_not_run(tmp_path):
-    assert startup.check_firing(str(tmp_path / "no-python"), {}).level is Level.PROBLEM
+    finding = startup.check_firing(str(tmp_path / "no-python"), {})
+    assert finding.level is Level.PROBLEM
+    assert "failed to run the check of the startup file (FileNotFoundError:" in finding.what
+
+
+def test_nothing_of_the_current_folder_is_imported(prefix, tmp_path, monkeypatch, fakes):
+    """Root may run it in /tmp, where anybody's json.py would be executed."""
+    python, site = prefix
+    install(site)
+    monkeypatch.chdir(tmp_path)
+    for name in ("json.py", "vllm.py"):
+        (tmp_path / name).write_text("open('executed', 'w').close()\n")
+    finding = startup.check_firing(str(python), {})
+    assert finding.level is Level.OK, finding
+    imports.check(dict(os.environ) | {"PYTHONPATH": f"{fakes}:{ROOT}", "KVPATCH": "1"})
+    assert not (tmp_path / "executed").exists()
+
+
+def test_a_path_without_the_current_folder_stays_whole(prefix):
+    """With PYTHONSAFEPATH (3.11) the first entry is one that the operator wants."""
+    python, site = prefix
+    install(site)
+    finding = startup.check_firing(str(python), {"PYTHONSAFEPATH": "1"})
+    assert finding.level is Level.OK, finding
 
 
 # Packages
@@ -271,10 +309,27 @@ def test_the_environment(settings, level, word):
     assert any(word in finding.what for finding in found if finding.level is level)
 
 
-def test_what_looks_like_a_secret_is_not_printed():
-    (line, *_) = environment.check({"VLLM_API_KEY": "hunter2", "VLLM_PORT": "1"})
-    assert "VLLM_API_KEY=(hidden) VLLM_PORT=1" in line.what
+@pytest.mark.parametrize(
+    "name",
+    [
+        "VLLM_API_KEY",
+        "VLLM_DB_PASSWD",
+        "VLLM_CREDENTIALS",
+        "VLLM_HTTP_AUTH",
+        "KVCACHED_X",
+        "KVPATCH_X",
+    ],
+)
+def test_only_known_variables_are_printed_with_their_values(name):
+    (line, *_) = environment.check({name: "hunter2", "VLLM_PORT": "1"})
+    assert f"{name}=(hidden)" in line.what
+    assert "VLLM_PORT=1" in line.what
     assert "hunter2" not in line.what
+
+
+def test_a_limit_of_tokens_is_no_secret():
+    (line, *_) = environment.check({"KVCACHED_MAX_CACHED_TOKENS": "16000"})
+    assert "KVCACHED_MAX_CACHED_TOKENS=16000" in line.what
 
 
 def test_every_variable_is_named_in_one_place():
@@ -331,7 +386,7 @@ def test_a_leaked_region(kind):
     (finding,) = leftovers.check([kind])
     assert finding.level is Level.WARNING
     assert "8 KiB" in finding.what
-    assert "its engine is gone" in finding.what
+    assert "its engine has exited" in finding.what
     assert finding.remedy == f"rm {region}"
     assert region.exists()
 
@@ -362,6 +417,120 @@ def test_somebody_elses_leftover_is_named_and_never_deleted(kind):
     assert f"of {owner}" in finding.what
     assert finding.remedy == f"ask {owner} to remove it"
     assert region.exists()
+
+
+def test_a_file_that_a_container_may_use_is_never_to_be_removed(kind, monkeypatch):
+    """Its engine has another pid namespace, and looks dead from here."""
+    region = kind.folder / "vllm_offload_1.mmap"
+    region.write_bytes(b"x" * 8192)
+    monkeypatch.setattr(namespaces, "all_are_seen", lambda folder, uid: False)
+    (finding,) = leftovers.check([kind])
+    assert finding.level is Level.NOTE
+    assert finding.what.endswith("whether it is in use cannot be seen from here")
+    assert finding.remedy == (
+        f"remove it when no container that shares {kind.folder} runs an engine"
+    )
+
+
+def test_a_link_is_not_followed(kind, tmp_path):
+    """/tmp/kvcached-tp-x -> / made it walk the machine."""
+    (tmp_path / "large").mkdir()
+    (tmp_path / "large/file").write_bytes(b"x" * (1 << 20))
+    folder = kind.folder / "kvcached-tp-mine"
+    folder.mkdir()
+    (folder / "inside").symlink_to(tmp_path / "large")
+    (kind.folder / "kvcached-tp-x").symlink_to(tmp_path / "large")
+    sockets = kind._replace(pattern="kvcached-tp-*")
+    found = {leftover.path.name: leftover.bytes for leftover in leftovers.find([sockets])}
+    assert found.keys() == {"kvcached-tp-mine", "kvcached-tp-x"}
+    assert all(size < 1 << 20 for size in found.values())
+    for name in ("kvcached-tp-mine", "kvcached-tp-x"):
+        (finding,) = leftovers.check([kind._replace(pattern=name)])
+        assert finding.remedy.startswith("rm -r ") == (name == "kvcached-tp-mine")
+
+
+def test_nothing_behind_a_linked_folder_is_a_leftover(kind, tmp_path):
+    (tmp_path / "pages").mkdir()
+    (tmp_path / "pages/1.page").write_bytes(b"x")
+    (kind.folder / "kvpatch-status-7").symlink_to(tmp_path / "pages")
+    pages = kind._replace(pattern="kvpatch-status-*/*.page")
+    assert list(leftovers.find([pages])) == []
+
+
+@pytest.mark.parametrize("name", ["a b;curl x|sh", "a\x1b]0;t\x07", "it's\n\udcff\x9b"], ids=ascii)
+def test_names_reach_neither_the_terminal_nor_the_shell(kind, capsys, monkeypatch, name):
+    region = kind.folder / f"vllm_offload_{name}.mmap"
+    region.write_bytes(b"x")
+    found = leftovers.check([kind])
+    monkeypatch.setattr(doctor, "examine", lambda settings, try_import: found)
+    cli.main(["doctor"])
+    lines = capsys.readouterr().out.splitlines()
+    assert all(line.isprintable() for line in lines)
+    (remedy,) = [line for line in lines if "-> rm " in line]
+    subprocess.run(["bash", "-c", remedy.partition("-> ")[2]], check=True)
+    assert not region.exists()
+
+
+class Machine:
+    """A /proc with processes of one's choice."""
+
+    def __init__(self, folder: Path) -> None:
+        self.proc = folder / "proc"
+        self.folder = folder / "shm"
+        self.folder.mkdir()
+        (self.proc / "self/ns").mkdir(parents=True)
+        (self.proc / "self/ns/pid").symlink_to(namespaces.INITIAL)
+        self.add("1")
+
+    def add(self, *pids: str, root: str = "/") -> None:
+        process = self.proc / pids[0]
+        process.mkdir()
+        (process / "status").write_text("Name:\tpython\nNSpid:\t{}\n".format("\t".join(pids)))
+        (process / "root").symlink_to(root)
+
+    def all_are_seen(self, uid: int) -> bool:
+        return ALL_ARE_SEEN(self.folder, uid, self.proc)
+
+
+ALL_ARE_SEEN = namespaces.all_are_seen
+
+
+def test_a_machine_without_containers_is_seen_whole(tmp_path):
+    assert Machine(tmp_path).all_are_seen(os.getuid())
+
+
+def test_from_inside_a_container_others_are_not_seen(tmp_path):
+    made = Machine(tmp_path)
+    (made.proc / "self/ns/pid").unlink()
+    (made.proc / "self/ns/pid").symlink_to("pid:[4026532178]")
+    assert not made.all_are_seen(os.getuid())
+
+
+def test_a_container_that_shares_the_folder_may_use_it(tmp_path):
+    made = Machine(tmp_path)
+    made.add("7", "1")
+    assert not made.all_are_seen(os.getuid())
+
+
+def test_a_container_with_a_folder_of_its_own_may_not(tmp_path):
+    made = Machine(tmp_path)
+    made.add("7", "1", root=str(tmp_path / "nothing"))
+    assert made.all_are_seen(os.getuid())
+
+
+def test_a_process_that_may_not_be_asked_counts_for_its_own_user(tmp_path, monkeypatch):
+    made = Machine(tmp_path)
+    made.add("7", "1")
+    stat = Path.stat
+
+    def refused(path, **options):
+        if path.name == "shm" and "root" in path.parts:
+            raise PermissionError
+        return stat(path, **options)
+
+    monkeypatch.setattr(Path, "stat", refused)
+    assert not made.all_are_seen(os.getuid())
+    assert made.all_are_seen(os.getuid() + 1)
 
 
 @pytest.fixture
@@ -450,6 +619,8 @@ def test_the_exit_code_and_json_say_it(monkeypatch, capsys, level, code):
 def test_an_import_that_is_asked_for_and_refused(fakes, monkeypatch):
     """The sentence that would stop vLLM, from the gates that need it."""
     path = f"{fakes}:{ROOT}"
-    (finding,) = imports.check(dict(os.environ) | {"PYTHONPATH": path, "KVPATCH": "no"})
+    (finding,) = imports.check(dict(os.environ) | {"PYTHONPATH": path, "KVPATCH": "both"})
     assert finding.level is Level.PROBLEM
-    assert finding.what.startswith("kvpatch refuses to start vLLM: KVPATCH=no is not a known value")
+    assert finding.what.startswith(
+        "kvpatch refuses to start vLLM: KVPATCH=both is not a known value"
+    )

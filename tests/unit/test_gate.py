@@ -238,8 +238,8 @@ def test_values_of_the_switch(value):
 def test_any_other_value_of_the_switch():
     assert str(gate.check_environment({"KVPATCH": "banana"})) == (
         "kvpatch refuses to start vLLM: KVPATCH=banana is not a known value, because it would be "
-        "unclear whether kvpatch is on; set KVPATCH to 1, true or on to switch it on, or to 0 (or "
-        "leave it unset) to switch it off. [KVP101]"
+        "unclear whether kvpatch is on; set KVPATCH to 1, true, on or yes to switch it on, or to "
+        "0, false, off or no (or leave it unset) to switch it off. [KVP101]"
     )
 
 

@@ -11,7 +11,7 @@ STUB = "import kvpatch_startup; kvpatch_startup.start()\n"
 LOADED = "import sys; print(sorted(n for n in ('kvpatch', 'wrapt', 'vllm') if n in sys.modules))\n"
 
 
-@pytest.mark.parametrize("value", ["", "0", " 0 ", " "])
+@pytest.mark.parametrize("value", ["", "0", " 0 ", " ", "false", "OFF", "no"])
 def test_off_imports_only_the_stub(python, value):
     done = python(STUB + LOADED, KVPATCH=value)
     assert (done.code, done.out, done.err) == (0, "[]\n", "")
@@ -22,28 +22,28 @@ def test_unset_imports_only_the_stub(python):
     assert (done.code, done.out, done.err) == (0, "[]\n", "")
 
 
-@pytest.mark.parametrize("value", ["1", "true", "on", " TRUE ", "On", "banana"])
+@pytest.mark.parametrize("value", ["1", "true", "on", "yes", " TRUE ", "On", "banana"])
 def test_on_waits_without_importing_anything_else(python, value):
     done = python(STUB + LOADED, KVPATCH=value)
     assert (done.code, done.out, done.err) == (0, "['kvpatch']\n", "")
 
 
-@pytest.mark.parametrize("value", ["1", "true", "on", " TRUE ", "On"])
+@pytest.mark.parametrize("value", ["1", "true", "on", "yes", " TRUE ", "On"])
 def test_on_patches_vllm(python, value):
     code = "import fake_patches, vllm.serving; print(vllm.serving.Server().serve('it'))"
     done = python(STUB + code, KVPATCH=value)
     assert (done.code, done.out, done.err) == (0, "patched it\n", "")
 
 
-@pytest.mark.parametrize("value", ["banana", "off", "2", "1 1"])
+@pytest.mark.parametrize("value", ["banana", "none", "2", "1 1"])
 def test_any_other_value_refuses_vllm_in_one_line(python, value):
     done = python(STUB + "import vllm; print('imported')", KVPATCH=value)
     assert done.code == 1
     assert done.out == ""
     assert done.err == (
         f"kvpatch refuses to start vLLM: KVPATCH={value} is not a known value, because "
-        "it would be unclear whether kvpatch is on; set KVPATCH to 1, true or on to "
-        "switch it on, or to 0 (or leave it unset) to switch it off. [KVP101]\n"
+        "it would be unclear whether kvpatch is on; set KVPATCH to 1, true, on or yes to switch "
+        "it on, or to 0, false, off or no (or leave it unset) to switch it off. [KVP101]\n"
     )
 
 
@@ -64,6 +64,21 @@ def test_a_program_with_vllm_as_an_option_goes_on(python, fakes, value):
     code = "try:\n  import vllm\nexcept ImportError as error:\n  print(type(error).__name__)"
     done = python(STUB + code, KVPATCH=value)
     assert (done.code, done.out, done.err) == (0, "ModuleNotFoundError\n", "")
+
+
+def test_a_finder_without_find_spec_is_skipped(python, fakes):
+    """As Python does: six had one before 1.16, and who asks for vllm must get an answer."""
+    (fakes / "vllm").rename(fakes / "elsewhere")
+    code = """
+import importlib.util, sys
+class Old:
+    def find_module(self, name, path=None):
+        return None
+sys.meta_path.insert(0, Old())
+print(importlib.util.find_spec("vllm"))
+"""
+    done = python(STUB + code, KVPATCH="1")
+    assert (done.code, done.out, done.err) == (0, "None\n", "")
 
 
 def test_vllm_missing_is_one_sentence_when_nobody_catches_it(python, fakes):
@@ -96,7 +111,7 @@ subprocess.run([sys.executable, "-S", "-c", child], check=True)
     assert (done.code, done.out) == (0, "1 patched here\npatched in a child\n")
 
 
-@pytest.mark.parametrize("value", ["0", " 0"])
+@pytest.mark.parametrize("value", ["0", " 0", "false", "off", "No"])
 def test_zero_wins_over_the_import(python, value):
     code = "import kvpatch, os, vllm.serving; print(vllm.serving.Server().serve('it'), os.environ)"
     done = python(code, KVPATCH=value)

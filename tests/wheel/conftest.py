@@ -51,14 +51,24 @@ class Environment:
         )
 
 
+def build(project: Path, folder: Path) -> Path:
+    """Build the wheel of a project into an empty folder."""
+    command = ["wheel", "--quiet", "--no-deps", "--no-build-isolation", "--wheel-dir", folder]
+    subprocess.run([sys.executable, "-m", "pip", *command, project], check=True)
+    (built,) = folder.glob("*.whl")
+    return built
+
+
 @pytest.fixture(scope="session")
 def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The wheel of the working tree."""
-    folder = tmp_path_factory.mktemp("wheel")
-    command = ["wheel", "--quiet", "--no-deps", "--no-build-isolation", "--wheel-dir", folder]
-    subprocess.run([sys.executable, "-m", "pip", *command, ROOT], check=True)
-    (built,) = folder.glob("*.whl")
-    return built
+    return build(ROOT, tmp_path_factory.mktemp("wheel"))
+
+
+@pytest.fixture(scope="session")
+def host_wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The wheel of the host device."""
+    return build(ROOT / "scripts/hostdevice", tmp_path_factory.mktemp("host-wheel"))
 
 
 @pytest.fixture(scope="session", params=["wheel", "editable"])

@@ -39,7 +39,9 @@ def test_the_startup_files_are_there(installed):
 
 def test_both_startup_files_name_the_same_importable_function(installed, run):
     (pth,) = (installed.site / "kvpatch-init.pth").read_text().splitlines()
-    assert pth == "import kvpatch_startup; kvpatch_startup.start()"
+    assert pth.startswith("import os; ")
+    assert "import kvpatch_startup" in pth
+    assert "kvpatch_startup.start()" in pth
     lines = (installed.site / "kvpatch-init.start").read_text().splitlines()
     (entry,) = [line for line in lines if line and not line.startswith("#")]
     assert entry == "kvpatch_startup:start"
@@ -49,11 +51,26 @@ def test_both_startup_files_name_the_same_importable_function(installed, run):
 
 
 @pytest.mark.parametrize("flags", [(), ("-I",), ("-E",), ("-s",), ("-O",)], ids=" ".join)
-@pytest.mark.parametrize("value", [None, "", "0"], ids=repr)
-def test_off_adds_the_stub_and_nothing_else(installed, modules, tmp_path, value, flags):
+@pytest.mark.parametrize("value", [None, "", "0", "false"], ids=repr)
+def test_off_adds_nothing(installed, modules, tmp_path, value, flags):
     environment = {} if value is None else {"KVPATCH": value}
     before = modules(without_startup(installed, tmp_path), *flags, **environment)
-    assert modules(installed.python, *flags, **environment) - before == {"kvpatch_startup"}
+    assert modules(installed.python, *flags, **environment) - before == set()
+
+
+@pytest.mark.parametrize("value", [None, "", "0", "false"], ids=repr)
+def test_off_a_startup_file_without_its_stub_says_nothing(fresh, run, value):
+    """Python prints eight lines for it, in every process."""
+    (fresh.site / "kvpatch_startup.py").unlink()
+    done = run(fresh.python, "-c", "pass", **({} if value is None else {"KVPATCH": value}))
+    assert (done.code, done.out, done.err) == (0, "", "")
+
+
+def test_on_a_startup_file_without_its_stub_stands_before_vllm(fresh, run):
+    (fresh.site / "kvpatch_startup.py").unlink()
+    assert run(fresh.python, "-c", "pass", KVPATCH="1").err == ""
+    done = run(fresh.python, "-c", "import vllm", KVPATCH="1")
+    assert (done.code, done.out, done.err) == (1, "", NOT_VALIDATED + "\n")
 
 
 @pytest.mark.parametrize("flags", [(), ("-I",), ("-E",), ("-s",), ("-O",)], ids=" ".join)

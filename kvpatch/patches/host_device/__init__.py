@@ -1,4 +1,7 @@
-"""The host device: kvcached's allocator on host memory; its code is in ``hostdevice``."""
+"""The host device: kvcached's allocator on host memory.
+
+Its code is in ``hostdevice``, which is a distribution of its own, ``kvpatch-hostdevice``.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +16,7 @@ FEATURE = Feature(
     name="host-device",
     summary="kvcached's own allocator runs on host memory, on machines without a GPU",
     since=FLOOR,
-    wanted="kvpatch.hostdevice.adapt:wanted",
+    wanted="kvpatch.patches.host_device.presence:wanted",
     seams=(
         Patch(
             id="host.torch",

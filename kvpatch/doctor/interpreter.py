@@ -1,0 +1,29 @@
+"""Running a check in an interpreter of its own."""
+
+from __future__ import annotations
+
+import subprocess
+from collections.abc import Mapping
+
+# ``-c`` puts the current folder in front of the path, where anybody's json.py or a checkout of
+# vLLM would be imported. ``-P`` exists from Python 3.11 on only.
+_WITHOUT_CURRENT_FOLDER = "import sys; getattr(sys.flags, 'safe_path', False) or sys.path.pop(0)\n"
+
+
+def run(
+    python: str, code: str, environment: Mapping[str, str], seconds: float
+) -> subprocess.CompletedProcess[str]:
+    """Run ``code`` in ``python``, with nothing of the current folder on its path.
+
+    Raises:
+        OSError: it cannot be started.
+        subprocess.TimeoutExpired: it takes longer than ``seconds``.
+    """
+    return subprocess.run(
+        [python, "-c", _WITHOUT_CURRENT_FOLDER + code],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=seconds,
+        check=False,
+    )

@@ -1,0 +1,97 @@
+"""How the values of environment variables are read."""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+from pathlib import Path
+
+import pytest
+
+from kvpatch import environ, gate
+
+STARTUP = Path(__file__).parents[2] / "kvpatch/startup"
+
+
+@pytest.mark.parametrize("text", ["1", "true", "on", "yes", "TRUE", "Yes"])
+def test_a_switch_that_is_on(text):
+    assert environ.boolean(text)
+    for variable in (environ.SWITCH, environ.DEBUG):
+        assert variable.is_on({variable.name: f" {text} "})
+        assert not variable.is_off({variable.name: text})
+
+
+@pytest.mark.parametrize("text", ["", "0", "false", "off", "no", "FALSE", "Off"])
+def test_a_switch_that_is_off(text):
+    assert not environ.boolean(text)
+    for variable in (environ.SWITCH, environ.DEBUG):
+        assert variable.is_off({variable.name: f" {text} "})
+        assert not variable.is_on({variable.name: text})
+
+
+@pytest.mark.parametrize("text", ["banana", "2", "on off", "10s"])
+def test_what_is_no_switch(text):
+    with pytest.raises(ValueError, match="neither on nor off"):
+        environ.boolean(text)
+
+
+@pytest.mark.parametrize(("text", "seconds"), [("10", 10.0), ("0.5", 0.5), ("3600", 3600.0)])
+def test_durations(text, seconds):
+    assert environ.seconds(text) == seconds
+
+
+@pytest.mark.parametrize("text", ["", "10s", "soon", "0", "-1", "inf", "nan", "1e3", "1_0", "٣"])
+def test_what_is_no_duration(text):
+    with pytest.raises(ValueError, match="not a number of seconds"):
+        environ.seconds(text)
+
+
+@pytest.mark.parametrize(
+    ("text", "size"), [("2GiB", 2 << 30), ("1.5MiB", 3 << 19), ("4096", 4096), ("0.5GiB", 1 << 29)]
+)
+def test_sizes(text, size):
+    assert environ.size(text) == size
+
+
+@pytest.mark.parametrize("text", ["", "0", "2GB", "2 GiB", "-1GiB", "infMiB", "1TiB", "0.1"])
+def test_what_is_no_size(text):
+    with pytest.raises(ValueError, match="is not a size; use for example 2GiB or 512MiB"):
+        environ.size(text)
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "why"),
+    [
+        ("KVPATCH_DEBUG", "banana", "it means neither on nor off; use 1 or 0"),
+        (
+            "KVPATCH_TIER_PATIENCE",
+            "10s",
+            "it is not a number of seconds; use for example 10 or 0.5",
+        ),
+    ],
+)
+def test_a_value_that_cannot_be_read_is_refused(name, text, why):
+    """Debug mode was off without a word, and the patience a ValueError in the engine."""
+    refusal = gate.check_environment({"KVPATCH": "1", name: text})
+    assert str(refusal) == (
+        f"kvpatch refuses to start vLLM: {name}={text} cannot be read, because {why}, "
+        f"or unset {name}, or set KVPATCH=0. [KVP113]"
+    )
+
+
+@pytest.mark.parametrize("text", ["", "  ", "yes", "off"])
+def test_a_value_that_can_be_read_is_not_refused(text):
+    assert gate.check_environment({"KVPATCH": "yes", "KVPATCH_DEBUG": text}) is None
+
+
+def test_the_startup_files_have_the_same_values():
+    """They import nothing of kvpatch where it is off."""
+    spec = importlib.util.spec_from_file_location("stub", STARTUP / "kvpatch_startup.py")
+    assert spec is not None and spec.loader is not None
+    stub = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(stub)
+    assert stub.OFF_VALUES == environ.OFF_VALUES
+    (line,) = (STARTUP / "kvpatch-init.pth").read_text().splitlines()
+    found = re.search(r'in (\("", "0"[^)]*\))', line)
+    assert found is not None
+    assert eval(found[1]) == environ.OFF_VALUES
