@@ -98,7 +98,17 @@ def release(engine: Any) -> None:
 
 def folder() -> Path:
     """Return the folder of this user's claims."""
-    return BASE / f"kvpatch-claims-{os.geteuid()}"
+    return BASE / f"kvpatch-claims-{_outer_uid()}"
+
+
+def _outer_uid() -> int:
+    """Return this user's uid outside of a container's user namespace, where files have it too."""
+    uid = os.geteuid()
+    for line in Path("/proc/self/uid_map").read_text().splitlines():
+        inside, outside, count = map(int, line.split())
+        if inside <= uid < inside + count:
+            return outside + uid - inside
+    return uid
 
 
 def take(kind: str, name: str) -> Claim:

@@ -156,6 +156,18 @@ os.wait()
 """
 
 
+def test_a_container_with_its_own_users_has_the_same_folder(shm, monkeypatch):
+    """Of one user's containers, one may run as root in a user namespace and another as the user."""
+    monkeypatch.setattr(claims, "Path", lambda path: SimpleNamespace(read_text=lambda: uid_map))
+    monkeypatch.setattr(os, "geteuid", lambda: 0)
+    uid_map = "         0       1000          1\n         1     100000      65536\n"
+    assert claims.folder().name == "kvpatch-claims-1000"
+    monkeypatch.setattr(os, "geteuid", lambda: 33)
+    assert claims.folder().name == "kvpatch-claims-100032"
+    uid_map = "         0          0 4294967295\n"
+    assert claims.folder().name == "kvpatch-claims-33"
+
+
 def test_a_forked_child_neither_gives_a_name_back_nor_keeps_a_released_one(shm):
     """A flock is the open file's, of which a forked child has a copy."""
     subprocess.run([sys.executable, "-c", FORK, shm], check=True, timeout=60)
@@ -186,10 +198,11 @@ def test_the_folder_of_claims_is_closed(shm):
 
 @pytest.mark.parametrize("squat", ["folder", "file", "link", "open folder"])
 def test_a_squatted_folder_is_a_refusal_that_names_it(shm, squat, other_user):
-    path = shm / f"kvpatch-claims-{os.geteuid() + (squat == 'folder')}"
+    if squat == "folder":
+        other_user()
+    path = claims.folder()
     if squat == "folder":
         path.mkdir()
-        other_user()
         fault = f"belongs to {private.user(os.getuid())}"
     elif squat == "file":
         path.touch()
