@@ -18,9 +18,10 @@ from functools import cache
 from pathlib import Path
 from typing import NamedTuple
 
+from kvpatch import claims
 from kvpatch.doctor import namespaces
 from kvpatch.doctor.finding import Finding, Level
-from kvpatch.patches.elastic_memory.ipc_name import CLAIM
+from kvpatch.patches.elastic_memory.ipc_name import KIND as POOL_CLAIM
 from kvpatch.sizes import readable
 
 TOPIC = "leftovers"
@@ -170,7 +171,9 @@ def has_an_engine(pool: str, used: set[str]) -> bool:
     """Whether an engine holds this pool's name, or workers listen on its sockets."""
     name = re.sub(r"_g\d+$", "", pool)  # one pool per group of layers
     listening = f"{TMP}/kvcached-tp-{name}-"
-    return CLAIM + name in used or any(path.startswith(listening) for path in used)
+    return any(path.startswith(listening) for path in used) or any(
+        claims.held(POOL_CLAIM, name, home) for home in claims.BASE.glob("kvpatch-claims-*")
+    )
 
 
 def names_a_living_process(kind: Kind, name: str) -> bool:

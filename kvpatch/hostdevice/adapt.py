@@ -8,7 +8,8 @@ from typing import Any
 
 import wrapt
 
-from kvpatch.environ import HOST_DEVICE
+from kvpatch import private
+from kvpatch.environ import HOST_DEVICE, HOST_DEVICE_DIR
 from kvpatch.hostdevice import ledger, streams
 from kvpatch.patch import argument
 from kvpatch.refusal import Refusal
@@ -45,7 +46,13 @@ def wanted() -> bool:
             f"set {HOST_DEVICE}=2GiB, or set KVPATCH=0",
             code="KVP502",
         ) from error
-    agreed = ledger.size_in_use()
+    try:
+        agreed = ledger.size_in_use()
+    except private.Unsafe as error:
+        raise error.refusal(
+            "its owner could stop every engine on the host device",
+            f"set {HOST_DEVICE_DIR} to another folder",
+        ) from error
     if agreed not in (None, size):
         raise Refusal(
             f"{HOST_DEVICE} is {size} bytes here and {agreed} in running processes",

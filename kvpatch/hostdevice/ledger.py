@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from kvpatch import private
 from kvpatch.environ import HOST_DEVICE, HOST_DEVICE_DIR, size
 from kvpatch.process import start_ticks
 
@@ -46,13 +47,12 @@ def ledger_path(index: int = 0) -> Path:
 
 
 def usage(index: int = 0) -> dict[int, int]:
-    """Return the bytes of device memory that each running process has mapped, by pid."""
-    try:
-        with ledger_path(index).open("rb") as file:
-            fcntl.flock(file, fcntl.LOCK_SH)
-            data = file.read()
-    except FileNotFoundError:
-        return {}
+    """Return the bytes of device memory that each running process has mapped, by pid.
+
+    Raises:
+        Unsafe: the ledger is another user's.
+    """
+    data = _read(index)
     if len(data) < _HEADER.size + _SLOTS * _SLOT.size or _HEADER.unpack_from(data)[0] != _MAGIC:
         return {}
     used = {}
@@ -71,10 +71,16 @@ def memory(index: int = 0) -> tuple[int, int]:
 
 def size_in_use(index: int = 0) -> int | None:
     """Return the device size of the running processes, or None if there are none."""
-    if not usage(index):
-        return None
-    with ledger_path(index).open("rb") as file:
-        return int(_HEADER.unpack(file.read(_HEADER.size))[1])
+    return int(_HEADER.unpack_from(_read(index))[1]) if usage(index) else None
+
+
+def _read(index: int) -> bytes:
+    path = ledger_path(index)
+    if not os.path.lexists(path):
+        return b""
+    with private.opened(path, closed=False) as file:
+        fcntl.flock(file, fcntl.LOCK_SH)
+        return os.pread(file, _HEADER.size + _SLOTS * _SLOT.size, 0)
 
 
 def _hold_path() -> Path:
@@ -82,10 +88,17 @@ def _hold_path() -> Path:
 
 
 @contextmanager
+def _hold(kind: int) -> Iterator[None]:
+    with private.opened(_hold_path(), closed=False) as file:
+        os.fchmod(file, 0o600)  # whoever can open it can lock it
+        fcntl.flock(file, kind)
+        yield
+
+
+@contextmanager
 def copy_permit() -> Iterator[None]:
     """Wait until the device's copies are not held, and prevent a hold inside the block."""
-    with _hold_path().open("a") as file:
-        fcntl.flock(file, fcntl.LOCK_SH)
+    with _hold(fcntl.LOCK_SH):
         yield
 
 
@@ -96,6 +109,5 @@ def hold_copies() -> Iterator[None]:
     Copies are still accepted and queued, so that transfers stay in flight for as long
     as a test needs. The hold ends with the block, or with the process.
     """
-    with _hold_path().open("a") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
+    with _hold(fcntl.LOCK_EX):
         yield

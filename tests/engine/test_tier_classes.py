@@ -677,12 +677,15 @@ def test_a_second_engine_with_the_same_engine_id_is_refused() -> None:
     )
     wanted = SimpleNamespace(kv_transfer_config=transfer)
 
-    def start() -> Any:
-        return around_engine_core(lambda config: "started", None, (wanted,), {})
+    class EngineCore:
+        pass
 
-    assert start() == "started"
+    def start() -> Any:
+        return around_engine_core(lambda config: "started", EngineCore(), (wanted,), {})
+
+    assert start() == "started"  # and is gone again, with its claim
     file = Path(f"/dev/shm/vllm_offload_{transfer.engine_id}.mmap")
-    file.touch()
+    file.touch(0o600)
     try:
         with pytest.raises(RuntimeError) as refused:
             start()

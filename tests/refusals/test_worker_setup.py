@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-import socket
+import os
+import shutil
 import uuid
 from pathlib import Path
 
 import pytest
 from refused import REFUSES
+
+from kvpatch import claims
 
 IN_PROCESS = """
 import sys
@@ -20,40 +23,62 @@ if __name__ == "__main__":
 
 
 @pytest.fixture
-def blocked(machine):
-    """A file where kvcached's worker needs a folder for its socket."""
+def sockets(machine):
+    """A kvcached name, and the folder that its workers make for their sockets."""
     name = f"kvpatch-test-{uuid.uuid4().hex[:8]}"
     suffix = uuid.uuid5(uuid.NAMESPACE_DNS, name).hex[:8]
     path = Path("/tmp") / f"kvcached-tp-{name}-{suffix}"
-    path.touch()
-    yield {"KVCACHED_IPC_NAME": name}, f"FileExistsError: [Errno 17] File exists: '{path}'"
-    path.unlink()
+    machine["KVCACHED_IPC_NAME"] = name
+    yield path
+    shutil.rmtree(path, ignore_errors=True)
+    path.unlink(missing_ok=True)
+
+
+@pytest.fixture
+def blocked(sockets):
+    """A folder where kvcached's worker binds its socket; return the refusal of that."""
+    sockets.mkdir(mode=0o700)
+    (sockets / "w0.sock").mkdir()
+    return (
+        f"{REFUSES}kvcached could not be set up in this worker, because it failed with OSError: "
+        "[Errno 98] Address already in use; fix that error, or set KVPATCH=0."
+    )
 
 
 def test_in_the_process_of_the_operator(python, model, blocked):
-    """From vLLM 0.29 on the set-up raises what failed; before, kvcached drops it (KVP403)."""
-    environment, error = blocked
-    environment["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
-    refused = python(IN_PROCESS, model, **environment)
-    assert error in refused.log
+    refused = python(IN_PROCESS, model, VLLM_ENABLE_V1_MULTIPROCESSING="0")
+    assert refused.sentence.removeprefix("[rank0]: ") == blocked
+    assert refused.code == "KVP403"
     assert "the engine runs" not in refused.log
 
 
 def test_in_processes_of_its_own(serve, blocked):
-    environment, error = blocked
-    refused = serve(**environment)
-    assert error in refused.log
+    refused = serve()
+    assert (refused.sentence, refused.code) == (blocked, "KVP403")
     assert "Application startup complete" not in refused.log
+
+
+def test_a_folder_of_sockets_that_others_can_enter(serve, sockets):
+    sockets.mkdir()
+    sockets.chmod(0o777)
+    refused = serve()
+    assert (refused.sentence, refused.code) == (
+        f"{REFUSES}{sockets} is open to other users (mode 0777), because whoever answers in it "
+        "instead of kvcached's workers runs code as this user; remove it when no engine uses it "
+        f"(rm -r {sockets}), or set another KVCACHED_IPC_NAME.",
+        "KVP416",
+    )
 
 
 def test_a_name_that_another_engine_runs_under(python, model):
     name = f"kvpatch-test-{uuid.uuid4().hex[:8]}"
     environment = {"KVCACHED_IPC_NAME": name, "VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
-    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as other:
-        other.bind(f"\0kvpatch-engine-{name}")  # as that engine would hold it
-        refused = python(IN_PROCESS, model, **environment)
+    other = claims.take("pool", name)
+    refused = python(IN_PROCESS, model, **environment)
+    other.release()
+    pid = os.getpid()
     assert refused.sentence.removeprefix("[rank0]: ") == (
-        f"{REFUSES}another engine uses the kvcached name {name}, because the two would share "
-        "a page limit and unmap each other's pages; start every engine as a separate program, "
-        "and give each its own KVCACHED_IPC_NAME if you set one."
+        f"{REFUSES}another engine (pid {pid}) uses the kvcached name {name}, because the two would "
+        "share a page limit and unmap each other's pages; start every engine as a separate "
+        "program, and give each its own KVCACHED_IPC_NAME if you set one."
     )

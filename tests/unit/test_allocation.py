@@ -1,13 +1,15 @@
-"""What is asked of kvcached's bookkeeping when an allocation fails, and when it does not."""
+"""A worker's set-up that fails, and what is asked of kvcached when an allocation fails."""
 
 from __future__ import annotations
 
 import sys
+from contextlib import suppress
 from types import ModuleType, SimpleNamespace
 
 import pytest
 
 from kvpatch.patches.elastic_memory import allocation
+from kvpatch.refusal import Refusal
 
 MODULE = "kvcached.integration.vllm.allocation_attempt"
 REQUEST = SimpleNamespace(request_id="one")
@@ -68,3 +70,59 @@ def test_so_is_what_an_error_left(manager):
     with pytest.raises(ValueError, match="no pages"):
         allocate(manager, ValueError("no pages"), REQUEST, 32)
     assert manager.seen == ["new", "begin one", "allocate", "rollback", "end"]
+
+
+# A worker's set-up
+
+
+def set_up(*args, error=None, **kwargs):
+    def init_kvcached(tp_rank=0, world_size=1, pp_rank=0, is_worker=False, device=None):
+        if error:
+            raise error
+
+    allocation.around_worker_setup(init_kvcached, None, args, kwargs)
+
+
+SENTENCE = (
+    "kvpatch refuses to start vLLM: kvcached could not be set up in this worker, because it failed "
+    "with OSError: [Errno 98] Address already in use; fix that error, or set KVPATCH=0. [KVP403]"
+)
+IN_USE = OSError(98, "Address already in use")
+
+
+def test_a_worker_whose_set_up_fails_is_refused():
+    set_up(is_worker=True)
+    for arguments in ((0, 1, 0, True), ()):
+        with pytest.raises(Refusal) as refused:
+            set_up(*arguments, error=IN_USE, **({} if arguments else {"is_worker": True}))
+        assert str(refused.value) == SENTENCE
+        assert refused.value.__cause__ is IN_USE
+
+
+def test_a_refusal_and_what_fails_in_an_engine_stay_what_they_are():
+    with pytest.raises(OSError, match="in use"):
+        set_up(error=IN_USE)
+    refusal = Refusal("a", "b", "c", code="KVP416")
+    with pytest.raises(Refusal) as refused:
+        set_up(is_worker=True, error=refusal)
+    assert refused.value is refusal
+
+
+@pytest.mark.parametrize(
+    ("error", "sentence"),
+    [(IN_USE, SENTENCE), (Refusal("a", "b", "c", code="KVP416"), "c. [KVP416]")],
+)
+def test_a_set_up_whose_error_kvcached_only_logs(monkeypatch, error, sentence):
+    """Up to vLLM 0.28 kvcached catches what its set-up raises, and goes on without it."""
+    monkeypatch.setattr(allocation, "_setup_error", None)
+
+    def fail():
+        raise error
+
+    def runner():
+        with suppress(Exception):
+            allocation.remember_setup_error(fail, None, (), {})
+
+    with pytest.raises(Refusal) as refused:
+        allocation.require_setup(runner, None, (), {})
+    assert str(refused.value).endswith(sentence)

@@ -14,11 +14,10 @@ import tempfile
 import venv
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 
-from kvpatch import cli, doctor, environ, patches
+from kvpatch import claims, cli, doctor, environ, patches
 from kvpatch.doctor import (
     Level,
     environment,
@@ -554,19 +553,18 @@ def test_a_pool_with_a_living_process_group_is_no_leftover(pools):
     assert pools(mine, f"{mine}_1", gone, f"{gone}_1") == {gone, f"{gone}_1"}
 
 
-def test_a_pool_whose_engine_runs_is_no_leftover(pools, monkeypatch):
+def test_a_pool_whose_engine_runs_is_no_leftover(pools):
     """kvcached keeps no pool open: by what is mapped or open every engine were dead."""
     given = f"kvcached_vLLM_{os.getpid()}_0d34cd07"
     chosen = f"chat-{os.getpid()}"
-    utils = SimpleNamespace(DEFAULT_IPC_NAME=given)
-    monkeypatch.setitem(sys.modules, "kvcached.utils", utils)
     names = (given, f"{given}_g1", chosen)
     assert pools(*names) == set(names)
-    with ipc_name.claim():
-        assert pools() == {chosen}
-        utils.DEFAULT_IPC_NAME = chosen
-        with ipc_name.claim():
-            assert pools() == set()
+    first = claims.take(ipc_name.KIND, given)
+    assert pools() == {chosen}
+    second = claims.take(ipc_name.KIND, chosen)
+    assert pools() == set()
+    first.release()
+    second.release()
     assert pools() == set(names)
 
 

@@ -350,17 +350,28 @@ private:
     });
   }
 
+  // The name can be guessed, and another user may have made the file or a link.
+  static bool is_ours(int fd) {
+    struct stat status;
+    return fstat(fd, &status) == 0 && S_ISREG(status.st_mode) &&
+           status.st_uid == geteuid() && status.st_nlink <= 1 &&
+           (!(status.st_mode & 077) || fchmod(fd, 0600) == 0);
+  }
+
   template <typename Action> CUresult with_ledger(int index, Action action) {
     const char *folder = getenv("KVPATCH_HOST_DEVICE_DIR");
     std::string path =
         (folder && *folder) ? std::string(folder) : std::string("/dev/shm");
     path += "/kvpatch-host-device-" + std::to_string(getuid()) + "-" +
             std::to_string(index);
-    int fd = open(path.c_str(), O_RDWR | O_CREAT | O_CLOEXEC, 0600);
+    int fd = open(path.c_str(),
+                  O_RDWR | O_CREAT | O_CLOEXEC | O_NOFOLLOW | O_NONBLOCK, 0600);
     if (fd < 0)
       return CUDA_ERROR_OPERATING_SYSTEM;
     CUresult status = CUDA_ERROR_OPERATING_SYSTEM;
-    if (flock(fd, LOCK_EX) == 0 && ftruncate(fd, sizeof(Ledger)) == 0) {
+    // Allocated, because a write to a sparse file on a full /dev/shm is SIGBUS.
+    if (is_ours(fd) && flock(fd, LOCK_EX) == 0 &&
+        posix_fallocate(fd, 0, sizeof(Ledger)) == 0) {
       void *at = mmap(nullptr, sizeof(Ledger), PROT_READ | PROT_WRITE,
                       MAP_SHARED, fd, 0);
       if (at != MAP_FAILED) {

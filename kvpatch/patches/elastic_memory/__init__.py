@@ -6,7 +6,8 @@ from kvpatch.patch import Feature, Gap, Patch, seam
 from kvpatch.supported import FLOOR
 from kvpatch.upstream.targets import COORDINATOR, ENGINE_CORE, V1_RUNNER, V2_RUNNER
 
-_RAISES = Gap("0.29", None, "a failed set-up raises")
+_IPC = "kvcached.tp_ipc_util"
+_RAISES = Gap("0.29", None, "a failed set-up raises; see elastic.worker_init")
 
 FEATURE = Feature(
     name="elastic-memory",
@@ -52,6 +53,57 @@ FEATURE = Feature(
                 before="0.29",
             ),
             _RAISES,
+        ),
+        Patch(
+            id="elastic.worker_init",
+            target="kvcached.integration.vllm.interfaces:init_kvcached",
+            why="where kvcached raises the error of a failed set-up, it does not say what failed",
+            upstream="ovg-project/kvcached, model_runner_v2.py in 0.1.6",
+            until="kvcached says that it could not be set up, and why",
+            wrapper="kvpatch.patches.elastic_memory.allocation:around_worker_setup",
+            parameters=("tp_rank", "world_size", "pp_rank", "is_worker"),
+            since="0.16",
+        ),
+        Patch(
+            id="elastic.socket_folder",
+            target=f"{_IPC}:_start_worker_listener_thread",
+            why="a folder in /tmp that another user made first is used: he can run code as the "
+            "engine's user; with an open umask anybody connects to a worker",
+            upstream="ovg-project/kvcached, os.makedirs in tp_ipc_util.py in 0.1.6",
+            until="kvcached checks the owner of its sockets' folder",
+            wrapper="kvpatch.patches.elastic_memory.sockets:around_listener",
+            parameters=("rank", "pp_rank"),
+            since="0.16",
+        ),
+        Patch(
+            id="elastic.socket_path",
+            target=f"{_IPC}:get_worker_socket_path",
+            why="an engine unpickles what any socket of that name answers",
+            upstream="ovg-project/kvcached, pickle.loads in tp_ipc_util.py in 0.1.6",
+            until="kvcached checks the owner of its sockets' folder",
+            wrapper="kvpatch.patches.elastic_memory.sockets:around_path",
+            parameters=("rank", "pp_rank"),
+            since="0.16",
+        ),
+        Patch(
+            id="elastic.socket_peer",
+            target=f"{_IPC}:recv_msg",
+            why="a worker unpickles what any user sends",
+            upstream="ovg-project/kvcached, pickle.loads in tp_ipc_util.py in 0.1.6",
+            until="kvcached checks who connects",
+            wrapper="kvpatch.patches.elastic_memory.sockets:around_receive",
+            parameters=("sock",),
+            since="0.16",
+        ),
+        Patch(
+            id="elastic.limit",
+            target="kvcached.kv_cache_manager:KVCacheManager.resize",
+            why="a limit above the memory that an engine started with stops it",
+            upstream="ovg-project/kvcached, PageAllocator::resize in 0.1.6",
+            until="kvcached clamps the limit in its pool as it does in set_memory_limit",
+            wrapper="kvpatch.patches.elastic_memory.limit:around_resize",
+            parameters=("self", "new_mem_size"),
+            since="0.16",
         ),
         Patch(
             id="elastic.coordinator",
@@ -154,7 +206,8 @@ FEATURE = Feature(
         Patch(
             id="elastic.engine_name",
             target=f"{ENGINE_CORE}.__init__",
-            why="engines of one process group share kvcached's page limit and workers' sockets",
+            why="engines of one process group share kvcached's page limit and workers' sockets; "
+            "the pool's file can be locked by every user, and is sparse: a full /dev/shm kills",
             upstream="ovg-project/kvcached, _obtain_default_ipc_name in 0.1.6",
             until="kvcached gives every engine a unique name",
             wrapper="kvpatch.patches.elastic_memory.ipc_name:around_engine_start",

@@ -35,14 +35,36 @@ def require_setup(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
     into a warning; the engine would fail at its first request.
     """
     result = wrapped(*args, **kwargs)
+    if isinstance(_setup_error, Refusal):
+        raise _setup_error
     if _setup_error is not None:
-        raise Refusal(
-            "kvcached could not be set up in this worker",
-            f"it failed with {type(_setup_error).__name__}: {_setup_error}",
-            "fix that error, or set KVPATCH=0",
-            code="KVP403",
-        ) from _setup_error
+        raise _refuse_setup(_setup_error) from _setup_error
     return result
+
+
+def around_worker_setup(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> None:
+    """Refuse a worker in which kvcached's set-up fails, where kvcached lets the error through.
+
+    Wraps kvcached's ``init_kvcached(tp_rank, world_size, pp_rank, is_worker, ...)``, which the
+    engine calls as well.
+    """
+    try:
+        wrapped(*args, **kwargs)
+    except Refusal:
+        raise
+    except Exception as error:
+        if not kwargs.get("is_worker", args[3] if len(args) > 3 else False):
+            raise
+        raise _refuse_setup(error) from error
+
+
+def _refuse_setup(error: Exception) -> Refusal:
+    return Refusal(
+        "kvcached could not be set up in this worker",
+        f"it failed with {type(error).__name__}: {error}",
+        "fix that error, or set KVPATCH=0",
+        code="KVP403",
+    )
 
 
 def require_coordinator(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:

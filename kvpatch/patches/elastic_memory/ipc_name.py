@@ -11,16 +11,16 @@ from __future__ import annotations
 import gc
 import multiprocessing
 import os
-import socket
 from typing import Any
 
-from kvpatch import state
+from kvpatch import claims
 from kvpatch.environ import KVCACHED_IPC_NAME, OUR_IPC_NAME
+from kvpatch.patches.elastic_memory import pool
 from kvpatch.refusal import Refusal
 
 NAME = KVCACHED_IPC_NAME.name
 _GIVEN = OUR_IPC_NAME.name  # the name that kvpatch set; an operator's own name differs from it
-CLAIM = "@kvpatch-engine-"  # an abstract socket, as /proc/net/unix shows it
+KIND = "pool"  # of its claim
 
 
 def give_name() -> None:
@@ -44,50 +44,38 @@ def _started_by_multiprocessing() -> bool:
     return multiprocessing.parent_process() is not None or getattr(current, "_inheriting", False)
 
 
-class Claim:
-    """An engine's hold on its name, kept on its ``EngineCore``."""
-
-    def __init__(self, claimed: socket.socket) -> None:
-        self.socket = claimed
-
-
-def claim() -> socket.socket:
-    """Make the caller the only engine with this name, until the socket is closed.
-
-    The kernel removes an abstract socket when its process exits, for whatever reason.
+def around_engine_start(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
+    """Claim the name for an ``EngineCore`` and make its pool before it maps anything.
 
     Raises:
-        Refusal: another engine, in this process or another one, has this name.
+        Refusal: another engine, in this process or another one, has this name, or the pool
+            cannot be this engine's alone.
     """
     from kvcached.utils import DEFAULT_IPC_NAME
 
-    claimed = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
+    gc.collect()  # releases the name of an engine that was dropped before
     try:
-        claimed.bind(CLAIM.replace("@", "\0") + DEFAULT_IPC_NAME)
-    except OSError as error:
-        claimed.close()
+        claims.hold(instance, KIND, DEFAULT_IPC_NAME)
+    except claims.Taken as taken:
         raise Refusal(
-            f"another engine uses the kvcached name {DEFAULT_IPC_NAME}",
+            f"{taken.holder} uses the kvcached name {DEFAULT_IPC_NAME}",
             "the two would share a page limit and unmap each other's pages",
             f"start every engine as a separate program, and give each its own {NAME} "
             "if you set one",
             code="KVP414",
-        ) from error
-    return claimed
-
-
-def around_engine_start(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
-    """Claim the name for an ``EngineCore`` before it maps anything."""
-    gc.collect()  # releases the name of an engine that was dropped before
-    state.attach(instance, Claim(claim()))
-    return wrapped(*args, **kwargs)
+        ) from taken
+    try:
+        pool.make(DEFAULT_IPC_NAME)
+        return wrapped(*args, **kwargs)
+    except BaseException:
+        # The error may be kept, and the engine with it, while another one is started.
+        claims.release(instance)
+        raise
 
 
 def after_engine_shutdown(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
-    """Release the name of an ``EngineCore`` once it has shut down."""
+    """Release the names of an ``EngineCore`` once it has shut down."""
     try:
         return wrapped(*args, **kwargs)
     finally:
-        held = state.find(instance, Claim)
-        if held is not None:
-            held.socket.close()
+        claims.release(instance)

@@ -44,6 +44,33 @@ def compute_barrier(worker: Any) -> bool:
     return True
 
 
+def wait_for_workers(executor: Any, workers: int) -> None:
+    """Wait until every worker has finished the computation that it has launched.
+
+    Args:
+        executor: vLLM's executor, whose workers answer in the order of their calls.
+        workers: how many of them must answer.
+
+    Raises:
+        RuntimeError: one of them did not answer within the time that vLLM gives a step, or
+            failed, so that nothing may be unmapped.
+    """
+    from vllm import envs
+
+    limit = envs.VLLM_EXECUTE_MODEL_TIMEOUT_SECONDS
+    try:
+        answers = executor.collective_rpc(compute_barrier, timeout=limit)
+    except TimeoutError as error:
+        raise RuntimeError(
+            f"a worker did not finish its computation within {limit} s "
+            "(VLLM_EXECUTE_MODEL_TIMEOUT_SECONDS); its pages cannot be unmapped"
+        ) from error
+    if len(answers) != workers or not all(answers):
+        raise RuntimeError(
+            f"{workers} workers had to finish before pages are unmapped, and answered {answers}"
+        )
+
+
 def around_install(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> None:
     """Install the fence between the connector and kvcached, if there is a connector.
 
@@ -62,12 +89,13 @@ def around_install(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> None:
     def blocks_of_page(page: int) -> tuple[int, int]:
         return kvcached_api.blocks_of_page(manager, page)
 
+    workers = instance.vllm_config.parallel_config.world_size
+
     def barrier() -> None:
-        executor.collective_rpc(compute_barrier)
+        wait_for_workers(executor, workers)
 
     manager.defer_physical_release = True
     manager.physical_release_barrier = barrier
-    workers = instance.vllm_config.parallel_config.world_size
     fence = Fence(blocks_of_page, workers, pinned=planner is None)
     fenced = state.attach(manager, Fenced(fence, manager, scheduler))
     if planner is not None:

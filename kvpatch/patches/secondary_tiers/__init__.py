@@ -9,6 +9,7 @@ _KV_OFFLOAD = "vllm.v1.kv_offload"
 _FS = f"{_KV_OFFLOAD}.tiering.fs.manager"
 _SCHEDULER = f"{OFFLOADING}.scheduler:OffloadingConnectorScheduler"
 _MANAGER = f"{_KV_OFFLOAD}.tiering.manager:TieringOffloadingManager"
+_RANDOM_ID = Gap("0.24", "0.26", "vLLM names the memory after a random id")
 
 FEATURE = Feature(
     name="tiers",
@@ -29,7 +30,20 @@ FEATURE = Feature(
                 parameters=("vllm_config",),
                 since="0.26",
             ),
-            Gap("0.24", "0.26", "vLLM names the memory after a random id"),
+            _RANDOM_ID,
+        ),
+        seam(
+            Patch(
+                id="tiers.shared_region",
+                target=f"{_KV_OFFLOAD}.cpu.shared_offload_region:SharedOffloadRegion.__init__",
+                why="memory that another user made under this name is joined, and read by him",
+                upstream="none: vLLM opens existing memory of that name",
+                until="vLLM checks the owner of the memory that it opens",
+                wrapper="kvpatch.patches.secondary_tiers.shared_memory:around_region",
+                parameters=("self", "engine_id"),
+                since="0.26",
+            ),
+            _RANDOM_ID,
         ),
         Patch(
             id="tiers.describe",

@@ -2,25 +2,52 @@
 
 from __future__ import annotations
 
+import gc
+import os
 from pathlib import Path
 from typing import Any
 
+from kvpatch import claims, private
 from kvpatch.patch import argument
 from kvpatch.refusal import Refusal
 from kvpatch.upstream import connectors
+
+_OTHERS = "another user could read and change the KV of this engine's requests"
+_OTHER_ID = "give this engine another engine_id in kv_transfer_config"
+
+
+def path_of(engine_id: str) -> Path:
+    """Return the file of vLLM's ``SharedOffloadRegion``."""
+    return claims.BASE / f"vllm_offload_{engine_id}.mmap"
 
 
 def around_engine_core(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
     """Refuse an engine whose primary tier would be another engine's memory.
 
     Wraps ``EngineCore.__init__``. vLLM names the memory after ``engine_id``, and opens existing
-    memory of that name, because the workers of an engine share it in this way.
+    memory of that name, because the workers of an engine share it in this way. It does so once
+    the model is loaded, so that an engine that started meanwhile is not seen by the file alone.
+
+    Raises:
+        Refusal: another engine has this ``engine_id``, or its memory is there.
     """
     config = argument(args, kwargs, 0, "vllm_config")
     transfer = config.kv_transfer_config
-    if connectors.offloading(transfer):
-        path = Path(f"/dev/shm/vllm_offload_{transfer.engine_id}.mmap")
-        if path.exists():
+    if not connectors.offloading(transfer):
+        return wrapped(*args, **kwargs)
+    gc.collect()  # releases the engine_id of an engine that was dropped before
+    path = path_of(transfer.engine_id)
+    try:
+        claims.hold(instance, "tier", transfer.engine_id)
+    except claims.Taken as taken:
+        raise Refusal(
+            f"{taken.holder} has the engine_id {transfer.engine_id}",
+            f"the two would share {path}, and load each other's blocks",
+            "give each engine its own engine_id in kv_transfer_config",
+            code="KVP413",
+        ) from taken
+    try:
+        if _check_path(path):
             raise Refusal(
                 f"the CPU tier's shared memory {path} already exists",
                 f"another engine with engine_id {transfer.engine_id} is running or was killed, and "
@@ -29,4 +56,45 @@ def around_engine_core(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> A
                 "file when no engine uses it",
                 code="KVP413",
             )
-    return wrapped(*args, **kwargs)
+        return wrapped(*args, **kwargs)
+    except BaseException:
+        claims.release(instance)
+        raise
+
+
+def around_region(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
+    """Refuse shared memory that another user made after the engine started.
+
+    Wraps ``SharedOffloadRegion.__init__(engine_id, ...)``, which joins any file of its name, and
+    waits for one of the wrong size.
+
+    Raises:
+        Refusal: the file is another user's, or open to others.
+    """
+    path = path_of(argument(args, kwargs, 0, "engine_id"))
+    _check_path(path)
+    try:
+        result = wrapped(*args, **kwargs)
+    except OSError:
+        _check_path(path)  # made since, and of a wrong size or not to be opened
+        raise
+    # From 0.29 on the file has no name any more once all workers have opened it.
+    _check(path, os.fstat(instance.fd))
+    return result
+
+
+def _check_path(path: Path) -> bool:
+    """Return whether the file is there; refuse one that is not this user's alone."""
+    try:
+        status = path.lstat()
+    except FileNotFoundError:
+        return False
+    _check(path, status)
+    return True
+
+
+def _check(path: Path, status: os.stat_result) -> None:
+    try:
+        private.check_file(path, status)
+    except private.Unsafe as error:
+        raise error.refusal(_OTHERS, _OTHER_ID) from error

@@ -1,0 +1,214 @@
+"""Names that one engine at a time may use, among all engines that share /dev/shm.
+
+Two engines collide over files in /dev/shm, so that is where a claim is: a locked file in a
+folder that no other user can enter. Containers that share /dev/shm see each other's claims
+whatever their network and process namespaces are, and the kernel drops a lock when the last
+process that has it is gone. Engines of two users do not see each other's claims; their files
+differ in the owner, which is checked where such a file is opened.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import os
+import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext, suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from kvpatch import private, state
+from kvpatch.refusal import Refusal
+
+BASE = Path("/dev/shm")  # vLLM's and kvcached's too; neither of them has a setting for it
+
+
+class Taken(Exception):
+    """Another engine has the name.
+
+    Attributes:
+        pid: its process, if it is known and in this pid namespace.
+    """
+
+    def __init__(self, pid: int | None) -> None:
+        super().__init__(pid)
+        self.pid = pid
+
+    @property
+    def holder(self) -> str:
+        """The other engine, for a sentence."""
+        return "another engine" if self.pid is None else f"another engine (pid {self.pid})"
+
+
+class Claim:
+    """A name that this process holds, until it is released, dropped, or the process ends.
+
+    Forked workers hold it too: it is free when all of them are gone.
+    """
+
+    def __init__(self, path: Path, file: int) -> None:
+        # Of a copy of this object in a forked worker nothing is released.
+        self.release = weakref.finalize(self, _release, path, file, os.getpid())
+
+
+@dataclass
+class Held:
+    """The claims of an engine, kept on its ``EngineCore``."""
+
+    claims: list[Claim] = field(default_factory=list)
+
+
+def hold(engine: Any, kind: str, name: str) -> None:
+    """Claim a name for as long as an ``EngineCore`` lives.
+
+    Raises:
+        Taken: another engine, in this process or another one, has it.
+        Refusal: the folder of claims cannot be used.
+    """
+    try:
+        claim = take(kind, name)
+    except private.Unsafe as error:
+        raise error.refusal(
+            "two engines could then use one name without noticing each other",
+            "set KVPATCH=0",
+        ) from error
+    except OSError as error:
+        raise no_room(folder(), error) from error
+    state.of(engine, Held).claims.append(claim)
+
+
+def no_room(path: Path, error: OSError) -> Refusal:
+    """Return the refusal of an engine that cannot make a file in /dev/shm."""
+    return Refusal(
+        f"{path} cannot be made",
+        f"it failed with {type(error).__name__}: {error.strerror or error}",
+        f"make room in {BASE} (df -h {BASE}; --shm-size of a container), or set KVPATCH=0",
+        code="KVP417",
+    )
+
+
+def release(engine: Any) -> None:
+    """Release every claim of an ``EngineCore``."""
+    held = state.find(engine, Held)
+    while held is not None and held.claims:
+        held.claims.pop().release()
+
+
+def folder() -> Path:
+    """Return the folder of this user's claims."""
+    return BASE / f"kvpatch-claims-{_outer_uid()}"
+
+
+def _outer_uid() -> int:
+    """Return this user's uid outside of a container's user namespace, where files have it too."""
+    uid = os.geteuid()
+    for line in Path("/proc/self/uid_map").read_text().splitlines():
+        inside, outside, count = map(int, line.split())
+        if inside <= uid < inside + count:
+            return outside + uid - inside
+    return uid
+
+
+def take(kind: str, name: str) -> Claim:
+    """Claim a name.
+
+    Args:
+        kind: what the name is of; a part of a file's name.
+        name: any text.
+
+    Raises:
+        Taken: it is claimed already.
+        OSError: the folder of claims cannot be used.
+    """
+    home = folder()
+    private.make_folder(home)
+    with _alone(home):
+        _remove_dropped(home)
+        path = home / _file_name(kind, name)
+        file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600)
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            pid = _read_holder(file)
+            os.close(file)
+            raise Taken(pid) from None
+        with suppress(OSError):  # only a sentence needs it, and /dev/shm may be full
+            os.pwrite(file, f"{os.getpid()} {_pid_namespace()}".encode(), 0)
+    return Claim(path, file)
+
+
+def held(kind: str, name: str, home: Path | None = None) -> bool:
+    """Whether an engine holds a name, as far as this user can see.
+
+    Args:
+        kind, name: as claimed.
+        home: the folder of claims of one user; this user's if None.
+    """
+    home = folder() if home is None else home
+    path = home / _file_name(kind, name)
+    try:
+        # Another user may hold the lock of his folder for ever.
+        with _alone(home) if home == folder() else nullcontext():
+            file = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
+            try:
+                fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+            except BlockingIOError:
+                return True
+            finally:
+                os.close(file)
+    except OSError:
+        return False
+    return False
+
+
+def _file_name(kind: str, name: str) -> str:
+    # A name may have any characters and any length.
+    plain = "".join(letter if letter.isalnum() or letter in "-_" else "-" for letter in name)
+    return f"{kind}-{plain[:64]}-{hashlib.sha256(name.encode()).hexdigest()[:16]}"
+
+
+@contextmanager
+def _alone(home: Path) -> Iterator[None]:
+    """Keep all other users of the folder out, for the few calls in which a file is not settled."""
+    file = os.open(home, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        try:
+            yield
+        finally:
+            # Not by closing: a process that another thread forks meanwhile has a copy.
+            fcntl.flock(file, fcntl.LOCK_UN)
+    finally:
+        os.close(file)
+
+
+def _remove_dropped(home: Path) -> None:
+    """Remove the files of claims whose engines are gone."""
+    for path in home.iterdir():
+        with suppress(OSError):
+            file = os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK)
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                path.unlink()
+            finally:
+                os.close(file)
+
+
+def _release(path: Path, file: int, pid: int) -> None:
+    if os.getpid() != pid:
+        return
+    with suppress(OSError), _alone(path.parent):  # the folder may have been removed by hand
+        path.unlink(missing_ok=True)
+    fcntl.flock(file, fcntl.LOCK_UN)  # forked workers have copies
+    os.close(file)
+
+
+def _read_holder(file: int) -> int | None:
+    pid, _, namespace = os.pread(file, 64, 0).decode(errors="replace").partition(" ")
+    return int(pid) if pid.isdigit() and namespace == _pid_namespace() else None
+
+
+def _pid_namespace() -> str:
+    return os.readlink("/proc/self/ns/pid")  # noqa: PTH115 - it is no path

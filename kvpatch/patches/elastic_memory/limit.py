@@ -1,0 +1,46 @@
+"""The limit of an engine's memory, which an operator may change while it runs.
+
+An engine has blocks for the memory that it started with. kvcached takes a higher limit as it is,
+and counts pages as free that nothing can map: no request is refused, no cached block evicted,
+and every allocation fails.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from kvpatch import state
+from kvpatch.logs import log
+from kvpatch.patch import argument
+from kvpatch.sizes import readable
+
+
+@dataclass
+class Told:
+    """The last limit that the log named, kept on kvcached's manager; bytes of one layer."""
+
+    limit: int = 0
+
+
+def around_resize(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> bool:
+    """Keep a limit within the memory that the engine started with.
+
+    Wraps kvcached's ``KVCacheManager.resize(new_mem_size)``, in bytes of the K or V of one
+    layer, which is called in every allocation.
+    """
+    wanted = int(argument(args, kwargs, 0, "new_mem_size"))
+    if wanted <= instance.mem_size:
+        return bool(wrapped(wanted))
+    told = state.of(instance, Told)
+    if told.limit != wanted:
+        told.limit = wanted
+        tensors = instance.num_layers * instance.num_kv_buffers
+        log.warning(
+            "kvpatch: the limit of %s for the pool %s is above the %s that its engine started "
+            "with, which stay its limit; restart the engine to give it more",
+            readable(wanted * tensors),
+            instance.ipc_name,
+            readable(instance.mem_size * tensors),
+        )
+    return bool(wrapped(instance.mem_size))

@@ -1,0 +1,83 @@
+"""The sockets through which an engine makes its workers map and unmap pages.
+
+kvcached sends pickled messages over them, so that whoever answers or connects runs code as the
+engine's user. Their folder in /tmp has a name that others can guess if an operator chose it.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import struct
+from pathlib import Path
+from typing import Any
+
+from kvpatch import private
+from kvpatch.environ import KVCACHED_IPC_NAME
+from kvpatch.patch import argument
+from kvpatch.refusal import Refusal
+
+_PEER = struct.Struct("3i")  # pid, uid, gid; see SO_PEERCRED in unix(7)
+
+
+def around_listener(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
+    """Make the folder of a worker's socket before the socket, and close both to other users.
+
+    Wraps kvcached's ``_start_worker_listener_thread(rank, pp_rank, device_index)``.
+
+    Raises:
+        Refusal: the folder is another user's, or open to others.
+    """
+    from kvcached import tp_ipc_util
+
+    folder = Path(tp_ipc_util.SOCKET_DIR)
+    try:
+        private.make_folder(folder)
+    except private.Unsafe as error:
+        raise _refusal(error) from error
+    result = wrapped(*args, **kwargs)
+    rank = argument(args, kwargs, 0, "rank")
+    pp_rank = argument(args, kwargs, 1, "pp_rank")
+    # Nobody else can reach it meanwhile, and a umask would hold for every thread.
+    Path(tp_ipc_util.get_worker_socket_path(rank, pp_rank)).chmod(0o600)
+    return result
+
+
+def around_path(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> str:
+    """Check the folder of a worker's socket before every use.
+
+    Wraps kvcached's ``get_worker_socket_path(rank, pp_rank)``. What is in a folder that only
+    this user can enter was put there by this user, so that an engine connects to no other.
+
+    Raises:
+        Unsafe: it has become another user's, or open to others.
+        OSError: it is gone.
+    """
+    path = str(wrapped(*args, **kwargs))
+    from kvcached import tp_ipc_util
+
+    private.check_folder(Path(tp_ipc_util.SOCKET_DIR))
+    return path
+
+
+def around_receive(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
+    """Read a message of this user's processes only.
+
+    Wraps kvcached's ``recv_msg(sock)``, with which a worker reads and unpickles a request.
+
+    Raises:
+        PermissionError: the other end is another user's.
+    """
+    connection = argument(args, kwargs, 0, "sock")
+    sent = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _PEER.size)
+    _, uid, _ = _PEER.unpack(sent)
+    if uid != os.geteuid():
+        raise PermissionError(f"a process of {private.user(uid)} connected to a worker's socket")
+    return wrapped(*args, **kwargs)
+
+
+def _refusal(error: private.Unsafe) -> Refusal:
+    return error.refusal(
+        "whoever answers in it instead of kvcached's workers runs code as this user",
+        f"set another {KVCACHED_IPC_NAME}",
+    )

@@ -1,0 +1,236 @@
+"""What kvpatch changes in kvcached's pool and its workers' sockets: its extension, no engine."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import textwrap
+import uuid
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from harness.engines.runs import Device, Run
+
+PRELUDE = """
+    import asyncio, fcntl, os, pickle, socket, stat, sys, threading, time
+    from pathlib import Path
+    import torch
+    from kvcached import tp_ipc_util, utils, vmm_ops as ops
+    from kvcached.cli.utils import get_kv_cache_limit, update_kv_cache_limit
+    from kvcached.kv_cache_manager import KVCacheManager
+    from kvpatch import patches
+    from kvpatch.patch import apply
+    from kvpatch.patches.elastic_memory import pool
+
+    NAME = utils.DEFAULT_IPC_NAME
+    MIB = 1 << 20
+    BLOCKS = 256
+
+    def patched(*ids):
+        for feature in patches.FEATURES:
+            for patch in feature.patches:
+                if patch.id in ids:
+                    apply(patch)
+
+    def manager():
+        ops.init_kvcached("cuda:0", 2 * MIB, True)
+        ops.create_kv_tensors(16 * MIB, 1, "cuda:0", 2, num_kv_buffers=1, group_id=0,
+                              unified_pool=True)
+        made = KVCacheManager(BLOCKS, 16, 4096, 2, num_kv_buffers=1)
+        made._wait_post_init()
+        return made
+
+    def wait_until(true):
+        deadline = time.monotonic() + 30
+        while not true():
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+
+    SOCKETS = Path(tp_ipc_util.SOCKET_DIR)
+    PATCHES = ("elastic.socket_folder", "elastic.socket_path", "elastic.socket_peer")
+"""
+
+
+@pytest.fixture
+def python(tmp_path: Path) -> Iterator[Callable[[str], str]]:
+    """Run code on a device and under a name of kvcached of its own; return what it logs."""
+    device = Device(tmp_path, size="256MiB")
+    name = f"kvpatch-test-{uuid.uuid4().hex[:8]}"
+
+    def python(code: str) -> str:
+        done = subprocess.run(
+            [sys.executable, "-c", textwrap.dedent(PRELUDE) + textwrap.dedent(code)],
+            env=device.environ(Run(kvpatch=False)) | {"KVCACHED_IPC_NAME": name},
+            capture_output=True,
+            text=True,
+            timeout=120,
+            check=False,
+        )
+        assert done.returncode == 0, done.stdout + done.stderr
+        return done.stderr
+
+    yield python
+    Path("/dev/shm", name).unlink(missing_ok=True)
+
+
+def test_the_pool_of_an_engine_stays_closed_to_other_users(python: Callable[[str], str]) -> None:
+    python(
+        """
+        os.umask(0)
+        pool.make(NAME)
+        made = manager()
+        status = Path("/dev/shm", NAME).stat()
+        assert stat.S_IMODE(status.st_mode) == 0o600, oct(status.st_mode)
+        assert get_kv_cache_limit(NAME).total_size == 32 * MIB
+        assert made.shutdown()
+        assert not Path("/dev/shm", NAME).exists()
+        """
+    )
+
+
+def test_a_limit_above_what_the_engine_started_with_changes_nothing(
+    python: Callable[[str], str],
+) -> None:
+    """With the pool full of cached blocks, which are evicted only if nothing is free."""
+    said = python(
+        """
+        patched("elastic.limit")
+        made = manager()
+        cached = made.alloc(made.available_size() // 16 * 16)
+        update_kv_cache_limit(NAME, 256 * MIB)
+        wait_until(lambda: made.page_allocator.get_resize_target() == 128 * MIB)
+        for _ in range(3):
+            assert made.alloc(32) is None
+            assert made.available_size() < 32, made.available_size()
+        made.free(cached[:64])
+        assert len(made.alloc(32)) == 32
+        assert max(made.alloc(16)) < BLOCKS
+        update_kv_cache_limit(NAME, 512 * MIB)
+        wait_until(lambda: made.page_allocator.get_resize_target() == 256 * MIB)
+        made.alloc(1)
+        update_kv_cache_limit(NAME, 32 * MIB)
+        wait_until(lambda: made.page_allocator.get_resize_target() == 16 * MIB)
+        made.alloc(1)
+        os._exit(0)
+        """
+    )
+    told = [line for line in said.splitlines() if "kvpatch: the limit" in line]
+    assert len(told) == 2, said
+    assert "the limit of 256 MiB for the pool kvpatch-test-" in told[0]
+    assert "is above the 32 MiB that its engine started with" in told[0]
+    assert "the limit of 512 MiB" in told[1]
+
+
+def test_a_worker_and_its_engine_talk_in_a_closed_folder(python: Callable[[str], str]) -> None:
+    python(
+        """
+        patched(*PATCHES)
+        os.umask(0)
+        tp_ipc_util.start_worker_listener_thread(0)
+        tp_ipc_util.start_worker_listener_thread(1, pp_rank=1)
+        mode = lambda path: stat.S_IMODE(path.lstat().st_mode)
+        assert mode(SOCKETS) == 0o700
+        assert mode(SOCKETS / "w0.sock") == mode(SOCKETS / "pp1/w1.sock") == 0o600
+        ops.init_kvcached("cuda:0", 2 * MIB, True)
+        assert tp_ipc_util.broadcast_kv_tensors_created(1) is False
+        assert tp_ipc_util.stop_worker_listener_threads()
+        assert not SOCKETS.exists()
+        """
+    )
+
+
+@pytest.mark.parametrize("squat", ["open", "link", "file", "foreign"])
+def test_a_squatted_folder_is_a_refusal_of_the_worker(
+    python: Callable[[str], str], squat: str
+) -> None:
+    faults = {
+        "open": "is open to other users (mode 0777)",
+        "link": "is a link instead of a folder",
+        "file": "is a file instead of a folder",
+        "foreign": "belongs to ",
+    }
+    python(
+        f"""
+        patched(*PATCHES)
+        squat, fault = {squat!r}, {faults[squat]!r}
+        """
+        """
+        from kvpatch.refusal import Refusal
+        if squat in ("open", "foreign"):
+            SOCKETS.mkdir(0o700)
+        if squat == "open":
+            SOCKETS.chmod(0o777)
+        elif squat == "link":
+            SOCKETS.symlink_to("/tmp")
+        elif squat == "file":
+            SOCKETS.touch()
+        else:
+            uid = os.getuid()
+            os.geteuid = lambda: uid + 1
+        try:
+            tp_ipc_util.start_worker_listener_thread(0)
+        except Refusal as refusal:
+            assert refusal.code == "KVP416"
+            assert f"{SOCKETS} {fault}" in str(refusal), str(refusal)
+        else:
+            raise AssertionError("it listens")
+        finally:
+            SOCKETS.rmdir() if squat in ("open", "foreign") else SOCKETS.unlink()
+        """
+    )
+
+
+def test_an_engine_reads_nothing_from_a_folder_that_others_can_enter(
+    python: Callable[[str], str],
+) -> None:
+    """What answers there is unpickled, so that it runs code."""
+    python(
+        """
+        patched(*PATCHES)
+        class Code:
+            def __reduce__(self):
+                return os._exit, (3,)
+        SOCKETS.mkdir()
+        SOCKETS.chmod(0o777)
+        answer = pickle.dumps(Code())
+        planted = socket.socket(socket.AF_UNIX)
+        planted.bind(str(SOCKETS / "w0.sock"))
+        planted.listen()
+        def serve():
+            connection, _ = planted.accept()
+            connection.recv(65536)
+            connection.sendall(len(answer).to_bytes(4, "big") + answer)
+        threading.Thread(target=serve, daemon=True).start()
+        try:
+            tp_ipc_util.broadcast_kv_tensors_created(1)
+        except RuntimeError as error:
+            assert f"{SOCKETS} is open to other users" in str(error), error
+        (SOCKETS / "w0.sock").unlink()
+        SOCKETS.rmdir()
+        """
+    )
+
+
+def test_a_worker_reads_nothing_from_another_user(python: Callable[[str], str]) -> None:
+    python(
+        """
+        patched("elastic.socket_peer")
+        class Code:
+            def __reduce__(self):
+                return os._exit, (3,)
+        ours, theirs = socket.socketpair()
+        uid = os.getuid()
+        tp_ipc_util.send_msg(theirs, {"cmd": "kv_tensors_created"})
+        assert tp_ipc_util.recv_msg(ours) == {"cmd": "kv_tensors_created"}
+        tp_ipc_util.send_msg(theirs, Code())
+        os.geteuid = lambda: uid + 1
+        try:
+            tp_ipc_util.recv_msg(ours)
+        except PermissionError as error:
+            assert "connected to a worker's socket" in str(error)
+        else:
+            raise AssertionError("it was read")
+        """
+    )

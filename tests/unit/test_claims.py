@@ -1,0 +1,411 @@
+"""Claims of names: one engine at a time, whoever shares /dev/shm, and free when it is gone."""
+
+from __future__ import annotations
+
+import errno
+import os
+import signal
+import stat
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from kvpatch import claims, private
+from kvpatch.patches.elastic_memory import ipc_name, pool
+from kvpatch.patches.secondary_tiers import shared_memory
+from kvpatch.refusal import Refusal
+
+HOLD = """
+import sys
+from pathlib import Path
+from kvpatch import claims
+claims.BASE = Path(sys.argv[1])
+try:
+    claim = claims.take("pool", "chat")
+except claims.Taken as taken:
+    sys.exit(f"taken by {taken.pid}")
+print("holds", flush=True)
+sys.stdin.readline()
+"""
+
+
+class EngineCore:
+    """What a claim is kept on."""
+
+
+@pytest.fixture
+def shm(tmp_path, monkeypatch):
+    """A folder in the place of /dev/shm, and an engine's name."""
+    monkeypatch.setattr(claims, "BASE", tmp_path)
+    utils = SimpleNamespace(DEFAULT_IPC_NAME="chat")
+    monkeypatch.setitem(sys.modules, "kvcached.utils", utils)
+    return tmp_path
+
+
+@pytest.fixture
+def other_user(monkeypatch):
+    """From the call on this process is another user than the owner of its files."""
+    return lambda: monkeypatch.setattr(os, "geteuid", lambda: os.getuid() + 1)
+
+
+@pytest.fixture
+def holder(shm):
+    """Start a process that claims the name; ``before`` is put in front of its command."""
+    started = []
+
+    def holder(*before):
+        process = subprocess.Popen(
+            [*before, sys.executable, "-c", HOLD, shm],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        started.append(process)
+        return process, process.stdout.readline().strip()
+
+    yield holder
+    for process in started:
+        process.communicate()
+
+
+def start(core=None, fails=None):
+    """Start an engine, as far as its name goes."""
+    core = core or EngineCore()
+
+    def wrapped():
+        if fails:
+            raise fails
+
+    ipc_name.around_engine_start(wrapped, core, (), {})
+    return core
+
+
+def test_a_name_is_for_one_engine_and_its_process_is_named(shm, holder):
+    process, said = holder()
+    assert said == "holds"
+    with pytest.raises(Refusal) as refused:
+        start()
+    assert str(refused.value) == (
+        f"kvpatch refuses to start vLLM: another engine (pid {process.pid}) uses the kvcached "
+        "name chat, because the two would share a page limit and unmap each other's pages; start "
+        "every engine as a separate program, and give each its own KVCACHED_IPC_NAME if you set "
+        "one. [KVP414]"
+    )
+
+
+def test_other_names_and_kinds_are_free(shm):
+    held = [claims.take("pool", "chat"), claims.take("tier", "chat"), claims.take("pool", "Chat")]
+    held += [claims.take("tier", "a/b"), claims.take("tier", "a-b"), claims.take("tier", "x" * 999)]
+    with pytest.raises(claims.Taken):
+        claims.take("tier", "a/b")
+    assert len(list(claims.folder().iterdir())) == len(held)
+
+
+def test_a_killed_engine_holds_nothing_and_leaves_nothing(shm, holder):
+    process, _ = holder()
+    assert claims.held("pool", "chat")
+    process.send_signal(signal.SIGKILL)
+    process.wait()
+    assert not claims.held("pool", "chat")
+    (left,) = claims.folder().iterdir()
+    claim = claims.take("tier", "another")  # whatever starts next removes it
+    assert not left.exists()
+    claim.release()
+    assert list(claims.folder().iterdir()) == []
+
+
+def test_a_container_with_its_own_namespaces_sees_the_claim(shm, holder):
+    """As docker --ipc=host: one /dev/shm, other process and network namespaces."""
+    apart = ["unshare", "--user", "--map-root-user", "--net", "--pid", "--fork"]
+    mine = claims.take("pool", "chat")
+    process, said = holder(*apart)
+    assert (said, process.communicate()[1].strip()) == ("", "taken by None")
+    mine.release()
+    _, said = holder(*apart)
+    assert said == "holds"
+    with pytest.raises(claims.Taken, match="None"):
+        claims.take("pool", "chat")
+
+
+FORK = """
+import os, sys
+from pathlib import Path
+from kvpatch import claims
+claims.BASE = Path(sys.argv[1])
+claim = claims.take("pool", "chat")
+read, write = os.pipe()
+if os.fork() == 0:
+    claim.release()
+    del claim
+    os._exit(0)
+os.wait()
+assert claims.held("pool", "chat"), "a forked child gave it back"
+if os.fork() == 0:
+    os.close(write)
+    os.read(read, 1)
+    os._exit(0)
+claim.release()
+assert not claims.held("pool", "chat"), "a forked child keeps it"
+claims.take("pool", "chat").release()
+os.close(write)
+os.wait()
+"""
+
+
+def test_a_container_with_its_own_users_has_the_same_folder(shm, monkeypatch):
+    """Of one user's containers, one may run as root in a user namespace and another as the user."""
+    monkeypatch.setattr(claims, "Path", lambda path: SimpleNamespace(read_text=lambda: uid_map))
+    monkeypatch.setattr(os, "geteuid", lambda: 0)
+    uid_map = "         0       1000          1\n         1     100000      65536\n"
+    assert claims.folder().name == "kvpatch-claims-1000"
+    monkeypatch.setattr(os, "geteuid", lambda: 33)
+    assert claims.folder().name == "kvpatch-claims-100032"
+    uid_map = "         0          0 4294967295\n"
+    assert claims.folder().name == "kvpatch-claims-33"
+
+
+def test_a_forked_child_neither_gives_a_name_back_nor_keeps_a_released_one(shm):
+    """A flock is the open file's, of which a forked child has a copy."""
+    subprocess.run([sys.executable, "-c", FORK, shm], check=True, timeout=60)
+
+
+def test_a_start_that_failed_gives_the_name_back(shm):
+    """The error keeps the engine alive, as IPython's last error and pytest's do."""
+    with pytest.raises(MemoryError) as kept:
+        start(fails=MemoryError("CUDA out of memory"))
+    core = start()
+    assert kept.value
+    with pytest.raises(Refusal, match="KVP414"):
+        start()
+    ipc_name.after_engine_shutdown(lambda: None, core, (), {})
+    core = start()
+    core.itself = core  # a circle, as in vLLM's engine
+    del core
+    start()  # an engine that was deleted needs no shutdown
+
+
+# Another user at the same names
+
+
+def test_the_folder_of_claims_is_closed(shm):
+    claims.take("pool", "chat")
+    assert stat.S_IMODE(claims.folder().stat().st_mode) == 0o700
+
+
+@pytest.mark.parametrize("squat", ["folder", "file", "link", "open folder"])
+def test_a_squatted_folder_is_a_refusal_that_names_it(shm, squat, other_user):
+    if squat == "folder":
+        other_user()
+    path = claims.folder()
+    if squat == "folder":
+        path.mkdir()
+        fault = f"belongs to {private.user(os.getuid())}"
+    elif squat == "file":
+        path.touch()
+        fault = "is a file instead of a folder"
+    elif squat == "link":
+        path.symlink_to(shm)
+        fault = "is a link instead of a folder"
+    else:
+        path.mkdir()
+        path.chmod(0o777)
+        fault = "is open to other users (mode 0777)"
+    with pytest.raises(Refusal) as refused:
+        start()
+    assert f"{path} {fault}, because" in str(refused.value)
+    assert refused.value.code == "KVP416"
+    assert ("have it removed by" if squat == "folder" else f"rm -r {path}") in refused.value.remedy
+
+
+def test_a_full_shm_is_a_refusal(shm, monkeypatch):
+    def full(*args):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(os, "posix_fallocate", full)
+    core = EngineCore()
+    with pytest.raises(Refusal) as refused:
+        start(core)
+    assert str(refused.value) == (
+        f"kvpatch refuses to start vLLM: {shm}/chat cannot be made, because it failed with "
+        f"OSError: No space left on device; make room in {shm} (df -h {shm}; --shm-size of a "
+        "container), or set KVPATCH=0. [KVP417]"
+    )
+    monkeypatch.undo()
+
+
+# The pool's file
+
+
+def test_the_pool_is_there_with_its_memory_and_closed_before_kvcached_opens_it(shm):
+    old = os.umask(0)
+    try:
+        start()
+    finally:
+        os.umask(old)
+    status = (shm / "chat").stat()
+    assert stat.S_IMODE(status.st_mode) == 0o600
+    assert (status.st_size, status.st_blocks > 0) == (24, True)
+
+
+def test_a_pool_that_others_could_open_is_made_anew(shm):
+    """Whoever has the old file open may hold its lock, for which kvcached waits for ever."""
+    (shm / "chat").write_bytes(b"x" * 24)
+    (shm / "chat").chmod(0o644)
+    with (shm / "chat").open() as opened_by_another:
+        start()
+        assert not os.path.samestat(os.fstat(opened_by_another.fileno()), (shm / "chat").stat())
+    assert stat.S_IMODE((shm / "chat").stat().st_mode) == 0o600
+
+
+def test_a_pool_that_was_closed_stays(shm):
+    start()
+    before = (shm / "chat").stat()
+    start()
+    assert os.path.samestat(before, (shm / "chat").stat())
+
+
+@pytest.mark.parametrize("squat", ["file", "link", "fifo", "second name"])
+def test_a_squatted_pool_is_a_refusal_that_names_it(shm, squat, other_user):
+    path = shm / "chat"
+    if squat == "file":
+        path.write_bytes(b"x" * 24)
+        other_user()
+        fault = f"belongs to {private.user(os.getuid())}"
+    elif squat == "link":
+        (shm / "elsewhere").touch()
+        path.symlink_to(shm / "elsewhere")
+        fault = "is a link instead of a file"
+    elif squat == "fifo":
+        os.mkfifo(path)
+        fault = "is a special file instead of a file"
+    else:
+        (shm / "elsewhere").touch(0o600)
+        path.hardlink_to(shm / "elsewhere")
+        fault = "has a second name (a hard link)"
+    with pytest.raises(Refusal) as refused:
+        pool.make("chat")
+    assert f"{path} {fault}, because its owner could" in str(refused.value)
+    assert refused.value.code == "KVP416"
+    assert "KVCACHED_IPC_NAME" in refused.value.remedy
+    if squat == "link":
+        assert (shm / "elsewhere").read_bytes() == b""
+
+
+# One CPU tier per engine_id
+
+
+def tier(engine_id="one", core=None, start=lambda config: "started"):
+    transfer = SimpleNamespace(
+        kv_connector="OffloadingConnector",
+        kv_connector_module_path=None,
+        kv_connector_extra_config={},
+        engine_id=engine_id,
+    )
+    config = SimpleNamespace(kv_transfer_config=transfer)
+    core = core or EngineCore()
+    return shared_memory.around_engine_core(start, core, (config,), {})
+
+
+def test_two_engines_with_one_engine_id_that_start_together(shm):
+    """vLLM makes the file when the model is loaded: the second engine starts before that."""
+
+    def while_the_first_loads(config):
+        with pytest.raises(Refusal) as refused:
+            tier()
+        assert str(refused.value) == (
+            f"kvpatch refuses to start vLLM: another engine (pid {os.getpid()}) has the engine_id "
+            f"one, because the two would share {shm}/vllm_offload_one.mmap, and load each other's "
+            "blocks; give each engine its own engine_id in kv_transfer_config. [KVP413]"
+        )
+        assert tier("two") == "started"
+        return "both"
+
+    first = EngineCore()
+    assert tier(core=first, start=while_the_first_loads) == "both"
+    with pytest.raises(Refusal, match="KVP413"):
+        tier()  # for the engine's life
+    ipc_name.after_engine_shutdown(lambda: None, first, (), {})
+    assert tier() == "started"
+
+
+def test_an_engine_id_is_free_after_a_failed_start(shm):
+    def fail(config):
+        raise MemoryError
+
+    core = EngineCore()
+    with pytest.raises(MemoryError):
+        tier(core=core, start=fail)
+    assert tier() == "started"
+
+
+class Region:
+    """vLLM's ``SharedOffloadRegion``, as far as it opens its file."""
+
+    def __init__(self, engine_id, path):
+        try:
+            self.fd = os.open(path, os.O_CREAT | os.O_EXCL | os.O_RDWR, 0o600)
+        except FileExistsError:
+            self.fd = os.open(path, os.O_RDWR)
+
+
+def region(path, before=lambda: None):
+    made = Region.__new__(Region)
+
+    def wrapped(engine_id):
+        before()
+        made.__init__(engine_id, path)
+
+    try:
+        shared_memory.around_region(wrapped, made, ("one",), {})
+    finally:
+        if hasattr(made, "fd"):
+            os.close(made.fd)
+
+
+def test_the_workers_of_an_engine_share_a_region(shm):
+    path = shared_memory.path_of("one")
+    region(path)
+    region(path)
+    path.unlink()
+    region(path, before=lambda: None)
+    unlinked = lambda: (path.unlink(), path.touch(0o600), path.unlink())  # noqa: E731
+    region(path, before=unlinked)  # from 0.29 on the name goes once all workers are there
+
+
+@pytest.mark.parametrize("when", ["before", "meanwhile"])
+def test_a_region_that_another_user_made_is_a_refusal_that_names_him(shm, when, other_user):
+    path = shared_memory.path_of("one")
+
+    def plant():
+        path.touch(0o600)
+        other_user()
+
+    if when == "before":
+        plant()
+    with pytest.raises(Refusal) as refused:
+        region(path, before=plant if when == "meanwhile" else lambda: None)
+    assert f"{path} belongs to {private.user(os.getuid())}, because another user could read" in str(
+        refused.value
+    )
+    assert "engine_id" in refused.value.remedy
+    assert refused.value.code == "KVP416"
+
+
+def test_a_region_that_others_can_open_is_refused(shm):
+    path = shared_memory.path_of("one")
+    path.touch()
+    path.chmod(0o666)
+    with pytest.raises(Refusal, match=r"is open to other users \(mode 0666\)"):
+        region(path)
+
+
+def test_a_region_that_cannot_be_joined_for_another_reason_is_vllms_error(shm):
+    def fail():
+        raise TimeoutError("Timed out waiting for mmap file")
+
+    with pytest.raises(TimeoutError):
+        region(Path(shm / "vllm_offload_one.mmap"), before=fail)
