@@ -140,8 +140,8 @@ def _write(path: str, parts: list[Any], flags: int) -> None:
     # Several machines may share the folder.
     temporary = f"{layout}/{TEMPORARY}/{name}.{secrets.token_hex(8)}"
     flags |= os.O_CREAT | os.O_EXCL | os.O_WRONLY | os.O_NOFOLLOW
-    file = _in_folders(temporary, lambda: os.open(temporary, flags, 0o600))
     try:
+        file = _in_folders(temporary, lambda: os.open(temporary, flags, 0o600))
         try:
             size = sum(len(part) for part in parts)
             if os.writev(file, parts) != size:
