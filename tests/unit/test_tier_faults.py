@@ -186,7 +186,7 @@ def test_a_block_is_never_seen_in_part(memory, tmp_path: Path, monkeypatch) -> N
     writev = os.writev
 
     def watched(file: int, parts: Any) -> int:
-        seen.append((list(tmp_path.rglob("*.bin")), len(os.listdir(tmp_path / "layout_r0/tmp"))))
+        seen.append((list(tmp_path.rglob("*.bin")), len([*(tmp_path / "layout_r0/tmp").iterdir()])))
         return writev(file, parts)
 
     monkeypatch.setattr(os, "writev", watched)

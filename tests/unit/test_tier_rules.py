@@ -126,7 +126,9 @@ def test_it_may_be_asked_while_another_thread_asks():
     thread.join()
 
 
-@pytest.mark.parametrize(("text", "seconds"), [("", 10), ("0.5", 0.5), ("30", 30), (" 5 ", 5), (" ", 10)])
+@pytest.mark.parametrize(
+    ("text", "seconds"), [("", 10), ("0.5", 0.5), ("30", 30), (" 5 ", 5), (" ", 10)]
+)
 def test_patience_is_a_number_of_seconds(monkeypatch, text, seconds):
     monkeypatch.setenv(TIER_PATIENCE.name, text)
     assert patience() == seconds

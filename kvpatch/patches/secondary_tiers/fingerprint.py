@@ -122,14 +122,15 @@ def plain(value: Any) -> Any:
         return sorted(json.dumps(plain(inner), sort_keys=True) for inner in value)
     if isinstance(value, type):
         return f"{value.__module__}.{value.__qualname__}"
+    if hasattr(value, "to_dict"):  # a configuration of transformers
+        # An override of what its class does not know is an attribute and not in the dictionary.
+        inner = value.to_dict() | vars(value)
+        known = {key: one for key, one in inner.items() if not key.startswith("_")}
+        return {"class": plain(type(value)), **plain(known)}
     if dataclasses.is_dataclass(value):
         return {
-            known.name: plain(getattr(value, known.name, None))
-            for known in dataclasses.fields(value)
+            one.name: plain(getattr(value, one.name, None)) for one in dataclasses.fields(value)
         }
-    if hasattr(value, "to_dict"):  # a configuration of transformers
-        inner = {key: one for key, one in value.to_dict().items() if key != "_name_or_path"}
-        return {"class": plain(type(value)), **plain(inner)}
     if type(value).__module__ == "torch":  # a dtype
         return str(value)
     return plain(type(value))

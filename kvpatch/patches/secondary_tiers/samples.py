@@ -8,6 +8,7 @@ turn. So every matrix of a stack, such as the experts of a layer, counts.
 from __future__ import annotations
 
 import hashlib
+import math
 from typing import Any
 
 WHOLE = 1 << 14
@@ -74,10 +75,19 @@ def diagonals(tensor: Any) -> list[Any]:
     apart = -(-rows // ROWS)
     if tensor.dim() > 2:  # the first dimension counts matrices
         apart = min(apart, rows // tensor.shape[0])
-    steps = {max(1, min(apart * columns + turn, count // LEAST)) for turn in (1, -1)}
+    steps = {
+        _coprime(max(1, min(apart * columns + turn, count // LEAST)), columns) for turn in (1, -1)
+    }
     return [
         values_at(ordered, start, step) for step in sorted(steps) for start in (0, columns // 2)
     ]
+
+
+def _coprime(step: int, columns: int) -> int:
+    """Return a step of at most ``step`` that comes to every column in turn."""
+    while math.gcd(step, columns) > 1:
+        step -= 1
+    return step
 
 
 def values_at(tensor: Any, start: int, step: int) -> Any:
