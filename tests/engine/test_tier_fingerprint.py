@@ -159,6 +159,8 @@ def test_large_tensors_are_sampled_and_every_row_of_them_counts() -> None:
     large = torch.zeros(3 * samples.ROWS // 2, 64)
     taken = diagonals(large)
     assert sum(map(len, taken)) < large.numel() // 10
+    rows = torch.arange(4 * samples.ROWS).view(-1, 1).expand(-1, 64).contiguous()
+    assert len(set(torch.cat(diagonals(rows)).tolist())) == len(rows)
     stack = torch.arange(4 * samples.ROWS).view(-1, 1, 1).expand(-1, 1, 8).contiguous()
     for values in diagonals(stack):  # more matrices than rows count otherwise
         assert len(set(values.tolist())) > 0.8 * len(stack)

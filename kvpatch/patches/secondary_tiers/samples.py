@@ -2,7 +2,8 @@
 
 Tensors of up to ``WHOLE`` values count whole. Of larger ones, values on several diagonals of the
 memory count: a value of every row, or of every n-th row of a very large tensor, in all columns in
-turn. So every matrix of a stack, such as the experts of a layer, counts.
+turn. So every matrix of a stack, such as the experts of a layer, counts. A test with figures is
+scripts/bench-fingerprint.
 """
 
 from __future__ import annotations
@@ -12,7 +13,8 @@ import math
 from typing import Any
 
 WHOLE = 1 << 14
-ROWS = 1 << 15  # rows of one tensor that count; more, if a stack has more matrices
+ROWS = 1 << 14  # rows that one diagonal comes to; more, if a stack has more matrices
+TURNS = (1, -1, 1, -1)  # of the diagonals, each of which begins at other rows
 LEAST = 1 << 10  # values of one diagonal, of a tensor with few rows
 _BATCH = 64 << 20  # bytes that are transferred at once
 
@@ -75,11 +77,13 @@ def diagonals(tensor: Any) -> list[Any]:
     apart = -(-rows // ROWS)
     if tensor.dim() > 2:  # the first dimension counts matrices
         apart = min(apart, rows // tensor.shape[0])
-    steps = {
-        _coprime(max(1, min(apart * columns + turn, count // LEAST)), columns) for turn in (1, -1)
-    }
     return [
-        values_at(ordered, start, step) for step in sorted(steps) for start in (0, columns // 2)
+        values_at(
+            ordered,
+            number * apart // len(TURNS) * columns + number * columns // len(TURNS),
+            _coprime(max(1, min(apart * columns + turn, count // LEAST)), columns),
+        )
+        for number, turn in enumerate(TURNS)
     ]
 
 
