@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import enum
+import itertools
 import json
 from pathlib import Path
 from types import SimpleNamespace
@@ -155,12 +156,14 @@ def test_few_transfers_for_many_tensors(monkeypatch: pytest.MonkeyPatch) -> None
     assert len(transfers) > 10
 
 
-def test_large_tensors_are_sampled_and_every_row_of_them_counts() -> None:
+def test_large_tensors_are_sampled_in_every_few_rows() -> None:
     large = torch.zeros(3 * samples.ROWS // 2, 64)
     taken = diagonals(large)
     assert sum(map(len, taken)) < large.numel() // 10
     rows = torch.arange(4 * samples.ROWS).view(-1, 1).expand(-1, 64).contiguous()
-    assert len(set(torch.cat(diagonals(rows)).tolist())) == len(rows)
+    came = sorted({-1, len(rows), *torch.cat(diagonals(rows)).tolist()})
+    assert max(after - before for before, after in itertools.pairwise(came)) <= 5
+    assert len(came) > 0.6 * len(rows)
     stack = torch.arange(4 * samples.ROWS).view(-1, 1, 1).expand(-1, 1, 8).contiguous()
     for values in diagonals(stack):  # more matrices than rows count otherwise
         assert len(set(values.tolist())) > 0.8 * len(stack)
