@@ -68,7 +68,7 @@ FEATURE = Feature(
             upstream="none: vLLM keeps the files of a tier on purpose, see reset_cache",
             until="vLLM names files after the weights",
             wrapper="kvpatch.patches.secondary_tiers.weights:around_reset",
-            parameters=("self", "reset_running_requests", "reset_connector"),
+            parameters=("self",),  # kvcached's own wrapper takes any others
             since="0.24",
         ),
         Patch(
