@@ -44,36 +44,6 @@ def assert_tokens(ours: list[Any], theirs: list[Any]) -> None:
     assert widest_gap(ours, theirs) < 1e-4
 
 
-KINDS: dict[str, tuple[Callable[..., Any], list[Any], dict[str, Any]]] = {
-    "salts": (salted, ["a", "b", ""], {}),
-    "embeddings": (embedded, [1, 2, 3], EMBEDS),
-}
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_the_cpu_tier_keeps_them_apart(serve: Serve, kind: str) -> None:
-    made, (one, two, three), engine = KINDS[kind]
-    # The device holds 4 of these prompts, the CPU tier all.
-    rounds = [*made(one), *FILL, *made(two), *made(three), *FILL, *made(one, two, three)]
-    job = {"rounds": rounds, "one_by_one": True}
-    ours = records(serve(Run(), engine=engine | SMALL["llama"], **job))
-    last = len(FILL) * 2 + 3
-    assert hits(ours)[: last - len(FILL)] == [0] * (last - len(FILL))
-    assert hits(ours)[last:] == [640] * 3
-    assert_tokens(ours, records(serve(PLAIN, engine=engine | SMALL["llama"], **job)))
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_a_disk_keeps_them_apart_over_a_restart(serve: Serve, tmp_path: Path, kind: str) -> None:
-    made, (one, two, three), engine = KINDS[kind]
-    stored = records(serve(on(tmp_path), engine=engine, rounds=made(one, two)))
-    assert hits(stored) == [0, 0]
-    job = {"rounds": made(three, two, one)}
-    ours = records(serve(on(tmp_path), engine=engine, **job))
-    assert hits(ours) == [0, 640, 640]
-    assert_tokens(ours, records(serve(PLAIN, engine=engine, **job)))
-
-
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The model with other weights."""
@@ -118,3 +88,33 @@ def test_without_a_reset_nothing_of_the_new_weights_is_stored_as_of_the_old(
     again = records(serve(run, rounds=ASKED))
     assert_tokens(again, records(serve(PLAIN, rounds=ASKED)))
     assert hits(again) == [640, 0, 0]
+
+
+KINDS: dict[str, tuple[Callable[..., Any], list[Any], dict[str, Any]]] = {
+    "salts": (salted, ["a", "b", ""], {}),
+    "embeddings": (embedded, [1, 2, 3], EMBEDS),
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_disk_keeps_them_apart_over_a_restart(serve: Serve, tmp_path: Path, kind: str) -> None:
+    made, (one, two, three), engine = KINDS[kind]
+    stored = records(serve(on(tmp_path), engine=engine, rounds=made(one, two)))
+    assert hits(stored) == [0, 0]
+    job = {"rounds": made(three, two, one)}
+    ours = records(serve(on(tmp_path), engine=engine, **job))
+    assert hits(ours) == [0, 640, 640]
+    assert_tokens(ours, records(serve(PLAIN, engine=engine, **job)))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_cpu_tier_keeps_them_apart(serve: Serve, kind: str) -> None:
+    made, (one, two, three), engine = KINDS[kind]
+    # The device holds 4 of these prompts, the CPU tier all.
+    rounds = [*made(one), *FILL, *made(two), *made(three), *FILL, *made(one, two, three)]
+    job = {"rounds": rounds, "one_by_one": True}
+    ours = records(serve(Run(), engine=engine | SMALL["llama"], **job))
+    last = len(FILL) * 2 + 3
+    assert hits(ours)[: last - len(FILL)] == [0] * (last - len(FILL))
+    assert hits(ours)[last:] == [640] * 3
+    assert_tokens(ours, records(serve(PLAIN, engine=engine | SMALL["llama"], **job)))

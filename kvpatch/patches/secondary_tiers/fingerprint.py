@@ -208,7 +208,7 @@ def _response(layer: Any) -> Any:
     """
     import torch
 
-    size = layer.input_size_per_partition
+    size = getattr(layer, "input_size_per_partition", None) or layer.input_size
     source = torch.Generator().manual_seed(0)
     given = torch.randn(1, size, generator=source).to(layer.weight.dtype)
     with torch.inference_mode():
