@@ -88,7 +88,7 @@ def test_without_a_reset_tiers_are_not_used_until_there_is_one(warned):
     engine.replace("old")  # the caches have blocks of both by now
     assert not engine.request()
     assert "not used until the caches are reset" in warned.text
-    engine.replace("new")
+    engine.now = "new"
     engine.reset()
     assert engine.request()
     assert engine.folders == ["new"]
