@@ -94,6 +94,16 @@ def test_without_a_reset_tiers_are_not_used_until_there_is_one(warned):
     assert engine.folders == ["new"]
 
 
+def test_a_reset_alone_ends_a_suspension():
+    engine = Engine()
+    assert engine.request()
+    engine.replace("new")
+    assert not engine.request()
+    engine.reset()
+    assert engine.request()
+    assert engine.folders == ["new"]
+
+
 @pytest.mark.parametrize("given", [{"done": False}, {"connector": False}])
 def test_a_reset_that_left_blocks_does_not_count(warned, given):
     engine = Engine()
