@@ -137,6 +137,15 @@ CODES = {
     ),
     "KVP330": _not_validated("secondary tiers on a release"),
     "KVP331": _not_validated("offloading of an encoder-decoder model"),
+    "KVP332": _incompatible(
+        "offloading with LoRA adapters", "vllm-project/vllm#27211, vllm-project/vllm#44701"
+    ),
+    "KVP333": _incompatible(
+        "secondary tiers with a hash that is not collision resistant",
+        "vllm-project/vllm, `_NON_CRYPTO_HASH_FUNCTIONS` in kv_cache_utils",
+    ),
+    "KVP334": _setup("the folder of a secondary tier is not this user's alone"),
+    "KVP335": _setup("`KVPATCH_TIER_PATIENCE` is not a number of seconds"),
     "KVP401": _incompatible(
         "the scheduler's block pool is not kvcached's", "ovg-project/kvcached#316"
     ),

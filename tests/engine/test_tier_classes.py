@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import errno
+import itertools
 import os
+import queue
 import resource
 import stat
 import threading
 import time
 import uuid
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
 from importlib import util
 from pathlib import Path
 from types import SimpleNamespace
@@ -19,9 +23,14 @@ import pytest
 import torch
 
 from kvpatch.environ import TIER_PATIENCE
+from kvpatch.logs import log
 from kvpatch.patch import Transaction
 from kvpatch.patches.elastic_memory import regions as geometry
 from kvpatch.patches.secondary_tiers import FEATURE, fingerprint
+from kvpatch.patches.secondary_tiers.block_files import ABANDONED, TEMPORARY
+from kvpatch.patches.secondary_tiers.timeout import Unanswered
+from kvpatch.patches.secondary_tiers.weights import Weights
+from kvpatch.refusal import Refusal
 from kvpatch.supported import release_of
 from kvpatch.upstream.vllm_api import lookup_results
 from kvpatch.versions import installed
@@ -552,6 +561,213 @@ def test_files_and_folders_are_private(tiers, tmp_path: Path) -> None:
     assert set(modes.values()) == {0o700, 0o600}
     assert stat.S_IMODE(one.file(1).stat().st_mode) == 0o600
     assert stat.S_IMODE(Path(one.tier.file_mapper.base_path).stat().st_mode) == 0o700
+
+
+@dataclass
+class Job:
+    """A job of one block for a tier, under the names of all releases."""
+
+    job_id: int
+    keys: list[Any]
+    req_context: Any
+    is_promotion: bool = True
+    submit_time: float = 0.0
+    chunk_ids: tuple[int, ...] = (0,)
+    block_ids: tuple[int, ...] = (0,)
+
+
+def make_late(one: Tiers) -> None:
+    """Let the disk owe an answer for ever."""
+    one.tier.unanswered.clock = lambda: 0.0
+    one.tier.unanswered.asked("hung")
+    one.tier.unanswered.clock = lambda: 1e9
+    assert one.tier.late
+
+
+def suspend(one: Tiers) -> None:
+    """Let the caches hold blocks of other weights."""
+    one.tier.weights = Weights(lambda: "", "", suspended=True)
+
+
+@pytest.mark.parametrize("pass_over", [make_late, suspend])
+def test_a_tier_that_is_passed_over_declines_what_it_is_handed(
+    tiers, pass_over: Callable[[Tiers], None]
+) -> None:
+    """A block that was found, and whose tier is late before it is asked for the bytes."""
+    one = tiers()
+    one.store(1)
+    one.forget()
+    pass_over(one)
+    before = bytes(one.primary.get_kv_memoryview().cast("B"))
+    one.tier.submit_load(Job(71, [one.key(1)], one.request()))
+    one.tier.submit_store(Job(72, [one.key(2)], one.request(), is_promotion=False))
+    # No thread is asked, and none of the blocks stays pinned.
+    declined = [(result.job_id, result.success) for result in one.tier.get_finished_jobs()]
+    assert declined == [(71, False), (72, False)]
+    assert one.tier.get_finished_jobs() == []
+    one.tier.drain_jobs()
+    assert one.tier.get_finished_jobs() == []
+    assert bytes(one.primary.get_kv_memoryview().cast("B")) == before
+    assert not one.file(2).exists()
+
+
+@pytest.mark.parametrize("pass_over", [make_late, suspend])
+def test_a_tier_that_is_passed_over_has_nothing_that_it_had_before(
+    tiers, pass_over: Callable[[Tiers], None]
+) -> None:
+    one = tiers()
+    one.store(1)
+    one.forget()
+    context = one.request()
+    end = time.monotonic() + LONG
+    nowhere, later = lookup_results()
+    while (found := one.tier.lookup(one.key(1), context)) in later and time.monotonic() < end:
+        one.step()
+    assert found not in (nowhere, *later)
+    pass_over(one)
+    assert one.tier.lookup(one.key(1), context) is nowhere
+
+
+def test_what_waits_in_the_queue_makes_no_tier_late() -> None:
+    from kvpatch.patches.secondary_tiers.fs import TimedTasks
+
+    now, started = [0.0], []
+    unanswered = Unanswered(10, lambda: now[0])
+
+    class Pool:
+        """Runs nothing by itself."""
+
+        def __init__(self) -> None:
+            self.tasks: list[Any] = []
+            self.other = "its own"
+
+        def enqueue_load(self, job_id: int, n_tasks: int, tasks: list[Any]) -> None:
+            assert n_tasks == len(tasks)
+            self.tasks += tasks
+
+        enqueue_store = enqueue_load
+
+    def task() -> None:
+        now[0] += 11
+        started.append(unanswered.late)
+
+    pool = Pool()
+    timed = TimedTasks(pool, unanswered)
+    timed.enqueue_load(1, 2, [task, task])
+    timed.enqueue_store(2, 1, [task])
+    assert timed.other == "its own"
+    now[0] = 100
+    assert not unanswered.late
+    for queued in pool.tasks:
+        queued()
+        assert not unanswered.late
+    assert started == [True] * 3
+
+
+def test_the_first_of_two_answers_stays() -> None:
+    """Up to 0.29; the second is of a disk that has changed meanwhile."""
+    from kvpatch.patches.secondary_tiers.fs import FirstAnswers
+
+    lookups = object.__new__(FirstAnswers)
+    lookups._lookup_state = {"a": SimpleNamespace(result=None)}
+    lookups._pending_results = queue.SimpleQueue()
+    for answer in (True, False):
+        lookups._pending_results.put([("a", answer), ("of nobody", answer)])
+    lookups.drain_results()
+    assert lookups._lookup_state["a"].result is True
+
+
+def test_hashes_by_a_random_seed_are_told(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from vllm.v1.core import kv_cache_utils
+
+    from kvpatch.patches.secondary_tiers import fs
+
+    log.addHandler(caplog.handler)
+    try:
+        monkeypatch.setattr(kv_cache_utils, "DEFAULT_NONE_HASH_SEED", "fixed", raising=False)
+        monkeypatch.delenv("PYTHONHASHSEED", raising=False)
+        fs._warn_of_random_hashes()
+        monkeypatch.delattr(kv_cache_utils, "DEFAULT_NONE_HASH_SEED")
+        monkeypatch.setenv("PYTHONHASHSEED", "0")
+        fs._warn_of_random_hashes()
+        assert caplog.text == ""
+        monkeypatch.delenv("PYTHONHASHSEED")
+        fs._warn_of_random_hashes()
+    finally:
+        log.removeHandler(caplog.handler)
+    assert "PYTHONHASHSEED is not set" in caplog.text
+
+
+def test_a_folder_that_others_can_open_is_refused(tiers, tmp_path: Path) -> None:
+    folder = Path(f"{folder_of(tiers)}_r0")
+    folder.chmod(0o777)
+    with pytest.raises(Refusal, match=r"is open to other users.*KVP334"):
+        tiers()
+    assert stat.S_IMODE(folder.stat().st_mode) == 0o777
+    folder.rename(tmp_path / "elsewhere")
+    folder.symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(Refusal, match=r"is a link and not a folder.*KVP334"):
+        tiers()
+
+
+def test_two_users_of_one_folder_have_folders_of_their_own(
+    tiers, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first = folder_of(tiers)
+    monkeypatch.setattr(fingerprint, "own_folder", lambda path: None)  # of a user we are not
+    monkeypatch.setattr(os, "geteuid", lambda: 4711)
+    assert folder_of(tiers) != first
+
+
+def test_what_a_killed_engine_was_writing_is_swept_at_the_next_start(tiers) -> None:
+    folder = Path(f"{folder_of(tiers)}_r0") / TEMPORARY
+    folder.mkdir(exist_ok=True)
+    for name, age in (("old", ABANDONED + 60), ("new", 0.0)):
+        (folder / name).touch()
+        then = (folder / name).stat().st_mtime - age
+        os.utime(folder / name, (then, then))
+    tiers()
+    assert [file.name for file in folder.iterdir()] == ["new"]
+
+
+CALLS = ("open", "writev", "readv", "close", "fstat", "rename", "replace", "unlink", "mkdir")
+
+
+def test_every_call_to_the_disk_fails_in_turn(
+    tiers, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No error leaves the tier, a fault is a miss, and what comes back is right."""
+    calls = itertools.count(1)
+    failing = 0
+
+    def counted(call: Callable[..., Any]) -> Callable[..., Any]:
+        def run(*args: Any, **kwargs: Any) -> Any:
+            if threading.current_thread().name.startswith("vllm_kv_py_fs") and (
+                next(calls) == failing
+            ):
+                raise OSError(errno.EIO, "the disk failed", str(args[0]))
+            return call(*args, **kwargs)
+
+        return run
+
+    for name in CALLS:
+        monkeypatch.setattr(os, name, counted(getattr(os, name)))
+    number, last = 0, 1
+    lost = 0
+    while number <= last:
+        failing, calls = number, itertools.count(1)
+        one = tiers(tmp_path / str(number))
+        one.store(1, 2, 3)
+        one.forget()
+        found = one.find(1, 2, 3)
+        assert found == [1, 2, 3][: len(found or [])]
+        lost += found != [1, 2, 3]
+        last = max(last, next(calls) - 1) if not number else last
+        number += 1
+    assert last > 20
+    assert lost > 10
 
 
 def folder_of(make: Callable[..., Tiers], **changes: Any) -> str:

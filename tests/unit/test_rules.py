@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from kvpatch import patches, rules, supported
-from kvpatch.environ import VLLM_KV_CACHE_LAYOUT, VLLM_USE_V2_MODEL_RUNNER
+from kvpatch.environ import TIER_PATIENCE, VLLM_KV_CACHE_LAYOUT, VLLM_USE_V2_MODEL_RUNNER
 from kvpatch.patches.elastic_memory import configuration
 from kvpatch.patches.kvcached_compat.rules import V1_ON_LATER
 from kvpatch.patches.offloading.rules import HYBRID as HYBRID_RELEASES
@@ -288,6 +288,13 @@ CASES: dict[str, tuple[list[dict[str, Any]], str]] = {
         "a KV connector is configured for JambaForCausalLM, because encoder-decoder models are "
         "not validated; run this model without a KV connector, or set KVPATCH=0.",
     ),
+    "KVP332": (
+        [{"lora_config": SimpleNamespace()}, tiers("fs") | {"lora_config": SimpleNamespace()}],
+        "a KV connector is configured with LoRA, because vLLM names a block after its adapter's "
+        "name and not its content (vllm-project/vllm#27211), so that an adapter that was trained "
+        "again or loaded in place would get blocks of the old one; remove --enable-lora, or run "
+        "this model without a KV connector, or set KVPATCH=0.",
+    ),
     "KVP315": (
         [simple(kv_offload_backend="disk", disk_path="/tmp/x")],
         "the kv_offload_backend disk is configured, because it has not been validated by a store "
@@ -379,6 +386,17 @@ CASES: dict[str, tuple[list[dict[str, Any]], str]] = {
         "that waits for the tier can then block those that hold the memory it needs; use the "
         "scheduling policy fcfs, or set KVPATCH=0.",
     ),
+    "KVP333": (
+        [tiers("fs") | {"cache_config__prefix_caching_hash_algo": "xxhash"}],
+        "a secondary tier is configured with prefix_caching_hash_algo xxhash, because that hash "
+        "is not collision resistant, and a block that is stored under another's hash would be "
+        "served to every later engine; use --prefix-caching-hash-algo sha256, or set KVPATCH=0.",
+    ),
+    "KVP335": (
+        [tiers("fs") | {"machine__environment": {TIER_PATIENCE.name: "10s"}}],
+        'KVPATCH_TIER_PATIENCE="10s" is set, because it is not a number of seconds above 0; set '
+        "KVPATCH_TIER_PATIENCE=10 or unset it, or set KVPATCH=0.",
+    ),
 }
 EACH = [
     pytest.param(code, changes, sentence, id=f"{code}-{number}")
@@ -439,6 +457,10 @@ def test_without_a_connector_only_what_kvcached_cannot_run_matters(code, changes
         spec("HostTieringOffloadingSpec", "kvpatch.hostdevice.tiering"),
         tiers("fs"),
         tiers("fs", "fs"),
+        tiers("fs") | {"machine__environment": {TIER_PATIENCE.name: " 2.5 "}},
+        {"machine__environment": {TIER_PATIENCE.name: "10s"}},  # without tiers nobody reads it
+        tiers("fs") | {"cache_config__prefix_caching_hash_algo": "sha256_cbor"},
+        {"cache_config__prefix_caching_hash_algo": "xxhash"},
         multi("OffloadingConnector"),
         {"parallel_config__distributed_executor_backend": None},
         {"parallel_config__distributed_executor_backend": "uni"},

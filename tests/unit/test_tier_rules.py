@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 
 from kvpatch.environ import TIER_PATIENCE
-from kvpatch.patches.secondary_tiers import fingerprint, legacy
+from kvpatch.patches.secondary_tiers import fingerprint, legacy, promotion
 from kvpatch.patches.secondary_tiers.admission import around_build, around_matched_tokens
-from kvpatch.patches.secondary_tiers.timeout import Unanswered, patience
+from kvpatch.patches.secondary_tiers.timeout import Unanswered, patience, progressed
 from kvpatch.refusal import Refusal
 from kvpatch.upstream import connectors
 
@@ -52,6 +52,63 @@ def test_a_tier_is_late_while_its_oldest_question_has_no_answer_in_time():
     assert not unanswered.late
 
 
+def test_a_task_is_pending_from_its_start_and_again_from_every_block():
+    """A disk with a long queue responds: nothing that waits in the queue is late."""
+    clock = Clock()
+    unanswered = Unanswered(10, clock)
+    seen = []
+
+    def task() -> None:
+        for now in (9, 18, 27):
+            clock.now = now
+            seen.append(unanswered.late)
+            progressed()
+        clock.now = 38
+        seen.append(unanswered.late)
+
+    unanswered.run("job", task)
+    assert seen == [False, False, False, True]
+    assert not unanswered.late
+    progressed()  # of no task
+    clock.now = 100
+    assert not unanswered.late
+
+
+def test_a_task_that_fails_is_not_pending_any_more():
+    clock = Clock()
+    unanswered = Unanswered(10, clock)
+
+    def task() -> None:
+        raise OSError
+
+    with pytest.raises(OSError):
+        unanswered.run("job", task)
+    clock.now = 100
+    progressed()
+    clock.now = 200
+    assert not unanswered.late
+
+
+class Changing(dict):  # type: ignore[type-arg]
+    """A dictionary that another thread changes the first time somebody reads it."""
+
+    reads = 0
+
+    def values(self) -> Any:
+        self.reads += 1
+        if self.reads == 1:
+            raise RuntimeError("dictionary changed size during iteration")
+        return super().values()
+
+
+def test_a_change_by_another_thread_makes_no_tier_late():
+    unanswered = Unanswered(10, Clock())
+    unanswered._since = Changing()
+    unanswered.asked("a")
+    assert not unanswered.late
+    assert unanswered._since.reads == 2
+
+
 def test_it_may_be_asked_while_another_thread_asks():
     unanswered = Unanswered(0.5)
     ended = threading.Event()
@@ -69,13 +126,15 @@ def test_it_may_be_asked_while_another_thread_asks():
     thread.join()
 
 
-@pytest.mark.parametrize(("text", "seconds"), [("", 10), ("0.5", 0.5), ("30", 30)])
+@pytest.mark.parametrize(
+    ("text", "seconds"), [("", 10), ("0.5", 0.5), ("30", 30), (" 5 ", 5), (" ", 10)]
+)
 def test_patience_is_a_number_of_seconds(monkeypatch, text, seconds):
     monkeypatch.setenv(TIER_PATIENCE.name, text)
     assert patience() == seconds
 
 
-@pytest.mark.parametrize("text", ["soon", "0", "-1", "inf", "nan"])
+@pytest.mark.parametrize("text", ["soon", "0", "-1", "inf", "nan", "10s"])
 def test_other_patience_is_an_error(monkeypatch, text):
     monkeypatch.setenv(TIER_PATIENCE.name, text)
     with pytest.raises(ValueError, match=f'{TIER_PATIENCE}="{text}" is not a number of seconds'):
@@ -102,6 +161,35 @@ def test_a_tier_before_the_kv_cache_is_refused(monkeypatch):
     with pytest.raises(Refusal, match="a secondary tier is created before the KV cache") as refused:
         fingerprint.around_file_mapper(lambda: None, None, (), {})
     assert refused.value.code == "KVP412"
+
+
+def promote(context: Any, success: bool, key: str = "a") -> bool:
+    """Ask for a promotion, on a CPU tier of two blocks."""
+    manager = SimpleNamespace(primary_tier=SimpleNamespace(_num_blocks=2))
+    return promotion.around_promotion(lambda *_: success, manager, (0, key, context), {})
+
+
+def test_a_promotion_that_found_no_room_can_be_asked_for_again():
+    context = SimpleNamespace()
+    assert not promote(context, False)
+    assert promote(context, True)
+    assert not promote(context, True)  # once per request
+    assert promote(context, True, "b")
+    assert not promote(context, True, "c")  # no more than the tier holds
+
+
+@pytest.mark.parametrize("late", [(True, False), (False, True), (True, True), (False, False)])
+def test_one_late_tier_of_two_keeps_no_request_waiting(monkeypatch, late):
+    monkeypatch.setattr(promotion, "lookup_results", lambda: ("miss", ("retry", "pending")))
+    manager = SimpleNamespace(secondary_tiers=[SimpleNamespace(late=one) for one in late])
+
+    def lookup(result: str) -> str:
+        return promotion.around_lookup(lambda: result, manager, (), {})
+
+    for waits in ("retry", "pending"):
+        assert lookup(waits) == ("miss" if any(late) else waits)
+    for known in ("hit", "miss"):
+        assert lookup(known) == known
 
 
 def part(name: str, **attributes: Any) -> Any:

@@ -279,4 +279,14 @@ RULES = (
         "encoder-decoder models are not validated",
         "run this model without a KV connector",
     ),
+    Rule(
+        "KVP332",
+        "offloading with LoRA adapters",
+        lambda config, facts: getattr(config, "lora_config", None) is not None,
+        "a KV connector is configured with LoRA",
+        "vLLM names a block after its adapter's name and not its content "
+        "(vllm-project/vllm#27211), so that an adapter that was trained again or loaded in place "
+        "would get blocks of the old one",
+        "remove --enable-lora, or run this model without a KV connector",
+    ),
 )

@@ -14,7 +14,7 @@ _RANDOM_ID = Gap("0.24", "0.26", "vLLM names the memory after a random id")
 FEATURE = Feature(
     name="tiers",
     summary="the fs tier returns exactly the bytes stored, and is shared only between engines "
-    "with the same KV layout and weights",
+    "with the same KV layout, configuration and weights",
     since="0.24",
     optional=True,
     rules="kvpatch.patches.secondary_tiers.rules:RULES",
@@ -53,6 +53,36 @@ FEATURE = Feature(
             until="vLLM names files after the layout of their content",
             wrapper="kvpatch.patches.secondary_tiers.fingerprint:around_kv_caches",
             parameters=("self", "vllm_config"),
+            since="0.24",
+        ),
+        Patch(
+            id="tiers.worker_calls",
+            target=f"{ENGINE_CORE}.collective_rpc",
+            why="weights that are replaced in a running engine leave the files of the old ones",
+            upstream="none: vLLM keeps the files of a tier on purpose, see reset_cache",
+            until="vLLM names files after the weights",
+            wrapper="kvpatch.patches.secondary_tiers.weights:around_call",
+            parameters=("self", "method"),
+            since="0.24",
+        ),
+        Patch(
+            id="tiers.wake_up",
+            target=f"{ENGINE_CORE}.wake_up",
+            why="as tiers.worker_calls; sleep level 2 drops the weights",
+            upstream="none: vLLM keeps the files of a tier on purpose, see reset_cache",
+            until="vLLM names files after the weights",
+            wrapper="kvpatch.patches.secondary_tiers.weights:around_call",
+            parameters=("self",),
+            since="0.24",
+        ),
+        Patch(
+            id="tiers.reset_caches",
+            target=f"{ENGINE_CORE}.reset_prefix_cache",
+            why="as tiers.worker_calls; after a reset no cache holds blocks of the old weights",
+            upstream="none: vLLM keeps the files of a tier on purpose, see reset_cache",
+            until="vLLM names files after the weights",
+            wrapper="kvpatch.patches.secondary_tiers.weights:around_reset",
+            parameters=("self",),  # kvcached's own wrapper takes any others
             since="0.24",
         ),
         Patch(

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from kvpatch import state
+from kvpatch.patches.secondary_tiers import weights
 
 
 @dataclass
@@ -29,8 +30,10 @@ def around_matched_tokens(wrapped: Any, instance: Any, args: Any, kwargs: Any) -
     """Start no load behind a request that was deferred in the same step.
 
     Wraps ``OffloadingConnectorScheduler.get_num_new_matched_tokens``, which returns a number
-    of tokens, or None to defer the request, and whether they are loaded asynchronously.
+    of tokens, or None to defer the request, and whether they are loaded asynchronously. The first
+    call for a request: what it computes depends on the weights as they are now.
     """
+    weights.usable(getattr(getattr(instance, "manager", None), "secondary_tiers", ()))
     tokens, loads = wrapped(*args, **kwargs)
     if tokens is None:
         state.of(instance, Step).passed_over = True

@@ -3,6 +3,9 @@
 vLLM accepts any block file of the right length, so that a damaged one produces wrong tokens.
 Here a file contains the block and one more page with a checksum over the block and the file
 name. A file that fails the check is deleted, and its block is recomputed.
+
+A checksum proves no author. So a layout's folder must be this user's alone, and so must every
+file in it.
 """
 
 from __future__ import annotations
@@ -11,11 +14,16 @@ import errno
 import mmap
 import os
 import secrets
+import stat
 import struct
+import time
 import zlib
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
+
+from kvpatch.patches.secondary_tiers.timeout import progressed
 
 # A whole page, because direct I/O requires whole pages.
 SEAL = mmap.PAGESIZE
@@ -23,6 +31,9 @@ _MAGIC = b"kvpatch1"
 _FIELDS = struct.Struct("<8sQI")
 _PARTS_OF_NAME = 4  # the folder of the layout, two folders of the hash, the hash
 _DIRECT = getattr(os, "O_DIRECT", 0)
+# In a layout's folder: files that are being written. A folder of their own is quick to sweep.
+TEMPORARY = "tmp"
+ABANDONED = 3600.0  # seconds without a write, after which nobody writes a file any more
 
 
 def _seal(path: str, block: memoryview) -> bytes:
@@ -51,13 +62,35 @@ def make_private_folders(path: Path) -> None:
         path.mkdir(0o700)
 
 
-def _create(path: str, flags: int) -> int:
-    flags |= os.O_CREAT | os.O_EXCL | os.O_WRONLY
-    try:
-        return os.open(path, flags, 0o600)
-    except FileNotFoundError:
-        make_private_folders(Path(path).parent)
-        return os.open(path, flags, 0o600)
+def own_folder(path: Path) -> None:
+    """Create ``path`` for this user only, or check that an existing one is.
+
+    Raises:
+        OSError: it cannot be created, is a link, belongs to another user, or is open to others.
+    """
+    make_private_folders(path)
+    status = path.lstat()
+    if not stat.S_ISDIR(status.st_mode):
+        raise PermissionError(f"{path} is a link and not a folder")
+    if status.st_uid != os.geteuid():
+        raise PermissionError(f"{path} belongs to the user id {status.st_uid}")
+    if status.st_mode & 0o077:
+        raise PermissionError(f"{path} is open to other users")
+
+
+def sweep(folder: Path) -> int:
+    """Delete the files that killed engines were writing to a layout's folder; return how many.
+
+    Other engines may be writing there: only files that have not grown for long are deleted.
+    """
+    swept, before = 0, time.time() - ABANDONED
+    with suppress(OSError), os.scandir(folder / TEMPORARY) as entries:
+        for entry in entries:
+            with suppress(OSError):
+                if entry.stat(follow_symlinks=False).st_mtime < before:
+                    Path(entry).unlink()
+                    swept += 1
+    return swept
 
 
 def store_blocks(
@@ -84,24 +117,38 @@ def store_blocks(
     """
     with view.cast("B") as memory, mmap.mmap(-1, SEAL) as page:
         for path, offset in zip(paths, offsets, strict=True):
-            if Path(path).exists():
+            if os.path.lexists(path):
+                progressed()
                 continue
             with memory[_bounds(memory, offset, block_size)] as block:
                 page[: _FIELDS.size] = _seal(path, block)
                 _write(path, [block, page], _DIRECT if use_o_direct else 0)
+            progressed()
+
+
+def _in_folders(path: str, use: Callable[[], Any]) -> Any:
+    """Call ``use``; if the folder of ``path`` is missing, create it and call again."""
+    try:
+        return use()
+    except FileNotFoundError:
+        make_private_folders(Path(path).parent)
+        return use()
 
 
 def _write(path: str, parts: list[Any], flags: int) -> None:
-    temporary = f"{path}.{secrets.token_hex(8)}.tmp"  # several machines may share the folder
+    layout, *_, name = path.rsplit("/", _PARTS_OF_NAME - 1)
+    # Several machines may share the folder.
+    temporary = f"{layout}/{TEMPORARY}/{name}.{secrets.token_hex(8)}"
+    flags |= os.O_CREAT | os.O_EXCL | os.O_WRONLY | os.O_NOFOLLOW
     try:
-        file = _create(temporary, flags)
+        file = _in_folders(temporary, lambda: os.open(temporary, flags, 0o600))
         try:
             size = sum(len(part) for part in parts)
             if os.writev(file, parts) != size:
                 raise OSError(errno.ENOSPC, "the block was not written whole", path)
         finally:
             os.close(file)
-        Path(temporary).replace(path)
+        _in_folders(path, lambda: Path(temporary).replace(path))
     except BaseException:
         with suppress(OSError):
             Path(temporary).unlink()
@@ -132,18 +179,35 @@ def load_blocks(
                 except OSError as error:
                     error.num_succeeded = position  # type: ignore[attr-defined]
                     raise
+            progressed()
 
 
 def _read(path: str, block: memoryview, page: mmap.mmap, flags: int) -> None:
-    file = os.open(path, os.O_RDONLY | flags)
     try:
-        whole = os.readv(file, [block, page]) == len(block) + SEAL
+        file = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | flags)
+    except OSError as error:
+        if error.errno == errno.ELOOP:
+            _refuse(path)
+        raise
+    try:
+        status = os.fstat(file)
+        ours = stat.S_ISREG(status.st_mode) and status.st_uid == os.geteuid()
+        whole = ours and os.readv(file, [block, page]) == len(block) + SEAL
     finally:
         os.close(file)
     if not whole or page[: _FIELDS.size] != _seal(path, block):
-        with suppress(OSError):
-            Path(path).unlink()
-        raise OSError(errno.EIO, "the file does not hold the bytes that were stored", path)
+        _refuse(path)
+
+
+def _refuse(path: str) -> None:
+    """Delete a file that is not what was stored under its name.
+
+    Raises:
+        OSError: always.
+    """
+    with suppress(OSError):
+        Path(path).unlink()
+    raise OSError(errno.EIO, "the file does not hold the bytes that were stored", path)
 
 
 def replace_store(original: Any) -> Any:

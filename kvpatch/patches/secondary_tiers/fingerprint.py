@@ -1,30 +1,55 @@
-"""A fingerprint of block layout and weights, so that only compatible engines share files.
+"""A fingerprint of all that makes the bytes of a block, so that only equal engines share files.
 
 vLLM names a block's file after the model name, the block size, the dtype and the number of
 ranks. Two engines that agree on these can still have different block layouts: kvcached has
 two, vLLM another, and the attention backend orders heads and tokens. They can also run
-different weights under one name. So a digest of the layout and weights in the workers is
-part of every file's directory name.
+different weights under one name, or the same weights with another configuration. So a digest of
+the layout, the configuration and the weights in the workers is part of every file's directory
+name, and so is the user: a folder is readable by one user only.
 """
 
 from __future__ import annotations
 
+import dataclasses
+import enum
 import hashlib
 import inspect
 import json
+import os
+import weakref
+from pathlib import Path
 from typing import Any
 
 from kvpatch import state
 from kvpatch.patches.offloading.registration import Rows
+from kvpatch.patches.secondary_tiers.block_files import own_folder
+from kvpatch.patches.secondary_tiers.samples import Samples
+from kvpatch.patches.secondary_tiers.weights import Weights
 from kvpatch.refusal import Refusal
 from kvpatch.upstream import connectors
 
-_SAMPLES = 8  # values of each weight matrix
+# Of vLLM's ``ModelConfig``, ``CacheConfig`` and attention layers: what makes a block's bytes.
+_MODEL = (
+    "architecture",
+    "dtype",
+    "quantization",
+    "max_model_len",
+    "disable_sliding_window",
+    "model_impl",
+    "mm_processor_kwargs",
+    "media_io_kwargs",
+)
+_CACHE = ("cache_dtype", "calculate_kv_scales", "sliding_window", "kv_cache_dtype_skip_layers")
+_LAYER = ("_k_scale_float", "_v_scale_float", "kv_cache_dtype")
+_IMPLEMENTATION = ("scale", "sliding_window", "logits_soft_cap", "num_kv_heads", "head_size")
+
 _described: str | None = None
+_weights: Weights | None = None
 
 
 def describe(worker: Any) -> dict[str, Any]:
-    """Return a worker's platform, weights and block layout; runs in the worker by RPC."""
+    """Return all that makes the bytes of a worker's blocks; runs in the worker by RPC."""
+    from vllm import __version__
     from vllm.distributed.kv_transfer import get_kv_transfer_group
 
     runner = worker.model_runner
@@ -38,9 +63,77 @@ def describe(worker: Any) -> dict[str, Any]:
         if (found := state.find(getattr(part, "connector_worker", None), Rows)) is not None
     )
     return {
+        "vllm": __version__,
         "platform": _platform(worker.device),
+        "configuration": configuration(runner.vllm_config),
+        "attention": {name: attention(layers[name]) for name in caches},
         "weights": sample_weights(runner.model),
     } | block_layout(caches, groups, rows)
+
+
+def configuration(config: Any) -> dict[str, Any]:
+    """Return what of a ``VllmConfig`` makes the bytes of a block, as values of JSON.
+
+    The model's own configuration is the resolved one, with the operator's overrides: scales,
+    epsilons, RoPE, windows.
+    """
+    model = config.model_config
+    multimodal = getattr(model, "multimodal_config", None)
+    return {
+        "model": plain(model.hf_config),
+        "text": plain(model.hf_text_config),
+        "options": {
+            name: plain(getattr(model, name, getattr(multimodal, name, None))) for name in _MODEL
+        },
+        "cache": _chosen(config.cache_config, _CACHE),
+        "attention": plain(getattr(config, "attention_config", None)),
+        "quantization": plain(getattr(config, "quant_config", None)),
+    }
+
+
+def attention(layer: Any) -> dict[str, Any]:
+    """Return what of a layer with a KV cache makes the bytes of a block."""
+    implementation = getattr(layer, "impl", None)
+    return (
+        {"class": plain(layer), "implementation": plain(implementation)}
+        | _chosen(layer, _LAYER)
+        | _chosen(implementation, _IMPLEMENTATION)
+    )
+
+
+def _chosen(owner: Any, names: tuple[str, ...]) -> dict[str, Any]:
+    return {name: plain(getattr(owner, name, None)) for name in names}
+
+
+def plain(value: Any) -> Any:
+    """Return ``value`` as values of JSON that are the same in every process.
+
+    What has no value of its own there is its class: no address, no order of a set.
+    """
+    if value is None or isinstance(value, str | int | float):  # bool and simple enums too
+        return value.value if isinstance(value, enum.Enum) else value
+    if isinstance(value, enum.Enum):
+        return value.name
+    if isinstance(value, dict):
+        return {str(key): plain(inner) for key, inner in value.items()}
+    if isinstance(value, list | tuple):
+        return [plain(inner) for inner in value]
+    if isinstance(value, set | frozenset):
+        return sorted(json.dumps(plain(inner), sort_keys=True) for inner in value)
+    if isinstance(value, type):
+        return f"{value.__module__}.{value.__qualname__}"
+    if hasattr(value, "to_dict"):  # a configuration of transformers
+        # An override of what its class does not know is an attribute and not in the dictionary.
+        inner = value.to_dict() | vars(value)
+        known = {key: one for key, one in inner.items() if not key.startswith("_")}
+        return {"class": plain(type(value)), **plain(known)}
+    if dataclasses.is_dataclass(value):
+        return {
+            one.name: plain(getattr(value, one.name, None)) for one in dataclasses.fields(value)
+        }
+    if type(value).__module__ == "torch":  # a dtype
+        return str(value)
+    return plain(type(value))
 
 
 def block_layout(
@@ -92,25 +185,40 @@ def _platform(device: Any) -> str:
 
 
 def sample_weights(model: Any) -> str:
-    """Return a digest of a few values of every weight matrix.
+    """Return a digest of values of every parameter and every buffer of ``model``.
 
-    Another revision, fine-tuning or quantization changes it, regardless of the model name;
-    reading every weight would take as long as loading the model.
+    Another revision, fine-tuning, quantization or RoPE changes it, regardless of the model name;
+    reading every value would take as long as loading the model. Buffers that are not saved
+    with the model, such as RoPE's, count too.
+    """
+    samples = Samples()
+    tensors = dict(model.named_parameters()) | dict(model.named_buffers())
+    for name in sorted(tensors):
+        samples.add(name, tensors[name])
+    for name, module in model.named_modules():
+        if getattr(module, "cpu_linear", None) is not None and not module.weight.numel():
+            samples.add(f"{name} packed", _response(module))
+    return samples.digest()
+
+
+def _response(layer: Any) -> Any:
+    """Return what a linear layer makes of one fixed input.
+
+    vLLM's CPU backend packs some weights into objects of a library, and drops the tensor.
     """
     import torch
 
-    digest = hashlib.sha256()
-    for name, weight in sorted(model.named_parameters()):
-        if weight.dim() < 2:  # some vectors are never initialized
-            continue
-        at = tuple(
-            torch.tensor([k * (size - 1) // (_SAMPLES - 1) for k in range(_SAMPLES)])
-            for size in weight.shape
-        )
-        values = weight.detach()[tuple(index.to(weight.device) for index in at)]
-        digest.update(f"{name} {weight.dtype} {tuple(weight.shape)}".encode())
-        digest.update(values.cpu().contiguous().view(torch.uint8).numpy().tobytes())
-    return digest.hexdigest()
+    size = getattr(layer, "input_size_per_partition", None) or layer.input_size
+    source = torch.Generator().manual_seed(0)
+    given = torch.randn(1, size, generator=source).to(layer.weight.dtype)
+    with torch.inference_mode():
+        return layer.cpu_linear(given, layer.weight, None)
+
+
+def _digest(executor: Any) -> str:
+    """Return the digest of the descriptions of all workers of ``executor``."""
+    descriptions = executor.collective_rpc(describe)
+    return hashlib.sha256(json.dumps(descriptions, sort_keys=True).encode()).hexdigest()
 
 
 def around_kv_caches(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
@@ -119,25 +227,30 @@ def around_kv_caches(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any
     Wraps ``EngineCore._initialize_kv_caches``, after which the workers have their
     memory and before which no tier exists.
     """
-    global _described
-    _described = None
+    global _described, _weights
+    _described = _weights = None
     result = wrapped(*args, **kwargs)
     transfer = instance.vllm_config.kv_transfer_config
     if any(leaf.tiers for leaf in connectors.leaves(transfer)):
-        descriptions = instance.model_executor.collective_rpc(describe)
-        _described = hashlib.sha256(json.dumps(descriptions).encode()).hexdigest()
+        _described = _digest(instance.model_executor)
+        # Weakly: this module must not keep an engine that was deleted.
+        core = weakref.ref(instance)
+        _weights = state.attach(
+            instance,
+            Weights(lambda: _digest(core().model_executor), _described),  # type: ignore[union-attr]
+        )
     return result
 
 
 def around_file_mapper(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
-    """Add the digest of the workers' descriptions to the directory name.
+    """Add the digest of the workers' descriptions, and the user, to the directory name.
 
     Wraps ``FileMapper.from_offloading_spec``. vLLM also lets engines with different numbers of
     ranks share a directory if heads are the outermost dimension of its blocks; in kvcached's
     blocks the layers are.
 
     Raises:
-        Refusal: the workers have not been described yet.
+        Refusal: the workers have not been described yet, or the directory is not this user's.
     """
     if _described is None:
         raise Refusal(
@@ -149,6 +262,30 @@ def around_file_mapper(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> A
     bound = inspect.signature(wrapped).bind(*args, **kwargs)
     bound.arguments["parallel_agnostic"] = False
     mapper = wrapped(*bound.args, **bound.kwargs)
-    mapper.fields["kvpatch_memory"] = _described
-    mapper.base_path = mapper._compute_base_path(bound.arguments["root_dir"], mapper.fields)
+    root = bound.arguments["root_dir"]
+
+    def rename(described: str) -> None:
+        mapper.fields |= {"kvpatch_memory": described, "kvpatch_user": os.geteuid()}
+        mapper.base_path = mapper._compute_base_path(root, mapper.fields)
+        # vLLM's own configuration file, and the blocks.
+        for folder in (mapper.base_path, f"{mapper.base_path}_r{mapper.rank}"):
+            own_folder(Path(folder))
+
+    try:
+        rename(_described)
+    except OSError as error:
+        raise unusable(root, error) from error
+    if _weights is not None:
+        _weights.renamed.append(rename)
+        state.attach(mapper, _weights)
     return mapper
+
+
+def unusable(root: Any, error: OSError) -> Refusal:
+    """Return the refusal of a secondary tier's folder."""
+    return Refusal(
+        f"the folder {root} of a secondary tier cannot be used",
+        f"{error}, and blocks are stored in folders that only this user can write to",
+        "give root_dir a folder that this user can write to, or remove the folder in the way",
+        code="KVP334",
+    )

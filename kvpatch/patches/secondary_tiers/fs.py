@@ -2,17 +2,27 @@
 
 from __future__ import annotations
 
+import logging
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+from vllm.v1.core import kv_cache_utils
 from vllm.v1.kv_offload.tiering.async_lookup import LookupState
 from vllm.v1.kv_offload.tiering.base import JobResult
+from vllm.v1.kv_offload.tiering.fs import thread_pool
 from vllm.v1.kv_offload.tiering.fs.manager import FileSystemTierManager, FsAsyncLookupManager
 
-from kvpatch.patches.secondary_tiers.block_files import make_private_folders
+from kvpatch import state
+from kvpatch.environ import PYTHONHASHSEED
+from kvpatch.logs import log
+from kvpatch.patches.secondary_tiers.block_files import sweep
+from kvpatch.patches.secondary_tiers.fewer_lines import FewerLines
+from kvpatch.patches.secondary_tiers.fingerprint import unusable
 from kvpatch.patches.secondary_tiers.timeout import Unanswered, patience
+from kvpatch.patches.secondary_tiers.weights import Weights
 from kvpatch.upstream.vllm_api import lookup_results
 
 _PROBE = "probe"
@@ -58,58 +68,102 @@ Lookups = PatientLookups if hasattr(LookupState, "generation") else FirstAnswers
 _UNTIMED = {"transfer_time": 0.0} if "transfer_time" in JobResult.__dataclass_fields__ else {}
 
 
+class TimedTasks:
+    """vLLM's pool of threads, with the time of the tasks that have started."""
+
+    def __init__(self, pool: Any, unanswered: Unanswered) -> None:
+        self._pool = pool
+        self._unanswered = unanswered
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._pool, name)
+
+    def enqueue_load(self, job_id: int, n_tasks: int, tasks: Iterable[Callable[[], None]]) -> None:
+        """Queue a job's tasks that read."""
+        self._pool.enqueue_load(job_id, n_tasks, self._timed(job_id, tasks))
+
+    def enqueue_store(self, job_id: int, n_tasks: int, tasks: Iterable[Callable[[], None]]) -> None:
+        """Queue a job's tasks that write."""
+        self._pool.enqueue_store(job_id, n_tasks, self._timed(job_id, tasks))
+
+    def _timed(self, job_id: int, tasks: Iterable[Callable[[], None]]) -> list[Any]:
+        return [
+            partial(self._unanswered.run, (job_id, number), task)
+            for number, task in enumerate(tasks)
+        ]
+
+
+def _warn_of_random_hashes() -> None:
+    """Say that no other process finds the files, where vLLM seeds its hashes at random."""
+    if not PYTHONHASHSEED.read() and not hasattr(kv_cache_utils, "DEFAULT_NONE_HASH_SEED"):
+        log.warning(
+            "PYTHONHASHSEED is not set: this vLLM names blocks by a random seed, no later engine "
+            "finds the files of this one, and the disk fills up with them; set PYTHONHASHSEED=0"
+        )
+
+
 class PatientFileSystemTier(FileSystemTierManager):  # type: ignore[misc]
     """vLLM's ``fs`` tier; while it is late, it is not used.
 
     Its directories are accessible to this user only.
+
+    Attributes:
+        weights: whether the blocks of the engine are those of the tier's folder.
     """
 
     _lookup_manager: Any
+    _pool: Any
 
     def __init__(
         self, offloading_spec: Any, primary_kv_view: memoryview, tier_type: str, **config: Any
     ) -> None:
-        super().__init__(offloading_spec, primary_kv_view, tier_type, **config)
-        Path(self.file_mapper.base_path).chmod(0o700)
-        make_private_folders(Path(f"{self.file_mapper.base_path}_r{self.file_mapper.rank}"))
+        try:
+            super().__init__(offloading_spec, primary_kv_view, tier_type, **config)
+        except OSError as error:  # a disk that cannot be written to
+            raise unusable(config.get("root_dir"), error) from error
         self.unanswered = Unanswered(patience())
+        self.weights = state.find(self.file_mapper, Weights)
         self._lookup_manager.shutdown()
         self._lookup_manager = Lookups(self, tier_type, self.unanswered)
+        self._pool = TimedTasks(self._pool, self.unanswered)
         self._declined: list[Any] = []
+        sweep(Path(f"{self.file_mapper.base_path}_r{self.file_mapper.rank}"))
+        _warn_of_random_hashes()
+        FewerLines.of(logging.getLogger(thread_pool.__name__))
 
     @property
     def late(self) -> bool:
         """Whether the disk has not responded within the timeout."""
         return self.unanswered.late
 
+    @property
+    def _passed_over(self) -> bool:
+        return self.late or (self.weights is not None and not self.weights.usable())
+
     def lookup(self, key: Any, req_context: Any) -> Any:
-        """Look up whether a block has a file; a miss if the tier is late."""
-        return _MISS if self.late else super().lookup(key, req_context)
+        """Look up whether a block has a file; a miss if the tier is not used."""
+        return _MISS if self._passed_over else super().lookup(key, req_context)
 
     def submit_store(self, job_metadata: Any) -> None:
-        """Queue the writing of blocks; fail if the tier is late, so that they are not pinned."""
+        """Queue the writing of blocks; fail if the tier is not used, so that none is pinned."""
         if not self._decline(job_metadata):
             super().submit_store(job_metadata)
 
     def submit_load(self, job_metadata: Any) -> None:
-        """Queue the reading of blocks; fail if the tier is late."""
+        """Queue the reading of blocks; fail if the tier is not used."""
         if not self._decline(job_metadata):
             super().submit_load(job_metadata)
 
     def _decline(self, job: Any) -> bool:
-        if self.late:
-            self._declined.append(JobResult(job.job_id, success=False, **_UNTIMED))
-            return True
-        self.unanswered.asked(job.job_id)
-        return False
+        if not self._passed_over:
+            return False
+        self._declined.append(JobResult(job.job_id, success=False, **_UNTIMED))
+        return True
 
     def get_finished_jobs(self) -> Iterable[Any]:
         """Return the jobs that ended or were declined since the last call."""
         declined, self._declined = self._declined, []
-        finished = list(super().get_finished_jobs())
-        for result in finished:
-            self.unanswered.answered(result.job_id)
-        return declined + finished
+        return declined + list(super().get_finished_jobs())
 
     def shutdown(self) -> None:
         """End the threads, without waiting indefinitely for those blocked by a disk."""

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
+from kvpatch.environ import TIER_PATIENCE
 from kvpatch.patches.offloading.rules import has_tiers
+from kvpatch.patches.secondary_tiers.timeout import patience
 from kvpatch.rules import Rule
 from kvpatch.supported import validated
 from kvpatch.upstream import connectors
@@ -21,6 +23,18 @@ def _types(config: Any) -> list[str]:
 
 def _others(config: Any) -> list[str]:
     return [tier for tier in _types(config) if tier not in (*VALIDATED_TIERS, "example")]
+
+
+def _hashes(config: Any) -> str:
+    return str(getattr(config.cache_config, "prefix_caching_hash_algo", "sha256"))
+
+
+def _unreadable_patience(config: Any, facts: Facts) -> bool:
+    try:
+        patience(facts.environment)
+    except ValueError:
+        return has_tiers(config)
+    return False
 
 
 def _any(config: Any, facts: Facts) -> bool:
@@ -73,5 +87,24 @@ RULES = (
         "a secondary tier is configured with the scheduling policy priority",
         "a request that waits for the tier can then block those that hold the memory it needs",
         "use the scheduling policy fcfs",
+    ),
+    Rule(
+        "KVP333",
+        "secondary tiers with a prefix caching hash other than `sha256` and `sha256_cbor`",
+        lambda config, facts: has_tiers(config) and not _hashes(config).startswith("sha256"),
+        lambda config, facts: (
+            f"a secondary tier is configured with prefix_caching_hash_algo {_hashes(config)}"
+        ),
+        "that hash is not collision resistant, and a block that is stored under another's hash "
+        "would be served to every later engine",
+        "use --prefix-caching-hash-algo sha256",
+    ),
+    Rule(
+        "KVP335",
+        f"secondary tiers with a `{TIER_PATIENCE}` that is not a number of seconds",
+        _unreadable_patience,
+        lambda config, facts: f'{TIER_PATIENCE}="{TIER_PATIENCE.read(facts.environment)}" is set',
+        "it is not a number of seconds above 0",
+        f"set {TIER_PATIENCE}=10 or unset it",
     ),
 )

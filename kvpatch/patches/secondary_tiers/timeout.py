@@ -1,26 +1,32 @@
 """The timeout of a secondary tier: it is late while a call to it is pending for too long.
 
 vLLM polls an unresponsive tier in every step, and the request waits for as long as the disk
-does not respond.
+does not respond. A call is pending from its start on a thread of the tier, and again from every
+block that it has read or written: a disk with a long queue responds.
 """
 
 from __future__ import annotations
 
+import os
+import threading
 import time
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Mapping
 
 from kvpatch.environ import TIER_PATIENCE
 
 _DEFAULT = 10.0
 
 
-def patience() -> float:
+_thread = threading.local()
+
+
+def patience(environment: Mapping[str, str] = os.environ) -> float:
     """Return the seconds after which a tier that has not responded is late.
 
     Raises:
         ValueError: the variable is not a number of seconds.
     """
-    text = TIER_PATIENCE.read() or str(_DEFAULT)
+    text = TIER_PATIENCE.read(environment) or str(_DEFAULT)
     try:
         seconds = float(text)
     except ValueError:
@@ -52,6 +58,16 @@ class Unanswered:
         """Record the end of a call; ignored if its start was not recorded."""
         self._since.pop(question, None)
 
+    def run(self, question: Hashable, task: Callable[[], None]) -> None:
+        """Run a task of the tier, pending until it returns; ``progressed`` starts it anew."""
+        self.asked(question)
+        _thread.progressed = lambda: self.asked(question)
+        try:
+            task()
+        finally:
+            _thread.progressed = None
+            self.answered(question)
+
     @property
     def late(self) -> bool:
         """Whether the oldest call is pending for longer than the limit."""
@@ -62,3 +78,10 @@ class Unanswered:
             except RuntimeError:  # another thread changed the dictionary meanwhile
                 continue
             return since is not None and self.clock() - since > self.limit
+
+
+def progressed() -> None:
+    """Record that the disk has responded to this thread's task, which goes on."""
+    told = getattr(_thread, "progressed", None)
+    if told is not None:
+        told()

@@ -116,6 +116,17 @@ class Evictions:
         manager.prepare_store = counted
 
 
+def prompt_of(llm: Any, prompt: dict[str, Any]) -> dict[str, Any]:
+    """What vLLM is given: tokens, with a cache salt if there is one, or seeded embeddings."""
+    if "embeds" in prompt:
+        source = torch.Generator().manual_seed(prompt["embeds"])
+        config = llm.llm_engine.vllm_config.model_config
+        sizes = len(prompt["tokens"]), config.get_hidden_size()
+        return {"prompt_embeds": torch.randn(*sizes, generator=source).to(config.dtype)}
+    given = {"prompt_token_ids": prompt["tokens"]}
+    return given | ({"cache_salt": prompt["salt"]} if "salt" in prompt else {})
+
+
 def run_round(
     llm: Any,
     prompts: list[dict[str, Any]],
@@ -135,7 +146,7 @@ def run_round(
     for index, prompt in enumerate(prompts):
         engine.add_request(
             f"{id(prompts)}-{index}",
-            {"prompt_token_ids": prompt["tokens"]},
+            prompt_of(llm, prompt),
             SamplingParams(
                 temperature=0, max_tokens=prompt["max_tokens"], logprobs=1, ignore_eos=True
             ),
@@ -180,6 +191,14 @@ def abort_one(llm: Any, prompt: dict[str, Any], steps: int) -> None:
     llm.llm_engine.abort_request(["aborted"])
     for _ in range(4):
         core.step_fn()
+
+
+def replace_weights(llm: Any, folder: str, reset: bool) -> None:
+    """Load other weights into the running engine, as a training loop does."""
+    assert not llm.llm_engine.has_unfinished_requests()
+    llm.collective_rpc("reload_weights", kwargs={"weights_path": folder})
+    if reset:
+        assert llm.reset_prefix_cache(reset_connector=True)
 
 
 class EventLog:
@@ -324,6 +343,8 @@ def main(job_path: str, result_path: str) -> None:
         abort_one(llm, job["rounds"][0][0], steps)
     result["rounds"] = []
     for index, prompts in enumerate(job["rounds"]):
+        if index in job.get("reload", ()):
+            replace_weights(llm, job["reload_from"], job.get("reset_on_reload", True))
         if str(index) in job.get("faults", {}):
             before, after = job["faults"][str(index)]
             getattr(disk_faults, before)(Path(job["disk"]))

@@ -1,0 +1,109 @@
+"""Weights that are replaced while an engine runs: blocks of the old ones are never found again.
+
+vLLM replaces weights by calls to its workers: ``reload_weights``, ``update_weights``, or a
+function of the operator's, and resets its caches on request. It keeps the files of a tier, whose
+folder is named after the weights. So the workers describe their weights again before the first
+use of the tiers that follows such a call. If they are others, there are two cases:
+
+- The caches were reset and nothing has run since: the tiers go on in the folder of the new ones.
+- Blocks of the old weights may still be in the caches: nothing is stored or found until vLLM has
+  reset its caches, the connector's too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+from kvpatch import state
+from kvpatch.logs import log
+from kvpatch.patch import argument
+
+
+@dataclass
+class Weights:
+    """What an engine's tiers know of its weights; kept on the ``EngineCore`` and each tier.
+
+    Attributes:
+        describe: returns the fingerprint of the weights as they are.
+        described: the fingerprint that the tiers' folders are named after.
+        touched: a call to the workers may have replaced the weights.
+        used: blocks may have been computed since the caches were reset.
+        suspended: the caches may hold blocks of other weights than ``described``.
+        renamed: called with each new fingerprint, before a tier is used with it.
+    """
+
+    describe: Callable[[], str]
+    described: str
+    touched: bool = False
+    used: bool = False
+    suspended: bool = False
+    renamed: list[Callable[[str], None]] = field(default_factory=list)
+
+    def usable(self) -> bool:
+        """Whether tiers may be used, for blocks of the weights as they are."""
+        if self.touched and not self.suspended:
+            self.touched = False
+            now = self.describe()
+            if now != self.described:
+                self._replaced(now)
+        self.used = True
+        return not self.suspended
+
+    def _replaced(self, now: str) -> None:
+        if self.used:
+            self.suspended = True
+            log.warning(
+                "the model's weights were replaced while vLLM's caches hold blocks of the old "
+                "ones; secondary tiers are not used until the caches are reset with "
+                "reset_connector=True"
+            )
+            return
+        try:
+            for rename in self.renamed:
+                rename(now)
+        except OSError as error:
+            self.suspended = True
+            log.warning("secondary tiers are not used with the new weights: %s", error)
+            return
+        self.described = now
+
+    def reset(self) -> None:
+        """No cache holds a block any more."""
+        self.used = False
+        self.touched |= self.suspended
+        self.suspended = False
+
+
+def around_call(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
+    """Take the weights for replaced by any call to the workers from outside.
+
+    Wraps ``EngineCore.collective_rpc`` and ``EngineCore.wake_up``. vLLM's own calls, of every
+    step, do not pass here.
+    """
+    try:
+        return wrapped(*args, **kwargs)
+    finally:
+        weights = state.find(instance, Weights)
+        if weights is not None:
+            weights.touched = True
+
+
+def around_reset(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
+    """Note that all caches were reset.
+
+    Wraps ``EngineCore.reset_prefix_cache``, which returns whether that succeeded.
+    """
+    done = wrapped(*args, **kwargs)
+    weights = state.find(instance, Weights)
+    whole = len(args) > 1 or "reset_connector" in kwargs
+    if weights is not None and done and whole and argument(args, kwargs, 1, "reset_connector"):
+        weights.reset()
+    return done
+
+
+def usable(tiers: Iterable[Any]) -> bool:
+    """Whether all ``tiers`` may be used; those without ``weights`` always may."""
+    known = (getattr(tier, "weights", None) for tier in tiers)
+    return all(weights.usable() for weights in known if weights is not None)

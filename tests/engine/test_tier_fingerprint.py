@@ -1,0 +1,461 @@
+"""What makes the bytes of a block has a part in the name of a tier's folder; without an engine."""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+import itertools
+import json
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from transformers import LlamaConfig
+
+from kvpatch import state
+from kvpatch.patches.offloading.registration import Rows
+from kvpatch.patches.secondary_tiers import fingerprint, samples
+from kvpatch.patches.secondary_tiers.samples import Samples, diagonals
+from kvpatch.patches.secondary_tiers.weights import Weights
+from kvpatch.refusal import Refusal
+
+sample = fingerprint.sample_weights
+
+
+class Model(torch.nn.Module):
+    """Every kind of tensor that a model has."""
+
+    def __init__(self, theta: float = 1e4, packed: bool = False) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.wide = torch.nn.Linear(300, 200)
+        self.norm = torch.nn.Parameter(torch.ones(64))
+        self.sinks = torch.nn.Parameter(torch.zeros(8))
+        self.scale = torch.nn.Parameter(torch.tensor(1.0))
+        self.experts = torch.nn.Parameter(torch.randn(128, 24, 40))
+        self.stack = torch.nn.Parameter(torch.randn(2, 16, 24, 40))
+        self.turned = torch.nn.Parameter(torch.randn(300, 200).t())
+        self.embedding = torch.nn.Embedding(5000, 48)
+        self.quantized = torch.nn.Parameter(
+            torch.randint(0, 255, (300, 128), dtype=torch.uint8), requires_grad=False
+        )
+        inverse = 1.0 / theta ** (torch.arange(0, 64, 2) / 64)
+        cosines = torch.outer(torch.arange(4096.0), inverse).cos()
+        self.register_buffer("cos_sin_cache", cosines, persistent=False)
+        self.register_buffer("_k_scale", torch.tensor(1.0))
+        if packed:
+            self.wide.input_size_per_partition = 300
+            weight = self.wide.weight.detach()
+            self.wide.cpu_linear = lambda x, empty, bias: torch.nn.functional.linear(x, weight)
+            self.wide.weight = torch.nn.Parameter(torch.empty(0))
+            self.packed = [weight]  # the library's, of which the model knows nothing
+
+
+def changed(name: str, place: Any, packed: bool = False) -> str:
+    """The digest after some values of one tensor changed."""
+    model = Model(packed=packed)
+    with torch.no_grad():
+        tensor = model.packed[0] if packed else model.get_parameter(name)
+        values = tensor[place]
+        tensor[place] = values + 1
+    return sample(model)
+
+
+def test_the_digest_is_that_of_the_values_and_not_of_their_place() -> None:
+    assert sample(Model()) == sample(Model())
+    assert sample(Model()) != sample(Model().bfloat16())
+
+
+def test_rope_is_in_a_buffer_that_is_not_saved() -> None:
+    assert sample(Model(theta=1e6)) != sample(Model())
+    model = Model()
+    model._k_scale.fill_(2.0)
+    assert sample(model) != sample(Model())
+
+
+@pytest.mark.parametrize("name", ["norm", "sinks", "wide.bias"])
+@pytest.mark.parametrize("place", [0, 3, 7])
+def test_every_value_of_a_vector_counts(name: str, place: int) -> None:
+    assert changed(name, place) != sample(Model())
+
+
+def test_a_scalar_counts() -> None:
+    assert changed("scale", ()) != sample(Model())
+
+
+@pytest.mark.parametrize("expert", range(0, 128, 7))
+def test_every_expert_counts(expert: int) -> None:
+    assert changed("experts", expert) != sample(Model())
+
+
+@pytest.mark.parametrize("place", [(0, 0), (0, 15), (1, 3), (1, 15)])
+def test_every_matrix_of_a_stack_of_stacks_counts(place: Any) -> None:
+    assert changed("stack", place) != sample(Model())
+
+
+@pytest.mark.parametrize("name", ["wide.weight", "turned", "embedding.weight"])
+@pytest.mark.parametrize("row", [0, 1, 57, 199])
+def test_every_row_of_a_matrix_counts(name: str, row: int) -> None:
+    assert changed(name, row) != sample(Model())
+
+
+def test_quantized_values_count() -> None:
+    assert changed("quantized", slice(100, 103)) != sample(Model())
+
+
+def test_a_tensor_of_another_name_dtype_or_shape_is_another() -> None:
+    def digest(name: str, tensor: torch.Tensor) -> str:
+        made = Samples()
+        made.add(name, tensor)
+        return made.digest()
+
+    zeros = torch.zeros(8, 4)
+    assert digest("a", zeros) == digest("a", torch.zeros(8, 4))
+    other = [("b", zeros), ("a", zeros.view(4, 8)), ("a", zeros.int()), ("a", zeros[:0])]
+    assert len({digest(*one) for one in other} | {digest("a", zeros)}) == 5
+
+
+@pytest.mark.parametrize(
+    "dtype",
+    [
+        torch.bool,
+        torch.uint8,
+        torch.float8_e4m3fn,
+        torch.float16,
+        torch.bfloat16,
+        torch.int32,
+        torch.float64,
+        torch.complex64,
+    ],
+    ids=str,
+)
+def test_every_dtype_is_read(dtype: torch.dtype) -> None:
+    def digest(values: torch.Tensor) -> str:
+        made = Samples()
+        made.add("a", values.to(dtype))
+        return made.digest()
+
+    assert digest(torch.zeros(300, 100)) != digest(torch.ones(300, 100))
+
+
+def test_few_transfers_for_many_tensors(monkeypatch: pytest.MonkeyPatch) -> None:
+    transfers = []
+    joined = torch.cat
+
+    def counted(tensors: list[torch.Tensor]) -> torch.Tensor:
+        transfers.append(len(tensors))
+        return joined(tensors)
+
+    monkeypatch.setattr(torch, "cat", counted)
+    first = sample(Model())
+    assert len(transfers) <= 3  # one for each size of a value, of a device
+    monkeypatch.setattr(samples, "_BATCH", 1)
+    assert sample(Model()) != first  # one for each tensor: the limit is respected
+    assert len(transfers) > 10
+
+
+def test_large_tensors_are_sampled_in_every_few_rows() -> None:
+    large = torch.zeros(3 * samples.ROWS // 2, 64)
+    taken = diagonals(large)
+    assert sum(map(len, taken)) < large.numel() // 10
+    rows = torch.arange(4 * samples.ROWS).view(-1, 1).expand(-1, 64).contiguous()
+    came = sorted({-1, len(rows), *torch.cat(diagonals(rows)).tolist()})
+    assert max(after - before for before, after in itertools.pairwise(came)) <= 5
+    assert len(came) > 0.6 * len(rows)
+    stack = torch.arange(4 * samples.ROWS).view(-1, 1, 1).expand(-1, 1, 8).contiguous()
+    for values in diagonals(stack):  # more matrices than rows count otherwise
+        assert len(set(values.tolist())) > 0.8 * len(stack)
+    assert len(set(torch.cat(diagonals(stack)).tolist())) == len(stack)
+
+
+def test_tensors_without_values_are_named() -> None:
+    made = Samples()
+    made.add("a", torch.empty(2, 3, device="meta"))
+    assert made.digest() != Samples().digest()
+
+
+@pytest.mark.parametrize("row", [0, 77, 199])
+def test_weights_that_a_library_has_packed_count(row: int) -> None:
+    """vLLM's CPU backend drops the tensor of a linear layer after packing it."""
+    assert sample(Model(packed=True)) == sample(Model(packed=True))
+    assert changed("", row, packed=True) != sample(Model(packed=True))
+
+
+# The configuration
+
+
+def configured(**changes: Any) -> Any:
+    """A ``VllmConfig`` of vLLM, as far as it is read; ``changes`` have ``__`` for the dot."""
+    model = SimpleNamespace(
+        hf_config=LlamaConfig(num_hidden_layers=1, vocab_size=8),
+        hf_text_config=LlamaConfig(num_hidden_layers=1, vocab_size=8),
+        architecture="LlamaForCausalLM",
+        dtype=torch.float16,
+        quantization=None,
+        max_model_len=4096,
+        disable_sliding_window=False,
+    )
+    made = SimpleNamespace(
+        model_config=model,
+        cache_config=SimpleNamespace(cache_dtype="auto", calculate_kv_scales=False),
+        attention_config=None,
+        quant_config=None,
+    )
+    for name, value in changes.items():
+        *owners, last = name.split("__")
+        owner = made
+        for one in owners:
+            owner = getattr(owner, one)
+        setattr(owner, last, value)
+    return made
+
+
+def named(**changes: Any) -> str:
+    return json.dumps(fingerprint.configuration(configured(**changes)), sort_keys=True)
+
+
+CHANGES = {
+    "rms eps": {"model_config__hf_config__rms_norm_eps": 1e-3},
+    "rope": {"model_config__hf_text_config__rope_theta": 1e6},
+    "yarn": {"model_config__hf_config__rope_scaling": {"rope_type": "yarn", "factor": 4.0}},
+    "window": {"model_config__hf_config__sliding_window": 128},
+    "softmax scale": {"model_config__hf_config__attention_multiplier": 0.1},
+    "no windows": {"model_config__disable_sliding_window": True},
+    "dtype": {"model_config__dtype": torch.bfloat16},
+    "quantization": {"model_config__quantization": "fp8"},
+    "longest": {"model_config__max_model_len": 8192},
+    "kv dtype": {"cache_config__cache_dtype": "fp8"},
+    "kv scales": {"cache_config__calculate_kv_scales": True},
+    "attention": {"attention_config": {"backend": "FLASH"}},
+}
+
+
+@pytest.mark.parametrize("changes", CHANGES.values(), ids=CHANGES)
+def test_every_setting_that_makes_a_blocks_bytes_counts(changes: dict[str, Any]) -> None:
+    assert named() == named()
+    assert named(**changes) != named()
+
+
+def test_where_a_model_was_read_from_does_not_count() -> None:
+    changed = configured()
+    changed.model_config.hf_config._name_or_path = "/another/folder"
+    assert json.dumps(fingerprint.configuration(changed), sort_keys=True) == named()
+
+
+class Color(enum.Enum):
+    RED = object()
+
+
+@dataclasses.dataclass
+class Nested:
+    inner: Any
+
+
+def test_values_are_plain_and_the_same_in_every_process() -> None:
+    given = {
+        1: (Nested({"b", "a"}), Color.RED, torch.float16, object(), int, None, 0.5),
+        "known": LlamaConfig(),
+    }
+    written = json.dumps(fingerprint.plain(given), sort_keys=True)
+    assert "0x" not in written
+    assert "RED" in written and "torch.float16" in written and "builtins.object" in written
+    assert json.loads(written)["1"][0] == {"inner": ['"a"', '"b"']}
+
+
+def layer(**changes: Any) -> dict[str, Any]:
+    implementation = SimpleNamespace(scale=0.125, sliding_window=(-1, -1), logits_soft_cap=0.0)
+    made = SimpleNamespace(impl=implementation, _k_scale_float=1.0, kv_cache_dtype="auto")
+    for name, value in changes.items():
+        setattr(made if hasattr(made, name) else implementation, name, value)
+    return fingerprint.attention(made)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"scale": 0.1},
+        {"sliding_window": (127, 0)},
+        {"logits_soft_cap": 30.0},
+        {"_k_scale_float": 0.5},
+        {"kv_cache_dtype": "fp8"},
+        {"impl": object()},
+    ],
+    ids=str,
+)
+def test_an_attention_layer_counts(changes: dict[str, Any]) -> None:
+    assert layer(**changes) != layer()
+
+
+# The descriptions of workers
+
+
+class Worker:
+    """A worker of vLLM with two layers in one region, and its KV connector."""
+
+    def __init__(self, model: Any = None, offset: int = 0, dtype: Any = torch.float16) -> None:
+        memory = torch.zeros(4, 64, dtype=dtype)
+        half = 32
+        caches = {"a": memory[:, :half], "b": memory[:, half:]}
+        if offset:
+            caches = {"a": caches["b"], "b": caches["a"]}
+        layers = {name: SimpleNamespace(kv_cache=cache) for name, cache in caches.items()}
+        group = SimpleNamespace(layer_names=["a", "b"])
+        self.device = torch.device("cpu")
+        self.model_runner = SimpleNamespace(
+            compilation_config=SimpleNamespace(static_forward_context=layers),
+            kv_cache_config=SimpleNamespace(kv_cache_groups=[group]),
+            vllm_config=configured(),
+            model=model or Model(),
+        )
+        self.connector = SimpleNamespace(connector_worker=SimpleNamespace())
+        row = memory.shape[1] * memory.element_size()
+        state.attach(self.connector.connector_worker, Rows([(memory.data_ptr(), row)]))
+
+    def describe(self, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+        from vllm.distributed import kv_transfer
+
+        monkeypatch.setattr(kv_transfer, "get_kv_transfer_group", lambda: self.connector)
+        return fingerprint.describe(self)
+
+
+def test_a_worker_describes_all_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    import vllm
+    from vllm.platforms import current_platform
+
+    described = Worker().describe(monkeypatch)
+    assert described == Worker().describe(monkeypatch)
+    json.dumps(described)
+    assert described["rows"] == [128]
+    assert [layer[:4] for layer in described["layers"][0]] == [
+        ["a", "torch.float16", 0, 0],
+        ["b", "torch.float16", 0, 64],
+    ]
+    assert Worker(offset=1).describe(monkeypatch)["layers"] != described["layers"]
+    assert Worker(dtype=torch.bfloat16).describe(monkeypatch)["layers"] != described["layers"]
+    other = Model()
+    with torch.no_grad():
+        other.norm += 1
+    assert Worker(model=other).describe(monkeypatch)["weights"] != described["weights"]
+    monkeypatch.setattr(vllm, "__version__", "0.99.1")
+    assert Worker().describe(monkeypatch)["vllm"] == "0.99.1"
+    monkeypatch.setattr(type(current_platform), "device_name", "another", raising=False)
+    assert Worker().describe(monkeypatch)["platform"] != described["platform"]
+
+
+class Core:
+    """An ``EngineCore`` whose workers describe themselves as given."""
+
+    def __init__(self, *descriptions: Any, tiers: bool = True) -> None:
+        extra = {"spec_name": "TieringOffloadingSpec", "secondary_tiers": [{"type": "fs"}] * tiers}
+        transfer = SimpleNamespace(
+            kv_connector="OffloadingConnector",
+            kv_connector_module_path=None,
+            kv_connector_extra_config=extra,
+        )
+        self.vllm_config = SimpleNamespace(kv_transfer_config=transfer)
+        self.descriptions = list(descriptions)
+        self.model_executor = SimpleNamespace(collective_rpc=lambda call: self.descriptions)
+
+    def start(self) -> str | None:
+        assert fingerprint.around_kv_caches(lambda: "done", self, (), {}) == "done"
+        return fingerprint._described
+
+
+@pytest.fixture(autouse=True)
+def nothing_described(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fingerprint, "_described", None)
+    monkeypatch.setattr(fingerprint, "_weights", None)
+
+
+def test_every_worker_counts() -> None:
+    first = Core({"weights": "a"}, {"weights": "b"}).start()
+    assert Core({"weights": "a"}, {"weights": "b"}).start() == first
+    assert Core({"weights": "a"}, {"weights": "c"}).start() != first
+    assert Core({"weights": "a"}).start() != first
+
+
+def test_an_engine_without_tiers_forgets_the_engine_before_it() -> None:
+    assert Core({}).start()
+    assert Core({}, tiers=False).start() is None
+    assert fingerprint._weights is None
+
+
+def test_a_deleted_engine_is_not_kept() -> None:
+    import gc
+    import weakref
+
+    core = Core({})
+    core.start()
+    kept = weakref.ref(core)
+    del core
+    gc.collect()
+    assert kept() is None
+
+
+class Mapper:
+    """vLLM's ``FileMapper``."""
+
+    rank = 3
+
+    def __init__(self) -> None:
+        self.fields: dict[str, Any] = {}
+        self.base_path = ""
+
+    def _compute_base_path(self, root: str, fields: dict[str, Any]) -> str:
+        from hashlib import sha256
+
+        return f"{root}/model_{sha256(json.dumps(fields).encode()).hexdigest()[:12]}"
+
+
+def mapper(root: Path) -> Mapper:
+    def wrapped(root_dir: str, offloading_spec: Any, parallel_agnostic: bool = True) -> Mapper:
+        assert not parallel_agnostic
+        return Mapper()
+
+    made: Mapper = fingerprint.around_file_mapper(wrapped, None, (str(root), None), {})
+    return made
+
+
+def test_replaced_weights_have_a_folder_of_their_own(tmp_path: Path) -> None:
+    core = Core({"weights": "old"})
+    core.start()
+    one = mapper(tmp_path)
+    weights = state.find(one, Weights)
+    assert weights is state.find(core, Weights) is not None
+    old = one.base_path
+    assert weights.usable()
+    core.descriptions = [{"weights": "new"}]
+    weights.touched = True
+    weights.reset()
+    assert weights.usable()
+    assert one.base_path != old
+    later = Core({"weights": "new"})
+    later.start()
+    assert mapper(tmp_path).base_path == one.base_path
+    folders = {folder.name: folder.stat().st_mode & 0o777 for folder in tmp_path.iterdir()}
+    assert set(folders.values()) == {0o700}
+    assert f"{Path(one.base_path).name}_r3" in folders
+
+
+def test_two_users_of_one_folder_have_folders_of_their_own(tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.setattr(fingerprint, "own_folder", lambda path: None)
+    Core({}).start()
+    first = mapper(tmp_path).base_path
+    assert mapper(tmp_path).base_path == first
+    monkeypatch.setattr(fingerprint.os, "geteuid", lambda: 4711)
+    assert mapper(tmp_path).base_path != first
+
+
+def test_a_folder_in_the_way_is_refused_in_a_sentence(tmp_path: Path) -> None:
+    Core({}).start()
+    folder = Path(mapper(tmp_path).base_path)
+    folder.chmod(0o777)
+    with pytest.raises(Refusal, match="is open to other users, and blocks are stored") as refused:
+        mapper(tmp_path)
+    assert refused.value.code == "KVP334"
+    folder.rmdir()
+    folder.write_text("")
+    with pytest.raises(Refusal, match="a secondary tier cannot be used"):
+        mapper(tmp_path)

@@ -1,0 +1,311 @@
+"""Every call of a tier to the disk made to fail in turn: a fault is a miss and nothing else."""
+
+from __future__ import annotations
+
+import errno
+import mmap
+import os
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvpatch.patches.secondary_tiers import block_files
+from kvpatch.patches.secondary_tiers.block_files import load_blocks, own_folder, store_blocks, sweep
+
+SIZE = mmap.PAGESIZE
+BLOCKS = 3
+CALLS = ("open", "writev", "readv", "close", "fstat", "rename", "replace", "unlink", "mkdir")
+ERRORS = (errno.EIO, errno.ENOSPC, errno.EACCES, errno.EROFS, errno.ENOENT, errno.ESTALE)
+
+
+class Disk:
+    """Counts the calls to the disk, and makes one of them fail, with or without an effect.
+
+    Attributes:
+        failing: the number of the call that fails; 0 for none.
+        done: whether it has an effect before it fails, as one whose answer was lost.
+    """
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, error: int) -> None:
+        self.calls: list[str] = []
+        self.failing = 0
+        self.done = False
+        self.error = error
+        for name in CALLS:
+            monkeypatch.setattr(os, name, self.counted(name, getattr(os, name)))
+
+    def counted(self, name: str, call: Callable[..., Any]) -> Callable[..., Any]:
+        def counted(*args: Any, **kwargs: Any) -> Any:
+            self.calls.append(name)
+            if len(self.calls) != self.failing:
+                return call(*args, **kwargs)
+            if self.done or name == "close":  # what could not be closed is closed
+                call(*args, **kwargs)
+            raise OSError(self.error, f"{name} failed", str(args[0]))
+
+        return counted
+
+    def fail(self, number: int, done: bool) -> None:
+        self.calls.clear()
+        self.failing, self.done = number, done
+
+
+@pytest.fixture
+def memory() -> Iterator[mmap.mmap]:
+    with mmap.mmap(-1, BLOCKS * SIZE) as room:
+        yield room
+
+
+@pytest.fixture(params=ERRORS, ids=errno.errorcode.get)
+def disk(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Disk:
+    return Disk(monkeypatch, request.param)
+
+
+def contents(number: int) -> bytes:
+    return bytes([number + 1]) * SIZE
+
+
+def names(folder: Path) -> list[str]:
+    return [str(folder / f"layout_r0/00{n}/00_g0/{n}.bin") for n in range(BLOCKS)]
+
+
+def store(memory: mmap.mmap, folder: Path) -> None:
+    memory[:] = b"".join(contents(number) for number in range(BLOCKS))
+    with memoryview(memory) as view:
+        store_blocks(names(folder), view, [n * SIZE for n in range(BLOCKS)], SIZE, False)
+
+
+def load(memory: mmap.mmap, folder: Path) -> int:
+    """Load all blocks; how many came, each of which is what was stored."""
+    memory[:] = bytes(len(memory))
+    came = BLOCKS
+    try:
+        with memoryview(memory) as view:
+            load_blocks(names(folder), view, [n * SIZE for n in range(BLOCKS)], SIZE, False)
+    except OSError as error:
+        came = error.num_succeeded  # type: ignore[attr-defined]
+    for number in range(came):
+        assert memory[number * SIZE : (number + 1) * SIZE] == contents(number)
+    return came
+
+
+def calls_of(disk: Disk, act: Callable[[], Any]) -> int:
+    disk.fail(0, False)
+    act()
+    return len(disk.calls)
+
+
+@pytest.mark.parametrize("done", [False, True], ids=["without effect", "with its effect"])
+def test_a_store_that_fails_at_any_call_leaves_nothing_wrong(
+    disk: Disk, memory: mmap.mmap, tmp_path: Path, done: bool
+) -> None:
+    count = calls_of(disk, lambda: store(memory, tmp_path / "0"))
+    assert {"open", "writev", "close", "mkdir"} <= set(disk.calls)
+    assert count > 4 * BLOCKS
+    for number in range(1, count + 1):
+        folder = tmp_path / str(number)
+        disk.fail(number, done)
+        with suppress(OSError):
+            store(memory, folder)
+        disk.fail(0, False)
+        load(memory, folder)  # what is there is right
+        for file in folder.rglob("*"):  # and nothing is there in part
+            assert file.is_dir() or file.suffix == ".bin", (number, file)
+        store(memory, folder)
+        assert load(memory, folder) == BLOCKS
+
+
+@pytest.mark.parametrize("done", [False, True], ids=["without effect", "with its effect"])
+def test_a_load_that_fails_at_any_call_is_a_miss(
+    disk: Disk, memory: mmap.mmap, tmp_path: Path, done: bool
+) -> None:
+    store(memory, tmp_path)
+    count = calls_of(disk, lambda: load(memory, tmp_path))
+    assert count == 4 * BLOCKS
+    for number in range(1, count + 1):
+        disk.fail(number, done)
+        assert load(memory, tmp_path) == (number - 1) // 4
+        disk.fail(0, False)
+        store(memory, tmp_path)
+        assert load(memory, tmp_path) == BLOCKS
+
+
+def test_a_damaged_file_that_cannot_be_removed_is_a_miss(
+    disk: Disk, memory: mmap.mmap, tmp_path: Path
+) -> None:
+    store(memory, tmp_path)
+    os.truncate(names(tmp_path)[1], SIZE)
+    count = calls_of(disk, lambda: load(memory, tmp_path))
+    store(memory, tmp_path)
+    for number in range(1, count + 1):
+        os.truncate(names(tmp_path)[1], SIZE)
+        disk.fail(number, False)
+        assert load(memory, tmp_path) <= 1
+        disk.fail(0, False)
+        assert load(memory, tmp_path) <= 1
+        store(memory, tmp_path)
+        assert load(memory, tmp_path) == BLOCKS
+
+
+def test_a_sweep_that_fails_at_any_call_ends(tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.setattr(block_files, "ABANDONED", -3600.0)
+    abandoned = tmp_path / block_files.TEMPORARY / "x.bin.00"
+    abandoned.parent.mkdir()
+
+    def fails(*_: Any) -> None:
+        raise OSError(errno.EIO, "the disk failed")
+
+    for name in ("scandir", "unlink"):
+        abandoned.touch()
+        with monkeypatch.context() as patched:
+            patched.setattr(os, name, fails)
+            assert sweep(tmp_path) == 0
+    assert sweep(tmp_path) == 1
+
+
+def test_files_that_nobody_writes_any_more_are_swept(tmp_path: Path) -> None:
+    assert sweep(tmp_path) == 0
+    folder = tmp_path / block_files.TEMPORARY
+    folder.mkdir()
+    for name, age in (("old", block_files.ABANDONED + 60), ("new", 0.0)):
+        (folder / name).touch()
+        then = (folder / name).stat().st_mtime - age
+        os.utime(folder / name, (then, then))
+    (tmp_path / "block.bin").touch()
+    os.utime(tmp_path / "block.bin", (0, 0))
+    assert sweep(tmp_path) == 1
+    assert {file.name for file in tmp_path.rglob("*") if file.is_file()} == {"new", "block.bin"}
+
+
+def test_a_block_is_never_seen_in_part(memory, tmp_path: Path, monkeypatch) -> None:
+    """While a file is written it has another name, in another folder."""
+    seen: list[tuple[list[Path], int]] = []
+    writev = os.writev
+
+    def watched(file: int, parts: Any) -> int:
+        seen.append((list(tmp_path.rglob("*.bin")), len([*(tmp_path / "layout_r0/tmp").iterdir()])))
+        return writev(file, parts)
+
+    monkeypatch.setattr(os, "writev", watched)
+    store(memory, tmp_path)
+    assert [(len(whole), partial) for whole, partial in seen] == [(n, 1) for n in range(BLOCKS)]
+    assert list((tmp_path / "layout_r0/tmp").iterdir()) == []
+
+
+def test_every_block_is_an_answer_of_the_disk(memory, tmp_path: Path, monkeypatch) -> None:
+    """A job of many blocks on a slow disk takes longer than the disk may be silent."""
+    answers: list[int] = []
+    monkeypatch.setattr(block_files, "progressed", lambda: answers.append(len(answers)))
+    for act in (store, load, store):  # the last finds all files there
+        act(memory, tmp_path)
+        assert len(answers) == BLOCKS
+        answers.clear()
+
+
+# Whose files and folders they are
+
+
+def test_a_folder_is_made_for_this_user_only(tmp_path: Path) -> None:
+    before = os.umask(0)
+    try:
+        own_folder(tmp_path / "root/layout_r0")
+        own_folder(tmp_path / "root/layout_r0")
+    finally:
+        os.umask(before)
+    assert (tmp_path / "root/layout_r0").stat().st_mode & 0o777 == 0o700
+
+
+@pytest.mark.parametrize("mode", [0o701, 0o710, 0o770, 0o777, 0o1777, 0o750])
+def test_a_folder_that_others_can_open_is_none_of_ours(tmp_path: Path, mode: int) -> None:
+    folder = tmp_path / "layout_r0"
+    folder.mkdir()
+    folder.chmod(mode)
+    with pytest.raises(PermissionError, match="is open to other users"):
+        own_folder(folder)
+    assert folder.stat().st_mode & 0o7777 == mode  # and is not repaired
+
+
+def test_a_link_in_the_place_of_a_folder_is_none_of_ours(tmp_path: Path) -> None:
+    (tmp_path / "elsewhere").mkdir(0o700)
+    (tmp_path / "layout_r0").symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(PermissionError, match="is a link"):
+        own_folder(tmp_path / "layout_r0")
+
+
+def test_a_folder_of_another_user_is_none_of_ours(tmp_path: Path, monkeypatch) -> None:
+    (tmp_path / "layout_r0").mkdir(0o700)
+    monkeypatch.setattr(os, "geteuid", lambda: 4711)
+    with pytest.raises(PermissionError, match=f"belongs to the user id {os.getuid()}"):
+        own_folder(tmp_path / "layout_r0")
+
+
+def stolen(file: Path) -> Path:
+    """Move a file aside, as another user may who can write to the folder."""
+    return file.rename(file.parents[3] / "stolen")
+
+
+def test_a_link_in_the_place_of_a_file_is_a_miss_and_is_removed(memory, tmp_path: Path) -> None:
+    store(memory, tmp_path)
+    file = Path(names(tmp_path)[1])
+    kept = stolen(file)
+    file.symlink_to(kept)
+    assert load(memory, tmp_path) == 1
+    assert not file.is_symlink()
+    assert kept.exists()
+
+
+def test_a_file_of_another_user_is_a_miss_whatever_its_checksum(
+    memory, tmp_path: Path, monkeypatch
+) -> None:
+    """A checksum over a name that everybody knows proves no author."""
+    store(memory, tmp_path)
+    file = Path(names(tmp_path)[1])
+    there = file.stat()
+    fstat = os.fstat
+
+    def whose(descriptor: int) -> os.stat_result:
+        found = fstat(descriptor)
+        if found.st_ino != there.st_ino:
+            return found
+        return os.stat_result((*found[:4], 4711, *found[5:]))
+
+    monkeypatch.setattr(os, "fstat", whose)
+    assert load(memory, tmp_path) == 1
+    assert not file.exists()
+
+
+def test_a_folder_in_the_place_of_a_file_is_a_miss(memory, tmp_path: Path) -> None:
+    store(memory, tmp_path)
+    file = Path(names(tmp_path)[1])
+    file.unlink()
+    file.mkdir()
+    assert load(memory, tmp_path) == 1
+    store(memory, tmp_path)
+    assert load(memory, tmp_path) == 1
+
+
+def test_a_dangling_link_is_not_written_through(memory, tmp_path: Path) -> None:
+    file = Path(names(tmp_path)[0])
+    file.parent.mkdir(parents=True)
+    file.symlink_to(tmp_path / "target")
+    store(memory, tmp_path)
+    assert not (tmp_path / "target").exists()
+    assert load(memory, tmp_path) == 0
+    store(memory, tmp_path)
+    assert load(memory, tmp_path) == BLOCKS
+
+
+def test_files_in_folders_that_exist_are_private_too(memory, tmp_path: Path) -> None:
+    """Each is opened by the first of two calls, with a mode of its own."""
+    before = os.umask(0)
+    try:
+        for _ in range(2):
+            store(memory, tmp_path)
+            for file in tmp_path.rglob("*.bin"):
+                assert file.stat().st_mode & 0o777 == 0o600
+                file.unlink()
+    finally:
+        os.umask(before)

@@ -1,0 +1,194 @@
+"""Weights that are replaced in a running engine, and what the tiers do about it."""
+
+from __future__ import annotations
+
+import logging
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from kvpatch import state
+from kvpatch.logs import log
+from kvpatch.patches.secondary_tiers import FEATURE, admission, weights
+from kvpatch.patches.secondary_tiers.fewer_lines import FewerLines
+from kvpatch.patches.secondary_tiers.weights import Weights, around_call, around_reset
+
+
+class Engine:
+    """An engine with secondary tiers, and its workers' weights."""
+
+    def __init__(self) -> None:
+        self.now = "old"
+        self.described = 0
+        self.folders: list[str] = []
+        self.core = SimpleNamespace()
+        self.weights = state.attach(self.core, Weights(self.describe, "old"))
+        self.weights.renamed.append(self.folders.append)
+        self.planner = SimpleNamespace(
+            manager=SimpleNamespace(secondary_tiers=[SimpleNamespace(weights=self.weights)])
+        )
+
+    def describe(self) -> str:
+        self.described += 1
+        return self.now
+
+    def replace(self, now: str) -> None:
+        def call(method: str) -> None:
+            assert method == "reload_weights"
+            self.now = now
+
+        around_call(call, self.core, ("reload_weights",), {})
+
+    def reset(self, done: bool = True, connector: bool = True, by_name: bool = False) -> None:
+        given = {"args": (True, connector), "kwargs": {}}
+        if by_name:
+            given = {"args": (), "kwargs": {"reset_connector": connector}}
+        assert around_reset(lambda *_, **__: done, self.core, **given) is done
+
+    def request(self) -> bool:
+        """Schedule a request; whether the tiers are used for it."""
+        admission.around_matched_tokens(lambda: (0, False), self.planner, (), {})
+        return self.weights.usable()
+
+
+@pytest.fixture
+def warned(caplog):
+    log.addHandler(caplog.handler)  # vLLM's loggers do not propagate
+    yield caplog
+    log.removeHandler(caplog.handler)
+
+
+def test_new_weights_after_a_reset_have_a_folder_of_their_own():
+    """Sleep level 2: vLLM resets its caches first, and the weights are loaded afterwards."""
+    engine = Engine()
+    assert engine.request()
+    engine.reset()
+    engine.replace("new")
+    assert engine.folders == []  # the workers are asked when the weights are all there
+    assert engine.request()
+    assert engine.folders == ["new"]
+    assert engine.weights.described == "new"
+
+
+def test_a_reset_after_the_weights_were_replaced_is_as_good():
+    engine = Engine()
+    assert engine.request()
+    engine.replace("new")
+    engine.reset(by_name=True)
+    assert engine.request()
+    assert engine.folders == ["new"]
+
+
+def test_without_a_reset_tiers_are_not_used_until_there_is_one(warned):
+    engine = Engine()
+    assert engine.request()
+    engine.replace("new")
+    assert not engine.request()
+    engine.replace("old")  # the caches have blocks of both by now
+    assert not engine.request()
+    assert "not used until the caches are reset" in warned.text
+    engine.now = "new"
+    engine.reset()
+    assert engine.request()
+    assert engine.folders == ["new"]
+
+
+def test_a_reset_alone_ends_a_suspension():
+    engine = Engine()
+    assert engine.request()
+    engine.replace("new")
+    assert not engine.request()
+    engine.reset()
+    assert engine.request()
+    assert engine.folders == ["new"]
+
+
+@pytest.mark.parametrize("given", [{"done": False}, {"connector": False}])
+def test_a_reset_that_left_blocks_does_not_count(warned, given):
+    engine = Engine()
+    assert engine.request()
+    engine.reset(**given)
+    engine.replace("new")
+    assert not engine.request()
+    assert engine.folders == []
+
+
+def test_a_reset_by_its_defaults_is_none_of_the_connector():
+    engine = Engine()
+    assert engine.request()
+    around_reset(lambda: True, engine.core, (), {})
+    assert engine.weights.used
+
+
+def test_a_call_that_replaces_nothing_changes_nothing():
+    engine = Engine()
+    for _ in range(3):
+        assert engine.request()
+    assert engine.described == 0  # nobody called the workers
+    engine.replace("old")
+    for _ in range(3):
+        assert engine.request()
+    assert engine.described == 1
+    assert engine.folders == []
+
+
+def test_a_call_that_fails_may_have_replaced_some():
+    engine = Engine()
+    engine.now = "half"
+
+    def call() -> None:
+        raise RuntimeError("half of the weights")
+
+    with pytest.raises(RuntimeError, match="half"):
+        around_call(call, engine.core, (), {})
+    assert engine.request()
+    assert engine.folders == ["half"]
+
+
+def test_a_folder_that_cannot_be_made_ends_the_use_and_not_the_engine(warned):
+    engine = Engine()
+
+    def rename(described: str) -> None:
+        raise PermissionError("belongs to the user id 7")
+
+    engine.weights.renamed.append(rename)
+    engine.replace("new")
+    assert not engine.request()
+    assert "belongs to the user id 7" in warned.text
+
+
+def test_an_engine_without_tiers_is_left_alone():
+    core = SimpleNamespace()
+    assert around_call(lambda method: "done", core, ("reload_weights",), {}) == "done"
+    assert around_reset(lambda *_: True, core, (True, True), {})
+    assert weights.usable([SimpleNamespace()])
+
+
+def test_every_way_to_the_workers_from_outside_is_watched():
+    targets = {
+        part.target.rpartition(".")[2]
+        for patches in FEATURE.seams
+        for part in getattr(patches, "parts", (patches,))
+        if getattr(part, "wrapper", "").startswith(weights.__name__)
+    }
+    assert targets == {"collective_rpc", "wake_up", "reset_prefix_cache"}
+
+
+def test_a_failing_disk_writes_one_line_a_minute():
+    now = [0.0]
+    shown = FewerLines(lambda: now[0])
+
+    def line(job: int) -> str | None:
+        record: Any = logging.LogRecord("x", 40, "f", 1, "Job %s failed: %s", (job, "full"), None)
+        return record.getMessage() if shown.filter(record) else None
+
+    assert line(1) == "Job 1 failed: full"
+    assert [line(job) for job in range(2, 5)] == [None] * 3
+    now[0] = 61
+    assert line(5) == "Job 5 failed: full (and 3 more since the last such line)"
+    assert line(6) is None
+    logger = logging.Logger("of a tier")
+    for _ in range(2):
+        FewerLines.of(logger)
+    assert len(logger.filters) == 1
