@@ -22,10 +22,7 @@ def offloading(cpu_bytes: int, on_host: bool = True, **extra: Any) -> Config:
         on_host: with the host device's copies, for machines without a GPU.
         extra: more of ``kv_connector_extra_config``.
     """
-    host = {
-        "spec_name": "HostOffloadingSpec",
-        "spec_module_path": "kvpatch.hostdevice.offloading",
-    }
+    host = {"spec_name": "HostOffloadingSpec", "spec_module_path": "kvpatch.hostdevice.offloading"}
     return connector(
         "OffloadingConnector", cpu_bytes_to_use=cpu_bytes, **(host if on_host else {}) | extra
     )

@@ -12,7 +12,7 @@ from collections.abc import Iterable
 
 from harness import ROOT, console
 from harness.bench import page
-from harness.markdown import CENTER, TEMPLATES, render, table
+from harness.markdown import TEMPLATES, render
 from kvpatch import environ, patches, rules, supported
 from kvpatch.matrix import axes, tables, verdicts
 from kvpatch.patch import Feature, Gap, Kind, Patch, Seam
@@ -60,71 +60,46 @@ def parts(feature: Feature) -> list[Patch | Gap]:
     return [part for seam in seams for part in seam]
 
 
-def grid(found: Found) -> str:
-    """Return the grid of releases and connectors, with its legend."""
-    releases = supported.validated()[::-1]
-    head = ("vLLM", *(NAMES.get(one.name, one.name) for one in axes.CONNECTORS))
-    validated = verdicts.counts(found.values())[verdicts.Kind.VALIDATED.value]
-    return "\n".join(
-        [
-            table(head, tables.grid(found, releases), CENTER),
-            "",
-            f"{tables.ALL} validated on Model Runner V1 and V2, {tables.PART} on one of them, "
-            f"{tables.REFUSED} rejected, {tables.ABSENT} not in this release.",
-            f"With kvcached {in_words(supported.KVCACHED)}; {validated} validated combinations on "
-            f"{len(releases)} vLLM releases.",
-        ]
-    )
-
-
 def readme(found: Found) -> str:
     """Return README.md with its grid renewed."""
     before, opened, rest = (ROOT / "README.md").read_text().partition(BEGIN)
     _, closed, after = rest.partition(END)
     if not (opened and closed):
         sys.exit(f"README.md has no {BEGIN} ... {END}")
-    return f"{before}{BEGIN}\n{grid(found)}\n{END}{after}"
+    releases = supported.validated()[::-1]
+    grid = render(
+        "grid.md",
+        names=[NAMES.get(one.name, one.name) for one in axes.CONNECTORS],
+        rows=list(tables.grid(found, releases)),
+        tables=tables,
+        kvcached=in_words(supported.KVCACHED),
+        validated=verdicts.counts(found.values())[verdicts.Kind.VALIDATED.value],
+        releases=releases,
+    )
+    return f"{before}{BEGIN}\n{grid}{END}{after}"
 
 
 def pages(found: Found) -> dict[str, str]:
     """Return the pages that are made of kvpatch's tables."""
     every = rules.of(feature.rules for feature in patches.FEATURES)
     TEMPLATES.filters.update({one.__name__: one for one in (code, in_words, validated_from, parts)})
-    return {
-        "docs/patches.md": render(
-            "patches.md",
-            supported=supported,
-            features=in_order(),
-            by_target=by_target(),
-            Kind=Kind,
-        ),
-        "docs/support.md": render(
-            "support.md",
-            supported=supported,
-            features=patches.FEATURES,
-            connectors=[one.name for one in axes.CONNECTORS],
-            found=found,
-            every=every,
-            Basis=Basis,
-            tables=tables,
-            verdicts=verdicts,
-            offloading=offloading,
-            regions=regions,
-            tiers=tiers,
-        ),
-        "docs/errors.md": render(
-            "errors.md", CODES=CODES, remedies={rule.code: rule.remedy for rule in every}
-        ),
-        "docs/settings.md": render(
-            "settings.md",
-            environ=environ,
-            prefix=prometheus.PREFIX,
-            series=[
-                *((one, "_total") for one in series.COUNTERS),
-                *((one, "") for one in (*series.GAUGES, series.INFO)),
-            ],
-        ),
+    values = {
+        "supported": supported,
+        "features": patches.FEATURES,
+        "in_order": in_order(),
+        "by_target": by_target(),
+        "connectors": [one.name for one in axes.CONNECTORS],
+        "every": every,
+        "remedies": {rule.code: rule.remedy for rule in every},
+        "series": [(one, "_total") for one in series.COUNTERS]
+        + [(one, "") for one in (*series.GAUGES, series.INFO)],
+        "prefix": prometheus.PREFIX,
+        **{"CODES": CODES, "Kind": Kind, "Basis": Basis, "environ": environ, "found": found},
+        **{"tables": tables, "verdicts": verdicts, "regions": regions, "tiers": tiers},
+        "offloading": offloading,
     }
+    names = ("patches", "support", "errors", "settings")
+    return {f"docs/{name}.md": render(f"{name}.md", **values) for name in names}
 
 
 def main() -> int:
@@ -133,11 +108,7 @@ def main() -> int:
     parser.add_argument("--check", action="store_true", help="only check; exit status 1 if stale")
     check = parser.parse_args().check
     found = verdicts.verdicts()
-    made = {
-        **pages(found),
-        "README.md": readme(found),
-        **page.render(ROOT / "docs/results"),
-    }
+    made = {**pages(found), "README.md": readme(found), **page.render(ROOT / "docs/results")}
     stale = []
     for name, content in made.items():
         path = ROOT / name

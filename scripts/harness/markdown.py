@@ -8,7 +8,7 @@ from typing import Any
 
 from jinja2 import Environment, FileSystemLoader, StrictUndefined, select_autoescape
 
-LEFT, RIGHT, CENTER = "---", "---:", ":-:"
+LEFT, RIGHT = "---", "---:"
 
 
 def head(*names: str, align: str = RIGHT) -> str:

@@ -12,7 +12,6 @@ from typing import Any
 from harness import markdown
 from harness.bench import arms, goals, plots
 from harness.bench.goals import NO_GPU, NOT_RUN, Results, compared, shown, value
-from harness.bench.tried import READ, TRIED
 from harness.figures import svg
 
 Runs = list[dict[str, Any]]
@@ -63,9 +62,6 @@ def render(results: Path) -> dict[str, str]:
         verdicts=goals.verdicts(Results(found["host"], found["gpu-copies"])),
         series=series,
         pairs=pairs,
-        settings=list(settings(one_model or {"arms": {}}, two_models or {"arms": {}})),
-        tried=TRIED,
-        comments=READ,
         no_gpu=NO_GPU,
         not_run=NOT_RUN,
     )
@@ -126,16 +122,6 @@ def pairs(host: dict[str, Any], load: str) -> Iterator[list[str]]:
         name = f"{first.name} / {second.name}" + (" (the noise)" if first.twin else "")
         if all(figures):
             yield [name, *(shown(figure) for figure in figures if figure)]
-
-
-def settings(
-    one_model: dict[str, Any], two_models: dict[str, Any]
-) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yield each arm's name and settings."""
-    for name, one in one_model["arms"].items():
-        yield name, one["settings"]
-    for name, one in two_models["arms"].items():
-        yield f"Two models, {name}", one
 
 
 def mib(size: float) -> str:

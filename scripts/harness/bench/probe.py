@@ -16,12 +16,15 @@ class CopyCounter:
         """Start counting; once per engine."""
         from vllm.distributed.kv_transfer import get_kv_transfer_group
 
+        from harness.engines.inside import after
+
         self.copied = {"transfers": 0, "blocks": 0, "copies": 0}
         connector: Any = get_kv_transfer_group()
         if hasattr(connector, "connector_worker"):
-            self._count_offloading(connector.connector_worker.worker)
+            after(connector.connector_worker.worker, "_addresses", self._offloaded)
         else:
-            self._count_simple(connector.worker_handler._backend)
+            self._backend = connector.worker_handler._backend
+            after(self._backend, "launch_copy", self._copied)
         return True
 
     def copies(self) -> dict[str, int]:
@@ -33,21 +36,8 @@ class CopyCounter:
         self.copied["blocks"] += blocks
         self.copied["copies"] += copies
 
-    def _count_offloading(self, worker: Any) -> None:
-        addresses = worker._addresses
+    def _offloaded(self, pairs: Any, device: Any, tier: Any) -> None:
+        self._add(len(device.block_ids), len(pairs))
 
-        def counted(device: Any, tier: Any) -> Any:
-            pairs = addresses(device, tier)
-            self._add(len(device.block_ids), len(pairs))
-            return pairs
-
-        worker._addresses = counted
-
-    def _count_simple(self, backend: Any) -> None:
-        launch = backend.launch_copy
-
-        def counted(src_blocks: Any, *args: Any, **kwargs: Any) -> Any:
-            self._add(len(src_blocks), len(src_blocks) * len(backend._pairs))
-            return launch(src_blocks, *args, **kwargs)
-
-        backend.launch_copy = counted
+    def _copied(self, result: Any, src_blocks: Any, *args: Any, **kwargs: Any) -> None:
+        self._add(len(src_blocks), len(src_blocks) * len(self._backend._pairs))

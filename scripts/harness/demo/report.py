@@ -35,7 +35,8 @@ class Content:
 def write(content: Content, folder: Path) -> Path:
     """Write ``index.html`` into ``folder`` and return its path."""
     path = folder / "index.html"
-    path.write_text(page(content), encoding="utf-8")
+    plots = {"memory": _svg(memory_plot(content)), "ttft": _svg(ttft_plot(content))}
+    path.write_text(render("report.html", content=content, **plots), encoding="utf-8")
     return path
 
 
@@ -51,13 +52,7 @@ def memory_plot(content: Content) -> Figure:
     end = seconds[-1] if seconds else 1
     axes.fill_between(seconds, mapped, step="post", color=BLUE, alpha=0.1, linewidth=0)
     axes.step(
-        seconds,
-        resident,
-        where="post",
-        color=GREEN,
-        linewidth=5,
-        alpha=0.3,
-        label="resident",
+        seconds, resident, where="post", color=GREEN, linewidth=5, alpha=0.3, label="resident"
     )
     axes.step(seconds, mapped, where="post", color=BLUE, linewidth=1.6, label="mapped by kvcached")
     axes.axhline(
@@ -83,7 +78,16 @@ def ttft_plot(content: Content) -> Figure:
     figure = Figure(figsize=(10, 3.9), layout="constrained")
     axes = figure.subplots()
 
-    def draw(answers: Sequence[Answer], color: str, marker: str, label: str) -> None:
+    cold = [answer for answer in (*content.plain, *content.ours) if not answer.returning]
+    plain, ours = (
+        [answer for answer in answers if answer.returning]
+        for answers in (content.plain, content.ours)
+    )
+    for answers, color, marker, label in (
+        (cold, GRAY, "D", "cold: first turn, both servers"),
+        (plain, ORANGE, "s", "returning, plain vLLM (recomputed)"),
+        (ours, BLUE, "o", "returning, kvpatch (from the CPU tier)"),
+    ):
         axes.scatter(
             [len(answer.prompt) for answer in answers],
             [answer.ttft * 1000 for answer in answers],
@@ -94,35 +98,10 @@ def ttft_plot(content: Content) -> Figure:
             linewidth=0,
             label=label,
         )
-
-    cold = [answer for answer in (*content.plain, *content.ours) if not answer.returning]
-    draw(cold, GRAY, "D", "cold: first turn, both servers")
-    draw(
-        [answer for answer in content.plain if answer.returning],
-        ORANGE,
-        "s",
-        "returning, plain vLLM (recomputed)",
-    )
-    draw(
-        [answer for answer in content.ours if answer.returning],
-        BLUE,
-        "o",
-        "returning, kvpatch (from the CPU tier)",
-    )
     axes.set_ylim(bottom=0)
     axes.set(xlabel="prompt tokens", ylabel="ms to the first token")
     figure.legend(loc="outside upper left", ncols=3, frameon=False, fontsize=9)
     return figure
-
-
-def page(content: Content) -> str:
-    """Return the whole page."""
-    return render(
-        "report.html",
-        content=content,
-        memory=_svg(memory_plot(content)),
-        ttft=_svg(ttft_plot(content)),
-    )
 
 
 def _svg(figure: Figure) -> str:
