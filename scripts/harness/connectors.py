@@ -22,10 +22,7 @@ def offloading(cpu_bytes: int, without_kvpatch: bool = False, **extra: Any) -> C
         without_kvpatch: on a machine without a GPU, in an engine that runs without kvpatch.
         extra: more of ``kv_connector_extra_config``.
     """
-    host = {
-        "spec_name": "HostOffloadingSpec",
-        "spec_module_path": "kvpatch.hostdevice.offloading",
-    }
+    host = {"spec_name": "HostOffloadingSpec", "spec_module_path": "kvpatch.hostdevice.offloading"}
     return connector(
         "OffloadingConnector",
         cpu_bytes_to_use=cpu_bytes,

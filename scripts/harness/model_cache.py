@@ -17,25 +17,27 @@ from harness.processes import SCRIPTS, clean_environment
 CACHE = Path(sys.prefix) / "kvpatch-harness"
 
 
-def kept_model(seed: int, say: Callable[[str], None], kv_heads: int = 4) -> Path:
-    """Return the folder of the llama model with random weights of ``seed``.
+def recipe() -> str:
+    """Return a name for how models are made today."""
+    source = Path(__file__).with_name("models.py").read_bytes()
+    return hashlib.sha256(source).hexdigest()[:12]
+
+
+def make(model: Path, *options: str, python: str = sys.executable) -> None:
+    """Make a model in a folder of its own, in a process of a Python, unless it is there.
+
+    Args:
+        model: its folder.
+        options: of ``harness.models``.
+        python: of an environment with torch and transformers, which would stay in this process.
 
     Raises:
         HarnessError: it could not be made.
     """
-    source = Path(__file__).with_name("models.py").read_bytes()
-    recipe = f"{hashlib.sha256(source).hexdigest()[:12]}-{seed}-{kv_heads}"
-    model = CACHE / "models" / recipe
-    if (model / "model.safetensors").exists():
-        say(f"model: 4 layers, random weights of seed {seed}, cached")
-        return model
-    say(f"model: making one of 4 layers with random weights of seed {seed}")
-    partial = model.with_name(f"{recipe}-{os.getpid()}")
-    command = [sys.executable, "-m", "harness.models", str(partial)]
+    partial = model.with_name(f"{model.name}-{os.getpid()}")
     try:
-        # A process of its own, because torch and transformers would stay in this one.
         made = subprocess.run(
-            [*command, "--seed", str(seed), "--kv-heads", str(kv_heads)],
+            [python, "-m", "harness.models", str(partial), *options],
             env=clean_environment(
                 KVPATCH="0",
                 PYTHONPATH=str(SCRIPTS),
@@ -53,4 +55,18 @@ def kept_model(seed: int, say: Callable[[str], None], kv_heads: int = 4) -> Path
                 partial.rename(model)
     finally:
         shutil.rmtree(partial, ignore_errors=True)
+
+
+def kept_model(seed: int, say: Callable[[str], None], kv_heads: int = 4) -> Path:
+    """Return the folder of the llama model with random weights of ``seed``.
+
+    Raises:
+        HarnessError: it could not be made.
+    """
+    model = CACHE / "models" / f"{recipe()}-{seed}-{kv_heads}"
+    if (model / "model.safetensors").exists():
+        say(f"model: 4 layers, random weights of seed {seed}, cached")
+        return model
+    say(f"model: making one of 4 layers with random weights of seed {seed}")
+    make(model, "--seed", str(seed), "--kv-heads", str(kv_heads))
     return model

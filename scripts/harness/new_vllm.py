@@ -31,11 +31,8 @@ NEXT = """Next, as docs/contributing.md has it:
 
 def before(version: str) -> Signatures | None:
     """Return the newest recorded release that is older than ``version``."""
-    older = [
-        one
-        for one in signatures.releases("vllm").values()
-        if Version(one.version) < Version(version)
-    ]
+    known = signatures.releases("vllm").values()
+    older = [one for one in known if Version(one.version) < Version(version)]
     return older[-1] if older else None
 
 

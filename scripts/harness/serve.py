@@ -338,6 +338,27 @@ def reason(lines: list[str]) -> str:
     return lines[-1] if lines else "it printed nothing"
 
 
+def arguments(blocks: int, block_tokens: int, longest: int, together: int) -> dict[str, str]:
+    """Return the arguments of ``vllm serve`` that all servers of a comparison share.
+
+    Args:
+        blocks: of the KV cache.
+        block_tokens: tokens of each.
+        longest: tokens of the longest request.
+        together: requests that run at once.
+    """
+    return {
+        "served-model-name": MODEL_NAME,
+        "dtype": "float32",  # exact enough that a hit and a recomputation give the same tokens
+        "max-model-len": str(longest),
+        "max-num-batched-tokens": "2048",
+        "max-num-seqs": str(together),
+        "block-size": str(block_tokens),
+        "num-gpu-blocks-override": str(blocks),
+        "seed": "0",
+    }
+
+
 @dataclass(frozen=True)
 class Kind:
     """One of the servers that the demo or a benchmark compares.

@@ -22,7 +22,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from harness import connectors, console, processes, provenance
+from harness import connectors, console, inprocess, processes, provenance
 from harness.model_cache import kept_model
 from kvpatch.hostdevice import ledger, streams
 from kvpatch.patches.fence.hooks import fence_of
@@ -46,26 +46,17 @@ def prompts(seed: int) -> list[list[int]]:
     return made
 
 
-def arguments(model: str, **more: Any) -> dict[str, Any]:
-    """Return the ``LLM`` arguments of both engines, and more."""
-    return {
-        "model": model,
-        "dtype": "float32",
-        "max_model_len": 2048,
-        "block_size": BLOCK,
-        "enforce_eager": True,
-        "max_num_seqs": 6,
-        "max_num_batched_tokens": 2048,
-        "seed": 0,
-        **more,
-    }
+def engine(model: str, blocks: int, **more: Any) -> Any:
+    """Return an engine of so many blocks."""
+    sizes = {"block_size": BLOCK, "num_gpu_blocks_override": blocks, "max_num_seqs": 6}
+    return inprocess.engine(model, **sizes, **more)
 
 
 def reference(job: dict[str, Any]) -> dict[str, Any]:
     """Return the tokens that plain vLLM generates for each prompt, one at a time."""
-    from vllm import LLM, SamplingParams
+    from vllm import SamplingParams
 
-    llm = LLM(**arguments(job["model"], num_gpu_blocks_override=400))
+    llm = engine(job["model"], 400)
     parameters = SamplingParams(temperature=0, max_tokens=LONGEST, ignore_eos=True)
     return {
         "tokens": [
@@ -96,16 +87,15 @@ class Soak:
     """An engine in this process, its operations and their counts."""
 
     def __init__(self, job: dict[str, Any]) -> None:
-        from vllm import LLM
+        from harness.engines.inside import after
 
-        connector = connectors.offloading(TIER_BLOCKS * BLOCK_BYTES, offload_prompt_only=False)
-        self.llm = LLM(
-            **arguments(
-                job["model"],
-                num_gpu_blocks_override=DEVICE_BLOCKS,
-                kv_transfer_config=connector,
-                async_scheduling=job["asynchronous"],
-            )
+        self.llm = engine(
+            job["model"],
+            DEVICE_BLOCKS,
+            kv_transfer_config=connectors.offloading(
+                TIER_BLOCKS * BLOCK_BYTES, offload_prompt_only=False
+            ),
+            async_scheduling=job["asynchronous"],
         )
         self.engine = self.llm.llm_engine
         self.core = self.engine.engine_core.engine_core
@@ -124,14 +114,10 @@ class Soak:
         )
         self.cached = self.longest_hold = 0
         self.wrong: list[dict[str, Any]] = []
-        schedule = self.scheduler.schedule
+        after(self.scheduler, "schedule", self._scheduled)
 
-        def counting(*args: Any, **kwargs: Any) -> Any:
-            output = schedule(*args, **kwargs)
-            self.counts["preempted"] += len(output.preempted_req_ids or ())
-            return output
-
-        self.scheduler.schedule = counting
+    def _scheduled(self, output: Any, *args: Any, **kwargs: Any) -> None:
+        self.counts["preempted"] += len(output.preempted_req_ids or ())
 
     def chance(self, share: float) -> bool:
         """Return whether to do what happens in this share of the steps."""
@@ -240,18 +226,18 @@ def soak(job: dict[str, Any]) -> dict[str, Any]:
 
         allow_async_scheduling()
     slow_copies(job["seed"])
-    engine = Soak(job)
-    engine.run(job["seconds"])
-    kept = fence_of(engine.core)
+    running = Soak(job)
+    running.run(job["seconds"])
+    kept = fence_of(running.core)
     assert kept is not None
     return {
-        "asynchronous": engine.core.batch_queue is not None,
-        "counts": engine.counts,
-        "cached_tokens": engine.cached,
-        "wrong": engine.wrong,
+        "asynchronous": running.core.batch_queue is not None,
+        "counts": running.counts,
+        "cached_tokens": running.cached,
+        "wrong": running.wrong,
         "fence": vars(kept.counters),
-        "checked": engine.llm.collective_rpc(checked),
-        "left": engine.left(),
+        "checked": running.llm.collective_rpc(checked),
+        "left": running.left(),
     }
 
 

@@ -20,7 +20,8 @@ import requests
 from harness.engines import fence_off
 from harness.engines.fences import BARE, PAGE
 from harness.engines.runs import BLOCK, Device, Run, block_bytes, engine_arguments, prompts
-from harness.engines.serving import Server
+from harness.engines.serving import watched
+from harness.serve import Server
 from kvpatch.environ import HOST_DEVICE, HOST_DEVICE_DIR
 from kvpatch.hostdevice import ledger
 
@@ -75,7 +76,7 @@ def served(
             if fenced is False:
                 path = [fence_off.install(folder / "plugin"), environment.get("PYTHONPATH")]
                 environment["PYTHONPATH"] = os.pathsep.join(filter(None, path))
-            with Server(models(run.model), arguments, environment, folder) as server:
+            with watched(models(run.model), arguments, environment, folder) as server:
                 if ours:
                     store_all(server, ranks, environment)
                 found[ranks, fenced] = [server.complete(one)["tokens"] for one in load_of(ranks)]

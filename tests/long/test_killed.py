@@ -13,7 +13,8 @@ import psutil
 import pytest
 
 from harness.engines.runs import Device, Run, engine_arguments, prompts
-from harness.engines.serving import Server
+from harness.engines.serving import watched
+from harness.serve import Server
 from kvpatch.environ import HOST_DEVICE, HOST_DEVICE_DIR
 from kvpatch.hostdevice import ledger
 
@@ -48,7 +49,7 @@ def test_the_next_engine_of_that_name_starts_and_is_right(
     for attempt in ("killed", "next"):
         folder = tmp_path / attempt
         folder.mkdir()
-        with Server(models("llama"), arguments, environment, folder) as server:
+        with watched(models("llama"), arguments, environment, folder) as server:
             answers.append(server.complete(prompts(1)[0]))
             started = psutil.Process(server.process.pid).children(recursive=True)
             if attempt == "next":

@@ -19,7 +19,8 @@ import pytest
 
 from harness import ROOT
 from harness.engines.runs import Device, Finished, Run, engine_arguments, prompts, run_driver
-from harness.engines.serving import Server, eventually
+from harness.engines.serving import eventually, watched
+from harness.serve import Server
 
 PAGE = (ROOT / "docs/recipes.md").read_text()
 SEVERAL_MODELS = (ROOT / "docs/several-models.md").read_text()
@@ -152,7 +153,7 @@ def served(
     environment["PATH"] = f"{Path(sys.executable).parent}:{environment['PATH']}"
     arguments = engine_arguments(run) | {"kv_offloading_size": 0.25}
     model, folder = models(run.model), tmp_path_factory.mktemp("serve")
-    with Server(model, arguments, environment, folder) as server:
+    with watched(model, arguments, environment, folder) as server:
         yield Typed(server, model, environment)
 
 

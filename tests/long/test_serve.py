@@ -9,7 +9,7 @@ import pytest
 
 from harness.engines.oracle import SMALL_TIER, assert_same
 from harness.engines.runs import Device, Finished, Run, engine_arguments, prompts
-from harness.engines.serving import Server
+from harness.engines.serving import watched
 
 COUNT = 12
 
@@ -27,7 +27,7 @@ def served(
             environment = device.environ(run)
             result: dict = {"rounds": []}
             folder = tmp_path_factory.mktemp("serve")
-            with Server(models(run.model), arguments, environment, folder) as server:
+            with watched(models(run.model), arguments, environment, folder) as server:
                 if run.offload:
                     server.rpc("watch_transfers")
                 for _ in range(2):

@@ -25,7 +25,8 @@ import requests
 
 from harness import ROOT
 from harness.engines.runs import ROOM, Device, Run, block_bytes, engine_arguments, prompts
-from harness.engines.serving import Server, eventually
+from harness.engines.serving import eventually, watched
+from harness.serve import Server
 from kvpatch.telemetry import reader
 
 COUNT = 12
@@ -85,7 +86,7 @@ def served(
     arguments = engine_arguments(run) | {"api_server_count": 2}
     environment = device.environ(run)
     folder = tmp_path_factory.mktemp("serve")
-    with Server(models(run.model), arguments, environment, folder) as server:
+    with watched(models(run.model), arguments, environment, folder) as server:
         server.rpc("watch_transfers")
         for _ in range(2):
             for prompt in prompts(COUNT):
@@ -299,6 +300,7 @@ def test_an_engine_that_was_killed(served: Served) -> None:
     """With its API servers, as when a container ends: they would clear up after it."""
     pid = served.engine()["pid"]
     os.killpg(served.server.process.pid, signal.SIGKILL)
+    assert eventually(lambda: not served.server.processes())
     assert eventually(lambda: "exited without cleanup" in served.status("--pid", str(pid)).stdout)
     (line,) = served.status("--pid", str(pid)).stdout.splitlines()
     assert line.startswith(f"pid {pid} exited without cleanup (killed?), last seen")

@@ -12,7 +12,7 @@ pytest.importorskip("matplotlib")
 
 from bench_results import cycle, host
 
-from harness.bench import arms, goals, loads, micro, page, profile, two_models
+from harness.bench import arms, goals, loads, micro, page, plots, profile, two_models
 from harness.bench.goals import Results
 from harness.bench.one_model import turns
 from harness.bench.options import parse
@@ -285,6 +285,29 @@ def test_the_page_and_its_plots_are_the_same_each_time(folder):
     }
 
 
+def test_static_memory_has_its_lines():
+    """It is in no ledger of mapped pages, and its panel was empty."""
+    static = cycle(100 << 20, 100 << 20, 1.0)
+    static["timeline"]["mapped"] = {"first": [0, 0, 0], "second": [0, 0, 0]}
+    elastic = cycle(100 << 20, 9 << 20, 1.0)
+    cycles = {"vLLM + offloading, halves": [static], "kvcached + kvpatch": [elastic]}
+    figure = plots.shared_device({"device_bytes": 200 << 20, "cycles": cycles})
+    halves, ours = ([list(line.get_ydata())[:3] for line in a.lines[:2]] for a in figure.axes)
+    assert halves == [[100, 100, 100]] * 2
+    assert ours == [[0, 100, 9], [0, 0, 100]]
+
+
+def test_no_two_parts_look_the_same_and_every_axis_is_named():
+    series = {f"part {number}": [(10.0, 1e-6), (100.0, 1e-5)] for number in range(14)}
+    (axes,) = plots.growth(series, "blocks").axes
+    assert len({(line.get_color(), line.get_linestyle()) for line in axes.lines}) == len(series)
+    host = results().host
+    figures = [plots.rates(host["one_model"]), plots.first_tokens(host["one_model"])]
+    figures.append(plots.shared_device(host["two_models"]))
+    for one in (axes, *(one for figure in figures for one in figure.axes)):
+        assert one.get_xlabel() and one.get_ylabel()
+
+
 def test_the_page_changes_with_a_figure(folder):
     before = page.render(folder)
     path = folder / "host.json"
@@ -293,6 +316,23 @@ def test_the_page_changes_with_a_figure(folder):
         page.render(folder)
     path.write_text(json.dumps(results({arms.PLAIN.name: [2000.0, 2000.0, 2000.0]}).host))
     assert page.render(folder) != before
+
+
+@pytest.mark.parametrize("missing", ["one_model", "two_models"])
+def test_a_run_of_one_part_has_a_page(folder, missing):
+    path = folder / "host.json"
+    found = json.loads(path.read_text())
+    del found[missing]
+    path.write_text(json.dumps(found))
+    text = page.render(folder)["docs/numbers.md"]
+    assert goals.NOT_RUN.capitalize() in text
+    assert ("<details>" in text) is (missing == "two_models")
+
+
+def test_arguments_of_an_arm_are_folded_away(folder):
+    text = page.render(folder)["docs/numbers.md"]
+    assert text.count("<details>") == text.count("</details>") > len(NAMES)
+    assert "\n--seed 0\n</pre>" in text
 
 
 def test_a_result_that_cannot_be_read_is_named(tmp_path):

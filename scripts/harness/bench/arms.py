@@ -6,10 +6,10 @@ import json
 from dataclasses import dataclass
 from typing import Any
 
-from harness import connectors
+from harness import connectors, serve
 from harness.bench.sizes import BLOCK_BYTES, BLOCK_TOKENS, Size
 from harness.processes import ONE_THREAD
-from harness.serve import MODEL_NAME, SPARE_PAGES, Kind
+from harness.serve import SPARE_PAGES, Kind
 
 CONNECTORS = ("offloading", "simple eager", "simple lazy")
 
@@ -54,20 +54,6 @@ def connector_config(
     return connectors.simple(cpu_bytes, lazy=connector == "simple lazy")
 
 
-def engine_arguments(size: Size, blocks: int) -> dict[str, str]:
-    """Return the arguments of ``vllm serve`` that all arms share."""
-    return {
-        "served-model-name": MODEL_NAME,
-        "dtype": "float32",
-        "max-model-len": str(size.max_model_len),
-        "max-num-batched-tokens": "2048",
-        "max-num-seqs": str(size.peak),
-        "block-size": str(BLOCK_TOKENS),
-        "num-gpu-blocks-override": str(blocks),
-        "seed": "0",
-    }
-
-
 def kind(
     arm: Arm, size: Size, blocks: int, slug: str, environment: dict[str, str] | None = None
 ) -> Kind:
@@ -80,7 +66,7 @@ def kind(
         slug: different for all servers that run at once.
         environment: more of the server's environment.
     """
-    arguments = engine_arguments(size, blocks)
+    arguments = serve.arguments(blocks, BLOCK_TOKENS, size.max_model_len, size.peak)
     if arm.connector:
         config = connector_config(
             arm.connector, size.tier_blocks * BLOCK_BYTES, without_kvpatch=not arm.elastic
@@ -92,12 +78,6 @@ def kind(
     return Kind(arm.name, slug, arguments, ONE_THREAD | own | (environment or {}))
 
 
-def settings(kinds: dict[str, Kind]) -> dict[str, Any]:
-    """Return the settings of the arms, for the result file."""
-    return {
-        name: {
-            "arguments": dict(one.arguments),
-            "environment": dict(one.environment),
-        }
-        for name, one in kinds.items()
-    }
+def settings(one: Kind) -> dict[str, Any]:
+    """Return the settings of a server, for the result file."""
+    return {"arguments": dict(one.arguments), "environment": dict(one.environment)}

@@ -62,11 +62,7 @@ def serve(load: Load, server: Server, folder: Path) -> dict[str, Any]:
             f"{result['failed']} of {len(load.prompts)} requests failed on {server.name}: "
             f"{(errors or ['no reason given'])[0][-300:]}"
         )
-    short = [
-        (got, prompt.answer)
-        for got, prompt in zip(result["output_lens"], load.prompts, strict=True)
-        if got != prompt.answer
-    ]
-    if short:
-        raise HarnessError(f"{server.name} answered with {short[0][0]} of {short[0][1]} tokens")
+    for got, prompt in zip(result["output_lens"], load.prompts, strict=True):
+        if got != prompt.answer:
+            raise HarnessError(f"{server.name} answered with {got} of {prompt.answer} tokens")
     return result

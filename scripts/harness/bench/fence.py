@@ -25,7 +25,7 @@ from typing import Any
 
 import psutil
 
-from harness import connectors, console, processes, provenance
+from harness import connectors, console, inprocess, processes, provenance
 from harness.model_cache import kept_model
 from kvpatch import state
 from kvpatch.hostdevice import streams
@@ -44,20 +44,9 @@ def engine(model: str, plain: bool = False) -> Any:
 
     A ``plain`` one is vLLM alone.
     """
-    from vllm import LLM
-
-    return LLM(
-        model,
-        dtype="float32",
-        max_model_len=2048,
-        block_size=32,
-        enforce_eager=True,
-        num_gpu_blocks_override=400,
-        max_num_seqs=8,
-        max_num_batched_tokens=2048,
-        seed=0,
-        kv_transfer_config=None if plain else connectors.offloading(4096 * BLOCK_BYTES),
-    )
+    connector = None if plain else connectors.offloading(4096 * BLOCK_BYTES)
+    sizes = {"block_size": 32, "num_gpu_blocks_override": 400, "max_num_seqs": 8}
+    return inprocess.engine(model, kv_transfer_config=connector, **sizes)
 
 
 def load(seed: int, count: int = 8) -> list[dict[str, Any]]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 from harness.bench import arms, two_models
@@ -48,10 +47,6 @@ class Verdict:
             return "open"
         return ("met" if self.met else "missed") + (", within the noise" if self.unsure else "")
 
-    def line(self) -> str:
-        """The verdict as a line on a screen."""
-        return f"{self.word}: {self.goal}: {self.figure}"
-
 
 def value(run: dict[str, Any], path: str) -> float:
     """Return a figure of a run by its path, as in ``ttft_ms.mean``."""
@@ -85,63 +80,41 @@ def shown(found: Pair) -> str:
     return f"{found.median:.3f}x ({low:.3f} to {high:.3f})"
 
 
-def _ratio(
-    results: Results,
-    goal: str,
-    load: str,
-    against: arms.Arm,
-    path: str,
-    bound: float,
-    at_least: bool = False,
-) -> Verdict:
-    host = results.host or {}
-    found = compared(host, load, arms.KVPATCH.name, against.name, path)
-    if found is None:
-        return Verdict(goal, NOT_RUN)
-    floor = noise(host, load, path)
-    met = found.median >= bound if at_least else found.median <= bound
-    # A ratio of a tenth has a tenth of the noise that one of 1 has.
-    unsure = floor is not None and abs(found.median - bound) < floor * bound
-    return Verdict(goal, shown(found), met, floor, unsure)
+@dataclass(frozen=True)
+class Ratio:
+    """A bound of kvpatch's arm against another, in the median over the repeats."""
+
+    goal: str
+    load: str
+    against: arms.Arm
+    path: str
+    bound: float
+    at_least: bool = False
+
+    def __call__(self, results: Results) -> Verdict:
+        """Return the verdict."""
+        host = results.host or {}
+        found = compared(host, self.load, arms.KVPATCH.name, self.against.name, self.path)
+        if found is None:
+            return Verdict(self.goal, NOT_RUN)
+        floor = noise(host, self.load, self.path)
+        met = found.median >= self.bound if self.at_least else found.median <= self.bound
+        # A ratio of a tenth has a tenth of the noise that one of 1 has.
+        unsure = floor is not None and abs(found.median - self.bound) < floor * self.bound
+        return Verdict(self.goal, shown(found), met, floor, unsure)
 
 
 _RATE, _STATIC = "total_tokens_per_second", "elastic + offloading against static + offloading"
 # The overhead of offloading without hits.
-no_reuse = partial(
-    _ratio,
-    goal="no reuse, offloading on against off: total tok/s within 1 %",
-    load="no reuse",
-    against=arms.KVCACHED,
-    path=_RATE,
-    bound=0.99,
-    at_least=True,
-)
-conversations_rate = partial(
-    _ratio,
-    goal=f"returning multi-turn, {_STATIC}: total tok/s at least 1.00x",
-    load="conversations",
-    against=arms.STATIC,
-    path=_RATE,
-    bound=1.0,
-    at_least=True,
-)
-conversations_ttft = partial(
-    _ratio,
-    goal=f"returning multi-turn, {_STATIC}: mean TTFT at most 1.00x",
-    load="conversations",
-    against=arms.STATIC,
-    path="ttft_ms.mean",
-    bound=1.0,
-)
+_COST = "no reuse, offloading on against off: total tok/s within 1 %"
+no_reuse = Ratio(_COST, "no reuse", arms.KVCACHED, _RATE, 0.99, at_least=True)
+_FAST = f"returning multi-turn, {_STATIC}: total tok/s at least 1.00x"
+conversations_rate = Ratio(_FAST, "conversations", arms.STATIC, _RATE, 1.0, at_least=True)
+_SOON = f"returning multi-turn, {_STATIC}: mean TTFT at most 1.00x"
+conversations_ttft = Ratio(_SOON, "conversations", arms.STATIC, "ttft_ms.mean", 1.0)
 # Loading against recomputing.
-returning_ttft = partial(
-    _ratio,
-    goal="a returning conversation against kvcached alone: median TTFT at most 0.1x",
-    load="conversations",
-    against=arms.KVCACHED,
-    path="returning_ttft_ms.p50",
-    bound=0.1,
-)
+_LOADING = "a returning conversation against kvcached alone: median TTFT at most 0.1x"
+returning_ttft = Ratio(_LOADING, "conversations", arms.KVCACHED, "returning_ttft_ms.p50", 0.1)
 
 
 def copies_per_block(results: Results) -> Verdict:
@@ -179,31 +152,32 @@ def gpu_copies(results: Results) -> Verdict:
     )
 
 
-def _share(results: Results, goal: str, name: str, bound: float) -> Verdict:
-    every = (results.host or {}).get("two_models", {}).get("cycles", {})
-    cycles = every.get(two_models.DECIDING[-1].name)
-    if not cycles:
-        return Verdict(goal, NOT_RUN)
-    # The worst cycle counts: a neighbour that did not fit once did not fit.
-    worst = min(cycle[name] for cycle in cycles)
-    return Verdict(goal, f"{worst:.1%} in the worst of {len(cycles)} cycles", worst >= bound)
+@dataclass(frozen=True)
+class Share:
+    """A least share in every cycle of two models."""
+
+    goal: str
+    name: str
+    bound: float
+
+    def __call__(self, results: Results) -> Verdict:
+        """Return the verdict."""
+        every = (results.host or {}).get("two_models", {}).get("cycles", {})
+        cycles = every.get(two_models.DECIDING[-1].name)
+        if not cycles:
+            return Verdict(self.goal, NOT_RUN)
+        # The worst cycle counts: a neighbour that did not fit once did not fit.
+        worst = min(cycle[self.name] for cycle in cycles)
+        figure = f"{worst:.1%} in the worst of {len(cycles)} cycles"
+        return Verdict(self.goal, figure, worst >= self.bound)
 
 
+_TURN = "two models in turn: at least"
 # Memory that an idle model frees for its neighbour.
-given = partial(
-    _share,
-    goal="two models in turn: at least 90 % of what the idle model used is the neighbour's at "
-    "its peak",
-    name="given_share",
-    bound=0.90,
-)
+_FREED = f"{_TURN} 90 % of what the idle model used is the neighbour's at its peak"
+given = Share(_FREED, "given_share", 0.90)
 # Prefixes that hit when the idle model's conversations return.
-served = partial(
-    _share,
-    goal="two models in turn: at least 95 % of the returning prefixes served",
-    name="served_share",
-    bound=0.95,
-)
+served = Share(f"{_TURN} 95 % of the returning prefixes served", "served_share", 0.95)
 
 GOALS: tuple[Callable[[Results], Verdict], ...] = (
     no_reuse,

@@ -109,11 +109,7 @@ def shared_prefixes(size: Size, repeat: int) -> Load:
     )
 
 
-LOADS = {
-    "no reuse": no_reuse,
-    "conversations": conversations,
-    "shared prefixes": shared_prefixes,
-}
+LOADS = {"no reuse": no_reuse, "conversations": conversations, "shared prefixes": shared_prefixes}
 
 
 def peak(size: Size, model: str, repeat: int, returning: bool = False) -> Load:

@@ -88,11 +88,7 @@ def run(load: Load, server: Server, folder: Path, memory: MappedMemory) -> dict[
         "ttft_ms": summary(found["ttfts"], 1000),
         "first_ttft_ms": ttft(returning=False),
         "returning_ttft_ms": ttft(returning=True),
-        "tpot_ms": {
-            "mean": round(found["mean_tpot_ms"], 3),
-            "p50": round(found["p50_tpot_ms"], 3),
-            "p99": round(found["p99_tpot_ms"], 3),
-        },
+        "tpot_ms": {n: round(found[f"{n}_tpot_ms"], 3) for n in ("mean", "p50", "p99")},
         "prompt_tokens": {name: int(since(name)) for name in TOKENS},
         "bytes": {name: int(since(name)) for name in BYTES},
         "copy_seconds": {name: round(since(f"{name} seconds"), 4) for name in SECONDS},

@@ -6,9 +6,9 @@ them has requests at a time; the others are idle.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from pathlib import Path
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from harness.bench import arms as known
@@ -16,9 +16,8 @@ from harness.bench.arms import Arm
 from harness.bench.loads import LOADS, Load
 from harness.bench.measure import run
 from harness.bench.memory import MappedMemory
-from harness.bench.sizes import BLOCK_BYTES, Size
+from harness.bench.sizes import BLOCK_BYTES
 from harness.bench.starting import Starter
-from harness.console import Screen
 from harness.serve import Server
 
 T = TypeVar("T")
@@ -34,57 +33,45 @@ def turns(arms: Sequence[T], repeat: int) -> list[T]:
     return order[::-1] if repeat % 2 else order
 
 
+@dataclass
 class OneModel:
     """The part of a run with one model.
 
-    Args:
-        size: of the run.
+    Attributes:
         arms: what is compared.
         starter: starts servers.
-        screen: where progress goes.
         save: called after each load, with everything measured so far.
     """
 
-    def __init__(
-        self,
-        size: Size,
-        arms: Sequence[Arm],
-        starter: Starter,
-        screen: Screen,
-        save: Callable[[dict[str, Any]], None],
-    ) -> None:
-        self._size = size
-        self._arms = arms
-        self._starter = starter
-        self._screen = screen
-        self._save = save
+    arms: Sequence[Arm]
+    starter: Starter
+    save: Callable[[dict[str, Any]], None]
+
+    def __post_init__(self) -> None:
+        self._size, self._screen = self.starter.size, self.starter.screen
         self.result: dict[str, Any] = {"arms": {}, "loads": {}}
 
     def measure(self) -> dict[str, Any]:
         """Start every arm, run every load, and return the result."""
         with ExitStack() as stack:
-            servers = {arm: self._start(arm, number, stack) for number, arm in self.numbered()}
+            servers = {arm: self._start(arm, number, stack) for number, arm in enumerate(self.arms)}
             for repeat in range(self._size.repeats):
                 self._repeat(repeat, servers)
             for arm, server in servers.items():
                 self.result["arms"][arm.name]["host_bytes_at_end"] = server.memory()
-        self._save(self.result)
+        self.save(self.result)
         return self.result
-
-    def numbered(self) -> Iterator[tuple[int, Arm]]:
-        """Yield the arms with their numbers."""
-        yield from enumerate(self._arms)
 
     def _start(self, arm: Arm, number: int, stack: ExitStack) -> Server:
         kind = known.kind(arm, self._size, self._size.blocks, f"one{number}")
-        server = self._starter.start(stack, kind)
+        server = self.starter.start(stack, kind)
         self.result["arms"][arm.name] = {
             "elastic": arm.elastic,
             "connector": arm.connector,
             "start_seconds": round(server.start_seconds or 0.0, 1),
             "device_bytes_held": 0 if arm.elastic else self._size.blocks * BLOCK_BYTES,
             "host_bytes_at_start": server.memory(),
-            "settings": known.settings({arm.name: kind})[arm.name],
+            "settings": known.settings(kind),
         }
         return server
 
@@ -98,24 +85,24 @@ class OneModel:
                     "requests": len(load.prompts),
                     "prompt_tokens": sum(prompt.tokens for prompt in load.prompts),
                     "together": load.together,
-                    "runs": {arm.name: [] for arm in self._arms},
+                    "runs": {arm.name: [] for arm in self.arms},
                 },
             )["runs"]
-            for arm in turns(self._arms, repeat):
+            for arm in turns(self.arms, repeat):
                 self._screen.live(f"repeat {repeat + 1}, {name}: {arm.name}")
                 rows[arm.name].append(self._run(load, servers[arm]))
             self._screen.say(
                 f"repeat {repeat + 1} of {self._size.repeats}, {name}: "
                 + ", ".join(
                     f"{arm.name} {rows[arm.name][-1]['total_tokens_per_second']:,.0f}"
-                    for arm in self._arms
+                    for arm in self.arms
                 )
                 + " tok/s"
             )
-            self._save(self.result)
+            self.save(self.result)
 
     def _run(self, load: Load, server: Server) -> dict[str, Any]:
-        folder: Path = self._starter.folder_of(server)
+        folder = self.starter.folders[server]
         with MappedMemory(str(folder), {"server": server}) as memory:
             found = run(load, server, folder, memory)
             # The next load finds an empty cache and an empty tier.

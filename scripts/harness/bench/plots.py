@@ -6,24 +6,29 @@ import statistics
 from collections.abc import Sequence
 from typing import Any
 
+from cycler import cycler
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from matplotlib.ticker import ScalarFormatter
 
 from harness.bench.goals import value
 from harness.figures import BLUE, GRAY, GREEN, ORANGE
 
 MIB = 1 << 20
+MODELS = {BLUE: "first", ORANGE: "second"}
 COLORS = (GRAY, "#5b6678", GREEN, BLUE, "#93b4f7", ORANGE, "#a855f7")
 
 
 def rates(one_model: dict[str, Any]) -> Figure:
     """Total tokens per second of every arm on every load, with minimum and maximum."""
-    return _bars(one_model, "total_tokens_per_second", "tokens per second", logarithmic=False)
+    return _bars(
+        one_model, "total_tokens_per_second", "tokens per second, median", logarithmic=False
+    )
 
 
 def first_tokens(one_model: dict[str, Any]) -> Figure:
     """Median time to the first token of every arm on every load."""
-    return _bars(one_model, "ttft_ms.p50", "TTFT in ms, median", logarithmic=True)
+    return _bars(one_model, "ttft_ms.p50", "time to first token, ms, median", logarithmic=True)
 
 
 def _bars(one_model: dict[str, Any], path: str, label: str, logarithmic: bool) -> Figure:
@@ -48,9 +53,11 @@ def _bars(one_model: dict[str, Any], path: str, label: str, logarithmic: bool) -
             label=arm,
         )
     axes.set_xticks(range(len(loads)), loads)
-    axes.set_ylabel(label)
+    axes.set(xlabel="load", ylabel=label)
     if logarithmic:
         axes.set_yscale("log")
+        for axis in (axes.yaxis.set_major_formatter, axes.yaxis.set_minor_formatter):
+            axis(ScalarFormatter())
     axes.grid(axis="x", visible=False)
     figure.legend(loc="outside upper left", ncols=4, frameon=False, fontsize=9)
     return figure
@@ -58,17 +65,19 @@ def _bars(one_model: dict[str, Any], path: str, label: str, logarithmic: bool) -
 
 def shared_device(two_models: dict[str, Any]) -> Figure:
     """What each of two models has mapped while their peaks take turns, arm by arm."""
-    timelines = {
-        name: cycles[0]["timeline"] for name, cycles in two_models["cycles"].items() if cycles
-    }
-    figure = Figure(figsize=(10, 1.9 * max(1, len(timelines))), layout="constrained")
-    rows: Sequence[Axes] = figure.subplots(max(1, len(timelines)), squeeze=False)[:, 0]
+    cycles = {name: cycles[0] for name, cycles in two_models["cycles"].items() if cycles}
+    figure = Figure(figsize=(10, 2.2 * max(1, len(cycles))), layout="constrained")
+    rows: Sequence[Axes] = figure.subplots(max(1, len(cycles)), squeeze=False)[:, 0]
     whole = two_models["device_bytes"] / MIB
-    for axes, (name, timeline) in zip(rows, timelines.items(), strict=False):
+    for axes, (name, cycle) in zip(rows, cycles.items(), strict=False):
+        timeline = cycle["timeline"]
         seconds = timeline["seconds"]
-        for color, model in ((BLUE, "first"), (ORANGE, "second")):
-            mapped = [size / MIB for size in timeline["mapped"][model]]
-            axes.step(seconds, mapped, where="post", color=color, linewidth=1.6)
+        # Static memory is in no ledger of mapped pages: each model has its half for good.
+        elastic = any(timeline["mapped"]["first"])
+        static = [] if elastic else [cycle["used_bytes"]] * len(seconds)
+        for (color, model), style in zip(MODELS.items(), ("-", "--"), strict=True):
+            mapped = [size / MIB for size in static or timeline["mapped"][model]]
+            axes.step(seconds, mapped, style, where="post", color=color, linewidth=1.6, label=model)
         bounds = [*(at for at, _ in timeline["phases"]), seconds[-1]]
         for at, (begin, phase) in enumerate(timeline["phases"][:-1]):
             axes.axvline(begin, color="#e6e9ef", linewidth=1)
@@ -81,9 +90,12 @@ def shared_device(two_models: dict[str, Any]) -> Figure:
                 fontsize=8,
                 color="#5b6678",
             )
-        axes.set(xlim=(0, seconds[-1]), ylim=(0, whole * 1.18), ylabel="MiB mapped")
+        axes.set(xlim=(0, seconds[-1]), ylim=(0, whole * 1.18))
+        axes.set(xlabel="time, s", ylabel="mapped, MiB")
         axes.set_title(name, loc="left", fontsize=9, pad=3)
-    rows[-1].set_xlabel("seconds; blue is the first model, orange the second")
+    lines = rows[0].get_legend_handles_labels()[0]
+    names = ("first model", "second model")
+    figure.legend(lines, names, loc="outside upper left", ncols=2, frameon=False, fontsize=9)
     return figure
 
 
@@ -94,18 +106,13 @@ def growth(series: dict[str, list[tuple[float, float]]], label: str) -> Figure:
         series: by name, (how many, seconds).
         label: of the size.
     """
-    figure = Figure(figsize=(10, 4), layout="constrained")
+    figure = Figure(figsize=(10, 5.5), layout="constrained")
     axes: Axes = figure.subplots()
-    for at, (name, points) in enumerate(series.items()):
-        color = COLORS[at % len(COLORS)]
-        axes.plot(
-            [many for many, _ in points],
-            [seconds * 1e6 for _, seconds in points],
-            marker="o",
-            markersize=4,
-            color=color,
-            label=name,
-        )
-    axes.set(xscale="log", yscale="log", xlabel=label, ylabel="microseconds, median")
-    figure.legend(loc="outside upper left", ncols=3, frameon=False, fontsize=9)
+    # No two parts look the same: each style of line has all colors.
+    axes.set_prop_cycle(cycler(linestyle=["-", "--", ":"]) * cycler(color=COLORS))
+    for name, points in series.items():
+        many, seconds = zip(*points, strict=True)
+        axes.plot(many, [one * 1e6 for one in seconds], marker="o", markersize=4, label=name)
+    axes.set(xscale="log", yscale="log", xlabel=label, ylabel="median time, µs")
+    figure.legend(loc="outside upper left", ncols=2, frameon=False, fontsize=9)
     return figure

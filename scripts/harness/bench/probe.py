@@ -16,12 +16,19 @@ class CopyCounter:
         """Start counting; once per engine."""
         from vllm.distributed.kv_transfer import get_kv_transfer_group
 
+        from harness.engines.inside import after
+        from kvpatch.hostdevice import copies
+
         self.copied = {"transfers": 0, "blocks": 0, "copies": 0}
         connector: Any = get_kv_transfer_group()
         if hasattr(connector, "connector_worker"):
-            self._count_offloading(connector.connector_worker.worker)
+            worker = connector.connector_worker.worker
+            after(worker, "submit_store", self._stored)
+            after(worker, "submit_load", self._loaded)
+            after(copies, "_enqueue", self._enqueued)
         else:
-            self._count_simple(connector.worker_handler._backend)
+            self._backend = connector.worker_handler._backend
+            after(self._backend, "launch_copy", self._copied)
         return True
 
     def copies(self) -> dict[str, int]:
@@ -33,32 +40,14 @@ class CopyCounter:
         self.copied["blocks"] += blocks
         self.copied["copies"] += copies
 
-    def _count_offloading(self, worker: Any) -> None:
-        from kvpatch.hostdevice import copies
+    def _stored(self, result: Any, job_id: int, src_spec: Any, dst_spec: Any) -> None:
+        self._add(len(src_spec.block_ids), 0)
 
-        enqueue = copies._enqueue
-        store, load = worker.submit_store, worker.submit_load
+    def _loaded(self, result: Any, job_id: int, src_spec: Any, dst_spec: Any, *more: Any) -> None:
+        self._add(len(dst_spec.block_ids), 0)
 
-        def counted(copies: list[tuple[int, int, int]]) -> None:
-            self.copied["copies"] += len(copies)
-            enqueue(copies)
+    def _enqueued(self, result: Any, pairs: Any) -> None:
+        self.copied["copies"] += len(pairs)
 
-        def on_store(job_id: int, src_spec: Any, dst_spec: Any) -> Any:
-            self._add(len(src_spec.block_ids), 0)
-            return store(job_id, src_spec, dst_spec)
-
-        def on_load(job_id: int, src_spec: Any, dst_spec: Any, *args: Any) -> Any:
-            self._add(len(dst_spec.block_ids), 0)
-            return load(job_id, src_spec, dst_spec, *args)
-
-        copies._enqueue = counted
-        worker.submit_store, worker.submit_load = on_store, on_load
-
-    def _count_simple(self, backend: Any) -> None:
-        launch = backend.launch_copy
-
-        def counted(src_blocks: Any, *args: Any, **kwargs: Any) -> Any:
-            self._add(len(src_blocks), len(src_blocks) * len(backend._pairs))
-            return launch(src_blocks, *args, **kwargs)
-
-        backend.launch_copy = counted
+    def _copied(self, result: Any, src_blocks: Any, *args: Any, **kwargs: Any) -> None:
+        self._add(len(src_blocks), len(src_blocks) * len(self._backend._pairs))

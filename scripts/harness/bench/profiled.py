@@ -7,7 +7,7 @@ import sys
 import time
 from typing import Any
 
-from harness import connectors
+from harness import connectors, inprocess
 from harness.bench.sizes import BLOCK_BYTES, BLOCK_TOKENS
 
 TRANSFER = 4096  # blocks
@@ -16,20 +16,9 @@ ROW = 64 << 10  # bytes of a block
 
 def engine(model: str) -> Any:
     """An engine in this process, on elastic memory too small for its load, with a CPU tier."""
-    from vllm import LLM
-
-    return LLM(
-        model,
-        dtype="float32",
-        max_model_len=2048,
-        block_size=BLOCK_TOKENS,
-        enforce_eager=True,
-        num_gpu_blocks_override=416,
-        max_num_seqs=16,
-        max_num_batched_tokens=2048,
-        seed=0,
-        kv_transfer_config=connectors.offloading(1024 * BLOCK_BYTES),
-    )
+    connector = connectors.offloading(1024 * BLOCK_BYTES)
+    sizes = {"block_size": BLOCK_TOKENS, "num_gpu_blocks_override": 416, "max_num_seqs": 16}
+    return inprocess.engine(model, kv_transfer_config=connector, **sizes)
 
 
 def steps(model: str, seconds: float) -> None:

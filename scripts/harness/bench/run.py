@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import asdict
 from functools import partial
 from typing import Any, TypeVar
 
@@ -30,7 +31,7 @@ class Bench:
         self._result: dict[str, Any] = {
             **provenance.header(options.command),
             "kind": options.kind,
-            "size": options.size.plain(),
+            "size": asdict(options.size),
         }
 
     def run(self) -> int:
@@ -45,9 +46,14 @@ class Bench:
                 starter = Starter(
                     models, folder, self._options.size, self._screen, self._options.logs
                 )
-                (self._one if part == "one" else self._two)(starter)
+                if part == "one":
+                    chosen = self._chosen(arms.ALL, arms.DECIDING)
+                    OneModel(chosen, starter, partial(self._save, "one_model")).measure()
+                else:
+                    pairs = self._chosen(two_models.ALL, two_models.DECIDING)
+                    TwoModels(pairs, starter, partial(self._save, "two_models")).measure()
         for verdict in goals.verdicts(goals.Results(host=self._result)):
-            self._screen.say(verdict.line())
+            self._screen.say(f"{verdict.word}: {verdict.goal}: {verdict.figure}")
         self._screen.say(f"written to {self._options.output}")
         return 0
 
@@ -59,16 +65,6 @@ class Bench:
         if not chosen:
             raise HarnessError(f'no arm has "{text}" in its name')
         return chosen
-
-    def _one(self, starter: Starter) -> None:
-        chosen = self._chosen(arms.ALL, arms.DECIDING)
-        save = partial(self._save, "one_model")
-        OneModel(self._options.size, chosen, starter, self._screen, save).measure()
-
-    def _two(self, starter: Starter) -> None:
-        chosen = self._chosen(two_models.ALL, two_models.DECIDING)
-        save = partial(self._save, "two_models")
-        TwoModels(self._options.size, chosen, starter, self._screen, save).measure()
 
     def _save(self, part: str, found: dict[str, Any]) -> None:
         """Write everything measured so far, for a run that is interrupted."""

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
-from typing import Any
+from dataclasses import dataclass
 
 BLOCK_TOKENS = 32
 LAYERS = 4
@@ -52,10 +51,6 @@ class Size:
         """Tokens of the longest request, whole blocks."""
         longest = self.prompt + self.turns * 8 * BLOCK_TOKENS + self.answer
         return -(-longest // 1024) * 1024
-
-    def plain(self) -> dict[str, Any]:
-        """Return it in the form of a result file."""
-        return asdict(self)
 
 
 FULL = Size()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from contextlib import ExitStack
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from harness.bench import loads
@@ -13,35 +14,25 @@ from harness.console import Screen
 from harness.serve import Kind, Server
 
 
+@dataclass
 class Starter:
     """Starts servers on models.
 
-    Args:
+    Attributes:
         models: the folder of each model by its name.
         folder: for everything temporary.
         size: of the run.
         screen: where progress goes.
         logs: folder for the servers' logs; None for ``folder``.
+        folders: of each server, where its device's ledger is too.
     """
 
-    def __init__(
-        self,
-        models: dict[str, Path],
-        folder: Path,
-        size: Size,
-        screen: Screen,
-        logs: Path | None = None,
-    ) -> None:
-        self._models = models
-        self._folder = folder
-        self._size = size
-        self._screen = screen
-        self._logs = logs or folder
-        self._folders: dict[Server, Path] = {}
-
-    def folder_of(self, server: Server) -> Path:
-        """Return a server's folder, where its device's ledger is too."""
-        return self._folders[server]
+    models: dict[str, Path]
+    folder: Path
+    size: Size
+    screen: Screen
+    logs: Path | None = None
+    folders: dict[Server, Path] = field(default_factory=dict)
 
     def start(
         self, stack: ExitStack, kind: Kind, model: str = "a", device: str | None = None
@@ -57,26 +48,27 @@ class Starter:
         Raises:
             HarnessError: it ended, or did not answer in time.
         """
-        folder = self._folder / (device or kind.slug)
+        folder = self.folder / (device or kind.slug)
         folder.mkdir(exist_ok=True)
-        self._screen.live(f"starting {kind.name}")
-        server = stack.enter_context(kind.server(self._models[model], folder, self._logs))
-        self._folders[server] = folder
+        self.screen.live(f"starting {kind.name}")
+        server = stack.enter_context(
+            kind.server(self.models[model], folder, self.logs or self.folder)
+        )
+        self.folders[server] = folder
         if kind.environment.get("KVPATCH") == "1" and not server.elastic:
             raise server.failure("did not report its KV cache on elastic memory")
         serve(self._warm_up(), server, folder)
         server.reset_caches()
         if server.offloads:
             server.rpc("count_copies")
-        self._screen.say(f"{kind.name}: ready after {server.start_seconds:.0f} s")
+        self.screen.say(f"{kind.name}: ready after {server.start_seconds:.0f} s")
         return server
 
     def _warm_up(self) -> Load:
         """As long and as many as the loads have: a server's first requests pay for its set-up."""
         source = loads.numbers("warm-up", 0)
-        blocks = self._size.prompt // BLOCK_TOKENS
+        blocks = self.size.prompt // BLOCK_TOKENS
         prompts = tuple(
-            Prompt(tuple(next(source) for _ in range(blocks)), 2)
-            for _ in range(self._size.together)
+            Prompt(tuple(next(source) for _ in range(blocks)), 2) for _ in range(self.size.together)
         )
-        return Load("warm-up", "", prompts, self._size.together)
+        return Load("warm-up", "", prompts, self.size.together)

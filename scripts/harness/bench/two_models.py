@@ -22,7 +22,6 @@ from harness.bench.memory import MappedMemory
 from harness.bench.one_model import turns
 from harness.bench.sizes import BLOCK_BYTES, BLOCK_TOKENS, LAYERS, PAGE_BLOCKS, Size
 from harness.bench.starting import Starter
-from harness.console import Screen
 from harness.serve import SPARE_PAGES, Server
 
 KEEPS_NOTHING = {"KVCACHED_MAX_CACHED_TOKENS": "0"}
@@ -66,49 +65,42 @@ def device_blocks(size: Size) -> int:
     return (pages + pages % 2) * PAGE_BLOCKS
 
 
+@dataclass
 class TwoModels:
     """The part of a run with two models.
 
-    Args:
-        size: of the run.
+    Attributes:
         shared: what is compared.
         starter: starts servers.
-        screen: where progress goes.
         save: called with everything measured so far, after each arm.
     """
 
-    def __init__(
-        self,
-        size: Size,
-        shared: Sequence[Shared],
-        starter: Starter,
-        screen: Screen,
-        save: Callable[[dict[str, Any]], None],
-    ) -> None:
-        self._blocks = device_blocks(size)
+    shared: Sequence[Shared]
+    starter: Starter
+    save: Callable[[dict[str, Any]], None]
+
+    def __post_init__(self) -> None:
+        self._blocks = device_blocks(self.starter.size)
         # A tier holds one model's prompts, and a quarter more.
-        self._size = replace(size, tier_blocks=self._blocks)
-        self._shared = shared
-        self._starter = starter
-        self._screen = screen
-        self._save = save
+        self._size = replace(self.starter.size, tier_blocks=self._blocks)
+        self._screen = self.starter.screen
         self.result: dict[str, Any] = {
             "device_bytes": self._blocks * BLOCK_BYTES,
-            "requests_at_a_peak": size.peak,
+            "requests_at_a_peak": self._size.peak,
             "arms": {},
-            "cycles": {one.name: [] for one in shared},
+            "cycles": {one.name: [] for one in self.shared},
         }
 
     def measure(self) -> dict[str, Any]:
         """Run every arm and return the result."""
         with ExitStack() as stack:
-            pairs = {one: self._start(one, at, stack) for at, one in enumerate(self._shared)}
+            pairs = {one: self._start(one, at, stack) for at, one in enumerate(self.shared)}
             for repeat in range(self._size.neighbour_repeats):
-                for one in turns(self._shared, repeat):
+                for one in turns(self.shared, repeat):
                     cycle = self._cycle(one, pairs[one], repeat)
                     self.result["cycles"][one.name].append(cycle)
                     self._say(one, cycle, repeat)
-                    self._save(self.result)
+                    self.save(self.result)
         return self.result
 
     def _say(self, one: Shared, cycle: dict[str, Any], repeat: int) -> None:
@@ -132,13 +124,13 @@ class TwoModels:
         kinds, servers = {}, {}
         for model, name in (("a", FIRST), ("b", SECOND)):
             kinds[name] = known.kind(one.arm, self._size, blocks, f"two{at}{model}", environment)
-            servers[name] = self._starter.start(stack, kinds[name], model, device=f"two{at}")
-        self.result["arms"][one.name] = known.settings({one.name: kinds[FIRST]})[one.name]
+            servers[name] = self.starter.start(stack, kinds[name], model, device=f"two{at}")
+        self.result["arms"][one.name] = known.settings(kinds[FIRST])
         return servers
 
     def _cycle(self, one: Shared, servers: dict[str, Server], repeat: int) -> dict[str, Any]:
         """One peak of each model, and the return of the first one's conversations."""
-        folder = self._starter.folder_of(servers[FIRST])
+        folder = self.starter.folders[servers[FIRST]]
         sent = {
             "first_peak": (FIRST, peak(self._size, "a", repeat)),
             "second_peak": (SECOND, peak(self._size, "b", repeat)),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 
 from harness import connectors
-from harness.serve import MODEL_NAME, SPARE_PAGES, Kind
+from harness.serve import SPARE_PAGES, Kind, arguments
 
 BLOCK_TOKENS = 32
 # 14336 tokens, 112 MiB: two or three of the eight conversations fit.
@@ -14,16 +14,7 @@ TIER_BYTES = 512 << 20
 # With Triton there, if only its interpreter, vLLM takes the runner that it takes on a GPU.
 AS_ON_A_GPU = {"TRITON_INTERPRET": "1"}
 
-_ARGUMENTS = {
-    "served-model-name": MODEL_NAME,
-    "dtype": "float32",  # exact enough that a hit and a recomputation give the same tokens
-    "max-model-len": "8192",
-    "max-num-batched-tokens": "2048",
-    "max-num-seqs": "2",
-    "block-size": str(BLOCK_TOKENS),
-    "num-gpu-blocks-override": str(KV_BLOCKS),
-    "seed": "0",
-}
+_ARGUMENTS = arguments(KV_BLOCKS, BLOCK_TOKENS, longest=8192, together=2)
 PLAIN = Kind("plain vLLM", "plain", _ARGUMENTS, {"KVPATCH": "0", **AS_ON_A_GPU})
 KVPATCH = Kind(
     "vLLM with kvpatch",

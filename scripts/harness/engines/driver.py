@@ -10,7 +10,6 @@ the ones it had before it was evicted, read through the model's own KV tensors.
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
 import sys
@@ -20,15 +19,17 @@ from typing import Any
 os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
 os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
 
-import torch
+from msgspec.structs import asdict
 from vllm import LLM, SamplingParams
 
-from harness.engines import disk_faults, nothing_connector
+from harness.engines import disk_faults
 from harness.engines.inside import (
-    block_of,
+    after,
     come_to_rest,
-    parts_of,
-    stay_in_this_process,
+    digest,
+    group_of,
+    layers_of,
+    prepare,
     taken_and_evicted,
     tiers_behind,
 )
@@ -56,12 +57,7 @@ class BlockWatch:
 
     def __init__(self, core: Any) -> None:
         self.pool = core.scheduler.kv_cache_manager.block_pool
-        runner = core.model_executor.driver_worker.worker.model_runner
-        context = runner.compilation_config.static_forward_context
-        self.layers = [
-            [part for name in group.layer_names for part in parts_of(context[name].kv_cache)]
-            for group in runner.kv_cache_config.kv_cache_groups
-        ]
+        self.layers = layers_of(core.model_executor.driver_worker.worker.model_runner)
         self.seen: dict[bytes, str] = {}
         self.places: dict[bytes, int] = {}
         self.returned = 0
@@ -72,17 +68,10 @@ class BlockWatch:
             key = block.block_hash
             if key is None or self.places.get(key) == block.block_id:
                 continue
-            group = int.from_bytes(key[-4:], "big")
-            digest = hashlib.sha256()
-            for cache in self.layers[group]:
-                part = block_of(cache, block.block_id)
-                digest.update(part.view(torch.uint8).numpy().tobytes())
-            if key not in self.seen:
-                self.seen[key] = digest.hexdigest()
-            else:
-                self.returned += 1
-                if self.seen[key] != digest.hexdigest():
-                    self.changed.append(block.block_id)
+            found = digest(self.layers[group_of(key)], block.block_id)
+            self.returned += key in self.seen
+            if self.seen.setdefault(key, found) != found:
+                self.changed.append(block.block_id)
             self.places[key] = block.block_id
         here = {block.block_hash for block in self.pool.kv_block_pool}
         self.places = {key: place for key, place in self.places.items() if key in here}
@@ -96,9 +85,11 @@ def tell(word: str) -> None:
     print(f"driver: {word}", flush=True)
 
 
-def wait_for_test() -> None:
-    """Go on when the test says so."""
-    sys.stdin.readline()
+def pause(job: dict[str, Any], word: str) -> None:
+    """Tell a test that wants it where this engine is, and go on when the test says so."""
+    if job.get("wait_before_reset"):
+        tell(word)
+        sys.stdin.readline()
 
 
 class Evictions:
@@ -106,14 +97,10 @@ class Evictions:
 
     def __init__(self, manager: Any) -> None:
         self.count = 0
-        prepare_store = manager.prepare_store
+        after(manager, "prepare_store", self.note)
 
-        def counted(*args: Any, **kwargs: Any) -> Any:
-            output = prepare_store(*args, **kwargs)
-            self.count += len(taken_and_evicted(output)[1]) if output is not None else 0
-            return output
-
-        manager.prepare_store = counted
+    def note(self, output: Any, *args: Any, **kwargs: Any) -> None:
+        self.count += len(taken_and_evicted(output)[1]) if output is not None else 0
 
 
 def prompt_of(llm: Any, prompt: dict[str, Any]) -> dict[str, Any]:
@@ -128,10 +115,7 @@ def prompt_of(llm: Any, prompt: dict[str, Any]) -> dict[str, Any]:
 
 
 def run_round(
-    llm: Any,
-    prompts: list[dict[str, Any]],
-    watch: BlockWatch | None,
-    one_by_one: bool = False,
+    llm: Any, prompts: list[dict[str, Any]], watch: BlockWatch | None, one_by_one: bool = False
 ) -> list[Any]:
     """Run ``prompts`` to their end; return one record a prompt, in order.
 
@@ -210,21 +194,9 @@ class EventLog:
         scheduler.kv_event_publisher = self
 
     def publish(self, batch: Any) -> None:
-        for event in batch.events:
-            fields = {name: self.plain(value) for name, value in vars_of(event).items()}
-            self.events.append({"event": type(event).__name__, **fields})
+        self.events += [{"event": type(one).__name__, **asdict(one)} for one in batch.events]
 
     def shutdown(self) -> None: ...
-
-    def plain(self, value: Any) -> Any:
-        if isinstance(value, bytes):
-            return value.hex()
-        return [self.plain(one) for one in value] if isinstance(value, list | tuple) else value
-
-
-def vars_of(event: Any) -> dict[str, Any]:
-    """The fields of one event."""
-    return {name: getattr(event, name) for name in event.__struct_fields__}
 
 
 def declare_block_outermost_layout() -> None:
@@ -288,7 +260,7 @@ def write_down(result: dict[str, Any], path: str, core: Any, leave: bool = False
 
     A CPU tier with tiers behind it lies in a file, which nobody else would remove.
     """
-    Path(path).write_text(json.dumps(result))
+    Path(path).write_text(json.dumps(result, default=bytes.hex))  # hashes of events
     transfer = core.vllm_config.kv_transfer_config
     if transfer is not None:
         for name in (transfer.engine_id, core.vllm_config.instance_id):  # the latter up to 0.25
@@ -300,12 +272,9 @@ def write_down(result: dict[str, Any], path: str, core: Any, leave: bool = False
 def main(job_path: str, result_path: str) -> None:
     job = json.loads(Path(job_path).read_text())
     result: dict[str, Any] = {}
-    for patch_id in job.get("revert", ()):
-        assert activation.transaction.revert(patch_id), f"{patch_id} is patched over"
+    prepare(job)
     if job.get("forced"):
         record.lifted = frozenset(job["forced"])
-    if job.get("nothing_connector"):
-        nothing_connector.allow()
     if job.get("cross_layer"):
         declare_block_outermost_layout()
     if job.get("events"):
@@ -314,7 +283,6 @@ def main(job_path: str, result_path: str) -> None:
         job["engine"]["kv_events_config"] = KVEventsConfig(
             enable_kv_cache_events=True, publisher="null"
         )
-    stay_in_this_process()
     on_device = os.environ.get("KVPATCH", "0") != "0"
     if on_device:
         remember_managers()
@@ -333,11 +301,8 @@ def main(job_path: str, result_path: str) -> None:
     evictions = Evictions(planner.manager) if planner else None
     simple = SimpleWatch(core) if simple_part(connector) else None
     watch = BlockWatch(core) if job.get("watch") else None
-    exhaustion = (
-        Exhaustion(core.scheduler.kv_cache_manager.block_pool, job["exhaust"])
-        if job.get("exhaust")
-        else None
-    )
+    pool = core.scheduler.kv_cache_manager.block_pool
+    exhaustion = Exhaustion(pool, job["exhaust"]) if job.get("exhaust") else None
     events = EventLog(core.scheduler) if job.get("events") else None
     for steps in job.get("abort_after", ()):
         abort_one(llm, job["rounds"][0][0], steps)
@@ -378,14 +343,10 @@ def main(job_path: str, result_path: str) -> None:
         result["events"] = events.events
     elif on_device:
         result["after_load"] = device_bytes()
-        if job.get("wait_before_reset"):
-            tell("loaded")
-            wait_for_test()
+        pause(job, "loaded")
         result["reset"] = llm.reset_prefix_cache()
         result["after_reset"] = device_bytes()
-        if job.get("wait_before_reset"):
-            tell("reset")
-            wait_for_test()
+        pause(job, "reset")
     write_down(result, result_path, core)
     if job.get("shut_down_while_copying"):
         shut_down_while_copying(llm, job["rounds"][0][0])

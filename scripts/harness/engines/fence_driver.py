@@ -28,17 +28,20 @@ import torch
 from packaging.version import Version
 from vllm import LLM, SamplingParams
 
-from harness.engines import nothing_connector, simple_scenarios
+from harness.engines import simple_scenarios
 from harness.engines.inside import (
     RELEASE,
+    after,
     block_of,
     come_to_rest,
+    group_of,
     keys_of,
-    stay_in_this_process,
+    layers_of,
+    prepare,
     taken_and_evicted,
     tiers_behind,
 )
-from harness.engines.simple_scenarios import SimpleTier
+from harness.engines.simple_scenarios import SimpleTier, copies_of, judged
 from kvpatch.hostdevice import ledger, streams
 from kvpatch.patches.debug import audit
 from kvpatch.patches.fence.fence import Fence
@@ -118,6 +121,11 @@ class Stage:
             SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=True),
         )
 
+    def complete(self, name: str, max_tokens: int) -> None:
+        """Run request ``name`` to its end."""
+        self.add(name, max_tokens)
+        self.finish(name)
+
     def abort(self, name: str) -> None:
         self.llm.llm_engine.abort_request([f"{self.scenario}/{name}"])
 
@@ -177,19 +185,12 @@ def read_rows(worker: Any, rows: list[int]) -> list[Any]:
         for part in connectors.parts(get_kv_transfer_group())
         if type(part).__name__ == connectors.OFFLOADING
     ]
-    tier = tier_of(connector)
-    return [tier[row].numpy().ravel().view(np.float32).copy() for row in rows]
+    return copies_of(tier_of(connector), rows)
 
 
 def read_blocks(worker: Any, wanted: list[tuple[int, int]]) -> list[Any]:
     """Read (group, block) pairs through the model's KV tensors; runs in the worker."""
-    runner = worker.model_runner
-    context = runner.compilation_config.static_forward_context
-    groups = [
-        [context[name].kv_cache for name in group.layer_names]
-        for group in runner.kv_cache_config.kv_cache_groups
-    ]
-
+    groups = layers_of(worker.model_runner)
     return [
         np.concatenate([block_of(cache, block).numpy().ravel() for cache in groups[group]])
         for group, block in wanted
@@ -204,57 +205,42 @@ class Tier:
         self.rows: dict[bytes, int] = {}
         self.committed: set[bytes] = set()
         manager = connectors.scheduler_of(stage.scheduler.connector).manager
-        prepare_store, complete_store = manager.prepare_store, manager.complete_store
-
-        def on_prepare(*args: Any, **kwargs: Any) -> Any:
-            output = prepare_store(*args, **kwargs)
-            if output is not None:
-                taken, evicted = taken_and_evicted(output)
-                self.committed.difference_update(evicted)
-                ids = map(int, output.store_spec.block_ids)
-                self.rows.update(zip(taken, ids, strict=True))
-            return output
+        complete_store = manager.complete_store
 
         def on_complete(keys: Any, *args: Any, **kwargs: Any) -> Any:
             keys = list(keys)
             self.committed.update(keys_of(keys))
             return complete_store(keys, *args, **kwargs)
 
-        manager.prepare_store, manager.complete_store = on_prepare, on_complete
+        after(manager, "prepare_store", self._prepared)
+        manager.complete_store = on_complete
+
+    def _prepared(self, output: Any, *args: Any, **kwargs: Any) -> None:
+        if output is not None:
+            taken, evicted = taken_and_evicted(output)
+            self.committed.difference_update(evicted)
+            self.rows.update(zip(taken, map(int, output.store_spec.block_ids), strict=True))
 
     def forget(self) -> None:
         """Judge none of these blocks in the next scenario."""
         self.committed.clear()
 
-    def judge(self, truth: dict[str, Any]) -> dict[str, int]:
-        verdict = {"right": 0, "wrong": 0, "unknown": 0, "most_held": self.stage.most_held}
-        keys = sorted(self.committed)
-        rows = [self.rows[key] for key in keys]
-        for rank, found in enumerate(self.stage.llm.collective_rpc(read_rows, args=(rows,))):
-            for key, row in zip(keys, found, strict=True):
-                expected = truth.get(f"{rank}:{key.hex()}")
-                if expected is None:
-                    verdict["unknown"] += 1
-                    continue
-                # A prompt computed in other company differs in the last digits only.
-                same = np.allclose(row[: expected.size], expected, atol=1e-3, rtol=1e-3)
-                verdict["right" if same else "wrong"] += 1
-        return verdict | self.stage.notes
+    def judge(self, truth: dict[str, Any]) -> dict[str, Any]:
+        rows = {key: self.rows[key] for key in sorted(self.committed)}
+        return judged(self.stage, read_rows, rows, truth) | self.stage.notes
 
 
 def finish(stage: Stage) -> None:
     """A request finishes in the step that planned its store."""
     with stage.held():
-        stage.add("a", 1)
-        stage.finish("a")
+        stage.complete("a", 1)
         stage.step(3)
 
 
 def finish_in_flight(stage: Stage) -> None:
     """A request finishes while the copy of its blocks runs."""
     with stage.held():
-        stage.add("a", 3)
-        stage.finish("a")
+        stage.complete("a", 3)
         stage.step(3)
 
 
@@ -280,15 +266,11 @@ def preempt(stage: Stage) -> None:
     The pool holds both prompts to the block, so that ``a`` needs one of ``b``'s when
     it grows; ``b`` starts just before.
     """
-    flushed: list[str] = []
-    schedule = stage.scheduler.schedule
 
-    def watched(*args: Any, **kwargs: Any) -> Any:
-        output = schedule(*args, **kwargs)
-        flushed.extend(output.preempted_req_ids or ())
-        return output
+    def count(output: Any, *args: Any, **kwargs: Any) -> None:
+        stage.preemptions += len(output.preempted_req_ids or ())
 
-    stage.scheduler.schedule = watched
+    after(stage.scheduler, "schedule", count)
     for delay in stage.delays:
         one, other = f"a{delay}", f"b{delay}"
         stage.add(one, 60)
@@ -296,7 +278,6 @@ def preempt(stage: Stage) -> None:
         stage.add(other, 60)
         stage.finish(one, other)
         stage.quiet()
-    stage.preemptions = len(flushed)
 
 
 def abort_while_storing(stage: Stage) -> None:
@@ -316,15 +297,13 @@ def abort_before_launch(stage: Stage) -> None:
 
 
 def abort_while_loading(stage: Stage) -> None:
-    stage.add("a", 3)
-    stage.finish("a")
+    stage.complete("a", 3)
     stage.quiet()
     with stage.held():
         stage.add("a+", 3)
         stage.step(3)
         stage.abort("a+")
-        stage.add("b", 3)
-        stage.finish("b")
+        stage.complete("b", 3)
 
 
 def window_skip(stage: Stage) -> None:
@@ -332,34 +311,29 @@ def window_skip(stage: Stage) -> None:
 
     Nothing is held: the next chunk takes freed blocks over, for which vLLM waits.
     """
-    stage.add("long", 3)
-    stage.finish("long")
+    stage.complete("long", 3)
 
 
 def cap_trim(stage: Stage) -> None:
     """kvcached's cap on cached tokens evicts a request whose store still runs."""
     stage.pool.max_cached_blocks = 41
     with stage.held():
-        stage.add("a", 3)
-        stage.finish("a")
-        stage.add("b", 3)
-        stage.finish("b")
+        stage.complete("a", 3)
+        stage.complete("b", 3)
         stage.step(3)
 
 
 def reset(stage: Stage) -> None:
     """The prefix cache is reset while a store was planned but not launched."""
     stage.pool.max_cached_blocks = -1
-    stage.add("a", 1)
-    stage.finish("a")
+    stage.complete("a", 1)
     stage.llm.reset_prefix_cache()
     stage.step(3)
 
 
 def shrink(stage: Stage) -> None:
     """An operator lowers the limit: reserved pages, freed a moment ago, are unmapped."""
-    stage.add("a", 1)
-    stage.finish("a")
+    stage.complete("a", 1)
     manager = stage.pool.kv_cache_manager
     manager.resize(2 * manager.page_size)
     manager.trim()
@@ -389,8 +363,7 @@ def charged() -> int:
 def standstill(stage: Stage) -> None:
     """The limit is lowered under two loads, to exactly what they fill."""
     for name in ("a", "b"):
-        stage.add(name, 1)
-        stage.finish(name)
+        stage.complete(name, 1)
         stage.quiet()
         stage.llm.reset_prefix_cache()
     manager = stage.pool.kv_cache_manager
@@ -406,12 +379,10 @@ def standstill(stage: Stage) -> None:
 
 def corrupt(stage: Stage) -> None:
     """A bit of the CPU tier flips between a store and the load of it."""
-    stage.add("a", 3)
-    stage.finish("a")
+    stage.complete("a", 3)
     stage.quiet()
     stage.llm.collective_rpc(flip_a_bit)
-    stage.add("a+", 3)
-    stage.finish("a+")
+    stage.complete("a+", 3)
 
 
 def flip_a_bit(worker: Any) -> None:
@@ -453,10 +424,7 @@ def snapshots(stage: Stage) -> Iterator[dict[str, Any]]:
         for _ in range(count):
             step()
             new = {
-                block.block_hash.hex(): (
-                    int.from_bytes(block.block_hash[-4:], "big"),
-                    block.block_id,
-                )
+                block.block_hash.hex(): (group_of(block.block_hash), block.block_id)
                 for block in getattr(stage.pool, "kv_block_pool", None) or stage.pool.blocks
                 if block.block_hash is not None and f"0:{block.block_hash.hex()}" not in truth
             }
@@ -474,23 +442,16 @@ def snapshots(stage: Stage) -> Iterator[dict[str, Any]]:
 def main(job_path: str, result_path: str) -> None:
     faulthandler.dump_traceback_later(500, exit=True)  # says where it hangs
     job = json.loads(Path(job_path).read_text())
-    for patch_id in job.get("revert", ()):
-        from kvpatch import activation
-
-        assert activation.transaction.revert(patch_id), f"{patch_id} is patched over"
+    prepare(job)
     if job.get("blind"):
         Fence._rule = lambda *_: None  # type: ignore[method-assign]
-    if job.get("nothing_connector"):
-        nothing_connector.allow()
-    stay_in_this_process()
     stage = Stage(job)
     if job.get("reference"):
         with snapshots(stage) as truth:
             for request, max_tokens in job["reference"].items():
                 stage.scenario, _, name = request.partition("/")
                 stage.finished.clear()
-                stage.add(name, max_tokens)
-                stage.finish(name)
+                stage.complete(name, max_tokens)
         np.savez(result_path, **truth)
         return
     tier: Any = SimpleTier(stage, job["unpinned"]) if job.get("simple") else Tier(stage)

@@ -39,10 +39,7 @@ TWO_RANKS = ("finish", "preempt")
 DECODES = ("finish_unplanned", "preempt")  # whose later blocks are stored too
 # Where kvcached alone loses blocks. Under async scheduling its own barrier, and vLLM's
 # deferred frees, already cover the other interleavings.
-LOST_WITHOUT = {
-    False: {*TOGETHER, *ALONE},
-    True: {"finish_unplanned"},
-}
+LOST_WITHOUT = {False: {*TOGETHER, *ALONE}, True: {"finish_unplanned"}}
 # Before it an engine with a connector keeps all blocks of a sliding window.
 WINDOWS_IN_TIERS = Version("0.22")
 K_BESIDE_V = Version("0.26")
@@ -179,17 +176,21 @@ class Fences:
         self, scenario: str, asynchronous: bool, fenced: bool, ranks: int = 1
     ) -> dict[str, Any]:
         scenarios = SHARED if scenario in SHARED and ranks == 1 else (scenario,)
-        key = (scenarios, asynchronous, fenced, ranks)
+        more = {
+            # Without the fence kvcached's barrier would wait for held copies for ever.
+            # Nor with it where vLLM itself waits for all copies of an engine at rest.
+            "may_hold": (fenced or not asynchronous) and not self.waits_at_rest,
+            "revert": [] if fenced else ["fence.install"],
+        }
+        return self._once(more, scenarios, asynchronous, ranks)
+
+    def _once(self, more: dict[str, Any], *prepared: Any) -> dict[str, Any]:
+        """What one engine found that ``prepare`` makes of its arguments, with more in its job."""
+        key = (json.dumps(more), *prepared)
         if key not in self.results:
-            run, job = self.prepare(scenarios, asynchronous, ranks)
-            job |= {
-                # Without the fence kvcached's barrier would wait for held copies for ever.
-                # Nor with it where vLLM itself waits for all copies of an engine at rest.
-                "may_hold": (fenced or not asynchronous) and not self.waits_at_rest,
-                "revert": [] if fenced else ["fence.install"],
-            }
+            run, job = self.prepare(*prepared)
             path = self.folder / "result.json"
-            self._drive(job, run, path)
+            self._drive(job | more, run, path)
             self.results[key] = json.loads(path.read_text())
         return self.results[key]
 
@@ -201,9 +202,12 @@ class Fences:
         return self.drive(job | {"may_hold": True} | more, run, path), path
 
     def prepare(
-        self, scenarios: tuple[str, ...], asynchronous: bool, ranks: int
+        self, scenarios: tuple[str, ...], asynchronous: bool, ranks: int, simple: str = ""
     ) -> tuple[Run, dict[str, Any]]:
-        """The engine and the job of scenarios that share one."""
+        """The engine and the job of scenarios that share one.
+
+        With ``simple``, eager or lazy, of SimpleCPUOffloadConnector.
+        """
         scenario = scenarios[0]
         environment = dict(BARE)
         if scenario == "shrink":
@@ -218,6 +222,7 @@ class Fences:
             cpu_blocks=62 if scenario == "finish_unplanned" else ROOM,
             environment=tuple(environment.items()),
             inside=self.inside,
+            simple=simple,
         )
         job = self._job(
             run,
@@ -233,7 +238,8 @@ class Fences:
         if self.inside:
             extra = extra["connectors"][-1]["kv_connector_extra_config"]
             job["nothing_connector"] = True
-        extra["offload_prompt_only"] = False
+        if not simple:
+            extra["offload_prompt_only"] = False
         job |= {"scenarios": list(scenarios), "truth": str(self.truth(run.model, ranks))}
         return run, job
 
@@ -265,33 +271,5 @@ class SimpleFences(Fences):
         scenarios = SIMPLE_TOGETHER if scenario in SIMPLE_TOGETHER else (scenario,)
         if unpinned:
             scenarios = ("finish_in_flight",)
-        key = (scenarios, mode, asynchronous, unpinned, ranks)
-        if key not in self.results:
-            run = Run(
-                simple=mode,
-                cpu_blocks=ROOM,
-                kv_heads=self.kv_heads,
-                vllm=self.vllm,
-                runner=self.runner,
-                environment=tuple(BARE.items()),
-            )
-            job = self._job(
-                run,
-                scenarios,
-                ranks,
-                num_gpu_blocks_override=3 * PAGE * ranks if scenario == "preempt" else 400,
-                async_scheduling=asynchronous,
-            )
-            if scenario == "preempt" and ranks == 1:
-                job["engine"]["max_model_len"] = 2048
-            job |= {
-                "simple": True,
-                "unpinned": unpinned,
-                "may_hold": True,
-                "scenarios": list(scenarios),
-                "truth": str(self.truth("llama", ranks)),
-            }
-            path = self.folder / "result.json"
-            self._drive(job, run, path)
-            self.results[key] = json.loads(path.read_text())
-        return self.results[key]
+        more = {"simple": True, "unpinned": unpinned, "may_hold": True}
+        return self._once(more, scenarios, asynchronous, ranks, mode)

@@ -8,8 +8,8 @@ of its own, through kvpatch's startup file, importing vLLM, kvcached and kvpatch
 these read from the environment, and whatever they patch, is the fork's alone.
 
 Requests come over a socket, which is standard input. Each has the descriptors of the fork's
-standard input, output and errors, and of a pipe on which its process id and exit status are
-written, one line each.
+standard input, output and errors, and of a pipe to which its process id and exit status are
+sent.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ import signal
 import socket
 import sys
 from contextlib import suppress
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
@@ -46,16 +47,15 @@ def serve(requests: socket.socket) -> dict[str, Any]:
     """
     selector = selectors.DefaultSelector()
     selector.register(requests, selectors.EVENT_READ)
-    running: dict[int, tuple[int, int]] = {}  # by the fork's pidfd: its pid, and its pipe
+    running: dict[int, tuple[int, Connection]] = {}  # by the fork's pidfd: its pid, and its pipe
     while True:
         for key, _ in selector.select():
             if key.fileobj is not requests:
                 pid, pipe = running.pop(key.fd)
                 selector.unregister(key.fd)
                 status = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
-                with suppress(BrokenPipeError):
-                    os.write(pipe, b"%d\n" % status)
-                os.close(pipe)
+                with pipe, suppress(BrokenPipeError):
+                    pipe.send(status)
                 os.close(key.fd)
                 continue
             message, descriptors, _, _ = socket.recv_fds(requests, REQUEST, 4)
@@ -64,19 +64,22 @@ def serve(requests: socket.socket) -> dict[str, Any]:
                     with suppress(ProcessLookupError):
                         os.kill(pid, signal.SIGKILL)
                 os._exit(0)  # nothing here needs to be shut down
-            *standard, pipe = descriptors
+            *standard, end = descriptors
             pid = os.fork()
             if pid == 0:
                 selector.close()
                 requests.close()
                 for number, descriptor in enumerate(standard):
                     os.dup2(descriptor, number)
-                for descriptor in (*descriptors, *running, *(end for _, end in running.values())):
+                for _, pipe in running.values():
+                    pipe.close()
+                for descriptor in (*descriptors, *running):
                     os.close(descriptor)
                 return dict(json.loads(message))
             for descriptor in standard:
                 os.close(descriptor)
-            os.write(pipe, b"%d\n" % pid)
+            pipe = Connection(end, readable=False)
+            pipe.send(pid)
             watched = os.pidfd_open(pid)
             running[watched] = pid, pipe
             selector.register(watched, selectors.EVENT_READ)

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable, Iterable, Sequence
 from importlib import metadata
 from typing import Any
 
+import torch
 from packaging.version import Version
 
+from harness.engines import nothing_connector
+from kvpatch import activation
 from kvpatch.hostdevice import streams
 
 
@@ -27,6 +31,15 @@ def stay_in_this_process() -> None:
             config.parallel_config.distributed_executor_backend = asked
 
     CpuPlatform.check_and_update_config = classmethod(unmoved)
+
+
+def prepare(job: dict[str, Any]) -> None:
+    """Do what a job asks for before there is an engine."""
+    for patch_id in job.get("revert", ()):
+        assert activation.transaction.revert(patch_id), f"{patch_id} is patched over"
+    if job.get("nothing_connector"):
+        nothing_connector.allow()
+    stay_in_this_process()
 
 
 def come_to_rest(scheduler: Any, step: Callable[[], Any], tiers: Sequence[Any] = ()) -> None:
@@ -78,3 +91,41 @@ def block_of(cache: Any, block: int) -> Any:
     cache = cache[0] if isinstance(cache, list) else cache
     part = cache[:, block] if len(cache) == 2 else cache[block]
     return part.contiguous()
+
+
+def layers_of(runner: Any) -> list[list[Any]]:
+    """The KV cache of each layer that a model writes, group by group."""
+    context = runner.compilation_config.static_forward_context
+    groups = runner.kv_cache_config.kv_cache_groups
+    return [[context[name].kv_cache for name in group.layer_names] for group in groups]
+
+
+def digest(layers: Sequence[Any], block: int) -> str:
+    """A digest of one block through the layers of its group."""
+    total = hashlib.sha256()
+    for cache in layers:
+        for part in parts_of(cache):
+            total.update(block_of(part, block).view(torch.uint8).numpy().tobytes())
+    return total.hexdigest()
+
+
+def group_of(block_hash: bytes) -> int:
+    """The group of KV cache that a block's hash ends with."""
+    return int.from_bytes(block_hash[-4:], "big")
+
+
+def after(host: Any, name: str, then: Callable[..., Any]) -> None:
+    """Let every call of a method of an object be told, with its result and its arguments."""
+    method = getattr(host, name)
+
+    def told(*args: Any, **kwargs: Any) -> Any:
+        result = method(*args, **kwargs)
+        then(result, *args, **kwargs)
+        return result
+
+    setattr(host, name, told)
+
+
+def referenced(*pools: Any) -> int:
+    """How many blocks of pools somebody holds."""
+    return sum(block.ref_cnt > 0 and not block.is_null for one in pools for block in one.blocks)

@@ -6,7 +6,6 @@ Loaded through vLLM's ``--worker-extension-cls``; it changes nothing until
 
 from __future__ import annotations
 
-import hashlib
 from typing import Any
 
 
@@ -18,22 +17,14 @@ class TransferProbe:
     def watch_transfers(self) -> bool:
         from vllm.distributed.kv_transfer import get_kv_transfer_group
 
+        # Only now: plain vLLM, which has the probe too, runs without kvpatch.
+        from harness.engines.inside import digest, layers_of
+
         worker = get_kv_transfer_group().connector_worker.worker
-        runner = self.model_runner
-        context = runner.compilation_config.static_forward_context
-        layers = [
-            [context[name].kv_cache for name in group.layer_names]
-            for group in runner.kv_cache_config.kv_cache_groups
-        ]
+        layers = layers_of(self.model_runner)
         self.stored: dict[tuple[int, int], str] = {}
         self.loads: dict[int, list[tuple[int, int, int]]] = {}
         self.outcome = {"stored": 0, "loaded": 0, "changed": 0}
-
-        def digest(group: int, block: int) -> str:
-            total = hashlib.sha256()
-            for cache in layers[group]:
-                total.update(cache[block].contiguous().numpy().tobytes())
-            return total.hexdigest()
 
         def places(device: Any, tier: Any) -> list[tuple[int, int, int]]:
             groups = [g for g, size in enumerate(device.group_sizes) for _ in range(size)]
@@ -45,7 +36,7 @@ class TransferProbe:
 
         def on_store(job_id: int, src_spec: Any, dst_spec: Any) -> bool:
             for group, block, row in places(src_spec, dst_spec):
-                self.stored[group, row] = digest(group, block)
+                self.stored[group, row] = digest(layers[group], block)
                 self.outcome["stored"] += 1
             return bool(submit_store(job_id, src_spec, dst_spec))
 
@@ -58,7 +49,7 @@ class TransferProbe:
             for result in results:
                 for group, block, row in self.loads.pop(result.job_id, ()):
                     self.outcome["loaded"] += 1
-                    if digest(group, block) != self.stored[group, row]:
+                    if digest(layers[group], block) != self.stored[group, row]:
                         self.outcome["changed"] += 1
             return results
 

@@ -5,14 +5,14 @@ from __future__ import annotations
 import atexit
 import json
 import os
-import select
 import signal
 import socket
 import subprocess
 import threading
-import time
 from collections.abc import Mapping
 from contextlib import suppress
+from multiprocessing import Pipe
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import IO
 
@@ -54,25 +54,20 @@ class Forked:
         returncode: its exit status, None while it runs.
     """
 
-    def __init__(self, pipe: int, args: list[str]) -> None:
+    def __init__(self, pipe: Connection, args: list[str]) -> None:
         self._pipe = pipe
         self._args = args
-        self._text = b""
         self.returncode: int | None = None
-        self.pid = int(self._line(START_SECONDS))
+        self.pid = self._receive(START_SECONDS)
 
-    def _line(self, timeout: float | None) -> bytes:
-        deadline = None if timeout is None else time.monotonic() + timeout
-        while b"\n" not in self._text:
-            left = None if deadline is None else max(0.0, deadline - time.monotonic())
-            if not select.select([self._pipe], [], [], left)[0]:
-                raise subprocess.TimeoutExpired(self._args, timeout or 0)
-            read = os.read(self._pipe, 64)
-            if not read:
-                raise RuntimeError(f"the fork server ended before {' '.join(self._args)}")
-            self._text += read
-        line, _, self._text = self._text.partition(b"\n")
-        return line
+    def _receive(self, timeout: float | None) -> int:
+        if not self._pipe.poll(timeout):
+            raise subprocess.TimeoutExpired(self._args, timeout or 0)
+        try:
+            return int(self._pipe.recv())
+        except EOFError as error:
+            what = " ".join(self._args)
+            raise RuntimeError(f"the fork server ended before {what}") from error
 
     def wait(self, timeout: float | None = None) -> int:
         """Return the exit status.
@@ -81,8 +76,8 @@ class Forked:
             subprocess.TimeoutExpired: it still runs.
         """
         if self.returncode is None:
-            self.returncode = int(self._line(timeout))
-            os.close(self._pipe)
+            self.returncode = self._receive(timeout)
+            self._pipe.close()
         return self.returncode
 
     def poll(self) -> int | None:
@@ -124,14 +119,12 @@ class ForkServer:
     ) -> Forked:
         """Run ``main`` of a module in a fork."""
         request = {"module": module, "arguments": arguments, "environment": dict(environment)}
-        reading, writing = os.pipe()
+        reading, writing = Pipe(duplex=False)
         with self._lock:
-            try:
+            with writing:
                 message = json.dumps(request).encode()
-                descriptors = [stdin, stdout, stdout, writing]
+                descriptors = [stdin, stdout, stdout, writing.fileno()]
                 socket.send_fds(self._socket, [message], descriptors)
-            finally:
-                os.close(writing)
             fork = Forked(reading, [module, *arguments])
             self._forks = [one for one in self._forks if one.poll() is None] + [fork]
         return fork

@@ -3,31 +3,25 @@
 from __future__ import annotations
 
 import json
-import os
 import random
-import shutil
 import subprocess
 import sys
 from dataclasses import dataclass, field
 from functools import lru_cache
-from hashlib import sha256
 from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 from packaging.version import Version
 
-from harness import connectors, environments, models
+from harness import connectors, environments, model_cache, processes
 from harness.engines import process
 
 BLOCK = 32
 ALL = 12  # prompts of the load "all", which fill the device almost twice
-# By default every engine binds itself to the same core, and engines side by side share it.
-UNBOUND = {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": "1"}
 # With Triton there, vLLM takes Model Runner V2 by itself, as it does on a GPU.
 RUNNER = {"v1": {"VLLM_USE_V2_MODEL_RUNNER": "0"}, "v2": {"TRITON_INTERPRET": "1"}}
 
-START_SECONDS = 240
 LIMIT = 300  # seconds after which a run is taken for one that hangs
 FIRST_FS = {"0.22.1": "fs_python"}  # what the tier fs was called at first
 EXAMPLE = "example"  # in the place of a folder: vLLM's example of a tier
@@ -73,30 +67,21 @@ class Device:
 
     def environ(self, run: Run) -> dict[str, str]:
         """The environment of an engine of ``run`` on this device."""
-        kept = {
-            name: value
-            for name, value in os.environ.items()
-            if not name.startswith(("KVPATCH", "KVCACHED", "ENABLE_KVCACHED", "VLLM", "TRITON"))
-        }
-        return kept | {
-            "KVPATCH": "1" if run.kvpatch else "0",
-            "KVPATCH_HOST_DEVICE": self.size,
-            "KVPATCH_HOST_DEVICE_DIR": str(self.folder),
-            "KVPATCH_STATUS_DIR": str(self.folder),
-            "KVCACHED_CONTIGUOUS_LAYOUT": str(run.contiguous).lower(),
-            "VLLM_CPU_KVCACHE_SPACE": "1",
-            "VLLM_NO_USAGE_STATS": "1",
+        environment = processes.on_host_device(
+            self.folder,
+            self.size,
+            KVPATCH="1" if run.kvpatch else "0",
+            KVCACHED_CONTIGUOUS_LAYOUT=str(run.contiguous).lower(),
             # What vLLM knows of models: 15 s, and each release overwrites the others'.
-            "VLLM_CACHE_ROOT": str(cache_of(run.vllm)),
+            VLLM_CACHE_ROOT=str(cache_of(run.vllm)),
             # Eager engines compile nothing but the ranks of log-probabilities: 3 s.
-            "TORCHDYNAMO_DISABLE": "1",
-            **UNBOUND,
+            TORCHDYNAMO_DISABLE="1",
+            **processes.ONE_THREAD,
             **RUNNER[run.runner],
             # A release outside the range is compared before the range is widened.
             **({"KVPATCH_ALLOW_VLLM": run.vllm} if run.vllm else {}),
-            **self.environment,
-            **dict(run.environment),
-        }
+        )
+        return environment | self.environment | dict(run.environment)
 
 
 @lru_cache
@@ -118,23 +103,10 @@ TRANSFORMERS_5 = Version("0.19")
 def model_of(kind: str, kv_heads: int = 4, vllm: str = "") -> Path:
     """The folder of a small model of a kind and a number of KV heads, made once."""
     by = vllm if vllm and Version(vllm) < TRANSFORMERS_5 else ""
-    recipe = sha256(Path(models.__file__).read_bytes()).hexdigest()[:12]
-    path = cache_of(by) / f"models-{recipe}" / f"{kind}-{kv_heads}"
+    path = cache_of(by) / f"models-{model_cache.recipe()}" / f"{kind}-{kv_heads}"
     if not path.exists():
-        partial = path.with_name(f"{path.name}-{os.getpid()}")
-        log = path.parent / f"{partial.name}.log"
-        log.parent.mkdir(parents=True, exist_ok=True)
-        run, device = Run(kvpatch=False, vllm=by), Device(path.parent)
-        given: list[str | Path] = [partial, "--kind", kind, "--kv-heads", str(kv_heads)]
-        with log.open("w") as output:
-            maker = process.start(
-                "harness.models", given, device.environ(run), python_of(by), output
-            )
-        assert maker.wait(START_SECONDS) == 0, log.read_text()[-2000:]
-        log.unlink()
-        if not path.exists():  # another process may have been faster
-            partial.rename(path)
-        shutil.rmtree(partial, ignore_errors=True)
+        options = ("--kind", kind, "--kv-heads", str(kv_heads))
+        model_cache.make(path, *options, python=python_of(by))
     return path
 
 

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections import Counter
 from collections.abc import Callable
 from contextlib import ExitStack
 from typing import Any
 
-from harness.engines.inside import block_of
+from harness.engines.inside import after, digest, group_of, layers_of, referenced
 from kvpatch.upstream import connectors
 
 
@@ -55,25 +54,13 @@ class SimpleWatch:
 
         worker = simple_part(get_kv_transfer_group()).worker_handler
         backend = worker._backend
-        launch, poll = backend.launch_copy, worker._poll_stream_events
-        runner = core.model_executor.driver_worker.worker.model_runner
-        context = runner.compilation_config.static_forward_context
-        layers = [
-            [context[name].kv_cache for name in group.layer_names]
-            for group in runner.kv_cache_config.kv_cache_groups
-        ]
+        launch = backend.launch_copy
+        layers = layers_of(core.model_executor.driver_worker.worker.model_runner)
         self.tiers = {
             "scheduler": self.planner.num_cpu_blocks,
             "worker": worker.num_cpu_blocks,
             "memory": min(len(rows) for rows in worker.cpu_kv_caches.values()),
         }
-
-        def digest(group: int, block: int) -> str:
-            """Through the model's own tensors of a group."""
-            total = hashlib.sha256()
-            for cache in layers[group]:
-                total.update(block_of(cache, block).numpy().tobytes())
-            return total.hexdigest()
 
         def launch_copy(
             source: Any, target: Any, is_store: bool, event_idx: int, **more: Any
@@ -84,8 +71,8 @@ class SimpleWatch:
             if is_store:
                 self.stored += len(source)
                 for block, row in zip(source, target, strict=True):
-                    group = int.from_bytes(self.device.blocks[block].block_hash[-4:], "big")
-                    self._rows[row] = group, digest(group, block)
+                    group = group_of(self.device.blocks[block].block_hash)
+                    self._rows[row] = group, digest(layers[group], block)
             else:
                 self.loaded += len(source)
                 self._loads[event_idx] = [
@@ -94,14 +81,12 @@ class SimpleWatch:
                 ]
             launch(source, target, is_store=is_store, event_idx=event_idx, **more)
 
-        def poll_events(is_store: bool) -> int:
-            newest = poll(is_store)
+        def compare(newest: int, is_store: bool) -> None:
             for event in [] if is_store else [e for e in self._loads if e <= newest]:
                 for block, group, expected in self._loads.pop(event):
-                    self.changed += digest(group, block) != expected
-            return int(newest)
+                    self.changed += digest(layers[group], block) != expected
 
-        worker._poll_stream_events = poll_events
+        after(worker, "_poll_stream_events", compare)
         backend.launch_copy = launch_copy
         build = self.planner.build_connector_meta
 
@@ -144,25 +129,19 @@ class SimpleWatch:
             setattr(pool, name, inside(getattr(pool, name)))
         for name in ("alloc", "free"):
             self._count_device(type(self.device.kv_cache_manager), name)
-        evict = pool._maybe_evict_cached_block
+        after(pool, "_maybe_evict_cached_block", self._count_evicted)
 
-        def counted_evict(block: Any) -> bool:
-            evicted = evict(block)
-            self.evicted += evicted
-            return bool(evicted)
-
-        pool._maybe_evict_cached_block = counted_evict
+    def _count_evicted(self, evicted: bool, block: Any) -> None:
+        self.evicted += evicted
 
     def _count_device(self, managers: type, name: str) -> None:
         """Count the calls to every manager of pages that there may be."""
-        function = getattr(managers, name)
 
-        def counted(*args: Any, **kwargs: Any) -> Any:
+        def count(*args: Any, **kwargs: Any) -> None:
             if self._inside:
                 self.device_calls[name] += 1
-            return function(*args, **kwargs)
 
-        setattr(managers, name, counted)
+        after(managers, name, count)
 
     def result(self) -> dict[str, Any]:
         return {
@@ -175,11 +154,7 @@ class SimpleWatch:
             "tiers": self.tiers,
             "changed": self.changed,
             "managers": len(MANAGERS),
-            "pinned": sum(
-                block.ref_cnt > 0 and not block.is_null
-                for pool in (self.planner.cpu_block_pool, self.device)
-                for block in pool.blocks
-            ),
+            "pinned": referenced(self.planner.cpu_block_pool, self.device),
         }
 
 
@@ -224,13 +199,7 @@ def remember_managers() -> None:
     """Remember every manager of pages that kvcached makes in this process from now on."""
     from kvcached.kv_cache_manager import KVCacheManager
 
-    init = KVCacheManager.__init__
-
-    def remembering(self: Any, *args: Any, **kwargs: Any) -> None:
-        MANAGERS.append(self)
-        init(self, *args, **kwargs)
-
-    KVCacheManager.__init__ = remembering
+    after(KVCacheManager, "__init__", lambda result, self, *args, **kwargs: MANAGERS.append(self))
 
 
 def take_cpu_blocks(core: Any, charged: Callable[[], int]) -> list[int]:

@@ -93,19 +93,18 @@ def plan(kind: str, layout: KVCacheLayout) -> tuple[Any, Any]:
 
 def coordinator(config: Any) -> Any:
     """vLLM's coordinator, with kvcached's block pool in it."""
-    known = {
-        "kv_cache_config": config,
-        "max_model_len": 4096,
-        "max_in_flight_tokens": 4096,
-        "use_eagle": False,
-        "enable_caching": True,
-        "enable_kv_cache_events": True,
-        "dcp_world_size": 1,
-        "pcp_world_size": 1,
-        "scheduler_block_size": BLOCK,
-        "hash_block_size": BLOCK,
-    }
-    return kv_cache_coordinator.get_kv_cache_coordinator(**known)
+    return kv_cache_coordinator.get_kv_cache_coordinator(
+        kv_cache_config=config,
+        max_model_len=4096,
+        max_in_flight_tokens=4096,
+        use_eagle=False,
+        enable_caching=True,
+        enable_kv_cache_events=True,
+        dcp_world_size=1,
+        pcp_world_size=1,
+        scheduler_block_size=BLOCK,
+        hash_block_size=BLOCK,
+    )
 
 
 class Captured:
@@ -152,9 +151,11 @@ def look(kind: str, layout: KVCacheLayout) -> dict[str, Any]:
     parallel = SimpleNamespace(
         tensor_parallel_size=1, prefill_context_parallel_size=1, world_size=2, rank=0
     )
-    worker = OffloadingConnectorWorker(
-        spec, SimpleNamespace(parallel_config=parallel, **vars_but(vllm_config)), config
+    # What registration reads of a ``VllmConfig``.
+    read = SimpleNamespace(
+        parallel_config=parallel, cache_config=vllm_config.cache_config, model_config=None
     )
+    worker = OffloadingConnectorWorker(spec, read, config)
     worker.register_kv_caches(caches)
     wrong = 0
     for block, group in owner.items():
@@ -205,11 +206,6 @@ def worker_functions() -> dict[str, Any]:
     adapters.profile_as_vllm(lambda: worker.model_runner.profile_run() or 0, worker, (), {})
     seen["left as it was"] = worker.model_runner.profile_run == wrapped
     return seen
-
-
-def vars_but(config: Any) -> dict[str, Any]:
-    """The parts of a ``VllmConfig`` that registration reads."""
-    return {"cache_config": config.cache_config, "model_config": None}
 
 
 def main(result_path: str) -> None:

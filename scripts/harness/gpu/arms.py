@@ -10,6 +10,7 @@ import json
 import os
 import random
 import time
+from dataclasses import asdict
 from pathlib import Path
 
 from harness import processes, provenance
@@ -26,10 +27,7 @@ ARMS: dict[str, tuple[dict[str, str], str]] = {
     "vLLM + offloading": ({"KVPATCH": "0"}, "offloading"),
     "vLLM + simple eager": ({"KVPATCH": "0"}, "simple eager"),
     "vLLM + simple lazy": ({"KVPATCH": "0"}, "simple lazy"),
-    "kvcached alone": (
-        {"KVPATCH": "0", "ENABLE_KVCACHED": "1", "KVCACHED_AUTOPATCH": "1"},
-        "",
-    ),
+    "kvcached alone": ({"KVPATCH": "0", "ENABLE_KVCACHED": "1", "KVCACHED_AUTOPATCH": "1"}, ""),
     "kvcached + kvpatch": ({"KVPATCH": "1"}, "offloading"),
     "kvcached + kvpatch, again": ({"KVPATCH": "1"}, "offloading"),
     "kvcached + kvpatch, simple eager": ({"KVPATCH": "1"}, "simple eager"),
@@ -96,7 +94,7 @@ def engine_environment(**changes: str) -> dict[str, str]:
 def run(repeats: int, folder: Path, output: Path) -> int:
     """Run all arms and write the result file after each engine."""
     result = provenance.header("scripts/gpu arms", "one NVIDIA GPU")
-    result |= {"size": SIZE.plain(), "runs": {name: [] for name in ARMS}}
+    result |= {"size": asdict(SIZE), "runs": {name: [] for name in ARMS}}
     model = str(kept_model(7, print))
     failed = set()
     for repeat in range(repeats):

@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -58,13 +59,12 @@ def _round_trip(connector: str, pages: Pages, copier: Any, count: int, gpu: bool
     synchronize(gpu)
     equal = pages.equal(elsewhere, marks[::-1])
     pages.manager.free(blocks + elsewhere)
-    return {
-        "what": "round trip",
-        "connector": connector,
-        "layout": layout(),
-        "blocks": count,
-        "equal": equal,
-    }
+    return _row("round trip", connector, count, equal)
+
+
+def _row(what: str, connector: str, count: int, equal: int) -> dict[str, Any]:
+    head = {"what": what, "connector": connector, "layout": layout()}
+    return head | {"blocks": count, "equal": equal}
 
 
 def _unmap_under_a_copy(
@@ -92,23 +92,21 @@ def _unmap_under_a_copy(
     copier.load(list(range(count)), elsewhere)
     copier.wait()
     synchronize(gpu)
-    return {
-        "what": "freed while the copy is held",
-        "connector": connector,
-        "layout": layout(),
-        "blocks": count,
-        "equal": pages.equal(elsewhere, marks),
-        "mapped_bytes": {"before": before, "under the copy": under, "after": after},
-    }
+    mapped = {"before": before, "under the copy": under, "after": after}
+    equal = pages.equal(elsewhere, marks)
+    return _row("freed while the copy is held", connector, count, equal) | {"mapped_bytes": mapped}
 
 
-def timed(call: Callable[[], Any], gpu: bool, repeats: int) -> float:
-    """Return the shortest time of some calls, in seconds."""
+def timed(
+    call: Callable[[], Any], gpu: bool, repeats: int, wait: Callable[[], Any] = lambda: None
+) -> float:
+    """Return the shortest time of some calls, each of which is waited for, in seconds."""
     best = float("inf")
     for _ in range(repeats + 1):
         synchronize(gpu)
         begun = time.perf_counter()
         call()
+        wait()
         synchronize(gpu)
         best = min(best, time.perf_counter() - begun)
     return best
@@ -143,17 +141,13 @@ def copies(gpu: bool) -> list[dict[str, Any]]:
             try:
                 blocks = pages.take(count)
                 tier = list(range(count))
-
-                def out(copier: Any = copier, blocks: Any = blocks, tier: Any = tier) -> None:
-                    copier.store(blocks, tier)
-                    copier.wait()
-
-                def back(copier: Any = copier, blocks: Any = blocks, tier: Any = tier) -> None:
-                    copier.load(tier, blocks)
-                    copier.wait()
-
-                for direction, call in (("to the host", out), ("to the device", back)):
-                    rate = count * block_bytes / timed(call, gpu, repeats) / 1e9
+                ways = {
+                    "to the host": partial(copier.store, blocks, tier),
+                    "to the device": partial(copier.load, tier, blocks),
+                }
+                for direction, launch in ways.items():
+                    seconds = timed(launch, gpu, repeats, copier.wait)
+                    rate = count * block_bytes / seconds / 1e9
                     rows.append(
                         {
                             "connector": connector,
