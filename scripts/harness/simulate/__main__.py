@@ -1,0 +1,103 @@
+"""python -m harness.simulate: a seeded simulation, see ``harness.simulate``.
+
+    python -m harness.simulate --seed 7 --steps 300     one world, replayed by its number
+    python -m harness.simulate --seeds 100              seeds 1 to 100
+    python -m harness.simulate --minutes 10 --report docs/results/simulation.json
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from harness import console, processes
+from harness.model_cache import kept_model
+
+STEPS = 200
+
+
+def environment(folder: Path) -> dict[str, str]:
+    """Return the environment of a process with kvpatch in force and nothing that runs by itself."""
+    return processes.on_host_device(
+        folder,
+        KVPATCH="1",
+        KVPATCH_TIER_PATIENCE="10",
+        KVCACHED_MAX_RESERVED_PAGES="1",
+        KVCACHED_MIN_RESERVED_PAGES="0",
+        KVCACHED_PAGE_PREALLOC_ENABLED="false",
+        KVCACHED_LOG_LEVEL="CRITICAL",
+        VLLM_LOGGING_LEVEL="CRITICAL",
+        VLLM_ENABLE_V1_MULTIPROCESSING="0",
+        PYTHONHASHSEED="0",
+        PYTHONFAULTHANDLER="1",  # kill -ABRT tells where a seed hangs
+        **processes.ONE_THREAD,
+    )
+
+
+def simulate(function: str = "run", **job: Any) -> dict[str, Any]:
+    """Run a function of ``harness.simulate.inside`` in a process of its own."""
+    defaults = {
+        "seed": 1,
+        "seeds": 1,
+        "steps": STEPS,
+        "seconds": 0,
+        "kind": None,
+        "go_on": False,
+        "verbose": False,
+        "model": str(kept_model(7, lambda text: None)),
+    }
+    # In memory: the files are small, and a machine's disk is no part of the simulation.
+    with tempfile.TemporaryDirectory(prefix="kvpatch-simulate-", dir="/dev/shm") as name:
+        folder = Path(name)
+        return processes.call(
+            f"harness.simulate.inside:{function}",
+            defaults | job | {"folder": name},
+            folder,
+            environment(folder),
+            follow="simulate ",
+            wait_for_threads=False,
+        )
+
+
+def main() -> int:
+    """Run what the command line asks for; 0 when every invariant held."""
+    parser = console.parser("python -m harness.simulate", __doc__ or "")
+    parser.add_argument("--seed", type=int, help="the first seed, and the only one if given alone")
+    parser.add_argument("--seeds", type=int, help="how many")
+    parser.add_argument("--steps", type=int, default=STEPS, help="operations of a world")
+    parser.add_argument("--minutes", type=float, help="as many seeds as this takes")
+    parser.add_argument("--kind", help="of the connector: offloading, tiers, eager or lazy")
+    parser.add_argument("--go-on", action="store_true", help="after a seed that fails")
+    parser.add_argument("--verbose", action="store_true", help="a line for each seed")
+    parser.add_argument("--report", type=Path, help="write the figures there, as JSON")
+    options = parser.parse_args()
+    return console.run(console.Screen("simulate"), lambda: run(options))
+
+
+def run(options: argparse.Namespace) -> int:
+    """Run the seeds and write the result."""
+    found = simulate(
+        seed=options.seed or 1,
+        seeds=options.seeds or (10**9 if options.minutes else 1),
+        steps=options.steps,
+        seconds=(options.minutes or 0) * 60,
+        kind=options.kind,
+        go_on=options.go_on,
+        verbose=options.verbose,
+    )
+    for failed in found["failed"]:
+        print("\n".join(failed["log"][-12:]))
+        print(
+            f"simulate: seed {failed['seed']}: {failed['what']}\nreplay: python -m "
+            f"harness.simulate --seed {failed['seed']} --steps {options.steps}"
+            + (f" --kind {options.kind}" if options.kind else "")
+        )
+    print(f"simulate: {found['seeds']} worlds, {found['operations']} operations, {found['counts']}")
+    return int(bool(found["failed"]))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

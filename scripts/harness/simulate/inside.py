@@ -1,0 +1,45 @@
+"""The part of the simulation that runs in a process with kvpatch in force."""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from harness.simulate import world as worlds
+from harness.simulate.play import play
+
+
+def run(job: dict[str, Any]) -> dict[str, Any]:
+    """Play seeds until one fails, the time is over, or there are no more."""
+    worlds.install()
+    begun = time.monotonic()
+    seeds = range(job["seed"], job["seed"] + job["seeds"])
+    total: Counter[str] = Counter()
+    kinds: Counter[str] = Counter()
+    operations = 0
+    failed: list[dict[str, Any]] = []
+    for seed in seeds:
+        if job["seconds"] and time.monotonic() - begun > job["seconds"]:
+            break
+        played = play(seed, job["steps"], job["model"], Path(job["folder"]), job["kind"])
+        operations += played.operations
+        total.update(played.counts)
+        kinds[played.mode.kind] += 1
+        if played.invariant is not None:
+            failed.append(asdict(played))
+            print(f"simulate seed {seed} ({played.mode}): {played.what}", flush=True)
+            if not job["go_on"]:
+                break
+        elif job["verbose"]:
+            print(f"simulate seed {seed} ({played.mode}): {played.counts}", flush=True)
+    return {
+        "seeds": sum(kinds.values()),
+        "kinds": dict(kinds),
+        "operations": operations,
+        "counts": dict(total),
+        "seconds": round(time.monotonic() - begun, 1),
+        "failed": failed,
+    }
