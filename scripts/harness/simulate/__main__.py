@@ -47,6 +47,7 @@ def simulate(function: str = "run", **job: Any) -> dict[str, Any]:
         "kind": None,
         "go_on": False,
         "verbose": False,
+        "mutations": None,
         "model": str(kept_model(7, lambda text: None)),
     }
     # In memory: the files are small, and a machine's disk is no part of the simulation.
@@ -73,12 +74,23 @@ def main() -> int:
     parser.add_argument("--go-on", action="store_true", help="after a seed that fails")
     parser.add_argument("--verbose", action="store_true", help="a line for each seed")
     parser.add_argument("--report", type=Path, help="write the figures there, as JSON")
+    parser.add_argument("--mutate", action="store_true", help="break each component once")
+    parser.add_argument("--only", action="append", help="with --mutate: these mutations")
     options = parser.parse_args()
     return console.run(console.Screen("simulate"), lambda: run(options))
 
 
 def run(options: argparse.Namespace) -> int:
     """Run the seeds and write the result."""
+    if options.mutate:
+        broken = simulate(
+            "mutate",
+            seed=options.seed or 1,
+            seeds=options.seeds or 20,
+            steps=options.steps,
+            mutations=options.only,
+        )
+        return int(any(one["seed"] is None for one in broken.values()))
     found = simulate(
         seed=options.seed or 1,
         seeds=options.seeds or (10**9 if options.minutes else 1),

@@ -133,18 +133,28 @@ class Disk:
     def __init__(self, world: World, tiers: list[Any], root: Path) -> None:
         self.world, self.tiers, self.root = world, tiers, root
         self.hangs = False
+        self._inside: set[int] = set()  # tiers whose lookups began before the disk hung
         FAULTY.world, FAULTY.fault = world, None
         for tier in tiers:
             tier.unanswered.clock = lambda: world.clock
 
     def work(self, calls: int) -> None:
         """Let this many of the pending calls return."""
+        if not self.hangs:
+            self._inside.clear()
         for tier in self.tiers:
             for _ in range(calls):
                 if self.hangs:
-                    return
+                    self._begin(tier)
+                    continue
                 self._answer(tier._lookup_manager)
                 tier._pool.run(load=self.world.random.random() < 0.5)
+
+    def _begin(self, tier: Any) -> None:
+        """Let the lookups' thread begin a call that does not return."""
+        if id(tier) not in self._inside and not tier._lookup_manager._lookup_queue.empty():
+            self._inside.add(id(tier))
+            tier.unanswered.asked("probe")
 
     def _answer(self, lookups: Any) -> None:
         """Run the lookups' thread for one batch."""

@@ -43,3 +43,31 @@ def run(job: dict[str, Any]) -> dict[str, Any]:
         "seconds": round(time.monotonic() - begun, 1),
         "failed": failed,
     }
+
+
+def mutate(job: dict[str, Any]) -> dict[str, Any]:
+    """Break one component after the other, and play seeds until the world finds it."""
+    worlds.install()
+    from harness.simulate.mutations import MUTATIONS
+
+    found: dict[str, Any] = {}
+    for name in job["mutations"] or MUTATIONS:
+        mutation = MUTATIONS[name]
+        steps = 0
+        found[name] = {"component": mutation.component, "seed": None}
+        for seed in range(job["seed"], job["seed"] + job["seeds"]):
+            kind = mutation.kinds[seed % len(mutation.kinds)]
+            with mutation.force():
+                played = play(seed, job["steps"], job["model"], Path(job["folder"]), kind)
+            steps += played.counts.get("steps", 0)
+            if played.invariant is not None:
+                found[name] |= {
+                    "seed": seed,
+                    "kind": kind,
+                    "steps": steps,
+                    "invariant": played.invariant,
+                    "what": played.what,
+                }
+                break
+        print(f"simulate mutation: {name}: {found[name]}", flush=True)
+    return found

@@ -598,14 +598,14 @@ class World:
     # The end
 
     def calm_down(self, memory: bool) -> None:
-        """End all faults; with ``memory`` the device and the limit are whole again too."""
+        """End all faults; with ``memory`` the limit, the device and the disk are whole again too."""
         for worker in self.workers:
             worker.speed, worker.loses = 0.9, 0.0
             worker.look_again()
         self.exhausts = 0.0
-        self.disk.hangs = False
         disks.FAULTY.fault = None
         if memory:
+            self.disk.hangs = False
             self.neighbour = 0
             self.set_limit(self.mode.pages)
 
