@@ -1,22 +1,25 @@
 """python -m harness.simulate: a seeded simulation, see ``harness.simulate``.
 
-    python -m harness.simulate --seed 7 --steps 300     one world, replayed by its number
-    python -m harness.simulate --seeds 100              seeds 1 to 100
-    python -m harness.simulate --minutes 10 --report docs/results/simulation.json
+python -m harness.simulate --seed 7 --steps 300     one world, replayed by its number
+python -m harness.simulate --seeds 100              seeds 1 to 100
+python -m harness.simulate --minutes 10 --report docs/results/simulation.json
 """
 
 from __future__ import annotations
 
 import argparse
+import ast
 import sys
 import tempfile
+import time
 from pathlib import Path
 from typing import Any
 
-from harness import console, processes
+from harness import console, processes, provenance
 from harness.model_cache import kept_model
 
 STEPS = 200
+MUTATION_SEEDS = 60  # within which a mutation is found; most are in the first few
 
 
 def environment(folder: Path) -> dict[str, str]:
@@ -48,6 +51,7 @@ def simulate(function: str = "run", **job: Any) -> dict[str, Any]:
         "go_on": False,
         "verbose": False,
         "mutations": None,
+        "again": None,
         "model": str(kept_model(7, lambda text: None)),
     }
     # In memory: the files are small, and a machine's disk is no part of the simulation.
@@ -74,6 +78,7 @@ def main() -> int:
     parser.add_argument("--go-on", action="store_true", help="after a seed that fails")
     parser.add_argument("--verbose", action="store_true", help="a line for each seed")
     parser.add_argument("--report", type=Path, help="write the figures there, as JSON")
+    parser.add_argument("--explore", action="store_true", help="hypothesis chooses and shrinks")
     parser.add_argument("--mutate", action="store_true", help="break each component once")
     parser.add_argument("--only", action="append", help="with --mutate: these mutations")
     options = parser.parse_args()
@@ -82,6 +87,17 @@ def main() -> int:
 
 def run(options: argparse.Namespace) -> int:
     """Run the seeds and write the result."""
+    if options.explore:
+        print(
+            simulate(
+                "explore",
+                seed=options.seed or 1,
+                seeds=options.seeds or 20,
+                steps=options.steps,
+                kind=options.kind,
+            )
+        )
+        return 0
     if options.mutate:
         broken = simulate(
             "mutate",
@@ -91,13 +107,16 @@ def run(options: argparse.Namespace) -> int:
             mutations=options.only,
         )
         return int(any(one["seed"] is None for one in broken.values()))
+    begun = time.monotonic()
+    broken = simulate("mutate", seeds=MUTATION_SEEDS) if options.report else {}
+    spent = time.monotonic() - begun
     found = simulate(
         seed=options.seed or 1,
         seeds=options.seeds or (10**9 if options.minutes else 1),
         steps=options.steps,
-        seconds=(options.minutes or 0) * 60,
+        seconds=max(0, (options.minutes or 0) * 60 - spent),
         kind=options.kind,
-        go_on=options.go_on,
+        go_on=options.go_on or bool(options.report),
         verbose=options.verbose,
     )
     for failed in found["failed"]:
@@ -108,7 +127,39 @@ def run(options: argparse.Namespace) -> int:
             + (f" --kind {options.kind}" if options.kind else "")
         )
     print(f"simulate: {found['seeds']} worlds, {found['operations']} operations, {found['counts']}")
-    return int(bool(found["failed"]))
+    missed = [name for name, one in broken.items() if one["seed"] is None]
+    if options.report:
+        write(options, found, broken)
+    return int(bool(found["failed"] or missed))
+
+
+def write(options: argparse.Namespace, found: dict[str, Any], broken: dict[str, Any]) -> None:
+    """Write the result file."""
+    command = f"python -m harness.simulate --minutes {options.minutes:g} --steps {options.steps}"
+    head = provenance.header(f"{command} --report {options.report}")
+    source = (Path(__file__).parent / "world.py").read_text()
+    invariants = ast.literal_eval(source.split("INVARIANTS = ")[1].split("}")[0] + "}")
+    held = {
+        name: {
+            "what": what,
+            "violations": sum(one["invariant"] == name for one in found["failed"]),
+        }
+        for name, what in invariants.items()
+    }
+    result = {
+        "seeds": [1, found["seeds"]],
+        "operations": found["operations"],
+        "engine_steps": found["counts"]["steps"],
+        "seconds": found["seconds"],
+        "worlds": found["kinds"],
+        "happened": found["counts"],
+        "invariants": held,
+        "failed": [
+            {key: one[key] for key in ("seed", "invariant", "what")} for one in found["failed"]
+        ],
+        "mutations": broken,
+    }
+    provenance.write(head | result, options.report)
 
 
 if __name__ == "__main__":

@@ -35,6 +35,11 @@ def run(job: dict[str, Any]) -> dict[str, Any]:
                 break
         elif job["verbose"]:
             print(f"simulate seed {seed} ({played.mode}): {played.counts}", flush=True)
+    again = job["again"]
+    replayed = None
+    if again is not None:
+        arguments = again, job["steps"], job["model"], Path(job["folder"]), job["kind"]
+        replayed = play(*arguments) == play(*arguments)
     return {
         "seeds": sum(kinds.values()),
         "kinds": dict(kinds),
@@ -42,6 +47,7 @@ def run(job: dict[str, Any]) -> dict[str, Any]:
         "counts": dict(total),
         "seconds": round(time.monotonic() - begun, 1),
         "failed": failed,
+        "replayed": replayed,
     }
 
 
@@ -71,3 +77,18 @@ def mutate(job: dict[str, Any]) -> dict[str, Any]:
                 break
         print(f"simulate mutation: {name}: {found[name]}", flush=True)
     return found
+
+
+def explore(job: dict[str, Any]) -> dict[str, Any]:
+    """Let hypothesis choose the operations."""
+    worlds.install()
+    from harness.simulate import machine
+
+    return machine.explore(
+        job["seed"],
+        job["seeds"],
+        job["steps"],
+        job["model"],
+        Path(job["folder"]),
+        job["kind"],
+    )

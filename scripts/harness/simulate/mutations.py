@@ -23,7 +23,7 @@ from kvpatch.patches.fence.fence import Fence
 from kvpatch.patches.secondary_tiers import block_files, promotion
 from kvpatch.patches.secondary_tiers.timeout import Unanswered
 from kvpatch.patches.simple_offload import lifetime
-from kvpatch.patches.simple_offload.eviction import EvictionOrder
+from kvpatch.patches.simple_offload.eviction import EvictableBlocks
 
 
 @dataclass(frozen=True)
@@ -65,13 +65,11 @@ def _swallow(read: Any) -> Any:
     return reading
 
 
-def _insert_used(put_back: Any) -> Any:
-    def putting(order: EvictionOrder, block_ids: list[int]) -> None:
-        for block_id in block_ids:
-            order.evictable[block_id] = order._pool.blocks[block_id]
-            order.evictable.move_to_end(block_id, last=False)
+def _keep_used(pop: Any) -> Any:
+    def keeping(blocks: Any, block_id: int, *default: Any) -> Any:
+        return default[0] if default else pop(blocks, block_id)
 
-    return putting
+    return keeping
 
 
 def _next_chunk(places: Any) -> Any:
@@ -133,9 +131,13 @@ MUTATIONS = {
         "fence",
         Fence,
         "report",
-        lambda report: lambda self, job, workers: self._named.update({-1 - job: workers})
-        if job not in self.transfers
-        else report(self, job, workers),
+        lambda report: (
+            lambda self, job, workers: (
+                self._named.update({-1 - job: workers})
+                if job not in self.transfers
+                else report(self, job, workers)
+            )
+        ),
         OFFLOADING,
     ),
     "an idle engine is not stepped": Mutation(
@@ -200,7 +202,7 @@ MUTATIONS = {
         "offloading", workers, "places", _next_chunk, OFFLOADING
     ),
     "eviction offers a block in use": Mutation(
-        "simple connector", EvictionOrder, "put_back", _insert_used, ("lazy",)
+        "simple connector", EvictableBlocks, "pop", _keep_used, ("lazy",)
     ),
     "an idle engine leaves its copies": Mutation(
         "simple connector",

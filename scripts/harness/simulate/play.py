@@ -140,15 +140,11 @@ class Played:
 
 
 def _too_long(number: int, frame: Any) -> None:
-    where = " < ".join(
-        entry.name for entry in reversed(traceback.extract_stack(frame)[-8:])
-    )
+    where = " < ".join(entry.name for entry in reversed(traceback.extract_stack(frame)[-8:]))
     raise Violation("ends", f"no end after {LIMIT} s in {where}")
 
 
-def play(
-    seed: int, operations: int, model: str, folder: Path, kind: str | None = None
-) -> Played:
+def play(seed: int, operations: int, model: str, folder: Path, kind: str | None = None) -> Played:
     """Play a seed: the same operations and choices whenever it is played.
 
     Args:
