@@ -9,7 +9,8 @@ the clock. So a run is a function of its seed, and is replayed by it.
     story      the tokens of a prompt, and the bytes that its blocks must have
     workers    memory and copies of a rank
     disks      the threads, answers and faults of a disk
-    world      the engine, and what must always hold
+    world      the engine, checked after every step
+    invariants what must always hold
     play       what users, operators and faults do: by seed, and as a state machine
     mutations  one component broken at a time, for the world to find
 """

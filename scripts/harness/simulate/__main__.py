@@ -8,7 +8,6 @@ python -m harness.simulate --minutes 10 --report docs/results/simulation.json
 from __future__ import annotations
 
 import argparse
-import ast
 import sys
 import tempfile
 import time
@@ -17,6 +16,7 @@ from typing import Any
 
 from harness import console, processes, provenance
 from harness.model_cache import kept_model
+from harness.simulate.invariants import INVARIANTS
 
 STEPS = 200
 MUTATION_SEEDS = 60  # within which a mutation is found; most are in the first few
@@ -137,14 +137,12 @@ def write(options: argparse.Namespace, found: dict[str, Any], broken: dict[str, 
     """Write the result file."""
     command = f"python -m harness.simulate --minutes {options.minutes:g} --steps {options.steps}"
     head = provenance.header(f"{command} --report {options.report}")
-    source = (Path(__file__).parent / "world.py").read_text()
-    invariants = ast.literal_eval(source.split("INVARIANTS = ")[1].split("}")[0] + "}")
     held = {
         name: {
             "what": what,
             "violations": sum(one["invariant"] == name for one in found["failed"]),
         }
-        for name, what in invariants.items()
+        for name, what in INVARIANTS.items()
     }
     result = {
         "seeds": [1, found["seeds"]],

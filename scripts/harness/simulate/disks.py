@@ -120,7 +120,7 @@ def install() -> None:
     """Take the threads away from vLLM's fs tier, and let its files fail."""
     fs_manager.DualQueueThreadPool = Pool
     async_lookup.threading = SimpleNamespace(Thread=_NoThread)
-    block_files.os = FAULTY  # type: ignore[attr-defined]
+    block_files.os = FAULTY  # type: ignore[attr-defined, assignment]
 
 
 class Disk:

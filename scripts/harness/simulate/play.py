@@ -11,7 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from harness.simulate import disks
-from harness.simulate.world import Mode, Violation, World
+from harness.simulate.invariants import Violation
+from harness.simulate.world import Mode, World
 
 Do = Callable[[World, int], None]
 
@@ -29,6 +30,11 @@ class Operation:
     weight: float
     top: int
     do: Do
+
+
+def _burst(world: World, number: int) -> None:
+    for index in range(4):
+        world.add(number + index, number // 8)
 
 
 def _steps(world: World, number: int) -> None:
@@ -86,9 +92,7 @@ def _exhaust(world: World, number: int) -> None:
 
 OPERATIONS: dict[str, Operation] = {
     "a request comes": Operation(10, 320, lambda w, n: w.add(n % 8, n // 8)),
-    "a burst comes": Operation(
-        1, 320, lambda w, n: [w.add((n + i) % 8, n // 8) for i in range(4)] and None
-    ),
+    "a burst comes": Operation(1, 320, _burst),
     "the engine steps": Operation(22, 12, _steps),
     "a request is aborted": Operation(1.5, 8, lambda w, n: w.abort(n)),
     "copies end": Operation(3, 6, _ends),

@@ -29,6 +29,7 @@ from vllm.v1.simple_kv_offload import worker as simple_worker
 from harness import connectors
 from harness.engines.fence_driver import allow_async_scheduling
 from harness.simulate import disks
+from harness.simulate.invariants import Violation
 from harness.simulate.story import BLOCK, TOKENS, Story, tell
 from harness.simulate.workers import BLANK, SCRATCH, NoStreams, Worker
 from kvpatch.patches.fence.hooks import fence_of
@@ -41,32 +42,6 @@ LARGEST = LONGEST // TOKENS  # blocks of a request
 OUTPUT = 20  # tokens that are generated at most
 PATIENCE = 10.0  # seconds that a disk may take
 KINDS = ("offloading", "tiers", "eager", "lazy")
-
-INVARIANTS = {
-    "mapped": "no copy and no computation touches an unmapped page",
-    "bytes": "a block served from the device, the CPU tier or the disk has the bytes of its hash",
-    "tokens": "each finished request has the tokens of its prompt",
-    "tier": "each ready block of the CPU tier has the bytes of its hash",
-    "limit": "no page is mapped above the limit or beyond the device's memory",
-    "ends": "each request ends, or waits for a named reason while the reason lasts",
-    "leaks": "no block, page, chunk, transfer or file is left when all requests have ended",
-    "fence": "pages that the fence holds come back, also when the engine is idle",
-    "once": "a report that is repeated changes nothing",
-    "rollback": "a plan of patches that fails is undone wholly",
-    "alive": "the engine raises nothing",
-}
-
-
-class Violation(AssertionError):
-    """An invariant does not hold.
-
-    Attributes:
-        invariant: its name in ``INVARIANTS``.
-    """
-
-    def __init__(self, invariant: str, what: str) -> None:
-        super().__init__(f"{invariant}: {what}")
-        self.invariant = invariant
 
 
 @dataclass(frozen=True)
@@ -327,7 +302,7 @@ class World:
             if job_id not in fence.transfers:
                 self.retired_reports.append(job_id)
 
-        fence.report = remembering
+        fence.report = remembering  # type: ignore[method-assign]
 
     @property
     def offloaded(self) -> Any:
