@@ -513,6 +513,8 @@ class World:
 
     def reset(self, running: bool, connector: bool) -> None:
         """Reset the prefix cache; with new weights where vLLM promises that this is safe."""
+        if connector and getattr(self.planner, "_current_batch_jobs_to_flush", None):
+            return  # vLLM asserts that a step came between two resets
         self.counts["resets"] += 1
         if running and any(
             request.status.name == "WAITING_FOR_REMOTE_KVS" for request in self.requests.values()
