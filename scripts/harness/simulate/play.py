@@ -37,6 +37,22 @@ def _burst(world: World, number: int) -> None:
         world.add(number + index, number // 8)
 
 
+def _tide(world: World, number: int) -> None:
+    """Take the memory away from requests that are being loaded."""
+    for _ in range(60):
+        if not world.requests:
+            break
+        world.step()
+    world.set_neighbour(0)
+    world.reset(False, False)
+    for worker in world.workers:
+        worker.speed = 0.05
+    _burst(world, number)
+    for _ in range(2 + number % 3):
+        world.step()
+    world.set_neighbour(world.mode.pages)
+
+
 def _steps(world: World, number: int) -> None:
     for _ in range(1 + number % 12):
         world.step()
@@ -93,6 +109,7 @@ def _exhaust(world: World, number: int) -> None:
 OPERATIONS: dict[str, Operation] = {
     "a request comes": Operation(10, 320, lambda w, n: w.add(n % 8, n // 8)),
     "a burst comes": Operation(1, 320, _burst),
+    "memory goes under loads": Operation(1, 320, _tide),
     "the engine steps": Operation(22, 12, _steps),
     "a request is aborted": Operation(1.5, 8, lambda w, n: w.abort(n)),
     "copies end": Operation(3, 6, _ends),
