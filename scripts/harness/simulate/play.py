@@ -38,19 +38,28 @@ def _burst(world: World, number: int) -> None:
 
 
 def _tide(world: World, number: int) -> None:
-    """Take the memory away from requests that are being loaded."""
+    """Take the memory away from requests of which a half has been loaded."""
+    world.set_neighbour(0)
+    several = [number + 2 * index for index in range(4)]
+    _until_done(world)
+    for index in several:
+        world.add(index, 0, half=True)
+    _until_done(world)
+    world.reset(False, False)
+    for worker in world.workers:
+        worker.speed = 0.1
+    for index in several:
+        world.add(index, number // 8)
+    for _ in range(2 + number % 3):
+        world.step()
+    world.set_neighbour(world.mode.pages)
+
+
+def _until_done(world: World) -> None:
     for _ in range(60):
         if not world.requests:
             break
         world.step()
-    world.set_neighbour(0)
-    world.reset(False, False)
-    for worker in world.workers:
-        worker.speed = 0.05
-    _burst(world, number)
-    for _ in range(2 + number % 3):
-        world.step()
-    world.set_neighbour(world.mode.pages)
 
 
 def _steps(world: World, number: int) -> None:

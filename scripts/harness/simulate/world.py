@@ -9,6 +9,7 @@ from collections import Counter
 from collections.abc import Iterator
 from concurrent.futures import Future
 from contextlib import suppress
+from copy import copy
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import SimpleNamespace
@@ -313,7 +314,7 @@ class World:
         made: list[tuple[int, ...]] = []
         for index in range(8):
             length = source.randrange(8, LONGEST - OUTPUT)
-            head = source.choice(made)[: length // 2 + 8] if index % 3 else ()
+            head = source.choice(made)[: length // 2 + 8] if index % 2 else ()
             rest = (source.randrange(2, 252) for _ in range(length - len(head)))
             made.append((*head, *rest))
             yield made[-1]
@@ -376,7 +377,12 @@ class World:
         """Give a step to the workers."""
         self.steps += 1
         for worker in self.workers:
-            worker.queue.append((self.steps, output))
+            step = copy(output)  # each process has its own, and vLLM's worker takes jobs out of it
+            step.kv_connector_metadata = copy(output.kv_connector_metadata)
+            jobs = getattr(step.kv_connector_metadata, "store_jobs", None)
+            if jobs is not None:
+                step.kv_connector_metadata.store_jobs = dict(jobs)
+            worker.queue.append((self.steps, step))
         self.counts["preemptions"] += len(output.preempted_req_ids or ())
         return StepResult(self, self.steps)
 
@@ -396,10 +402,11 @@ class World:
 
     # The engine
 
-    def add(self, index: int, generated: int) -> None:
-        """Start a request with one of the prompts."""
+    def add(self, index: int, generated: int, half: bool = False) -> None:
+        """Start a request with one of the prompts, or with its first half."""
         name = f"r{self.counts['requests']}"
         prompt = self.prompts[index % len(self.prompts)]
+        prompt = prompt[: len(prompt) // 2] if half else prompt
         generated = 1 + generated % OUTPUT
         self.counts["requests"] += 1
         self.texts[name] = prompt
