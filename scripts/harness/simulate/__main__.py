@@ -10,7 +10,7 @@ from __future__ import annotations
 import argparse
 import sys
 import tempfile
-import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -107,18 +107,21 @@ def run(options: argparse.Namespace) -> int:
             mutations=options.only,
         )
         return int(any(one["seed"] is None for one in broken.values()))
-    begun = time.monotonic()
-    broken = simulate("mutate", seeds=MUTATION_SEEDS) if options.report else {}
-    spent = time.monotonic() - begun
-    found = simulate(
-        seed=options.seed or 1,
-        seeds=options.seeds or (10**9 if options.minutes else 1),
-        steps=options.steps,
-        seconds=max(0, (options.minutes or 0) * 60 - spent),
-        kind=options.kind,
-        go_on=options.go_on or bool(options.report),
-        verbose=options.verbose,
-    )
+    seconds = (options.minutes or 0) * 60
+    with ThreadPoolExecutor() as pool:
+        breaking = None
+        if options.report:
+            breaking = pool.submit(simulate, "mutate", seeds=MUTATION_SEEDS, seconds=seconds)
+        found = simulate(
+            seed=options.seed or 1,
+            seeds=options.seeds or (10**9 if options.minutes else 1),
+            steps=options.steps,
+            seconds=seconds,
+            kind=options.kind,
+            go_on=options.go_on or bool(options.report),
+            verbose=options.verbose,
+        )
+        broken = breaking.result() if breaking is not None else {}
     for failed in found["failed"]:
         print("\n".join(failed["log"][-12:]))
         print(

@@ -52,30 +52,32 @@ def run(job: dict[str, Any]) -> dict[str, Any]:
 
 
 def mutate(job: dict[str, Any]) -> dict[str, Any]:
-    """Break one component after the other, and play seeds until the world finds it."""
+    """Break one component at a time, and play seeds until the world has found each."""
     worlds.install()
     from harness.simulate.mutations import MUTATIONS
 
-    found: dict[str, Any] = {}
-    for name in job["mutations"] or MUTATIONS:
-        mutation = MUTATIONS[name]
-        steps = 0
-        found[name] = {"component": mutation.component, "seed": None}
-        for seed in range(job["seed"], job["seed"] + job["seeds"]):
+    begun = time.monotonic()
+    names = job["mutations"] or list(MUTATIONS)
+    found: dict[str, Any] = {
+        name: {"component": MUTATIONS[name].component, "seed": None, "steps": 0} for name in names
+    }
+    for seed in range(job["seed"], job["seed"] + job["seeds"]):
+        for name in [name for name in names if found[name]["seed"] is None]:
+            if job["seconds"] and time.monotonic() - begun > job["seconds"]:
+                return found
+            mutation = MUTATIONS[name]
             kind = mutation.kinds[seed % len(mutation.kinds)]
             with mutation.force():
                 played = play(seed, job["steps"], job["model"], Path(job["folder"]), kind)
-            steps += played.counts.get("steps", 0)
+            found[name]["steps"] += played.counts.get("steps", 0)
             if played.invariant is not None:
                 found[name] |= {
                     "seed": seed,
                     "kind": kind,
-                    "steps": steps,
                     "invariant": played.invariant,
                     "what": played.what,
                 }
-                break
-        print(f"simulate mutation: {name}: {found[name]}", flush=True)
+                print(f"simulate mutation: {name}: {found[name]}", flush=True)
     return found
 
 
