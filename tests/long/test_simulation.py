@@ -1,0 +1,57 @@
+"""The simulation of an engine with faults inside, and each of its components broken once."""
+
+from __future__ import annotations
+
+import pytest
+
+from harness.simulate.__main__ import simulate
+
+MUTATIONS = (
+    "the fence releases at once",
+    "the fence is blind to plans",
+    "the fence is blind to transfers",
+    "the fence takes one report for all",
+    "the fence drops reports",
+    "the fence counts a report twice",
+    "an idle engine is not stepped",
+    "nothing is released after a step",
+    "a standstill is not broken",
+    "the limit is ignored",
+    "a failed allocation stays",
+    "a failed plan stays",
+    "files are not checked",
+    "a failed read counts as read",
+    "the tier reads another block",
+    "a late disk is waited for",
+    "more is promoted than the tier holds",
+    "a reset keeps the tier's blocks",
+    "a copy takes another place",
+    "eviction offers a block in use",
+    "an idle engine leaves its copies",
+)
+SEEDS = 40  # within which a mutation is found; most are in the first two
+
+
+def test_every_invariant_holds():
+    found = simulate(seed=1000, seeds=50, go_on=True)
+    assert not [one["what"] for one in found["failed"]]
+    assert found["counts"]["steps"] > 20_000
+
+
+def test_hypothesis_finds_nothing():
+    found = simulate("explore", seed=1, seeds=15, steps=60)
+    assert found["operations"] > 300
+
+
+@pytest.fixture(scope="module")
+def found():
+    return simulate("mutate", seeds=SEEDS)
+
+
+def test_every_mutation_is_known(found):
+    assert set(found) == set(MUTATIONS)
+
+
+@pytest.mark.parametrize("name", MUTATIONS)
+def test_the_world_finds_what_is_broken(found, name):
+    assert found[name]["seed"] is not None
