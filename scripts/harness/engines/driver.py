@@ -19,6 +19,7 @@ from typing import Any
 os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
 os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
 
+import torch
 from msgspec.structs import asdict
 from vllm import LLM, SamplingParams
 
