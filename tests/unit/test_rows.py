@@ -308,7 +308,7 @@ def test_the_wrapper_is_in_the_folder_of_its_feature(feature: Feature, patch: Pa
     """What a feature does is in its folder; the host device's code is in ``hostdevice``."""
     module = patch.wrapper.partition(":")[0]
     own = homes()[feature.name]
-    if feature.name == "host-device":
+    if feature.name in ("host-device", "host-copies"):
         own = "kvpatch.hostdevice"
     assert module == own or module.startswith(f"{own}.")
 
