@@ -59,27 +59,36 @@ def test_a_call_of_the_host_device_that_fails(program: Path, tmp_path: Path, cal
     assert int(done.stdout) > 0
 
 
-@pytest.mark.parametrize("call", ["open", "flock"])
+def fail(*args: Any, **kwargs: Any) -> Any:
+    raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
+
+
+@pytest.fixture
+def no_descriptor(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Path, "open", fail)
+    monkeypatch.setattr(os, "open", fail)
+
+
+@pytest.fixture
+def no_lock(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ledger.fcntl, "flock", fail)
+
+
+@pytest.mark.parametrize("fault", ["no_descriptor", "no_lock"])
 @pytest.mark.fault(
     "a copy of the host device cannot ask for its permit (no descriptor, no lock)",
-    "its event has the error, which ends the transfer; later copies run",
+    "its event has the error, which ends the transfer; the stream goes on",
 )
 def test_a_copy_without_its_permit(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: str
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest, fault: str
 ) -> None:
     monkeypatch.setenv(HOST_DEVICE.name, "64MiB")
     monkeypatch.setenv(HOST_DEVICE_DIR.name, str(tmp_path))
-
-    def fail(*args: Any, **kwargs: Any) -> Any:
-        raise OSError(CALLS[call], os.strerror(CALLS[call]))
-
-    stream = Stream("test")
-    with monkeypatch.context() as patch:
-        patch.setattr(*((Path, "open") if call == "open" else (ledger.fcntl, "flock")), fail)
-        failed = stream.submit(lambda: None)
-        failed.synchronize()
+    stream, ran = Stream("test"), []
+    stream.submit(lambda: ran.append("before")).synchronize()
+    request.getfixturevalue(fault)
+    failed = stream.submit(lambda: ran.append("without"))
+    failed.synchronize()
     assert isinstance(failed.error, OSError)
-    after = stream.submit(lambda: None)
-    after.synchronize()
-    assert after.error is None
     stream.close()
+    assert ran == ["before"]
