@@ -150,6 +150,31 @@ ELSEWHERE = {
             "it goes on",
             "test_a_process_that_cannot_publish_goes_on",
         ),
+        (
+            "the n-th call of the status page or of the refusals file fails, for all n",
+            "the engine goes on, and a refusal is the refusal",
+            "test_whichever_call_fails_the_engine_goes_on_and_a_refusal_is_the_refusal",
+        ),
+        (
+            "/dev/shm is full before or while a page is written",
+            "the page is not published; the process goes on",
+            "test_a_full_dev_shm_does_not_end_the_process",
+        ),
+        (
+            "any bytes lie in the place of a status page",
+            "status says that it is no page",
+            "test_any_bytes_may_be_a_page",
+        ),
+        (
+            "another user has made the folder of status pages",
+            "nothing in it is read",
+            "test_a_folder_that_another_user_made_is_not_read",
+        ),
+        (
+            "two containers with process ids of their own share /dev/shm",
+            "neither removes or misreads the pages of the other",
+            "test_two_containers_that_share_the_folder",
+        ),
     ),
 }
 
