@@ -423,10 +423,9 @@ def usage_of(folder: Path) -> dict[int, int]:
 
 def bad(killed: Kill) -> bool:
     """Whether a kill has shown a fault."""
-    return (
-        bool(killed["wrong"] or killed["left_in_shm"] or killed["charged_bytes"])
-        or not killed["next"]["right"]
-    )
+    unknown = [name for name in killed["left_in_shm"] if name not in LEFT]
+    unserved = not killed["next"]["right"]
+    return bool(killed["wrong"] or unknown or killed["charged_bytes"] or unserved)
 
 
 def totals(kills: list[Kill]) -> dict[str, Any]:
