@@ -6,7 +6,9 @@ from pathlib import Path
 
 
 def start_ticks(pid: int) -> int | None:
-    """Return when ``pid`` started, in clock ticks since boot; None if it does not exist.
+    """Return when ``pid`` started, in clock ticks since boot; None if it does not run.
+
+    A process that has ended, and that its parent has not waited for, does not run.
 
     psutil only has the wall-clock time, which changes when the clock is set.
     """
@@ -14,5 +16,6 @@ def start_ticks(pid: int) -> int | None:
         stat = Path(f"/proc/{pid}/stat").read_text()
     except OSError:
         return None
-    # Field 22, counted after the command, which may contain spaces and parentheses.
-    return int(stat.rpartition(")")[2].split()[19])
+    # Fields 3 and 22, counted after the command, which may contain spaces and parentheses.
+    fields = stat.rpartition(")")[2].split()
+    return None if fields[0] in ("Z", "X") else int(fields[19])

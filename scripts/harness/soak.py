@@ -6,7 +6,8 @@
 
 Plain vLLM generates the tokens of all prompts first. Then an engine on elastic memory, with a
 device and a CPU tier too small for its load, runs random requests, aborts, trims, shrinks and
-resets. All tokens must be equal, and at the end no block, page or transfer may be left.
+resets, while copies are held and neighbours take the device's memory and leave. All tokens must be
+equal, and at the end no block, page, transfer, descriptor or thread may be left, and no memory.
 """
 
 from __future__ import annotations
@@ -16,14 +17,18 @@ import json
 import random
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import psutil
+
 from harness import connectors, console, inprocess, processes, provenance
 from harness.model_cache import kept_model
+from harness.neighbour import Neighbour
 from kvpatch.hostdevice import ledger, streams
 from kvpatch.patches.fence.hooks import fence_of
 
@@ -31,6 +36,9 @@ BLOCK = 128  # so large that a page holds 8 of them and is often wholly free
 DEVICE_BLOCKS = 40  # five pages; six requests of up to 10 blocks want more
 TIER_BLOCKS = 64
 SLOWEST_COPY = 0.2  # seconds, some ten steps: many blocks are freed under their copies
+LONGEST_HOLD = 1.0  # seconds in which no copy runs
+WARM = 0.2  # of the time, until descriptors, threads and memory are counted
+GROWTH = 64 << 20  # bytes of the process's memory that are not taken for a leak
 LONGEST = 48  # tokens a request generates at most
 BLOCK_BYTES = 4 * BLOCK * 4 * 64 * 2 * 4  # layers, tokens, heads, head size, K and V, float32
 
@@ -109,9 +117,16 @@ class Soak:
         self.running: dict[str, tuple[int, int]] = {}
         self.full_size = self.manager.mem_size
         self.counts = dict.fromkeys(
-            ("steps", "requests", "finished", "aborted", "preempted", "trims", "shrinks", "resets"),
+            (
+                *("steps", "requests", "finished", "aborted", "preempted"),
+                *("trims", "shrinks", "resets", "holds", "neighbours"),
+            ),
             0,
         )
+        self.process = psutil.Process()
+        self.holder: threading.Thread | None = None  # of copies
+        self.neighbour: Neighbour | None = None
+        self.warm: dict[str, int] = {}
         self.cached = self.longest_hold = 0
         self.wrong: list[dict[str, Any]] = []
         after(self.scheduler, "schedule", self._scheduled)
@@ -145,7 +160,48 @@ class Soak:
         if self.chance(0.005):
             self.llm.reset_prefix_cache()
             self.counts["resets"] += 1
+        if self.chance(0.01):
+            self.hold(self.source.random() * LONGEST_HOLD)
+        if self.chance(0.01 if self.neighbour is None else 0.02):
+            self.neighbours()
         self.step()
+
+    def hold(self, seconds: float) -> None:
+        """Hold all copies for some time, which the engine may spend waiting for one."""
+        if self.holder is not None:
+            self.holder.join()
+
+        def hold() -> None:
+            with ledger.hold_copies():
+                time.sleep(seconds)
+
+        self.holder = threading.Thread(target=hold)
+        self.holder.start()
+        self.counts["holds"] += 1
+
+    def neighbours(self) -> None:
+        """Let a neighbour take almost all that is free of the device, or the one there leave."""
+        if self.neighbour is not None:
+            self.neighbour.leave(killed=self.chance(0.5))
+            self.neighbour = None
+            return
+        free, _ = ledger.memory()
+        spare = self.source.randrange(3) * self.manager.page_size
+        if free > spare:
+            self.neighbour = Neighbour(free - spare)
+            self.counts["neighbours"] += 1
+
+    def resources(self) -> dict[str, int]:
+        """Return what this process has of the system, without neighbours and holds."""
+        if self.neighbour is not None:
+            self.neighbours()
+        if self.holder is not None:
+            self.holder.join()
+        return {
+            "descriptors": self.process.num_fds(),
+            "threads": self.process.num_threads(),
+            "bytes": self.process.memory_info().rss,
+        }
 
     def add(self) -> None:
         """Start a request with one of the prompts, some of them more often than others."""
@@ -182,10 +238,14 @@ class Soak:
         begun = reported = time.monotonic()
         while time.monotonic() - begun < seconds:
             self.once()
+            if not self.warm and time.monotonic() - begun > WARM * seconds:
+                self.warm = self.resources()
             if time.monotonic() - reported > 10:
                 reported = time.monotonic()
                 line = ", ".join(f"{count} {name}" for name, count in self.counts.items())
                 print(f"soak {reported - begun:5.0f} s: {line}", flush=True)
+        if self.neighbour is not None:
+            self.neighbours()
         self.manager.resize(self.full_size)
         for _ in range(5000):
             if not self.scheduler.has_requests():
@@ -201,7 +261,11 @@ class Soak:
         planner = self.scheduler.connector.connector_scheduler
         tier = planner.manager
         free = self.manager.available_size()
+        now = self.resources()
         return {
+            "descriptors": max(0, now["descriptors"] - self.warm["descriptors"]),
+            "threads": max(0, now["threads"] - self.warm["threads"]),
+            "memory over the allowance": max(0, now["bytes"] - self.warm["bytes"] - GROWTH),
             "requests": len(self.running),
             "blocks referenced": sum(
                 block.ref_cnt > 0 for block in self.pool.kv_block_pool if not block.is_null
@@ -237,6 +301,7 @@ def soak(job: dict[str, Any]) -> dict[str, Any]:
         "wrong": running.wrong,
         "fence": vars(kept.counters),
         "checked": running.llm.collective_rpc(checked),
+        "resources": {"warm": running.warm, "end": running.resources()},
         "left": running.left(),
     }
 

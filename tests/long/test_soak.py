@@ -32,3 +32,5 @@ def test_two_minutes_leave_nothing_wrong_and_nothing_behind(tmp_path: Path) -> N
         assert checked["stored"] > 0
         assert checked["loaded"] > 0
         assert run["fence"]["released"] > 0
+        assert run["counts"]["neighbours"] > 0
+        assert run["counts"]["holds"] > 0

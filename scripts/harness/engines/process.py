@@ -35,6 +35,12 @@ ROOTS = (
     "transformers.models.llama.modeling_llama",
     *("transformers.models.auto.tokenization_auto", "transformers.models.auto.processing_auto"),
 )
+# And what ``vllm serve`` imports besides.
+SERVING = (
+    *ROOTS,
+    *("vllm.entrypoints.cli.main", "vllm.entrypoints.cli.serve"),
+    "vllm.entrypoints.openai.api_server",
+)
 # Runs in the environment of a release, with kvpatch off.
 IMPORTS = """
 import importlib, json, sys
@@ -95,11 +101,12 @@ class Forked:
 class ForkServer:
     """One ``fork_server``, which ends when this process does."""
 
-    def __init__(self, python: str, early: Mapping[str, str]) -> None:
+    def __init__(self, python: str, early: Mapping[str, str], serving: bool = False) -> None:
         self._lock = threading.Lock()
         self._socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         environment = dict(early) | {"KVPATCH": "0", "PYTHONHASHSEED": "0"}
-        command = [python, "-m", "harness.engines.fork_server", str(modules_of(python, early))]
+        modules = modules_of(python, early, serving)
+        command = [python, "-m", "harness.engines.fork_server", str(modules)]
         with theirs:
             self._process = subprocess.Popen(command, stdin=theirs.fileno(), env=environment)
         self._forks: list[Forked] = []
@@ -135,15 +142,15 @@ class ForkServer:
         self._process.wait()
 
 
-def modules_of(python: str, early: Mapping[str, str]) -> Path:
+def modules_of(python: str, early: Mapping[str, str], serving: bool = False) -> Path:
     """Return the file with the modules that vLLM imports, written once for an environment."""
     folder = Path(python).parents[1] / "vllm-cache"
     triton = "interpreter" if early.get("TRITON_INTERPRET") == "1" else "none"
-    path = folder / f"modules-triton-{triton}.json"
+    path = folder / f"modules-{'serving-' if serving else ''}triton-{triton}.json"
     if not path.exists():
         folder.mkdir(exist_ok=True)
         said = subprocess.run(
-            [python, "-c", IMPORTS, json.dumps(ROOTS)],
+            [python, "-c", IMPORTS, json.dumps(SERVING if serving else ROOTS)],
             env=dict(early) | {"KVPATCH": "0", "VLLM_NO_USAGE_STATS": "1"},
             stdout=subprocess.PIPE,
             text=True,
@@ -155,16 +162,16 @@ def modules_of(python: str, early: Mapping[str, str]) -> Path:
     return path
 
 
-_servers: dict[tuple[str, tuple[tuple[str, str], ...]], ForkServer] = {}
+_servers: dict[tuple[str, bool, tuple[tuple[str, str], ...]], ForkServer] = {}
 _lock = threading.Lock()
 
 
-def server_of(python: str, environment: Mapping[str, str]) -> ForkServer:
+def server_of(python: str, environment: Mapping[str, str], serving: bool = False) -> ForkServer:
     """Return the server of a Python, started if need be."""
     early = {name: value for name, value in environment.items() if not name.startswith(LATE)}
-    key = python, tuple(early.items())
+    key = python, serving, tuple(early.items())
     with _lock:
-        server = _servers.pop(key, None) or ForkServer(python, early)
+        server = _servers.pop(key, None) or ForkServer(python, early, serving)
         _servers[key] = server  # the last one used is the last to go
         for old in [one for one in _servers if _servers[one].idle][: len(_servers) - SERVERS]:
             if old != key:
@@ -187,6 +194,7 @@ def start(
     python: str,
     stdout: IO[str] | int,
     stdin: IO[str] | int = subprocess.DEVNULL,
+    serving: bool = False,
 ) -> Forked:
     """Start ``main`` of a driver with its arguments, in a process of its own.
 
@@ -197,8 +205,9 @@ def start(
         python: of the release's environment.
         stdout: a file or descriptor for output and errors.
         stdin: one to read from.
+        serving: it runs ``vllm serve``, which imports more than an engine does.
     """
-    server = server_of(python, environment)
+    server = server_of(python, environment, serving)
     with Path(os.devnull).open() as nothing:
         given = nothing if stdin == subprocess.DEVNULL else stdin
         descriptors = [one if isinstance(one, int) else one.fileno() for one in (given, stdout)]

@@ -1,0 +1,96 @@
+"""Where an engine is killed: it stops at the n-th pass through a point, until it is killed.
+
+A process that reaches the point writes its pid into a file and stops itself (SIGSTOP), with all
+its threads. Whoever waits for the file kills the process, or another one of the same engine, and
+lets this one go on.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+# Points, by the name of the threads that pass them: copies of the worker, files of the engine.
+COPIES = {"store": "kvpatch-store", "load": "kvpatch-load"}
+FILES = ("promotion", "tier write", "tier rename")
+POINTS = (*COPIES, *FILES)
+_TIER_THREADS = "vllm_kv_py_fs"
+
+
+class Point:
+    """Stops this process at one pass through a point.
+
+    Args:
+        thread: how the names of the threads begin that pass it.
+        nth: the pass, from 1 on.
+        reached: the file that says so; passes count from when there is ``armed`` beside it.
+    """
+
+    def __init__(self, thread: str, nth: int, reached: Path) -> None:
+        self._thread, self._nth, self._reached = thread, nth, reached
+        self._armed = reached.with_name("armed")
+        self._lock = threading.Lock()
+        self._passed = 0
+
+    def due(self) -> bool:
+        """Count a pass; whether it is the one to stop at."""
+        if not threading.current_thread().name.startswith(self._thread):
+            return False
+        if not self._armed.exists():
+            return False
+        with self._lock:
+            self._passed += 1
+            return self._passed == self._nth
+
+    def stop(self) -> None:
+        """Stop this process until somebody lets it go on."""
+        partial = self._reached.with_suffix(f".{os.getpid()}")
+        partial.write_text(str(os.getpid()))
+        partial.rename(self._reached)
+        os.kill(os.getpid(), signal.SIGSTOP)
+
+    def before(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        """Return ``function`` with this point before each call."""
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            if self.due():
+                self.stop()
+            return function(*args, **kwargs)
+
+        return call
+
+    def half_written(self, writev: Callable[..., int]) -> Callable[..., int]:
+        """Return ``os.writev`` with this point in the middle of what it writes."""
+
+        def write(file: int, parts: list[Any]) -> int:
+            if not self.due():
+                return writev(file, parts)
+            first = memoryview(parts[0])
+            middle = len(first) // 2
+            written = writev(file, [first[:middle]])
+            self.stop()
+            return written + writev(file, [first[middle:], *parts[1:]])
+
+        return write
+
+
+def install(name: str, nth: int, reached: Path) -> None:
+    """Put the point ``name`` into this process and those that it forks."""
+    from kvpatch.hostdevice import offloading
+
+    point = Point(COPIES.get(name, _TIER_THREADS), nth, reached)
+    if name in COPIES:
+        memmove = point.before(ctypes.memmove)
+        offloading.ctypes = SimpleNamespace(memmove=memmove)  # type: ignore
+    elif name == "promotion":
+        os.readv = point.before(os.readv)
+    elif name == "tier write":
+        os.writev = point.half_written(os.writev)
+    else:
+        os.replace, os.rename = point.before(os.replace), point.before(os.rename)

@@ -1,0 +1,134 @@
+"""Namespaces and file systems of one process and its children: small, full, read-only, frozen.
+
+Whoever is not root asks for them inside ``unshare --user --map-root-user``.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import subprocess
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from harness.console import HarnessError
+
+_NEW_MOUNTS = 0x00020000  # CLONE_NEWNS
+_READ_ONLY, _REMOUNT, _BIND, _RECURSIVE, _PRIVATE = 0x1, 0x20, 0x1000, 0x4000, 0x40000
+_DETACH = 0x2
+_LONGEST_HANG = 60  # seconds, should a test itself hang on it
+
+
+def _call(name: str, *arguments: object) -> None:
+    """Call a function of libc.
+
+    Raises:
+        HarnessError: it failed.
+    """
+    libc = ctypes.CDLL(None, use_errno=True)
+    if getattr(libc, name)(*arguments) != 0:
+        number = ctypes.get_errno()
+        raise HarnessError(
+            f"{name} failed ({os.strerror(number)}); file systems of its own need root, or "
+            "unshare --user --map-root-user --mount before the command"
+        )
+
+
+def own_mounts() -> None:
+    """Give this thread, and what it starts from here on, a mount namespace of its own.
+
+    What is mounted in it is gone with its last process.
+    """
+    _call("unshare", _NEW_MOUNTS)
+    _call("mount", None, b"/", None, ctypes.c_ulong(_RECURSIVE | _PRIVATE), None)
+
+
+def mount_tmpfs(folder: Path, size: int, inodes: int = 0) -> None:
+    """Mount a file system of ``size`` bytes and, if given, so many inodes; see ``own_mounts``."""
+    options = f"size={size}" + (f",nr_inodes={inodes}" if inodes else "")
+    _call("mount", b"none", os.fsencode(folder), b"tmpfs", ctypes.c_ulong(0), options.encode())
+
+
+def bind(folder: Path, place: Path) -> None:
+    """Show ``folder`` at another place too."""
+    flags = ctypes.c_ulong(_BIND)
+    _call("mount", os.fsencode(folder), os.fsencode(place), None, flags, None)
+
+
+def remount(folder: Path, read_only: bool) -> None:
+    """Make a mounted file system read-only, or writable again."""
+    flags = ctypes.c_ulong(_REMOUNT | (_READ_ONLY if read_only else 0))
+    _call("mount", None, os.fsencode(folder), None, flags, None)
+
+
+def unmount(folder: Path) -> None:
+    """Unmount; files that are open stay readable."""
+    _call("umount2", os.fsencode(folder), ctypes.c_int(_DETACH))
+
+
+@contextmanager
+def tmpfs(folder: Path, size: int, inodes: int = 0) -> Iterator[Path]:
+    """Yield ``folder`` with a small file system on it; see ``own_mounts``."""
+    folder.mkdir(exist_ok=True)
+    mount_tmpfs(folder, size, inodes)
+    try:
+        yield folder
+    finally:
+        unmount(folder)
+
+
+class Disk:
+    """An ext4 file system that hangs on request: whoever changes it waits until it goes on.
+
+    A process of its own lets it go on when this one ends, which would otherwise never be gone.
+
+    Args:
+        folder: that it is mounted on.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self._holder: subprocess.Popen[str] | None = None
+
+    def hang(self) -> None:
+        """Let every write, creation and renaming wait in the kernel; reading goes on."""
+        hold = f'fsfreeze -f "$0" && echo hangs; read -t {_LONGEST_HANG}; fsfreeze -u "$0"'
+        self._holder = subprocess.Popen(
+            ["bash", "-c", hold, str(self.folder)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        assert self._holder.stdout is not None
+        assert self._holder.stdout.readline() == "hangs\n"
+
+    def go_on(self) -> None:
+        """Let go who waits."""
+        if self._holder is not None:
+            self._holder.communicate("\n")
+            self._holder = None
+
+
+@contextmanager
+def disk(folder: Path, image: Path, size: int = 32 << 20) -> Iterator[Disk]:
+    """Yield an ext4 file system of ``size`` bytes in the file ``image``, mounted on ``folder``.
+
+    Raises:
+        HarnessError: it could not be made; it needs root and a loop device.
+    """
+    folder.mkdir(exist_ok=True)
+    with image.open("wb") as file:
+        file.truncate(size)
+    for command in (["mkfs.ext4", "-q", image], ["mount", "-o", "loop", image, folder]):
+        done = subprocess.run(
+            [str(word) for word in command], capture_output=True, text=True, check=False
+        )
+        if done.returncode:
+            raise HarnessError(f"{command[0]} failed: {done.stderr.strip()}")
+    made = Disk(folder)
+    try:
+        yield made
+    finally:
+        made.go_on()
+        unmount(folder)
