@@ -229,8 +229,10 @@ def _code(node: ast.AST) -> list[ast.AST]:
     if isinstance(node, ast.Raise):  # its text is for people
         return []
     if isinstance(node, ast.Call) and _name(node) in TEXTS:
-        # Only its keywords that decide: the releases and the condition.
-        return [word.value for word in node.keywords if word.arg in ("applies", "only_in")]
+        # Only what decides: the condition.
+        return [part for part in node.args if isinstance(part, ast.Lambda)][:1]
+    if isinstance(node, ast.Lambda):
+        return [node.body]
     return list(ast.iter_child_nodes(node))
 
 
