@@ -50,6 +50,7 @@ FAR = (
     "test_evidence.py",
     "test_fence_world.py",
     "test_matrix.py",
+    "test_offloading_legacy.py",
     "test_refusal_report.py",
     "test_telemetry.py",
 )
