@@ -91,8 +91,9 @@ class Module:
     def _notices(self) -> bool:
         child = os.fork()
         if child == 0:
-            os._exit(_run(self._tree, self._tests))
-        limit = time.monotonic() + 2 * self.seconds + PATIENCE
+            # The first run keeps what pytest compiles of the tests.
+            os._exit(_run(self._tree, self._tests, keep=not self.seconds))
+        limit = time.monotonic() + min(2 * self.seconds, 20) + PATIENCE
         while time.monotonic() < limit or not self.seconds:
             pid, status = os.waitpid(child, os.WNOHANG)
             if pid:
@@ -114,12 +115,12 @@ def warm() -> None:
     del packaging, psutil, pytest, rich, wrapt
 
 
-def _run(tree: Path, tests: Sequence[str]) -> int:
+def _run(tree: Path, tests: Sequence[str], keep: bool) -> int:
     """Run tests in this process; return 0 if all pass. Only in a fork."""
     os.setpgid(0, 0)
     resource.setrlimit(resource.RLIMIT_AS, (MEMORY, MEMORY))
     os.chdir(tree)
-    sys.dont_write_bytecode = True
+    sys.dont_write_bytecode = not keep
     sys.path[:] = [str(tree), str(tree / "scripts"), *(p for p in sys.path if not _ours(p))]
     for name in [name for name in sys.modules if name.partition(".")[0] in ("kvpatch", "harness")]:
         del sys.modules[name]
