@@ -56,7 +56,9 @@ class Manager:
 
     def let_go(self, marker: int) -> None:
         self.markers.append(marker)
-        self.unmapped += [p for epoch, pages in self._retired_pages if epoch <= marker for p in pages]
+        self.unmapped += [
+            p for epoch, pages in self._retired_pages if epoch <= marker for p in pages
+        ]
         self._retired_pages = [one for one in self._retired_pages if one[0] > marker]
 
     def release_retired_pages_through(self, marker: int) -> None:
@@ -308,7 +310,9 @@ def test_the_planner_forgets_before_the_pages_are_unmapped():
     planner = Planner(a=[11])
     one = engine((1, [1]), planner=planner)
     seen = []
-    hooks.around_release(lambda marker: seen.append(planner.known("a")[1][0]), one.manager, (1,), {})
+    hooks.around_release(
+        lambda marker: seen.append(planner.known("a")[1][0]), one.manager, (1,), {}
+    )
     assert seen == [0]
 
 

@@ -17,9 +17,7 @@ from kvpatch.telemetry.counters import Totals
 
 
 def scheduler(stores: bool = False, above: int | None = None, **fields: Any) -> Any:
-    made = SimpleNamespace(
-        **{"_reqs_to_load": {}, "has_pending_stores": lambda: stores, **fields}
-    )
+    made = SimpleNamespace(**{"_reqs_to_load": {}, "has_pending_stores": lambda: stores, **fields})
     if above is not None:
         state.attach(made, Lazy(SimpleNamespace(above_cap=above)))
     return made
@@ -52,9 +50,7 @@ def test_the_side_of_the_workers_asks_for_no_steps():
 def test_at_the_end_queued_copies_are_launched_then_awaited_then_vllm_goes_on():
     order: list[str] = []
     backend = SimpleNamespace(shutdown=lambda: order.append("launched"))
-    worker = SimpleNamespace(
-        _backend=backend, _flush_and_sync_all=lambda: order.append("awaited")
-    )
+    worker = SimpleNamespace(_backend=backend, _flush_and_sync_all=lambda: order.append("awaited"))
     connector = SimpleNamespace(worker_handler=worker)
 
     def shutdown():

@@ -48,10 +48,13 @@ for name in modules:
     importlib.import_module(name)
 spent = {"total": time.perf_counter() - begun, "cpu": time.process_time() - cpu}
 """
-PLAIN = IMPORTS + """
+PLAIN = (
+    IMPORTS
+    + """
 assert set(os.environ["BENCH_ANYWAY"].split()) <= set(sys.modules)
 print('\\n' + json.dumps(spent))
 """
+)
 PARTS = """
 import importlib, os, time
 for name in os.environ["BENCH_ANYWAY"].split():
