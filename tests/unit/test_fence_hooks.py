@@ -1,5 +1,4 @@
-"""The fence between vLLM's scheduler and kvcached's page manager, without either; see KVP tests
-of engines for the copies themselves. Pages of ten blocks."""
+"""The fence between vLLM's scheduler and kvcached's page manager, without either of them."""
 
 from __future__ import annotations
 

@@ -161,16 +161,15 @@ class _Mutator:
             yield from self._without_one(node, node.elts)
         elif isinstance(node, ast.Dict):
             for index in range(len(node.values)):
-                rest: list[str] = []
+                others: list[str] = []
                 for other, key in enumerate(node.keys):
                     if other != index:
                         text = self._text(node.values[other])
-                        rest.append(f"**{text}" if key is None else f"{self._text(key)}: {text}")
-                yield self._replace(node, "{" + ", ".join(rest) + "}")
+                        others.append(f"**{text}" if key is None else f"{self._text(key)}: {text}")
+                yield self._replace(node, "{" + ", ".join(others) + "}")
         elif isinstance(node, ast.Call):
-            if isinstance(node.func, ast.Name) and node.func.id in CALLS and node.args:
-                if len(node.args) > 1 or node.func.id in ("any", "all") or node.keywords:
-                    yield self._replace(node.func, CALLS[node.func.id])
+            if isinstance(node.func, ast.Name) and node.func.id in CALLS:
+                yield self._replace(node.func, CALLS[node.func.id])
         elif isinstance(node, ast.Subscript):
             if isinstance(node.slice, ast.Slice) and isinstance(node.ctx, ast.Load):
                 yield self._replace(node, self._text(node.value))
@@ -189,10 +188,9 @@ class _Mutator:
         elif isinstance(node, ast.Assign):
             if any(isinstance(target, (ast.Attribute, ast.Subscript)) for target in node.targets):
                 yield self._replace(node, "pass")
-        elif isinstance(node, ast.Return):
-            # Calls are what is wrapped: what happens when their result is lost.
-            if isinstance(node.value, (ast.Call, ast.Name)):
-                yield self._replace(node, f"{self._text(node)[len('return ') :]}; return None")
+        elif isinstance(node, ast.Return) and isinstance(node.value, (ast.Call, ast.Name)):
+            # What a wrapper returns is vLLM's: what happens when it is lost.
+            yield self._replace(node, f"{self._text(node.value)}; return None")
 
     def _without_one(
         self, node: ast.Tuple | ast.List | ast.Set, elements: Iterable[ast.expr]
@@ -200,7 +198,9 @@ class _Mutator:
         elements = list(elements)
         if isinstance(node, ast.Set) and len(elements) == 1:
             return
-        opened, closed = {ast.Tuple: "()", ast.List: "[]", ast.Set: "{}"}[type(node)]
+        opened, closed = {ast.Tuple: ("(", ")"), ast.List: ("[", "]"), ast.Set: ("{", "}")}[
+            type(node)
+        ]
         for left_out in elements:
             rest = [self._text(one) for one in elements if one is not left_out]
             comma = "," if isinstance(node, ast.Tuple) and len(rest) == 1 else ""
@@ -230,7 +230,8 @@ def _code(node: ast.AST) -> list[ast.AST]:
         return []
     if isinstance(node, ast.Call) and _name(node) in TEXTS:
         # Only what decides: the condition.
-        return [part for part in node.args if isinstance(part, ast.Lambda)][:1]
+        lambdas: list[ast.AST] = [part for part in node.args if isinstance(part, ast.Lambda)]
+        return lambdas[:1]
     if isinstance(node, ast.Lambda):
         return [node.body]
     if isinstance(node, ast.keyword) and node.arg == "strict":  # a check of zip's, of equal lists
