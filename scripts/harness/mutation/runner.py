@@ -112,7 +112,10 @@ def warm() -> None:
     import rich.console
     import wrapt
 
-    del packaging, psutil, pytest, rich, wrapt
+    del packaging, psutil, rich, wrapt
+    os.environ["PYTEST_DISABLE_PLUGIN_AUTOLOAD"] = "1"  # unit tests use none
+    with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
+        pytest.main(["--version"])  # imports pytest's own plugins
 
 
 def _run(tree: Path, tests: Sequence[str], keep: bool) -> int:
@@ -135,7 +138,7 @@ def _run(tree: Path, tests: Sequence[str], keep: bool) -> int:
         for stream in (1, 2):
             os.dup2(devnull, stream)
     with contextlib.redirect_stdout(out):
-        code = pytest.main(["-x", "-q", "-p", "no:cacheprovider", "-p", "no:xdist", *tests])
+        code = pytest.main(["-x", "-q", "-p", "no:cacheprovider", *tests])
     if os.environ.get("MUTATE_SHOW"):
         os.write(2, out.getvalue().encode())
     return 0 if code == 0 else 1
