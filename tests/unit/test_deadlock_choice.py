@@ -158,3 +158,9 @@ def test_a_running_request_does_not_let_go():
     one = Request(**vars(request("one", 1)))
     one.status = Running
     assert not deadlock._holds(one)
+
+
+def test_two_that_are_in_no_queue_are_several():
+    scheduler = Scheduler(request("one", 1), request("two", 2))
+    scheduler.waiting = Queue()
+    assert scheduler.steps(deadlock.SEVERAL_WAIT) == ["two"]

@@ -394,3 +394,20 @@ def test_fences_count_what_they_held():
     counts = fence.counters
     assert (counts.released, counts.held_for_plan, counts.held_for_transfer) == (3, 2, 1)
     assert counts.longest_hold == 2
+
+
+def test_a_fence_begins_at_nothing_and_keeps_nothing_of_a_transfer_that_ended():
+    fence = Fence(range_of, workers=2)
+    assert vars(fence.counters) == dict.fromkeys(
+        ("released", "held_for_plan", "held_for_transfer", "longest_hold"), 0
+    )
+    assert not fence.pinned
+    for _ in range(2):  # the second of the same number needs both reports again
+        fence.plan([(1, Transfer("a", (11, 12)))], epoch=1)
+        fence.report(1, 1)
+        assert fence.split([(1, [1])], can_plan=True) == ([], [(1, [1])])
+        fence.report(1, 1)
+        assert fence.split([(1, [1])], can_plan=True) == ([1], [])
+    fence.split([(2, [5])], can_plan=True)
+    assert fence.split([(2, [5])], can_plan=False) == ([5], [])
+    assert fence.counters.longest_hold == 0  # all within one step

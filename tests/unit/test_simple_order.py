@@ -245,3 +245,44 @@ def test_blocks_go_back_to_the_head_only_if_they_are_evictable():
     lazy.order.put_back([3, 2, 5])
     assert list(lazy.pool._evictable_blocks) == [3, 5, 1, 4]
     assert lazy.order.evictable.offered == {3, 5}
+
+
+def test_a_block_with_a_copy_was_offered_too():
+    """Once: when the tier gives the copy up, the block waits until it is used again."""
+    lazy = planner(cached=4)
+    lazy.cpu_block_pool.has = ["h1"]
+    assert lazy.walk() == [2, 3, 4]
+    lazy.cpu_block_pool.has.clear()
+    assert lazy.walk() == []
+
+
+def test_blocks_of_every_store_in_flight_count():
+    lazy = planner(cached=12)
+    for stored in ([1, 2, 3, 4], [5, 6, 7, 8], []):
+        lazy._target_free = 8 if stored[:1] != [1] else 4
+        assert lazy.walk() == stored
+
+
+def test_a_trim_chooses_each_block_once():
+    lazy = planner(cached=5, free=50, cap=1)
+    lazy.pool.victims = [1, 2]
+    lazy.cpu_block_pool.has = ["h1", "h2", "h3", "h4", "h5"]
+    lazy.order.trim()
+    assert list(lazy.pool._evictable_blocks) == [5]
+
+
+def test_up_to_0_22_there_is_no_parallel_context():
+    class Older(Planner):
+        @property
+        def cp_world_size(self) -> int:
+            raise AttributeError
+
+    assert match(Older(Pool(cached=8, free=1), Tier()), tokens=17) == (None, False)
+
+
+def test_vllm_binds_its_pool_before_and_eager_mode_frees_as_it_does():
+    bound: list[Any] = []
+    eviction.around_bind(bound.append, SimpleNamespace(_lazy_mode=False), ("pool",), {})
+    assert bound == ["pool"]
+    pool = Pool(cached=1)
+    assert eviction.around_free(lambda *args: ("freed", *args), pool, (1,), {}) == ("freed", 1)

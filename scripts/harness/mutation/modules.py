@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import ast
+from functools import cache
 from pathlib import Path
 
 FEATURES = "kvpatch/patches"
-# Modules of the core, with the tests that reach them by a name in a table, not by an import.
+# Modules of the core that need no vLLM (secondary_tiers/fs.py has classes of vLLM's, see
+# tests/engine/test_tier_classes.py), with the tests that reach them by a name in a table, not by an import.
 RULES = ("test_rules.py", "test_simple_refusals.py", "test_tier_rules.py")
 MODULES: dict[str, tuple[str, ...]] = {
     f"{FEATURES}/fence/fence.py": (),
@@ -36,10 +38,9 @@ MODULES: dict[str, tuple[str, ...]] = {
     f"{FEATURES}/secondary_tiers/legacy.py": (),
     f"{FEATURES}/secondary_tiers/fingerprint.py": (),
     f"{FEATURES}/secondary_tiers/admission.py": (),
-    f"{FEATURES}/secondary_tiers/fs.py": (),
     f"{FEATURES}/secondary_tiers/timeout.py": (),
     f"{FEATURES}/secondary_tiers/block_files.py": (),
-    f"{FEATURES}/elastic_memory/ipc_name.py": (),
+    f"{FEATURES}/elastic_memory/ipc_name.py": ("test_ipc_name.py",),
     "kvpatch/telemetry/status_page.py": ("test_telemetry.py",),
 }
 # These start processes, take a minute, or are about other things; a module may name them.
@@ -75,6 +76,7 @@ def nearest(root: Path, module: str) -> list[str]:
     return tests
 
 
+@cache
 def _imported(path: Path, folder: Path) -> set[str]:
     """Return the names of the modules that a test imports, by itself or by its helpers."""
     found: set[str] = set()
