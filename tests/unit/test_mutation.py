@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+
 from harness.mutation import verdicts
 from harness.mutation.modules import MODULES, nearest
 from harness.mutation.mutants import mutants

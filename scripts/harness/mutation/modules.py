@@ -7,8 +7,8 @@ from functools import cache
 from pathlib import Path
 
 FEATURES = "kvpatch/patches"
-# Modules of the core that need no vLLM (secondary_tiers/fs.py has classes of vLLM's, see
-# tests/engine/test_tier_classes.py), with the tests that reach them by a name in a table, not by an import.
+# Modules of the core that need no vLLM, and tests that reach them by a name in a table or a text,
+# not by an import. secondary_tiers/fs.py needs it: tests/engine/test_tier_classes.py.
 RULES = ("test_rules.py", "test_simple_refusals.py", "test_tier_rules.py")
 MODULES: dict[str, tuple[str, ...]] = {
     f"{FEATURES}/fence/fence.py": (),
