@@ -77,8 +77,12 @@ class Engine:
             kv_cache_manager=SimpleNamespace(block_pool=SimpleNamespace(kv_cache_manager=manager)),
         )
         self.rpcs: list[Any] = []
-        self.model_executor = SimpleNamespace(collective_rpc=self.rpcs.append)
+        self.model_executor = SimpleNamespace(collective_rpc=self.collective_rpc)
         self.vllm_config = SimpleNamespace(parallel_config=SimpleNamespace(world_size=workers))
+
+    def collective_rpc(self, method: Any, **more: Any) -> list[Any]:
+        self.rpcs.append(method)
+        return [True] * self.vllm_config.parallel_config.world_size
 
     def install(self) -> Fenced | None:
         called = []
@@ -90,6 +94,9 @@ class Engine:
 @pytest.fixture(autouse=True)
 def pages(monkeypatch):
     monkeypatch.setattr(kvcached_api, "blocks_of_page", lambda manager, page: range_of(page))
+    vllm = ModuleType("vllm")
+    vllm.envs = SimpleNamespace(VLLM_EXECUTE_MODEL_TIMEOUT_SECONDS=300)
+    monkeypatch.setitem(sys.modules, "vllm", vllm)
 
 
 def engine(*retired: tuple[int, list[int]], planner: Any = None, workers: int = 1) -> Any:

@@ -186,3 +186,12 @@ def test_an_error_of_the_module_itself_is_no_crash(monkeypatch):
 
 def test_a_target_without_named_parameters_needs_no_signature():
     assert gate.check_target(row("Target.value"), lambda target: pytest.fail).passed
+
+
+@pytest.mark.parametrize("error", [TypeError, ValueError])
+def test_a_function_without_a_readable_signature_has_moved(error):
+    def parameters():
+        raise error("no signature found for builtin")
+
+    verdict = gate.check_target(row("Target.method", "self"), lambda target: parameters)
+    assert verdict.outcome is Outcome.MOVED
