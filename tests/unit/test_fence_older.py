@@ -130,6 +130,12 @@ def test_several_requests_of_a_step_end_each_by_itself():
     assert engine.held(1, 2, 3, 4) == []
 
 
+def test_every_block_of_a_transfer_is_named():
+    engine = Engine()
+    engine.build(stores={"a": pair([11, 21, 31], [90])}, loads={"b": pair([91], [41, 51])})
+    assert engine.held(1, 2, 3, 4, 5, 6) == [1, 2, 3, 4, 5]
+
+
 def test_all_that_is_reported_at_once_ends():
     engine = Engine(workers=2)
     engine.run(engine.build(stores={"a": pair([11], [90]), "b": pair([21], [91])}))

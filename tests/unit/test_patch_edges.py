@@ -195,3 +195,11 @@ def test_a_function_without_a_readable_signature_has_moved(error):
 
     verdict = gate.check_target(row("Target.method", "self"), lambda target: parameters)
     assert verdict.outcome is Outcome.MOVED
+
+
+def test_a_patch_in_force_is_known_wherever_it_stands(world):  # noqa: F811
+    transaction = Transaction()
+    transaction.apply_all((patch("Thing.method"), patch("function")))
+    with pytest.raises(ValueError, match="function is in force already"):
+        transaction.apply_all((patch("function"),))
+    assert world.function() == "loud function"

@@ -11,6 +11,9 @@ EQUIVALENT: dict[str, dict[str, str]] = {
             "a version without a number counts as the newest release, which has no fault"
         ),
     },
+    "kvpatch/patch.py": {
+        "Feature.at: parts -> list(parts)[:1] #2": "there is exactly one, or it was refused above",
+    },
     f"{FEATURES}/fence/fence.py": {
         "Fence.__init__: 0 -> (0 + 1) #2": "only differences of the number of builds are used",
     },
