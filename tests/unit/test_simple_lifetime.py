@@ -242,6 +242,10 @@ def test_a_registration_that_fails_leaves_the_plan_as_it_was(monkeypatch):
 def test_one_kind_that_lies_together_is_enough_for_one_allocation():
     mixed = Plan([*TOGETHER.kv_cache_tensors, *APART.kv_cache_tensors])
     assert registration.layer_by_layer(mixed) is mixed
+    mixed = Plan([*APART.kv_cache_tensors, *TOGETHER.kv_cache_tensors])
+    assert registration.layer_by_layer(mixed) is mixed
+    nearly = Plan([Placed(100, ["a"], 8 * 16 - 1, 16)])
+    assert registration.layer_by_layer(nearly) is nearly
     exactly = Plan([Placed(128, ["a"], 128, 16, offset=7)])
     assert registration.layer_by_layer(exactly).kv_cache_tensors == [Placed(128, ["a"], 128, 16)]
 
