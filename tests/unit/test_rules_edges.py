@@ -24,6 +24,7 @@ from test_rules import (
 
 from kvpatch import rules
 from kvpatch.patches.kvcached_compat.rules import runs_v2
+from kvpatch.patches.offloading.rules import has_tiers
 from kvpatch.patches.simple_offload.rules import RULES as SIMPLE_RULES
 from kvpatch.rules import Rule
 from kvpatch.versions import Span
@@ -88,6 +89,22 @@ def test_either_connector_twice_is_refused():
 )
 def test_one_of_two_connectors_is_enough(extra, refused):
     assert code(**together(*extra)) == refused
+
+
+def test_the_second_connectors_spec_counts():
+    inside = [
+        {"kv_connector": SIMPLE, "kv_connector_extra_config": {}},
+        {"kv_connector": OFFLOADING, "kv_connector_extra_config": {"spec_name": "MySpec"}},
+    ]
+    changes = multi(SIMPLE, OFFLOADING)
+    changes["kv_transfer_config__kv_connector_extra_config"]["connectors"] = inside
+    assert code(**changes) == "KVP303"
+    inside[1]["kv_connector_extra_config"] = tiers("fs")[
+        "kv_transfer_config__kv_connector_extra_config"
+    ]
+    assert has_tiers(config(**changes))
+    inside.reverse()
+    assert has_tiers(config(**changes))
 
 
 def test_lazy_mode_of_one_of_two_is_enough_on_0_29():

@@ -28,6 +28,10 @@ EQUIVALENT: dict[str, dict[str, str]] = {
             "without pages no block is gone; the test only saves the search"
         ),
     },
+    f"{FEATURES}/offloading/rules.py": {
+        "_scheduler: requested is None or not isinstance(requested, type) -> "
+        "((not isinstance(requested, type)))": "None is no class, and is returned in both cases",
+    },
     f"{FEATURES}/deadlock.py": {
         "module: 4 -> (4 + 1)": "a number of steps that was chosen; the tests count by its name",
         "module: 1000 -> (1000 + 1)": "a number of steps that was chosen; the tests count by it",
