@@ -96,7 +96,9 @@ def _noticed(path: str, tried: Sequence[Mutant]) -> set[str]:
     warm()
     with scratch_tree() as tree:
         module = Module(tree, path, nearest(tree, path))
-        return {mutant.id for mutant in tried if module.notices(mutant)}
+        noticed = {mutant.id for mutant in tried if module.notices(mutant)}
+        module.check()  # the environment may have been changed meanwhile
+        return noticed
 
 
 def _entry(path: str, found: Sequence[Mutant], survivors: Sequence[Mutant]) -> dict[str, Any]:

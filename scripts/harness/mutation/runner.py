@@ -66,14 +66,25 @@ class Module:
 
     def __init__(self, tree: Path, path: str, tests: Sequence[str]) -> None:
         self._tree = tree
+        self._name = path
         self._path = tree / path
         self._source = self._path.read_bytes()
         self._tests = list(tests)
         self.seconds = 0.0
         begun = time.monotonic()
-        if tests and self._notices():
-            raise HarnessError(f"the tests of {path} fail without a change: {' '.join(tests)}")
+        self.check()
         self.seconds = time.monotonic() - begun
+
+    def check(self) -> None:
+        """Check that the tests pass without a change; else every mutant would look noticed.
+
+        Raises:
+            HarnessError: they do not.
+        """
+        if self._tests and self._notices():
+            raise HarnessError(
+                f"the tests of {self._name} fail without a change: {' '.join(self._tests)}"
+            )
 
     def notices(self, mutant: Mutant) -> bool:
         """Return whether a test fails, or hangs, with the mutant."""
