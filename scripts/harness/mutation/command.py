@@ -55,14 +55,13 @@ def _mutants(path: str) -> list[Mutant]:
 
 
 def _run(screen: console.Screen, paths: Sequence[str], jobs: int, only_open: bool) -> int:
-    before: dict[str, Any] = json.loads(RESULTS.read_text()) if RESULTS.is_file() else {}
-    modules: dict[str, Any] = before.get("modules", {})
     left = 0
     for path in paths:
         found = _mutants(path)
-        known = modules.get(path, {}).get("survivors", [])
+        before = _results().get(path)
+        known = [] if before is None else before["survivors"]
         tried = found
-        if only_open and path in modules:
+        if only_open and before is not None:
             names = {one["mutant"] for one in known if one["verdict"] == "open"}
             tried = [mutant for mutant in found if mutant.id in names]
         survivors = _survivors(path, tried, jobs)
@@ -70,16 +69,21 @@ def _run(screen: console.Screen, paths: Sequence[str], jobs: int, only_open: boo
             others = {one["mutant"] for one in known if one["verdict"] != "open"}
             survivors += [mutant for mutant in found if mutant.id in others]
             survivors.sort(key=found.index)
-        modules[path] = _entry(path, found, survivors)
-        still_open = [one for one in modules[path]["survivors"] if one["verdict"] == "open"]
+        entry = _entry(path, found, survivors)
+        still_open = [one for one in entry["survivors"] if one["verdict"] == "open"]
         left += len(still_open)
         screen.say(f"{path}: {len(found)} mutants, {len(survivors)} not noticed by unit tests")
         for one in still_open:
             screen.say(f"  line {one['line']}: {one['mutant']}", style="red")
         for name in _stale(path, found):
             screen.say(f"  a verdict for no mutant: {name}", style="yellow")
-        _write(modules)
+        _write(_results() | {path: entry})  # another module may have been written meanwhile
     return 1 if left else 0
+
+
+def _results() -> dict[str, Any]:
+    """Return what is known so far, by module."""
+    return json.loads(RESULTS.read_text())["modules"] if RESULTS.is_file() else {}
 
 
 def _survivors(path: str, tried: Sequence[Mutant], jobs: int) -> list[Mutant]:
