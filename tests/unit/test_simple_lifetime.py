@@ -82,7 +82,8 @@ def counted(tensors: list[Any], ranks: int = 1) -> Any:
     [
         ([SimpleNamespace(size=64), SimpleNamespace(size=128)], 1, 48),
         ([SimpleNamespace(size=64), SimpleNamespace(size=128)], 3, 144),
-        ([SimpleNamespace(size=64, block_stride=16), SimpleNamespace(size=64)], 1, 16),
+        ([SimpleNamespace(size=64, block_stride=16), SimpleNamespace(size=96)], 1, 16),
+        ([SimpleNamespace(size=64), SimpleNamespace(size=96, block_stride=16)], 1, 16),
         ([SimpleNamespace(size=64, block_stride=0)] * 2, 1, 32),
     ],
 )
@@ -248,6 +249,15 @@ def test_one_kind_that_lies_together_is_enough_for_one_allocation():
     assert registration.layer_by_layer(nearly) is nearly
     exactly = Plan([Placed(128, ["a"], 128, 16, offset=7)])
     assert registration.layer_by_layer(exactly).kv_cache_tensors == [Placed(128, ["a"], 128, 16)]
+
+
+def test_the_host_device_has_copies_of_its_own(monkeypatch):
+    copies = ModuleType("kvpatch.hostdevice.simple_copies")
+    copies.HostCopyBackend, copies.TorchWithStreams = "backend", lambda torch: (torch, "streams")
+    monkeypatch.setitem(sys.modules, copies.__name__, copies)
+    cpu = copy_backend.DEVICES["cpu"]
+    assert cpu.backend("vllm's") == "backend"
+    assert cpu.torch("torch") == ("torch", "streams")
 
 
 def test_cuda_has_vllms_own_copies():

@@ -27,7 +27,10 @@ def promote(manager: Any, key: str, context: Any, succeeds: bool = True) -> bool
         return succeeds
 
     result = promotion.around_promotion(wrapped, manager, (0, key, context), {})
-    return result if called else "not asked"
+    if called:
+        return result
+    assert result is False
+    return "not asked"
 
 
 def test_a_block_is_promoted_once_per_request(manager):

@@ -73,6 +73,12 @@ def test_an_engine_with_its_worker_in_the_same_process_says_so_once(record):
     assert record.layout == "layout of config"
 
 
+def test_an_engine_whose_workers_are_other_processes_is_elastic(record):
+    verify.around_engine_core(lambda: None, engine(ElasticBlockPool()), (), {})
+    assert record.elastic is True
+    assert record.said == [["engine-core"]]
+
+
 def test_a_worker_of_its_own_says_so_itself(record):
     worker(record, True, True)
     assert record.said == [["worker"]]

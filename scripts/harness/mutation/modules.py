@@ -52,6 +52,7 @@ FAR = (
     "test_fence_world.py",
     "test_matrix.py",
     "test_offloading_legacy.py",
+    "test_refusal.py",
     "test_refusal_report.py",
     "test_rows.py",
     "test_telemetry.py",
