@@ -124,6 +124,45 @@ def test_lazy_mode_of_one_of_two_is_enough_on_0_29():
         assert rule.refusal(made, facts(vllm="0.30.0")) is None
 
 
+def test_each_of_two_of_a_kind_counts():
+    """vLLM would run them, if no other rule refused two."""
+    backends, windows = (
+        next(rule for rule in SIMPLE_RULES if rule.code == each) for each in ("KVP315", "KVP327")
+    )
+
+    def made(*extra: dict[str, Any]) -> Any:
+        inside = [{"kv_connector": SIMPLE, "kv_connector_extra_config": one} for one in extra]
+        changes = multi(SIMPLE)
+        changes["kv_transfer_config__kv_connector_extra_config"] = {"connectors": inside}
+        return config(**changes, **OLD)
+
+    def broken(rule: Rule, *extra: dict[str, Any]) -> bool:
+        return rule.refusal(made(*extra), facts(vllm="0.19.1")) is not None
+
+    assert broken(backends, {}, {"kv_offload_backend": "disk"})
+    assert broken(backends, {"kv_offload_backend": "disk"}, {})
+    assert not broken(backends, {}, {"kv_offload_backend": "cpu"})
+    assert broken(windows, {"lazy_offload": True}, {})
+    assert broken(windows, {}, {"lazy_offload": True})
+    assert not broken(windows, {"lazy_offload": True}, {"lazy_offload": True})
+
+
+def test_a_tier_of_the_second_connector_counts():
+    changes = multi(SIMPLE, OFFLOADING)
+    inside = changes["kv_transfer_config__kv_connector_extra_config"]["connectors"]
+    inside[1]["kv_connector_extra_config"] = tiers("obj")[
+        "kv_transfer_config__kv_connector_extra_config"
+    ]
+    assert code(**changes) == "KVP322"
+    inside.reverse()
+    assert code(**changes) == "KVP322"
+
+
+def test_priorities_are_only_for_engines_without_tiers():
+    assert code(scheduler_config__policy="priority") is None
+    assert code(scheduler_config__policy="priority", **tiers("fs")) == "KVP323"
+
+
 @pytest.mark.parametrize(
     ("name", "module", "refused"),
     [

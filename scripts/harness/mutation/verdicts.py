@@ -32,6 +32,11 @@ EQUIVALENT: dict[str, dict[str, str]] = {
         "_scheduler: requested is None or not isinstance(requested, type) -> "
         "((not isinstance(requested, type)))": "None is no class, and is returned in both cases",
     },
+    f"{FEATURES}/simple_offload/rules.py": {
+        '_eager_windows: _is_simple(config, facts) and not all(_values(config, "lazy_ ... '
+        'ding_window() is not None -> ((not all(_values(config, "lazy_offload"))) and (not config. '
+        "... ng_window() is not None))": "without this connector there is no value, and all hold",
+    },
     f"{FEATURES}/deadlock.py": {
         "module: 4 -> (4 + 1)": "a number of steps that was chosen; the tests count by its name",
         "module: 1000 -> (1000 + 1)": "a number of steps that was chosen; the tests count by it",
