@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import errno
 import sys
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
+from test_tier_rules import Pending
 
 from kvpatch.patches.secondary_tiers import legacy, promotion
 
@@ -122,3 +124,57 @@ def test_a_request_that_vllm_still_knows_is_vllms(monkeypatch):
         context,
     )
     assert known == {"a": "state"}
+
+
+def test_up_to_0_27_blocks_of_every_tier_and_request_come_up_by_themselves():
+    waiting = {
+        "disk": {"a": Pending("of a", ["x"], [5]), "b": Pending("of b", ["x", "y"], [6, 7])},
+        "other": {"a": Pending("of a", ["x", "z"], [8, 9])},
+    }
+    manager = SimpleNamespace(_pending_load_submissions=waiting)
+    legacy.split_promotions(lambda: None, manager, (), {})
+    assert {tier: list(jobs.values()) for tier, jobs in waiting.items()} == {
+        "disk": [
+            Pending("of a", ["x"], [5]),
+            Pending("of b", ["x"], [6]),
+            Pending("of b", ["y"], [7]),
+        ],
+        "other": [Pending("of a", ["x"], [8]), Pending("of a", ["z"], [9])],
+    }
+
+
+@pytest.fixture
+def asked(monkeypatch):
+    """What a disk without direct I/O was asked; the second list has what it refuses anyway."""
+    calls: list[Any] = []
+    broken: list[str] = []
+
+    def access(paths: Any, view: Any, offsets: Any, size: int, direct: bool) -> None:
+        calls.append((paths, offsets, size, direct))
+        if direct or broken:
+            raise OSError(errno.EINVAL, "not possible")
+
+    for name in ("store_blocks", "load_blocks"):
+        monkeypatch.setattr(legacy, name, access)
+    monkeypatch.setattr(legacy, "_buffered", set())
+    return calls, broken
+
+
+def test_up_to_0_26_each_folder_of_a_layout_is_tried_with_direct_io(asked):
+    calls, _ = asked
+    view = memoryview(b"")
+    legacy.store_block("/disk/a_r0/00/01_g0/file", view, 8, 4)
+    legacy.store_block("/disk/b_r0/00/01_g0/file", view, 8, 4)
+    assert [direct for *_, direct in calls] == [True, False, True, False]
+    legacy.load_block("/disk/b_r0/77/01_g0/other", view, 12, 4)
+    assert calls[-1] == (["/disk/b_r0/77/01_g0/other"], [12], 4, False)
+
+
+def test_what_is_refused_without_direct_io_too_is_not_tried_again(asked):
+    calls, broken = asked
+    legacy.store_block("/disk/a_r0/00/01_g0/file", memoryview(b""), 8, 4)
+    calls.clear()
+    broken.append("all")
+    with pytest.raises(OSError, match="not possible"):
+        legacy.store_block("/disk/a_r0/00/01_g0/file", memoryview(b""), 8, 4)
+    assert [direct for *_, direct in calls] == [False]
