@@ -210,3 +210,30 @@ def test_keys_are_packed_for_the_instruction_set_of_a_cpu(monkeypatch, kind, pla
     for module in (torch, ModuleType("vllm"), platforms):
         monkeypatch.setitem(sys.modules, module.__name__, module)
     assert fingerprint._platform(SimpleNamespace(type=kind)) == platform
+
+
+def test_dimensions_of_one_are_no_part_of_a_layout():
+    """Their strides are of no use, and differ between equal tensors."""
+
+    class Single(Cache):
+        def __init__(self, stride: int) -> None:
+            super().__init__(1000, (48, 1, stride, 2))
+            self.shape = (8, 2, 1, 3)
+
+    made = [layout(kv_caches={"a": Single(stride)}, groups=[["a"]]) for stride in (6, 24)]
+    assert made[0] == made[1]
+
+
+def test_tiers_of_one_of_two_connectors_are_enough():
+    one = Core({"weights": "a"})
+    transfer = one.vllm_config.kv_transfer_config
+    inside = [
+        {"kv_connector": "SimpleCPUOffloadConnector"},
+        {
+            "kv_connector": "OffloadingConnector",
+            "kv_connector_extra_config": transfer.kv_connector_extra_config,
+        },
+    ]
+    transfer.kv_connector = "MultiConnector"
+    transfer.kv_connector_extra_config = {"connectors": inside}
+    assert one.digest() is not None
