@@ -37,6 +37,10 @@ EQUIVALENT: dict[str, dict[str, str]] = {
         'ding_window() is not None -> ((not all(_values(config, "lazy_offload"))) and (not config. '
         "... ng_window() is not None))": "without this connector there is no value, and all hold",
     },
+    f"{FEATURES}/secondary_tiers/block_files.py": {
+        "module: 0 -> (0 + 1)": "for systems without O_DIRECT, which Linux has",
+        "store_blocks: 0 -> (0 + 1)": "the flag is O_WRONLY, which is set in any case",
+    },
     f"{FEATURES}/deadlock.py": {
         "module: 4 -> (4 + 1)": "a number of steps that was chosen; the tests count by its name",
         "module: 1000 -> (1000 + 1)": "a number of steps that was chosen; the tests count by it",
