@@ -64,6 +64,26 @@ ELSEWHERE = {
             "test_after_a_fault_of_the_disk_the_tokens_are_right",
         ),
         (
+            "any call to the disk fails, in turn, for all of them",
+            "the block is a miss; nothing else is lost",
+            "test_every_call_to_the_disk_fails_in_turn",
+        ),
+        (
+            "a slow disk has a backlog of more than the patience",
+            "what waits in the queue makes no tier late",
+            "test_what_waits_in_the_queue_makes_no_tier_late",
+        ),
+        (
+            "an engine was killed while it wrote a block",
+            "the next one removes what was being written",
+            "test_what_a_killed_engine_was_writing_is_swept_at_the_next_start",
+        ),
+        (
+            "the weights of a running engine are replaced",
+            "no block of the old ones is found, in no tier",
+            "test_weights_that_are_replaced_find_no_block_of_the_old_ones",
+        ),
+        (
             "a prompt is larger than the CPU tier",
             "it gets the blocks that fit",
             "test_a_prompt_larger_than_the_cpu_tier_gets_what_fits",
@@ -134,6 +154,26 @@ ELSEWHERE = {
             "two engines have one engine_id",
             "the second is refused",
             "test_a_second_engine_with_the_same_engine_id_is_refused",
+        ),
+        (
+            "two engines with one engine_id start at the same moment",
+            "one of them is refused",
+            "test_two_engines_with_one_engine_id_that_start_together",
+        ),
+        (
+            "a container with namespaces of its own takes a name in a shared /dev/shm",
+            "the name is seen as taken",
+            "test_a_container_with_its_own_namespaces_sees_the_claim",
+        ),
+        (
+            "kill -9 of an engine that holds a name",
+            "the name is free, and nothing stays",
+            "test_a_killed_engine_holds_nothing_and_leaves_nothing",
+        ),
+        (
+            "/dev/shm is full when kvcached's segment is made",
+            "the engine is refused",
+            "test_a_full_shm_is_a_refusal",
         ),
         (
             "several engines are started by one program",
@@ -234,8 +274,10 @@ def page() -> list[str]:
     ]
     for title, rows in sections().items():
         lines += ["", f"## {title}", ""]
-        lines += table(
-            ("fault", "what happens", "test", "lane"),
-            [(one.what, one.then, f"`{one.test}`", one.lane) for one in rows],
+        lines.append(
+            table(
+                ("fault", "what happens", "test", "lane"),
+                [(one.what, one.then, f"`{one.test}`", one.lane) for one in rows],
+            )
         )
     return lines

@@ -1,0 +1,93 @@
+"""The modules that are mutated, and the tests that are nearest to each."""
+
+from __future__ import annotations
+
+import ast
+from functools import cache
+from pathlib import Path
+
+FEATURES = "kvpatch/patches"
+# Modules of the core that need no vLLM, and tests that reach them by a name in a table or a text,
+# not by an import. secondary_tiers/fs.py needs it: tests/engine/test_tier_classes.py.
+RULES = ("test_rules.py", "test_simple_refusals.py", "test_tier_rules.py")
+MODULES: dict[str, tuple[str, ...]] = {
+    f"{FEATURES}/fence/fence.py": (),
+    f"{FEATURES}/fence/hooks.py": (),
+    f"{FEATURES}/fence/legacy.py": (),
+    f"{FEATURES}/elastic_memory/regions.py": (),
+    f"{FEATURES}/elastic_memory/verify.py": (),
+    f"{FEATURES}/elastic_memory/configuration.py": RULES,
+    f"{FEATURES}/elastic_memory/rules.py": RULES,
+    f"{FEATURES}/offloading/registration.py": (),
+    f"{FEATURES}/offloading/rules.py": RULES,
+    f"{FEATURES}/kvcached_compat/rules.py": RULES,
+    f"{FEATURES}/simple_offload/registration.py": (),
+    f"{FEATURES}/simple_offload/cpu_pool.py": (),
+    f"{FEATURES}/simple_offload/metrics.py": (),
+    f"{FEATURES}/simple_offload/rules.py": RULES,
+    f"{FEATURES}/simple_offload/copy_backend.py": (),
+    f"{FEATURES}/simple_offload/lifetime.py": (),
+    f"{FEATURES}/simple_offload/eviction.py": (),
+    f"{FEATURES}/simple_offload/legacy.py": (),
+    f"{FEATURES}/deadlock.py": (),
+    "kvpatch/gate.py": (),
+    "kvpatch/patch.py": (),
+    "kvpatch/rules.py": RULES,
+    f"{FEATURES}/secondary_tiers/rules.py": RULES,
+    f"{FEATURES}/secondary_tiers/promotion.py": (),
+    f"{FEATURES}/secondary_tiers/legacy.py": (),
+    f"{FEATURES}/secondary_tiers/fingerprint.py": (),
+    f"{FEATURES}/secondary_tiers/admission.py": (),
+    f"{FEATURES}/secondary_tiers/timeout.py": (),
+    f"{FEATURES}/secondary_tiers/block_files.py": (),
+    f"{FEATURES}/elastic_memory/ipc_name.py": ("test_ipc_name.py",),
+    "kvpatch/telemetry/status_page.py": ("test_telemetry.py",),
+}
+# These start processes, take a minute, or are about other things; a module may name them.
+FAR = (
+    "test_debug.py",
+    "test_docs_pages.py",
+    "test_doctor.py",
+    "test_evidence.py",
+    "test_fence_world.py",
+    "test_matrix.py",
+    "test_offloading_legacy.py",
+    "test_refusal.py",
+    "test_refusal_report.py",
+    "test_rows.py",
+    "test_telemetry.py",
+)
+
+
+def nearest(root: Path, module: str) -> list[str]:
+    """Return the unit tests that import a module, and those that ``MODULES`` names.
+
+    Args:
+        root: the root of a tree.
+        module: the path of a module in it.
+    """
+    name = module.removesuffix(".py").replace("/", ".")
+    folder = root / "tests/unit"
+    tests = []
+    for path in sorted(folder.glob("test_*.py")):
+        if path.name in MODULES.get(module, ()) or (
+            path.name not in FAR and name in _imported(path, folder)
+        ):
+            tests.append(f"tests/unit/{path.name}")
+    return tests
+
+
+@cache
+def _imported(path: Path, folder: Path) -> set[str]:
+    """Return the names of the modules that a test imports, by itself or by its helpers."""
+    found: set[str] = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            found |= {node.module, *(f"{node.module}.{alias.name}" for alias in node.names)}
+            for helper in (node.module, *(alias.name for alias in node.names)):
+                other = folder / f"{helper.rpartition('.')[2]}.py"
+                if other.is_file() and other != path:
+                    found |= _imported(other, folder)
+    return found

@@ -1,0 +1,159 @@
+"""Run the nearest tests on mutants, each in a process of its own, in a copy of the tree.
+
+The processes are forks of one that has imported pytest, so that most mutants cost as much as
+the tests themselves.
+"""
+
+from __future__ import annotations
+
+import compileall
+import contextlib
+import io
+import os
+import resource
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+from harness.console import HarnessError
+from harness.mutation.mutants import Mutant
+
+ROOT = Path(__file__).parents[3]
+# A mutant that hangs is noticed: by the limit of CI. Seconds, above the tests' own time.
+PATIENCE = 10
+MEMORY = 4 << 30  # bytes of addresses, for a loop that fills a list
+
+
+@contextmanager
+def scratch_tree() -> Iterator[Path]:
+    """Yield a copy of the files that git has or would add; removed at the end."""
+    listed = subprocess.run(
+        ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"],
+        cwd=ROOT,
+        capture_output=True,
+        check=True,
+    ).stdout.decode()
+    memory = "/dev/shm" if Path("/dev/shm").is_dir() else None  # the modules change all the time
+    with tempfile.TemporaryDirectory(prefix="kvpatch-mutation-", dir=memory) as folder:
+        tree = Path(folder)
+        for name in filter(None, listed.split("\0")):
+            source = ROOT / name
+            if source.is_file():
+                (tree / name).parent.mkdir(parents=True, exist_ok=True)
+                shutil.copy2(source, tree / name)
+        for package in ("kvpatch", "scripts/harness"):
+            compileall.compile_dir(str(tree / package), quiet=2, workers=1)
+        yield tree
+
+
+class Module:
+    """A module in a scratch tree, and its tests.
+
+    Args:
+        tree: the scratch tree.
+        path: the module's path in it.
+        tests: paths of the tests in it.
+
+    Raises:
+        HarnessError: the tests fail without a change.
+    """
+
+    def __init__(self, tree: Path, path: str, tests: Sequence[str]) -> None:
+        self._tree = tree
+        self._name = path
+        self._path = tree / path
+        self._source = self._path.read_bytes()
+        self._tests = list(tests)
+        self.seconds = 0.0
+        begun = time.monotonic()
+        self.check()
+        self.seconds = time.monotonic() - begun
+
+    def check(self) -> None:
+        """Check that the tests pass without a change; else every mutant would look noticed.
+
+        Raises:
+            HarnessError: they do not.
+        """
+        if self._tests and self._notices():
+            raise HarnessError(
+                f"the tests of {self._name} fail without a change: {' '.join(self._tests)}"
+            )
+
+    def notices(self, mutant: Mutant) -> bool:
+        """Return whether a test fails, or hangs, with the mutant."""
+        if not self._tests:
+            return False
+        name = self._path.stem
+        for compiled in (self._path.parent / "__pycache__").glob(f"{name}.*.pyc"):
+            compiled.unlink()
+        self._path.write_bytes(mutant.apply(self._source))
+        try:
+            return self._notices()
+        finally:
+            self._path.write_bytes(self._source)
+
+    def _notices(self) -> bool:
+        child = os.fork()
+        if child == 0:
+            # The first run keeps what pytest compiles of the tests.
+            os._exit(_run(self._tree, self._tests, keep=not self.seconds))
+        limit = time.monotonic() + min(2 * self.seconds, 20) + PATIENCE
+        while time.monotonic() < limit or not self.seconds:
+            pid, status = os.waitpid(child, os.WNOHANG)
+            if pid:
+                return status != 0
+            time.sleep(0.01)
+        os.killpg(child, signal.SIGKILL)
+        os.waitpid(child, 0)
+        return True
+
+
+def warm() -> None:
+    """Import what every test run needs, before the processes are forked."""
+    import packaging.version
+    import psutil
+    import pytest
+    import rich.console
+    import wrapt
+
+    del packaging, psutil, rich, wrapt
+    os.environ["PYTEST_DISABLE_PLUGIN_AUTOLOAD"] = "1"  # unit tests use none
+    with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
+        pytest.main(["--version"])  # imports pytest's own plugins
+
+
+def _run(tree: Path, tests: Sequence[str], keep: bool) -> int:
+    """Run tests in this process; return 0 if all pass. Only in a fork."""
+    os.setpgid(0, 0)
+    resource.setrlimit(resource.RLIMIT_AS, (MEMORY, MEMORY))
+    os.chdir(tree)
+    sys.dont_write_bytecode = not keep
+    sys.path[:] = [str(tree), str(tree / "scripts"), *(p for p in sys.path if not _ours(p))]
+    for name in [name for name in sys.modules if name.partition(".")[0] in ("kvpatch", "harness")]:
+        del sys.modules[name]
+    os.environ["PYTHONPATH"] = f"{tree}:{tree / 'scripts'}"
+    os.environ["PYTHONDONTWRITEBYTECODE"] = "1"
+    os.environ["KVPATCH"] = "0"
+    import pytest
+
+    out = io.StringIO()
+    devnull = os.open(os.devnull, os.O_RDWR)
+    if not os.environ.get("MUTATE_SHOW"):
+        for stream in (1, 2):
+            os.dup2(devnull, stream)
+    with contextlib.redirect_stdout(out):
+        code = pytest.main(["-x", "-q", "-p", "no:cacheprovider", *tests])
+    if os.environ.get("MUTATE_SHOW"):
+        os.write(2, out.getvalue().encode())
+    return 0 if code == 0 else 1
+
+
+def _ours(path: str) -> bool:
+    return path in ("", str(ROOT), str(ROOT / "scripts"))

@@ -1,0 +1,53 @@
+"""What is known of mutants that no unit test notices: by module, then by the mutant's id."""
+
+from __future__ import annotations
+
+FEATURES = "kvpatch/patches"
+
+# The change cannot be seen: the reason.
+EQUIVALENT: dict[str, dict[str, str]] = {
+    "kvpatch/gate.py": {
+        'check_installed: package == "vllm" and found.version -> ((package == "vllm"))': (
+            "a version without a number counts as the newest release, which has no fault"
+        ),
+    },
+    "kvpatch/patch.py": {
+        "Feature.at: parts -> list(parts)[:1] #2": "there is exactly one, or it was refused above",
+    },
+    f"{FEATURES}/fence/fence.py": {
+        "Fence.__init__: 0 -> (0 + 1) #2": "only differences of the number of builds are used",
+    },
+    f"{FEATURES}/fence/hooks.py": {
+        "around_build: (getattr(job, side),) -> list((getattr(job, side),))[:1]": (
+            "it has one element"
+        ),
+        "around_release: [(0, released), *held] if released else held -> "
+        "([(0, released), *held])": "kvcached drops an entry of epoch 0 without pages at once",
+        'forget_freed_blocks: not pages or not getattr(planner, "_sliding_window_groups", ()) -> '
+        '((not getattr(planner, "_sliding_window_groups", ())))': (
+            "without pages no block is gone; the test only saves the search"
+        ),
+    },
+    f"{FEATURES}/offloading/rules.py": {
+        "_scheduler: requested is None or not isinstance(requested, type) -> "
+        "((not isinstance(requested, type)))": "None is no class, and is returned in both cases",
+    },
+    f"{FEATURES}/simple_offload/rules.py": {
+        '_eager_windows: _is_simple(config, facts) and not all(_values(config, "lazy_ ... '
+        'ding_window() is not None -> ((not all(_values(config, "lazy_offload"))) and (not config. '
+        "... ng_window() is not None))": "without this connector there is no value, and all hold",
+    },
+    f"{FEATURES}/secondary_tiers/block_files.py": {
+        "module: 0 -> (0 + 1)": "for systems without O_DIRECT, which Linux has",
+        "store_blocks: 0 -> (0 + 1)": "the flag is O_WRONLY, which is set in any case",
+    },
+    f"{FEATURES}/deadlock.py": {
+        "module: 4 -> (4 + 1)": "a number of steps that was chosen; the tests count by its name",
+        "module: 1000 -> (1000 + 1)": "a number of steps that was chosen; the tests count by it",
+    },
+    f"{FEATURES}/simple_offload/eviction.py": {
+        "EvictionOrder.must_wait: <= -> <": "with nothing missing no block is looked at",
+    },
+}
+# The change is a fault that only an engine, a GPU or another process shows: which.
+ELSEWHERE: dict[str, dict[str, str]] = {}

@@ -1,0 +1,35 @@
+"""Which process says that it is a frontend: one whose engine runs in another process."""
+
+from __future__ import annotations
+
+import sys
+from types import ModuleType, SimpleNamespace
+
+import pytest
+
+from kvpatch.patches.elastic_memory import configuration
+
+
+@pytest.mark.parametrize(
+    ("multiprocessing", "said", "roles", "announced"),
+    [
+        (True, False, [], True),
+        (True, False, ["frontend"], True),
+        (True, True, ["frontend"], True),  # another configuration of the same frontend
+        (True, True, ["engine-core"], False),
+        (True, False, ["engine-core"], True),  # what was inherited from another process
+        (False, False, [], False),
+        (False, True, ["frontend"], False),
+    ],
+)
+def test_a_frontend_says_so(monkeypatch, multiprocessing, said, roles, announced):
+    vllm = ModuleType("vllm")
+    vllm.envs = SimpleNamespace(VLLM_ENABLE_V1_MULTIPROCESSING=multiprocessing)
+    monkeypatch.setitem(sys.modules, "vllm", vllm)
+    lines: list[list[str]] = []
+    record = SimpleNamespace(roles=list(roles), said_here=lambda: said)
+    record.say = lambda: lines.append(list(record.roles))
+    monkeypatch.setattr(configuration, "record", record)
+    configuration.announce_frontend()
+    assert lines == ([["frontend"]] if announced else [])
+    assert record.roles == (["frontend"] if announced else roles)

@@ -1,0 +1,352 @@
+"""Rules, for one of several connectors, the other value of a boundary, and the next release."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from test_rules import (
+    HYBRID,
+    LATENT,
+    ONE_RANK,
+    RULES,
+    V2_OF_29,
+    V2_OF_30,
+    check,
+    config,
+    facts,
+    multi,
+    simple,
+    spec,
+    tiers,
+)
+
+from kvpatch import rules
+from kvpatch.patches.kvcached_compat.rules import runs_v2
+from kvpatch.patches.offloading.rules import has_tiers
+from kvpatch.patches.simple_offload.rules import RULES as SIMPLE_RULES
+from kvpatch.rules import Rule
+from kvpatch.versions import Span
+
+OFFLOADING, SIMPLE = "OffloadingConnector", "SimpleCPUOffloadConnector"
+
+
+def code(**changes: Any) -> str | None:
+    refused = check(config(**changes))
+    return None if refused is None else refused.code
+
+
+def together(*extra: dict[str, Any], **more: Any) -> dict[str, Any]:
+    """Both connectors in a MultiConnector, with an extra config each."""
+    names = (OFFLOADING, SIMPLE)
+    return {
+        "kv_transfer_config__kv_connector": "MultiConnector",
+        "kv_transfer_config__kv_connector_extra_config": {
+            "connectors": [
+                {"kv_connector": name, "kv_connector_extra_config": one} | more
+                for name, one in zip(names, extra, strict=True)
+            ]
+        },
+    }
+
+
+MINE = {"kv_transfer_config__kv_connector_module_path": "mine"}
+
+
+@pytest.mark.parametrize("name", [OFFLOADING, SIMPLE, "MultiConnector"])
+def test_a_class_of_ones_own_under_a_validated_name_is_another_connector(name):
+    assert code(kv_transfer_config__kv_connector=name, **MINE) == "KVP302"
+
+
+def test_a_class_of_ones_own_inside_a_multi_connector_is_another_connector():
+    assert code(**multi(OFFLOADING, SIMPLE)) is None
+    assert code(**multi(OFFLOADING, SIMPLE, kv_connector_module_path="mine")) == "KVP319"
+    second = multi(OFFLOADING, SIMPLE)
+    inside = second["kv_transfer_config__kv_connector_extra_config"]["connectors"]
+    inside[1]["kv_connector_module_path"] = "mine"
+    assert code(**second) == "KVP319"
+
+
+def test_either_connector_twice_is_refused():
+    assert code(**multi(SIMPLE, SIMPLE)) == "KVP320"
+    assert code(**multi(OFFLOADING, OFFLOADING)) == "KVP320"
+    assert code(**multi(SIMPLE, OFFLOADING, SIMPLE)) == "KVP320"
+
+
+@pytest.mark.parametrize(
+    ("extra", "refused"),
+    [
+        (({}, {}), None),
+        (({"canonical_layout": True}, {}), "KVP304"),
+        (({}, {"canonical_layout": True}), "KVP304"),
+        (({"spec_name": "MySpec"}, {}), "KVP303"),
+        (({}, {"spec_name": "MySpec"}), None),  # it has no specs and ignores the key
+        (({}, {"kv_offload_backend": "disk"}), "KVP315"),
+        (({}, {"kv_offload_backend": "cpu"}), None),
+        (({"kv_offload_backend": "disk"}, {}), None),
+    ],
+)
+def test_one_of_two_connectors_is_enough(extra, refused):
+    assert code(**together(*extra)) == refused
+
+
+def test_the_second_connectors_spec_counts():
+    inside = [
+        {"kv_connector": SIMPLE, "kv_connector_extra_config": {}},
+        {"kv_connector": OFFLOADING, "kv_connector_extra_config": {"spec_name": "MySpec"}},
+    ]
+    changes = multi(SIMPLE, OFFLOADING)
+    changes["kv_transfer_config__kv_connector_extra_config"]["connectors"] = inside
+    assert code(**changes) == "KVP303"
+    inside[1]["kv_connector_extra_config"] = tiers("fs")[
+        "kv_transfer_config__kv_connector_extra_config"
+    ]
+    assert has_tiers(config(**changes))
+    inside.reverse()
+    assert has_tiers(config(**changes))
+
+
+def test_lazy_mode_of_one_of_two_is_enough_on_0_29():
+    (rule,) = (rule for rule in SIMPLE_RULES if rule.code == "KVP316")
+    for first, second in ((True, False), (False, True), (False, False), (True, True)):
+        made = config(
+            kv_transfer_config__kv_connector="MultiConnector",
+            kv_transfer_config__kv_connector_extra_config={
+                "connectors": [
+                    {"kv_connector": SIMPLE, "kv_connector_extra_config": {"lazy_offload": lazy}}
+                    for lazy in (first, second)
+                ]
+            },
+        )
+        refused = rule.refusal(made, facts(vllm="0.29.0"))
+        assert (refused is not None) is (first or second)
+        assert rule.refusal(made, facts(vllm="0.30.0")) is None
+
+
+def test_each_of_two_of_a_kind_counts():
+    """vLLM would run them, if no other rule refused two."""
+    backends, windows = (
+        next(rule for rule in SIMPLE_RULES if rule.code == each) for each in ("KVP315", "KVP327")
+    )
+
+    def made(*extra: dict[str, Any]) -> Any:
+        inside = [{"kv_connector": SIMPLE, "kv_connector_extra_config": one} for one in extra]
+        changes = multi(SIMPLE)
+        changes["kv_transfer_config__kv_connector_extra_config"] = {"connectors": inside}
+        return config(**changes, **OLD)
+
+    def broken(rule: Rule, *extra: dict[str, Any]) -> bool:
+        return rule.refusal(made(*extra), facts(vllm="0.19.1")) is not None
+
+    assert broken(backends, {}, {"kv_offload_backend": "disk"})
+    assert broken(backends, {"kv_offload_backend": "disk"}, {})
+    assert not broken(backends, {}, {"kv_offload_backend": "cpu"})
+    assert broken(windows, {"lazy_offload": True}, {})
+    assert broken(windows, {}, {"lazy_offload": True})
+    assert not broken(windows, {"lazy_offload": True}, {"lazy_offload": True})
+
+
+def test_a_tier_of_the_second_connector_counts():
+    changes = multi(SIMPLE, OFFLOADING)
+    inside = changes["kv_transfer_config__kv_connector_extra_config"]["connectors"]
+    inside[1]["kv_connector_extra_config"] = tiers("obj")[
+        "kv_transfer_config__kv_connector_extra_config"
+    ]
+    assert code(**changes) == "KVP322"
+    inside.reverse()
+    assert code(**changes) == "KVP322"
+
+
+def test_priorities_are_only_for_engines_without_tiers():
+    assert code(scheduler_config__policy="priority") is None
+    assert code(scheduler_config__policy="priority", **tiers("fs")) == "KVP323"
+
+
+@pytest.mark.parametrize(
+    ("name", "module", "refused"),
+    [
+        ("CPUOffloadingSpec", None, None),
+        ("CPUOffloadingSpec", "vllm.v1.kv_offload.cpu", None),
+        ("TieringOffloadingSpec", "vllm.v1.kv_offload.tiering.spec", None),
+        ("HostOffloadingSpec", "kvpatch.hostdevice.offloading", None),
+        ("HostTieringOffloadingSpec", "kvpatch.hostdevice.tiering", None),
+        ("HostOffloadingSpec", None, "KVP303"),
+        ("HostOffloadingSpec", "mine", "KVP303"),
+        ("HostTieringOffloadingSpec", "kvpatch.hostdevice.offloading", "KVP303"),
+    ],
+)
+def test_specs_and_their_modules(name, module, refused):
+    assert code(**spec(name, module)) == refused
+
+
+@pytest.mark.parametrize(
+    ("scheduler", "refused"),
+    [
+        (None, None),
+        ("vllm.v1.core.sched.scheduler.Scheduler", None),
+        ("vllm.v1.core.sched.async_scheduler.AsyncScheduler", None),
+        (type("Scheduler", (), {"__module__": "vllm.v1.core.sched.scheduler"}), None),
+        (type("Scheduler", (), {"__module__": "mine"}), "KVP324"),
+    ],
+)
+def test_schedulers(scheduler, refused):
+    assert code(scheduler_config__scheduler_cls=scheduler) == refused
+
+
+@pytest.mark.parametrize("dtype", ["auto", "bfloat16", "float16", "float32"])
+@pytest.mark.parametrize("executor", [None, "uni", "mp"])
+def test_what_is_validated_passes(dtype, executor):
+    changes = {
+        "cache_config__cache_dtype": dtype,
+        "parallel_config__distributed_executor_backend": executor,
+    }
+    assert code(**changes) is None
+
+
+ALONE = LATENT | ONE_RANK | V2_OF_29
+
+
+@pytest.mark.parametrize(
+    ("changes", "refused"),
+    [
+        (ALONE, None),
+        (ALONE | simple(), None),
+        (ALONE | {"use_v2_model_runner": False}, "KVP305"),
+        (ALONE | {"parallel_config__world_size": 2}, "KVP305"),
+        (HYBRID | ONE_RANK | V2_OF_30, None),
+        (HYBRID | ONE_RANK | V2_OF_30 | simple(), "KVP311"),
+        (LATENT | HYBRID | ONE_RANK | V2_OF_30, "KVP311"),
+    ],
+)
+def test_kinds_of_models_that_are_validated_in_one_way_only(changes, refused):
+    assert code(**changes) == refused
+
+
+def test_a_configuration_without_a_model_is_of_no_kind():
+    assert code(model_config=None) is None
+    window = {"scheduler_config__disable_hybrid_kv_cache_manager": False}
+    assert code(model_config=None, machine__vllm="0.19.1", **simple(), **window) is None
+
+
+OLD = {
+    "machine__vllm": "0.19.1",
+    "scheduler_config__disable_hybrid_kv_cache_manager": False,
+    "model_config__get_sliding_window": lambda: 256,
+}
+
+
+@pytest.mark.parametrize(
+    ("changes", "refused"),
+    [
+        (simple() | OLD, "KVP327"),
+        (simple(lazy_offload=False) | OLD, "KVP327"),
+        (simple(lazy_offload=True) | OLD, None),
+        (simple() | OLD | {"scheduler_config__disable_hybrid_kv_cache_manager": True}, None),
+        (simple() | OLD | {"model_config__get_sliding_window": lambda: None}, None),
+        (OLD, None),
+        (simple() | OLD | {"machine__vllm": "0.22.1"}, None),
+    ],
+)
+def test_windows_in_eager_mode_of_old_releases(changes, refused):
+    assert code(**changes) == refused
+
+
+@pytest.mark.parametrize(
+    ("device", "changes", "refused"),
+    [
+        ("cuda", simple(), None),
+        ("cpu", simple(), None),
+        ("xpu", simple(), "KVP318"),
+        ("xpu", {}, None),
+        ("xpu", multi(OFFLOADING, SIMPLE), "KVP318"),
+    ],
+)
+def test_devices(device, changes, refused):
+    assert code(machine__device=device, **changes) == refused
+
+
+@pytest.mark.parametrize(
+    ("value", "runs"), [(None, False), ("", False), ("0", False), ("1", True), ("true", True)]
+)
+def test_up_to_0_21_a_variable_alone_decides_on_the_runner(value, runs):
+    environment = {} if value is None else {"VLLM_USE_V2_MODEL_RUNNER": value}
+    here = facts(environment=environment)
+    assert runs_v2(SimpleNamespace(), here) is runs
+    assert runs_v2(SimpleNamespace(use_v2_model_runner=True), here) is True
+    assert runs_v2(SimpleNamespace(use_v2_model_runner=False), here) is False
+
+
+@pytest.mark.parametrize(
+    ("release", "v2", "refused"),
+    [
+        ("0.28.0", False, False),
+        ("0.29.0", False, True),
+        ("0.29.0", True, False),
+        ("0.30.0", True, False),
+        ("0.31.0", True, True),
+        ("0.33.0", True, True),
+    ],
+)
+def test_hybrid_models_are_where_kvcached_has_them(release, v2, refused):
+    made = config(connector=False, use_v2_model_runner=v2, machine__vllm=release, **HYBRID)
+    (rule,) = (rule for rule in RULES if rule.code == "KVP313")
+    assert (rule.refusal(made, facts(vllm=release)) is not None) is refused
+    made.model_config.is_hybrid = False
+    assert rule.refusal(made, facts(vllm=release)) is None
+    made.model_config = None
+    assert rule.refusal(made, facts(vllm=release)) is None
+
+
+def test_secondary_tiers_of_one_of_two_connectors():
+    extra = tiers("fs")["kv_transfer_config__kv_connector_extra_config"]
+    release = {"machine__vllm": "0.22.1"}
+    assert code(**together(extra, {}), **release) == "KVP329"
+    assert code(**together({}, extra), **release) is None  # the other connector has none
+
+
+# The engine of the rules
+
+
+def rule(applies: bool = True, **fields: Any) -> Rule:
+    return Rule("KVP302", "k", lambda made, here: applies, "what", "why", "remedy", **fields)
+
+
+def test_a_rule_is_for_its_releases():
+    made = config()
+    assert rule().refusal(made, facts()) is not None
+    assert rule(applies=False).refusal(made, facts()) is None
+    limited = rule(only_in=Span("0.27", "0.28"))
+    assert limited.refusal(made, facts(vllm="0.27.1")) is not None
+    assert limited.refusal(made, facts(vllm="0.28.0")) is None
+    lifted = rule(unless_validated=Span("0.28"))
+    assert lifted.refusal(made, facts(vllm="0.27.1")) is not None
+    assert lifted.refusal(made, facts(vllm="0.28.0")) is None
+    assert lifted.refusal(made, facts(vllm="0.28.9")) is not None
+
+
+def test_the_words_of_a_rule_may_depend_on_the_configuration():
+    named = Rule("KVP302", "k", lambda *a: True, lambda made, here: here.device, "why", "remedy")
+    assert str(named.refusal(config(), facts(device="xpu"))) == (
+        "kvpatch refuses to start vLLM: xpu, because why; remedy, or set KVPATCH=0. [KVP302]"
+    )
+    assert named.refusal(config(), facts()).code == "KVP302"
+    assert named.fault is rule().fault
+
+
+def test_the_first_rule_that_is_broken_is_reported():
+    passes, first, second = rule(applies=False), rule(), rule()
+    assert rules.check(config(), facts(), (passes, first, second)) is not None
+    assert rules.check(config(), facts(), (passes,)) is None
+    assert rules.check(config(), facts(), (first,), lifted=("KVP302",)) is None
+    always = rule(with_connector=False)
+    for transfer in (None, SimpleNamespace(kv_connector=None)):
+        made = config()
+        made.kv_transfer_config = transfer
+        assert rules.check(made, facts(), (first,)) is None
+        assert rules.check(made, facts(), (always,)) is not None
+
+
+def test_references_to_rules_may_be_left_out():
+    reference = "kvpatch.patches.simple_offload.rules:RULES"
+    assert rules.of([None, reference, "", reference]) == (*SIMPLE_RULES, *SIMPLE_RULES)

@@ -1,0 +1,288 @@
+"""Lazy mode again, for what loses blocks: resets, several groups, full tiers, used blocks."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from test_simple_eviction import Planner, Pool, Tier, match, planner
+
+from kvpatch.patches.simple_offload import eviction
+
+
+def test_what_comes_back_after_a_reset_of_the_prefix_cache_is_stored():
+    """kvcached's reset clears the evictable blocks in one call, and pops none of them."""
+    lazy = planner(cached=4)
+    assert lazy.walk() == [1, 2, 3, 4]
+    lazy.copies_end()
+    lazy.pool._evictable_blocks.clear()
+    lazy.cpu_block_pool.has.clear()
+    assert list(lazy.pool._evictable_blocks) == []
+    lazy.pool.free(2)
+    assert lazy.walk() == [2]
+
+
+def test_a_block_used_during_one_store_keeps_its_place_after_the_next():
+    lazy = planner(cached=3)
+    lazy.walk()
+    lazy.pool.touch(2)
+    lazy.copies_end()
+    assert list(lazy.pool._evictable_blocks) == [1, 3, 2]
+    lazy.pool.touch(2)  # evictable now: an ordinary use
+    lazy.pool.free(2)
+    lazy.cpu_block_pool.has.remove("h2")
+    assert lazy.walk() == [2]
+    lazy.copies_end()
+    assert list(lazy.pool._evictable_blocks) == [2, 1, 3]
+
+
+def test_a_pop_says_what_a_dictionary_says():
+    blocks = eviction.EvictableBlocks({1: "one"})
+    blocks.offered.add(1)
+    assert blocks.pop(1) == "one"
+    assert (blocks.offered, blocks.used) == (set(), set())
+    assert blocks.pop(1, None) is None
+    assert blocks.used == {1}
+    with pytest.raises(KeyError):
+        blocks.pop(1)
+    blocks[1] = "again"
+    assert blocks.used == set()
+
+
+def test_the_pool_walks_what_it_evicts():
+    lazy = planner(cached=2)
+    assert lazy.pool._evictable_blocks is lazy.order.evictable
+    assert lazy.pool.free_block_queue is lazy.order
+
+
+def test_free_memory_has_nothing_to_store():
+    nothing = next(iter(planner(cached=1, free=1).order.iter_blocks_after(None)))
+    assert (nothing.ref_cnt, nothing.block_hash, nothing.is_null) == (0, None, False)
+
+
+def test_without_a_cap_nothing_is_above_it():
+    assert planner(cached=8, cap=-1).order.above_cap == 0
+    assert planner(cached=8, cap=0).order.above_cap == 8
+    assert planner(cached=8, cap=9).order.above_cap == 0
+
+
+def test_a_trim_evicts_only_what_has_a_copy_or_nothing_to_copy():
+    lazy = planner(cached=5, free=50, cap=1)
+    lazy.pool.victims = [4, 5]
+    lazy.cpu_block_pool.has = ["h5", "h1"]
+    lazy.pool.blocks[2].block_hash = None
+    lazy.order.trim()  # above by four: 4, 5, then 1, 2 in their order, each once
+    assert list(lazy.pool._evictable_blocks) == [3, 4]
+    assert lazy.walk() == [4]
+
+
+def test_a_trim_without_anything_stored_evicts_nothing():
+    lazy = planner(cached=3, free=50, cap=1)
+    lazy.pool.evict_blocks = pytest.fail
+    lazy.order.trim()
+
+
+def test_what_one_trim_offered_is_not_offered_by_the_next_below_the_cap():
+    lazy = planner(cached=3, free=50, cap=2, room=0)
+    lazy.walk()
+    lazy.pool.max_cached_blocks = 3
+    lazy.cpu_block_pool.room = 9
+    assert lazy.walk() == []
+
+
+def test_a_victim_that_is_stored_already_is_not_stored_twice():
+    lazy = planner(cached=4, free=50, cap=2)
+    lazy.pool.victims = [3, 4]
+    assert lazy.walk() == [3, 4]
+    lazy.pool.blocks[1].block_hash = "h3"  # the same content, its copy is on the way
+    lazy.pool.max_cached_blocks = 0
+    assert lazy.walk() == [2]
+
+
+# Prompts that wait
+
+
+def test_a_part_of_a_block_takes_a_whole_one():
+    assert match(planner(cached=8, free=1), tokens=17) == (None, False)
+    assert match(planner(cached=8, free=1), tokens=16) == (0, False)
+
+
+def test_one_block_without_a_copy_is_enough_to_wait_for():
+    lazy = planner(cached=8)
+    lazy.cpu_block_pool.has = ["h1", "h3"]
+    assert match(lazy, tokens=16) == (0, False)
+    assert match(lazy, tokens=33) == (None, False)
+    lazy.order.end_step()
+    lazy.cpu_block_pool.has = ["h1", "h2", "h3"]
+    assert match(lazy, tokens=48) == (0, False)
+    lazy.pool.blocks[2].block_hash = None  # nothing to lose
+    lazy.cpu_block_pool.has = ["h1", "h3"]
+    assert match(lazy, tokens=48) == (0, False)
+
+
+def test_what_was_offered_and_given_up_is_not_waited_for():
+    """The tier evicted the copy; the block is not offered again, so that waiting would not end."""
+    lazy = planner(cached=4)
+    lazy.walk()
+    lazy.copies_end()
+    lazy.cpu_block_pool.has.clear()
+    assert match(lazy, tokens=64) == (0, False)
+
+
+def test_a_full_tier_is_waited_for_while_a_copy_is_in_flight():
+    lazy = planner(cached=8)
+    assert lazy.walk() == [1, 2, 3, 4]
+    lazy.cpu_block_pool.room = 0
+    assert match(lazy, tokens=64) == (None, False)
+    lazy.order.end_step()
+    lazy.copies_end()
+    lazy.pool.evict_blocks({1, 2, 3, 4})
+    assert match(lazy, tokens=64) == (0, False)
+
+
+def test_a_prompt_needs_its_blocks_in_every_group():
+    pool, tier = Pool(cached=8, free=3), Tier()
+
+    class TwoGroups(Planner):
+        def __init__(self) -> None:
+            super().__init__(pool, tier)
+
+    one = TwoGroups()
+    one.cpu_kv_cache_config.kv_cache_groups.append(
+        SimpleNamespace(kv_cache_spec=SimpleNamespace(block_size=32))
+    )
+    eviction.around_bind(lambda pool: None, one, (pool,), {})
+    one.order = eviction.order_of(one)
+    assert match(one, tokens=32) == (0, False)  # two and one
+    assert match(one, tokens=33) == (None, False)  # three and two
+    assert one._target_free == 5
+    one.order.end_step()
+    assert one._target_free == 4
+
+
+def test_ranks_of_a_context_share_its_blocks():
+    pool, tier = Pool(cached=8, free=1), Tier()
+
+    class Parallel(Planner):
+        cp_world_size = 2
+
+    assert match(Parallel(pool, tier), tokens=32) == (0, False)
+
+    class Alone(Planner):
+        cp_world_size = 1
+
+    assert match(Alone(Pool(cached=8, free=1), tier), tokens=32) == (None, False)
+
+
+def test_a_target_is_never_lowered_by_a_prompt():
+    lazy = planner(cached=8)
+    assert match(lazy, tokens=16) == (None, False)
+    assert lazy._target_free == 4
+
+
+def test_a_prompt_computes_at_most_a_batch_at_a_time():
+    """The batch is 64 tokens: four blocks, whatever the prompt's length."""
+    assert match(planner(cached=8, free=4), tokens=500) == (0, False)
+    assert match(planner(cached=8, free=3), tokens=500) == (None, False)
+
+
+def test_what_is_computed_already_needs_no_blocks():
+    lazy = planner(cached=8, free=1)
+    request = SimpleNamespace(num_tokens=48)
+    found = eviction.around_match(lambda *both: (0, False), lazy, (request, 32), {})
+    assert found == (0, False)
+    found = eviction.around_match(
+        lambda **both: (0, False), lazy, (), {"request": request, "num_computed_tokens": 31}
+    )
+    assert found == (None, False)
+
+
+def test_a_prompt_that_vllm_defers_itself_stays_deferred():
+    lazy = planner(cached=8, free=9)
+    request = SimpleNamespace(num_tokens=16)
+    assert eviction.around_match(lambda *both: (None, False), lazy, (request, 0), {}) == (
+        None,
+        False,
+    )
+
+
+# Eager mode
+
+
+@pytest.mark.parametrize("hit", [(0, False), (32, True), (None, False)])
+def test_eager_mode_is_vllms_own(hit):
+    eager = SimpleNamespace(_lazy_mode=False)
+    eviction.around_bind(lambda pool: None, eager, (object(),), {})
+    assert eviction.order_of(eager) is None
+    assert eviction.around_match(lambda *both: hit, eager, (object(), 0), {}) == hit
+    assert eviction.around_lazy_stores(lambda *args: args, eager, (1,), {}) == (1,)
+    stored: list[Any] = []
+    eviction.around_stored(stored.append, eager, ([1, 2],), {})
+    assert stored == [[1, 2]]
+
+
+def test_a_walk_that_fails_ends_its_step():
+    lazy = planner(cached=8)
+    assert match(lazy, tokens=200, hit=112) == (None, False)
+    with pytest.raises(ZeroDivisionError):
+        eviction.around_lazy_stores(lambda: 1 / 0, lazy, (), {})
+    assert not lazy.order.full
+    assert lazy._target_free == 4
+
+
+def test_a_free_that_fails_restores_the_cap():
+    lazy = planner(cached=4, cap=2)
+    with pytest.raises(ZeroDivisionError):
+        eviction.around_free(lambda: 1 / 0, lazy.pool, (), {})
+    assert lazy.pool.max_cached_blocks == 2
+    assert eviction.around_free(lambda *args: ("freed", *args), lazy.pool, (1,), {}) == ("freed", 1)
+
+
+def test_blocks_go_back_to_the_head_only_if_they_are_evictable():
+    lazy = planner(cached=5)
+    lazy.pool.touch(2)
+    lazy.order.put_back([3, 2, 5])
+    assert list(lazy.pool._evictable_blocks) == [3, 5, 1, 4]
+    assert lazy.order.evictable.offered == {3, 5}
+
+
+def test_a_block_with_a_copy_was_offered_too():
+    """Once: when the tier gives the copy up, the block waits until it is used again."""
+    lazy = planner(cached=4)
+    lazy.cpu_block_pool.has = ["h1"]
+    assert lazy.walk() == [2, 3, 4]
+    lazy.cpu_block_pool.has.clear()
+    assert lazy.walk() == []
+
+
+def test_blocks_of_every_store_in_flight_count():
+    lazy = planner(cached=12)
+    for stored in ([1, 2, 3, 4], [5, 6, 7, 8], []):
+        lazy._target_free = 8 if stored[:1] != [1] else 4
+        assert lazy.walk() == stored
+
+
+def test_a_trim_chooses_each_block_once():
+    lazy = planner(cached=5, free=50, cap=1)
+    lazy.pool.victims = [1, 2]
+    lazy.cpu_block_pool.has = ["h1", "h2", "h3", "h4", "h5"]
+    lazy.order.trim()
+    assert list(lazy.pool._evictable_blocks) == [5]
+
+
+def test_up_to_0_22_there_is_no_parallel_context():
+    class Older(Planner):
+        @property
+        def cp_world_size(self) -> int:
+            raise AttributeError
+
+    assert match(Older(Pool(cached=8, free=1), Tier()), tokens=17) == (None, False)
+
+
+def test_vllm_binds_its_pool_before_and_eager_mode_frees_as_it_does():
+    bound: list[Any] = []
+    eviction.around_bind(bound.append, SimpleNamespace(_lazy_mode=False), ("pool",), {})
+    assert bound == ["pool"]
+    pool = Pool(cached=1)
+    assert eviction.around_free(lambda *args: ("freed", *args), pool, (1,), {}) == ("freed", 1)

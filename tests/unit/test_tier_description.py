@@ -1,0 +1,239 @@
+"""What the files of a secondary tier are named after: all ranks, weights and layers."""
+
+from __future__ import annotations
+
+import sys
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import pytest
+
+from kvpatch import state
+from kvpatch.patches.offloading.registration import Rows
+from kvpatch.patches.secondary_tiers import fingerprint
+
+
+class Cache:
+    """A KV cache tensor of float32: 8 blocks of 2 heads, 4 tokens and 3 channels."""
+
+    dtype = "torch.float32"
+
+    def __init__(self, address: int, stride: tuple[int, ...] = (48, 1, 6, 2)) -> None:
+        self.address, self.strides = address, stride
+        self.shape = (8, 2, 4, 3)
+
+    def data_ptr(self) -> int:
+        return self.address
+
+    def stride(self) -> tuple[int, ...]:
+        return self.strides
+
+    def element_size(self) -> int:
+        return 4
+
+
+ROWS = [(1000, 192), (5000, 192)]
+
+
+def layout(**changes: Any) -> Any:
+    given: dict[str, Any] = {
+        "kv_caches": {"a": Cache(1000), "b": Cache(1096), "c": Cache(5000)},
+        "groups": [["a", "b"], ["c"]],
+        "rows": ROWS,
+    } | changes
+    return fingerprint.block_layout(**given)
+
+
+def test_a_layout_has_every_layers_place_in_a_block():
+    inside = [(2, 4), (4, 24), (3, 8)]  # not the blocks
+    assert layout() == {
+        "rows": [192, 192],
+        "layers": [
+            [["a", "torch.float32", 0, 0, inside], ["b", "torch.float32", 0, 96, inside]],
+            [["c", "torch.float32", 1, 0, inside]],
+        ],
+    }
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"kv_caches": {"a": Cache(1096), "b": Cache(1000), "c": Cache(5000)}},
+        {"kv_caches": {"a": Cache(1000), "b": Cache(1096), "c": Cache(5000, (48, 24, 6, 2))}},
+        {"kv_caches": {"a": Cache(1000), "b": Cache(5000), "c": Cache(1096)}},
+        {"groups": [["b", "a"], ["c"]]},
+        {"groups": [["a"], ["b", "c"]]},
+        {"rows": [(1000, 192), (5000, 384)]},
+    ],
+    ids=["order in a row", "strides", "regions", "order of layers", "groups", "row size"],
+)
+def test_another_layout_is_described_otherwise(changes):
+    assert layout(**changes) != layout()
+
+
+def test_a_region_ends_before_its_next_row():
+    places = layout(kv_caches={"a": Cache(1191), "b": Cache(5191), "c": Cache(5000)})["layers"]
+    assert [layer[2:4] for group in places for layer in group] == [[0, 191], [1, 191], [1, 0]]
+    with pytest.raises(StopIteration):
+        layout(kv_caches={"a": Cache(1192), "b": Cache(1096), "c": Cache(5000)})
+
+
+@pytest.fixture
+def worker(monkeypatch):
+    vllm, transfer = ModuleType("vllm"), ModuleType("vllm.distributed.kv_transfer")
+    vllm.__version__ = "0.28.0"
+    side = SimpleNamespace()
+    state.attach(side, Rows(ROWS))
+    parts = [SimpleNamespace(), SimpleNamespace(connector_worker=side)]
+    transfer.get_kv_transfer_group = lambda: SimpleNamespace(_connectors=parts)
+    for module in (vllm, ModuleType("vllm.distributed"), transfer):
+        monkeypatch.setitem(sys.modules, module.__name__, module)
+    monkeypatch.setattr(fingerprint, "_platform", lambda device: f"platform of {device}")
+    monkeypatch.setattr(fingerprint, "sample_weights", lambda model: f"weights of {model}")
+    for name in ("configuration", "attention"):
+        monkeypatch.setattr(fingerprint, name, lambda owner: "chosen", raising=False)
+    caches = {"a": Cache(1000), "b": Cache(1096), "c": Cache(5000)}
+    groups = [SimpleNamespace(layer_names=names) for names in (["a", "b"], ["c"])]
+    return SimpleNamespace(
+        device="device",
+        model_runner=SimpleNamespace(
+            model="model",
+            vllm_config=None,
+            kv_cache_config=SimpleNamespace(kv_cache_groups=groups),
+            compilation_config=SimpleNamespace(
+                static_forward_context={
+                    name: SimpleNamespace(kv_cache=cache) for name, cache in caches.items()
+                }
+            ),
+        ),
+    )
+
+
+def test_a_worker_describes_its_platform_weights_and_layout(worker):
+    """Other weights under the same name would serve their own blocks: wrong tokens."""
+    described = fingerprint.describe(worker)
+    assert described["platform"] == "platform of device"
+    assert described["weights"] == "weights of model"
+    assert {"rows": described["rows"], "layers": described["layers"]} == layout()
+
+
+class Core:
+    """An ``EngineCore`` with workers that describe themselves."""
+
+    def __init__(self, *said: Any, tiers: bool = True) -> None:
+        extra = {"spec_name": "TieringOffloadingSpec", "secondary_tiers": [{}] if tiers else []}
+        self.vllm_config = SimpleNamespace(
+            kv_transfer_config=SimpleNamespace(
+                kv_connector="OffloadingConnector",
+                kv_connector_module_path=None,
+                kv_connector_extra_config=extra,
+            )
+        )
+        self.asked: list[Any] = []
+        self.said = said
+        self.model_executor = SimpleNamespace(collective_rpc=self.rpc)
+
+    def rpc(self, method: Any) -> list[Any]:
+        self.asked.append(method)
+        return list(self.said)
+
+    def digest(self) -> str | None:
+        assert fingerprint.around_kv_caches(lambda *args: args, self, (1,), {}) == (1,)
+        return fingerprint._described
+
+
+@pytest.fixture(autouse=True)
+def nothing_described(monkeypatch):
+    monkeypatch.setattr(fingerprint, "_described", None)
+    monkeypatch.setattr(fingerprint, "_weights", None, raising=False)
+
+
+def test_every_ranks_description_counts():
+    one = Core({"weights": "a"}, {"weights": "b"})
+    first = one.digest()
+    assert one.asked == [fingerprint.describe]
+    assert first == Core({"weights": "a"}, {"weights": "b"}).digest()
+    others = [
+        Core({"weights": "a"}).digest(),
+        Core({"weights": "a"}, {"weights": "c"}).digest(),
+        Core({"weights": "c"}, {"weights": "b"}).digest(),
+    ]
+    assert first is not None
+    assert len({first, *others}) == 4
+
+
+def test_an_engine_without_tiers_asks_nobody_and_forgets_another_engines_description():
+    assert Core({"weights": "a"}).digest() is not None
+    without = Core({"weights": "a"}, tiers=False)
+    assert without.digest() is None
+    assert without.asked == []
+
+
+def test_a_description_of_an_engine_that_failed_is_not_the_next_ones():
+    assert Core({"weights": "a"}).digest() is not None
+    with pytest.raises(ZeroDivisionError):
+        fingerprint.around_kv_caches(lambda: 1 / 0, Core(), (), {})
+    assert fingerprint._described is None
+
+
+class Mapper:
+    """vLLM's ``FileMapper``, as far as its folder's name goes."""
+
+    rank = 0
+
+    def __init__(self, root: str, agnostic: bool) -> None:
+        self.agnostic = agnostic
+        self.fields: dict[str, Any] = {"model": "m"}
+        self.base_path = self._compute_base_path(root, self.fields)
+
+    def _compute_base_path(self, root: str, fields: dict[str, Any]) -> str:
+        return f"{root}/{'_'.join(map(str, fields.values()))}"
+
+
+def test_the_description_is_part_of_the_folders_name(monkeypatch, tmp_path):
+    def make(root_dir: str, spec: Any = None, parallel_agnostic: bool = True) -> Mapper:
+        assert spec == "spec"
+        return Mapper(root_dir, parallel_agnostic)
+
+    monkeypatch.setattr(fingerprint, "_described", "digest")
+    mapper = fingerprint.around_file_mapper(make, None, (str(tmp_path),), {"spec": "spec"})
+    assert mapper.agnostic is False  # ranks never share a folder
+    assert mapper.fields["kvpatch_memory"] == "digest"
+    assert mapper.base_path.startswith(f"{tmp_path}/m_digest")
+
+
+@pytest.mark.parametrize(("kind", "platform"), [("cpu", "a machine AVX512"), ("cuda", "a machine")])
+def test_keys_are_packed_for_the_instruction_set_of_a_cpu(monkeypatch, kind, platform):
+    torch, platforms = ModuleType("torch"), ModuleType("vllm.platforms")
+    torch.backends = SimpleNamespace(cpu=SimpleNamespace(get_cpu_capability=lambda: "AVX512"))
+    platforms.current_platform = SimpleNamespace(device_name="a machine")
+    for module in (torch, ModuleType("vllm"), platforms):
+        monkeypatch.setitem(sys.modules, module.__name__, module)
+    assert fingerprint._platform(SimpleNamespace(type=kind)) == platform
+
+
+def test_dimensions_of_one_are_no_part_of_a_layout():
+    """Their strides are of no use, and differ between equal tensors."""
+
+    class Single(Cache):
+        def __init__(self, stride: int) -> None:
+            super().__init__(1000, (48, 1, stride, 2))
+            self.shape = (8, 2, 1, 3)
+
+    made = [layout(kv_caches={"a": Single(stride)}, groups=[["a"]]) for stride in (6, 24)]
+    assert made[0] == made[1]
+
+
+def test_tiers_of_one_of_two_connectors_are_enough():
+    one = Core({"weights": "a"})
+    transfer = one.vllm_config.kv_transfer_config
+    inside = [
+        {"kv_connector": "SimpleCPUOffloadConnector"},
+        {
+            "kv_connector": "OffloadingConnector",
+            "kv_connector_extra_config": transfer.kv_connector_extra_config,
+        },
+    ]
+    transfer.kv_connector = "MultiConnector"
+    transfer.kv_connector_extra_config = {"connectors": inside}
+    assert one.digest() is not None

@@ -1,0 +1,33 @@
+"""When a tier is late: to the second, and while another thread asks it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from kvpatch.patches.secondary_tiers.timeout import Unanswered
+
+
+def test_a_tier_is_late_after_its_limit_and_not_at_it():
+    now = [0.0]
+    unanswered = Unanswered(10, lambda: now[0])
+    unanswered.asked("a")
+    now[0] = 10.0
+    assert not unanswered.late
+    now[0] = 10.25
+    assert unanswered.late
+
+
+def test_a_change_by_another_thread_is_looked_at_again():
+    class Changing(dict[Any, float]):
+        looks = 0
+
+        def values(self) -> Any:
+            self.looks += 1
+            if self.looks < 3:
+                raise RuntimeError("dictionary changed size during iteration")
+            return super().values()
+
+    unanswered = Unanswered(10, lambda: 100.0)
+    unanswered._since = Changing(a=0.0)
+    assert unanswered.late
+    assert unanswered._since.looks == 3

@@ -1,0 +1,180 @@
+"""Promotion from a secondary tier: what counts as promoted, and when a block is a miss."""
+
+from __future__ import annotations
+
+import errno
+import sys
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import pytest
+from test_tier_rules import Pending
+
+from kvpatch.patches.secondary_tiers import legacy, promotion
+
+
+@pytest.fixture
+def manager(monkeypatch):
+    """A primary tier of two chunks."""
+    monkeypatch.setattr(promotion, "chunks_of", lambda tier, name: tier.chunks)
+    monkeypatch.setattr(promotion, "lookup_results", lambda: ("miss", ("later", "retry")))
+    return SimpleNamespace(primary_tier=SimpleNamespace(chunks=2), secondary_tiers=[])
+
+
+def promote(manager: Any, key: str, context: Any, succeeds: bool = True) -> bool | str:
+    called = []
+
+    def wrapped(*args: Any) -> bool:
+        called.append(args)
+        return succeeds
+
+    result = promotion.around_promotion(wrapped, manager, (0, key, context), {})
+    if called:
+        return result
+    assert result is False
+    return "not asked"
+
+
+def test_a_block_is_promoted_once_per_request(manager):
+    one, other = SimpleNamespace(), SimpleNamespace()
+    assert promote(manager, "a", one) is True
+    assert promote(manager, "a", one) == "not asked"
+    assert promote(manager, "a", other) is True
+
+
+def test_a_promotion_that_failed_is_not_a_promotion(manager):
+    """The block would be lost to the request, which would wait for it."""
+    one = SimpleNamespace()
+    assert promote(manager, "a", one, succeeds=False) is False
+    assert promote(manager, "a", one) is True
+    assert promote(manager, "b", one) is True
+
+
+def test_no_more_blocks_than_the_primary_tier_holds(manager):
+    one = SimpleNamespace()
+    assert promote(manager, "a", one) is True
+    assert promote(manager, "b", one) is True
+    assert promote(manager, "c", one) == "not asked"
+
+
+def test_the_arguments_may_be_named(manager):
+    one = SimpleNamespace()
+    named = {"tier_idx": 0, "key": "a", "req_context": one}
+    assert promotion.around_promotion(lambda **given: given == named, manager, (), named) is True
+    assert promote(manager, "a", one) == "not asked"
+
+
+LATE, ON_TIME, OTHER = SimpleNamespace(late=True), SimpleNamespace(late=False), SimpleNamespace()
+
+
+@pytest.mark.parametrize(
+    ("tiers", "found", "told"),
+    [
+        ([LATE], "later", "miss"),
+        ([LATE], "retry", "miss"),
+        ([ON_TIME, LATE], "later", "miss"),  # one late tier is enough
+        ([LATE, OTHER], "later", "miss"),
+        ([ON_TIME, OTHER], "later", "later"),
+        ([], "later", "later"),
+        ([LATE], "hit", "hit"),
+    ],
+)
+def test_what_a_late_tier_has_is_a_miss(manager, tiers, found, told):
+    manager.secondary_tiers = tiers
+    assert promotion.around_lookup(lambda *args: found, manager, ("key",), {}) == told
+
+
+# Up to 0.26
+
+
+@pytest.mark.parametrize("pending", [set(), {"store"}])
+def test_the_last_blocks_of_a_finished_request_are_stored(monkeypatch, pending):
+    module = ModuleType("vllm.v1.kv_offload.tiering.manager")
+
+    class RequestState:
+        def __init__(self, context: Any, is_finished: bool) -> None:
+            self.context, self.is_finished = context, is_finished
+            self.pending_primary_stores = pending
+
+    module.RequestState = RequestState
+    for name in ("vllm", "vllm.v1", "vllm.v1.kv_offload", "vllm.v1.kv_offload.tiering"):
+        monkeypatch.setitem(sys.modules, name, ModuleType(name))
+    monkeypatch.setitem(sys.modules, module.__name__, module)
+    known: dict[str, Any] = {"other": "kept"}
+    tiering, context = SimpleNamespace(_req_state=known), SimpleNamespace(req_id="a")
+
+    def prepare(keys: Any, req_context: Any) -> Any:
+        assert known["a"].context is context
+        assert known["a"].is_finished is True
+        return "stored"
+
+    assert legacy.around_prepare_store(prepare, tiering, (["k"], context), {}) == "stored"
+    assert set(known) == {"other", *(["a"] if pending else [])}
+    with pytest.raises(ZeroDivisionError):
+        known.pop("a", None)
+        legacy.around_prepare_store(lambda *args: 1 / 0, tiering, (["k"], context), {})
+    assert ("a" in known) is bool(pending)
+
+
+def test_a_request_that_vllm_still_knows_is_vllms(monkeypatch):
+    known = {"a": "state"}
+    tiering, context = SimpleNamespace(_req_state=known), SimpleNamespace(req_id="a")
+    assert legacy.around_prepare_store(lambda *args: args, tiering, ("k", context), {}) == (
+        "k",
+        context,
+    )
+    assert known == {"a": "state"}
+
+
+def test_up_to_0_27_blocks_of_every_tier_and_request_come_up_by_themselves():
+    waiting = {
+        "disk": {"a": Pending("of a", ["x"], [5]), "b": Pending("of b", ["x", "y"], [6, 7])},
+        "other": {"a": Pending("of a", ["x", "z"], [8, 9])},
+    }
+    manager = SimpleNamespace(_pending_load_submissions=waiting)
+    legacy.split_promotions(lambda: None, manager, (), {})
+    assert {tier: list(jobs.values()) for tier, jobs in waiting.items()} == {
+        "disk": [
+            Pending("of a", ["x"], [5]),
+            Pending("of b", ["x"], [6]),
+            Pending("of b", ["y"], [7]),
+        ],
+        "other": [Pending("of a", ["x"], [8]), Pending("of a", ["z"], [9])],
+    }
+
+
+@pytest.fixture
+def asked(monkeypatch):
+    """What a disk without direct I/O was asked; the second list has what it refuses anyway."""
+    calls: list[Any] = []
+    broken: list[str] = []
+
+    def access(paths: Any, view: Any, offsets: Any, size: int, direct: bool) -> None:
+        calls.append((paths, offsets, size, direct))
+        if direct or broken:
+            raise OSError(errno.EINVAL, "not possible")
+
+    for name in ("store_blocks", "load_blocks"):
+        monkeypatch.setattr(legacy, name, access)
+    monkeypatch.setattr(legacy, "_buffered", set())
+    return calls, broken
+
+
+def test_up_to_0_26_each_folder_of_a_layout_is_tried_with_direct_io(asked):
+    calls, _ = asked
+    view = memoryview(b"")
+    legacy.store_block("/disk/a_r0/00/01_g0/file", view, 8, 4)
+    legacy.store_block("/disk/b_r0/00/01_g0/file", view, 8, 4)
+    assert [direct for *_, direct in calls] == [True, False, True, False]
+    legacy.load_block("/disk/b_r0/77/01_g0/other", view, 12, 4)
+    assert calls[-1] == (["/disk/b_r0/77/01_g0/other"], [12], 4, False)
+
+
+def test_what_is_refused_without_direct_io_too_is_not_tried_again(asked):
+    calls, broken = asked
+    legacy.store_block("/disk/a_r0/00/01_g0/file", memoryview(b""), 8, 4)
+    calls.clear()
+    broken.append("all")
+    with pytest.raises(OSError, match="not possible"):
+        legacy.store_block("/disk/a_r0/00/01_g0/file", memoryview(b""), 8, 4)
+    assert [direct for *_, direct in calls] == [False]

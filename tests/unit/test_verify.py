@@ -1,0 +1,137 @@
+"""Memory that is not kvcached's: an engine or a worker on it does not start."""
+
+from __future__ import annotations
+
+import sys
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import pytest
+
+from kvpatch.patches.elastic_memory import verify
+from kvpatch.refusal import Refusal
+from kvpatch.upstream import kvcached_api
+
+
+class ElasticBlockPool:
+    """kvcached's, by its name."""
+
+
+@pytest.fixture
+def record(monkeypatch):
+    """The status of this process; ``said`` has its roles whenever it was logged."""
+    made = SimpleNamespace(roles=[], elastic=None, layout="", said=[])
+    made.say = lambda: made.said.append(list(made.roles))
+    monkeypatch.setattr(verify, "record", made)
+    block_pool = ModuleType("vllm.v1.core.block_pool")
+    block_pool.ElasticBlockPool = ElasticBlockPool
+    core = ModuleType("vllm.v1.core")
+    core.block_pool = block_pool
+    for name in ("vllm", "vllm.v1"):
+        monkeypatch.setitem(sys.modules, name, ModuleType(name))
+    monkeypatch.setitem(sys.modules, "vllm.v1.core", core)
+    monkeypatch.setitem(sys.modules, "vllm.v1.core.block_pool", block_pool)
+    monkeypatch.setattr(kvcached_api, "describe_layout", lambda config: f"layout of {config}")
+    return made
+
+
+def engine(pool: Any) -> Any:
+    manager = SimpleNamespace(block_pool=pool)
+    return SimpleNamespace(
+        scheduler=SimpleNamespace(kv_cache_manager=manager), vllm_config="config"
+    )
+
+
+def cache(inside: bool) -> Any:
+    return SimpleNamespace(_kvcached_block_copy_view=object() if inside else None)
+
+
+def worker(record: Any, *inside: bool) -> Any:
+    caches = {f"layer.{index}": cache(one) for index, one in enumerate(inside)}
+    assert verify.around_kv_cache_tensors(lambda *args: caches, None, (), {}) is caches
+
+
+def test_an_engine_on_vllms_own_pool_does_not_start(record):
+    with pytest.raises(Refusal, match="KVP401"):
+        verify.around_engine_core(lambda: None, engine(object()), (), {})
+    assert record.elastic is None
+    assert record.said == []
+
+
+def test_an_engine_with_its_worker_in_the_same_process_says_so_once(record):
+    record.roles, record.elastic = ["frontend"], True
+    seen = []
+
+    def start(*args: Any, **kwargs: Any) -> None:
+        seen.append((args, kwargs, record.elastic))
+        worker(record, True)
+
+    verify.around_engine_core(start, engine(ElasticBlockPool()), ("a",), {"b": 1})
+    assert seen == [(("a",), {"b": 1}, None)]
+    assert record.said == [["engine-core", "worker"]]
+    assert record.elastic is True
+    assert record.layout == "layout of config"
+
+
+def test_an_engine_whose_workers_are_other_processes_is_elastic(record):
+    verify.around_engine_core(lambda: None, engine(ElasticBlockPool()), (), {})
+    assert record.elastic is True
+    assert record.said == [["engine-core"]]
+
+
+def test_a_worker_of_its_own_says_so_itself(record):
+    worker(record, True, True)
+    assert record.said == [["worker"]]
+    assert record.elastic is True
+
+
+def test_one_layer_outside_is_enough(record):
+    with pytest.raises(Refusal, match=r"layer\.1 was allocated outside") as refused:
+        worker(record, True, False, True)
+    assert refused.value.code == "KVP402"
+    assert record.said == []
+
+
+def test_a_worker_without_layers_is_not_called_elastic(record):
+    worker(record)
+    assert record.elastic is False
+
+
+def test_the_memory_that_kvcached_allocated_is_known(monkeypatch):
+    known: list[Any] = []
+    monkeypatch.setattr(kvcached_api, "remember_storages", lambda caches: known.extend(caches))
+    caches = {"a": "one", "b": "two"}
+    assert verify.remember_allocation(lambda *args: caches, None, (), {}) is caches
+    assert known == ["one", "two"]
+
+
+@pytest.mark.parametrize(
+    ("args", "kwargs", "profiling"),
+    [
+        (("config",), {}, False),
+        (("config", True), {}, True),
+        (("config", False), {}, False),
+        (("config",), {"is_profiling": True}, True),
+        (("config",), {"is_profiling": False}, False),
+    ],
+)
+def test_vllms_own_views_are_checked_unless_they_are_discarded(
+    record, monkeypatch, args, kwargs, profiling
+):
+    monkeypatch.setattr(kvcached_api, "on_kvcached", lambda cache: cache)
+    runner = SimpleNamespace(kv_caches=[True, True, False])
+
+    def run() -> Any:
+        return verify.around_initialize_kv_cache(
+            lambda *given, **named: (given, named), runner, args, kwargs
+        )
+
+    if profiling:
+        assert run() == (args, kwargs)
+        assert record.said == []
+    else:
+        with pytest.raises(Refusal, match="layer 2 was allocated outside"):
+            run()
+        runner.kv_caches = [True]
+        assert run() == (args, kwargs)
+        assert record.said == [["worker"]]
