@@ -282,7 +282,7 @@ def layer(**changes: Any) -> dict[str, Any]:
         {"kv_cache_dtype": "fp8"},
         {"impl": object()},
     ],
-    ids=str,
+    ids=lambda changes: next(iter(changes)),
 )
 def test_an_attention_layer_counts(changes: dict[str, Any]) -> None:
     assert layer(**changes) != layer()

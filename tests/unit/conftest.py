@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -107,3 +108,17 @@ def python(run: Callable[..., Any], fakes: Path, tmp_path: Path) -> Callable[...
         return run(sys.executable, "-S", script, PYTHONPATH=path, **environment)
 
     return python
+
+
+@pytest.fixture(scope="session")
+def apart() -> Callable[..., list[str]]:
+    """Return the start of a command that runs in namespaces of its own, by ``unshare``'s names."""
+
+    def apart(*names: str) -> list[str]:
+        command = ["unshare", *names]
+        asked = subprocess.run([*command, "true"], check=False, capture_output=True, text=True)
+        if asked.returncode:
+            pytest.skip(f"this machine refuses namespaces: {asked.stderr.strip()}")
+        return command
+
+    return apart

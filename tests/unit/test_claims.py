@@ -118,14 +118,14 @@ def test_a_killed_engine_holds_nothing_and_leaves_nothing(shm, holder):
     assert list(claims.folder().iterdir()) == []
 
 
-def test_a_container_with_its_own_namespaces_sees_the_claim(shm, holder):
+def test_a_container_with_its_own_namespaces_sees_the_claim(shm, holder, apart):
     """As docker --ipc=host: one /dev/shm, other process and network namespaces."""
-    apart = ["unshare", "--user", "--map-root-user", "--net", "--pid", "--fork"]
+    command = apart("--user", "--map-root-user", "--net", "--pid", "--fork")
     mine = claims.take("pool", "chat")
-    process, said = holder(*apart)
+    process, said = holder(*command)
     assert (said, process.communicate()[1].strip()) == ("", "taken by None")
     mine.release()
-    _, said = holder(*apart)
+    _, said = holder(*command)
     assert said == "holds"
     with pytest.raises(claims.Taken, match="None"):
         claims.take("pool", "chat")

@@ -108,9 +108,9 @@ assert seen.page.content["text"] == "a" * 50000, seen
 
 @as_root
 @pytest.mark.parametrize("when", [AT_START, LATER], ids=["at-start", "later"])
-def test_a_full_dev_shm_does_not_end_the_process(place, when):
+def test_a_full_dev_shm_does_not_end_the_process(place, when, apart):
     """On a real tmpfs, which is gone with the process."""
-    command = ["unshare", "--mount", sys.executable, "-c", FULL + when, str(place)]
+    command = [*apart("--mount"), sys.executable, "-c", FULL + when, str(place)]
     done = subprocess.run(command, check=False, capture_output=True, text=True, timeout=60)
     assert done.returncode not in (-signal.SIGBUS, 128 + signal.SIGBUS)
     assert done.returncode == 0, done.stderr
@@ -384,9 +384,9 @@ sys.stdin.readline()
 
 
 @as_root
-def test_two_containers_that_share_the_folder():
+def test_two_containers_that_share_the_folder(apart):
     """With real pid namespaces, in which both processes have one number."""
-    command = ["unshare", "--pid", "--fork", "--mount-proc", sys.executable, "-c", CONTAINER]
+    command = [*apart("--pid", "--fork", "--mount-proc"), sys.executable, "-c", CONTAINER]
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
     with subprocess.Popen(command, **pipes) as first, subprocess.Popen(command, **pipes) as second:
         said = {tuple(each.stdout.readline().split()) for each in (first, second)}
