@@ -26,7 +26,7 @@ from kvpatch.environ import TIER_PATIENCE
 from kvpatch.logs import log
 from kvpatch.patch import Transaction
 from kvpatch.patches.elastic_memory import regions as geometry
-from kvpatch.patches.secondary_tiers import FEATURE, fingerprint
+from kvpatch.patches.secondary_tiers import FEATURE, fingerprint, shared_memory
 from kvpatch.patches.secondary_tiers.block_files import ABANDONED, TEMPORARY
 from kvpatch.patches.secondary_tiers.timeout import Unanswered
 from kvpatch.patches.secondary_tiers.weights import Weights
@@ -716,7 +716,9 @@ def test_two_users_of_one_folder_have_folders_of_their_own(
     tiers, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     first = folder_of(tiers)
-    monkeypatch.setattr(fingerprint, "own_folder", lambda path: None)  # of a user we are not
+    # What follows is of a user we are not.
+    monkeypatch.setattr(fingerprint, "own_folder", lambda path: None)
+    monkeypatch.setattr(shared_memory, "_check", lambda path, status: None)
     monkeypatch.setattr(os, "geteuid", lambda: 4711)
     assert folder_of(tiers) != first
 
