@@ -1,6 +1,6 @@
 """What docs/recipes.md and docs/several-models.md say to type, typed.
 
-Every recipe in its host-device form; and a served engine for the commands beside it.
+Every recipe as it stands but for its sizes; and a served engine for the commands beside it.
 """
 
 from __future__ import annotations
@@ -24,12 +24,6 @@ from harness.serve import Server
 
 PAGE = (ROOT / "docs/recipes.md").read_text()
 SEVERAL_MODELS = (ROOT / "docs/several-models.md").read_text()
-# What the page's table says to write for a machine without a GPU, by the recipe's own spec.
-ROW = r'^\| (.*) \| `"spec_name": "(\w+)"`, `"spec_module_path": "([\w.]+)"` \|$'
-ON_THE_HOST_DEVICE = {
-    "TieringOffloadingSpec" if "TieringOffloadingSpec" in given else None: (spec, module)
-    for given, spec, module in re.findall(ROW, PAGE, re.MULTILINE)
-}
 SIZE = 16 << 20  # of each CPU tier, 64 blocks, and not the 16 GiB of the page
 BLOCKS = 20  # of the driver's prompt
 # Nothing stays on the device, as the page says; and blocks have the same names after a restart.
@@ -55,15 +49,12 @@ def recipes() -> list[Any]:
 
 
 def here(recipe: dict[str, Any], disk: Path) -> dict[str, Any]:
-    """The recipe's host-device form, with small tiers in a folder of the test."""
+    """The recipe with small tiers, in a folder of the test."""
     extra = dict(recipe["kv_connector_extra_config"])
     if "connectors" in extra:
         extra["connectors"] = [here(each, disk) for each in extra["connectors"]]
     if "cpu_bytes_to_use" in extra:
         extra["cpu_bytes_to_use"] = SIZE
-    if recipe["kv_connector"] == "OffloadingConnector" and "spec_module_path" not in extra:
-        spec = ON_THE_HOST_DEVICE[extra.get("spec_name")]
-        extra["spec_name"], extra["spec_module_path"] = spec
     for tier in extra.get("secondary_tiers", ()):
         tier["root_dir"] = str(disk / tier["root_dir"].strip("/"))
     return recipe | {"kv_connector_extra_config": extra}
