@@ -27,7 +27,7 @@ def environment(folder: Path) -> dict[str, str]:
     return processes.on_host_device(
         folder,
         KVPATCH="1",
-        KVCACHED_IPC_NAME=folder.name,  # the default is of the group of processes
+        KVCACHED_IPC_NAME=f"{folder.name}-pool",  # the default is of the group of processes
         KVPATCH_TIER_PATIENCE="10",
         KVCACHED_MAX_RESERVED_PAGES="1",
         KVCACHED_MIN_RESERVED_PAGES="0",
