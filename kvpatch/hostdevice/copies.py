@@ -235,11 +235,20 @@ class _Cuda(wrapt.ObjectProxy):  # type: ignore[misc]
     cudart = HostRegistration
 
 
+def current_device_index() -> int:
+    """Return the device of this worker: each rank of a machine has its own."""
+    from vllm.distributed import parallel_state
+
+    return int(parallel_state.get_world_group().local_rank)
+
+
 class _Torch(wrapt.ObjectProxy):  # type: ignore[misc]
     """``torch`` with the host device's streams, events and pinned memory."""
 
     Event = CopyEvent
-    accelerator = SimpleNamespace(synchronize=streams.synchronize)
+    accelerator = SimpleNamespace(
+        synchronize=streams.synchronize, current_device_index=current_device_index
+    )
 
     @property
     def cuda(self) -> Any:

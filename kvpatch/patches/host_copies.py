@@ -9,6 +9,7 @@ _COPIES = "kvpatch.hostdevice.copies"
 _OFFLOAD = "vllm.v1.kv_offload"
 _OLD, _NEW = f"{_OFFLOAD}.worker.cpu_gpu", f"{_OFFLOAD}.cpu.gpu_worker"
 _SPEC_OF_ONE_FILE, _SPEC = f"{_OFFLOAD}.cpu", f"{_OFFLOAD}.cpu.spec"
+_TIERS = f"{_OFFLOAD}.tiering.spec"
 _REGION, _REGISTER = f"{_OFFLOAD}.cpu.shared_offload_region", f"{_OFFLOAD}.cpu.host_register"
 _NONE = "none: vLLM copies with CUDA, ROCm and XPU only"
 _UNTIL = "vLLM's CPU platform has streams, events and batched copies"
@@ -37,6 +38,7 @@ _SWAP = "the worker copies with CUDA's kernels"
 _PLATFORM = "the worker takes its streams from the platform"
 _PINNED = "the CPU tier would not be registered with the device"
 _CUDA_ALIKE = "the spec makes a worker on GPUs only"
+_RANK = "the spec takes the rank from the index of the accelerator"
 _CUDART = "the CPU tier is registered with CUDA's runtime"
 
 FEATURE = Feature(
@@ -102,6 +104,16 @@ FEATURE = Feature(
                 "0.16",
                 "0.19",
             ),
+        ),
+        seam(
+            _name("copy_rank", f"{_SPEC}:torch", "torch_with_streams", _RANK, "0.27", "0.32"),
+            Gap("0.16", "0.27", "the spec has no region that ranks share"),
+            Gap("0.32", None, "the rank is in vLLM's configuration"),
+        ),
+        seam(
+            _name("copy_tier_rank", f"{_TIERS}:torch", "torch_with_streams", _RANK, "0.24", "0.32"),
+            Gap("0.16", "0.24", "secondary tiers are refused (KVP329)"),
+            Gap("0.32", None, "the rank is in vLLM's configuration"),
         ),
         seam(
             _name(
