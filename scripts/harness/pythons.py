@@ -25,7 +25,7 @@ TOOLS = """
     pytest pytest-timeout pytest-xdist execnet httpx httpcore h11 anyio idna certifi sniffio
     typing_extensions iniconfig prometheus_client psutil rich markdown-it-py mdurl pluggy pygments
     hatchling editables pathspec trove-classifiers packaging wrapt
-    hypothesis sortedcontainers jinja2 markupsafe
+    jinja2 markupsafe
 """
 # Parts of the standard library from 3.11 on, which pytest needs.
 BACKPORTS = ('exceptiongroup; python_version < "3.11"', 'tomli; python_version < "3.11"')

@@ -23,7 +23,6 @@ MUTATIONS = (
     "a failed read counts as read",
     "the tier reads another block",
     "a late disk is waited for",
-    "more is promoted than the tier holds",
     "a reset keeps the tier's blocks",
     "a copy takes another place",
     "eviction offers a block in use",

@@ -18,6 +18,9 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+
+pytest.importorskip("hypothesis")  # of .venv; scripts/pythons is without
+
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 

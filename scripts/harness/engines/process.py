@@ -110,11 +110,12 @@ class ForkServer:
         with theirs:
             self._process = subprocess.Popen(command, stdin=theirs.fileno(), env=environment)
         self._forks: list[Forked] = []
+        self.asked = 0  # callers that are about to start a fork
 
     @property
     def idle(self) -> bool:
-        """Whether none of its forks runs."""
-        return all(fork.poll() is not None for fork in self._forks)
+        """Whether none of its forks runs, or is about to."""
+        return not self.asked and all(fork.poll() is not None for fork in self._forks)
 
     def start(
         self,
@@ -167,15 +168,16 @@ _lock = threading.Lock()
 
 
 def server_of(python: str, environment: Mapping[str, str], serving: bool = False) -> ForkServer:
-    """Return the server of a Python, started if need be."""
+    """Return the server of a Python, started if need be; it stays until its fork is started."""
     early = {name: value for name, value in environment.items() if not name.startswith(LATE)}
     key = python, serving, tuple(early.items())
     with _lock:
         server = _servers.pop(key, None) or ForkServer(python, early, serving)
         _servers[key] = server  # the last one used is the last to go
-        for old in [one for one in _servers if _servers[one].idle][: len(_servers) - SERVERS]:
-            if old != key:
-                _servers.pop(old).close()
+        server.asked += 1
+        idle = [one for one in _servers if _servers[one].idle]
+        for old in idle[: max(0, len(_servers) - SERVERS)]:
+            _servers.pop(old).close()
     return server
 
 
@@ -208,7 +210,11 @@ def start(
         serving: it runs ``vllm serve``, which imports more than an engine does.
     """
     server = server_of(python, environment, serving)
-    with Path(os.devnull).open() as nothing:
-        given = nothing if stdin == subprocess.DEVNULL else stdin
-        descriptors = [one if isinstance(one, int) else one.fileno() for one in (given, stdout)]
-        return server.start(module, [str(one) for one in arguments], environment, *descriptors)
+    try:
+        with Path(os.devnull).open() as nothing:
+            given = nothing if stdin == subprocess.DEVNULL else stdin
+            descriptors = [one if isinstance(one, int) else one.fileno() for one in (given, stdout)]
+            return server.start(module, [str(one) for one in arguments], environment, *descriptors)
+    finally:
+        with _lock:
+            server.asked -= 1

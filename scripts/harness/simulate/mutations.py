@@ -188,9 +188,6 @@ MUTATIONS = {
     "a late disk is waited for": Mutation(
         "tiers", Unanswered, "late", lambda late: property(lambda self: False), ("tiers",)
     ),
-    "more is promoted than the tier holds": Mutation(
-        "tiers", promotion, "Promoted", lambda promoted: _PromotesAlways, ("tiers",)
-    ),
     "a reset keeps the tier's blocks": Mutation(
         "tiers",
         CPUOffloadingManager,
