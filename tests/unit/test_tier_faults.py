@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import mmap
 import os
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
@@ -19,6 +20,10 @@ SIZE = mmap.PAGESIZE
 BLOCKS = 3
 CALLS = ("open", "writev", "readv", "close", "fstat", "rename", "replace", "unlink", "mkdir")
 ERRORS = (errno.EIO, errno.ENOSPC, errno.EACCES, errno.EROFS, errno.ENOENT, errno.ESTALE)
+
+CALLS_OF_PATHS = pytest.mark.skipif(
+    sys.version_info < (3, 11), reason="pathlib of 3.10 keeps the calls of os that it began with"
+)
 
 
 class Disk:
@@ -98,6 +103,7 @@ def calls_of(disk: Disk, act: Callable[[], Any]) -> int:
     return len(disk.calls)
 
 
+@CALLS_OF_PATHS
 @pytest.mark.parametrize("done", [False, True], ids=["without effect", "with its effect"])
 def test_a_store_that_fails_at_any_call_leaves_nothing_wrong(
     disk: Disk, memory: mmap.mmap, tmp_path: Path, done: bool
@@ -150,6 +156,7 @@ def test_a_damaged_file_that_cannot_be_removed_is_a_miss(
         assert load(memory, tmp_path) == BLOCKS
 
 
+@CALLS_OF_PATHS
 def test_a_sweep_that_fails_at_any_call_ends(tmp_path: Path, monkeypatch) -> None:
     monkeypatch.setattr(block_files, "ABANDONED", -3600.0)
     abandoned = tmp_path / block_files.TEMPORARY / "x.bin.00"
