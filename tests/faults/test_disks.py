@@ -182,6 +182,16 @@ def until(condition: Callable[[], bool]) -> None:
         time.sleep(0.01)
 
 
+def late_in_a_write(tiers: Callable[..., Any], device: namespaces.Disk) -> Any:
+    """A tier that has stored block 1, and whose disk hangs in the write of block 2."""
+    one = tiers(device.folder)
+    one.store(1)
+    device.hang()
+    store_without_waiting(one, 2)
+    until(lambda: one.tier.late)
+    return one
+
+
 @pytest.mark.fault(
     "the disk hangs in a write (a frozen ext4)",
     "it is passed over after the patience: blocks are served from the CPU tier, lookups are "
@@ -190,11 +200,7 @@ def until(condition: Callable[[], bool]) -> None:
 def test_a_disk_that_hangs_while_writing(
     impatient: None, tiers: Callable[..., Any], device: namespaces.Disk
 ) -> None:
-    one = tiers(device.folder)
-    one.store(1)
-    device.hang()
-    store_without_waiting(one, 2)
-    until(lambda: one.tier.late)
+    one = late_in_a_write(tiers, device)
     assert one.find(1, 2) == [1, 2]  # from the CPU tier
     store_without_waiting(one, 3)
     assert one.find(3) == [3]
@@ -216,11 +222,7 @@ def test_a_disk_that_hangs_while_writing(
 def test_a_reset_while_the_disk_hangs(
     impatient: None, tiers: Callable[..., Any], device: namespaces.Disk
 ) -> None:
-    one = tiers(device.folder)
-    one.store(1)
-    device.hang()
-    store_without_waiting(one, 2)
-    until(lambda: one.tier.late)
+    one = late_in_a_write(tiers, device)
     reset = threading.Thread(target=one.forget)
     reset.start()
     reset.join(2 * PATIENCE)

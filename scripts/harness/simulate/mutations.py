@@ -20,7 +20,7 @@ from kvpatch.patch import Transaction
 from kvpatch.patches import deadlock
 from kvpatch.patches.fence import hooks
 from kvpatch.patches.fence.fence import Fence
-from kvpatch.patches.secondary_tiers import block_files, promotion
+from kvpatch.patches.secondary_tiers import block_files
 from kvpatch.patches.secondary_tiers.timeout import Unanswered
 from kvpatch.patches.simple_offload import lifetime
 from kvpatch.patches.simple_offload.eviction import EvictableBlocks
@@ -82,19 +82,6 @@ def _next_chunk(places: Any) -> Any:
         )
 
     return shifted
-
-
-class _Forgetful(set):  # type: ignore[type-arg]
-    def __contains__(self, key: object) -> bool:
-        return False
-
-    def __len__(self) -> int:
-        return 0
-
-
-class _PromotesAlways(promotion.Promoted):
-    def __init__(self) -> None:
-        self.keys = _Forgetful()
 
 
 OFFLOADING = ("offloading", "tiers")
