@@ -197,11 +197,14 @@ class Soak:
             self.neighbours()
         if self.holder is not None:
             self.holder.join()
+        memory = self.process.memory_info()
         return {
             "descriptors": self.process.num_fds(),
             # vLLM keeps the streams that it once needed, and each is a thread here.
             "threads": self.process.num_threads() - len(streams._streams),
-            "bytes": self.process.memory_info().rss,
+            # The pools of the device and of the tier are shared memory of a fixed size, whose pages
+            # come as they are first written; what an engine leaks is its own.
+            "bytes": memory.rss - memory.shared,
         }
 
     def add(self) -> None:
