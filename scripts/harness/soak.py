@@ -198,13 +198,15 @@ class Soak:
         if self.holder is not None:
             self.holder.join()
         memory = self.process.memory_info()
+        tier = self.scheduler.connector.connector_scheduler.manager
+        unwritten = (TIER_BLOCKS - tier._num_allocated_chunks) * BLOCK_BYTES
         return {
             "descriptors": self.process.num_fds(),
             # vLLM keeps the streams that it once needed, and each is a thread here.
             "threads": self.process.num_threads() - len(streams._streams),
-            # The pools of the device and of the tier are shared memory of a fixed size, whose pages
-            # come as they are first written; what an engine leaks is its own.
-            "bytes": memory.rss - memory.shared,
+            # Pages come as they are first written: those of the device are shared memory, those of
+            # the tier count from the beginning.
+            "bytes": memory.rss - memory.shared + unwritten,
         }
 
     def add(self) -> None:
