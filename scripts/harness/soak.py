@@ -38,6 +38,7 @@ TIER_BLOCKS = 64
 SLOWEST_COPY = 0.2  # seconds, some ten steps: many blocks are freed under their copies
 LONGEST_HOLD = 1.0  # seconds in which no copy runs
 WARM = 0.2  # of the time, until descriptors, threads and memory are counted
+SAMPLES = 20  # of the memory, over the time
 GROWTH = 64 << 20  # bytes of the process's memory that are not taken for a leak
 LONGEST = 48  # tokens a request generates at most
 BLOCK_BYTES = 4 * BLOCK * 4 * 64 * 2 * 4  # layers, tokens, heads, head size, K and V, float32
@@ -127,6 +128,7 @@ class Soak:
         self.holder: threading.Thread | None = None  # of copies
         self.neighbour: Neighbour | None = None
         self.warm: dict[str, int] = {}
+        self.memory: list[int] = []  # bytes, at SAMPLES moments
         self.cached = self.longest_hold = 0
         self.wrong: list[dict[str, Any]] = []
         after(self.scheduler, "schedule", self._scheduled)
@@ -197,17 +199,23 @@ class Soak:
             self.neighbours()
         if self.holder is not None:
             self.holder.join()
-        memory = self.process.memory_info()
-        tier = self.scheduler.connector.connector_scheduler.manager
-        unwritten = (TIER_BLOCKS - tier._num_allocated_chunks) * BLOCK_BYTES
         return {
             "descriptors": self.process.num_fds(),
             # vLLM keeps the streams that it once needed, and each is a thread here.
             "threads": self.process.num_threads() - len(streams._streams),
-            # Pages come as they are first written: those of the device are shared memory, those of
-            # the tier count from the beginning.
-            "bytes": memory.rss - memory.shared + unwritten,
+            "bytes": self.own_memory(),
         }
+
+    def own_memory(self) -> int:
+        """Return the bytes of memory that this process does not share with the device.
+
+        Pages come as they are first written; those of the tier count from the beginning.
+        """
+        memory = self.process.memory_info()
+        tier = self.scheduler.connector.connector_scheduler.manager
+        unwritten = (TIER_BLOCKS - tier._num_allocated_chunks) * BLOCK_BYTES
+        own: int = memory.rss - memory.shared + unwritten
+        return own
 
     def add(self) -> None:
         """Start a request with one of the prompts, some of them more often than others."""
@@ -246,6 +254,8 @@ class Soak:
             self.once()
             if not self.warm and time.monotonic() - begun > WARM * seconds:
                 self.warm = self.resources()
+            if time.monotonic() - begun > len(self.memory) * seconds / SAMPLES:
+                self.memory.append(self.own_memory())
             if time.monotonic() - reported > 10:
                 reported = time.monotonic()
                 line = ", ".join(f"{count} {name}" for name, count in self.counts.items())
@@ -308,6 +318,7 @@ def soak(job: dict[str, Any]) -> dict[str, Any]:
         "fence": vars(kept.counters),
         "checked": running.llm.collective_rpc(checked),
         "resources": {"warm": running.warm, "end": running.resources()},
+        "memory": running.memory,
         "left": running.left(),
     }
 
