@@ -36,6 +36,8 @@ def before_vllm() -> None:
     debug_if_asked()
     if _refused is not None:
         raise RefusedImport.of(_refused)
+    if record.facts is not None:
+        return  # another finder asked for the same import
     try:
         record.facts = facts_here()
         for feature in patches.FEATURES:

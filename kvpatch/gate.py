@@ -10,7 +10,7 @@ import importlib
 import inspect
 import os
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import wrapt
 
@@ -25,8 +25,7 @@ from kvpatch.versions import Installed, in_words
 Look = Callable[[str], Callable[[], Collection[str]]]
 
 
-@dataclass(frozen=True)
-class Verdict:
+class Verdict(NamedTuple):
     """The outcome of a patch or a feature, and its reason."""
 
     outcome: Outcome

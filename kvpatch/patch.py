@@ -6,7 +6,7 @@ import importlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import Any
+from typing import Any, NamedTuple
 
 import wrapt
 from packaging.version import Version
@@ -32,8 +32,7 @@ class Kind(str, Enum):
     REPLACE = "replace"
 
 
-@dataclass(frozen=True)
-class Patch:
+class Patch(NamedTuple):
     """One change to one object of vLLM or kvcached.
 
     Attributes:
@@ -69,8 +68,7 @@ class Patch:
         return Span(self.since, self.before)
 
 
-@dataclass(frozen=True)
-class Gap:
+class Gap(NamedTuple):
     """Releases of vLLM in which a seam needs no patch, and the reason."""
 
     since: str
@@ -113,8 +111,7 @@ def seam(*parts: Patch | Gap) -> Seam:
     return Seam(parts)
 
 
-@dataclass(frozen=True)
-class Feature:
+class Feature(NamedTuple):
     """Patches that are applied completely or not at all.
 
     Attributes:

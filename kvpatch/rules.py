@@ -6,8 +6,7 @@ The rules of a feature are in its ``rules.py``.
 from __future__ import annotations
 
 from collections.abc import Callable, Container, Iterable
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from kvpatch import supported
 from kvpatch.patch import load
@@ -18,8 +17,7 @@ Config = Any
 Check = Callable[[Config, Facts], bool]
 
 
-@dataclass(frozen=True)
-class Rule:
+class Rule(NamedTuple):
     """One kind of configuration that is refused.
 
     Attributes:

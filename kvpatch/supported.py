@@ -7,7 +7,7 @@ full engine test matrix, and may start. Each patch release is validated separate
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from packaging.version import Version
 
@@ -83,8 +83,7 @@ def release_of(vllm: Installed) -> Version:
 _V1 = "vllm.distributed.kv_transfer.kv_connector.v1"
 
 
-@dataclass(frozen=True)
-class Fault:
+class Fault(NamedTuple):
     """One fault of vLLM with offloading on kvcached's memory.
 
     Attributes:

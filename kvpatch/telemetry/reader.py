@@ -7,10 +7,9 @@ import pwd
 import re
 import shlex
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import psutil
 
@@ -41,8 +40,7 @@ class State(str, Enum):
     UNKNOWN = "unknown"
 
 
-@dataclass(frozen=True)
-class Seen:
+class Seen(NamedTuple):
     """One process, as far as this user can see it.
 
     Attributes:

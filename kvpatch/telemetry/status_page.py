@@ -17,10 +17,9 @@ import stat
 import struct
 import time
 import zlib
-from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from kvpatch.environ import STATUS_DIR
 from kvpatch.process import start_ticks
@@ -50,8 +49,7 @@ class Life(Enum):
     FOREIGN = "foreign"  # of another pid namespace, where its number means another process
 
 
-@dataclass(frozen=True)
-class Page:
+class Page(NamedTuple):
     """The published state of one process.
 
     Attributes:

@@ -13,6 +13,7 @@ equal, and at the end no block, page, transfer, descriptor or thread may be left
 from __future__ import annotations
 
 import argparse
+import ctypes
 import json
 import random
 import sys
@@ -39,7 +40,9 @@ SLOWEST_COPY = 0.2  # seconds, some ten steps: many blocks are freed under their
 LONGEST_HOLD = 1.0  # seconds in which no copy runs
 WARM = 0.2  # of the time, until descriptors, threads and memory are counted
 SAMPLES = 20  # of the memory, over the time
-GROWTH = 64 << 20  # bytes of the process's memory that are not taken for a leak
+GROWTH = 16 << 20  # bytes of the process's memory that are not taken for a leak
+# oneDNN keeps a compiled kernel, some 100 KiB, for each of the last 1024 shapes of a step.
+KERNELS = {"ONEDNN_PRIMITIVE_CACHE_CAPACITY": "8", "LRU_CACHE_CAPACITY": "8"}
 LONGEST = 48  # tokens a request generates at most
 BLOCK_BYTES = 4 * BLOCK * 4 * 64 * 2 * 4  # layers, tokens, heads, head size, K and V, float32
 
@@ -211,6 +214,7 @@ class Soak:
 
         Pages come as they are first written; those of the tier count from the beginning.
         """
+        ctypes.CDLL(None).malloc_trim(0)
         memory = self.process.memory_info()
         tier = self.scheduler.connector.connector_scheduler.manager
         unwritten = (TIER_BLOCKS - tier._num_allocated_chunks) * BLOCK_BYTES
@@ -356,6 +360,7 @@ def run(options: argparse.Namespace) -> int:
             VLLM_ENABLE_V1_MULTIPROCESSING="0",
             PYTHONHASHSEED="0",
             **processes.ONE_THREAD,
+            **KERNELS,
         )
         job = {"model": str(kept_model(7, print)), "seed": options.seed}
         print("tokens of plain vLLM", flush=True)

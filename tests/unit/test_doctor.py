@@ -12,7 +12,6 @@ import subprocess
 import sys
 import tempfile
 import venv
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -219,7 +218,7 @@ def test_a_feature_with_a_hole_is_a_problem(monkeypatch):
     """Start-up refuses it with KVP203."""
     whole = next(one for one in patches.FEATURES if one.name == "standstill")
     (row,) = whole.patches
-    broken = replace(whole, seams=(replace(row, before="0.28"),))
+    broken = whole._replace(seams=(row._replace(before="0.28"),))
     monkeypatch.setattr(patches, "FEATURES", (broken,))
     vllm, kvcached = Installed.release("vllm", "0.28.0"), Installed.release("kvcached", "0.1.6")
     (finding,) = packages.check_features(vllm, kvcached, {})

@@ -5,7 +5,6 @@ from __future__ import annotations
 import sys
 import types
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -344,7 +343,7 @@ def test_a_feature_is_for_validated_releases(patch):
         Outcome.OUTSIDE, f"it is not validated on vllm {NOT_VALIDATED}"
     )
     assert outcome(one, NOT_VALIDATED, **allowing(NOT_VALIDATED)) == gate.PASSED
-    assert outcome(replace(one, since="0.30"), "0.28.0").outcome is Outcome.OUTSIDE
+    assert outcome(one._replace(since="0.30"), "0.28.0").outcome is Outcome.OUTSIDE
 
 
 def test_an_optional_feature_stays_off_where_it_is_not_validated(patch):
@@ -353,7 +352,7 @@ def test_an_optional_feature_stays_off_where_it_is_not_validated(patch):
     verdict = outcome(one, NOT_VALIDATED, **allowing(NOT_VALIDATED))
     assert verdict.outcome is Outcome.OUTSIDE
     assert gate.refusal(one, verdict) is None
-    assert gate.refusal(replace(one, optional=False), verdict).code == "KVP201"
+    assert gate.refusal(one._replace(optional=False), verdict).code == "KVP201"
 
 
 def test_a_feature_that_this_machine_does_not_need(patch, monkeypatch):

@@ -56,13 +56,13 @@ def changed(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
             seams = tuple(
                 Seam(
                     tuple(
-                        replace(part, **range_) if getattr(part, "id", "") == row else part
+                        part._replace(**range_) if getattr(part, "id", "") == row else part
                         for part in (one.parts if isinstance(one, Seam) else (one,))
                     )
                 )
                 for one in feature.seams
             )
-            return replace(feature, seams=seams)
+            return feature._replace(seams=seams)
 
         monkeypatch.setattr(patches, "FEATURES", tuple(map(of, patches.FEATURES)))
 

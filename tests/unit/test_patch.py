@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 import sys
 import types
-from dataclasses import replace
 
 import pytest
 
@@ -157,7 +156,7 @@ def test_a_feature_is_applied_whole_or_not_at_all(world, position):
 
 
 def test_a_missing_wrapper_is_found_before_anything_changes(world):
-    broken = replace(patch("function"), wrapper="nowhere:nothing")
+    broken = patch("function")._replace(wrapper="nowhere:nothing")
     with pytest.raises(ModuleNotFoundError, match="nowhere"):
         apply(broken)
     assert world.function() == "function"
@@ -166,7 +165,7 @@ def test_a_missing_wrapper_is_found_before_anything_changes(world):
 def test_two_patches_of_one_target_nest_and_come_off_newest_first(world):
     original = world.function
     transaction = Transaction()
-    inner, outer = patch("function"), replace(patch("function", "quiet"), id="outer")
+    inner, outer = patch("function"), patch("function", "quiet")._replace(id="outer")
     transaction.apply_all((inner, outer))
     assert world.function() == "quiet loud function"
     assert transaction.revert_to(0) == []
@@ -214,7 +213,7 @@ def test_features_and_patches_are_values():
     feature = Feature("f", "s", (patch("function"),), since="1")
     with pytest.raises(AttributeError):
         feature.name = "other"
-    assert hash(feature) == hash(replace(feature))
+    assert hash(feature) == hash(feature._replace())
 
 
 # Arguments of wrapped calls

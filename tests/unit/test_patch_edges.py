@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import sys
 import types
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -26,7 +25,7 @@ def interrupted(original: Any) -> Any:
 
 
 def ours(name: str, target: str, kind: Kind) -> Patch:
-    return replace(patch(target, kind=kind), wrapper=f"{__name__}:{name}")
+    return patch(target, kind=kind)._replace(wrapper=f"{__name__}:{name}")
 
 
 def test_a_replacement_is_called_in_its_targets_place(world):  # noqa: F811
@@ -78,8 +77,8 @@ def test_what_is_left_in_force_by_others_stays_known(world):  # noqa: F811
 
 
 def test_the_fields_of_a_row_a_seam_and_a_feature():
-    row = replace(patch("function"), since="0.20", before="0.24")
-    later = replace(patch("Thing.method"), since="0.24")
+    row = patch("function")._replace(since="0.20", before="0.24")
+    later = patch("Thing.method")._replace(since="0.24")
     gap = Gap("0.16", "0.20", "not there")
     assert (row.span, gap.span) == (Span("0.20", "0.24"), Span("0.16", "0.20"))
     one = seam(gap, row, later)
@@ -108,7 +107,7 @@ def test_an_optional_feature_that_does_not_fit_a_validated_release_stops_vllm(ou
         assert refused is None
     else:
         assert refused.code == "KVP201"
-    required = gate.refusal(replace(feature, optional=False), gate.Verdict(outcome, "because"))
+    required = gate.refusal(feature._replace(optional=False), gate.Verdict(outcome, "because"))
     assert required.code == "KVP201"
 
 

@@ -13,11 +13,10 @@ from kvpatch.versions import in_words
 
 BROKEN = """
 import kvpatch, fake_patches, sys
-from dataclasses import replace
 from kvpatch import patches
 good = patches.FEATURES[0]
-bad = replace(good, name="bad", wanted=None, seams=(
-    replace(good.patches[0], id="bad.first", target="vllm.serving:Server.stop", parameters=()),
+bad = good._replace(name="bad", wanted=None, seams=(
+    good.patches[0]._replace(id="bad.first", target="vllm.serving:Server.stop", parameters=()),
 ))
 sys.modules["script"] = sys.modules["__main__"]
 """
@@ -72,7 +71,7 @@ def before():
 def between():
     kept["patched"] = kept["Server"].__dict__["serve"] is not kept["original"]
     return True
-patches.FEATURES = (replace(good, wanted="script:before"), replace(bad, wanted="script:between"))
+patches.FEATURES = (good._replace(wanted="script:before"), bad._replace(wanted="script:between"))
 for again in range(2):
     try:
         from vllm.serving import Server
@@ -93,7 +92,7 @@ print([name for name in sys.modules if name.startswith("vllm")])
 
 
 def test_an_error_of_our_own_is_a_refusal_too(python):
-    code = BROKEN + "patches.FEATURES = (replace(good, wanted='nowhere:nothing'),)\nimport vllm"
+    code = BROKEN + "patches.FEATURES = (good._replace(wanted='nowhere:nothing'),)\nimport vllm"
     done = python(code)
     assert done.code == 1
     assert done.err == (
@@ -111,7 +110,7 @@ def cover():
     import vllm.serving
     vllm.serving.Server.serve = lambda self, request: "theirs"
     return True
-patches.FEATURES = (good, replace(bad, wanted="script:cover"))
+patches.FEATURES = (good, bad._replace(wanted="script:cover"))
 import vllm
 """
     )

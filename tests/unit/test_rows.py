@@ -6,7 +6,6 @@ import ast
 import json
 import shutil
 import sys
-from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
 
@@ -53,7 +52,7 @@ def start(feature: Feature, release: str) -> gate.Verdict:
     recorded = signatures.releases("vllm")[str(supported.release_of(installed))]
     (kvcached,) = signatures.releases("kvcached").values()
     return gate.check_feature(
-        replace(feature, wanted=None),
+        feature._replace(wanted=None),
         installed,
         signatures.look(recorded, kvcached),
         {ALLOW_VLLM.name: release},
@@ -90,9 +89,9 @@ class Part(NamedTuple):
         """The feature with another range of this part."""
         every = seams(self.feature)
         parts = list(every[self.seam].parts)
-        parts[self.part] = replace(parts[self.part], **range_)
+        parts[self.part] = parts[self.part]._replace(**range_)
         every[self.seam] = Seam(tuple(parts))
-        return replace(self.feature, seams=tuple(every))
+        return self.feature._replace(seams=tuple(every))
 
 
 def every_part() -> list[pytest.param]:

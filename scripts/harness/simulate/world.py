@@ -561,13 +561,12 @@ class World:
 
     def fail_plan(self) -> None:
         """Apply rows of which the last cannot be applied: none may stay."""
-        from dataclasses import replace
-
         from kvpatch.patch import Transaction, load
         from kvpatch.patches import deadlock, fence
 
         rows = [deadlock.FEATURE.patches[0], *(fence.FEATURE.patches[-3:-1])]
-        broken = replace(rows[0], id="simulated", target="vllm.v1.request:Request.no_such_method")
+        missing = "vllm.v1.request:Request.no_such_method"
+        broken = rows[0]._replace(id="simulated", target=missing)
         before = [load(row.target) for row in rows]
         plan = Transaction()
         self.counts["plans rolled back"] += 1
