@@ -12,7 +12,7 @@ def start() -> None:
         return
     try:
         import kvpatch  # noqa: F401
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         sys.meta_path.insert(0, _RefuseVllm(error))
 
 
@@ -46,7 +46,7 @@ class _RefuseVllm:
     is installed. The traceback is kept, because it shows the cause.
     """
 
-    def __init__(self, cause: Exception) -> None:
+    def __init__(self, cause: BaseException) -> None:
         self._cause = cause
 
     def find_spec(self, name, path=None, target=None):  # type: ignore[no-untyped-def]

@@ -141,6 +141,47 @@ def test_a_worker_and_its_engine_talk_in_a_closed_folder(python: Callable[[str],
     )
 
 
+def test_a_worker_of_another_engine_that_shares_tmp_alone_is_left_alone(
+    python: Callable[[str], str],
+) -> None:
+    python(
+        """
+        patched(*PATCHES)
+        from kvpatch.refusal import Refusal
+        tp_ipc_util.start_worker_listener_thread(0)
+        tp_ipc_util.start_worker_listener_thread(0)  # its own it may replace
+        other = os.fork()
+        if other == 0:
+            tp_ipc_util._listeners.clear()  # as a process that was not forked
+            try:
+                tp_ipc_util.start_worker_listener_thread(0)
+            except Refusal as refusal:
+                os._exit(3 if refusal.code == "KVP414" else 4)
+            os._exit(5)
+        assert os.waitstatus_to_exitcode(os.waitpid(other, 0)[1]) == 3
+        assert tp_ipc_util.broadcast_kv_tensors_created(1) is False  # its own worker answers
+        assert tp_ipc_util.stop_worker_listener_threads()
+        """
+    )
+
+
+def test_the_socket_of_a_worker_that_is_gone_is_replaced(python: Callable[[str], str]) -> None:
+    python(
+        """
+        patched(*PATCHES)
+        SOCKETS.mkdir(0o700)
+        dead = socket.socket(socket.AF_UNIX)
+        dead.bind(str(SOCKETS / "w0.sock"))
+        dead.listen()
+        dead.close()
+        tp_ipc_util.start_worker_listener_thread(0)
+        ops.init_kvcached("cuda:0", 2 * MIB, True)
+        assert tp_ipc_util.broadcast_kv_tensors_created(1) is False
+        assert tp_ipc_util.stop_worker_listener_threads()
+        """
+    )
+
+
 @pytest.mark.parametrize("squat", ["open", "link", "file", "foreign"])
 def test_a_squatted_folder_is_a_refusal_of_the_worker(
     python: Callable[[str], str], squat: str

@@ -52,8 +52,11 @@ def test_two_transfers_of_one_block_both_hold_its_page() -> None:
     assert one.split([(1, [3])], can_plan=True) == ([3], [])
 
 
-def test_a_transfer_the_fence_never_saw_is_no_error() -> None:
-    fence().report(99, 2)
+def test_a_transfer_the_fence_never_saw_is_no_error_and_leaves_nothing() -> None:
+    one = fence()
+    one.report(99, 2)
+    one.report(100, 1)  # of two workers
+    assert not one._reports
 
 
 def test_a_reused_page_is_no_longer_counted_as_held() -> None:

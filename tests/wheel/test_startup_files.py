@@ -152,6 +152,15 @@ def test_a_broken_installation_refuses_vllm_only(fresh, run, lost):
     )
 
 
+def test_a_kvpatch_that_ends_at_its_import_ends_no_other_program(fresh, run):
+    (fresh.site / "kvpatch/__init__.py").write_text("raise SystemExit(3)")
+    done = run(fresh.python, "-c", "print('ran')", KVPATCH="1")
+    assert (done.code, done.out, done.err) == (0, "ran\n", "")
+    done = run(fresh.python, "-c", "import vllm", KVPATCH="1")
+    assert done.code == 1
+    assert "kvpatch cannot be imported, because of SystemExit: 3;" in done.last_line
+
+
 def test_the_wheel_holds_the_startup_files_once(wheel):
     paths = zipfile.ZipFile(wheel).namelist()
     assert len(paths) == len(set(paths))

@@ -23,24 +23,44 @@ _PEER = struct.Struct("3i")  # pid, uid, gid; see SO_PEERCRED in unix(7)
 def around_listener(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
     """Make the folder of a worker's socket before the socket, and close both to other users.
 
-    Wraps kvcached's ``_start_worker_listener_thread(rank, pp_rank, device_index)``.
+    Wraps kvcached's ``_start_worker_listener_thread(rank, pp_rank, device_index)``, which takes
+    the place of a socket that is there. Engines that share /tmp but not /dev/shm do not see each
+    other's claim of the name; each would map the other's pages.
 
     Raises:
-        Refusal: the folder is another user's, or open to others.
+        Refusal: the folder is another user's, or open to others; or a worker of another engine
+            listens there.
     """
     from kvcached import tp_ipc_util
 
-    folder = Path(tp_ipc_util.SOCKET_DIR)
-    try:
-        private.make_folder(folder)
-    except private.Unsafe as error:
-        raise _refusal(error) from error
-    result = wrapped(*args, **kwargs)
     rank = argument(args, kwargs, 0, "rank")
     pp_rank = argument(args, kwargs, 1, "pp_rank")
+    own = tp_ipc_util._listeners.get((rank, pp_rank))
+    if own is not None and own.stop():
+        # With the last listener goes the folder, which kvcached would make open to others.
+        del tp_ipc_util._listeners[rank, pp_rank]
+    try:
+        private.make_folder(Path(tp_ipc_util.SOCKET_DIR))
+    except private.Unsafe as error:
+        raise _refusal(error) from error
+    path = tp_ipc_util.get_worker_socket_path(rank, pp_rank)
+    if own is None and _is_served(path):
+        raise Refusal(
+            f"a worker of another engine listens at {path}",
+            "two engines that use one kvcached name and share /tmp map each other's pages",
+            f"set another {KVCACHED_IPC_NAME}",
+            code="KVP414",
+        )
+    result = wrapped(*args, **kwargs)
     # Nobody else can reach it meanwhile, and a umask would hold for every thread.
-    Path(tp_ipc_util.get_worker_socket_path(rank, pp_rank)).chmod(0o600)
+    Path(path).chmod(0o600)
     return result
+
+
+def _is_served(path: str) -> bool:
+    """Whether a process listens at a socket; that of a process that is gone refuses."""
+    with socket.socket(socket.AF_UNIX) as caller:
+        return caller.connect_ex(path) == 0
 
 
 def around_path(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> str:

@@ -106,17 +106,17 @@ class Fence:
 
     def report(self, job_id: int, workers: int) -> None:
         """Record that ``workers`` more workers have completed a transfer."""
+        if job_id not in self.transfers:
+            return  # it was never planned, or all of it was reported
         self._reports[job_id] += workers
         if self._reports[job_id] < self.workers:
             return
         del self._reports[job_id]
-        transfer = self.transfers.pop(job_id, None)
-        if transfer is not None:
-            for block in transfer.blocks:
-                if self._named[block] > 1:
-                    self._named[block] -= 1
-                else:
-                    del self._named[block]
+        for block in self.transfers.pop(job_id).blocks:
+            if self._named[block] > 1:
+                self._named[block] -= 1
+            else:
+                del self._named[block]
 
     def split(self, retired: Retired, can_plan: bool) -> tuple[list[int], Retired]:
         """Split retired pages into those that may be unmapped and those still held.
