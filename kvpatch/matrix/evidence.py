@@ -1,8 +1,9 @@
 """The recorded runs, and the code that they ran on.
 
-``data/engine`` and ``data/bytes`` have one file per release of vLLM: its runs, and the code
-they ran on. A code is a commit, the ids of the patches that were in force, and a digest of each
-module that those patches use. Docstrings and comments do not change a digest.
+``data/engine``, ``data/synchronous`` and ``data/bytes`` have one file per release of vLLM: its
+runs, and the code they ran on. Engines schedule asynchronously, as on a GPU, but for the second.
+A code is a commit, the ids of the patches that were in force, and a digest of each module that
+those patches use. Docstrings and comments do not change a digest.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from kvpatch import patches
 from kvpatch.matrix import signatures
 from kvpatch.matrix.axes import Cell
 
-LEVELS = ("engine", "bytes")
+LEVELS = ("engine", "synchronous", "bytes")
 PACKAGE = Path(__file__).parents[1]
 HEADERS = "kvpatch.hostdevice.include"
 # The packages whose modules run in an engine on behalf of a patch.
@@ -56,7 +57,7 @@ class Run:
     """One recorded run of a cell.
 
     Attributes:
-        level: ``engine`` or ``bytes``.
+        level: one of ``LEVELS``.
         right: whether all comparisons were equal.
         file: the result file.
         code: the code that it ran on; None if that was not recorded.
@@ -92,7 +93,7 @@ def stale(data: Path = signatures.DATA) -> Iterator[tuple[Cell, list[str]]]:
     """Yield the cells whose engine run was on other code than the current, with the changes."""
     for cell, every in runs(data).items():
         for run in every:
-            if run.level == "engine":
+            if run.level != "bytes":
                 changed = run.code.changed() if run.code else ["the code was not recorded"]
                 if changed:
                     yield cell, changed

@@ -115,7 +115,11 @@ def verdict(cell: Cell) -> Verdict:
         run = by_level.get("engine")
         if run is None:
             return Verdict(Kind.UNTESTED, "no run of it is recorded")
-        return Verdict(Kind.VALIDATED if run.right else Kind.WRONG, run.file)
+        other = by_level.get("synchronous", run)
+        return Verdict(
+            Kind.VALIDATED if run.right and other.right else Kind.WRONG,
+            run.file if other.right else other.file,
+        )
     tagged = by_level.get("bytes")
     kind = Kind.INCOMPATIBLE if refused.basis is Basis.INCOMPATIBLE else Kind.NOT_VALIDATED
     return Verdict(kind, str(refused), tagged.file if tagged and tagged.right else "")

@@ -306,7 +306,7 @@ class Soak:
 def soak(job: dict[str, Any]) -> dict[str, Any]:
     """Run the engine on elastic memory; a violation ends the process."""
     if job["asynchronous"]:
-        from harness.engines.fence_driver import allow_async_scheduling
+        from harness.engines.scheduling import allow_async_scheduling
 
         allow_async_scheduling()
     slow_copies(job["seed"])

@@ -34,6 +34,7 @@ from harness.engines.inside import (
     taken_and_evicted,
     tiers_behind,
 )
+from harness.engines.scheduling import allow_async_scheduling, copy_outputs_without_streams
 from harness.engines.simple_watch import (
     SimpleWatch,
     remember_managers,
@@ -288,8 +289,13 @@ def main(job_path: str, result_path: str) -> None:
     if on_device:
         remember_managers()
         result["patches"] = [applied.patch.id for applied in activation.transaction.applied]
+    asynchronous = job["engine"].get("async_scheduling", False)
+    if asynchronous:
+        allow_async_scheduling()
     llm = LLM(job["model"], **job["engine"])
     core = llm.llm_engine.engine_core.engine_core
+    if asynchronous:
+        copy_outputs_without_streams(core)
     result["groups"] = len(core.scheduler.kv_cache_config.kv_cache_groups)
     result["async"] = core.batch_queue is not None
     result["runner"] = "v2" if getattr(core.vllm_config, "use_v2_model_runner", False) else "v1"

@@ -17,20 +17,16 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
 os.environ["PYTHONHASHSEED"] = "0"  # block hashes are compared between processes
 
 import numpy as np
-import torch
-from packaging.version import Version
 from vllm import LLM, SamplingParams
 
 from harness.engines import simple_scenarios
 from harness.engines.inside import (
-    RELEASE,
     after,
     block_of,
     come_to_rest,
@@ -41,43 +37,13 @@ from harness.engines.inside import (
     taken_and_evicted,
     tiers_behind,
 )
+from harness.engines.scheduling import allow_async_scheduling, copy_outputs_without_streams
 from harness.engines.simple_scenarios import SimpleTier, copies_of, judged
 from kvpatch.hostdevice import ledger, streams
 from kvpatch.patches.debug import audit
 from kvpatch.patches.fence.fence import Fence
 from kvpatch.patches.fence.hooks import fence_of
 from kvpatch.upstream import connectors
-
-
-def allow_async_scheduling() -> None:
-    """Let async scheduling through, which vLLM's CPU platform always turns off."""
-    from vllm.platforms.cpu import CpuPlatform
-
-    check = CpuPlatform.check_and_update_config
-
-    def keeping(cls: Any, config: Any) -> None:
-        check(config)
-        config.scheduler_config.async_scheduling = True
-
-    CpuPlatform.check_and_update_config = classmethod(keeping)
-
-
-def copy_outputs_without_streams(core: Any) -> None:
-    """Let outputs be copied in async scheduling, which no CPU did before 0.26.
-
-    A copy there is done when it was asked for: what stands for a stream and an event of a
-    GPU need not wait.
-    """
-    runner = core.model_executor.driver_worker.worker.model_runner
-    stream = getattr(runner, "async_output_copy_stream", None)  # Runner V2 has none
-    if stream is not None and not hasattr(stream, "wait_stream"):
-        stream.wait_stream = lambda other: None
-    if Version("0.24") > RELEASE:
-        torch.cuda.current_stream = lambda device=None: None
-        torch.cuda.stream = nullcontext
-        torch.Event = lambda *args, **kwargs: SimpleNamespace(
-            record=lambda *at: None, synchronize=lambda: None
-        )
 
 
 class Stage:

@@ -44,6 +44,7 @@ class Run:
     forced: tuple[str, ...] = ()  # codes of the refusals that it starts in spite of
     cross_layer: bool = False
     dtype: str = "float32"
+    asynchronous: bool = False  # scheduling, which is a GPU's default
     together: int = 4
     rounds: tuple[str, ...] = ("all", "all")  # names of loads, see ``load``
     blocks: int = 140  # of the device, of which one prompt of the load takes 20
@@ -178,6 +179,7 @@ def engine_arguments(run: Run) -> dict[str, Any]:
         "max_num_seqs": run.together,
         "max_num_batched_tokens": run.batch,
         "seed": 0,
+        **({"async_scheduling": True} if run.asynchronous else {}),
     }
     if run.model == "latent":
         # vLLM's kernel for them on a CPU leaves the first token of a step as it is.

@@ -145,10 +145,15 @@ class Engines:
         )
         return found
 
-    def compare(self, cell: Cell) -> dict[str, Any]:
+    def compare(self, cell: Cell, asynchronous: bool = True) -> dict[str, Any]:
         """Compare a connector on elastic memory with plain vLLM; return the record.
 
-        The key ``patches`` has the ids of the patches that were in force.
+        The key ``patches`` has the ids of the patches that were in force. Plain vLLM schedules
+        synchronously, as it does on a CPU.
+
+        Args:
+            cell: the combination.
+            asynchronous: with asynchronous scheduling, as on a GPU.
         """
         kind = MODELS[cell.model]
         plain = Run(
@@ -168,9 +173,15 @@ class Engines:
                 else self.run(plain, Trial({}), f"plain-{key}")
             )
         trial = TRIALS[cell.connector]
-        name = f"{cell.connector.replace(' ', '-')}-{key}-{cell.layout}"
+        how = "" if asynchronous else "-synchronous"
+        name = f"{cell.connector.replace(' ', '-')}-{key}-{cell.layout}{how}"
         ours = replace(
-            plain, kvpatch=True, offload=True, contiguous=LAYOUTS[cell.layout], **trial.changes
+            plain,
+            kvpatch=True,
+            offload=True,
+            contiguous=LAYOUTS[cell.layout],
+            asynchronous=asynchronous,
+            **trial.changes,
         )
         if kind in trial.tiers:
             tier, blocks = trial.tiers[kind]
@@ -208,6 +219,7 @@ def judge(ours: dict[str, Any], plain: dict[str, Any], trial: Trial, wanted: Run
         "answers": answers,
         "tokens_from_tier": sum(from_tier),
         **_copies(ours),
+        "scheduling": "asynchronous" if ours["async"] else "synchronous",
         "widest_logprob_gap": max(_gaps(pairs), default=0.0),
         "patches": ours["patches"],
     }
@@ -219,6 +231,7 @@ def judge(ours: dict[str, Any], plain: dict[str, Any], trial: Trial, wanted: Run
         and not record["blocks_changed"]
         and not record.get("faults")
         and ours["elastic"]
+        and ours["async"] == wanted.asynchronous
         and ours["runner"] == plain["runner"] == wanted.runner
         and [record["cached"] for record in plain["rounds"][1]] == [0] * PROMPTS
     )

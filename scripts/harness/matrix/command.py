@@ -4,6 +4,7 @@
     scripts/matrix shapes 0.26.0 --archives DIR  one release, from downloaded wheels
     scripts/matrix engine                        every validated release, on real engines
     scripts/matrix engine 0.28.0 --model "full attention"
+    scripts/matrix engine --synchronous          with synchronous scheduling, where a GPU's is not
     scripts/matrix engine --missing              only cells without a run of today's code
     scripts/matrix engine 0.26.0                 a release that is not validated yet
     scripts/matrix bytes                         tagged blocks, from vLLM 0.29 on
@@ -39,6 +40,7 @@ from kvpatch.matrix import axes, evidence, signatures, verdicts
 from kvpatch.version import VERSION
 
 BEGUN = time.monotonic()
+COMMANDS = {"synchronous": "engine --synchronous"}
 AXES = ("runner", "layout", "connector", "model")
 
 
@@ -87,13 +89,14 @@ def run_release(release: str, arguments: argparse.Namespace, stale: set[axes.Cel
     for cell in axes.cells(release):
         if not wanted_cell(cell, arguments, stale):
             continue
-        outcome = runner.compare(cell)
+        outcome = runner.compare(cell, not arguments.synchronous)
         wrong += not outcome["right"]
         patches = outcome.pop("patches", ())
         words = "right" if outcome["right"] else outcome
         say(f"{release}: {cell.connector}, {cell.runner}, {cell.layout}, {cell.model}: {words}")
         # At once: what was run stays when the rest is interrupted.
-        record_cell("engine", cell, outcome, patches, versions)
+        level = "synchronous" if arguments.synchronous else "engine"
+        record_cell(level, cell, outcome, patches, versions)
     return wrong
 
 
@@ -110,7 +113,7 @@ def record_cell(
         "kvcached": supported.KVCACHED[-1],
         "kvpatch": VERSION,
         "date": datetime.date.today().isoformat(),
-        "command": f"scripts/matrix {level} {cell.vllm}",
+        "command": f"scripts/matrix {COMMANDS.get(level, level)} {cell.vllm}",
         "machine": f"host device, {os.cpu_count()} cores, {platform.machine()}",
         "versions": versions,
     }
@@ -217,6 +220,7 @@ def main() -> int:
     level.add_argument("--jobs", type=int, help="releases at a time (default: what has room)")
     level.add_argument("--runner", action="append", choices=axes.RUNNERS)
     level.add_argument("--missing", action="store_true", help="only cells without a current run")
+    level.add_argument("--synchronous", action="store_true", help="scheduling")
     level.add_argument("--keep", type=Path, help="a folder for logs and results")
     level.set_defaults(compute=compute_engines)
     level = levels.add_parser("bytes", help="tagged blocks, without an engine")

@@ -28,7 +28,7 @@ from vllm.v1.request import Request
 from vllm.v1.simple_kv_offload import worker as simple_worker
 
 from harness import connectors
-from harness.engines.fence_driver import allow_async_scheduling
+from harness.engines.scheduling import allow_async_scheduling
 from harness.simulate import disks
 from harness.simulate.invariants import Violation
 from harness.simulate.story import BLOCK, TOKENS, Story, tell
