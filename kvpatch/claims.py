@@ -3,8 +3,10 @@
 Two engines collide over files in /dev/shm, so that is where a claim is: a locked file in a
 folder that no other user can enter. Containers that share /dev/shm see each other's claims
 whatever their network and process namespaces are, and the kernel drops a lock when the last
-process that has it is gone. Engines of two users do not see each other's claims; their files
-differ in the owner, which is checked where such a file is opened.
+process that has it is gone. The next engine then removes the file that the claim was of.
+
+Engines of two users do not see each other's claims; their files differ in the owner, which is
+checked where such a file is opened.
 """
 
 from __future__ import annotations
@@ -60,15 +62,19 @@ class Held:
     claims: list[Claim] = field(default_factory=list)
 
 
-def hold(engine: Any, kind: str, name: str) -> None:
+def hold(engine: Any, kind: str, name: str, file: str) -> None:
     """Claim a name for as long as an ``EngineCore`` lives.
+
+    Args:
+        engine, kind, name: see ``take``.
+        file: the name of its file in /dev/shm, which an engine that is killed leaves.
 
     Raises:
         Taken: another engine, in this process or another one, has it.
         Refusal: the folder of claims cannot be used.
     """
     try:
-        claim = take(kind, name)
+        claim = take(kind, name, file)
     except private.Unsafe as error:
         raise error.refusal(
             "two engines could then use one name without noticing each other",
@@ -111,12 +117,13 @@ def _outer_uid() -> int:
     return uid
 
 
-def take(kind: str, name: str) -> Claim:
+def take(kind: str, name: str, of: str = "") -> Claim:
     """Claim a name.
 
     Args:
         kind: what the name is of; a part of a file's name.
         name: any text.
+        of: the name of a file in /dev/shm to remove if the process ends without a release.
 
     Raises:
         Taken: it is claimed already.
@@ -135,7 +142,7 @@ def take(kind: str, name: str) -> Claim:
             os.close(file)
             raise Taken(pid) from None
         with suppress(OSError):  # only a sentence needs it, and /dev/shm may be full
-            os.pwrite(file, f"{os.getpid()} {_pid_namespace()}".encode(), 0)
+            os.pwrite(file, f"{os.getpid()} {_pid_namespace()} {of}".encode(), 0)
     return Claim(path, file)
 
 
@@ -185,13 +192,14 @@ def _alone(home: Path) -> Iterator[None]:
 
 
 def _remove_dropped(home: Path) -> None:
-    """Remove the files of claims whose engines are gone."""
+    """Remove the claims of engines that are gone, and the files that they were of."""
     for path in home.iterdir():
         with suppress(OSError):
             file = os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK)
             try:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 path.unlink()
+                _remove_left(_read(file)[2])
             finally:
                 os.close(file)
 
@@ -205,8 +213,21 @@ def _release(path: Path, file: int, pid: int) -> None:
     os.close(file)
 
 
+def _remove_left(name: str) -> None:
+    path = BASE / name
+    if path.parent == BASE and path.lstat().st_uid == os.geteuid():
+        path.unlink()
+
+
+def _read(file: int) -> tuple[str, str, str]:
+    """Return the pid, its namespace and the name of the file of a claim, as far as written."""
+    text = os.pread(file, 4096, 0).decode(errors="replace")
+    pid, namespace, of = [*text.split(" ", 2), "", ""][:3]
+    return pid, namespace, of
+
+
 def _read_holder(file: int) -> int | None:
-    pid, _, namespace = os.pread(file, 64, 0).decode(errors="replace").partition(" ")
+    pid, namespace, _ = _read(file)
     return int(pid) if pid.isdigit() and namespace == _pid_namespace() else None
 
 

@@ -63,8 +63,6 @@ TERM_SECONDS = 20.0  # for those that do not, until SIGTERM is not enough
 # what is its own; doctor names the others.
 LEFT = {
     "psm_*": "vLLM: the queue of messages to its workers",
-    "vllm_offload_*.mmap": "vLLM: the CPU tier with tiers behind it",
-    "kvcached_vLLM_*_*": "kvcached: the pool's counters",
     "kvpatch-status-*/*.page": "kvpatch: the page of the dead, for kvpatch status; swept later",
 }
 SHARED, SHARED_BYTES = Path("/dev/shm"), 2 << 30

@@ -118,6 +118,36 @@ def test_a_killed_engine_holds_nothing_and_leaves_nothing(shm, holder):
     assert list(claims.folder().iterdir()) == []
 
 
+@pytest.mark.parametrize(
+    ("of", "goes"),
+    [("vllm_offload_a b.mmap", True), ("vllm_offload_x.mmap", False), ("sub/file", False)],
+)
+def test_the_file_of_a_killed_engine_goes_with_the_next_start(shm, of, goes):
+    path = shm / of
+    path.parent.mkdir(exist_ok=True)
+    path.touch()
+    (shm / "vllm_offload_of_another.mmap").touch()
+    child = os.fork()
+    if child == 0:
+        claim = claims.take("tier", "a b", of)
+        os._exit(0 if claim else 1)  # and nothing is released
+    os.waitpid(child, 0)
+    if "x" in of:  # it has become another user's
+        os.lchown(path, os.geteuid() + 1, -1)
+    claims.take("tier", "another").release()
+    assert path.exists() is not goes
+    assert (shm / "vllm_offload_of_another.mmap").exists()
+
+
+def test_a_claim_that_is_held_or_released_keeps_the_file(shm):
+    (shm / "pool").touch()
+    claim = claims.take("pool", "pool", "pool")
+    claims.take("tier", "another").release()
+    claim.release()
+    claims.take("tier", "another").release()
+    assert (shm / "pool").exists()
+
+
 def test_a_container_with_its_own_namespaces_sees_the_claim(shm, holder, apart):
     """As docker --ipc=host: one /dev/shm, other process and network namespaces."""
     command = apart("--user", "--map-root-user", "--net", "--pid", "--fork")

@@ -55,7 +55,7 @@ def around_engine_start(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> 
 
     gc.collect()  # releases the name of an engine that was dropped before
     try:
-        claims.hold(instance, KIND, DEFAULT_IPC_NAME)
+        claims.hold(instance, KIND, DEFAULT_IPC_NAME, DEFAULT_IPC_NAME)
     except claims.Taken as taken:
         raise Refusal(
             f"{taken.holder} uses the kvcached name {DEFAULT_IPC_NAME}",

@@ -38,7 +38,7 @@ def around_engine_core(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> A
     gc.collect()  # releases the engine_id of an engine that was dropped before
     path = path_of(transfer.engine_id)
     try:
-        claims.hold(instance, "tier", transfer.engine_id)
+        claims.hold(instance, "tier", transfer.engine_id, path.name)
     except claims.Taken as taken:
         raise Refusal(
             f"{taken.holder} has the engine_id {transfer.engine_id}",
