@@ -1,4 +1,4 @@
-"""Blocks that must not be mixed up: salts, prompt embeddings, replaced weights; CPU tier and disk.
+"""Blocks that must not be mixed up: salts, embeddings, images, replaced weights; CPU tier and disk.
 
 What is asked in between leaves nothing of the first prompts on the device.
 """
@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +20,6 @@ from harness.engines.tiers import SAME_HASHES, SMALL, Serve, hits, on
 
 TOKENS, *OTHERS = prompts(9)
 FILL = [[prompt] for prompt in OTHERS]
-EMBEDS = {"enable_prompt_embeds": True}
 
 
 def salted(*salts: str) -> list[list[Any]]:
@@ -31,6 +30,37 @@ def salted(*salts: str) -> list[list[Any]]:
 def embedded(*seeds: int) -> list[list[Any]]:
     """Prompts of the same length, as embeddings."""
     return [[TOKENS | {"embeds": seed}] for seed in seeds]
+
+
+def seen(*seeds: int) -> list[list[Any]]:
+    """The same tokens behind an image, as long as the other prompts."""
+    return [[TOKENS | {"tokens": TOKENS["tokens"][models.IMAGE :], "image": one}] for one in seeds]
+
+
+@dataclass(frozen=True)
+class Kind:
+    """Three prompts of the same length that share no block.
+
+    Attributes:
+        made: makes prompts.
+        of: what it makes them of.
+        answers: how many different ones; a salt changes none.
+        model: the kind of model.
+        engine: arguments.
+    """
+
+    made: Callable[..., list[list[Any]]]
+    of: tuple[Any, Any, Any]
+    answers: int
+    model: str = "llama"
+    engine: dict[str, Any] = field(default_factory=dict)
+
+
+KINDS = {
+    "salts": Kind(salted, ("a", "b", ""), answers=1),
+    "embeddings": Kind(embedded, (1, 2, 3), answers=3, engine={"enable_prompt_embeds": True}),
+    "images": Kind(seen, (1, 2, 3), answers=3, model="seeing"),
+}
 
 
 def records(finished: Finished) -> list[Any]:
@@ -53,13 +83,18 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
 ASKED = [[prompt] for prompt in prompts(3)]
 
 
+@pytest.fixture(scope="module")
+def old(serve: Serve) -> list[Any]:
+    """What plain vLLM answers with the first weights."""
+    return records(serve(PLAIN, rounds=ASKED))
+
+
 def test_weights_that_are_replaced_find_no_block_of_the_old_ones(
-    serve: Serve, tmp_path: Path, trained: Path
+    serve: Serve, tmp_path: Path, trained: Path, old: list[Any]
 ) -> None:
     """The loop of a training with reload_weights and a reset of all caches, over a disk."""
     reload = {"rounds": ASKED * 3, "reload": [3], "reload_from": str(trained)}
     ours = records(serve(on(tmp_path), **reload))
-    old = records(serve(PLAIN, rounds=ASKED))
     new = records(serve(PLAIN, rounds=ASKED, model=str(trained)))
     assert same_tokens(old, new) == 0
     assert_tokens(ours[:3], old)
@@ -73,7 +108,7 @@ def test_weights_that_are_replaced_find_no_block_of_the_old_ones(
 
 
 def test_without_a_reset_nothing_of_the_new_weights_is_stored_as_of_the_old(
-    serve: Serve, tmp_path: Path, trained: Path
+    serve: Serve, tmp_path: Path, trained: Path, old: list[Any]
 ) -> None:
     run = replace(on(tmp_path), environment=(SAME_HASHES,))
     reload = {
@@ -86,35 +121,49 @@ def test_without_a_reset_nothing_of_the_new_weights_is_stored_as_of_the_old(
     records(ended)
     assert "secondary tiers are not used until the caches are reset" in ended.log
     again = records(serve(run, rounds=ASKED))
-    assert_tokens(again, records(serve(PLAIN, rounds=ASKED)))
+    assert_tokens(again, old)
     assert hits(again) == [640, 0, 0]
 
 
-KINDS: dict[str, tuple[Callable[..., Any], list[Any], dict[str, Any]]] = {
-    "salts": (salted, ["a", "b", ""], {}),
-    "embeddings": (embedded, [1, 2, 3], EMBEDS),
-}
+@pytest.fixture(scope="module", params=KINDS)
+def kind(request: pytest.FixtureRequest) -> Kind:
+    return KINDS[request.param]
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_a_disk_keeps_them_apart_over_a_restart(serve: Serve, tmp_path: Path, kind: str) -> None:
-    made, (one, two, three), engine = KINDS[kind]
-    stored = records(serve(on(tmp_path), engine=engine, rounds=made(one, two)))
+@pytest.fixture(scope="module")
+def plain(serve: Serve, kind: Kind) -> list[Any]:
+    """What plain vLLM answers to the three prompts, and to those in between."""
+    answers = records(
+        serve(
+            replace(PLAIN, model=kind.model),
+            rounds=[*kind.made(*kind.of), *FILL],
+            engine=kind.engine,
+        )
+    )
+    assert hits(answers) == [0] * len(answers)
+    assert len({tuple(answer["tokens"]) for answer in answers[:3]}) == kind.answers
+    return answers
+
+
+def test_a_disk_keeps_them_apart_over_a_restart(
+    serve: Serve, tmp_path: Path, kind: Kind, plain: list[Any]
+) -> None:
+    one, two, three = kind.of
+    run = on(tmp_path, model=kind.model)
+    stored = records(serve(run, rounds=kind.made(one, two), engine=kind.engine))
     assert hits(stored) == [0, 0]
-    job = {"rounds": made(three, two, one)}
-    ours = records(serve(on(tmp_path), engine=engine, **job))
+    ours = records(serve(run, rounds=kind.made(three, two, one), engine=kind.engine))
     assert hits(ours) == [0, 640, 640]
-    assert_tokens(ours, records(serve(PLAIN, engine=engine, **job)))
+    assert_tokens(stored + ours, plain[:2] + plain[:3][::-1])
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_the_cpu_tier_keeps_them_apart(serve: Serve, kind: str) -> None:
-    made, (one, two, three), engine = KINDS[kind]
+def test_the_cpu_tier_keeps_them_apart(serve: Serve, kind: Kind, plain: list[Any]) -> None:
+    (one, two, three), made = kind.of, kind.made
     # The device holds 4 of these prompts, the CPU tier all.
-    rounds = [*made(one), *FILL, *made(two), *made(three), *FILL, *made(one, two, three)]
-    job = {"rounds": rounds, "one_by_one": True}
-    ours = records(serve(Run(), engine=engine | SMALL["llama"], **job))
-    last = len(FILL) * 2 + 3
-    assert hits(ours)[: last - len(FILL)] == [0] * (last - len(FILL))
-    assert hits(ours)[last:] == [640] * 3
-    assert_tokens(ours, records(serve(PLAIN, engine=engine | SMALL["llama"], **job)))
+    rounds = [*made(one), *FILL, *made(two, three), *FILL, *made(one, two, three)]
+    engine = kind.engine | SMALL["llama"]
+    ours = records(serve(Run(model=kind.model), rounds=rounds, engine=engine, one_by_one=True))
+    # All that comes back was asked before; nothing else has a block in common.
+    assert hits(ours) == [0] * (1 + len(FILL) + 2) + [640] * (len(FILL) + 3)
+    asked, fill = plain[:3], plain[3:]
+    assert_tokens(ours, asked[:1] + fill + asked[1:] + fill + asked)
