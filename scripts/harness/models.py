@@ -13,7 +13,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
-KINDS = ("llama", "sliding", "latent", "hybrid")
+KINDS = ("llama", "sliding", "latent", "hybrid", "seeing")
+IMAGE = 64  # pixels of a side, and tokens, of an image of the model that sees
 
 CHAT_TEMPLATE = (
     "{% for message in messages %}<{{ message['role'] }}>{{ message['content'] }}\n{% endfor %}"
@@ -43,6 +44,18 @@ def make_tokenizer(folder: Path) -> int:
     return len(vocabulary)
 
 
+def make_processor(folder: Path) -> None:
+    """Write a processor of images beside the tokenizer in ``folder``."""
+    import transformers
+    from transformers.models.blip.image_processing_pil_blip import BlipImageProcessorPil
+
+    transformers.Blip2Processor(
+        BlipImageProcessorPil(size={"height": IMAGE, "width": IMAGE}),
+        transformers.AutoTokenizer.from_pretrained(folder),
+        num_query_tokens=IMAGE,
+    ).save_pretrained(folder)
+
+
 def make_model(
     folder: Path, kind: str = "llama", layers: int = 4, seed: int = 7, kv_heads: int = 4
 ) -> Path:
@@ -51,7 +64,8 @@ def make_model(
     llama: grouped-query attention, one KV cache group. sliding: sliding-window and
     full attention layers in turn, two groups. latent: multi-head latent attention (MLA)
     of the size that vLLM's CPU backend has, one group. hybrid: Mamba2 and attention layers
-    in turn, two groups, in bfloat16, the only type that vLLM's CPU kernels have.
+    in turn, two groups, in bfloat16, the only type that vLLM's CPU kernels have. seeing:
+    llama behind a vision tower; of those that vLLM has, one that needs no torchvision.
 
     Returns:
         ``folder``; nothing is written when the model is already there.
@@ -76,6 +90,7 @@ def make_model(
         "tie_word_embeddings": False,
     }
     config: Any
+    kind_of_model: Any = transformers.AutoModelForCausalLM
     if kind == "llama":
         config = transformers.LlamaConfig(head_dim=64, **shape)
     elif kind == "sliding":
@@ -111,10 +126,27 @@ def make_model(
             pad_token_id=1,
             **shape,
         )
+    elif kind == "seeing":
+        make_processor(folder)
+        small: dict[str, Any] = {
+            "hidden_size": 64,
+            "intermediate_size": 128,
+            "num_hidden_layers": 2,
+            "num_attention_heads": 2,
+            "initializer_range": 0.12,
+        }
+        config = transformers.Blip2Config(
+            vision_config={"image_size": IMAGE, "patch_size": 8, **small},
+            qformer_config={"encoder_hidden_size": 64, "vocab_size": 1, **small},
+            text_config={"model_type": "llama", "head_dim": 64, **shape},
+            num_query_tokens=IMAGE,
+            initializer_range=0.12,
+        )
+        kind_of_model = transformers.AutoModelForImageTextToText
     else:
         raise ValueError(f"no model of kind {kind}; there are {', '.join(KINDS)}")
     torch.manual_seed(seed)
-    model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    model = kind_of_model.from_config(config, dtype=torch.float32)
     model.save_pretrained(folder)
     return folder
 

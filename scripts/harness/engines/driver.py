@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import json
 import os
+import random
 import sys
 from pathlib import Path
 from typing import Any
@@ -42,6 +43,7 @@ from harness.engines.simple_watch import (
     simple_part,
     take_cpu_blocks,
 )
+from harness.models import IMAGE
 from kvpatch import activation
 from kvpatch.hostdevice import streams
 from kvpatch.patches.debug import audit
@@ -105,14 +107,24 @@ class Evictions:
         self.count += len(taken_and_evicted(output)[1]) if output is not None else 0
 
 
+def image(seed: int) -> Any:
+    """A seeded image, all noise."""
+    from PIL import Image
+
+    pixels = random.Random(seed).randbytes(IMAGE * IMAGE * 3)
+    return Image.frombytes("RGB", (IMAGE, IMAGE), pixels)
+
+
 def prompt_of(llm: Any, prompt: dict[str, Any]) -> dict[str, Any]:
-    """What vLLM is given: tokens, with a cache salt if there is one, or seeded embeddings."""
+    """What vLLM is given: tokens, behind a seeded image or with a salt, or seeded embeddings."""
     if "embeds" in prompt:
         source = torch.Generator().manual_seed(prompt["embeds"])
         config = llm.llm_engine.vllm_config.model_config
         sizes = len(prompt["tokens"]), config.get_hidden_size()
         return {"prompt_embeds": torch.randn(*sizes, generator=source).to(config.dtype)}
     given = {"prompt_token_ids": prompt["tokens"]}
+    if "image" in prompt:  # its own tokens are put before these
+        return given | {"multi_modal_data": {"image": image(prompt["image"])}}
     return given | ({"cache_salt": prompt["salt"]} if "salt" in prompt else {})
 
 
