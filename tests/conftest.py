@@ -16,9 +16,8 @@ pytest_plugins = ("harness.engines.fixtures",)
 os.environ["KVPATCH"] = "0"
 
 HERE = Path(__file__).parent
-# "long" and "versions" are not in the default run, which would be too long with them; "trial" is
-# for tests that have not yet been seen to pass as a whole, and not in CI.
-LANES = ("unit", "wheel", "refusals", "engine", "faults", "long", "trial", "versions", "bench")
+# "long" and "versions" are not in the default run, which would be too long with them.
+LANES = ("unit", "wheel", "refusals", "engine", "faults", "long", "versions", "bench")
 
 
 def lane_of(path: Path) -> str | None:
