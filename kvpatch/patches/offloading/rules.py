@@ -6,7 +6,7 @@ from typing import Any
 
 from kvpatch.patches.offloading import memory_rules
 from kvpatch.rules import Rule
-from kvpatch.supported import is_validated, validated
+from kvpatch.supported import is_validated, release_of, validated
 from kvpatch.upstream import connectors
 from kvpatch.versions import Facts, Span, in_words
 
@@ -131,16 +131,16 @@ def _has_scheme(config: Any) -> bool:
     return scheme is not None and not (model is not None and model.use_mla)
 
 
-def _cache_dtype(config: Any) -> str:
-    """Return the dtype of the KV cache, in vLLM's words; ``auto`` is the model's own."""
-    configured = str(config.cache_config.cache_dtype)
-    return "fp8" if configured == "auto" and _has_scheme(config) else configured
+def _by_scheme(config: Any, facts: Facts) -> bool:
+    """Return whether the dtype ``auto`` becomes fp8; up to 0.21 every dtype does, see KVP340."""
+    obeys = release_of(facts.vllm) not in SCHEME_WINS
+    return obeys and config.cache_config.cache_dtype == "auto" and _has_scheme(config)
 
 
-def _cache_dtype_in_words(config: Any, facts: Facts) -> str:
-    what = f"a KV connector is configured with the KV cache dtype {_cache_dtype(config)}"
-    by_scheme = _cache_dtype(config) != config.cache_config.cache_dtype
-    return f"{what}, by the checkpoint's kv_cache_scheme" if by_scheme else what
+def _cache_dtype(config: Any, facts: Facts) -> str:
+    if _by_scheme(config, facts):
+        return "fp8, by the checkpoint's kv_cache_scheme"
+    return str(config.cache_config.cache_dtype)
 
 
 def _other_parallelism(config: Any, facts: Facts) -> bool:
@@ -288,8 +288,10 @@ RULES = (
         "KVP310",
         "offloading with KV cache dtypes other than the ones above, also where the checkpoint "
         "asks for it (`kv_cache_quant_algo`, `kv_cache_scheme`)",
-        lambda config, facts: _cache_dtype(config) not in VALIDATED_CACHE_DTYPES,
-        _cache_dtype_in_words,
+        lambda config, facts: _cache_dtype(config, facts) not in VALIDATED_CACHE_DTYPES,
+        lambda config, facts: (
+            "a KV connector is configured with the KV cache dtype " + _cache_dtype(config, facts)
+        ),
         ROUND_TRIP,
         "set --kv-cache-dtype bfloat16, and --dtype bfloat16 if the model is not (auto takes "
         "what the checkpoint asks for)",
