@@ -691,6 +691,14 @@ def test_a_tier_that_fits_passes(changes):
     assert check(config(**changes)) is None
 
 
+def test_a_tier_as_large_as_a_shm_that_has_some_files():
+    made = tier(64)
+    made["machine__memory"] = ROOMY._replace(shm=64 * GIB - 4096)
+    assert check(config(**made)).what == (
+        "the CPU tier takes 68719476736 bytes and /dev/shm has 68719472640 bytes free"
+    )
+
+
 def warnings(caplog: pytest.LogCaptureFixture, **changes: Any) -> list[str]:
     logger = logging.getLogger("vllm.kvpatch")
     logger.addHandler(caplog.handler)

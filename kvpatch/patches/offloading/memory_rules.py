@@ -53,7 +53,10 @@ def _over_one_registration(config: Any, facts: Facts) -> bool:
 def _what(config: Any, facts: Facts, taken: int, free: int | None, where: str) -> str:
     asked = sum(tier.asked for tier in cpu_tier.of(config, facts))
     rounded = "" if taken <= asked else f" ({readable(asked)} before torch rounds it)"
-    return f"the CPU tier takes {readable(taken)}{rounded} and {where} has {readable(free or 0)}"
+    needed, left = readable(taken), readable(free or 0)
+    if needed == left:  # as 64 GiB, where a few files are in a /dev/shm of 64 GiB
+        needed, left = f"{taken} bytes", f"{free} bytes"
+    return f"the CPU tier takes {needed}{rounded} and {where} has {left}"
 
 
 def _shm(config: Any, facts: Facts) -> str:
@@ -79,7 +82,8 @@ def _tight(config: Any, facts: Facts) -> str:
     memory, taken = _memory(facts), _taken(config, facts)
     if memory is None or taken == 0:
         return ""
-    free = min(memory.available, memory.container or memory.available)
+    limits = (memory.available, memory.container)
+    free = min(limit for limit in limits if limit is not None)
     if taken <= free:
         return ""
     return (
