@@ -126,6 +126,13 @@ def test_a_process_of_an_engine_does_not(monkeypatch):
     assert host_memory.reader({}) is not None  # of a script that does not have kvpatch on
 
 
+def test_nor_does_a_spawned_one_that_is_still_unpickling(monkeypatch):
+    """It has no parent_process() yet, and imports vllm then."""
+    current = process.multiprocessing.current_process()
+    monkeypatch.setattr(current, "_inheriting", True, raising=False)
+    assert host_memory.reader({OUR_IPC_NAME.name: "inherited"}) is None
+
+
 def test_nor_does_a_forked_one():
     reader = host_memory.reader({})
     child = os.fork()
