@@ -13,7 +13,7 @@ from types import ModuleType
 
 import wrapt
 
-from kvpatch import gate, patches, refusal_report, versions
+from kvpatch import gate, host_memory, patches, refusal_report, versions
 from kvpatch.environ import ALLOW_VLLM, KVCACHED_SWITCHES
 from kvpatch.logs import debug_if_asked, log
 from kvpatch.patch import Outcome, Transaction, load
@@ -85,7 +85,8 @@ def facts_here() -> Facts:
         refusal = refusal or gate.check_installed(package, every)
     if refusal is not None:
         raise refusal
-    return Facts(found["vllm"][0], found["kvcached"][0], os.environ)
+    memory = host_memory.reader()
+    return Facts(found["vllm"][0], found["kvcached"][0], os.environ, memory=memory)
 
 
 def apply_kvcached() -> None:

@@ -1,7 +1,8 @@
-"""Distinguishing a process from a later one with the same pid."""
+"""Where a process comes from, and telling it from a later one with the same pid."""
 
 from __future__ import annotations
 
+import multiprocessing
 from pathlib import Path
 
 
@@ -19,3 +20,10 @@ def start_ticks(pid: int) -> int | None:
     # Fields 3 and 22, counted after the command, which may contain spaces and parentheses.
     fields = stat.rpartition(")")[2].split()
     return None if fields[0] in ("Z", "X") else int(fields[19])
+
+
+def started_by_multiprocessing() -> bool:
+    """Return whether Python's multiprocessing started this process, as vLLM starts its own."""
+    # A spawned child has no parent_process() yet while it unpickles its target.
+    current = multiprocessing.current_process()
+    return multiprocessing.parent_process() is not None or getattr(current, "_inheriting", False)

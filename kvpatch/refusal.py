@@ -146,6 +146,15 @@ CODES = {
     ),
     "KVP334": _setup("the folder of a secondary tier is not this user's alone"),
     "KVP335": _setup("`KVPATCH_TIER_PATIENCE` is not a number of seconds"),
+    "KVP336": _setup("the CPU tier does not fit into /dev/shm"),
+    "KVP337": _setup("the CPU tier does not fit into the memory limit of the container"),
+    "KVP338": _setup("the CPU tier does not fit into the memory of the machine"),
+    "KVP339": _incompatible(
+        "a CPU tier that CUDA cannot pin in one range", "vllm-project/vllm#51080"
+    ),
+    "KVP340": _not_validated(
+        "offloading with an fp8 KV cache that no setting turns off, before vLLM 0.22"
+    ),
     "KVP401": _incompatible(
         "the scheduler's block pool is not kvcached's", "ovg-project/kvcached#316"
     ),

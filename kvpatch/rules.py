@@ -9,6 +9,7 @@ from collections.abc import Callable, Container, Iterable
 from typing import Any, NamedTuple
 
 from kvpatch import supported
+from kvpatch.logs import log
 from kvpatch.patch import load
 from kvpatch.refusal import CODES, Code, Refusal
 from kvpatch.versions import Facts, Span
@@ -30,6 +31,8 @@ class Rule(NamedTuple):
         unless_validated: it applies to all releases except validated ones of this span.
         with_connector: applies only if a KV connector is configured, because
             kvcached alone runs as it would without kvpatch.
+        warns: what to tell the operator about a configuration that it does not refuse;
+            empty for nothing.
     """
 
     code: str
@@ -41,6 +44,7 @@ class Rule(NamedTuple):
     only_in: Span | None = None
     unless_validated: Span | None = None
     with_connector: bool = True
+    warns: Callable[[Config, Facts], str] | None = None
 
     @property
     def fault(self) -> Code:
@@ -72,6 +76,8 @@ def check(
 ) -> Refusal | None:
     """Return the refusal of the first rule that a ``VllmConfig`` breaks, or None.
 
+    Logs the warnings about a configuration that breaks none.
+
     Args:
         config: vLLM's configuration.
         facts: the facts of the process that would run it.
@@ -80,9 +86,15 @@ def check(
     """
     transfer = config.kv_transfer_config
     connector = transfer is not None and transfer.kv_connector is not None
+    warnings: list[str] = []
     for rule in rules:
         if (connector or not rule.with_connector) and rule.code not in lifted:
             refusal = rule.refusal(config, facts)
             if refusal is not None:
                 return refusal
+            warning = rule.warns(config, facts) if rule.warns is not None else ""
+            if warning:
+                warnings.append(warning)
+    for warning in warnings:  # of a configuration that starts
+        log.warning("kvpatch: %s", warning)
     return None

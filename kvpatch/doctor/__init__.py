@@ -21,13 +21,22 @@ def examine(settings: Mapping[str, str], try_import: bool = False) -> list[Findi
         try_import: also import vllm with kvpatch on, which takes seconds.
     """
     try:
-        from kvpatch.doctor import environment, imports, leftovers, machine, packages, startup
+        from kvpatch.doctor import (
+            environment,
+            imports,
+            leftovers,
+            machine,
+            memory,
+            packages,
+            startup,
+        )
     except ImportError as error:  # one of the two requirements, which the gates need
         what = f"kvpatch cannot be imported whole ({error}), and would refuse vLLM"
         remedy = "reinstall kvpatch with its requirements"
         return [Finding("packages", Level.PROBLEM, what, remedy)]
     found = [
         *machine.check(settings),
+        *memory.check(settings),
         *packages.check(settings),
         *startup.check(settings),
         *environment.check(settings),

@@ -84,6 +84,27 @@ raise SystemExit(3)
 """
 
 
+# What the config.json of a checkpoint with an fp8 KV cache has, by llm-compressor and ModelOpt.
+SCHEME = {
+    "quant_method": "compressed-tensors",
+    "format": "float-quantized",
+    "config_groups": {},
+    "ignore": [],
+    "kv_cache_scheme": {
+        "num_bits": 8,
+        "type": "float",
+        "dynamic": False,
+        "symmetric": True,
+        "strategy": "tensor",
+    },
+}
+MODELOPT = {"quant_method": "modelopt", "quant_algo": "FP8", "kv_cache_quant_algo": "FP8"}
+
+
+def checkpoint(quantization, **arguments):
+    return {"hf_overrides": {"quantization_config": quantization}} | arguments, {}
+
+
 def test_the_other_rules_on_configurations_of_vllm_itself(python, model):
     """One process builds every configuration with vLLM's code, up to the refusal."""
     ngram = {"method": "ngram", "num_speculative_tokens": 2, "prompt_lookup_max": 2}
@@ -98,6 +119,11 @@ def test_the_other_rules_on_configurations_of_vllm_itself(python, model):
             {},
         ),
         "cache dtype": ({"kv_cache_dtype": "fp8"}, {}),
+        "scheme": checkpoint(SCHEME),
+        "scheme in bfloat16": checkpoint(SCHEME, kv_cache_dtype="bfloat16"),
+        "ModelOpt": checkpoint(MODELOPT),
+        "ModelOpt in bfloat16": checkpoint(MODELOPT, kv_cache_dtype="bfloat16"),
+        "too large": ({}, {"cpu_bytes_to_use": 1 << 50}),
         "external executor": ({"distributed_executor_backend": "external_launcher"}, {}),
         "fs": ({}, TIERS | {"secondary_tiers": [{"type": "fs", "root_dir": "/nowhere"}]}),
         "obj": ({}, TIERS | {"secondary_tiers": [{"type": "obj"}]}),
@@ -116,14 +142,22 @@ def test_the_other_rules_on_configurations_of_vllm_itself(python, model):
     log = python(SWEEP, model, json.dumps(cases)).log
     (line,) = [line for line in log.splitlines() if line.startswith('{"plain"')]
     answers = json.loads(line)
-    for accepted in ("plain", "fs", "multi", "vLLM's scheduler"):
+    for accepted in (
+        *("plain", "fs", "multi", "vLLM's scheduler"),
+        *("scheme in bfloat16", "ModelOpt in bfloat16"),
+    ):
         assert answers.pop(accepted) == "accepted"
+    too_large = "the CPU tier takes 1048576.0 GiB and /dev/shm has "
+    assert answers.pop("too large").startswith(REFUSES + too_large)
     said = {
         "canonical": "canonical_layout is set in kv_connector_extra_config",
         "pipeline": "a KV connector is configured with parallelism other than tensor parallelism",
         "speculative": "a KV connector is configured with speculative decoding",
         "scheduler": "a KV connector is configured with the scheduler somebodys.Scheduler",
         "cache dtype": "a KV connector is configured with the KV cache dtype fp8",
+        "scheme": "a KV connector is configured with the KV cache dtype fp8, by the checkpoint's "
+        "kv_cache_scheme",
+        "ModelOpt": "a KV connector is configured with the KV cache dtype fp8_e4m3",
         "external executor": "a KV connector is configured with the executor external_launcher",
         "obj": "the secondary tier obj is configured",
         "p2p": "the secondary tier p2p is configured",

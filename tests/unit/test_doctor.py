@@ -6,6 +6,7 @@ import ast
 import json
 import os
 import re
+import resource
 import shutil
 import socket
 import subprocess
@@ -17,16 +18,19 @@ from pathlib import Path
 import pytest
 
 from kvpatch import claims, cli, doctor, environ, patches
+from kvpatch.cgroup import Limit
 from kvpatch.doctor import (
     Level,
     environment,
     imports,
     leftovers,
     machine,
+    memory,
     namespaces,
     packages,
     startup,
 )
+from kvpatch.host_memory import HostMemory
 from kvpatch.patches.elastic_memory import ipc_name
 from kvpatch.versions import Installed
 
@@ -64,6 +68,77 @@ def install(site: Path, whole: bool = True) -> None:
         shutil.copy(path, site)
     if whole:
         (site / "kvpatch").symlink_to(ROOT / "kvpatch")
+
+
+# Host memory
+
+GIB = 1 << 30
+
+
+def test_the_memory_limit_of_a_container():
+    finding = memory.container(Limit(64 * GIB, 60 * GIB))
+    assert finding.what == "the memory limit of this container is 64.0 GiB, with 60.0 GiB left"
+    assert memory.container(None).what == "no memory limit of a container"
+
+
+def test_the_memory_of_a_machine():
+    finding = memory.available(HostMemory(None, None, 24 * GIB, 0))
+    assert finding.what == "the machine has 24.0 GiB of memory available, and 0 B of swap"
+
+
+def test_locked_memory_is_of_no_account():
+    """CUDA pins memory without it; the default of a container is 64 KiB or 8 MiB."""
+    assert memory.locked(8 << 20).what.startswith("locked memory is limited to 8 MiB")
+    assert memory.locked(8 << 20).level is Level.OK
+    assert memory.locked(resource.RLIM_INFINITY).what == "locked memory is not limited"
+
+
+@pytest.mark.parametrize(
+    ("vllm", "device", "free", "expected"),
+    [
+        (
+            "0.32.0",
+            "cuda",
+            HostMemory(64 * GIB, 200 * GIB, 500 * GIB, 0),
+            "64.0 GiB with OffloadingConnector, in /dev/shm, or of 200.0 GiB with "
+            "SimpleCPUOffloadConnector",
+        ),
+        (
+            "0.32.0",
+            "cuda",
+            HostMemory(64 * GIB, 30 * GIB, 500 * GIB, 0),
+            "30.0 GiB with OffloadingConnector, in /dev/shm, or of 30.0 GiB with "
+            "SimpleCPUOffloadConnector",
+        ),
+        (
+            "0.26.0",
+            "cuda",
+            HostMemory(1, None, 200 * GIB, 9 * GIB),
+            "128.0 GiB with OffloadingConnector and one rank, whose memory torch rounds up to a "
+            "power of two, or of 200.0 GiB with SimpleCPUOffloadConnector",
+        ),
+        ("0.26.0", "cpu", HostMemory(1, None, 20 * GIB, 0), "20.0 GiB"),
+    ],
+)
+def test_how_large_a_cpu_tier_may_be(vllm, device, free, expected):
+    finding = memory.fits(free, Installed.release("vllm", vllm), device)
+    assert finding.what == f"vLLM {vllm} has room for a CPU tier of up to {expected}"
+    assert finding.level is Level.OK
+
+
+def test_no_room_for_a_cpu_tier():
+    """The /dev/shm that containers have by default."""
+    free = HostMemory(64 << 20, None, 500 * GIB, 0)
+    finding = memory.fits(free, Installed.release("vllm", "0.32.0"), "cuda")
+    assert finding.level is Level.WARNING
+    assert "of up to 64 MiB with OffloadingConnector, in /dev/shm" in finding.what
+    assert "--shm-size" in finding.remedy
+
+
+def test_the_memory_of_this_machine_is_examined():
+    found = memory.check({})
+    assert {finding.topic for finding in found} == {"host memory"}
+    assert len(found) in (3, 4)  # with and without a vLLM
 
 
 # Startup files

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from types import SimpleNamespace
 from typing import Any
 
@@ -9,6 +10,7 @@ import pytest
 
 from kvpatch import patches, rules, supported
 from kvpatch.environ import TIER_PATIENCE, VLLM_KV_CACHE_LAYOUT, VLLM_USE_V2_MODEL_RUNNER
+from kvpatch.host_memory import HostMemory
 from kvpatch.patches.elastic_memory import configuration
 from kvpatch.patches.kvcached_compat.rules import V1_ON_LATER
 from kvpatch.patches.offloading.rules import HYBRID as HYBRID_RELEASES
@@ -34,6 +36,7 @@ def facts(
     device: str = "cuda",
     contiguous: bool = True,
     environment: dict[str, str] | None = None,
+    memory: HostMemory | None = None,
 ) -> Facts:
     """A machine with a release of vLLM."""
     return Facts(
@@ -42,6 +45,7 @@ def facts(
         environment or {},
         device,
         contiguous,
+        lambda: memory,
     )
 
 
@@ -126,6 +130,21 @@ V2_OF_30 = {"machine__vllm": "0.30.0", "use_v2_model_runner": True}
 HYBRID = {"model_config__is_hybrid": True}
 LATENT = {"model_config__use_mla": True}
 ONE_RANK = {"parallel_config__world_size": 1, "parallel_config__tensor_parallel_size": 1}
+# As compressed-tensors has it, from a checkpoint of llm-compressor.
+SCHEME = {"quant_config": SimpleNamespace(kv_cache_scheme={"num_bits": 8, "type": "float"})}
+GIB = 1 << 30
+ROOMY = HostMemory(100 * GIB, 100 * GIB, 100 * GIB, 0)
+
+
+def tier(size: float, **free: int | None) -> dict[str, Any]:
+    """A CPU tier of ``size`` GiB, on a host whose memory is free but for ``free`` GiB."""
+    given = {name: left and left * GIB for name, left in free.items()}
+    return {
+        "kv_transfer_config__kv_connector_extra_config": {"cpu_bytes_to_use": size * GIB},
+        "machine__memory": ROOMY._replace(**given),
+    }
+
+
 V2_OF_33 = {"machine__vllm": "0.33.0", "use_v2_model_runner": True}
 
 # By its code: the configurations that a rule refuses, and its sentence.
@@ -263,11 +282,25 @@ CASES: dict[str, tuple[list[dict[str, Any]], str]] = {
         "validated by a store and load round trip; remove the speculative configuration, or set "
         "KVPATCH=0.",
     ),
+    "KVP340": (
+        [
+            SCHEME | {"machine__vllm": release, "cache_config__cache_dtype": dtype}
+            for release in ("0.16.0", "0.19.1")
+            for dtype in ("auto", "bfloat16")
+        ],
+        "a KV connector is configured for a checkpoint with a kv_cache_scheme, because before "
+        "vLLM 0.22 that makes its KV cache fp8 whatever --kv-cache-dtype says, which has not been "
+        "validated by a store and load round trip; install vLLM 0.22.1 and set --kv-cache-dtype "
+        "bfloat16, or take kv_cache_scheme out of the checkpoint's config.json, or set KVPATCH=0.",
+    ),
     "KVP310": (
-        [{"cache_config__cache_dtype": "fp8"}],
+        [
+            {"cache_config__cache_dtype": "fp8"},
+            SCHEME | {"cache_config__cache_dtype": "fp8"},
+        ],
         "a KV connector is configured with the KV cache dtype fp8, because it has not been "
-        "validated by a store and load round trip; use one of auto, bfloat16, float16, float32, "
-        "or set KVPATCH=0.",
+        "validated by a store and load round trip; set --kv-cache-dtype bfloat16, and --dtype "
+        "bfloat16 if the model is not (auto takes what the checkpoint asks for), or set KVPATCH=0.",
     ),
     "KVP311": (
         [
@@ -294,6 +327,44 @@ CASES: dict[str, tuple[list[dict[str, Any]], str]] = {
         "name and not its content (vllm-project/vllm#27211), so that an adapter that was trained "
         "again or loaded in place would get blocks of the old one; remove --enable-lora, or run "
         "this model without a KV connector, or set KVPATCH=0.",
+    ),
+    "KVP336": (
+        [tier(64, shm=2), tier(64, shm=2, container=None)],
+        "the CPU tier takes 64.0 GiB and /dev/shm has 2.0 GiB free, because vLLM keeps the tier "
+        "in a file there, and the engine would end once the model is loaded; start the container "
+        "with a larger /dev/shm (docker run --shm-size), free some of it (kvpatch doctor lists "
+        "leftovers), or ask for a smaller CPU tier (--kv-offloading-size or cpu_bytes_to_use), or "
+        "set KVPATCH=0.",
+    ),
+    "KVP337": (
+        [tier(64, container=30), tier(64, container=30, swap=1)],
+        "the CPU tier takes 64.0 GiB and the memory limit of this container has 30.0 GiB left, "
+        "because all of the tier is written at the start, and the engine would end once the model "
+        "is loaded, killed for its memory; raise the limit (docker run --memory, limits.memory of "
+        "a pod), or ask for a smaller CPU tier (--kv-offloading-size or cpu_bytes_to_use), or set "
+        "KVPATCH=0.",
+    ),
+    "KVP338": (
+        [
+            tier(130, available=120, container=None) | ONE_RANK | {"machine__vllm": "0.26.0"},
+            tier(130, available=120, container=None, swap=8) | {"machine__vllm": "0.26.0"},
+        ],
+        "the CPU tier takes 256.0 GiB (130.0 GiB before torch rounds it) and this machine has "
+        "120.0 GiB available, because all of the tier is written at the start, and the engine "
+        "would end once the model is loaded; ask for a smaller CPU tier (--kv-offloading-size or "
+        "cpu_bytes_to_use), or set KVPATCH=0.",
+    ),
+    "KVP339": (
+        [
+            tier(512, shm=900, container=None, available=900),
+            tier(1024, shm=0, container=None, available=1100)
+            | {"machine__vllm": "0.32.0", "use_v2_model_runner": True}
+            | {"kv_transfer_config__kv_connector": "SimpleCPUOffloadConnector"},
+        ],
+        "the CPU tier is one range of 512 GiB or more, because one cudaHostRegister pins less "
+        "than that (vllm-project/vllm#51080), and a failed one ends the engine, or leaves an error "
+        "that the next call of CUDA reports; ask for less than 512 GiB, or use OffloadingConnector "
+        "on vLLM 0.31.0 or later, which registers in parts, or set KVPATCH=0.",
     ),
     "KVP315": (
         [simple(kv_offload_backend="disk", disk_path="/tmp/x")],
@@ -570,6 +641,114 @@ def test_model_runner_v2_before_kvcacheds_adapter():
 )
 def test_windows_that_an_older_connector_stores_pass(changes):
     assert check(config(**changes)) is None
+
+
+# fp8 by the checkpoint
+
+
+@pytest.mark.parametrize("release", ["0.22.1", "0.26.0", "0.32.0"])
+def test_a_scheme_of_the_checkpoint_makes_auto_fp8(release):
+    """As vLLM's Attention.__init__ decides, in the worker; it was admitted as ``auto``."""
+    refusal = check(config(**SCHEME, **on(release)))
+    assert refusal.code == "KVP310"
+    assert refusal.what == (
+        "a KV connector is configured with the KV cache dtype fp8, by the checkpoint's "
+        "kv_cache_scheme"
+    )
+    # What the sentence says to do.
+    assert check(config(**SCHEME, **on(release), cache_config__cache_dtype="bfloat16")) is None
+
+
+def test_latent_attention_does_not_read_the_scheme():
+    assert check(config(**SCHEME, **LATENT, **ONE_RANK, **on("0.32.0"))) is None
+
+
+def test_a_checkpoint_without_a_scheme_is_not_fp8():
+    assert check(config(quant_config=SimpleNamespace(kv_cache_scheme=None))) is None
+    assert check(config(quant_config=None)) is None
+
+
+def on(release: str) -> dict[str, Any]:
+    """A release, and the runner that kvpatch supports there."""
+    return {"machine__vllm": release, "use_v2_model_runner": release in ("0.32.0",)}
+
+
+# The host's memory
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        tier(64),
+        tier(100),
+        tier(64, shm=None, container=None),
+        tier(64, shm=0) | {"machine__vllm": "0.26.0"},  # not in /dev/shm
+        tier(512, shm=900, container=None, available=900) | on("0.32.0"),
+        tier(400, shm=2) | {"machine__memory": None},  # in a process of an engine
+    ],
+)
+def test_a_tier_that_fits_passes(changes):
+    assert check(config(**changes)) is None
+
+
+def test_a_tier_as_large_as_a_shm_that_has_some_files():
+    made = tier(64)
+    made["machine__memory"] = ROOMY._replace(shm=64 * GIB - 4096)
+    assert check(config(**made)).what == (
+        "the CPU tier takes 68719476736 bytes and /dev/shm has 68719472640 bytes free"
+    )
+
+
+def warnings(caplog: pytest.LogCaptureFixture, **changes: Any) -> list[str]:
+    logger = logging.getLogger("vllm.kvpatch")
+    logger.addHandler(caplog.handler)
+    try:
+        assert check(config(**changes)) is None
+    finally:
+        logger.removeHandler(caplog.handler)
+    return list(dict.fromkeys(record.getMessage() for record in caplog.records))
+
+
+OLD = {"machine__vllm": "0.26.0"} | ONE_RANK
+
+
+def test_a_tier_that_torch_rounds_is_warned_of(caplog):
+    assert warnings(caplog, **tier(33) | OLD) == [
+        "kvpatch: the CPU tier of 33.0 GiB takes 64.0 GiB, because torch rounds pinned memory of "
+        "each rank up to a power of two; ask for a power of two per rank, or install vLLM 0.27.1"
+    ]
+
+
+def test_layers_that_torch_rounds_are_warned_of(caplog):
+    assert warnings(caplog, **tier(33) | OLD, machine__contiguous=False) == [
+        "kvpatch: the CPU tier of 33.0 GiB may take up to 66.0 GiB, because torch rounds pinned "
+        "memory of each layer up to a power of two; install vLLM 0.27.1, or see that twice the "
+        "memory is free"
+    ]
+
+
+@pytest.mark.parametrize("free", [{"available": 60}, {"container": 60}])
+def test_a_tier_that_fits_with_swapping_only_is_warned_of(caplog, free):
+    assert warnings(caplog, **tier(64, swap=10, **free)) == [
+        "kvpatch: the CPU tier takes 64.0 GiB and 60.0 GiB are available: the kernel will swap, "
+        "or end a process; ask for a smaller CPU tier (--kv-offloading-size or cpu_bytes_to_use)"
+    ]
+
+
+@pytest.mark.parametrize(
+    "changes", [tier(64), tier(64) | OLD, tier(33) | {"machine__memory": None}]
+)
+def test_a_tier_that_fits_is_not_warned_of(caplog, changes):
+    assert warnings(caplog, **changes) == []
+
+
+def test_a_refused_configuration_is_not_warned_of(caplog):
+    logger = logging.getLogger("vllm.kvpatch")
+    logger.addHandler(caplog.handler)
+    refused = check(config(**tier(64, swap=10, available=60), speculative_config=object()))
+    logger.removeHandler(caplog.handler)
+    assert refused is not None
+    assert caplog.records == []
 
 
 # What a rule is

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
+from kvpatch.patches.offloading import memory_rules
 from kvpatch.rules import Rule
-from kvpatch.supported import is_validated, validated
+from kvpatch.supported import is_validated, release_of, validated
 from kvpatch.upstream import connectors
 from kvpatch.versions import Facts, Span, in_words
 
@@ -26,6 +27,8 @@ VALIDATED_SCHEDULERS = (
 )
 VALIDATED_CACHE_DTYPES = ("auto", "bfloat16", "float16", "float32")
 MULTI = Span("0.22.1")
+# Where a checkpoint's kv_cache_scheme wins over --kv-cache-dtype, in vLLM's Attention.__init__.
+SCHEME_WINS = Span("0", "0.22")
 LATENT = Span("0.29")  # latent attention (MLA)
 HYBRID = Span("0.30", "0.31")  # hybrid models, with state-space layers
 
@@ -116,6 +119,28 @@ def _hybrid(config: Any, facts: Facts) -> bool:
             and not model.use_mla
         )
     )
+
+
+def _has_scheme(config: Any) -> bool:
+    """Return whether the layers make an fp8 KV cache of the dtype ``auto``.
+
+    As ``Attention.__init__`` decides, in the worker, from the same object. MLA layers do not.
+    """
+    scheme = getattr(getattr(config, "quant_config", None), "kv_cache_scheme", None)
+    model = config.model_config
+    return scheme is not None and not (model is not None and model.use_mla)
+
+
+def _by_scheme(config: Any, facts: Facts) -> bool:
+    """Return whether the dtype ``auto`` becomes fp8; up to 0.21 every dtype does, see KVP340."""
+    obeys = release_of(facts.vllm) not in SCHEME_WINS
+    return obeys and config.cache_config.cache_dtype == "auto" and _has_scheme(config)
+
+
+def _cache_dtype(config: Any, facts: Facts) -> str:
+    if _by_scheme(config, facts):
+        return "fp8, by the checkpoint's kv_cache_scheme"
+    return str(config.cache_config.cache_dtype)
 
 
 def _other_parallelism(config: Any, facts: Facts) -> bool:
@@ -248,16 +273,28 @@ RULES = (
         ROUND_TRIP,
         "remove the speculative configuration",
     ),
+    Rule(  # before the next rule, whose remedy is of no use there
+        "KVP340",
+        "offloading of checkpoints with a `kv_cache_scheme` before vLLM 0.22",
+        lambda config, facts: _has_scheme(config),
+        "a KV connector is configured for a checkpoint with a kv_cache_scheme",
+        "before vLLM 0.22 that makes its KV cache fp8 whatever --kv-cache-dtype says, which has "
+        "not been validated by a store and load round trip",
+        "install vLLM 0.22.1 and set --kv-cache-dtype bfloat16, or take kv_cache_scheme out of "
+        "the checkpoint's config.json",
+        only_in=SCHEME_WINS,
+    ),
     Rule(
         "KVP310",
-        "offloading with KV cache dtypes other than the ones above",
-        lambda config, facts: config.cache_config.cache_dtype not in VALIDATED_CACHE_DTYPES,
+        "offloading with KV cache dtypes other than the ones above, also where the checkpoint "
+        "asks for it (`kv_cache_quant_algo`, `kv_cache_scheme`)",
+        lambda config, facts: _cache_dtype(config, facts) not in VALIDATED_CACHE_DTYPES,
         lambda config, facts: (
-            "a KV connector is configured with the KV cache dtype "
-            f"{config.cache_config.cache_dtype}"
+            "a KV connector is configured with the KV cache dtype " + _cache_dtype(config, facts)
         ),
         ROUND_TRIP,
-        f"use one of {', '.join(VALIDATED_CACHE_DTYPES)}",
+        "set --kv-cache-dtype bfloat16, and --dtype bfloat16 if the model is not (auto takes "
+        "what the checkpoint asks for)",
     ),
     Rule(
         "KVP311",
@@ -289,4 +326,5 @@ RULES = (
         "would get blocks of the old one",
         "remove --enable-lora, or run this model without a KV connector",
     ),
+    *memory_rules.RULES,
 )

@@ -1,0 +1,117 @@
+"""What the CPU tiers of a configuration take of the host's memory.
+
+Where a tier is, by connector and release:
+
+    OffloadingConnector up to 0.26     pinned by torch, by rank
+    OffloadingConnector from 0.27 on   one file in /dev/shm, by all ranks; on ROCm up to 0.29
+    with secondary tiers               one file in /dev/shm
+    SimpleCPUOffloadConnector          ordinary memory that is registered, by rank
+
+On a GPU its pages are pinned before the engine is ready, and in /dev/shm they are written, so that
+all of it is taken then. On the host device ordinary memory is taken as blocks are first written.
+The limit of locked memory (``ulimit -l``) is of no account: NVIDIA's driver pins pages itself, and
+does not count them there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any, NamedTuple
+
+from kvpatch.supported import release_of
+from kvpatch.upstream import connectors
+from kvpatch.versions import Facts, Installed, Span
+
+SHARED = Span("0.27")  # where OffloadingConnector's tier is in /dev/shm
+NOT_ON_ROCM = Span("0.30")
+IN_PARTS = Span("0.31")  # where a file of any size is registered, vllm-project/vllm#51081
+# The largest range that one cudaHostRegister pins, measured in vllm-project/vllm#51080.
+LARGEST_REGISTRATION = 512 << 30
+SIMPLE_DEFAULT = 8 << 30
+_TIERING = ("TieringOffloadingSpec", "HostTieringOffloadingSpec")
+# Set in one of these, torch rounds up to this size only.
+_ROUNDING = "pinned_max_round_threshold"
+_ALLOCATOR = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
+
+
+class CpuTier(NamedTuple):
+    """The CPU tier of one connector.
+
+    Attributes:
+        asked: bytes that are configured, of all ranks.
+        taken: bytes that it takes before the engine is ready, at least.
+        in_shm: whether it is a file in /dev/shm.
+        registered: bytes of the largest range that is registered with CUDA at once; 0 if
+            torch allocates it, or it is registered in parts.
+        rounded: whether torch rounds each of its allocations up to a power of two.
+    """
+
+    asked: int
+    taken: int
+    in_shm: bool
+    registered: int
+    rounded: bool
+
+
+def of(config: Any, facts: Facts) -> list[CpuTier]:
+    """Return the CPU tiers of a ``VllmConfig``, those in a MultiConnector too.
+
+    A size that cannot be read is vLLM's to refuse, and is left out.
+    """
+    ranks = int(config.parallel_config.world_size)
+    found = []
+    for leaf in connectors.leaves(config.kv_transfer_config):
+        try:
+            if leaf.name == connectors.SIMPLE:
+                found.append(_simple(leaf.extra, ranks, facts))
+            elif leaf.name == connectors.OFFLOADING:
+                found.append(_offloading(leaf.extra, ranks, facts))
+        except (TypeError, ValueError):
+            continue
+    return [tier for tier in found if tier.asked > 0]
+
+
+def in_shm(tiers: Iterable[CpuTier]) -> int:
+    """Return the bytes that tiers take in /dev/shm."""
+    return sum(tier.taken for tier in tiers if tier.in_shm)
+
+
+def in_all(tiers: Iterable[CpuTier]) -> int:
+    """Return the bytes that tiers take of the machine's memory, wherever they are."""
+    return sum(tier.taken for tier in tiers)
+
+
+def is_shared(vllm: Installed, device: str = "cuda") -> bool:
+    """Return whether OffloadingConnector's tier is in /dev/shm without secondary tiers."""
+    release = release_of(vllm)
+    rocm = "rocm" in vllm.text  # in the local version of vLLM's builds for it
+    return device in ("cuda", "cpu") and release in SHARED and not (rocm and release in NOT_ON_ROCM)
+
+
+def power_of_two(size: int) -> int:
+    """Return the smallest power of two that is not below ``size``, as torch rounds."""
+    return 1 << max(0, size - 1).bit_length()
+
+
+def _simple(extra: dict[str, Any], ranks: int, facts: Facts) -> CpuTier:
+    each = int(extra.get("cpu_bytes_to_use", SIMPLE_DEFAULT)) // ranks
+    each = int(extra.get("cpu_bytes_to_use_per_rank", each))
+    # Layer by layer in the other layout, and then of unknown size.
+    pinned = facts.device == "cuda"
+    registered = each if pinned and facts.contiguous else 0
+    return CpuTier(each * ranks, each * ranks if pinned else 0, False, registered, False)
+
+
+def _offloading(extra: dict[str, Any], ranks: int, facts: Facts) -> CpuTier:
+    asked = int(extra.get("cpu_bytes_to_use") or 0)
+    shared = extra.get("spec_name") in _TIERING or is_shared(facts.vllm, facts.device)
+    if shared:
+        whole = facts.device == "cuda" and release_of(facts.vllm) not in IN_PARTS
+        return CpuTier(asked, asked, True, asked if whole else 0, False)
+    if facts.device != "cuda":
+        return CpuTier(asked, 0, False, 0, False)
+    rounded = not any(_ROUNDING in facts.environment.get(name, "") for name in _ALLOCATOR)
+    # In the other layout each layer is rounded, and how many there are is not known here.
+    known = rounded and facts.contiguous
+    taken = power_of_two(asked // ranks) * ranks if known else asked
+    return CpuTier(asked, taken, False, 0, rounded)

@@ -1,0 +1,260 @@
+"""What the host's memory leaves for a CPU tier, and what tiers take of it."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from kvpatch import cgroup, host_memory, process
+from kvpatch.environ import OUR_IPC_NAME
+from kvpatch.patches.offloading import cpu_tier
+from kvpatch.versions import Facts, Installed
+
+GIB = 1 << 30
+
+
+# The container's limit
+
+
+@pytest.fixture
+def hierarchy(tmp_path):
+    """Write the file with a process's cgroups, and the files of its hierarchies."""
+
+    def make(lines: str, files: dict[str, str]) -> tuple[Path, Path]:
+        proc, root = tmp_path / "cgroup", tmp_path / "fs"
+        proc.write_text(lines)
+        root.mkdir()
+        for name, text in files.items():
+            path = root / name
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(text)
+        return proc, root
+
+    return make
+
+
+def test_the_limit_of_a_container_of_v2(hierarchy):
+    """Its own cgroup is the root of what it sees."""
+    made = hierarchy(
+        "0::/\n",
+        {
+            "memory.max": f"{64 * GIB}\n",
+            "memory.current": f"{50 * GIB}\n",
+            "memory.stat": f"anon {10 * GIB}\nfile {39 * GIB}\nshmem {4 * GIB}\n",
+        },
+    )
+    # 35 of the 39 GiB of cache are files, and can be dropped; 4 are in /dev/shm.
+    assert cgroup.tightest(*made) == (64 * GIB, 49 * GIB)
+
+
+def test_a_cgroup_of_v2_without_a_limit(hierarchy):
+    made = hierarchy("0::/\n", {"memory.max": "max\n", "memory.current": "5\n"})
+    assert cgroup.tightest(*made) is None
+
+
+def test_the_tightest_of_the_limits_above_counts(hierarchy):
+    made = hierarchy(
+        "0::/pods/one/engine\n",
+        {
+            "pods/one/engine/memory.max": f"{100 * GIB}",
+            "pods/one/engine/memory.current": f"{GIB}",
+            "pods/one/memory.max": f"{90 * GIB}",
+            "pods/one/memory.current": f"{80 * GIB}",
+            "pods/memory.max": "max",
+            "pods/memory.current": f"{80 * GIB}",
+        },
+    )
+    assert cgroup.tightest(*made) == (90 * GIB, 10 * GIB)
+
+
+@pytest.mark.parametrize("seen", ["", "docker/abc/"])
+def test_the_limit_of_a_container_of_v1(hierarchy, seen):
+    """Without a cgroup namespace the path is the host's, and only the mount's root is there."""
+    made = hierarchy(
+        "9:name=systemd:/docker/abc\n5:cpuacct,cpu:/docker/abc\n4:memory:/docker/abc\n0::/\n",
+        {
+            f"memory/{seen}memory.limit_in_bytes": f"{32 * GIB}\n",
+            f"memory/{seen}memory.usage_in_bytes": f"{20 * GIB}\n",
+            f"memory/{seen}memory.stat": f"cache 1\ntotal_cache {12 * GIB}\n"
+            f"total_shmem {2 * GIB}\n",
+        },
+    )
+    assert cgroup.tightest(*made) == (32 * GIB, 22 * GIB)
+
+
+def test_a_cgroup_of_v1_without_a_limit(hierarchy):
+    files = {
+        "memory/memory.limit_in_bytes": "9223372036854771712",
+        "memory/memory.usage_in_bytes": "7",
+    }
+    assert cgroup.tightest(*hierarchy("4:memory:/\n", files)) is None
+
+
+def test_a_limit_that_is_used_up_leaves_nothing(hierarchy):
+    files = {"memory.max": "100", "memory.current": "130", "memory.stat": "file 3\nshmem 9\n"}
+    assert cgroup.tightest(*hierarchy("0::/\n", files)) == (100, 0)
+
+
+def test_a_machine_without_cgroups(tmp_path):
+    assert cgroup.tightest(tmp_path / "none", tmp_path) is None
+
+
+# The memory of this machine
+
+
+def test_the_memory_of_this_machine(tmp_path):
+    memory = host_memory.here(tmp_path)
+    assert memory.shm == pytest.approx(os.statvfs(tmp_path).f_bavail << 12, rel=0.2)
+    total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    assert 0 < memory.available <= total
+    assert host_memory.here(tmp_path / "none").shm is None
+
+
+def test_a_process_that_may_start_an_engine_reads_it():
+    assert host_memory.reader({})() is not None
+    assert host_memory.reader({OUR_IPC_NAME.name: "inherited by a program"})() is not None
+
+
+def test_a_process_of_an_engine_does_not(monkeypatch):
+    """A part of the memory is the tier's own by then."""
+    monkeypatch.setattr(process.multiprocessing, "parent_process", lambda: object())
+    assert host_memory.reader({OUR_IPC_NAME.name: "inherited"}) is None
+    assert host_memory.reader({}) is not None  # of a script that does not have kvpatch on
+
+
+def test_nor_does_a_spawned_one_that_is_still_unpickling(monkeypatch):
+    """It has no parent_process() yet, and imports vllm then."""
+    current = process.multiprocessing.current_process()
+    monkeypatch.setattr(current, "_inheriting", True, raising=False)
+    assert host_memory.reader({OUR_IPC_NAME.name: "inherited"}) is None
+
+
+def test_nor_does_a_forked_one():
+    reader = host_memory.reader({})
+    child = os.fork()
+    if child == 0:
+        os._exit(0 if reader() is None else 1)
+    assert os.waitpid(child, 0)[1] == 0
+
+
+# What tiers take
+
+
+def facts(vllm: str, device: str = "cuda", contiguous: bool = True, **environment: str) -> Facts:
+    installed = Installed.release("vllm", vllm)
+    return Facts(installed, Installed.release("kvcached", "0.1.6"), environment, device, contiguous)
+
+
+def config(extra: dict[str, Any], name: str = "OffloadingConnector", ranks: int = 1) -> Any:
+    transfer = SimpleNamespace(
+        kv_connector=name, kv_connector_module_path=None, kv_connector_extra_config=extra
+    )
+    return SimpleNamespace(
+        kv_transfer_config=transfer, parallel_config=SimpleNamespace(world_size=ranks)
+    )
+
+
+def taken(extra: dict[str, Any], here: Facts, **more: Any) -> tuple[float, float]:
+    """GiB in /dev/shm and in all."""
+    tiers = cpu_tier.of(config(extra, **more), here)
+    return cpu_tier.in_shm(tiers) / GIB, cpu_tier.in_all(tiers) / GIB
+
+
+SIZE = {"cpu_bytes_to_use": 65.0 * GIB}  # a float, as --kv-offloading-size 65 makes it
+TIERING = SIZE | {"spec_name": "TieringOffloadingSpec", "secondary_tiers": [{"type": "fs"}]}
+
+
+@pytest.mark.parametrize(
+    ("release", "expected"),
+    [
+        ("0.16.0", (0, 128)),
+        ("0.26.0", (0, 128)),
+        ("0.27.1", (65, 65)),
+        ("0.32.0", (65, 65)),
+        ("0.29.0+rocm700", (65, 65)),
+        ("0.30.0+rocm700", (0, 128)),
+    ],
+)
+def test_where_the_tier_of_the_offloading_connector_is(release, expected):
+    assert taken(SIZE, facts(release)) == expected
+
+
+def test_torch_rounds_the_memory_of_each_rank():
+    assert taken(SIZE, facts("0.26.0"), ranks=4) == (0, 4 * 32)
+    assert taken({"cpu_bytes_to_use": 64 * GIB}, facts("0.26.0"), ranks=4) == (0, 64)
+    (tier,) = cpu_tier.of(config({"cpu_bytes_to_use": 64 * GIB + 1}), facts("0.26.0"))
+    assert (tier.asked, tier.taken, tier.rounded) == (64 * GIB + 1, 128 * GIB, True)
+
+
+def test_torch_rounds_each_layer_in_the_other_layout():
+    """How many there are is not known yet; the tier takes what is asked for, at least."""
+    (tier,) = cpu_tier.of(config(SIZE), facts("0.26.0", contiguous=False))
+    assert (tier.taken, tier.rounded) == (65 * GIB, True)
+
+
+@pytest.mark.parametrize("variable", ["PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"])
+def test_torch_that_is_told_not_to_round(variable):
+    here = facts("0.26.0", **{variable: "pinned_max_round_threshold_mb:1024"})
+    (tier,) = cpu_tier.of(config(SIZE), here)
+    assert (tier.taken, tier.rounded) == (65 * GIB, False)
+
+
+def test_a_tier_with_secondary_tiers_is_in_shm_in_every_release():
+    assert taken(TIERING, facts("0.24.0")) == (65, 65)
+    host = TIERING | {"spec_name": "HostTieringOffloadingSpec"}
+    assert taken(host, facts("0.26.0", device="cpu")) == (65, 65)
+
+
+def test_the_host_device_takes_ordinary_memory_as_it_is_written():
+    assert taken(SIZE, facts("0.26.0", device="cpu")) == (0, 0)
+    assert taken(SIZE, facts("0.32.0", device="cpu")) == (65, 65)
+    simple = "SimpleCPUOffloadConnector"
+    assert taken(SIZE, facts("0.32.0", device="cpu"), name=simple) == (0, 0)
+
+
+def test_the_simple_connector_is_not_rounded():
+    simple = {"name": "SimpleCPUOffloadConnector", "ranks": 2}
+    assert taken(SIZE, facts("0.24.0"), **simple) == (0, 65)
+    assert taken({}, facts("0.24.0"), **simple) == (0, 8)
+    each = SIZE | {"cpu_bytes_to_use_per_rank": 10 * GIB}
+    assert taken(each, facts("0.24.0"), **simple) == (0, 20)
+
+
+def test_the_tiers_inside_a_multi_connector_add_up():
+    inside = [
+        {"kv_connector": "OffloadingConnector", "kv_connector_extra_config": SIZE},
+        {"kv_connector": "SimpleCPUOffloadConnector", "kv_connector_extra_config": SIZE},
+    ]
+    made = {"connectors": inside}
+    assert taken(made, facts("0.32.0"), name="MultiConnector") == (65, 130)
+
+
+@pytest.mark.parametrize("size", [None, 0, "much", [1]])
+def test_a_size_that_vllm_refuses_is_left_to_it(size):
+    assert taken({"cpu_bytes_to_use": size}, facts("0.32.0")) == (0, 0)
+
+
+@pytest.mark.parametrize(
+    ("release", "name", "contiguous", "ranks", "registered"),
+    [
+        ("0.30.0", "OffloadingConnector", True, 2, 600),  # by each rank, whole
+        ("0.31.0", "OffloadingConnector", True, 2, 0),  # in parts
+        ("0.26.0", "OffloadingConnector", True, 2, 0),  # allocated by torch
+        ("0.32.0", "SimpleCPUOffloadConnector", True, 2, 300),
+        ("0.32.0", "SimpleCPUOffloadConnector", False, 2, 0),  # layer by layer
+    ],
+)
+def test_the_largest_range_that_is_registered(release, name, contiguous, ranks, registered):
+    made = config({"cpu_bytes_to_use": 600 * GIB}, name, ranks)
+    (tier,) = cpu_tier.of(made, facts(release, contiguous=contiguous))
+    assert tier.registered == registered * GIB
+
+
+def test_a_power_of_two():
+    assert [cpu_tier.power_of_two(size) for size in (1, 2, 3, 4, 5, 1024, 1025)] == [
+        *(1, 2, 4, 4, 8, 1024, 2048)
+    ]
