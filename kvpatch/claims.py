@@ -3,7 +3,8 @@
 Two engines collide over files in /dev/shm, so that is where a claim is: a locked file in a
 folder that no other user can enter. Containers that share /dev/shm see each other's claims
 whatever their network and process namespaces are, and the kernel drops a lock when the last
-process that has it is gone. The next engine then removes the file that the claim was of.
+process that has it is gone. The file that a claim covers goes with it: at its release, or when the
+next engine starts.
 
 Engines of two users do not see each other's claims; their files differ in the owner, which is
 checked where such a file is opened.
@@ -51,8 +52,13 @@ class Claim:
     """
 
     def __init__(self, path: Path, file: int) -> None:
+        self._file = file
         # Of a copy of this object in a forked worker nothing is released.
         self.release = weakref.finalize(self, _release, path, file, os.getpid())
+
+    def cover(self, name: str) -> None:
+        """Let a file in /dev/shm go with the claim; its name is ours alone from here on."""
+        _write(self._file, name)
 
 
 @dataclass
@@ -62,19 +68,15 @@ class Held:
     claims: list[Claim] = field(default_factory=list)
 
 
-def hold(engine: Any, kind: str, name: str, file: str) -> None:
+def hold(engine: Any, kind: str, name: str) -> Claim:
     """Claim a name for as long as an ``EngineCore`` lives.
-
-    Args:
-        engine, kind, name: see ``take``.
-        file: the name of its file in /dev/shm, which an engine that is killed leaves.
 
     Raises:
         Taken: another engine, in this process or another one, has it.
         Refusal: the folder of claims cannot be used.
     """
     try:
-        claim = take(kind, name, file)
+        claim = take(kind, name)
     except private.Unsafe as error:
         raise error.refusal(
             "two engines could then use one name without noticing each other",
@@ -83,6 +85,7 @@ def hold(engine: Any, kind: str, name: str, file: str) -> None:
     except OSError as error:
         raise no_room(folder(), error) from error
     state.of(engine, Held).claims.append(claim)
+    return claim
 
 
 def no_room(path: Path, error: OSError) -> Refusal:
@@ -117,13 +120,12 @@ def _outer_uid() -> int:
     return uid
 
 
-def take(kind: str, name: str, of: str = "") -> Claim:
+def take(kind: str, name: str) -> Claim:
     """Claim a name.
 
     Args:
         kind: what the name is of; a part of a file's name.
         name: any text.
-        of: the name of a file in /dev/shm to remove if the process ends without a release.
 
     Raises:
         Taken: it is claimed already.
@@ -141,8 +143,7 @@ def take(kind: str, name: str, of: str = "") -> Claim:
             pid = _read_holder(file)
             os.close(file)
             raise Taken(pid) from None
-        with suppress(OSError):  # only a sentence needs it, and /dev/shm may be full
-            os.pwrite(file, f"{os.getpid()} {_pid_namespace()} {of}".encode(), 0)
+        _write(file)
     return Claim(path, file)
 
 
@@ -192,7 +193,7 @@ def _alone(home: Path) -> Iterator[None]:
 
 
 def _remove_dropped(home: Path) -> None:
-    """Remove the claims of engines that are gone, and the files that they were of."""
+    """Remove the claims of engines that are gone, and the files that they covered."""
     for path in home.iterdir():
         with suppress(OSError):
             file = os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK)
@@ -207,6 +208,8 @@ def _remove_dropped(home: Path) -> None:
 def _release(path: Path, file: int, pid: int) -> None:
     if os.getpid() != pid:
         return
+    with suppress(OSError):
+        _remove_left(_read(file)[2])
     with suppress(OSError), _alone(path.parent):  # the folder may have been removed by hand
         path.unlink(missing_ok=True)
     fcntl.flock(file, fcntl.LOCK_UN)  # forked workers have copies
@@ -219,11 +222,16 @@ def _remove_left(name: str) -> None:
         path.unlink()
 
 
+def _write(file: int, covered: str = "") -> None:
+    with suppress(OSError):  # a sentence and a file that is left need it; /dev/shm may be full
+        os.pwrite(file, f"{os.getpid()} {_pid_namespace()} {covered}".encode(), 0)
+
+
 def _read(file: int) -> tuple[str, str, str]:
-    """Return the pid, its namespace and the name of the file of a claim, as far as written."""
+    """Return the pid, its namespace and the covered file of a claim, as far as written."""
     text = os.pread(file, 4096, 0).decode(errors="replace")
-    pid, namespace, of = [*text.split(" ", 2), "", ""][:3]
-    return pid, namespace, of
+    pid, namespace, covered = [*text.split(" ", 2), "", ""][:3]
+    return pid, namespace, covered
 
 
 def _read_holder(file: int) -> int | None:

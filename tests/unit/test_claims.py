@@ -129,8 +129,9 @@ def test_the_file_of_a_killed_engine_goes_with_the_next_start(shm, of, goes):
     (shm / "vllm_offload_of_another.mmap").touch()
     child = os.fork()
     if child == 0:
-        claim = claims.take("tier", "a b", of)
-        os._exit(0 if claim else 1)  # and nothing is released
+        claim = claims.take("tier", "a b")
+        claim.cover(of)
+        os.kill(os.getpid(), signal.SIGKILL)
     os.waitpid(child, 0)
     if "x" in of:  # it has become another user's
         os.lchown(path, os.geteuid() + 1, -1)
@@ -139,12 +140,19 @@ def test_the_file_of_a_killed_engine_goes_with_the_next_start(shm, of, goes):
     assert (shm / "vllm_offload_of_another.mmap").exists()
 
 
-def test_a_claim_that_is_held_or_released_keeps_the_file(shm):
+def test_the_file_of_an_engine_stays_with_its_claim_and_goes_with_it(shm):
     (shm / "pool").touch()
-    claim = claims.take("pool", "pool", "pool")
+    claim = claims.take("pool", "chat")
+    claim.cover("pool")
     claims.take("tier", "another").release()
+    assert (shm / "pool").exists()
     claim.release()
-    claims.take("tier", "another").release()
+    assert not (shm / "pool").exists()
+
+
+def test_what_an_engine_did_not_make_stays_when_it_is_refused(shm):
+    (shm / "pool").touch()
+    claims.take("pool", "pool").release()
     assert (shm / "pool").exists()
 
 
@@ -296,6 +304,14 @@ def test_a_pool_that_was_closed_stays(shm):
     before = (shm / "chat").stat()
     start()
     assert os.path.samestat(before, (shm / "chat").stat())
+
+
+def test_a_pool_that_kvpatch_named_goes_with_its_engine(shm, monkeypatch):
+    monkeypatch.setenv(ipc_name._GIVEN, "chat")
+    core = start()
+    assert (shm / "chat").exists()
+    claims.release(core)
+    assert not (shm / "chat").exists()
 
 
 @pytest.mark.parametrize("squat", ["file", "link", "fifo", "second name"])

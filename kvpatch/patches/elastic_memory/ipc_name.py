@@ -55,7 +55,7 @@ def around_engine_start(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> 
 
     gc.collect()  # releases the name of an engine that was dropped before
     try:
-        claims.hold(instance, KIND, DEFAULT_IPC_NAME, DEFAULT_IPC_NAME)
+        claim = claims.hold(instance, KIND, DEFAULT_IPC_NAME)
     except claims.Taken as taken:
         raise Refusal(
             f"{taken.holder} uses the kvcached name {DEFAULT_IPC_NAME}",
@@ -66,6 +66,8 @@ def around_engine_start(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> 
         ) from taken
     try:
         pool.make(DEFAULT_IPC_NAME)
+        if os.environ.get(_GIVEN) == DEFAULT_IPC_NAME:  # nobody starts an engine of this name again
+            claim.cover(DEFAULT_IPC_NAME)
         return wrapped(*args, **kwargs)
     except BaseException:
         # The error may be kept, and the engine with it, while another one is started.

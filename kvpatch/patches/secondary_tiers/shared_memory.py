@@ -38,7 +38,7 @@ def around_engine_core(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> A
     gc.collect()  # releases the engine_id of an engine that was dropped before
     path = path_of(transfer.engine_id)
     try:
-        claims.hold(instance, "tier", transfer.engine_id, path.name)
+        claim = claims.hold(instance, "tier", transfer.engine_id)
     except claims.Taken as taken:
         raise Refusal(
             f"{taken.holder} has the engine_id {transfer.engine_id}",
@@ -56,6 +56,7 @@ def around_engine_core(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> A
                 "file when no engine uses it",
                 code="KVP413",
             )
+        claim.cover(path.name)  # vLLM leaves it if the worker that made it is killed
         return wrapped(*args, **kwargs)
     except BaseException:
         claims.release(instance)
