@@ -12,7 +12,9 @@ speed. See docs/host-device.md.
 from __future__ import annotations
 
 import ctypes
+import itertools
 import threading
+import weakref
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -42,13 +44,33 @@ class CopyStream:
     """A stream for copies, as ``torch.cuda.Stream``: what is queued on it runs in order.
 
     A copy that fails makes every later event of the stream fail, as CUDA's errors stay.
+
+    Attributes:
+        cuda_stream: its handle, as CUDA's functions take it.
     """
 
-    def __init__(self) -> None:
+    _handles = itertools.count(1)
+    _by_handle: ClassVar[weakref.WeakValueDictionary[int, CopyStream]] = (
+        weakref.WeakValueDictionary()
+    )
+
+    def __init__(self, device: Any = None, priority: int = 0) -> None:
+        self.cuda_stream = next(self._handles)
+        self._by_handle[self.cuda_stream] = self
         self._stream = streams.Stream("kvpatch-copies")
         self._last: streams.Event | None = None
         self._after: list[streams.Event] = []
         self._failure: BaseException | None = None
+
+    @staticmethod
+    def priority_range() -> tuple[int, int]:
+        """Return the lowest and the highest priority, which have no effect on threads."""
+        return 0, 0
+
+    @classmethod
+    def of(cls, handle: int) -> CopyStream | None:
+        """Return the stream with this handle."""
+        return cls._by_handle.get(handle)
 
     def enqueue(self, copies: Iterable[tuple[int, int, int]] = ()) -> streams.Event:
         """Queue copies (destination, source, bytes); return the event of their completion."""
@@ -169,6 +191,38 @@ def swap_blocks(src: Any, dst: Any, block_size_in_bytes: int, block_mapping: Any
     )
 
 
+def memcpy_batch(
+    dsts: int,
+    srcs: int,
+    sizes: int,
+    count: int,
+    attrs: int,
+    attrs_idx: Any,
+    num_attrs: int,
+    fail_idx: Any,
+    handle: int,
+) -> int:
+    """Queue copies between addresses, as ``cuMemcpyBatchAsync``; returns CUDA's error code.
+
+    Args:
+        dsts, srcs, sizes: addresses of arrays of ``count`` uint64, which are read at once.
+        attrs: the address of ``CUmemcpyAttributes``, whose first field says when the sources may
+            be read: 1 in stream order, 2 during the call, 3 at any time. Here it is always 1.
+        attrs_idx, num_attrs: which copies the attributes are of; all of them.
+        fail_idx: the first copy that is at fault, if CUDA knows it.
+        handle: of the stream.
+    """
+    on = CopyStream.of(handle)
+    if on is None or not count:
+        return INVALID_VALUE
+    if num_attrs and ctypes.c_uint.from_address(attrs).value not in (1, 2, 3):
+        return INVALID_VALUE
+    array = ctypes.c_uint64 * count
+    arrays = (array.from_address(address) for address in (dsts, srcs, sizes))
+    on.enqueue(list(zip(*arrays, strict=True)))
+    return SUCCESS
+
+
 def _enqueue(copies: list[tuple[int, int, int]]) -> None:
     on = current_stream()
     if isinstance(on, CopyStream):
@@ -274,6 +328,9 @@ class _Platform(wrapt.ObjectProxy):  # type: ignore[misc]
         """Return True."""
         return True
 
+    def set_device(self, device: Any) -> None:
+        """Make ``device`` this thread's; a process of the host device has one."""
+
 
 class _Operations(wrapt.ObjectProxy):  # type: ignore[misc]
     """``vllm._custom_ops`` with the host device's copies."""
@@ -305,6 +362,11 @@ def operations_with_copies(original: Any) -> Any:
 def host_registration(original: Any) -> Any:
     """Replace ``CudaRTLibrary`` in one module of vLLM only."""
     return HostRegistration
+
+
+def batched_copies(original: Any) -> Any:
+    """Replace ``_resolve_batch_memcpy``, which returns the function and how many attributes."""
+    return lambda: (memcpy_batch, 1)
 
 
 def pinned(original: Any) -> bool:

@@ -11,8 +11,12 @@ _OLD, _NEW = f"{_OFFLOAD}.worker.cpu_gpu", f"{_OFFLOAD}.cpu.gpu_worker"
 _SPEC_OF_ONE_FILE, _SPEC = f"{_OFFLOAD}.cpu", f"{_OFFLOAD}.cpu.spec"
 _TIERS = f"{_OFFLOAD}.tiering.spec"
 _REGION, _REGISTER = f"{_OFFLOAD}.cpu.shared_offload_region", f"{_OFFLOAD}.cpu.host_register"
+_SIMPLE = "vllm.v1.simple_kv_offload"
 _NONE = "none: vLLM copies with CUDA, ROCm and XPU only"
 _UNTIL = "vLLM's CPU platform has streams, events and batched copies"
+
+
+_ABSENT = Gap("0.16", "0.19", "there is no SimpleCPUOffloadConnector")
 
 
 def _name(
@@ -39,6 +43,7 @@ _PLATFORM = "the worker takes its streams from the platform"
 _PINNED = "the CPU tier would not be registered with the device"
 _CUDA_ALIKE = "the spec makes a worker on GPUs only"
 _RANK = "the spec takes the rank from the index of the accelerator"
+_BATCH = "blocks are copied by a function of CUDA's driver"
 _CUDART = "the CPU tier is registered with CUDA's runtime"
 
 FEATURE = Feature(
@@ -146,6 +151,76 @@ FEATURE = Feature(
                 "0.32",
             ),
             Gap("0.16", "0.20", "there is no shared region"),
+        ),
+        seam(
+            _name(
+                "simple_torch", f"{_SIMPLE}.worker:torch", "torch_with_streams", _STREAMS, "0.19"
+            ),
+            _ABSENT,
+        ),
+        seam(
+            _name("simple_pinned", f"{_SIMPLE}.worker:PIN_MEMORY", "pinned", _PINNED, "0.24"),
+            _name(
+                "simple_pin_available",
+                f"{_SIMPLE}.worker:is_pin_memory_available",
+                "pinned_as_asked",
+                _PINNED,
+                "0.19",
+                "0.24",
+            ),
+            _ABSENT,
+        ),
+        seam(
+            _name(
+                "simple_register",
+                f"{_SIMPLE}.cuda_mem_ops:torch",
+                "torch_with_streams",
+                _CUDART,
+                "0.19",
+            ),
+            _ABSENT,
+        ),
+        seam(
+            _name(
+                "simple_memcpy",
+                f"{_SIMPLE}.cuda_mem_ops:_resolve_batch_memcpy",
+                "batched_copies",
+                _BATCH,
+                "0.29",
+            ),
+            Patch(
+                id="host.simple_memcpy_alone",
+                target=f"{_SIMPLE}.cuda_mem_ops:_resolve_batch_memcpy",
+                why=_BATCH,
+                upstream=_NONE,
+                until="vLLM 0.29",
+                wrapper="kvpatch.hostdevice.legacy:batched_copies",
+                parameters=(),
+                since="0.19",
+                before="0.29",
+                kind=Kind.REPLACE,
+            ),
+            _ABSENT,
+        ),
+        seam(
+            _name(
+                "simple_events",
+                f"{_SIMPLE}.copy_backend:torch",
+                "torch_with_streams",
+                "the end of a copy is an event of torch",
+                "0.19",
+            ),
+            _ABSENT,
+        ),
+        seam(
+            _name(
+                "simple_device",
+                f"{_SIMPLE}.copy_backend:current_platform",
+                "platform_with_streams",
+                "the thread that copies sets its device",
+                "0.19",
+            ),
+            _ABSENT,
         ),
         seam(
             Patch(

@@ -13,6 +13,8 @@ from vllm.v1.kv_offload.base import GPULoadStoreSpec
 from vllm.v1.kv_offload.cpu.common import CPULoadStoreSpec
 from vllm.v1.kv_offload.cpu.gpu_worker import CPUOffloadingWorker
 from vllm.v1.kv_offload.cpu.shared_offload_region import SharedOffloadRegion
+from vllm.v1.simple_kv_offload import cuda_mem_ops
+from vllm.v1.simple_kv_offload import worker as simple
 
 from kvpatch.environ import HOST_DEVICE, HOST_DEVICE_DIR
 from kvpatch.hostdevice import copies, ledger, offloading
@@ -164,3 +166,48 @@ def test_the_thread_of_a_stream_ends_with_it() -> None:
     gc.collect()
     thread.join(30)
     assert not thread.is_alive()
+
+
+def test_vllms_simple_backend_copies_there_and_back_behind_what_it_waits_for() -> None:
+    device, tier = {"layer": rows()}, {"layer": torch.zeros((ROWS, SIZE), dtype=torch.int8)}
+    load, store = (simple.torch.cuda.Stream(priority=0) for _ in range(2))
+    backend = simple.DmaCopyBackend()
+    backend.init(device, tier, torch.device("cpu"), load, store)
+    events: list[tuple[int, Any]] = []
+    ready = simple.torch.Event()
+    with ledger.hold_copies():
+        ready.record(load)  # reached when the copies are let go
+        backend.launch_copy([1, 5], [3, 0], True, 7, events, ready)
+        backend.shutdown()  # its thread has launched it
+        ((index, stored),) = events
+        assert (index, stored.query()) == (7, False)
+    stored.synchronize()
+    assert torch.equal(tier["layer"][[3, 0]], device["layer"][[1, 5]])
+    assert not tier["layer"][[1, 2, 4, 5, 6, 7]].any()
+    again = simple.DmaCopyBackend()
+    again.init(device, tier, torch.device("cpu"), load, store)
+    again.launch_copy([3], [6], False, 8, events)
+    again.shutdown()
+    events[-1][1].synchronize()
+    assert torch.equal(device["layer"][6], rows()[1])
+
+
+def test_a_batch_on_a_stream_that_is_gone_or_of_an_unknown_order_is_an_error() -> None:
+    on = CopyStream()
+    params = cuda_mem_ops.build_params({"layer": rows()}, {"layer": rows()}, on)
+    cuda_mem_ops.copy_blocks([0], [1], params)
+    on.synchronize()
+    params.attrs.srcAccessOrder = 9
+    with pytest.raises(RuntimeError, match="batch memcpy failed: err=1"):
+        cuda_mem_ops.copy_blocks([0], [1], params)
+    lost = params._replace(stream_handle=1 << 40)
+    with pytest.raises(RuntimeError, match="batch memcpy failed: err=1"):
+        cuda_mem_ops.copy_blocks([0], [1], lost)
+
+
+def test_the_simple_connectors_tier_is_registered_as_strictly() -> None:
+    tier = torch.zeros((ROWS, SIZE), dtype=torch.int8)
+    cuda_mem_ops.pin_tensor(tier)
+    with pytest.raises(RuntimeError, match="cudaHostRegister failed: 712"):
+        cuda_mem_ops.pin_tensor(tier)
+    HostRegistration().cudaHostUnregister(tier.data_ptr())

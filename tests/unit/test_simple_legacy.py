@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from test_simple_eviction import Planner, Pool, Tier
 
-from kvpatch.patches.simple_offload import copy_backend, eviction, legacy
+from kvpatch.patches.simple_offload import eviction, legacy
 
 
 class LinkedPlanner(Planner):
@@ -144,10 +144,10 @@ class Backend:
 
 
 def test_a_store_waits_for_the_computation_and_a_load_does_not(monkeypatch):
-    torch = ModuleType("torch")
-    torch.cuda = SimpleNamespace(current_stream=lambda: "compute")
-    monkeypatch.setitem(sys.modules, "torch", torch)
-    backend = legacy.after_computation(Backend)()
+    worker = ModuleType("vllm.v1.simple_kv_offload.worker")
+    worker.torch = SimpleNamespace(cuda=SimpleNamespace(current_stream=lambda: "compute"))
+    monkeypatch.setitem(sys.modules, worker.__name__, worker)
+    backend = legacy.ordered_backend(Backend)()
     store = SimpleNamespace(wait_stream=lambda other: backend.done.append(other))
     backend.init({}, {}, "device", object(), store)
     assert backend._store_params.attrs.srcAccessOrder == 1
@@ -156,13 +156,6 @@ def test_a_store_waits_for_the_computation_and_a_load_does_not(monkeypatch):
     backend.launch_copy([1], [2], is_store=False, event_idx=0, events_list=events)
     backend.launch_copy([3], [4], is_store=True, event_idx=5, events_list=events)
     assert backend.done == [([1], [2], False, 0, events), "compute", ([3], [4], True, 5, events)]
-
-
-def test_only_vllms_own_backend_is_made_to_wait(monkeypatch):
-    monkeypatch.setattr(legacy, "backend_here", lambda original: original)
-    assert issubclass(legacy.ordered_backend(Backend), Backend)
-    monkeypatch.setattr(legacy, "backend_here", lambda original: copy_backend.CopyBackend)
-    assert legacy.ordered_backend(Backend) is copy_backend.CopyBackend
 
 
 def test_what_is_being_stored_is_not_stored_again():

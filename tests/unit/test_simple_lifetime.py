@@ -10,7 +10,7 @@ import pytest
 from test_simple_refusals import APART, TOGETHER, Placed, Plan, plan_of  # noqa: F401
 
 from kvpatch import state
-from kvpatch.patches.simple_offload import copy_backend, lifetime, metrics, registration
+from kvpatch.patches.simple_offload import lifetime, metrics, registration
 from kvpatch.patches.simple_offload.eviction import Lazy
 from kvpatch.refusal import Refusal
 from kvpatch.telemetry.counters import Totals
@@ -249,17 +249,3 @@ def test_one_kind_that_lies_together_is_enough_for_one_allocation():
     assert registration.layer_by_layer(nearly) is nearly
     exactly = Plan([Placed(128, ["a"], 128, 16, offset=7)])
     assert registration.layer_by_layer(exactly).kv_cache_tensors == [Placed(128, ["a"], 128, 16)]
-
-
-def test_the_host_device_has_copies_of_its_own(monkeypatch):
-    copies = ModuleType("kvpatch.hostdevice.simple_copies")
-    copies.HostCopyBackend, copies.TorchWithStreams = "backend", lambda torch: (torch, "streams")
-    monkeypatch.setitem(sys.modules, copies.__name__, copies)
-    cpu = copy_backend.DEVICES["cpu"]
-    assert cpu.backend("vllm's") == "backend"
-    assert cpu.torch("torch") == ("torch", "streams")
-
-
-def test_cuda_has_vllms_own_copies():
-    cuda = copy_backend.DEVICES["cuda"]
-    assert (cuda.backend("backend"), cuda.torch("torch")) == ("backend", "torch")

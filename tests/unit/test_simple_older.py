@@ -5,7 +5,7 @@ from __future__ import annotations
 from types import SimpleNamespace
 
 from test_simple_eviction import match
-from test_simple_legacy import Backend, planner
+from test_simple_legacy import planner
 
 from kvpatch.patches.simple_offload import legacy
 
@@ -33,10 +33,3 @@ def test_blocks_of_every_store_in_flight_are_left_out():
         return [key for key in "abcd" if known.get_one_block(key) is None]
 
     assert legacy.around_eager_stores(prepare, eager, (), {}) == ["c"]
-
-
-def test_vllms_own_backend_is_replaced_by_one_that_waits(monkeypatch):
-    monkeypatch.setattr(legacy, "backend_here", lambda original: original)
-    made = legacy.ordered_backend(Backend)
-    assert made is not Backend
-    assert issubclass(made, Backend)

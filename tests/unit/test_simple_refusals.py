@@ -8,7 +8,7 @@ from types import ModuleType, SimpleNamespace
 
 import pytest
 
-from kvpatch.patches.simple_offload import copy_backend, cpu_pool, registration
+from kvpatch.patches.simple_offload import cpu_pool, registration
 from kvpatch.refusal import Refusal
 
 
@@ -155,14 +155,3 @@ def test_regions_that_vllm_derives_from_the_plan(plan_of, monkeypatch, plan, row
         registration.around_register_placed(register, worker, ({},), {})
     assert worker.seen == registration.layer_by_layer(plan)
     assert worker.kv_cache_config is plan
-
-
-@pytest.mark.parametrize(
-    ("here", "backend"), [("cuda", "vllm's"), ("cpu", "ours"), ("xpu", "vllm's")]
-)
-def test_the_copies_are_those_of_the_device(monkeypatch, here, backend):
-    ours = copy_backend.Device(lambda original: "ours", lambda torch: "ours")
-    monkeypatch.setitem(copy_backend.DEVICES, "cpu", ours)
-    monkeypatch.setattr(copy_backend, "device_type", lambda: here)
-    assert copy_backend.backend_here("vllm's") == backend
-    assert copy_backend.torch_here("vllm's") == backend

@@ -65,20 +65,9 @@ FEATURE = Feature(
         ),
         seam(
             Patch(
-                id="simple.copies",
-                target=f"{SIMPLE}.worker:DmaCopyBackend",
-                why="the copies are implemented for CUDA and ROCm only",
-                upstream="vllm-project/vllm#37160 (the connector)",
-                until="vLLM selects the copy backend by platform",
-                wrapper="kvpatch.patches.simple_offload.copy_backend:backend_here",
-                parameters=(),
-                since="0.24",
-                kind=Kind.REPLACE,
-            ),
-            Patch(
                 id="simple.copies_in_order",
                 target=f"{SIMPLE}.worker:DmaCopyBackend",
-                why="as simple.copies; a store reads blocks that are still being computed",
+                why="a store reads blocks that are still being computed",
                 upstream="vllm-project/vllm#46278 (event between computation and store)",
                 until="vLLM 0.24",
                 wrapper="kvpatch.patches.simple_offload.legacy:ordered_backend",
@@ -87,17 +76,7 @@ FEATURE = Feature(
                 before="0.24",
                 kind=Kind.REPLACE,
             ),
-        ),
-        Patch(
-            id="simple.streams",
-            target=f"{SIMPLE}.worker:torch",
-            why="the worker uses streams and events of torch.cuda",
-            upstream="vllm-project/vllm#37160 (the connector)",
-            until="vLLM selects the copy backend by platform",
-            wrapper="kvpatch.patches.simple_offload.copy_backend:torch_here",
-            parameters=(),
-            since="0.19",
-            kind=Kind.REPLACE,
+            Gap("0.24", None, "a store waits for an event of the computation"),
         ),
         seam(
             Patch(

@@ -12,7 +12,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from kvpatch.patches.simple_offload.copy_backend import backend_here
 from kvpatch.patches.simple_offload.eviction import EvictionOrder, bind
 from kvpatch.patches.simple_offload.lifetime import waits_for_copies
 from kvpatch.upstream import connectors
@@ -120,15 +119,8 @@ def around_eager_stores(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> 
         pool.cached_block_hash_to_block = stored
 
 
-def ordered_backend(original: Any) -> Any:
-    """Replace vLLM's ``DmaCopyBackend`` by a backend whose stores wait for the computation."""
-    backend = backend_here(original)
-    # The backends of other devices already start a store after the computation before it.
-    return after_computation(original) if backend is original else backend
-
-
-def after_computation(backend: Any) -> Any:
-    """Return a copy backend whose stores wait for the computation launched before them."""
+def ordered_backend(backend: Any) -> Any:
+    """Replace ``DmaCopyBackend`` by one whose stores wait for the computation before them."""
 
     class OrderedCopyBackend(backend):  # type: ignore[misc]
         def init(self, *args: Any, **kwargs: Any) -> None:
@@ -139,7 +131,7 @@ def after_computation(backend: Any) -> Any:
             self, src_blocks: Any, dst_blocks: Any, is_store: bool, *args: Any, **kwargs: Any
         ) -> None:
             if is_store:
-                import torch
+                from vllm.v1.simple_kv_offload.worker import torch
 
                 # Before the copy is queued, because a thread launches it later.
                 self._store_stream.wait_stream(torch.cuda.current_stream())

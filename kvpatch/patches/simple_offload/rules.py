@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any
 
 from kvpatch.patches.offloading.rules import ROUND_TRIP
-from kvpatch.patches.simple_offload.copy_backend import DEVICES
 from kvpatch.rules import Rule
 from kvpatch.supported import validated
 from kvpatch.upstream import connectors
@@ -13,6 +12,7 @@ from kvpatch.versions import Facts, Span, in_words
 
 SIMPLE = Span("0.19")
 DROPS_LAZY_COPIES = Span("0.29", "0.30")
+DEVICES = ("cuda", "cpu")  # by ``Facts.device``: CUDA and ROCm, and the host device
 VALIDATED_BACKENDS = (None, "cpu")  # kv_offload_backend
 
 

@@ -77,34 +77,27 @@ class Simple:
     """SimpleCPUOffloadConnector's backend; eager and lazy mode differ in the scheduler only."""
 
     def __init__(self, regions: Regions, rows: int, gpu: bool) -> None:
-        self._gpu = gpu
         device = {f"region{at}": tensor for at, tensor in enumerate(regions.tensors)}
         tier = {
             name: torch.zeros((rows, tensor.shape[1]), dtype=torch.int8, pin_memory=gpu)
             for name, tensor in device.items()
         }
-        if gpu:
-            from vllm.v1.simple_kv_offload.copy_backend import DmaCopyBackend as Backend
+        # vLLM's own names, which are the host device's in a dry run.
+        from vllm.v1.simple_kv_offload import worker
 
-            self._streams = [torch.cuda.Stream(), torch.cuda.Stream()]
-        else:
-            from kvpatch.hostdevice.simple_copies import HostCopyBackend as Backend
-            from kvpatch.hostdevice.streams import Stream
-
-            self._streams = [Stream("load"), Stream("store")]
-        self._backend: Any = Backend()
+        self._torch = worker.torch
+        self._streams = [self._torch.cuda.Stream() for _ in range(2)]
+        self._backend: Any = worker.DmaCopyBackend()
         where = next(iter(device.values())).device
         self._backend.init(device, tier, where, *self._streams)
         self._launched = 0
         self._events: list[tuple[int, Any]] = []
 
     def _launch(self, source: list[int], target: list[int], is_store: bool) -> None:
-        ready = None
-        if self._gpu:
-            ready = torch.cuda.Event()
-            ready.record()
-            # vLLM's worker launches a load when its blocks are free; here its stream waits.
-            self._streams[0].wait_event(ready)
+        ready = self._torch.Event()
+        ready.record(self._torch.cuda.current_stream())
+        # vLLM's worker launches a load when its blocks are free; here its stream waits.
+        self._streams[0].wait_event(ready)
         self._launched += 1
         self._backend.launch_copy(source, target, is_store, self._launched, self._events, ready)
 
