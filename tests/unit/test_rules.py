@@ -157,7 +157,8 @@ CASES: dict[str, tuple[list[dict[str, Any]], str]] = {
     "KVP326": (
         [{"machine__vllm": "0.27.1", "use_v2_model_runner": True}],
         "this configuration runs on Model Runner V2, because kvcached has no adapter for it "
-        "before vLLM 0.28; set VLLM_USE_V2_MODEL_RUNNER=0, or set KVPATCH=0.",
+        "before vLLM 0.28; unset VLLM_USE_V2_MODEL_RUNNER, and use vLLM 0.28 or later for a model "
+        "that needs V2, or set KVPATCH=0.",
     ),
     "KVP312": (
         [{"attention_config__hisparse_config": SimpleNamespace()}],
