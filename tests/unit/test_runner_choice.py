@@ -1,4 +1,4 @@
-"""The runner that vLLM chooses where kvcached has no adapter for V2: V1, unless it was asked for."""
+"""The runner where kvcached has no adapter for V2: V1, unless V2 was asked for or is needed."""
 
 from __future__ import annotations
 

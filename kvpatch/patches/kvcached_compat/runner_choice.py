@@ -1,6 +1,6 @@
 """The model runner that vLLM chooses, where kvcached has no adapter for the new one.
 
-From vLLM 0.22 on a GPU takes Model Runner V2 for a list of models, from 0.25 on for every dense one.
+From vLLM 0.22 on a GPU takes Model Runner V2 for some models, from 0.25 on for every dense one.
 Setting ``VLLM_USE_V2_MODEL_RUNNER`` would decide for every model, also for those that need V2.
 """
 
