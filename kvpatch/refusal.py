@@ -146,6 +146,7 @@ CODES = {
     ),
     "KVP334": _setup("the folder of a secondary tier is not this user's alone"),
     "KVP335": _setup("`KVPATCH_TIER_PATIENCE` is not a number of seconds"),
+    "KVP336": _not_validated("offloading with sleep mode or the cumem allocator"),
     "KVP401": _incompatible(
         "the scheduler's block pool is not kvcached's", "ovg-project/kvcached#316"
     ),

@@ -264,6 +264,22 @@ CASES: dict[str, tuple[list[dict[str, Any]], str]] = {
         "validated by a store and load round trip; remove the speculative configuration, or set "
         "KVPATCH=0.",
     ),
+    "KVP336": (
+        [
+            {"model_config__enable_sleep_mode": True},
+            {"model_config__enable_sleep_mode": True, "model_config__enable_cumem_allocator": True},
+            simple() | {"model_config__enable_sleep_mode": True},
+            simple(lazy_offload=True) | {"model_config__enable_sleep_mode": True},
+            multi("OffloadingConnector") | {"model_config__enable_sleep_mode": True},
+            tiers("fs") | {"model_config__enable_sleep_mode": True},
+            {"model_config__enable_sleep_mode": True, "machine__vllm": "0.16.0"},
+            {"model_config__enable_sleep_mode": True, "machine__vllm": "0.32.0"},
+        ],
+        "a KV connector is configured with sleep mode, because kvcached's memory is not in the "
+        "pool that vLLM empties and restores, and the blocks of the CPU tier are not validated "
+        "after a wake-up, which may bring other weights; remove --enable-sleep-mode and "
+        "--enable-cumem-allocator, or run it without a KV connector, or set KVPATCH=0.",
+    ),
     "KVP310": (
         [{"cache_config__cache_dtype": "fp8"}],
         "a KV connector is configured with the KV cache dtype fp8, because it has not been "
@@ -463,6 +479,7 @@ def test_without_a_connector_only_what_kvcached_cannot_run_matters(code, changes
         tiers("fs") | {"cache_config__prefix_caching_hash_algo": "sha256_cbor"},
         {"cache_config__prefix_caching_hash_algo": "xxhash"},
         multi("OffloadingConnector"),
+        {"model_config__enable_sleep_mode": False, "model_config__enable_cumem_allocator": False},
         {"parallel_config__distributed_executor_backend": None},
         {"parallel_config__distributed_executor_backend": "uni"},
         {"kv_transfer_config__kv_connector_extra_config": None},
@@ -472,6 +489,12 @@ def test_without_a_connector_only_what_kvcached_cannot_run_matters(code, changes
 )
 def test_what_is_validated_passes(changes):
     assert check(config(**changes)) is None
+
+
+def test_the_allocator_of_sleep_mode_can_sleep_without_it():
+    refused = check(config(model_config__enable_cumem_allocator=True))
+    assert "with the cumem allocator, because" in str(refused)
+    assert refused.code == "KVP336"
 
 
 def test_a_validated_spec_of_another_module_is_another_spec():
