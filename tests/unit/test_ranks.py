@@ -206,5 +206,9 @@ def test_a_worker_that_cannot_tell_says_nothing_of_it(monkeypatch: pytest.Monkey
 
 def test_other_answers_are_as_they_were(monkeypatch: pytest.MonkeyPatch):
     gpu(monkeypatch, (1000, 10_000))
-    for message in ({"status": "success", "newly_mapped_offsets": []}, {"status": "committed"}):
+    for message in (
+        {"status": "success", "newly_mapped_offsets": []},
+        {"status": "success", "created": False},
+        {"status": "committed"},
+    ):
         assert answer(message) is message

@@ -49,7 +49,7 @@ def around_send(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
     Wraps kvcached's ``send_msg(sock, msg)``, with which a worker's listener thread answers.
     """
     message = argument(args, kwargs, 1, "msg")
-    if "created" in message:
+    if message.get("created"):
         usable = _usable()
         if usable is not None:
             message = {**message, KEY: usable}
