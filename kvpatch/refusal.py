@@ -155,6 +155,7 @@ CODES = {
     "KVP340": _not_validated(
         "offloading with an fp8 KV cache that no setting turns off, before vLLM 0.22"
     ),
+    "KVP341": _not_validated("offloading with sleep mode or the cumem allocator"),
     "KVP401": _incompatible(
         "the scheduler's block pool is not kvcached's", "ovg-project/kvcached#316"
     ),

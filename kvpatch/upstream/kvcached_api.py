@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 from collections.abc import Iterable, Mapping
 from typing import Any
@@ -87,6 +88,35 @@ def pool_of(engine: Any) -> Any:
 def manager_of(engine: Any) -> Any:
     """Return kvcached's page manager of an ``EngineCore``; None with vLLM's own pool."""
     return getattr(pool_of(engine), "kv_cache_manager", None)
+
+
+def ranks_of(manager: Any) -> list[tuple[int, int]]:
+    """Return the ranks on which a page manager maps every page, as (pipeline rank, rank)."""
+    from kvcached import tp_ipc_util
+
+    stages = tp_ipc_util._target_pp_ranks(manager.pp_rank)
+    return [(stage, rank) for stage in stages for rank in range(manager.world_size)]
+
+
+def ask_ranks(manager: Any) -> list[dict[str, Any]]:
+    """Return what the workers of a page manager answer to whether their tensors exist.
+
+    A worker that does not answer, or answers with an error, is left out.
+    """
+    from kvcached import tp_ipc_util
+
+    message = {"cmd": "kv_tensors_created", "group_id": manager.group_id}
+
+    async def ask() -> list[Any]:
+        send = tp_ipc_util._send_and_receive_message
+        asked = (send(rank, message, stage) for stage, rank in ranks_of(manager))
+        return await asyncio.gather(*asked, return_exceptions=True)
+
+    return [
+        reply
+        for reply in asyncio.run(ask())
+        if isinstance(reply, dict) and reply.get("status") == "success"
+    ]
 
 
 def blocks_of_page(manager: Any, page: int) -> tuple[int, int]:

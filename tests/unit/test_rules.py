@@ -176,7 +176,8 @@ CASES: dict[str, tuple[list[dict[str, Any]], str]] = {
     "KVP326": (
         [{"machine__vllm": "0.27.1", "use_v2_model_runner": True}],
         "this configuration runs on Model Runner V2, because kvcached has no adapter for it "
-        "before vLLM 0.28; set VLLM_USE_V2_MODEL_RUNNER=0, or set KVPATCH=0.",
+        "before vLLM 0.28; unset VLLM_USE_V2_MODEL_RUNNER, and use vLLM 0.28 or later for a model "
+        "that needs V2, or set KVPATCH=0.",
     ),
     "KVP312": (
         [{"attention_config__hisparse_config": SimpleNamespace()}],
@@ -292,6 +293,22 @@ CASES: dict[str, tuple[list[dict[str, Any]], str]] = {
         "vLLM 0.22 that makes its KV cache fp8 whatever --kv-cache-dtype says, which has not been "
         "validated by a store and load round trip; install vLLM 0.22.1 and set --kv-cache-dtype "
         "bfloat16, or take kv_cache_scheme out of the checkpoint's config.json, or set KVPATCH=0.",
+    ),
+    "KVP341": (
+        [
+            {"model_config__enable_sleep_mode": True},
+            {"model_config__enable_sleep_mode": True, "model_config__enable_cumem_allocator": True},
+            simple() | {"model_config__enable_sleep_mode": True},
+            simple(lazy_offload=True) | {"model_config__enable_sleep_mode": True},
+            multi("OffloadingConnector") | {"model_config__enable_sleep_mode": True},
+            tiers("fs") | {"model_config__enable_sleep_mode": True},
+            {"model_config__enable_sleep_mode": True, "machine__vllm": "0.16.0"},
+            {"model_config__enable_sleep_mode": True, "machine__vllm": "0.32.0"},
+        ],
+        "a KV connector is configured with sleep mode, because kvcached's memory is not in the "
+        "pool that vLLM empties and restores, and the blocks of the CPU tier are not validated "
+        "after a wake-up, which may bring other weights; remove --enable-sleep-mode and "
+        "--enable-cumem-allocator, or run it without a KV connector, or set KVPATCH=0.",
     ),
     "KVP310": (
         [
@@ -533,6 +550,7 @@ def test_without_a_connector_only_what_kvcached_cannot_run_matters(code, changes
         tiers("fs") | {"cache_config__prefix_caching_hash_algo": "sha256_cbor"},
         {"cache_config__prefix_caching_hash_algo": "xxhash"},
         multi("OffloadingConnector"),
+        {"model_config__enable_sleep_mode": False, "model_config__enable_cumem_allocator": False},
         {"parallel_config__distributed_executor_backend": None},
         {"parallel_config__distributed_executor_backend": "uni"},
         {"kv_transfer_config__kv_connector_extra_config": None},
@@ -542,6 +560,12 @@ def test_without_a_connector_only_what_kvcached_cannot_run_matters(code, changes
 )
 def test_what_is_validated_passes(changes):
     assert check(config(**changes)) is None
+
+
+def test_the_allocator_of_sleep_mode_can_sleep_without_it():
+    refused = check(config(model_config__enable_cumem_allocator=True))
+    assert "with the cumem allocator, because" in str(refused)
+    assert refused.code == "KVP336"
 
 
 def test_a_validated_spec_of_another_module_is_another_spec():

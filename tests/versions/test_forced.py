@@ -49,7 +49,8 @@ def test_eager_stores_of_windows_stop_before_0_22(engine: Engine) -> None:
 
 
 def test_kvcached_has_no_adapter_for_runner_v2_before_0_28(engine: Engine) -> None:
-    ours = engine(Run(vllm="0.27.1", runner="v2", forced=("KVP301",)))
+    asked = (("VLLM_USE_V2_MODEL_RUNNER", "1"),)
+    ours = engine(Run(vllm="0.27.1", runner="v2", environment=asked, forced=("KVP326",)))
     assert ours.code != 0
     assert "kvcached does not support the vLLM 0.27.1 Model Runner V2" in ours.log
 

@@ -17,6 +17,7 @@ from harness.engines.fixtures import LAYOUTS
 from harness.engines.oracle import PLAIN, assert_same, same_tokens
 from harness.engines.runs import Finished, Run
 from kvpatch import supported
+from kvpatch.versions import Span
 
 Engine = Callable[[Run], Finished]
 COUNT = 8  # prompts of 21 blocks on 139
@@ -71,3 +72,15 @@ def test_on_0_28_without_the_geometry_patch_runner_v2_corrupts_silently(engine: 
     plain = engine(replace(base, kvpatch=False, offload=False))
     assert [record["cached"] for record in broken.round(1)] == [640] * COUNT
     assert same_tokens(broken.round(1), plain.round(1)) == 0
+
+
+NEWEST_WITHOUT_V2 = supported.validated(Span(supported.FLOOR, "0.28"))[-1]
+
+
+def test_v1_is_chosen_where_vllm_would_take_v2_as_on_a_gpu(engine: Engine) -> None:
+    """With Triton there and nothing asked for, kvpatch alone keeps this model on V1."""
+    vllm = NEWEST_WITHOUT_V2
+    ours = engine(Run(rounds=ROUNDS, vllm=vllm, runner="v2"))
+    assert ours.result["runner"] == "v1"
+    assert ours.log.count("kvpatch: Model Runner V1 is used where vLLM would use V2") == 1
+    assert_same(ours, engine(replace(PLAIN, rounds=ROUNDS, vllm=vllm)))

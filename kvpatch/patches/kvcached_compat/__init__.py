@@ -100,9 +100,26 @@ VERSION_OVERRIDE = Feature(
 
 ADAPTERS = Feature(
     name="kvcached-adapters",
-    summary="kvcached's patches are adapted to changes in vLLM 0.29 and later",
+    summary="kvcached's patches are adapted to changes in vLLM 0.29 and later; before 0.28 a model "
+    "runs on Model Runner V1 unless it needs V2",
     since=FLOOR,
     seams=(
+        seam(
+            Gap("0.16", "0.22", "V1 is vLLM's default for every model"),
+            Patch(
+                id="adapted.v1_by_default",
+                target="vllm.config.vllm:VllmConfig._is_default_v2_model_runner_model",
+                why="on a GPU vLLM takes Runner V2, from 0.25 on for every dense model, and "
+                "kvcached has no adapter for it",
+                upstream="ovg-project/kvcached, VLLM_028_MRV2_RANGE in 0.1.6",
+                until="the supported releases start at 0.28",
+                wrapper="kvpatch.patches.kvcached_compat.runner_choice:v1_by_default",
+                parameters=("self",),
+                since="0.22",
+                before="0.28",
+            ),
+            Gap("0.28", None, "kvcached has an adapter for V2, from 0.31 on through told.*"),
+        ),
         seam(
             Patch(
                 id="adapted.pool_attributes",

@@ -73,7 +73,7 @@ RULES = (
         runs_v2,
         "this configuration runs on Model Runner V2",
         "kvcached has no adapter for it before vLLM 0.28",
-        f"set {VLLM_USE_V2_MODEL_RUNNER}=0",
+        f"unset {VLLM_USE_V2_MODEL_RUNNER}, and use vLLM 0.28 or later for a model that needs V2",
         only_in=Span("0", "0.28"),
         with_connector=False,
     ),

@@ -1,0 +1,214 @@
+"""The free memory of every rank's GPU: the least counts, and a map that failed waits."""
+
+from __future__ import annotations
+
+import logging
+import sys
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import pytest
+
+from kvpatch.patches.elastic_memory import ranks
+
+PAGE = 2 << 20
+BUNDLE = PAGE * 4 * 2  # one page of each of 4 layers, K and V
+POOL = "a-pool"
+
+
+class World:
+    """An engine with two ranks: what kvcached reads, and what each worker answers."""
+
+    def __init__(self, here: int = 100, others: tuple[Any, ...] = (100, 100)):
+        self.here = here  # pages
+        self.others = list(others)  # pages of each rank; None without a GPU, or an error
+        self.now = 1000.0
+        self.asked = 0
+        self.maps = 0
+        self.manager = SimpleNamespace(
+            world_size=len(others),
+            pp_rank=0,
+            group_id=3,
+            page_size=PAGE,
+            num_layers=4,
+            num_kv_buffers=2,
+            ipc_name=POOL,
+        )
+
+    def available(self) -> int:
+        return ranks.around_available(lambda: self.here, self.manager, (), {})
+
+    def failed(self) -> None:
+        def rolled_back(ret_index: list[int], num_from_reserved: int) -> None:
+            self.maps += 1
+
+        ranks.around_failed_map(rolled_back, self.manager, ([], 0), {})
+
+    def ask(self, rank: int) -> dict[str, Any]:
+        self.asked += 1
+        pages = self.others[rank]
+        if isinstance(pages, Exception):
+            raise pages
+        more = {} if pages is None else {ranks.KEY: pages * BUNDLE}
+        return {"status": "success", "created": True, **more}
+
+
+@pytest.fixture
+def world(monkeypatch: pytest.MonkeyPatch) -> World:
+    return install(World(), monkeypatch)
+
+
+def install(world: World, monkeypatch: pytest.MonkeyPatch) -> World:
+    ipc = ModuleType("kvcached.tp_ipc_util")
+
+    async def send(rank: int, message: dict[str, Any], pp_rank: int = 0) -> dict[str, Any]:
+        assert message == {"cmd": "kv_tensors_created", "group_id": 3}
+        return world.ask(rank)
+
+    ipc._send_and_receive_message = send  # type: ignore[attr-defined]
+    ipc._target_pp_ranks = lambda pp_rank: [pp_rank]  # type: ignore[attr-defined]
+    package = ModuleType("kvcached")
+    package.tp_ipc_util = ipc  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "kvcached", package)
+    monkeypatch.setitem(sys.modules, "kvcached.tp_ipc_util", ipc)
+    monkeypatch.setattr(ranks.time, "monotonic", lambda: world.now)
+    return world
+
+
+def test_the_least_of_all_ranks_counts(world: World):
+    world.others = [100, 7]
+    assert world.available() == 7
+
+
+def test_what_the_engine_maps_is_taken_off_without_asking(world: World):
+    world.others = [100, 7]
+    assert world.available() == 7
+    world.here = 96  # four pages mapped, on every rank
+    assert world.available() == 3
+    world.here = 92
+    assert world.available() == 0
+    assert world.asked == 2  # each rank once
+
+
+def test_ranks_are_asked_again_later_and_a_neighbour_that_left_is_seen(world: World):
+    world.others = [100, 0]
+    assert world.available() == 0
+    world.others = [100, 100]
+    world.now += ranks.PERIOD / 2
+    assert world.available() == 0
+    world.now += ranks.PERIOD / 2
+    assert world.available() == 100
+    assert world.asked == 4
+
+
+def test_a_rank_with_more_memory_changes_nothing(world: World):
+    world.others = [100, 400]
+    assert world.available() == 100
+
+
+@pytest.mark.parametrize(
+    "others", [(None, None), (ConnectionError("gone"), RuntimeError("late"))], ids=["host", "gone"]
+)
+def test_without_an_answer_kvcacheds_reading_counts(world: World, others: tuple[Any, ...]):
+    world.others = list(others)
+    assert world.available() == 100
+
+
+def test_one_rank_that_does_not_answer_does_not_hide_the_others(world: World):
+    world.others = [ConnectionError("gone"), 5]
+    assert world.available() == 5
+
+
+def test_one_gpu_is_read_by_kvcached_alone(monkeypatch: pytest.MonkeyPatch):
+    world = install(World(others=(3,)), monkeypatch)
+    assert world.available() == 100
+    world.failed()
+    assert world.available() == 100
+    assert world.asked == 0
+
+
+def test_a_map_that_failed_is_not_tried_again_at_once(world: World):
+    assert world.available() == 100
+    world.failed()
+    assert world.maps == 1
+    assert world.available() == 0
+    world.now += ranks.PERIOD / 2
+    assert world.available() == 0
+    # The next try knows what the failed one did not.
+    world.others = [100, 4]
+    world.now += ranks.PERIOD / 2
+    assert world.available() == 4
+    assert world.asked == 4
+
+
+def test_a_full_gpu_is_said_once_while_it_lasts(world: World, caplog: pytest.LogCaptureFixture):
+    with caplog.at_level(logging.WARNING, "vllm.kvpatch"):
+        for others in ([100, 100], [100, 0], [100, 0], [100, 50], [100, 0]):
+            world.others = others
+            world.available()
+            world.now += ranks.PERIOD
+    sentence = (
+        "kvpatch: the GPU of one rank has no free memory for the KV cache, and that of the first "
+        "rank has 1.6 GiB; the pool a-pool keeps to what it has mapped until there is some on "
+        "every GPU"
+    )
+    assert [one.getMessage() for one in caplog.records] == [sentence, sentence]
+
+
+class Sent:
+    def __init__(self) -> None:
+        self.messages: list[Any] = []
+
+    def __call__(self, sock: Any, msg: dict[str, Any]) -> None:
+        self.messages.append((sock, msg))
+
+
+def gpu(monkeypatch: pytest.MonkeyPatch, memory: Any) -> None:
+    def mem_get_info() -> tuple[int, int]:
+        if isinstance(memory, Exception):
+            raise memory
+        return memory  # type: ignore[no-any-return]
+
+    torch = ModuleType("torch")
+    torch.cuda = SimpleNamespace(  # type: ignore[attr-defined]
+        is_available=lambda: memory is not None, mem_get_info=mem_get_info
+    )
+    monkeypatch.setitem(sys.modules, "torch", torch)
+    monkeypatch.delenv("KVCACHED_GPU_UTILIZATION", raising=False)
+
+
+def answer(message: dict[str, Any]) -> dict[str, Any]:
+    sent = Sent()
+    ranks.around_send(sent, None, ("sock",), {"msg": message})
+    ((sock, said),) = sent.messages
+    assert sock == "sock"
+    return said  # type: ignore[no-any-return]
+
+
+CREATED = {"status": "success", "created": True}
+
+
+def test_a_worker_says_what_kvcached_may_map_on_its_gpu(monkeypatch: pytest.MonkeyPatch):
+    gpu(monkeypatch, (4000, 10_000))
+    assert answer(CREATED) == {**CREATED, ranks.KEY: 3500}  # 5 % of the GPU stay free
+    assert ranks.KEY not in CREATED
+    monkeypatch.setenv("KVCACHED_GPU_UTILIZATION", "0.75")
+    assert answer(CREATED) == {**CREATED, ranks.KEY: 1500}
+    monkeypatch.setenv("KVCACHED_GPU_UTILIZATION", "0.5")
+    assert answer(CREATED) == {**CREATED, ranks.KEY: 0}
+
+
+@pytest.mark.parametrize("memory", [None, RuntimeError("no driver")], ids=["host", "error"])
+def test_a_worker_that_cannot_tell_says_nothing_of_it(monkeypatch: pytest.MonkeyPatch, memory: Any):
+    gpu(monkeypatch, memory)
+    assert answer(CREATED) == CREATED
+
+
+def test_other_answers_are_as_they_were(monkeypatch: pytest.MonkeyPatch):
+    gpu(monkeypatch, (1000, 10_000))
+    for message in (
+        {"status": "success", "newly_mapped_offsets": []},
+        {"status": "success", "created": False},
+        {"status": "committed"},
+    ):
+        assert answer(message) is message

@@ -1,0 +1,158 @@
+"""The runner where kvcached has no adapter for V2: V1, unless V2 was asked for or is needed."""
+
+from __future__ import annotations
+
+import logging
+import multiprocessing
+import sys
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import pytest
+import wrapt
+from packaging.version import Version
+
+from kvpatch import patches, rules, supported
+from kvpatch.patch import Patch
+from kvpatch.patches.kvcached_compat import runner_choice
+from kvpatch.patches.kvcached_compat.rules import RULES
+from kvpatch.versions import Facts, Installed
+
+RELEASES = [release for release in supported.RELEASES if Version(release) >= Version("0.16")]
+LINE = (
+    "kvpatch: Model Runner V1 is used where vLLM would use V2 by default, because kvcached has no "
+    "adapter for V2 before vLLM 0.28; set VLLM_USE_V2_MODEL_RUNNER=0 to choose V1 yourself"
+)
+
+
+class Config:
+    """A ``VllmConfig``, which decides in vLLM's order: asked for, needed, default of the model."""
+
+    kv_transfer_config = None
+
+    def __init__(self, *architectures: str, asked: bool | None = None, diffusion: bool = False):
+        self.asked = asked
+        self.model_config = SimpleNamespace(
+            architectures=list(architectures), is_diffusion=diffusion, is_hybrid=False
+        )
+
+    @property
+    def use_v2_model_runner(self) -> bool:
+        if self.asked is not None:
+            return self.asked
+        if self.model_config.is_diffusion:
+            return True
+        if not self._is_default_v2_model_runner_model():
+            return False
+        return bool(sys.modules["vllm.triton_utils"].HAS_TRITON)
+
+    def _is_default_v2_model_runner_model(self) -> bool:
+        return "MixtralForCausalLM" not in self.model_config.architectures
+
+
+def rows(release: str) -> list[Patch]:
+    return [
+        row
+        for feature in patches.FEATURES
+        if Version(release) in feature.span
+        for row in feature.at(Version(release))
+        if row.target.endswith("._is_default_v2_model_runner_model")
+    ]
+
+
+@pytest.fixture
+def gpu(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    """vLLM as on a GPU: Triton is there."""
+    triton = ModuleType("vllm.triton_utils")
+    triton.HAS_TRITON = True  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "vllm", ModuleType("vllm"))
+    monkeypatch.setitem(sys.modules, "vllm.triton_utils", triton)
+    monkeypatch.setattr(runner_choice, "_said_by", 0)
+    return triton
+
+
+@pytest.fixture
+def patched(gpu: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    apply(monkeypatch, "0.26.0")
+
+
+def apply(monkeypatch: pytest.MonkeyPatch, release: str) -> None:
+    for row in rows(release):
+        name = row.target.rpartition(".")[2]
+        wrapper = getattr(runner_choice, row.wrapper.partition(":")[2])
+        monkeypatch.setattr(Config, name, wrapt.FunctionWrapper(vars(Config)[name], wrapper))
+
+
+def refused(made: Any, release: str = "0.26.0", environment: dict[str, str] | None = None) -> str:
+    facts = Facts(
+        Installed.release("vllm", release),
+        Installed.release("kvcached", "0.1.6"),
+        environment or {},
+    )
+    refusal = rules.check(made, facts, RULES)
+    return refusal.code if refusal else ""
+
+
+@pytest.mark.parametrize("release", RELEASES)
+def test_v1_is_chosen_where_kvcached_has_no_adapter_and_only_there(
+    release: str, gpu: ModuleType, monkeypatch: pytest.MonkeyPatch
+):
+    apply(monkeypatch, release)
+    made = Config("LlamaForCausalLM")
+    v2_by_default = Version("0.22") <= Version(release)
+    has_adapter = Version("0.28") <= Version(release)
+    assert made.use_v2_model_runner is (has_adapter or not v2_by_default)
+    if v2_by_default:
+        assert refused(made, release) == ""
+
+
+def test_it_is_said_once_in_the_process_that_the_operator_started(
+    patched: None, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+):
+    with caplog.at_level(logging.DEBUG, "vllm.kvpatch"):
+        for _ in range(2):
+            assert Config("Qwen3ForCausalLM").use_v2_model_runner is False
+        assert [(one.levelname, one.getMessage()) for one in caplog.records] == [("WARNING", LINE)]
+        monkeypatch.setattr(runner_choice, "_said_by", 0)
+        monkeypatch.setattr(multiprocessing, "parent_process", lambda: "the frontend")
+        assert Config("Qwen3ForCausalLM").use_v2_model_runner is False
+        assert [one.levelname for one in caplog.records] == ["WARNING", "DEBUG"]
+
+
+def test_a_model_that_runs_on_v1_anyway_is_left_alone(
+    patched: None, caplog: pytest.LogCaptureFixture
+):
+    assert Config("MixtralForCausalLM").use_v2_model_runner is False
+    assert not caplog.records
+
+
+def test_without_triton_vllm_chooses_v1_and_says_why(
+    patched: None, gpu: ModuleType, caplog: pytest.LogCaptureFixture
+):
+    gpu.HAS_TRITON = False  # type: ignore[attr-defined]
+    made = Config("LlamaForCausalLM")
+    assert made._is_default_v2_model_runner_model() is True
+    assert made.use_v2_model_runner is False
+    assert not caplog.records
+
+
+@pytest.mark.parametrize(
+    "made",
+    [
+        Config("LlamaForCausalLM", asked=True),
+        Config("DiffusionGemmaForCausalLM", diffusion=True),
+        *(Config(name) for name in sorted(runner_choice.NEEDS_V2)),
+    ],
+    ids=lambda made: made.model_config.architectures[0],
+)
+def test_v2_that_was_asked_for_or_is_needed_stays_and_is_refused(
+    made: Config, patched: None, caplog: pytest.LogCaptureFixture
+):
+    assert made.use_v2_model_runner is True
+    assert refused(made) == "KVP326"
+    assert not caplog.records
+
+
+def test_v1_that_was_asked_for_is_not_announced(patched: None, caplog: pytest.LogCaptureFixture):
+    assert Config("LlamaForCausalLM", asked=False).use_v2_model_runner is False
+    assert not caplog.records
