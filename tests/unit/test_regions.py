@@ -48,6 +48,23 @@ def test_other_kinds(other, named):
     )
 
 
+@pytest.mark.parametrize("dtype", ["torch.bfloat16", "torch.float16", "torch.float32"])
+def test_validated_dtypes(dtype):
+    check_kinds(plan(spec("FullAttentionSpec", dtype=dtype), mamba("MAMBA2", "align")))
+
+
+@pytest.mark.parametrize("dtype", ["torch.uint8", "torch.float8_e4m3fn", "torch.int8"])
+def test_a_dtype_that_a_layer_has_by_itself(dtype):
+    """The worker's layers have the last word; fp8 is bytes (uint8) in vLLM."""
+    with pytest.raises(Refusal) as refused:
+        check_kinds(plan(spec("FullAttentionSpec"), spec("SlidingWindowSpec", dtype=dtype)))
+    assert str(refused.value) == (
+        "kvpatch refuses to start vLLM: the layers of this model have KV caches of dtype "
+        f"{dtype.removeprefix('torch.')}, because offloading them has not been validated by a "
+        "store and load round trip; set --kv-cache-dtype bfloat16, or set KVPATCH=0. [KVP310]"
+    )
+
+
 class View:
     """kvcached's block view of one layer, without torch."""
 

@@ -24,6 +24,8 @@ from kvpatch.upstream.kvcached_api import block_view
 VALIDATED_SPECS = ("FullAttentionSpec", "SlidingWindowSpec", "MLAAttentionSpec", "MambaSpec")
 # State-space layers: the name in vLLM's ``MambaAttentionBackendEnum``, and the mamba_cache_mode.
 VALIDATED_STATES = (("MAMBA2", "align"),)
+# torch's names; fp8 is uint8 in most of vLLM's specs.
+VALIDATED_DTYPES = ("bfloat16", "float16", "float32")
 
 
 @dataclass
@@ -90,8 +92,11 @@ def find_regions(
 def check_kinds(config: Any) -> None:
     """Check every group of a ``KVCacheConfig``.
 
+    The dtype was checked with the configuration, but the layers have the last word: a checkpoint
+    or a model may change it.
+
     Raises:
-        Refusal: the model has a kind of KV cache that is not validated.
+        Refusal: the model has a kind of KV cache, or of elements, that is not validated.
     """
     for group in config.kv_cache_groups:
         kind = type(group.kv_cache_spec).__name__
@@ -106,4 +111,13 @@ def check_kinds(config: Any) -> None:
                 "offloading it has not been validated by a store and load round trip",
                 "run it without a KV connector, or with KVPATCH=0",
                 code="KVP406",
+            )
+        dtype = getattr(group.kv_cache_spec, "dtype", None)  # state-space layers have several
+        name = str(dtype).removeprefix("torch.")
+        if dtype is not None and name not in VALIDATED_DTYPES:
+            raise Refusal(
+                f"the layers of this model have KV caches of dtype {name}",
+                "offloading them has not been validated by a store and load round trip",
+                "set --kv-cache-dtype bfloat16, or set KVPATCH=0",
+                code="KVP310",
             )
