@@ -13,7 +13,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-KINDS = ("llama", "sliding", "latent", "hybrid", "seeing")
+KINDS = ("llama", "sliding", "latent", "hybrid", "seeing", "two sizes")
 IMAGE = 64  # pixels of a side, and tokens, of an image of the model that sees
 
 CHAT_TEMPLATE = (
@@ -65,7 +65,8 @@ def make_model(
     full attention layers in turn, two groups. latent: multi-head latent attention (MLA)
     of the size that vLLM's CPU backend has, one group. hybrid: Mamba2 and attention layers
     in turn, two groups, in bfloat16, the only type that vLLM's CPU kernels have. seeing:
-    llama behind a vision tower; of those that vLLM has, one that needs no torchvision.
+    llama behind a vision tower; of those that vLLM has, one that needs no torchvision. two
+    sizes: sliding-window and full attention in turn, whose heads and so pages differ in size.
 
     Returns:
         ``folder``; nothing is written when the model is already there.
@@ -99,6 +100,17 @@ def make_model(
             sliding_window=256,
             layer_types=["sliding_attention", "full_attention"] * (layers // 2),
             query_pre_attn_scalar=64,
+            **shape,
+        )
+    elif kind == "two sizes":
+        config = transformers.Gemma4TextConfig(
+            head_dim=64,
+            global_head_dim=128,
+            num_global_key_value_heads=kv_heads,
+            sliding_window=256,
+            layer_types=["sliding_attention", "full_attention"] * (layers // 2),
+            hidden_size_per_layer_input=0,
+            num_kv_shared_layers=0,
             **shape,
         )
     elif kind == "latent":

@@ -99,25 +99,39 @@ def check_kinds(config: Any) -> None:
         Refusal: the model has a kind of KV cache, or of elements, that is not validated.
     """
     for group in config.kv_cache_groups:
-        kind = type(group.kv_cache_spec).__name__
-        layers = getattr(group.kv_cache_spec, "mamba_type", None)
-        if layers is not None:
-            name, mode = layers.name, group.kv_cache_spec.mamba_cache_mode
-            if (name, mode) not in VALIDATED_STATES:
-                kind += f" of {name} layers in the mamba_cache_mode {mode}"
-        if kind not in VALIDATED_SPECS:
-            raise Refusal(
-                f"this model has a KV cache of kind {kind}",
-                "offloading it has not been validated by a store and load round trip",
-                "run it without a KV connector, or with KVPATCH=0",
-                code="KVP406",
-            )
-        dtype = getattr(group.kv_cache_spec, "dtype", None)  # state-space layers have several
-        name = str(dtype).removeprefix("torch.")
-        if dtype is not None and name not in VALIDATED_DTYPES:
-            raise Refusal(
-                f"the layers of this model have KV caches of dtype {name}",
-                "offloading them has not been validated by a store and load round trip",
-                "set --kv-cache-dtype bfloat16, or set KVPATCH=0",
-                code="KVP310",
-            )
+        for spec in _specs(group.kv_cache_spec):
+            _check_kind(spec)
+
+
+def _specs(spec: Any) -> list[Any]:
+    """Return the specs of a group's layers.
+
+    One for all of them, or, in vLLM's ``UniformTypeKVCacheSpecs``, one for each: layers of one
+    type whose pages differ in size, as those of heads of two sizes.
+    """
+    return list(getattr(spec, "kv_cache_specs", {"": spec}).values())
+
+
+def _check_kind(spec: Any) -> None:
+    kind = type(spec).__name__
+    layers = getattr(spec, "mamba_type", None)
+    if layers is not None:
+        name, mode = layers.name, spec.mamba_cache_mode
+        if (name, mode) not in VALIDATED_STATES:
+            kind += f" of {name} layers in the mamba_cache_mode {mode}"
+    if kind not in VALIDATED_SPECS:
+        raise Refusal(
+            f"this model has a KV cache of kind {kind}",
+            "offloading it has not been validated by a store and load round trip",
+            "run it without a KV connector, or with KVPATCH=0",
+            code="KVP406",
+        )
+    dtype = getattr(spec, "dtype", None)  # state-space layers have several
+    name = str(dtype).removeprefix("torch.")
+    if dtype is not None and name not in VALIDATED_DTYPES:
+        raise Refusal(
+            f"the layers of this model have KV caches of dtype {name}",
+            "offloading them has not been validated by a store and load round trip",
+            "set --kv-cache-dtype bfloat16, or set KVPATCH=0",
+            code="KVP310",
+        )

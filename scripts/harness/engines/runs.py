@@ -117,7 +117,14 @@ TOKENS = {"latent": 16, "hybrid": 128}
 
 
 # Blocks of ``BLOCK`` tokens that a load fills, in all groups of KV cache.
-ROOM = {"llama": 640, "sliding": 1280, "latent": 640, "hybrid": 1280, "seeing": 640}
+ROOM = {
+    "llama": 640,
+    "sliding": 1280,
+    "latent": 640,
+    "hybrid": 1280,
+    "seeing": 640,
+    "two sizes": 1280,
+}
 
 
 def block_tokens(model: str) -> int:
@@ -135,7 +142,7 @@ def block_bytes(model: str, kv_heads: int = 4) -> int:
         return 4 * block_tokens(model) * (512 + 64) * 4
     if model == "hybrid":
         return 2 * block_tokens(model) * 4 * 32 * 2 * 2
-    pools = {"llama": 4, "sliding": 2, "seeing": 4}[model]
+    pools = {"llama": 4, "sliding": 2, "seeing": 4, "two sizes": 4}[model]
     return pools * BLOCK * kv_heads * 64 * 2 * 4
 
 

@@ -1,0 +1,30 @@
+"""Sliding-window and full attention with heads, and so pages, of two sizes, as in Gemma 4.
+
+In kvcached's contiguous layout vLLM puts the layers of a group into one ``UniformTypeKVCacheSpecs``;
+in the other one a block of the smaller pages has twice the tokens.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from harness.engines.fixtures import LAYOUTS
+from harness.engines.oracle import PLAIN, Engine, assert_same
+from harness.engines.runs import Run
+
+MODEL = "two sizes"
+
+
+@pytest.mark.parametrize("runner", ["v1", "v2"])
+@LAYOUTS
+def test_tokens_and_bytes_are_those_of_plain_vllm(
+    engine: Engine, contiguous: bool, runner: str
+) -> None:
+    plain = engine(replace(PLAIN, model=MODEL, runner=runner))
+    ours = engine(Run(model=MODEL, runner=runner, contiguous=contiguous, asynchronous=True))
+    assert_same(ours, plain)
+    assert ours.result["async"]
+    assert ours.result["returned"] > 0
+    assert ours.result["changed"] == []
