@@ -119,6 +119,28 @@ def ask_ranks(manager: Any) -> list[dict[str, Any]]:
     ]
 
 
+def unmap_at_once(manager: Any) -> None:
+    """Let a page manager unmap without waiting for the device, whose caller has waited.
+
+    With asynchronous scheduling and its one worker in this process, kvcached waits for the whole
+    device in every unmap, and so for every copy in flight (``unmap_pages`` in
+    page_allocator.cpp). It does not if it has somebody else unmap.
+    """
+    from kvcached import vmm_ops
+    from kvcached.integration.vllm.interfaces import should_use_worker_ipc
+
+    if manager.world_size > 1 or should_use_worker_ipc():
+        return  # the workers unmap
+    group = manager.group_id
+
+    def unmap(world_size: int, offsets: list[int]) -> None:
+        if not vmm_ops.unmap_from_kv_tensors(offsets, group_id=group):
+            raise RuntimeError("kvcached could not unmap pages")
+
+    manager.page_allocator.set_broadcast_unmap_callback(unmap)
+    manager.page_allocator.set_use_worker_ipc(True)
+
+
 def blocks_of_page(manager: Any, page: int) -> tuple[int, int]:
     """Return the block ids ``[start, end)`` of a page."""
     from kvcached.kv_cache_manager import InternalPage

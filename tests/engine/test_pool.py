@@ -123,6 +123,41 @@ def test_a_limit_above_what_the_engine_started_with_changes_nothing(
     assert "the limit of 512 MiB" in told[1]
 
 
+@pytest.mark.parametrize(("fenced", "waits"), [(False, True), (True, False)])
+def test_an_unmap_that_the_fence_permits_waits_for_no_copy(
+    python: Callable[[str], str], fenced: bool, waits: bool
+) -> None:
+    """With asynchronous scheduling and its worker in its process, as one GPU has by default."""
+    python(
+        f"""
+        fenced, waits = {fenced}, {waits}
+        """
+        """
+        import ctypes
+        import kvcached._C
+        from kvcached.integration.vllm import interfaces
+        from kvpatch.upstream import kvcached_api
+
+        interfaces.init_kvcached(device="cuda:0", is_worker=True, async_sched=True)
+        ops.create_kv_tensors(16 * MIB, 1, "cuda:0", 2, num_kv_buffers=1, group_id=0,
+                              unified_pool=True)
+        made = KVCacheManager(BLOCKS, 16, 4096, 2, num_kv_buffers=1, async_sched=True)
+        made._wait_post_init()
+        calls = []
+        count = ctypes.CFUNCTYPE(None)(lambda: calls.append(1))
+        ctypes.CDLL(kvcached._C.__file__).kvpatch_host_on_synchronize(count)
+        if fenced:
+            kvcached_api.unmap_at_once(made)
+        mapped = made.page_allocator.get_page_state()
+        blocks = made.alloc(BLOCKS // 2)
+        made.free(blocks)
+        made.trim()
+        assert bool(calls) is waits, (calls, mapped, made.page_allocator.get_page_state())
+        assert made.alloc(BLOCKS // 2) is not None
+        """
+    )
+
+
 def test_a_worker_and_its_engine_talk_in_a_closed_folder(python: Callable[[str], str]) -> None:
     python(
         """

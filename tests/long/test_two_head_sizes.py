@@ -1,7 +1,7 @@
 """Sliding-window and full attention with heads, and so pages, of two sizes, as in Gemma 4.
 
-In kvcached's contiguous layout vLLM puts the layers of a group into one ``UniformTypeKVCacheSpecs``;
-in the other one a block of the smaller pages has twice the tokens.
+In kvcached's contiguous layout vLLM puts the layers of a group into ``UniformTypeKVCacheSpecs``; in
+the other one a block of the smaller pages has twice the tokens.
 """
 
 from __future__ import annotations

@@ -18,6 +18,7 @@ def engine(monkeypatch):
     monkeypatch.setitem(sys.modules, "vllm", vllm)
     manager = SimpleNamespace()
     monkeypatch.setattr(hooks.kvcached_api, "manager_of", lambda engine: manager)
+    monkeypatch.setattr(hooks.kvcached_api, "unmap_at_once", lambda manager: None)
     monkeypatch.setattr(hooks.connectors, "scheduler_of", lambda connector: None)
     made = SimpleNamespace(manager=manager, answers=[True, True], calls=[])
 

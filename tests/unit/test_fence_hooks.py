@@ -91,9 +91,14 @@ class Engine:
         return state.find(kvcached_api.manager_of(self), Fenced)
 
 
+at_once: list[Any] = []  # managers that need not wait for the device
+
+
 @pytest.fixture(autouse=True)
 def pages(monkeypatch):
     monkeypatch.setattr(kvcached_api, "blocks_of_page", lambda manager, page: range_of(page))
+    monkeypatch.setattr(kvcached_api, "unmap_at_once", lambda manager: at_once.append(manager))
+    at_once.clear()
     vllm = ModuleType("vllm")
     vllm.envs = SimpleNamespace(VLLM_EXECUTE_MODEL_TIMEOUT_SECONDS=300)
     monkeypatch.setitem(sys.modules, "vllm", vllm)
@@ -117,6 +122,7 @@ def test_the_fence_waits_for_all_ranks_and_the_manager_leaves_unmapping_to_it():
     assert fence.blocks_of_page(2) == (20, 30)
     assert state.find(one.scheduler.connector.connector_scheduler, Fenced) is one.fenced
     assert (one.fenced.manager, one.fenced.scheduler) == (one.manager, one.scheduler)
+    assert at_once == [one.manager]
     assert one.manager.defer_physical_release is True
     one.manager.physical_release_barrier()
     assert one.rpcs == [hooks.compute_barrier]

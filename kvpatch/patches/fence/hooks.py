@@ -96,6 +96,7 @@ def around_install(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> None:
 
     manager.defer_physical_release = True
     manager.physical_release_barrier = barrier
+    kvcached_api.unmap_at_once(manager)
     fence = Fence(blocks_of_page, workers, pinned=planner is None)
     fenced = state.attach(manager, Fenced(fence, manager, scheduler))
     if planner is not None:
