@@ -3,7 +3,7 @@
 Two engines collide over files in /dev/shm, so that is where a claim is: a locked file in a
 folder that no other user can enter. Containers that share /dev/shm see each other's claims
 whatever their network and process namespaces are, and the kernel drops a lock when the last
-process that has it is gone. The file that a claim covers goes with it: at its release, or when the
+process that has it is gone. The files that a claim covers go with it: at its release, or when the
 next engine starts.
 
 Engines of two users do not see each other's claims; their files differ in the owner, which is
@@ -16,7 +16,7 @@ import fcntl
 import hashlib
 import os
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -56,9 +56,9 @@ class Claim:
         # Of a copy of this object in a forked worker nothing is released.
         self.release = weakref.finalize(self, _release, path, file, os.getpid())
 
-    def cover(self, name: str) -> None:
-        """Let a file in /dev/shm go with the claim; its name is ours alone from here on."""
-        _write(self._file, name)
+    def cover(self, *names: str) -> None:
+        """Let files in /dev/shm go with the claim; their names are this engine's alone."""
+        _write(self._file, [*_read(self._file)[2], *names])
 
 
 @dataclass
@@ -208,30 +208,32 @@ def _remove_dropped(home: Path) -> None:
 def _release(path: Path, file: int, pid: int) -> None:
     if os.getpid() != pid:
         return
-    with suppress(OSError):
-        _remove_left(_read(file)[2])
+    _remove_left(_read(file)[2])
     with suppress(OSError), _alone(path.parent):  # the folder may have been removed by hand
         path.unlink(missing_ok=True)
     fcntl.flock(file, fcntl.LOCK_UN)  # forked workers have copies
     os.close(file)
 
 
-def _remove_left(name: str) -> None:
-    path = BASE / name
-    if path.parent == BASE and path.lstat().st_uid == os.geteuid():
-        path.unlink()
+def _remove_left(names: Iterable[str]) -> None:
+    for name in names:
+        path = BASE / name
+        with suppress(OSError):  # who ended orderly has removed it
+            if path.parent == BASE and path.lstat().st_uid == os.geteuid():
+                path.unlink()
 
 
-def _write(file: int, covered: str = "") -> None:
+def _write(file: int, covered: Iterable[str] = ()) -> None:
+    text = f"{os.getpid()} {_pid_namespace()} {'/'.join(covered)}"  # no name has a slash
     with suppress(OSError):  # a sentence and a file that is left need it; /dev/shm may be full
-        os.pwrite(file, f"{os.getpid()} {_pid_namespace()} {covered}".encode(), 0)
+        os.pwrite(file, text.encode(), 0)
 
 
-def _read(file: int) -> tuple[str, str, str]:
-    """Return the pid, its namespace and the covered file of a claim, as far as written."""
-    text = os.pread(file, 4096, 0).decode(errors="replace")
+def _read(file: int) -> tuple[str, str, list[str]]:
+    """Return the pid, its namespace and the covered files of a claim, as far as written."""
+    text = os.pread(file, 1 << 16, 0).decode(errors="replace")
     pid, namespace, covered = [*text.split(" ", 2), "", ""][:3]
-    return pid, namespace, covered
+    return pid, namespace, [name for name in covered.split("/") if name]
 
 
 def _read_holder(file: int) -> int | None:

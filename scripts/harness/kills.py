@@ -62,7 +62,6 @@ TERM_SECONDS = 20.0  # for those that do not, until SIGTERM is not enough
 # What a process that is killed leaves in /dev/shm, and who it is that made it. kvpatch removes only
 # what is its own; doctor names the others.
 LEFT = {
-    "psm_*": "vLLM: the queue of messages to its workers",
     "kvpatch-status-*/*.page": "kvpatch: the page of the dead, for kvpatch status; swept later",
 }
 SHARED, SHARED_BYTES = Path("/dev/shm"), 2 << 30

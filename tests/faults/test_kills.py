@@ -18,8 +18,8 @@ from harness.kills import LEFT
     "kill -9 of the engine, a worker or the API server alone, in the middle of a store, a load, "
     "a promotion or a tier write (`python -m harness.kills`: 100 kills)",
     "the next server on the same disk serves plain vLLM's tokens, and nothing stays charged to the "
-    "device; its start removes the CPU tier and the pool of the dead from /dev/shm, but not vLLM's "
-    "message queues, which doctor names",
+    "device; its start removes the CPU tier, the pool and the message queues of the dead from "
+    "/dev/shm",
 )
 def test_servers_that_are_killed_leave_nothing_wrong_and_nothing_behind(tmp_path: Path) -> None:
     report = tmp_path / "kills.json"

@@ -150,6 +150,38 @@ def test_the_file_of_an_engine_stays_with_its_claim_and_goes_with_it(shm):
     assert not (shm / "pool").exists()
 
 
+def test_the_queues_of_a_killed_engine_go_with_the_next_start(shm, monkeypatch):
+    """Segments of the process that are there before the engine are somebody else's."""
+    from multiprocessing.shared_memory import SharedMemory
+
+    monkeypatch.setattr(claims, "BASE", Path("/dev/shm"))
+    monkeypatch.setattr(claims, "folder", lambda: shm)
+    theirs, made = SharedMemory(create=True, size=64), []
+
+    def start_engine():
+        made.append(SharedMemory(create=True, size=64))
+
+    claim = claims.take("pool", "chat")
+    monkeypatch.setattr(ipc_name, "_started_by_multiprocessing", lambda: True)
+    ipc_name._with_queues(claim, start_engine, (), {})
+    (queue,) = made
+    try:
+        assert claims._read(claim._file)[2] == [queue.name]
+        claim.release()
+        with pytest.raises(FileNotFoundError):
+            SharedMemory(queue.name)
+    finally:
+        queue.close()
+        theirs.close()
+        theirs.unlink()
+
+
+def test_a_process_that_is_not_vllms_own_keeps_its_segments(shm, monkeypatch):
+    monkeypatch.setattr(ipc_name, "_started_by_multiprocessing", lambda: False)
+    monkeypatch.setattr(ipc_name, "_queues", lambda: pytest.fail("asked"))
+    assert ipc_name._with_queues(claims.take("pool", "chat"), lambda: 7, (), {}) == 7
+
+
 def test_what_an_engine_did_not_make_stays_when_it_is_refused(shm):
     (shm / "pool").touch()
     claims.take("pool", "pool").release()

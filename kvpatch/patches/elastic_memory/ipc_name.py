@@ -11,6 +11,7 @@ from __future__ import annotations
 import gc
 import multiprocessing
 import os
+from pathlib import Path
 from typing import Any
 
 from kvpatch import claims
@@ -21,6 +22,7 @@ from kvpatch.refusal import Refusal
 NAME = KVCACHED_IPC_NAME.name
 _GIVEN = OUR_IPC_NAME.name  # the name that kvpatch set; an operator's own name differs from it
 KIND = "pool"  # of its claim
+_QUEUES = f"{claims.BASE}/"
 
 
 def give_name() -> None:
@@ -68,11 +70,32 @@ def around_engine_start(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> 
         pool.make(DEFAULT_IPC_NAME)
         if os.environ.get(_GIVEN) == DEFAULT_IPC_NAME:  # nobody starts an engine of this name again
             claim.cover(DEFAULT_IPC_NAME)
-        return wrapped(*args, **kwargs)
+        return _with_queues(claim, wrapped, args, kwargs)
     except BaseException:
         # The error may be kept, and the engine with it, while another one is started.
         claims.release(instance)
         raise
+
+
+def _with_queues(claim: claims.Claim, start: Any, args: Any, kwargs: Any) -> Any:
+    """Start an engine; let vLLM's queues between it and its workers go with the claim.
+
+    Nobody removes them once a worker is killed. A process that is not vLLM's own may have shared
+    memory of Python under names like theirs.
+    """
+    if not _started_by_multiprocessing():
+        return start(*args, **kwargs)
+    before = _queues()
+    result = start(*args, **kwargs)
+    claim.cover(*_queues() - before)
+    return result
+
+
+def _queues() -> set[str]:
+    """Return the names of Python's shared memory that this process has mapped."""
+    lines = Path("/proc/self/maps").read_text().splitlines()
+    paths = {line.rpartition(" ")[2] for line in lines}
+    return {path.removeprefix(_QUEUES) for path in paths if path.startswith(f"{_QUEUES}psm_")}
 
 
 def after_engine_shutdown(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
