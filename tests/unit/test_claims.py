@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import mmap
 import os
 import signal
 import stat
@@ -156,10 +157,13 @@ def test_the_queues_of_a_killed_engine_go_with_the_next_start(shm, monkeypatch):
 
     monkeypatch.setattr(claims, "BASE", Path("/dev/shm"))
     monkeypatch.setattr(claims, "folder", lambda: shm)
-    theirs, made = SharedMemory(create=True, size=64), []
+    theirs, made, mapped = SharedMemory(create=True, size=64), [], []
 
     def start_engine():
         made.append(SharedMemory(create=True, size=64))
+        (shm / "other").write_bytes(b"x")
+        with (shm / "other").open("rb") as file:  # what else an engine maps stays
+            mapped.append(mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ))
 
     claim = claims.take("pool", "chat")
     monkeypatch.setattr(ipc_name, "_started_by_multiprocessing", lambda: True)
