@@ -166,7 +166,7 @@ def test_the_queues_of_a_killed_engine_go_with_the_next_start(shm, monkeypatch):
             mapped.append(mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ))
 
     claim = claims.take("pool", "chat")
-    monkeypatch.setattr(ipc_name, "_started_by_multiprocessing", lambda: True)
+    monkeypatch.setattr(ipc_name, "started_by_multiprocessing", lambda: True)
     ipc_name._with_queues(claim, start_engine, (), {})
     (queue,) = made
     try:
@@ -181,7 +181,7 @@ def test_the_queues_of_a_killed_engine_go_with_the_next_start(shm, monkeypatch):
 
 
 def test_a_process_that_is_not_vllms_own_keeps_its_segments(shm, monkeypatch):
-    monkeypatch.setattr(ipc_name, "_started_by_multiprocessing", lambda: False)
+    monkeypatch.setattr(ipc_name, "started_by_multiprocessing", lambda: False)
     monkeypatch.setattr(ipc_name, "_queues", lambda: pytest.fail("asked"))
     assert ipc_name._with_queues(claims.take("pool", "chat"), lambda: 7, (), {}) == 7
 
