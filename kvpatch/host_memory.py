@@ -30,6 +30,11 @@ class HostMemory(NamedTuple):
     available: int
     swap: int
 
+    @property
+    def free(self) -> int:
+        """What can be taken outside of /dev/shm without swapping."""
+        return self.available if self.container is None else min(self.available, self.container)
+
 
 def here(shm: Path = SHM) -> HostMemory:
     """Return the free memory of this process's machine and container."""

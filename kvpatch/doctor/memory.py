@@ -77,8 +77,7 @@ def fits(memory: HostMemory, vllm: Installed, device: str) -> Finding:
         vllm: the installed one, which decides where the tier is.
         device: as in ``Facts``.
     """
-    limits = (memory.available, memory.container)
-    free = min(limit for limit in limits if limit is not None)
+    free = memory.free
     ordinary = f"{readable(free)} with SimpleCPUOffloadConnector"
     if cpu_tier.is_shared(vllm, device):
         room = free if memory.shm is None else min(free, memory.shm)

@@ -59,8 +59,7 @@ START_SECONDS = 240
 REACH_SECONDS = 20.0  # until a point is given up
 ALONE_SECONDS = 15.0  # for the others of a killed process to end by themselves
 TERM_SECONDS = 20.0  # for those that do not, until SIGTERM is not enough
-# What a process that is killed leaves in /dev/shm, and who it is that made it. kvpatch removes only
-# what is its own; doctor names the others.
+# What a process that was killed leaves in /dev/shm beyond its successor's start, and why.
 LEFT = {
     "kvpatch-status-*/*.page": "kvpatch: the page of the dead, for kvpatch status; swept later",
 }

@@ -43,7 +43,7 @@ PRELUDE = """
         return made
 
     def wait_until(true):
-        deadline = time.monotonic() + 30
+        deadline = time.monotonic() + 120
         while not true():
             assert time.monotonic() < deadline
             time.sleep(0.01)

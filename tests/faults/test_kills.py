@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
-from pathlib import Path
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 
@@ -21,18 +18,10 @@ from harness.kills import LEFT
     "device; its start removes the CPU tier, the pool and the message queues of the dead from "
     "/dev/shm",
 )
-def test_servers_that_are_killed_leave_nothing_wrong_and_nothing_behind(tmp_path: Path) -> None:
-    report = tmp_path / "kills.json"
-    ended = subprocess.run(
-        [sys.executable, "-m", "harness.kills", "--kills", "4", "--report", report],
-        env=dict(os.environ, KVPATCH="0"),
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        check=False,
-    )
-    assert ended.returncode == 0, ended.stdout[-4000:]
-    totals = json.loads(report.read_text())["totals"]
+def test_servers_that_are_killed_leave_nothing_wrong_and_nothing_behind(
+    reported: Callable[..., Any],
+) -> None:
+    totals = reported("harness.kills", "--kills", "4")["totals"]
     assert totals["kills"] == 4
     assert totals["answers_of_successors"] > 0
     assert totals["tokens_from_tiers_of_successors"] > 0

@@ -44,10 +44,14 @@ def abort(server: Server, prompt: dict[str, Any]) -> None:
 
 
 def wait_for(server: Server, metric: str, wanted: Callable[[float], bool]) -> None:
-    deadline = time.monotonic() + 60
-    while not wanted(server.metric(metric)):
-        assert time.monotonic() < deadline, f"{metric} is {server.metric(metric)}"
-        time.sleep(0.05)
+    """Ask seldom: an engine with held copies steps all the time and reports each step.
+
+    The API server, behind with those reports on a busy machine, answers late.
+    """
+    deadline = time.monotonic() + 300
+    while not wanted(value := server.metric(metric)):
+        assert time.monotonic() < deadline, f"{metric} is {value}"
+        time.sleep(0.5)
 
 
 Served = Callable[[int, bool | None], list[list[int]]]

@@ -44,7 +44,7 @@ class Served:
 
     def metrics(self) -> dict[tuple[str, ...], float]:
         """Every series of ours, by its name and sorted labels of ours."""
-        text = requests.get(f"{self.server.url}/metrics", timeout=10).text
+        text = requests.get(f"{self.server.url}/metrics", timeout=120).text
         found: dict[tuple[str, ...], float] = {}
         for line in text.splitlines():
             if match := SAMPLE.match(line):
@@ -65,7 +65,7 @@ class Served:
             env=self.environment,
             capture_output=True,
             text=True,
-            timeout=60,
+            timeout=120,
             check=False,
         )
 
@@ -214,7 +214,7 @@ def queries() -> list[str]:
 
 
 def test_every_series_of_the_dashboard_is_there(served: Served) -> None:
-    text = requests.get(f"{served.server.url}/metrics", timeout=10).text
+    text = requests.get(f"{served.server.url}/metrics", timeout=120).text
     there = set(re.findall(r"^([\w:]+)[{ ]", text, re.MULTILINE))
     asked = set(re.findall(r"vllm:\w+", " ".join(queries())))
     assert asked
@@ -238,7 +238,7 @@ def test_a_real_prometheus_reads_it_and_answers_the_dashboard(
         def results(query: str) -> list[Any]:
             try:
                 answer = requests.get(
-                    f"http://{address}/api/v1/query", params={"query": query}, timeout=10
+                    f"http://{address}/api/v1/query", params={"query": query}, timeout=120
                 ).json()
             except requests.ConnectionError:
                 return []  # not up yet

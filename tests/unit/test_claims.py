@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import mmap
 import os
 import signal
 import stat
@@ -156,13 +157,16 @@ def test_the_queues_of_a_killed_engine_go_with_the_next_start(shm, monkeypatch):
 
     monkeypatch.setattr(claims, "BASE", Path("/dev/shm"))
     monkeypatch.setattr(claims, "folder", lambda: shm)
-    theirs, made = SharedMemory(create=True, size=64), []
+    theirs, made, mapped = SharedMemory(create=True, size=64), [], []
 
     def start_engine():
         made.append(SharedMemory(create=True, size=64))
+        (shm / "other").write_bytes(b"x")
+        with (shm / "other").open("rb") as file:  # what else an engine maps stays
+            mapped.append(mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ))
 
     claim = claims.take("pool", "chat")
-    monkeypatch.setattr(ipc_name, "_started_by_multiprocessing", lambda: True)
+    monkeypatch.setattr(ipc_name, "started_by_multiprocessing", lambda: True)
     ipc_name._with_queues(claim, start_engine, (), {})
     (queue,) = made
     try:
@@ -177,7 +181,7 @@ def test_the_queues_of_a_killed_engine_go_with_the_next_start(shm, monkeypatch):
 
 
 def test_a_process_that_is_not_vllms_own_keeps_its_segments(shm, monkeypatch):
-    monkeypatch.setattr(ipc_name, "_started_by_multiprocessing", lambda: False)
+    monkeypatch.setattr(ipc_name, "started_by_multiprocessing", lambda: False)
     monkeypatch.setattr(ipc_name, "_queues", lambda: pytest.fail("asked"))
     assert ipc_name._with_queues(claims.take("pool", "chat"), lambda: 7, (), {}) == 7
 

@@ -9,7 +9,6 @@ with a name that another engine uses.
 from __future__ import annotations
 
 import gc
-import multiprocessing
 import os
 from pathlib import Path
 from typing import Any
@@ -17,6 +16,7 @@ from typing import Any
 from kvpatch import claims
 from kvpatch.environ import KVCACHED_IPC_NAME, OUR_IPC_NAME
 from kvpatch.patches.elastic_memory import pool
+from kvpatch.process import started_by_multiprocessing
 from kvpatch.refusal import Refusal
 
 NAME = KVCACHED_IPC_NAME.name
@@ -35,15 +35,9 @@ def give_name() -> None:
     given = os.environ.get(NAME)
     if given and given != os.environ.get(_GIVEN):
         return
-    if given and _started_by_multiprocessing():
+    if given and started_by_multiprocessing():
         return
     os.environ[NAME] = os.environ[_GIVEN] = f"kvcached_vLLM_{os.getpid()}_{os.urandom(4).hex()}"
-
-
-def _started_by_multiprocessing() -> bool:
-    # A spawned child has no parent_process() yet while it unpickles its target.
-    current = multiprocessing.current_process()
-    return multiprocessing.parent_process() is not None or getattr(current, "_inheriting", False)
 
 
 def around_engine_start(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
@@ -83,7 +77,7 @@ def _with_queues(claim: claims.Claim, start: Any, args: Any, kwargs: Any) -> Any
     Nobody removes them once a worker is killed. A process that is not vLLM's own may have shared
     memory of Python under names like theirs.
     """
-    if not _started_by_multiprocessing():
+    if not started_by_multiprocessing():
         return start(*args, **kwargs)
     before = _queues()
     result = start(*args, **kwargs)

@@ -82,13 +82,11 @@ def _tight(config: Any, facts: Facts) -> str:
     memory, taken = _memory(facts), _taken(config, facts)
     if memory is None or taken == 0:
         return ""
-    limits = (memory.available, memory.container)
-    free = min(limit for limit in limits if limit is not None)
-    if taken <= free:
+    if taken <= memory.free:
         return ""
     return (
-        f"the CPU tier takes {readable(taken)} and {readable(free)} are available: the kernel "
-        f"will swap, or end a process; {_LESS}"
+        f"the CPU tier takes {readable(taken)} and {readable(memory.free)} are available: the "
+        f"kernel will swap, or end a process; {_LESS}"
     )
 
 

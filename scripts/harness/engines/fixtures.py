@@ -5,6 +5,9 @@ from __future__ import annotations
 import dataclasses
 import fcntl
 import json
+import os
+import subprocess
+import sys
 from collections.abc import Callable
 from hashlib import sha256
 from pathlib import Path
@@ -35,6 +38,26 @@ SCHEDULING = pytest.mark.parametrize("asynchronous", [False, True], ids=["sync",
 def pytest_sessionfinish() -> None:
     """End the servers of this process, which xdist ends without its exit handlers."""
     process.close_servers()
+
+
+@pytest.fixture
+def reported(tmp_path: Path) -> Callable[..., Any]:
+    """Run ``python -m`` a module of the harness to its good end; return the report it wrote."""
+
+    def reported(module: str, *options: str) -> Any:
+        report = tmp_path / "report.json"
+        ended = subprocess.run(
+            [sys.executable, "-m", module, *options, "--report", report],
+            env=dict(os.environ, KVPATCH="0"),
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            check=False,
+        )
+        assert ended.returncode == 0, ended.stdout[-4000:]
+        return json.loads(report.read_text())
+
+    return reported
 
 
 @pytest.fixture(scope="session")
