@@ -4,10 +4,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-import pytest
-
 from harness.engines.fixtures import MODELS
-from harness.engines.oracle import PLAIN, SMALL_TIER, Engine, assert_same
+from harness.engines.oracle import PLAIN, Engine, assert_same
 from harness.engines.runs import ALL, Run
 
 POOL = (("KVPATCH_HOST_POOL", "512MiB@engine"),)

@@ -241,7 +241,7 @@ class Life(RuleBasedStateMachine):
 
 
 TestLife = Life.TestCase
-TestLife.settings = settings(max_examples=100, stateful_step_count=40, deadline=None)
+TestLife.settings = settings(max_examples=40, stateful_step_count=30, deadline=None)
 
 
 @given(st.integers(1, 100), st.integers(1, 20))
