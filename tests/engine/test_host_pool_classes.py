@@ -1,0 +1,393 @@
+"""vLLM's own classes of a CPU tier in a host pool, without an engine: blocks, bytes, memory."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import random
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from kvpatch import claims, state
+from kvpatch.environ import HOST_POOL
+from kvpatch.patch import Transaction
+from kvpatch.patches import host_copies
+from kvpatch.patches.host_pool import FEATURE, engine, presence, region
+from kvpatch.patches.host_pool.tier import Pooled
+from kvpatch.pool import ledger
+from kvpatch.pool.keeper import Keeper
+from kvpatch.refusal import Refusal
+from kvpatch.supported import release_of
+from kvpatch.upstream.vllm_api import chunks_of
+from kvpatch.versions import installed
+
+ROW = 1 << 18  # bytes of a chunk, all ranks
+MIB = 1 << 20
+# Rows on what only an engine has.
+NOT_HERE = (
+    "engine_core",
+    "shutdown",
+    "reset",
+    "schedule",
+    "pending_work",
+    "build",
+    "worker_output",
+)
+RELEASE = release_of(installed("vllm")[0])
+
+
+@pytest.fixture(autouse=True)
+def rows() -> Iterator[None]:
+    """The rows of the pool and of the host device's copies over vLLM's classes."""
+    patches = Transaction()
+    patches.apply_all(
+        row for row in host_copies.FEATURE.at(RELEASE) if not row.id.startswith("host.simple")
+    )
+    patches.apply_all(row for row in FEATURE.at(RELEASE) if row.id not in NOT_HERE)
+    yield
+    patches.revert_to(0)
+
+
+@pytest.fixture(autouse=True)
+def pool(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """A pool of 64 MiB that nobody else has, whose extents are of 1 MiB; no thread runs."""
+    monkeypatch.setenv(HOST_POOL.name, f"64MiB@test{os.getpid()}{os.urandom(4).hex()}")
+    monkeypatch.setattr(Keeper, "start", lambda self: None)
+    folder = presence.home()
+    yield folder
+    assert not folder.exists() or list(folder.iterdir()) == []
+    if folder.exists():
+        folder.rmdir()
+
+
+class OffloadingConnector:
+    """The connector of a fake engine, which has a scheduler's side."""
+
+    def __init__(self, manager: Any) -> None:
+        self.connector_scheduler = SimpleNamespace(manager=manager)
+
+
+class Engine:
+    """An engine with a tier, whose scheduler and workers are the test."""
+
+    def __init__(self, chunks: int = 40, ranks: int = 1, policy: str = "lru") -> None:
+        from vllm.v1.kv_offload import base
+        from vllm.v1.kv_offload.cpu import gpu_worker
+        from vllm.v1.kv_offload.cpu.manager import CPUOffloadingManager
+        from vllm.v1.kv_offload.cpu.shared_offload_region import SharedOffloadRegion
+
+        self.base = base
+        self.engine_id = f"test-{os.urandom(8).hex()}"
+        config = SimpleNamespace(
+            kv_transfer_config=SimpleNamespace(engine_id=self.engine_id),
+            parallel_config=SimpleNamespace(world_size=ranks),
+            model_config=SimpleNamespace(served_model_name="a model"),
+        )
+        self.part = engine.Part(config)
+        later = "num_chunks" in SharedOffloadRegion.__init__.__wrapped__.__code__.co_varnames
+        unit = "chunk" if later else "block"
+        self.regions = []
+        for rank in range(ranks):
+            one = SharedOffloadRegion(
+                engine_id=self.engine_id,
+                rank=rank,
+                cpu_page_size=ROW // ranks,
+                **{f"num_{unit}s": chunks, f"kv_bytes_per_{unit}": ROW},
+            )
+            gpu_worker.pin_mmap_region(one)
+            self.regions.append(one)
+        self.views = [one.create_next_worker_view(ROW // ranks) for one in self.regions]
+        self.manager = CPUOffloadingManager(
+            **{f"num_{unit}s": chunks}, cache_policy=policy, enable_events=True
+        )
+        self.core = type("Core", (), {})()
+        self.core.scheduler = SimpleNamespace(connector=OffloadingConnector(self.manager))
+        self.part.begin(self.core)
+        found = state.find(self.manager, Pooled)
+        assert found is not None
+        self.pooled = found
+        self.keeper, self.extents = found.keeper, found.extents
+        self.jobs = itertools.count()
+        self.requests = itertools.count()
+
+    def request(self) -> Any:
+        context = self.base.ReqContext(req_id=f"{next(self.requests)}")
+        self.manager.on_new_request(context)
+        return context
+
+    def key(self, number: int) -> Any:
+        return self.base.make_offload_key(number.to_bytes(16, "little"), 0)
+
+    def store(self, *numbers: int, complete: bool = True) -> Any:
+        """Store blocks whose bytes are told by their numbers; None if the store waits."""
+        context = self.request()
+        output = self.manager.prepare_store([self.key(one) for one in numbers], context)
+        if output is None:
+            return None
+        job = next(self.jobs)
+        self.extents.begin(job, output.store_spec.block_ids, 1)
+        stored = [int.from_bytes(bytes(key)[:16], "little") for key in output.keys_to_store]
+        for number, chunk in zip(stored, output.store_spec.block_ids, strict=True):
+            for view in self.views:
+                view[int(chunk)] = number % 127
+
+        def end() -> None:
+            self.manager.complete_store(output.keys_to_store, context)
+            self.extents.report(job, 1)
+
+        if complete:
+            end()
+        return end if not complete else list(map(int, output.store_spec.block_ids))
+
+    def put(self, *numbers: int) -> list[int]:
+        """Store blocks, and wait for memory as a request does."""
+        for _ in range(10):
+            chunks = self.store(*numbers)
+            if chunks is not None:
+                return list(chunks)
+            self.turn()
+        raise AssertionError("the store waits for ever")
+
+    def hit(self, number: int) -> bool:
+        return self.manager.lookup(self.key(number), self.request()) in (
+            self.base.LookupResult.HIT,
+            True,
+        )
+
+    def load(self, *numbers: int) -> Callable[[], None]:
+        """Begin to load blocks, whose bytes must be right; return what ends the load."""
+        context = self.request()
+        keys = [self.key(one) for one in numbers]
+        spec = self.manager.prepare_load(keys, context)
+        job = next(self.jobs)
+        self.extents.begin(job, spec.block_ids, 1)
+
+        def end() -> None:
+            for number, chunk in zip(numbers, spec.block_ids, strict=True):
+                for view in self.views:
+                    assert bool((view[int(chunk)] == number % 127).all()), "wrong bytes"
+            self.manager.complete_load(keys, context)
+            self.extents.report(job, 1)
+
+        return end
+
+    def turn(self, times: int = 1) -> None:
+        for _ in range(times):
+            self.keeper.turn()
+            self.check()
+
+    def check(self) -> None:
+        """The kernel, the ledger, the device and the extents agree."""
+        committed = sum(self.extents.place(index)[1] for index in self.extents.open)
+        assert self.kernel() == self.keeper.member.committed == committed
+        for one in self.regions:
+            base = one._base.data_ptr()
+            expected = {
+                base + self.extents.place(index)[0]: self.extents.place(index)[1]
+                for index in self.extents.open
+            }
+            ours = {
+                at: size
+                for at, size in registered().items()
+                if base <= at < base + one.total_size_bytes
+            }
+            assert ours == expected
+
+    def kernel(self) -> int:
+        return os.fstat(self.regions[0].fd).st_blocks * 512
+
+    def close(self) -> None:
+        self.views.clear()
+        for one in self.regions:
+            one.cleanup()
+        self.pooled.close()
+
+
+def registered() -> dict[int, int]:
+    """The ranges that are registered with the host device."""
+    from kvpatch.hostdevice.copies import HostRegistration
+
+    return HostRegistration.ranges
+
+
+@pytest.fixture
+def started() -> Iterator[Callable[..., Engine]]:
+    """Start engines, which end with the test."""
+    engines: list[Engine] = []
+
+    def start(**options: Any) -> Engine:
+        engines.append(Engine(**options))
+        return engines[-1]
+
+    yield start
+    for one in engines:
+        one.close()
+    assert registered() == {}
+
+
+POLICIES = pytest.mark.parametrize("policy", ["lru", "arc"])
+
+
+def test_a_tier_begins_with_nothing_and_without_a_name(started: Any, pool: Path) -> None:
+    one = started(chunks=1 << 16)  # 16 GiB
+    assert one.kernel() == 0
+    assert registered() == {}
+    assert not Path(one.regions[0].mmap_path).exists()
+    assert {path.name for path in pool.iterdir()} == {
+        ledger.LIMIT,
+        ledger.record_of(pool, one.engine_id).name,
+    }
+    one.turn(2)
+    assert one.kernel() == MIB
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+@POLICIES
+def test_what_is_stored_is_loaded_and_evicted_by_vllms_policy(
+    started: Any, policy: str, ranks: int
+) -> None:
+    one = started(chunks=12, ranks=ranks, policy=policy)
+    one.turn()
+    assert one.store(1, 2, 3) == [0, 1, 2]
+    assert one.store(4, 5, 6, 7) is None  # waits for an extent
+    one.turn()
+    assert one.store(4, 5, 6, 7) == [3, 4, 5, 6]
+    one.load(1, 4)()
+    one.turn(3)
+    assert one.put(8, 9, 10, 11, 12) == [7, 8, 9, 10, 11]
+    assert one.kernel() == 3 * MIB  # the whole tier
+    assert len(one.store(13, 14)) == 2
+    assert len([number for number in range(1, 15) if one.hit(number)]) == 12
+
+
+def test_after_a_reset_the_memory_is_back_but_for_one_extent(started: Any) -> None:
+    one = started()
+    for number in range(0, 32, 4):
+        one.put(*range(number, number + 4))
+    assert one.kernel() >= 8 * MIB
+    end = one.load(1, 2)
+    one.manager.reset_cache()
+    one.turn(2)
+    assert one.kernel() == MIB
+    assert 0 in one.extents.open, "a load is reading it"
+    one.extents.report(next(one.jobs) - 1, 1)
+    del end
+    assert not one.hit(1)
+    one.turn()
+    assert one.kernel() == MIB
+
+
+def test_the_coldest_blocks_go_for_another_engine_and_routers_hear_of_it(started: Any) -> None:
+    one = started()
+    for number in range(0, 16, 4):
+        one.put(*range(number, number + 4))
+    list(one.manager.take_events())
+    one.load(0)()  # the first extent is the hottest
+    one.keeper.member.answer()
+    peer = ledger.show(presence.home())
+    assert peer is not None
+    other = ledger.join(ledger.record_of(presence.home(), "other"), 64 * MIB, peer[1][0].owner)
+    (seen,) = [found for found in other.look(0, 0.0).peers if found.path == one.keeper.member.path]
+    other.ask(seen, MIB)
+    one.turn()
+    other.ask(seen, MIB)
+    one.turn(3)
+    other.leave()
+    gone = [number for number in range(16) if not one.hit(number)]
+    assert gone
+    assert len(gone) % 4 == 0
+    assert 0 not in gone
+    events = [event for event in one.manager.take_events() if event.removed]
+    assert sorted(key for event in events for key in event.keys) == sorted(map(one.key, gone))
+    assert one.keeper.evicted == len(gone)
+    stats = one.manager.get_stats()
+    assert stats is not None
+
+
+def test_blocks_in_transfers_stay_until_they_end(started: Any, pool: Path) -> None:
+    one = started()
+    one.turn()
+    assert one.store(1, 2) == [0, 1]
+    end_store, end_load = one.store(3, complete=False), one.load(1)
+    assert ledger.set_limit(pool, 1)
+    one.turn(2)
+    assert one.kernel() == MIB
+    assert [one.hit(number) for number in (1, 2, 3)] == [True, False, False]
+    assert one.store(4) is None  # no room, and nothing that may be evicted
+    end_load()
+    assert not one.hit(1)
+    end_store()
+    one.turn()
+    assert one.kernel() == 0
+    assert ledger.set_limit(pool, 64 * MIB)
+    one.turn(2)
+
+
+@POLICIES
+@pytest.mark.parametrize("seed", range(3))
+def test_a_long_life(started: Any, pool: Path, policy: str, seed: int) -> None:
+    """Blocks that are found have their bytes, and memory is what is counted, whatever happens."""
+    source = random.Random(seed)
+    one = started(chunks=30, policy=policy)
+    ends: list[Any] = []
+    loaded = 0
+    for _ in range(400):
+        what = source.random()
+        numbers = [source.randrange(36) for _ in range(source.randrange(1, 5))]
+        if what < 0.4:
+            end = one.store(*dict.fromkeys(numbers), complete=False)
+            if end is not None:
+                ends.append(end)
+        elif what < 0.6:
+            found = [number for number in dict.fromkeys(numbers) if one.hit(number)]
+            if found:
+                ends.append(one.load(*found))
+                loaded += len(found)
+        elif what < 0.8 and ends:
+            ends.pop(source.randrange(len(ends)))()
+        elif what < 0.97:
+            one.turn()
+        elif what < 0.975:
+            while ends:
+                ends.pop()()
+            one.manager.reset_cache()
+        else:
+            ledger.set_limit(pool, source.choice([3, 5, 64, 64]) * MIB)
+        assert one.extents.used == chunks_of(one.manager, "_num_allocated_{}")
+    while ends:
+        ends.pop()()
+    assert loaded > 10
+    ledger.set_limit(pool, 1)
+    one.turn(3)
+    assert one.kernel() == 0
+    ledger.set_limit(pool, 64 * MIB)
+
+
+def test_a_second_engine_with_another_size_is_refused(
+    started: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    started()
+    monkeypatch.setenv(HOST_POOL.name, HOST_POOL.read().replace("64MiB", "32MiB"))
+    with pytest.raises(Refusal, match="KVP345"):
+        started()
+
+
+def test_a_chunk_that_is_larger_than_the_pool_is_refused(
+    started: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(HOST_POOL.name, HOST_POOL.read().replace("64MiB", "100000"))
+    try:
+        with pytest.raises(Refusal, match="KVP346"):
+            started()
+    finally:
+        for path in (*presence.home().iterdir(), *Path("/dev/shm").glob("vllm_offload_test-*")):
+            path.unlink()
+
+
+def test_a_region_of_an_engine_without_a_part_is_no_pools(started: Any) -> None:
+    assert Path("/dev/shm") == claims.BASE
+    assert state.find(object(), region.Shared) is None
