@@ -30,6 +30,7 @@ class Command(NamedTuple):
 COMMANDS: tuple[Command, ...] = (
     Command("doctor", "kvpatch.cli.doctor", "check this environment for kvpatch"),
     Command("status", "kvpatch.cli.status", "show the memory and transfers of running engines"),
+    Command("pool", "kvpatch.cli.pool", "show the host pool, or set its limit"),
     Command("matrix", "kvpatch.cli.matrix", "show what is validated on each vLLM release"),
 )
 

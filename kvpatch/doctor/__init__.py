@@ -28,6 +28,7 @@ def examine(settings: Mapping[str, str], try_import: bool = False) -> list[Findi
             machine,
             memory,
             packages,
+            pool,
             startup,
         )
     except ImportError as error:  # one of the two requirements, which the gates need
@@ -37,6 +38,7 @@ def examine(settings: Mapping[str, str], try_import: bool = False) -> list[Findi
     found = [
         *machine.check(settings),
         *memory.check(settings),
+        *pool.check(settings),
         *packages.check(settings),
         *startup.check(settings),
         *environment.check(settings),

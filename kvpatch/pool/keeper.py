@@ -103,6 +103,24 @@ class Keeper:
         """Have the thread look now."""
         self._wake.set()
 
+    # For people
+
+    def describe(self) -> dict[str, object]:
+        """Return the engine's part in the pool; the caller has the lock."""
+        view, now = self.view, self._clock()
+        coldest = self.extents.last_use() if self.extents.used else None
+        return {
+            "committed": self.member.committed,
+            "resident": self.extents.used * self.extents.chunk_bytes,
+            "ceiling": self.extents.chunks * self.extents.chunk_bytes,
+            "pool": view.total if view is not None else self.member.committed,
+            "limit": view.limit if view is not None else 0,
+            "engines": 1 + (len(view.peers) if view is not None else 0),
+            "coldest": None if coldest is None else max(0.0, now - coldest),
+            "evicted": self.evicted,
+            "broken": self.broken,
+        }
+
     # The thread
 
     def start(self) -> None:

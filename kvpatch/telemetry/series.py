@@ -38,6 +38,12 @@ COUNTERS = (
         "Transfers that ended (stored, loaded), and stores that were not made: dropped because "
         "the tier had no room, skipped because the block was not worth it.",
     ),
+    Series(
+        "host_pool_evicted_blocks",
+        (),
+        "Blocks of the CPU tier that were evicted because another engine or a lower limit took "
+        "their memory.",
+    ),
     Series("fence_released_pages", (), "Pages of KV cache given back through the fence."),
     Series(
         "fence_held_pages",
@@ -55,6 +61,15 @@ GAUGES = (
     ),
     Series("fence_longest_hold_steps", (), "Most steps that one page waited in the fence."),
     Series("tier_blocks", ("state",), "Blocks of the connector's CPU tier: used, and total."),
+    Series(
+        "host_pool_bytes",
+        ("state",),
+        "Host memory of the pool: committed by this engine, resident blocks in it, the ceiling of "
+        "its tier, what all engines of the pool have committed (pool), and its limit.",
+    ),
+    Series(
+        "host_pool_coldest_seconds", (), "Age of the coldest extent that this engine has committed."
+    ),
 )
 INFO = Series(
     "info",
@@ -76,6 +91,8 @@ def counters(state: dict[str, Any]) -> Values:
         found["offload_operations"] = [
             ([connector, outcome], state["operations"][outcome]) for outcome in OUTCOMES
         ]
+    if state["host_pool"] is not None:
+        found["host_pool_evicted_blocks"] = [([], state["host_pool"]["evicted"])]
     if state["fence"] is not None:
         fence = state["fence"]
         found["fence_released_pages"] = [([], fence["released"])]
@@ -89,6 +106,7 @@ def counters(state: dict[str, Any]) -> Values:
 def gauges(state: dict[str, Any]) -> Values:
     """Return the gauges of an engine's state."""
     device, fence, tier = state["device"], state["fence"], state["tier"]
+    host_pool = state["host_pool"]
     pages = {
         "mapped": device["mapped_pages"],
         "reserved": device["reserved_pages"],
@@ -102,6 +120,10 @@ def gauges(state: dict[str, Any]) -> Values:
         found["fence_longest_hold_steps"] = [([], fence["longest_hold"])]
     if tier is not None:
         found["tier_blocks"] = [(["used"], tier["used_blocks"]), (["total"], tier["total_blocks"])]
+    if host_pool is not None:
+        names = ("committed", "resident", "ceiling", "pool", "limit")
+        found["host_pool_bytes"] = [([name], host_pool[name]) for name in names]
+        found["host_pool_coldest_seconds"] = [([], host_pool["coldest"] or 0)]
     return found
 
 

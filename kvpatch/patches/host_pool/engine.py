@@ -21,6 +21,7 @@ from kvpatch.pool.ranks import Failed, Ranks
 from kvpatch.pool.record import Owner
 from kvpatch.refusal import Refusal
 from kvpatch.sizes import readable
+from kvpatch.telemetry.host_pool import HostPool
 from kvpatch.upstream import connectors
 from kvpatch.upstream.vllm_api import chunks_of, region_path
 
@@ -153,6 +154,7 @@ class Part:
         pooled = Pooled(extents, keeper, lock, self._workers)
         for host in (engine, engine.scheduler, planner, manager):
             state.attach(host, pooled)
+        state.attach(engine, HostPool(pooled.describe))
         weakref.finalize(engine, pooled.close)  # of an engine that is dropped without a shutdown
         self._file = -1  # the keeper's from now on
         keeper.start()

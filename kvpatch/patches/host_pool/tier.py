@@ -32,6 +32,11 @@ class Pooled:
         self.extents, self.keeper, self.lock, self.workers = extents, keeper, lock, workers
         self._process: int | None = os.getpid()
 
+    def describe(self) -> dict[str, object]:
+        """Return its state for people; a moment's wait for a step of the scheduler."""
+        with self.lock:
+            return self.keeper.describe()
+
     def close(self) -> None:
         """Give everything back; once, and not in a forked worker."""
         if self._process == os.getpid():
