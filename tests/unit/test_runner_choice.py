@@ -109,6 +109,7 @@ def test_v1_is_chosen_where_kvcached_has_no_adapter_and_only_there(
 def test_it_is_said_once_in_the_process_that_the_operator_started(
     patched: None, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ):
+    monkeypatch.setattr(multiprocessing, "parent_process", lambda: None)
     with caplog.at_level(logging.DEBUG, "vllm.kvpatch"):
         for _ in range(2):
             assert Config("Qwen3ForCausalLM").use_v2_model_runner is False

@@ -27,6 +27,7 @@ from harness.mutation.mutants import Mutant
 ROOT = Path(__file__).parents[3]
 # A mutant that hangs is noticed: by the limit of CI. Seconds, above the tests' own time.
 PATIENCE = 10
+UNIT = "tests/unit/"
 MEMORY = 4 << 30  # bytes of addresses, for a loop that fills a list
 
 
@@ -69,7 +70,10 @@ class Module:
         self._name = path
         self._path = tree / path
         self._source = self._path.read_bytes()
-        self._tests = list(tests)
+        # What needs torch takes longer, and is asked only about what the unit tests let pass.
+        unit = [test for test in tests if test.startswith(UNIT)]
+        others = [test for test in tests if not test.startswith(UNIT)]
+        self._tests = [group for group in (unit, others) if group]
         self.seconds = 0.0
         begun = time.monotonic()
         self.check()
@@ -81,29 +85,28 @@ class Module:
         Raises:
             HarnessError: they do not.
         """
-        if self._tests and self._notices():
-            raise HarnessError(
-                f"the tests of {self._name} fail without a change: {' '.join(self._tests)}"
-            )
+        for tests in self._tests:
+            if self._notices(tests):
+                raise HarnessError(
+                    f"the tests of {self._name} fail without a change: {' '.join(tests)}"
+                )
 
     def notices(self, mutant: Mutant) -> bool:
         """Return whether a test fails, or hangs, with the mutant."""
-        if not self._tests:
-            return False
         name = self._path.stem
         for compiled in (self._path.parent / "__pycache__").glob(f"{name}.*.pyc"):
             compiled.unlink()
         self._path.write_bytes(mutant.apply(self._source))
         try:
-            return self._notices()
+            return any(self._notices(tests) for tests in self._tests)
         finally:
             self._path.write_bytes(self._source)
 
-    def _notices(self) -> bool:
+    def _notices(self, tests: Sequence[str]) -> bool:
         child = os.fork()
         if child == 0:
             # The first run keeps what pytest compiles of the tests.
-            os._exit(_run(self._tree, self._tests, keep=not self.seconds))
+            os._exit(_run(self._tree, tests, keep=not self.seconds))
         limit = time.monotonic() + min(2 * self.seconds, 20) + PATIENCE
         while time.monotonic() < limit or not self.seconds:
             pid, status = os.waitpid(child, os.WNOHANG)
@@ -115,8 +118,8 @@ class Module:
         return True
 
 
-def warm() -> None:
-    """Import what every test run needs, before the processes are forked."""
+def warm(tests: Sequence[str]) -> None:
+    """Import what every run of ``tests`` needs, before the processes are forked."""
     import packaging.version
     import psutil
     import pytest
@@ -124,6 +127,12 @@ def warm() -> None:
     import wrapt
 
     del packaging, psutil, rich, wrapt
+    if not all(test.startswith(UNIT) for test in tests):
+        import torch
+        import transformers
+
+        torch.set_num_threads(1)  # no thread outlives a fork
+        assert transformers.LlamaConfig
     os.environ["PYTEST_DISABLE_PLUGIN_AUTOLOAD"] = "1"  # unit tests use none
     with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
         pytest.main(["--version"])  # imports pytest's own plugins
