@@ -80,8 +80,9 @@ def start(core=None, fails=None):
     def wrapped():
         if fails:
             raise fails
+        return "started"
 
-    ipc_name.around_engine_start(wrapped, core, (), {})
+    assert ipc_name.around_engine_start(wrapped, core, (), {}) == "started"
     return core
 
 
@@ -164,10 +165,11 @@ def test_the_queues_of_a_killed_engine_go_with_the_next_start(shm, monkeypatch):
         (shm / "other").write_bytes(b"x")
         with (shm / "other").open("rb") as file:  # what else an engine maps stays
             mapped.append(mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ))
+        return "started"
 
     claim = claims.take("pool", "chat")
     monkeypatch.setattr(ipc_name, "started_by_multiprocessing", lambda: True)
-    ipc_name._with_queues(claim, start_engine, (), {})
+    assert ipc_name._with_queues(claim, start_engine, (), {}) == "started"
     (queue,) = made
     try:
         assert claims._read(claim._file)[2] == [queue.name]
@@ -255,7 +257,7 @@ def test_a_start_that_failed_gives_the_name_back(shm):
     assert kept.value
     with pytest.raises(Refusal, match="KVP414"):
         start()
-    ipc_name.after_engine_shutdown(lambda: None, core, (), {})
+    assert ipc_name.after_engine_shutdown(lambda: "shut down", core, (), {}) == "shut down"
     core = start()
     core.itself = core  # a circle, as in vLLM's engine
     del core

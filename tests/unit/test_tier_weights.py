@@ -165,6 +165,25 @@ def test_an_engine_without_tiers_is_left_alone():
     assert weights.usable([SimpleNamespace()])
 
 
+@pytest.mark.parametrize("at", [0, 1])
+def test_tiers_are_used_together_or_not_at_all(at):
+    engines = [Engine(), Engine()]
+    tiers = [SimpleNamespace(weights=engine.weights) for engine in engines]
+    assert weights.usable(tiers) is True
+    engines[at].replace("new")
+    assert weights.usable(tiers) is False
+
+
+def test_while_tiers_are_not_used_the_workers_are_not_asked_again(warned):
+    engine = Engine()
+    assert engine.request()
+    for now in ("new", "newer", "newest"):
+        engine.replace(now)
+        assert not engine.request()
+    assert engine.described == 1
+    assert warned.text.count("not used until the caches are reset") == 1
+
+
 def test_every_way_to_the_workers_from_outside_is_watched():
     targets = {
         part.target.rpartition(".")[2]
