@@ -114,10 +114,11 @@ def test_a_reset_that_left_blocks_does_not_count(warned, given):
     assert engine.folders == []
 
 
-def test_a_reset_by_its_defaults_is_none_of_the_connector():
+@pytest.mark.parametrize("args", [(), (True,)])
+def test_a_reset_by_its_defaults_is_none_of_the_connector(args):
     engine = Engine()
     assert engine.request()
-    around_reset(lambda: True, engine.core, (), {})
+    assert around_reset(lambda *args: True, engine.core, args, {}) is True
     assert engine.weights.used
 
 
