@@ -39,7 +39,7 @@ MODULES: dict[str, tuple[str, ...]] = {
     f"{FEATURES}/secondary_tiers/rules.py": RULES,
     f"{FEATURES}/secondary_tiers/promotion.py": (),
     f"{FEATURES}/secondary_tiers/legacy.py": (),
-    f"{FEATURES}/secondary_tiers/fingerprint.py": (TENSORS,),
+    f"{FEATURES}/secondary_tiers/fingerprint.py": (),
     f"{FEATURES}/secondary_tiers/samples.py": (TENSORS,),
     f"{FEATURES}/secondary_tiers/weights.py": (),
     f"{FEATURES}/secondary_tiers/admission.py": (),

@@ -28,6 +28,25 @@ EQUIVALENT: dict[str, dict[str, str]] = {
             "without pages no block is gone; the test only saves the search"
         ),
     },
+    f"{FEATURES}/elastic_memory/ranks.py": {
+        "module: 1.0 -> (1.0 + 1)": "a number of seconds that was chosen; the tests use its name",
+        "Ranks: 0 -> (0 + 1)": "the ranks are asked before it is used for the first time",
+        "Ranks: 0.0 -> (0.0 + 1)": "the clock counts from the machine's start, seconds before",
+        "Ranks: 0.0 -> (0.0 + 1) #2": "the clock counts from the machine's start, seconds before",
+    },
+    f"{FEATURES}/offloading/memory_rules.py": {
+        "_what: free or 0 -> ((free))": "no rule applies where it is None",
+        "_shm: memory and memory.shm -> ((memory.shm))": "the rule applies with a memory only",
+        "_container: memory and memory.container -> ((memory.container))": (
+            "the rule applies with a memory only"
+        ),
+        "_machine: memory and memory.available -> ((memory.available))": (
+            "the rule applies with a memory only"
+        ),
+        "_tight: memory is None or taken == 0 -> ((memory is None))": (
+            "nothing is never more than what is free"
+        ),
+    },
     f"{FEATURES}/offloading/rules.py": {
         "_scheduler: requested is None or not isinstance(requested, type) -> "
         "((not isinstance(requested, type)))": "None is no class, and is returned in both cases",
@@ -40,6 +59,13 @@ EQUIVALENT: dict[str, dict[str, str]] = {
     f"{FEATURES}/secondary_tiers/block_files.py": {
         "module: 0 -> (0 + 1)": "for systems without O_DIRECT, which Linux has",
         "store_blocks: 0 -> (0 + 1)": "the flag is O_WRONLY, which is set in any case",
+    },
+    f"{FEATURES}/secondary_tiers/samples.py": {
+        "Samples.add: tensor.is_meta or not tensor.numel() -> ((tensor.is_meta))": (
+            "a tensor without values adds nothing to what is joined"
+        ),
+        "module: 64 -> (64 + 1)": "a number of bytes that was chosen; the tests use its name",
+        "module: 20 -> (20 + 1)": "a number of bytes that was chosen; the tests use its name",
     },
     f"{FEATURES}/deadlock.py": {
         "module: 4 -> (4 + 1)": "a number of steps that was chosen; the tests count by its name",
