@@ -67,6 +67,8 @@ FAR = (
     "test_rows.py",
     "test_telemetry.py",
 )
+# These take longer: they are asked only about what the other tests let pass.
+SLOW = ("tests/unit/test_page_faults.py", f"tests/{TENSORS}")
 
 
 def nearest(root: Path, module: str) -> list[str]:

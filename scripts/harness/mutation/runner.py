@@ -22,12 +22,12 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from harness.console import HarnessError
+from harness.mutation.modules import SLOW, TENSORS
 from harness.mutation.mutants import Mutant
 
 ROOT = Path(__file__).parents[3]
 # A mutant that hangs is noticed: by the limit of CI. Seconds, above the tests' own time.
 PATIENCE = 10
-UNIT = "tests/unit/"
 MEMORY = 4 << 30  # bytes of addresses, for a loop that fills a list
 
 
@@ -70,10 +70,10 @@ class Module:
         self._name = path
         self._path = tree / path
         self._source = self._path.read_bytes()
-        # What needs torch takes longer, and is asked only about what the unit tests let pass.
-        unit = [test for test in tests if test.startswith(UNIT)]
-        others = [test for test in tests if not test.startswith(UNIT)]
-        self._tests = [group for group in (unit, others) if group]
+        quick = [test for test in tests if test not in SLOW]
+        self._tests = [
+            group for group in (quick, *([test] for test in SLOW if test in tests)) if group
+        ]
         self.seconds = 0.0
         begun = time.monotonic()
         self.check()
@@ -127,7 +127,7 @@ def warm(tests: Sequence[str]) -> None:
     import wrapt
 
     del packaging, psutil, rich, wrapt
-    if not all(test.startswith(UNIT) for test in tests):
+    if f"tests/{TENSORS}" in tests:
         import torch
         import transformers
 
