@@ -107,7 +107,7 @@ class Module:
         if child == 0:
             # The first run keeps what pytest compiles of the tests.
             os._exit(_run(self._tree, tests, keep=not self.seconds))
-        limit = time.monotonic() + min(2 * self.seconds, 20) + PATIENCE
+        limit = time.monotonic() + min(3 * self.seconds, 120) + PATIENCE
         while time.monotonic() < limit or not self.seconds:
             pid, status = os.waitpid(child, os.WNOHANG)
             if pid:
