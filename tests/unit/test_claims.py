@@ -416,6 +416,44 @@ def test_two_engines_with_one_engine_id_that_start_together(shm):
     assert tier() == "started"
 
 
+def test_a_region_that_is_there_is_a_refusal_and_the_engine_id_free_again(shm):
+    path = shared_memory.path_of("one")
+    path.touch(0o600)
+    with pytest.raises(Refusal) as refused:
+        tier()
+    assert f"the CPU tier's shared memory {path} already exists, because another" in str(
+        refused.value
+    )
+    assert refused.value.code == "KVP413"
+    path.unlink()
+    assert tier() == "started"
+
+
+def test_a_region_goes_with_its_engine(shm):
+    """vLLM leaves it if the worker that made it is killed."""
+    path, core = shared_memory.path_of("one"), EngineCore()
+    tier(core=core, start=lambda config: path.touch(0o600))
+    claims.release(core)
+    assert not path.exists()
+
+
+def test_an_engine_that_was_dropped_needs_no_shutdown(shm):
+    core = EngineCore()
+    core.itself = core  # a circle, as in vLLM's engine
+    tier(core=core)
+    del core
+    assert tier() == "started"
+
+
+def test_an_engine_without_a_cpu_tier_is_left_alone(shm):
+    config = SimpleNamespace(kv_transfer_config=None)
+    start = shared_memory.around_engine_core
+    assert start(lambda vllm_config: "started", EngineCore(), (), {"vllm_config": config}) == (
+        "started"
+    )
+    assert not claims.folder().exists()
+
+
 def test_an_engine_id_is_free_after_a_failed_start(shm):
     def fail(config):
         raise MemoryError
@@ -442,9 +480,10 @@ def region(path, before=lambda: None):
     def wrapped(engine_id):
         before()
         made.__init__(engine_id, path)
+        return "made"
 
     try:
-        shared_memory.around_region(wrapped, made, ("one",), {})
+        assert shared_memory.around_region(wrapped, made, ("one",), {}) == "made"
     finally:
         if hasattr(made, "fd"):
             os.close(made.fd)

@@ -47,6 +47,9 @@ EQUIVALENT: dict[str, dict[str, str]] = {
             "nothing is never more than what is free"
         ),
     },
+    f"{FEATURES}/offloading/cpu_tier.py": {
+        "of: continue -> pass": "nothing follows in the loop",
+    },
     f"{FEATURES}/offloading/rules.py": {
         "_scheduler: requested is None or not isinstance(requested, type) -> "
         "((not isinstance(requested, type)))": "None is no class, and is returned in both cases",
