@@ -14,6 +14,16 @@ EQUIVALENT: dict[str, dict[str, str]] = {
     "kvpatch/patch.py": {
         "Feature.at: parts -> list(parts)[:1] #2": "there is exactly one, or it was refused above",
     },
+    "kvpatch/claims.py": {
+        "Taken.__init__: super().__init__(pid) -> pass": "its arguments are kept in any case",
+        "_release: True -> False": "that error is suppressed",
+        "_remove_left: path.parent == BASE and path.lstat().st_uid == os.geteuid() -> "
+        "((path.lstat().st_uid == os.geteuid()))": (
+            "a name has no slash; the one other name is that of the folder, which stays"
+        ),
+        "_read: 1 -> (1 + 1)": "a number of bytes that was chosen, above what any claim has",
+        "_read: 16 -> (16 + 1)": "a number of bytes that was chosen, above what any claim has",
+    },
     f"{FEATURES}/fence/fence.py": {
         "Fence.__init__: 0 -> (0 + 1) #2": "only differences of the number of builds are used",
     },
