@@ -84,6 +84,18 @@ EQUIVALENT: dict[str, dict[str, str]] = {
         "module: 4 -> (4 + 1)": "a number of steps that was chosen; the tests count by its name",
         "module: 1000 -> (1000 + 1)": "a number of steps that was chosen; the tests count by it",
     },
+    "kvpatch/telemetry/status_page.py": {
+        "Writer.__init__: version.encode()[:24] -> version.encode()": "struct cuts it as well",
+        "Writer.__init__: 24 -> (24 + 1)": "struct cuts it as well",
+        "contents: | -> &": "opening a file in a file fails in the same way",
+        "contents: len(data) <= limit and (more := os.read(file, limit + 1 - len(data))) -> "
+        "((more := os.read(file, limit + 1 - len(data))))": "a read of no bytes ends the loop too",
+        "contents: <= -> <": "what is read beyond the limit is cut off",
+        "contents: - -> +": "what is read beyond the limit is cut off",
+        "contents: 1 -> (1 + 1)": "what is read beyond the limit is cut off",
+        "read: 50 -> (50 + 1)": "a number of attempts that was chosen",
+        "read: < -> <=": "a page that ends there has no body, and is read again too",
+    },
     f"{FEATURES}/simple_offload/eviction.py": {
         "EvictionOrder.must_wait: <= -> <": "with nothing missing no block is looked at",
     },
