@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from typing import Any
 
 import pytest
@@ -49,7 +48,7 @@ def warned_of_memory(changes: dict[str, Any]) -> list[str]:
 def test_a_process_that_cannot_read_the_hosts_memory_refuses_none():
     made = config(**tier(900))
     for memory in (None, lambda: None):
-        here = dataclasses.replace(facts(), memory=memory)
+        here = facts()._replace(memory=memory)
         assert rules.check(made, here, memory_rules.RULES[:3]) is None
         assert [rule.warns(made, here) for rule in memory_rules.RULES if rule.warns] == [""]
 
