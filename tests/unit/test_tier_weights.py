@@ -71,6 +71,16 @@ def test_new_weights_after_a_reset_have_a_folder_of_their_own():
     assert engine.weights.described == "new"
 
 
+def test_a_request_for_which_no_tier_is_asked_uses_the_caches_too():
+    """A short one, or one whose blocks vLLM has: the weights are looked at when it is scheduled."""
+    engine = Engine()
+    assert admission.around_matched_tokens(lambda: (0, False), engine.planner, (), {}) == (0, False)
+    assert engine.weights.used
+    engine.replace("new")
+    assert not engine.request()
+    assert engine.folders == []
+
+
 def test_a_reset_after_the_weights_were_replaced_is_as_good():
     engine = Engine()
     assert engine.request()
