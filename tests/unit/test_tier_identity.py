@@ -149,7 +149,6 @@ class Configuration:
         ),
         (Configuration, f"{__name__}.Configuration"),
     ],
-    ids=repr,
 )
 def test_values_are_plain(value: Any, expected: Any):
     made = plain(value)
