@@ -208,9 +208,10 @@ CODES = {
     "KVP415": _not_validated("layers that share their KV cache on Model Runner V1"),
     "KVP416": _setup("a file or folder of the engine belongs to, or is open to, another user"),
     "KVP417": _setup("a file of the engine cannot be made in /dev/shm"),
-    "KVP418": _incompatible(
+    "KVP418": _not_validated("a KV cache dtype that the layers of the model have by themselves"),
+    "KVP421": _incompatible(
         "a worker did not open the CPU tier of the host pool",
-        "`test_pool_engine.py` in tests/unit",
+        "`test_host_pool_classes.py` in tests/engine",
     ),
     "KVP501": _setup("no GPU, and kvcached is built for one"),
     "KVP502": _setup("the host device has no size"),

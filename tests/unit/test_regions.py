@@ -61,8 +61,18 @@ def test_a_dtype_that_a_layer_has_by_itself(dtype):
     assert str(refused.value) == (
         "kvpatch refuses to start vLLM: the layers of this model have KV caches of dtype "
         f"{dtype.removeprefix('torch.')}, because offloading them has not been validated by a "
-        "store and load round trip; set --kv-cache-dtype bfloat16, or set KVPATCH=0. [KVP310]"
+        "store and load round trip; set --kv-cache-dtype bfloat16, or set KVPATCH=0. [KVP418]"
     )
+
+
+@pytest.mark.parametrize("at", [0, 1])
+def test_every_layer_of_a_group_counts(at):
+    """vLLM groups layers of one type whose pages differ in size, with a spec for each."""
+    layers = {name: spec("FullAttentionSpec") for name in "ab"}
+    check_kinds(plan(spec("UniformTypeKVCacheSpecs", kv_cache_specs=layers)))
+    layers["ab"[at]] = spec("ChunkedLocalAttentionSpec")
+    with pytest.raises(Refusal, match="of kind ChunkedLocalAttentionSpec"):
+        check_kinds(plan(spec("UniformTypeKVCacheSpecs", kv_cache_specs=layers)))
 
 
 class View:

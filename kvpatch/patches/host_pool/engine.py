@@ -138,7 +138,7 @@ class Part:
                 "a worker did not open the CPU tier of the host pool",
                 str(error),
                 f"report this with your command line, or {_ALONE}",
-                code="KVP418",
+                code="KVP421",
             ) from error
         self._path.unlink(missing_ok=True)  # its memory goes with the last process now
         extents = Extents(chunks, size // chunks, self._extent, time.monotonic)
