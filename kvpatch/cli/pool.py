@@ -80,7 +80,7 @@ def text(limit: Limit, engines: list[Peer]) -> str:
     head = f"{readable(committed)} of {readable(limit.current)} committed"
     if limit.current != limit.configured:
         head += f" (started with {readable(limit.configured)})"
-    lines = [("model", "committed", "in blocks", "at most", "coldest", "")]
+    lines: list[tuple[str, ...]] = [("model", "committed", "in blocks", "at most", "coldest", "")]
     for one in engines:
         owner = one.owner
         # An extent that holds nothing is older than any machine.

@@ -8,7 +8,6 @@ from kvpatch.patches.host_pool import presence
 from kvpatch.pool import ledger
 from kvpatch.rules import Rule
 from kvpatch.sizes import readable
-from kvpatch.supported import release_of
 from kvpatch.upstream import connectors
 from kvpatch.versions import Facts, in_words
 
@@ -79,7 +78,7 @@ RULES = (
         "KVP342",
         f"`KVPATCH_HOST_POOL`, except on vLLM {in_words(RELEASES)}",
         _other_release,
-        lambda config, facts: f"KVPATCH_HOST_POOL is set on vLLM {release_of(facts.vllm)}",
+        "KVPATCH_HOST_POOL is set on this release",
         f"the host pool is validated on vLLM {in_words(RELEASES)} only",
         f"{_UNSET}, or install one of these",
     ),
@@ -88,7 +87,7 @@ RULES = (
         "`KVPATCH_HOST_POOL` with secondary tiers, SimpleCPUOffloadConnector or MultiConnector",
         _other_tier,
         "KVPATCH_HOST_POOL is set for a CPU tier that is not OffloadingConnector's own",
-        "the host pool is built for OffloadingConnector alone, without secondary tiers",
+        "the host pool is validated with OffloadingConnector alone, without secondary tiers",
         f"{_UNSET}, or use --kv-offloading-size without secondary tiers",
     ),
     Rule(
@@ -96,7 +95,7 @@ RULES = (
         "`KVPATCH_HOST_POOL` on a GPU",
         lambda config, facts: _pooled(facts) and facts.device != "cpu",
         "KVPATCH_HOST_POOL is set on a GPU",
-        "registering and deregistering memory while an engine runs was not run on one",
+        "giving memory back while an engine runs is not validated on one",
         _UNSET,
     ),
     Rule(
