@@ -1,0 +1,131 @@
+"""Runs one engine in this process with its CPU tier in a host pool, step by step.
+
+    python -m harness.engines.pool_driver JOB.json RESULT.json
+
+A job names the engine's arguments and steps; the result has what each of them saw. A step that
+waits is told on standard output, and goes on with a line on standard input.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
+
+from vllm import LLM
+
+from harness.engines.driver import BlockWatch, run_round, tell
+from harness.engines.inside import come_to_rest, prepare
+from harness.engines.runs import load
+from kvpatch import state
+from kvpatch.patches.host_pool import presence
+from kvpatch.patches.host_pool.tier import Pooled
+from kvpatch.pool import ledger
+
+PATIENCE = 60.0  # seconds in which whatever can happen has
+
+
+def rank_view(worker: Any) -> dict[str, int]:
+    """What a worker has of the tier: resident by its page tables, and registered; by RPC."""
+    from kvpatch.hostdevice.copies import HostRegistration
+
+    resident = 0
+    here = False
+    for line in Path("/proc/self/smaps").read_text().splitlines():
+        if "-" in line.split(" ", 1)[0]:
+            here = "vllm_offload_" in line
+        elif here and line.startswith("Rss:"):
+            resident += int(line.split()[1]) << 10
+    return {"mapped": resident, "registered": sum(HostRegistration.ranges.values())}
+
+
+class Watched:
+    """An engine, and what the kernel, the ledger and its workers say of its tier."""
+
+    def __init__(self, job: dict[str, Any]) -> None:
+        began = time.monotonic()
+        self.llm = LLM(job["model"], **job["engine"])
+        self.started = time.monotonic() - began
+        self.core = self.llm.llm_engine.engine_core.engine_core
+        pooled = state.find(self.core, Pooled)
+        assert pooled is not None, "the tier is in no pool"
+        self.pooled = pooled
+        # The model's own tensors are in another process if there are ranks.
+        alone = self.core.vllm_config.parallel_config.world_size == 1
+        self.watch = BlockWatch(self.core) if alone else None
+
+    def see(self) -> dict[str, Any]:
+        """Everything that counts the tier's memory."""
+        keeper = self.pooled.keeper
+        shown = ledger.show(presence.home())
+        assert shown is not None
+        limit, engines = shown
+        with self.pooled.lock:
+            found = dict(keeper.describe())
+        return found | {
+            "kernel": keeper.memory.committed,
+            "extent": self.pooled.extents.place(0)[1],
+            "records": sum(one.owner.committed for one in engines),
+            "limit": limit.current,
+            "ranks": self.llm.collective_rpc(rank_view),
+            "started": self.started,
+        }
+
+    def rest(self) -> None:
+        """Let every copy end, and the keeper do what it wants."""
+        come_to_rest(self.core.scheduler, self.llm.llm_engine.step)
+        free = self.pooled.extents.per
+        self.until(lambda: self.pooled.extents.free <= free)
+
+    def until(self, true: Callable[[], bool]) -> float:
+        """Wait; return the seconds that it took."""
+        began = time.monotonic()
+        while not true():
+            assert time.monotonic() - began < PATIENCE, self.see()
+            time.sleep(0.005)
+        return time.monotonic() - began
+
+    def step(self, what: str, value: Any) -> Any:
+        """Do one step of a job."""
+        if what == "round":
+            records = run_round(self.llm, load(value), self.watch)
+            self.rest()
+            return records
+        if what == "reset":
+            assert self.llm.reset_prefix_cache(reset_connector=True)
+            extent = self.pooled.extents.place(0)[1]
+            return self.until(lambda: self.pooled.keeper.memory.committed <= extent)
+        if what == "limit":
+            assert ledger.set_limit(presence.home(), value)
+            return self.until(lambda: self.pooled.keeper.memory.committed <= value)
+        if what == "wait":
+            tell(value)
+            sys.stdin.readline()
+            return None
+        return self.see()
+
+
+def main(job_path: str, result_path: str) -> None:
+    job = json.loads(Path(job_path).read_text())
+    prepare(job)
+    watched = Watched(job)
+    result: dict[str, Any] = {"steps": []}
+    for what, value in job["steps"]:
+        result["steps"].append(watched.step(what, value))
+        if watched.watch is not None:
+            result["changed"] = watched.watch.changed
+        Path(result_path).write_text(json.dumps(result))
+    watched.llm.llm_engine.engine_core.shutdown()
+    result["left"] = ledger.show(presence.home()) is not None
+    Path(result_path).write_text(json.dumps(result))
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
