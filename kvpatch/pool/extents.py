@@ -53,6 +53,7 @@ class Extents:
         per: chunks of an extent; the last one may have less.
         count: extents of the tier.
         open: the extents that are not absent, by index.
+        used: chunks that hold something.
     """
 
     def __init__(
@@ -63,6 +64,7 @@ class Extents:
         self.per = max(1, min(extent_bytes // chunk_bytes, chunks))
         self.count = -(-chunks // self.per)
         self.open: dict[int, Extent] = {}
+        self.used = 0
         self._clock = clock
         self._roomy: list[int] = []  # extents that chunks can be handed out of, in order
         self._free = 0  # chunks of those
@@ -76,11 +78,6 @@ class Extents:
     def free(self) -> int:
         """How many chunks can be handed out."""
         return self._free
-
-    @property
-    def used(self) -> int:
-        """How many chunks hold something."""
-        return sum(len(extent.held) for extent in self.open.values())
 
     def allocate(self, keys: Sequence[Hashable]) -> list[int]:
         """Hand out a chunk for each key, from the lowest extents that have one.
@@ -103,6 +100,7 @@ class Extents:
             if not extent.free:
                 del self._roomy[0]
         self._free -= len(taken)
+        self.used += len(taken)
         return taken
 
     def release(self, chunk: int) -> None:
@@ -110,6 +108,7 @@ class Extents:
         index = chunk // self.per
         extent = self.open[index]
         del extent.held[chunk]
+        self.used -= 1
         bisect.insort(extent.free, chunk, key=lambda one: -one)
         if not extent.draining and not extent.closed:
             self._free += 1
@@ -135,6 +134,7 @@ class Extents:
             extent.free = sorted([*extent.free, *extent.held], reverse=True)
             extent.held.clear()
             extent.used = 0.0
+        self.used = 0
 
     # Transfers
 

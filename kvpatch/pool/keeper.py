@@ -66,6 +66,7 @@ class Keeper:
         self.broken = ""
         self._broken_until = 0.0
         self._room = True
+        self._coldest = 0.0  # at the last look
         self._wanted = 0
         self._wanted_at = self._waits_since = float("-inf")
         self._quiet_until = float("-inf")
@@ -106,9 +107,10 @@ class Keeper:
     # For people
 
     def describe(self) -> dict[str, object]:
-        """Return the engine's part in the pool; the caller has the lock."""
+        """Return the engine's part in the pool; from any thread, without waiting for a step."""
         view, now = self.view, self._clock()
-        coldest = self.extents.last_use() if self.extents.used else None
+        # An extent that holds nothing is older than any machine.
+        coldest = self._coldest if self._coldest >= 1 else None
         return {
             "committed": self.member.committed,
             "resident": self.extents.used * self.extents.chunk_bytes,
@@ -157,9 +159,9 @@ class Keeper:
         """Look at the ledger once, and do what has to be done."""
         with self.lock:
             resident = self.extents.used * self.extents.chunk_bytes
-            coldest = self.extents.last_use()
+            self._coldest = self.extents.last_use()
         try:
-            view = self.view = self.member.look(resident, coldest)
+            view = self.view = self.member.look(resident, self._coldest)
         except (Busy, Foreign):
             self._room = False  # no store waits for what may not come
             return

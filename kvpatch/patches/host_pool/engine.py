@@ -154,7 +154,7 @@ class Part:
         pooled = Pooled(extents, keeper, lock, self._workers)
         for host in (engine, engine.scheduler, planner, manager):
             state.attach(host, pooled)
-        state.attach(engine, HostPool(pooled.describe))
+        state.attach(engine, HostPool(keeper.describe))
         weakref.finalize(engine, pooled.close)  # of an engine that is dropped without a shutdown
         self._file = -1  # the keeper's from now on
         keeper.start()

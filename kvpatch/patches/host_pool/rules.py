@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any
 
 from kvpatch.patches.host_pool import presence
-from kvpatch.pool import ledger
 from kvpatch.rules import Rule
 from kvpatch.sizes import readable
 from kvpatch.upstream import connectors
@@ -44,6 +43,8 @@ def _needed(config: Any, facts: Facts) -> int:
 
 def _committed(facts: Facts) -> int:
     """Return the bytes that running engines have of the pool, and give back when they must."""
+    from kvpatch.pool import ledger  # here, because without a pool nothing of it is imported
+
     try:
         shown = ledger.show(presence.home(facts.environment))
     except (ledger.Busy, ledger.Foreign, OSError):

@@ -32,11 +32,6 @@ class Pooled:
         self.extents, self.keeper, self.lock, self.workers = extents, keeper, lock, workers
         self._process: int | None = os.getpid()
 
-    def describe(self) -> dict[str, object]:
-        """Return its state for people; a moment's wait for a step of the scheduler."""
-        with self.lock:
-            return self.keeper.describe()
-
     def close(self) -> None:
         """Give everything back; once, and not in a forked worker."""
         if self._process == os.getpid():
@@ -101,9 +96,9 @@ def around_prepare_store(wrapped: Any, instance: Any, args: Any, kwargs: Any) ->
         return wrapped(*args, **kwargs)
     keys = list(argument(args, kwargs, 0, "keys"))
     with pooled.lock:
-        found = [chunk for key in keys if (chunk := instance._policy.get(key)) is not None]
-        pooled.extents.use(map(_id, found))
-        missing = len(keys) - len(found)
+        chunks = [(key, instance._policy.get(key)) for key in keys]
+        pooled.extents.use(_id(chunk) for _, chunk in chunks if chunk is not None)
+        missing = sum(chunk is None and _is_due(instance, key) for key, chunk in chunks)
         if missing > pooled.extents.free:
             if pooled.keeper.want(missing):
                 return None
@@ -239,6 +234,12 @@ def _free(manager: Any, chunk: Any) -> None:
 def _take_back(manager: Any, pooled: Pooled, chunk: Any) -> None:
     pooled.extents.release(_id(chunk))
     _change(manager, "_num_allocated_{}", -1)
+
+
+def _is_due(manager: Any, key: Any) -> bool:
+    """Return whether a block may pass the reuse threshold, which counts this offer or lookup."""
+    counts = manager.counts
+    return counts is None or counts.get(key, 0) + 1 >= manager.store_threshold
 
 
 def _id(chunk: Any) -> int:

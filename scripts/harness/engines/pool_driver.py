@@ -67,9 +67,7 @@ class Watched:
         shown = ledger.show(presence.home())
         assert shown is not None
         limit, engines = shown
-        with self.pooled.lock:
-            found = dict(keeper.describe())
-        return found | {
+        return keeper.describe() | {
             "kernel": keeper.memory.committed,
             "extent": self.pooled.extents.place(0)[1],
             "records": sum(one.owner.committed for one in engines),
