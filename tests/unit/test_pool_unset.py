@@ -28,7 +28,7 @@ def test_the_rows_and_rules_import_nothing_of_it() -> None:
         [sys.executable, "-c", CODE], capture_output=True, text=True, check=True
     ).stdout.splitlines()
     assert said[0] == "[]"
-    assert said[1] == "['kvpatch.patches.host_pool.rules', 'kvpatch.patches.host_pool.presence']"
+    assert said[1] == "['kvpatch.patches.host_pool.presence', 'kvpatch.patches.host_pool.rules']"
 
 
 @pytest.mark.parametrize(("release", "outcome"), [("0.28.0", None), ("0.26.0", Outcome.OUTSIDE)])
