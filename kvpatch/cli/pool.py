@@ -43,7 +43,7 @@ def run(options: argparse.Namespace) -> int:
         if options.size and not ledger.set_limit(folder, wanted):
             print(f"no engine is in the pool {folder}")
             return 1
-        shown = ledger.show(folder)
+        shown = ledger.show(folder, remove=True)
     except (ledger.Busy, ledger.Foreign, OSError) as error:
         print(f"the pool {folder} cannot be used: {type(error).__name__}: {error}")
         return 2

@@ -280,8 +280,12 @@ def set_limit(folder: Path, size: int) -> bool:
         return False
 
 
-def show(folder: Path) -> tuple[Limit, list[Peer]] | None:
+def show(folder: Path, remove: bool = False) -> tuple[Limit, list[Peer]] | None:
     """Return the limit and the engines of a pool; None if it is not in use.
+
+    Args:
+        folder: of the pool.
+        remove: whether to remove the records of engines that are gone.
 
     Raises:
         Busy: the lock is not to be had.
@@ -290,8 +294,10 @@ def show(folder: Path) -> tuple[Limit, list[Peer]] | None:
     """
     try:
         with _alone(folder, TO_LOOK):
-            peers = _survey(folder, None)
+            peers = _survey(folder, None, remove)
             limit = _read_limit(folder)
+            if remove:
+                _remove_limit(folder)
     except FileNotFoundError:
         return None
     return None if limit is None or not peers else (limit, peers)
@@ -329,8 +335,8 @@ def _wait(attempt: Callable[[], None], patience: float) -> None:
         pause = min(2 * pause, 0.02)
 
 
-def _survey(folder: Path, own: Path | None) -> list[Peer]:
-    """Return the engines but ``own``, and remove the records of those that are gone.
+def _survey(folder: Path, own: Path | None, remove: bool = True) -> list[Peer]:
+    """Return the engines but ``own``; with ``remove``, remove the records of those that are gone.
 
     The caller is alone.
     """
@@ -344,6 +350,9 @@ def _survey(folder: Path, own: Path | None) -> list[Peer]:
             continue
         try:
             peer = _read(path, file)
+            if peer is None and remove:
+                path.unlink()
+                socket_of(path).unlink(missing_ok=True)
         finally:
             os.close(file)
         if peer is not None:
@@ -352,6 +361,7 @@ def _survey(folder: Path, own: Path | None) -> list[Peer]:
 
 
 def _read(path: Path, file: int) -> Peer | None:
+    """Return an engine, or None if it is gone."""
     owner = record.read_owner(file)
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -362,8 +372,6 @@ def _read(path: Path, file: int) -> Peer | None:
     # All who held it are ending: its memory is freed before the last of them is gone.
     if owner is not None and owner.committed and not _freed(file, owner):
         return Peer(path, owner, dying=True)
-    path.unlink()
-    socket_of(path).unlink(missing_ok=True)
     return None
 
 

@@ -110,7 +110,7 @@ def test_no_size(size: str, name: str, capsys: pytest.CaptureFixture[str]) -> No
 def test_a_pool_that_cannot_be_used(
     name: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def busy(home: Path) -> None:
+    def busy(home: Path, remove: bool) -> None:
         raise ledger.Busy("for ever")
 
     monkeypatch.setattr(ledger, "show", busy)

@@ -140,6 +140,20 @@ def test_what_a_killed_engine_had_is_the_pools_again(folder: Path) -> None:
     one.leave()
 
 
+def test_what_the_last_killed_engine_left_is_removed_by_who_is_asked_to(folder: Path) -> None:
+    def engine() -> None:
+        assert join(folder, name="one").take(MIB)
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    os.waitpid(in_child(engine), 0)
+    left = names(folder)
+    assert len(left) == 2
+    assert ledger.show(folder) is None
+    assert names(folder) == left
+    assert ledger.show(folder, remove=True) is None
+    assert names(folder) == set()
+
+
 def test_what_a_killed_engine_had_counts_while_a_worker_has_its_memory(folder: Path) -> None:
     one = join(folder, 2 * MIB, "one")
     reading, writing = os.pipe()

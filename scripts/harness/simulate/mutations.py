@@ -24,6 +24,9 @@ from kvpatch.patches.secondary_tiers import block_files
 from kvpatch.patches.secondary_tiers.timeout import Unanswered
 from kvpatch.patches.simple_offload import lifetime
 from kvpatch.patches.simple_offload.eviction import EvictableBlocks
+from kvpatch.pool.extents import Extent, Extents
+from kvpatch.pool.ledger import Member
+from kvpatch.pool.memory import Memory
 
 
 @dataclass(frozen=True)
@@ -82,6 +85,15 @@ def _next_chunk(places: Any) -> Any:
         )
 
     return shifted
+
+
+def _takes_anyway(take: Any) -> Any:
+    def taking(member: Any, size: int) -> bool:
+        if not take(member, size):
+            member._owner = member._owner._replace(committed=member.committed + size)
+        return True
+
+    return taking
 
 
 OFFLOADING = ("offloading", "tiers")
@@ -194,5 +206,34 @@ MUTATIONS = {
         "waits_for_copies",
         lambda waits: lambda scheduler: False,
         SIMPLE,
+    ),
+}
+# Of worlds with a host pool, which are in a process of their own.
+POOLED_MUTATIONS = {
+    "the pool is blind to transfers": Mutation(
+        "host pool", Extents, "begin", lambda begin: lambda *args: None, ("pooled",)
+    ),
+    "the pool takes one report for all": Mutation(
+        "host pool",
+        Extents,
+        "report",
+        lambda report: lambda self, job, workers: report(self, job, 99),
+        ("pooled",),
+    ),
+    "the pool's limit is ignored": Mutation(
+        "host pool", Member, "take", _takes_anyway, ("pooled",)
+    ),
+    "a reset keeps the pool's chunks": Mutation(
+        "host pool", Extents, "reset", lambda reset: lambda self: None, ("pooled",)
+    ),
+    "what is counted as given back is not": Mutation(
+        "host pool", Memory, "punch", lambda punch: lambda *args: None, ("pooled",)
+    ),
+    "an extent goes with its blocks": Mutation(
+        "host pool",
+        Extent,
+        "idle",
+        lambda idle: property(lambda self: not self.transfers and (self.draining or not self.held)),
+        ("pooled",),
     ),
 }
