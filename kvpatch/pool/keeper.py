@@ -27,8 +27,9 @@ COLDER = 1.0
 AT_ONCE = 4  # extents that another engine is asked for
 # Seconds after which what failed is tried again, unless a worker failed.
 AGAIN = 10.0
-# An extent is committed ahead while fewer chunks are free than this part of one.
-AHEAD = 16
+# An extent is committed ahead while fewer chunks are free than this part of one, or than were
+# stored within one WINDOW of the last RECENT seconds: a request that ends has one step to store.
+AHEAD, WINDOW, RECENT = 16, 0.25, 5.0
 
 
 class Keeper:
@@ -70,6 +71,8 @@ class Keeper:
         self._wanted = 0
         self._wanted_at = self._waits_since = float("-inf")
         self._quiet_until = float("-inf")
+        self._window, self._window_at = 0, float("-inf")
+        self._most, self._most_at = 0, float("-inf")
         self._asked: dict[str, tuple[float, int]] = {}  # record: when, and what it had
         self._passed_over: dict[str, float] = {}  # record: until when
         self._wake, self._stop = threading.Event(), threading.Event()
@@ -77,13 +80,17 @@ class Keeper:
 
     # For the scheduler, under the lock
 
-    def want(self, chunks: int) -> bool:
-        """Note that a store needs more chunks than are free.
+    def need(self, chunks: int) -> bool:
+        """Note that a store needs so many chunks.
 
         Returns:
             Whether it shall wait for a later step; if not, the policy may evict for it.
         """
         now = self._clock()
+        if chunks <= self.extents.free:
+            self._remember(chunks, now)
+            self._wanted, self._wanted_at = 0, float("-inf")
+            return False
         if now - self._wanted_at > PATIENCE:
             self._waits_since = now
         self._wanted, self._wanted_at = chunks, now
@@ -95,14 +102,22 @@ class Keeper:
             and now - self._waits_since < PATIENCE
         )
 
-    def satisfied(self) -> None:
-        """Note that a store had all the chunks that it needed."""
-        self._wanted = 0
-        self._wanted_at = float("-inf")
+    def reset(self) -> None:
+        """Take every chunk back; nothing is kept ahead for what was stored."""
+        self.extents.reset()
+        self._window = self._most = 0
+        self._wake.set()
 
     def wake(self) -> None:
         """Have the thread look now."""
         self._wake.set()
+
+    def _remember(self, chunks: int, now: float) -> None:
+        if now - self._window_at > WINDOW:
+            self._window, self._window_at = 0, now
+        self._window += chunks
+        if self._window >= self._most or now - self._most_at > RECENT:
+            self._most, self._most_at = self._window, now
 
     # For people
 
@@ -224,7 +239,8 @@ class Keeper:
     @property
     def _ahead(self) -> int:
         """How many chunks are kept free, if the pool has room for them."""
-        return max(1, self.extents.per // AHEAD)
+        recent = self._most if self._clock() - self._most_at <= RECENT else 0
+        return max(1, self.extents.per // AHEAD, recent)
 
     def _grow(self, view: View) -> None:
         """Commit the extents that are wanted, or one ahead."""

@@ -91,10 +91,10 @@ class Engine:
     def store(self, count: int = PER) -> list[int]:
         """Store blocks, growing as long as the pool has room."""
         for _ in range(100):
+            waits = self.keeper.need(count)
             if count <= self.extents.free:
-                self.keeper.satisfied()
                 return self.extents.allocate([next(self.keys) for _ in range(count)])
-            if not self.keeper.want(count):
+            if not waits:
                 break
             self.turn()
         return []
@@ -144,37 +144,68 @@ def test_one_extent_is_committed_ahead(world: World) -> None:
 def test_extents_are_committed_as_blocks_need_them(world: World) -> None:
     one = world.engine()
     for stored in range(1, 6):
+        world.now += 1
         assert len(one.store()) == PER
         one.turn(2)
         assert one.memory.committed <= stored * MIB + MIB
     assert one.extents.used == 5 * PER
 
 
+def test_as_much_is_kept_free_as_was_stored_at_once_lately(world: World) -> None:
+    one = world.engine()
+    one.store(3 * PER)
+    one.turn()
+    assert one.extents.free == 3 * PER
+    world.now += keeping.RECENT
+    one.turn()
+    assert one.extents.free == 3 * PER
+    world.now += 1
+    one.turn()
+    assert one.extents.free == PER  # one extent
+    one.store(1)
+    assert one.keeper.extents.free == PER - 1
+    one.turn()
+    assert one.memory.committed == 4 * MIB
+    one.store(PER - 1)
+    one.keeper.reset()
+    one.turn()
+    assert one.memory.committed == MIB
+
+
+def test_what_was_stored_in_one_moment_counts_together(world: World) -> None:
+    one = world.engine()
+    one.store(2 * PER)
+    one.turn()
+    one.store(PER)  # in the same moment
+    one.turn()
+    assert one.extents.free == 3 * PER
+
+
 def test_a_store_waits_while_the_tier_can_grow_and_is_then_the_policys(world: World) -> None:
     one = world.engine()
-    assert one.keeper.want(6 * PER)
+    assert one.keeper.need(6 * PER)
     one.turn()
     assert one.extents.free >= 6 * PER
     world.now += 10
-    assert one.keeper.want(100 * PER)
+    assert one.keeper.need(100 * PER)
     one.turn()
     assert one.memory.committed == 8 * MIB
-    assert not one.keeper.want(100 * PER)  # nothing is left
+    assert not one.keeper.need(100 * PER)  # nothing is left
 
 
 def test_a_store_does_not_wait_for_ever(world: World) -> None:
     one = world.engine()
-    assert one.keeper.want(PER)  # nobody turns
+    assert one.keeper.need(PER)  # nobody turns
     world.now += keeping.PATIENCE / 2
-    assert one.keeper.want(PER)
+    assert one.keeper.need(PER)
     world.now += keeping.PATIENCE / 2
-    assert not one.keeper.want(PER)
+    assert not one.keeper.need(PER)
 
 
 def test_an_engine_has_no_more_than_its_tier(world: World) -> None:
     one = world.engine(tier=2 * MIB)
     assert len(one.store(2 * PER)) == 2 * PER
-    assert not one.keeper.want(1)
+    assert not one.keeper.need(1)
     one.turn(3)
     assert one.memory.committed == 2 * MIB
 
@@ -182,7 +213,7 @@ def test_an_engine_has_no_more_than_its_tier(world: World) -> None:
 def test_after_a_reset_all_but_one_extent_is_given_back(world: World) -> None:
     one = world.engine()
     one.store(6 * PER)
-    one.extents.reset()
+    one.keeper.reset()
     one.turn()
     assert one.memory.committed == MIB
     one.turn(3)
@@ -193,7 +224,7 @@ def test_what_a_transfer_names_is_not_given_back(world: World) -> None:
     one = world.engine()
     chunks = one.store(4 * PER)
     one.extents.begin(1, chunks[:1], workers=1)
-    one.extents.reset()
+    one.keeper.reset()
     one.turn(3)
     assert 0 in one.extents.open
     assert one.memory.committed <= 2 * MIB
@@ -249,7 +280,7 @@ def test_the_coldest_extent_of_the_machine_goes(world: World) -> None:
     for engine in (one, two, three):
         engine.turn()
     assert counted(world.folder) == 8 * MIB
-    assert not three.keeper.want(PER)  # the policy evicts meanwhile
+    assert not three.keeper.need(PER)  # the policy evicts meanwhile
     three.turn()  # asks
     two.turn()
     assert two.memory.committed == 4 * MIB
@@ -266,7 +297,7 @@ def test_who_gave_an_extent_does_not_take_it_back_for_what_it_may_need(world: Wo
     world.now += 10
     two.turn()
     one.turn()
-    two.keeper.want(PER)
+    two.keeper.need(PER)
     two.turn()
     one.turn(3)
     assert one.memory.committed == 7 * MIB
@@ -281,7 +312,7 @@ def test_if_the_own_coldest_is_the_coldest_of_all_nobody_is_asked(world: World) 
     one.store(4 * PER)
     one.turn()
     two.turn()
-    assert not two.keeper.want(PER)
+    assert not two.keeper.need(PER)
     two.turn()
     assert one.member.look(0, 1.0).asked == 0
 
@@ -295,7 +326,7 @@ def test_an_engine_that_does_not_answer_is_passed_over(world: World) -> None:
     one.store(PER)
     slow.turn()
     assert counted(world.folder) == 8 * MIB
-    one.keeper.want(PER)
+    one.keeper.need(PER)
     one.turn()
     asked = {
         name: engine.member.look(0, engine.extents.last_use()).asked
@@ -307,7 +338,7 @@ def test_an_engine_that_does_not_answer_is_passed_over(world: World) -> None:
         world.now += keeping.TO_GIVE
         for engine in (silent, slow):
             engine.member.look(0, engine.extents.last_use())
-        one.keeper.want(PER)
+        one.keeper.need(PER)
         one.turn()
     assert silent.member.look(0, 1.0).asked == MIB
     silent.turn()
@@ -334,7 +365,7 @@ def test_a_worker_that_cannot_register_ends_growth_and_nothing_else(world: World
     assert "does not register" in one.keeper.broken
     world.now += 100
     assert one.store(PER) == []
-    one.extents.reset()
+    one.keeper.reset()
     one.turn()
     assert one.extents.free == PER
 
@@ -343,7 +374,7 @@ def test_what_is_not_deregistered_stays_committed_and_counted(world: World) -> N
     one = world.engine()
     one.store(3 * PER)
     one.ranks.failing.add("deregister")
-    one.extents.reset()
+    one.keeper.reset()
     one.keeper.turn()
     assert one.memory.committed == one.member.committed == 3 * MIB
     one.ranks.failing.clear()
@@ -377,14 +408,14 @@ def test_without_the_ledgers_lock_no_store_waits(
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     one = world.engine()
-    assert one.keeper.want(PER)
+    assert one.keeper.need(PER)
 
     def busy(*args: object) -> None:
         raise ledger.Busy
 
     monkeypatch.setattr(one.member, "look", busy)
     one.turn()
-    assert not one.keeper.want(PER)
+    assert not one.keeper.need(PER)
 
 
 def test_the_thread_survives_an_error(world: World, monkeypatch: pytest.MonkeyPatch) -> None:

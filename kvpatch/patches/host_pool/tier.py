@@ -99,11 +99,8 @@ def around_prepare_store(wrapped: Any, instance: Any, args: Any, kwargs: Any) ->
         chunks = [(key, instance._policy.get(key)) for key in keys]
         pooled.extents.use(_id(chunk) for _, chunk in chunks if chunk is not None)
         missing = sum(chunk is None and _is_due(instance, key) for key, chunk in chunks)
-        if missing > pooled.extents.free:
-            if pooled.keeper.want(missing):
-                return None
-        elif missing:
-            pooled.keeper.satisfied()
+        if missing and pooled.keeper.need(missing):
+            return None
         if "keys" in kwargs:
             return wrapped(*args, **{**kwargs, "keys": keys})
         return wrapped(keys, *args[1:], **kwargs)
@@ -156,7 +153,7 @@ def around_reset(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> None:
         return
     with pooled.lock:
         wrapped(*args, **kwargs)
-        pooled.extents.reset()
+        pooled.keeper.reset()
 
 
 def around_events(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:

@@ -114,6 +114,7 @@ def run(options: argparse.Namespace) -> int:
             seeds=options.seeds or 20,
             steps=options.steps,
             mutations=options.only,
+            kind=options.kind,
         )
         return int(any(one["seed"] is None for one in broken.values()))
     seconds = (options.minutes or 0) * 60
