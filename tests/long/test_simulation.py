@@ -64,7 +64,7 @@ POOLED = (
     "the pool's limit is ignored",
     "a reset keeps the pool's chunks",
     "what is counted as given back is not",
-    "an extent goes with its blocks",
+    "evicted blocks are still found",
 )
 
 

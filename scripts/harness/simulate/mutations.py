@@ -20,11 +20,12 @@ from kvpatch.patch import Transaction
 from kvpatch.patches import deadlock
 from kvpatch.patches.fence import hooks
 from kvpatch.patches.fence.fence import Fence
+from kvpatch.patches.host_pool import engine as pool_engine
 from kvpatch.patches.secondary_tiers import block_files
 from kvpatch.patches.secondary_tiers.timeout import Unanswered
 from kvpatch.patches.simple_offload import lifetime
 from kvpatch.patches.simple_offload.eviction import EvictableBlocks
-from kvpatch.pool.extents import Extent, Extents
+from kvpatch.pool.extents import Extents
 from kvpatch.pool.ledger import Member
 from kvpatch.pool.memory import Memory
 
@@ -94,6 +95,12 @@ def _takes_anyway(take: Any) -> Any:
         return True
 
     return taking
+
+
+def _frees_only(manager: Any, extents: Extents, index: int) -> int:
+    for chunk in list(extents.open[index].held):
+        extents.release(chunk)
+    return 0
 
 
 OFFLOADING = ("offloading", "tiers")
@@ -229,11 +236,7 @@ POOLED_MUTATIONS = {
     "what is counted as given back is not": Mutation(
         "host pool", Memory, "punch", lambda punch: lambda *args: None, ("pooled",)
     ),
-    "an extent goes with its blocks": Mutation(
-        "host pool",
-        Extent,
-        "idle",
-        lambda idle: property(lambda self: not self.transfers and (self.draining or not self.held)),
-        ("pooled",),
+    "evicted blocks are still found": Mutation(
+        "host pool", pool_engine, "evict", lambda evict: _frees_only, ("pooled",)
     ),
 }
