@@ -25,6 +25,7 @@ TO_GIVE, PASSED_OVER = 1.0, 10.0
 # Seconds by which another engine's coldest extent must be colder than the own one.
 COLDER = 1.0
 AT_ONCE = 4  # extents that another engine is asked for
+PER_TURN = 8  # extents that are committed, or given back, between two looks
 # Seconds after which what failed is tried again, unless a worker failed.
 AGAIN = 10.0
 # An extent is committed ahead while fewer chunks are free than this part of one, or than were
@@ -197,7 +198,9 @@ class Keeper:
                     break
                 extents.drain(index)
                 going += extents.place(index)[1]
-            for index in extents.draining():
+            draining = extents.draining()
+        for index in draining:
+            with self.lock:  # one at a time: a step of the scheduler may wait for it
                 self.evicted += self._evict(index)
         if due:
             self._quiet_until = self._clock() + TO_GIVE
@@ -222,7 +225,9 @@ class Keeper:
                 if extents.open[index].draining or left >= self._ahead:
                     extents.close(index)
             closed = [index for index, one in extents.open.items() if one.closed]
-        for index in closed:
+        if len(closed) > PER_TURN:
+            self._wake.set()
+        for index in closed[:PER_TURN]:
             offset, size = self.extents.place(index)
             try:
                 self.ranks.deregister(offset, size)
@@ -248,7 +253,7 @@ class Keeper:
         if self.broken and now < self._broken_until:
             return
         self.broken = ""
-        while True:
+        for _ in range(PER_TURN):
             with self.lock:
                 index = self.extents.absent()
                 free = self.extents.free
@@ -270,6 +275,7 @@ class Keeper:
             self._room = True
             if not self._commit(index, offset, size):
                 return
+        self._wake.set()
 
     def _commit(self, index: int, offset: int, size: int) -> bool:
         try:

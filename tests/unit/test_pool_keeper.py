@@ -437,3 +437,24 @@ def test_the_thread_survives_an_error(world: World, monkeypatch: pytest.MonkeyPa
     assert one.keeper._thread is not None
     assert not one.keeper._thread.is_alive()
     world.engines.clear()
+
+
+def test_between_two_looks_a_part_is_done(world: World) -> None:
+    """So that it is not taken for an engine that does not answer."""
+    world.size = 20 * MIB
+    one = world.engine()
+    one.keeper.need(18 * PER)
+    one.keeper._wake.clear()
+    one.turn()
+    assert one.memory.committed == keeping.PER_TURN * MIB
+    assert one.keeper._wake.is_set()
+    one.turn(2)
+    assert one.extents.free >= 18 * PER
+    one.store(18 * PER)
+    one.keeper.reset()
+    one.keeper._wake.clear()
+    one.turn()
+    assert one.memory.committed >= 10 * MIB
+    assert one.keeper._wake.is_set()
+    one.turn(2)
+    assert one.memory.committed == MIB
