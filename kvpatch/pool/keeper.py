@@ -222,7 +222,7 @@ class Keeper:
             extents = self.extents
             for index in extents.idle():
                 left = extents.free - len(extents.open[index].free)
-                if extents.open[index].draining or left >= self._ahead:
+                if extents.open[index].draining or left >= max(self._ahead, self._waited_for):
                     extents.close(index)
             closed = [index for index, one in extents.open.items() if one.closed]
         if len(closed) > PER_TURN:
@@ -242,6 +242,11 @@ class Keeper:
     # Growing
 
     @property
+    def _waited_for(self) -> int:
+        """How many chunks the store that waits needs, or needed a moment ago."""
+        return self._wanted if self._clock() - self._wanted_at < PATIENCE else 0
+
+    @property
     def _ahead(self) -> int:
         """How many chunks are kept free, if the pool has room for them."""
         recent = self._most if self._clock() - self._most_at <= RECENT else 0
@@ -257,7 +262,7 @@ class Keeper:
             with self.lock:
                 index = self.extents.absent()
                 free = self.extents.free
-                wanted = self._wanted if now - self._wanted_at < PATIENCE else 0
+                wanted = self._waited_for
                 pressed = any(one.draining for one in self.extents.open.values())
             if index is None:
                 return
