@@ -90,11 +90,12 @@ class Keeper:
         now = self._clock()
         if chunks <= self.extents.free:
             self._remember(chunks, now)
-            self._wanted, self._wanted_at = 0, float("-inf")
+            if chunks >= self._wanted:  # else another store waits for more
+                self._wanted, self._wanted_at = 0, float("-inf")
             return False
         if now - self._wanted_at > PATIENCE:
             self._waits_since = now
-        self._wanted, self._wanted_at = chunks, now
+        self._wanted, self._wanted_at = max(chunks, self._waited_for), now
         self._wake.set()
         return (
             self._room
@@ -303,6 +304,7 @@ class Keeper:
             return False
         with self.lock:
             self.extents.add(index)
+            self._waits_since = self._clock()
         return True
 
     def _ask(self, view: View, size: int, now: float) -> None:

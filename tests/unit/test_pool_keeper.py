@@ -202,6 +202,25 @@ def test_a_store_does_not_wait_for_ever(world: World) -> None:
     assert not one.keeper.need(PER)
 
 
+def test_a_small_store_does_not_hide_a_large_one_that_waits(world: World) -> None:
+    one = world.engine()
+    one.turn()
+    assert one.keeper.need(6 * PER)
+    assert not one.keeper.need(1)  # it has room
+    one.turn()
+    assert one.extents.free >= 6 * PER
+    assert not one.keeper.need(6 * PER)
+    assert len(one.extents.allocate(range(6 * PER))) == 6 * PER
+
+
+def test_patience_counts_from_when_memory_came_last(world: World) -> None:
+    one = world.engine()
+    for _ in range(4):
+        assert one.keeper.need(PER * (1 + len(one.extents.open)))
+        world.now += keeping.PATIENCE * 0.75
+        one.turn()
+
+
 def test_an_engine_has_no_more_than_its_tier(world: World) -> None:
     one = world.engine(tier=2 * MIB)
     assert len(one.store(2 * PER)) == 2 * PER
