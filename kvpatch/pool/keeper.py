@@ -46,7 +46,6 @@ class Keeper:
 
     Attributes:
         evicted: blocks of extents that had to go, for people.
-        committed: bytes of extents that are not absent, for people.
         view: the last look at the ledger.
         broken: why no extent is committed now; empty if nothing failed.
     """
@@ -96,7 +95,8 @@ class Keeper:
         if now - self._wanted_at > PATIENCE:
             self._waits_since = now
         self._wanted, self._wanted_at = max(chunks, self._waited_for), now
-        self._wake.set()
+        if self._room:  # of a full pool a look every TICK is enough
+            self._wake.set()
         return (
             self._room
             and not self.broken

@@ -193,6 +193,15 @@ def test_a_store_waits_while_the_tier_can_grow_and_is_then_the_policys(world: Wo
     assert not one.keeper.need(100 * PER)  # nothing is left
 
 
+def test_a_full_pool_is_not_looked_at_for_every_store(world: World) -> None:
+    one = world.engine()
+    one.store(8 * PER)
+    one.turn()
+    one.keeper._wake.clear()
+    assert not one.keeper.need(PER)
+    assert not one.keeper._wake.is_set()
+
+
 def test_a_store_does_not_wait_for_ever(world: World) -> None:
     one = world.engine()
     assert one.keeper.need(PER)  # nobody turns
