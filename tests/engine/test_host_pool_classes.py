@@ -11,13 +11,17 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 from kvpatch import claims, state
-from kvpatch.environ import HOST_POOL
+from kvpatch.environ import HOST_DEVICE, HOST_DEVICE_DIR, HOST_POOL
+from kvpatch.hostdevice import ledger as device_ledger
 from kvpatch.patch import Transaction
 from kvpatch.patches import host_copies
+from kvpatch.patches.elastic_memory.regions import Regions
 from kvpatch.patches.host_pool import FEATURE, engine, presence, region
 from kvpatch.patches.host_pool.tier import Pooled
+from kvpatch.patches.offloading.registration import canonical
 from kvpatch.pool import ledger
 from kvpatch.pool.keeper import Keeper
 from kvpatch.refusal import Refusal
@@ -53,8 +57,10 @@ def rows() -> Iterator[None]:
 
 
 @pytest.fixture(autouse=True)
-def pool(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+def pool(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Path]:
     """A pool of 64 MiB that nobody else has, whose extents are of 1 MiB; no thread runs."""
+    monkeypatch.setenv(HOST_DEVICE.name, "64MiB")
+    monkeypatch.setenv(HOST_DEVICE_DIR.name, str(tmp_path))
     monkeypatch.setenv(HOST_POOL.name, f"64MiB@test{os.getpid()}{os.urandom(4).hex()}")
     monkeypatch.setattr(Keeper, "start", lambda self: None)
     folder = presence.home()
@@ -74,7 +80,9 @@ class OffloadingConnector:
 class Engine:
     """An engine with a tier, whose scheduler and workers are the test."""
 
-    def __init__(self, chunks: int = 40, ranks: int = 1, policy: str = "lru") -> None:
+    def __init__(
+        self, chunks: int = 40, ranks: int = 1, policy: str = "lru", blocks: int = 0
+    ) -> None:
         from vllm.v1.kv_offload import base
         from vllm.v1.kv_offload.cpu import gpu_worker
         from vllm.v1.kv_offload.cpu.manager import CPUOffloadingManager
@@ -98,9 +106,21 @@ class Engine:
                 cpu_page_size=ROW // ranks,
                 **{f"num_{unit}s": chunks, f"kv_bytes_per_{unit}": ROW},
             )
-            gpu_worker.pin_mmap_region(one)
             self.regions.append(one)
-        self.views = [one.create_next_worker_view(ROW // ranks) for one in self.regions]
+        # With blocks of a device, vLLM's workers pin the regions, and copy between the two.
+        self.devices = [
+            torch.zeros((blocks, ROW // ranks), dtype=torch.int8)
+            for _ in range(ranks * bool(blocks))
+        ]
+        self.workers = [
+            gpu_worker.CPUOffloadingWorker(canonical(Regions([device], [[0]])), 1, chunks, one)
+            for device, one in zip(self.devices, self.regions, strict=False)
+        ]
+        self.views = []
+        if not blocks:
+            for one in self.regions:
+                gpu_worker.pin_mmap_region(one)
+            self.views = [one.create_next_worker_view(ROW // ranks) for one in self.regions]
         self.manager = CPUOffloadingManager(
             **{f"num_{unit}s": chunks}, cache_policy=policy, enable_events=True
         )
@@ -175,6 +195,26 @@ class Engine:
 
         return end
 
+    def copy(self, blocks: list[int], spec: Any, load: bool) -> int:
+        """Let every worker copy between its blocks and chunks; return the job."""
+        job = next(self.jobs)
+        self.extents.begin(job, spec.block_ids, len(self.workers))
+        on_device = self.base.GPULoadStoreSpec(blocks, group_sizes=[len(blocks)], block_indices=[0])
+        for worker in self.workers:
+            if load:
+                assert worker.submit_load(job, spec, on_device)
+            else:
+                assert worker.submit_store(job, on_device, spec)
+        return job
+
+    def wait(self, job: int) -> None:
+        """Wait for copies, and report their end."""
+        for worker in self.workers:
+            worker.wait({job})
+            for result in worker.get_finished():
+                assert result.success
+                self.extents.report(result.job_id, 1)
+
     def turn(self, times: int = 1) -> None:
         for _ in range(times):
             self.keeper.turn()
@@ -202,8 +242,11 @@ class Engine:
 
     def close(self) -> None:
         self.views.clear()
-        for one in self.regions:
-            one.cleanup()
+        for worker in self.workers:
+            worker.shutdown()  # cleans its region up
+        if not self.workers:
+            for one in self.regions:
+                one.cleanup()
         self.pooled.close()
 
 
@@ -262,6 +305,49 @@ def test_what_is_stored_is_loaded_and_evicted_by_vllms_policy(
     assert one.kernel() == 3 * MIB  # the whole tier
     assert len(one.store(13, 14)) == 2
     assert len([number for number in range(1, 15) if one.hit(number)]) == 12
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_vllms_workers_copy_into_extents_and_out_of_them(started: Any, ranks: int) -> None:
+    """Also into extents that were given back and committed again, and while a reset comes."""
+    one = started(chunks=24, ranks=ranks, blocks=8)
+    blocks = list(range(8))
+    held = one.kernel()
+    assert held == 0
+    for turn in range(4):
+        for rank, device in enumerate(one.devices):
+            for block in blocks:
+                device[block] = (turn * 16 + block * 2 + rank) % 127
+        kept = [device.clone() for device in one.devices]
+        keys = [one.key(100 * turn + block) for block in blocks]
+        context = one.request()
+        output = one.manager.prepare_store(keys, context)
+        while output is None:
+            one.turn()
+            output = one.manager.prepare_store(keys, context)
+        if turn == 2:  # the copies of a round that a reset forgets are in flight
+            with device_ledger.hold_copies():
+                job = one.copy(blocks, output.store_spec, load=False)
+                one.manager.reset_cache()
+                one.turn(3)
+                assert one.kernel() >= 2 * MIB
+            one.wait(job)
+            one.turn(3)
+            assert one.kernel() == MIB
+            continue
+        one.wait(one.copy(blocks, output.store_spec, load=False))
+        one.manager.complete_store(keys, context)
+        for device in one.devices:
+            device.zero_()
+        one.wait(one.copy(blocks, one.manager.prepare_load(keys, context), load=True))
+        one.manager.complete_load(keys, context)
+        for device, expected in zip(one.devices, kept, strict=True):
+            assert bool((device == expected).all())
+        one.turn(2)
+        if turn == 0:
+            one.manager.reset_cache()
+            one.turn(3)
+            assert one.kernel() == MIB
 
 
 def test_after_a_reset_the_memory_is_back_but_for_one_extent(started: Any) -> None:
