@@ -5,6 +5,8 @@ from __future__ import annotations
 import itertools
 import os
 import random
+import signal
+import traceback
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -31,6 +33,7 @@ from kvpatch.versions import installed
 
 ROW = 1 << 18  # bytes of a chunk, all ranks
 MIB = 1 << 20
+ROW_PER_EXTENT = MIB // ROW
 # Rows on what only an engine has.
 NOT_HERE = (
     "engine_core",
@@ -477,3 +480,61 @@ def test_a_chunk_that_is_larger_than_the_pool_is_refused(
 def test_a_region_of_an_engine_without_a_part_is_no_pools(started: Any) -> None:
     assert Path("/dev/shm") == claims.BASE
     assert state.find(object(), region.Shared) is None
+
+
+def test_a_worker_in_a_process_of_its_own_has_the_same_extents(pool: Path) -> None:
+    """And when it is killed, nothing is handed out that it has not registered."""
+    from vllm.v1.kv_offload.cpu import gpu_worker
+    from vllm.v1.kv_offload.cpu.manager import CPUOffloadingManager
+    from vllm.v1.kv_offload.cpu.shared_offload_region import SharedOffloadRegion
+
+    engine_id, chunks = f"test-{os.urandom(8).hex()}", 16
+    config = SimpleNamespace(
+        kv_transfer_config=SimpleNamespace(engine_id=engine_id),
+        parallel_config=SimpleNamespace(world_size=2),
+        model_config=SimpleNamespace(served_model_name="a model"),
+    )
+    part = engine.Part(config)
+
+    def view_of(rank: int) -> tuple[Any, Any]:
+        one = SharedOffloadRegion(engine_id, chunks, rank, ROW, ROW // 2)
+        gpu_worker.pin_mmap_region(one)
+        return one, one.create_next_worker_view(ROW // 2)
+
+    theirs, ours = os.pipe(), os.pipe()
+    pid = os.fork()
+    if pid == 0:
+        try:
+            _, view = view_of(1)
+            os.write(ours[1], b"+")
+            while os.read(theirs[0], 1) == b"w":
+                view[0].numpy()[:] = 11  # torch's own threads are not forked
+                os.write(ours[1], bytes([len(registered())]))
+        except BaseException:
+            traceback.print_exc()
+        finally:
+            os._exit(1)
+    os.close(ours[1])
+    first, view = view_of(0)
+    assert os.read(ours[0], 1) == b"+"
+    manager = CPUOffloadingManager(chunks)
+    core = type("Core", (), {})()
+    core.scheduler = SimpleNamespace(connector=OffloadingConnector(manager))
+    part.begin(core)
+    pooled = state.find(manager, Pooled)
+    assert pooled is not None
+    pooled.keeper.turn()
+    assert pooled.extents.allocate(["a block"]) == [0]
+    view[0] = 7
+    os.write(theirs[1], b"w")
+    assert os.read(ours[0], 1) == bytes([1])
+    assert os.pread(first.fd, ROW, 0) == bytes([7]) * (ROW // 2) + bytes([11]) * (ROW // 2)
+    os.kill(pid, signal.SIGKILL)
+    os.waitpid(pid, 0)
+    assert pooled.keeper.need(chunks)
+    pooled.keeper.turn()
+    assert "worker" in pooled.keeper.broken
+    assert pooled.extents.free == ROW_PER_EXTENT - 1
+    first.cleanup()
+    pooled.close()
+    assert registered() == {}
