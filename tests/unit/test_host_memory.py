@@ -114,7 +114,8 @@ def test_the_memory_of_this_machine(tmp_path):
     assert host_memory.here(tmp_path / "none").shm is None
 
 
-def test_a_process_that_may_start_an_engine_reads_it():
+def test_a_process_that_may_start_an_engine_reads_it(monkeypatch):
+    monkeypatch.setattr(process.multiprocessing, "parent_process", lambda: None)
     assert host_memory.reader({})() is not None
     assert host_memory.reader({OUR_IPC_NAME.name: "inherited by a program"})() is not None
 
