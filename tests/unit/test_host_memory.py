@@ -294,3 +294,10 @@ def test_a_power_of_two():
     assert [cpu_tier.power_of_two(size) for size in (1, 2, 3, 4, 5, 1024, 1025)] == [
         *(1, 2, 4, 4, 8, 1024, 2048)
     ]
+
+
+def test_every_tier_in_shm_counts():
+    tiers = [
+        cpu_tier.CpuTier(1, size, bool(shm), 0, False) for size, shm in ((3, 1), (4, 1), (9, 0))
+    ]
+    assert cpu_tier.in_shm(tiers) == 7
