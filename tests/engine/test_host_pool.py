@@ -4,29 +4,20 @@ from __future__ import annotations
 
 import json
 import os
-import signal
-from collections.abc import Iterator
+import subprocess
+import time
+from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from harness.engines import process
 from harness.engines.fixtures import MODELS
 from harness.engines.oracle import PLAIN, Engine, assert_same
-from harness.engines.runs import (
-    ALL,
-    BLOCK,
-    Device,
-    Finished,
-    Run,
-    block_bytes,
-    engine_arguments,
-    model_of,
-    python_of,
-    run_driver,
-)
+from harness.engines.pools import Pooled
+from harness.engines.runs import ALL, BLOCK, Device, Run, block_bytes, python_of
 from kvpatch.environ import HOST_POOL
 from kvpatch.pool import ledger
 
@@ -73,30 +64,34 @@ def test_a_pool_smaller_than_the_load_evicts_and_stays_right(engine: Engine) -> 
     ledger.home(f"{NAME}small").rmdir()
 
 
-def steps_of(
-    device: Device, folder: Path, run: Run, *steps: tuple[str, Any], **engine: Any
-) -> list[Any]:
-    """Let an engine of ``run`` do steps; return what they saw."""
-    done = run_driver(
-        job(run, steps, engine), device.environ(run), folder, vllm=run.vllm, driver="pool_driver"
-    )
-    return results(done)
+Start = Callable[..., Pooled]
+TWO_RANKS = {"tensor_parallel_size": 2, "distributed_executor_backend": "mp"}
 
 
-def job(run: Run, steps: Any, engine: dict[str, Any]) -> dict[str, Any]:
-    return {
-        "model": str(model_of(run.model, run.kv_heads, run.vllm)),
-        "engine": engine_arguments(run) | engine,
-        "steps": steps,
-        "forced": UNTESTED,
-    }
+@pytest.fixture
+def start(device: Device, tmp_path: Path) -> Iterator[Start]:
+    """Start an engine of a run; one that a test leaves is killed."""
+    started: list[Pooled] = []
+
+    def start(run: Run, **engine: Any) -> Pooled:
+        folder = tmp_path / f"engine{len(started)}"
+        started.append(Pooled(device, folder, run, forced=UNTESTED, **engine))
+        return started[-1]
+
+    yield start
+    for one in started:
+        one.kill()
 
 
-def results(done: Finished) -> list[Any]:
-    assert done.code == 0, done.log[-4000:]
-    assert done.result["left"] is False
-    assert done.result.get("changed", []) == []
-    return list(done.result["steps"])
+def pool_of(size: int, name: str) -> Run:
+    """An engine in a pool of a size and a name of its own."""
+    return Run(environment=((HOST_POOL.name, f"{size}@{NAME}{name}"),))
+
+
+def is_gone(name: str, one: Pooled) -> None:
+    """An engine that was the last of its pool has ended well, and nothing of the pool is left."""
+    assert one.end() | {"seen": None} == {"seen": None, "changed": [], "left": False}
+    ledger.home(f"{NAME}{name}").rmdir()
 
 
 def agrees(seen: dict[str, Any]) -> bool:
@@ -109,150 +104,191 @@ def agrees(seen: dict[str, Any]) -> bool:
     )
 
 
+def tokens(records: list[Any]) -> list[Any]:
+    """What prompts were answered with."""
+    return [one["tokens"] for one in records]
+
+
 @RELEASES
-def test_memory_is_committed_on_use_and_given_back(
-    device: Device, tmp_path: Path, vllm: str
-) -> None:
-    run = Run(environment=POOL, vllm=vllm)
-    start, first, full, _, empty, again, after, _, lowered = steps_of(
-        device,
-        tmp_path,
-        run,
-        ("see", None),
-        ("round", "few"),
-        ("see", None),
-        ("reset", None),
-        ("see", None),
-        ("round", "few"),
-        ("see", None),
-        ("limit", 8 * MIB),
-        ("see", None),
-    )
-    for seen in (start, full, empty, after, lowered):
+def test_memory_is_committed_on_use_and_given_back(start: Start, vllm: str) -> None:
+    one = start(replace(pool_of(256 * MIB, "use"), vllm=vllm))
+    begun = one.do("see")
+    first = one.do("round", "few")
+    full = one.do("see")
+    one.do("reset")
+    empty = one.do("see")
+    again = one.do("round", "few")
+    after = one.do("see")
+    one.do("limit", 8 * MIB)
+    lowered = one.do("see")
+    for seen in (begun, full, empty, after, lowered):
         assert agrees(seen), seen
-    assert start["committed"] <= start["extent"]
+    assert begun["committed"] <= begun["extent"]
     assert full["resident"] == len(first) * STORED * block_bytes("llama")
     assert full["committed"] <= 1.05 * full["resident"] + full["extent"]
     assert empty["resident"] == 0
     assert empty["committed"] <= empty["extent"]
-    assert [one["tokens"] for one in again] == [one["tokens"] for one in first]
+    assert tokens(again) == tokens(first)
     assert after["resident"] == full["resident"]
     assert lowered["committed"] <= 8 * MIB
     assert lowered["evicted"] > 0
+    is_gone("use", one)
 
 
-def test_the_start_takes_no_more_for_a_larger_tier(device: Device, tmp_path: Path) -> None:
+def test_the_start_takes_no_more_for_a_larger_tier(start: Start) -> None:
     """Of 16 GiB in a pool that may have as much: what is committed, mapped and registered."""
-    run = Run(environment=((HOST_POOL.name, f"16GiB@{NAME}large"),), cpu_blocks=1 << 16)
-    (seen,) = steps_of(device, tmp_path, run, ("see", None))
+    one = start(replace(pool_of(16 << 30, "large"), cpu_blocks=1 << 16))
+    seen = one.do("see")
     assert agrees(seen), seen
     assert seen["ceiling"] == 16 << 30
     assert seen["committed"] <= seen["extent"] == 64 * MIB
+    one.end()
     ledger.home(f"{NAME}large").rmdir()
 
 
-def test_every_rank_has_the_same_extents(device: Device, tmp_path: Path) -> None:
-    ranks = {"tensor_parallel_size": 2, "distributed_executor_backend": "mp"}
-    first, full, _, again, _, empty = steps_of(
-        device,
-        tmp_path,
-        Run(environment=POOL),
-        ("round", "few"),
-        ("see", None),
-        ("round", "back"),
-        ("round", "few"),
-        ("reset", None),
-        ("see", None),
-        **ranks,
-    )
+def test_every_rank_has_the_same_extents(start: Start) -> None:
+    one = start(pool_of(256 * MIB, "ranks"), **TWO_RANKS)
+    first = one.do("round", "few")
+    full = one.do("see")
+    one.do("round", "back")
+    again = one.do("round", "few")
+    one.do("reset")
+    empty = one.do("see")
     assert agrees(full), full
     assert agrees(empty), empty
     assert len(full["ranks"]) == 2
     assert empty["committed"] <= empty["extent"]
-    assert [one["tokens"] for one in again] == [one["tokens"] for one in first]
+    assert tokens(again) == tokens(first)
     assert sum(one["cached"] for one in again) > 0
+    is_gone("ranks", one)
 
 
-class Started:
-    """An engine that waits at its steps."""
-
-    def __init__(self, device: Device, folder: Path, run: Run, *steps: tuple[str, Any]) -> None:
-        folder.mkdir()
-        self.result = folder / "result.json"
-        (folder / "job.json").write_text(json.dumps(job(run, steps, {})))
-        reading, output = os.pipe()
-        stdin, self.input = os.pipe()
-        self.process = process.start(
-            "harness.engines.pool_driver",
-            [folder / "job.json", self.result],
-            device.environ(run),
-            python_of(run.vllm),
-            output,
-            stdin,
-        )
-        os.close(output)
-        os.close(stdin)
-        self.output = os.fdopen(reading)
-        self.log: list[str] = []
-
-    def hear(self, word: str) -> None:
-        """Wait until it tells a word."""
-        for line in self.output:
-            self.log.append(line)
-            if line == f"driver: {word}\n":
-                return
-        raise AssertionError("".join(self.log)[-4000:])
-
-    def go_on(self) -> None:
-        os.write(self.input, b"\n")
-
-    def seen(self) -> list[Any]:
-        return list(json.loads(self.result.read_text())["steps"])
-
-    def end(self) -> None:
-        os.close(self.input)
-        self.log += self.output.readlines()
-        assert self.process.wait(60) == 0, "".join(self.log)[-4000:]
-
-    def kill(self) -> None:
-        os.kill(self.process.pid, signal.SIGKILL)
-        self.process.wait(60)
-        os.close(self.input)
-        self.output.close()
-
-
-def test_an_idle_engine_makes_room_and_a_killed_one_leaves_everything(
-    device: Device, tmp_path: Path, engine: Engine
+def test_an_idle_engine_makes_room_and_a_killed_one_leaves_it(
+    start: Start, engine: Engine
 ) -> None:
-    """A pool of 48 MiB: two prompts of 5 MiB each fill a third of it."""
+    """A pool of 48 MiB: two prompts of 5 MiB each fill a fifth of it."""
     size = 48 * MIB
-    run = Run(environment=((HOST_POOL.name, f"{size}@{NAME}two"),))
-    one = Started(device, tmp_path / "one", run, ("round", "8"), ("see", None), ("wait", "full"))
-    one.hear("full")
-    _, full = one.seen()
+    one = start(pool_of(size, "two"))
+    one.do("round", "8")
+    full = one.do("see")
     assert agrees(full), full
     assert full["committed"] > size // 2
-    two = Started(
-        device,
-        tmp_path / "two",
-        run,
-        ("round", "8"),
-        ("see", None),
-        ("wait", "shared"),
-        ("round", "8"),
-        ("round", "8"),
-        ("see", None),
-    )
-    two.hear("shared")
-    _, shared = two.seen()[:2]
+    two = start(pool_of(size, "two"))
+    two.do("round", "8")
+    shared = two.do("see")
+    assert shared["engines"] == 2
     assert shared["records"] <= size
     assert shared["committed"] > full["extent"], "the other engine, which is idle, gave nothing"
     one.kill()
-    two.go_on()
-    two.end()
-    *_, again, last = two.seen()
+    two.do("alone")
+    left = two.do("see")
+    assert (left["resident"], left["evicted"]) == (shared["resident"], shared["evicted"])
+    two.do("round", "8")
+    again = two.do("round", "8")
+    last = two.do("see")
     assert last["engines"] == 1
-    assert last["records"] == last["committed"] <= size
+    assert agrees(last), last
+    assert last["records"] == last["committed"] > size // 2
     plain = engine(PLAIN).round(0)[:8]
-    assert [record["tokens"] for record in again] == [record["tokens"] for record in plain]
-    ledger.home(f"{NAME}two").rmdir()
+    assert tokens(again) == tokens(plain)
+    assert sum(one["cached"] for one in again) > 0
+    is_gone("two", two)
+
+
+def holders(pid: int) -> set[tuple[int, int]]:
+    """The CPU tiers that a process has mapped: the device and the number of each file."""
+    return {
+        (stat.st_dev, stat.st_ino)
+        for path in Path(f"/proc/{pid}/map_files").iterdir()
+        if "/dev/shm/vllm_offload_" in os.readlink(path)
+        for stat in (path.stat(),)
+    }
+
+
+def users(tier: set[tuple[int, int]]) -> list[int]:
+    """The processes that keep a file alive: who has it open, or mapped."""
+    found = []
+    for process in Path("/proc").glob("[0-9]*"):
+        with suppress(OSError):
+            for path in (*process.glob("fd/*"), *process.glob("map_files/*")):
+                with suppress(OSError):
+                    stat = path.stat()
+                    if (stat.st_dev, stat.st_ino) in tier:
+                        found.append(int(process.name))
+    return found
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_the_memory_of_a_last_engine_that_is_killed_is_there_for_the_next(
+    start: Start, ranks: int
+) -> None:
+    more = TWO_RANKS if ranks == 2 else {}
+    run = pool_of(48 * MIB, f"killed{ranks}")
+    folder = ledger.home(f"{NAME}killed{ranks}")
+    one = start(run, **more)
+    first = one.do("round", "few")
+    full = one.do("see")
+    assert full["committed"] > 40 * MIB
+    (tier,) = {frozenset(holders(one.pid))} if ranks == 1 else {frozenset()}
+    assert bool(tier) is (ranks == 1)
+    assert set(users(set(tier))) == ({one.pid} if tier else set())
+    one.kill()
+    until(lambda: ledger.show(folder) is None)  # nothing of it counts any more
+    assert users(set(tier)) == []
+    next_one = start(run, **more)
+    begun = next_one.do("see")
+    assert begun["engines"] == 1
+    assert begun["records"] == begun["committed"] <= begun["extent"]
+    assert tokens(next_one.do("round", "few")) == tokens(first)
+    again = next_one.do("see")
+    assert agrees(again), again
+    assert again["committed"] == full["committed"]
+    is_gone(f"killed{ranks}", next_one)
+
+
+def said(one: Pooled, *words: str, **environment: str) -> Any:
+    """What a command of kvpatch prints beside an engine, as JSON."""
+    done = subprocess.run(
+        [python_of(""), "-m", "kvpatch", *words, "--json"],
+        env=one.environment | {"KVPATCH": "0"} | environment,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return json.loads(done.stdout)
+
+
+def shown_of(one: Pooled) -> dict[str, Any]:
+    """What ``kvpatch status`` shows of an engine's host pool."""
+    processes = said(one, "status")["processes"]
+    (found,) = (each["engine"]["host_pool"] for each in processes if "engine" in each)
+    return dict(found)
+
+
+def test_status_and_pool_show_what_an_engine_has(start: Start) -> None:
+    one = start(pool_of(256 * MIB, "shown"))
+    one.do("round", "few")
+    seen = one.do("see")
+    shown = shown_of(one)
+    same = ("committed", "resident", "ceiling", "limit", "engines", "evicted", "broken")
+    assert {name: shown[name] for name in same} == {name: seen[name] for name in same}
+    assert shown["coldest"] > 0
+    pool = said(one, "pool")
+    assert (pool["limit"], pool["committed"]) == (256 * MIB, seen["committed"])
+    (owner,) = pool["engines"]
+    assert (owner["resident"], owner["state"]) == (seen["resident"], "")
+    said(one, "pool", "8MiB")
+    one.do("limit", 8 * MIB)
+    shown = shown_of(one)
+    assert shown["committed"] <= shown["limit"] == 8 * MIB
+    is_gone("shown", one)
+
+
+def until(true: Callable[[], bool]) -> None:
+    """Wait for what the kernel does."""
+    for _ in range(6000):
+        if true():
+            return
+        time.sleep(0.01)
+    raise AssertionError("it did not happen in a minute")

@@ -2,8 +2,8 @@
 
     python -m harness.engines.pool_driver JOB.json RESULT.json
 
-A job names the engine's arguments and steps; the result has what each of them saw. A step that
-waits is told on standard output, and goes on with a line on standard input.
+A job names the engine's arguments. Each line of standard input is a step; what it saw is in the
+result when standard output says that it is done. The engine shuts down at the end of the input.
 """
 
 from __future__ import annotations
@@ -63,7 +63,16 @@ class Watched:
         self.watch = BlockWatch(self.core) if alone else None
 
     def see(self) -> dict[str, Any]:
-        """Everything that counts the tier's memory."""
+        """Everything that counts the tier's memory, of one moment: the keeper works meanwhile."""
+        while True:
+            before = self.committed
+            seen = self.look()
+            if self.settled() and self.committed == before:
+                return seen
+            time.sleep(0.005)
+
+    def look(self) -> dict[str, Any]:
+        """Everything that counts the tier's memory, one after the other."""
         keeper = self.pooled.keeper
         shown = ledger.show(presence.home())
         assert shown is not None
@@ -77,22 +86,33 @@ class Watched:
             "started": self.started,
         }
 
+    def settled(self) -> bool:
+        """Whether the keeper is giving nothing back now."""
+        with self.pooled.lock:
+            going = [one for one in self.pooled.extents.open.values() if one.closed or one.draining]
+        return not going and self.pooled.keeper.memory.committed == self.committed
+
+    @property
+    def committed(self) -> int:
+        """What the engine's record says."""
+        return self.pooled.keeper.member.committed
+
     def rest(self) -> None:
         """Let every copy end, and the keeper do what it wants."""
         come_to_rest(self.core.scheduler, self.llm.llm_engine.step)
         free = self.pooled.extents.per
-        self.until(lambda: self.pooled.extents.free <= free)
+        self.until(lambda: self.pooled.extents.free <= free and self.settled())
 
     def until(self, true: Callable[[], bool]) -> float:
         """Wait; return the seconds that it took."""
         began = time.monotonic()
         while not true():
-            assert time.monotonic() - began < PATIENCE, self.see()
+            assert time.monotonic() - began < PATIENCE, self.look()
             time.sleep(0.005)
         return time.monotonic() - began
 
     def step(self, what: str, value: Any) -> Any:
-        """Do one step of a job."""
+        """Do one step; return what it saw."""
         if what == "round":
             records = run_round(self.llm, load(value), self.watch)
             self.rest()
@@ -104,10 +124,10 @@ class Watched:
         if what == "limit":
             assert ledger.set_limit(presence.home(), value)
             return self.until(lambda: self.pooled.keeper.memory.committed <= value)
-        if what == "wait":
-            tell(value)
-            sys.stdin.readline()
-            return None
+        if what == "alone":
+            # The keeper looks; nothing of the engine's does.
+            return self.until(lambda: self.pooled.keeper.describe()["engines"] == 1)
+        assert what == "see", what
         return self.see()
 
 
@@ -116,15 +136,20 @@ def main(job_path: str, result_path: str) -> None:
     prepare(job)
     record.lifted = frozenset(job["forced"])
     watched = Watched(job)
-    result: dict[str, Any] = {"steps": []}
-    for what, value in job["steps"]:
-        result["steps"].append(watched.step(what, value))
-        if watched.watch is not None:
-            result["changed"] = watched.watch.changed
+    result: dict[str, Any] = {}
+
+    def write() -> None:
         Path(result_path).write_text(json.dumps(result))
+
+    tell("ready")
+    for line in sys.stdin:
+        result["seen"] = watched.step(*json.loads(line))
+        result["changed"] = watched.watch.changed if watched.watch is not None else []
+        write()
+        tell("done")
     watched.llm.llm_engine.engine_core.shutdown()
     result["left"] = ledger.show(presence.home()) is not None
-    Path(result_path).write_text(json.dumps(result))
+    write()
 
 
 if __name__ == "__main__":
