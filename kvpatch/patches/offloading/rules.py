@@ -26,7 +26,7 @@ VALIDATED_SCHEDULERS = (
     "vllm.v1.core.sched.async_scheduler.AsyncScheduler",
 )
 VALIDATED_CACHE_DTYPES = ("auto", "bfloat16", "float16", "float32")
-MULTI = Span("0.22.1")
+MULTI = Span("0.22")
 # Where a checkpoint's kv_cache_scheme wins over --kv-cache-dtype, in vLLM's Attention.__init__.
 SCHEME_WINS = Span("0", "0.22")
 LATENT = Span("0.29")  # latent attention (MLA)

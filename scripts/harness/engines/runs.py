@@ -23,7 +23,7 @@ ALL = 12  # prompts of the load "all", which fill the device almost twice
 RUNNER = {"v1": {"VLLM_USE_V2_MODEL_RUNNER": "0"}, "v2": {"TRITON_INTERPRET": "1"}}
 
 LIMIT = 300  # seconds after which a run is taken for one that hangs
-FIRST_FS = {"0.22.1": "fs_python"}  # what the tier fs was called at first
+FIRST_FS = dict.fromkeys(("0.22.0", "0.22.1"), "fs_python")  # what the tier fs was called at first
 EXAMPLE = "example"  # in the place of a folder: vLLM's example of a tier
 
 
