@@ -47,7 +47,7 @@ RELEASES = {
     "0.30.0": VALIDATED,
     "0.31.0": VALIDATED,
     "0.32.0": VALIDATED,
-    "0.33.0": INSPECTED_ONLY,
+    "0.33.0": VALIDATED,
 }
 INSPECTED = list(RELEASES)[-1]  # the newest one
 FLOOR = "0.16"  # older releases have a known fault, see FAULTS

@@ -16,7 +16,7 @@ def oldest() -> str:
 
 
 def newest() -> str:
-    """Return the newest one, which is in ``.venv``."""
+    """Return the newest one."""
     return supported.validated()[-1]
 
 
