@@ -14,7 +14,7 @@ from harness import ROOT, console, faults
 from harness.bench import page
 from harness.markdown import TEMPLATES, render
 from kvpatch import environ, patches, rules, supported
-from kvpatch.matrix import axes, tables, verdicts
+from kvpatch.matrix import axes, sharing, tables, verdicts
 from kvpatch.patch import Feature, Gap, Kind, Patch, Seam
 from kvpatch.patches.elastic_memory import regions
 from kvpatch.patches.offloading import rules as offloading
@@ -98,6 +98,7 @@ def pages(found: Found) -> dict[str, str]:
         **{"CODES": CODES, "Kind": Kind, "Basis": Basis, "environ": environ, "found": found},
         **{"tables": tables, "verdicts": verdicts, "regions": regions, "tiers": tiers},
         "offloading": offloading,
+        "shared": [(one, of, str(count)) for one, of, count in reversed(sharing.shared())],
     }
     names = ("patches", "support", "errors", "settings")
     return {f"docs/{name}.md": render(f"{name}.md", **values) for name in names}

@@ -7,6 +7,7 @@ import sys
 from packaging.version import Version
 
 from kvpatch import patches, supported
+from kvpatch.matrix import sharing
 from kvpatch.versions import Span
 
 
@@ -41,6 +42,11 @@ def one_for_each_seam() -> tuple[str, ...]:
 def between(first: str, before: str | None = None) -> tuple[str, ...]:
     """Return the validated releases from ``first`` on, and before another one."""
     return tuple(supported.validated(Span(first, before)))
+
+
+def with_own_runs(first: str, before: str | None = None) -> tuple[str, ...]:
+    """Return those of ``between`` whose runs of the fence and of exhaustion are their own."""
+    return tuple(one for one in between(first, before) if sharing.runs_of(one) == one)
 
 
 def runner_of(vllm: str) -> str:

@@ -38,9 +38,9 @@ class Environment:
                 (self.site / entry.name).symlink_to(entry)
         (self.site / "vllm").mkdir()
         (self.site / "vllm/__init__.py").write_text("print('vllm itself')\n")
-        info = self.site / "vllm-0.17.0.dist-info"
+        info = self.site / "vllm-0.17.9.dist-info"
         info.mkdir()
-        (info / "METADATA").write_text("Metadata-Version: 2.1\nName: vllm\nVersion: 0.17.0\n")
+        (info / "METADATA").write_text("Metadata-Version: 2.1\nName: vllm\nVersion: 0.17.9\n")
 
     def pip(self, *arguments: str | Path) -> None:
         """Run the pip of the tests' environment on this one; nothing is downloaded."""

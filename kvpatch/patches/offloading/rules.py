@@ -223,6 +223,19 @@ RULES = (
         "vLLM cannot certify that layout on kvcached's memory",
         "remove canonical_layout",
     ),
+    Rule(
+        "KVP351",
+        "`sync_load_budget_bytes`, from vLLM 0.33 on",
+        lambda config, facts: any(
+            leaf.name == connectors.OFFLOADING and leaf.extra.get("sync_load_budget_bytes")
+            for leaf in leaves(config)
+        ),
+        "sync_load_budget_bytes is set in kv_connector_extra_config",
+        "loads within a step, of requests that already run, have not been validated on kvcached's "
+        "memory",
+        "remove sync_load_budget_bytes",
+        only_in=Span("0.33"),
+    ),
     Rule(  # before the next rule: on a CPU vLLM disables the prefix cache for these models
         "KVP305",
         "offloading of models with latent attention (MLA), except by OffloadingConnector or "
