@@ -61,7 +61,7 @@ def test_a_dtype_that_a_layer_has_by_itself(dtype):
     assert str(refused.value) == (
         "kvpatch refuses to start vLLM: the layers of this model have KV caches of dtype "
         f"{dtype.removeprefix('torch.')}, because offloading them has not been validated by a "
-        "store and load round trip; set --kv-cache-dtype bfloat16, or set KVPATCH=0. [KVP310]"
+        "store and load round trip; set --kv-cache-dtype bfloat16, or set KVPATCH=0. [KVP418]"
     )
 
 

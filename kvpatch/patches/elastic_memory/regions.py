@@ -133,5 +133,5 @@ def _check_kind(spec: Any) -> None:
             f"the layers of this model have KV caches of dtype {name}",
             "offloading them has not been validated by a store and load round trip",
             "set --kv-cache-dtype bfloat16, or set KVPATCH=0",
-            code="KVP310",
+            code="KVP418",
         )

@@ -25,7 +25,6 @@ MODULES: dict[str, tuple[str, ...]] = {
     f"{FEATURES}/simple_offload/cpu_pool.py": (),
     f"{FEATURES}/simple_offload/metrics.py": (),
     f"{FEATURES}/simple_offload/rules.py": RULES,
-    f"{FEATURES}/simple_offload/copy_backend.py": (),
     f"{FEATURES}/simple_offload/lifetime.py": (),
     f"{FEATURES}/simple_offload/eviction.py": (),
     f"{FEATURES}/simple_offload/legacy.py": (),
