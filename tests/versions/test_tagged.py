@@ -18,6 +18,7 @@ from kvpatch.patches import secondary_tiers, simple_offload
 FEATURES = {
     "kvcached-adapters": "applied",
     "host-device": "applied",
+    "host-copies": "applied",
     "elastic-memory": "applied",
     "offloading-connector": "applied",
     "fence": "applied",
