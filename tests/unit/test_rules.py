@@ -400,6 +400,16 @@ CASES: dict[str, tuple[list[dict[str, Any]], str]] = {
         "and load round trip; remove kv_offload_backend from kv_connector_extra_config, or set "
         "KVPATCH=0.",
     ),
+    "KVP352": (
+        [
+            simple(num_cpu_blocks=100) | V2_OF_33,
+            multi("SimpleCPUOffloadConnector", kv_connector_extra_config={"num_cpu_blocks": 100})
+            | V2_OF_33,
+        ],
+        "num_cpu_blocks is set in kv_connector_extra_config, because kvpatch compares the blocks "
+        "of the CPU tier in worker and scheduler by its bytes; remove num_cpu_blocks, and set "
+        "cpu_bytes_to_use, or set KVPATCH=0.",
+    ),
     "KVP316": (
         [simple(lazy_offload=True) | V2_OF_29],
         "lazy_offload is set in kv_connector_extra_config, because SimpleCPUOffloadConnector of "

@@ -53,6 +53,15 @@ RULES = (
         "remove kv_offload_backend from kv_connector_extra_config",
     ),
     Rule(
+        "KVP352",
+        "`num_cpu_blocks` of SimpleCPUOffloadConnector, from vLLM 0.33 on",
+        lambda config, facts: any(value is not None for value in _values(config, "num_cpu_blocks")),
+        "num_cpu_blocks is set in kv_connector_extra_config",
+        "kvpatch compares the blocks of the CPU tier in worker and scheduler by its bytes",
+        "remove num_cpu_blocks, and set cpu_bytes_to_use",
+        only_in=Span("0.33"),
+    ),
+    Rule(
         "KVP316",
         "`lazy_offload` on vLLM 0.29",
         lambda config, facts: any(_values(config, "lazy_offload")),
