@@ -98,7 +98,7 @@ def pages(found: Found) -> dict[str, str]:
         **{"CODES": CODES, "Kind": Kind, "Basis": Basis, "environ": environ, "found": found},
         **{"tables": tables, "verdicts": verdicts, "regions": regions, "tiers": tiers},
         "offloading": offloading,
-        "shared": [(one, of, str(count)) for one, of, count in reversed(sharing.shared())],
+        "shared": [(f"vLLM {one}", of, str(count)) for one, of, count in sharing.shared()[::-1]],
     }
     names = ("patches", "support", "errors", "settings")
     return {f"docs/{name}.md": render(f"{name}.md", **values) for name in names}

@@ -406,9 +406,9 @@ CASES: dict[str, tuple[list[dict[str, Any]], str]] = {
             multi("SimpleCPUOffloadConnector", kv_connector_extra_config={"num_cpu_blocks": 100})
             | V2_OF_33,
         ],
-        "num_cpu_blocks is set in kv_connector_extra_config, because kvpatch compares the blocks "
-        "of the CPU tier in worker and scheduler by its bytes; remove num_cpu_blocks, and set "
-        "cpu_bytes_to_use, or set KVPATCH=0.",
+        "num_cpu_blocks is set in kv_connector_extra_config, because only a CPU tier that is "
+        "sized in bytes is validated; remove num_cpu_blocks, and set cpu_bytes_to_use, or set "
+        "KVPATCH=0.",
     ),
     "KVP316": (
         [simple(lazy_offload=True) | V2_OF_29],

@@ -57,7 +57,7 @@ RULES = (
         "`num_cpu_blocks` of SimpleCPUOffloadConnector, from vLLM 0.33 on",
         lambda config, facts: any(value is not None for value in _values(config, "num_cpu_blocks")),
         "num_cpu_blocks is set in kv_connector_extra_config",
-        "kvpatch compares the blocks of the CPU tier in worker and scheduler by its bytes",
+        "only a CPU tier that is sized in bytes is validated",
         "remove num_cpu_blocks, and set cpu_bytes_to_use",
         only_in=Span("0.33"),
     ),
