@@ -6,6 +6,7 @@ import sys
 
 from packaging.version import Version
 
+from harness import environments
 from kvpatch import patches, supported
 from kvpatch.matrix import sharing
 from kvpatch.versions import Span
@@ -19,6 +20,11 @@ def oldest() -> str:
 def newest() -> str:
     """Return the newest one."""
     return supported.validated()[-1]
+
+
+def newest_built() -> str:
+    """Return the newest one with a CPU build of its own, which is in ``.venv``."""
+    return [one for one in supported.validated() if one not in environments.BORROWED][-1]
 
 
 def one_for_each_seam() -> tuple[str, ...]:
