@@ -11,11 +11,11 @@ import subprocess
 from pathlib import Path
 from typing import Any
 
-from harness import releases
+from harness import environments, releases
 from harness.engines.runs import Device, Run, python_of
 
 # From the first release with KV layouts on.
-RELEASES = releases.between("0.29")
+RELEASES = tuple(dict.fromkeys((*releases.between("0.29"), *environments.BORROWED)))
 # By the name of the driver: the model in the matrix, and the layers of the group of a block.
 KINDS = {
     "full": ("full attention", 4),
