@@ -240,7 +240,6 @@ CASES: dict[str, tuple[list[dict[str, Any]], str]] = {
     "KVP351": (
         [
             {"kv_transfer_config__kv_connector_extra_config": SYNC_LOADS} | V2_OF_33,
-            multi("OffloadingConnector", kv_connector_extra_config=SYNC_LOADS) | V2_OF_33,
         ],
         "sync_load_budget_bytes is set in kv_connector_extra_config, because loads within a step, "
         "of requests that already run, have not been validated on kvcached's memory; remove "
@@ -402,9 +401,8 @@ CASES: dict[str, tuple[list[dict[str, Any]], str]] = {
     ),
     "KVP352": (
         [
-            simple(num_cpu_blocks=100) | V2_OF_33,
-            multi("SimpleCPUOffloadConnector", kv_connector_extra_config={"num_cpu_blocks": 100})
-            | V2_OF_33,
+            simple(num_cpu_blocks=100),
+            multi("SimpleCPUOffloadConnector", kv_connector_extra_config={"num_cpu_blocks": 100}),
         ],
         "num_cpu_blocks is set in kv_connector_extra_config, because only a CPU tier that is "
         "sized in bytes is validated; remove num_cpu_blocks, and set cpu_bytes_to_use, or set "

@@ -54,12 +54,11 @@ RULES = (
     ),
     Rule(
         "KVP352",
-        "`num_cpu_blocks` of SimpleCPUOffloadConnector, from vLLM 0.33 on",
+        "`num_cpu_blocks` of SimpleCPUOffloadConnector, which vLLM 0.33 reads",
         lambda config, facts: any(value is not None for value in _values(config, "num_cpu_blocks")),
         "num_cpu_blocks is set in kv_connector_extra_config",
         "only a CPU tier that is sized in bytes is validated",
         "remove num_cpu_blocks, and set cpu_bytes_to_use",
-        only_in=Span("0.33"),
     ),
     Rule(
         "KVP316",
