@@ -33,8 +33,6 @@ def run(job: dict[str, Any]) -> dict[str, Any]:
             print(f"simulate seed {seed} ({played.mode}): {played.what}", flush=True)
             if not job["go_on"]:
                 break
-        elif job["verbose"]:
-            print(f"simulate seed {seed} ({played.mode}): {played.counts}", flush=True)
     again = job["again"]
     replayed = None
     if again is not None:

@@ -212,13 +212,11 @@ class World:
         self.clock, self.wall = 1000.0, 1e9
         self.exhausts = 0.0
         self.weights = 0
-        self.shrinking_at: int | None = None
         self.stories: dict[str, Story] = {}
         self.requests: dict[str, Any] = {}
         self.texts: dict[str, tuple[int, ...]] = {}
         self.expected: dict[bytes, bytes] = {}
         self.given: dict[str, list[int]] = {}
-        self.calm = False
         self.steps = 0
         self.cache_configs: list[Any] = []
         self.root = folder / f"disk-{seed}"
