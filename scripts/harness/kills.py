@@ -41,8 +41,8 @@ import psutil
 from harness import console, namespaces, provenance
 from harness.console import HarnessError
 from harness.engines import kill_points, process
-from harness.engines.runs import BLOCK, Device, Run, engine_arguments, model_of, run_driver
-from harness.serve import workspace
+from harness.engines.runs import BLOCK, Device, Run, engine_arguments, model_of, related, run_driver
+from harness.serve import Metrics, workspace
 from kvpatch.environ import HOST_DEVICE_DIR
 from kvpatch.hostdevice import ledger
 
@@ -67,17 +67,6 @@ SHARED, SHARED_BYTES = Path("/dev/shm"), 2 << 30
 _SUBREAPER = 36
 
 Kill = dict[str, Any]
-
-
-def prompts(count: int) -> list[list[int]]:
-    """Return prompts of 4 to 18 blocks; a third of them share a prefix with another."""
-    source = random.Random(1)
-    made: list[list[int]] = []
-    for index in range(count):
-        length = source.randrange(4 * BLOCK, 18 * BLOCK)
-        head = source.choice(made)[: length // 2] if index % 3 == 2 else []
-        made.append(head + [source.randrange(2, 258) for _ in range(length - len(head))])
-    return made
 
 
 def plain(device: Device, folder: Path, asked: list[list[int]]) -> list[list[int]]:
@@ -163,9 +152,8 @@ class Served:
     def from_tiers(self) -> int:
         """Return the prompt tokens that came from the tiers so far; 0 when it does not answer."""
         with suppress(httpx.HTTPError):
-            for line in self.client.get("/metrics", timeout=5).text.splitlines():
-                if line.startswith("vllm:external_prefix_cache_hits_total"):
-                    return int(float(line.rpartition(" ")[2]))
+            read = Metrics(self.client.get("/metrics", timeout=5).text)
+            return int(read.total("vllm:external_prefix_cache_hits_total"))
         return 0
 
     def processes(self) -> list[psutil.Process]:
@@ -299,7 +287,7 @@ class Kills:
         self.disk = folder / "disk"
         self.disk.mkdir()
         self.device = Device(folder)
-        self.asked = prompts(PROMPTS)
+        self.asked = related(random.Random(1), PROMPTS, 4 * BLOCK, 18 * BLOCK)
         say("tokens of plain vLLM")
         self.truth = plain(self.device, folder / "plain", self.asked)
         every = [(moment, role) for role in ROLES for moment in MOMENTS]

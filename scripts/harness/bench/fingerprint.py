@@ -11,6 +11,7 @@ writes it to docs/results/fingerprint.json.
 from __future__ import annotations
 
 import json
+import math
 import statistics
 import sys
 import time
@@ -43,13 +44,7 @@ class Shape:
 
 def values(shapes: tuple[tuple[int, ...], ...]) -> int:
     """Return how many values tensors have."""
-    total = 0
-    for shape in shapes:
-        count = 1
-        for size in shape:
-            count *= size
-        total += count
-    return total
+    return sum(map(math.prod, shapes))
 
 
 MODELS = {
@@ -114,12 +109,9 @@ def main() -> int:
     """Run the benchmark; return 1 if the goal was missed."""
     parser = console.parser("scripts/bench-fingerprint", __doc__ or "")
     parser.add_argument("--gib", type=float, default=12, help="memory for the tensors")
-    parser.add_argument("--threads", type=int, default=0, help="of torch; 0: its own choice")
     arguments = parser.parse_args()
     import torch
 
-    if arguments.threads:
-        torch.set_num_threads(arguments.threads)
     command = f"scripts/bench-fingerprint --gib {arguments.gib:g}"
     result: dict[str, Any] = {
         **provenance.header(command),
