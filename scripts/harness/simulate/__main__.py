@@ -44,17 +44,8 @@ def environment(folder: Path) -> dict[str, str]:
 
 def simulate(function: str = "run", **job: Any) -> dict[str, Any]:
     """Run a function of ``harness.simulate.inside`` in a process of its own."""
-    defaults = {
-        "seed": 1,
-        "seeds": 1,
-        "steps": STEPS,
-        "seconds": 0,
-        "kind": None,
-        "go_on": False,
-        "mutations": None,
-        "again": None,
-        "model": str(kept_model(7, lambda text: None)),
-    }
+    model = str(kept_model(7, lambda text: None))
+    defaults = {"seed": 1, "seeds": 1, "steps": STEPS, "kind": None, "model": model}
     # In memory: the files are small, and a machine's disk is no part of the simulation.
     with tempfile.TemporaryDirectory(prefix="kvpatch-simulate-", dir="/dev/shm") as name:
         folder = Path(name)

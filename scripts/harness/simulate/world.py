@@ -28,6 +28,7 @@ from vllm.v1.request import Request
 from vllm.v1.simple_kv_offload import worker as simple_worker
 
 from harness import connectors
+from harness.engines.inside import after
 from harness.engines.scheduling import allow_async_scheduling
 from harness.simulate import disks
 from harness.simulate.invariants import Violation
@@ -292,16 +293,14 @@ class World:
         manager.alloc = exhausted
 
     def _watch_reports(self) -> None:
-        if self.fence is None:
+        if (fence := self.fence) is None:
             return
-        report, fence = self.fence.report, self.fence
 
-        def remembering(job_id: int, workers: int) -> None:
-            report(job_id, workers)
+        def remember(result: Any, job_id: int, workers: int) -> None:
             if job_id not in fence.transfers:
                 self.retired_reports.append(job_id)
 
-        fence.report = remembering  # type: ignore[method-assign]
+        after(fence, "report", remember)
 
     @property
     def offloaded(self) -> Any:
