@@ -64,17 +64,6 @@ def unmount(folder: Path) -> None:
     _run("umount", "--lazy", folder)
 
 
-@contextmanager
-def tmpfs(folder: Path, size: int, inodes: int = 0) -> Iterator[Path]:
-    """Yield ``folder`` with a small file system on it; see ``own_mounts``."""
-    folder.mkdir(exist_ok=True)
-    mount_tmpfs(folder, size, inodes)
-    try:
-        yield folder
-    finally:
-        unmount(folder)
-
-
 class Disk:
     """An ext4 file system that hangs on request: whoever changes it waits until it goes on.
 

@@ -13,7 +13,6 @@ from __future__ import annotations
 import json
 import math
 import statistics
-import sys
 import time
 from dataclasses import dataclass
 from typing import Any
@@ -125,7 +124,3 @@ def main() -> int:
     provenance.write(result, RESULT)
     print(json.dumps(result, indent=1))
     return int(result["models"]["Llama 70B"]["seconds_extrapolated"] > GOAL)
-
-
-if __name__ == "__main__":
-    sys.exit(main())
