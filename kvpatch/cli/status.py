@@ -7,6 +7,7 @@ import json
 import os
 import sys
 import time
+from collections.abc import Iterator
 from typing import Any
 
 from kvpatch.sizes import readable
@@ -92,48 +93,45 @@ def block(seen: Seen) -> str:
         f"KV on elastic memory: {ELASTIC[content.get('elastic')]}"
     )
     features = content.get("features", {})
-    lines = [("features", ", ".join(f"{name} {how}" for name, how in features.items()))]
     engine = content.get("engine", {})
-    lines += engine_lines(engine)
+    lines = [
+        ("features", ", ".join(f"{name} {how}" for name, how in features.items())),
+        *engine_lines(engine),
+    ]
     off = content.get("off") or engine.get("off")
     if off:
         lines.append(("counting", f"off, because of an error of kvpatch's own: {off}"))
     return "\n".join([printable(head), *(f"  {name:<10}{printable(what)}" for name, what in lines)])
 
 
-def engine_lines(engine: dict[str, Any]) -> list[tuple[str, str]]:
-    """Return the state of an engine as pairs of a name and a text."""
-    lines = []
+def engine_lines(engine: dict[str, Any]) -> Iterator[tuple[str, str]]:
+    """Yield the state of an engine as pairs of a name and a text."""
     if "model" in engine:
-        lines.append(("model", engine["model"]))
+        yield "model", engine["model"]
     if "requests" in engine:
         requests = engine["requests"]
         line = f"{requests['running']} run, {requests['waiting']} wait"
         if "steps" in engine and "since_step" in engine:
             line += f"; {engine['steps']} steps, the last {engine['since_step']:.0f} s ago"
-        lines.append(("requests", line))
+        yield "requests", line
     if "device" in engine:
-        lines.append(("device", device_line(engine)))
+        yield "device", device_line(engine)
     if engine.get("connector"):
         tier = engine.get("tier")
         room = f": {tier['used_blocks']} of {tier['total_blocks']} blocks used" if tier else ""
-        lines.append(("tier", engine["connector"] + room))
+        yield "tier", engine["connector"] + room
     counted = not engine.get("off")
     if counted and engine.get("connector") and "bytes" in engine and "operations" in engine:
-        lines.append(("moved", moved_line(engine)))
+        yield "moved", moved_line(engine)
     if counted and "hits" in engine and "queries" in engine:
-        lines.append(("hits", hits_line(engine)))
-    if engine.get("fence"):
-        fence = engine["fence"]
-        lines.append(
-            (
-                "fence",
-                f"{fence['holding']} pages held now; {fence['released']} given back, of which "
-                f"{fence['held_for_plan']} waited for a plan and {fence['held_for_transfer']} for "
-                f"a transfer, at most {fence['longest_hold']} steps",
-            )
+        yield "hits", hits_line(engine)
+    if fence := engine.get("fence"):
+        line = (
+            f"{fence['holding']} pages held now; {fence['released']} given back, of which "
+            f"{fence['held_for_plan']} waited for a plan and {fence['held_for_transfer']} for "
+            f"a transfer, at most {fence['longest_hold']} steps"
         )
-    return lines
+        yield "fence", line
 
 
 def device_line(engine: dict[str, Any]) -> str:

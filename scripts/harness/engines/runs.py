@@ -212,6 +212,16 @@ def prompts(count: int, length: int = 640, max_tokens: int = 8, seed: int = 3) -
     ]
 
 
+def related(source: random.Random, count: int, shortest: int, longest: int) -> list[list[int]]:
+    """Prompts of ``shortest`` to ``longest`` tokens; a third share a prefix with another."""
+    made: list[list[int]] = []
+    for index in range(count):
+        length = source.randrange(shortest, longest)
+        head = source.choice(made)[: length // 2] if index % 3 == 2 else []
+        made.append(head + [source.randrange(2, 258) for _ in range(length - len(head))])
+    return made
+
+
 def load(name: str) -> list[Any]:
     """The prompts of a round: what they have in common with other rounds, and how long."""
     if name == "few":
