@@ -12,7 +12,7 @@ from harness import ROOT
 FOLDER = ROOT / "docs/containers"
 PARSE = """
 import json, sys
-from vllm.entrypoints.openai.cli_args import make_arg_parser
+from vllm.entrypoints.launchers.cli_args import make_arg_parser
 from vllm.utils.argparse_utils import FlexibleArgumentParser
 parser = make_arg_parser(FlexibleArgumentParser())
 names = ("model", "model_tag", "port", "kv_offloading_size", "enable_sleep_mode")
