@@ -32,6 +32,12 @@ def test_two_models(page, arm):
     assert shown[2:] in ([], [f"{returning.split(' / ')[1]} ms"])
 
 
+def test_kvcached_by_its_default():
+    _, freed, hit, *_ = row(NUMBERS, "kvcached alone, keeps 16000 tokens")
+    words = " ".join((ROOT / "README.md").read_text().split())
+    assert f"16000 tokens, kvcached alone frees {freed} and serves {hit}." in words
+
+
 def test_starting_up():
     measured = NUMBERS.partition("## The parts by themselves")[2]
     off = re.search(r"the stub adds\n([\d.]+ ms) ", measured)[1]
