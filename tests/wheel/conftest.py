@@ -16,6 +16,7 @@ PACKAGES = Path(pytest.__file__).parents[1]
 # By folder; rich has three requirements of its own.
 REQUIREMENTS = ("wrapt", "packaging", "psutil", "rich", "markdown_it", "mdurl", "pygments")
 BUILD = ("hatchling", "pathspec", "pluggy", "trove_classifiers", "editables")
+BUILD += ("hatch_fancy_pypi_readme",)
 BUILD += ("tomli",) if sys.version_info < (3, 11) else ()
 
 

@@ -33,6 +33,10 @@ def test_kvpatch_has_everything_else(wheel):
     }
 
 
+def test_type_checkers_read_kvpatch(wheel):
+    assert "kvpatch/py.typed" in names(wheel)
+
+
 def test_kvpatch_has_no_other_package(wheel):
     """A dist-info or a torch in it would be found by pip, or imported."""
     tops = {name.partition("/")[0] for name in names(wheel)}
