@@ -179,6 +179,37 @@ def test_a_stop_that_was_asked_for_is_none_of_a_crash(capsys):
     ]
 
 
+SERVER = """
+import os, signal, subprocess, sys
+from kvpatch.telemetry import publisher
+publisher.process(lambda: {"roles": [sys.argv[1]]})
+if sys.argv[1] == "frontend":
+    engine = subprocess.Popen([sys.executable, "-c", os.environ["CODE"], "engine"], stdout=-1)
+    engine.stdout.readline()
+    if sys.argv[2] == "ends":
+        engine.kill()  # as vLLM does
+        engine.wait()
+        print(engine.pid, flush=True)
+    else:
+        print(engine.pid, flush=True)
+        os.kill(engine.pid, signal.SIGKILL)
+        os.kill(os.getpid(), signal.SIGKILL)
+else:
+    print("here", flush=True)
+    signal.pause()
+"""
+
+
+@pytest.mark.parametrize(("how", "state"), [("ends", State.ENDED), ("is killed", State.GONE)])
+def test_real_processes_are_told_apart(how, state):
+    command = [sys.executable, "-c", SERVER, "frontend", how]
+    environment = os.environ | {"KVPATCH": "0", "CODE": SERVER}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    engine = int(done.stdout)
+    assert (done.returncode == 0) is (how == "ends"), done.stderr
+    assert reader.one(engine).state is state
+
+
 def test_a_server_that_was_killed_too_is_one(capsys):
     """As by the OOM killer of its container: the frontend's page is still there."""
     ended(started=17)
