@@ -61,9 +61,12 @@ class Rates:
 
 def server() -> dict[str, Any] | None:
     """Return the process that started this one, as its page says, to end with it; or None."""
-    for found in page.of_process(page.own_folder(), os.getppid()):
-        if page.life(found) is page.Life.RUNS:
-            return {"pid": found.pid, "started": found.content["started"]}
+    try:
+        for found in page.of_process(page.own_folder(), os.getppid()):
+            if page.life(found) is page.Life.RUNS:
+                return {"pid": found.pid, "started": found.content["started"]}
+    except Exception as error:  # a page without it is still one
+        log.debug("kvpatch: the server of this process is not known: %r", error)
     return None
 
 
@@ -212,7 +215,7 @@ def sweep(folder: Path) -> None:
     for path in exited:
         try:
             path.unlink(missing_ok=True)
-        except OSError as error:
+        except Exception as error:
             log.debug("kvpatch: %s was left as it is: %r", path, error)
     for path in folder.glob("refusals.*"):
         try:

@@ -41,7 +41,7 @@ def commands() -> list[str]:
 
 def words_of_ours(line: str) -> list[str] | None:
     """The arguments that a line gives the ``kvpatch`` command, or None."""
-    words = shlex.split(line, comments=True)
+    words = shlex.split(line.partition(" > ")[0], comments=True)
     if words[:1] == ["kvpatch"]:
         return words[1:]
     return words[3:] if words[:3] == ["python", "-m", "kvpatch"] else None
