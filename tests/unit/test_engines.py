@@ -186,13 +186,10 @@ publisher.process(lambda: {"roles": [sys.argv[1]]})
 if sys.argv[1] == "frontend":
     engine = subprocess.Popen([sys.executable, "-c", os.environ["CODE"], "engine"], stdout=-1)
     engine.stdout.readline()
-    if sys.argv[2] == "ends":
-        engine.kill()  # as vLLM does
-        engine.wait()
-        print(engine.pid, flush=True)
-    else:
-        print(engine.pid, flush=True)
-        os.kill(engine.pid, signal.SIGKILL)
+    engine.kill()  # as vLLM does, and the OOM killer
+    engine.wait()
+    print(engine.pid, flush=True)
+    if sys.argv[2] == "is killed":
         os.kill(os.getpid(), signal.SIGKILL)
 else:
     print("here", flush=True)
