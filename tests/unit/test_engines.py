@@ -333,9 +333,10 @@ with Screen() as screen:
 """
 
 
-def test_a_screen_is_drawn_over_and_left_with_q():
+def in_a_terminal(command, sign):
+    """Run a command in a terminal, press q when it has shown ``sign``; return what it showed."""
     ours, theirs = os.openpty()
-    done = subprocess.Popen([sys.executable, "-c", DRAW], stdin=theirs, stdout=theirs)
+    done = subprocess.Popen(command, stdin=theirs, stdout=theirs)
     os.close(theirs)
     seen, told = b"", threading.Event()
     try:
@@ -344,14 +345,26 @@ def test_a_screen_is_drawn_over_and_left_with_q():
                 seen += os.read(ours, 1000)
             except OSError:  # it has ended
                 break
-            if b"waits" in seen and not told.is_set():
+            if sign in seen and not told.is_set():
                 told.set()
                 os.write(ours, b"xq")
     finally:
         done.wait(60)
         os.close(ours)
     assert done.returncode == 0
+    assert b"\x1b[2J" not in seen  # which flickers
+    assert seen.rstrip().endswith(b"\x1b[?1049l")
+    return seen
+
+
+def test_a_watched_status_is_drawn_over_and_left_with_q():
+    publish(os.getpid(), engine=engine(), beats=True)
+    command = [sys.executable, "-m", "kvpatch", "status", "--watch", "--interval", "0.1"]
+    seen = in_a_terminal(command, b"Llama")
+    assert b"kvpatch status; q quits\x1b[K" in seen
+
+
+def test_a_screen_is_drawn_over_and_left_with_q():
+    seen = in_a_terminal([sys.executable, "-c", DRAW], b"waits")
     assert b"left" in seen
     assert b"\x1b[Hone\x1b[K" in seen
-    assert b"\x1b[2J" not in seen
-    assert seen.rstrip().endswith(b"\x1b[?1049l")
