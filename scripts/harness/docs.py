@@ -92,7 +92,7 @@ def pages(found: Found) -> dict[str, str]:
         "every": every,
         "remedies": {rule.code: rule.remedy for rule in every},
         "series": [(one, "_total") for one in series.COUNTERS]
-        + [(one, "") for one in (*series.GAUGES, series.INFO)],
+        + [(one, "") for one in (*series.GAUGES, *series.HISTOGRAMS, series.INFO, series.FEATURE)],
         "prefix": prometheus.PREFIX,
         **{"CODES": CODES, "Kind": Kind, "Basis": Basis, "environ": environ, "found": found},
         **{"tables": tables, "verdicts": verdicts, "regions": regions, "tiers": tiers},
