@@ -163,6 +163,8 @@ CODES = {
     "KVP346": _setup("`KVPATCH_HOST_POOL` is smaller than a chunk of the CPU tier"),
     "KVP347": _setup("the ledger of the host pool cannot be used"),
     "KVP348": _setup("the host pool does not fit into the memory of the machine"),
+    "KVP351": _not_validated("offloading with loads within a step, from vLLM 0.33 on"),
+    "KVP352": _not_validated("a CPU tier of SimpleCPUOffloadConnector that is sized in blocks"),
     "KVP401": _incompatible(
         "the scheduler's block pool is not kvcached's", "ovg-project/kvcached#316"
     ),

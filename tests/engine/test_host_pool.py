@@ -200,7 +200,7 @@ def holders(pid: int) -> set[tuple[int, int]]:
     return {
         (stat.st_dev, stat.st_ino)
         for path in Path(f"/proc/{pid}/map_files").iterdir()
-        if "/dev/shm/vllm_offload_" in os.readlink(path)
+        if "/dev/shm/vllm_offload_" in str(path.readlink())
         for stat in (path.stat(),)
     }
 

@@ -65,11 +65,11 @@ class Watched:
     def see(self) -> dict[str, Any]:
         """Everything that counts the tier's memory, of one moment: the keeper works meanwhile."""
         while True:
+            self.until(self.settled)
             before = self.committed
             seen = self.look()
             if self.settled() and self.committed == before:
                 return seen
-            time.sleep(0.005)
 
     def look(self) -> dict[str, Any]:
         """Everything that counts the tier's memory, one after the other."""
@@ -87,10 +87,12 @@ class Watched:
         }
 
     def settled(self) -> bool:
-        """Whether the keeper is giving nothing back now."""
+        """Whether the keeper is neither committing an extent nor giving one back now."""
+        extents = self.pooled.extents
         with self.pooled.lock:
-            going = [one for one in self.pooled.extents.open.values() if one.closed or one.draining]
-        return not going and self.pooled.keeper.memory.committed == self.committed
+            going = any(one.closed or one.draining for one in extents.open.values())
+            size = sum(extents.place(index)[1] for index in extents.open)
+        return not going and size == self.committed == self.pooled.keeper.memory.committed
 
     @property
     def committed(self) -> int:
