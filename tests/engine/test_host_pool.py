@@ -163,9 +163,7 @@ def test_every_rank_has_the_same_extents(start: Start) -> None:
     is_gone("ranks", one)
 
 
-def test_an_idle_engine_makes_room_and_a_killed_one_leaves_it(
-    start: Start, engine: Engine
-) -> None:
+def test_an_idle_engine_makes_room_and_a_killed_one_leaves_it(start: Start, engine: Engine) -> None:
     """A pool of 48 MiB: two prompts of 5 MiB each fill a fifth of it."""
     size = 48 * MIB
     one = start(pool_of(size, "two"))
