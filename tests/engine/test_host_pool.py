@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import subprocess
 import time
 from collections.abc import Callable, Iterator
@@ -15,20 +14,15 @@ from typing import Any
 import pytest
 
 from harness.engines.fixtures import MODELS
-from harness.engines.oracle import PLAIN, Engine, assert_same
-from harness.engines.pools import Pooled
-from harness.engines.runs import ALL, BLOCK, Device, Run, block_bytes, python_of
+from harness.engines.oracle import PLAIN, Engine, assert_same, assert_same_round
+from harness.engines.pools import TWO_RANKS, Pooled, agrees, is_gone, live, name_of, pool_of
+from harness.engines.runs import ALL, Run, block_bytes, python_of
 from kvpatch.environ import HOST_POOL
 from kvpatch.pool import ledger
 
 MIB = 1 << 20
-NAME = f"engines{os.getpid()}"
+NAME = name_of("")
 POOL = ((HOST_POOL.name, f"256MiB@{NAME}"),)  # extents of 4 MiB
-# Blocks that each prompt of a load stores; what it generates does not fill one.
-STORED = 640 // BLOCK
-# The rule that refuses a pool until its release is in ``host_pool.rules.RELEASES``.
-UNTESTED = ("KVP342",)
-RELEASES = pytest.mark.parametrize("vllm", ["", "0.28.0"])
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -41,13 +35,10 @@ def nothing_is_left() -> Iterator[None]:
     folder.rmdir()
 
 
-@RELEASES
 @MODELS
-def test_prompts_from_a_tier_in_a_pool_give_plain_vllms_tokens(
-    engine: Engine, model: str, vllm: str
-) -> None:
-    ours = engine(Run(model=model, vllm=vllm, environment=POOL, forced=UNTESTED))
-    assert_same(ours, engine(replace(PLAIN, model=model, vllm=vllm)))
+def test_prompts_from_a_tier_in_a_pool_give_plain_vllms_tokens(engine: Engine, model: str) -> None:
+    ours = engine(Run(model=model, environment=POOL))
+    assert_same(ours, engine(replace(PLAIN, model=model)))
     assert [record["cached"] for record in ours.round(1)] == [640] * ALL
     assert ours.result["changed"] == []
     assert any(patch.startswith("pool.") for patch in ours.result["patches"])
@@ -56,7 +47,7 @@ def test_prompts_from_a_tier_in_a_pool_give_plain_vllms_tokens(
 def test_a_pool_smaller_than_the_load_evicts_and_stays_right(engine: Engine) -> None:
     size = 100 * block_bytes("llama")
     small = ((HOST_POOL.name, f"{size}@{NAME}small"),)
-    ours = engine(Run(environment=small, forced=UNTESTED))
+    ours = engine(Run(environment=small))
     assert_same(ours, engine(PLAIN))
     assert ours.result["evicted"] > 0
     assert ours.result["changed"] == []
@@ -65,43 +56,6 @@ def test_a_pool_smaller_than_the_load_evicts_and_stays_right(engine: Engine) -> 
 
 
 Start = Callable[..., Pooled]
-TWO_RANKS = {"tensor_parallel_size": 2, "distributed_executor_backend": "mp"}
-
-
-@pytest.fixture
-def start(device: Device, tmp_path: Path) -> Iterator[Start]:
-    """Start an engine of a run; one that a test leaves is killed."""
-    started: list[Pooled] = []
-
-    def start(run: Run, **engine: Any) -> Pooled:
-        folder = tmp_path / f"engine{len(started)}"
-        started.append(Pooled(device, folder, run, forced=UNTESTED, **engine))
-        return started[-1]
-
-    yield start
-    for one in started:
-        one.kill()
-
-
-def pool_of(size: int, name: str) -> Run:
-    """An engine in a pool of a size and a name of its own."""
-    return Run(environment=((HOST_POOL.name, f"{size}@{NAME}{name}"),))
-
-
-def is_gone(name: str, one: Pooled) -> None:
-    """An engine that was the last of its pool has ended well, and nothing of the pool is left."""
-    assert one.end() | {"seen": None} == {"seen": None, "changed": [], "left": False}
-    ledger.home(f"{NAME}{name}").rmdir()
-
-
-def agrees(seen: dict[str, Any]) -> bool:
-    """The ledger, the kernel, and every worker's page tables and device agree."""
-    ranks = seen["ranks"]
-    return (
-        seen["kernel"] == seen["committed"] <= seen["records"] <= seen["limit"]
-        and all(one["registered"] == seen["committed"] for one in ranks)
-        and all(one["mapped"] <= seen["committed"] for one in ranks)
-    )
 
 
 def tokens(records: list[Any]) -> list[Any]:
@@ -109,45 +63,29 @@ def tokens(records: list[Any]) -> list[Any]:
     return [one["tokens"] for one in records]
 
 
-@RELEASES
-def test_memory_is_committed_on_use_and_given_back(start: Start, vllm: str) -> None:
-    one = start(replace(pool_of(256 * MIB, "use"), vllm=vllm))
-    begun = one.do("see")
-    first = one.do("round", "few")
-    full = one.do("see")
-    one.do("reset")
-    empty = one.do("see")
-    again = one.do("round", "few")
-    after = one.do("see")
-    one.do("limit", 8 * MIB)
-    lowered = one.do("see")
-    for seen in (begun, full, empty, after, lowered):
-        assert agrees(seen), seen
-    assert begun["committed"] <= begun["extent"]
-    assert full["resident"] == len(first) * STORED * block_bytes("llama")
-    assert full["committed"] <= 1.05 * full["resident"] + full["extent"]
-    assert empty["resident"] == 0
-    assert empty["committed"] <= empty["extent"]
-    assert tokens(again) == tokens(first)
-    assert after["resident"] == full["resident"]
-    assert lowered["committed"] <= 8 * MIB
-    assert lowered["evicted"] > 0
+@MODELS
+def test_memory_is_committed_on_use_and_given_back(
+    start_in_pool: Start, engine: Engine, model: str
+) -> None:
+    one = start_in_pool(replace(pool_of(256 * MIB, "use"), model=model))
+    plain = engine(replace(PLAIN, model=model)).round(0)
+    for records in live(one, model):
+        assert_same_round(records, plain)
     is_gone("use", one)
 
 
-def test_the_start_takes_no_more_for_a_larger_tier(start: Start) -> None:
+def test_the_start_takes_no_more_for_a_larger_tier(start_in_pool: Start) -> None:
     """Of 16 GiB in a pool that may have as much: what is committed, mapped and registered."""
-    one = start(replace(pool_of(16 << 30, "large"), cpu_blocks=1 << 16))
+    one = start_in_pool(replace(pool_of(16 << 30, "large"), cpu_blocks=1 << 16))
     seen = one.do("see")
     assert agrees(seen), seen
     assert seen["ceiling"] == 16 << 30
     assert seen["committed"] <= seen["extent"] == 64 * MIB
-    one.end()
-    ledger.home(f"{NAME}large").rmdir()
+    is_gone("large", one)
 
 
-def test_every_rank_has_the_same_extents(start: Start) -> None:
-    one = start(pool_of(256 * MIB, "ranks"), **TWO_RANKS)
+def test_every_rank_has_the_same_extents(start_in_pool: Start) -> None:
+    one = start_in_pool(pool_of(256 * MIB, "ranks"), **TWO_RANKS)
     first = one.do("round", "few")
     full = one.do("see")
     one.do("round", "back")
@@ -163,15 +101,17 @@ def test_every_rank_has_the_same_extents(start: Start) -> None:
     is_gone("ranks", one)
 
 
-def test_an_idle_engine_makes_room_and_a_killed_one_leaves_it(start: Start, engine: Engine) -> None:
+def test_an_idle_engine_makes_room_and_a_killed_one_leaves_it(
+    start_in_pool: Start, engine: Engine
+) -> None:
     """A pool of 48 MiB: two prompts of 5 MiB each fill a fifth of it."""
     size = 48 * MIB
-    one = start(pool_of(size, "two"))
+    one = start_in_pool(pool_of(size, "two"))
     one.do("round", "8")
     full = one.do("see")
     assert agrees(full), full
     assert full["committed"] > size // 2
-    two = start(pool_of(size, "two"))
+    two = start_in_pool(pool_of(size, "two"))
     two.do("round", "8")
     shared = two.do("see")
     assert shared["engines"] == 2
@@ -218,12 +158,12 @@ def users(tier: set[tuple[int, int]]) -> list[int]:
 
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_the_memory_of_a_last_engine_that_is_killed_is_there_for_the_next(
-    start: Start, ranks: int
+    start_in_pool: Start, ranks: int
 ) -> None:
     more = TWO_RANKS if ranks == 2 else {}
     run = pool_of(48 * MIB, f"killed{ranks}")
-    folder = ledger.home(f"{NAME}killed{ranks}")
-    one = start(run, **more)
+    folder = ledger.home(name_of(f"killed{ranks}"))
+    one = start_in_pool(run, **more)
     first = one.do("round", "few")
     full = one.do("see")
     assert full["committed"] > 40 * MIB
@@ -233,7 +173,7 @@ def test_the_memory_of_a_last_engine_that_is_killed_is_there_for_the_next(
     one.kill()
     until(lambda: ledger.show(folder) is None)  # nothing of it counts any more
     assert users(set(tier)) == []
-    next_one = start(run, **more)
+    next_one = start_in_pool(run, **more)
     begun = next_one.do("see")
     assert begun["engines"] == 1
     assert begun["records"] == begun["committed"] <= begun["extent"]
@@ -264,8 +204,8 @@ def shown_of(one: Pooled) -> dict[str, Any]:
     return dict(found)
 
 
-def test_status_and_pool_show_what_an_engine_has(start: Start) -> None:
-    one = start(pool_of(256 * MIB, "shown"))
+def test_status_and_pool_show_what_an_engine_has(start_in_pool: Start) -> None:
+    one = start_in_pool(pool_of(256 * MIB, "shown"))
     one.do("round", "few")
     seen = one.do("see")
     shown = shown_of(one)

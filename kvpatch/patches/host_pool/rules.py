@@ -10,10 +10,8 @@ from kvpatch.sizes import readable
 from kvpatch.upstream import connectors
 from kvpatch.versions import Facts, in_words
 
-# The releases whose engines passed tests/engine/test_host_pool.py; the rows are written for, and
-# tested with vLLM's classes of, 0.28.0 to 0.32.0.
-RELEASES: tuple[str, ...] = ()
-_WHERE = f"vLLM {in_words(RELEASES)} only" if RELEASES else "no release of vLLM yet"
+# The releases whose engines passed tests/engine/test_host_pool.py, or its file in tests/versions.
+RELEASES = ("0.28.0", "0.29.0", "0.30.0", "0.31.0", "0.32.0")
 _SPECS = (None, "CPUOffloadingSpec", "HostOffloadingSpec")
 _UNSET = "unset KVPATCH_HOST_POOL"
 
@@ -82,7 +80,7 @@ RULES = (
         "`KVPATCH_HOST_POOL` on releases whose engines did not pass its tests",
         _other_release,
         "KVPATCH_HOST_POOL is set on this release",
-        f"the host pool is validated on {_WHERE}",
+        f"the host pool is validated on vLLM {in_words(RELEASES)} only",
         _UNSET,
     ),
     Rule(

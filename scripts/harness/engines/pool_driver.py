@@ -28,7 +28,6 @@ from kvpatch import state
 from kvpatch.patches.host_pool import presence
 from kvpatch.patches.host_pool.tier import Pooled
 from kvpatch.pool import ledger
-from kvpatch.status import record
 
 PATIENCE = 60.0  # seconds in which whatever can happen has
 
@@ -136,7 +135,6 @@ class Watched:
 def main(job_path: str, result_path: str) -> None:
     job = json.loads(Path(job_path).read_text())
     prepare(job)
-    record.lifted = frozenset(job["forced"])
     watched = Watched(job)
     result: dict[str, Any] = {}
 

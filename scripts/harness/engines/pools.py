@@ -4,13 +4,21 @@ from __future__ import annotations
 
 import json
 import os
-import signal
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from harness.engines import process
-from harness.engines.runs import Device, Run, engine_arguments, model_of, python_of
+from harness.engines.runs import (
+    BLOCK,
+    Device,
+    Run,
+    block_bytes,
+    engine_arguments,
+    model_of,
+    python_of,
+)
+from kvpatch.environ import HOST_POOL
+from kvpatch.pool import ledger
 
 ENDING = 120.0  # seconds in which an engine that shuts down has ended
 
@@ -22,21 +30,17 @@ class Pooled:
         device: of the engine.
         folder: of its own, made here.
         run: what it is.
-        forced: codes of the refusals that it starts in spite of.
         engine: more of its arguments.
 
     Raises:
         AssertionError: it did not start; the end of its log.
     """
 
-    def __init__(
-        self, device: Device, folder: Path, run: Run, forced: Sequence[str] = (), **engine: Any
-    ) -> None:
+    def __init__(self, device: Device, folder: Path, run: Run, **engine: Any) -> None:
         folder.mkdir()
         job = {
             "model": str(model_of(run.model, run.kv_heads, run.vllm)),
             "engine": engine_arguments(run) | engine,
-            "forced": list(forced),
         }
         (folder / "job.json").write_text(json.dumps(job))
         self._result = folder / "result.json"
@@ -89,9 +93,77 @@ class Pooled:
         return self.result()
 
     def kill(self) -> None:
-        """End it as ``kill -9`` does, and wait for all that it had started."""
-        os.kill(self.pid, signal.SIGKILL)
+        """End it as ``kill -9`` does, unless it has ended; wait for all that it had started."""
+        if self._output.closed:
+            return
+        self._process.kill()
         self._process.wait(ENDING)
         self._output.read()  # its workers have it too
         self._output.close()
         os.close(self._input)
+
+
+TWO_RANKS = {"tensor_parallel_size": 2, "distributed_executor_backend": "mp"}
+# Blocks that each prompt of a load stores; what it generates does not fill one.
+STORED = 640 // BLOCK
+LOWERED = 8 << 20
+
+
+def pool_of(size: int, name: str) -> Run:
+    """An engine in a pool of a size, which has a name of this process's own."""
+    return Run(environment=((HOST_POOL.name, f"{size}@{name_of(name)}"),))
+
+
+def name_of(name: str) -> str:
+    """The name of a pool that is this process's own."""
+    return f"engines{os.getpid()}{name}"
+
+
+def agrees(seen: dict[str, Any]) -> bool:
+    """Whether the ledger, the kernel, and every worker's page tables and device agree."""
+    ranks = seen["ranks"]
+    return (
+        seen["kernel"] == seen["committed"] <= seen["records"] <= seen["limit"]
+        and all(one["registered"] == seen["committed"] for one in ranks)
+        and all(one["mapped"] <= seen["committed"] for one in ranks)
+    )
+
+
+def live(one: Pooled, model: str) -> list[list[Any]]:
+    """Let an engine use its tier, reset it, use it again and lose nearly all of its memory.
+
+    Returns:
+        The records of its rounds of "few".
+
+    Raises:
+        AssertionError: memory was not what was counted, or more than the blocks need.
+    """
+    begun = one.do("see")
+    first = one.do("round", "few")
+    full = one.do("see")
+    one.do("reset")
+    empty = one.do("see")
+    again = one.do("round", "few")
+    after = one.do("see")
+    one.do("round", "few")
+    one.do("limit", LOWERED)
+    lowered = one.do("see")
+    last = one.do("round", "few")
+    for seen in (begun, full, empty, after, lowered, one.do("see")):
+        assert agrees(seen), seen
+    assert begun["committed"] <= begun["extent"]
+    assert full["committed"] <= 1.05 * full["resident"] + full["extent"], full
+    if model == "llama":
+        assert full["resident"] == len(first) * STORED * block_bytes(model)
+    assert empty["resident"] == 0
+    assert empty["committed"] <= empty["extent"]
+    assert after["resident"] == full["resident"] > 0
+    assert lowered["committed"] <= LOWERED
+    assert lowered["evicted"] > 0
+    return [first, again, last]
+
+
+def is_gone(name: str, one: Pooled) -> None:
+    """Let the last engine of a pool end, well, with nothing of the pool left."""
+    assert one.end() | {"seen": None} == {"seen": None, "changed": [], "left": False}
+    ledger.home(name_of(name)).rmdir()
