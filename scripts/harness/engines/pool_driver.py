@@ -2,8 +2,9 @@
 
     python -m harness.engines.pool_driver JOB.json RESULT.json
 
-A job names the engine's arguments. Each line of standard input is a step; what it saw is in the
-result when standard output says that it is done. The engine shuts down at the end of the input.
+A job names the engine's arguments; one that is measured does not digest its blocks. Each line of
+standard input is a step; what it saw is in the result when standard output says that it is done.
+The engine shuts down at the end of the input.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from __future__ import annotations
 import json
 import os
 import sys
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -28,6 +30,7 @@ from kvpatch import state
 from kvpatch.patches.host_pool import presence
 from kvpatch.patches.host_pool.tier import Pooled
 from kvpatch.pool import ledger
+from kvpatch.telemetry.counters import Totals
 
 PATIENCE = 60.0  # seconds in which whatever can happen has
 
@@ -50,16 +53,26 @@ class Watched:
     """An engine, and what the kernel, the ledger and its workers say of its tier."""
 
     def __init__(self, job: dict[str, Any]) -> None:
-        began = time.monotonic()
+        began, worked = time.monotonic(), time.process_time()
         self.llm = LLM(job["model"], **job["engine"])
-        self.started = time.monotonic() - began
+        self.started = {
+            "seconds": time.monotonic() - began,
+            "cpu_seconds": time.process_time() - worked,
+        }
         self.core = self.llm.llm_engine.engine_core.engine_core
-        pooled = state.find(self.core, Pooled)
-        assert pooled is not None, "the tier is in no pool"
-        self.pooled = pooled
+        self.part = state.find(self.core, Pooled)
         # The model's own tensors are in another process if there are ranks.
         alone = self.core.vllm_config.parallel_config.world_size == 1
-        self.watch = BlockWatch(self.core) if alone else None
+        self.watch = BlockWatch(self.core) if alone and not job.get("measured") else None
+        totals = state.find(self.core, Totals)
+        assert totals is not None
+        self.totals = totals
+
+    @property
+    def pooled(self) -> Pooled:
+        """The engine's part in the pool."""
+        assert self.part is not None, "the tier is in no pool"
+        return self.part
 
     def see(self) -> dict[str, Any]:
         """Everything that counts the tier's memory, of one moment: the keeper works meanwhile."""
@@ -82,7 +95,6 @@ class Watched:
             "records": sum(one.owner.committed for one in engines),
             "limit": limit.current,
             "ranks": self.llm.collective_rpc(rank_view),
-            "started": self.started,
         }
 
     def settled(self) -> bool:
@@ -101,6 +113,8 @@ class Watched:
     def rest(self) -> None:
         """Let every copy end, and the keeper do what it wants."""
         come_to_rest(self.core.scheduler, self.llm.llm_engine.step)
+        if self.part is None:
+            return
         free = self.pooled.extents.per
         self.until(lambda: self.pooled.extents.free <= free and self.settled())
 
@@ -112,12 +126,42 @@ class Watched:
             time.sleep(0.005)
         return time.monotonic() - began
 
+    def serve(self, prompts: list[Any]) -> dict[str, Any]:
+        """Run prompts; return what it took, and where their tokens came from."""
+        tier, keeping = self.totals.hits["tier"], self.keeper_seconds()
+        began, worked = time.perf_counter(), time.process_time()
+        records = run_round(self.llm, prompts, None)
+        took = {
+            "seconds": time.perf_counter() - began,
+            "cpu_seconds": time.process_time() - worked,
+            "keeper_seconds": self.keeper_seconds() - keeping,
+            "tokens": sum(len(prompt["tokens"]) for prompt in prompts),
+            "cached": sum(record["cached"] for record in records),
+            "from_tier": self.totals.hits["tier"] - tier,
+        }
+        self.rest()
+        return took
+
+    def keeper_seconds(self) -> float:
+        """Processor time that the keeper's thread has taken."""
+        for thread in threading.enumerate():
+            if thread.name == "kvpatch-pool-keeper" and thread.native_id is not None:
+                # Of the whole line the name alone may have blanks: utime and stime are 14 and 15.
+                line = Path(f"/proc/self/task/{thread.native_id}/stat").read_text()
+                ticks = line.rpartition(")")[2].split()[11:13]
+                return sum(map(int, ticks)) / os.sysconf("SC_CLK_TCK")
+        return 0.0
+
     def step(self, what: str, value: Any) -> Any:
         """Do one step; return what it saw."""
         if what == "round":
             records = run_round(self.llm, load(value), self.watch)
             self.rest()
             return records
+        if what == "serve":
+            return self.serve(value)
+        if what == "start":
+            return self.started
         if what == "reset":
             assert self.llm.reset_prefix_cache(reset_connector=True)
             extent = self.pooled.extents.place(0)[1]

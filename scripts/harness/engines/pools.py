@@ -30,17 +30,21 @@ class Pooled:
         device: of the engine.
         folder: of its own, made here.
         run: what it is.
+        measured: whether its blocks are not digested.
         engine: more of its arguments.
 
     Raises:
         AssertionError: it did not start; the end of its log.
     """
 
-    def __init__(self, device: Device, folder: Path, run: Run, **engine: Any) -> None:
+    def __init__(
+        self, device: Device, folder: Path, run: Run, measured: bool = False, **engine: Any
+    ) -> None:
         folder.mkdir()
         job = {
             "model": str(model_of(run.model, run.kv_heads, run.vllm)),
             "engine": engine_arguments(run) | engine,
+            "measured": measured,
         }
         (folder / "job.json").write_text(json.dumps(job))
         self._result = folder / "result.json"
