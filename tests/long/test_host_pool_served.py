@@ -20,7 +20,7 @@ from kvpatch.environ import HOST_POOL
 from kvpatch.pool import ledger
 
 MIB = 1 << 20
-SIZE, NAME = 256 * MIB, name_of("served")
+SIZE, EXTENT, NAME = 256 * MIB, 4 * MIB, name_of("served")
 FOLDER = ledger.home(NAME)
 LOAD = prompts(6)
 BLOCKS = len(LOAD) * STORED * block_bytes("llama")
@@ -74,19 +74,19 @@ def test_memory_comes_back_and_a_killed_server_takes_nothing_from_another(
         one, two = serve(stack, "one"), serve(stack, "two")
         expected = answers(one)
         assert answers(two) == expected
-        assert eventually(lambda: resident() == [BLOCKS, BLOCKS])
         one.reset_caches()
-        assert eventually(lambda: resident() == [0, BLOCKS])
-        extent = SIZE // 64
-        assert eventually(lambda: committed() <= 1.05 * BLOCKS + 3 * extent)
+        assert eventually(lambda: resident()[0] == 0)
+        left = resident()[1]  # of the other server; a store without memory in time is skipped
+        assert 0 < left <= BLOCKS
+        assert eventually(lambda: committed() <= 1.05 * left + 3 * EXTENT)
         assert answers(one) == expected
-        assert eventually(lambda: resident() == [BLOCKS, BLOCKS])
+        assert eventually(lambda: min(resident()) > 0)
         os.kill(engine_of(one), signal.SIGKILL)
         one.process.wait(120)  # it notices that its engine is gone, and ends by itself
-        assert eventually(lambda: resident() == [BLOCKS])
-        assert eventually(lambda: committed() <= 1.05 * BLOCKS + 2 * extent)
+        assert eventually(lambda: resident() == [left])
+        assert eventually(lambda: committed() <= 1.05 * left + 2 * EXTENT)
         assert answers(two) == expected
-        assert resident() == [BLOCKS]
+        assert left <= resident()[0] <= BLOCKS
         os.kill(engine_of(two), signal.SIGKILL)
         two.process.wait(120)
         assert eventually(lambda: ledger.show(FOLDER, remove=True) is None)
