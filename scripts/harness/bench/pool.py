@@ -40,7 +40,6 @@ from kvpatch.pool import ledger
 RESULT = ROOT / "docs/results/pool.json"
 MIB, GIB = 1 << 20, 1 << 30
 BLOCK = block_bytes("llama")
-STORED = 20  # blocks of a prompt
 # Sizes of a tier, in GiB. vLLM's own is memory of this machine.
 POOLED, OWN = (1, 4, 16), (1, 2, 4)
 NAME = f"bench{os.getpid()}"
@@ -76,7 +75,8 @@ class Machine:
                 one.kill()
             raise
         for one in self.engines[before:]:
-            one.end()
+            if one.runs:
+                one.end()
 
 
 def drawn(seed: int, count: int, conversations: int, first: int) -> list[Any]:
@@ -223,7 +223,7 @@ def chaos(machine: Machine, options: argparse.Namespace) -> Result:
                 ledger.set_limit(folder, source.choice([24, 48, 96]) * MIB)
                 counts["limits"] += 1
             else:
-                engines[which].do("serve", drawn(source.randrange(1 << 30), 8, 30, first=4000))
+                engines[which].do("burst", drawn(source.randrange(1 << 30), 8, 30, first=4000))
                 counts["rounds"] += 1
             over.append(overrun(folder))
     counts["looks"] = len(over)

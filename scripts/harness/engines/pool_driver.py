@@ -25,7 +25,7 @@ from vllm import LLM
 
 from harness.engines.driver import BlockWatch, run_round, tell
 from harness.engines.inside import come_to_rest, prepare
-from harness.engines.runs import load
+from harness.engines.runs import BLOCK, block_bytes, load
 from kvpatch import state
 from kvpatch.patches.host_pool import presence
 from kvpatch.patches.host_pool.tier import Pooled
@@ -126,9 +126,9 @@ class Watched:
             time.sleep(0.005)
         return time.monotonic() - began
 
-    def serve(self, prompts: list[Any]) -> dict[str, Any]:
-        """Run prompts; return what it took, and where their tokens came from."""
-        tier, keeping = self.totals.hits["tier"], self.keeper_seconds()
+    def serve(self, prompts: list[Any], rest: bool = True) -> dict[str, Any]:
+        """Run prompts; return what it took, and how many of their tokens came from the tier."""
+        loaded, keeping = self.totals.moved_bytes["loaded"], self.keeper_seconds()
         began, worked = time.perf_counter(), time.process_time()
         records = run_round(self.llm, prompts, None)
         took = {
@@ -137,10 +137,11 @@ class Watched:
             "keeper_seconds": self.keeper_seconds() - keeping,
             "tokens": sum(len(prompt["tokens"]) for prompt in prompts),
             "cached": sum(record["cached"] for record in records),
-            "from_tier": self.totals.hits["tier"] - tier,
         }
-        self.rest()
-        return took
+        if rest:
+            self.rest()
+        loaded = self.totals.moved_bytes["loaded"] - loaded
+        return took | {"from_tier": int(loaded / block_bytes("llama") * BLOCK)}
 
     def keeper_seconds(self) -> float:
         """Processor time that the keeper's thread has taken."""
@@ -160,6 +161,8 @@ class Watched:
             return records
         if what == "serve":
             return self.serve(value)
+        if what == "burst":
+            return self.serve(value, rest=False)
         if what == "start":
             return self.started
         if what == "reset":

@@ -96,9 +96,14 @@ class Pooled:
         self._output.close()
         return self.result()
 
+    @property
+    def runs(self) -> bool:
+        """Whether it was neither ended nor killed."""
+        return not self._output.closed
+
     def kill(self) -> None:
         """End it as ``kill -9`` does, unless it has ended; wait for all that it had started."""
-        if self._output.closed:
+        if not self.runs:
             return
         self._process.kill()
         self._process.wait(ENDING)
