@@ -45,6 +45,7 @@ POOLED, OWN = (1, 4, 16), (1, 2, 4)
 NAME = f"bench{os.getpid()}"
 CONVERSATIONS = 28  # of each of two engines that share; both do not fit, one does
 SHARED = 160 * MIB
+NUMBERS = ("starts", "rounds", "cycles", "minutes")  # the options of a run
 Result = dict[str, Any]
 
 
@@ -287,7 +288,7 @@ def main() -> int:
 
 def measure(options: argparse.Namespace) -> int:
     """Run the parts and write what they found, those of an earlier run kept."""
-    words = [f"--{name} {getattr(options, name)}" for name in ("starts", "rounds", "cycles")]
+    words = [f"--{name} {getattr(options, name)}" for name in NUMBERS]
     result = provenance.header(" ".join(["scripts/bench-pool", *words]))
     with tempfile.TemporaryDirectory(prefix="kvpatch-bench-") as name:
         machine = Machine(Path(name))
