@@ -461,8 +461,8 @@ CASES: dict[str, tuple[list[dict[str, Any]], str]] = {
     ),
     "KVP342": (
         [pooled(machine__vllm="0.26.0"), pooled() | V2_OF_33],
-        "KVPATCH_HOST_POOL is set on this release, because the host pool is validated on no "
-        "release of vLLM yet; unset KVPATCH_HOST_POOL, or set KVPATCH=0.",
+        "KVPATCH_HOST_POOL is set on this release, because the host pool is validated on vLLM "
+        f"{in_words(of_host_pool.RELEASES)} only; unset KVPATCH_HOST_POOL, or set KVPATCH=0.",
     ),
     "KVP343": (
         [
