@@ -56,6 +56,7 @@ def test_a_pool_smaller_than_the_load_evicts_and_stays_right(engine: Engine) -> 
 
 
 Start = Callable[..., Pooled]
+TRIES = 60
 
 
 def tokens(records: list[Any]) -> list[Any]:
@@ -208,20 +209,25 @@ def shown_of(one: Pooled) -> dict[str, Any]:
 
 def test_status_and_pool_show_what_an_engine_has(start_in_pool: Start) -> None:
     one = start_in_pool(pool_of(256 * MIB, "shown"))
-    one.do("round", "few")
-    seen = one.do("see")
-    shown = shown_of(one)
-    same = ("committed", "resident", "ceiling", "limit", "engines", "evicted", "broken")
-    assert {name: shown[name] for name in same} == {name: seen[name] for name in same}
-    assert shown["coldest"] > 0
-    pool = said(one, "pool")
-    assert (pool["limit"], pool["committed"]) == (256 * MIB, seen["committed"])
-    (owner,) = pool["engines"]
-    assert (owner["resident"], owner["state"]) == (seen["resident"], "")
+    first = one.do("round", "few")
+    names = ("committed", "resident", "ceiling", "limit", "engines", "evicted", "broken")
+
+    def is_told() -> bool:
+        """Both commands say what the engine says; the page of status is of its last beat."""
+        seen, shown, pool = one.do("see"), shown_of(one), said(one, "pool")
+        (owner,) = pool["engines"]
+        return (
+            all(shown[name] == seen[name] for name in names)
+            and (pool["limit"], pool["committed"]) == (seen["limit"], seen["committed"])
+            and (owner["resident"], owner["state"]) == (seen["resident"], "")
+        )
+
+    assert any(is_told() for _ in range(TRIES))
     said(one, "pool", "8MiB")
     one.do("limit", 8 * MIB)
-    shown = shown_of(one)
-    assert shown["committed"] <= shown["limit"] == 8 * MIB
+    assert any(is_told() for _ in range(TRIES))
+    assert shown_of(one)["limit"] == 8 * MIB
+    assert tokens(one.do("round", "few")) == tokens(first)
     is_gone("shown", one)
 
 
