@@ -30,12 +30,6 @@ from kvpatch.versions import Facts, Installed, Span, in_words
 RULES = rules.of(feature.rules for feature in patches.FEATURES)
 
 
-@pytest.fixture(autouse=True)
-def pools_are_validated_somewhere(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The rules behind that of the release are seen where it does not apply."""
-    monkeypatch.setattr(of_host_pool, "RELEASES", ("0.28.0", "0.32.0"))
-
-
 def words(span: Span) -> str:
     """The validated releases of a span, as a sentence has them."""
     return in_words(validated(span))
