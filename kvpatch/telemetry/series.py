@@ -12,6 +12,7 @@ import time
 from collections.abc import Collection, Sequence
 from typing import Any, NamedTuple
 
+from kvpatch.environ import HOST_POOL
 from kvpatch.telemetry.counters import OUTCOMES
 
 # Added to the connector's own keys in ``SchedulerStats.kv_connector_stats``.
@@ -116,6 +117,7 @@ def at_start(connector: str) -> dict[str, list[list[str]]]:
         "fence_released_pages": [[]],
         "fence_held_pages": [[rule] for rule in RULES],
         "fence_hold_seconds": [[]],
+        **({"host_pool_evicted_blocks": [[]]} if HOST_POOL.read() else {}),
     }
 
 
@@ -130,7 +132,7 @@ def counters(state: dict[str, Any]) -> Values:
         found["offload_operations"] = [
             ([connector, outcome], state["operations"][outcome]) for outcome in OUTCOMES
         ]
-    if state["host_pool"] is not None:
+    if state.get("host_pool") is not None:
         found["host_pool_evicted_blocks"] = [([], state["host_pool"]["evicted"])]
     if state["fence"] is not None:
         fence = state["fence"]
@@ -142,7 +144,7 @@ def counters(state: dict[str, Any]) -> Values:
 def gauges(state: dict[str, Any]) -> Values:
     """Return the gauges of an engine's state."""
     device, fence, tier = state["device"], state["fence"], state["tier"]
-    host_pool = state["host_pool"]
+    host_pool = state.get("host_pool")
     pages = {
         "mapped": device["mapped_pages"],
         "reserved": device["reserved_pages"],
@@ -167,7 +169,8 @@ def gauges(state: dict[str, Any]) -> Values:
     if host_pool is not None:
         names = ("committed", "resident", "ceiling", "pool", "limit")
         found["host_pool_bytes"] = [([name], host_pool[name]) for name in names]
-        found["host_pool_coldest_seconds"] = [([], host_pool["coldest"] or 0)]
+        if host_pool["coldest"] is not None:
+            found["host_pool_coldest_seconds"] = [([], host_pool["coldest"])]
     return found
 
 
