@@ -39,8 +39,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture(autouse=True, scope="session")
 def status_pages(tmp_path_factory: pytest.TempPathFactory) -> None:
-    """Keep what tests publish away from what ``kvpatch status`` shows of this machine."""
+    """Keep what tests publish away from what ``kvpatch status`` shows of this machine.
+
+    And this user's verdicts, which lift refusals, away from the tests.
+    """
     os.environ["KVPATCH_STATUS_DIR"] = str(tmp_path_factory.mktemp("status"))
+    os.environ["XDG_DATA_HOME"] = str(tmp_path_factory.mktemp("data"))
 
 
 @dataclass(frozen=True)

@@ -84,6 +84,7 @@ _CONTENT = {
     "beats": _is(bool),
     "elastic": _or_none(_is(bool)),
     "features": _map_of(_text),
+    "verified": _text,
     "group": _count,
     "namespace": _or_none(_count),
     "off": _text,

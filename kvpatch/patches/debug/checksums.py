@@ -84,7 +84,7 @@ class AuditedWorker(Audited):
                     job_id,
                     self.request_of(job_id),
                 )
-            self.checked["stored"] += 1
+            self.count("stored")
         # A job stores whole chunks: nothing of what was there before can be loaded any more.
         self._stored |= {place.chunk: {} for place in sums}
         for place, one in sums.items():
@@ -97,7 +97,7 @@ class AuditedWorker(Audited):
         for block, place in places(device, tier, self._chunk):
             stored = self._stored.get(place.chunk, {}).get(place)
             if stored is None and (place.chunk in self._promoted or not self._stores):
-                self.checked["unverified"] += 1
+                self.count("unverified")
             else:
                 expected.append((block, place, stored))
 
