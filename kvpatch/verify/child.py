@@ -21,7 +21,11 @@ _VIOLATION = re.compile(r"kvpatch KVPATCH_DEBUG: .*")
 
 
 class Ended(RuntimeError):
-    """The command ended, or does not answer; its message says why."""
+    """The command ended under load, or does not answer; its message says why."""
+
+
+class Unfinished(RuntimeError):
+    """A run cannot go on, for a reason that says nothing about the bytes of the command."""
 
 
 class Child:
@@ -53,7 +57,9 @@ class Child:
                     start_new_session=True,
                 )
             except OSError as error:
-                raise Ended(f"{self._command[0]} cannot be started: {error.strerror}") from error
+                raise Unfinished(
+                    f"{self._command[0]} cannot be started: {error.strerror}"
+                ) from error
         return self
 
     def __exit__(self, *_: object) -> None:

@@ -7,7 +7,7 @@ import subprocess
 import sys
 
 from kvpatch.environ import SWITCH
-from kvpatch.verify.child import Ended
+from kvpatch.verify.child import Unfinished
 
 # In a process of its own, because nothing of kvcached is imported here.
 _MOVE = """
@@ -25,7 +25,7 @@ def move(pool: str, size: int) -> None:
         size: in bytes, of all layers.
 
     Raises:
-        Ended: it could not be set.
+        Unfinished: it could not be set.
     """
     done = subprocess.run(
         [sys.executable, "-c", _MOVE, pool, str(size)],
@@ -36,4 +36,4 @@ def move(pool: str, size: int) -> None:
     )
     if done.returncode:
         last = (done.stderr.strip() or f"no pool {pool}").splitlines()[-1]
-        raise Ended(f"kvcached's limit could not be moved: {last}")
+        raise Unfinished(f"kvcached's limit could not be moved: {last}")

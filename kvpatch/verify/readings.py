@@ -9,7 +9,7 @@ from typing import Any
 
 from kvpatch.patches.debug import journal
 from kvpatch.telemetry import reader
-from kvpatch.verify.child import Ended
+from kvpatch.verify.child import Unfinished
 
 COMBINATION = "combination.json"
 LIFTED = "lifted"
@@ -29,14 +29,14 @@ class Readings:
         """Return the state of the engine, from its status page.
 
         Raises:
-            Ended: there is none, or several: verify drives one engine.
+            Unfinished: there is none, or several: verify drives one engine.
         """
         pages = [seen.page for seen in reader.all_of(False) if seen.page is not None]
         found: list[dict[str, Any]] = [
             page.content["engine"] for page in pages if page.content.get("engine")
         ]
         if len(found) != 1:
-            raise Ended(f"{len(found)} engines publish their state, and one is expected")
+            raise Unfinished(f"{len(found)} engines publish their state, and one is expected")
         return found[0]
 
     def verified(self) -> list[str]:

@@ -12,7 +12,7 @@ from typing import Any
 from kvpatch.environ import DEBUG, STATUS_DIR, SWITCH, VERIFY
 from kvpatch.verify import compare, judge, plain
 from kvpatch.verify.api import Answer, Api
-from kvpatch.verify.child import Child, Ended, free_port
+from kvpatch.verify.child import Child, Ended, Unfinished, free_port
 from kvpatch.verify.drive import Drive, Say, Seen
 from kvpatch.verify.load import Load
 from kvpatch.verify.readings import Readings
@@ -77,6 +77,8 @@ def run(options: Options, say: Say) -> Result:
             _plain(options, load, result, say)
     except Ended as error:
         result.judgement.wrong.append(str(error))
+    except Unfinished as error:
+        result.judgement.missing.append(str(error))
     result.combination = readings.combination().get("combination", {})
     result.lifted = readings.lifted()
     return result
@@ -154,6 +156,9 @@ class _started:  # noqa: N801 - used as a function
                     raise Ended(f"the command did not answer within {self._seconds:.0f} s")
                 time.sleep(WAIT_SECONDS)
             self._api.look()
+        except Ended as error:
+            self._child.__exit__()
+            raise Unfinished(f"not started: {error}") from error
         except BaseException:
             self._child.__exit__()
             raise
