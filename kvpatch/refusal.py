@@ -216,7 +216,7 @@ CODES = {
 
 # The codes of refusals that a verdict of kvpatch verify lifts, and the end of their sentences.
 VERIFIABLE = frozenset(code for code, fault in CODES.items() if fault.verifiable)
-VERIFY_IT = ", or run kvpatch verify -- and this command to test it here"
+VERIFY_IT = ", or test it on this machine with kvpatch verify -- COMMAND"
 
 
 class Refusal(RuntimeError):
