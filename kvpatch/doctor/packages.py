@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from importlib import metadata
 from pathlib import Path
 
-from kvpatch import gate, patches, supported
+from kvpatch import gate, patches, supported, verdicts
 from kvpatch.doctor import machine
 from kvpatch.doctor.finding import Finding, Level
 from kvpatch.environ import ALLOW_VLLM
@@ -45,7 +45,7 @@ def installed_versions() -> dict[str, str]:
 def check_package(name: str, settings: Mapping[str, str], found: list[Finding]) -> Installed | None:
     """Check a package with the gates that need no import; add their findings to ``found``."""
     every = installed(name)
-    refusal = gate.check_installed(name, every, settings)
+    refusal = gate.check_installed(name, every, settings, verdicts.early(settings))
     if refusal is not None:
         found.append(refused(TOPIC, refusal))
         return None
@@ -56,8 +56,12 @@ def check_package(name: str, settings: Mapping[str, str], found: list[Finding]) 
             Finding(
                 TOPIC,
                 Level.WARNING,
-                f"{package.distribution} {package.text} is not validated and starts because "
-                f"{ALLOW_VLLM} names it",
+                f"{package.distribution} {package.text} is not validated and starts "
+                + (
+                    f"because {ALLOW_VLLM} names it"
+                    if gate.allowed_by_name(package, settings)
+                    else "with what kvpatch verify found right on it"
+                ),
                 f"install {name}=={versions[-1]} for one that is validated",
             )
         )

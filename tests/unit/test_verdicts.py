@@ -9,6 +9,8 @@ from types import SimpleNamespace
 import pytest
 
 from kvpatch import rules, verdicts
+from kvpatch.cli import matrix
+from kvpatch.doctor import Level, verified
 from kvpatch.environ import VERDICTS, VERIFIED, VERIFY
 from kvpatch.patches.elastic_memory import lifting
 from kvpatch.refusal import CODES, VERIFIABLE, VERIFY_IT, Basis, Refusal
@@ -276,3 +278,64 @@ def test_a_run_writes_down_what_runs_and_what_was_lifted(process, tmp_path, monk
     assert lifting.lifts(Refusal("a", "b", "c", code="KVP406"))
     assert not lifting.lifts(Refusal("a", "b", "c", code="KVP312"))
     assert (folder / "lifted").read_text() == "KVP107\nKVP310\nKVP406\n"
+
+
+# What doctor and matrix show
+
+
+@pytest.fixture
+def here(tmp_path, monkeypatch):
+    """A machine with what ``RAN`` names; returns the settings that name the verdicts."""
+    monkeypatch.setattr(verified, "_version", lambda name: RAN["versions"][name])
+    monkeypatch.setattr(verdicts, "digests", lambda touched: {"kvpatch": "abc"})
+    return {VERDICTS.name: str(tmp_path), "XDG_DATA_HOME": str(tmp_path / "none")}
+
+
+def test_doctor_shows_a_verdict_that_holds(here, tmp_path):
+    written(tmp_path, content())
+    (finding,) = verified.check(here)
+    assert finding.level is Level.OK
+    assert finding.what == (
+        "vllm serve m was right on 2026-11-22, on cuda NVIDIA H100; it lifts KVP310"
+    )
+
+
+def test_doctor_shows_a_wrong_one(here, tmp_path):
+    written(tmp_path, content("wrong"))
+    (finding,) = verified.check(here)
+    assert finding.level is Level.WARNING
+    assert finding.remedy == "report it, or run kvpatch verify -- vllm serve m"
+
+
+def test_doctor_shows_what_is_stale_and_how_to_renew_it(here, tmp_path, monkeypatch):
+    written(tmp_path, content())
+    monkeypatch.setattr(verdicts, "digests", lambda touched: {"kvpatch": "abd"})
+    (finding,) = verified.check(here)
+    assert finding.level is Level.NOTE
+    assert finding.what.endswith("; it holds no more, because kvpatch has changed")
+    assert finding.remedy == "run kvpatch verify -- vllm serve m"
+    monkeypatch.setattr(verified, "_version", lambda name: "0.1.6")
+    (finding,) = verified.check(here)
+    assert finding.what.endswith("because vllm 0.28.0 is now 0.1.6")
+
+
+def test_doctor_shows_a_file_that_is_no_verdict(here, tmp_path):
+    (tmp_path / "a.json").write_text("{")
+    (finding,) = verified.check(here)
+    assert finding.level is Level.WARNING
+    assert "a.json is not used" in finding.what
+
+
+def test_the_matrix_shows_verdicts_in_a_place_of_their_own(tmp_path, monkeypatch):
+    assert matrix.verified() == ""
+    monkeypatch.setenv(VERDICTS.name, str(tmp_path))
+    written(tmp_path, content())
+    head, line = matrix.verified().strip().splitlines()
+    assert head == "verified here"
+    assert line.split("  ") == [
+        "2026-11-22",
+        "right",
+        "vLLM 0.28.0",
+        "cuda NVIDIA H100",
+        "vllm serve m",
+    ]
