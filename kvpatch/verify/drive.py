@@ -40,6 +40,7 @@ class Seen:
         did: how often the engine did what it must be seen doing.
         pages: the pages in use, at the peak and in the end.
         stored, loaded: bytes, of all workers.
+        blocks_loaded: by all workers.
         page_bytes: of one page, all layers.
     """
 
@@ -52,6 +53,7 @@ class Seen:
     page_bytes: int = 0
     stored: int = 0
     loaded: int = 0
+    blocks_loaded: int = 0
     metrics: str = ""
 
     def count(self, what: str, how_often: int) -> None:
@@ -190,6 +192,7 @@ class Drive:
         engine = self._state()
         self.seen.stored = int(engine["bytes"]["stored"])
         self.seen.loaded = int(engine["bytes"]["loaded"])
+        self.seen.blocks_loaded = self._loaded()
 
     def _turn(self, conversation: int, turn: int) -> Answer:
         name = f"conversation {conversation}, turn {turn}"

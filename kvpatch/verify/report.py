@@ -23,6 +23,7 @@ def measured(seen: Seen) -> dict[str, float]:
     found: dict[str, float] = {
         "bytes stored": seen.stored,
         "bytes loaded": seen.loaded,
+        "blocks loaded": seen.blocks_loaded,
         "pages at the peak": seen.pages.get("peak", 0),
         "pages given back": seen.pages.get("before", 0) - seen.pages.get("after", 0),
         "bytes of a page": seen.page_bytes,
