@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import argparse
 import shlex
+import signal
+import sys
 import tempfile
 import time
 from pathlib import Path
@@ -62,7 +64,8 @@ def run(options: argparse.Namespace) -> int:
     if any(folder.iterdir()):
         print(f"kvpatch verify: {folder} is not empty")
         return 2
-    say(shlex.join(command))
+    say(shlex.join(report.without_secrets(command)))
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # and not without ending the command
     chosen = running.Options(
         command=command,
         environment=cli.operator_environment(),

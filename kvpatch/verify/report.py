@@ -11,6 +11,7 @@ from kvpatch.verify.drive import Seen
 from kvpatch.verify.readings import total
 from kvpatch.verify.run import Result
 
+_SECRETS = ("--api-key", "--api_key", "--hf-token", "--hf_token")
 _MOVED = "vllm:kv_offload_{}_{}_total"
 
 
@@ -61,13 +62,27 @@ _ends = {
 }
 
 
+def without_secrets(command: Sequence[str]) -> list[str]:
+    """Return a command without the values of keys and tokens: verdicts are sent and checked in."""
+    found: list[str] = []
+    secret = False
+    for word in command:
+        option, equals, _ = word.partition("=")
+        if secret and not word.startswith("--"):
+            found.append("***")
+            continue  # --api-key takes several
+        secret = option in _SECRETS and not equals
+        found.append(f"{option}=***" if option in _SECRETS and equals else word)
+    return found
+
+
 def content(result: Result, command: Sequence[str], date: str, plain: bool) -> dict[str, Any]:
     """Return the content of a verdict file."""
     judgement = result.judgement
     return {
         "verdict": judgement.word,
         "date": date,
-        "command": list(command),
+        "command": without_secrets(command),
         "lifted": result.lifted,
         "combination": result.combination,
         "right": judgement.right,

@@ -201,7 +201,8 @@ def process(tmp_path, monkeypatch):
 
 
 def plain() -> SimpleNamespace:
-    return SimpleNamespace(cache_config=SimpleNamespace(), kv_transfer_config=None)
+    parts = {"cache_config": SimpleNamespace(), "scheduler_config": SimpleNamespace()}
+    return SimpleNamespace(kv_transfer_config=None, **parts)
 
 
 def test_without_a_verdict_nothing_is_lifted(process):
@@ -233,13 +234,18 @@ def test_a_part_of_a_model_shares_the_decision(process, tmp_path):
     config = plain()
     process(config=config)
     process.broken.append(Refusal("more", "b", "c", code="KVP309"))
-    part = SimpleNamespace(**vars(config))
+    part = SimpleNamespace(**vars(config) | {"cache_config": SimpleNamespace()})
     assert process(config=part).skipped == {"KVP310"}
 
 
-def test_vllms_own_processes_do_not_decide(process, tmp_path, monkeypatch):
+def test_a_programs_own_process_does_not_inherit_for_another_engine(process, tmp_path, monkeypatch):
+    """A program may start an engine in a process of its own, beside one that is verified."""
     written(tmp_path, content())
-    monkeypatch.setattr(lifting, "started_by_multiprocessing", lambda: True)
+    process()
+    monkeypatch.setattr(verdicts, "started_by_multiprocessing", lambda: True)
+    lifting.record.verified = verdicts.inherited()
+    assert lifting.record.skipped == {"KVP310"}
+    process.broken.append(Refusal("more", "b", "c", code="KVP309"))
     assert process().skipped == frozenset()
 
 
@@ -274,7 +280,8 @@ def test_a_run_writes_down_what_runs_and_what_was_lifted(process, tmp_path, monk
         "connectors": 0,
     }
     assert (folder / "lifted").read_text() == "KVP107\nKVP310\n"
-    monkeypatch.setattr(lifting, "record", record)
+    process("0.27.0", **{VERIFY.name: str(folder)})  # of a part of the model, for example
+    assert (folder / "lifted").read_text() == "KVP107\nKVP310\n"
     assert lifting.lifts(Refusal("a", "b", "c", code="KVP406"))
     assert not lifting.lifts(Refusal("a", "b", "c", code="KVP312"))
     assert (folder / "lifted").read_text() == "KVP107\nKVP310\nKVP406\n"

@@ -13,7 +13,8 @@ from pathlib import Path
 import pytest
 
 from kvpatch import cli, verdicts
-from kvpatch.verify import child, compare, drive, judge, limit, plain
+from kvpatch.verify import child, compare, drive, judge, limit, plain, report
+from kvpatch.verify import run as running
 from kvpatch.verify.api import Answer
 
 FAKE = Path(__file__).with_name("fake_server.py")
@@ -176,3 +177,12 @@ def test_an_audit_that_does_not_report_is_missed():
     assert judge.judge_bytes([audit, audit], 2, 1).missing == []
     assert "1 audits of copies reported" in judge.judge_bytes([audit], 2, 1).missing[0]
     assert judge.judge_bytes([], 1, 0).missing == []
+
+
+def test_a_verdict_has_no_secrets():
+    command = "vllm serve m --api-key a b --tp 2 --hf-token=c --x"
+    kept = "vllm serve m --api-key *** *** --tp 2 --hf-token=*** --x"
+    assert report.without_secrets(command.split()) == kept.split()
+    assert running.api_key(command.split(), {}) == "a"
+    assert running.api_key(["--api-key=z"], {}) == "z"
+    assert running.api_key(["vllm"], {"VLLM_API_KEY": "k"}) == "k"

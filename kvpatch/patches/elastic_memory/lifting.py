@@ -1,7 +1,7 @@
 """Verdicts of ``kvpatch verify``: which refusals they lift for a configuration.
 
-The process that the operator started decides, before there is an engine; vLLM's other processes
-inherit the decision. In a run of ``kvpatch verify`` it writes down what runs.
+The process that makes the configuration decides, before there is an engine; those that vLLM starts
+for it inherit the decision. In a run of ``kvpatch verify`` it writes down what runs.
 """
 
 from __future__ import annotations
@@ -15,7 +15,6 @@ from typing import Any
 from kvpatch import gate, rules, state, verdicts
 from kvpatch.environ import VERIFY
 from kvpatch.logs import log
-from kvpatch.process import started_by_multiprocessing
 from kvpatch.refusal import VERIFIABLE, Refusal
 from kvpatch.status import record
 from kvpatch.upstream import combination, connectors
@@ -29,13 +28,13 @@ def decide(config: Any, facts: Facts) -> None:
     Raises:
         Refusal: this vLLM or kvcached is not validated, and no verdict holds.
     """
-    if started_by_multiprocessing():
-        return
-    # vLLM derives configurations of parts of a model, which share what they cache in.
-    decided = state.find(config.cache_config, Decided)
+    # vLLM derives configurations of parts of a model, also in its workers, which share these.
+    shared = (config.cache_config, config.scheduler_config)
+    decided = next(filter(None, (state.find(one, Decided) for one in shared)), None)
     if decided is None:
         decided = Decided(_verdict(config, facts))
-        state.attach(config.cache_config, decided)
+    for one in shared:
+        state.attach(one, decided)
     record.verified = decided.verified
     verdicts.pass_on(decided.verified)
     for refusal in _of_releases(facts):
@@ -44,7 +43,7 @@ def decide(config: Any, facts: Facts) -> None:
 
 
 class Decided:
-    """What was decided for a configuration, kept on its ``CacheConfig``."""
+    """What was decided for a configuration, kept on parts of it."""
 
     def __init__(self, verified: Verified | None) -> None:
         self.verified = verified
@@ -82,7 +81,9 @@ def _of_releases(facts: Facts) -> Iterable[Refusal]:
 
 
 def _write(folder: Path, config: Any, ours: dict[str, Any], needed: list[str]) -> None:
-    """Write down what runs, for ``kvpatch verify``."""
+    """Write down what runs, for ``kvpatch verify``; the first configuration is the command's."""
+    if (folder / "combination.json").exists():
+        return
     size = combination.workers(config)
     leaves = connectors.leaves(config.kv_transfer_config)
     more = {"workers": size, "connectors": len(leaves)}
