@@ -43,8 +43,7 @@ class Child:
         self._process: subprocess.Popen[bytes] | None = None
 
     def __enter__(self) -> Child:
-        # Its orphaned grandchildren become children of this process, which reaps them.
-        ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1)
+        adopt_orphans()
         with self.log_path.open("wb") as log:
             try:
                 # In a session of its own, in which all of its processes can be found.
@@ -100,26 +99,48 @@ class Child:
 
     def reason(self) -> str:
         """Return the line of its log that best explains why it ended."""
-        lines = [line for line in self.log.splitlines() if line.strip()]
-        for pattern in (r"kvpatch refuses to start vLLM: .+", r"\b[\w.]*(?:Error|Exception)\b: .+"):
-            for line in reversed(lines):
-                if found := re.search(pattern, line):
-                    return found[0]
-        return lines[-1] if lines else "it printed nothing"
+        return reason([line for line in self.log.splitlines() if line.strip()])
 
     def processes(self) -> list[psutil.Process]:
         """Return the processes of its session that run; those that have ended are reaped."""
         assert self._process is not None
         self._process.poll()
-        found = []
-        for process in psutil.process_iter():
-            with suppress(psutil.Error, OSError):  # it may end meanwhile
-                if os.getsid(process.pid) != self._process.pid:
-                    continue
-                ours = process.pid != self._process.pid and process.ppid() == os.getpid()
-                if not (ours and os.waitpid(process.pid, os.WNOHANG)[0] == process.pid):
-                    found.append(process)
-        return found
+        return session(self._process.pid)
+
+
+def adopt_orphans() -> None:
+    """Make orphaned grandchildren children of this process, which reaps them.
+
+    A container without an init would not.
+    """
+    ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1)
+
+
+def session(leader: int) -> list[psutil.Process]:
+    """Return the processes of a session; those of this process that have ended are reaped.
+
+    One that has ended stays until its last thread is gone, and its memory with it.
+    """
+    found = []
+    for process in psutil.process_iter():
+        with suppress(psutil.Error, OSError):  # it may end meanwhile
+            if os.getsid(process.pid) != leader:
+                continue
+            ours = process.pid != leader and process.ppid() == os.getpid()
+            if not (ours and os.waitpid(process.pid, os.WNOHANG)[0] == process.pid):
+                found.append(process)
+    return found
+
+
+def reason(lines: Sequence[str]) -> str:
+    """Return the line of a log that best explains why a server ended."""
+    for line in reversed(lines):
+        if "kvpatch refuses to start vLLM" in line:
+            return line[line.index("kvpatch refuses") :]
+    for line in reversed(lines):
+        if found := re.search(r"\b(?:\w+\.)*\w*(?:Error|Exception|Killed)\b: .+", line):
+            return found[0]
+    return lines[-1] if lines else "it printed nothing"
 
 
 def free_port() -> int:
