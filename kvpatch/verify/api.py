@@ -12,7 +12,7 @@ from typing import Any
 
 from kvpatch.verify.child import Ended
 
-SECONDS = 300.0  # that a server may take to send the next piece of an answer
+SECONDS = 900.0  # that a server may take to send the next piece of an answer
 TOP = 5  # most likely tokens that come with each token
 
 

@@ -69,12 +69,16 @@ class Drive:
         child: the command.
         readings: of its processes.
         load: the prompts.
+        block: tokens of a block.
         say: prints progress.
     """
 
-    def __init__(self, api: Api, child: Child, readings: Readings, load: Load, say: Say) -> None:
+    def __init__(
+        self, api: Api, child: Child, readings: Readings, load: Load, block: int, say: Say
+    ) -> None:
         self._api, self._child, self._readings = api, child, readings
-        self._load, self._say = load, say
+        self._load, self._block, self._say = load, block, say
+        self._page_tokens = 1
         self.seen = Seen()
 
     def run(self) -> Seen:
@@ -87,11 +91,11 @@ class Drive:
         self.seen.page_bytes = engine["device"]["page_bytes"]
         total_pages = engine["device"]["total_pages"]
         offloads = bool(engine["connector"])
-        one = self._compute()
-        self._move_limit(one + 2)
+        pages = self._compute()
+        self._move_limit(pages)
         self._restore(offloads)
         self._abort()
-        self._press(one)
+        self._press(pages)
         self._move_limit(total_pages)
         self._restore(offloads, turn=3)
         self._give_back(offloads)
@@ -99,28 +103,40 @@ class Drive:
         return self.seen
 
     def _compute(self) -> int:
-        """Hold first turns until they fill several pages; return the pages of one."""
+        """Hold as many first turns as evict each other; return the pages for too few of them."""
         before = mapped(self._state())
-        one = 0
-        while self.seen.conversations < MOST:
-            self.seen.conversations += 1
-            answer = self._turn(self.seen.conversations, 1)
-            self.seen.computed.append(answer.first)
-            pages = mapped(self._state())
-            one = one or max(1, pages - before)
-            if self.seen.conversations >= FEWEST and pages >= before + one + 4:
-                break
+        self._first_turn()
+        pages = self._pages_for(self._load.opening * 3 // 2, before)
+        room = (pages - 1) * self._page_tokens // self._load.opening  # conversations
+        while self.seen.conversations < min(MOST, max(FEWEST, room + 3)):
+            self._first_turn()
         self._peak()
         self._say(
-            f"computed {self.seen.conversations} conversations of {answer.prompt_tokens} tokens, "
-            f"{self.seen.pages['peak']} pages in use"
+            f"computed {self.seen.conversations} conversations of "
+            f"{self.seen.answers[-1].prompt_tokens} tokens, {self.seen.pages['peak']} pages in use"
         )
-        return one
+        return pages
+
+    def _first_turn(self) -> None:
+        self.seen.conversations += 1
+        self.seen.computed.append(self._turn(self.seen.conversations, 1).first)
+
+    def _pages_for(self, tokens: int, before: int) -> int:
+        """Return pages in which one request of so many tokens runs, beside that of block 0."""
+        state = self._state()
+        stored, size = self._stored(), state["bytes"]["stored"]
+        if stored and size:  # both of all workers
+            blocks = state["device"]["page_bytes"] * stored // size
+            self._page_tokens = max(1, blocks * self._block)
+        else:
+            used = max(1, mapped(state) - before)
+            self._page_tokens = max(1, self._load.opening // used)
+        return -(-tokens // self._page_tokens) + 2
 
     def _move_limit(self, pages: int) -> None:
         limit.move(self._state()["pool"], pages * self.seen.page_bytes)
         self.seen.count("limit moved", 1)
-        self._say(f"kvcached's limit moved to {pages} pages")
+        self._say(f"kvcached's limit moved to {pages} pages of {self._page_tokens} tokens")
 
     def _restore(self, offloads: bool, turn: int = 2) -> None:
         """Let the conversations return, whose blocks were evicted, until some were restored."""
@@ -149,29 +165,29 @@ class Drive:
         self._say(f"aborted {len(prompts)} requests")
         self.seen.count("stored under pressure", int(self._stored() > before))
 
-    def _press(self, one: int) -> None:
+    def _press(self, pages: int) -> None:
         """Run requests together that outgrow the limit, until some were preempted."""
-        state = self._state()
-        pages = state["device"]["total_pages"]
-        room = max(1, pages - 1) * self._load.opening // one  # tokens, about
+        room = (pages - 1) * self._page_tokens
+        longest = self._api.longest - 64
+        count = min(MOST, max(TOGETHER, -(-16 * room // (9 * longest))))
         for attempt in range(ROUNDS):
-            before = total(self._api.metrics(), PREEMPTIONS), self._stored()
-            share = room // TOGETHER
-            prompt = min(share, self._api.longest // 2)
-            answer = min(share * (1 + attempt), self._api.longest - prompt - 64)
-            count = max(TOGETHER, 2 * room // max(1, prompt + answer))
-            prompts = [
-                self._load.of(f"pressing {attempt}.{number}", round(0.8 * prompt))
-                for number in range(min(count, 64))
+            preempted, stored = self._preempted(), self._stored()
+            prompt = min(6 * room // (10 * count), longest * 4 // 10)
+            answer = max(1, min((10 + 7 * attempt) * room // (10 * count), longest - prompt))
+            texts = [
+                self._load.of(f"pressing {attempt}.{number}", prompt) for number in range(count)
             ]
-            self._together(partial(self._api.complete, "pressing", tokens=answer), prompts)
+            ask = partial(self._api.complete, "pressing", tokens=answer)
+            self._together(ask, texts)
             self._peak()
-            preempted = int(total(self._api.metrics(), PREEMPTIONS) - before[0])
-            self.seen.count("preempted", preempted)
-            self.seen.count("stored under pressure", int(self._stored() > before[1]))
-            if preempted:
+            self.seen.count("preempted", self._preempted() - preempted)
+            self.seen.count("stored under pressure", int(self._stored() > stored))
+            if self.seen.did["preempted"]:
                 break
-        self._say(f"preempted {self.seen.did['preempted']} requests")
+        self._say(f"preempted {self.seen.did['preempted']} requests of {count} together")
+
+    def _preempted(self) -> int:
+        return int(total(self._api.metrics(), PREEMPTIONS))
 
     def _give_back(self, offloads: bool) -> None:
         """Empty the caches of the idle engine, and count the pages that it keeps."""
@@ -201,7 +217,7 @@ class Drive:
         return answer
 
     def _together(self, call: Callable[[Any], object], prompts: Iterable[Any]) -> None:
-        with ThreadPoolExecutor(TOGETHER) as pool:
+        with ThreadPoolExecutor(MOST) as pool:
             list(pool.map(call, prompts))
 
     def _state(self) -> dict[str, Any]:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -85,7 +86,6 @@ def run(options: Options, say: Say) -> Result:
 
 
 def _ours(options: Options, readings: Readings, result: Result, say: Say) -> Load:
-    os.environ[STATUS_DIR.name] = str(options.folder)  # for the readings, as for the command
     ours = {
         SWITCH.name: "1",
         DEBUG.name: "1",
@@ -93,12 +93,16 @@ def _ours(options: Options, readings: Readings, result: Result, say: Say) -> Loa
         STATUS_DIR.name: str(options.folder),
     }
     log = options.folder / "kvpatch.log"
-    with _started(options, options.command, options.environment | ours, log, say) as (child, api):
+    environment = options.environment | ours
+    with (
+        _status_in(options.folder),
+        _started(options, options.command, environment, log, say) as (child, api),
+    ):
         engine = readings.engine()
         ran = readings.combination()
-        block = ran["combination"]["flags"]["cache_config.block_size"]
-        load = _sized(api, int(block or 16))
-        drive = Drive(api, child, readings, load, say)
+        block = int(ran["combination"]["flags"]["cache_config.block_size"] or 16)
+        load = _sized(api, block)
+        drive = Drive(api, child, readings, load, block, say)
         result.seen = drive.seen
         try:
             drive.run()
@@ -114,6 +118,19 @@ def _ours(options: Options, readings: Readings, result: Result, say: Say) -> Loa
             ]
         )
     return load
+
+
+@contextmanager
+def _status_in(folder: Path) -> Iterator[None]:
+    """Let this process read the status pages that the command's processes write."""
+    earlier = os.environ.get(STATUS_DIR.name)
+    os.environ[STATUS_DIR.name] = str(folder)
+    try:
+        yield
+    finally:
+        os.environ.pop(STATUS_DIR.name)
+        if earlier is not None:
+            os.environ[STATUS_DIR.name] = earlier
 
 
 def _plain(options: Options, load: Load, result: Result, say: Say) -> None:

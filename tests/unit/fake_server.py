@@ -19,6 +19,7 @@ from typing import Any
 
 WORDS = 32  # of a block
 BLOCKS = 8  # of a page
+SIZE = 100  # bytes of one
 PAGES = 1000  # at most
 FOLDER = Path(os.environ.get("KVPATCH_VERIFY") or ".")
 OURS = os.environ.get("KVPATCH") == "1"
@@ -40,7 +41,7 @@ class Cache:
     def limit(self) -> int:
         """The pages that may be used."""
         path = FOLDER / "limit"
-        return int(path.read_text()) if path.exists() else PAGES
+        return int(path.read_text()) // (BLOCKS * SIZE) if path.exists() else PAGES
 
     @property
     def pages(self) -> int:
@@ -111,12 +112,15 @@ def publish() -> Any:
                     "pool": "pool",
                     "connector": "OffloadingConnector",
                     "device": {
-                        "page_bytes": 1,
+                        "page_bytes": BLOCKS * SIZE,
                         "mapped_pages": CACHE.pages,
                         "reserved_pages": 0,
                         "total_pages": CACHE.limit,
                     },
-                    "bytes": {"stored": CACHE.counts["stored"], "loaded": CACHE.counts["loaded"]},
+                    "bytes": {
+                        "stored": CACHE.counts["stored"] * workers * SIZE,
+                        "loaded": CACHE.counts["loaded"] * workers * SIZE,
+                    },
                 },
             }
         )
