@@ -7,7 +7,6 @@ missing validation, and only those that were lifted in its own run.
 
 from __future__ import annotations
 
-import hashlib
 import importlib.util
 import json
 import os
@@ -120,6 +119,8 @@ def read(path: Path) -> Verdict:
 
 def write(folder: Path, content: Mapping[str, Any]) -> Path:
     """Write a verdict over an earlier one of its combination; return its path."""
+    import hashlib  # takes milliseconds, of every start
+
     combination = content["combination"]
     text = json.dumps(combination, sort_keys=True)
     digest = hashlib.sha256(text.encode()).hexdigest()[:12]
@@ -201,6 +202,8 @@ def digests(touched: Iterable[str]) -> dict[str, str]:
 
     Nothing is imported for it. A module that is not there has an empty one.
     """
+    import hashlib
+
     ours = hashlib.sha256()
     for path in sorted(PACKAGE.rglob("*.py")):
         if not set(path.relative_to(PACKAGE).parts) & set(_BESIDE):

@@ -135,6 +135,11 @@ def workers(config: Any) -> int:
     return int(parallel.world_size * parallel.data_parallel_size)
 
 
+def copiers(config: Any) -> int:
+    """Return how many connectors copy blocks in each worker."""
+    return len(connectors.leaves(config.kv_transfer_config))
+
+
 def _of(config: Any, path: str) -> Any:
     found = config
     for name in path.split("."):

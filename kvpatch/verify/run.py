@@ -137,8 +137,11 @@ def _plain(options: Options, load: Load, result: Result, say: Say) -> None:
     command = plain.command_of(options.command)
     environment = plain.environment_of(options.environment)
     log = options.folder / "plain.log"
-    with _started(options, command, environment, log, say) as (_, api):
-        cached, computed = plain.answers(api, load, result.seen.conversations, say)
+    with _started(options, command, environment, log, say) as (child, api):
+        try:
+            cached, computed = plain.answers(api, load, result.seen.conversations, say)
+        except Ended as error:
+            raise Unfinished(f"plain vLLM: {error}; {child.reason()}") from error
     ours = compare.differences(cached, result.seen.answers)
     itself = compare.differences(cached, computed)
     result.judgement = judge.together([result.judgement, judge.judge_answers(ours, itself)])

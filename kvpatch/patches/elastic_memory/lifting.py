@@ -17,7 +17,6 @@ from kvpatch.environ import VERIFY
 from kvpatch.logs import log
 from kvpatch.refusal import VERIFIABLE, Refusal
 from kvpatch.status import record
-from kvpatch.upstream import combination, connectors
 from kvpatch.verdicts import Verified
 from kvpatch.versions import Facts
 
@@ -53,10 +52,13 @@ def _verdict(config: Any, facts: Facts) -> Verified | None:
     folder = VERIFY.read(facts.environment)
     if not folder and not any(verdicts.files(facts.environment)):
         return None
+    from kvpatch.upstream import combination  # few starts need it
+
     needed = [refusal.code for refusal in _refusals(config, facts)]
     ours = combination.of(config, facts, record.touched)
     if folder:
-        _write(Path(folder), config, ours, needed)
+        more = {"workers": combination.workers(config), "connectors": combination.copiers(config)}
+        _write(Path(folder), {"combination": ours, **more}, needed)
         return Verified("", VERIFIABLE)
     found = verdicts.covering(ours, needed, verdicts.every(facts.environment))
     if found is None:
@@ -80,15 +82,12 @@ def _of_releases(facts: Facts) -> Iterable[Refusal]:
             yield refusal
 
 
-def _write(folder: Path, config: Any, ours: dict[str, Any], needed: list[str]) -> None:
+def _write(folder: Path, ran: dict[str, Any], needed: list[str]) -> None:
     """Write down what runs, for ``kvpatch verify``; the first configuration is the command's."""
     if (folder / "combination.json").exists():
         return
-    size = combination.workers(config)
-    leaves = connectors.leaves(config.kv_transfer_config)
-    more = {"workers": size, "connectors": len(leaves)}
     partial = folder / "combination.part"
-    partial.write_text(json.dumps({"combination": ours, **more}))
+    partial.write_text(json.dumps(ran))
     partial.replace(folder / "combination.json")
     note(needed)
 
