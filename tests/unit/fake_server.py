@@ -163,12 +163,13 @@ class Handler(BaseHTTPRequestHandler):
             UPDATE()
             self.answer(b'{"success": true}')
             return
-        if FAULT == "bytes" and CACHE.counts["loaded"]:
-            print(
-                "kvpatch KVPATCH_DEBUG: a load brought other bytes than were stored: block 7 of "
-                "page 1, job 3, request r",
-                flush=True,
-            )
+        violations = {
+            "bytes": "a load brought other bytes than were stored",
+            "unmapping": "a page is unmapped under a transfer",
+        }
+        if FAULT in violations and CACHE.counts["loaded"]:
+            what = f"{violations[FAULT]}: block 7 of page 1, job 3, request r"
+            print(f"kvpatch KVPATCH_DEBUG: {what}", flush=True)
             os._exit(1)
         if FAULT == "an error" and CACHE.counts["loaded"]:
             print("ValueError: an engine has failed", flush=True)

@@ -63,6 +63,7 @@ def test_a_right_command_gets_a_verdict(verify):
     ("fault", "said"),
     [
         ("bytes", "a load brought other bytes than were stored: block 7 of page 1, job 3"),
+        ("unmapping", "a page is unmapped under a transfer: block 7 of page 1, job 3"),
         ("memory", "memory was not given back"),
         ("tokens", "an answer is not plain vLLM's: conversation"),
         ("log-probabilities", "log-probabilities are 0.5 apart"),
