@@ -72,6 +72,9 @@ def judge_bytes(audits: Sequence[dict[str, int]], workers: int, connectors: int)
     stored = sum(audit["stored"] for audit in audits)
     unverified = sum(audit["unverified"] for audit in audits)
     line = f"bytes: {loaded} restored blocks are what was computed, of {stored} stored"
+    named = sum(audit["named"] for audit in audits)
+    if named:
+        line += f"; {named} also under their block hashes"
     if unverified:
         line += f"; {unverified} that another worker stored were not compared"
     found.right.append(line)

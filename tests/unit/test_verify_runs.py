@@ -174,7 +174,7 @@ def test_what_follows_a_token_that_differs_is_not_compared():
 
 
 def test_an_audit_that_does_not_report_is_missed():
-    audit = {"stored": 1, "loaded": 1, "unverified": 0}
+    audit = {"stored": 1, "loaded": 1, "unverified": 0, "named": 1}
     assert judge.judge_bytes([audit, audit], 2, 1).missing == []
     assert "1 audits of copies reported" in judge.judge_bytes([audit], 2, 1).missing[0]
     assert judge.judge_bytes([], 1, 0).missing == []

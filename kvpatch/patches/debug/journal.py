@@ -1,6 +1,6 @@
 """What a worker has checked so far, for ``kvpatch verify`` to read while it runs and afterwards.
 
-A file of three counters, mapped into the worker: a count is complete in it even if the worker is
+A file of counters, mapped into the worker: a count is complete in it even if the worker is
 killed. Imported only where ``KVPATCH_VERIFY`` names the folder.
 """
 
@@ -12,7 +12,7 @@ import struct
 from collections.abc import Mapping
 from pathlib import Path
 
-NAMES = ("stored", "loaded", "unverified")
+NAMES = ("stored", "loaded", "unverified", "named")
 PREFIX = "audit-"
 _COUNTS = struct.Struct(f"={len(NAMES)}q")
 
@@ -33,7 +33,7 @@ class Journal:
 
     def write(self, checked: Mapping[str, int]) -> None:
         """Note what was checked."""
-        _COUNTS.pack_into(self._map, 0, *(checked[name] for name in NAMES))
+        _COUNTS.pack_into(self._map, 0, *(checked.get(name, 0) for name in NAMES))
 
 
 def read(folder: Path) -> list[dict[str, int]]:
