@@ -94,10 +94,10 @@ def of(config: Any, facts: Facts, touched: Iterable[str]) -> dict[str, Any]:
 
 def device(facts: Facts) -> str:
     """Return the device of the KV cache; empty if vLLM does not know its name."""
+    if facts.device == "cpu" and facts.environment.get(HOST_DEVICE.name):
+        return "the host device"
     from vllm.platforms import current_platform
 
-    if facts.environment.get(HOST_DEVICE.name):
-        return "the host device"
     try:
         return f"{facts.device} {current_platform.get_device_name()}"
     except Exception:  # of a library of the device's maker
