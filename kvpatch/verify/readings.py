@@ -39,15 +39,6 @@ class Readings:
             raise Unfinished(f"{len(found)} engines publish their state, and one is expected")
         return found[0]
 
-    def verified(self) -> list[str]:
-        """Return the roles of the processes whose KV cache is on elastic memory."""
-        return [
-            role
-            for seen in reader.all_of(False)
-            if seen.page is not None and seen.page.content.get("elastic")
-            for role in seen.page.content.get("roles", ())
-        ]
-
     def audits(self) -> list[dict[str, int]]:
         """Return the blocks that each worker has checked, by what was done with them."""
         return journal.read(self._folder)
