@@ -93,6 +93,8 @@ def block(seen: Seen) -> str:
     )
     features = content.get("features", {})
     lines = [("features", ", ".join(f"{name} {how}" for name, how in features.items()))]
+    if content.get("verified"):
+        lines.append(("verified", f"here on {content['verified']}"))
     engine = content.get("engine", {})
     lines += engine_lines(engine)
     off = content.get("off") or engine.get("off")

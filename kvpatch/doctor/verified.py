@@ -5,9 +5,11 @@ from __future__ import annotations
 import shlex
 from collections.abc import Mapping
 from importlib import metadata
+from pathlib import Path
 
 from kvpatch import verdicts
 from kvpatch.doctor.finding import Finding, Level
+from kvpatch.environ import VERDICTS
 from kvpatch.verdicts import Verdict
 from kvpatch.version import VERSION
 from kvpatch.versions import installed
@@ -18,6 +20,10 @@ TOPIC = "verdicts"
 def check(settings: Mapping[str, str]) -> list[Finding]:
     """Check every verdict against what is installed; its device and flags, an engine does."""
     found = []
+    named = VERDICTS.read(settings)
+    if named and not Path(named).is_dir():
+        what = f"{VERDICTS} names {named}, which is no folder"
+        found.append(Finding(TOPIC, Level.WARNING, what, f"name another one, or unset {VERDICTS}"))
     for path in verdicts.files(settings):
         try:
             found.append(check_verdict(verdicts.read(path)))

@@ -9,12 +9,14 @@ from types import SimpleNamespace
 import pytest
 
 from kvpatch import rules, verdicts
-from kvpatch.cli import matrix
+from kvpatch.cli import matrix, status
 from kvpatch.doctor import Level, verified
 from kvpatch.environ import VERDICTS, VERIFIED, VERIFY
 from kvpatch.patches.elastic_memory import lifting
 from kvpatch.refusal import CODES, VERIFIABLE, VERIFY_IT, Basis, Refusal
 from kvpatch.status import Record
+from kvpatch.telemetry import status_page
+from kvpatch.telemetry.reader import Seen, State
 from kvpatch.upstream import combination
 from kvpatch.verdicts import Verified
 from kvpatch.versions import Facts, Installed
@@ -331,6 +333,17 @@ def test_doctor_shows_a_file_that_is_no_verdict(here, tmp_path):
     (finding,) = verified.check(here)
     assert finding.level is Level.WARNING
     assert "a.json is not used" in finding.what
+
+
+def test_doctor_shows_a_folder_that_is_not_there(here, tmp_path):
+    (finding,) = verified.check({**here, VERDICTS.name: str(tmp_path / "gone")})
+    assert finding.level is Level.WARNING
+    assert "which is no folder" in finding.what
+
+
+def test_status_shows_when_an_engine_was_verified(monkeypatch):
+    page = status_page.Page(7, "0.1.0", {"verified": "2026-11-22"})
+    assert "  verified  here on 2026-11-22" in status.block(Seen(7, State.RUNS, "", page))
 
 
 def test_the_matrix_shows_verdicts_in_a_place_of_their_own(tmp_path, monkeypatch):
