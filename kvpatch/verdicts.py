@@ -105,7 +105,7 @@ def read(path: Path) -> Verdict:
             path,
             content["verdict"],
             content["date"],
-            frozenset(content["lifted"]),
+            frozenset(content["lifted"]) & VERIFIABLE,  # whoever wrote the file
             content["combination"],
             tuple(content["command"]),
         )

@@ -84,6 +84,11 @@ def test_it_lifts_only_what_was_lifted_in_its_run(tmp_path):
     assert verdicts.covering(RAN, ["KVP310", "KVP309"], known) is None
 
 
+def test_what_is_incompatible_is_not_lifted_by_any_file(tmp_path):
+    (known,) = written(tmp_path, content(lifted=["KVP310", "KVP304", "KVP302"]))
+    assert known.lifted == {"KVP310"}
+
+
 def test_a_wrong_one_lifts_nothing_and_the_newest_counts(tmp_path):
     (wrong,) = written(tmp_path / "a", content("wrong"))
     (earlier,) = written(tmp_path / "b", content(date="2026-11-21"))
