@@ -19,7 +19,7 @@ from kvpatch.verify.load import Load
 from kvpatch.verify.readings import Readings
 
 OPENING = 1200  # tokens of a first turn, where the model takes as many
-WARM_UP = 1500  # letters
+WARM_UP = 400  # letters
 BLOCKS = 4  # at least, in a first turn
 WAIT_SECONDS = 0.5
 
@@ -191,7 +191,10 @@ class _started:  # noqa: N801 - used as a function
 
 def _sized(api: Api, block: int) -> Load:
     """Return prompts of a size that the model takes, for its tokenizer."""
-    warm: Answer = api.complete("warm-up", Load(1.0, 0, 0).of("warm-up", WARM_UP), 2)
+    try:
+        warm: Answer = api.complete("warm-up", Load(1.0, 0, 0).of("warm-up", WARM_UP), 2)
+    except Ended as error:
+        raise Unfinished(f"no prompt was answered: {error}") from error
     letters = WARM_UP / max(1, warm.prompt_tokens)
     opening = min(max(OPENING, BLOCKS * block), int(api.longest * 0.6))
     return Load(letters, opening, max(32, min(opening // 8, 4 * block)))
