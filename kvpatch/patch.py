@@ -81,8 +81,7 @@ class Gap(NamedTuple):
         return Span(self.since, self.before)
 
 
-@dataclass(frozen=True)
-class Seam:
+class Seam(NamedTuple):
     """Patches that do the same work in different releases of vLLM.
 
     In every release of its feature exactly one part applies; a release covered by no part,

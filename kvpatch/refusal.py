@@ -207,6 +207,7 @@ CODES = {
     "KVP415": _not_validated("layers that share their KV cache on Model Runner V1"),
     "KVP416": _setup("a file or folder of the engine belongs to, or is open to, another user"),
     "KVP417": _setup("a file of the engine cannot be made in /dev/shm"),
+    "KVP418": _not_validated("a KV cache dtype that the layers of the model have by themselves"),
     "KVP501": _setup("no GPU, and kvcached is built for one"),
     "KVP502": _setup("the host device has no size"),
     "KVP503": _setup("the host device has another size in running processes"),

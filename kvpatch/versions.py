@@ -76,8 +76,7 @@ class Span:
         return f">={self.since}" + (f",<{self.before}" if self.before else "")
 
 
-@dataclass(frozen=True)
-class Facts:
+class Facts(NamedTuple):
     """The input of gates and rules: the facts of this process, or of a cell of the matrix.
 
     Attributes:

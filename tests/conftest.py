@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-pytest_plugins = ("harness.engines.fixtures",)
+pytest_plugins = ("harness.engines.fixtures", "harness.engines.refused")
 
 # Tests say for themselves what is on; what the caller's shell has set must not.
 os.environ["KVPATCH"] = "0"

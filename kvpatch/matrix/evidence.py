@@ -89,14 +89,14 @@ def runs(data: Path = signatures.DATA) -> dict[Cell, list[Run]]:
     return found
 
 
-def stale(data: Path = signatures.DATA) -> Iterator[tuple[Cell, list[str]]]:
-    """Yield the cells whose engine run was on other code than the current, with the changes."""
+def stale(data: Path = signatures.DATA) -> Iterator[tuple[str, Cell, list[str]]]:
+    """Yield the engine runs on other code than the current: level, cell and the changes."""
     for cell, every in runs(data).items():
         for run in every:
             if run.level != "bytes":
                 changed = run.code.changed() if run.code else ["the code was not recorded"]
                 if changed:
-                    yield cell, changed
+                    yield run.level, cell, changed
 
 
 def digests_of(ids: Iterable[str]) -> dict[str, str]:

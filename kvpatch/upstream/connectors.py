@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 OFFLOADING = "OffloadingConnector"
 SIMPLE = "SimpleCPUOffloadConnector"
 MULTI = "MultiConnector"
 
 
-@dataclass(frozen=True)
-class Leaf:
+class Leaf(NamedTuple):
     """A configured connector, by itself or inside a MultiConnector.
 
     Attributes:

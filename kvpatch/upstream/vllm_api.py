@@ -7,11 +7,10 @@ blocks.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 from functools import cache
 from importlib import import_module
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 
 _HOMES = ("base", "spec", "worker.worker", "cpu.common", "mediums", "cpu.spec", "cpu")
 
@@ -70,8 +69,7 @@ def lookup_results() -> tuple[Any, tuple[Any, ...]]:
     return LookupResult.MISS, (LookupResult.RETRY, LookupResult.HIT_PENDING)
 
 
-@dataclass(frozen=True)
-class Place:
+class Place(NamedTuple):
     """The place of a group's block in the CPU tier: its chunk, and the position inside it."""
 
     group: int

@@ -158,6 +158,35 @@ def test_an_unmap_that_the_fence_permits_waits_for_no_copy(
     )
 
 
+def test_a_request_that_comes_before_block_0_waits_for_it(python: Callable[[str], str]) -> None:
+    """kvcached waits with the lock that the thread which reserves block 0 needs."""
+    python(
+        """
+        import traceback
+        from kvpatch.upstream import kvcached_api
+
+        ops.init_kvcached("cuda:0", 2 * MIB, True)
+        made = KVCacheManager(BLOCKS, 16, 4096, 2, num_kv_buffers=1, async_sched=True,
+                              reserve_null_block=True)
+        kvcached_api.wait_unlocked(made)
+        got = []
+        request = threading.Thread(target=lambda: got.append(made.alloc(1)), daemon=True)
+
+        def waits():
+            frames = traceback.walk_stack(sys._current_frames()[request.ident])
+            return "_wait_post_init" in [frame.f_code.co_name for frame, _ in frames]
+
+        request.start()
+        wait_until(waits)
+        ops.create_kv_tensors(16 * MIB, 1, "cuda:0", 2, num_kv_buffers=1, group_id=0,
+                              unified_pool=True)
+        request.join(60)
+        assert got == [[1]], got
+        made._wait_post_init()  # without the lock
+        """
+    )
+
+
 def test_a_worker_and_its_engine_talk_in_a_closed_folder(python: Callable[[str], str]) -> None:
     python(
         """

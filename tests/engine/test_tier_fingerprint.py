@@ -6,6 +6,7 @@ import dataclasses
 import enum
 import itertools
 import json
+import math
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -168,6 +169,86 @@ def test_large_tensors_are_sampled_in_every_few_rows() -> None:
     for values in diagonals(stack):  # more matrices than rows count otherwise
         assert len(set(values.tolist())) > 0.8 * len(stack)
     assert len(set(torch.cat(diagonals(stack)).tolist())) == len(stack)
+
+
+def numbered(*shape: int, dtype: torch.dtype = torch.int32) -> torch.Tensor:
+    """A tensor in which every value is its place in the memory."""
+    return torch.arange(math.prod(shape)).view(shape).to(dtype)
+
+
+def test_the_same_values_count_in_every_release_of_kvpatch() -> None:
+    """Else nobody finds his blocks again after an update: change this digest with a reason only."""
+    tensors = {
+        "scalar": numbered(1).view(()),
+        "none": numbered(0, 4),
+        "vector": numbered(300),
+        "whole": numbered(128, 128),
+        "matrix": numbered(129, 128, dtype=torch.float32),
+        "wide": numbered(3, 9000, dtype=torch.int64),
+        "column": numbered(20_000, 1),
+        "column of matrices": numbered(20_000, 1, 1, dtype=torch.int16),
+        "tall": numbered(60_000, 6),
+        "tall of bytes": numbered(60_000, 5, dtype=torch.uint8),
+        "stack": numbered(20_000, 2, 8, dtype=torch.float32),
+        "stack of stacks": numbered(3, 5, 24, 60),
+        "turned": numbered(300, 200).t(),
+        "cut": numbered(300, 20, 20)[:, :, ::2],
+        "cut and turned": numbered(20, 300, 20).permute(2, 0, 1)[:, :, ::2],
+        "complex": torch.view_as_complex(numbered(40, 30, 2, dtype=torch.float32)),
+    }
+    made = Samples()
+    for name, tensor in tensors.items():
+        made.add(name, tensor)
+    assert made.digest() == "f85e4e21ea6089415f8f0b3740465979b72c1b37c5e498bfe6a4e98dfa79ee2c"
+
+
+def test_a_batch_is_transferred_once_it_is_full(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The device's memory for what is joined, and the host's, are bounded."""
+    transfers: list[int] = []
+    monkeypatch.setattr(
+        torch, "cat", lambda parts: transfers.append(len(parts)) or torch.hstack(parts)
+    )
+
+    def after(limit: int, *values: int) -> list[int]:
+        transfers.clear()
+        monkeypatch.setattr(samples, "_BATCH", limit)
+        made = Samples()
+        for number in values:
+            made.add("a", torch.zeros(number, dtype=torch.float32))
+        found = list(transfers)
+        made.digest()
+        return found
+
+    assert after(64, 8, 8, 8, 7) == [2]  # 64 bytes
+    assert after(65, 8, 8) == []
+    assert after(64, 8, 8, 8, 8) == [2, 2]
+
+
+def test_values_of_two_devices_or_sizes_are_not_joined(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Values:
+        is_meta, dtype, shape = False, "x", (1,)
+
+        def __init__(self, device: str, size: int) -> None:
+            self.device, self.element_size = device, lambda: size
+
+        def numel(self) -> int:
+            return 1
+
+        def detach(self) -> Any:
+            return self
+
+    joined: list[Any] = []
+    monkeypatch.setattr(samples, "diagonals", lambda tensor: [tensor])
+    monkeypatch.setattr(
+        Samples, "_transfer", lambda self, key: joined.append(self._batches.pop(key))
+    )
+    tensors = [Values("cuda:0", 2), Values("cuda:1", 2), Values("cuda:0", 4), Values("cuda:0", 2)]
+    made = Samples()
+    for tensor in tensors:
+        made.add("a", tensor)
+    made.digest()
+    assert sorted(map(len, joined)) == [1, 1, 2]
+    assert [tensors[0], tensors[3]] in joined
 
 
 def test_tensors_without_values_are_named() -> None:

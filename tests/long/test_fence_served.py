@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 import requests
 
-from harness.engines import fence_off
+from harness.engines import plugins
 from harness.engines.fences import BARE, PAGE
 from harness.engines.runs import BLOCK, Device, Run, block_bytes, engine_arguments, prompts
 from harness.engines.serving import watched
@@ -54,7 +54,7 @@ def wait_for(server: Server, metric: str, wanted: Callable[[float], bool]) -> No
         time.sleep(0.5)
 
 
-Served = Callable[[int, bool | None], list[list[int]]]
+Served = Callable[..., list[list[int]]]
 
 
 @pytest.fixture(scope="module")
@@ -62,11 +62,12 @@ def served(
     models: Callable[[str], Path], device: Device, tmp_path_factory: pytest.TempPathFactory
 ) -> Served:
     """The tokens of every prompt: of plain vLLM, or served from the tier."""
-    found: dict[tuple[int, bool | None], list[list[int]]] = {}
+    found: dict[tuple[int, bool | None, bool], list[list[int]]] = {}
 
-    def serve(ranks: int, fenced: bool | None) -> list[list[int]]:
+    def serve(ranks: int, fenced: bool | None, asynchronous: bool = False) -> list[list[int]]:
         """With the fence, without it, or (None) by plain vLLM."""
-        if (ranks, fenced) not in found:
+        key = (ranks, fenced, asynchronous)
+        if key not in found:
             ours = fenced is not None
             run = Run(kvpatch=ours, offload=ours, environment=tuple(BARE.items()) if ours else ())
             arguments = engine_arguments(run) | {
@@ -77,17 +78,23 @@ def served(
             }
             environment = device.environ(run)
             folder = tmp_path_factory.mktemp("serve")
-            if fenced is False:
-                path = [fence_off.install(folder / "plugin"), environment.get("PYTHONPATH")]
-                environment["PYTHONPATH"] = os.pathsep.join(filter(None, path))
+            loaded = {
+                plugins.take_fence_out: fenced is False,
+                plugins.schedule_asynchronously: asynchronous,
+            }
+            names = [plugin.__name__ for plugin, wanted in loaded.items() if wanted]
+            path = [plugins.install(folder / "plugin", *names), environment.get("PYTHONPATH")]
+            environment["PYTHONPATH"] = os.pathsep.join(filter(None, path))
+            environment["VLLM_LOGGING_LEVEL"] = "DEBUG"  # says how it schedules
             with watched(models(run.model), arguments, environment, folder) as server:
                 if ours:
                     store_all(server, ranks, environment)
-                found[ranks, fenced] = [server.complete(one)["tokens"] for one in load_of(ranks)]
+                found[key] = [server.complete(one)["tokens"] for one in load_of(ranks)]
+                assert ("Batch queue is enabled" in server.log) is asynchronous
                 if ours:
                     hits = server.metric("vllm:external_prefix_cache_hits_total")
                     assert hits == 2 * COUNT * (PAGE * ranks + 8) * BLOCK
-        return found[ranks, fenced]
+        return found[key]
 
     return serve
 
@@ -112,9 +119,12 @@ def store_all(server: Server, ranks: int, environment: dict[str, str]) -> None:
             wait_for(server, "vllm:kvpatch_offload_bytes_total", partial(operator.eq, whole))
 
 
+@pytest.mark.parametrize("asynchronous", [False, True], ids=["sync", "async"])
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_with_the_fence_the_tier_serves_what_was_computed(served: Served, ranks: int) -> None:
-    assert served(ranks, True) == served(ranks, None)
+def test_with_the_fence_the_tier_serves_what_was_computed(
+    served: Served, ranks: int, asynchronous: bool
+) -> None:
+    assert served(ranks, True, asynchronous) == served(ranks, None)
 
 
 @pytest.mark.parametrize("ranks", [1, 2])

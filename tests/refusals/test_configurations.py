@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import json
 
-from refused import REFUSES
+from harness.engines.refused import REFUSES
 
 OFFLOAD = {"kv_connector": "OffloadingConnector"}
 
 
-def test_another_connector(serve):
-    refused = serve(connector={"kv_connector": "ExampleConnector"})
+def test_another_connector(start_server):
+    refused = start_server(connector={"kv_connector": "ExampleConnector"})
     assert refused.sentence == (
         f"{REFUSES}the KV connector ExampleConnector is configured, because only vLLM's own "
         "OffloadingConnector and SimpleCPUOffloadConnector are validated on kvcached's "
@@ -19,10 +19,10 @@ def test_another_connector(serve):
     assert "Traceback" not in refused.log
 
 
-def test_the_disk_backend_of_the_simple_connector(serve):
+def test_the_disk_backend_of_the_simple_connector(start_server):
     """Switched on by a flag and a variable, which leave its own options to a document."""
     extra = {"kv_offload_backend": "disk", "disk_path": "/tmp/never-made"}
-    refused = serve(
+    refused = start_server(
         *("--kv-offloading-size", "1"),
         connector={"kv_connector_extra_config": extra},
         VLLM_USE_SIMPLE_KV_OFFLOAD="1",
@@ -38,9 +38,9 @@ def test_the_disk_backend_of_the_simple_connector(serve):
 TIERS = {"spec_name": "TieringOffloadingSpec", "cpu_bytes_to_use": 1 << 28}
 
 
-def test_the_example_tier(serve):
+def test_the_example_tier(start_server):
     extra = TIERS | {"secondary_tiers": [{"type": "example"}]}
-    refused = serve(connector=OFFLOAD | {"kv_connector_extra_config": extra})
+    refused = start_server(connector=OFFLOAD | {"kv_connector_extra_config": extra})
     assert refused.sentence == (
         f"{REFUSES}the secondary tier example is configured, because vLLM's example keeps the "
         "keys of blocks and not their bytes, so that a load returns whatever the CPU tier has in "
@@ -48,8 +48,8 @@ def test_the_example_tier(serve):
     )
 
 
-def test_prefix_caching_off(serve):
-    refused = serve("--kv-offloading-size", "1", "--no-enable-prefix-caching")
+def test_prefix_caching_off(start_server):
+    refused = start_server("--kv-offloading-size", "1", "--no-enable-prefix-caching")
     assert refused.sentence == (
         f"{REFUSES}the prefix cache is disabled while a KV connector is configured, because that "
         "combination is not validated; remove --no-enable-prefix-caching, or set KVPATCH=0."
@@ -105,7 +105,7 @@ def checkpoint(quantization, **arguments):
     return {"hf_overrides": {"quantization_config": quantization}} | arguments, {}
 
 
-def test_the_other_rules_on_configurations_of_vllm_itself(python, model):
+def test_the_other_rules_on_configurations_of_vllm_itself(start_python, model):
     """One process builds every configuration with vLLM's code, up to the refusal."""
     ngram = {"method": "ngram", "num_speculative_tokens": 2, "prompt_lookup_max": 2}
     cases = {
@@ -139,7 +139,7 @@ def test_the_other_rules_on_configurations_of_vllm_itself(python, model):
             ),
         ),
     }
-    log = python(SWEEP, model, json.dumps(cases)).log
+    log = start_python(SWEEP, model, json.dumps(cases)).log
     (line,) = [line for line in log.splitlines() if line.startswith('{"plain"')]
     answers = json.loads(line)
     for accepted in (

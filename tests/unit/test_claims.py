@@ -80,8 +80,9 @@ def start(core=None, fails=None):
     def wrapped():
         if fails:
             raise fails
+        return "started"
 
-    ipc_name.around_engine_start(wrapped, core, (), {})
+    assert ipc_name.around_engine_start(wrapped, core, (), {}) == "started"
     return core
 
 
@@ -164,10 +165,11 @@ def test_the_queues_of_a_killed_engine_go_with_the_next_start(shm, monkeypatch):
         (shm / "other").write_bytes(b"x")
         with (shm / "other").open("rb") as file:  # what else an engine maps stays
             mapped.append(mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ))
+        return "started"
 
     claim = claims.take("pool", "chat")
     monkeypatch.setattr(ipc_name, "started_by_multiprocessing", lambda: True)
-    ipc_name._with_queues(claim, start_engine, (), {})
+    assert ipc_name._with_queues(claim, start_engine, (), {}) == "started"
     (queue,) = made
     try:
         assert claims._read(claim._file)[2] == [queue.name]
@@ -255,7 +257,7 @@ def test_a_start_that_failed_gives_the_name_back(shm):
     assert kept.value
     with pytest.raises(Refusal, match="KVP414"):
         start()
-    ipc_name.after_engine_shutdown(lambda: None, core, (), {})
+    assert ipc_name.after_engine_shutdown(lambda: "shut down", core, (), {}) == "shut down"
     core = start()
     core.itself = core  # a circle, as in vLLM's engine
     del core
@@ -414,6 +416,44 @@ def test_two_engines_with_one_engine_id_that_start_together(shm):
     assert tier() == "started"
 
 
+def test_a_region_that_is_there_is_a_refusal_and_the_engine_id_free_again(shm):
+    path = shared_memory.path_of("one")
+    path.touch(0o600)
+    with pytest.raises(Refusal) as refused:
+        tier()
+    assert f"the CPU tier's shared memory {path} already exists, because another" in str(
+        refused.value
+    )
+    assert refused.value.code == "KVP413"
+    path.unlink()
+    assert tier() == "started"
+
+
+def test_a_region_goes_with_its_engine(shm):
+    """vLLM leaves it if the worker that made it is killed."""
+    path, core = shared_memory.path_of("one"), EngineCore()
+    tier(core=core, start=lambda config: path.touch(0o600))
+    claims.release(core)
+    assert not path.exists()
+
+
+def test_an_engine_that_was_dropped_needs_no_shutdown(shm):
+    core = EngineCore()
+    core.itself = core  # a circle, as in vLLM's engine
+    tier(core=core)
+    del core
+    assert tier() == "started"
+
+
+def test_an_engine_without_a_cpu_tier_is_left_alone(shm):
+    config = SimpleNamespace(kv_transfer_config=None)
+    start = shared_memory.around_engine_core
+    assert start(lambda vllm_config: "started", EngineCore(), (), {"vllm_config": config}) == (
+        "started"
+    )
+    assert not claims.folder().exists()
+
+
 def test_an_engine_id_is_free_after_a_failed_start(shm):
     def fail(config):
         raise MemoryError
@@ -440,9 +480,10 @@ def region(path, before=lambda: None):
     def wrapped(engine_id):
         before()
         made.__init__(engine_id, path)
+        return "made"
 
     try:
-        shared_memory.around_region(wrapped, made, ("one",), {})
+        assert shared_memory.around_region(wrapped, made, ("one",), {}) == "made"
     finally:
         if hasattr(made, "fd"):
             os.close(made.fd)

@@ -5,13 +5,16 @@ from __future__ import annotations
 import json
 import shutil
 import sys
+from argparse import Namespace
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 from packaging.version import Version
 
+from harness.matrix import command
 from kvpatch import patches, supported
 from kvpatch.matrix import evidence, signatures
 from kvpatch.matrix.axes import Cell
@@ -116,10 +119,10 @@ def test_a_run_on_another_module_is_stale(data):
     changed = digests | {"kvpatch.patches.fence.hooks": "another"}
     gone = digests | {"kvpatch.patches.fence.gone": "1"}
     for other, module in ((changed, "hooks"), (gone, "gone")):
-        ((_, modules),) = evidence.stale(data(digests=other))
+        ((_, _, modules),) = evidence.stale(data(digests=other))
         assert modules == [f"kvpatch.patches.fence.{module}"]
     del digests["kvpatch.patches.fence.fence"]  # not there when it ran
-    ((_, modules),) = evidence.stale(data(digests=digests))
+    ((_, _, modules),) = evidence.stale(data(digests=digests))
     assert modules == ["kvpatch.patches.fence.fence"]
 
 
@@ -130,9 +133,26 @@ def test_a_run_whose_code_was_not_recorded_is_stale(data):
     del result["code"]
     path.write_text(json.dumps(result))
     evidence.forget()
-    ((cell, why),) = evidence.stale(folder)
+    ((_, cell, why),) = evidence.stale(folder)
     assert cell.vllm == "0.32.0"
     assert why == ["the code was not recorded"]
+
+
+def test_a_level_does_not_speak_for_another(data, monkeypatch):
+    folder = data(digests={})
+    (folder / "engine").rename(folder / "synchronous")
+    evidence.forget()
+    ((level, cell, _),) = evidence.stale(folder)
+    assert level == "synchronous"
+    monkeypatch.setattr(evidence, "runs", partial(evidence.runs, folder))
+    selected = Namespace(connector=[], model=[], layout=[], runner=[], releases=[], missing=True)
+    for synchronous, stale, wanted in (
+        (True, {(level, cell)}, True),
+        (True, {("engine", cell)}, False),
+        (False, set(), True),  # asynchronously it never ran
+    ):
+        selected.synchronous = synchronous
+        assert command.wanted_cell(cell, selected, stale) is wanted
 
 
 def test_only_engines_are_stale(data, tmp_path):

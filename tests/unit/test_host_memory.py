@@ -254,6 +254,41 @@ def test_the_largest_range_that_is_registered(release, name, contiguous, ranks, 
     assert tier.registered == registered * GIB
 
 
+@pytest.mark.parametrize(
+    ("release", "device", "name", "expected"),
+    [
+        ("0.32.0", "cuda", "OffloadingConnector", (64, 64, True, 0, False)),
+        ("0.30.0", "cuda", "OffloadingConnector", (64, 64, True, 64, False)),
+        ("0.30.0", "cpu", "OffloadingConnector", (64, 64, True, 0, False)),
+        ("0.26.0", "cpu", "OffloadingConnector", (64, 0, False, 0, False)),
+        ("0.26.0", "cuda", "OffloadingConnector", (64, 64, False, 0, True)),
+        ("0.32.0", "xpu", "OffloadingConnector", (64, 0, False, 0, False)),
+        ("0.32.0", "cuda", "SimpleCPUOffloadConnector", (64, 64, False, 32, False)),
+        ("0.32.0", "cpu", "SimpleCPUOffloadConnector", (64, 0, False, 0, False)),
+    ],
+)
+def test_all_that_is_known_of_a_tier(release, device, name, expected):
+    made = config({"cpu_bytes_to_use": 64 * GIB}, name, ranks=2)
+    (tier,) = cpu_tier.of(made, facts(release, device))
+    asked, taken, in_shm, registered, rounded = expected
+    assert tier == (asked * GIB, taken * GIB, in_shm, registered * GIB, rounded)
+
+
+def test_a_tier_of_nothing_is_none_and_one_of_a_byte_is_one():
+    for size, count in ((None, 0), (0, 0), (1, 1)):
+        assert len(cpu_tier.of(config({"cpu_bytes_to_use": size}), facts("0.32.0"))) == count
+    inside = [
+        {"kv_connector": name, "kv_connector_extra_config": {"cpu_bytes_to_use": size}}
+        for name, size in (
+            ("AnotherConnector", 5),
+            ("OffloadingConnector", "much"),
+            ("SimpleCPUOffloadConnector", 1),
+        )
+    ]
+    tiers = cpu_tier.of(config({"connectors": inside}, "MultiConnector"), facts("0.32.0"))
+    assert [tier.asked for tier in tiers] == [1]
+
+
 def test_a_power_of_two():
     assert [cpu_tier.power_of_two(size) for size in (1, 2, 3, 4, 5, 1024, 1025)] == [
         *(1, 2, 4, 4, 8, 1024, 2048)

@@ -6,6 +6,10 @@ import os
 import subprocess
 import sys
 
+import pytest
+
+from kvpatch.patches.elastic_memory import ipc_name
+
 NAMES = """
 import multiprocessing, os, subprocess, sys
 from kvpatch.patches.elastic_memory import ipc_name
@@ -62,3 +66,17 @@ def test_vllms_processes_share_a_name_and_programs_do_not(tmp_path):
 
 def test_an_operators_name_stays(tmp_path):
     assert names(tmp_path, KVCACHED_IPC_NAME="mine") == ["mine"] * 5
+
+
+@pytest.mark.parametrize("child", [True, False], ids=["vLLM's process", "program"])
+def test_a_process_without_kvcacheds_name_gets_one(monkeypatch, child):
+    """Whoever took it out of the environment, kvpatch's note of it may be left."""
+    monkeypatch.setattr(ipc_name, "started_by_multiprocessing", lambda: child)
+    monkeypatch.setenv(ipc_name._GIVEN, "kvcached_vLLM_of_another")
+    monkeypatch.setenv(ipc_name.NAME, "")
+    for forget in (lambda: None, lambda: monkeypatch.delenv(ipc_name.NAME)):
+        forget()
+        ipc_name.give_name()
+        given = os.environ[ipc_name.NAME]
+        assert given.startswith(f"kvcached_vLLM_{os.getpid()}_")
+        assert os.environ[ipc_name._GIVEN] == given

@@ -39,10 +39,12 @@ class World:
         return ranks.around_available(lambda: self.here, self.manager, (), {})
 
     def failed(self) -> None:
-        def rolled_back(ret_index: list[int], num_from_reserved: int) -> None:
+        def rolled_back(ret_index: list[int], num_from_reserved: int) -> str:
             self.maps += 1
+            return "rolled back"
 
-        ranks.around_failed_map(rolled_back, self.manager, ([], 0), {})
+        said = ranks.around_failed_map(rolled_back, self.manager, ([], 0), {})
+        assert said == "rolled back"
 
     def ask(self, rank: int) -> dict[str, Any]:
         self.asked += 1
@@ -155,12 +157,25 @@ def test_a_full_gpu_is_said_once_while_it_lasts(world: World, caplog: pytest.Log
     assert [one.getMessage() for one in caplog.records] == [sentence, sentence]
 
 
+@pytest.mark.parametrize(
+    ("here", "other", "lines"), [(1, 0, 1), (0, 0, 0), (5, 6, 0)], ids=["full", "both", "none"]
+)
+def test_a_gpu_that_is_full_from_the_start_is_said_unless_the_first_is_full_too(
+    world: World, caplog: pytest.LogCaptureFixture, here: int, other: int, lines: int
+):
+    world.here, world.others = here, [here, other]
+    with caplog.at_level(logging.WARNING, "vllm.kvpatch"):
+        assert world.available() == min(here, other)
+    assert len(caplog.records) == lines
+
+
 class Sent:
     def __init__(self) -> None:
         self.messages: list[Any] = []
 
-    def __call__(self, sock: Any, msg: dict[str, Any]) -> None:
+    def __call__(self, sock: Any, msg: dict[str, Any]) -> str:
         self.messages.append((sock, msg))
+        return "sent"
 
 
 def gpu(monkeypatch: pytest.MonkeyPatch, memory: Any) -> None:
@@ -179,9 +194,11 @@ def gpu(monkeypatch: pytest.MonkeyPatch, memory: Any) -> None:
 
 def answer(message: dict[str, Any]) -> dict[str, Any]:
     sent = Sent()
-    ranks.around_send(sent, None, ("sock",), {"msg": message})
-    ((sock, said),) = sent.messages
+    for args, kwargs in ((("sock", message), {}), (("sock",), {"msg": message})):
+        assert ranks.around_send(sent, None, args, kwargs) == "sent"
+    (sock, first), (_, said) = sent.messages
     assert sock == "sock"
+    assert first == said
     return said  # type: ignore[no-any-return]
 
 
@@ -201,6 +218,12 @@ def test_a_worker_says_what_kvcached_may_map_on_its_gpu(monkeypatch: pytest.Monk
 @pytest.mark.parametrize("memory", [None, RuntimeError("no driver")], ids=["host", "error"])
 def test_a_worker_that_cannot_tell_says_nothing_of_it(monkeypatch: pytest.MonkeyPatch, memory: Any):
     gpu(monkeypatch, memory)
+    assert answer(CREATED) == CREATED
+
+
+def test_a_share_that_is_no_number_is_kvcacheds_to_complain_about(monkeypatch: pytest.MonkeyPatch):
+    gpu(monkeypatch, (4000, 10_000))
+    monkeypatch.setenv("KVCACHED_GPU_UTILIZATION", "most")
     assert answer(CREATED) == CREATED
 
 

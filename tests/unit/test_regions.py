@@ -62,8 +62,18 @@ def test_a_dtype_that_a_layer_has_by_itself(dtype):
         "kvpatch refuses to start vLLM: the layers of this model have KV caches of dtype "
         f"{dtype.removeprefix('torch.')}, because offloading them has not been validated by a "
         "store and load round trip; set --kv-cache-dtype bfloat16, or set "
-        f"KVPATCH=0{VERIFY_IT}. [KVP310]"
+        f"KVPATCH=0{VERIFY_IT}. [KVP418]"
     )
+
+
+@pytest.mark.parametrize("at", [0, 1])
+def test_every_layer_of_a_group_counts(at):
+    """vLLM groups layers of one type whose pages differ in size, with a spec for each."""
+    layers = {name: spec("FullAttentionSpec") for name in "ab"}
+    check_kinds(plan(spec("UniformTypeKVCacheSpecs", kv_cache_specs=layers)))
+    layers["ab"[at]] = spec("ChunkedLocalAttentionSpec")
+    with pytest.raises(Refusal, match="of kind ChunkedLocalAttentionSpec"):
+        check_kinds(plan(spec("UniformTypeKVCacheSpecs", kv_cache_specs=layers)))
 
 
 class View:

@@ -569,7 +569,7 @@ def test_what_is_validated_passes(changes):
 def test_the_allocator_of_sleep_mode_can_sleep_without_it():
     refused = check(config(model_config__enable_cumem_allocator=True))
     assert "with the cumem allocator, because" in str(refused)
-    assert refused.code == "KVP336"
+    assert refused.code == "KVP341"
 
 
 def test_a_validated_spec_of_another_module_is_another_spec():

@@ -11,6 +11,7 @@ from test_rules import (
     LATENT,
     ONE_RANK,
     RULES,
+    SCHEME,
     V2_OF_29,
     V2_OF_30,
     check,
@@ -323,6 +324,22 @@ def test_a_rule_is_for_its_releases():
     assert lifted.refusal(made, facts(vllm="0.27.1")) is not None
     assert lifted.refusal(made, facts(vllm="0.28.0")) is None
     assert lifted.refusal(made, facts(vllm="0.28.9")) is not None
+
+
+def test_a_scheme_of_a_checkpoint_whose_model_is_not_known():
+    assert code(**SCHEME, model_config=None) == "KVP310"
+    assert code(**SCHEME, cache_config__cache_dtype="bfloat16", model_config=None) is None
+
+
+def test_before_0_22_a_scheme_is_not_what_auto_means():
+    made = config(**SCHEME, machine__vllm="0.21.0")
+    assert check(made).code == "KVP340"
+    assert check(made, lifted=("KVP340",)) is None
+
+
+def test_sleep_mode_is_named_before_its_allocator():
+    both = {"model_config__enable_sleep_mode": True, "model_config__enable_cumem_allocator": True}
+    assert "is configured with sleep mode, because" in str(check(config(**both)))
 
 
 def test_the_words_of_a_rule_may_depend_on_the_configuration():

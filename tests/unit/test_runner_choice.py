@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import logging
 import multiprocessing
 import sys
@@ -109,6 +110,7 @@ def test_v1_is_chosen_where_kvcached_has_no_adapter_and_only_there(
 def test_it_is_said_once_in_the_process_that_the_operator_started(
     patched: None, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ):
+    monkeypatch.setattr(multiprocessing, "parent_process", lambda: None)
     with caplog.at_level(logging.DEBUG, "vllm.kvpatch"):
         for _ in range(2):
             assert Config("Qwen3ForCausalLM").use_v2_model_runner is False
@@ -117,6 +119,24 @@ def test_it_is_said_once_in_the_process_that_the_operator_started(
         monkeypatch.setattr(multiprocessing, "parent_process", lambda: "the frontend")
         assert Config("Qwen3ForCausalLM").use_v2_model_runner is False
         assert [one.levelname for one in caplog.records] == ["WARNING", "DEBUG"]
+
+
+def test_it_is_said_by_the_first_process_of_a_container_too(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(runner_choice.__name__, runner_choice)  # what it is again afterwards
+    monkeypatch.delitem(sys.modules, runner_choice.__name__)
+    fresh = importlib.import_module(runner_choice.__name__)
+    monkeypatch.setattr(fresh.os, "getpid", lambda: 1)
+    with caplog.at_level(logging.DEBUG, "vllm.kvpatch"):
+        fresh._say()
+    assert [one.getMessage() for one in caplog.records] == [LINE]
+
+
+def test_a_model_without_a_name_is_as_any_other(patched: None):
+    made = Config()
+    made.model_config.architectures = None
+    assert runner_choice.v1_by_default(lambda: True, made, (), {}) is False
 
 
 def test_a_model_that_runs_on_v1_anyway_is_left_alone(
@@ -141,7 +161,10 @@ def test_without_triton_vllm_chooses_v1_and_says_why(
     [
         Config("LlamaForCausalLM", asked=True),
         Config("DiffusionGemmaForCausalLM", diffusion=True),
-        *(Config(name) for name in sorted(runner_choice.NEEDS_V2)),
+        Config("InklingForCausalLM"),
+        Config("InklingForConditionalGeneration"),
+        Config("KimiK3ForConditionalGeneration"),
+        Config("LongcatFlashNgramForCausalLM"),
     ],
     ids=lambda made: made.model_config.architectures[0],
 )

@@ -102,6 +102,10 @@ def test_a_steps_store_and_load_are_counted(monkeypatch):
     meta.store_gpu_blocks = []
     metrics.around_plan(lambda output: meta, one, ("step",), {})
     assert moved[2:] == [(totals, "loaded", 1, 16)]
+    with totals.fuse:
+        raise ValueError("an error of counting")
+    assert metrics.around_plan(lambda output: meta, one, ("step",), {}) is meta
+    assert len(moved) == 3
 
 
 # The regions

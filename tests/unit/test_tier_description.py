@@ -111,10 +111,14 @@ def worker(monkeypatch):
 
 def test_a_worker_describes_its_platform_weights_and_layout(worker):
     """Other weights under the same name would serve their own blocks: wrong tokens."""
-    described = fingerprint.describe(worker)
-    assert described["platform"] == "platform of device"
-    assert described["weights"] == "weights of model"
-    assert {"rows": described["rows"], "layers": described["layers"]} == layout()
+    assert fingerprint.describe(worker) == {
+        "vllm": "0.28.0",
+        "platform": "platform of device",
+        "configuration": "chosen",
+        "attention": dict.fromkeys("abc", "chosen"),
+        "weights": "weights of model",
+        **layout(),
+    }
 
 
 class Core:

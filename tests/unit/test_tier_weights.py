@@ -71,6 +71,16 @@ def test_new_weights_after_a_reset_have_a_folder_of_their_own():
     assert engine.weights.described == "new"
 
 
+def test_a_request_for_which_no_tier_is_asked_uses_the_caches_too():
+    """A short one, or one whose blocks vLLM has: the weights are looked at when it is scheduled."""
+    engine = Engine()
+    assert admission.around_matched_tokens(lambda: (0, False), engine.planner, (), {}) == (0, False)
+    assert engine.weights.used
+    engine.replace("new")
+    assert not engine.request()
+    assert engine.folders == []
+
+
 def test_a_reset_after_the_weights_were_replaced_is_as_good():
     engine = Engine()
     assert engine.request()
@@ -114,10 +124,11 @@ def test_a_reset_that_left_blocks_does_not_count(warned, given):
     assert engine.folders == []
 
 
-def test_a_reset_by_its_defaults_is_none_of_the_connector():
+@pytest.mark.parametrize("args", [(), (True,)])
+def test_a_reset_by_its_defaults_is_none_of_the_connector(args):
     engine = Engine()
     assert engine.request()
-    around_reset(lambda: True, engine.core, (), {})
+    assert around_reset(lambda *args: True, engine.core, args, {}) is True
     assert engine.weights.used
 
 
@@ -163,6 +174,24 @@ def test_an_engine_without_tiers_is_left_alone():
     assert around_call(lambda method: "done", core, ("reload_weights",), {}) == "done"
     assert around_reset(lambda *_: True, core, (True, True), {})
     assert weights.usable([SimpleNamespace()])
+
+
+@pytest.mark.parametrize("at", [0, 1])
+def test_tiers_are_used_together_or_not_at_all(at):
+    engines = [Engine(), Engine()]
+    tiers = [SimpleNamespace(weights=engine.weights) for engine in engines]
+    assert weights.usable(tiers) is True
+    engines[at].replace("new")
+    assert weights.usable(tiers) is False
+
+
+def test_while_tiers_are_not_used_the_workers_are_not_asked_again():
+    engine = Engine()
+    assert engine.request()
+    for now in ("new", "newer", "newest"):
+        engine.replace(now)
+        assert not engine.request()
+    assert engine.described == 1
 
 
 def test_every_way_to_the_workers_from_outside_is_watched():

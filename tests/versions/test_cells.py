@@ -15,7 +15,7 @@ VALIDATED = [
     cell
     for vllm in releases.one_for_each_seam()
     for cell in cells(vllm)
-    if cell.model == "sliding window" and verdicts.verdict(cell).kind is verdicts.Kind.RIGHT_ENGINE
+    if cell.model == "sliding window" and verdicts.verdict(cell).kind is verdicts.Kind.VALIDATED
 ]
 
 

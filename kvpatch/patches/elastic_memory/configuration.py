@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 from kvpatch import rules
@@ -36,8 +35,7 @@ def around_post_init(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any
 def facts_of_engine() -> Facts:
     """Return the facts of this process, with those that require vllm."""
     assert record.facts is not None
-    return replace(
-        record.facts,
+    return record.facts._replace(
         device=device_type(),
         contiguous=kvcached_api.contiguous(record.facts.environment),
     )

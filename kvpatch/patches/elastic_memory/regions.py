@@ -136,5 +136,5 @@ def _refusals(spec: Any) -> Iterator[Refusal]:
             f"the layers of this model have KV caches of dtype {name}",
             "offloading them has not been validated by a store and load round trip",
             "set --kv-cache-dtype bfloat16, or set KVPATCH=0",
-            code="KVP310",
+            code="KVP418",
         )

@@ -22,12 +22,12 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 Retired = list[tuple[int, list[int]]]
 
 
-@dataclass(frozen=True)
-class Transfer:
+class Transfer(NamedTuple):
     """One transfer job: its request and the device blocks that it references."""
 
     request: str

@@ -42,6 +42,7 @@ from kvpatch.version import VERSION
 BEGUN = time.monotonic()
 COMMANDS = {"synchronous": "engine --synchronous"}
 AXES = ("runner", "layout", "connector", "model")
+Ran = tuple[str, axes.Cell]  # a run's level and its cell
 
 
 def say(text: str) -> None:
@@ -72,14 +73,14 @@ def compute_signatures(arguments: argparse.Namespace) -> int:
 def compute_engines(arguments: argparse.Namespace) -> int:
     """Run every cell of the engine level and record its outcome."""
     wanted = arguments.releases or supported.validated()
-    stale = {cell for cell, _ in evidence.stale()}
+    stale = {(level, cell) for level, cell, _ in evidence.stale()}
     with ThreadPoolExecutor(arguments.jobs or room_for_engines()) as pool:
         wrong = sum(pool.map(lambda release: run_release(release, arguments, stale), wanted))
     verdicts.forget()
     return int(wrong > 0) | report_cells()
 
 
-def run_release(release: str, arguments: argparse.Namespace, stale: set[axes.Cell]) -> int:
+def run_release(release: str, arguments: argparse.Namespace, stale: set[Ran]) -> int:
     """Run the engines of one release; return how many of its cells are wrong."""
     say(f"{release}: environment")
     versions = cells.facts(release)
@@ -95,8 +96,7 @@ def run_release(release: str, arguments: argparse.Namespace, stale: set[axes.Cel
         words = "right" if outcome["right"] else outcome
         say(f"{release}: {cell.connector}, {cell.runner}, {cell.layout}, {cell.model}: {words}")
         # At once: what was run stays when the rest is interrupted.
-        level = "synchronous" if arguments.synchronous else "engine"
-        record_cell(level, cell, outcome, patches, versions)
+        record_cell(level_of(arguments), cell, outcome, patches, versions)
     return wrong
 
 
@@ -144,9 +144,11 @@ def compute_bytes(arguments: argparse.Namespace) -> int:
 def report_stale(arguments: argparse.Namespace) -> int:
     """Print the cells whose code changed since they ran; a version is tagged with none."""
     count = 0
-    for cell, changed in evidence.stale():
+    for level, cell, changed in evidence.stale():
         count += 1
-        print(f"{cell.vllm}, {cell.connector}, {cell.runner}, {cell.layout}, {cell.model}:")
+        print(
+            f"{level}: {cell.vllm}, {cell.connector}, {cell.runner}, {cell.layout}, {cell.model}:"
+        )
         print(f"    {', '.join(changed)}")
     print(f"{count} stale cells")
     return int(count > 0)
@@ -157,7 +159,7 @@ def room_for_engines() -> int:
     return int(max(1, min(os.cpu_count() or 1, psutil.virtual_memory().available // (6 << 30))))
 
 
-def wanted_cell(cell: axes.Cell, arguments: argparse.Namespace, stale: set[axes.Cell]) -> bool:
+def wanted_cell(cell: axes.Cell, arguments: argparse.Namespace, stale: set[Ran]) -> bool:
     """Return whether the engine level runs a cell: one that starts and was selected."""
     if (
         cell.connector not in (arguments.connector or cells.TRIALS)
@@ -168,8 +170,14 @@ def wanted_cell(cell: axes.Cell, arguments: argparse.Namespace, stale: set[axes.
         or verdicts.refusal(cell, tried=cell.vllm in arguments.releases) is not None
     ):
         return False
-    has_run = verdicts.verdict(cell).kind is verdicts.Kind.VALIDATED and cell not in stale
-    return not (arguments.missing and has_run)
+    level = level_of(arguments)
+    right = {run.level for run in evidence.runs().get(cell, ()) if run.right}
+    return not (arguments.missing and level in right and (level, cell) not in stale)
+
+
+def level_of(arguments: argparse.Namespace) -> str:
+    """Return the level that the engines' outcomes are recorded at."""
+    return "synchronous" if arguments.synchronous else "engine"
 
 
 def report_rows() -> int:

@@ -97,7 +97,7 @@ def _survivors(path: str, tried: Sequence[Mutant], jobs: int) -> list[Mutant]:
 
 
 def _noticed(path: str, tried: Sequence[Mutant]) -> set[str]:
-    warm()
+    warm(nearest(ROOT, path))
     with scratch_tree() as tree:
         module = Module(tree, path, nearest(tree, path))
         noticed = {mutant.id for mutant in tried if module.notices(mutant)}

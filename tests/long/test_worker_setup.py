@@ -8,8 +8,8 @@ import uuid
 from pathlib import Path
 
 import pytest
-from refused import REFUSES
 
+from harness.engines.refused import REFUSES
 from kvpatch import claims
 
 IN_PROCESS = """
@@ -45,23 +45,23 @@ def blocked(sockets):
     )
 
 
-def test_in_the_process_of_the_operator(python, model, blocked):
-    refused = python(IN_PROCESS, model, VLLM_ENABLE_V1_MULTIPROCESSING="0")
+def test_in_the_process_of_the_operator(start_python, model, blocked):
+    refused = start_python(IN_PROCESS, model, VLLM_ENABLE_V1_MULTIPROCESSING="0")
     assert refused.sentence.removeprefix("[rank0]: ") == blocked
     assert refused.code == "KVP403"
     assert "the engine runs" not in refused.log
 
 
-def test_in_processes_of_its_own(serve, blocked):
-    refused = serve()
+def test_in_processes_of_its_own(start_server, blocked):
+    refused = start_server()
     assert (refused.sentence, refused.code) == (blocked, "KVP403")
     assert "Application startup complete" not in refused.log
 
 
-def test_a_folder_of_sockets_that_others_can_enter(serve, sockets):
+def test_a_folder_of_sockets_that_others_can_enter(start_server, sockets):
     sockets.mkdir()
     sockets.chmod(0o777)
-    refused = serve()
+    refused = start_server()
     assert (refused.sentence, refused.code) == (
         f"{REFUSES}{sockets} is open to other users (mode 0777), because whoever answers in it "
         "instead of kvcached's workers runs code as this user; remove it when no engine uses it "
@@ -70,11 +70,11 @@ def test_a_folder_of_sockets_that_others_can_enter(serve, sockets):
     )
 
 
-def test_a_name_that_another_engine_runs_under(python, model):
+def test_a_name_that_another_engine_runs_under(start_python, model):
     name = f"kvpatch-test-{uuid.uuid4().hex[:8]}"
     environment = {"KVCACHED_IPC_NAME": name, "VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
     other = claims.take("pool", name)
-    refused = python(IN_PROCESS, model, **environment)
+    refused = start_python(IN_PROCESS, model, **environment)
     other.release()
     pid = os.getpid()
     assert refused.sentence.removeprefix("[rank0]: ") == (

@@ -1,0 +1,32 @@
+"""vLLM plug-ins, which every process of a server loads before it makes its engine.
+
+vLLM finds them by an entry point, so before kvcached asks for the fence.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+
+def take_fence_out() -> None:
+    """Leave this process without the fence."""
+    from kvpatch import activation
+
+    assert activation.transaction.revert("fence.install")
+
+
+def schedule_asynchronously() -> None:
+    """Let a server schedule asynchronously, from vLLM 0.26 on, as one on a GPU does."""
+    from harness.engines.scheduling import allow_async_scheduling
+
+    allow_async_scheduling()
+
+
+def install(folder: Path, *names: str) -> str:
+    """Make the distribution that names functions of this module; return the path it is found on."""
+    entry = folder / "kvpatch_tests-0.dist-info"
+    entry.mkdir(parents=True)
+    (entry / "METADATA").write_text("Metadata-Version: 2.1\nName: kvpatch-tests\nVersion: 0\n")
+    lines = [f"{name} = {__name__}:{name}\n" for name in names]
+    (entry / "entry_points.txt").write_text("[vllm.general_plugins]\n" + "".join(lines))
+    return str(folder)

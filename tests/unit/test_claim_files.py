@@ -1,0 +1,221 @@
+"""The files of claims: what is in them, what is removed with them, and that none stays open."""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import os
+import signal
+from contextlib import suppress
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from kvpatch import claims
+from kvpatch.refusal import Refusal
+
+
+@pytest.fixture(autouse=True)
+def shm(tmp_path, monkeypatch):
+    """A folder in the place of /dev/shm."""
+    monkeypatch.setattr(claims, "BASE", tmp_path)
+    return tmp_path
+
+
+def killed(**covered):
+    """Leave the claims of processes that are killed, by their names, each with what it covered."""
+    children = []
+    for name, files in covered.items():
+        read, write = os.pipe()
+        children.append(os.fork())
+        if children[-1] == 0:
+            claim = claims.take("pool", name)
+            claim.cover(*files)
+            os.write(write, b"x")
+            signal.pause()
+        os.read(read, 1)
+        os.close(read)
+        os.close(write)
+    for child in children:
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
+
+
+def opened():
+    return len(list(Path("/proc/self/fd").iterdir()))
+
+
+def test_no_call_leaves_a_file_open():
+    claims.take("pool", "first").release()
+    before = opened()
+    for _ in range(3):
+        killed(gone=[])
+        claim = claims.take("pool", "chat")
+        with pytest.raises(claims.Taken):
+            claims.take("pool", "chat")
+        assert claims.held("pool", "chat")
+        assert not claims.held("pool", "another")
+        claim.release()
+    assert opened() == before
+
+
+def test_the_name_of_a_file_is_the_same_in_every_release_of_kvpatch():
+    """Two engines of one machine need not have the same one."""
+    claims.take("tier", "a/b_c-9 Δ").release()
+    made = claims.take("tier", "a/b_c-9 Δ" + 70 * "x")
+    (path,) = claims.folder().iterdir()
+    assert path.name == f"tier-a-b_c-9-Δ{55 * 'x'}-ac937dcf42e69767"
+    made.release()
+
+
+def test_all_files_of_all_killed_engines_go_with_the_next_start(shm):
+    names = [f"{engine}{number}" for engine in "ab" for number in range(3)]
+    for name in names:
+        (shm / name).touch()
+    killed(a=names[:3], b=names[3:])
+    assert len(list(claims.folder().iterdir())) == 2
+    claims.take("pool", "next").release()
+    assert [name for name in names if (shm / name).exists()] == []
+    assert list(claims.folder().iterdir()) == []
+
+
+def test_what_is_covered_later_is_covered_too(shm):
+    names = ["pool", "queue 1", "queue 2"]
+    for name in names:
+        (shm / name).touch()
+    claim = claims.take("pool", "chat")
+    claim.cover(names[0])
+    claim.cover(*names[1:])
+    claim.release()
+    assert [name for name in names if (shm / name).exists()] == []
+
+
+@pytest.mark.parametrize("said", ["", "1", "? {namespace}", "1 elsewhere x"])
+def test_a_claim_that_does_not_tell_whose_it_is(said):
+    """/dev/shm may have been full when it was written."""
+    claim = claims.take("pool", "chat")
+    (path,) = claims.folder().iterdir()
+    path.write_text(said.format(namespace=claims._pid_namespace()))
+    with pytest.raises(claims.Taken) as taken:
+        claims.take("pool", "chat")
+    assert (taken.value.pid, taken.value.holder) == (None, "another engine")
+    claim.release()
+    assert not path.exists()
+
+
+def test_a_full_shm_has_no_room_for_a_claim(shm, monkeypatch):
+    def full(*given):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(claims, "take", full)
+    with pytest.raises(Refusal) as refused:
+        claims.hold(SimpleNamespace(), "pool", "chat")
+    assert refused.value.code == "KVP417"
+    assert f"{claims.folder()} cannot be made" in str(refused.value)
+
+
+def test_the_user_after_the_last_of_a_range_of_user_ids(monkeypatch):
+    uid_map = "0 1000 1\n1 100000 65536\n"
+    monkeypatch.setattr(claims, "Path", lambda path: SimpleNamespace(read_text=lambda: uid_map))
+    monkeypatch.setattr(os, "geteuid", lambda: 1)
+    assert claims.folder().name == "kvpatch-claims-100000"
+
+
+# Other users' folders, and links
+
+
+def test_another_users_folder_is_looked_at_without_his_lock(shm, monkeypatch):
+    """He may hold it for ever."""
+    claim = claims.take("pool", "theirs")
+    theirs = claims.folder()
+    monkeypatch.setattr(claims, "folder", lambda: shm / "ours")
+    claims.take("pool", "ours")  # not dropped: nothing keeps it
+    lock = os.open(theirs, os.O_RDONLY)
+    fcntl.flock(lock, fcntl.LOCK_EX)
+    signal.alarm(20)  # where it waits
+    try:
+        assert claims.held("pool", "theirs", theirs)
+        assert not claims.held("pool", "theirs")
+        assert not claims.held("pool", "ours", theirs)
+    finally:
+        signal.alarm(0)
+        os.close(lock)
+    claim.release()
+
+
+def test_ones_own_folder_is_looked_at_while_nothing_changes_there(monkeypatch):
+    claim = claims.take("pool", "chat")
+    alone, asked = claims._alone, []
+    monkeypatch.setattr(claims, "_alone", lambda home: asked.append(home) or alone(home))
+    assert claims.held("pool", "chat")
+    assert asked == [claims.folder()]
+    claim.release()
+
+
+def test_a_link_in_the_place_of_a_claim_is_not_followed(shm):
+    claim = claims.take("pool", "chat")
+    (path,) = claims.folder().iterdir()
+    path.rename(shm / "elsewhere")
+    path.symlink_to(shm / "elsewhere")
+    assert not claims.held("pool", "chat")
+    path.unlink()
+    claim.release()
+
+
+def test_what_a_link_among_the_claims_leads_to_covers_nothing(shm):
+    claims.take("pool", "first").release()
+    (shm / "elsewhere").write_text("1 namespace victim")
+    (shm / "victim").touch()
+    (claims.folder() / "link").symlink_to(shm / "elsewhere")
+    claims.take("pool", "chat").release()
+    assert (shm / "victim").exists()
+
+
+# The lock of the folder
+
+
+def test_a_folder_has_one_user_at_a_time_and_a_forked_copy_of_the_lock_is_none():
+    claims.take("pool", "chat").release()
+    home = claims.folder()
+    other = os.open(home, os.O_RDONLY)
+    with claims._alone(home):
+        with pytest.raises(BlockingIOError):
+            fcntl.flock(other, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        copies = [os.dup(number) for number in range(3, other + 10) if is_open(number, home)]
+    fcntl.flock(other, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    for file in (other, *copies):
+        os.close(file)
+
+
+def is_open(number, path):
+    with suppress(OSError):
+        return os.path.samestat(os.fstat(number), path.stat())
+    return False
+
+
+@pytest.mark.parametrize("kind", ["link", "file"])
+def test_the_lock_is_a_folders(shm, kind):
+    claims.take("pool", "chat").release()
+    place = shm / "place"
+    if kind == "link":
+        place.symlink_to(claims.folder())
+    else:
+        place.touch()
+    with pytest.raises(OSError), claims._alone(place):
+        pass
+
+
+def test_a_claim_whose_file_cannot_be_removed_is_released_nevertheless(monkeypatch):
+    claim = claims.take("pool", "chat")
+    copy = os.dup(claim._file)  # as a forked worker has it
+
+    def fails(home):
+        raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+
+    with monkeypatch.context() as many_files_open:
+        many_files_open.setattr(claims, "_alone", fails)
+        claim.release()
+    assert not claims.held("pool", "chat")
+    os.close(copy)
+    claims.take("pool", "chat").release()
