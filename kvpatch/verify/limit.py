@@ -9,11 +9,14 @@ import sys
 from kvpatch.environ import SWITCH
 from kvpatch.verify.child import Unfinished
 
-# In a process of its own, because nothing of kvcached is imported here.
+# In a process of its own, because nothing of kvcached is imported here. It makes a pool that is
+# not there.
 _MOVE = """
 import sys
-from kvcached.cli.utils import update_kv_cache_limit
-sys.exit(update_kv_cache_limit(sys.argv[1], int(sys.argv[2])) is None)
+from kvcached.cli.utils import get_kv_cache_limit, update_kv_cache_limit
+if get_kv_cache_limit(sys.argv[1]) is None:
+    sys.exit(1)
+update_kv_cache_limit(sys.argv[1], int(sys.argv[2]))
 """
 
 
