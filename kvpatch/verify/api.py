@@ -71,16 +71,15 @@ class Api:
         status, body = self._ask("GET", "/metrics")
         return body if status == 200 else ""
 
-    def reset(self, external: bool) -> bool:
-        """Empty its prefix cache, and its CPU tier; return whether that was done.
+    def reset(self) -> bool:
+        """Empty the prefix cache on the device; return whether that was done.
 
         vLLM refuses while copies are in flight.
         """
-        path = f"/reset_prefix_cache?reset_external={str(external).lower()}"
-        status, body = self._ask("POST", path)
+        status, body = self._ask("POST", "/reset_prefix_cache")
         if status != 200:
             return False
-        # Releases before 0.2x answer with nothing.
+        # Older releases answer with nothing.
         return bool(json.loads(body).get("success", True)) if body.strip() else True
 
     def complete(self, name: str, prompt: str, tokens: int) -> Answer:

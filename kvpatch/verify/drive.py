@@ -24,6 +24,7 @@ ANSWER = 16  # tokens
 ROUNDS = 4
 TOGETHER = 6
 IDLE_SECONDS = 60.0
+KEPT_PAGES = 2  # of an engine without requests and cache: that of block 0, and one being freed
 STEP_SECONDS = 0.5  # the interval of the status page
 PREEMPTIONS = "vllm:num_preemptions_total"
 
@@ -98,7 +99,7 @@ class Drive:
         self._press(pages)
         self._move_limit(total_pages)
         self._restore(offloads, turn=3)
-        self._give_back(offloads)
+        self._give_back()
         self.seen.metrics = self._api.metrics()
         return self.seen
 
@@ -191,20 +192,15 @@ class Drive:
     def _preempted(self) -> int:
         return int(total(self._api.metrics(), PREEMPTIONS))
 
-    def _give_back(self, offloads: bool) -> None:
-        """Empty the caches of the idle engine, and count the pages that it keeps."""
-        deadline = time.monotonic() + IDLE_SECONDS
+    def _give_back(self) -> None:
+        """Empty the cache of the idle engine, and count the pages that it keeps."""
         self._peak()
         held = mapped(self._state())
-        while not self._api.reset(offloads) and time.monotonic() < deadline:
+        deadline = time.monotonic() + IDLE_SECONDS
+        while not self._api.reset() and time.monotonic() < deadline:
             time.sleep(STEP_SECONDS)
-        pages = held
-        while time.monotonic() < deadline:
-            time.sleep(2 * STEP_SECONDS)
-            left = mapped(self._state())
-            if left == pages and left < held:
-                break
-            pages = left
+        while (pages := mapped(self._state())) > KEPT_PAGES and time.monotonic() < deadline:
+            time.sleep(STEP_SECONDS)
         self.seen.pages |= {"before": held, "after": pages}
         self._say(f"gave back {held - pages} of {held} pages")
         engine = self._state()

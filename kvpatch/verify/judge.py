@@ -7,12 +7,11 @@ from dataclasses import dataclass, field
 
 from kvpatch.sizes import readable
 from kvpatch.verify.compare import Difference, allowed, noise
-from kvpatch.verify.drive import Seen
+from kvpatch.verify.drive import KEPT_PAGES, Seen
 
 # What must have been seen of an engine, and of one that offloads.
 ALWAYS = ("aborted", "preempted", "limit moved")
 OFFLOADING = ("restored", "restored again", "stored under pressure")
-KEPT_PAGES = 2  # of an engine without requests and cache: that of block 0, and one being freed
 
 
 @dataclass

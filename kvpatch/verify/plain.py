@@ -57,7 +57,7 @@ def answers(
     say(f"plain vLLM: {len(cached)} answers")
     computed = []
     for one in every:
-        api.reset(external=False)
+        api.reset()
         computed.append(ask(*one))
     say(f"plain vLLM, everything computed again: {len(computed)} answers")
     return cached, computed
