@@ -55,7 +55,7 @@ class Api:
         """Return whether it answers."""
         try:
             return self._ask("GET", "/health", seconds=5)[0] == 200
-        except OSError:
+        except Ended:
             return False
 
     def look(self) -> None:
@@ -157,5 +157,5 @@ class Api:
                 connection.request(method, path, headers=self._headers)
                 answer = connection.getresponse()
                 return answer.status, answer.read().decode(errors="replace")
-            except http.client.HTTPException as error:
-                raise ConnectionError(repr(error)) from error
+            except (OSError, http.client.HTTPException) as error:
+                raise Ended(f"the server does not answer {path} ({error!r})") from error

@@ -15,7 +15,7 @@ import pytest
 from kvpatch import cli, verdicts
 from kvpatch.verify import child, compare, drive, judge, limit, plain, report
 from kvpatch.verify import run as running
-from kvpatch.verify.api import Answer
+from kvpatch.verify.api import Answer, Api
 
 FAKE = Path(__file__).with_name("fake_server.py")
 
@@ -187,3 +187,11 @@ def test_a_verdict_has_no_secrets():
     assert running.api_key(command.split(), {}) == "a"
     assert running.api_key(["--api-key=z"], {}) == "z"
     assert running.api_key(["vllm"], {"VLLM_API_KEY": "k"}) == "k"
+
+
+def test_a_server_that_is_gone_has_ended():
+    gone = Api(child.free_port())
+    assert not gone.healthy()
+    for ask in (gone.look, gone.metrics, gone.reset, lambda: gone.complete("a", "b", 1)):
+        with pytest.raises(child.Ended):
+            ask()
