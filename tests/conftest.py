@@ -37,11 +37,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         item.add_marker(lane)
 
 
-@pytest.fixture(autouse=True, scope="session")
+@pytest.fixture(autouse=True, scope="module")
 def status_pages(tmp_path_factory: pytest.TempPathFactory) -> None:
-    """Keep what tests publish away from what ``kvpatch status`` shows of this machine.
+    """Keep what a file's tests publish away from what others, and this machine's user, see.
 
-    And this user's verdicts, which lift refusals, away from the tests.
+    A refused engine, which some tests make, is told by ``kvpatch status`` for an hour.
+    And this user's verdicts, which lift refusals, are kept away from the tests.
     """
     os.environ["KVPATCH_STATUS_DIR"] = str(tmp_path_factory.mktemp("status"))
     os.environ["XDG_DATA_HOME"] = str(tmp_path_factory.mktemp("data"))

@@ -237,11 +237,14 @@ def test_a_real_prometheus_reads_it_and_answers_the_dashboard(
 
         def results(query: str) -> list[Any]:
             try:
-                answer = requests.get(
+                got = requests.get(
                     f"http://{address}/api/v1/query", params={"query": query}, timeout=120
-                ).json()
+                )
             except requests.ConnectionError:
                 return []  # not up yet
+            if got.status_code == requests.codes.service_unavailable:
+                return []  # up, and not ready
+            answer = got.json()
             assert answer["status"] == "success", (query, answer)
             return list(answer["data"]["result"])
 
