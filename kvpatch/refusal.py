@@ -58,8 +58,9 @@ def _incompatible(meaning: str, reference: str) -> Code:
 #     KVP5xx  the host device
 #
 # What is not validated can be verified (``kvpatch verify``) unless a run cannot judge it: copies
-# that no audit sees (KVP302, KVP319), secondary tiers (KVP322, KVP330), KV cache events (KVP325),
-# sleep (KVP341), prompts other than text (KVP331), nothing to restore (KVP306), no patch (KVP203).
+# that no audit is known to see (KVP302, KVP319, KVP351), secondary tiers (KVP322, KVP330), KV cache
+# events (KVP325), sleep (KVP341), prompts other than text (KVP331), nothing to restore (KVP306), no
+# patch (KVP203).
 CODES = {
     "KVP101": _setup("`KVPATCH` has an unknown value"),
     "KVP102": _setup("kvcached is switched off by one of its own variables"),
@@ -162,6 +163,8 @@ CODES = {
         "offloading with an fp8 KV cache that no setting turns off, before vLLM 0.22"
     ),
     "KVP341": _not_validated("offloading with sleep mode or the cumem allocator", False),
+    "KVP351": _not_validated("offloading with loads within a step, from vLLM 0.33 on", False),
+    "KVP352": _not_validated("a CPU tier of SimpleCPUOffloadConnector that is sized in blocks"),
     "KVP401": _incompatible(
         "the scheduler's block pool is not kvcached's", "ovg-project/kvcached#316"
     ),

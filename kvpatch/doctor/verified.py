@@ -8,13 +8,13 @@ from importlib import metadata
 from pathlib import Path
 
 from kvpatch import verdicts
-from kvpatch.doctor.finding import Finding, Level
+from kvpatch.doctor.finding import Finding, Topic
 from kvpatch.environ import VERDICTS
 from kvpatch.verdicts import Verdict
 from kvpatch.version import VERSION
 from kvpatch.versions import installed
 
-TOPIC = "verdicts"
+TOPIC = Topic("verdicts")
 
 
 def check(settings: Mapping[str, str]) -> list[Finding]:
@@ -23,13 +23,13 @@ def check(settings: Mapping[str, str]) -> list[Finding]:
     named = VERDICTS.read(settings)
     if named and not Path(named).is_dir():
         what = f"{VERDICTS} names {named}, which is no folder"
-        found.append(Finding(TOPIC, Level.WARNING, what, f"name another one, or unset {VERDICTS}"))
+        found.append(TOPIC.warning(what, f"name another one, or unset {VERDICTS}"))
     for path in verdicts.files(settings):
         try:
             found.append(check_verdict(verdicts.read(path)))
         except (OSError, ValueError) as error:
             what = f"{path} is not used: {error}"
-            found.append(Finding(TOPIC, Level.WARNING, what, "remove it, or make it again"))
+            found.append(TOPIC.warning(what, "remove it, or make it again"))
     return found
 
 
@@ -41,13 +41,11 @@ def check_verdict(verdict: Verdict) -> Finding:
     changes = stale(verdict)
     if changes:
         what += f"; it holds no more, because {' and '.join(changes)}"
-        return Finding(TOPIC, Level.NOTE, what, f"run {again}")
+        return TOPIC.note(what, f"run {again}")
     if verdict.word != verdicts.RIGHT:
-        return Finding(
-            TOPIC, Level.WARNING, f"{what} ({verdict.path})", f"report it, or run {again}"
-        )
+        return TOPIC.warning(f"{what} ({verdict.path})", f"report it, or run {again}")
     lifted = ", ".join(sorted(verdict.lifted))
-    return Finding(TOPIC, Level.OK, what + (f"; it lifts {lifted}" if lifted else ""))
+    return TOPIC.ok(what + (f"; it lifts {lifted}" if lifted else ""))
 
 
 def stale(verdict: Verdict) -> list[str]:
