@@ -18,7 +18,7 @@ from kvpatch.verify.child import Child, Ended
 from kvpatch.verify.load import Load
 from kvpatch.verify.readings import Readings, mapped, total
 
-MOST = 32  # conversations
+MOST = 64  # conversations
 FEWEST = 4
 ANSWER = 16  # tokens
 ROUNDS = 4
@@ -108,7 +108,7 @@ class Drive:
         before = mapped(self._state())
         self._first_turn()
         pages = self._pages_for(self._load.opening * 3 // 2, before)
-        room = (pages - 1) * self._page_tokens // self._load.opening  # conversations
+        room = pages * self._page_tokens // self._load.opening  # conversations
         while self.seen.conversations < min(MOST, max(FEWEST, room + 3)):
             self._first_turn()
         self._peak()

@@ -206,9 +206,15 @@ class Handler(BaseHTTPRequestHandler):
         yield {"choices": [], "usage": {"prompt_tokens": count}}
 
 
+class Server(ThreadingHTTPServer):
+    """Takes as many connections at once as a run makes; Python's takes five."""
+
+    request_queue_size = 128
+
+
 if __name__ == "__main__":
     port = int(sys.argv[sys.argv.index("--port") + 1])
     if FAULT == "a refusal":
         sys.exit("kvpatch refuses to start vLLM: a, because b; c. [KVP404]")
     assert OURS or "--kv-offloading-size" not in sys.argv
-    ThreadingHTTPServer(("127.0.0.1", port), Handler).serve_forever()
+    Server(("127.0.0.1", port), Handler).serve_forever()
