@@ -31,7 +31,8 @@ def configure(parser: argparse.ArgumentParser) -> None:
         "--verdicts",
         type=Path,
         metavar="DIR",
-        help=f"folder for the verdict (default: the user's own; {VERDICTS} names further ones)",
+        help="folder for the verdict, which holds while "
+        f"{VERDICTS} names this folder (default: the user's own)",
     )
     parser.add_argument(
         "--logs", type=Path, metavar="DIR", help="folder for the logs (default: a temporary one)"
@@ -43,7 +44,8 @@ def configure(parser: argparse.ArgumentParser) -> None:
         metavar="S",
         help="that the command may take until it answers (default: 1800)",
     )
-    parser.add_argument("words", nargs="+", metavar="COMMAND", help="as it would be started")
+    words = parser.add_argument("words", nargs=argparse.REMAINDER, metavar="COMMAND")
+    words.help = "as it would be started"
     parser.epilog = (
         "The command is started with kvpatch on and refusals of what is not validated lifted, on "
         "a free port of 127.0.0.1, and needs the device to itself. Exit status: 0 right, 1 wrong, "
@@ -58,7 +60,10 @@ def run(options: argparse.Namespace) -> int:
     def say(line: str) -> None:
         print(f"[{time.monotonic() - begun:5.0f}s] {line}", flush=True)
 
-    command = tuple(options.words)
+    command = tuple(options.words[1:] if options.words[:1] == ["--"] else options.words)
+    if not command:
+        print("kvpatch verify: no command was given; put it after --")
+        return 2
     folder = options.logs or Path(tempfile.mkdtemp(prefix="kvpatch-verify-"))
     folder.mkdir(parents=True, exist_ok=True)
     if any(folder.iterdir()):

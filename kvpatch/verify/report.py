@@ -46,18 +46,21 @@ def text(result: Result) -> str:
     lines = [f"  ok       {line}" for line in judgement.right]
     lines += [f"  missing  {line}" for line in judgement.missing]
     lines += [f"  WRONG    {line}" for line in judgement.wrong]
-    for name, value in measured(result.seen).items():
+    for name, value in measured(result.seen).items() if result.seen.conversations else ():
         shown = readable(int(value)) if name.startswith("bytes") else f"{value:g}"
         lines.append(f"  {name}: {shown}")
     if result.lifted:
         lines.append(f"  lifted: {', '.join(result.lifted)}")
-    lines.append(f"{judgement.word.upper()}: {_ends[judgement.word]}")
+    end = _ends[judgement.word]
+    if judgement.wrong and result.lifted:
+        end = "this command stays refused; report it with the logs"
+    lines.append(f"{judgement.word.upper()}: {end}")
     return "\n".join(lines)
 
 
 _ends = {
     "right": "this command starts on this machine with KVPATCH=1",
-    "wrong": "this command does not start with kvpatch; report it with the logs",
+    "wrong": "run this command with KVPATCH=0, and report it with the logs",
     "unfinished": "not everything that a verdict needs was seen",
 }
 

@@ -75,6 +75,7 @@ def test_what_is_wrong_is_said_and_lifts_nothing(verify, fault, said):
     assert code == 1, out
     (line,) = [line for line in out.splitlines() if line.startswith("  WRONG")][:1]
     assert said in line
+    assert "WRONG: this command stays refused; report it with the logs" in out
     assert verdict.word == "wrong"
     assert verdicts.covering(verdict.combination, (), [verdict]) is None
 
@@ -125,6 +126,26 @@ def test_a_folder_of_logs_that_is_used_is_refused(verify, tmp_path):
     (tmp_path / "logs").mkdir()
     (tmp_path / "logs/kvpatch.log").touch()
     assert verify()[0] == 2
+
+
+@pytest.mark.parametrize("words", [[], ["--"]])
+def test_without_a_command_nothing_runs(words, capsys):
+    assert cli.main(["verify", *words]) == 2
+    assert "no command was given" in capsys.readouterr().out
+
+
+def test_a_command_needs_no_dashes_before_it(tmp_path, capsys):
+    assert cli.main(["verify", "--logs", str(tmp_path), "/nowhere/vllm", "serve", "--tp", "2"]) == 3
+    out = capsys.readouterr().out
+    assert "/nowhere/vllm serve --tp 2" in out
+    assert "bytes stored" not in out  # nothing ran that could be measured
+
+
+def test_what_was_lifted_by_nothing_is_run_without_kvpatch():
+    wrong = running.Result(judge.Judgement(["a"]))
+    assert report.text(wrong).endswith(
+        "run this command with KVPATCH=0, and report it with the logs"
+    )
 
 
 def test_a_command_that_is_not_there(tmp_path):
