@@ -40,6 +40,7 @@ class Seen:
         computed, restored: seconds to the first token, of prompts of the same length.
         did: how often the engine did what it must be seen doing.
         pages: the pages in use, at the peak and in the end.
+        fence: its counters in the end, see ``fence.Counters``; empty without a connector.
         stored, loaded: bytes, of all workers.
         blocks_loaded: by all workers.
         page_bytes: of one page, all layers.
@@ -51,6 +52,7 @@ class Seen:
     restored: list[float] = field(default_factory=list)
     did: dict[str, int] = field(default_factory=dict)
     pages: dict[str, int] = field(default_factory=dict)
+    fence: dict[str, int] = field(default_factory=dict)
     page_bytes: int = 0
     stored: int = 0
     loaded: int = 0
@@ -204,6 +206,7 @@ class Drive:
         self.seen.pages |= {"before": held, "after": pages}
         self._say(f"gave back {held - pages} of {held} pages")
         engine = self._state()
+        self.seen.fence = dict(engine.get("fence") or {})
         self.seen.stored = int(engine["bytes"]["stored"])
         self.seen.loaded = int(engine["bytes"]["loaded"])
         self.seen.blocks_loaded = self._loaded()

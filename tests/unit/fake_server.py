@@ -117,6 +117,13 @@ def publish() -> Any:
                         "reserved_pages": 0,
                         "total_pages": CACHE.limit,
                     },
+                    "fence": {
+                        "released": 16,
+                        "held_for_plan": 13,
+                        "held_for_transfer": 2,
+                        "longest_hold": 1,
+                        "holding": 0,
+                    },
                     "bytes": {
                         "stored": CACHE.counts["stored"] * workers * SIZE,
                         "loaded": CACHE.counts["loaded"] * workers * SIZE,

@@ -57,6 +57,8 @@ def test_a_right_command_gets_a_verdict(verify):
     assert content["measured"]["bytes loaded"] > 0
     assert content["compared with plain vLLM"] is True
     assert "RIGHT: this command starts on this machine" in out
+    said = "fence: 16 pages freed, of which 13 waited for a plan and 2 for a transfer"
+    assert said in content["right"]
 
 
 @pytest.mark.parametrize(
