@@ -37,9 +37,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         item.add_marker(lane)
 
 
-@pytest.fixture(autouse=True, scope="session")
+@pytest.fixture(autouse=True, scope="module")
 def status_pages(tmp_path_factory: pytest.TempPathFactory) -> None:
-    """Keep what tests publish away from what ``kvpatch status`` shows of this machine."""
+    """Keep what a file's tests publish away from what others, and this machine's user, see.
+
+    A refused engine, which some tests make, is told by ``kvpatch status`` for an hour.
+    """
     os.environ["KVPATCH_STATUS_DIR"] = str(tmp_path_factory.mktemp("status"))
 
 

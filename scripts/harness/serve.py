@@ -32,7 +32,7 @@ DEVICE_SIZE = "1GiB"
 # kvcached keeps up to 10 spare pages, which suits a GPU; this device is a small one.
 SPARE_PAGES = {"KVCACHED_MIN_RESERVED_PAGES": "1", "KVCACHED_MAX_RESERVED_PAGES": "2"}
 
-START_SECONDS = 240
+START_SECONDS = 600
 STOP_SECONDS = 30
 START_STOP_SECONDS = 3
 REQUEST_SECONDS = 120

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import threading
 from contextlib import suppress
 from types import ModuleType, SimpleNamespace
 
@@ -133,7 +134,16 @@ def test_what_went_well_is_passed_on(monkeypatch):
     monkeypatch.setattr(allocation, "_setup_error", IN_USE)
     assert allocation.remember_setup_error(lambda: "set up", None, (), {}) == "set up"
     assert allocation.require_setup(lambda: "made", None, (), {}) == "made"
-    assert allocation.require_coordinator(lambda pool: pool, None, ("pool",), {}) == "pool"
+
+
+@pytest.mark.parametrize("locked", [True, False], ids=["async", "sync"])
+def test_a_pool_that_kvcached_made_may_be_waited_for(locked):
+    """In synchronous scheduling kvcached has no lock, and its own wait is left to it."""
+    lock = threading.RLock() if locked else SimpleNamespace()
+    manager = SimpleNamespace(_lock=lock, _post_init_done=threading.Event())
+    coordinator = SimpleNamespace(block_pool=SimpleNamespace(kv_cache_manager=manager))
+    allocation.require_coordinator(lambda: None, coordinator, (), {})
+    assert hasattr(manager, "_wait_post_init") is locked
 
 
 def test_what_kvcached_is_to_log_reaches_it(monkeypatch):

@@ -58,7 +58,10 @@ def test_kvcached_has_no_adapter_for_runner_v2_before_0_28(engine: Engine) -> No
 def test_before_0_24_blocks_outlive_a_reset_of_the_cache(serve: Serve, tmp_path: Path) -> None:
     """Nothing is on the disk any more, and the CPU tier has been told to forget everything."""
     ended = serve(
-        replace(on(tmp_path / "disk", vllm="0.22.1", forced=("KVP317", "KVP322")), cpu_blocks=4096),
+        replace(
+            on(tmp_path / "disk", vllm="0.22.1", forced=("KVP317", "KVP322", "KVP329")),
+            cpu_blocks=4096,
+        ),
         times=2,
         disk=str(tmp_path / "disk"),
         faults={APART: ("nothing", "remove")},

@@ -78,7 +78,8 @@ class Simple:
 
     def __init__(self, regions: Regions, rows: int, gpu: bool) -> None:
         device = {f"region{at}": tensor for at, tensor in enumerate(regions.tensors)}
-        tier = {
+        # The backend keeps addresses alone.
+        self._tier = {
             name: torch.zeros((rows, tensor.shape[1]), dtype=torch.int8, pin_memory=gpu)
             for name, tensor in device.items()
         }
@@ -89,7 +90,7 @@ class Simple:
         self._streams = [self._torch.cuda.Stream() for _ in range(2)]
         self._backend: Any = worker.DmaCopyBackend()
         where = next(iter(device.values())).device
-        self._backend.init(device, tier, where, *self._streams)
+        self._backend.init(device, self._tier, where, *self._streams)
         self._launched = 0
         self._events: list[tuple[int, Any]] = []
 
