@@ -556,6 +556,28 @@ def test_a_region_that_another_user_made_is_a_refusal_that_names_him(shm, when, 
     assert refused.value.code == "KVP416"
 
 
+def test_a_region_that_another_user_made_is_not_opened(shm, other_user):
+    path, opened = shared_memory.path_of("one"), []
+    path.touch(0o600)
+    other_user()
+    with pytest.raises(Refusal):
+        region(path, before=lambda: opened.append(path))
+    assert not opened
+
+
+def test_a_region_that_cannot_be_opened_because_it_is_another_users(shm, other_user):
+    path = shared_memory.path_of("one")
+
+    def plant():
+        path.touch(0o600)
+        other_user()
+        raise PermissionError(path)
+
+    with pytest.raises(Refusal) as refused:
+        region(path, before=plant)
+    assert refused.value.code == "KVP416"
+
+
 def test_a_region_that_others_can_open_is_refused(shm):
     path = shared_memory.path_of("one")
     path.touch()

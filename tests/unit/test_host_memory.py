@@ -114,7 +114,8 @@ def test_the_memory_of_this_machine(tmp_path):
     assert host_memory.here(tmp_path / "none").shm is None
 
 
-def test_a_process_that_may_start_an_engine_reads_it():
+def test_a_process_that_may_start_an_engine_reads_it(monkeypatch):
+    monkeypatch.setattr(process.multiprocessing, "parent_process", lambda: None)
     assert host_memory.reader({})() is not None
     assert host_memory.reader({OUR_IPC_NAME.name: "inherited by a program"})() is not None
 
@@ -293,3 +294,10 @@ def test_a_power_of_two():
     assert [cpu_tier.power_of_two(size) for size in (1, 2, 3, 4, 5, 1024, 1025)] == [
         *(1, 2, 4, 4, 8, 1024, 2048)
     ]
+
+
+def test_every_tier_in_shm_counts():
+    tiers = [
+        cpu_tier.CpuTier(1, size, bool(shm), 0, False) for size, shm in ((3, 1), (4, 1), (9, 0))
+    ]
+    assert cpu_tier.in_shm(tiers) == 7

@@ -81,3 +81,14 @@ def test_a_file_with_a_whole_seal_of_another_length_is_damaged(tmp_path, memory)
     with pytest.raises(OSError, match="does not hold the bytes that were stored"):
         load(memory, [one])
     assert not Path(one).exists()
+
+
+def test_a_sweep_goes_by_the_age_of_a_link_and_not_of_what_it_leads_to(tmp_path):
+    folder = tmp_path / block_files.TEMPORARY
+    folder.mkdir()
+    old = tmp_path / "old"
+    old.touch()
+    os.utime(old, (0, 0))
+    (folder / "link").symlink_to(old)
+    assert block_files.sweep(tmp_path) == 0
+    assert (folder / "link").is_symlink()

@@ -6,12 +6,12 @@ Setting ``VLLM_USE_V2_MODEL_RUNNER`` would decide for every model, also for thos
 
 from __future__ import annotations
 
-import multiprocessing
 import os
 from typing import Any
 
 from kvpatch.environ import VLLM_USE_V2_MODEL_RUNNER
 from kvpatch.logs import log
+from kvpatch.process import started_by_multiprocessing
 
 # Runner V1 does not give them what they read (short convolutions, n-grams), or has not been
 # vLLM's default for them in any release.
@@ -51,7 +51,7 @@ def _say() -> None:
         return
     _said_by = os.getpid()
     # Engine and workers choose again, by the same configuration.
-    say = log.debug if multiprocessing.parent_process() else log.warning
+    say = log.debug if started_by_multiprocessing() else log.warning
     say(
         "kvpatch: Model Runner V1 is used where vLLM would use V2 by default, because kvcached "
         "has no adapter for V2 before vLLM 0.28; set %s=0 to choose V1 yourself",

