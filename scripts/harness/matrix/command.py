@@ -4,6 +4,7 @@
     scripts/matrix shapes 0.26.0 --archives DIR  one release, from downloaded wheels
     scripts/matrix engine                        every validated release, on real engines
     scripts/matrix engine 0.28.0 --model "full attention"
+    scripts/matrix engine --feature fp8          with more turned on; "none" for the cells without
     scripts/matrix engine --synchronous          with synchronous scheduling, where a GPU's is not
     scripts/matrix engine --missing              only cells without a run of today's code
     scripts/matrix engine 0.26.0                 a release that is not validated yet
