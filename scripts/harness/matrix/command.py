@@ -4,6 +4,7 @@
     scripts/matrix shapes 0.26.0 --archives DIR  one release, from downloaded wheels
     scripts/matrix engine                        every validated release, on real engines
     scripts/matrix engine 0.28.0 --model "full attention"
+    scripts/matrix engine --feature fp8          with more turned on; "none" for the cells without
     scripts/matrix engine --synchronous          with synchronous scheduling, where a GPU's is not
     scripts/matrix engine --missing              only cells without a run of today's code
     scripts/matrix engine 0.26.0                 a release that is not validated yet
@@ -50,6 +51,12 @@ def say(text: str) -> None:
     print(f"[matrix {time.monotonic() - BEGUN:6.1f}s] {text}", flush=True)
 
 
+def in_words(cell: axes.Cell) -> str:
+    """Return a cell of a release."""
+    words = f"{cell.connector}, {cell.runner}, {cell.layout}, {cell.model}"
+    return words if cell.feature == axes.NONE else f"{words}, {cell.feature}"
+
+
 def compute_signatures(arguments: argparse.Namespace) -> int:
     """Record what each release's sources have at every target; print the rows that are red."""
     wanted = [("vllm", version) for version in arguments.releases or signatures.releases("vllm")]
@@ -94,7 +101,7 @@ def run_release(release: str, arguments: argparse.Namespace, stale: set[Ran]) ->
         wrong += not outcome["right"]
         patches = outcome.pop("patches", ())
         words = "right" if outcome["right"] else outcome
-        say(f"{release}: {cell.connector}, {cell.runner}, {cell.layout}, {cell.model}: {words}")
+        say(f"{release}: {in_words(cell)}: {words}")
         # At once: what was run stays when the rest is interrupted.
         record_cell(level_of(arguments), cell, outcome, patches, versions)
     return wrong
@@ -117,8 +124,10 @@ def record_cell(
         "machine": f"host device, {os.cpu_count()} cores, {platform.machine()}",
         "versions": versions,
     }
-    run = {name: getattr(cell, name) for name in AXES} | outcome
-    record.record_run(level, head, run, patches)
+    run = {name: getattr(cell, name) for name in AXES}
+    if cell.feature != axes.NONE:
+        run["feature"] = cell.feature
+    record.record_run(level, head, run | outcome, patches)
 
 
 def compute_bytes(arguments: argparse.Namespace) -> int:
@@ -146,9 +155,7 @@ def report_stale(arguments: argparse.Namespace) -> int:
     count = 0
     for level, cell, changed in evidence.stale():
         count += 1
-        print(
-            f"{level}: {cell.vllm}, {cell.connector}, {cell.runner}, {cell.layout}, {cell.model}:"
-        )
+        print(f"{level}: {cell.vllm}, {in_words(cell)}:")
         print(f"    {', '.join(changed)}")
     print(f"{count} stale cells")
     return int(count > 0)
@@ -164,6 +171,7 @@ def wanted_cell(cell: axes.Cell, arguments: argparse.Namespace, stale: set[Ran])
     if (
         cell.connector not in (arguments.connector or cells.TRIALS)
         or cell.model not in (arguments.model or cells.MODELS)
+        or cell.feature not in (arguments.feature or cells.FEATURES)
         or cell.layout not in (arguments.layout or axes.LAYOUTS)
         or cell.runner not in (arguments.runner or axes.RUNNERS)
         or verdicts.missing(cell) is not None
@@ -224,6 +232,7 @@ def main() -> int:
     level.add_argument("releases", nargs="*", help="of vLLM (default: all that are validated)")
     level.add_argument("--connector", action="append", help="one of them (default: all)")
     level.add_argument("--model", action="append", help="one kind (default: all)")
+    level.add_argument("--feature", action="append", help="one of them (default: all, and none)")
     level.add_argument("--layout", action="append", choices=axes.LAYOUTS)
     level.add_argument("--jobs", type=int, help="releases at a time (default: what has room)")
     level.add_argument("--runner", action="append", choices=axes.RUNNERS)
