@@ -57,7 +57,7 @@ def main(job_path: str, result_path: str) -> None:
     """Run the driver of a job."""
     job = json.loads(Path(job_path).read_text())
     leave_out(job["without"])
-    driver = importlib.import_module(f"harness.engines.{job.get('driver', 'driver')}")
+    driver: Any = importlib.import_module(f"harness.engines.{job.get('driver', 'driver')}")
     say_started(driver)
     if hasattr(driver, "tell"):
         driver.tell = end_when_stalled

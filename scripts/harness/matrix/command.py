@@ -12,9 +12,10 @@
     scripts/matrix without                       engines of 0.32.0 without one row each
     scripts/matrix without told.block_pool       one row
 
-Results go to kvpatch/matrix/data, those of rows that were left out to docs/results; ``python -m kvpatch matrix`` prints the verdicts and
-scripts/docs writes the tables. Exit status 1: a patch whose target is not what its row says, a
-seam with a hole, a cell that starts without a run, one that got worse, or one that is stale.
+Results go to kvpatch/matrix/data, those without a row to docs/results; ``python -m kvpatch matrix``
+prints the verdicts and scripts/docs writes the tables. Exit status 1: a patch whose target is not
+what its row says, a seam with a hole, a cell that starts without a run, one that got worse, or one
+that is stale.
 """
 
 from __future__ import annotations

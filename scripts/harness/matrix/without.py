@@ -33,6 +33,7 @@ from harness.matrix import cells
 
 RELEASE = "0.32.0"
 RESULT = ROOT / "docs/results/without.json"
+FEW = 8  # prompts of 20 blocks
 LIMIT = 150  # seconds after which an engine is taken for one that hangs
 
 # What may be seen, the gravest first.
@@ -99,15 +100,19 @@ class Load:
 
 
 def _of_cells(name: str, words: str, **changes: Any) -> Load:
-    # A cell of the matrix, on a device that is too small for it.
+    # As a cell of the matrix, with half the prompts on a device that is too small for those.
     trial = cells.TRIALS[name]
-    known = prompts(cells.PROMPTS, max_tokens=7)
-    run = replace(Run(asynchronous=True), **trial.changes, **changes)
-    if run.model in trial.tiers:
-        tier, blocks = trial.tiers[run.model]
-        run = replace(run, cpu_blocks=tier, blocks=blocks)
-    rounds = tuple([known[number] for number in asked] for asked in trial.rounds)
-    return Load(words, replace(run, tiers=()), rounds, trial.job, tier=bool(run.tiers))
+    known = prompts(FEW, max_tokens=7)
+    run = replace(Run(asynchronous=True, blocks=90, cpu_blocks=0), **trial.changes)
+    first, last = known[:-2], known
+    rounds: tuple[list[Any], ...] = (first, first, last) if run.simple else (last, last)
+    if run.simple:
+        run = replace(run, cpu_blocks=130)
+    if run.tiers:
+        rounds = tuple([one] for one in known[:-2] * 2)
+        run = replace(run, tiers=(), cpu_blocks=60)
+        return Load(words, replace(run, **changes), rounds, trial.job, tier=True)
+    return Load(words, replace(run, **changes), rounds, trial.job)
 
 
 def _fences(words: str, *scenarios: str, asynchronous: bool = True, **more: Any) -> Load:
@@ -118,10 +123,10 @@ def _with(one: Load, words: str, **changes: Any) -> Load:
     return replace(one, words=words, run=replace(one.run, **changes))
 
 
-_OFFLOADING = _of_cells("Offloading", "12 prompts twice, which the device holds a half of")
-_EAGER = _of_cells("Simple eager", "8 prompts twice and 12 once, more than device and CPU tier")
+_OFFLOADING = _of_cells("Offloading", "8 prompts twice, on a device that holds 4")
+_EAGER = _of_cells("Simple eager", "6 prompts twice and 8 once; the device holds 4, the CPU tier 6")
 _TIERS = _of_cells(
-    "tiering fs", "6 prompts twice, one at a time, which neither device nor CPU tier keeps"
+    "tiering fs", "6 prompts twice, one at a time; the device holds 4, the CPU tier 3"
 )
 DEBUG = (("KVPATCH_DEBUG", "1"),)
 _BARE = Load("3 pages of CPU blocks are taken and freed", Run(simple="eager", asynchronous=True))
@@ -129,17 +134,17 @@ LOADS = {
     "Offloading": _OFFLOADING,
     "Offloading, non-contiguous": _with(_OFFLOADING, "the same, by layer", contiguous=False),
     "Offloading, Runner V2": _with(
-        replace(_OFFLOADING, rounds=tuple(one[:8] for one in _OFFLOADING.rounds)),
-        "8 prompts twice, which the device does not hold",
+        replace(_OFFLOADING, rounds=tuple(one[:5] for one in _OFFLOADING.rounds)),
+        "5 prompts twice, on a device that holds 4",
         runner="v2",
-        blocks=90,
     ),
     "Offloading, latent attention": _with(_OFFLOADING, "the same", model="latent"),
-    "Offloading, two groups": _with(_OFFLOADING, "the same", model="sliding"),
+    "Offloading, two groups": _with(_OFFLOADING, "the same", model="sliding", blocks=140),
     "Offloading, exhausted": _with(
-        replace(_OFFLOADING, rounds=(load("long"),) * 2, job={"exhaust": 4}),
-        "8 prompts twice, while every fourth allocation fails",
+        replace(_OFFLOADING, rounds=(load("long"),), job={"exhaust": 4}),
+        "8 long answers of a model with two groups, while every fourth allocation fails",
         model="sliding",
+        blocks=140,
     ),
     "Offloading, no prefix cache": replace(
         _OFFLOADING,
@@ -313,7 +318,9 @@ VARYING = ((r"0x[0-9a-f]+", "0x…"), (r"/\S*/(?=\S)", "…/"), (r"\b\d{4,}\b", 
 
 def last_words(ended: Finished) -> str:
     """Return the sentence with which an engine ended: of a refusal, or of an error."""
-    lines = [re.sub(r"^(\(\w+ pid=\d+\)|\[rank\d+\]:) ", "", line) for line in ended.log.splitlines()]
+    lines = [
+        re.sub(r"^(\(\w+ pid=\d+\)|\[rank\d+\]:) ", "", line) for line in ended.log.splitlines()
+    ]
     refused = [line for line in lines if re.search(r"\[KVP\d+\]$", line)]
     errors = [line for line in lines if re.match(r"[\w.]*(Error|Exception|Refusal|Exit)\b", line)]
     debug = [line for line in lines if "kvpatch KVPATCH_DEBUG:" in line]
@@ -338,9 +345,11 @@ def _of_rounds(whole: dict[str, Any], less: dict[str, Any]) -> Iterator[tuple[st
     changed = len(less.get("changed", ())) + less.get("simple", {}).get("changed", 0)
     if changed:
         yield BYTES, f"{changed} restored blocks"
-    had, has = (sum(record["cached"] for record in part) for part in zip(*pairs, strict=True)) if (
-        pairs
-    ) else (0, 0)
+    had, has = (
+        (sum(record["cached"] for record in part) for part in zip(*pairs, strict=True))
+        if (pairs)
+        else (0, 0)
+    )
     if has < 0.9 * had:
         yield LOST, f"{has} tokens from the tier instead of {had}"
     for name in ("twice", "pinned", "device_calls"):
@@ -350,7 +359,7 @@ def _of_rounds(whole: dict[str, Any], less: dict[str, Any]) -> Iterator[tuple[st
     for name, tier in whole.get("simple", {}).get("tiers", {}).items():
         if less["simple"]["tiers"][name] != tier:
             yield COPIES, f"blocks of the CPU tier: {less['simple']['tiers'][name]}, not {tier}"
-    if whole.get("charged") and not less["charged"][0] == less["charged"][1]:
+    if whole.get("charged") and less["charged"][0] != less["charged"][1]:
         yield MEMORY, f"bytes of the device while CPU blocks are taken: {less['charged']}"
     if "after_reset" in whole:
         kept = less["after_reset"]["charged"] - whole["after_reset"]["charged"]
@@ -420,7 +429,5 @@ def looked(engines: Engines, row: str, looks: Iterable[Look]) -> list[dict[str, 
     records = []
     for look in looks:
         kind, words = engines.look(row, look)
-        records.append(
-            {"load": look.load, "also": list(look.also), "seen": kind, "words": words}
-        )
+        records.append({"load": look.load, "also": list(look.also), "seen": kind, "words": words})
     return records

@@ -1,0 +1,321 @@
+"""Which engines show what a row of the newest release is for, and which test does where none can.
+
+A row that more than one connector, layout or runner brings has a look for each in which something
+else could be seen. ``test`` is there for what no engine of ``LOADS`` comes to: several GPUs or
+ranks, other users of the machine, damaged files, a metric. ``why`` says what stands in the way.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from harness.matrix.without import Look
+
+
+class Row(NamedTuple):
+    """How the need of a row is shown.
+
+    Attributes:
+        looks: engines that are started without it.
+        test: ``file::function`` under tests/, which fails without it.
+        why: why no engine here shows it; empty where one does.
+    """
+
+    looks: tuple[Look, ...] = ()
+    test: str = ""
+    why: str = ""
+
+
+def seen(*loads: str) -> Row:
+    """Return a row that engines show."""
+    return Row(tuple(Look(load) for load in loads))
+
+
+def held(test: str, why: str, *loads: str) -> Row:
+    """Return a row that a test shows, with the loads under which engines were tried."""
+    return Row(tuple(Look(load) for load in loads), test, why)
+
+
+OFFLOADING, V2, EXHAUSTED = "Offloading", "Offloading, Runner V2", "Offloading, exhausted"
+LATENT, HELD, LATE = "Offloading, latent attention", "held copies", "late store"
+EAGER, LAZY, TIERS = "Simple eager", "Simple lazy", "tiering fs"
+TWO_RANKS = "one rank only, whose device is this process's own"
+USERS = "needs another user on the machine"
+SEVERAL_GPUS = "needs several GPUs, of which one is full"
+GPU_WORKER = "a CPU's worker does not run it"
+SERIES = "changes no answer and no memory: what is counted is not shown"
+LAST_GUARD = "a guard behind others: nothing here gets past those"
+COPY_CLASSES = "unit/test_host_device.py::test_a_gpu_does_not_need_it"
+
+TELEMETRY = "unit/test_telemetry.py::"
+CLASSES = "engine/test_tier_classes.py::"
+WEIGHTS = "unit/test_tier_weights.py::"
+POOL = "engine/test_pool.py::"
+RANKS = "unit/test_ranks.py::"
+
+ROWS: dict[str, Row] = {
+    "told.runner_v2": seen(OFFLOADING, V2),
+    "told.block_pool": seen(OFFLOADING),
+    "told.coordinator": held(
+        "unit/test_kvcached_compat.py::test_kvcached_is_told_a_release_for_one_decision",
+        "with one size of block the layouts of 0.30 give the same numbers",
+        *(OFFLOADING, EXHAUSTED),
+    ),
+    "told.allocate_slots": seen(EXHAUSTED),
+    "told.engine_core": seen(OFFLOADING),
+    "host.torch": seen(OFFLOADING),
+    "host.device_name": seen(OFFLOADING, V2),
+    "host.listener_device": seen(OFFLOADING),
+    "host.sync_before_unmap": seen(OFFLOADING),
+    "host.release_barrier": seen(OFFLOADING),
+    "host.size_for_v2": seen(V2),
+    "host.layouts": seen(OFFLOADING),
+    "host.latent_caching": seen(LATENT),
+    "host.latent_write": seen(LATENT),
+    "host.latent_decode": seen(LATENT),
+    "host.latent_gather": seen(LATENT),
+    "host.copy_torch": seen(OFFLOADING),
+    "host.copy_blocks": seen(OFFLOADING),
+    "host.copy_platform": seen(OFFLOADING),
+    "host.copy_pinned": seen(OFFLOADING),
+    "host.copy_spec": seen(OFFLOADING),
+    "host.copy_register": seen(OFFLOADING),
+    "host.copy_register_platform": seen(OFFLOADING),
+    "host.copy_device": seen(OFFLOADING),
+    "host.simple_torch": seen(EAGER),
+    "host.simple_pinned": seen(EAGER),
+    "host.simple_register": seen(EAGER),
+    "host.simple_memcpy": seen(EAGER),
+    "host.simple_events": seen(EAGER),
+    "host.simple_device": seen(EAGER),
+    "adapted.pool_attributes": seen(OFFLOADING),
+    "adapted.request_memory": held(
+        "unit/test_kvcached_compat.py::test_weights_held_elsewhere_are_taken_off_the_budget",
+        GPU_WORKER,
+    ),
+    "adapted.profiling": held(
+        "unit/test_kvcached_compat.py::test_the_profile_runs_in_what_vllm_puts_around_it",
+        GPU_WORKER,
+    ),
+    "adapted.v1_worker": seen(OFFLOADING),
+    "adapted.v1_profiling": seen(OFFLOADING),
+    "adapted.v1_allocation": seen(OFFLOADING),
+    "elastic.config": seen("Offloading, no prefix cache"),
+    "elastic.worker_init": held(
+        "long/test_worker_setup.py::test_in_the_process_of_the_operator",
+        "a set-up that fails is refused with what failed, and nothing fails here",
+    ),
+    "elastic.socket_folder": held(
+        f"{POOL}test_a_squatted_folder_is_a_refusal_of_the_worker",
+        USERS,
+    ),
+    "elastic.socket_path": held(
+        f"{POOL}test_an_engine_reads_nothing_from_a_folder_that_others_can_enter",
+        USERS,
+    ),
+    "elastic.socket_peer": held(
+        f"{POOL}test_a_worker_reads_nothing_from_another_user",
+        USERS,
+    ),
+    "elastic.rank_memory_reply": held(
+        f"{RANKS}test_a_worker_says_what_kvcached_may_map_on_its_gpu",
+        SEVERAL_GPUS,
+    ),
+    "elastic.rank_memory": held(
+        f"{RANKS}test_the_least_of_all_ranks_counts",
+        SEVERAL_GPUS,
+    ),
+    "elastic.rank_failure": held(
+        f"{RANKS}test_a_map_that_failed_is_not_tried_again_at_once",
+        SEVERAL_GPUS,
+    ),
+    "elastic.limit": held(
+        f"{POOL}test_a_limit_above_what_the_engine_started_with_changes_nothing",
+        "nobody moves the limit here",
+    ),
+    "elastic.coordinator": held(
+        "unit/test_allocation.py::test_a_pool_that_kvcached_could_not_replace_is_a_refusal",
+        LAST_GUARD,
+        OFFLOADING,
+    ),
+    "elastic.kv_caches_v1": Row(
+        (
+            Look(
+                OFFLOADING,
+                ("adapted.v1_allocation",),
+                "the refusal is for a KV cache outside kvcached's memory, which that row prevents",
+            ),
+        )
+    ),
+    "elastic.kv_caches_v2": held(
+        "unit/test_verify.py::test_vllms_own_views_are_checked_unless_they_are_discarded",
+        LAST_GUARD,
+    ),
+    "elastic.allocation": seen(OFFLOADING, V2),
+    "elastic.engine_core": held(
+        "unit/test_verify.py::test_an_engine_on_vllms_own_pool_does_not_start",
+        LAST_GUARD,
+        OFFLOADING,
+    ),
+    "elastic.engine_name": held(
+        "unit/test_claims.py::test_a_name_is_for_one_engine_and_its_process_is_named",
+        "one engine in a program of its own",
+        OFFLOADING,
+    ),
+    "elastic.engine_name_end": held(
+        "unit/test_claims.py::test_a_region_goes_with_its_engine",
+        "the name is given back when the process ends, and it starts no other engine",
+        OFFLOADING,
+    ),
+    "offloading.check_regions": held(
+        "unit/test_region_memory.py::test_the_regions_that_vllm_derives_are_checked",
+        LAST_GUARD,
+        OFFLOADING,
+    ),
+    "simple.cpu_coordinator": seen(EAGER, "Simple eager, taken"),
+    "simple.native_pool": seen(EAGER),
+    "simple.register_placed": seen(EAGER),
+    "simple.bind_gpu_block_pool": seen(LAZY),
+    "simple.free_blocks": seen(LAZY),
+    "simple.lazy_stores": seen(LAZY),
+    "simple.match": seen(LAZY),
+    "simple.stored": seen(LAZY),
+    "simple.pending_work": seen("simple, held copies"),
+    "simple.shutdown": seen("Simple eager, shutdown"),
+    "observing.simple_plan": held(
+        f"{TELEMETRY}test_what_the_simple_connector_plans_is_counted",
+        SERIES,
+    ),
+    "fence.install": seen(LATE, HELD),
+    "fence.build": seen(LATE, HELD),
+    "fence.worker_output": seen(LATE, HELD),
+    "fence.pending_work": seen("given back", HELD),
+    "fence.release": seen(LATE, HELD),
+    "fence.step": seen(HELD),
+    "fence.reset": held(
+        "unit/test_fence_hooks.py::"
+        "test_a_reset_steps_an_engine_that_nobody_steps_until_no_page_is_held",
+        "",
+        HELD,
+    ),
+    "fence.listener": held(
+        "unit/test_fence_hooks.py::test_the_wait_for_every_copy_is_left_out_only_with_a_connector",
+        "costs time alone: the worker would wait longer than it must",
+        "given back",
+    ),
+    "standstill.schedule": seen("standstill"),
+    "events.switch": seen("events"),
+    "events.take": seen("events"),
+    "events.remove": seen("events"),
+    "events.reset": seen("events"),
+    "tiers.shared_memory": held(
+        f"{CLASSES}test_a_second_engine_with_the_same_engine_id_is_refused",
+        "one engine on the machine has this name",
+        TIERS,
+    ),
+    "tiers.shared_region": held(
+        "unit/test_claims.py::test_a_region_that_another_user_made_is_not_opened",
+        USERS,
+    ),
+    "tiers.describe": seen(TIERS),
+    "tiers.worker_calls": held(
+        f"{WEIGHTS}test_every_way_to_the_workers_from_outside_is_watched",
+        "nobody replaces the weights here; the engine of "
+        "`test_without_a_reset_nothing_of_the_new_weights_is_stored_as_of_the_old` does",
+    ),
+    "tiers.wake_up": held(
+        f"{WEIGHTS}test_every_way_to_the_workers_from_outside_is_watched",
+        "a CPU has no sleep mode",
+    ),
+    "tiers.reset_caches": held(
+        f"{WEIGHTS}test_a_reset_after_the_weights_were_replaced_is_as_good",
+        "nobody replaces the weights here",
+    ),
+    "tiers.file_mapper": held(
+        f"{CLASSES}test_without_the_row_layouts_and_numbers_of_ranks_share_a_folder",
+        "needs a second engine with another layout on the same disk",
+        TIERS,
+    ),
+    "tiers.store_blocks": seen(TIERS),
+    "tiers.load_blocks": held(
+        f"{CLASSES}test_without_the_checksum_a_damaged_file_is_served",
+        "needs a damaged file",
+        TIERS,
+    ),
+    "tiers.tier_class": held(
+        f"{CLASSES}test_a_disk_that_hangs_when_asked_for_files_is_passed_over",
+        "needs a disk that does not answer",
+        TIERS,
+    ),
+    "tiers.lookup": held(
+        f"{CLASSES}test_without_the_rows_a_disk_that_hangs_stalls_the_request",
+        "needs a disk that does not answer",
+    ),
+    "tiers.promotion": held(
+        f"{CLASSES}test_without_the_row_a_prompt_larger_than_the_cpu_tier_gets_nothing",
+        "needs a prompt larger than the CPU tier",
+    ),
+    "tiers.matched_tokens": held(
+        "unit/test_tier_rules.py::"
+        "test_no_load_starts_behind_a_request_that_waits_until_the_next_step",
+        "needs requests that wait for a tier and for each other's memory",
+    ),
+    "tiers.build": held(
+        "unit/test_tier_rules.py::"
+        "test_no_load_starts_behind_a_request_that_waits_until_the_next_step",
+        "as tiers.matched_tokens, whose record it ends",
+    ),
+    "audit.worker": seen("debug, corrupt"),
+    "audit.store": Row(
+        (
+            Look(
+                "debug",
+                ("fence.release",),
+                "debug mode has nothing to find while the fence is whole",
+            ),
+        )
+    ),
+    "audit.load": seen("debug, corrupt"),
+    "audit.promotions": seen("tiering fs, debug"),
+    "audit.build": seen("tiering fs, debug"),
+    "audit.simple": seen("Simple eager, debug"),
+    "audit.install": Row(
+        (
+            Look(
+                "debug",
+                ("fence.release",),
+                "debug mode has nothing to find while the fence is whole",
+            ),
+        ),
+        "unit/test_debug.py::test_a_page_that_is_unmapped_under_a_transfer",
+        "",
+    ),
+    "observing.engine_core": held(
+        f"{TELEMETRY}test_an_engine_goes_on_publishing",
+        SERIES,
+    ),
+    "observing.make_stats": held(
+        f"{TELEMETRY}test_what_the_connector_reports_is_counted",
+        SERIES,
+    ),
+    "observing.step": held(
+        f"{TELEMETRY}test_a_busy_engine_sends_now_and_then_and_one_at_rest_at_once",
+        SERIES,
+    ),
+    "observing.step_with_batch_queue": held(
+        f"{TELEMETRY}test_a_busy_engine_sends_now_and_then_and_one_at_rest_at_once",
+        SERIES,
+    ),
+    "observing.prometheus": held(
+        f"{TELEMETRY}test_an_api_server_without_the_series_starts_and_keeps_them_from_the_connector",
+        SERIES,
+    ),
+    "observing.prometheus_observe": held(
+        f"{TELEMETRY}test_the_connector_never_sees_our_part",
+        SERIES,
+    ),
+    "observing.log": held(
+        f"{TELEMETRY}test_only_our_part_does_not_reach_a_connector_that_is_not_there",
+        SERIES,
+    ),
+}
