@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from harness import ROOT, provenance
-from harness.engines.fences import Fences, SimpleFences
+from harness.engines.fences import BARE, Fences, SimpleFences
 from harness.engines.runs import (
     Device,
     Finished,
@@ -129,7 +129,10 @@ _TIERS = _of_cells(
     "tiering fs", "6 prompts twice, one at a time; the device holds 4, the CPU tier 3"
 )
 DEBUG = (("KVPATCH_DEBUG", "1"),)
-_BARE = Load("3 pages of CPU blocks are taken and freed", Run(simple="eager", asynchronous=True))
+_TAKEN = Load(
+    "3 pages of CPU blocks are taken and freed, while kvcached keeps no page in reserve",
+    Run(simple="eager", asynchronous=True, environment=tuple(BARE.items())),
+)
 LOADS = {
     "Offloading": _OFFLOADING,
     "Offloading, non-contiguous": _with(_OFFLOADING, "the same, by layer", contiguous=False),
@@ -160,7 +163,7 @@ LOADS = {
         Run(simple="lazy", asynchronous=True, blocks=400),
         rounds=tuple(load(name) for name in ("24", "back", "shared", "24", "shared")),
     ),
-    "Simple eager, taken": replace(_BARE, job={"take_cpu_blocks": True}),
+    "Simple eager, taken": replace(_TAKEN, job={"take_cpu_blocks": True}),
     "Simple eager, shutdown": Load(
         "a shutdown while copies are in flight",
         Run(simple="eager", asynchronous=True),
@@ -313,7 +316,12 @@ def good(ended: Finished) -> bool:
 
 
 # What is different in every run: processes, addresses, and the folders of a device.
-VARYING = ((r"0x[0-9a-f]+", "0x…"), (r"/\S*/(?=\S)", "…/"), (r"\b\d{4,}\b", "N"))
+VARYING = (
+    (r"0x[0-9a-f]+", "0x…"),
+    (r"/\S*/(?=\S)", "…/"),
+    (r"(?<![0-9a-f])[0-9a-f]{8}(?![0-9a-f])", "x"),
+    (r"\d{4,}", "N"),
+)
 
 
 def last_words(ended: Finished) -> str:
