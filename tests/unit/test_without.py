@@ -113,6 +113,12 @@ REFUSED = ended(1, "kvpatch refuses to start vLLM: a fault, because; do. [KVP401
             rounds(1),
             (without.SILENT, "kvpatch refuses to start vLLM: a fault, because; do. [KVP401]"),
         ),
+        # An engine that starts and ends later was not refused either.
+        (
+            REFUSED,
+            Finished(1, f"{STARTED}AssertionError: a fault\n", {}),
+            (without.SILENT, "kvpatch refuses to start vLLM: a fault, because; do. [KVP401]"),
+        ),
         (REFUSED, REFUSED, (without.NOTHING, "")),
         (
             REFUSED,

@@ -297,7 +297,7 @@ class Engines:
 def compare(whole: Finished, less: Finished, load: Load) -> tuple[str, str]:
     """Return what an engine without a row did that the whole one did not, and its words."""
     if not good(whole):
-        if good(less):
+        if STARTED in less.log and STARTED not in whole.log:
             return SILENT, last_words(whole)
         same = last_words(whole) == last_words(less)
         return (NOTHING, "") if same else (OTHER_WORDS, last_words(less))

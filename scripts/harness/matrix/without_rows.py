@@ -66,9 +66,9 @@ ROWS: dict[str, Row] = {
     "told.engine_core": seen(OFFLOADING),
     "host.torch": seen(OFFLOADING),
     "host.device_name": seen(OFFLOADING, V2),
-    "host.listener_device": seen(OFFLOADING),
-    "host.sync_before_unmap": seen(OFFLOADING),
-    "host.release_barrier": seen(OFFLOADING),
+    "host.listener_device": seen(OFFLOADING, V2),
+    "host.sync_before_unmap": seen(OFFLOADING, HELD),
+    "host.release_barrier": seen(OFFLOADING, LATE),
     "host.size_for_v2": seen(V2),
     "host.layouts": seen(OFFLOADING),
     "host.latent_caching": seen(LATENT),
@@ -154,6 +154,10 @@ ROWS: dict[str, Row] = {
     "elastic.limit": held(
         f"{POOL}test_a_limit_above_what_the_engine_started_with_changes_nothing",
         "nobody moves the limit here",
+    ),
+    "elastic.reservation": held(
+        f"{POOL}test_a_request_that_comes_before_block_0_waits_for_it",
+        "the first request comes after block 0 was reserved",
     ),
     "elastic.coordinator": held(
         "unit/test_allocation.py::test_a_pool_that_kvcached_could_not_replace_is_a_refusal",
