@@ -85,6 +85,7 @@ class Load:
         held: its copies are held in flight.
         simple: the scenarios are those of SimpleCPUOffloadConnector.
         ranks: of the scenarios.
+        refused: an engine with every row does not start.
     """
 
     words: str
@@ -97,6 +98,7 @@ class Load:
     held: bool = False
     simple: str = ""
     ranks: int = 1
+    refused: bool = False
 
 
 def _of_cells(name: str, words: str, **changes: Any) -> Load:
@@ -141,7 +143,12 @@ LOADS = {
         "5 prompts twice, on a device that holds 4",
         runner="v2",
     ),
-    "Offloading, latent attention": _with(_OFFLOADING, "the same", model="latent"),
+    "Offloading, latent attention": _with(
+        replace(_OFFLOADING, rounds=tuple(one[:5] for one in _OFFLOADING.rounds)),
+        "the same, of latent attention",
+        runner="v2",
+        model="latent",
+    ),
     "Offloading, two groups": _with(_OFFLOADING, "the same", model="sliding", blocks=140),
     "Offloading, exhausted": _with(
         replace(_OFFLOADING, rounds=(load("long"),), job={"exhaust": 4}),
@@ -153,6 +160,7 @@ LOADS = {
         _OFFLOADING,
         words="a configuration that is refused",
         engine={"enable_prefix_caching": False},
+        refused=True,
     ),
     "Multi": _of_cells("Multi", "the same as Offloading, inside MultiConnector"),
     "Simple eager": _EAGER,
@@ -231,6 +239,8 @@ class Engines:
     def look(self, row: str, look: Look) -> tuple[str, str]:
         """Return what was seen without a row, and the words of it."""
         whole = self.run(look.load, look.also)
+        if not good(whole) and not (look.also or LOADS[look.load].refused):
+            raise RuntimeError(f"{look.load} fails with every row: {last_words(whole)}")
         return compare(whole, self.run(look.load, (row, *look.also)), LOADS[look.load])
 
     def run(self, name: str, without: tuple[str, ...]) -> Finished:
@@ -334,6 +344,8 @@ def last_words(ended: Finished) -> str:
     debug = [line for line in lines if "kvpatch KVPATCH_DEBUG:" in line]
     hung = [line for line in lines if line.startswith(WAITS)]
     found = (debug or refused or hung or errors or lines or [""])[-1].strip()
+    if found == "AssertionError":  # which has no words of its own
+        found = next((line.strip() for line in lines[::-1] if line.strip()[:7] == "assert "), found)
     for pattern, put in VARYING:
         found = re.sub(pattern, put, found)
     return found[:300] or f"exit status {ended.code}"
