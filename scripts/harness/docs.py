@@ -118,6 +118,8 @@ def pages(found: Found) -> dict[str, str]:
     values = {
         "supported": supported,
         "features": patches.FEATURES,
+        "without": without,
+        "looked": without.read(),
         "in_order": in_order(),
         "by_target": by_target(),
         "connectors": [one.name for one in axes.CONNECTORS],
