@@ -10,10 +10,13 @@
     scripts/matrix engine 0.26.0                 a release that is not validated yet
     scripts/matrix bytes                         tagged blocks, from vLLM 0.29 on
     scripts/matrix stale                         cells whose code changed since they ran
+    scripts/matrix without                       engines of 0.32.0 without one row each
+    scripts/matrix without told.block_pool       one row
 
-Results go to kvpatch/matrix/data; ``python -m kvpatch matrix`` prints the verdicts and
-scripts/docs writes the tables. Exit status 1: a patch whose target is not what its row says, a
-seam with a hole, a cell that starts without a run, one that got worse, or one that is stale.
+Results go to kvpatch/matrix/data, those without a row to docs/results; ``python -m kvpatch matrix``
+prints the verdicts and scripts/docs writes the tables. Exit status 1: a patch whose target is not
+what its row says, a seam with a hole, a cell that starts without a run, one that got worse, or one
+that is stale.
 """
 
 from __future__ import annotations
@@ -35,7 +38,7 @@ import psutil
 
 from harness import console
 from harness.engines.runs import Device
-from harness.matrix import cells, record, sources, tagged
+from harness.matrix import cells, record, sources, tagged, without, without_rows
 from kvpatch import supported
 from kvpatch.matrix import axes, evidence, signatures, verdicts
 from kvpatch.version import VERSION
@@ -161,6 +164,23 @@ def report_stale(arguments: argparse.Namespace) -> int:
     return int(count > 0)
 
 
+def leave_rows_out(arguments: argparse.Namespace) -> int:
+    """Run engines without one row each and record what was seen."""
+    folder = arguments.keep or tempfile.mkdtemp(prefix="kvpatch-without-")
+    engines = without.Engines(Path(folder), say)
+    recorded = without.read().get("rows", {})
+    for row in arguments.rows or without_rows.ROWS:
+        looks = without_rows.ROWS[row].looks
+        if arguments.missing and without.is_recorded(recorded.get(row, []), looks):
+            continue
+        found = without.looked(engines, row, looks)
+        for one in found:
+            say(f"{row}: {one['load']}: {one['seen']}: {one['words']}")
+        # At once: what was run stays when the rest is interrupted.
+        without.record({row: found})
+    return 0
+
+
 def room_for_engines() -> int:
     """Return how many engines fit beside each other: a core and 6 GiB for each."""
     return int(max(1, min(os.cpu_count() or 1, psutil.virtual_memory().available // (6 << 30))))
@@ -243,6 +263,11 @@ def main() -> int:
     level = levels.add_parser("bytes", help="tagged blocks, without an engine")
     level.add_argument("releases", nargs="*", help="of vLLM (default: all from 0.29 on)")
     level.set_defaults(compute=compute_bytes)
+    level = levels.add_parser("without", help="real engines, each without one row")
+    level.add_argument("rows", nargs="*", help="ids (default: every row of the newest release)")
+    level.add_argument("--missing", action="store_true", help="only looks that are not recorded")
+    level.add_argument("--keep", type=Path, help="a folder for logs and results, which are reused")
+    level.set_defaults(compute=leave_rows_out)
     level = levels.add_parser("stale", help="cells whose code changed since they ran")
     level.set_defaults(compute=report_stale)
     arguments = parser.parse_args()
