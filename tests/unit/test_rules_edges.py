@@ -364,6 +364,16 @@ def test_the_first_rule_that_is_broken_is_reported():
         assert rules.check(made, facts(), (always,)) is not None
 
 
+def test_every_warning_about_a_configuration_is_logged(monkeypatch):
+    said: list[str] = []
+    monkeypatch.setattr(rules.log, "warning", lambda text, *values: said.append(text % values))
+    one = rule(applies=False, warns=lambda made, here: "it will swap")
+    none = rule(applies=False, warns=lambda made, here: "")
+    two = rule(applies=False, warns=lambda made, here: "it rounds up")
+    assert rules.check(config(), facts(), (one, none, two)) is None
+    assert said == ["kvpatch: it will swap", "kvpatch: it rounds up"]
+
+
 def test_references_to_rules_may_be_left_out():
     reference = "kvpatch.patches.simple_offload.rules:RULES"
     assert rules.of([None, reference, "", reference]) == (*SIMPLE_RULES, *SIMPLE_RULES)
