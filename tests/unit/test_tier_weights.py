@@ -132,6 +132,30 @@ def test_a_reset_by_its_defaults_is_none_of_the_connector(args):
     assert engine.weights.used
 
 
+@pytest.mark.parametrize(
+    ("args", "kwargs"),
+    [((), {}), ((True,), {}), ((True, False), {}), ((), {"reset_connector": False})],
+)
+@pytest.mark.parametrize("tiers", [True, False])
+def test_the_first_reset_after_a_call_to_the_workers_is_of_the_connector_too(args, kwargs, tiers):
+    """Without it blocks of the old weights would be loaded from the primary tier."""
+    engine = Engine()
+    core = engine.core if tiers else SimpleNamespace()
+    seen: list[tuple[bool, bool]] = []
+
+    def reset(reset_running_requests: bool = False, reset_connector: bool = False) -> bool:
+        seen.append((reset_running_requests, reset_connector))
+        return len(seen) > 1  # the first one fails: a request runs
+
+    assert engine.request()
+    around_call(lambda method: None, core, ("reload_weights",), {})
+    for _ in range(3):
+        around_reset(reset, core, args, kwargs)
+    running = bool(args)
+    assert seen == [(running, True), (running, True), (running, False)]
+    assert engine.weights.used is not tiers
+
+
 def test_a_call_that_replaces_nothing_changes_nothing():
     engine = Engine()
     for _ in range(3):

@@ -46,6 +46,7 @@ MODULES: dict[str, tuple[str, ...]] = {
     f"{FEATURES}/secondary_tiers/timeout.py": (),
     f"{FEATURES}/secondary_tiers/block_files.py": (),
     f"{FEATURES}/secondary_tiers/shared_memory.py": (),
+    f"{FEATURES}/secondary_tiers/parts.py": (),
     f"{FEATURES}/elastic_memory/ipc_name.py": ("test_ipc_name.py",),
     f"{FEATURES}/elastic_memory/ranks.py": (),
     f"{FEATURES}/elastic_memory/allocation.py": (),
