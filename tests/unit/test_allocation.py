@@ -142,7 +142,7 @@ def test_a_pool_that_kvcached_made_may_be_waited_for(locked):
     lock = threading.RLock() if locked else SimpleNamespace()
     manager = SimpleNamespace(_lock=lock, _post_init_done=threading.Event())
     coordinator = SimpleNamespace(block_pool=SimpleNamespace(kv_cache_manager=manager))
-    allocation.require_coordinator(lambda: None, coordinator, (), {})
+    assert allocation.require_coordinator(lambda: "made", coordinator, (), {}) == "made"
     assert hasattr(manager, "_wait_post_init") is locked
 
 

@@ -59,11 +59,12 @@ def warned(caplog):
     log.removeHandler(caplog.handler)
 
 
-def test_new_weights_after_a_reset_have_a_folder_of_their_own():
+@pytest.mark.parametrize("by_name", [False, True])
+def test_new_weights_after_a_reset_have_a_folder_of_their_own(by_name):
     """Sleep level 2: vLLM resets its caches first, and the weights are loaded afterwards."""
     engine = Engine()
     assert engine.request()
-    engine.reset()
+    engine.reset(by_name=by_name)
     engine.replace("new")
     assert engine.folders == []  # the workers are asked when the weights are all there
     assert engine.request()
@@ -134,7 +135,13 @@ def test_a_reset_by_its_defaults_is_none_of_the_connector(args):
 
 @pytest.mark.parametrize(
     ("args", "kwargs"),
-    [((), {}), ((True,), {}), ((True, False), {}), ((), {"reset_connector": False})],
+    [
+        ((), {}),
+        ((True,), {}),
+        ((True, False), {}),
+        ((), {"reset_connector": False}),
+        ((), {"reset_running_requests": True}),
+    ],
 )
 @pytest.mark.parametrize("tiers", [True, False])
 def test_the_first_reset_after_a_call_to_the_workers_is_of_the_connector_too(args, kwargs, tiers):
@@ -151,7 +158,7 @@ def test_the_first_reset_after_a_call_to_the_workers_is_of_the_connector_too(arg
     around_call(lambda method: None, core, ("reload_weights",), {})
     for _ in range(3):
         around_reset(reset, core, args, kwargs)
-    running = bool(args)
+    running = bool(args) or bool(kwargs.get("reset_running_requests"))
     assert seen == [(running, True), (running, True), (running, False)]
     assert engine.weights.used is not tiers
 
