@@ -92,6 +92,17 @@ def test_one_of_two_connectors_is_enough(extra, refused):
     assert code(**together(*extra)) == refused
 
 
+@pytest.mark.parametrize("at", [0, 1])
+def test_either_connectors_number_of_blocks_counts(at):
+    """That there are two of one kind is for another rule to say."""
+    changes = multi(SIMPLE, SIMPLE)
+    inside = changes["kv_transfer_config__kv_connector_extra_config"]["connectors"]
+    inside[at]["kv_connector_extra_config"] = {"num_cpu_blocks": 100}
+    refused = rules.check(config(**changes), facts(), SIMPLE_RULES)
+    assert refused is not None
+    assert refused.code == "KVP352"
+
+
 def test_the_second_connectors_spec_counts():
     inside = [
         {"kv_connector": SIMPLE, "kv_connector_extra_config": {}},
