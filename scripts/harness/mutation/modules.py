@@ -50,6 +50,7 @@ MODULES: dict[str, tuple[str, ...]] = {
     f"{FEATURES}/elastic_memory/ipc_name.py": ("test_ipc_name.py",),
     f"{FEATURES}/elastic_memory/ranks.py": (),
     f"{FEATURES}/elastic_memory/allocation.py": (),
+    f"{FEATURES}/elastic_memory/reservation.py": (),
     f"{FEATURES}/kvcached_compat/runner_choice.py": (),
     "kvpatch/claims.py": (),
     "kvpatch/telemetry/status_page.py": ("test_telemetry.py", "test_engines.py"),
