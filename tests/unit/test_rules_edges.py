@@ -12,6 +12,7 @@ from test_rules import (
     ONE_RANK,
     RULES,
     SCHEME,
+    SYNC_LOADS,
     V2_OF_29,
     V2_OF_30,
     check,
@@ -101,6 +102,20 @@ def test_either_connectors_number_of_blocks_counts(at):
     refused = rules.check(config(**changes), facts(), SIMPLE_RULES)
     assert refused is not None
     assert refused.code == "KVP352"
+
+
+@pytest.mark.parametrize(
+    ("extra", "refused"), [(({}, {}), None), ((SYNC_LOADS, {}), "KVP351"), (({}, SYNC_LOADS), None)]
+)
+@pytest.mark.parametrize("first", [OFFLOADING, SIMPLE])
+def test_loads_within_a_step_are_those_of_one_connector_in_any_place(extra, refused, first):
+    changes = together(*extra) | {"machine__vllm": "0.33.0"}
+    inside = changes["kv_transfer_config__kv_connector_extra_config"]["connectors"]
+    inside.sort(key=lambda one: one["kv_connector"] != first)
+    made = config(**changes)
+    (rule,) = (rule for rule in RULES if rule.code == "KVP351")
+    found = rule.refusal(made, facts(vllm="0.33.0"))
+    assert (None if found is None else found.code) == refused
 
 
 def test_the_second_connectors_spec_counts():
