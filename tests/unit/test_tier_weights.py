@@ -163,6 +163,23 @@ def test_the_first_reset_after_a_call_to_the_workers_is_of_the_connector_too(arg
     assert engine.weights.used is not tiers
 
 
+@pytest.mark.parametrize(
+    ("args", "kwargs", "both"),
+    [
+        (("finish_weight_update",), {}, True),
+        ((), {"method": "reload_weights"}, True),
+        (("profile",), {}, False),
+        ((len,), {}, False),
+        ((), {}, False),  # wake_up
+    ],
+)
+def test_only_a_method_that_replaces_weights_makes_a_reset_one_of_both(args, kwargs, both):
+    core, seen = SimpleNamespace(), []
+    around_call(lambda *_, **__: None, core, args, kwargs)
+    around_reset(lambda reset_connector=False: seen.append(reset_connector), core, (), {})
+    assert seen == [both]
+
+
 def test_a_call_that_replaces_nothing_changes_nothing():
     engine = Engine()
     for _ in range(3):

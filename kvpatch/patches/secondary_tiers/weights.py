@@ -11,7 +11,7 @@ use of the tiers that follows such a call. If they are others, there are two cas
 
 vLLM resets the prefix cache alone unless it is asked for the connector's too, and would then load
 blocks of the old weights from a primary tier, with secondary tiers or without. So the first reset
-after such a call is of both.
+after a call by a name of vLLM's for replacing weights is of both.
 """
 
 from __future__ import annotations
@@ -85,7 +85,8 @@ class Calls:
     """Kept on the ``EngineCore``.
 
     Attributes:
-        unanswered: the workers were called from outside, and no reset has been of all caches since.
+        unanswered: a worker's method for replacing weights was called, and no reset has been of
+            all caches since.
     """
 
     unanswered: bool = False
@@ -100,10 +101,20 @@ def around_call(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
     try:
         return wrapped(*args, **kwargs)
     finally:
-        state.of(instance, Calls).unanswered = True
+        if _replaces(args, kwargs):
+            state.of(instance, Calls).unanswered = True
         weights = state.find(instance, Weights)
         if weights is not None:
             weights.touched = True
+
+
+def _replaces(args: Any, kwargs: Any) -> bool:
+    """Whether a worker's method is one such as ``reload_weights`` or ``finish_weight_update``.
+
+    Functions of an operator's are many things, and seldom that: they may cost no tier its blocks.
+    """
+    method = args[0] if args else kwargs.get("method")
+    return isinstance(method, str) and "weight" in method
 
 
 def around_reset(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
