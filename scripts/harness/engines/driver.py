@@ -209,12 +209,12 @@ def abort_one(llm: Any, prompt: dict[str, Any], steps: int) -> None:
         core.step_fn()
 
 
-def replace_weights(llm: Any, folder: str, reset: bool) -> None:
-    """Load other weights into the running engine, as a training loop does."""
+def replace_weights(llm: Any, folder: str, reset: dict[str, bool] | None) -> None:
+    """Load other weights into the running engine, as a training loop does; reset, if at all."""
     assert not llm.llm_engine.has_unfinished_requests()
     llm.collective_rpc("reload_weights", kwargs={"weights_path": folder})
-    if reset:
-        assert llm.reset_prefix_cache(reset_connector=True)
+    if reset is not None:
+        assert llm.reset_prefix_cache(**reset)
 
 
 class EventLog:
@@ -349,7 +349,8 @@ def main(job_path: str, result_path: str) -> None:
     result["rounds"] = []
     for index, prompts in enumerate(job["rounds"]):
         if index in job.get("reload", ()):
-            replace_weights(llm, job["reload_from"], job.get("reset_on_reload", True))
+            reset = job.get("reset_on_reload", {"reset_connector": True})
+            replace_weights(llm, job["reload_from"], reset)
         if str(index) in job.get("faults", {}):
             before, after = job["faults"][str(index)]
             getattr(disk_faults, before)(Path(job["disk"]))
