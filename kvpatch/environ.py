@@ -91,6 +91,18 @@ def size(text: str) -> int:
     return number
 
 
+def pool(text: str) -> tuple[int, str]:
+    """Return the size in bytes and the name of a pool: ``64GiB``, or ``64GiB@name``.
+
+    Raises:
+        ValueError: it is none.
+    """
+    amount, at, name = text.partition("@")
+    if at and not (name.isascii() and name.isalnum() and len(name) <= 32):
+        raise ValueError("its name is not of letters and digits; use for example 64GiB@chat")
+    return size(amount), name
+
+
 def _number(text: str, units: Mapping[str, float]) -> float:
     """Return a decimal number in its unit; 0 if it is none."""
     import re  # here, because this module is imported in every process
@@ -120,16 +132,32 @@ HOST_DEVICE_DIR = Variable(
 DEBUG = Variable(
     "KVPATCH_DEBUG", "`1` checksums and verifies every stored block; for debugging", "off", boolean
 )
+VERDICTS = Variable(
+    "KVPATCH_VERDICTS",
+    "folder of verdict files of `kvpatch verify`, besides the user's own",
+    "the user's own",
+)
 TIER_PATIENCE = Variable(
     "KVPATCH_TIER_PATIENCE",
     "seconds before an unresponsive secondary tier is treated as a miss",
     "10",
     seconds,
 )
+HOST_POOL = Variable(
+    "KVPATCH_HOST_POOL",
+    "size of the host memory that the CPU tiers of your engines share, for example `64GiB`; "
+    "`64GiB@name` for one of several pools",
+    "each engine has its own tier, all of it",
+    pool,
+)
 OUR_IPC_NAME = Variable("KVPATCH_IPC_NAME", "internal: set by kvpatch for child processes", "none")
 REFUSAL_FILE = Variable(
     "KVPATCH_REFUSAL_FILE", "internal: set by kvpatch for child processes", "none"
 )
+VERIFY = Variable(
+    "KVPATCH_VERIFY", "internal: set by `kvpatch verify` for the command that it starts", "none"
+)
+VERIFIED = Variable("KVPATCH_VERIFIED", "internal: set by kvpatch for child processes", "none")
 OURS = (
     SWITCH,
     ALLOW_VLLM,
@@ -138,9 +166,13 @@ OURS = (
     HOST_DEVICE,
     HOST_DEVICE_DIR,
     DEBUG,
+    VERDICTS,
     TIER_PATIENCE,
+    HOST_POOL,
     OUR_IPC_NAME,
     REFUSAL_FILE,
+    VERIFY,
+    VERIFIED,
 )
 
 KVCACHED_ENABLE = Variable("ENABLE_KVCACHED", "kvcached's own switch; set by kvpatch", "set to 1")

@@ -28,7 +28,9 @@ def examine(settings: Mapping[str, str], try_import: bool = False) -> list[Findi
             machine,
             memory,
             packages,
+            pool,
             startup,
+            verified,
         )
     except ImportError as error:  # one of the two requirements, which the gates need
         what = f"kvpatch cannot be imported whole ({error}), and would refuse vLLM"
@@ -37,9 +39,11 @@ def examine(settings: Mapping[str, str], try_import: bool = False) -> list[Findi
     found = [
         *machine.check(settings),
         *memory.check(settings),
+        *pool.check(settings),
         *packages.check(settings),
         *startup.check(settings),
         *environment.check(settings),
+        *verified.check(settings),
         *leftovers.check(),
     ]
     return found + imports.check(settings) if try_import else found
