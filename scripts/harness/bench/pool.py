@@ -39,7 +39,7 @@ from kvpatch.pool import ledger
 
 RESULT = ROOT / "docs/results/pool.json"
 MIB, GIB = 1 << 20, 1 << 30
-BLOCK = block_bytes("llama")
+BLOCK = block_bytes(Run())
 # Sizes of a tier, in GiB. vLLM's own is memory of this machine.
 POOLED, OWN = (1, 4, 16), (1, 2, 4)
 NAME = f"bench{os.getpid()}"

@@ -25,7 +25,7 @@ from vllm import LLM
 
 from harness.engines.driver import BlockWatch, run_round, tell
 from harness.engines.inside import come_to_rest, prepare
-from harness.engines.runs import BLOCK, block_bytes, load
+from harness.engines.runs import BLOCK, Run, block_bytes, load
 from kvpatch import state
 from kvpatch.patches.host_pool import presence
 from kvpatch.patches.host_pool.tier import Pooled
@@ -141,7 +141,7 @@ class Watched:
         if rest:
             self.rest()
         loaded = self.totals.moved_bytes["loaded"] - loaded
-        return took | {"from_tier": int(loaded / block_bytes("llama") * BLOCK)}
+        return took | {"from_tier": int(loaded / block_bytes(Run()) * BLOCK)}
 
     def keeper_seconds(self) -> float:
         """Processor time that the keeper's thread has taken."""

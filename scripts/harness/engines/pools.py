@@ -164,7 +164,7 @@ def live(one: Pooled, model: str) -> list[list[Any]]:
     assert full["committed"] <= 1.05 * full["resident"] + full["extent"], full
     # A store for which there was no memory in time was skipped.
     if model == "llama":
-        assert 0 < full["resident"] <= len(first) * STORED * block_bytes(model)
+        assert 0 < full["resident"] <= len(first) * STORED * block_bytes(Run(model=model))
     assert empty["resident"] == 0
     assert empty["committed"] <= empty["extent"]
     assert after["resident"] > 0
