@@ -60,7 +60,7 @@ def _incompatible(meaning: str, reference: str) -> Code:
 # What is not validated can be verified (``kvpatch verify``) unless a run cannot judge it: copies
 # that no audit is known to see (KVP302, KVP319, KVP351), secondary tiers (KVP322, KVP330), KV cache
 # events (KVP325), sleep (KVP341), prompts other than text (KVP331), nothing to restore (KVP306), no
-# patch (KVP203).
+# patch (KVP203), memory that engines share (KVP342, KVP343, KVP344).
 CODES = {
     "KVP101": _setup("`KVPATCH` has an unknown value"),
     "KVP102": _setup("kvcached is switched off by one of its own variables"),

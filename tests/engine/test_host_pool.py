@@ -45,7 +45,7 @@ def test_prompts_from_a_tier_in_a_pool_give_plain_vllms_tokens(engine: Engine, m
 
 
 def test_a_pool_smaller_than_the_load_evicts_and_stays_right(engine: Engine) -> None:
-    size = 100 * block_bytes("llama")
+    size = 100 * block_bytes(Run())
     small = ((HOST_POOL.name, f"{size}@{NAME}small"),)
     ours = engine(Run(environment=small))
     assert_same(ours, engine(PLAIN))

@@ -23,7 +23,7 @@ MIB = 1 << 20
 SIZE, EXTENT, NAME = 256 * MIB, 4 * MIB, name_of("served")
 FOLDER = ledger.home(NAME)
 LOAD = prompts(6)
-BLOCKS = len(LOAD) * STORED * block_bytes("llama")
+BLOCKS = len(LOAD) * STORED * block_bytes(Run())
 
 
 def engine_of(server: Server) -> int:
