@@ -59,13 +59,8 @@ def render(results: Path) -> dict[str, str]:
         **found,
         one_model=one_model,
         two_models=two_models,
-<<<<<<< HEAD
-        pool_rows=list(pool_goals.rows(found["pool"] or {})),
-        verdicts=goals.verdicts(Results(found["host"], found["gpu"])),
-=======
         verdicts=goals.verdicts(Results(found["host"], found["gpu"])),
         pool_rows=list(pool_goals.rows(found["pool"] or {})),
->>>>>>> next
         series=series,
         pairs=pairs,
         no_gpu=NO_GPU,
