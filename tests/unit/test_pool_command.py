@@ -45,7 +45,12 @@ def printed(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[int, str]:
     return code, capsys.readouterr().out
 
 
-def test_a_pool_is_shown(engine: ledger.Member, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_pool_is_shown(
+    engine: ledger.Member, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now = time.monotonic()
+    monkeypatch.setattr(time, "monotonic", lambda: now)
+    engine.look(MIB, now - 5)
     code, text = printed(capsys)
     assert code == 0
     assert text.splitlines()[0] == "2 MiB of 8 MiB committed"
