@@ -34,7 +34,7 @@ from harness.matrix import cells
 RELEASE = "0.32.0"
 RESULT = ROOT / "docs/results/without.json"
 FEW = 8  # prompts of 20 blocks
-LIMIT = 150  # seconds after which an engine is taken for one that hangs
+LIMIT = 400  # seconds after which an engine is taken for one that hangs
 
 # What may be seen, the gravest first.
 NOT_STARTED = "the engine does not start"
