@@ -17,7 +17,7 @@ os.environ["KVPATCH"] = "0"
 
 HERE = Path(__file__).parent
 # "long" and "versions" are not in the default run, which would be too long with them.
-LANES = ("unit", "wheel", "refusals", "engine", "faults", "long", "versions", "bench")
+LANES = ("unit", "wheel", "refusals", "engine", "faults", "long", "ascend", "versions", "bench")
 
 
 def lane_of(path: Path) -> str | None:

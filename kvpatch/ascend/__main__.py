@@ -42,7 +42,10 @@ def main() -> int:
     )
     version = next(iter(KVCACHED_SDISTS))
     installer.add_argument(
-        "--kvcached", default=version, choices=KVCACHED_SDISTS, help="version (default: %(default)s)"
+        "--kvcached",
+        default=version,
+        choices=KVCACHED_SDISTS,
+        help="version (default: %(default)s)",
     )
     installer.add_argument(
         "--emulator", action="store_true", help="against the emulator, also where CANN is"

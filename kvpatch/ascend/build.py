@@ -52,4 +52,6 @@ def install(runtime: Runtime, version: str, target: Path | None = None) -> int:
             KVPATCH_BUILD_HEADERS=str(HERE / "include"),
             KVPATCH_BUILD_RUNTIME=str(runtime.home),
         )
-        return subprocess.run([*command, "-r", str(wanted)], env=environment, check=False).returncode
+        return subprocess.run(
+            [*command, "-r", str(wanted)], env=environment, check=False
+        ).returncode
