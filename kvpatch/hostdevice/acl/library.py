@@ -18,6 +18,8 @@ NAMES = (
     *("liberror_manager.so", "libprofapi.so", "libge_common_base.so", "libunified_dlog.so"),
     *("libmmpa.so", "libascend_dump.so", "libc_sec.so"),
 )
+# Without which torch_npu does not start where ASCEND_HOME_PATH is set.
+FOLDERS = ("opp", "runtime", "compiler")
 
 
 def build(home: Path) -> Path:
@@ -55,8 +57,10 @@ def build(home: Path) -> Path:
         link = libraries / name
         link.unlink(missing_ok=True)
         link.symlink_to(LIBRARY)
+    for folder in FOLDERS:
+        (home / folder).mkdir(exist_ok=True)
     (home / "set_env.sh").write_text(
-        f"export ASCEND_HOME_PATH={home}\n"
+        f"export ASCEND_HOME_PATH={home} ASCEND_OPP_PATH={home / 'opp'}\n"
         f"export LD_LIBRARY_PATH={libraries}${{LD_LIBRARY_PATH:+:$LD_LIBRARY_PATH}}\n"
     )
     return home

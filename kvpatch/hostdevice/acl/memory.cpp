@@ -7,10 +7,11 @@
 namespace acl {
 
 thread_local int selected = -1;
-static thread_local std::string last_error;
+// No std::string, whose destructor would run before the last call of a thread.
+static thread_local char last_error[256];
 
 aclError fail(aclError status, const std::string &why) {
-  last_error = why;
+  snprintf(last_error, sizeof last_error, "%s", why.c_str());
   return status;
 }
 
@@ -41,13 +42,12 @@ struct Mapping {
   Physical *of;
 };
 
-// Guarded by mapping_lock().
-std::map<uintptr_t, Reservation> reservations;
-std::map<uintptr_t, Mapping> mappings;
-std::map<uintptr_t, size_t> allocations; // whole ones, as asked for
-std::map<uintptr_t, size_t> host;        // pinned
-std::map<uintptr_t, void *> allocated;   // handles of allocations
-std::set<Physical *> alive;
+// Guarded by mapping_lock(). They outlive every static destructor: torch_npu frees after ours.
+auto &reservations = *new std::map<uintptr_t, Reservation>;
+auto &mappings = *new std::map<uintptr_t, Mapping>;
+auto &allocations = *new std::map<uintptr_t, size_t>;
+auto &host = *new std::map<uintptr_t, size_t>; // pinned
+auto &alive = *new std::set<Physical *>;
 bool started = false;
 
 kvpatch_host::Device &memory() { return kvpatch_host::Device::get(); }
@@ -141,7 +141,7 @@ ACL aclError aclFinalize() {
   started = false;
   return SUCCESS;
 }
-ACL const char *aclGetRecentErrMsg() { return last_error.c_str(); }
+ACL const char *aclGetRecentErrMsg() { return last_error; }
 ACL const char *aclrtGetSocName() { return "Ascend910B1"; }
 ACL aclError aclrtGetDeviceCount(uint32_t *count) {
   *count = 1;

@@ -21,9 +21,10 @@ struct Event {
   }
 };
 
-std::mutex table; // of the two below
-std::set<Stream *> streams;
-std::set<std::shared_ptr<Event>> events;
+// They outlive every static destructor: torch_npu destroys its streams after ours.
+auto &table = *new std::mutex; // of the two below
+auto &streams = *new std::set<Stream *>;
+auto &events = *new std::set<std::shared_ptr<Event>>;
 
 std::shared_ptr<Event> event_of(void *raw) {
   std::lock_guard<std::mutex> lock(table);
