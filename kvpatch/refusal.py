@@ -54,6 +54,7 @@ def _incompatible(meaning: str, reference: str) -> Code:
 #     KVP3xx  the engine's configuration
 #     KVP4xx  the engine's memory
 #     KVP5xx  the host device
+#     KVP6xx  Ascend NPUs
 CODES = {
     "KVP101": _setup("`KVPATCH` has an unknown value"),
     "KVP102": _setup("kvcached is switched off by one of its own variables"),
@@ -208,6 +209,9 @@ CODES = {
     "KVP502": _setup("the host device has no size"),
     "KVP503": _setup("the host device has another size in running processes"),
     "KVP504": _setup("the host device is needed or asked for, and not installed"),
+    "KVP601": _not_validated("a release of vllm-ascend, or another vLLM than it is built for"),
+    "KVP602": _setup("the device is an NPU, and kvcached is not built for one"),
+    "KVP603": _not_validated("an engine on an NPU"),
 }
 
 

@@ -26,6 +26,11 @@ def seen(
     return ascend.drive(request.param, ledger)
 
 
+def test_every_row_finds_its_target_in_the_installed_packages(seen: dict[str, Any]) -> None:
+    assert len(seen["targets"]) == 7
+    assert set(seen["targets"].values()) == {""}
+
+
 def test_the_pools_are_tensors_of_the_npu(seen: dict[str, Any]) -> None:
     """Two pages of each half of two layers' pools, 2 MiB each, and the scratch page."""
     device, free = seen["memory"]

@@ -78,7 +78,7 @@ FEATURE = Feature(
             "error, and the worker's CPU tier has twice the scheduler's blocks",
             upstream="vllm-project/vllm-ascend#8743 (K and V are separate allocations)",
             until="vllm-ascend takes its regions from the KV cache config",
-            wrapper="kvpatch.patches.simple_offload.registration:around_register",
+            wrapper="kvpatch.patches.ascend.registration:around_register",
             parameters=("self", "kv_caches"),
             since="0.23",
         ),

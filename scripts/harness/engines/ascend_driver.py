@@ -29,6 +29,7 @@ from vllm.v1.simple_kv_offload.metadata import SimpleCPUOffloadMetadata
 from vllm_ascend.simple_kv_offload.worker import SimpleCPUOffloadNPUWorker
 from vllm_ascend.utils import enable_custom_op
 
+from kvpatch import gate
 from kvpatch.hostdevice import ledger
 from kvpatch.patch import Transaction
 from kvpatch.patches.ascend import FEATURE
@@ -281,6 +282,7 @@ def main() -> None:
     torch.npu.set_device(0)
     assert enable_custom_op()
     seen: dict[str, Any] = {}
+    seen["targets"] = {patch.id: gate.check_target(patch).reason for patch in FEATURE.patches}
     device = ("ascend.torch", "ascend.device_name", "ascend.listener_device")
     register, order = "ascend.register_kv_caches", "ascend.copies_in_order"
     with rows(*device):
