@@ -13,7 +13,7 @@ from types import ModuleType
 
 import wrapt
 
-from kvpatch import gate, host_memory, patches, refusal_report, versions
+from kvpatch import gate, host_memory, patches, refusal_report, verdicts, versions
 from kvpatch.environ import ALLOW_VLLM, KVCACHED_SWITCHES
 from kvpatch.logs import debug_if_asked, log
 from kvpatch.patch import Outcome, Transaction, load
@@ -39,6 +39,7 @@ def before_vllm() -> None:
     if record.facts is not None:
         return  # another finder asked for the same import
     try:
+        record.early, record.verified = verdicts.early(), verdicts.inherited()
         record.facts = facts_here()
         for feature in patches.FEATURES:
             if feature.prepare is not None:
@@ -82,7 +83,7 @@ def facts_here() -> Facts:
     found = {package: versions.installed(package) for package in ("vllm", "kvcached")}
     refusal = gate.check_environment()
     for package, every in found.items():
-        refusal = refusal or gate.check_installed(package, every)
+        refusal = refusal or gate.check_installed(package, every, lifted=record.early)
     if refusal is not None:
         raise refusal
     memory = host_memory.reader()
@@ -123,20 +124,23 @@ def apply_features(before_kvcached: bool) -> None:
     if before_kvcached:
         record.rules = [feature.rules for feature in patches.FEATURES if feature.rules]
     elif not is_validated(vllm):
+        named = gate.allowed_by_name(vllm)
         log.warning(
-            "kvpatch: %s %s is NOT VALIDATED and starts because %s names it",
+            "kvpatch: %s %s is NOT VALIDATED and starts because %s",
             vllm.distribution,
             vllm.text,
-            ALLOW_VLLM,
+            f"{ALLOW_VLLM} names it" if named else "of kvpatch verify",
         )
     for feature in patches.FEATURES:
         if feature.before_kvcached is not before_kvcached:
             continue
-        verdict = gate.check_feature(feature, vllm)
+        verdict = gate.check_feature(feature, vllm, lifted=record.early)
         if verdict.passed:
             try:
                 rows = feature.at(release_of(vllm))
                 transaction.apply_all(rows)
+                if feature is not patches.debug.FEATURE:
+                    record.touched |= {patch.target.partition(":")[0] for patch in rows}
                 for patch in rows:
                     log.debug("kvpatch: applied %s to %s", patch.id, patch.target)
             except Exception as error:

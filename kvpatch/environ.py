@@ -120,6 +120,11 @@ HOST_DEVICE_DIR = Variable(
 DEBUG = Variable(
     "KVPATCH_DEBUG", "`1` checksums and verifies every stored block; for debugging", "off", boolean
 )
+VERDICTS = Variable(
+    "KVPATCH_VERDICTS",
+    "folder of verdict files of `kvpatch verify`, besides the user's own",
+    "the user's own",
+)
 TIER_PATIENCE = Variable(
     "KVPATCH_TIER_PATIENCE",
     "seconds before an unresponsive secondary tier is treated as a miss",
@@ -130,6 +135,10 @@ OUR_IPC_NAME = Variable("KVPATCH_IPC_NAME", "internal: set by kvpatch for child 
 REFUSAL_FILE = Variable(
     "KVPATCH_REFUSAL_FILE", "internal: set by kvpatch for child processes", "none"
 )
+VERIFY = Variable(
+    "KVPATCH_VERIFY", "internal: set by `kvpatch verify` for the command that it starts", "none"
+)
+VERIFIED = Variable("KVPATCH_VERIFIED", "internal: set by kvpatch for child processes", "none")
 OURS = (
     SWITCH,
     ALLOW_VLLM,
@@ -138,9 +147,12 @@ OURS = (
     HOST_DEVICE,
     HOST_DEVICE_DIR,
     DEBUG,
+    VERDICTS,
     TIER_PATIENCE,
     OUR_IPC_NAME,
     REFUSAL_FILE,
+    VERIFY,
+    VERIFIED,
 )
 
 KVCACHED_ENABLE = Variable("ENABLE_KVCACHED", "kvcached's own switch; set by kvpatch", "set to 1")

@@ -9,7 +9,7 @@ from __future__ import annotations
 import importlib
 import inspect
 import os
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Container, Mapping, Sequence
 from typing import NamedTuple
 
 import wrapt
@@ -23,6 +23,9 @@ from kvpatch.versions import Installed, in_words
 # Finds a target and returns a function that reads the names of its parameters: by import at
 # start-up, from recorded signatures in the compatibility matrix.
 Look = Callable[[str], Callable[[], Collection[str]]]
+
+
+OF_RELEASES = ("KVP106", "KVP107")  # the refusals of a release that is not validated
 
 
 class Verdict(NamedTuple):
@@ -84,7 +87,10 @@ def check_environment(environment: Mapping[str, str] = os.environ) -> Refusal | 
 
 
 def check_installed(
-    package: str, every: Sequence[Installed], environment: Mapping[str, str] = os.environ
+    package: str,
+    every: Sequence[Installed],
+    environment: Mapping[str, str] = os.environ,
+    lifted: Container[str] = (),
 ) -> Refusal | None:
     """Gates 2 and 3: a package is installed, in a validated release.
 
@@ -92,6 +98,7 @@ def check_installed(
         package: ``vllm`` or ``kvcached``.
         every: its entries from ``versions.installed``; the first one is used.
         environment: may name one vLLM release to start although not validated.
+        lifted: codes of refusals that a verdict of ``kvpatch verify`` lifts.
     """
     wanted = f"{package} {in_words(supported_versions(package))}"
     if not every:
@@ -122,6 +129,12 @@ def check_installed(
         )
     if allowed_by_name(found, environment):
         return None
+    refusal = _not_validated(package, found, wanted)
+    return None if refusal is None or refusal.code in lifted else refusal
+
+
+def _not_validated(package: str, found: Installed, wanted: str) -> Refusal | None:
+    name = f"{found.distribution} {found.text}"
     if found.version is None:
         return Refusal(
             f'{found.distribution} has the version "{found.text}"',
@@ -187,12 +200,23 @@ def check_target(patch: Patch, look: Look = imported) -> Verdict:
     return PASSED
 
 
-def applies(feature: Feature, vllm: Installed, environment: Mapping[str, str] = os.environ) -> bool:
-    """Return whether a feature applies to an installed vLLM: validated, or allowed by name."""
+def applies(
+    feature: Feature,
+    vllm: Installed,
+    environment: Mapping[str, str] = os.environ,
+    lifted: Container[str] = (),
+) -> bool:
+    """Return whether a feature applies to an installed vLLM.
+
+    That is validated, allowed by name, or verified here or about to be.
+    """
     if supported.is_validated(vllm, feature.span):
         return True
-    release = supported.release_of(vllm)
-    return not feature.optional and release in feature.span and allowed_by_name(vllm, environment)
+    if supported.release_of(vllm) not in feature.span:
+        return False
+    if any(code in lifted for code in OF_RELEASES):
+        return True
+    return not feature.optional and allowed_by_name(vllm, environment)
 
 
 def check_feature(
@@ -200,11 +224,20 @@ def check_feature(
     vllm: Installed,
     look: Look = imported,
     environment: Mapping[str, str] = os.environ,
+    lifted: Container[str] = (),
 ) -> Verdict:
-    """Check the gates of one feature, for an installed vLLM."""
+    """Check the gates of one feature, for an installed vLLM.
+
+    Args:
+        feature: the feature.
+        vllm: installed here, or in a cell of the matrix.
+        look: finds a target.
+        environment: may name one vLLM release to start although not validated.
+        lifted: as for ``check_installed``.
+    """
     if feature.wanted is not None and not load(feature.wanted)():
         return Verdict(Outcome.NOT_NEEDED)
-    if not applies(feature, vllm, environment):
+    if not applies(feature, vllm, environment, lifted):
         return Verdict(Outcome.OUTSIDE, f"it is not validated on {vllm.distribution} {vllm.text}")
     try:
         needed = feature.at(supported.release_of(vllm))

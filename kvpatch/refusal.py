@@ -24,11 +24,13 @@ class Code(NamedTuple):
         meaning: the fault, for the documentation.
         basis: what the refusal is based on.
         reference: for ``incompatible``, the upstream reference or the test that shows it.
+        verifiable: for ``not validated``, whether ``kvpatch verify`` can tell if it is right.
     """
 
     meaning: str
     basis: Basis
     reference: str = ""
+    verifiable: bool = False
 
 
 UNCODED = "KVP000"
@@ -38,8 +40,8 @@ def _setup(meaning: str) -> Code:
     return Code(meaning, Basis.SETUP)
 
 
-def _not_validated(meaning: str) -> Code:
-    return Code(meaning, Basis.NOT_VALIDATED)
+def _not_validated(meaning: str, verifiable: bool = True) -> Code:
+    return Code(meaning, Basis.NOT_VALIDATED, verifiable=verifiable)
 
 
 def _incompatible(meaning: str, reference: str) -> Code:
@@ -55,6 +57,11 @@ def _incompatible(meaning: str, reference: str) -> Code:
 #     KVP4xx  the engine's memory
 #     KVP5xx  the host device
 #     KVP6xx  Ascend NPUs
+#
+# What is not validated can be verified (``kvpatch verify``) unless a run cannot judge it: copies
+# that no audit is known to see (KVP302, KVP319, KVP351), secondary tiers (KVP322, KVP330), KV cache
+# events (KVP325), sleep (KVP341), prompts other than text (KVP331), nothing to restore (KVP306), no
+# patch (KVP203), an NPU (KVP601, KVP603).
 CODES = {
     "KVP101": _setup("`KVPATCH` has an unknown value"),
     "KVP102": _setup("kvcached is switched off by one of its own variables"),
@@ -79,16 +86,16 @@ CODES = {
         "unexpected error while applying patches",
         "`test_an_error_of_our_own_is_a_refusal_too` in tests/unit/test_refusal_report.py",
     ),
-    "KVP203": _not_validated("a feature has no patch, or several, for this release"),
+    "KVP203": _not_validated("a feature has no patch, or several, for this release", False),
     "KVP301": _not_validated("Model Runner V1 of vLLM 0.29 or later"),
-    "KVP302": _not_validated("a KV connector"),
+    "KVP302": _not_validated("a KV connector", False),
     "KVP303": _not_validated("an offloading spec"),
     "KVP304": _incompatible(
         "`canonical_layout`",
         "vllm-project/vllm, the worker certifies the layout on memory of its own allocation only",
     ),
     "KVP305": _not_validated("offloading of a model with latent attention (MLA)"),
-    "KVP306": _not_validated("offloading with the prefix cache disabled"),
+    "KVP306": _not_validated("offloading with the prefix cache disabled", False),
     "KVP307": _not_validated("offloading with parallelism other than tensor parallelism"),
     "KVP308": _not_validated("offloading with an executor other than `uni` and `mp`"),
     "KVP309": _not_validated("offloading with speculative decoding"),
@@ -109,7 +116,7 @@ CODES = {
     ),
     "KVP317": _not_validated("SimpleCPUOffloadConnector on a release"),
     "KVP318": _not_validated("SimpleCPUOffloadConnector on a device"),
-    "KVP319": _not_validated("a connector inside MultiConnector"),
+    "KVP319": _not_validated("a connector inside MultiConnector", False),
     "KVP320": _incompatible(
         "a MultiConnector with one connector twice",
         "vllm-project/vllm, both name one shared memory by `engine_id`",
@@ -117,13 +124,13 @@ CODES = {
     "KVP321": _incompatible(
         "the `example` tier", "`test_forced.py` in tests/versions, the tier `example`"
     ),
-    "KVP322": _not_validated("a secondary tier"),
+    "KVP322": _not_validated("a secondary tier", False),
     "KVP323": _incompatible(
         "secondary tiers with the scheduling policy `priority`",
         "vllm-project/vllm#57841 (deadlock between requests that wait)",
     ),
     "KVP324": _not_validated("offloading with a scheduler class that is not vLLM's own"),
-    "KVP325": _not_validated("KV cache events before vLLM 0.26"),
+    "KVP325": _not_validated("KV cache events before vLLM 0.26", False),
     "KVP326": _incompatible(
         "Model Runner V2 before vLLM 0.28", "ovg-project/kvcached, VLLM_MRV2_RANGE in 0.1.6"
     ),
@@ -136,8 +143,8 @@ CODES = {
         "secondary tiers before vLLM 0.24",
         "vllm-project/vllm#44541; `test_forced.py` in tests/versions, tiers on vLLM 0.22.1",
     ),
-    "KVP330": _not_validated("secondary tiers on a release"),
-    "KVP331": _not_validated("offloading of an encoder-decoder model"),
+    "KVP330": _not_validated("secondary tiers on a release", False),
+    "KVP331": _not_validated("offloading of an encoder-decoder model", False),
     "KVP332": _incompatible(
         "offloading with LoRA adapters", "vllm-project/vllm#27211, vllm-project/vllm#44701"
     ),
@@ -156,8 +163,8 @@ CODES = {
     "KVP340": _not_validated(
         "offloading with an fp8 KV cache that no setting turns off, before vLLM 0.22"
     ),
-    "KVP341": _not_validated("offloading with sleep mode or the cumem allocator"),
-    "KVP351": _not_validated("offloading with loads within a step, from vLLM 0.33 on"),
+    "KVP341": _not_validated("offloading with sleep mode or the cumem allocator", False),
+    "KVP351": _not_validated("offloading with loads within a step, from vLLM 0.33 on", False),
     "KVP352": _not_validated("a CPU tier of SimpleCPUOffloadConnector that is sized in blocks"),
     "KVP401": _incompatible(
         "the scheduler's block pool is not kvcached's", "ovg-project/kvcached#316"
@@ -209,10 +216,17 @@ CODES = {
     "KVP502": _setup("the host device has no size"),
     "KVP503": _setup("the host device has another size in running processes"),
     "KVP504": _setup("the host device is needed or asked for, and not installed"),
-    "KVP601": _not_validated("a release of vllm-ascend, or another vLLM than it is built for"),
+    "KVP601": _not_validated(
+        "a release of vllm-ascend, or another vLLM than it is built for", False
+    ),
     "KVP602": _setup("the device is an NPU, and kvcached is not built for one"),
-    "KVP603": _not_validated("an engine on an NPU"),
+    "KVP603": _not_validated("an engine on an NPU", False),
 }
+
+
+# The codes of refusals that a verdict of kvpatch verify lifts, and the end of their sentences.
+VERIFIABLE = frozenset(code for code, fault in CODES.items() if fault.verifiable)
+VERIFY_IT = ", or test it on this machine with kvpatch verify -- COMMAND"
 
 
 class Refusal(RuntimeError):
@@ -228,7 +242,10 @@ class Refusal(RuntimeError):
     """
 
     def __init__(self, what: str, why: str, remedy: str, code: str = UNCODED) -> None:
-        sentence = f"kvpatch refuses to start vLLM: {what}, because {why}; {remedy}. [{code}]"
+        verify = VERIFY_IT if code in VERIFIABLE else ""
+        sentence = (
+            f"kvpatch refuses to start vLLM: {what}, because {why}; {remedy}{verify}. [{code}]"
+        )
         # A quoted error may have several lines; the refusal must fit in one.
         super().__init__(" ".join(sentence.split()))
         self.what = what

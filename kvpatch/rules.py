@@ -5,7 +5,7 @@ The rules of a feature are in its ``rules.py``.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Iterable
+from collections.abc import Callable, Container, Iterable, Iterator
 from typing import Any, NamedTuple
 
 from kvpatch import supported
@@ -69,6 +69,17 @@ class Rule(NamedTuple):
 def of(references: Iterable[str | None]) -> tuple[Rule, ...]:
     """Return the rules that ``references`` name, in their order."""
     return tuple(rule for reference in references if reference for rule in load(reference))
+
+
+def refusals(config: Config, facts: Facts, rules: Iterable[Rule]) -> Iterator[Refusal]:
+    """Iterate over the refusals of all rules that a ``VllmConfig`` breaks."""
+    transfer = config.kv_transfer_config
+    connector = transfer is not None and transfer.kv_connector is not None
+    for rule in rules:
+        if connector or not rule.with_connector:
+            refusal = rule.refusal(config, facts)
+            if refusal is not None:
+                yield refusal
 
 
 def check(

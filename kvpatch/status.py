@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 from kvpatch.logs import log
 from kvpatch.patch import Outcome
 from kvpatch.telemetry import publisher
+from kvpatch.verdicts import Verified
 from kvpatch.version import VERSION
 from kvpatch.versions import Facts
 
@@ -31,6 +32,10 @@ class Record:
         features: the outcome of each feature.
         rules: references to the rules of the features, see ``rules.of``.
         lifted: codes of rules that tests skip.
+        early: codes that ``kvpatch verify``, or its verdicts on these versions, lift before the
+            configuration is known.
+        verified: the verdict that holds for the configuration, and what it lifts; None without.
+        touched: the modules whose objects patches replace, apart from debug mode's.
         roles: ``frontend``, ``engine-core``, ``worker``.
         layout: the KV cache layout in the words of the status line.
         elastic: whether the KV cache is on kvcached's memory; None without a KV cache.
@@ -41,10 +46,18 @@ class Record:
     features: dict[str, Outcome] = field(default_factory=dict)
     rules: list[str] = field(default_factory=list)
     lifted: frozenset[str] = frozenset()
+    early: frozenset[str] = frozenset()
+    verified: Verified | None = None
+    touched: set[str] = field(default_factory=set)
     roles: list[str] = field(default_factory=list)
     layout: str = ""
     elastic: bool | None = None
     said_by: int = 0
+
+    @property
+    def skipped(self) -> frozenset[str]:
+        """The codes of refusals that do not stop this process."""
+        return self.lifted | (self.verified.codes if self.verified else frozenset())
 
     @property
     def vllm(self) -> str:
@@ -65,8 +78,14 @@ class Record:
             f"kvpatch {VERSION}: pid {os.getpid()}, "
             f"role {' and '.join(self.roles)}, {self.vllm}, kvcached {self.kvcached}, "
             f"features: {features}; {self.layout}{'; ' if self.layout else ''}"
-            f"KV on elastic memory: {elastic}"
+            f"KV on elastic memory: {elastic}{self._verified()}"
         )
+
+    def _verified(self) -> str:
+        if self.verified is None:
+            return ""
+        date = self.verified.date
+        return f"; verified here on {date}" if date else "; runs to be verified"
 
     def describe(self) -> dict[str, object]:
         """Return the facts for the status page."""
@@ -76,6 +95,7 @@ class Record:
             "roles": list(self.roles),
             "elastic": self.elastic,
             "features": {name: outcome.value for name, outcome in self.features.items()},
+            "verified": self.verified.date if self.verified else "",
         }
 
     def say(self) -> None:

@@ -53,8 +53,10 @@ def status_pages(tmp_path_factory: pytest.TempPathFactory) -> None:
     """Keep what a file's tests publish away from what others, and this machine's user, see.
 
     A refused engine, which some tests make, is told by ``kvpatch status`` for an hour.
+    And this user's verdicts, which lift refusals, are kept away from the tests.
     """
     os.environ["KVPATCH_STATUS_DIR"] = str(tmp_path_factory.mktemp("status"))
+    os.environ["XDG_DATA_HOME"] = str(tmp_path_factory.mktemp("data"))
 
 
 @dataclass(frozen=True)

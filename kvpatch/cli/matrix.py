@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import argparse
 import json
+import shlex
 
+from kvpatch import verdicts as verdicts_here
 from kvpatch.cli.columns import columns
 from kvpatch.matrix import axes, signatures, tables, verdicts
 
@@ -48,7 +50,22 @@ def every_release() -> str:
     """Return one line per release, and the counts for the whole matrix."""
     found = verdicts.verdicts()
     head = ("vLLM", *(connector.name for connector in axes.CONNECTORS))
-    return f"{columns([head, *tables.summaries(found)])}\n\n{counts(found)}"
+    return f"{columns([head, *tables.summaries(found)])}\n\n{counts(found)}{verified()}"
+
+
+def verified() -> str:
+    """Return a line per verdict of ``kvpatch verify`` that is found here; none without."""
+    lines = [
+        (
+            one.date,
+            one.word,
+            f"vLLM {one.combination['versions']['vllm']}",
+            str(one.combination["device"]),
+            shlex.join(one.command),
+        )
+        for one in sorted(verdicts_here.every(), key=lambda one: one.date)
+    ]
+    return f"\n\nverified here\n{columns(lines)}" if lines else ""
 
 
 def one_release(vllm: str) -> str:

@@ -151,12 +151,19 @@ def block(seen: Seen) -> str:
     engine = content.get("engine", {})
     lines = [
         ("features", ", ".join(f"{name} {how}" for name, how in features.items())),
+        *verified_lines(content),
         *engine_lines(engine),
     ]
     off = content.get("off") or engine.get("off")
     if off:
         lines.append(("counting", f"off, because of an error of kvpatch's own: {off}"))
     return "\n".join([printable(head), *(f"  {name:<10}{printable(what)}" for name, what in lines)])
+
+
+def verified_lines(content: dict[str, Any]) -> Iterator[tuple[str, str]]:
+    """Yield when a process's command was verified, as a pair of a name and a text."""
+    if content.get("verified"):
+        yield "verified", f"here on {content['verified']}"
 
 
 def engine_lines(engine: dict[str, Any]) -> Iterator[tuple[str, str]]:

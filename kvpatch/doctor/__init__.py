@@ -29,6 +29,7 @@ def examine(settings: Mapping[str, str], try_import: bool = False) -> list[Findi
             memory,
             packages,
             startup,
+            verified,
         )
     except ImportError as error:  # one of the two requirements, which the gates need
         what = f"kvpatch cannot be imported whole ({error}), and would refuse vLLM"
@@ -40,6 +41,7 @@ def examine(settings: Mapping[str, str], try_import: bool = False) -> list[Findi
         *packages.check(settings),
         *startup.check(settings),
         *environment.check(settings),
+        *verified.check(settings),
         *leftovers.check(),
     ]
     return found + imports.check(settings) if try_import else found

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 from importlib import metadata
 from pathlib import Path
 
-from kvpatch import gate, patches, supported
+from kvpatch import gate, patches, supported, verdicts
 from kvpatch.doctor import machine
 from kvpatch.doctor.finding import Finding, Topic
 from kvpatch.environ import ALLOW_VLLM
@@ -46,16 +46,21 @@ def installed_versions() -> dict[str, str]:
 def check_package(name: str, settings: Mapping[str, str], found: list[Finding]) -> Installed | None:
     """Check a package with the gates that need no import; add their findings to ``found``."""
     every = installed(name)
-    refusal = gate.check_installed(name, every, settings)
+    refusal = gate.check_installed(name, every, settings, verdicts.early(settings))
     if refusal is not None:
         found.append(refused(TOPIC, refusal))
         return None
     package = every[0]
     versions = gate.supported_versions(name)
     if not package.is_one_of(versions):
-        what = f"{package.distribution} {package.text} is not validated and starts because "
+        why = (
+            f"because {ALLOW_VLLM} names it"
+            if gate.allowed_by_name(package, settings)
+            else "with what kvpatch verify found right on it"
+        )
+        what = f"{package.distribution} {package.text} is not validated and starts {why}"
         remedy = f"install {name}=={versions[-1]} for one that is validated"
-        found.append(TOPIC.warning(f"{what}{ALLOW_VLLM} names it", remedy))
+        found.append(TOPIC.warning(what, remedy))
     return package
 
 

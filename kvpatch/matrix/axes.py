@@ -78,6 +78,39 @@ MODELS = (
 
 
 @dataclass(frozen=True)
+class Feature:
+    """What an operator turns on beside the connector.
+
+    Attributes:
+        name: its name in the tables.
+        settings: by path in a ``VllmConfig``, what it sets there.
+        models: the kinds of model that the matrix combines it with.
+    """
+
+    name: str
+    settings: dict[str, Any]
+    models: tuple[str, ...]
+
+
+NONE = "none"
+_DRAFTING = {"ngram": "ngram", "draft model": "draft_model", "EAGLE": "eagle"}  # vLLM's methods
+FEATURES = (
+    Feature(NONE, {}, tuple(model.name for model in MODELS)),
+    # What kvpatch sees of fp8 is one byte for each value; which of the two it is the kernels know.
+    Feature("fp8", {"cache_config.cache_dtype": "fp8"}, ("full attention",)),
+    Feature(
+        "2 ranks",
+        {"parallel_config.world_size": 2, "parallel_config.tensor_parallel_size": 2},
+        ("latent attention",),
+    ),
+    *(
+        Feature(name, {"speculative_config": SimpleNamespace(method=method)}, ("full attention",))
+        for name, method in _DRAFTING.items()
+    ),
+)
+
+
+@dataclass(frozen=True)
 class Cell:
     """One combination, by the names in the tables. kvcached has its supported version."""
 
@@ -86,20 +119,27 @@ class Cell:
     layout: str
     connector: str
     model: str
+    feature: str = NONE
 
 
 def cells(vllm: str | None = None) -> Iterator[Cell]:
     """Yield every cell of the matrix, or of one release of vLLM."""
     every = [release for release in signatures.releases("vllm") if vllm in (None, release)]
     connectors = [connector.name for connector in CONNECTORS]
-    models = [model.name for model in MODELS]
-    for values in product(every, RUNNERS, LAYOUTS, connectors, models):
-        yield Cell(*values)
+    both = [(model, feature.name) for feature in FEATURES for model in feature.models]
+    for one in product(every, RUNNERS, LAYOUTS, connectors, both):
+        release, runner, layout, connector, (model, feature) = one
+        yield Cell(release, runner, layout, connector, model, feature)
 
 
 def connector_of(cell: Cell) -> Connector:
     """Return the connector of a cell."""
     return next(one for one in CONNECTORS if one.name == cell.connector)
+
+
+def feature_of(cell: Cell) -> Feature:
+    """Return the feature of a cell."""
+    return next(one for one in FEATURES if one.name == cell.feature)
 
 
 def configuration_of(cell: Cell) -> Any:
@@ -110,7 +150,7 @@ def configuration_of(cell: Cell) -> Any:
     connector = connector_of(cell)
     model = next(one for one in MODELS if one.name == cell.model)
     facts = {"use_mla": False, "is_hybrid": False, "is_encoder_decoder": False}
-    return SimpleNamespace(
+    made = SimpleNamespace(
         use_v2_model_runner=cell.runner == "V2",
         kv_transfer_config=SimpleNamespace(
             kv_connector=connector.connector,
@@ -140,3 +180,10 @@ def configuration_of(cell: Cell) -> Any:
             architecture=model.architecture, **facts | dict.fromkeys(model.facts, True)
         ),
     )
+    for path, value in feature_of(cell).settings.items():
+        *owners, name = path.split(".")
+        owner = made
+        for one in owners:
+            owner = getattr(owner, one)
+        setattr(owner, name, value)
+    return made

@@ -1,7 +1,8 @@
 """The recorded runs, and the code that they ran on.
 
-``data/engine``, ``data/synchronous`` and ``data/bytes`` have one file per release of vLLM: its
-runs, and the code they ran on. Engines schedule asynchronously, as on a GPU, but for the second.
+``data/engine``, ``data/features``, ``data/synchronous`` and ``data/bytes`` have one file per
+release of vLLM: its runs, and the code they ran on. Engines schedule asynchronously, as on a GPU,
+but for ``data/synchronous``; those of ``data/features`` have more turned on than a connector.
 A code is a commit, the ids of the patches that were in force, and a digest of each module that
 those patches use. Docstrings and comments do not change a digest.
 """
@@ -19,9 +20,11 @@ from typing import Any
 
 from kvpatch import patches
 from kvpatch.matrix import signatures
-from kvpatch.matrix.axes import Cell
+from kvpatch.matrix.axes import NONE, Cell
 
 LEVELS = ("engine", "synchronous", "bytes")
+FEATURES = "features"  # the folder of engine runs with one of the features
+FOLDERS = (LEVELS[0], FEATURES, *LEVELS[1:])
 PACKAGE = Path(__file__).parents[1]
 HEADERS = "kvpatch.hostdevice.include"
 # The packages whose modules run in an engine on behalf of a patch.
@@ -73,8 +76,9 @@ class Run:
 def runs(data: Path = signatures.DATA) -> dict[Cell, list[Run]]:
     """Return the recorded runs by cell, engine runs first."""
     found: dict[Cell, list[Run]] = {}
-    for level in LEVELS:
-        for path in sorted((data / level).glob("*.json")):
+    for folder in FOLDERS:
+        level = LEVELS[0] if folder == FEATURES else folder
+        for path in sorted((data / folder).glob("*.json")):
             result: dict[str, Any] = json.loads(path.read_text())
             codes = {
                 key: Code(code["commit"], tuple(code["patches"]), code["digests"])
@@ -82,9 +86,9 @@ def runs(data: Path = signatures.DATA) -> dict[Cell, list[Run]]:
             }
             for run in result["runs"]:
                 axes = {name: run[name] for name in ("runner", "layout", "connector", "model")}
-                cell = Cell(vllm=result["vllm"], **axes)
+                cell = Cell(vllm=result["vllm"], **axes, feature=run.get("feature", NONE))
                 code = codes.get(run.get("code", ""))
-                made = Run(level, run["right"], f"{level}/{path.name}", code)
+                made = Run(level, run["right"], f"{folder}/{path.name}", code)
                 found.setdefault(cell, []).append(made)
     return found
 

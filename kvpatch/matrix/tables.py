@@ -28,7 +28,7 @@ def describe(cells: Iterable[Cell]) -> list[str]:
 
     Every line is a product of values, and together they are exactly ``cells``.
     """
-    names = ("connector", "runner", "layout", "model")
+    names = ("connector", "runner", "layout", "model", "feature")
     boxes: list[list[tuple[str, ...]]] = [
         [(getattr(cell, name),) for name in names] for cell in cells
     ]
@@ -47,21 +47,29 @@ def describe(cells: Iterable[Cell]) -> list[str]:
         "layout": set(axes.LAYOUTS),
         "model": {one.name for one in axes.MODELS},
     }
-    return [
-        ", ".join(
+    lines = []
+    for *box, features in boxes:
+        words = [
             f"any {name}" if set(values) == everything[name] else " or ".join(values)
-            for name, values in zip(names, box, strict=True)
-        )
-        for box in boxes
-    ]
+            for name, values in zip(names, box, strict=False)
+        ]
+        if features != (axes.NONE,):
+            words.append(f"with {' or '.join(features)}")
+        lines.append(", ".join(words))
+    return lines
 
 
-def summary(found: Mapping[Cell, Verdict], vllm: str, connector: str) -> str:
-    """Return one release and connector in a few words: what is validated, or the verdict."""
+def summary(
+    found: Mapping[Cell, Verdict], vllm: str, connector: str, feature: str = axes.NONE
+) -> str:
+    """Return one release, connector and feature in a few words: what is validated, or the verdict.
+
+    The verdict of what is refused is that of the first kind of model.
+    """
     here = {
         cell: verdict
         for cell, verdict in found.items()
-        if (cell.vllm, cell.connector) == (vllm, connector)
+        if (cell.vllm, cell.connector, cell.feature) == (vllm, connector, feature)
     }
     validated = [cell for cell, verdict in here.items() if verdict.kind is Kind.VALIDATED]
     tagged = [cell for cell, verdict in here.items() if verdict.tagged]
@@ -70,12 +78,7 @@ def summary(found: Mapping[Cell, Verdict], vllm: str, connector: str) -> str:
         words.append(_together(validated))
     elif not tagged:
         # What is refused is refused for different reasons; the simplest model has the first.
-        (kind,) = {
-            verdict.kind
-            for cell, verdict in here.items()
-            if (cell.runner, cell.layout, cell.model)
-            == (axes.RUNNERS[0], axes.LAYOUTS[0], axes.MODELS[0].name)
-        }
+        kind = next(iter(here.values())).kind
         return "absent" if kind is Kind.ABSENT else kind.value
     if tagged:
         words.append(f"refused, tagged bytes right: {_together(tagged)}")
@@ -90,7 +93,7 @@ def mark(found: Mapping[Cell, Verdict], vllm: str, connector: str) -> str:
     kinds = [
         verdict.kind
         for cell, verdict in found.items()
-        if (cell.vllm, cell.connector) == (vllm, connector)
+        if (cell.vllm, cell.connector, cell.feature) == (vllm, connector, axes.NONE)
         and cell.model in ("full attention", "sliding window")
         and verdict.kind is not Kind.ABSENT
     ]
@@ -121,6 +124,25 @@ def summaries(found: Mapping[Cell, Verdict]) -> list[tuple[str, ...]]:
     return [
         (vllm, *(summary(found, vllm, connector.name) for connector in axes.CONNECTORS))
         for vllm in reversed(signatures.releases("vllm"))
+    ]
+
+
+def features(found: Mapping[Cell, Verdict]) -> list[tuple[str, ...]]:
+    """Return a line per feature and release in which some of it is validated, newest first.
+
+    Its name, the release and a summary per connector.
+    """
+    some = {
+        (cell.feature, cell.vllm)
+        for cell, verdict in found.items()
+        if verdict.kind is Kind.VALIDATED
+    }
+    return [
+        (one.name, vllm, *(summary(found, vllm, each.name, one.name) for each in axes.CONNECTORS))
+        for one in axes.FEATURES
+        if one.name != axes.NONE
+        for vllm in reversed(signatures.releases("vllm"))
+        if (one.name, vllm) in some
     ]
 
 

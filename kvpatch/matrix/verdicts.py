@@ -4,14 +4,16 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
 from functools import cache
+
+from packaging.version import Version
 
 from kvpatch import gate, patches, rules, supported
 from kvpatch.environ import ALLOW_VLLM
 from kvpatch.matrix import evidence, signatures
-from kvpatch.matrix.axes import Cell, cells, configuration_of, connector_of
+from kvpatch.matrix.axes import NONE, Cell, cells, configuration_of, connector_of
 from kvpatch.refusal import Basis, Refusal
 from kvpatch.versions import Facts, Installed
 
@@ -114,6 +116,9 @@ def verdict(cell: Cell) -> Verdict:
     if refused is None:
         run = by_level.get("engine")
         if run is None:
+            others = by_shared_seams(cell)
+            if others:
+                return Verdict(Kind.VALIDATED, " and ".join(others))
             return Verdict(Kind.UNTESTED, "no run of it is recorded")
         other = by_level.get("synchronous", run)
         return Verdict(
@@ -123,6 +128,45 @@ def verdict(cell: Cell) -> Verdict:
     tagged = by_level.get("bytes")
     kind = Kind.INCOMPATIBLE if refused.basis is Basis.INCOMPATIBLE else Kind.NOT_VALIDATED
     return Verdict(kind, str(refused), tagged.file if tagged and tagged.right else "")
+
+
+def by_shared_seams(cell: Cell) -> list[str]:
+    """Return the result files that validate a feature between two releases, or none.
+
+    The feature ran on an older and on a newer release, the release itself ran without it, and
+    every patch in force on it was in force where the feature ran.
+    """
+    if cell.feature == NONE:
+        return []
+    here = _engine_run(replace(cell, feature=NONE))
+    found = {
+        vllm: run
+        for vllm in supported.validated()
+        if (run := _engine_run(replace(cell, vllm=vllm))) is not None
+    }
+    around = sorted([*found, cell.vllm], key=Version)
+    between = around[0] != cell.vllm != around[-1]
+    ran = set[str]().union(*(_in_force(vllm) for vllm in found))
+    if here is None or not between or not _in_force(cell.vllm) <= ran:
+        return []
+    return [here.file, *(run.file for run in found.values())]
+
+
+def _engine_run(cell: Cell) -> evidence.Run | None:
+    """Return the engine run of a cell if it was right."""
+    runs = evidence.runs().get(cell, ())
+    return next((run for run in runs if run.level == "engine" and run.right), None)
+
+
+def _in_force(vllm: str) -> set[str]:
+    """Return the ids of the patches of a release, without those of a machine or mode."""
+    release = Version(vllm)
+    return {
+        patch.id
+        for feature in patches.FEATURES
+        if feature.wanted is None and release in feature.span
+        for patch in feature.at(release)
+    }
 
 
 def verdicts(vllm: str | None = None) -> dict[Cell, Verdict]:

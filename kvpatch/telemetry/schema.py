@@ -87,6 +87,7 @@ _CONTENT = {
     "beats": _is(bool),
     "elastic": _or_none(_is(bool)),
     "features": _map_of(_text),
+    "verified": _text,
     "group": _count,
     "server": _or_none(Group(pid=_count, started=_or_none(_count))),
     "namespace": _or_none(_count),

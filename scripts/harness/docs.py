@@ -2,17 +2,19 @@
 
 From the tables in kvpatch: docs/patches.md, docs/support.md, docs/errors.md, docs/settings.md
 and the table between the markers of README.md. From the marks of the tests: docs/faults.md. From
-docs/results: docs/numbers.md and its plots.
+docs/results: docs/numbers.md and its plots, and what docs/patches.md says was seen without a row.
 """
 
 from __future__ import annotations
 
 import sys
 from collections.abc import Iterable
+from typing import Any
 
 from harness import ROOT, console, faults
 from harness.bench import page
 from harness.markdown import TEMPLATES, render
+from harness.matrix import without, without_rows
 from kvpatch import environ, patches, rules, supported
 from kvpatch.matrix import axes, sharing, tables, verdicts
 from kvpatch.patch import Feature, Gap, Kind, Patch, Seam
@@ -60,6 +62,35 @@ def parts(feature: Feature) -> list[Patch | Gap]:
     return [part for seam in seams for part in seam]
 
 
+def left_out(patch_id: str) -> list[str]:
+    """Return what was seen without a patch of the newest release, load by load, and its test."""
+    if patch_id not in without_rows.ROWS:
+        return []
+    one = without_rows.ROWS[patch_id]
+    lines = []
+    for look in without.read().get("rows", {}).get(patch_id, ()):
+        beside = f" and {code(look['also'])}" if look["also"] else ""
+        words = f": `{look['words'].replace('`', chr(39))}`" if look["words"] else ""
+        lines.append(f"{look['load']}, without it{beside}: {look['seen']}{words}")
+    if one.test:
+        why = f" ({one.why})" if one.why else ""
+        lines.append(f"shown by `{one.test.partition('::')[2]}`{why}")
+    return lines
+
+
+def loads_of(looked: dict[str, Any]) -> list[str]:
+    """Return the loads that a result of ``without`` has, in the order of their table."""
+    used = {look["load"] for looks in looked["rows"].values() for look in looks}
+    return [name for name in without.LOADS if name in used]
+
+
+def counted(looked: dict[str, Any]) -> str:
+    """Return how many looks a result of ``without`` has of each kind, in words."""
+    kinds = [look["seen"] for looks in looked["rows"].values() for look in looks]
+    each = [f"{kinds.count(kind)}: {kind}" for kind in without.KINDS if kind in kinds]
+    return f"{len(kinds)} engines: {'; '.join(each)}"
+
+
 def readme(found: Found) -> str:
     """Return README.md with its grid renewed."""
     before, opened, rest = (ROOT / "README.md").read_text().partition(BEGIN)
@@ -82,10 +113,13 @@ def readme(found: Found) -> str:
 def pages(found: Found) -> dict[str, str]:
     """Return the pages that are made of kvpatch's tables."""
     every = rules.of(feature.rules for feature in patches.FEATURES)
-    TEMPLATES.filters.update({one.__name__: one for one in (code, in_words, validated_from, parts)})
+    filters = (code, in_words, validated_from, parts, left_out, loads_of, counted)
+    TEMPLATES.filters.update({one.__name__: one for one in filters})
     values = {
         "supported": supported,
         "features": patches.FEATURES,
+        "without": without,
+        "looked": without.read(),
         "in_order": in_order(),
         "by_target": by_target(),
         "connectors": [one.name for one in axes.CONNECTORS],

@@ -13,7 +13,10 @@ import sys
 from pathlib import Path
 from typing import Any
 
-KINDS = ("llama", "sliding", "latent", "hybrid", "seeing", "two sizes")
+# Of K and of V of each layer, of models whose checkpoint asks for fp8 KV caches.
+SCALES = {"scaled": (0.05, 0.02), "scaled otherwise": (0.4, 0.15)}
+KINDS = (*SCALES, "llama", "sliding", "latent", "hybrid", "seeing", "two sizes", "draft", "eagle")
+NOISE = 0.1  # of the weights of a draft model, in standard deviations of each
 IMAGE = 64  # pixels of a side, and tokens, of an image of the model that sees
 
 CHAT_TEMPLATE = (
@@ -67,6 +70,8 @@ def make_model(
     in turn, two groups, in bfloat16, the only type that vLLM's CPU kernels have. seeing:
     llama behind a vision tower; of those that vLLM has, one that needs no torchvision. two
     sizes: sliding-window and full attention in turn, whose heads and so pages differ in size.
+    draft: llama with noise, which drafts for it. eagle: a head that drafts for it. scaled,
+    scaled otherwise: llama with scales of an fp8 KV cache, as llm-compressor writes them.
 
     Returns:
         ``folder``; nothing is written when the model is already there.
@@ -92,7 +97,9 @@ def make_model(
     }
     config: Any
     kind_of_model: Any = transformers.AutoModelForCausalLM
-    if kind == "llama":
+    if kind == "eagle":
+        shape["num_hidden_layers"] = 1
+    if kind in ("llama", "draft", "eagle", *SCALES):
         config = transformers.LlamaConfig(head_dim=64, **shape)
     elif kind == "sliding":
         config = transformers.Gemma3TextConfig(
@@ -159,8 +166,66 @@ def make_model(
         raise ValueError(f"no model of kind {kind}; there are {', '.join(KINDS)}")
     torch.manual_seed(seed)
     model = kind_of_model.from_config(config, dtype=torch.float32)
+    if kind == "draft":
+        with torch.no_grad():
+            for weight in model.parameters():
+                if weight.dim() > 1:
+                    weight.add_(torch.randn_like(weight), alpha=NOISE * float(weight.std()))
     model.save_pretrained(folder)
+    if kind == "eagle":
+        leave_the_head(folder)
+    elif kind in SCALES:
+        add_scales(folder, *SCALES[kind])
     return folder
+
+
+def leave_the_head(folder: Path) -> None:
+    """Make a saved model of one layer an EAGLE head, which reads the model's last state.
+
+    It adds a little to that state, so that it mostly drafts the token before once more.
+    """
+    import torch
+    from safetensors.torch import load_file, save_file
+
+    weights = {
+        name.removeprefix("model."): weight * (0.1 if "o_proj" in name or "down" in name else 1)
+        for name, weight in load_file(folder / "model.safetensors").items()
+        if ".layers." in name and "input_layernorm" not in name
+    }
+    size = weights["layers.0.self_attn.o_proj.weight"].shape[0]
+    weights["fc.weight"] = torch.cat([torch.zeros(size, size), torch.eye(size)], dim=1)
+    save_file(weights, folder / "model.safetensors", {"format": "pt"})
+
+
+def add_scales(folder: Path, of_keys: float, of_values: float) -> None:
+    """Give a saved model a ``kv_cache_scheme``, and the scales of every layer."""
+    import torch
+    from safetensors.torch import load_file, save_file
+
+    weights = load_file(folder / "model.safetensors")
+    for name in [name for name in weights if name.endswith("self_attn.k_proj.weight")]:
+        layer = name.removesuffix("k_proj.weight")
+        weights[f"{layer}k_scale"] = torch.tensor([of_keys])
+        weights[f"{layer}v_scale"] = torch.tensor([of_values])
+    save_file(weights, folder / "model.safetensors", {"format": "pt"})
+    config = folder / "config.json"
+    scheme = {
+        "num_bits": 8,
+        "type": "float",
+        "strategy": "tensor",
+        "symmetric": True,
+        "dynamic": False,
+    }
+    quantization = {
+        "quant_method": "compressed-tensors",
+        "format": "dense",
+        "quantization_status": "compressed",
+        "config_groups": {},
+        "ignore": [],
+        "kv_cache_scheme": scheme,
+    }
+    made = json.loads(config.read_text()) | {"quantization_config": quantization}
+    config.write_text(json.dumps(made, indent=1))
 
 
 def main(*arguments: str) -> None:

@@ -8,7 +8,6 @@ import os
 import re
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
@@ -26,6 +25,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from harness.console import HarnessError, interrupts
 from harness.model_cache import CACHE
 from harness.processes import on_host_device
+from kvpatch.verify.child import adopt_orphans, free_port, reason, session
 
 MODEL_NAME = "demo"
 DEVICE_SIZE = "1GiB"
@@ -39,7 +39,6 @@ REQUEST_SECONDS = 120
 POLL_SECONDS = 0.2
 
 _PR_SET_PDEATHSIG = 1
-_PR_SET_CHILD_SUBREAPER = 36
 
 
 class Metrics:
@@ -103,7 +102,7 @@ class Server:
     ) -> None:
         self.name = name
         self.model = model
-        self.port = port or _free_port()
+        self.port = port or free_port()
         self.url = f"http://127.0.0.1:{self.port}"
         self.log_path = log or folder / "serve.log"
         self.start_seconds: float | None = None
@@ -241,15 +240,7 @@ class Server:
         and its memory with it.
         """
         self.process.poll()
-        found = []
-        for process in psutil.process_iter():
-            with suppress(psutil.Error, OSError):  # it may end meanwhile
-                if os.getsid(process.pid) != self.process.pid:
-                    continue
-                ours = process.pid != self.process.pid and process.ppid() == os.getpid()
-                if not (ours and os.waitpid(process.pid, os.WNOHANG)[0] == process.pid):
-                    found.append(process)
-        return found
+        return session(self.process.pid)
 
     def memory(self) -> int:
         """Return the bytes of host memory of all its processes, shared pages counted once."""
@@ -257,9 +248,7 @@ class Server:
 
     def _start(self) -> None:
         libc = ctypes.CDLL(None)
-        # Orphaned grandchildren become children of this process, which reaps them; a container
-        # without an init would not.
-        libc.prctl(_PR_SET_CHILD_SUBREAPER, 1)
+        adopt_orphans()
         # Through the interpreter: an environment that was moved has another in vllm's first line.
         command = [sys.executable, str(Path(sys.executable).with_name("vllm")), "serve"]
         command += [str(self.model), "--host", "127.0.0.1", "--port", str(self.port)]
@@ -325,17 +314,6 @@ class Server:
                 shutil.rmtree(path, ignore_errors=True)
         for path in self._shared:
             path.unlink(missing_ok=True)
-
-
-def reason(lines: list[str]) -> str:
-    """Return the line of a log that best explains why a server ended."""
-    for line in reversed(lines):
-        if "kvpatch refuses to start vLLM" in line:
-            return line[line.index("kvpatch refuses") :]
-    for line in reversed(lines):
-        if found := re.search(r"\b(?:\w+\.)*\w*(?:Error|Exception|Killed)\b: .+", line):
-            return found[0]
-    return lines[-1] if lines else "it printed nothing"
 
 
 def arguments(blocks: int, block_tokens: int, longest: int, together: int) -> dict[str, str]:
@@ -415,9 +393,3 @@ def workspace() -> Iterator[Path]:
     finally:
         with interrupts.deferred():
             shutil.rmtree(folder, ignore_errors=True)
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])

@@ -51,6 +51,15 @@ def test_memory_is_back_two_steps_after_the_last_copy(fences: Fences, asynchrono
 
 
 @SCHEDULING
+def test_a_block_that_ends_with_a_token_never_computed_is_not_stored(
+    fences: Fences, asynchronous: bool
+) -> None:
+    verdict = fences.run("last_token", asynchronous, fenced=True)["scenarios"]["last_token"]
+    assert verdict["right"] == 40  # of 41 blocks
+    assert verdict["wrong"] == verdict["unknown"] == 0
+
+
+@SCHEDULING
 def test_loaded_requests_do_not_wait_for_each_other(fences: Fences, asynchronous: bool) -> None:
     verdict = fences.run(BOTH_LOADED, asynchronous, fenced=True)["scenarios"][BOTH_LOADED]
     assert verdict["right"] >= 47 + 48

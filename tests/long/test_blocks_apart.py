@@ -144,7 +144,7 @@ def test_without_a_reset_nothing_of_the_new_weights_is_stored_as_of_the_old(
         "rounds": [*ASKED[:1], *ASKED[1:]],
         "reload": [1],
         "reload_from": str(trained),
-        "reset_on_reload": False,
+        "reset_on_reload": None,
     }
     ended = serve(run, **reload)
     records(ended)
@@ -152,6 +152,21 @@ def test_without_a_reset_nothing_of_the_new_weights_is_stored_as_of_the_old(
     again = records(serve(run, rounds=ASKED))
     assert_tokens(again, old)
     assert hits(again) == [640, 0, 0]
+
+
+@pytest.mark.parametrize("run", [Run(), Run(simple="eager")], ids=["Offloading", "Simple"])
+def test_a_reset_by_its_defaults_leaves_no_block_of_the_old_weights_in_the_cpu_tier(
+    serve: Serve, trained: Path, old: list[Any], run: Run
+) -> None:
+    """Without secondary tiers; vLLM resets the prefix cache of the device alone by default."""
+    reload = {"reload": [3], "reload_from": str(trained), "reset_on_reload": {}}
+    ours = records(serve(run, rounds=ASKED * 3, **reload))
+    new = records(serve(PLAIN, rounds=ASKED, model=str(trained)))
+    assert same_tokens(old, new) == 0
+    assert_tokens(ours[:3], old)
+    assert_tokens(ours[3:6], new)
+    assert_tokens(ours[6:], new)
+    assert hits(ours[:6]) == [0] * 6
 
 
 @pytest.mark.parametrize("name", KINDS)

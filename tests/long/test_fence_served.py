@@ -104,7 +104,7 @@ def store_all(server: Server, ranks: int, environment: dict[str, str]) -> None:
 
     One at a time: vLLM itself waits for the copy of a block that is handed out anew.
     """
-    of_one = (PAGE * ranks + 8) * block_bytes("llama")
+    of_one = (PAGE * ranks + 8) * block_bytes(Run())
     with pytest.MonkeyPatch.context() as patch:
         for variable in (HOST_DEVICE.name, HOST_DEVICE_DIR.name):
             patch.setenv(variable, environment[variable])

@@ -96,7 +96,7 @@ def served(
 
 
 def test_metrics_are_what_the_load_counted(served: Served) -> None:
-    size = block_bytes("llama")
+    size = block_bytes(Run())
     stored, loaded = (served.counted[name] * size for name in ("stored", "loaded"))
     assert loaded == COUNT * 640 // 32 * size
 
@@ -145,7 +145,7 @@ def test_the_info_gauge_says_what_runs(served: Served) -> None:
 def test_status_says_the_same(served: Served) -> None:
     metrics, process = served.metrics(), served.engine()
     engine = process["engine"]
-    size = block_bytes("llama")
+    size = block_bytes(Run())
     assert process["state"] == "runs"
     assert process["elastic"] is True
     assert process["roles"] == ["engine-core"]

@@ -9,7 +9,7 @@ from types import ModuleType, SimpleNamespace
 
 import pytest
 
-from kvpatch.patches.elastic_memory import allocation
+from kvpatch.patches.elastic_memory import allocation, reservation
 from kvpatch.refusal import Refusal
 
 MODULE = "kvcached.integration.vllm.allocation_attempt"
@@ -136,14 +136,31 @@ def test_what_went_well_is_passed_on(monkeypatch):
     assert allocation.require_setup(lambda: "made", None, (), {}) == "made"
 
 
-@pytest.mark.parametrize("locked", [True, False], ids=["async", "sync"])
-def test_a_pool_that_kvcached_made_may_be_waited_for(locked):
-    """In synchronous scheduling kvcached has no lock, and its own wait is left to it."""
-    lock = threading.RLock() if locked else SimpleNamespace()
-    manager = SimpleNamespace(_lock=lock, _post_init_done=threading.Event())
-    coordinator = SimpleNamespace(block_pool=SimpleNamespace(kv_cache_manager=manager))
-    allocation.require_coordinator(lambda: None, coordinator, (), {})
-    assert hasattr(manager, "_wait_post_init") is locked
+@pytest.mark.parametrize("reserved", [False, True], ids=["before block 0", "after it"])
+def test_a_request_waits_for_block_0_without_the_lock_that_reserves_it(reserved):
+    """kvcached's callers hold it while they wait."""
+    manager = SimpleNamespace(_lock=threading.RLock(), _post_init_done=threading.Event())
+
+    def reserve():
+        with manager._lock:
+            manager._post_init_done.set()
+
+    if reserved:
+        reserve()
+    thread = threading.Thread(target=reserve)
+    with manager._lock:
+        thread.start()
+        assert reservation.around_wait(manager._post_init_done.is_set, manager, (), {})
+    thread.join()
+
+
+def test_in_synchronous_scheduling_kvcacheds_own_wait_is_left_to_it():
+    manager = SimpleNamespace(_lock=SimpleNamespace(), _post_init_done=threading.Event())
+    assert reservation.around_wait(lambda: "its own", manager, (), {}) == "its own"
+
+
+def test_a_coordinator_is_passed_on():
+    assert allocation.require_coordinator(lambda: "made", None, (), {}) == "made"
 
 
 def test_what_kvcached_is_to_log_reaches_it(monkeypatch):

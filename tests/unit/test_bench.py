@@ -223,21 +223,20 @@ def test_the_worst_cycle_counts(worst, given, served):
     assert (goals.given(found).met, goals.served(found).met) == (given, served)
 
 
-def test_small_rows_do_not_count_for_the_copies_of_a_gpu():
+def test_small_blocks_do_not_count_for_the_copies_of_a_gpu():
     def row(size: int, share: float) -> dict[str, object]:
         return {
             "connector": "simple",
-            "layout": "contiguous",
-            "direction": "to the host",
-            "row_bytes": size,
+            "direction": "store",
+            "block_bytes": size,
             "share_of_ceiling": share,
         }
 
     small, large = row(8 << 10, 0.3), row(64 << 10, 0.96)
-    assert goals.gpu_copies(Results(gpu_copies={"rows": [small, large]})).met
+    assert goals.gpu_copies(Results(gpu={"rows": [small, large]})).met
     slow = {"rows": [small, large, row(1 << 20, 0.9)]}
-    assert goals.gpu_copies(Results(gpu_copies=slow)).met is False
-    assert goals.gpu_copies(Results(gpu_copies={"rows": [small]})).met is None
+    assert goals.gpu_copies(Results(gpu=slow)).met is False
+    assert goals.gpu_copies(Results(gpu={"rows": [small]})).met is None
 
 
 def test_given_is_what_is_left_when_the_neighbour_has_most():
@@ -342,35 +341,31 @@ def test_a_result_that_cannot_be_read_is_named(tmp_path):
 
 
 def test_results_of_a_gpu_are_shown_when_they_are_there(folder):
-    trip = {"what": "round trip", "connector": "Simple", "layout": "contiguous", "blocks": 9}
     copy = {
         "connector": "Simple",
-        "layout": "contiguous",
-        "direction": "to the host",
-        "row_bytes": 1 << 20,
+        "direction": "load",
+        "block_bytes": 1 << 20,
         "gb_per_second": 50.0,
         "share_of_ceiling": 0.97,
     }
-    rate = {"total_tokens_per_second": 1000.0}
-    ran = [{"no reuse": rate, "conversations": rate}, {"failed": ["why"]}]
-    for name, content in {
-        "gpu-roundtrips": {"rows": [{**trip, "equal": 8}]},
-        "gpu-copies": {"rows": [copy]},
-        "gpu-arms": {"runs": {"plain vLLM": ran, "another": [{"failed": ["why"]}]}},
-    }.items():
-        (folder / f"{name}.json").write_text(json.dumps({"machine": {"gpu": "one"}, **content}))
+    combination = {
+        "versions": {"vllm": "0.32.0"},
+        "device": "cuda NVIDIA H100",
+        "flags": {"connector 0": "vllm:Simple {}"},
+    }
+    verdict = {"combination": combination, "verdict": "right"}
+    found = {"machine": {"gpu": "one"}, "verdicts": [verdict], "rows": [copy]}
+    (folder / "gpu.json").write_text(json.dumps(found))
     text = page.render(folder)["docs/numbers.md"]
     assert goals.NO_GPU not in text
-    assert "| round trip | Simple | contiguous | 9 | 8 |" in text
-    assert "| Simple | contiguous | to the host | 1,024 | 50.0 | 97.0% |" in text
-    assert "| plain vLLM | 1,000 | 1,000 | 2 | 1 |" in text
-    assert "| another | - | - | 1 | 1 |" in text
+    assert "| 0.32.0 | cuda NVIDIA H100 | vllm:Simple {} | right |" in text
+    assert "| Simple | load | 1,024 | 50.0 | 97.0% |" in text
 
 
-def test_a_dry_run_is_not_shown_as_one_of_a_gpu(folder):
-    dry = {"machine": {"gpu": "none: a dry run on the host device"}, "rows": []}
-    (folder / "gpu-copies.json").write_text(json.dumps(dry))
-    with pytest.raises(SystemExit, match=r"gpu-copies.json is of a dry run"):
+def test_a_run_on_the_host_device_is_not_shown_as_one_of_a_gpu(folder):
+    on_host = {"machine": {"gpu": "none"}, "verdicts": [], "rows": []}
+    (folder / "gpu.json").write_text(json.dumps(on_host))
+    with pytest.raises(SystemExit, match=r"gpu.json is of the host device"):
         page.render(folder)
 
 

@@ -498,8 +498,19 @@ def test_an_engine_without_the_connector_has_no_parts(shm):
     )
     for config in (None, transfer):
         given = SimpleNamespace(kv_transfer_config=config)
-        found = parts.around_kv_caches(lambda config: config, EngineCore(), (given,), {})
-        assert found is given
+        for core in (EngineCore(), start()):  # the second one holds a name
+            assert parts.around_kv_caches(lambda config: config, core, (given,), {}) is given
+            claims.release(core)
+
+
+def test_an_engine_whose_claims_were_released_covers_no_part(shm):
+    core = EngineCore()
+
+    def load(config):
+        claims.release(core)
+        return parts.around_kv_caches(lambda config: "loaded", core, (config,), {})
+
+    assert tier(core=core, start=load) == "loaded"
 
 
 class Region:

@@ -13,7 +13,8 @@ from harness.demo.conversations import Answer, Conversation
 from harness.demo.meter import Counters, counters
 from harness.demo.options import FULL, NEWEST, parse
 from harness.demo.verdict import Comparison, Evidence, compare, failures
-from harness.serve import Metrics, reason
+from harness.serve import Metrics
+from kvpatch.verify.child import reason
 
 
 def answers(**changed: object) -> list[Answer]:

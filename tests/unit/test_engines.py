@@ -233,6 +233,28 @@ def test_an_engine_without_a_server_was_killed():
     assert reader.one(GONE).state is State.GONE
 
 
+def test_the_page_of_a_killed_server_may_have_the_longer_name():
+    """A container that shares the folder has a process of the same number."""
+    publish(GONE, ("frontend",), beats=False, namespace=1)
+    ended(started=17)
+    assert len(list(page.own_folder().glob(f"{GONE}*.page"))) == 2
+    assert page.of_process(page.own_folder(), GONE)[1].content["started"] == 17
+    assert reader.one(GONE + 1).state is State.GONE
+
+
+def test_a_page_of_the_servers_number_that_cannot_be_read_is_not_the_servers():
+    (page.own_folder() / f"{GONE}.page").write_bytes(b"no page")
+    ended()
+    assert reader.one(GONE + 1).state is State.ENDED
+
+
+def test_processes_that_name_each_other_as_their_servers_were_killed():
+    for pid, other in ((GONE, GONE + 1), (GONE + 1, GONE)):
+        publish(pid, beats=True, server={"pid": other, "started": None})
+        assert reader.one(pid).state is (State.ENDED if pid == GONE else State.GONE)
+    assert reader.one(GONE).state is State.GONE
+
+
 def test_nothing_runs_after_a_stop(capsys, monkeypatch):
     ended()
     code, text = out(capsys)

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 from packaging.version import Version
 
-from harness.matrix import command
+from harness.matrix import command, record
 from kvpatch import patches, supported
 from kvpatch.matrix import evidence, signatures
 from kvpatch.matrix.axes import Cell
@@ -45,13 +45,13 @@ def in_force(release: str, on_host: bool = True) -> tuple[str, ...]:
 def of_other_patches(data: Path) -> list[str]:
     """The recorded codes whose patches are not those of today."""
     found = []
-    for level in evidence.LEVELS:
-        for path in sorted((data / level).glob("*.json")):
+    for folder in evidence.FOLDERS:
+        for path in sorted((data / folder).glob("*.json")):
             result = json.loads(path.read_text())
             today = {in_force(result["vllm"], on_host) for on_host in (True, False)}
             for key, code in result.get("code", {}).items():
                 if tuple(code["patches"]) not in today:
-                    found.append(f"{level}/{path.name} {key}")
+                    found.append(f"{folder}/{path.name} {key}")
     return found
 
 
@@ -145,7 +145,8 @@ def test_a_level_does_not_speak_for_another(data, monkeypatch):
     ((level, cell, _),) = evidence.stale(folder)
     assert level == "synchronous"
     monkeypatch.setattr(evidence, "runs", partial(evidence.runs, folder))
-    selected = Namespace(connector=[], model=[], layout=[], runner=[], releases=[], missing=True)
+    names = ("connector", "model", "feature", "layout", "runner", "releases")
+    selected = Namespace(**{name: [] for name in names}, missing=True)
     for synchronous, stale, wanted in (
         (True, {(level, cell)}, True),
         (True, {("engine", cell)}, False),
@@ -161,6 +162,45 @@ def test_only_engines_are_stale(data, tmp_path):
     evidence.forget()
     assert [run.level for every in evidence.runs(folder).values() for run in every] == ["bytes"]
     assert list(evidence.stale(folder)) == []
+
+
+# Features
+
+
+def test_a_run_with_a_feature_is_an_engine_run_of_a_cell_of_its_own(data):
+    folder = data()
+    path = folder / "engine/vllm-0.32.0-kvcached-0.1.6.json"
+    result = json.loads(path.read_text())
+    result["runs"][0]["feature"] = "fp8"
+    (folder / evidence.FEATURES).mkdir()
+    (folder / evidence.FEATURES / path.name).write_text(json.dumps(result))
+    evidence.forget()
+    found = evidence.runs(folder)
+    assert list(found) == [Cell(vllm="0.32.0", **AXES), Cell(vllm="0.32.0", **AXES, feature="fp8")]
+    files = [(run.level, run.file.partition("/")[0]) for every in found.values() for run in every]
+    assert files == [("engine", "engine"), ("engine", "features")]
+
+
+@pytest.mark.parametrize(
+    ("level", "feature", "folder"),
+    [
+        ("engine", {}, "engine"),
+        ("engine", {"feature": "fp8"}, "features"),
+        ("synchronous", {"feature": "fp8"}, "synchronous"),
+    ],
+)
+def test_a_feature_is_recorded_apart(data, monkeypatch, level, feature, folder):
+    """The runs of a cell with it and without it are two, whatever the order."""
+    root = data()
+    monkeypatch.setattr(signatures, "DATA", root)
+    head = {"vllm": "0.32.0", "kvcached": "0.1.6"}
+    for right in (False, True):
+        record.record_run(level, head, AXES | feature | {"right": right}, ["fence.build"])
+    record.record_run(level, head, AXES | {"model": "hybrid", "right": True}, ["fence.build"])
+    path = root / folder / "vllm-0.32.0-kvcached-0.1.6.json"
+    runs = json.loads(path.read_text())["runs"]
+    mine = [run for run in runs if run["model"] == AXES["model"]]
+    assert [(run.get("feature"), run["right"]) for run in mine] == [(feature.get("feature"), True)]
 
 
 # Digests

@@ -13,7 +13,7 @@ from packaging.version import Version
 from kvpatch import gate, supported
 from kvpatch.environ import ALLOW_VLLM, KVCACHED_SWITCHES
 from kvpatch.patch import Feature, Gap, Outcome, Patch, seam
-from kvpatch.refusal import CODES, Basis, Refusal
+from kvpatch.refusal import CODES, VERIFY_IT, Basis, Refusal
 from kvpatch.supported import validated
 from kvpatch.versions import Installed, Span, in_words, installed
 
@@ -114,7 +114,7 @@ def test_any_other_release(text):
     assert str(check("vllm", found(text))) == (
         f"kvpatch refuses to start vLLM: vllm {text} is not a validated release, because it has "
         f"not passed the full engine test matrix; install vllm {VLLM}, set "
-        f"KVPATCH_ALLOW_VLLM={text} to try it all the same, or set KVPATCH=0. [KVP107]"
+        f"KVPATCH_ALLOW_VLLM={text} to try it all the same, or set KVPATCH=0{VERIFY_IT}. [KVP107]"
     )
     assert check("vllm", found(text), **allowing(text)) is None
 
@@ -155,7 +155,7 @@ def test_a_pre_release_says_why():
     assert str(check("vllm", found("0.28.0rc1"))) == (
         "kvpatch refuses to start vLLM: vllm 0.28.0rc1 is a pre-release, because its code was not "
         f"validated with kvpatch and may differ from the release's; install vllm {VLLM}, or set "
-        "KVPATCH=0. [KVP106]"
+        f"KVPATCH=0{VERIFY_IT}. [KVP106]"
     )
 
 
@@ -173,7 +173,8 @@ def test_a_kvcached_that_is_not_validated_cannot_be_named():
     other = found("0.2.0", "kvcached", "kvcached")
     assert str(check("kvcached", other, **allowing("0.2.0"))) == (
         "kvpatch refuses to start vLLM: kvcached 0.2.0 is not a validated release, because it has "
-        "not passed the full engine test matrix; install kvcached 0.1.6 or set KVPATCH=0. [KVP107]"
+        "not passed the full engine test matrix; install kvcached 0.1.6 or set "
+        f"KVPATCH=0{VERIFY_IT}. [KVP107]"
     )
     build = found("0.1.7.dev2", "kvcached", "kvcached")
     refused = check("kvcached", build, **allowing("0.1.7.dev2"))

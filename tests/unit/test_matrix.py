@@ -13,7 +13,7 @@ import pytest
 from packaging.version import Version
 
 from kvpatch import patches, supported
-from kvpatch.matrix import axes, signatures, tables, verdicts
+from kvpatch.matrix import axes, evidence, signatures, tables, verdicts
 from kvpatch.matrix.signatures import Signatures
 from kvpatch.patch import Feature, Outcome, Seam
 from kvpatch.refusal import CODES, Basis
@@ -91,12 +91,15 @@ def found() -> dict[axes.Cell, verdicts.Verdict]:
     return verdicts.verdicts()
 
 
-def cell(vllm: str, connector: str = "Offloading", runner: str = "V1") -> axes.Cell:
-    return axes.Cell(vllm, runner, "contiguous", connector, "full attention")
+def cell(
+    vllm: str, connector: str = "Offloading", runner: str = "V1", feature: str = axes.NONE
+) -> axes.Cell:
+    return axes.Cell(vllm, runner, "contiguous", connector, "full attention", feature)
 
 
 def test_every_release_has_all_its_cells(found):
-    of_a_release = 2 * 2 * len(axes.CONNECTORS) * len(axes.MODELS)
+    kinds = sum(len(feature.models) for feature in axes.FEATURES)
+    of_a_release = 2 * 2 * len(axes.CONNECTORS) * kinds
     assert len(found) == len(supported.RELEASES) * of_a_release
     assert {one.vllm for one in found} == set(supported.RELEASES)
 
@@ -108,7 +111,7 @@ def test_no_cell_starts_untested_and_none_got_worse(found):
 
 
 def test_the_axes_hold_nothing_that_can_never_start(found):
-    """Each value of each axis is in a cell that is validated."""
+    """Each value of each axis is in a cell that is validated; a feature may wait for its runs."""
     validated = [one for one, verdict in found.items() if verdict.kind is verdicts.Kind.VALIDATED]
     for axis in ("runner", "layout", "connector", "model"):
         assert {getattr(one, axis) for one in validated} == {getattr(one, axis) for one in found}
@@ -254,6 +257,76 @@ def test_a_release_that_is_not_validated_can_be_tried(status):
     assert "[KVP107]" in str(sentence("V2", tried=False))
     assert sentence("V2", tried=True) is None
     assert "[KVP301]" in str(sentence("V1", tried=True))
+
+
+def test_cells_with_a_feature_are_told_from_those_without():
+    here = [cell("0.32.0"), cell("0.32.0", runner="V2")]
+    with_it = [replace(one, feature="fp8") for one in here]
+    line = "Offloading, any runner, contiguous, full attention"
+    assert tables.describe(here) == [line]
+    assert tables.describe(with_it) == [f"{line}, with fp8"]
+    assert tables.describe([*here, *with_it]) == [f"{line}, with none or fp8"]
+    right = verdicts.Verdict(verdicts.Kind.VALIDATED, "")
+    refused = verdicts.Verdict(verdicts.Kind.NOT_VALIDATED, "")
+    found = dict.fromkeys(here, refused) | dict.fromkeys(with_it, right)
+    for connector in axes.CONNECTORS[1:]:
+        found |= {replace(one, connector=connector.name): refused for one in (*here, *with_it)}
+    assert tables.summary(found, "0.32.0", "Offloading") == "not validated"
+    words = "V1 V2, contiguous, full attention"
+    assert tables.summary(found, "0.32.0", "Offloading", "fp8") == words
+    assert tables.features(found) == [("fp8", "0.32.0", words, *["not validated"] * 4)]
+    assert tables.mark(found, "0.32.0", "Offloading") == tables.REFUSED
+
+
+def test_a_feature_is_set_where_the_rules_read_it():
+    assert axes.configuration_of(cell("0.32.0")).cache_config.cache_dtype == "auto"
+    made = axes.configuration_of(cell("0.32.0", feature="fp8"))
+    assert made.cache_config.cache_dtype == "fp8"
+
+
+@pytest.fixture
+def recorded(monkeypatch):
+    """Say which cells have an engine run, and whether it was right."""
+
+    def recorded(**right: bool) -> None:
+        def run(name: str, verdict: bool) -> list[evidence.Run]:
+            return [evidence.Run("engine", verdict, f"{name}.json", None)]
+
+        names = {
+            "older": cell("0.29.0", feature="fp8"),
+            "newer": cell("0.32.0", feature="fp8"),
+            "without": cell("0.31.0"),
+            "other": axes.Cell("0.29.0", "V1", "contiguous", "Multi", "full attention", "fp8"),
+        }
+        runs = {names[name]: run(name, verdict) for name, verdict in right.items()}
+        monkeypatch.setattr(evidence, "runs", lambda: runs)
+
+    return recorded
+
+
+def test_a_feature_is_validated_between_two_releases_by_the_seams_they_share(recorded):
+    between = cell("0.31.0", feature="fp8")
+    recorded(older=True, newer=True, without=True)
+    assert verdicts.by_shared_seams(between) == ["without.json", "older.json", "newer.json"]
+    assert verdicts.by_shared_seams(cell("0.31.0")) == []  # a release runs by itself
+    assert verdicts.by_shared_seams(cell("0.28.0", feature="fp8")) == []
+    for wrong in ("older", "newer", "without"):
+        recorded(**dict.fromkeys(("older", "newer", "without"), True) | {wrong: False})
+        assert verdicts.by_shared_seams(between) == []
+        recorded(**{name: True for name in ("older", "newer", "without") if name != wrong})
+        assert verdicts.by_shared_seams(between) == []
+    recorded(other=True, newer=True, without=True)
+    assert verdicts.by_shared_seams(between) == []
+
+
+def test_a_patch_that_did_not_run_with_the_feature_validates_nothing(recorded, monkeypatch):
+    recorded(older=True, newer=True, without=True)
+    in_force = {"0.29.0": {"a", "b"}, "0.31.0": {"a", "c"}, "0.32.0": {"c"}}
+    monkeypatch.setattr(verdicts, "_in_force", in_force.__getitem__)
+    between = cell("0.31.0", feature="fp8")
+    assert verdicts.by_shared_seams(between)
+    in_force["0.31.0"].add("d")
+    assert verdicts.by_shared_seams(between) == []
 
 
 def test_the_grid_has_a_mark_for_every_release_and_connector(found):

@@ -99,6 +99,26 @@ def test_of_an_aborted_request_0_26_stores_what_it_has_computed(status, computed
     assert legacy.around_storable(lambda *both: 5, request, (group, 640), {}) == storable
 
 
+@pytest.mark.parametrize(
+    ("finished", "prompt", "tokens", "storable"),
+    [
+        (False, 640, 672, 672),
+        (True, 640, 672, 671),  # a request that ends with a block
+        (True, 640, 640, 640),  # without a sampled token: all of the prompt was computed
+        (True, 640, 641, 640),
+    ],
+)
+def test_the_last_sampled_token_is_not_stored(finished, prompt, tokens, storable):
+    request = SimpleNamespace(
+        num_prompt_tokens=prompt, num_tokens=tokens, is_finished=lambda: finished
+    )
+    status = SimpleNamespace(req=request)
+    assert legacy.around_offloadable(lambda *both: tokens, None, (status, tokens), {}) == storable
+    given = {"req_status": status, "num_computed_tokens": tokens}
+    # An aborted request, and one whose generated tokens are not offloaded, have fewer already.
+    assert legacy.around_offloadable(lambda **both: 320, None, (), given) == 320
+
+
 def test_a_block_of_another_size_than_the_plans_is_refused():
     """The CPU tier is sized by the plan: rows would overlap."""
     spec = SimpleNamespace(config=SimpleNamespace(worker_kv_bytes_per_block=4096))

@@ -6,7 +6,7 @@ import pytest
 
 from kvpatch import refusal_report
 from kvpatch.environ import REFUSAL_FILE, STATUS_DIR
-from kvpatch.refusal import Refusal
+from kvpatch.refusal import VERIFY_IT, Refusal
 from kvpatch.supported import validated
 from kvpatch.telemetry import refusals
 from kvpatch.versions import in_words
@@ -129,7 +129,8 @@ def test_a_vllm_that_is_not_validated_and_is_named_starts_with_a_warning(python,
         "kvpatch refuses to start vLLM: vllm 0.99.1 is not a validated release, because it "
         "has not passed the full engine test matrix; install vllm "
         f"{in_words(validated())}, set "
-        "KVPATCH_ALLOW_VLLM=0.99.1 to try it all the same, or set KVPATCH=0. [KVP107]\n"
+        "KVPATCH_ALLOW_VLLM=0.99.1 to try it all the same, or set "
+        f"KVPATCH=0{VERIFY_IT}. [KVP107]\n"
     )
     assert python(code, KVPATCH_ALLOW_VLLM="0.99.0").code == 1
     done = python(code, KVPATCH_ALLOW_VLLM="0.99.1")

@@ -8,7 +8,7 @@ from types import ModuleType, SimpleNamespace
 import pytest
 
 from kvpatch.patches.elastic_memory.regions import check_kinds, find_regions
-from kvpatch.refusal import Refusal
+from kvpatch.refusal import VERIFY_IT, Refusal
 
 
 def plan(*specs: object) -> SimpleNamespace:
@@ -44,7 +44,7 @@ def test_other_kinds(other, named):
     assert str(refused.value) == (
         f"kvpatch refuses to start vLLM: this model has a KV cache of kind {named}, because "
         "offloading it has not been validated by a store and load round trip; run it without a KV "
-        "connector, or with KVPATCH=0. [KVP406]"
+        f"connector, or with KVPATCH=0{VERIFY_IT}. [KVP406]"
     )
 
 
@@ -61,7 +61,8 @@ def test_a_dtype_that_a_layer_has_by_itself(dtype):
     assert str(refused.value) == (
         "kvpatch refuses to start vLLM: the layers of this model have KV caches of dtype "
         f"{dtype.removeprefix('torch.')}, because offloading them has not been validated by a "
-        "store and load round trip; set --kv-cache-dtype bfloat16, or set KVPATCH=0. [KVP418]"
+        "store and load round trip; set --kv-cache-dtype bfloat16, or set "
+        f"KVPATCH=0{VERIFY_IT}. [KVP418]"
     )
 
 

@@ -11,15 +11,16 @@ import pytest
 from kvpatch import patches, rules, supported
 from kvpatch.environ import TIER_PATIENCE, VLLM_KV_CACHE_LAYOUT, VLLM_USE_V2_MODEL_RUNNER
 from kvpatch.host_memory import HostMemory
-from kvpatch.patches.elastic_memory import configuration
+from kvpatch.patches.elastic_memory import configuration, lifting
 from kvpatch.patches.kvcached_compat.rules import V1_ON_LATER
 from kvpatch.patches.offloading.rules import HYBRID as HYBRID_RELEASES
 from kvpatch.patches.offloading.rules import LATENT as LATENT_RELEASES
 from kvpatch.patches.offloading.rules import MULTI
 from kvpatch.patches.secondary_tiers.rules import TIERS
 from kvpatch.patches.simple_offload.rules import SIMPLE
-from kvpatch.refusal import Refusal
+from kvpatch.refusal import VERIFIABLE, VERIFY_IT, Refusal
 from kvpatch.rules import Rule
+from kvpatch.status import Record
 from kvpatch.supported import validated
 from kvpatch.versions import Facts, Installed, Span, in_words
 
@@ -513,7 +514,10 @@ EACH = [
 
 
 def sentence_of(code: str) -> str:
-    return f"kvpatch refuses to start vLLM: {CASES[code][1]} [{code}]"
+    """The sentence of a rule; what can be verified ends with how."""
+    sentence = CASES[code][1].removesuffix(".")
+    verify = VERIFY_IT if code in VERIFIABLE else ""
+    return f"kvpatch refuses to start vLLM: {sentence}{verify}. [{code}]"
 
 
 def test_every_rule_has_its_case():
@@ -870,9 +874,9 @@ def test_the_rules_of_features_are_loaded_in_their_order():
 def process(monkeypatch):
     """A process that passed the gates on vLLM 0.28.0, and what it announced."""
     announced: list[str] = []
-    record = SimpleNamespace(facts=facts(), rules=[f.rules for f in patches.FEATURES if f.rules])
-    record.lifted = frozenset()
+    record = Record(facts=facts(), rules=[f.rules for f in patches.FEATURES if f.rules])
     monkeypatch.setattr(configuration, "record", record)
+    monkeypatch.setattr(lifting, "record", record)
     monkeypatch.setattr(configuration, "device_type", lambda: "cuda")
     monkeypatch.setattr(configuration.kvcached_api, "contiguous", lambda environment: True)
     monkeypatch.setattr(configuration, "announce_frontend", lambda: announced.append("frontend"))

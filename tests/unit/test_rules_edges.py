@@ -12,6 +12,7 @@ from test_rules import (
     ONE_RANK,
     RULES,
     SCHEME,
+    SYNC_LOADS,
     V2_OF_29,
     V2_OF_30,
     check,
@@ -90,6 +91,31 @@ def test_either_connector_twice_is_refused():
 )
 def test_one_of_two_connectors_is_enough(extra, refused):
     assert code(**together(*extra)) == refused
+
+
+@pytest.mark.parametrize("at", [0, 1])
+def test_either_connectors_number_of_blocks_counts(at):
+    """That there are two of one kind is for another rule to say."""
+    changes = multi(SIMPLE, SIMPLE)
+    inside = changes["kv_transfer_config__kv_connector_extra_config"]["connectors"]
+    inside[at]["kv_connector_extra_config"] = {"num_cpu_blocks": 100}
+    refused = rules.check(config(**changes), facts(), SIMPLE_RULES)
+    assert refused is not None
+    assert refused.code == "KVP352"
+
+
+@pytest.mark.parametrize(
+    ("extra", "refused"), [(({}, {}), None), ((SYNC_LOADS, {}), "KVP351"), (({}, SYNC_LOADS), None)]
+)
+@pytest.mark.parametrize("first", [OFFLOADING, SIMPLE])
+def test_loads_within_a_step_are_those_of_one_connector_in_any_place(extra, refused, first):
+    changes = together(*extra) | {"machine__vllm": "0.33.0"}
+    inside = changes["kv_transfer_config__kv_connector_extra_config"]["connectors"]
+    inside.sort(key=lambda one: one["kv_connector"] != first)
+    made = config(**changes)
+    (rule,) = (rule for rule in RULES if rule.code == "KVP351")
+    found = rule.refusal(made, facts(vllm="0.33.0"))
+    assert (None if found is None else found.code) == refused
 
 
 def test_the_second_connectors_spec_counts():
@@ -362,6 +388,16 @@ def test_the_first_rule_that_is_broken_is_reported():
         made.kv_transfer_config = transfer
         assert rules.check(made, facts(), (first,)) is None
         assert rules.check(made, facts(), (always,)) is not None
+
+
+def test_every_warning_about_a_configuration_is_logged(monkeypatch):
+    said: list[str] = []
+    monkeypatch.setattr(rules.log, "warning", lambda text, *values: said.append(text % values))
+    one = rule(applies=False, warns=lambda made, here: "it will swap")
+    none = rule(applies=False, warns=lambda made, here: "")
+    two = rule(applies=False, warns=lambda made, here: "it rounds up")
+    assert rules.check(config(), facts(), (one, none, two)) is None
+    assert said == ["kvpatch: it will swap", "kvpatch: it rounds up"]
 
 
 def test_references_to_rules_may_be_left_out():

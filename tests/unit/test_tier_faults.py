@@ -294,6 +294,25 @@ def test_a_folder_in_the_place_of_a_file_is_a_miss(memory, tmp_path: Path) -> No
     assert load(memory, tmp_path) == 1
 
 
+def test_a_pipe_in_the_place_of_a_file_is_a_miss_whatever_comes_out_of_it(
+    memory, tmp_path: Path
+) -> None:
+    store(memory, tmp_path)
+    file = Path(names(tmp_path)[1])
+    stored = file.read_bytes()
+    file.unlink()
+    os.mkfifo(file, 0o600)
+    pipe = os.open(file, os.O_RDWR)
+    try:
+        assert os.write(pipe, stored) == len(stored)
+        assert load(memory, tmp_path) == 1
+    finally:
+        os.close(pipe)
+    assert not file.exists()
+    store(memory, tmp_path)
+    assert load(memory, tmp_path) == BLOCKS
+
+
 def test_a_dangling_link_is_not_written_through(memory, tmp_path: Path) -> None:
     file = Path(names(tmp_path)[0])
     file.parent.mkdir(parents=True)

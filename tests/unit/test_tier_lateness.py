@@ -17,6 +17,21 @@ def test_a_tier_is_late_after_its_limit_and_not_at_it():
     assert unanswered.late
 
 
+def test_a_task_whose_first_block_the_disk_never_answers_makes_the_tier_late():
+    """No block has told ``progressed`` anything: what counts is when the task began."""
+    now = [0.0]
+    unanswered = Unanswered(10, lambda: now[0])
+    seen = []
+
+    def task() -> None:
+        now[0] = 10.5
+        seen.append(unanswered.late)
+
+    unanswered.run("job", task)
+    assert seen == [True]
+    assert not unanswered.late
+
+
 def test_a_change_by_another_thread_is_looked_at_again():
     class Changing(dict[Any, float]):
         looks = 0

@@ -59,11 +59,12 @@ def warned(caplog):
     log.removeHandler(caplog.handler)
 
 
-def test_new_weights_after_a_reset_have_a_folder_of_their_own():
+@pytest.mark.parametrize("by_name", [False, True])
+def test_new_weights_after_a_reset_have_a_folder_of_their_own(by_name):
     """Sleep level 2: vLLM resets its caches first, and the weights are loaded afterwards."""
     engine = Engine()
     assert engine.request()
-    engine.reset()
+    engine.reset(by_name=by_name)
     engine.replace("new")
     assert engine.folders == []  # the workers are asked when the weights are all there
     assert engine.request()
@@ -130,6 +131,53 @@ def test_a_reset_by_its_defaults_is_none_of_the_connector(args):
     assert engine.request()
     assert around_reset(lambda *args: True, engine.core, args, {}) is True
     assert engine.weights.used
+
+
+@pytest.mark.parametrize(
+    ("args", "kwargs"),
+    [
+        ((), {}),
+        ((True,), {}),
+        ((True, False), {}),
+        ((), {"reset_connector": False}),
+        ((), {"reset_running_requests": True}),
+    ],
+)
+@pytest.mark.parametrize("tiers", [True, False])
+def test_the_first_reset_after_a_call_to_the_workers_is_of_the_connector_too(args, kwargs, tiers):
+    """Without it blocks of the old weights would be loaded from the primary tier."""
+    engine = Engine()
+    core = engine.core if tiers else SimpleNamespace()
+    seen: list[tuple[bool, bool]] = []
+
+    def reset(reset_running_requests: bool = False, reset_connector: bool = False) -> bool:
+        seen.append((reset_running_requests, reset_connector))
+        return len(seen) > 1  # the first one fails: a request runs
+
+    assert engine.request()
+    around_call(lambda method: None, core, ("reload_weights",), {})
+    for _ in range(3):
+        around_reset(reset, core, args, kwargs)
+    running = bool(args) or bool(kwargs.get("reset_running_requests"))
+    assert seen == [(running, True), (running, True), (running, False)]
+    assert engine.weights.used is not tiers
+
+
+@pytest.mark.parametrize(
+    ("args", "kwargs", "both"),
+    [
+        (("finish_weight_update",), {}, True),
+        ((), {"method": "reload_weights"}, True),
+        (("profile",), {}, False),
+        ((len,), {}, False),
+        ((), {}, False),  # wake_up
+    ],
+)
+def test_only_a_method_that_replaces_weights_makes_a_reset_one_of_both(args, kwargs, both):
+    core, seen = SimpleNamespace(), []
+    around_call(lambda *_, **__: None, core, args, kwargs)
+    around_reset(lambda reset_connector=False: seen.append(reset_connector), core, (), {})
+    assert seen == [both]
 
 
 def test_a_call_that_replaces_nothing_changes_nothing():

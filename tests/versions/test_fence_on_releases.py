@@ -83,3 +83,24 @@ def test_without_the_fence_blocks_are_lost(
 ) -> None:
     result = fences(vllm, runner).run(scenario, asynchronous, fenced=False)
     assert result["scenarios"][scenario]["wrong"] > 0
+
+
+@ON
+def test_a_block_that_ends_with_a_token_never_computed_is_not_stored(
+    fences: Callable[[str, str], Fences], vllm: str, runner: str
+) -> None:
+    result = fences(vllm, runner).run("last_token", asynchronous=False, fenced=True)
+    verdict = result["scenarios"]["last_token"]
+    assert verdict["right"] == 40  # of 41 blocks
+    assert verdict["wrong"] == verdict["unknown"] == 0
+
+
+@pytest.mark.parametrize(
+    ("vllm", "runner"), [one for one in RELEASES if one[0] in releases.between("0.26", "0.30")]
+)
+def test_without_the_patch_it_is(
+    fences: Callable[[str, str], Fences], vllm: str, runner: str
+) -> None:
+    result = fences(vllm, runner).run_reverted("last_token", "offloading.last_token")
+    verdict = result["scenarios"]["last_token"]
+    assert (verdict["right"], verdict["wrong"]) == (40, 1)

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from kvpatch.refusal import VERIFY_IT
 from kvpatch.supported import validated
 from kvpatch.versions import in_words
 
@@ -19,7 +20,7 @@ NOT_VALIDATED = (
     "kvpatch refuses to start vLLM: vllm 0.17.9 is not a validated release, because it "
     "has not passed the full engine test matrix; install vllm "
     f"{in_words(validated())}, set "
-    "KVPATCH_ALLOW_VLLM=0.17.9 to try it all the same, or set KVPATCH=0. [KVP107]"
+    f"KVPATCH_ALLOW_VLLM=0.17.9 to try it all the same, or set KVPATCH=0{VERIFY_IT}. [KVP107]"
 )
 
 

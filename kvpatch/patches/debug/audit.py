@@ -5,9 +5,10 @@ from __future__ import annotations
 import zlib
 from collections import Counter
 from collections.abc import Iterable, Iterator
+from pathlib import Path
 from typing import Any
 
-from kvpatch.environ import DEBUG
+from kvpatch.environ import DEBUG, VERIFY
 from kvpatch.upstream import connectors
 
 # A tensor with a row for each block, and how many bytes of a row are copied.
@@ -50,9 +51,21 @@ class Audited:
         self._audited = audited
         self.blocks_per_page = 0
         self.checked = {"stored": 0, "loaded": 0, "unverified": 0}
+        self._journal = None
+        if VERIFY.read():
+            from kvpatch.patches.debug.journal import Journal
+
+            self._journal = Journal(Path(VERIFY.read()))
+            self._journal.write(self.checked)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._audited, name)
+
+    def count(self, what: str) -> None:
+        """Count one block that was verified, or that cannot be."""
+        self.checked[what] += 1
+        if self._journal is not None:
+            self._journal.write(self.checked)
 
     def violation(self, what: str, block: int, job: int, request: str) -> Violation:
         """Return what stops the engine."""
@@ -69,7 +82,7 @@ class Audited:
         """
         if checksum(regions, block) != stored:
             raise self.violation("a load brought other bytes than were stored", block, job, request)
-        self.checked["loaded"] += 1
+        self.count("loaded")
 
 
 def audits() -> Iterator[Audited]:

@@ -14,9 +14,11 @@ from __future__ import annotations
 
 from collections.abc import Collection
 from dataclasses import dataclass, field
+from importlib import import_module
 from typing import Any
 
 from kvpatch import state
+from kvpatch.environ import VERIFY
 from kvpatch.patch import argument
 from kvpatch.patches.debug.audit import Audited, Region, checksum
 from kvpatch.upstream.vllm_api import Place, blocks_per_chunk, places
@@ -53,6 +55,9 @@ class AuditedWorker(Audited):
         """Remember whose transfer a job is."""
         self._requests[job_id] = request
 
+    def read_names(self, metadata: Any) -> None:
+        """Read the names of a step's transfers: here nothing needs them."""
+
     def forget(self, chunks: Collection[int]) -> None:
         """Forget what was stored in chunks that a secondary tier writes to."""
         for chunk in chunks:
@@ -84,7 +89,7 @@ class AuditedWorker(Audited):
                     job_id,
                     self.request_of(job_id),
                 )
-            self.checked["stored"] += 1
+            self.count("stored")
         # A job stores whole chunks: nothing of what was there before can be loaded any more.
         self._stored |= {place.chunk: {} for place in sums}
         for place, one in sums.items():
@@ -97,7 +102,7 @@ class AuditedWorker(Audited):
         for block, place in places(device, tier, self._chunk):
             stored = self._stored.get(place.chunk, {}).get(place)
             if stored is None and (place.chunk in self._promoted or not self._stores):
-                self.checked["unverified"] += 1
+                self.count("unverified")
             else:
                 expected.append((block, place, stored))
 
@@ -136,6 +141,11 @@ class AuditedWorker(Audited):
         return finished
 
 
+def _names() -> Any:
+    """Return the module that ``kvpatch verify`` alone needs."""
+    return import_module("kvpatch.patches.debug.names")
+
+
 def regions_of(kv_caches: Any) -> list[list[Region]]:
     """Return the regions of each group in vLLM's ``CanonicalKVCaches``."""
     return [
@@ -150,7 +160,8 @@ def around_init_worker(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> N
     Wraps ``OffloadingConnectorWorker._init_worker(kv_caches)``.
     """
     wrapped(*args, **kwargs)
-    instance.worker = AuditedWorker(
+    kind = _names().NamedWorker if VERIFY.read() else AuditedWorker
+    instance.worker = kind(
         instance.worker,
         regions_of(argument(args, kwargs, 0, "kv_caches")),
         blocks_per_chunk(instance.spec),
@@ -164,6 +175,7 @@ def around_prepare_store(wrapped: Any, instance: Any, args: Any, kwargs: Any) ->
     Wraps ``OffloadingConnectorWorker.prepare_store_kv(metadata)``.
     """
     metadata = argument(args, kwargs, 0, "metadata")
+    instance.worker.read_names(metadata)
     for job_id, entry in metadata.store_jobs.items():
         instance.worker.note_request(job_id, entry.req_id)
         instance.worker.hand_off(job_id, entry.src_spec, entry.dst_spec)
@@ -176,6 +188,7 @@ def around_start_transfers(wrapped: Any, instance: Any, args: Any, kwargs: Any) 
     Wraps ``OffloadingConnectorWorker.start_kv_transfers(metadata)``.
     """
     metadata = argument(args, kwargs, 0, "metadata")
+    instance.worker.read_names(metadata)
     promoted = state.find(metadata, PromotedChunks)
     if promoted is not None:
         instance.worker.forget(promoted.chunks)
@@ -213,7 +226,11 @@ def around_build(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
 
     Wraps ``OffloadingConnectorScheduler.build_connector_meta``, which starts the promotions.
     """
+    if VERIFY.read():
+        _names().follow(instance.manager)
     meta = wrapped(*args, **kwargs)
+    if VERIFY.read():
+        _names().take(instance.manager, meta)
     promoted = state.find(instance.manager, PromotedChunks)
     if promoted is not None and promoted.chunks:
         state.attach(meta, PromotedChunks(promoted.chunks))

@@ -40,7 +40,7 @@ class AuditedCopies(Audited):
         if is_store:
             for block, cpu_block in zip(src_blocks, dst_blocks, strict=True):
                 self._stored[cpu_block] = checksum(self._regions, block)
-                self.checked["stored"] += 1
+                self.count("stored")
         else:
             expected = [
                 (block, self._stored.get(cpu_block))

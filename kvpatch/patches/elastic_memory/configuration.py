@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from kvpatch import rules
+from kvpatch.patches.elastic_memory import lifting
 from kvpatch.status import record
 from kvpatch.upstream import kvcached_api
 from kvpatch.upstream.vllm_api import device_type
@@ -22,7 +23,9 @@ def around_post_init(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any
     """
     result = wrapped(*args, **kwargs)
     if instance.model_config is not None:
-        refusal = rules.check(instance, facts_of_engine(), rules.of(record.rules), record.lifted)
+        facts = facts_of_engine()
+        lifting.decide(instance, facts)
+        refusal = rules.check(instance, facts, rules.of(record.rules), record.skipped)
         if refusal is not None:
             raise refusal
         announce_frontend()

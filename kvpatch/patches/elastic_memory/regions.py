@@ -13,10 +13,11 @@ blocks. The regions here are the actual ones, so that a contiguous block is a si
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
+from kvpatch.patches.elastic_memory import lifting
 from kvpatch.refusal import Refusal
 from kvpatch.upstream.kvcached_api import block_view
 
@@ -100,7 +101,9 @@ def check_kinds(config: Any) -> None:
     """
     for group in config.kv_cache_groups:
         for spec in _specs(group.kv_cache_spec):
-            _check_kind(spec)
+            for refusal in _refusals(spec):
+                if not lifting.lifts(refusal):
+                    raise refusal
 
 
 def _specs(spec: Any) -> list[Any]:
@@ -112,7 +115,7 @@ def _specs(spec: Any) -> list[Any]:
     return list(getattr(spec, "kv_cache_specs", {"": spec}).values())
 
 
-def _check_kind(spec: Any) -> None:
+def _refusals(spec: Any) -> Iterator[Refusal]:
     kind = type(spec).__name__
     layers = getattr(spec, "mamba_type", None)
     if layers is not None:
@@ -120,7 +123,7 @@ def _check_kind(spec: Any) -> None:
         if (name, mode) not in VALIDATED_STATES:
             kind += f" of {name} layers in the mamba_cache_mode {mode}"
     if kind not in VALIDATED_SPECS:
-        raise Refusal(
+        yield Refusal(
             f"this model has a KV cache of kind {kind}",
             "offloading it has not been validated by a store and load round trip",
             "run it without a KV connector, or with KVPATCH=0",
@@ -129,7 +132,7 @@ def _check_kind(spec: Any) -> None:
     dtype = getattr(spec, "dtype", None)  # state-space layers have several
     name = str(dtype).removeprefix("torch.")
     if dtype is not None and name not in VALIDATED_DTYPES:
-        raise Refusal(
+        yield Refusal(
             f"the layers of this model have KV caches of dtype {name}",
             "offloading them has not been validated by a store and load round trip",
             "set --kv-cache-dtype bfloat16, or set KVPATCH=0",

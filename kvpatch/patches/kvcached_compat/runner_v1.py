@@ -9,6 +9,7 @@ from __future__ import annotations
 from contextvars import ContextVar
 from typing import Any
 
+from kvpatch.patches.elastic_memory import lifting
 from kvpatch.refusal import Refusal
 
 _lasting: ContextVar[bool] = ContextVar("kvpatch_lasting_allocation", default=False)
@@ -49,12 +50,14 @@ def mark_lasting_allocation(wrapped: Any, instance: Any, args: Any, kwargs: Any)
     """
     is_profiling = kwargs.get("is_profiling", args[1] if len(args) > 1 else False)
     if not is_profiling and getattr(instance, "shared_kv_cache_layers", None):
-        raise Refusal(
+        refusal = Refusal(
             "layers of this model share their KV cache and it runs on Model Runner V1",
             "that is not validated on this runner",
             "set VLLM_USE_V2_MODEL_RUNNER=1, or set KVPATCH=0",
             code="KVP415",
         )
+        if not lifting.lifts(refusal):
+            raise refusal
     token = _lasting.set(not is_profiling)
     try:
         return wrapped(*args, **kwargs)

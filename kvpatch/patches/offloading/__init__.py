@@ -98,5 +98,22 @@ FEATURE = Feature(
             Gap("0.16", "0.26", "an aborted request is stored as far as it was computed"),
             Gap("0.27", None, "fixed by vllm-project/vllm#49146"),
         ),
+        seam(
+            Patch(
+                id="offloading.last_token",
+                target=f"{OFFLOADING}.scheduler:"
+                "OffloadingConnectorScheduler._calc_num_offloadable_tokens",
+                why="the last sampled token of a request is never computed; a block that ends with "
+                "it is stored, and gives later requests wrong tokens",
+                upstream="vllm-project/vllm#54193, vllm-project/vllm#54288",
+                until="vLLM 0.30",
+                wrapper="kvpatch.patches.offloading.legacy:around_offloadable",
+                parameters=("self", "req_status", "num_computed_tokens"),
+                since="0.26",
+                before="0.30",
+            ),
+            Gap("0.16", "0.26", "nothing of a request is stored once it has finished"),
+            Gap("0.30", None, "fixed by vllm-project/vllm#54288"),
+        ),
     ),
 )

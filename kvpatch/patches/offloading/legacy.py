@@ -1,8 +1,9 @@
-"""OffloadingConnector before vLLM 0.26, in the terms of later releases.
+"""OffloadingConnector before vLLM 0.30, in the terms of later releases.
 
-The connector behaves the same under other names. Each adapter presents the older object under
-the newer names, and calls the code for those.
+Up to 0.25 the connector behaves the same under other names. Each adapter presents the older object
+under the newer names, and calls the code for those.
 
+    up to 0.29  the last token of a finished request is stored, which was never computed
     0.26        an aborted request is stored as if all of it were computed
     up to 0.25  the KV cache config is an attribute of the worker's spec, not of the worker
     up to 0.24  one handler per direction is registered, instead of a worker
@@ -94,3 +95,16 @@ def around_storable(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> int:
     if instance.req.status.name == "FINISHED_ABORTED":
         chunks = min(chunks, instance.req.num_computed_tokens // group.tokens_per_chunk)
     return chunks
+
+
+def around_offloadable(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> int:
+    """Leave the last sampled token of a finished request out of what can be stored.
+
+    Wraps ``OffloadingConnectorScheduler._calc_num_offloadable_tokens(req_status,
+    num_computed_tokens)`` of 0.26 to 0.29. Its place in a block is written when it is the input of
+    a step, which never comes; with speculative decoding a rejected draft may be there.
+    """
+    request = argument(args, kwargs, 0, "req_status").req
+    tokens = int(wrapped(*args, **kwargs))
+    computed = int(max(request.num_prompt_tokens, request.num_tokens - 1))
+    return min(tokens, computed) if request.is_finished() else tokens

@@ -8,6 +8,10 @@ use of the tiers that follows such a call. If they are others, there are two cas
 - The caches were reset and nothing has run since: the tiers go on in the folder of the new ones.
 - Blocks of the old weights may still be in the caches: nothing is stored or found until vLLM has
   reset its caches, the connector's too.
+
+vLLM resets the prefix cache alone unless it is asked for the connector's too, and would then load
+blocks of the old weights from a primary tier, with secondary tiers or without. So the first reset
+after a call by a name of vLLM's for replacing weights is of both.
 """
 
 from __future__ import annotations
@@ -76,6 +80,18 @@ class Weights:
         self.suspended = False
 
 
+@dataclass
+class Calls:
+    """Kept on the ``EngineCore``.
+
+    Attributes:
+        unanswered: a worker's method for replacing weights was called, and no reset has been of
+            all caches since.
+    """
+
+    unanswered: bool = False
+
+
 def around_call(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
     """Take the weights for replaced by any call to the workers from outside.
 
@@ -85,21 +101,39 @@ def around_call(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
     try:
         return wrapped(*args, **kwargs)
     finally:
+        if _replaces(args, kwargs):
+            state.of(instance, Calls).unanswered = True
         weights = state.find(instance, Weights)
         if weights is not None:
             weights.touched = True
 
 
-def around_reset(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
-    """Note that all caches were reset.
+def _replaces(args: Any, kwargs: Any) -> bool:
+    """Whether a worker's method is one such as ``reload_weights`` or ``finish_weight_update``.
 
-    Wraps ``EngineCore.reset_prefix_cache``, which returns whether that succeeded.
+    Functions of an operator's are many things, and seldom that: they may cost no tier its blocks.
     """
+    method = args[0] if args else kwargs.get("method")
+    return isinstance(method, str) and "weight" in method
+
+
+def around_reset(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
+    """Reset all caches after weights may have been replaced, and note when all were reset.
+
+    Wraps ``EngineCore.reset_prefix_cache(reset_running_requests=False, reset_connector=False)``,
+    which returns whether that succeeded.
+    """
+    calls = state.of(instance, Calls)
+    given = len(args) > 1 or "reset_connector" in kwargs
+    whole = given and bool(argument(args, kwargs, 1, "reset_connector"))
+    if calls.unanswered and not whole:
+        args, kwargs, whole = args[:1], {**kwargs, "reset_connector": True}, True
     done = wrapped(*args, **kwargs)
-    weights = state.find(instance, Weights)
-    whole = len(args) > 1 or "reset_connector" in kwargs
-    if weights is not None and done and whole and argument(args, kwargs, 1, "reset_connector"):
-        weights.reset()
+    if done and whole:
+        calls.unanswered = False
+        weights = state.find(instance, Weights)
+        if weights is not None:
+            weights.reset()
     return done
 
 

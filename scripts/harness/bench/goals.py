@@ -11,7 +11,7 @@ from harness.bench.pairing import Pair, pair
 
 NO_GPU = "not measured: no GPU machine was available"
 NOT_RUN = "not measured yet: there is no result file of a full run"
-LARGE_ROW = 64 << 10
+LARGE = 64 << 10
 
 
 @dataclass(frozen=True)
@@ -19,7 +19,7 @@ class Results:
     """The contents of the result files; None for one that is not there."""
 
     host: dict[str, Any] | None = None
-    gpu_copies: dict[str, Any] | None = None
+    gpu: dict[str, Any] | None = None
 
 
 @dataclass(frozen=True)
@@ -135,19 +135,19 @@ def copies_per_block(results: Results) -> Verdict:
 
 
 def gpu_copies(results: Results) -> Verdict:
-    """The connectors' copies on a GPU against the ceiling of its link."""
-    goal = f"GPU copies: at least 95 % of the ceiling for rows of {LARGE_ROW >> 10} KiB and more"
-    if results.gpu_copies is None:
+    """The connectors' copies on a GPU against plain copies of pinned memory."""
+    goal = f"GPU copies: at least 95 % of pinned copies of blocks of {LARGE >> 10} KiB and more"
+    if results.gpu is None:
         return Verdict(goal, NO_GPU)
-    large = [row for row in results.gpu_copies["rows"] if row["row_bytes"] >= LARGE_ROW]
+    large = [row for row in results.gpu["rows"] if row["block_bytes"] >= LARGE]
     if not large:
-        return Verdict(goal, "not measured: the result file has no row of that size")
+        return Verdict(goal, "not measured: the result file has no block of that size")
     worst = min(large, key=lambda row: row["share_of_ceiling"])
     share = worst["share_of_ceiling"]
     return Verdict(
         goal,
         f"{share:.1%} at worst ({worst['connector']}, {worst['direction']}, "
-        f"{worst['layout']}, {worst['row_bytes'] >> 10} KiB)",
+        f"{worst['block_bytes'] >> 10} KiB)",
         share >= 0.95,
     )
 

@@ -17,14 +17,14 @@ from harness.figures import svg
 Runs = list[dict[str, Any]]
 
 PICTURES = "docs/pictures"
-FILES = ("host", "fence", "micro", "profile", "startup", "gpu-roundtrips", "gpu-copies", "gpu-arms")
+FILES = ("host", "fence", "micro", "profile", "startup", "gpu")
 
 
 def read(results: Path) -> dict[str, Any]:
     """Return the result files by name, None for those that are not there.
 
     Raises:
-        SystemExit: one of them is not JSON, or is of a dry run in the place of a GPU.
+        SystemExit: one of them is not JSON, or is of the host device in the place of a GPU.
     """
     found: dict[str, Any] = dict.fromkeys(FILES)
     for name in FILES:
@@ -34,8 +34,8 @@ def read(results: Path) -> dict[str, Any]:
                 found[name] = json.loads(path.read_text())
             except ValueError as error:
                 raise SystemExit(f"{path.name} is not JSON ({error})") from error
-            if name.startswith("gpu-") and found[name]["machine"]["gpu"].startswith("none"):
-                raise SystemExit(f"{path.name} is of a dry run, not of a GPU; take it out")
+            if name == "gpu" and found[name]["machine"]["gpu"] == "none":
+                raise SystemExit(f"{path.name} is of the host device, not of a GPU; take it out")
     return found
 
 
@@ -56,10 +56,10 @@ def render(results: Path) -> dict[str, str]:
     made = {f"{PICTURES}/numbers-{name}.svg": svg(figure) for name, figure in figures.items()}
     made["docs/numbers.md"] = markdown.render(
         "numbers.md",
-        **{name.replace("-", "_"): result for name, result in found.items()},
+        **found,
         one_model=one_model,
         two_models=two_models,
-        verdicts=goals.verdicts(Results(found["host"], found["gpu-copies"])),
+        verdicts=goals.verdicts(Results(found["host"], found["gpu"])),
         series=series,
         pairs=pairs,
         no_gpu=NO_GPU,

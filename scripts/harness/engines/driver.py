@@ -25,6 +25,7 @@ from msgspec.structs import asdict
 from vllm import LLM, SamplingParams
 
 from harness.engines import disk_faults
+from harness.engines.drafts import Drafts
 from harness.engines.inside import (
     after,
     come_to_rest,
@@ -52,31 +53,42 @@ from kvpatch.status import record
 from kvpatch.upstream import connectors
 
 
+def digests(worker: Any, blocks: list[tuple[int, int]]) -> list[str]:
+    """Digest (group, block) pairs through the model's KV tensors; runs in a worker."""
+    layers = layers_of(worker.model_runner)
+    return [digest(layers[group], block) for group, block in blocks]
+
+
 class BlockWatch:
-    """Digests each cached block through the model's KV tensors, by block hash.
+    """Digests each cached block through the model's KV tensors, by block hash, on every rank.
 
     A hash that turns up again in another place was restored or computed again; the
-    first digest is what it must still have if it was restored.
+    first digests are what it must still have if it was restored.
     """
 
     def __init__(self, core: Any) -> None:
+        # Not through the engine, to which a call to its workers may mean other weights.
+        self.executor = core.model_executor
         self.pool = core.scheduler.kv_cache_manager.block_pool
-        self.layers = layers_of(core.model_executor.driver_worker.worker.model_runner)
-        self.seen: dict[bytes, str] = {}
+        self.seen: dict[bytes, tuple[str, ...]] = {}
         self.places: dict[bytes, int] = {}
         self.returned = 0
         self.changed: list[int] = []
 
     def after_step(self) -> None:
-        for block in self.pool.kv_block_pool:
-            key = block.block_hash
-            if key is None or self.places.get(key) == block.block_id:
-                continue
-            found = digest(self.layers[group_of(key)], block.block_id)
-            self.returned += key in self.seen
-            if self.seen.setdefault(key, found) != found:
-                self.changed.append(block.block_id)
-            self.places[key] = block.block_id
+        new = {
+            block.block_hash: block.block_id
+            for block in self.pool.kv_block_pool
+            if block.block_hash is not None and self.places.get(block.block_hash) != block.block_id
+        }
+        if new:
+            wanted = [(group_of(key), block) for key, block in new.items()]
+            ranks = self.executor.collective_rpc(digests, args=(wanted,))
+            for (key, block), *found in zip(new.items(), *ranks, strict=True):
+                self.returned += key in self.seen
+                if self.seen.setdefault(key, tuple(found)) != tuple(found):
+                    self.changed.append(block)
+        self.places |= new
         here = {block.block_hash for block in self.pool.kv_block_pool}
         self.places = {key: place for key, place in self.places.items() if key in here}
 
@@ -129,7 +141,11 @@ def prompt_of(llm: Any, prompt: dict[str, Any]) -> dict[str, Any]:
 
 
 def run_round(
-    llm: Any, prompts: list[dict[str, Any]], watch: BlockWatch | None, one_by_one: bool = False
+    llm: Any,
+    prompts: list[dict[str, Any]],
+    watch: BlockWatch | None,
+    one_by_one: bool = False,
+    drafts: Drafts | None = None,
 ) -> list[Any]:
     """Run ``prompts`` to their end; return one record a prompt, in order.
 
@@ -139,7 +155,9 @@ def run_round(
     engine = llm.llm_engine
     if one_by_one and len(prompts) > 1:
         return [
-            record for prompt in prompts for record in run_round(llm, [prompt], watch, one_by_one)
+            record
+            for prompt in prompts
+            for record in run_round(llm, [prompt], watch, one_by_one, drafts)
         ]
     for index, prompt in enumerate(prompts):
         engine.add_request(
@@ -167,7 +185,7 @@ def run_round(
                         )
                     ],
                     "cached": output.num_cached_tokens,
-                }
+                } | ({"drafts": drafts.pop(output.request_id)} if drafts else {})
         if watch is not None:
             watch.after_step()
         if one_by_one:
@@ -191,12 +209,12 @@ def abort_one(llm: Any, prompt: dict[str, Any], steps: int) -> None:
         core.step_fn()
 
 
-def replace_weights(llm: Any, folder: str, reset: bool) -> None:
-    """Load other weights into the running engine, as a training loop does."""
+def replace_weights(llm: Any, folder: str, reset: dict[str, bool] | None) -> None:
+    """Load other weights into the running engine, as a training loop does; reset, if at all."""
     assert not llm.llm_engine.has_unfinished_requests()
     llm.collective_rpc("reload_weights", kwargs={"weights_path": folder})
-    if reset:
-        assert llm.reset_prefix_cache(reset_connector=True)
+    if reset is not None:
+        assert llm.reset_prefix_cache(**reset)
 
 
 class EventLog:
@@ -306,7 +324,8 @@ def main(job_path: str, result_path: str) -> None:
         allow_async_scheduling()
     llm = LLM(job["model"], **job["engine"])
     core = llm.llm_engine.engine_core.engine_core
-    if asynchronous:
+    ranks = core.vllm_config.parallel_config.world_size
+    if asynchronous and ranks == 1:  # those of several have Runner V2, which needs nothing
         copy_outputs_without_streams(core)
     result["groups"] = len(core.scheduler.kv_cache_config.kv_cache_groups)
     result["async"] = core.batch_queue is not None
@@ -318,23 +337,27 @@ def main(job_path: str, result_path: str) -> None:
         write_down(result, result_path, core, leave=True)  # two pools on one memory hang
     planner = connectors.scheduler_of(connector)
     evictions = Evictions(planner.manager) if planner else None
-    simple = SimpleWatch(core) if simple_part(connector) else None
-    watch = BlockWatch(core) if job.get("watch") else None
+    # Copies of a worker in a process of its own are watched through the model's tensors alone.
+    simple = SimpleWatch(core) if simple_part(connector) and ranks == 1 else None
+    watch = BlockWatch(core) if job.get("watch") or ranks > 1 else None
     pool = core.scheduler.kv_cache_manager.block_pool
     exhaustion = Exhaustion(pool, job["exhaust"]) if job.get("exhaust") else None
     events = EventLog(core.scheduler) if job.get("events") else None
+    drafts = Drafts(core.scheduler) if "speculative_config" in job["engine"] else None
     for steps in job.get("abort_after", ()):
         abort_one(llm, job["rounds"][0][0], steps)
     result["rounds"] = []
     for index, prompts in enumerate(job["rounds"]):
         if index in job.get("reload", ()):
-            replace_weights(llm, job["reload_from"], job.get("reset_on_reload", True))
+            reset = job.get("reset_on_reload", {"reset_connector": True})
+            replace_weights(llm, job["reload_from"], reset)
         if str(index) in job.get("faults", {}):
             before, after = job["faults"][str(index)]
             getattr(disk_faults, before)(Path(job["disk"]))
             llm.reset_prefix_cache(reset_connector=True)  # what is left is on the disk
             getattr(disk_faults, after)(Path(job["disk"]))
-        result["rounds"].append(run_round(llm, prompts, watch, job.get("one_by_one", False)))
+        one_by_one = job.get("one_by_one", False)
+        result["rounds"].append(run_round(llm, prompts, watch, one_by_one, drafts))
         tiers = tiers_behind(planner)
         if tiers and "faults" not in job:
             come_to_rest(core.scheduler, llm.llm_engine.step, tiers)

@@ -26,6 +26,7 @@ import numpy as np
 from vllm import LLM, SamplingParams
 
 from harness.engines import simple_scenarios
+from harness.engines.drafts import Drafts
 from harness.engines.inside import (
     after,
     block_of,
@@ -44,6 +45,8 @@ from kvpatch.patches.debug import audit
 from kvpatch.patches.fence.fence import Fence
 from kvpatch.patches.fence.hooks import fence_of
 from kvpatch.upstream import connectors
+
+MISSING = 23  # tokens to the end of the last block of most prompts
 
 
 class Stage:
@@ -69,6 +72,8 @@ class Stage:
         self.most_held = 0
         self.notes: dict[str, Any] = {}  # of a scenario, for its verdict
         self.holding = False
+        drafting = "speculative_config" in job["engine"]
+        self.drafts = Drafts(self.scheduler) if drafting else None
 
     def begin(self, scenario: str) -> None:
         """Start a scenario on a device with nothing cached and nothing counted."""
@@ -78,6 +83,8 @@ class Stage:
         self.finished.clear()
         self.most_held = 0
         self.notes = {}
+        if self.drafts is not None:
+            self.drafts.counts.clear()
 
     def add(self, name: str, max_tokens: int) -> None:
         """Start request ``name`` on the prompt of that name."""
@@ -289,6 +296,18 @@ def cap_trim(stage: Stage) -> None:
         stage.step(3)
 
 
+def generate(stage: Stage) -> None:
+    """A request generates more than a block, step by step."""
+    stage.complete("a", 65)
+
+
+def last_token(stage: Stage) -> None:
+    """A request ends with a block, whose last token was sampled and never computed."""
+    with stage.held():
+        stage.complete("a", MISSING)
+        stage.step(3)
+
+
 def reset(stage: Stage) -> None:
     """The prefix cache is reset while a store was planned but not launched."""
     stage.pool.max_cached_blocks = -1
@@ -371,6 +390,8 @@ SCENARIOS: dict[str, Callable[[Stage], None]] = {
         abort_while_loading,
         window_skip,
         cap_trim,
+        last_token,
+        generate,
         reset,
         shrink,
         give_back,
@@ -429,6 +450,8 @@ def main(job_path: str, result_path: str) -> None:
         SCENARIOS[name](stage)
         stage.quiet()
         verdicts[name] = tier.judge(truth)
+        if stage.drafts is not None:
+            verdicts[name]["drafted"], verdicts[name]["accepted"] = stage.drafts.total
         tier.forget()
     held = fence_of(stage.core)
     result = {

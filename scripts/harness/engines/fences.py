@@ -12,7 +12,15 @@ from typing import Any
 
 from packaging.version import Version
 
-from harness.engines.runs import BLOCK, Device, Finished, Run, engine_arguments, run_driver
+from harness.engines.runs import (
+    BLOCK,
+    DRAFTING,
+    Device,
+    Finished,
+    Run,
+    engine_arguments,
+    run_driver,
+)
 
 # No reserve: it would keep a few freed pages mapped and hide the race.
 BARE = {
@@ -32,11 +40,12 @@ TOGETHER = (
     "cap_trim",
     "reset",
 )
-SHARED = (*TOGETHER, "give_back")  # on one engine
+SHARED = (*TOGETHER, "give_back", "last_token", "generate")  # on one engine
 ALONE = ("finish_unplanned", "preempt", "shrink", "window_skip")
 BOTH_LOADED = "standstill"
 TWO_RANKS = ("finish", "preempt")
-DECODES = ("finish_unplanned", "preempt")  # whose later blocks are stored too
+# Whose later blocks are stored too.
+DECODES = ("finish_unplanned", "preempt", "last_token", "generate")
 # Where kvcached alone loses blocks. Under async scheduling its own barrier, and vLLM's
 # deferred frees, already cover the other interleavings.
 LOST_WITHOUT = {False: {*TOGETHER, *ALONE}, True: {"finish_unplanned"}}
@@ -83,6 +92,7 @@ class Fences:
 
     every: tuple[str, ...] = (*SHARED, *ALONE, BOTH_LOADED, "corrupt")
     inside: tuple[str, ...] = ()  # connectors of a MultiConnector, the last one Offloading
+    speculation = ""  # one of ``runs.SPECULATIONS``
 
     def __init__(
         self,
@@ -154,9 +164,12 @@ class Fences:
                 # On Runner V2, which is slow here, plain vLLM's Runner V1 tells the truth.
                 kvpatch=self.runner == "v1",
                 offload=False,
+                # Only a draft model has layers of its own in the blocks.
+                speculation="" if self.speculation == "ngram" else self.speculation,
                 environment=tuple(environment.items()),
             )
-            room = 12000 // self.kv_heads  # blocks; the device has one gigabyte
+            # Blocks; the device has one gigabyte.
+            room = 48000 // self.kv_heads // (4 + DRAFTING.get(run.speculation, 0))
             job = self._job(
                 run, scenarios, ranks, num_gpu_blocks_override=room, async_scheduling=False
             )
@@ -183,6 +196,11 @@ class Fences:
             "revert": [] if fenced else ["fence.install"],
         }
         return self._once(more, scenarios, asynchronous, ranks)
+
+    def run_reverted(self, scenario: str, patch: str) -> dict[str, Any]:
+        """Run one scenario with the fence, and without another patch."""
+        more = {"may_hold": not self.waits_at_rest, "revert": [patch]}
+        return self._once(more, (scenario,), False, 1)
 
     def _once(self, more: dict[str, Any], *prepared: Any) -> dict[str, Any]:
         """What one engine found that ``prepare`` makes of its arguments, with more in its job."""
@@ -223,6 +241,7 @@ class Fences:
             environment=tuple(environment.items()),
             inside=self.inside,
             simple=simple,
+            speculation=self.speculation,
         )
         job = self._job(
             run,

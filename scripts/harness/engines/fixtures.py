@@ -106,6 +106,7 @@ def job_of(wanted: Run) -> dict[str, Any]:
         "forced": list(wanted.forced),
         "exhaust": wanted.exhaust,
         "cross_layer": wanted.cross_layer,
+        "nothing_connector": "NothingConnector" in wanted.inside,
         # The simple connector's copies are watched at their own seams.
         "watch": wanted.kvpatch and not wanted.revert and not wanted.simple,
     }

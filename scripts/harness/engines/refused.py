@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from harness.engines.runs import model_of
+from kvpatch.refusal import VERIFIABLE, VERIFY_IT
 
 REFUSES = "kvpatch refuses to start vLLM: "
 CLI = "import sys; from vllm.entrypoints.cli.main import main; sys.exit(main())"
@@ -26,7 +27,7 @@ class Refused:
 
     Attributes:
         sentence: the refusal, as the last line on stderr, without vLLM's process prefix and
-            without its code.
+            without its code, and how to verify it.
         code: the code at its end.
         log: everything that was printed.
     """
@@ -34,8 +35,10 @@ class Refused:
     def __init__(self, done: Any) -> None:
         assert done.code != 0, done.out + done.err
         said = re.sub(r"^\(\w+ pid=\d+\) ", "", done.last_line)
-        self.sentence, _, code = said.partition(" [KVP")
+        sentence, _, code = said.partition(" [KVP")
         self.code = f"KVP{code.rstrip(']')}" if code else None
+        assert (VERIFY_IT in sentence) is (self.code in VERIFIABLE), said
+        self.sentence = sentence.replace(VERIFY_IT, "")
         self.log = done.out + done.err
 
 

@@ -16,6 +16,7 @@ from packaging.version import Version
 
 from harness import connectors, environments, model_cache, processes
 from harness.engines import process
+from harness.models import SCALES
 
 BLOCK = 32
 ALL = 12  # prompts of the load "all", which fill the device almost twice
@@ -25,6 +26,22 @@ RUNNER = {"v1": {"VLLM_USE_V2_MODEL_RUNNER": "0"}, "v2": {"TRITON_INTERPRET": "1
 LIMIT = 300  # seconds after which a run is taken for one that hangs
 FIRST_FS = dict.fromkeys(("0.22.0", "0.22.1"), "fs_python")  # what the tier fs was called at first
 EXAMPLE = "example"  # in the place of a folder: vLLM's example of a tier
+
+
+# How drafts are made. Of n-grams down to one token, one is always found again and is mostly
+# wrong; the draft model has the model's weights with some noise, and is mostly right.
+SPECULATIONS: dict[str, dict[str, Any]] = {
+    "ngram": {
+        "method": "ngram",
+        "num_speculative_tokens": 4,
+        "prompt_lookup_max": 3,
+        "prompt_lookup_min": 1,
+    },
+    "draft model": {"method": "draft_model", "model": "draft", "num_speculative_tokens": 3},
+    "EAGLE": {"method": "eagle", "model": "eagle", "num_speculative_tokens": 3},
+}
+# Layers of what drafts, which are in the blocks of the model's.
+DRAFTING = {"draft model": 4, "EAGLE": 1}
 
 
 @dataclass(frozen=True)
@@ -56,6 +73,9 @@ class Run:
     environment: tuple[tuple[str, str], ...] = ()
     tiers: tuple[str, ...] = ()  # folders of fs tiers behind the CPU tier, or EXAMPLE
     inside: tuple[str, ...] = ()  # connectors of a MultiConnector, in order
+    cache_dtype: str = ""  # of the KV cache, where it is not the model's
+    ranks: int = 1  # of tensor parallelism, each in a process of its own
+    speculation: str = ""  # one of ``SPECULATIONS``
 
 
 @dataclass
@@ -124,32 +144,53 @@ ROOM = {
     "hybrid": 1280,
     "seeing": 640,
     "two sizes": 1280,
+    "scaled": 640,
+    "scaled otherwise": 640,
 }
 
 
-def block_tokens(model: str) -> int:
-    """Tokens of one block of a small model."""
-    return TOKENS.get(model, BLOCK)
+def block_tokens(run: Run) -> int:
+    """Tokens of one block of a run; of bytes four times as many, which are as long."""
+    fp8 = run.cache_dtype or run.model in SCALES
+    return TOKENS.get(run.model, BLOCK) * (4 if fp8 else 1)
 
 
-def block_bytes(model: str, kv_heads: int = 4) -> int:
-    """Bytes of one block of a small model, all layers.
+def block_bytes(run: Run) -> int:
+    """Bytes of one block of a run, all layers, also of what drafts.
 
-    K and V of heads of 64 float32; what all heads share, 512 and 64; or, in bfloat16, K and
-    V of 4 heads of 32.
+    K and V of heads of 64 float32, or of four times the tokens in fp8; what all heads share, 512
+    and 64; or, in bfloat16, K and V of 4 heads of 32.
     """
+    model, kv_heads = run.model, run.kv_heads
     if model == "latent":
-        return 4 * block_tokens(model) * (512 + 64) * 4
+        return 4 * TOKENS[model] * (512 + 64) * 4
     if model == "hybrid":
-        return 2 * block_tokens(model) * 4 * 32 * 2 * 2
-    pools = {"llama": 4, "sliding": 2, "seeing": 4, "two sizes": 4}[model]
+        return 2 * TOKENS[model] * 4 * 32 * 2 * 2
+    pools = {"sliding": 2}.get(model, 4) + DRAFTING.get(run.speculation, 0)
     return pools * BLOCK * kv_heads * 64 * 2 * 4
+
+
+def copies_of(run: Run) -> int:
+    """How often a CPU tier has the bytes of a block.
+
+    Heads are divided among ranks, and what all heads share is not: OffloadingConnector has one
+    copy of it for all ranks, from 0.27 on, and SimpleCPUOffloadConnector one for each.
+    """
+    return run.ranks if run.model == "latent" and run.simple else 1
+
+
+def speculation(run: Run) -> dict[str, Any]:
+    """The ``speculative_config`` of ``run``."""
+    chosen = dict(SPECULATIONS[run.speculation])
+    if "model" in chosen:
+        chosen["model"] = str(model_of(chosen["model"], run.kv_heads, run.vllm))
+    return chosen
 
 
 def tier_bytes(run: Run) -> int:
     """Bytes of the CPU tier of ``run``, which counts blocks of ``BLOCK`` tokens."""
-    blocks = (run.cpu_blocks or ROOM[run.model]) * BLOCK // block_tokens(run.model)
-    return blocks * block_bytes(run.model, run.kv_heads)
+    blocks = (run.cpu_blocks or ROOM[run.model]) * BLOCK // block_tokens(run)
+    return blocks * block_bytes(run) * copies_of(run)
 
 
 def connector(run: Run) -> dict[str, Any]:
@@ -180,9 +221,9 @@ def engine_arguments(run: Run) -> dict[str, Any]:
     arguments: dict[str, Any] = {
         "dtype": run.dtype,
         "max_model_len": 2048,
-        "block_size": block_tokens(run.model),
+        "block_size": block_tokens(run),
         "enforce_eager": True,
-        "num_gpu_blocks_override": run.blocks * BLOCK // block_tokens(run.model),
+        "num_gpu_blocks_override": run.blocks * BLOCK // block_tokens(run),
         "max_num_seqs": run.together,
         "max_num_batched_tokens": run.batch,
         "seed": 0,
@@ -191,6 +232,12 @@ def engine_arguments(run: Run) -> dict[str, Any]:
     if run.model == "latent":
         # vLLM's kernel for them on a CPU leaves the first token of a step as it is.
         arguments["compilation_config"] = {"custom_ops": ["-rotary_embedding"]}
+    if run.speculation:
+        arguments["speculative_config"] = speculation(run)
+    if run.ranks > 1:
+        arguments["tensor_parallel_size"] = run.ranks
+    if run.cache_dtype:
+        arguments["kv_cache_dtype"] = run.cache_dtype
     if run.windows:
         arguments["disable_hybrid_kv_cache_manager"] = False
     if run.events:

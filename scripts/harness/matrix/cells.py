@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from harness.engines.runs import (
+    SPECULATIONS,
     Device,
     Run,
     block_tokens,
@@ -21,7 +22,7 @@ from harness.engines.runs import (
     python_of,
     run_driver,
 )
-from kvpatch.matrix.axes import Cell
+from kvpatch.matrix.axes import NONE, Cell
 
 PROMPTS, CACHED = 12, 640
 # Seconds after which an engine is taken for one that hangs.
@@ -32,6 +33,14 @@ MODELS = {
     "latent attention": "latent",
     "hybrid": "hybrid",
 }
+# By the name of the feature: the changes to the ``Run`` of kvpatch's engine and of plain vLLM's.
+FEATURES: dict[str, dict[str, Any]] = {
+    "none": {},
+    "fp8": {"cache_dtype": "fp8"},
+    "2 ranks": {"ranks": 2},
+    **{name: {"speculation": name} for name in SPECULATIONS},
+}
+SYNCHRONOUS = ("ngram",)  # vLLM drafts these between two steps
 LAYOUTS = {"contiguous": True, "non-contiguous": False}
 
 
@@ -77,7 +86,7 @@ TRIALS = {
         {"tiers": ("tier",)},
         rounds=tuple(range(n, n + 1) for n in range(6)) * 2,
         again=range(6, 12),
-        tiers={"llama": (60, 96), "sliding": (60, 132)},
+        tiers={"llama": (60, 96), "sliding": (60, 132), "latent": (60, 96)},
         job={"watch": True},
     ),
     "Multi": Trial(
@@ -157,12 +166,18 @@ class Engines:
         """
         kind = MODELS[cell.model]
         plain = Run(
-            vllm=self.version, model=kind, runner=cell.runner.lower(), kvpatch=False, offload=False
+            vllm=self.version,
+            model=kind,
+            runner=cell.runner.lower(),
+            kvpatch=False,
+            offload=False,
+            **FEATURES[cell.feature],
         )
         if kind == "hybrid":
             # One at a time: beside other requests the last digits of bfloat16 are others.
             plain = replace(plain, dtype="bfloat16", together=1)
-        key = f"{cell.runner}-{kind}"
+        feature = "" if cell.feature == NONE else f"-{cell.feature.replace(' ', '-')}"
+        key = f"{cell.runner}-{kind}{feature}"
         kept = self.work / f"plain-{key}/result.json"
         if key not in self._plain:
             # kvpatch has no part in it, so one that was kept is as good.
@@ -180,7 +195,7 @@ class Engines:
             kvpatch=True,
             offload=True,
             contiguous=LAYOUTS[cell.layout],
-            asynchronous=asynchronous,
+            asynchronous=asynchronous and cell.feature not in SYNCHRONOUS,
             **trial.changes,
         )
         if kind in trial.tiers:
@@ -211,9 +226,10 @@ def judge(ours: dict[str, Any], plain: dict[str, Any], trial: Trial, wanted: Run
         for number, mine in zip(asked, records, strict=True)
     ]
     same = sum(mine["tokens"] == theirs["tokens"] for mine, theirs in pairs)
+    drafts = [(mine.get("drafts"), theirs.get("drafts")) for mine, theirs in pairs]
     answers = len(pairs)
     from_tier = [record["cached"] for index in trial.again for record in ours["rounds"][index]]
-    blocks = len(from_tier) * CACHED // block_tokens(wanted.model)
+    blocks = len(from_tier) * CACHED // block_tokens(wanted)
     record = {
         "same_answers": same,
         "answers": answers,
@@ -221,6 +237,7 @@ def judge(ours: dict[str, Any], plain: dict[str, Any], trial: Trial, wanted: Run
         **_copies(ours),
         "scheduling": "asynchronous" if ours["async"] else "synchronous",
         "widest_logprob_gap": max(_gaps(pairs), default=0.0),
+        **_drafted(ours),
         "patches": ours["patches"],
     }
     right = (
@@ -229,6 +246,7 @@ def judge(ours: dict[str, Any], plain: dict[str, Any], trial: Trial, wanted: Run
         and sum(from_tier) >= trial.least * len(from_tier) * CACHED
         and record["blocks_restored"] >= trial.least * blocks
         and not record["blocks_changed"]
+        and all(mine == theirs for mine, theirs in drafts)
         and not record.get("faults")
         and ours["elastic"]
         and ours["async"] == wanted.asynchronous
@@ -250,6 +268,15 @@ def _copies(ours: dict[str, Any]) -> dict[str, Any]:
         # Copies made twice, blocks that stay pinned, CPU blocks that touched device pages.
         "faults": len(simple["twice"]) + simple["pinned"] + len(simple["device_calls"]),
     }
+
+
+def _drafted(ours: dict[str, Any]) -> dict[str, int]:
+    """Return how many tokens were drafted, and accepted."""
+    records = [record for records in ours["rounds"] for record in records]
+    if "drafts" not in records[0]:
+        return {}
+    drafted, accepted = (sum(one) for one in zip(*(one["drafts"] for one in records), strict=True))
+    return {"tokens_drafted": drafted, "tokens_accepted": accepted}
 
 
 def _gaps(pairs: Iterable[tuple[dict[str, Any], dict[str, Any]]]) -> Iterable[float]:

@@ -4,15 +4,19 @@
     scripts/matrix shapes 0.26.0 --archives DIR  one release, from downloaded wheels
     scripts/matrix engine                        every validated release, on real engines
     scripts/matrix engine 0.28.0 --model "full attention"
+    scripts/matrix engine --feature fp8          with more turned on; "none" for the cells without
     scripts/matrix engine --synchronous          with synchronous scheduling, where a GPU's is not
     scripts/matrix engine --missing              only cells without a run of today's code
     scripts/matrix engine 0.26.0                 a release that is not validated yet
     scripts/matrix bytes                         tagged blocks, from vLLM 0.29 on
     scripts/matrix stale                         cells whose code changed since they ran
+    scripts/matrix without                       engines of 0.32.0 without one row each
+    scripts/matrix without told.block_pool       one row
 
-Results go to kvpatch/matrix/data; ``python -m kvpatch matrix`` prints the verdicts and
-scripts/docs writes the tables. Exit status 1: a patch whose target is not what its row says, a
-seam with a hole, a cell that starts without a run, one that got worse, or one that is stale.
+Results go to kvpatch/matrix/data, those without a row to docs/results; ``python -m kvpatch matrix``
+prints the verdicts and scripts/docs writes the tables. Exit status 1: a patch whose target is not
+what its row says, a seam with a hole, a cell that starts without a run, one that got worse, or one
+that is stale.
 """
 
 from __future__ import annotations
@@ -34,7 +38,7 @@ import psutil
 
 from harness import console
 from harness.engines.runs import Device
-from harness.matrix import cells, record, sources, tagged
+from harness.matrix import cells, record, sources, tagged, without, without_rows
 from kvpatch import supported
 from kvpatch.matrix import axes, evidence, signatures, verdicts
 from kvpatch.version import VERSION
@@ -48,6 +52,12 @@ Ran = tuple[str, axes.Cell]  # a run's level and its cell
 def say(text: str) -> None:
     """Print one line of progress."""
     print(f"[matrix {time.monotonic() - BEGUN:6.1f}s] {text}", flush=True)
+
+
+def in_words(cell: axes.Cell) -> str:
+    """Return a cell of a release."""
+    words = f"{cell.connector}, {cell.runner}, {cell.layout}, {cell.model}"
+    return words if cell.feature == axes.NONE else f"{words}, {cell.feature}"
 
 
 def compute_signatures(arguments: argparse.Namespace) -> int:
@@ -95,7 +105,7 @@ def run_release(release: str, arguments: argparse.Namespace, stale: set[Ran]) ->
         wrong += not outcome["right"]
         patches = outcome.pop("patches", ())
         words = "right" if outcome["right"] else outcome
-        say(f"{release}: {cell.connector}, {cell.runner}, {cell.layout}, {cell.model}: {words}")
+        say(f"{release}: {in_words(cell)}: {words}")
         # At once: what was run stays when the rest is interrupted.
         record_cell(level_of(arguments), cell, outcome, patches, versions)
     return wrong
@@ -118,8 +128,10 @@ def record_cell(
         "machine": f"host device, {os.cpu_count()} cores, {platform.machine()}",
         "versions": versions,
     }
-    run = {name: getattr(cell, name) for name in AXES} | outcome
-    record.record_run(level, head, run, patches)
+    run = {name: getattr(cell, name) for name in AXES}
+    if cell.feature != axes.NONE:
+        run["feature"] = cell.feature
+    record.record_run(level, head, run | outcome, patches)
 
 
 def compute_bytes(arguments: argparse.Namespace) -> int:
@@ -147,12 +159,27 @@ def report_stale(arguments: argparse.Namespace) -> int:
     count = 0
     for level, cell, changed in evidence.stale():
         count += 1
-        print(
-            f"{level}: {cell.vllm}, {cell.connector}, {cell.runner}, {cell.layout}, {cell.model}:"
-        )
+        print(f"{level}: {cell.vllm}, {in_words(cell)}:")
         print(f"    {', '.join(changed)}")
     print(f"{count} stale cells")
     return int(count > 0)
+
+
+def leave_rows_out(arguments: argparse.Namespace) -> int:
+    """Run engines without one row each and record what was seen."""
+    folder = arguments.keep or tempfile.mkdtemp(prefix="kvpatch-without-")
+    engines = without.Engines(Path(folder), say)
+    recorded = without.read().get("rows", {})
+    for row in arguments.rows or without_rows.ROWS:
+        looks = without_rows.ROWS[row].looks
+        if arguments.missing and without.is_recorded(recorded.get(row, []), looks):
+            continue
+        found = without.looked(engines, row, looks)
+        for one in found:
+            say(f"{row}: {one['load']}: {one['seen']}: {one['words']}")
+        # At once: what was run stays when the rest is interrupted.
+        without.record({row: found})
+    return 0
 
 
 def room_for_engines() -> int:
@@ -165,6 +192,7 @@ def wanted_cell(cell: axes.Cell, arguments: argparse.Namespace, stale: set[Ran])
     if (
         cell.connector not in (arguments.connector or cells.TRIALS)
         or cell.model not in (arguments.model or cells.MODELS)
+        or cell.feature not in (arguments.feature or cells.FEATURES)
         or cell.layout not in (arguments.layout or axes.LAYOUTS)
         or cell.runner not in (arguments.runner or axes.RUNNERS)
         or verdicts.missing(cell) is not None
@@ -225,6 +253,7 @@ def main() -> int:
     level.add_argument("releases", nargs="*", help="of vLLM (default: all that are validated)")
     level.add_argument("--connector", action="append", help="one of them (default: all)")
     level.add_argument("--model", action="append", help="one kind (default: all)")
+    level.add_argument("--feature", action="append", help="one of them (default: all, and none)")
     level.add_argument("--layout", action="append", choices=axes.LAYOUTS)
     level.add_argument("--jobs", type=int, help="releases at a time (default: what has room)")
     level.add_argument("--runner", action="append", choices=axes.RUNNERS)
@@ -235,6 +264,11 @@ def main() -> int:
     level = levels.add_parser("bytes", help="tagged blocks, without an engine")
     level.add_argument("releases", nargs="*", help="of vLLM (default: all from 0.29 on)")
     level.set_defaults(compute=compute_bytes)
+    level = levels.add_parser("without", help="real engines, each without one row")
+    level.add_argument("rows", nargs="*", help="ids (default: every row of the newest release)")
+    level.add_argument("--missing", action="store_true", help="only looks that are not recorded")
+    level.add_argument("--keep", type=Path, help="a folder for logs and results, which are reused")
+    level.set_defaults(compute=leave_rows_out)
     level = levels.add_parser("stale", help="cells whose code changed since they ran")
     level.set_defaults(compute=report_stale)
     arguments = parser.parse_args()

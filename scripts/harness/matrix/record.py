@@ -56,10 +56,12 @@ def record_run(
     Args:
         level: ``engine`` or ``bytes``.
         head: what is said of the release's newest run: versions, machine, command.
-        run: the axes of its cell, and the outcome.
+        run: the axes of its cell, without ``feature`` where it has none, and the outcome.
         patches: the ids of the patches that were in force.
     """
-    path = signatures.DATA / level / f"vllm-{head['vllm']}-kvcached-{head['kvcached']}.json"
+    has_feature = "feature" in run
+    folder = evidence.FEATURES if has_feature and level == evidence.LEVELS[0] else level
+    path = signatures.DATA / folder / f"vllm-{head['vllm']}-kvcached-{head['kvcached']}.json"
     earlier = json.loads(path.read_text()) if path.exists() else {"runs": []}
     ran_on = {
         "commit": provenance.commit(),
@@ -68,14 +70,15 @@ def record_run(
     }
     key = hashlib.sha256(json.dumps(ran_on).encode()).hexdigest()[:8]
     done = {_axes(one): one for one in [*earlier["runs"], run | {"code": key}]}
-    runs = [done[axes] for axes in sorted(done)]
+    runs = [done[cell] for cell in sorted(done)]
     codes = earlier.get("code", {}) | {key: ran_on}
     used = {one.get("code") for one in runs}
     write(path, head | {"code": {k: codes[k] for k in sorted(codes) if k in used}, "runs": runs})
 
 
 def _axes(run: dict[str, Any]) -> tuple[str, ...]:
-    return tuple(run[name] for name in ("connector", "runner", "layout", "model"))
+    names = ("connector", "runner", "layout", "model")
+    return (run.get("feature", ""), *(run[name] for name in names))
 
 
 def write(path: Path, content: dict[str, Any]) -> None:

@@ -78,6 +78,9 @@ EQUIVALENT: dict[str, dict[str, str]] = {
         "module: 0 -> (0 + 1)": "for systems without O_DIRECT, which Linux has",
         "store_blocks: 0 -> (0 + 1)": "the flag is O_WRONLY, which is set in any case",
     },
+    f"{FEATURES}/secondary_tiers/parts.py": {
+        "module: 32 -> (32 + 1)": "one name more, which vLLM gives to no part",
+    },
     f"{FEATURES}/secondary_tiers/samples.py": {
         "Samples.add: tensor.is_meta or not tensor.numel() -> ((tensor.is_meta))": (
             "a tensor without values adds nothing to what is joined"
@@ -92,7 +95,9 @@ EQUIVALENT: dict[str, dict[str, str]] = {
     "kvpatch/telemetry/status_page.py": {
         "Writer.__init__: version.encode()[:24] -> version.encode()": "struct cuts it as well",
         "Writer.__init__: 24 -> (24 + 1)": "struct cuts it as well",
-        "contents: | -> &": "opening a file in a file fails in the same way",
+        "of_process: continue -> pass": "nothing follows in the loop",
+        "ended_in_order: 5 -> (5 + 1)": "a number that was chosen, above what any engine has",
+        "contents: | -> & #2": "opening a file in a file fails in the same way",
         "contents: len(data) <= limit and (more := os.read(file, limit + 1 - len(data))) -> "
         "((more := os.read(file, limit + 1 - len(data))))": "a read of no bytes ends the loop too",
         "contents: <= -> <": "what is read beyond the limit is cut off",

@@ -1,0 +1,89 @@
+"""``kvpatch verify -- COMMAND``: the test of one command on this machine, and its verdict."""
+
+from __future__ import annotations
+
+import argparse
+import shlex
+import signal
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+from kvpatch import cli, verdicts
+from kvpatch.environ import VERDICTS
+from kvpatch.verify import report
+from kvpatch.verify import run as running
+
+CODES = {"right": 0, "wrong": 1, "unfinished": 3}
+
+
+def configure(parser: argparse.ArgumentParser) -> None:
+    """Add the options."""
+    parser.usage = "kvpatch verify [options] -- vllm serve MODEL ..."
+    parser.add_argument(
+        "--no-plain",
+        dest="plain",
+        action="store_false",
+        help="do not compare answers with the same command without kvpatch",
+    )
+    parser.add_argument(
+        "--verdicts",
+        type=Path,
+        metavar="DIR",
+        help="folder for the verdict, which holds while "
+        f"{VERDICTS} names this folder (default: the user's own)",
+    )
+    parser.add_argument(
+        "--logs", type=Path, metavar="DIR", help="folder for the logs (default: a temporary one)"
+    )
+    parser.add_argument(
+        "--start-seconds",
+        type=float,
+        default=1800.0,
+        metavar="S",
+        help="that the command may take until it answers (default: 1800)",
+    )
+    words = parser.add_argument("words", nargs=argparse.REMAINDER, metavar="COMMAND")
+    words.help = "as it would be started"
+    parser.epilog = (
+        "The command is started with kvpatch on and refusals of what is not validated lifted, on "
+        "a free port of 127.0.0.1, and needs the device to itself. Exit status: 0 right, 1 wrong, "
+        "2 bad options, 3 not everything was seen."
+    )
+
+
+def run(options: argparse.Namespace) -> int:
+    """Run the test and write its verdict; return the exit code."""
+    begun = time.monotonic()
+
+    def say(line: str) -> None:
+        print(f"[{time.monotonic() - begun:5.0f}s] {line}", flush=True)
+
+    command = tuple(options.words[1:] if options.words[:1] == ["--"] else options.words)
+    if not command:
+        print("kvpatch verify: no command was given; put it after --")
+        return 2
+    folder = options.logs or Path(tempfile.mkdtemp(prefix="kvpatch-verify-"))
+    folder.mkdir(parents=True, exist_ok=True)
+    if any(folder.iterdir()):
+        print(f"kvpatch verify: {folder} is not empty")
+        return 2
+    say(shlex.join(report.without_secrets(command)))
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # and not without ending the command
+    chosen = running.Options(
+        command=command,
+        environment=cli.operator_environment(),
+        folder=folder.absolute(),
+        plain=options.plain,
+        start_seconds=options.start_seconds,
+    )
+    result = running.run(chosen, say)
+    print(report.text(result), flush=True)
+    word = result.judgement.word
+    if result.combination and word != "unfinished":
+        where = options.verdicts or verdicts.own_folder()
+        content = report.content(result, command, time.strftime("%Y-%m-%d"), options.plain)
+        print(f"verdict: {verdicts.write(where, content)}")
+    print(f"logs: {folder}")
+    return CODES[word]

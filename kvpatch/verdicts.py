@@ -1,0 +1,229 @@
+"""The verdicts of ``kvpatch verify``: files, and for what each of them holds.
+
+A verdict holds for one combination, see ``upstream.combination``, and for nothing else: another
+version, model shape, flag that matters or device asks again. It lifts refusals that are based on
+missing validation, and only those that were lifted in its own run.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import re
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from kvpatch import versions
+from kvpatch.environ import VERDICTS, VERIFIED, VERIFY
+from kvpatch.logs import log
+from kvpatch.process import started_by_multiprocessing
+from kvpatch.refusal import VERIFIABLE
+
+FORMAT = 1
+RIGHT, WRONG = "right", "wrong"
+PACKAGE = Path(__file__).parent
+# What of kvpatch is not in an engine's way.
+_BESIDE = ("cli", "doctor", "matrix", "verify", "startup", "buildtime", "__pycache__")
+
+
+class Verified(NamedTuple):
+    """A verdict that holds for the configuration of a process.
+
+    Attributes:
+        date: of its run; empty in the run itself.
+        codes: of the refusals that it lifts.
+    """
+
+    date: str
+    codes: frozenset[str]
+
+
+class Verdict(NamedTuple):
+    """One verdict file.
+
+    Attributes:
+        path: of the file.
+        word: ``right`` or ``wrong``.
+        date: of the run, as ``2026-11-22``.
+        lifted: the codes of the refusals that were lifted in it.
+        combination: that ran.
+        command: that the operator gave.
+    """
+
+    path: Path
+    word: str
+    date: str
+    lifted: frozenset[str]
+    combination: dict[str, Any]
+    command: tuple[str, ...]
+
+
+def own_folder(environment: Mapping[str, str] = os.environ) -> Path:
+    """Return the user's folder of verdicts, which need not exist."""
+    data = environment.get("XDG_DATA_HOME", "")
+    home = Path(data) if data.startswith("/") else Path("~/.local/share").expanduser()
+    return home / "kvpatch" / "verdicts"
+
+
+def folders(environment: Mapping[str, str] = os.environ) -> list[Path]:
+    """Return the folders of verdicts: the one that the operator names, and the user's own."""
+    named = VERDICTS.read(environment)
+    return [*([Path(named)] if named else []), own_folder(environment)]
+
+
+def every(environment: Mapping[str, str] = os.environ) -> list[Verdict]:
+    """Return every verdict that can be read; a file that cannot is logged, and lifts nothing."""
+    found = []
+    for path in files(environment):
+        try:
+            found.append(read(path))
+        except (OSError, ValueError) as error:
+            log.warning("kvpatch: the verdict %s is not used: %s", path, error)
+    return found
+
+
+def files(environment: Mapping[str, str] = os.environ) -> Iterator[Path]:
+    """Iterate over the verdict files."""
+    for folder in folders(environment):
+        yield from sorted(folder.glob("*.json"))
+
+
+def read(path: Path) -> Verdict:
+    """Read a verdict.
+
+    Raises:
+        OSError: it cannot be read.
+        ValueError: it is no verdict, or of another kvpatch.
+    """
+    content = json.loads(path.read_text())
+    try:
+        if content["format"] != FORMAT:
+            raise ValueError(f"its format is {content['format']}, and this kvpatch has {FORMAT}")
+        verdict = Verdict(
+            path,
+            content["verdict"],
+            content["date"],
+            frozenset(content["lifted"]) & VERIFIABLE,  # whoever wrote the file
+            content["combination"],
+            tuple(content["command"]),
+        )
+        versions = verdict.combination["versions"]
+    except (KeyError, TypeError, AttributeError) as error:
+        raise ValueError(f"it is no verdict ({error!r})") from error
+    if not re.fullmatch(r"\d{4}-\d\d-\d\d", str(verdict.date)) or not isinstance(versions, dict):
+        raise ValueError("it is no verdict")
+    return verdict
+
+
+def write(folder: Path, content: Mapping[str, Any]) -> Path:
+    """Write a verdict over an earlier one of its combination; return its path."""
+    import hashlib  # takes milliseconds, of every start
+
+    combination = content["combination"]
+    text = json.dumps(combination, sort_keys=True)
+    digest = hashlib.sha256(text.encode()).hexdigest()[:12]
+    name = f"vllm-{combination['versions']['vllm']}-{combination['model']['architecture']}-{digest}"
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / f"{name}.json"
+    partial = path.with_suffix(".part")
+    partial.write_text(json.dumps({"format": FORMAT, **content}, indent=1) + "\n")
+    partial.replace(path)
+    return path
+
+
+def early(environment: Mapping[str, str] = os.environ) -> frozenset[str]:
+    """Return the codes that are lifted before the configuration is known.
+
+    In a run of ``kvpatch verify`` all that it can judge. Otherwise those that verdicts on the
+    installed versions lift; one of them must then hold for the configuration.
+    """
+    if VERIFY.read(environment):
+        return VERIFIABLE
+    if not any(files(environment)):
+        return frozenset()
+    here = {package: versions.installed(package) for package in ("vllm", "kvcached")}
+    if not all(here.values()):
+        return frozenset()
+    installed = {package: found[0].text for package, found in here.items()}
+    return frozenset(
+        code
+        for one in every(environment)
+        if one.word == RIGHT and installed.items() <= one.combination["versions"].items()
+        for code in one.lifted
+    )
+
+
+def inherited(environment: Mapping[str, str] = os.environ) -> Verified | None:
+    """Return the verdict that holds in this process before it has a configuration.
+
+    That of the process that started it, if that is vLLM's; and in a run of ``kvpatch verify``
+    everything that it can judge.
+    """
+    if VERIFY.read(environment):
+        return Verified("", VERIFIABLE)
+    given = VERIFIED.read(environment)
+    if not given or not started_by_multiprocessing():
+        return None
+    date, _, codes = given.partition(":")
+    return Verified(date, frozenset(codes.split(",")) - {""})
+
+
+def pass_on(verified: Verified | None) -> None:
+    """Let the processes that vLLM starts inherit a verdict; None for none."""
+    os.environ.pop(VERIFIED.name, None)
+    if verified is not None:
+        os.environ[VERIFIED.name] = f"{verified.date}:{','.join(sorted(verified.codes))}"
+
+
+def covering(
+    combination: Mapping[str, Any], codes: Iterable[str], known: Iterable[Verdict]
+) -> Verdict | None:
+    """Return the newest verdict on a combination if it is right and lifts what must be lifted.
+
+    Args:
+        combination: that would run.
+        codes: of the refusals that stop it.
+        known: the verdicts.
+    """
+    if not combination["device"]:
+        return None
+    same = [one for one in known if one.combination == combination]
+    newest = max(same, key=lambda one: one.date, default=None)
+    # On one day, the wrong one.
+    if newest is None or any(one.word != RIGHT and one.date == newest.date for one in same):
+        return None
+    return newest if newest.lifted.issuperset(codes) else None
+
+
+def digests(touched: Iterable[str]) -> dict[str, str]:
+    """Return a digest of kvpatch, and of each module whose objects it replaces.
+
+    Nothing is imported for it. A module that is not there has an empty one.
+    """
+    import hashlib
+
+    ours = hashlib.sha256()
+    for path in sorted(PACKAGE.rglob("*.py")):
+        if not set(path.relative_to(PACKAGE).parts) & set(_BESIDE):
+            ours.update(path.read_bytes())
+    found = {"kvpatch": ours.hexdigest()[:16]}
+    for module in sorted(touched):
+        place = _path(module)
+        found[module] = hashlib.sha256(place.read_bytes()).hexdigest()[:16] if place else ""
+    return found
+
+
+def _path(module: str) -> Path | None:
+    package, *rest = module.split(".")
+    try:
+        spec = importlib.util.find_spec(package)
+    except ValueError:  # a stand-in without a spec
+        return None
+    for folder in (spec.submodule_search_locations or ()) if spec else ():
+        place = Path(folder, *rest)
+        for path in (place.with_suffix(".py"), place / "__init__.py"):
+            if path.is_file():
+                return path
+    return None

@@ -1,0 +1,200 @@
+"""One run: the command with kvpatch, then without, and what comes of both."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from kvpatch.environ import DEBUG, STATUS_DIR, SWITCH, VERIFY
+from kvpatch.verify import compare, judge, plain
+from kvpatch.verify.api import Answer, Api
+from kvpatch.verify.child import Child, Ended, Unfinished, free_port
+from kvpatch.verify.drive import Drive, Say, Seen
+from kvpatch.verify.load import Load
+from kvpatch.verify.readings import Readings
+
+OPENING = 1200  # tokens of a first turn, where the model takes as many
+WARM_UP = 400  # letters
+BLOCKS = 4  # at least, in a first turn
+WAIT_SECONDS = 0.5
+
+
+@dataclass(frozen=True)
+class Options:
+    """What to run.
+
+    Attributes:
+        command: of the operator.
+        environment: that the operator has.
+        folder: for logs and what the processes leave.
+        plain: whether plain vLLM runs too.
+        start_seconds: that the command may take to answer.
+    """
+
+    command: tuple[str, ...]
+    environment: dict[str, str]
+    folder: Path
+    plain: bool = True
+    start_seconds: float = 1800.0
+
+
+@dataclass
+class Result:
+    """What came of a run.
+
+    Attributes:
+        combination: what ran, see ``kvpatch.upstream.combination``; empty if it did not start.
+        lifted: the codes of refusals that were lifted for it.
+        judgement: what was right, wrong and missing.
+        seen: what the engine did.
+    """
+
+    judgement: judge.Judgement
+    combination: dict[str, Any] = field(default_factory=dict)
+    lifted: list[str] = field(default_factory=list)
+    seen: Seen = field(default_factory=Seen)
+
+
+def api_key(command: Sequence[str], environment: dict[str, str]) -> str:
+    """Return the key of the server's API; empty for none."""
+    for word, after in zip(command, [*command[1:], ""], strict=True):
+        if word.startswith("--api-key"):
+            return word.partition("=")[2] or after
+    return environment.get("VLLM_API_KEY", "")
+
+
+def run(options: Options, say: Say) -> Result:
+    """Run the command, and judge it."""
+    readings = Readings(options.folder)
+    result = Result(judge.Judgement())
+    try:
+        load = _ours(options, readings, result, say)
+        if options.plain and not result.judgement.wrong:
+            _plain(options, load, result, say)
+    except Ended as error:
+        result.judgement.wrong.append(str(error))
+    except Unfinished as error:
+        result.judgement.missing.append(str(error))
+    result.combination = readings.combination().get("combination", {})
+    result.lifted = readings.lifted()
+    return result
+
+
+def _ours(options: Options, readings: Readings, result: Result, say: Say) -> Load:
+    ours = {
+        SWITCH.name: "1",
+        DEBUG.name: "1",
+        VERIFY.name: str(options.folder),
+        STATUS_DIR.name: str(options.folder),
+    }
+    log = options.folder / "kvpatch.log"
+    environment = options.environment | ours
+    with (
+        _status_in(options.folder),
+        _started(options, options.command, environment, log, say) as (child, api),
+    ):
+        engine = readings.engine()
+        ran = readings.combination()
+        block = int(ran["combination"]["flags"]["cache_config.block_size"] or 16)
+        load = _sized(api, block)
+        drive = Drive(api, child, readings, load, block, say)
+        result.seen = drive.seen
+        try:
+            drive.run()
+        except Ended as error:
+            # What the audit found is why the server no longer answers.
+            raise Ended(child.violation or f"{error}; {child.reason()}") from error
+        offloads = bool(engine["connector"])
+        result.judgement = judge.together(
+            [
+                judge.judge_seen(drive.seen, offloads),
+                judge.judge_bytes(readings.audits(), ran["workers"], ran["connectors"]),
+                judge.judge_memory(drive.seen),
+            ]
+        )
+    return load
+
+
+@contextmanager
+def _status_in(folder: Path) -> Iterator[None]:
+    """Let this process read the status pages that the command's processes write."""
+    earlier = os.environ.get(STATUS_DIR.name)
+    os.environ[STATUS_DIR.name] = str(folder)
+    try:
+        yield
+    finally:
+        os.environ.pop(STATUS_DIR.name)
+        if earlier is not None:
+            os.environ[STATUS_DIR.name] = earlier
+
+
+def _plain(options: Options, load: Load, result: Result, say: Say) -> None:
+    command = plain.command_of(options.command)
+    environment = plain.environment_of(options.environment)
+    log = options.folder / "plain.log"
+    with _started(options, command, environment, log, say) as (child, api):
+        try:
+            cached, computed = plain.answers(api, load, result.seen.conversations, say)
+        except Ended as error:
+            raise Unfinished(f"plain vLLM: {error}; {child.reason()}") from error
+    ours = compare.differences(cached, result.seen.answers)
+    itself = compare.differences(cached, computed)
+    result.judgement = judge.together([result.judgement, judge.judge_answers(ours, itself)])
+
+
+class _started:  # noqa: N801 - used as a function
+    """A server that answers, and its API."""
+
+    def __init__(
+        self,
+        options: Options,
+        command: Sequence[str],
+        environment: dict[str, str],
+        log: Path,
+        say: Say,
+    ) -> None:
+        port = free_port()
+        words = [*command, "--host", "127.0.0.1", "--port", str(port)]
+        # The routes that empty caches.
+        self._child = Child(words, environment | {"VLLM_SERVER_DEV_MODE": "1"}, log)
+        self._api = Api(port, api_key(command, environment))
+        self._seconds, self._say = options.start_seconds, say
+
+    def __enter__(self) -> tuple[Child, Api]:
+        begun = time.monotonic()
+        self._child.__enter__()
+        try:
+            self._say(f"starting; {self._child.log_path} has its log")
+            while not self._api.healthy():
+                self._child.check()
+                if time.monotonic() - begun > self._seconds:
+                    raise Ended(f"the command did not answer within {self._seconds:.0f} s")
+                time.sleep(WAIT_SECONDS)
+            self._api.look()
+        except Ended as error:
+            self._child.__exit__()
+            raise Unfinished(f"not started: {error}") from error
+        except BaseException:
+            self._child.__exit__()
+            raise
+        self._say(f"{self._api.model} answers after {time.monotonic() - begun:.0f} s")
+        return self._child, self._api
+
+    def __exit__(self, *_: object) -> None:
+        self._child.__exit__()
+
+
+def _sized(api: Api, block: int) -> Load:
+    """Return prompts of a size that the model takes, for its tokenizer."""
+    try:
+        warm: Answer = api.complete("warm-up", Load(1.0, 0, 0).of("warm-up", WARM_UP), 2)
+    except Ended as error:
+        raise Unfinished(f"no prompt was answered: {error}") from error
+    letters = WARM_UP / max(1, warm.prompt_tokens)
+    opening = min(max(OPENING, BLOCKS * block), int(api.longest * 0.6))
+    return Load(letters, opening, max(32, min(opening // 8, 4 * block)))

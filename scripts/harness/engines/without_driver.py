@@ -1,0 +1,64 @@
+"""Runs another driver with rows that were never applied, in the process that runs the engine.
+
+    python -m harness.engines.without_driver JOB.json RESULT.json
+
+A job of ``driver.py``, or of the driver that it names as ``driver``; ``without`` are the rows.
+``Transaction.revert`` comes after kvcached has patched vllm, too late for the rows that change
+how it does that, and not at all for a row that another one lies over.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+from packaging.version import Version
+
+from kvpatch.patch import Feature, Patch
+
+STARTED = "driver: started"
+WAITS = "requests wait for ever"
+
+
+def leave_out(rows: Iterable[str]) -> None:
+    """Let features have no such rows; before vllm is imported."""
+    left = frozenset(rows)
+    every = Feature.at
+
+    def at(self: Feature, release: Version) -> tuple[Patch, ...]:
+        return tuple(row for row in every(self, release) if row.id not in left)
+
+    Feature.at = at  # type: ignore[method-assign]
+
+
+def say_started(driver: Any) -> None:
+    """Tell the end of what comes before an engine from the end of the engine."""
+    made: Callable[..., Any] = driver.LLM
+
+    def make(*args: Any, **kwargs: Any) -> Any:
+        engine = made(*args, **kwargs)
+        print(STARTED, flush=True)
+        return engine
+
+    driver.LLM = make
+
+
+def end_when_stalled(word: str) -> None:
+    """End an engine whose requests wait for ever; a test would be told."""
+    if word == "stalled":
+        raise AssertionError(WAITS)
+    print(f"driver: {word}", flush=True)
+
+
+def main(job_path: str, result_path: str) -> None:
+    """Run the driver of a job."""
+    job = json.loads(Path(job_path).read_text())
+    leave_out(job["without"])
+    driver: Any = importlib.import_module(f"harness.engines.{job.get('driver', 'driver')}")
+    say_started(driver)
+    if hasattr(driver, "tell"):
+        driver.tell = end_when_stalled
+    driver.main(job_path, result_path)

@@ -1,0 +1,481 @@
+"""Which engines show what a row of the newest release is for, and which test does where none can.
+
+A row that more than one connector, layout or runner brings has a look for each in which something
+else could be seen. ``test`` is there for what no engine of ``LOADS`` comes to: several GPUs or
+ranks, other users of the machine, damaged files, a metric. ``why`` says what stands in the way.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from harness.matrix.without import Look
+
+
+class Row(NamedTuple):
+    """How the need of a row is shown.
+
+    Attributes:
+        looks: engines that are started without it.
+        test: ``file::function`` under tests/, which fails without it.
+        why: why no engine here shows it; empty where one does.
+    """
+
+    looks: tuple[Look, ...] = ()
+    test: str = ""
+    why: str = ""
+
+
+def seen(*loads: str) -> Row:
+    """Return a row that engines show."""
+    return Row(tuple(Look(load) for load in loads))
+
+
+def held(test: str, why: str, *loads: str) -> Row:
+    """Return a row that a test shows, with the loads under which engines were tried."""
+    return Row(tuple(Look(load) for load in loads), test, why)
+
+
+OFFLOADING, V2, EXHAUSTED = "Offloading", "Offloading, Runner V2", "Offloading, exhausted"
+LATENT, HELD, LATE = "Offloading, latent attention", "held copies", "late store"
+EAGER, LAZY, TIERS = "Simple eager", "Simple lazy", "tiering fs"
+TWO_RANKS = "one rank only, whose device is this process's own"
+USERS = "needs another user on the machine"
+SEVERAL_GPUS = "needs several GPUs, of which one is full"
+GPU_WORKER = "a CPU's worker does not run it"
+SERIES = "changes no answer and no memory: what is counted is not shown"
+LAST_GUARD = "a guard behind others: nothing here gets past those"
+PENDING = "engines without it are still to be run"
+PAGEABLE = "memory that is not registered is copied all the same"
+
+TELEMETRY = "unit/test_telemetry.py::"
+COPIES = "engine/test_hostdevice_copies.py::"
+CLASSES = "engine/test_tier_classes.py::"
+WEIGHTS = "unit/test_tier_weights.py::"
+POOL = "engine/test_pool.py::"
+RANKS = "unit/test_ranks.py::"
+
+ROWS: dict[str, Row] = {
+    "told.runner_v2": seen(OFFLOADING, V2),
+    "told.block_pool": seen(OFFLOADING),
+    "told.coordinator": held(
+        "unit/test_kvcached_compat.py::test_kvcached_is_told_a_release_for_one_decision",
+        "with one size of block the layouts of 0.30 give the same numbers",
+        *(OFFLOADING, EXHAUSTED),
+    ),
+    "told.allocate_slots": seen(EXHAUSTED),
+    "told.engine_core": seen(OFFLOADING),
+    "host.torch": seen(OFFLOADING),
+    "host.device_name": seen(OFFLOADING, V2),
+    "host.listener_device": seen(OFFLOADING, V2),
+    "host.sync_before_unmap": seen(OFFLOADING, HELD),
+    "host.release_barrier": seen(OFFLOADING, LATE),
+    "host.size_for_v2": seen(V2),
+    "host.layouts": seen(OFFLOADING),
+    "host.latent_caching": seen(LATENT),
+    "host.latent_write": held(
+        "long/test_latent_attention.py::test_only_the_tokens_own_places_are_written",
+        PENDING,
+        LATENT,
+    ),
+    "host.latent_decode": held(
+        "long/test_latent_attention.py::test_a_token_attends_to_its_own_context",
+        PENDING,
+        LATENT,
+    ),
+    "host.latent_gather": held(
+        "long/test_latent_attention.py::test_cached_tokens_are_gathered_from_where_each_request_begins",
+        PENDING,
+        LATENT,
+    ),
+    "host.copy_torch": seen(OFFLOADING),
+    "host.copy_blocks": seen(OFFLOADING),
+    "host.copy_platform": seen(OFFLOADING),
+    "host.copy_pinned": held(
+        f"{COPIES}test_the_shared_region_is_registered_and_deregistered_and_leaves_no_file",
+        PAGEABLE,
+        OFFLOADING,
+    ),
+    "host.copy_spec": seen(OFFLOADING),
+    "host.copy_register": held(
+        f"{COPIES}test_the_shared_region_is_registered_and_deregistered_and_leaves_no_file",
+        PAGEABLE,
+        OFFLOADING,
+    ),
+    "host.copy_register_platform": held(
+        f"{COPIES}test_the_shared_region_is_registered_and_deregistered_and_leaves_no_file",
+        PAGEABLE,
+        OFFLOADING,
+    ),
+    "host.copy_device": seen(OFFLOADING),
+    "host.simple_torch": seen(EAGER),
+    "host.simple_pinned": held(
+        f"{COPIES}test_the_simple_connectors_tier_is_registered_as_strictly",
+        PAGEABLE,
+        EAGER,
+    ),
+    "host.simple_register": seen(EAGER),
+    "host.simple_memcpy": seen(EAGER),
+    "host.simple_events": seen(EAGER),
+    "host.simple_device": held(
+        f"{COPIES}test_vllms_simple_backend_copies_there_and_back_behind_what_it_waits_for",
+        "vLLM's CPU platform selects a device as well, which does nothing: the test is of the "
+        "thread, and passes without this row",
+        EAGER,
+    ),
+    "adapted.pool_attributes": held(
+        "unit/test_kvcached_compat.py::test_the_pools_attributes_are_carried_over_where_vllm_has_them",
+        PENDING,
+        OFFLOADING,
+        "events",
+    ),
+    "adapted.request_memory": held(
+        "unit/test_kvcached_compat.py::test_weights_held_elsewhere_are_taken_off_the_budget",
+        GPU_WORKER,
+    ),
+    "adapted.profiling": held(
+        "unit/test_kvcached_compat.py::test_the_profile_runs_in_what_vllm_puts_around_it",
+        GPU_WORKER,
+    ),
+    "adapted.v1_worker": seen(OFFLOADING),
+    "adapted.v1_profiling": seen(OFFLOADING),
+    "adapted.v1_allocation": seen(OFFLOADING),
+    "elastic.config": seen("Offloading, no prefix cache"),
+    "elastic.worker_init": held(
+        "long/test_worker_setup.py::test_in_the_process_of_the_operator",
+        "a set-up that fails is refused with what failed, and nothing fails here",
+    ),
+    "elastic.socket_folder": held(
+        f"{POOL}test_a_squatted_folder_is_a_refusal_of_the_worker",
+        USERS,
+    ),
+    "elastic.socket_path": held(
+        f"{POOL}test_an_engine_reads_nothing_from_a_folder_that_others_can_enter",
+        USERS,
+    ),
+    "elastic.socket_peer": held(
+        f"{POOL}test_a_worker_reads_nothing_from_another_user",
+        USERS,
+    ),
+    "elastic.rank_memory_reply": held(
+        f"{RANKS}test_a_worker_says_what_kvcached_may_map_on_its_gpu",
+        SEVERAL_GPUS,
+    ),
+    "elastic.rank_memory": held(
+        f"{RANKS}test_the_least_of_all_ranks_counts",
+        SEVERAL_GPUS,
+    ),
+    "elastic.rank_failure": held(
+        f"{RANKS}test_a_map_that_failed_is_not_tried_again_at_once",
+        SEVERAL_GPUS,
+    ),
+    "elastic.limit": held(
+        f"{POOL}test_a_limit_above_what_the_engine_started_with_changes_nothing",
+        "nobody moves the limit here",
+    ),
+    "elastic.reservation": held(
+        f"{POOL}test_a_request_that_comes_before_block_0_waits_for_it",
+        "the first request comes after block 0 was reserved",
+    ),
+    "elastic.coordinator": held(
+        "unit/test_allocation.py::test_a_pool_that_kvcached_could_not_replace_is_a_refusal",
+        LAST_GUARD,
+        OFFLOADING,
+    ),
+    "elastic.kv_caches_v1": Row(
+        (
+            Look(
+                OFFLOADING,
+                ("adapted.v1_allocation", "offloading.check_regions"),
+                "the first makes what it refuses, and the second refuses it before",
+            ),
+        )
+    ),
+    "elastic.kv_caches_v2": held(
+        "unit/test_verify.py::test_vllms_own_views_are_checked_unless_they_are_discarded",
+        LAST_GUARD,
+    ),
+    "elastic.allocation": seen(OFFLOADING, V2),
+    "elastic.engine_core": held(
+        "unit/test_verify.py::test_an_engine_on_vllms_own_pool_does_not_start",
+        LAST_GUARD,
+        OFFLOADING,
+    ),
+    "elastic.engine_name": held(
+        "unit/test_claims.py::test_a_name_is_for_one_engine_and_its_process_is_named",
+        "one engine in a program of its own",
+        OFFLOADING,
+    ),
+    "elastic.engine_name_end": held(
+        "unit/test_claims.py::test_a_region_goes_with_its_engine",
+        "the name is given back when the process ends, and it starts no other engine",
+        OFFLOADING,
+    ),
+    "offloading.check_regions": Row(
+        (
+            Look(
+                OFFLOADING,
+                ("adapted.v1_allocation",),
+                "with that row every KV cache is kvcached's",
+            ),
+        ),
+        "unit/test_region_memory.py::test_the_regions_that_vllm_derives_are_checked",
+        LAST_GUARD,
+    ),
+    "simple.cpu_coordinator": seen(EAGER, "Simple eager, taken"),
+    "simple.native_pool": seen(EAGER),
+    "simple.register_placed": held(
+        "unit/test_simple_lifetime.py::test_a_placed_plan_is_checked_for_its_kinds_and_its_tier",
+        PENDING,
+        EAGER,
+        "Simple eager, non-contiguous",
+    ),
+    "simple.bind_gpu_block_pool": held(
+        "unit/test_simple_order.py::test_vllm_binds_its_pool_before_and_eager_mode_frees_as_it_does",
+        PENDING,
+        LAZY,
+    ),
+    "simple.free_blocks": held(
+        "unit/test_simple_eviction.py::test_kvcached_does_not_evict_in_the_call_that_frees",
+        PENDING,
+        LAZY,
+    ),
+    "simple.lazy_stores": held(
+        "unit/test_simple_eviction.py::test_above_the_cap_blocks_are_offered_first_and_evicted_when_stored",
+        PENDING,
+        LAZY,
+    ),
+    "simple.match": held(
+        "unit/test_simple_eviction.py::test_a_new_prompt_waits_for_the_copies_of_what_it_evicts",
+        PENDING,
+        LAZY,
+    ),
+    "simple.stored": held(
+        "unit/test_simple_eviction.py::test_stored_blocks_go_back_to_the_head_in_their_order",
+        PENDING,
+        LAZY,
+    ),
+    "simple.pending_work": held(
+        "unit/test_simple_lifetime.py::test_an_idle_engine_steps_while_a_copy_or_a_trim_is_to_come",
+        PENDING,
+        "simple, held copies",
+    ),
+    "simple.shutdown": seen("Simple eager, shutdown"),
+    "observing.simple_plan": held(
+        f"{TELEMETRY}test_what_the_simple_connector_plans_is_counted",
+        SERIES,
+    ),
+    "fence.install": seen(OFFLOADING, LATE, HELD),
+    "fence.build": held(
+        "unit/test_fence_hooks.py::test_a_step_names_the_blocks_that_its_copies_touch_on_the_device",
+        PENDING,
+        LATE,
+        HELD,
+    ),
+    "fence.worker_output": held(
+        "unit/test_fence_hooks.py::test_one_ranks_report_is_not_all_ranks",
+        PENDING,
+        LATE,
+        HELD,
+    ),
+    "fence.pending_work": held(
+        "unit/test_fence_hooks.py::test_the_engine_steps_as_long_as_a_page_is_held",
+        PENDING,
+        "given back",
+        HELD,
+    ),
+    "fence.release": seen(LATE, HELD),
+    "fence.step": held(
+        "unit/test_fence_hooks.py::test_a_step_releases_after_it_ran",
+        PENDING,
+        HELD,
+    ),
+    "fence.reset": held(
+        "unit/test_fence_hooks.py::"
+        "test_a_reset_steps_an_engine_that_nobody_steps_until_no_page_is_held",
+        PENDING,
+        HELD,
+    ),
+    "fence.listener": held(
+        "unit/test_fence_hooks.py::test_the_wait_for_every_copy_is_left_out_only_with_a_connector",
+        "costs time alone: the worker would wait longer than it must",
+        "given back",
+    ),
+    "standstill.schedule": held(
+        "engine/test_fence.py::test_without_the_patch_loaded_requests_wait_for_ever",
+        PENDING,
+        "standstill",
+    ),
+    "events.switch": held(
+        "unit/test_kv_events.py::test_events_stay_as_vllm_had_them",
+        PENDING,
+        "events",
+    ),
+    "events.take": held(
+        "unit/test_kv_events.py::test_events_stay_as_vllm_had_them",
+        PENDING,
+        "events",
+    ),
+    "events.remove": held(
+        "long/test_events.py::test_events_come_out_as_from_plain_vllm",
+        PENDING,
+        "events",
+    ),
+    "events.reset": held(
+        "unit/test_kv_events.py::test_a_reset_is_one_event",
+        PENDING,
+        "events",
+    ),
+    "tiers.shared_memory": held(
+        f"{CLASSES}test_a_second_engine_with_the_same_engine_id_is_refused",
+        "one engine on the machine has this name",
+        TIERS,
+    ),
+    "tiers.shared_region": held(
+        "unit/test_claims.py::test_a_region_that_another_user_made_is_not_opened",
+        USERS,
+    ),
+    "tiers.describe": held(
+        "engine/test_tier_classes.py::test_another_layout_or_other_weights_have_a_folder_of_their_own",
+        PENDING,
+        TIERS,
+    ),
+    "tiers.worker_calls": held(
+        f"{WEIGHTS}test_every_way_to_the_workers_from_outside_is_watched",
+        "nobody replaces the weights here; the engine of "
+        "`test_without_a_reset_nothing_of_the_new_weights_is_stored_as_of_the_old` does",
+    ),
+    "tiers.wake_up": held(
+        f"{WEIGHTS}test_every_way_to_the_workers_from_outside_is_watched",
+        "a CPU has no sleep mode",
+    ),
+    "tiers.reset_caches": held(
+        f"{WEIGHTS}test_a_reset_after_the_weights_were_replaced_is_as_good",
+        "nobody replaces the weights here",
+    ),
+    "tiers.file_mapper": held(
+        f"{CLASSES}test_without_the_row_layouts_and_numbers_of_ranks_share_a_folder",
+        "needs a second engine with another layout on the same disk",
+        TIERS,
+    ),
+    "tiers.store_blocks": held(
+        "engine/test_tier_classes.py::test_without_the_checksum_a_damaged_file_is_served",
+        PENDING,
+        TIERS,
+    ),
+    "tiers.load_blocks": held(
+        f"{CLASSES}test_without_the_checksum_a_damaged_file_is_served",
+        "needs a damaged file",
+        TIERS,
+    ),
+    "tiers.tier_class": held(
+        f"{CLASSES}test_a_disk_that_hangs_when_asked_for_files_is_passed_over",
+        "needs a disk that does not answer",
+        TIERS,
+    ),
+    "tiers.lookup": held(
+        f"{CLASSES}test_without_the_rows_a_disk_that_hangs_stalls_the_request",
+        "needs a disk that does not answer",
+    ),
+    "tiers.promotion": held(
+        f"{CLASSES}test_without_the_row_a_prompt_larger_than_the_cpu_tier_gets_nothing",
+        "needs a prompt larger than the CPU tier",
+    ),
+    "tiers.matched_tokens": held(
+        "unit/test_tier_rules.py::"
+        "test_no_load_starts_behind_a_request_that_waits_until_the_next_step",
+        "needs requests that wait for a tier and for each other's memory",
+    ),
+    "tiers.build": held(
+        "unit/test_tier_rules.py::"
+        "test_no_load_starts_behind_a_request_that_waits_until_the_next_step",
+        "as tiers.matched_tokens, whose record it ends",
+    ),
+    "audit.worker": held(
+        "unit/test_debug.py::test_a_load_that_brings_other_bytes",
+        PENDING,
+        "debug, corrupt",
+    ),
+    "audit.store": Row(
+        (
+            Look(
+                "debug",
+                ("fence.release",),
+                "debug mode has nothing to find while the fence is whole",
+            ),
+        ),
+        "unit/test_debug.py::test_a_block_that_changed_before_its_store_was_launched",
+        PENDING,
+    ),
+    "audit.load": held(
+        "long/test_fence_debug.py::test_debug_mode_stops_the_engine_at_a_violation",
+        PENDING,
+        "debug, corrupt",
+    ),
+    "audit.promotions": held(
+        "unit/test_debug.py::test_what_a_tier_promoted_is_accepted_and_nothing_else",
+        PENDING,
+        "tiering fs, debug",
+    ),
+    "audit.build": held(
+        "unit/test_debug.py::test_promotions_reach_the_workers_with_the_next_step",
+        PENDING,
+        "tiering fs, debug",
+    ),
+    "audit.simple": held(
+        "unit/test_debug.py::test_simple_a_load_that_brings_other_bytes",
+        PENDING,
+        "Simple eager, debug",
+    ),
+    "audit.install": Row(
+        (
+            Look(
+                "debug",
+                ("fence.release",),
+                "debug mode has nothing to find while the fence is whole",
+            ),
+        ),
+        "unit/test_debug.py::test_a_page_that_is_unmapped_under_a_transfer",
+        PENDING,
+    ),
+    "observing.engine_core": held(
+        f"{TELEMETRY}test_an_engine_goes_on_publishing",
+        SERIES,
+    ),
+    "observing.make_stats": held(
+        f"{TELEMETRY}test_what_the_connector_reports_is_counted",
+        SERIES,
+    ),
+    "observing.step": held(
+        f"{TELEMETRY}test_a_busy_engine_sends_now_and_then_and_one_at_rest_at_once",
+        SERIES,
+    ),
+    "observing.step_with_batch_queue": held(
+        f"{TELEMETRY}test_a_busy_engine_sends_now_and_then_and_one_at_rest_at_once",
+        SERIES,
+    ),
+    "observing.prometheus": held(
+        f"{TELEMETRY}test_an_api_server_without_the_series_starts_and_keeps_them_from_the_connector",
+        SERIES,
+    ),
+    "observing.prometheus_observe": held(
+        f"{TELEMETRY}test_the_connector_never_sees_our_part",
+        SERIES,
+    ),
+    "observing.log": held(
+        f"{TELEMETRY}test_only_our_part_does_not_reach_a_connector_that_is_not_there",
+        SERIES,
+    ),
+}
+
+# Rows that neither an engine nor a test has shown yet; see ``scripts/matrix without --missing``.
+OPEN = frozenset(
+    (
+        "host.device_name",
+        "host.listener_device",
+        "host.sync_before_unmap",
+        "host.release_barrier",
+        "host.size_for_v2",
+        "host.latent_caching",
+    )
+)

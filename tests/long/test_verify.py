@@ -1,0 +1,144 @@
+"""``kvpatch verify`` on the host device: a combination that the tables call not validated.
+
+It is refused, verified, and starts; a byte that is wrong is found; another flag asks again.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from harness import ROOT
+from harness.engines import plugins
+from harness.engines.runs import Device, Run
+
+FLAGS = {
+    "max-model-len": "4096",
+    "max-num-seqs": "8",
+    "block-size": "32",
+    "kv-offloading-size": "1",
+    "kv-cache-dtype": "fp8",
+}
+
+
+class Machine:
+    """A model, and an environment with a host device and a home of its own."""
+
+    def __init__(self, model: Path, environment: dict[str, str], folder: Path) -> None:
+        self.model, self.environment, self.folder = model, environment, folder
+        self.ran = 0
+
+    def command(self, **flags: str) -> list[str]:
+        """Return the command of an operator."""
+        command = [sys.executable, str(Path(sys.executable).with_name("vllm")), "serve"]
+        command += [str(self.model), "--enforce-eager"]
+        for name, value in (FLAGS | flags).items():
+            command += [f"--{name}", value]
+        return command
+
+    def kvpatch(self, *words: str, **changes: str) -> subprocess.CompletedProcess[str]:
+        """Run kvpatch's command."""
+        return subprocess.run(
+            [sys.executable, "-m", "kvpatch", *words],
+            env={**self.environment, "KVPATCH": "0", **changes},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            timeout=900,
+            check=False,
+        )
+
+    def verify(self, **changes: str) -> subprocess.CompletedProcess[str]:
+        """Verify the command."""
+        self.ran += 1
+        logs = self.folder / f"logs-{self.ran}"
+        return self.kvpatch("verify", "--logs", str(logs), "--", *self.command(), **changes)
+
+    def configure(self, **flags: str) -> str:
+        """Return what the command prints as far as its configuration, which decides."""
+        code = (
+            "import sys\nfrom vllm.engine.arg_utils import EngineArgs\n"
+            "from vllm.utils.argparse_utils import FlexibleArgumentParser as Parser\n"
+            "parser = EngineArgs.add_cli_args(Parser())\n"
+            "parsed = parser.parse_args(['--model', *sys.argv[1:]])\n"
+            "EngineArgs.from_cli_args(parsed).create_engine_config()"
+        )
+        done = subprocess.run(
+            [sys.executable, "-c", code, *self.command(**flags)[3:]],
+            env={**self.environment, "KVPATCH": "1"},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            timeout=300,
+            check=False,
+        )
+        return done.stdout
+
+
+@pytest.fixture(scope="module")
+def machine(
+    models: Callable[[str], Path], device: Device, tmp_path_factory: pytest.TempPathFactory
+) -> Machine:
+    home = tmp_path_factory.mktemp("home")
+    environment = {**os.environ, **device.environ(Run()), "XDG_DATA_HOME": str(home)}
+    environment.pop("TORCHDYNAMO_DISABLE", None)
+    return Machine(models("llama"), environment, tmp_path_factory.mktemp("verify"))
+
+
+def test_a_combination_is_refused_verified_and_starts(machine: Machine) -> None:
+    refused = machine.configure()
+    assert "[KVP310]" in refused
+    assert "kvpatch verify -- COMMAND" in refused
+
+    done = machine.verify()
+    assert done.returncode == 0, done.stdout
+    assert "lifted: KVP310" in done.stdout
+    verdict = Path(re.findall(r"^verdict: (.+)", done.stdout, re.MULTILINE)[0])
+    found = json.loads(verdict.read_text())
+    assert found["verdict"] == "right"
+    assert found["measured"]["blocks loaded"] > 0
+    assert found["measured"]["pages given back"] > 0
+
+    assert "; verified here on " in machine.configure()
+    assert "[KVP310]" in machine.configure(**{"block-size": "64"})
+    shown = machine.kvpatch("doctor").stdout
+    assert "was right on " in shown
+    assert "it lifts KVP310" in shown
+
+
+def test_a_byte_that_is_wrong_is_found_and_the_verdict_lifts_nothing(
+    machine: Machine, tmp_path: Path
+) -> None:
+    installed = plugins.install(tmp_path, "flip_loaded_bits")
+    path = os.pathsep.join([installed, machine.environment["PYTHONPATH"]])
+    done = machine.verify(PYTHONPATH=path)
+    assert done.returncode == 1, done.stdout
+    assert re.search(
+        r"WRONG    kvpatch KVPATCH_DEBUG: a load brought other bytes than were stored: "
+        r"block \d+ of page \d+, job \d+, request ",
+        done.stdout,
+    )
+    assert "[KVP310]" in machine.configure()
+
+
+def test_the_first_gpu_minute_is_known_to_work(tmp_path: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, ROOT / "scripts/gpu", "--host", "--tier-gib", "1", "--output", tmp_path],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=1500,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout[-6000:]
+    found = json.loads((tmp_path / "gpu.json").read_text())
+    assert [one["verdict"] for one in found["verdicts"]] == ["right", "right"]
+    assert {row["direction"] for row in found["rows"]} == {"store", "load"}
+    assert all(row["gb_per_second"] > 0 for row in found["rows"])

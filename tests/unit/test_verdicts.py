@@ -1,0 +1,366 @@
+"""Verdict files: for what they hold, and what they lift."""
+
+from __future__ import annotations
+
+import json
+import os
+from types import SimpleNamespace
+
+import pytest
+
+from kvpatch import rules, verdicts
+from kvpatch.cli import matrix, status
+from kvpatch.doctor import Level, verified
+from kvpatch.environ import VERDICTS, VERIFIED, VERIFY
+from kvpatch.patches.elastic_memory import lifting
+from kvpatch.refusal import CODES, VERIFIABLE, VERIFY_IT, Basis, Refusal
+from kvpatch.status import Record
+from kvpatch.telemetry import status_page
+from kvpatch.telemetry.reader import Seen, State
+from kvpatch.upstream import combination
+from kvpatch.verdicts import Verified
+from kvpatch.versions import Facts, Installed
+
+RAN = {
+    "versions": {"vllm": "0.28.0", "kvcached": "0.1.6"},
+    "code": {"kvpatch": "abc"},
+    "device": "cuda NVIDIA H100",
+    "model": {"architecture": "Llama", "shape": "def"},
+    "flags": {"cache_config.cache_dtype": "fp8"},
+}
+
+
+def content(word: str = "right", date: str = "2026-11-22", **changes: object) -> dict[str, object]:
+    return {
+        "verdict": word,
+        "date": date,
+        "command": ["vllm", "serve", "m"],
+        "lifted": ["KVP310"],
+        "combination": RAN,
+        **changes,
+    }
+
+
+def written(folder, *every: dict[str, object]) -> list[verdicts.Verdict]:
+    return [verdicts.read(verdicts.write(folder, one)) for one in every]
+
+
+def changed(part: str, name: str, value: object) -> dict[str, object]:
+    return RAN | {part: {**RAN[part], name: value}}
+
+
+def test_a_verdict_holds_for_its_combination(tmp_path):
+    known = written(tmp_path, content())
+    found = verdicts.covering(json.loads(json.dumps(RAN)), ["KVP310"], known)
+    assert found == known[0]
+    assert verdicts.covering(RAN, [], known) == known[0]
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        changed("versions", "vllm", "0.28.1"),
+        changed("versions", "kvcached", "0.1.7"),
+        changed("code", "kvpatch", "abd"),
+        changed("model", "shape", "deg"),
+        changed("flags", "cache_config.cache_dtype", "auto"),
+        changed("flags", "parallel_config.tensor_parallel_size", 2),
+        RAN | {"device": "cuda NVIDIA A100"},
+        RAN | {"device": ""},
+    ],
+)
+def test_what_changed_asks_again(tmp_path, other):
+    assert verdicts.covering(other, ["KVP310"], written(tmp_path, content())) is None
+
+
+def test_a_device_without_a_name_is_no_device(tmp_path):
+    nameless = RAN | {"device": ""}
+    known = written(tmp_path, content(combination=nameless))
+    assert verdicts.covering(nameless, [], known) is None
+
+
+def test_it_lifts_only_what_was_lifted_in_its_run(tmp_path):
+    known = written(tmp_path, content())
+    assert verdicts.covering(RAN, ["KVP310", "KVP309"], known) is None
+
+
+def test_what_is_incompatible_is_not_lifted_by_any_file(tmp_path):
+    (known,) = written(tmp_path, content(lifted=["KVP310", "KVP304", "KVP302"]))
+    assert known.lifted == {"KVP310"}
+
+
+def test_a_wrong_one_lifts_nothing_and_the_newest_counts(tmp_path):
+    (wrong,) = written(tmp_path / "a", content("wrong"))
+    (earlier,) = written(tmp_path / "b", content(date="2026-11-21"))
+    (same_day,) = written(tmp_path / "c", content())
+    (later,) = written(tmp_path / "d", content(date="2026-11-23"))
+    assert verdicts.covering(RAN, [], [wrong]) is None
+    assert verdicts.covering(RAN, [], [wrong, earlier]) is None
+    assert verdicts.covering(RAN, [], [same_day, wrong]) is None
+    assert verdicts.covering(RAN, [], [wrong, later]) == later
+
+
+@pytest.mark.parametrize(
+    "text", ["", "[]", "{}", '{"format": 2}', json.dumps({"format": 1, **content(date="today")})]
+)
+def test_a_file_that_is_no_verdict_is_not_used(tmp_path, text, caplog):
+    (tmp_path / "a.json").write_text(text)
+    here = {VERDICTS.name: str(tmp_path), "XDG_DATA_HOME": str(tmp_path / "none")}
+    assert verdicts.every(here) == []
+    assert "a.json is not used" in caplog.text
+
+
+def test_a_folder_that_the_operator_names_is_read_besides_the_users_own(tmp_path):
+    here = {VERDICTS.name: str(tmp_path / "named"), "XDG_DATA_HOME": str(tmp_path)}
+    written(tmp_path / "named", content())
+    written(tmp_path / "kvpatch/verdicts", content(date="2026-11-23"))
+    assert [one.date for one in verdicts.every(here)] == ["2026-11-22", "2026-11-23"]
+
+
+def test_before_the_configuration_is_known_the_versions_decide(tmp_path, monkeypatch):
+    installed = {
+        "vllm": [Installed.release("vllm", "0.28.0")],
+        "kvcached": [Installed.release("kvcached", "0.1.6")],
+    }
+    monkeypatch.setattr(verdicts.versions, "installed", lambda package: installed[package])
+    here = {VERDICTS.name: str(tmp_path), "XDG_DATA_HOME": str(tmp_path / "none")}
+    assert verdicts.early(here) == frozenset()
+    written(tmp_path, content())
+    assert verdicts.early(here) == {"KVP310"}
+    written(tmp_path, content("wrong"))  # over it
+    assert verdicts.early(here) == frozenset()
+    written(tmp_path, content())
+    installed["vllm"] = [Installed.release("vllm", "0.28.1")]
+    assert verdicts.early(here) == frozenset()
+    assert verdicts.early({VERIFY.name: "/run"}) == VERIFIABLE
+
+
+def test_vllms_own_processes_inherit_a_verdict(monkeypatch):
+    monkeypatch.setenv(VERIFIED.name, "")
+    verdicts.pass_on(Verified("2026-11-22", frozenset({"KVP310", "KVP107"})))
+    assert os.environ[VERIFIED.name] == "2026-11-22:KVP107,KVP310"
+    assert verdicts.inherited() is None  # not started by multiprocessing
+    monkeypatch.setattr(verdicts, "started_by_multiprocessing", lambda: True)
+    assert verdicts.inherited() == Verified("2026-11-22", frozenset({"KVP310", "KVP107"}))
+    verdicts.pass_on(None)
+    assert verdicts.inherited() is None
+    assert VERIFIED.name not in os.environ
+
+
+def test_digests_are_of_files_and_import_nothing(tmp_path, monkeypatch):
+    (tmp_path / "found").mkdir()
+    (tmp_path / "found/__init__.py").write_text("raise ImportError")
+    (tmp_path / "found/part.py").write_text("a = 1")
+    monkeypatch.syspath_prepend(tmp_path)
+    before = verdicts.digests(["found.part", "found", "found.gone", "nowhere.at_all"])
+    (tmp_path / "found/part.py").write_text("a = 2")
+    after = verdicts.digests(["found.part", "found", "found.gone", "nowhere.at_all"])
+    assert [name for name in before if before[name] != after[name]] == ["found.part"]
+    assert before["found.gone"] == before["nowhere.at_all"] == ""
+    assert before["found"]
+
+
+# What can be verified
+
+
+def test_only_what_is_not_validated_can_be_verified():
+    assert {CODES[code].basis for code in VERIFIABLE} == {Basis.NOT_VALIDATED}
+    assert {"KVP107", "KVP310", "KVP406"} <= VERIFIABLE
+    cannot = {"KVP203", "KVP302", "KVP306", "KVP319", "KVP322", "KVP325", "KVP330", "KVP331"}
+    assert not VERIFIABLE & (cannot | {"KVP341"})
+
+
+@pytest.mark.parametrize(
+    ("code", "named"), [("KVP310", True), ("KVP302", False), ("KVP404", False)]
+)
+def test_the_sentence_names_the_command_that_would_lift_it(code, named):
+    refusal = Refusal("a", "b", "c", code=code)
+    assert (VERIFY_IT in str(refusal)) is named
+    assert refusal.remedy == "c"
+
+
+# In the process that the operator started
+
+
+@pytest.fixture
+def process(tmp_path, monkeypatch):
+    """A process with a configuration that KVP310 refuses; returns what decides for it."""
+    broken = [Refusal("fp8", "b", "c", code="KVP310")]
+    monkeypatch.setattr(rules, "refusals", lambda *_: iter(broken))
+    monkeypatch.setattr(combination, "of", lambda *_: RAN)
+    monkeypatch.setattr(combination, "workers", lambda config: 2)
+    record = Record()
+    monkeypatch.setattr(lifting, "record", record)
+    monkeypatch.setenv(VERIFIED.name, "")
+    environment = {VERDICTS.name: str(tmp_path), "XDG_DATA_HOME": str(tmp_path / "none")}
+
+    def decide(vllm: str = "0.28.0", config: object = None, **more: str) -> Record:
+        facts = Facts(
+            Installed.release("vllm", vllm),
+            Installed.release("kvcached", "0.1.6"),
+            environment | more,
+        )
+        lifting.decide(config or plain(), facts)
+        return record
+
+    decide.broken = broken
+    return decide
+
+
+def plain() -> SimpleNamespace:
+    parts = {"cache_config": SimpleNamespace(), "scheduler_config": SimpleNamespace()}
+    return SimpleNamespace(kv_transfer_config=None, **parts)
+
+
+def test_without_a_verdict_nothing_is_lifted(process):
+    record = process()
+    assert record.skipped == frozenset()
+    assert "verified" not in record.line()
+
+
+def test_a_verdict_lifts_and_says_when_it_was_made(process, tmp_path):
+    written(tmp_path, content())
+    record = process()
+    assert record.skipped == {"KVP310"}
+    assert record.line().endswith("; verified here on 2026-11-22")
+    assert record.describe()["verified"] == "2026-11-22"
+    assert os.environ[VERIFIED.name] == "2026-11-22:KVP310"
+
+
+def test_the_next_engine_of_a_program_is_asked_for_again(process, tmp_path):
+    written(tmp_path, content())
+    process()
+    process.broken.append(Refusal("more", "b", "c", code="KVP309"))
+    assert process().skipped == frozenset()
+    assert VERIFIED.name not in os.environ
+
+
+def test_a_part_of_a_model_shares_the_decision(process, tmp_path):
+    """vLLM makes the configuration of its text model from that of a model that sees."""
+    written(tmp_path, content())
+    config = plain()
+    process(config=config)
+    process.broken.append(Refusal("more", "b", "c", code="KVP309"))
+    part = SimpleNamespace(**vars(config) | {"cache_config": SimpleNamespace()})
+    assert process(config=part).skipped == {"KVP310"}
+
+
+def test_a_programs_own_process_does_not_inherit_for_another_engine(process, tmp_path, monkeypatch):
+    """A program may start an engine in a process of its own, beside one that is verified."""
+    written(tmp_path, content())
+    process()
+    monkeypatch.setattr(verdicts, "started_by_multiprocessing", lambda: True)
+    lifting.record.verified = verdicts.inherited()
+    assert lifting.record.skipped == {"KVP310"}
+    process.broken.append(Refusal("more", "b", "c", code="KVP309"))
+    assert process().skipped == frozenset()
+
+
+def test_a_release_that_is_verified_for_another_configuration_is_refused(process, tmp_path):
+    other = changed("versions", "vllm", "0.27.0")
+    written(tmp_path, content(lifted=["KVP107", "KVP310"], combination=other))
+    with pytest.raises(Refusal, match=r"vllm 0\.27\.0 is not a validated release"):
+        process("0.27.0")
+
+
+def test_a_release_is_verified(process, tmp_path, monkeypatch):
+    other = changed("versions", "vllm", "0.27.0")
+    monkeypatch.setattr(combination, "of", lambda *_: other)
+    written(tmp_path, content(lifted=["KVP107", "KVP310"], combination=other))
+    assert process("0.27.0").skipped == {"KVP107", "KVP310"}
+    with pytest.raises(Refusal, match="KVP107"):  # its verdict was of a run that was allowed
+        written(tmp_path, content(lifted=["KVP310"], combination=other))
+        process("0.27.0")
+
+
+def test_a_run_writes_down_what_runs_and_what_was_lifted(process, tmp_path, monkeypatch):
+    folder = tmp_path / "run"
+    folder.mkdir()
+    monkeypatch.setenv(VERIFY.name, str(folder))
+    process.broken.append(Refusal("hisparse", "b", "c", code="KVP312"))
+    record = process("0.27.0", **{VERIFY.name: str(folder)})
+    assert record.skipped == VERIFIABLE
+    assert record.line().endswith("; runs to be verified")
+    assert json.loads((folder / "combination.json").read_text()) == {
+        "combination": RAN,
+        "workers": 2,
+        "connectors": 0,
+    }
+    assert (folder / "lifted").read_text() == "KVP107\nKVP310\n"
+    process("0.27.0", **{VERIFY.name: str(folder)})  # of a part of the model, for example
+    assert (folder / "lifted").read_text() == "KVP107\nKVP310\n"
+    assert lifting.lifts(Refusal("a", "b", "c", code="KVP406"))
+    assert not lifting.lifts(Refusal("a", "b", "c", code="KVP312"))
+    assert (folder / "lifted").read_text() == "KVP107\nKVP310\nKVP406\n"
+
+
+# What doctor and matrix show
+
+
+@pytest.fixture
+def here(tmp_path, monkeypatch):
+    """A machine with what ``RAN`` names; returns the settings that name the verdicts."""
+    monkeypatch.setattr(verified, "_version", lambda name: RAN["versions"][name])
+    monkeypatch.setattr(verdicts, "digests", lambda touched: {"kvpatch": "abc"})
+    return {VERDICTS.name: str(tmp_path), "XDG_DATA_HOME": str(tmp_path / "none")}
+
+
+def test_doctor_shows_a_verdict_that_holds(here, tmp_path):
+    written(tmp_path, content())
+    (finding,) = verified.check(here)
+    assert finding.level is Level.OK
+    assert finding.what == (
+        "vllm serve m was right on 2026-11-22, on cuda NVIDIA H100; it lifts KVP310"
+    )
+
+
+def test_doctor_shows_a_wrong_one(here, tmp_path):
+    written(tmp_path, content("wrong"))
+    (finding,) = verified.check(here)
+    assert finding.level is Level.WARNING
+    assert finding.remedy == "report it, or run kvpatch verify -- vllm serve m"
+
+
+def test_doctor_shows_what_is_stale_and_how_to_renew_it(here, tmp_path, monkeypatch):
+    written(tmp_path, content())
+    monkeypatch.setattr(verdicts, "digests", lambda touched: {"kvpatch": "abd"})
+    (finding,) = verified.check(here)
+    assert finding.level is Level.NOTE
+    assert finding.what.endswith("; it holds no more, because kvpatch has changed")
+    assert finding.remedy == "run kvpatch verify -- vllm serve m"
+    monkeypatch.setattr(verified, "_version", lambda name: "0.1.6")
+    (finding,) = verified.check(here)
+    assert finding.what.endswith("because vllm 0.28.0 is now 0.1.6")
+
+
+def test_doctor_shows_a_file_that_is_no_verdict(here, tmp_path):
+    (tmp_path / "a.json").write_text("{")
+    (finding,) = verified.check(here)
+    assert finding.level is Level.WARNING
+    assert "a.json is not used" in finding.what
+
+
+def test_doctor_shows_a_folder_that_is_not_there(here, tmp_path):
+    (finding,) = verified.check({**here, VERDICTS.name: str(tmp_path / "gone")})
+    assert finding.level is Level.WARNING
+    assert "which is no folder" in finding.what
+
+
+def test_status_shows_when_an_engine_was_verified(monkeypatch):
+    page = status_page.Page(7, "0.1.0", {"verified": "2026-11-22"})
+    assert "  verified  here on 2026-11-22" in status.block(Seen(7, State.RUNS, "", page))
+
+
+def test_the_matrix_shows_verdicts_in_a_place_of_their_own(tmp_path, monkeypatch):
+    assert matrix.verified() == ""
+    monkeypatch.setenv(VERDICTS.name, str(tmp_path))
+    written(tmp_path, content())
+    head, line = matrix.verified().strip().splitlines()
+    assert head == "verified here"
+    assert line.split("  ") == [
+        "2026-11-22",
+        "right",
+        "vLLM 0.28.0",
+        "cuda NVIDIA H100",
+        "vllm serve m",
+    ]
