@@ -15,7 +15,7 @@ from kvpatch.environ import HOST_DEVICE, HOST_DEVICE_DIR
 from kvpatch.hostdevice.acl import library
 
 sys.path.append(str(Path(__file__).parent))
-from runtime import ACL
+from acl_runtime import ACL
 
 MIB = 1 << 20
 

@@ -20,7 +20,7 @@ seen: dict[str, object] = {}
 extension = ctypes.CDLL(kvcached._C.__file__)
 seen["runtime"] = extension.kvpatch_ascend_runtime()
 maps = Path("/proc/self/maps").read_text()
-(seen["library"],) = {Path(line.split()[-1]).name for line in maps.splitlines() if "ascend" in line}
+seen["on libascendcl.so"] = any(line.endswith("/libascendcl.so") for line in maps.splitlines())
 
 acl = ctypes.CDLL("libascendcl.so")  # the one that is loaded
 

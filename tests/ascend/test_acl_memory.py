@@ -7,9 +7,9 @@ import sys
 import threading
 from pathlib import Path
 
+import acl_runtime as runtime
 import pytest
-import runtime
-from runtime import ACL, BUSY, NO_CONTEXT, OUT_OF_MEMORY, PAGE, PARAMETER, Properties, Refused
+from acl_runtime import ACL, BUSY, NO_CONTEXT, OUT_OF_MEMORY, PAGE, PARAMETER, Properties, Refused
 
 TIB, GIB = 1 << 40, 1 << 30
 
@@ -168,7 +168,7 @@ def test_an_allocation_is_charged_and_freed_once(device: ACL) -> None:
 ANOTHER = """
 import sys
 from pathlib import Path
-from runtime import ACL
+from acl_runtime import ACL
 acl = ACL(Path(sys.argv[1]))
 acl.ok("aclInit", None)
 acl.ok("aclrtSetDevice", 0)

@@ -5,9 +5,18 @@ from __future__ import annotations
 import ctypes
 import threading
 
+import acl_runtime as runtime
 import pytest
-import runtime
-from runtime import ACL, NOT_SUPPORTED, PAGE, PARAMETER, STREAM_FAILED, TO_DEVICE, TO_HOST, Refused
+from acl_runtime import (
+    ACL,
+    NOT_SUPPORTED,
+    PAGE,
+    PARAMETER,
+    STREAM_FAILED,
+    TO_DEVICE,
+    TO_HOST,
+    Refused,
+)
 
 from kvpatch.hostdevice import ledger
 
