@@ -71,13 +71,14 @@ template <typename Ranges> size_t inside(Ranges &ranges, uintptr_t at) {
   return found->first + size_of(found->second) - at;
 }
 
+template <typename Ranges> bool touched(Ranges &ranges, uintptr_t at, size_t size) {
+  auto next = ranges.lower_bound(at);
+  return (next != ranges.end() && next->first < at + size) || inside(ranges, at);
+}
+
+// Whether device memory is mapped or allocated anywhere in these bytes.
 bool touches(uintptr_t at, size_t size) {
-  for (auto next = mappings.lower_bound(at); next != mappings.end() && next->first < at + size;)
-    return true;
-  for (auto next = allocations.lower_bound(at);
-       next != allocations.end() && next->first < at + size;)
-    return true;
-  return inside(mappings, at) || inside(allocations, at);
+  return touched(mappings, at, size) || touched(allocations, at, size);
 }
 
 std::string text(uintptr_t at) {
@@ -117,10 +118,7 @@ bool on_device(const void *address, size_t size) {
 }
 
 bool on_host(const void *address, size_t size) {
-  uintptr_t at = number(address);
-  auto next = reservations.lower_bound(at);
-  return !touches(at, size) && !inside(reservations, at) &&
-         (next == reservations.end() || next->first >= at + size);
+  return !touched(reservations, number(address), size) && !touches(number(address), size);
 }
 
 bool pinned(const void *address, size_t size) { return inside(host, number(address)) >= size; }

@@ -10,6 +10,8 @@ from kvpatch.supported import VLLM_ASCEND
 
 DISTRIBUTION = "vllm-ascend"
 MARK = "kvpatch_ascend_runtime"  # a symbol of builds by kvpatch.ascend
+# Whatever is installed, an engine on an NPU is refused.
+REMEDY = "set KVPATCH=0"
 
 
 def wanted() -> bool:
@@ -40,20 +42,20 @@ def refused(ascend: str | None, vllm: str | None, built: bool) -> Refusal | None
         return Refusal(
             f"the device is an NPU, of vllm-ascend {ascend} with vLLM {vllm}",
             f"kvpatch is validated on {pairs} only",
-            f"install {pairs}, or set KVPATCH=0",
+            REMEDY,
             code="KVP601",
         )
     if not built:
         return Refusal(
             "the device is an NPU and kvcached was not built for one",
             "kvcached then has no memory to map",
-            "run python -m kvpatch.ascend install, or set KVPATCH=0",
+            REMEDY,
             code="KVP602",
         )
     return Refusal(
         "the device is an NPU",
         "memory and copies are validated on an emulated one, and an engine is not",
-        "set KVPATCH=0",
+        REMEDY,
         code="KVP603",
     )
 
