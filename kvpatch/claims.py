@@ -107,10 +107,10 @@ def release(engine: Any) -> None:
 
 def folder() -> Path:
     """Return the folder of this user's claims."""
-    return BASE / f"kvpatch-claims-{_outer_uid()}"
+    return BASE / f"kvpatch-claims-{outer_uid()}"
 
 
-def _outer_uid() -> int:
+def outer_uid() -> int:
     """Return this user's uid outside of a container's user namespace, where files have it too."""
     uid = os.geteuid()
     for line in Path("/proc/self/uid_map").read_text().splitlines():

@@ -91,6 +91,18 @@ def size(text: str) -> int:
     return number
 
 
+def pool(text: str) -> tuple[int, str]:
+    """Return the size in bytes and the name of a pool: ``64GiB``, or ``64GiB@name``.
+
+    Raises:
+        ValueError: it is none.
+    """
+    amount, at, name = text.partition("@")
+    if at and not (name.isascii() and name.isalnum() and len(name) <= 32):
+        raise ValueError("its name is not of letters and digits; use for example 64GiB@chat")
+    return size(amount), name
+
+
 def _number(text: str, units: Mapping[str, float]) -> float:
     """Return a decimal number in its unit; 0 if it is none."""
     import re  # here, because this module is imported in every process
@@ -131,6 +143,13 @@ TIER_PATIENCE = Variable(
     "10",
     seconds,
 )
+HOST_POOL = Variable(
+    "KVPATCH_HOST_POOL",
+    "size of the host memory that the CPU tiers of your engines share, for example `64GiB`; "
+    "`64GiB@name` for one of several pools",
+    "each engine has its own tier, all of it",
+    pool,
+)
 OUR_IPC_NAME = Variable("KVPATCH_IPC_NAME", "internal: set by kvpatch for child processes", "none")
 REFUSAL_FILE = Variable(
     "KVPATCH_REFUSAL_FILE", "internal: set by kvpatch for child processes", "none"
@@ -149,6 +168,7 @@ OURS = (
     DEBUG,
     VERDICTS,
     TIER_PATIENCE,
+    HOST_POOL,
     OUR_IPC_NAME,
     REFUSAL_FILE,
     VERIFY,

@@ -61,7 +61,7 @@ def _incompatible(meaning: str, reference: str) -> Code:
 # What is not validated can be verified (``kvpatch verify``) unless a run cannot judge it: copies
 # that no audit is known to see (KVP302, KVP319, KVP351), secondary tiers (KVP322, KVP330), KV cache
 # events (KVP325), sleep (KVP341), prompts other than text (KVP331), nothing to restore (KVP306), no
-# patch (KVP203), an NPU (KVP601, KVP603).
+# patch (KVP203), memory that engines share (KVP342, KVP343, KVP344), an NPU (KVP601, KVP603).
 CODES = {
     "KVP101": _setup("`KVPATCH` has an unknown value"),
     "KVP102": _setup("kvcached is switched off by one of its own variables"),
@@ -164,6 +164,13 @@ CODES = {
         "offloading with an fp8 KV cache that no setting turns off, before vLLM 0.22"
     ),
     "KVP341": _not_validated("offloading with sleep mode or the cumem allocator", False),
+    "KVP342": _not_validated("`KVPATCH_HOST_POOL` on a release", False),
+    "KVP343": _not_validated("`KVPATCH_HOST_POOL` with a CPU tier of another kind", False),
+    "KVP344": _not_validated("`KVPATCH_HOST_POOL` on a GPU", False),
+    "KVP345": _setup("`KVPATCH_HOST_POOL` has another size in running engines"),
+    "KVP346": _setup("`KVPATCH_HOST_POOL` is smaller than a chunk of the CPU tier"),
+    "KVP347": _setup("the ledger of the host pool cannot be used"),
+    "KVP348": _setup("the host pool does not fit into the memory of the machine"),
     "KVP351": _not_validated("offloading with loads within a step, from vLLM 0.33 on", False),
     "KVP352": _not_validated("a CPU tier of SimpleCPUOffloadConnector that is sized in blocks"),
     "KVP401": _incompatible(
@@ -212,6 +219,10 @@ CODES = {
     "KVP416": _setup("a file or folder of the engine belongs to, or is open to, another user"),
     "KVP417": _setup("a file of the engine cannot be made in /dev/shm"),
     "KVP418": _not_validated("a KV cache dtype that the layers of the model have by themselves"),
+    "KVP421": _incompatible(
+        "a worker did not open the CPU tier of the host pool",
+        "`test_host_pool_classes.py` in tests/engine",
+    ),
     "KVP501": _setup("no GPU, and kvcached is built for one"),
     "KVP502": _setup("the host device has no size"),
     "KVP503": _setup("the host device has another size in running processes"),

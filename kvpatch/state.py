@@ -34,3 +34,8 @@ def of(host: Any, kind: type[T]) -> T:
     """Return the object of class ``kind`` on ``host``, created without arguments if missing."""
     found = find(host, kind)
     return attach(host, kind()) if found is None else found
+
+
+def drop(host: Any, kind: type[T]) -> None:
+    """Let the object of class ``kind`` on ``host`` go; there is one."""
+    del getattr(host, ATTRIBUTE)[kind]

@@ -31,6 +31,7 @@ COMMANDS: tuple[Command, ...] = (
     Command("doctor", "kvpatch.cli.doctor", "check this environment for kvpatch"),
     Command("status", "kvpatch.cli.status", "show the memory and transfers of running engines"),
     Command("verify", "kvpatch.cli.verify", "test a command on this machine, and let it start"),
+    Command("pool", "kvpatch.cli.pool", "show the host pool, or set its limit"),
     Command("dashboard", "kvpatch.cli.dashboard", "print Grafana's dashboard, or alert rules"),
     Command("matrix", "kvpatch.cli.matrix", "show what is validated on each vLLM release"),
     Command("completion", "kvpatch.cli.completion", "print a completion script for a shell"),

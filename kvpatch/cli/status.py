@@ -182,6 +182,8 @@ def engine_lines(engine: dict[str, Any]) -> Iterator[tuple[str, str]]:
         tier = engine.get("tier")
         room = f": {tier['used_blocks']} of {tier['total_blocks']} blocks used" if tier else ""
         yield "tier", engine["connector"] + room
+    if engine.get("host_pool"):
+        yield "pool", pool_line(engine["host_pool"])
     counted = not engine.get("off")
     if counted and engine.get("connector") and "bytes" in engine and "operations" in engine:
         yield "moved", moved_line(engine)
@@ -211,6 +213,22 @@ def device_line(engine: dict[str, Any]) -> str:
         f"a page is {size(1)}; with the zero page the device is charged for "
         f"{readable(charged(engine))}"
     )
+
+
+def pool_line(pool: dict[str, Any]) -> str:
+    """Return what an engine has of its host pool, and what all engines have."""
+    line = (
+        f"{readable(pool['committed'])} committed, {readable(pool['resident'])} of it blocks, "
+        f"{readable(pool['ceiling'])} at most; {pool['engines']} engines have "
+        f"{readable(pool['pool'])} of {readable(pool['limit'])}"
+    )
+    if pool["coldest"] is not None:
+        line += f"; the coldest was used {pool['coldest']:.0f} s ago"
+    if pool["evicted"]:
+        line += f"; {pool['evicted']} blocks evicted for others"
+    if pool["broken"]:
+        line += f"; nothing more is committed: {pool['broken']}"
+    return line
 
 
 def moved_line(engine: dict[str, Any]) -> str:

@@ -28,6 +28,7 @@ def examine(settings: Mapping[str, str], try_import: bool = False) -> list[Findi
             machine,
             memory,
             packages,
+            pool,
             startup,
             verified,
         )
@@ -38,6 +39,7 @@ def examine(settings: Mapping[str, str], try_import: bool = False) -> list[Findi
     found = [
         *machine.check(settings),
         *memory.check(settings),
+        *pool.check(settings),
         *packages.check(settings),
         *startup.check(settings),
         *environment.check(settings),

@@ -154,6 +154,18 @@ FEATURE = Feature(
         ),
         seam(
             _name(
+                "copy_unregister_platform",
+                f"{_REGION}:current_platform",
+                "platform_with_streams",
+                "the CPU tier is deregistered on GPUs only",
+                "0.23",
+                "0.32",
+            ),
+            Gap("0.16", "0.23", "it is deregistered wherever the engine runs"),
+            Gap("0.32", None, "vLLM asks where it registers, see host.copy_register_platform"),
+        ),
+        seam(
+            _name(
                 "simple_torch", f"{_SIMPLE}.worker:torch", "torch_with_streams", _STREAMS, "0.19"
             ),
             _ABSENT,

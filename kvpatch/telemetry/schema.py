@@ -71,6 +71,19 @@ _ENGINE = {
         )
     ),
     "tier": _or_none(Group(used_blocks=_count, total_blocks=_count)),
+    "host_pool": _or_none(
+        Group(
+            committed=_count,
+            resident=_count,
+            ceiling=_count,
+            pool=_count,
+            limit=_count,
+            engines=_count,
+            coldest=_or_none(_number),
+            evicted=_count,
+            broken=_text,
+        )
+    ),
     "zero_page_bytes": _count,
     "elastic": _or_none(_is(bool)),
     "rates": Group(stored=_number, loaded=_number),

@@ -12,6 +12,7 @@ import time
 from collections.abc import Collection, Sequence
 from typing import Any, NamedTuple
 
+from kvpatch.environ import HOST_POOL
 from kvpatch.telemetry.counters import OUTCOMES
 
 # Added to the connector's own keys in ``SchedulerStats.kv_connector_stats``.
@@ -43,6 +44,12 @@ COUNTERS = (
         "Transfers that ended (stored, loaded), and stores that were not made: dropped because "
         "the tier had no room, skipped because the block was not worth it.",
     ),
+    Series(
+        "host_pool_evicted_blocks",
+        (),
+        "Blocks of the CPU tier that were evicted because another engine or a lower limit took "
+        "their memory.",
+    ),
     Series("fence_released_pages", (), "Pages of KV cache given back through the fence."),
     Series(
         "fence_held_pages",
@@ -67,6 +74,15 @@ GAUGES = (
         "last_step_timestamp_seconds", (), "When the engine completed a step last, in Unix time."
     ),
     Series("elastic", (), "Whether the KV cache is on kvcached's elastic memory: 1 or 0."),
+    Series(
+        "host_pool_bytes",
+        ("state",),
+        "Host memory of the pool: committed by this engine, resident blocks in it, the ceiling of "
+        "its tier, what all engines of the pool have committed (pool), and its limit.",
+    ),
+    Series(
+        "host_pool_coldest_seconds", (), "Age of the coldest extent that this engine has committed."
+    ),
 )
 HISTOGRAMS = (
     Series(
@@ -101,6 +117,7 @@ def at_start(connector: str) -> dict[str, list[list[str]]]:
         "fence_released_pages": [[]],
         "fence_held_pages": [[rule] for rule in RULES],
         "fence_hold_seconds": [[]],
+        **({"host_pool_evicted_blocks": [[]]} if HOST_POOL.read() else {}),
     }
 
 
@@ -115,6 +132,8 @@ def counters(state: dict[str, Any]) -> Values:
         found["offload_operations"] = [
             ([connector, outcome], state["operations"][outcome]) for outcome in OUTCOMES
         ]
+    if state.get("host_pool") is not None:
+        found["host_pool_evicted_blocks"] = [([], state["host_pool"]["evicted"])]
     if state["fence"] is not None:
         fence = state["fence"]
         found["fence_released_pages"] = [([], fence["released"])]
@@ -125,6 +144,7 @@ def counters(state: dict[str, Any]) -> Values:
 def gauges(state: dict[str, Any]) -> Values:
     """Return the gauges of an engine's state."""
     device, fence, tier = state["device"], state["fence"], state["tier"]
+    host_pool = state.get("host_pool")
     pages = {
         "mapped": device["mapped_pages"],
         "reserved": device["reserved_pages"],
@@ -146,6 +166,11 @@ def gauges(state: dict[str, Any]) -> Values:
     if tier is not None:
         used, total = tier["used_blocks"], tier["total_blocks"]
         found["tier_blocks"] = [(["used"], used), (["free"], total - used)]
+    if host_pool is not None:
+        names = ("committed", "resident", "ceiling", "pool", "limit")
+        found["host_pool_bytes"] = [([name], host_pool[name]) for name in names]
+        if host_pool["coldest"] is not None:
+            found["host_pool_coldest_seconds"] = [([], host_pool["coldest"])]
     return found
 
 

@@ -9,8 +9,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 from functools import cache
 from importlib import import_module
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NamedTuple
+
+from kvpatch import claims
 
 _HOMES = ("base", "spec", "worker.worker", "cpu.common", "mediums", "cpu.spec", "cpu")
 
@@ -38,6 +41,11 @@ def device_type() -> str:
     from vllm.platforms import current_platform
 
     return "cuda" if current_platform.is_cuda_alike() else str(current_platform.device_type)
+
+
+def region_path(engine_id: str) -> Path:
+    """Return the file of vLLM's ``SharedOffloadRegion``, from 0.26 on."""
+    return claims.BASE / f"vllm_offload_{engine_id}.mmap"
 
 
 def chunks_of(owner: Any, name: str = "num_{}") -> int:

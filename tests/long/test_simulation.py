@@ -54,3 +54,33 @@ def test_every_mutation_is_known(found):
 @pytest.mark.parametrize("name", MUTATIONS)
 def test_the_world_finds_what_is_broken(found, name):
     assert found[name]["seed"] is not None
+
+
+# Of worlds with a host pool.
+
+POOLED = (
+    "the pool is blind to transfers",
+    "the pool takes one report for all",
+    "the pool's limit is ignored",
+    "a reset keeps the pool's chunks",
+    "what is counted as given back is not",
+    "evicted blocks are still found",
+)
+
+
+def test_every_invariant_holds_with_a_host_pool():
+    found = simulate(seed=1000, seeds=25, go_on=True, kind="pooled")
+    assert not [one["what"] for one in found["failed"]]
+    assert found["counts"]["looks at the pool"] > 1000
+    assert found["counts"]["asked for memory"] > 10
+
+
+@pytest.fixture(scope="module")
+def found_in_pools():
+    return simulate("mutate", seeds=SEEDS, kind="pooled")
+
+
+@pytest.mark.parametrize("name", POOLED)
+def test_the_world_finds_what_is_broken_in_a_pool(found_in_pools, name):
+    assert set(found_in_pools) == set(POOLED)
+    assert found_in_pools[name]["seed"] is not None

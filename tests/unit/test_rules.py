@@ -3,21 +3,25 @@
 from __future__ import annotations
 
 import logging
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from kvpatch import patches, rules, supported
-from kvpatch.environ import TIER_PATIENCE, VLLM_KV_CACHE_LAYOUT, VLLM_USE_V2_MODEL_RUNNER
+from kvpatch.environ import HOST_POOL, TIER_PATIENCE, VLLM_KV_CACHE_LAYOUT, VLLM_USE_V2_MODEL_RUNNER
 from kvpatch.host_memory import HostMemory
 from kvpatch.patches.elastic_memory import configuration, lifting
+from kvpatch.patches.host_pool import rules as of_host_pool
 from kvpatch.patches.kvcached_compat.rules import V1_ON_LATER
 from kvpatch.patches.offloading.rules import HYBRID as HYBRID_RELEASES
 from kvpatch.patches.offloading.rules import LATENT as LATENT_RELEASES
 from kvpatch.patches.offloading.rules import MULTI
 from kvpatch.patches.secondary_tiers.rules import TIERS
 from kvpatch.patches.simple_offload.rules import SIMPLE
+from kvpatch.pool import ledger
+from kvpatch.pool.record import Limit, Owner
 from kvpatch.refusal import VERIFIABLE, VERIFY_IT, Refusal
 from kvpatch.rules import Rule
 from kvpatch.status import Record
@@ -144,6 +148,12 @@ def tier(size: float, **free: int | None) -> dict[str, Any]:
         "kv_transfer_config__kv_connector_extra_config": {"cpu_bytes_to_use": size * GIB},
         "machine__memory": ROOMY._replace(**given),
     }
+
+
+def pooled(size: str = "64GiB", **machine: Any) -> dict[str, Any]:
+    """A machine with a host pool."""
+    given = {"machine__vllm": "0.28.0", "machine__device": "cpu"} | machine
+    return given | {"machine__environment": {HOST_POOL.name: f"{size}@rules"}}
 
 
 V2_OF_33 = {"machine__vllm": "0.33.0", "use_v2_model_runner": True}
@@ -444,6 +454,37 @@ CASES: dict[str, tuple[list[dict[str, Any]], str]] = {
         "the KV connector SimpleCPUOffloadConnector is configured, because its block copies are "
         "not validated on this device; use OffloadingConnector, or set KVPATCH=0.",
     ),
+    "KVP342": (
+        [pooled(machine__vllm="0.26.0"), pooled() | V2_OF_33],
+        "KVPATCH_HOST_POOL is set on this release, because the host pool is validated on vLLM "
+        f"{in_words(of_host_pool.RELEASES)} only; unset KVPATCH_HOST_POOL, or set KVPATCH=0.",
+    ),
+    "KVP343": (
+        [
+            pooled() | simple(),
+            pooled() | tiers("fs"),
+            pooled(machine__vllm="0.28.0") | multi("OffloadingConnector"),
+        ],
+        "KVPATCH_HOST_POOL is set for a CPU tier that is not OffloadingConnector's own, because "
+        "the host pool is validated with OffloadingConnector alone, without secondary tiers; unset "
+        "KVPATCH_HOST_POOL, or use --kv-offloading-size without secondary tiers, or set KVPATCH=0.",
+    ),
+    "KVP344": (
+        [pooled(machine__device="cuda")],
+        "KVPATCH_HOST_POOL is set on a GPU, because giving memory back while an engine runs is "
+        "not validated on one; unset KVPATCH_HOST_POOL, or set KVPATCH=0.",
+    ),
+    "KVP348": (
+        [
+            pooled() | tier(64, shm=32),
+            pooled("100GiB") | tier(64, container=32),
+            pooled() | tier(80, available=20, container=None, swap=12),
+        ],
+        "an engine may take 64.0 GiB of the host pool, and /dev/shm and the memory of this machine "
+        "and its container have 32.0 GiB for it, because the kernel would refuse it, or end a "
+        "process for it; set a smaller KVPATCH_HOST_POOL or --kv-offloading-size, or set "
+        "KVPATCH=0.",
+    ),
     "KVP325": (
         [
             {
@@ -583,6 +624,28 @@ def test_without_a_connector_only_what_kvcached_cannot_run_matters(code, changes
 )
 def test_what_is_validated_passes(changes):
     assert check(config(**changes)) is None
+
+
+def test_a_pool_takes_no_more_than_it_has_and_needs_no_more_than_the_tier(monkeypatch):
+    assert check(config(**pooled("16GiB") | tier(64, shm=16))) is None
+    assert check(config(**pooled("64GiB") | tier(16, shm=16))) is None
+    # What others have of the pool, they give back.
+    owner = Owner(20 * GIB, 0, 0, 0, 0.0, 0.0, 0, "")
+    shown = Limit(64 * GIB, 64 * GIB), [ledger.Peer(Path("one"), owner, False)]
+    monkeypatch.setattr(ledger, "show", lambda home: shown)
+    assert check(config(**pooled() | tier(64, shm=44))) is None
+    assert check(config(**pooled() | tier(64, shm=43))).code == "KVP348"
+
+    def unreadable(home):
+        raise ledger.Busy
+
+    monkeypatch.setattr(ledger, "show", unreadable)
+    assert check(config(**pooled() | tier(64, shm=44))).code == "KVP348"
+    assert check(config(**pooled() | tier(64, shm=64))) is None
+
+
+def test_without_a_connector_a_pool_is_nothing():
+    assert check(config(connector=False, **pooled(machine__vllm="0.26.0"))) is None
 
 
 def test_the_allocator_of_sleep_mode_can_sleep_without_it():

@@ -9,7 +9,7 @@ import pytest
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
 from kvpatch import state
-from kvpatch.environ import KVCACHED_CONTIGUOUS, STATUS_DIR
+from kvpatch.environ import HOST_POOL, KVCACHED_CONTIGUOUS, STATUS_DIR
 from kvpatch.patch import Outcome
 from kvpatch.patches.fence.fence import Fence
 from kvpatch.patches.metrics import hooks, snapshot
@@ -72,7 +72,7 @@ def described(**changes):
     } | changes
 
 
-def test_what_is_counted_is_zero_from_the_start():
+def test_what_is_counted_is_zero_from_the_start(monkeypatch: pytest.MonkeyPatch) -> None:
     """Only the info gauge existed before the first request: absent() fired at each roll-out."""
     server = Server()
     connector = "OffloadingConnector"
@@ -84,6 +84,8 @@ def test_what_is_counted_is_zero_from_the_start():
     assert [server.value("fence_held_pages_total", rule=rule) for rule in series.RULES] == [0, 0]
     assert server.value("fence_hold_seconds_count") == 0
     every = {one.name for one in (*series.COUNTERS, *series.HISTOGRAMS)}
+    assert set(series.at_start(connector)) == every - {"host_pool_evicted_blocks"}
+    monkeypatch.setenv(HOST_POOL.name, "1GiB")
     assert set(series.at_start(connector)) == every
 
 

@@ -19,12 +19,13 @@ import pytest
 from prometheus_client import multiprocess
 
 from kvpatch import cli, state
+from kvpatch.cli import status
 from kvpatch.environ import STATUS_DIR
 from kvpatch.patches.fence.fence import Counters
 from kvpatch.patches.fence.hooks import Fenced
 from kvpatch.patches.metrics import hooks, snapshot
 from kvpatch.patches.simple_offload.metrics import around_plan
-from kvpatch.telemetry import publisher, reader, refusals, series
+from kvpatch.telemetry import publisher, reader, refusals, schema, series
 from kvpatch.telemetry import status_page as page
 from kvpatch.telemetry.counters import Totals
 from kvpatch.telemetry.prometheus import Classes, Metrics
@@ -84,12 +85,26 @@ def engine_state(**changes):
         },
         "zero_page_bytes": 2 << 20,
         "tier": {"used_blocks": 10, "total_blocks": 100},
+        "host_pool": None,
         "connector": "OffloadingConnector",
         "bytes": {"stored": 1 << 20, "loaded": 1 << 19},
         "operations": {"stored": 4, "loaded": 2, "dropped": 0, "skipped": 0},
         "hits": {"device": 64, "tier": 32},
         "queries": {"device": 128, "tier": 64},
     } | changes
+
+
+POOL = {
+    "committed": 3 << 30,
+    "resident": 2 << 30,
+    "ceiling": 48 << 30,
+    "pool": 40 << 30,
+    "limit": 64 << 30,
+    "engines": 2,
+    "coldest": 12.4,
+    "evicted": 0,
+    "broken": "",
+}
 
 
 def publish_as(pid: int, **changes) -> Path:
@@ -610,9 +625,30 @@ def test_nothing_is_sent_when_nothing_changed(monkeypatch):
     assert sender.message(engine_state()) is None
 
 
+def test_a_host_pool_is_shown():
+    lines = dict(status.engine_lines(engine_state(host_pool=POOL)))
+    assert lines["pool"] == (
+        "3.0 GiB committed, 2.0 GiB of it blocks, 48.0 GiB at most; 2 engines have 40.0 GiB of "
+        "64.0 GiB; the coldest was used 12 s ago"
+    )
+    more = POOL | {"coldest": None, "evicted": 7, "broken": "a worker did not answer"}
+    assert status.pool_line(more).endswith(
+        "of 64.0 GiB; 7 blocks evicted for others; nothing more is committed: a worker did not "
+        "answer"
+    )
+    page_of = {"written": 1.0, "started": 1, "engine": engine_state(host_pool=more)}
+    assert schema.checked(page_of) == page_of
+    with pytest.raises(ValueError, match="host_pool"):
+        schema.checked(page_of | {"engine": {"host_pool": {"committed": 1}}})
+    gauges = series.gauges(engine_state(host_pool=POOL))
+    found = {labels[0]: value for labels, value in gauges["host_pool_bytes"]}
+    assert found == {name: POOL[name] for name in found}
+    assert gauges["host_pool_coldest_seconds"] == [([], 12.4)]
+
+
 def test_what_is_sent_is_a_series_of_the_table():
     """A message of a name that no server registered would stop the server."""
-    message = series.Sender().message(engine_state(elastic=True), [0.5])
+    message = series.Sender().message(engine_state(elastic=True, host_pool=POOL), [0.5])
     kinds = ("counters", series.COUNTERS), ("gauges", series.GAUGES)
     for kind, table in (*kinds, ("histograms", series.HISTOGRAMS)):
         labels = {one.name: len(one.labels) for one in table}

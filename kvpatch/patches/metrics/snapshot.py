@@ -12,10 +12,12 @@ from collections.abc import Callable
 from dataclasses import asdict
 from typing import Any
 
+from kvpatch import state
 from kvpatch.environ import KVCACHED_IPC_NAME
 from kvpatch.patches.fence.hooks import fence_of
 from kvpatch.status import record
 from kvpatch.telemetry.counters import OUTCOMES, Totals
+from kvpatch.telemetry.host_pool import HostPool
 from kvpatch.upstream import connectors, kvcached_api
 from kvpatch.upstream.vllm_api import chunks_of
 
@@ -37,6 +39,7 @@ def engine(core: Any, totals: Totals) -> dict[str, Any]:
         "elastic": record.elastic,
         "fence": fence(core),
         "tier": tier(core),
+        "host_pool": host_pool(core),
         "connector": totals.connector,
         "bytes": {outcome: totals.moved_bytes[outcome] for outcome in ("stored", "loaded")},
         "operations": {outcome: totals.operations[outcome] for outcome in OUTCOMES},
@@ -50,9 +53,9 @@ def paused(core: Any) -> bool:
 
     vLLM 0.16 has a flag on the engine; later ones have a state on the scheduler.
     """
-    state = getattr(core.scheduler, "_pause_state", None)
-    if state is not None:
-        return bool(state.name != "UNPAUSED")
+    pause = getattr(core.scheduler, "_pause_state", None)
+    if pause is not None:
+        return bool(pause.name != "UNPAUSED")
     return bool(getattr(core, "_scheduler_paused", False))
 
 
@@ -63,12 +66,12 @@ def device(core: Any) -> dict[str, int]:
     and total is the most that may be mapped. Source: ``PageAllocator::get_page_state``.
     """
     manager = kvcached_api.manager_of(core)
-    state = manager.page_allocator.get_page_state()
+    pages = manager.page_allocator.get_page_state()
     return {
         "page_bytes": manager.page_size * manager.num_layers * manager.num_kv_buffers,
-        "mapped_pages": int(state["inuse_pages"]),
-        "reserved_pages": int(state["reserved_pages"]),
-        "total_pages": int(state["total_pages"]),
+        "mapped_pages": int(pages["inuse_pages"]),
+        "reserved_pages": int(pages["reserved_pages"]),
+        "total_pages": int(pages["total_pages"]),
     }
 
 
@@ -117,6 +120,12 @@ TIERS: dict[str, Callable[[Any], dict[str, int]]] = {
     "OffloadingConnector": _offloading_tier,
     "SimpleCPUOffloadConnector": _simple_tier,
 }
+
+
+def host_pool(core: Any) -> dict[str, Any] | None:
+    """Return the engine's part in a host pool; None without one."""
+    part = state.find(core, HostPool)
+    return None if part is None else part.describe()
 
 
 def tier(core: Any) -> dict[str, int] | None:

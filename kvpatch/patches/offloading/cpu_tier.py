@@ -18,6 +18,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any, NamedTuple
 
+from kvpatch.environ import HOST_POOL
 from kvpatch.supported import release_of
 from kvpatch.upstream import connectors
 from kvpatch.versions import Facts, Installed, Span
@@ -104,6 +105,8 @@ def _simple(extra: dict[str, Any], ranks: int, facts: Facts) -> CpuTier:
 
 def _offloading(extra: dict[str, Any], ranks: int, facts: Facts) -> CpuTier:
     asked = int(extra.get("cpu_bytes_to_use") or 0)
+    if HOST_POOL.read(facts.environment):  # has a rule of its own
+        return CpuTier(asked, 0, False, 0, False)
     shared = extra.get("spec_name") in _TIERING or is_shared(facts.vllm, facts.device)
     if shared:
         whole = facts.device == "cuda" and release_of(facts.vllm) not in IN_PARTS

@@ -11,6 +11,7 @@ from kvpatch import claims, private
 from kvpatch.patch import argument
 from kvpatch.refusal import Refusal
 from kvpatch.upstream import connectors
+from kvpatch.upstream.vllm_api import region_path
 
 _OTHERS = "another user could read and change the KV of this engine's requests"
 _OTHER_ID = "give this engine another engine_id in kv_transfer_config"
@@ -18,7 +19,7 @@ _OTHER_ID = "give this engine another engine_id in kv_transfer_config"
 
 def path_of(engine_id: str) -> Path:
     """Return the file of vLLM's ``SharedOffloadRegion``."""
-    return claims.BASE / f"vllm_offload_{engine_id}.mmap"
+    return region_path(engine_id)
 
 
 def around_engine_core(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:

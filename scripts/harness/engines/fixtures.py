@@ -8,7 +8,7 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from hashlib import sha256
 from pathlib import Path
 from typing import Any
@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 
 from harness.engines import process
+from harness.engines.pools import Pooled
 from harness.engines.runs import (
     ALL,
     Device,
@@ -130,3 +131,17 @@ def serve(
         return run_driver(job, device.environ(wanted), folder, vllm=wanted.vllm)
 
     return run
+
+
+@pytest.fixture
+def start_in_pool(device: Device, tmp_path: Path) -> Iterator[Callable[..., Pooled]]:
+    """Start an engine of a run whose CPU tier is in a host pool; one that is left is killed."""
+    started: list[Pooled] = []
+
+    def start(run: Run, **engine: Any) -> Pooled:
+        started.append(Pooled(device, tmp_path / f"engine{len(started)}", run, **engine))
+        return started[-1]
+
+    yield start
+    for one in started:
+        one.kill()

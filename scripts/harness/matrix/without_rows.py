@@ -45,6 +45,7 @@ SEVERAL_GPUS = "needs several GPUs, of which one is full"
 GPU_WORKER = "a CPU's worker does not run it"
 SERIES = "changes no answer and no memory: what is counted is not shown"
 LAST_GUARD = "a guard behind others: nothing here gets past those"
+POOL_OFF = "no load here asks for a host pool; the tests have all rows of it or none"
 PENDING = "engines without it are still to be run"
 PAGEABLE = "memory that is not registered is copied all the same"
 
@@ -466,6 +467,36 @@ ROWS: dict[str, Row] = {
         f"{TELEMETRY}test_only_our_part_does_not_reach_a_connector_that_is_not_there",
         SERIES,
     ),
+}
+
+# Rows of the host pool are on only where one is asked for, and hang together.
+_POOL_TESTS = {
+    "classes.py::test_after_a_reset_the_memory_is_back_but_for_one_extent": ("reset_tier", "free"),
+    "classes.py::test_a_tier_begins_with_nothing_and_without_a_name": (
+        *("region", "populate", "pin", "free_count"),
+    ),
+    "classes.py::test_vllms_workers_copy_into_extents_and_out_of_them": ("cleanup",),
+    "classes.py::test_what_is_stored_is_loaded_and_evicted_by_vllms_policy": (
+        *("allocate", "prepare_store"),
+    ),
+    "classes.py::test_the_coldest_blocks_go_for_another_engine_and_routers_hear_of_it": (
+        *("events", "touch"),
+    ),
+    "classes.py::test_blocks_in_transfers_stay_until_they_end": (
+        *("prepare_load", "complete_load", "complete_store"),
+    ),
+    ".py::test_an_idle_engine_makes_room_and_a_killed_one_leaves_it": ("engine_core", "shutdown"),
+    ".py::test_memory_is_committed_on_use_and_given_back": (
+        *("reset", "schedule", "build", "worker_output", "pending_work"),
+    ),
+}
+ROWS |= {
+    f"pool.{name}": held(
+        f"engine/test_host_pool{'_' if test[0] != '.' else ''}{test}",
+        POOL_OFF,
+    )
+    for test, names in _POOL_TESTS.items()
+    for name in names
 }
 
 # Rows that neither an engine nor a test has shown yet; see ``scripts/matrix without --missing``.

@@ -38,6 +38,9 @@ EQUIVALENT: dict[str, dict[str, str]] = {
             "without pages no block is gone; the test only saves the search"
         ),
     },
+    f"{FEATURES}/elastic_memory/reservation.py": {
+        "around_wait: 0.01 -> (0.01 + 1)": "a number of seconds that was chosen",
+    },
     f"{FEATURES}/elastic_memory/ranks.py": {
         "module: 1.0 -> (1.0 + 1)": "a number of seconds that was chosen; the tests use its name",
         "Ranks: 0 -> (0 + 1)": "the ranks are asked before it is used for the first time",

@@ -8,6 +8,7 @@ python -m harness.simulate --minutes 10 --report docs/results/simulation.json
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 import tempfile
 from collections import Counter
@@ -18,13 +19,19 @@ from typing import Any
 from harness import console, processes, provenance
 from harness.model_cache import kept_model
 from harness.simulate.invariants import INVARIANTS
+from kvpatch.environ import HOST_POOL
 
 STEPS = 200
 MUTATION_SEEDS = 60  # within which a mutation is found; most are in the first few
 
 
-def environment(folder: Path) -> dict[str, str]:
-    """Return the environment of a process with kvpatch in force and nothing that runs by itself."""
+def environment(folder: Path, kind: str | None = None) -> dict[str, str]:
+    """Return the environment of a process with kvpatch in force and nothing that runs by itself.
+
+    Args:
+        folder: of the host device.
+        kind: of its worlds; those with a host pool are in a process of their own.
+    """
     return processes.on_host_device(
         folder,
         KVPATCH="1",
@@ -39,6 +46,7 @@ def environment(folder: Path) -> dict[str, str]:
         PYTHONHASHSEED="0",
         PYTHONFAULTHANDLER="1",  # kill -ABRT tells where a seed hangs
         **processes.ONE_THREAD,
+        **({HOST_POOL.name: f"1MiB@simulated{os.getpid()}"} if kind == "pooled" else {}),
     )
 
 
@@ -53,7 +61,7 @@ def simulate(function: str = "run", **job: Any) -> dict[str, Any]:
             f"harness.simulate.inside:{function}",
             defaults | job | {"folder": name},
             folder,
-            environment(folder),
+            environment(folder, job.get("kind")),
             follow="simulate ",
             wait_for_threads=False,
         )
@@ -66,7 +74,7 @@ def main() -> int:
     parser.add_argument("--seeds", type=int, help="how many")
     parser.add_argument("--steps", type=int, default=STEPS, help="operations of a world")
     parser.add_argument("--minutes", type=float, help="as many seeds as this takes")
-    parser.add_argument("--kind", help="of the connector: offloading, tiers, eager or lazy")
+    parser.add_argument("--kind", help="offloading, tiers, eager, lazy or pooled")
     parser.add_argument("--go-on", action="store_true", help="after a seed that fails")
     parser.add_argument("--report", type=Path, help="write the figures there, as JSON")
     parser.add_argument("--explore", action="store_true", help="hypothesis chooses and shrinks")

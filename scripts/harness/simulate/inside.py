@@ -48,18 +48,19 @@ def run(job: dict[str, Any]) -> dict[str, Any]:
 def mutate(job: dict[str, Any]) -> dict[str, Any]:
     """Break one component at a time, and play seeds until the world has found each."""
     worlds.install()
-    from harness.simulate.mutations import MUTATIONS
+    from harness.simulate import mutations
 
+    known = mutations.POOLED_MUTATIONS if job["kind"] == "pooled" else mutations.MUTATIONS
     begun, limit = time.monotonic(), job.get("seconds")
-    names = job.get("mutations") or list(MUTATIONS)
+    names = job.get("mutations") or list(known)
     found: dict[str, Any] = {
-        name: {"component": MUTATIONS[name].component, "seed": None, "steps": 0} for name in names
+        name: {"component": known[name].component, "seed": None, "steps": 0} for name in names
     }
     for seed in range(job["seed"], job["seed"] + job["seeds"]):
         for name in [name for name in names if found[name]["seed"] is None]:
             if limit and time.monotonic() - begun > limit:
                 return found
-            mutation = MUTATIONS[name]
+            mutation = known[name]
             kind = mutation.kinds[seed % len(mutation.kinds)]
             with mutation.force():
                 played = play(seed, job["steps"], job["model"], Path(job["folder"]), kind)

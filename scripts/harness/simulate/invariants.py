@@ -13,6 +13,8 @@ INVARIANTS = {
     "fence": "pages that the fence holds come back, also when the engine is idle",
     "once": "a report that is repeated changes nothing",
     "rollback": "a plan of patches that fails is undone wholly",
+    "pool": "host memory is committed, counted and registered alike, within the limit, and no copy "
+    "touches what was given back",
     "alive": "the engine raises nothing",
 }
 

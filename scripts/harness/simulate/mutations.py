@@ -21,10 +21,14 @@ from kvpatch.patch import Transaction
 from kvpatch.patches import deadlock
 from kvpatch.patches.fence import hooks
 from kvpatch.patches.fence.fence import Fence
+from kvpatch.patches.host_pool import engine as pool_engine
 from kvpatch.patches.secondary_tiers import block_files
 from kvpatch.patches.secondary_tiers.timeout import Unanswered
 from kvpatch.patches.simple_offload import lifetime
 from kvpatch.patches.simple_offload.eviction import EvictableBlocks
+from kvpatch.pool.extents import Extents
+from kvpatch.pool.ledger import Member
+from kvpatch.pool.memory import Memory
 
 
 @dataclass(frozen=True)
@@ -92,6 +96,21 @@ def _next_chunk(places: Any) -> Any:
         )
 
     return shifted
+
+
+def _takes_anyway(take: Any) -> Any:
+    def taking(member: Any, size: int) -> bool:
+        if not take(member, size):
+            member._owner = member._owner._replace(committed=member.committed + size)
+        return True
+
+    return taking
+
+
+def _frees_only(manager: Any, extents: Extents, index: int) -> int:
+    for chunk in list(extents.open[index].held):
+        extents.release(chunk)
+    return 0
 
 
 OFFLOADING = ("offloading", "tiers")
@@ -164,5 +183,30 @@ MUTATIONS = {
     ),
     "an idle engine leaves its copies": Mutation(
         "simple connector", lifetime, "waits_for_copies", _answers(False), SIMPLE
+    ),
+}
+# Of worlds with a host pool, which are in a process of their own.
+POOLED_MUTATIONS = {
+    "the pool is blind to transfers": Mutation(
+        "host pool", Extents, "begin", lambda begin: lambda *args: None, ("pooled",)
+    ),
+    "the pool takes one report for all": Mutation(
+        "host pool",
+        Extents,
+        "report",
+        lambda report: lambda self, job, workers: report(self, job, 99),
+        ("pooled",),
+    ),
+    "the pool's limit is ignored": Mutation(
+        "host pool", Member, "take", _takes_anyway, ("pooled",)
+    ),
+    "a reset keeps the pool's chunks": Mutation(
+        "host pool", Extents, "reset", lambda reset: lambda self: None, ("pooled",)
+    ),
+    "what is counted as given back is not": Mutation(
+        "host pool", Memory, "punch", lambda punch: lambda *args: None, ("pooled",)
+    ),
+    "evicted blocks are still found": Mutation(
+        "host pool", pool_engine, "evict", lambda evict: _frees_only, ("pooled",)
     ),
 }

@@ -10,9 +10,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from harness.simulate import disks
+from harness.simulate import disks, pools
 from harness.simulate.invariants import Violation
-from harness.simulate.world import Mode, World
+from harness.simulate.world import POOLED, Mode, World
 
 Do = Callable[[World, int], None]
 
@@ -111,6 +111,11 @@ def _clock(world: World, number: int) -> None:
     world.wall += (-3600.0, -1.0, 3600.0)[number // 3 % 3]
 
 
+def _pool(world: World) -> pools.Pool:
+    assert world.host_pool is not None
+    return world.host_pool
+
+
 def _exhaust(world: World, number: int) -> None:
     world.exhausts = (0.0, 0.0, 0.2)[number % 3]
 
@@ -141,9 +146,14 @@ OPERATIONS: dict[str, Operation] = {
     "the clock steps": Operation(1, 9, _clock),
     "a plan fails": Operation(0.2, 1, lambda w, n: w.fail_plan()),
 }
+# Of worlds with a host pool, besides.
+POOL_OPERATIONS: dict[str, Operation] = {
+    "the keeper looks": Operation(4, 3, lambda w, n: _pool(w).look(n + 1)),
+    "the pool's limit moves": Operation(1.5, 7, lambda w, n: _pool(w).set_limit(n)),
+    "a neighbour of the pool moves": Operation(3, 6, lambda w, n: _pool(w).neighbour_moves(n)),
+}
 LIMIT = 40  # seconds of the processor for a world; most need 2
-NAMES = tuple(OPERATIONS)
-WEIGHTS = tuple(operation.weight for operation in OPERATIONS.values())
+EVERY = OPERATIONS | POOL_OPERATIONS
 
 
 @dataclass
@@ -186,6 +196,8 @@ def play(seed: int, operations: int, model: str, folder: Path, kind: str | None 
     """
     played = Played(seed, Mode.of(seed, kind))
     source = random.Random(f"play {seed}")
+    known = EVERY if played.mode.kind == POOLED else OPERATIONS
+    weights = [operation.weight for operation in known.values()]
     world = None
     # The engine's own loops, too, have to end: seconds of the processor, not of the clock.
     signal.signal(signal.SIGVTALRM, _too_long)
@@ -193,8 +205,8 @@ def play(seed: int, operations: int, model: str, folder: Path, kind: str | None 
     try:
         world = World(seed, played.mode, model, folder)
         for _ in range(operations):
-            name = source.choices(NAMES, WEIGHTS)[0]
-            number = source.randrange(OPERATIONS[name].top)
+            name = source.choices(list(known), weights)[0]
+            number = source.randrange(known[name].top)
             played.log.append(f"{name} ({number})")
             played.operations += 1
             perform(world, name, number)
@@ -222,7 +234,7 @@ def perform(world: World, name: str, number: int) -> None:
     """
     try:
         if name:
-            OPERATIONS[name].do(world, number)
+            EVERY[name].do(world, number)
             world.check()
         else:
             world.finish()

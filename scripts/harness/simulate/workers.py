@@ -176,7 +176,10 @@ class Worker:
         """Let a copy touch its memory."""
         tier, rank = self.world.tier, self.rank
         for block, chunk in copy.pairs:
-            self.world.touch(block, f"the {'load' if copy.load else 'store'} {copy.job}")
+            who = f"the {'load' if copy.load else 'store'} {copy.job}"
+            self.world.touch(block, who)
+            if self.world.host_pool is not None:
+                self.world.host_pool.touch(chunk, rank, who)
             if copy.load:
                 if self.world.is_mapped(block):
                     self.memory[block] = tier.read(chunk, rank)

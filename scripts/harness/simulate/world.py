@@ -6,7 +6,7 @@ import os
 import random
 import shutil
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from concurrent.futures import Future
 from contextlib import suppress
 from copy import copy
@@ -30,10 +30,11 @@ from vllm.v1.simple_kv_offload import worker as simple_worker
 from harness import connectors
 from harness.engines.inside import after, referenced
 from harness.engines.scheduling import allow_async_scheduling
-from harness.simulate import disks
+from harness.simulate import disks, pools
 from harness.simulate.invariants import Violation
 from harness.simulate.story import BLOCK, TOKENS, Story, tell
 from harness.simulate.workers import BLANK, NO_STREAMS, SCRATCH, Worker
+from kvpatch.environ import HOST_POOL
 from kvpatch.patches.fence.hooks import fence_of
 
 BLOCK_BYTES = 4096  # of one rank; the tier's files are of whole pages
@@ -44,6 +45,7 @@ LARGEST = LONGEST // TOKENS  # blocks of a request
 OUTPUT = 20  # tokens that are generated at most
 PATIENCE = 10.0  # seconds that a disk may take
 KINDS = ("offloading", "tiers", "eager", "lazy")
+POOLED = "pooled"  # as offloading, with the tier in a host pool; in a process of its own
 
 
 @dataclass(frozen=True)
@@ -51,7 +53,7 @@ class Mode:
     """How an engine runs.
 
     Attributes:
-        kind: the connector and its tiers, one of ``KINDS``.
+        kind: the connector and its tiers, one of ``KINDS``, or ``POOLED``.
         asynchronous: one step is scheduled ahead of the one that runs.
         workers: ranks, each with a part of every block.
         pages: of the device.
@@ -103,6 +105,11 @@ class Tier:
             begin = chunk * self._row + rank * BLOCK
             self._view[begin : begin + BLOCK] = data
 
+    def forget(self, chunks: Iterable[int], rank: int) -> None:
+        """Lose a rank's part of chunks, which were given back."""
+        for chunk in chunks:
+            self._blocks.pop((chunk, rank), None)
+
     def close(self) -> None:
         """Let go of the memory, which is unmapped with the engine."""
         if self._view is not None:
@@ -138,6 +145,8 @@ class Simulated(Executor):  # type: ignore[misc]
             return [True] * world.mode.workers
         if name == "initialize_from_config":
             world.cache_configs = args[0]
+            if world.host_pool is not None:
+                world.host_pool.connect()
         if name == "compile_or_warm_up_model":
             return []
         answer = {
@@ -188,6 +197,8 @@ def install() -> None:
     simple_worker.torch = NO_STREAMS
     allow_async_scheduling()
     disks.install()
+    if HOST_POOL.read():
+        pools.install(lambda: World.current.clock)
 
 
 class World:
@@ -224,6 +235,8 @@ class World:
         shutil.rmtree(self.root, ignore_errors=True)
         self.workers = [Worker(self, rank) for rank in range(mode.workers)]
         self.aggregator: Any = None
+        row = BLOCK_BYTES * mode.workers
+        self.host_pool = pools.Pool(self, row) if mode.kind == POOLED else None
         self.engine = self._engine(model)
         self.scheduler = self.engine.scheduler
         self.pool = self.scheduler.kv_cache_manager.block_pool
@@ -243,6 +256,8 @@ class World:
         self.fence = fence_of(self.engine)
         self.retired_reports: list[int] = []
         self._watch_reports()
+        if self.host_pool is not None:
+            self.host_pool.begin()
         source = random.Random(f"prompts {seed}")
         self.pool.max_cached_blocks = source.choice((0, 3, 8, -1))
         self.prompts = list(self._prompts(source))
@@ -253,6 +268,7 @@ class World:
         disk = {"type": "fs", "root_dir": str(self.root)}
         connector = {
             "offloading": connectors.offloading(size, offload_prompt_only=False),
+            POOLED: connectors.offloading(size, offload_prompt_only=False),
             "tiers": connectors.tiering(size, [disk], offload_prompt_only=False),
             "eager": connectors.simple(size, lazy=False),
             "lazy": connectors.simple(size, lazy=True),
@@ -433,6 +449,8 @@ class World:
         """Step the engine if its own loop would, and check everything."""
         self.clock += 0.05
         self.wall += 0.05
+        if self.host_pool is not None and self.random.random() < 0.5:
+            self.host_pool.look()
         if not self.has_work:
             self.counts["idle"] += 1
             self.disk.work(1)
@@ -578,6 +596,8 @@ class World:
             worker.look_again()
         self.exhausts = 0.0
         disks.FAULTY.fault = None
+        if memory and self.host_pool is not None:
+            self.host_pool.set_limit(100)
         if memory:
             self.disk.hangs = False
             self.neighbour = 0
@@ -668,6 +688,8 @@ class World:
         }
         if planner is not None:
             tier = getattr(planner.manager, "primary_tier", planner.manager)
+            if self.host_pool is not None:
+                found |= self.host_pool.left()
             found |= {
                 "transfers of the connector": len(planner._jobs),
                 "chunks pinned": tier._num_allocated_chunks
@@ -691,5 +713,7 @@ class World:
         for worker in self.workers:
             worker.connector = None
         self.engine.shutdown()
+        if self.host_pool is not None:
+            self.host_pool.close()
         shutil.rmtree(self.root, ignore_errors=True)
         World.current = SimpleNamespace(map=lambda _: None, unmap=lambda _: None)

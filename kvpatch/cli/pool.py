@@ -1,0 +1,97 @@
+"""``kvpatch pool``: the host memory that this user's engines share, and its limit."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import time
+
+from kvpatch import environ
+from kvpatch.cli.columns import columns
+from kvpatch.environ import HOST_POOL
+from kvpatch.pool import ledger
+from kvpatch.pool.ledger import Peer
+from kvpatch.pool.record import Limit
+from kvpatch.sizes import readable
+from kvpatch.telemetry.printable import printable
+
+
+def configure(parser: argparse.ArgumentParser) -> None:
+    """Add the options."""
+    parser.add_argument(
+        "size", nargs="?", help="set the limit, for example 32GiB, or 32GiB@name of a named pool"
+    )
+    parser.add_argument("--json", action="store_true", help="print it as JSON")
+    parser.epilog = (
+        f"The pool is the one that {HOST_POOL} names here, if it is set. A lower limit holds at "
+        "once, and the engines give back what is over it. Exit status 1: no engine is in the pool, "
+        "2: it cannot be read or changed."
+    )
+
+
+def run(options: argparse.Namespace) -> int:
+    """Set the limit if asked to, and print the pool; return the exit code."""
+    try:
+        wanted, name = _read(options.size or HOST_POOL.read())
+    except ValueError as error:
+        print(f"{options.size or HOST_POOL.read()} is no size of a pool: {error}")
+        return 2
+    if options.size and "@" not in options.size and HOST_POOL.read():
+        name = _read(HOST_POOL.read())[1]
+    folder = ledger.home(name)
+    try:
+        if options.size and not ledger.set_limit(folder, wanted):
+            print(f"no engine is in the pool {folder}")
+            return 1
+        shown = ledger.show(folder, remove=True)
+    except (ledger.Busy, ledger.Foreign, OSError) as error:
+        print(f"the pool {folder} cannot be used: {type(error).__name__}: {error}")
+        return 2
+    if shown is None:
+        print(f"no engine is in the pool {folder}")
+        return 1
+    print(as_json(*shown) if options.json else text(*shown))
+    return 0
+
+
+def _read(text: str) -> tuple[int, str]:
+    return environ.pool(text) if text else (0, "")
+
+
+def as_json(limit: Limit, engines: list[Peer]) -> str:
+    """Return a pool as JSON."""
+    return json.dumps(
+        {
+            "limit": limit.current,
+            "started_with": limit.configured,
+            "committed": sum(one.owner.committed for one in engines),
+            "engines": [
+                {**one.owner._asdict(), "state": state(one, time.monotonic())} for one in engines
+            ],
+        },
+        indent=2,
+    )
+
+
+def text(limit: Limit, engines: list[Peer]) -> str:
+    """Return a pool as text: its limit, and a line per engine."""
+    now = time.monotonic()
+    committed = sum(one.owner.committed for one in engines)
+    head = f"{readable(committed)} of {readable(limit.current)} committed"
+    if limit.current != limit.configured:
+        head += f" (started with {readable(limit.configured)})"
+    lines: list[tuple[str, ...]] = [("model", "committed", "in blocks", "at most", "coldest", "")]
+    for one in engines:
+        owner = one.owner
+        # An extent that holds nothing is older than any machine.
+        age = f"{now - owner.coldest:.0f} s" if owner.coldest >= 1 else "-"
+        sizes = map(readable, (owner.committed, owner.resident, owner.ceiling))
+        lines.append((printable(owner.name), *sizes, age, state(one, now)))
+    return f"{head}\n{columns(lines)}"
+
+
+def state(engine: Peer, now: float) -> str:
+    """Return whether an engine takes part in the pool."""
+    if engine.dying:
+        return "ended, its memory is being freed"
+    return "" if engine.answers(now) else "does not answer"

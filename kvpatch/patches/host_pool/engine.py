@@ -1,0 +1,197 @@
+"""The engine's side: its part in the pool, from before its workers start until they have ended."""
+
+from __future__ import annotations
+
+import gc
+import os
+import threading
+import time
+import weakref
+from typing import Any
+
+from kvpatch import claims, private, state
+from kvpatch.patch import argument
+from kvpatch.patches.host_pool import presence
+from kvpatch.patches.host_pool.tier import Pooled, evict
+from kvpatch.pool import ledger
+from kvpatch.pool.extents import Extents
+from kvpatch.pool.keeper import Keeper
+from kvpatch.pool.memory import Memory
+from kvpatch.pool.ranks import Failed, Ranks
+from kvpatch.pool.record import Owner
+from kvpatch.refusal import Refusal
+from kvpatch.sizes import readable
+from kvpatch.telemetry.host_pool import HostPool
+from kvpatch.upstream import connectors
+from kvpatch.upstream.vllm_api import chunks_of, region_path
+
+EXTENT = 64 << 20  # bytes, about
+# Of a small pool an extent is smaller, so that engines have several.
+_PARTS, _SMALLEST = 64, 1 << 20
+_ALONE = "leave KVPATCH_HOST_POOL unset, or set KVPATCH=0"
+
+
+def around_engine_core(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> None:
+    """Let an engine with a CPU tier take part in the pool. Wraps ``EngineCore.__init__``.
+
+    Raises:
+        Refusal: the pool cannot be used.
+    """
+    config = argument(args, kwargs, 0, "vllm_config")
+    if not connectors.offloading(config.kv_transfer_config):
+        wrapped(*args, **kwargs)
+        return
+    gc.collect()  # ends the part of an engine that was dropped before
+    part = Part(config)
+    try:
+        wrapped(*args, **kwargs)
+        part.begin(instance)
+    except BaseException:
+        part.close()
+        raise
+
+
+def around_shutdown(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
+    """Give everything back once the workers have ended. Wraps ``EngineCore.shutdown``."""
+    try:
+        return wrapped(*args, **kwargs)
+    finally:
+        pooled = state.find(instance, Pooled)
+        if pooled is not None:
+            pooled.close()
+
+
+def after_reset(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
+    """Give back the extents of a reset tier. Wraps ``EngineCore.reset_prefix_cache``.
+
+    An engine in its own process goes on stepping until no transfer is left; one in the caller's
+    is stepped here.
+    """
+    result = wrapped(*args, **kwargs)
+    pooled = state.find(instance, Pooled)
+    if pooled is not None:
+        while (
+            pooled.extents.transferring
+            and not hasattr(instance, "run_busy_loop")
+            and not instance.scheduler.has_unfinished_requests()
+        ):
+            instance.step_fn()
+        pooled.keeper.wake()
+    return result
+
+
+class Part:
+    """An engine's part in the pool while it starts.
+
+    Args:
+        config: the ``VllmConfig`` of an engine with an OffloadingConnector.
+
+    Raises:
+        Refusal: the pool cannot be used.
+    """
+
+    def __init__(self, config: Any) -> None:
+        engine_id = config.kv_transfer_config.engine_id
+        self._workers = int(config.parallel_config.world_size)
+        self._size = presence.size()
+        self._extent = max(_SMALLEST, min(EXTENT, self._size // _PARTS))
+        self._path = region_path(engine_id)
+        self._file = -1
+        name = str(config.model_config.served_model_name)
+        owner = Owner(0, 0, 0, self._extent, 0.0, time.monotonic(), ledger.pid_namespace(), name)
+        self._member = _join(ledger.record_of(presence.home(), engine_id), self._size, owner)
+        self._ranks: Ranks | None = None
+        try:
+            flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW
+            self._file = os.open(self._path, flags, 0o600)
+            self._ranks = Ranks(ledger.socket_of(self._member.path))
+        except OSError as error:
+            self.close()
+            raise claims.no_room(self._path, error) from error
+
+    def begin(self, engine: Any) -> None:
+        """Start the thread for an engine whose workers have mapped the tier.
+
+        Raises:
+            Refusal: not all of them have, or a chunk is larger than the pool.
+        """
+        assert self._ranks is not None
+        planner = connectors.scheduler_of(engine.scheduler.connector)
+        manager = planner.manager
+        chunks = chunks_of(manager, "_num_{}")
+        size = os.fstat(self._file).st_size
+        if not chunks or not size:
+            self.close()  # a tier without chunks stores nothing
+            return
+        if size // chunks > self._size:
+            raise Refusal(
+                f"a chunk of the CPU tier takes {readable(size // chunks)} and the host pool has "
+                f"{readable(self._size)}",
+                "nothing could be stored",
+                "set KVPATCH_HOST_POOL to many times that",
+                code="KVP346",
+            )
+        try:
+            self._member.held_by(set(self._ranks.accept(self._workers)) - {os.getpid()})
+        except Failed as error:
+            raise Refusal(
+                "a worker did not open the CPU tier of the host pool",
+                str(error),
+                f"report this with your command line, or {_ALONE}",
+                code="KVP421",
+            ) from error
+        self._path.unlink(missing_ok=True)  # its memory goes with the last process now
+        extents = Extents(chunks, size // chunks, self._extent, time.monotonic)
+        lock = threading.RLock()
+        keeper = Keeper(
+            extents,
+            Memory(self._file),
+            self._member,
+            self._ranks,
+            lock,
+            lambda index: evict(manager, extents, index),
+        )
+        pooled = Pooled(extents, keeper, lock, self._workers)
+        for host in (engine, engine.scheduler, planner, manager):
+            state.attach(host, pooled)
+        state.attach(engine, HostPool(keeper.describe))
+        weakref.finalize(engine, pooled.close)  # of an engine that is dropped without a shutdown
+        self._file = -1  # the keeper's from now on
+        keeper.start()
+
+    def close(self) -> None:
+        """End the part of an engine that has not started; again, for one that has."""
+        if self._ranks is not None:
+            self._ranks.close()
+        if self._file >= 0:
+            os.close(self._file)
+            self._path.unlink(missing_ok=True)
+            self._file = -1
+        self._member.leave()
+
+
+def _join(path: Any, size: int, owner: Owner) -> ledger.Member:
+    try:
+        return ledger.join(path, size, owner)
+    except ledger.Different as error:
+        raise Refusal(
+            f"KVPATCH_HOST_POOL is {readable(size)} here and {readable(error.size)} in running "
+            "engines",
+            "all engines of a user share one pool",
+            "set KVPATCH_HOST_POOL to the same size everywhere, and change the limit of a running "
+            "pool with kvpatch pool SIZE",
+            code="KVP345",
+        ) from error
+    except (ledger.Foreign, ledger.Busy) as error:
+        raise Refusal(
+            f"the host pool's ledger {path.parent} cannot be used",
+            "a running engine has another version of kvpatch"
+            if isinstance(error, ledger.Foreign)
+            else str(error),
+            f"stop the other engines, or {_ALONE}",
+            code="KVP347",
+        ) from error
+    except private.Unsafe as error:
+        raise error.refusal("another user could change what it says", _ALONE) from error
+    except OSError as error:
+        raise claims.no_room(path, error) from error

@@ -1,0 +1,255 @@
+"""The scheduler's side: vLLM's manager of the CPU tier hands out chunks of committed extents.
+
+Its policy decides what is evicted, as without a pool. What is a chunk here is called a block up
+to vLLM 0.29; the wrappers do for both.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from typing import Any
+
+from kvpatch import state
+from kvpatch.patch import argument
+from kvpatch.pool.extents import Extents
+from kvpatch.pool.keeper import Keeper
+
+
+class Pooled:
+    """A tier in the pool; kept on the engine, its scheduler, the connector's and the manager.
+
+    Attributes:
+        extents: of the tier.
+        keeper: commits them and gives them back.
+        lock: of the extents, and of what a step of the scheduler has found in the tier.
+        workers: of the engine.
+    """
+
+    def __init__(
+        self, extents: Extents, keeper: Keeper, lock: threading.RLock, workers: int
+    ) -> None:
+        self.extents, self.keeper, self.lock, self.workers = extents, keeper, lock, workers
+        self._process: int | None = os.getpid()
+
+    def close(self) -> None:
+        """Give everything back; once, and not in a forked worker."""
+        if self._process == os.getpid():
+            self._process = None
+            self.keeper.close()
+
+
+def evict(manager: Any, extents: Extents, index: int) -> int:
+    """Evict the blocks of an extent that no transfer uses; return how many."""
+    gone = []
+    for key in list(extents.open[index].held.values()):
+        chunk = manager._policy.get(key)
+        if chunk is not None and chunk.ref_cnt == 0:
+            manager._policy.remove(key)
+            _change(manager, "_num_evictable_cache_{}", -1)
+            _free(manager, chunk)
+            gone.append(key)
+    if gone and manager.events is not None:
+        from vllm.v1.kv_offload.base import OffloadingEvent
+
+        manager.events.append(OffloadingEvent(keys=gone, medium=manager.medium, removed=True))
+    return len(gone)
+
+
+# The manager of the tier
+
+
+def around_free_count(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> int:
+    """Return the free chunks of committed extents. Wraps ``_get_num_free_chunks``."""
+    pooled = state.find(instance, Pooled)
+    return wrapped(*args, **kwargs) if pooled is None else pooled.extents.free
+
+
+def around_allocate(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> list[Any]:
+    """Hand out chunks of the lowest extents. Wraps ``_allocate_chunks(keys)``."""
+    pooled = state.find(instance, Pooled)
+    if pooled is None:
+        return list(wrapped(*args, **kwargs))
+    keys = argument(args, kwargs, 0, "keys")
+    status = _status()
+    taken = [status(chunk) for chunk in pooled.extents.allocate(keys)]
+    _change(instance, "_num_allocated_{}", len(taken))
+    return taken
+
+
+def around_free(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> None:
+    """Take a chunk back. Wraps ``_free_chunk(chunk)``."""
+    pooled = state.find(instance, Pooled)
+    if pooled is None:
+        wrapped(*args, **kwargs)
+        return
+    _take_back(instance, pooled, args[0] if args else next(iter(kwargs.values())))
+
+
+def around_prepare_store(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
+    """Let a store wait while the tier can grow. Wraps ``prepare_store(keys, req_context)``.
+
+    vLLM asks again in the next step of a request whose blocks cannot be stored now.
+    """
+    pooled = state.find(instance, Pooled)
+    if pooled is None:
+        return wrapped(*args, **kwargs)
+    keys = list(argument(args, kwargs, 0, "keys"))
+    with pooled.lock:
+        chunks = [(key, instance._policy.get(key)) for key in keys]
+        pooled.extents.use(_id(chunk) for _, chunk in chunks if chunk is not None)
+        missing = sum(chunk is None and _is_due(instance, key) for key, chunk in chunks)
+        if missing and pooled.keeper.need(missing):
+            return None
+        if "keys" in kwargs:
+            return wrapped(*args, **{**kwargs, "keys": keys})
+        return wrapped(keys, *args[1:], **kwargs)
+
+
+def around_prepare_load(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
+    """Note what is used. Wraps ``prepare_load``, whose result names the chunks."""
+    pooled = state.find(instance, Pooled)
+    if pooled is None:
+        return wrapped(*args, **kwargs)
+    with pooled.lock:
+        found = wrapped(*args, **kwargs)
+        pooled.extents.use(found.block_ids)
+        return found
+
+
+def around_touch(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> None:
+    """Note what is used. Wraps ``touch(keys, req_context)``."""
+    pooled = state.find(instance, Pooled)
+    if pooled is None:
+        wrapped(*args, **kwargs)
+        return
+    with pooled.lock:
+        chunks = map(instance._policy.get, argument(args, kwargs, 0, "keys"))
+        pooled.extents.use(_id(chunk) for chunk in chunks if chunk is not None)
+        wrapped(*args, **kwargs)
+
+
+def around_completion(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> None:
+    """Evict what no transfer uses any more in an extent that has to go.
+
+    Wraps ``complete_load`` and ``complete_store``. After it the policy finds nothing to evict in
+    such an extent, whose chunks are not handed out.
+    """
+    pooled = state.find(instance, Pooled)
+    if pooled is None:
+        wrapped(*args, **kwargs)
+        return
+    with pooled.lock:
+        wrapped(*args, **kwargs)
+        for index in pooled.extents.draining():
+            pooled.keeper.evicted += evict(instance, pooled.extents, index)
+
+
+def around_reset(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> None:
+    """Take back every chunk. Wraps ``reset_cache``."""
+    pooled = state.find(instance, Pooled)
+    if pooled is None:
+        wrapped(*args, **kwargs)
+        return
+    with pooled.lock:
+        wrapped(*args, **kwargs)
+        pooled.keeper.reset()
+
+
+def around_events(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
+    """Take the events at once, none of which is added meanwhile. Wraps ``take_events``."""
+    pooled = state.find(instance, Pooled)
+    if pooled is None:
+        return wrapped(*args, **kwargs)
+    with pooled.lock:
+        return list(wrapped(*args, **kwargs))
+
+
+# The schedulers
+
+
+def around_schedule(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
+    """Keep what a step has found in the tier until it is being loaded.
+
+    Wraps ``Scheduler.schedule``.
+    """
+    pooled = state.find(instance, Pooled)
+    if pooled is None:
+        return wrapped(*args, **kwargs)
+    with pooled.lock:
+        return wrapped(*args, **kwargs)
+
+
+def around_build(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
+    """Note the transfers of a step.
+
+    Wraps ``OffloadingConnectorScheduler.build_connector_meta``.
+    """
+    meta = wrapped(*args, **kwargs)
+    pooled = state.find(instance, Pooled)
+    if pooled is not None:
+        with pooled.lock:
+            for batch, side in ((meta.store_jobs, "dst_spec"), (meta.load_jobs, "src_spec")):
+                for job, transfer in batch.items():
+                    chunks = getattr(transfer, side).block_ids
+                    pooled.extents.begin(job, chunks, pooled.workers)
+    return meta
+
+
+def around_worker_output(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
+    """Note the transfers that have ended.
+
+    Wraps ``OffloadingConnectorScheduler.update_connector_output``.
+    """
+    pooled = state.find(instance, Pooled)
+    if pooled is None:
+        return wrapped(*args, **kwargs)
+    meta = argument(args, kwargs, 0, "connector_output").kv_connector_worker_meta
+    with pooled.lock:
+        result = wrapped(*args, **kwargs)
+        for job, workers in meta.completed_jobs.items() if meta is not None else ():
+            pooled.extents.report(job, workers)
+    return result
+
+
+def around_pending_work(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> bool:
+    """Keep the engine stepping until every transfer has ended, also after a reset.
+
+    Wraps ``OffloadingConnectorScheduler.has_pending_push_work``.
+    """
+    pooled = state.find(instance, Pooled)
+    pending = bool(wrapped(*args, **kwargs))
+    return pending or (pooled is not None and pooled.extents.transferring)
+
+
+def _free(manager: Any, chunk: Any) -> None:
+    pooled = state.find(manager, Pooled)
+    assert pooled is not None
+    _take_back(manager, pooled, chunk)
+
+
+def _take_back(manager: Any, pooled: Pooled, chunk: Any) -> None:
+    pooled.extents.release(_id(chunk))
+    _change(manager, "_num_allocated_{}", -1)
+
+
+def _is_due(manager: Any, key: Any) -> bool:
+    """Return whether a block may pass the reuse threshold, which counts this offer or lookup."""
+    counts = manager.counts
+    return counts is None or counts.get(key, 0) + 1 >= manager.store_threshold
+
+
+def _id(chunk: Any) -> int:
+    return int(chunk.chunk_id if hasattr(chunk, "chunk_id") else chunk.block_id)
+
+
+def _change(manager: Any, name: str, by: int) -> None:
+    later = name.format("chunks")
+    known = later if hasattr(manager, later) else name.format("blocks")
+    setattr(manager, known, getattr(manager, known) + by)
+
+
+def _status() -> Any:
+    from vllm.v1.kv_offload.cpu.policies import base
+
+    return getattr(base, "ChunkStatus", None) or base.BlockStatus

@@ -1,0 +1,239 @@
+"""The extents of a tier: which of its chunks can be handed out, and what may be given back.
+
+    absent    a hole of the file
+    open      committed and registered: its chunks can be handed out
+    draining  open, but it has to go: no chunk of it is handed out, and what it holds is evicted
+    closed    empty and being given back
+
+Nothing here is safe for threads; the caller has a lock.
+"""
+
+from __future__ import annotations
+
+import bisect
+from collections.abc import Callable, Hashable, Iterable, Sequence
+from dataclasses import dataclass, field
+
+
+@dataclass
+class Extent:
+    """Some whole chunks, one behind the other.
+
+    Attributes:
+        free: its chunks that hold nothing, the lowest last.
+        held: what each of the other chunks holds.
+        transfers: how many transfers name one of its chunks.
+        used: when a chunk of it was used last, by the caller's clock; 0 for never.
+        draining, closed: as above.
+    """
+
+    free: list[int]
+    held: dict[int, Hashable] = field(default_factory=dict)
+    transfers: int = 0
+    used: float = 0.0
+    draining: bool = False
+    closed: bool = False
+
+    @property
+    def idle(self) -> bool:
+        """Whether nobody can touch its bytes."""
+        return not self.held and not self.transfers
+
+
+class Extents:
+    """The extents of one tier.
+
+    Args:
+        chunks: of the tier, whose chunks are [0, chunks).
+        chunk_bytes: of each.
+        extent_bytes: of each extent, about: at least a chunk.
+        clock: seconds; any that all engines of the machine have in common.
+
+    Attributes:
+        per: chunks of an extent; the last one may have less.
+        count: extents of the tier.
+        open: the extents that are not absent, by index.
+        used: chunks that hold something.
+    """
+
+    def __init__(
+        self, chunks: int, chunk_bytes: int, extent_bytes: int, clock: Callable[[], float]
+    ) -> None:
+        self.chunks = chunks
+        self.chunk_bytes = chunk_bytes
+        self.per = max(1, min(extent_bytes // chunk_bytes, chunks))
+        self.count = -(-chunks // self.per)
+        self.open: dict[int, Extent] = {}
+        self.used = 0
+        self._clock = clock
+        self._roomy: list[int] = []  # extents that chunks can be handed out of, in order
+        self._free = 0  # chunks of those
+        self._next = 0  # every extent below it is not absent
+        self._draining: set[int] = set()
+        self._jobs: dict[int, tuple[int, tuple[int, ...]]] = {}
+
+    # Chunks, for the scheduler
+
+    @property
+    def free(self) -> int:
+        """How many chunks can be handed out."""
+        return self._free
+
+    def allocate(self, keys: Sequence[Hashable]) -> list[int]:
+        """Hand out a chunk for each key, from the lowest extents that have one.
+
+        Raises:
+            MemoryError: fewer are free; none is handed out.
+        """
+        if len(keys) > self._free:
+            raise MemoryError(f"{len(keys)} chunks are asked for, and {self._free} are free")
+        taken: list[int] = []
+        now = self._clock()
+        while len(taken) < len(keys):
+            index = self._roomy[0]
+            extent = self.open[index]
+            while extent.free and len(taken) < len(keys):
+                chunk = extent.free.pop()
+                extent.held[chunk] = keys[len(taken)]
+                taken.append(chunk)
+            extent.used = now
+            if not extent.free:
+                del self._roomy[0]
+        self._free -= len(taken)
+        self.used += len(taken)
+        return taken
+
+    def release(self, chunk: int) -> None:
+        """Take back a chunk, which holds nothing any more."""
+        index = chunk // self.per
+        extent = self.open[index]
+        del extent.held[chunk]
+        self.used -= 1
+        bisect.insort(extent.free, chunk, key=lambda one: -one)
+        if not extent.draining and not extent.closed:
+            self._free += 1
+            if len(extent.free) == 1:
+                bisect.insort(self._roomy, index)
+
+    def use(self, chunks: Iterable[int]) -> None:
+        """Note that chunks are used now."""
+        now = self._clock()
+        for index in {int(chunk) // self.per for chunk in chunks}:
+            extent = self.open.get(index)
+            if extent is not None:
+                extent.used = now
+
+    def reset(self) -> None:
+        """Take back every chunk."""
+        for index, extent in self.open.items():
+            taken = len(extent.held)
+            if taken and not extent.draining and not extent.closed:
+                self._free += taken
+                if not extent.free:
+                    bisect.insort(self._roomy, index)
+            extent.free = sorted([*extent.free, *extent.held], reverse=True)
+            extent.held.clear()
+            extent.used = 0.0
+        self.used = 0
+
+    # Transfers
+
+    def begin(self, job: int, chunks: Iterable[int], workers: int) -> None:
+        """Note that a transfer names chunks, until as many workers have reported its end."""
+        touched = tuple({int(chunk) // self.per for chunk in chunks})
+        self._jobs[job] = (workers, touched)
+        for index in touched:
+            self.open[index].transfers += 1
+
+    def report(self, job: int, workers: int) -> None:
+        """Note that a transfer has ended on some workers."""
+        if job not in self._jobs:
+            return
+        left, touched = self._jobs[job]
+        if left > workers:
+            self._jobs[job] = (left - workers, touched)
+            return
+        del self._jobs[job]
+        for index in touched:
+            self.open[index].transfers -= 1
+
+    @property
+    def transferring(self) -> bool:
+        """Whether a transfer has not ended."""
+        return bool(self._jobs)
+
+    # Extents, for the keeper
+
+    def place(self, index: int) -> tuple[int, int]:
+        """Return the offset of an extent in the tier and its size, in bytes."""
+        chunks = min(self.per, self.chunks - index * self.per)
+        return index * self.per * self.chunk_bytes, chunks * self.chunk_bytes
+
+    def absent(self) -> int | None:
+        """Return the lowest absent extent, or None."""
+        while self._next in self.open:
+            self._next += 1
+        return self._next if self._next < self.count else None
+
+    def add(self, index: int) -> None:
+        """Note that an absent extent is open now."""
+        first = index * self.per
+        end = min(first + self.per, self.chunks)
+        self.open[index] = Extent(list(range(end - 1, first - 1, -1)))
+        self._free += end - first
+        bisect.insort(self._roomy, index)
+
+    def drain(self, index: int) -> None:
+        """Hand out no more chunks of an extent; it has to go."""
+        extent = self.open[index]
+        if not extent.draining:
+            extent.draining = True
+            self._draining.add(index)
+            self._withhold(index, extent)
+
+    def draining(self) -> list[int]:
+        """Return the extents that have to go and hold something."""
+        if not self._draining:
+            return []
+        return [index for index in self._draining if self.open[index].held]
+
+    def close(self, index: int) -> None:
+        """Hand out no more chunks of an idle extent, which is being given back."""
+        extent = self.open[index]
+        assert extent.idle, f"extent {index} is in use"
+        if not extent.draining:
+            self._withhold(index, extent)
+        extent.closed = True
+
+    def remove(self, index: int) -> None:
+        """Note that a closed extent is absent now."""
+        assert self.open[index].closed, f"extent {index} is not closed"
+        del self.open[index]
+        self._draining.discard(index)
+        self._next = min(self._next, index)
+
+    def coldest(self) -> list[int]:
+        """Return the extents that need not go yet, the coldest first; empty ones are colder."""
+        staying = [index for index, one in self.open.items() if not one.draining and not one.closed]
+        return sorted(staying, key=lambda index: (self._last_use(index), -index))
+
+    def last_use(self) -> float:
+        """Return when the coldest extent was used last; 0 if there is none."""
+        coldest = self.coldest()
+        return self._last_use(coldest[0]) if coldest else 0.0
+
+    def idle(self) -> list[int]:
+        """Return the extents that could be closed, the highest first."""
+        return sorted(
+            (index for index, one in self.open.items() if one.idle and not one.closed), reverse=True
+        )
+
+    def _last_use(self, index: int) -> float:
+        extent = self.open[index]
+        # Not 0, which says that there is no extent; no clock of a running machine is as low.
+        return extent.used if extent.held else 1e-9
+
+    def _withhold(self, index: int, extent: Extent) -> None:
+        if extent.free:
+            self._free -= len(extent.free)
+            self._roomy.remove(index)

@@ -1,0 +1,343 @@
+"""The thread of an engine that commits the extents of its tier, and gives them back.
+
+Whatever waits for the kernel, for the ledger or for workers is done here, and never under the
+lock that the scheduler needs.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+
+from kvpatch.logs import log
+from kvpatch.pool.extents import Extents
+from kvpatch.pool.ledger import Busy, Foreign, Member, Peer, View
+from kvpatch.pool.memory import Memory
+from kvpatch.pool.ranks import Failed, Ranks
+
+TICK = 0.1  # seconds between two looks, if nothing is wanted
+# Seconds that a store waits for an extent before the policy evicts for it instead.
+PATIENCE = 2.0
+# Seconds that an engine has to give what it was asked for, and for which it is passed over then.
+TO_GIVE, PASSED_OVER = 1.0, 10.0
+# Seconds by which another engine's coldest extent must be colder than the own one.
+COLDER = 1.0
+AT_ONCE = 4  # extents that another engine is asked for
+PER_TURN = 8  # extents that are committed, or given back, between two looks
+# Seconds after which what failed is tried again, unless a worker failed.
+AGAIN = 10.0
+# An extent is committed ahead while fewer chunks are free than this part of one, or than were
+# stored within one WINDOW of the last RECENT seconds: a request that ends has one step to store.
+AHEAD, WINDOW, RECENT = 16, 0.25, 5.0
+
+
+class Keeper:
+    """What an engine does with its tier's extents.
+
+    Args:
+        extents: of the tier.
+        memory: of the tier.
+        member: the engine's part in the ledger.
+        ranks: the engine's workers.
+        lock: of the extents and of the scheduler; what is done under it is short.
+        evict: evicts what it can of an extent, under the lock.
+
+    Attributes:
+        evicted: blocks of extents that had to go, for people.
+        view: the last look at the ledger.
+        broken: why no extent is committed now; empty if nothing failed.
+    """
+
+    def __init__(
+        self,
+        extents: Extents,
+        memory: Memory,
+        member: Member,
+        ranks: Ranks,
+        lock: AbstractContextManager[object],
+        evict: Callable[[int], int],
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.extents, self.memory, self.member, self.ranks = extents, memory, member, ranks
+        self.lock, self._evict, self._clock = lock, evict, clock
+        self.evicted = 0
+        self.view: View | None = None
+        self.broken = ""
+        self._broken_until = 0.0
+        self._room = True
+        self._coldest = 0.0  # at the last look
+        self._wanted = 0
+        self._wanted_at = self._waits_since = float("-inf")
+        self._quiet_until = float("-inf")
+        self._window, self._window_at = 0, float("-inf")
+        self._most, self._most_at = 0, float("-inf")
+        self._asked: dict[str, tuple[float, int]] = {}  # record: when, and what it had
+        self._passed_over: dict[str, float] = {}  # record: until when
+        self._wake, self._stop = threading.Event(), threading.Event()
+        self._thread: threading.Thread | None = None
+
+    # For the scheduler, under the lock
+
+    def need(self, chunks: int) -> bool:
+        """Note that a store needs so many chunks.
+
+        Returns:
+            Whether it shall wait for a later step; if not, the policy may evict for it.
+        """
+        now = self._clock()
+        if chunks <= self.extents.free:
+            self._remember(chunks, now)
+            if chunks >= self._wanted:  # else another store waits for more
+                self._wanted, self._wanted_at = 0, float("-inf")
+            return False
+        if now - self._wanted_at > PATIENCE:
+            self._waits_since = now
+        self._wanted, self._wanted_at = max(chunks, self._waited_for), now
+        if self._room:  # of a full pool a look every TICK is enough
+            self._wake.set()
+        return (
+            self._room
+            and not self.broken
+            and self.extents.absent() is not None
+            and now - self._waits_since < PATIENCE
+        )
+
+    def reset(self) -> None:
+        """Take every chunk back; nothing is kept ahead for what was stored."""
+        self.extents.reset()
+        self._window = self._most = 0
+        self._wake.set()
+
+    def wake(self) -> None:
+        """Have the thread look now."""
+        self._wake.set()
+
+    def _remember(self, chunks: int, now: float) -> None:
+        if now - self._window_at > WINDOW:
+            self._window, self._window_at = 0, now
+        self._window += chunks
+        if self._window >= self._most or now - self._most_at > RECENT:
+            self._most, self._most_at = self._window, now
+
+    # For people
+
+    def describe(self) -> dict[str, object]:
+        """Return the engine's part in the pool; from any thread, without waiting for a step."""
+        view, now = self.view, self._clock()
+        # An extent that holds nothing is older than any machine.
+        coldest = self._coldest if self._coldest >= 1 else None
+        return {
+            "committed": self.member.committed,
+            "resident": self.extents.used * self.extents.chunk_bytes,
+            "ceiling": self.extents.chunks * self.extents.chunk_bytes,
+            "pool": view.total if view is not None else self.member.committed,
+            "limit": view.limit if view is not None else 0,
+            "engines": 1 + (len(view.peers) if view is not None else 0),
+            "coldest": None if coldest is None else max(0.0, now - coldest),
+            "evicted": self.evicted,
+            "broken": self.broken,
+        }
+
+    # The thread
+
+    def start(self) -> None:
+        """Start the thread."""
+        self._thread = threading.Thread(target=self._run, name="kvpatch-pool-keeper", daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        """End the thread and give everything back; no copy is in flight any more."""
+        self._stop.set()
+        self._wake.set()
+        if self._thread is not None and self._thread is not threading.current_thread():
+            self._thread.join()
+        self.ranks.close()
+        for index in list(self.extents.open):
+            offset, size = self.extents.place(index)
+            self.memory.punch(offset, size)
+            self.member.give(size)
+            del self.extents.open[index]
+        self.memory.close()
+        self.member.leave()
+
+    def _run(self) -> None:
+        while not self._stop.is_set():
+            try:
+                self.turn()
+            except Exception as error:  # the engine goes on with the extents that it has
+                self._break(f"{type(error).__name__}: {error}", error, AGAIN)
+                self._stop.wait(1.0)
+            self._wake.wait(TICK)
+            self._wake.clear()
+
+    def turn(self) -> None:
+        """Look at the ledger once, and do what has to be done."""
+        with self.lock:
+            resident = self.extents.used * self.extents.chunk_bytes
+            self._coldest = self.extents.last_use()
+        try:
+            view = self.view = self.member.look(resident, self._coldest)
+        except (Busy, Foreign):
+            self._room = False  # no store waits for what may not come
+            return
+        self._make_room(view)
+        self._return_idle()
+        self._grow(view)
+
+    # Giving back
+
+    def _make_room(self, view: View) -> None:
+        """Evict extents that the others, or a lower limit, ask for."""
+        due = max(min(view.asked, view.own), self._share(view))
+        with self.lock:
+            extents = self.extents
+            going = sum(extents.place(i)[1] for i, one in extents.open.items() if one.draining)
+            for index in extents.coldest():
+                if going >= due:
+                    break
+                extents.drain(index)
+                going += extents.place(index)[1]
+            draining = extents.draining()
+        for index in draining:
+            with self.lock:  # one at a time: a step of the scheduler may wait for it
+                self.evicted += self._evict(index)
+        if due:
+            self._quiet_until = self._clock() + TO_GIVE
+        if view.asked:
+            self.member.answer()
+
+    def _share(self, view: View) -> int:
+        """Return what this engine has to give back of what is over the limit, in bytes."""
+        over = view.total - view.limit
+        if over <= 0:
+            return 0
+        now = self._clock()
+        answering = sum(one.owner.committed for one in view.peers if one.answers(now))
+        return -(-over * view.own // max(1, view.own + answering))
+
+    def _return_idle(self) -> None:
+        """Give back every idle extent that has to go, and others that are not needed ahead."""
+        with self.lock:
+            extents = self.extents
+            for index in extents.idle():
+                left = extents.free - len(extents.open[index].free)
+                if extents.open[index].draining or left >= max(self._ahead, self._waited_for):
+                    extents.close(index)
+            closed = [index for index, one in extents.open.items() if one.closed]
+        if len(closed) > PER_TURN:
+            self._wake.set()
+        for index in closed[:PER_TURN]:
+            offset, size = self.extents.place(index)
+            try:
+                self.ranks.deregister(offset, size)
+            except Failed as error:
+                self._break(str(error), error)
+                return  # it stays committed, and counted
+            self.memory.punch(offset, size)
+            self.member.give(size)
+            with self.lock:
+                self.extents.remove(index)
+
+    # Growing
+
+    @property
+    def _waited_for(self) -> int:
+        """How many chunks the store that waits needs, or needed a moment ago."""
+        return self._wanted if self._clock() - self._wanted_at < PATIENCE else 0
+
+    @property
+    def _ahead(self) -> int:
+        """How many chunks are kept free, if the pool has room for them."""
+        recent = self._most if self._clock() - self._most_at <= RECENT else 0
+        return max(1, self.extents.per // AHEAD, recent)
+
+    def _grow(self, view: View) -> None:
+        """Commit the extents that are wanted, or one ahead."""
+        now = self._clock()
+        if self.broken and now < self._broken_until:
+            return
+        self.broken = ""
+        for _ in range(PER_TURN):
+            with self.lock:
+                index = self.extents.absent()
+                free = self.extents.free
+                wanted = self._waited_for
+                pressed = any(one.draining for one in self.extents.open.values())
+            if index is None:
+                return
+            offset, size = self.extents.place(index)
+            ahead = free < self._ahead and not pressed and now >= self._quiet_until
+            if wanted <= free and not ahead:
+                self._room = view.total + size <= view.limit
+                return
+            if not self.member.take(size):
+                self._room = False
+                if wanted > free:
+                    extents = -(-(wanted - free) // self.extents.per)
+                    self._ask(view, size * min(extents, AT_ONCE), now)
+                return
+            self._room = True
+            if not self._commit(index, offset, size):
+                return
+        self._wake.set()
+
+    def _commit(self, index: int, offset: int, size: int) -> bool:
+        try:
+            self.memory.commit(offset, size)
+        except OSError as error:
+            self.member.give(size)
+            self._room = False
+            self._break(f"no memory can be committed ({error.strerror})", error, AGAIN)
+            return False
+        try:
+            self.ranks.register(offset, size)
+        except Failed as error:
+            self._break(str(error), error)
+            try:
+                self.ranks.deregister(offset, size)
+            except Failed:
+                return False  # it stays committed, and counted
+            self.memory.punch(offset, size)
+            self.member.give(size)
+            return False
+        with self.lock:
+            self.extents.add(index)
+            self._waits_since = self._clock()
+        return True
+
+    def _ask(self, view: View, size: int, now: float) -> None:
+        """Ask the engine with the coldest extent of the machine for one, if it is another's."""
+        for name, (at, had) in list(self._asked.items()):
+            peer = next((one for one in view.peers if one.path.name == name), None)
+            if peer is None or peer.owner.committed < had:
+                del self._asked[name]  # it is gone, or has answered
+            elif now - at > TO_GIVE:
+                del self._asked[name]
+                self._passed_over[name] = now + PASSED_OVER
+        if self._asked:
+            return
+        with self.lock:
+            own = self.extents.last_use()
+        colder = [peer for peer in view.peers if self._may_ask(peer, own, now)]
+        if colder:
+            victim = min(colder, key=lambda peer: peer.owner.coldest)
+            self._asked[victim.path.name] = now, victim.owner.committed
+            self.member.ask(victim, size)
+
+    def _may_ask(self, peer: Peer, own: float, now: float) -> bool:
+        owner = peer.owner
+        return (
+            peer.answers(now)
+            and owner.committed > 0
+            and owner.coldest > 0
+            and (own == 0 or owner.coldest < own - COLDER)
+            and self._passed_over.get(peer.path.name, 0) < now
+        )
+
+    def _break(self, why: str, error: BaseException, again: float = float("inf")) -> None:
+        if why != self.broken:
+            log.error("kvpatch: the host pool commits no memory now: %s", why, exc_info=error)
+        self.broken = why
+        self._broken_until = self._clock() + again

@@ -1,0 +1,161 @@
+"""Asking every worker to register an extent with its device, or to deregister it.
+
+A worker connects to its engine's socket and answers from a thread of its own, so that neither
+the engine nor a worker's step waits. A worker that is gone takes its engine with it.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import struct
+import threading
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+
+_message = struct.Struct("<cQQ")
+_hello = struct.Struct("<I")
+REGISTER, DEREGISTER = b"R", b"D"
+# Registering 64 MiB takes about 10 ms; a worker that computes holds Python's lock for some time.
+PATIENCE = 60.0
+
+# Registers or deregisters (True, False) the bytes [offset, offset + size) of the tier.
+Registrar = Callable[[bool, int, int], bool]
+
+
+class Failed(RuntimeError):
+    """A worker could not do what it was asked to, or did not answer."""
+
+
+class Ranks:
+    """The workers of an engine, seen from the engine.
+
+    Args:
+        path: of the socket, in a folder that only this user can enter.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._listening = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        try:
+            path.unlink(missing_ok=True)  # of an engine of the same name that was killed
+            self._listening.bind(str(path))
+            self._listening.listen(128)
+        except BaseException:
+            self._listening.close()
+            raise
+        self._workers: list[socket.socket] = []
+        self._lost = False  # a late answer would be taken for that of the next question
+
+    def accept(self, count: int) -> list[int]:
+        """Take the connections of workers, which have all connected; return their pids.
+
+        Raises:
+            Failed: fewer have.
+        """
+        self._listening.settimeout(PATIENCE)
+        pids = []
+        for _ in range(count):
+            try:
+                worker, _ = self._listening.accept()
+                worker.settimeout(PATIENCE)
+                self._workers.append(worker)
+                pids.append(_hello.unpack(worker.recv(_hello.size))[0])
+            except (OSError, struct.error) as error:
+                raise Failed(f"{len(pids)} of {count} workers connected") from error
+        self._listening.close()
+        self.path.unlink(missing_ok=True)
+        return pids
+
+    def register(self, offset: int, size: int) -> None:
+        """Have every worker register a committed range.
+
+        Raises:
+            Failed: one has not; all that have been asked deregistered it.
+        """
+        try:
+            self._all(REGISTER, offset, size)
+        except Failed:
+            self.deregister(offset, size)
+            raise
+
+    def deregister(self, offset: int, size: int) -> None:
+        """Have every worker deregister a range, where it has.
+
+        Raises:
+            Failed: one has not, so that the range must stay committed.
+        """
+        self._all(DEREGISTER, offset, size)
+
+    def close(self) -> None:
+        """Let the workers deregister what they have, and go."""
+        self._listening.close()
+        self.path.unlink(missing_ok=True)
+        for worker in self._workers:
+            worker.close()
+        self._workers.clear()
+
+    def _all(self, what: bytes, offset: int, size: int) -> None:
+        if self._lost:
+            raise Failed("a worker did not answer before")
+        try:
+            for worker in self._workers:
+                worker.sendall(_message.pack(what, offset, size))
+            # All answers are read, so that the next ones are not taken for them.
+            answers = [worker.recv(1) for worker in self._workers]
+        except OSError as error:
+            self._lost = True
+            raise Failed("a worker did not answer") from error
+        if any(answer != b"1" for answer in answers):
+            word = "register" if what == REGISTER else "deregister"
+            raise Failed(f"a worker could not {word} host memory with its device")
+
+
+class Rank:
+    """A worker's end.
+
+    Args:
+        path: of its engine's socket.
+        registrar: does what it is asked to; it is called in a thread of its own.
+
+    Raises:
+        OSError: the engine is gone.
+    """
+
+    def __init__(self, path: Path, registrar: Registrar) -> None:
+        self._registrar = registrar
+        self._ranges: dict[int, int] = {}  # those that are registered: size by offset
+        self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        try:
+            self._socket.connect(str(path))
+            self._socket.sendall(_hello.pack(os.getpid()))
+        except BaseException:
+            self._socket.close()
+            raise
+        self._thread = threading.Thread(target=self._run, name="kvpatch-host-pool", daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        """Deregister what is registered; nothing is asked for any more."""
+        with suppress(OSError):
+            self._socket.shutdown(socket.SHUT_RDWR)
+        self._thread.join()
+        for offset, size in self._ranges.items():
+            self._registrar(False, offset, size)
+        self._ranges.clear()
+
+    def _run(self) -> None:
+        with self._socket, suppress(OSError):
+            while data := self._socket.recv(_message.size):
+                self._socket.sendall(b"1" if self._do(*_message.unpack(data)) else b"0")
+
+    def _do(self, what: bytes, offset: int, size: int) -> bool:
+        if (what == REGISTER) == (offset in self._ranges):
+            return True
+        done = self._registrar(what == REGISTER, offset, size)
+        if done and what == REGISTER:
+            self._ranges[offset] = size
+        elif done:
+            del self._ranges[offset]
+        return done

@@ -1,0 +1,20 @@
+"""What is told of an engine's part in a host pool.
+
+The pool's code is imported only by engines that have one, and the metrics by all.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class HostPool:
+    """An engine's part in a pool, kept on its ``EngineCore``.
+
+    Attributes:
+        describe: returns its state; see ``telemetry.schema``.
+    """
+
+    describe: Callable[[], dict[str, object]]

@@ -1,0 +1,299 @@
+"""scripts/bench-pool: what a host pool takes and gives, beside vLLM's own CPU tiers.
+
+    .venv/bin/python scripts/bench-pool
+    .venv/bin/python scripts/bench-pool --only share --report bench-results/pool.json
+
+Engines on the host device, with a small model, each in a process of its own:
+
+start   the start of an engine against the size of its CPU tier, with a pool and without
+memory  what is committed against what blocks take; how soon memory is back
+load    an engine with a pool, one without, and another without, which serve the same prompts
+        in turns: the last two are the noise
+share   two engines in turns, in one pool and with half of its memory each
+chaos   two engines of one pool with random loads, limits and kill -9, while the kernel's count
+        of their tiers is compared with the limit
+
+Prompts are drawn from a fixed set of conversations, the earlier ones more often (a power law).
+"""
+
+from __future__ import annotations
+
+import argparse
+import fcntl
+import json
+import os
+import random
+import statistics
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+from harness import ROOT, console, provenance
+from harness.engines.pools import Pooled
+from harness.engines.runs import Device, Run, block_bytes, prompts
+from kvpatch.environ import HOST_POOL
+from kvpatch.pool import ledger
+
+RESULT = ROOT / "docs/results/pool.json"
+MIB, GIB = 1 << 20, 1 << 30
+BLOCK = block_bytes(Run())
+# Sizes of a tier, in GiB. vLLM's own is memory of this machine.
+POOLED, OWN = (1, 4, 16), (1, 2, 4)
+NAME = f"bench{os.getpid()}"
+CONVERSATIONS = 28  # of each of two engines that share; both do not fit, one does
+SHARED = 160 * MIB
+NUMBERS = ("starts", "rounds", "cycles", "minutes")  # the options of a run
+Result = dict[str, Any]
+
+
+class Machine:
+    """Starts engines, and ends them all."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder, self.device = folder, Device(folder / "device")
+        self.device.folder.mkdir()
+        self.engines: list[Pooled] = []
+
+    def start(self, size: int, pool: str = "", limit: int = 0) -> Pooled:
+        """Start an engine with a tier of ``size`` bytes, in a pool if one is named."""
+        own = ((HOST_POOL.name, f"{limit or size}@{NAME}{pool}"),) if pool else ()
+        run = Run(environment=own, cpu_blocks=size // BLOCK)
+        folder = self.folder / f"engine{len(self.engines)}"
+        self.engines.append(Pooled(self.device, folder, run, measured=True))
+        return self.engines[-1]
+
+    @contextmanager
+    def ending(self) -> Iterator[None]:
+        """End what was started meanwhile."""
+        before = len(self.engines)
+        try:
+            yield
+        except BaseException:
+            for one in self.engines[before:]:
+                one.kill()
+            raise
+        for one in self.engines[before:]:
+            if one.runs:
+                one.end()
+
+
+def drawn(seed: int, count: int, conversations: int, first: int) -> list[Any]:
+    """Draw prompts of conversations, the lower ones more often."""
+    source = random.Random(seed)
+    known = prompts(conversations, seed=first)
+    weights = [1 / (index + 1) ** 0.6 for index in range(conversations)]
+    return source.choices(known, weights, k=count)
+
+
+def about(values: list[float]) -> dict[str, float]:
+    """Return median, least and most."""
+    return {
+        "median": round(statistics.median(values), 4),
+        "least": round(min(values), 4),
+        "most": round(max(values), 4),
+    }
+
+
+def slope(points: list[tuple[float, float]]) -> float:
+    """Return the seconds per GiB, by least squares."""
+    return round(statistics.linear_regression(*zip(*points, strict=True)).slope, 4)
+
+
+def start(machine: Machine, options: argparse.Namespace) -> Result:
+    """The start against the tier's size; the arms and sizes in turns."""
+    starts: list[Result] = []
+    for repeat in range(options.starts):
+        for arm, sizes in (("pool", POOLED), ("own", OWN)):
+            for size in sizes if repeat % 2 == 0 else sizes[::-1]:
+                with machine.ending():
+                    one = machine.start(size * GIB, "start" * (arm == "pool"))
+                    starts.append({"arm": arm, "gib": size, **one.do("start")})
+    slopes = {
+        arm: {
+            figure: slope([(one["gib"], one[figure]) for one in starts if one["arm"] == arm])
+            for figure in ("seconds", "cpu_seconds")
+        }
+        for arm in ("pool", "own")
+    }
+    return {"starts": starts, "per_gib": slopes}
+
+
+def memory(machine: Machine, options: argparse.Namespace) -> Result:
+    """What is committed, and how soon it is back."""
+    rounds, reset, lowered = [], [], []
+    size = 256 * MIB
+    with machine.ending():
+        one = machine.start(size, "memory")
+        for number in range(options.rounds):
+            one.do("serve", drawn(number, 24, 24, first=1000 + number))
+            seen = one.do("see")
+            rounds.append({name: seen[name] for name in ("committed", "resident", "extent")})
+            if number % 2:
+                reset.append(one.do("reset"))
+            else:
+                lowered.append(one.do("limit", seen["committed"] // 4))
+                one.do("limit", size)
+    return {
+        "rounds": rounds,
+        "committed_over_resident": about(
+            [(one["committed"] - one["extent"]) / one["resident"] for one in rounds]
+        ),
+        "seconds_after_a_reset": about(reset),
+        "seconds_after_a_lowered_limit": about(lowered),
+    }
+
+
+def load(machine: Machine, options: argparse.Namespace) -> Result:
+    """Three engines without pressure, in turns, in another order each time."""
+    arms = ("pool", "own", "own, again")
+    rounds: dict[str, list[Result]] = {arm: [] for arm in arms}
+    with machine.ending():
+        size = 512 * MIB
+        engines = {
+            arm: machine.start(size, "load" * (arm == "pool"), limit=2 * size) for arm in arms
+        }
+        for number in range(options.rounds + 2):
+            some = drawn(number, 24, 60, first=2000)
+            for arm in arms[number % 3 :] + arms[: number % 3]:
+                served = engines[arm].do("serve", some)
+                if number >= 2:
+                    rounds[arm].append(served)
+
+    def ratios(first: str, second: str, figure: str) -> dict[str, float]:
+        pairs = zip(rounds[first], rounds[second], strict=True)
+        return about([a[figure] / b[figure] for a, b in pairs])
+
+    keeping = sum(one["keeper_seconds"] for one in rounds["pool"])
+    return {
+        "rounds": rounds,
+        **{
+            figure: {
+                "pool over own": ratios("pool", "own", figure),
+                "own twice": ratios("own, again", "own", figure),
+            }
+            for figure in ("seconds", "cpu_seconds")
+        },
+        "keeper_share": round(keeping / sum(one["cpu_seconds"] for one in rounds["pool"]), 4),
+    }
+
+
+def share(machine: Machine, options: argparse.Namespace) -> Result:
+    """Two engines in turns, in one pool and with half of its memory each."""
+    phases: dict[str, list[Result]] = {"pool": [], "halves": []}
+    with machine.ending():
+        engines = {
+            "pool": [machine.start(SHARED, "share") for _ in range(2)],
+            "halves": [machine.start(SHARED // 2) for _ in range(2)],
+        }
+        for number in range(2 * options.cycles):
+            which = number % 2
+            some = drawn(number, 2 * CONVERSATIONS, CONVERSATIONS, first=3000 + which)
+            for arm, both in engines.items():
+                served = both[which].do("serve", some)
+                phases[arm].append({"engine": which, **served})
+    tokens = {arm: sum(one["from_tier"] for one in every) for arm, every in phases.items()}
+    return {
+        "bytes": SHARED,
+        "conversations": CONVERSATIONS,
+        "phases": phases,
+        "tokens_from_tier": tokens,
+        "ratio": round(tokens["pool"] / tokens["halves"], 3),
+    }
+
+
+def chaos(machine: Machine, options: argparse.Namespace) -> Result:
+    """Random loads, limits and kills, and the most that the kernel counted over the limit."""
+    source, size = random.Random(1), 96 * MIB
+    folder = ledger.home(f"{NAME}chaos")
+    counts = {"kills": 0, "limits": 0, "rounds": 0, "looks": 0}
+    over: list[int] = []
+    began = time.monotonic()
+    with machine.ending():
+        engines = [machine.start(size, "chaos") for _ in range(2)]
+        while time.monotonic() - began < options.minutes * 60:
+            what, which = source.random(), source.randrange(2)
+            if what < 0.15:
+                engines[which].kill()
+                counts["kills"] += 1
+                over.append(overrun(folder))
+                engines[which] = machine.start(size, "chaos")
+            elif what < 0.3:
+                ledger.set_limit(folder, source.choice([24, 48, 96]) * MIB)
+                counts["limits"] += 1
+            else:
+                engines[which].do("burst", drawn(source.randrange(1 << 30), 8, 30, first=4000))
+                counts["rounds"] += 1
+            over.append(overrun(folder))
+    counts["looks"] = len(over)
+    return {
+        **counts,
+        "minutes": round((time.monotonic() - began) / 60, 1),
+        "bytes_over_the_size": max(over),
+    }
+
+
+def overrun(folder: Path) -> int:
+    """Return by how much the tiers of a pool's engines exceed its size, by the kernel's count.
+
+    The lock of the folder keeps every engine from taking more while it is counted.
+    """
+    file = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        limit = ledger._read_limit(folder)
+        size = sum(tiers(folder).values())
+    finally:
+        os.close(file)
+    return size - limit.configured if limit is not None and size > limit.configured else 0
+
+
+def tiers(folder: Path) -> dict[tuple[int, int], int]:
+    """Return the bytes of every tier whose process has a record in a folder, by its file."""
+    found = {}
+    for process in Path("/proc").glob("[0-9]*"):
+        with suppress(OSError):
+            links = {path: str(path.readlink()) for path in process.glob("fd/*")}
+            if any(link.startswith(f"{folder}/") for link in links.values()):
+                for path, link in links.items():
+                    if link.startswith("/dev/shm/vllm_offload_"):
+                        stat = path.stat()
+                        found[stat.st_dev, stat.st_ino] = stat.st_blocks * 512
+    return found
+
+
+PARTS: dict[str, Callable[[Machine, argparse.Namespace], Result]] = {
+    "memory": memory,
+    "share": share,
+    "load": load,
+    "start": start,
+    "chaos": chaos,
+}
+
+
+def main() -> int:
+    """Measure, print and write the result."""
+    parser = console.parser("scripts/bench-pool", __doc__ or "")
+    parser.add_argument("--only", choices=PARTS, action="append", help="again for more parts")
+    parser.add_argument("--starts", type=int, default=3, help="of each size (default: %(default)s)")
+    parser.add_argument("--rounds", type=int, default=10, help="of a load (default: %(default)s)")
+    parser.add_argument("--cycles", type=int, default=3, help="of two (default: %(default)s)")
+    parser.add_argument("--minutes", type=float, default=60, help="of chaos (default: %(default)s)")
+    parser.add_argument("--report", type=Path, default=RESULT)
+    options = parser.parse_args()
+    return console.run(console.Screen("bench-pool"), lambda: measure(options))
+
+
+def measure(options: argparse.Namespace) -> int:
+    """Run the parts and write what they found, those of an earlier run kept."""
+    words = [f"--{name} {getattr(options, name)}" for name in NUMBERS]
+    result = provenance.header(" ".join(["scripts/bench-pool", *words]))
+    with tempfile.TemporaryDirectory(prefix="kvpatch-bench-") as name:
+        machine = Machine(Path(name))
+        for part in options.only or PARTS:
+            result[part] = PARTS[part](machine, options)
+            print(json.dumps({part: result[part]}), flush=True)
+            provenance.write(result, options.report)
+    return 0

@@ -1,0 +1,203 @@
+"""Runs one engine in this process with its CPU tier in a host pool, step by step.
+
+    python -m harness.engines.pool_driver JOB.json RESULT.json
+
+A job names the engine's arguments; one that is measured does not digest its blocks. Each line of
+standard input is a step; what it saw is in the result when standard output says that it is done.
+The engine shuts down at the end of the input.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
+
+from vllm import LLM
+
+from harness.engines.driver import BlockWatch, run_round, tell
+from harness.engines.inside import come_to_rest, prepare
+from harness.engines.runs import BLOCK, Run, block_bytes, load
+from kvpatch import state
+from kvpatch.patches.host_pool import presence
+from kvpatch.patches.host_pool.tier import Pooled
+from kvpatch.pool import ledger
+from kvpatch.telemetry.counters import Totals
+
+PATIENCE = 60.0  # seconds in which whatever can happen has
+
+
+def rank_view(worker: Any) -> dict[str, int]:
+    """What a worker has of the tier: resident by its page tables, and registered; by RPC."""
+    from kvpatch.hostdevice.copies import HostRegistration
+
+    resident = 0
+    here = False
+    for line in Path("/proc/self/smaps").read_text().splitlines():
+        if "-" in line.split(" ", 1)[0]:
+            here = "vllm_offload_" in line
+        elif here and line.startswith("Rss:"):
+            resident += int(line.split()[1]) << 10
+    return {"mapped": resident, "registered": sum(HostRegistration.ranges.values())}
+
+
+class Watched:
+    """An engine, and what the kernel, the ledger and its workers say of its tier."""
+
+    def __init__(self, job: dict[str, Any]) -> None:
+        began, worked = time.monotonic(), time.process_time()
+        self.llm = LLM(job["model"], **job["engine"])
+        self.started = {
+            "seconds": time.monotonic() - began,
+            "cpu_seconds": time.process_time() - worked,
+        }
+        self.core = self.llm.llm_engine.engine_core.engine_core
+        self.part = state.find(self.core, Pooled)
+        # The model's own tensors are in another process if there are ranks.
+        alone = self.core.vllm_config.parallel_config.world_size == 1
+        self.watch = BlockWatch(self.core) if alone and not job.get("measured") else None
+        totals = state.find(self.core, Totals)
+        assert totals is not None
+        self.totals = totals
+
+    @property
+    def pooled(self) -> Pooled:
+        """The engine's part in the pool."""
+        assert self.part is not None, "the tier is in no pool"
+        return self.part
+
+    def see(self) -> dict[str, Any]:
+        """Everything that counts the tier's memory, of one moment: the keeper works meanwhile."""
+        while True:
+            self.until(self.settled)
+            before = self.committed
+            seen = self.look()
+            if self.settled() and self.committed == before:
+                return seen
+
+    def look(self) -> dict[str, Any]:
+        """Everything that counts the tier's memory, one after the other."""
+        keeper = self.pooled.keeper
+        shown = ledger.show(presence.home())
+        assert shown is not None
+        limit, engines = shown
+        return keeper.describe() | {
+            "kernel": keeper.memory.committed,
+            "extent": self.pooled.extents.place(0)[1],
+            "records": sum(one.owner.committed for one in engines),
+            "limit": limit.current,
+            "ranks": self.llm.collective_rpc(rank_view),
+        }
+
+    def settled(self) -> bool:
+        """Whether the keeper is neither committing an extent nor giving one back now."""
+        extents = self.pooled.extents
+        with self.pooled.lock:
+            going = any(one.closed or one.draining for one in extents.open.values())
+            size = sum(extents.place(index)[1] for index in extents.open)
+        return not going and size == self.committed == self.pooled.keeper.memory.committed
+
+    @property
+    def committed(self) -> int:
+        """What the engine's record says."""
+        return self.pooled.keeper.member.committed
+
+    def rest(self) -> None:
+        """Let every copy end, and the keeper do what it wants."""
+        come_to_rest(self.core.scheduler, self.llm.llm_engine.step)
+        if self.part is None:
+            return
+        free = self.pooled.extents.per
+        self.until(lambda: self.pooled.extents.free <= free and self.settled())
+
+    def until(self, true: Callable[[], bool]) -> float:
+        """Wait; return the seconds that it took."""
+        began = time.monotonic()
+        while not true():
+            assert time.monotonic() - began < PATIENCE, self.look()
+            time.sleep(0.005)
+        return time.monotonic() - began
+
+    def serve(self, prompts: list[Any], rest: bool = True) -> dict[str, Any]:
+        """Run prompts; return what it took, and how many of their tokens came from the tier."""
+        loaded, keeping = self.totals.moved_bytes["loaded"], self.keeper_seconds()
+        began, worked = time.perf_counter(), time.process_time()
+        records = run_round(self.llm, prompts, None)
+        took = {
+            "seconds": time.perf_counter() - began,
+            "cpu_seconds": time.process_time() - worked,
+            "keeper_seconds": self.keeper_seconds() - keeping,
+            "tokens": sum(len(prompt["tokens"]) for prompt in prompts),
+            "cached": sum(record["cached"] for record in records),
+        }
+        if rest:
+            self.rest()
+        loaded = self.totals.moved_bytes["loaded"] - loaded
+        return took | {"from_tier": int(loaded / block_bytes(Run()) * BLOCK)}
+
+    def keeper_seconds(self) -> float:
+        """Processor time that the keeper's thread has taken."""
+        for thread in threading.enumerate():
+            if thread.name == "kvpatch-pool-keeper" and thread.native_id is not None:
+                # Of the whole line the name alone may have blanks: utime and stime are 14 and 15.
+                line = Path(f"/proc/self/task/{thread.native_id}/stat").read_text()
+                ticks = line.rpartition(")")[2].split()[11:13]
+                return sum(map(int, ticks)) / os.sysconf("SC_CLK_TCK")
+        return 0.0
+
+    def step(self, what: str, value: Any) -> Any:
+        """Do one step; return what it saw."""
+        if what == "round":
+            records = run_round(self.llm, load(value), self.watch)
+            self.rest()
+            return records
+        if what == "serve":
+            return self.serve(value)
+        if what == "burst":
+            return self.serve(value, rest=False)
+        if what == "start":
+            return self.started
+        if what == "reset":
+            assert self.llm.reset_prefix_cache(reset_connector=True)
+            extent = self.pooled.extents.place(0)[1]
+            return self.until(lambda: self.pooled.keeper.memory.committed <= extent)
+        if what == "limit":
+            assert ledger.set_limit(presence.home(), value)
+            return self.until(lambda: self.pooled.keeper.memory.committed <= value)
+        if what == "alone":
+            # The keeper looks; nothing of the engine's does.
+            return self.until(lambda: self.pooled.keeper.describe()["engines"] == 1)
+        assert what == "see", what
+        return self.see()
+
+
+def main(job_path: str, result_path: str) -> None:
+    job = json.loads(Path(job_path).read_text())
+    prepare(job)
+    watched = Watched(job)
+    result: dict[str, Any] = {}
+
+    def write() -> None:
+        Path(result_path).write_text(json.dumps(result))
+
+    tell("ready")
+    for line in sys.stdin:
+        result["seen"] = watched.step(*json.loads(line))
+        result["changed"] = watched.watch.changed if watched.watch is not None else []
+        write()
+        tell("done")
+    watched.llm.llm_engine.engine_core.shutdown()
+    result["left"] = ledger.show(presence.home()) is not None
+    write()
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

@@ -1,0 +1,179 @@
+"""Engines whose CPU tier is in a host pool, each in a process that does one step after another."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+from harness.engines import process
+from harness.engines.runs import (
+    BLOCK,
+    Device,
+    Run,
+    block_bytes,
+    engine_arguments,
+    model_of,
+    python_of,
+)
+from kvpatch.environ import HOST_POOL
+from kvpatch.pool import ledger
+
+ENDING = 120.0  # seconds in which an engine that shuts down has ended
+
+
+class Pooled:
+    """A running engine of ``pool_driver``.
+
+    Args:
+        device: of the engine.
+        folder: of its own, made here.
+        run: what it is.
+        measured: whether its blocks are not digested.
+        engine: more of its arguments.
+
+    Raises:
+        AssertionError: it did not start; the end of its log.
+    """
+
+    def __init__(
+        self, device: Device, folder: Path, run: Run, measured: bool = False, **engine: Any
+    ) -> None:
+        folder.mkdir()
+        job = {
+            "model": str(model_of(run.model, run.kv_heads, run.vllm)),
+            "engine": engine_arguments(run) | engine,
+            "measured": measured,
+        }
+        (folder / "job.json").write_text(json.dumps(job))
+        self._result = folder / "result.json"
+        reading, output = os.pipe()
+        stdin, self._input = os.pipe()
+        self.environment = device.environ(run)
+        self._process = process.start(
+            "harness.engines.pool_driver",
+            [folder / "job.json", self._result],
+            self.environment,
+            python_of(run.vllm),
+            output,
+            stdin,
+        )
+        os.close(output)
+        os.close(stdin)
+        self.pid = self._process.pid
+        self._output = os.fdopen(reading)
+        self._log: list[str] = []
+        self._hear("ready")
+
+    def _hear(self, word: str) -> None:
+        for line in self._output:
+            self._log.append(line)
+            if line == f"driver: {word}\n":
+                return
+        raise AssertionError("".join(self._log)[-4000:])
+
+    def do(self, what: str, value: Any = None) -> Any:
+        """Let it do one step of ``pool_driver.Watched.step``; return what that saw."""
+        os.write(self._input, f"{json.dumps([what, value])}\n".encode())
+        self._hear("done")
+        return self.result()["seen"]
+
+    def result(self) -> dict[str, Any]:
+        """What it wrote last."""
+        found: dict[str, Any] = json.loads(self._result.read_text())
+        return found
+
+    def end(self) -> dict[str, Any]:
+        """Let it shut down; return what it wrote last.
+
+        Raises:
+            AssertionError: it failed; the end of its log.
+        """
+        os.close(self._input)
+        self._log += self._output.readlines()
+        assert self._process.wait(ENDING) == 0, "".join(self._log)[-4000:]
+        self._output.close()
+        return self.result()
+
+    @property
+    def runs(self) -> bool:
+        """Whether it was neither ended nor killed."""
+        return not self._output.closed
+
+    def kill(self) -> None:
+        """End it as ``kill -9`` does, unless it has ended; wait for all that it had started."""
+        if not self.runs:
+            return
+        self._process.kill()
+        self._process.wait(ENDING)
+        self._output.read()  # its workers have it too
+        self._output.close()
+        os.close(self._input)
+
+
+TWO_RANKS = {"tensor_parallel_size": 2, "distributed_executor_backend": "mp"}
+# Blocks that each prompt of a load stores; what it generates does not fill one.
+STORED = 640 // BLOCK
+LOWERED = 8 << 20
+
+
+def pool_of(size: int, name: str) -> Run:
+    """An engine in a pool of a size, which has a name of this process's own."""
+    return Run(environment=((HOST_POOL.name, f"{size}@{name_of(name)}"),))
+
+
+def name_of(name: str) -> str:
+    """The name of a pool that is this process's own."""
+    return f"engines{os.getpid()}{name}"
+
+
+def agrees(seen: dict[str, Any]) -> bool:
+    """Whether the ledger, the kernel, and every worker's page tables and device agree."""
+    ranks = seen["ranks"]
+    return (
+        seen["kernel"] == seen["committed"] <= seen["records"] <= seen["limit"]
+        and all(one["registered"] == seen["committed"] for one in ranks)
+        and all(one["mapped"] <= seen["committed"] for one in ranks)
+    )
+
+
+def live(one: Pooled, model: str) -> list[list[Any]]:
+    """Let an engine use its tier, reset it, use it again and lose nearly all of its memory.
+
+    Returns:
+        The records of its rounds of "few".
+
+    Raises:
+        AssertionError: memory was not what was counted, or more than the blocks need.
+    """
+    begun = one.do("see")
+    first = one.do("round", "few")
+    full = one.do("see")
+    one.do("reset")
+    empty = one.do("see")
+    again = one.do("round", "few")
+    after = one.do("see")
+    one.do("round", "few")
+    one.do("limit", LOWERED)
+    lowered = one.do("see")
+    last = one.do("round", "few")
+    for seen in (begun, full, empty, after, lowered, one.do("see")):
+        assert agrees(seen), seen
+    assert begun["committed"] <= begun["extent"]
+    assert full["committed"] <= 1.05 * full["resident"] + full["extent"], full
+    # A store for which there was no memory in time was skipped.
+    if model == "llama":
+        assert 0 < full["resident"] <= len(first) * STORED * block_bytes(Run(model=model))
+    assert empty["resident"] == 0
+    assert empty["committed"] <= empty["extent"]
+    assert after["resident"] > 0
+    assert lowered["committed"] <= LOWERED
+    assert lowered["evicted"] > 0
+    return [first, again, last]
+
+
+def is_gone(name: str, one: Pooled) -> None:
+    """Let the last engine of a pool end, well, with nothing of the pool left."""
+    assert one.end() | {"seen": None} == {"seen": None, "changed": [], "left": False}
+    ledger.home(name_of(name)).rmdir()

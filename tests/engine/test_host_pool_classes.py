@@ -1,0 +1,540 @@
+"""vLLM's own classes of a CPU tier in a host pool, without an engine: blocks, bytes, memory."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import random
+import signal
+import traceback
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from kvpatch import claims, state
+from kvpatch.environ import HOST_DEVICE, HOST_DEVICE_DIR, HOST_POOL
+from kvpatch.hostdevice import ledger as device_ledger
+from kvpatch.patch import Transaction
+from kvpatch.patches import host_copies
+from kvpatch.patches.elastic_memory.regions import Regions
+from kvpatch.patches.host_pool import FEATURE, engine, presence, region
+from kvpatch.patches.host_pool.tier import Pooled
+from kvpatch.patches.offloading.registration import canonical
+from kvpatch.pool import ledger
+from kvpatch.pool.keeper import Keeper
+from kvpatch.refusal import Refusal
+from kvpatch.supported import release_of
+from kvpatch.upstream.vllm_api import chunks_of
+from kvpatch.versions import installed
+
+ROW = 1 << 18  # bytes of a chunk, all ranks
+MIB = 1 << 20
+ROW_PER_EXTENT = MIB // ROW
+# Rows on what only an engine has.
+NOT_HERE = (
+    "engine_core",
+    "shutdown",
+    "reset",
+    "schedule",
+    "pending_work",
+    "build",
+    "worker_output",
+)
+RELEASE = release_of(installed("vllm")[0])
+
+
+@pytest.fixture(autouse=True)
+def rows() -> Iterator[None]:
+    """The rows of the pool and of the host device's copies over vLLM's classes."""
+    patches = Transaction()
+    patches.apply_all(
+        row for row in host_copies.FEATURE.at(RELEASE) if not row.id.startswith("host.simple")
+    )
+    patches.apply_all(row for row in FEATURE.at(RELEASE) if row.id not in NOT_HERE)
+    yield
+    patches.revert_to(0)
+
+
+@pytest.fixture(autouse=True)
+def pool(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Path]:
+    """A pool of 64 MiB that nobody else has, whose extents are of 1 MiB; no thread runs."""
+    monkeypatch.setenv(HOST_DEVICE.name, "64MiB")
+    monkeypatch.setenv(HOST_DEVICE_DIR.name, str(tmp_path))
+    monkeypatch.setenv(HOST_POOL.name, f"64MiB@test{os.getpid()}{os.urandom(4).hex()}")
+    monkeypatch.setattr(Keeper, "start", lambda self: None)
+    folder = presence.home()
+    yield folder
+    assert not folder.exists() or list(folder.iterdir()) == []
+    if folder.exists():
+        folder.rmdir()
+
+
+class OffloadingConnector:
+    """The connector of a fake engine, which has a scheduler's side."""
+
+    def __init__(self, manager: Any) -> None:
+        self.connector_scheduler = SimpleNamespace(manager=manager)
+
+
+class Engine:
+    """An engine with a tier, whose scheduler and workers are the test."""
+
+    def __init__(
+        self, chunks: int = 40, ranks: int = 1, policy: str = "lru", blocks: int = 0
+    ) -> None:
+        from vllm.v1.kv_offload import base
+        from vllm.v1.kv_offload.cpu import gpu_worker
+        from vllm.v1.kv_offload.cpu.manager import CPUOffloadingManager
+        from vllm.v1.kv_offload.cpu.shared_offload_region import SharedOffloadRegion
+
+        self.base = base
+        self.engine_id = f"test-{os.urandom(8).hex()}"
+        config = SimpleNamespace(
+            kv_transfer_config=SimpleNamespace(engine_id=self.engine_id),
+            parallel_config=SimpleNamespace(world_size=ranks),
+            model_config=SimpleNamespace(served_model_name="a model"),
+        )
+        self.part = engine.Part(config)
+        later = "num_chunks" in SharedOffloadRegion.__init__.__wrapped__.__code__.co_varnames
+        unit = "chunk" if later else "block"
+        self.regions = []
+        for rank in range(ranks):
+            one = SharedOffloadRegion(
+                engine_id=self.engine_id,
+                rank=rank,
+                cpu_page_size=ROW // ranks,
+                **{f"num_{unit}s": chunks, f"kv_bytes_per_{unit}": ROW},
+            )
+            self.regions.append(one)
+        # With blocks of a device, vLLM's workers pin the regions, and copy between the two.
+        self.devices = [
+            torch.zeros((blocks, ROW // ranks), dtype=torch.int8)
+            for _ in range(ranks * bool(blocks))
+        ]
+        self.workers = [
+            gpu_worker.CPUOffloadingWorker(canonical(Regions([device], [[0]])), 1, chunks, one)
+            for device, one in zip(self.devices, self.regions, strict=False)
+        ]
+        self.views = []
+        if not blocks:
+            for one in self.regions:
+                gpu_worker.pin_mmap_region(one)
+            self.views = [one.create_next_worker_view(ROW // ranks) for one in self.regions]
+        self.manager = CPUOffloadingManager(
+            **{f"num_{unit}s": chunks}, cache_policy=policy, enable_events=True
+        )
+        self.core = type("Core", (), {})()
+        self.core.scheduler = SimpleNamespace(connector=OffloadingConnector(self.manager))
+        self.part.begin(self.core)
+        found = state.find(self.manager, Pooled)
+        assert found is not None
+        self.pooled = found
+        self.keeper, self.extents = found.keeper, found.extents
+        self.jobs = itertools.count()
+        self.requests = itertools.count()
+
+    def request(self) -> Any:
+        context = self.base.ReqContext(req_id=f"{next(self.requests)}")
+        self.manager.on_new_request(context)
+        return context
+
+    def key(self, number: int) -> Any:
+        return self.base.make_offload_key(number.to_bytes(16, "little"), 0)
+
+    def store(self, *numbers: int, complete: bool = True) -> Any:
+        """Store blocks whose bytes are told by their numbers; None if the store waits."""
+        context = self.request()
+        output = self.manager.prepare_store([self.key(one) for one in numbers], context)
+        if output is None:
+            return None
+        job = next(self.jobs)
+        self.extents.begin(job, output.store_spec.block_ids, 1)
+        stored = [int.from_bytes(bytes(key)[:16], "little") for key in output.keys_to_store]
+        for number, chunk in zip(stored, output.store_spec.block_ids, strict=True):
+            for view in self.views:
+                view[int(chunk)] = number % 127
+
+        def end() -> None:
+            self.manager.complete_store(output.keys_to_store, context)
+            self.extents.report(job, 1)
+
+        if complete:
+            end()
+        return end if not complete else list(map(int, output.store_spec.block_ids))
+
+    def put(self, *numbers: int) -> list[int]:
+        """Store blocks, and wait for memory as a request does."""
+        for _ in range(10):
+            chunks = self.store(*numbers)
+            if chunks is not None:
+                return list(chunks)
+            self.turn()
+        raise AssertionError("the store waits for ever")
+
+    def hit(self, number: int) -> bool:
+        return self.manager.lookup(self.key(number), self.request()) in (
+            self.base.LookupResult.HIT,
+            True,
+        )
+
+    def load(self, *numbers: int) -> Callable[[], None]:
+        """Begin to load blocks, whose bytes must be right; return what ends the load."""
+        context = self.request()
+        keys = [self.key(one) for one in numbers]
+        spec = self.manager.prepare_load(keys, context)
+        job = next(self.jobs)
+        self.extents.begin(job, spec.block_ids, 1)
+
+        def end() -> None:
+            for number, chunk in zip(numbers, spec.block_ids, strict=True):
+                for view in self.views:
+                    assert bool((view[int(chunk)] == number % 127).all()), "wrong bytes"
+            self.manager.complete_load(keys, context)
+            self.extents.report(job, 1)
+
+        return end
+
+    def copy(self, blocks: list[int], spec: Any, load: bool) -> int:
+        """Let every worker copy between its blocks and chunks; return the job."""
+        job = next(self.jobs)
+        self.extents.begin(job, spec.block_ids, len(self.workers))
+        on_device = self.base.GPULoadStoreSpec(blocks, group_sizes=[len(blocks)], block_indices=[0])
+        for worker in self.workers:
+            if load:
+                assert worker.submit_load(job, spec, on_device)
+            else:
+                assert worker.submit_store(job, on_device, spec)
+        return job
+
+    def wait(self, job: int) -> None:
+        """Wait for copies, and report their end."""
+        for worker in self.workers:
+            worker.wait({job})
+            for result in worker.get_finished():
+                assert result.success
+                self.extents.report(result.job_id, 1)
+
+    def turn(self, times: int = 1) -> None:
+        for _ in range(times):
+            self.keeper.turn()
+            self.check()
+
+    def check(self) -> None:
+        """The kernel, the ledger, the device and the extents agree."""
+        committed = sum(self.extents.place(index)[1] for index in self.extents.open)
+        assert self.kernel() == self.keeper.member.committed == committed
+        for one in self.regions:
+            base = one._base.data_ptr()
+            expected = {
+                base + self.extents.place(index)[0]: self.extents.place(index)[1]
+                for index in self.extents.open
+            }
+            ours = {
+                at: size
+                for at, size in registered().items()
+                if base <= at < base + one.total_size_bytes
+            }
+            assert ours == expected
+
+    def kernel(self) -> int:
+        return os.fstat(self.regions[0].fd).st_blocks * 512
+
+    def close(self) -> None:
+        self.views.clear()
+        for worker in self.workers:
+            worker.shutdown()  # cleans its region up
+        if not self.workers:
+            for one in self.regions:
+                one.cleanup()
+        self.pooled.close()
+
+
+def registered() -> dict[int, int]:
+    """The ranges that are registered with the host device."""
+    from kvpatch.hostdevice.copies import HostRegistration
+
+    return HostRegistration.ranges
+
+
+@pytest.fixture
+def started() -> Iterator[Callable[..., Engine]]:
+    """Start engines, which end with the test."""
+    engines: list[Engine] = []
+
+    def start(**options: Any) -> Engine:
+        engines.append(Engine(**options))
+        return engines[-1]
+
+    yield start
+    for one in engines:
+        one.close()
+    assert registered() == {}
+
+
+POLICIES = pytest.mark.parametrize("policy", ["lru", "arc"])
+
+
+def test_a_tier_begins_with_nothing_and_without_a_name(started: Any, pool: Path) -> None:
+    one = started(chunks=1 << 16)  # 16 GiB
+    assert one.kernel() == 0
+    assert registered() == {}
+    assert not Path(one.regions[0].mmap_path).exists()
+    assert {path.name for path in pool.iterdir()} == {
+        ledger.LIMIT,
+        ledger.record_of(pool, one.engine_id).name,
+    }
+    one.turn(2)
+    assert one.kernel() == MIB
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+@POLICIES
+def test_what_is_stored_is_loaded_and_evicted_by_vllms_policy(
+    started: Any, policy: str, ranks: int
+) -> None:
+    one = started(chunks=12, ranks=ranks, policy=policy)
+    one.turn()
+    assert one.store(1, 2, 3) == [0, 1, 2]
+    assert one.store(4, 5, 6, 7) is None  # waits for an extent
+    one.turn()
+    assert one.store(4, 5, 6, 7) == [3, 4, 5, 6]
+    one.load(1, 4)()
+    one.turn(3)
+    assert one.put(8, 9, 10, 11, 12) == [7, 8, 9, 10, 11]
+    assert one.kernel() == 3 * MIB  # the whole tier
+    assert len(one.store(13, 14)) == 2
+    assert len([number for number in range(1, 15) if one.hit(number)]) == 12
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_vllms_workers_copy_into_extents_and_out_of_them(started: Any, ranks: int) -> None:
+    """Also into extents that were given back and committed again, and while a reset comes."""
+    one = started(chunks=24, ranks=ranks, blocks=8)
+    blocks = list(range(8))
+    held = one.kernel()
+    assert held == 0
+    for turn in range(4):
+        for rank, device in enumerate(one.devices):
+            for block in blocks:
+                device[block] = (turn * 16 + block * 2 + rank) % 127
+        kept = [device.clone() for device in one.devices]
+        keys = [one.key(100 * turn + block) for block in blocks]
+        context = one.request()
+        output = one.manager.prepare_store(keys, context)
+        while output is None:
+            one.turn()
+            output = one.manager.prepare_store(keys, context)
+        if turn == 2:  # the copies of a round that a reset forgets are in flight
+            with device_ledger.hold_copies():
+                job = one.copy(blocks, output.store_spec, load=False)
+                one.manager.reset_cache()
+                one.turn(3)
+                assert one.kernel() >= 2 * MIB
+            one.wait(job)
+            one.turn(3)
+            assert one.kernel() == MIB
+            continue
+        one.wait(one.copy(blocks, output.store_spec, load=False))
+        one.manager.complete_store(keys, context)
+        for device in one.devices:
+            device.zero_()
+        one.wait(one.copy(blocks, one.manager.prepare_load(keys, context), load=True))
+        one.manager.complete_load(keys, context)
+        for device, expected in zip(one.devices, kept, strict=True):
+            assert bool((device == expected).all())
+        one.turn(2)
+        if turn == 0:
+            one.manager.reset_cache()
+            one.turn(3)
+            assert one.kernel() == MIB
+
+
+def test_after_a_reset_the_memory_is_back_but_for_one_extent(started: Any) -> None:
+    one = started()
+    for number in range(0, 32, 4):
+        one.put(*range(number, number + 4))
+    assert one.kernel() >= 8 * MIB
+    end = one.load(1, 2)
+    one.manager.reset_cache()
+    one.turn(2)
+    assert one.kernel() == MIB
+    assert 0 in one.extents.open, "a load is reading it"
+    one.extents.report(next(one.jobs) - 1, 1)
+    del end
+    assert not one.hit(1)
+    one.turn()
+    assert one.kernel() == MIB
+
+
+def test_the_coldest_blocks_go_for_another_engine_and_routers_hear_of_it(started: Any) -> None:
+    one = started()
+    for number in range(0, 16, 4):
+        one.put(*range(number, number + 4))
+    list(one.manager.take_events())
+    one.load(0)()  # the first extent is the hottest
+    one.keeper.member.answer()
+    peer = ledger.show(presence.home())
+    assert peer is not None
+    other = ledger.join(ledger.record_of(presence.home(), "other"), 64 * MIB, peer[1][0].owner)
+    (seen,) = [found for found in other.look(0, 0.0).peers if found.path == one.keeper.member.path]
+    other.ask(seen, MIB)
+    one.turn()
+    other.ask(seen, MIB)
+    one.turn(3)
+    other.leave()
+    gone = [number for number in range(16) if not one.hit(number)]
+    assert gone
+    assert len(gone) % 4 == 0
+    assert 0 not in gone
+    events = [event for event in one.manager.take_events() if event.removed]
+    assert sorted(key for event in events for key in event.keys) == sorted(map(one.key, gone))
+    assert one.keeper.evicted == len(gone)
+    stats = one.manager.get_stats()
+    assert stats is not None
+
+
+def test_blocks_in_transfers_stay_until_they_end(started: Any, pool: Path) -> None:
+    one = started()
+    one.turn()
+    assert one.store(1, 2) == [0, 1]
+    end_store, end_load = one.store(3, complete=False), one.load(1)
+    assert ledger.set_limit(pool, 1)
+    one.turn(2)
+    assert one.kernel() == MIB
+    assert [one.hit(number) for number in (1, 2, 3)] == [True, False, False]
+    assert one.store(4) is None  # no room, and nothing that may be evicted
+    end_load()
+    assert not one.hit(1)
+    end_store()
+    one.turn()
+    assert one.kernel() == 0
+    assert ledger.set_limit(pool, 64 * MIB)
+    one.turn(2)
+
+
+@POLICIES
+@pytest.mark.parametrize("seed", range(3))
+def test_a_long_life(started: Any, pool: Path, policy: str, seed: int) -> None:
+    """Blocks that are found have their bytes, and memory is what is counted, whatever happens."""
+    source = random.Random(seed)
+    one = started(chunks=30, policy=policy)
+    ends: list[Any] = []
+    loaded = 0
+    for _ in range(400):
+        what = source.random()
+        numbers = [source.randrange(36) for _ in range(source.randrange(1, 5))]
+        if what < 0.4:
+            end = one.store(*dict.fromkeys(numbers), complete=False)
+            if end is not None:
+                ends.append(end)
+        elif what < 0.6:
+            found = [number for number in dict.fromkeys(numbers) if one.hit(number)]
+            if found:
+                ends.append(one.load(*found))
+                loaded += len(found)
+        elif what < 0.8 and ends:
+            ends.pop(source.randrange(len(ends)))()
+        elif what < 0.97:
+            one.turn()
+        elif what < 0.975:
+            while ends:
+                ends.pop()()
+            one.manager.reset_cache()
+        else:
+            ledger.set_limit(pool, source.choice([3, 5, 64, 64]) * MIB)
+        assert one.extents.used == chunks_of(one.manager, "_num_allocated_{}")
+    while ends:
+        ends.pop()()
+    assert loaded > 10
+    ledger.set_limit(pool, 1)
+    one.turn(3)
+    assert one.kernel() == 0
+    ledger.set_limit(pool, 64 * MIB)
+
+
+def test_a_second_engine_with_another_size_is_refused(
+    started: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    started()
+    monkeypatch.setenv(HOST_POOL.name, HOST_POOL.read().replace("64MiB", "32MiB"))
+    with pytest.raises(Refusal, match="KVP345"):
+        started()
+
+
+def test_a_chunk_that_is_larger_than_the_pool_is_refused(
+    started: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(HOST_POOL.name, HOST_POOL.read().replace("64MiB", "100000"))
+    try:
+        with pytest.raises(Refusal, match="KVP346"):
+            started()
+    finally:
+        for path in (*presence.home().iterdir(), *Path("/dev/shm").glob("vllm_offload_test-*")):
+            path.unlink()
+
+
+def test_a_region_of_an_engine_without_a_part_is_no_pools(started: Any) -> None:
+    assert Path("/dev/shm") == claims.BASE
+    assert state.find(object(), region.Shared) is None
+
+
+def test_a_worker_in_a_process_of_its_own_has_the_same_extents(pool: Path) -> None:
+    """And when it is killed, nothing is handed out that it has not registered."""
+    from vllm.v1.kv_offload.cpu import gpu_worker
+    from vllm.v1.kv_offload.cpu.manager import CPUOffloadingManager
+    from vllm.v1.kv_offload.cpu.shared_offload_region import SharedOffloadRegion
+
+    engine_id, chunks = f"test-{os.urandom(8).hex()}", 16
+    config = SimpleNamespace(
+        kv_transfer_config=SimpleNamespace(engine_id=engine_id),
+        parallel_config=SimpleNamespace(world_size=2),
+        model_config=SimpleNamespace(served_model_name="a model"),
+    )
+    part = engine.Part(config)
+
+    def view_of(rank: int) -> tuple[Any, Any]:
+        one = SharedOffloadRegion(engine_id, chunks, rank, ROW, ROW // 2)
+        gpu_worker.pin_mmap_region(one)
+        return one, one.create_next_worker_view(ROW // 2)
+
+    theirs, ours = os.pipe(), os.pipe()
+    pid = os.fork()
+    if pid == 0:
+        try:
+            _, view = view_of(1)
+            os.write(ours[1], b"+")
+            while os.read(theirs[0], 1) == b"w":
+                view[0].numpy()[:] = 11  # torch's own threads are not forked
+                os.write(ours[1], bytes([len(registered())]))
+        except BaseException:
+            traceback.print_exc()
+        finally:
+            os._exit(1)
+    os.close(ours[1])
+    first, view = view_of(0)
+    assert os.read(ours[0], 1) == b"+"
+    manager = CPUOffloadingManager(chunks)
+    core = type("Core", (), {})()
+    core.scheduler = SimpleNamespace(connector=OffloadingConnector(manager))
+    part.begin(core)
+    pooled = state.find(manager, Pooled)
+    assert pooled is not None
+    pooled.keeper.turn()
+    assert pooled.extents.allocate(["a block"]) == [0]
+    view[0] = 7
+    os.write(theirs[1], b"w")
+    assert os.read(ours[0], 1) == bytes([1])
+    assert os.pread(first.fd, ROW, 0) == bytes([7]) * (ROW // 2) + bytes([11]) * (ROW // 2)
+    os.kill(pid, signal.SIGKILL)
+    os.waitpid(pid, 0)
+    assert pooled.keeper.need(chunks)
+    pooled.keeper.turn()
+    assert "worker" in pooled.keeper.broken
+    assert pooled.extents.free == ROW_PER_EXTENT - 1
+    first.cleanup()
+    pooled.close()
+    assert registered() == {}

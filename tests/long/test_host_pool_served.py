@@ -1,0 +1,94 @@
+"""``vllm serve`` twice in one host pool: a reset, and kill -9 of one and then of the other."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Callable
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from harness.engines.pools import STORED, name_of
+from harness.engines.runs import Device, Run, block_bytes, engine_arguments, prompts
+from harness.engines.serving import eventually, watched
+from harness.serve import Server
+from kvpatch.environ import HOST_POOL
+from kvpatch.pool import ledger
+
+MIB = 1 << 20
+SIZE, EXTENT, NAME = 256 * MIB, 4 * MIB, name_of("served")
+FOLDER = ledger.home(NAME)
+LOAD = prompts(6)
+BLOCKS = len(LOAD) * STORED * block_bytes(Run())
+
+
+def engine_of(server: Server) -> int:
+    """The process of a server's engine."""
+    (found,) = (
+        child.pid
+        for child in psutil.Process(server.process.pid).children(recursive=True)
+        if "VLLM::EngineCore" in " ".join(child.cmdline())
+    )
+    return found
+
+
+def resident() -> list[int]:
+    """The bytes of blocks of each engine of the pool, the least first."""
+    shown = ledger.show(FOLDER)
+    return sorted(one.owner.resident for one in shown[1]) if shown is not None else []
+
+
+def committed() -> int:
+    """The bytes that all engines of the pool have."""
+    shown = ledger.show(FOLDER)
+    return sum(one.owner.committed for one in shown[1]) if shown is not None else 0
+
+
+@pytest.fixture
+def serve(
+    models: Callable[[str], Path], device: Device, tmp_path: Path
+) -> Callable[[ExitStack, str], Server]:
+    """Start a server in the pool."""
+    run = Run(environment=((HOST_POOL.name, f"{SIZE}@{NAME}"),))
+
+    def serve(stack: ExitStack, name: str) -> Server:
+        folder = tmp_path / name
+        folder.mkdir()
+        own = device.environ(run)
+        return stack.enter_context(watched(models("llama"), engine_arguments(run), own, folder))
+
+    return serve
+
+
+def test_memory_comes_back_and_a_killed_server_takes_nothing_from_another(
+    serve: Callable[[ExitStack, str], Server],
+) -> None:
+    def answers(server: Server) -> list[Any]:
+        return [server.complete(prompt)["tokens"] for prompt in LOAD]
+
+    with ExitStack() as stack:
+        one, two = serve(stack, "one"), serve(stack, "two")
+        expected = answers(one)
+        assert answers(two) == expected
+        one.reset_caches()
+        assert eventually(lambda: resident()[0] == 0)
+        left = resident()[1]  # of the other server; a store without memory in time is skipped
+        assert 0 < left <= BLOCKS
+        assert eventually(lambda: committed() <= 1.05 * left + 3 * EXTENT)
+        assert answers(one) == expected
+        assert eventually(lambda: min(resident()) > 0)
+        os.kill(engine_of(one), signal.SIGKILL)
+        one.process.wait(120)  # it notices that its engine is gone, and ends by itself
+        assert eventually(lambda: resident() == [left])
+        assert eventually(lambda: committed() <= 1.05 * left + 2 * EXTENT)
+        assert answers(two) == expected
+        assert left <= resident()[0] <= BLOCKS
+        os.kill(engine_of(two), signal.SIGKILL)
+        two.process.wait(120)
+        assert eventually(lambda: ledger.show(FOLDER, remove=True) is None)
+    assert list(FOLDER.iterdir()) == []
+    FOLDER.rmdir()

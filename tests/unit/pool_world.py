@@ -1,0 +1,140 @@
+"""Processes that take part in a pool and are killed before or after any of their system calls."""
+
+from __future__ import annotations
+
+import ctypes
+import fcntl
+import os
+import signal
+import time
+import traceback
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from kvpatch.pool import ledger, memory
+from kvpatch.pool.memory import Memory
+from kvpatch.pool.record import Owner
+
+MIB = 1 << 20
+# The calls by which the pool changes what others see.
+CALLS = (
+    (os, "open"),
+    (os, "pwrite"),
+    (os, "ftruncate"),
+    (os, "unlink"),
+    (fcntl, "flock"),
+    (memory, "_fallocate"),
+)
+
+
+def owner(**fields: Any) -> Owner:
+    """A record of an engine that has nothing, with some fields set."""
+    empty = Owner(0, 0, 64 * MIB, MIB, 0.0, time.monotonic(), ledger.pid_namespace(), "model")
+    return empty._replace(**fields)
+
+
+def join(folder: Path, size: int = 8 * MIB, name: str = "") -> ledger.Member:
+    """Take part in a pool."""
+    return ledger.join(ledger.record_of(folder, name or f"{os.getpid()}"), size, owner())
+
+
+class Engine:
+    """An engine's part: a member, and its memory, which has no name once it is there."""
+
+    def __init__(self, folder: Path, name: str = "", size: int = 8 * MIB) -> None:
+        self.member = join(folder, size, name)
+        path = folder / f"memory-{os.getpid()}"
+        file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
+        path.unlink()
+        os.ftruncate(file, 64 * MIB)
+        self.memory = Memory(file)
+
+    def grow(self, index: int) -> bool:
+        """Commit an extent of one MiB, if the ledger lets it."""
+        if not self.member.take(MIB):
+            return False
+        self.memory.commit(index * MIB, MIB)
+        return True
+
+    def shrink(self, index: int) -> None:
+        """Give an extent back."""
+        self.memory.punch(index * MIB, MIB)
+        self.member.give(MIB)
+
+    def leave(self) -> None:
+        """End it in good order."""
+        self.memory.close()
+        self.member.leave()
+
+
+def in_child(body: Callable[[], None]) -> int:
+    """Run ``body`` in a forked process, to its end; return its pid."""
+    pid = os.fork()
+    if pid:
+        return pid
+    try:
+        body()
+        os._exit(0)
+    except BaseException:
+        traceback.print_exc()
+        os._exit(1)
+
+
+def killed_at(nth: int, body: Callable[[], None]) -> bool:
+    """Run ``body`` in a process that is killed at its n-th point; return whether it had so many.
+
+    A point is before or after one of ``CALLS``.
+    """
+
+    def run() -> None:
+        with points(nth):
+            body()
+
+    pid = in_child(run)
+    status = os.waitpid(pid, 0)[1]
+    assert status in (0, signal.SIGKILL), f"the child ended with {status}"
+    return status != 0
+
+
+@contextmanager
+def points(nth: int) -> Iterator[None]:
+    """Kill this process at its n-th point."""
+    passed = 0
+
+    def point() -> None:
+        nonlocal passed
+        passed += 1
+        if passed == nth:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    def around(call: Callable[..., Any]) -> Callable[..., Any]:
+        def called(*args: Any, **kwargs: Any) -> Any:
+            point()
+            try:
+                return call(*args, **kwargs)
+            finally:
+                point()
+
+        return called
+
+    originals = [(module, name, getattr(module, name)) for module, name in CALLS]
+    for module, name, call in originals:
+        setattr(module, name, around(call))
+    try:
+        yield
+    finally:
+        for module, name, call in originals:
+            setattr(module, name, call)
+
+
+def counted(folder: Path) -> int:
+    """What the records of a pool say is committed, together."""
+    shown = ledger.show(folder)
+    return 0 if shown is None else sum(peer.owner.committed for peer in shown[1])
+
+
+def adopt() -> None:
+    """Let grandchildren become children of this process, so that it can wait for them."""
+    ctypes.CDLL(None).prctl(36, 1, 0, 0, 0)  # PR_SET_CHILD_SUBREAPER

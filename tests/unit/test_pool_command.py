@@ -1,0 +1,163 @@
+"""``kvpatch pool`` and what doctor says of a pool."""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+from pool_world import MIB, owner
+
+from kvpatch import cli, environ
+from kvpatch.doctor import Level
+from kvpatch.doctor import pool as doctor
+from kvpatch.environ import HOST_POOL
+from kvpatch.pool import ledger
+
+
+@pytest.fixture
+def name(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    """The name of a pool that nobody has, which is set here."""
+    made = f"test{os.getpid()}{os.urandom(4).hex()}"
+    monkeypatch.setenv(HOST_POOL.name, f"8MiB@{made}")
+    yield made
+    folder = ledger.home(made)
+    if folder.exists():
+        folder.rmdir()
+
+
+@pytest.fixture
+def engine(name: str) -> Iterator[ledger.Member]:
+    """An engine in the pool with two MiB."""
+    path = ledger.record_of(ledger.home(name), "one")
+    member = ledger.join(path, 8 * MIB, owner(name="a/\x1b[31mmodel"))
+    assert member.take(2 * MIB)
+    member.look(MIB, time.monotonic() - 5)
+    yield member
+    member.leave()
+
+
+def printed(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[int, str]:
+    code = cli.main(["pool", *words])
+    return code, capsys.readouterr().out
+
+
+def test_a_pool_is_shown(
+    engine: ledger.Member, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now = time.monotonic()
+    monkeypatch.setattr(time, "monotonic", lambda: now)
+    engine.look(MIB, now - 5)
+    code, text = printed(capsys)
+    assert code == 0
+    assert text.splitlines()[0] == "2 MiB of 8 MiB committed"
+    assert text.splitlines()[2].split() == [
+        "a/\\x1b[31mmodel",
+        "2",
+        "MiB",
+        "1",
+        "MiB",
+        "64",
+        "MiB",
+        "5",
+        "s",
+    ]
+    code, text = printed(capsys, "--json")
+    shown = json.loads(text)
+    assert (shown["limit"], shown["started_with"], shown["committed"]) == (
+        8 * MIB,
+        8 * MIB,
+        2 * MIB,
+    )
+    assert shown["engines"][0]["resident"] == MIB
+
+
+def test_the_limit_is_set(engine: ledger.Member, capsys: pytest.CaptureFixture[str]) -> None:
+    code, text = printed(capsys, "1MiB")
+    assert code == 0
+    assert text.splitlines()[0] == "2 MiB of 1 MiB committed (started with 8 MiB)"
+    assert engine.look(0, 0.0).limit == MIB
+
+
+def test_an_engine_that_does_not_look_is_shown_as_such(
+    engine: ledger.Member, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now = time.monotonic()
+    monkeypatch.setattr(time, "monotonic", lambda: now + 100)
+    assert "does not answer" in printed(capsys)[1]
+
+
+def test_another_pool_is_named(
+    engine: ledger.Member,
+    name: str,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    assert printed(capsys, f"1MiB@other{name}"[:37])[0] == 1
+    monkeypatch.delenv(HOST_POOL.name)
+    assert printed(capsys, f"4MiB@{name}")[0] == 0
+    assert engine.look(0, 0.0).limit == 4 * MIB
+
+
+def test_a_pool_that_is_not_there(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert printed(capsys) == (1, f"no engine is in the pool {ledger.home(name)}\n")
+    assert printed(capsys, "1GiB")[0] == 1
+
+
+@pytest.mark.parametrize("size", ["lots", "1GiB@", "1GiB@a/b", "1GiB@../x", "0"])
+def test_no_size(size: str, name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert printed(capsys, size)[0] == 2
+
+
+def test_a_pool_that_cannot_be_used(
+    name: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def busy(home: Path, remove: bool) -> None:
+        raise ledger.Busy("for ever")
+
+    monkeypatch.setattr(ledger, "show", busy)
+    code, text = printed(capsys)
+    assert code == 2
+    assert "Busy: for ever" in text
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [("64GiB", (64 << 30, "")), ("512MiB@chat", (512 << 20, "chat")), ("100", (100, ""))],
+)
+def test_sizes_and_names(text: str, expected: tuple[int, str]) -> None:
+    assert environ.pool(text) == expected
+
+
+# Doctor
+
+
+def test_doctor_says_nothing_where_none_is_asked_for() -> None:
+    assert doctor.check({}) == []
+    assert doctor.check({HOST_POOL.name: "lots"}) == []
+
+
+def test_doctor_counts_engines(engine: ledger.Member, name: str) -> None:
+    (found,) = doctor.check({HOST_POOL.name: f"8MiB@{name}"})
+    assert found.level is Level.OK
+    assert found.what == "1 engines have committed 2 MiB of 8 MiB"
+    (found,) = doctor.check({HOST_POOL.name: f"9MiB@{name}"})
+    assert found.level is Level.PROBLEM
+    assert "started with 8 MiB" in found.what
+
+
+def test_doctor_on_a_pool_without_engines(name: str) -> None:
+    (found,) = doctor.check({HOST_POOL.name: f"8MiB@{name}"})
+    assert found.what == "no engine is in the pool of 8 MiB"
+
+
+def test_doctor_on_a_pool_that_cannot_be_read(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def foreign(home: Path) -> Callable[[], None]:
+        raise ledger.Foreign(home)
+
+    monkeypatch.setattr(ledger, "show", foreign)
+    (found,) = doctor.check({HOST_POOL.name: f"8MiB@{name}"})
+    assert found.level is Level.PROBLEM

@@ -1,0 +1,488 @@
+"""The keeper: when extents are committed, and when and by whom they are given back."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from pool_world import MIB, counted
+
+from kvpatch.pool import keeper as keeping
+from kvpatch.pool import ledger
+from kvpatch.pool.extents import Extents
+from kvpatch.pool.keeper import Keeper
+from kvpatch.pool.memory import Memory
+from kvpatch.pool.ranks import Failed
+from kvpatch.pool.record import Owner
+
+CHUNK = MIB // 4  # of which an extent has four
+PER = 4
+
+
+class Ranks:
+    """Workers that do what they are asked to, unless they shall not."""
+
+    def __init__(self) -> None:
+        self.registered: dict[int, int] = {}
+        self.failing: set[str] = set()
+
+    def register(self, offset: int, size: int) -> None:
+        if "register" in self.failing:
+            raise Failed("it does not register")
+        self.registered[offset] = size
+
+    def deregister(self, offset: int, size: int) -> None:
+        if "deregister" in self.failing:
+            raise Failed("it does not deregister")
+        self.registered.pop(offset, None)
+
+    def close(self) -> None:
+        self.registered.clear()
+
+
+class Engine:
+    """An engine with a tier: what its scheduler and its workers do is up to the test."""
+
+    def __init__(self, world: World, name: str, tier: int) -> None:
+        self.world = world
+        file = os.open(
+            world.folder.parent / f"kvpatch-test-{os.getpid()}-{name}", os.O_RDWR | os.O_CREAT
+        )
+        (world.folder.parent / f"kvpatch-test-{os.getpid()}-{name}").unlink()
+        os.ftruncate(file, tier)
+        self.memory = Memory(file)
+        owner = Owner(0, 0, tier, MIB, 0.0, world.now, ledger.pid_namespace(), name)
+        self.member = ledger.join(ledger.record_of(world.folder, name), world.size, owner)
+        self.ranks = Ranks()
+        self.extents = Extents(tier // CHUNK, CHUNK, MIB, world.clock)
+        self.pinned: set[int] = set()
+        self.keys = itertools.count()
+        self.keeper = Keeper(
+            self.extents,
+            self.memory,
+            self.member,
+            self.ranks,  # type: ignore[arg-type]
+            threading.RLock(),
+            self.evict,
+            world.clock,
+        )
+
+    def evict(self, index: int) -> int:
+        gone = [chunk for chunk in self.extents.open[index].held if chunk not in self.pinned]
+        for chunk in gone:
+            self.extents.release(chunk)
+        return len(gone)
+
+    def turn(self, times: int = 1) -> None:
+        for _ in range(times):
+            self.keeper.turn()
+            self.check()
+
+    def check(self) -> None:
+        """What is registered is committed, what is committed is counted, and no more."""
+        assert self.memory.committed == self.member.committed == len(self.extents.open) * MIB
+        assert set(self.ranks.registered) == {index * MIB for index in self.extents.open}
+
+    def store(self, count: int = PER) -> list[int]:
+        """Store blocks, growing as long as the pool has room."""
+        for _ in range(100):
+            waits = self.keeper.need(count)
+            if count <= self.extents.free:
+                return self.extents.allocate([next(self.keys) for _ in range(count)])
+            if not waits:
+                break
+            self.turn()
+        return []
+
+
+class World:
+    """Engines that share one folder and one clock, which a test sets."""
+
+    def __init__(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.folder = folder
+        self.size = 8 * MIB
+        self.now = 1000.0
+        self.engines: list[Engine] = []
+        monkeypatch.setattr(time, "monotonic", lambda: self.now)
+
+    def clock(self) -> float:
+        return self.now
+
+    def engine(self, name: str = "one", tier: int = 64 * MIB) -> Engine:
+        made = Engine(self, name, tier)
+        self.engines.append(made)
+        return made
+
+
+@pytest.fixture
+def world(monkeypatch: pytest.MonkeyPatch) -> Iterator[World]:
+    folder = Path("/dev/shm") / f"kvpatch-test-pool-{os.getpid()}-{os.urandom(4).hex()}"
+    made = World(folder, monkeypatch)
+    yield made
+    for engine in made.engines:
+        engine.ranks.failing.clear()
+        engine.keeper.close()
+    assert counted(folder) == 0
+    for left in folder.iterdir():
+        left.unlink()
+    folder.rmdir()
+
+
+def test_one_extent_is_committed_ahead(world: World) -> None:
+    one = world.engine()
+    assert one.memory.committed == 0
+    one.turn(3)
+    assert one.memory.committed == MIB
+    assert one.extents.free == PER
+
+
+def test_extents_are_committed_as_blocks_need_them(world: World) -> None:
+    one = world.engine()
+    for stored in range(1, 6):
+        world.now += 1
+        assert len(one.store()) == PER
+        one.turn(2)
+        assert one.memory.committed <= stored * MIB + MIB
+    assert one.extents.used == 5 * PER
+
+
+def test_as_much_is_kept_free_as_was_stored_at_once_lately(world: World) -> None:
+    one = world.engine()
+    one.store(3 * PER)
+    one.turn()
+    assert one.extents.free == 3 * PER
+    world.now += keeping.RECENT
+    one.turn()
+    assert one.extents.free == 3 * PER
+    world.now += 1
+    one.turn()
+    assert one.extents.free == PER  # one extent
+    one.store(1)
+    assert one.keeper.extents.free == PER - 1
+    one.turn()
+    assert one.memory.committed == 4 * MIB
+    one.store(PER - 1)
+    one.keeper.reset()
+    one.turn()
+    assert one.memory.committed == MIB
+
+
+def test_what_was_stored_in_one_moment_counts_together(world: World) -> None:
+    one = world.engine()
+    one.store(2 * PER)
+    one.turn()
+    one.store(PER)  # in the same moment
+    one.turn()
+    assert one.extents.free == 3 * PER
+
+
+def test_a_store_waits_while_the_tier_can_grow_and_is_then_the_policys(world: World) -> None:
+    one = world.engine()
+    assert one.keeper.need(6 * PER)
+    one.turn()
+    assert one.extents.free >= 6 * PER
+    world.now += 10
+    assert one.keeper.need(100 * PER)
+    one.turn()
+    assert one.memory.committed == 8 * MIB
+    assert not one.keeper.need(100 * PER)  # nothing is left
+
+
+def test_a_full_pool_is_not_looked_at_for_every_store(world: World) -> None:
+    one = world.engine()
+    one.store(8 * PER)
+    one.turn()
+    one.keeper._wake.clear()
+    assert not one.keeper.need(PER)
+    assert not one.keeper._wake.is_set()
+
+
+def test_a_store_does_not_wait_for_ever(world: World) -> None:
+    one = world.engine()
+    assert one.keeper.need(PER)  # nobody turns
+    world.now += keeping.PATIENCE / 2
+    assert one.keeper.need(PER)
+    world.now += keeping.PATIENCE / 2
+    assert not one.keeper.need(PER)
+
+
+def test_a_small_store_does_not_hide_a_large_one_that_waits(world: World) -> None:
+    one = world.engine()
+    one.turn()
+    assert one.keeper.need(6 * PER)
+    assert not one.keeper.need(1)  # it has room
+    one.turn()
+    assert one.extents.free >= 6 * PER
+    assert not one.keeper.need(6 * PER)
+    assert len(one.extents.allocate(range(6 * PER))) == 6 * PER
+
+
+def test_patience_counts_from_when_memory_came_last(world: World) -> None:
+    one = world.engine()
+    for _ in range(4):
+        assert one.keeper.need(PER * (1 + len(one.extents.open)))
+        world.now += keeping.PATIENCE * 0.75
+        one.turn()
+
+
+def test_an_engine_has_no_more_than_its_tier(world: World) -> None:
+    one = world.engine(tier=2 * MIB)
+    assert len(one.store(2 * PER)) == 2 * PER
+    assert not one.keeper.need(1)
+    one.turn(3)
+    assert one.memory.committed == 2 * MIB
+
+
+def test_after_a_reset_all_but_one_extent_is_given_back(world: World) -> None:
+    one = world.engine()
+    one.store(6 * PER)
+    one.keeper.reset()
+    one.turn()
+    assert one.memory.committed == MIB
+    one.turn(3)
+    assert one.memory.committed == MIB
+
+
+def test_what_a_transfer_names_is_not_given_back(world: World) -> None:
+    one = world.engine()
+    chunks = one.store(4 * PER)
+    one.extents.begin(1, chunks[:1], workers=1)
+    one.keeper.reset()
+    one.turn(3)
+    assert 0 in one.extents.open
+    assert one.memory.committed <= 2 * MIB
+    one.extents.report(1, 1)
+    one.turn(3)
+    assert one.memory.committed == MIB
+
+
+def test_a_lower_limit_is_shared_out_at_once(world: World) -> None:
+    one, two = world.engine("one"), world.engine("two")
+    one.store(6 * PER)
+    two.store(2 * PER)
+    world.now += 5
+    one.extents.use(range(PER))  # the first extent is hot
+    one.turn()
+    two.turn()
+    assert ledger.set_limit(world.folder, 4 * MIB)
+    one.turn()
+    two.turn()
+    assert (one.memory.committed, two.memory.committed) == (3 * MIB, MIB)
+    assert 0 in one.extents.open
+    one.turn(5)
+    two.turn(5)
+    assert counted(world.folder) == 4 * MIB
+    assert ledger.set_limit(world.folder, 1)
+    world.now += 5
+    for engine in (one, two, one, two):
+        engine.turn()
+    assert counted(world.folder) == 0
+
+
+def test_blocks_in_transfers_go_when_they_end(world: World) -> None:
+    one = world.engine()
+    chunks = one.store(2 * PER)
+    one.pinned.update(chunks[:2])
+    assert ledger.set_limit(world.folder, 1)
+    one.turn()
+    assert one.memory.committed == MIB
+    assert one.extents.draining() == [0]
+    assert one.extents.free == 0
+    one.pinned.clear()
+    one.turn()
+    assert one.memory.committed == 0
+    assert one.keeper.evicted == 2 * PER
+
+
+def test_the_coldest_extent_of_the_machine_goes(world: World) -> None:
+    one, two, three = world.engine("one"), world.engine("two"), world.engine("three")
+    one.store(4 * PER)
+    world.now += 10
+    two.store(4 * PER)
+    world.now += 10
+    for engine in (one, two, three):
+        engine.turn()
+    assert counted(world.folder) == 8 * MIB
+    assert not three.keeper.need(PER)  # the policy evicts meanwhile
+    three.turn()  # asks
+    two.turn()
+    assert two.memory.committed == 4 * MIB
+    one.turn()  # gives
+    assert one.memory.committed == 3 * MIB
+    three.turn()
+    assert three.memory.committed == MIB
+    assert len(three.extents.allocate(range(PER))) == PER
+
+
+def test_who_gave_an_extent_does_not_take_it_back_for_what_it_may_need(world: World) -> None:
+    one, two = world.engine("one"), world.engine("two")
+    one.store(8 * PER)
+    world.now += 10
+    two.turn()
+    one.turn()
+    two.keeper.need(PER)
+    two.turn()
+    one.turn(3)
+    assert one.memory.committed == 7 * MIB
+    two.turn()
+    assert two.memory.committed == MIB
+
+
+def test_if_the_own_coldest_is_the_coldest_of_all_nobody_is_asked(world: World) -> None:
+    one, two = world.engine("one"), world.engine("two")
+    two.store(4 * PER)
+    world.now += 10
+    one.store(4 * PER)
+    one.turn()
+    two.turn()
+    assert not two.keeper.need(PER)
+    two.turn()
+    assert one.member.look(0, 1.0).asked == 0
+
+
+def test_an_engine_that_does_not_answer_is_passed_over(world: World) -> None:
+    silent, slow, one = world.engine("silent"), world.engine("slow"), world.engine("one")
+    silent.store(4 * PER)
+    world.now += 10  # it does not look any more
+    slow.store(3 * PER)
+    world.now += 10
+    one.store(PER)
+    slow.turn()
+    assert counted(world.folder) == 8 * MIB
+    one.keeper.need(PER)
+    one.turn()
+    asked = {
+        name: engine.member.look(0, engine.extents.last_use()).asked
+        for name, engine in (("silent", silent), ("slow", slow))
+    }
+    assert asked == {"silent": 0, "slow": MIB}
+    # It looks, as above, and gives nothing: now the other one is asked, which looks again.
+    for _ in range(3):
+        world.now += keeping.TO_GIVE
+        for engine in (silent, slow):
+            engine.member.look(0, engine.extents.last_use())
+        one.keeper.need(PER)
+        one.turn()
+    assert silent.member.look(0, 1.0).asked == MIB
+    silent.turn()
+    one.turn()
+    assert one.memory.committed == 2 * MIB
+
+
+def test_a_lower_limit_is_shared_by_those_that_answer(world: World) -> None:
+    silent, one = world.engine("silent"), world.engine("one")
+    silent.store(4 * PER)
+    world.now += 10
+    one.store(4 * PER)
+    assert ledger.set_limit(world.folder, 5 * MIB)
+    one.turn()
+    assert one.memory.committed == MIB
+
+
+def test_a_worker_that_cannot_register_ends_growth_and_nothing_else(world: World) -> None:
+    one = world.engine()
+    one.store(PER)
+    one.ranks.failing.add("register")
+    assert one.store(PER) == []
+    assert one.memory.committed == MIB
+    assert "does not register" in one.keeper.broken
+    world.now += 100
+    assert one.store(PER) == []
+    one.keeper.reset()
+    one.turn()
+    assert one.extents.free == PER
+
+
+def test_what_is_not_deregistered_stays_committed_and_counted(world: World) -> None:
+    one = world.engine()
+    one.store(3 * PER)
+    one.ranks.failing.add("deregister")
+    one.keeper.reset()
+    one.keeper.turn()
+    assert one.memory.committed == one.member.committed == 3 * MIB
+    one.ranks.failing.clear()
+    one.turn()
+    assert one.memory.committed == MIB
+
+
+def test_memory_that_is_not_there_is_tried_again_later(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one = world.engine()
+    one.store(PER)
+    commit = one.memory.commit
+
+    def full(offset: int, size: int) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(one.memory, "commit", full)
+    assert one.store(PER) == []
+    assert one.member.committed == MIB
+    assert "No space left" in one.keeper.broken
+    monkeypatch.setattr(one.memory, "commit", commit)
+    assert one.store(PER) == []
+    world.now += keeping.AGAIN
+    one.turn()
+    assert one.keeper.broken == ""
+    assert len(one.store(PER)) == PER
+
+
+def test_without_the_ledgers_lock_no_store_waits(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one = world.engine()
+    assert one.keeper.need(PER)
+
+    def busy(*args: object) -> None:
+        raise ledger.Busy
+
+    monkeypatch.setattr(one.member, "look", busy)
+    one.turn()
+    assert not one.keeper.need(PER)
+
+
+def test_the_thread_survives_an_error(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    one = world.engine()
+    turns = threading.Semaphore(0)
+
+    def fails() -> None:
+        turns.release()
+        raise ValueError("a fault of ours")
+
+    monkeypatch.setattr(one.keeper, "turn", fails)
+    monkeypatch.setattr(one.keeper._stop, "wait", lambda seconds: None)
+    one.keeper.start()
+    for _ in range(3):
+        one.keeper.wake()
+        turns.acquire()
+    assert "a fault of ours" in one.keeper.broken
+    one.keeper.close()
+    assert one.keeper._thread is not None
+    assert not one.keeper._thread.is_alive()
+    world.engines.clear()
+
+
+def test_between_two_looks_a_part_is_done(world: World) -> None:
+    """So that it is not taken for an engine that does not answer."""
+    world.size = 20 * MIB
+    one = world.engine()
+    one.keeper.need(18 * PER)
+    one.keeper._wake.clear()
+    one.turn()
+    assert one.memory.committed == keeping.PER_TURN * MIB
+    assert one.keeper._wake.is_set()
+    one.turn(2)
+    assert one.extents.free >= 18 * PER
+    one.store(18 * PER)
+    one.keeper.reset()
+    one.keeper._wake.clear()
+    one.turn()
+    assert one.memory.committed >= 10 * MIB
+    assert one.keeper._wake.is_set()
+    one.turn(2)
+    assert one.memory.committed == MIB

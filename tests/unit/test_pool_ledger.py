@@ -1,0 +1,539 @@
+"""The ledger: the sum of what engines have, whoever is killed at whatever moment."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import signal
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import suppress
+from multiprocessing import Pipe
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from pool_world import MIB, Engine, counted, in_child, join, killed_at, owner
+
+from kvpatch import private
+from kvpatch.pool import ledger, record
+from kvpatch.pool.ledger import Busy, Different, Foreign
+from kvpatch.pool.memory import Memory
+from kvpatch.pool.record import Limit
+
+HERE = Path("/dev/shm")
+
+
+@pytest.fixture
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """A pool's folder in memory, empty."""
+    path = HERE / f"kvpatch-test-pool-{os.getpid()}-{os.urandom(4).hex()}"
+    yield path
+    for left in path.iterdir() if path.exists() else ():
+        left.unlink()
+    if path.exists():
+        path.rmdir()
+
+
+def names(folder: Path) -> set[str]:
+    return {path.name for path in folder.iterdir()}
+
+
+def test_engines_take_until_the_limit_and_no_further(folder: Path) -> None:
+    one, two = join(folder, 3 * MIB, "one"), join(folder, 3 * MIB, "two")
+    assert one.take(MIB)
+    assert two.take(MIB)
+    assert not one.take(2 * MIB)
+    assert one.take(MIB)
+    assert not two.take(1)
+    assert counted(folder) == 3 * MIB
+    one.give(MIB)
+    assert two.take(MIB)
+    assert (one.committed, two.committed) == (MIB, 2 * MIB)
+    one.leave()
+    two.leave()
+
+
+def test_the_last_engine_leaves_nothing(folder: Path) -> None:
+    one, two = join(folder, name="one"), join(folder, name="two")
+    one.leave()
+    assert ledger.LIMIT in names(folder)
+    two.leave()
+    two.leave()
+    assert names(folder) == set()
+    assert ledger.show(folder) is None
+
+
+def test_an_engine_that_was_started_with_another_size_is_refused(folder: Path) -> None:
+    one = join(folder, 3 * MIB, "one")
+    with pytest.raises(Different) as different:
+        join(folder, 4 * MIB, "two")
+    assert different.value.size == 3 * MIB
+    assert ledger.set_limit(folder, 2 * MIB)
+    join(folder, 3 * MIB, "two").leave()
+    one.leave()
+    join(folder, 4 * MIB, "three").leave()  # nobody is left who would disagree
+
+
+def test_a_lower_limit_holds_at_once(folder: Path) -> None:
+    one = join(folder, 3 * MIB, "one")
+    assert one.take(2 * MIB)
+    assert ledger.set_limit(folder, MIB)
+    assert not one.take(1)
+    view = one.look(0, 0.0)
+    assert (view.limit, view.total, view.own) == (MIB, 2 * MIB, 2 * MIB)
+    shown = ledger.show(folder)
+    assert shown is not None
+    assert shown[0] == Limit(3 * MIB, MIB)
+    one.leave()
+    assert not ledger.set_limit(folder, MIB)
+
+
+def test_the_limit_of_a_pool_that_never_was_cannot_be_set(folder: Path) -> None:
+    assert not ledger.set_limit(folder, MIB)
+    assert ledger.show(folder) is None
+
+
+def test_what_an_engine_publishes_is_seen_by_the_others(folder: Path) -> None:
+    one, two = join(folder, name="one"), join(folder, name="two")
+    assert one.take(2 * MIB)
+    one.look(resident=MIB, coldest=12.5)
+    (peer,) = two.look(0, 0.0).peers
+    assert peer.path == one.path
+    assert (peer.owner.committed, peer.owner.resident) == (2 * MIB, MIB)
+    assert (peer.owner.coldest, peer.owner.name) == (12.5, "model")
+    now = time.monotonic()
+    assert peer.answers(now)
+    assert not peer.answers(now + ledger.SILENT + 1)
+    one.leave()
+    two.leave()
+
+
+def test_an_engine_is_asked_once_and_for_the_most(folder: Path) -> None:
+    one, two = join(folder, name="one"), join(folder, name="two")
+    (peer,) = two.look(0, 0.0).peers
+    two.ask(peer, 2 * MIB)
+    two.ask(peer, MIB)
+    assert one.look(0, 0.0).asked == 2 * MIB
+    one.answer()
+    assert one.look(0, 0.0).asked == 0
+    one.leave()
+    two.ask(peer, MIB)  # it is gone
+    two.leave()
+
+
+def test_what_a_killed_engine_had_is_the_pools_again(folder: Path) -> None:
+    one = join(folder, 2 * MIB, "one")
+
+    def engine() -> None:
+        other = join(folder, 2 * MIB, "two")
+        assert other.take(2 * MIB)
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    os.waitpid(in_child(engine), 0)
+    assert one.take(2 * MIB)
+    assert names(folder) == {ledger.LIMIT, one.path.name}
+    one.leave()
+
+
+def test_what_the_last_killed_engine_left_is_removed_by_who_is_asked_to(folder: Path) -> None:
+    def engine() -> None:
+        assert join(folder, name="one").take(MIB)
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    os.waitpid(in_child(engine), 0)
+    left = names(folder)
+    assert len(left) == 2
+    assert ledger.show(folder) is None
+    assert names(folder) == left
+    assert ledger.show(folder, remove=True) is None
+    assert names(folder) == set()
+
+
+def test_what_a_killed_engine_had_counts_while_a_worker_has_its_memory(folder: Path) -> None:
+    one = join(folder, 2 * MIB, "one")
+    reading, writing = os.pipe()
+
+    def engine() -> None:
+        other = join(folder, 2 * MIB, "two")
+        assert other.take(MIB)
+
+        def worker() -> None:
+            held = ledger.hold(other.path)
+            os.write(writing, b"x")
+            time.sleep(1000)
+            os.close(held)
+
+        pid = in_child(worker)
+        os.write(writing, pid.to_bytes(4, "little"))
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    os.waitpid(in_child(engine), 0)
+    said = b""
+    while len(said) < 5:
+        said += os.read(reading, 5)
+    worker = int.from_bytes(said.replace(b"x", b"", 1)[:4], "little")
+    try:
+        assert not one.take(2 * MIB)
+        assert one.look(0, 0.0).total == MIB
+    finally:
+        os.kill(worker, signal.SIGKILL)
+    until = time.monotonic() + 30
+    while not one.take(2 * MIB):
+        assert time.monotonic() < until
+    one.leave()
+
+
+def test_a_dead_engine_counts_until_its_processes_are_gone(folder: Path) -> None:
+    """The lock goes before the memory where the kernel closes files in this order."""
+    one, two = join(folder, name="one"), join(folder, name="two")
+    assert two.take(MIB)
+    reading, writing = os.pipe()
+    child = in_child(lambda: os.read(reading, 1) and None)
+    two.held_by([child])
+    fcntl.flock(two._file, fcntl.LOCK_UN)  # as if every process had dropped it
+    view = one.look(0, 0.0)
+    assert view.total == MIB
+    assert view.peers[0].dying
+    assert not view.peers[0].answers(time.monotonic())
+    os.write(writing, b"x")
+    os.waitpid(child, 0)
+    assert one.look(0, 0.0).total == MIB, "this process is one of them"
+    record.write_processes(two._file, [(os.getpid(), 1)])  # another one of the same pid
+    assert one.look(0, 0.0).peers == []
+    one.leave()
+
+
+def test_a_zombie_holds_no_memory(folder: Path) -> None:
+    one, two = join(folder, name="one"), join(folder, name="two")
+    assert two.take(MIB)
+    child = in_child(lambda: None)
+    os.waitid(os.P_PID, child, os.WEXITED | os.WNOWAIT)
+    record.write_processes(two._file, [(child, 1)])
+    fcntl.flock(two._file, fcntl.LOCK_UN)
+    assert one.look(0, 0.0).peers == []
+    os.waitpid(child, 0)
+    one.leave()
+
+
+def test_an_engine_of_another_container_counts_for_as_long_as_the_kernel_may_need(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one = join(folder, name="one")
+    two = ledger.join(ledger.record_of(folder, "two"), 8 * MIB, owner(namespace=1))
+    assert two.take(4 * MIB)
+    fcntl.flock(two._file, fcntl.LOCK_UN)
+    now = time.monotonic()
+    assert one.look(0, 0.0).total == 4 * MIB
+    monkeypatch.setattr(time, "monotonic", lambda: now + ledger.UNSEEN)
+    assert one.look(0, 0.0).total == 4 * MIB
+    monkeypatch.setattr(time, "monotonic", lambda: now + ledger.UNSEEN + 1)
+    assert one.look(0, 0.0).peers == []
+    one.leave()
+
+
+def test_an_engine_that_leaves_before_its_worker_counts_until_that_is_gone(folder: Path) -> None:
+    one, two = join(folder, name="one"), join(folder, name="two")
+    held = ledger.hold(two.path)
+    assert two.take(MIB)
+    two.leave()
+    assert one.look(0, 0.0).total == MIB
+    os.close(held)
+    record_file = os.open(two.path, os.O_RDWR)
+    record.write_processes(record_file, [])
+    os.close(record_file)
+    assert one.look(0, 0.0).peers == []
+    one.leave()
+
+
+def test_a_forked_worker_does_not_end_its_engines_part(folder: Path) -> None:
+    one = join(folder, name="one")
+    assert one.take(MIB)
+    assert os.waitpid(in_child(one.leave), 0)[1] == 0
+    assert counted(folder) == MIB
+    one.leave()
+
+
+def test_an_engine_is_started_again_under_its_name(folder: Path) -> None:
+    def engine() -> None:
+        join(folder, name="same").take(MIB)
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    os.waitpid(in_child(engine), 0)
+    again = join(folder, name="same")
+    assert counted(folder) == 0
+    again.leave()
+
+
+def test_a_record_of_another_kvpatch_stops_who_cannot_read_it(folder: Path) -> None:
+    one, two = join(folder, name="one"), join(folder, name="two")
+    os.pwrite(two._file, b"kvpool9\0", 0)
+    assert not one.take(MIB)
+    with pytest.raises(Foreign):
+        one.look(0, 0.0)
+    with pytest.raises(Foreign):
+        join(folder, name="three")
+    two._file = os.open(two.path, os.O_RDONLY) if os.close(two._file) is None else -1
+    one.leave()
+
+
+def test_who_holds_the_lock_for_ever_stops_only_growth(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one = join(folder, name="one")
+    assert one.take(2 * MIB)
+    monkeypatch.setattr(ledger, "TO_LOOK", 0.01)
+    monkeypatch.setattr(ledger, "TO_START", 0.01)
+    file = os.open(folder, os.O_RDONLY)
+    fcntl.flock(file, fcntl.LOCK_EX)
+    assert not one.take(MIB)
+    one.give(MIB)
+    with pytest.raises(Busy):
+        one.look(0, 0.0)
+    with pytest.raises(Busy):
+        join(folder, name="two")
+    os.close(file)
+    assert one.look(0, 0.0).own == MIB
+    assert counted(folder) == MIB  # what was given back meanwhile is written now
+    one.leave()
+
+
+def test_a_folder_that_others_can_enter_is_refused(folder: Path) -> None:
+    folder.mkdir(mode=0o755)
+    with pytest.raises(private.Unsafe):
+        join(folder)
+
+
+def test_records_of_many_processes_and_long_names_fit(folder: Path) -> None:
+    one = ledger.join(ledger.record_of(folder, "one"), MIB, owner(name="é" * 100))
+    one.held_by([os.getpid()] * 200)
+    assert len(record.read_processes(one._file)) == record.MOST_PROCESSES
+    shown = ledger.show(folder)
+    assert shown is not None
+    assert shown[1][0].owner.name == "é" * 32
+    one.leave()
+
+
+# Killed anywhere
+
+
+def life(folder: Path) -> None:
+    """Everything that an engine does, from its start to its end."""
+    engine = Engine(folder, "life")
+    for index in range(3):
+        engine.grow(index)
+    engine.shrink(1)
+    view = engine.member.look(MIB, 1.0)
+    engine.member.ask(view.peers[0], MIB)
+    engine.member.answer()
+    engine.grow(1)
+    engine.leave()
+
+
+def test_killed_at_any_system_call_an_engine_leaves_the_pool_whole(folder: Path) -> None:
+    watcher = join(folder, 8 * MIB, "watcher")
+    points = 0
+    while killed_at(points + 1, lambda: life(folder)):
+        points += 1
+        assert watcher.take(8 * MIB), f"killed at point {points}, it still has a part"
+        watcher.give(8 * MIB)
+        assert names(folder) - {f"memory-{pid}" for pid in range(1)} >= {ledger.LIMIT}
+        for left in folder.glob("memory-*"):  # its name is vLLM's, and covered by a claim
+            left.unlink()
+        assert watcher.look(0, 0.0).peers == []
+        watcher.answer()
+    assert points > 60
+    watcher.leave()
+    assert names(folder) == set()
+
+
+def test_an_engines_record_is_never_below_what_the_kernel_counts(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Before and after each call, also as a kill would leave it."""
+    engine = Engine(folder, "one")
+    seen: list[tuple[int, int]] = []
+
+    def check() -> None:
+        found = record.read_owner(engine.member._file)
+        assert found is not None
+        seen.append((found.committed, engine.memory.committed))
+        assert found.committed >= engine.memory.committed
+
+    from kvpatch.pool import memory
+
+    call, write = memory._fallocate, os.pwrite
+
+    def around(original: Any) -> Any:
+        def called(*args: Any) -> Any:
+            check()
+            try:
+                return original(*args)
+            finally:
+                check()
+
+        return called
+
+    monkeypatch.setattr(memory, "_fallocate", around(call))
+    monkeypatch.setattr(os, "pwrite", around(write))
+    for index in range(4):
+        assert engine.grow(index)
+    for index in range(4):
+        engine.shrink(index)
+    assert max(kernel for _, kernel in seen) == 4 * MIB
+    assert seen[-1] == (0, 0)
+    monkeypatch.undo()
+    engine.leave()
+
+
+class Pools(RuleBasedStateMachine):
+    """Processes that join, grow, shrink, look, are killed and leave, under changing limits."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.folder = HERE / f"kvpatch-test-pool-{os.getpid()}-{os.urandom(4).hex()}"
+        self.watcher: ledger.Member | None = None
+        self.engines: dict[str, tuple[int, Any]] = {}
+        self.files: dict[str, Memory] = {}
+        self.has: dict[str, set[int]] = {}
+        self.limit = 8 * MIB
+        self.count = 0
+
+    @initialize()
+    def begin(self) -> None:
+        self.watcher = join(self.folder, 8 * MIB, "watcher")
+
+    @precondition(lambda self: len(self.engines) < 3)
+    @rule()
+    def start(self) -> None:
+        self.count += 1
+        name = f"engine {self.count}"
+        ours, theirs = Pipe()
+
+        def serve() -> None:
+            ours.close()
+            engine = Engine(self.folder, name)
+            theirs.send(None)
+            while True:
+                what, *rest = theirs.recv()
+                if what == "committed":
+                    theirs.send(engine.memory.committed)
+                elif what == "look":
+                    theirs.send(engine.member.look(0, 0.0).total)
+                else:
+                    theirs.send(getattr(engine, what)(*rest))
+                if what == "leave":
+                    return
+
+        pid = in_child(serve)
+        theirs.close()
+        self.engines[name] = pid, ours
+        self.has[name] = set()
+        assert ours.recv() is None
+
+    def call(self, name: str, *what: Any) -> Any:
+        self.engines[name][1].send(what)
+        return self.engines[name][1].recv()
+
+    def forget(self, name: str) -> None:
+        pid, pipe = self.engines.pop(name)
+        pipe.close()
+        os.waitpid(pid, 0)
+        del self.has[name]
+
+    @precondition(lambda self: self.engines)
+    @rule(data=st.data(), count=st.integers(1, 4))
+    def grow(self, data: Any, count: int) -> None:
+        name = data.draw(st.sampled_from(sorted(self.engines)))
+        for _ in range(count):
+            index = min(set(range(64)) - self.has[name])
+            room = self.limit - sum(map(len, self.has.values())) * MIB >= MIB
+            assert self.call(name, "grow", index) is room
+            if room:
+                self.has[name].add(index)
+
+    @precondition(lambda self: any(self.has.values()))
+    @rule(data=st.data())
+    def shrink(self, data: Any) -> None:
+        name = data.draw(st.sampled_from(sorted(one for one in self.has if self.has[one])))
+        index = data.draw(st.sampled_from(sorted(self.has[name])))
+        self.call(name, "shrink", index)
+        self.has[name].remove(index)
+
+    @precondition(lambda self: self.engines)
+    @rule(data=st.data())
+    def kill(self, data: Any) -> None:
+        name = data.draw(st.sampled_from(sorted(self.engines)))
+        os.kill(self.engines[name][0], signal.SIGKILL)
+        self.forget(name)
+
+    @precondition(lambda self: self.engines)
+    @rule(data=st.data())
+    def leave(self, data: Any) -> None:
+        name = data.draw(st.sampled_from(sorted(self.engines)))
+        self.call(name, "leave")
+        self.forget(name)
+
+    @rule(size=st.integers(1, 12))
+    def change_limit(self, size: int) -> None:
+        self.limit = size * MIB
+        assert ledger.set_limit(self.folder, self.limit)
+
+    @invariant()
+    def records_and_kernel_agree(self) -> None:
+        if self.watcher is None:
+            return
+        expected = sum(map(len, self.has.values())) * MIB
+        assert self.watcher.look(0, 0.0).total == expected
+        for name, indices in self.has.items():
+            assert self.call(name, "committed") == len(indices) * MIB
+
+    def teardown(self) -> None:
+        for name in list(self.engines):
+            self.call(name, "leave")
+            self.forget(name)
+        if self.watcher is not None:
+            self.watcher.leave()
+            assert names(self.folder) == set()
+            self.folder.rmdir()
+
+
+TestPools = Pools.TestCase
+TestPools.settings = settings(max_examples=6, stateful_step_count=15, deadline=None)
+
+
+def test_many_processes_that_take_and_give_at_once_never_pass_the_limit(folder: Path) -> None:
+    """The kernel's own count of a filesystem that only the pool is on would be its sum."""
+    watcher = join(folder, 5 * MIB, "watcher")
+
+    def engine(name: str) -> None:
+        one = Engine(folder, name, 5 * MIB)
+        for turn in range(30):
+            have = sum(one.grow(index) for index in range(1 + turn % 3))
+            for index in range(have):
+                one.shrink(index)
+        one.leave()
+
+    children = [in_child(lambda name=f"{number}": engine(name)) for number in range(4)]  # type: ignore[misc]
+    highest = 0
+    ended = threading.Event()
+
+    def watch() -> None:
+        nonlocal highest
+        while not ended.is_set():
+            with suppress(Busy):
+                highest = max(highest, watcher.look(0, 0.0).total)
+
+    thread = threading.Thread(target=watch)
+    thread.start()
+    statuses = [os.waitpid(child, 0)[1] for child in children]
+    ended.set()
+    thread.join()
+    assert statuses == [0] * 4
+    assert 0 < highest <= 5 * MIB
+    assert watcher.look(0, 0.0).peers == []
+    watcher.leave()

@@ -1,0 +1,174 @@
+"""Workers that register extents when they are asked to."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from kvpatch.pool import ranks
+from kvpatch.pool.memory import Memory
+from kvpatch.pool.ranks import Failed, Rank, Ranks
+
+MIB = 1 << 20
+
+
+class Device:
+    """What a worker has registered, and whether it can."""
+
+    def __init__(self) -> None:
+        self.ranges: dict[int, int] = {}
+        self.calls: list[tuple[bool, int]] = []
+        self.works = True
+
+    def __call__(self, wanted: bool, offset: int, size: int) -> bool:
+        self.calls.append((wanted, offset))
+        if not self.works:
+            return False
+        if wanted:
+            assert offset not in self.ranges
+            self.ranges[offset] = size
+        else:
+            assert self.ranges.pop(offset) == size
+        return True
+
+
+@pytest.fixture
+def engine(tmp_path: Path) -> Iterator[Ranks]:
+    made = Ranks(tmp_path / "socket")
+    yield made
+    made.close()
+
+
+def test_every_worker_registers_and_deregisters(engine: Ranks) -> None:
+    devices = [Device(), Device(), Device()]
+    workers = [Rank(engine.path, device) for device in devices]
+    assert engine.accept(3) == [os.getpid()] * 3
+    assert not engine.path.exists()
+    engine.register(0, MIB)
+    engine.register(MIB, MIB)
+    assert all(device.ranges == {0: MIB, MIB: MIB} for device in devices)
+    engine.deregister(0, MIB)
+    engine.deregister(0, MIB)  # again is no fault
+    assert all(device.ranges == {MIB: MIB} for device in devices)
+    for worker in workers:
+        worker.close()
+    assert all(device.ranges == {} for device in devices)
+
+
+def test_where_one_worker_fails_the_others_take_it_back(engine: Ranks) -> None:
+    devices = [Device(), Device()]
+    workers = [Rank(engine.path, device) for device in devices]
+    engine.accept(2)
+    failing = 0 if not devices[0].calls else 1
+    devices[failing].works = False
+    with pytest.raises(Failed, match="register"):
+        engine.register(0, MIB)
+    assert devices[1 - failing].ranges == {}
+    devices[failing].works = True
+    engine.register(0, MIB)
+    devices[failing].works = False
+    with pytest.raises(Failed, match="deregister"):
+        engine.deregister(0, MIB)
+    devices[failing].works = True
+    for worker in workers:
+        worker.close()
+
+
+def test_a_worker_that_is_gone_is_a_failure_from_then_on(engine: Ranks) -> None:
+    one, two = Rank(engine.path, Device()), Rank(engine.path, Device())
+    engine.accept(2)
+    one.close()
+    for _ in range(2):
+        with pytest.raises(Failed):
+            engine.register(0, MIB)
+    two.close()
+
+
+def test_a_late_answer_is_not_taken_for_the_next_one(
+    engine: Ranks, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ranks, "PATIENCE", 0.05)
+    go_on = threading.Event()
+    worker = Rank(engine.path, lambda wanted, offset, size: go_on.wait(60))
+    engine.accept(1)
+    with pytest.raises(Failed):
+        engine.register(0, MIB)
+    go_on.set()
+    with pytest.raises(Failed, match="before"):
+        engine.deregister(0, MIB)
+    worker.close()
+
+
+def test_a_worker_that_does_not_connect_is_a_failure(
+    engine: Ranks, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ranks, "PATIENCE", 0.05)
+    worker = Rank(engine.path, Device())
+    with pytest.raises(Failed, match="1 of 2"):
+        engine.accept(2)
+    worker.close()
+
+
+def test_the_socket_of_an_engine_that_was_killed_is_replaced(tmp_path: Path) -> None:
+    first = Ranks(tmp_path / "socket")
+    second = Ranks(tmp_path / "socket")
+    worker = Rank(tmp_path / "socket", Device())
+    assert second.accept(1) == [os.getpid()]
+    second.close()
+    worker.close()
+    first.close()
+    with pytest.raises(OSError):
+        Rank(tmp_path / "socket", Device())
+
+
+# The memory that they register
+
+
+@pytest.fixture
+def memory() -> Iterator[Memory]:
+    file = os.memfd_create("kvpatch-test")
+    os.ftruncate(file, 1 << 40)
+    made = Memory(file)
+    yield made
+    made.close()
+    made.close()
+
+
+def test_a_range_is_memory_from_commit_to_punch(memory: Memory) -> None:
+    assert memory.committed == 0
+    memory.commit(1 << 35, 20 * MIB + 4096)
+    assert memory.committed == 20 * MIB + 4096
+    memory.commit(0, MIB)
+    memory.punch(1 << 35, 20 * MIB + 4096)
+    assert memory.committed == MIB
+
+
+def test_a_commit_that_fails_in_its_middle_leaves_nothing(
+    memory: Memory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from kvpatch.pool import memory as module
+
+    call = module._fallocate
+    calls: list[int] = []
+
+    def second_fails(file: int, mode: int, offset: int, size: int) -> None:
+        calls.append(mode)
+        if len(calls) == 2:
+            raise OSError(28, "No space left on device")
+        call(file, mode, offset, size)
+
+    monkeypatch.setattr(module, "_fallocate", second_fails)
+    with pytest.raises(OSError):
+        memory.commit(0, 3 * module.PIECE)
+    assert len(calls) == 3
+    assert memory.committed == 0
+
+
+def test_the_kernels_errors_are_raised(memory: Memory) -> None:
+    with pytest.raises(OSError) as error:
+        memory.punch(0, 0)
+    assert error.value.errno == 22
