@@ -56,11 +56,12 @@ def _incompatible(meaning: str, reference: str) -> Code:
 #     KVP3xx  the engine's configuration
 #     KVP4xx  the engine's memory
 #     KVP5xx  the host device
+#     KVP6xx  Ascend NPUs
 #
 # What is not validated can be verified (``kvpatch verify``) unless a run cannot judge it: copies
 # that no audit is known to see (KVP302, KVP319, KVP351), secondary tiers (KVP322, KVP330), KV cache
 # events (KVP325), sleep (KVP341), prompts other than text (KVP331), nothing to restore (KVP306), no
-# patch (KVP203), memory that engines share (KVP342, KVP343, KVP344).
+# patch (KVP203), memory that engines share (KVP342, KVP343, KVP344), an NPU (KVP601, KVP603).
 CODES = {
     "KVP101": _setup("`KVPATCH` has an unknown value"),
     "KVP102": _setup("kvcached is switched off by one of its own variables"),
@@ -226,6 +227,11 @@ CODES = {
     "KVP502": _setup("the host device has no size"),
     "KVP503": _setup("the host device has another size in running processes"),
     "KVP504": _setup("the host device is needed or asked for, and not installed"),
+    "KVP601": _not_validated(
+        "a release of vllm-ascend, or another vLLM than it is built for", False
+    ),
+    "KVP602": _setup("the device is an NPU, and kvcached is not built for one"),
+    "KVP603": _not_validated("an engine on an NPU", False),
 }
 
 

@@ -52,6 +52,10 @@ RELEASES = {
 INSPECTED = list(RELEASES)[-1]  # the newest one
 FLOOR = "0.16"  # older releases have a known fault, see FAULTS
 KVCACHED = ("0.1.6",)
+# vllm-ascend, by release the vLLM that it is built for; its memory and copies are inspected.
+VLLM_ASCEND = {"0.23.0": "0.23.0"}
+# The sdists that may be built for a device without a wheel of kvcached, with their hashes.
+KVCACHED_SDISTS = {"0.1.6": "4a1a428244b5e3667841e28f03a4a20be7066a21a856b2deaef727e18f845068"}
 
 _SINCE_FLOOR = Span(FLOOR)
 

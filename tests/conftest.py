@@ -16,8 +16,19 @@ pytest_plugins = ("harness.engines.fixtures", "harness.engines.refused")
 os.environ["KVPATCH"] = "0"
 
 HERE = Path(__file__).parent
-# "long" and "versions" are not in the default run, which would be too long with them.
-LANES = ("unit", "wheel", "refusals", "engine", "faults", "long", "versions", "bench")
+# "long", "npu" and "versions" are not in the default run, which would be too long with them.
+LANES = (
+    "unit",
+    "wheel",
+    "refusals",
+    "engine",
+    "faults",
+    "long",
+    "ascend",
+    "npu",
+    "versions",
+    "bench",
+)
 
 
 def lane_of(path: Path) -> str | None:

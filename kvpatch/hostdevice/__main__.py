@@ -12,10 +12,9 @@ from importlib import metadata
 from pathlib import Path
 
 from kvpatch.hostdevice import ledger
+from kvpatch.supported import KVCACHED_SDISTS as SDISTS
 
 KVCACHED = "0.1.6"
-# The sdists that may be built here, with their hashes.
-SDISTS = {KVCACHED: "4a1a428244b5e3667841e28f03a4a20be7066a21a856b2deaef727e18f845068"}
 
 
 def install(version: str) -> int:

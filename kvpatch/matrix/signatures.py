@@ -22,7 +22,7 @@ from kvpatch.patch import Feature, Outcome, Patch
 from kvpatch.versions import Installed
 
 DATA = Path(__file__).parent / "data"
-PACKAGES = ("vllm", "kvcached")
+PACKAGES = ("vllm", "kvcached", "vllm_ascend")
 
 _V1 = "vllm.distributed.kv_transfer.kv_connector.v1"
 # What the axes of the matrix require of a release.
@@ -70,7 +70,7 @@ def inherited(target: str) -> str:
 
 @cache
 def releases(package: str, data: Path = DATA) -> dict[str, Signatures]:
-    """Return the recorded releases of ``vllm`` or ``kvcached``, oldest first."""
+    """Return the recorded releases of one of ``PACKAGES``, oldest first."""
     found = [
         Signatures(**json.loads(path.read_text()))
         for path in (data / "signatures").glob(f"{package}-*")
@@ -82,11 +82,12 @@ def releases(package: str, data: Path = DATA) -> dict[str, Signatures]:
 def look(vllm: Signatures, kvcached: Signatures) -> gate.Look:
     """Return a look-up of targets in two recorded releases, in place of importing them.
 
-    kvcached may add methods that vLLM's classes do not have.
+    kvcached may add methods that vLLM's classes do not have. vllm-ascend has one recorded release.
     """
 
     def look(target: str) -> Callable[[], Collection[str]]:
-        owner = next(one for one in (vllm, kvcached) if target.startswith(f"{one.package}."))
+        every = (vllm, kvcached, *releases("vllm_ascend").values())
+        owner = next(one for one in every if target.startswith(f"{one.package}."))
         if target not in owner.targets:
             raise LookupError(f"{owner.package} {owner.version} has no record of it")
         signature = owner.targets[target] or kvcached.targets.get(target)

@@ -9,6 +9,7 @@ the rows by scripts/docs.
 from __future__ import annotations
 
 from kvpatch.patches import (
+    ascend,
     deadlock,
     debug,
     elastic_memory,
@@ -28,6 +29,7 @@ FEATURES = (
     kvcached_compat.VERSION_OVERRIDE,
     host_device.FEATURE,
     host_copies.FEATURE,
+    ascend.FEATURE,
     kvcached_compat.ADAPTERS,
     elastic_memory.FEATURE,
     offloading.FEATURE,

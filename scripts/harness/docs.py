@@ -43,6 +43,8 @@ def in_order() -> list[Feature]:
 
 def validated_from(feature: Feature) -> str:
     """Return the oldest validated release of a feature, in words."""
+    if feature.name == "ascend":
+        return "none: an engine on an NPU is refused (KVP603)"
     oldest = supported.validated(feature.span)[0]
     return "all" if oldest == supported.validated()[0] else f"from {oldest} on"
 

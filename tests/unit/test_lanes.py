@@ -32,7 +32,7 @@ def collect(run, tmp_path):
 
 @pytest.mark.parametrize(
     "lane",
-    ["unit", "wheel", "refusals", "engine", "faults", "long", "versions", "bench"],
+    ["unit", "wheel", "refusals", "engine", "faults", "long", "ascend", "npu", "versions", "bench"],
 )
 def test_a_test_carries_the_mark_of_its_lane(collect, lane):
     done = collect(f"{lane}/test_it.py")
@@ -46,7 +46,7 @@ def test_a_test_outside_exactly_one_lane_fails_the_collection(collect, place):
     assert done.code == pytest.ExitCode.USAGE_ERROR
     assert (
         "is in no lane: put it in one of "
-        "tests/{unit,wheel,refusals,engine,faults,long,versions,bench}" in done.err
+        "tests/{unit,wheel,refusals,engine,faults,long,ascend,npu,versions,bench}" in done.err
     )
 
 

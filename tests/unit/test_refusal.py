@@ -86,7 +86,7 @@ def test_every_code_is_in_the_table_and_every_line_of_it_is_used():
 
 
 def test_a_code_has_one_form_and_one_meaning():
-    assert all(re.fullmatch(r"KVP[1-5]\d\d", code) for code in CODES)
+    assert all(re.fullmatch(r"KVP[1-6]\d\d", code) for code in CODES)
     assert list(CODES) == sorted(CODES)
     assert len({code.meaning for code in CODES.values()}) == len(CODES)
     assert UNCODED not in CODES

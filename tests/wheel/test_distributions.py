@@ -37,6 +37,14 @@ def test_type_checkers_read_kvpatch(wheel):
     assert "kvpatch/py.typed" in names(wheel)
 
 
+def test_kvpatch_has_the_headers_for_npus_and_no_emulator_of_one(wheel):
+    headers = {name for name in names(wheel) if name.endswith((".h", ".cpp", ".map"))}
+    assert headers == {
+        "kvpatch/ascend/include/cuda.h",
+        "kvpatch/ascend/include/cuda_runtime.h",
+    }
+
+
 def test_kvpatch_has_no_other_package(wheel):
     """A dist-info or a torch in it would be found by pip, or imported."""
     tops = {name.partition("/")[0] for name in names(wheel)}
@@ -61,6 +69,11 @@ def test_the_host_device_has_its_files_and_no_other(host_wheel):
     assert {name for name in found if not name.startswith(HOST)} == set()
     assert {name for name in found if name.endswith(".py")} == sources(ROOT / HOST)
     assert {f"{HOST}include/cuda.h", f"{HOST}LICENSE"} <= found
+    assert {
+        f"{HOST}acl/include/acl/acl.h",
+        f"{HOST}acl/memory.cpp",
+        f"{HOST}acl/exports.map",
+    } <= found
 
 
 def test_the_host_device_needs_the_kvpatch_that_it_was_built_with(host_wheel):

@@ -63,7 +63,8 @@ def in_words(cell: axes.Cell) -> str:
 def compute_signatures(arguments: argparse.Namespace) -> int:
     """Record what each release's sources have at every target; print the rows that are red."""
     wanted = [("vllm", version) for version in arguments.releases or signatures.releases("vllm")]
-    wanted += [("kvcached", version) for version in signatures.releases("kvcached")]
+    for package in signatures.PACKAGES[1:]:
+        wanted += [(package, version) for version in signatures.releases(package)]
     with ProcessPoolExecutor(arguments.jobs) as pool:
         jobs = {
             release: pool.submit(record.record_signatures, *release, arguments.archives)

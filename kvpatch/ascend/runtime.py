@@ -1,0 +1,62 @@
+"""Which ACL runtime there is: CANN's, or the emulator's."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Mapping
+from importlib.util import find_spec
+from pathlib import Path
+from typing import NamedTuple
+
+# CANN's set_env.sh exports the first two; the others are its default places.
+_VARIABLES = ("ASCEND_HOME_PATH", "ASCEND_TOOLKIT_HOME")
+_PLACES = ("/usr/local/Ascend/ascend-toolkit/latest", "/usr/local/Ascend/cann")
+HEADER, LIBRARY = Path("include/acl/acl.h"), Path("lib64/libascendcl.so")
+_EMULATOR = "KVPATCH_ACL_EMULATOR"  # in the emulator's header
+EMULATOR_PACKAGE = "kvpatch.hostdevice.acl"
+
+
+class Runtime(NamedTuple):
+    """An installed ACL runtime.
+
+    Attributes:
+        home: its folder, with ``include/acl/acl.h`` and ``lib64/libascendcl.so``.
+        emulated: it is kvpatch's emulator.
+    """
+
+    home: Path
+    emulated: bool
+
+    def __str__(self) -> str:
+        return f"{'the ACL emulator' if self.emulated else 'CANN'} in {self.home}"
+
+
+def find(environment: Mapping[str, str] = os.environ) -> Runtime | None:
+    """Return the runtime that this machine has, CANN's or an emulator that was built; or None."""
+    named = [environment[name] for name in _VARIABLES if environment.get(name)]
+    for place in [*named, *_PLACES]:
+        home = Path(place)
+        if (home / HEADER).is_file() and (home / LIBRARY).exists():
+            return Runtime(home, _EMULATOR in (home / HEADER).read_text(errors="replace"))
+    return None
+
+
+def emulator(home: Path | None = None) -> Runtime:
+    """Build the emulator for this environment.
+
+    Args:
+        home: where; None for the environment's own folder.
+
+    Raises:
+        LookupError: it is not installed: it is no part of kvpatch itself.
+        RuntimeError: it cannot be built; why.
+    """
+    if find_spec("kvpatch.hostdevice") is None:
+        raise LookupError(
+            "CANN was not found, and the ACL emulator is not installed; source CANN's set_env.sh, "
+            "or, to test without an NPU, install kvpatch-hostdevice"
+        )
+    from kvpatch.hostdevice.acl import library
+
+    return Runtime(library.build(home or Path(sys.prefix, "lib", "kvpatch-acl")), True)
