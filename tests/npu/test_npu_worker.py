@@ -71,3 +71,7 @@ def test_a_page_unmapped_under_a_queued_store_is_lost_without_the_fence(
 ) -> None:
     assert seen["lost without the fence"] == HALVES
     assert seen["lost with the fence"] == []
+
+
+def test_the_fences_barrier_waits_for_the_computation_of_an_npu(seen: dict[str, Any]) -> None:
+    assert seen["barrier"] == {"returned before the computation": False, "returned": True}

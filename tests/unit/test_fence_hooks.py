@@ -152,12 +152,18 @@ def test_an_engine_without_a_connector_has_no_fence():
 
 @pytest.mark.parametrize(
     ("device", "waits"),
-    [(None, False), (SimpleNamespace(type="cpu"), False), (SimpleNamespace(type="cuda"), True)],
+    [
+        (None, False),
+        (SimpleNamespace(type="cpu"), False),
+        (SimpleNamespace(type="cuda"), True),
+        (SimpleNamespace(type="npu"), True),
+    ],
 )
 def test_a_worker_waits_for_its_computation_alone(monkeypatch, device, waits):
     torch, waited = ModuleType("torch"), []
     stream = SimpleNamespace(synchronize=lambda: waited.append("computed"))
-    torch.cuda = SimpleNamespace(current_stream=lambda of: stream if of is device else None)
+    streams = SimpleNamespace(current_stream=lambda of: stream if of is device else None)
+    setattr(torch, getattr(device, "type", "cuda"), streams)  # torch.npu is torch_npu's
     monkeypatch.setitem(sys.modules, "torch", torch)
     assert hooks.compute_barrier(SimpleNamespace(device=device)) is True
     assert waited == ["computed"] * waits

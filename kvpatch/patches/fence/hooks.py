@@ -37,10 +37,11 @@ def compute_barrier(worker: Any) -> bool:
     already covers the copies.
     """
     device = worker.device  # None on a CPU up to 0.23
-    if device is not None and device.type == "cuda":
+    if device is not None and device.type != "cpu":
         import torch
 
-        torch.cuda.current_stream(device).synchronize()
+        # torch.cuda, or torch.npu of torch_npu.
+        getattr(torch, device.type).current_stream(device).synchronize()
     return True
 
 
