@@ -91,6 +91,11 @@ def judge_memory(seen: Seen) -> Judgement:
             "engine without requests and with an empty cache"
         )
     found.right.append(f"memory: {before - after} of {before} pages given back, {held} in use")
+    if fence := seen.fence:
+        found.right.append(
+            f"fence: {fence['released']} pages freed, of which {fence['held_for_plan']} waited "
+            f"for a plan and {fence['held_for_transfer']} for a transfer"
+        )
     return found
 
 

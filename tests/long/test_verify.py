@@ -116,8 +116,12 @@ def test_a_combination_is_refused_verified_and_starts(machine: Machine) -> None:
 @pytest.mark.parametrize(
     ("broken", "said"),
     [
-        ("flip_loaded_bits", "a load brought other bytes than were stored"),
-        ("hold_no_pages", "a page is unmapped under a transfer"),
+        (
+            "flip_loaded_bits",
+            "kvpatch KVPATCH_DEBUG: a load brought other bytes than were stored: "
+            r"block \d+ of page \d+, job \d+, request ",
+        ),
+        ("hold_no_pages", "an answer is not plain vLLM's: conversation |kvpatch KVPATCH_DEBUG: "),
     ],
 )
 def test_what_is_broken_is_found_and_the_verdict_lifts_nothing(
@@ -126,8 +130,7 @@ def test_what_is_broken_is_found_and_the_verdict_lifts_nothing(
     path = os.pathsep.join([plugins.install(tmp_path, broken), machine.environment["PYTHONPATH"]])
     done = machine.verify(PYTHONPATH=path)
     assert done.returncode == 1, done.stdout
-    where = r"block \d+ of page \d+, job \d+, request "
-    assert re.search(rf"WRONG    kvpatch KVPATCH_DEBUG: {said}: {where}", done.stdout), done.stdout
+    assert re.search(rf"WRONG    (?:{said})", done.stdout), done.stdout
     assert "[KVP310]" in machine.configure()
 
 
