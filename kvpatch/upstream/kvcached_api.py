@@ -168,3 +168,90 @@ def blocks_of_page(manager: Any, page: int) -> tuple[int, int]:
 
     start, end = InternalPage.get_block_range(page, manager.page_size, manager.block_mem_size)
     return int(start), int(end)
+
+
+# The limit of an engine. Its pool in /dev/shm has it, where kvctl and controllers set it; a thread
+# of kvcached reads it there ten times a second, and the next allocation applies it. All sizes are
+# bytes of the device, all layers together.
+
+
+def page_bytes(manager: Any) -> int:
+    """Return the bytes of a page, all layers together."""
+    return int(manager.page_size * manager.num_layers * manager.num_kv_buffers)
+
+
+def most(manager: Any) -> int:
+    """Return the bytes that an engine started with, which is the most that it can map."""
+    return int(manager.mem_size * manager.num_layers * manager.num_kv_buffers)
+
+
+def mapped(manager: Any) -> int:
+    """Return the bytes that an engine has mapped, those included that it mapped ahead of use."""
+    pages = manager.page_allocator.get_page_state()
+    return int(pages["inuse_pages"] + pages["reserved_pages"]) * page_bytes(manager)
+
+
+def limit(manager: Any) -> int:
+    """Return the bytes that an engine may map, as its pool in /dev/shm has them.
+
+    Raises:
+        RuntimeError: the pool is gone.
+    """
+    from kvcached.cli.utils import get_kv_cache_limit
+
+    found = get_kv_cache_limit(manager.ipc_name)
+    if found is None:
+        raise RuntimeError(f"the pool {manager.ipc_name} is gone")
+    return int(found.total_size)
+
+
+def set_limit(manager: Any, size: int) -> bool:
+    """Set the bytes that an engine may map, in its pool and at once; on the engine's thread.
+
+    Returns:
+        False if more is in use: kvcached then shrinks as blocks are freed.
+
+    Raises:
+        OSError: the pool is gone.
+    """
+    _write_limit(manager, size)
+    return bool(manager.resize(size // manager.num_layers // manager.num_kv_buffers))
+
+
+def _write_limit(manager: Any, size: int) -> None:
+    from kvcached.cli.utils import MemInfoStruct, RwLockedShm
+
+    with RwLockedShm(manager.ipc_name, MemInfoStruct.SHM_SIZE, RwLockedShm.WLOCK) as pool:
+        found = MemInfoStruct.from_buffer(pool)
+        found.total_size = size
+        found.write_to_buffer(pool)
+
+
+def give_all_back(manager: Any) -> int:
+    """Lower the limit to the pages in use, and give those back that are mapped ahead of use.
+
+    Returns:
+        The limit.
+
+    Raises:
+        RuntimeError: kvcached did not lower it.
+    """
+    pages = int(manager.page_allocator.get_page_state()["inuse_pages"])
+    manager.trim()
+    if not manager.resize(pages * manager.page_size):
+        raise RuntimeError(f"kvcached did not lower the limit to {pages} pages")
+    manager.trim()  # what its thread mapped in between
+    size = pages * page_bytes(manager)
+    _write_limit(manager, size)
+    return size
+
+
+def reports(manager: Any, size: int) -> bool:
+    """Whether kvcached's thread still reports a limit, which an allocation would apply."""
+    reported = manager.page_allocator.get_resize_target()
+    return bool(reported == size // manager.num_layers // manager.num_kv_buffers)
+
+
+def has_retired(manager: Any) -> bool:
+    """Whether pages were freed that are not unmapped yet."""
+    return bool(getattr(manager, "_retired_pages", None))

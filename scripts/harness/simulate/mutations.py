@@ -134,7 +134,7 @@ MUTATIONS = {
         "fence", hooks, "release_now", lambda release: lambda engine: None, (*OFFLOADING, *SIMPLE)
     ),
     "a standstill is not broken": Mutation(
-        "standstill", deadlock, "_holds", lambda holds: lambda request: False, OFFLOADING
+        "standstill", deadlock, "holds", lambda holds: lambda request: False, OFFLOADING
     ),
     "the limit is ignored": Mutation(
         "limits",

@@ -1,0 +1,95 @@
+"""Spilling into the CPU tier of SimpleCPUOffloadConnector, eager and lazy.
+
+The connector holds a reference to every block that it copies, and stores a block under the hash
+that it has on the device when the copy has completed.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from kvpatch import state
+from kvpatch.patches.suspend.spill import Spill, Tier
+
+
+class SimpleTier(Tier):
+    """The CPU tier behind a ``SimpleCPUOffloadScheduler``."""
+
+    def __init__(self, scheduler: Any) -> None:
+        self.scheduler = scheduler
+
+    def why_not(self) -> str:
+        """Return why blocks cannot be stored in it: nothing is in the way."""
+        return ""
+
+    def _find(self, key: bytes) -> Any:
+        return self.scheduler.cpu_block_pool.cached_block_hash_to_block.get_one_block(key)
+
+    def holds(self, key: bytes) -> bool:
+        """Whether a block is in it, and can be loaded."""
+        return self._find(key) is not None
+
+    def capacity(self) -> int:
+        """Return the blocks that it has room for; its first one is never used."""
+        return int(self.scheduler.cpu_block_pool.num_gpu_blocks) - 1
+
+    def keep(self, keys: list[bytes]) -> None:
+        """Let blocks be the last that it evicts: who is freed last goes last."""
+        pool = self.scheduler.cpu_block_pool
+        blocks = [self._find(key) for key in reversed(keys)]
+        pool.touch(blocks)
+        pool.free_blocks(blocks)
+
+    def busy(self) -> bool:
+        """Whether it has stores that have not completed."""
+        return bool(self.scheduler.has_pending_stores())
+
+
+def around_store_specs(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
+    """Add the blocks of a spill to the store of a step.
+
+    Wraps ``SimpleCPUOffloadScheduler.prepare_store_specs``, which returns device blocks, CPU
+    blocks, requests, and the events' contents or None.
+    """
+    blocks, places, requests, events = wrapped(*args, **kwargs)
+    spill = state.find(instance, Spill)
+    if spill is None or not spill.waits:
+        return blocks, places, requests, events
+    more = store(instance, spill, set(blocks))
+    return (
+        [*blocks, *more],
+        [*places, *more.values()],
+        requests,
+        None if events is None else [*events, *({} for _ in more)],
+    )
+
+
+def store(scheduler: Any, spill: Spill, now: set[int]) -> dict[int, int]:
+    """Plan a store of the next blocks of a spill; return the CPU block of each.
+
+    Args:
+        scheduler: the connector's.
+        spill: the blocks.
+        now: device blocks that this step stores already.
+    """
+    device, tier = scheduler._gpu_block_pool, scheduler.cpu_block_pool
+    under_way = {
+        device.blocks[block].block_hash
+        for transfer in scheduler._store_event_to_blocks.values()
+        for block in transfer.gpu_block_ids
+    } | {device.blocks[block].block_hash for block in now}
+    wanted = spill.next()
+    spill.planned(one.key for one in wanted if one.key in under_way)
+    wanted = [one for one in wanted if one.key not in under_way]
+    wanted = wanted[: tier.get_num_free_blocks()]
+    if not wanted:
+        if not scheduler.has_pending_stores() and not now:
+            spill.no_room()
+        return {}
+    ids = [one.block for one in wanted]
+    places = [block.block_id for block in tier.get_new_blocks(len(ids))]
+    device.touch([device.blocks[block] for block in ids])
+    if not scheduler._lazy_mode:
+        scheduler._in_flight_store_gpu_blocks.update(ids)
+    spill.planned(one.key for one in wanted)
+    return dict(zip(ids, places, strict=True))
