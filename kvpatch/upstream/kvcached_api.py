@@ -246,10 +246,14 @@ def give_all_back(manager: Any) -> int:
     return size
 
 
-def reports(manager: Any, size: int) -> bool:
-    """Whether kvcached's thread still reports a limit, which an allocation would apply."""
-    reported = manager.page_allocator.get_resize_target()
-    return bool(reported == size // manager.num_layers // manager.num_kv_buffers)
+def is_applied(manager: Any) -> bool:
+    """Whether kvcached's thread has read the limit that is in the pool now.
+
+    As long as it has not, an allocation would apply an earlier one.
+    """
+    reported = manager.page_allocator.get_resize_target()  # of one layer; none if it is below 1
+    wanted = limit(manager) // manager.num_layers // manager.num_kv_buffers
+    return bool(reported < 1 or reported == wanted)
 
 
 def has_retired(manager: Any) -> bool:

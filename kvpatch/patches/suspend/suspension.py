@@ -9,7 +9,7 @@ storing     every block with a hash that the tier does not hold is stored, while
             use it keep it; up to here a suspension can be given up without a trace
 releasing   the running requests are preempted, all blocks are freed, the fence lets the pages go
 suspended   the limit is at the floor, the pages are on the device for others; requests wait
-resuming    the limit is what it was; requests run once kvcached no longer reports the floor
+resuming    the limit is what it was; requests run once kvcached's own thread has read it
 
 What is lost when the engine is killed is what it had: its device memory goes with the process.
 Nothing of a suspension outlives it, and nothing of it is anybody else's.
@@ -243,8 +243,8 @@ class Suspension:
         self._go_to(Phase.RESUMING)
 
     def _resuming(self) -> bool:
-        if self._floor and kvcached_api.reports(self._manager, self._floor):
-            return False  # an allocation would set the limit back to it
+        if not kvcached_api.is_applied(self._manager):
+            return False  # an allocation would apply an earlier limit
         self._floor = 0
         self._hold.set(self.engine.scheduler, None)
         self._go_to(Phase.RUNS)
