@@ -86,6 +86,24 @@ def check_file(path: Path, status: os.stat_result, *, closed: bool = True) -> No
         raise _unsafe(path, status, "has a second name (a hard link)")
 
 
+def create(path: Path, data: bytes) -> None:
+    """Make a file that only this user can open, with all of ``data`` in it or not at all.
+
+    Raises:
+        OSError: it is there already, or cannot be made.
+    """
+    file = os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY | os.O_NOFOLLOW, 0o600)
+    try:
+        rest = memoryview(data)
+        while rest:
+            rest = rest[os.write(file, rest) :]
+    except BaseException:
+        path.unlink(missing_ok=True)
+        raise
+    finally:
+        os.close(file)
+
+
 @contextmanager
 def opened(path: Path, *, closed: bool = True) -> Iterator[int]:
     """Open a file of this user for reading, writing and locking; make it if it is missing.

@@ -156,6 +156,8 @@ CODES = {
         "offloading with an fp8 KV cache that no setting turns off, before vLLM 0.22"
     ),
     "KVP341": _not_validated("offloading with sleep mode or the cumem allocator"),
+    "KVP351": _not_validated("offloading with loads within a step, from vLLM 0.33 on"),
+    "KVP352": _not_validated("a CPU tier of SimpleCPUOffloadConnector that is sized in blocks"),
     "KVP401": _incompatible(
         "the scheduler's block pool is not kvcached's", "ovg-project/kvcached#316"
     ),

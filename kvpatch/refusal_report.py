@@ -15,6 +15,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+from kvpatch import private
 from kvpatch.environ import REFUSAL_FILE
 from kvpatch.logs import log
 from kvpatch.refusal import Refusal, RefusedImport
@@ -58,22 +59,9 @@ def report(refusal: Refusal) -> None:
         return  # its own excepthook prints it
     path = Path(os.environ.get(REFUSAL_FILE.name, ""))
     try:
-        _leave(path, sentence.encode(errors="backslashreplace"))
+        private.create(path, sentence.encode(errors="backslashreplace"))
     except Exception as error:  # an earlier refusal is recorded, or only the log has this one
         log.debug("kvpatch: the refusal was not left for the first process: %r", error)
-
-
-def _leave(path: Path, sentence: bytes) -> None:
-    file = os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY | os.O_NOFOLLOW, 0o600)
-    try:
-        rest = memoryview(sentence)
-        while rest:
-            rest = rest[os.write(file, rest) :]
-    except BaseException:
-        path.unlink(missing_ok=True)  # half a sentence
-        raise
-    finally:
-        os.close(file)
 
 
 def guard(wrapper: Wrapper) -> Wrapper:

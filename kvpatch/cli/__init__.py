@@ -11,7 +11,7 @@ import argparse
 import importlib
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import NamedTuple
 
 from kvpatch import bootstrap
@@ -34,7 +34,9 @@ COMMANDS: tuple[Command, ...] = (
     Command("suspend", "kvpatch.cli.suspend", "store an engine's KV cache and free its memory"),
     Command("resume", "kvpatch.cli.resume", "give a suspended engine its memory back"),
     Command("limit", "kvpatch.cli.limit", "set the memory of the device that an engine may map"),
+    Command("dashboard", "kvpatch.cli.dashboard", "print Grafana's dashboard, or alert rules"),
     Command("matrix", "kvpatch.cli.matrix", "show what is validated on each vLLM release"),
+    Command("completion", "kvpatch.cli.completion", "print a completion script for a shell"),
 )
 
 
@@ -49,9 +51,8 @@ def operator_environment() -> dict[str, str]:
     return environment
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command line; return its exit code."""
-    words = list(sys.argv[1:] if arguments is None else arguments)
+def parser(configured: Collection[Command]) -> argparse.ArgumentParser:
+    """Return the parser of the command line; only the modules of ``configured`` are imported."""
     parser = argparse.ArgumentParser(
         prog="kvpatch", description="vLLM's KV offloading on kvcached's elastic KV memory."
     )
@@ -59,9 +60,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
     subparsers = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     for command in COMMANDS:
         subparser = subparsers.add_parser(command.name, help=command.help, description=command.help)
-        if command.name in words[:1]:
+        if command in configured:
             importlib.import_module(command.module).configure(subparser)
-    options = parser.parse_args(words)
+    return parser
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command line; return its exit code."""
+    words = list(sys.argv[1:] if arguments is None else arguments)
+    wanted = [command for command in COMMANDS if command.name in words[:1]]
+    options = parser(wanted).parse_args(words)
     (chosen,) = (command for command in COMMANDS if command.name == options.command)
     try:
         code: int = importlib.import_module(chosen.module).run(options)

@@ -7,6 +7,7 @@ import json
 
 from kvpatch import cli, doctor
 from kvpatch.doctor import Finding, Level
+from kvpatch.telemetry.printable import printable
 from kvpatch.version import VERSION
 
 MARKS = {Level.OK: "ok", Level.NOTE: "note", Level.WARNING: "warn", Level.PROBLEM: "PROBLEM"}
@@ -42,19 +43,11 @@ def run(options: argparse.Namespace) -> int:
     return 1 if problems else 0
 
 
-def printable(sentence: str) -> str:
-    """Return a sentence with what would control the terminal escaped.
+def text(found: list[Finding]) -> str:
+    """Return the report: the findings by topic, and a summary line.
 
     Findings quote names of files, which anybody may have chosen.
     """
-    return "".join(
-        letter if letter.isprintable() else letter.encode("unicode_escape").decode()
-        for letter in sentence
-    )
-
-
-def text(found: list[Finding]) -> str:
-    """Return the report: the findings by topic, and a summary line."""
     lines = []
     topics = list(dict.fromkeys(finding.topic for finding in found))
     for topic in topics:

@@ -7,12 +7,17 @@ import json
 import os
 import sys
 import time
+from collections.abc import Iterator
 from typing import Any
 
+from kvpatch.cli.engines import charged, table
+from kvpatch.cli.screen import Screen
 from kvpatch.sizes import readable
 from kvpatch.telemetry import reader, refusals, status_page
 from kvpatch.telemetry.printable import printable
 from kvpatch.telemetry.reader import Seen, State
+
+RECENT = 600.0  # seconds for which a refusal is shown without -v
 
 ELASTIC = {True: "yes", False: "no", None: "not in this process"}
 
@@ -24,29 +29,56 @@ def configure(parser: argparse.ArgumentParser) -> None:
     which.add_argument(
         "--all", action="store_true", help="also other users' engines, which only root can read"
     )
-    parser.add_argument("--watch", action="store_true", help="draw it again until interrupted")
+    parser.add_argument(
+        "-v", "--verbose", action="store_true", help="every process with all that it tells"
+    )
+    parser.add_argument("--watch", action="store_true", help="draw it again until q or Ctrl-C")
     parser.add_argument(
         "--interval", type=float, default=1.0, help="seconds between drawings (default: 1)"
     )
     parser.add_argument("--json", action="store_true", help="print it as JSON, a line a drawing")
     parser.epilog = (
-        "Ends 0 when everything that can be seen from here runs, 1 when something does not or "
-        "nothing is there."
+        "Without options: a line per engine. DEVICE is all that the device is charged for: mapped, "
+        "reserved ahead and kvcached's zero page; HELD is a part of mapped; STORE/s and LOAD/s are "
+        "bytes to the tier and back; HITS are the sources of prompt tokens. Ends 0 when an engine "
+        "runs, and everything that can be seen from here does; else 1. An engine that ended with "
+        "its server is no fault."
     )
 
 
 def run(options: argparse.Namespace) -> int:
     """Print the status once, or repeatedly with ``--watch``."""
+    if options.watch and not options.json and sys.stdout.isatty():
+        with Screen() as screen:
+            while True:
+                head = f"{time.strftime('%H:%M:%S')}  kvpatch status; q quits"
+                screen.draw(f"{head}\n\n{drawn(look(options), options)}")
+                if screen.quits(max(0.1, options.interval)):
+                    return 0
     while True:
-        seen = [reader.one(options.pid)] if options.pid else reader.all_of(options.all)
-        output = as_json(seen) if options.json else text(seen)
-        if options.watch and not options.json and sys.stdout.isatty():
-            output = f"\x1b[H\x1b[2J{time.strftime('%H:%M:%S')}  kvpatch status\n\n{output}"
-        print(output, flush=True)
+        seen = look(options)
+        print(drawn(seen, options), flush=True)
         if not options.watch:
-            here = [one.state for one in seen if one.state is not State.FOREIGN]
-            return 0 if here and all(state is State.RUNS for state in here) else 1
+            return code(seen)
         time.sleep(max(0.1, options.interval))
+
+
+def look(options: argparse.Namespace) -> list[Seen]:
+    """Return what was asked for."""
+    return [reader.one(options.pid)] if options.pid else reader.all_of(options.all)
+
+
+def drawn(seen: list[Seen], options: argparse.Namespace) -> str:
+    """Return one drawing."""
+    if options.json:
+        return as_json(seen)
+    return text(seen) if options.verbose or options.pid else overview(seen)
+
+
+def code(seen: list[Seen]) -> int:
+    """Return the exit code: 0 if something runs and nothing that should run does not."""
+    here = [one.state for one in seen if one.state not in (State.FOREIGN, State.ENDED)]
+    return 0 if here and all(state is State.RUNS for state in here) else 1
 
 
 def as_json(seen: list[Seen]) -> str:
@@ -63,19 +95,43 @@ def as_json(seen: list[Seen]) -> str:
 
 def text(seen: list[Seen]) -> str:
     """Return the status as text: one block per process, and the last refusals."""
-    blocks = [block(one) for one in seen]
-    if not blocks:
-        where = printable(str(status_page.folder_of(os.getuid())))
-        blocks = [f"no process with kvpatch on publishes in {where}"]
-    recent = refusals.recent()
+    blocks = [block(one) for one in seen] or [nothing()]
+    return "\n".join([*blocks, *last_refusals(refusals.recent())])
+
+
+def overview(seen: list[Seen]) -> str:
+    """Return the status as a table, and the refusals of the last minutes."""
+    now = time.time()
+    recent = [one for one in refusals.recent() if now - one["at"] < RECENT]
+    blocks = [table(seen) or (running(seen) if seen else nothing()), *last_refusals(recent)]
+    return "\n".join(blocks)
+
+
+def nothing() -> str:
+    """Return that there is no page."""
+    where = printable(str(status_page.folder_of(os.getuid())))
+    return f"no process with kvpatch on publishes in {where}"
+
+
+def running(seen: list[Seen]) -> str:
+    """Return what processes without an engine there are, such as those of one that starts."""
+    here = [one for one in seen if one.state is State.RUNS]
+    if not here:
+        return nothing()
+    pids = ", ".join(str(one.pid) for one in here)
+    return f"no engine yet: {len(here)} with kvpatch on (pid {pids}); -v says more"
+
+
+def last_refusals(recent: list[dict[str, Any]]) -> list[str]:
+    """Return the block of the last refusals; none without one."""
     if recent:
         lines = [
             f"  {time.strftime('%Y-%m-%d %H:%M', time.localtime(one['at']))} pid {one['pid']}: "
             f"{printable(one['sentence'])}"
             for one in recent
         ]
-        blocks.append("last refusals\n" + "\n".join(lines))
-    return "\n".join(blocks)
+        return ["last refusals\n" + "\n".join(lines)]
+    return []
 
 
 def block(seen: Seen) -> str:
@@ -92,48 +148,45 @@ def block(seen: Seen) -> str:
         f"KV on elastic memory: {ELASTIC[content.get('elastic')]}"
     )
     features = content.get("features", {})
-    lines = [("features", ", ".join(f"{name} {how}" for name, how in features.items()))]
     engine = content.get("engine", {})
-    lines += engine_lines(engine)
+    lines = [
+        ("features", ", ".join(f"{name} {how}" for name, how in features.items())),
+        *engine_lines(engine),
+    ]
     off = content.get("off") or engine.get("off")
     if off:
         lines.append(("counting", f"off, because of an error of kvpatch's own: {off}"))
     return "\n".join([printable(head), *(f"  {name:<10}{printable(what)}" for name, what in lines)])
 
 
-def engine_lines(engine: dict[str, Any]) -> list[tuple[str, str]]:
-    """Return the state of an engine as pairs of a name and a text."""
-    lines = []
+def engine_lines(engine: dict[str, Any]) -> Iterator[tuple[str, str]]:
+    """Yield the state of an engine as pairs of a name and a text."""
     if "model" in engine:
-        lines.append(("model", engine["model"]))
+        yield "model", engine["model"]
     if "requests" in engine:
         requests = engine["requests"]
         line = f"{requests['running']} run, {requests['waiting']} wait"
         if "steps" in engine and "since_step" in engine:
             line += f"; {engine['steps']} steps, the last {engine['since_step']:.0f} s ago"
-        lines.append(("requests", line))
+        yield "requests", line
     if "device" in engine:
-        lines.append(("device", device_line(engine)))
+        yield "device", device_line(engine)
     if engine.get("connector"):
         tier = engine.get("tier")
         room = f": {tier['used_blocks']} of {tier['total_blocks']} blocks used" if tier else ""
-        lines.append(("tier", engine["connector"] + room))
+        yield "tier", engine["connector"] + room
     counted = not engine.get("off")
     if counted and engine.get("connector") and "bytes" in engine and "operations" in engine:
-        lines.append(("moved", moved_line(engine)))
+        yield "moved", moved_line(engine)
     if counted and "hits" in engine and "queries" in engine:
-        lines.append(("hits", hits_line(engine)))
-    if engine.get("fence"):
-        fence = engine["fence"]
-        lines.append(
-            (
-                "fence",
-                f"{fence['holding']} pages held now; {fence['released']} given back, of which "
-                f"{fence['held_for_plan']} waited for a plan and {fence['held_for_transfer']} for "
-                f"a transfer, at most {fence['longest_hold']} steps",
-            )
+        yield "hits", hits_line(engine)
+    if fence := engine.get("fence"):
+        line = (
+            f"{fence['holding']} pages held now; {fence['released']} given back, of which "
+            f"{fence['held_for_plan']} waited for a plan and {fence['held_for_transfer']} for "
+            f"a transfer, at most {fence['longest_hold']} steps"
         )
-    return lines
+        yield "fence", line
 
 
 def device_line(engine: dict[str, Any]) -> str:
@@ -148,7 +201,8 @@ def device_line(engine: dict[str, Any]) -> str:
     return (
         f"{size(device['mapped_pages'])} mapped (of it {size(held)} held by the fence), "
         f"{size(device['reserved_pages'])} reserved ahead, {size(device['total_pages'])} at most; "
-        f"a page is {size(1)}"
+        f"a page is {size(1)}; with the zero page the device is charged for "
+        f"{readable(charged(engine))}"
     )
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from kvpatch.doctor.finding import Finding, Level
+from kvpatch.doctor.finding import Finding, Level, Topic
 
 __all__ = ["Finding", "Level", "examine"]
 
@@ -33,7 +33,7 @@ def examine(settings: Mapping[str, str], try_import: bool = False) -> list[Findi
     except ImportError as error:  # one of the two requirements, which the gates need
         what = f"kvpatch cannot be imported whole ({error}), and would refuse vLLM"
         remedy = "reinstall kvpatch with its requirements"
-        return [Finding("packages", Level.PROBLEM, what, remedy)]
+        return [Topic("packages").problem(what, remedy)]
     found = [
         *machine.check(settings),
         *memory.check(settings),

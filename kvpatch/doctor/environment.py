@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from typing import NamedTuple
+from collections.abc import Iterator, Mapping
 
 from kvpatch import environ, gate
-from kvpatch.doctor.finding import Finding, Level
+from kvpatch.doctor.finding import Finding, Topic
 from kvpatch.doctor.packages import refused
 from kvpatch.environ import KVCACHED, OURS, SWITCH
 
-TOPIC = "environment"
-COMBINATIONS = "known combinations"
+TOPIC = Topic("environment")
+COMBINATIONS = Topic("known combinations")
 # Variables whose values are shown: all others of these packages may be secrets.
 SHOWN = (
     *(one.name for one in (*OURS, *KVCACHED)),
@@ -37,80 +36,6 @@ SHOWN = (
 NAMED = ("KVPATCH", "KVCACHED_", "VLLM_")
 
 
-class Combination(NamedTuple):
-    """Settings that are known to conflict.
-
-    Attributes:
-        applies: whether the environment has this combination.
-        level: whether vLLM would be refused or fail, or only be degraded.
-        what, remedy: the finding.
-    """
-
-    applies: Callable[[Mapping[str, str]], bool]
-    level: Level
-    what: str
-    remedy: str
-
-
-def _number(settings: Mapping[str, str], variable: environ.Variable, unset: float) -> float:
-    try:
-        return float(variable.read(settings) or unset)
-    except ValueError:
-        return unset
-
-
-KNOWN = (
-    Combination(
-        lambda s: (
-            _number(s, environ.KVCACHED_MIN_RESERVED_PAGES, 5)
-            > _number(s, environ.KVCACHED_MAX_RESERVED_PAGES, 10)
-        ),
-        Level.WARNING,
-        "KVCACHED_MIN_RESERVED_PAGES is above KVCACHED_MAX_RESERVED_PAGES (5 and 10 when unset)",
-        "set both, the smaller first",
-    ),
-    Combination(
-        lambda s: _number(s, environ.KVCACHED_PAGE_SIZE_MB, 2) % 2 != 0,
-        Level.PROBLEM,
-        "KVCACHED_PAGE_SIZE_MB is not a multiple of 2, and kvcached cannot be imported with it",
-        "set it to 2, 4, 8 and so on",
-    ),
-    Combination(
-        lambda s: not 0 < _number(s, environ.KVCACHED_GPU_UTILIZATION, 0.95) <= 1,
-        Level.PROBLEM,
-        "KVCACHED_GPU_UTILIZATION is not a share between 0 and 1",
-        "set it to 0.95, or unset it",
-    ),
-    Combination(
-        lambda s: bool(s.get(environ.KVCACHED_IPC_NAME.name)),
-        Level.NOTE,
-        "KVCACHED_IPC_NAME is set: two engines started with the same name share one limit",
-        "give every engine a name of its own, or unset it",
-    ),
-    Combination(  # spelled as vLLM looks for it
-        lambda s: "expandable_segments:True" in s.get("PYTORCH_CUDA_ALLOC_CONF", ""),
-        Level.WARNING,
-        "torch's expandable segments are on, and vLLM on a GPU refuses them together with a KV "
-        "connector",
-        "take expandable_segments out of PYTORCH_CUDA_ALLOC_CONF",
-    ),
-    Combination(
-        lambda s: (
-            s.get("VLLM_PLUGINS") is not None and "kvpatch" not in s["VLLM_PLUGINS"].split(",")
-        ),
-        Level.NOTE,
-        "VLLM_PLUGINS leaves out kvpatch: a startup file that did not run would go unnoticed",
-        "add kvpatch to VLLM_PLUGINS, or unset it",
-    ),
-    Combination(
-        lambda s: bool(s.get("PROMETHEUS_MULTIPROC_DIR")),
-        Level.NOTE,
-        "PROMETHEUS_MULTIPROC_DIR is set: counters of earlier runs in it are added to this run's",
-        "empty that folder between runs, or unset it and let vLLM make one",
-    ),
-)
-
-
 def check(settings: Mapping[str, str]) -> list[Finding]:
     """Report what is set, and every invalid or conflicting value."""
     found = [shown(settings), switch(settings)]
@@ -118,22 +43,68 @@ def check(settings: Mapping[str, str]) -> list[Finding]:
     refusal = gate.check_environment(dict(settings) | on)
     if refusal is not None:
         found.append(refused(TOPIC, refusal))
-    known = {setting.name for setting in OURS}
+    ours = {setting.name for setting in OURS}
     for name in sorted(name for name in settings if name.startswith("KVPATCH_")):
-        if name not in known:
+        if name not in ours:
             what = f"{name} is set, and kvpatch has no such variable"
-            found.append(Finding(TOPIC, Level.WARNING, what, "correct its spelling, or unset it"))
+            found.append(TOPIC.warning(what, "correct its spelling, or unset it"))
     kvcached = {setting.name for setting in KVCACHED}
     for name in sorted(name for name in settings if name.startswith("KVCACHED_")):
         if name in kvcached and not settings[name].strip():
             what = f"{name} is set to nothing, which kvcached may not read as unset"
-            found.append(Finding(TOPIC, Level.WARNING, what, f"unset {name}"))
-    for combination in KNOWN:
-        if combination.applies(settings):
-            found.append(
-                Finding(COMBINATIONS, combination.level, combination.what, combination.remedy)
-            )
-    return found
+            found.append(TOPIC.warning(what, f"unset {name}"))
+    return [*found, *known_combinations(settings)]
+
+
+def known_combinations(settings: Mapping[str, str]) -> Iterator[Finding]:
+    """Yield the settings that are known to conflict."""
+
+    def number(variable: environ.Variable, unset: float) -> float:
+        try:
+            return float(variable.read(settings) or unset)
+        except ValueError:
+            return unset
+
+    least = number(environ.KVCACHED_MIN_RESERVED_PAGES, 5)
+    if least > number(environ.KVCACHED_MAX_RESERVED_PAGES, 10):
+        yield COMBINATIONS.warning(
+            "KVCACHED_MIN_RESERVED_PAGES is above KVCACHED_MAX_RESERVED_PAGES (5 and 10 when "
+            "unset)",
+            "set both, the smaller first",
+        )
+    if number(environ.KVCACHED_PAGE_SIZE_MB, 2) % 2 != 0:
+        yield COMBINATIONS.problem(
+            "KVCACHED_PAGE_SIZE_MB is not a multiple of 2, and kvcached cannot be imported with it",
+            "set it to 2, 4, 8 and so on",
+        )
+    if not 0 < number(environ.KVCACHED_GPU_UTILIZATION, 0.95) <= 1:
+        yield COMBINATIONS.problem(
+            "KVCACHED_GPU_UTILIZATION is not a share between 0 and 1",
+            "set it to 0.95, or unset it",
+        )
+    if settings.get(environ.KVCACHED_IPC_NAME.name):
+        yield COMBINATIONS.note(
+            "KVCACHED_IPC_NAME is set: two engines started with the same name share one limit",
+            "give every engine a name of its own, or unset it",
+        )
+    # Spelled as vLLM looks for it.
+    if "expandable_segments:True" in settings.get("PYTORCH_CUDA_ALLOC_CONF", ""):
+        yield COMBINATIONS.warning(
+            "torch's expandable segments are on, and vLLM on a GPU refuses them together with a KV "
+            "connector",
+            "take expandable_segments out of PYTORCH_CUDA_ALLOC_CONF",
+        )
+    if "kvpatch" not in settings.get("VLLM_PLUGINS", "kvpatch").split(","):
+        yield COMBINATIONS.note(
+            "VLLM_PLUGINS leaves out kvpatch: a startup file that did not run would go unnoticed",
+            "add kvpatch to VLLM_PLUGINS, or unset it",
+        )
+    if settings.get("PROMETHEUS_MULTIPROC_DIR"):
+        yield COMBINATIONS.note(
+            "PROMETHEUS_MULTIPROC_DIR is set: counters of earlier runs in it are added to this "
+            "run's",
+            "empty that folder between runs, or unset it and let vLLM make one",
+        )
 
 
 def shown(settings: Mapping[str, str]) -> Finding:
@@ -143,17 +114,15 @@ def shown(settings: Mapping[str, str]) -> Finding:
         for name in sorted(settings)
         if name in SHOWN or name.startswith(NAMED)
     ]
-    return Finding(TOPIC, Level.OK, "set: " + (" ".join(pairs) or "nothing that matters"))
+    return TOPIC.ok("set: " + (" ".join(pairs) or "nothing that matters"))
 
 
 def switch(settings: Mapping[str, str]) -> Finding:
     """Return whether kvpatch would be on in a vLLM started from this environment."""
     value = SWITCH.read(settings)
     if SWITCH.is_off(settings):
-        return Finding(
-            TOPIC,
-            Level.NOTE,
+        return TOPIC.note(
             f"{SWITCH} is {value or 'unset'}: kvpatch is off; the rest is about having it on",
             f"start vLLM with {SWITCH}=1",
         )
-    return Finding(TOPIC, Level.OK, f"{SWITCH}={value}")
+    return TOPIC.ok(f"{SWITCH}={value}")

@@ -34,3 +34,23 @@ class Finding:
     def as_dict(self) -> dict[str, str]:
         """Return it for JSON."""
         return asdict(self) | {"level": self.level.value}
+
+
+class Topic(str):
+    """A part of the report, which makes its findings."""
+
+    def ok(self, what: str) -> Finding:
+        """Return what is as it should be."""
+        return Finding(self, Level.OK, what)
+
+    def note(self, what: str, remedy: str = "") -> Finding:
+        """Return what an operator may want to know."""
+        return Finding(self, Level.NOTE, what, remedy)
+
+    def warning(self, what: str, remedy: str = "") -> Finding:
+        """Return what degrades vLLM, or may."""
+        return Finding(self, Level.WARNING, what, remedy)
+
+    def problem(self, what: str, remedy: str = "") -> Finding:
+        """Return what refuses vLLM, or lets it fail."""
+        return Finding(self, Level.PROBLEM, what, remedy)

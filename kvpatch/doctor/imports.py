@@ -8,10 +8,10 @@ import sys
 from collections.abc import Mapping
 
 from kvpatch.doctor import interpreter
-from kvpatch.doctor.finding import Finding, Level
+from kvpatch.doctor.finding import Finding, Topic
 from kvpatch.environ import SWITCH
 
-TOPIC = "import of vllm"
+TOPIC = Topic("import of vllm")
 SECONDS = 300
 PROBE = """
 import json, kvpatch, vllm
@@ -29,10 +29,10 @@ def check(settings: Mapping[str, str]) -> list[Finding]:
         done = interpreter.run(sys.executable, PROBE, on, SECONDS)
     except subprocess.TimeoutExpired:
         what = f"vllm was not imported within {SECONDS} s"
-        return [Finding(TOPIC, Level.PROBLEM, what, "import it by hand to see where it waits")]
+        return [TOPIC.problem(what, "import it by hand to see where it waits")]
     if done.returncode:
         last = done.stderr.rstrip().rpartition("\n")[2]
-        return [Finding(TOPIC, Level.PROBLEM, last or f"it ended {done.returncode}")]
+        return [TOPIC.problem(last or f"it ended {done.returncode}")]
     answer = json.loads(done.stdout.splitlines()[-1])
     features = ", ".join(f"{name} {outcome}" for name, outcome in answer["features"].items())
-    return [Finding(TOPIC, Level.OK, f"{answer['patches']} patches applied: {features}")]
+    return [TOPIC.ok(f"{answer['patches']} patches applied: {features}")]

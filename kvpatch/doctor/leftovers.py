@@ -20,11 +20,11 @@ from typing import NamedTuple
 
 from kvpatch import claims
 from kvpatch.doctor import namespaces
-from kvpatch.doctor.finding import Finding, Level
+from kvpatch.doctor.finding import Finding, Topic
 from kvpatch.patches.elastic_memory.ipc_name import KIND as POOL_CLAIM
 from kvpatch.sizes import readable
 
-TOPIC = "leftovers"
+TOPIC = Topic("leftovers")
 SHM, TMP = Path("/dev/shm"), Path("/tmp")
 
 
@@ -91,7 +91,7 @@ def check(kinds: Iterable[Kind] = KINDS, me: int | None = None) -> list[Finding]
         key = (leftover.what, leftover.owner, leftover.certain)
         groups.setdefault(key, []).append(leftover)
     if not groups:
-        return [Finding(TOPIC, Level.OK, "none in /dev/shm and /tmp")]
+        return [TOPIC.ok("none in /dev/shm and /tmp")]
     return [report(group) for group in groups.values()]
 
 
@@ -108,15 +108,15 @@ def report(group: list[Leftover]) -> Finding:
         what += f"whether {'it is' if one else 'they are'} in use cannot be seen from here"
     if first.mine and first.certain:
         flag = "-r " if any(is_folder(leftover.path) for leftover in group) else ""
-        return Finding(TOPIC, Level.WARNING, what, f"rm {flag}{' '.join(paths)}")
+        return TOPIC.warning(what, f"rm {flag}{' '.join(paths)}")
     where = "" if one else f" ({', '.join(paths)})"
     if first.mine:
         remedy = (
             f"remove {'it' if one else 'them'} when no container that shares "
             f"{first.folder} runs an engine"
         )
-        return Finding(TOPIC, Level.NOTE, what + where, remedy)
-    return Finding(TOPIC, Level.NOTE, what + where, f"ask {first.owner} to remove it")
+        return TOPIC.note(what + where, remedy)
+    return TOPIC.note(what + where, f"ask {first.owner} to remove it")
 
 
 def find(kinds: Iterable[Kind], me: int | None = None) -> Iterator[Leftover]:

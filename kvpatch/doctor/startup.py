@@ -6,14 +6,14 @@ import json
 import site
 import subprocess
 import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 
 from kvpatch.doctor import interpreter
-from kvpatch.doctor.finding import Finding, Level
+from kvpatch.doctor.finding import Finding, Topic
 from kvpatch.environ import SWITCH
 
-TOPIC = "startup"
+TOPIC = Topic("startup")
 NAMES = ("kvpatch-init.pth", "kvpatch-init.start", "kvpatch_startup.py")
 SECONDS = 60
 
@@ -40,7 +40,7 @@ def check(settings: Mapping[str, str]) -> list[Finding]:
     return [*check_files(site_folders()), check_firing(sys.executable, settings)]
 
 
-def check_files(folders: Iterable[Path], path: Iterable[str] | None = None) -> list[Finding]:
+def check_files(folders: Iterable[Path], path: Iterable[str] | None = None) -> Iterator[Finding]:
     """Look for the startup files in the folders that are read, and elsewhere on the path.
 
     Args:
@@ -52,36 +52,27 @@ def check_files(folders: Iterable[Path], path: Iterable[str] | None = None) -> l
     for folder in read:
         missing = [name for name in (wanted, NAMES[2]) if not (folder / name).exists()]
         if not missing:
-            return [Finding(TOPIC, Level.OK, f"{folder / wanted} is in place")]
+            yield TOPIC.ok(f"{folder / wanted} is in place")
+            return
         if len(missing) == 1:
-            return [
-                Finding(
-                    TOPIC,
-                    Level.PROBLEM,
-                    f"{folder} has a part of the startup files: {missing[0]} is missing",
-                    "reinstall kvpatch with pip install --force-reinstall --no-deps kvpatch",
-                )
-            ]
+            yield TOPIC.problem(
+                f"{folder} has a part of the startup files: {missing[0]} is missing",
+                "reinstall kvpatch with pip install --force-reinstall --no-deps kvpatch",
+            )
+            return
     for entry in sys.path if path is None else path:
         if (Path(entry) / wanted).exists():
-            return [
-                Finding(
-                    TOPIC,
-                    Level.PROBLEM,
-                    f"{Path(entry) / wanted} is in a folder whose startup files Python does not "
-                    "read, as after pip install --target",
-                    f"install kvpatch into {read[0] if read else 'site-packages'}, or "
-                    "import kvpatch before vllm",
-                )
-            ]
-    return [
-        Finding(
-            TOPIC,
-            Level.PROBLEM,
-            f"no startup file: {wanted} is in none of {', '.join(map(str, read)) or 'no folder'}",
-            "install kvpatch with pip, which puts it there, or import kvpatch before vllm",
-        )
-    ]
+            yield TOPIC.problem(
+                f"{Path(entry) / wanted} is in a folder whose startup files Python does not "
+                "read, as after pip install --target",
+                f"install kvpatch into {read[0] if read else 'site-packages'}, or "
+                "import kvpatch before vllm",
+            )
+            return
+    yield TOPIC.problem(
+        f"no startup file: {wanted} is in none of {', '.join(map(str, read)) or 'no folder'}",
+        "install kvpatch with pip, which puts it there, or import kvpatch before vllm",
+    )
 
 
 def check_firing(python: str, settings: Mapping[str, str]) -> Finding:
@@ -94,25 +85,19 @@ def check_firing(python: str, settings: Mapping[str, str]) -> Finding:
         done = interpreter.run(python, PROBE, dict(settings) | {SWITCH.name: "1"}, SECONDS)
         answer = json.loads(done.stdout.splitlines()[-1])
     except (OSError, subprocess.SubprocessError, ValueError, IndexError) as error:
-        return Finding(
-            TOPIC,
-            Level.PROBLEM,
+        return TOPIC.problem(
             f"{python} failed to run the check of the startup file "
             f"({type(error).__name__}: {error})",
             f"run {python} -c 'import json' to see why",
         )
     if answer["waiting"]:
-        return Finding(TOPIC, Level.OK, f"it fires in {python} and loads {answer['file']}")
+        return TOPIC.ok(f"it fires in {python} and loads {answer['file']}")
     if answer["broken"]:
-        return Finding(
-            TOPIC,
-            Level.PROBLEM,
+        return TOPIC.problem(
             f"it fires in {python} but kvpatch cannot be imported there",
             f"run {python} -c 'import kvpatch' to see why, then reinstall kvpatch",
         )
-    return Finding(
-        TOPIC,
-        Level.PROBLEM,
+    return TOPIC.problem(
         f"the startup file does not fire: with {SWITCH}=1, {python} has nothing of kvpatch loaded",
         "install kvpatch into that interpreter's site-packages, start it without -S, or "
         "import kvpatch before vllm",

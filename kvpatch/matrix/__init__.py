@@ -7,6 +7,7 @@ that starts without a recorded run is ``UNTESTED``, which no committed matrix co
 axes        the axes, and the configuration that represents a cell
 signatures  the recorded signatures of the patches' targets in each release
 evidence    the recorded runs, and the code that they ran on
+sharing     the release whose runs of the fence stand for another
 verdicts    the verdict of a cell
 tables      cells grouped by verdict
 """

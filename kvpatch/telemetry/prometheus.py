@@ -2,23 +2,36 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 from kvpatch.telemetry.fuse import Fuse
-from kvpatch.telemetry.series import COUNTERS, GAUGES, INFO, Series
+from kvpatch.telemetry.series import COUNTERS, FEATURE, GAUGES, HISTOGRAMS, INFO, Series, at_start
 
 PREFIX = "vllm:kvpatch_"
 SERIES = f"the part of /metrics that is {PREFIX}*"
 
 
+class Classes(NamedTuple):
+    """The classes of vLLM's own metrics, Prometheus' or Ray's."""
+
+    counter: Any
+    gauge: Any
+    histogram: Any
+
+
 class Metrics:
     """Registers the series, and records the messages of the engines.
 
+    What is counted is there from the start, as 0: Prometheus' ``rate`` does not see the first
+    increment of a series that appears with it.
+
     Args:
-        counter, gauge: the classes of vLLM's own metrics, Prometheus' or Ray's.
+        classes: what the series are made of.
         labelnames: vLLM's labels, which come first.
         per_engine_labelvalues: their values, by engine.
-        facts: the values of the info gauge's own labels, ``series.INFO``.
+        facts: the values of the info gauge's own labels, ``series.INFO``; the last one is the
+            connector.
+        features: the state of each feature.
 
     Attributes:
         fuse: switches the series off at an error, which must not end the API server.
@@ -26,16 +39,16 @@ class Metrics:
 
     def __init__(
         self,
-        counter: Any,
-        gauge: Any,
+        classes: Classes,
         labelnames: list[str],
         per_engine_labelvalues: dict[int, list[Any]],
         facts: list[str],
+        features: dict[str, str],
     ) -> None:
         self.fuse = Fuse(SERIES)
         self._engines = per_engine_labelvalues
         self._counters = {
-            series.name: counter(
+            series.name: classes.counter(
                 name=PREFIX + series.name,
                 documentation=series.help,
                 labelnames=[*labelnames, *series.labels],
@@ -43,10 +56,26 @@ class Metrics:
             for series in COUNTERS
         }
         self._gauges = {
-            series.name: self._gauge(gauge, series, labelnames) for series in (*GAUGES, INFO)
+            series.name: self._gauge(classes.gauge, series, labelnames)
+            for series in (*GAUGES, INFO, FEATURE)
         }
+        self._histograms = {
+            series.name: classes.histogram(
+                name=PREFIX + series.name,
+                documentation=series.help,
+                labelnames=[*labelnames, *series.labels],
+                buckets=list(series.buckets),
+            )
+            for series in HISTOGRAMS
+        }
+        counted = self._counters | self._histograms
         for labels in per_engine_labelvalues.values():
             self._gauges[INFO.name].labels(*labels, *facts).set(1)
+            for feature in features.items():
+                self._gauges[FEATURE.name].labels(*labels, *feature).set(1)
+            for name, every in at_start(facts[-1]).items():
+                for own in every:
+                    counted[name].labels(*labels, *own)
 
     def _gauge(self, gauge: Any, series: Series, labelnames: list[str]) -> Any:
         # Each of several API servers has its own copy; the most recent one is shown.
@@ -66,6 +95,11 @@ class Metrics:
         for name, entries in message["gauges"].items():
             for labels, value in entries:
                 set_as_of(self._gauges[name].labels(*own, *labels), value, message["at"])
+        for name, observed in message.get("histograms", {}).items():
+            for labels, values in observed:
+                histogram = self._histograms[name].labels(*own, *labels)
+                for value in values:
+                    histogram.observe(value)
 
 
 def set_as_of(gauge: Any, value: float, when: float) -> None:

@@ -14,6 +14,7 @@ import os
 import threading
 import time
 import weakref
+from collections import deque
 from collections.abc import Callable
 from multiprocessing import util
 from pathlib import Path
@@ -30,8 +31,43 @@ DescribeEngine = Callable[[Any], dict[str, Any]]
 
 INTERVAL = 0.5  # seconds between two writes
 FORGOTTEN = 3600  # seconds after which the page of an exited process is removed
+RATES_OVER = 10.0  # seconds over which an engine's rates are taken
 
 _publisher: Publisher | None = None
+
+
+class Rates:
+    """What an engine stored and loaded per second lately."""
+
+    def __init__(self) -> None:
+        self._seen: deque[tuple[float, dict[str, float]]] = deque()
+
+    def of(self, engine: dict[str, Any]) -> dict[str, dict[str, float]]:
+        """Return ``rates``, in bytes per second, for an engine's description."""
+        now, moved = time.monotonic(), engine.get("bytes")
+        if not moved:
+            return {}
+        self._seen.append((now, moved))
+        while now - self._seen[0][0] > RATES_OVER:
+            self._seen.popleft()
+        since, before = self._seen[0]
+        if before.keys() != moved.keys() or any(moved[name] < before[name] for name in moved):
+            self._seen.clear()  # another engine of this process
+            return {}
+        # Over all of the time, so that one transfer just after a start is no high rate.
+        seconds = max(now - since, RATES_OVER / 2)
+        return {"rates": {name: (moved[name] - before[name]) / seconds for name in moved}}
+
+
+def server() -> dict[str, Any] | None:
+    """Return the process that started this one, as its page says, to end with it; or None."""
+    try:
+        for found in page.of_process(page.own_folder(), os.getppid()):
+            if page.life(found) is page.Life.RUNS:
+                return {"pid": found.pid, "started": found.content["started"]}
+    except Exception as error:  # a page without it is still one
+        log.debug("kvpatch: the server of this process is not known: %r", error)
+    return None
 
 
 class Publisher:
@@ -54,6 +90,8 @@ class Publisher:
         # Weak, so that an engine that its program deletes is deleted, with its weights.
         self._engine: weakref.ref[Any] | None = None
         self._describe_engine: DescribeEngine | None = None
+        self._rates = Rates()
+        self._server = server()
         try:
             self.write()
         except BaseException:
@@ -65,10 +103,15 @@ class Publisher:
     def write(self) -> None:
         """Publish the current state of the process."""
         engine = None if self._engine is None else self._engine()
-        content = self._describe() | {"group": os.getpgid(0), "beats": engine is not None}
+        content = self._describe() | {
+            "group": os.getpgid(0),
+            "server": self._server,
+            "beats": engine is not None,
+        }
         if engine is not None and self._describe_engine is not None:
             try:
-                content["engine"] = self._describe_engine(engine)
+                described = self._describe_engine(engine)
+                content["engine"] = described | self._rates.of(described)
             except Exception as error:  # or the engine is shutting down
                 content["off"] = in_words(error)
         try:
@@ -151,12 +194,27 @@ def _cannot_show(error: Exception) -> None:
 
 
 def sweep(folder: Path) -> None:
-    """Remove pages of processes that exited long ago, and files of refusals half written."""
+    """Remove pages of processes that exited long ago, and files of refusals half written.
+
+    The page of a server stays as long as one of what it started: without it that would look as
+    if its server had ended in order.
+    """
+    exited: dict[Path, page.Page] = {}
+    needed: set[int] = set()
     for path in folder.glob("*.page"):
         try:
             found = page.read(path)
             if page.life(found) is page.Life.EXITED and found.age > FORGOTTEN:
-                path.unlink(missing_ok=True)
+                exited[path] = found
+            else:
+                needed.add(_server_of(found))
+        except Exception as error:
+            log.debug("kvpatch: %s was left as it is: %r", path, error)
+    while kept := [path for path, found in exited.items() if found.pid in needed]:
+        needed.update(_server_of(exited.pop(path)) for path in kept)
+    for path in exited:
+        try:
+            path.unlink(missing_ok=True)
         except Exception as error:
             log.debug("kvpatch: %s was left as it is: %r", path, error)
     for path in folder.glob("refusals.*"):
@@ -165,3 +223,8 @@ def sweep(folder: Path) -> None:
                 path.unlink(missing_ok=True)
         except OSError:
             continue
+
+
+def _server_of(found: page.Page) -> int:
+    """Return the pid of the server of a page's process; 0 without one."""
+    return int((found.content.get("server") or {"pid": 0})["pid"])

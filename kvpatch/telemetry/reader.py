@@ -34,6 +34,7 @@ class State(str, Enum):
     STOPPED = "stopped"
     SILENT = "silent"
     GONE = "gone"
+    ENDED = "ended"
     FOREIGN = "foreign"
     OTHER_USER = "other-user"
     UNREADABLE = "unreadable"
@@ -95,12 +96,30 @@ def _in_folder(folder: Path, uid: int) -> Iterator[Seen]:
         yield Seen(0, State.UNREADABLE, line)
 
 
+def engines_of(servers: Iterable[int]) -> list[dict[str, Any]]:
+    """Return the contents of the pages of running engines that one of ``servers`` started."""
+    folder = page.folder_of(os.getuid())
+    return [
+        seen.page.content
+        for seen in _in_folder(folder, os.getuid())
+        if seen.page is not None
+        and seen.state not in (State.GONE, State.ENDED, State.FOREIGN)
+        and "engine" in seen.page.content
+        and server_of(seen.page) in servers
+    ]
+
+
+def server_of(found: Page) -> int:
+    """Return the pid of the process that started a page's process; 0 if its page does not tell."""
+    return int((found.content.get("server") or {"pid": 0})["pid"])
+
+
 def one(pid: int) -> Seen:
     """Return the state of process ``pid``."""
     own = _pages_of(pid, os.getuid())
     here = [seen for seen in own if seen.state is not State.FOREIGN]
     if here:
-        return min(here, key=lambda seen: seen.state is State.GONE)
+        return min(here, key=lambda seen: seen.state in (State.GONE, State.ENDED))
     try:
         owner = Path(f"/proc/{pid}").stat().st_uid
     except OSError:
@@ -184,6 +203,9 @@ def judge(found: Page, path: Path) -> Seen:
             f"or, if that has ended, rm {shlex.quote(str(path))}"
         )
         return Seen(pid, State.FOREIGN, line, found)
+    if life is Life.EXITED and page.ended_in_order(found, path.parent):
+        line = f"pid {pid} ended with its server, last seen {ago(age)}"
+        return Seen(pid, State.ENDED, line, found)
     if life is Life.EXITED:
         line = (
             f"pid {pid} exited without cleanup (killed?), last seen {ago(age)}; "

@@ -5,13 +5,12 @@ A refusal is raised in any case; nothing here may put another error in its place
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import time
-from pathlib import Path
 from typing import Any
 
+from kvpatch import private
 from kvpatch.logs import log
 from kvpatch.telemetry import schema
 from kvpatch.telemetry import status_page as page
@@ -47,23 +46,12 @@ def _remember(sentence: str) -> None:
     kept.append({"sentence": sentence, "pid": os.getpid(), "at": time.time()})
     # A process of another container may have the same pid.
     made = folder / f"{_NAME}.{os.getpid()}.{os.urandom(4).hex()}"
+    private.create(made, json.dumps(kept[-KEPT:], ensure_ascii=False).encode())
     try:
-        _create(made, json.dumps(kept[-KEPT:], ensure_ascii=False).encode())
         made.replace(folder / _NAME)
     except BaseException:
-        with contextlib.suppress(OSError):
-            made.unlink(missing_ok=True)
+        made.unlink(missing_ok=True)
         raise
-
-
-def _create(path: Path, data: bytes) -> None:
-    file = os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY | os.O_NOFOLLOW, 0o600)
-    try:
-        rest = memoryview(data)
-        while rest:
-            rest = rest[os.write(file, rest) :]
-    finally:
-        os.close(file)
 
 
 def recent() -> list[dict[str, Any]]:

@@ -71,6 +71,9 @@ _ENGINE = {
         )
     ),
     "tier": _or_none(Group(used_blocks=_count, total_blocks=_count)),
+    "zero_page_bytes": _count,
+    "elastic": _or_none(_is(bool)),
+    "rates": Group(stored=_number, loaded=_number),
     "connector": _text,
     "bytes": Group(stored=_number, loaded=_number),
     "operations": Group(stored=_count, loaded=_count, dropped=_count, skipped=_count),
@@ -85,6 +88,7 @@ _CONTENT = {
     "elastic": _or_none(_is(bool)),
     "features": _map_of(_text),
     "group": _count,
+    "server": _or_none(Group(pid=_count, started=_or_none(_count))),
     "namespace": _or_none(_count),
     "off": _text,
     "engine": _ENGINE,

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 import time
+from collections.abc import Collection, Sequence
 from typing import Any, NamedTuple
 
 from kvpatch.telemetry.counters import OUTCOMES
@@ -18,11 +19,15 @@ KEY = "kvpatch"
 
 
 class Series(NamedTuple):
-    """One series of /metrics: its name without ``vllm:kvpatch_``, labels and help."""
+    """One series of /metrics: its name without ``vllm:kvpatch_``, labels and help.
+
+    A histogram has the upper bounds of its buckets as well.
+    """
 
     name: str
     labels: tuple[str, ...]
     help: str
+    buckets: tuple[float, ...] = ()
 
 
 COUNTERS = (
@@ -50,19 +55,53 @@ GAUGES = (
     Series(
         "device_bytes",
         ("state",),
-        "kvcached's KV memory on the device: mapped and in use, reserved ahead, held back by the "
-        "fence (a part of mapped), and the total that may be mapped.",
+        "kvcached's KV memory on one device, which adds up to what the device is charged for: "
+        "mapped for blocks, reserved ahead, and zero, the page behind everything unmapped.",
     ),
-    Series("fence_longest_hold_steps", (), "Most steps that one page waited in the fence."),
-    Series("tier_blocks", ("state",), "Blocks of the connector's CPU tier: used, and total."),
+    Series("device_limit_bytes", (), "KV memory that may be mapped at most, on one device."),
+    Series("fence_held_bytes", (), "KV memory that the fence holds back now, a part of mapped."),
+    Series(
+        "tier_blocks", ("state",), "Blocks of the connector's CPU tier: used and free add up to it."
+    ),
+    Series(
+        "last_step_timestamp_seconds", (), "When the engine completed a step last, in Unix time."
+    ),
+    Series("elastic", (), "Whether the KV cache is on kvcached's elastic memory: 1 or 0."),
+)
+HISTOGRAMS = (
+    Series(
+        "fence_hold_seconds",
+        (),
+        "How long the fence held pages back, in seconds, as seen after every step.",
+        (0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 100.0),
+    ),
 )
 INFO = Series(
     "info",
-    ("kvpatch", "vllm", "kvcached", "features", "layout", "connector"),
+    ("kvpatch", "vllm", "kvcached", "layout", "connector"),
     "What runs here; always 1.",
 )
+FEATURE = Series("feature", ("feature", "state"), "The state of each feature of kvpatch; always 1.")
+RULES = ("plan", "transfer")
 
 Values = dict[str, list[tuple[list[str], float]]]
+
+
+def at_start(connector: str) -> dict[str, list[list[str]]]:
+    """Return the labels of every counter and histogram of an engine, which start at 0.
+
+    Args:
+        connector: the engine's, or an empty string.
+    """
+    if not connector:
+        return {}
+    return {
+        "offload_bytes": [[connector, outcome] for outcome in ("stored", "loaded")],
+        "offload_operations": [[connector, outcome] for outcome in OUTCOMES],
+        "fence_released_pages": [[]],
+        "fence_held_pages": [[rule] for rule in RULES],
+        "fence_hold_seconds": [[]],
+    }
 
 
 def counters(state: dict[str, Any]) -> Values:
@@ -79,10 +118,7 @@ def counters(state: dict[str, Any]) -> Values:
     if state["fence"] is not None:
         fence = state["fence"]
         found["fence_released_pages"] = [([], fence["released"])]
-        found["fence_held_pages"] = [
-            (["plan"], fence["held_for_plan"]),
-            (["transfer"], fence["held_for_transfer"]),
-        ]
+        found["fence_held_pages"] = [([rule], fence[f"held_for_{rule}"]) for rule in RULES]
     return found
 
 
@@ -92,17 +128,54 @@ def gauges(state: dict[str, Any]) -> Values:
     pages = {
         "mapped": device["mapped_pages"],
         "reserved": device["reserved_pages"],
-        "held": fence["holding"] if fence else 0,
-        "total": device["total_pages"],
     }
+    page = device["page_bytes"]
     found: Values = {
-        "device_bytes": [([name], count * device["page_bytes"]) for name, count in pages.items()]
+        "device_bytes": [
+            *(([name], count * page) for name, count in pages.items()),
+            (["zero"], state.get("zero_page_bytes", 0)),
+        ],
+        "device_limit_bytes": [([], device["total_pages"] * page)],
+        # To the second, so that an engine without other news sends once a second.
+        "last_step_timestamp_seconds": [([], math.floor(time.time() - state["since_step"]))],
     }
+    if state.get("elastic") is not None:
+        found["elastic"] = [([], int(state["elastic"]))]
     if fence is not None:
-        found["fence_longest_hold_steps"] = [([], fence["longest_hold"])]
+        found["fence_held_bytes"] = [([], fence["holding"] * page)]
     if tier is not None:
-        found["tier_blocks"] = [(["used"], tier["used_blocks"]), (["total"], tier["total_blocks"])]
+        used, total = tier["used_blocks"], tier["total_blocks"]
+        found["tier_blocks"] = [(["used"], used), (["free"], total - used)]
     return found
+
+
+class Holds:
+    """How long pages were held back, told from which pages are held after each step."""
+
+    _NEXT = 1.0  # seconds to the next step of an engine that is not idle, at most
+
+    def __init__(self) -> None:
+        self._since: dict[int, float] = {}
+        self._looked = 0.0
+        self._ended: list[float] = []
+
+    def look(self, held: Collection[int], now: float) -> None:
+        """Record the pages that are held at ``now``, on the monotonic clock.
+
+        A page that a reset gave back between two steps has not waited for the next request.
+        """
+        if self._since:
+            end = min(now, self._looked + self._NEXT)
+            for page in self._since.keys() - held:
+                self._ended.append(round(max(0.0, end - self._since.pop(page)), 6))
+        for page in held:
+            self._since.setdefault(page, now)
+        self._looked = now
+
+    def take(self) -> list[float]:
+        """Return the seconds of each hold that has ended since the last call."""
+        ended, self._ended = self._ended, []
+        return ended
 
 
 class Sender:
@@ -117,13 +190,19 @@ class Sender:
         self._at = 0.0
         self._sent: dict[tuple[str, ...], float] = {}
 
-    def message(self, state: dict[str, Any]) -> dict[str, Any] | None:
-        """Return the next message; None if nothing has changed."""
+    def message(self, state: dict[str, Any], held: Sequence[float] = ()) -> dict[str, Any] | None:
+        """Return the next message; None if nothing has changed.
+
+        Args:
+            state: ``snapshot.engine``.
+            held: the seconds of each hold that has ended since the last message.
+        """
         added = self._changed("counter", counters(state), as_difference=True)
         current = self._changed("gauge", gauges(state), as_difference=False)
-        if not added and not current:
+        if not added and not current and not held:
             return None
-        return {"at": self._now(), "counters": added, "gauges": current}
+        observed: dict[str, Any] = {"fence_hold_seconds": [([], list(held))]} if held else {}
+        return {"at": self._now(), "counters": added, "gauges": current, "histograms": observed}
 
     def _now(self) -> float:
         """Return the time, later than that of every message before.

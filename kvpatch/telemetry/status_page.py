@@ -204,6 +204,38 @@ def _place(folder: Path, pid: int, ours: int | None) -> Path:
     return folder / f"{pid}-{ours or 0}.page"
 
 
+def of_process(folder: Path, pid: int) -> list[Page]:
+    """Return the pages of processes ``pid`` in a folder: at most one per pid namespace."""
+    found = []
+    for path in (folder / f"{pid}.page", *sorted(folder.glob(f"{pid}-*.page"))):
+        try:
+            found.append(read(path))
+        except (OSError, Unreadable):
+            continue
+    return found
+
+
+def ended_in_order(found: Page, folder: Path) -> bool:
+    """Return whether what started an exited process took its own page away since, and so ended
+    without being killed: vLLM kills its engines when it stops.
+    """
+    for _ in range(5):  # a worker's is its engine, an engine's the frontend
+        server = found.content.get("server")
+        if not server:
+            return False
+        named = [
+            one
+            for one in of_process(folder, server["pid"])
+            if one.content["started"] == server["started"]
+        ]
+        if not named:
+            return True
+        found = named[0]
+        if life(found) is not Life.EXITED:
+            return False
+    return False
+
+
 def contents(path: Path, limit: int = SIZE) -> bytes:
     """Return a small file of a user's folder of pages, whoever put it there.
 

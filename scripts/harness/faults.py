@@ -12,7 +12,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from harness import ROOT
-from harness.markdown import table
 
 TESTS = ROOT / "tests"
 # By section: the fault, what happens, and the test.
@@ -260,24 +259,3 @@ def sections(tests: Path = TESTS) -> dict[str, list[Fault]]:
                 raise LookupError(f"{test} of docs/faults.md does not exist")
             found.setdefault(title, []).append(Fault(what, then, test, lanes[test]))
     return found
-
-
-def page() -> list[str]:
-    """Return the lines of docs/faults.md below its header."""
-    lines = [
-        "# Faults",
-        "",
-        "What breaks around an engine, what happens then, and the test that breaks it. File",
-        "systems that are full, read-only or hang, other users and namespaces are real; where a",
-        "call of the kernel cannot be made to fail otherwise, the test makes it fail. The lane is",
-        "the folder of the test: `scripts/test faults -k NAME` runs one.",
-    ]
-    for title, rows in sections().items():
-        lines += ["", f"## {title}", ""]
-        lines.append(
-            table(
-                ("fault", "what happens", "test", "lane"),
-                [(one.what, one.then, f"`{one.test}`", one.lane) for one in rows],
-            )
-        )
-    return lines

@@ -25,12 +25,12 @@ import os
 import random
 import re
 import signal
-import socket
 import sys
 import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -41,8 +41,8 @@ import psutil
 from harness import console, namespaces, provenance
 from harness.console import HarnessError
 from harness.engines import kill_points, process
-from harness.engines.runs import BLOCK, Device, Run, engine_arguments, model_of, run_driver
-from harness.serve import workspace
+from harness.engines.runs import BLOCK, Device, Run, engine_arguments, model_of, related, run_driver
+from harness.serve import Server, workspace
 from kvpatch.environ import HOST_DEVICE_DIR
 from kvpatch.hostdevice import ledger
 
@@ -55,7 +55,6 @@ LONGEST = 8  # tokens a request generates at most
 TOGETHER = 4
 CHECKS = 8  # prompts that a successor is asked before anything else
 CLEANED = 0.3  # of the block files, removed after a kill as an operator's clean-up does
-START_SECONDS = 600
 REACH_SECONDS = 20.0  # until a point is given up
 ALONE_SECONDS = 15.0  # for the others of a killed process to end by themselves
 TERM_SECONDS = 20.0  # for those that do not, until SIGTERM is not enough
@@ -67,17 +66,6 @@ SHARED, SHARED_BYTES = Path("/dev/shm"), 2 << 30
 _SUBREAPER = 36
 
 Kill = dict[str, Any]
-
-
-def prompts(count: int) -> list[list[int]]:
-    """Return prompts of 4 to 18 blocks; a third of them share a prefix with another."""
-    source = random.Random(1)
-    made: list[list[int]] = []
-    for index in range(count):
-        length = source.randrange(4 * BLOCK, 18 * BLOCK)
-        head = source.choice(made)[: length // 2] if index % 3 == 2 else []
-        made.append(head + [source.randrange(2, 258) for _ in range(length - len(head))])
-    return made
 
 
 def plain(device: Device, folder: Path, asked: list[list[int]]) -> list[list[int]]:
@@ -92,102 +80,43 @@ def plain(device: Device, folder: Path, asked: list[list[int]]) -> list[list[int
     return [one["tokens"] for one in run_driver(job, device.environ(wanted), folder).round(0)]
 
 
-class Served:
-    """One ``vllm serve``, from its start to the end of its last process."""
+class Served(Server):
+    """One server as a fork, which stops at a point, from its start to the end of its last process.
+
+    Attributes:
+        reached: the file in which a process that has stopped writes its id.
+        armed: passes through the point count from when this file is there.
+    """
 
     def __init__(self, folder: Path, run: Run, device: Device, job: dict[str, Any]) -> None:
         folder.mkdir()
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            port = probe.getsockname()[1]
-        self.log_path = folder / "log"
+        model, environment = model_of(run.model), device.environ(run)
+        arguments = engine_arguments(run) | {"max_model_len": 1024}
+        super().__init__(model, arguments, environment, folder)
         self.reached, self.armed = folder / "reached", folder / "armed"
-        arguments = engine_arguments(run) | {
-            "max_model_len": 1024,
-            "host": "127.0.0.1",
-            "port": port,
-        }
-        job = job | {"model": str(model_of(run.model)), "arguments": arguments}
+        here = {"host": "127.0.0.1", "port": self.port}
+        own = {"model": str(model), "arguments": arguments | here, "reached": str(self.reached)}
         job_path = folder / "job.json"
-        job_path.write_text(json.dumps(job | {"reached": str(self.reached)}))
+        job_path.write_text(json.dumps(job | own))
         self._begun = time.monotonic()
         with self.log_path.open("w") as log:
-            self.main = process.start(
-                "harness.engines.served",
-                [job_path],
-                device.environ(run),
-                sys.executable,
-                log,
-                serving=True,
+            self._process = process.start(  # type: ignore[assignment]
+                "harness.engines.served", [job_path], environment, sys.executable, log, serving=True
             )
-        self.client = httpx.Client(
-            base_url=f"http://127.0.0.1:{port}", timeout=120, trust_env=False
-        )
-
-    def wait_until_ready(self) -> float:
-        """Wait until it answers; return the seconds since its start.
-
-        Raises:
-            HarnessError: it ended, or takes too long.
-        """
-        while time.monotonic() - self._begun < START_SECONDS:
-            if self.main.poll() is not None:
-                break
-            with suppress(httpx.HTTPError):
-                if self.client.get("/health", timeout=2).status_code == 200:
-                    return time.monotonic() - self._begun
-            time.sleep(0.05)
-        errors = [line for line in self.log.splitlines() if "Error" in line or "refuses" in line]
-        raise HarnessError("the server did not start:\n" + "\n".join(errors[:20]))
-
-    @property
-    def log(self) -> str:
-        """Everything it printed."""
-        return self.log_path.read_text(errors="replace")
-
-    def complete(self, tokens: list[int], count: int) -> list[int]:
-        """Return ``count`` tokens generated greedily."""
-        answer = self.client.post(
-            "/v1/completions",
-            json={
-                "prompt": tokens,
-                "max_tokens": count,
-                "temperature": 0,
-                "ignore_eos": True,
-                "return_token_ids": True,
-            },
-        )
-        answer.raise_for_status()
-        return list(answer.json()["choices"][0]["token_ids"])
 
     def from_tiers(self) -> int:
         """Return the prompt tokens that came from the tiers so far; 0 when it does not answer."""
         with suppress(httpx.HTTPError):
-            for line in self.client.get("/metrics", timeout=5).text.splitlines():
-                if line.startswith("vllm:external_prefix_cache_hits_total"):
-                    return int(float(line.rpartition(" ")[2]))
+            return int(self.metric("vllm:external_prefix_cache_hits_total"))
         return 0
-
-    def processes(self) -> list[psutil.Process]:
-        """Return what runs of it; those that have ended are reaped."""
-        self.main.poll()
-        found = []
-        for one in psutil.process_iter():
-            with suppress(psutil.Error, OSError):  # it may end meanwhile
-                if os.getsid(one.pid) != self.main.pid:
-                    continue
-                orphan = one.pid != self.main.pid and one.ppid() == os.getpid()
-                if not (orphan and os.waitpid(one.pid, os.WNOHANG)[0] == one.pid):
-                    found.append(one)
-        return found
 
     def process_of(self, role: str) -> psutil.Process:
         """Return the process of a role."""
         if role == "API server":
-            return psutil.Process(self.main.pid)
+            return psutil.Process(self.process.pid)
         own = [one for one in self.processes() if not is_tracker(one)]
         below = {one.ppid(): one for one in own}
-        engine = below.get(self.main.pid)
+        engine = below.get(self.process.pid)
         worker = below.get(engine.pid) if engine else None
         if engine is None or worker is None or len(own) != 3:
             raise HarnessError(f"not an engine with one worker: {own}")
@@ -218,7 +147,7 @@ class Served:
                 with suppress(psutil.Error):
                     one.kill()
             time.sleep(0.05)
-        self.main.wait(10)
+        self.process.wait(10)
         return ended
 
 
@@ -241,7 +170,8 @@ class Load:
         index = source.randrange(len(self._asked))
         count = source.randrange(1, LONGEST + 1)
         try:
-            found = self._server.complete(self._asked[index], count)
+            prompt = {"tokens": self._asked[index], "max_tokens": count}
+            found = self._server.complete(prompt)["tokens"]
         except (httpx.HTTPError, KeyError, ValueError):
             self.failed += 1  # it was killed, and says so
             self._stop.wait(0.05)
@@ -261,16 +191,17 @@ class Load:
             while not self._stop.is_set():
                 self.ask(source)
 
-        sources = [random.Random(seed * TOGETHER + index) for index in range(TOGETHER)]
-        threads = [threading.Thread(target=run, args=(source,)) for source in sources]
-        for one in threads:
-            one.start()
-        try:
-            yield
-        finally:
-            self._stop.set()
-            for one in threads:
-                one.join()
+        with ThreadPoolExecutor(TOGETHER) as pool:
+            asking = [
+                pool.submit(run, random.Random(seed * TOGETHER + index))
+                for index in range(TOGETHER)
+            ]
+            try:
+                yield
+            finally:
+                self._stop.set()
+        for one in asking:
+            one.result()
 
 
 def listed() -> set[str]:
@@ -299,7 +230,7 @@ class Kills:
         self.disk = folder / "disk"
         self.disk.mkdir()
         self.device = Device(folder)
-        self.asked = prompts(PROMPTS)
+        self.asked = related(random.Random(1), PROMPTS, 4 * BLOCK, 18 * BLOCK)
         say("tokens of plain vLLM")
         self.truth = plain(self.device, folder / "plain", self.asked)
         every = [(moment, role) for role in ROLES for moment in MOMENTS]
@@ -326,10 +257,11 @@ class Kills:
                 job = {"point": moment, "nth": self.source.randrange(1, LATEST + 1)}
             server = Served(self.folder / f"{number}", self.run_of(), self.device, job)
             try:
-                started = server.wait_until_ready()
+                while not server.ready():
+                    time.sleep(0.05)
                 load = Load(server, self.asked, self.truth)
                 if killed is not None:
-                    self.account(killed, server, started, load)
+                    self.account(killed, server, load)
                 if not role:
                     return
                 killed = self.kill(server, load, number, moment, role) | job
@@ -363,8 +295,9 @@ class Kills:
             "wrong": load.wrong,
         }
 
-    def account(self, killed: Kill, server: Served, started: float, load: Load) -> None:
+    def account(self, killed: Kill, server: Served, load: Load) -> None:
         """Note what the killed one left, now that its successor has started, and ask that one."""
+        started = server.start_seconds or 0.0
         left = self.before & listed()
         running = {process.pid for process in server.processes()}
         killed["left_in_shm"] = sorted(map(kind_of, left))

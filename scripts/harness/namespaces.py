@@ -6,7 +6,6 @@ Whoever is not root asks for them inside ``unshare --user --map-root-user``.
 from __future__ import annotations
 
 import ctypes
-import os
 import subprocess
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -15,24 +14,22 @@ from pathlib import Path
 from harness.console import HarnessError
 
 _NEW_MOUNTS = 0x00020000  # CLONE_NEWNS
-_READ_ONLY, _REMOUNT, _BIND, _RECURSIVE, _PRIVATE = 0x1, 0x20, 0x1000, 0x4000, 0x40000
-_DETACH = 0x2
 _LONGEST_HANG = 60  # seconds, should a test itself hang on it
+_NEED_ROOT = (
+    "file systems of its own need root, or unshare --user --map-root-user --mount before the "
+    "command"
+)
 
 
-def _call(name: str, *arguments: object) -> None:
-    """Call a function of libc.
+def _run(*words: str | Path) -> None:
+    """Run a command.
 
     Raises:
         HarnessError: it failed.
     """
-    libc = ctypes.CDLL(None, use_errno=True)
-    if getattr(libc, name)(*arguments) != 0:
-        number = ctypes.get_errno()
-        raise HarnessError(
-            f"{name} failed ({os.strerror(number)}); file systems of its own need root, or "
-            "unshare --user --map-root-user --mount before the command"
-        )
+    done = subprocess.run(list(map(str, words)), capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise HarnessError(f"{words[0]} failed ({done.stderr.strip()}); {_NEED_ROOT}")
 
 
 def own_mounts() -> None:
@@ -40,42 +37,31 @@ def own_mounts() -> None:
 
     What is mounted in it is gone with its last process.
     """
-    _call("unshare", _NEW_MOUNTS)
-    _call("mount", None, b"/", None, ctypes.c_ulong(_RECURSIVE | _PRIVATE), None)
+    # Python has it from 3.12 on, as os.unshare.
+    if ctypes.CDLL(None).unshare(_NEW_MOUNTS) != 0:
+        raise HarnessError(f"unshare failed; {_NEED_ROOT}")
+    _run("mount", "--make-rprivate", "/")
 
 
 def mount_tmpfs(folder: Path, size: int, inodes: int = 0) -> None:
     """Mount a file system of ``size`` bytes and, if given, so many inodes; see ``own_mounts``."""
     options = f"size={size}" + (f",nr_inodes={inodes}" if inodes else "")
-    _call("mount", b"none", os.fsencode(folder), b"tmpfs", ctypes.c_ulong(0), options.encode())
+    _run("mount", "-t", "tmpfs", "-o", options, "none", folder)
 
 
 def bind(folder: Path, place: Path) -> None:
     """Show ``folder`` at another place too."""
-    flags = ctypes.c_ulong(_BIND)
-    _call("mount", os.fsencode(folder), os.fsencode(place), None, flags, None)
+    _run("mount", "--bind", folder, place)
 
 
 def remount(folder: Path, read_only: bool) -> None:
     """Make a mounted file system read-only, or writable again."""
-    flags = ctypes.c_ulong(_REMOUNT | (_READ_ONLY if read_only else 0))
-    _call("mount", None, os.fsencode(folder), None, flags, None)
+    _run("mount", "-o", f"remount,{'ro' if read_only else 'rw'}", folder)
 
 
 def unmount(folder: Path) -> None:
     """Unmount; files that are open stay readable."""
-    _call("umount2", os.fsencode(folder), ctypes.c_int(_DETACH))
-
-
-@contextmanager
-def tmpfs(folder: Path, size: int, inodes: int = 0) -> Iterator[Path]:
-    """Yield ``folder`` with a small file system on it; see ``own_mounts``."""
-    folder.mkdir(exist_ok=True)
-    mount_tmpfs(folder, size, inodes)
-    try:
-        yield folder
-    finally:
-        unmount(folder)
+    _run("umount", "--lazy", folder)
 
 
 class Disk:
@@ -120,12 +106,8 @@ def disk(folder: Path, image: Path, size: int = 32 << 20) -> Iterator[Disk]:
     folder.mkdir(exist_ok=True)
     with image.open("wb") as file:
         file.truncate(size)
-    for command in (["mkfs.ext4", "-q", image], ["mount", "-o", "loop", image, folder]):
-        done = subprocess.run(
-            [str(word) for word in command], capture_output=True, text=True, check=False
-        )
-        if done.returncode:
-            raise HarnessError(f"{command[0]} failed: {done.stderr.strip()}")
+    _run("mkfs.ext4", "-q", image)
+    _run("mount", "-o", "loop", image, folder)
     made = Disk(folder)
     try:
         yield made

@@ -3,8 +3,9 @@
     .venv/bin/python scripts/new-vllm 0.34.0
 
 Unpacks the release without installing it, records the signatures of all targets in
-kvpatch/matrix/data and compares each patch's with the release before. Exit status 1 when the
-target of a patch moved.
+kvpatch/matrix/data and compares each patch's with the release before; then the text of the
+functions that patches change, and of those that these call. Exit status 1 when the target of a
+patch moved.
 """
 
 from __future__ import annotations
@@ -15,9 +16,10 @@ from pathlib import Path
 from packaging.version import InvalidVersion, Version
 
 from harness import console
-from harness.matrix import record, sources
+from harness.matrix import below, record, sources
+from harness.matrix.signatures import Sources
 from kvpatch import gate, patches
-from kvpatch.matrix import signatures
+from kvpatch.matrix import sharing, signatures
 from kvpatch.matrix.signatures import Signatures
 from kvpatch.patch import Patch
 
@@ -27,6 +29,9 @@ NEXT = """Next, as docs/contributing.md has it:
   3. .venv/bin/python scripts/matrix engine {new}
   4. when that passes: VALIDATED, .venv/bin/python scripts/docs, scripts/test
 """
+
+
+NEAR = ("patched", "called by it")
 
 
 def before(version: str) -> Signatures | None:
@@ -62,6 +67,28 @@ def compare(old: Signatures, new: Signatures, kvcached: Signatures) -> int:
     return moved
 
 
+def compare_below(old: str, new: str) -> None:
+    """Print the functions that differ, those that a patch names or calls directly by name."""
+    was, now = (
+        below.below(Sources(sources.unpack("vllm", one).folder), sharing.targets_of(one))
+        for one in (old, new)
+    )
+    changed = below.changed(was, now)
+    if not changed:
+        print(f"the {len(now)} functions below the patches are the same: nothing moved\n")
+        return
+    print(f"{len(changed)} of {len(now)} functions below the patches changed; to be read:")
+    far = 0
+    for name in changed:
+        steps = (now.get(name) or was[name]).steps
+        word = "gone" if name not in now else "new" if name not in was else "changed"
+        if steps < len(NEAR):
+            print(f"    {NEAR[steps]}, {word}: {name}")
+        else:
+            far += 1
+    print(f"    and {far} further away\n")
+
+
 def signature(target: str, vllm: Signatures, kvcached: Signatures) -> str:
     """Return the signature of ``target`` in a release, in words."""
     return kvcached.targets.get(target) or vllm.targets.get(target) or "not there"
@@ -85,5 +112,6 @@ def main() -> int:
     moved = compare(old, new, kvcached)
     same = len(rows_of(old)) - moved
     print(f"\n{moved} patches moved, {same} find their target\n")
+    compare_below(old.version, new.version)
     print(NEXT.format(new=new.version))
     return int(moved > 0)

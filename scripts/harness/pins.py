@@ -17,15 +17,12 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from packaging.utils import canonicalize_name
+
 from harness import ROOT, console
 
 PINS = ROOT / "scripts/pins.txt"
 PINNED = re.compile(r"([A-Za-z0-9._-]+)==(\S+)((?: --hash=sha256:[0-9a-f]{64})*)")
-
-
-def canonical(name: str) -> str:
-    """Return the name of a package as indexes compare it."""
-    return re.sub(r"[-_.]+", "-", name).lower()
 
 
 def pinned(text: str) -> dict[str, tuple[str, frozenset[str]]]:
@@ -34,35 +31,33 @@ def pinned(text: str) -> dict[str, tuple[str, frozenset[str]]]:
     Raises:
         HarnessError: a line is neither a comment nor a pinned package.
     """
-    found = {}
+    found: dict[str, tuple[str, frozenset[str]]] = {}
     for line in text.splitlines():
         if line and not line.startswith("#"):
             match = PINNED.fullmatch(line)
             if match is None:
                 raise console.HarnessError(f"scripts/pins.txt: {line!r} is no pinned package")
             hashes = frozenset(re.findall("sha256:([0-9a-f]+)", match[3]))
-            found[canonical(match[1])] = (match[2], hashes)
+            found[canonicalize_name(match[1])] = (match[2], hashes)
     return found
 
 
 def downloads(report: Mapping[str, Any]) -> dict[str, str]:
     """Return the sha256 of each package in a report of pip's."""
-    return {
-        canonical(one["metadata"]["name"]): one["download_info"]["archive_info"]["hashes"]["sha256"]
-        for one in report["install"]
-    }
+    found: dict[str, str] = {}
+    for one in report["install"]:
+        hashes = one["download_info"]["archive_info"]["hashes"]
+        found[canonicalize_name(one["metadata"]["name"])] = hashes["sha256"]
+    return found
 
 
 def renewed(text: str, new: Mapping[str, str]) -> str:
     """Return the lines of scripts/pins.txt with the hash of each package that the index has."""
-    lines = []
-    for line in text.splitlines():
-        match = PINNED.fullmatch(line)
-        if match is None:
-            lines.append(line)
-            continue
-        lines.append(f"{match[1]}=={match[2]} --hash=sha256:{new[canonical(match[1])]}")
-    return "\n".join(lines) + "\n"
+
+    def line(pin: re.Match[str]) -> str:
+        return f"{pin[1]}=={pin[2]} --hash=sha256:{new[canonicalize_name(pin[1])]}"
+
+    return re.sub(rf"(?m)^{PINNED.pattern}$", line, text)
 
 
 def ask_index(text: str) -> dict[str, str]:

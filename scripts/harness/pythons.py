@@ -24,7 +24,7 @@ LANES = {"wrapt": ("unit", "wheel"), "packaging": ("unit",)}
 TOOLS = """
     pytest pytest-timeout pytest-xdist execnet httpx httpcore h11 anyio idna certifi sniffio
     typing_extensions iniconfig prometheus_client psutil rich markdown-it-py mdurl pluggy pygments
-    hatchling editables pathspec trove-classifiers packaging wrapt
+    hatchling hatch-fancy-pypi-readme editables pathspec trove-classifiers packaging wrapt shtab
     jinja2 markupsafe
 """
 # Parts of the standard library from 3.11 on, which pytest needs.

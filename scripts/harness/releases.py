@@ -6,7 +6,9 @@ import sys
 
 from packaging.version import Version
 
+from harness import environments
 from kvpatch import patches, supported
+from kvpatch.matrix import sharing
 from kvpatch.versions import Span
 
 
@@ -16,8 +18,13 @@ def oldest() -> str:
 
 
 def newest() -> str:
-    """Return the newest one, which is in ``.venv``."""
+    """Return the newest one."""
     return supported.validated()[-1]
+
+
+def newest_built() -> str:
+    """Return the newest one with a CPU build of its own, which is in ``.venv``."""
+    return [one for one in supported.validated() if one not in environments.BORROWED][-1]
 
 
 def one_for_each_seam() -> tuple[str, ...]:
@@ -41,6 +48,11 @@ def one_for_each_seam() -> tuple[str, ...]:
 def between(first: str, before: str | None = None) -> tuple[str, ...]:
     """Return the validated releases from ``first`` on, and before another one."""
     return tuple(supported.validated(Span(first, before)))
+
+
+def with_own_runs(first: str, before: str | None = None) -> tuple[str, ...]:
+    """Return those of ``between`` whose runs of the fence and of exhaustion are their own."""
+    return tuple(one for one in between(first, before) if sharing.runs_of(one) == one)
 
 
 def runner_of(vllm: str) -> str:

@@ -25,6 +25,7 @@ from cyclonedx.model.component import Component, ComponentType
 from cyclonedx.output.json import JsonV1Dot6
 from packageurl import PackageURL
 from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
 
 from harness import console, pins
 
@@ -33,7 +34,7 @@ def requirements(lines: Iterable[str]) -> list[str]:
     """Return the canonical names of requirements that apply here, of no extra."""
     wanted = [Requirement(line) for line in lines]
     return sorted(
-        pins.canonical(one.name)
+        canonicalize_name(one.name)
         for one in wanted
         if one.marker is None or one.marker.evaluate({"extra": ""})
     )
@@ -41,7 +42,7 @@ def requirements(lines: Iterable[str]) -> list[str]:
 
 def component(about: Message, version: str, hashes: Iterable[str]) -> Component:
     """Return a package as a component, from its metadata and the hashes of its files."""
-    name = pins.canonical(about["Name"])
+    name = canonicalize_name(about["Name"])
     licence = about.get("License-Expression") or about.get("License") or ""
     known = [LicenseFactory().make_from_string(licence)] if licence and "\n" not in licence else []
     return Component(
@@ -68,7 +69,7 @@ def bill(wheel: Path, pinned: dict[str, tuple[str, frozenset[str]]], when: datet
     bom = Bom(serial_number=uuid.uuid5(uuid.NAMESPACE_URL, f"sha256:{digest}"))
     bom.metadata.timestamp = when
     bom.metadata.component = component(about, about["Version"], [digest])
-    made = {pins.canonical(about["Name"]): bom.metadata.component}
+    made: dict[str, Component] = {canonicalize_name(about["Name"]): bom.metadata.component}
     waiting = [(bom.metadata.component, about.get_all("Requires-Dist") or [])]
     while waiting:
         who, lines = waiting.pop()

@@ -1,8 +1,9 @@
-"""scripts/site: the documentation as pages, and whether Grafana reads the dashboard.
+"""scripts/site: the documentation as pages, and whether others can read what goes with them.
 
-``build`` writes site/ and fails on a broken link, a page that is left out, or a dashboard that
-Grafana's schema does not hold. ``serve`` shows the pages on http://127.0.0.1:8000 while they
-are written. The tools are in an environment of their own, .venv-docs.
+``build`` writes site/ and fails on a broken link, a page that is left out, a dashboard that
+Grafana's schema does not hold, or a fault of ``docs/containers``. ``serve`` shows the pages on
+http://127.0.0.1:8000 while they are written. The tools are in an environment of their own,
+.venv-docs.
 """
 
 from __future__ import annotations
@@ -31,7 +32,8 @@ def main() -> int:
     venvs.made(VENV, (ROOT / "docs/requirements.txt").read_text(), make)
     commands = [["-m", "mkdocs", "serve"]]
     if action == "build":
-        commands = [["-m", "harness.dashboard"], ["-m", "mkdocs", "build", "--strict", "--quiet"]]
+        commands = [["-m", f"harness.{check}"] for check in ("dashboard", "containers")]
+        commands.append(["-m", "mkdocs", "build", "--strict", "--quiet"])
     environment = os.environ | {
         "KVPATCH": "0",
         "NO_MKDOCS_2_WARNING": "1",

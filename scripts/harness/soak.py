@@ -28,6 +28,7 @@ from typing import Any
 import psutil
 
 from harness import connectors, console, inprocess, processes, provenance
+from harness.engines.runs import related
 from harness.model_cache import kept_model
 from harness.neighbour import Neighbour
 from kvpatch.hostdevice import ledger, streams
@@ -48,14 +49,8 @@ BLOCK_BYTES = 4 * BLOCK * 4 * 64 * 2 * 4  # layers, tokens, heads, head size, K 
 
 
 def prompts(seed: int) -> list[list[int]]:
-    """Return 60 prompts of up to 10 blocks; a third of them share a prefix with another."""
-    source = random.Random(seed)
-    made: list[list[int]] = []
-    for index in range(60):
-        length = source.randrange(2 * BLOCK, 10 * BLOCK)
-        head = source.choice(made)[: length // 2] if index % 3 == 2 else []
-        made.append(head + [source.randrange(2, 258) for _ in range(length - len(head))])
-    return made
+    """Return 60 prompts of up to 10 blocks, some of which share a prefix."""
+    return related(random.Random(seed), 60, 2 * BLOCK, 10 * BLOCK)
 
 
 def engine(model: str, blocks: int, **more: Any) -> Any:

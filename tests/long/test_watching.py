@@ -123,19 +123,23 @@ def test_both_api_servers_have_a_part_in_the_sums(served: Served) -> None:
 
 
 def test_gauges_of_an_idle_engine(served: Served) -> None:
-    assert eventually(lambda: served.metrics()["device_bytes", "held"] == 0)
+    assert eventually(lambda: served.metrics()[("fence_held_bytes",)] == 0)
     metrics = served.metrics()
     page = served.engine()["engine"]["device"]["page_bytes"]
-    assert 0 < metrics["device_bytes", "mapped"] < metrics["device_bytes", "total"]
+    assert 0 < metrics["device_bytes", "mapped"] < metrics[("device_limit_bytes",)]
     assert metrics["device_bytes", "mapped"] % page == 0
+    assert metrics["device_bytes", "zero"] == page
     assert metrics["tier_blocks", "used"] == served.counted["stored"]
+    assert metrics["tier_blocks", "free"] == ROOM["llama"] - served.counted["stored"]
+    assert metrics[("fence_hold_seconds_count",)] > 0
+    assert metrics[("elastic",)] == 1
     assert metrics[("fence_released_pages_total",)] > 0
 
 
 def test_the_info_gauge_says_what_runs(served: Served) -> None:
     (info,) = [key for key in served.metrics() if key[0] == "info"]
     assert {"OffloadingConnector", "contiguous", "0.1.6"} <= set(info)
-    assert any("fence=applied" in label for label in info)
+    assert ("feature", "fence", "applied") in served.metrics()
 
 
 def test_status_says_the_same(served: Served) -> None:
@@ -176,6 +180,13 @@ def test_every_process_has_a_page(served: Served) -> None:
 def test_status_in_text(served: Served) -> None:
     done = served.status()
     assert done.returncode == 0, done.stdout
+    head, line = done.stdout.splitlines()
+    cells = dict(zip(re.split(r"  +", head), re.split(r"  +", line), strict=True))
+    assert cells["PORT"] == str(served.server.port)
+    assert cells["NAME"] == served.environment["KVCACHED_IPC_NAME"]
+    assert cells["STATE"] == "runs"
+    done = served.status("-v")
+    assert done.returncode == 0, done.stdout
     assert "KV on elastic memory: yes" in done.stdout
     assert "1.00 loaded for each stored" in done.stdout
     assert f"{COUNT * 640} came from the tier" in done.stdout
@@ -207,8 +218,9 @@ def queries() -> list[str]:
     """Every query of the dashboard, for all models and five minutes."""
     panels = json.loads(DASHBOARD.read_text())["panels"]
     return [
-        target["expr"].replace("$model", ".*").replace("$__rate_interval", "5m")
+        re.sub(r'"\$\w+"', '".*"', target["expr"]).replace("$__rate_interval", "5m")
         for panel in panels
+        if panel["type"] != "row"
         for target in panel["targets"]
     ]
 
@@ -230,6 +242,7 @@ def test_a_real_prometheus_reads_it_and_answers_the_dashboard(
         address = f"127.0.0.1:{probe.getsockname()[1]}"
     config = (ROOT / "docs/monitoring/prometheus.yml").read_text()
     config = config.replace("127.0.0.1:8000", f"127.0.0.1:{served.server.port}")
+    shutil.copy(ROOT / "docs/monitoring/alerts.yml", tmp_path)
     (tmp_path / "prometheus.yml").write_text(config.replace("5s", "1s"))
     command = ["prometheus", f"--config.file={tmp_path}/prometheus.yml"]
     command += [f"--storage.tsdb.path={tmp_path}/data", f"--web.listen-address={address}"]
@@ -325,3 +338,30 @@ def test_what_the_killed_engine_left_behind_is_named_and_stays(served: Served) -
         # Tests that come after this one share the folder.
         for page in Path(served.environment["KVPATCH_STATUS_DIR"]).glob("kvpatch-status-*/*.page"):
             page.unlink()
+
+
+def test_a_server_that_is_asked_to_stop_has_not_crashed(
+    models: Callable[[str], Path], device: Device, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    """vLLM kills its engines when it stops, and their pages stay."""
+    run = Run(environment=(("KVCACHED_IPC_NAME", f"asked-{os.getpid()}"),))
+    environment = device.environ(run)
+    folder = tmp_path_factory.mktemp("serve")
+    place = tmp_path_factory.mktemp("pages")
+    environment |= {"KVPATCH_STATUS_DIR": str(place)}
+    with watched(models(run.model), engine_arguments(run), environment, folder) as server:
+        there = Served(server, environment, {})
+        metrics = there.metrics()  # before the first request
+        assert metrics["device_bytes", "zero"] > 0
+        assert metrics[("fence_released_pages_total",)] == 0
+        pid = there.engine()["pid"]
+        os.kill(server.process.pid, signal.SIGTERM)
+        assert eventually(lambda: server.process.poll() is not None)
+        assert eventually(lambda: not Path(f"/proc/{pid}").exists())
+        (said,) = there.status("--pid", str(pid)).stdout.splitlines()
+        assert "killed?" not in there.status().stdout
+        left = [Path("/dev/shm") / environment["KVCACHED_IPC_NAME"]]
+        if said != f"pid {pid} is not running and has left no status page":
+            assert said.startswith(f"pid {pid} ended with its server")
+        for path in left:
+            path.unlink(missing_ok=True)

@@ -32,7 +32,7 @@ def test_kvcached_missing(start_python, without):
     assert "Traceback" not in refused.log
 
 
-@pytest.mark.parametrize("version", ["0.17.0", "0.90.0", "1.0.2"])
+@pytest.mark.parametrize("version", ["0.17.9", "0.90.0", "1.0.2"])
 def test_vllm_that_is_not_validated(start_server, shadow, version):
     refused = start_server(**shadow(version, *VLLM))
     assert refused.sentence == (

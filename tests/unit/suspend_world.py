@@ -122,7 +122,7 @@ class Manager:
         return {0} | {block // BLOCKS for block in self.pool.used()}
 
     def get_page_state(self) -> dict[str, int]:
-        mapped = len(self.in_use() | {page for page in self._retired_pages})
+        mapped = len(self.in_use() | set(self._retired_pages))
         return {"inuse_pages": mapped, "reserved_pages": self.ahead, "total_pages": self.total}
 
     def get_resize_target(self) -> int:

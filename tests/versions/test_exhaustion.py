@@ -18,8 +18,8 @@ RUN = Run(model="sliding", rounds=ROUNDS, exhaust=4)
 EVERY = pytest.mark.parametrize(
     ("vllm", "runner"),
     [
-        *((vllm, "v1") for vllm in releases.between("0.16", before="0.29")),
-        *((releases.newest(), runner) for runner in ("v1", "v2")),
+        *((vllm, "v1") for vllm in releases.with_own_runs("0.16", before="0.29")),
+        *((vllm, runner) for vllm in releases.between("0.32") for runner in ("v1", "v2")),
     ],
 )
 

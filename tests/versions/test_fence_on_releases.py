@@ -16,7 +16,10 @@ from harness.engines.runs import Device
 from kvpatch import supported
 
 # The newest on Runner V1 is what the engine lane runs.
-RELEASES = tuple((vllm, releases.runner_of(vllm)) for vllm in supported.validated())
+# The others share the runs of one of these, by kvpatch/matrix/sharing.py.
+RELEASES = tuple(
+    (vllm, releases.runner_of(vllm)) for vllm in releases.with_own_runs(supported.FLOOR)
+)
 EVERY = pytest.mark.parametrize("scenario", [*TOGETHER, *ALONE, BOTH_LOADED])
 ON = pytest.mark.parametrize(("vllm", "runner"), RELEASES)
 

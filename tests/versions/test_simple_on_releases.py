@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import pytest
 
+from harness import releases
 from harness.engines.fixtures import LAYOUTS
 from harness.engines.oracle import PLAIN, Engine, assert_same_round, cached
 
@@ -15,7 +16,7 @@ ROUNDS = (str(COUNT), str(COUNT), "12")
 ROWS = 280  # blocks of the CPU tier
 # Up to 0.21 an engine with a connector keeps all blocks of a sliding window unless it is asked
 # not to, and a block is that of all layers.
-WINDOWS_ASKED_FOR = ("0.19.1",)
+WINDOWS_ASKED_FOR = releases.between("0.19", before="0.22")
 
 
 @pytest.mark.parametrize("vllm", WINDOWS_ASKED_FOR)

@@ -1,8 +1,6 @@
 """What an engine on a CPU cannot show, with tagged blocks: see harness/matrix/tagged.py.
 
-Models with latent attention and with state-space layers, vLLM's other layouts, and
-vLLM 0.33.0, which has no CPU build: its Python alone, as PyPI has it, which kvpatch
-refuses unless it is named.
+Models with latent attention and with state-space layers, and vLLM's other layouts.
 """
 
 from __future__ import annotations
@@ -20,6 +18,7 @@ from kvpatch.patches import secondary_tiers, simple_offload
 FEATURES = {
     "kvcached-adapters": "applied",
     "host-device": "applied",
+    "host-copies": "applied",
     "elastic-memory": "applied",
     "offloading-connector": "applied",
     "fence": "applied",

@@ -16,6 +16,7 @@ PACKAGES = Path(pytest.__file__).parents[1]
 # By folder; rich has three requirements of its own.
 REQUIREMENTS = ("wrapt", "packaging", "psutil", "rich", "markdown_it", "mdurl", "pygments")
 BUILD = ("hatchling", "pathspec", "pluggy", "trove_classifiers", "editables")
+BUILD += ("hatch_fancy_pypi_readme",)
 BUILD += ("tomli",) if sys.version_info < (3, 11) else ()
 
 
@@ -38,9 +39,9 @@ class Environment:
                 (self.site / entry.name).symlink_to(entry)
         (self.site / "vllm").mkdir()
         (self.site / "vllm/__init__.py").write_text("print('vllm itself')\n")
-        info = self.site / "vllm-0.17.0.dist-info"
+        info = self.site / "vllm-0.17.9.dist-info"
         info.mkdir()
-        (info / "METADATA").write_text("Metadata-Version: 2.1\nName: vllm\nVersion: 0.17.0\n")
+        (info / "METADATA").write_text("Metadata-Version: 2.1\nName: vllm\nVersion: 0.17.9\n")
 
     def pip(self, *arguments: str | Path) -> None:
         """Run the pip of the tests' environment on this one; nothing is downloaded."""

@@ -33,6 +33,10 @@ def test_kvpatch_has_everything_else(wheel):
     }
 
 
+def test_type_checkers_read_kvpatch(wheel):
+    assert "kvpatch/py.typed" in names(wheel)
+
+
 def test_kvpatch_has_no_other_package(wheel):
     """A dist-info or a torch in it would be found by pip, or imported."""
     tops = {name.partition("/")[0] for name in names(wheel)}
@@ -82,7 +86,15 @@ def test_both_install_beside_each_other(fresh, run, host_wheel):
 
 
 @pytest.mark.parametrize(
-    ("command", "code"), [("doctor", 1), ("matrix", 0), ("matrix --rows", 0), ("status", 1)]
+    ("command", "code"),
+    [
+        ("doctor", 1),
+        ("matrix", 0),
+        ("matrix --rows", 0),
+        ("status", 1),
+        ("dashboard", 0),
+        ("dashboard --alerts", 0),
+    ],
 )
 def test_every_command_runs_without_the_host_device(fresh, run, command, code):
     """And without torch."""

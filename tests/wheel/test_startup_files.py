@@ -16,10 +16,10 @@ from kvpatch.versions import in_words
 ROOT = Path(__file__).parents[2]
 STARTUP = {"kvpatch-init.pth", "kvpatch-init.start", "kvpatch_startup.py"}
 NOT_VALIDATED = (
-    "kvpatch refuses to start vLLM: vllm 0.17.0 is not a validated release, because it "
+    "kvpatch refuses to start vLLM: vllm 0.17.9 is not a validated release, because it "
     "has not passed the full engine test matrix; install vllm "
     f"{in_words(validated())}, set "
-    "KVPATCH_ALLOW_VLLM=0.17.0 to try it all the same, or set KVPATCH=0. [KVP107]"
+    "KVPATCH_ALLOW_VLLM=0.17.9 to try it all the same, or set KVPATCH=0. [KVP107]"
 )
 
 
@@ -171,7 +171,7 @@ def test_the_command_is_there_and_finds_what_this_environment_lacks(installed, r
     done = run(installed.python.with_name("kvpatch"), "doctor", KVPATCH="1")
     assert (done.code, done.err) == (1, "")
     assert "ok      it fires in" in done.out
-    assert "vllm 0.17.0 is not a validated release" in done.out
+    assert "vllm 0.17.9 is not a validated release" in done.out
     assert "kvcached is not installed as a distribution" in done.out
 
 

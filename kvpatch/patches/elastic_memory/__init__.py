@@ -137,6 +137,17 @@ FEATURE = Feature(
             since="0.16",
         ),
         Patch(
+            id="elastic.reservation",
+            target="kvcached.kv_cache_manager:KVCacheManager._wait_post_init",
+            why="a request that comes before block 0 is reserved waits for ever, with asynchronous "
+            "scheduling",
+            upstream="ovg-project/kvcached, _wait_post_init in kv_cache_manager.py in 0.1.6",
+            until="kvcached waits without the lock that the reservation needs",
+            wrapper="kvpatch.patches.elastic_memory.reservation:around_wait",
+            parameters=("self",),
+            since="0.16",
+        ),
+        Patch(
             id="elastic.coordinator",
             target=f"{COORDINATOR}._setup_kvcached_coordinator",
             why="kvcached falls back to vLLM's own block pool with a warning",

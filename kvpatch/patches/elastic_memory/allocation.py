@@ -13,7 +13,6 @@ from typing import Any
 from kvpatch import state
 from kvpatch.patch import argument
 from kvpatch.refusal import Refusal
-from kvpatch.upstream import kvcached_api
 
 _setup_error: Exception | None = None
 
@@ -69,13 +68,13 @@ def _refuse_setup(error: Exception) -> Refusal:
 
 
 def require_coordinator(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
-    """Refuse an engine whose block pool kvcached could not replace; let the pool get ready.
+    """Refuse an engine whose block pool kvcached could not replace.
 
     Wraps ``KVCacheCoordinator._setup_kvcached_coordinator``, whose errors kvcached
     turns into a warning unless they are RuntimeErrors, such as a refusal.
     """
     try:
-        result = wrapped(*args, **kwargs)
+        return wrapped(*args, **kwargs)
     except RuntimeError:
         raise
     except Exception as error:
@@ -85,8 +84,6 @@ def require_coordinator(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> 
             "fix that error, or set KVPATCH=0",
             code="KVP404",
         ) from error
-    kvcached_api.wait_unlocked(instance.block_pool.kv_cache_manager)
-    return result
 
 
 class Attempt:

@@ -20,7 +20,7 @@ cache drops transfers that are in flight.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -89,6 +89,11 @@ class Fence:
     def holding(self) -> int:
         """The number of pages held now."""
         return len(self._holds)
+
+    @property
+    def held(self) -> Collection[int]:
+        """The pages held now."""
+        return self._holds.keys()
 
     def plan(self, jobs: Iterable[tuple[int, Transfer]], epoch: int) -> None:
         """Record the transfers of one built step.

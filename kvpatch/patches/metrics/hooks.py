@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import os
+import time
 from typing import Any
 
 from kvpatch import state
 from kvpatch.patch import argument
+from kvpatch.patches.fence.hooks import fence_of
 from kvpatch.patches.metrics import snapshot
 from kvpatch.status import record
-from kvpatch.telemetry import publisher
+from kvpatch.telemetry import publisher, reader
 from kvpatch.telemetry.counters import Totals
 from kvpatch.telemetry.fuse import Fuse
-from kvpatch.telemetry.prometheus import SERIES, Metrics
-from kvpatch.telemetry.series import KEY, Sender
+from kvpatch.telemetry.prometheus import SERIES, Classes, Metrics
+from kvpatch.telemetry.series import KEY, Holds, Sender, gauges
 from kvpatch.upstream import connectors, kvcached_api
 from kvpatch.version import VERSION
 
@@ -71,6 +74,9 @@ def after_step(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
     with totals.fuse:
         totals.step(bool(result[1]))  # also when counting is off: it tells a stuck engine
         if not totals.fuse.off:
+            fence = fence_of(instance)
+            if fence is not None:
+                state.of(instance, Holds).look(fence.held, totals.stepped)
             _send(instance, totals, result[0] or {})
     return result
 
@@ -84,7 +90,8 @@ def _send(core: Any, totals: Totals, outputs: dict[int, Any]) -> None:
         stats = output.scheduler_stats
         if stats is not None:
             sender.sent = totals.stepped
-            message = sender.message(snapshot.engine(core, totals))
+            held = state.of(core, Holds).take()
+            message = sender.message(snapshot.engine(core, totals), held)
             if message is not None:
                 stats.kv_connector_stats = (stats.kv_connector_stats or {}) | {KEY: message}
 
@@ -101,17 +108,32 @@ def around_prometheus(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> No
         transfer = config.kv_transfer_config
         connector = "" if transfer is None else transfer.kv_connector or ""
         facts = [*labels_of_process(), connector]
-        state.attach(
-            instance,
-            Metrics(instance._counter_cls, instance._gauge_cls, labelnames, engines, facts),
-        )
+        classes = Classes(instance._counter_cls, instance._gauge_cls, instance._histogram_cls)
+        features = {name: outcome.value for name, outcome in record.features.items()}
+        metrics = Metrics(classes, labelnames, engines, facts, features)
+        state.attach(instance, metrics)
+        with metrics.fuse:
+            _show_at_start(metrics, list(engines))
+
+
+def _show_at_start(metrics: Metrics, engines: list[int]) -> None:
+    """Set the gauges to what the engine's status page says, as no message has come yet.
+
+    vLLM makes the series when its engine is up. Which page is of which engine is not known
+    for several of them.
+    """
+    pages = reader.engines_of((os.getpid(), os.getppid()))
+    if len(pages) == len(engines) == 1:
+        (content,) = pages
+        shown = {"at": time.time(), "counters": {}, "gauges": gauges(content["engine"])}
+        metrics.observe(shown, engines[0])
 
 
 def labels_of_process() -> list[str]:
     """Return the labels of the info gauge that describe this process."""
-    features = ",".join(f"{name}={outcome.value}" for name, outcome in record.features.items())
     layout = "contiguous" if kvcached_api.contiguous() else "non-contiguous"
-    return [VERSION, record.vllm, record.kvcached, features, layout]
+    vllm = "" if record.facts is None else record.facts.vllm.text
+    return [VERSION, vllm, record.kvcached, layout]
 
 
 def without_ours(stats: dict[str, Any]) -> dict[str, Any]:

@@ -14,6 +14,7 @@ from typing import Any
 
 from kvpatch.environ import KVCACHED_IPC_NAME
 from kvpatch.patches.fence.hooks import fence_of
+from kvpatch.status import record
 from kvpatch.telemetry.counters import OUTCOMES, Totals
 from kvpatch.upstream import connectors, kvcached_api
 from kvpatch.upstream.vllm_api import chunks_of
@@ -32,6 +33,8 @@ def engine(core: Any, totals: Totals) -> dict[str, Any]:
         "pool": os.environ.get(KVCACHED_IPC_NAME.name, ""),
         "off": totals.fuse.off,
         "device": device(core),
+        "zero_page_bytes": zero_page_bytes(core),
+        "elastic": record.elastic,
         "fence": fence(core),
         "tier": tier(core),
         "connector": totals.connector,
@@ -67,6 +70,17 @@ def device(core: Any) -> dict[str, int]:
         "reserved_pages": int(state["reserved_pages"]),
         "total_pages": int(state["total_pages"]),
     }
+
+
+def zero_page_bytes(core: Any) -> int:
+    """Return the bytes of the page that kvcached maps wherever nothing else is mapped.
+
+    The device is charged for it, once, as long as the engine runs; kvcached counts it nowhere.
+    Source: ``FTensorAllocator::create_kv_tensors`` in allocator.cpp.
+    """
+    manager = kvcached_api.manager_of(core)
+    layers = manager.num_layers * manager.num_kv_buffers if kvcached_api.contiguous() else 1
+    return int(manager.page_size * layers)
 
 
 def fence(core: Any) -> dict[str, int] | None:

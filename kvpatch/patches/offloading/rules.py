@@ -26,7 +26,7 @@ VALIDATED_SCHEDULERS = (
     "vllm.v1.core.sched.async_scheduler.AsyncScheduler",
 )
 VALIDATED_CACHE_DTYPES = ("auto", "bfloat16", "float16", "float32")
-MULTI = Span("0.22.1")
+MULTI = Span("0.22")
 # Where a checkpoint's kv_cache_scheme wins over --kv-cache-dtype, in vLLM's Attention.__init__.
 SCHEME_WINS = Span("0", "0.22")
 LATENT = Span("0.29")  # latent attention (MLA)
@@ -222,6 +222,19 @@ RULES = (
         "canonical_layout is set in kv_connector_extra_config",
         "vLLM cannot certify that layout on kvcached's memory",
         "remove canonical_layout",
+    ),
+    Rule(
+        "KVP351",
+        "`sync_load_budget_bytes`, from vLLM 0.33 on",
+        lambda config, facts: any(
+            leaf.name == connectors.OFFLOADING and leaf.extra.get("sync_load_budget_bytes")
+            for leaf in leaves(config)
+        ),
+        "sync_load_budget_bytes is set in kv_connector_extra_config",
+        "loads within a step, of requests that already run, have not been validated on kvcached's "
+        "memory",
+        "remove sync_load_budget_bytes",
+        only_in=Span("0.33"),
     ),
     Rule(  # before the next rule: on a CPU vLLM disables the prefix cache for these models
         "KVP305",

@@ -45,6 +45,20 @@ FEATURE = Feature(
             ),
             _RANDOM_ID,
         ),
+        seam(
+            Patch(
+                id="tiers.shared_parts",
+                target=f"{ENGINE_CORE}._initialize_kv_caches",
+                why="the parts of a killed engine's memory stay, and no engine with its engine_id "
+                "starts again",
+                upstream="none: vLLM opens each part but the first exclusively",
+                until="vLLM removes the parts that a killed engine left",
+                wrapper="kvpatch.patches.secondary_tiers.parts:around_kv_caches",
+                parameters=("self", "vllm_config"),
+                since="0.33",
+            ),
+            Gap("0.24", "0.33", "the memory is one file"),
+        ),
         Patch(
             id="tiers.describe",
             target=f"{ENGINE_CORE}._initialize_kv_caches",

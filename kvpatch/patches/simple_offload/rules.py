@@ -53,6 +53,14 @@ RULES = (
         "remove kv_offload_backend from kv_connector_extra_config",
     ),
     Rule(
+        "KVP352",
+        "`num_cpu_blocks` of SimpleCPUOffloadConnector, which vLLM 0.33 reads",
+        lambda config, facts: any(value is not None for value in _values(config, "num_cpu_blocks")),
+        "num_cpu_blocks is set in kv_connector_extra_config",
+        "only a CPU tier that is sized in bytes is validated",
+        "remove num_cpu_blocks, and set cpu_bytes_to_use",
+    ),
+    Rule(
         "KVP316",
         "`lazy_offload` on vLLM 0.29",
         lambda config, facts: any(_values(config, "lazy_offload")),

@@ -25,10 +25,10 @@ def main(arguments: list[str]) -> int:
     options = parse(arguments)
 
     from harness import console
-    from harness.bench.run import Bench
+    from harness.bench.run import run
 
     screen = console.Screen("bench")
-    return console.run(screen, Bench(options, screen).run)
+    return console.run(screen, lambda: run(options, screen))
 
 
 if __name__ == "__main__":

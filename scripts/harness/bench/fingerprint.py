@@ -11,8 +11,8 @@ writes it to docs/results/fingerprint.json.
 from __future__ import annotations
 
 import json
+import math
 import statistics
-import sys
 import time
 from dataclasses import dataclass
 from typing import Any
@@ -43,13 +43,7 @@ class Shape:
 
 def values(shapes: tuple[tuple[int, ...], ...]) -> int:
     """Return how many values tensors have."""
-    total = 0
-    for shape in shapes:
-        count = 1
-        for size in shape:
-            count *= size
-        total += count
-    return total
+    return sum(map(math.prod, shapes))
 
 
 MODELS = {
@@ -114,12 +108,9 @@ def main() -> int:
     """Run the benchmark; return 1 if the goal was missed."""
     parser = console.parser("scripts/bench-fingerprint", __doc__ or "")
     parser.add_argument("--gib", type=float, default=12, help="memory for the tensors")
-    parser.add_argument("--threads", type=int, default=0, help="of torch; 0: its own choice")
     arguments = parser.parse_args()
     import torch
 
-    if arguments.threads:
-        torch.set_num_threads(arguments.threads)
     command = f"scripts/bench-fingerprint --gib {arguments.gib:g}"
     result: dict[str, Any] = {
         **provenance.header(command),
@@ -133,7 +124,3 @@ def main() -> int:
     provenance.write(result, RESULT)
     print(json.dumps(result, indent=1))
     return int(result["models"]["Llama 70B"]["seconds_extrapolated"] > GOAL)
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -86,12 +86,12 @@ class MappedMemory:
             self.look()
 
 
-def settled(read: Callable[[], T], limit: float = 5.0, interval: float = 0.2) -> T:
-    """Return the value of ``read`` once it is the same twice, or after ``limit`` seconds."""
-    deadline = time.monotonic() + limit
+def settled(read: Callable[[], T]) -> T:
+    """Return the value of ``read`` once it is the same twice, or after five seconds."""
+    deadline = time.monotonic() + 5
     last = read()
     while time.monotonic() < deadline:
-        time.sleep(interval)
+        time.sleep(0.2)
         now = read()
         if now == last:
             break

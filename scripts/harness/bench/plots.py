@@ -9,7 +9,6 @@ from typing import Any
 from cycler import cycler
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.ticker import ScalarFormatter
 
 from harness.bench.goals import value
 from harness.figures import BLUE, GRAY, GREEN, ORANGE
@@ -21,17 +20,15 @@ COLORS = (GRAY, "#5b6678", GREEN, BLUE, "#93b4f7", ORANGE, "#a855f7")
 
 def rates(one_model: dict[str, Any]) -> Figure:
     """Total tokens per second of every arm on every load, with minimum and maximum."""
-    return _bars(
-        one_model, "total_tokens_per_second", "tokens per second, median", logarithmic=False
-    )
+    return _bars(one_model, "total_tokens_per_second", "tokens per second, median")
 
 
 def first_tokens(one_model: dict[str, Any]) -> Figure:
     """Median time to the first token of every arm on every load."""
-    return _bars(one_model, "ttft_ms.p50", "time to first token, ms, median", logarithmic=True)
+    return _bars(one_model, "ttft_ms.p50", "time to first token, ms, median")
 
 
-def _bars(one_model: dict[str, Any], path: str, label: str, logarithmic: bool) -> Figure:
+def _bars(one_model: dict[str, Any], path: str, label: str) -> Figure:
     loads, arms = list(one_model["loads"]), list(one_model["arms"])
     figure = Figure(figsize=(10, 4), layout="constrained")
     axes: Axes = figure.subplots()
@@ -54,10 +51,6 @@ def _bars(one_model: dict[str, Any], path: str, label: str, logarithmic: bool) -
         )
     axes.set_xticks(range(len(loads)), loads)
     axes.set(xlabel="load", ylabel=label)
-    if logarithmic:
-        axes.set_yscale("log")
-        for axis in (axes.yaxis.set_major_formatter, axes.yaxis.set_minor_formatter):
-            axis(ScalarFormatter())
     axes.grid(axis="x", visible=False)
     figure.legend(loc="outside upper left", ncols=4, frameon=False, fontsize=9)
     return figure

@@ -137,7 +137,6 @@ def main(arguments: list[str]) -> int:
     parser = console.parser("scripts/bench profile", __doc__ or "")
     parser.add_argument("--seconds", type=float, default=30, help="of each (default: %(default)s)")
     parser.add_argument("--output", type=Path, default=RESULTS / "profile.json", metavar="FILE")
-    parser.add_argument("--keep", type=Path, metavar="DIR", help="keep py-spy's samples there")
     chosen = parser.parse_args(arguments)
 
     screen = console.Screen("bench")
@@ -149,9 +148,6 @@ def main(arguments: list[str]) -> int:
             if run not in samples:
                 screen.say(f"{run.__name__}: {chosen.seconds:.0f} s under py-spy")
                 samples[run] = record(run, model, Path(folder), chosen.seconds)
-                if chosen.keep:
-                    chosen.keep.mkdir(parents=True, exist_ok=True)
-                    (chosen.keep / f"{run.__name__}.folded").write_text(samples[run])
             found.append(profile(name, what, stacks(samples[run], inside)))
             screen.say(f"{name}: {found[-1]['samples']} samples")
     screen.close()

@@ -35,7 +35,7 @@ class Load:
 FULL = Load(conversations=8, turns=3, shortest=2500, longest=6500, answer_tokens=32)
 QUICK = Load(conversations=4, turns=2, shortest=4500, longest=6000, answer_tokens=16)
 
-# The newest release that is supported and has a CPU build.
+# The newest release that is supported and has a CPU build: the one in .venv.
 NEWEST = "0.32.0"
 
 

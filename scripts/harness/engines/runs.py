@@ -23,7 +23,7 @@ ALL = 12  # prompts of the load "all", which fill the device almost twice
 RUNNER = {"v1": {"VLLM_USE_V2_MODEL_RUNNER": "0"}, "v2": {"TRITON_INTERPRET": "1"}}
 
 LIMIT = 300  # seconds after which a run is taken for one that hangs
-FIRST_FS = {"0.22.1": "fs_python"}  # what the tier fs was called at first
+FIRST_FS = dict.fromkeys(("0.22.0", "0.22.1"), "fs_python")  # what the tier fs was called at first
 EXAMPLE = "example"  # in the place of a folder: vLLM's example of a tier
 
 
@@ -210,6 +210,16 @@ def prompts(count: int, length: int = 640, max_tokens: int = 8, seed: int = 3) -
         {"tokens": [source.randrange(2, 258) for _ in range(length + 9)], "max_tokens": max_tokens}
         for _ in range(count)
     ]
+
+
+def related(source: random.Random, count: int, shortest: int, longest: int) -> list[list[int]]:
+    """Prompts of ``shortest`` to ``longest`` tokens; a third share a prefix with another."""
+    made: list[list[int]] = []
+    for index in range(count):
+        length = source.randrange(shortest, longest)
+        head = source.choice(made)[: length // 2] if index % 3 == 2 else []
+        made.append(head + [source.randrange(2, 258) for _ in range(length - len(head))])
+    return made
 
 
 def load(name: str) -> list[Any]:

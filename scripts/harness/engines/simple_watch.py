@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable
 from contextlib import ExitStack
+from functools import partial
 from typing import Any
 
 from harness.engines.inside import after, digest, group_of, layers_of, referenced
@@ -127,21 +128,16 @@ class SimpleWatch:
 
         for name in ("get_new_blocks", "free_blocks", "touch", "reset_prefix_cache"):
             setattr(pool, name, inside(getattr(pool, name)))
-        for name in ("alloc", "free"):
-            self._count_device(type(self.device.kv_cache_manager), name)
+        for name in ("alloc", "free"):  # of every manager of pages that there may be
+            after(type(self.device.kv_cache_manager), name, partial(self._count_device, name))
         after(pool, "_maybe_evict_cached_block", self._count_evicted)
 
     def _count_evicted(self, evicted: bool, block: Any) -> None:
         self.evicted += evicted
 
-    def _count_device(self, managers: type, name: str) -> None:
-        """Count the calls to every manager of pages that there may be."""
-
-        def count(*args: Any, **kwargs: Any) -> None:
-            if self._inside:
-                self.device_calls[name] += 1
-
-        after(managers, name, count)
+    def _count_device(self, name: str, *args: Any, **kwargs: Any) -> None:
+        if self._inside:
+            self.device_calls[name] += 1
 
     def result(self) -> dict[str, Any]:
         return {

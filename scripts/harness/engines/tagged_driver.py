@@ -107,23 +107,6 @@ def coordinator(config: Any) -> Any:
     )
 
 
-class Captured:
-    """An offloading spec that keeps the regions it is given."""
-
-    replicated_layout = False
-
-    def __init__(self, block_bytes: int) -> None:
-        self.config = SimpleNamespace(
-            canonical_layout=False,
-            parallel=SimpleNamespace(rank=0),
-            worker_kv_bytes_per_block=block_bytes,
-        )
-        self.regions: Any = None
-
-    def get_worker(self, regions: Any) -> None:
-        self.regions = regions
-
-
 def look(kind: str, layout: KVCacheLayout) -> dict[str, Any]:
     vllm_config, config = plan(kind, layout)
     interfaces.init_kvcached(is_worker=True, device="cuda:0")
@@ -147,7 +130,16 @@ def look(kind: str, layout: KVCacheLayout) -> dict[str, Any]:
             view.view(torch.int32).fill_(tags[block, position])
     pages = max(map(len, layers))
     page_bytes = config.kv_cache_tensors[0].size // config.num_blocks // pages
-    spec = Captured(pages * page_bytes)
+    captured: list[Any] = []
+    spec = SimpleNamespace(
+        replicated_layout=False,
+        config=SimpleNamespace(
+            canonical_layout=False,
+            parallel=SimpleNamespace(rank=0),
+            worker_kv_bytes_per_block=pages * page_bytes,
+        ),
+        get_worker=captured.append,  # what it is given are the regions
+    )
     parallel = SimpleNamespace(
         tensor_parallel_size=1, prefill_context_parallel_size=1, world_size=2, rank=0
     )
@@ -157,11 +149,12 @@ def look(kind: str, layout: KVCacheLayout) -> dict[str, Any]:
     )
     worker = OffloadingConnectorWorker(spec, read, config)
     worker.register_kv_caches(caches)
+    (regions,) = captured
     wrong = 0
     for block, group in owner.items():
         rows = []
-        for ref in spec.regions.group_data_refs[group]:
-            row = spec.regions.tensors[ref.tensor_idx].tensor[block]
+        for ref in regions.group_data_refs[group]:
+            row = regions.tensors[ref.tensor_idx].tensor[block]
             rows += list(row.view(torch.int32).view(-1, page_bytes // 4))
         for position in range(len(layers[group])):
             found = rows[position]
@@ -172,7 +165,7 @@ def look(kind: str, layout: KVCacheLayout) -> dict[str, Any]:
     pool.free_blocks([pool.blocks[block] for block in blocks])
     interfaces.shutdown_kvcached()
     return {
-        "regions": len(spec.regions.tensors),
+        "regions": len(regions.tensors),
         "tags": len(tags),
         "wrong": wrong,
         "on_kvcached": all(kvcached_api.on_kvcached(cache) for cache in caches.values()),

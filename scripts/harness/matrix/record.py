@@ -8,11 +8,15 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+from packaging.version import Version
+
 from harness import provenance
-from harness.matrix import sources
+from harness.matrix import below, sources
 from harness.matrix.signatures import Sources
-from kvpatch.matrix import evidence, signatures
+from kvpatch import supported
+from kvpatch.matrix import evidence, sharing, signatures
 from kvpatch.matrix.signatures import Signatures
+from kvpatch.versions import Span
 
 
 def read_signatures(source: sources.Source) -> Signatures:
@@ -28,9 +32,19 @@ def read_signatures(source: sources.Source) -> Signatures:
 
 
 def record_signatures(package: str, version: str, archives: Path | None = None) -> Signatures:
-    """Unpack a release and record the signature of every target."""
-    made = read_signatures(sources.unpack(package, version, archives))
+    """Unpack a release and record the signature of every target, and what is below them."""
+    source = sources.unpack(package, version, archives)
+    made = read_signatures(source)
     write(signatures.DATA / "signatures" / f"{package}-{version}.json", vars(made))
+    if package == "vllm" and Version(version) in Span(supported.FLOOR):
+        functions = below.below(Sources(source.folder), sharing.targets_of(version))
+        found = sharing.Below(
+            vllm=version,
+            functions=len(functions),
+            digest=below.digest(functions),
+            targets=sharing.targets_digest(version),
+        )
+        write(signatures.DATA / sharing.LEVEL / f"vllm-{version}.json", found._asdict())
     return made
 
 

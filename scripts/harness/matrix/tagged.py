@@ -1,7 +1,7 @@
 """The bytes level: tagged blocks of a release, written through the model's views; no engine.
 
 It shows what no engine on a CPU can: models with latent attention and state-space layers on
-releases without kernels for them, vLLM's other KV layouts, and releases without a CPU build.
+releases without kernels for them, and vLLM's other KV layouts.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from harness import environments, releases
 from harness.engines.runs import Device, Run, python_of
 
 # From the first release with KV layouts on.
-RELEASES = (*releases.between("0.29"), *environments.PYTHON_ONLY)
+RELEASES = tuple(dict.fromkeys((*releases.between("0.29"), *environments.BORROWED)))
 # By the name of the driver: the model in the matrix, and the layers of the group of a block.
 KINDS = {
     "full": ("full attention", 4),

@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import sys
 import tempfile
+from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -43,18 +44,8 @@ def environment(folder: Path) -> dict[str, str]:
 
 def simulate(function: str = "run", **job: Any) -> dict[str, Any]:
     """Run a function of ``harness.simulate.inside`` in a process of its own."""
-    defaults = {
-        "seed": 1,
-        "seeds": 1,
-        "steps": STEPS,
-        "seconds": 0,
-        "kind": None,
-        "go_on": False,
-        "verbose": False,
-        "mutations": None,
-        "again": None,
-        "model": str(kept_model(7, lambda text: None)),
-    }
+    model = str(kept_model(7, lambda text: None))
+    defaults = {"seed": 1, "seeds": 1, "steps": STEPS, "kind": None, "model": model}
     # In memory: the files are small, and a machine's disk is no part of the simulation.
     with tempfile.TemporaryDirectory(prefix="kvpatch-simulate-", dir="/dev/shm") as name:
         folder = Path(name)
@@ -77,7 +68,6 @@ def main() -> int:
     parser.add_argument("--minutes", type=float, help="as many seeds as this takes")
     parser.add_argument("--kind", help="of the connector: offloading, tiers, eager or lazy")
     parser.add_argument("--go-on", action="store_true", help="after a seed that fails")
-    parser.add_argument("--verbose", action="store_true", help="a line for each seed")
     parser.add_argument("--report", type=Path, help="write the figures there, as JSON")
     parser.add_argument("--explore", action="store_true", help="hypothesis chooses and shrinks")
     parser.add_argument("--mutate", action="store_true", help="break each component once")
@@ -88,25 +78,12 @@ def main() -> int:
 
 def run(options: argparse.Namespace) -> int:
     """Run the seeds and write the result."""
+    asked = {"seed": options.seed or 1, "steps": options.steps, "kind": options.kind}
     if options.explore:
-        print(
-            simulate(
-                "explore",
-                seed=options.seed or 1,
-                seeds=options.seeds or 20,
-                steps=options.steps,
-                kind=options.kind,
-            )
-        )
+        print(simulate("explore", seeds=options.seeds or 20, **asked))
         return 0
     if options.mutate:
-        broken = simulate(
-            "mutate",
-            seed=options.seed or 1,
-            seeds=options.seeds or 20,
-            steps=options.steps,
-            mutations=options.only,
-        )
+        broken = simulate("mutate", seeds=options.seeds or 20, mutations=options.only, **asked)
         return int(any(one["seed"] is None for one in broken.values()))
     seconds = (options.minutes or 0) * 60
     with ThreadPoolExecutor() as pool:
@@ -114,13 +91,10 @@ def run(options: argparse.Namespace) -> int:
         if options.report:
             breaking = pool.submit(simulate, "mutate", seeds=MUTATION_SEEDS, seconds=seconds)
         found = simulate(
-            seed=options.seed or 1,
             seeds=options.seeds or (10**9 if options.minutes else 1),
-            steps=options.steps,
             seconds=seconds,
-            kind=options.kind,
             go_on=options.go_on or bool(options.report),
-            verbose=options.verbose,
+            **asked,
         )
         broken = breaking.result() if breaking is not None else {}
     for failed in found["failed"]:
@@ -141,13 +115,8 @@ def write(options: argparse.Namespace, found: dict[str, Any], broken: dict[str, 
     """Write the result file."""
     command = f"python -m harness.simulate --minutes {options.minutes:g} --steps {options.steps}"
     head = provenance.header(f"{command} --report {options.report}")
-    held = {
-        name: {
-            "what": what,
-            "violations": sum(one["invariant"] == name for one in found["failed"]),
-        }
-        for name, what in INVARIANTS.items()
-    }
+    violated = Counter(one["invariant"] for one in found["failed"])
+    held = {name: {"what": what, "violations": violated[name]} for name, what in INVARIANTS.items()}
     result = {
         "seeds": [1, found["seeds"]],
         "operations": found["operations"],

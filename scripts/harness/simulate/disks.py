@@ -7,8 +7,8 @@ import os
 import queue
 from collections.abc import Iterator
 from pathlib import Path
-from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
+from unittest.mock import Mock
 
 from vllm.v1.kv_offload.tiering import async_lookup
 from vllm.v1.kv_offload.tiering.fs import manager as fs_manager
@@ -52,19 +52,6 @@ class Pool(DualQueueThreadPool):  # type: ignore[misc]
         """Run all tasks."""
         while self.run(load=True):
             pass
-
-
-class _NoThread:
-    """A thread that is never scheduled."""
-
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        pass
-
-    def start(self) -> None:
-        """Do nothing."""
-
-    def join(self, timeout: float | None = None) -> None:
-        """Do nothing."""
 
 
 class FaultyOs:
@@ -119,7 +106,7 @@ FAULTY = FaultyOs()
 def install() -> None:
     """Take the threads away from vLLM's fs tier, and let its files fail."""
     fs_manager.DualQueueThreadPool = Pool
-    async_lookup.threading = SimpleNamespace(Thread=_NoThread)
+    async_lookup.threading = Mock()  # its threads are never scheduled
     block_files.os = FAULTY  # type: ignore[attr-defined, assignment]
 
 

@@ -15,31 +15,25 @@ from harness.simulate.play import play
 def run(job: dict[str, Any]) -> dict[str, Any]:
     """Play seeds until one fails, the time is over, or there are no more."""
     worlds.install()
-    begun = time.monotonic()
-    seeds = range(job["seed"], job["seed"] + job["seeds"])
+    begun, limit = time.monotonic(), job.get("seconds")
+    world = job["steps"], job["model"], Path(job["folder"]), job["kind"]
     total: Counter[str] = Counter()
     kinds: Counter[str] = Counter()
     operations = 0
     failed: list[dict[str, Any]] = []
-    for seed in seeds:
-        if job["seconds"] and time.monotonic() - begun > job["seconds"]:
+    for seed in range(job["seed"], job["seed"] + job["seeds"]):
+        if limit and time.monotonic() - begun > limit:
             break
-        played = play(seed, job["steps"], job["model"], Path(job["folder"]), job["kind"])
+        played = play(seed, *world)
         operations += played.operations
         total.update(played.counts)
         kinds[played.mode.kind] += 1
         if played.invariant is not None:
             failed.append(asdict(played))
             print(f"simulate seed {seed} ({played.mode}): {played.what}", flush=True)
-            if not job["go_on"]:
+            if not job.get("go_on"):
                 break
-        elif job["verbose"]:
-            print(f"simulate seed {seed} ({played.mode}): {played.counts}", flush=True)
-    again = job["again"]
-    replayed = None
-    if again is not None:
-        arguments = again, job["steps"], job["model"], Path(job["folder"]), job["kind"]
-        replayed = play(*arguments) == play(*arguments)
+    again = job.get("again")
     return {
         "seeds": sum(kinds.values()),
         "kinds": dict(kinds),
@@ -47,7 +41,7 @@ def run(job: dict[str, Any]) -> dict[str, Any]:
         "counts": dict(total),
         "seconds": round(time.monotonic() - begun, 1),
         "failed": failed,
-        "replayed": replayed,
+        "replayed": None if again is None else play(again, *world) == play(again, *world),
     }
 
 
@@ -56,14 +50,14 @@ def mutate(job: dict[str, Any]) -> dict[str, Any]:
     worlds.install()
     from harness.simulate.mutations import MUTATIONS
 
-    begun = time.monotonic()
-    names = job["mutations"] or list(MUTATIONS)
+    begun, limit = time.monotonic(), job.get("seconds")
+    names = job.get("mutations") or list(MUTATIONS)
     found: dict[str, Any] = {
         name: {"component": MUTATIONS[name].component, "seed": None, "steps": 0} for name in names
     }
     for seed in range(job["seed"], job["seed"] + job["seeds"]):
         for name in [name for name in names if found[name]["seed"] is None]:
-            if job["seconds"] and time.monotonic() - begun > job["seconds"]:
+            if limit and time.monotonic() - begun > limit:
                 return found
             mutation = MUTATIONS[name]
             kind = mutation.kinds[seed % len(mutation.kinds)]
@@ -86,11 +80,5 @@ def explore(job: dict[str, Any]) -> dict[str, Any]:
     worlds.install()
     from harness.simulate import machine
 
-    return machine.explore(
-        job["seed"],
-        job["seeds"],
-        job["steps"],
-        job["model"],
-        Path(job["folder"]),
-        job["kind"],
-    )
+    world = job["steps"], job["model"], Path(job["folder"]), job["kind"]
+    return machine.explore(job["seed"], job["seeds"], *world)

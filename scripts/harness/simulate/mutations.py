@@ -5,12 +5,13 @@ A mutation replaces one attribute of kvpatch, vLLM or kvcached for some worlds.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
+from unittest.mock import patch
 
-from kvcached.integration.vllm import allocation_attempt
+from kvcached.integration.vllm.allocation_attempt import AllocationAttempt
 from kvcached.kv_cache_manager import KVCacheManager
 from vllm.v1.kv_offload.cpu.manager import CPUOffloadingManager
 from vllm.v1.kv_offload.tiering.fs import manager as fs_manager
@@ -44,15 +45,14 @@ class Mutation:
     broken: Callable[[Any], Any]
     kinds: tuple[str, ...]
 
-    @contextmanager
-    def force(self) -> Iterator[None]:
-        """Break it."""
-        original = vars(self.host)[self.name]
-        setattr(self.host, self.name, self.broken(original))
-        try:
-            yield
-        finally:
-            setattr(self.host, self.name, original)
+    def force(self) -> AbstractContextManager[Any]:
+        """Break it, within a ``with`` block."""
+        return patch.object(self.host, self.name, self.broken(vars(self.host)[self.name]))
+
+
+def _answers(value: Any) -> Callable[[Any], Any]:
+    """Return what puts a function in the place of another that does nothing but answer."""
+    return lambda original: lambda *args: value
 
 
 def _swallow(read: Any) -> Any:
@@ -63,6 +63,16 @@ def _swallow(read: Any) -> Any:
             return
 
     return reading
+
+
+def _twice(report: Any) -> Any:
+    def counting(fence: Any, job: int, workers: int) -> None:
+        if job in fence.transfers:
+            report(fence, job, workers)
+        else:
+            fence._named.update({-1 - job: workers})
+
+    return counting
 
 
 def _keep_used(pop: Any) -> Any:
@@ -86,10 +96,10 @@ def _next_chunk(places: Any) -> Any:
 
 OFFLOADING = ("offloading", "tiers")
 SIMPLE = ("eager", "lazy")
+TIERS = ("tiers",)
+EVERY = (*OFFLOADING, *SIMPLE)
 MUTATIONS = {
-    "the fence releases at once": Mutation(
-        "fence", Fence, "_rule", lambda rule: lambda *args: None, OFFLOADING
-    ),
+    "the fence releases at once": Mutation("fence", Fence, "_rule", _answers(None), OFFLOADING),
     "the fence is blind to plans": Mutation(
         "fence",
         Fence,
@@ -111,76 +121,40 @@ MUTATIONS = {
         lambda report: lambda self, job, workers: report(self, job, self.workers),
         OFFLOADING,
     ),
-    "the fence drops reports": Mutation(
-        "fence", Fence, "report", lambda report: lambda *args: None, OFFLOADING
-    ),
-    "the fence counts a report twice": Mutation(
-        "fence",
-        Fence,
-        "report",
-        lambda report: (
-            lambda self, job, workers: (
-                self._named.update({-1 - job: workers})
-                if job not in self.transfers
-                else report(self, job, workers)
-            )
-        ),
-        OFFLOADING,
-    ),
+    "the fence drops reports": Mutation("fence", Fence, "report", _answers(None), OFFLOADING),
+    "the fence counts a report twice": Mutation("fence", Fence, "report", _twice, OFFLOADING),
     "an idle engine is not stepped": Mutation(
         "fence", Fence, "holding", lambda holding: property(lambda self: 0), OFFLOADING
     ),
     "nothing is released after a step": Mutation(
-        "fence", hooks, "release_now", lambda release: lambda engine: None, (*OFFLOADING, *SIMPLE)
+        "fence", hooks, "release_now", _answers(None), EVERY
     ),
     "a standstill is not broken": Mutation(
-        "standstill", deadlock, "holds", lambda holds: lambda request: False, OFFLOADING
+        "standstill", deadlock, "holds", _answers(False), OFFLOADING
     ),
-    "the limit is ignored": Mutation(
-        "limits",
-        KVCacheManager,
-        "resize",
-        lambda resize: lambda self, size: True,
-        (*OFFLOADING, *SIMPLE),
-    ),
+    "the limit is ignored": Mutation("limits", KVCacheManager, "resize", _answers(True), EVERY),
     "a failed allocation stays": Mutation(
-        "rollback of allocations",
-        allocation_attempt.AllocationAttempt,
-        "rollback",
-        lambda rollback: lambda self: None,
-        (*OFFLOADING, *SIMPLE),
+        "rollback of allocations", AllocationAttempt, "rollback", _answers(None), EVERY
     ),
     "a failed plan stays": Mutation(
-        "rollback of plans",
-        Transaction,
-        "revert_to",
-        lambda revert: lambda self, count: [],
-        OFFLOADING,
+        "rollback of plans", Transaction, "revert_to", _answers([]), OFFLOADING
     ),
     "files are not checked": Mutation(
-        "tiers",
-        block_files,
-        "_seal",
-        lambda seal: lambda path, block: bytes(block_files._FIELDS.size),
-        ("tiers",),
+        "tiers", block_files, "_seal", _answers(bytes(block_files._FIELDS.size)), TIERS
     ),
-    "a failed read counts as read": Mutation("tiers", block_files, "_read", _swallow, ("tiers",)),
+    "a failed read counts as read": Mutation("tiers", block_files, "_read", _swallow, TIERS),
     "the tier reads another block": Mutation(
         "tiers",
         fs_manager,
         "batch_load_block",
         lambda load: lambda paths, *rest: load(paths[::-1], *rest),
-        ("tiers",),
+        TIERS,
     ),
     "a late disk is waited for": Mutation(
-        "tiers", Unanswered, "late", lambda late: property(lambda self: False), ("tiers",)
+        "tiers", Unanswered, "late", lambda late: property(lambda self: False), TIERS
     ),
     "a reset keeps the tier's blocks": Mutation(
-        "tiers",
-        CPUOffloadingManager,
-        "reset_cache",
-        lambda reset: lambda self: None,
-        ("offloading",),
+        "tiers", CPUOffloadingManager, "reset_cache", _answers(None), ("offloading",)
     ),
     "a copy takes another place": Mutation(
         "offloading", workers, "places", _next_chunk, OFFLOADING
@@ -189,10 +163,6 @@ MUTATIONS = {
         "simple connector", EvictableBlocks, "pop", _keep_used, ("lazy",)
     ),
     "an idle engine leaves its copies": Mutation(
-        "simple connector",
-        lifetime,
-        "waits_for_copies",
-        lambda waits: lambda scheduler: False,
-        SIMPLE,
+        "simple connector", lifetime, "waits_for_copies", _answers(False), SIMPLE
     ),
 }

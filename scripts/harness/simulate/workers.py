@@ -8,6 +8,7 @@ was unmapped too early is gone.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
@@ -288,18 +289,9 @@ class Event:
         self.query()
 
 
-class NoStreams:
-    """What stands for ``torch`` in the simple connector's worker: nothing runs by itself."""
-
-    class Event:
-        """An event of the compute stream."""
-
-        def record(self, stream: Any) -> None:
-            """Do nothing: a step has computed when its copies are launched."""
-
-    class cuda:  # noqa: N801
-        """The current stream."""
-
-        @staticmethod
-        def current_stream() -> None:
-            """Return nothing."""
+# What stands for ``torch`` in the simple connector's worker: a step has computed when its copies
+# are launched, and no event has to be recorded for that.
+NO_STREAMS = SimpleNamespace(
+    Event=lambda: SimpleNamespace(record=lambda stream: None),
+    cuda=SimpleNamespace(current_stream=lambda: None),
+)

@@ -28,11 +28,12 @@ from vllm.v1.request import Request
 from vllm.v1.simple_kv_offload import worker as simple_worker
 
 from harness import connectors
+from harness.engines.inside import after, referenced
 from harness.engines.scheduling import allow_async_scheduling
 from harness.simulate import disks
 from harness.simulate.invariants import Violation
 from harness.simulate.story import BLOCK, TOKENS, Story, tell
-from harness.simulate.workers import BLANK, SCRATCH, NoStreams, Worker
+from harness.simulate.workers import BLANK, NO_STREAMS, SCRATCH, Worker
 from kvpatch.patches.fence.hooks import fence_of
 
 BLOCK_BYTES = 4096  # of one rank; the tier's files are of whole pages
@@ -184,7 +185,7 @@ def install() -> None:
     # Neither is of this world: the heap of many engines, and a group of real processes.
     core_module.freeze_gc_heap = lambda: None
     core_module.cleanup_dist_env_and_memory = lambda *args, **kwargs: None
-    simple_worker.torch = NoStreams
+    simple_worker.torch = NO_STREAMS
     allow_async_scheduling()
     disks.install()
 
@@ -212,13 +213,11 @@ class World:
         self.clock, self.wall = 1000.0, 1e9
         self.exhausts = 0.0
         self.weights = 0
-        self.shrinking_at: int | None = None
         self.stories: dict[str, Story] = {}
         self.requests: dict[str, Any] = {}
         self.texts: dict[str, tuple[int, ...]] = {}
         self.expected: dict[bytes, bytes] = {}
         self.given: dict[str, list[int]] = {}
-        self.calm = False
         self.steps = 0
         self.cache_configs: list[Any] = []
         self.root = folder / f"disk-{seed}"
@@ -251,16 +250,13 @@ class World:
     def _engine(self, model: str) -> Any:
         mode = self.mode
         size = mode.chunks * BLOCK_BYTES * mode.workers
+        disk = {"type": "fs", "root_dir": str(self.root)}
         connector = {
-            "offloading": lambda: connectors.offloading(size, offload_prompt_only=False),
-            "tiers": lambda: connectors.tiering(
-                size,
-                [{"type": "fs", "root_dir": str(self.root)}],
-                offload_prompt_only=False,
-            ),
-            "eager": lambda: connectors.simple(size, lazy=False),
-            "lazy": lambda: connectors.simple(size, lazy=True),
-        }[mode.kind]()
+            "offloading": connectors.offloading(size, offload_prompt_only=False),
+            "tiers": connectors.tiering(size, [disk], offload_prompt_only=False),
+            "eager": connectors.simple(size, lazy=False),
+            "lazy": connectors.simple(size, lazy=True),
+        }[mode.kind]
         connector["engine_id"] = f"simulated-{os.getpid()}-{self.seed}"
         self.config = EngineArgs(
             model=model,
@@ -294,16 +290,14 @@ class World:
         manager.alloc = exhausted
 
     def _watch_reports(self) -> None:
-        if self.fence is None:
+        if (fence := self.fence) is None:
             return
-        report, fence = self.fence.report, self.fence
 
-        def remembering(job_id: int, workers: int) -> None:
-            report(job_id, workers)
+        def remember(result: Any, job_id: int, workers: int) -> None:
             if job_id not in fence.transfers:
                 self.retired_reports.append(job_id)
 
-        fence.report = remembering  # type: ignore[method-assign]
+        after(fence, "report", remember)
 
     @property
     def offloaded(self) -> Any:
@@ -326,12 +320,7 @@ class World:
 
     def map(self, offsets: list[int]) -> None:
         """Map pages, as the driver does in every worker."""
-        for offset in offsets:
-            page = offset // PAGE_BYTES
-            self.mapped.add(page)
-            for worker in self.workers:
-                for block in range(page * PER_PAGE, (page + 1) * PER_PAGE):
-                    worker.memory[block] = BLANK
+        self.mapped |= self._filled(offsets, BLANK)
         if len(self.mapped) + self.neighbour > self.mode.pages:
             self.violate("limit", f"{len(self.mapped)} pages on a device of {self.mode.pages}")
         above = hasattr(self, "manager") and len(self.mapped) > self.limit
@@ -340,13 +329,16 @@ class World:
 
     def unmap(self, offsets: list[int]) -> None:
         """Unmap pages, as the driver does in every worker."""
-        for offset in offsets:
-            page = offset // PAGE_BYTES
-            self.mapped.discard(page)
-            self.counts["pages unmapped"] += 1
-            for worker in self.workers:
-                for block in range(page * PER_PAGE, (page + 1) * PER_PAGE):
-                    worker.memory[block] = SCRATCH
+        self.mapped -= self._filled(offsets, SCRATCH)
+        self.counts["pages unmapped"] += len(offsets)
+
+    def _filled(self, offsets: list[int], content: bytes) -> set[int]:
+        """Let the blocks of pages have a content in every worker; return the pages."""
+        pages = {offset // PAGE_BYTES for offset in offsets}
+        blocks = [page * PER_PAGE + index for page in pages for index in range(PER_PAGE)]
+        for worker in self.workers:
+            worker.memory.update(dict.fromkeys(blocks, content))
+        return pages
 
     def is_mapped(self, block: int) -> bool:
         """Return whether a block's page is mapped."""
@@ -653,8 +645,7 @@ class World:
         if status == "RUNNING":
             return "runs"
         if status == "WAITING_FOR_REMOTE_KVS":
-            flying = any(copy.load for worker in self.workers for copy in worker.copies)
-            return "its load, which runs" if flying else "its load, which nothing runs"
+            return f"its load, which {'runs' if self._loads else 'nothing runs'}"
         if self.disk.pending:
             return "the disk"
         return f"memory: {self.manager.available_size()} blocks free, status {status}"
@@ -665,9 +656,7 @@ class World:
         capacity = self.mode.pages * PER_PAGE
         found = {
             "requests": len(self.requests) + len(self.scheduler.requests),
-            "blocks referenced": sum(
-                block.ref_cnt > 0 for block in self.pool.blocks if not block.is_null
-            ),
+            "blocks referenced": referenced(self.pool),
             "blocks missing": capacity - 1 - self.manager.available_size(),
             "blocks cached": len(self.pool._evictable_blocks),
             "pages retired": len(self.manager._retired_pages),

@@ -1,0 +1,80 @@
+"""What a program may import from kvpatch."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import kvpatch
+from kvpatch import api
+from kvpatch.refusal import Refusal
+from kvpatch.telemetry import status_page
+
+ROOT = Path(__file__).parents[2]
+
+
+def test_all_of_it_is_there():
+    assert dir(kvpatch) == kvpatch.__all__ == ["Process", "Refusal", "__version__", "status"]
+    assert kvpatch.Refusal is Refusal
+    assert kvpatch.Process is api.Process
+    with pytest.raises(AttributeError, match="module 'kvpatch' has no attribute 'statuses'"):
+        kvpatch.statuses  # noqa: B018
+
+
+def test_nothing_of_it_is_imported_before_it_is_asked_for(run):
+    code = "import sys, kvpatch; print(sorted(n for n in sys.modules if n[:8] == 'kvpatch.'))"
+    done = run(sys.executable, "-c", code, KVPATCH="0", PYTHONPATH=ROOT)
+    assert done.out == "['kvpatch.bootstrap', 'kvpatch.environ', 'kvpatch.version']\n"
+
+
+@pytest.mark.parametrize("first", ["", "from kvpatch.status import record\n"])
+def test_status_is_a_call_whether_its_module_was_imported_or_not(run, first):
+    """An import of kvpatch.status, as by every engine, sets the package's attribute."""
+    code = f"{first}import kvpatch; print(kvpatch.status())"
+    done = run(sys.executable, "-c", code, KVPATCH="0", PYTHONPATH=ROOT)
+    assert (done.code, done.out) == (0, "[]\n")
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    monkeypatch.setenv("KVPATCH_STATUS_DIR", str(tmp_path))
+    return tmp_path
+
+
+def test_status_is_what_a_page_says(folder):
+    writer = status_page.Writer(os.getpid(), "0.1.0")
+    described = {
+        "roles": ["engine-core", "worker"],
+        "elastic": True,
+        "features": {"fence": "applied"},
+        "engine": {"model": "m", "requests": {"running": 1, "waiting": 0}},
+    }
+    writer.write(described)
+    (process,) = kvpatch.status()
+    assert kvpatch.status(os.getpid()) == [process]
+    assert (process.pid, process.state, process.line) == (os.getpid(), "runs", "")
+    assert process.roles == ("engine-core", "worker")
+    assert process.elastic is True
+    assert process.features == {"fence": "applied"}
+    assert process.engine["requests"] == {"running": 1, "waiting": 0}
+
+
+def test_status_of_a_process_that_is_unknown_is_not_elastic(folder):
+    other = subprocess.Popen(["sleep", "60"])
+    try:
+        (process,) = kvpatch.status(other.pid)
+    finally:
+        other.kill()
+        other.wait()
+    assert (process.state, process.elastic, process.roles) == ("unknown", None, ())
+    assert process.line.startswith(f"pid {other.pid} has no status page")
+
+
+def test_a_refusal_has_its_parts():
+    refusal = kvpatch.Refusal("a thing", "a reason", "do this", code="KVP101")
+    assert (refusal.what, refusal.why, refusal.remedy) == ("a thing", "a reason", "do this")
+    assert (refusal.code, refusal.basis.value) == ("KVP101", "setup")
