@@ -1,4 +1,4 @@
-"""The socket of an engine: who may ask, what is answered, and what an engine does without asking."""
+"""The socket of an engine: who may ask, what is answered, what it does though nobody waits."""
 
 from __future__ import annotations
 
