@@ -30,7 +30,7 @@ class Command(NamedTuple):
 COMMANDS: tuple[Command, ...] = (
     Command("doctor", "kvpatch.cli.doctor", "check this environment for kvpatch"),
     Command("status", "kvpatch.cli.status", "show the memory and transfers of running engines"),
-    Command("list", "kvpatch.cli.engines", "show the engines that can be suspended and limited"),
+    Command("list", "kvpatch.cli.listing", "show the engines that can be suspended and limited"),
     Command("suspend", "kvpatch.cli.suspend", "store an engine's KV cache and free its memory"),
     Command("resume", "kvpatch.cli.resume", "give a suspended engine its memory back"),
     Command("limit", "kvpatch.cli.limit", "set the memory of the device that an engine may map"),
