@@ -158,6 +158,8 @@ CODES = {
     "KVP341": _not_validated("offloading with sleep mode or the cumem allocator"),
     "KVP351": _not_validated("offloading with loads within a step, from vLLM 0.33 on"),
     "KVP352": _not_validated("a CPU tier of SimpleCPUOffloadConnector that is sized in blocks"),
+    "KVP370": _not_validated("`KVPATCH_IDLE` on a release"),
+    "KVP371": _not_validated("`KVPATCH_IDLE` without a CPU tier alone"),
     "KVP401": _incompatible(
         "the scheduler's block pool is not kvcached's", "ovg-project/kvcached#316"
     ),

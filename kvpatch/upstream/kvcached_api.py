@@ -230,11 +230,41 @@ def is_applied(manager: Any) -> bool:
 
     As long as it has not, an allocation would apply an earlier one.
     """
-    reported = manager.page_allocator.get_resize_target()  # of one layer; none if it is below 1
+    reported = reported_limit(manager)
     wanted = limit(manager) // manager.num_layers // manager.num_kv_buffers
-    return bool(reported < 1 or reported == wanted)
+    return reported is None or reported == wanted
+
+
+def reported_limit(manager: Any) -> int | None:
+    """Return the limit that the next allocation applies, in bytes of the K or V of one layer."""
+    reported = int(manager.page_allocator.get_resize_target())
+    return reported if reported > 0 else None
+
+
+def is_above_limit(manager: Any) -> bool:
+    """Whether an engine has more pages than the next allocation would leave it."""
+    reported = reported_limit(manager)
+    return reported is not None and reported // manager.page_size < pages_in_use(manager)
 
 
 def has_retired(manager: Any) -> bool:
     """Whether pages were freed that are not unmapped yet."""
     return bool(getattr(manager, "_retired_pages", None))
+
+
+def pages_in_use(manager: Any) -> int:
+    """Return the pages that have blocks, those included that were freed and not unmapped yet."""
+    return int(manager.page_allocator.get_page_state()["inuse_pages"])
+
+
+def unused_pages(pool: Any) -> list[list[int]]:
+    """Return the cached blocks of every page that no request uses, the coldest page first.
+
+    A page's last used block says how warm it is. Only a page without any block is unmapped.
+    """
+    manager = pool.kv_cache_manager
+    places = {block: place for place, block in enumerate(pool._evictable_blocks)}
+    pages = manager.page_allocator.group_indices_by_page(list(places), manager.block_mem_size)
+    there = manager.get_page_occupancy(list(pages))
+    whole = [blocks for page, blocks in pages.items() if len(blocks) >= there.get(page, 0)]
+    return sorted(whole, key=lambda blocks: max(places[block] for block in blocks))

@@ -15,10 +15,12 @@ from typing import Any
 
 import pytest
 
-from kvpatch.patches.suspend import hold
+from kvpatch import state
+from kvpatch.patches.suspend import giving, hold
+from kvpatch.patches.suspend.giving import Giving
 from kvpatch.patches.suspend.hold import Hold
 from kvpatch.patches.suspend.spill import Spill, Tier
-from kvpatch.patches.suspend.suspension import Suspension
+from kvpatch.patches.suspend.suspension import Phase, Suspension
 from kvpatch.upstream import kvcached_api
 
 PAGE = 1 << 20
@@ -71,8 +73,8 @@ class Store(Tier):
         for key in reversed(keys):
             self.blocks.move_to_end(key)
 
-    def busy(self) -> bool:
-        return bool(self.flying)
+    def awaits(self, keys: set[bytes]) -> set[bytes]:
+        return keys & {key for _, key, _ in self.flying}
 
     def step(self, now: int) -> None:
         """Complete what has taken long enough."""
@@ -103,14 +105,26 @@ class Pool:
     def used(self) -> set[int]:
         return set(self.content)
 
+    def evict_blocks(self, blocks: set[int]) -> None:
+        for block in blocks:
+            key = self._block_id_to_key.pop(block)
+            del self._cached_blocks[key][block]
+            if not self._cached_blocks[key]:
+                del self._cached_blocks[key]
+            del self._evictable_blocks[block]  # nobody evicts what a request uses
+            del self.content[block]
+
 
 class Manager:
     """kvcached's manager of pages, with its pool in /dev/shm."""
 
     mem_size, num_layers, num_kv_buffers, page_size = MOST * PAGE, 1, 1, PAGE
+    block_mem_size = PAGE // BLOCKS
 
     def __init__(self, pool: Pool) -> None:
         self.pool = pool
+        pool.kv_cache_manager = self  # type: ignore[attr-defined]
+        self.in_shrink = False
         self.limit = self.reported = MOST * PAGE  # in /dev/shm; by kvcached's thread
         self.total = MOST
         self.ahead = 2
@@ -131,11 +145,24 @@ class Manager:
     def trim(self) -> None:
         self.ahead = 0
 
+    def group_indices_by_page(self, blocks: list[int], size: int) -> dict[int, list[int]]:
+        pages: dict[int, list[int]] = {}
+        for block in blocks:
+            pages.setdefault(block // BLOCKS, []).append(block)
+        return pages
+
+    def get_page_occupancy(self, pages: list[int]) -> dict[int, int]:
+        return {page: sum(b // BLOCKS == page for b in self.pool.used()) for page in pages}
+
     def resize(self, size: int) -> bool:
-        if size // PAGE < self.get_page_state()["inuse_pages"]:
-            return False
-        self.total = size // PAGE
-        return True
+        """As kvpatch wraps it."""
+        return giving.around_resize(self._resize, self, (size,), {})
+
+    def _resize(self, size: int) -> bool:
+        self.in_shrink = size // PAGE < self.get_page_state()["inuse_pages"]
+        if not self.in_shrink:
+            self.total = size // PAGE
+        return not self.in_shrink
 
 
 class Scheduler:
@@ -154,9 +181,13 @@ class Scheduler:
 
         hold.around_pause_state(wrapped, self, wanted)
 
-    def has_requests(self) -> bool:
-        from kvpatch import state
+    def has_unfinished_requests(self) -> bool:
+        return bool(self.running or self.waiting)
 
+    def get_request_counts(self) -> tuple[int, int]:
+        return len(self.running), len(self.waiting)
+
+    def has_requests(self) -> bool:
         if self.pause_state is Pause.PAUSED_ALL:
             there = False
         elif self.pause_state is Pause.PAUSED_NEW:
@@ -164,7 +195,7 @@ class Scheduler:
         else:
             there = bool(self.running or self.waiting)
         held = state.find(self, Hold)
-        return there or (held is not None and held.steps)
+        return there or (held is not None and bool(held.stepped_for))
 
 
 class World:
@@ -173,9 +204,10 @@ class World:
     Args:
         room: blocks of its CPU tier.
         ahead: batches that are under way when a step begins, as with asynchronous scheduling.
+        gives: it gives pages back for a lower limit and when it is idle.
     """
 
-    def __init__(self, room: int = 100, ahead: int = 0) -> None:
+    def __init__(self, room: int = 100, ahead: int = 0, gives: bool = False) -> None:
         self.scheduler = Scheduler()
         self.pool = Pool()
         self.manager = Manager(self.pool)
@@ -187,7 +219,14 @@ class World:
         self.lag = 3  # steps between two looks of kvcached's thread at the limit
         self.fence = 2  # steps until pages are let go
         self._retired: list[tuple[int, int]] = []
+        self._in_use: set[int] = set()
         self.suspension = Suspension(self, self.spill)
+        if gives:
+            self.giving = Giving(self, self.spill, self._may_give)
+            state.attach(self.manager, self.giving)
+
+    def _may_give(self) -> bool:
+        return self.suspension.phase is Phase.RUNS
 
     def reset_prefix_cache(self, reset_running_requests: bool = False) -> bool:
         assert reset_running_requests
@@ -232,9 +271,12 @@ class World:
             self._run()
         self.tier.step(self.steps)
         self._plan()
+        self._retire()
         self._release()
         if self.lag and self.steps % self.lag == 0:
             self.manager.reported = self.manager.limit
+        if (other := state.find(self.manager, Giving)) is not None:
+            other.advance()
         self.suspension.advance()
         return True
 
@@ -261,6 +303,14 @@ class World:
         for one in blocks:
             self.tier.flying.append((self.steps, one.key, self.pool.content[one.block]))
         self.spill.planned([one.key for one in blocks])
+
+    def _retire(self) -> None:
+        """Pages whose last block was evicted wait for the fence."""
+        now = self.manager.in_use()
+        for page in self._in_use - now - set(self.manager._retired_pages):
+            self.manager._retired_pages.append(page)
+            self._retired.append((self.steps, page))
+        self._in_use = now
 
     def _release(self) -> None:
         for when, page in list(self._retired):

@@ -22,7 +22,7 @@ from suspend_world import PAGE, World, worlds
 
 from kvpatch import claims, cli, control, private
 from kvpatch.control import client, protocol
-from kvpatch.patches.suspend import server
+from kvpatch.patches.suspend import queue as handing
 from kvpatch.patches.suspend.server import Question, Server
 from kvpatch.patches.suspend.suspension import Suspension
 
@@ -272,5 +272,5 @@ def test_without_engines_the_list_is_empty(capsys: pytest.CaptureFixture[str]) -
 def test_a_question_reaches_an_engine_through_vllms_queue() -> None:
     engine = SimpleNamespace(input_queue=queue.Queue())
     question = Question({"verb": "resume"})
-    server.hand_over(engine, question)
+    handing.hand_over(engine, question)
     assert engine.input_queue.get_nowait() == (b"wake", question)

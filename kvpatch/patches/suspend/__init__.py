@@ -17,6 +17,7 @@ FEATURE = Feature(
     "`kvpatch resume` takes it again",
     since="0.32",
     optional=True,
+    rules="kvpatch.patches.suspend.rules:RULES",
     seams=(
         Patch(
             id="suspend.engine",
@@ -77,6 +78,16 @@ FEATURE = Feature(
             until=_UNTIL,
             wrapper=f"{_HOOKS}:around_pause_state",
             parameters=("self", "pause_state"),
+            since="0.32",
+        ),
+        Patch(
+            id="suspend.limit",
+            target="kvcached.kv_cache_manager:KVCacheManager.resize",
+            why="a lower limit evicts blocks that only the device has",
+            upstream="ovg-project/kvcached, KVCacheManager._alloc in 0.1.6",
+            until="kvcached consults the connector before evicting",
+            wrapper="kvpatch.patches.suspend.giving:around_resize",
+            parameters=("self", "new_mem_size"),
             since="0.32",
         ),
         Patch(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from kvpatch import state
@@ -18,12 +18,19 @@ class Hold:
     Attributes:
         ours: the ``PauseState`` of a suspension; None without one.
         vllms: what was asked for through vLLM.
-        steps: whether the engine has to be stepped although no request can run.
+        stepped_for: what the engine has to be stepped for although no request can run.
     """
 
     ours: Any = None
     vllms: Any = None
-    steps: bool = False
+    stepped_for: set[str] = field(default_factory=set)
+
+    def step_for(self, what: str, wanted: bool) -> None:
+        """Let the engine be stepped for something, or no longer."""
+        if wanted:
+            self.stepped_for.add(what)
+        else:
+            self.stepped_for.discard(what)
 
     def set(self, scheduler: Any, wanted: Any) -> None:
         """Pause a scheduler for a suspension, or with None no longer."""
@@ -32,11 +39,11 @@ class Hold:
 
     def runs_out(self, scheduler: Any) -> bool:
         """Whether vLLM itself has nothing left to do, but for requests that it keeps waiting."""
-        steps, self.steps = self.steps, False
+        stepped_for, self.stepped_for = self.stepped_for, set()
         try:
             return not scheduler.has_requests()
         finally:
-            self.steps = steps
+            self.stepped_for = stepped_for
 
 
 def around_pause_state(wrapped: Any, instance: Any, wanted: Any) -> None:

@@ -5,15 +5,18 @@ from __future__ import annotations
 from typing import Any
 
 from kvpatch import state
+from kvpatch.environ import IDLE, duration
 from kvpatch.logs import log
 from kvpatch.patch import argument
 from kvpatch.patches.suspend import hold
+from kvpatch.patches.suspend.giving import Giving
 from kvpatch.patches.suspend.offloading import OffloadingTier
 from kvpatch.patches.suspend.releases import RELEASES
 from kvpatch.patches.suspend.server import Question, Server
 from kvpatch.patches.suspend.simple import SimpleTier
 from kvpatch.patches.suspend.spill import Spill, Tier
-from kvpatch.patches.suspend.suspension import Suspension
+from kvpatch.patches.suspend.suspension import Phase, Suspension
+from kvpatch.patches.suspend.watch import Look, Watch
 from kvpatch.status import record
 from kvpatch.upstream import connectors, kvcached_api
 from kvpatch.versions import in_words
@@ -29,7 +32,10 @@ def around_engine_start(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> 
         return
     from kvcached.utils import DEFAULT_IPC_NAME
 
-    suspension = state.attach(instance, suspension_of(instance))
+    suspension = make(instance)
+    giving = state.find(instance, Giving)
+    if giving is not None:
+        state.attach(instance, Watch(instance, giving, _idle_seconds()))
     try:
         state.attach(instance, Server(instance, suspension, DEFAULT_IPC_NAME))
     except OSError as error:
@@ -38,8 +44,16 @@ def around_engine_start(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> 
         )
 
 
-def suspension_of(engine: Any) -> Suspension:
-    """Return the suspension of an engine, whether or not it can be used."""
+def _idle_seconds() -> float | None:
+    text = IDLE.read()
+    return duration(text) if text else None
+
+
+def make(engine: Any) -> Suspension:
+    """Attach the suspension of an engine, whether or not it can be used, and what gives pages back.
+
+    The latter only with a tier that what is evicted can be stored in.
+    """
     why_not = _why_not_here(engine)
     connector = engine.scheduler.connector
     tier: Tier | None = None
@@ -53,9 +67,12 @@ def suspension_of(engine: Any) -> Suspension:
             tier = SimpleTier(owner)
         why_not = tier.why_not()
     if tier is None or why_not:
-        return Suspension(engine, None, why_not)
+        return state.attach(engine, Suspension(engine, None, why_not))
     spill = state.attach(owner, Spill(tier, kvcached_api.pool_of(engine)))
-    return Suspension(engine, spill)
+    suspension = state.attach(engine, Suspension(engine, spill))
+    giving = Giving(engine, spill, lambda: suspension.phase is Phase.RUNS)
+    state.attach(kvcached_api.manager_of(engine), state.attach(engine, giving))
+    return suspension
 
 
 def _why_not_here(engine: Any) -> str:
@@ -73,9 +90,11 @@ def _why_not_here(engine: Any) -> str:
 
 def before_engine_shutdown(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
     """Close the socket of an engine. Wraps ``EngineCore.shutdown``."""
-    server = state.find(instance, Server)
+    server, watch = state.find(instance, Server), state.find(instance, Watch)
     if server is not None:
         server.close()
+    if watch is not None:
+        watch.close()
     return wrapped(*args, **kwargs)
 
 
@@ -86,26 +105,34 @@ def around_client_request(wrapped: Any, instance: Any, args: Any, kwargs: Any) -
     what comes with a WAKEUP.
     """
     request = argument(args, kwargs, 1, "request")
-    suspension = state.find(instance, Suspension)
-    if not isinstance(request, Question) or suspension is None:
+    if isinstance(request, Question):
+        suspension = state.find(instance, Suspension)
+        assert suspension is not None
+        request.take(suspension)
+    elif isinstance(request, Look):
+        giving = state.find(instance, Giving)
+        assert giving is not None
+        request.take(giving)
+    else:
         return wrapped(*args, **kwargs)
-    request.take(suspension)
     return None
 
 
 def after_engine_step(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
     """Go on with a suspension. Wraps ``EngineCoreProc._process_engine_step``."""
     result = wrapped(*args, **kwargs)
-    suspension = state.find(instance, Suspension)
+    suspension, giving = state.find(instance, Suspension), state.find(instance, Giving)
+    if giving is not None:
+        giving.advance()
     if suspension is not None:
-        suspension.advance()
+        suspension.advance()  # it tells what the other has done
     return result
 
 
 def around_has_requests(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> bool:
     """Keep the engine stepping while a suspension needs it. Wraps ``Scheduler.has_requests``."""
     held = state.find(instance, hold.Hold)
-    return bool(wrapped(*args, **kwargs)) or (held is not None and held.steps)
+    return bool(wrapped(*args, **kwargs)) or (held is not None and bool(held.stepped_for))
 
 
 def around_pause_state(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> None:

@@ -55,9 +55,12 @@ class OffloadingTier(Tier):
         """Let blocks be the last that it evicts."""
         self.planner.manager.touch(keys, self._context)
 
-    def busy(self) -> bool:
-        """Whether it has stores, or loads, that have not completed."""
-        return bool(self.planner._jobs)
+    def awaits(self, keys: set[bytes]) -> set[bytes]:
+        """Return those of blocks whose store into it has not completed."""
+        from vllm.v1.kv_offload.base import LookupResult
+
+        look = self.planner.manager.lookup
+        return {key for key in keys if look(key, self._context) is LookupResult.HIT_PENDING}
 
 
 def around_store_jobs(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> dict[int, Any]:

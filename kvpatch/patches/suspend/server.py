@@ -17,6 +17,7 @@ from typing import Any
 from kvpatch import private
 from kvpatch.control import protocol
 from kvpatch.logs import log
+from kvpatch.patches.suspend import queue
 from kvpatch.patches.suspend.suspension import Cannot, Phase, Suspension
 from kvpatch.upstream import kvcached_api
 
@@ -144,7 +145,7 @@ class Server:
             protocol.send(connection, describe(engine, suspension, self._name) | {"done": True})
             return
         question = Question(asked)
-        hand_over(engine, question)
+        queue.hand_over(engine, question)
         del engine
         while not question.taken.wait(BETWEEN):
             if self._engine() is None:
@@ -153,13 +154,6 @@ class Server:
             protocol.send(connection, suspension.said | question.said | {"done": True})
             return
         follow(connection, suspension, asked)
-
-
-def hand_over(engine: Any, question: Question) -> None:
-    """Let a question reach the engine's thread, also while it waits for its clients."""
-    from vllm.v1.engine import EngineCoreRequestType
-
-    engine.input_queue.put_nowait((EngineCoreRequestType.WAKEUP, question))
 
 
 def follow(connection: socket.socket, suspension: Suspension, asked: dict[str, Any]) -> None:
@@ -173,7 +167,7 @@ def follow(connection: socket.socket, suspension: Suspension, asked: dict[str, A
                 suspension.changed.wait(BETWEEN)
                 said = suspension.said
         if ended(said, wanted):
-            if wanted is Phase.RUNS:  # the error is about a suspension
+            if wanted is not Phase.SUSPENDED:  # the error is about a suspension
                 said = {name: value for name, value in said.items() if name != "error"}
             protocol.send(connection, said | {"done": True})
             return
@@ -185,7 +179,9 @@ def follow(connection: socket.socket, suspension: Suspension, asked: dict[str, A
 def ended(said: dict[str, Any], wanted: Phase | None) -> bool:
     """Whether a verb has ended, well or not: a suspension that was given up runs again."""
     phase = said.get("phase")
-    return wanted is None or phase in (wanted.value, Phase.RUNS.value, Phase.SUSPENDED.value)
+    if wanted is None:
+        return not said.get("lowers")
+    return phase in (wanted.value, Phase.RUNS.value, Phase.SUSPENDED.value)
 
 
 def describe(engine: Any, suspension: Suspension, name: str) -> dict[str, Any]:

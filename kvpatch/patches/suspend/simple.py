@@ -40,9 +40,9 @@ class SimpleTier(Tier):
         pool.touch(blocks)
         pool.free_blocks(blocks)
 
-    def busy(self) -> bool:
-        """Whether it has stores that have not completed."""
-        return bool(self.scheduler.has_pending_stores())
+    def awaits(self, keys: set[bytes]) -> set[bytes]:
+        """Return those of blocks whose store into it has not completed."""
+        return keys & under_way(self.scheduler)
 
 
 def around_store_specs(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
@@ -73,15 +73,12 @@ def store(scheduler: Any, spill: Spill, now: set[int]) -> dict[int, int]:
         now: device blocks that this step stores already.
     """
     device, tier = scheduler._gpu_block_pool, scheduler.cpu_block_pool
-    under_way = {
-        device.blocks[block].block_hash
-        for transfer in scheduler._store_event_to_blocks.values()
-        for block in transfer.gpu_block_ids
-    } | {device.blocks[block].block_hash for block in now}
+    stored = under_way(scheduler) | {device.blocks[block].block_hash for block in now}
     wanted = spill.next()
-    spill.planned(one.key for one in wanted if one.key in under_way)
-    wanted = [one for one in wanted if one.key not in under_way]
-    wanted = wanted[: tier.get_num_free_blocks()]
+    spill.planned(one.key for one in wanted if one.key in stored)
+    wanted = [one for one in wanted if one.key not in stored]
+    # The tier evicts in the order in which the copies are let go of.
+    wanted = wanted[: tier.get_num_free_blocks()][::-1]
     if not wanted:
         if not scheduler.has_pending_stores() and not now:
             spill.no_room()
@@ -93,3 +90,13 @@ def store(scheduler: Any, spill: Spill, now: set[int]) -> dict[int, int]:
         scheduler._in_flight_store_gpu_blocks.update(ids)
     spill.planned(one.key for one in wanted)
     return dict(zip(ids, places, strict=True))
+
+
+def under_way(scheduler: Any) -> set[bytes]:
+    """Return the hashes of the blocks whose stores have not completed."""
+    blocks = scheduler._gpu_block_pool.blocks
+    return {
+        blocks[block].block_hash
+        for transfer in scheduler._store_event_to_blocks.values()
+        for block in transfer.gpu_block_ids
+    }

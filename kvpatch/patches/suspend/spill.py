@@ -64,8 +64,8 @@ class Tier(ABC):
         """Let blocks that it holds be the last that it evicts, the first of them last of all."""
 
     @abstractmethod
-    def busy(self) -> bool:
-        """Whether it has stores that have not completed."""
+    def awaits(self, keys: set[bytes]) -> set[bytes]:
+        """Return those of blocks whose store into it has not completed."""
 
 
 @dataclass
@@ -104,6 +104,7 @@ class Spill:
         self.count = Count()
         self._blocks: list[Cached] = []
         self._missing: dict[bytes, int] = {}
+        self._flying: set[bytes] = set()
 
     def begin(self, blocks: Iterable[Cached]) -> None:
         """Take up blocks, the most important one first.
@@ -117,6 +118,7 @@ class Spill:
         self.tier.keep(there)
         held = set(there)
         self._missing = {one.key: one.block for one in fit if one.key not in held}
+        self._flying.clear()
         self.count = Count(len(self._blocks), len(fit), len(self._missing))
 
     def next(self) -> list[Cached]:
@@ -132,6 +134,7 @@ class Spill:
         """Record that the stores of blocks were planned."""
         for key in keys:
             if self._missing.pop(key, None) is not None:
+                self._flying.add(key)
                 self.count.planned += 1
 
     def no_room(self) -> None:
@@ -148,7 +151,8 @@ class Spill:
     @property
     def done(self) -> bool:
         """Whether every store that it can make has completed."""
-        return not self._missing and not self.tier.busy()
+        self._flying = self.tier.awaits(self._flying)
+        return not self._missing and not self._flying
 
     def kept(self) -> int:
         """Return how many of the resident blocks the tier holds now."""

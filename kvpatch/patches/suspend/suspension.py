@@ -25,6 +25,7 @@ from typing import Any
 from kvpatch import state
 from kvpatch.logs import log
 from kvpatch.patches import deadlock
+from kvpatch.patches.suspend.giving import Giving
 from kvpatch.patches.suspend.hold import Hold
 from kvpatch.patches.suspend.spill import Spill, cached
 from kvpatch.sizes import readable
@@ -74,7 +75,7 @@ class Suspension:
         self.said: dict[str, Any] = {}
         self._spill = spill
         self._why_not = why_not
-        self._hold = state.attach(engine.scheduler, Hold())
+        self._hold = state.of(engine.scheduler, Hold)
         self._manager = kvcached_api.manager_of(engine)
         self._begun = 0.0
         self._deadline = 0.0
@@ -183,6 +184,8 @@ class Suspension:
 
     def advance(self) -> None:
         """Go as far as it goes now; called at every step of the engine."""
+        if self.phase is Phase.RUNS and self.said.get("lowers"):
+            self._tell()
         if self.phase is Phase.RUNS or self.phase is Phase.SUSPENDED:
             return
         try:
@@ -287,7 +290,7 @@ class Suspension:
     def _go_to(self, phase: Phase, error: str = "") -> None:
         log.debug("kvpatch: suspension: %s -> %s %s", self.phase.value, phase.value, error)
         self.phase = phase
-        self._hold.steps = phase in STEPPED
+        self._hold.step_for("suspension", phase in STEPPED)
         if phase in (Phase.RUNS, Phase.SUSPENDED):
             self._deadline = 0.0
         if phase is Phase.RUNS:
@@ -312,6 +315,9 @@ class Suspension:
             }
             if self.phase in (Phase.RELEASING, Phase.SUSPENDED):
                 said |= {"kept": self._kept, "lost": count.resident - self._kept}
+        giving = state.find(self._manager, Giving)
+        if giving is not None:
+            said |= {"lowers": giving.lowers, "evicted_without_copy": giving.lost}
         if error:
             said["error"] = error
         with self.changed:
