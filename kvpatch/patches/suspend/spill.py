@@ -37,7 +37,7 @@ def cached(pool: Any) -> list[Cached]:
     beginnings of prompts, without which their ends are worth nothing.
     """
     unused = pool._evictable_blocks
-    one_each = {key: next(iter(blocks)) for key, blocks in pool._cached_blocks.items() if blocks}
+    one_each = {key: block for block, key in pool._block_id_to_key.items()}
     used = [Cached(key, block) for key, block in one_each.items() if block not in unused]
     places = {block: place for place, block in enumerate(unused)}
     rest = [Cached(key, block) for key, block in one_each.items() if block in places]

@@ -139,6 +139,7 @@ class Suspension:
         """
         if self._spill is None or self._why_not:
             raise Cannot(self._why_not)
+        self._tell()
         blocks = cached(kvcached_api.pool_of(self.engine))
         lost = max(0, len(blocks) - self._spill.tier.capacity())
         held = sum(self._spill.tier.holds(one.key) for one in blocks)
