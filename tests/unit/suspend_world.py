@@ -174,6 +174,7 @@ class Scheduler:
         self.waiting: list[Request] = []
         self.pause_state = Pause.UNPAUSED
         self.connector = SimpleNamespace()
+        self.reset_preempted_req_ids: set[str] = set()
 
     def set_pause_state(self, wanted: Any) -> None:
         def wrapped(state: Any) -> None:
@@ -217,7 +218,7 @@ class World:
         self.steps = 0
         self.finished: list[str] = []
         self.lag = 3  # steps between two looks of kvcached's thread at the limit
-        self.fence = 2  # steps until pages are let go
+        self.fence = 2  # steps until pages are let go; 0 for at once
         self._retired: list[tuple[int, int]] = []
         self._in_use: set[int] = set()
         self.suspension = Suspension(self, self.spill)
@@ -235,6 +236,7 @@ class World:
             request.status = Status(name="PREEMPTED")
             request.num_computed_tokens = 0
             self.scheduler.waiting.insert(0, request)
+            self.scheduler.reset_preempted_req_ids.add(request.name)
         self.scheduler.running.clear()
         flying = {key for _, key, _ in self.tier.flying}
         assert not flying, "blocks are freed that are being copied"
@@ -242,7 +244,7 @@ class World:
         self.pool.__init__()  # type: ignore[misc]
         for request in self.scheduler.requests.values():
             request.blocks = []
-        gone = before - self.manager.in_use()
+        gone = before - self.manager.in_use() if self.fence else set()
         self.manager._retired_pages += sorted(gone)
         self._retired += [(self.steps, page) for page in gone]
         return True
@@ -269,6 +271,7 @@ class World:
             self._admit()
         if self.scheduler.pause_state is not Pause.PAUSED_ALL:
             self._run()
+        self.scheduler.reset_preempted_req_ids = set()
         self.tier.step(self.steps)
         self._plan()
         self._retire()
@@ -285,6 +288,8 @@ class World:
             # An allocation applies the limit that kvcached's thread reports.
             assert self.manager.reported == self.manager.limit, "an old limit is applied"
             request = self.scheduler.waiting.pop(0)
+            told = request.name in self.scheduler.reset_preempted_req_ids
+            assert not told, "loaded in the step that says it was preempted"
             request.status = Status(name="RUNNING")
             self.scheduler.running.append(request)
 

@@ -80,6 +80,17 @@ def test_no_request_runs_before_kvcached_has_read_the_limit(worlds: Any) -> None
     assert sorted(world.finished) == ["first", "second"]
 
 
+def test_a_step_says_who_was_preempted_before_anybody_runs_again(worlds: Any) -> None:
+    """vLLM's OffloadingConnector fails an assertion otherwise; seen under load."""
+    world = filled(worlds)
+    world.fence = 0
+    suspended(world)
+    assert world.scheduler.reset_preempted_req_ids == set()
+    world.suspension.resume()
+    world.until_idle()
+    assert sorted(world.finished) == ["first", "second"]
+
+
 def test_running_requests_may_finish_first(worlds: Any) -> None:
     world = filled(worlds)
     world.add("third")

@@ -233,11 +233,18 @@ class Suspension:
         self.engine.reset_prefix_cache(reset_running_requests=True)
 
     def _releasing(self) -> bool:
-        if kvcached_api.has_retired(self._manager):
+        if self._must_tell_preempted() or kvcached_api.has_retired(self._manager):
             return False
         self._floor = kvcached_api.give_all_back(self._manager)
         self._go_to(Phase.SUSPENDED)
         return False
+
+    def _must_tell_preempted(self) -> bool:
+        """Whether a step has to tell the connector yet who was preempted.
+
+        vLLM's connector fails if that step already loads one of them again.
+        """
+        return bool(self.engine.scheduler.reset_preempted_req_ids)
 
     def _take_back(self) -> None:
         now = kvcached_api.limit(self._manager)
@@ -247,7 +254,7 @@ class Suspension:
         self._go_to(Phase.RESUMING)
 
     def _resuming(self) -> bool:
-        if not kvcached_api.is_applied(self._manager):
+        if self._must_tell_preempted() or not kvcached_api.is_applied(self._manager):
             return False  # an allocation would apply an earlier limit
         self._floor = 0
         self._hold.set(self.engine.scheduler, None)
