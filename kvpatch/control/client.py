@@ -16,6 +16,7 @@ from kvpatch.sizes import readable
 from kvpatch.telemetry import reader
 
 ANSWERS = 5.0  # seconds in which an engine's thread of its own answers, however busy the engine is
+SILENT = 60.0  # seconds without a line, of which that thread sends several each second
 Tell = Callable[[dict[str, Any]], None]
 
 
@@ -146,7 +147,7 @@ class Engine:
     def _ask(self, question: dict[str, Any], tell: Tell | None) -> Answer:
         said: dict[str, Any] = {}
         try:
-            for said in ask(self.path, question):
+            for said in ask(self.path, question, SILENT):
                 if tell is not None and not said.get("done"):
                     tell(said)
         except (OSError, ValueError) as error:
@@ -158,13 +159,16 @@ class Engine:
         return Answer.of(said)
 
 
-def ask(
-    path: Path, question: dict[str, Any], timeout: float | None = None
-) -> Iterator[dict[str, Any]]:
+def ask(path: Path, question: dict[str, Any], timeout: float) -> Iterator[dict[str, Any]]:
     """Ask the engine at a socket; iterate over what it says.
 
+    Args:
+        path: the socket.
+        question: a verb and what belongs to it.
+        timeout: seconds without a line after which it is given up.
+
     Raises:
-        OSError: nobody listens there, or the folder is open to others.
+        OSError: nobody listens there, nothing is said, or the folder is open to others.
         ValueError: it is not an engine that answers.
     """
     private.check_folder(path.parent)

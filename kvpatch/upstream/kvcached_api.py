@@ -206,19 +206,17 @@ def _write_limit(manager: Any, size: int) -> None:
         found.write_to_buffer(pool)
 
 
-def give_all_back(manager: Any) -> int:
+def give_all_back(manager: Any) -> int | None:
     """Lower the limit to the pages in use, and give those back that are mapped ahead of use.
 
     Returns:
-        The limit.
-
-    Raises:
-        RuntimeError: kvcached did not lower it.
+        The limit; None if it is not lowered yet, because kvcached's other thread is about to map
+        pages ahead of use.
     """
-    pages = int(manager.page_allocator.get_page_state()["inuse_pages"])
+    pages = pages_in_use(manager)
     manager.trim()
     if not manager.resize(pages * manager.page_size):
-        raise RuntimeError(f"kvcached did not lower the limit to {pages} pages")
+        return None
     manager.trim()  # what its thread mapped in between
     size = pages * page_bytes(manager)
     _write_limit(manager, size)

@@ -125,6 +125,8 @@ class Manager:
         self.pool = pool
         pool.kv_cache_manager = self  # type: ignore[attr-defined]
         self.in_shrink = False
+        self.trims = 0
+        self.mapping = 0  # times that a limit is not lowered because pages are being mapped
         self.limit = self.reported = MOST * PAGE  # in /dev/shm; by kvcached's thread
         self.total = MOST
         self.ahead = 2
@@ -144,6 +146,7 @@ class Manager:
 
     def trim(self) -> None:
         self.ahead = 0
+        self.trims += 1
 
     def group_indices_by_page(self, blocks: list[int], size: int) -> dict[int, list[int]]:
         pages: dict[int, list[int]] = {}
@@ -159,6 +162,9 @@ class Manager:
         return giving.around_resize(self._resize, self, (size,), {})
 
     def _resize(self, size: int) -> bool:
+        if self.mapping:
+            self.mapping -= 1
+            return False
         self.in_shrink = size // PAGE < self.get_page_state()["inuse_pages"]
         if not self.in_shrink:
             self.total = size // PAGE

@@ -227,6 +227,49 @@ def test_the_socket_of_a_killed_engine_is_skipped_and_replaced(worlds: Any) -> N
     assert not path.exists()
 
 
+def test_an_engine_removes_the_sockets_of_killed_ones_and_no_others(worlds: Any) -> None:
+    """Names are generated, so that nobody starts an engine of a killed one's name again."""
+    living = Running(worlds(), "living")
+    dead = socket.socket(socket.AF_UNIX)
+    dead.bind(str(protocol.path_of("dead")))
+    dead.close()
+    silent = socket.socket(socket.AF_UNIX)
+    silent.bind(str(protocol.path_of("silent")))
+    silent.listen(0)
+    waits = [socket.socket(socket.AF_UNIX) for _ in range(2)]
+    for caller in waits:
+        caller.setblocking(False)
+        caller.connect_ex(str(protocol.path_of("silent")))
+    starts = Running(worlds(), "starts")
+    assert not protocol.path_of("dead").exists()
+    assert protocol.path_of("silent").exists()
+    assert protocol.path_of("living").exists()
+    for one in (silent, *waits):
+        one.close()
+    for running in (living, starts):
+        running.end()
+
+
+def test_an_engine_in_a_long_step_says_that_it_is_there(engine: Running) -> None:
+    import time
+
+    begun = threading.Event()
+    step = engine.world.step
+
+    def long() -> bool:
+        begun.set()
+        time.sleep(0.7)
+        return step()
+
+    engine.world.step = long  # type: ignore[method-assign]
+    engine.world.add("runs", 40, 41).left = 3
+    engine.world.input_queue.put((b"wake", Question({"verb": "resume"})))
+    assert begun.wait(30)
+    said = list(client.ask(engine.server.path, {"verb": "suspend", "plan": True}, 30))
+    assert {"phase": "runs"} in said
+    assert said[-1]["resident"] == 14
+
+
 def test_two_engines_of_one_model_are_told_apart(worlds: Any) -> None:
     both = [Running(worlds(), name) for name in ("first", "second")]
     with pytest.raises(control.Refused, match="use one of the names first, second"):

@@ -91,6 +91,15 @@ def test_a_step_says_who_was_preempted_before_anybody_runs_again(worlds: Any) ->
     assert sorted(world.finished) == ["first", "second"]
 
 
+def test_pages_that_kvcached_is_mapping_ahead_are_waited_for(worlds: Any) -> None:
+    world = filled(worlds)
+    world.manager.mapping = 3
+    said = suspended(world)
+    assert said["phase"] == "suspended"
+    assert world.manager.total == 1
+    assert world.manager.mapping == 0
+
+
 def test_running_requests_may_finish_first(worlds: Any) -> None:
     world = filled(worlds)
     world.add("third")

@@ -6,22 +6,24 @@ vLLM's queue of client requests: an idle engine waits for nothing else.
 
 from __future__ import annotations
 
+import errno
 import os
 import socket
 import threading
 import time
 import weakref
 from contextlib import suppress
+from pathlib import Path
 from typing import Any
 
-from kvpatch import private
+from kvpatch import claims, private
 from kvpatch.control import protocol
 from kvpatch.logs import log
 from kvpatch.patches.suspend import queue
 from kvpatch.patches.suspend.suspension import Cannot, Phase, Suspension
 from kvpatch.upstream import kvcached_api
 
-TOGETHER = 16  # questions at a time
+TOGETHER = 64  # questions at a time
 ASKING = 10.0  # seconds in which a question has to be there
 BETWEEN = 0.2  # seconds between two lines of progress
 
@@ -95,20 +97,23 @@ class Server:
         self._engine = weakref.ref(engine)
         self._suspension = weakref.ref(suspension)
         private.make_folder(self.path.parent)
-        self.path.unlink(missing_ok=True)  # of an engine that was killed; the name is claimed
         self._socket = socket.socket(socket.AF_UNIX)
         try:
-            self._socket.bind(str(self.path))
-            self.path.chmod(0o600)
-            self._socket.listen(TOGETHER)
+            with claims.alone(self.path.parent):  # who has bound its socket listens, or is gone
+                sweep(self.path.parent)
+                self._socket.bind(str(self.path))
+                self.path.chmod(0o600)
+                self._socket.listen(TOGETHER)
         except BaseException:
-            self.close()
+            self._socket.close()
             raise
         self._free = threading.Semaphore(TOGETHER)
+        self._closed = threading.Event()
         threading.Thread(target=self._run, name="kvpatch-control", daemon=True).start()
 
     def close(self) -> None:
         """Listen no longer."""
+        self._closed.set()
         with suppress(OSError):
             self._socket.shutdown(socket.SHUT_RDWR)
         self._socket.close()
@@ -119,8 +124,13 @@ class Server:
             self._free.acquire()
             try:
                 connection, _ = self._socket.accept()
-            except OSError:
-                return  # it is closed
+            except OSError as error:
+                self._free.release()
+                if self._socket.fileno() < 0 or self._closed.is_set():
+                    return
+                log.debug("kvpatch: a connection was not accepted: %r", error)
+                self._closed.wait(BETWEEN)  # no descriptor is free, for example
+                continue
             thread = threading.Thread(target=self._serve, args=(connection,), daemon=True)
             thread.start()
 
@@ -132,7 +142,7 @@ class Server:
                 asked = next(protocol.lines(connection), None)
                 if asked is not None:
                     self._answer(connection, asked)
-        except (OSError, ValueError) as error:  # who asked is gone, or sends something else
+        except (OSError, ValueError, RecursionError) as error:  # it is gone, or sends what is none
             log.debug("kvpatch: a question was not answered: %r", error)
         finally:
             self._free.release()
@@ -147,13 +157,23 @@ class Server:
         question = Question(asked)
         queue.hand_over(engine, question)
         del engine
-        while not question.taken.wait(BETWEEN):
+        while not question.taken.wait(BETWEEN):  # it is in a step
             if self._engine() is None:
                 return
+            protocol.send(connection, {"phase": suspension.phase.value})
         if question.said:
             protocol.send(connection, suspension.said | question.said | {"done": True})
             return
         follow(connection, suspension, asked)
+
+
+def sweep(folder: Path) -> None:
+    """Remove the sockets of engines that were killed; nobody else may be binding one meanwhile."""
+    for path in folder.glob("*.sock"):
+        with socket.socket(socket.AF_UNIX) as caller:
+            caller.setblocking(False)  # a queue that is full is somebody's
+            if caller.connect_ex(str(path)) == errno.ECONNREFUSED:
+                path.unlink(missing_ok=True)
 
 
 def follow(connection: socket.socket, suspension: Suspension, asked: dict[str, Any]) -> None:

@@ -235,8 +235,10 @@ class Suspension:
     def _releasing(self) -> bool:
         if self._must_tell_preempted() or kvcached_api.has_retired(self._manager):
             return False
-        self._floor = kvcached_api.give_all_back(self._manager)
-        self._go_to(Phase.SUSPENDED)
+        floor = kvcached_api.give_all_back(self._manager)
+        if floor is not None:
+            self._floor = floor
+            self._go_to(Phase.SUSPENDED)
         return False
 
     def _must_tell_preempted(self) -> bool:
