@@ -173,14 +173,13 @@ def mapped(manager: Any) -> int:
 def limit(manager: Any) -> int:
     """Return the bytes that an engine may map, as its pool in /dev/shm has them.
 
-    Raises:
-        RuntimeError: the pool is gone.
+    Where somebody removed the pool, what the page allocator keeps to.
     """
     from kvcached.cli.utils import get_kv_cache_limit
 
     found = get_kv_cache_limit(manager.ipc_name)
     if found is None:
-        raise RuntimeError(f"the pool {manager.ipc_name} is gone")
+        return int(manager.page_allocator.get_page_state()["total_pages"]) * page_bytes(manager)
     return int(found.total_size)
 
 

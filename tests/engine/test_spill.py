@@ -156,6 +156,28 @@ def test_offloading_waits_for_room_and_gives_up_without_hope() -> None:
     assert second.kept() == 0
 
 
+def test_offloading_takes_what_fits_beside_blocks_in_use() -> None:
+    from vllm.v1.kv_offload.base import ReqContext
+
+    made = planner()
+    first = spill_of(made, {number: key(number) for number in range(1, 11)})
+    ((number, _),) = offloading.store(made, first).items()
+    report(made, number, 2)
+    context = ReqContext(req_id="loads")
+    made.manager.on_new_request(context)
+    made.manager.prepare_load([key(number) for number in range(1, 7)], context)
+    second = spill_of(made, {number: key(number) for number in range(20, 30)})
+    stored: list[int] = []
+    while second.waits:
+        for number, job in offloading.store(made, second).items():
+            stored += list(job.src_spec.block_ids)
+            report(made, number, 2)
+    assert stored[:2] == [29, 28], "the last used blocks go first"
+    assert second.done
+    assert second.kept() > 0
+    assert offloading.OffloadingTier(made).holds(key(1)), "what is being loaded was evicted"
+
+
 def test_offloading_leaves_out_what_has_gone_meanwhile() -> None:
     made = planner()
     spill = spill_of(made, {number: key(number) for number in range(1, 5)})

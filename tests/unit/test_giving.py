@@ -218,6 +218,20 @@ def test_an_idle_engine_sees_a_limit_that_is_set_in_shm(
     assert watched.look() == 1
 
 
+def test_an_idle_engine_sees_a_limit_that_a_program_in_its_process_set(
+    worlds: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """kvcached's set_memory_limit, on any thread: nothing is in /dev/shm, and nobody steps."""
+    world = filled(worlds)
+    watched = Watched(world, monkeypatch, None)
+    world.manager.resize(4 * PAGE)
+    assert world.giving.lowers
+    assert watched.look() == 1
+    watched.sent[0].take(world.giving)
+    world.until_idle()
+    assert world.manager.total == 4
+
+
 def test_the_time_without_requests_begins_when_the_last_one_has_ended(
     worlds: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -147,6 +147,55 @@ def test_it_can_be_left_when_not_everything_fits(worlds: Any) -> None:
     assert world.finished == ["first", "second"]
 
 
+def test_it_is_left_when_the_tier_did_not_take_everything_in(worlds: Any) -> None:
+    """Blocks of the tier that are in use are no room, which only a store finds out."""
+    world = filled(worlds)
+    world.suspension.suspend(False, True, None)
+    while world.suspension.phase is not Phase.STORING:
+        world.step()
+    world.tier.room = 10
+    world.until_idle()
+    assert world.suspension.said["phase"] == "runs"
+    assert world.suspension.said["error"] == "its CPU tier did not take 5 blocks in"
+    assert world.finished == ["first", "second"]
+
+
+def test_a_suspension_that_is_given_up_waits_for_the_limit_too(worlds: Any) -> None:
+    """It may have begun while the engine was still resuming from another one."""
+    world = filled(worlds)
+    suspended(world)
+    world.lag = 1000
+    world.manager.reported = world.manager.limit
+    world.suspension.resume()
+    world.suspension.suspend(False, False, None)
+    world.suspension.resume()
+    assert world.suspension.phase is Phase.RESUMING
+    assert world.scheduler.pause_state is Pause.PAUSED_ALL
+    world.lag = 1
+    world.until_idle()
+    assert world.suspension.phase is Phase.RUNS
+    assert world.manager.limit == MOST * PAGE
+
+
+def test_a_tier_that_never_has_room_is_given_up(
+    worlds: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    world = filled(worlds)
+    spill = world.spill
+    spill.begin([])
+    spill._missing = {b"old4": 4}
+    spill.no_room(forever=False)
+    assert spill.waits
+    monkeypatch.setattr("kvpatch.patches.suspend.spill.PATIENCE", 3)
+    spill.no_room(forever=False)
+    assert spill.waits
+    spill.no_room(forever=False)
+    assert not spill.waits
+    spill._missing = {b"old4": 4}
+    spill.begin([])
+    assert not spill.waits
+
+
 def test_what_the_tier_has_is_not_evicted_for_what_it_has_not(worlds: Any) -> None:
     world = filled(worlds, room=15)
     for number in range(9):

@@ -86,25 +86,22 @@ def store(planner: Any, spill: Spill) -> dict[int, Any]:
 
     manager, groups = planner.manager, [one.group_idx for one in planner.config.kv_group_configs]
     # A transfer has its blocks group by group.
-    blocks = {
-        one.key: one.block
-        for group in groups
-        for one in spill.next()
-        if get_offload_group_idx(one.key) == group
-    }
+    by_group: dict[int, list[Cached]] = {group: [] for group in groups}
+    for one in spill.next():
+        by_group.get(get_offload_group_idx(one.key), []).append(one)
+    blocks = {one.key: one.block for group in groups for one in by_group[group]}
     if not blocks:
-        spill.no_room()  # what is left is of a group that the connector does not store
+        spill.cancel()  # what is left is of a group that the connector does not store
         return {}
     number = planner._generate_job_id()
     context = ReqContext(req_id=f"{_NAME}-{number}")
     accepted = manager.on_new_request(context)
-    taken = accept(manager, list(blocks), context)
+    keys, taken = accept(manager, list(blocks), context)
     manager.on_request_finished(context)
     if taken is None:
-        if not planner._jobs:
-            spill.no_room()
+        spill.no_room(forever=not planner._jobs)
         return {}
-    spill.planned(blocks)
+    spill.planned(keys)
     if not taken.keys_to_store:
         return {}
     stored = [Cached(key, blocks[key]) for key in taken.keys_to_store]
@@ -136,14 +133,21 @@ def _yes() -> bool:
     return True
 
 
-def accept(manager: Any, keys: list[bytes], context: Any) -> Any:
-    """Return what the tier takes in; None if it cannot make room now.
+def accept(manager: Any, keys: list[bytes], context: Any) -> tuple[list[bytes], Any]:
+    """Return the blocks that the tier has or takes in, and what it takes; None if it takes none.
+
+    A tier takes all of a store or nothing: with some of its blocks in use, a smaller one fits.
 
     What ``store_threshold`` keeps out because it was asked for too rarely is taken in: the
     alternative is to lose it.
     """
     counts, manager.counts = manager.counts, None
     try:
-        return manager.prepare_store(keys, context)
+        while keys:
+            taken = manager.prepare_store(keys, context)
+            if taken is not None:
+                return keys, taken
+            keys = keys[: len(keys) // 2]
+        return [], None
     finally:
         manager.counts = counts

@@ -80,8 +80,8 @@ def store(scheduler: Any, spill: Spill, now: set[int]) -> dict[int, int]:
     # The tier evicts in the order in which the copies are let go of.
     wanted = wanted[: tier.get_num_free_blocks()][::-1]
     if not wanted:
-        if not scheduler.has_pending_stores() and not now:
-            spill.no_room()
+        if spill.waits:
+            spill.no_room(forever=not scheduler.has_pending_stores() and not now)
         return {}
     ids = [one.block for one in wanted]
     places = [block.block_id for block in tier.get_new_blocks(len(ids))]

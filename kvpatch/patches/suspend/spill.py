@@ -68,6 +68,11 @@ class Tier(ABC):
         """Return those of blocks whose store into it has not completed."""
 
 
+# Steps in which a tier takes nothing in, because all that it has is in use, before it is given up.
+# Under load that may never end, and a limit waits for it.
+PATIENCE = 1000
+
+
 @dataclass
 class Count:
     """What became of the blocks of a spill.
@@ -105,6 +110,7 @@ class Spill:
         self._blocks: list[Cached] = []
         self._missing: dict[bytes, int] = {}
         self._flying: set[bytes] = set()
+        self._refused = 0
 
     def begin(self, blocks: Iterable[Cached]) -> None:
         """Take up blocks, the most important one first.
@@ -119,6 +125,7 @@ class Spill:
         held = set(there)
         self._missing = {one.key: one.block for one in fit if one.key not in held}
         self._flying.clear()
+        self._refused = 0
         self.count = Count(len(self._blocks), len(fit), len(self._missing))
 
     def next(self) -> list[Cached]:
@@ -137,11 +144,19 @@ class Spill:
                 self._flying.add(key)
                 self.count.planned += 1
 
-    def no_room(self) -> None:
-        """Give up: the tier takes no block in, and no store is in flight that would change that."""
-        self._missing.clear()
+    def no_room(self, forever: bool) -> None:
+        """Record that the tier took nothing in.
 
-    cancel = no_room
+        Args:
+            forever: no store is in flight that would change that.
+        """
+        self._refused += 1
+        if forever or self._refused >= PATIENCE:
+            self.cancel()
+
+    def cancel(self) -> None:
+        """Store nothing more; what is in flight comes to its end."""
+        self._missing.clear()
 
     @property
     def waits(self) -> bool:

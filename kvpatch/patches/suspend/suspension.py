@@ -80,6 +80,7 @@ class Suspension:
         self._begun = 0.0
         self._deadline = 0.0
         self._finish = False
+        self._whole = False
         self._mapped_before = 0
         self._limit = 0  # to be given back at the end
         self._floor = 0
@@ -125,7 +126,7 @@ class Suspension:
         self._begun = time.monotonic()
         self._deadline = self._begun + timeout if timeout else 0.0
         self._mapped_before = self._mapped()
-        self._finish = finish
+        self._finish, self._whole = finish, whole
         states = type(self.engine.scheduler.pause_state)
         self._hold.set(self.engine.scheduler, states.PAUSED_NEW if finish else states.PAUSED_ALL)
         self._go_to(Phase.PAUSING)
@@ -158,9 +159,9 @@ class Suspension:
             return
         if self.phase in (Phase.PAUSING, Phase.STORING):
             self._cancel("it was resumed before it was suspended")
-            return
-        self._begun = time.monotonic()
-        self._take_back()
+        else:
+            self._begun = time.monotonic()
+            self._take_back()
         self.advance()
 
     def limit(self, size: int) -> None:
@@ -218,8 +219,12 @@ class Suspension:
             return False
         if why_not := self.why_not():
             self._cancel(why_not)
-            return False
+            return True
         self._kept = self._spill.kept()
+        lost = self._spill.count.resident - self._kept
+        if self._whole and lost:
+            self._cancel(f"its CPU tier did not take {lost} blocks in")
+            return True
         self._release_all()
         self._go_to(Phase.RELEASING)
         return True
@@ -258,9 +263,7 @@ class Suspension:
     def _resuming(self) -> bool:
         if self._must_tell_preempted() or not kvcached_api.is_applied(self._manager):
             return False  # an allocation would apply an earlier limit
-        self._floor = 0
-        self._hold.set(self.engine.scheduler, None)
-        self._go_to(Phase.RUNS)
+        self._run()
         return False
 
     def _move(self) -> bool:
@@ -283,17 +286,21 @@ class Suspension:
             self._error = why
             self._take_back()
         elif self.phase is Phase.RESUMING:
-            self._floor = 0
-            self._hold.set(self.engine.scheduler, None)
-            self._go_to(Phase.RUNS, error=why)
+            self._run(why)
         else:
             self._cancel(why)
 
     def _cancel(self, why: str) -> None:
+        """Go back to where it was: nothing has been freed yet."""
         if self._spill is not None:
             self._spill.cancel()
+        self._error = why
+        self._go_to(Phase.RESUMING)
+
+    def _run(self, error: str = "") -> None:
+        self._floor = 0
         self._hold.set(self.engine.scheduler, None)
-        self._go_to(Phase.RUNS, error=why)
+        self._go_to(Phase.RUNS, error)
 
     # What is said
 

@@ -82,7 +82,8 @@ class Watch:
         if any(engine.scheduler.get_request_counts()):
             self._busy_at, self._rested = now, False
         rests = self._idle is not None and not self._rested and now - self._busy_at >= self._idle
-        if rests or (not giving.lowers and kvcached_api.is_above_limit(giving.manager)):
+        # A program in the engine's process may have lowered the limit on a thread of its own.
+        if rests or giving.lowers or kvcached_api.is_above_limit(giving.manager):
             self._rested = self._rested or rests
             self._look = Look(rests)
             queue.hand_over(engine, self._look)
