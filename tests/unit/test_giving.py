@@ -11,6 +11,7 @@ from suspend_world import MOST, PAGE, World, worlds
 from kvpatch.patches.suspend import giving as module
 from kvpatch.patches.suspend import queue, watch
 from kvpatch.patches.suspend.giving import Stage
+from kvpatch.patches.suspend.suspension import Phase
 from kvpatch.patches.suspend.watch import Look, Watch
 
 __all__ = ["worlds"]
@@ -158,6 +159,22 @@ def test_a_suspension_goes_before(worlds: Any) -> None:
     world.until_idle()
     assert world.manager.limit == 4 * PAGE
     assert world.manager.total == 4
+
+
+def test_a_limit_that_is_lowered_during_a_suspension_that_is_given_up(worlds: Any) -> None:
+    world = filled(worlds)
+    world.suspension.suspend(False, False, None)
+    assert world.suspension.phase is not Phase.RUNS
+    world.manager.limit = world.manager.reported = 4 * PAGE  # kvctl
+    world.suspension.resume()
+    assert not world.manager.in_shrink, "it evicts before anything is stored"
+    world.until_idle()
+    world.giving.look()
+    world.until_idle()
+    assert world.manager.total == 4
+    assert world.giving.lost == 0
+    here = {world.pool._block_id_to_key[block] for block in world.pool.used()}
+    assert {f"old{n}".encode() for n in range(4, 28)} <= here | set(world.tier.blocks)
 
 
 def test_a_limit_of_the_command_is_told_until_it_is_applied(worlds: Any) -> None:

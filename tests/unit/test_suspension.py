@@ -307,6 +307,27 @@ def test_a_limit_of_a_suspended_engine_holds_from_its_resumption_on(worlds: Any)
     assert world.manager.limit == 4 * PAGE
 
 
+@pytest.mark.parametrize("steps", range(12))
+@pytest.mark.parametrize("by", ["kvpatch", "kvctl"])
+def test_a_limit_that_is_set_at_any_step_holds_in_the_end(worlds: Any, steps: int, by: str) -> None:
+    for given_up in (False, True):
+        world = filled(worlds)
+        world.suspension.suspend(False, False, None)
+        for _ in range(steps):
+            world.step()
+        if by == "kvpatch":
+            world.suspension.limit(7 * PAGE)
+        else:
+            world.manager.limit = 7 * PAGE
+        if not given_up:
+            world.until_idle()
+        world.suspension.resume()
+        world.until_idle()
+        assert world.suspension.phase is Phase.RUNS
+        assert world.manager.limit == world.manager.total * PAGE == 7 * PAGE
+        assert sorted(world.finished) == ["first", "second"]
+
+
 def test_a_limit_that_somebody_else_set_meanwhile_is_kept(worlds: Any) -> None:
     world = filled(worlds)
     suspended(world)

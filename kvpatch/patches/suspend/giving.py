@@ -81,10 +81,11 @@ class Giving:
             size: bytes of the K or V of one layer.
             apply: kvcached's own ``resize``.
         """
-        pages = size // self.manager.page_size
-        if pages >= kvcached_api.pages_in_use(self.manager) or not self._may():
+        if size // self.manager.page_size >= kvcached_api.pages_in_use(self.manager):
             self._limit = self._apply = None
             return apply(size)
+        if not self._may():
+            return False  # the next allocation, or look, comes back to it
         if size != self._limit:
             self._limit, self._apply, self._pieces = size, apply, 0
         self._hold.step_for("limit", True)

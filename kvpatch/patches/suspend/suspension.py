@@ -83,6 +83,7 @@ class Suspension:
         self._whole = False
         self._mapped_before = 0
         self._limit = 0  # to be given back at the end
+        self._asked = False  # for that limit, while the engine was on its way or suspended
         self._floor = 0
         self._kept = 0
         self._error = ""
@@ -121,8 +122,7 @@ class Suspension:
         lost = self.plan()["lost"]
         if whole and lost:
             raise Cannot(f"its CPU tier has no room for {lost} blocks")
-        if self.phase is Phase.RUNS:
-            self._limit = kvcached_api.limit(self._manager)
+        self._asked = False
         self._begun = time.monotonic()
         self._deadline = self._begun + timeout if timeout else 0.0
         self._mapped_before = self._mapped()
@@ -176,10 +176,10 @@ class Suspension:
             raise Cannot(f"it started with {readable(most)} and cannot have more")
         if size < page:
             raise Cannot(f"a page is {readable(page)}, and it needs at least one")
-        if self.phase is Phase.RUNS:
-            kvcached_api.set_limit(self._manager, size)
+        if self.phase in (*ON_THE_WAY, Phase.SUSPENDED):
+            self._limit, self._asked = size, True
         else:
-            self._limit = size
+            kvcached_api.set_limit(self._manager, size)
         self._tell()
 
     # What happens by itself
@@ -240,8 +240,10 @@ class Suspension:
     def _releasing(self) -> bool:
         if self._must_tell_preempted() or kvcached_api.has_retired(self._manager):
             return False
+        limit = kvcached_api.limit(self._manager)  # somebody may have set it a moment ago
         floor = kvcached_api.give_all_back(self._manager)
         if floor is not None:
+            self._limit = self._limit if self._asked else limit
             self._floor = floor
             self._go_to(Phase.SUSPENDED)
         return False
@@ -254,10 +256,12 @@ class Suspension:
         return bool(self.engine.scheduler.reset_preempted_req_ids)
 
     def _take_back(self) -> None:
+        """Set the limit again that the engine has for itself."""
         now = kvcached_api.limit(self._manager)
-        if self._floor and now != self._floor:
-            self._limit = now  # somebody has set another one meanwhile
-        kvcached_api.set_limit(self._manager, self._limit)
+        if now == self._floor or self._asked:
+            now = self._limit  # else somebody has set another one meanwhile
+        kvcached_api.set_limit(self._manager, now)
+        self._floor, self._asked = 0, False
         self._go_to(Phase.RESUMING)
 
     def _resuming(self) -> bool:
@@ -282,23 +286,19 @@ class Suspension:
         self._give_up(f"it was not suspended within {seconds:g} s, in the phase {self.phase.value}")
 
     def _give_up(self, why: str) -> None:
-        if self.phase is Phase.RELEASING:
-            self._error = why
-            self._take_back()
-        elif self.phase is Phase.RESUMING:
+        if self.phase is Phase.RESUMING:
             self._run(why)
         else:
             self._cancel(why)
 
     def _cancel(self, why: str) -> None:
-        """Go back to where it was: nothing has been freed yet."""
+        """Go back to where it was."""
         if self._spill is not None:
             self._spill.cancel()
         self._error = why
-        self._go_to(Phase.RESUMING)
+        self._take_back()
 
     def _run(self, error: str = "") -> None:
-        self._floor = 0
         self._hold.set(self.engine.scheduler, None)
         self._go_to(Phase.RUNS, error)
 
