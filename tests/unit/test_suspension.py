@@ -51,6 +51,19 @@ def test_everything_is_stored_and_every_page_given_back(worlds: Any, ahead: int)
     assert not world.step(), "a suspended engine is stepped"
 
 
+def test_batches_under_way_are_waited_for(worlds: Any) -> None:
+    """Also where nothing has to be stored, which would take a step."""
+    world: World = worlds(ahead=2)
+    world.add("first", 16)
+    world.tier.blocks[b"first16"] = "bytes of first16"
+    world.suspension.suspend(False, False, None)
+    assert world.suspension.phase is Phase.PAUSING
+    world.step()
+    assert world.suspension.phase is Phase.PAUSING
+    world.until_idle()
+    assert world.suspension.said["kept"] == 1
+
+
 def test_requests_wait_while_it_is_suspended_and_run_after_it(worlds: Any) -> None:
     world = filled(worlds)
     suspended(world)
