@@ -266,6 +266,27 @@ def test_simple_stores_what_fits_and_evicts_nothing_that_the_spill_needs(lazy: b
     assert spill.kept() == 10
 
 
+@pytest.mark.parametrize("alone", [False, True])
+def test_lazy_mode_stores_nothing_beside_a_suspension(alone: bool) -> None:
+    """In the place of what the suspension has stored; and a reset fails while it does."""
+    from kvpatch import state
+
+    made = simple_scheduler(True, {number: key(number) for number in range(1, 5)})
+    spill = state.attach(made, Spill(simple.SimpleTier(made), made._gpu_block_pool))
+    spill.alone = alone
+    calls = []
+
+    def lazy(output: Any) -> Any:
+        calls.append(output)
+        return [7], [8], [], None
+
+    found = simple.around_store_specs(lazy, made, ("step",), {})
+    assert found == (([], [], [], None) if alone else ([7], [8], [], None))
+    assert calls == ([] if alone else ["step"])
+    made._lazy_mode = False
+    assert simple.around_store_specs(lazy, made, ("step",), {}) == ([7], [8], [], None)
+
+
 def test_simple_stores_nothing_twice() -> None:
     made = simple_scheduler(False, {number: key(number) for number in range(1, 5)})
     pool = made._gpu_block_pool

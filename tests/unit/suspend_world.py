@@ -73,6 +73,9 @@ class Store(Tier):
         for key in reversed(keys):
             self.blocks.move_to_end(key)
 
+    def busy(self) -> bool:
+        return bool(self.flying)
+
     def awaits(self, keys: set[bytes]) -> set[bytes]:
         return keys & {key for _, key, _ in self.flying}
 

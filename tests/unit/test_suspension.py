@@ -64,6 +64,22 @@ def test_batches_under_way_are_waited_for(worlds: Any) -> None:
     assert world.suspension.said["kept"] == 1
 
 
+def test_stores_of_the_connector_itself_are_waited_for(worlds: Any) -> None:
+    """As those of a request that is aborted while everything else is stored."""
+    world = filled(worlds)
+    world.suspension.suspend(False, False, None)
+    while not world.tier.flying:
+        world.step()
+    assert world.spill.alone
+    world.tier.flying.append((world.steps + 5, b"aborted", "bytes of aborted"))
+    said = suspended(world)  # the world asserts that nothing is freed under a copy
+    assert said["phase"] == "suspended"
+    assert b"aborted" in world.tier.blocks
+    world.suspension.resume()
+    world.until_idle()
+    assert not world.spill.alone
+
+
 def test_requests_wait_while_it_is_suspended_and_run_after_it(worlds: Any) -> None:
     world = filled(worlds)
     suspended(world)

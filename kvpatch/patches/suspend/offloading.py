@@ -55,6 +55,10 @@ class OffloadingTier(Tier):
         """Let blocks be the last that it evicts."""
         self.planner.manager.touch(keys, self._context)
 
+    def busy(self) -> bool:
+        """Whether any transfer is under way, a spill's or the connector's own."""
+        return bool(self.planner._jobs)
+
     def awaits(self, keys: set[bytes]) -> set[bytes]:
         """Return those of blocks whose store into it has not completed."""
         from vllm.v1.kv_offload.base import LookupResult

@@ -40,6 +40,10 @@ class SimpleTier(Tier):
         pool.touch(blocks)
         pool.free_blocks(blocks)
 
+    def busy(self) -> bool:
+        """Whether any store is under way, a spill's or the connector's own."""
+        return bool(self.scheduler.has_pending_stores())
+
     def awaits(self, keys: set[bytes]) -> set[bytes]:
         """Return those of blocks whose store into it has not completed."""
         return keys & under_way(self.scheduler)
@@ -51,8 +55,12 @@ def around_store_specs(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> A
     Wraps ``SimpleCPUOffloadScheduler.prepare_store_specs``, which returns device blocks, CPU
     blocks, requests, and the events' contents or None.
     """
-    blocks, places, requests, events = wrapped(*args, **kwargs)
     spill = state.find(instance, Spill)
+    if spill is not None and spill.alone and instance._lazy_mode:
+        # Lazy mode would go on with what the spill has left out, in the place of what it stores.
+        blocks, places, requests, events = [], [], [], None
+    else:
+        blocks, places, requests, events = wrapped(*args, **kwargs)
     if spill is None or not spill.waits:
         return blocks, places, requests, events
     more = store(instance, spill, set(blocks))

@@ -64,6 +64,10 @@ class Tier(ABC):
         """Let blocks that it holds be the last that it evicts, the first of them last of all."""
 
     @abstractmethod
+    def busy(self) -> bool:
+        """Whether any transfer is under way, a spill's or the connector's own."""
+
+    @abstractmethod
     def awaits(self, keys: set[bytes]) -> set[bytes]:
         """Return those of blocks whose store into it has not completed."""
 
@@ -100,12 +104,14 @@ class Spill:
     Attributes:
         count: what became of them.
         piece: the most blocks of one step.
+        alone: whether nothing but the spill is to be stored, because everything is.
     """
 
     def __init__(self, tier: Tier, pool: Any, piece: int = 1 << 30) -> None:
         self.tier = tier
         self.pool = pool
         self.piece = piece
+        self.alone = False
         self.count = Count()
         self._blocks: list[Cached] = []
         self._missing: dict[bytes, int] = {}

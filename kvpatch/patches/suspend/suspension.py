@@ -208,13 +208,15 @@ class Suspension:
             self._finish = False
             self._hold.set(scheduler, type(scheduler.pause_state).PAUSED_ALL)
         assert self._spill is not None
+        self._spill.alone = True
         self._spill.begin(cached(kvcached_api.pool_of(self.engine)))
         self._go_to(Phase.STORING)
         return True
 
     def _storing(self) -> bool:
         assert self._spill is not None
-        if not self._spill.done:
+        # A request that was aborted meanwhile may have had stores of its own.
+        if not self._spill.done or self._spill.tier.busy():
             self._tell()
             return False
         if why_not := self.why_not():
@@ -299,6 +301,8 @@ class Suspension:
         self._take_back()
 
     def _run(self, error: str = "") -> None:
+        if self._spill is not None:
+            self._spill.alone = False
         self._hold.set(self.engine.scheduler, None)
         self._go_to(Phase.RUNS, error)
 
