@@ -44,7 +44,7 @@ RULES = (
         f"`{IDLE}` without a CPU tier alone: no connector, secondary tiers, or MultiConnector",
         _without_tier,
         f"{IDLE} is set",
-        "the KV cache can be stored in the CPU tier of OffloadingConnector or "
+        "giving memory back is validated with the CPU tier of OffloadingConnector or "
         "SimpleCPUOffloadConnector alone",
         f"unset {IDLE}, or configure one of the two",
         with_connector=False,
