@@ -133,7 +133,7 @@ def take(kind: str, name: str) -> Claim:
     """
     home = folder()
     private.make_folder(home)
-    with _alone(home):
+    with alone(home):
         _remove_dropped(home)
         path = home / _file_name(kind, name)
         file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600)
@@ -158,7 +158,7 @@ def held(kind: str, name: str, home: Path | None = None) -> bool:
     path = home / _file_name(kind, name)
     try:
         # Another user may hold the lock of his folder for ever.
-        with _alone(home) if home == folder() else nullcontext():
+        with alone(home) if home == folder() else nullcontext():
             file = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
             try:
                 fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
@@ -178,7 +178,7 @@ def _file_name(kind: str, name: str) -> str:
 
 
 @contextmanager
-def _alone(home: Path) -> Iterator[None]:
+def alone(home: Path) -> Iterator[None]:
     """Keep all other users of the folder out, for the few calls in which a file is not settled."""
     file = os.open(home, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
     try:
@@ -209,7 +209,7 @@ def _release(path: Path, file: int, pid: int) -> None:
     if os.getpid() != pid:
         return
     _remove_left(_read(file)[2])
-    with suppress(OSError), _alone(path.parent):  # the folder may have been removed by hand
+    with suppress(OSError), alone(path.parent):  # the folder may have been removed by hand
         path.unlink(missing_ok=True)
     fcntl.flock(file, fcntl.LOCK_UN)  # forked workers have copies
     os.close(file)

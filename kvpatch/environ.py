@@ -53,6 +53,7 @@ class Variable:
 ON_VALUES = ("1", "true", "on", "yes")
 OFF_VALUES = ("", "0", "false", "off", "no")  # and in the startup files, which import nothing
 _SECONDS = {"": 1}
+_TIMES = {"": 1, "s": 1, "min": 60, "h": 3600}
 _BYTES = {"": 1, "MiB": 1 << 20, "GiB": 1 << 30}
 
 
@@ -76,6 +77,18 @@ def seconds(text: str) -> float:
     number = _number(text, _SECONDS)
     if number <= 0:
         raise ValueError("it is not a number of seconds; use for example 10 or 0.5")
+    return number
+
+
+def duration(text: str) -> float:
+    """Return a duration in seconds: a number above 0, of seconds or with a unit.
+
+    Raises:
+        ValueError: it is none.
+    """
+    number = _number(text, _TIMES)
+    if number <= 0:
+        raise ValueError("it is not a duration; use for example 30s or 5min")
     return number
 
 
@@ -150,6 +163,13 @@ HOST_POOL = Variable(
     "each engine has its own tier, all of it",
     pool,
 )
+IDLE = Variable(
+    "KVPATCH_IDLE",
+    "time without requests, for example `30s`, after which an engine stores its KV cache in the "
+    "CPU tier and gives its memory back",
+    "never",
+    duration,
+)
 OUR_IPC_NAME = Variable("KVPATCH_IPC_NAME", "internal: set by kvpatch for child processes", "none")
 REFUSAL_FILE = Variable(
     "KVPATCH_REFUSAL_FILE", "internal: set by kvpatch for child processes", "none"
@@ -169,6 +189,7 @@ OURS = (
     VERDICTS,
     TIER_PATIENCE,
     HOST_POOL,
+    IDLE,
     OUR_IPC_NAME,
     REFUSAL_FILE,
     VERIFY,

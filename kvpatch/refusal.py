@@ -61,7 +61,8 @@ def _incompatible(meaning: str, reference: str) -> Code:
 # What is not validated can be verified (``kvpatch verify``) unless a run cannot judge it: copies
 # that no audit is known to see (KVP302, KVP319, KVP351), secondary tiers (KVP322, KVP330), KV cache
 # events (KVP325), sleep (KVP341), prompts other than text (KVP331), nothing to restore (KVP306), no
-# patch (KVP203), memory that engines share (KVP342, KVP343, KVP344), an NPU (KVP601, KVP603).
+# patch (KVP203), memory that engines share (KVP342, KVP343, KVP344), an engine that is left alone
+# (KVP370, KVP371, KVP372), an NPU (KVP601, KVP603).
 CODES = {
     "KVP101": _setup("`KVPATCH` has an unknown value"),
     "KVP102": _setup("kvcached is switched off by one of its own variables"),
@@ -173,6 +174,9 @@ CODES = {
     "KVP348": _setup("the host pool does not fit into the memory of the machine"),
     "KVP351": _not_validated("offloading with loads within a step, from vLLM 0.33 on", False),
     "KVP352": _not_validated("a CPU tier of SimpleCPUOffloadConnector that is sized in blocks"),
+    "KVP370": _not_validated("`KVPATCH_IDLE` on a release", False),
+    "KVP371": _not_validated("`KVPATCH_IDLE` without a CPU tier alone", False),
+    "KVP372": _not_validated("`KVPATCH_IDLE` with `KVPATCH_HOST_POOL`", False),
     "KVP401": _incompatible(
         "the scheduler's block pool is not kvcached's", "ovg-project/kvcached#316"
     ),

@@ -23,6 +23,7 @@ from kvpatch.patches import (
     offloading,
     secondary_tiers,
     simple_offload,
+    suspend,
 )
 
 FEATURES = (
@@ -39,6 +40,7 @@ FEATURES = (
     deadlock.FEATURE,
     kv_events.FEATURE,
     secondary_tiers.FEATURE,
+    suspend.FEATURE,
     debug.FEATURE,
     metrics.FEATURE,
 )

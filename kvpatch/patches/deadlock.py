@@ -52,7 +52,7 @@ def around_schedule(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
     ):
         idle.steps = 0
         return output
-    holders = [request for request in instance.requests.values() if _holds(request)]
+    holders = [request for request in instance.requests.values() if holds(request)]
     if not holders or any(_loading(instance, request) for request in holders):
         idle.steps = 0
         return output
@@ -82,7 +82,7 @@ def _paused(scheduler: Any) -> bool:
     return state is not None and state.name != "UNPAUSED"
 
 
-def _holds(request: Any) -> bool:
+def holds(request: Any) -> bool:
     """Whether a request that is not running holds blocks: only a loaded one does.
 
     The queue that it waits in depends on the release, and up to 0.17 its tokens count as

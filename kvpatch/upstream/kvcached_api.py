@@ -147,3 +147,121 @@ def blocks_of_page(manager: Any, page: int) -> tuple[int, int]:
 
     start, end = InternalPage.get_block_range(page, manager.page_size, manager.block_mem_size)
     return int(start), int(end)
+
+
+# The limit of an engine. Its pool in /dev/shm has it, where kvctl and controllers set it; a thread
+# of kvcached reads it there ten times a second, and the next allocation applies it. All sizes are
+# bytes of the device, all layers together.
+
+
+def page_bytes(manager: Any) -> int:
+    """Return the bytes of a page, all layers together."""
+    return int(manager.page_size * manager.num_layers * manager.num_kv_buffers)
+
+
+def most(manager: Any) -> int:
+    """Return the bytes that an engine started with, which is the most that it can map."""
+    return int(manager.mem_size * manager.num_layers * manager.num_kv_buffers)
+
+
+def mapped(manager: Any) -> int:
+    """Return the bytes that an engine has mapped, those included that it mapped ahead of use."""
+    pages = manager.page_allocator.get_page_state()
+    return int(pages["inuse_pages"] + pages["reserved_pages"]) * page_bytes(manager)
+
+
+def limit(manager: Any) -> int:
+    """Return the bytes that an engine may map, as its pool in /dev/shm has them.
+
+    Where somebody removed the pool, what the page allocator keeps to.
+    """
+    from kvcached.cli.utils import get_kv_cache_limit
+
+    found = get_kv_cache_limit(manager.ipc_name)
+    if found is None:
+        return int(manager.page_allocator.get_page_state()["total_pages"]) * page_bytes(manager)
+    return int(found.total_size)
+
+
+def set_limit(manager: Any, size: int) -> bool:
+    """Set the bytes that an engine may map, in its pool and at once; on the engine's thread.
+
+    Returns:
+        False if more is in use: kvcached then shrinks as blocks are freed.
+
+    Raises:
+        OSError: the pool is gone.
+    """
+    _write_limit(manager, size)
+    return bool(manager.resize(size // manager.num_layers // manager.num_kv_buffers))
+
+
+def _write_limit(manager: Any, size: int) -> None:
+    from kvcached.cli.utils import MemInfoStruct, RwLockedShm
+
+    with RwLockedShm(manager.ipc_name, MemInfoStruct.SHM_SIZE, RwLockedShm.WLOCK) as pool:
+        found = MemInfoStruct.from_buffer(pool)
+        found.total_size = size
+        found.write_to_buffer(pool)
+
+
+def give_all_back(manager: Any) -> int | None:
+    """Lower the limit to the pages in use, and give those back that are mapped ahead of use.
+
+    Returns:
+        The limit; None if it is not lowered yet, because kvcached's other thread is about to map
+        pages ahead of use.
+    """
+    pages = pages_in_use(manager)
+    manager.trim()
+    if not manager.resize(pages * manager.page_size):
+        return None
+    manager.trim()  # what its thread mapped in between
+    size = pages * page_bytes(manager)
+    _write_limit(manager, size)
+    return size
+
+
+def is_applied(manager: Any) -> bool:
+    """Whether kvcached's thread has read the limit that is in the pool now.
+
+    As long as it has not, an allocation would apply an earlier one.
+    """
+    reported = reported_limit(manager)
+    wanted = limit(manager) // manager.num_layers // manager.num_kv_buffers
+    return reported is None or reported == wanted
+
+
+def reported_limit(manager: Any) -> int | None:
+    """Return the limit that the next allocation applies, in bytes of the K or V of one layer."""
+    reported = int(manager.page_allocator.get_resize_target())
+    return reported if reported > 0 else None
+
+
+def is_above_limit(manager: Any) -> bool:
+    """Whether an engine has more pages than the next allocation would leave it."""
+    reported = reported_limit(manager)
+    return reported is not None and reported // manager.page_size < pages_in_use(manager)
+
+
+def has_retired(manager: Any) -> bool:
+    """Whether pages were freed that are not unmapped yet."""
+    return bool(getattr(manager, "_retired_pages", None))
+
+
+def pages_in_use(manager: Any) -> int:
+    """Return the pages that have blocks, those included that were freed and not unmapped yet."""
+    return int(manager.page_allocator.get_page_state()["inuse_pages"])
+
+
+def unused_pages(pool: Any) -> list[list[int]]:
+    """Return the cached blocks of every page that no request uses, the coldest page first.
+
+    A page's last used block says how warm it is. Only a page without any block is unmapped.
+    """
+    manager = pool.kv_cache_manager
+    places = {block: place for place, block in enumerate(pool._evictable_blocks)}
+    pages = manager.page_allocator.group_indices_by_page(list(places), manager.block_mem_size)
+    there = manager.get_page_occupancy(list(pages))
+    whole = [blocks for page, blocks in pages.items() if len(blocks) >= there.get(page, 0)]
+    return sorted(whole, key=lambda blocks: max(places[block] for block in blocks))

@@ -45,8 +45,10 @@ def validated_from(feature: Feature) -> str:
     """Return the oldest validated release of a feature, in words."""
     if feature.name == "ascend":
         return "none: an engine on an NPU is refused (KVP603)"
-    oldest = supported.validated(feature.span)[0]
-    return "all" if oldest == supported.validated()[0] else f"from {oldest} on"
+    validated = supported.validated(feature.span)
+    if not validated:
+        return "none yet"
+    return "all" if validated[0] == supported.validated()[0] else f"from {validated[0]} on"
 
 
 def by_target() -> dict[str, list[str]]:

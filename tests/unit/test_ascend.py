@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 import sys
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -82,6 +83,37 @@ def test_kvcached_reads_the_npus_memory_as_cudas() -> None:
     assert torch.cuda.get_device_properties("cuda:2").total_memory == 64
     assert torch.cuda.get_device_properties("cuda").total_memory == 32
     assert torch.int8 == "kept"
+
+
+def npu(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """Return the devices that ``torch.npu`` is told to wait for; () for the current one."""
+    waited: list[Any] = []
+    torch = ModuleType("torch")
+    torch.npu = SimpleNamespace(  # type: ignore[attr-defined]
+        synchronize=lambda *device: waited.append(device)
+    )
+    monkeypatch.setitem(sys.modules, "torch", torch)
+    return waited
+
+
+def test_the_listener_selects_no_cuda_device() -> None:
+    assert device.no_cuda_device(lambda name: pytest.fail(name), None, ("npu:1",), {}) is None
+
+
+def test_the_whole_npu_is_waited_for_before_an_unmap(monkeypatch: pytest.MonkeyPatch) -> None:
+    waited = npu(monkeypatch)
+    device.synchronize_npu(lambda: pytest.fail("kvcached's own"), None, (), {})
+    assert waited == [()]
+
+
+def test_the_barrier_waits_for_the_workers_npu_and_is_pickled_by_name(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    waited = npu(monkeypatch)
+    barrier = device.replace_release_barrier(lambda worker: pytest.fail("kvcached's own"))
+    assert pickle.loads(pickle.dumps(barrier)) is barrier
+    assert barrier(SimpleNamespace(device="npu:1")) is True
+    assert waited == [("npu:1",)]
 
 
 class Backend:

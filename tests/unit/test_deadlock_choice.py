@@ -157,7 +157,7 @@ def test_a_running_request_does_not_let_go():
 
     one = Request(**vars(request("one", 1)))
     one.status = Running
-    assert not deadlock._holds(one)
+    assert not deadlock.holds(one)
 
 
 def test_two_that_are_in_no_queue_are_several():

@@ -10,7 +10,13 @@ from typing import Any
 import pytest
 
 from kvpatch import patches, rules, supported
-from kvpatch.environ import HOST_POOL, TIER_PATIENCE, VLLM_KV_CACHE_LAYOUT, VLLM_USE_V2_MODEL_RUNNER
+from kvpatch.environ import (
+    HOST_POOL,
+    IDLE,
+    TIER_PATIENCE,
+    VLLM_KV_CACHE_LAYOUT,
+    VLLM_USE_V2_MODEL_RUNNER,
+)
 from kvpatch.host_memory import HostMemory
 from kvpatch.patches.elastic_memory import configuration, lifting
 from kvpatch.patches.host_pool import rules as of_host_pool
@@ -545,6 +551,31 @@ CASES: dict[str, tuple[list[dict[str, Any]], str]] = {
         [tiers("fs") | {"machine__environment": {TIER_PATIENCE.name: "10s"}}],
         'KVPATCH_TIER_PATIENCE="10s" is set, because it is not a number of seconds above 0; set '
         "KVPATCH_TIER_PATIENCE=10 or unset it, or set KVPATCH=0.",
+    ),
+    "KVP370": (
+        [{"machine__vllm": "0.31.0", "machine__environment": {IDLE.name: "30s"}}],
+        "KVPATCH_IDLE is set, because giving memory back is validated on vLLM 0.32.0 only; unset "
+        "KVPATCH_IDLE, or install one of these releases, or set KVPATCH=0.",
+    ),
+    "KVP371": (
+        [
+            one | {"machine__vllm": "0.32.0", "machine__environment": {IDLE.name: "30s"}}
+            for one in (tiers("fs"), multi("OffloadingConnector"))
+        ],
+        "KVPATCH_IDLE is set, because giving memory back is validated with the CPU tier of "
+        "OffloadingConnector or SimpleCPUOffloadConnector alone; unset KVPATCH_IDLE, or configure "
+        "one of the two, or set KVPATCH=0.",
+    ),
+    "KVP372": (
+        [
+            {
+                "machine__vllm": "0.32.0",
+                "machine__environment": {IDLE.name: "30s", HOST_POOL.name: "1GiB"},
+            }
+        ],
+        "KVPATCH_IDLE and KVPATCH_HOST_POOL are set, because giving memory back is validated with "
+        "a CPU tier of an engine's own only; unset KVPATCH_IDLE or KVPATCH_HOST_POOL, or set "
+        "KVPATCH=0.",
     ),
 }
 EACH = [

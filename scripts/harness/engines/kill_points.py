@@ -20,6 +20,9 @@ from typing import Any
 COPIES = {"store": "kvpatch-store", "load": "kvpatch-load"}
 FILES = ("promotion", "tier write", "tier rename")
 POINTS = (*COPIES, *FILES)
+# Where an engine is on its way to a suspension and back, as its own thread gets there.
+PHASES = ("pausing", "storing", "releasing", "suspended", "resuming")
+_OWN_THREAD = "MainThread"
 _TIER_THREADS = "vllm_kv_py_fs"
 
 
@@ -82,6 +85,9 @@ class Point:
 
 def install(name: str, nth: int, reached: Path) -> None:
     """Put the point ``name`` into this process and those that it forks."""
+    if name in PHASES:
+        _install_phase(name, Point(_OWN_THREAD, nth, reached))
+        return
     from kvpatch.hostdevice import offloading
 
     point = Point(COPIES.get(name, _TIER_THREADS), nth, reached)
@@ -94,3 +100,17 @@ def install(name: str, nth: int, reached: Path) -> None:
         os.writev = point.half_written(os.writev)
     else:
         os.replace, os.rename = point.before(os.replace), point.before(os.rename)
+
+
+def _install_phase(name: str, point: Point) -> None:
+    """Put a point where a suspension gets into a phase."""
+    from kvpatch.patches.suspend.suspension import Suspension
+
+    go_to = Suspension._go_to
+
+    def stopping(self: Any, phase: Any, error: str = "") -> None:
+        go_to(self, phase, error)
+        if phase.value == name and point.due():
+            point.stop()
+
+    Suspension._go_to = stopping  # type: ignore[method-assign]

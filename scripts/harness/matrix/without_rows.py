@@ -47,6 +47,9 @@ SERIES = "changes no answer and no memory: what is counted is not shown"
 LAST_GUARD = "a guard behind others: nothing here gets past those"
 POOL_OFF = "no load here asks for a host pool; the tests have all rows of it or none"
 PENDING = "engines without it are still to be run"
+NPU = "needs an NPU, on which engines are refused (KVP603)"
+UNASKED = "no load here suspends an engine or lowers its limit"
+SUSPENDED = f"{UNASKED}; the test is still to be run"
 PAGEABLE = "memory that is not registered is copied all the same"
 
 TELEMETRY = "unit/test_telemetry.py::"
@@ -55,6 +58,10 @@ CLASSES = "engine/test_tier_classes.py::"
 WEIGHTS = "unit/test_tier_weights.py::"
 POOL = "engine/test_pool.py::"
 RANKS = "unit/test_ranks.py::"
+ASCEND = "unit/test_ascend.py::"
+WORKER = "npu/test_npu_worker.py::"
+SUSPEND = "long/test_suspend.py::"
+HOOKS = "unit/test_suspend_hooks.py::"
 
 ROWS: dict[str, Row] = {
     "told.runner_v2": seen(OFFLOADING, V2),
@@ -66,6 +73,24 @@ ROWS: dict[str, Row] = {
     ),
     "told.allocate_slots": seen(EXHAUSTED),
     "told.engine_core": seen(OFFLOADING),
+    "ascend.torch": held(f"{ASCEND}test_kvcached_reads_the_npus_memory_as_cudas", NPU),
+    "ascend.device_name": held(f"{ASCEND}test_kvcached_knows_an_npu_by_the_name_of_cuda", NPU),
+    "ascend.listener_device": held(
+        f"{ASCEND}test_the_listener_selects_no_cuda_device",
+        NPU,
+    ),
+    "ascend.sync_before_unmap": held(
+        f"{ASCEND}test_the_whole_npu_is_waited_for_before_an_unmap",
+        NPU,
+    ),
+    "ascend.release_barrier": held(
+        f"{ASCEND}test_the_barrier_waits_for_the_workers_npu_and_is_pickled_by_name",
+        NPU,
+    ),
+    "ascend.register_kv_caches": held(
+        f"{WORKER}test_without_the_row_v_is_lost_without_an_error",
+        NPU,
+    ),
     "host.torch": seen(OFFLOADING),
     "host.device_name": seen(OFFLOADING, V2),
     "host.listener_device": seen(OFFLOADING, V2),
@@ -391,6 +416,43 @@ ROWS: dict[str, Row] = {
         "unit/test_tier_rules.py::"
         "test_no_load_starts_behind_a_request_that_waits_until_the_next_step",
         "as tiers.matched_tokens, whose record it ends",
+    ),
+    "suspend.engine": held(
+        f"{SUSPEND}test_its_pages_are_free_and_it_answers_the_same_afterwards",
+        SUSPENDED,
+    ),
+    "suspend.engine_end": held(
+        f"{HOOKS}test_at_its_end_it_listens_no_longer",
+        "the socket would stay until the next engine removes it: changes no answer and no memory",
+    ),
+    "suspend.question": held(
+        f"{SUSPEND}test_its_pages_are_free_and_it_answers_the_same_afterwards",
+        SUSPENDED,
+    ),
+    "suspend.step": held(
+        f"{SUSPEND}test_its_pages_are_free_and_it_answers_the_same_afterwards",
+        SUSPENDED,
+    ),
+    "suspend.has_requests": held(
+        f"{SUSPEND}test_its_pages_are_free_and_it_answers_the_same_afterwards",
+        SUSPENDED,
+    ),
+    "suspend.pause_state": held(
+        "unit/test_suspension.py::test_vllms_own_resume_does_not_run_a_suspended_engine",
+        UNASKED,
+    ),
+    "suspend.limit": held(
+        f"{SUSPEND}test_a_lower_limit_gives_pages_back_and_loses_nothing",
+        SUSPENDED,
+    ),
+    "suspend.offloading_stores": held(
+        "engine/test_spill.py::test_offloading_stores_what_fits_and_forgets_the_store",
+        UNASKED,
+    ),
+    "suspend.simple_stores": held(
+        "engine/test_spill.py::"
+        "test_simple_stores_what_fits_and_evicts_nothing_that_the_spill_needs",
+        UNASKED,
     ),
     "audit.worker": held(
         "unit/test_debug.py::test_a_load_that_brings_other_bytes",

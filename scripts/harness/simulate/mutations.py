@@ -149,7 +149,7 @@ MUTATIONS = {
         "fence", hooks, "release_now", _answers(None), EVERY
     ),
     "a standstill is not broken": Mutation(
-        "standstill", deadlock, "_holds", _answers(False), OFFLOADING
+        "standstill", deadlock, "holds", _answers(False), OFFLOADING
     ),
     "the limit is ignored": Mutation("limits", KVCacheManager, "resize", _answers(True), EVERY),
     "a failed allocation stays": Mutation(

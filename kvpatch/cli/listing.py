@@ -1,0 +1,56 @@
+"""``kvpatch list``: the engines that can be told to suspend, resume and keep a limit."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+
+from kvpatch import private
+from kvpatch.cli.columns import columns
+from kvpatch.control import Engine, engines
+from kvpatch.sizes import readable
+from kvpatch.telemetry.printable import printable
+
+HEAD = ("name", "pid", "model", "phase", "mapped", "limit", "runs", "waits")
+
+
+def configure(parser: argparse.ArgumentParser) -> None:
+    """Add the options."""
+    parser.add_argument("--json", action="store_true", help="print the list as JSON")
+    parser.epilog = "Ends 1 when no engine of this user listens."
+
+
+def run(options: argparse.Namespace) -> int:
+    """Print the engines; return the exit code."""
+    try:
+        found = engines()
+    except private.Unsafe as error:
+        print(printable(str(error)), file=sys.stderr)
+        return 1
+    if options.json:
+        print(json.dumps([engine.said for engine in found]))
+    elif found:
+        print(columns([HEAD, *map(line, found)]))
+        for engine in found:
+            if why_not := engine.said.get("why_not"):
+                print(printable(f"{engine.name} cannot be suspended: {why_not}"))
+    else:
+        print("no engine of this user listens")
+    return 0 if found else 1
+
+
+def line(engine: Engine) -> tuple[str, ...]:
+    """Return an engine's line, nothing of which reaches the terminal but text."""
+    said = engine.said
+    cells = (
+        engine.name,
+        str(said.get("pid", "")),
+        ", ".join(engine.models),
+        engine.phase,
+        readable(int(said.get("mapped", 0))),
+        readable(int(said.get("limit", 0))),
+        str(said.get("running", "")),
+        str(said.get("waiting", "")),
+    )
+    return tuple(map(printable, cells))

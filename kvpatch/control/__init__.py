@@ -1,0 +1,18 @@
+"""Telling a running engine to give its memory away and to take it back.
+
+    from kvpatch import control
+
+    for engine in control.engines():
+        print(engine.name, engine.phase)
+    answer = control.find("chat").suspend(timeout=60)
+
+The engine does the work, on its own thread; who asked may go away without stopping it. Needs no
+vLLM in the process that asks.
+
+protocol  where an engine listens, and what is said there
+client    asking one engine, and every engine of this user
+"""
+
+from kvpatch.control.client import Answer, Engine, Refused, engines, find
+
+__all__ = ["Answer", "Engine", "Refused", "engines", "find"]

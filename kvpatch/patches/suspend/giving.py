@@ -1,0 +1,216 @@
+"""Giving pages back piece by piece: each is stored before it is evicted.
+
+For two reasons: an operator or a controller lowered the limit, or the engine has had no requests
+for a while (``KVPATCH_IDLE``). kvcached by itself applies a lower limit in the next allocation,
+which then evicts what it needs, stored or not; and an idle engine keeps what it has.
+
+    off ──> storing ──> releasing ──> off
+               ^            │  more to give
+               └────────────┘
+
+Requests run meanwhile. A lowered limit is applied when enough pages are free, or when no page is
+left that could be freed: kvcached then shrinks by itself, as the requests that use the rest end.
+What has not come into the tier is evicted for a limit, and kept by an engine that is only idle.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from enum import Enum
+from typing import Any
+
+from kvpatch import state
+from kvpatch.logs import log
+from kvpatch.patch import argument
+from kvpatch.patches.suspend.hold import Hold
+from kvpatch.patches.suspend.spill import Cached, Spill
+from kvpatch.upstream import kvcached_api
+
+PIECE = 64  # pages at a time
+# Pieces for one limit. Requests that run may map pages as fast as others are given back.
+MOST_PIECES = 10_000
+
+
+class Stage(str, Enum):
+    """Where a piece is."""
+
+    OFF = "off"
+    STORING = "storing"
+    RELEASING = "releasing"
+
+
+class Giving:
+    """Gives the pages of an engine back; kept on its ``EngineCore`` and on kvcached's manager.
+
+    Args:
+        engine: the ``EngineCore``.
+        spill: stores into the tier of its connector.
+        may: whether it may begin; a suspension uses the same stores.
+
+    Attributes:
+        stage: where it is.
+        lost: blocks that were evicted without a copy, since the engine started.
+        given: pages that were given back, since the engine started.
+        manager: kvcached's, of the engine's pages.
+    """
+
+    def __init__(self, engine: Any, spill: Spill, may: Callable[[], bool]) -> None:
+        self.stage = Stage.OFF
+        self.lost = 0
+        self.given = 0
+        self._engine = engine
+        self._spill = spill
+        self._may = may
+        self.manager = kvcached_api.manager_of(engine)
+        self._pool = kvcached_api.pool_of(engine)
+        self._hold = state.of(engine.scheduler, Hold)
+        self._limit: int | None = None  # bytes of the K or V of one layer, as kvcached has it
+        self._apply: Callable[[int], bool] | None = None
+        self._idle = False
+        self._kept: set[int] = set()  # blocks that an idle engine could not store
+        self._pages: list[list[Cached]] = []
+        self._pieces = 0
+        self._before = 0
+
+    # What begins it
+
+    def lower(self, size: int, apply: Callable[[int], bool]) -> bool:
+        """Take a new limit up, on any thread; return whether it is applied now.
+
+        Args:
+            size: bytes of the K or V of one layer.
+            apply: kvcached's own ``resize``.
+        """
+        if size // self.manager.page_size >= kvcached_api.pages_in_use(self.manager):
+            self._limit = self._apply = None
+            return apply(size)
+        if not self._may():
+            return False  # the next allocation, or look, comes back to it
+        if size != self._limit:
+            self._limit, self._apply, self._pieces = size, apply, 0
+        self._hold.step_for("limit", True)
+        return False
+
+    def look(self) -> None:
+        """Apply the limit that kvcached's thread has read, as an allocation would."""
+        reported = kvcached_api.reported_limit(self.manager)
+        if reported is not None and kvcached_api.is_above_limit(self.manager):
+            self.manager.resize(reported)
+        self.advance()
+
+    def rest(self) -> None:
+        """Give everything back that is not used, because nothing has been asked for a while."""
+        if not self._idle and self._may():
+            self._idle = True
+            self._kept.clear()
+            self._hold.step_for("idle", True)
+
+    def stop(self) -> None:
+        """Be idle no longer: what is under way comes to its end, and no other piece begins."""
+        self._idle = False
+        self._hold.step_for("idle", False)
+
+    @property
+    def lowers(self) -> bool:
+        """Whether a limit waits to be applied."""
+        return self._limit is not None
+
+    # What happens by itself
+
+    def advance(self) -> None:
+        """Go as far as it goes now; called at every step of the engine."""
+        if self.stage is Stage.OFF and self._limit is None and not self._idle:
+            return
+        if not self._may():
+            self._forget()  # a suspension gives everything back
+            return
+        try:
+            if self._idle and self._engine.scheduler.has_unfinished_requests():
+                self.stop()
+            while self._move():
+                pass
+        except Exception:
+            log.exception("kvpatch: pages could not be given back")
+            self._end()
+
+    def _move(self) -> bool:
+        if self.stage is Stage.STORING and self._limit is None and not self._idle:
+            self._spill.cancel()  # a request has come
+            self.stage = Stage.OFF
+        if self.stage is Stage.STORING:
+            return self._spill.done and self._evict()
+        if self.stage is Stage.RELEASING:
+            if kvcached_api.has_retired(self.manager):
+                return False
+            now = kvcached_api.pages_in_use(self.manager)
+            self.given += max(0, self._before - now)
+            self.stage = Stage.OFF
+        return self._begin_piece()
+
+    def _begin_piece(self) -> bool:
+        """Begin the next piece; False if there is nothing to give."""
+        if self._limit is None and not self._idle:
+            self._end()
+            return False
+        self._before = kvcached_api.pages_in_use(self.manager)
+        goal = 0 if self._limit is None else self._limit // self.manager.page_size
+        wanted = min(PIECE, self._before - goal)
+        pages = kvcached_api.unused_pages(self._pool)
+        if self._limit is None:
+            pages = [blocks for blocks in pages if self._kept.isdisjoint(blocks)]
+        if wanted <= 0 or not pages or self._pieces >= MOST_PIECES:
+            self._end()
+            return False
+        self._pieces += 1
+        keys = self._pool._block_id_to_key
+        self._pages = [[Cached(keys[block], block) for block in page] for page in pages[:wanted]]
+        # The last used page is the most important one.
+        self._spill.begin(one for page in reversed(self._pages) for one in reversed(page))
+        self.stage = Stage.STORING
+        return True
+
+    def _evict(self) -> bool:
+        unused, keys = self._pool._evictable_blocks, self._pool._block_id_to_key
+        gone: set[int] = set()
+        for page in self._pages:
+            blocks = {one.block for one in page}
+            without = {one.block for one in page if not self._spill.tier.holds(one.key)}
+            if self._limit is None and without:
+                self._kept |= blocks  # without all of its blocks a page gives nothing back
+                continue
+            still = {
+                one.block for one in page if one.block in unused and keys.get(one.block) == one.key
+            }
+            self.lost += len(without & still)
+            gone |= still
+        self._pool.evict_blocks(gone)
+        self.stage = Stage.RELEASING
+        return True
+
+    def _end(self) -> None:
+        """Apply a limit as kvcached does, and stop."""
+        limit, apply, idle = self._limit, self._apply, self._idle
+        self._forget()
+        if idle:
+            self.manager.trim()  # what was mapped ahead of use
+        if limit is not None and apply is not None:
+            apply(limit)
+
+    def _forget(self) -> None:
+        self._limit = self._apply = None
+        self.stage = Stage.OFF
+        self._hold.step_for("limit", False)
+        self.stop()
+
+
+def around_resize(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> bool:
+    """Store what a lower limit evicts before it is applied.
+
+    Wraps kvcached's ``KVCacheManager.resize(new_mem_size)``, which is called in every allocation
+    with the limit that is in the pool in /dev/shm.
+    """
+    size = int(argument(args, kwargs, 0, "new_mem_size"))
+    giving = state.find(instance, Giving)
+    if giving is None:
+        return bool(wrapped(size))
+    return giving.lower(size, lambda size: bool(wrapped(size)))

@@ -1,0 +1,56 @@
+"""Keeping a scheduler from running requests, beneath vLLM's own pause."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from kvpatch import state
+
+
+@dataclass
+class Hold:
+    """What kvpatch and vLLM's own ``pause`` each want of a scheduler; kept on the scheduler.
+
+    The scheduler is in the stricter one of the two states, so that neither of them ends what the
+    other one began.
+
+    Attributes:
+        ours: the ``PauseState`` of a suspension; None without one.
+        vllms: what was asked for through vLLM.
+        stepped_for: what the engine has to be stepped for although no request can run.
+    """
+
+    ours: Any = None
+    vllms: Any = None
+    stepped_for: set[str] = field(default_factory=set)
+
+    def step_for(self, what: str, wanted: bool) -> None:
+        """Let the engine be stepped for something, or no longer."""
+        if wanted:
+            self.stepped_for.add(what)
+        else:
+            self.stepped_for.discard(what)
+
+    def set(self, scheduler: Any, wanted: Any) -> None:
+        """Pause a scheduler for a suspension, or with None no longer."""
+        self.ours = wanted
+        scheduler.set_pause_state(self.vllms or type(scheduler.pause_state).UNPAUSED)
+
+    def runs_out(self, scheduler: Any) -> bool:
+        """Whether vLLM itself has nothing left to do, but for requests that it keeps waiting."""
+        stepped_for, self.stepped_for = self.stepped_for, set()
+        try:
+            return not scheduler.has_requests()
+        finally:
+            self.stepped_for = stepped_for
+
+
+def around_pause_state(wrapped: Any, instance: Any, wanted: Any) -> None:
+    """Set the stricter one of vLLM's pause state and ours."""
+    hold = state.find(instance, Hold)
+    if hold is None:
+        wrapped(wanted)
+        return
+    hold.vllms = wanted
+    wrapped(wanted if hold.ours is None else max(wanted, hold.ours))

@@ -1,0 +1,149 @@
+"""The hooks of suspension in vLLM's engine and scheduler."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from kvpatch import state
+from kvpatch.environ import HOST_POOL, IDLE, duration
+from kvpatch.logs import log
+from kvpatch.patch import argument
+from kvpatch.patches.host_pool import presence
+from kvpatch.patches.suspend import hold
+from kvpatch.patches.suspend.giving import Giving
+from kvpatch.patches.suspend.offloading import OffloadingTier
+from kvpatch.patches.suspend.releases import RELEASES
+from kvpatch.patches.suspend.server import Question, Server
+from kvpatch.patches.suspend.simple import SimpleTier
+from kvpatch.patches.suspend.spill import Spill, Tier
+from kvpatch.patches.suspend.suspension import Phase, Suspension
+from kvpatch.patches.suspend.watch import Look, Watch
+from kvpatch.status import record
+from kvpatch.upstream import connectors, kvcached_api
+from kvpatch.versions import in_words
+
+
+def around_engine_start(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> None:
+    """Let an engine in a process of its own listen. Wraps ``EngineCore.__init__``.
+
+    An engine in the caller's process has no thread that would take a question.
+    """
+    wrapped(*args, **kwargs)
+    if not hasattr(instance, "input_queue"):
+        return
+    from kvcached.utils import DEFAULT_IPC_NAME
+
+    suspension = make(instance)
+    giving = state.find(instance, Giving)
+    if giving is not None:
+        state.attach(instance, Watch(instance, giving, _idle_seconds()))
+    try:
+        state.attach(instance, Server(instance, suspension, DEFAULT_IPC_NAME))
+    except OSError as error:
+        log.warning(
+            "kvpatch: kvpatch suspend, resume and limit cannot reach this engine: %s", error
+        )
+
+
+def _idle_seconds() -> float | None:
+    text = IDLE.read()
+    return duration(text) if text else None
+
+
+def make(engine: Any) -> Suspension:
+    """Attach the suspension of an engine, whether or not it can be used, and what gives pages back.
+
+    The latter only with a tier that what is evicted can be stored in.
+    """
+    why_not = _why_not_here(engine)
+    connector = engine.scheduler.connector
+    tier: Tier | None = None
+    owner: Any = None
+    if not why_not:
+        if type(connector).__name__ == connectors.OFFLOADING:
+            owner = connector.connector_scheduler
+            tier = OffloadingTier(owner)
+        else:
+            owner = connector.scheduler_manager
+            tier = SimpleTier(owner)
+        why_not = tier.why_not()
+    if tier is None or why_not:
+        return state.attach(engine, Suspension(engine, None, why_not))
+    spill = state.attach(owner, Spill(tier, kvcached_api.pool_of(engine)))
+    suspension = state.attach(engine, Suspension(engine, spill))
+    giving = Giving(engine, spill, lambda: suspension.phase is Phase.RUNS)
+    state.attach(kvcached_api.manager_of(engine), state.attach(engine, giving))
+    return suspension
+
+
+def _why_not_here(engine: Any) -> str:
+    vllm = record.facts.vllm if record.facts is not None else None
+    if vllm is None or not vllm.is_one_of(list(RELEASES)):
+        return f"suspending is validated on vLLM {in_words(list(RELEASES))} only"
+    connector = engine.scheduler.connector
+    if connector is None:
+        return "it has no KV connector, so that its KV cache would be lost"
+    name = type(connector).__name__
+    if name not in (connectors.OFFLOADING, connectors.SIMPLE):
+        return f"suspending is not validated with {name}"
+    if presence.wanted():
+        # It grows while a store waits, and other engines evict from it: a spill would lose blocks.
+        return (
+            f"its CPU tier is in the host pool ({HOST_POOL}), where others may evict what it kept"
+        )
+    return ""
+
+
+def before_engine_shutdown(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
+    """Close the socket of an engine. Wraps ``EngineCore.shutdown``."""
+    server, watch = state.find(instance, Server), state.find(instance, Watch)
+    if server is not None:
+        server.close()
+    if watch is not None:
+        watch.close()
+    return wrapped(*args, **kwargs)
+
+
+def around_client_request(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
+    """Take a question on the engine's thread.
+
+    Wraps ``EngineCoreProc._handle_client_request(request_type, request)``, in which vLLM ignores
+    what comes with a WAKEUP.
+    """
+    request = argument(args, kwargs, 1, "request")
+    if isinstance(request, Question):
+        suspension = state.find(instance, Suspension)
+        assert suspension is not None
+        request.take(suspension)
+    elif isinstance(request, Look):
+        giving = state.find(instance, Giving)
+        assert giving is not None
+        request.take(giving)
+    else:
+        return wrapped(*args, **kwargs)
+    return None
+
+
+def after_engine_step(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
+    """Go on with a suspension. Wraps ``EngineCoreProc._process_engine_step``."""
+    result = wrapped(*args, **kwargs)
+    suspension, giving = state.find(instance, Suspension), state.find(instance, Giving)
+    if giving is not None:
+        giving.advance()
+    if suspension is not None:
+        suspension.advance()  # it tells what the other has done
+    return result
+
+
+def around_has_requests(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> bool:
+    """Keep the engine stepping while a suspension needs it. Wraps ``Scheduler.has_requests``."""
+    held = state.find(instance, hold.Hold)
+    return bool(wrapped(*args, **kwargs)) or (held is not None and bool(held.stepped_for))
+
+
+def around_pause_state(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> None:
+    """Keep a suspended engine paused whatever vLLM is told.
+
+    Wraps ``Scheduler.set_pause_state(pause_state)``.
+    """
+    hold.around_pause_state(wrapped, instance, argument(args, kwargs, 0, "pause_state"))

@@ -1,0 +1,223 @@
+"""The socket of an engine: questions in, progress and answers out, on threads of its own.
+
+What changes the engine is done on the engine's thread, to which a question travels through
+vLLM's queue of client requests: an idle engine waits for nothing else.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import socket
+import threading
+import time
+import weakref
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from kvpatch import claims, private
+from kvpatch.control import protocol
+from kvpatch.logs import log
+from kvpatch.patches.suspend import queue
+from kvpatch.patches.suspend.suspension import Cannot, Phase, Suspension
+from kvpatch.upstream import kvcached_api
+
+TOGETHER = 64  # questions at a time
+ASKING = 10.0  # seconds in which a question has to be there
+BETWEEN = 0.2  # seconds between two lines of progress
+
+
+class Question:
+    """A question on its way to the engine's thread.
+
+    Attributes:
+        asked: as the other end sent it.
+        said: the outcome, once ``taken`` is set.
+    """
+
+    def __init__(self, asked: dict[str, Any]) -> None:
+        self.asked = asked
+        self.taken = threading.Event()
+        self.said: dict[str, Any] = {}
+
+    def take(self, suspension: Suspension) -> None:
+        """Do what is asked, or begin it; on the engine's thread."""
+        try:
+            self.said = answer(suspension, self.asked)
+        except Cannot as cannot:
+            self.said = {"error": str(cannot)}
+        except Exception as error:
+            log.exception("kvpatch: %s failed", self.asked.get("verb"))
+            self.said = {"error": f"it failed with {type(error).__name__}: {error}"}
+        self.taken.set()
+
+
+def answer(suspension: Suspension, asked: dict[str, Any]) -> dict[str, Any]:
+    """Begin what is asked; return what is known at once.
+
+    Raises:
+        Cannot: it is refused.
+    """
+    verb = asked.get("verb")
+    if verb == "suspend":
+        if asked.get("plan"):
+            return suspension.plan()
+        timeout = asked.get("timeout")
+        if timeout is not None and not (isinstance(timeout, int | float) and timeout > 0):
+            raise Cannot("the timeout is no number of seconds")
+        suspension.suspend(bool(asked.get("finish")), bool(asked.get("whole")), timeout)
+    elif verb == "resume":
+        suspension.resume()
+    elif verb == "limit":
+        size = asked.get("size")
+        if not isinstance(size, int) or isinstance(size, bool):
+            raise Cannot("the limit is no number of bytes")
+        suspension.limit(size)
+    else:
+        raise Cannot(f"it knows {', '.join(protocol.VERBS)}, and not {verb!r}")
+    return {}
+
+
+class Server:
+    """Listens for the user of an engine; kept on its ``EngineCore``.
+
+    Args:
+        engine: the ``EngineCore``, which is not kept alive.
+        suspension: its suspension.
+        name: kvcached's name of the engine, which nobody else has.
+
+    Raises:
+        OSError: it cannot listen.
+    """
+
+    def __init__(self, engine: Any, suspension: Suspension, name: str) -> None:
+        self.path = protocol.path_of(name)
+        self._name = name
+        self._engine = weakref.ref(engine)
+        self._suspension = weakref.ref(suspension)
+        private.make_folder(self.path.parent)
+        self._socket = socket.socket(socket.AF_UNIX)
+        try:
+            with claims.alone(self.path.parent):  # who has bound its socket listens, or is gone
+                sweep(self.path.parent)
+                self._socket.bind(str(self.path))
+                self.path.chmod(0o600)
+                self._socket.listen(TOGETHER)
+        except BaseException:
+            self._socket.close()
+            raise
+        self._free = threading.Semaphore(TOGETHER)
+        self._closed = threading.Event()
+        threading.Thread(target=self._run, name="kvpatch-control", daemon=True).start()
+
+    def close(self) -> None:
+        """Listen no longer."""
+        self._closed.set()
+        with suppress(OSError):
+            self._socket.shutdown(socket.SHUT_RDWR)
+        self._socket.close()
+        self.path.unlink(missing_ok=True)
+
+    def _run(self) -> None:
+        while True:
+            self._free.acquire()
+            try:
+                connection, _ = self._socket.accept()
+            except OSError as error:
+                self._free.release()
+                if self._socket.fileno() < 0 or self._closed.is_set():
+                    return
+                log.debug("kvpatch: a connection was not accepted: %r", error)
+                self._closed.wait(BETWEEN)  # no descriptor is free, for example
+                continue
+            thread = threading.Thread(target=self._serve, args=(connection,), daemon=True)
+            thread.start()
+
+    def _serve(self, connection: socket.socket) -> None:
+        try:
+            with connection:
+                protocol.check_peer(connection)
+                connection.settimeout(ASKING)
+                asked = next(protocol.lines(connection), None)
+                if asked is not None:
+                    self._answer(connection, asked)
+        except (OSError, ValueError, RecursionError) as error:  # it is gone, or sends what is none
+            log.debug("kvpatch: a question was not answered: %r", error)
+        finally:
+            self._free.release()
+
+    def _answer(self, connection: socket.socket, asked: dict[str, Any]) -> None:
+        engine, suspension = self._engine(), self._suspension()
+        if engine is None or suspension is None:
+            return
+        if asked.get("verb") == "describe":
+            protocol.send(connection, describe(engine, suspension, self._name) | {"done": True})
+            return
+        question = Question(asked)
+        queue.hand_over(engine, question)
+        del engine
+        while not question.taken.wait(BETWEEN):  # it is in a step
+            if self._engine() is None:
+                return
+            protocol.send(connection, {"phase": suspension.phase.value})
+        if question.said:
+            protocol.send(connection, suspension.said | question.said | {"done": True})
+            return
+        follow(connection, suspension, asked)
+
+
+def sweep(folder: Path) -> None:
+    """Remove the sockets of engines that were killed; nobody else may be binding one meanwhile."""
+    for path in folder.glob("*.sock"):
+        with socket.socket(socket.AF_UNIX) as caller:
+            caller.setblocking(False)  # a queue that is full is somebody's
+            if caller.connect_ex(str(path)) == errno.ECONNREFUSED:
+                path.unlink(missing_ok=True)
+
+
+def follow(connection: socket.socket, suspension: Suspension, asked: dict[str, Any]) -> None:
+    """Tell the progress of a verb until it has ended."""
+    wanted = {"suspend": Phase.SUSPENDED, "resume": Phase.RUNS}.get(str(asked["verb"]))
+    told = 0.0
+    while True:
+        with suspension.changed:
+            said = suspension.said
+            if not ended(said, wanted):
+                suspension.changed.wait(BETWEEN)
+                said = suspension.said
+        if ended(said, wanted):
+            if wanted is not Phase.SUSPENDED:  # the error is about a suspension
+                said = {name: value for name, value in said.items() if name != "error"}
+            protocol.send(connection, said | {"done": True})
+            return
+        if time.monotonic() - told >= BETWEEN:
+            told = time.monotonic()
+            protocol.send(connection, said)
+
+
+def ended(said: dict[str, Any], wanted: Phase | None) -> bool:
+    """Whether a verb has ended, well or not: a suspension that was given up runs again."""
+    phase = said.get("phase")
+    if wanted is None:
+        return not said.get("lowers")
+    return phase in (wanted.value, Phase.RUNS.value, Phase.SUSPENDED.value)
+
+
+def describe(engine: Any, suspension: Suspension, name: str) -> dict[str, Any]:
+    """Return what an engine is and does, read on any thread."""
+    manager = kvcached_api.manager_of(engine)
+    served = engine.vllm_config.model_config.served_model_name
+    scheduler = engine.scheduler
+    return {
+        "name": name,
+        "pid": os.getpid(),
+        "models": [served] if isinstance(served, str) else list(served or ()),
+        "phase": suspension.phase.value,
+        "why_not": suspension.why_not(),
+        "limit": kvcached_api.limit(manager),
+        "most": kvcached_api.most(manager),
+        "mapped": kvcached_api.mapped(manager),
+        "running": len(scheduler.running),
+        "waiting": sum(scheduler.get_request_counts()) - len(scheduler.running),
+    }

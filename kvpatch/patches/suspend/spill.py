@@ -1,0 +1,180 @@
+"""Spilling: storing blocks that only the device has.
+
+A ``Spill`` is the part that all connectors share: which blocks, in which order, and what became
+of them. A connector's own part answers what its tier holds, and takes blocks into the store that
+it builds in a step.
+
+A block is stored under its key in kvcached's pool, its hash with the number of its group, which
+is also its name in the CPU tiers of both connectors.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterable
+from dataclasses import dataclass
+from itertools import islice
+from typing import Any, NamedTuple
+
+
+class Cached(NamedTuple):
+    """A block with a hash on the device.
+
+    Attributes:
+        key: its hash and the number of its group, as bytes.
+        block: its id on the device.
+    """
+
+    key: bytes
+    block: int
+
+
+def cached(pool: Any) -> list[Cached]:
+    """Return one block for every key in kvcached's pool, the most recently used first.
+
+    Blocks of requests come before those that nobody uses, whose order is that of their eviction.
+    Of a request that has finished the last blocks are evicted first: what is stored first are the
+    beginnings of prompts, without which their ends are worth nothing.
+    """
+    unused = pool._evictable_blocks
+    one_each = {key: block for block, key in pool._block_id_to_key.items()}
+    used = [Cached(key, block) for key, block in one_each.items() if block not in unused]
+    places = {block: place for place, block in enumerate(unused)}
+    rest = [Cached(key, block) for key, block in one_each.items() if block in places]
+    return used + sorted(rest, key=lambda one: places[one.block], reverse=True)
+
+
+class Tier(ABC):
+    """The CPU tier of a connector, seen from its scheduler's side."""
+
+    @abstractmethod
+    def why_not(self) -> str:
+        """Return why blocks cannot be stored in it, as the end of a sentence; empty if they can."""
+
+    @abstractmethod
+    def holds(self, key: bytes) -> bool:
+        """Whether a block is in it, and can be loaded."""
+
+    @abstractmethod
+    def capacity(self) -> int:
+        """Return the blocks that it has room for, in use or not."""
+
+    @abstractmethod
+    def keep(self, keys: list[bytes]) -> None:
+        """Let blocks that it holds be the last that it evicts, the first of them last of all."""
+
+    @abstractmethod
+    def busy(self) -> bool:
+        """Whether any transfer is under way, a spill's or the connector's own."""
+
+    @abstractmethod
+    def awaits(self, keys: set[bytes]) -> set[bytes]:
+        """Return those of blocks whose store into it has not completed."""
+
+
+# Steps in which a tier takes nothing in, because all that it has is in use, before it is given up.
+# Under load that may never end, and a limit waits for it.
+PATIENCE = 1000
+
+
+@dataclass
+class Count:
+    """What became of the blocks of a spill.
+
+    Attributes:
+        resident: blocks on the device when it began.
+        fit: those of them that the tier has room for.
+        missing: those of them that were not in the tier.
+        planned: those of the missing ones whose store was planned.
+    """
+
+    resident: int = 0
+    fit: int = 0
+    missing: int = 0
+    planned: int = 0
+
+
+class Spill:
+    """Blocks on their way into a tier; kept on the connector's scheduler.
+
+    Args:
+        tier: where they go.
+        pool: kvcached's block pool.
+
+    Attributes:
+        count: what became of them.
+        piece: the most blocks of one step.
+        alone: whether nothing but the spill is to be stored, because everything is.
+    """
+
+    def __init__(self, tier: Tier, pool: Any, piece: int = 1 << 30) -> None:
+        self.tier = tier
+        self.pool = pool
+        self.piece = piece
+        self.alone = False
+        self.count = Count()
+        self._blocks: list[Cached] = []
+        self._missing: dict[bytes, int] = {}
+        self._flying: set[bytes] = set()
+        self._refused = 0
+
+    def begin(self, blocks: Iterable[Cached]) -> None:
+        """Take up blocks, the most important one first.
+
+        Those that the tier has no room for are left out. A tier that is full evicts other blocks
+        for these, which are the more recent ones.
+        """
+        self._blocks = list(blocks)
+        fit = self._blocks[: self.tier.capacity()]
+        there = [one.key for one in fit if self.tier.holds(one.key)]
+        self.tier.keep(there)
+        held = set(there)
+        self._missing = {one.key: one.block for one in fit if one.key not in held}
+        self._flying.clear()
+        self._refused = 0
+        self.count = Count(len(self._blocks), len(fit), len(self._missing))
+
+    def next(self) -> list[Cached]:
+        """Return the blocks to store in this step, without those that have gone meanwhile."""
+        self._missing = {
+            key: block
+            for key, block in self._missing.items()
+            if self.pool._block_id_to_key.get(block) == key and not self.tier.holds(key)
+        }
+        return [Cached(*one) for one in islice(self._missing.items(), self.piece)]
+
+    def planned(self, keys: Iterable[bytes]) -> None:
+        """Record that the stores of blocks were planned."""
+        for key in keys:
+            if self._missing.pop(key, None) is not None:
+                self._flying.add(key)
+                self.count.planned += 1
+
+    def no_room(self, forever: bool) -> None:
+        """Record that the tier took nothing in.
+
+        Args:
+            forever: no store is in flight that would change that.
+        """
+        self._refused += 1
+        if forever or self._refused >= PATIENCE:
+            self.cancel()
+
+    def cancel(self) -> None:
+        """Store nothing more; what is in flight comes to its end."""
+        self._missing.clear()
+
+    @property
+    def waits(self) -> bool:
+        """Whether a block waits for its store to be planned."""
+        return bool(self._missing)
+
+    @property
+    def done(self) -> bool:
+        """Whether every store that it can make has completed."""
+        self._flying = self.tier.awaits(self._flying)
+        return not self._missing and not self._flying
+
+    def kept(self) -> int:
+        """Return how many of the resident blocks the tier holds now."""
+        return sum(self.tier.holds(one.key) for one in self._blocks)

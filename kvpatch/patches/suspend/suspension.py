@@ -1,0 +1,354 @@
+"""One engine's way to a suspension and back; every method runs on the engine's own thread.
+
+    runs ──> pausing ──> storing ──> releasing ──> suspended ──> resuming ──> runs
+                │           │            │                          ^
+                └───────────┴── cancel ──┴──────────────────────────┘
+
+pausing     nothing new is scheduled; steps and copies that are under way come to their end
+storing     every block with a hash that the tier does not hold is stored, while the requests that
+            use it keep it; up to here a suspension can be given up without a trace
+releasing   the running requests are preempted, all blocks are freed, the fence lets the pages go
+suspended   the limit is at the floor, the pages are on the device for others; requests wait
+resuming    the limit is what it was; requests run once kvcached's own thread has read it
+
+What is lost when the engine is killed is what it had: its device memory goes with the process.
+Nothing of a suspension outlives it, and nothing of it is anybody else's.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from enum import Enum
+from typing import Any
+
+from kvpatch import state
+from kvpatch.logs import log
+from kvpatch.patches import deadlock
+from kvpatch.patches.secondary_tiers.weights import Calls
+from kvpatch.patches.suspend.giving import Giving
+from kvpatch.patches.suspend.hold import Hold
+from kvpatch.patches.suspend.spill import Spill, cached
+from kvpatch.sizes import readable
+from kvpatch.upstream import kvcached_api
+
+# Of requests that hold blocks while they wait for more input; nothing but the input moves them.
+_STREAMING = "WAITING_FOR_STREAMING_REQ"
+
+
+class Phase(str, Enum):
+    """Where an engine is on its way."""
+
+    RUNS = "runs"
+    PAUSING = "pausing"
+    STORING = "storing"
+    RELEASING = "releasing"
+    SUSPENDED = "suspended"
+    RESUMING = "resuming"
+
+
+ON_THE_WAY = (Phase.PAUSING, Phase.STORING, Phase.RELEASING)
+STEPPED = (Phase.STORING, Phase.RELEASING, Phase.RESUMING)  # though no request runs
+
+
+class Cannot(Exception):
+    """The engine does not do what was asked; the message is one sentence."""
+
+
+class Suspension:
+    """The suspension of an engine; kept on its ``EngineCore``.
+
+    Args:
+        engine: the ``EngineCore``.
+        spill: stores into the tier of its connector; None if it has none that can be used.
+        why_not: why it cannot be suspended, as the end of a sentence; empty if it can.
+
+    Attributes:
+        phase: where it is.
+        changed: notified when ``said`` is another dictionary.
+        said: the progress, or the outcome, of the last verb; replaced and never changed.
+    """
+
+    def __init__(self, engine: Any, spill: Spill | None, why_not: str = "") -> None:
+        self.engine = engine
+        self.phase = Phase.RUNS
+        self.changed = threading.Condition()
+        self.said: dict[str, Any] = {}
+        self._spill = spill
+        self._why_not = why_not
+        self._hold = state.of(engine.scheduler, Hold)
+        self._manager = kvcached_api.manager_of(engine)
+        self._begun = 0.0
+        self._deadline = 0.0
+        self._finish = False
+        self._whole = False
+        self._mapped_before = 0
+        self._limit = 0  # to be given back at the end
+        self._asked = False  # for that limit, while the engine was on its way or suspended
+        self._floor = 0
+        self._kept = 0
+        self._error = ""
+        self._tell()
+
+    # What can be asked for
+
+    def why_not(self) -> str:
+        """Return why the engine cannot be suspended now, as one sentence; empty if it can."""
+        if self._why_not:
+            return self._why_not
+        streaming = sum(
+            request.status.name == _STREAMING
+            for request in list(self.engine.scheduler.requests.values())  # on any thread
+        )
+        if streaming:
+            return f"{streaming} of its requests stream their input and hold their blocks"
+        calls = state.find(self.engine, Calls)
+        if calls is not None and calls.unanswered:
+            # The reset that frees the device would be of the CPU tier too.
+            return "its weights were replaced, and its caches have not been reset since"
+        return ""
+
+    def suspend(self, finish: bool, whole: bool, timeout: float | None) -> None:
+        """Begin a suspension, or go on with the one that has begun.
+
+        Args:
+            finish: let running requests finish first.
+            whole: not if the tier cannot keep every block.
+            timeout: seconds after which the engine runs on; None for no limit.
+
+        Raises:
+            Cannot: it is not begun.
+        """
+        if self.phase in (*ON_THE_WAY, Phase.SUSPENDED):
+            self._tell()
+            return
+        if why_not := self.why_not():
+            raise Cannot(why_not)
+        lost = self.plan()["lost"]
+        if whole and lost:
+            raise Cannot(f"its CPU tier has no room for {lost} blocks")
+        self._asked = False
+        self._begun = time.monotonic()
+        self._deadline = self._begun + timeout if timeout else 0.0
+        self._mapped_before = self._mapped()
+        self._finish, self._whole = finish, whole
+        states = type(self.engine.scheduler.pause_state)
+        self._hold.set(self.engine.scheduler, states.PAUSED_NEW if finish else states.PAUSED_ALL)
+        self._go_to(Phase.PAUSING)
+        self.advance()
+
+    def plan(self) -> dict[str, Any]:
+        """Return what a suspension would keep and lose now.
+
+        Raises:
+            Cannot: it cannot be suspended.
+        """
+        if self._spill is None or self._why_not:
+            raise Cannot(self._why_not)
+        self._tell()
+        blocks = cached(kvcached_api.pool_of(self.engine))
+        lost = max(0, len(blocks) - self._spill.tier.capacity())
+        held = sum(self._spill.tier.holds(one.key) for one in blocks)
+        return {
+            "resident": len(blocks),
+            "kept": len(blocks) - lost,
+            "lost": lost,
+            "stored_before": held,
+            "running": len(self.engine.scheduler.running),
+        }
+
+    def resume(self) -> None:
+        """Take the memory again, or give a suspension up that has not ended."""
+        if self.phase in (Phase.RUNS, Phase.RESUMING):
+            self._tell()
+            return
+        if self.phase in (Phase.PAUSING, Phase.STORING):
+            self._cancel("it was resumed before it was suspended")
+        else:
+            self._begun = time.monotonic()
+            self._take_back()
+        self.advance()
+
+    def limit(self, size: int) -> None:
+        """Set the bytes that the engine may map; while it is suspended, from its resumption on.
+
+        Raises:
+            Cannot: it is more than the engine started with, or less than a page.
+        """
+        most = kvcached_api.most(self._manager)
+        page = kvcached_api.page_bytes(self._manager)
+        if size > most:
+            raise Cannot(f"it started with {readable(most)} and cannot have more")
+        if size < page:
+            raise Cannot(f"a page is {readable(page)}, and it needs at least one")
+        if self.phase in (*ON_THE_WAY, Phase.SUSPENDED):
+            self._limit, self._asked = size, True
+        else:
+            kvcached_api.set_limit(self._manager, size)
+        self._tell()
+
+    # What happens by itself
+
+    def advance(self) -> None:
+        """Go as far as it goes now; called at every step of the engine."""
+        if self.phase is Phase.RUNS and self.said.get("lowers"):
+            self._tell()
+        if self.phase is Phase.RUNS or self.phase is Phase.SUSPENDED:
+            return
+        try:
+            if self._deadline and self.phase in ON_THE_WAY and time.monotonic() > self._deadline:
+                self._time_out()
+            while self._move():
+                pass
+        except Exception as error:
+            # vLLM goes on: what it has is whole in every phase.
+            log.exception("kvpatch: the suspension failed")
+            self._give_up(f"it failed with {type(error).__name__}: {error}")
+
+    def _pausing(self) -> bool:
+        scheduler = self.engine.scheduler
+        if self.engine.batch_queue or not self._hold.runs_out(scheduler):
+            return False
+        if self._finish:
+            self._finish = False
+            self._hold.set(scheduler, type(scheduler.pause_state).PAUSED_ALL)
+        assert self._spill is not None
+        self._spill.alone = True
+        self._spill.begin(cached(kvcached_api.pool_of(self.engine)))
+        self._go_to(Phase.STORING)
+        return True
+
+    def _storing(self) -> bool:
+        assert self._spill is not None
+        # A request that was aborted meanwhile may have had stores of its own.
+        if not self._spill.done or self._spill.tier.busy():
+            self._tell()
+            return False
+        if why_not := self.why_not():
+            self._cancel(why_not)
+            return True
+        self._kept = self._spill.kept()
+        lost = self._spill.count.resident - self._kept
+        if self._whole and lost:
+            self._cancel(f"its CPU tier did not take {lost} blocks in")
+            return True
+        self._release_all()
+        self._go_to(Phase.RELEASING)
+        return True
+
+    def _release_all(self) -> None:
+        scheduler = self.engine.scheduler
+        for request in list(scheduler.requests.values()):
+            if deadlock.holds(request):
+                deadlock.release(scheduler, request)
+        # vLLM preempts the running requests, and forgets every block on the device.
+        self.engine.reset_prefix_cache(reset_running_requests=True)
+
+    def _releasing(self) -> bool:
+        if self._must_tell_preempted() or kvcached_api.has_retired(self._manager):
+            return False
+        limit = kvcached_api.limit(self._manager)  # somebody may have set it a moment ago
+        floor = kvcached_api.give_all_back(self._manager)
+        if floor is not None:
+            self._limit = self._limit if self._asked else limit
+            self._floor = floor
+            self._go_to(Phase.SUSPENDED)
+        return False
+
+    def _must_tell_preempted(self) -> bool:
+        """Whether a step has to tell the connector yet who was preempted.
+
+        vLLM's connector fails if that step already loads one of them again.
+        """
+        return bool(self.engine.scheduler.reset_preempted_req_ids)
+
+    def _take_back(self) -> None:
+        """Set the limit again that the engine has for itself."""
+        now = kvcached_api.limit(self._manager)
+        if now == self._floor or self._asked:
+            now = self._limit  # else somebody has set another one meanwhile
+        kvcached_api.set_limit(self._manager, now)
+        self._floor, self._asked = 0, False
+        self._go_to(Phase.RESUMING)
+
+    def _resuming(self) -> bool:
+        if self._must_tell_preempted() or not kvcached_api.is_applied(self._manager):
+            return False  # an allocation would apply an earlier limit
+        self._run()
+        return False
+
+    def _move(self) -> bool:
+        moves = {
+            Phase.PAUSING: self._pausing,
+            Phase.STORING: self._storing,
+            Phase.RELEASING: self._releasing,
+            Phase.RESUMING: self._resuming,
+        }
+        return self.phase in moves and moves[self.phase]()
+
+    # What can go wrong
+
+    def _time_out(self) -> None:
+        seconds = self._deadline - self._begun
+        self._give_up(f"it was not suspended within {seconds:g} s, in the phase {self.phase.value}")
+
+    def _give_up(self, why: str) -> None:
+        if self.phase is Phase.RESUMING:
+            self._run(why)
+        else:
+            self._cancel(why)
+
+    def _cancel(self, why: str) -> None:
+        """Go back to where it was."""
+        if self._spill is not None:
+            self._spill.cancel()
+        self._error = why
+        self._take_back()
+
+    def _run(self, error: str = "") -> None:
+        if self._spill is not None:
+            self._spill.alone = False
+        self._hold.set(self.engine.scheduler, None)
+        self._go_to(Phase.RUNS, error)
+
+    # What is said
+
+    def _go_to(self, phase: Phase, error: str = "") -> None:
+        log.debug("kvpatch: suspension: %s -> %s %s", self.phase.value, phase.value, error)
+        self.phase = phase
+        self._hold.step_for("suspension", phase in STEPPED)
+        if phase in (Phase.RUNS, Phase.SUSPENDED):
+            self._deadline = 0.0
+        if phase is Phase.RUNS:
+            error, self._error = error or self._error, ""
+        self._tell(error)
+
+    def _tell(self, error: str = "") -> None:
+        count = self._spill.count if self._spill is not None else None
+        mapped = self._mapped()
+        said: dict[str, Any] = {
+            "phase": self.phase.value,
+            "limit": kvcached_api.limit(self._manager),
+            "mapped": mapped,
+            "seconds": round(time.monotonic() - self._begun, 3) if self._begun else 0.0,
+        }
+        if count is not None and self.phase is not Phase.RUNS:
+            said |= {
+                "resident": count.resident,
+                "missing": count.missing,
+                "planned": count.planned,
+                "freed": max(0, self._mapped_before - mapped),
+            }
+            if self.phase in (Phase.RELEASING, Phase.SUSPENDED):
+                said |= {"kept": self._kept, "lost": count.resident - self._kept}
+        giving = state.find(self._manager, Giving)
+        if giving is not None:
+            said |= {"lowers": giving.lowers, "evicted_without_copy": giving.lost}
+        if error:
+            said["error"] = error
+        with self.changed:
+            self.said = said
+            self.changed.notify_all()
+
+    def _mapped(self) -> int:
+        return kvcached_api.mapped(self._manager)

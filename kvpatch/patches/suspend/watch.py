@@ -1,0 +1,89 @@
+"""What makes an idle engine look: a limit that was set in /dev/shm, and time that has passed.
+
+An engine without requests waits for its clients, and reads its limit in its next allocation.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+import weakref
+from typing import Any
+
+from kvpatch.logs import log
+from kvpatch.patches.suspend import queue
+from kvpatch.patches.suspend.giving import Giving
+from kvpatch.upstream import kvcached_api
+
+EVERY = 0.25  # seconds; kvcached's own thread reads the limit ten times a second
+
+
+class Look:
+    """Tells the engine's thread that there is something to see.
+
+    Attributes:
+        rests: nothing was asked of the engine for the time that ``KVPATCH_IDLE`` says.
+        taken: set when the engine's thread has seen it.
+    """
+
+    def __init__(self, rests: bool) -> None:
+        self.rests = rests
+        self.taken = threading.Event()
+
+    def take(self, giving: Giving) -> None:
+        """Begin what is due; on the engine's thread."""
+        try:
+            if self.rests:
+                giving.rest()
+            giving.look()
+        except Exception:
+            log.exception("kvpatch: an idle engine could not look at its limit")
+        self.taken.set()
+
+
+class Watch:
+    """Watches an engine from a thread of its own, until the engine is gone.
+
+    Args:
+        engine: the ``EngineCore``, which is not kept alive.
+        giving: what gives its pages back.
+        idle: seconds without requests after which it rests; None for never.
+    """
+
+    def __init__(self, engine: Any, giving: Giving, idle: float | None) -> None:
+        self._engine = weakref.ref(engine)
+        self._giving = weakref.ref(giving)
+        self._idle = idle
+        self._busy_at = time.monotonic()
+        self._rested = False
+        self._look: Look | None = None
+        self._stop = threading.Event()
+        threading.Thread(target=self._run, name="kvpatch-watch", daemon=True).start()
+
+    def close(self) -> None:
+        """Watch no longer."""
+        self._stop.set()
+
+    def _run(self) -> None:
+        while not self._stop.wait(EVERY):
+            engine, giving = self._engine(), self._giving()
+            if engine is None or giving is None:
+                return
+            try:
+                self.look(engine, giving)
+            except Exception as error:  # or the engine is shutting down
+                log.debug("kvpatch: an engine was not watched: %r", error)
+
+    def look(self, engine: Any, giving: Giving) -> None:
+        """Send the engine's thread a ``Look`` if there is something to see."""
+        if self._look is not None and not self._look.taken.is_set():
+            return
+        now = time.monotonic()
+        if any(engine.scheduler.get_request_counts()):
+            self._busy_at, self._rested = now, False
+        rests = self._idle is not None and not self._rested and now - self._busy_at >= self._idle
+        # A program in the engine's process may have lowered the limit on a thread of its own.
+        if rests or giving.lowers or kvcached_api.is_above_limit(giving.manager):
+            self._rested = self._rested or rests
+            self._look = Look(rests)
+            queue.hand_over(engine, self._look)

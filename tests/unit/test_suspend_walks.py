@@ -1,0 +1,105 @@
+"""Random walks: verbs, limits, pauses, requests and errors in any order, and nothing is lost."""
+
+from __future__ import annotations
+
+import random
+from contextlib import suppress
+from typing import Any
+
+import pytest
+from suspend_world import BLOCKS, MOST, PAGE, Pause, World, worlds
+
+from kvpatch.patches.suspend.suspension import Cannot, Phase
+
+__all__ = ["worlds"]
+
+STEPS = 200
+
+
+class Walk:
+    """One walk of a world with a roomy tier."""
+
+    def __init__(self, world: World, seed: int) -> None:
+        self.world = world
+        self.source = random.Random(seed)
+        self.names = iter(range(1000))
+        self.added: list[str] = []
+        self.keys: set[bytes] = set()
+        world.tier.steps = self.source.randrange(5)
+        world.fence = self.source.randrange(4)
+        world.lag = self.source.randrange(1, 6)
+        world.spill.piece = self.source.choice([1, 3, 1 << 30])
+
+    def act(self) -> None:
+        world, source = self.world, self.source
+        action = source.randrange(9)
+        with suppress(Cannot):
+            if action == 0:
+                world.suspension.suspend(source.random() < 0.3, source.random() < 0.3, None)
+            elif action == 1:
+                world.suspension.resume()
+            elif action == 2:
+                world.suspension.limit(source.randrange(2, MOST + 1) * PAGE)
+            elif action == 3:  # kvctl
+                world.manager.limit = source.randrange(2, MOST + 1) * PAGE
+            elif action == 4:
+                world.giving.look()
+            elif action == 5:
+                world.giving.rest()
+                world.giving.advance()
+            elif action == 6:
+                world.scheduler.set_pause_state(source.choice(list(Pause)))
+            else:
+                self.request()
+
+    def request(self) -> None:
+        """A request that arrives, and that runs if it may: with a block that is free."""
+        name = f"request{next(self.names)}"
+        free = set(range(BLOCKS, MOST * BLOCKS)) - self.world.pool.used()
+        free -= {
+            block
+            for page in self.world.manager._retired_pages
+            for block in range(page * BLOCKS, (page + 1) * BLOCKS)
+        }
+        runs = (
+            self.world.scheduler.pause_state is Pause.UNPAUSED
+            and self.world.manager.reported == self.world.manager.limit
+        )
+        blocks = sorted(free)[: self.source.randrange(1, 4)] if runs and free else []
+        self.world.add(name, *blocks).left = self.source.randrange(1, 6)
+        self.keys |= {f"{name}{block}".encode() for block in blocks}
+        self.added.append(name)
+
+    def check(self) -> None:
+        world = self.world
+        world.check()
+        here = {world.pool._block_id_to_key[block] for block in world.pool._block_id_to_key}
+        there = set(world.tier.blocks)
+        assert here | there >= self.keys, sorted(self.keys - here - there)
+        if world.suspension.phase is Phase.SUSPENDED:
+            assert world.pool.used() == set()
+            assert world.scheduler.pause_state is Pause.PAUSED_ALL
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_nothing_is_lost_on_any_walk(worlds: Any, seed: int) -> None:
+    world: World = worlds(room=10_000, gives=True)
+    walk = Walk(world, seed)
+    for _ in range(STEPS):
+        if walk.source.random() < 0.3:
+            walk.act()
+            walk.check()
+        if world.scheduler.waiting and world.manager.reported != world.manager.limit:
+            world.manager.reported = world.manager.limit  # kvcached's thread, as time passes
+        world.step()
+        walk.check()
+    world.manager.reported = world.manager.limit
+    world.scheduler.set_pause_state(Pause.UNPAUSED)
+    world.suspension.resume()
+    for _ in range(500):
+        world.manager.reported = world.manager.limit
+        world.step()
+    walk.check()
+    assert world.suspension.phase is Phase.RUNS
+    assert sorted(world.finished) == sorted(walk.added), "a request was lost"
+    assert world.giving.lost == 0

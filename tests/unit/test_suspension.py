@@ -1,0 +1,427 @@
+"""A suspension and back, in a world without vLLM: nothing is lost, and nobody runs too early."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from suspend_world import BLOCKS, MOST, PAGE, Pause, Status, World, worlds
+
+from kvpatch import state
+from kvpatch.patches.secondary_tiers.weights import Calls
+from kvpatch.patches.suspend.suspension import Cannot, Phase
+
+__all__ = ["worlds"]
+
+
+def filled(worlds: Any, **options: Any) -> World:
+    """An engine with two requests that run, and twelve blocks of earlier ones."""
+    world: World = worlds(**options)
+    for block in range(4, 16):
+        world.pool.cache(block, f"old{block}".encode())
+    world.add("first", 16, 17)
+    world.add("second", 18)
+    return world
+
+
+def suspended(world: World, **options: Any) -> dict[str, Any]:
+    world.suspension.suspend(**({"finish": False, "whole": False, "timeout": None} | options))
+    world.until_idle()
+    return world.suspension.said
+
+
+@pytest.mark.parametrize("ahead", [0, 1])
+def test_everything_is_stored_and_every_page_given_back(worlds: Any, ahead: int) -> None:
+    world = filled(worlds, ahead=ahead)
+    said = suspended(world)
+    assert said["phase"] == "suspended"
+    assert (said["resident"], said["kept"], said["lost"]) == (15, 15, 0)
+    assert set(world.tier.blocks) == {f"old{n}".encode() for n in range(4, 16)} | {
+        b"first16",
+        b"first17",
+        b"second18",
+    }
+    world.check()
+    assert world.manager.get_page_state() == {
+        "inuse_pages": 1,
+        "reserved_pages": 0,
+        "total_pages": 1,
+    }
+    assert world.manager.limit == PAGE  # what kvctl and the neighbours see
+    assert said["freed"] == 7 * PAGE - PAGE
+    assert [request.name for request in world.scheduler.waiting] == ["first", "second"]
+    assert not world.step(), "a suspended engine is stepped"
+
+
+def test_batches_under_way_are_waited_for(worlds: Any) -> None:
+    """Also where nothing has to be stored, which would take a step."""
+    world: World = worlds(ahead=2)
+    world.add("first", 16)
+    world.tier.blocks[b"first16"] = "bytes of first16"
+    world.suspension.suspend(False, False, None)
+    assert world.suspension.phase is Phase.PAUSING
+    world.step()
+    assert world.suspension.phase is Phase.PAUSING
+    world.until_idle()
+    assert world.suspension.said["kept"] == 1
+
+
+def test_stores_of_the_connector_itself_are_waited_for(worlds: Any) -> None:
+    """As those of a request that is aborted while everything else is stored."""
+    world = filled(worlds)
+    world.suspension.suspend(False, False, None)
+    while not world.tier.flying:
+        world.step()
+    assert world.spill.alone
+    world.tier.flying.append((world.steps + 5, b"aborted", "bytes of aborted"))
+    said = suspended(world)  # the world asserts that nothing is freed under a copy
+    assert said["phase"] == "suspended"
+    assert b"aborted" in world.tier.blocks
+    world.suspension.resume()
+    world.until_idle()
+    assert not world.spill.alone
+
+
+def test_requests_wait_while_it_is_suspended_and_run_after_it(worlds: Any) -> None:
+    world = filled(worlds)
+    suspended(world)
+    world.add("third")
+    assert not world.step()
+    world.suspension.resume()
+    world.until_idle()
+    assert world.suspension.phase is Phase.RUNS
+    assert world.manager.limit == MOST * PAGE
+    assert world.manager.total == MOST
+    assert sorted(world.finished) == ["first", "second", "third"]
+
+
+def test_no_request_runs_before_kvcached_has_read_the_limit(worlds: Any) -> None:
+    """An allocation would lower the limit again; the world asserts that none happens."""
+    world = filled(worlds)
+    suspended(world)
+    world.manager.reported = world.manager.limit
+    world.lag = 1000
+    world.suspension.resume()
+    while world.steps % world.lag < 100:
+        world.step()
+        assert world.suspension.phase is Phase.RESUMING
+        assert world.scheduler.pause_state is Pause.PAUSED_ALL
+    world.lag = 1
+    world.until_idle()
+    assert sorted(world.finished) == ["first", "second"]
+
+
+def test_a_step_says_who_was_preempted_before_anybody_runs_again(worlds: Any) -> None:
+    """vLLM's OffloadingConnector fails an assertion otherwise; seen under load."""
+    world = filled(worlds)
+    world.fence = 0
+    suspended(world)
+    assert world.scheduler.reset_preempted_req_ids == set()
+    world.suspension.resume()
+    world.until_idle()
+    assert sorted(world.finished) == ["first", "second"]
+
+
+def test_pages_that_kvcached_is_mapping_ahead_are_waited_for(worlds: Any) -> None:
+    world = filled(worlds)
+    world.manager.mapping = 3
+    said = suspended(world)
+    assert said["phase"] == "suspended"
+    assert world.manager.total == 1
+    assert world.manager.mapping == 0
+
+
+def test_running_requests_may_finish_first(worlds: Any) -> None:
+    world = filled(worlds)
+    world.add("third")
+    said = suspended(world, finish=True)
+    assert world.finished == ["first", "second"]
+    assert [request.name for request in world.scheduler.waiting] == ["third"]
+    assert said["lost"] == 0
+
+
+def test_it_is_the_same_to_suspend_twice_and_to_resume_twice(worlds: Any) -> None:
+    world = filled(worlds)
+    world.suspension.suspend(False, False, None)
+    world.step()
+    phase = world.suspension.phase
+    world.suspension.suspend(False, False, None)
+    assert world.suspension.phase is phase
+    world.until_idle()
+    said = suspended(world)
+    assert said["kept"] == said["resident"] == 15
+    for _ in range(2):
+        world.suspension.resume()
+        world.until_idle()
+        assert world.suspension.said["phase"] == "runs"
+        assert "error" not in world.suspension.said
+    world.suspension.resume()
+    assert world.manager.limit == MOST * PAGE
+
+
+def test_what_does_not_fit_is_said_beforehand_and_afterwards(worlds: Any) -> None:
+    world = filled(worlds, room=10)
+    plan = world.suspension.plan()
+    assert (plan["resident"], plan["lost"], plan["running"]) == (15, 5, 2)
+    said = suspended(world)
+    assert (said["kept"], said["lost"]) == (10, 5)
+    # The requests' own blocks and the ones used last; those that would be evicted first are lost.
+    assert {f"old{n}".encode() for n in range(4, 9)}.isdisjoint(world.tier.blocks)
+
+
+def test_it_can_be_left_when_not_everything_fits(worlds: Any) -> None:
+    world = filled(worlds, room=10)
+    with pytest.raises(Cannot, match="no room for 5 blocks"):
+        world.suspension.suspend(False, True, None)
+    assert world.suspension.phase is Phase.RUNS
+    world.until_idle()
+    assert world.finished == ["first", "second"]
+
+
+def test_it_is_left_when_the_tier_did_not_take_everything_in(worlds: Any) -> None:
+    """Blocks of the tier that are in use are no room, which only a store finds out."""
+    world = filled(worlds)
+    world.suspension.suspend(False, True, None)
+    while world.suspension.phase is not Phase.STORING:
+        world.step()
+    world.tier.room = 10
+    world.until_idle()
+    assert world.suspension.said["phase"] == "runs"
+    assert world.suspension.said["error"] == "its CPU tier did not take 5 blocks in"
+    assert world.finished == ["first", "second"]
+
+
+def test_a_suspension_that_is_given_up_waits_for_the_limit_too(worlds: Any) -> None:
+    """It may have begun while the engine was still resuming from another one."""
+    world = filled(worlds)
+    suspended(world)
+    world.lag = 1000
+    world.manager.reported = world.manager.limit
+    world.suspension.resume()
+    world.suspension.suspend(False, False, None)
+    world.suspension.resume()
+    assert world.suspension.phase is Phase.RESUMING
+    assert world.scheduler.pause_state is Pause.PAUSED_ALL
+    world.lag = 1
+    world.until_idle()
+    assert world.suspension.phase is Phase.RUNS
+    assert world.manager.limit == MOST * PAGE
+
+
+def test_a_tier_that_never_has_room_is_given_up(
+    worlds: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    world = filled(worlds)
+    spill = world.spill
+    spill.begin([])
+    spill._missing = {b"old4": 4}
+    spill.no_room(forever=False)
+    assert spill.waits
+    monkeypatch.setattr("kvpatch.patches.suspend.spill.PATIENCE", 3)
+    spill.no_room(forever=False)
+    assert spill.waits
+    spill.no_room(forever=False)
+    assert not spill.waits
+    spill._missing = {b"old4": 4}
+    spill.begin([])
+    assert not spill.waits
+
+
+def test_what_the_tier_has_is_not_evicted_for_what_it_has_not(worlds: Any) -> None:
+    world = filled(worlds, room=15)
+    for number in range(9):
+        world.tier.blocks[f"other{number}".encode()] = f"bytes of other{number}"
+    for number in range(4, 10):  # the oldest of the device are the tier's oldest too
+        world.tier.blocks[f"old{number}".encode()] = f"bytes of old{number}"
+        world.tier.blocks.move_to_end(f"old{number}".encode(), last=False)
+    said = suspended(world)
+    assert (said["kept"], said["lost"]) == (15, 0)
+
+
+def test_a_tier_that_does_not_answer_is_given_up_in_time(
+    worlds: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now = [100.0]
+    monkeypatch.setattr(
+        "kvpatch.patches.suspend.suspension.time.monotonic", lambda: now[0], raising=True
+    )
+    world = filled(worlds)
+    world.tier.stuck = True
+    world.suspension.suspend(False, False, 30)
+    for _ in range(20):
+        world.step()
+    assert world.suspension.phase is Phase.STORING
+    now[0] += 31
+    world.step()
+    assert world.suspension.said["phase"] == "runs"
+    assert "not suspended within 30 s, in the phase storing" in world.suspension.said["error"]
+    world.until_idle()
+    assert world.finished == ["first", "second"]  # with the blocks that they had
+    assert world.manager.limit == MOST * PAGE
+
+
+def test_pages_that_are_not_let_go_in_time_are_taken_back(
+    worlds: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now = [100.0]
+    monkeypatch.setattr(
+        "kvpatch.patches.suspend.suspension.time.monotonic", lambda: now[0], raising=True
+    )
+    world = filled(worlds)
+    world.fence = 1000
+    world.suspension.suspend(False, False, 30)
+    for _ in range(50):
+        world.step()
+    assert world.suspension.phase is Phase.RELEASING
+    now[0] += 31
+    for _ in range(20):
+        world.step()
+    assert world.suspension.said["phase"] == "runs"
+    assert "in the phase releasing" in world.suspension.said["error"]
+    assert world.finished == ["first", "second"]
+    world.check()
+
+
+@pytest.mark.parametrize("steps", range(12))
+def test_resumed_at_any_step_nothing_is_lost(worlds: Any, steps: int) -> None:
+    world = filled(worlds, ahead=1)
+    world.suspension.suspend(False, False, None)
+    for _ in range(steps):
+        world.step()
+    world.suspension.resume()
+    world.until_idle()
+    assert world.suspension.phase is Phase.RUNS
+    assert sorted(world.finished) == ["first", "second"]
+    assert world.manager.limit == MOST * PAGE
+    assert world.manager.total == MOST
+    world.check()
+    here = set(world.pool._cached_blocks) | set(world.tier.blocks)
+    assert {f"old{n}".encode() for n in range(4, 16)} <= here
+
+
+@pytest.mark.parametrize("where", ["_pausing", "_storing", "_release_all", "_releasing"])
+def test_an_error_of_ours_leaves_the_engine_running(
+    worlds: Any, where: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    world = filled(worlds)
+
+    def fail() -> bool:
+        raise ValueError("of a test")
+
+    monkeypatch.setattr(world.suspension, where, fail)
+    said = suspended(world)
+    assert said["phase"] == "runs"
+    assert said["error"] == "it failed with ValueError: of a test"
+    assert world.finished == ["first", "second"]
+    assert world.manager.limit == MOST * PAGE
+
+
+def test_vllms_own_resume_does_not_run_a_suspended_engine(worlds: Any) -> None:
+    world = filled(worlds)
+    suspended(world)
+    world.scheduler.set_pause_state(Pause.UNPAUSED)
+    assert world.scheduler.pause_state is Pause.PAUSED_ALL
+    world.scheduler.set_pause_state(Pause.PAUSED_NEW)
+    world.suspension.resume()
+    world.until_idle()
+    assert world.scheduler.pause_state is Pause.PAUSED_NEW  # as vLLM was told meanwhile
+    assert world.finished == []
+
+
+def test_a_limit_of_a_suspended_engine_holds_from_its_resumption_on(worlds: Any) -> None:
+    world = filled(worlds)
+    suspended(world)
+    world.suspension.limit(4 * PAGE)
+    assert world.manager.limit == PAGE
+    world.suspension.resume()
+    world.until_idle()
+    assert world.manager.limit == 4 * PAGE
+
+
+@pytest.mark.parametrize("steps", range(12))
+@pytest.mark.parametrize("by", ["kvpatch", "kvctl"])
+def test_a_limit_that_is_set_at_any_step_holds_in_the_end(worlds: Any, steps: int, by: str) -> None:
+    for given_up in (False, True):
+        world = filled(worlds)
+        world.suspension.suspend(False, False, None)
+        for _ in range(steps):
+            world.step()
+        if by == "kvpatch":
+            world.suspension.limit(7 * PAGE)
+        else:
+            world.manager.limit = 7 * PAGE
+        if not given_up:
+            world.until_idle()
+        world.suspension.resume()
+        world.until_idle()
+        assert world.suspension.phase is Phase.RUNS
+        assert world.manager.limit == world.manager.total * PAGE == 7 * PAGE
+        assert sorted(world.finished) == ["first", "second"]
+
+
+def test_a_limit_that_somebody_else_set_meanwhile_is_kept(worlds: Any) -> None:
+    world = filled(worlds)
+    suspended(world)
+    world.manager.limit = world.manager.reported = 3 * PAGE  # kvctl limit
+    world.suspension.resume()
+    world.until_idle()
+    assert world.manager.limit == 3 * PAGE
+
+
+@pytest.mark.parametrize(
+    ("size", "why"),
+    [(MOST * PAGE + 1, "cannot have more"), (PAGE - 1, "needs at least one")],
+)
+def test_a_limit_that_it_cannot_have_is_refused(worlds: Any, size: int, why: str) -> None:
+    world = filled(worlds)
+    with pytest.raises(Cannot, match=why):
+        world.suspension.limit(size)
+    assert world.manager.limit == MOST * PAGE
+
+
+def test_requests_that_stream_their_input_are_refused(worlds: Any) -> None:
+    world = filled(worlds)
+    world.scheduler.running[0].status = Status(name="WAITING_FOR_STREAMING_REQ")
+    with pytest.raises(Cannot, match="1 of its requests stream their input"):
+        world.suspension.suspend(False, False, None)
+
+
+def test_weights_that_were_replaced_are_refused_until_a_reset(worlds: Any) -> None:
+    """The reset that frees the device would be of the CPU tier too: nothing would be kept."""
+    world = filled(worlds)
+    calls = state.attach(world, Calls(unanswered=True))
+    with pytest.raises(Cannot, match="weights were replaced"):
+        world.suspension.suspend(False, False, None)
+    calls.unanswered = False
+    world.suspension.suspend(False, False, None)
+    calls.unanswered = True  # while it stores
+    world.until_idle()
+    assert world.suspension.phase is Phase.RUNS
+    assert "weights were replaced" in world.suspension.said["error"]
+
+
+def test_requests_with_loaded_blocks_let_go_of_them(
+    worlds: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from kvpatch.patches import deadlock
+
+    world = filled(worlds)
+    loaded = world.add("loaded")
+    loaded.num_computed_tokens = 64
+    released = []
+    monkeypatch.setattr(deadlock, "release", lambda scheduler, request: released.append(request))
+    suspended(world)
+    assert released == [loaded]
+
+
+def test_the_beginnings_of_prompts_are_stored_first(worlds: Any) -> None:
+    world: World = worlds()
+    world.spill.piece = 2
+    request = world.add("one", 5, 6, 7, 8)
+    request.left = 1
+    world.step()  # it has finished; its last block is evicted first
+    world.suspension.suspend(False, False, None)
+    while not world.tier.flying:
+        world.step()
+    assert [key for _, key, _ in world.tier.flying] == [b"one5", b"one6"]
+    assert BLOCKS == 4
