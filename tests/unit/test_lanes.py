@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import ast
+import re
+import runpy
 import shutil
 import sys
 from pathlib import Path
@@ -48,6 +50,16 @@ def test_a_test_outside_exactly_one_lane_fails_the_collection(collect, place):
         "is in no lane: put it in one of "
         "tests/{unit,wheel,refusals,engine,faults,long,ascend,npu,versions,bench}" in done.err
     )
+
+
+def test_a_lane_is_run_by_default_or_by_ci_or_has_an_environment_of_its_own():
+    lanes = set(runpy.run_path(str(TESTS / "conftest.py"))["LANES"])
+    command = (TESTS.parent / "scripts/test").read_text()
+    default = set(re.findall(r"lanes=\(tests/\{(.+)\}\)", command)[0].split(","))
+    assert default == {"unit", "wheel", "refusals", "engine", "bench"}
+    named = set(re.findall(r"lane scripts/test (\w+)", (TESTS.parent / ".ci/run").read_text()))
+    assert named == {"faults", "long", "ascend"}
+    assert lanes - default - named == {"npu", "versions"}
 
 
 def test_the_unit_lane_needs_no_torch_and_no_vllm(run):
