@@ -557,6 +557,18 @@ CASES: dict[str, tuple[list[dict[str, Any]], str]] = {
         "KVPATCH_IDLE is set, because giving memory back is validated on vLLM 0.32.0 only; unset "
         "KVPATCH_IDLE, or install one of these releases, or set KVPATCH=0.",
     ),
+    "KVP372": (
+        [
+            {
+                "machine__vllm": "0.32.0",
+                "machine__device": "cpu",
+                "machine__environment": {IDLE.name: "30s", HOST_POOL.name: "1GiB@rules"},
+            }
+        ],
+        "KVPATCH_IDLE and KVPATCH_HOST_POOL are set, because giving memory back is validated with "
+        "a CPU tier of an engine's own only; unset KVPATCH_IDLE or KVPATCH_HOST_POOL, or set "
+        "KVPATCH=0.",
+    ),
     "KVP371": (
         [
             one | {"machine__vllm": "0.32.0", "machine__environment": {IDLE.name: "30s"}}
@@ -565,17 +577,6 @@ CASES: dict[str, tuple[list[dict[str, Any]], str]] = {
         "KVPATCH_IDLE is set, because giving memory back is validated with the CPU tier of "
         "OffloadingConnector or SimpleCPUOffloadConnector alone; unset KVPATCH_IDLE, or configure "
         "one of the two, or set KVPATCH=0.",
-    ),
-    "KVP372": (
-        [
-            {
-                "machine__vllm": "0.32.0",
-                "machine__environment": {IDLE.name: "30s", HOST_POOL.name: "1GiB"},
-            }
-        ],
-        "KVPATCH_IDLE and KVPATCH_HOST_POOL are set, because giving memory back is validated with "
-        "a CPU tier of an engine's own only; unset KVPATCH_IDLE or KVPATCH_HOST_POOL, or set "
-        "KVPATCH=0.",
     ),
 }
 EACH = [

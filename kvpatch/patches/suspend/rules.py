@@ -41,6 +41,15 @@ RULES = (
         with_connector=False,
     ),
     Rule(
+        "KVP372",
+        f"`{IDLE}` with `{HOST_POOL}`",
+        lambda config, facts: _asked(facts) and presence.size(facts.environment) > 0,
+        f"{IDLE} and {HOST_POOL} are set",
+        "giving memory back is validated with a CPU tier of an engine's own only",
+        f"unset {IDLE} or {HOST_POOL}",
+        with_connector=False,
+    ),
+    Rule(
         "KVP371",
         f"`{IDLE}` without a CPU tier alone: no connector, secondary tiers, or MultiConnector",
         _without_tier,
@@ -49,13 +58,5 @@ RULES = (
         "SimpleCPUOffloadConnector alone",
         f"unset {IDLE}, or configure one of the two",
         with_connector=False,
-    ),
-    Rule(
-        "KVP372",
-        f"`{IDLE}` with `{HOST_POOL}`",
-        lambda config, facts: _asked(facts) and presence.size(facts.environment) > 0,
-        f"{IDLE} and {HOST_POOL} are set",
-        "giving memory back is validated with a CPU tier of an engine's own only",
-        f"unset {IDLE} or {HOST_POOL}",
     ),
 )
