@@ -48,9 +48,9 @@ def install(runtime: Runtime, version: str, target: Path | None = None) -> int:
             KVPATCH="0",
             KVCACHED_AUTOPATCH="0",
             PYTHONPATH=str(stand_in.parent),
-            KVPATCH_BUILD_TORCH=str(Path(torch.origin).parent),
-            KVPATCH_BUILD_HEADERS=str(HERE / "include"),
-            KVPATCH_BUILD_RUNTIME=str(runtime.home),
+            STAND_IN_TORCH=str(Path(torch.origin).parent),
+            STAND_IN_HEADERS=str(HERE / "include"),
+            STAND_IN_RUNTIME=str(runtime.home),
         )
         return subprocess.run(
             [*command, "-r", str(wanted)], env=environment, check=False

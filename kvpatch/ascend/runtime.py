@@ -13,7 +13,7 @@ from typing import NamedTuple
 _VARIABLES = ("ASCEND_HOME_PATH", "ASCEND_TOOLKIT_HOME")
 _PLACES = ("/usr/local/Ascend/ascend-toolkit/latest", "/usr/local/Ascend/cann")
 HEADER, LIBRARY = Path("include/acl/acl.h"), Path("lib64/libascendcl.so")
-_EMULATOR = "KVPATCH_ACL_EMULATOR"  # in the emulator's header
+_EMULATOR = "#define KVPATCH_ACL_EMULATOR"  # in the emulator's header
 EMULATOR_PACKAGE = "kvpatch.hostdevice.acl"
 
 

