@@ -21,7 +21,7 @@ STEPS = {
     "kvcached's module": "import kvcached.integration.vllm.autopatch",
     "kvpatch": "import kvpatch",
 }
-UNASKED = ("audit", "host-pool")  # each has a variable of its own
+UNASKED = ("ascend", "audit", "host-pool")  # for an NPU; each other has a variable of its own
 REPORT = """
 import inspect, json, vllm
 from vllm.v1.engine.core import EngineCore

@@ -13,14 +13,16 @@ import pytest
 from harness.engines.runs import Device
 from harness.matrix.tagged import KINDS, LAYOUTS, RELEASES, look, right
 from kvpatch import supported
-from kvpatch.patches import secondary_tiers, simple_offload
+from kvpatch.patches import secondary_tiers, simple_offload, suspend
 
 FEATURES = {
     "kvcached-adapters": "applied",
     "host-device": "applied",
     "host-copies": "applied",
+    "ascend": "not-needed",
     "elastic-memory": "applied",
     "offloading-connector": "applied",
+    "host-pool": "not-needed",
     "fence": "applied",
     "standstill": "applied",
     "kv-events": "applied",
@@ -74,7 +76,7 @@ def test_every_patch_finds_its_target(
 ) -> None:
     features = dict(tagged(vllm, True)["features"])
     assert features.pop("kvcached-version-override") == "applied"
-    for optional in (simple_offload.FEATURE, secondary_tiers.FEATURE):
+    for optional in (simple_offload.FEATURE, secondary_tiers.FEATURE, suspend.FEATURE):
         tested = vllm in supported.validated(optional.span)
         assert features.pop(optional.name) == ("applied" if tested else "outside")
     assert features == FEATURES
