@@ -14,7 +14,7 @@ from importlib import metadata
 from typing import Any
 
 from kvpatch import verdicts
-from kvpatch.environ import HOST_DEVICE
+from kvpatch.environ import HOST_DEVICE, HOST_POOL
 from kvpatch.upstream import connectors
 from kvpatch.version import VERSION
 from kvpatch.versions import Facts
@@ -64,6 +64,8 @@ ENVIRONMENT = (
     "VLLM_KV_CACHE_LAYOUT",
     "VLLM_USE_V2_MODEL_RUNNER",
 )
+# A setting of kvpatch's that brings code of its own, whatever its size.
+OURS = (HOST_POOL,)
 # Of a connector's extra config: how much, and where, but not how.
 _SIZES = ("bytes", "num_cpu_blocks", "root_dir", "path")
 _NAMES = ("_name_or_path", "transformers_version")
@@ -119,6 +121,7 @@ def flags(config: Any, facts: Facts) -> dict[str, Any]:
     """Return the settings that matter."""
     found = {name: _plain(_of(config, name)) for name in FLAGS}
     found |= {name: facts.environment.get(name) for name in ENVIRONMENT}
+    found |= {one.name: bool(one.read(facts.environment)) for one in OURS}
     for number, leaf in enumerate(connectors.leaves(config.kv_transfer_config)):
         extra = {
             key: value

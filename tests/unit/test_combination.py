@@ -86,6 +86,8 @@ def test_settings_that_choose_the_code_matter() -> None:
     assert combination.flags(config(cache_config=cache), facts()) != first
     assert combination.flags(config(), facts(KVCACHED_CONTIGUOUS_LAYOUT="false")) != first
     assert combination.flags(config(), facts(KVPATCH_LOG="debug")) == first
+    pooled = [combination.flags(config(), facts(KVPATCH_HOST_POOL=size)) for size in ("1", "2")]
+    assert pooled[0] == pooled[1] != first
     own = SimpleNamespace(scheduler_cls=combination.Any)
     assert combination.flags(config(scheduler_config=own), facts()) != first
 

@@ -21,6 +21,7 @@ FEATURES = {
     "host-copies": "applied",
     "elastic-memory": "applied",
     "offloading-connector": "applied",
+    "host-pool": "not-needed",
     "fence": "applied",
     "standstill": "applied",
     "kv-events": "applied",
