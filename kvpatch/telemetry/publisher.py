@@ -22,6 +22,7 @@ from typing import Any
 
 from kvpatch.environ import STATUS_DIR
 from kvpatch.logs import log
+from kvpatch.process import start_ticks
 from kvpatch.telemetry import status_page as page
 from kvpatch.telemetry.fuse import in_words
 from kvpatch.version import VERSION
@@ -93,7 +94,7 @@ class Publisher:
         self._rates = Rates()
         self._server = server()
         # A worker has a page before its engine does.
-        self._parent = {"pid": os.getppid(), "started": page.start_ticks(os.getppid())}
+        self._parent = {"pid": os.getppid(), "started": start_ticks(os.getppid())}
         try:
             self.write()
         except BaseException:
