@@ -8,8 +8,6 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Callable
-from functools import wraps
 from typing import Any
 
 from kvpatch import state
@@ -41,19 +39,6 @@ class Pooled:
             self.keeper.close()
 
 
-def _of_a_pool(wrapper: Callable[..., Any]) -> Callable[..., Any]:
-    """Give a wrapper the ``Pooled`` of its object as first argument; without one vLLM is alone."""
-
-    @wraps(wrapper)
-    def around(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
-        pooled = state.find(instance, Pooled)
-        if pooled is None:
-            return wrapped(*args, **kwargs)
-        return wrapper(pooled, wrapped, instance, args, kwargs)
-
-    return around
-
-
 def evict(manager: Any, extents: Extents, index: int) -> int:
     """Evict the blocks of an extent that no transfer uses; return how many."""
     gone = []
@@ -74,17 +59,17 @@ def evict(manager: Any, extents: Extents, index: int) -> int:
 # The manager of the tier
 
 
-@_of_a_pool
-def around_free_count(pooled: Pooled, wrapped: Any, instance: Any, args: Any, kwargs: Any) -> int:
+def around_free_count(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> int:
     """Return the free chunks of committed extents. Wraps ``_get_num_free_chunks``."""
-    return pooled.extents.free
+    pooled = state.find(instance, Pooled)
+    return wrapped(*args, **kwargs) if pooled is None else pooled.extents.free
 
 
-@_of_a_pool
-def around_allocate(
-    pooled: Pooled, wrapped: Any, instance: Any, args: Any, kwargs: Any
-) -> list[Any]:
+def around_allocate(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> list[Any]:
     """Hand out chunks of the lowest extents. Wraps ``_allocate_chunks(keys)``."""
+    pooled = state.find(instance, Pooled)
+    if pooled is None:
+        return list(wrapped(*args, **kwargs))
     keys = argument(args, kwargs, 0, "keys")
     status = _status()
     taken = [status(chunk) for chunk in pooled.extents.allocate(keys)]
@@ -92,20 +77,23 @@ def around_allocate(
     return taken
 
 
-@_of_a_pool
-def around_free(pooled: Pooled, wrapped: Any, instance: Any, args: Any, kwargs: Any) -> None:
+def around_free(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> None:
     """Take a chunk back. Wraps ``_free_chunk(chunk)``."""
+    pooled = state.find(instance, Pooled)
+    if pooled is None:
+        wrapped(*args, **kwargs)
+        return
     _take_back(instance, pooled.extents, args[0] if args else next(iter(kwargs.values())))
 
 
-@_of_a_pool
-def around_prepare_store(
-    pooled: Pooled, wrapped: Any, instance: Any, args: Any, kwargs: Any
-) -> Any:
+def around_prepare_store(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
     """Let a store wait while the tier can grow. Wraps ``prepare_store(keys, req_context)``.
 
     vLLM asks again in the next step of a request whose blocks cannot be stored now.
     """
+    pooled = state.find(instance, Pooled)
+    if pooled is None:
+        return wrapped(*args, **kwargs)
     keys = list(argument(args, kwargs, 0, "keys"))
     with pooled.lock:
         chunks = [(key, instance._policy.get(key)) for key in keys]
@@ -118,48 +106,61 @@ def around_prepare_store(
         return wrapped(keys, *args[1:], **kwargs)
 
 
-@_of_a_pool
-def around_prepare_load(pooled: Pooled, wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
+def around_prepare_load(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
     """Note what is used. Wraps ``prepare_load``, whose result names the chunks."""
+    pooled = state.find(instance, Pooled)
+    if pooled is None:
+        return wrapped(*args, **kwargs)
     with pooled.lock:
         found = wrapped(*args, **kwargs)
         pooled.extents.use(found.block_ids)
         return found
 
 
-@_of_a_pool
-def around_touch(pooled: Pooled, wrapped: Any, instance: Any, args: Any, kwargs: Any) -> None:
+def around_touch(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> None:
     """Note what is used. Wraps ``touch(keys, req_context)``."""
+    pooled = state.find(instance, Pooled)
+    if pooled is None:
+        wrapped(*args, **kwargs)
+        return
     with pooled.lock:
         chunks = map(instance._policy.get, argument(args, kwargs, 0, "keys"))
         pooled.extents.use(_id(chunk) for chunk in chunks if chunk is not None)
         wrapped(*args, **kwargs)
 
 
-@_of_a_pool
-def around_completion(pooled: Pooled, wrapped: Any, instance: Any, args: Any, kwargs: Any) -> None:
+def around_completion(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> None:
     """Evict what no transfer uses any more in an extent that has to go.
 
     Wraps ``complete_load`` and ``complete_store``. After it the policy finds nothing to evict in
     such an extent, whose chunks are not handed out.
     """
+    pooled = state.find(instance, Pooled)
+    if pooled is None:
+        wrapped(*args, **kwargs)
+        return
     with pooled.lock:
         wrapped(*args, **kwargs)
         for index in pooled.extents.draining():
             pooled.keeper.evicted += evict(instance, pooled.extents, index)
 
 
-@_of_a_pool
-def around_reset(pooled: Pooled, wrapped: Any, instance: Any, args: Any, kwargs: Any) -> None:
+def around_reset(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> None:
     """Take back every chunk. Wraps ``reset_cache``."""
+    pooled = state.find(instance, Pooled)
+    if pooled is None:
+        wrapped(*args, **kwargs)
+        return
     with pooled.lock:
         wrapped(*args, **kwargs)
         pooled.keeper.reset()
 
 
-@_of_a_pool
-def around_events(pooled: Pooled, wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
+def around_events(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
     """Take the events at once, none of which is added meanwhile. Wraps ``take_events``."""
+    pooled = state.find(instance, Pooled)
+    if pooled is None:
+        return wrapped(*args, **kwargs)
     with pooled.lock:
         return list(wrapped(*args, **kwargs))
 
@@ -167,12 +168,14 @@ def around_events(pooled: Pooled, wrapped: Any, instance: Any, args: Any, kwargs
 # The schedulers
 
 
-@_of_a_pool
-def around_schedule(pooled: Pooled, wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
+def around_schedule(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
     """Keep what a step has found in the tier until it is being loaded.
 
     Wraps ``Scheduler.schedule``.
     """
+    pooled = state.find(instance, Pooled)
+    if pooled is None:
+        return wrapped(*args, **kwargs)
     with pooled.lock:
         return wrapped(*args, **kwargs)
 
@@ -193,14 +196,14 @@ def around_build(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
     return meta
 
 
-@_of_a_pool
-def around_worker_output(
-    pooled: Pooled, wrapped: Any, instance: Any, args: Any, kwargs: Any
-) -> Any:
+def around_worker_output(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
     """Note the transfers that have ended.
 
     Wraps ``OffloadingConnectorScheduler.update_connector_output``.
     """
+    pooled = state.find(instance, Pooled)
+    if pooled is None:
+        return wrapped(*args, **kwargs)
     meta = argument(args, kwargs, 0, "connector_output").kv_connector_worker_meta
     with pooled.lock:
         result = wrapped(*args, **kwargs)
