@@ -16,8 +16,8 @@ import fcntl
 import hashlib
 import os
 import weakref
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager, nullcontext, suppress
+from collections.abc import Iterable
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -133,7 +133,7 @@ def take(kind: str, name: str) -> Claim:
     """
     home = folder()
     private.make_folder(home)
-    with alone(home):
+    with private.alone(home):
         _remove_dropped(home)
         path = home / _file_name(kind, name)
         file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600)
@@ -158,7 +158,7 @@ def held(kind: str, name: str, home: Path | None = None) -> bool:
     path = home / _file_name(kind, name)
     try:
         # Another user may hold the lock of his folder for ever.
-        with alone(home) if home == folder() else nullcontext():
+        with private.alone(home) if home == folder() else nullcontext():
             file = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
             try:
                 fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
@@ -175,21 +175,6 @@ def _file_name(kind: str, name: str) -> str:
     # A name may have any characters and any length.
     plain = "".join(letter if letter.isalnum() or letter in "-_" else "-" for letter in name)
     return f"{kind}-{plain[:64]}-{hashlib.sha256(name.encode()).hexdigest()[:16]}"
-
-
-@contextmanager
-def alone(home: Path) -> Iterator[None]:
-    """Keep all other users of the folder out, for the few calls in which a file is not settled."""
-    file = os.open(home, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
-    try:
-        fcntl.flock(file, fcntl.LOCK_EX)
-        try:
-            yield
-        finally:
-            # Not by closing: a process that another thread forks meanwhile has a copy.
-            fcntl.flock(file, fcntl.LOCK_UN)
-    finally:
-        os.close(file)
 
 
 def _remove_dropped(home: Path) -> None:
@@ -209,7 +194,7 @@ def _release(path: Path, file: int, pid: int) -> None:
     if os.getpid() != pid:
         return
     _remove_left(_read(file)[2])
-    with suppress(OSError), alone(path.parent):  # the folder may have been removed by hand
+    with suppress(OSError), private.alone(path.parent):  # the folder may have been removed by hand
         path.unlink(missing_ok=True)
     fcntl.flock(file, fcntl.LOCK_UN)  # forked workers have copies
     os.close(file)

@@ -7,11 +7,12 @@ because nobody but this user puts it there by design.
 
 from __future__ import annotations
 
+import fcntl
 import os
 import pwd
 import shlex
 import stat
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
@@ -128,6 +129,30 @@ def opened(path: Path, *, closed: bool = True) -> Iterator[int]:
     try:
         check_file(path, os.fstat(file), closed=closed)
         yield file
+    finally:
+        os.close(file)
+
+
+def _lock(file: int) -> None:
+    fcntl.flock(file, fcntl.LOCK_EX)
+
+
+@contextmanager
+def alone(folder: Path, lock: Callable[[int], None] = _lock) -> Iterator[None]:
+    """Keep all other users of a folder out, for the few calls in which its files are not settled.
+
+    Args:
+        folder: this user's.
+        lock: locks the descriptor of the folder, or raises; the default waits.
+    """
+    file = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+    try:
+        lock(file)
+        try:
+            yield
+        finally:
+            # Not by closing: a process that another thread forks meanwhile has a copy.
+            fcntl.flock(file, fcntl.LOCK_UN)
     finally:
         os.close(file)
 

@@ -15,8 +15,8 @@ import fcntl
 import hashlib
 import os
 import time
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager, suppress
 from pathlib import Path
 from typing import NamedTuple
 
@@ -303,23 +303,17 @@ def show(folder: Path, remove: bool = False) -> tuple[Limit, list[Peer]] | None:
     return None if limit is None or not peers else (limit, peers)
 
 
-@contextmanager
-def _alone(folder: Path, patience: float) -> Iterator[None]:
+def _alone(folder: Path, patience: float) -> AbstractContextManager[None]:
     """Keep all other engines out.
 
     Raises:
         Busy: somebody else was in for longer than ``patience`` seconds.
     """
-    file = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
-    try:
+
+    def lock(file: int) -> None:
         _wait(lambda: fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB), patience)
-        try:
-            yield
-        finally:
-            # Not by closing: a process that another thread forks meanwhile has a copy.
-            fcntl.flock(file, fcntl.LOCK_UN)
-    finally:
-        os.close(file)
+
+    return private.alone(folder, lock)
 
 
 def _wait(attempt: Callable[[], None], patience: float) -> None:

@@ -22,6 +22,7 @@ from typing import Any
 
 from kvpatch.environ import STATUS_DIR
 from kvpatch.logs import log
+from kvpatch.process import start_ticks
 from kvpatch.telemetry import status_page as page
 from kvpatch.telemetry.fuse import in_words
 from kvpatch.version import VERSION
@@ -92,6 +93,8 @@ class Publisher:
         self._describe_engine: DescribeEngine | None = None
         self._rates = Rates()
         self._server = server()
+        # A worker has a page before its engine does.
+        self._parent = {"pid": os.getppid(), "started": start_ticks(os.getppid())}
         try:
             self.write()
         except BaseException:
@@ -106,6 +109,7 @@ class Publisher:
         content = self._describe() | {
             "group": os.getpgid(0),
             "server": self._server,
+            "parent": self._parent,
             "beats": engine is not None,
         }
         if engine is not None and self._describe_engine is not None:
@@ -226,5 +230,6 @@ def sweep(folder: Path) -> None:
 
 
 def _server_of(found: page.Page) -> int:
-    """Return the pid of the server of a page's process; 0 without one."""
-    return int((found.content.get("server") or {"pid": 0})["pid"])
+    """Return the pid of what started a page's process; 0 where that is not known."""
+    started_by = found.content.get("server") or found.content.get("parent")
+    return int(started_by["pid"]) if started_by else 0

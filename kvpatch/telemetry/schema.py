@@ -103,6 +103,7 @@ _CONTENT = {
     "verified": _text,
     "group": _count,
     "server": _or_none(Group(pid=_count, started=_or_none(_count))),
+    "parent": Group(pid=_count, started=_or_none(_count)),
     "namespace": _or_none(_count),
     "off": _text,
     "engine": _ENGINE,

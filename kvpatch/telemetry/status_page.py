@@ -220,7 +220,8 @@ def ended_in_order(found: Page, folder: Path) -> bool:
     without being killed: vLLM kills its engines when it stops.
     """
     for _ in range(5):  # a worker's is its engine, an engine's the frontend
-        server = found.content.get("server")
+        known = found.content.get("server")
+        server = known or found.content.get("parent")
         if not server:
             return False
         named = [
@@ -229,7 +230,7 @@ def ended_in_order(found: Page, folder: Path) -> bool:
             if one.content["started"] == server["started"]
         ]
         if not named:
-            return True
+            return bool(known)  # a parent without a page may never have had one
         found = named[0]
         if life(found) is not Life.EXITED:
             return False

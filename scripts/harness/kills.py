@@ -19,7 +19,6 @@ names, which the report counts.
 from __future__ import annotations
 
 import argparse
-import ctypes
 import json
 import os
 import random
@@ -45,6 +44,7 @@ from harness.engines.runs import BLOCK, Device, Run, engine_arguments, model_of,
 from harness.serve import Server, workspace
 from kvpatch.environ import HOST_DEVICE_DIR
 from kvpatch.hostdevice import ledger
+from kvpatch.verify.child import adopt_orphans
 
 ROLES = ("engine", "worker", "API server")
 ANY = "any moment"
@@ -63,7 +63,6 @@ LEFT = {
     "kvpatch-status-*/*.page": "kvpatch: the page of the dead, for kvpatch status; swept later",
 }
 SHARED, SHARED_BYTES = Path("/dev/shm"), 2 << 30
-_SUBREAPER = 36
 
 Kill = dict[str, Any]
 
@@ -392,8 +391,7 @@ def run(options: argparse.Namespace, say: Callable[[str], None]) -> int:
     """Run the kills and write their figures, also those of a sequence that was broken off."""
     namespaces.own_mounts()
     namespaces.mount_tmpfs(SHARED, SHARED_BYTES)
-    # Orphans become children of this process, which reaps them.
-    ctypes.CDLL(None).prctl(_SUBREAPER, 1)
+    adopt_orphans()
     earlier: dict[str, Any] = {"runs": []}
     if options.append and options.report and options.report.exists():
         earlier = json.loads(options.report.read_text())

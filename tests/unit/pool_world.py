@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import fcntl
 import os
 import signal
@@ -133,8 +132,3 @@ def counted(folder: Path) -> int:
     """What the records of a pool say is committed, together."""
     shown = ledger.show(folder)
     return 0 if shown is None else sum(peer.owner.committed for peer in shown[1])
-
-
-def adopt() -> None:
-    """Let grandchildren become children of this process, so that it can wait for them."""
-    ctypes.CDLL(None).prctl(36, 1, 0, 0, 0)  # PR_SET_CHILD_SUBREAPER

@@ -12,7 +12,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from kvpatch import claims
+from kvpatch import claims, private
 from kvpatch.refusal import Refusal
 
 
@@ -146,8 +146,8 @@ def test_another_users_folder_is_looked_at_without_his_lock(shm, monkeypatch):
 
 def test_ones_own_folder_is_looked_at_while_nothing_changes_there(monkeypatch):
     claim = claims.take("pool", "chat")
-    alone, asked = claims._alone, []
-    monkeypatch.setattr(claims, "_alone", lambda home: asked.append(home) or alone(home))
+    alone, asked = private.alone, []
+    monkeypatch.setattr(private, "alone", lambda home: asked.append(home) or alone(home))
     assert claims.held("pool", "chat")
     assert asked == [claims.folder()]
     claim.release()
@@ -179,7 +179,7 @@ def test_a_folder_has_one_user_at_a_time_and_a_forked_copy_of_the_lock_is_none()
     claims.take("pool", "chat").release()
     home = claims.folder()
     other = os.open(home, os.O_RDONLY)
-    with claims._alone(home):
+    with private.alone(home):
         with pytest.raises(BlockingIOError):
             fcntl.flock(other, fcntl.LOCK_EX | fcntl.LOCK_NB)
         copies = [os.dup(number) for number in range(3, other + 10) if is_open(number, home)]
@@ -202,7 +202,7 @@ def test_the_lock_is_a_folders(shm, kind):
         place.symlink_to(claims.folder())
     else:
         place.touch()
-    with pytest.raises(OSError), claims._alone(place):
+    with pytest.raises(OSError), private.alone(place):
         pass
 
 
@@ -214,7 +214,7 @@ def test_a_claim_whose_file_cannot_be_removed_is_released_nevertheless(monkeypat
         raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
 
     with monkeypatch.context() as many_files_open:
-        many_files_open.setattr(claims, "_alone", fails)
+        many_files_open.setattr(private, "alone", fails)
         claim.release()
     assert not claims.held("pool", "chat")
     os.close(copy)

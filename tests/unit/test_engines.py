@@ -179,6 +179,21 @@ def test_a_stop_that_was_asked_for_is_none_of_a_crash(capsys):
     ]
 
 
+@pytest.mark.parametrize("killed", [False, True])
+def test_a_worker_that_had_a_page_before_its_engine_ends_with_the_server(killed):
+    """No engine had a page when the worker asked for it: it was "killed?" after every stop."""
+    ended(**({"started": 17} if killed else {}))
+    parent = {"pid": GONE + 1, "started": None}
+    publish(GONE + 3, ("worker",), beats=False, server=None, parent=parent)
+    assert reader.one(GONE + 3).state is (State.GONE if killed else State.ENDED)
+
+
+def test_a_parent_that_never_had_a_page_is_no_server():
+    """Whoever starts a server from a shell."""
+    publish(GONE, ("frontend",), beats=False, server=None, parent={"pid": 1, "started": 5})
+    assert reader.one(GONE).state is State.GONE
+
+
 SERVER = """
 import os, signal, subprocess, sys
 from kvpatch.telemetry import publisher

@@ -5,6 +5,9 @@ from __future__ import annotations
 from typing import ClassVar
 
 import pytest
+
+pytest.importorskip("hypothesis")  # of .venv; scripts/pythons is without
+
 from fence_world import MODES, Mode, World
 from hypothesis import HealthCheck, Phase, settings
 from hypothesis import strategies as st

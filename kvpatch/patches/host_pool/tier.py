@@ -47,7 +47,7 @@ def evict(manager: Any, extents: Extents, index: int) -> int:
         if chunk is not None and chunk.ref_cnt == 0:
             manager._policy.remove(key)
             _change(manager, "_num_evictable_cache_{}", -1)
-            _free(manager, chunk)
+            _take_back(manager, extents, chunk)
             gone.append(key)
     if gone and manager.events is not None:
         from vllm.v1.kv_offload.base import OffloadingEvent
@@ -83,7 +83,7 @@ def around_free(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> None:
     if pooled is None:
         wrapped(*args, **kwargs)
         return
-    _take_back(instance, pooled, args[0] if args else next(iter(kwargs.values())))
+    _take_back(instance, pooled.extents, args[0] if args else next(iter(kwargs.values())))
 
 
 def around_prepare_store(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
@@ -222,14 +222,8 @@ def around_pending_work(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> 
     return pending or (pooled is not None and pooled.extents.transferring)
 
 
-def _free(manager: Any, chunk: Any) -> None:
-    pooled = state.find(manager, Pooled)
-    assert pooled is not None
-    _take_back(manager, pooled, chunk)
-
-
-def _take_back(manager: Any, pooled: Pooled, chunk: Any) -> None:
-    pooled.extents.release(_id(chunk))
+def _take_back(manager: Any, extents: Extents, chunk: Any) -> None:
+    extents.release(_id(chunk))
     _change(manager, "_num_allocated_{}", -1)
 
 

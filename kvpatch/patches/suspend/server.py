@@ -16,7 +16,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from kvpatch import claims, private
+from kvpatch import private
 from kvpatch.control import protocol
 from kvpatch.logs import log
 from kvpatch.patches.suspend import queue
@@ -99,7 +99,7 @@ class Server:
         private.make_folder(self.path.parent)
         self._socket = socket.socket(socket.AF_UNIX)
         try:
-            with claims.alone(self.path.parent):  # who has bound its socket listens, or is gone
+            with private.alone(self.path.parent):  # who has bound its socket listens, or is gone
                 sweep(self.path.parent)
                 self._socket.bind(str(self.path))
                 self.path.chmod(0o600)

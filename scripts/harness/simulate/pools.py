@@ -119,6 +119,7 @@ class Pool:
 
     def set_limit(self, extents: int) -> None:
         """Move the limit of the pool."""
+        self.check()  # what was committed under the limit before may stay for a while
         self.limit = max(1, extents * self.extent)
         assert ledger.set_limit(presence.home(), self.limit)
         self.world.counts["limits of the pool"] += 1
