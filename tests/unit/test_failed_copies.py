@@ -13,6 +13,7 @@ import pytest
 
 from kvpatch import patch, state
 from kvpatch.logs import log
+from kvpatch.patches.debug.audit import Violation
 from kvpatch.patches.offloading import FEATURE as OFFLOADING
 from kvpatch.patches.offloading.failures import REMEDY, around_transfers
 from kvpatch.patches.simple_offload import FEATURE as SIMPLE
@@ -587,11 +588,31 @@ def test_a_failed_copy_of_the_offloading_connector_is_named(error, named):
     assert ended.value.__cause__ is error
 
 
-def test_a_refusal_of_another_row_stays_one():
-    refusal = Refusal("a is b", "c is d", "do e", code="KVP404")
-    with pytest.raises(Refusal) as raised:
-        around_transfers(raises(refusal), None, (), {})
-    assert raised.value is refusal
+OURS = pytest.mark.parametrize(
+    "error",
+    [
+        Refusal("a is b", "c is d", "do e", code="KVP404"),
+        Violation("wrong bytes", 1, 2, 3, "request"),
+    ],
+    ids=["refusal", "debug mode"],
+)
+
+
+@OURS
+def test_what_another_row_has_found_says_what_it_is(error):
+    with pytest.raises(type(error)) as raised:
+        around_transfers(raises(error), None, (), {})
+    assert raised.value is error
+
+
+@OURS
+def test_so_it_does_where_the_simple_connectors_events_are_asked_for(applied, error):
+    applied()
+    worker = Worker(Backend(failing()))
+    worker._load_events.append((0, Event(error)))
+    with pytest.raises(type(error)) as raised:
+        worker._poll_stream_events(False)
+    assert raised.value is error
 
 
 def test_a_copy_that_succeeds_is_vllms():

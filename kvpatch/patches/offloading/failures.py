@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from kvpatch.refusal import Halted, Refusal
+from kvpatch.refusal import Halted
 
 REMEDY = (
     "start the engine again, and look for errors of the device in the kernel's log; without "
@@ -29,9 +29,9 @@ def around_transfers(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any
     """
     try:
         return wrapped(*args, **kwargs)
-    except Refusal:
-        raise
     except Exception as error:
+        if says_itself(error):
+            raise
         raise ended(f"the copies failed with {named(error)}") from error
 
 
@@ -43,6 +43,11 @@ def ended(why: str) -> Halted:
         REMEDY,
         code="KVP422",
     )
+
+
+def says_itself(error: Exception) -> bool:
+    """Whether an error is kvpatch's own: a refusal, or what debug mode has found."""
+    return type(error).__module__.startswith("kvpatch.")
 
 
 def named(error: BaseException) -> str:

@@ -22,7 +22,7 @@ from typing import Any
 from kvpatch import state
 from kvpatch.logs import log
 from kvpatch.patch import argument
-from kvpatch.patches.offloading.failures import ended, named
+from kvpatch.patches.offloading.failures import ended, named, says_itself
 
 # Failed copies in one direction, without one between them that succeeded.
 TOLERATED = 3
@@ -167,6 +167,8 @@ def around_events(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
         except CopyFailed as failed:
             _take_note(instance, failed.failure)
         except Exception as error:
+            if says_itself(error):
+                raise
             raise ended(f"a copy failed on the device with {named(error)}") from error
 
 
