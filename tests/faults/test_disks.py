@@ -151,7 +151,7 @@ def test_a_file_in_the_place_of_a_folder(
     in_the_way.unlink()
     one.store(1)
     one.forget()
-    assert one.find(1) == [1]
+    is_used_again(one, 1)
 
 
 @pytest.fixture
@@ -182,6 +182,11 @@ def until(condition: Callable[[], bool]) -> None:
         time.sleep(0.01)
 
 
+def is_used_again(one: Any, *numbers: int) -> None:
+    """Its blocks are found; on a busy machine an answer can be late once more."""
+    until(lambda: one.find(*numbers) == list(numbers))
+
+
 def late_in_a_write(tiers: Callable[..., Any], device: namespaces.Disk) -> Any:
     """A tier that has stored block 1, and whose disk hangs in the write of block 2."""
     one = tiers(device.folder)
@@ -210,7 +215,7 @@ def test_a_disk_that_hangs_while_writing(
     one.step()
     assert not one.tier.late
     one.forget()
-    assert one.find(1, 2) == [1, 2]
+    is_used_again(one, 1, 2)
     assert one.find(3) == []
     assert_whole(device.folder)
 
@@ -231,7 +236,7 @@ def test_a_reset_while_the_disk_hangs(
     reset.join(LONG)
     assert not reset.is_alive()
     one.step()
-    assert one.find(1, 2) == [1, 2]
+    is_used_again(one, 1, 2)
 
 
 @pytest.mark.fault(
@@ -287,7 +292,7 @@ def test_a_disk_that_hangs_while_renaming(
     one.tier.drain_jobs()
     one.step()
     one.forget()
-    assert one.find(1) == [1]
+    is_used_again(one, 1)
 
 
 @pytest.mark.fault(

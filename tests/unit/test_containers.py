@@ -9,6 +9,7 @@ import pytest
 
 pytest.importorskip("yaml")  # of .venv; scripts/pythons is without
 
+import tomllib
 import yaml
 
 from kvpatch.environ import KVCACHED_IPC_NAME, SWITCH
@@ -67,7 +68,10 @@ def names():
 def test_the_image_is_built_from_what_the_wheel_needs():
     root = FOLDER.parents[1]
     wanted = {line[1:] for line in text("Dockerfile.dockerignore").splitlines() if line[0] == "!"}
-    assert wanted == {"kvpatch", "LICENSE", "README.md", "pyproject.toml"}
+    project = tomllib.loads((root / "pyproject.toml").read_text())
+    included = project["tool"]["hatch"]["build"]["targets"]["wheel"]["force-include"]
+    shown = {name for name in included if name.startswith("docs/")}
+    assert wanted == {"kvpatch", "LICENSE", "README.md", "pyproject.toml"} | shown
     assert all((root / name).exists() for name in wanted)
 
 

@@ -6,6 +6,9 @@ import itertools
 from typing import Any
 
 import pytest
+
+pytest.importorskip("hypothesis")  # of .venv; scripts/pythons is without
+
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule

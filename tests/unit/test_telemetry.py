@@ -20,7 +20,7 @@ from prometheus_client import multiprocess
 
 from kvpatch import cli, state
 from kvpatch.cli import status
-from kvpatch.environ import STATUS_DIR
+from kvpatch.environ import KVCACHED_CONTIGUOUS, STATUS_DIR
 from kvpatch.patches.fence.fence import Counters
 from kvpatch.patches.fence.hooks import Fenced
 from kvpatch.patches.metrics import hooks, snapshot
@@ -36,8 +36,9 @@ WAIT = "import sys, time; print('here', flush=True); time.sleep(600)"
 
 @pytest.fixture(autouse=True)
 def place(tmp_path, monkeypatch):
-    """A folder of pages of the test's own."""
+    """A folder of pages of the test's own, and a layout that kvcached need not be asked for."""
     monkeypatch.setenv(STATUS_DIR.name, str(tmp_path))
+    monkeypatch.setenv(KVCACHED_CONTIGUOUS.name, "true")
     return tmp_path
 
 

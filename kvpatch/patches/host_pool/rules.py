@@ -10,7 +10,7 @@ from kvpatch.sizes import readable
 from kvpatch.upstream import connectors
 from kvpatch.versions import Facts, in_words
 
-# The releases whose engines passed tests/engine/test_host_pool.py, or its file in tests/versions.
+# The releases whose engines passed tests/long/test_host_pool.py, or its file in tests/versions.
 RELEASES = ("0.28.0", "0.29.0", "0.30.0", "0.31.0", "0.32.0")
 _SPECS = (None, "CPUOffloadingSpec", "HostOffloadingSpec")
 _UNSET = "unset KVPATCH_HOST_POOL"

@@ -512,29 +512,36 @@ ROWS: dict[str, Row] = {
 }
 
 # Rows of the host pool are on only where one is asked for, and hang together.
+_POOL_CLASSES, _POOL_ENGINES = "engine/test_host_pool_classes.py::", "long/test_host_pool.py::"
 _POOL_TESTS = {
-    "classes.py::test_after_a_reset_the_memory_is_back_but_for_one_extent": ("reset_tier", "free"),
-    "classes.py::test_a_tier_begins_with_nothing_and_without_a_name": (
+    f"{_POOL_CLASSES}test_after_a_reset_the_memory_is_back_but_for_one_extent": (
+        "reset_tier",
+        "free",
+    ),
+    f"{_POOL_CLASSES}test_a_tier_begins_with_nothing_and_without_a_name": (
         *("region", "populate", "pin", "free_count"),
     ),
-    "classes.py::test_vllms_workers_copy_into_extents_and_out_of_them": ("cleanup",),
-    "classes.py::test_what_is_stored_is_loaded_and_evicted_by_vllms_policy": (
+    f"{_POOL_CLASSES}test_vllms_workers_copy_into_extents_and_out_of_them": ("cleanup",),
+    f"{_POOL_CLASSES}test_what_is_stored_is_loaded_and_evicted_by_vllms_policy": (
         *("allocate", "prepare_store"),
     ),
-    "classes.py::test_the_coldest_blocks_go_for_another_engine_and_routers_hear_of_it": (
+    f"{_POOL_CLASSES}test_the_coldest_blocks_go_for_another_engine_and_routers_hear_of_it": (
         *("events", "touch"),
     ),
-    "classes.py::test_blocks_in_transfers_stay_until_they_end": (
+    f"{_POOL_CLASSES}test_blocks_in_transfers_stay_until_they_end": (
         *("prepare_load", "complete_load", "complete_store"),
     ),
-    ".py::test_an_idle_engine_makes_room_and_a_killed_one_leaves_it": ("engine_core", "shutdown"),
-    ".py::test_memory_is_committed_on_use_and_given_back": (
+    f"{_POOL_ENGINES}test_an_idle_engine_makes_room_and_a_killed_one_leaves_it": (
+        "engine_core",
+        "shutdown",
+    ),
+    f"{_POOL_ENGINES}test_memory_is_committed_on_use_and_given_back": (
         *("reset", "schedule", "build", "worker_output", "pending_work"),
     ),
 }
 ROWS |= {
     f"pool.{name}": held(
-        f"engine/test_host_pool{'_' if test[0] != '.' else ''}{test}",
+        test,
         POOL_OFF,
     )
     for test, names in _POOL_TESTS.items()
