@@ -1,4 +1,4 @@
-"""Refusals: one sentence that stops vLLM, its code, and what the refusal is based on.
+"""Refusals: one sentence that stops vLLM or a call, its code, and what it is based on.
 
 Constructing one has no side effect; ``refusal_report`` reports it to the operator.
 """
@@ -174,6 +174,11 @@ CODES = {
     "KVP348": _setup("the host pool does not fit into the memory of the machine"),
     "KVP351": _not_validated("offloading with loads within a step, from vLLM 0.33 on", False),
     "KVP352": _not_validated("a CPU tier of SimpleCPUOffloadConnector that is sized in blocks"),
+    "KVP353": _incompatible(
+        "weights replaced in a running engine with a KV connector, before vLLM 0.24",
+        "vllm-project/vllm, `reset_cache` of SimpleCPUOffloadConnector raises up to 0.23 and "
+        "OffloadingConnector has none up to 0.21",
+    ),
     "KVP370": _not_validated("`KVPATCH_IDLE` on a release", False),
     "KVP371": _not_validated("`KVPATCH_IDLE` without a CPU tier alone", False),
     "KVP372": _not_validated("`KVPATCH_IDLE` with `KVPATCH_HOST_POOL`", False),
@@ -227,6 +232,7 @@ CODES = {
         "a worker did not open the CPU tier of the host pool",
         "`test_host_pool_classes.py` in tests/engine",
     ),
+    "KVP422": _setup("a copy between the device and the CPU tier failed, and the engine ends"),
     "KVP501": _setup("no GPU, and kvcached is built for one"),
     "KVP502": _setup("the host device has no size"),
     "KVP503": _setup("the host device has another size in running processes"),
@@ -254,13 +260,18 @@ class Refusal(RuntimeError):
         why: the reason.
         remedy: what the operator can do about it, as an imperative.
         code: one of ``CODES``, for lookup in the documentation.
+
+    Attributes:
+        opening: how the sentence begins.
+        final: whether its process ends by it.
     """
+
+    opening = "kvpatch refuses to start vLLM"
+    final = True
 
     def __init__(self, what: str, why: str, remedy: str, code: str = UNCODED) -> None:
         verify = VERIFY_IT if code in VERIFIABLE else ""
-        sentence = (
-            f"kvpatch refuses to start vLLM: {what}, because {why}; {remedy}{verify}. [{code}]"
-        )
+        sentence = f"{self.opening}: {what}, because {why}; {remedy}{verify}. [{code}]"
         # A quoted error may have several lines; the refusal must fit in one.
         super().__init__(" ".join(sentence.split()))
         self.what = what
@@ -276,6 +287,19 @@ class Refusal(RuntimeError):
     def __reduce__(self) -> tuple[Any, ...]:
         """Survive the pickling between an engine's processes."""
         return (type(self), (self.what, self.why, self.remedy, self.code))
+
+
+class RefusedCall(Refusal):
+    """A refusal of one call to a running engine, which goes on."""
+
+    opening = "kvpatch refuses the call"
+    final = False
+
+
+class Halted(Refusal):
+    """The end of a running engine, which could only go on with wrong tokens or stand still."""
+
+    opening = "kvpatch ends the engine"
 
 
 class RefusedImport(Refusal, ImportError):

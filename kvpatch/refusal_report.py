@@ -55,8 +55,8 @@ def report(refusal: Refusal) -> None:
     """
     sentence = str(refusal)
     refusals.remember(sentence)
-    if _is_first():
-        return  # its own excepthook prints it
+    if _is_first() or not refusal.final:
+        return  # its own excepthook prints it; a refused call is its caller's, who goes on
     path = Path(os.environ.get(REFUSAL_FILE.name, ""))
     try:
         private.create(path, sentence.encode(errors="backslashreplace"))

@@ -15,6 +15,8 @@ from pathlib import Path
 
 import psutil
 
+from kvpatch import refusal
+
 STOP_SECONDS = 60.0
 _PR_SET_CHILD_SUBREAPER = 36
 _VIOLATION = re.compile(r"kvpatch KVPATCH_DEBUG: .*")
@@ -135,8 +137,9 @@ def session(leader: int) -> list[psutil.Process]:
 def reason(lines: Sequence[str]) -> str:
     """Return the line of a log that best explains why a server ended."""
     for line in reversed(lines):
-        if "kvpatch refuses to start vLLM" in line:
-            return line[line.index("kvpatch refuses") :]
+        for opening in (refusal.Refusal.opening, refusal.Halted.opening):
+            if opening in line:
+                return line[line.index(opening) :]
     for line in reversed(lines):
         if found := re.search(r"\b(?:\w+\.)*\w*(?:Error|Exception|Killed)\b: .+", line):
             return found[0]

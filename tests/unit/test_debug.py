@@ -20,6 +20,7 @@ from kvpatch.patches.debug import audit, checksums, legacy, simple
 from kvpatch.patches.debug.audit import Violation
 from kvpatch.patches.fence.fence import Fence
 from kvpatch.patches.fence.hooks import Fenced
+from kvpatch.patches.simple_offload.failures import CopyFailed, Failure
 from kvpatch.supported import RELEASES
 from kvpatch.upstream.vllm_api import by_group, places
 
@@ -525,6 +526,22 @@ def test_simple_a_load_that_brings_other_bytes(simple_worker: SimpleWorker, wait
     event._event.ended = True
     with pytest.raises(Violation, match=violation(OTHER, 7, 5)):
         event.synchronize() if wait else event.query()
+
+
+@pytest.mark.parametrize("wait", [False, True])
+def test_simple_a_load_that_failed_has_nothing_to_verify(wait: bool) -> None:
+    """Its blocks have whatever was there: vLLM is told, and does not use them."""
+    verified: list[bool] = []
+    events: list[Any] = []
+    failure = Failure(RuntimeError("err=1"), 5, False, [6, 7], in_a_row=1, lost=False)
+    simple.VerifyingEvents(events, lambda: verified.append(True)).append((5, failure))
+    ((_, event),) = events
+    ask = event.synchronize if wait else event.query
+    with pytest.raises(CopyFailed):
+        ask()
+    failure.noted = True
+    ask()
+    assert verified == []
 
 
 def test_simple_a_block_that_changed_before_it_was_copied() -> None:

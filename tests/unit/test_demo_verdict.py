@@ -106,6 +106,8 @@ def test_conversations_are_the_same_every_time() -> None:
 def test_the_reason_of_a_dead_server_is_found() -> None:
     refusal = "kvpatch refuses to start vLLM: a, because b; c."
     assert reason(["x", f"ImportError: {refusal}", "RuntimeError: Engine failed"]) == refusal
+    ended = "kvpatch ends the engine: a, because b; c. [KVP422]"
+    assert reason(["x", f"kvpatch.refusal.Halted: {ended}", "RuntimeError: failed"]) == ended
     assert reason(["x", "  ValueError: bad size", "nanobind: leaked"]) == "ValueError: bad size"
     assert reason(["only this"]) == "only this"
     assert reason([]) == "it printed nothing"

@@ -10,7 +10,7 @@ import pytest
 from kvpatch import state
 from kvpatch.patches.offloading import legacy, registration
 from kvpatch.patches.offloading.registration import Rows
-from kvpatch.refusal import Refusal
+from kvpatch.refusal import Refusal, RefusedCall
 
 KV_CACHES = {"layer.0": object()}
 
@@ -131,3 +131,38 @@ def test_a_block_of_another_size_than_the_plans_is_refused():
         "cache config, because the CPU tier was sized by the config and would be overrun; report "
         "this with your command line, or set KVPATCH=0. [KVP407]"
     )
+
+
+# Weights that are replaced up to 0.23
+
+
+def core(connector: Any = None) -> Any:
+    return SimpleNamespace(scheduler=SimpleNamespace(connector=connector))
+
+
+@pytest.mark.parametrize("method", ["reload_weights", "update_weights", "finish_weight_update"])
+@pytest.mark.parametrize("by_name", [False, True])
+def test_weights_are_not_replaced_while_a_connector_has_blocks_of_them(method, by_name):
+    args, kwargs = ((), {"method": method}) if by_name else ((method,), {})
+    with pytest.raises(RefusedCall) as refused:
+        legacy.around_call(lambda *_, **__: pytest.fail("called"), core(object()), args, kwargs)
+    assert str(refused.value) == (
+        f"kvpatch refuses the call: {method} is called on an engine with a KV connector, because "
+        "before vLLM 0.24 a reset of the caches leaves blocks of the old weights in the CPU tier, "
+        "which would be loaded as blocks of the new ones; start the engine again with the new "
+        "weights, or install vLLM 0.24 or later. [KVP353]"
+    )
+
+
+def weights() -> None: ...
+
+
+@pytest.mark.parametrize(
+    ("connector", "method"),
+    [(None, "reload_weights"), (object(), "check_health"), (object(), weights)],
+)
+def test_other_calls_and_engines_without_a_connector_are_vllms(connector, method):
+    def call(method: Any, timeout: Any = None) -> Any:
+        return [method, timeout]
+
+    assert legacy.around_call(call, core(connector), (method,), {"timeout": 3}) == [method, 3]

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from kvpatch import patches, rules
-from kvpatch.refusal import CODES, UNCODED, Basis, Refusal, RefusedImport
+from kvpatch.refusal import CODES, UNCODED, Basis, Halted, Refusal, RefusedCall, RefusedImport
 
 ROOT = Path(__file__).parents[2]
 SENTENCE = "kvpatch refuses to start vLLM: a is b, because c is d; do e. [KVP404]"
@@ -23,11 +23,19 @@ PRIVATE = re.compile(
 )
 
 
-@pytest.mark.parametrize("kind", [Refusal, RefusedImport])
-def test_it_is_one_sentence_and_survives_pickling(kind):
+@pytest.mark.parametrize(
+    ("kind", "opening"),
+    [
+        (Refusal, "kvpatch refuses to start vLLM"),
+        (RefusedImport, "kvpatch refuses to start vLLM"),
+        (RefusedCall, "kvpatch refuses the call"),
+        (Halted, "kvpatch ends the engine"),
+    ],
+)
+def test_it_is_one_sentence_and_survives_pickling(kind, opening):
     refusal = pickle.loads(pickle.dumps(kind("a is b", "c is d", "do e", code="KVP404")))
     assert type(refusal) is kind
-    assert str(refusal) == SENTENCE
+    assert str(refusal) == f"{opening}: a is b, because c is d; do e. [KVP404]"
     assert (refusal.what, refusal.why, refusal.remedy) == ("a is b", "c is d", "do e")
     assert refusal.code == "KVP404"
     assert refusal.basis is Basis.INCOMPATIBLE
@@ -53,7 +61,7 @@ def test_kvcached_passes_it_on_and_imports_know_it():
 # Codes
 
 
-MAKERS = ("Refusal", "RefusedImport", "Rule")
+MAKERS = ("Refusal", "RefusedImport", "RefusedCall", "Halted", "Rule")
 # They pass on the code of a rule.
 FORWARDED = {"Refusal(what, self.why, f'{self.remedy}, or set KVPATCH=0', code=self.code)"}
 

@@ -6,7 +6,7 @@ import pytest
 
 from kvpatch import refusal_report
 from kvpatch.environ import REFUSAL_FILE, STATUS_DIR
-from kvpatch.refusal import VERIFY_IT, Refusal
+from kvpatch.refusal import VERIFY_IT, Halted, Refusal, RefusedCall
 from kvpatch.supported import validated
 from kvpatch.telemetry import refusals
 from kvpatch.versions import in_words
@@ -242,3 +242,32 @@ def test_a_refusal_of_a_wrapper_is_reported_and_passed_on(tmp_path, monkeypatch)
         refusal_report.guard(refuses)(None, None, (), {})
     assert left.read_text() == SENTENCE
     assert [one["sentence"] for one in refusals.recent()] == [SENTENCE]
+
+
+def test_a_refused_call_is_its_callers_and_ends_no_process(tmp_path, monkeypatch):
+    """The process that the operator started would name it when it ends by something else."""
+    left = tmp_path / "kvpatch-refusal-1-of-the-first-process"
+    monkeypatch.setenv(REFUSAL_FILE.name, str(left))
+    monkeypatch.setenv(STATUS_DIR.name, str(tmp_path))
+
+    def refuses(wrapped, instance, args, kwargs):
+        raise RefusedCall("a is b", "c is d", "do e")
+
+    with pytest.raises(RefusedCall):
+        refusal_report.guard(refuses)(None, None, (), {})
+    assert not left.exists()
+    (known,) = refusals.recent()
+    assert known["sentence"].startswith("kvpatch refuses the call: a is b, because")
+
+
+def test_an_engine_that_ends_while_it_runs_leaves_its_sentence(tmp_path, monkeypatch):
+    left = tmp_path / "kvpatch-refusal-1-of-the-first-process"
+    monkeypatch.setenv(REFUSAL_FILE.name, str(left))
+    monkeypatch.setenv(STATUS_DIR.name, str(tmp_path))
+
+    def ends(wrapped, instance, args, kwargs):
+        raise Halted("a is b", "c is d", "do e")
+
+    with pytest.raises(Halted):
+        refusal_report.guard(ends)(None, None, (), {})
+    assert left.read_text() == "kvpatch ends the engine: a is b, because c is d; do e. [KVP000]"

@@ -2,9 +2,35 @@
 
 from __future__ import annotations
 
-from kvpatch.patch import Feature, Gap, Patch, seam
+from kvpatch.patch import Feature, Gap, Patch, Seam, seam
 from kvpatch.supported import FLOOR
-from kvpatch.upstream.targets import OFFLOADING
+from kvpatch.upstream.targets import ENGINE_CORE, OFFLOADING
+
+_NO_FAILURE = "vllm-project/vllm, the connector asserts that every transfer has succeeded"
+
+
+def _transfers(row: str, method: str, parameters: tuple[str, ...], why: str) -> Seam:
+    """Return the rows around a method of the connector's worker that makes or ends copies."""
+    return seam(
+        *(
+            Patch(
+                id=row + suffix,
+                target=f"{home}:OffloadingConnectorWorker.{method}",
+                why=why,
+                upstream=_NO_FAILURE,
+                until="the connector handles transfers that fail",
+                wrapper="kvpatch.patches.offloading.failures:around_transfers",
+                parameters=parameters,
+                since=since,
+                before=before,
+            )
+            for suffix, home, since, before in (
+                ("", f"{OFFLOADING}.worker", "0.19", None),
+                ("_in_one_module", f"{OFFLOADING}_connector", "0.16", "0.19"),
+            )
+        )
+    )
+
 
 FEATURE = Feature(
     name="offloading-connector",
@@ -114,6 +140,40 @@ FEATURE = Feature(
             ),
             Gap("0.16", "0.26", "nothing of a request is stored once it has finished"),
             Gap("0.30", None, "fixed by vllm-project/vllm#54288"),
+        ),
+        _transfers(
+            "offloading.copies_made",
+            "start_kv_transfers",
+            ("self", "metadata"),
+            "a copy that fails ends the engine with an assertion that does not name it",
+        ),
+        _transfers(
+            "offloading.copies_flushed",
+            "handle_preemptions",
+            ("self",),
+            "as offloading.copies_made; the copies of preempted requests are waited for",
+        ),
+        _transfers(
+            "offloading.copies_ended",
+            "get_finished",
+            ("self", "finished_req_ids"),
+            "as offloading.copies_made; the events of copies are asked for",
+        ),
+        seam(
+            Patch(
+                id="offloading.replaced_weights",
+                target=f"{ENGINE_CORE}.collective_rpc",
+                why="weights that are replaced leave the blocks of the old ones in the CPU tier, "
+                "which gives wrong tokens",
+                upstream="vllm-project/vllm, reset_cache of SimpleCPUOffloadConnector raises up to "
+                "0.23 and OffloadingConnector has none up to 0.21",
+                until="vLLM 0.24",
+                wrapper="kvpatch.patches.offloading.legacy:around_call",
+                parameters=("self", "method"),
+                since="0.16",
+                before="0.24",
+            ),
+            Gap("0.24", None, "the connectors can be reset, which tiers.reset_caches asks for"),
         ),
     ),
 )

@@ -7,6 +7,7 @@ under the newer names, and calls the code for those.
     0.26        an aborted request is stored as if all of it were computed
     up to 0.25  the KV cache config is an attribute of the worker's spec, not of the worker
     up to 0.24  one handler per direction is registered, instead of a worker
+    up to 0.23  no reset of the caches is one of the CPU tier, by its defaults or at all
     up to 0.18  tensors are registered, with the attention backends that define their shapes
 """
 
@@ -20,6 +21,7 @@ from kvpatch import state
 from kvpatch.patch import argument
 from kvpatch.patches.offloading import registration
 from kvpatch.patches.offloading.registration import Rows
+from kvpatch.refusal import RefusedCall
 
 
 def register_with_spec(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> None:
@@ -108,3 +110,27 @@ def around_offloadable(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> i
     tokens = int(wrapped(*args, **kwargs))
     computed = int(max(request.num_prompt_tokens, request.num_tokens - 1))
     return min(tokens, computed) if request.is_finished() else tokens
+
+
+def around_call(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
+    """Refuse to replace weights while a connector has blocks of them.
+
+    Wraps ``EngineCore.collective_rpc(method, timeout=None, args=(), kwargs=None)`` up to 0.23. The
+    methods are those that count from 0.24 on: of vLLM's workers, with ``weight`` in their names.
+    Functions are an operator's, and many things.
+
+    Raises:
+        RefusedCall: the method replaces weights, and the engine has a connector.
+    """
+    method = argument(args, kwargs, 0, "method")
+    if instance.scheduler.connector is None or not isinstance(method, str):
+        return wrapped(*args, **kwargs)
+    if "weight" not in method:
+        return wrapped(*args, **kwargs)
+    raise RefusedCall(
+        f"{method} is called on an engine with a KV connector",
+        "before vLLM 0.24 a reset of the caches leaves blocks of the old weights in the CPU tier, "
+        "which would be loaded as blocks of the new ones",
+        "start the engine again with the new weights, or install vLLM 0.24 or later",
+        code="KVP353",
+    )

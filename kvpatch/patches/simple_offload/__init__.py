@@ -11,6 +11,10 @@ from kvpatch.patch import Feature, Gap, Kind, Patch, seam
 from kvpatch.upstream.targets import COORDINATOR, SIMPLE, SIMPLE_CONNECTOR
 
 _SCHEDULER = f"{SIMPLE}.manager:SimpleCPUOffloadScheduler"
+_WORKER = f"{SIMPLE}.worker:SimpleCPUOffloadWorker"
+_FAILED = "as simple.copy_loop"
+_NO_FAILURE = "vllm-project/vllm#37160 (the connector), whose copies are expected to succeed"
+_HANDLED = "the connector handles copies that fail"
 
 FEATURE = Feature(
     name="simple-connector",
@@ -140,6 +144,76 @@ FEATURE = Feature(
             until="vLLM returns stored blocks to the head of its queue",
             wrapper="kvpatch.patches.simple_offload.eviction:around_stored",
             parameters=("self", "gpu_block_ids"),
+            since="0.19",
+        ),
+        Patch(
+            id="simple.copy_loop",
+            target=f"{SIMPLE}.copy_backend:DmaCopyBackend._copy_loop",
+            why="the copy thread ends without a word when a copy fails: loads never end",
+            upstream=_NO_FAILURE,
+            until=_HANDLED,
+            wrapper="kvpatch.patches.simple_offload.failures:around_copy_loop",
+            parameters=("q", "device", "load_stream", "store_stream"),
+            since="0.19",
+        ),
+        Patch(
+            id="simple.copies_polled",
+            target=f"{_WORKER}._poll_stream_events",
+            why=f"{_FAILED}; here the worker hears of it",
+            upstream=_NO_FAILURE,
+            until=_HANDLED,
+            wrapper="kvpatch.patches.simple_offload.failures:around_events",
+            parameters=("self", "is_store"),
+            since="0.19",
+        ),
+        Patch(
+            id="simple.copies_awaited",
+            target=f"{_WORKER}._flush_and_sync_all",
+            why=f"{_FAILED}; here the worker waits for it",
+            upstream=_NO_FAILURE,
+            until=_HANDLED,
+            wrapper="kvpatch.patches.simple_offload.failures:around_events",
+            parameters=("self",),
+            since="0.19",
+        ),
+        Patch(
+            id="simple.failed_stores",
+            target=f"{_WORKER}.build_connector_worker_meta",
+            why=f"{_FAILED}; a worker can only report that a store is complete",
+            upstream=_NO_FAILURE,
+            until=_HANDLED,
+            wrapper="kvpatch.patches.simple_offload.failures:around_report",
+            parameters=("self",),
+            since="0.19",
+        ),
+        Patch(
+            id="simple.failed_loads",
+            target=f"{SIMPLE_CONNECTOR}.get_block_ids_with_load_errors",
+            why=f"{_FAILED}; the connector reports no blocks that were not loaded",
+            upstream=_NO_FAILURE,
+            until=_HANDLED,
+            wrapper="kvpatch.patches.simple_offload.failures:around_load_errors",
+            parameters=("self",),
+            since="0.19",
+        ),
+        Patch(
+            id="simple.reports",
+            target=f"{_SCHEDULER}.update_connector_output",
+            why=f"{_FAILED}; the scheduler does not expect a report of a failed store",
+            upstream=_NO_FAILURE,
+            until=_HANDLED,
+            wrapper="kvpatch.patches.simple_offload.failures:around_output",
+            parameters=("self", "connector_output"),
+            since="0.19",
+        ),
+        Patch(
+            id="simple.not_stored",
+            target=f"{_SCHEDULER}._process_store_completion",
+            why=f"{_FAILED}; the CPU tier would offer blocks that were not stored",
+            upstream=_NO_FAILURE,
+            until=_HANDLED,
+            wrapper="kvpatch.patches.simple_offload.failures:around_completion",
+            parameters=("self", "gpu_block_ids", "cpu_block_ids"),
             since="0.19",
         ),
         seam(

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from typing import Any
 
 from kvpatch.patches.simple_offload.eviction import order_of
+from kvpatch.refusal import Halted
 
 
 def around_pending_work(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> bool:
@@ -40,5 +42,6 @@ def around_shutdown(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
     worker = instance.worker_handler
     if worker is not None and worker._backend is not None:
         worker._backend.shutdown()  # launches the queued copies, so that each has an event
-        worker._flush_and_sync_all()
+        with suppress(Halted):  # a copy that failed; the engine ends in any case
+            worker._flush_and_sync_all()
     return wrapped(*args, **kwargs)

@@ -24,7 +24,7 @@ import torch
 from msgspec.structs import asdict
 from vllm import LLM, SamplingParams
 
-from harness.engines import disk_faults
+from harness.engines import disk_faults, failing_copies
 from harness.engines.drafts import Drafts
 from harness.engines.inside import (
     after,
@@ -49,6 +49,7 @@ from kvpatch import activation
 from kvpatch.hostdevice import streams
 from kvpatch.patches.debug import audit
 from kvpatch.patches.fence.hooks import fence_of
+from kvpatch.refusal import RefusedCall
 from kvpatch.status import record
 from kvpatch.upstream import connectors
 
@@ -181,7 +182,10 @@ def run_round(
                     "logprobs": [
                         step[token].logprob
                         for token, step in zip(
-                            completion.token_ids, completion.logprobs, strict=True
+                            # A request that fails has neither.
+                            completion.token_ids,
+                            completion.logprobs or (),
+                            strict=True,
                         )
                     ],
                     "cached": output.num_cached_tokens,
@@ -209,12 +213,20 @@ def abort_one(llm: Any, prompt: dict[str, Any], steps: int) -> None:
         core.step_fn()
 
 
-def replace_weights(llm: Any, folder: str, reset: dict[str, bool] | None) -> None:
-    """Load other weights into the running engine, as a training loop does; reset, if at all."""
+def replace_weights(llm: Any, folder: str, reset: dict[str, bool] | None) -> str:
+    """Load other weights into the running engine, as a training loop does; reset, if at all.
+
+    Returns:
+        The sentence of a refusal, after which the engine goes on; empty without one.
+    """
     assert not llm.llm_engine.has_unfinished_requests()
-    llm.collective_rpc("reload_weights", kwargs={"weights_path": folder})
+    try:
+        llm.collective_rpc("reload_weights", kwargs={"weights_path": folder})
+    except RefusedCall as refused:
+        return str(refused)
     if reset is not None:
         assert llm.reset_prefix_cache(**reset)
+    return ""
 
 
 class EventLog:
@@ -307,6 +319,8 @@ def main(job_path: str, result_path: str) -> None:
     prepare(job)
     if job.get("forced"):
         record.lifted = frozenset(job["forced"])
+    if job.get("fail"):
+        failing_copies.install(**job["fail"])
     if job.get("cross_layer"):
         declare_block_outermost_layout()
     if job.get("events"):
@@ -350,7 +364,7 @@ def main(job_path: str, result_path: str) -> None:
     for index, prompts in enumerate(job["rounds"]):
         if index in job.get("reload", ()):
             reset = job.get("reset_on_reload", {"reset_connector": True})
-            replace_weights(llm, job["reload_from"], reset)
+            result["refused"] = replace_weights(llm, job["reload_from"], reset)
         if str(index) in job.get("faults", {}):
             before, after = job["faults"][str(index)]
             getattr(disk_faults, before)(Path(job["disk"]))

@@ -10,8 +10,7 @@ from typing import Any
 import torch
 from packaging.version import Version
 
-from harness.engines import nothing_connector
-from kvpatch import activation
+from harness.engines import nothing_connector, reverted
 from kvpatch.hostdevice import streams
 
 
@@ -35,8 +34,7 @@ def stay_in_this_process() -> None:
 
 def prepare(job: dict[str, Any]) -> None:
     """Do what a job asks for before there is an engine."""
-    for patch_id in job.get("revert", ()):
-        assert activation.transaction.revert(patch_id), f"{patch_id} is patched over"
+    reverted.revert(job.get("revert", ()))
     if job.get("nothing_connector"):
         nothing_connector.allow()
     stay_in_this_process()

@@ -15,7 +15,7 @@ from typing import Any
 from packaging.version import Version
 
 from harness import connectors, environments, model_cache, processes
-from harness.engines import process
+from harness.engines import process, reverted
 from harness.models import SCALES
 
 BLOCK = 32
@@ -331,6 +331,7 @@ def run_driver(
 
     Raises:
         subprocess.TimeoutExpired: it was killed; the end of its log is in ``output``.
+        reverted.NotInForce: a row that the job takes out was not there.
     """
     job_path, log = folder / "job.json", folder / "log"
     result_path = result or folder / "result.json"
@@ -351,6 +352,8 @@ def run_driver(
         engine.wait()
         late.output = log.read_text(errors="replace")[-4000:]
         raise
+    said = log.read_text(errors="replace")
+    reverted.check(code, said)
     written = result_path.exists() and result_path.suffix == ".json"
     found = json.loads(result_path.read_text()) if written else {}
-    return Finished(code, log.read_text(errors="replace"), found)
+    return Finished(code, said, found)

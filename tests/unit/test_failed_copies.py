@@ -1,0 +1,625 @@
+"""Copies that fail: what is stored, what is loaded, and when the engine ends."""
+
+from __future__ import annotations
+
+import logging
+import queue
+import sys
+import threading
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import pytest
+
+from kvpatch import patch, state
+from kvpatch.logs import log
+from kvpatch.patches.debug.audit import Violation
+from kvpatch.patches.offloading import FEATURE as OFFLOADING
+from kvpatch.patches.offloading.failures import REMEDY, around_transfers
+from kvpatch.patches.simple_offload import FEATURE as SIMPLE
+from kvpatch.patches.simple_offload import failures, lifetime
+from kvpatch.patches.simple_offload.failures import Failure, NotStored
+from kvpatch.refusal import Halted, Refusal
+
+
+class Stream:
+    """A stream of copies, which may be beyond use."""
+
+    def __init__(self, error: Exception | None = None) -> None:
+        self.error = error
+
+    def synchronize(self) -> None:
+        if self.error is not None:
+            raise self.error
+
+
+class Event:
+    """A point of a stream that was reached."""
+
+    def __init__(self, error: Exception | None = None) -> None:
+        self.error = error
+
+    def query(self) -> bool:
+        if self.error is not None:
+            raise self.error
+        return True
+
+    def synchronize(self) -> None:
+        self.query()
+
+
+class Backend:
+    """vLLM's ``DmaCopyBackend``: copies of whole lists of blocks, which fail as asked.
+
+    Args:
+        fails: called with the source's blocks, in the place of the copy.
+        more: what a copy in the queue has besides, from 0.24 on.
+        device: called when the thread begins.
+    """
+
+    def __init__(self, fails: Any, more: tuple[Any, ...] = (), device: Any = None) -> None:
+        self._queue: queue.SimpleQueue[Any] = queue.SimpleQueue()
+        self.streams = {True: Stream(), False: Stream()}
+        self.more = more
+        self._fails, self._device = fails, device or (lambda: None)
+
+    def start(self) -> None:
+        self._thread = threading.Thread(
+            target=self._copy_loop,
+            args=(self._queue, (self._device, self._fails), *map(self.streams.get, (False, True))),
+            daemon=True,
+        )
+        self._thread.start()
+
+    def launch_copy(self, src: Any, dst: Any, is_store: bool, event_idx: int, events: Any) -> None:
+        self._queue.put((src, dst, "parameters", is_store, event_idx, events, *self.more))
+
+    def shutdown(self) -> None:
+        self._queue.put(None)
+        self._thread.join()
+
+    @staticmethod
+    def _copy_loop(q: Any, device: Any, load_stream: Stream, store_stream: Stream) -> None:
+        set_device, copy_blocks = device
+        set_device()
+        while True:
+            item = q.get()
+            if item is None:
+                return
+            src, _, _, _, event_idx, events, *_ = item
+            copy_blocks(src)
+            events.append((event_idx, Event()))
+
+
+class Worker:
+    """vLLM's ``SimpleCPUOffloadWorker``, as far as it ends copies."""
+
+    def __init__(self, backend: Backend, groups: int = 1) -> None:
+        self._backend = backend
+        self.kv_cache_config = SimpleNamespace(kv_cache_groups=[object()] * groups)
+        self._load_events: list[Any] = []
+        self._store_events: list[Any] = []
+        self._load_hwm = self._store_hwm = -1
+        self._completed_store_events: dict[int, int] = {}
+
+    def _poll_stream_events(self, is_store: bool) -> int:
+        events = self._store_events if is_store else self._load_events
+        hwm = self._store_hwm if is_store else self._load_hwm
+        while events:
+            event_idx, event = events[0]
+            if not event.query():
+                break
+            hwm = event_idx
+            events.pop(0)
+        if is_store:
+            self._store_hwm = hwm
+        else:
+            self._load_hwm = hwm
+        return hwm
+
+    def _flush_and_sync_all(self) -> None:
+        for event_idx, event in self._load_events:
+            event.synchronize()
+            self._load_hwm = event_idx
+        self._load_events.clear()
+        for event_idx, event in self._store_events:
+            event.synchronize()
+            self._store_hwm = event_idx
+        self._store_events.clear()
+
+    def build_connector_worker_meta(self) -> Any:
+        if not self._completed_store_events:
+            return None
+        meta = SimpleNamespace(completed_store_events=self._completed_store_events)
+        self._completed_store_events = {}
+        return meta
+
+
+class Connector:
+    """vLLM's ``SimpleCPUOffloadConnector``, which inherits what it says of failed loads."""
+
+    worker_handler: Any = None
+
+    def get_block_ids_with_load_errors(self) -> set[int]:
+        return set()
+
+
+class Block(SimpleNamespace):
+    """A block of a pool."""
+
+    def reset_hash(self) -> None:
+        self.block_hash = None
+
+
+class Pool:
+    """A block pool: the hashes that it offers, and what was freed, in order."""
+
+    def __init__(self, count: int) -> None:
+        self.blocks = [Block(block_id=one, block_hash=f"hash {one}") for one in range(count)]
+        self.offered: list[str] = []
+        self.freed: list[int] = []
+
+    def free_blocks(self, blocks: Any) -> None:
+        self.freed += [block.block_id for block in blocks]
+
+
+class Scheduler:
+    """vLLM's ``SimpleCPUOffloadScheduler``, as far as it ends stores."""
+
+    def __init__(self, ranks: int = 1) -> None:
+        self._expected_worker_count = ranks
+        self._store_event_pending_counts: dict[int, int] = {}
+        self._store_event_to_blocks: dict[int, Any] = {}
+        self.cpu_block_pool, self._gpu_block_pool = Pool(16), Pool(16)
+
+    def plan(self, event: int, device: list[int], rows: list[int]) -> None:
+        self._store_event_to_blocks[event] = SimpleNamespace(
+            gpu_block_ids=device, cpu_block_ids=rows
+        )
+
+    def update_connector_output(self, connector_output: Any) -> None:
+        meta = connector_output.kv_connector_worker_meta
+        if meta is None or not hasattr(meta, "completed_store_events"):
+            return
+        for event_idx, count in meta.completed_store_events.items():
+            total = self._store_event_pending_counts.get(event_idx, 0) + count
+            if total >= self._expected_worker_count:
+                self._store_event_pending_counts.pop(event_idx, None)
+                self._process_store_event(event_idx)
+            else:
+                self._store_event_pending_counts[event_idx] = total
+
+    def _process_store_event(self, event_idx: int) -> None:
+        transfer = self._store_event_to_blocks.pop(event_idx, None)
+        if transfer is not None:
+            self._process_store_completion(transfer.gpu_block_ids, transfer.cpu_block_ids)
+
+    def _process_store_completion(self, gpu_block_ids: Any, cpu_block_ids: Any) -> None:
+        blocks = [self.cpu_block_pool.blocks[row] for row in cpu_block_ids]
+        self.cpu_block_pool.offered += [block.block_hash for block in blocks]
+        self.cpu_block_pool.free_blocks(blocks)
+        self._gpu_block_pool.free_blocks(
+            self._gpu_block_pool.blocks[block] for block in gpu_block_ids
+        )
+
+    def hear(self, *metas: Any) -> None:
+        for meta in metas:
+            self.update_connector_output(SimpleNamespace(kv_connector_worker_meta=meta))
+
+
+CLASSES = {
+    "DmaCopyBackend": Backend,
+    "SimpleCPUOffloadWorker": Worker,
+    "SimpleCPUOffloadConnector": Connector,
+    "SimpleCPUOffloadScheduler": Scheduler,
+}
+ROWS = [row for row in SIMPLE.patches if ".failures:" in row.wrapper]
+
+
+@pytest.fixture
+def applied(monkeypatch):
+    """The classes above with the rows of failed copies; by name, for one row without."""
+    made: list[patch.AppliedPatch] = []
+
+    def apply(but: str = "") -> None:
+        for row in ROWS:
+            name, _, attribute = row.target.partition(":")[2].partition(".")
+            module = ModuleType(f"of_{name}")
+            setattr(module, name, CLASSES[name])
+            monkeypatch.setitem(sys.modules, module.__name__, module)
+            if row.id != but:
+                target = f"{module.__name__}:{name}.{attribute}"
+                made.append(patch.apply(row._replace(target=target)))
+
+    yield apply
+    for one in reversed(made):
+        assert one.revert()
+
+
+class Lines(logging.Handler):
+    """The lines of a log."""
+
+    def __init__(self) -> None:
+        super().__init__(logging.WARNING)
+        self.messages: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.messages.append(record.getMessage())
+
+
+@pytest.fixture
+def warned():
+    lines = Lines()
+    log.addHandler(lines)
+    yield lines
+    log.removeHandler(lines)
+
+
+def failing(*sources: list[int]) -> Any:
+    def copy_blocks(src: list[int]) -> None:
+        if src in sources:
+            raise RuntimeError("batch memcpy failed: err=1 failIdx=0")
+
+    return copy_blocks
+
+
+MORE = pytest.mark.parametrize("more", [(), ("event",)], ids=["up to 0.23", "from 0.24 on"])
+
+
+@MORE
+def test_the_copies_behind_one_that_failed_are_made(applied, warned, more):
+    """Without the row the thread ends, and no copy after it is ever made."""
+    applied()
+    backend = Backend(failing([1]), more)
+    worker = Worker(backend)
+    backend.start()
+    for event, blocks in enumerate(([0], [1], [2])):
+        backend.launch_copy(blocks, [9], True, event, worker._store_events)
+    backend.launch_copy([3], [4], False, 0, worker._load_events)
+    backend.shutdown()
+    assert worker._poll_stream_events(True) == 2
+    assert worker._poll_stream_events(is_store=False) == 0
+    assert warned.messages == [
+        "a store of 1 blocks failed with RuntimeError: batch memcpy failed: err=1 failIdx=0; the "
+        "CPU tier does not offer them"
+    ]
+
+
+def test_without_the_row_the_thread_is_gone(applied, monkeypatch):
+    applied(but="simple.copy_loop")
+    monkeypatch.setattr(threading, "excepthook", lambda arguments: None)
+    backend = Backend(failing([1]))
+    worker = Worker(backend)
+    backend.start()
+    backend.launch_copy([1], [9], False, 0, worker._load_events)
+    backend.launch_copy([2], [9], False, 1, worker._load_events)
+    backend.shutdown()
+    assert worker._poll_stream_events(False) == -1
+    assert worker._load_events == []
+
+
+def stored(worker: Worker, *events: int) -> Any:
+    """What a worker reports of stores whose events it has seen."""
+    worker._poll_stream_events(True)
+    worker._completed_store_events |= dict.fromkeys(events, 1)
+    return worker.build_connector_worker_meta()
+
+
+def two_stores(fails: Any) -> Worker:
+    backend = Backend(fails)
+    worker = Worker(backend)
+    backend.start()
+    backend.launch_copy([1, 2], [5, 6], True, 0, worker._store_events)
+    backend.launch_copy([3], [7], True, 1, worker._store_events)
+    backend.shutdown()
+    return worker
+
+
+def planned(ranks: int = 1) -> Scheduler:
+    scheduler = Scheduler(ranks)
+    scheduler.plan(0, [1, 2], [5, 6])
+    scheduler.plan(1, [3], [7])
+    return scheduler
+
+
+def test_the_tier_does_not_offer_what_was_not_stored(applied):
+    applied()
+    scheduler = planned()
+    scheduler.hear(stored(two_stores(failing([1, 2])), 0, 1))
+    tier = scheduler.cpu_block_pool
+    assert tier.offered == ["hash 7"]
+    # They are free again, on both sides, and no hash stays with bytes that are not its own.
+    assert sorted(tier.freed) == [5, 6, 7]
+    assert [tier.blocks[row].block_hash for row in (5, 6, 7)] == [None, None, "hash 7"]
+    assert sorted(scheduler._gpu_block_pool.freed) == [1, 2, 3]
+    assert scheduler._store_event_to_blocks == {}
+    assert state.of(scheduler, NotStored).rows == []
+
+
+@pytest.mark.parametrize("row", ["simple.failed_stores", "simple.not_stored"])
+def test_without_a_row_it_would(applied, row):
+    applied(but=row)
+    scheduler = planned()
+    scheduler.hear(stored(two_stores(failing([1, 2])), 0, 1))
+    assert sorted(scheduler.cpu_block_pool.offered) == ["hash 5", "hash 6", "hash 7"]
+
+
+def test_without_the_schedulers_row_its_blocks_are_never_free(applied):
+    applied(but="simple.reports")
+    scheduler = planned()
+    scheduler.hear(stored(two_stores(failing([1, 2])), 0, 1))
+    assert 0 in scheduler._store_event_to_blocks
+
+
+@pytest.mark.parametrize("first", [0, 1])
+def test_a_store_that_failed_on_one_rank_is_not_offered_by_all(applied, first):
+    """Reports come in different steps, or added up in one."""
+    applied()
+    broken, whole = two_stores(failing([3])), two_stores(failing())
+    metas = [stored(broken, 0, 1), stored(whole, 0, 1)]
+    scheduler = planned(ranks=2)
+    scheduler.hear(metas[first])
+    assert scheduler.cpu_block_pool.freed == []
+    scheduler.hear(metas[1 - first])
+    assert scheduler.cpu_block_pool.offered == ["hash 5", "hash 6"]
+    assert sorted(scheduler.cpu_block_pool.freed) == [5, 6, 7]
+
+
+def test_reports_of_ranks_are_added_up_in_one_step(applied):
+    applied()
+    both = dict(stored(two_stores(failing([3])), 0, 1).completed_store_events)
+    for number, count in stored(two_stores(failing()), 0, 1).completed_store_events.items():
+        both[number] = both.get(number, 0) + count  # as vLLM's metadata aggregates
+    scheduler = planned(ranks=2)
+    scheduler.hear(SimpleNamespace(completed_store_events=both))
+    assert scheduler.cpu_block_pool.offered == ["hash 5", "hash 6"]
+    assert scheduler._store_event_pending_counts == {}
+
+
+def test_a_failed_store_of_before_a_reset_is_nothing_to_the_blocks_of_a_later_one(applied):
+    applied()
+    scheduler = planned(ranks=2)
+    scheduler.hear(stored(two_stores(failing([1, 2])), 0))
+    scheduler._store_event_to_blocks.clear()
+    scheduler.hear(stored(two_stores(failing()), 0))
+    scheduler.plan(2, [1, 2], [5, 6])
+    scheduler.hear(SimpleNamespace(completed_store_events={2: 2}))
+    assert scheduler.cpu_block_pool.offered == ["hash 5", "hash 6"]
+    scheduler.hear(SimpleNamespace(completed_store_events={~0: 1}))  # of a reset too
+
+
+def test_reports_that_are_not_the_connectors_are_left_alone(applied):
+    applied()
+    scheduler = planned()
+    scheduler.hear(None, SimpleNamespace(of="another connector"))
+    assert set(scheduler._store_event_to_blocks) == {0, 1}
+
+
+def one_load(fails: Any, groups: int = 1, events: int = 1) -> Worker:
+    backend = Backend(fails)
+    worker = Worker(backend, groups)
+    backend.start()
+    for event in range(events):
+        backend.launch_copy([event], [10 + event, 20 + event], False, event, worker._load_events)
+    backend.shutdown()
+    return worker
+
+
+@pytest.mark.parametrize("flushed", [False, True])
+def test_vllm_hears_of_the_blocks_of_a_failed_load_in_the_step_that_ends_it(
+    applied, warned, flushed
+):
+    """It fails the requests, or computes the blocks again."""
+    applied()
+    worker = one_load(failing([0]), events=2)
+    connector = Connector()
+    connector.worker_handler = worker
+    assert connector.get_block_ids_with_load_errors() == set()
+    if flushed:
+        worker._flush_and_sync_all()
+    assert worker._poll_stream_events(False) == 1  # both requests go on
+    assert connector.get_block_ids_with_load_errors() == {10, 20}
+    assert connector.get_block_ids_with_load_errors() == set()
+    assert warned.messages == [
+        "a load of 2 blocks failed with RuntimeError: batch memcpy failed: err=1 failIdx=0; vLLM "
+        "goes on by kv_load_failure_policy"
+    ]
+
+
+def test_a_connector_of_the_scheduler_has_no_failed_loads(applied):
+    applied()
+    assert Connector().get_block_ids_with_load_errors() == set()
+
+
+def ends_with(why: str) -> str:
+    return (
+        "kvpatch ends the engine: blocks could not be copied between the device and the CPU tier, "
+        f"because {why}; {REMEDY}. [KVP422]"
+    )
+
+
+def test_a_load_into_one_of_several_groups_ends_the_engine(applied):
+    """vLLM knows invalid blocks by numbers, which each group has of its own."""
+    applied()
+    worker = one_load(failing([0]), groups=2)
+    with pytest.raises(Halted) as ended:
+        worker._poll_stream_events(False)
+    assert str(ended.value) == ends_with(
+        "a load of 2 blocks failed with RuntimeError: batch memcpy failed: err=1 failIdx=0 and "
+        "vLLM cannot compute blocks of several KV cache groups again"
+    )
+
+
+def test_a_store_of_one_of_several_groups_does_not(applied):
+    applied()
+    backend = Backend(failing([1]))
+    worker = Worker(backend, groups=2)
+    backend.start()
+    backend.launch_copy([1], [2], True, 0, worker._store_events)
+    backend.shutdown()
+    assert worker._poll_stream_events(True) == 0
+
+
+@pytest.mark.parametrize("is_store", [False, True])
+def test_a_device_that_cannot_copy_any_more_ends_the_engine(applied, is_store):
+    """CUDA's errors stay: the stream cannot be waited for either."""
+    applied()
+    backend = Backend(failing([1]))
+    backend.streams[is_store] = Stream(RuntimeError("CUDA error: an illegal memory access"))
+    worker = Worker(backend)
+    backend.start()
+    events = worker._store_events if is_store else worker._load_events
+    backend.launch_copy([1], [2], is_store, 0, events)
+    backend.shutdown()
+    with pytest.raises(Halted, match="and its stream cannot be used any more;"):
+        worker._poll_stream_events(is_store)
+
+
+@pytest.mark.parametrize("waits", [False, True])
+def test_an_event_that_fails_ends_the_engine_with_one_sentence(applied, waits):
+    applied()
+    worker = Worker(Backend(failing()))
+    worker._load_events.append((0, Event(RuntimeError("CUDA error"))))
+    with pytest.raises(Halted) as ended:
+        worker._flush_and_sync_all() if waits else worker._poll_stream_events(False)
+    assert str(ended.value) == ends_with(
+        "a copy failed on the device with RuntimeError: CUDA error"
+    )
+
+
+def test_as_many_failures_in_a_row_as_are_tolerated(applied, warned):
+    applied()
+    count = failures.TOLERATED
+    worker = one_load(failing(*([one] for one in range(count))), events=count + 1)
+    assert worker._poll_stream_events(False) == count
+    assert len(warned.messages) == count
+
+
+def test_one_more_ends_the_engine(applied):
+    """A request that is loaded again and again would never end."""
+    applied()
+    count = failures.TOLERATED + 1
+    worker = one_load(failing(*([one] for one in range(count))), events=count)
+    with pytest.raises(Halted, match="failIdx=0 and so did the 3 before it;"):
+        worker._poll_stream_events(False)
+
+
+def test_a_copy_that_succeeds_in_the_other_direction_does_not_count(applied):
+    applied()
+    count = failures.TOLERATED + 1
+    backend = Backend(failing([7]))
+    worker = Worker(backend)
+    backend.start()
+    for event in range(count):
+        backend.launch_copy([7], [1], False, event, worker._load_events)
+        backend.launch_copy([8], [2], True, event, worker._store_events)
+    backend.shutdown()
+    assert worker._poll_stream_events(True) == count - 1
+    with pytest.raises(Halted, match="so did the 3 before it"):
+        worker._poll_stream_events(False)
+
+
+def test_one_that_succeeds_in_the_same_direction_does(applied):
+    applied()
+    backend = Backend(failing([7]))
+    worker = Worker(backend)
+    backend.start()
+    for event in range(4 * failures.TOLERATED):
+        backend.launch_copy([7 + event % 2], [1], False, event, worker._load_events)
+    backend.shutdown()
+    assert worker._poll_stream_events(False) == 4 * failures.TOLERATED - 1
+
+
+def test_a_thread_that_cannot_begin_fails_each_copy_and_ends_when_it_is_told_to(applied):
+    applied()
+
+    def no_device() -> None:
+        raise RuntimeError("no such device")
+
+    backend = Backend(failing(), device=no_device)
+    worker = Worker(backend)
+    backend.start()
+    backend.launch_copy([1], [2], True, 0, worker._store_events)
+    backend.shutdown()
+    ((event, failure),) = worker._store_events
+    assert (event, failure.event, failure.blocks, failure.in_a_row) == (0, 0, [2], 1)
+
+
+def test_at_the_end_a_failed_copy_is_no_error(applied):
+    applied()
+    worker = one_load(failing([0]), groups=2)
+    worker._backend.shutdown = lambda: None
+    connector = SimpleNamespace(worker_handler=worker)
+    assert lifetime.around_shutdown(lambda: "done", connector, (), {}) == "done"
+
+
+def test_an_error_of_the_row_is_told_once():
+    failure = Failure(RuntimeError("one"), 0, True, [1], 1, lost=False)
+    for ask in (failure.query, failure.synchronize):
+        with pytest.raises(failures.CopyFailed, match="RuntimeError: one"):
+            ask()
+    failure.noted = True
+    failure.synchronize()
+    assert failure.query() is True
+
+
+# OffloadingConnector
+
+
+def raises(error: Exception) -> Any:
+    def method(*args: Any) -> None:
+        raise error
+
+    return method
+
+
+@pytest.mark.parametrize(
+    ("error", "named"),
+    [
+        (AssertionError(), "AssertionError"),
+        (RuntimeError("CUDA error: unspecified launch failure"), None),
+    ],
+)
+def test_a_failed_copy_of_the_offloading_connector_is_named(error, named):
+    with pytest.raises(Halted) as ended:
+        around_transfers(raises(error), None, ({"request"},), {})
+    named = named or "RuntimeError: CUDA error: unspecified launch failure"
+    assert str(ended.value) == ends_with(f"the copies failed with {named}")
+    assert ended.value.__cause__ is error
+
+
+OURS = pytest.mark.parametrize(
+    "error",
+    [
+        Refusal("a is b", "c is d", "do e", code="KVP404"),
+        Violation("wrong bytes", 1, 2, 3, "request"),
+    ],
+    ids=["refusal", "debug mode"],
+)
+
+
+@OURS
+def test_what_another_row_has_found_says_what_it_is(error):
+    with pytest.raises(type(error)) as raised:
+        around_transfers(raises(error), None, (), {})
+    assert raised.value is error
+
+
+@OURS
+def test_so_it_does_where_the_simple_connectors_events_are_asked_for(applied, error):
+    applied()
+    worker = Worker(Backend(failing()))
+    worker._load_events.append((0, Event(error)))
+    with pytest.raises(type(error)) as raised:
+        worker._poll_stream_events(False)
+    assert raised.value is error
+
+
+def test_a_copy_that_succeeds_is_vllms():
+    assert around_transfers(lambda *given: given, None, (1,), {}) == (1,)
+
+
+def test_every_call_that_makes_or_ends_copies_is_watched():
+    rows = [row for row in OFFLOADING.patches if row.wrapper.endswith(":around_transfers")]
+    methods = {row.target.rpartition(".")[2] for row in rows}
+    assert methods == {"start_kv_transfers", "handle_preemptions", "get_finished"}

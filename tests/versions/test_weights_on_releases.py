@@ -1,0 +1,42 @@
+"""Weights that are replaced before vLLM 0.24, whose connectors keep the blocks of the old ones."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from harness import models, releases
+from harness.engines.oracle import same_tokens
+from harness.engines.runs import Run, prompts
+from harness.engines.tiers import Serve
+
+PROMPTS = [[prompt] for prompt in prompts(3)]
+WITH_SIMPLE = releases.between("0.19", before="0.24")
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The model with other weights."""
+    return models.make_model(tmp_path_factory.mktemp("trained") / "llama-4", seed=8)
+
+
+@pytest.mark.parametrize(
+    ("vllm", "simple"),
+    [
+        *((vllm, "") for vllm in releases.between("0.16", before="0.24")),
+        *((vllm, "eager") for vllm in WITH_SIMPLE),
+    ],
+)
+def test_the_call_is_refused_and_the_engine_goes_on_with_its_weights(
+    serve: Serve, trained: Path, vllm: str, simple: str
+) -> None:
+    reload = {"reload": [3], "reload_from": str(trained), "reset_on_reload": {}}
+    ended = serve(Run(vllm=vllm, simple=simple), rounds=PROMPTS * 2, **reload)
+    rounds = [ended.round(index) for index in range(6)]
+    refused = ended.result["refused"]
+    assert refused.startswith("kvpatch refuses the call: reload_weights is called on an engine ")
+    assert refused.endswith(" [KVP353]")
+    before = [one for answers in rounds[:3] for one in answers]
+    after = [one for answers in rounds[3:] for one in answers]
+    assert same_tokens(before, after) == 3
