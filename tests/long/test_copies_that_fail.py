@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 from typing import Any
 
@@ -34,10 +35,11 @@ def plain(serve: Serve) -> dict[str, list[Any]]:
 def ends(finished: Finished) -> str:
     """The one sentence with which an engine ended."""
     assert finished.code != 0
-    said = [line for line in finished.log.splitlines() if line.startswith("kvpatch ends the")]
-    assert len(set(said)) == 1, finished.log[-4000:]
-    assert said[0].endswith(" [KVP422]")
-    return said[0]
+    said = set(re.findall(r"^(?:\[rank0\]: )?(kvpatch ends the .*)$", finished.log, re.MULTILINE))
+    assert len(said) == 1, finished.log[-4000:]
+    (sentence,) = said
+    assert sentence.endswith(" [KVP422]")
+    return str(sentence)
 
 
 @MODES

@@ -123,9 +123,10 @@ def around_call(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
         RefusedCall: the method replaces weights, and the engine has a connector.
     """
     method = argument(args, kwargs, 0, "method")
-    if instance.scheduler.connector is None or not isinstance(method, str):
+    # First the method: an engine that starts calls its workers before it has a scheduler.
+    if not isinstance(method, str) or "weight" not in method:
         return wrapped(*args, **kwargs)
-    if "weight" not in method:
+    if instance.scheduler.connector is None:
         return wrapped(*args, **kwargs)
     raise RefusedCall(
         f"{method} is called on an engine with a KV connector",
