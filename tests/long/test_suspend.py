@@ -33,6 +33,7 @@ COUNT = 6
 TOKENS = 640  # of a prompt, in whole blocks
 LONG = 300  # tokens to generate: a request that certainly runs when it is preempted
 LOADED = "vllm:external_prefix_cache_hits_total"
+ON_THE_DEVICE = "vllm:prefix_cache_hits_total"
 OFFLOADING = Run(blocks=300)
 KINDS = {
     "offloading": OFFLOADING,
@@ -333,9 +334,17 @@ def test_an_idle_engine_gives_its_pages_back_by_itself(
         assert eventually(lambda: control.find(name).said["mapped"] < full // 4, 60)
         said = control.find(name).said
         assert (said["phase"], said["limit"]) == ("runs", said["most"])
+        before = server.metric(ON_THE_DEVICE)
         again = [server.complete(prompt) for prompt in prompts(COUNT)]
         assert [one["tokens"] for one in again] == [one["tokens"] for one in first]
-        assert eventually(lambda: server.metric(LOADED) == COUNT * TOKENS)
+
+        def hits() -> tuple[int, int]:
+            return int(server.metric(LOADED)), int(server.metric(ON_THE_DEVICE) - before)
+
+        assert eventually(lambda: sum(hits()) == COUNT * TOKENS)
+        # The page of block 0 is never unmapped, and other blocks are on it.
+        beside = said["mapped"] * run.blocks // said["most"] - 1
+        assert hits()[1] <= beside * 32
 
 
 def test_the_list_of_releases_is_the_one_that_runs_here() -> None:
