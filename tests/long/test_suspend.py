@@ -31,7 +31,7 @@ from kvpatch.patches.suspend.releases import RELEASES
 
 COUNT = 6
 TOKENS = 640  # of a prompt, in whole blocks
-LONG = 300  # tokens to generate: a request that certainly runs when it is preempted
+LONG = 900  # tokens to generate: a request that still runs when the engine has answered twice
 LOADED = "vllm:external_prefix_cache_hits_total"
 ON_THE_DEVICE = "vllm:prefix_cache_hits_total"
 OFFLOADING = Run(blocks=300)
