@@ -113,24 +113,18 @@ def test_a_combination_is_refused_verified_and_starts(machine: Machine) -> None:
     assert "it lifts KVP310" in shown
 
 
-@pytest.mark.parametrize(
-    ("broken", "said"),
-    [
-        (
-            "flip_loaded_bits",
-            "kvpatch KVPATCH_DEBUG: a load brought other bytes than were stored: "
-            r"block \d+ of page \d+, job \d+, request ",
-        ),
-        ("hold_no_pages", "an answer is not plain vLLM's: conversation |kvpatch KVPATCH_DEBUG: "),
-    ],
-)
-def test_what_is_broken_is_found_and_the_verdict_lifts_nothing(
-    machine: Machine, tmp_path: Path, broken: str, said: str
+def test_a_wrong_byte_is_found_and_the_verdict_lifts_nothing(
+    machine: Machine, tmp_path: Path
 ) -> None:
-    path = os.pathsep.join([plugins.install(tmp_path, broken), machine.environment["PYTHONPATH"]])
+    folder = plugins.install(tmp_path, "flip_loaded_bits")
+    path = os.pathsep.join([folder, machine.environment["PYTHONPATH"]])
     done = machine.verify(PYTHONPATH=path)
     assert done.returncode == 1, done.stdout
-    assert re.search(rf"WRONG    (?:{said})", done.stdout), done.stdout
+    assert re.search(
+        "WRONG    kvpatch KVPATCH_DEBUG: a load brought other bytes than were stored: "
+        r"block \d+ of page \d+, job \d+, request ",
+        done.stdout,
+    ), done.stdout
     assert "[KVP310]" in machine.configure()
 
 

