@@ -11,6 +11,7 @@ from __future__ import annotations
 import json
 import os
 import random
+import signal
 import sys
 import threading
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -220,6 +221,8 @@ class Server(ThreadingHTTPServer):
 
 
 if __name__ == "__main__":
+    # As vLLM does: a shell has what it starts in the background ignore SIGINT.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     port = int(sys.argv[sys.argv.index("--port") + 1])
     if FAULT == "a refusal":
         sys.exit("kvpatch refuses to start vLLM: a, because b; c. [KVP404]")
