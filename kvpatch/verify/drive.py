@@ -10,7 +10,6 @@ from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
-from threading import Event
 from typing import Any
 
 from kvpatch.verify import limit
@@ -24,7 +23,6 @@ FEWEST = 4
 ANSWER = 16  # tokens
 ROUNDS = 4
 TOGETHER = 6
-EMPTYING = 4  # requests at once that empty the cache
 IDLE_SECONDS = 60.0
 KEPT_PAGES = 2  # of an engine without requests and cache: that of block 0, and one being freed
 STEP_SECONDS = 0.5  # the interval of the status page
@@ -103,8 +101,6 @@ class Drive:
         self._press(pages)
         self._move_limit(total_pages)
         self._restore(offloads, turn=3)
-        if offloads:
-            self._free_early()
         self._give_back()
         self.seen.metrics = self._api.metrics()
         return self.seen
@@ -194,31 +190,6 @@ class Drive:
             if self.seen.did["preempted"]:
                 break
         self._say(f"preempted {self.seen.did['preempted']} requests of {count} together")
-
-    def _free_early(self) -> None:
-        """Free the pages of requests as they end, before their last stores; restore those then.
-
-        An engine takes what it is asked between two steps, so that the cache is emptied as soon
-        as the blocks of the last request are free.
-        """
-        for _ in range(ROUNDS):
-            self.seen.conversations += 1
-            ended = Event()
-            with ThreadPoolExecutor(EMPTYING) as pool:
-                emptying = [pool.submit(self._empty_until, ended) for _ in range(EMPTYING)]
-                try:
-                    self._turn(self.seen.conversations, 1)
-                finally:
-                    ended.set()
-            for one in emptying:
-                one.result()
-            self._state()
-            self._turn(self.seen.conversations, 1)
-        self._say(f"emptied the cache under {ROUNDS} requests as they ended")
-
-    def _empty_until(self, ended: Event) -> None:
-        while not ended.is_set():
-            self._api.reset()
 
     def _preempted(self) -> int:
         return int(total(self._api.metrics(), PREEMPTIONS))
