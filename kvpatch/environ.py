@@ -74,10 +74,9 @@ def seconds(text: str) -> float:
     Raises:
         ValueError: it is none.
     """
-    number = _number(text, _SECONDS)
-    if number <= 0:
-        raise ValueError("it is not a number of seconds; use for example 10 or 0.5")
-    return number
+    return _above_zero(
+        _number(text, _SECONDS), "it is not a number of seconds; use for example 10 or 0.5"
+    )
 
 
 def duration(text: str) -> float:
@@ -86,10 +85,7 @@ def duration(text: str) -> float:
     Raises:
         ValueError: it is none.
     """
-    number = _number(text, _TIMES)
-    if number <= 0:
-        raise ValueError("it is not a duration; use for example 30s or 5min")
-    return number
+    return _above_zero(_number(text, _TIMES), "it is not a duration; use for example 30s or 5min")
 
 
 def size(text: str) -> int:
@@ -98,10 +94,8 @@ def size(text: str) -> int:
     Raises:
         ValueError: it is none.
     """
-    number = int(_number(text, _BYTES))
-    if number <= 0:
-        raise ValueError("it is not a size; use for example 2GiB or 512MiB")
-    return number
+    whole = int(_number(text, _BYTES))
+    return int(_above_zero(whole, "it is not a size; use for example 2GiB or 512MiB"))
 
 
 def pool(text: str) -> tuple[int, str]:
@@ -114,6 +108,12 @@ def pool(text: str) -> tuple[int, str]:
     if at and not (name.isascii() and name.isalnum() and len(name) <= 32):
         raise ValueError("its name is not of letters and digits; use for example 64GiB@chat")
     return size(amount), name
+
+
+def _above_zero(number: float, otherwise: str) -> float:
+    if number <= 0:
+        raise ValueError(otherwise)
+    return number
 
 
 def _number(text: str, units: Mapping[str, float]) -> float:

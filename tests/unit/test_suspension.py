@@ -238,13 +238,17 @@ def test_what_the_tier_has_is_not_evicted_for_what_it_has_not(worlds: Any) -> No
     assert (said["kept"], said["lost"]) == (15, 0)
 
 
-def test_a_tier_that_does_not_answer_is_given_up_in_time(
-    worlds: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    now = [100.0]
+@pytest.fixture
+def now(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    """The seconds of a suspension's clock, to be moved."""
+    seconds = [100.0]
     monkeypatch.setattr(
-        "kvpatch.patches.suspend.suspension.time.monotonic", lambda: now[0], raising=True
+        "kvpatch.patches.suspend.suspension.time.monotonic", lambda: seconds[0], raising=True
     )
+    return seconds
+
+
+def test_a_tier_that_does_not_answer_is_given_up_in_time(worlds: Any, now: list[float]) -> None:
     world = filled(worlds)
     world.tier.stuck = True
     world.suspension.suspend(False, False, 30)
@@ -260,13 +264,7 @@ def test_a_tier_that_does_not_answer_is_given_up_in_time(
     assert world.manager.limit == MOST * PAGE
 
 
-def test_pages_that_are_not_let_go_in_time_are_taken_back(
-    worlds: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    now = [100.0]
-    monkeypatch.setattr(
-        "kvpatch.patches.suspend.suspension.time.monotonic", lambda: now[0], raising=True
-    )
+def test_pages_that_are_not_let_go_in_time_are_taken_back(worlds: Any, now: list[float]) -> None:
     world = filled(worlds)
     world.fence = 1000
     world.suspension.suspend(False, False, 30)
