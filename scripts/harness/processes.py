@@ -39,11 +39,15 @@ def with_harness(**changes: str) -> dict[str, str]:
 
 
 def on_host_device(folder: Path, size: str = "1GiB", **changes: str) -> dict[str, str]:
-    """Return the environment of an engine with a host device of its own in ``folder``."""
+    """Return the environment of an engine with a host device of its own in ``folder``.
+
+    Its status page is there too, unless ``KVPATCH_STATUS_DIR`` names a place: several engines
+    can have one device, and what one of them was refused for is told beside what another does.
+    """
     environment = with_harness(
         KVPATCH_HOST_DEVICE=size,
         KVPATCH_HOST_DEVICE_DIR=str(folder),
-        KVPATCH_STATUS_DIR=str(folder),
+        KVPATCH_STATUS_DIR=os.environ.get("KVPATCH_STATUS_DIR", str(folder)),
         VLLM_CPU_KVCACHE_SPACE="1",
     )
     return environment | changes

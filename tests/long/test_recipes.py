@@ -141,8 +141,6 @@ def served(
     own = {"VLLM_USE_SIMPLE_KV_OFFLOAD": "1", "KVCACHED_IPC_NAME": f"recipes-{os.getpid()}"}
     run = Run(offload=False, environment=CHECKED)
     environment = device.environ(run) | own
-    # What an engine of another test was refused for would be in the answer of `kvpatch status`.
-    environment["KVPATCH_STATUS_DIR"] = str(tmp_path_factory.mktemp("status"))
     environment["PATH"] = f"{Path(sys.executable).parent}:{environment['PATH']}"
     arguments = engine_arguments(run) | {"kv_offloading_size": 0.25}
     model, folder = models(run.model), tmp_path_factory.mktemp("serve")

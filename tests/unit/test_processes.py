@@ -52,3 +52,12 @@ def test_an_engine_inherits_nothing_that_configures_it(tmp_path, monkeypatch):
         environment
     )
     assert environment["KVPATCH_HOST_DEVICE_DIR"] == str(tmp_path)
+
+
+def test_an_engine_s_status_page_is_where_the_test_s_file_wants_it(tmp_path, monkeypatch):
+    """One that another file's engine left would be in the answer of ``kvpatch status``."""
+    monkeypatch.setenv("KVPATCH_STATUS_DIR", str(tmp_path / "status"))
+    environment = processes.on_host_device(tmp_path)
+    assert environment["KVPATCH_STATUS_DIR"] == str(tmp_path / "status")
+    monkeypatch.delenv("KVPATCH_STATUS_DIR")
+    assert processes.on_host_device(tmp_path)["KVPATCH_STATUS_DIR"] == str(tmp_path)
