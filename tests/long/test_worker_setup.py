@@ -32,6 +32,7 @@ def sockets(machine):
     yield path
     shutil.rmtree(path, ignore_errors=True)
     path.unlink(missing_ok=True)
+    Path("/dev/shm", name).unlink(missing_ok=True)
 
 
 @pytest.fixture
