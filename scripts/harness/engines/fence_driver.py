@@ -35,6 +35,7 @@ from harness.engines.inside import (
     keys_of,
     layers_of,
     prepare,
+    steps,
     taken_and_evicted,
     tiers_behind,
 )
@@ -112,7 +113,7 @@ class Stage:
 
     def finish(self, *names: str) -> None:
         """Step until the requests have finished; they must, though copies are held."""
-        for count in range(400):
+        for count in steps(400):
             if self.finished >= set(names):
                 return
             self.step()

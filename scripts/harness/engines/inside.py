@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterable, Sequence
+import itertools
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from importlib import metadata
 from typing import Any
 
@@ -40,13 +42,30 @@ def prepare(job: dict[str, Any]) -> None:
     stay_in_this_process()
 
 
+PATIENCE = 20.0  # seconds
+
+
+def steps(least: int) -> Iterator[int]:
+    """Count the steps that an engine may take, until it must be standing still.
+
+    A step without a request to compute takes less than a millisecond. On a busy machine hundreds
+    pass before the thread of vLLM's that begins a copy has its turn, so that a number of them
+    alone would be a measure of the machine.
+    """
+    end = time.monotonic() + PATIENCE
+    for count in itertools.count():
+        if count >= least and time.monotonic() >= end:
+            return
+        yield count
+
+
 def come_to_rest(scheduler: Any, step: Callable[[], Any], tiers: Sequence[Any] = ()) -> None:
     """Step until the copies of the last requests have ended and were reported.
 
     Also those to ``tiers``: a CPU tier all of whose blocks are still being written out
     takes no other block in, and what is asked for then is a miss.
     """
-    for _ in range(200):
+    for _ in steps(200):
         if not scheduler.has_requests():
             return
         step()
