@@ -14,6 +14,7 @@ import json
 import os
 import random
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -102,6 +103,12 @@ def tell(word: str) -> None:
     print(f"driver: {word}", flush=True)
 
 
+def stalled(steps: int, seconds: float) -> None:
+    """Tell the test that no request has ended for so many steps, which took so long."""
+    if steps == STALLED_STEPS:
+        tell("stalled")
+
+
 def pause(job: dict[str, Any], word: str) -> None:
     """Tell a test that wants it where this engine is, and go on when the test says so."""
     if job.get("wait_before_reset"):
@@ -169,13 +176,14 @@ def run_round(
             ),
         )
     records: dict[int, Any] = {}
-    steps = 0
+    steps, begun = 0, time.monotonic()
     while engine.has_unfinished_requests():
         steps += 1
-        if steps == STALLED_STEPS:
-            tell("stalled")
+        if steps % STALLED_STEPS == 0:
+            stalled(steps, time.monotonic() - begun)
         for output in engine.step():
             if output.finished:
+                steps, begun = 0, time.monotonic()
                 completion = output.outputs[0]
                 records[int(output.request_id.split("-")[1])] = {
                     "tokens": list(completion.token_ids),

@@ -35,10 +35,10 @@ from harness.engines.inside import (
     keys_of,
     layers_of,
     prepare,
-    steps,
     taken_and_evicted,
     tiers_behind,
 )
+from harness.engines.patience import steps
 from harness.engines.scheduling import allow_async_scheduling, copy_outputs_without_streams
 from harness.engines.simple_scenarios import SimpleTier, copies_of, judged
 from kvpatch.hostdevice import ledger, streams

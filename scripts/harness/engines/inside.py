@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-import itertools
-import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from importlib import metadata
 from typing import Any
 
@@ -13,6 +11,7 @@ import torch
 from packaging.version import Version
 
 from harness.engines import nothing_connector, reverted
+from harness.engines.patience import steps
 from kvpatch.hostdevice import streams
 
 
@@ -40,23 +39,6 @@ def prepare(job: dict[str, Any]) -> None:
     if job.get("nothing_connector"):
         nothing_connector.allow()
     stay_in_this_process()
-
-
-PATIENCE = 20.0  # seconds
-
-
-def steps(least: int) -> Iterator[int]:
-    """Count the steps that an engine may take, until it must be standing still.
-
-    A step without a request to compute takes less than a millisecond. On a busy machine hundreds
-    pass before the thread of vLLM's that begins a copy has its turn, so that a number of them
-    alone would be a measure of the machine.
-    """
-    end = time.monotonic() + PATIENCE
-    for count in itertools.count():
-        if count >= least and time.monotonic() >= end:
-            return
-        yield count
 
 
 def come_to_rest(scheduler: Any, step: Callable[[], Any], tiers: Sequence[Any] = ()) -> None:
