@@ -16,6 +16,7 @@ from vllm.v1.kv_offload.cpu.shared_offload_region import SharedOffloadRegion
 from vllm.v1.simple_kv_offload import cuda_mem_ops
 from vllm.v1.simple_kv_offload import worker as simple
 
+from harness.engines import kill_points
 from kvpatch.environ import HOST_DEVICE, HOST_DEVICE_DIR
 from kvpatch.hostdevice import copies, ledger, offloading
 from kvpatch.hostdevice.copies import CopyEvent, CopyStream, DeviceTensor, HostRegistration
@@ -79,6 +80,31 @@ def test_the_shared_region_is_registered_and_deregistered_and_leaves_no_file(
     assert not Path(shared.mmap_path).exists()
     worker.shutdown()
     assert HostRegistration.ranges == {}
+
+
+@pytest.mark.parametrize(("name", "passed"), [("store", [1]), ("load", [2])])
+def test_a_process_is_stopped_in_a_copy_of_one_way(
+    name: str, passed: list[int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where `harness.kills` kills; by the name of another thread it never stopped."""
+    monkeypatch.setattr(HostRegistration, "ranges", {})
+    monkeypatch.setattr(copies, "ctypes", copies.ctypes)  # to be put back
+    region, now, seen = rows(), [0], []
+    monkeypatch.setattr(kill_points.Point, "stop", lambda point: seen.append(now[0]))
+    kill_points.install(name, 1, tmp_path / "reached")
+    (tmp_path / "armed").touch()
+    shared = SharedOffloadRegion("kvpatch-test-kills", ROWS, 0, SIZE, SIZE, lambda: None)
+    worker = CPUOffloadingWorker(canonical(Regions([region], [[0]])), 1, ROWS, shared)
+    for now[0] in (1, 2):
+        block = GPULoadStoreSpec([now[0]], group_sizes=[1], block_indices=[0])
+        if now[0] == 1:
+            worker.submit_store(1, block, CPULoadStoreSpec([3]))
+        else:
+            worker.submit_load(2, CPULoadStoreSpec([3]), block)
+        worker.wait({now[0]})
+    worker.shutdown()
+    assert seen == passed
+    assert region[:, 0].tolist()[:3] == [0, 1, 1]
 
 
 def test_a_range_is_registered_once_and_deregistered_once(

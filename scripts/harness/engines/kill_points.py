@@ -16,13 +16,14 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-# Points, by the name of the threads that pass them: copies of the worker, files of the engine.
-COPIES = {"store": "kvpatch-store", "load": "kvpatch-load"}
+# Copies of the worker, files of the engine.
+COPIES = ("store", "load")
 FILES = ("promotion", "tier write", "tier rename")
 POINTS = (*COPIES, *FILES)
 # Where an engine is on its way to a suspension and back, as its own thread gets there.
 PHASES = ("pausing", "storing", "releasing", "suspended", "resuming")
 _OWN_THREAD = "MainThread"
+_COPYING_THREADS = "kvpatch-copies"
 _TIER_THREADS = "vllm_kv_py_fs"
 
 
@@ -88,18 +89,36 @@ def install(name: str, nth: int, reached: Path) -> None:
     if name in PHASES:
         _install_phase(name, Point(_OWN_THREAD, nth, reached))
         return
-    from kvpatch.hostdevice import offloading
-
-    point = Point(COPIES.get(name, _TIER_THREADS), nth, reached)
     if name in COPIES:
-        memmove = point.before(ctypes.memmove)
-        offloading.ctypes = SimpleNamespace(memmove=memmove)  # type: ignore
-    elif name == "promotion":
+        _install_copy(name, Point(_COPYING_THREADS, nth, reached))
+        return
+    point = Point(_TIER_THREADS, nth, reached)
+    if name == "promotion":
         os.readv = point.before(os.readv)
     elif name == "tier write":
         os.writev = point.half_written(os.writev)
     else:
         os.replace, os.rename = point.before(os.replace), point.before(os.rename)
+
+
+def _install_copy(name: str, point: Point) -> None:
+    """Put a point before each copy of a block to the CPU tier, or from it.
+
+    The tier is what the worker has registered; both ways are on threads of one name.
+    """
+    from kvpatch.hostdevice import copies
+
+    def of_tier(address: int) -> bool:
+        registered = list(copies.HostRegistration.ranges.items())
+        return any(base <= address < base + size for base, size in registered)
+
+    def memmove(destination: int, source: int, size: int) -> int:
+        if of_tier(destination if name == "store" else source) and point.due():
+            point.stop()
+        return ctypes.memmove(destination, source, size)
+
+    uses = {"memmove": memmove, "c_uint": ctypes.c_uint, "c_uint64": ctypes.c_uint64}
+    copies.ctypes = SimpleNamespace(**uses)  # type: ignore
 
 
 def _install_phase(name: str, point: Point) -> None:
