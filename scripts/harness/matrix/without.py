@@ -85,7 +85,7 @@ class Load:
         held: its copies are held in flight.
         simple: the scenarios are those of SimpleCPUOffloadConnector.
         ranks: of the scenarios.
-        refused: an engine with every row does not start.
+        refused: an engine with every row does not come to its end: a row of kvpatch's ends it.
     """
 
     words: str
@@ -166,6 +166,11 @@ LOADS = {
     "Simple eager": _EAGER,
     "Simple eager, non-contiguous": _with(_EAGER, "the same, by layer", contiguous=False),
     "Simple lazy": _of_cells("Simple lazy", "the same"),
+    "Simple lazy, capped": _of_cells(
+        "Simple lazy",
+        "the same; kvcached keeps 20 blocks that no request holds",
+        environment=(("KVCACHED_MAX_CACHED_TOKENS", "640"),),
+    ),
     "Simple lazy, pressed": Load(
         "24 prompts back and forth on a device that holds most of them",
         Run(simple="lazy", asynchronous=True, blocks=400),
@@ -216,6 +221,7 @@ LOADS = {
     "debug, corrupt": replace(
         _fences("a bit of the CPU tier flips, in debug mode", "corrupt"),
         run=Run(asynchronous=True, environment=DEBUG),
+        refused=True,
     ),
     "tiering fs, debug": _with(_TIERS, "the same, in debug mode", environment=DEBUG),
     "Simple eager, debug": _with(_EAGER, "the same, in debug mode", environment=DEBUG),
@@ -307,7 +313,7 @@ class Engines:
 def compare(whole: Finished, less: Finished, load: Load) -> tuple[str, str]:
     """Return what an engine without a row did that the whole one did not, and its words."""
     if not good(whole):
-        if STARTED in less.log and STARTED not in whole.log:
+        if good(less) or (STARTED in less.log and STARTED not in whole.log):
             return SILENT, last_words(whole)
         same = last_words(whole) == last_words(less)
         return (NOTHING, "") if same else (OTHER_WORDS, last_words(less))

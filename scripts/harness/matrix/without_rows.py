@@ -38,7 +38,7 @@ def held(test: str, why: str, *loads: str) -> Row:
 
 OFFLOADING, V2, EXHAUSTED = "Offloading", "Offloading, Runner V2", "Offloading, exhausted"
 LATENT, HELD, LATE = "Offloading, latent attention", "held copies", "late store"
-EAGER, LAZY, TIERS = "Simple eager", "Simple lazy", "tiering fs"
+EAGER, LAZY, CAPPED, TIERS = "Simple eager", "Simple lazy", "Simple lazy, capped", "tiering fs"
 TWO_RANKS = "one rank only, whose device is this process's own"
 USERS = "needs another user on the machine"
 SEVERAL_GPUS = "needs several GPUs, of which one is full"
@@ -46,10 +46,12 @@ GPU_WORKER = "a CPU's worker does not run it"
 SERIES = "changes no answer and no memory: what is counted is not shown"
 LAST_GUARD = "a guard behind others: nothing here gets past those"
 POOL_OFF = "no load here asks for a host pool; the tests have all rows of it or none"
-PENDING = "engines without it are still to be run"
+KERNEL = "vLLM 0.32's own kernel attends to the same rows; the test passes without this row"
+ORDER = "which of two stored blocks is evicted first changes no answer and no count"
+STEPPED = "the driver steps an engine until it is at rest, where a served one sleeps"
+WHOLE = "debug mode has nothing to find while every other row is there"
 NPU = "needs an NPU, on which engines are refused (KVP603)"
 UNASKED = "no load here suspends an engine or lowers its limit"
-SUSPENDED = f"{UNASKED}; the test is still to be run"
 PAGEABLE = "memory that is not registered is copied all the same"
 
 TELEMETRY = "unit/test_telemetry.py::"
@@ -101,21 +103,13 @@ ROWS: dict[str, Row] = {
     "host.size_for_v2": seen(V2),
     "host.layouts": seen(OFFLOADING),
     "host.latent_caching": seen(LATENT),
-    "host.latent_write": held(
-        "long/test_latent_attention.py::test_only_the_tokens_own_places_are_written",
-        PENDING,
-        LATENT,
-    ),
+    "host.latent_write": seen(LATENT),
     "host.latent_decode": held(
         "long/test_latent_attention.py::test_a_token_attends_to_its_own_context",
-        PENDING,
+        KERNEL,
         LATENT,
     ),
-    "host.latent_gather": held(
-        "long/test_latent_attention.py::test_cached_tokens_are_gathered_from_where_each_request_begins",
-        PENDING,
-        LATENT,
-    ),
+    "host.latent_gather": seen(LATENT),
     "host.copy_torch": seen(OFFLOADING),
     "host.copy_blocks": seen(OFFLOADING),
     "host.copy_platform": seen(OFFLOADING),
@@ -151,12 +145,7 @@ ROWS: dict[str, Row] = {
         "thread, and passes without this row",
         EAGER,
     ),
-    "adapted.pool_attributes": held(
-        "unit/test_kvcached_compat.py::test_the_pools_attributes_are_carried_over_where_vllm_has_them",
-        PENDING,
-        OFFLOADING,
-        "events",
-    ),
+    "adapted.pool_attributes": seen(OFFLOADING, "events"),
     "adapted.request_memory": held(
         "unit/test_kvcached_compat.py::test_weights_held_elsewhere_are_taken_off_the_budget",
         GPU_WORKER,
@@ -264,35 +253,14 @@ ROWS: dict[str, Row] = {
     ),
     "simple.cpu_coordinator": seen(EAGER, "Simple eager, taken"),
     "simple.native_pool": seen(EAGER),
-    "simple.register_placed": held(
-        "unit/test_simple_lifetime.py::test_a_placed_plan_is_checked_for_its_kinds_and_its_tier",
-        PENDING,
-        EAGER,
-        "Simple eager, non-contiguous",
-    ),
-    "simple.bind_gpu_block_pool": held(
-        "unit/test_simple_order.py::test_vllm_binds_its_pool_before_and_eager_mode_frees_as_it_does",
-        PENDING,
-        LAZY,
-    ),
-    "simple.free_blocks": held(
-        "unit/test_simple_eviction.py::test_kvcached_does_not_evict_in_the_call_that_frees",
-        PENDING,
-        LAZY,
-    ),
-    "simple.lazy_stores": held(
-        "unit/test_simple_eviction.py::test_above_the_cap_blocks_are_offered_first_and_evicted_when_stored",
-        PENDING,
-        LAZY,
-    ),
-    "simple.match": held(
-        "unit/test_simple_eviction.py::test_a_new_prompt_waits_for_the_copies_of_what_it_evicts",
-        PENDING,
-        LAZY,
-    ),
+    "simple.register_placed": seen(EAGER, "Simple eager, non-contiguous"),
+    "simple.bind_gpu_block_pool": seen(LAZY),
+    "simple.free_blocks": seen(LAZY, CAPPED),
+    "simple.lazy_stores": seen(LAZY),
+    "simple.match": seen(LAZY),
     "simple.stored": held(
         "unit/test_simple_eviction.py::test_stored_blocks_go_back_to_the_head_in_their_order",
-        PENDING,
+        ORDER,
         LAZY,
     ),
     "simple.copy_loop": held(
@@ -325,7 +293,7 @@ ROWS: dict[str, Row] = {
     ),
     "simple.pending_work": held(
         "unit/test_simple_lifetime.py::test_an_idle_engine_steps_while_a_copy_or_a_trim_is_to_come",
-        PENDING,
+        STEPPED,
         "simple, held copies",
     ),
     "simple.shutdown": seen("Simple eager, shutdown"),
@@ -334,34 +302,20 @@ ROWS: dict[str, Row] = {
         SERIES,
     ),
     "fence.install": seen(OFFLOADING, LATE, HELD),
-    "fence.build": held(
-        "unit/test_fence_hooks.py::test_a_step_names_the_blocks_that_its_copies_touch_on_the_device",
-        PENDING,
-        LATE,
-        HELD,
-    ),
-    "fence.worker_output": held(
-        "unit/test_fence_hooks.py::test_one_ranks_report_is_not_all_ranks",
-        PENDING,
-        LATE,
-        HELD,
-    ),
+    "fence.build": seen(LATE, HELD),
+    "fence.worker_output": seen(LATE, HELD),
     "fence.pending_work": held(
         "unit/test_fence_hooks.py::test_the_engine_steps_as_long_as_a_page_is_held",
-        PENDING,
+        STEPPED,
         "given back",
         HELD,
     ),
     "fence.release": seen(LATE, HELD),
-    "fence.step": held(
-        "unit/test_fence_hooks.py::test_a_step_releases_after_it_ran",
-        PENDING,
-        HELD,
-    ),
+    "fence.step": seen(HELD),
     "fence.reset": held(
         "unit/test_fence_hooks.py::"
         "test_a_reset_steps_an_engine_that_nobody_steps_until_no_page_is_held",
-        PENDING,
+        STEPPED,
         HELD,
     ),
     "fence.listener": held(
@@ -369,31 +323,11 @@ ROWS: dict[str, Row] = {
         "costs time alone: the worker would wait longer than it must",
         "given back",
     ),
-    "standstill.schedule": held(
-        "engine/test_fence.py::test_without_the_patch_loaded_requests_wait_for_ever",
-        PENDING,
-        "standstill",
-    ),
-    "events.switch": held(
-        "unit/test_kv_events.py::test_events_stay_as_vllm_had_them",
-        PENDING,
-        "events",
-    ),
-    "events.take": held(
-        "unit/test_kv_events.py::test_events_stay_as_vllm_had_them",
-        PENDING,
-        "events",
-    ),
-    "events.remove": held(
-        "long/test_events.py::test_events_come_out_as_from_plain_vllm",
-        PENDING,
-        "events",
-    ),
-    "events.reset": held(
-        "unit/test_kv_events.py::test_a_reset_is_one_event",
-        PENDING,
-        "events",
-    ),
+    "standstill.schedule": seen("standstill"),
+    "events.switch": seen("events"),
+    "events.take": seen("events"),
+    "events.remove": seen("events"),
+    "events.reset": seen("events"),
     "tiers.shared_memory": held(
         f"{CLASSES}test_a_second_engine_with_the_same_engine_id_is_refused",
         "one engine on the machine has this name",
@@ -403,11 +337,7 @@ ROWS: dict[str, Row] = {
         "unit/test_claims.py::test_a_region_that_another_user_made_is_not_opened",
         USERS,
     ),
-    "tiers.describe": held(
-        "engine/test_tier_classes.py::test_another_layout_or_other_weights_have_a_folder_of_their_own",
-        PENDING,
-        TIERS,
-    ),
+    "tiers.describe": seen(TIERS),
     "tiers.worker_calls": held(
         f"{WEIGHTS}test_every_way_to_the_workers_from_outside_is_watched",
         "nobody replaces the weights here; the engine of "
@@ -426,11 +356,7 @@ ROWS: dict[str, Row] = {
         "needs a second engine with another layout on the same disk",
         TIERS,
     ),
-    "tiers.store_blocks": held(
-        "engine/test_tier_classes.py::test_without_the_checksum_a_damaged_file_is_served",
-        PENDING,
-        TIERS,
-    ),
+    "tiers.store_blocks": seen(TIERS),
     "tiers.load_blocks": held(
         f"{CLASSES}test_without_the_checksum_a_damaged_file_is_served",
         "needs a damaged file",
@@ -461,7 +387,7 @@ ROWS: dict[str, Row] = {
     ),
     "suspend.engine": held(
         f"{SUSPEND}test_its_pages_are_free_and_it_answers_the_same_afterwards",
-        SUSPENDED,
+        UNASKED,
     ),
     "suspend.engine_end": held(
         f"{HOOKS}test_at_its_end_it_listens_no_longer",
@@ -469,15 +395,15 @@ ROWS: dict[str, Row] = {
     ),
     "suspend.question": held(
         f"{SUSPEND}test_its_pages_are_free_and_it_answers_the_same_afterwards",
-        SUSPENDED,
+        UNASKED,
     ),
     "suspend.step": held(
         f"{SUSPEND}test_its_pages_are_free_and_it_answers_the_same_afterwards",
-        SUSPENDED,
+        UNASKED,
     ),
     "suspend.has_requests": held(
         f"{SUSPEND}test_its_pages_are_free_and_it_answers_the_same_afterwards",
-        SUSPENDED,
+        UNASKED,
     ),
     "suspend.pause_state": held(
         "unit/test_suspension.py::test_vllms_own_resume_does_not_run_a_suspended_engine",
@@ -485,7 +411,7 @@ ROWS: dict[str, Row] = {
     ),
     "suspend.limit": held(
         f"{SUSPEND}test_a_lower_limit_gives_pages_back_and_loses_nothing",
-        SUSPENDED,
+        UNASKED,
     ),
     "suspend.offloading_stores": held(
         "engine/test_spill.py::test_offloading_stores_what_fits_and_forgets_the_store",
@@ -496,53 +422,17 @@ ROWS: dict[str, Row] = {
         "test_simple_stores_what_fits_and_evicts_nothing_that_the_spill_needs",
         UNASKED,
     ),
-    "audit.worker": held(
-        "unit/test_debug.py::test_a_load_that_brings_other_bytes",
-        PENDING,
-        "debug, corrupt",
-    ),
-    "audit.store": Row(
-        (
-            Look(
-                "debug",
-                ("fence.release",),
-                "debug mode has nothing to find while the fence is whole",
-            ),
-        ),
-        "unit/test_debug.py::test_a_block_that_changed_before_its_store_was_launched",
-        PENDING,
-    ),
-    "audit.load": held(
-        "long/test_fence_debug.py::test_debug_mode_stops_the_engine_at_a_violation",
-        PENDING,
-        "debug, corrupt",
-    ),
-    "audit.promotions": held(
-        "unit/test_debug.py::test_what_a_tier_promoted_is_accepted_and_nothing_else",
-        PENDING,
-        "tiering fs, debug",
-    ),
-    "audit.build": held(
-        "unit/test_debug.py::test_promotions_reach_the_workers_with_the_next_step",
-        PENDING,
-        "tiering fs, debug",
-    ),
+    "audit.worker": seen("debug, corrupt"),
+    "audit.store": Row((Look("debug", ("fence.release",), WHOLE),)),
+    "audit.load": seen("debug, corrupt"),
+    "audit.promotions": seen("tiering fs, debug"),
+    "audit.build": seen("tiering fs, debug"),
     "audit.simple": held(
         "unit/test_debug.py::test_simple_a_load_that_brings_other_bytes",
-        PENDING,
+        WHOLE,
         "Simple eager, debug",
     ),
-    "audit.install": Row(
-        (
-            Look(
-                "debug",
-                ("fence.release",),
-                "debug mode has nothing to find while the fence is whole",
-            ),
-        ),
-        "unit/test_debug.py::test_a_page_that_is_unmapped_under_a_transfer",
-        PENDING,
-    ),
+    "audit.install": Row((Look("debug", ("fence.release",), WHOLE),)),
     "observing.engine_core": held(
         f"{TELEMETRY}test_an_engine_goes_on_publishing",
         SERIES,
@@ -617,7 +507,5 @@ OPEN = frozenset(
         "host.listener_device",
         "host.sync_before_unmap",
         "host.release_barrier",
-        "host.size_for_v2",
-        "host.latent_caching",
     )
 )
