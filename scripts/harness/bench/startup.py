@@ -17,6 +17,7 @@ writes it to docs/results/startup.json.
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import os
 import shutil
@@ -146,7 +147,7 @@ def off(repetitions: int) -> dict[str, object]:
 
 
 def target_modules() -> str:
-    """Return the modules that kvpatch's targets live in, for the installed versions."""
+    """Return the modules that kvpatch's targets live in, for what is installed."""
     release = supported.release_of(installed("vllm")[0])
     rows = [
         patch
@@ -155,7 +156,8 @@ def target_modules() -> str:
         for patch in feature.at(release)
     ]
     names = {patch.target.partition(":")[0] for patch in rows}
-    return " ".join(sorted(names))
+    there = {name for name in names if importlib.util.find_spec(name.partition(".")[0])}
+    return " ".join(sorted(there))
 
 
 def imported(code: str, environment: dict[str, str]) -> Any:
