@@ -112,13 +112,13 @@ def _install_copy(name: str, point: Point) -> None:
         registered = list(copies.HostRegistration.ranges.items())
         return any(base <= address < base + size for base, size in registered)
 
-    def memmove(destination: int, source: int, size: int) -> int:
-        if of_tier(destination if name == "store" else source) and point.due():
-            point.stop()
-        return ctypes.memmove(destination, source, size)
+    stopping = point.before(ctypes.memmove)
 
-    uses = {"memmove": memmove, "c_uint": ctypes.c_uint, "c_uint64": ctypes.c_uint64}
-    copies.ctypes = SimpleNamespace(**uses)  # type: ignore
+    def memmove(destination: int, source: int, size: int) -> int:
+        copy = stopping if of_tier(destination if name == "store" else source) else ctypes.memmove
+        return int(copy(destination, source, size))
+
+    copies.ctypes = SimpleNamespace(**vars(ctypes) | {"memmove": memmove})  # type: ignore
 
 
 def _install_phase(name: str, point: Point) -> None:
