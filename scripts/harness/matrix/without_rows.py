@@ -62,6 +62,7 @@ POOL = "engine/test_pool.py::"
 RANKS = "unit/test_ranks.py::"
 FAILED = "unit/test_failed_copies.py::"
 NO_COPY_FAILS = "no copy fails here"
+RESETS = "engine/test_resets.py::"
 ASCEND = "unit/test_ascend.py::"
 WORKER = "npu/test_npu_worker.py::"
 SUSPEND = "long/test_suspend.py::"
@@ -250,6 +251,14 @@ ROWS: dict[str, Row] = {
     "offloading.copies_ended": held(
         f"{FAILED}test_a_failed_copy_of_the_offloading_connector_is_named",
         NO_COPY_FAILS,
+    ),
+    "offloading.preempted_loads": held(
+        f"{RESETS}test_without_the_row_such_a_load_ends_the_engine",
+        "no load here resets the caches of running requests",
+    ),
+    "offloading.reset_again": held(
+        f"{RESETS}test_without_the_row_a_second_reset_leaves_the_tier_as_it_was",
+        "every load here steps the engine between two resets",
     ),
     "simple.cpu_coordinator": seen(EAGER, "Simple eager, taken"),
     "simple.native_pool": seen(EAGER),
