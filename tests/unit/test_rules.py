@@ -141,6 +141,7 @@ V2_OF_30 = {"machine__vllm": "0.30.0", "use_v2_model_runner": True}
 HYBRID = {"model_config__is_hybrid": True}
 LATENT = {"model_config__use_mla": True}
 ONE_RANK = {"parallel_config__world_size": 1, "parallel_config__tensor_parallel_size": 1}
+FP8 = {"cache_config__cache_dtype": "fp8"}
 # As compressed-tensors has it, from a checkpoint of llm-compressor.
 SCHEME = {"quant_config": SimpleNamespace(kv_cache_scheme={"num_bits": 8, "type": "float"})}
 GIB = 1 << 30
@@ -339,8 +340,14 @@ CASES: dict[str, tuple[list[dict[str, Any]], str]] = {
     ),
     "KVP310": (
         [
-            {"cache_config__cache_dtype": "fp8"},
-            SCHEME | {"cache_config__cache_dtype": "fp8"},
+            FP8 | {"machine__vllm": "0.26.0"},
+            FP8 | SCHEME | {"machine__vllm": "0.26.0"},
+            FP8 | {"model_config": None},
+            FP8 | {"cache_config__calculate_kv_scales": True},  # by the first requests
+            FP8 | {"cache_config__kv_cache_dtype_skip_layers": ["0"]},
+            FP8 | LATENT | ONE_RANK | V2_OF_30,
+            FP8 | HYBRID | ONE_RANK | V2_OF_30,
+            FP8 | {"machine__vllm": "0.34.0", "use_v2_model_runner": True},
         ],
         "a KV connector is configured with the KV cache dtype fp8, because it has not been "
         "validated by a store and load round trip; set --kv-cache-dtype bfloat16, and --dtype "
@@ -788,7 +795,7 @@ def test_windows_that_an_older_connector_stores_pass(changes):
 # fp8 by the checkpoint
 
 
-@pytest.mark.parametrize("release", ["0.22.1", "0.26.0", "0.32.0"])
+@pytest.mark.parametrize("release", ["0.22.1", "0.26.0"])
 def test_a_scheme_of_the_checkpoint_makes_auto_fp8(release):
     """As vLLM's Attention.__init__ decides, in the worker; it was admitted as ``auto``."""
     refusal = check(config(**SCHEME, **on(release)))
@@ -799,6 +806,21 @@ def test_a_scheme_of_the_checkpoint_makes_auto_fp8(release):
     )
     # What the sentence says to do.
     assert check(config(**SCHEME, **on(release), cache_config__cache_dtype="bfloat16")) is None
+
+
+@pytest.mark.parametrize("release", ["0.27.1", "0.28.0", "0.32.0"])
+@pytest.mark.parametrize("dtype", ["auto", "fp8", "fp8_e4m3", "fp8_e5m2"])
+def test_fp8_starts_where_it_was_compared(release, dtype):
+    given = on(release) | {"cache_config__cache_dtype": dtype}
+    for connector in ({}, simple(), tiers("fs"), multi("OffloadingConnector")):
+        assert check(config(**given, **connector)) is None
+        assert check(config(**given, **connector, **SCHEME)) is None
+
+
+@pytest.mark.parametrize("dtype", ["fp8_ds_mla", "fp8_per_token_head", "nvfp4"])
+def test_other_dtypes_of_the_cache_are_refused_there_too(dtype):
+    given = on("0.32.0") | {"cache_config__cache_dtype": dtype}
+    assert check(config(**given)).code == "KVP310"
 
 
 def test_latent_attention_does_not_read_the_scheme():

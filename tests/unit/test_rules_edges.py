@@ -353,7 +353,7 @@ def test_a_rule_is_for_its_releases():
 
 
 def test_a_scheme_of_a_checkpoint_whose_model_is_not_known():
-    assert code(**SCHEME, model_config=None) == "KVP310"
+    assert code(**SCHEME, model_config=None) == "KVP310"  # also where fp8 was compared
     assert code(**SCHEME, cache_config__cache_dtype="bfloat16", model_config=None) is None
 
 

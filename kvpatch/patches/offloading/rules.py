@@ -6,7 +6,7 @@ from typing import Any
 
 from kvpatch.patches.offloading import memory_rules
 from kvpatch.rules import Rule
-from kvpatch.supported import is_validated, release_of, validated
+from kvpatch.supported import FP8, is_validated, release_of, validated
 from kvpatch.upstream import connectors
 from kvpatch.versions import Facts, Span, in_words
 
@@ -26,6 +26,7 @@ VALIDATED_SCHEDULERS = (
     "vllm.v1.core.sched.async_scheduler.AsyncScheduler",
 )
 VALIDATED_CACHE_DTYPES = ("auto", "bfloat16", "float16", "float32")
+FP8_CACHE_DTYPES = ("fp8", "fp8_e4m3", "fp8_e5m2")  # on the releases of ``supported.FP8``
 MULTI = Span("0.22")
 # Where a checkpoint's kv_cache_scheme wins over --kv-cache-dtype, in vLLM's Attention.__init__.
 SCHEME_WINS = Span("0", "0.22")
@@ -145,6 +146,28 @@ def _by_scheme(config: Any, facts: Facts) -> bool:
     """Return whether the dtype ``auto`` becomes fp8; up to 0.21 every dtype does, see KVP340."""
     obeys = release_of(facts.vllm) not in SCHEME_WINS
     return obeys and config.cache_config.cache_dtype == "auto" and _has_scheme(config)
+
+
+def _other_dtype(config: Any, facts: Facts) -> bool:
+    if _by_scheme(config, facts) or config.cache_config.cache_dtype in FP8_CACHE_DTYPES:
+        return not _validated_fp8(config, facts)
+    return config.cache_config.cache_dtype not in VALIDATED_CACHE_DTYPES
+
+
+def _validated_fp8(config: Any, facts: Facts) -> bool:
+    """Return whether an fp8 KV cache was compared.
+
+    That of all attention layers, with the scales of the checkpoint: scales that the first requests
+    decide are those of one engine, and a secondary tier serves several.
+    """
+    cache, model = config.cache_config, config.model_config
+    return (
+        is_validated(facts.vllm, FP8)
+        and model is not None
+        and not (model.use_mla or model.is_hybrid)
+        and not getattr(cache, "calculate_kv_scales", False)
+        and not getattr(cache, "kv_cache_dtype_skip_layers", ())
+    )
 
 
 def _cache_dtype(config: Any, facts: Facts) -> str:
@@ -319,8 +342,10 @@ RULES = (
     Rule(
         "KVP310",
         "offloading with KV cache dtypes other than the ones above, also where the checkpoint "
-        "asks for it (`kv_cache_quant_algo`, `kv_cache_scheme`)",
-        lambda config, facts: _cache_dtype(config, facts) not in VALIDATED_CACHE_DTYPES,
+        "asks for it (`kv_cache_quant_algo`, `kv_cache_scheme`); fp8 except on vLLM "
+        f"{in_words(validated(FP8))}, of all layers, and with latent attention, hybrid models or "
+        "`--calculate-kv-scales`",
+        _other_dtype,
         lambda config, facts: (
             "a KV connector is configured with the KV cache dtype " + _cache_dtype(config, facts)
         ),

@@ -25,6 +25,8 @@ from harness.engines.runs import (
 from kvpatch.matrix.axes import NONE, Cell
 
 PROMPTS, CACHED = 12, 640
+APART = 8  # prompts that are asked one at a time: more than a device of LEAST blocks can keep
+LEAST = 128  # blocks of a device in fp8, of four times the tokens: kvcached maps a whole page
 # Seconds after which an engine is taken for one that hangs.
 LIMIT = 600
 MODELS = {
@@ -84,8 +86,8 @@ TRIALS = {
     # One prompt at a time, and neither device nor CPU tier has one of them the second time.
     "tiering fs": Trial(
         {"tiers": ("tier",)},
-        rounds=tuple(range(n, n + 1) for n in range(6)) * 2,
-        again=range(6, 12),
+        rounds=tuple(range(n, n + 1) for n in range(APART)) * 2,
+        again=range(APART, 2 * APART),
         tiers={"llama": (60, 96), "sliding": (60, 132), "latent": (60, 96)},
         job={"watch": True},
     ),
@@ -200,7 +202,8 @@ class Engines:
         )
         if kind in trial.tiers:
             tier, blocks = trial.tiers[kind]
-            ours = replace(ours, cpu_blocks=tier, blocks=blocks)
+            least = LEAST if ours.cache_dtype else 0
+            ours = replace(ours, cpu_blocks=tier, blocks=max(blocks, least))
         if ours.tiers:
             disk = self.work / name / "disk"
             shutil.rmtree(disk, ignore_errors=True)
