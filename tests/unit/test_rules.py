@@ -270,12 +270,12 @@ CASES: dict[str, tuple[list[dict[str, Any]], str]] = {
             LATENT | ONE_RANK | V2_OF_34,
             LATENT | ONE_RANK | V2_OF_29 | multi("OffloadingConnector"),
             LATENT | ONE_RANK | V2_OF_29 | tiers("fs"),
-            LATENT | V2_OF_29,  # of two ranks
+            LATENT | V2_OF_29 | tiers("fs"),  # of two ranks
         ],
         "a KV connector is configured for JambaForCausalLM, because latent attention is validated "
         "with OffloadingConnector and SimpleCPUOffloadConnector without secondary tiers, on Model "
-        f"Runner V2 of vLLM {words(LATENT_RELEASES)} and one rank only; use one of these, or run "
-        "this model without a KV connector, or set KVPATCH=0.",
+        f"Runner V2 of vLLM {words(LATENT_RELEASES)} only; use one of these, or run this model "
+        "without a KV connector, or set KVPATCH=0.",
     ),
     "KVP306": (
         [{"cache_config__enable_prefix_caching": False}],

@@ -240,7 +240,9 @@ ALONE = LATENT | ONE_RANK | V2_OF_29
         (ALONE, None),
         (ALONE | simple(), None),
         (ALONE | {"use_v2_model_runner": False}, "KVP305"),
-        (ALONE | {"parallel_config__world_size": 2}, "KVP305"),
+        (LATENT | V2_OF_29, None),  # of two ranks
+        (LATENT | V2_OF_29 | simple(), None),
+        (ALONE | {"parallel_config__world_size": 2}, "KVP307"),
         (HYBRID | ONE_RANK | V2_OF_30, None),
         (HYBRID | ONE_RANK | V2_OF_30 | simple(), "KVP311"),
         (LATENT | HYBRID | ONE_RANK | V2_OF_30, "KVP311"),

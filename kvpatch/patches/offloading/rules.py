@@ -104,11 +104,10 @@ def _scheduler(config: Any) -> str | None:
 
 
 def _alone_on_v2(config: Any, facts: Facts, span: Span) -> bool:
-    """Return whether one connector without secondary tiers runs on Runner V2 and one rank."""
+    """Return whether one connector without secondary tiers runs on Runner V2."""
     return (
         is_validated(facts.vllm, span)
         and bool(config.use_v2_model_runner)
-        and config.parallel_config.world_size == 1
         and not in_multi(config)
         and not has_tiers(config)
     )
@@ -126,6 +125,7 @@ def _hybrid(config: Any, facts: Facts) -> bool:
         and model.is_hybrid
         and not (
             _alone_on_v2(config, facts, HYBRID)
+            and config.parallel_config.world_size == 1
             and config.kv_transfer_config.kv_connector == connectors.OFFLOADING
             and not model.use_mla
         )
@@ -262,13 +262,11 @@ RULES = (
     Rule(  # before the next rule: on a CPU vLLM disables the prefix cache for these models
         "KVP305",
         "offloading of models with latent attention (MLA), except by OffloadingConnector or "
-        "SimpleCPUOffloadConnector alone on Model Runner V2 of vLLM "
-        f"{in_words(validated(LATENT))} with one rank",
+        f"SimpleCPUOffloadConnector alone on Model Runner V2 of vLLM {in_words(validated(LATENT))}",
         _latent,
         _model,
         "latent attention is validated with OffloadingConnector and SimpleCPUOffloadConnector "
-        f"without secondary tiers, on Model Runner V2 of vLLM {in_words(validated(LATENT))} and "
-        "one rank only",
+        f"without secondary tiers, on Model Runner V2 of vLLM {in_words(validated(LATENT))} only",
         "use one of these, or run this model without a KV connector",
     ),
     Rule(
