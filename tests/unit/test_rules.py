@@ -23,7 +23,7 @@ from kvpatch.patches.host_pool import rules as of_host_pool
 from kvpatch.patches.kvcached_compat.rules import V1_ON_LATER
 from kvpatch.patches.offloading.rules import HYBRID as HYBRID_RELEASES
 from kvpatch.patches.offloading.rules import LATENT as LATENT_RELEASES
-from kvpatch.patches.offloading.rules import MULTI
+from kvpatch.patches.offloading.rules import LATENT_COMBINED, MULTI
 from kvpatch.patches.secondary_tiers.rules import TIERS
 from kvpatch.patches.simple_offload.rules import SIMPLE
 from kvpatch.pool import ledger
@@ -138,6 +138,7 @@ def multi(*inside: str, **more: Any) -> dict[str, Any]:
 
 V2_OF_29 = {"machine__vllm": "0.29.0", "use_v2_model_runner": True}
 V2_OF_30 = {"machine__vllm": "0.30.0", "use_v2_model_runner": True}
+V2_OF_32 = {"machine__vllm": "0.32.0", "use_v2_model_runner": True}
 HYBRID = {"model_config__is_hybrid": True}
 LATENT = {"model_config__use_mla": True}
 ONE_RANK = {"parallel_config__world_size": 1, "parallel_config__tensor_parallel_size": 1}
@@ -270,12 +271,14 @@ CASES: dict[str, tuple[list[dict[str, Any]], str]] = {
             LATENT | ONE_RANK | V2_OF_34,
             LATENT | ONE_RANK | V2_OF_29 | multi("OffloadingConnector"),
             LATENT | ONE_RANK | V2_OF_29 | tiers("fs"),
-            LATENT | V2_OF_29 | tiers("fs"),  # of two ranks
+            LATENT | V2_OF_32 | tiers("fs"),  # of two ranks
+            LATENT | V2_OF_32 | multi("OffloadingConnector"),
+            LATENT | ONE_RANK | tiers("fs") | {"machine__vllm": "0.32.0"},  # on Runner V1
         ],
         "a KV connector is configured for JambaForCausalLM, because latent attention is validated "
-        "with OffloadingConnector and SimpleCPUOffloadConnector without secondary tiers, on Model "
-        f"Runner V2 of vLLM {words(LATENT_RELEASES)} only; use one of these, or run this model "
-        "without a KV connector, or set KVPATCH=0.",
+        f"on Model Runner V2 of vLLM {words(LATENT_RELEASES)} only, and with secondary tiers or in "
+        f"MultiConnector on {words(LATENT_COMBINED)} with one rank only; use one of these, or run "
+        "this model without a KV connector, or set KVPATCH=0.",
     ),
     "KVP306": (
         [{"cache_config__enable_prefix_caching": False}],
@@ -359,6 +362,7 @@ CASES: dict[str, tuple[list[dict[str, Any]], str]] = {
             HYBRID | V2_OF_30,  # of two ranks
             HYBRID | ONE_RANK | {"machine__vllm": "0.29.0", "use_v2_model_runner": True},
             HYBRID | ONE_RANK | V2_OF_30 | tiers("fs"),
+            HYBRID | ONE_RANK | V2_OF_30 | multi("OffloadingConnector"),
             HYBRID | ONE_RANK | V2_OF_30 | simple(),
             HYBRID | ONE_RANK | V2_OF_30 | LATENT,
         ],

@@ -15,6 +15,7 @@ from test_rules import (
     SYNC_LOADS,
     V2_OF_29,
     V2_OF_30,
+    V2_OF_32,
     check,
     config,
     facts,
@@ -243,6 +244,9 @@ ALONE = LATENT | ONE_RANK | V2_OF_29
         (LATENT | V2_OF_29, None),  # of two ranks
         (LATENT | V2_OF_29 | simple(), None),
         (ALONE | {"parallel_config__world_size": 2}, "KVP307"),
+        (LATENT | ONE_RANK | V2_OF_32 | tiers("fs"), None),
+        (LATENT | ONE_RANK | V2_OF_32 | multi(OFFLOADING), None),
+        (LATENT | ONE_RANK | V2_OF_30 | tiers("fs"), "KVP305"),
         (HYBRID | ONE_RANK | V2_OF_30, None),
         (HYBRID | ONE_RANK | V2_OF_30 | simple(), "KVP311"),
         (LATENT | HYBRID | ONE_RANK | V2_OF_30, "KVP311"),

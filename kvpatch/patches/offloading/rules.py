@@ -31,6 +31,7 @@ MULTI = Span("0.22")
 # Where a checkpoint's kv_cache_scheme wins over --kv-cache-dtype, in vLLM's Attention.__init__.
 SCHEME_WINS = Span("0", "0.22")
 LATENT = Span("0.29")  # latent attention (MLA)
+LATENT_COMBINED = Span("0.32")  # the same in MultiConnector, or with secondary tiers
 HYBRID = Span("0.30", "0.31")  # hybrid models, with state-space layers
 
 ROUND_TRIP = "it has not been validated by a store and load round trip"
@@ -103,19 +104,16 @@ def _scheduler(config: Any) -> str | None:
     return f"{requested.__module__}.{requested.__qualname__}"
 
 
-def _alone_on_v2(config: Any, facts: Facts, span: Span) -> bool:
-    """Return whether one connector without secondary tiers runs on Runner V2."""
-    return (
-        is_validated(facts.vllm, span)
-        and bool(config.use_v2_model_runner)
-        and not in_multi(config)
-        and not has_tiers(config)
-    )
-
-
 def _latent(config: Any, facts: Facts) -> bool:
     model = config.model_config
-    return model is not None and model.use_mla and not _alone_on_v2(config, facts, LATENT)
+    if model is None or not model.use_mla:
+        return False
+    combined = in_multi(config) or has_tiers(config)
+    return not (
+        is_validated(facts.vllm, LATENT_COMBINED if combined else LATENT)
+        and config.use_v2_model_runner
+        and not (combined and config.parallel_config.world_size > 1)
+    )
 
 
 def _hybrid(config: Any, facts: Facts) -> bool:
@@ -124,8 +122,10 @@ def _hybrid(config: Any, facts: Facts) -> bool:
         model is not None
         and model.is_hybrid
         and not (
-            _alone_on_v2(config, facts, HYBRID)
+            is_validated(facts.vllm, HYBRID)
+            and config.use_v2_model_runner
             and config.parallel_config.world_size == 1
+            and not has_tiers(config)
             and config.kv_transfer_config.kv_connector == connectors.OFFLOADING
             and not model.use_mla
         )
@@ -261,12 +261,14 @@ RULES = (
     ),
     Rule(  # before the next rule: on a CPU vLLM disables the prefix cache for these models
         "KVP305",
-        "offloading of models with latent attention (MLA), except by OffloadingConnector or "
-        f"SimpleCPUOffloadConnector alone on Model Runner V2 of vLLM {in_words(validated(LATENT))}",
+        "offloading of models with latent attention (MLA), except on Model Runner V2 of vLLM "
+        f"{in_words(validated(LATENT))}, and with secondary tiers or MultiConnector of "
+        f"{in_words(validated(LATENT_COMBINED))} with one rank",
         _latent,
         _model,
-        "latent attention is validated with OffloadingConnector and SimpleCPUOffloadConnector "
-        f"without secondary tiers, on Model Runner V2 of vLLM {in_words(validated(LATENT))} only",
+        f"latent attention is validated on Model Runner V2 of vLLM {in_words(validated(LATENT))} "
+        "only, and with secondary tiers or in MultiConnector on "
+        f"{in_words(validated(LATENT_COMBINED))} with one rank only",
         "use one of these, or run this model without a KV connector",
     ),
     Rule(
