@@ -57,6 +57,10 @@ VLLM_ASCEND = {"0.23.0": "0.23.0"}
 # The sdists that may be built for a device without a wheel of kvcached, with their hashes.
 KVCACHED_SDISTS = {"0.1.6": "4a1a428244b5e3667841e28f03a4a20be7066a21a856b2deaef727e18f845068"}
 
+# Where fp8 KV caches were compared with plain vLLM's. Asked in the frontend, and in the worker,
+# whose layers have the last word on the dtype.
+FP8 = Span("0.27")
+
 _SINCE_FLOOR = Span(FLOOR)
 
 

@@ -24,7 +24,7 @@ FLAGS = {
     "max-num-seqs": "8",
     "block-size": "32",
     "kv-offloading-size": "1",
-    "kv-cache-dtype": "fp8",
+    "scheduler-cls": "harness.engines.own_scheduler.OwnScheduler",
 }
 
 
@@ -94,12 +94,12 @@ def machine(
 
 def test_a_combination_is_refused_verified_and_starts(machine: Machine) -> None:
     refused = machine.configure()
-    assert "[KVP310]" in refused
+    assert "[KVP324]" in refused
     assert "kvpatch verify -- COMMAND" in refused
 
     done = machine.verify()
     assert done.returncode == 0, done.stdout
-    assert "lifted: KVP310" in done.stdout
+    assert "lifted: KVP324" in done.stdout
     verdict = Path(re.findall(r"^verdict: (.+)", done.stdout, re.MULTILINE)[0])
     found = json.loads(verdict.read_text())
     assert found["verdict"] == "right"
@@ -107,10 +107,10 @@ def test_a_combination_is_refused_verified_and_starts(machine: Machine) -> None:
     assert found["measured"]["pages given back"] > 0
 
     assert "; verified here on " in machine.configure()
-    assert "[KVP310]" in machine.configure(**{"block-size": "64"})
+    assert "[KVP324]" in machine.configure(**{"block-size": "64"})
     shown = machine.kvpatch("doctor").stdout
     assert "was right on " in shown
-    assert "it lifts KVP310" in shown
+    assert "it lifts KVP324" in shown
 
 
 def test_a_wrong_byte_is_found_and_the_verdict_lifts_nothing(
@@ -125,7 +125,7 @@ def test_a_wrong_byte_is_found_and_the_verdict_lifts_nothing(
         r"block \d+ of page \d+, job \d+, request ",
         done.stdout,
     ), done.stdout
-    assert "[KVP310]" in machine.configure()
+    assert "[KVP324]" in machine.configure()
 
 
 def test_the_first_gpu_minute_is_known_to_work(tmp_path: Path) -> None:

@@ -112,13 +112,15 @@ def test_the_other_rules_on_configurations_of_vllm_itself(start_python, model):
         "plain": ({}, {}),
         "canonical": ({}, {"canonical_layout": True}),
         "pipeline": ({"pipeline_parallel_size": 2}, {}),
-        "speculative": ({"speculative_config": ngram}, {}),
+        "n-grams": ({"speculative_config": ngram}, {}),
+        "speculative": ({"speculative_config": ngram, "kv_cache_dtype": "fp8"}, {}),
         "scheduler": ({"scheduler_cls": "somebodys.Scheduler"}, {}),
         "vLLM's scheduler": (
             {"scheduler_cls": "vllm.v1.core.sched.async_scheduler.AsyncScheduler"},
             {},
         ),
-        "cache dtype": ({"kv_cache_dtype": "fp8"}, {}),
+        "cache dtype": ({"kv_cache_dtype": "fp8_per_token_head"}, {}),
+        "fp8": ({"kv_cache_dtype": "fp8"}, {}),
         "scheme": checkpoint(SCHEME),
         "scheme in bfloat16": checkpoint(SCHEME, kv_cache_dtype="bfloat16"),
         "ModelOpt": checkpoint(MODELOPT),
@@ -143,8 +145,8 @@ def test_the_other_rules_on_configurations_of_vllm_itself(start_python, model):
     (line,) = [line for line in log.splitlines() if line.startswith('{"plain"')]
     answers = json.loads(line)
     for accepted in (
-        *("plain", "fs", "multi", "vLLM's scheduler"),
-        *("scheme in bfloat16", "ModelOpt in bfloat16"),
+        *("plain", "fs", "multi", "vLLM's scheduler", "n-grams"),
+        *("fp8", "scheme", "scheme in bfloat16", "ModelOpt", "ModelOpt in bfloat16"),
     ):
         assert answers.pop(accepted) == "accepted"
     too_large = "the CPU tier takes 1048576.0 GiB and /dev/shm has "
@@ -152,12 +154,9 @@ def test_the_other_rules_on_configurations_of_vllm_itself(start_python, model):
     said = {
         "canonical": "canonical_layout is set in kv_connector_extra_config",
         "pipeline": "a KV connector is configured with parallelism other than tensor parallelism",
-        "speculative": "a KV connector is configured with speculative decoding",
+        "speculative": "a KV connector is configured with speculative decoding by ngram",
         "scheduler": "a KV connector is configured with the scheduler somebodys.Scheduler",
-        "cache dtype": "a KV connector is configured with the KV cache dtype fp8",
-        "scheme": "a KV connector is configured with the KV cache dtype fp8, by the checkpoint's "
-        "kv_cache_scheme",
-        "ModelOpt": "a KV connector is configured with the KV cache dtype fp8_e4m3",
+        "cache dtype": "a KV connector is configured with the KV cache dtype fp8_per_token_head",
         "external executor": "a KV connector is configured with the executor external_launcher",
         "obj": "the secondary tier obj is configured",
         "p2p": "the secondary tier p2p is configured",

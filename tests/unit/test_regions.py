@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import sys
+from contextlib import nullcontext
 from types import ModuleType, SimpleNamespace
 
 import pytest
 
+from kvpatch.patches.elastic_memory import regions
 from kvpatch.patches.elastic_memory.regions import check_kinds, find_regions
 from kvpatch.refusal import VERIFY_IT, Refusal
+from kvpatch.status import Record
+from kvpatch.versions import Facts, Installed, Span
 
 
 def plan(*specs: object) -> SimpleNamespace:
@@ -64,6 +68,45 @@ def test_a_dtype_that_a_layer_has_by_itself(dtype):
         "store and load round trip; set --kv-cache-dtype bfloat16, or set "
         f"KVPATCH=0{VERIFY_IT}. [KVP418]"
     )
+
+
+def quantized(dtype="uint8", kind="FullAttentionSpec", mode="FP8_PER_TENSOR"):
+    return spec(kind, dtype=f"torch.{dtype}", kv_quant_mode=SimpleNamespace(name=mode))
+
+
+@pytest.fixture
+def release(monkeypatch):
+    """Say which vLLM runs, where fp8 was compared from 0.28 on."""
+    monkeypatch.setattr(regions.supported, "FP8", Span("0.28"))
+
+    def release(version: str | None) -> None:
+        kvcached = Installed.release("kvcached", "0.1.6")
+        facts = version and Facts(Installed.release("vllm", version), kvcached, {})
+        monkeypatch.setattr(regions, "record", Record(facts=facts or None))
+
+    return release
+
+
+@pytest.mark.parametrize(
+    ("version", "layer", "starts"),
+    [
+        ("0.28.0", quantized(), True),
+        ("0.28.0", quantized(mode="NONE"), True),
+        ("0.28.0", spec("SlidingWindowSpec", dtype="torch.float8_e4m3fn"), True),
+        ("0.28.0", quantized("float8_e5m2"), True),
+        ("0.28.0", quantized(kind="MLAAttentionSpec"), False),  # other bytes are packed with it
+        ("0.28.0", quantized(mode="NVFP4"), False),
+        ("0.28.0", quantized("int8", mode="NONE"), False),
+        ("0.27.1", quantized(), False),
+        ("0.28.9", quantized(), False),  # no release that ran
+        (None, quantized(), False),
+    ],
+)
+def test_fp8_starts_where_it_was_compared(release, version, layer, starts):
+    release(version)
+    refused = nullcontext() if starts else pytest.raises(Refusal, match="KVP418")
+    with refused:
+        check_kinds(plan(spec("FullAttentionSpec"), layer))
 
 
 @pytest.mark.parametrize("at", [0, 1])

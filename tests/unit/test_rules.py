@@ -23,7 +23,13 @@ from kvpatch.patches.host_pool import rules as of_host_pool
 from kvpatch.patches.kvcached_compat.rules import V1_ON_LATER
 from kvpatch.patches.offloading.rules import HYBRID as HYBRID_RELEASES
 from kvpatch.patches.offloading.rules import LATENT as LATENT_RELEASES
-from kvpatch.patches.offloading.rules import MULTI
+from kvpatch.patches.offloading.rules import (
+    LATENT_COMBINED,
+    METHODS,
+    METHODS_ON_DISK,
+    MULTI,
+    SPECULATION,
+)
 from kvpatch.patches.secondary_tiers.rules import TIERS
 from kvpatch.patches.simple_offload.rules import SIMPLE
 from kvpatch.pool import ledger
@@ -93,6 +99,7 @@ def config(connector: bool = True, **changes: Any) -> SimpleNamespace:
             is_encoder_decoder=False,
             use_mla=False,
             architecture="JambaForCausalLM",
+            get_sliding_window=lambda: None,
         ),
     )
     for name, value in changes.items():
@@ -138,9 +145,12 @@ def multi(*inside: str, **more: Any) -> dict[str, Any]:
 
 V2_OF_29 = {"machine__vllm": "0.29.0", "use_v2_model_runner": True}
 V2_OF_30 = {"machine__vllm": "0.30.0", "use_v2_model_runner": True}
+V2_OF_32 = {"machine__vllm": "0.32.0", "use_v2_model_runner": True}
 HYBRID = {"model_config__is_hybrid": True}
 LATENT = {"model_config__use_mla": True}
 ONE_RANK = {"parallel_config__world_size": 1, "parallel_config__tensor_parallel_size": 1}
+FP8 = {"cache_config__cache_dtype": "fp8"}
+DRAFTS = {"speculative_config": SimpleNamespace(method="ngram")}
 # As compressed-tensors has it, from a checkpoint of llm-compressor.
 SCHEME = {"quant_config": SimpleNamespace(kv_cache_scheme={"num_bits": 8, "type": "float"})}
 GIB = 1 << 30
@@ -269,11 +279,13 @@ CASES: dict[str, tuple[list[dict[str, Any]], str]] = {
             LATENT | ONE_RANK | V2_OF_34,
             LATENT | ONE_RANK | V2_OF_29 | multi("OffloadingConnector"),
             LATENT | ONE_RANK | V2_OF_29 | tiers("fs"),
-            LATENT | V2_OF_29,  # of two ranks
+            LATENT | V2_OF_32 | tiers("fs"),  # of two ranks
+            LATENT | V2_OF_32 | multi("OffloadingConnector"),
+            LATENT | ONE_RANK | tiers("fs") | {"machine__vllm": "0.32.0"},  # on Runner V1
         ],
         "a KV connector is configured for JambaForCausalLM, because latent attention is validated "
-        "with OffloadingConnector and SimpleCPUOffloadConnector without secondary tiers, on Model "
-        f"Runner V2 of vLLM {words(LATENT_RELEASES)} and one rank only; use one of these, or run "
+        f"on Model Runner V2 of vLLM {words(LATENT_RELEASES)} only, and with secondary tiers or in "
+        f"MultiConnector on {words(LATENT_COMBINED)} with one rank only; use one of these, or run "
         "this model without a KV connector, or set KVPATCH=0.",
     ),
     "KVP306": (
@@ -305,10 +317,20 @@ CASES: dict[str, tuple[list[dict[str, Any]], str]] = {
         "remove --scheduler-cls, or set KVPATCH=0.",
     ),
     "KVP309": (
-        [{"speculative_config": SimpleNamespace(method="ngram")}],
-        "a KV connector is configured with speculative decoding, because it has not been "
-        "validated by a store and load round trip; remove the speculative configuration, or set "
-        "KVPATCH=0.",
+        [
+            DRAFTS | ONE_RANK | V2_OF_30,
+            DRAFTS | ONE_RANK | V2_OF_34,
+            DRAFTS | V2_OF_32,  # of two ranks
+            DRAFTS | ONE_RANK | V2_OF_32 | LATENT,
+            DRAFTS | ONE_RANK | V2_OF_32 | FP8,
+            DRAFTS | ONE_RANK | V2_OF_32 | SCHEME,
+            DRAFTS | ONE_RANK | V2_OF_32 | {"model_config__get_sliding_window": lambda: 256},
+            DRAFTS | ONE_RANK | V2_OF_32 | {"model_config": None},
+        ],
+        "a KV connector is configured with speculative decoding by ngram, because it is validated "
+        f"by {in_words(METHODS)} only, and with secondary tiers by {in_words(METHODS_ON_DISK)}, on "
+        f"vLLM {words(SPECULATION)} with one rank, of models with full attention alone, and not "
+        "with an fp8 KV cache; remove the speculative configuration, or set KVPATCH=0.",
     ),
     "KVP340": (
         [
@@ -339,8 +361,14 @@ CASES: dict[str, tuple[list[dict[str, Any]], str]] = {
     ),
     "KVP310": (
         [
-            {"cache_config__cache_dtype": "fp8"},
-            SCHEME | {"cache_config__cache_dtype": "fp8"},
+            FP8 | {"machine__vllm": "0.26.0"},
+            FP8 | SCHEME | {"machine__vllm": "0.26.0"},
+            FP8 | {"model_config": None},
+            FP8 | {"cache_config__calculate_kv_scales": True},  # by the first requests
+            FP8 | {"cache_config__kv_cache_dtype_skip_layers": ["0"]},
+            FP8 | LATENT | ONE_RANK | V2_OF_30,
+            FP8 | HYBRID | ONE_RANK | V2_OF_30,
+            FP8 | {"machine__vllm": "0.34.0", "use_v2_model_runner": True},
         ],
         "a KV connector is configured with the KV cache dtype fp8, because it has not been "
         "validated by a store and load round trip; set --kv-cache-dtype bfloat16, and --dtype "
@@ -352,6 +380,7 @@ CASES: dict[str, tuple[list[dict[str, Any]], str]] = {
             HYBRID | V2_OF_30,  # of two ranks
             HYBRID | ONE_RANK | {"machine__vllm": "0.29.0", "use_v2_model_runner": True},
             HYBRID | ONE_RANK | V2_OF_30 | tiers("fs"),
+            HYBRID | ONE_RANK | V2_OF_30 | multi("OffloadingConnector"),
             HYBRID | ONE_RANK | V2_OF_30 | simple(),
             HYBRID | ONE_RANK | V2_OF_30 | LATENT,
         ],
@@ -788,7 +817,7 @@ def test_windows_that_an_older_connector_stores_pass(changes):
 # fp8 by the checkpoint
 
 
-@pytest.mark.parametrize("release", ["0.22.1", "0.26.0", "0.32.0"])
+@pytest.mark.parametrize("release", ["0.22.1", "0.26.0"])
 def test_a_scheme_of_the_checkpoint_makes_auto_fp8(release):
     """As vLLM's Attention.__init__ decides, in the worker; it was admitted as ``auto``."""
     refusal = check(config(**SCHEME, **on(release)))
@@ -799,6 +828,21 @@ def test_a_scheme_of_the_checkpoint_makes_auto_fp8(release):
     )
     # What the sentence says to do.
     assert check(config(**SCHEME, **on(release), cache_config__cache_dtype="bfloat16")) is None
+
+
+@pytest.mark.parametrize("release", ["0.27.1", "0.28.0", "0.32.0"])
+@pytest.mark.parametrize("dtype", ["auto", "fp8", "fp8_e4m3", "fp8_e5m2"])
+def test_fp8_starts_where_it_was_compared(release, dtype):
+    given = on(release) | {"cache_config__cache_dtype": dtype}
+    for connector in ({}, simple(), tiers("fs"), multi("OffloadingConnector")):
+        assert check(config(**given, **connector)) is None
+        assert check(config(**given, **connector, **SCHEME)) is None
+
+
+@pytest.mark.parametrize("dtype", ["fp8_ds_mla", "fp8_per_token_head", "nvfp4"])
+def test_other_dtypes_of_the_cache_are_refused_there_too(dtype):
+    given = on("0.32.0") | {"cache_config__cache_dtype": dtype}
+    assert check(config(**given)).code == "KVP310"
 
 
 def test_latent_attention_does_not_read_the_scheme():
@@ -813,6 +857,29 @@ def test_a_checkpoint_without_a_scheme_is_not_fp8():
 def on(release: str) -> dict[str, Any]:
     """A release, and the runner that kvpatch supports there."""
     return {"machine__vllm": release, "use_v2_model_runner": release in ("0.32.0",)}
+
+
+# Speculative decoding
+
+
+@pytest.mark.parametrize("v2", [False, True])
+@pytest.mark.parametrize("connector", [{}, simple(), multi("OffloadingConnector"), tiers("fs")])
+@pytest.mark.parametrize("method", METHODS)
+def test_drafts_that_were_compared_start(method, connector, v2):
+    made = {"speculative_config": SimpleNamespace(method=method), "use_v2_model_runner": v2}
+    refused = check(config(**made, **connector, **ONE_RANK, machine__vllm="0.32.0"))
+    # A folder is not named after the weights of what drafts.
+    if connector == tiers("fs") and method not in METHODS_ON_DISK:
+        assert refused.code == "KVP309"
+    else:
+        assert refused is None
+
+
+def test_drafts_of_another_method_are_refused():
+    made = config(speculative_config=SimpleNamespace(method="mtp"), **ONE_RANK, **V2_OF_32)
+    refusal = check(made)
+    assert refusal.code == "KVP309"
+    assert refusal.what == "a KV connector is configured with speculative decoding by mtp"
 
 
 # The host's memory
@@ -887,7 +954,9 @@ def test_a_tier_that_fits_is_not_warned_of(caplog, changes):
 def test_a_refused_configuration_is_not_warned_of(caplog):
     logger = logging.getLogger("vllm.kvpatch")
     logger.addHandler(caplog.handler)
-    refused = check(config(**tier(64, swap=10, available=60), speculative_config=object()))
+    refused = check(
+        config(**tier(64, swap=10, available=60), speculative_config=SimpleNamespace(method="mtp"))
+    )
     logger.removeHandler(caplog.handler)
     assert refused is not None
     assert caplog.records == []

@@ -15,6 +15,7 @@ from test_rules import (
     SYNC_LOADS,
     V2_OF_29,
     V2_OF_30,
+    V2_OF_32,
     check,
     config,
     facts,
@@ -240,7 +241,12 @@ ALONE = LATENT | ONE_RANK | V2_OF_29
         (ALONE, None),
         (ALONE | simple(), None),
         (ALONE | {"use_v2_model_runner": False}, "KVP305"),
-        (ALONE | {"parallel_config__world_size": 2}, "KVP305"),
+        (LATENT | V2_OF_29, None),  # of two ranks
+        (LATENT | V2_OF_29 | simple(), None),
+        (ALONE | {"parallel_config__world_size": 2}, "KVP307"),
+        (LATENT | ONE_RANK | V2_OF_32 | tiers("fs"), None),
+        (LATENT | ONE_RANK | V2_OF_32 | multi(OFFLOADING), None),
+        (LATENT | ONE_RANK | V2_OF_30 | tiers("fs"), "KVP305"),
         (HYBRID | ONE_RANK | V2_OF_30, None),
         (HYBRID | ONE_RANK | V2_OF_30 | simple(), "KVP311"),
         (LATENT | HYBRID | ONE_RANK | V2_OF_30, "KVP311"),
@@ -353,7 +359,7 @@ def test_a_rule_is_for_its_releases():
 
 
 def test_a_scheme_of_a_checkpoint_whose_model_is_not_known():
-    assert code(**SCHEME, model_config=None) == "KVP310"
+    assert code(**SCHEME, model_config=None) == "KVP310"  # also where fp8 was compared
     assert code(**SCHEME, cache_config__cache_dtype="bfloat16", model_config=None) is None
 
 

@@ -17,16 +17,23 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
+from kvpatch import supported
 from kvpatch.patches.elastic_memory import lifting
 from kvpatch.refusal import Refusal
+from kvpatch.status import record
 from kvpatch.upstream.kvcached_api import block_view
 
 # Specs whose blocks are validated byte for byte by a store and load round trip.
 VALIDATED_SPECS = ("FullAttentionSpec", "SlidingWindowSpec", "MLAAttentionSpec", "MambaSpec")
 # State-space layers: the name in vLLM's ``MambaAttentionBackendEnum``, and the mamba_cache_mode.
 VALIDATED_STATES = (("MAMBA2", "align"),)
-# torch's names; fp8 is uint8 in most of vLLM's specs.
+# torch's names.
 VALIDATED_DTYPES = ("bfloat16", "float16", "float32")
+# On the releases of ``supported.FP8``: fp8, one byte for each value, which is uint8 in most of
+# vLLM's specs. In other specs, and in other modes, uint8 stands for something else.
+FP8_DTYPES = ("uint8", "float8_e4m3fn", "float8_e5m2")
+FP8_SPECS = ("FullAttentionSpec", "SlidingWindowSpec")
+FP8_MODES = ("NONE", "FP8_PER_TENSOR")  # of vLLM's ``KVQuantMode``
 
 
 @dataclass
@@ -131,10 +138,21 @@ def _refusals(spec: Any) -> Iterator[Refusal]:
         )
     dtype = getattr(spec, "dtype", None)  # state-space layers have several
     name = str(dtype).removeprefix("torch.")
-    if dtype is not None and name not in VALIDATED_DTYPES:
+    if dtype is not None and name not in VALIDATED_DTYPES and not _is_validated_fp8(spec, name):
         yield Refusal(
             f"the layers of this model have KV caches of dtype {name}",
             "offloading them has not been validated by a store and load round trip",
             "set --kv-cache-dtype bfloat16, or set KVPATCH=0",
             code="KVP418",
         )
+
+
+def _is_validated_fp8(spec: Any, dtype: str) -> bool:
+    mode = getattr(getattr(spec, "kv_quant_mode", None), "name", FP8_MODES[0])
+    return (
+        dtype in FP8_DTYPES
+        and type(spec).__name__ in FP8_SPECS
+        and mode in FP8_MODES
+        and record.facts is not None
+        and supported.is_validated(record.facts.vllm, supported.FP8)
+    )

@@ -6,7 +6,7 @@ from typing import Any
 
 from kvpatch.patches.offloading import memory_rules
 from kvpatch.rules import Rule
-from kvpatch.supported import is_validated, release_of, validated
+from kvpatch.supported import FP8, is_validated, release_of, validated
 from kvpatch.upstream import connectors
 from kvpatch.versions import Facts, Span, in_words
 
@@ -26,10 +26,17 @@ VALIDATED_SCHEDULERS = (
     "vllm.v1.core.sched.async_scheduler.AsyncScheduler",
 )
 VALIDATED_CACHE_DTYPES = ("auto", "bfloat16", "float16", "float32")
+FP8_CACHE_DTYPES = ("fp8", "fp8_e4m3", "fp8_e5m2")  # on the releases of ``supported.FP8``
 MULTI = Span("0.22")
 # Where a checkpoint's kv_cache_scheme wins over --kv-cache-dtype, in vLLM's Attention.__init__.
 SCHEME_WINS = Span("0", "0.22")
+SPECULATION = Span("0.32")
+METHODS = ("ngram", "draft_model", "eagle")  # of speculative decoding
+# Those without layers of their own in the blocks. A tier's folder is named after the weights of the
+# model, and not after those of what drafts for it.
+METHODS_ON_DISK = ("ngram",)
 LATENT = Span("0.29")  # latent attention (MLA)
+LATENT_COMBINED = Span("0.32")  # the same in MultiConnector, or with secondary tiers
 HYBRID = Span("0.30", "0.31")  # hybrid models, with state-space layers
 
 ROUND_TRIP = "it has not been validated by a store and load round trip"
@@ -102,20 +109,16 @@ def _scheduler(config: Any) -> str | None:
     return f"{requested.__module__}.{requested.__qualname__}"
 
 
-def _alone_on_v2(config: Any, facts: Facts, span: Span) -> bool:
-    """Return whether one connector without secondary tiers runs on Runner V2 and one rank."""
-    return (
-        is_validated(facts.vllm, span)
-        and bool(config.use_v2_model_runner)
-        and config.parallel_config.world_size == 1
-        and not in_multi(config)
-        and not has_tiers(config)
-    )
-
-
 def _latent(config: Any, facts: Facts) -> bool:
     model = config.model_config
-    return model is not None and model.use_mla and not _alone_on_v2(config, facts, LATENT)
+    if model is None or not model.use_mla:
+        return False
+    combined = in_multi(config) or has_tiers(config)
+    return not (
+        is_validated(facts.vllm, LATENT_COMBINED if combined else LATENT)
+        and config.use_v2_model_runner
+        and not (combined and config.parallel_config.world_size > 1)
+    )
 
 
 def _hybrid(config: Any, facts: Facts) -> bool:
@@ -124,10 +127,31 @@ def _hybrid(config: Any, facts: Facts) -> bool:
         model is not None
         and model.is_hybrid
         and not (
-            _alone_on_v2(config, facts, HYBRID)
+            is_validated(facts.vllm, HYBRID)
+            and config.use_v2_model_runner
+            and config.parallel_config.world_size == 1
+            and not has_tiers(config)
             and config.kv_transfer_config.kv_connector == connectors.OFFLOADING
             and not model.use_mla
         )
+    )
+
+
+def _other_drafts(config: Any, facts: Facts) -> bool:
+    """Return whether drafts are made that were not compared.
+
+    They were with one rank, full attention, and a KV cache of the model's dtype.
+    """
+    drafting, model = config.speculative_config, config.model_config
+    return drafting is not None and not (
+        is_validated(facts.vllm, SPECULATION)
+        and drafting.method in (METHODS_ON_DISK if has_tiers(config) else METHODS)
+        and config.parallel_config.world_size == 1
+        and config.cache_config.cache_dtype in VALIDATED_CACHE_DTYPES
+        and not _by_scheme(config, facts)
+        and model is not None
+        and not (model.use_mla or model.is_hybrid)
+        and model.get_sliding_window() is None
     )
 
 
@@ -145,6 +169,28 @@ def _by_scheme(config: Any, facts: Facts) -> bool:
     """Return whether the dtype ``auto`` becomes fp8; up to 0.21 every dtype does, see KVP340."""
     obeys = release_of(facts.vllm) not in SCHEME_WINS
     return obeys and config.cache_config.cache_dtype == "auto" and _has_scheme(config)
+
+
+def _other_dtype(config: Any, facts: Facts) -> bool:
+    if _by_scheme(config, facts) or config.cache_config.cache_dtype in FP8_CACHE_DTYPES:
+        return not _validated_fp8(config, facts)
+    return config.cache_config.cache_dtype not in VALIDATED_CACHE_DTYPES
+
+
+def _validated_fp8(config: Any, facts: Facts) -> bool:
+    """Return whether an fp8 KV cache was compared.
+
+    That of all attention layers, with the scales of the checkpoint: scales that the first requests
+    decide are those of one engine, and a secondary tier serves several.
+    """
+    cache, model = config.cache_config, config.model_config
+    return (
+        is_validated(facts.vllm, FP8)
+        and model is not None
+        and not (model.use_mla or model.is_hybrid)
+        and not getattr(cache, "calculate_kv_scales", False)
+        and not getattr(cache, "kv_cache_dtype_skip_layers", ())
+    )
 
 
 def _cache_dtype(config: Any, facts: Facts) -> str:
@@ -238,14 +284,14 @@ RULES = (
     ),
     Rule(  # before the next rule: on a CPU vLLM disables the prefix cache for these models
         "KVP305",
-        "offloading of models with latent attention (MLA), except by OffloadingConnector or "
-        "SimpleCPUOffloadConnector alone on Model Runner V2 of vLLM "
-        f"{in_words(validated(LATENT))} with one rank",
+        "offloading of models with latent attention (MLA), except on Model Runner V2 of vLLM "
+        f"{in_words(validated(LATENT))}, and with secondary tiers or MultiConnector of "
+        f"{in_words(validated(LATENT_COMBINED))} with one rank",
         _latent,
         _model,
-        "latent attention is validated with OffloadingConnector and SimpleCPUOffloadConnector "
-        f"without secondary tiers, on Model Runner V2 of vLLM {in_words(validated(LATENT))} and "
-        "one rank only",
+        f"latent attention is validated on Model Runner V2 of vLLM {in_words(validated(LATENT))} "
+        "only, and with secondary tiers or in MultiConnector on "
+        f"{in_words(validated(LATENT_COMBINED))} with one rank only",
         "use one of these, or run this model without a KV connector",
     ),
     Rule(
@@ -290,10 +336,17 @@ RULES = (
     ),
     Rule(
         "KVP309",
-        "offloading with speculative decoding",
-        lambda config, facts: config.speculative_config is not None,
-        "a KV connector is configured with speculative decoding",
-        ROUND_TRIP,
+        f"offloading with speculative decoding, except by {in_words(METHODS)}, and with secondary "
+        f"tiers by {in_words(METHODS_ON_DISK)}, on vLLM {in_words(validated(SPECULATION))} with "
+        "one rank, of models with full attention alone",
+        _other_drafts,
+        lambda config, facts: (
+            "a KV connector is configured with speculative decoding by "
+            f"{config.speculative_config.method}"
+        ),
+        f"it is validated by {in_words(METHODS)} only, and with secondary tiers by "
+        f"{in_words(METHODS_ON_DISK)}, on vLLM {in_words(validated(SPECULATION))} with one rank, "
+        "of models with full attention alone, and not with an fp8 KV cache",
         "remove the speculative configuration",
     ),
     Rule(  # before the next rule, whose remedy is of no use there
@@ -319,8 +372,10 @@ RULES = (
     Rule(
         "KVP310",
         "offloading with KV cache dtypes other than the ones above, also where the checkpoint "
-        "asks for it (`kv_cache_quant_algo`, `kv_cache_scheme`)",
-        lambda config, facts: _cache_dtype(config, facts) not in VALIDATED_CACHE_DTYPES,
+        "asks for it (`kv_cache_quant_algo`, `kv_cache_scheme`); fp8 except on vLLM "
+        f"{in_words(validated(FP8))}, of all layers, and with latent attention, hybrid models or "
+        "`--calculate-kv-scales`",
+        _other_dtype,
         lambda config, facts: (
             "a KV connector is configured with the KV cache dtype " + _cache_dtype(config, facts)
         ),

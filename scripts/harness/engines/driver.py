@@ -72,16 +72,25 @@ class BlockWatch:
         # Not through the engine, to which a call to its workers may mean other weights.
         self.executor = core.model_executor
         self.pool = core.scheduler.kv_cache_manager.block_pool
+        self.requests = core.scheduler.requests
+        self.tokens = core.vllm_config.cache_config.block_size
+        drafting = core.vllm_config.speculative_config
+        self.computes_last = drafting is not None and drafting.use_eagle()
+        self.last: set[bytes] = set()
         self.seen: dict[bytes, tuple[str, ...]] = {}
         self.places: dict[bytes, int] = {}
         self.returned = 0
         self.changed: list[int] = []
 
     def after_step(self) -> None:
+        if self.computes_last:
+            self.note_last()
         new = {
             block.block_hash: block.block_id
             for block in self.pool.kv_block_pool
-            if block.block_hash is not None and self.places.get(block.block_hash) != block.block_id
+            if block.block_hash is not None
+            and self.places.get(block.block_hash) != block.block_id
+            and block.block_hash[:-4] not in self.last  # without its group
         }
         if new:
             wanted = [(group_of(key), block) for key, block in new.items()]
@@ -93,6 +102,16 @@ class BlockWatch:
         self.places |= new
         here = {block.block_hash for block in self.pool.kv_block_pool}
         self.places = {key: place for key, place in self.places.items() if key in here}
+
+    def note_last(self) -> None:
+        """Note the last whole block of each prompt: with EAGLE it is computed again after a hit.
+
+        Beside other tokens, and so with other last digits.
+        """
+        for request in self.requests.values():
+            whole = request.num_prompt_tokens // self.tokens
+            if 0 < whole <= len(request.block_hashes):
+                self.last.add(request.block_hashes[whole - 1])
 
 
 STALLED_STEPS = 2000

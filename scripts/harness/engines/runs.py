@@ -28,8 +28,9 @@ FIRST_FS = dict.fromkeys(("0.22.0", "0.22.1"), "fs_python")  # what the tier fs 
 EXAMPLE = "example"  # in the place of a folder: vLLM's example of a tier
 
 
-# How drafts are made. Of n-grams down to one token, one is always found again and is mostly
-# wrong; the draft model has the model's weights with some noise, and is mostly right.
+# How drafts are made. Of n-grams down to one token, one is always found again and is wrong, as the
+# model repeats nothing; the draft model has the model's weights with some noise, and is right at
+# times; an EAGLE head drafts the token before once more, and is right as rarely as n-grams are.
 SPECULATIONS: dict[str, dict[str, Any]] = {
     "ngram": {
         "method": "ngram",
@@ -177,6 +178,14 @@ def copies_of(run: Run) -> int:
     copy of it for all ranks, from 0.27 on, and SimpleCPUOffloadConnector one for each.
     """
     return run.ranks if run.model == "latent" and run.simple else 1
+
+
+def restored_tokens(run: Run, cached: int) -> int:
+    """Tokens of a prompt that come from a tier that has ``cached`` of them, at least.
+
+    An EAGLE head needs states of the model, for which vLLM computes the last block again.
+    """
+    return cached - block_tokens(run) if run.speculation == "EAGLE" else cached
 
 
 def speculation(run: Run) -> dict[str, Any]:

@@ -1,0 +1,57 @@
+"""fp8 KV caches beside what the matrix has: a sliding window, the other format, and scales."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from harness.engines.fixtures import LAYOUTS
+from harness.engines.oracle import PLAIN, Engine, assert_same
+from harness.engines.runs import Run, model_of
+from harness.engines.tiers import APART, Serve, answers, assert_plain, hits, on
+
+# What a page of kvcached's holds of them, in one layer.
+ONE_PAGE = {"num_gpu_blocks_override": 32}
+
+
+@LAYOUTS
+@pytest.mark.parametrize(
+    ("model", "dtype"), [("sliding", "fp8"), ("llama", "fp8_e5m2"), ("scaled", "")]
+)
+def test_tokens_and_bytes_are_those_of_plain_vllm(
+    engine: Engine, contiguous: bool, model: str, dtype: str
+) -> None:
+    plain = engine(replace(PLAIN, model=model, cache_dtype=dtype))
+    ours = engine(Run(model=model, cache_dtype=dtype, contiguous=contiguous, asynchronous=True))
+    assert_same(ours, plain)
+    assert ours.result["returned"] > 0
+    assert ours.result["changed"] == []
+    assert "KV on elastic memory: yes" in ours.log
+
+
+def test_scales_are_heard_in_the_tokens(engine: Engine) -> None:
+    """Otherwise the test below would pass with the blocks of other scales."""
+    one, other = (engine(replace(PLAIN, model=name)) for name in ("scaled", "scaled otherwise"))
+    tokens = [[record["tokens"] for record in run.round(0)] for run in (one, other)]
+    assert tokens[0] != tokens[1]
+
+
+def test_a_disk_is_not_shared_with_a_checkpoint_of_other_scales(
+    serve: Serve, engine: Engine, tmp_path: Path
+) -> None:
+    """In a folder of the same name, with the same weights."""
+    disk, folder = tmp_path / "disk", tmp_path / "model"
+    found = {}
+    for name in ("scaled", "scaled otherwise", "scaled"):
+        folder.unlink(missing_ok=True)
+        folder.symlink_to(model_of(name))
+        run = on(disk, model=name)
+        records = answers(serve(run, model=str(folder), watch=True, engine=ONE_PAGE))
+        assert_plain(records, engine(replace(PLAIN, model=name)))
+        found.setdefault(name, []).append(hits(records))
+    assert found == {
+        "scaled": [[0] * APART, [640] * APART],
+        "scaled otherwise": [[0] * APART],
+    }
