@@ -1,0 +1,56 @@
+"""Settings of vLLM's that change blocks or steps, each against plain vLLM: one prompt at a time."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from harness.engines.fixtures import LAYOUTS
+from harness.engines.oracle import PLAIN, Engine
+from harness.engines.runs import Run, engine_arguments
+from harness.engines.tiers import APART, SMALL, Serve, answers, assert_plain, hits
+
+SETTINGS: dict[str, tuple[str, dict[str, Any]]] = {
+    "blocks of 64": ("llama", {"block_size": 64, "num_gpu_blocks_override": 48}),
+    "blocks of 128": ("llama", {"block_size": 128, "num_gpu_blocks_override": 24}),
+    "whole prompts": ("llama", {"enable_chunked_prefill": False, **SMALL["llama"]}),
+    "no hybrid manager": (
+        "sliding",
+        {"disable_hybrid_kv_cache_manager": True, **SMALL["sliding"]},
+    ),
+}
+
+
+@LAYOUTS
+@pytest.mark.parametrize("setting", SETTINGS)
+def test_what_the_device_lost_comes_back_from_the_cpu_tier(
+    serve: Serve, engine: Engine, setting: str, contiguous: bool
+) -> None:
+    model, changes = SETTINGS[setting]
+    run = Run(model=model, contiguous=contiguous)
+    ours = serve(run, times=2, watch=True, engine=changes)
+    for time, found in enumerate(([0] * APART, [640] * APART)):
+        assert hits(answers(ours, time)) == found
+        assert_plain(answers(ours, time), engine(replace(PLAIN, model=model)))
+    assert ours.result["returned"] >= APART * 640 // changes.get("block_size", 32)
+    assert ours.result["changed"] == []
+    assert "KV on elastic memory: yes" in ours.log
+
+
+def test_a_block_is_stored_when_it_was_used_often_enough(serve: Serve, engine: Engine) -> None:
+    run = Run()
+    transfer = engine_arguments(run)["kv_transfer_config"]
+    transfer["kv_connector_extra_config"]["store_threshold"] = 2
+    ours = serve(
+        run, times=3, watch=True, engine={"kv_transfer_config": transfer, **SMALL["llama"]}
+    )
+    assert [hits(answers(ours, time)) for time in range(3)] == [
+        [0] * APART,
+        [0] * APART,
+        [640] * APART,
+    ]
+    for time in range(3):
+        assert_plain(answers(ours, time), engine(PLAIN))
+    assert ours.result["changed"] == []
