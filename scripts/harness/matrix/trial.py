@@ -16,7 +16,7 @@ from packaging.version import Version
 from harness import ROOT
 from kvpatch.matrix import signatures
 
-COPIED = ("kvpatch", "scripts", "tests", "pyproject.toml")
+HIDDEN = (".ci", ".gitignore")  # copied too, so that git finds no file that is not there
 LINKED = (".git", ".venv", ".venvs")
 REGISTRY = "kvpatch/supported.py"
 _LINE = re.compile(r'    "([^"]+)": (?:VALIDATED|INSPECTED_ONLY),')
@@ -40,11 +40,12 @@ def make(version: str, folder: Path) -> Path:
     """Make the tree for a release, anew."""
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
-    for name in COPIED:
-        source = ROOT / name
+    for source in ROOT.iterdir():
+        if source.name.startswith(".") and source.name not in HIDDEN:
+            continue
         if source.is_dir():
             ignored = shutil.ignore_patterns("__pycache__", ".*_cache")
-            shutil.copytree(source, folder / name, symlinks=True, ignore=ignored)
+            shutil.copytree(source, folder / source.name, symlinks=True, ignore=ignored)
         else:
             shutil.copy(source, folder)
     for name in LINKED:
