@@ -129,7 +129,7 @@ def new_vllm(run, checkout: Path, tmp_path: Path, unpacked) -> Callable[[str], A
 
     def new_vllm(version: str) -> Any:
         shutil.copytree(source.folder, source.folder.with_name(f"vllm-{version}"))
-        command = (sys.executable, checkout / "scripts/new-vllm", version)
+        command = (sys.executable, checkout / "scripts/new-vllm", version, "--sources-only")
         return run(*command, PYTHONPATH=checkout, KVPATCH_CACHE=tmp_path / "cache")
 
     return new_vllm
@@ -140,6 +140,8 @@ def test_a_new_release_that_moved_nothing(new_vllm, checkout):
     assert (done.code, done.err) == (0, "")
     assert "against 0.28.0" in done.out
     assert "\n0 patches moved, " in done.out
+    assert "Left to run, with the line in RELEASES:\n  scripts/environment 0.28.9\n" in done.out
+    assert "scripts/matrix engine 0.28.9" in done.out
     assert (checkout / "kvpatch/matrix/data/signatures/vllm-0.28.9.json").exists()
 
 
@@ -150,4 +152,4 @@ def test_a_new_release_shows_both_signatures_of_what_moved(new_vllm, unpacked):
     assert "fence.worker_output: MOVED\n" in done.out
     assert "    0.28.0  (self, connector_output: KVConnectorOutput)\n" in done.out
     assert "    0.28.9  (self, output: KVConnectorOutput)\n" in done.out
-    assert "scripts/matrix engine 0.28.9" in done.out
+    assert 'set before="0.28.9" and add a row with since="0.28.9"' in done.out

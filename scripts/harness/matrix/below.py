@@ -51,10 +51,12 @@ class Function:
     Attributes:
         digest: of its text, without docstrings and comments.
         steps: calls from the nearest target; 0 for a target.
+        lines: the first and the last one in its file.
     """
 
     digest: str
     steps: int
+    lines: tuple[int, int] = (0, 0)
 
 
 def below(sources: Sources, targets: list[str]) -> dict[str, Function]:
@@ -93,6 +95,11 @@ class _Node:
     def name(self) -> str:
         return f"{self.module.name}:{self.path}"
 
+    def function(self, steps: int) -> Function:
+        first = getattr(self.node, "lineno", 1)
+        last = getattr(self.node, "end_lineno", first)
+        return Function(_digest(self.node), steps, (first, last))
+
 
 class _Search:
     """The search in one release."""
@@ -106,7 +113,7 @@ class _Search:
         steps = 0
         while waiting:
             new = {node.name: node for node in waiting if node.name not in found}
-            found |= {name: Function(_digest(node.node), steps) for name, node in new.items()}
+            found |= {name: node.function(steps) for name, node in new.items()}
             waiting = [one for node in new.values() for one in self._named_by(node)]
             steps += 1
         return found

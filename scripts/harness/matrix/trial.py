@@ -1,0 +1,72 @@
+"""A tree in which a release is validated already, for the runs that validate it.
+
+Rules refuse most cells of a release until ``RELEASES`` says validated, and the tests read their
+lists from there. So the runs are those of a copy with the line; the checkout has none until a
+person writes it. Environments and models are the checkout's, and results go back there.
+"""
+
+from __future__ import annotations
+
+import re
+import shutil
+from pathlib import Path
+
+from packaging.version import Version
+
+from harness import ROOT
+from kvpatch.matrix import signatures
+
+HIDDEN = (".ci", ".gitignore")  # copied too, so that git finds no file that is not there
+LINKED = (".git", ".venv", ".venvs")
+REGISTRY = "kvpatch/supported.py"
+_LINE = re.compile(r'    "([^"]+)": (?:VALIDATED|INSPECTED_ONLY),')
+
+
+def line_of(version: str) -> str:
+    """Return the line of a validated release in ``RELEASES``."""
+    return f'    "{version}": VALIDATED,'
+
+
+def with_line(registry: str, version: str) -> str:
+    """Return the text of the registry in which a release is validated, in its place."""
+    kept = [line for line in registry.splitlines() if _release_in(line) != version]
+    known = [at for at, line in enumerate(kept) if _release_in(line)]
+    older = [at for at in known if Version(_release_in(kept[at])) < Version(version)]
+    kept.insert(older[-1] + 1 if older else known[0], line_of(version))
+    return "\n".join([*kept, ""])
+
+
+def make(version: str, folder: Path) -> Path:
+    """Make the tree for a release, anew."""
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir(parents=True)
+    for source in ROOT.iterdir():
+        if source.name.startswith(".") and source.name not in HIDDEN:
+            continue
+        if source.is_dir():
+            ignored = shutil.ignore_patterns("__pycache__", ".*_cache")
+            shutil.copytree(source, folder / source.name, symlinks=True, ignore=ignored)
+        else:
+            shutil.copy(source, folder)
+    for name in LINKED:
+        (folder / name).symlink_to((ROOT / name).resolve())
+    registry = folder / REGISTRY
+    registry.write_text(with_line(registry.read_text(), version))
+    return folder
+
+
+def bring_back(version: str, folder: Path) -> list[Path]:
+    """Copy what was recorded of the release to the checkout; return those files there."""
+    data = folder / signatures.DATA.relative_to(ROOT)
+    found = []
+    for path in sorted(data.glob(f"*/vllm-{version}-*.json")):
+        there = signatures.DATA / path.relative_to(data)
+        there.parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(path, there)
+        found.append(there)
+    return found
+
+
+def _release_in(line: str) -> str:
+    found = _LINE.fullmatch(line)
+    return found[1] if found else ""
