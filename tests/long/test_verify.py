@@ -17,69 +17,8 @@ import pytest
 
 from harness import ROOT
 from harness.engines import plugins
+from harness.engines.operator import FLAGS, Machine
 from harness.engines.runs import Device, Run
-
-FLAGS = {
-    "max-model-len": "4096",
-    "max-num-seqs": "8",
-    "block-size": "32",
-    "kv-offloading-size": "1",
-    "scheduler-cls": "harness.engines.own_scheduler.OwnScheduler",
-}
-
-
-class Machine:
-    """A model, and an environment with a host device and a home of its own."""
-
-    def __init__(self, model: Path, environment: dict[str, str], folder: Path) -> None:
-        self.model, self.environment, self.folder = model, environment, folder
-        self.ran = 0
-
-    def command(self, **flags: str) -> list[str]:
-        """Return the command of an operator."""
-        command = [sys.executable, str(Path(sys.executable).with_name("vllm")), "serve"]
-        command += [str(self.model), "--enforce-eager"]
-        for name, value in (FLAGS | flags).items():
-            command += [f"--{name}", value]
-        return command
-
-    def kvpatch(self, *words: str, **changes: str) -> subprocess.CompletedProcess[str]:
-        """Run kvpatch's command."""
-        return subprocess.run(
-            [sys.executable, "-m", "kvpatch", *words],
-            env={**self.environment, "KVPATCH": "0", **changes},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            timeout=900,
-            check=False,
-        )
-
-    def verify(self, **changes: str) -> subprocess.CompletedProcess[str]:
-        """Verify the command."""
-        self.ran += 1
-        logs = self.folder / f"logs-{self.ran}"
-        return self.kvpatch("verify", "--logs", str(logs), "--", *self.command(), **changes)
-
-    def configure(self, **flags: str) -> str:
-        """Return what the command prints as far as its configuration, which decides."""
-        code = (
-            "import sys\nfrom vllm.engine.arg_utils import EngineArgs\n"
-            "from vllm.utils.argparse_utils import FlexibleArgumentParser as Parser\n"
-            "parser = EngineArgs.add_cli_args(Parser())\n"
-            "parsed = parser.parse_args(['--model', *sys.argv[1:]])\n"
-            "EngineArgs.from_cli_args(parsed).create_engine_config()"
-        )
-        done = subprocess.run(
-            [sys.executable, "-c", code, *self.command(**flags)[3:]],
-            env={**self.environment, "KVPATCH": "1"},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            timeout=300,
-            check=False,
-        )
-        return done.stdout
 
 
 @pytest.fixture(scope="module")
@@ -89,7 +28,7 @@ def machine(
     home = tmp_path_factory.mktemp("home")
     environment = {**os.environ, **device.environ(Run()), "XDG_DATA_HOME": str(home)}
     environment.pop("TORCHDYNAMO_DISABLE", None)
-    return Machine(models("llama"), environment, tmp_path_factory.mktemp("verify"))
+    return Machine(models("llama"), environment, tmp_path_factory.mktemp("verify"), FLAGS)
 
 
 def test_a_combination_is_refused_verified_and_starts(machine: Machine) -> None:

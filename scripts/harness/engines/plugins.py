@@ -25,17 +25,16 @@ def schedule_asynchronously() -> None:
 
 def flip_loaded_bits() -> None:
     """Change a bit of each block that a load has brought, before anybody looks."""
-    from kvpatch.patches.debug.checksums import AuditedWorker
+    from kvpatch.patches.debug.audit import Audited
 
-    end_load = AuditedWorker.end_load
+    check_loaded = Audited.check_loaded
 
-    def wrong(self: Any, job_id: int) -> None:
-        for block, place, _ in self._loading.get(job_id, ()):
-            rows, _ = self._groups[place.group][0]
-            rows[block][0] ^= 1
-        end_load(self, job_id)
+    def wrong(self: Any, regions: Any, block: int, *rest: Any) -> None:
+        rows, _ = next(iter(regions))
+        rows[block][0] ^= 1
+        check_loaded(self, regions, block, *rest)
 
-    AuditedWorker.end_load = wrong  # type: ignore[method-assign]
+    Audited.check_loaded = wrong  # type: ignore[assignment,method-assign]
 
 
 def install(folder: Path, *names: str) -> str:

@@ -1,0 +1,72 @@
+"""The machine of an operator who verifies a command: a model, a device, a home, and the command."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+# Refused until it is verified, with [KVP324].
+FLAGS = {
+    "max-model-len": "4096",
+    "max-num-seqs": "8",
+    "block-size": "32",
+    "kv-offloading-size": "1",
+    "scheduler-cls": "harness.engines.own_scheduler.OwnScheduler",
+}
+
+
+class Machine:
+    """A model, and an environment with a host device and a home of its own."""
+
+    def __init__(
+        self, model: Path, environment: dict[str, str], folder: Path, flags: dict[str, str]
+    ) -> None:
+        self.model, self.environment, self.folder, self.flags = model, environment, folder, flags
+        self.ran = 0
+
+    def command(self, **flags: str) -> list[str]:
+        """Return the command of an operator."""
+        command = [sys.executable, str(Path(sys.executable).with_name("vllm")), "serve"]
+        command += [str(self.model), "--enforce-eager"]
+        for name, value in (self.flags | flags).items():
+            command += [f"--{name}", value]
+        return command
+
+    def kvpatch(self, *words: str, **changes: str) -> subprocess.CompletedProcess[str]:
+        """Run kvpatch's command."""
+        return subprocess.run(
+            [sys.executable, "-m", "kvpatch", *words],
+            env={**self.environment, "KVPATCH": "0", **changes},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            timeout=900,
+            check=False,
+        )
+
+    def verify(self, **changes: str) -> subprocess.CompletedProcess[str]:
+        """Verify the command."""
+        self.ran += 1
+        logs = self.folder / f"logs-{self.ran}"
+        return self.kvpatch("verify", "--logs", str(logs), "--", *self.command(), **changes)
+
+    def configure(self, **flags: str) -> str:
+        """Return what the command prints as far as its configuration, which decides."""
+        code = (
+            "import sys\nfrom vllm.engine.arg_utils import EngineArgs\n"
+            "from vllm.utils.argparse_utils import FlexibleArgumentParser as Parser\n"
+            "parser = EngineArgs.add_cli_args(Parser())\n"
+            "parsed = parser.parse_args(['--model', *sys.argv[1:]])\n"
+            "EngineArgs.from_cli_args(parsed).create_engine_config()"
+        )
+        done = subprocess.run(
+            [sys.executable, "-c", code, *self.command(**flags)[3:]],
+            env={**self.environment, "KVPATCH": "1"},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            timeout=300,
+            check=False,
+        )
+        return done.stdout

