@@ -97,6 +97,7 @@ def test_a_failure_is_one_line_and_the_rest_is_left(
     out = capsys.readouterr().out
     assert "kernels FAILED: exit status 4: FAILED a test\n" in out
     assert "  by hand kernels\n  by hand cells\n" in out
+    assert "cells: runs" not in out
     assert "this is the line" not in out
 
 
