@@ -14,8 +14,7 @@ blocks. The regions here are the actual ones, so that a contiguous block is a si
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from kvpatch.patches.elastic_memory import lifting
 from kvpatch.refusal import Refusal
@@ -29,8 +28,7 @@ VALIDATED_STATES = (("MAMBA2", "align"),)
 VALIDATED_DTYPES = ("bfloat16", "float16", "float32")
 
 
-@dataclass
-class Regions:
+class Regions(NamedTuple):
     """The memory of all blocks.
 
     Attributes:
