@@ -18,7 +18,6 @@ import os
 import weakref
 from collections.abc import Iterable
 from contextlib import nullcontext, suppress
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -61,11 +60,11 @@ class Claim:
         _write(self._file, [*_read(self._file)[2], *names])
 
 
-@dataclass
 class Held:
     """The claims of an engine, kept on its ``EngineCore``."""
 
-    claims: list[Claim] = field(default_factory=list)
+    def __init__(self) -> None:
+        self.claims: list[Claim] = []
 
 
 def hold(engine: Any, kind: str, name: str) -> Claim:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any, NamedTuple
 
@@ -197,8 +196,7 @@ def load(reference: str) -> Any:
     return target
 
 
-@dataclass
-class AppliedPatch:
+class AppliedPatch(NamedTuple):
     """An applied patch, and the data needed to revert it."""
 
     patch: Patch
@@ -251,7 +249,6 @@ def apply(patch: Patch, guard: Callable[[Wrapper], Wrapper] | None = None) -> Ap
     return applied
 
 
-@dataclass
 class Transaction:
     """Patches applied so far, newest last.
 
@@ -260,8 +257,9 @@ class Transaction:
         applied: the patches in force.
     """
 
-    guard: Callable[[Wrapper], Wrapper] | None = None
-    applied: list[AppliedPatch] = field(default_factory=list)
+    def __init__(self, guard: Callable[[Wrapper], Wrapper] | None = None) -> None:
+        self.guard = guard
+        self.applied: list[AppliedPatch] = []
 
     def apply_all(self, patches: Iterable[Patch]) -> None:
         """Apply every patch, or none of them and raise the error of the one that failed.
@@ -270,11 +268,13 @@ class Transaction:
             ValueError: a patch is in force already, and would wrap its target twice.
         """
         begun = len(self.applied)
+        ids = {applied.patch.id for applied in self.applied}
         try:
             for patch in patches:
-                if patch.id in (applied.patch.id for applied in self.applied):
+                if patch.id in ids:
                     raise ValueError(f"{patch.id} is in force already")
                 self.applied.append(apply(patch, self.guard))
+                ids.add(patch.id)
         except BaseException:
             self.revert_to(begun)
             raise

@@ -7,7 +7,6 @@ of its code runs.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
 from functools import cache
 from importlib import metadata
 from typing import TYPE_CHECKING, NamedTuple
@@ -60,14 +59,13 @@ def parsed(release: str) -> Version:
     return Version(release)
 
 
-@dataclass(frozen=True)
-class Span:
+class Span(NamedTuple):
     """The releases from ``since`` on, up to but excluding ``before`` unless that is None."""
 
     since: str
     before: str | None = None
 
-    def __contains__(self, release: Version) -> bool:
+    def __contains__(self, release: Version) -> bool:  # type: ignore[override]
         return parsed(self.since) <= release and (
             self.before is None or release < parsed(self.before)
         )

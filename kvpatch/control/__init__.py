@@ -13,6 +13,17 @@ protocol  where an engine listens, and what is said there
 client    asking one engine, and every engine of this user
 """
 
-from kvpatch.control.client import Answer, Engine, Refused, engines, find
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from kvpatch.control.client import Answer, Engine, Refused, engines, find
 
 __all__ = ["Answer", "Engine", "Refused", "engines", "find"]
+
+
+def __getattr__(name: str) -> Any:  # an engine answers, and does not need what asks
+    if name in __all__:
+        from kvpatch.control import client
+
+        return getattr(client, name)
+    raise AttributeError(f"module 'kvpatch.control' has no attribute {name!r}")

@@ -11,7 +11,6 @@ Freed blocks are still in the tier, and the request loads them again.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
 from kvpatch import state
@@ -25,7 +24,6 @@ SEVERAL_WAIT = 4
 ONE_WAITS = 1000
 
 
-@dataclass
 class Idle:
     """Consecutive steps in which nothing could run; kept on the ``Scheduler``."""
 

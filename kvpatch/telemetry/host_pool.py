@@ -6,11 +6,10 @@ The pool's code is imported only by engines that have one, and the metrics by al
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from typing import NamedTuple
 
 
-@dataclass(frozen=True)
-class HostPool:
+class HostPool(NamedTuple):
     """An engine's part in a pool, kept on its ``EngineCore``.
 
     Attributes:

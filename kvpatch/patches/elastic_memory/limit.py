@@ -7,7 +7,6 @@ and every allocation fails.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
 from kvpatch import state
@@ -16,7 +15,6 @@ from kvpatch.patch import argument
 from kvpatch.sizes import readable
 
 
-@dataclass
 class Told:
     """The last limit that the log named, kept on kvcached's manager; bytes of one layer."""
 

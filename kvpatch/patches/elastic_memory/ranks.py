@@ -10,7 +10,6 @@ be asked for, and seldom.
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass
 from typing import Any
 
 from kvpatch import state
@@ -24,7 +23,6 @@ KEY = "kvpatch_usable"  # in a worker's reply: bytes that kvcached may still map
 PERIOD = 1.0  # seconds between two questions, and without a map after one that failed
 
 
-@dataclass
 class Ranks:
     """What an engine knows of its ranks' GPUs, kept on kvcached's manager.
 

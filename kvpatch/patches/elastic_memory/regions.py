@@ -14,8 +14,7 @@ blocks. The regions here are the actual ones, so that a contiguous block is a si
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from kvpatch import supported
 from kvpatch.patches.elastic_memory import lifting
@@ -36,8 +35,7 @@ FP8_SPECS = ("FullAttentionSpec", "SlidingWindowSpec")
 FP8_MODES = ("NONE", "FP8_PER_TENSOR")  # of vLLM's ``KVQuantMode``
 
 
-@dataclass
-class Regions:
+class Regions(NamedTuple):
     """The memory of all blocks.
 
     Attributes:

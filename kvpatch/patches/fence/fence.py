@@ -21,7 +21,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import NamedTuple
 
 Retired = list[tuple[int, list[int]]]
@@ -51,10 +51,10 @@ class Counters:
     longest_hold: int = 0
 
 
-@dataclass
 class _Hold:
-    since: int
-    rules: set[str] = field(default_factory=set)
+    def __init__(self, since: int) -> None:
+        self.since = since
+        self.rules: set[str] = set()
 
 
 class Fence:

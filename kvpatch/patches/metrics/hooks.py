@@ -11,7 +11,7 @@ from kvpatch.patch import argument
 from kvpatch.patches.fence.hooks import fence_of
 from kvpatch.patches.metrics import snapshot
 from kvpatch.status import record
-from kvpatch.telemetry import publisher, reader
+from kvpatch.telemetry import publisher
 from kvpatch.telemetry.counters import Totals
 from kvpatch.telemetry.fuse import Fuse
 from kvpatch.telemetry.prometheus import SERIES, Classes, Metrics
@@ -122,6 +122,8 @@ def _show_at_start(metrics: Metrics, engines: list[int]) -> None:
     vLLM makes the series when its engine is up. Which page is of which engine is not known
     for several of them.
     """
+    from kvpatch.telemetry import reader  # here, because only API servers read
+
     pages = reader.engines_of((os.getpid(), os.getppid()))
     if len(pages) == len(engines) == 1:
         (content,) = pages

@@ -23,9 +23,8 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Iterator
-from dataclasses import dataclass
 from itertools import islice, repeat
-from typing import Any
+from typing import Any, NamedTuple
 
 from kvpatch import state
 from kvpatch.patch import argument
@@ -64,7 +63,6 @@ class EvictableBlocks(OrderedDict[int, Any]):
         super().clear()
 
 
-@dataclass
 class FreeMemory:
     """Represents one block of memory that is free or has nothing left to store."""
 
@@ -202,8 +200,7 @@ class EvictionOrder:
                 self.evictable.offered.add(block_id)
 
 
-@dataclass
-class Lazy:
+class Lazy(NamedTuple):
     """The order that lazy mode walks; kept on the ``SimpleCPUOffloadScheduler``."""
 
     order: EvictionOrder

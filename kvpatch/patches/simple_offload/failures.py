@@ -16,7 +16,7 @@ which requests could be loaded, or wait to be stored, for good.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from kvpatch import state
@@ -139,7 +139,6 @@ def _is_idle(stream: Any) -> bool:
     return True
 
 
-@dataclass
 class Failures:
     """Failed copies that are not reported yet; kept on the ``SimpleCPUOffloadWorker``.
 
@@ -148,8 +147,9 @@ class Failures:
         loads: blocks of the device that were not loaded.
     """
 
-    stores: set[int] = field(default_factory=set)
-    loads: set[int] = field(default_factory=set)
+    def __init__(self) -> None:
+        self.stores: set[int] = set()
+        self.loads: set[int] = set()
 
 
 def around_events(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
@@ -224,7 +224,6 @@ def around_load_errors(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> s
     return blocks
 
 
-@dataclass
 class NotStored:
     """Kept on the ``SimpleCPUOffloadScheduler``.
 
@@ -233,7 +232,8 @@ class NotStored:
             blocks of the CPU tier.
     """
 
-    rows: list[list[int]] = field(default_factory=list)
+    def __init__(self) -> None:
+        self.rows: list[list[int]] = []
 
 
 def around_output(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
