@@ -44,10 +44,12 @@ def write(
     slot_mapping: Any,
     kv_cache_dtype: str,
     k_scale: Any,
+    skip_scale: bool = False,
 ) -> None:
     """Write new tokens: ``kv_c_normed`` of ``[tokens, rank]``, ``k_pe`` of ``[tokens, 1, rope]``.
 
-    A slot is block * tokens per block + offset; -1 is padding.
+    A slot is block * tokens per block + offset; -1 is padding. vLLM passes ``skip_scale`` from
+    0.33 on, for a KV cache in fp8, which latent attention does not have on a CPU.
     """
     import torch
 

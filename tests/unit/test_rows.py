@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import ast
+import inspect
 import json
 import shutil
 import sys
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import pytest
 from packaging.version import Version
@@ -15,7 +16,7 @@ from packaging.version import Version
 from kvpatch import gate, patches, supported
 from kvpatch.environ import ALLOW_VLLM
 from kvpatch.matrix import signatures
-from kvpatch.patch import Feature, Gap, Outcome, Patch, Seam
+from kvpatch.patch import Feature, Gap, Kind, Outcome, Patch, Seam, load
 from kvpatch.versions import Installed
 
 ROOT = Path(__file__).parents[2]
@@ -344,3 +345,34 @@ def test_no_gap_is_left_to_do():
         if isinstance(part, Gap)
     ]
     assert [why for why in gaps if "TODO" in why] == []
+
+
+# A replacement takes what vLLM passes
+
+
+def replaced_functions() -> list[Any]:
+    """Each row that puts a function in a function's place, with each release that it is for."""
+    return [
+        pytest.param(patch, release, id=f"{patch.id}-{release}")
+        for feature in patches.FEATURES
+        for patch in feature.patches
+        if patch.kind is Kind.REPLACE and patch.parameters
+        for release in releases(feature)
+        if Version(release) in patch.span
+    ]
+
+
+@pytest.mark.parametrize(("patch", "release"), replaced_functions())
+def test_a_replacement_takes_every_parameter_of_its_target(patch: Patch, release: str):
+    """The gate asks for the parameters that a row names; one more would end an engine's step."""
+    (kvcached,) = signatures.releases("kvcached").values()
+    recorded = signatures.releases("vllm")[release].targets.get(patch.target)
+    recorded = recorded or kvcached.targets[patch.target]
+    (target,) = ast.parse(f"def target{recorded}: ...").body
+    assert isinstance(target, ast.FunctionDef)
+    taken = inspect.signature(load(patch.wrapper)(lambda: None)).parameters
+    if any(one.kind is inspect.Parameter.VAR_KEYWORD for one in taken.values()):
+        return
+    arguments = target.args
+    wanted = [one.arg for one in (*arguments.posonlyargs, *arguments.args, *arguments.kwonlyargs)]
+    assert wanted == list(taken)[: len(wanted)]

@@ -6,6 +6,7 @@ from kvpatch.patch import Feature, Gap, Patch, Seam, seam
 from kvpatch.supported import FLOOR
 from kvpatch.upstream.targets import ENGINE_CORE, OFFLOADING
 
+_SCHEDULER = f"{OFFLOADING}.scheduler:OffloadingConnectorScheduler"
 _NO_FAILURE = "vllm-project/vllm, the connector asserts that every transfer has succeeded"
 
 
@@ -174,6 +175,46 @@ FEATURE = Feature(
                 before="0.24",
             ),
             Gap("0.24", None, "the connectors can be reset, which tiers.reset_caches asks for"),
+        ),
+        seam(
+            Patch(
+                id="offloading.preempted_loads",
+                target=f"{_SCHEDULER}.build_connector_meta",
+                why="a request that a reset preempts and the next step loads ends the engine",
+                upstream="vllm-project/vllm, build_connector_meta in 0.33 leaves such loads out",
+                until="vLLM 0.33",
+                wrapper="kvpatch.patches.offloading.resets:around_build",
+                parameters=("self", "scheduler_output"),
+                since="0.25",
+                before="0.33",
+            ),
+            Gap("0.16", "0.25", "a request that a reset preempts is not named to the connector"),
+            Gap("0.33", None, "fixed: loads of the same step are left out"),
+        ),
+        seam(
+            Patch(
+                id="offloading.reset_again",
+                target=f"{_SCHEDULER}.reset_cache",
+                why="a second reset before the next step fails and leaves the CPU tier as it was",
+                upstream="vllm-project/vllm#41956, which asserts that no flush is to come",
+                until="vLLM resets the connector twice without a step between",
+                wrapper="kvpatch.patches.offloading.resets:around_reset",
+                parameters=("self",),
+                since="0.26",
+            ),
+            Patch(
+                id="offloading.reset_with_jobs",
+                target=f"{_SCHEDULER}.reset_cache",
+                why="as offloading.reset_again; and requests keep the copies that a reset "
+                "discards, the next of which ends the engine",
+                upstream="vllm-project/vllm#41956; from 0.26 on the copies are forgotten",
+                until="vLLM 0.26",
+                wrapper="kvpatch.patches.offloading.legacy:around_reset",
+                parameters=("self",),
+                since="0.22",
+                before="0.26",
+            ),
+            Gap("0.16", "0.22", "the connector cannot be reset"),
         ),
     ),
 )

@@ -5,6 +5,7 @@ under the newer names, and calls the code for those.
 
     up to 0.29  the last token of a finished request is stored, which was never computed
     0.26        an aborted request is stored as if all of it were computed
+    up to 0.25  a reset leaves its discarded copies with the requests
     up to 0.25  the KV cache config is an attribute of the worker's spec, not of the worker
     up to 0.24  one handler per direction is registered, instead of a worker
     up to 0.23  no reset of the caches is one of the CPU tier, by its defaults or at all
@@ -19,7 +20,7 @@ from typing import Any
 
 from kvpatch import state
 from kvpatch.patch import argument
-from kvpatch.patches.offloading import registration
+from kvpatch.patches.offloading import registration, resets
 from kvpatch.patches.offloading.registration import Rows
 from kvpatch.refusal import RefusedCall
 
@@ -135,3 +136,16 @@ def around_call(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
         "start the engine again with the new weights, or install vLLM 0.24 or later",
         code="KVP353",
     )
+
+
+def around_reset(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
+    """Reset the CPU tier, and forget the copies of every request as later releases do.
+
+    Wraps ``OffloadingConnectorScheduler.reset_cache()`` of 0.22 to 0.25, which discards the copies
+    in flight and leaves their numbers with the requests. The next store, preemption or end of such
+    a request looks them up, and a load waits for them for ever.
+    """
+    result = resets.around_reset(wrapped, instance, args, kwargs)
+    for status in instance._req_status.values():
+        status.transfer_jobs.clear()
+    return result

@@ -272,5 +272,19 @@ FEATURE = Feature(
             parameters=("self", "scheduler_output"),
             since="0.24",
         ),
+        seam(
+            Patch(
+                id="tiers.reset",
+                target=f"{_SCHEDULER}.build_connector_meta",
+                why="after a reset a tier promotes into a chunk that an older copy still writes",
+                upstream="vllm-project/vllm#44541 (waits for the tiers' transfers alone)",
+                until="vLLM 0.33",
+                wrapper="kvpatch.patches.secondary_tiers.legacy:hold_promotions",
+                parameters=("self", "scheduler_output"),
+                since="0.24",
+                before="0.33",
+            ),
+            Gap("0.33", None, "vLLM promotes nothing until the workers have reported such copies"),
+        ),
     ),
 )

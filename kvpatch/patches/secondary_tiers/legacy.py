@@ -1,5 +1,6 @@
-"""Secondary tiers before vLLM 0.28, in the terms of later releases.
+"""Secondary tiers before vLLM 0.33, in the terms of later releases.
 
+up to 0.32  a tier may write to a chunk that a copy from before a reset still reads or writes
 up to 0.27  a job succeeds or fails as a whole, with all of its blocks
 up to 0.26  blocks are written to files one by one, only with direct I/O, and, from 0.25 on, a
             request's last blocks are stored after the manager has dropped the request
@@ -13,8 +14,35 @@ import errno
 from dataclasses import replace
 from typing import Any
 
+from kvpatch import state
 from kvpatch.patch import argument
+from kvpatch.patches.fence.hooks import Fenced
 from kvpatch.patches.secondary_tiers.block_files import load_blocks, store_blocks
+
+
+def hold_promotions(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
+    """Let promotions wait for the copies that were in flight when the CPU tier was reset.
+
+    Wraps ``OffloadingConnectorScheduler.build_connector_meta``, which hands promotions to the
+    tiers at once. A reset frees the chunks of all copies, and the workers wait for these copies
+    only when they are given the step that is being built. vLLM forgets the copies with the reset,
+    so that the fence is asked, which counts each until every worker has reported it.
+    """
+    fenced = state.find(instance, Fenced)
+    manager = instance.manager
+    waiting = getattr(manager, "_pending_load_submissions", None)  # without tiers there are none
+    if fenced is None or not waiting or not _older_than_reset(fenced, instance):
+        return wrapped(*args, **kwargs)
+    manager._pending_load_submissions = {}
+    try:
+        return wrapped(*args, **kwargs)
+    finally:
+        manager._pending_load_submissions = waiting
+
+
+def _older_than_reset(fenced: Fenced, planner: Any) -> bool:
+    """Whether a copy is in flight that the last reset of the connector's cache has dropped."""
+    return any(job < planner._stale_job_threshold for job in fenced.fence.transfers)
 
 
 def split_promotions(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> None:
@@ -44,11 +72,11 @@ def around_prepare_store(wrapped: Any, instance: Any, args: Any, kwargs: Any) ->
         return wrapped(*args, **kwargs)
     from vllm.v1.kv_offload.tiering.manager import RequestState
 
-    state = known[context.req_id] = RequestState(context, is_finished=True)
+    request = known[context.req_id] = RequestState(context, is_finished=True)
     try:
         return wrapped(*args, **kwargs)
     finally:
-        if not state.pending_primary_stores:  # otherwise dropped when they have completed
+        if not request.pending_primary_stores:  # otherwise dropped when they have completed
             del known[context.req_id]
 
 

@@ -118,7 +118,7 @@ def cache_of(vllm: str) -> Path:
 
 
 # Earlier releases have a transformers that does not read what a later one wrote.
-TRANSFORMERS_5 = Version("0.19")
+TRANSFORMERS_5 = Version("0.19.1")
 
 
 def model_of(kind: str, kv_heads: int = 4, vllm: str = "") -> Path:

@@ -62,6 +62,7 @@ POOL = "engine/test_pool.py::"
 RANKS = "unit/test_ranks.py::"
 FAILED = "unit/test_failed_copies.py::"
 NO_COPY_FAILS = "no copy fails here"
+RESETS = "engine/test_resets.py::"
 ASCEND = "unit/test_ascend.py::"
 WORKER = "npu/test_npu_worker.py::"
 SUSPEND = "long/test_suspend.py::"
@@ -251,6 +252,14 @@ ROWS: dict[str, Row] = {
         f"{FAILED}test_a_failed_copy_of_the_offloading_connector_is_named",
         NO_COPY_FAILS,
     ),
+    "offloading.preempted_loads": held(
+        f"{RESETS}test_without_the_row_such_a_load_ends_the_engine",
+        "no load here resets the caches of running requests",
+    ),
+    "offloading.reset_again": held(
+        f"{RESETS}test_without_the_row_a_second_reset_leaves_the_tier_as_it_was",
+        "every load here steps the engine between two resets",
+    ),
     "simple.cpu_coordinator": seen(EAGER, "Simple eager, taken"),
     "simple.native_pool": seen(EAGER),
     "simple.register_placed": seen(EAGER, "Simple eager, non-contiguous"),
@@ -384,6 +393,10 @@ ROWS: dict[str, Row] = {
         "unit/test_tier_rules.py::"
         "test_no_load_starts_behind_a_request_that_waits_until_the_next_step",
         "as tiers.matched_tokens, whose record it ends",
+    ),
+    "tiers.reset": held(
+        f"{CLASSES}test_without_the_row_an_older_copy_overwrites_what_was_promoted",
+        "needs a reset while copies are in flight, and a disk that is faster than they are",
     ),
     "suspend.engine": held(
         f"{SUSPEND}test_its_pages_are_free_and_it_answers_the_same_afterwards",

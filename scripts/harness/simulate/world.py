@@ -534,10 +534,6 @@ class World:
             request.status.name == "WAITING_FOR_REMOTE_KVS" for request in self.requests.values()
         ):
             running = False  # vLLM refuses this with an error
-        if running and not connector:
-            connector = True  # or vLLM's assertion on a load after a preemption ends the engine
-        if connector and getattr(self.planner, "_current_batch_jobs_to_flush", None):
-            return  # vLLM asserts that a step came between two resets
         self.counts["resets"] += 1
         try:
             done = self.engine.reset_prefix_cache(running, connector)

@@ -1,0 +1,182 @@
+"""Resets on the scheduler side of vLLM's own OffloadingConnector, without an engine."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from packaging.version import Version
+
+from kvpatch.patch import Transaction
+from kvpatch.patches.offloading import FEATURE
+from kvpatch.supported import release_of
+from kvpatch.versions import installed
+
+RELEASE = release_of(installed("vllm")[0])
+RESETS = ("offloading.preempted_loads", "offloading.reset_again", "offloading.reset_with_jobs")
+
+
+@pytest.fixture
+def rows() -> Iterator[Transaction]:
+    """The rows of this module in force, as far as this release has them."""
+    transaction = Transaction()
+    transaction.apply_all(row for row in FEATURE.at(RELEASE) if row.id in RESETS)
+    yield transaction
+    transaction.revert_to(0)
+
+
+def applied(rows: Transaction, *ids: str) -> list[str]:
+    return [one.patch.id for one in rows.applied if one.patch.id in ids]
+
+
+class Tier:
+    """A CPU tier of which only the resets count."""
+
+    def __init__(self) -> None:
+        self.resets = 0
+
+    def reset_cache(self) -> None:
+        self.resets += 1
+
+    def __getattr__(self, name: str) -> Any:
+        return lambda *args: None
+
+
+class Planner:
+    """vLLM's scheduler side with one request, which is running."""
+
+    def __init__(self) -> None:
+        from vllm.distributed.kv_transfer.kv_connector.v1.offloading import scheduler
+
+        of = scheduler.OffloadingConnectorScheduler
+        self.real = made = of.__new__(of)
+        self.request = SimpleNamespace(request_id="one", is_finished=lambda: False)
+        self.status = SimpleNamespace(
+            req=self.request,
+            req_context=None,
+            transfer_jobs=set(),
+            group_states=[],
+            partial_tail_boundary=None,
+            finished_signaled=False,
+        )
+        made.manager = Tier()
+        made._req_status = {"one": self.status}
+        made._jobs, made._block_id_to_pending_jobs = {}, {}
+        made._job_counter = made._stale_job_threshold = 0
+        made._current_batch_load_jobs, made._current_batch_jobs_to_flush = {}, set()
+        made._current_batch_allocated_block_ids = set()
+        made._current_batch_sync_loads, made._current_batch_sync_load_bytes = set(), 0
+        made._reset_fence, made._reset_fence_since = {}, 0.0  # of 0.33
+        made._chunks_being_loaded = made._blocks_being_loaded = None
+        made._events_tracker = Tier()
+        made._update_req_states = lambda output: None
+        made._build_partial_tail_store_jobs = made._build_store_jobs = lambda output: {}
+
+    def job(self, store: bool) -> int:
+        """Begin a copy of the request; a load is given to the workers in the next step."""
+        made, number = self.real, self.real._job_counter
+        made._job_counter += 1
+        made._jobs[number] = SimpleNamespace(is_store=store, is_sync_load=False, pending_count=1)
+        self.status.transfer_jobs.add(number)
+        if not store:
+            made._current_batch_load_jobs[number] = f"load {number}"
+        return number
+
+    def step(self, preempted: tuple[str, ...] = ()) -> Any:
+        """Plan a step; return what the workers are given."""
+        output = SimpleNamespace(
+            preempted_req_ids=set(preempted), finished_req_ids=set(), scheduled_new_reqs=[]
+        )
+        return self.real.build_connector_meta(output)
+
+
+def test_a_request_is_loaded_in_the_step_that_names_it_as_preempted(rows: Transaction) -> None:
+    if Version("0.25") > RELEASE:
+        return  # a request that a reset preempts is not named
+    planner = Planner()
+    load = planner.job(store=False)
+    meta = planner.step(preempted=("one", "unknown"))
+    assert meta.load_jobs == {load: f"load {load}"}
+    assert load not in meta.jobs_to_flush
+    assert planner.status.transfer_jobs == {load}, "its end is still to be reported"
+
+
+def test_the_stores_of_a_preempted_request_are_waited_for(rows: Transaction) -> None:
+    planner = Planner()
+    stores = {planner.job(store=True), planner.job(store=True)}
+    assert planner.step(preempted=("one",)).jobs_to_flush == stores
+    assert planner.status.transfer_jobs == stores
+
+
+def test_a_load_of_an_earlier_step_is_no_surprise_that_is_passed_over(rows: Transaction) -> None:
+    planner = Planner()
+    load = planner.job(store=False)
+    planner.step()
+    with pytest.raises(AssertionError):
+        planner.step(preempted=("one",))
+    assert planner.status.transfer_jobs == {load}
+
+
+def test_without_the_row_such_a_load_ends_the_engine(rows: Transaction) -> None:
+    for name in applied(rows, "offloading.preempted_loads"):
+        rows.revert(name)
+        planner = Planner()
+        planner.job(store=False)
+        with pytest.raises(AssertionError):
+            planner.step(preempted=("one",))
+
+
+def test_two_resets_before_a_step_reset_the_tier_twice(rows: Transaction) -> None:
+    planner = Planner()
+    jobs = {planner.job(store=True), planner.job(store=True)}
+    for _ in range(3):
+        planner.real.reset_cache()
+    assert planner.real.manager.resets == 3
+    assert planner.real._jobs == {}
+    assert planner.step().jobs_to_flush == jobs, "the workers wait for what was in flight"
+    assert not planner.step().jobs_to_flush
+
+
+def test_a_reset_forgets_the_copies_of_requests(rows: Transaction) -> None:
+    planner = Planner()
+    store = planner.job(store=True)
+    planner.real.reset_cache()
+    assert planner.status.transfer_jobs == set()
+    assert planner.step(preempted=("one",)).jobs_to_flush == {store}
+
+
+@pytest.mark.parametrize("left", ["a load", "a flush"])
+def test_a_reset_while_a_step_is_scheduled_fails_as_before(rows: Transaction, left: str) -> None:
+    planner = Planner()
+    if left == "a load":
+        planner.job(store=False)
+    else:
+        planner.real._current_batch_jobs_to_flush.add(planner.job(store=True))
+    waits_for = set(planner.real._current_batch_jobs_to_flush)
+    with pytest.raises(AssertionError):
+        planner.real.reset_cache()
+    assert planner.real.manager.resets == 0
+    assert planner.real._current_batch_jobs_to_flush == waits_for
+
+
+def test_without_the_row_a_second_reset_leaves_the_tier_as_it_was(rows: Transaction) -> None:
+    (name,) = applied(rows, *RESETS[1:])
+    rows.revert(name)
+    planner = Planner()
+    planner.job(store=True)
+    planner.real.reset_cache()
+    with pytest.raises(AssertionError):
+        planner.real.reset_cache()
+    assert planner.real.manager.resets == 1
+
+
+def test_without_the_row_before_0_26_a_reset_ends_the_engine(rows: Transaction) -> None:
+    for name in applied(rows, "offloading.reset_with_jobs"):
+        rows.revert(name)
+        planner = Planner()
+        planner.job(store=True)
+        planner.real.reset_cache()
+        with pytest.raises(KeyError):
+            planner.step(preempted=("one",))
