@@ -59,7 +59,7 @@ KVCACHED_SDISTS = {"0.1.6": "4a1a428244b5e3667841e28f03a4a20be7066a21a856b2deaef
 
 # Where fp8 KV caches were compared with plain vLLM's. Asked in the frontend, and in the worker,
 # whose layers have the last word on the dtype.
-FP8 = Span("0.27.1", "0.33")
+FP8 = Span("0.27.1")
 
 _SINCE_FLOOR = Span(FLOOR)
 

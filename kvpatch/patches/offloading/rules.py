@@ -30,13 +30,13 @@ FP8_CACHE_DTYPES = ("fp8", "fp8_e4m3", "fp8_e5m2")  # on the releases of ``suppo
 MULTI = Span("0.22")
 # Where a checkpoint's kv_cache_scheme wins over --kv-cache-dtype, in vLLM's Attention.__init__.
 SCHEME_WINS = Span("0", "0.22")
-SPECULATION = Span("0.32", "0.33")
+SPECULATION = Span("0.32")
 METHODS = ("ngram", "draft_model", "eagle")  # of speculative decoding
 # Those without layers of their own in the blocks. A tier's folder is named after the weights of the
 # model, and not after those of what drafts for it.
 METHODS_ON_DISK = ("ngram",)
 LATENT = Span("0.29")  # latent attention (MLA)
-LATENT_COMBINED = Span("0.32", "0.33")  # the same in MultiConnector, or with secondary tiers
+LATENT_COMBINED = Span("0.32")  # the same in MultiConnector, or with secondary tiers
 HYBRID = Span("0.30", "0.31")  # hybrid models, with state-space layers
 
 ROUND_TRIP = "it has not been validated by a store and load round trip"
