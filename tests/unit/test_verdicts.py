@@ -257,20 +257,20 @@ def test_a_programs_own_process_does_not_inherit_for_another_engine(process, tmp
 
 
 def test_a_release_that_is_verified_for_another_configuration_is_refused(process, tmp_path):
-    other = changed("versions", "vllm", "0.27.0")
+    other = changed("versions", "vllm", "0.33.1")
     written(tmp_path, content(lifted=["KVP107", "KVP310"], combination=other))
-    with pytest.raises(Refusal, match=r"vllm 0\.27\.0 is not a validated release"):
-        process("0.27.0")
+    with pytest.raises(Refusal, match=r"vllm 0\.33\.1 is not a validated release"):
+        process("0.33.1")
 
 
 def test_a_release_is_verified(process, tmp_path, monkeypatch):
-    other = changed("versions", "vllm", "0.27.0")
+    other = changed("versions", "vllm", "0.33.1")
     monkeypatch.setattr(combination, "of", lambda *_: other)
     written(tmp_path, content(lifted=["KVP107", "KVP310"], combination=other))
-    assert process("0.27.0").skipped == {"KVP107", "KVP310"}
+    assert process("0.33.1").skipped == {"KVP107", "KVP310"}
     with pytest.raises(Refusal, match="KVP107"):  # its verdict was of a run that was allowed
         written(tmp_path, content(lifted=["KVP310"], combination=other))
-        process("0.27.0")
+        process("0.33.1")
 
 
 def test_a_run_writes_down_what_runs_and_what_was_lifted(process, tmp_path, monkeypatch):
@@ -278,7 +278,7 @@ def test_a_run_writes_down_what_runs_and_what_was_lifted(process, tmp_path, monk
     folder.mkdir()
     monkeypatch.setenv(VERIFY.name, str(folder))
     process.broken.append(Refusal("hisparse", "b", "c", code="KVP312"))
-    record = process("0.27.0", **{VERIFY.name: str(folder)})
+    record = process("0.33.1", **{VERIFY.name: str(folder)})
     assert record.skipped == VERIFIABLE
     assert record.line().endswith("; runs to be verified")
     assert json.loads((folder / "combination.json").read_text()) == {
@@ -287,7 +287,7 @@ def test_a_run_writes_down_what_runs_and_what_was_lifted(process, tmp_path, monk
         "connectors": 0,
     }
     assert (folder / "lifted").read_text() == "KVP107\nKVP310\n"
-    process("0.27.0", **{VERIFY.name: str(folder)})  # of a part of the model, for example
+    process("0.33.1", **{VERIFY.name: str(folder)})  # of a part of the model, for example
     assert (folder / "lifted").read_text() == "KVP107\nKVP310\n"
     assert lifting.lifts(Refusal("a", "b", "c", code="KVP406"))
     assert not lifting.lifts(Refusal("a", "b", "c", code="KVP312"))
