@@ -31,7 +31,7 @@ MULTI = Span("0.22")
 # Where a checkpoint's kv_cache_scheme wins over --kv-cache-dtype, in vLLM's Attention.__init__.
 SCHEME_WINS = Span("0", "0.22")
 SPECULATION = Span("0.32")
-METHODS = ("ngram", "draft_model", "eagle")  # of speculative decoding
+METHODS = ("ngram", "draft_model")  # of speculative decoding
 # Those without layers of their own in the blocks. A tier's folder is named after the weights of the
 # model, and not after those of what drafts for it.
 METHODS_ON_DISK = ("ngram",)
