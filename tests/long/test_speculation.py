@@ -15,7 +15,7 @@ from harness.engines.fixtures import LAYOUTS, SCHEDULING
 from harness.engines.oracle import Engine, assert_same
 from harness.engines.runs import ALL, Device, Run, restored_tokens
 
-DRAFTING = pytest.mark.parametrize("how", ["ngram", "draft model"])
+DRAFTING = pytest.mark.parametrize("how", ["ngram"])
 # Requests that end, generate and are preempted while blocks are stored: with drafts a step fills
 # blocks with tokens that may be rejected.
 SCENARIOS = pytest.mark.parametrize(

@@ -23,13 +23,7 @@ from kvpatch.patches.host_pool import rules as of_host_pool
 from kvpatch.patches.kvcached_compat.rules import V1_ON_LATER
 from kvpatch.patches.offloading.rules import HYBRID as HYBRID_RELEASES
 from kvpatch.patches.offloading.rules import LATENT as LATENT_RELEASES
-from kvpatch.patches.offloading.rules import (
-    LATENT_COMBINED,
-    METHODS,
-    METHODS_ON_DISK,
-    MULTI,
-    SPECULATION,
-)
+from kvpatch.patches.offloading.rules import LATENT_COMBINED, METHODS, MULTI, SPECULATION
 from kvpatch.patches.secondary_tiers.rules import TIERS
 from kvpatch.patches.simple_offload.rules import SIMPLE
 from kvpatch.pool import ledger
@@ -328,9 +322,9 @@ CASES: dict[str, tuple[list[dict[str, Any]], str]] = {
             DRAFTS | ONE_RANK | V2_OF_32 | {"model_config": None},
         ],
         "a KV connector is configured with speculative decoding by ngram, because it is validated "
-        f"by {in_words(METHODS)} only, and with secondary tiers by {in_words(METHODS_ON_DISK)}, on "
-        f"vLLM {words(SPECULATION)} with one rank, of models with full attention alone, and not "
-        "with an fp8 KV cache; remove the speculative configuration, or set KVPATCH=0.",
+        f"by {in_words(METHODS)} only, on vLLM {words(SPECULATION)} with one rank, of models with "
+        "full attention alone, and not with an fp8 KV cache; remove the speculative configuration, "
+        "or set KVPATCH=0.",
     ),
     "KVP340": (
         [
@@ -867,12 +861,7 @@ def on(release: str) -> dict[str, Any]:
 @pytest.mark.parametrize("method", METHODS)
 def test_drafts_that_were_compared_start(method, connector, v2):
     made = {"speculative_config": SimpleNamespace(method=method), "use_v2_model_runner": v2}
-    refused = check(config(**made, **connector, **ONE_RANK, machine__vllm="0.32.0"))
-    # A folder is not named after the weights of what drafts.
-    if connector == tiers("fs") and method not in METHODS_ON_DISK:
-        assert refused.code == "KVP309"
-    else:
-        assert refused is None
+    assert check(config(**made, **connector, **ONE_RANK, machine__vllm="0.32.0")) is None
 
 
 def test_drafts_of_another_method_are_refused():

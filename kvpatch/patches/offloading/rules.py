@@ -31,10 +31,7 @@ MULTI = Span("0.22")
 # Where a checkpoint's kv_cache_scheme wins over --kv-cache-dtype, in vLLM's Attention.__init__.
 SCHEME_WINS = Span("0", "0.22")
 SPECULATION = Span("0.32")
-METHODS = ("ngram", "draft_model")  # of speculative decoding
-# Those without layers of their own in the blocks. A tier's folder is named after the weights of the
-# model, and not after those of what drafts for it.
-METHODS_ON_DISK = ("ngram",)
+METHODS = ("ngram",)  # of speculative decoding
 LATENT = Span("0.29")  # latent attention (MLA)
 LATENT_COMBINED = Span("0.32")  # the same in MultiConnector, or with secondary tiers
 HYBRID = Span("0.30", "0.31")  # hybrid models, with state-space layers
@@ -145,7 +142,7 @@ def _other_drafts(config: Any, facts: Facts) -> bool:
     drafting, model = config.speculative_config, config.model_config
     return drafting is not None and not (
         is_validated(facts.vllm, SPECULATION)
-        and drafting.method in (METHODS_ON_DISK if has_tiers(config) else METHODS)
+        and drafting.method in METHODS
         and config.parallel_config.world_size == 1
         and config.cache_config.cache_dtype in VALIDATED_CACHE_DTYPES
         and not _by_scheme(config, facts)
@@ -336,17 +333,15 @@ RULES = (
     ),
     Rule(
         "KVP309",
-        f"offloading with speculative decoding, except by {in_words(METHODS)}, and with secondary "
-        f"tiers by {in_words(METHODS_ON_DISK)}, on vLLM {in_words(validated(SPECULATION))} with "
-        "one rank, of models with full attention alone",
+        f"offloading with speculative decoding, except by {in_words(METHODS)} on vLLM "
+        f"{in_words(validated(SPECULATION))} with one rank, of models with full attention alone",
         _other_drafts,
         lambda config, facts: (
             "a KV connector is configured with speculative decoding by "
             f"{config.speculative_config.method}"
         ),
-        f"it is validated by {in_words(METHODS)} only, and with secondary tiers by "
-        f"{in_words(METHODS_ON_DISK)}, on vLLM {in_words(validated(SPECULATION))} with one rank, "
-        "of models with full attention alone, and not with an fp8 KV cache",
+        f"it is validated by {in_words(METHODS)} only, on vLLM {in_words(validated(SPECULATION))} "
+        "with one rank, of models with full attention alone, and not with an fp8 KV cache",
         "remove the speculative configuration",
     ),
     Rule(  # before the next rule, whose remedy is of no use there
