@@ -177,9 +177,7 @@ def configuration_of(cell: Cell) -> Any:
         speculative_config=None,
         kv_events_config=None,
         model_config=SimpleNamespace(
-            architecture=model.architecture,
-            get_sliding_window=lambda: 256 if model.name == "sliding window" else None,
-            **facts | dict.fromkeys(model.facts, True),
+            architecture=model.architecture, **facts | dict.fromkeys(model.facts, True)
         ),
     )
     for path, value in feature_of(cell).settings.items():

@@ -112,8 +112,7 @@ def test_the_other_rules_on_configurations_of_vllm_itself(start_python, model):
         "plain": ({}, {}),
         "canonical": ({}, {"canonical_layout": True}),
         "pipeline": ({"pipeline_parallel_size": 2}, {}),
-        "n-grams": ({"speculative_config": ngram}, {}),
-        "speculative": ({"speculative_config": ngram, "kv_cache_dtype": "fp8"}, {}),
+        "speculative": ({"speculative_config": ngram}, {}),
         "scheduler": ({"scheduler_cls": "somebodys.Scheduler"}, {}),
         "vLLM's scheduler": (
             {"scheduler_cls": "vllm.v1.core.sched.async_scheduler.AsyncScheduler"},
@@ -145,7 +144,7 @@ def test_the_other_rules_on_configurations_of_vllm_itself(start_python, model):
     (line,) = [line for line in log.splitlines() if line.startswith('{"plain"')]
     answers = json.loads(line)
     for accepted in (
-        *("plain", "fs", "multi", "vLLM's scheduler", "n-grams"),
+        *("plain", "fs", "multi", "vLLM's scheduler"),
         *("fp8", "scheme", "scheme in bfloat16", "ModelOpt", "ModelOpt in bfloat16"),
     ):
         assert answers.pop(accepted) == "accepted"
@@ -154,7 +153,7 @@ def test_the_other_rules_on_configurations_of_vllm_itself(start_python, model):
     said = {
         "canonical": "canonical_layout is set in kv_connector_extra_config",
         "pipeline": "a KV connector is configured with parallelism other than tensor parallelism",
-        "speculative": "a KV connector is configured with speculative decoding by ngram",
+        "speculative": "a KV connector is configured with speculative decoding",
         "scheduler": "a KV connector is configured with the scheduler somebodys.Scheduler",
         "cache dtype": "a KV connector is configured with the KV cache dtype fp8_per_token_head",
         "external executor": "a KV connector is configured with the executor external_launcher",

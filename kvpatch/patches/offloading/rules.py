@@ -30,8 +30,6 @@ FP8_CACHE_DTYPES = ("fp8", "fp8_e4m3", "fp8_e5m2")  # on the releases of ``suppo
 MULTI = Span("0.22")
 # Where a checkpoint's kv_cache_scheme wins over --kv-cache-dtype, in vLLM's Attention.__init__.
 SCHEME_WINS = Span("0", "0.22")
-SPECULATION = Span("0.32")
-METHODS = ("ngram",)  # of speculative decoding
 LATENT = Span("0.29")  # latent attention (MLA)
 LATENT_COMBINED = Span("0.32")  # the same in MultiConnector, or with secondary tiers
 HYBRID = Span("0.30", "0.31")  # hybrid models, with state-space layers
@@ -131,24 +129,6 @@ def _hybrid(config: Any, facts: Facts) -> bool:
             and config.kv_transfer_config.kv_connector == connectors.OFFLOADING
             and not model.use_mla
         )
-    )
-
-
-def _other_drafts(config: Any, facts: Facts) -> bool:
-    """Return whether drafts are made that were not compared.
-
-    They were with one rank, full attention, and a KV cache of the model's dtype.
-    """
-    drafting, model = config.speculative_config, config.model_config
-    return drafting is not None and not (
-        is_validated(facts.vllm, SPECULATION)
-        and drafting.method in METHODS
-        and config.parallel_config.world_size == 1
-        and config.cache_config.cache_dtype in VALIDATED_CACHE_DTYPES
-        and not _by_scheme(config, facts)
-        and model is not None
-        and not (model.use_mla or model.is_hybrid)
-        and model.get_sliding_window() is None
     )
 
 
@@ -333,15 +313,10 @@ RULES = (
     ),
     Rule(
         "KVP309",
-        f"offloading with speculative decoding, except by {in_words(METHODS)} on vLLM "
-        f"{in_words(validated(SPECULATION))} with one rank, of models with full attention alone",
-        _other_drafts,
-        lambda config, facts: (
-            "a KV connector is configured with speculative decoding by "
-            f"{config.speculative_config.method}"
-        ),
-        f"it is validated by {in_words(METHODS)} only, on vLLM {in_words(validated(SPECULATION))} "
-        "with one rank, of models with full attention alone, and not with an fp8 KV cache",
+        "offloading with speculative decoding",
+        lambda config, facts: config.speculative_config is not None,
+        "a KV connector is configured with speculative decoding",
+        ROUND_TRIP,
         "remove the speculative configuration",
     ),
     Rule(  # before the next rule, whose remedy is of no use there
