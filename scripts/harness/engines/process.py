@@ -63,6 +63,7 @@ class Forked:
     def __init__(self, pipe: Connection, args: list[str]) -> None:
         self._pipe = pipe
         self._args = args
+        self._waiting = threading.Lock()  # the exit status is sent once
         self.returncode: int | None = None
         self.pid = self._receive(START_SECONDS)
 
@@ -81,16 +82,24 @@ class Forked:
         Raises:
             subprocess.TimeoutExpired: it still runs.
         """
+        with self._waiting:
+            self._end(timeout)
+        return int(self.returncode or 0)
+
+    def poll(self) -> int | None:
+        """Return the exit status, or None while it runs, or while another thread waits for it."""
+        if self._waiting.acquire(blocking=False):
+            try:
+                with suppress(subprocess.TimeoutExpired):
+                    self._end(0)
+            finally:
+                self._waiting.release()
+        return self.returncode
+
+    def _end(self, timeout: float | None) -> None:
         if self.returncode is None:
             self.returncode = self._receive(timeout)
             self._pipe.close()
-        return self.returncode
-
-    def poll(self) -> int | None:
-        """Return the exit status, or None while it runs."""
-        with suppress(subprocess.TimeoutExpired):
-            return self.wait(0)
-        return None
 
     def kill(self) -> None:
         """Kill it, unless it has ended."""
