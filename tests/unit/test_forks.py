@@ -11,7 +11,7 @@ from harness.engines.process import Forked
 def test_whoever_polls_a_fork_takes_nothing_from_who_waits_for_it():
     """A thread that wants a server asks which of them is idle, and so the forks of others."""
     ended: list[int] = []
-    for status in range(300):
+    for status in range(100):
         reading, writing = Pipe(duplex=False)
         writing.send(4711)
         fork = Forked(reading, ["engine"])
@@ -21,4 +21,4 @@ def test_whoever_polls_a_fork_takes_nothing_from_who_waits_for_it():
         while waiting.is_alive():
             fork.poll()
         assert fork.poll() == status
-    assert ended == list(range(300))
+    assert ended == list(range(100))
