@@ -380,8 +380,9 @@ def main(job_path: str, result_path: str) -> None:
     evictions = Evictions(planner.manager) if planner else None
     # Copies of a worker in a process of its own are watched through the model's tensors alone.
     simple = SimpleWatch(core) if simple_part(connector) and ranks == 1 else None
-    watch = BlockWatch(core) if job.get("watch") or ranks > 1 else None
     pool = core.scheduler.kv_cache_manager.block_pool
+    on_ranks = ranks > 1 and hasattr(pool, "kv_block_pool")  # plain vLLM has nothing to restore
+    watch = BlockWatch(core) if job.get("watch") or on_ranks else None
     exhaustion = Exhaustion(pool, job["exhaust"]) if job.get("exhaust") else None
     events = EventLog(core.scheduler) if job.get("events") else None
     drafts = Drafts(core.scheduler) if "speculative_config" in job["engine"] else None
