@@ -271,13 +271,14 @@ CASES: dict[str, tuple[list[dict[str, Any]], str]] = {
             LATENT | ONE_RANK | V2_OF_34,
             LATENT | ONE_RANK | V2_OF_29 | multi("OffloadingConnector"),
             LATENT | ONE_RANK | V2_OF_29 | tiers("fs"),
-            LATENT | V2_OF_32 | tiers("fs"),  # of two ranks
+            LATENT | V2_OF_29,  # of two ranks
+            LATENT | V2_OF_32 | tiers("fs"),
             LATENT | V2_OF_32 | multi("OffloadingConnector"),
             LATENT | ONE_RANK | tiers("fs") | {"machine__vllm": "0.32.0"},  # on Runner V1
         ],
         "a KV connector is configured for JambaForCausalLM, because latent attention is validated "
-        f"on Model Runner V2 of vLLM {words(LATENT_RELEASES)} only, and with secondary tiers or in "
-        f"MultiConnector on {words(LATENT_COMBINED)} with one rank only; use one of these, or run "
+        f"with one rank on Model Runner V2 of vLLM {words(LATENT_RELEASES)} only, and with secondary "
+        f"tiers or in MultiConnector on {words(LATENT_COMBINED)} only; use one of these, or run "
         "this model without a KV connector, or set KVPATCH=0.",
     ),
     "KVP306": (

@@ -112,7 +112,7 @@ def _latent(config: Any, facts: Facts) -> bool:
     return not (
         is_validated(facts.vllm, LATENT_COMBINED if combined else LATENT)
         and config.use_v2_model_runner
-        and not (combined and config.parallel_config.world_size > 1)
+        and config.parallel_config.world_size == 1
     )
 
 
@@ -261,14 +261,14 @@ RULES = (
     ),
     Rule(  # before the next rule: on a CPU vLLM disables the prefix cache for these models
         "KVP305",
-        "offloading of models with latent attention (MLA), except on Model Runner V2 of vLLM "
-        f"{in_words(validated(LATENT))}, and with secondary tiers or MultiConnector of "
-        f"{in_words(validated(LATENT_COMBINED))} with one rank",
+        "offloading of models with latent attention (MLA), except with one rank on Model Runner V2 "
+        f"of vLLM {in_words(validated(LATENT))}, and with secondary tiers or MultiConnector of "
+        f"{in_words(validated(LATENT_COMBINED))}",
         _latent,
         _model,
-        f"latent attention is validated on Model Runner V2 of vLLM {in_words(validated(LATENT))} "
-        "only, and with secondary tiers or in MultiConnector on "
-        f"{in_words(validated(LATENT_COMBINED))} with one rank only",
+        "latent attention is validated with one rank on Model Runner V2 of vLLM "
+        f"{in_words(validated(LATENT))} only, and with secondary tiers or in MultiConnector on "
+        f"{in_words(validated(LATENT_COMBINED))} only",
         "use one of these, or run this model without a KV connector",
     ),
     Rule(
