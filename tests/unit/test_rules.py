@@ -277,8 +277,9 @@ CASES: dict[str, tuple[list[dict[str, Any]], str]] = {
             LATENT | ONE_RANK | tiers("fs") | {"machine__vllm": "0.32.0"},  # on Runner V1
         ],
         "a KV connector is configured for JambaForCausalLM, because latent attention is validated "
-        f"with one rank on Model Runner V2 of vLLM {words(LATENT_RELEASES)} only, and with secondary "
-        f"tiers or in MultiConnector on {words(LATENT_COMBINED)} only; use one of these, or run "
+        f"with one rank on Model Runner V2 of vLLM {words(LATENT_RELEASES)} only, and with "
+        f"secondary tiers or in MultiConnector on {words(LATENT_COMBINED)} only; use one of these, "
+        "or run "
         "this model without a KV connector, or set KVPATCH=0.",
     ),
     "KVP306": (
