@@ -100,6 +100,7 @@ class FaultyOs:
         return os.readv(file, parts)
 
 
+_FILE = "file"  # the call of a thread that reads or writes, among a tier's unanswered ones
 FAULTY = FaultyOs()
 
 
@@ -120,7 +121,7 @@ class Disk:
     def __init__(self, world: World, tiers: list[Any], root: Path) -> None:
         self.world, self.tiers, self.root = world, tiers, root
         self.hangs = False
-        self._inside: set[int] = set()  # tiers whose lookups began before the disk hung
+        self._inside: set[int] = set()  # tiers and pools of theirs that a call hangs in
         FAULTY.world, FAULTY.fault = world, None
         for tier in tiers:
             tier.unanswered.clock = lambda: world.clock
@@ -130,6 +131,8 @@ class Disk:
         if not self.hangs:
             self._inside.clear()
         for tier in self.tiers:
+            if not self.hangs:
+                tier.unanswered.answered(_FILE)
             for _ in range(calls):
                 if self.hangs:
                     self._begin(tier)
@@ -138,10 +141,13 @@ class Disk:
                 tier._pool.run(load=self.world.random.random() < 0.5)
 
     def _begin(self, tier: Any) -> None:
-        """Let the lookups' thread begin a call that does not return."""
+        """Let the threads for lookups and for files begin calls that do not return."""
         if id(tier) not in self._inside and not tier._lookup_manager._lookup_queue.empty():
             self._inside.add(id(tier))
             tier.unanswered.asked("probe")
+        if id(tier._pool) not in self._inside and tier._pool._inflight_jobs:
+            self._inside.add(id(tier._pool))
+            tier.unanswered.asked(_FILE)
 
     def _answer(self, lookups: Any) -> None:
         """Run the lookups' thread for one batch."""
