@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from kvpatch.patch import Feature, Patch
-from kvpatch.patches.suspend.releases import SINCE
 from kvpatch.upstream.targets import ENGINE_CORE, OFFLOADING, SIMPLE
 
 _PROC = "vllm.v1.engine.core:EngineCoreProc"
@@ -16,7 +15,7 @@ FEATURE = Feature(
     name="suspend",
     summary="`kvpatch suspend` stores what only the device has and gives its memory back; "
     "`kvpatch resume` takes it again",
-    since=SINCE,
+    since="0.32",
     optional=True,
     rules="kvpatch.patches.suspend.rules:RULES",
     seams=(
@@ -28,7 +27,7 @@ FEATURE = Feature(
             until=_UNTIL,
             wrapper=f"{_HOOKS}:around_engine_start",
             parameters=("self", "vllm_config"),
-            since=SINCE,
+            since="0.32",
         ),
         Patch(
             id="suspend.engine_end",
@@ -38,7 +37,7 @@ FEATURE = Feature(
             until=_UNTIL,
             wrapper=f"{_HOOKS}:before_engine_shutdown",
             parameters=("self",),
-            since=SINCE,
+            since="0.32",
         ),
         Patch(
             id="suspend.question",
@@ -49,7 +48,7 @@ FEATURE = Feature(
             until=_UNTIL,
             wrapper=f"{_HOOKS}:around_client_request",
             parameters=("self", "request_type", "request"),
-            since=SINCE,
+            since="0.32",
         ),
         Patch(
             id="suspend.step",
@@ -59,7 +58,7 @@ FEATURE = Feature(
             until=_UNTIL,
             wrapper=f"{_HOOKS}:after_engine_step",
             parameters=("self",),
-            since=SINCE,
+            since="0.32",
         ),
         Patch(
             id="suspend.has_requests",
@@ -69,7 +68,7 @@ FEATURE = Feature(
             until=_UNTIL,
             wrapper=f"{_HOOKS}:around_has_requests",
             parameters=("self",),
-            since=SINCE,
+            since="0.32",
         ),
         Patch(
             id="suspend.pause_state",
@@ -79,7 +78,7 @@ FEATURE = Feature(
             until=_UNTIL,
             wrapper=f"{_HOOKS}:around_pause_state",
             parameters=("self", "pause_state"),
-            since=SINCE,
+            since="0.32",
         ),
         Patch(
             id="suspend.limit",
@@ -89,7 +88,7 @@ FEATURE = Feature(
             until="kvcached consults the connector before evicting",
             wrapper="kvpatch.patches.suspend.giving:around_resize",
             parameters=("self", "new_mem_size"),
-            since=SINCE,
+            since="0.32",
         ),
         Patch(
             id="suspend.offloading_stores",
@@ -99,7 +98,7 @@ FEATURE = Feature(
             until=_UNTIL,
             wrapper="kvpatch.patches.suspend.offloading:around_store_jobs",
             parameters=("self", "scheduler_output"),
-            since=SINCE,
+            since="0.32",
         ),
         Patch(
             id="suspend.simple_stores",
@@ -109,7 +108,7 @@ FEATURE = Feature(
             until=_UNTIL,
             wrapper="kvpatch.patches.suspend.simple:around_store_specs",
             parameters=("self", "scheduler_output"),
-            since=SINCE,
+            since="0.32",
         ),
     ),
 )
