@@ -119,8 +119,7 @@ class Part:
         """
         assert self._ranks is not None
         planner = connectors.scheduler_of(engine.scheduler.connector)
-        tiers = planner.manager
-        manager = getattr(tiers, "primary_tier", tiers)
+        manager = planner.manager
         chunks = chunks_of(manager, "_num_{}")
         size = os.fstat(self._file).st_size
         if not chunks or not size:
@@ -154,10 +153,8 @@ class Part:
             lock,
             lambda index: evict(manager, extents, index),
         )
-        disks = tuple(getattr(tiers, "secondary_tiers", ()))
-        pooled = Pooled(extents, keeper, lock, self._workers, disks)
-        hosts = [engine, engine.scheduler, planner, manager]
-        for host in hosts if manager is tiers else [*hosts, tiers]:
+        pooled = Pooled(extents, keeper, lock, self._workers)
+        for host in (engine, engine.scheduler, planner, manager):
             state.attach(host, pooled)
         state.attach(engine, HostPool(keeper.describe))
         weakref.finalize(engine, pooled.close)  # of an engine that is dropped without a shutdown

@@ -97,10 +97,7 @@ def around_region(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> None:
     finally:
         os.close(file)
     wrapped(*args, **kwargs)
-    # The scheduler's, from which disks read and into which they write, has no rank: it registers
-    # nothing, and its process is the engine's.
-    if instance.rank is not None:
-        state.attach(instance, Shared(instance, record))
+    state.attach(instance, Shared(instance, record))
 
 
 def around_populate(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
