@@ -173,13 +173,16 @@ def mapped(manager: Any) -> int:
 def limit(manager: Any) -> int:
     """Return the bytes that an engine may map, as its pool in /dev/shm has them.
 
-    Where somebody removed the pool, what the page allocator keeps to.
+    Where somebody removed the pool, or cut it off, what the page allocator keeps to.
     """
     from kvcached.cli.utils import get_kv_cache_limit
 
-    found = get_kv_cache_limit(manager.ipc_name)
+    try:
+        found = get_kv_cache_limit(manager.ipc_name)
+    except (OSError, ValueError):
+        found = None
     if found is None:
-        return int(manager.page_allocator.get_page_state()["total_pages"]) * page_bytes(manager)
+        return pages_at_most(manager) * page_bytes(manager)
     return int(found.total_size)
 
 
@@ -244,6 +247,12 @@ def is_above_limit(manager: Any) -> bool:
     return reported is not None and reported // manager.page_size < pages_in_use(manager)
 
 
+def retired(manager: Any) -> set[int]:
+    """Return the pages that were freed and are not unmapped yet."""
+    waiting = list(getattr(manager, "_retired_pages", None) or ())
+    return {page for _, pages in waiting for page in pages}
+
+
 def has_retired(manager: Any) -> bool:
     """Whether pages were freed that are not unmapped yet."""
     return bool(getattr(manager, "_retired_pages", None))
@@ -252,6 +261,11 @@ def has_retired(manager: Any) -> bool:
 def pages_in_use(manager: Any) -> int:
     """Return the pages that have blocks, those included that were freed and not unmapped yet."""
     return int(manager.page_allocator.get_page_state()["inuse_pages"])
+
+
+def pages_at_most(manager: Any) -> int:
+    """Return the pages that the page allocator keeps to."""
+    return int(manager.page_allocator.get_page_state()["total_pages"])
 
 
 def unused_pages(pool: Any) -> list[list[int]]:
