@@ -18,7 +18,7 @@ SETTINGS: dict[str, tuple[str, dict[str, Any]]] = {
     "whole prompts": ("llama", {"enable_chunked_prefill": False, **SMALL["llama"]}),
     "no hybrid manager": (
         "sliding",
-        {"disable_hybrid_kv_cache_manager": True, **SMALL["sliding"]},
+        {"disable_hybrid_kv_cache_manager": True, **SMALL["llama"]},  # one group, as llama's
     ),
 }
 
