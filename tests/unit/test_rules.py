@@ -347,9 +347,11 @@ CASES: dict[str, tuple[list[dict[str, Any]], str]] = {
         [
             FP8 | {"machine__vllm": "0.26.0"},
             FP8 | SCHEME | {"machine__vllm": "0.26.0"},
-            FP8 | {"model_config": None},
-            FP8 | {"cache_config__calculate_kv_scales": True},  # by the first requests
-            FP8 | {"cache_config__kv_cache_dtype_skip_layers": ["0"]},
+            FP8 | {"machine__vllm": "0.28.0"},  # of two ranks
+            FP8 | ONE_RANK | {"model_config": None},
+            # By the first requests.
+            FP8 | ONE_RANK | {"cache_config__calculate_kv_scales": True},
+            FP8 | ONE_RANK | {"cache_config__kv_cache_dtype_skip_layers": ["0"]},
             FP8 | LATENT | ONE_RANK | V2_OF_30,
             FP8 | HYBRID | ONE_RANK | V2_OF_30,
             FP8 | {"machine__vllm": "0.34.0", "use_v2_model_runner": True},
@@ -817,7 +819,7 @@ def test_a_scheme_of_the_checkpoint_makes_auto_fp8(release):
 @pytest.mark.parametrize("release", ["0.27.1", "0.28.0", "0.32.0"])
 @pytest.mark.parametrize("dtype", ["auto", "fp8", "fp8_e4m3", "fp8_e5m2"])
 def test_fp8_starts_where_it_was_compared(release, dtype):
-    given = on(release) | {"cache_config__cache_dtype": dtype}
+    given = on(release) | ONE_RANK | {"cache_config__cache_dtype": dtype}
     for connector in ({}, simple(), tiers("fs"), multi("OffloadingConnector")):
         assert check(config(**given, **connector)) is None
         assert check(config(**given, **connector, **SCHEME)) is None

@@ -163,6 +163,7 @@ def _validated_fp8(config: Any, facts: Facts) -> bool:
     cache, model = config.cache_config, config.model_config
     return (
         is_validated(facts.vllm, FP8)
+        and config.parallel_config.world_size == 1
         and model is not None
         and not (model.use_mla or model.is_hybrid)
         and not getattr(cache, "calculate_kv_scales", False)
@@ -343,8 +344,8 @@ RULES = (
         "KVP310",
         "offloading with KV cache dtypes other than the ones above, also where the checkpoint "
         "asks for it (`kv_cache_quant_algo`, `kv_cache_scheme`); fp8 except on vLLM "
-        f"{in_words(validated(FP8))}, of all layers, and with latent attention, hybrid models or "
-        "`--calculate-kv-scales`",
+        f"{in_words(validated(FP8))}, of all layers, with one rank, and with latent attention, "
+        "hybrid models or `--calculate-kv-scales`",
         _other_dtype,
         lambda config, facts: (
             "a KV connector is configured with the KV cache dtype " + _cache_dtype(config, facts)
