@@ -17,17 +17,15 @@ import pytest
 
 from harness import ROOT
 from harness.engines import plugins
-from harness.engines.operator import FLAGS, Machine
-from harness.engines.runs import Device, Run
+from harness.engines.operator import FLAGS, Machine, environment_of
+from harness.engines.runs import Device
 
 
 @pytest.fixture(scope="module")
 def machine(
     models: Callable[[str], Path], device: Device, tmp_path_factory: pytest.TempPathFactory
 ) -> Machine:
-    home = tmp_path_factory.mktemp("home")
-    environment = {**os.environ, **device.environ(Run()), "XDG_DATA_HOME": str(home)}
-    environment.pop("TORCHDYNAMO_DISABLE", None)
+    environment = environment_of(device, tmp_path_factory.mktemp("home"))
     return Machine(models("llama"), environment, tmp_path_factory.mktemp("verify"), FLAGS)
 
 

@@ -279,8 +279,7 @@ CASES: dict[str, tuple[list[dict[str, Any]], str]] = {
         "a KV connector is configured for JambaForCausalLM, because latent attention is validated "
         f"with one rank on Model Runner V2 of vLLM {words(LATENT_RELEASES)} only, and with "
         f"secondary tiers or in MultiConnector on {words(LATENT_COMBINED)} only; use one of these, "
-        "or run "
-        "this model without a KV connector, or set KVPATCH=0.",
+        "or run this model without a KV connector, or set KVPATCH=0.",
     ),
     "KVP306": (
         [{"cache_config__enable_prefix_caching": False}],

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
 from dataclasses import replace
 from pathlib import Path
 
@@ -11,7 +10,7 @@ import pytest
 from harness import releases
 from harness.engines.multi import INSIDE
 from harness.engines.oracle import Engine, same_tokens, widest_gap
-from harness.engines.runs import Finished, Run, python_of
+from harness.engines.runs import Finished, Run
 from harness.engines.tiers import (
     APART,
     FAULTS,
@@ -141,20 +140,3 @@ def test_many_prompts_at_once_on_a_cpu_tier_smaller_than_they_are(
         assert same_tokens(ours.round(index), expected.round(index)) == 24
         assert widest_gap(ours.round(index), expected.round(index)) < 1e-4
     assert sum(hits(ours.round(1))) > 0
-
-
-@pytest.mark.parametrize("vllm", releases.between("0.24", before=releases.newest()))
-def test_the_tier_classes_with_kvpatchs_rows(vllm: str) -> None:
-    """The engine lane's tests of vLLM's own tier classes, with another vLLM."""
-    file = Path(__file__).parents[1] / "engine/test_tier_classes.py"
-    ended = subprocess.run(
-        [python_of(vllm), "-m", "pytest", "-q", "-p", "no:cacheprovider", file],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        timeout=400,
-        check=False,
-    )
-    assert ended.returncode == 0, ended.stdout[-4000:]
-    assert " passed" in ended.stdout
-    assert "skipped" not in ended.stdout

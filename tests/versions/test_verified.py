@@ -18,8 +18,8 @@ from typing import NamedTuple
 import pytest
 
 from harness.engines import plugins
-from harness.engines.operator import FLAGS, Machine
-from harness.engines.runs import Device, Run
+from harness.engines.operator import FLAGS, Machine, environment_of
+from harness.engines.runs import Device
 
 SIMPLE = {
     "kv_connector": "SimpleCPUOffloadConnector",
@@ -67,12 +67,7 @@ def operators(
     tmp_path_factory: pytest.TempPathFactory,
 ) -> tuple[Machine, Combination]:
     combination = COMBINATIONS[request.param]
-    environment = {
-        **os.environ,
-        **device.environ(Run()),
-        "XDG_DATA_HOME": str(tmp_path_factory.mktemp("home")),
-    }
-    environment.pop("TORCHDYNAMO_DISABLE", None)
+    environment = environment_of(device, tmp_path_factory.mktemp("home"))
     if combination.release:
         folder = renamed(combination.release, tmp_path_factory.mktemp("release"))
         environment["PYTHONPATH"] = os.pathsep.join([folder, environment["PYTHONPATH"]])

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from pathlib import Path
+
+from harness.engines.runs import Device, Run
 
 # Refused until it is verified, with [KVP324].
 FLAGS = {
@@ -14,6 +17,13 @@ FLAGS = {
     "kv-offloading-size": "1",
     "scheduler-cls": "harness.engines.own_scheduler.OwnScheduler",
 }
+
+
+def environment_of(device: Device, home: Path) -> dict[str, str]:
+    """Return the operator's environment: a device, and a home for verdicts."""
+    environment = {**os.environ, **device.environ(Run()), "XDG_DATA_HOME": str(home)}
+    environment.pop("TORCHDYNAMO_DISABLE", None)
+    return environment
 
 
 class Machine:

@@ -1,0 +1,37 @@
+"""The engine lane's tests of vLLM's own classes, with the classes of older releases."""
+
+from __future__ import annotations
+
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from harness import releases
+from harness.engines.runs import python_of
+
+# Of secondary tiers, and of resets on the scheduler side of OffloadingConnector.
+SINCE = {"test_tier_classes.py": "0.24", "test_resets.py": "0.22"}
+
+
+@pytest.mark.parametrize(
+    ("name", "vllm"),
+    [
+        (name, vllm)
+        for name, since in SINCE.items()
+        for vllm in releases.between(since, before=releases.newest())
+    ],
+)
+def test_the_classes_with_kvpatchs_rows(name: str, vllm: str) -> None:
+    file = Path(__file__).parents[1] / "engine" / name
+    ended = subprocess.run(
+        [python_of(vllm), "-m", "pytest", "-q", "-p", "no:cacheprovider", file],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=400,
+        check=False,
+    )
+    assert ended.returncode == 0, ended.stdout[-4000:]
+    assert " passed" in ended.stdout
+    assert "skipped" not in ended.stdout
