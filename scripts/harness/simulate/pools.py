@@ -23,6 +23,7 @@ from kvpatch.status import record
 from kvpatch.upstream.vllm_api import region_path
 
 if TYPE_CHECKING:
+    from harness.simulate.workers import Copy
     from harness.simulate.world import World
 
 CHUNKS = 2  # of an extent
@@ -155,6 +156,23 @@ class Pool:
         for device in self.devices:
             if set(device.ranges) != {self.extents.place(one)[0] for one in self.extents.open}:
                 self.world.violate("pool", f"rank {device.rank} has other extents registered")
+        for worker in self.world.workers:
+            for copy in worker.copies:
+                if not copy.ended:
+                    self._must_count(copy, worker.rank)
+
+    def _must_count(self, copy: Copy, rank: int) -> None:
+        """Check that a copy in flight keeps what it touches.
+
+        What counts on the blocks in there alone is wrong as soon as they are evicted, which few
+        worlds come to while one rank copies and another has ended.
+        """
+        for _, chunk in copy.pairs:
+            extent = self.extents.open.get(chunk // self.extents.per)
+            if extent is None or not extent.transfers:
+                self.world.violate(
+                    "pool", f"nothing counts the copy {copy.job} of rank {rank} to chunk {chunk}"
+                )
 
     def left(self) -> dict[str, int]:
         """Return what must be 0 when all is finished, reset, and was looked at."""
