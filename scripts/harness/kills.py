@@ -40,7 +40,16 @@ import psutil
 from harness import console, namespaces, provenance
 from harness.console import HarnessError
 from harness.engines import kill_points, process
-from harness.engines.runs import BLOCK, Device, Run, engine_arguments, model_of, related, run_driver
+from harness.engines.runs import (
+    BLOCK,
+    Device,
+    Run,
+    engine_arguments,
+    model_of,
+    python_of,
+    related,
+    run_driver,
+)
 from harness.serve import Server, workspace
 from kvpatch.environ import HOST_DEVICE_DIR
 from kvpatch.hostdevice import ledger
@@ -100,7 +109,12 @@ class Served(Server):
         self._begun = time.monotonic()
         with self.log_path.open("w") as log:
             self._process = process.start(  # type: ignore[assignment]
-                "harness.engines.served", [job_path], environment, sys.executable, log, serving=True
+                "harness.engines.served",
+                [job_path],
+                environment,
+                python_of(run.vllm),
+                log,
+                serving=True,
             )
 
     def from_tiers(self) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from kvpatch.patch import Feature, Patch
+from kvpatch.patches.suspend.releases import SINCE
 from kvpatch.upstream.targets import ENGINE_CORE, OFFLOADING, SIMPLE
 
 _PROC = "vllm.v1.engine.core:EngineCoreProc"
@@ -15,7 +16,7 @@ FEATURE = Feature(
     name="suspend",
     summary="`kvpatch suspend` stores what only the device has and gives its memory back; "
     "`kvpatch resume` takes it again",
-    since="0.32",
+    since=SINCE,
     optional=True,
     rules="kvpatch.patches.suspend.rules:RULES",
     seams=(
@@ -27,7 +28,7 @@ FEATURE = Feature(
             until=_UNTIL,
             wrapper=f"{_HOOKS}:around_engine_start",
             parameters=("self", "vllm_config"),
-            since="0.32",
+            since=SINCE,
         ),
         Patch(
             id="suspend.engine_end",
@@ -37,7 +38,7 @@ FEATURE = Feature(
             until=_UNTIL,
             wrapper=f"{_HOOKS}:before_engine_shutdown",
             parameters=("self",),
-            since="0.32",
+            since=SINCE,
         ),
         Patch(
             id="suspend.question",
@@ -48,7 +49,7 @@ FEATURE = Feature(
             until=_UNTIL,
             wrapper=f"{_HOOKS}:around_client_request",
             parameters=("self", "request_type", "request"),
-            since="0.32",
+            since=SINCE,
         ),
         Patch(
             id="suspend.step",
@@ -58,7 +59,7 @@ FEATURE = Feature(
             until=_UNTIL,
             wrapper=f"{_HOOKS}:after_engine_step",
             parameters=("self",),
-            since="0.32",
+            since=SINCE,
         ),
         Patch(
             id="suspend.has_requests",
@@ -68,7 +69,7 @@ FEATURE = Feature(
             until=_UNTIL,
             wrapper=f"{_HOOKS}:around_has_requests",
             parameters=("self",),
-            since="0.32",
+            since=SINCE,
         ),
         Patch(
             id="suspend.pause_state",
@@ -78,7 +79,7 @@ FEATURE = Feature(
             until=_UNTIL,
             wrapper=f"{_HOOKS}:around_pause_state",
             parameters=("self", "pause_state"),
-            since="0.32",
+            since=SINCE,
         ),
         Patch(
             id="suspend.limit",
@@ -88,7 +89,7 @@ FEATURE = Feature(
             until="kvcached consults the connector before evicting",
             wrapper="kvpatch.patches.suspend.giving:around_resize",
             parameters=("self", "new_mem_size"),
-            since="0.32",
+            since=SINCE,
         ),
         Patch(
             id="suspend.offloading_stores",
@@ -98,7 +99,7 @@ FEATURE = Feature(
             until=_UNTIL,
             wrapper="kvpatch.patches.suspend.offloading:around_store_jobs",
             parameters=("self", "scheduler_output"),
-            since="0.32",
+            since=SINCE,
         ),
         Patch(
             id="suspend.simple_stores",
@@ -108,7 +109,7 @@ FEATURE = Feature(
             until=_UNTIL,
             wrapper="kvpatch.patches.suspend.simple:around_store_specs",
             parameters=("self", "scheduler_output"),
-            since="0.32",
+            since=SINCE,
         ),
     ),
 )
