@@ -289,13 +289,44 @@ def test_its_pages_are_its_neighbours(
 def test_killed_on_its_way_it_leaves_nothing_behind(
     phase: str, device: Device, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    name = f"suspend-killed-{phase}-{os.getpid()}"
-    run = named(replace(OFFLOADING, simple="lazy"), name)
+    killed_at(phase, device, tmp_path, monkeypatch)
+
+
+@pytest.mark.parametrize("point", kill_points.BACK)
+def test_killed_on_its_way_back_it_leaves_nothing_behind(
+    point: str, device: Device, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    killed_at(point, device, tmp_path, monkeypatch)
+
+
+def test_killed_while_it_loads_after_a_resumption_it_leaves_nothing_behind(
+    device: Device, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    killed_at("load", device, tmp_path, monkeypatch, waits=True)
+
+
+def killed_at(
+    point: str,
+    device: Device,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    waits: bool = False,
+) -> None:
+    """Kill an engine at a point of a suspension or a resumption, and look at what stays.
+
+    Args:
+        point: of ``kill_points``.
+        waits: a request waits from the suspension on, and loads after the resumption.
+    """
+    # Lazy mode has the most to store; the copies that can be stopped are OffloadingConnector's.
+    kind = OFFLOADING if waits else replace(OFFLOADING, simple="lazy")
+    name = f"suspend-killed-{point.replace(' ', '-')}-{os.getpid()}"
+    run = named(kind, name)
     environment = device.environ(run)
     for variable in (HOST_DEVICE.name, HOST_DEVICE_DIR.name):
         monkeypatch.setenv(variable, environment[variable])
     charged = ledger.usage()
-    server = Served(tmp_path / "served", run, device, {"point": phase, "nth": 1})
+    server = Served(tmp_path / "served", run, device, {"point": point, "nth": 1})
     try:
         while not server.ready():
             time.sleep(0.05)
@@ -304,18 +335,26 @@ def test_killed_on_its_way_it_leaves_nothing_behind(
         engine = control.find(name)
         server.armed.touch()
 
-        def go() -> control.Answer:
-            engine.suspend()
-            return engine.resume()
-
         with ThreadPoolExecutor() as pool:
+
+            def go() -> control.Answer:
+                engine.suspend()
+                if waits:
+                    pool.submit(server.complete, prompts(COUNT, length=320)[0])
+                    assert eventually(lambda: control.find(name).said["waiting"] == 1)
+                return engine.resume()
+
             asked = pool.submit(go)
             assert eventually(server.reached.exists), asked
             pid = int(server.reached.read_text())
-            assert pid == engine.said["pid"]
-            os.kill(pid, signal.SIGKILL)
-            with pytest.raises(control.Refused, match=name):
-                asked.result(60)
+            if not waits:  # copies are a worker's
+                assert pid == engine.said["pid"]
+            os.kill(engine.said["pid"], signal.SIGKILL)
+            if pid != engine.said["pid"]:
+                os.kill(pid, signal.SIGKILL)
+            if not waits and point != "runs":  # which say it before they stop
+                with pytest.raises(control.Refused, match=name):
+                    asked.result(60)
         server.end_alone(30)
     finally:
         server.close()

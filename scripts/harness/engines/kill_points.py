@@ -22,6 +22,9 @@ FILES = ("promotion", "tier write", "tier rename")
 POINTS = (*COPIES, *FILES)
 # Where an engine is on its way to a suspension and back, as its own thread gets there.
 PHASES = ("pausing", "storing", "releasing", "suspended", "resuming")
+# What a resumption does, each before it is done: the limit is written for all to see, the engine
+# keeps to it, requests may run, and the last step of it has said so.
+BACK = ("limit written", "limit kept", "requests run", "runs")
 _OWN_THREAD = "MainThread"
 _COPYING_THREADS = "kvpatch-copies"
 _TIER_THREADS = "vllm_kv_py_fs"
@@ -89,6 +92,9 @@ def install(name: str, nth: int, reached: Path) -> None:
     if name in PHASES:
         _install_phase(name, Point(_OWN_THREAD, nth, reached))
         return
+    if name in BACK:
+        _install_way_back(name, Point(_OWN_THREAD, nth, reached))
+        return
     if name in COPIES:
         _install_copy(name, Point(_COPYING_THREADS, nth, reached))
         return
@@ -119,6 +125,40 @@ def _install_copy(name: str, point: Point) -> None:
         return int(copy(destination, source, size))
 
     copies.ctypes = SimpleNamespace(**vars(ctypes) | {"memmove": memmove})  # type: ignore
+
+
+def _install_way_back(name: str, point: Point) -> None:
+    """Put a point before a part of a resumption; the same functions suspend, which is no pass."""
+    from kvpatch.patches.suspend.hold import Hold
+    from kvpatch.patches.suspend.suspension import Phase, Suspension
+    from kvpatch.upstream import kvcached_api
+
+    back: list[bool] = []  # whether the engine is on its way back
+    take_back, go_to = Suspension._take_back, Suspension._go_to
+
+    def taking_back(self: Any) -> None:
+        back.append(True)
+        take_back(self)
+
+    def before(function: Callable[..., Any], wanted: bool) -> Callable[..., Any]:
+        stopping = point.before(function)
+
+        def call(*args: Any) -> Any:
+            return (stopping if back and wanted else function)(*args)
+
+        return call
+
+    def going_to(self: Any, phase: Any, error: str = "") -> None:
+        go_to(self, phase, error)
+        if phase is Phase.RUNS and back and name == "runs" and point.due():
+            point.stop()
+
+    Suspension._take_back = taking_back  # type: ignore[method-assign]
+    Suspension._go_to = going_to  # type: ignore[method-assign]
+    api: Any = kvcached_api
+    api._write_limit = before(api._write_limit, name == "limit written")
+    api.is_applied = before(api.is_applied, name == "limit kept")
+    Hold.set = before(Hold.set, name == "requests run")  # type: ignore[method-assign]
 
 
 def _install_phase(name: str, point: Point) -> None:
