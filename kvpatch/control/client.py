@@ -61,7 +61,11 @@ class Answer:
     def sentence(self) -> str:
         """The outcome for a person."""
         if self.phase != "suspended":
-            return f"it runs, with {readable(self.mapped)} mapped of {readable(self.limit)} at most"
+            does = "it runs" if self.phase == "runs" else f"it is {self.phase}"
+            said = f"{does}, with {readable(self.mapped)} mapped of {readable(self.limit)} at most"
+            if self.phase == "runs" and self.mapped > self.limit:
+                said += "; what its requests use is given back as they end"
+            return said
         kept = f"{self.kept} of {self.resident} blocks are in the tier"
         if self.lost:
             kept += f", {self.lost} did not fit and will be computed again"
@@ -115,7 +119,7 @@ class Engine:
             tell: called with every line of progress.
 
         Raises:
-            Refused: it runs on as before; the message says why.
+            Refused: it is not suspended, or not as asked; the message says why.
         """
         asked = {"finish": finish, "whole": whole, "timeout": timeout}
         return self._ask({"verb": "suspend", **asked}, tell)

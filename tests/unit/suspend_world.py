@@ -98,6 +98,9 @@ class Pool:
         self._evictable_blocks: OrderedDict[int, Any] = OrderedDict()
         self.content: dict[int, str] = {}
 
+    def retire(self) -> None:
+        """Take note of the pages that are empty now."""
+
     def cache(self, block: int, key: bytes, used: bool = False) -> None:
         self._cached_blocks.setdefault(key, {})[block] = object()
         self._block_id_to_key[block] = key
@@ -116,6 +119,7 @@ class Pool:
                 del self._cached_blocks[key]
             del self._evictable_blocks[block]  # nobody evicts what a request uses
             del self.content[block]
+        self.retire()
 
 
 class Manager:
@@ -133,7 +137,7 @@ class Manager:
         self.limit = self.reported = MOST * PAGE  # in /dev/shm; by kvcached's thread
         self.total = MOST
         self.ahead = 2
-        self._retired_pages: list[Any] = []
+        self._retired_pages: list[tuple[int, list[int]]] = []  # with their epochs
         self.page_allocator = self
 
     def in_use(self) -> set[int]:
@@ -141,7 +145,7 @@ class Manager:
         return {0} | {block // BLOCKS for block in self.pool.used()}
 
     def get_page_state(self) -> dict[str, int]:
-        mapped = len(self.in_use() | set(self._retired_pages))
+        mapped = len(self.in_use() | kvcached_api.retired(self))
         return {"inuse_pages": mapped, "reserved_pages": self.ahead, "total_pages": self.total}
 
     def get_resize_target(self) -> int:
@@ -230,6 +234,7 @@ class World:
         self.fence = 2  # steps until pages are let go; 0 for at once
         self._retired: list[tuple[int, int]] = []
         self._in_use: set[int] = set()
+        self.pool.retire = self._retire  # type: ignore[method-assign]
         self.suspension = Suspension(self, self.spill)
         if gives:
             self.giving = Giving(self, self.spill, self._may_give)
@@ -254,7 +259,7 @@ class World:
         for request in self.scheduler.requests.values():
             request.blocks = []
         gone = before - self.manager.in_use() if self.fence else set()
-        self.manager._retired_pages += sorted(gone)
+        self.manager._retired_pages += [(0, [page]) for page in sorted(gone)]
         self._retired += [(self.steps, page) for page in gone]
         return True
 
@@ -321,8 +326,8 @@ class World:
     def _retire(self) -> None:
         """Pages whose last block was evicted wait for the fence."""
         now = self.manager.in_use()
-        for page in self._in_use - now - set(self.manager._retired_pages):
-            self.manager._retired_pages.append(page)
+        for page in self._in_use - now - kvcached_api.retired(self.manager):
+            self.manager._retired_pages.append((0, [page]))
             self._retired.append((self.steps, page))
         self._in_use = now
 
@@ -330,7 +335,7 @@ class World:
         for when, page in list(self._retired):
             if self.steps >= when + self.fence:
                 self._retired.remove((when, page))
-                self.manager._retired_pages.remove(page)
+                self.manager._retired_pages.remove((0, [page]))
 
     def until_idle(self) -> None:
         """Step as long as there is something to do."""

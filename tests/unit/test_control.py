@@ -11,6 +11,7 @@ import stat
 import sys
 import tempfile
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
@@ -23,8 +24,9 @@ from suspend_world import PAGE, World, worlds
 from kvpatch import claims, cli, control, private
 from kvpatch.control import client, protocol
 from kvpatch.patches.suspend import queue as handing
-from kvpatch.patches.suspend.server import Question, Server
+from kvpatch.patches.suspend.server import Question, Server, follow
 from kvpatch.patches.suspend.suspension import Suspension
+from kvpatch.upstream import kvcached_api
 
 __all__ = ["worlds"]
 
@@ -138,6 +140,7 @@ def test_a_limit_is_set_and_refused(engine: Running) -> None:
         ({"verb": "limit", "size": True}, "no number of bytes"),
         ({"verb": "suspend", "timeout": "soon"}, "no number of seconds"),
         ({"verb": "suspend", "timeout": -1}, "no number of seconds"),
+        ({"verb": "suspend", "timeout": True}, "no number of seconds"),
     ],
 )
 def test_what_is_no_question_is_refused(engine: Running, asked: dict[str, Any], why: str) -> None:
@@ -163,6 +166,107 @@ def test_who_asked_may_go_away(engine: Running) -> None:
         caller.connect(str(engine.server.path))
         protocol.send(caller, {"verb": "suspend"})
     assert control.find("chat").suspend().phase == "suspended"
+
+
+def answers(
+    suspension: Suspension, asked: dict[str, Any], since: float | None = None
+) -> dict[str, Any]:
+    """What is answered to a question that the engine's thread has taken."""
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        ours.settimeout(30)
+        follow(theirs, suspension, asked, time.monotonic() if since is None else since)
+        return next(protocol.lines(ours))
+
+
+@pytest.mark.parametrize("steps", [0, 1, 3, 5, 50])
+def test_a_suspension_that_somebody_else_undid_is_no_success(worlds: Any, steps: int) -> None:
+    """In any phase, also if the thread that answers looks only afterwards."""
+    world = worlds()
+    world.pool.cache(4, b"old4")
+    world.suspension.suspend(False, False, None)
+    for _ in range(steps):
+        world.step()
+    world.suspension.resume()
+    world.until_idle()
+    assert "resumed" in answers(world.suspension, {"verb": "suspend"})["error"]
+    assert "error" not in answers(world.suspension, {"verb": "resume"})
+    world.suspension.limit(4 * PAGE)
+    assert "resumed" in answers(world.suspension, {"verb": "suspend"})["error"]
+
+
+def test_a_resumption_that_somebody_else_undid_is_no_success(worlds: Any) -> None:
+    world = worlds()
+    world.suspension.suspend(False, False, None)
+    world.until_idle()
+    said = answers(world.suspension, {"verb": "resume"})
+    assert said["error"] == "it was suspended again meanwhile"
+    assert "error" not in answers(world.suspension, {"verb": "suspend"})
+
+
+def test_a_limit_that_could_not_be_given_back_is_said(
+    worlds: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*arguments: Any) -> None:
+        raise PermissionError("of a test")
+
+    world = worlds()
+    world.suspension.suspend(False, False, None)
+    world.until_idle()
+    monkeypatch.setattr(kvcached_api, "_write_limit", fail)
+    world.suspension.resume()
+    world.until_idle()
+    assert "could not be set again" in answers(world.suspension, {"verb": "resume"})["error"]
+
+
+def test_who_wants_everything_kept_is_told_what_an_earlier_suspension_lost(worlds: Any) -> None:
+    world = worlds(room=1)
+    for block in range(4, 8):
+        world.pool.cache(block, f"old{block}".encode())
+    world.suspension.suspend(False, False, None)
+    world.until_idle()
+    said = answers(world.suspension, {"verb": "suspend", "whole": True})
+    assert said["error"] == "somebody else had it suspended before, without 3 blocks"
+    assert "error" not in answers(world.suspension, {"verb": "suspend"})
+
+
+def test_a_timeout_holds_for_who_joined_a_suspension_without_one(worlds: Any) -> None:
+    world = worlds()
+    world.pool.cache(4, b"old4")
+    world.tier.stuck = True
+    world.suspension.suspend(False, False, None)
+    for _ in range(5):
+        world.step()
+    said = answers(world.suspension, {"verb": "suspend", "timeout": 1}, time.monotonic() - 10)
+    assert said["error"] == "it was not suspended within 1 s: in the phase storing"
+    assert said["phase"] == "storing", "somebody else's goes on"
+
+
+def test_a_suspension_that_comes_too_late_does_not_begin(engine: Running) -> None:
+    """The engine's thread is in a long step."""
+    held, goes = threading.Event(), threading.Event()
+    step = engine.world.step
+
+    def long() -> bool:
+        held.set()
+        assert goes.wait(30)
+        return step()
+
+    engine.world.step = long  # type: ignore[method-assign]
+    engine.world.add("runs", 40, 41).left = 3
+    engine.world.input_queue.put((b"wake", Question({"verb": "resume"})))
+    assert held.wait(30)
+    with pytest.raises(control.Refused, match=r"not suspended within 0\.5 s: its engine took no"):
+        control.find("chat").suspend(timeout=0.5)
+    goes.set()
+    assert control.find("chat").plan().phase == "runs"
+    assert engine.world.suspension.given_up == ""
+
+
+def test_where_requests_use_more_than_the_limit_it_is_said() -> None:
+    answer = control.Answer("runs", mapped=2 * PAGE, limit=PAGE)
+    assert "given back as they end" in answer.sentence
+    assert control.Answer("pausing", limit=PAGE).sentence.startswith("it is pausing, with")
 
 
 @pytest.mark.parametrize(
@@ -251,8 +355,6 @@ def test_an_engine_removes_the_sockets_of_killed_ones_and_no_others(worlds: Any)
 
 
 def test_an_engine_in_a_long_step_says_that_it_is_there(engine: Running) -> None:
-    import time
-
     begun = threading.Event()
     step = engine.world.step
 

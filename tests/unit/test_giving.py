@@ -8,8 +8,9 @@ from typing import Any
 import pytest
 from suspend_world import MOST, PAGE, World, worlds
 
+from kvpatch import state
 from kvpatch.patches.suspend import giving as module
-from kvpatch.patches.suspend import queue, watch
+from kvpatch.patches.suspend import hooks, queue, watch
 from kvpatch.patches.suspend.giving import Stage
 from kvpatch.patches.suspend.suspension import Phase
 from kvpatch.patches.suspend.watch import Look, Watch
@@ -201,6 +202,107 @@ def test_an_error_of_ours_leaves_the_limit_to_kvcached(
     assert not world.giving.lowers
 
 
+def allocate(world: World) -> None:
+    """What an allocation begins with: the limit that kvcached's thread has read last."""
+    world.manager.resize(world.manager.reported)
+
+
+def test_an_allocation_with_the_limit_of_before_does_not_give_the_new_one_up(worlds: Any) -> None:
+    """Under load one comes in the tenth of a second before kvcached's thread has read it."""
+    world = filled(worlds)
+    world.lag = 0
+    world.suspension.limit(4 * PAGE)
+    allocate(world)
+    assert world.manager.reported == MOST * PAGE
+    assert world.giving.lowers, "called done"
+    for _ in range(10):
+        world.step()
+        allocate(world)
+    assert len(world.pool.used()) == 12
+    world.manager.reported = world.manager.limit
+    world.until_idle()
+    assert world.manager.total == 4
+
+
+def test_an_allocation_with_the_limit_of_before_lowers_nothing(worlds: Any) -> None:
+    world = filled(worlds)
+    world.manager.limit, world.manager.reported = MOST * PAGE, 3 * PAGE  # it was raised just now
+    allocate(world)
+    assert not world.giving.lowers
+    world.until_idle()
+    assert len(world.pool.used()) == 24
+
+
+def test_a_limit_that_is_raised_again_before_a_step_leaves_the_engine_idle(worlds: Any) -> None:
+    world = filled(worlds)
+    world.suspension.limit(4 * PAGE)
+    world.suspension.limit(MOST * PAGE)
+    world.until_idle()
+    assert len(world.pool.used()) == 24
+
+
+def test_pages_of_requests_that_wait_for_the_fence_are_not_waited_for(worlds: Any) -> None:
+    """Under load there are always some; they are counted as given, too."""
+    world = filled(worlds)
+    others = (0, [7])
+    world.manager._retired_pages.append(others)
+    world.add("runs").left = 1000
+    lower(world, 4)
+    for _ in range(30):
+        world.step()
+    assert len(world.pool.used()) == 12
+    assert world.manager.in_shrink, "the limit was not left to kvcached"
+    assert world.giving.lowers, "called done with a page too many"
+    world.manager._retired_pages.remove(others)
+    allocate(world)
+    assert world.manager.total == 4
+    assert not world.giving.lowers
+
+
+@pytest.mark.parametrize("where", ["begin", "trim", "apply"])
+def test_an_error_while_it_ends_does_not_end_the_engine(
+    worlds: Any, where: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    world = filled(worlds)
+
+    def fail(*arguments: Any) -> None:
+        raise RuntimeError("of a test")
+
+    if where != "trim":
+        monkeypatch.setattr(type(world.manager), "_resize", fail)
+    if where == "begin":
+        monkeypatch.setattr(world.spill, "begin", fail)
+    if where == "trim":
+        monkeypatch.setattr(type(world.manager), "trim", fail)
+        world.giving.rest()
+    else:
+        lower(world, 4)
+    world.until_idle()
+    assert not world.step()
+
+
+def test_a_limit_that_an_error_left_to_kvcached_is_not_taken_up_again(
+    worlds: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each allocation comes with it, and each would write the same error into the log."""
+    world = filled(worlds)
+    begun: list[int] = []
+
+    def fail(blocks: Any) -> None:
+        begun.append(1)
+        raise ValueError("of a test")
+
+    monkeypatch.setattr(world.spill, "begin", fail)
+    lower(world, 4)
+    for _ in range(10):
+        world.step()
+        allocate(world)
+    assert begun == [1]
+    lower(world, 3)
+    world.until_idle()
+    assert begun == [1, 1]
+
+
 class Watched:
     """A watch without its thread."""
 
@@ -267,6 +369,46 @@ def test_the_time_without_requests_begins_when_the_last_one_has_ended(
     assert watched.look() == 1
     world.until_idle()
     assert watched.look(31) == 2
+
+
+def test_a_request_between_two_looks_is_not_missed(
+    worlds: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    world = filled(worlds)
+    state.attach(world, world.giving)
+    watched = Watched(world, monkeypatch, 30)
+    watched.look(20)
+    hooks.after_engine_step(lambda: True, world, (), {})  # no look sees it wait or run
+    assert watched.look(20) == 0
+    assert watched.look(20) == 1
+    watched.sent[0].take(world.giving)
+    world.until_idle()
+    assert watched.look(100) == 1
+    hooks.after_engine_step(lambda: True, world, (), {})
+    world.pool.cache(28, b"short28")
+    assert watched.look(100) == 2
+    watched.sent[1].take(world.giving)
+    world.until_idle()
+    assert world.pool.used() == set()
+
+
+def test_it_rests_after_a_suspension_that_was_given_up(
+    worlds: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    world = filled(worlds)
+    watched = Watched(world, monkeypatch, 30)
+    assert watched.look(31) == 1
+    watched.sent[0].take(world.giving)
+    world.suspension.suspend(False, False, None)
+    world.step()
+    assert watched.look() == 1
+    world.suspension.resume()
+    world.until_idle()
+    assert world.pool.used()
+    assert watched.look() == 2
+    watched.sent[1].take(world.giving)
+    world.until_idle()
+    assert world.pool.used() == set()
 
 
 def test_a_look_of_an_engine_that_cannot_is_kept_to_itself() -> None:

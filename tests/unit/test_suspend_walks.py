@@ -10,6 +10,7 @@ import pytest
 from suspend_world import BLOCKS, MOST, PAGE, Pause, World, worlds
 
 from kvpatch.patches.suspend.suspension import Cannot, Phase
+from kvpatch.upstream import kvcached_api
 
 __all__ = ["worlds"]
 
@@ -58,7 +59,7 @@ class Walk:
         free = set(range(BLOCKS, MOST * BLOCKS)) - self.world.pool.used()
         free -= {
             block
-            for page in self.world.manager._retired_pages
+            for page in kvcached_api.retired(self.world.manager)
             for block in range(page * BLOCKS, (page + 1) * BLOCKS)
         }
         runs = (

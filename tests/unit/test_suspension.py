@@ -10,6 +10,7 @@ from suspend_world import BLOCKS, MOST, PAGE, Pause, Status, World, worlds
 from kvpatch import state
 from kvpatch.patches.secondary_tiers.weights import Calls
 from kvpatch.patches.suspend.suspension import Cannot, Phase
+from kvpatch.upstream import kvcached_api
 
 __all__ = ["worlds"]
 
@@ -312,6 +313,105 @@ def test_an_error_of_ours_leaves_the_engine_running(
     assert said["error"] == "it failed with ValueError: of a test"
     assert world.finished == ["first", "second"]
     assert world.manager.limit == MOST * PAGE
+
+
+def broken(*arguments: Any) -> None:
+    raise PermissionError("of a test")
+
+
+@pytest.mark.parametrize("phase", [Phase.STORING, Phase.RELEASING, Phase.SUSPENDED])
+def test_a_limit_that_cannot_be_set_again_leaves_no_request_waiting(
+    worlds: Any, phase: Phase, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As where the pool in /dev/shm is another user's by now: the engine neither ends nor waits."""
+    world = filled(worlds)
+    world.suspension.suspend(False, False, None)
+    while world.suspension.phase is not phase:
+        world.step()
+    monkeypatch.setattr(kvcached_api, "_write_limit", broken)
+    world.manager.reported = world.manager.limit
+    if phase is not Phase.SUSPENDED:
+        world.manager.reported = 3 * PAGE  # kvcached's thread may never read what was wished for
+    world.suspension.resume()
+    for _ in range(10):
+        world.step()
+        world.manager.reported = world.manager.limit
+    assert world.suspension.phase is Phase.RUNS
+    assert "of a test" in world.suspension.said["unset"]
+    assert sorted(world.finished) == ["first", "second"]
+
+
+def test_an_error_of_ours_is_given_up_though_the_limit_cannot_be_set(
+    worlds: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    world = filled(worlds)
+    monkeypatch.setattr(kvcached_api, "_write_limit", broken)
+    said = suspended(world)  # the floor is not written, and neither is what it was
+    assert said["phase"] == "runs"
+    assert "PermissionError" in said["error"]
+    assert world.manager.limit == MOST * PAGE
+    assert world.finished == ["first", "second"]
+
+
+def test_a_floor_that_was_not_written_is_no_limit_to_come_back_to(
+    worlds: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without a pool in /dev/shm the limit is what the page allocator keeps to: the floor."""
+    world = filled(worlds)
+    monkeypatch.setattr(kvcached_api, "limit", lambda manager: manager.total * PAGE)
+    monkeypatch.setattr(kvcached_api, "is_applied", lambda manager: True)
+
+    def write(manager: Any, size: int) -> None:
+        if size == PAGE:
+            raise PermissionError("of a test")
+
+    monkeypatch.setattr(kvcached_api, "_write_limit", write)
+    assert suspended(world)["phase"] == "runs"
+    assert world.manager.total == MOST
+
+
+def test_what_became_of_a_suspension_is_kept_until_the_next_one(worlds: Any) -> None:
+    world = filled(worlds)
+    world.suspension.suspend(False, False, None)
+    world.suspension.resume()
+    world.until_idle()
+    world.suspension.limit(7 * PAGE)  # which tells something else
+    assert "error" not in world.suspension.said
+    assert world.suspension.given_up == "it was resumed before it was suspended"
+    world.suspension.suspend(False, False, None)
+    assert world.suspension.given_up == ""
+
+
+def test_the_error_of_one_suspension_is_not_the_next_ones(worlds: Any, now: list[float]) -> None:
+    world = filled(worlds)
+    world.tier.stuck, world.lag = True, 1000
+    world.suspension.suspend(False, False, 30)
+    while world.suspension.phase is not Phase.STORING:
+        world.step()
+    now[0] += 31
+    world.manager.reported = PAGE  # so that it does not run at once
+    world.step()
+    assert world.suspension.phase is Phase.RESUMING
+    world.tier.stuck, world.lag = False, 1
+    suspended(world)
+    world.suspension.resume()
+    world.until_idle()
+    assert "error" not in world.suspension.said
+
+
+def test_the_time_counts_from_the_question(worlds: Any, now: list[float]) -> None:
+    """It may have waited for a long step of the engine."""
+    world = filled(worlds)
+    world.suspension.suspend(False, False, 30, asked=now[0] - 31)
+    world.until_idle()
+    assert "not suspended within 30 s" in world.suspension.said["error"]
+
+
+def test_a_plan_says_what_is_in_the_way(worlds: Any) -> None:
+    world = filled(worlds)
+    world.scheduler.running[0].status = Status(name="WAITING_FOR_STREAMING_REQ")
+    with pytest.raises(Cannot, match="1 of its requests stream their input"):
+        world.suspension.plan()
 
 
 def test_vllms_own_resume_does_not_run_a_suspended_engine(worlds: Any) -> None:

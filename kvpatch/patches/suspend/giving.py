@@ -11,10 +11,15 @@ which then evicts what it needs, stored or not; and an idle engine keeps what it
 Requests run meanwhile. A lowered limit is applied when enough pages are free, or when no page is
 left that could be freed: kvcached then shrinks by itself, as the requests that use the rest end.
 What has not come into the tier is evicted for a limit, and kept by an engine that is only idle.
+
+kvcached's thread reads the limit in /dev/shm ten times a second, and every allocation brings what
+it read last: for a moment that is the limit before the one that is being lowered to, and nobody's
+wish.
 """
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from enum import Enum
 from typing import Any
@@ -52,6 +57,8 @@ class Giving:
         lost: blocks that were evicted without a copy, since the engine started.
         given: pages that were given back, since the engine started.
         manager: kvcached's, of the engine's pages.
+        busy_at: when the engine last had something to do, by the monotonic clock.
+        rested_for: the ``busy_at`` after which everything was given back.
     """
 
     def __init__(self, engine: Any, spill: Spill, may: Callable[[], bool]) -> None:
@@ -61,14 +68,18 @@ class Giving:
         self._engine = engine
         self._spill = spill
         self._may = may
+        self.busy_at = time.monotonic()
+        self.rested_for = 0.0
         self.manager = kvcached_api.manager_of(engine)
         self._pool = kvcached_api.pool_of(engine)
         self._hold = state.of(engine.scheduler, Hold)
         self._limit: int | None = None  # bytes of the K or V of one layer, as kvcached has it
         self._apply: Callable[[int], bool] | None = None
+        self._failed: int | None = None  # the limit that an error of ours left to kvcached
         self._idle = False
         self._kept: set[int] = set()  # blocks that an idle engine could not store
         self._pages: list[list[Cached]] = []
+        self._going: set[int] = set()  # pages that wait for the fence
         self._pieces = 0
         self._before = 0
 
@@ -81,7 +92,14 @@ class Giving:
             size: bytes of the K or V of one layer.
             apply: kvcached's own ``resize``.
         """
-        if size // self.manager.page_size >= kvcached_api.pages_in_use(self.manager):
+        pages = size // self.manager.page_size
+        fits = pages >= kvcached_api.pages_in_use(self.manager)
+        changes = self._limit is not None or pages != kvcached_api.pages_at_most(self.manager)
+        if changes and self._is_of_before(size):
+            return False
+        if size != self._failed:
+            self._failed = None
+        if fits or self._failed is not None:
             self._limit = self._apply = None
             return apply(size)
         if not self._may():
@@ -90,6 +108,11 @@ class Giving:
             self._limit, self._apply, self._pieces = size, apply, 0
         self._hold.step_for("limit", True)
         return False
+
+    def _is_of_before(self, size: int) -> bool:
+        """Whether an allocation brings a limit that is no longer the one in /dev/shm."""
+        read = kvcached_api.reported_limit(self.manager)
+        return size == read and not kvcached_api.is_applied(self.manager)
 
     def look(self) -> None:
         """Apply the limit that kvcached's thread has read, as an allocation would."""
@@ -112,14 +135,22 @@ class Giving:
 
     @property
     def lowers(self) -> bool:
-        """Whether a limit waits to be applied."""
-        return self._limit is not None
+        """Whether a limit waits to be applied, or pages wait for the fence because of one."""
+        return self._limit is not None or (
+            self.manager.in_shrink and kvcached_api.has_retired(self.manager)
+        )
+
+    @property
+    def can_rest(self) -> bool:
+        """Whether there may be something to give since the engine was last busy."""
+        return not self._idle and self.rested_for != self.busy_at and self._may()
 
     # What happens by itself
 
     def advance(self) -> None:
         """Go as far as it goes now; called at every step of the engine."""
         if self.stage is Stage.OFF and self._limit is None and not self._idle:
+            self._hold.step_for("limit", False)  # it may have been raised again before a step
             return
         if not self._may():
             self._forget()  # a suspension gives everything back
@@ -131,6 +162,7 @@ class Giving:
                 pass
         except Exception:
             log.exception("kvpatch: pages could not be given back")
+            self._failed = self._limit
             self._end()
 
     def _move(self) -> bool:
@@ -140,7 +172,8 @@ class Giving:
         if self.stage is Stage.STORING:
             return self._spill.done and self._evict()
         if self.stage is Stage.RELEASING:
-            if kvcached_api.has_retired(self.manager):
+            # Under load there are always others.
+            if self._going & kvcached_api.retired(self.manager):
                 return False
             now = kvcached_api.pages_in_use(self.manager)
             self.given += max(0, self._before - now)
@@ -154,7 +187,8 @@ class Giving:
             return False
         self._before = kvcached_api.pages_in_use(self.manager)
         goal = 0 if self._limit is None else self._limit // self.manager.page_size
-        wanted = min(PIECE, self._before - goal)
+        going = len(kvcached_api.retired(self.manager))
+        wanted = min(PIECE, self._before - going - goal)
         pages = kvcached_api.unused_pages(self._pool)
         if self._limit is None:
             pages = [blocks for blocks in pages if self._kept.isdisjoint(blocks)]
@@ -183,18 +217,25 @@ class Giving:
             }
             self.lost += len(without & still)
             gone |= still
+        before = kvcached_api.retired(self.manager)
         self._pool.evict_blocks(gone)
+        self._going = kvcached_api.retired(self.manager) - before
         self.stage = Stage.RELEASING
         return True
 
     def _end(self) -> None:
-        """Apply a limit as kvcached does, and stop."""
+        """Apply a limit as kvcached does, and stop; what fails here must not end the engine."""
         limit, apply, idle = self._limit, self._apply, self._idle
         self._forget()
-        if idle:
-            self.manager.trim()  # what was mapped ahead of use
-        if limit is not None and apply is not None:
-            apply(limit)
+        try:
+            if idle:
+                self.rested_for = self.busy_at
+                self.manager.trim()  # what was mapped ahead of use
+            if limit is not None and apply is not None:
+                apply(limit)
+        except Exception:
+            log.exception("kvpatch: kvcached did not take a limit")
+            self._failed = limit
 
     def _forget(self) -> None:
         self._limit = self._apply = None

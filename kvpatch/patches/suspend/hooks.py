@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from typing import Any
 
 from kvpatch import state
@@ -129,6 +130,8 @@ def after_engine_step(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> An
     result = wrapped(*args, **kwargs)
     suspension, giving = state.find(instance, Suspension), state.find(instance, Giving)
     if giving is not None:
+        if result:  # a model ran
+            giving.busy_at = time.monotonic()
         giving.advance()
     if suspension is not None:
         suspension.advance()  # it tells what the other has done

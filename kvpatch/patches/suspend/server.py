@@ -26,6 +26,7 @@ from kvpatch.upstream import kvcached_api
 TOGETHER = 64  # questions at a time
 ASKING = 10.0  # seconds in which a question has to be there
 BETWEEN = 0.2  # seconds between two lines of progress
+GRACE = 2.0  # seconds for an engine to give up by itself what takes too long
 
 
 class Question:
@@ -33,18 +34,27 @@ class Question:
 
     Attributes:
         asked: as the other end sent it.
+        since: when it came, by the monotonic clock.
         said: the outcome, once ``taken`` is set.
     """
 
     def __init__(self, asked: dict[str, Any]) -> None:
         self.asked = asked
+        self.since = time.monotonic()
         self.taken = threading.Event()
         self.said: dict[str, Any] = {}
+        self._once = threading.Lock()
+
+    def withdraw(self) -> bool:
+        """Ask no longer; return False if the engine's thread has it already."""
+        return self._once.acquire(blocking=False)
 
     def take(self, suspension: Suspension) -> None:
         """Do what is asked, or begin it; on the engine's thread."""
+        if not self._once.acquire(blocking=False):
+            return  # nobody wants it any more
         try:
-            self.said = answer(suspension, self.asked)
+            self.said = answer(suspension, self.asked, self.since)
         except Cannot as cannot:
             self.said = {"error": str(cannot)}
         except Exception as error:
@@ -53,8 +63,13 @@ class Question:
         self.taken.set()
 
 
-def answer(suspension: Suspension, asked: dict[str, Any]) -> dict[str, Any]:
+def answer(suspension: Suspension, asked: dict[str, Any], since: float) -> dict[str, Any]:
     """Begin what is asked; return what is known at once.
+
+    Args:
+        suspension: of the engine.
+        asked: as the other end sent it.
+        since: when that was.
 
     Raises:
         Cannot: it is refused.
@@ -64,9 +79,9 @@ def answer(suspension: Suspension, asked: dict[str, Any]) -> dict[str, Any]:
         if asked.get("plan"):
             return suspension.plan()
         timeout = asked.get("timeout")
-        if timeout is not None and not (isinstance(timeout, int | float) and timeout > 0):
+        if timeout is not None and seconds(timeout) is None:
             raise Cannot("the timeout is no number of seconds")
-        suspension.suspend(bool(asked.get("finish")), bool(asked.get("whole")), timeout)
+        suspension.suspend(bool(asked.get("finish")), bool(asked.get("whole")), timeout, since)
     elif verb == "resume":
         suspension.resume()
     elif verb == "limit":
@@ -77,6 +92,12 @@ def answer(suspension: Suspension, asked: dict[str, Any]) -> dict[str, Any]:
     else:
         raise Cannot(f"it knows {', '.join(protocol.VERBS)}, and not {verb!r}")
     return {}
+
+
+def seconds(timeout: Any) -> float | None:
+    """Return a timeout that was asked for, if it is one."""
+    number = isinstance(timeout, int | float) and not isinstance(timeout, bool)
+    return timeout if number and 0 < timeout < float("inf") else None
 
 
 class Server:
@@ -114,10 +135,12 @@ class Server:
     def close(self) -> None:
         """Listen no longer."""
         self._closed.set()
+        # Once it is closed, an engine that starts may bind a socket of its own at the path.
+        with suppress(OSError):
+            self.path.unlink(missing_ok=True)
         with suppress(OSError):
             self._socket.shutdown(socket.SHUT_RDWR)
         self._socket.close()
-        self.path.unlink(missing_ok=True)
 
     def _run(self) -> None:
         while True:
@@ -132,7 +155,12 @@ class Server:
                 self._closed.wait(BETWEEN)  # no descriptor is free, for example
                 continue
             thread = threading.Thread(target=self._serve, args=(connection,), daemon=True)
-            thread.start()
+            try:
+                thread.start()
+            except RuntimeError as error:  # no thread is free
+                log.debug("kvpatch: a connection was not served: %r", error)
+                connection.close()
+                self._free.release()
 
     def _serve(self, connection: socket.socket) -> None:
         try:
@@ -160,11 +188,16 @@ class Server:
         while not question.taken.wait(BETWEEN):  # it is in a step
             if self._engine() is None:
                 return
+            if late(question.asked, question.since) and question.withdraw():
+                why = "its engine took no question, and does not begin"
+                said = {"phase": suspension.phase.value, "done": True}
+                protocol.send(connection, said | {"error": not_within(asked, why)})
+                return
             protocol.send(connection, {"phase": suspension.phase.value})
         if question.said:
             protocol.send(connection, suspension.said | question.said | {"done": True})
             return
-        follow(connection, suspension, asked)
+        follow(connection, suspension, asked, question.since)
 
 
 def sweep(folder: Path) -> None:
@@ -176,24 +209,33 @@ def sweep(folder: Path) -> None:
                 path.unlink(missing_ok=True)
 
 
-def follow(connection: socket.socket, suspension: Suspension, asked: dict[str, Any]) -> None:
-    """Tell the progress of a verb until it has ended."""
+def follow(
+    connection: socket.socket, suspension: Suspension, asked: dict[str, Any], since: float
+) -> None:
+    """Tell the progress of a verb until it has ended.
+
+    Others may ask meanwhile: a suspension may be undone, or be one that was asked for otherwise.
+    """
     wanted = {"suspend": Phase.SUSPENDED, "resume": Phase.RUNS}.get(str(asked["verb"]))
     told = 0.0
     while True:
         with suspension.changed:
-            said = suspension.said
-            if not ended(said, wanted):
+            if not ended(suspension.said, wanted):
                 suspension.changed.wait(BETWEEN)
-                said = suspension.said
+            said, given_up = suspension.said, suspension.given_up
+        why = ""
         if ended(said, wanted):
-            if wanted is not Phase.SUSPENDED:  # the error is about a suspension
-                said = {name: value for name, value in said.items() if name != "error"}
-            protocol.send(connection, said | {"done": True})
-            return
-        if time.monotonic() - told >= BETWEEN:
-            told = time.monotonic()
-            protocol.send(connection, said)
+            why = why_not_done(said, given_up, asked)
+        elif wanted is Phase.SUSPENDED and late(asked, since, GRACE):
+            why = not_within(asked, f"in the phase {said['phase']}")
+        else:
+            if time.monotonic() - told >= BETWEEN:
+                told = time.monotonic()
+                protocol.send(connection, said)
+            continue
+        said = {name: value for name, value in said.items() if name not in ("error", "unset")}
+        protocol.send(connection, said | ({"error": why} if why else {}) | {"done": True})
+        return
 
 
 def ended(said: dict[str, Any], wanted: Phase | None) -> bool:
@@ -202,6 +244,29 @@ def ended(said: dict[str, Any], wanted: Phase | None) -> bool:
     if wanted is None:
         return not said.get("lowers")
     return phase in (wanted.value, Phase.RUNS.value, Phase.SUSPENDED.value)
+
+
+def why_not_done(said: dict[str, Any], given_up: str, asked: dict[str, Any]) -> str:
+    """Return why what a verb has ended with is not what was asked for; empty if it is."""
+    verb, suspended = asked["verb"], said["phase"] == Phase.SUSPENDED.value
+    if verb == "suspend" and not suspended:
+        return str(said.get("error") or given_up or "it was resumed meanwhile")
+    if verb == "suspend" and asked.get("whole") and (lost := said.get("lost")):
+        return f"somebody else had it suspended before, without {lost} blocks"
+    if verb == "resume" and suspended:
+        return "it was suspended again meanwhile"
+    return str(said.get("unset", "")) if verb == "resume" else ""
+
+
+def late(asked: dict[str, Any], since: float, more: float = 0.0) -> bool:
+    """Whether the time for a suspension is over."""
+    timeout = seconds(asked.get("timeout")) if asked.get("verb") == "suspend" else None
+    return timeout is not None and time.monotonic() - since > timeout + more
+
+
+def not_within(asked: dict[str, Any], why: str) -> str:
+    """Return the sentence on a suspension whose time is over."""
+    return f"it was not suspended within {asked['timeout']:g} s: {why}"
 
 
 def describe(engine: Any, suspension: Suspension, name: str) -> dict[str, Any]:

@@ -67,6 +67,7 @@ class Suspension:
         phase: where it is.
         changed: notified when ``said`` is another dictionary.
         said: the progress, or the outcome, of the last verb; replaced and never changed.
+        given_up: why the last suspension is none, also if somebody else looked in between.
     """
 
     def __init__(self, engine: Any, spill: Spill | None, why_not: str = "") -> None:
@@ -74,6 +75,7 @@ class Suspension:
         self.phase = Phase.RUNS
         self.changed = threading.Condition()
         self.said: dict[str, Any] = {}
+        self.given_up = ""
         self._spill = spill
         self._why_not = why_not
         self._hold = state.of(engine.scheduler, Hold)
@@ -88,6 +90,7 @@ class Suspension:
         self._floor = 0
         self._kept = 0
         self._error = ""
+        self._unset = ""  # why the limit is not what it was
         self._tell()
 
     # What can be asked for
@@ -108,13 +111,16 @@ class Suspension:
             return "its weights were replaced, and its caches have not been reset since"
         return ""
 
-    def suspend(self, finish: bool, whole: bool, timeout: float | None) -> None:
+    def suspend(
+        self, finish: bool, whole: bool, timeout: float | None, asked: float | None = None
+    ) -> None:
         """Begin a suspension, or go on with the one that has begun.
 
         Args:
             finish: let running requests finish first.
             whole: not if the tier cannot keep every block.
             timeout: seconds after which the engine runs on; None for no limit.
+            asked: when it was asked for, by the monotonic clock; None for now.
 
         Raises:
             Cannot: it is not begun.
@@ -122,13 +128,12 @@ class Suspension:
         if self.phase in (*ON_THE_WAY, Phase.SUSPENDED):
             self._tell()
             return
-        if why_not := self.why_not():
-            raise Cannot(why_not)
         lost = self.plan()["lost"]
         if whole and lost:
             raise Cannot(f"its CPU tier has no room for {lost} blocks")
         self._asked = False
-        self._begun = time.monotonic()
+        self._error = self._unset = self.given_up = ""  # of one before it
+        self._begun = time.monotonic() if asked is None else asked
         self._deadline = self._begun + timeout if timeout else 0.0
         self._mapped_before = self._mapped()
         self._finish, self._whole = finish, whole
@@ -143,8 +148,9 @@ class Suspension:
         Raises:
             Cannot: it cannot be suspended.
         """
-        if self._spill is None or self._why_not:
-            raise Cannot(self._why_not)
+        why_not = self.why_not()
+        if self._spill is None or why_not:
+            raise Cannot(why_not)
         self._tell()
         blocks = cached(kvcached_api.pool_of(self.engine))
         lost = max(0, len(blocks) - self._spill.tier.capacity())
@@ -165,6 +171,7 @@ class Suspension:
         if self.phase in (Phase.PAUSING, Phase.STORING):
             self._cancel("it was resumed before it was suspended")
         else:
+            self.given_up = "it was resumed meanwhile"
             self._begun = time.monotonic()
             self._take_back()
         self.advance()
@@ -191,11 +198,9 @@ class Suspension:
 
     def advance(self) -> None:
         """Go as far as it goes now; called at every step of the engine."""
-        if self.phase is Phase.RUNS and self.said.get("lowers"):
-            self._tell()
-        if self.phase is Phase.RUNS or self.phase is Phase.SUSPENDED:
-            return
         try:
+            if self.phase is Phase.RUNS and self.said.get("lowers"):
+                self._tell()
             if self._deadline and self.phase in ON_THE_WAY and time.monotonic() > self._deadline:
                 self._time_out()
             while self._move():
@@ -203,7 +208,8 @@ class Suspension:
         except Exception as error:
             # vLLM goes on: what it has is whole in every phase.
             log.exception("kvpatch: the suspension failed")
-            self._give_up(f"it failed with {type(error).__name__}: {error}")
+            if self.phase is not Phase.RUNS:
+                self._give_up(f"it failed with {type(error).__name__}: {error}")
 
     def _pausing(self) -> bool:
         scheduler = self.engine.scheduler
@@ -247,10 +253,14 @@ class Suspension:
     def _releasing(self) -> bool:
         if self._must_tell_preempted() or kvcached_api.has_retired(self._manager):
             return False
-        limit = kvcached_api.limit(self._manager)  # somebody may have set it a moment ago
-        floor = kvcached_api.give_all_back(self._manager)
+        if not self._asked:
+            self._limit = kvcached_api.limit(self._manager)  # somebody may have set it just now
+        try:
+            floor = kvcached_api.give_all_back(self._manager)
+        except Exception:
+            self._asked = True  # it may have been lowered
+            raise
         if floor is not None:
-            self._limit = self._limit if self._asked else limit
             self._floor = floor
             self._go_to(Phase.SUSPENDED)
         return False
@@ -263,16 +273,26 @@ class Suspension:
         return bool(self.engine.scheduler.reset_preempted_req_ids)
 
     def _take_back(self) -> None:
-        """Set the limit again that the engine has for itself."""
+        """Set the limit again that the engine has for itself.
+
+        What fails here must neither end the engine nor leave its requests waiting: they run with
+        the memory that it has then.
+        """
         now = kvcached_api.limit(self._manager)
         if now == self._floor or self._asked:
             now = self._limit  # else somebody has set another one meanwhile
-        kvcached_api.set_limit(self._manager, now)
+        try:
+            kvcached_api.set_limit(self._manager, now)
+        except Exception as error:
+            log.exception("kvpatch: a limit could not be set again")
+            self._unset = f"its limit could not be set again: {type(error).__name__}: {error}"
         self._floor, self._asked = 0, False
         self._go_to(Phase.RESUMING)
 
     def _resuming(self) -> bool:
-        if self._must_tell_preempted() or not kvcached_api.is_applied(self._manager):
+        if self._must_tell_preempted():
+            return False
+        if not self._unset and not kvcached_api.is_applied(self._manager):
             return False  # an allocation would apply an earlier limit
         self._run()
         return False
@@ -321,6 +341,7 @@ class Suspension:
             self._deadline = 0.0
         if phase is Phase.RUNS:
             error, self._error = error or self._error, ""
+            self.given_up = error or self.given_up
         self._tell(error)
 
     def _tell(self, error: str = "") -> None:
@@ -346,6 +367,8 @@ class Suspension:
             said |= {"lowers": giving.lowers, "evicted_without_copy": giving.lost}
         if error:
             said["error"] = error
+        if self._unset and self.phase is Phase.RUNS:
+            said["unset"] = self._unset
         with self.changed:
             self.said = said
             self.changed.notify_all()

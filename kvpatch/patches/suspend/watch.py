@@ -54,8 +54,7 @@ class Watch:
         self._engine = weakref.ref(engine)
         self._giving = weakref.ref(giving)
         self._idle = idle
-        self._busy_at = time.monotonic()
-        self._rested = False
+        giving.busy_at = time.monotonic()
         self._look: Look | None = None
         self._stop = threading.Event()
         threading.Thread(target=self._run, name="kvpatch-watch", daemon=True).start()
@@ -79,11 +78,11 @@ class Watch:
         if self._look is not None and not self._look.taken.is_set():
             return
         now = time.monotonic()
+        # Requests that come and go between two looks are seen in the engine's steps.
         if any(engine.scheduler.get_request_counts()):
-            self._busy_at, self._rested = now, False
-        rests = self._idle is not None and not self._rested and now - self._busy_at >= self._idle
+            giving.busy_at = now
+        rests = self._idle is not None and now - giving.busy_at >= self._idle and giving.can_rest
         # A program in the engine's process may have lowered the limit on a thread of its own.
         if rests or giving.lowers or kvcached_api.is_above_limit(giving.manager):
-            self._rested = self._rested or rests
             self._look = Look(rests)
             queue.hand_over(engine, self._look)
