@@ -182,6 +182,8 @@ class Keeper:
         except (Busy, Foreign):
             self._room = False  # no store waits for what may not come
             return
+        if not self.member.counted:
+            self._break("its record was removed", None)
         self._make_room(view)
         self._return_idle()
         self._grow(view)
@@ -202,11 +204,15 @@ class Keeper:
             draining = extents.draining()
         for index in draining:
             with self.lock:  # one at a time: a step of the scheduler may wait for it
-                self.evicted += self._evict(index)
+                self.evict(index)
         if due:
             self._quiet_until = self._clock() + TO_GIVE
         if view.asked:
             self.member.answer()
+
+    def evict(self, index: int) -> None:
+        """Evict what can be evicted of an extent, under the lock."""
+        self.evicted += self._evict(index)
 
     def _share(self, view: View) -> int:
         """Return what this engine has to give back of what is over the limit, in bytes."""
@@ -336,7 +342,7 @@ class Keeper:
             and self._passed_over.get(peer.path.name, 0) < now
         )
 
-    def _break(self, why: str, error: BaseException, again: float = float("inf")) -> None:
+    def _break(self, why: str, error: BaseException | None, again: float = float("inf")) -> None:
         if why != self.broken:
             log.error("kvpatch: the host pool commits no memory now: %s", why, exc_info=error)
         self.broken = why

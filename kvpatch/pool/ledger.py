@@ -113,11 +113,21 @@ class Member:
         self._file = file
         self._owner = owner
         self._pid = os.getpid()
+        self._asked = Ask(0, 0.0)  # at the last look
 
     @property
     def committed(self) -> int:
         """The bytes that it has committed."""
         return self._owner.committed
+
+    @property
+    def counted(self) -> bool:
+        """Whether the others can see its record.
+
+        An operator may remove it, and so does systemd-logind with RemoveIPC=yes when the user logs
+        out: what it has is then in nobody's sum.
+        """
+        return os.fstat(self._file).st_nlink > 0
 
     def take(self, size: int) -> bool:
         """Raise the record by ``size`` bytes, which may then be committed.
@@ -125,6 +135,8 @@ class Member:
         Returns:
             False if the sum of all records would pass the limit, or cannot be known.
         """
+        if not self.counted:
+            return False
         with suppress(Busy, Foreign), _alone(self.path.parent, TO_LOOK):
             limit = _read_limit(self.path.parent)
             others = sum(peer.owner.committed for peer in _survey(self.path.parent, self.path))
@@ -138,7 +150,8 @@ class Member:
     def give(self, size: int) -> None:
         """Lower the record by ``size`` bytes, which were punched."""
         self._owner = self._owner._replace(committed=self._owner.committed - size)
-        with suppress(Busy), _alone(self.path.parent, TO_LOOK):  # if not now, at the next look
+        # If not now, at the next look; the folder may have been removed.
+        with suppress(Busy, OSError), _alone(self.path.parent, TO_LOOK):
             record.write_owner(self._file, self._owner)
 
     def look(self, resident: int, coldest: float) -> View:
@@ -152,6 +165,8 @@ class Member:
             Busy: the lock is not to be had.
             Foreign: another engine's record cannot be read.
         """
+        if not self.counted:  # nothing may stay that nobody counts
+            return View(0, self._owner.committed, [], self._owner.committed)
         with _alone(self.path.parent, TO_LOOK):
             self._owner = self._owner._replace(
                 resident=resident, coldest=coldest, looked=time.monotonic()
@@ -159,21 +174,23 @@ class Member:
             record.write_owner(self._file, self._owner)
             peers = _survey(self.path.parent, self.path)
             limit = _read_limit(self.path.parent)
-            asked = record.read_ask(self._file).size
+            self._asked = record.read_ask(self._file)
         current = limit.current if limit is not None else 0
-        return View(current, self._owner.committed, peers, asked)
+        return View(current, self._owner.committed, peers, self._asked.size)
 
     def answer(self) -> None:
-        """Note that what was asked for is being given back, or cannot be."""
-        record.write_ask(self._file, Ask(0, 0.0))
+        """Note that what was asked for at the last look is being given back, or cannot be."""
+        with suppress(Busy, OSError), _alone(self.path.parent, TO_LOOK):
+            if record.read_ask(self._file) == self._asked:  # else somebody asked since
+                record.write_ask(self._file, Ask(0, 0.0))
 
     def ask(self, peer: Peer, size: int) -> None:
         """Ask another engine to give back ``size`` bytes."""
         with suppress(OSError, Busy), _alone(self.path.parent, TO_LOOK):
             file = os.open(peer.path, os.O_RDWR | os.O_NOFOLLOW)
             try:
-                if record.read_ask(file).size < size:
-                    record.write_ask(file, Ask(size, time.monotonic()))
+                size = max(size, record.read_ask(file).size)
+                record.write_ask(file, Ask(size, time.monotonic()))
             finally:
                 os.close(file)
 
@@ -185,6 +202,8 @@ class Member:
         """End this engine's part; its memory has been freed, or goes with its processes."""
         if self._file < 0 or os.getpid() != self._pid:
             return
+        # Also without the lock, when this process goes on and would be taken for one that ends.
+        record.write_owner(self._file, self._owner)
         with suppress(Busy, OSError), _alone(self.path.parent, TO_LOOK):
             fcntl.flock(self._file, fcntl.LOCK_UN)  # a forked worker has a copy
             try:
@@ -267,9 +286,11 @@ def set_limit(folder: Path, size: int) -> bool:
 
     Raises:
         Busy: the lock is not to be had.
+        private.Unsafe: the folder is open to others, or another user's.
         OSError: the folder cannot be used.
     """
     try:
+        private.check_folder(folder)
         with _alone(folder, TO_START):
             limit = _read_limit(folder)
             if limit is None or not _survey(folder, None):
@@ -290,9 +311,11 @@ def show(folder: Path, remove: bool = False) -> tuple[Limit, list[Peer]] | None:
     Raises:
         Busy: the lock is not to be had.
         Foreign: a record cannot be read.
+        private.Unsafe: the folder is open to others, or another user's.
         OSError: the folder cannot be used.
     """
     try:
+        private.check_folder(folder)
         with _alone(folder, TO_LOOK):
             peers = _survey(folder, None, remove)
             limit = _read_limit(folder)

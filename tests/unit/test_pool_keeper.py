@@ -446,6 +446,16 @@ def test_without_the_ledgers_lock_no_store_waits(
     assert not one.keeper.need(PER)
 
 
+def test_without_its_record_an_engine_gives_everything_back(world: World) -> None:
+    one = world.engine()
+    one.store(3 * PER)
+    one.member.path.unlink()
+    one.turn(2)
+    assert one.memory.committed == 0
+    assert "record" in one.keeper.broken
+    assert not one.keeper.need(1)
+
+
 def test_the_thread_survives_an_error(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     one = world.engine()
     turns = threading.Semaphore(0)

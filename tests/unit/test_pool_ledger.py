@@ -129,6 +129,55 @@ def test_an_engine_is_asked_once_and_for_the_most(folder: Path) -> None:
     two.leave()
 
 
+def test_what_is_asked_for_between_a_look_and_its_answer_is_not_lost(folder: Path) -> None:
+    one, two, three = (join(folder, name=name) for name in ("one", "two", "three"))
+    (peer,) = (peer for peer in two.look(0, 0.0).peers if peer.path == one.path)
+    two.ask(peer, MIB)
+    assert one.look(0, 0.0).asked == MIB
+    three.ask(peer, MIB)  # the same, of another engine
+    one.answer()
+    assert one.look(0, 0.0).asked == MIB
+    one.answer()
+    assert one.look(0, 0.0).asked == 0
+    for member in (one, two, three):
+        member.leave()
+
+
+def test_an_engine_whose_record_was_removed_takes_nothing_and_gives_all(folder: Path) -> None:
+    """As systemd-logind does with RemoveIPC, or an operator: nobody counts what it has."""
+    engine = Engine(folder, "one")
+    assert engine.grow(0)
+    for path in folder.iterdir():
+        path.unlink()
+    folder.rmdir()
+    assert not engine.grow(1)
+    view = engine.member.look(0, 0.0)
+    assert (view.limit, view.own, view.asked) == (0, MIB, MIB)
+    other = join(folder, name="other")  # it begins a pool of its own
+    assert not engine.grow(1)
+    engine.shrink(0)
+    assert engine.memory.committed == engine.member.committed == 0
+    engine.leave()
+    assert counted(folder) == 0
+    other.leave()
+
+
+def test_an_engine_that_ends_while_its_process_goes_on_counts_no_more(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also if the ledger's lock is not to be had just then."""
+    one, two = join(folder, name="one"), join(folder, name="two")
+    assert two.take(MIB)
+    monkeypatch.setattr(ledger, "TO_LOOK", 0.01)
+    file = os.open(folder, os.O_RDONLY)
+    fcntl.flock(file, fcntl.LOCK_EX)
+    two.give(MIB)
+    two.leave()
+    os.close(file)
+    assert one.look(0, 0.0).peers == []
+    one.leave()
+
+
 def test_what_a_killed_engine_had_is_the_pools_again(folder: Path) -> None:
     one = join(folder, 2 * MIB, "one")
 
@@ -309,6 +358,17 @@ def test_a_folder_that_others_can_enter_is_refused(folder: Path) -> None:
     folder.mkdir(mode=0o755)
     with pytest.raises(private.Unsafe):
         join(folder)
+
+
+def test_a_folder_that_others_can_enter_is_neither_shown_nor_changed(folder: Path) -> None:
+    """Another user may have made it, and says in it what he likes."""
+    folder.mkdir(mode=0o700)
+    (folder / ledger.LIMIT).touch()
+    folder.chmod(0o777)
+    with pytest.raises(private.Unsafe):
+        ledger.show(folder)
+    with pytest.raises(private.Unsafe):
+        ledger.set_limit(folder, MIB)
 
 
 def test_records_of_many_processes_and_long_names_fit(folder: Path) -> None:

@@ -67,16 +67,18 @@ def after_reset(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
     An engine in its own process goes on stepping until no transfer is left; one in the caller's
     is stepped here.
     """
-    result = wrapped(*args, **kwargs)
     pooled = state.find(instance, Pooled)
-    if pooled is not None:
-        while (
-            pooled.extents.transferring
-            and not hasattr(instance, "run_busy_loop")
-            and not instance.scheduler.has_unfinished_requests()
-        ):
-            instance.step_fn()
-        pooled.keeper.wake()
+    if pooled is None:
+        return wrapped(*args, **kwargs)
+    with pooled.lock:  # it goes through the policy's blocks outside of a step
+        result = wrapped(*args, **kwargs)
+    while (
+        pooled.extents.transferring
+        and not hasattr(instance, "run_busy_loop")
+        and not instance.scheduler.has_unfinished_requests()
+    ):
+        instance.step_fn()
+    pooled.keeper.wake()
     return result
 
 

@@ -32,6 +32,11 @@ class Pooled:
         self.extents, self.keeper, self.lock, self.workers = extents, keeper, lock, workers
         self._process: int | None = os.getpid()
 
+    def evict_draining(self) -> None:
+        """Evict what can be evicted in extents that have to go, under the lock."""
+        for index in self.extents.draining():
+            self.keeper.evict(index)
+
     def close(self) -> None:
         """Give everything back; once, and not in a forked worker."""
         if self._process == os.getpid():
@@ -96,6 +101,8 @@ def around_prepare_store(wrapped: Any, instance: Any, args: Any, kwargs: Any) ->
         return wrapped(*args, **kwargs)
     keys = list(argument(args, kwargs, 0, "keys"))
     with pooled.lock:
+        # The policy would take them for what it may evict, and their chunks are not handed out.
+        pooled.evict_draining()
         chunks = [(key, instance._policy.get(key)) for key in keys]
         pooled.extents.use(_id(chunk) for _, chunk in chunks if chunk is not None)
         missing = sum(chunk is None and _is_due(instance, key) for key, chunk in chunks)
@@ -130,10 +137,10 @@ def around_touch(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> None:
 
 
 def around_completion(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> None:
-    """Evict what no transfer uses any more in an extent that has to go.
+    """Have the keeper evict what no transfer uses any more in an extent that has to go.
 
-    Wraps ``complete_load`` and ``complete_store``. After it the policy finds nothing to evict in
-    such an extent, whose chunks are not handed out.
+    Wraps ``complete_load`` and ``complete_store``. It is not evicted here: secondary tiers read
+    what was stored as soon as that has completed.
     """
     pooled = state.find(instance, Pooled)
     if pooled is None:
@@ -141,8 +148,8 @@ def around_completion(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> No
         return
     with pooled.lock:
         wrapped(*args, **kwargs)
-        for index in pooled.extents.draining():
-            pooled.keeper.evicted += evict(instance, pooled.extents, index)
+        if pooled.extents.draining():
+            pooled.keeper.wake()
 
 
 def around_reset(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> None:
