@@ -147,13 +147,23 @@ class Keeper:
         self._thread = threading.Thread(target=self._run, name="kvpatch-pool-keeper", daemon=True)
         self._thread.start()
 
-    def close(self) -> None:
-        """End the thread and give everything back; no copy is in flight any more."""
+    def close(self, in_use: bool = False) -> None:
+        """End the thread and give everything back; no copy is in flight any more.
+
+        Args:
+            in_use: somebody in this process still reads or writes the tier. All of it stays
+                committed and counted, and goes with the process.
+        """
         self._stop.set()
         self._wake.set()
         if self._thread is not None and self._thread is not threading.current_thread():
             self._thread.join()
         self.ranks.close()
+        if in_use:
+            log.warning(
+                "kvpatch: a disk does not answer; the CPU tier stays until its process ends"
+            )
+            return
         for index in list(self.extents.open):
             offset, size = self.extents.place(index)
             self.memory.punch(offset, size)

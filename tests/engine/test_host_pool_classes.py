@@ -410,7 +410,9 @@ def test_blocks_in_transfers_stay_until_they_end(started: Any, pool: Path) -> No
     assert one.kernel() == MIB
     assert [one.hit(number) for number in (1, 2, 3)] == [True, False, False]
     assert one.store(4) is None  # no room, and nothing that may be evicted
+    one.keeper._wake.clear()
     end_load()
+    assert one.keeper._wake.is_set()
     assert one.store(4) is None  # what was loaded is evicted, and its memory is not handed out
     assert not one.hit(1)
     end_store()

@@ -234,7 +234,8 @@ class Tiers:
         if later:
             return None
         blocks = rows_of(self.manager.prepare_load(hits, context))
-        rows = [np.array(self.primary.get_kv_memoryview())[int(block)] for block in blocks]
+        memory = np.asarray(self.primary.get_kv_memoryview())
+        rows = [memory[int(block)].copy() for block in blocks]
         self.manager.complete_load(hits, context)
         self.manager.on_request_finished(context)
         return rows

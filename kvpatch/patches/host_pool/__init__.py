@@ -165,6 +165,16 @@ FEATURE = Feature(
         ),
         seam(
             _row(
+                "lookup",
+                "vllm.v1.kv_offload.tiering.manager:TieringOffloadingManager.lookup",
+                "tier:around_lookup",
+                "a block on a disk would be computed although memory for it can be committed",
+                ("self", "key", "req_context"),
+            ),
+            _LATER,
+        ),
+        seam(
+            _row(
                 "prepare_load",
                 f"{_MANAGER}.prepare_load",
                 "tier:around_prepare_load",

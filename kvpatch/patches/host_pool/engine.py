@@ -119,7 +119,8 @@ class Part:
         """
         assert self._ranks is not None
         planner = connectors.scheduler_of(engine.scheduler.connector)
-        manager = planner.manager
+        tiers = planner.manager
+        manager = getattr(tiers, "primary_tier", tiers)
         chunks = chunks_of(manager, "_num_{}")
         size = os.fstat(self._file).st_size
         if not chunks or not size:
@@ -153,8 +154,10 @@ class Part:
             lock,
             lambda index: evict(manager, extents, index),
         )
-        pooled = Pooled(extents, keeper, lock, self._workers)
-        for host in (engine, engine.scheduler, planner, manager):
+        disks = tuple(getattr(tiers, "secondary_tiers", ()))
+        pooled = Pooled(extents, keeper, lock, self._workers, disks)
+        hosts = [engine, engine.scheduler, planner, manager]
+        for host in hosts if manager is tiers else [*hosts, tiers]:
             state.attach(host, pooled)
         state.attach(engine, HostPool(keeper.describe))
         weakref.finalize(engine, pooled.close)  # of an engine that is dropped without a shutdown

@@ -97,7 +97,10 @@ def around_region(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> None:
     finally:
         os.close(file)
     wrapped(*args, **kwargs)
-    state.attach(instance, Shared(instance, record))
+    # The scheduler's, from which disks read and into which they write, has no rank: it registers
+    # nothing, and its process is the engine's.
+    if instance.rank is not None:
+        state.attach(instance, Shared(instance, record))
 
 
 def around_populate(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:

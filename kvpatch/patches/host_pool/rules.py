@@ -12,7 +12,11 @@ from kvpatch.versions import Facts, in_words
 
 # The releases whose engines passed tests/long/test_host_pool.py, or its file in tests/versions.
 RELEASES = ("0.28.0", "0.29.0", "0.30.0", "0.31.0", "0.32.0")
+# Those with secondary tiers, of tests/long/test_host_pool_tiers.py, and those in a MultiConnector.
+WITH_TIERS: tuple[str, ...] = ()
+IN_MULTI: tuple[str, ...] = ()
 _SPECS = (None, "CPUOffloadingSpec", "HostOffloadingSpec")
+_TIERING = ("TieringOffloadingSpec", "HostTieringOffloadingSpec")
 _UNSET = "unset KVPATCH_HOST_POOL"
 
 
@@ -25,9 +29,20 @@ def _other_release(config: Any, facts: Facts) -> bool:
 
 
 def _other_tier(config: Any, facts: Facts) -> bool:
-    leaves = connectors.leaves(config.kv_transfer_config)
-    alone = len(leaves) == 1 and config.kv_transfer_config.kv_connector == connectors.OFFLOADING
-    return _pooled(facts) and not (alone and leaves[0].extra.get("spec_name") in _SPECS)
+    if not _pooled(facts):
+        return False
+    transfer = config.kv_transfer_config
+    tiers = connectors.offloading(transfer)
+    if len(tiers) != 1 or any(one.name == connectors.SIMPLE for one in connectors.leaves(transfer)):
+        return True
+    specs = _SPECS + (_TIERING if facts.vllm.is_one_of(WITH_TIERS) else ())
+    if tiers[0].extra.get("spec_name") not in specs:
+        return True
+    if transfer.kv_connector == connectors.OFFLOADING:
+        return False
+    # The engine has one part in the pool, under its own name.
+    inside = transfer.kv_connector_extra_config.get("connectors") or ()
+    return not facts.vllm.is_one_of(IN_MULTI) or any("engine_id" in one for one in inside)
 
 
 def _needed(config: Any, facts: Facts) -> int:

@@ -14,6 +14,7 @@ from kvpatch import state
 from kvpatch.patch import argument
 from kvpatch.pool.extents import Extents
 from kvpatch.pool.keeper import Keeper
+from kvpatch.upstream.vllm_api import lookup_results
 
 
 class Pooled:
@@ -24,12 +25,23 @@ class Pooled:
         keeper: commits them and gives them back.
         lock: of the extents, and of what a step of the scheduler has found in the tier.
         workers: of the engine.
+        disks: its secondary tiers, whose threads read and write the tier's chunks.
+        looking: whether a block is being looked up, and would be promoted.
+        promotions: how many blocks of this step wait for memory to be promoted into.
     """
 
     def __init__(
-        self, extents: Extents, keeper: Keeper, lock: threading.RLock, workers: int
+        self,
+        extents: Extents,
+        keeper: Keeper,
+        lock: threading.RLock,
+        workers: int,
+        disks: tuple[Any, ...] = (),
     ) -> None:
         self.extents, self.keeper, self.lock, self.workers = extents, keeper, lock, workers
+        self.disks = disks
+        self.looking = False
+        self.promotions = 0
         self._process: int | None = os.getpid()
 
     def evict_draining(self) -> None:
@@ -41,7 +53,19 @@ class Pooled:
         """Give everything back; once, and not in a forked worker."""
         if self._process == os.getpid():
             self._process = None
-            self.keeper.close()
+            at_work = [disk for disk in self.disks if not _has_ended(disk)]
+            self.keeper.close(in_use=bool(at_work))
+
+
+def _has_ended(disk: Any) -> bool:
+    """Return whether no thread of a disk touches the tier any more; end them if nobody has.
+
+    One that hangs in a call goes on when that returns: from memory that was given back meanwhile
+    it would write zeros, with a checksum that is right for them.
+    """
+    if not disk._pool._stop:
+        disk.shutdown()
+    return not any(thread.is_alive() for thread in disk._pool._threads)
 
 
 def evict(manager: Any, extents: Extents, index: int) -> int:
@@ -106,11 +130,30 @@ def around_prepare_store(wrapped: Any, instance: Any, args: Any, kwargs: Any) ->
         chunks = [(key, instance._policy.get(key)) for key in keys]
         pooled.extents.use(_id(chunk) for _, chunk in chunks if chunk is not None)
         missing = sum(chunk is None and _is_due(instance, key) for key, chunk in chunks)
-        if missing and pooled.keeper.need(missing):
+        if missing and pooled.keeper.need(missing + pooled.promotions):
+            pooled.promotions += missing * pooled.looking
             return None
         if "keys" in kwargs:
             return wrapped(*args, **{**kwargs, "keys": keys})
         return wrapped(keys, *args[1:], **kwargs)
+
+
+def around_lookup(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
+    """Let a request wait for memory to promote its blocks into, instead of computing them.
+
+    Wraps ``TieringOffloadingManager.lookup(key, req_context)``, which calls it a miss.
+    """
+    pooled = state.find(instance, Pooled)
+    if pooled is None:
+        return wrapped(*args, **kwargs)
+    miss, (later, _) = lookup_results()
+    with pooled.lock:
+        before, pooled.looking = pooled.promotions, True
+        try:
+            result = wrapped(*args, **kwargs)
+        finally:
+            pooled.looking = False
+        return later if result is miss and pooled.promotions > before else result
 
 
 def around_prepare_load(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
@@ -184,6 +227,7 @@ def around_schedule(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
     if pooled is None:
         return wrapped(*args, **kwargs)
     with pooled.lock:
+        pooled.promotions = 0
         return wrapped(*args, **kwargs)
 
 

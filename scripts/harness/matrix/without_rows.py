@@ -496,6 +496,9 @@ _POOL_TESTS = {
     f"{_POOL_CLASSES}test_blocks_in_transfers_stay_until_they_end": (
         *("prepare_load", "complete_load", "complete_store"),
     ),
+    "engine/test_host_pool_tier_classes.py::test_what_a_disk_stores_from_stays_until_it_has": (
+        "lookup",
+    ),
     f"{_POOL_ENGINES}test_an_idle_engine_makes_room_and_a_killed_one_leaves_it": (
         "engine_core",
         "shutdown",

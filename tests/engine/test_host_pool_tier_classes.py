@@ -1,0 +1,327 @@
+"""vLLM's own tier classes with the CPU tier in a host pool and a disk behind it, without an engine.
+
+What a disk reads from or writes into while the pool takes it back stays until the disk has ended.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+from test_tier_classes import ROW, Tiers, arguments, rows_of
+
+from kvpatch import state
+from kvpatch.environ import HOST_POOL, TIER_PATIENCE
+from kvpatch.patch import Transaction
+from kvpatch.patches import host_pool, secondary_tiers
+from kvpatch.patches.host_pool import engine, presence
+from kvpatch.patches.host_pool.tier import Pooled
+from kvpatch.patches.secondary_tiers import block_files, fingerprint
+from kvpatch.pool import ledger
+from kvpatch.pool.keeper import Keeper
+from kvpatch.supported import release_of
+from kvpatch.versions import installed
+
+PER = 4  # chunks of an extent
+EXTENT = PER * ROW
+# Rows on what only an engine has.
+NOT_HERE = (
+    "engine_core",
+    "shutdown",
+    "reset",
+    "pin",
+    "schedule",
+    "pending_work",
+    "build",
+    "worker_output",
+)
+RELEASE = release_of(installed("vllm")[0])
+
+
+@pytest.fixture(autouse=True)
+def rows(monkeypatch: pytest.MonkeyPatch) -> Iterator[Transaction]:
+    """The rows of the pool and of the tiers over vLLM's classes; revert one to show its fault."""
+    patches = Transaction()
+    ours = host_pool.FEATURE.at(RELEASE)
+    patches.apply_all(row for row in ours if row.id.removeprefix("pool.") not in NOT_HERE)
+    patches.apply_all(secondary_tiers.FEATURE.at(RELEASE))
+    monkeypatch.setattr(fingerprint, "_described", "one layout")
+    monkeypatch.setenv("PYTHONHASHSEED", "0")
+    yield patches
+    patches.revert_to(0)
+
+
+@pytest.fixture(autouse=True)
+def pool(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """A pool of 64 extents that nobody else has; no thread runs."""
+    monkeypatch.setenv(HOST_POOL.name, f"{64 * EXTENT}@test{os.getpid()}{os.urandom(4).hex()}")
+    monkeypatch.setenv(TIER_PATIENCE.name, "0.5")
+    monkeypatch.setattr(engine, "EXTENT", EXTENT)
+    monkeypatch.setattr(engine, "_SMALLEST", EXTENT)
+    monkeypatch.setattr(Keeper, "start", lambda self: None)
+    folder = presence.home()
+    yield folder
+    for path in folder.iterdir():  # of an engine that kept its memory
+        path.unlink()
+    folder.rmdir()
+
+
+class OffloadingConnector:
+    """The connector of a fake engine, which has a scheduler's side."""
+
+    def __init__(self, manager: Any) -> None:
+        self.connector_scheduler = SimpleNamespace(manager=manager)
+
+
+class PooledTiers(Tiers):
+    """A CPU tier in the pool with a disk behind it, stepped as the scheduler steps them."""
+
+    def __init__(self, folder: Path, blocks: int) -> None:
+        from vllm.v1.kv_offload import base
+        from vllm.v1.kv_offload.cpu.shared_offload_region import SharedOffloadRegion
+        from vllm.v1.kv_offload.tiering.spec import TieringOffloadingSpec
+
+        self.base = base
+        self._requests = 0
+        given = arguments(folder, blocks=blocks)
+        config = SimpleNamespace(
+            kv_transfer_config=SimpleNamespace(engine_id=given[0].engine_id),
+            parallel_config=SimpleNamespace(world_size=1),
+            model_config=SimpleNamespace(served_model_name="a model"),
+        )
+        part = engine.Part(config)
+        later = "num_chunks" in SharedOffloadRegion.__init__.__wrapped__.__code__.co_varnames
+        unit = "chunk" if later else "block"
+        self.region = SharedOffloadRegion(
+            engine_id=given[0].engine_id,
+            rank=0,
+            cpu_page_size=ROW,
+            **{f"num_{unit}s": blocks, f"kv_bytes_per_{unit}": ROW},
+        )
+        self.manager = TieringOffloadingSpec(*given).get_manager()
+        self.primary = self.manager.primary_tier
+        self.tier = self.manager.secondary_tiers[0]
+        self.core = type("Core", (), {})()
+        self.core.scheduler = SimpleNamespace(connector=OffloadingConnector(self.manager))
+        part.begin(self.core)
+        found = state.find(self.primary, Pooled)
+        assert found is not None
+        self.pooled, self.keeper, self.extents = found, found.keeper, found.extents
+
+    def turn(self, times: int = 1) -> None:
+        """Let the keeper look."""
+        for _ in range(times):
+            self.keeper.turn()
+            self.check()
+
+    def check(self) -> None:
+        """The kernel, the ledger and the extents agree."""
+        committed = sum(self.extents.place(index)[1] for index in self.extents.open)
+        assert self.kernel() == self.keeper.member.committed == committed
+
+    def kernel(self) -> int:
+        return os.fstat(self.region.fd).st_blocks * 512
+
+    def step(self) -> None:
+        self.pooled.promotions = 0
+        super().step()
+        self.turn()
+
+    def store(self, *numbers: int, ended: bool = False) -> None:
+        """Store blocks, block n full of bytes n, and wait for memory as a request does."""
+        self.begin(*numbers)()
+
+    def begin(self, *numbers: int) -> Callable[[], None]:
+        """Begin to store blocks; return what completes it."""
+        context = self.request()
+        keys = [self.key(number) for number in numbers]
+        output = None
+        for _ in range(10):
+            output = self.manager.prepare_store(keys, context)
+            if output is not None:
+                break
+            self.turn()
+        assert output is not None, "the store waits for ever"
+        for key, chunk in zip(output.keys_to_store, rows_of(output.store_spec), strict=True):
+            np.asarray(self.primary.get_kv_memoryview())[int(chunk)] = key[31]
+
+        def complete() -> None:
+            self.manager.complete_store(output.keys_to_store, context)
+            self.manager.on_request_finished(context)
+
+        return complete
+
+    def rest(self) -> None:
+        """Let the disk do all that it was asked to."""
+        self.tier.drain_jobs()
+        self.step()
+        self.step()  # in one that looked before, nothing is asked again
+
+    def close(self) -> None:
+        try:
+            self.manager.shutdown()
+        finally:
+            self.region.cleanup()
+            self.pooled.close()
+
+
+@pytest.fixture
+def tiers(tmp_path: Path) -> Iterator[Callable[..., PooledTiers]]:
+    made: list[PooledTiers] = []
+
+    def make(blocks: int = 24) -> PooledTiers:
+        made.append(PooledTiers(tmp_path / "disk", blocks))
+        return made[-1]
+
+    yield make
+    for one in made:
+        if one.pooled._process is not None:
+            one.close()
+
+
+class Held:
+    """Calls to the disk that wait until they are let go."""
+
+    def __init__(self) -> None:
+        self.began, self.go_on = threading.Event(), threading.Event()
+
+    def before(self, call: Callable[..., Any]) -> Callable[..., Any]:
+        def held(*args: Any) -> Any:
+            self.began.set()
+            assert self.go_on.wait(60)
+            return call(*args)
+
+        return held
+
+
+@pytest.fixture
+def held() -> Iterator[Held]:
+    made = Held()
+    yield made
+    made.go_on.set()
+
+
+def test_what_comes_back_from_a_disk_waits_for_memory(tiers: Any) -> None:
+    """Of 12 blocks all come back, though memory for 4 is there when they are asked for."""
+    one = tiers()
+    numbers = tuple(range(1, 13))
+    one.store(*numbers)
+    one.rest()
+    one.turn(2)
+    assert one.kernel() >= 3 * EXTENT
+    one.forget()
+    one.turn(2)
+    assert one.kernel() == EXTENT
+    assert one.find(*numbers) == list(numbers)
+    assert one.keeper.evicted == 0
+
+
+def test_a_pool_that_is_full_is_waited_for_no_longer_than_it_may_grow(
+    tiers: Any, pool: Path
+) -> None:
+    one = tiers()
+    one.store(1, 2, 3, 4, 5, 6, 7, 8)
+    one.rest()
+    one.forget()
+    assert ledger.set_limit(pool, EXTENT)
+    one.turn(3)
+    assert one.kernel() == EXTENT
+    found = one.find(1, 2, 3, 4, 5, 6, 7, 8)
+    assert found is not None
+    assert found == [1, 2, 3, 4, 5, 6, 7, 8][: len(found)]
+    assert one.kernel() <= EXTENT
+
+
+def test_what_a_disk_stores_from_stays_until_it_has(
+    tiers: Any, pool: Path, held: Held, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(block_files, "_seal", held.before(block_files._seal))
+    one = tiers()
+    one.store(1, 2)
+    assert held.began.wait(60)
+    assert ledger.set_limit(pool, 1)
+    one.turn(3)
+    assert one.kernel() == EXTENT
+    assert one.extents.free == 0
+    held.go_on.set()
+    one.rest()
+    one.turn(2)
+    assert one.kernel() == 0
+    assert ledger.set_limit(pool, 64 * EXTENT)
+    one.turn()
+    assert one.find(1, 2) == [1, 2]
+
+
+def test_what_a_disk_promotes_into_stays_until_it_has(
+    tiers: Any, pool: Path, held: Held, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one = tiers()
+    one.store(1, 2)
+    one.rest()
+    one.forget()
+    one.turn(2)
+    monkeypatch.setattr(block_files, "_read", held.before(block_files._read))
+    assert one.find(1, 2, within=0.0) is None
+    context = one.request()
+    while not held.began.is_set():
+        assert one.answered(context, (1, 2)) is None
+        one.step()
+    assert ledger.set_limit(pool, 1)
+    one.turn(3)
+    assert one.kernel() == EXTENT
+    held.go_on.set()
+    one.rest()
+    one.turn(2)
+    assert one.kernel() == 0
+    assert ledger.set_limit(pool, 64 * EXTENT)
+    one.turn()
+    assert one.find(1, 2) == [1, 2]
+
+
+def test_a_store_that_completes_where_memory_has_to_go_reaches_the_disk(
+    tiers: Any, pool: Path
+) -> None:
+    """The disk reads it as soon as it has completed: it may not be evicted before."""
+    one = tiers()
+    complete = one.begin(1, 2)
+    assert ledger.set_limit(pool, 1)
+    one.turn()
+    assert one.extents.draining() == [0]
+    complete()
+    one.rest()
+    one.turn(2)
+    assert one.kernel() == 0
+    assert one.file(1).exists()
+    assert one.file(2).exists()
+
+
+def test_a_disk_that_hangs_through_a_shutdown_writes_no_zeros(
+    tiers: Any, pool: Path, held: Held, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A block that was given back would be zeros, with a checksum that is right for them."""
+    monkeypatch.setattr(block_files, "_seal", held.before(block_files._seal))
+    one = tiers()
+    one.store(5)
+    assert held.began.wait(60)
+    one.close()
+    shown = ledger.show(pool)
+    assert shown is not None
+    assert shown[1][0].owner.committed == EXTENT  # until the process has ended
+    held.go_on.set()
+    for thread in one.tier._pool._threads:
+        thread.join(60)
+    assert set(one.file(5).read_bytes()[:ROW]) == {5}
+
+
+def test_a_disk_that_has_ended_lets_all_memory_go(tiers: Any, pool: Path) -> None:
+    one = tiers()
+    one.store(5)
+    one.close()
+    assert ledger.show(pool) is None
+    assert list(pool.iterdir()) == []
