@@ -15,7 +15,16 @@ from kvpatch.supported import release_of
 from kvpatch.versions import installed
 
 RELEASE = release_of(installed("vllm")[0])
-RESETS = ("offloading.preempted_loads", "offloading.reset_again", "offloading.reset_with_jobs")
+RESETS = (
+    "offloading.preempted_loads",
+    "offloading.reset_again",
+    "offloading.reset_with_jobs",
+    "offloading.reset_of_requests",
+    "offloading.name_preempted",
+    "offloading.lookup",
+)
+TIER_RESETS = Version("0.22") <= RELEASE  # the connector can be reset
+NAMED = Version("0.25") <= RELEASE  # vLLM names the requests that a reset preempts
 
 
 @pytest.fixture
@@ -52,7 +61,9 @@ class Planner:
 
         of = scheduler.OffloadingConnectorScheduler
         self.real = made = of.__new__(of)
-        self.request = SimpleNamespace(request_id="one", is_finished=lambda: False)
+        self.request = SimpleNamespace(
+            request_id="one", num_output_placeholders=0, is_finished=lambda: False
+        )
         self.status = SimpleNamespace(
             req=self.request,
             req_context=None,
@@ -84,6 +95,23 @@ class Planner:
             made._current_batch_load_jobs[number] = f"load {number}"
         return number
 
+    def reset_requests(self) -> None:
+        """Reset the device's cache as an operator does, with vLLM's scheduler; "one" runs."""
+        from vllm.distributed.kv_transfer.kv_connector.v1.offloading_connector import (
+            OffloadingConnector,
+        )
+        from vllm.v1.core.sched.scheduler import Scheduler
+
+        scheduler = Scheduler.__new__(Scheduler)
+        scheduler.connector = OffloadingConnector.__new__(OffloadingConnector)
+        scheduler.connector.connector_scheduler = self.real
+        scheduler.running = [self.request]
+        scheduler.prev_step_scheduled_req_ids = set()
+        scheduler.reset_preempted_req_ids = set()
+        scheduler.kv_cache_manager = SimpleNamespace(reset_prefix_cache=lambda: True)
+        scheduler._preempt_request = lambda request, timestamp: None
+        assert scheduler.reset_prefix_cache(True)
+
     def step(self, preempted: tuple[str, ...] = ()) -> Any:
         """Plan a step; return what the workers are given."""
         output = SimpleNamespace(
@@ -93,11 +121,11 @@ class Planner:
 
 
 def test_a_request_is_loaded_in_the_step_that_names_it_as_preempted(rows: Transaction) -> None:
-    if Version("0.25") > RELEASE:
-        return  # a request that a reset preempts is not named
     planner = Planner()
+    if not NAMED:
+        planner.reset_requests()
     load = planner.job(store=False)
-    meta = planner.step(preempted=("one", "unknown"))
+    meta = planner.step(preempted=("one", "unknown") if NAMED else ())
     assert meta.load_jobs == {load: f"load {load}"}
     assert load not in meta.jobs_to_flush
     assert planner.status.transfer_jobs == {load}, "its end is still to be reported"
@@ -129,6 +157,8 @@ def test_without_the_row_such_a_load_ends_the_engine(rows: Transaction) -> None:
 
 
 def test_two_resets_before_a_step_reset_the_tier_twice(rows: Transaction) -> None:
+    if not TIER_RESETS:
+        return
     planner = Planner()
     jobs = {planner.job(store=True), planner.job(store=True)}
     for _ in range(3):
@@ -140,6 +170,8 @@ def test_two_resets_before_a_step_reset_the_tier_twice(rows: Transaction) -> Non
 
 
 def test_a_reset_forgets_the_copies_of_requests(rows: Transaction) -> None:
+    if not TIER_RESETS:
+        return
     planner = Planner()
     store = planner.job(store=True)
     planner.real.reset_cache()
@@ -149,6 +181,8 @@ def test_a_reset_forgets_the_copies_of_requests(rows: Transaction) -> None:
 
 @pytest.mark.parametrize("left", ["a load", "a flush"])
 def test_a_reset_while_a_step_is_scheduled_fails_as_before(rows: Transaction, left: str) -> None:
+    if not TIER_RESETS:
+        return
     planner = Planner()
     if left == "a load":
         planner.job(store=False)
@@ -162,7 +196,9 @@ def test_a_reset_while_a_step_is_scheduled_fails_as_before(rows: Transaction, le
 
 
 def test_without_the_row_a_second_reset_leaves_the_tier_as_it_was(rows: Transaction) -> None:
-    (name,) = applied(rows, *RESETS[1:])
+    if not TIER_RESETS:
+        return
+    (name,) = applied(rows, *RESETS[1:3])
     rows.revert(name)
     planner = Planner()
     planner.job(store=True)
@@ -180,3 +216,58 @@ def test_without_the_row_before_0_26_a_reset_ends_the_engine(rows: Transaction) 
         planner.real.reset_cache()
         with pytest.raises(KeyError):
             planner.step(preempted=("one",))
+
+
+def test_the_stores_of_a_request_that_a_reset_preempts_are_waited_for(rows: Transaction) -> None:
+    if NAMED:
+        assert not applied(rows, *RESETS[3:])
+        return
+    planner = Planner()
+    stores = {planner.job(store=True), planner.job(store=True)}
+    planner.reset_requests()
+    assert planner.step().jobs_to_flush == stores
+    planner.real._current_batch_jobs_to_flush = set()
+    assert not planner.step().jobs_to_flush, "it is named once"
+
+
+def test_without_the_rows_its_blocks_are_written_while_they_are_stored(rows: Transaction) -> None:
+    for name in applied(rows, *RESETS[3:5]):
+        rows.revert(name)
+        planner = Planner()
+        planner.job(store=True)
+        planner.reset_requests()
+        assert not planner.step().jobs_to_flush
+        return
+    assert NAMED
+
+
+def look_up(planner: Planner) -> Any:
+    """Ask how much of the request can be loaded; nothing of it is in the tier."""
+    group = SimpleNamespace(block_ids=[7, 8])
+    planner.status.group_states = [group]
+    planner.status.update_offload_keys = lambda: None
+    planner.status.update_num_hit_blocks = planner.status.update_num_hit_chunks = lambda count: None
+    planner.real._lookup = lambda status: 32
+    planner.real._touch = lambda status: None
+    answer = planner.real.get_num_new_matched_tokens(planner.request, 0)
+    assert group.block_ids == [], "blocks of before the preemption"
+    return answer
+
+
+def test_a_preempted_request_is_loaded_when_its_stores_have_ended(rows: Transaction) -> None:
+    if Version("0.24") <= RELEASE:
+        assert not applied(rows, "offloading.lookup"), "vLLM waits by itself"
+        return
+    planner = Planner()
+    store = planner.job(store=True)
+    assert look_up(planner) == (None, False)
+    planner.status.transfer_jobs.discard(store)
+    assert look_up(planner) == (32, True)
+
+
+def test_without_the_row_it_is_loaded_while_it_is_stored(rows: Transaction) -> None:
+    for name in applied(rows, "offloading.lookup"):
+        rows.revert(name)
+        planner = Planner()
+        planner.job(store=True)
+        assert look_up(planner) == (32, True)

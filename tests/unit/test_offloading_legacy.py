@@ -166,3 +166,53 @@ def test_other_calls_and_engines_without_a_connector_are_vllms(connector, method
         return [method, timeout]
 
     assert legacy.around_call(call, core(connector), (method,), {"timeout": 3}) == [method, 3]
+
+
+class OffloadingConnector:
+    """vLLM's, of which only the scheduler side counts."""
+
+    def __init__(self, planner: Any) -> None:
+        self.connector_scheduler = planner
+
+
+def reset(planner: Any, *args: Any, **kwargs: Any) -> None:
+    """Reset the device's cache while two requests run; vLLM preempts them."""
+    scheduler = SimpleNamespace(
+        connector=OffloadingConnector(planner),
+        running=[SimpleNamespace(request_id=name) for name in ("one", "two")],
+    )
+    legacy.around_scheduler_reset(
+        lambda *args, **kwargs: scheduler.running.clear(), scheduler, args, kwargs
+    )
+    assert not scheduler.running
+
+
+def named(planner: Any, preempted: set[str] | None) -> Any:
+    """Return whom a step names to the connector and to the workers."""
+    output = SimpleNamespace(preempted_req_ids=preempted)
+    seen = legacy.name_preempted(lambda output: output.preempted_req_ids, planner, (output,), {})
+    assert seen is output.preempted_req_ids, "the workers of 0.16 to 0.18 read the step's"
+    return seen
+
+
+@pytest.mark.parametrize(
+    ("args", "kwargs"), [((True,), {}), ((True, True), {}), ((), {"reset_running_requests": True})]
+)
+@pytest.mark.parametrize("preempted", [None, set(), {"three"}])
+def test_the_next_step_names_who_was_preempted_by_a_reset(args, kwargs, preempted):
+    planner = SimpleNamespace()
+    reset(planner, *args, **kwargs)
+    assert named(planner, preempted) == {"one", "two"} | (preempted or set())
+    assert named(planner, preempted) == preempted, "once"
+
+
+@pytest.mark.parametrize(("args", "kwargs"), [((), {}), ((False, True), {})])
+def test_a_reset_that_preempts_nobody_names_nobody(args, kwargs):
+    planner = SimpleNamespace()
+    reset(planner, *args, **kwargs)
+    assert named(planner, None) is None
+
+
+def test_a_reset_without_such_a_connector_is_vllms():
+    scheduler = SimpleNamespace(connector=None, running=[])
+    assert legacy.around_scheduler_reset(lambda reset: "done", scheduler, (True,), {}) == "done"

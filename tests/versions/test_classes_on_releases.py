@@ -11,7 +11,7 @@ from harness import releases
 from harness.engines.runs import python_of
 
 # Of secondary tiers, and of resets on the scheduler side of OffloadingConnector.
-SINCE = {"test_tier_classes.py": "0.24", "test_resets.py": "0.22"}
+SINCE = {"test_tier_classes.py": "0.24", "test_resets.py": "0.21"}
 
 
 @pytest.mark.parametrize(

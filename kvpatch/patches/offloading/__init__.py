@@ -188,8 +188,58 @@ FEATURE = Feature(
                 since="0.25",
                 before="0.33",
             ),
-            Gap("0.16", "0.25", "a request that a reset preempts is not named to the connector"),
+            Gap("0.16", "0.25", "offloading.name_preempted leaves such loads out"),
             Gap("0.33", None, "fixed: loads of the same step are left out"),
+        ),
+        seam(
+            Patch(
+                id="offloading.reset_of_requests",
+                target="vllm.v1.core.sched.scheduler:Scheduler.reset_prefix_cache",
+                why="blocks of requests that a reset preempts are written while they are stored",
+                upstream="vllm-project/vllm, reset_preempted_req_ids in 0.25",
+                until="vLLM 0.25",
+                wrapper="kvpatch.patches.offloading.legacy:around_scheduler_reset",
+                parameters=("self", "reset_running_requests"),
+                since="0.16",
+                before="0.25",
+            ),
+            Gap("0.25", None, "vLLM names such requests to the connector"),
+        ),
+        seam(
+            *(
+                Patch(
+                    id=f"offloading.name_preempted{suffix}",
+                    target=f"{home}:OffloadingConnectorScheduler.build_connector_meta",
+                    why="a step does not name the requests that a reset has preempted",
+                    upstream="vllm-project/vllm, reset_preempted_req_ids in 0.25",
+                    until="vLLM 0.25",
+                    wrapper=f"kvpatch.patches.offloading.legacy:{wrapper}",
+                    parameters=("self", "scheduler_output"),
+                    since=since,
+                    before=before,
+                )
+                for suffix, home, wrapper, since, before in (
+                    ("", f"{OFFLOADING}.scheduler", "name_preempted_of_jobs", "0.21", "0.25"),
+                    ("_by_request", f"{OFFLOADING}.scheduler", "name_preempted", "0.19", "0.21"),
+                    ("_in_one_module", f"{OFFLOADING}_connector", "name_preempted", "0.16", "0.19"),
+                )
+            ),
+            Gap("0.25", None, "vLLM names such requests to the connector"),
+        ),
+        seam(
+            Patch(
+                id="offloading.lookup",
+                target=f"{_SCHEDULER}.get_num_new_matched_tokens",
+                why="a preempted request that is loaded while it is stored ends the engine",
+                upstream="vllm-project/vllm#46014, vllm-project/vllm#46231",
+                until="vLLM 0.24",
+                wrapper="kvpatch.patches.offloading.legacy:around_lookup",
+                parameters=("self", "request"),
+                since="0.21",
+                before="0.24",
+            ),
+            Gap("0.16", "0.21", "copies belong to requests, of which both can be in flight"),
+            Gap("0.24", None, "fixed by vllm-project/vllm#46231"),
         ),
         seam(
             Patch(

@@ -8,13 +8,16 @@ under the newer names, and calls the code for those.
     up to 0.25  a reset leaves its discarded copies with the requests
     up to 0.25  the KV cache config is an attribute of the worker's spec, not of the worker
     up to 0.24  one handler per direction is registered, instead of a worker
+    up to 0.24  a step does not name the requests that a reset has preempted
     up to 0.23  no reset of the caches is one of the CPU tier, by its defaults or at all
+    0.21-0.23   a preempted request is loaded while it is stored
     up to 0.18  tensors are registered, with the attention backends that define their shapes
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
 
@@ -23,6 +26,7 @@ from kvpatch.patch import argument
 from kvpatch.patches.offloading import registration, resets
 from kvpatch.patches.offloading.registration import Rows
 from kvpatch.refusal import RefusedCall
+from kvpatch.upstream import connectors
 
 
 def register_with_spec(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> None:
@@ -149,3 +153,63 @@ def around_reset(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
     for status in instance._req_status.values():
         status.transfer_jobs.clear()
     return result
+
+
+@dataclass(eq=False)
+class PreemptedByReset:
+    """The requests that the next step names; kept on the ``OffloadingConnectorScheduler``."""
+
+    names: set[str] = field(default_factory=set)
+
+
+def around_scheduler_reset(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
+    """Keep the names of the requests that a reset preempts.
+
+    Wraps ``Scheduler.reset_prefix_cache(reset_running_requests=False, ...)`` up to 0.24. Their
+    blocks are free afterwards, and the next step may write into them while they are stored: before
+    a step the workers wait only for the stores of requests that it names as preempted.
+    """
+    running = kwargs.get("reset_running_requests", args[0] if args else False)
+    planner = connectors.scheduler_of(instance.connector)
+    if running and planner is not None:
+        names = {request.request_id for request in instance.running}
+        state.of(planner, PreemptedByReset).names |= names
+    return wrapped(*args, **kwargs)
+
+
+def name_preempted(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
+    """Name the requests that a reset has preempted, as later releases do.
+
+    Wraps ``OffloadingConnectorScheduler.build_connector_meta(scheduler_output)`` up to 0.20. The
+    names are added to the step itself, in which the workers of 0.16 to 0.18 look for them.
+    """
+    reset = state.find(instance, PreemptedByReset)
+    if reset is not None and reset.names:
+        output = argument(args, kwargs, 0, "scheduler_output")
+        output.preempted_req_ids = reset.names.union(output.preempted_req_ids or ())
+        reset.names = set()
+    return wrapped(*args, **kwargs)
+
+
+def name_preempted_of_jobs(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
+    """As ``name_preempted``, in 0.21 to 0.24, which flush a request of loads of this step too."""
+
+    def build(*args: Any, **kwargs: Any) -> Any:
+        return resets.around_build(wrapped, instance, args, kwargs)
+
+    return name_preempted(build, instance, args, kwargs)
+
+
+def around_lookup(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
+    """Let a request wait for its copies before it is looked up again, as from 0.24 on.
+
+    Wraps ``OffloadingConnectorScheduler.get_num_new_matched_tokens(request, num_computed_tokens)``
+    of 0.21 to 0.23. A preempted request whose stores were not reported yet would be loaded, which
+    ends the engine: a request has one load or stores.
+    """
+    status = instance._req_status[argument(args, kwargs, 0, "request").request_id]
+    if not status.transfer_jobs:
+        return wrapped(*args, **kwargs)
+    for group in status.group_states:
+        group.block_ids.clear()  # of before the preemption
+    return None, False
