@@ -265,6 +265,16 @@ def test_a_preempted_request_is_loaded_when_its_stores_have_ended(rows: Transact
     assert look_up(planner) == (32, True)
 
 
+def test_a_new_request_is_looked_up_by_vllm(rows: Transaction) -> None:
+    # A new request is not known before vLLM looks it up, up to 0.22; later it was announced.
+    if Version("0.23") <= RELEASE:
+        return
+    planner = Planner()
+    planner.real._req_status.clear()
+    with pytest.raises(AttributeError, match="config"):  # vLLM makes its state from it
+        look_up(planner)
+
+
 def test_without_the_row_it_is_loaded_while_it_is_stored(rows: Transaction) -> None:
     for name in applied(rows, "offloading.lookup"):
         rows.revert(name)

@@ -207,8 +207,8 @@ def around_lookup(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
     of 0.21 to 0.23. A preempted request whose stores were not reported yet would be loaded, which
     ends the engine: a request has one load or stores.
     """
-    status = instance._req_status[argument(args, kwargs, 0, "request").request_id]
-    if not status.transfer_jobs:
+    status = instance._req_status.get(argument(args, kwargs, 0, "request").request_id)
+    if status is None or not status.transfer_jobs:  # up to 0.22 a new request has none
         return wrapped(*args, **kwargs)
     for group in status.group_states:
         group.block_ids.clear()  # of before the preemption
