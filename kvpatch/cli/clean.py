@@ -26,7 +26,8 @@ def configure(parser: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace) -> int:
     """List the leftovers or remove them; return the exit code."""
     found = list(leftovers.find(leftovers.KINDS))
-    gone, failed = [], []
+    gone: list[leftovers.Leftover] = []
+    failed: list[str] = []
     for leftover in found:
         if options.yes and leftover.sure:
             try:
