@@ -54,7 +54,8 @@ ON_VALUES = ("1", "true", "on", "yes")
 OFF_VALUES = ("", "0", "false", "off", "no")  # and in the startup files, which import nothing
 _SECONDS = {"": 1}
 _TIMES = {"": 1, "s": 1, "min": 60, "h": 3600}
-_BYTES = {"": 1, "MiB": 1 << 20, "GiB": 1 << 30}
+# MB, M and their like are left out: 10**6 bytes to some who write them, 2**20 to others.
+_BYTES = {"": 1, "Mi": 1 << 20, "MiB": 1 << 20, "Gi": 1 << 30, "GiB": 1 << 30}
 
 
 def boolean(text: str) -> bool:

@@ -38,6 +38,7 @@ COMMANDS: tuple[Command, ...] = (
     Command("limit", "kvpatch.cli.limit", "set the memory of the device that an engine may map"),
     Command("dashboard", "kvpatch.cli.dashboard", "print Grafana's dashboard, or alert rules"),
     Command("matrix", "kvpatch.cli.matrix", "show what is validated on each vLLM release"),
+    Command("clean", "kvpatch.cli.clean", "list what engines left behind, or remove it"),
     Command("completion", "kvpatch.cli.completion", "print a completion script for a shell"),
 )
 

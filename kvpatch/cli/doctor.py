@@ -10,6 +10,7 @@ from kvpatch.doctor import Finding, Level
 from kvpatch.telemetry.printable import printable
 from kvpatch.version import VERSION
 
+SCHEMA = 1  # of --json: fields may be added under it; one that is renamed or goes makes it 2
 MARKS = {Level.OK: "ok", Level.NOTE: "note", Level.WARNING: "warn", Level.PROBLEM: "PROBLEM"}
 
 
@@ -33,8 +34,11 @@ def run(options: argparse.Namespace) -> int:
     problems = [finding for finding in found if finding.level is Level.PROBLEM]
     if options.json:
         report = {
+            "schema": SCHEMA,
             "kvpatch": VERSION,
+            "versions": doctor.versions(),
             "problems": len(problems),
+            "warnings": sum(finding.level is Level.WARNING for finding in found),
             "findings": [finding.as_dict() for finding in found],
         }
         print(json.dumps(report, indent=2))

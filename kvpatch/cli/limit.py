@@ -4,8 +4,16 @@ from __future__ import annotations
 
 import argparse
 
+from kvpatch import environ
 from kvpatch.cli import verbs
-from kvpatch.environ import size
+
+
+def size(text: str) -> int:
+    """Return a size in bytes; argparse prints the sentence of this error, of no other."""
+    try:
+        return environ.size(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(f"{text}: {error}") from None
 
 
 def configure(parser: argparse.ArgumentParser) -> None:

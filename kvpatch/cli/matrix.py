@@ -10,6 +10,12 @@ from kvpatch import verdicts as verdicts_here
 from kvpatch.cli.columns import columns
 from kvpatch.matrix import axes, signatures, tables, verdicts
 
+LEGEND = (
+    f"{tables.ALL} validated, {tables.PART} in part, {tables.REFUSED} refused, "
+    f"{tables.ABSENT} not in this release; of full attention and sliding windows.\n"
+    "Model runners, other models, options and reasons: kvpatch matrix --vllm RELEASE"
+)
+
 
 def configure(parser: argparse.ArgumentParser) -> None:
     """Add the options."""
@@ -50,7 +56,8 @@ def every_release() -> str:
     """Return one line per release, and the counts for the whole matrix."""
     found = verdicts.verdicts()
     head = ("vLLM", *(connector.name for connector in axes.CONNECTORS))
-    return f"{columns([head, *tables.summaries(found)])}\n\n{counts(found)}{verified()}"
+    grid = tables.grid(found, reversed(signatures.releases("vllm")))
+    return f"{columns([head, *grid])}\n\n{LEGEND}\n\n{counts(found)}{verified()}"
 
 
 def verified() -> str:

@@ -10,7 +10,16 @@ from collections.abc import Mapping
 
 from kvpatch.doctor.finding import Finding, Level, Topic
 
-__all__ = ["Finding", "Level", "examine"]
+__all__ = ["Finding", "Level", "examine", "versions"]
+
+
+def versions() -> dict[str, str]:
+    """Return the version of each relevant package that is installed."""
+    try:
+        from kvpatch.doctor import packages
+    except ImportError:  # one of the requirements: examine() says which
+        return {}
+    return packages.installed_versions()
 
 
 def examine(settings: Mapping[str, str], try_import: bool = False) -> list[Finding]:

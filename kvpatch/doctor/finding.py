@@ -24,12 +24,14 @@ class Finding:
         level: its severity.
         what: the finding, as a sentence without a full stop.
         remedy: what to do about it, as an imperative; empty if there is nothing to do.
+        code: the code of the refusal that vLLM would end with; empty if it is none.
     """
 
     topic: str
     level: Level
     what: str
     remedy: str = ""
+    code: str = ""
 
     def as_dict(self) -> dict[str, str]:
         """Return it for JSON."""
@@ -51,6 +53,6 @@ class Topic(str):
         """Return what degrades vLLM, or may."""
         return Finding(self, Level.WARNING, what, remedy)
 
-    def problem(self, what: str, remedy: str = "") -> Finding:
+    def problem(self, what: str, remedy: str = "", code: str = "") -> Finding:
         """Return what refuses vLLM, or lets it fail."""
-        return Finding(self, Level.PROBLEM, what, remedy)
+        return Finding(self, Level.PROBLEM, what, remedy, code)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 from collections.abc import Mapping
@@ -32,7 +33,9 @@ def check(settings: Mapping[str, str]) -> list[Finding]:
         return [TOPIC.problem(what, "import it by hand to see where it waits")]
     if done.returncode:
         last = done.stderr.rstrip().rpartition("\n")[2]
-        return [TOPIC.problem(last or f"it ended {done.returncode}")]
+        code = re.search(r"\[(KVP\d+)\]$", last)
+        what = last or f"it ended {done.returncode}"
+        return [TOPIC.problem(what, code=code[1] if code else "")]
     answer = json.loads(done.stdout.splitlines()[-1])
     features = ", ".join(f"{name} {outcome}" for name, outcome in answer["features"].items())
     return [TOPIC.ok(f"{answer['patches']} patches applied: {features}")]

@@ -1,22 +1,24 @@
 """Files that exited engines left behind in shared memory and /tmp.
 
-Nothing is deleted here: the report names the command that removes a leftover of this
-user, and the owner of any other.
+The report deletes nothing: it names the command that removes a leftover of this user, and
+the owner of any other. ``kvpatch clean --yes`` removes those that are surely nobody's.
 """
 
 from __future__ import annotations
 
+import errno
 import os
 import pwd
 import re
 import shlex
+import shutil
 import stat
 import struct
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from kvpatch import claims
 from kvpatch.doctor import namespaces
@@ -73,6 +75,9 @@ class Leftover:
         mine: whether this user may remove it.
         certain: whether its engine is known to have exited; the processes of another user,
             and of a container that shares the folder, cannot be inspected.
+        chosen: whether it is a pool under a name that an operator chose, and so that of an engine
+            without kvpatch, which claims no name.
+        inode: which file it was when it was looked at.
     """
 
     path: Path
@@ -82,13 +87,30 @@ class Leftover:
     bytes: int
     mine: bool
     certain: bool
+    chosen: bool
+    inode: int
+
+    @property
+    def sure(self) -> bool:
+        """Whether it is this user's to remove, and surely of no engine that runs."""
+        return self.mine and self.certain and not self.chosen
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return it for JSON."""
+        return {
+            "path": str(self.path),
+            "what": self.what,
+            "owner": self.owner,
+            "bytes": self.bytes,
+            "sure": self.sure,
+        }
 
 
 def check(kinds: Iterable[Kind] = KINDS, me: int | None = None) -> list[Finding]:
     """Report every leftover of vLLM, kvcached and kvpatch: one finding per kind and owner."""
-    groups: dict[tuple[str, str, bool], list[Leftover]] = {}
+    groups: dict[tuple[str, str, bool, bool], list[Leftover]] = {}
     for leftover in find(kinds, me):
-        key = (leftover.what, leftover.owner, leftover.certain)
+        key = (leftover.what, leftover.owner, leftover.certain, leftover.chosen)
         groups.setdefault(key, []).append(leftover)
     if not groups:
         return [TOPIC.ok("none in /dev/shm and /tmp")]
@@ -106,6 +128,8 @@ def report(group: list[Leftover]) -> Finding:
         what += "its engine has exited" if one else "their engines have exited"
     else:
         what += f"whether {'it is' if one else 'they are'} in use cannot be seen from here"
+    if first.sure and not one:
+        return TOPIC.warning(what, "kvpatch clean lists them, kvpatch clean --yes removes them")
     if first.mine and first.certain:
         flag = "-r " if any(is_folder(leftover.path) for leftover in group) else ""
         return TOPIC.warning(what, f"rm {flag}{' '.join(paths)}")
@@ -151,7 +175,33 @@ def find(kinds: Iterable[Kind], me: int | None = None) -> Iterator[Leftover]:
             certain = mine or me == 0 or bool(kind.pid or kind.group)
             certain = certain and seen(kind.folder, status.st_uid)
             owner = user(status.st_uid)
-            yield Leftover(path, kind.folder, kind.what, owner, size(path), mine, certain)
+            chosen = kind.pool and not path.name.startswith("kvcached_")
+            yield Leftover(
+                path,
+                kind.folder,
+                kind.what,
+                owner,
+                size(path),
+                mine,
+                certain,
+                chosen,
+                status.st_ino,
+            )
+
+
+def remove(leftover: Leftover) -> None:
+    """Remove a file, or a folder and what is in it; no link is followed.
+
+    Raises:
+        OSError: it cannot be removed, or its name is another file's by now.
+    """
+    status = leftover.path.lstat()
+    if status.st_ino != leftover.inode:
+        raise OSError(errno.EBUSY, "another file has its name by now")
+    if stat.S_ISDIR(status.st_mode):
+        shutil.rmtree(leftover.path)
+    else:
+        leftover.path.unlink()
 
 
 def is_pool(path: Path, status: os.stat_result) -> bool:

@@ -67,7 +67,7 @@ def check_package(name: str, settings: Mapping[str, str], found: list[Finding]) 
 def refused(topic: Topic, refusal: Refusal) -> Finding:
     """Return a refusal that would stop vLLM as a finding."""
     what = f"{refusal.what}, because {refusal.why} [{refusal.code}]"
-    return topic.problem(what, refusal.remedy)
+    return topic.problem(what, refusal.remedy, refusal.code)
 
 
 def extension_files(package: str = "kvcached") -> tuple[Path, list[Path]] | None:

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 
 from kvpatch.doctor import interpreter
-from kvpatch.doctor.finding import Finding, Topic
+from kvpatch.doctor.finding import Finding, Level, Topic
 from kvpatch.environ import SWITCH
 
 TOPIC = Topic("startup")
@@ -37,15 +37,21 @@ def site_folders() -> list[Path]:
 
 def check(settings: Mapping[str, str]) -> list[Finding]:
     """Check the startup files, and start an interpreter to verify that they run."""
-    return [*check_files(site_folders()), check_firing(sys.executable, settings)]
+    firing = check_firing(sys.executable, settings)
+    fires = firing.level is Level.OK
+    return [*check_files(site_folders(), fires=fires), firing]
 
 
-def check_files(folders: Iterable[Path], path: Iterable[str] | None = None) -> Iterator[Finding]:
+def check_files(
+    folders: Iterable[Path], path: Iterable[str] | None = None, fires: bool = False
+) -> Iterator[Finding]:
     """Look for the startup files in the folders that are read, and elsewhere on the path.
 
     Args:
         folders: the folders whose startup files the interpreter reads.
         path: the folders from which modules are imported; ``sys.path`` if None.
+        fires: whether the interpreter runs them: then one in a folder elsewhere on the path is
+            read too, because another startup file adds that folder (``site.addsitedir``).
     """
     read = [folder for folder in folders if folder.is_dir()]
     wanted = NAMES[1 if sys.version_info >= (3, 15) else 0]
@@ -62,6 +68,10 @@ def check_files(folders: Iterable[Path], path: Iterable[str] | None = None) -> I
             return
     for entry in sys.path if path is None else path:
         if (Path(entry) / wanted).exists():
+            if fires:
+                what = "is in place, in a folder that another startup file adds"
+                yield TOPIC.ok(f"{Path(entry) / wanted} {what}")
+                return
             yield TOPIC.problem(
                 f"{Path(entry) / wanted} is in a folder whose startup files Python does not "
                 "read, as after pip install --target",

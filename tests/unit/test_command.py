@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import importlib
 import sys
+from pathlib import Path
 
 import pytest
 
 import kvpatch
 from kvpatch import cli
 from kvpatch.cli import completion
+
+ROOT = Path(__file__).parents[2]
 
 
 def test_it_says_its_version(run):
@@ -26,7 +29,7 @@ try:
 finally:
     print([name for name in sys.modules if name.startswith("kvpatch.cli.")])
 """
-    done = run(sys.executable, "-c", code)
+    done = run(sys.executable, "-c", code, PYTHONPATH=ROOT)
     assert done.code == 0
     assert done.out.endswith("[]\n")
     for command in cli.COMMANDS:
@@ -58,6 +61,15 @@ def test_the_environment_is_the_operators(run, set_to, seen):
 def test_a_reader_that_stops_reading_is_no_error(run):
     done = run("bash", "-c", f"set -o pipefail; {sys.executable} -m kvpatch doctor | true")
     assert "Traceback" not in done.err
+
+
+@pytest.mark.parametrize("text", ["64M", "2GB", "much"])
+def test_a_size_that_is_none_is_refused_with_what_to_write(capsys, text):
+    with pytest.raises(SystemExit):
+        cli.main(["limit", "chat", text])
+    assert capsys.readouterr().err.endswith(
+        f"{text}: it is not a size; use for example 2GiB or 512MiB\n"
+    )
 
 
 @pytest.mark.parametrize("shell", completion.SHELLS)

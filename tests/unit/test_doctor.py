@@ -175,6 +175,9 @@ def test_startup_files_where_python_does_not_read_them(tmp_path):
     (finding,) = startup.check_files([site], [str(target)])
     assert finding.level is Level.PROBLEM
     assert "pip install --target" in finding.what
+    (finding,) = startup.check_files([site], [str(target)], fires=True)
+    assert finding.level is Level.OK
+    assert finding.what.endswith("is in place, in a folder that another startup file adds")
 
 
 def test_a_startup_file_that_fires(prefix):
@@ -506,6 +509,74 @@ def test_a_file_that_a_container_may_use_is_never_to_be_removed(kind, monkeypatc
     )
 
 
+@pytest.fixture
+def left_behind(kind, monkeypatch):
+    """Everything that ``kvpatch clean`` may find: a region, a folder of sockets and pools."""
+    sockets = kind._replace(pattern="kvcached-tp-*", what="kvcached's sockets")
+    pool = leftovers.KINDS[0]._replace(folder=kind.folder)
+    monkeypatch.setattr(leftovers, "KINDS", (kind, sockets, pool))
+    (kind.folder / "vllm_offload_1.mmap").write_bytes(b"x" * 8192)
+    (kind.folder / "kvcached-tp-x").mkdir()
+    (kind.folder / "kvcached-tp-x/w0.sock").write_bytes(b"")
+    for name in (f"kvcached_vLLM_{dead_pid()}_0d34cd07", "chat"):
+        (kind.folder / name).write_bytes(leftovers.POOL.pack(1 << 30, 0, 0))
+    return kind.folder
+
+
+def test_clean_lists_and_removes_only_when_told(left_behind, capsys):
+    before = sorted(left_behind.iterdir())
+    assert cli.main(["clean"]) == 0
+    out = capsys.readouterr().out
+    assert "3 of 4, " in out
+    assert "would be removed by kvpatch clean --yes" in out
+    assert sorted(left_behind.iterdir()) == before
+    assert cli.main(["clean", "--yes"]) == 0
+    assert [path.name for path in left_behind.iterdir()] == ["chat"]  # an operator chose its name
+    assert capsys.readouterr().out.endswith("; 1 left\n")
+    assert cli.main(["clean", "--yes", "--json"]) == 0
+    (entry,) = json.loads(capsys.readouterr().out)["leftovers"]
+    assert (entry["sure"], entry["removed"]) == (False, False)
+
+
+@pytest.mark.parametrize("why", ["in use", "container", "another user"])
+def test_clean_leaves_what_may_be_somebodys(left_behind, monkeypatch, capsys, why):
+    before = sorted(left_behind.rglob("*"))
+    if why == "in use":
+        monkeypatch.setattr(leftovers, "paths_in_use", lambda: {str(path) for path in before})
+        monkeypatch.setattr(leftovers, "has_an_engine", lambda pool, used: True)
+    elif why == "container":
+        monkeypatch.setattr(namespaces, "all_are_seen", lambda folder, uid: False)
+    else:
+        me = os.getuid() + 1
+        monkeypatch.setattr(os, "getuid", lambda: me)
+    assert cli.main(["clean", "--yes"]) == 0
+    assert sorted(left_behind.rglob("*")) == before
+
+
+def test_clean_leaves_a_file_that_took_the_name(left_behind, capsys, monkeypatch):
+    """An engine that starts between the look and the removal."""
+    find = leftovers.find
+    region = left_behind / "vllm_offload_1.mmap"
+
+    def found(kinds):
+        yield from list(find(kinds))
+        region.rename(left_behind / "old")
+        region.write_bytes(b"new")
+
+    monkeypatch.setattr(leftovers, "find", found)
+    assert cli.main(["clean", "--yes"]) == 1
+    assert region.read_bytes() == b"new"
+    assert capsys.readouterr().err == f"{region}: another file has its name by now\n"
+
+
+def test_doctor_names_the_command_that_cleans_instead_of_a_hundred_paths(kind):
+    for number in range(100):
+        (kind.folder / f"vllm_offload_{number}.mmap").write_bytes(b"x")
+    (finding,) = leftovers.check([kind])
+    assert finding.remedy == "kvpatch clean lists them, kvpatch clean --yes removes them"
+    assert len(finding.what) < 100
+
+
 def test_a_link_is_not_followed(kind, tmp_path):
     """/tmp/kvcached-tp-x -> / made it walk the machine."""
     (tmp_path / "large").mkdir()
@@ -677,14 +748,23 @@ print([name for name in ("torch", "vllm", "kvcached") if name in sys.modules])
 
 @pytest.mark.parametrize(("level", "code"), [(Level.PROBLEM, 1), (Level.WARNING, 0)])
 def test_the_exit_code_and_json_say_it(monkeypatch, capsys, level, code):
-    found = [doctor.Finding("topic", level, "it is so", "do this")]
+    found = [doctor.Finding("topic", level, "it is so", "do this", "KVP103")]
     monkeypatch.setattr(doctor, "examine", lambda settings, try_import: found)
     assert cli.main(["doctor", "--json"]) == code
     report = json.loads(capsys.readouterr().out)
     assert report["findings"] == [
-        {"topic": "topic", "level": level.value, "what": "it is so", "remedy": "do this"}
+        {
+            "topic": "topic",
+            "level": level.value,
+            "what": "it is so",
+            "remedy": "do this",
+            "code": "KVP103",
+        }
     ]
     assert report["problems"] == code
+    assert report["warnings"] == 1 - code
+    assert report["schema"] == 1
+    assert report["versions"]["packaging"]
     assert cli.main(["doctor"]) == code
     assert "it is so\n          -> do this" in capsys.readouterr().out
 

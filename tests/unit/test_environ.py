@@ -47,7 +47,15 @@ def test_what_is_no_duration(text):
 
 
 @pytest.mark.parametrize(
-    ("text", "size"), [("2GiB", 2 << 30), ("1.5MiB", 3 << 19), ("4096", 4096), ("0.5GiB", 1 << 29)]
+    ("text", "size"),
+    [
+        ("2GiB", 2 << 30),
+        ("1.5MiB", 3 << 19),
+        ("4096", 4096),
+        ("0.5GiB", 1 << 29),
+        ("2Gi", 2 << 30),  # as Kubernetes writes them
+        ("512Mi", 512 << 20),
+    ],
 )
 def test_sizes(text, size):
     assert environ.size(text) == size

@@ -1,0 +1,77 @@
+"""``kvpatch clean``: list what engines left behind, and remove what is surely nobody's."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+
+from kvpatch.cli.columns import columns
+from kvpatch.doctor import leftovers
+from kvpatch.sizes import readable
+from kvpatch.telemetry.printable import printable
+
+
+def configure(parser: argparse.ArgumentParser) -> None:
+    """Add the options."""
+    parser.add_argument("--yes", action="store_true", help="remove them; else they are listed")
+    parser.add_argument("--json", action="store_true", help="print every leftover as JSON")
+    parser.epilog = (
+        "Removed is what belongs to you and whose engine is known to have exited; nothing of other "
+        "users, of containers that cannot be seen from here, and no pool under a name that an "
+        "operator chose. Exit status 1: something could not be removed."
+    )
+
+
+def run(options: argparse.Namespace) -> int:
+    """List the leftovers or remove them; return the exit code."""
+    found = list(leftovers.find(leftovers.KINDS))
+    gone: list[leftovers.Leftover] = []
+    failed: list[str] = []
+    for leftover in found:
+        if options.yes and leftover.sure:
+            try:
+                leftovers.remove(leftover)
+                gone.append(leftover)
+            except OSError as error:
+                failed.append(f"{leftover.path}: {error.strerror}")
+    if options.json:
+        entries = [leftover.as_dict() | {"removed": leftover in gone} for leftover in found]
+        print(json.dumps({"leftovers": entries, "failed": failed}, indent=2))
+    else:
+        print(text(found, gone, options.yes))
+    for line in failed:
+        print(printable(line), file=sys.stderr)
+    return 1 if failed else 0
+
+
+def text(found: list[leftovers.Leftover], gone: list[leftovers.Leftover], removing: bool) -> str:
+    """Return a line per leftover, and what was or would be removed."""
+    if not found:
+        return "nothing is left behind in /dev/shm and /tmp"
+    sure = [leftover for leftover in found if leftover.sure]
+    lines = [
+        (
+            ("removed" if leftover in gone else "left") if removing else _would(leftover),
+            readable(leftover.bytes),
+            printable(leftover.owner),
+            leftover.what,
+            printable(str(leftover.path)),
+        )
+        for leftover in found
+    ]
+    if removing:
+        last = f"{len(gone)} removed, {_bytes(gone)}; {len(found) - len(gone)} left"
+    else:
+        last = (
+            f"{len(sure)} of {len(found)}, {_bytes(sure)}, would be removed by kvpatch clean --yes"
+        )
+    return f"{columns(lines)}\n\n{last}"
+
+
+def _would(leftover: leftovers.Leftover) -> str:
+    return "nobody's" if leftover.sure else "stays"
+
+
+def _bytes(some: list[leftovers.Leftover]) -> str:
+    return readable(sum(leftover.bytes for leftover in some))
