@@ -239,7 +239,7 @@ class Story:
                 "tokens",
             ),
             Row(
-                "KV memory mapped at the peak and after idle",
+                "KV memory mapped at the peak and after a cache reset",
                 f"{self.meter.peak / MIB:.0f} and {self.idle_bytes / MIB:.0f} MiB",
                 f"{self.meter.peak // DEVICE_PAGE} and {self.idle_bytes // DEVICE_PAGE} pages of "
                 f"2 MiB; plain vLLM holds {static_bytes / MIB:.0f} MiB permanently",
