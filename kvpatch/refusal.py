@@ -179,6 +179,13 @@ CODES = {
         "vllm-project/vllm, `reset_cache` of SimpleCPUOffloadConnector raises up to 0.23 and "
         "OffloadingConnector has none up to 0.21",
     ),
+    "KVP354": _incompatible(
+        "the eviction policy `arc` before vLLM 0.17", "vllm-project/vllm#34576"
+    ),
+    "KVP355": _incompatible(
+        "chunks of several blocks of a model with sliding windows, before vLLM 0.33",
+        "vllm-project/vllm, from 0.33 on a chunk that would be stored in part is left out",
+    ),
     "KVP370": _not_validated("`KVPATCH_IDLE` on a release", False),
     "KVP371": _not_validated("`KVPATCH_IDLE` without a CPU tier alone", False),
     "KVP372": _not_validated("`KVPATCH_IDLE` with `KVPATCH_HOST_POOL`", False),

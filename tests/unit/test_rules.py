@@ -93,6 +93,7 @@ def config(connector: bool = True, **changes: Any) -> SimpleNamespace:
             is_encoder_decoder=False,
             use_mla=False,
             architecture="JambaForCausalLM",
+            get_sliding_window=lambda: None,
         ),
     )
     for name, value in changes.items():
@@ -116,6 +117,10 @@ def simple(**extra: Any) -> dict[str, Any]:
         "kv_transfer_config__kv_connector": "SimpleCPUOffloadConnector",
         "kv_transfer_config__kv_connector_extra_config": extra,
     }
+
+
+def chunks(**extra: int) -> dict[str, Any]:
+    return {"kv_transfer_config__kv_connector_extra_config": extra}
 
 
 def tiers(*types: str) -> dict[str, Any]:
@@ -166,6 +171,8 @@ def pooled(size: str = "64GiB", **machine: Any) -> dict[str, Any]:
 
 V2_OF_33 = {"machine__vllm": "0.33.0", "use_v2_model_runner": True}
 V2_OF_34 = {"machine__vllm": "0.34.0", "use_v2_model_runner": True}
+ARC = {"kv_transfer_config__kv_connector_extra_config": {"eviction_policy": "arc"}}
+WINDOWS = {"model_config__get_sliding_window": lambda: 4096}
 SYNC_LOADS = {"sync_load_budget_bytes": 1 << 30}
 
 # By its code: the configurations that a rule refuses, and its sentence.
@@ -255,6 +262,23 @@ CASES: dict[str, tuple[list[dict[str, Any]], str]] = {
         ],
         "canonical_layout is set in kv_connector_extra_config, because vLLM cannot certify that "
         "layout on kvcached's memory; remove canonical_layout, or set KVPATCH=0.",
+    ),
+    "KVP354": (
+        [ARC | {"machine__vllm": "0.16.0"}],
+        "eviction_policy arc is set in kv_connector_extra_config, because it fails at the first "
+        "store, and the engine ends with it; remove eviction_policy, or install vLLM 0.17 or "
+        "later, or set KVPATCH=0.",
+    ),
+    "KVP355": (
+        [
+            WINDOWS | chunks(block_size=64),
+            WINDOWS | chunks(blocks_per_chunk=2) | V2_OF_32,
+            WINDOWS | multi("OffloadingConnector", kv_connector_extra_config={"block_size": 64}),
+        ],
+        "chunks of several blocks are configured for a model with sliding windows, because a chunk "
+        "of which the window has left a part is stored without it, and loaded as a whole; remove "
+        "block_size and blocks_per_chunk from kv_connector_extra_config, or install vLLM 0.33, or "
+        "set KVPATCH=0.",
     ),
     "KVP351": (
         [
@@ -660,6 +684,13 @@ def test_without_a_connector_only_what_kvcached_cannot_run_matters(code, changes
         tiers("fs") | {"cache_config__prefix_caching_hash_algo": "sha256_cbor"},
         {"cache_config__prefix_caching_hash_algo": "xxhash"},
         multi("OffloadingConnector"),
+        ARC,
+        WINDOWS,
+        WINDOWS | chunks(blocks_per_chunk=1),
+        WINDOWS | simple(block_size=64),  # which ignores it
+        WINDOWS | chunks(blocks_per_chunk=2) | V2_OF_33,
+        chunks(block_size=64),
+        chunks(block_size=64) | {"model_config": None},
         {"model_config__enable_sleep_mode": False, "model_config__enable_cumem_allocator": False},
         {"parallel_config__distributed_executor_backend": None},
         {"parallel_config__distributed_executor_backend": "uni"},

@@ -186,6 +186,25 @@ def _other_parallelism(config: Any, facts: Facts) -> bool:
     )
 
 
+def _offloading(config: Any) -> list[dict[str, Any]]:
+    """Return the extra settings of every OffloadingConnector."""
+    return [leaf.extra for leaf in leaves(config) if leaf.name == connectors.OFFLOADING]
+
+
+def _chunks_of_windows(config: Any, facts: Facts) -> bool:
+    """Return whether a chunk may have blocks that a window has left.
+
+    Chunks have ``blocks_per_chunk`` blocks, or up to 0.25 and in later ones as well ``block_size``
+    tokens. Blocks of windows have their own size, so that any size of a chunk counts.
+    """
+    model = config.model_config
+    chunks = any(
+        extra.get("block_size") is not None or int(extra.get("blocks_per_chunk") or 1) > 1
+        for extra in _offloading(config)
+    )
+    return chunks and model is not None and model.get_sliding_window() is not None
+
+
 def _model(config: Any, facts: Facts) -> str:
     return f"a KV connector is configured for {config.model_config.architecture}"
 
@@ -246,6 +265,28 @@ RULES = (
         "canonical_layout is set in kv_connector_extra_config",
         "vLLM cannot certify that layout on kvcached's memory",
         "remove canonical_layout",
+    ),
+    Rule(
+        "KVP354",
+        "`eviction_policy: arc`, before vLLM 0.17",
+        lambda config, facts: any(
+            extra.get("eviction_policy") == "arc" for extra in _offloading(config)
+        ),
+        "eviction_policy arc is set in kv_connector_extra_config",
+        "it fails at the first store, and the engine ends with it",
+        "remove eviction_policy, or install vLLM 0.17 or later",
+        only_in=Span("0", "0.17"),
+    ),
+    Rule(
+        "KVP355",
+        "`block_size` or `blocks_per_chunk` in kv_connector_extra_config, for a model with sliding "
+        "windows before vLLM 0.33",
+        _chunks_of_windows,
+        "chunks of several blocks are configured for a model with sliding windows",
+        "a chunk of which the window has left a part is stored without it, and loaded as a whole",
+        "remove block_size and blocks_per_chunk from kv_connector_extra_config, or install vLLM "
+        "0.33",
+        only_in=Span("0", "0.33"),
     ),
     Rule(
         "KVP351",
