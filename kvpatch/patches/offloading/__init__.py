@@ -242,6 +242,47 @@ FEATURE = Feature(
             Gap("0.24", None, "fixed by vllm-project/vllm#46231"),
         ),
         seam(
+            *(
+                Patch(
+                    id=f"offloading.computed_tokens{suffix}",
+                    target=f"{home}:OffloadingConnectorScheduler.get_num_new_matched_tokens",
+                    why="a prompt whose log-probabilities are asked for is loaded, not computed",
+                    upstream="vllm-project/vllm#44585, vllm-project/vllm#44592",
+                    until="vLLM 0.24",
+                    wrapper="kvpatch.patches.offloading.legacy:around_match",
+                    parameters=("self", "request"),
+                    since=since,
+                    before=before,
+                )
+                for suffix, home, since, before in (
+                    ("", f"{OFFLOADING}.scheduler", "0.19", "0.24"),
+                    ("_in_one_module", f"{OFFLOADING}_connector", "0.16", "0.19"),
+                )
+            ),
+            Gap("0.24", None, "fixed by vllm-project/vllm#44592"),
+        ),
+        seam(
+            *(
+                Patch(
+                    id=f"offloading.loads_in_order{suffix}",
+                    target=f"vllm.v1.kv_offload.{home}:"
+                    "SingleDirectionOffloadingHandler.transfer_async",
+                    why="a load overtakes the step before it, which still writes into its blocks",
+                    upstream="vllm-project/vllm#50696, vllm-project/vllm#45357 (deferred frees)",
+                    until="vLLM 0.28",
+                    wrapper="kvpatch.patches.offloading.legacy:around_load",
+                    parameters=("self",),
+                    since=since,
+                    before=before,
+                )
+                for suffix, home, since, before in (
+                    ("", "cpu.gpu_worker", "0.21", "0.28"),
+                    ("_of_handlers", "worker.cpu_gpu", "0.16", "0.21"),
+                )
+            ),
+            Gap("0.28", None, "fixed by vllm-project/vllm#50696"),
+        ),
+        seam(
             Patch(
                 id="offloading.reset_again",
                 target=f"{_SCHEDULER}.reset_cache",

@@ -6,9 +6,11 @@ under the newer names, and calls the code for those.
     up to 0.29  the last token of a finished request is stored, which was never computed
     0.26        an aborted request is stored as if all of it were computed
     up to 0.25  a reset leaves its discarded copies with the requests
+    up to 0.27  a load does not wait for the computation that was launched before it
     up to 0.25  the KV cache config is an attribute of the worker's spec, not of the worker
     up to 0.24  one handler per direction is registered, instead of a worker
     up to 0.24  a step does not name the requests that a reset has preempted
+    up to 0.23  tokens that a request asks to compute are loaded
     up to 0.23  no reset of the caches is one of the CPU tier, by its defaults or at all
     0.21-0.23   a preempted request is loaded while it is stored
     up to 0.18  tensors are registered, with the attention backends that define their shapes
@@ -16,6 +18,7 @@ under the newer names, and calls the code for those.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from types import SimpleNamespace
@@ -213,3 +216,31 @@ def around_lookup(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
     for group in status.group_states:
         group.block_ids.clear()  # of before the preemption
     return None, False
+
+
+def around_match(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
+    """Load nothing for a request that asks to compute every token, as from 0.24 on.
+
+    Wraps ``OffloadingConnectorScheduler.get_num_new_matched_tokens(request, num_computed_tokens)``
+    up to 0.23. The log-probabilities of a prompt, and what is pooled of each token, come of the
+    computation; those of loaded tokens are memory that nobody wrote.
+    """
+    answer = wrapped(*args, **kwargs)  # from 0.20 on the request gets its state there
+    return (0, False) if argument(args, kwargs, 0, "request").skip_reading_prefix_cache else answer
+
+
+def around_load(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
+    """Let a load wait for the computation that was launched before it, as stores do.
+
+    Wraps ``SingleDirectionOffloadingHandler.transfer_async`` up to 0.27. With asynchronous
+    scheduling a step runs on the device while the blocks of a request that has ended are given to
+    the next: what the step still writes into them must come before the load. vLLM takes the stream
+    of a copy from the end of its pool.
+    """
+    if not instance.gpu_to_cpu:
+        module = sys.modules[type(instance).__module__]
+        made = getattr(module, "current_platform", None) or module.torch.cuda  # up to 0.22
+        stream = instance._stream_pool.pop() if instance._stream_pool else made.Stream()
+        stream.wait_stream(made.current_stream())
+        instance._stream_pool.append(stream)
+    return wrapped(*args, **kwargs)
