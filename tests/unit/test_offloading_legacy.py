@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
 
@@ -11,6 +12,7 @@ from kvpatch import state
 from kvpatch.patches.offloading import legacy, registration
 from kvpatch.patches.offloading.registration import Rows
 from kvpatch.refusal import Refusal, RefusedCall
+from kvpatch.versions import Installed
 
 KV_CACHES = {"layer.0": object()}
 
@@ -216,3 +218,82 @@ def test_a_reset_that_preempts_nobody_names_nobody(args, kwargs):
 def test_a_reset_without_such_a_connector_is_vllms():
     scheduler = SimpleNamespace(connector=None, running=[])
     assert legacy.around_scheduler_reset(lambda reset: "done", scheduler, (True,), {}) == "done"
+
+
+@pytest.mark.parametrize(("skips", "answer"), [(True, (0, False)), (False, (32, True))])
+def test_a_request_that_computes_every_token_loads_none(skips, answer):
+    request = SimpleNamespace(skip_reading_prefix_cache=skips)
+    seen = []
+
+    def match(request: Any, computed: int) -> tuple[int, bool]:
+        seen.append(request)  # it gets its state there
+        return 32, True
+
+    assert legacy.around_match(match, object(), (request, 0), {}) == answer
+    assert seen == [request]
+
+
+@pytest.mark.parametrize(
+    ("computed", "kept"),
+    [(12, ["a", "b", "c"]), (11, ["a", "b"]), (10, ["a"]), (0, []), (15, ["a", "b", "c"])],
+)
+def test_a_session_forgets_the_hashes_of_what_it_drops(computed, kept):
+    session = SimpleNamespace(
+        num_tokens=12, num_computed_tokens=computed, block_hashes=["a", "b", "c"]
+    )
+    legacy.before_session(
+        lambda session, update: session.block_hashes.append("new"), None, (session, object()), {}
+    )
+    assert session.block_hashes == [*kept, "new"]
+
+
+def plan_of(*kinds: str) -> Any:
+    specs = [type(kind, (), {})() for kind in kinds]
+    return SimpleNamespace(kv_cache_groups=[SimpleNamespace(kv_cache_spec=spec) for spec in specs])
+
+
+@pytest.mark.parametrize(
+    ("release", "kinds", "refused"),
+    [
+        ("0.16.0", ["SlidingWindowSpec"], True),
+        ("0.20.2", ["SlidingWindowSpec", "SlidingWindowSpec"], True),
+        ("0.21.0", ["SlidingWindowSpec"], False),
+        ("0.19.1", ["FullAttentionSpec"], False),
+        ("0.19.1", ["FullAttentionSpec", "SlidingWindowSpec"], False),
+    ],
+)
+def test_windows_alone_are_refused_before_the_connector_knows_them(
+    monkeypatch, release, kinds, refused
+):
+    facts = SimpleNamespace(vllm=Installed.release("vllm", release))
+    monkeypatch.setattr(legacy.record, "facts", facts)
+    with pytest.raises(Refusal, match="KVP423") if refused else nullcontext():
+        legacy.check_windows(plan_of(*kinds))
+
+
+class KVBlock:
+    def __init__(self, block_id: int, block_hash: str | None = None) -> None:
+        self.block_id, self.block_hash, self.is_null = block_id, block_hash, block_id == 0
+
+
+@pytest.mark.parametrize("since_23", [True, False])
+@pytest.mark.parametrize(("external", "flushed"), [(32, {1, 2, 3}), (0, set())])
+def test_blocks_that_another_connector_loads_into_are_waited_for(external, flushed, since_23):
+    planner = SimpleNamespace(
+        _block_id_to_pending_jobs={0: {9}, 4: {1, 2}, 5: {3}, 6: {4}, 7: {5}},
+        _current_batch_jobs_to_flush=set(),
+    )
+    if since_23:
+        planner._current_batch_allocated_block_ids = {8}
+    multi = SimpleNamespace(_connectors=[OffloadingConnector(planner)])
+    blocks = ([KVBlock(0), KVBlock(4), KVBlock(6, "hit")], [KVBlock(5)])
+    told = legacy.around_other_loads(
+        lambda *args: "told",
+        multi,
+        (object(), SimpleNamespace(blocks=blocks), external),
+        {},
+    )
+    assert told == "told"
+    assert planner._current_batch_jobs_to_flush == flushed
+    if since_23:
+        assert planner._current_batch_allocated_block_ids == ({4, 5, 8} if external else {8})

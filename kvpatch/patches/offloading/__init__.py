@@ -284,6 +284,36 @@ FEATURE = Feature(
         ),
         seam(
             Patch(
+                id="offloading.session",
+                target="vllm.v1.core.sched.scheduler:Scheduler._update_request_as_session",
+                why="a session's block is stored under the hash of a token that it has dropped",
+                upstream="vllm-project/vllm#49449",
+                until="vLLM 0.32",
+                wrapper="kvpatch.patches.offloading.legacy:before_session",
+                parameters=("self", "session"),
+                since="0.16",
+                before="0.32",
+            ),
+            Gap("0.32", None, "fixed by vllm-project/vllm#49449"),
+        ),
+        seam(
+            Patch(
+                id="offloading.other_loads",
+                target="vllm.distributed.kv_transfer.kv_connector.v1.multi_connector:"
+                "MultiConnector.update_state_after_alloc",
+                why="in MultiConnector another connector loads into blocks that are being stored",
+                upstream="vllm-project/vllm#46865, vllm-project/vllm#46951",
+                until="vLLM 0.33",
+                wrapper="kvpatch.patches.offloading.legacy:around_other_loads",
+                parameters=("self", "blocks", "num_external_tokens"),
+                since="0.22",
+                before="0.33",
+            ),
+            Gap("0.16", "0.22", "MultiConnector is refused (KVP328)"),
+            Gap("0.33", None, "fixed by vllm-project/vllm#46951"),
+        ),
+        seam(
+            Patch(
                 id="offloading.reset_again",
                 target=f"{_SCHEDULER}.reset_cache",
                 why="a second reset before the next step fails and leaves the CPU tier as it was",

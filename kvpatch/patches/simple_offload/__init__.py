@@ -71,8 +71,8 @@ FEATURE = Feature(
             Patch(
                 id="simple.copies_in_order",
                 target=f"{SIMPLE}.worker:DmaCopyBackend",
-                why="a store reads blocks that are still being computed, and a load is overtaken by "
-                "what still writes into its blocks",
+                why="a store reads blocks that are still being computed, and a load overtakes what "
+                "is still written into its blocks",
                 upstream="vllm-project/vllm#46278 (event between computation and store), "
                 "vllm-project/vllm#45357 (deferred frees)",
                 until="vLLM 0.24",
