@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
@@ -297,3 +298,51 @@ def test_blocks_that_another_connector_loads_into_are_waited_for(external, flush
     assert planner._current_batch_jobs_to_flush == flushed
     if since_23:
         assert planner._current_batch_allocated_block_ids == ({4, 5, 8} if external else {8})
+
+
+class Made:
+    """The streams of a platform, or of torch.cuda."""
+
+    def __init__(self) -> None:
+        self.Stream = lambda: Stream("new")
+
+    def current_stream(self) -> str:
+        return "compute"
+
+
+class Stream:
+    def __init__(self, name: str) -> None:
+        self.name, self.after = name, []
+
+    def wait_stream(self, other: str) -> None:
+        self.after.append(other)
+
+
+class Handler:
+    """vLLM's, of one direction: a copy takes the stream at the end of the pool."""
+
+    def __init__(self, gpu_to_cpu: bool, *pool: Stream) -> None:
+        self.gpu_to_cpu, self._stream_pool = gpu_to_cpu, list(pool)
+
+    def transfer_async(self, job: int) -> Stream:
+        return self._stream_pool.pop() if self._stream_pool else Stream("its own")
+
+
+@pytest.mark.parametrize("platform", [True, False])
+@pytest.mark.parametrize("pool", [[], ["idle", "last"]])
+@pytest.mark.parametrize("stores", [True, False])
+def test_a_load_waits_for_the_computation_before_it(monkeypatch, platform, pool, stores):
+    module = sys.modules[__name__]
+    if platform:
+        monkeypatch.setattr(module, "current_platform", Made(), raising=False)
+    else:  # up to 0.22
+        monkeypatch.setattr(module, "torch", SimpleNamespace(cuda=Made()), raising=False)
+    handler = Handler(stores, *(Stream(name) for name in pool))
+    taken = legacy.around_load(handler.transfer_async, handler, (1,), {})
+    if stores:  # which waits for it in vLLM's own code
+        assert taken.after == []
+        assert taken.name == ("last" if pool else "its own")
+    else:
+        assert taken.after == ["compute"]
+        assert taken.name == ("last" if pool else "new")
+    assert [one.name for one in handler._stream_pool] == pool[:-1]
