@@ -346,3 +346,49 @@ def test_a_load_waits_for_the_computation_before_it(monkeypatch, platform, pool,
         assert taken.after == ["compute"]
         assert taken.name == ("last" if pool else "new")
     assert [one.name for one in handler._stream_pool] == pool[:-1]
+
+
+def aborted(stored: set[str] | None, loaded: set[str] | None) -> tuple[Any, Any]:
+    """Abort a request; return the connector's scheduler and what vLLM's is answered."""
+    planner = SimpleNamespace(
+        _reqs_being_stored={} if stored is None else {"one": stored},
+        _reqs_being_loaded={} if loaded is None else {"one": loaded},
+    )
+    answer = legacy.around_finished(
+        lambda request, blocks: ("one" in planner._reqs_being_stored, {"a": 1}),
+        planner,
+        (SimpleNamespace(request_id="one"), [3]),
+        {},
+    )
+    return planner, answer
+
+
+def reported(planner: Any, sent: set[str] | None) -> Any:
+    """Return whose stores have ended, for vLLM's scheduler."""
+    output = SimpleNamespace(finished_sending=sent, finished_recving={"one"})
+    assert legacy.without_aborted_loads(lambda output: "done", planner, (output,), {}) == "done"
+    return output.finished_sending
+
+
+def test_a_load_alone_keeps_an_aborted_request():
+    planner, answer = aborted(stored=set(), loaded={"block"})
+    assert answer == (False, {"a": 1}), "freed when the load is reported"
+    assert planner._reqs_being_stored == {}
+    assert reported(planner, None) is None
+    assert reported(planner, {"one", "two"}) == {"two"}
+    assert reported(planner, {"one"}) == {"one"}, "another request of that name"
+
+
+@pytest.mark.parametrize(
+    ("stored", "loaded", "keeps"),
+    [
+        (None, {"block"}, False),
+        ({"block"}, {"block"}, True),
+        (set(), None, True),
+        (None, None, False),
+    ],
+)
+def test_other_ends_of_a_request_are_vllms(stored, loaded, keeps):
+    planner, answer = aborted(stored, loaded)
+    assert answer == (keeps, {"a": 1})
+    assert reported(planner, {"one"}) == {"one"}

@@ -313,6 +313,46 @@ FEATURE = Feature(
             Gap("0.33", None, "fixed by vllm-project/vllm#46951"),
         ),
         seam(
+            *(
+                Patch(
+                    id=f"offloading.aborted_loads{suffix}",
+                    target=f"{home}:OffloadingConnectorScheduler.request_finished",
+                    why="a request that is aborted while it is loaded is freed under the load",
+                    upstream="vllm-project/vllm#39186",
+                    until="vLLM 0.21",
+                    wrapper="kvpatch.patches.offloading.legacy:around_finished",
+                    parameters=("self", "request"),
+                    since=since,
+                    before=before,
+                )
+                for suffix, home, since, before in (
+                    ("", f"{OFFLOADING}.scheduler", "0.19", "0.21"),
+                    ("_in_one_module", f"{OFFLOADING}_connector", "0.16", "0.19"),
+                )
+            ),
+            Gap("0.21", None, "copies have numbers of their own"),
+        ),
+        seam(
+            *(
+                Patch(
+                    id=f"offloading.aborted_reports{suffix}",
+                    target=f"{home}:OffloadingConnectorScheduler.update_connector_output",
+                    why="as offloading.aborted_loads; its stores are reported once more",
+                    upstream="vllm-project/vllm#39186",
+                    until="vLLM 0.21",
+                    wrapper="kvpatch.patches.offloading.legacy:without_aborted_loads",
+                    parameters=("self", "connector_output"),
+                    since=since,
+                    before=before,
+                )
+                for suffix, home, since, before in (
+                    ("", f"{OFFLOADING}.scheduler", "0.19", "0.21"),
+                    ("_in_one_module", f"{OFFLOADING}_connector", "0.16", "0.19"),
+                )
+            ),
+            Gap("0.21", None, "copies have numbers of their own"),
+        ),
+        seam(
             Patch(
                 id="offloading.reset_again",
                 target=f"{_SCHEDULER}.reset_cache",

@@ -15,6 +15,7 @@ under the newer names, and calls the code for those.
     up to 0.23  tokens that a request asks to compute are loaded
     up to 0.23  no reset of the caches is one of the CPU tier, by its defaults or at all
     0.21-0.23   a preempted request is loaded while it is stored
+    up to 0.20  a request that was stored and is being loaded is freed at once if it is aborted
     up to 0.20  a model of windows alone keeps the ids of blocks that left them
     up to 0.18  tensors are registered, with the attention backends that define their shapes
 """
@@ -319,3 +320,43 @@ def around_other_loads(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> A
         if hasattr(planner, "_current_batch_allocated_block_ids"):
             planner._current_batch_allocated_block_ids |= new
     return result
+
+
+@dataclass(eq=False)
+class AbortedLoads:
+    """Aborted requests that only their load keeps; on the ``OffloadingConnectorScheduler``."""
+
+    names: set[str] = field(default_factory=set)
+
+
+def around_finished(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
+    """Let the load of an aborted request alone keep its blocks.
+
+    Wraps ``OffloadingConnectorScheduler.request_finished(request, block_ids)`` up to 0.20. One that
+    was stored once counts as being stored until it ends, so that the workers report the end of its
+    stores, and its blocks are freed, while they load it.
+    """
+    name = argument(args, kwargs, 0, "request").request_id
+    keeps, parameters = wrapped(*args, **kwargs)
+    stored = instance._reqs_being_stored.get(name)
+    if stored is None or stored or not instance._reqs_being_loaded.get(name):
+        return keeps, parameters
+    del instance._reqs_being_stored[name]
+    state.of(instance, AbortedLoads).names.add(name)
+    return False, parameters
+
+
+def without_aborted_loads(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
+    """Pass over the report that ``around_finished`` has made one too many.
+
+    Wraps ``OffloadingConnectorScheduler.update_connector_output(connector_output)`` up to 0.20. The
+    scheduler reads the same object afterwards.
+    """
+    aborted = state.find(instance, AbortedLoads)
+    if aborted is not None and aborted.names:
+        output = argument(args, kwargs, 0, "connector_output")
+        reported = aborted.names.intersection(output.finished_sending or ())
+        if reported:
+            output.finished_sending = set(output.finished_sending) - reported
+            aborted.names -= reported
+    return wrapped(*args, **kwargs)
