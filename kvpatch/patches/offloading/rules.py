@@ -186,11 +186,6 @@ def _other_parallelism(config: Any, facts: Facts) -> bool:
     )
 
 
-def _offloading(config: Any) -> list[dict[str, Any]]:
-    """Return the extra settings of every OffloadingConnector."""
-    return [leaf.extra for leaf in leaves(config) if leaf.name == connectors.OFFLOADING]
-
-
 def _chunks_of_windows(config: Any, facts: Facts) -> bool:
     """Return whether a chunk may have blocks that a window has left.
 
@@ -199,8 +194,8 @@ def _chunks_of_windows(config: Any, facts: Facts) -> bool:
     """
     model = config.model_config
     chunks = any(
-        extra.get("block_size") is not None or int(extra.get("blocks_per_chunk") or 1) > 1
-        for extra in _offloading(config)
+        leaf.extra.get("block_size") is not None or int(leaf.extra.get("blocks_per_chunk") or 1) > 1
+        for leaf in connectors.offloading(config.kv_transfer_config)
     )
     return chunks and model is not None and model.get_sliding_window() is not None
 
@@ -270,7 +265,8 @@ RULES = (
         "KVP354",
         "`eviction_policy: arc`, before vLLM 0.17",
         lambda config, facts: any(
-            extra.get("eviction_policy") == "arc" for extra in _offloading(config)
+            leaf.extra.get("eviction_policy") == "arc"
+            for leaf in connectors.offloading(config.kv_transfer_config)
         ),
         "eviction_policy arc is set in kv_connector_extra_config",
         "it fails at the first store, and the engine ends with it",
