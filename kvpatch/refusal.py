@@ -240,6 +240,10 @@ CODES = {
         "`test_host_pool_classes.py` in tests/engine",
     ),
     "KVP422": _setup("a copy between the device and the CPU tier failed, and the engine ends"),
+    "KVP423": _incompatible(
+        "a model of sliding windows alone with OffloadingConnector before vLLM 0.21",
+        "vllm-project/vllm#41445",
+    ),
     "KVP501": _setup("no GPU, and kvcached is built for one"),
     "KVP502": _setup("the host device has no size"),
     "KVP503": _setup("the host device has another size in running processes"),

@@ -129,6 +129,12 @@ class Member:
         """
         return os.fstat(self._file).st_nlink > 0
 
+    def bounded_by(self, size: int) -> None:
+        """Note the bytes that it may have at most, for those who look at the pool."""
+        self._owner = self._owner._replace(ceiling=size)
+        with suppress(Busy, OSError), _alone(self.path.parent, TO_LOOK):
+            record.write_owner(self._file, self._owner)
+
     def take(self, size: int) -> bool:
         """Raise the record by ``size`` bytes, which may then be committed.
 

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import os
+import sys
 from collections.abc import Iterable, Mapping
+from pathlib import Path
 from typing import Any
 
 from kvpatch.environ import KVCACHED_CONTIGUOUS, VLLM_KV_CACHE_LAYOUT
@@ -171,19 +173,22 @@ def mapped(manager: Any) -> int:
 
 
 def limit(manager: Any) -> int:
-    """Return the bytes that an engine may map, as its pool in /dev/shm has them.
+    """Return the bytes that an engine may map, as its pool in /dev/shm has them; on any thread.
 
-    Where somebody removed the pool, or cut it off, what the page allocator keeps to.
+    Where somebody removed the pool, or cut it off, or it says 0, which is no limit to kvcached,
+    what the page allocator keeps to. Kvcached's lock of the pool is not taken: its thread that maps
+    ahead waits for it with the allocator locked, and the engine waits for the allocator with
+    Python's lock, without which whoever has the pool's lock could not give it back.
     """
-    from kvcached.cli.utils import get_kv_cache_limit
+    from kvcached.cli.utils import get_ipc_path
 
     try:
-        found = get_kv_cache_limit(manager.ipc_name)
-    except (OSError, ValueError):
-        found = None
-    if found is None:
-        return pages_at_most(manager) * page_bytes(manager)
-    return int(found.total_size)
+        with Path(get_ipc_path(manager.ipc_name)).open("rb", buffering=0) as pool:
+            # The first field of ``MemInfoStruct``, which is written at once.
+            size = int.from_bytes(pool.read(8), sys.byteorder, signed=True)
+    except OSError:
+        size = 0
+    return size if size > 0 else pages_at_most(manager) * page_bytes(manager)
 
 
 def set_limit(manager: Any, size: int) -> bool:

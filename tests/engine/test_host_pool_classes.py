@@ -285,6 +285,9 @@ def test_a_tier_begins_with_nothing_and_without_a_name(started: Any, pool: Path)
     one = started(chunks=1 << 16)  # 16 GiB
     assert one.kernel() == 0
     assert registered() == {}
+    shown = ledger.show(pool)
+    assert shown is not None
+    assert shown[1][0].owner.ceiling == (1 << 16) * ROW
     assert not Path(one.regions[0].mmap_path).exists()
     assert {path.name for path in pool.iterdir()} == {
         ledger.LIMIT,

@@ -90,6 +90,44 @@ def test_the_pool_of_an_engine_stays_closed_to_other_users(python: Callable[[str
     )
 
 
+def test_a_limit_is_read_while_another_has_kvcacheds_lock(python: Callable[[str], str]) -> None:
+    python(
+        """
+        from kvcached.cli.utils import get_ipc_path
+        from kvpatch.upstream import kvcached_api
+
+        made = manager()
+        update_kv_cache_limit(NAME, 8 * MIB)
+        found = []
+        with open(get_ipc_path(NAME), "r+b") as pool:
+            fcntl.flock(pool, fcntl.LOCK_EX)
+            asks = threading.Thread(target=lambda: found.append(kvcached_api.limit(made)))
+            asks.daemon = True
+            asks.start()
+            asks.join(60)
+            assert found == [8 * MIB], found
+            fcntl.flock(pool, fcntl.LOCK_UN)
+        """
+    )
+
+
+def test_a_pool_without_a_limit_has_the_allocators(python: Callable[[str], str]) -> None:
+    python(
+        """
+        from kvcached.cli.utils import get_ipc_path
+        from kvpatch.upstream import kvcached_api
+
+        made = manager()
+        size = kvcached_api.pages_at_most(made) * kvcached_api.page_bytes(made)
+        for content in (bytes(24), b""):  # kvctl limit NAME 0; and cut off
+            Path(get_ipc_path(NAME)).write_bytes(content)
+            assert kvcached_api.limit(made) == size > 0
+        os.unlink(get_ipc_path(NAME))
+        assert kvcached_api.limit(made) == size
+        """
+    )
+
+
 def test_a_limit_above_what_the_engine_started_with_changes_nothing(
     python: Callable[[str], str],
 ) -> None:

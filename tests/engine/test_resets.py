@@ -22,6 +22,7 @@ RESETS = (
     "offloading.reset_of_requests",
     "offloading.name_preempted",
     "offloading.lookup",
+    "offloading.computed_tokens",
 )
 TIER_RESETS = Version("0.22") <= RELEASE  # the connector can be reset
 NAMED = Version("0.25") <= RELEASE  # vLLM names the requests that a reset preempts
@@ -62,7 +63,10 @@ class Planner:
         of = scheduler.OffloadingConnectorScheduler
         self.real = made = of.__new__(of)
         self.request = SimpleNamespace(
-            request_id="one", num_output_placeholders=0, is_finished=lambda: False
+            request_id="one",
+            num_output_placeholders=0,
+            skip_reading_prefix_cache=False,
+            is_finished=lambda: False,
         )
         self.status = SimpleNamespace(
             req=self.request,
@@ -276,8 +280,25 @@ def test_a_new_request_is_looked_up_by_vllm(rows: Transaction) -> None:
 
 
 def test_without_the_row_it_is_loaded_while_it_is_stored(rows: Transaction) -> None:
-    for name in applied(rows, "offloading.lookup"):
-        rows.revert(name)
+    if applied(rows, "offloading.lookup"):
+        rows.revert("offloading.computed_tokens")  # of the same function, and above it
+        rows.revert("offloading.lookup")
         planner = Planner()
         planner.job(store=True)
+        assert look_up(planner) == (32, True)
+
+
+def test_a_request_that_computes_every_token_loads_none(rows: Transaction) -> None:
+    planner = Planner()
+    planner.request.skip_reading_prefix_cache = True
+    answer, asynchronous = look_up(planner)
+    assert answer == 0
+    assert not asynchronous
+
+
+def test_without_the_row_it_loads_what_it_was_to_compute(rows: Transaction) -> None:
+    for name in applied(rows, "offloading.computed_tokens"):
+        rows.revert(name)
+        planner = Planner()
+        planner.request.skip_reading_prefix_cache = True
         assert look_up(planner) == (32, True)

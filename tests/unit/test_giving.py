@@ -122,6 +122,22 @@ def test_an_idle_engine_gives_everything_back_and_keeps_its_limit(worlds: Any) -
     assert not world.step()
 
 
+def test_an_engine_rests_as_often_as_it_is_idle(
+    worlds: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "MOST_PIECES", 2)  # of one rest
+    world = filled(worlds)
+    for time in range(4):
+        for block in range(4, 28):
+            if block not in world.pool.used():
+                world.pool.cache(block, f"{time} {block}".encode())
+        world.step()
+        world.giving.stop()
+        world.giving.rest()
+        world.until_idle()
+        assert world.pool.used() == set(), f"after {time} rests"
+
+
 def test_an_idle_engine_keeps_what_the_tier_does_not(worlds: Any) -> None:
     world = filled(worlds, room=10)
     world.giving.rest()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
 
@@ -11,6 +13,7 @@ from kvpatch import state
 from kvpatch.patches.offloading import legacy, registration
 from kvpatch.patches.offloading.registration import Rows
 from kvpatch.refusal import Refusal, RefusedCall
+from kvpatch.versions import Installed
 
 KV_CACHES = {"layer.0": object()}
 
@@ -216,3 +219,176 @@ def test_a_reset_that_preempts_nobody_names_nobody(args, kwargs):
 def test_a_reset_without_such_a_connector_is_vllms():
     scheduler = SimpleNamespace(connector=None, running=[])
     assert legacy.around_scheduler_reset(lambda reset: "done", scheduler, (True,), {}) == "done"
+
+
+@pytest.mark.parametrize(("skips", "answer"), [(True, (0, False)), (False, (32, True))])
+def test_a_request_that_computes_every_token_loads_none(skips, answer):
+    request = SimpleNamespace(skip_reading_prefix_cache=skips)
+    seen = []
+
+    def match(request: Any, computed: int) -> tuple[int, bool]:
+        seen.append(request)  # it gets its state there
+        return 32, True
+
+    assert legacy.around_match(match, object(), (request, 0), {}) == answer
+    assert seen == [request]
+
+
+@pytest.mark.parametrize(
+    ("computed", "kept"),
+    [(12, ["a", "b", "c"]), (11, ["a", "b"]), (10, ["a"]), (0, []), (15, ["a", "b", "c"])],
+)
+def test_a_session_forgets_the_hashes_of_what_it_drops(computed, kept):
+    session = SimpleNamespace(
+        num_tokens=12, num_computed_tokens=computed, block_hashes=["a", "b", "c"]
+    )
+    legacy.before_session(
+        lambda session, update: session.block_hashes.append("new"), None, (session, object()), {}
+    )
+    assert session.block_hashes == [*kept, "new"]
+
+
+def plan_of(*kinds: str) -> Any:
+    specs = [type(kind, (), {})() for kind in kinds]
+    return SimpleNamespace(kv_cache_groups=[SimpleNamespace(kv_cache_spec=spec) for spec in specs])
+
+
+@pytest.mark.parametrize(
+    ("release", "kinds", "refused"),
+    [
+        ("0.16.0", ["SlidingWindowSpec"], True),
+        ("0.20.2", ["SlidingWindowSpec", "SlidingWindowSpec"], True),
+        ("0.21.0", ["SlidingWindowSpec"], False),
+        ("0.19.1", ["FullAttentionSpec"], False),
+        ("0.19.1", ["FullAttentionSpec", "SlidingWindowSpec"], False),
+    ],
+)
+def test_windows_alone_are_refused_before_the_connector_knows_them(
+    monkeypatch, release, kinds, refused
+):
+    facts = SimpleNamespace(vllm=Installed.release("vllm", release))
+    monkeypatch.setattr(legacy.record, "facts", facts)
+    with pytest.raises(Refusal, match="KVP423") if refused else nullcontext():
+        legacy.check_windows(plan_of(*kinds))
+
+
+class KVBlock:
+    def __init__(self, block_id: int, block_hash: str | None = None) -> None:
+        self.block_id, self.block_hash, self.is_null = block_id, block_hash, block_id == 0
+
+
+@pytest.mark.parametrize("since_23", [True, False])
+@pytest.mark.parametrize(("external", "flushed"), [(32, {1, 2, 3}), (0, set())])
+def test_blocks_that_another_connector_loads_into_are_waited_for(external, flushed, since_23):
+    planner = SimpleNamespace(
+        _block_id_to_pending_jobs={0: {9}, 4: {1, 2}, 5: {3}, 6: {4}, 7: {5}},
+        _current_batch_jobs_to_flush=set(),
+    )
+    if since_23:
+        planner._current_batch_allocated_block_ids = {8}
+    multi = SimpleNamespace(_connectors=[OffloadingConnector(planner)])
+    blocks = ([KVBlock(0), KVBlock(4), KVBlock(6, "hit")], [KVBlock(5)])
+    told = legacy.around_other_loads(
+        lambda *args: "told",
+        multi,
+        (object(), SimpleNamespace(blocks=blocks), external),
+        {},
+    )
+    assert told == "told"
+    assert planner._current_batch_jobs_to_flush == flushed
+    if since_23:
+        assert planner._current_batch_allocated_block_ids == ({4, 5, 8} if external else {8})
+
+
+class Made:
+    """The streams of a platform, or of torch.cuda."""
+
+    def __init__(self) -> None:
+        self.Stream = lambda: Stream("new")
+
+    def current_stream(self) -> str:
+        return "compute"
+
+
+class Stream:
+    def __init__(self, name: str) -> None:
+        self.name, self.after = name, []
+
+    def wait_stream(self, other: str) -> None:
+        self.after.append(other)
+
+
+class Handler:
+    """vLLM's, of one direction: a copy takes the stream at the end of the pool."""
+
+    def __init__(self, gpu_to_cpu: bool, *pool: Stream) -> None:
+        self.gpu_to_cpu, self._stream_pool = gpu_to_cpu, list(pool)
+
+    def transfer_async(self, job: int) -> Stream:
+        return self._stream_pool.pop() if self._stream_pool else Stream("its own")
+
+
+@pytest.mark.parametrize("platform", [True, False])
+@pytest.mark.parametrize("pool", [[], ["idle", "last"]])
+@pytest.mark.parametrize("stores", [True, False])
+def test_a_load_waits_for_the_computation_before_it(monkeypatch, platform, pool, stores):
+    module = sys.modules[__name__]
+    if platform:
+        monkeypatch.setattr(module, "current_platform", Made(), raising=False)
+    else:  # up to 0.22
+        monkeypatch.setattr(module, "torch", SimpleNamespace(cuda=Made()), raising=False)
+    handler = Handler(stores, *(Stream(name) for name in pool))
+    taken = legacy.around_load(handler.transfer_async, handler, (1,), {})
+    if stores:  # which waits for it in vLLM's own code
+        assert taken.after == []
+        assert taken.name == ("last" if pool else "its own")
+    else:
+        assert taken.after == ["compute"]
+        assert taken.name == ("last" if pool else "new")
+    assert [one.name for one in handler._stream_pool] == pool[:-1]
+
+
+def aborted(stored: set[str] | None, loaded: set[str] | None) -> tuple[Any, Any]:
+    """Abort a request; return the connector's scheduler and what vLLM's is answered."""
+    planner = SimpleNamespace(
+        _reqs_being_stored={} if stored is None else {"one": stored},
+        _reqs_being_loaded={} if loaded is None else {"one": loaded},
+    )
+    answer = legacy.around_finished(
+        lambda request, blocks: ("one" in planner._reqs_being_stored, {"a": 1}),
+        planner,
+        (SimpleNamespace(request_id="one"), [3]),
+        {},
+    )
+    return planner, answer
+
+
+def reported(planner: Any, sent: set[str] | None) -> Any:
+    """Return whose stores have ended, for vLLM's scheduler."""
+    output = SimpleNamespace(finished_sending=sent, finished_recving={"one"})
+    assert legacy.without_aborted_loads(lambda output: "done", planner, (output,), {}) == "done"
+    return output.finished_sending
+
+
+def test_a_load_alone_keeps_an_aborted_request():
+    planner, answer = aborted(stored=set(), loaded={"block"})
+    assert answer == (False, {"a": 1}), "freed when the load is reported"
+    assert planner._reqs_being_stored == {}
+    assert reported(planner, None) is None
+    assert reported(planner, {"one", "two"}) == {"two"}
+    assert reported(planner, {"one"}) == {"one"}, "another request of that name"
+
+
+@pytest.mark.parametrize(
+    ("stored", "loaded", "keeps"),
+    [
+        (None, {"block"}, False),
+        ({"block"}, {"block"}, True),
+        (set(), None, True),
+        (None, None, False),
+    ],
+)
+def test_other_ends_of_a_request_are_vllms(stored, loaded, keeps):
+    planner, answer = aborted(stored, loaded)
+    assert answer == (keeps, {"a": 1})
+    assert reported(planner, {"one"}) == {"one"}

@@ -135,7 +135,7 @@ class Backend:
     def init(self, gpu: Any, cpu: Any, device: Any, load_stream: Any, store_stream: Any) -> None:
         self._store_params = SimpleNamespace(attrs=SimpleNamespace(srcAccessOrder=3))
         self._load_params = SimpleNamespace(attrs=SimpleNamespace(srcAccessOrder=3))
-        self._store_stream = store_stream
+        self._load_stream, self._store_stream = load_stream, store_stream
 
     def launch_copy(
         self, src_blocks: Any, dst_blocks: Any, is_store: bool, event_idx: int, events_list: Any
@@ -143,19 +143,54 @@ class Backend:
         self.done.append((src_blocks, dst_blocks, is_store, event_idx, events_list))
 
 
-def test_a_store_waits_for_the_computation_and_a_load_does_not(monkeypatch):
+def test_copies_wait_for_the_computation(monkeypatch):
     worker = ModuleType("vllm.v1.simple_kv_offload.worker")
     worker.torch = SimpleNamespace(cuda=SimpleNamespace(current_stream=lambda: "compute"))
     monkeypatch.setitem(sys.modules, worker.__name__, worker)
     backend = legacy.ordered_backend(Backend)()
-    store = SimpleNamespace(wait_stream=lambda other: backend.done.append(other))
-    backend.init({}, {}, "device", object(), store)
+    load, store = (
+        SimpleNamespace(wait_stream=lambda other, name=name: backend.done.append((name, other)))
+        for name in ("load", "store")
+    )
+    backend.init({}, {}, "device", load, store)
     assert backend._store_params.attrs.srcAccessOrder == 1
     assert backend._load_params.attrs.srcAccessOrder == 3
     events: list[Any] = []
     backend.launch_copy([1], [2], is_store=False, event_idx=0, events_list=events)
     backend.launch_copy([3], [4], is_store=True, event_idx=5, events_list=events)
-    assert backend.done == [([1], [2], False, 0, events), "compute", ([3], [4], True, 5, events)]
+    assert backend.done == [
+        ("load", "compute"),
+        ([1], [2], False, 0, events),
+        ("store", "compute"),
+        ([3], [4], True, 5, events),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("args", "kwargs"), [(([1], [2], False, 0), {}), (([1], [2]), {"is_store": False})]
+)
+def test_a_load_of_0_24_waits_for_the_computation(monkeypatch, args, kwargs):
+    worker = ModuleType("vllm.v1.simple_kv_offload.worker")
+    worker.torch = SimpleNamespace(cuda=SimpleNamespace(current_stream=lambda: "compute"))
+    monkeypatch.setitem(sys.modules, worker.__name__, worker)
+    done: list[Any] = []
+    backend = SimpleNamespace(_load_stream=SimpleNamespace(wait_stream=done.append))
+    legacy.around_load(lambda *args, **kwargs: done.append("queued"), backend, args, kwargs)
+    assert done == ["compute", "queued"]
+
+
+def test_a_store_of_0_24_waits_for_its_event_alone():
+    done: list[Any] = []
+    legacy.around_load(lambda *args: done.append("queued"), object(), ([1], [2], True, 0), {})
+    assert done == ["queued"]
+
+
+def test_a_request_that_computes_every_token_is_not_looked_up():
+    request = SimpleNamespace(skip_reading_prefix_cache=True)
+    assert legacy.around_match(None, object(), (request, 0), {}) == (0, False)
+    request.skip_reading_prefix_cache = False
+    found = legacy.around_match(lambda request, computed: (32, True), object(), (request, 0), {})
+    assert found == (32, True)
 
 
 def test_what_is_being_stored_is_not_stored_again():

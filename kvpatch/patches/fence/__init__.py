@@ -149,7 +149,7 @@ FEATURE = Feature(
                 since="0.21",
                 before="0.23",
             ),
-            Gap("0.16", "0.21", "the connector keeps all blocks of its requests"),
+            Gap("0.16", "0.21", "windows are full attention, or all of them and refused (KVP423)"),
             Gap("0.23", None, "vLLM drops the id of a block that is reallocated"),
         ),
         seam(

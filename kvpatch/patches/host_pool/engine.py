@@ -144,6 +144,7 @@ class Part:
                 code="KVP421",
             ) from error
         self._path.unlink(missing_ok=True)  # its memory goes with the last process now
+        self._member.bounded_by(size)
         extents = Extents(chunks, size // chunks, self._extent, time.monotonic)
         lock = threading.RLock()
         keeper = Keeper(

@@ -242,6 +242,117 @@ FEATURE = Feature(
             Gap("0.24", None, "fixed by vllm-project/vllm#46231"),
         ),
         seam(
+            *(
+                Patch(
+                    id=f"offloading.computed_tokens{suffix}",
+                    target=f"{home}:OffloadingConnectorScheduler.get_num_new_matched_tokens",
+                    why="a prompt whose log-probabilities are asked for is loaded, not computed",
+                    upstream="vllm-project/vllm#44585, vllm-project/vllm#44592",
+                    until="vLLM 0.24",
+                    wrapper="kvpatch.patches.offloading.legacy:around_match",
+                    parameters=("self", "request"),
+                    since=since,
+                    before=before,
+                )
+                for suffix, home, since, before in (
+                    ("", f"{OFFLOADING}.scheduler", "0.19", "0.24"),
+                    ("_in_one_module", f"{OFFLOADING}_connector", "0.16", "0.19"),
+                )
+            ),
+            Gap("0.24", None, "fixed by vllm-project/vllm#44592"),
+        ),
+        seam(
+            *(
+                Patch(
+                    id=f"offloading.loads_in_order{suffix}",
+                    target=f"vllm.v1.kv_offload.{home}:"
+                    "SingleDirectionOffloadingHandler.transfer_async",
+                    why="a load overtakes the step before it, which still writes into its blocks",
+                    upstream="vllm-project/vllm#50696, vllm-project/vllm#45357 (deferred frees)",
+                    until="vLLM 0.28",
+                    wrapper="kvpatch.patches.offloading.legacy:around_load",
+                    parameters=("self",),
+                    since=since,
+                    before=before,
+                )
+                for suffix, home, since, before in (
+                    ("", "cpu.gpu_worker", "0.21", "0.28"),
+                    ("_of_handlers", "worker.cpu_gpu", "0.16", "0.21"),
+                )
+            ),
+            Gap("0.28", None, "fixed by vllm-project/vllm#50696"),
+        ),
+        seam(
+            Patch(
+                id="offloading.session",
+                target="vllm.v1.core.sched.scheduler:Scheduler._update_request_as_session",
+                why="a session's block is stored under the hash of a token that it has dropped",
+                upstream="vllm-project/vllm#49449",
+                until="vLLM 0.32",
+                wrapper="kvpatch.patches.offloading.legacy:before_session",
+                parameters=("self", "session"),
+                since="0.16",
+                before="0.32",
+            ),
+            Gap("0.32", None, "fixed by vllm-project/vllm#49449"),
+        ),
+        seam(
+            Patch(
+                id="offloading.other_loads",
+                target="vllm.distributed.kv_transfer.kv_connector.v1.multi_connector:"
+                "MultiConnector.update_state_after_alloc",
+                why="in MultiConnector another connector loads into blocks that are being stored",
+                upstream="vllm-project/vllm#46865, vllm-project/vllm#46951",
+                until="vLLM 0.33",
+                wrapper="kvpatch.patches.offloading.legacy:around_other_loads",
+                parameters=("self", "blocks", "num_external_tokens"),
+                since="0.22",
+                before="0.33",
+            ),
+            Gap("0.16", "0.22", "MultiConnector is refused (KVP328)"),
+            Gap("0.33", None, "fixed by vllm-project/vllm#46951"),
+        ),
+        seam(
+            *(
+                Patch(
+                    id=f"offloading.aborted_loads{suffix}",
+                    target=f"{home}:OffloadingConnectorScheduler.request_finished",
+                    why="a request that is aborted while it is loaded is freed under the load",
+                    upstream="vllm-project/vllm#39186",
+                    until="vLLM 0.21",
+                    wrapper="kvpatch.patches.offloading.legacy:around_finished",
+                    parameters=("self", "request"),
+                    since=since,
+                    before=before,
+                )
+                for suffix, home, since, before in (
+                    ("", f"{OFFLOADING}.scheduler", "0.19", "0.21"),
+                    ("_in_one_module", f"{OFFLOADING}_connector", "0.16", "0.19"),
+                )
+            ),
+            Gap("0.21", None, "copies have numbers of their own"),
+        ),
+        seam(
+            *(
+                Patch(
+                    id=f"offloading.aborted_reports{suffix}",
+                    target=f"{home}:OffloadingConnectorScheduler.update_connector_output",
+                    why="as offloading.aborted_loads; its stores are reported once more",
+                    upstream="vllm-project/vllm#39186",
+                    until="vLLM 0.21",
+                    wrapper="kvpatch.patches.offloading.legacy:without_aborted_loads",
+                    parameters=("self", "connector_output"),
+                    since=since,
+                    before=before,
+                )
+                for suffix, home, since, before in (
+                    ("", f"{OFFLOADING}.scheduler", "0.19", "0.21"),
+                    ("_in_one_module", f"{OFFLOADING}_connector", "0.16", "0.19"),
+                )
+            ),
+            Gap("0.21", None, "copies have numbers of their own"),
+        ),
+        seam(
             Patch(
                 id="offloading.reset_again",
                 target=f"{_SCHEDULER}.reset_cache",

@@ -1,31 +1,42 @@
-"""OffloadingConnector before vLLM 0.30, in the terms of later releases.
+"""OffloadingConnector before vLLM 0.33, in the terms of later releases.
 
 Up to 0.25 the connector behaves the same under other names. Each adapter presents the older object
 under the newer names, and calls the code for those.
 
+    up to 0.32  blocks that another connector loads into are not known to be in use again
+    up to 0.31  a session keeps the hash of a block whose last token it has dropped
     up to 0.29  the last token of a finished request is stored, which was never computed
     0.26        an aborted request is stored as if all of it were computed
     up to 0.25  a reset leaves its discarded copies with the requests
+    up to 0.27  a load does not wait for the computation that was launched before it
     up to 0.25  the KV cache config is an attribute of the worker's spec, not of the worker
     up to 0.24  one handler per direction is registered, instead of a worker
     up to 0.24  a step does not name the requests that a reset has preempted
+    up to 0.23  tokens that a request asks to compute are loaded
     up to 0.23  no reset of the caches is one of the CPU tier, by its defaults or at all
     0.21-0.23   a preempted request is loaded while it is stored
+    up to 0.20  a request that was stored and is being loaded is freed at once if it is aborted
+    up to 0.20  a model of windows alone keeps the ids of blocks that left them
     up to 0.18  tensors are registered, with the attention backends that define their shapes
 """
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
 
+from packaging.version import Version
+
 from kvpatch import state
 from kvpatch.patch import argument
 from kvpatch.patches.offloading import registration, resets
 from kvpatch.patches.offloading.registration import Rows
-from kvpatch.refusal import RefusedCall
+from kvpatch.refusal import Refusal, RefusedCall
+from kvpatch.status import record
+from kvpatch.supported import release_of
 from kvpatch.upstream import connectors
 
 
@@ -55,6 +66,7 @@ def register_with_backends(wrapped: Any, instance: Any, args: Any, kwargs: Any) 
     kv_caches = argument(args, kwargs, 0, "kv_caches")
     size = instance.spec.gpu_block_size  # in 0.18 one per group, of which there is one
     tokens = size if isinstance(size, int) else size[0]
+    check_windows(instance.spec.kv_cache_config)
     regions = {
         f"region {index}": tensor.view(len(tensor), tokens, -1)
         for index, tensor in enumerate(
@@ -74,6 +86,7 @@ def block_bytes(spec: Any) -> int:
 
 def _register(instance: Any, init: Callable[[Any], None], args: Any, kwargs: Any) -> None:
     later = _later(instance)
+    check_windows(later.kv_cache_config)
     later._init_worker = init
     registration.register_regions(None, later, args, kwargs)
     rows = state.find(later, Rows)
@@ -213,3 +226,137 @@ def around_lookup(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
     for group in status.group_states:
         group.block_ids.clear()  # of before the preemption
     return None, False
+
+
+def around_match(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
+    """Load nothing for a request that asks to compute every token, as from 0.24 on.
+
+    Wraps ``OffloadingConnectorScheduler.get_num_new_matched_tokens(request, num_computed_tokens)``
+    up to 0.23. The log-probabilities of a prompt, and what is pooled of each token, come of the
+    computation; those of loaded tokens are memory that nobody wrote.
+    """
+    answer = wrapped(*args, **kwargs)  # from 0.20 on the request gets its state there
+    return (0, False) if argument(args, kwargs, 0, "request").skip_reading_prefix_cache else answer
+
+
+def around_load(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
+    """Let a load wait for the computation that was launched before it, as stores do.
+
+    Wraps ``SingleDirectionOffloadingHandler.transfer_async`` up to 0.27. With asynchronous
+    scheduling a step runs on the device while the blocks of a request that has ended are given to
+    the next: what the step still writes into them must come before the load. vLLM takes the stream
+    of a copy from the end of its pool.
+    """
+    if not instance.gpu_to_cpu:
+        module = sys.modules[type(instance).__module__]
+        made = getattr(module, "current_platform", None) or module.torch.cuda  # up to 0.22
+        stream = instance._stream_pool.pop() if instance._stream_pool else made.Stream()
+        stream.wait_stream(made.current_stream())
+        instance._stream_pool.append(stream)
+    return wrapped(*args, **kwargs)
+
+
+def before_session(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
+    """Forget the hashes of tokens that a session drops before it goes on.
+
+    Wraps ``Scheduler._update_request_as_session(session, update)`` up to 0.31, which drops the
+    tokens that were not computed, and hashes only what comes behind the hashes that there are. A
+    token completes at most one block, and those that are kept are hashed again.
+    """
+    session = argument(args, kwargs, 0, "session")
+    dropped = session.num_tokens - session.num_computed_tokens
+    if dropped > 0:
+        del session.block_hashes[-dropped:]
+    return wrapped(*args, **kwargs)
+
+
+def check_windows(config: Any) -> None:
+    """Refuse a model whose layers are all sliding windows, up to 0.20.
+
+    There the connector takes the blocks of a request for those of full attention: it stores the
+    null block, and blocks that left the window and are another request's, under the request's
+    hashes. A model that has both kinds is one of full attention to it.
+
+    Args:
+        config: the ``KVCacheConfig``.
+
+    Raises:
+        Refusal: the model is one.
+    """
+    facts = record.facts
+    if facts is None or release_of(facts.vllm) >= Version("0.21"):
+        return
+    groups = config.kv_cache_groups
+    if all(type(group.kv_cache_spec).__name__ == "SlidingWindowSpec" for group in groups):
+        raise Refusal(
+            "all layers of this model are sliding windows",
+            "before vLLM 0.21 OffloadingConnector stores blocks that have left the window",
+            "install vLLM 0.21 or later, run it without a KV connector, or set KVPATCH=0",
+            code="KVP423",
+        )
+
+
+def around_other_loads(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
+    """Let the workers wait for stores of blocks that another connector loads into.
+
+    Wraps ``MultiConnector.update_state_after_alloc(request, blocks, num_external_tokens)`` of 0.22
+    to 0.32. The connector lets blocks of a finished request go while they are stored, and learns
+    who has them next from the tokens of a step, which a request that waits for a load has none of.
+    """
+    result = wrapped(*args, **kwargs)
+    planner = connectors.scheduler_of(instance)
+    if planner is not None and argument(args, kwargs, 2, "num_external_tokens"):
+        blocks = argument(args, kwargs, 1, "blocks").blocks
+        new = {
+            one.block_id
+            for group in blocks
+            for one in group
+            if one.block_hash is None and not one.is_null  # others are hits, whose bytes stay
+        }
+        waiting = planner._block_id_to_pending_jobs
+        jobs = set().union(*(waiting.get(block, ()) for block in new))
+        planner._current_batch_jobs_to_flush |= jobs
+        # From 0.23 on it also drops the ids of such blocks where a window has left them.
+        if hasattr(planner, "_current_batch_allocated_block_ids"):
+            planner._current_batch_allocated_block_ids |= new
+    return result
+
+
+@dataclass(eq=False)
+class AbortedLoads:
+    """Aborted requests that only their load keeps; on the ``OffloadingConnectorScheduler``."""
+
+    names: set[str] = field(default_factory=set)
+
+
+def around_finished(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
+    """Let the load of an aborted request alone keep its blocks.
+
+    Wraps ``OffloadingConnectorScheduler.request_finished(request, block_ids)`` up to 0.20. One that
+    was stored once counts as being stored until it ends, so that the workers report the end of its
+    stores, and its blocks are freed, while they load it.
+    """
+    name = argument(args, kwargs, 0, "request").request_id
+    keeps, parameters = wrapped(*args, **kwargs)
+    stored = instance._reqs_being_stored.get(name)
+    if stored is None or stored or not instance._reqs_being_loaded.get(name):
+        return keeps, parameters
+    del instance._reqs_being_stored[name]
+    state.of(instance, AbortedLoads).names.add(name)
+    return False, parameters
+
+
+def without_aborted_loads(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
+    """Pass over the report that ``around_finished`` has made one too many.
+
+    Wraps ``OffloadingConnectorScheduler.update_connector_output(connector_output)`` up to 0.20. The
+    scheduler reads the same object afterwards.
+    """
+    aborted = state.find(instance, AbortedLoads)
+    if aborted is not None and aborted.names:
+        output = argument(args, kwargs, 0, "connector_output")
+        reported = aborted.names.intersection(output.finished_sending or ())
+        if reported:
+            output.finished_sending = set(output.finished_sending) - reported
+            aborted.names -= reported
+    return wrapped(*args, **kwargs)

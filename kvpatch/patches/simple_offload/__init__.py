@@ -71,8 +71,10 @@ FEATURE = Feature(
             Patch(
                 id="simple.copies_in_order",
                 target=f"{SIMPLE}.worker:DmaCopyBackend",
-                why="a store reads blocks that are still being computed",
-                upstream="vllm-project/vllm#46278 (event between computation and store)",
+                why="a store reads blocks that are still being computed, and a load overtakes what "
+                "is still written into its blocks",
+                upstream="vllm-project/vllm#46278 (event between computation and store), "
+                "vllm-project/vllm#45357 (deferred frees)",
                 until="vLLM 0.24",
                 wrapper="kvpatch.patches.simple_offload.legacy:ordered_backend",
                 parameters=(),
@@ -81,6 +83,35 @@ FEATURE = Feature(
                 kind=Kind.REPLACE,
             ),
             Gap("0.24", None, "a store waits for an event of the computation"),
+        ),
+        seam(
+            Patch(
+                id="simple.loads_in_order",
+                target=f"{SIMPLE}.copy_backend:DmaCopyBackend.launch_copy",
+                why="a load overwrites blocks of a window that a step in flight still reads",
+                upstream="vllm-project/vllm#47282, vllm-project/vllm#47728",
+                until="vLLM 0.26",
+                wrapper="kvpatch.patches.simple_offload.legacy:around_load",
+                parameters=("self", "is_store"),
+                since="0.24",
+                before="0.26",
+            ),
+            Gap("0.19", "0.24", "simple.copies_in_order orders loads too"),
+            Gap("0.26", None, "blocks leave a window when the step that reads them has ended"),
+        ),
+        seam(
+            Patch(
+                id="simple.computed_tokens",
+                target=f"{_SCHEDULER}.get_num_new_matched_tokens",
+                why="a prompt whose log-probabilities are asked for is loaded, not computed",
+                upstream="vllm-project/vllm#54998",
+                until="vLLM 0.30",
+                wrapper="kvpatch.patches.simple_offload.legacy:around_match",
+                parameters=("self", "request"),
+                since="0.19",
+                before="0.30",
+            ),
+            Gap("0.30", None, "fixed by vllm-project/vllm#54998"),
         ),
         seam(
             Patch(

@@ -1,5 +1,7 @@
-"""SimpleCPUOffloadConnector before vLLM 0.26, in the terms of later releases.
+"""SimpleCPUOffloadConnector before vLLM 0.30, in the terms of later releases.
 
+up to 0.29  tokens that a request asks to compute are loaded
+up to 0.25  a load does not wait for the computation that was launched before it
 up to 0.25  lazy mode follows the links of vLLM's free block queue itself, and kvcached's
             pool for these releases has no attribute ``blocks``
 up to 0.23  a connector cannot request steps; ``Scheduler.has_requests`` is wrapped instead
@@ -12,6 +14,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
+from kvpatch.patch import argument
 from kvpatch.patches.simple_offload.eviction import EvictionOrder, bind
 from kvpatch.patches.simple_offload.lifetime import waits_for_copies
 from kvpatch.upstream import connectors
@@ -120,7 +123,7 @@ def around_eager_stores(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> 
 
 
 def ordered_backend(backend: Any) -> Any:
-    """Replace ``DmaCopyBackend`` by one whose stores wait for the computation before them."""
+    """Replace ``DmaCopyBackend`` by one whose copies wait for the computation before them."""
 
     class OrderedCopyBackend(backend):  # type: ignore[misc]
         def init(self, *args: Any, **kwargs: Any) -> None:
@@ -130,11 +133,37 @@ def ordered_backend(backend: Any) -> Any:
         def launch_copy(
             self, src_blocks: Any, dst_blocks: Any, is_store: bool, *args: Any, **kwargs: Any
         ) -> None:
-            if is_store:
-                from vllm.v1.simple_kv_offload.worker import torch
+            from vllm.v1.simple_kv_offload.worker import torch
 
-                # Before the copy is queued, because a thread launches it later.
-                self._store_stream.wait_stream(torch.cuda.current_stream())
+            # Before the copy is queued, because a thread launches it later.
+            stream = self._store_stream if is_store else self._load_stream
+            stream.wait_stream(torch.cuda.current_stream())
             super().launch_copy(src_blocks, dst_blocks, is_store, *args, **kwargs)
 
     return OrderedCopyBackend
+
+
+def around_load(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> None:
+    """Let a load wait for the computation that was launched before it.
+
+    Wraps ``DmaCopyBackend.launch_copy(src_blocks, dst_blocks, is_store, ...)`` of 0.24 and 0.25,
+    whose blocks may have left a window that a step in flight still reads. Before the copy is
+    queued, because a thread launches it later.
+    """
+    if not argument(args, kwargs, 2, "is_store"):
+        from vllm.v1.simple_kv_offload.worker import torch
+
+        instance._load_stream.wait_stream(torch.cuda.current_stream())
+    wrapped(*args, **kwargs)
+
+
+def around_match(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
+    """Load nothing for a request that asks to compute every token, as from 0.30 on.
+
+    Wraps ``SimpleCPUOffloadScheduler.get_num_new_matched_tokens(request, num_computed_tokens)``.
+    The log-probabilities of a prompt, and what is pooled of each token, come of the computation;
+    those of loaded tokens are memory that nobody wrote.
+    """
+    if argument(args, kwargs, 0, "request").skip_reading_prefix_cache:
+        return 0, False
+    return wrapped(*args, **kwargs)

@@ -124,7 +124,7 @@ class Giving:
     def rest(self) -> None:
         """Give everything back that is not used, because nothing has been asked for a while."""
         if not self._idle and self._may():
-            self._idle = True
+            self._idle, self._pieces = True, 0
             self._kept.clear()
             self._hold.step_for("idle", True)
 
