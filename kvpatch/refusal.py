@@ -186,6 +186,10 @@ CODES = {
         "chunks of several blocks of a model with sliding windows, before vLLM 0.33",
         "vllm-project/vllm, from 0.33 on a chunk that would be stored in part is left out",
     ),
+    "KVP356": _incompatible(
+        "heads of two sizes on memory that is not contiguous, before vLLM 0.30",
+        "vllm-project/vllm#48959, vllm-project/vllm#49052",
+    ),
     "KVP370": _not_validated("`KVPATCH_IDLE` on a release", False),
     "KVP371": _not_validated("`KVPATCH_IDLE` without a CPU tier alone", False),
     "KVP372": _not_validated("`KVPATCH_IDLE` with `KVPATCH_HOST_POOL`", False),

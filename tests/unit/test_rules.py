@@ -94,6 +94,7 @@ def config(connector: bool = True, **changes: Any) -> SimpleNamespace:
             use_mla=False,
             architecture="JambaForCausalLM",
             get_sliding_window=lambda: None,
+            hf_text_config=SimpleNamespace(),
         ),
     )
     for name, value in changes.items():
@@ -173,6 +174,7 @@ V2_OF_33 = {"machine__vllm": "0.33.0", "use_v2_model_runner": True}
 V2_OF_34 = {"machine__vllm": "0.34.0", "use_v2_model_runner": True}
 ARC = {"kv_transfer_config__kv_connector_extra_config": {"eviction_policy": "arc"}}
 WINDOWS = {"model_config__get_sliding_window": lambda: 4096}
+TWO_SIZES = {"model_config__hf_text_config": SimpleNamespace(global_head_dim=512)}
 SYNC_LOADS = {"sync_load_budget_bytes": 1 << 30}
 
 # By its code: the configurations that a rule refuses, and its sentence.
@@ -279,6 +281,15 @@ CASES: dict[str, tuple[list[dict[str, Any]], str]] = {
         "of which the window has left a part is stored without it, and loaded as a whole; remove "
         "block_size and blocks_per_chunk from kv_connector_extra_config, or install vLLM 0.33, or "
         "set KVPATCH=0.",
+    ),
+    "KVP356": (
+        [
+            TWO_SIZES | {"machine__contiguous": False},
+            TWO_SIZES | {"machine__contiguous": False} | multi("OffloadingConnector"),
+        ],
+        "kvcached's memory is not contiguous and the heads of this model have two sizes, because a "
+        "load that ends within a block of a window ends the engine; leave "
+        "KVCACHED_CONTIGUOUS_LAYOUT unset, or install vLLM 0.30 or later, or set KVPATCH=0.",
     ),
     "KVP351": (
         [

@@ -209,3 +209,24 @@ def test_what_is_being_stored_is_not_stored_again():
 
     assert legacy.around_eager_stores(prepare, eager, ({},), {}) == ["b"]
     assert pool.cached_block_hash_to_block is stored
+
+
+class WithPins:
+    """A connector's scheduler whose tier is emptied if nothing in it is pinned."""
+
+    def __init__(self) -> None:
+        self._pending_cpu_hits = {"waits": ("blocks", 16), "too": ("others", 32)}
+        self.freed: list[Any] = []
+
+    def _free_pending_cpu_hit(self, hit: Any) -> None:
+        assert hit in self._pending_cpu_hits.values()
+        self.freed.append(hit)
+
+    def reset(self) -> bool:
+        return len(self.freed) == 2 and not self._pending_cpu_hits
+
+
+def test_a_reset_releases_the_hits_of_requests_that_wait() -> None:
+    scheduler = WithPins()
+    assert legacy.before_reset(scheduler.reset, scheduler, (), {})
+    assert scheduler.freed == [("blocks", 16), ("others", 32)]

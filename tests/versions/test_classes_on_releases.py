@@ -10,16 +10,21 @@ import pytest
 from harness import releases
 from harness.engines.runs import python_of
 
-# Of secondary tiers, and of resets on the scheduler side of OffloadingConnector.
-SINCE = {"test_tier_classes.py": "0.24", "test_resets.py": "0.21"}
+# Of secondary tiers, of resets on the scheduler side of OffloadingConnector, and of groups that
+# allocate one after the other.
+SPANS = {
+    "test_tier_classes.py": ("0.24", None),
+    "test_resets.py": ("0.21", None),
+    "test_prefix_of_groups.py": ("0.19", "0.24"),
+}
 
 
 @pytest.mark.parametrize(
     ("name", "vllm"),
     [
         (name, vllm)
-        for name, since in SINCE.items()
-        for vllm in releases.between(since, before=releases.newest())
+        for name, (since, before) in SPANS.items()
+        for vllm in releases.between(since, before or releases.newest())
     ],
 )
 def test_the_classes_with_kvpatchs_rows(name: str, vllm: str) -> None:

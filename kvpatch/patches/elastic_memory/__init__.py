@@ -235,6 +235,26 @@ FEATURE = Feature(
                 "kvcached rolls them back itself, from 0.31 on through told.allocate_slots",
             ),
         ),
+        seam(
+            Gap("0.16", "0.19", "a model with a connector has one group of KV cache"),
+            Patch(
+                id="elastic.hits_of_all_groups",
+                target=f"{COORDINATOR}.allocate_new_computed_blocks",
+                why="the blocks that one group loads into are the next one's prefix, evicted",
+                upstream="vllm-project/vllm#33775, vllm-project/vllm#44409",
+                until="vLLM 0.24",
+                wrapper="kvpatch.patches.elastic_memory.legacy:around_computed_blocks",
+                parameters=(
+                    "self",
+                    "new_computed_blocks",
+                    "num_local_computed_tokens",
+                    "num_external_computed_tokens",
+                ),
+                since="0.19",
+                before="0.24",
+            ),
+            Gap("0.24", None, "all groups touch their hits before one allocates"),
+        ),
         Patch(
             id="elastic.engine_core",
             target=f"{ENGINE_CORE}.__init__",

@@ -200,6 +200,20 @@ def _chunks_of_windows(config: Any, facts: Facts) -> bool:
     return chunks and model is not None and model.get_sliding_window() is not None
 
 
+def _two_block_sizes(config: Any, facts: Facts) -> bool:
+    """Return whether blocks of windows have more tokens than those of full attention.
+
+    As in Gemma 4, whose heads of full attention are larger, where kvcached gives all blocks the
+    same bytes.
+    """
+    text = getattr(config.model_config, "hf_text_config", None)
+    return (
+        not facts.contiguous
+        and bool(getattr(text, "global_head_dim", None))
+        and bool(connectors.offloading(config.kv_transfer_config))
+    )
+
+
 def _model(config: Any, facts: Facts) -> str:
     return f"a KV connector is configured for {config.model_config.architecture}"
 
@@ -283,6 +297,16 @@ RULES = (
         "remove block_size and blocks_per_chunk from kv_connector_extra_config, or install vLLM "
         "0.33",
         only_in=Span("0", "0.33"),
+    ),
+    Rule(
+        "KVP356",
+        "models whose heads have two sizes (Gemma 4) on memory that is not contiguous, before vLLM "
+        "0.30",
+        _two_block_sizes,
+        "kvcached's memory is not contiguous and the heads of this model have two sizes",
+        "a load that ends within a block of a window ends the engine",
+        "leave KVCACHED_CONTIGUOUS_LAYOUT unset, or install vLLM 0.30 or later",
+        only_in=Span("0", "0.30"),
     ),
     Rule(
         "KVP351",

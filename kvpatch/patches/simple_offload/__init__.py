@@ -114,6 +114,21 @@ FEATURE = Feature(
             Gap("0.30", None, "fixed by vllm-project/vllm#54998"),
         ),
         seam(
+            Gap("0.19", "0.24", "the connector cannot be reset"),
+            Patch(
+                id="simple.reset_pinned",
+                target=f"{_SCHEDULER}.reset",
+                why="a reset keeps the whole tier while a request waits with a hit in it",
+                upstream="vllm-project/vllm, SimpleCPUOffloadScheduler.reset in 0.32",
+                until="vLLM 0.32",
+                wrapper="kvpatch.patches.simple_offload.legacy:before_reset",
+                parameters=("self",),
+                since="0.24",
+                before="0.32",
+            ),
+            Gap("0.32", None, "the hits of requests that wait are released first"),
+        ),
+        seam(
             Patch(
                 id="simple.bind_gpu_block_pool",
                 target=f"{_SCHEDULER}.bind_gpu_block_pool",

@@ -1,0 +1,45 @@
+"""Elastic memory before vLLM 0.24, whose groups of KV cache take their blocks one after the other.
+
+0.19-0.23  the blocks that one group loads into evict the prefix that the next one has found
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from kvpatch.patch import argument
+
+
+def around_computed_blocks(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> None:
+    """Take the prefix that all groups have found before one of them evicts for what it loads.
+
+    Wraps ``KVCacheCoordinator.allocate_new_computed_blocks(request_id, new_computed_blocks,
+    num_local_computed_tokens, num_external_computed_tokens)``, where a group touches its own hits
+    and then gets new blocks for the tokens that a connector loads. kvcached evicts for them in LRU
+    order, and hands out, what the groups behind it are about to use.
+
+    Raises:
+        KVCachePoolExhausted: kvcached's; the hits are evictable again.
+    """
+    found = argument(args, kwargs, 1, "new_computed_blocks")
+    external = argument(args, kwargs, 3, "num_external_computed_tokens")
+    if not external or not any(found):
+        wrapped(*args, **kwargs)
+        return
+    tokens = argument(args, kwargs, 2, "num_local_computed_tokens") + external
+    # What a window skips is not touched by its group, and was counted as free.
+    hits = [
+        block
+        for group, blocks in zip(instance.single_type_managers, found, strict=True)
+        for block in blocks[group.get_num_skipped_tokens(tokens) // group.block_size :]
+        if not block.is_null
+    ]
+    pool = instance.block_pool
+    pool.touch(hits)
+    try:
+        wrapped(*args, **kwargs)
+    except BaseException:
+        pool.free_blocks(reversed(hits))
+        raise
+    for block in hits:  # the groups have touched them too
+        block.ref_cnt -= 1
