@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 from packaging.version import Version
 
-from kvpatch.versions import Installed, Span
+from kvpatch.versions import Installed, Span, parsed
 
 VALIDATED, INSPECTED_ONLY = "validated", "inspected"
 
@@ -69,7 +69,7 @@ def validated(span: Span = _SINCE_FLOOR) -> list[str]:
     return [
         release
         for release, status in RELEASES.items()
-        if status is VALIDATED and Version(release) in span
+        if status is VALIDATED and parsed(release) in span
     ]
 
 
