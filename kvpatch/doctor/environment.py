@@ -38,9 +38,11 @@ NAMED = ("KVPATCH", "KVCACHED_", "VLLM_")
 
 def check(settings: Mapping[str, str]) -> list[Finding]:
     """Report what is set, and every invalid or conflicting value."""
-    found = [shown(settings), switch(settings)]
+    found = [shown(settings)]
     on = {} if settings.get(SWITCH.name) else {SWITCH.name: "1"}
     refusal = gate.check_environment(dict(settings) | on)
+    if SWITCH.is_on(settings) or SWITCH.is_off(settings):
+        found.append(switch(settings))
     if refusal is not None:
         found.append(refused(TOPIC, refusal))
     ours = {setting.name for setting in OURS}

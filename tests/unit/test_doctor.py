@@ -386,6 +386,12 @@ def test_the_environment(settings, level, word):
     assert any(word in finding.what for finding in found if finding.level is level)
 
 
+def test_a_value_that_is_refused_is_not_called_right_as_well():
+    found = environment.check({"KVPATCH": "both"})
+    (named,) = [finding for finding in found if finding.what.startswith("KVPATCH=both")]
+    assert named.level is Level.PROBLEM
+
+
 @pytest.mark.parametrize(
     "name",
     [
