@@ -260,6 +260,11 @@ ROWS: dict[str, Row] = {
         f"{RESETS}test_without_the_row_a_second_reset_leaves_the_tier_as_it_was",
         "every load here steps the engine between two resets",
     ),
+    "offloading.other_loads": held(
+        "unit/test_offloading_legacy.py::"
+        "test_blocks_that_another_connector_loads_into_are_waited_for",
+        "stores here have ended before another connector loads into their blocks",
+    ),
     "simple.cpu_coordinator": seen(EAGER, "Simple eager, taken"),
     "simple.native_pool": seen(EAGER),
     "simple.register_placed": seen(EAGER, "Simple eager, non-contiguous"),
