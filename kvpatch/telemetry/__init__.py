@@ -10,4 +10,5 @@ fuse         an error of counting switches counting off, and nothing else
 counters     the counts of an engine's own thread, a few additions per step
 series       the ``vllm:kvpatch_`` series, and the messages that carry them to API servers
 prometheus   the series of one API server
+follower     the gauges of an API server while no step is made
 """

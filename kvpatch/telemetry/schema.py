@@ -52,6 +52,7 @@ def _time(value: Any) -> bool:
 _text = _is(str)
 _ENGINE = {
     "model": _text,
+    "index": _count,
     "requests": Group(running=_count, waiting=_count),
     "steps": _count,
     "since_step": _number,

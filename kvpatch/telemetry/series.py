@@ -141,8 +141,8 @@ def counters(state: dict[str, Any]) -> Values:
     return found
 
 
-def gauges(state: dict[str, Any]) -> Values:
-    """Return the gauges of an engine's state."""
+def gauges(state: dict[str, Any], at: float | None = None) -> Values:
+    """Return the gauges of an engine's state, as it was at ``at``; now if that is not given."""
     device, fence, tier = state["device"], state["fence"], state["tier"]
     host_pool = state.get("host_pool")
     pages = {
@@ -150,6 +150,7 @@ def gauges(state: dict[str, Any]) -> Values:
         "reserved": device["reserved_pages"],
     }
     page = device["page_bytes"]
+    seen = time.time() if at is None else at
     found: Values = {
         "device_bytes": [
             *(([name], count * page) for name, count in pages.items()),
@@ -157,7 +158,7 @@ def gauges(state: dict[str, Any]) -> Values:
         ],
         "device_limit_bytes": [([], device["total_pages"] * page)],
         # To the second, so that an engine without other news sends once a second.
-        "last_step_timestamp_seconds": [([], math.floor(time.time() - state["since_step"]))],
+        "last_step_timestamp_seconds": [([], math.floor(seen - state["since_step"]))],
     }
     if state.get("elastic") is not None:
         found["elastic"] = [([], int(state["elastic"]))]

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import time
+from threading import enumerate as enumerate_threads
 from types import SimpleNamespace
 
 import pytest
@@ -13,7 +15,7 @@ from kvpatch.environ import HOST_POOL, KVCACHED_CONTIGUOUS, STATUS_DIR
 from kvpatch.patch import Outcome
 from kvpatch.patches.fence.fence import Fence
 from kvpatch.patches.metrics import hooks, snapshot
-from kvpatch.telemetry import series
+from kvpatch.telemetry import follower, series
 from kvpatch.telemetry import status_page as page
 from kvpatch.telemetry.prometheus import PREFIX, Classes, Metrics
 
@@ -187,29 +189,135 @@ def test_the_holds_of_an_engine_reach_its_message(monkeypatch):
 # Before the first request
 
 
-@pytest.mark.parametrize("engines", [1, 2])
-def test_gauges_are_there_before_the_first_request(monkeypatch, engines):
-    """Memory that is reserved at idle was invisible. Of two engines it is not told whose it is."""
-    writer = page.Writer(os.getpid(), "0.1.0")
-    server = {"pid": os.getppid(), "started": 1}
-    writer.write({"beats": True, "server": server, "engine": described()})
-    found = Server()
+def engines_page(number=0, **changes):
+    """Publish an engine that this process has started."""
+    device = described()["device"] | changes
+    content = {"beats": True, "server": {"pid": os.getpid(), "started": 1}}
+    writer = page.Writer(PIDS[number], "0.1.0")
+    writer.write(content | {"engine": described(device=device, index=number)})
+    return writer
+
+
+@pytest.fixture(autouse=True)
+def living(monkeypatch):
+    """Every page is of a process that runs."""
+    monkeypatch.setattr(page, "life", lambda found: page.Life.RUNS)
+
+
+PIDS = (2000000001, 2000000002)
+
+
+@pytest.fixture
+def starts(monkeypatch):
+    """Return what starts an API server of some engines, with vLLM's row for it."""
     monkeypatch.setattr(hooks.record, "features", {"fence": Outcome.APPLIED})
     monkeypatch.setenv(KVCACHED_CONTIGUOUS.name, "true")
-    prom = SimpleNamespace()
-    fresh = CollectorRegistry()
-    for name, kind in (("counter", Counter), ("gauge", Gauge), ("histogram", Histogram)):
 
-        def made(kind=kind, multiprocess_mode="", **given):
-            return kind(registry=fresh, **given)
+    def start(engines):
+        prom, fresh = SimpleNamespace(), CollectorRegistry()
+        for name, kind in (("counter", Counter), ("gauge", Gauge), ("histogram", Histogram)):
 
-        setattr(prom, f"_{name}_cls", made)
-    config = SimpleNamespace(kv_transfer_config=SimpleNamespace(kv_connector="OffloadingConnector"))
-    labels = {number: ["llama", str(number)] for number in range(engines)}
-    hooks.around_prometheus(lambda *given: None, prom, (config, list(found.labels), labels), {})
-    value = fresh.get_sample_value(f"{PREFIX}device_limit_bytes", found.labels)
-    assert value == (128 if engines == 1 else None)
-    assert fresh.get_sample_value(f"{PREFIX}fence_released_pages_total", found.labels) == 0
+            def made(kind=kind, multiprocess_mode="", **given):
+                return kind(registry=fresh, **given)
+
+            setattr(prom, f"_{name}_cls", made)
+        transfer = SimpleNamespace(kv_connector="OffloadingConnector")
+        config = SimpleNamespace(kv_transfer_config=transfer)
+        labels = {number: ["llama", str(number)] for number in range(engines)}
+        names = ["model_name", "engine"]
+        hooks.around_prometheus(lambda *given: None, prom, (config, names, labels), {})
+
+        def value(name, engine=0, **labels):
+            own = {"model_name": "llama", "engine": str(engine)} | labels
+            return fresh.get_sample_value(PREFIX + name, own)
+
+        return state.of(prom, Metrics), value
+
+    return start
+
+
+@pytest.mark.parametrize("engines", [1, 2])
+def test_gauges_are_there_before_the_first_request(starts, engines):
+    """Memory that is reserved at idle was invisible, and of several engines all gauges were."""
+    for number in range(engines):
+        engines_page(number, total_pages=16 * (number + 1))
+    _, value = starts(engines)
+    limits = [value("device_limit_bytes", number) for number in range(engines)]
+    assert limits == [128, 256][:engines]
+    assert value("fence_released_pages_total") == 0
+
+
+def test_gauges_follow_an_engine_that_makes_no_step(starts):
+    """kvcached reserves pages on a thread, after the series were made: they stayed at 0."""
+    writer = engines_page(reserved_pages=0)
+    metrics, value = starts(1)
+    assert value("device_bytes", state="reserved") == 0
+    del writer
+    engines_page(reserved_pages=5)
+    follower.look(metrics)
+    assert value("device_bytes", state="reserved") == 40
+
+
+def test_gauges_are_followed_by_a_thread_that_ends_with_them(starts, monkeypatch):
+    monkeypatch.setattr(follower, "INTERVAL", 0.01)
+    engines_page(reserved_pages=0)
+    metrics, value = starts(1)
+    engines_page(reserved_pages=5)
+    assert within_seconds(lambda: value("device_bytes", state="reserved") == 40)
+    metrics.fuse.off = "an error"
+    assert within_seconds(lambda: "kvpatch-gauges" not in [one.name for one in enumerate_threads()])
+
+
+def within_seconds(holds, seconds=10):
+    end = time.monotonic() + seconds
+    while not holds() and time.monotonic() < end:
+        time.sleep(0.01)
+    return holds()
+
+
+def test_a_page_does_not_undo_a_later_message(starts):
+    engines_page(reserved_pages=5)
+    metrics, value = starts(1)
+    message = series.Sender().message(described())
+    metrics.observe(message, 0)
+    follower.look(metrics)  # what was written before the message was made
+    assert value("device_bytes", state="reserved") == 16
+    metrics.observe(message | {"at": message["at"] - 100, "counters": {}}, 0)
+    follower.look(metrics)
+    assert value("device_bytes", state="reserved") == 16
+
+
+def test_a_page_that_does_not_say_which_engine_it_is_of_is_that_of_the_only_one(starts):
+    """That of an older kvpatch; of two engines it is not told whose it is."""
+    content = {"beats": True, "server": {"pid": os.getpid(), "started": 1}}
+    page.Writer(PIDS[0], "0.1.0").write(content | {"engine": described()})
+    assert starts(1)[1]("device_limit_bytes") == 128
+    assert starts(2)[1]("device_limit_bytes") is None
+
+
+def test_two_pages_of_one_number_are_nobodys(starts):
+    writer = page.Writer(PIDS[1], "0.1.0")
+    content = {"beats": True, "server": {"pid": os.getpid(), "started": 1}}
+    writer.write(content | {"engine": described(index=0)})
+    engines_page(0)
+    assert starts(2)[1]("device_limit_bytes") is None
+
+
+def test_the_last_step_of_a_page_is_as_of_the_page(starts, monkeypatch):
+    monkeypatch.setattr(follower.time, "time", lambda: 1000.0 + time.monotonic())
+    writer = engines_page()
+    written = page.read(writer.path).content["written"]
+    _, value = starts(1)
+    assert value("last_step_timestamp_seconds") == int(1000.0 + written - 2.0)
+
+
+def test_a_page_that_cannot_be_shown_leaves_the_series_on(starts):
+    content = {"beats": True, "server": {"pid": os.getpid(), "started": 1}}
+    page.Writer(PIDS[0], "0.1.0").write(content | {"engine": {"index": 0}})
+    metrics, value = starts(1)
+    follower.follow(metrics)
+    assert metrics.fuse.off == ""
+    assert value("fence_released_pages_total") == 0
 
 
 @pytest.mark.parametrize(("contiguous", "layers"), [("true", 6), ("false", 1)])

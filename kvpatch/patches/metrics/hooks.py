@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import time
 from typing import Any
 
 from kvpatch import state
@@ -15,7 +13,7 @@ from kvpatch.telemetry import publisher
 from kvpatch.telemetry.counters import Totals
 from kvpatch.telemetry.fuse import Fuse
 from kvpatch.telemetry.prometheus import SERIES, Classes, Metrics
-from kvpatch.telemetry.series import KEY, Holds, Sender, gauges
+from kvpatch.telemetry.series import KEY, Holds, Sender
 from kvpatch.upstream import connectors, kvcached_api
 from kvpatch.version import VERSION
 
@@ -112,23 +110,10 @@ def around_prometheus(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> No
         features = {name: outcome.value for name, outcome in record.features.items()}
         metrics = Metrics(classes, labelnames, engines, facts, features)
         state.attach(instance, metrics)
-        with metrics.fuse:
-            _show_at_start(metrics, list(engines))
+        # Here, because only API servers read pages.
+        from kvpatch.telemetry import follower
 
-
-def _show_at_start(metrics: Metrics, engines: list[int]) -> None:
-    """Set the gauges to what the engine's status page says, as no message has come yet.
-
-    vLLM makes the series when its engine is up. Which page is of which engine is not known
-    for several of them.
-    """
-    from kvpatch.telemetry import reader  # here, because only API servers read
-
-    pages = reader.engines_of((os.getpid(), os.getppid()))
-    if len(pages) == len(engines) == 1:
-        (content,) = pages
-        shown = {"at": time.time(), "counters": {}, "gauges": gauges(content["engine"])}
-        metrics.observe(shown, engines[0])
+        follower.follow(metrics)
 
 
 def labels_of_process() -> list[str]:

@@ -28,6 +28,7 @@ def engine(core: Any, totals: Totals) -> dict[str, Any]:
     could_move = bool(waiting and not running and not paused(core))
     return {
         "model": str(core.vllm_config.model_config.served_model_name),
+        "index": int(getattr(core, "engine_index", 0)),  # vLLM's number of it in its server
         "requests": {"running": running, "waiting": waiting},
         "steps": totals.steps,
         "since_step": max(0.0, time.monotonic() - totals.stepped),
