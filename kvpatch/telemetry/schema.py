@@ -72,6 +72,10 @@ _ENGINE = {
         )
     ),
     "tier": _or_none(Group(used_blocks=_count, total_blocks=_count)),
+    "tiers": _list_of(Group(connector=_text, tier=_text, used_bytes=_count, total_bytes=_count)),
+    "disks": _list_of(
+        Group(connector=_text, tier=_text, errors=_map_of(_count), bytes=_map_of(_count))
+    ),
     "host_pool": _or_none(
         Group(
             committed=_count,

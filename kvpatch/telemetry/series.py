@@ -13,6 +13,7 @@ from collections.abc import Collection, Sequence
 from typing import Any, NamedTuple
 
 from kvpatch.environ import HOST_POOL
+from kvpatch.telemetry import disk as disk_counts
 from kvpatch.telemetry.counters import OUTCOMES
 
 # Added to the connector's own keys in ``SchedulerStats.kv_connector_stats``.
@@ -45,6 +46,20 @@ COUNTERS = (
         "the tier had no room, skipped because the block was not worth it.",
     ),
     Series(
+        "disk_bytes",
+        ("connector", "tier", "outcome"),
+        "Bytes of KV cache that a secondary tier wrote to its disk (stored) or read from it "
+        "(loaded); a block that has a file already is not written again.",
+    ),
+    Series(
+        "disk_errors",
+        ("connector", "tier", "error"),
+        "Errors of a secondary tier's disk, after which its blocks are misses: a job that could "
+        "not write all of its blocks (store) or not read them (load), a file that does not hold "
+        "what was stored (damaged), a look for files that failed (lookup), a job that was not "
+        "begun because the disk does not answer (late).",
+    ),
+    Series(
         "host_pool_evicted_blocks",
         (),
         "Blocks of the CPU tier that were evicted because another engine or a lower limit took "
@@ -69,6 +84,12 @@ GAUGES = (
     Series("fence_held_bytes", (), "KV memory that the fence holds back now, a part of mapped."),
     Series(
         "tier_blocks", ("state",), "Blocks of the connector's CPU tier: used and free add up to it."
+    ),
+    Series(
+        "tier_bytes",
+        ("connector", "tier", "state"),
+        "Host memory of each connector's CPU tier, over all ranks: used for blocks and free, which "
+        "add up to the size that is configured.",
     ),
     Series(
         "last_step_timestamp_seconds", (), "When the engine completed a step last, in Unix time."
@@ -103,11 +124,12 @@ RULES = ("plan", "transfer")
 Values = dict[str, list[tuple[list[str], float]]]
 
 
-def at_start(connector: str) -> dict[str, list[list[str]]]:
+def at_start(connector: str, disks: Collection[tuple[str, str]] = ()) -> dict[str, list[list[str]]]:
     """Return the labels of every counter and histogram of an engine, which start at 0.
 
     Args:
         connector: the engine's, or an empty string.
+        disks: the connector and the type of each secondary tier.
     """
     if not connector:
         return {}
@@ -117,7 +139,17 @@ def at_start(connector: str) -> dict[str, list[list[str]]]:
         "fence_released_pages": [[]],
         "fence_held_pages": [[rule] for rule in RULES],
         "fence_hold_seconds": [[]],
+        **_of_disks(sorted(set(disks))),
         **({"host_pool_evicted_blocks": [[]]} if HOST_POOL.read() else {}),
+    }
+
+
+def _of_disks(disks: list[tuple[str, str]]) -> dict[str, list[list[str]]]:
+    if not disks:
+        return {}
+    return {
+        "disk_bytes": [[*disk, outcome] for disk in disks for outcome in disk_counts.OUTCOMES],
+        "disk_errors": [[*disk, kind] for disk in disks for kind in disk_counts.ERRORS],
     }
 
 
@@ -132,6 +164,11 @@ def counters(state: dict[str, Any]) -> Values:
         found["offload_operations"] = [
             ([connector, outcome], state["operations"][outcome]) for outcome in OUTCOMES
         ]
+    for disk in state.get("disks", ()):
+        of = [disk["connector"], disk["tier"]]
+        for name, labelled in (("disk_bytes", disk["bytes"]), ("disk_errors", disk["errors"])):
+            entries = [([*of, label], count) for label, count in labelled.items()]
+            found[name] = _added(found.get(name, []), entries)
     if state.get("host_pool") is not None:
         found["host_pool_evicted_blocks"] = [([], state["host_pool"]["evicted"])]
     if state["fence"] is not None:
@@ -139,6 +176,16 @@ def counters(state: dict[str, Any]) -> Values:
         found["fence_released_pages"] = [([], fence["released"])]
         found["fence_held_pages"] = [([rule], fence[f"held_for_{rule}"]) for rule in RULES]
     return found
+
+
+def _added(
+    one: list[tuple[list[str], float]], other: list[tuple[list[str], float]]
+) -> list[tuple[list[str], float]]:
+    """Return the sums by labels: two tiers of one type are one series."""
+    sums: dict[tuple[str, ...], float] = {}
+    for labels, value in (*one, *other):
+        sums[tuple(labels)] = sums.get(tuple(labels), 0) + value
+    return [(list(labels), value) for labels, value in sums.items()]
 
 
 def gauges(state: dict[str, Any], at: float | None = None) -> Values:
@@ -167,6 +214,11 @@ def gauges(state: dict[str, Any], at: float | None = None) -> Values:
     if tier is not None:
         used, total = tier["used_blocks"], tier["total_blocks"]
         found["tier_blocks"] = [(["used"], used), (["free"], total - used)]
+    for one in state.get("tiers", ()):
+        used, size = one["used_bytes"], one["total_bytes"]
+        states = {"used": used, "free": size - used}
+        entries = [([one["connector"], one["tier"], name], held) for name, held in states.items()]
+        found["tier_bytes"] = _added(found.get("tier_bytes", []), entries)
     if host_pool is not None:
         names = ("committed", "resident", "ceiling", "pool", "limit")
         found["host_pool_bytes"] = [([name], host_pool[name]) for name in names]

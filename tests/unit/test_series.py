@@ -30,7 +30,7 @@ def place(tmp_path, monkeypatch):
 class Server:
     """An API server of one engine with Prometheus' own metrics."""
 
-    def __init__(self, connector="OffloadingConnector"):
+    def __init__(self, connector="OffloadingConnector", disks=()):
         self.registry = CollectorRegistry()
 
         def of(kind):
@@ -48,6 +48,7 @@ class Server:
             {0: ["llama", "0"]},
             [*FACTS, connector],
             {"fence": "applied"},
+            disks,
         )
 
     def value(self, name, **labels):
@@ -86,9 +87,52 @@ def test_what_is_counted_is_zero_from_the_start(monkeypatch: pytest.MonkeyPatch)
     assert [server.value("fence_held_pages_total", rule=rule) for rule in series.RULES] == [0, 0]
     assert server.value("fence_hold_seconds_count") == 0
     every = {one.name for one in (*series.COUNTERS, *series.HISTOGRAMS)}
-    assert set(series.at_start(connector)) == every - {"host_pool_evicted_blocks"}
+    of_disks = {"disk_bytes", "disk_errors"}
+    assert set(series.at_start(connector)) == every - of_disks - {"host_pool_evicted_blocks"}
     monkeypatch.setenv(HOST_POOL.name, "1GiB")
-    assert set(series.at_start(connector)) == every
+    assert set(series.at_start(connector, DISKS)) == every
+
+
+DISKS = [("OffloadingConnector", "fs")]
+
+
+def test_errors_of_a_disk_are_zero_from_the_start():
+    server = Server(disks=DISKS * 2)  # of two tiers of one type
+    of = {"connector": "OffloadingConnector", "tier": "fs"}
+    kinds = ("store", "load", "damaged", "lookup", "late")
+    assert [server.value("disk_errors_total", error=kind, **of) for kind in kinds] == [0] * 5
+    moved = [server.value("disk_bytes_total", outcome=one, **of) for one in ("stored", "loaded")]
+    assert moved == [0, 0]
+    assert Server().value("disk_errors_total", error="load", **of) is None
+
+
+def test_two_disks_of_one_type_are_one_series():
+    server, sender = Server(), series.Sender()
+    one = {"connector": "OffloadingConnector", "tier": "fs"}
+    disks = [
+        one | {"errors": {"load": number}, "bytes": {"stored": 8 * number, "loaded": 0}}
+        for number in (1, 2)
+    ]
+    server.metrics.observe(sender.message(described(disks=disks)), 0)
+    assert server.value("disk_errors_total", error="load", **one) == 3
+    disks[1]["errors"] = {"load": 5}
+    server.metrics.observe(sender.message(described(disks=disks)), 0)
+    assert server.value("disk_errors_total", error="load", **one) == 6
+    assert server.value("disk_bytes_total", outcome="stored", **one) == 24
+
+
+def test_the_bytes_of_every_tier_add_up_to_its_size():
+    """The blocks of a tier were there, and what they take of the host was not."""
+    server = Server()
+    tiers = [
+        {"connector": name, "tier": "cpu", "used_bytes": used, "total_bytes": 100}
+        for name, used in (("OffloadingConnector", 30), ("SimpleCPUOffloadConnector", 0))
+    ]
+    server.metrics.observe(series.Sender().message(described(tiers=tiers)), 0)
+    for one in tiers:
+        labels = {"connector": one["connector"], "tier": "cpu"}
+        assert server.value("tier_bytes", state="used", **labels) == one["used_bytes"]
+        assert server.value("tier_bytes", state="free", **labels) == 100 - one["used_bytes"]
 
 
 def test_an_engine_without_a_connector_has_no_series_of_one():
@@ -124,7 +168,7 @@ def test_the_last_step_is_a_time(monkeypatch):
 
 
 def test_units_and_names_are_prometheus():
-    units = ("_bytes", "_seconds", "_blocks", "_pages", "_operations")
+    units = ("_bytes", "_seconds", "_blocks", "_pages", "_operations", "_errors")
     for one in (*series.COUNTERS, *series.GAUGES, *series.HISTOGRAMS):
         assert one.name.endswith(units) or one.name == "elastic"
         assert not one.name.endswith("_total")  # which the client adds to counters
@@ -221,7 +265,14 @@ def starts(monkeypatch):
                 return kind(registry=fresh, **given)
 
             setattr(prom, f"_{name}_cls", made)
-        transfer = SimpleNamespace(kv_connector="OffloadingConnector")
+        transfer = SimpleNamespace(
+            kv_connector="OffloadingConnector",
+            kv_connector_module_path=None,
+            kv_connector_extra_config={
+                "spec_name": "TieringOffloadingSpec",
+                "secondary_tiers": [{"type": "fs"}],
+            },
+        )
         config = SimpleNamespace(kv_transfer_config=transfer)
         labels = {number: ["llama", str(number)] for number in range(engines)}
         names = ["model_name", "engine"]
@@ -245,6 +296,8 @@ def test_gauges_are_there_before_the_first_request(starts, engines):
     limits = [value("device_limit_bytes", number) for number in range(engines)]
     assert limits == [128, 256][:engines]
     assert value("fence_released_pages_total") == 0
+    of = {"connector": "OffloadingConnector", "tier": "fs"}
+    assert value("disk_errors_total", error="late", **of) == 0
 
 
 def test_gauges_follow_an_engine_that_makes_no_step(starts):

@@ -23,7 +23,7 @@ from kvpatch.cli import status
 from kvpatch.environ import KVCACHED_CONTIGUOUS, STATUS_DIR
 from kvpatch.patches.fence.fence import Counters
 from kvpatch.patches.fence.hooks import Fenced
-from kvpatch.patches.metrics import hooks, snapshot
+from kvpatch.patches.metrics import hooks, snapshot, tiers
 from kvpatch.patches.simple_offload.metrics import around_plan
 from kvpatch.telemetry import publisher, reader, refusals, schema, series
 from kvpatch.telemetry import status_page as page
@@ -86,6 +86,15 @@ def engine_state(**changes):
         },
         "zero_page_bytes": 2 << 20,
         "tier": {"used_blocks": 10, "total_blocks": 100},
+        "tiers": [
+            {
+                "connector": "OffloadingConnector",
+                "tier": "cpu",
+                "used_bytes": 10,
+                "total_bytes": 100,
+            }
+        ],
+        "disks": [],
         "host_pool": None,
         "connector": "OffloadingConnector",
         "bytes": {"stored": 1 << 20, "loaded": 1 << 19},
@@ -112,6 +121,14 @@ def publish_as(pid: int, **changes) -> Path:
     writer = page.Writer(pid, "0.1.0")
     writer.write(content(**changes))
     return writer.path
+
+
+DISK = {
+    "connector": "OffloadingConnector",
+    "tier": "fs",
+    "errors": {"store": 1, "load": 0, "damaged": 2, "lookup": 0, "late": 0},
+    "bytes": {"stored": 4096, "loaded": 0},
+}
 
 
 # Pages
@@ -445,8 +462,19 @@ def core(**counts):
         waiting=[],
         kv_cache_manager=SimpleNamespace(block_pool=pool),
     )
-    config = SimpleNamespace(model_config=SimpleNamespace(served_model_name="llama"))
+    config = SimpleNamespace(
+        model_config=SimpleNamespace(served_model_name="llama"),
+        parallel_config=SimpleNamespace(world_size=1),
+        kv_transfer_config=transfer("OffloadingConnector", cpu_bytes_to_use=1000),
+    )
     return Core(scheduler=scheduler, vllm_config=config)
+
+
+def transfer(name, **extra):
+    """A ``KVTransferConfig``."""
+    return SimpleNamespace(
+        kv_connector=name, kv_connector_module_path=None, kv_connector_extra_config=extra
+    )
 
 
 @pytest.mark.parametrize("unit", ["blocks", "chunks"])
@@ -455,7 +483,15 @@ def test_how_full_a_tier_is_has_two_names(unit):
     made = core()
     counts = {f"_num_{unit}": 50, f"_num_allocated_{unit}": 9, "_free_list": [1]}
     made.scheduler.connector.connector_scheduler.manager = SimpleNamespace(**counts)
-    assert snapshot.tier(made) == {"used_blocks": 8, "total_blocks": 50}
+    assert tiers.first(made) == {"used_blocks": 8, "total_blocks": 50}
+    assert tiers.cpu(made) == [
+        {
+            "connector": "OffloadingConnector",
+            "tier": "cpu",
+            "used_bytes": 160,
+            "total_bytes": 1000,
+        }
+    ]
 
 
 def test_a_block_that_the_simple_connector_keeps_is_used_though_its_pool_calls_it_free():
@@ -467,7 +503,52 @@ def test_a_block_that_the_simple_connector_keeps_is_used_though_its_pool_calls_i
     )
     made.scheduler.connector = type("SimpleCPUOffloadConnector", (), {})()
     made.scheduler.connector.scheduler_manager = SimpleNamespace(cpu_block_pool=pool)
-    assert snapshot.tier(made) == {"used_blocks": 8, "total_blocks": 512}
+    made.vllm_config.kv_transfer_config = transfer("SimpleCPUOffloadConnector")
+    assert tiers.first(made) == {"used_blocks": 8, "total_blocks": 512}
+    (described,) = tiers.cpu(made)
+    assert described["total_bytes"] == 8 << 30  # the connector's default
+    assert described["used_bytes"] == (8 << 30) * 8 // 512
+    made.vllm_config.parallel_config.world_size = 2
+    extra = {"cpu_bytes_to_use": 1, "cpu_bytes_to_use_per_rank": 4096}
+    made.vllm_config.kv_transfer_config.kv_connector_extra_config = extra
+    assert tiers.cpu(made)[0]["total_bytes"] == 8192
+
+
+def test_every_tier_in_a_multi_connector_is_described():
+    made = core()
+    offloading = made.scheduler.connector
+    simple = type("SimpleCPUOffloadConnector", (), {})()
+    pool = SimpleNamespace(num_gpu_blocks=4, cached_block_hash_to_block={1: object()})
+    simple.scheduler_manager = SimpleNamespace(cpu_block_pool=pool)
+    made.scheduler.connector = SimpleNamespace(_connectors=[simple, offloading])
+    children = [
+        {
+            "kv_connector": "SimpleCPUOffloadConnector",
+            "kv_connector_extra_config": {"cpu_bytes_to_use": 400},
+        },
+        {
+            "kv_connector": "OffloadingConnector",
+            "kv_connector_extra_config": {"cpu_bytes_to_use": 1000},
+        },
+    ]
+    made.vllm_config.kv_transfer_config = transfer("MultiConnector", connectors=children)
+    assert [
+        (one["connector"], one["used_bytes"], one["total_bytes"]) for one in tiers.cpu(made)
+    ] == [
+        ("SimpleCPUOffloadConnector", 100, 400),
+        ("OffloadingConnector", 100, 1000),
+    ]
+
+
+@pytest.mark.parametrize("size", [None, "much", 0])
+def test_a_tier_whose_size_is_not_known_has_no_bytes(size):
+    made = core()
+    made.vllm_config.kv_transfer_config = transfer("OffloadingConnector", cpu_bytes_to_use=size)
+    assert tiers.cpu(made) == []
+    assert tiers.first(made) is not None
+    made.scheduler.connector = None
+    made.vllm_config.kv_transfer_config = None
+    assert (tiers.cpu(made), tiers.first(made), tiers.disks(made)) == ([], None, [])
 
 
 def test_a_process_publishes_itself_and_takes_the_page_away(published):
@@ -649,7 +730,9 @@ def test_a_host_pool_is_shown():
 
 def test_what_is_sent_is_a_series_of_the_table():
     """A message of a name that no server registered would stop the server."""
-    message = series.Sender().message(engine_state(elastic=True, host_pool=POOL), [0.5])
+    whole = engine_state(elastic=True, host_pool=POOL, disks=[DISK])
+    assert schema.checked({"written": 1.0, "started": 1, "engine": whole})
+    message = series.Sender().message(whole, [0.5])
     kinds = ("counters", series.COUNTERS), ("gauges", series.GAUGES)
     for kind, table in (*kinds, ("histograms", series.HISTOGRAMS)):
         labels = {one.name: len(one.labels) for one in table}

@@ -108,7 +108,12 @@ def around_prometheus(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> No
         facts = [*labels_of_process(), connector]
         classes = Classes(instance._counter_cls, instance._gauge_cls, instance._histogram_cls)
         features = {name: outcome.value for name, outcome in record.features.items()}
-        metrics = Metrics(classes, labelnames, engines, facts, features)
+        disks = [
+            (leaf.name, str(tier.get("type")))
+            for leaf in connectors.leaves(transfer)
+            for tier in leaf.tiers
+        ]
+        metrics = Metrics(classes, labelnames, engines, facts, features, disks)
         state.attach(instance, metrics)
         # Here, because only API servers read pages.
         from kvpatch.telemetry import follower
