@@ -32,7 +32,10 @@ class Totals:
         connector: the class of the KV connector, or an empty string.
         moved_bytes: bytes over all ranks, by outcome ``stored`` or ``loaded``.
         operations: transfers, or attempts, by outcome.
-        hits, queries: prompt tokens found and looked up, by source ``device`` or ``tier``.
+        hits, queries: prompt tokens found and looked up, by source ``device`` or ``tier``; of
+            the tier's hits, those that came from a disk are also counted as ``disk``.
+        from_disk: such tokens that are not among the hits yet, up to vLLM 0.31.
+        lost_tokens: prompt tokens that were computed again, as no cache had them any more.
         steps: steps of the engine.
         stepped: when the last step ended, on the monotonic clock.
         executed: steps in which the model ran.
@@ -45,6 +48,8 @@ class Totals:
     operations: Counter[str] = field(default_factory=Counter)
     hits: Counter[str] = field(default_factory=Counter)
     queries: Counter[str] = field(default_factory=Counter)
+    from_disk: int = 0
+    lost_tokens: int = 0
     steps: int = 0
     stepped: float = field(default_factory=time.monotonic)
     executed: int = 0
@@ -116,6 +121,20 @@ class Totals:
             self.counts_hits = True
             self.hits[source] += stats.hits
             self.queries[source] += stats.queries
+            if source == "tier":
+                self._add_sources(getattr(stats, "hits_by_source", None))
+
+    def _add_sources(self, sources: dict[Any, int] | None) -> None:
+        """Add what of the tier's hits came from a disk.
+
+        From vLLM 0.32 on its stats tell; before, a row has counted it in the same step.
+        """
+        if sources is not None:
+            self.hits["disk"] += sum(
+                tokens for source, tokens in sources.items() if source.value == "disk"
+            )
+        self.hits["disk"] += self.from_disk
+        self.from_disk = 0
 
 
 def _by_connector(data: dict[str, Any]) -> Iterator[dict[str, Any]]:

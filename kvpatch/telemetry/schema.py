@@ -97,6 +97,7 @@ _ENGINE = {
     "operations": Group(stored=_count, loaded=_count, dropped=_count, skipped=_count),
     "hits": _or_none(_map_of(_count)),
     "queries": _or_none(_map_of(_count)),
+    "lost_tokens": _count,
 }
 _CONTENT = {
     "vllm": _text,

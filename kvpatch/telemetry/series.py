@@ -46,6 +46,24 @@ COUNTERS = (
         "the tier had no room, skipped because the block was not worth it.",
     ),
     Series(
+        "lookup_tokens",
+        ("tier",),
+        "Prompt tokens that were looked up in the device's cache (device), of those in the CPU "
+        "tier what the device did not have (cpu), and of those in secondary tiers what the CPU "
+        "tier did not have (disk).",
+    ),
+    Series(
+        "hit_tokens",
+        ("tier",),
+        "Prompt tokens that were found: on the device, in the CPU tier or on a disk.",
+    ),
+    Series(
+        "lost_hit_tokens",
+        (),
+        "Prompt tokens that were computed again, because no tier had them any more or ever: what "
+        "a tier without a limit would have served in addition to hit_tokens, at least.",
+    ),
+    Series(
         "disk_bytes",
         ("connector", "tier", "outcome"),
         "Bytes of KV cache that a secondary tier wrote to its disk (stored) or read from it "
@@ -131,9 +149,11 @@ def at_start(connector: str, disks: Collection[tuple[str, str]] = ()) -> dict[st
         connector: the engine's, or an empty string.
         disks: the connector and the type of each secondary tier.
     """
+    tiers = [["device"], *([["cpu"]] if connector else ()), *([["disk"]] if disks else ())]
+    lookups = {"lookup_tokens": tiers, "hit_tokens": tiers, "lost_hit_tokens": [[]]}
     if not connector:
-        return {}
-    return {
+        return lookups
+    return lookups | {
         "offload_bytes": [[connector, outcome] for outcome in ("stored", "loaded")],
         "offload_operations": [[connector, outcome] for outcome in OUTCOMES],
         "fence_released_pages": [[]],
@@ -171,10 +191,31 @@ def counters(state: dict[str, Any]) -> Values:
             found[name] = _added(found.get(name, []), entries)
     if state.get("host_pool") is not None:
         found["host_pool_evicted_blocks"] = [([], state["host_pool"]["evicted"])]
+    found |= _lookups(state)
     if state["fence"] is not None:
         fence = state["fence"]
         found["fence_released_pages"] = [([], fence["released"])]
         found["fence_held_pages"] = [([rule], fence[f"held_for_{rule}"]) for rule in RULES]
+    return found
+
+
+def _lookups(state: dict[str, Any]) -> Values:
+    """Return the lookups of each tier; what one does not have is looked up in the next."""
+    found: Values = {"lost_hit_tokens": [([], state.get("lost_tokens", 0))]}
+    hits, queries = state.get("hits"), state.get("queries")
+    if hits is None or queries is None:  # vLLM counts none, or none yet
+        return found
+    disk = hits.get("disk", 0)
+    had = {"device": hits.get("device", 0), "cpu": hits.get("tier", 0) - disk, "disk": disk}
+    asked = {"device": queries.get("device", 0), "cpu": queries.get("tier", 0)}
+    asked["disk"] = asked["cpu"] - had["cpu"]
+    tiers = ["device"]
+    if state["connector"]:
+        tiers.append("cpu")
+    if state.get("disks"):
+        tiers.append("disk")
+    found["lookup_tokens"] = [([tier], asked[tier]) for tier in tiers]
+    found["hit_tokens"] = [([tier], had[tier]) for tier in tiers]
     return found
 
 

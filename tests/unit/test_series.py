@@ -96,6 +96,34 @@ def test_what_is_counted_is_zero_from_the_start(monkeypatch: pytest.MonkeyPatch)
 DISKS = [("OffloadingConnector", "fs")]
 
 
+def found_by_tier(server, name):
+    tiers = ("device", "cpu", "disk")
+    return [server.value(f"{name}_tokens_total", tier=tier) for tier in tiers]
+
+
+def test_what_one_tier_does_not_have_is_looked_up_in_the_next():
+    server, sender = Server(disks=DISKS), series.Sender()
+    assert found_by_tier(server, "lookup") == found_by_tier(server, "hit") == [0, 0, 0]
+    assert server.value("lost_hit_tokens_total") == 0
+    disks = [{"connector": "OffloadingConnector", "tier": "fs", "errors": {}, "bytes": {}}]
+    queries = {"device": 100, "tier": 60}
+    later = {"device": 40, "tier": 30, "disk": 10}
+    for hits, lost in (({"device": 40, "tier": 20}, 0), (later, 7)):
+        now = described(hits=hits, queries=queries, lost_tokens=lost, disks=disks)
+        server.metrics.observe(sender.message(now), 0)
+    assert found_by_tier(server, "lookup") == [100, 60, 40]
+    assert found_by_tier(server, "hit") == [40, 20, 10]
+    assert server.value("lost_hit_tokens_total") == 7
+
+
+def test_tiers_that_are_not_there_are_not_looked_up_in():
+    counted = {"hits": {"device": 1}, "queries": {"device": 2}}
+    assert series.counters(described(connector="", **counted))["hit_tokens"] == [(["device"], 1)]
+    found = series.counters(described(**counted))["lookup_tokens"]
+    assert found == [(["device"], 2), (["cpu"], 0)]
+    assert "hit_tokens" not in series.counters(described(hits=None, queries=None))
+
+
 def test_errors_of_a_disk_are_zero_from_the_start():
     server = Server(disks=DISKS * 2)  # of two tiers of one type
     of = {"connector": "OffloadingConnector", "tier": "fs"}
@@ -137,7 +165,11 @@ def test_the_bytes_of_every_tier_add_up_to_its_size():
 
 def test_an_engine_without_a_connector_has_no_series_of_one():
     assert Server("").value("fence_released_pages_total") is None
-    assert series.at_start("") == {}
+    # Whether a tier would have found something is worth to know before there is one.
+    assert set(series.at_start("")) == {"lookup_tokens", "hit_tokens", "lost_hit_tokens"}
+    assert Server("").value("lookup_tokens_total", tier="device") == 0
+    assert Server("").value("lookup_tokens_total", tier="cpu") is None
+    assert Server("").value("lost_hit_tokens_total") == 0
 
 
 def test_a_label_has_one_value_and_one_meaning():
@@ -168,7 +200,7 @@ def test_the_last_step_is_a_time(monkeypatch):
 
 
 def test_units_and_names_are_prometheus():
-    units = ("_bytes", "_seconds", "_blocks", "_pages", "_operations", "_errors")
+    units = ("_bytes", "_seconds", "_blocks", "_pages", "_operations", "_errors", "_tokens")
     for one in (*series.COUNTERS, *series.GAUGES, *series.HISTOGRAMS):
         assert one.name.endswith(units) or one.name == "elastic"
         assert not one.name.endswith("_total")  # which the client adds to counters

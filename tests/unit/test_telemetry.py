@@ -728,6 +728,14 @@ def test_a_host_pool_is_shown():
     assert gauges["host_pool_coldest_seconds"] == [([], 12.4)]
 
 
+def test_where_prompt_tokens_came_from_is_said():
+    hits = {"device": 64, "tier": 32, "disk": 8}
+    assert status.hits_line(engine_state(hits=hits, lost_tokens=16)) == (
+        "of 128 prompt tokens 64 were on the device, 32 came from the tier (8 of them from disk), "
+        "32 were computed, 16 of them not for the first time"
+    )
+
+
 def test_what_is_sent_is_a_series_of_the_table():
     """A message of a name that no server registered would stop the server."""
     whole = engine_state(elastic=True, host_pool=POOL, disks=[DISK])

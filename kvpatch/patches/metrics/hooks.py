@@ -32,9 +32,11 @@ def around_engine_core(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> N
         state.attach(instance, totals)
         state.attach(instance.scheduler, totals)
         for part in connectors.parts(connector):
-            scheduler = getattr(part, "scheduler_manager", None)
-            if scheduler is not None:  # SimpleCPUOffloadConnector's
-                state.attach(scheduler, totals)
+            # SimpleCPUOffloadConnector's, OffloadingConnector's
+            for name in ("scheduler_manager", "connector_scheduler"):
+                scheduler = getattr(part, name, None)
+                if scheduler is not None:
+                    state.attach(scheduler, totals)
     # The description has no reference to the engine, which a program may delete.
     publisher.engine(instance, lambda core: snapshot.engine(core, totals))
 

@@ -47,6 +47,7 @@ def engine(core: Any, totals: Totals) -> dict[str, Any]:
         "operations": {outcome: totals.operations[outcome] for outcome in OUTCOMES},
         "hits": dict(totals.hits) if totals.counts_hits else None,
         "queries": dict(totals.queries) if totals.counts_hits else None,
+        "lost_tokens": totals.lost_tokens,
     }
 
 
