@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Collection
 from typing import Any, NamedTuple
 
 from kvpatch.telemetry.fuse import Fuse
@@ -13,6 +12,7 @@ from kvpatch.telemetry.series import (
     GAUGES,
     HISTOGRAMS,
     INFO,
+    Configured,
     Series,
     Values,
     at_start,
@@ -43,7 +43,7 @@ class Metrics:
         facts: the values of the info gauge's own labels, ``series.INFO``; the last one is the
             connector.
         features: the state of each feature.
-        disks: the connector and the type of each secondary tier.
+        configured: the connectors and tiers of the engines.
 
     Attributes:
         engines: the labels of each engine, by its number.
@@ -57,7 +57,7 @@ class Metrics:
         per_engine_labelvalues: dict[int, list[Any]],
         facts: list[str],
         features: dict[str, str],
-        disks: Collection[tuple[str, str]] = (),
+        configured: Configured,
     ) -> None:
         self.fuse = Fuse(SERIES)
         self.engines = per_engine_labelvalues
@@ -90,7 +90,7 @@ class Metrics:
             self._gauges[INFO.name].labels(*labels, *facts).set(1)
             for feature in features.items():
                 self._gauges[FEATURE.name].labels(*labels, *feature).set(1)
-            for name, every in at_start(facts[-1], disks).items():
+            for name, every in at_start(configured).items():
                 for own in every:
                     counted[name].labels(*labels, *own)
 

@@ -95,6 +95,14 @@ _ENGINE = {
     "connector": _text,
     "bytes": Group(stored=_number, loaded=_number),
     "operations": Group(stored=_count, loaded=_count, dropped=_count, skipped=_count),
+    "parts": _map_of(
+        Group(
+            bytes=Group(stored=_number, loaded=_number),
+            operations=Group(stored=_count, loaded=_count, dropped=_count, skipped=_count),
+        )
+    ),
+    "refused": _map_of(_count),
+    "verified": _or_none(_map_of(_count)),
     "hits": _or_none(_map_of(_count)),
     "queries": _or_none(_map_of(_count)),
     "lost_tokens": _count,

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 from kvpatch.environ import HOST_POOL
 from kvpatch.telemetry import disk as disk_counts
-from kvpatch.telemetry.counters import OUTCOMES
+from kvpatch.telemetry.counters import CALLS, OUTCOMES
 
 # Added to the connector's own keys in ``SchedulerStats.kv_connector_stats``.
 KEY = "kvpatch"
@@ -44,6 +44,18 @@ COUNTERS = (
         ("connector", "outcome"),
         "Transfers that ended (stored, loaded), and stores that were not made: dropped because "
         "the tier had no room, skipped because the block was not worth it.",
+    ),
+    Series(
+        "refused_calls",
+        ("call",),
+        "Calls that kvpatch refused to the running engine, which goes on: kvpatch suspend, resume "
+        "and limit, and collective_rpc with new weights.",
+    ),
+    Series(
+        "verified_blocks",
+        ("outcome",),
+        "Blocks that debug mode looked at after a copy, of engines with one rank: stored and "
+        "loaded were right, unverified could not be compared; a wrong one ends the engine.",
     ),
     Series(
         "lookup_tokens",
@@ -138,28 +150,42 @@ INFO = Series(
 )
 FEATURE = Series("feature", ("feature", "state"), "The state of each feature of kvpatch; always 1.")
 RULES = ("plan", "transfer")
+MOVED = ("stored", "loaded")
 
 Values = dict[str, list[tuple[list[str], float]]]
 
 
-def at_start(connector: str, disks: Collection[tuple[str, str]] = ()) -> dict[str, list[list[str]]]:
-    """Return the labels of every counter and histogram of an engine, which start at 0.
+class Configured(NamedTuple):
+    """What an engine is configured with, by names.
 
-    Args:
-        connector: the engine's, or an empty string.
+    Attributes:
+        connectors: none without one; those inside a MultiConnector, and not itself.
         disks: the connector and the type of each secondary tier.
     """
-    tiers = [["device"], *([["cpu"]] if connector else ()), *([["disk"]] if disks else ())]
-    lookups = {"lookup_tokens": tiers, "hit_tokens": tiers, "lost_hit_tokens": [[]]}
-    if not connector:
-        return lookups
-    return lookups | {
-        "offload_bytes": [[connector, outcome] for outcome in ("stored", "loaded")],
-        "offload_operations": [[connector, outcome] for outcome in OUTCOMES],
+
+    connectors: tuple[str, ...] = ()
+    disks: tuple[tuple[str, str], ...] = ()
+
+
+def at_start(configured: Configured) -> dict[str, list[list[str]]]:
+    """Return the labels of every counter and histogram of an engine, which start at 0."""
+    names, disks = sorted(set(configured.connectors)), sorted(set(configured.disks))
+    tiers = [["device"], *([["cpu"]] if names else ()), *([["disk"]] if disks else ())]
+    always = {
+        "lookup_tokens": tiers,
+        "hit_tokens": tiers,
+        "lost_hit_tokens": [[]],
+        "refused_calls": [[call] for call in CALLS],
+    }
+    if not names:
+        return always
+    return always | {
+        "offload_bytes": [[name, outcome] for name in names for outcome in MOVED],
+        "offload_operations": [[name, outcome] for name in names for outcome in OUTCOMES],
         "fence_released_pages": [[]],
         "fence_held_pages": [[rule] for rule in RULES],
         "fence_hold_seconds": [[]],
-        **_of_disks(sorted(set(disks))),
+        **_of_disks(disks),
         **({"host_pool_evicted_blocks": [[]]} if HOST_POOL.read() else {}),
     }
 
@@ -175,15 +201,16 @@ def _of_disks(disks: list[tuple[str, str]]) -> dict[str, list[list[str]]]:
 
 def counters(state: dict[str, Any]) -> Values:
     """Return the counters of an engine's state (``snapshot.engine``), as sums so far."""
-    connector = state["connector"]
     found: Values = {}
-    if connector:
-        found["offload_bytes"] = [
-            ([connector, outcome], size) for outcome, size in state["bytes"].items()
-        ]
-        found["offload_operations"] = [
-            ([connector, outcome], state["operations"][outcome]) for outcome in OUTCOMES
-        ]
+    for name, moved in _parts(state).items():
+        for kind in ("bytes", "operations"):
+            found.setdefault(f"offload_{kind}", []).extend(
+                ([name, outcome], count) for outcome, count in moved[kind].items()
+            )
+    refused = state.get("refused", {})
+    found["refused_calls"] = [([call], count) for call, count in refused.items()]
+    if (verified := state.get("verified")) is not None:
+        found["verified_blocks"] = [([outcome], count) for outcome, count in verified.items()]
     for disk in state.get("disks", ()):
         of = [disk["connector"], disk["tier"]]
         for name, labelled in (("disk_bytes", disk["bytes"]), ("disk_errors", disk["errors"])):
@@ -197,6 +224,14 @@ def counters(state: dict[str, Any]) -> Values:
         found["fence_released_pages"] = [([], fence["released"])]
         found["fence_held_pages"] = [([rule], fence[f"held_for_{rule}"]) for rule in RULES]
     return found
+
+
+def _parts(state: dict[str, Any]) -> dict[str, dict[str, Any]]:
+    """Return what each connector of an engine moved."""
+    if not state["connector"]:
+        return {}
+    whole = {"bytes": state["bytes"], "operations": state["operations"]}
+    return state.get("parts") or {state["connector"]: whole}
 
 
 def _lookups(state: dict[str, Any]) -> Values:

@@ -30,7 +30,7 @@ def place(tmp_path, monkeypatch):
 class Server:
     """An API server of one engine with Prometheus' own metrics."""
 
-    def __init__(self, connector="OffloadingConnector", disks=()):
+    def __init__(self, connector="OffloadingConnector", disks=(), configured=None):
         self.registry = CollectorRegistry()
 
         def of(kind):
@@ -48,7 +48,7 @@ class Server:
             {0: ["llama", "0"]},
             [*FACTS, connector],
             {"fence": "applied"},
-            disks,
+            configured or series.Configured((connector,) if connector else (), tuple(disks)),
         )
 
     def value(self, name, **labels):
@@ -88,12 +88,54 @@ def test_what_is_counted_is_zero_from_the_start(monkeypatch: pytest.MonkeyPatch)
     assert server.value("fence_hold_seconds_count") == 0
     every = {one.name for one in (*series.COUNTERS, *series.HISTOGRAMS)}
     of_disks = {"disk_bytes", "disk_errors"}
-    assert set(series.at_start(connector)) == every - of_disks - {"host_pool_evicted_blocks"}
+    # Only a worker in the engine's process says what it verified, in debug mode.
+    every -= {"verified_blocks"}
+    plain = series.Configured((connector,))
+    assert set(series.at_start(plain)) == every - of_disks - {"host_pool_evicted_blocks"}
     monkeypatch.setenv(HOST_POOL.name, "1GiB")
-    assert set(series.at_start(connector, DISKS)) == every
+    assert set(series.at_start(series.Configured((connector,), tuple(DISKS)))) == every
 
 
 DISKS = [("OffloadingConnector", "fs")]
+
+
+def test_connectors_inside_a_multi_connector_have_series_of_their_own():
+    """What both moved was one series of MultiConnector."""
+    names = ("OffloadingConnector", "SimpleCPUOffloadConnector")
+    server = Server("MultiConnector", configured=series.Configured(names))
+    for name in names:
+        assert server.value("offload_bytes_total", connector=name, outcome="stored") == 0
+    parts = {
+        name: {"bytes": {"stored": 8 * many}, "operations": {"dropped": many}}
+        for many, name in enumerate(names, 1)
+    }
+    server.metrics.observe(
+        series.Sender().message(described(connector="MultiConnector", parts=parts)), 0
+    )
+    for many, name in enumerate(names, 1):
+        assert server.value("offload_bytes_total", connector=name, outcome="stored") == 8 * many
+        dropped = server.value("offload_operations_total", connector=name, outcome="dropped")
+        assert dropped == many
+    whole = {"connector": "MultiConnector", "outcome": "stored"}
+    assert server.value("offload_bytes_total", **whole) is None
+
+
+def test_refused_calls_are_counted_from_zero():
+    server = Server("")
+    calls = ("suspend", "resume", "limit", "collective_rpc")
+    assert [server.value("refused_calls_total", call=call) for call in calls] == [0] * 4
+    server.metrics.observe(series.Sender().message(described(refused={"limit": 2})), 0)
+    assert server.value("refused_calls_total", call="limit") == 2
+
+
+def test_only_debug_mode_has_verified_blocks():
+    server = Server()
+    server.metrics.observe(series.Sender().message(described(verified=None)), 0)
+    assert server.value("verified_blocks_total", outcome="loaded") is None
+    checked = {"stored": 3, "loaded": 2, "unverified": 0}
+    server.metrics.observe(series.Sender().message(described(verified=checked)), 0)
+    found = [server.value("verified_blocks_total", outcome=one) for one in checked]
+    assert found == [3, 2, 0]
 
 
 def found_by_tier(server, name):
@@ -166,7 +208,8 @@ def test_the_bytes_of_every_tier_add_up_to_its_size():
 def test_an_engine_without_a_connector_has_no_series_of_one():
     assert Server("").value("fence_released_pages_total") is None
     # Whether a tier would have found something is worth to know before there is one.
-    assert set(series.at_start("")) == {"lookup_tokens", "hit_tokens", "lost_hit_tokens"}
+    lookups = {"lookup_tokens", "hit_tokens", "lost_hit_tokens"}
+    assert set(series.at_start(series.Configured())) == lookups | {"refused_calls"}
     assert Server("").value("lookup_tokens_total", tier="device") == 0
     assert Server("").value("lookup_tokens_total", tier="cpu") is None
     assert Server("").value("lost_hit_tokens_total") == 0
@@ -200,9 +243,9 @@ def test_the_last_step_is_a_time(monkeypatch):
 
 
 def test_units_and_names_are_prometheus():
-    units = ("_bytes", "_seconds", "_blocks", "_pages", "_operations", "_errors", "_tokens")
+    units = ["bytes", "seconds", "blocks", "pages", "operations", "errors", "tokens", "calls"]
     for one in (*series.COUNTERS, *series.GAUGES, *series.HISTOGRAMS):
-        assert one.name.endswith(units) or one.name == "elastic"
+        assert one.name.rpartition("_")[2] in units or one.name == "elastic"
         assert not one.name.endswith("_total")  # which the client adds to counters
         assert one.help.endswith(".")
     assert b"# TYPE vllm:kvpatch_fence_hold_seconds histogram" in generate_latest(Server().registry)

@@ -20,12 +20,12 @@ from prometheus_client import multiprocess
 
 from kvpatch import cli, state
 from kvpatch.cli import status
-from kvpatch.environ import KVCACHED_CONTIGUOUS, STATUS_DIR
+from kvpatch.environ import DEBUG, KVCACHED_CONTIGUOUS, STATUS_DIR
 from kvpatch.patches.fence.fence import Counters
 from kvpatch.patches.fence.hooks import Fenced
 from kvpatch.patches.metrics import hooks, snapshot, tiers
 from kvpatch.patches.simple_offload.metrics import around_plan
-from kvpatch.telemetry import publisher, reader, refusals, schema, series
+from kvpatch.telemetry import counters, publisher, reader, refusals, schema, series
 from kvpatch.telemetry import status_page as page
 from kvpatch.telemetry.counters import Totals
 from kvpatch.telemetry.prometheus import Classes, Metrics
@@ -738,7 +738,10 @@ def test_where_prompt_tokens_came_from_is_said():
 
 def test_what_is_sent_is_a_series_of_the_table():
     """A message of a name that no server registered would stop the server."""
-    whole = engine_state(elastic=True, host_pool=POOL, disks=[DISK])
+    checked = {"stored": 1, "loaded": 2, "unverified": 0}
+    whole = engine_state(
+        elastic=True, host_pool=POOL, disks=[DISK], refused={"limit": 1}, verified=checked
+    )
     assert schema.checked({"written": 1.0, "started": 1, "engine": whole})
     message = series.Sender().message(whole, [0.5])
     kinds = ("counters", series.COUNTERS), ("gauges", series.GAUGES)
@@ -786,7 +789,7 @@ def test_the_connector_never_sees_our_part():
     seen = []
     stats = {series.KEY: {"counters": {}, "gauges": {}}, "data": {}}
     server = SimpleNamespace()
-    metrics = Metrics(CLASSES, [], {}, [""], {})
+    metrics = Metrics(CLASSES, [], {}, [""], {}, series.Configured())
     metrics.observe = lambda *given: seen.append(given)
     state.attach(server, metrics)
     hooks.around_observe(lambda *given: seen.append(given), server, (stats, 3), {})
@@ -861,7 +864,7 @@ def test_a_refusal_of_the_engine_is_not_an_error_of_counting():
 
 def test_an_error_in_an_api_server_switches_the_series_off_once(caplog):
     stats, seen, server = {series.KEY: {"counters": {"lost": [([], 1)]}}}, [], Core()
-    state.attach(server, Metrics(CLASSES, [], {}, [""], {}))
+    state.attach(server, Metrics(CLASSES, [], {}, [""], {}, series.Configured()))
     for _ in range(2):
         hooks.around_observe(lambda *given: seen.append(given), server, (stats | {"data": {}},), {})
     assert seen == [({"data": {}}, 0)] * 2
@@ -952,8 +955,62 @@ def test_what_a_connector_inside_a_multi_connector_reports_is_counted():
     for data in (new, old, {}):
         inside = {"OffloadingConnector": SimpleNamespace(data=data)}
         totals.add_connector_stats(inside | {"Other": SimpleNamespace(data={"lost": 3})})
-    assert totals.moved_bytes == {"stored": 100, "loaded": 30}
-    assert totals.operations == {"loaded": 1}
+    totals.moved("stored", 1, 8, "SimpleCPUOffloadConnector")
+    assert totals.moved_bytes == {"stored": 108, "loaded": 30}
+    assert totals.operations == {"stored": 1, "loaded": 1}
+    assert totals.parts["OffloadingConnector"].moved_bytes == {"stored": 100, "loaded": 30}
+    assert totals.parts["OffloadingConnector"].operations == {"loaded": 1}
+    assert totals.parts["SimpleCPUOffloadConnector"].moved_bytes == {"stored": 8}
+
+
+def test_every_connector_of_an_engine_is_there_from_the_start(published):
+    engine = core()
+    simple = type("SimpleCPUOffloadConnector", (), {})()
+    simple.scheduler_manager = SimpleNamespace()
+    offloading = engine.scheduler.connector
+    engine.scheduler.connector = type("MultiConnector", (), {"_connectors": [simple, offloading]})()
+    hooks.around_engine_core(lambda: None, engine, (), {})
+    totals = state.find(engine, Totals)
+    assert totals.fuse.off == ""
+    assert set(totals.parts) == {"SimpleCPUOffloadConnector", "OffloadingConnector"}
+    for part in (simple.scheduler_manager, offloading.connector_scheduler, engine.scheduler):
+        assert state.find(part, Totals) is totals
+    simple.scheduler_manager.cpu_block_pool = SimpleNamespace(
+        num_gpu_blocks=1, cached_block_hash_to_block={}
+    )
+    described = snapshot.engine(engine, totals)
+    assert schema.checked({"written": 1.0, "started": 1, "engine": described})
+    nothing = {"stored": 0, "loaded": 0}
+    assert described["parts"]["OffloadingConnector"]["bytes"] == nothing
+    engine.scheduler.connector = None
+    hooks.around_engine_core(lambda: None, engine, (), {})
+    assert state.find(engine, Totals).parts == {}
+
+
+# Calls that are refused, and blocks that are verified
+
+
+def test_only_known_calls_are_counted():
+    engine = core()
+    counters.refused(engine, "limit")  # before it counts
+    totals = state.attach(engine, Totals())
+    for call in ("limit", "limit", "suspend", "what somebody sent", None):
+        counters.refused(engine, call)
+    assert totals.refused == {"limit": 2, "suspend": 1}
+    described = snapshot.engine(engine, totals)
+    assert described["refused"] == {"suspend": 1, "resume": 0, "limit": 2, "collective_rpc": 0}
+
+
+@pytest.mark.parametrize(("debug", "here"), [("1", True), ("1", False), ("", True)])
+def test_what_debug_mode_verified_is_told_of_workers_in_this_process(monkeypatch, debug, here):
+    checked = {"stored": 1, "loaded": 2, "unverified": 0}
+    monkeypatch.setenv(DEBUG.name, debug)
+    monkeypatch.setattr(snapshot.audit, "checked", lambda worker: checked)
+    transfer = SimpleNamespace(has_kv_transfer_group=lambda: here)
+    monkeypatch.setitem(sys.modules, "vllm", SimpleNamespace())
+    for name in ("vllm.distributed", "vllm.distributed.kv_transfer"):
+        monkeypatch.setitem(sys.modules, name, transfer)
+    assert snapshot.verified() == (checked if debug and here else None)
 
 
 # A clock that steps back

@@ -10,10 +10,10 @@ from kvpatch.patches.fence.hooks import fence_of
 from kvpatch.patches.metrics import snapshot
 from kvpatch.status import record
 from kvpatch.telemetry import publisher
-from kvpatch.telemetry.counters import Totals
+from kvpatch.telemetry.counters import Moved, Totals
 from kvpatch.telemetry.fuse import Fuse
 from kvpatch.telemetry.prometheus import SERIES, Classes, Metrics
-from kvpatch.telemetry.series import KEY, Holds, Sender
+from kvpatch.telemetry.series import KEY, Configured, Holds, Sender
 from kvpatch.upstream import connectors, kvcached_api
 from kvpatch.version import VERSION
 
@@ -31,7 +31,8 @@ def around_engine_core(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> N
         totals.connector = "" if connector is None else type(connector).__name__
         state.attach(instance, totals)
         state.attach(instance.scheduler, totals)
-        for part in connectors.parts(connector):
+        for part in connectors.parts(connector) if connector is not None else ():
+            totals.parts[type(part).__name__] = Moved()
             # SimpleCPUOffloadConnector's, OffloadingConnector's
             for name in ("scheduler_manager", "connector_scheduler"):
                 scheduler = getattr(part, name, None)
@@ -110,12 +111,12 @@ def around_prometheus(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> No
         facts = [*labels_of_process(), connector]
         classes = Classes(instance._counter_cls, instance._gauge_cls, instance._histogram_cls)
         features = {name: outcome.value for name, outcome in record.features.items()}
-        disks = [
-            (leaf.name, str(tier.get("type")))
-            for leaf in connectors.leaves(transfer)
-            for tier in leaf.tiers
-        ]
-        metrics = Metrics(classes, labelnames, engines, facts, features, disks)
+        leaves = connectors.leaves(transfer)
+        configured = Configured(
+            tuple(leaf.name for leaf in leaves),
+            tuple((leaf.name, str(tier.get("type"))) for leaf in leaves for tier in leaf.tiers),
+        )
+        metrics = Metrics(classes, labelnames, engines, facts, features, configured)
         state.attach(instance, metrics)
         # Here, because only API servers read pages.
         from kvpatch.telemetry import follower

@@ -13,11 +13,13 @@ from typing import Any
 
 from kvpatch import state
 from kvpatch.environ import KVCACHED_IPC_NAME
+from kvpatch.patches.debug import audit
 from kvpatch.patches.fence.hooks import fence_of
 from kvpatch.patches.metrics import tiers
 from kvpatch.status import record
-from kvpatch.telemetry.counters import OUTCOMES, Totals
+from kvpatch.telemetry.counters import CALLS, OUTCOMES, Moved, Totals
 from kvpatch.telemetry.host_pool import HostPool
+from kvpatch.telemetry.series import MOVED
 from kvpatch.upstream import kvcached_api
 
 
@@ -43,12 +45,31 @@ def engine(core: Any, totals: Totals) -> dict[str, Any]:
         "disks": tiers.disks(core),
         "host_pool": host_pool(core),
         "connector": totals.connector,
-        "bytes": {outcome: totals.moved_bytes[outcome] for outcome in ("stored", "loaded")},
-        "operations": {outcome: totals.operations[outcome] for outcome in OUTCOMES},
+        **moved(totals),
+        "parts": {name: moved(part) for name, part in list(totals.parts.items())},
+        "refused": {call: totals.refused[call] for call in CALLS},
+        "verified": verified(),
         "hits": dict(totals.hits) if totals.counts_hits else None,
         "queries": dict(totals.queries) if totals.counts_hits else None,
         "lost_tokens": totals.lost_tokens,
     }
+
+
+def moved(counts: Totals | Moved) -> dict[str, dict[str, int]]:
+    """Return what an engine, or one of its connectors, moved."""
+    return {
+        "bytes": {outcome: counts.moved_bytes[outcome] for outcome in MOVED},
+        "operations": {outcome: counts.operations[outcome] for outcome in OUTCOMES},
+    }
+
+
+def verified() -> dict[str, int] | None:
+    """Return what debug mode has verified; None if it is off, or in workers' own processes."""
+    if not audit.wanted():
+        return None
+    from vllm.distributed.kv_transfer import has_kv_transfer_group
+
+    return audit.checked(None) if has_kv_transfer_group() else None
 
 
 def paused(core: Any) -> bool:
