@@ -758,7 +758,8 @@ def test_what_waits_in_the_queue_makes_no_tier_late() -> None:
 def test_what_a_disk_took_and_gave_is_counted(tiers) -> None:
     one = tiers()
     one.store(1, 2, 3)
-    one.store(3)  # has a file
+    one.forget()
+    one.store(3)  # which has a file
     one.forget()
     assert one.find(1, 2) == [1, 2]
     assert one.tier.disk.moved_bytes == {"stored": 3 * ROW, "loaded": 2 * ROW}
