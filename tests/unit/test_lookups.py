@@ -23,15 +23,26 @@ def hashes(*names: object) -> list[bytes]:
 # The table
 
 
-def test_a_prefix_is_known_up_to_the_first_block_that_is_not():
+def prompt(length: int, of: object = 0) -> list[bytes]:
+    """The hashes of a prompt, each of which is of all blocks before it too."""
+    return hashes(*((of, block) for block in range(length)))
+
+
+def test_a_prefix_is_known_as_far_as_it_was_computed():
     known = Remembered()
-    known.add(hashes(1, 2, 4))
-    assert known.leading(hashes(1, 2, 3, 4)) == 2
-    assert known.leading(hashes(1, 2)) == 2
-    assert known.leading(hashes(3, 1)) == 0
-    assert known.leading([]) == 0
+    known.add(prompt(3))
+    assert [known.prefix(prompt(length)) for length in (0, 2, 3, 5)] == [0, 2, 3, 3]
+    assert known.prefix(prompt(5, of="another")) == 0
     known.forget()
-    assert known.leading(hashes(1)) == 0
+    assert known.prefix(prompt(3)) == 0
+
+
+def test_a_block_whose_place_another_took_does_not_end_a_prefix():
+    """Of a long prompt some always have."""
+    known = Remembered(slots=1 << 12)
+    known.add(prompt(1000))
+    assert sum(known.prefix([one]) for one in prompt(1000)) < 1000
+    assert known.prefix(prompt(1200)) >= 998
 
 
 def test_no_more_is_remembered_than_there_is_room_for():
@@ -39,18 +50,18 @@ def test_no_more_is_remembered_than_there_is_room_for():
     known = Remembered(slots=64)
     for number in range(1000):
         known.add(hashes(number))
-    assert sum(known.leading([one]) for one in hashes(*range(1000))) <= 64
-    assert known.leading(hashes(999)) == 1
-    assert sum(known.leading([one]) for one in hashes(*range(1000, 2000))) == 0
+    assert sum(known.prefix([one]) for one in hashes(*range(1000))) <= 64
+    assert known.prefix(hashes(999)) == 1
+    assert sum(known.prefix([one]) for one in hashes(*range(1000, 2000))) == 0
 
 
 def test_two_blocks_of_one_place_are_told_apart():
     known = Remembered(slots=16)
     first, second = (b"\x03" + bytes([number]) * 31 for number in (1, 2))
     known.add([first])
-    assert [known.leading([one]) for one in (first, second)] == [1, 0]
+    assert [known.prefix([one]) for one in (first, second)] == [1, 0]
     known.add([second])
-    assert [known.leading([one]) for one in (first, second)] == [0, 1]
+    assert [known.prefix([one]) for one in (first, second)] == [0, 1]
 
 
 # What a scheduler begins and ends

@@ -60,7 +60,7 @@ def _look(scheduler: Any, totals: Totals, output: Any) -> None:
             continue
         # vLLM always computes the last token.
         prompt = request.block_hashes[: (request.num_tokens - 1) // tokens]
-        could = computed.blocks.leading(prompt) * tokens
+        could = computed.blocks.prefix(prompt) * tokens
         totals.lost_tokens += max(0, could - begun.num_computed_tokens)
 
 
