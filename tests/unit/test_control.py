@@ -21,11 +21,12 @@ from typing import Any
 import pytest
 from suspend_world import PAGE, World, worlds
 
-from kvpatch import claims, cli, control, private
+from kvpatch import claims, cli, control, private, state
 from kvpatch.control import client, protocol
 from kvpatch.patches.suspend import queue as handing
 from kvpatch.patches.suspend.server import Question, Server, follow
 from kvpatch.patches.suspend.suspension import Suspension
+from kvpatch.telemetry.counters import Totals
 from kvpatch.upstream import kvcached_api
 
 __all__ = ["worlds"]
@@ -127,8 +128,10 @@ def test_a_plan_changes_nothing(engine: Running) -> None:
 def test_a_limit_is_set_and_refused(engine: Running) -> None:
     found = control.find(str(os.getpid()))
     assert found.limit(4 * PAGE).limit == 4 * PAGE
+    totals = state.attach(engine.world.suspension.engine, Totals())
     with pytest.raises(control.Refused, match="it started with 8 MiB and cannot have more"):
         found.limit(9 * PAGE)
+    assert totals.refused == {"limit": 1}
 
 
 @pytest.mark.parametrize(

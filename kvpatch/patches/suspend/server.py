@@ -21,6 +21,7 @@ from kvpatch.control import protocol
 from kvpatch.logs import log
 from kvpatch.patches.suspend import queue
 from kvpatch.patches.suspend.suspension import Cannot, Phase, Suspension
+from kvpatch.telemetry.counters import refused
 from kvpatch.upstream import kvcached_api
 
 TOGETHER = 64  # questions at a time
@@ -56,6 +57,7 @@ class Question:
         try:
             self.said = answer(suspension, self.asked, self.since)
         except Cannot as cannot:
+            refused(suspension.engine, self.asked.get("verb"))
             self.said = {"error": str(cannot)}
         except Exception as error:
             log.exception("kvpatch: %s failed", self.asked.get("verb"))
