@@ -382,10 +382,12 @@ def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     yield tmp_path
 
 
+WHO = r"another kvpatch balance of this user runs"
+
+
 def test_a_second_balance_is_refused(home: Path) -> None:
-    with loop.alone(), pytest.raises(loop.Busy, match=r"another kvpatch balance of this user runs"):
-        with loop.alone():
-            raise AssertionError("two of them")
+    with loop.alone(), pytest.raises(loop.Busy, match=WHO), loop.alone():
+        raise AssertionError("two of them")
     with loop.alone():
         pass
 

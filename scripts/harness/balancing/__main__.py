@@ -16,7 +16,7 @@ from typing import Any
 from harness import provenance
 from harness.balancing import traces
 from harness.balancing.arms import ARMS, Arm, Balanced
-from harness.balancing.device import Device
+from harness.balancing.device import PROMPT, STEP, Device
 from harness.balancing.engine import Engine
 from harness.balancing.traces import BLOCK, Conversation, Turn
 
@@ -27,10 +27,23 @@ PER_TOKEN = 56 << 10  # of 28 layers, 4 KV heads of 128, bfloat16
 PHASE = 300.0  # seconds in which one model is busy
 QUIET = 0.1  # of a load, in the phases of others
 USERS = 8  # of the coding model
+FILES = {"chat": "conversation_trace.jsonl", "agents": "synthetic_trace.jsonl"}
 PARTS = {"chat": 0.25, "agents": 0.12}  # of the conversations of a cluster
 MODELS = {"coding": 120_000, "chat": 32_000, "agents": 32_000}  # tokens of the longest request
-SEED = 7
+SEEDS = (1, 2)
 NEVER = 86_400.0  # seconds, after the end of every simulation
+
+SETTING = {
+    "device_bytes": DEVICE,
+    "tier_bytes": TIER,
+    "bytes_per_token": PER_TOKEN,
+    "longest": MODELS,
+    "users": USERS,
+    "parts": PARTS,
+    "prompt_tokens_per_second": PROMPT,
+    "step_seconds": STEP,
+    "load_bytes_per_second": Engine.loads,
+}
 
 Open = list[tuple[float, Turn]]
 
@@ -98,7 +111,7 @@ def simulate(
         if one.first is None
     ]
     return {
-        "tokens_per_second": sum(one.measured.tokens for one in engines) / seconds,
+        "tokens_per_second": round(sum(one.measured.tokens for one in engines) / seconds, 1),
         "first_token": of(every + waits),
         "moves": limits.moves if isinstance(limits, Balanced) else 0,
         "moved_gib": round(limits.moved / GIB, 1) if isinstance(limits, Balanced) else 0,
@@ -140,43 +153,51 @@ def main() -> int:
     parser.add_argument("--coding", type=Path, required=True, help="folder of trace_*.json")
     parser.add_argument("--mooncake", type=Path, required=True, help="folder of *_trace.jsonl")
     parser.add_argument("--minutes", type=float, default=45.0)
-    parser.add_argument("--seed", type=int, default=SEED, help="which conversations are taken")
+    parser.add_argument(
+        "--seeds", type=int, nargs="+", default=SEEDS, help="which conversations are taken"
+    )
     parser.add_argument("--only", action="append", help="an arm; else all")
     parser.add_argument("--load", action="append", choices=list(LOADS), help="a load; else all")
     parser.add_argument("--report", type=Path)
     options = parser.parse_args()
-    seconds = options.minutes * 60
-    sessions = traces.coding(options.coding, MODELS["coding"], options.seed)
-    chat, agents = (
-        traces.mooncake(options.mooncake / name, MODELS[model], PARTS[model], options.seed)
-        for model, name in (
-            ("chat", "conversation_trace.jsonl"),
-            ("agents", "synthetic_trace.jsonl"),
+    runs = []
+    for seed in options.seeds:
+        sessions = traces.coding(options.coding, MODELS["coding"], seed)
+        chat, agents = (
+            traces.mooncake(options.mooncake / FILES[model], MODELS[model], PARTS[model], seed)
+            for model in FILES
         )
-    )
-    print(f"{len(sessions)} sessions, {len(chat)} and {len(agents)} requests")
-    results: dict[str, dict[str, Any]] = {}
-    for load in options.load or LOADS:
-        for arm in ARMS:
-            if options.only and arm.name not in options.only:
-                continue
-            found = simulate(arm, load, seconds, sessions, chat, agents)
-            results.setdefault(load, {})[arm.name] = found
-            models = "  ".join(
-                f"{name} {one['tokens_per_second']:.0f}/s p90 {one['first_token']['p90']:.1f} "
-                f"({one['hits_device']:.0%}+{one['hits_tier']:.0%}, {one['unanswered']} left)"
-                for name, one in found["models"].items()
-            )
-            print(
-                f"{load:9} {arm.name:26} {found['tokens_per_second']:7.0f}/s "
-                f"p90 {found['first_token']['p90']:6.1f}  {models}  "
-                f"moves {found['moves']} {found['took']} s",
-                flush=True,
-            )
+        for load in options.load or LOADS:
+            for arm in ARMS:
+                if not options.only or arm.name in options.only:
+                    found = simulate(arm, load, options.minutes * 60, sessions, chat, agents)
+                    runs.append({"seed": seed, "load": load, "arm": arm.name} | found)
+                    print(line(runs[-1]), flush=True)
     if options.report:
-        head = provenance.header("python -m harness.balancing --coding FOLDER --mooncake FOLDER")
-        provenance.write(head | {"loads": LOADS, "results": results}, options.report)
+        command = "python -m harness.balancing --coding FOLDER --mooncake FOLDER"
+        report = provenance.header(command) | {
+            "minutes": options.minutes,
+            "setting": SETTING,
+            "traces": traces.SOURCES,
+            "loads": LOADS,
+            "arms": {arm.name: arm.what for arm in ARMS},
+            "runs": runs,
+        }
+        provenance.write(report, options.report)
     return 0
+
+
+def line(run: dict[str, Any]) -> str:
+    """Return a run for a person."""
+    models = "  ".join(
+        f"{name} {one['tokens_per_second']:.0f}/s p90 {one['first_token']['p90']:.1f} "
+        f"({one['hits_device']:.0%}+{one['hits_tier']:.0%}, {one['unanswered']} left)"
+        for name, one in run["models"].items()
+    )
+    return (
+        f"{run['seed']} {run['load']:9} {run['arm']:22} {run['tokens_per_second']:6.0f}/s "
+        f"p90 {run['first_token']['p90']:6.1f}  {models}  moves {run['moves']} {run['took']} s"
+    )
 
 
 if __name__ == "__main__":

@@ -20,6 +20,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 BLOCK = 512  # tokens, as Mooncake has them; eight of those of the coding sessions
+SOURCES = {
+    "coding": "github.com/callanjfox/kv-cache-tester, traces/, commit 94f6046dfd9c: those sessions "
+    "of at most 800,000 bytes and 120,000 tokens that its snapshot has",
+    "chat": "github.com/kvcache-ai/Mooncake, FAST25-release/traces, commit 3b5a59413395",
+    "agents": "github.com/kvcache-ai/Mooncake, FAST25-release/traces, commit 3b5a59413395",
+}
 LONGEST_PAUSE = 300.0  # seconds; some users went home
 
 
