@@ -11,8 +11,8 @@ import pytest
 
 from kvpatch import patches, rules, supported
 from kvpatch.environ import (
-    HOST_POOL,
     FIRST_LIMIT,
+    HOST_POOL,
     IDLE,
     TIER_PATIENCE,
     VLLM_KV_CACHE_LAYOUT,
