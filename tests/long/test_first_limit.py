@@ -1,4 +1,4 @@
-"""A served engine has its first limit before its first request, keeps to it, and answers the same."""
+"""A served engine has its first limit before its first request, and answers the same."""
 
 from __future__ import annotations
 

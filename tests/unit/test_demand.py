@@ -189,8 +189,9 @@ def test_a_first_limit_below_one_request_is_refused_with_a_sentence(
         born(engine, monkeypatch, text)
     size = "2 MiB" if text == "2MiB" else "2.4 MiB"
     assert str(refused.value) == (
-        f"kvpatch refuses to start vLLM: KVPATCH_FIRST_LIMIT is {text}, which is {size} of this engine's KV cache, and a request "
-        "of 160 tokens needs 3 MiB, because such a request would wait for ever; set "
+        f"kvpatch refuses to start vLLM: KVPATCH_FIRST_LIMIT is {text}, which is {size} of this "
+        "engine's KV cache, and a request of 160 tokens needs 3 MiB, because such a request would "
+        "wait for ever; set "
         "KVPATCH_FIRST_LIMIT to 3 MiB or more, or a smaller --max-model-len. [KVP424]"
     )
     assert refused.value.code == "KVP424"

@@ -160,6 +160,7 @@ def main() -> int:
     parser.add_argument("--load", action="append", choices=list(LOADS), help="a load; else all")
     parser.add_argument("--report", type=Path)
     options = parser.parse_args()
+    head = provenance.header("python -m harness.balancing --coding FOLDER --mooncake FOLDER")
     runs = []
     for seed in options.seeds:
         sessions = traces.coding(options.coding, MODELS["coding"], seed)
@@ -174,8 +175,7 @@ def main() -> int:
                     runs.append({"seed": seed, "load": load, "arm": arm.name} | found)
                     print(line(runs[-1]), flush=True)
     if options.report:
-        command = "python -m harness.balancing --coding FOLDER --mooncake FOLDER"
-        report = provenance.header(command) | {
+        report = head | {
             "minutes": options.minutes,
             "setting": SETTING,
             "traces": traces.SOURCES,

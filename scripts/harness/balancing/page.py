@@ -30,9 +30,8 @@ def render(path: Path, page: str) -> str:
     if not (opened and closed):
         raise SystemExit(f"docs/several-models.md has no {BEGIN} ... {END}")
     result = json.loads(path.read_text())
-    section = markdown.render(
-        "balance.md", result=result, tables=tables(result), draws=draws(result)
-    )
+    values = {"result": result, "tables": tables(result), "draws": draws(result)}
+    section = markdown.render("balance.md", **values)
     return f"{before}{BEGIN}\n{section}{END}{after}"
 
 
@@ -71,10 +70,11 @@ def cells(runs: list[Run], static: dict[int, Run]) -> tuple[str, ...]:
 
 def _worst(run: Run, other: Run) -> float:
     """Return the largest ratio of a model's time to the first token."""
-    return max(
+    ratios: list[float] = [
         run["models"][name]["first_token"]["p90"] / other["models"][name]["first_token"]["p90"]
         for name in run["models"]
-    )
+    ]
+    return max(ratios)
 
 
 def _times(ratios: Iterable[float]) -> str:
