@@ -2,9 +2,9 @@
 
     from kvpatch import balance
 
-    rules = {"chat": balance.Rule(floor=4 << 30, priority=2)}
+    terms = {"chat": balance.Terms(floor=4 << 30, priority=2)}
     with balance.alone():
-        balance.Balance(balance.Options(rules), tell=lambda event: print(event.line)).run()
+        balance.Balance(balance.Options(terms), tell=lambda event: print(event.line)).run()
 
 A controller with a loop of its own uses the policy alone, which is a function: ``balance.plan``.
 
@@ -20,13 +20,13 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from kvpatch.balance.loop import Balance, Busy, alone
     from kvpatch.balance.options import Options, Wrong
-    from kvpatch.balance.policy import Engine, Move, Plan, Rule, Settings, grants, plan
+    from kvpatch.balance.policy import Engine, Move, Plan, Settings, Terms, grants, plan
     from kvpatch.balance.record import Event
 
 _HOMES = {
     "loop": ("Balance", "Busy", "alone"),
     "options": ("Options", "Wrong"),
-    "policy": ("Engine", "Move", "Plan", "Rule", "Settings", "grants", "plan"),
+    "policy": ("Engine", "Move", "Plan", "Terms", "Settings", "grants", "plan"),
     "record": ("Event",),
 }
 __all__ = [
@@ -37,8 +37,8 @@ __all__ = [
     "Move",
     "Options",
     "Plan",
-    "Rule",
     "Settings",
+    "Terms",
     "Wrong",
     "alone",
     "grants",

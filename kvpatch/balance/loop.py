@@ -169,8 +169,8 @@ class Balance:
                 self._do(move, GETS)
         return plan.notes
 
-    def _rule(self, name: str) -> policy.Rule:
-        return self.options.rule(name, self.found[name].models)
+    def _rule(self, name: str) -> policy.Terms:
+        return self.options.terms_of(name, self.found[name].models)
 
     def _on(self, device: str) -> list[Found]:
         return [one for one in self.found.values() if one.device == device]

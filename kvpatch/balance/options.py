@@ -1,4 +1,4 @@
-"""What an operator sets: rules of engines, from flags and from a file."""
+"""What an operator sets: terms of engines, from flags and from a file."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from pathlib import Path
 from typing import Any
 
 from kvpatch import environ
-from kvpatch.balance.policy import Rule
+from kvpatch.balance.policy import Terms
 from kvpatch.sizes import readable
 
-ALL = "*"  # the rule of engines without one of their own
+ALL = "*"  # the terms of engines without one of their own
 
 
 class Wrong(ValueError):
@@ -25,26 +25,26 @@ class Options:
     """What a balance keeps to.
 
     Attributes:
-        rules: by kvcached's name of an engine, the name of its model, or ``*``.
+        terms: by kvcached's name of an engine, the name of its model, or ``*``.
         every: seconds between two looks.
         memory: bytes of a device that its engines may map together; None for what is free there,
             and what they have.
     """
 
-    rules: Mapping[str, Rule] = field(default_factory=dict)
+    terms: Mapping[str, Terms] = field(default_factory=dict)
     every: float = 1.0
     memory: int | None = None
 
-    def rule(self, name: str, models: Iterable[str] = ()) -> Rule:
-        """Return the rule of an engine."""
+    def terms_of(self, name: str, models: Iterable[str] = ()) -> Terms:
+        """Return the terms of an engine."""
         for known in (name, *models, ALL):
-            if known in self.rules:
-                return self.rules[known]
-        return Rule()
+            if known in self.terms:
+                return self.terms[known]
+        return Terms()
 
     def unused(self, names: Iterable[str]) -> list[str]:
-        """Return the names of rules that are of no engine."""
-        return sorted(set(self.rules) - {*names, ALL})
+        """Return the names of terms that are of no engine."""
+        return sorted(set(self.terms) - {*names, ALL})
 
 
 def read(path: Path) -> Options:
@@ -84,18 +84,18 @@ def of(said: Mapping[str, Any]) -> Options:
     engines = said.get("engines", {})
     if not isinstance(engines, dict) or not all(isinstance(one, dict) for one in engines.values()):
         raise Wrong("engines is no table of tables; write [engines.NAME]")
-    rules = {}
+    terms = {}
     for name, given in engines.items():
         _known(given, ("floor", "ceiling", "priority"), f"{name}: ")
-        rules[name] = with_(Rule(), name, given)
-    return replace(options, rules=rules)
+        terms[name] = with_(Terms(), name, given)
+    return replace(options, terms=terms)
 
 
-def with_(rule: Rule, name: str, given: Mapping[str, Any]) -> Rule:
-    """Return a rule with some of its parts set.
+def with_(terms: Terms, name: str, given: Mapping[str, Any]) -> Terms:
+    """Return terms with some of their parts set.
 
     Args:
-        rule: before.
+        terms: before.
         name: its engine's, for a sentence.
         given: of ``floor``, ``ceiling`` and ``priority``, as an operator writes them.
 
@@ -105,15 +105,15 @@ def with_(rule: Rule, name: str, given: Mapping[str, Any]) -> Rule:
     for part in ("floor", "ceiling"):
         if part in given:
             size = _parsed(environ.size, given[part], f"the {part} of {name}")
-            rule = replace(rule, **{part: size})
+            terms = replace(terms, **{part: size})
     if "priority" in given:
-        rule = replace(rule, priority=_priority(given["priority"], name))
-    if rule.ceiling is not None and rule.floor > rule.ceiling:
+        terms = replace(terms, priority=_priority(given["priority"], name))
+    if terms.ceiling is not None and terms.floor > terms.ceiling:
         raise Wrong(
-            f"the floor of {name}, {readable(rule.floor)}, is above its ceiling, "
-            f"{readable(rule.ceiling)}"
+            f"the floor of {name}, {readable(terms.floor)}, is above its ceiling, "
+            f"{readable(terms.ceiling)}"
         )
-    return rule
+    return terms
 
 
 def _priority(text: Any, name: str) -> float:

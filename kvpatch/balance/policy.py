@@ -27,7 +27,7 @@ from kvpatch.sizes import readable
 
 
 @dataclass(frozen=True)
-class Rule:
+class Terms:
     """What an operator wants of an engine.
 
     Attributes:
@@ -173,7 +173,7 @@ def plan(
     device: int,
     past: Mapping[str, Past],
     now: float,
-    rules: Callable[[str], Rule] = lambda name: Rule(),
+    terms: Callable[[str], Terms] = lambda name: Terms(),
     settings: Settings = Settings(),
 ) -> Plan:
     """Return who gets how much of a device, and what is to be done for it now.
@@ -183,7 +183,7 @@ def plan(
         device: bytes that all of them may map together.
         past: of the plan before it; empty at first.
         now: seconds of any clock that does not go back.
-        rules: what the operator wants of the engine of a name.
+        terms: what the operator wants of the engine of a name.
         settings: how memory is moved.
     """
     seen = sorted(engines, key=lambda one: one.name)
@@ -192,15 +192,15 @@ def plan(
     # Of an engine that does not answer nothing can be had, and a suspended one has its floor.
     room = device - sum(one.held for one in seen if one not in ours)
     wanted = {
-        one.name: _wanted(one, then[one.name].peak, rules(one.name), settings) for one in ours
+        one.name: _wanted(one, then[one.name].peak, terms(one.name), settings) for one in ours
     }
-    shares = _shares(ours, room, then, rules, wanted, settings)
+    shares = _shares(ours, room, then, terms, wanted, settings)
     notes = []
     floors = sum(least for least, _, _ in wanted.values())
     if ours and floors > room:
         notes.append("the floors of its engines add up to more than the device has for them")
     for one in ours:
-        ceiling, least = rules(one.name).ceiling, min(one.least, one.most)
+        ceiling, least = terms(one.name).ceiling, min(one.least, one.most)
         if ceiling is not None and ceiling < least:
             notes.append(
                 f"the ceiling of {one.name} is less than one of its requests needs, "
@@ -279,10 +279,10 @@ def _remember(
     return found
 
 
-def _wanted(one: Engine, peak: float, rule: Rule, settings: Settings) -> tuple[int, int, int]:
+def _wanted(one: Engine, peak: float, terms: Terms, settings: Settings) -> tuple[int, int, int]:
     """Return the least, the need and the most of an engine, in bytes."""
-    most = min(one.most, one.most if rule.ceiling is None else rule.ceiling)
-    least = min(max(rule.floor, one.least, settings.page), one.most)
+    most = min(one.most, one.most if terms.ceiling is None else terms.ceiling)
+    least = min(max(terms.floor, one.least, settings.page), one.most)
     most = max(most, least)  # a ceiling below one request would be an engine that stands still
     need = min(most, max(least, int(peak * (1 + settings.spare))))
     return least, need, most
@@ -292,12 +292,12 @@ def _shares(
     ours: list[Engine],
     room: int,
     then: Mapping[str, Past],
-    rules: Callable[[str], Rule],
+    terms: Callable[[str], Terms],
     wanted: Mapping[str, tuple[int, int, int]],
     settings: Settings,
 ) -> dict[str, int]:
     """Return what each engine would have if moving were free."""
-    weight = {one.name: max(rules(one.name).priority, 1e-6) for one in ours}
+    weight = {one.name: max(terms(one.name).priority, 1e-6) for one in ours}
     left = float(max(0, room))
     have = dict.fromkeys(wanted, 0.0)
 

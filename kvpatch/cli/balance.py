@@ -13,7 +13,7 @@ from pathlib import Path
 from kvpatch import private
 from kvpatch.balance import loop, options
 from kvpatch.balance.options import Options, Wrong
-from kvpatch.balance.policy import Rule
+from kvpatch.balance.policy import Terms
 from kvpatch.balance.record import Event
 
 PARTS = {
@@ -107,7 +107,7 @@ def read(given: argparse.Namespace) -> Options:
         settings: Iterable[tuple[str, str]] = getattr(given, part)
         for name, value in settings:
             parts.setdefault(name, {})[part] = value
-    rules = dict(found.rules)
+    terms = dict(found.terms)
     for name, values in parts.items():
-        rules[name] = options.with_(rules.get(name, Rule()), name, values)
-    return replace(found, rules=rules)
+        terms[name] = options.with_(terms.get(name, Terms()), name, values)
+    return replace(found, terms=terms)

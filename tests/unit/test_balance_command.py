@@ -22,7 +22,7 @@ import pytest
 from kvpatch import claims, cli, control, private
 from kvpatch.balance import options, seen
 from kvpatch.balance.options import Options, Wrong
-from kvpatch.balance.policy import Rule
+from kvpatch.balance.policy import Terms
 from kvpatch.cli import balance as command
 from kvpatch.control import protocol
 
@@ -302,12 +302,12 @@ def test_flags() -> None:
         *("--priority", "*=0.5", "--memory", "60GiB", "--every", "2s"),
     )
     assert found == Options(
-        {"chat": Rule(4 * GIB, 20 * GIB, 2.0), "*": Rule(priority=0.5)}, 2.0, 60 * GIB
+        {"chat": Terms(4 * GIB, 20 * GIB, 2.0), "*": Terms(priority=0.5)}, 2.0, 60 * GIB
     )
-    assert found.rule("chat").floor == 4 * GIB
-    assert found.rule("x", ["chat"]).floor == 4 * GIB
-    assert found.rule("y").priority == 0.5
-    assert Options().rule("y") == Rule()
+    assert found.terms_of("chat").floor == 4 * GIB
+    assert found.terms_of("x", ["chat"]).floor == 4 * GIB
+    assert found.terms_of("y").priority == 0.5
+    assert Options().terms_of("y") == Terms()
 
 
 @pytest.mark.skipif(sys.version_info < (3, 11), reason="the standard library reads TOML from 3.11")
@@ -319,7 +319,7 @@ def test_a_file_and_flags_before_it(tmp_path: Path) -> None:
     )
     found = parsed("--config", str(path), "--floor", "chat=8GiB", "--every", "1s")
     assert found == Options(
-        {"chat": Rule(8 * GIB, 20 * GIB), "*": Rule(priority=2.0)}, 1.0, 60 * GIB
+        {"chat": Terms(8 * GIB, 20 * GIB), "*": Terms(priority=2.0)}, 1.0, 60 * GIB
     )
 
 

@@ -14,7 +14,7 @@ from kvpatch import claims, control
 from kvpatch.balance import loop, policy
 from kvpatch.balance.loop import Balance
 from kvpatch.balance.options import Options
-from kvpatch.balance.policy import Engine, Rule
+from kvpatch.balance.policy import Engine, Terms
 from kvpatch.balance.record import Event
 from kvpatch.balance.seen import Found, silent
 
@@ -294,8 +294,8 @@ def test_an_engine_whose_device_is_unknown_is_left_alone(machine: Machine) -> No
 
 
 def test_rules_are_of_a_name_or_a_model_or_all(machine: Machine) -> None:
-    rules = {"model-code": Rule(floor=600 * MIB), "nobody": Rule(), "*": Rule()}
-    machine.balance(rules=rules).round()
+    terms = {"model-code": Terms(floor=600 * MIB), "nobody": Terms(), "*": Terms()}
+    machine.balance(terms=terms).round()
     assert machine.asked == [("code", 600), ("chat", 400)]
     assert "no engine is called nobody" in machine.lines()
 

@@ -9,7 +9,7 @@ from dataclasses import replace
 import pytest
 
 from kvpatch.balance import policy
-from kvpatch.balance.policy import Engine, Past, Plan, Rule, Settings
+from kvpatch.balance.policy import Engine, Past, Plan, Settings, Terms
 
 MIB = 1 << 20
 DEVICE = 1000 * MIB
@@ -33,12 +33,12 @@ def plan(
     past: Mapping[str, Past] | None = None,
     now: float = 1000.0,
     device: int = DEVICE,
-    **rules: Rule,
+    **terms: Terms,
 ) -> Plan:
-    def rule(name: str) -> Rule:
-        return rules.get(name, Rule())
+    def terms(name: str) -> Terms:
+        return terms.get(name, Terms())
 
-    return policy.plan(engines, device, past or {}, now, rule, SETTINGS)
+    return policy.plan(engines, device, past or {}, now, terms, SETTINGS)
 
 
 def limits(made: Plan) -> dict[str, int]:
@@ -138,52 +138,52 @@ def test_a_flood_leaves_others_their_share() -> None:
 def test_priorities_count_where_there_is_not_enough() -> None:
     a = engine("a", 500, needs=5000, waiting=9)
     b = engine("b", 500, needs=5000, waiting=9)
-    made = plan(a, b, a=Rule(priority=3.0))
+    made = plan(a, b, a=Terms(priority=3.0))
     # Each has 50 for its longest request; what is left is shared by priority.
     assert made.shares == {"a": 725 * MIB, "b": 275 * MIB}
-    alone = plan(engine("a", 500, needs=100), engine("b", 500, needs=700), a=Rule(priority=3.0))
+    alone = plan(engine("a", 500, needs=100), engine("b", 500, needs=700), a=Terms(priority=3.0))
     assert alone.shares["b"] >= 700 * MIB, "what who comes first does not need is others'"
 
 
 def test_a_priority_counts_for_prefixes() -> None:
     past = rated(a=1.0, b=1.0)
-    made = plan(engine("a", 500), engine("b", 500), past=past, a=Rule(priority=3.0))
+    made = plan(engine("a", 500), engine("b", 500), past=past, a=Terms(priority=3.0))
     assert made.shares == {"a": 725 * MIB, "b": 275 * MIB}
 
 
 def test_a_floor_is_kept_whatever_others_need() -> None:
     waits = engine("a", 500, needs=5000, waiting=9)
-    made = plan(waits, engine("b", 500), b=Rule(floor=300 * MIB))
+    made = plan(waits, engine("b", 500), b=Terms(floor=300 * MIB))
     assert limits(made) == {"b": 300, "a": 700}
 
 
 def test_an_engine_below_its_floor_gets_it_though_it_asks_for_nothing() -> None:
-    rules = {"b": Rule(floor=300 * MIB)}
-    made = plan(engine("a", 1000), engine("b", 50, 1), past=rated(a=9.0, b=0.0), **rules)
+    terms = {"b": Terms(floor=300 * MIB)}
+    made = plan(engine("a", 1000), engine("b", 50, 1), past=rated(a=9.0, b=0.0), **terms)
     assert limits(made) == {"a": 700, "b": 300}
 
 
 def test_an_engine_always_has_the_memory_of_one_request() -> None:
     waits = engine("a", 500, needs=5000, waiting=9)
-    made = plan(waits, engine("b", 500, least=200), b=Rule(floor=10 * MIB))
+    made = plan(waits, engine("b", 500, least=200), b=Terms(floor=10 * MIB))
     assert limits(made) == {"b": 200, "a": 800}
 
 
 def test_a_ceiling_is_kept_though_memory_is_free() -> None:
     waits = engine("a", 500, needs=5000, waiting=9)
-    made = plan(waits, engine("b", 100, 50), a=Rule(ceiling=600 * MIB))
+    made = plan(waits, engine("b", 100, 50), a=Terms(ceiling=600 * MIB))
     assert limits(made) == {"a": 600}
 
 
 def test_a_limit_above_its_ceiling_is_lowered_at_once() -> None:
     past = {"a": Past(0, 999.0, raised=999.0)}
-    made = plan(engine("a", 500, 10), past=past, a=Rule(ceiling=400 * MIB))
+    made = plan(engine("a", 500, 10), past=past, a=Terms(ceiling=400 * MIB))
     assert limits(made) == {"a": 400}
     assert made.moves[0].why == "it may not have more"
 
 
 def test_a_ceiling_below_one_request_does_not_stop_an_engine() -> None:
-    made = plan(engine("a", 500, least=200), a=Rule(ceiling=100 * MIB))
+    made = plan(engine("a", 500, least=200), a=Terms(ceiling=100 * MIB))
     assert limits(made) == {"a": 200}
     assert made.notes == ("the ceiling of a is less than one of its requests needs, 200 MiB",)
 
@@ -201,7 +201,7 @@ def test_limits_that_promise_more_than_there_is_are_lowered() -> None:
 
 def test_floors_that_do_not_fit_are_noted_and_cut_alike() -> None:
     made = plan(
-        engine("a", 500), engine("b", 500), a=Rule(floor=900 * MIB), b=Rule(floor=900 * MIB)
+        engine("a", 500), engine("b", 500), a=Terms(floor=900 * MIB), b=Terms(floor=900 * MIB)
     )
     assert made.shares == {"a": DEVICE // 2, "b": DEVICE // 2}
     assert made.notes == ("the floors of its engines add up to more than the device has for them",)
@@ -315,8 +315,8 @@ def test_two_that_get_share_what_there_is() -> None:
 @pytest.mark.parametrize("seed", range(40))
 def test_limits_stay_within_the_device_and_the_rules(seed: int) -> None:
     rng = random.Random(seed)
-    rules = {
-        name: Rule(rng.choice([0, 100]) * MIB, rng.choice([None, 500 * MIB]), rng.choice([1, 4]))
+    terms = {
+        name: Terms(rng.choice([0, 100]) * MIB, rng.choice([None, 500 * MIB]), rng.choice([1, 4]))
         for name in "abcd"
     }
     world = {
@@ -331,7 +331,7 @@ def test_limits_stay_within_the_device_and_the_rules(seed: int) -> None:
             found = (one.found or 0) + rng.choice([0, 0, 50]) * MIB
             waiting = int(needs > one.limit)
             world[name] = replace(one, needs=needs, mapped=mapped, found=found, waiting=waiting)
-        made = policy.plan(world.values(), DEVICE, past, now, rules.__getitem__, SETTINGS)
+        made = policy.plan(world.values(), DEVICE, past, now, terms.__getitem__, SETTINGS)
         past = made.past
         for move in [one for one in made.moves if not one.raises]:
             one = world[move.name]
@@ -343,9 +343,9 @@ def test_limits_stay_within_the_device_and_the_rules(seed: int) -> None:
         if now:
             assert sum(one.held for one in world.values()) <= DEVICE
         for name, one in world.items():
-            least = max(rules[name].floor, one.least)
+            least = max(terms[name].floor, one.least)
             assert one.limit >= least
-            assert one.limit <= max(rules[name].ceiling or DEVICE, least)
+            assert one.limit <= max(terms[name].ceiling or DEVICE, least)
 
 
 def test_a_policy_is_chosen_by_arguments_alone() -> None:

@@ -215,6 +215,11 @@ CASES: dict[str, tuple[list[dict[str, Any]], str]] = {
         "HiSparse is configured, because it allocates KV cache outside kvcached's memory; "
         "remove the HiSparse configuration, or set KVPATCH=0.",
     ),
+    "KVP373": (
+        [{"machine__environment": {FIRST_LIMIT.name: "8GiB"}}],
+        "KVPATCH_FIRST_LIMIT is set, because a limit at the start is validated on no release yet; "
+        "unset KVPATCH_FIRST_LIMIT, or set KVPATCH=0.",
+    ),
     "KVP302": (
         [
             {"kv_transfer_config__kv_connector": "ExampleConnector"},
@@ -601,11 +606,6 @@ CASES: dict[str, tuple[list[dict[str, Any]], str]] = {
         [tiers("fs") | {"machine__environment": {TIER_PATIENCE.name: "10s"}}],
         'KVPATCH_TIER_PATIENCE="10s" is set, because it is not a number of seconds above 0; set '
         "KVPATCH_TIER_PATIENCE=10 or unset it, or set KVPATCH=0.",
-    ),
-    "KVP373": (
-        [{"machine__environment": {FIRST_LIMIT.name: "8GiB"}}],
-        "KVPATCH_FIRST_LIMIT is set, because a limit at the start is validated on no release yet; "
-        "unset KVPATCH_FIRST_LIMIT, or set KVPATCH=0.",
     ),
     "KVP370": (
         [{"machine__vllm": "0.31.0", "machine__environment": {IDLE.name: "30s"}}],

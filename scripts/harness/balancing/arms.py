@@ -61,7 +61,7 @@ class Balanced(Limits):
     def look(self, now: float) -> None:
         """Let the policy move memory, who gives before who gets."""
         plan = policy.plan(
-            self._seen(), self.size, self.past, now, lambda name: policy.Rule(), self.settings
+            self._seen(), self.size, self.past, now, lambda name: policy.Terms(), self.settings
         )
         self.past = plan.past
         for move in plan.moves:
