@@ -35,10 +35,10 @@ def plan(
     device: int = DEVICE,
     **terms: Terms,
 ) -> Plan:
-    def terms(name: str) -> Terms:
+    def of(name: str) -> Terms:
         return terms.get(name, Terms())
 
-    return policy.plan(engines, device, past or {}, now, terms, SETTINGS)
+    return policy.plan(engines, device, past or {}, now, of, SETTINGS)
 
 
 def limits(made: Plan) -> dict[str, int]:
