@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
 
@@ -43,6 +44,8 @@ def applied(rows: Transaction, *ids: str) -> list[str]:
 
 class Tier:
     """A CPU tier of which only the resets count."""
+
+    lock = nullcontext()  # from 0.33 on the connector takes it
 
     def __init__(self) -> None:
         self.resets = 0
@@ -289,6 +292,8 @@ def test_without_the_row_it_is_loaded_while_it_is_stored(rows: Transaction) -> N
 
 
 def test_a_request_that_computes_every_token_loads_none(rows: Transaction) -> None:
+    if not applied(rows, "offloading.computed_tokens"):
+        return  # vLLM's own work, in other functions of later releases
     planner = Planner()
     planner.request.skip_reading_prefix_cache = True
     answer, asynchronous = look_up(planner)

@@ -204,6 +204,8 @@ class Tiers:
     def forget(self) -> None:
         """Lose what the CPU tier holds."""
         self.manager.reset_cache()
+        if hasattr(self.manager, "on_reset_flushed"):  # from 0.33 on promotions wait for it
+            self.manager.on_reset_flushed()
 
     def find(self, *numbers: int, within: float = LONG) -> list[int] | None:
         """Look a prefix up as the scheduler does; what its blocks are full of.

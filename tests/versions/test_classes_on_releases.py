@@ -24,7 +24,8 @@ SPANS = {
     [
         (name, vllm)
         for name, (since, before) in SPANS.items()
-        for vllm in releases.between(since, before or releases.newest())
+        for vllm in releases.between(since, before)
+        if vllm != releases.newest_built()  # the engine lane's
     ],
 )
 def test_the_classes_with_kvpatchs_rows(name: str, vllm: str) -> None:

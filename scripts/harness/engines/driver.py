@@ -191,7 +191,11 @@ def run_round(
             f"{id(prompts)}-{index}",
             prompt_of(llm, prompt),
             SamplingParams(
-                temperature=0, max_tokens=prompt["max_tokens"], logprobs=1, ignore_eos=True
+                temperature=0,
+                max_tokens=prompt["max_tokens"],
+                logprobs=1,
+                prompt_logprobs=prompt.get("prompt_logprobs"),
+                ignore_eos=True,
             ),
         )
     records: dict[int, Any] = {}
@@ -216,6 +220,7 @@ def run_round(
                         )
                     ],
                     "cached": output.num_cached_tokens,
+                    "prompt": of_prompt(output),
                 } | ({"drafts": drafts.pop(output.request_id)} if drafts else {})
         if watch is not None:
             watch.after_step()
@@ -226,6 +231,12 @@ def run_round(
             engine.step()
             streams.synchronize()
     return [records[index] for index in range(len(prompts))]
+
+
+def of_prompt(output: Any) -> list[float]:
+    """Return the log-probabilities of a prompt's tokens but the first; none if not asked for."""
+    scored = zip(output.prompt_token_ids, output.prompt_logprobs or (), strict=False)
+    return [step[token].logprob for token, step in scored if step is not None]
 
 
 def abort_one(llm: Any, prompt: dict[str, Any], steps: int) -> None:

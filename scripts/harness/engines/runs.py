@@ -282,6 +282,8 @@ def load(name: str) -> list[Any]:
     """The prompts of a round: what they have in common with other rounds, and how long."""
     if name == "few":
         return prompts(8)  # the first of "all"
+    if name == "scored":  # the same, and every token of them is computed
+        return [prompt | {"prompt_logprobs": 0} for prompt in prompts(4)]
     if name == "short":
         return prompts(8, max_tokens=7)  # no block of 16 tokens is filled by what is generated
     if name == "long":
