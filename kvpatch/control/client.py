@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import socket
+import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -22,6 +23,10 @@ Tell = Callable[[dict[str, Any]], None]
 
 class Refused(RuntimeError):
     """An engine, or this command, did not do what was asked; the message is one sentence."""
+
+
+class Unanswered(Refused):
+    """What was asked may still be done: the engine ended, or has not answered in time."""
 
 
 @dataclass(frozen=True)
@@ -140,26 +145,58 @@ class Engine:
         """
         return self._ask({"verb": "resume"}, tell)
 
-    def limit(self, size: int, *, tell: Tell | None = None) -> Answer:
+    def limit(
+        self,
+        size: int,
+        *,
+        revision: int | None = None,
+        patience: float | None = None,
+        tell: Tell | None = None,
+    ) -> Answer:
         """Set the bytes of the device that it may map.
 
-        Raises:
-            Refused: it is no size that the engine can have.
-        """
-        return self._ask({"verb": "limit", "size": size}, tell)
+        Args:
+            size: those bytes.
+            revision: one more than the ``revision`` of ``said``, so that the limit is refused if
+                somebody else has set one since; None to set it in any case.
+            patience: seconds after which the answer is not waited for any longer; the engine goes
+                on with what it was asked.
+            tell: called with every line of progress.
 
-    def _ask(self, question: dict[str, Any], tell: Tell | None) -> Answer:
+        Raises:
+            Refused: it is no size that the engine can have, or it has not answered yet.
+        """
+        asked: dict[str, Any] = {"verb": "limit", "size": size}
+        if revision is not None:
+            asked["revision"] = revision
+        return self._ask(asked, tell, patience)
+
+    def demand(self, *, patience: float = ANSWERS) -> dict[str, Any]:
+        """Return what it needs and could have, see ``suspend.demand``.
+
+        Raises:
+            Refused: it does not know, or does not answer in time.
+        """
+        return self._ask({"verb": "demand"}, None, patience).said
+
+    def _ask(
+        self, question: dict[str, Any], tell: Tell | None, patience: float | None = None
+    ) -> Answer:
         said: dict[str, Any] = {}
+        until = None if patience is None else time.monotonic() + patience
+        silent = SILENT if patience is None else min(SILENT, patience)
         try:
-            for said in ask(self.path, question, SILENT):
+            for said in ask(self.path, question, silent):
+                if until is not None and not said.get("done") and time.monotonic() > until:
+                    raise Unanswered(f"{self.name} has not answered within {patience:g} s")
                 if tell is not None and not said.get("done"):
                     tell(said)
         except (OSError, ValueError) as error:
-            raise Refused(f"{self.name} did not answer: {error}") from error
+            raise Unanswered(f"{self.name} did not answer: {error}") from error
         if "error" in said:
             raise Refused(str(said["error"]))
         if not said.get("done"):
-            raise Refused(f"{self.name} ended before it had answered")
+            raise Unanswered(f"{self.name} ended before it had answered")
         return Answer.of(said)
 
 

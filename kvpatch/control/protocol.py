@@ -23,7 +23,7 @@ from typing import Any
 
 from kvpatch import claims, private
 
-VERBS = ("describe", "suspend", "resume", "limit")
+VERBS = ("describe", "suspend", "resume", "limit", "demand")
 LONGEST = 1 << 16  # bytes of a line
 _PEER = struct.Struct("3i")  # pid, uid, gid; see SO_PEERCRED in unix(7)
 

@@ -137,7 +137,7 @@ def test_a_limit_is_set_and_refused(engine: Running) -> None:
 @pytest.mark.parametrize(
     ("asked", "why"),
     [
-        ({"verb": "dance"}, "it knows describe, suspend, resume, limit, and not 'dance'"),
+        ({"verb": "dance"}, "it knows describe, suspend, resume, limit, demand, and not 'dance'"),
         ({}, "and not None"),
         ({"verb": "limit", "size": "8GiB"}, "no number of bytes"),
         ({"verb": "limit", "size": True}, "no number of bytes"),

@@ -11,6 +11,7 @@ import pytest
 
 from kvpatch import patches, rules, supported
 from kvpatch.environ import (
+    FIRST_LIMIT,
     HOST_POOL,
     IDLE,
     TIER_PATIENCE,
@@ -213,6 +214,11 @@ CASES: dict[str, tuple[list[dict[str, Any]], str]] = {
         [{"attention_config__hisparse_config": SimpleNamespace()}],
         "HiSparse is configured, because it allocates KV cache outside kvcached's memory; "
         "remove the HiSparse configuration, or set KVPATCH=0.",
+    ),
+    "KVP373": (
+        [{"machine__environment": {FIRST_LIMIT.name: "8GiB"}}],
+        "KVPATCH_FIRST_LIMIT is set, because a limit at the start is validated on no release yet; "
+        "unset KVPATCH_FIRST_LIMIT, or set KVPATCH=0.",
     ),
     "KVP302": (
         [

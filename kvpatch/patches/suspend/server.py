@@ -20,6 +20,7 @@ from kvpatch import private
 from kvpatch.control import protocol
 from kvpatch.logs import log
 from kvpatch.patches.suspend import queue
+from kvpatch.patches.suspend.demand import demand
 from kvpatch.patches.suspend.suspension import Cannot, Phase, Suspension
 from kvpatch.telemetry.counters import refused
 from kvpatch.upstream import kvcached_api
@@ -90,7 +91,12 @@ def answer(suspension: Suspension, asked: dict[str, Any], since: float) -> dict[
         size = asked.get("size")
         if not isinstance(size, int) or isinstance(size, bool):
             raise Cannot("the limit is no number of bytes")
-        suspension.limit(size)
+        revision = asked.get("revision")
+        if revision is not None and (not isinstance(revision, int) or isinstance(revision, bool)):
+            raise Cannot("the revision is no number")
+        suspension.limit(size, revision)
+    elif verb == "demand":
+        return demand(suspension.engine)
     else:
         raise Cannot(f"it knows {', '.join(protocol.VERBS)}, and not {verb!r}")
     return {}
@@ -283,6 +289,7 @@ def describe(engine: Any, suspension: Suspension, name: str) -> dict[str, Any]:
         "phase": suspension.phase.value,
         "why_not": suspension.why_not(),
         "limit": kvcached_api.limit(manager),
+        "revision": suspension.revision,
         "most": kvcached_api.most(manager),
         "mapped": kvcached_api.mapped(manager),
         "running": len(scheduler.running),

@@ -68,6 +68,7 @@ class Suspension:
         changed: notified when ``said`` is another dictionary.
         said: the progress, or the outcome, of the last verb; replaced and never changed.
         given_up: why the last suspension is none, also if somebody else looked in between.
+        revision: counts the limits that were set, by whoever asked here.
     """
 
     def __init__(self, engine: Any, spill: Spill | None, why_not: str = "") -> None:
@@ -76,6 +77,7 @@ class Suspension:
         self.changed = threading.Condition()
         self.said: dict[str, Any] = {}
         self.given_up = ""
+        self.revision = 0
         self._spill = spill
         self._why_not = why_not
         self._hold = state.of(engine.scheduler, Hold)
@@ -176,12 +178,20 @@ class Suspension:
             self._take_back()
         self.advance()
 
-    def limit(self, size: int) -> None:
+    def limit(self, size: int, revision: int | None = None) -> None:
         """Set the bytes that the engine may map; while it is suspended, from its resumption on.
 
+        Args:
+            size: those bytes.
+            revision: one more than the one that the caller knows of. kvcached's own revisions
+                are of its allocator alone, where the next allocation brings the pool's limit.
+
         Raises:
-            Cannot: it is more than the engine started with, or less than a page.
+            Cannot: it is more than the engine started with, or less than a page, or somebody else
+                has set another limit since.
         """
+        if revision is not None and revision <= self.revision:
+            raise Cannot(f"its limit was set by somebody else (revision {self.revision})")
         most = kvcached_api.most(self._manager)
         page = kvcached_api.page_bytes(self._manager)
         if size > most:
@@ -192,6 +202,7 @@ class Suspension:
             self._limit, self._asked = size, True
         else:
             kvcached_api.set_limit(self._manager, size)
+        self.revision = self.revision + 1 if revision is None else revision
         self._tell()
 
     # What happens by itself

@@ -404,6 +404,10 @@ ROWS: dict[str, Row] = {
         f"{CLASSES}test_without_the_row_an_older_copy_overwrites_what_was_promoted",
         "needs a reset while copies are in flight, and a disk that is faster than they are",
     ),
+    "first_limit.engine": held(
+        "unit/test_demand.py::test_an_engine_is_limited_before_it_has_requests",
+        "no load here asks for a first limit, which is refused (KVP373)",
+    ),
     "suspend.engine": held(
         f"{SUSPEND}test_its_pages_are_free_and_it_answers_the_same_afterwards",
         UNASKED,
