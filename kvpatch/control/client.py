@@ -37,6 +37,7 @@ class Answer:
         mapped: bytes of the device that are mapped or reserved now.
         limit: bytes that the engine may map now.
         seconds: from the question to the answer, in the engine.
+        planned: whether these are the blocks of a plan, and nothing was done.
         said: the whole line, with fields of later versions.
     """
 
@@ -48,6 +49,7 @@ class Answer:
     mapped: int = 0
     limit: int = 0
     seconds: float = 0.0
+    planned: bool = False
     said: dict[str, Any] = field(default_factory=dict, compare=False)
 
     @classmethod
@@ -55,11 +57,14 @@ class Answer:
         """Return the answer that a line says."""
         names = ("resident", "kept", "lost", "freed", "mapped", "limit", "seconds")
         numbers = {name: said[name] for name in names if name in said}
-        return cls(phase=str(said.get("phase", "")), said=said, **numbers)
+        planned = bool(said.get("plan"))
+        return cls(phase=str(said.get("phase", "")), planned=planned, said=said, **numbers)
 
     @property
     def sentence(self) -> str:
         """The outcome for a person."""
+        if self.planned and self.phase != "suspended":
+            return self._plan
         if self.phase != "suspended":
             does = "it runs" if self.phase == "runs" else f"it is {self.phase}"
             said = f"{does}, with {readable(self.mapped)} mapped of {readable(self.limit)} at most"
@@ -73,6 +78,14 @@ class Answer:
             f"it is suspended: {kept}; {readable(self.freed)} given back, {readable(self.mapped)} "
             "still mapped"
         )
+
+    @property
+    def _plan(self) -> str:
+        said = f"{self.kept} of {self.resident} blocks would be kept"
+        if self.lost:
+            said += f", {self.lost} do not fit into the tier and would be computed again"
+        running = self.said.get("running", 0)
+        return said + (f"; running requests that would be preempted: {running}" if running else "")
 
 
 @dataclass(frozen=True)

@@ -121,7 +121,30 @@ def test_an_idle_engine_is_suspended_and_resumed(engine: Running) -> None:
 def test_a_plan_changes_nothing(engine: Running) -> None:
     plan = control.find("chat-pool").plan()
     assert (plan.phase, plan.resident, plan.lost) == ("runs", 12, 0)
+    assert plan.sentence == "12 of 12 blocks would be kept"
     assert engine.world.suspension.phase.value == "runs"
+
+
+def test_a_plan_says_what_would_be_lost(engine: Running) -> None:
+    engine.world.tier.room = 10
+    plan = control.find("chat-pool").plan()
+    assert plan.sentence == (
+        "10 of 12 blocks would be kept, 2 do not fit into the tier and would be computed again"
+    )
+    engine.world.add("runs", 40, 41).left = 10**9
+    assert control.find("chat-pool").plan().sentence.endswith(
+        "; running requests that would be preempted: 1"
+    )
+
+
+def test_the_plan_of_a_suspended_engine_is_what_it_has_kept(engine: Running) -> None:
+    engine.world.tier.room = 10
+    found = control.find("chat-pool")
+    done = found.suspend()
+    assert (done.resident, done.kept, done.lost) == (12, 10, 2)
+    plan = found.plan()
+    assert (plan.phase, plan.resident, plan.kept, plan.lost) == ("suspended", 12, 10, 2)
+    assert plan.sentence == done.sentence
 
 
 def test_a_limit_is_set_and_refused(engine: Running) -> None:
@@ -226,7 +249,7 @@ def test_who_wants_everything_kept_is_told_what_an_earlier_suspension_lost(world
     world.suspension.suspend(False, False, None)
     world.until_idle()
     said = answers(world.suspension, {"verb": "suspend", "whole": True})
-    assert said["error"] == "somebody else had it suspended before, without 3 blocks"
+    assert said["error"] == "it is suspended, and its CPU tier does not have 3 blocks"
     assert "error" not in answers(world.suspension, {"verb": "suspend"})
 
 
@@ -395,6 +418,7 @@ def test_the_commands(engine: Running, capsys: pytest.CaptureFixture[str]) -> No
     assert "chat-pool" in said
     assert "runs" in said
     assert cli.main(["suspend", "chat", "--plan"]) == 0
+    assert "chat-pool: 12 of 12 blocks would be kept" in capsys.readouterr().out
     assert cli.main(["suspend", "chat", "--timeout", "60"]) == 0
     assert "12 of 12 blocks are in the tier" in capsys.readouterr().out
     assert cli.main(["limit", "chat", "4MiB"]) == 0

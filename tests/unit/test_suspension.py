@@ -457,6 +457,35 @@ def test_a_limit_that_is_set_at_any_step_holds_in_the_end(worlds: Any, steps: in
         assert sorted(world.finished) == ["first", "second"]
 
 
+@pytest.mark.parametrize("steps", range(12))
+def test_the_last_limit_holds_whoever_set_it(worlds: Any, steps: int) -> None:
+    for last in ("kvctl", "kvpatch"):
+        world = filled(worlds)
+        world.suspension.suspend(False, False, None)
+        for _ in range(steps):
+            world.step()
+        if last == "kvpatch":
+            world.manager.limit = 3 * PAGE
+            world.suspension.limit(6 * PAGE)
+        else:
+            world.suspension.limit(6 * PAGE)
+            world.manager.limit = 3 * PAGE
+        world.until_idle()
+        world.suspension.resume()
+        world.until_idle()
+        wanted = 6 if last == "kvpatch" else 3
+        assert world.manager.limit == world.manager.total * PAGE == wanted * PAGE, last
+
+
+def test_a_tier_that_was_emptied_meanwhile_is_said(worlds: Any) -> None:
+    """By vLLM's /pause or a reset with the connector, which are not for the suspension."""
+    world = filled(worlds)
+    assert suspended(world)["lost"] == 0
+    world.tier.blocks.clear()
+    world.suspension.suspend(False, True, None)
+    assert (world.suspension.said["kept"], world.suspension.said["lost"]) == (0, 15)
+
+
 def test_a_limit_that_somebody_else_set_meanwhile_is_kept(worlds: Any) -> None:
     world = filled(worlds)
     suspended(world)

@@ -77,7 +77,7 @@ def answer(suspension: Suspension, asked: dict[str, Any], since: float) -> dict[
     verb = asked.get("verb")
     if verb == "suspend":
         if asked.get("plan"):
-            return suspension.plan()
+            return suspension.plan() | {"plan": True}
         timeout = asked.get("timeout")
         if timeout is not None and seconds(timeout) is None:
             raise Cannot("the timeout is no number of seconds")
@@ -252,7 +252,7 @@ def why_not_done(said: dict[str, Any], given_up: str, asked: dict[str, Any]) -> 
     if verb == "suspend" and not suspended:
         return str(said.get("error") or given_up or "it was resumed meanwhile")
     if verb == "suspend" and asked.get("whole") and (lost := said.get("lost")):
-        return f"somebody else had it suspended before, without {lost} blocks"
+        return f"it is suspended, and its CPU tier does not have {lost} blocks"
     if verb == "resume" and suspended:
         return "it was suspended again meanwhile"
     return str(said.get("unset", "")) if verb == "resume" else ""
