@@ -213,6 +213,31 @@ def _write_limit(manager: Any, size: int) -> None:
         found.write_to_buffer(pool)
 
 
+def revision(manager: Any) -> int:
+    """Return the number of the last limit that was set by revision; -1 without one."""
+    return int(getattr(manager, "_memory_limit_revision", -1))
+
+
+def publish_revision(manager: Any) -> None:
+    """Write the limit that was set by revision to the pool; on the engine's thread.
+
+    Raises:
+        OSError: the pool cannot be written.
+    """
+    # 0 is no limit there.
+    _write_limit(manager, max(int(manager._memory_limit_effective_bytes), page_bytes(manager)))
+
+
+def map_no_more(manager: Any, size: int) -> None:
+    """Let an engine map no page more, as kvcached does while it shrinks to a limit by itself.
+
+    Args:
+        manager: its page manager.
+        size: the limit, in bytes of the K or V of one layer.
+    """
+    manager.in_shrink, manager.target_num_blocks = True, size // manager.block_mem_size
+
+
 def give_all_back(manager: Any) -> int | None:
     """Lower the limit to the pages in use, and give those back that are mapped ahead of use.
 

@@ -132,8 +132,10 @@ def test_a_plan_says_what_would_be_lost(engine: Running) -> None:
         "10 of 12 blocks would be kept, 2 do not fit into the tier and would be computed again"
     )
     engine.world.add("runs", 40, 41).left = 10**9
-    assert control.find("chat-pool").plan().sentence.endswith(
-        "; running requests that would be preempted: 1"
+    assert (
+        control.find("chat-pool")
+        .plan()
+        .sentence.endswith("; running requests that would be preempted: 1")
     )
 
 

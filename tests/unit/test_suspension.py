@@ -477,6 +477,26 @@ def test_the_last_limit_holds_whoever_set_it(worlds: Any, steps: int) -> None:
         assert world.manager.limit == world.manager.total * PAGE == wanted * PAGE, last
 
 
+@pytest.mark.parametrize("when", ["before", "suspended"])
+def test_a_limit_by_revision_is_there_after_a_suspension(worlds: Any, when: str) -> None:
+    """kvcached has it in its page allocator alone, and /dev/shm another one."""
+    world = filled(worlds)
+    if when == "before":
+        world.manager.set_memory_limit(4 * PAGE, revision=1)
+    suspended(world)
+    if when == "suspended":
+        world.manager.set_memory_limit(4 * PAGE, revision=1)
+    world.suspension.resume()
+    world.until_idle()
+    assert world.manager.limit == world.manager.total * PAGE == 4 * PAGE
+    world.manager.set_memory_limit(7 * PAGE, revision=2)
+    world.suspension.limit(6 * PAGE)  # later
+    suspended(world)
+    world.suspension.resume()
+    world.until_idle()
+    assert world.manager.limit == world.manager.total * PAGE == 6 * PAGE
+
+
 def test_a_tier_that_was_emptied_meanwhile_is_said(worlds: Any) -> None:
     """By vLLM's /pause or a reset with the connector, which are not for the suspension."""
     world = filled(worlds)

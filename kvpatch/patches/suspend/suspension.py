@@ -26,6 +26,7 @@ from kvpatch import state
 from kvpatch.logs import log
 from kvpatch.patches import deadlock
 from kvpatch.patches.secondary_tiers.weights import Calls
+from kvpatch.patches.suspend import revision
 from kvpatch.patches.suspend.giving import Giving
 from kvpatch.patches.suspend.hold import Hold
 from kvpatch.patches.suspend.spill import Spill, cached
@@ -130,7 +131,7 @@ class Suspension:
         lost = self.plan()["lost"]
         if whole and lost:
             raise Cannot(f"its CPU tier has no room for {lost} blocks")
-        self._limit = self._seen = kvcached_api.limit(self._manager)
+        self._limit = self._seen = self._limit_now()
         self._error = self._unset = self.given_up = ""  # of one before it
         self._begun = time.monotonic() if asked is None else asked
         self._deadline = self._begun + timeout if timeout else 0.0
@@ -193,8 +194,9 @@ class Suspension:
         if size < page:
             raise Cannot(f"a page is {readable(page)}, and it needs at least one")
         if self.phase in (*ON_THE_WAY, Phase.SUSPENDED):
-            self._limit, self._seen = size, kvcached_api.limit(self._manager)
+            self._limit, self._seen = size, self._limit_now()
         else:
+            revision.publish(self._manager)  # else it would be written over this one
             kvcached_api.set_limit(self._manager, size)
         self._tell()
 
@@ -268,10 +270,14 @@ class Suspension:
         return False
 
     def _look_at_limit(self) -> None:
-        """Take up a limit that somebody has set in /dev/shm since the last one was taken up."""
-        now = kvcached_api.limit(self._manager)
+        """Take up a limit that somebody has set since the last one was taken up."""
+        now = self._limit_now()
         if now != self._seen:
             self._limit = self._seen = now
+
+    def _limit_now(self) -> int:
+        revision.publish(self._manager)
+        return kvcached_api.limit(self._manager)
 
     def _must_tell_preempted(self) -> bool:
         """Whether a step has to tell the connector yet who was preempted.
