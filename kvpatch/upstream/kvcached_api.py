@@ -156,6 +156,15 @@ def blocks_of_page(manager: Any, page: int) -> tuple[int, int]:
 # bytes of the device, all layers together.
 
 
+def must_end(error: BaseException) -> bool:
+    """Whether an error of kvcached's says that its engine must not go on.
+
+    What is mapped is then unknown, and a page may be another block's on one of the workers.
+    """
+    errors = sys.modules.get("kvcached.errors")
+    return errors is not None and isinstance(error, errors.StateConsistencyError)
+
+
 def page_bytes(manager: Any) -> int:
     """Return the bytes of a page, all layers together."""
     return int(manager.page_size * manager.num_layers * manager.num_kv_buffers)

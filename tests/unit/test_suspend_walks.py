@@ -1,4 +1,4 @@
-"""Random walks: verbs, limits, pauses and requests in any order: nothing is lost, no limit either."""
+"""Random walks: verbs, limits, pauses and requests in any order; nothing and no limit is lost."""
 
 from __future__ import annotations
 

@@ -169,7 +169,9 @@ class Giving:
                 self.stop()
             while self._move():
                 pass
-        except Exception:
+        except Exception as error:
+            if kvcached_api.must_end(error):
+                raise
             log.exception("kvpatch: pages could not be given back")
             self._failed = self._limit
             self._end()
@@ -233,7 +235,7 @@ class Giving:
         return True
 
     def _end(self) -> None:
-        """Apply a limit as kvcached does, and stop; what fails here must not end the engine."""
+        """Apply a limit as kvcached does, and stop; an error of ours must not end the engine."""
         limit, apply, idle = self._limit, self._apply, self._idle
         self._forget()
         try:
@@ -242,7 +244,9 @@ class Giving:
                 self.manager.trim()  # what was mapped ahead of use
             if limit is not None and apply is not None:
                 apply(limit)
-        except Exception:
+        except Exception as error:
+            if kvcached_api.must_end(error):
+                raise
             log.exception("kvpatch: kvcached did not take a limit")
             self._failed = limit
 

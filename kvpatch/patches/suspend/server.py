@@ -58,9 +58,12 @@ class Question:
         except Cannot as cannot:
             self.said = {"error": str(cannot)}
         except Exception as error:
-            log.exception("kvpatch: %s failed", self.asked.get("verb"))
             self.said = {"error": f"it failed with {type(error).__name__}: {error}"}
-        self.taken.set()
+            if kvcached_api.must_end(error):
+                raise
+            log.exception("kvpatch: %s failed", self.asked.get("verb"))
+        finally:
+            self.taken.set()
 
 
 def answer(suspension: Suspension, asked: dict[str, Any], since: float) -> dict[str, Any]:

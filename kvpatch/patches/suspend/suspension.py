@@ -212,7 +212,9 @@ class Suspension:
             while self._move():
                 pass
         except Exception as error:
-            # vLLM goes on: what it has is whole in every phase.
+            if kvcached_api.must_end(error):
+                raise
+            # Else vLLM goes on: what it has is whole in every phase.
             log.exception("kvpatch: the suspension failed")
             if self.phase is not Phase.RUNS:
                 self._give_up(f"it failed with {type(error).__name__}: {error}")
@@ -289,13 +291,15 @@ class Suspension:
     def _take_back(self) -> None:
         """Set the limit again that the engine has for itself.
 
-        What fails here must neither end the engine nor leave its requests waiting: they run with
-        the memory that it has then.
+        What fails here must not leave its requests waiting: they run with the memory that it has
+        then.
         """
         self._look_at_limit()
         try:
             kvcached_api.set_limit(self._manager, self._limit)
         except Exception as error:
+            if kvcached_api.must_end(error):
+                raise
             log.exception("kvpatch: a limit could not be set again")
             self._unset = f"its limit could not be set again: {type(error).__name__}: {error}"
         self._go_to(Phase.RESUMING)

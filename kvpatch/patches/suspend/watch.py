@@ -36,7 +36,9 @@ class Look:
             if self.rests:
                 giving.rest()
             giving.look()
-        except Exception:
+        except Exception as error:
+            if kvcached_api.must_end(error):
+                raise
             log.exception("kvpatch: an idle engine could not look at its limit")
         self.taken.set()
 
