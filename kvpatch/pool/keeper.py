@@ -26,7 +26,7 @@ TO_GIVE, PASSED_OVER = 1.0, 10.0
 COLDER = 1.0
 AT_ONCE = 4  # extents that another engine is asked for
 PER_TURN = 8  # extents that are committed, or given back, between two looks
-# Seconds after which what failed is tried again, unless a worker failed.
+# Seconds after which what failed is tried again.
 AGAIN = 10.0
 # An extent is committed ahead while fewer chunks are free than this part of one, or than were
 # stored within one WINDOW of the last RECENT seconds: a request that ends has one step to store.
@@ -66,6 +66,8 @@ class Keeper:
         self.view: View | None = None
         self.broken = ""
         self._broken_until = 0.0
+        self._told = ""  # to the log
+        self._doubtful: set[int] = set()  # committed extents that a worker may have registered
         self._room = True
         self._coldest = 0.0  # at the last look
         self._wanted = 0
@@ -164,11 +166,12 @@ class Keeper:
                 "kvpatch: a disk does not answer; the CPU tier stays until its process ends"
             )
             return
-        for index in list(self.extents.open):
+        for index in (*self.extents.open, *self._doubtful):
             offset, size = self.extents.place(index)
             self.memory.punch(offset, size)
             self.member.give(size)
-            del self.extents.open[index]
+        self.extents.open.clear()
+        self._doubtful.clear()
         self.memory.close()
         self.member.leave()
 
@@ -249,7 +252,7 @@ class Keeper:
             try:
                 self.ranks.deregister(offset, size)
             except Failed as error:
-                self._break(str(error), error)
+                self._break(str(error), error, AGAIN)
                 return  # it stays committed, and counted
             self.memory.punch(offset, size)
             self.member.give(size)
@@ -273,6 +276,8 @@ class Keeper:
         """Commit the extents that are wanted, or one ahead."""
         now = self._clock()
         if self.broken and now < self._broken_until:
+            return
+        if not self._undo():
             return
         self.broken = ""
         for _ in range(PER_TURN):
@@ -310,17 +315,32 @@ class Keeper:
         try:
             self.ranks.register(offset, size)
         except Failed as error:
-            self._break(str(error), error)
-            try:
-                self.ranks.deregister(offset, size)
-            except Failed:
-                return False  # it stays committed, and counted
-            self.memory.punch(offset, size)
-            self.member.give(size)
+            self._break(str(error), error, AGAIN)
+            self._doubtful.add(index)
+            self._undo()
             return False
+        self._told = ""
         with self.lock:
             self.extents.add(index)
             self._waits_since = self._clock()
+        return True
+
+    def _undo(self) -> bool:
+        """Give back what not every worker registered, once all of them have let go of it.
+
+        Returns:
+            False if one has not: that extent stays committed, and counted.
+        """
+        for index in list(self._doubtful):
+            offset, size = self.extents.place(index)
+            try:
+                self.ranks.deregister(offset, size)
+            except Failed as error:
+                self._break(str(error), error, AGAIN)
+                return False
+            self.memory.punch(offset, size)
+            self.member.give(size)
+            self._doubtful.discard(index)
         return True
 
     def _ask(self, view: View, size: int, now: float) -> None:
@@ -353,7 +373,7 @@ class Keeper:
         )
 
     def _break(self, why: str, error: BaseException | None, again: float = float("inf")) -> None:
-        if why != self.broken:
+        if why != self._told:
             log.error("kvpatch: the host pool commits no memory now: %s", why, exc_info=error)
-        self.broken = why
+        self.broken = self._told = why
         self._broken_until = self._clock() + again

@@ -410,6 +410,37 @@ def test_what_is_not_deregistered_stays_committed_and_counted(world: World) -> N
     assert one.memory.committed == MIB
 
 
+@pytest.mark.parametrize("both", [False, True])
+def test_a_worker_that_failed_once_is_asked_again(world: World, both: bool) -> None:
+    """Also where it did not answer, and nobody knows what it has registered."""
+    one = world.engine()
+    one.store(PER)
+    one.ranks.failing = {"register", "deregister"} if both else {"register"}
+    one.keeper.need(PER)
+    one.keeper.turn()
+    for _ in range(3):
+        world.now += keeping.AGAIN
+        one.keeper.turn()
+        held = MIB * (1 + both)
+        assert one.memory.committed == one.member.committed == held, "counted twice"
+        assert "it does not" in one.keeper.broken
+    one.ranks.failing.clear()
+    world.now += keeping.AGAIN
+    one.turn()
+    assert len(one.store(PER)) == PER
+    assert one.keeper.broken == ""
+
+
+def test_an_engine_that_ends_gives_back_what_a_worker_has_not_undone(world: World) -> None:
+    one = world.engine()
+    one.ranks.failing = {"register", "deregister"}
+    one.keeper.turn()
+    assert one.member.committed == MIB
+    one.keeper.close()
+    assert one.member.committed == 0
+    world.engines.clear()
+
+
 def test_memory_that_is_not_there_is_tried_again_later(
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
