@@ -5,8 +5,9 @@ from __future__ import annotations
 import argparse
 import json
 import time
+from pathlib import Path
 
-from kvpatch import environ
+from kvpatch import environ, host_memory
 from kvpatch.cli.columns import columns
 from kvpatch.environ import HOST_POOL
 from kvpatch.pool import ledger
@@ -40,9 +41,13 @@ def run(options: argparse.Namespace) -> int:
         name = _read(HOST_POOL.read())[1]
     folder = ledger.home(name)
     try:
-        if options.size and not ledger.set_limit(folder, wanted):
-            print(f"no engine is in the pool {folder}")
-            return 1
+        if options.size:
+            if why_not := _too_large(folder, wanted):
+                print(why_not)
+                return 2
+            if not ledger.set_limit(folder, wanted):
+                print(f"no engine is in the pool {folder}")
+                return 1
         shown = ledger.show(folder, remove=True)
     except (ledger.Busy, ledger.Foreign, OSError) as error:
         print(f"the pool {folder} cannot be used: {type(error).__name__}: {error}")
@@ -52,6 +57,21 @@ def run(options: argparse.Namespace) -> int:
         return 1
     print(as_json(*shown) if options.json else text(*shown))
     return 0
+
+
+def _too_large(folder: Path, wanted: int) -> str:
+    """Return why a pool cannot have a limit, as one sentence; empty if it can."""
+    shown = ledger.show(folder)
+    if shown is None or wanted <= shown[0].current:
+        return ""
+    committed, ceiling = ledger.taken(shown[1])
+    needed, free = min(wanted, ceiling), host_memory.here().free_in_shm + committed
+    if needed <= free:
+        return ""
+    return (
+        f"the engines of the pool may take {readable(needed)} then, and /dev/shm and the memory of "
+        f"this machine and its container have {readable(free)} for it"
+    )
 
 
 def _read(text: str) -> tuple[int, str]:

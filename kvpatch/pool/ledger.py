@@ -73,6 +73,27 @@ class Peer(NamedTuple):
         return not self.dying and now - self.owner.looked < SILENT
 
 
+class Taken(NamedTuple):
+    """What the engines of a pool have, together.
+
+    Attributes:
+        committed: bytes, those included that are being freed.
+        ceiling: bytes that those that run may have at most.
+    """
+
+    committed: int
+    ceiling: int
+
+
+def taken(peers: Iterable[Peer]) -> Taken:
+    """Return what engines have, together."""
+    every = list(peers)
+    return Taken(
+        sum(one.owner.committed for one in every),
+        sum(one.owner.ceiling for one in every if not one.dying),
+    )
+
+
 class View(NamedTuple):
     """What an engine sees when it looks.
 

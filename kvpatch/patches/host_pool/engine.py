@@ -11,7 +11,7 @@ from typing import Any
 
 from kvpatch import claims, private, state
 from kvpatch.patch import argument
-from kvpatch.patches.host_pool import presence
+from kvpatch.patches.host_pool import presence, rules
 from kvpatch.patches.host_pool.tier import Pooled, evict
 from kvpatch.pool import ledger
 from kvpatch.pool.extents import Extents
@@ -100,7 +100,11 @@ class Part:
         self._path = region_path(engine_id)
         self._file = -1
         name = str(config.model_config.served_model_name)
-        owner = Owner(0, 0, 0, self._extent, 0.0, time.monotonic(), ledger.pid_namespace(), name)
+        # Until it is known, what others that start meanwhile have to leave it.
+        ceiling = min(rules.asked(config.kv_transfer_config), self._size)
+        owner = Owner(
+            0, 0, ceiling, self._extent, 0.0, time.monotonic(), ledger.pid_namespace(), name
+        )
         self._member = _join(ledger.record_of(presence.home(), engine_id), self._size, owner)
         self._ranks: Ranks | None = None
         try:
