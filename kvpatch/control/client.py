@@ -176,6 +176,24 @@ class Engine:
         return Answer.of(said)
 
 
+@dataclass(frozen=True)
+class Silent:
+    """An engine that listens and does not answer: it is stopped, or waits for the machine.
+
+    Attributes:
+        path: of its socket.
+        pid: of its process; 0 if it cannot be seen.
+    """
+
+    path: Path
+    pid: int
+
+    @property
+    def sentence(self) -> str:
+        """What is known of it, for a person."""
+        return f"{f'process {self.pid}' if self.pid else self.path} listens and does not answer"
+
+
 def ask(path: Path, question: dict[str, Any], timeout: float) -> Iterator[dict[str, Any]]:
     """Ask the engine at a socket; iterate over what it says.
 
@@ -198,24 +216,46 @@ def ask(path: Path, question: dict[str, Any], timeout: float) -> Iterator[dict[s
 
 
 def engines() -> list[Engine]:
-    """Return the engines of this user that listen, by name.
+    """Return the engines of this user that listen and answer, by name.
+
+    Raises:
+        private.Unsafe: the folder of their sockets is another user's, or open to others.
+    """
+    return every()[0]
+
+
+def every() -> tuple[list[Engine], list[Silent]]:
+    """Return the engines of this user that answer, by name, and those that do not.
 
     Raises:
         private.Unsafe: the folder of their sockets is another user's, or open to others.
     """
     home = protocol.folder()
+    found: list[Engine] = []
+    silent: list[Silent] = []
     try:
         private.check_folder(home)
         paths = sorted(home.glob("*.sock"))
     except FileNotFoundError:
-        return []
-    found = []
+        return found, silent
     for path in paths:
-        with suppress(OSError, ValueError):  # it has ended, or does not answer
+        try:
             for said in ask(path, {"verb": "describe"}, ANSWERS):
                 found.append(Engine(path, said))
                 break
-    return sorted(found, key=lambda engine: engine.name)
+        except (TimeoutError, BlockingIOError):  # or as many as can wait for it do
+            silent.append(Silent(path, _listener(path)))
+        except (OSError, ValueError):
+            continue  # it has ended, or is none
+    return sorted(found, key=lambda engine: engine.name), silent
+
+
+def _listener(path: Path) -> int:
+    with suppress(OSError), socket.socket(socket.AF_UNIX) as connection:
+        connection.setblocking(False)
+        connection.connect(str(path))
+        return protocol.pid_of(connection)
+    return 0
 
 
 def find(name: str) -> Engine:
@@ -224,10 +264,10 @@ def find(name: str) -> Engine:
     Raises:
         Refused: there is none, or several serve the model.
     """
-    every = engines()
-    exact = [engine for engine in every if engine.name == name]
+    known, silent = every()
+    exact = [engine for engine in known if engine.name == name]
     others = [
-        engine for engine in every if name in engine.models or name == str(engine.said.get("pid"))
+        engine for engine in known if name in engine.models or name == str(engine.said.get("pid"))
     ]
     found = exact or others
     if len(found) == 1:
@@ -235,10 +275,13 @@ def find(name: str) -> Engine:
     if found:
         names = ", ".join(engine.name for engine in found)
         raise Refused(f"{len(found)} engines serve {name}: use one of the names {names}")
-    raise Refused(_unknown(name, every))
+    raise Refused(_unknown(name, known, silent))
 
 
-def _unknown(name: str, every: list[Engine]) -> str:
+def _unknown(name: str, known: list[Engine], silent: list[Silent]) -> str:
+    for one in silent:
+        if one.path == protocol.path_of(name) or name == str(one.pid):
+            return f"{one.sentence} within {ANSWERS:g} s"
     for seen in reader.all_of(False):
         content = {} if seen.page is None else seen.page.content
         engine = content.get("engine") or {}
@@ -247,7 +290,7 @@ def _unknown(name: str, every: list[Engine]) -> str:
                 f"{name} does not listen: it runs {content.get('vllm', 'vLLM')} in process "
                 f"{seen.pid}, where engines cannot be suspended (see kvpatch list, docs/support.md)"
             )
-    known = ", ".join(engine.name for engine in every)
-    return f"no engine {name} of {private.user(os.geteuid())} listens" + (
-        f"; there are {known}" if known else ""
-    )
+    said = [f"no engine {name} of {private.user(os.geteuid())} listens"]
+    if known:
+        said.append(f"there are {', '.join(engine.name for engine in known)}")
+    return "; ".join(said + [one.sentence for one in silent])

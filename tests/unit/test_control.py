@@ -24,6 +24,7 @@ from suspend_world import PAGE, World, worlds
 from kvpatch import claims, cli, control, private
 from kvpatch.control import client, protocol
 from kvpatch.patches.suspend import queue as handing
+from kvpatch.patches.suspend import server
 from kvpatch.patches.suspend.server import Question, Server, follow
 from kvpatch.patches.suspend.suspension import Suspension
 from kvpatch.upstream import kvcached_api
@@ -166,6 +167,7 @@ def test_a_limit_is_set_and_refused(engine: Running) -> None:
         ({"verb": "suspend", "timeout": "soon"}, "no number of seconds"),
         ({"verb": "suspend", "timeout": -1}, "no number of seconds"),
         ({"verb": "suspend", "timeout": True}, "no number of seconds"),
+        ({"verb": "suspend", "timeout": 10**400}, "no number of seconds"),
     ],
 )
 def test_what_is_no_question_is_refused(engine: Running, asked: dict[str, Any], why: str) -> None:
@@ -377,6 +379,76 @@ def test_an_engine_removes_the_sockets_of_killed_ones_and_no_others(worlds: Any)
         one.close()
     for running in (living, starts):
         running.end()
+
+
+@pytest.fixture
+def stopped(monkeypatch: pytest.MonkeyPatch) -> Iterator[socket.socket]:
+    """The socket of an engine that was stopped; it has memory all the same."""
+    monkeypatch.setattr(client, "ANSWERS", 0.1)
+    private.make_folder(protocol.folder())
+    with socket.socket(socket.AF_UNIX) as made:
+        made.bind(str(protocol.path_of("stopped")))
+        made.listen(2)
+        yield made
+
+
+def test_an_engine_that_does_not_answer_is_not_one_that_is_gone(
+    stopped: socket.socket, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(control.Refused, match=f"process {os.getpid()} listens and does not answer"):
+        control.find("stopped")
+    for _ in range(3):  # then nobody else can wait for it
+        assert control.engines() == []
+    with pytest.raises(control.Refused, match=r"\.sock listens and does not answer within"):
+        control.find("stopped")
+    assert cli.main(["list"]) == 1
+    said = capsys.readouterr()
+    assert "listens and does not answer" in said.err
+    assert said.out == ""
+
+
+def test_beside_an_engine_that_does_not_answer_others_do(
+    stopped: socket.socket, engine: Running, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(client, "ANSWERS", 5.0)
+    with pytest.raises(control.Refused, match=r"there are chat-pool; process .* not answer"):
+        control.find("nobody")
+
+
+def test_a_socket_that_was_removed_is_there_again(
+    worlds: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As by systemd-logind with RemoveIPC=yes: the folder is gone too."""
+    monkeypatch.setattr(server, "LOOKS", 0.01)
+    running = Running(worlds())
+    shutil.rmtree(running.server.path.parent)
+    deadline = time.monotonic() + 60
+    while not control.engines():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    assert control.find("chat").suspend().phase == "suspended"
+    running.end()
+    assert not running.server.path.exists()
+
+
+def test_a_folder_that_somebody_keeps_locked_is_given_up(
+    worlds: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Such as an engine that was stopped while it started: others start, and do not listen."""
+    monkeypatch.setattr(server, "LOCKED", 0.1)
+    world = worlds()
+    private.make_folder(protocol.folder())
+    with private.alone(protocol.folder()), pytest.raises(OSError, match="locked for"):
+        Server(world, world.suspension, "chat")
+    Server(world, world.suspension, "chat").close()
+
+
+def test_a_folder_is_named_after_the_user_outside_of_a_container(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Two containers that share /dev/shm may both have a root of their own."""
+    monkeypatch.setattr(claims, "outer_uid", lambda: 165536)
+    assert protocol.folder().name == "kvpatch-control-165536"
 
 
 def test_an_engine_in_a_long_step_says_that_it_is_there(engine: Running) -> None:

@@ -26,6 +26,8 @@ from kvpatch.upstream import kvcached_api
 TOGETHER = 64  # questions at a time
 ASKING = 10.0  # seconds in which a question has to be there
 BETWEEN = 0.2  # seconds between two lines of progress
+LOCKED = 5.0  # seconds for the lock of the folder, which is held for a few calls
+LOOKS = 1.0  # seconds between two looks whether the socket is still there
 GRACE = 2.0  # seconds for an engine to give up by itself what takes too long
 
 
@@ -99,8 +101,13 @@ def answer(suspension: Suspension, asked: dict[str, Any], since: float) -> dict[
 
 def seconds(timeout: Any) -> float | None:
     """Return a timeout that was asked for, if it is one."""
-    number = isinstance(timeout, int | float) and not isinstance(timeout, bool)
-    return timeout if number and 0 < timeout < float("inf") else None
+    if not isinstance(timeout, int | float) or isinstance(timeout, bool):
+        return None
+    try:
+        number = float(timeout)
+    except OverflowError:
+        return None
+    return number if 0 < number < float("inf") else None
 
 
 class Server:
@@ -120,20 +127,43 @@ class Server:
         self._name = name
         self._engine = weakref.ref(engine)
         self._suspension = weakref.ref(suspension)
-        private.make_folder(self.path.parent)
-        self._socket = socket.socket(socket.AF_UNIX)
-        try:
-            with private.alone(self.path.parent):  # who has bound its socket listens, or is gone
-                sweep(self.path.parent)
-                self._socket.bind(str(self.path))
-                self.path.chmod(0o600)
-                self._socket.listen(TOGETHER)
-        except BaseException:
-            self._socket.close()
-            raise
+        self._socket = self._listen()
         self._free = threading.Semaphore(TOGETHER)
         self._closed = threading.Event()
         threading.Thread(target=self._run, name="kvpatch-control", daemon=True).start()
+
+    def _listen(self) -> socket.socket:
+        private.make_folder(self.path.parent)
+        made = socket.socket(socket.AF_UNIX)
+        try:
+            # Who has bound its socket listens, or is gone.
+            with private.alone(self.path.parent, private.within(LOCKED)):
+                sweep(self.path.parent)
+                made.bind(str(self.path))
+                self.path.chmod(0o600)
+                made.listen(TOGETHER)
+            made.settimeout(LOOKS)
+        except BaseException:
+            made.close()
+            raise
+        return made
+
+    def _listen_again(self) -> None:
+        """Listen at the path again if it was removed.
+
+        By a cleaner of /dev/shm, or by systemd-logind with RemoveIPC=yes when the user logs out.
+        """
+        if self.path.exists() or self._closed.is_set():
+            return
+        before = self._socket
+        try:
+            self._socket = self._listen()
+        except OSError as error:
+            log.debug("kvpatch: the socket that was removed is not there again: %r", error)
+            return
+        before.close()
+        if self._closed.is_set():
+            self.close()  # again: it has closed the one before
 
     def close(self) -> None:
         """Listen no longer."""
@@ -150,6 +180,10 @@ class Server:
             self._free.acquire()
             try:
                 connection, _ = self._socket.accept()
+            except TimeoutError:
+                self._free.release()
+                self._listen_again()
+                continue
             except OSError as error:
                 self._free.release()
                 if self._socket.fileno() < 0 or self._closed.is_set():
