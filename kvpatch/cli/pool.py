@@ -86,7 +86,8 @@ def as_json(limit: Limit, engines: list[Peer]) -> str:
             "started_with": limit.configured,
             "committed": sum(one.owner.committed for one in engines),
             "engines": [
-                {**one.owner._asdict(), "state": state(one, time.monotonic())} for one in engines
+                {**one.owner._asdict(), "state": state(one, time.monotonic(), limit.current)}
+                for one in engines
             ],
         },
         indent=2,
@@ -106,12 +107,15 @@ def text(limit: Limit, engines: list[Peer]) -> str:
         # An extent that holds nothing is older than any machine.
         age = f"{now - owner.coldest:.0f} s" if owner.coldest >= 1 else "-"
         sizes = map(readable, (owner.committed, owner.resident, owner.ceiling))
-        lines.append((printable(owner.name), *sizes, age, state(one, now)))
+        lines.append((printable(owner.name), *sizes, age, state(one, now, limit.current)))
     return f"{head}\n{columns(lines)}"
 
 
-def state(engine: Peer, now: float) -> str:
+def state(engine: Peer, now: float, limit: int) -> str:
     """Return whether an engine takes part in the pool."""
     if engine.dying:
         return "ended, its memory is being freed"
-    return "" if engine.answers(now) else "does not answer"
+    if not engine.answers(now):
+        return "does not answer"
+    least = engine.owner.extent
+    return f"stores nothing: it takes {readable(least)} at a time" if least > limit else ""

@@ -534,10 +534,12 @@ def test_a_second_engine_with_another_size_is_refused(
         started()
 
 
-def test_a_chunk_that_is_larger_than_the_pool_is_refused(
-    started: Any, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("size", [ROW // 2, ROW * 2])
+def test_an_extent_that_is_larger_than_the_pool_is_refused(
+    size: int, started: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv(HOST_POOL.name, HOST_POOL.read().replace("64MiB", "100000"))
+    """Nothing would ever be stored, whether or not a chunk fits."""
+    monkeypatch.setenv(HOST_POOL.name, HOST_POOL.read().replace("64MiB", str(size)))
     try:
         with pytest.raises(Refusal, match="KVP346"):
             started()

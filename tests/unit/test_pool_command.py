@@ -83,6 +83,13 @@ def test_the_limit_is_set(engine: ledger.Member, capsys: pytest.CaptureFixture[s
     assert engine.look(0, 0.0).limit == MIB
 
 
+def test_a_limit_below_an_extent_is_said(
+    engine: ledger.Member, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert printed(capsys, "1MiB")[1].splitlines()[-1].endswith("s")
+    assert "stores nothing: it takes 1 MiB at a time" in printed(capsys, "524288")[1]
+
+
 def test_a_limit_above_the_memory_of_the_machine_is_refused(
     engine: ledger.Member, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

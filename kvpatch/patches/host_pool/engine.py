@@ -119,7 +119,7 @@ class Part:
         """Start the thread for an engine whose workers have mapped the tier.
 
         Raises:
-            Refusal: not all of them have, or a chunk is larger than the pool.
+            Refusal: not all of them have, or an extent is larger than the pool.
         """
         assert self._ranks is not None
         planner = connectors.scheduler_of(engine.scheduler.connector)
@@ -130,9 +130,10 @@ class Part:
         if not chunks or not size:
             self.close()  # a tier without chunks stores nothing
             return
-        if size // chunks > self._size:
+        extents = Extents(chunks, size // chunks, self._extent, time.monotonic)
+        if (least := extents.place(0)[1]) > self._size:
             raise Refusal(
-                f"a chunk of the CPU tier takes {readable(size // chunks)} and the host pool has "
+                f"a part of the CPU tier takes at least {readable(least)} and the host pool has "
                 f"{readable(self._size)}",
                 "nothing could be stored",
                 "set KVPATCH_HOST_POOL to many times that",
@@ -149,7 +150,6 @@ class Part:
             ) from error
         self._path.unlink(missing_ok=True)  # its memory goes with the last process now
         self._member.bounded_by(size)
-        extents = Extents(chunks, size // chunks, self._extent, time.monotonic)
         lock = threading.RLock()
         keeper = Keeper(
             extents,
@@ -191,6 +191,13 @@ def _join(path: Any, size: int, owner: Owner) -> ledger.Member:
             "set KVPATCH_HOST_POOL to the same size everywhere, and change the limit of a running "
             "pool with kvpatch pool SIZE",
             code="KVP345",
+        ) from error
+    except ledger.Lingers as error:
+        raise Refusal(
+            "the host pool has an engine of this engine_id",
+            str(error),
+            f"start it again when the processes of the other one are gone, or {_ALONE}",
+            code="KVP347",
         ) from error
     except (ledger.Foreign, ledger.Busy) as error:
         raise Refusal(
