@@ -12,6 +12,7 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager
 
 from kvpatch.logs import log
+from kvpatch.pool import ledger
 from kvpatch.pool.extents import Extents
 from kvpatch.pool.ledger import Busy, Foreign, Member, Peer, View
 from kvpatch.pool.memory import Memory
@@ -28,6 +29,7 @@ AT_ONCE = 4  # extents that another engine is asked for
 PER_TURN = 8  # extents that are committed, or given back, between two looks
 # Seconds after which what failed is tried again.
 AGAIN = 10.0
+REMOVED = "its record was removed"
 # An extent is committed ahead while fewer chunks are free than this part of one, or than were
 # stored within one WINDOW of the last RECENT seconds: a request that ends has one step to store.
 AHEAD, WINDOW, RECENT = 16, 0.25, 5.0
@@ -196,10 +198,21 @@ class Keeper:
             self._room = False  # no store waits for what may not come
             return
         if not self.member.counted:
-            self._break("its record was removed", None)
+            self._join_again()
         self._make_room(view)
         self._return_idle()
         self._grow(view)
+
+    def _join_again(self) -> None:
+        """Take part again, a while after the record was removed, and with nothing committed."""
+        if self.broken != REMOVED:
+            self._break(REMOVED, None, AGAIN)
+        elif not self.member.committed and self._clock() >= self._broken_until:
+            try:
+                self.member.join_again()
+            except (ledger.Different, Foreign, OSError) as error:  # Busy is one
+                log.debug("kvpatch: the host pool is not joined again: %r", error)
+                self._broken_until = self._clock() + AGAIN
 
     # Giving back
 
@@ -372,7 +385,7 @@ class Keeper:
             and self._passed_over.get(peer.path.name, 0) < now
         )
 
-    def _break(self, why: str, error: BaseException | None, again: float = float("inf")) -> None:
+    def _break(self, why: str, error: BaseException | None, again: float) -> None:
         if why != self._told:
             log.error("kvpatch: the host pool commits no memory now: %s", why, exc_info=error)
         self.broken = self._told = why

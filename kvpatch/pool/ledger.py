@@ -141,6 +141,7 @@ class Member:
         self._limit = limit  # at the last look
         self._pid = os.getpid()
         self._asked = self._answered = Ask(0, 0.0)  # at the last look; what it has given
+        self._processes = [os.getpid()]  # that hold its memory
 
     @property
     def committed(self) -> int:
@@ -240,7 +241,23 @@ class Member:
 
     def held_by(self, pids: Iterable[int]) -> None:
         """Note which other processes hold its memory; each of them has called ``hold``."""
-        record.write_processes(self._file, _started((os.getpid(), *pids)))
+        self._processes = [os.getpid(), *pids]
+        record.write_processes(self._file, _started(self._processes))
+
+    def join_again(self) -> None:
+        """Take part again after the record was removed; nothing may be committed.
+
+        The workers hold no lock on the new one. Where the engine is killed, it counts until the
+        processes that it names are gone.
+
+        Raises:
+            Different, Foreign, Busy, OSError: as ``join``.
+        """
+        assert not self._owner.committed, "nobody counted it"
+        again = join(self.path, self._limit.configured, self._owner)
+        os.close(self._file)
+        self._file, self._limit = again._file, again._limit
+        record.write_processes(self._file, _started(self._processes))
 
     def leave(self) -> None:
         """End this engine's part; its memory has been freed, or goes with its processes."""
