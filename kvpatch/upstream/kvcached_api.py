@@ -156,15 +156,6 @@ def blocks_of_page(manager: Any, page: int) -> tuple[int, int]:
 # bytes of the device, all layers together.
 
 
-def must_end(error: BaseException) -> bool:
-    """Whether an error of kvcached's says that its engine must not go on.
-
-    What is mapped is then unknown, and a page may be another block's on one of the workers.
-    """
-    errors = sys.modules.get("kvcached.errors")
-    return errors is not None and isinstance(error, errors.StateConsistencyError)
-
-
 def page_bytes(manager: Any) -> int:
     """Return the bytes of a page, all layers together."""
     return int(manager.page_size * manager.num_layers * manager.num_kv_buffers)
@@ -184,11 +175,10 @@ def mapped(manager: Any) -> int:
 def limit(manager: Any) -> int:
     """Return the bytes that an engine may map, as its pool in /dev/shm has them; on any thread.
 
-    Where somebody removed the pool, or cut it off, or it says 0 or less than a byte of each layer,
-    which is no limit to kvcached, what the page allocator keeps to. Kvcached's lock of the pool is
-    not taken: its thread that maps ahead waits for it with the allocator locked, and the engine
-    waits for the allocator with Python's lock, without which whoever has the pool's lock could not
-    give it back.
+    Where somebody removed the pool, or cut it off, or it says 0, which is no limit to kvcached,
+    what the page allocator keeps to. Kvcached's lock of the pool is not taken: its thread that maps
+    ahead waits for it with the allocator locked, and the engine waits for the allocator with
+    Python's lock, without which whoever has the pool's lock could not give it back.
     """
     from kvcached.cli.utils import get_ipc_path
 
@@ -198,9 +188,7 @@ def limit(manager: Any) -> int:
             size = int.from_bytes(pool.read(8), sys.byteorder, signed=True)
     except OSError:
         size = 0
-    if size // manager.num_layers // manager.num_kv_buffers > 0:
-        return size
-    return pages_at_most(manager) * page_bytes(manager)
+    return size if size > 0 else pages_at_most(manager) * page_bytes(manager)
 
 
 def set_limit(manager: Any, size: int) -> bool:
@@ -223,31 +211,6 @@ def _write_limit(manager: Any, size: int) -> None:
         found = MemInfoStruct.from_buffer(pool)
         found.total_size = size
         found.write_to_buffer(pool)
-
-
-def revision(manager: Any) -> int:
-    """Return the number of the last limit that was set by revision; -1 without one."""
-    return int(getattr(manager, "_memory_limit_revision", -1))
-
-
-def publish_revision(manager: Any) -> None:
-    """Write the limit that was set by revision to the pool; on the engine's thread.
-
-    Raises:
-        OSError: the pool cannot be written.
-    """
-    # 0 is no limit there.
-    _write_limit(manager, max(int(manager._memory_limit_effective_bytes), page_bytes(manager)))
-
-
-def map_no_more(manager: Any, size: int) -> None:
-    """Let an engine map no page more, as kvcached does while it shrinks to a limit by itself.
-
-    Args:
-        manager: its page manager.
-        size: the limit, in bytes of the K or V of one layer.
-    """
-    manager.in_shrink, manager.target_num_blocks = True, size // manager.block_mem_size
 
 
 def give_all_back(manager: Any) -> int | None:

@@ -33,7 +33,7 @@ from kvpatch.patch import argument
 from kvpatch.patches.suspend import revision
 from kvpatch.patches.suspend.hold import Hold
 from kvpatch.patches.suspend.spill import Cached, Spill
-from kvpatch.upstream import kvcached_api
+from kvpatch.upstream import kvcached_api, kvcached_limits
 
 PIECE = 64  # pages at a time
 # Pieces for one limit. Requests that run may map pages as fast as others are given back.
@@ -110,7 +110,7 @@ class Giving:
             return False  # the next allocation, or look, comes back to it
         if size != self._limit:
             self._limit, self._apply, self._pieces = size, apply, 0
-        kvcached_api.map_no_more(self.manager, size)
+        kvcached_limits.map_no_more(self.manager, size)
         self._hold.step_for("limit", True)
         return False
 
@@ -170,7 +170,7 @@ class Giving:
             while self._move():
                 pass
         except Exception as error:
-            if kvcached_api.must_end(error):
+            if kvcached_limits.must_end(error):
                 raise
             log.exception("kvpatch: pages could not be given back")
             self._failed = self._limit
@@ -245,7 +245,7 @@ class Giving:
             if limit is not None and apply is not None:
                 apply(limit)
         except Exception as error:
-            if kvcached_api.must_end(error):
+            if kvcached_limits.must_end(error):
                 raise
             log.exception("kvpatch: kvcached did not take a limit")
             self._failed = limit

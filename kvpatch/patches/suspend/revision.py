@@ -13,7 +13,7 @@ from typing import Any
 
 from kvpatch import state
 from kvpatch.logs import log
-from kvpatch.upstream import kvcached_api
+from kvpatch.upstream import kvcached_limits
 
 
 @dataclass
@@ -25,16 +25,16 @@ class Published:
 
 def waits(manager: Any) -> bool:
     """Whether a limit was set by revision that is not in /dev/shm yet."""
-    return state.of(manager, Published).revision != kvcached_api.revision(manager)
+    return state.of(manager, Published).revision != kvcached_limits.revision(manager)
 
 
 def publish(manager: Any) -> None:
     """Write a limit that was set by revision to /dev/shm; on the engine's thread."""
-    published, revision = state.of(manager, Published), kvcached_api.revision(manager)
+    published, revision = state.of(manager, Published), kvcached_limits.revision(manager)
     if published.revision == revision:
         return
     published.revision = revision
     try:
-        kvcached_api.publish_revision(manager)
+        kvcached_limits.publish_revision(manager)
     except OSError as error:  # the pool is another user's by now, for example
         log.warning("kvpatch: a limit set by revision is not in /dev/shm: %s", error)

@@ -21,7 +21,7 @@ from kvpatch.control import protocol
 from kvpatch.logs import log
 from kvpatch.patches.suspend import queue
 from kvpatch.patches.suspend.suspension import Cannot, Phase, Suspension
-from kvpatch.upstream import kvcached_api
+from kvpatch.upstream import kvcached_api, kvcached_limits
 
 TOGETHER = 64  # questions at a time
 ASKING = 10.0  # seconds in which a question has to be there
@@ -61,7 +61,7 @@ class Question:
             self.said = {"error": str(cannot)}
         except Exception as error:
             self.said = {"error": f"it failed with {type(error).__name__}: {error}"}
-            if kvcached_api.must_end(error):
+            if kvcached_limits.must_end(error):
                 raise
             log.exception("kvpatch: %s failed", self.asked.get("verb"))
         finally:

@@ -31,7 +31,7 @@ from kvpatch.patches.suspend.giving import Giving
 from kvpatch.patches.suspend.hold import Hold
 from kvpatch.patches.suspend.spill import Spill, cached
 from kvpatch.sizes import readable
-from kvpatch.upstream import kvcached_api
+from kvpatch.upstream import kvcached_api, kvcached_limits
 
 # Of requests that hold blocks while they wait for more input; nothing but the input moves them.
 _STREAMING = "WAITING_FOR_STREAMING_REQ"
@@ -212,7 +212,7 @@ class Suspension:
             while self._move():
                 pass
         except Exception as error:
-            if kvcached_api.must_end(error):
+            if kvcached_limits.must_end(error):
                 raise
             # Else vLLM goes on: what it has is whole in every phase.
             log.exception("kvpatch: the suspension failed")
@@ -298,7 +298,7 @@ class Suspension:
         try:
             kvcached_api.set_limit(self._manager, self._limit)
         except Exception as error:
-            if kvcached_api.must_end(error):
+            if kvcached_limits.must_end(error):
                 raise
             log.exception("kvpatch: a limit could not be set again")
             self._unset = f"its limit could not be set again: {type(error).__name__}: {error}"

@@ -13,7 +13,7 @@ from typing import Any
 from kvpatch.logs import log
 from kvpatch.patches.suspend import queue, revision
 from kvpatch.patches.suspend.giving import Giving
-from kvpatch.upstream import kvcached_api
+from kvpatch.upstream import kvcached_api, kvcached_limits
 
 EVERY = 0.25  # seconds; kvcached's own thread reads the limit ten times a second
 
@@ -37,7 +37,7 @@ class Look:
                 giving.rest()
             giving.look()
         except Exception as error:
-            if kvcached_api.must_end(error):
+            if kvcached_limits.must_end(error):
                 raise
             log.exception("kvpatch: an idle engine could not look at its limit")
         self.taken.set()
