@@ -95,8 +95,10 @@ def size(text: str) -> int:
     Raises:
         ValueError: it is none.
     """
-    whole = int(_number(text, _BYTES))
-    return int(_above_zero(whole, "it is not a size; use for example 2GiB or 512MiB"))
+    number = _number(text, _BYTES)
+    if number >= 1 << 62:
+        raise ValueError("no machine has as much memory; use for example 2GiB or 512MiB")
+    return int(_above_zero(int(number), "it is not a size; use for example 2GiB or 512MiB"))
 
 
 class Share:

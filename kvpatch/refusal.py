@@ -169,7 +169,7 @@ CODES = {
     "KVP343": _not_validated("`KVPATCH_HOST_POOL` with a CPU tier of another kind", False),
     "KVP344": _not_validated("`KVPATCH_HOST_POOL` on a GPU", False),
     "KVP345": _setup("`KVPATCH_HOST_POOL` has another size in running engines"),
-    "KVP346": _setup("`KVPATCH_HOST_POOL` is smaller than a chunk of the CPU tier"),
+    "KVP346": _setup("`KVPATCH_HOST_POOL` is smaller than an extent of the CPU tier"),
     "KVP347": _setup("the ledger of the host pool cannot be used"),
     "KVP348": _setup("the host pool does not fit into the memory of the machine"),
     "KVP351": _not_validated("offloading with loads within a step, from vLLM 0.33 on", False),
