@@ -26,9 +26,9 @@ from kvpatch import state
 from kvpatch.logs import log
 from kvpatch.patches import deadlock
 from kvpatch.patches.secondary_tiers.weights import Calls
-from kvpatch.patches.suspend import revision
 from kvpatch.patches.suspend.giving import Giving
 from kvpatch.patches.suspend.hold import Hold
+from kvpatch.patches.suspend.revision import publish
 from kvpatch.patches.suspend.spill import Spill, cached
 from kvpatch.sizes import readable
 from kvpatch.upstream import kvcached_api, kvcached_limits
@@ -206,7 +206,7 @@ class Suspension:
         if self.phase in (*ON_THE_WAY, Phase.SUSPENDED):
             self._limit, self._seen = size, self._limit_now()
         else:
-            revision.publish(self._manager)  # else it would be written over this one
+            publish(self._manager)  # else it would be written over this one
             kvcached_api.set_limit(self._manager, size)
         self.revision = self.revision + 1 if revision is None else revision
         self._tell()
@@ -289,7 +289,7 @@ class Suspension:
             self._limit = self._seen = now
 
     def _limit_now(self) -> int:
-        revision.publish(self._manager)
+        publish(self._manager)
         return kvcached_api.limit(self._manager)
 
     def _must_tell_preempted(self) -> bool:
