@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import socket
 import subprocess
 import sys
@@ -85,7 +86,10 @@ def test_an_engine_is_one_line(capsys):
     head, line = text.splitlines()
     assert tuple(head.split()) == tuple(" ".join(engines.HEAD).split())
     cells = "chat - Llama-3.1-8B runs 3 1 56 MiB 40 MiB 8 MiB 0 B 128 MiB 56/2048 3 MiB 1 MiB"
-    assert line.split() == [str(os.getpid()), *cells.split(), "45/30/25", "%", "0", "s", "ago"]
+    *told, age, unit, ago = line.split()
+    assert told == [str(os.getpid()), *cells.split(), "45/30/25", "%"]
+    assert age.isdecimal()
+    assert (unit, ago) == ("s", "ago")
 
 
 def test_every_page_that_the_device_is_charged_for_is_counted():
@@ -174,9 +178,8 @@ def test_a_stop_that_was_asked_for_is_none_of_a_crash(capsys):
     assert states[GONE + 1] is states[GONE + 2] is State.ENDED
     code, text = out(capsys)
     assert code == 0
-    assert text.splitlines()[2:] == [
-        f"pid {GONE + 1} ended with its server, last seen 0 s ago: chat"
-    ]
+    (line,) = text.splitlines()[2:]
+    assert re.fullmatch(rf"pid {GONE + 1} ended with its server, last seen \d+ s ago: chat", line)
 
 
 @pytest.mark.parametrize("killed", [False, True])
@@ -274,7 +277,8 @@ def test_nothing_runs_after_a_stop(capsys, monkeypatch):
     ended()
     code, text = out(capsys)
     assert code == 1
-    assert text == f"pid {GONE + 1} ended with its server, last seen 0 s ago: chat\n"
+    line = text.removesuffix("\n")
+    assert re.fullmatch(rf"pid {GONE + 1} ended with its server, last seen \d+ s ago: chat", line)
     monkeypatch.setattr(engines, "SHOWN", -1.0)
     assert "no process with kvpatch on publishes in" in out(capsys)[1]
 
