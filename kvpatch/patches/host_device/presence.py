@@ -6,6 +6,8 @@ from importlib.util import find_spec
 
 from kvpatch.environ import HOST_DEVICE
 from kvpatch.refusal import Refusal
+from kvpatch.status import record
+from kvpatch.versions import Installed
 
 PACKAGE = "kvpatch.hostdevice"
 ABSENT = "the host device is a distribution of its own, kvpatch-hostdevice, and is not installed"
@@ -14,6 +16,41 @@ ABSENT = "the host device is a distribution of its own, kvpatch-hostdevice, and 
 def installed() -> bool:
     """Whether the host device is there, without importing it."""
     return find_spec(PACKAGE) is not None
+
+
+def require_size() -> None:
+    """Refuse a vLLM for CPUs whose host device has no size, before anything is imported.
+
+    Raises:
+        Refusal: it has none.
+    """
+    if record.facts is not None and is_for_cpus(record.facts.vllm) and installed():
+        check_size()
+
+
+def is_for_cpus(vllm: Installed) -> bool:
+    """Whether a vLLM is built for CPUs, by its metadata."""
+    local = "" if vllm.version is None else vllm.version.local or ""
+    return vllm.distribution.endswith("-cpu") or local.startswith("cpu")
+
+
+def check_size() -> None:
+    """Check that the host device, which is installed, has a size.
+
+    Raises:
+        Refusal: it has none.
+    """
+    from kvpatch.hostdevice import ledger
+
+    try:
+        ledger.device_size()
+    except ValueError as error:
+        raise Refusal(
+            "this machine has no GPU and the host device has no size",
+            str(error),
+            f"set {HOST_DEVICE}=2GiB, or set KVPATCH=0",
+            code="KVP502",
+        ) from error
 
 
 def wanted() -> bool:
