@@ -143,10 +143,15 @@ class Backend:
         self.done.append((src_blocks, dst_blocks, is_store, event_idx, events_list))
 
 
-def test_copies_wait_for_the_computation(monkeypatch):
+@pytest.fixture
+def computing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The worker's module, whose torch has a stream that computes."""
     worker = ModuleType("vllm.v1.simple_kv_offload.worker")
     worker.torch = SimpleNamespace(cuda=SimpleNamespace(current_stream=lambda: "compute"))
     monkeypatch.setitem(sys.modules, worker.__name__, worker)
+
+
+def test_copies_wait_for_the_computation(computing):
     backend = legacy.ordered_backend(Backend)()
     load, store = (
         SimpleNamespace(wait_stream=lambda other, name=name: backend.done.append((name, other)))
@@ -169,10 +174,7 @@ def test_copies_wait_for_the_computation(monkeypatch):
 @pytest.mark.parametrize(
     ("args", "kwargs"), [(([1], [2], False, 0), {}), (([1], [2]), {"is_store": False})]
 )
-def test_a_load_of_0_24_waits_for_the_computation(monkeypatch, args, kwargs):
-    worker = ModuleType("vllm.v1.simple_kv_offload.worker")
-    worker.torch = SimpleNamespace(cuda=SimpleNamespace(current_stream=lambda: "compute"))
-    monkeypatch.setitem(sys.modules, worker.__name__, worker)
+def test_a_load_of_0_24_waits_for_the_computation(computing, args, kwargs):
     done: list[Any] = []
     backend = SimpleNamespace(_load_stream=SimpleNamespace(wait_stream=done.append))
     legacy.around_load(lambda *args, **kwargs: done.append("queued"), backend, args, kwargs)

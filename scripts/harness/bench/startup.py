@@ -67,7 +67,7 @@ import importlib, os, time
 for name in os.environ["BENCH_ANYWAY"].split():
     importlib.import_module(name)
 parts = {}
-def timed(module, name, before=lambda: None):
+def timed(module, name, before=lambda: None, part=None):
     original = getattr(module, name)
     def call(*arguments, **options):
         before()
@@ -75,7 +75,8 @@ def timed(module, name, before=lambda: None):
         try:
             return original(*arguments, **options)
         finally:
-            parts[name] = parts.get(name, 0) + time.perf_counter() - begun
+            spent, of = time.perf_counter() - begun, part(arguments[0]) if part else name
+            parts[of] = parts.get(of, 0) + spent
     setattr(module, name, call)
 begun = time.perf_counter()
 import kvpatch
@@ -90,19 +91,11 @@ def targets():
 timed(activation, "before_vllm")
 timed(activation, "apply_kvcached")
 timed(activation, "apply_features", targets)
-def of_host_device(module, name):
-    original = getattr(module, name)
-    def call(first, *arguments, **options):
-        begun = time.perf_counter()
-        try:
-            return original(first, *arguments, **options)
-        finally:
-            rows = getattr(first, "patches", first)  # a feature, or its rows in this release
-            if any(row.id.startswith("host.") for row in rows):
-                parts["host_device"] = parts.get("host_device", 0) + time.perf_counter() - begun
-    setattr(module, name, call)
-of_host_device(activation.gate, "check_feature")
-of_host_device(activation.transaction, "apply_all")
+def whose(first):
+    rows = getattr(first, "patches", first)  # a feature, or its rows in this release
+    return "host_device" if any(row.id.startswith("host.") for row in rows) else "others"
+timed(activation.gate, "check_feature", part=whose)
+timed(activation.transaction, "apply_all", part=whose)
 """
 WITH = "import kvpatch\n" + IMPORTS + "print('\\n' + json.dumps(spent))"
 WITH_PARTS = PARTS + IMPORTS + "print('\\n' + json.dumps(parts))"
@@ -218,8 +211,9 @@ def on(repetitions: int) -> dict[str, object]:
             "apply_kvcached",
         )
     }
-    first = zip(*list(parts.values())[:4], strict=True)
-    own = [modules + before + features - device for modules, before, features, device in first]
+    counted = ("modules", "before_vllm", "apply_features", "host_device")
+    each = zip(*(parts[name] for name in counted), strict=True)
+    own = [modules + before + features - device for modules, before, features, device in each]
     plain, ours = ([spent["cpu"] for spent in samples[kind]] for kind in ("without", "with"))
     return {
         "repetitions": repetitions,
