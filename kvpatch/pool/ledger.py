@@ -39,6 +39,10 @@ class Busy(TimeoutError):
     """Somebody holds the lock of the folder, and does not let it go."""
 
 
+class Lingers(Busy):
+    """An engine of the same name was killed, and the kernel has not freed its memory."""
+
+
 class Different(Exception):
     """The running engines of the pool were started with another size.
 
@@ -71,6 +75,27 @@ class Peer(NamedTuple):
     def answers(self, now: float) -> bool:
         """Return whether it has looked at the ledger lately."""
         return not self.dying and now - self.owner.looked < SILENT
+
+
+class Taken(NamedTuple):
+    """What the engines of a pool have, together.
+
+    Attributes:
+        committed: bytes, those included that are being freed.
+        ceiling: bytes that those that run may have at most.
+    """
+
+    committed: int
+    ceiling: int
+
+
+def taken(peers: Iterable[Peer]) -> Taken:
+    """Return what engines have, together."""
+    every = list(peers)
+    return Taken(
+        sum(one.owner.committed for one in every),
+        sum(one.owner.ceiling for one in every if not one.dying),
+    )
 
 
 class View(NamedTuple):
@@ -106,14 +131,17 @@ class Member:
         path: of its record.
         file: the record, locked.
         owner: what it has.
+        limit: of the pool.
     """
 
-    def __init__(self, path: Path, file: int, owner: Owner) -> None:
+    def __init__(self, path: Path, file: int, owner: Owner, limit: Limit) -> None:
         self.path = path
         self._file = file
         self._owner = owner
+        self._limit = limit  # at the last look
         self._pid = os.getpid()
-        self._asked = Ask(0, 0.0)  # at the last look
+        self._asked = self._answered = Ask(0, 0.0)  # at the last look; what it has given
+        self._processes = [os.getpid()]  # that hold its memory
 
     @property
     def committed(self) -> int:
@@ -144,9 +172,8 @@ class Member:
         if not self.counted:
             return False
         with suppress(Busy, Foreign), _alone(self.path.parent, TO_LOOK):
-            limit = _read_limit(self.path.parent)
             others = sum(peer.owner.committed for peer in _survey(self.path.parent, self.path))
-            if limit is None or others + self._owner.committed + size > limit.current:
+            if others + self._owner.committed + size > self._read_limit().current:
                 return False
             self._owner = self._owner._replace(committed=self._owner.committed + size)
             record.write_owner(self._file, self._owner)
@@ -179,13 +206,25 @@ class Member:
             )
             record.write_owner(self._file, self._owner)
             peers = _survey(self.path.parent, self.path)
-            limit = _read_limit(self.path.parent)
+            limit = self._read_limit()
             self._asked = record.read_ask(self._file)
-        current = limit.current if limit is not None else 0
-        return View(current, self._owner.committed, peers, self._asked.size)
+            if self._asked == self._answered:  # the lock was not to be had then
+                self._asked = Ask(0, 0.0)
+                record.write_ask(self._file, self._asked)
+        return View(limit.current, self._owner.committed, peers, self._asked.size)
+
+    def _read_limit(self) -> Limit:
+        """Return the limit, under the lock; write it again if a cleaner of /dev/shm removed it."""
+        found = _read_limit(self.path.parent)
+        if found is None:
+            _write_limit(self.path.parent, self._limit)
+        else:
+            self._limit = found
+        return self._limit
 
     def answer(self) -> None:
         """Note that what was asked for at the last look is being given back, or cannot be."""
+        self._answered = self._asked
         with suppress(Busy, OSError), _alone(self.path.parent, TO_LOOK):
             if record.read_ask(self._file) == self._asked:  # else somebody asked since
                 record.write_ask(self._file, Ask(0, 0.0))
@@ -202,7 +241,23 @@ class Member:
 
     def held_by(self, pids: Iterable[int]) -> None:
         """Note which other processes hold its memory; each of them has called ``hold``."""
-        record.write_processes(self._file, _started((os.getpid(), *pids)))
+        self._processes = [os.getpid(), *pids]
+        record.write_processes(self._file, _started(self._processes))
+
+    def join_again(self) -> None:
+        """Take part again after the record was removed; nothing may be committed.
+
+        The workers hold no lock on the new one. Where the engine is killed, it counts until the
+        processes that it names are gone.
+
+        Raises:
+            Different, Foreign, Busy, OSError: as ``join``.
+        """
+        assert not self._owner.committed, "nobody counted it"
+        again = join(self.path, self._limit.configured, self._owner)
+        os.close(self._file)
+        self._file, self._limit = again._file, again._limit
+        record.write_processes(self._file, _started(self._processes))
 
     def leave(self) -> None:
         """End this engine's part; its memory has been freed, or goes with its processes."""
@@ -243,18 +298,21 @@ def join(path: Path, size: int, owner: Owner) -> Member:
     Raises:
         Different: the running engines were started with another size.
         Foreign: a running engine's record cannot be read.
+        Lingers: an engine of the same name was killed, and its memory is not freed.
         Busy: the lock is not to be had.
         private.Unsafe: the folder is open to others, or another user's.
         OSError: there is no room in /dev/shm.
     """
     private.make_folder(path.parent)
     # What is left of an engine of the same name that was killed a moment ago.
-    _wait(lambda: _gone_from(path), TO_START)
+    lingers = Lingers("the memory of an engine with this engine_id has not been freed")
+    _wait(lambda: _gone_from(path), TO_START, lingers)
     with _alone(path.parent, TO_START):
         others = _survey(path.parent, None)
         limit = _read_limit(path.parent)
         if limit is None or all(peer.dying for peer in others):
-            _write_limit(path.parent, Limit(size, size))
+            limit = Limit(size, size)
+            _write_limit(path.parent, limit)
         elif limit.configured != size:
             raise Different(limit.configured)
         file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o600)
@@ -267,7 +325,7 @@ def join(path: Path, size: int, owner: Owner) -> Member:
             path.unlink(missing_ok=True)
             os.close(file)
             raise
-    return Member(path, file, owner)
+    return Member(path, file, owner, limit)
 
 
 def _gone_from(path: Path) -> None:
@@ -340,12 +398,13 @@ def _alone(folder: Path, patience: float) -> AbstractContextManager[None]:
     """
 
     def lock(file: int) -> None:
-        _wait(lambda: fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB), patience)
+        busy = Busy(f"the host pool's lock was held for {patience} s")
+        _wait(lambda: fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB), patience, busy)
 
     return private.alone(folder, lock)
 
 
-def _wait(attempt: Callable[[], None], patience: float) -> None:
+def _wait(attempt: Callable[[], None], patience: float, otherwise: Busy) -> None:
     until, pause = time.monotonic() + patience, 0.0002
     while True:
         try:
@@ -353,7 +412,7 @@ def _wait(attempt: Callable[[], None], patience: float) -> None:
             return
         except BlockingIOError:
             if time.monotonic() > until:
-                raise Busy(f"the host pool's lock was held for {patience} s") from None
+                raise otherwise from None
         time.sleep(pause)
         pause = min(2 * pause, 0.02)
 

@@ -172,6 +172,14 @@ def mapped(manager: Any) -> int:
     return int(pages["inuse_pages"] + pages["reserved_pages"]) * page_bytes(manager)
 
 
+def free(manager: Any) -> int:
+    """Return the bytes that nobody has mapped, of the fullest of an engine's devices.
+
+    On the engine's thread: CUDA answers for the device of the thread that asks.
+    """
+    return int(manager._get_cached_avail_physical_pages()) * page_bytes(manager)
+
+
 def limit(manager: Any) -> int:
     """Return the bytes that an engine may map, as its pool in /dev/shm has them; on any thread.
 

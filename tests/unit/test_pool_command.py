@@ -11,10 +11,11 @@ from pathlib import Path
 import pytest
 from pool_world import MIB, owner
 
-from kvpatch import cli, environ
+from kvpatch import cli, environ, host_memory
 from kvpatch.doctor import Level
 from kvpatch.doctor import pool as doctor
 from kvpatch.environ import HOST_POOL
+from kvpatch.host_memory import HostMemory
 from kvpatch.pool import ledger
 
 
@@ -80,6 +81,31 @@ def test_the_limit_is_set(engine: ledger.Member, capsys: pytest.CaptureFixture[s
     assert code == 0
     assert text.splitlines()[0] == "2 MiB of 1 MiB committed (started with 8 MiB)"
     assert engine.look(0, 0.0).limit == MIB
+
+
+def test_a_limit_below_an_extent_is_said(
+    engine: ledger.Member, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert printed(capsys, "1MiB")[1].splitlines()[-1].endswith("s")
+    assert "stores nothing: it takes 1 MiB at a time" in printed(capsys, "524288")[1]
+
+
+def test_a_limit_above_the_memory_of_the_machine_is_refused(
+    engine: ledger.Member, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The engine may have 64 MiB, and has two of them."""
+    free = HostMemory(shm=20 * MIB, container=None, available=100 * MIB, swap=0)
+    monkeypatch.setattr(host_memory, "here", lambda: free)
+    assert printed(capsys, "22MiB")[0] == 0
+    code, text = printed(capsys, "23MiB")
+    assert code == 2
+    assert text.startswith("the engines of the pool may take 23 MiB then, and /dev/shm and the")
+    assert "have 22 MiB for it" in text
+    assert engine.look(0, 0.0).limit == 22 * MIB
+    monkeypatch.setattr(host_memory, "here", lambda: free._replace(shm=0, available=0))
+    assert printed(capsys, "21MiB")[0] == 0, "a lower one is none of its business"
+    monkeypatch.setattr(host_memory, "here", lambda: free._replace(shm=62 * MIB))
+    assert printed(capsys, "1024GiB")[0] == 0, "no engine can take it"
 
 
 def test_an_engine_that_does_not_look_is_shown_as_such(

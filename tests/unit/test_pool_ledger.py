@@ -143,6 +143,54 @@ def test_what_is_asked_for_between_a_look_and_its_answer_is_not_lost(folder: Pat
         member.leave()
 
 
+def test_what_was_given_is_not_given_again_where_the_answer_was_not_written(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one, two = join(folder, name="one"), join(folder, name="two")
+    (peer,) = two.look(0, 0.0).peers
+    two.ask(peer, MIB)
+    assert one.look(0, 0.0).asked == MIB
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(ledger, "TO_LOOK", 0.01)
+        file = os.open(folder, os.O_RDONLY)
+        fcntl.flock(file, fcntl.LOCK_EX)
+        one.answer()
+        os.close(file)
+    assert one.look(0, 0.0).asked == 0
+    two.ask(peer, MIB)
+    assert one.look(0, 0.0).asked == MIB, "another question"
+    one.leave()
+    two.leave()
+
+
+def test_a_limit_that_was_removed_is_there_again(folder: Path) -> None:
+    """A cleaner of /dev/shm takes what has not been written for days; records are, all the time."""
+    one = join(folder, name="one")
+    assert one.take(2 * MIB)
+    assert ledger.set_limit(folder, 4 * MIB)
+    assert one.look(0, 0.0).limit == 4 * MIB
+    for _ in range(2):
+        (folder / ledger.LIMIT).unlink()
+        assert one.look(0, 0.0).limit == 4 * MIB
+    (folder / ledger.LIMIT).unlink()
+    assert one.take(MIB)
+    assert not one.take(2 * MIB)
+    with pytest.raises(ledger.Different):
+        join(folder, 16 * MIB, name="two")
+    one.leave()
+    assert list(folder.iterdir()) == []
+
+
+def test_an_engine_whose_memory_is_not_freed_is_said(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ledger, "TO_START", 0.1)
+    one = join(folder, name="one")
+    with pytest.raises(ledger.Lingers, match="has not been freed"):
+        join(folder, name="one")
+    one.leave()
+
+
 def test_an_engine_whose_record_was_removed_takes_nothing_and_gives_all(folder: Path) -> None:
     """As systemd-logind does with RemoveIPC, or an operator: nobody counts what it has."""
     engine = Engine(folder, "one")
