@@ -119,9 +119,12 @@ def test_a_pool_without_a_limit_has_the_allocators(python: Callable[[str], str])
 
         made = manager()
         size = kvcached_api.pages_at_most(made) * kvcached_api.page_bytes(made)
-        for content in (bytes(24), b""):  # kvctl limit NAME 0; and cut off
+        nearly = (1).to_bytes(8, sys.byteorder) + bytes(16)  # less than a byte of each layer
+        for content in (bytes(24), nearly, b""):  # kvctl limit NAME 0, and 1; and cut off
             Path(get_ipc_path(NAME)).write_bytes(content)
+            wait_until(lambda: kvcached_api.reported_limit(made) is None)
             assert kvcached_api.limit(made) == size > 0
+            assert kvcached_api.is_applied(made)
         os.unlink(get_ipc_path(NAME))
         assert kvcached_api.limit(made) == size
         """
