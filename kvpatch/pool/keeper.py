@@ -12,9 +12,9 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager
 
 from kvpatch.logs import log
-from kvpatch.pool import ledger
 from kvpatch.pool.extents import Extents
-from kvpatch.pool.ledger import Busy, Foreign, Member, Peer, View
+from kvpatch.pool.ledger import Busy, Foreign, Peer
+from kvpatch.pool.member import Different, Member, View
 from kvpatch.pool.memory import Memory
 from kvpatch.pool.ranks import Failed, Ranks
 
@@ -210,7 +210,7 @@ class Keeper:
         elif not self.member.committed and self._clock() >= self._broken_until:
             try:
                 self.member.join_again()
-            except (ledger.Different, Foreign, OSError) as error:  # Busy is one
+            except (Different, Foreign, OSError) as error:  # Busy is one
                 log.debug("kvpatch: the host pool is not joined again: %r", error)
                 self._broken_until = self._clock() + AGAIN
 

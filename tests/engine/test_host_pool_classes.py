@@ -25,7 +25,7 @@ from kvpatch.patches.elastic_memory.regions import Regions
 from kvpatch.patches.host_pool import FEATURE, engine, presence, region
 from kvpatch.patches.host_pool.tier import Pooled
 from kvpatch.patches.offloading.registration import canonical
-from kvpatch.pool import ledger
+from kvpatch.pool import ledger, member
 from kvpatch.pool.keeper import Keeper
 from kvpatch.refusal import Refusal
 from kvpatch.supported import release_of
@@ -409,7 +409,7 @@ def test_the_coldest_blocks_go_for_another_engine_and_routers_hear_of_it(started
     one.keeper.member.answer()
     peer = ledger.show(presence.home())
     assert peer is not None
-    other = ledger.join(ledger.record_of(presence.home(), "other"), 64 * MIB, peer[1][0].owner)
+    other = member.join(ledger.record_of(presence.home(), "other"), 64 * MIB, peer[1][0].owner)
     (seen,) = [found for found in other.look(0, 0.0).peers if found.path == one.keeper.member.path]
     other.ask(seen, MIB)
     one.turn()

@@ -14,7 +14,7 @@ import pytest
 from pool_world import MIB, counted
 
 from kvpatch.pool import keeper as keeping
-from kvpatch.pool import ledger, record
+from kvpatch.pool import ledger, member, record
 from kvpatch.pool.extents import Extents
 from kvpatch.pool.keeper import Keeper
 from kvpatch.pool.memory import Memory
@@ -58,7 +58,7 @@ class Engine:
         os.ftruncate(file, tier)
         self.memory = Memory(file)
         owner = Owner(0, 0, tier, MIB, 0.0, world.now, ledger.pid_namespace(), name)
-        self.member = ledger.join(ledger.record_of(world.folder, name), world.size, owner)
+        self.member = member.join(ledger.record_of(world.folder, name), world.size, owner)
         self.ranks = Ranks()
         self.extents = Extents(tier // CHUNK, CHUNK, MIB, world.clock)
         self.pinned: set[int] = set()

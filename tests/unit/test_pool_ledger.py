@@ -24,7 +24,9 @@ from pool_world import MIB, Engine, counted, in_child, join, killed_at, owner
 
 from kvpatch import private
 from kvpatch.pool import ledger, record
-from kvpatch.pool.ledger import Busy, Different, Foreign
+from kvpatch.pool.ledger import Busy, Foreign
+from kvpatch.pool.member import Different, Lingers, Member
+from kvpatch.pool.member import join as join_as
 from kvpatch.pool.memory import Memory
 from kvpatch.pool.record import Limit
 
@@ -175,7 +177,7 @@ def test_a_limit_that_was_removed_is_there_again(folder: Path) -> None:
     (folder / ledger.LIMIT).unlink()
     assert one.take(MIB)
     assert not one.take(2 * MIB)
-    with pytest.raises(ledger.Different):
+    with pytest.raises(Different):
         join(folder, 16 * MIB, name="two")
     one.leave()
     assert list(folder.iterdir()) == []
@@ -186,7 +188,7 @@ def test_an_engine_whose_memory_is_not_freed_is_said(
 ) -> None:
     monkeypatch.setattr(ledger, "TO_START", 0.1)
     one = join(folder, name="one")
-    with pytest.raises(ledger.Lingers, match="has not been freed"):
+    with pytest.raises(Lingers, match="has not been freed"):
         join(folder, name="one")
     one.leave()
 
@@ -324,7 +326,7 @@ def test_an_engine_of_another_container_counts_for_as_long_as_the_kernel_may_nee
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     one = join(folder, name="one")
-    two = ledger.join(ledger.record_of(folder, "two"), 8 * MIB, owner(namespace=1))
+    two = join_as(ledger.record_of(folder, "two"), 8 * MIB, owner(namespace=1))
     assert two.take(4 * MIB)
     fcntl.flock(two._file, fcntl.LOCK_UN)
     now = time.monotonic()
@@ -420,7 +422,7 @@ def test_a_folder_that_others_can_enter_is_neither_shown_nor_changed(folder: Pat
 
 
 def test_records_of_many_processes_and_long_names_fit(folder: Path) -> None:
-    one = ledger.join(ledger.record_of(folder, "one"), MIB, owner(name="é" * 100))
+    one = join_as(ledger.record_of(folder, "one"), MIB, owner(name="é" * 100))
     one.held_by([os.getpid()] * 200)
     assert len(record.read_processes(one._file)) == record.MOST_PROCESSES
     shown = ledger.show(folder)
@@ -507,7 +509,7 @@ class Pools(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
         self.folder = HERE / f"kvpatch-test-pool-{os.getpid()}-{os.urandom(4).hex()}"
-        self.watcher: ledger.Member | None = None
+        self.watcher: Member | None = None
         self.engines: dict[str, tuple[int, Any]] = {}
         self.files: dict[str, Memory] = {}
         self.has: dict[str, set[int]] = {}

@@ -13,7 +13,7 @@ from kvpatch import claims, private, state
 from kvpatch.patch import argument
 from kvpatch.patches.host_pool import presence, rules
 from kvpatch.patches.host_pool.tier import Pooled, evict
-from kvpatch.pool import ledger
+from kvpatch.pool import ledger, member
 from kvpatch.pool.extents import Extents
 from kvpatch.pool.keeper import Keeper
 from kvpatch.pool.memory import Memory
@@ -180,10 +180,10 @@ class Part:
         self._member.leave()
 
 
-def _join(path: Any, size: int, owner: Owner) -> ledger.Member:
+def _join(path: Any, size: int, owner: Owner) -> member.Member:
     try:
-        return ledger.join(path, size, owner)
-    except ledger.Different as error:
+        return member.join(path, size, owner)
+    except member.Different as error:
         raise Refusal(
             f"KVPATCH_HOST_POOL is {readable(size)} here and {readable(error.size)} in running "
             "engines",
@@ -192,7 +192,7 @@ def _join(path: Any, size: int, owner: Owner) -> ledger.Member:
             "pool with kvpatch pool SIZE",
             code="KVP345",
         ) from error
-    except ledger.Lingers as error:
+    except member.Lingers as error:
         raise Refusal(
             "the host pool has an engine of this engine_id",
             str(error),
