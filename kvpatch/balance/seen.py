@@ -140,7 +140,7 @@ def silent(found: Found, why: str) -> Found:
 def found_tokens() -> dict[int, int]:
     """Return the tokens of prompts that were found, on the device or in the tier, by pid."""
     return {
-        seen.pid: sum(hits.values())
+        seen.pid: hits.get("device", 0) + hits.get("tier", 0)  # what came from a disk included
         for seen in _engines()
         if seen.page is not None and (hits := seen.page.content["engine"].get("hits"))
     }

@@ -15,6 +15,7 @@ import time
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -25,6 +26,7 @@ from kvpatch.balance.options import Options, Wrong
 from kvpatch.balance.policy import Terms
 from kvpatch.cli import balance as command
 from kvpatch.control import protocol
+from kvpatch.telemetry.reader import State
 
 MIB, GIB = 1 << 20, 1 << 30
 ROOT = Path(__file__).parents[2]
@@ -204,6 +206,16 @@ def test_tokens_that_prompts_found_are_bytes(
     assert seen.look({})["chat"].engine.found == 100 * MIB  # 1000 of them are 50 MiB
     monkeypatch.setattr(seen, "found_tokens", dict)
     assert seen.look({})["chat"].engine.found is None
+
+
+def test_what_came_from_a_disk_is_found_once(
+    pair: tuple[Engine, Engine], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is of the tier's hits, which are counted without their source too."""
+    content = {"engine": {"hits": {"device": 1000, "tier": 700, "disk": 600}}}
+    page = SimpleNamespace(pid=os.getpid(), state=State.RUNS, page=SimpleNamespace(content=content))
+    monkeypatch.setattr(seen.reader, "all_of", lambda everyone: [page])
+    assert seen.found_tokens() == {os.getpid(): 1700}
 
 
 def test_a_suspended_engine_is_seen_as_one(pair: tuple[Engine, Engine]) -> None:
