@@ -75,7 +75,7 @@ def test_a_group_of_a_window_needs_no_more_than_its_window(worlds: Any) -> None:
 
 
 def test_an_engine_says_what_it_needs(engine: World, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(HOST_DEVICE.name, "1GiB")
+    platform(monkeypatch, None, cpu=True)
     monkeypatch.setenv(HOST_DEVICE_DIR.name, "/dev/shm/one")
     add(engine, "a", 5 * TOKENS)
     assert answer(engine.suspension, {"verb": "demand"}, 0.0) == {
@@ -88,12 +88,13 @@ def test_an_engine_says_what_it_needs(engine: World, monkeypatch: pytest.MonkeyP
     }
 
 
-def platform(monkeypatch: pytest.MonkeyPatch, uuid: Any) -> None:
+def platform(monkeypatch: pytest.MonkeyPatch, uuid: Any, cpu: bool = False) -> None:
     module = ModuleType("vllm.platforms")
-    module.current_platform = SimpleNamespace(get_device_uuid=uuid)  # type: ignore[attr-defined]
+    here = SimpleNamespace(get_device_uuid=uuid, is_cpu=lambda: cpu)
+    module.current_platform = here  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "vllm", ModuleType("vllm"))
     monkeypatch.setitem(sys.modules, "vllm.platforms", module)
-    monkeypatch.delenv(HOST_DEVICE.name, raising=False)
+    monkeypatch.setenv(HOST_DEVICE.name, "1GiB")  # which a GPU does not look at
 
 
 def test_a_device_has_the_name_of_its_makers_library(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from kvpatch.environ import HOST_DEVICE, HOST_DEVICE_DIR
+from kvpatch.environ import HOST_DEVICE_DIR
 from kvpatch.patches.suspend.suspension import Cannot
 from kvpatch.upstream import kvcached_api, requests
 
@@ -38,10 +38,10 @@ def device(engine: Any) -> str:
     Raises:
         Cannot: vLLM does not know it.
     """
-    if HOST_DEVICE.read():
-        return f"host device {HOST_DEVICE_DIR.read() or '/dev/shm'}"
     from vllm.platforms import current_platform
 
+    if current_platform.is_cpu():
+        return f"host device {HOST_DEVICE_DIR.read() or '/dev/shm'}"
     ranks = range(engine.vllm_config.parallel_config.world_size)
     try:
         names = sorted(str(current_platform.get_device_uuid(rank)) for rank in ranks)
