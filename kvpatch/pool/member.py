@@ -184,7 +184,7 @@ class Member:
             Different, Foreign, Busy, OSError: as ``join``.
         """
         assert not self._owner.committed, "nobody counted it"
-        again = join(self.path, self._limit.configured, self._owner)
+        again = join(self.path, self._limit.configured, self._owner, self._limit)
         os.close(self._file)
         self._file, self._limit = again._file, again._limit
         record.write_processes(self._file, ledger.started(self._processes))
@@ -199,7 +199,8 @@ class Member:
             fcntl.flock(self._file, fcntl.LOCK_UN)  # a forked worker has a copy
             try:
                 fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                self.path.unlink()
+                if self.counted:  # else what is there is the next one's
+                    self.path.unlink()
             except BlockingIOError:
                 pass  # a worker still has the memory; who looks next removes the record
             ledger.remove_limit(self.path.parent)
@@ -207,13 +208,14 @@ class Member:
         self._file = -1
 
 
-def join(path: Path, size: int, owner: Owner) -> Member:
+def join(path: Path, size: int, owner: Owner, known: Limit | None = None) -> Member:
     """Take part in the pool of a folder, with nothing committed.
 
     Args:
         path: of the engine's record, see ``record_of``; its folder is made if it is missing.
         size: the limit, which all running engines must have been started with.
         owner: how the record begins.
+        known: the limit if the pool has none, as somebody may have set it; None for ``size``.
 
     Raises:
         Different: the running engines were started with another size.
@@ -231,7 +233,7 @@ def join(path: Path, size: int, owner: Owner) -> Member:
         others = ledger.survey(path.parent, None)
         limit = ledger.read_limit(path.parent)
         if limit is None or all(peer.dying for peer in others):
-            limit = Limit(size, size)
+            limit = known or Limit(size, size)
             ledger.write_limit(path.parent, limit)
         elif limit.configured != size:
             raise Different(limit.configured)

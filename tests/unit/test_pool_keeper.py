@@ -509,6 +509,23 @@ def test_an_engine_whose_record_was_removed_joins_again(world: World) -> None:
     os.close(file)
 
 
+def test_a_limit_that_was_lowered_stays_lowered_when_the_records_were_removed(
+    world: World,
+) -> None:
+    one = world.engine()
+    assert ledger.set_limit(world.folder, 2 * MIB)
+    one.turn()
+    shutil.rmtree(world.folder)
+    one.turn(3)
+    world.now += keeping.AGAIN
+    one.turn(2)
+    assert one.keeper.broken == ""
+    assert one.keeper.view is not None
+    assert one.keeper.view.limit == 2 * MIB
+    other = world.engine("two")  # that was started with the same size
+    assert other.member.look(0, 0.0).limit == 2 * MIB
+
+
 def test_an_engine_does_not_join_a_pool_of_another_size(world: World) -> None:
     one = world.engine()
     shutil.rmtree(world.folder)

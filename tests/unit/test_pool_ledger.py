@@ -212,6 +212,16 @@ def test_an_engine_whose_record_was_removed_takes_nothing_and_gives_all(folder: 
     other.leave()
 
 
+def test_an_engine_whose_record_was_removed_leaves_that_of_the_next_one(folder: Path) -> None:
+    one = join(folder, name="one")
+    one.path.unlink()
+    two = join(folder, name="one")
+    one.leave()
+    assert two.counted
+    assert two.take(MIB)
+    two.leave()
+
+
 def test_an_engine_that_ends_while_its_process_goes_on_counts_no_more(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
