@@ -72,7 +72,7 @@ class Balance:
         tell: called with everything that happens.
         dry: whether limits are not set.
         settings: of the policy.
-        look, set_limit, clock, wall: what a test replaces.
+        look, set_limit, unheard, clock, wall: what a test replaces.
 
     Attributes:
         found: the engines of the last look, by name.

@@ -1,4 +1,7 @@
-"""The only access to kvcached's internals: its memory layout, its tensors, its page manager."""
+"""The access to kvcached's internals: its memory layout, its tensors, its page manager.
+
+What is beside the limit in its pool is in ``kvcached_limits``; nobody else reads private names.
+"""
 
 from __future__ import annotations
 
@@ -210,11 +213,16 @@ def set_limit(manager: Any, size: int) -> bool:
     Raises:
         OSError: the pool is gone.
     """
-    _write_limit(manager, size)
+    write_limit(manager, size)
     return bool(manager.resize(size // manager.num_layers // manager.num_kv_buffers))
 
 
-def _write_limit(manager: Any, size: int) -> None:
+def write_limit(manager: Any, size: int) -> None:
+    """Write the bytes that an engine may map to its pool; on the engine's thread.
+
+    Raises:
+        OSError: the pool is gone, or another user's.
+    """
     from kvcached.cli.utils import MemInfoStruct, RwLockedShm
 
     with RwLockedShm(manager.ipc_name, MemInfoStruct.SHM_SIZE, RwLockedShm.WLOCK) as pool:
@@ -236,7 +244,7 @@ def give_all_back(manager: Any) -> int | None:
         return None
     manager.trim()  # what its thread mapped in between
     size = pages * page_bytes(manager)
-    _write_limit(manager, size)
+    write_limit(manager, size)
     return size
 
 

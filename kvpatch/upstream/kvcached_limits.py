@@ -30,7 +30,7 @@ def publish_revision(manager: Any) -> None:
     """
     size = int(manager._memory_limit_effective_bytes)
     # 0 is no limit there.
-    kvcached_api._write_limit(manager, max(size, kvcached_api.page_bytes(manager)))
+    kvcached_api.write_limit(manager, max(size, kvcached_api.page_bytes(manager)))
 
 
 def map_no_more(manager: Any, size: int) -> None:

@@ -243,7 +243,7 @@ def test_a_limit_that_could_not_be_given_back_is_said(
     world = worlds()
     world.suspension.suspend(False, False, None)
     world.until_idle()
-    monkeypatch.setattr(kvcached_api, "_write_limit", fail)
+    monkeypatch.setattr(kvcached_api, "write_limit", fail)
     world.suspension.resume()
     world.until_idle()
     assert "could not be set again" in answers(world.suspension, {"verb": "resume"})["error"]

@@ -323,7 +323,7 @@ def test_a_revision_that_cannot_be_written_to_shm_is_said_once(
         tried.append(1)
         raise PermissionError("of a test")
 
-    monkeypatch.setattr(kvcached_api, "_write_limit", fail)
+    monkeypatch.setattr(kvcached_api, "write_limit", fail)
     world.manager.set_memory_limit(7 * PAGE, revision=1)
     for _ in range(3):
         world.giving.advance()

@@ -332,7 +332,7 @@ def test_a_limit_that_cannot_be_set_again_leaves_no_request_waiting(
     world.suspension.suspend(False, False, None)
     while world.suspension.phase is not phase:
         world.step()
-    monkeypatch.setattr(kvcached_api, "_write_limit", broken)
+    monkeypatch.setattr(kvcached_api, "write_limit", broken)
     world.manager.reported = world.manager.limit
     if phase is not Phase.SUSPENDED:
         world.manager.reported = 3 * PAGE  # kvcached's thread may never read what was wished for
@@ -416,7 +416,7 @@ def test_an_error_of_ours_is_given_up_though_the_limit_cannot_be_set(
     worlds: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     world = filled(worlds)
-    monkeypatch.setattr(kvcached_api, "_write_limit", broken)
+    monkeypatch.setattr(kvcached_api, "write_limit", broken)
     said = suspended(world)  # the floor is not written, and neither is what it was
     assert said["phase"] == "runs"
     assert "PermissionError" in said["error"]
@@ -436,7 +436,7 @@ def test_a_floor_that_was_not_written_is_no_limit_to_come_back_to(
         if size == PAGE:
             raise PermissionError("of a test")
 
-    monkeypatch.setattr(kvcached_api, "_write_limit", write)
+    monkeypatch.setattr(kvcached_api, "write_limit", write)
     assert suspended(world)["phase"] == "runs"
     assert world.manager.total == MOST
 
