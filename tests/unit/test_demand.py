@@ -11,7 +11,7 @@ from suspend_world import MOST, PAGE, World, worlds
 
 from kvpatch import environ
 from kvpatch.environ import FIRST_LIMIT, HOST_DEVICE, HOST_DEVICE_DIR
-from kvpatch.patches.first_limit import birth, rules
+from kvpatch.patches.first_limit import birth, presence, rules
 from kvpatch.patches.suspend import demand as demands
 from kvpatch.patches.suspend.server import answer
 from kvpatch.patches.suspend.suspension import Cannot
@@ -201,9 +201,9 @@ def test_a_first_limit_below_one_request_is_refused_with_a_sentence(
 
 def test_unset_it_is_off(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv(FIRST_LIMIT.name, raising=False)
-    assert not birth.wanted()
+    assert not presence.wanted()
     monkeypatch.setenv(FIRST_LIMIT.name, "25%")
-    assert birth.wanted()
+    assert presence.wanted()
 
 
 @pytest.mark.parametrize(

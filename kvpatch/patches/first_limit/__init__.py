@@ -17,7 +17,7 @@ FEATURE = Feature(
     summary="with `KVPATCH_FIRST_LIMIT`, an engine has a limit before its first request",
     since=FLOOR,
     optional=True,
-    wanted=f"{_CODE}.birth:wanted",
+    wanted=f"{_CODE}.presence:wanted",
     rules=f"{_CODE}.rules:RULES",
     seams=(
         Patch(

@@ -12,11 +12,6 @@ from kvpatch.sizes import readable
 from kvpatch.upstream import kvcached_api, requests
 
 
-def wanted() -> bool:
-    """Whether engines of this process have a first limit."""
-    return bool(FIRST_LIMIT.read())
-
-
 def around_engine_start(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> None:
     """Limit an engine that has just started. Wraps ``EngineCore.__init__``.
 

@@ -20,7 +20,6 @@ from kvpatch import private
 from kvpatch.control import protocol
 from kvpatch.logs import log
 from kvpatch.patches.suspend import queue
-from kvpatch.patches.suspend.demand import demand
 from kvpatch.patches.suspend.suspension import Cannot, Phase, Suspension
 from kvpatch.telemetry.counters import refused
 from kvpatch.upstream import kvcached_api, kvcached_limits
@@ -101,6 +100,8 @@ def answer(suspension: Suspension, asked: dict[str, Any], since: float) -> dict[
             raise Cannot("the revision is no number")
         suspension.limit(size, revision)
     elif verb == "demand":
+        from kvpatch.patches.suspend.demand import demand  # here, because few engines are asked
+
         return demand(suspension.engine)
     else:
         raise Cannot(f"it knows {', '.join(protocol.VERBS)}, and not {verb!r}")
