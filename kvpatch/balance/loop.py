@@ -144,15 +144,13 @@ class Balance:
         size = self._size(device)
         if size is None:
             return ()
-        pages = [one.page for one in self._on(device)]
-        settings = replace(self._settings, page=max(self._settings.page, *pages))
         plan = policy.plan(
             [one.engine for one in self._on(device)],
             size,
             self._past.get(device, {}),
             self._clock(),
             self._rule,
-            settings,
+            self._settings,
         )
         self._past[device] = plan.past
         if self._dry:
@@ -165,7 +163,7 @@ class Balance:
             if gives:
                 self._see(self._look(self.found))
             after = [one.engine for one in self._on(device)]
-            for move in policy.grants(plan.moves, after, size, settings.page):
+            for move in policy.grants(plan.moves, after, size, self._settings.page):
                 self._do(move, GETS)
         return plan.notes
 

@@ -58,6 +58,7 @@ class Engine:
             if it does not tell.
         answers: whether it can be told another limit now.
         suspended: whether it is suspended; it keeps nothing and needs nothing.
+        page: bytes of its pages, to which its limits are rounded; 0 for those of the settings.
     """
 
     name: str
@@ -72,11 +73,17 @@ class Engine:
     answers: bool = True
     suspended: bool = False
     born: int = 0
+    page: int = 0
 
     @property
     def held(self) -> int:
         """Bytes that nobody else can count on."""
         return max(self.limit, self.mapped)
+
+    @property
+    def stands(self) -> int:
+        """Bytes below which a request may wait for ever."""
+        return min(self.least, self.most)
 
 
 @dataclass(frozen=True)
@@ -84,7 +91,7 @@ class Settings:
     """How memory is moved.
 
     Attributes:
-        page: bytes to which limits are rounded; a page of the engine, or more.
+        page: bytes to which limits are rounded of engines that do not say how large a page is.
         memory_of: seconds after which what an engine found counts half.
         least_move: part of a limit below which a move is not worth its copies.
         learn: seconds for which an engine is looked at before it gets more for prefixes.
@@ -227,7 +234,7 @@ def grants(moves: Iterable[Move], engines: Iterable[Engine], device: int, page: 
         moves: of a plan; those that lower a limit were carried out, as far as that was possible.
         engines: as they are after that.
         device: bytes that all of them may map together.
-        page: bytes to which limits are rounded.
+        page: bytes to which limits are rounded of engines that do not say how large a page is.
     """
     now = {one.name: one for one in engines}
     free = max(0, device - sum(one.held for one in now.values()))
@@ -246,7 +253,7 @@ def grants(moves: Iterable[Move], engines: Iterable[Engine], device: int, page: 
     made = []
     for move in wanted:
         limit = min(move.limit, now[move.name].held + int(got[move.name]))
-        limit = limit if limit == move.limit else limit // page * page
+        limit = limit if limit == move.limit else _rounded(limit, now[move.name].page or page)
         if limit > move.before:
             made.append(replace(move, limit=limit))
     return made
@@ -282,7 +289,7 @@ def _remember(
 def _wanted(one: Engine, peak: float, terms: Terms, settings: Settings) -> tuple[int, int, int]:
     """Return the least, the need and the most of an engine, in bytes."""
     most = min(one.most, one.most if terms.ceiling is None else terms.ceiling)
-    least = min(max(terms.floor, one.least, settings.page), one.most)
+    least = min(max(terms.floor, one.least, one.page or settings.page), one.most)
     most = max(most, least)  # a ceiling below one request would be an engine that stands still
     need = min(most, max(least, int(peak * (1 + settings.spare))))
     return least, need, most
@@ -313,7 +320,7 @@ def _shares(
     rates = {name: weight[name] * then[name].rate for name in have}
     give(lambda name: wanted[name][2], rates)
     give(lambda name: wanted[name][2], weight)  # nobody has found anything yet
-    return {name: _rounded(size, settings.page) for name, size in have.items()}
+    return {one.name: _rounded(have[one.name], one.page or settings.page) for one in ours}
 
 
 def _fill(room: float, wanted: Mapping[str, tuple[float, float]]) -> dict[str, float]:
@@ -356,6 +363,7 @@ def _limits(
 ) -> dict[str, int]:
     """Return the limits that are to be set now: steps towards the shares that are worth it."""
     limits = {one.name: one.limit for one in ours}
+    pages = {one.name: one.page or settings.page for one in ours}
     gets: dict[str, int] = {}
     pressed = entitled = False
     for one in ours:
@@ -381,12 +389,12 @@ def _limits(
         gives = _gives(ours, limits, shares, wanted, then, now, pressed, entitled, free, settings)
         for name, size in _alike(short, gives).items():
             # Rounded down: what is left over stays with nobody.
-            limits[name] = _rounded(limits[name] - size, settings.page)
+            limits[name] = _rounded(limits[name] - size, pages[name])
     free = room - sum(
         max(limits[one.name], one.mapped if limits[one.name] >= one.limit else 0) for one in ours
     )
     for name, size in _alike(max(0, free), gets).items():
-        limits[name] += _rounded(size, settings.page)
+        limits[name] = max(limits[name], _rounded(limits[name] + size, pages[name]))
     return limits
 
 
@@ -405,7 +413,8 @@ def _gives(
     """Return what each engine could give."""
     gives = {}
     for one in ours:
-        over = limits[one.name] - shares[one.name]
+        # What is below one request is nobody's to give: it may be the last look that is taken.
+        over = limits[one.name] - max(shares[one.name], one.stands)
         rested = now - then[one.name].raised >= settings.rest
         worth = over >= settings.least_move * limits[one.name]
         # Between two that both lack memory it would go back and forth. Limits that promise more

@@ -34,7 +34,6 @@ class Found:
         why_not: why it does not say what it needs; empty if it does.
         handle: to ask it; None in tests of others.
         revision: of its limit.
-        page: bytes of one of its pages.
     """
 
     engine: Engine
@@ -44,7 +43,6 @@ class Found:
     why_not: str = ""
     handle: control.Engine | None = field(default=None, compare=False)
     revision: int = 0
-    page: int = 0
 
 
 def look(before: Mapping[str, Found]) -> dict[str, Found]:
@@ -119,6 +117,7 @@ def of(
         found=tokens * least / longest if tokens is not None and longest else None,
         # While it is on its way into a suspension or back, its limit is its own affair.
         suspended=handle.phase != "runs",
+        page=int(demand.get("page", 0)),
     )
     return Found(
         engine=engine,
@@ -127,7 +126,6 @@ def of(
         models=tuple(handle.models),
         handle=handle,
         revision=int(said.get("revision", 0)),
-        page=int(demand.get("page", 0)),
     )
 
 

@@ -164,6 +164,7 @@ def test_an_engine_that_is_stuck_delays_nobody(
     chat, _ = pair
     before = seen.look({})
     assert before["chat"].engine.answers
+    assert before["chat"].engine.page == 2 * MIB
     chat.mute = True
     begun = time.monotonic()
     after = seen.look(before)

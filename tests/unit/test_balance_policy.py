@@ -217,6 +217,31 @@ def test_floors_that_do_not_fit_are_noted_and_cut_alike() -> None:
     assert made.notes == ("the floors of its engines add up to more than the device has for them",)
 
 
+def test_no_limit_is_lowered_below_one_request() -> None:
+    """A longer request would wait for ever if nobody raised it again, as after a kill."""
+    silent = engine("c", 920, answers=False)
+    made = plan(engine("a", 100), engine("b", 60), engine("d", 30), silent)
+    assert limits(made) == {"a": 50, "b": 50}
+    terms = {"a": Terms(floor=990 * MIB, priority=1000.0), "b": Terms(floor=990 * MIB)}
+    assert limits(plan(engine("a", 500), engine("b", 500), **terms))["b"] == 50
+
+
+def test_engines_have_pages_of_their_own() -> None:
+    """Of a model of many layers one is larger than all that a small one needs."""
+    small = engine("a", 10, needs=60, waiting=1, page=10 * MIB)
+    large = engine("b", 990, 100, page=320 * MIB)
+    assert limits(plan(small, large)) == {"a": 70, "b": 640}
+    small = engine("a", 600, 10, page=10 * MIB, needs=10)
+    large = engine("b", 320, waiting=1, needs=900, page=320 * MIB)
+    assert limits(plan(small, large))["a"] >= 50
+
+
+def test_a_limit_between_two_pages_is_raised_to_the_next_one() -> None:
+    """As one that an operator has set: its last part is of no use."""
+    one = engine("a", 150, needs=180, waiting=1, page=60 * MIB, least=60)
+    assert limits(plan(one, engine("b", 100, 10, most=100))) == {"a": 180}
+
+
 def test_a_newcomer_counts_as_one_of_the_others() -> None:
     past = rated(a=2.0, b=4.0)
     made = plan(engine("a", 500), engine("b", 500), engine("c", 0, least=0), past=past)
