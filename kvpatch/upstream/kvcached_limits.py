@@ -36,8 +36,12 @@ def publish_revision(manager: Any) -> None:
 def map_no_more(manager: Any, size: int) -> None:
     """Let an engine map no page more, as kvcached does while it shrinks to a limit by itself.
 
+    On any thread: a free on the engine's own takes ``in_shrink`` for the word that there is a goal.
+
     Args:
         manager: its page manager.
         size: the limit, in bytes of the K or V of one layer.
     """
-    manager.in_shrink, manager.target_num_blocks = True, size // manager.block_mem_size
+    with manager._lock:  # none where kvcached expects one thread
+        manager.target_num_blocks = size // manager.block_mem_size
+        manager.in_shrink = True

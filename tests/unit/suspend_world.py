@@ -8,6 +8,7 @@ free and the fence lets them.
 from __future__ import annotations
 
 from collections import OrderedDict
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from enum import IntEnum
 from types import SimpleNamespace
@@ -131,6 +132,7 @@ class Manager:
     def __init__(self, pool: Pool) -> None:
         self.pool = pool
         pool.kv_cache_manager = self  # type: ignore[attr-defined]
+        self._lock = nullcontext()
         self.in_shrink = False
         self.trims = 0
         self.mapping = 0  # times that a limit is not lowered because pages are being mapped

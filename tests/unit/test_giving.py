@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from types import SimpleNamespace
 from typing import Any
 
@@ -14,7 +15,7 @@ from kvpatch.patches.suspend import hooks, queue, watch
 from kvpatch.patches.suspend.giving import Stage
 from kvpatch.patches.suspend.suspension import Phase
 from kvpatch.patches.suspend.watch import Look, Watch
-from kvpatch.upstream import kvcached_api
+from kvpatch.upstream import kvcached_api, kvcached_limits
 
 __all__ = ["worlds"]
 
@@ -504,3 +505,22 @@ def test_a_look_of_an_engine_that_cannot_is_kept_to_itself() -> None:
     look = Look(rests=True)
     look.take(SimpleNamespace())  # type: ignore[arg-type]
     assert look.taken.is_set()
+
+
+def test_a_free_on_another_thread_never_meets_a_limit_without_a_goal() -> None:
+    """kvcached asserts that there is one, which would end the engine."""
+    told: list[tuple[str, bool]] = []
+
+    class Manager:
+        block_mem_size = PAGE // BLOCKS
+        _lock = threading.RLock()
+
+        def __setattr__(self, name: str, value: Any) -> None:
+            other: list[bool] = []
+            free = threading.Thread(target=lambda: other.append(self._lock.acquire(blocking=False)))
+            free.start()
+            free.join()
+            told.append((name, not other[0]))
+
+    kvcached_limits.map_no_more(Manager(), 2 * PAGE)
+    assert told == [("target_num_blocks", True), ("in_shrink", True)]
