@@ -81,7 +81,7 @@ class Engine:
         return max(self.limit, self.mapped)
 
     @property
-    def stands(self) -> int:
+    def one_request(self) -> int:
         """Bytes below which a request may wait for ever."""
         return min(self.least, self.most)
 
@@ -414,7 +414,7 @@ def _gives(
     gives = {}
     for one in ours:
         # What is below one request is nobody's to give: it may be the last look that is taken.
-        over = limits[one.name] - max(shares[one.name], one.stands)
+        over = limits[one.name] - max(shares[one.name], one.one_request)
         rested = now - then[one.name].raised >= settings.rest
         worth = over >= settings.least_move * limits[one.name]
         # Between two that both lack memory it would go back and forth. Limits that promise more
