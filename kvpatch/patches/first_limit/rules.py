@@ -9,7 +9,7 @@ from kvpatch.rules import Rule
 from kvpatch.versions import Facts, in_words
 
 # A release enters when tests/long/test_first_limit.py ran on it.
-RELEASES: tuple[str, ...] = ()
+RELEASES: tuple[str, ...] = ("0.32.0",)
 _WHERE = f"on vLLM {in_words(list(RELEASES))} only" if RELEASES else "on no release yet"
 
 

@@ -406,7 +406,7 @@ ROWS: dict[str, Row] = {
     ),
     "first_limit.engine": held(
         "unit/test_demand.py::test_an_engine_is_limited_before_it_has_requests",
-        "no load here asks for a first limit, which is refused (KVP373)",
+        "no load here asks for a first limit",
     ),
     "suspend.engine": held(
         f"{SUSPEND}test_its_pages_are_free_and_it_answers_the_same_afterwards",
