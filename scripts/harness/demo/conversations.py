@@ -28,7 +28,9 @@ T = TypeVar("T")
 QUESTIONS = ("In one sentence, what is this page about?", "Which part of it is used most often?")
 _OPENING = "This is the beginning of a page of Python's manual:\n\n{passage}\n\n{question}"
 # More than the roles of a chat's messages and a system prompt take, in either tokenizer.
-_TEMPLATE_TOKENS = 96
+_TEMPLATE_TOKENS = 48
+# Of requests that arrive at once.
+_APART_SECONDS = 0.1
 
 
 @dataclass
@@ -116,18 +118,21 @@ def hold(
 ) -> list[Answer]:
     """Hold the next turn of conversations, all at once; return every answer.
 
+    They arrive in the same order in every turn: what a full KV cache still has depends on it.
+
     Raises:
         HarnessError: the server answered with an error or stopped in the middle.
     """
 
-    def one(conversation: Conversation) -> Answer:
+    def one(at: int, conversation: Conversation) -> Answer:
+        time.sleep(at * _APART_SECONDS)
         messages = conversation.say()
         answer = Answer(conversation.number, conversation.turn)
         ask(client, messages, answer_tokens, answer)
         conversation.hear(answer)
         return answer
 
-    return at_once(one, conversations)
+    return at_once(one, range(len(conversations)), conversations)
 
 
 def at_once(function: Callable[..., T], *arguments: Sequence[Any]) -> list[T]:

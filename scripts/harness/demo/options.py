@@ -46,7 +46,7 @@ class Loads:
     quick: Load
 
 
-REAL = Loads(Load(6, opening=1100, answer_tokens=24), Load(4, opening=1100, answer_tokens=16))
+REAL = Loads(Load(8, opening=1100, answer_tokens=24), Load(4, opening=1100, answer_tokens=16))
 # One token a byte, and hardly any computation.
 GENERATED = Loads(Load(8, opening=2400, answer_tokens=24), Load(4, opening=2400, answer_tokens=16))
 

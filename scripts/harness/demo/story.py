@@ -267,13 +267,13 @@ class Story:
                 "tokens of returning prompts not computed again",
                 f"{ours.served:,} of {prompts:,}",
                 f"{ours.counted['first_returns']['from_tier']:,} from the CPU tier; plain vLLM, "
-                f"without a tier, has {plain.served:,} left in its half",
+                f"without a tier, has {plain.served:,} left in its half, which depends on their order",
             ),
             Row(
                 "to the first token of a returning conversation",
                 f"{returning_ttft(ours.answers):.1f} s, plain vLLM "
                 f"{returning_ttft(plain.answers):.1f} s",
-                f"median of {len(returning)} that return at once"
+                f"median of {len(returning)} that return at once, in the order they came"
                 + ("" if self.models.real else "; models this small compute as fast as they load"),
             ),
             Row(
