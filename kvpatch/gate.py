@@ -101,9 +101,10 @@ def check_installed(
         environment: may name one vLLM release to start although not validated.
         lifted: codes of refusals that a verdict of ``kvpatch verify`` lifts.
     """
-    wanted = f"{package} {in_words(supported_versions(package))}"
     if not every:
         newest = supported_versions(package)[-1]
+        in_few_words = supported.in_ranges if package == "vllm" else in_words
+        wanted = f"{package} {in_few_words(supported_versions(package))}"
         return Refusal(
             f"{package} is not installed as a distribution in this environment",
             f"kvpatch reads its version from there and supports {wanted}",
@@ -120,18 +121,26 @@ def check_installed(
             code="KVP104",
         )
     name = f"{found.distribution} {found.text}"
+    wanted = _wanted_instead(package, found)
     fault = supported.fault_of(found) if package == "vllm" and found.version else None
     if fault is not None:
         return Refusal(
             f"{name} is an unsupported release",
             fault.why,
-            f"install {wanted} or set {SWITCH}=0",
+            f"install {wanted}, or set {SWITCH}=0",
             code="KVP111",
         )
     if allowed_by_name(found, environment):
         return None
     refusal = _not_validated(package, found, wanted)
     return None if refusal is None or refusal.code in lifted else refusal
+
+
+def _wanted_instead(package: str, found: Installed) -> str:
+    # A patch release may be one that no range of validated ones has, although it is inside of it.
+    if package != "vllm":
+        return f"{package} {in_words(supported.KVCACHED)}"
+    return f"vllm {supported.nearest(found)} or another release that `kvpatch matrix` shows"
 
 
 def _not_validated(package: str, found: Installed, wanted: str) -> Refusal | None:
@@ -152,11 +161,11 @@ def _not_validated(package: str, found: Installed, wanted: str) -> Refusal | Non
             code="KVP106",
         )
     if not found.is_one_of(supported_versions(package)):
-        named = f", set {ALLOW_VLLM}={found.text} to try it all the same,"
+        named = f", set {ALLOW_VLLM}={found.text} to try it all the same"
         return Refusal(
             f"{name} is not a validated release",
             "it has not passed the full engine test matrix",
-            f"install {wanted}{named if package == 'vllm' else ''} or set {SWITCH}=0",
+            f"install {wanted}{named if package == 'vllm' else ''}, or set {SWITCH}=0",
             code="KVP107",
         )
     return None

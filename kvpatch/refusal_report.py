@@ -130,12 +130,11 @@ def _excepthook(previous: ExceptHook) -> ExceptHook:
 def _of_missing_vllm(error: BaseException) -> Refusal | None:
     if not (_vllm_missing and isinstance(error, ModuleNotFoundError) and error.name == "vllm"):
         return None
-    from kvpatch.supported import validated  # needs packaging, which may be broken
-    from kvpatch.versions import in_words
+    from kvpatch.supported import in_ranges, validated  # needs packaging, which may be broken
 
     return RefusedImport(
         "vllm is not installed in this environment",
-        f"kvpatch is on and patches nothing but vllm {in_words(validated())}",
+        f"kvpatch is on and patches nothing but vllm {in_ranges(validated())}",
         "install it with pip, or set KVPATCH=0",
         code="KVP112",
     )

@@ -7,11 +7,12 @@ full engine test matrix, and may start. Each patch release is validated separate
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 from packaging.version import Version
 
-from kvpatch.versions import Installed, Span, parsed
+from kvpatch.versions import Installed, Span, in_words, parsed
 
 VALIDATED, INSPECTED_ONLY = "validated", "inspected"
 
@@ -23,15 +24,15 @@ RELEASES = {
     "0.15.0": INSPECTED_ONLY,
     "0.15.1": INSPECTED_ONLY,
     "0.16.0": VALIDATED,
-    "0.17.0": INSPECTED_ONLY,
-    "0.17.1": INSPECTED_ONLY,
-    "0.18.0": INSPECTED_ONLY,
-    "0.18.1": INSPECTED_ONLY,
-    "0.19.0": INSPECTED_ONLY,
+    "0.17.0": VALIDATED,
+    "0.17.1": VALIDATED,
+    "0.18.0": VALIDATED,
+    "0.18.1": VALIDATED,
+    "0.19.0": VALIDATED,
     "0.19.1": VALIDATED,
-    "0.20.0": INSPECTED_ONLY,
-    "0.20.1": INSPECTED_ONLY,
-    "0.20.2": INSPECTED_ONLY,
+    "0.20.0": VALIDATED,
+    "0.20.1": VALIDATED,
+    "0.20.2": VALIDATED,
     "0.21.0": VALIDATED,
     "0.22.0": VALIDATED,
     "0.22.1": VALIDATED,
@@ -62,6 +63,7 @@ KVCACHED_SDISTS = {"0.1.6": "4a1a428244b5e3667841e28f03a4a20be7066a21a856b2deaef
 FP8 = Span("0.27.1")
 
 _SINCE_FLOOR = Span(FLOOR)
+_RANGE = 3  # so many releases are shorter as a range
 
 
 def validated(span: Span = _SINCE_FLOOR) -> list[str]:
@@ -76,6 +78,40 @@ def validated(span: Span = _SINCE_FLOOR) -> list[str]:
 def is_validated(vllm: Installed, span: Span = _SINCE_FLOOR) -> bool:
     """Return whether an installed vLLM is a validated release of a span."""
     return vllm.is_one_of(validated(span))
+
+
+def nearest(vllm: Installed) -> str:
+    """Return the newest validated release that is not newer than ``vllm``, else the oldest.
+
+    For a version without a number it is the newest.
+    """
+    # ``release_of`` leaves out what makes 0.28.0rc1 older than 0.28.0.
+    oldest, *later = validated()
+    older = [one for one in later if parsed(one) <= release_of(vllm)]
+    return older[-1] if older else oldest
+
+
+def in_ranges(releases: Sequence[str]) -> str:
+    """Return releases of vLLM in words: ``0.16.0, 0.19.1 to 0.28.0 or 0.30.0``.
+
+    Three and more, between which no other release is known, are one range. Twenty-six names one
+    after the other are no sentence that an operator reads to its end.
+
+    Args:
+        releases: oldest first, as ``validated`` returns them.
+    """
+    known = list(RELEASES)
+    ranges: list[list[str]] = []
+    for release in releases:
+        if ranges and known.index(release) == known.index(ranges[-1][-1]) + 1:
+            ranges[-1].append(release)
+        else:
+            ranges.append([release])
+    return in_words(
+        part
+        for one in ranges
+        for part in (one if len(one) < _RANGE else [f"{one[0]} to {one[-1]}"])
+    )
 
 
 def release_of(vllm: Installed) -> Version:

@@ -117,7 +117,16 @@ def readme(found: Found) -> str:
 def pages(found: Found) -> dict[str, str]:
     """Return the pages that are made of kvpatch's tables."""
     every = rules.of(feature.rules for feature in patches.FEATURES)
-    filters = (code, in_words, validated_from, parts, left_out, loads_of, counted)
+    filters = (
+        code,
+        in_words,
+        supported.in_ranges,
+        validated_from,
+        parts,
+        left_out,
+        loads_of,
+        counted,
+    )
     TEMPLATES.filters.update({one.__name__: one for one in filters})
     values = {
         "supported": supported,

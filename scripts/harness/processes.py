@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import itertools
 import json
 import os
 import subprocess
@@ -19,8 +20,18 @@ OURS = ("KVPATCH", "KVCACHED", "ENABLE_KVCACHED", "VLLM", "PYTHON", "TRITON")
 # By default every engine of a machine binds itself to the same core. One thread for the model
 # leaves the other core of a small machine to the server and its client.
 ONE_THREAD = {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": "1"}
+# They log the cores of each rank also where they bind none, and end with an IndexError.
+MUST_BIND = ("0.20.0", "0.20.1", "0.20.2")
 
 Job = dict[str, Any]
+
+
+def one_thread(vllm: str, ranks: int) -> dict[str, str]:
+    """Return what gives each rank of an engine one thread, bound only where a release must."""
+    if vllm not in MUST_BIND or ranks == 1:
+        return ONE_THREAD
+    cores = itertools.islice(itertools.cycle(sorted(os.sched_getaffinity(0))), ranks)
+    return ONE_THREAD | {"VLLM_CPU_OMP_THREADS_BIND": "|".join(map(str, cores))}
 
 
 def clean_environment(**changes: str) -> dict[str, str]:

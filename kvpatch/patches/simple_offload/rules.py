@@ -6,9 +6,9 @@ from typing import Any
 
 from kvpatch.patches.offloading.rules import ROUND_TRIP
 from kvpatch.rules import Rule
-from kvpatch.supported import validated
+from kvpatch.supported import in_ranges, validated
 from kvpatch.upstream import connectors
-from kvpatch.versions import Facts, Span, in_words
+from kvpatch.versions import Facts, Span
 
 SIMPLE = Span("0.19")
 DROPS_LAZY_COPIES = Span("0.29", "0.30")
@@ -72,10 +72,10 @@ RULES = (
     ),
     Rule(
         "KVP317",
-        f"SimpleCPUOffloadConnector, except on vLLM {in_words(validated(SIMPLE))}",
+        f"SimpleCPUOffloadConnector, except on vLLM {in_ranges(validated(SIMPLE))}",
         _is_simple,
         "SimpleCPUOffloadConnector is configured on this release",
-        f"it is validated on vLLM {in_words(validated(SIMPLE))} only",
+        f"it is validated on vLLM {in_ranges(validated(SIMPLE))} only",
         "use OffloadingConnector, or one of these releases",
         unless_validated=SIMPLE,
     ),

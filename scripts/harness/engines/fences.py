@@ -135,7 +135,6 @@ class Fences:
             "max_model_len": 4096,
             # A first chunk so long that whole pages fall out of a window of 256.
             "max_num_batched_tokens": 3072 * ranks,
-            "tensor_parallel_size": ranks,
             **engine,
         }
         return {
@@ -167,6 +166,7 @@ class Fences:
                 # Only a draft model has layers of its own in the blocks.
                 speculation="" if self.speculation == "ngram" else self.speculation,
                 environment=tuple(environment.items()),
+                ranks=ranks,
             )
             # Blocks; the device has one gigabyte.
             room = 48000 // self.kv_heads // (4 + DRAFTING.get(run.speculation, 0))
@@ -242,6 +242,7 @@ class Fences:
             inside=self.inside,
             simple=simple,
             speculation=self.speculation,
+            ranks=ranks,
         )
         job = self._job(
             run,

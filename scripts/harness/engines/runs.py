@@ -98,7 +98,7 @@ class Device:
             VLLM_CACHE_ROOT=str(cache_of(run.vllm)),
             # Eager engines compile nothing but the ranks of log-probabilities: 3 s.
             TORCHDYNAMO_DISABLE="1",
-            **processes.ONE_THREAD,
+            **processes.one_thread(run.vllm, run.ranks),
             **RUNNER[run.runner],
             # A release outside the range is compared before the range is widened.
             **({"KVPATCH_ALLOW_VLLM": run.vllm} if run.vllm else {}),
