@@ -267,7 +267,8 @@ class Story:
                 "tokens of returning prompts not computed again",
                 f"{ours.served:,} of {prompts:,}",
                 f"{ours.counted['first_returns']['from_tier']:,} from the CPU tier; plain vLLM, "
-                f"without a tier, has {plain.served:,} left in its half; how many, their order decides",
+                f"without a tier, has {plain.served:,} left in its half: as many as the order in "
+                "which they come and return leaves",
             ),
             Row(
                 "to the first token of a returning conversation",
