@@ -98,19 +98,25 @@ def test_a_conversation_has_a_page_first_and_then_a_question():
     assert one.turn == 2
 
 
-def test_who_is_interrupted_does_not_wait_for_the_other_calls():
-    released, seen = threading.Event(), threading.Event()
+def test_a_failure_does_not_wait_for_the_other_calls():
+    begun, released, ended = (threading.Event() for _ in range(3))
 
     def call(name: str) -> None:
         if name == "fails":
+            begun.wait(30)
             raise HarnessError("no")
+        begun.set()
         released.wait(30)
-        seen.set()
+        ended.set()
 
     with pytest.raises(HarnessError):
-        at_once(call, ["fails", "waits"])
-    assert not seen.is_set()
+        at_once(call, ["waits", "fails"])
+    assert not ended.is_set()
     released.set()
+
+
+def test_results_come_in_the_order_of_the_calls():
+    assert at_once(pow, [2, 3, 4], [3, 2, 1]) == [8, 9, 4]
 
 
 # Models

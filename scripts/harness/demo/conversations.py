@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
 from pathlib import Path
 from pydoc_data.topics import topics
@@ -142,7 +142,10 @@ def at_once(function: Callable[..., T], *arguments: Sequence[Any]) -> list[T]:
     """
     pool = ThreadPoolExecutor(len(arguments[0]))
     try:
-        return list(pool.map(function, *arguments))
+        calls = [pool.submit(function, *one) for one in zip(*arguments, strict=True)]
+        for call in wait(calls, return_when=FIRST_EXCEPTION).done:
+            call.result()  # raises what failed first, whichever it was
+        return [call.result() for call in calls]
     finally:
         pool.shutdown(wait=False, cancel_futures=True)
 
