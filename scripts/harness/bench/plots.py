@@ -76,9 +76,12 @@ def shared_device(two_models: dict[str, Any]) -> Figure:
         static = [] if elastic else [cycle["used_bytes"]] * len(seconds)
         for (color, model), edge in zip(MODELS.items(), (0, whole), strict=True):
             sizes = [size / MIB for size in static or timeline["mapped"][model]]
-            ends = [abs(edge - size) for size in sizes]
-            axes.fill_between(seconds, edge, ends, step="post", color=color, alpha=0.3, linewidth=0)
-            axes.step(seconds, ends, where="post", color=color, linewidth=1.4)
+            steps = [at for at, size in enumerate(sizes) if not at or size != sizes[at - 1]]
+            steps.append(len(sizes) - 1)
+            times = [seconds[at] for at in steps]
+            ends = [abs(edge - sizes[at]) for at in steps]
+            axes.fill_between(times, edge, ends, step="post", color=color, alpha=0.3, linewidth=0)
+            axes.step(times, ends, where="post", color=color, linewidth=1.4)
         axes.axhline(whole / 2, color=GRAY, linestyle="--", linewidth=1)
         bounds = [*(at for at, _ in timeline["phases"]), seconds[-1]]
         for at, (begin, phase) in enumerate(timeline["phases"]):
