@@ -13,8 +13,8 @@ DESCRIPTION = """\
 Two models on one device, whose peaks take turns: with plain vLLM on a static half each,
 then with vLLM on kvcached's elastic KV memory (kvpatch, OffloadingConnector), where the
 idle model lends its memory and finds its conversations in the CPU tier when they return.
-On this machine's CPU, with SmolLM2-135M-Instruct; every token is compared. Takes three to
-four minutes once .venv is set up."""
+On this machine's CPU, with SmolLM2-135M-Instruct; every token is compared. Takes minutes
+once .venv is set up: five on two busy cores."""
 
 EPILOG = """\
 Exit status: 0 when every token is equal, memory was lent and came back, returning prompts

@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from harness.bench import plots
@@ -44,8 +43,6 @@ class Content:
         device: that the models share.
         cycles: what the picture is drawn from, by its title.
         returned: the counters while conversations returned, by way.
-        plain, ours: the answers.
-        real: whether the models are.
         said: some of what was said, where it is text.
         status_lines: of the servers with kvpatch.
     """
@@ -56,9 +53,6 @@ class Content:
     device: Device
     cycles: Mapping[str, dict[str, Any]]
     returned: Mapping[str, Mapping[str, int]]
-    plain: Sequence[Answer]
-    ours: Sequence[Answer]
-    real: bool
     said: Sequence[Said]
     status_lines: Sequence[str]
 
@@ -88,12 +82,12 @@ def said(answers: Sequence[Answer], conversations: Sequence[Conversation]) -> li
 
 
 def returning_plot(content: Content) -> Figure:
-    """Where the tokens of returning prompts came from, and how long each prompt took.
+    """Where the tokens of returning prompts came from.
 
-    How long, only of real models: those that are generated have next to nothing to compute.
+    Not how long each took: on a machine that does something else, that is a picture of what.
     """
-    figure = Figure(figsize=(10, 3.2), layout="constrained")
-    axes, *more = figure.subplots(1, 2 if content.real else 1, squeeze=False)[0]
+    figure = Figure(figsize=(10, 2.4), layout="constrained")
+    axes = figure.subplots()
     ways = list(content.returned)
     before = [0] * len(ways)
     for (source, label), color in zip(SOURCES.items(), (GRAY, GREEN, BLUE), strict=True):
@@ -102,27 +96,9 @@ def returning_plot(content: Content) -> Figure:
         before = [sum(pair) for pair in zip(before, tokens, strict=True)]
     axes.invert_yaxis()
     axes.grid(axis="y", visible=False)
-    axes.set(xlabel="tokens of returning prompts", ylabel="")
-    axes.legend(loc="lower center", bbox_to_anchor=(0.5, 1), ncols=3, frameon=False, fontsize=9)
-    for axes in more:
-        _ttft(axes, content)
+    axes.set(xlabel="tokens of returning prompts")
+    figure.legend(loc="outside upper left", ncols=3, frameon=False, fontsize=9)
     return figure
-
-
-def _ttft(axes: Axes, content: Content) -> None:
-    """Bars of each conversation that returns, both ways."""
-    width = 0.38
-    for answers, color, shift, label in (
-        (content.plain, GRAY, -width / 2, "plain vLLM"),
-        (content.ours, BLUE, width / 2, "kvpatch"),
-    ):
-        times = [answer.ttft for answer in answers if answer.returning]
-        at = [number + 1 + shift for number in range(len(times))]
-        axes.bar(at, times, width * 0.92, color=color, label=label)
-    axes.set_xticks(range(1, len(times) + 1))
-    axes.grid(axis="x", visible=False)
-    axes.set(xlabel="conversation that returns", ylabel="seconds to the first token")
-    axes.legend(loc="lower center", bbox_to_anchor=(0.5, 1), ncols=2, frameon=False, fontsize=9)
 
 
 def _svg(figure: Figure) -> str:
