@@ -30,7 +30,7 @@ _OPENING = "This is the beginning of a page of Python's manual:\n\n{passage}\n\n
 # More than the roles of a chat's messages and a system prompt take, in either tokenizer.
 _TEMPLATE_TOKENS = 48
 # Of requests that arrive at once.
-_APART_SECONDS = 0.1
+_APART_SECONDS = 0.02
 
 
 @dataclass
@@ -113,9 +113,7 @@ def longest_request(model: Path, load: Load) -> int:
     return load.opening + said + _TEMPLATE_TOKENS + len(QUESTIONS) * load.answer_tokens
 
 
-def hold(
-    client: httpx.Client, conversations: Sequence[Conversation], answer_tokens: int
-) -> list[Answer]:
+def hold(client: httpx.Client, conversations: Sequence[Conversation], load: Load) -> list[Answer]:
     """Hold the next turn of conversations, all at once; return every answer.
 
     They arrive in the same order in every turn: what a full KV cache still has depends on it.
@@ -128,7 +126,7 @@ def hold(
         time.sleep(at * _APART_SECONDS)
         messages = conversation.say()
         answer = Answer(conversation.number, conversation.turn)
-        ask(client, messages, answer_tokens, answer)
+        ask(client, messages, load.answer_tokens, answer, whole=load.whole)
         conversation.hear(answer)
         return answer
 
@@ -158,9 +156,20 @@ def warm_up(client: httpx.Client, conversation: Conversation) -> None:
 
 
 def ask(
-    client: httpx.Client, messages: list[dict[str, str]], max_tokens: int, answer: Answer
+    client: httpx.Client,
+    messages: list[dict[str, str]],
+    max_tokens: int,
+    answer: Answer,
+    whole: bool = False,
 ) -> None:
     """Send one chat request and fill ``answer`` while it streams in.
+
+    Args:
+        client: of the server.
+        messages: of the conversation.
+        max_tokens: of the answer.
+        answer: is filled.
+        whole: the answer has ``max_tokens``, whatever its model would end it with.
 
     Raises:
         HarnessError: the server answered with an error or stopped in the middle.
@@ -171,6 +180,7 @@ def ask(
         "max_tokens": max_tokens,
         "temperature": 0,
         "seed": 0,
+        "ignore_eos": whole,
         "logprobs": True,
         "top_logprobs": 0,
         "return_token_ids": True,

@@ -30,12 +30,14 @@ class Load:
     Attributes:
         conversations: of each model.
         opening: tokens of the page that a conversation begins with.
-        answer_tokens: of every answer.
+        answer_tokens: of every answer, at most.
+        whole: every answer has as many, whatever its model would end it with.
     """
 
     conversations: int
     opening: int
     answer_tokens: int
+    whole: bool = False
 
 
 @dataclass(frozen=True)
@@ -47,8 +49,11 @@ class Loads:
 
 
 REAL = Loads(Load(8, opening=1100, answer_tokens=24), Load(4, opening=1100, answer_tokens=16))
-# One token a byte, and hardly any computation.
-GENERATED = Loads(Load(8, opening=2400, answer_tokens=24), Load(4, opening=2400, answer_tokens=16))
+# One token a byte, and hardly any computation: long answers keep a peak's requests together.
+GENERATED = Loads(
+    Load(8, opening=2400, answer_tokens=64, whole=True),
+    Load(4, opening=2400, answer_tokens=64, whole=True),
+)
 
 # The newest release that is supported and has a CPU build: the one in .venv.
 NEWEST = "0.32.0"

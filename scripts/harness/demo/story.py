@@ -201,7 +201,7 @@ class Story:
         before = read(server)
         memory.phase(phase)
         begun = time.monotonic()
-        answers = hold(server.client, talks, self.load.answer_tokens)
+        answers = hold(server.client, talks, self.load)
         seconds = time.monotonic() - begun
         after = read(server)
         held.counted[phase] = {name: int(after[name] - before[name]) for name in after}
