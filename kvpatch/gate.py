@@ -121,18 +121,17 @@ def check_installed(
             code="KVP104",
         )
     name = f"{found.distribution} {found.text}"
-    wanted = _wanted_instead(package, found)
     fault = supported.fault_of(found) if package == "vllm" and found.version else None
     if fault is not None:
         return Refusal(
             f"{name} is an unsupported release",
             fault.why,
-            f"install {wanted}, or set {SWITCH}=0",
+            f"install {_wanted_instead(package, found)}, or set {SWITCH}=0",
             code="KVP111",
         )
     if allowed_by_name(found, environment):
         return None
-    refusal = _not_validated(package, found, wanted)
+    refusal = _not_validated(package, found)
     return None if refusal is None or refusal.code in lifted else refusal
 
 
@@ -143,13 +142,13 @@ def _wanted_instead(package: str, found: Installed) -> str:
     return f"vllm {supported.nearest(found)} or another release that `kvpatch matrix` shows"
 
 
-def _not_validated(package: str, found: Installed, wanted: str) -> Refusal | None:
+def _not_validated(package: str, found: Installed) -> Refusal | None:
     name = f"{found.distribution} {found.text}"
     if found.version is None:
         return Refusal(
             f'{found.distribution} has the version "{found.text}"',
             "that is not a valid PEP 440 version and cannot be compared with the validated ones",
-            f"install {wanted}, or set {SWITCH}=0",
+            f"install {_wanted_instead(package, found)}, or set {SWITCH}=0",
             code="KVP105",
         )
     if found.version.is_prerelease:
@@ -157,10 +156,11 @@ def _not_validated(package: str, found: Installed, wanted: str) -> Refusal | Non
         return Refusal(
             f"{name} is a {kind}",
             "its code was not validated with kvpatch and may differ from the release's",
-            f"install {wanted}, or set {SWITCH}=0",
+            f"install {_wanted_instead(package, found)}, or set {SWITCH}=0",
             code="KVP106",
         )
     if not found.is_one_of(supported_versions(package)):
+        wanted = _wanted_instead(package, found)
         named = f", set {ALLOW_VLLM}={found.text} to try it all the same"
         return Refusal(
             f"{name} is not a validated release",

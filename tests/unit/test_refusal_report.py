@@ -7,6 +7,7 @@ import pytest
 from kvpatch import refusal_report
 from kvpatch.environ import REFUSAL_FILE, STATUS_DIR
 from kvpatch.refusal import VERIFY_IT, Halted, Refusal, RefusedCall
+from kvpatch.supported import validated
 from kvpatch.telemetry import refusals
 
 BROKEN = """
@@ -126,7 +127,7 @@ def test_a_vllm_that_is_not_validated_and_is_named_starts_with_a_warning(python,
     assert python(code).err == (
         "kvpatch refuses to start vLLM: vllm 0.99.1 is not a validated release, because it "
         "has not passed the full engine test matrix; install vllm "
-        "0.33.0 or another release that `kvpatch matrix` shows, set "
+        f"{validated()[-1]} or another release that `kvpatch matrix` shows, set "
         "KVPATCH_ALLOW_VLLM=0.99.1 to try it all the same, or set "
         f"KVPATCH=0{VERIFY_IT}. [KVP107]\n"
     )
