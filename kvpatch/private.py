@@ -12,6 +12,7 @@ import os
 import pwd
 import shlex
 import stat
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -135,6 +136,23 @@ def opened(path: Path, *, closed: bool = True) -> Iterator[int]:
 
 def _lock(file: int) -> None:
     fcntl.flock(file, fcntl.LOCK_EX)
+
+
+def within(seconds: float) -> Callable[[int], None]:
+    """Return a lock for ``alone`` that waits no longer; it raises TimeoutError, an OSError."""
+
+    def lock(file: int) -> None:
+        until = time.monotonic() + seconds
+        while True:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                return
+            except BlockingIOError:
+                if time.monotonic() > until:
+                    raise TimeoutError(f"its folder was locked for {seconds:g} s") from None
+            time.sleep(0.01)
+
+    return lock
 
 
 @contextmanager

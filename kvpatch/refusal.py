@@ -62,7 +62,7 @@ def _incompatible(meaning: str, reference: str) -> Code:
 # that no audit is known to see (KVP302, KVP319, KVP351), secondary tiers (KVP322, KVP330), KV cache
 # events (KVP325), sleep (KVP341), prompts other than text (KVP331), nothing to restore (KVP306), no
 # patch (KVP203), memory that engines share (KVP342, KVP343, KVP344), an engine that is left alone
-# (KVP370, KVP371, KVP372), an NPU (KVP601, KVP603).
+# (KVP370, KVP371, KVP372), limits (KVP373), an NPU (KVP601, KVP603).
 CODES = {
     "KVP101": _setup("`KVPATCH` has an unknown value"),
     "KVP102": _setup("kvcached is switched off by one of its own variables"),
@@ -169,7 +169,7 @@ CODES = {
     "KVP343": _not_validated("`KVPATCH_HOST_POOL` with a CPU tier of another kind", False),
     "KVP344": _not_validated("`KVPATCH_HOST_POOL` on a GPU", False),
     "KVP345": _setup("`KVPATCH_HOST_POOL` has another size in running engines"),
-    "KVP346": _setup("`KVPATCH_HOST_POOL` is smaller than a chunk of the CPU tier"),
+    "KVP346": _setup("`KVPATCH_HOST_POOL` is smaller than an extent of the CPU tier"),
     "KVP347": _setup("the ledger of the host pool cannot be used"),
     "KVP348": _setup("the host pool does not fit into the memory of the machine"),
     "KVP351": _not_validated("offloading with loads within a step, from vLLM 0.33 on", False),
@@ -193,6 +193,7 @@ CODES = {
     "KVP370": _not_validated("`KVPATCH_IDLE` on a release", False),
     "KVP371": _not_validated("`KVPATCH_IDLE` without a CPU tier alone", False),
     "KVP372": _not_validated("`KVPATCH_IDLE` with `KVPATCH_HOST_POOL`", False),
+    "KVP373": _not_validated("`KVPATCH_FIRST_LIMIT` on a release", False),
     "KVP401": _incompatible(
         "the scheduler's block pool is not kvcached's", "ovg-project/kvcached#316"
     ),
@@ -248,6 +249,7 @@ CODES = {
         "a model of sliding windows alone with OffloadingConnector before vLLM 0.21",
         "vllm-project/vllm#41445",
     ),
+    "KVP424": _setup("`KVPATCH_FIRST_LIMIT` is less than one request needs"),
     "KVP501": _setup("no GPU, and kvcached is built for one"),
     "KVP502": _setup("the host device has no size"),
     "KVP503": _setup("the host device has another size in running processes"),

@@ -23,19 +23,30 @@ from typing import Any
 
 from kvpatch import claims, private
 
-VERBS = ("describe", "suspend", "resume", "limit")
+VERBS = ("describe", "suspend", "resume", "limit", "demand")
 LONGEST = 1 << 16  # bytes of a line
 _PEER = struct.Struct("3i")  # pid, uid, gid; see SO_PEERCRED in unix(7)
 
 
 def folder() -> Path:
     """Return the folder of the sockets of this user's engines."""
-    return claims.BASE / f"kvpatch-control-{os.geteuid()}"
+    return claims.BASE / f"kvpatch-control-{claims.outer_uid()}"
 
 
 def path_of(name: str) -> Path:
     """Return the socket of the engine with a kvcached name, which may have any length."""
     return folder() / f"{hashlib.sha256(name.encode()).hexdigest()[:32]}.sock"
+
+
+def pid_of(connection: socket.socket) -> int:
+    """Return the process at the other end; 0 if it cannot be seen from here."""
+    return _peer(connection)[0]
+
+
+def _peer(connection: socket.socket) -> tuple[int, int, int]:
+    found = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _PEER.size)
+    pid, uid, gid = _PEER.unpack(found)
+    return pid, uid, gid
 
 
 def check_peer(connection: socket.socket) -> None:
@@ -44,9 +55,7 @@ def check_peer(connection: socket.socket) -> None:
     Raises:
         PermissionError: it is another user's.
     """
-    _, uid, _ = _PEER.unpack(
-        connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _PEER.size)
-    )
+    uid = _peer(connection)[1]
     if uid != os.geteuid():
         raise PermissionError(f"a process of {private.user(uid)} is at the other end")
 

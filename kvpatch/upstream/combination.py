@@ -14,7 +14,7 @@ from importlib import metadata
 from typing import Any
 
 from kvpatch import verdicts
-from kvpatch.environ import HOST_DEVICE, HOST_POOL, IDLE
+from kvpatch.environ import FIRST_LIMIT, HOST_DEVICE, HOST_POOL, IDLE
 from kvpatch.upstream import connectors
 from kvpatch.version import VERSION
 from kvpatch.versions import Facts
@@ -65,7 +65,7 @@ ENVIRONMENT = (
     "VLLM_USE_V2_MODEL_RUNNER",
 )
 # Settings of kvpatch's that bring code of their own, whatever their size.
-OURS = (HOST_POOL, IDLE)
+OURS = (HOST_POOL, IDLE, FIRST_LIMIT)
 # Of a connector's extra config: how much, and where, but not how.
 _SIZES = ("bytes", "num_cpu_blocks", "root_dir", "path")
 _NAMES = ("_name_or_path", "transformers_version")

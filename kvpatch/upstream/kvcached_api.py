@@ -1,4 +1,7 @@
-"""The only access to kvcached's internals: its memory layout, its tensors, its page manager."""
+"""The access to kvcached's internals: its memory layout, its tensors, its page manager.
+
+What is beside the limit in its pool is in ``kvcached_limits``; nobody else reads private names.
+"""
 
 from __future__ import annotations
 
@@ -172,13 +175,22 @@ def mapped(manager: Any) -> int:
     return int(pages["inuse_pages"] + pages["reserved_pages"]) * page_bytes(manager)
 
 
+def free(manager: Any) -> int:
+    """Return the bytes that nobody has mapped, of the fullest of an engine's devices.
+
+    On the engine's thread: CUDA answers for the device of the thread that asks.
+    """
+    return int(manager._get_cached_avail_physical_pages()) * page_bytes(manager)
+
+
 def limit(manager: Any) -> int:
     """Return the bytes that an engine may map, as its pool in /dev/shm has them; on any thread.
 
-    Where somebody removed the pool, or cut it off, or it says 0, which is no limit to kvcached,
-    what the page allocator keeps to. Kvcached's lock of the pool is not taken: its thread that maps
-    ahead waits for it with the allocator locked, and the engine waits for the allocator with
-    Python's lock, without which whoever has the pool's lock could not give it back.
+    Where somebody removed the pool, or cut it off, or it says less than a byte of each layer, which
+    is no limit to kvcached, what the page allocator keeps to. Kvcached's lock of the pool is not
+    taken: its thread that maps ahead waits for it with the allocator locked, and the engine waits
+    for the allocator with Python's lock, without which whoever has the pool's lock could not give
+    it back.
     """
     from kvcached.cli.utils import get_ipc_path
 
@@ -188,7 +200,8 @@ def limit(manager: Any) -> int:
             size = int.from_bytes(pool.read(8), sys.byteorder, signed=True)
     except OSError:
         size = 0
-    return size if size > 0 else pages_at_most(manager) * page_bytes(manager)
+    limited = size >= manager.num_layers * manager.num_kv_buffers
+    return size if limited else pages_at_most(manager) * page_bytes(manager)
 
 
 def set_limit(manager: Any, size: int) -> bool:
@@ -200,11 +213,16 @@ def set_limit(manager: Any, size: int) -> bool:
     Raises:
         OSError: the pool is gone.
     """
-    _write_limit(manager, size)
+    write_limit(manager, size)
     return bool(manager.resize(size // manager.num_layers // manager.num_kv_buffers))
 
 
-def _write_limit(manager: Any, size: int) -> None:
+def write_limit(manager: Any, size: int) -> None:
+    """Write the bytes that an engine may map to its pool; on the engine's thread.
+
+    Raises:
+        OSError: the pool is gone, or another user's.
+    """
     from kvcached.cli.utils import MemInfoStruct, RwLockedShm
 
     with RwLockedShm(manager.ipc_name, MemInfoStruct.SHM_SIZE, RwLockedShm.WLOCK) as pool:
@@ -226,7 +244,7 @@ def give_all_back(manager: Any) -> int | None:
         return None
     manager.trim()  # what its thread mapped in between
     size = pages * page_bytes(manager)
-    _write_limit(manager, size)
+    write_limit(manager, size)
     return size
 
 

@@ -1,7 +1,8 @@
 """scripts/docs: the generated documentation.
 
 From the tables in kvpatch: docs/patches.md, docs/support.md, docs/errors.md, docs/settings.md
-and the table between the markers of README.md. From the marks of the tests: docs/faults.md. From
+and the table between the markers of README.md. From docs/results/balance.json: the section between
+those of docs/several-models.md. From the marks of the tests: docs/faults.md. From
 docs/results: docs/numbers.md and its plots, and what docs/patches.md says was seen without a row.
 """
 
@@ -12,6 +13,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from harness import ROOT, console, faults
+from harness.balancing import page as balancing
 from harness.bench import page
 from harness.markdown import TEMPLATES, render
 from harness.matrix import without, without_rows
@@ -27,6 +29,8 @@ from kvpatch.versions import in_words
 
 BEGIN, END = "<!-- support: begin -->", "<!-- support: end -->"
 NAMES = {"tiering fs": "Secondary tier fs"}  # in README.md, where they are otherwise unexplained
+
+SEVERAL = "docs/several-models.md"
 
 Found = dict[axes.Cell, verdicts.Verdict]
 
@@ -161,6 +165,7 @@ def main() -> int:
         "docs/faults.md": render("faults.md", sections=faults.sections()),
         "README.md": readme(found),
         **page.render(ROOT / "docs/results"),
+        SEVERAL: balancing.render(ROOT / "docs/results/balance.json", (ROOT / SEVERAL).read_text()),
     }
     stale = []
     for name, content in made.items():

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import threading
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from suspend_world import MOST, PAGE, World, worlds
+from suspend_world import BLOCKS, MOST, PAGE, World, worlds
 
 from kvpatch import state
 from kvpatch.patches.suspend import giving as module
@@ -14,6 +15,7 @@ from kvpatch.patches.suspend import hooks, queue, watch
 from kvpatch.patches.suspend.giving import Stage
 from kvpatch.patches.suspend.suspension import Phase
 from kvpatch.patches.suspend.watch import Look, Watch
+from kvpatch.upstream import kvcached_api, kvcached_limits
 
 __all__ = ["worlds"]
 
@@ -257,6 +259,78 @@ def test_a_limit_that_is_raised_again_before_a_step_leaves_the_engine_idle(world
     assert len(world.pool.used()) == 24
 
 
+def test_a_limit_that_is_raised_again_in_shm_leaves_an_idle_engine_what_it_has(worlds: Any) -> None:
+    """kvctl twice: no allocation comes that would bring the second limit."""
+    world = filled(worlds)
+    lower(world, 2)
+    assert world.giving.lowers
+    world.manager.limit = world.manager.reported = MOST * PAGE
+    world.giving.look()
+    assert not world.giving.lowers
+    world.until_idle()
+    assert len(world.pool.used()) == 24
+    assert world.manager.total == MOST
+
+
+def test_no_page_is_mapped_while_a_lower_limit_is_stored_for(worlds: Any) -> None:
+    world = filled(worlds)
+    world.tier.steps = 50
+    lower(world, 4)
+    assert world.giving.stage is Stage.STORING
+    assert world.manager.in_shrink, "its allocations map pages"
+    assert world.manager.target_num_blocks == 4 * BLOCKS
+    lower(world, MOST)
+    assert not world.manager.in_shrink
+    lower(world, 4)
+    world.until_idle()
+    assert (world.manager.in_shrink, world.manager.total) == (False, 4)
+
+
+def test_a_limit_by_revision_holds_whatever_was_set_in_shm_before(worlds: Any) -> None:
+    """Once /dev/shm has had another limit, every allocation brings the one that is there."""
+    world = filled(worlds)
+    lower(world, 7)
+    for number, pages in enumerate((4, 7, 3)):
+        world.manager.set_memory_limit(pages * PAGE, revision=number)
+        allocate(world)
+        world.giving.advance()
+        for _ in range(20):
+            world.step()
+            allocate(world)
+            world.manager.reported = world.manager.limit  # kvcached's thread, as time passes
+        assert world.manager.limit == world.manager.total * PAGE == pages * PAGE
+
+
+def test_an_idle_engine_writes_a_revision_to_shm(
+    worlds: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else it would be written over a limit of kvctl that is set hours later."""
+    world = filled(worlds)
+    watched = Watched(world, monkeypatch, None)
+    world.manager.set_memory_limit(7 * PAGE, revision=1)
+    assert watched.look() == 1
+    watched.sent[0].take(world.giving)
+    assert world.manager.limit == 7 * PAGE
+    assert watched.look() == 1
+
+
+def test_a_revision_that_cannot_be_written_to_shm_is_said_once(
+    worlds: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    world = filled(worlds)
+    tried: list[int] = []
+
+    def fail(*arguments: Any) -> None:
+        tried.append(1)
+        raise PermissionError("of a test")
+
+    monkeypatch.setattr(kvcached_api, "write_limit", fail)
+    world.manager.set_memory_limit(7 * PAGE, revision=1)
+    for _ in range(3):
+        world.giving.advance()
+    assert tried == [1]
+
+
 def test_pages_of_requests_that_wait_for_the_fence_are_not_waited_for(worlds: Any) -> None:
     """Under load there are always some; they are counted as given, too."""
     world = filled(worlds)
@@ -359,7 +433,7 @@ def test_an_idle_engine_sees_a_limit_that_a_program_in_its_process_set(
     """kvcached's set_memory_limit, on any thread: nothing is in /dev/shm, and nobody steps."""
     world = filled(worlds)
     watched = Watched(world, monkeypatch, None)
-    world.manager.resize(4 * PAGE)
+    world.manager.set_memory_limit(4 * PAGE, revision=1)
     assert world.giving.lowers
     assert watched.look() == 1
     watched.sent[0].take(world.giving)
@@ -431,3 +505,22 @@ def test_a_look_of_an_engine_that_cannot_is_kept_to_itself() -> None:
     look = Look(rests=True)
     look.take(SimpleNamespace())  # type: ignore[arg-type]
     assert look.taken.is_set()
+
+
+def test_a_free_on_another_thread_never_meets_a_limit_without_a_goal() -> None:
+    """kvcached asserts that there is one, which would end the engine."""
+    told: list[tuple[str, bool]] = []
+
+    class Manager:
+        block_mem_size = PAGE // BLOCKS
+        _lock = threading.RLock()
+
+        def __setattr__(self, name: str, value: Any) -> None:
+            other: list[bool] = []
+            free = threading.Thread(target=lambda: other.append(self._lock.acquire(blocking=False)))
+            free.start()
+            free.join()
+            told.append((name, not other[0]))
+
+    kvcached_limits.map_no_more(Manager(), 2 * PAGE)
+    assert told == [("target_num_blocks", True), ("in_shrink", True)]

@@ -11,6 +11,7 @@ import pytest
 
 from kvpatch import patches, rules, supported
 from kvpatch.environ import (
+    FIRST_LIMIT,
     HOST_POOL,
     IDLE,
     TIER_PATIENCE,
@@ -213,6 +214,11 @@ CASES: dict[str, tuple[list[dict[str, Any]], str]] = {
         [{"attention_config__hisparse_config": SimpleNamespace()}],
         "HiSparse is configured, because it allocates KV cache outside kvcached's memory; "
         "remove the HiSparse configuration, or set KVPATCH=0.",
+    ),
+    "KVP373": (
+        [{"machine__environment": {FIRST_LIMIT.name: "8GiB"}}],
+        "KVPATCH_FIRST_LIMIT is set, because a limit at the start is validated on vLLM 0.32.0 "
+        "only; unset KVPATCH_FIRST_LIMIT, or install one of these releases, or set KVPATCH=0.",
     ),
     "KVP302": (
         [
@@ -723,6 +729,18 @@ def test_a_pool_takes_no_more_than_it_has_and_needs_no_more_than_the_tier(monkey
     monkeypatch.setattr(ledger, "show", lambda home: shown)
     assert check(config(**pooled() | tier(64, shm=44))) is None
     assert check(config(**pooled() | tier(64, shm=43))).code == "KVP348"
+    # And what they may still take, they take too.
+    owner = owner._replace(committed=10 * GIB, ceiling=40 * GIB)
+    shown = Limit(64 * GIB, 64 * GIB), [ledger.Peer(Path("one"), owner, False)]
+    assert check(config(**pooled() | tier(40, shm=54))) is None
+    refused = check(config(**pooled() | tier(40, shm=30)))
+    assert refused.code == "KVP348"
+    assert "this engine and 1 more may take 64.0 GiB of the host pool" in str(refused)
+    shown = Limit(64 * GIB, 40 * GIB), shown[1]  # by kvpatch pool
+    assert check(config(**pooled() | tier(40, shm=30))) is None
+    shown = Limit(64 * GIB, 40 * GIB), [ledger.Peer(Path("one"), owner, True)]
+    assert check(config(**pooled() | tier(60, shm=50))) is None
+    assert check(config(**pooled() | tier(60, shm=49))).code == "KVP348"
 
     def unreadable(home):
         raise ledger.Busy

@@ -15,6 +15,9 @@ What has not come into the tier is evicted for a limit, and kept by an engine th
 kvcached's thread reads the limit in /dev/shm ten times a second, and every allocation brings what
 it read last: for a moment that is the limit before the one that is being lowered to, and nobody's
 wish.
+
+While a limit waits no page is mapped: requests take blocks that are free, and then those of the
+coldest cached blocks, as under kvcached's own shrinking.
 """
 
 from __future__ import annotations
@@ -27,9 +30,10 @@ from typing import Any
 from kvpatch import state
 from kvpatch.logs import log
 from kvpatch.patch import argument
+from kvpatch.patches.suspend import revision
 from kvpatch.patches.suspend.hold import Hold
 from kvpatch.patches.suspend.spill import Cached, Spill
-from kvpatch.upstream import kvcached_api
+from kvpatch.upstream import kvcached_api, kvcached_limits
 
 PIECE = 64  # pages at a time
 # Pieces for one limit. Requests that run may map pages as fast as others are given back.
@@ -106,18 +110,22 @@ class Giving:
             return False  # the next allocation, or look, comes back to it
         if size != self._limit:
             self._limit, self._apply, self._pieces = size, apply, 0
+        kvcached_limits.map_no_more(self.manager, size)
         self._hold.step_for("limit", True)
         return False
 
     def _is_of_before(self, size: int) -> bool:
         """Whether an allocation brings a limit that is no longer the one in /dev/shm."""
         read = kvcached_api.reported_limit(self.manager)
-        return size == read and not kvcached_api.is_applied(self.manager)
+        stale = revision.waits(self.manager) or not kvcached_api.is_applied(self.manager)
+        return size == read and stale
 
     def look(self) -> None:
         """Apply the limit that kvcached's thread has read, as an allocation would."""
+        revision.publish(self.manager)
         reported = kvcached_api.reported_limit(self.manager)
-        if reported is not None and kvcached_api.is_above_limit(self.manager):
+        changed = self._limit not in (None, reported)  # it may have been raised again
+        if reported is not None and (changed or kvcached_api.is_above_limit(self.manager)):
             self.manager.resize(reported)
         self.advance()
 
@@ -149,6 +157,7 @@ class Giving:
 
     def advance(self) -> None:
         """Go as far as it goes now; called at every step of the engine."""
+        revision.publish(self.manager)
         if self.stage is Stage.OFF and self._limit is None and not self._idle:
             self._hold.step_for("limit", False)  # it may have been raised again before a step
             return
@@ -160,7 +169,9 @@ class Giving:
                 self.stop()
             while self._move():
                 pass
-        except Exception:
+        except Exception as error:
+            if kvcached_limits.must_end(error):
+                raise
             log.exception("kvpatch: pages could not be given back")
             self._failed = self._limit
             self._end()
@@ -224,7 +235,7 @@ class Giving:
         return True
 
     def _end(self) -> None:
-        """Apply a limit as kvcached does, and stop; what fails here must not end the engine."""
+        """Apply a limit as kvcached does, and stop; an error of ours must not end the engine."""
         limit, apply, idle = self._limit, self._apply, self._idle
         self._forget()
         try:
@@ -233,7 +244,9 @@ class Giving:
                 self.manager.trim()  # what was mapped ahead of use
             if limit is not None and apply is not None:
                 apply(limit)
-        except Exception:
+        except Exception as error:
+            if kvcached_limits.must_end(error):
+                raise
             log.exception("kvpatch: kvcached did not take a limit")
             self._failed = limit
 

@@ -55,6 +55,7 @@ UNASKED = "no load here suspends an engine or lowers its limit"
 PAGEABLE = "memory that is not registered is copied all the same"
 
 TELEMETRY = "unit/test_telemetry.py::"
+LOOKUPS = "unit/test_lookups.py::"
 COPIES = "engine/test_hostdevice_copies.py::"
 CLASSES = "engine/test_tier_classes.py::"
 WEIGHTS = "unit/test_tier_weights.py::"
@@ -403,6 +404,10 @@ ROWS: dict[str, Row] = {
         f"{CLASSES}test_without_the_row_an_older_copy_overwrites_what_was_promoted",
         "needs a reset while copies are in flight, and a disk that is faster than they are",
     ),
+    "first_limit.engine": held(
+        "unit/test_demand.py::test_an_engine_is_limited_before_it_has_requests",
+        "no load here asks for a first limit",
+    ),
     "suspend.engine": held(
         f"{SUSPEND}test_its_pages_are_free_and_it_answers_the_same_afterwards",
         UNASKED,
@@ -467,6 +472,12 @@ ROWS: dict[str, Row] = {
         f"{TELEMETRY}test_a_busy_engine_sends_now_and_then_and_one_at_rest_at_once",
         SERIES,
     ),
+    "observing.schedule": held(
+        f"{LOOKUPS}test_what_was_computed_before_and_was_not_found_is_lost",
+        SERIES,
+    ),
+    "observing.reset": held(f"{LOOKUPS}test_what_was_reset_was_not_lost", SERIES),
+    "observing.reset_connector": held(f"{LOOKUPS}test_what_was_reset_was_not_lost", SERIES),
     "observing.prometheus": held(
         f"{TELEMETRY}test_an_api_server_without_the_series_starts_and_keeps_them_from_the_connector",
         SERIES,
