@@ -43,7 +43,9 @@ RELEASES = {
             "torchvision==0.25.0",
             "transformers==5.5.4",
             "tokenizers==0.22.2",
+            "huggingface-hub==1.33.0",
             "fastapi==0.123.10",
+            "starlette==0.50.0",
             "setuptools==77.0.3",
             # What .venv lacks.
             "gguf==0.19.0",
@@ -71,11 +73,15 @@ def made(release: str) -> Path:
         python = folder / "bin/python"
         own = next(folder.glob("lib/python*/site-packages"))
         shared = next(BASE.resolve().glob("lib/python*/site-packages"))
-        # Behind this environment's own packages, and with the startup files of .venv.
-        (own / "zz-shared.pth").write_text(f"import site; site.addsitedir({str(shared)!r})\n")
+        # Behind this environment's own packages, and with the startup files of .venv. By name
+        # before kvcached's startup file, which imports what only .venv has.
+        (own / "00-shared.pth").write_text(f"import site; site.addsitedir({str(shared)!r})\n")
         venvs.install(python, "--ignore-installed", *wanted.with_requirements)
         venvs.install(python, "--ignore-installed", "--no-deps", *wanted.alone)
         command = [str(python), "-m", "kvpatch.ascend", "install", "--emulator"]
+        subprocess.run(command, env=environment(release), check=True)
+        # Else the name vllm is that of .venv, of another release.
+        command = [str(python), "-m", "kvpatch.hostdevice", "name"]
         subprocess.run(command, env=environment(release), check=True)
 
     venvs.made(folder, json.dumps(wanted), make)
