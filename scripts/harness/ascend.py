@@ -80,6 +80,10 @@ def made(release: str) -> Path:
         venvs.install(python, "--ignore-installed", "--no-deps", *wanted.alone)
         command = [str(python), "-m", "kvpatch.ascend", "install", "--emulator"]
         subprocess.run(command, env=environment(release), check=True)
+        code = "import pathlib, sys; from kvpatch.hostdevice.npu import library"
+        code += "; library.install(pathlib.Path(sys.argv[1]))"
+        command = [str(python), "-c", code, str(folder / "lib/kvpatch-acl")]
+        subprocess.run(command, env=environment(release), check=True)
         # Else the name vllm is that of .venv, of another release.
         command = [str(python), "-m", "kvpatch.hostdevice", "name"]
         subprocess.run(command, env=environment(release), check=True)
@@ -105,15 +109,28 @@ def environment(release: str, **more: str) -> dict[str, str]:
         "KVCACHED_AUTOPATCH": "0",
         "KVCACHED_CONTIGUOUS_LAYOUT": "false",
         "VLLM_LOGGING_LEVEL": "WARNING",
+        # torch_npu asks for it in a way that the emulator does not have.
+        "PYTORCH_NPU_ALLOC_CONF": "expandable_segments:False",
         **more,
     }
 
 
-def drive(release: str, ledger: Path) -> dict[str, Any]:
-    """Return what the scenarios of ``engines/ascend_driver`` saw, on a device of their own."""
+def drive(
+    release: str, ledger: Path, driver: str = "ascend_driver", *arguments: str, **more: str
+) -> dict[str, Any]:
+    """Return what a driver saw, on a device of its own.
+
+    Args:
+        release: of vllm-ascend.
+        ledger: the folder of the device.
+        driver: a module of ``engines``; its last line is JSON.
+        arguments: the driver's.
+        more: its environment.
+    """
+    device = {"KVPATCH_HOST_DEVICE": "1GiB", "KVPATCH_HOST_DEVICE_DIR": str(ledger)}
     done = subprocess.run(
-        [str(made(release)), "-m", "harness.engines.ascend_driver"],
-        env=environment(release, KVPATCH_HOST_DEVICE="1GiB", KVPATCH_HOST_DEVICE_DIR=str(ledger)),
+        [str(made(release)), "-m", f"harness.engines.{driver}", *arguments],
+        env=environment(release, **device, **more),
         capture_output=True,
         text=True,
         timeout=600,
