@@ -62,7 +62,8 @@ def _incompatible(meaning: str, reference: str) -> Code:
 # that no audit is known to see (KVP302, KVP319, KVP351), secondary tiers (KVP322, KVP330), KV cache
 # events (KVP325), sleep (KVP341), prompts other than text (KVP331), nothing to restore (KVP306), no
 # patch (KVP203), memory that engines share (KVP342, KVP343, KVP344), an engine that is left alone
-# (KVP370, KVP371, KVP372), limits (KVP373), an NPU (KVP601, KVP603).
+# (KVP370, KVP371, KVP372), limits (KVP373), an NPU (KVP601, KVP603, KVP605,
+# KVP606).
 CODES = {
     "KVP101": _setup("`KVPATCH` has an unknown value"),
     "KVP102": _setup("kvcached is switched off by one of its own variables"),
@@ -259,6 +260,9 @@ CODES = {
     ),
     "KVP602": _setup("the device is an NPU, and kvcached is not built for one"),
     "KVP603": _not_validated("an engine on an NPU", False),
+    "KVP604": _incompatible("OffloadingConnector on an NPU", "vllm-project/vllm-ascend#13389"),
+    "KVP605": _not_validated("KV caches of other kinds than full attention on an NPU", False),
+    "KVP606": _not_validated("what engines on an NPU have not been run with", False),
 }
 
 

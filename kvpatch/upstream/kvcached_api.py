@@ -69,6 +69,11 @@ def block_view(cache: Any) -> Any:
     return getattr(first, "_kvcached_block_copy_view", None)
 
 
+def mark(tensor: Any, view: Any) -> None:
+    """Let ``block_view`` return ``view`` for a tensor that stands for a layer's KV cache."""
+    tensor._kvcached_block_copy_view = view
+
+
 def remember_storages(kv_caches: Iterable[Any]) -> None:
     """Record the storages of the KV caches that kvcached has just allocated."""
     _storages.clear()

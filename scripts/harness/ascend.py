@@ -99,7 +99,7 @@ def environment(release: str, **more: str) -> dict[str, str]:
     packages = folder / "lib" / f"python{sys.version_info[0]}.{sys.version_info[1]}/site-packages"
     libraries = (emulator / "lib64", *(packages / name for name in ("torch_npu/lib", "torch/lib")))
     kept = {name: value for name, value in os.environ.items() if not name.startswith("KVCACHED")}
-    return {
+    made = {
         **kept,
         "ASCEND_HOME_PATH": str(emulator),
         "ASCEND_OPP_PATH": str(emulator / "opp"),
@@ -113,6 +113,9 @@ def environment(release: str, **more: str) -> dict[str, str]:
         "PYTORCH_NPU_ALLOC_CONF": "expandable_segments:False",
         **more,
     }
+    if made["KVPATCH"] != "0":
+        del made["KVCACHED_AUTOPATCH"]  # kvpatch sets it
+    return made
 
 
 def drive(

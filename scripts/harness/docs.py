@@ -48,7 +48,7 @@ def in_order() -> list[Feature]:
 def validated_from(feature: Feature) -> str:
     """Return the oldest validated release of a feature, in words."""
     if feature.name == "ascend":
-        return "none: an engine on an NPU is refused (KVP603)"
+        return "none on an NPU (KVP603); on the ACL emulator 0.23.0"
     validated = supported.validated(feature.span)
     if not validated:
         return "none yet"

