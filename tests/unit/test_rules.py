@@ -213,7 +213,13 @@ CASES: dict[str, tuple[list[dict[str, Any]], str]] = {
         "that needs V2, or set KVPATCH=0.",
     ),
     "KVP604": (
-        [{"machine__device": "npu", "parallel_config__world_size": 1}],
+        [
+            {
+                "machine__device": "npu",
+                "parallel_config__world_size": 1,
+                "parallel_config__tensor_parallel_size": 1,
+            }
+        ],
         "the KV connector OffloadingConnector is configured on an NPU, because vllm-ascend's "
         "NPUOffloadingSpec does not import on the vLLM that it is paired with "
         "(vllm-project/vllm-ascend#13389); use SimpleCPUOffloadConnector, or set KVPATCH=0.",
