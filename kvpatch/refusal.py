@@ -240,6 +240,7 @@ CODES = {
     "KVP416": _setup("a file or folder of the engine belongs to, or is open to, another user"),
     "KVP417": _setup("a file of the engine cannot be made in /dev/shm"),
     "KVP418": _not_validated("a KV cache dtype that the layers of the model have by themselves"),
+    "KVP419": _setup("a process keeps the claims of names in /dev/shm locked"),
     "KVP421": _incompatible(
         "a worker did not open the CPU tier of the host pool",
         "`test_host_pool_classes.py` in tests/engine",

@@ -29,7 +29,7 @@ SetLimit = Callable[[Found, int, float], int]
 
 
 class Busy(RuntimeError):
-    """Another balance of this user runs; the message is one sentence."""
+    """Another balance of this user runs, or may; the message is one sentence."""
 
 
 @contextmanager
@@ -37,7 +37,7 @@ def alone() -> Iterator[None]:
     """Be the only balance of this user on this machine; a killed one is none.
 
     Raises:
-        Busy: there is one.
+        Busy: there is one, or the folder of claims is locked.
         OSError: the folder of claims cannot be used.
     """
     try:
@@ -45,6 +45,11 @@ def alone() -> Iterator[None]:
     except claims.Taken as taken:
         who = "" if taken.pid is None else f" (pid {taken.pid})"
         raise Busy(f"another kvpatch balance of this user runs{who}") from None
+    except TimeoutError:
+        raise Busy(
+            f"a process that is stopped or hangs has kept {claims.folder()} locked for "
+            f"{claims.TO_TAKE:g} s"
+        ) from None
     try:
         yield
     finally:

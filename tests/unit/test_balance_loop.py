@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from kvpatch import claims, control
+from kvpatch import claims, control, private
 from kvpatch.balance import loop, policy
 from kvpatch.balance.loop import Balance
 from kvpatch.balance.options import Options
@@ -389,6 +389,17 @@ def test_a_second_balance_is_refused(home: Path) -> None:
         raise AssertionError("two of them")
     with loop.alone():
         pass
+
+
+def test_a_folder_of_claims_that_stays_locked_is_said(
+    home: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    claims.take("pool", "chat").release()
+    monkeypatch.setattr(claims, "TO_TAKE", 0.1)
+    said = f"a process that is stopped or hangs has kept {claims.folder()} locked for 0.1 s"
+    locked = private.alone(claims.folder(), private.within(1))
+    with locked, pytest.raises(loop.Busy, match=said), loop.alone():
+        raise AssertionError("two of them, perhaps")
 
 
 # What it says

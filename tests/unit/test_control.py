@@ -441,7 +441,8 @@ def test_a_folder_that_somebody_keeps_locked_is_given_up(
     monkeypatch.setattr(server, "LOCKED", 0.1)
     world = worlds()
     private.make_folder(protocol.folder())
-    with private.alone(protocol.folder()), pytest.raises(OSError, match="locked for"):
+    locked = private.alone(protocol.folder(), private.within(1))
+    with locked, pytest.raises(OSError, match="locked for"):
         Server(world, world.suspension, "chat")
     Server(world, world.suspension, "chat").close()
 
