@@ -186,11 +186,18 @@ def free(manager: Any) -> int:
 def limit(manager: Any) -> int:
     """Return the bytes that an engine may map, as its pool in /dev/shm has them; on any thread.
 
-    Where somebody removed the pool, or cut it off, or it says less than a byte of each layer, which
-    is no limit to kvcached, what the page allocator keeps to. Kvcached's lock of the pool is not
-    taken: its thread that maps ahead waits for it with the allocator locked, and the engine waits
-    for the allocator with Python's lock, without which whoever has the pool's lock could not give
-    it back.
+    Where that says none, what the page allocator keeps to.
+    """
+    return limit_in_pool(manager) or pages_at_most(manager) * page_bytes(manager)
+
+
+def limit_in_pool(manager: Any) -> int:
+    """Return the limit in an engine's pool in /dev/shm; on any thread.
+
+    0 where somebody removed the pool, or cut it off, or it says less than a byte of each layer,
+    which is no limit to kvcached. Kvcached's lock of the pool is not taken: its thread that maps
+    ahead waits for it with the allocator locked, and the engine waits for the allocator with
+    Python's lock, without which whoever has the pool's lock could not give it back.
     """
     from kvcached.cli.utils import get_ipc_path
 
@@ -200,8 +207,7 @@ def limit(manager: Any) -> int:
             size = int.from_bytes(pool.read(8), sys.byteorder, signed=True)
     except OSError:
         size = 0
-    limited = size >= manager.num_layers * manager.num_kv_buffers
-    return size if limited else pages_at_most(manager) * page_bytes(manager)
+    return size if size >= manager.num_layers * manager.num_kv_buffers else 0
 
 
 def set_limit(manager: Any, size: int) -> bool:

@@ -301,6 +301,51 @@ def test_a_limit_by_revision_holds_whatever_was_set_in_shm_before(worlds: Any) -
         assert world.manager.limit == world.manager.total * PAGE == pages * PAGE
 
 
+WARNED = "the limit of revision 1 gives way to 6 MiB, set in /dev/shm after it"
+
+
+@pytest.mark.parametrize("pages", [5, 7, MOST])
+def test_a_limit_of_shm_after_a_revision_is_the_last_one(
+    worlds: Any, pages: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    """kvctl, in the quarter of a second in which an idle engine has not looked."""
+    world = filled(worlds)
+    world.manager.set_memory_limit(pages * PAGE, revision=1)  # MOST: what is there already
+    world.manager.limit = 6 * PAGE
+    world.giving.look()
+    assert world.manager.limit == 6 * PAGE
+    assert (WARNED in caplog.text) is True
+    for _ in range(3):
+        world.manager.reported = world.manager.limit
+        allocate(world)
+        world.until_idle()
+    assert world.manager.total == 6
+    world.manager.set_memory_limit(7 * PAGE, revision=2)
+    world.giving.look()
+    assert world.manager.limit == 7 * PAGE
+
+
+def test_a_revision_after_a_limit_of_shm_is_the_last_one(
+    worlds: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    """kvcached's thread has not read the one of /dev/shm yet."""
+    world = filled(worlds)
+    world.manager.limit = 6 * PAGE
+    world.manager.set_memory_limit(7 * PAGE, revision=1)
+    world.giving.look()
+    assert world.manager.limit == 7 * PAGE
+    assert "gives way" not in caplog.text
+
+
+def test_a_limit_of_shm_that_is_gone_is_none_that_a_revision_gives_way_to(worlds: Any) -> None:
+    """kvctl limit NAME 0, or a cleaner of /dev/shm."""
+    world = filled(worlds)
+    world.manager.set_memory_limit(7 * PAGE, revision=1)
+    world.manager.limit = 0
+    world.giving.look()
+    assert world.manager.limit == 7 * PAGE
+
+
 def test_an_idle_engine_writes_a_revision_to_shm(
     worlds: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:

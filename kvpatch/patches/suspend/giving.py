@@ -86,6 +86,7 @@ class Giving:
         self._going: set[int] = set()  # pages that wait for the fence
         self._pieces = 0
         self._before = 0
+        revision.note(self.manager, 0)
 
     # What begins it
 
@@ -96,6 +97,8 @@ class Giving:
             size: bytes of the K or V of one layer.
             apply: kvcached's own ``resize``.
         """
+        if size != kvcached_api.reported_limit(self.manager):
+            revision.note(self.manager, size)
         pages = size // self.manager.page_size
         fits = pages >= kvcached_api.pages_in_use(self.manager)
         changes = self._limit is not None or pages != kvcached_api.pages_at_most(self.manager)
