@@ -23,7 +23,7 @@ from kvpatch.balance.seen import Found
 
 GIVES = 20.0  # seconds in which an engine gives back; it goes on if it takes longer
 GETS = 5.0  # seconds in which it takes a higher limit
-STEADY = 0.02  # part of a device by which its memory may seem to change without any consequence
+STEADY = 0.02  # part of a device by which its memory may seem to grow without any consequence
 Look = Callable[[Mapping[str, Found]], dict[str, Found]]
 SetLimit = Callable[[Found, int, float], int]
 
@@ -167,6 +167,7 @@ class Balance:
         if any(move.raises for move in plan.moves):
             if gives:
                 self._see(self._look(self.found))
+                size = min(size, self._size(device) or size)  # others may have taken memory
             after = [one.engine for one in self._on(device)]
             for move in policy.grants(plan.moves, after, size, self._settings.page):
                 self._do(move, GETS)
@@ -189,7 +190,7 @@ class Balance:
         # Each of them has looked at another time: the least is what is surely free.
         size = sum(one.engine.mapped for one in here) + min(free)
         before = self._sizes.get(device)
-        if before is None or abs(size - before) > STEADY * before:
+        if before is None or not before <= size <= (1 + STEADY) * before:
             self._sizes[device] = size
         return self._sizes[device]
 

@@ -108,7 +108,7 @@ def of(
         name=handle.name,
         born=pid,
         limit=int(said["limit"]),
-        mapped=int(said["mapped"]),
+        mapped=int(demand.get("mapped", said["mapped"])),
         most=int(said["most"]),
         least=least,
         needs=int(demand.get("needs", 0)),

@@ -180,6 +180,7 @@ def free(manager: Any) -> int:
 
     On the engine's thread: CUDA answers for the device of the thread that asks.
     """
+    manager._avail_physical_pages_cache = None  # of a tenth of a second ago: others map meanwhile
     return int(manager._get_cached_avail_physical_pages()) * page_bytes(manager)
 
 

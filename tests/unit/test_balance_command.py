@@ -174,6 +174,24 @@ def test_an_engine_that_is_stuck_delays_nobody(
     assert after["code"].engine.answers
 
 
+def test_what_is_mapped_is_of_the_moment_of_what_is_free(pair: tuple[Engine, Engine]) -> None:
+    """Else what an engine gives back between two questions is counted twice."""
+    _, code = pair
+    answer = code.answer
+
+    def gives_back(asked: dict[str, Any]) -> dict[str, Any]:
+        said = answer(asked)
+        code.mapped = 100 * MIB
+        if asked["verb"] == "demand":
+            said["mapped"] = said["mapped"] = code.mapped
+        return said
+
+    code.answer = gives_back  # type: ignore[method-assign]
+    found = seen.look({})["code"]
+    assert found.engine.mapped == 100 * MIB
+    assert found.free + found.engine.mapped == 700 * MIB
+
+
 def test_the_socket_of_a_killed_engine_is_nobody(pair: tuple[Engine, Engine]) -> None:
     chat, _ = pair
     before = seen.look({})

@@ -318,16 +318,52 @@ def test_memory_that_others_take_is_not_promised(machine: Machine) -> None:
     assert sum(one.held for one in machine.engines.values()) <= 800 * MIB
 
 
-def test_what_is_free_may_seem_to_change_a_little(machine: Machine) -> None:
+def free(machine: Machine, balance: Balance, size: int) -> None:
+    """Balance with so many MiB free."""
+    seen = machine.look(balance.found)
+    balance._see({name: replace(one, free=size * MIB) for name, one in seen.items()})
+    balance._balance("GPU-1")
+
+
+def test_what_is_free_may_seem_to_grow_a_little(machine: Machine) -> None:
     balance = machine.balance()
     balance.round()
     machine.change("chat", mapped=590, waiting=0)
     asked = list(machine.asked)
-    for wrong in (5, 12, 3):
-        seen = machine.look(balance.found)
-        balance._see({name: replace(one, free=wrong * MIB) for name, one in seen.items()})
-        balance._balance("GPU-1")
+    for more in (10, 20, 30, 12, 29):
+        free(machine, balance, more)
+        assert balance._size("GPU-1") == DEVICE
     assert machine.asked == asked
+    free(machine, balance, 32)
+    assert balance._size("GPU-1") == DEVICE + 22 * MIB
+
+
+def test_limits_never_promise_more_than_is_there_by_the_least_part_of_it(machine: Machine) -> None:
+    """A program without kvpatch takes a percent, again and again."""
+    balance = machine.balance()
+    balance.round()
+    machine.change("chat", waiting=0)
+    for taken in (5, 3, 11, 10, 19):
+        mapped = {name: min(one.limit, 380 * MIB) for name, one in machine.engines.items()}
+        for name, size in mapped.items():
+            machine.engines[name] = replace(machine.engines[name], mapped=size)
+        free(machine, balance, DEVICE // MIB - sum(mapped.values()) // MIB - taken)
+        held = sum(one.held for one in machine.engines.values())
+        assert held <= DEVICE - taken * MIB, f"{taken} MiB are another program's"
+
+
+def test_memory_that_others_take_while_an_engine_gives_is_not_promised(machine: Machine) -> None:
+    look, taken = machine.look, [0]
+
+    def after_the_first(before: Mapping[str, Found]) -> dict[str, Found]:
+        seen = look(before)
+        found = {name: replace(one, free=one.free - taken[0] * MIB) for name, one in seen.items()}
+        taken[0] = 200
+        return found
+
+    machine.look = after_the_first  # type: ignore[method-assign]
+    machine.balance().round()
+    assert machine.asked == [("code", 400), ("chat", 400)]
 
 
 def test_engines_without_a_socket_are_named_once(machine: Machine) -> None:
