@@ -149,6 +149,9 @@ class Balance:
         size = self._size(device)
         if size is None:
             return ()
+        if any(one.engine.born == seen.NEVER for one in self.found.values()):
+            # It may be on this device, and map what is free here.
+            size = min(size, sum(one.engine.held for one in self._on(device)))
         plan = policy.plan(
             [one.engine for one in self._on(device)],
             size,
@@ -211,7 +214,9 @@ class Balance:
         """Take note of who is there, and say who came, went, or does not answer."""
         for name in sorted(self.found.keys() | now.keys()):
             before, after = self.found.get(name), now.get(name)
-            gone = before and (after is None or after.engine.born != before.engine.born)
+            gone = before and (
+                after is None or before.engine.born not in (after.engine.born, seen.NEVER)
+            )
             if gone:
                 self._say(name, "ended")
                 self._asked.pop(name, None)

@@ -47,7 +47,7 @@ class Engine:
 
     Attributes:
         name: kvcached's, which is its own.
-        born: something that is different for another engine of the same name, as its pid is.
+        born: something that is different for another engine of the same name, as its start is.
         limit: bytes that it may map.
         mapped: bytes that it has mapped.
         most: bytes that it started with, which it cannot exceed.

@@ -27,6 +27,7 @@ from kvpatch.patches.suspend import queue as handing
 from kvpatch.patches.suspend import server
 from kvpatch.patches.suspend.server import Question, Server, follow
 from kvpatch.patches.suspend.suspension import Suspension
+from kvpatch.process import start_ticks
 from kvpatch.telemetry.counters import Totals
 from kvpatch.upstream import kvcached_api
 
@@ -107,6 +108,7 @@ def test_an_idle_engine_is_suspended_and_resumed(engine: Running) -> None:
     (found,) = control.engines()
     assert (found.name, found.models, found.phase) == ("chat-pool", ["chat", "alias"], "runs")
     assert found.said["pid"] == os.getpid()
+    assert found.said["started"] == start_ticks(os.getpid())
     told: list[dict[str, Any]] = []
     answer = found.suspend(tell=told.append, timeout=60)
     assert (answer.phase, answer.resident, answer.kept, answer.lost) == ("suspended", 12, 12, 0)

@@ -14,9 +14,9 @@ def demand(engine: Any) -> dict[str, Any]:
 
     Returns:
         ``device``, which is the same for engines that share their memory; ``mapped``, bytes that
-        the engine has mapped, read before ``free``, bytes that nobody has; ``page``, the bytes of a page; ``least``, what one request of the
-        longest length needs, and ``longest``, its tokens; ``needs``, what the requests need that
-        are there.
+        the engine has mapped, read before ``free``, bytes that nobody has; ``page``, the bytes of
+        a page; ``least``, what one request of the longest length needs, and ``longest``, its
+        tokens; ``needs``, what the requests need that are there.
 
     Raises:
         Cannot: its device has no name.

@@ -21,6 +21,7 @@ from kvpatch.control import protocol
 from kvpatch.logs import log
 from kvpatch.patches.suspend import queue
 from kvpatch.patches.suspend.suspension import Cannot, Phase, Suspension
+from kvpatch.process import start_ticks
 from kvpatch.telemetry.counters import refused
 from kvpatch.upstream import kvcached_api, kvcached_limits
 
@@ -323,6 +324,7 @@ def describe(engine: Any, suspension: Suspension, name: str) -> dict[str, Any]:
     return {
         "name": name,
         "pid": os.getpid(),
+        "started": start_ticks(os.getpid()),  # in a container every first process has one pid
         "models": [served] if isinstance(served, str) else list(served or ()),
         "phase": suspension.phase.value,
         "why_not": suspension.why_not(),
