@@ -81,8 +81,10 @@ def _one(path: Path, before: Found | None, hits: Mapping[str, int]) -> Found | N
     except (OSError, KeyError, TypeError, ValueError) as error:
         return silent(before or unknown(path), f"it does not answer: {error}")
     try:
-        demand = handle.demand(patience=PATIENCE)
-        return of(handle, demand, hits)
+        found = of(handle, handle.demand(patience=PATIENCE), hits)
+        # On its way into a suspension or back its limit is its own affair.
+        settled = handle.phase in ("runs", "suspended")
+        return found if settled else silent(found, f"it is {handle.phase}")
     except control.Refused as refused:
         return silent(of(handle, {}, hits, before), str(refused))
     except (KeyError, TypeError, ValueError) as error:
@@ -134,7 +136,7 @@ def of(
     engine = Engine(
         name=handle.name,
         born=born,
-        limit=int(said["limit"]),
+        limit=int(said.get("promised", said["limit"])),
         mapped=int(demand.get("mapped", said["mapped"])),
         most=int(said["most"]),
         least=least,
@@ -142,8 +144,7 @@ def of(
         running=int(said.get("running", 0)),
         waiting=int(said.get("waiting", 0)),
         found=tokens * least / longest if tokens is not None and longest else None,
-        # While it is on its way into a suspension or back, its limit is its own affair.
-        suspended=handle.phase != "runs",
+        suspended=handle.phase == "suspended",
         page=int(demand.get("page", 0)),
     )
     return Found(

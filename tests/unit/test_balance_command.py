@@ -312,11 +312,27 @@ def test_what_came_from_a_disk_is_found_once(
     assert seen.found_tokens() == {"chat": 1700}
 
 
-def test_a_suspended_engine_is_seen_as_one(pair: tuple[Engine, Engine]) -> None:
+def test_a_suspended_engine_is_seen_with_what_it_will_take_back(
+    pair: tuple[Engine, Engine],
+) -> None:
     chat, _ = pair
     answer = chat.answer
-    chat.answer = lambda asked: answer(asked) | {"phase": "suspended"}  # type: ignore[method-assign]
-    assert seen.look({})["chat"].engine.suspended
+    said = {"phase": "suspended", "limit": 2 * MIB, "promised": 300 * MIB}
+    chat.answer = lambda asked: answer(asked) | said  # type: ignore[method-assign]
+    found = seen.look({})["chat"].engine
+    assert (found.suspended, found.answers, found.limit) == (True, True, 300 * MIB)
+
+
+@pytest.mark.parametrize("phase", ["pausing", "storing", "releasing", "resuming"])
+def test_an_engine_on_its_way_into_a_suspension_or_back_is_left_alone(
+    pair: tuple[Engine, Engine], phase: str
+) -> None:
+    chat, _ = pair
+    answer = chat.answer
+    chat.answer = lambda asked: answer(asked) | {"phase": phase}  # type: ignore[method-assign]
+    found = seen.look({})["chat"]
+    assert (found.engine.answers, found.engine.suspended) == (False, False)
+    assert found.why_not == f"it is {phase}"
 
 
 def test_where_nobody_listens_nothing_is_done(capsys: pytest.CaptureFixture[str]) -> None:

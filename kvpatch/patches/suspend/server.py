@@ -329,6 +329,7 @@ def describe(engine: Any, suspension: Suspension, name: str) -> dict[str, Any]:
         "phase": suspension.phase.value,
         "why_not": suspension.why_not(),
         "limit": kvcached_api.limit(manager),
+        "promised": suspension.promised(),
         "revision": suspension.revision,
         "most": kvcached_api.most(manager),
         "mapped": kvcached_api.mapped(manager),
