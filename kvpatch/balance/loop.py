@@ -104,6 +104,7 @@ class Balance:
         self._clock, self._wall = clock, wall
         self._past: dict[str, Mapping[str, Past]] = {}
         self._sizes: dict[str, int] = {}
+        self._seen_at = 0.0
         self._notes: set[tuple[str, str]] = set()
         self._asked: dict[str, tuple[int, int, int]] = {}  # limits whose answer has not come
         self._would: dict[str, tuple[int, str]] = {}  # what a dry run has said
@@ -173,6 +174,8 @@ class Balance:
                 size = min(size, self._size(device) or size)  # others may have taken memory
             after = [one.engine for one in self._on(device)]
             for move in policy.grants(plan.moves, after, size, self._settings.page):
+                if self._clock() - self._seen_at > GETS:
+                    break  # this process was stopped, or an engine slow: another look comes first
                 self._do(move, GETS)
         return plan.notes
 
@@ -231,7 +234,7 @@ class Balance:
                 self._say(name, "silent", after.why_not, after.engine.limit)
             elif not answered and after.engine.answers:
                 self._say(name, "answers")
-        self.found = now
+        self.found, self._seen_at = now, self._clock()
 
     def _with_asked(self, found: Found) -> Found:
         """Count a limit that an engine was asked to take and has not answered for."""

@@ -243,6 +243,28 @@ def test_a_higher_limit_that_was_not_answered_counts_until_it_is_known(machine: 
     machine.check()
 
 
+def test_no_limit_is_raised_by_a_look_of_long_ago(machine: Machine) -> None:
+    """As of a balance that was stopped in between: engines have come, and taken memory."""
+
+    def later(name: str) -> None:
+        if name == "chat":
+            machine.now += 60
+
+    for name in ("chat", "more"):
+        machine.engines[name] = Engine(name, 300 * MIB, 300 * MIB, DEVICE, 50 * MIB, 350 * MIB)
+        machine.change(name, waiting=3, born=len(name))
+        machine.devices[name], machine.revisions[name] = "GPU-1", 0
+    machine.change("code", limit=400, mapped=400)
+    machine.before_answer = later
+    balance = machine.balance()
+    balance.round()
+    assert [name for name, _ in machine.asked] == ["code", "chat"]
+    machine.before_answer = lambda name: None
+    balance.round()
+    assert machine.asked[-1][0] == "more"
+    machine.check()
+
+
 def test_a_newcomer_gets_its_share(machine: Machine) -> None:
     balance = machine.balance()
     balance.round()

@@ -436,6 +436,21 @@ def test_a_socket_that_was_removed_is_there_again(
     assert not running.server.path.exists()
 
 
+def test_a_question_that_was_given_up_while_the_engine_was_stopped_is_not_taken(
+    engine: Running,
+) -> None:
+    """Who asked was killed, or has told its user that there was no answer."""
+    asked = {"verb": "limit", "size": 3 * PAGE}
+    for waits in (False, True):
+        here, there = socket.socketpair()
+        with here, there:
+            if not waits:
+                there.close()
+            engine.server._answer(here, asked)
+        control.find("chat").plan()  # what came before it was taken
+        assert (engine.world.manager.limit == 3 * PAGE) is waits
+
+
 def test_a_folder_that_somebody_keeps_locked_is_given_up(
     worlds: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:

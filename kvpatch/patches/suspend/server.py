@@ -229,6 +229,8 @@ class Server:
         if asked.get("verb") == "describe":
             protocol.send(connection, describe(engine, suspension, self._name) | {"done": True})
             return
+        if gone(connection):
+            return  # it was given up while the engine was stopped: others may rely on that by now
         question = Question(asked)
         queue.hand_over(engine, question)
         del engine
@@ -245,6 +247,17 @@ class Server:
             protocol.send(connection, suspension.said | question.said | {"done": True})
             return
         follow(connection, suspension, asked, question.since)
+
+
+def gone(connection: socket.socket) -> bool:
+    """Whether the other end of a connection has closed it, or was killed."""
+    connection.setblocking(False)  # Python waits for what comes, whatever the flags say
+    try:
+        return not connection.recv(1, socket.MSG_PEEK)
+    except BlockingIOError:
+        return False
+    finally:
+        connection.settimeout(ASKING)
 
 
 def sweep(folder: Path) -> None:
