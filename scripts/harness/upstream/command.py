@@ -1,7 +1,7 @@
 """scripts/upstream: vLLM's and kvcached's own tests without kvpatch and with it.
 
     scripts/upstream           every suite; renews docs/results/upstream.json
-    scripts/upstream core      says what differs there, and writes nothing
+    scripts/upstream core      one of them
 
 scripts/test upstream compares with what is recorded. Both download the tests once.
 """
@@ -28,14 +28,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         options.error(f"the suites are {', '.join(names)}")
     screen = console.Screen(results.COMMAND)
     suites = [suite for suite in SUITES if not chosen or suite.name in chosen]
-    return console.run(screen, lambda: _run(screen, suites, record=not chosen))
+    return console.run(screen, lambda: _run(screen, suites))
 
 
-def _run(screen: console.Screen, suites: Sequence[Suite], record: bool) -> int:
-    head = provenance.header(results.COMMAND)  # before the load of the run itself
-    found = []
+def _run(screen: console.Screen, suites: Sequence[Suite]) -> int:
     failed = 0
     for suite in suites:
+        head = provenance.header(f"{results.COMMAND} {suite.name}")  # before its own load
         with tempfile.TemporaryDirectory() as folder:
             off, on = (
                 runner.run(suite, patched, Path(folder, str(patched))) for patched in (False, True)
@@ -47,7 +46,5 @@ def _run(screen: console.Screen, suites: Sequence[Suite], record: bool) -> int:
             screen.fail(line)
         failed += len(unknown)
         if not unknown:
-            found.append((suite, results.of(suite, off, on)))
-    if record and not failed:
-        results.write(head, found)
+            results.write(suite, head, results.of(suite, off, on))
     return int(failed > 0)

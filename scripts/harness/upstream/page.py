@@ -12,8 +12,7 @@ from harness.upstream.suites import SUITES, Suite
 
 def render() -> str:
     """Return the page."""
-    result = results.read()
-    found = result["suites"]
+    found = results.read()["suites"]
 
     def counts(suite: Suite, mode: str) -> dict[str, int]:
         counted = dict(found[suite.name][mode])
@@ -36,7 +35,7 @@ def render() -> str:
     }
     return markdown.render(
         "upstream.md",
-        result=result,
+        found=found,
         suites=[
             (one, counts(one, "without kvpatch"), counts(one, "with kvpatch"), listed(one))
             for one in SUITES

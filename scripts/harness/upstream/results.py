@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +10,7 @@ from harness import ROOT, provenance
 from harness.console import HarnessError
 from harness.upstream import compare, downloads
 from harness.upstream.runner import Run
-from harness.upstream.suites import Suite
+from harness.upstream.suites import SUITES, Suite
 
 RESULT = ROOT / "docs/results/upstream.json"
 COMMAND = "scripts/upstream"
@@ -58,7 +57,8 @@ def counted(run: Run) -> dict[str, Any]:
     return counts | {"seconds": round(run.seconds)}
 
 
-def write(head: dict[str, Any], suites: Iterable[tuple[Suite, dict[str, Any]]]) -> None:
-    """Write the result file."""
-    result = head | {"sources": downloads.releases()}
-    provenance.write(result | {"suites": {suite.name: one for suite, one in suites}}, RESULT)
+def write(suite: Suite, head: dict[str, Any], result: dict[str, Any]) -> None:
+    """Write the result of a suite, with the head of its own run, and keep the others'."""
+    suites = read()["suites"] | {suite.name: head | {"sources": downloads.releases()} | result}
+    in_order = {one.name: suites[one.name] for one in SUITES if one.name in suites}
+    provenance.write({"suites": in_order}, RESULT)
