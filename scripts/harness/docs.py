@@ -2,7 +2,8 @@
 
 From the tables in kvpatch: docs/patches.md, docs/support.md, docs/errors.md, docs/settings.md
 and the table between the markers of README.md. From the marks of the tests: docs/faults.md. From
-docs/results: docs/numbers.md and its plots, and what docs/patches.md says was seen without a row.
+docs/results: docs/numbers.md and its plots, what docs/patches.md says was seen without a row, and
+docs/upstream.md.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from harness import ROOT, console, faults
 from harness.bench import page
 from harness.markdown import TEMPLATES, render
 from harness.matrix import without, without_rows
+from harness.upstream import page as upstream
 from kvpatch import environ, patches, rules, supported
 from kvpatch.matrix import axes, sharing, tables, verdicts
 from kvpatch.patch import Feature, Gap, Kind, Patch, Seam
@@ -159,6 +161,7 @@ def main() -> int:
     made = {
         **pages(found),
         "docs/faults.md": render("faults.md", sections=faults.sections()),
+        "docs/upstream.md": upstream.render(),
         "README.md": readme(found),
         **page.render(ROOT / "docs/results"),
     }

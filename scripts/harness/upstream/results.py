@@ -23,8 +23,15 @@ def read(path: Path = RESULT) -> dict[str, Any]:
 
 
 def listed(suite: str) -> dict[str, str]:
-    """Return the name of the cause of each test of a suite that may differ."""
-    causes = read()["suites"][suite]["listed"]
+    """Return the name of the cause of each test of a suite that may differ.
+
+    Raises:
+        HarnessError: the suite was not recorded yet.
+    """
+    suites = read()["suites"]
+    if suite not in suites:
+        raise HarnessError(f"{suite} has no list yet: run {COMMAND} {suite}")
+    causes = suites[suite]["listed"]
     return {test: name for name, tests in causes.items() for test in tests}
 
 
