@@ -90,6 +90,11 @@ def pool_of(engine: Any) -> Any:
     return engine.scheduler.kv_cache_manager.block_pool
 
 
+def wait_for_null_block(pool: Any, seconds: float) -> None:
+    """Wait until kvcached's thread has reserved block 0 of its ``ElasticBlockPool``."""
+    pool.kv_cache_manager._post_init_done.wait(seconds)
+
+
 def manager_of(engine: Any) -> Any:
     """Return kvcached's page manager of an ``EngineCore``; None with vLLM's own pool."""
     return getattr(pool_of(engine), "kv_cache_manager", None)
