@@ -10,7 +10,7 @@ from functools import cache
 
 from packaging.version import Version
 
-from kvpatch import gate, patches, rules, supported
+from kvpatch import admitted, gate, patches, rules, supported
 from kvpatch.environ import ALLOW_VLLM
 from kvpatch.matrix import evidence, signatures
 from kvpatch.matrix.axes import NONE, Cell, cells, configuration_of, connector_of
@@ -152,6 +152,11 @@ def by_shared_seams(cell: Cell) -> list[str]:
     return [here.file, *(run.file for run in found.values())]
 
 
+def ran_right(cell: Cell) -> bool:
+    """Return whether an engine run of a cell is recorded that was right."""
+    return _engine_run(cell) is not None
+
+
 def _engine_run(cell: Cell) -> evidence.Run | None:
     """Return the engine run of a cell if it was right."""
     runs = evidence.runs().get(cell, ())
@@ -179,6 +184,7 @@ def forget() -> None:
     _of_releases.cache_clear()
     signatures.releases.cache_clear()
     evidence.forget()
+    admitted.forget()
 
 
 def lost(found: Mapping[Cell, Verdict]) -> list[Cell]:

@@ -1,0 +1,54 @@
+"""What starts only where an engine ran with it: the cells, by what is turned on.
+
+``matrix/data/admitted.json`` is made of the recorded runs by ``scripts/matrix admit``, and by
+``scripts/matrix try`` once the engines ran. A rule asks for the cell of a configuration, so that
+what did not run is refused, without a list of exceptions to keep.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping
+from functools import cache
+from pathlib import Path
+
+from kvpatch.supported import in_ranges, validated
+from kvpatch.versions import Installed
+
+FILE = Path(__file__).parent / "matrix/data/admitted.json"
+
+Table = Mapping[str, Mapping[str, list[str]]]  # cells by feature and release
+
+
+@cache
+def table() -> Table:
+    """Return the cells that are admitted."""
+    found: Table = json.loads(FILE.read_text())
+    return found
+
+
+def name_of(runner: str, layout: str, connector: str, model: str) -> str:
+    """Return the name of a cell of a release and feature, by the names of the matrix' axes."""
+    return ", ".join((runner, layout, connector, model))
+
+
+def admits(feature: str, vllm: Installed, wanted: Iterable[str]) -> bool:
+    """Return whether a feature starts on a release in all cells of these names."""
+    names = set(wanted)
+    return any(
+        vllm.is_one_of([release]) and names <= set(admitted)
+        for release, admitted in table().get(feature, {}).items()
+        if release in validated()
+    )
+
+
+def where(*features: str) -> str:
+    """Return in words on which releases any of the features starts, at least in some cells."""
+    releases = {release for one in features for release in table().get(one, {})}
+    known = [release for release in validated() if release in releases]
+    return f"on vLLM {in_ranges(known)}" if known else "on no release yet"
+
+
+def forget() -> None:
+    """Clear what is remembered of the file."""
+    table.cache_clear()
