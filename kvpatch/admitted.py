@@ -42,11 +42,30 @@ def admits(feature: str, vllm: Installed, wanted: Iterable[str]) -> bool:
     )
 
 
-def where(*features: str) -> str:
-    """Return in words on which releases any of the features starts, at least in some cells."""
-    releases = {release for one in features for release in table().get(one, {})}
-    known = [release for release in validated() if release in releases]
-    return f"on vLLM {in_ranges(known)}" if known else "on no release yet"
+def why(*features: str, how: str = "") -> str:
+    """Return why a configuration with one of the features is refused.
+
+    Args:
+        features: their names.
+        how: what else must hold for it.
+    """
+    known = _releases(features)
+    if not known:
+        return "no engine with it has been compared with plain vLLM yet"
+    beside = f" and {how}," if how else ""
+    return f"it is validated on vLLM {in_ranges(known)}{beside} only, as kvpatch matrix says"
+
+
+def but(*features: str, how: str = "") -> str:
+    """Return what is not refused, for the end of a line of the documentation; empty for nothing."""
+    known = _releases(features)
+    beside = f" and {how}" if how else ""
+    return f", except as the table says on vLLM {in_ranges(known)}{beside}" if known else ""
+
+
+def _releases(features: Iterable[str]) -> list[str]:
+    admitted = {release for one in features for release in table().get(one, {})}
+    return [release for release in validated() if release in admitted]
 
 
 def forget() -> None:

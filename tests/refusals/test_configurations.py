@@ -112,7 +112,7 @@ def test_the_other_rules_on_configurations_of_vllm_itself(start_python, model):
         "plain": ({}, {}),
         "canonical": ({}, {"canonical_layout": True}),
         "pipeline": ({"pipeline_parallel_size": 2}, {}),
-        "speculative": ({"speculative_config": ngram}, {}),
+        "speculative": ({"speculative_config": ngram, "kv_cache_dtype": "fp8"}, {}),
         "scheduler": ({"scheduler_cls": "somebodys.Scheduler"}, {}),
         "vLLM's scheduler": (
             {"scheduler_cls": "vllm.v1.core.sched.async_scheduler.AsyncScheduler"},
@@ -153,7 +153,7 @@ def test_the_other_rules_on_configurations_of_vllm_itself(start_python, model):
     said = {
         "canonical": "canonical_layout is set in kv_connector_extra_config",
         "pipeline": "a KV connector is configured with parallelism other than tensor parallelism",
-        "speculative": "a KV connector is configured with speculative decoding",
+        "speculative": "a KV connector is configured with speculative decoding by ngram",
         "scheduler": "a KV connector is configured with the scheduler somebodys.Scheduler",
         "cache dtype": "a KV connector is configured with the KV cache dtype fp8_per_token_head",
         "external executor": "a KV connector is configured with the executor external_launcher",

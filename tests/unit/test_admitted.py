@@ -75,7 +75,7 @@ def test_a_release_that_is_not_validated_admits_nothing(ran, table, monkeypatch)
     status = supported.RELEASES | {"0.32.0": supported.INSPECTED_ONLY}
     monkeypatch.setattr(supported, "RELEASES", status)
     assert not admitted.admits("ngram", on("0.32.0"), [NAME])
-    assert admitted.where("ngram") == "on no release yet"
+    assert admitted.why("ngram").startswith("no engine")
     assert admission.earned() == {}
 
 
@@ -87,8 +87,15 @@ def test_every_cell_of_a_configuration_must_have_run(table):
     assert not admitted.admits("ngram", on("0.33.0"), [NAME])
     assert not admitted.admits("EAGLE", on("0.32.0"), [NAME])
     assert not admitted.admits("unknown", on("0.32.0"), [NAME])
-    assert admitted.where("ngram", "EAGLE") == "on vLLM 0.32.0 or 0.33.0"
-    assert admitted.where("unknown") == "on no release yet"
+    words = "on vLLM 0.32.0 or 0.33.0"
+    both = ("ngram", "EAGLE")
+    assert admitted.why(*both) == f"it is validated {words} only, as kvpatch matrix says"
+    assert admitted.why(*both, how="that") == (
+        f"it is validated {words} and that, only, as kvpatch matrix says"
+    )
+    assert admitted.but(*both, how="that") == f", except as the table says {words} and that"
+    none = "no engine with it has been compared with plain vLLM yet"
+    assert (admitted.why("unknown", how="that"), admitted.but("unknown")) == (none, "")
 
 
 def test_a_trial_admits_what_is_to_run_beside_what_is_earned(ran):

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import logging
+from functools import cache
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from kvpatch import patches, rules, supported
+from harness.matrix import admission
+from kvpatch import admitted, patches, rules, supported
 from kvpatch.environ import (
     FIRST_LIMIT,
     HOST_POOL,
@@ -22,9 +24,14 @@ from kvpatch.host_memory import HostMemory
 from kvpatch.patches.elastic_memory import configuration, lifting
 from kvpatch.patches.host_pool import rules as of_host_pool
 from kvpatch.patches.kvcached_compat.rules import V1_ON_LATER
+from kvpatch.patches.offloading.rules import (
+    DRAFTING,
+    DRAFTING_ON_DISK,
+    LATENT_COMBINED,
+    MULTI,
+)
 from kvpatch.patches.offloading.rules import HYBRID as HYBRID_RELEASES
 from kvpatch.patches.offloading.rules import LATENT as LATENT_RELEASES
-from kvpatch.patches.offloading.rules import LATENT_COMBINED, MULTI
 from kvpatch.patches.secondary_tiers.rules import TIERS
 from kvpatch.patches.simple_offload.rules import SIMPLE
 from kvpatch.pool import ledger
@@ -41,6 +48,11 @@ RULES = rules.of(feature.rules for feature in patches.FEATURES)
 def words(span: Span) -> str:
     """The validated releases of a span, as a sentence has them."""
     return in_ranges(validated(span))
+
+
+def why(code: str) -> str:
+    """The reason of a rule that the table of ``kvpatch.admitted`` words; its test has the words."""
+    return next(rule.why for rule in RULES if rule.code == code)
 
 
 def facts(
@@ -150,6 +162,7 @@ HYBRID = {"model_config__is_hybrid": True}
 LATENT = {"model_config__use_mla": True}
 ONE_RANK = {"parallel_config__world_size": 1, "parallel_config__tensor_parallel_size": 1}
 FP8 = {"cache_config__cache_dtype": "fp8"}
+DRAFTS = {"speculative_config": SimpleNamespace(method="ngram")}
 # As compressed-tensors has it, from a checkpoint of llm-compressor.
 SCHEME = {"quant_config": SimpleNamespace(kv_cache_scheme={"num_bits": 8, "type": "float"})}
 GIB = 1 << 30
@@ -351,10 +364,17 @@ CASES: dict[str, tuple[list[dict[str, Any]], str]] = {
         "remove --scheduler-cls, or set KVPATCH=0.",
     ),
     "KVP309": (
-        [{"speculative_config": SimpleNamespace(method="ngram")}],
-        "a KV connector is configured with speculative decoding, because it has not been "
-        "validated by a store and load round trip; remove the speculative configuration, or set "
-        "KVPATCH=0.",
+        [
+            DRAFTS | ONE_RANK | V2_OF_34,
+            DRAFTS | V2_OF_32,  # of two ranks
+            DRAFTS | ONE_RANK | V2_OF_32 | LATENT,
+            DRAFTS | ONE_RANK | V2_OF_32 | WINDOWS,
+            DRAFTS | ONE_RANK | V2_OF_32 | FP8,
+            DRAFTS | ONE_RANK | V2_OF_32 | SCHEME,
+            DRAFTS | ONE_RANK | V2_OF_32 | {"model_config": None},
+        ],
+        "a KV connector is configured with speculative decoding by ngram, because "
+        f"{why('KVP309')}; remove the speculative configuration, or set KVPATCH=0.",
     ),
     "KVP340": (
         [
@@ -904,6 +924,42 @@ def on(release: str) -> dict[str, Any]:
     return {"machine__vllm": release, "use_v2_model_runner": release in ("0.32.0",)}
 
 
+# Speculative decoding
+
+
+@pytest.fixture
+def ran(monkeypatch):
+    """Say that all cells of features of 0.32.0 ran."""
+
+    def ran(*features):
+        monkeypatch.setattr(admitted, "table", cache(lambda: admission.tried(features, ["0.32.0"])))
+
+    return ran
+
+
+@pytest.mark.parametrize("v2", [False, True])
+@pytest.mark.parametrize("connector", [{}, simple(), multi("OffloadingConnector"), tiers("fs")])
+@pytest.mark.parametrize(("method", "feature"), DRAFTING.items())
+def test_drafts_that_were_compared_start(ran, method, feature, connector, v2):
+    ran(feature)
+    made = {"speculative_config": SimpleNamespace(method=method), "use_v2_model_runner": v2}
+    refused = check(config(**made, **connector, **ONE_RANK, machine__vllm="0.32.0"))
+    # A folder is not named after the weights of what drafts.
+    if connector == tiers("fs") and method not in DRAFTING_ON_DISK:
+        assert refused.code == "KVP309"
+    else:
+        assert refused is None
+
+
+@pytest.mark.parametrize("method", ["eagle", "mtp"])
+def test_drafts_of_another_method_are_refused(ran, method):
+    ran("ngram")
+    made = config(speculative_config=SimpleNamespace(method=method), **ONE_RANK, **V2_OF_32)
+    refusal = check(made)
+    assert refusal.code == "KVP309"
+    assert refusal.what == f"a KV connector is configured with speculative decoding by {method}"
+
+
 # The host's memory
 
 
@@ -976,7 +1032,9 @@ def test_a_tier_that_fits_is_not_warned_of(caplog, changes):
 def test_a_refused_configuration_is_not_warned_of(caplog):
     logger = logging.getLogger("vllm.kvpatch")
     logger.addHandler(caplog.handler)
-    refused = check(config(**tier(64, swap=10, available=60), speculative_config=object()))
+    refused = check(
+        config(**tier(64, swap=10, available=60), speculative_config=SimpleNamespace(method="mtp"))
+    )
     logger.removeHandler(caplog.handler)
     assert refused is not None
     assert caplog.records == []

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from kvpatch.patches.offloading import memory_rules
+from kvpatch import admitted
+from kvpatch.patches.offloading import memory_rules, place
 from kvpatch.rules import Rule
 from kvpatch.supported import FP8, in_ranges, is_validated, release_of, validated
 from kvpatch.upstream import connectors
@@ -30,6 +31,14 @@ FP8_CACHE_DTYPES = ("fp8", "fp8_e4m3", "fp8_e5m2")  # on the releases of ``suppo
 MULTI = Span("0.22")
 # Where a checkpoint's kv_cache_scheme wins over --kv-cache-dtype, in vLLM's Attention.__init__.
 SCHEME_WINS = Span("0", "0.22")
+# vLLM's methods of speculative decoding, by their names in the matrix.
+DRAFTING = {"ngram": "ngram", "draft_model": "draft model", "eagle": "EAGLE"}
+# Those without layers of their own in the blocks. A tier's folder is named after the weights of the
+# model, and not after those of what drafts for it.
+DRAFTING_ON_DISK = ("ngram",)
+_DRAFTS = (
+    f"with one rank, without an fp8 KV cache and, with secondary tiers, by {DRAFTING_ON_DISK[0]}"
+)
 LATENT = Span("0.29")  # latent attention (MLA)
 LATENT_COMBINED = Span("0.32")  # the same in MultiConnector, or with secondary tiers
 HYBRID = Span("0.30", "0.31")  # hybrid models, with state-space layers
@@ -129,6 +138,21 @@ def _hybrid(config: Any, facts: Facts) -> bool:
             and config.kv_transfer_config.kv_connector == connectors.OFFLOADING
             and not model.use_mla
         )
+    )
+
+
+def _other_drafts(config: Any, facts: Facts) -> bool:
+    """Return whether drafts are made that were not compared.
+
+    They are compared with one rank and a KV cache of the model's dtype.
+    """
+    drafting = config.speculative_config
+    return drafting is not None and not (
+        config.parallel_config.world_size == 1
+        and config.cache_config.cache_dtype in VALIDATED_CACHE_DTYPES
+        and not _by_scheme(config, facts)
+        and (drafting.method in DRAFTING_ON_DISK or not has_tiers(config))
+        and place.starts_with(DRAFTING.get(drafting.method, ""), config, facts)
     )
 
 
@@ -375,10 +399,13 @@ RULES = (
     ),
     Rule(
         "KVP309",
-        "offloading with speculative decoding",
-        lambda config, facts: config.speculative_config is not None,
-        "a KV connector is configured with speculative decoding",
-        ROUND_TRIP,
+        "offloading with speculative decoding" + admitted.but(*DRAFTING.values(), how=_DRAFTS),
+        _other_drafts,
+        lambda config, facts: (
+            "a KV connector is configured with speculative decoding by "
+            f"{config.speculative_config.method}"
+        ),
+        admitted.why(*DRAFTING.values(), how=_DRAFTS),
         "remove the speculative configuration",
     ),
     Rule(  # before the next rule, whose remedy is of no use there
