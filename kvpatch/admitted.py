@@ -42,18 +42,25 @@ def admits(feature: str, vllm: Installed, wanted: Iterable[str]) -> bool:
     )
 
 
-def why(*features: str, how: str = "") -> str:
-    """Return why a configuration with one of the features is refused.
+def where(*features: str, how: str = "") -> str:
+    """Return where any of the features is validated, for the reason of a refusal.
 
     Args:
         features: their names.
-        how: what else must hold for it.
+        how: what else must hold for them.
     """
     known = _releases(features)
     if not known:
-        return "no engine with it has been compared with plain vLLM yet"
+        return "on no release yet"
     beside = f" and {how}," if how else ""
-    return f"it is validated on vLLM {in_ranges(known)}{beside} only, as kvpatch matrix says"
+    return f"on vLLM {in_ranges(known)}{beside} only, as kvpatch matrix says"
+
+
+def why(*features: str, how: str = "") -> str:
+    """Return why a configuration with one of the features is refused."""
+    if not _releases(features):
+        return "no engine with it has been compared with plain vLLM yet"
+    return f"it is validated {where(*features, how=how)}"
 
 
 def but(*features: str, how: str = "") -> str:

@@ -325,15 +325,16 @@ CASES: dict[str, tuple[list[dict[str, Any]], str]] = {
             LATENT | ONE_RANK | V2_OF_34,
             LATENT | ONE_RANK | V2_OF_29 | multi("OffloadingConnector"),
             LATENT | ONE_RANK | V2_OF_29 | tiers("fs"),
-            LATENT | V2_OF_29,  # of two ranks
-            LATENT | V2_OF_32 | tiers("fs"),
-            LATENT | V2_OF_32 | multi("OffloadingConnector"),
+            LATENT | V2_OF_34,  # of two ranks
+            LATENT | V2_OF_30 | tiers("fs"),
+            LATENT | V2_OF_30 | multi("OffloadingConnector"),
             LATENT | ONE_RANK | tiers("fs") | {"machine__vllm": "0.32.0"},  # on Runner V1
         ],
         "a KV connector is configured for JambaForCausalLM, because latent attention is validated "
-        f"with one rank on Model Runner V2 of vLLM {words(LATENT_RELEASES)} only, and with "
-        f"secondary tiers or in MultiConnector on {words(LATENT_COMBINED)} only; use one of these, "
-        "or run this model without a KV connector, or set KVPATCH=0.",
+        f"on Model Runner V2 of vLLM {words(LATENT_RELEASES)} only, with secondary tiers or in "
+        f"MultiConnector on {words(LATENT_COMBINED)} only, and with several ranks "
+        f"{admitted.where('2 ranks')}; use one of these, or run this model without a KV connector, "
+        "or set KVPATCH=0.",
     ),
     "KVP306": (
         [{"cache_config__enable_prefix_caching": False}],
@@ -958,6 +959,22 @@ def test_drafts_of_another_method_are_refused(ran, method):
     refusal = check(made)
     assert refusal.code == "KVP309"
     assert refusal.what == f"a KV connector is configured with speculative decoding by {method}"
+
+
+# Latent attention on several ranks
+
+
+@pytest.mark.parametrize("connector", [{}, simple(), multi("OffloadingConnector"), tiers("fs")])
+def test_latent_attention_on_several_ranks_starts_where_it_ran(ran, monkeypatch, connector):
+    made = config(**LATENT, **V2_OF_32, **connector)
+    monkeypatch.setattr(admitted, "table", dict)
+    assert check(made).code == "KVP305"
+    ran("2 ranks")
+    assert check(made) is None
+    made = config(**LATENT, **V2_OF_32, **connector, parallel_config__world_size=4)
+    assert check(made).code == "KVP307"  # not all of tensor parallelism
+    made = config(**LATENT, **connector, machine__vllm="0.32.0")
+    assert check(made).code == "KVP305"  # on Runner V1
 
 
 # The host's memory

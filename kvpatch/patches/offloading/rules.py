@@ -40,6 +40,7 @@ _DRAFTS = (
     f"with one rank, without an fp8 KV cache and, with secondary tiers, by {DRAFTING_ON_DISK[0]}"
 )
 LATENT = Span("0.29")  # latent attention (MLA)
+SEVERAL_RANKS = "2 ranks"  # the same, by the name of its cells
 LATENT_COMBINED = Span("0.32")  # the same in MultiConnector, or with secondary tiers
 HYBRID = Span("0.30", "0.31")  # hybrid models, with state-space layers
 
@@ -121,7 +122,10 @@ def _latent(config: Any, facts: Facts) -> bool:
     return not (
         is_validated(facts.vllm, LATENT_COMBINED if combined else LATENT)
         and config.use_v2_model_runner
-        and config.parallel_config.world_size == 1
+        and (
+            config.parallel_config.world_size == 1
+            or place.starts_with(SEVERAL_RANKS, config, facts)
+        )
     )
 
 
@@ -349,12 +353,13 @@ RULES = (
         "KVP305",
         "offloading of models with latent attention (MLA), except with one rank on Model Runner V2 "
         f"of vLLM {in_ranges(validated(LATENT))}, and with secondary tiers or MultiConnector of "
-        f"{in_ranges(validated(LATENT_COMBINED))}",
+        f"{in_ranges(validated(LATENT_COMBINED))}; with several ranks{admitted.but(SEVERAL_RANKS)}",
         _latent,
         _model,
-        "latent attention is validated with one rank on Model Runner V2 of vLLM "
-        f"{in_ranges(validated(LATENT))} only, and with secondary tiers or in MultiConnector on "
-        f"{in_ranges(validated(LATENT_COMBINED))} only",
+        f"latent attention is validated on Model Runner V2 of vLLM {in_ranges(validated(LATENT))} "
+        "only, with secondary tiers or in MultiConnector on "
+        f"{in_ranges(validated(LATENT_COMBINED))} only, and with several ranks "
+        f"{admitted.where(SEVERAL_RANKS)}",
         "use one of these, or run this model without a KV connector",
     ),
     Rule(

@@ -24,6 +24,7 @@ from harness.engines.runs import (
     run_driver,
 )
 from kvpatch.matrix.axes import NONE, Cell
+from kvpatch.upstream import connectors
 
 PROMPTS, CACHED = 12, 640
 APART = 8  # prompts that are asked one at a time: more than a device of LEAST blocks can keep
@@ -44,6 +45,7 @@ FEATURES: dict[str, dict[str, Any]] = {
     **{name: {"speculation": name} for name in SPECULATIONS},
 }
 SYNCHRONOUS = ("ngram",)  # vLLM drafts these between two steps
+OWN = (connectors.OFFLOADING, connectors.SIMPLE)  # vLLM's
 LAYOUTS = {"contiguous": True, "non-contiguous": False}
 
 
@@ -203,6 +205,9 @@ class Engines:
             asynchronous=ahead,
             **trial.changes,
         )
+        if ours.ranks > 1 and ours.inside:
+            # A worker in a process of its own has vLLM's connectors only.
+            ours = replace(ours, inside=tuple(one for one in ours.inside if one in OWN))
         if kind in trial.tiers:
             tier, blocks = trial.tiers[kind]
             least = LEAST if ours.cache_dtype else 0
