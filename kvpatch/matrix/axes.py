@@ -117,6 +117,42 @@ FEATURES = (
         Feature(name, {"speculative_config": SimpleNamespace(method=method)}, ("full attention",))
         for name, method in _DRAFTING.items()
     ),
+    # A prompt is computed in one step, however long it is.
+    Feature(
+        "whole prompts",
+        {"scheduler_config.enable_chunked_prefill": False},
+        ("full attention", "sliding window"),
+    ),
+    # All layers in one group, with the blocks that a window has left: up to 0.21 the default.
+    Feature(
+        "no hybrid manager",
+        {"scheduler_config.disable_hybrid_kv_cache_manager": True},
+        ("sliding window",),
+        since="0.22",
+    ),
+    # Up to 0.28 a lookup ends at the first block that is missing, and counts no other.
+    Feature(
+        "store threshold",
+        {},
+        ("full attention",),
+        extra={"store_threshold": 2},
+        connectors=("Offloading", "Multi"),
+        since="0.29",
+    ),
+    # Chunks of two of a model's blocks of 32 tokens.
+    Feature(
+        "chunks",
+        {},
+        ("full attention", "sliding window"),
+        extra={"block_size": 64},
+        connectors=("Offloading", "tiering fs", "Multi"),
+    ),
+    Feature(
+        "no prefix cache",
+        {"cache_config.enable_prefix_caching": False},
+        ("full attention",),
+        connectors=("Offloading", "tiering fs", "Multi"),
+    ),
 )
 
 
@@ -169,7 +205,7 @@ def configuration_of(cell: Cell) -> Any:
             kv_connector_extra_config=_with(connector.extra, feature_of(cell).extra),
             kv_role="kv_both",
         ),
-        cache_config=SimpleNamespace(enable_prefix_caching=True, cache_dtype="auto"),
+        cache_config=SimpleNamespace(enable_prefix_caching=True, cache_dtype="auto", block_size=32),
         parallel_config=SimpleNamespace(
             world_size=1,
             tensor_parallel_size=1,

@@ -145,9 +145,10 @@ def by_shared_seams(cell: Cell) -> list[str]:
         if (run := _engine_run(replace(cell, vllm=vllm))) is not None
     }
     around = sorted([*found, cell.vllm], key=Version)
-    between = around[0] != cell.vllm != around[-1]
+    if here is None or not around[0] != cell.vllm != around[-1]:
+        return []
     ran = set[str]().union(*(_in_force(vllm) for vllm in found))
-    if here is None or not between or not _in_force(cell.vllm) <= ran:
+    if not _in_force(cell.vllm) <= ran:
         return []
     return [here.file, *(run.file for run in found.values())]
 

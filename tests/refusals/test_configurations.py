@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 
 from harness.engines.refused import REFUSES
+from kvpatch import admitted
 
 OFFLOAD = {"kv_connector": "OffloadingConnector"}
 
@@ -49,10 +50,14 @@ def test_the_example_tier(start_server):
 
 
 def test_prefix_caching_off(start_server):
-    refused = start_server("--kv-offloading-size", "1", "--no-enable-prefix-caching")
+    """With SimpleCPUOffloadConnector, with which no cell is to run."""
+    refused = start_server(
+        *("--kv-offloading-size", "1", "--no-enable-prefix-caching"),
+        VLLM_USE_SIMPLE_KV_OFFLOAD="1",
+    )
     assert refused.sentence == (
-        f"{REFUSES}the prefix cache is disabled while a KV connector is configured, because that "
-        "combination is not validated; remove --no-enable-prefix-caching, or set KVPATCH=0."
+        f"{REFUSES}the prefix cache is disabled while a KV connector is configured, because "
+        f"{admitted.why('no prefix cache')}; remove --no-enable-prefix-caching, or set KVPATCH=0."
     )
 
 

@@ -90,7 +90,12 @@ def config(connector: bool = True, **changes: Any) -> SimpleNamespace:
         use_v2_model_runner=False,
         attention_config=SimpleNamespace(),
         kv_transfer_config=transfer if connector else None,
-        scheduler_config=SimpleNamespace(policy="fcfs", scheduler_cls=None),
+        scheduler_config=SimpleNamespace(
+            policy="fcfs",
+            scheduler_cls=None,
+            enable_chunked_prefill=True,
+            disable_hybrid_kv_cache_manager=False,
+        ),
         cache_config=SimpleNamespace(enable_prefix_caching=True, cache_dtype="auto"),
         parallel_config=SimpleNamespace(
             world_size=2,
@@ -162,6 +167,7 @@ HYBRID = {"model_config__is_hybrid": True}
 LATENT = {"model_config__use_mla": True}
 ONE_RANK = {"parallel_config__world_size": 1, "parallel_config__tensor_parallel_size": 1}
 FP8 = {"cache_config__cache_dtype": "fp8"}
+NO_PREFIX_CACHE = {"cache_config__enable_prefix_caching": False}
 DRAFTS = {"speculative_config": SimpleNamespace(method="ngram")}
 # As compressed-tensors has it, from a checkpoint of llm-compressor.
 SCHEME = {"quant_config": SimpleNamespace(kv_cache_scheme={"num_bits": 8, "type": "float"})}
@@ -337,9 +343,46 @@ CASES: dict[str, tuple[list[dict[str, Any]], str]] = {
         "or set KVPATCH=0.",
     ),
     "KVP306": (
-        [{"cache_config__enable_prefix_caching": False}],
-        "the prefix cache is disabled while a KV connector is configured, because that "
-        "combination is not validated; remove --no-enable-prefix-caching, or set KVPATCH=0.",
+        [
+            NO_PREFIX_CACHE | V2_OF_34,
+            NO_PREFIX_CACHE | V2_OF_32 | simple(),
+            NO_PREFIX_CACHE | V2_OF_32 | WINDOWS,
+        ],
+        f"the prefix cache is disabled while a KV connector is configured, because {why('KVP306')}"
+        "; remove --no-enable-prefix-caching, or set KVPATCH=0.",
+    ),
+    "KVP357": (
+        [
+            {"scheduler_config__enable_chunked_prefill": False} | V2_OF_34,
+            {"scheduler_config__enable_chunked_prefill": False, "model_config": None} | V2_OF_32,
+        ],
+        "chunked prefill is disabled while a KV connector is configured, because "
+        f"{why('KVP357')}; remove --no-enable-chunked-prefill, or set KVPATCH=0.",
+    ),
+    "KVP358": (
+        [
+            chunks(store_threshold=2),  # of 0.28.0, which counts lookups
+            chunks(store_threshold="2") | V2_OF_34,
+            chunks(store_threshold=2) | V2_OF_32 | WINDOWS,
+        ],
+        "store_threshold is set in kv_connector_extra_config, because "
+        f"{why('KVP358')}; remove store_threshold, or set KVPATCH=0.",
+    ),
+    "KVP359": (
+        [
+            chunks(block_size=64) | V2_OF_34,
+            chunks(blocks_per_chunk=2) | V2_OF_34 | WINDOWS,
+            chunks(block_size=64) | ONE_RANK | LATENT | V2_OF_32,
+        ],
+        "chunks of several blocks are configured in kv_connector_extra_config, because "
+        f"{why('KVP359')}; remove block_size and blocks_per_chunk from kv_connector_extra_config, "
+        "or set KVPATCH=0.",
+    ),
+    "KVP360": (
+        [{"scheduler_config__disable_hybrid_kv_cache_manager": True} | WINDOWS | V2_OF_34],
+        "the hybrid KV cache manager is disabled for a model with sliding windows, and a KV "
+        f"connector is configured, because {why('KVP360')}; remove "
+        "--disable-hybrid-kv-cache-manager, or set KVPATCH=0.",
     ),
     "KVP307": (
         [
@@ -726,9 +769,6 @@ def test_without_a_connector_only_what_kvcached_cannot_run_matters(code, changes
         WINDOWS,
         WINDOWS | chunks(blocks_per_chunk=1),
         WINDOWS | simple(block_size=64),  # which ignores it
-        WINDOWS | chunks(blocks_per_chunk=2) | V2_OF_33,
-        chunks(block_size=64),
-        chunks(block_size=64) | {"model_config": None},
         {"model_config__enable_sleep_mode": False, "model_config__enable_cumem_allocator": False},
         {"parallel_config__distributed_executor_backend": None},
         {"parallel_config__distributed_executor_backend": "uni"},
@@ -928,12 +968,17 @@ def on(release: str) -> dict[str, Any]:
 # Speculative decoding
 
 
+@cache
+def tried(features):
+    return admission.tried(features, ["0.32.0"])
+
+
 @pytest.fixture
 def ran(monkeypatch):
     """Say that all cells of features of 0.32.0 ran."""
 
     def ran(*features):
-        monkeypatch.setattr(admitted, "table", cache(lambda: admission.tried(features, ["0.32.0"])))
+        monkeypatch.setattr(admitted, "table", lambda: tried(features))
 
     return ran
 
@@ -975,6 +1020,56 @@ def test_latent_attention_on_several_ranks_starts_where_it_ran(ran, monkeypatch,
     assert check(made).code == "KVP307"  # not all of tensor parallelism
     made = config(**LATENT, **connector, machine__vllm="0.32.0")
     assert check(made).code == "KVP305"  # on Runner V1
+
+
+# Settings that change steps or blocks
+
+WHOLE = {"scheduler_config__enable_chunked_prefill": False}
+ONE_GROUP = {"scheduler_config__disable_hybrid_kv_cache_manager": True} | WINDOWS
+
+
+@pytest.mark.parametrize(
+    ("feature", "changes", "code"),
+    [
+        ("no prefix cache", NO_PREFIX_CACHE, "KVP306"),
+        ("no prefix cache", NO_PREFIX_CACHE | tiers("fs"), "KVP306"),
+        ("whole prompts", WHOLE, "KVP357"),
+        ("whole prompts", WHOLE | WINDOWS, "KVP357"),
+        ("whole prompts", WHOLE | simple(lazy_offload=True), "KVP357"),
+        ("store threshold", chunks(store_threshold=3), "KVP358"),
+        ("chunks", chunks(block_size=64), "KVP359"),
+        ("chunks", chunks(blocks_per_chunk="4"), "KVP359"),
+        ("no hybrid manager", ONE_GROUP, "KVP360"),
+        ("no hybrid manager", ONE_GROUP | simple(), "KVP360"),
+    ],
+)
+def test_a_setting_that_ran_starts(ran, monkeypatch, feature, changes, code):
+    made = config(**V2_OF_32, **changes)
+    monkeypatch.setattr(admitted, "table", dict)
+    assert check(made).code == code
+    ran(feature)
+    assert check(made) is None
+    elsewhere = facts(**made.machine)._replace(contiguous=False)
+    assert check(made, elsewhere) is None  # which ran as well
+    assert check(config(**changes, machine__vllm="0.31.0")).code == code
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        WHOLE | LATENT | ONE_RANK | V2_OF_32,  # whose cells ran so
+        chunks(store_threshold=1),
+        chunks(store_threshold=0),
+        chunks(blocks_per_chunk=1),
+        chunks(block_size=32) | {"cache_config__block_size": 32},
+        simple(store_threshold=2, block_size=64),  # keys that it does not read
+        {"scheduler_config__disable_hybrid_kv_cache_manager": True} | V2_OF_32,
+        ONE_GROUP | {"machine__vllm": "0.21.0"},  # whose cells ran so
+    ],
+)
+def test_a_setting_that_changes_nothing_starts(monkeypatch, changes):
+    monkeypatch.setattr(admitted, "table", dict)
+    assert check(config(**changes)) is None
 
 
 # The host's memory

@@ -42,6 +42,8 @@ _DRAFTS = (
 LATENT = Span("0.29")  # latent attention (MLA)
 SEVERAL_RANKS = "2 ranks"  # the same, by the name of its cells
 LATENT_COMBINED = Span("0.32")  # the same in MultiConnector, or with secondary tiers
+# Where chunks are stored of which a window has left a part.
+WINDOWS_IN_PARTS = Span("0", "0.33")
 HYBRID = Span("0.30", "0.31")  # hybrid models, with state-space layers
 
 ROUND_TRIP = "it has not been validated by a store and load round trip"
@@ -228,6 +230,50 @@ def _chunks_of_windows(config: Any, facts: Facts) -> bool:
     return chunks and model is not None and model.get_sliding_window() is not None
 
 
+def _chunks(config: Any, facts: Facts) -> bool:
+    """Return whether chunks of several blocks did not run."""
+    block = getattr(config.cache_config, "block_size", None)
+    asked = any(
+        leaf.extra.get("block_size") not in (None, block)
+        or int(leaf.extra.get("blocks_per_chunk") or 1) > 1
+        for leaf in connectors.offloading(config.kv_transfer_config)
+    )
+    if place.has_windows(config.model_config) and release_of(facts.vllm) in WINDOWS_IN_PARTS:
+        return False  # KVP355
+    return asked and not place.starts_with("chunks", config, facts)
+
+
+def _threshold(config: Any, facts: Facts) -> bool:
+    """Return whether blocks are stored at a later use than the first, which did not run."""
+    asked = any(
+        int(leaf.extra.get("store_threshold") or 0) > 1
+        for leaf in connectors.offloading(config.kv_transfer_config)
+    )
+    return asked and not place.starts_with("store threshold", config, facts)
+
+
+def _no_hybrid_manager(config: Any, facts: Facts) -> bool:
+    """Return whether windows are kept whole, where that did not run."""
+    return (
+        bool(config.scheduler_config.disable_hybrid_kv_cache_manager)
+        and place.has_windows(config.model_config)
+        and not place.starts_with("no hybrid manager", config, facts)
+    )
+
+
+def _whole_prompts(config: Any, facts: Facts) -> bool:
+    """Return whether prompts are not split, where that did not run.
+
+    The cells of latent attention ran so: vLLM's CPU backend splits none of their prompts.
+    """
+    latent = config.model_config is not None and config.model_config.use_mla
+    return (
+        not config.scheduler_config.enable_chunked_prefill
+        and not latent
+        and not place.starts_with("whole prompts", config, facts)
+    )
+
+
 def _two_block_sizes(config: Any, facts: Facts) -> bool:
     """Return whether blocks of windows have more tokens than those of full attention.
 
@@ -324,7 +370,7 @@ RULES = (
         "a chunk of which the window has left a part is stored without it, and loaded as a whole",
         "remove block_size and blocks_per_chunk from kv_connector_extra_config, or install vLLM "
         "0.33",
-        only_in=Span("0", "0.33"),
+        only_in=WINDOWS_IN_PARTS,
     ),
     Rule(
         "KVP356",
@@ -364,11 +410,51 @@ RULES = (
     ),
     Rule(
         "KVP306",
-        "offloading with the prefix cache disabled",
-        lambda config, facts: not config.cache_config.enable_prefix_caching,
+        "offloading with the prefix cache disabled" + admitted.but("no prefix cache"),
+        lambda config, facts: (
+            not config.cache_config.enable_prefix_caching
+            and not place.starts_with("no prefix cache", config, facts)
+        ),
         "the prefix cache is disabled while a KV connector is configured",
-        "that combination is not validated",
+        admitted.why("no prefix cache"),
         "remove --no-enable-prefix-caching",
+    ),
+    Rule(
+        "KVP357",
+        "offloading with chunked prefill disabled, of models without latent attention"
+        + admitted.but("whole prompts"),
+        _whole_prompts,
+        "chunked prefill is disabled while a KV connector is configured",
+        admitted.why("whole prompts"),
+        "remove --no-enable-chunked-prefill",
+    ),
+    Rule(
+        "KVP358",
+        "`store_threshold`" + admitted.but("store threshold"),
+        _threshold,
+        "store_threshold is set in kv_connector_extra_config",
+        admitted.why("store threshold"),
+        "remove store_threshold",
+    ),
+    Rule(
+        "KVP359",
+        "chunks of several blocks (`block_size` or `blocks_per_chunk` in "
+        "kv_connector_extra_config)" + admitted.but("chunks"),
+        _chunks,
+        "chunks of several blocks are configured in kv_connector_extra_config",
+        admitted.why("chunks"),
+        "remove block_size and blocks_per_chunk from kv_connector_extra_config",
+    ),
+    Rule(
+        "KVP360",
+        "models with sliding windows without the hybrid KV cache manager, from vLLM 0.22 on"
+        + admitted.but("no hybrid manager"),
+        _no_hybrid_manager,
+        "the hybrid KV cache manager is disabled for a model with sliding windows, and a KV "
+        "connector is configured",
+        admitted.why("no hybrid manager"),
+        "remove --disable-hybrid-kv-cache-manager",
+        only_in=Span("0.22"),
     ),
     Rule(
         "KVP307",
