@@ -113,6 +113,13 @@ FEATURES = (
         {"parallel_config.world_size": 2, "parallel_config.tensor_parallel_size": 2},
         ("latent attention",),
     ),
+    # Two stages of a pipeline. A tier's folder has not been looked at for stages.
+    Feature(
+        "2 stages",
+        {"parallel_config.world_size": 2, "parallel_config.pipeline_parallel_size": 2},
+        ("full attention",),
+        connectors=("Offloading", "Simple eager", "Simple lazy", "Multi"),
+    ),
     *(
         Feature(name, {"speculative_config": SimpleNamespace(method=method)}, ("full attention",))
         for name, method in _DRAFTING.items()

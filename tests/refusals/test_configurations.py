@@ -116,7 +116,10 @@ def test_the_other_rules_on_configurations_of_vllm_itself(start_python, model):
     cases = {
         "plain": ({}, {}),
         "canonical": ({}, {"canonical_layout": True}),
-        "pipeline": ({"pipeline_parallel_size": 2}, {}),
+        "pipeline": (
+            {"pipeline_parallel_size": 2},
+            TIERS | {"secondary_tiers": [{"type": "fs", "root_dir": "/nowhere"}]},
+        ),
         "speculative": ({"speculative_config": ngram, "kv_cache_dtype": "fp8"}, {}),
         "scheduler": ({"scheduler_cls": "somebodys.Scheduler"}, {}),
         "vLLM's scheduler": (

@@ -42,7 +42,7 @@ def every_cell() -> list[axes.Cell]:
 def test_plain_vllm_has_what_is_turned_on_and_no_connector(asked, cell):
     plain, ours, _ = asked(cell)
     assert (plain.kvpatch, plain.offload, ours.kvpatch, ours.offload) == (False, False, True, True)
-    for name in ("speculation", "ranks", "cache_dtype", "settings"):
+    for name in ("speculation", "ranks", "stages", "cache_dtype", "settings"):
         assert getattr(plain, name) == getattr(ours, name)
     assert plain.model == ours.model == cells.MODELS[cell.model]
     assert plain.runner == ours.runner == cell.runner.lower()
@@ -118,6 +118,13 @@ def test_without_prefix_cache_loads_are_counted_by_the_audit(asked, checked, rig
     assert record["right"] is right
     assert record["patches"] == ["fence.build"]  # an audit changes nothing
     assert cells.AUDITS
+
+
+def test_runner_v1_schedules_the_stages_of_a_pipeline_in_turn(asked):
+    for runner, ahead in (("V1", False), ("V2", True)):
+        plain, ours, _ = asked(replace(CELL, runner=runner, feature="2 stages"))
+        assert (ours.asynchronous, plain.stages, ours.stages) == (ahead, 2, 2)
+        assert engine_arguments(ours)["pipeline_parallel_size"] == 2
 
 
 def test_workers_of_several_ranks_are_given_vllms_own_connectors(asked):

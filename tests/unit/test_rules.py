@@ -100,6 +100,7 @@ def config(connector: bool = True, **changes: Any) -> SimpleNamespace:
         parallel_config=SimpleNamespace(
             world_size=2,
             tensor_parallel_size=2,
+            pipeline_parallel_size=1,
             data_parallel_size=1,
             decode_context_parallel_size=1,
             distributed_executor_backend="mp",
@@ -168,6 +169,11 @@ LATENT = {"model_config__use_mla": True}
 ONE_RANK = {"parallel_config__world_size": 1, "parallel_config__tensor_parallel_size": 1}
 FP8 = {"cache_config__cache_dtype": "fp8"}
 NO_PREFIX_CACHE = {"cache_config__enable_prefix_caching": False}
+STAGES = {
+    "parallel_config__world_size": 2,
+    "parallel_config__tensor_parallel_size": 1,
+    "parallel_config__pipeline_parallel_size": 2,
+}
 DRAFTS = {"speculative_config": SimpleNamespace(method="ngram")}
 # As compressed-tensors has it, from a checkpoint of llm-compressor.
 SCHEME = {"quant_config": SimpleNamespace(kv_cache_scheme={"num_bits": 8, "type": "float"})}
@@ -387,6 +393,11 @@ CASES: dict[str, tuple[list[dict[str, Any]], str]] = {
     "KVP307": (
         [
             {"parallel_config__world_size": 4},
+            STAGES | V2_OF_34,
+            STAGES | V2_OF_32 | WINDOWS,
+            STAGES | V2_OF_32 | tiers("fs"),
+            STAGES | V2_OF_32 | {"parallel_config__data_parallel_size": 2},
+            {"parallel_config__world_size": 4, "parallel_config__pipeline_parallel_size": 2},
             {"parallel_config__data_parallel_size": 2},
             {"parallel_config__decode_context_parallel_size": 2},
         ],
@@ -1016,7 +1027,7 @@ def test_latent_attention_on_several_ranks_starts_where_it_ran(ran, monkeypatch,
     assert check(made).code == "KVP305"
     ran("2 ranks")
     assert check(made) is None
-    made = config(**LATENT, **V2_OF_32, **connector, parallel_config__world_size=4)
+    made = config(**LATENT | STAGES | V2_OF_32 | connector)
     assert check(made).code == "KVP307"  # not all of tensor parallelism
     made = config(**LATENT, **connector, machine__vllm="0.32.0")
     assert check(made).code == "KVP305"  # on Runner V1
@@ -1039,6 +1050,8 @@ ONE_GROUP = {"scheduler_config__disable_hybrid_kv_cache_manager": True} | WINDOW
         ("store threshold", chunks(store_threshold=3), "KVP358"),
         ("chunks", chunks(block_size=64), "KVP359"),
         ("chunks", chunks(blocks_per_chunk="4"), "KVP359"),
+        ("2 stages", STAGES, "KVP307"),
+        ("2 stages", STAGES | multi("OffloadingConnector"), "KVP307"),
         ("no hybrid manager", ONE_GROUP, "KVP360"),
         ("no hybrid manager", ONE_GROUP | simple(), "KVP360"),
     ],

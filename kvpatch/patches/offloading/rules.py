@@ -40,6 +40,7 @@ _DRAFTS = (
     f"with one rank, without an fp8 KV cache and, with secondary tiers, by {DRAFTING_ON_DISK[0]}"
 )
 LATENT = Span("0.29")  # latent attention (MLA)
+STAGES = "2 stages"  # of a pipeline, by the name of its cells
 SEVERAL_RANKS = "2 ranks"  # the same, by the name of its cells
 LATENT_COMBINED = Span("0.32")  # the same in MultiConnector, or with secondary tiers
 # Where chunks are stored of which a window has left a part.
@@ -209,11 +210,12 @@ def _cache_dtype(config: Any, facts: Facts) -> str:
 
 def _other_parallelism(config: Any, facts: Facts) -> bool:
     parallel = config.parallel_config
-    return bool(
-        parallel.world_size != parallel.tensor_parallel_size
-        or parallel.data_parallel_size > 1
-        or parallel.decode_context_parallel_size > 1
-    )
+    if parallel.data_parallel_size > 1 or parallel.decode_context_parallel_size > 1:
+        return True
+    if parallel.world_size == parallel.tensor_parallel_size:
+        return False
+    in_stages = parallel.world_size == parallel.pipeline_parallel_size == 2
+    return not in_stages or not place.starts_with(STAGES, config, facts)
 
 
 def _chunks_of_windows(config: Any, facts: Facts) -> bool:
@@ -458,7 +460,8 @@ RULES = (
     ),
     Rule(
         "KVP307",
-        "offloading with parallelism other than tensor parallelism",
+        "offloading with parallelism other than tensor parallelism"
+        + admitted.but(STAGES, how="with two stages of a pipeline, of one rank each"),
         _other_parallelism,
         "a KV connector is configured with parallelism other than tensor parallelism",
         "that combination is not validated",

@@ -76,6 +76,7 @@ class Run:
     inside: tuple[str, ...] = ()  # connectors of a MultiConnector, in order
     cache_dtype: str = ""  # of the KV cache, where it is not the model's
     ranks: int = 1  # of tensor parallelism, each in a process of its own
+    stages: int = 1  # of pipeline parallelism, the same
     speculation: str = ""  # one of ``SPECULATIONS``
     settings: tuple[tuple[str, Any], ...] = ()  # more arguments of ``LLM``
     extra: tuple[tuple[str, Any], ...] = ()  # more of OffloadingConnector's extra config
@@ -84,6 +85,11 @@ class Run:
     def groups_windows(self) -> bool:
         """Whether layers with windows are in a group of their own, which shares blocks."""
         return self.model == "sliding" and not self.has("disable_hybrid_kv_cache_manager", True)
+
+    @property
+    def workers(self) -> int:
+        """How many processes compute, besides the engine's own if there are several."""
+        return self.ranks * self.stages
 
     def has(self, name: str, value: Any) -> bool:
         """Whether ``settings`` has an argument with a value."""
@@ -109,7 +115,7 @@ class Device:
             VLLM_CACHE_ROOT=str(cache_of(run.vllm)),
             # Eager engines compile nothing but the ranks of log-probabilities: 3 s.
             TORCHDYNAMO_DISABLE="1",
-            **processes.one_thread(run.vllm, run.ranks),
+            **processes.one_thread(run.vllm, run.workers),
             **RUNNER[run.runner],
             # A release outside the range is compared before the range is widened.
             **({"KVPATCH_ALLOW_VLLM": run.vllm} if run.vllm else {}),
@@ -258,6 +264,8 @@ def engine_arguments(run: Run) -> dict[str, Any]:
     arguments |= dict(run.settings)
     if run.ranks > 1:
         arguments["tensor_parallel_size"] = run.ranks
+    if run.stages > 1:
+        arguments["pipeline_parallel_size"] = run.stages
     if run.cache_dtype:
         arguments["kv_cache_dtype"] = run.cache_dtype
     if run.windows:

@@ -44,6 +44,7 @@ FEATURES: dict[str, dict[str, Any]] = {
     "none": {},
     "fp8": {"cache_dtype": "fp8"},
     "2 ranks": {"ranks": 2},
+    "2 stages": {"stages": 2},
     **{name: {"speculation": name} for name in SPECULATIONS},
     "whole prompts": {"settings": (("enable_chunked_prefill", False),)},
     "no hybrid manager": {"settings": (("disable_hybrid_kv_cache_manager", True),)},
@@ -55,6 +56,7 @@ FEATURES: dict[str, dict[str, Any]] = {
         "environment": (("KVPATCH_DEBUG", "1"),),
     },
 }
+IN_TURN = (("V1", "2 stages"),)  # several steps at once, and none of them ahead
 SYNCHRONOUS = ("ngram",)  # vLLM drafts these between two steps
 OWN = (connectors.OFFLOADING, connectors.SIMPLE)  # vLLM's
 # The patches of debug mode, which watch and change nothing.
@@ -191,7 +193,11 @@ class Engines:
             asynchronous: with asynchronous scheduling, as on a GPU.
         """
         kind = MODELS[cell.model]
-        ahead = asynchronous and cell.feature not in SYNCHRONOUS
+        ahead = (
+            asynchronous
+            and cell.feature not in SYNCHRONOUS
+            and (cell.runner, cell.feature) not in IN_TURN
+        )
         plain = Run(
             vllm=self.version,
             model=kind,
@@ -226,7 +232,7 @@ class Engines:
             asynchronous=ahead,
             **trial.changes,
         )
-        if ours.ranks > 1 and ours.inside:
+        if ours.workers > 1 and ours.inside:
             # A worker in a process of its own has vLLM's connectors only.
             ours = replace(ours, inside=tuple(one for one in ours.inside if one in OWN))
         room = "llama" if kind == "sliding" and not ours.groups_windows else kind
@@ -282,7 +288,7 @@ def judge(ours: dict[str, Any], plain: dict[str, Any], trial: Trial, wanted: Run
         and _drafts_as_well(pairs, record, wanted.speculation)
         and not record.get("faults")
         and ours["elastic"]
-        and ours["async"] == wanted.asynchronous
+        and ours["async"] == (wanted.asynchronous or wanted.stages > 1)
         and ours["runner"] == plain["runner"] == wanted.runner
         and [record["cached"] for record in plain["rounds"][1]] == [0] * PROMPTS
     )
