@@ -495,6 +495,12 @@ CASES: dict[str, tuple[list[dict[str, Any]], str]] = {
         "a KV connector is configured for JambaForCausalLM, because encoder-decoder models are "
         "not validated; run this model without a KV connector, or set KVPATCH=0.",
     ),
+    "KVP361": (
+        [{"model_config__runner_type": "pooling"}],
+        "a KV connector is configured for JambaForCausalLM, because a model that is run for its "
+        "pooled states is not validated with one; run this model without a KV connector, or set "
+        "KVPATCH=0.",
+    ),
     "KVP332": (
         [{"lora_config": SimpleNamespace()}, tiers("fs") | {"lora_config": SimpleNamespace()}],
         "a KV connector is configured with LoRA, because vLLM names a block after its adapter's "

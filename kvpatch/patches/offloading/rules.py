@@ -557,6 +557,14 @@ RULES = (
         "run this model without a KV connector",
     ),
     Rule(
+        "KVP361",
+        "offloading of pooling models",
+        lambda config, facts: getattr(config.model_config, "runner_type", "") == "pooling",
+        _model,
+        "a model that is run for its pooled states is not validated with one",
+        "run this model without a KV connector",
+    ),
+    Rule(
         "KVP332",
         "offloading with LoRA adapters",
         lambda config, facts: getattr(config, "lora_config", None) is not None,
