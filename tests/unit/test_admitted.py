@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from functools import cache
 from types import SimpleNamespace
 from typing import Any
@@ -135,6 +136,31 @@ def test_cells_are_run_in_a_copy_that_admits_them_and_come_back(ran, monkeypatch
     assert list(told) == ["ngram"]
     assert back == ("0.32.0", root / "tree", "features")
     assert written == [{"ngram": {"0.32.0": [NAME]}}]
+
+
+@pytest.mark.parametrize(
+    ("feature", "right", "known", "recorded"),
+    [
+        ("ngram", True, False, True),
+        ("ngram", False, False, False),  # it is refused, and stays so
+        ("ngram", False, True, True),  # it is refused from now on
+        ("fp8", False, False, True),  # it starts, and must not
+    ],
+)
+def test_a_cell_that_waits_is_recorded_when_it_is_right(
+    ran, monkeypatch, feature, right, known, recorded
+):
+    cell = replace(CELL, feature=feature)
+    ran(*[cell] * known)
+    written: list[Any] = []
+    monkeypatch.setattr(command, "record_cell", lambda *given: written.append(given[1]))
+    monkeypatch.setattr(command, "wanted_cell", lambda one, *rest: one == cell)
+    monkeypatch.setattr(command.cells, "facts", lambda release: {})
+    outcome = {"right": right, "patches": []}
+    monkeypatch.setattr(command.cells.Engines, "compare", lambda *given: dict(outcome))
+    given = SimpleNamespace(keep="nowhere", synchronous=False)
+    assert command.run_release("0.32.0", given, set()) == (not right)
+    assert written == [cell] * recorded
 
 
 def model(**changes: Any) -> SimpleNamespace:

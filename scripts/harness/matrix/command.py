@@ -120,8 +120,10 @@ def run_release(release: str, arguments: argparse.Namespace, stale: set[Ran]) ->
         patches = outcome.pop("patches", ())
         words = "right" if outcome["right"] else outcome
         say(f"{release}: {in_words(cell)}: {words}")
-        # At once: what was run stays when the rest is interrupted.
-        record_cell(level_of(arguments), cell, outcome, patches, versions)
+        # At once: what was run stays when the rest is interrupted. A cell that is refused and was
+        # never right stays as it is.
+        if outcome["right"] or cell in evidence.runs() or not axes.feature_of(cell).admitted:
+            record_cell(level_of(arguments), cell, outcome, patches, versions)
     return wrong
 
 
