@@ -134,10 +134,6 @@ def opened(path: Path, *, closed: bool = True) -> Iterator[int]:
         os.close(file)
 
 
-def _lock(file: int) -> None:
-    fcntl.flock(file, fcntl.LOCK_EX)
-
-
 def within(seconds: float) -> Callable[[int], None]:
     """Return a lock for ``alone`` that waits no longer; it raises TimeoutError, an OSError."""
 
@@ -156,12 +152,12 @@ def within(seconds: float) -> Callable[[int], None]:
 
 
 @contextmanager
-def alone(folder: Path, lock: Callable[[int], None] = _lock) -> Iterator[None]:
+def alone(folder: Path, lock: Callable[[int], None]) -> Iterator[None]:
     """Keep all other users of a folder out, for the few calls in which its files are not settled.
 
     Args:
         folder: this user's.
-        lock: locks the descriptor of the folder, or raises; the default waits.
+        lock: locks the descriptor of the folder, or raises: who has it may be stopped.
     """
     file = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
     try:

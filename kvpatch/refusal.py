@@ -60,10 +60,10 @@ def _incompatible(meaning: str, reference: str) -> Code:
 #
 # What is not validated can be verified (``kvpatch verify``) unless a run cannot judge it: copies
 # that no audit is known to see (KVP302, KVP319, KVP351), secondary tiers (KVP322, KVP330), KV cache
-# events (KVP325), sleep (KVP341), prompts other than text (KVP331), nothing to restore (KVP306), no
-# patch (KVP203), memory that engines share (KVP342, KVP343, KVP344), an engine that is left alone
-# (KVP370, KVP371, KVP372), limits (KVP373), an NPU (KVP601, KVP603, KVP605,
-# KVP606).
+# events (KVP325), sleep (KVP341), prompts other than text (KVP331), no answers (KVP361), nothing to
+# restore (KVP306, KVP358), no patch (KVP203), memory that engines share (KVP342, KVP343, KVP344),
+# an engine that is left alone (KVP370, KVP371, KVP372), limits (KVP373), an NPU (KVP601, KVP603,
+# KVP605, KVP606).
 CODES = {
     "KVP101": _setup("`KVPATCH` has an unknown value"),
     "KVP102": _setup("kvcached is switched off by one of its own variables"),
@@ -191,6 +191,13 @@ CODES = {
         "heads of two sizes on memory that is not contiguous, before vLLM 0.30",
         "vllm-project/vllm#48959, vllm-project/vllm#49052",
     ),
+    "KVP357": _not_validated("offloading with chunked prefill disabled"),
+    "KVP358": _not_validated("`store_threshold`", False),
+    "KVP359": _not_validated("chunks of several blocks"),
+    "KVP360": _not_validated(
+        "offloading of a model with sliding windows without the hybrid KV cache manager"
+    ),
+    "KVP361": _not_validated("offloading of a pooling model", False),
     "KVP370": _not_validated("`KVPATCH_IDLE` on a release", False),
     "KVP371": _not_validated("`KVPATCH_IDLE` without a CPU tier alone", False),
     "KVP372": _not_validated("`KVPATCH_IDLE` with `KVPATCH_HOST_POOL`", False),
@@ -241,6 +248,7 @@ CODES = {
     "KVP416": _setup("a file or folder of the engine belongs to, or is open to, another user"),
     "KVP417": _setup("a file of the engine cannot be made in /dev/shm"),
     "KVP418": _not_validated("a KV cache dtype that the layers of the model have by themselves"),
+    "KVP419": _setup("a process keeps the claims of names in /dev/shm locked"),
     "KVP421": _incompatible(
         "a worker did not open the CPU tier of the host pool",
         "`test_host_pool_classes.py` in tests/engine",

@@ -23,13 +23,13 @@ from kvpatch.balance.seen import Found
 
 GIVES = 20.0  # seconds in which an engine gives back; it goes on if it takes longer
 GETS = 5.0  # seconds in which it takes a higher limit
-STEADY = 0.02  # part of a device by which its memory may seem to change without any consequence
+STEADY = 0.02  # part of a device by which its memory may seem to grow without any consequence
 Look = Callable[[Mapping[str, Found]], dict[str, Found]]
 SetLimit = Callable[[Found, int, float], int]
 
 
 class Busy(RuntimeError):
-    """Another balance of this user runs; the message is one sentence."""
+    """Another balance of this user runs, or may; the message is one sentence."""
 
 
 @contextmanager
@@ -37,7 +37,7 @@ def alone() -> Iterator[None]:
     """Be the only balance of this user on this machine; a killed one is none.
 
     Raises:
-        Busy: there is one.
+        Busy: there is one, or the folder of claims is locked.
         OSError: the folder of claims cannot be used.
     """
     try:
@@ -45,6 +45,11 @@ def alone() -> Iterator[None]:
     except claims.Taken as taken:
         who = "" if taken.pid is None else f" (pid {taken.pid})"
         raise Busy(f"another kvpatch balance of this user runs{who}") from None
+    except TimeoutError:
+        raise Busy(
+            f"a process that is stopped or hangs has kept {claims.folder()} locked for "
+            f"{claims.TO_TAKE:g} s"
+        ) from None
     try:
         yield
     finally:
@@ -99,6 +104,7 @@ class Balance:
         self._clock, self._wall = clock, wall
         self._past: dict[str, Mapping[str, Past]] = {}
         self._sizes: dict[str, int] = {}
+        self._seen_at = 0.0
         self._notes: set[tuple[str, str]] = set()
         self._asked: dict[str, tuple[int, int, int]] = {}  # limits whose answer has not come
         self._would: dict[str, tuple[int, str]] = {}  # what a dry run has said
@@ -144,6 +150,9 @@ class Balance:
         size = self._size(device)
         if size is None:
             return ()
+        if any(one.engine.born == seen.NEVER for one in self.found.values()):
+            # It may be on this device, and map what is free here.
+            size = min(size, sum(one.engine.held for one in self._on(device)))
         plan = policy.plan(
             [one.engine for one in self._on(device)],
             size,
@@ -162,8 +171,11 @@ class Balance:
         if any(move.raises for move in plan.moves):
             if gives:
                 self._see(self._look(self.found))
+                size = min(size, self._size(device) or size)  # others may have taken memory
             after = [one.engine for one in self._on(device)]
             for move in policy.grants(plan.moves, after, size, self._settings.page):
+                if self._clock() - self._seen_at > GETS:
+                    break  # this process was stopped, or an engine slow: another look comes first
                 self._do(move, GETS)
         return plan.notes
 
@@ -184,7 +196,7 @@ class Balance:
         # Each of them has looked at another time: the least is what is surely free.
         size = sum(one.engine.mapped for one in here) + min(free)
         before = self._sizes.get(device)
-        if before is None or abs(size - before) > STEADY * before:
+        if before is None or not before <= size <= (1 + STEADY) * before:
             self._sizes[device] = size
         return self._sizes[device]
 
@@ -205,7 +217,9 @@ class Balance:
         """Take note of who is there, and say who came, went, or does not answer."""
         for name in sorted(self.found.keys() | now.keys()):
             before, after = self.found.get(name), now.get(name)
-            gone = before and (after is None or after.engine.born != before.engine.born)
+            gone = before and (
+                after is None or before.engine.born not in (after.engine.born, seen.NEVER)
+            )
             if gone:
                 self._say(name, "ended")
                 self._asked.pop(name, None)
@@ -220,7 +234,7 @@ class Balance:
                 self._say(name, "silent", after.why_not, after.engine.limit)
             elif not answered and after.engine.answers:
                 self._say(name, "answers")
-        self.found = now
+        self.found, self._seen_at = now, self._clock()
 
     def _with_asked(self, found: Found) -> Found:
         """Count a limit that an engine was asked to take and has not answered for."""

@@ -47,8 +47,8 @@ class Engine:
 
     Attributes:
         name: kvcached's, which is its own.
-        born: something that is different for another engine of the same name, as its pid is.
-        limit: bytes that it may map.
+        born: something that is different for another engine of the same name, as its start is.
+        limit: bytes that it may map, or may again when it is resumed.
         mapped: bytes that it has mapped.
         most: bytes that it started with, which it cannot exceed.
         least: bytes of one request of the longest length; below it requests wait for ever.
@@ -57,7 +57,8 @@ class Engine:
         found: bytes of KV that prompts found on the device or in the tier, since it started; None
             if it does not tell.
         answers: whether it can be told another limit now.
-        suspended: whether it is suspended; it keeps nothing and needs nothing.
+        suspended: whether it is suspended; it has nothing mapped and needs nothing, and what it may
+            map when it is resumed can be another's once that is less.
         page: bytes of its pages, to which its limits are rounded; 0 for those of the settings.
     """
 
@@ -80,10 +81,9 @@ class Engine:
         """Bytes that nobody else can count on."""
         return max(self.limit, self.mapped)
 
-    @property
-    def one_request(self) -> int:
-        """Bytes below which a request may wait for ever."""
-        return min(self.least, self.most)
+    def one_request(self, page: int) -> int:
+        """Return the bytes below which a request may wait for ever, in whole pages."""
+        return min(_rounded_up(self.least, page), self.most)
 
 
 @dataclass(frozen=True)
@@ -193,11 +193,11 @@ def plan(
         terms: what the operator wants of the engine of a name.
         settings: how memory is moved.
     """
-    seen = sorted(engines, key=lambda one: one.name)
+    seen = sorted(map(_asleep, engines), key=lambda one: one.name)
     then = _remember(seen, past, now, settings)
-    ours = [one for one in seen if one.answers and not one.suspended]
-    # Of an engine that does not answer nothing can be had, and a suspended one has its floor.
-    room = device - sum(one.held for one in seen if one not in ours)
+    ours = [one for one in seen if one.answers]
+    # Of an engine that does not answer nothing can be had.
+    room = device - sum(one.held for one in seen if not one.answers)
     wanted = {
         one.name: _wanted(one, then[one.name].peak, terms(one.name), settings) for one in ours
     }
@@ -225,6 +225,11 @@ def plan(
             replace(before, raised=now) if move.raises else replace(before, lowered=now)
         )
     return Plan(changed, shares, then, tuple(notes))
+
+
+def _asleep(one: Engine) -> Engine:
+    """Return an engine without what it does not need as long as it is suspended."""
+    return replace(one, needs=0, running=0, waiting=0) if one.suspended else one
 
 
 def grants(moves: Iterable[Move], engines: Iterable[Engine], device: int, page: int) -> list[Move]:
@@ -289,10 +294,12 @@ def _remember(
 def _wanted(one: Engine, peak: float, terms: Terms, settings: Settings) -> tuple[int, int, int]:
     """Return the least, the need and the most of an engine, in bytes."""
     most = min(one.most, one.most if terms.ceiling is None else terms.ceiling)
-    least = min(max(terms.floor, one.least, one.page or settings.page), one.most)
+    page = one.page or settings.page
+    # Limits are of whole pages: of half a page more than a floor nothing can be used.
+    least = min(_rounded_up(max(terms.floor, one.least, page), page), one.most)
     most = max(most, least)  # a ceiling below one request would be an engine that stands still
     need = min(most, max(least, int(peak * (1 + settings.spare))))
-    return least, need, most
+    return least, least if one.suspended else need, most
 
 
 def _shares(
@@ -318,8 +325,9 @@ def _shares(
     give(lambda name: wanted[name][0], weight)
     give(lambda name: wanted[name][1], weight)
     rates = {name: weight[name] * then[name].rate for name in have}
-    give(lambda name: wanted[name][2], rates)
-    give(lambda name: wanted[name][2], weight)  # nobody has found anything yet
+    most = {one.name: wanted[one.name][0 if one.suspended else 2] for one in ours}
+    give(most.__getitem__, rates)
+    give(most.__getitem__, weight)  # nobody has found anything yet
     return {one.name: _rounded(have[one.name], one.page or settings.page) for one in ours}
 
 
@@ -414,7 +422,8 @@ def _gives(
     gives = {}
     for one in ours:
         # What is below one request is nobody's to give: it may be the last look that is taken.
-        over = limits[one.name] - max(shares[one.name], one.one_request)
+        request = one.one_request(one.page or settings.page)
+        over = limits[one.name] - max(shares[one.name], request)
         rested = now - then[one.name].raised >= settings.rest
         worth = over >= settings.least_move * limits[one.name]
         # Between two that both lack memory it would go back and forth. Limits that promise more
@@ -440,6 +449,8 @@ def _move(
             why = "it is full, and finds more prefixes than others"
     elif one.limit > most:
         why = "it may not have more"
+    elif one.suspended:
+        why = "it is suspended, and others need memory"
     elif not (one.running or one.waiting):
         why = "it has no requests, and others need memory"
     else:
@@ -449,3 +460,7 @@ def _move(
 
 def _rounded(size: float, page: int) -> int:
     return int(size + 1e-6) // page * page
+
+
+def _rounded_up(size: int, page: int) -> int:
+    return -(-size // page) * page

@@ -6,13 +6,16 @@ of the prompts was found. Engines are asked side by side: one that is stuck dela
 
 from __future__ import annotations
 
+import os
+import sys
 from collections.abc import Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from kvpatch import control, private
+from kvpatch import claims, control, private
 from kvpatch.balance.policy import Engine
 from kvpatch.control import client, protocol
 from kvpatch.telemetry import reader
@@ -20,6 +23,7 @@ from kvpatch.telemetry.reader import State
 
 PATIENCE = 2.0  # seconds for an engine to say what it needs
 TOGETHER = 16  # engines that are asked at a time
+NEVER = -1  # in place of when an engine was born, if it has never answered
 
 
 @dataclass(frozen=True)
@@ -67,28 +71,53 @@ def look(before: Mapping[str, Found]) -> dict[str, Found]:
         return {one.engine.name: one for one in seen if one is not None}
 
 
-def _one(path: Path, before: Found | None, hits: Mapping[int, int]) -> Found | None:
-    """Return the engine at a socket; None if it has ended, or never said who it is."""
+def _one(path: Path, before: Found | None, hits: Mapping[str, int]) -> Found | None:
+    """Return the engine at a socket; None if it has ended."""
     try:
-        said = next(iter(client.ask(path, {"verb": "describe"}, PATIENCE)))
+        handle = control.Engine(path, next(iter(client.ask(path, {"verb": "describe"}, PATIENCE))))
+        of(handle, {}, hits)
     except (ConnectionRefusedError, FileNotFoundError, StopIteration):
         return None  # killed, or just ended
-    except (OSError, ValueError) as error:
-        return None if before is None else silent(before, f"it does not answer: {error}")
-    handle = control.Engine(path, said)
+    except (OSError, KeyError, TypeError, ValueError) as error:
+        return silent(before or unknown(path), f"it does not answer: {error}")
     try:
-        demand = handle.demand(patience=PATIENCE)
-        return of(handle, demand, hits)
+        found = of(handle, handle.demand(patience=PATIENCE), hits)
+        # On its way into a suspension or back its limit is its own affair.
+        settled = handle.phase in ("runs", "suspended")
+        return found if settled else silent(found, f"it is {handle.phase}")
     except control.Refused as refused:
         return silent(of(handle, {}, hits, before), str(refused))
     except (KeyError, TypeError, ValueError) as error:
         return silent(of(handle, {}, hits, before), f"it says what cannot be read: {error!r}")
 
 
+def unknown(path: Path) -> Found:
+    """Return an engine that has never answered, as far as its pool in /dev/shm tells.
+
+    A socket is named after the pool.
+    """
+    name, limit = path.name, 0
+    for pool in claims.BASE.iterdir():
+        if protocol.path_of(pool.name) == path:
+            name = pool.name
+            with suppress(OSError):
+                limit = _limit_of(pool)
+    engine = Engine(name, limit, 0, limit, born=NEVER)
+    return Found(engine, "", handle=control.Engine(path, {"name": name}))
+
+
+def _limit_of(pool: Path) -> int:
+    file = os.open(pool, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
+    try:
+        return int.from_bytes(os.read(file, 8), sys.byteorder)
+    finally:
+        os.close(file)
+
+
 def of(
     handle: control.Engine,
     demand: Mapping[str, Any],
-    hits: Mapping[int, int],
+    hits: Mapping[str, int],
     before: Found | None = None,
 ) -> Found:
     """Return an engine from what it says.
@@ -96,27 +125,26 @@ def of(
     Args:
         handle: with its description.
         demand: what it needs.
-        hits: tokens that prompts found, by pid.
+        hits: tokens that prompts found, by the engine's name.
         before: the look before it, for what is not in ``demand``.
     """
     said = handle.said
-    pid = int(said.get("pid", 0))
+    born = int(said.get("started") or said.get("pid", 0))
     least, longest = int(demand.get("least", 0)), int(demand.get("longest", 0))
-    tokens = hits.get(pid)
-    same = before is not None and before.engine.born == pid
+    tokens = hits.get(handle.name)
+    same = before is not None and before.engine.born == born
     engine = Engine(
         name=handle.name,
-        born=pid,
-        limit=int(said["limit"]),
-        mapped=int(said["mapped"]),
+        born=born,
+        limit=int(said.get("promised", said["limit"])),
+        mapped=int(demand.get("mapped", said["mapped"])),
         most=int(said["most"]),
         least=least,
         needs=int(demand.get("needs", 0)),
         running=int(said.get("running", 0)),
         waiting=int(said.get("waiting", 0)),
         found=tokens * least / longest if tokens is not None and longest else None,
-        # While it is on its way into a suspension or back, its limit is its own affair.
-        suspended=handle.phase != "runs",
+        suspended=handle.phase == "suspended",
         page=int(demand.get("page", 0)),
     )
     return Found(
@@ -135,10 +163,14 @@ def silent(found: Found, why: str) -> Found:
     return replace(found, engine=engine, why_not=why)
 
 
-def found_tokens() -> dict[int, int]:
-    """Return the tokens of prompts that were found, on the device or in the tier, by pid."""
+def found_tokens() -> dict[str, int]:
+    """Return the tokens of prompts that were found, on the device or in the tier, by engine.
+
+    By its kvcached name: an engine of another pid namespace may have the same pid.
+    """
     return {
-        seen.pid: hits.get("device", 0) + hits.get("tier", 0)  # what came from a disk included
+        seen.page.content["engine"].get("pool", ""): hits.get("device", 0)
+        + hits.get("tier", 0)  # what came from a disk included
         for seen in _engines()
         if seen.page is not None and (hits := seen.page.content["engine"].get("hits"))
     }

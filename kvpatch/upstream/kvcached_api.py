@@ -95,6 +95,11 @@ def pool_of(engine: Any) -> Any:
     return engine.scheduler.kv_cache_manager.block_pool
 
 
+def wait_for_null_block(pool: Any, seconds: float) -> None:
+    """Wait until kvcached's thread has reserved block 0 of its ``ElasticBlockPool``."""
+    pool.kv_cache_manager._post_init_done.wait(seconds)
+
+
 def manager_of(engine: Any) -> Any:
     """Return kvcached's page manager of an ``EngineCore``; None with vLLM's own pool."""
     return getattr(pool_of(engine), "kv_cache_manager", None)
@@ -185,17 +190,25 @@ def free(manager: Any) -> int:
 
     On the engine's thread: CUDA answers for the device of the thread that asks.
     """
+    manager._avail_physical_pages_cache = None  # of a tenth of a second ago: others map meanwhile
     return int(manager._get_cached_avail_physical_pages()) * page_bytes(manager)
 
 
 def limit(manager: Any) -> int:
     """Return the bytes that an engine may map, as its pool in /dev/shm has them; on any thread.
 
-    Where somebody removed the pool, or cut it off, or it says less than a byte of each layer, which
-    is no limit to kvcached, what the page allocator keeps to. Kvcached's lock of the pool is not
-    taken: its thread that maps ahead waits for it with the allocator locked, and the engine waits
-    for the allocator with Python's lock, without which whoever has the pool's lock could not give
-    it back.
+    Where that says none, what the page allocator keeps to.
+    """
+    return limit_in_pool(manager) or pages_at_most(manager) * page_bytes(manager)
+
+
+def limit_in_pool(manager: Any) -> int:
+    """Return the limit in an engine's pool in /dev/shm; on any thread.
+
+    0 where somebody removed the pool, or cut it off, or it says less than a byte of each layer,
+    which is no limit to kvcached. Kvcached's lock of the pool is not taken: its thread that maps
+    ahead waits for it with the allocator locked, and the engine waits for the allocator with
+    Python's lock, without which whoever has the pool's lock could not give it back.
     """
     from kvcached.cli.utils import get_ipc_path
 
@@ -205,8 +218,7 @@ def limit(manager: Any) -> int:
             size = int.from_bytes(pool.read(8), sys.byteorder, signed=True)
     except OSError:
         size = 0
-    limited = size >= manager.num_layers * manager.num_kv_buffers
-    return size if limited else pages_at_most(manager) * page_bytes(manager)
+    return size if size >= manager.num_layers * manager.num_kv_buffers else 0
 
 
 def set_limit(manager: Any, size: int) -> bool:

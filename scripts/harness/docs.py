@@ -2,8 +2,9 @@
 
 From the tables in kvpatch: docs/patches.md, docs/support.md, docs/errors.md, docs/settings.md
 and the table between the markers of README.md. From docs/results/balance.json: the section between
-those of docs/several-models.md. From the marks of the tests: docs/faults.md. From
-docs/results: docs/numbers.md and its plots, and what docs/patches.md says was seen without a row.
+those of docs/several-models.md. From the marks of the tests: docs/faults.md. From docs/results:
+docs/numbers.md and its plots, what docs/patches.md says was seen without a row, and
+docs/upstream.md.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from harness.balancing import page as balancing
 from harness.bench import page
 from harness.markdown import TEMPLATES, render
 from harness.matrix import without, without_rows
+from harness.upstream import page as upstream
 from kvpatch import environ, patches, rules, supported
 from kvpatch.matrix import axes, sharing, tables, verdicts
 from kvpatch.patch import Feature, Gap, Kind, Patch, Seam
@@ -163,6 +165,7 @@ def main() -> int:
     made = {
         **pages(found),
         "docs/faults.md": render("faults.md", sections=faults.sections()),
+        "docs/upstream.md": upstream.render(),
         "README.md": readme(found),
         **page.render(ROOT / "docs/results"),
         SEVERAL: balancing.render(ROOT / "docs/results/balance.json", (ROOT / SEVERAL).read_text()),

@@ -188,6 +188,36 @@ def test_a_limit_by_revision_reaches_the_pool(python: Callable[[str], str]) -> N
     )
 
 
+def test_of_a_revision_and_kvctl_the_later_one_is_in_the_pool(python: Callable[[str], str]) -> None:
+    logged = python(
+        """
+        from types import SimpleNamespace as Made
+        from kvpatch import state
+        from kvpatch.patches.suspend import revision
+        from kvpatch.patches.suspend.giving import Giving
+        from kvpatch.upstream import kvcached_api
+
+        patched("suspend.limit")
+        made = manager()
+        pool = Made(kv_cache_manager=made, _evictable_blocks={}, _block_id_to_key={})
+        scheduler = Made(kv_cache_manager=Made(block_pool=pool))
+        giving = Giving(Made(scheduler=scheduler), None, lambda: True)
+        state.attach(made, giving)
+        page = kvcached_api.page_bytes(made)
+        made.set_memory_limit(3 * page, revision=1)
+        update_kv_cache_limit(NAME, 4 * page)
+        giving.look()
+        assert kvcached_api.limit(made) == 4 * page
+        update_kv_cache_limit(NAME, 2 * page)
+        made.set_memory_limit(3 * page, revision=2)
+        giving.look()
+        assert kvcached_api.limit(made) == 3 * page
+        """
+    )
+    assert logged.count("gives way to") == 1
+    assert "the limit of revision 1 gives way to" in logged
+
+
 def test_a_limit_above_what_the_engine_started_with_changes_nothing(
     python: Callable[[str], str],
 ) -> None:

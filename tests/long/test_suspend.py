@@ -31,7 +31,8 @@ from kvpatch.patches.suspend.releases import RELEASES
 
 COUNT = 6
 TOKENS = 640  # of a prompt, in whole blocks
-LONG = 900  # tokens to generate: a request that still runs when the engine has answered twice
+LONG = 1300  # tokens to generate: a request that still runs when the engine has answered twice
+TRIES = 20  # a busy machine may answer later than that
 LOADED = "vllm:external_prefix_cache_hits_total"
 ON_THE_DEVICE = "vllm:prefix_cache_hits_total"
 OFFLOADING = Run(blocks=300)
@@ -85,6 +86,27 @@ class Suspended:
     def begin(self, prompt: dict[str, Any]) -> Future[Any]:
         return self.pool.submit(self.server.complete, prompt)
 
+    def begin_and_see(self, prompt: dict[str, Any]) -> Future[Any]:
+        """Begin a request and see it run; once more if it ended before anybody had looked."""
+        for _ in range(TRIES):
+            running = self.begin(prompt)
+            seen = False
+            while not (seen or running.done()):
+                seen = self.engine.said["running"] == 1
+            if seen:
+                return running
+        raise AssertionError(f"{TRIES} requests ended before anybody saw them run")
+
+    def suspend_under(self, prompt: dict[str, Any]) -> tuple[Future[Any], control.Answer]:
+        """Suspend it while a request runs; once more if that ended before."""
+        for _ in range(TRIES):
+            running = self.begin_and_see(prompt)
+            answer = self.engine.suspend(timeout=60)
+            if not running.done():
+                return running, answer
+            self.engine.resume()
+        raise AssertionError(f"{TRIES} requests ended before the engine was suspended")
+
     def again(self) -> None:
         """Ask everything again, and assert the same answers."""
         answers = [self.server.complete(prompt)["tokens"] for prompt in prompts(COUNT)]
@@ -137,11 +159,8 @@ def test_its_pages_are_free_and_it_answers_the_same_afterwards(suspended: Suspen
 def test_a_request_that_runs_is_preempted_and_goes_on(suspended: Suspended) -> None:
     prompt = prompts(1, seed=11, max_tokens=LONG)[0]
     whole = suspended.server.complete(prompt)
-    running = suspended.begin(prompt)
-    assert eventually(lambda: suspended.engine.said["running"] == 1)
-    answer = suspended.engine.suspend(timeout=60)
+    running, answer = suspended.suspend_under(prompt)
     assert answer.lost == 0
-    assert not running.done()
     said = suspended.engine.said
     assert (said["running"], said["waiting"]) == (0, 1)
     suspended.engine.resume()
@@ -150,8 +169,7 @@ def test_a_request_that_runs_is_preempted_and_goes_on(suspended: Suspended) -> N
 
 def test_a_request_that_runs_may_finish_first(suspended: Suspended) -> None:
     prompt = prompts(1, seed=12, max_tokens=LONG)[0]
-    running = suspended.begin(prompt)
-    assert eventually(lambda: suspended.engine.said["running"] == 1)
+    running = suspended.begin_and_see(prompt)
     suspended.engine.suspend(finish=True, timeout=120)
     assert len(running.result(10)["tokens"]) == LONG
     suspended.engine.resume()

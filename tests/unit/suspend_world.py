@@ -369,6 +369,7 @@ def worlds(monkeypatch: pytest.MonkeyPatch) -> Any:
     monkeypatch.setattr(kvcached_api, "manager_of", lambda engine: engine.manager)
     monkeypatch.setattr(kvcached_api, "pool_of", lambda engine: engine.pool)
     monkeypatch.setattr(kvcached_api, "limit", lambda manager: manager.limit)
+    monkeypatch.setattr(kvcached_api, "limit_in_pool", lambda manager: manager.limit)
     monkeypatch.setattr(kvcached_api, "write_limit", write)
 
     return World

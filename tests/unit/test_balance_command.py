@@ -174,6 +174,98 @@ def test_an_engine_that_is_stuck_delays_nobody(
     assert after["code"].engine.answers
 
 
+def test_an_engine_that_never_answered_is_named_and_nothing_is_promised_beside_it(
+    base: Path,
+    pair: tuple[Engine, Engine],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """Stopped when balance starts: it may go on, and map up to its limit."""
+    monkeypatch.setattr(seen, "PATIENCE", 0.3)
+    chat, code = pair
+    chat.others = []  # whose device has 700 MiB free
+    code.mute = True
+    pool = base / "code"
+    pool.touch(0o600)
+    pool.write_bytes((700 * MIB).to_bytes(8, sys.byteorder) + bytes(16))
+    assert cli.main(["balance", "--rounds", "1"]) == 0
+    assert chat.limit == 300 * MIB
+    lines = [line.partition(" ")[2] for line in capsys.readouterr().out.splitlines()]
+    assert lines == [
+        "chat: is here, with 300 MiB at most",
+        "code: is here, with 700 MiB at most",
+        "code: keeps 700 MiB: it does not answer: timed out",
+        "code: it has not said which device it is on, and is left as it is",
+    ]
+    there = seen.look({})
+    code.mute = False
+    assert (there["code"].engine.limit, seen.look(there)["code"].engine.answers) == (
+        700 * MIB,
+        True,
+    )
+
+
+def test_one_that_answers_at_last_is_the_engine_that_it_was(
+    pair: tuple[Engine, Engine], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from kvpatch.balance import loop
+
+    monkeypatch.setattr(seen, "PATIENCE", 0.3)
+    _, code = pair
+    said: list[str] = []
+    balance = loop.Balance(tell=lambda event: said.append(event.line.partition(" ")[2]))
+    code.mute = True
+    balance.round()
+    code.mute = False
+    said.clear()
+    balance.round()
+    assert said[:1] == [f"{code.path.name}: has ended"], "its pool is gone, and with it its name"
+    assert (pair[0].limit, code.limit) == (600 * MIB, 400 * MIB)
+
+
+def test_what_answers_nonsense_is_an_engine_that_does_not_answer(
+    pair: tuple[Engine, Engine],
+) -> None:
+    chat, _ = pair
+    chat.answer = lambda asked: {"phase": "runs"}  # type: ignore[method-assign]
+    found = seen.look({})
+    assert {name: one.engine.answers for name, one in found.items()} == {
+        chat.path.name: False,
+        "code": True,
+    }
+
+
+def test_an_engine_that_started_again_in_its_container_has_the_same_pid(
+    pair: tuple[Engine, Engine],
+) -> None:
+    chat, _ = pair
+    answer, started = chat.answer, [5]
+    chat.answer = lambda asked: answer(asked) | {"started": started[0]}  # type: ignore[method-assign]
+    before = seen.look({})
+    started[0] = 6
+    after = seen.look(before)
+    assert before["chat"].engine.born != after["chat"].engine.born
+    assert before["code"].engine.born == after["code"].engine.born
+
+
+def test_what_is_mapped_is_of_the_moment_of_what_is_free(pair: tuple[Engine, Engine]) -> None:
+    """Else what an engine gives back between two questions is counted twice."""
+    _, code = pair
+    answer = code.answer
+
+    def gives_back(asked: dict[str, Any]) -> dict[str, Any]:
+        said = answer(asked)
+        code.mapped = 100 * MIB
+        if asked["verb"] == "demand":
+            said["mapped"] = said["mapped"] = code.mapped
+        return said
+
+    code.answer = gives_back  # type: ignore[method-assign]
+    found = seen.look({})["code"]
+    assert found.engine.mapped == 100 * MIB
+    assert found.free + found.engine.mapped == 700 * MIB
+
+
 def test_the_socket_of_a_killed_engine_is_nobody(pair: tuple[Engine, Engine]) -> None:
     chat, _ = pair
     before = seen.look({})
@@ -203,8 +295,9 @@ def test_an_engine_of_another_build_is_told_nothing(pair: tuple[Engine, Engine])
 def test_tokens_that_prompts_found_are_bytes(
     pair: tuple[Engine, Engine], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(seen, "found_tokens", lambda: {os.getpid(): 2000})
+    monkeypatch.setattr(seen, "found_tokens", lambda: {"chat": 2000})
     assert seen.look({})["chat"].engine.found == 100 * MIB  # 1000 of them are 50 MiB
+    assert seen.look({})["code"].engine.found is None, "another container's, with the same pid"
     monkeypatch.setattr(seen, "found_tokens", dict)
     assert seen.look({})["chat"].engine.found is None
 
@@ -213,17 +306,33 @@ def test_what_came_from_a_disk_is_found_once(
     pair: tuple[Engine, Engine], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It is of the tier's hits, which are counted without their source too."""
-    content = {"engine": {"hits": {"device": 1000, "tier": 700, "disk": 600}}}
+    content = {"engine": {"pool": "chat", "hits": {"device": 1000, "tier": 700, "disk": 600}}}
     page = SimpleNamespace(pid=os.getpid(), state=State.RUNS, page=SimpleNamespace(content=content))
     monkeypatch.setattr(seen.reader, "all_of", lambda everyone: [page])
-    assert seen.found_tokens() == {os.getpid(): 1700}
+    assert seen.found_tokens() == {"chat": 1700}
 
 
-def test_a_suspended_engine_is_seen_as_one(pair: tuple[Engine, Engine]) -> None:
+def test_a_suspended_engine_is_seen_with_what_it_will_take_back(
+    pair: tuple[Engine, Engine],
+) -> None:
     chat, _ = pair
     answer = chat.answer
-    chat.answer = lambda asked: answer(asked) | {"phase": "suspended"}  # type: ignore[method-assign]
-    assert seen.look({})["chat"].engine.suspended
+    said = {"phase": "suspended", "limit": 2 * MIB, "promised": 300 * MIB}
+    chat.answer = lambda asked: answer(asked) | said  # type: ignore[method-assign]
+    found = seen.look({})["chat"].engine
+    assert (found.suspended, found.answers, found.limit) == (True, True, 300 * MIB)
+
+
+@pytest.mark.parametrize("phase", ["pausing", "storing", "releasing", "resuming"])
+def test_an_engine_on_its_way_into_a_suspension_or_back_is_left_alone(
+    pair: tuple[Engine, Engine], phase: str
+) -> None:
+    chat, _ = pair
+    answer = chat.answer
+    chat.answer = lambda asked: answer(asked) | {"phase": phase}  # type: ignore[method-assign]
+    found = seen.look({})["chat"]
+    assert (found.engine.answers, found.engine.suspended) == (False, False)
+    assert found.why_not == f"it is {phase}"
 
 
 def test_where_nobody_listens_nothing_is_done(capsys: pytest.CaptureFixture[str]) -> None:

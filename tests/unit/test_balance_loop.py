@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from kvpatch import claims, control
+from kvpatch import claims, control, private
 from kvpatch.balance import loop, policy
 from kvpatch.balance.loop import Balance
 from kvpatch.balance.options import Options
@@ -243,6 +243,28 @@ def test_a_higher_limit_that_was_not_answered_counts_until_it_is_known(machine: 
     machine.check()
 
 
+def test_no_limit_is_raised_by_a_look_of_long_ago(machine: Machine) -> None:
+    """As of a balance that was stopped in between: engines have come, and taken memory."""
+
+    def later(name: str) -> None:
+        if name == "chat":
+            machine.now += 60
+
+    for name in ("chat", "more"):
+        machine.engines[name] = Engine(name, 300 * MIB, 300 * MIB, DEVICE, 50 * MIB, 350 * MIB)
+        machine.change(name, waiting=3, born=len(name))
+        machine.devices[name], machine.revisions[name] = "GPU-1", 0
+    machine.change("code", limit=400, mapped=400)
+    machine.before_answer = later
+    balance = machine.balance()
+    balance.round()
+    assert [name for name, _ in machine.asked] == ["code", "chat"]
+    machine.before_answer = lambda name: None
+    balance.round()
+    assert machine.asked[-1][0] == "more"
+    machine.check()
+
+
 def test_a_newcomer_gets_its_share(machine: Machine) -> None:
     balance = machine.balance()
     balance.round()
@@ -318,16 +340,52 @@ def test_memory_that_others_take_is_not_promised(machine: Machine) -> None:
     assert sum(one.held for one in machine.engines.values()) <= 800 * MIB
 
 
-def test_what_is_free_may_seem_to_change_a_little(machine: Machine) -> None:
+def free(machine: Machine, balance: Balance, size: int) -> None:
+    """Balance with so many MiB free."""
+    seen = machine.look(balance.found)
+    balance._see({name: replace(one, free=size * MIB) for name, one in seen.items()})
+    balance._balance("GPU-1")
+
+
+def test_what_is_free_may_seem_to_grow_a_little(machine: Machine) -> None:
     balance = machine.balance()
     balance.round()
     machine.change("chat", mapped=590, waiting=0)
     asked = list(machine.asked)
-    for wrong in (5, 12, 3):
-        seen = machine.look(balance.found)
-        balance._see({name: replace(one, free=wrong * MIB) for name, one in seen.items()})
-        balance._balance("GPU-1")
+    for more in (10, 20, 30, 12, 29):
+        free(machine, balance, more)
+        assert balance._size("GPU-1") == DEVICE
     assert machine.asked == asked
+    free(machine, balance, 32)
+    assert balance._size("GPU-1") == DEVICE + 22 * MIB
+
+
+def test_limits_never_promise_more_than_is_there_by_the_least_part_of_it(machine: Machine) -> None:
+    """A program without kvpatch takes a percent, again and again."""
+    balance = machine.balance()
+    balance.round()
+    machine.change("chat", waiting=0)
+    for taken in (5, 3, 11, 10, 19):
+        mapped = {name: min(one.limit, 380 * MIB) for name, one in machine.engines.items()}
+        for name, size in mapped.items():
+            machine.engines[name] = replace(machine.engines[name], mapped=size)
+        free(machine, balance, DEVICE // MIB - sum(mapped.values()) // MIB - taken)
+        held = sum(one.held for one in machine.engines.values())
+        assert held <= DEVICE - taken * MIB, f"{taken} MiB are another program's"
+
+
+def test_memory_that_others_take_while_an_engine_gives_is_not_promised(machine: Machine) -> None:
+    look, taken = machine.look, [0]
+
+    def after_the_first(before: Mapping[str, Found]) -> dict[str, Found]:
+        seen = look(before)
+        found = {name: replace(one, free=one.free - taken[0] * MIB) for name, one in seen.items()}
+        taken[0] = 200
+        return found
+
+    machine.look = after_the_first  # type: ignore[method-assign]
+    machine.balance().round()
+    assert machine.asked == [("code", 400), ("chat", 400)]
 
 
 def test_engines_without_a_socket_are_named_once(machine: Machine) -> None:
@@ -389,6 +447,17 @@ def test_a_second_balance_is_refused(home: Path) -> None:
         raise AssertionError("two of them")
     with loop.alone():
         pass
+
+
+def test_a_folder_of_claims_that_stays_locked_is_said(
+    home: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    claims.take("pool", "chat").release()
+    monkeypatch.setattr(claims, "TO_TAKE", 0.1)
+    said = f"a process that is stopped or hangs has kept {claims.folder()} locked for 0.1 s"
+    locked = private.alone(claims.folder(), private.within(1))
+    with locked, pytest.raises(loop.Busy, match=said), loop.alone():
+        raise AssertionError("two of them, perhaps")
 
 
 # What it says

@@ -270,10 +270,31 @@ def test_the_memory_of_an_engine_that_ended_is_the_others() -> None:
     assert set(made.past) == {"b"}
 
 
-def test_a_suspended_engine_is_left_alone_and_its_memory_is_lent() -> None:
-    made = plan(engine("a", 10, suspended=True, waiting=5, needs=800), engine("b", 500))
-    assert set(made.shares) == {"b"}
-    assert made.shares["b"] == 990 * MIB
+def test_of_a_suspended_engine_is_lent_what_it_will_not_take_back() -> None:
+    """Its limit is lowered first: it takes no more than that when it is resumed."""
+    asleep = engine("a", 500, 1, suspended=True, waiting=5, needs=800)
+    past = {"a": Past(0, 999.0, 0.0, 9.0, peak=400.0 * MIB), "b": Past(0, 999.0, 0.0, 0.0)}
+    assert plan(asleep, engine("b", 500, 400), past=past).moves == (), "nobody wants it"
+    made = plan(asleep, engine("b", 500, 400, needs=600, waiting=2), past=past)
+    assert made.shares == {"a": 50 * MIB, "b": 950 * MIB}
+    assert limits(made) == {"a": 250, "b": 750}
+    assert made.moves[0].why == "it is suspended, and others need memory"
+    assert limits(plan(engine("a", 500, 1, suspended=True), engine("b", 500), past=past)) == {
+        "a": 50,
+        "b": 950,
+    }, "for prefixes too"
+
+
+def test_a_floor_is_not_rounded_down_to_a_page() -> None:
+    waits = engine("a", 500, needs=5000, waiting=9)
+    floor = 300 * MIB - 1000
+    other = engine("b", 500, page=7 * MIB, least=50)
+    made = plan(waits, other, b=Terms(floor=floor))
+    assert floor <= limits(made)["b"] * MIB < floor + 7 * MIB
+    assert limits(made)["b"] % 7 == 0
+    silent = engine("c", 940, answers=False)
+    made = plan(waits, other, silent)
+    assert limits(made)["b"] == 56, "one request has no use for a part of a page"
 
 
 def test_what_an_engine_finds_counts_half_after_a_while() -> None:
@@ -366,6 +387,10 @@ def test_limits_stay_within_the_device_and_the_rules(seed: int) -> None:
             found = (one.found or 0) + rng.choice([0, 0, 50]) * MIB
             waiting = int(needs > one.limit)
             world[name] = replace(one, needs=needs, mapped=mapped, found=found, waiting=waiting)
+            if rng.random() < 0.1:
+                world[name] = replace(world[name], suspended=not one.suspended, mapped=MIB)
+            if world[name].suspended:
+                world[name] = replace(world[name], mapped=MIB)
         made = policy.plan(world.values(), DEVICE, past, now, terms.__getitem__, SETTINGS)
         past = made.past
         for move in [one for one in made.moves if not one.raises]:

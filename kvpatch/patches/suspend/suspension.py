@@ -113,6 +113,16 @@ class Suspension:
             return "its weights were replaced, and its caches have not been reset since"
         return ""
 
+    def promised(self) -> int:
+        """Return the bytes that the engine may map, or may again once it is resumed.
+
+        On any thread.
+        """
+        now = kvcached_api.limit(self._manager)
+        if self.phase in ON_THE_WAY:
+            return max(now, self._limit)
+        return self._limit if self.phase is Phase.SUSPENDED and now == self._seen else now
+
     def suspend(
         self, finish: bool, whole: bool, timeout: float | None, asked: float | None = None
     ) -> None:

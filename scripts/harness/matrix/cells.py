@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from harness.engines.runs import (
+    BLOCK,
     SPECULATIONS,
     Device,
     Run,
@@ -23,7 +24,9 @@ from harness.engines.runs import (
     restored_tokens,
     run_driver,
 )
+from kvpatch import patches
 from kvpatch.matrix.axes import NONE, Cell
+from kvpatch.upstream import connectors
 
 PROMPTS, CACHED = 12, 640
 APART = 8  # prompts that are asked one at a time: more than a device of LEAST blocks can keep
@@ -41,9 +44,23 @@ FEATURES: dict[str, dict[str, Any]] = {
     "none": {},
     "fp8": {"cache_dtype": "fp8"},
     "2 ranks": {"ranks": 2},
+    "2 stages": {"stages": 2},
     **{name: {"speculation": name} for name in SPECULATIONS},
+    "whole prompts": {"settings": (("enable_chunked_prefill", False),)},
+    "no hybrid manager": {"settings": (("disable_hybrid_kv_cache_manager", True),)},
+    "store threshold": {"extra": (("store_threshold", 2),)},
+    "chunks": {"extra": (("block_size", 2 * BLOCK),)},
+    # Without it blocks have no hashes by which the driver knows them; the audit counts loads.
+    "no prefix cache": {
+        "settings": (("enable_prefix_caching", False),),
+        "environment": (("KVPATCH_DEBUG", "1"),),
+    },
 }
+IN_TURN = (("V1", "2 stages"),)  # several steps at once, and none of them ahead
 SYNCHRONOUS = ("ngram",)  # vLLM drafts these between two steps
+OWN = (connectors.OFFLOADING, connectors.SIMPLE)  # vLLM's
+# The patches of debug mode, which watch and change nothing.
+AUDITS = {row.id for one in patches.FEATURES if one.name == "audit" for row in one.patches}
 LAYOUTS = {"contiguous": True, "non-contiguous": False}
 
 
@@ -97,6 +114,14 @@ TRIALS = {
         job={"watch": True, "nothing_connector": True},
     ),
 }
+
+
+def trial_of(cell: Cell) -> Trial:
+    """Return what the connector of a cell is asked."""
+    trial = TRIALS[cell.connector]
+    if cell.feature == "store threshold":  # stored the second time, loaded the third
+        return replace(trial, rounds=trial.rounds[:1] * 3, again=range(2, 3))
+    return trial
 
 
 def facts(vllm: str) -> dict[str, str]:
@@ -168,7 +193,11 @@ class Engines:
             asynchronous: with asynchronous scheduling, as on a GPU.
         """
         kind = MODELS[cell.model]
-        ahead = asynchronous and cell.feature not in SYNCHRONOUS
+        ahead = (
+            asynchronous
+            and cell.feature not in SYNCHRONOUS
+            and (cell.runner, cell.feature) not in IN_TURN
+        )
         plain = Run(
             vllm=self.version,
             model=kind,
@@ -192,7 +221,7 @@ class Engines:
                 if has_run
                 else self.run(plain, Trial({}), f"plain-{key}")
             )
-        trial = TRIALS[cell.connector]
+        trial = trial_of(cell)
         how = "" if asynchronous else "-synchronous"
         name = f"{cell.connector.replace(' ', '-')}-{key}-{cell.layout}{how}"
         ours = replace(
@@ -203,8 +232,12 @@ class Engines:
             asynchronous=ahead,
             **trial.changes,
         )
-        if kind in trial.tiers:
-            tier, blocks = trial.tiers[kind]
+        if ours.workers > 1 and ours.inside:
+            # A worker in a process of its own has vLLM's connectors only.
+            ours = replace(ours, inside=tuple(one for one in ours.inside if one in OWN))
+        room = "llama" if kind == "sliding" and not ours.groups_windows else kind
+        if room in trial.tiers:
+            tier, blocks = trial.tiers[room]
             least = LEAST if ours.cache_dtype else 0
             ours = replace(ours, cpu_blocks=tier, blocks=max(blocks, least))
         if ours.tiers:
@@ -240,11 +273,11 @@ def judge(ours: dict[str, Any], plain: dict[str, Any], trial: Trial, wanted: Run
         "same_answers": same,
         "answers": answers,
         "tokens_from_tier": sum(from_tier),
-        **_copies(ours),
+        **_copies(ours, wanted),
         "scheduling": "asynchronous" if ours["async"] else "synchronous",
         "widest_logprob_gap": max(_gaps(pairs), default=0.0),
         **_drafted(ours),
-        "patches": ours["patches"],
+        "patches": [name for name in ours["patches"] if name not in AUDITS],
     }
     right = (
         same == answers
@@ -255,15 +288,19 @@ def judge(ours: dict[str, Any], plain: dict[str, Any], trial: Trial, wanted: Run
         and _drafts_as_well(pairs, record, wanted.speculation)
         and not record.get("faults")
         and ours["elastic"]
-        and ours["async"] == wanted.asynchronous
+        and ours["async"] == (wanted.asynchronous or wanted.stages > 1)
         and ours["runner"] == plain["runner"] == wanted.runner
         and [record["cached"] for record in plain["rounds"][1]] == [0] * PROMPTS
     )
     return {"right": right, **record}
 
 
-def _copies(ours: dict[str, Any]) -> dict[str, Any]:
+def _copies(ours: dict[str, Any], wanted: Run) -> dict[str, Any]:
     """Return how many blocks came back, and what was wrong with how they did."""
+    if wanted.has("enable_prefix_caching", False):  # an engine that loads other bytes ends there
+        (checked,) = ours["checked"]
+        loaded, unknown = checked.get("loaded", 0), checked.get("unverified", 0)
+        return {"blocks_restored": loaded, "blocks_changed": 0, "faults": unknown}
     if "simple" not in ours:
         return {"blocks_restored": ours["returned"], "blocks_changed": len(ours["changed"])}
     simple = ours["simple"]
