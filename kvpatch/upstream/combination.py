@@ -119,7 +119,7 @@ def model(config: Any) -> dict[str, Any]:
 
 def flags(config: Any, facts: Facts) -> dict[str, Any]:
     """Return the settings that matter."""
-    found = {name: _plain(_of(config, name)) for name in FLAGS}
+    found = settings(config, FLAGS)
     found |= {name: facts.environment.get(name) for name in ENVIRONMENT}
     found |= {one.name: bool(one.read(facts.environment)) for one in OURS}
     for number, leaf in enumerate(connectors.leaves(config.kv_transfer_config)):
@@ -130,6 +130,11 @@ def flags(config: Any, facts: Facts) -> dict[str, Any]:
         }
         found[f"connector {number}"] = f"{leaf.module or 'vllm'}:{leaf.name} {_plain(extra)}"
     return found
+
+
+def settings(config: Any, paths: Iterable[str]) -> dict[str, Any]:
+    """Return settings by their paths in a configuration; None for one that it does not have."""
+    return {path: _plain(_of(config, path)) for path in paths}
 
 
 def workers(config: Any) -> int:

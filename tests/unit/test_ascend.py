@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import pickle
 import sys
+from functools import reduce
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
 
-from kvpatch.patches.ascend import allocation, device, order, presence
+from kvpatch.patches.ascend import allocation, device, order, presence, ran
 from kvpatch.patches.ascend.presence import CANN, EMULATOR
 from kvpatch.patches.ascend.rules import RULES
 from kvpatch.refusal import Refusal
 from kvpatch.status import record
+from kvpatch.upstream import combination
+from kvpatch.versions import Facts, Installed
 
 
 @pytest.mark.parametrize(
@@ -214,50 +217,167 @@ def test_what_needs_no_event_gets_none(
 # Configurations
 
 
+class Enumerated:
+    """A value of one of vLLM's enumerations."""
+
+    name = "NONE"
+
+
 def configured(**changes: Any) -> Any:
-    given: dict[str, Any] = {"eager": True, "sleep": False, "world": 1, "data": 1}
-    given |= {"drafts": None, "connector": "SimpleCPUOffloadConnector"} | changes
-    return SimpleNamespace(
-        model_config=SimpleNamespace(
-            enforce_eager=given["eager"], enable_sleep_mode=given["sleep"]
+    """What vLLM and vllm-ascend make of the engine test's arguments; paths with ``__``."""
+    parts = SimpleNamespace
+    made = parts(
+        model_config=parts(
+            architecture="LlamaForCausalLM",
+            dtype="torch.float32",
+            enable_prompt_embeds=False,
+            enable_sleep_mode=False,
+            enforce_eager=True,
+            model_impl="auto",
+            multimodal_config=None,
+            override_attention_dtype=None,
+            quantization=None,
+            runner_type="generate",
         ),
-        parallel_config=SimpleNamespace(
-            world_size=given["world"], data_parallel_size=given["data"]
+        cache_config=parts(
+            block_size=128,
+            cache_dtype="auto",
+            enable_prefix_caching=True,
+            kv_cache_memory_bytes=64 << 20,
+            kv_sharing_fast_prefill=False,
+            mamba_cache_mode="none",
+            num_gpu_blocks_override=None,
+            prefix_caching_hash_algo="sha256",
         ),
-        speculative_config=given["drafts"],
-        kv_transfer_config=SimpleNamespace(
-            kv_connector=given["connector"],
+        parallel_config=parts(
+            data_parallel_size=1,
+            decode_context_parallel_size=1,
+            distributed_executor_backend="uni",
+            enable_dbo=False,
+            enable_elastic_ep=False,
+            enable_eplb=False,
+            enable_expert_parallel=False,
+            nnodes=1,
+            pipeline_parallel_size=1,
+            prefill_context_parallel_size=1,
+            tensor_parallel_size=1,
+            worker_cls="vllm_ascend.worker.worker.NPUWorker",
+            worker_extension_cls="",
+        ),
+        scheduler_config=parts(
+            async_scheduling=True,
+            disable_hybrid_kv_cache_manager=False,
+            enable_chunked_prefill=True,
+            policy="fcfs",
+            scheduler_cls=None,
+        ),
+        compilation_config=parts(mode=0, cudagraph_mode=Enumerated()),
+        attention_config=parts(backend=None),
+        offload_config=parts(prefetch=parts(offload_group_size=0), uva=parts(cpu_offload_gb=0.0)),
+        kv_transfer_config=parts(
+            kv_connector="SimpleCPUOffloadConnector",
             kv_connector_module_path=None,
-            kv_connector_extra_config={"lazy_offload": given.get("lazy", False)},
+            kv_connector_extra_config={"cpu_bytes_to_use": 64 << 20, "lazy_offload": False},
+            kv_role="kv_both",
+            kv_load_failure_policy="fail",
         ),
+        additional_config={"ascend_compilation_config": {}, "ascend_fusion_config": {}},
+        ec_transfer_config=None,
+        kv_events_config=None,
+        lora_config=None,
+        quant_config=None,
+        speculative_config=None,
+        use_v2_model_runner=False,
+        weight_transfer_config=None,
     )
+    for path, value in changes.items():
+        *owners, name = path.split("__")
+        setattr(reduce(getattr, owners, made), name, value)
+    return made
 
 
-def refused_with(device: str, **changes: Any) -> list[str]:
-    config, facts = configured(**changes), SimpleNamespace(device=device)
-    return [rule.code for rule in RULES if rule.applies(config, facts)]  # type: ignore[arg-type]
+def here(device: str = "npu", contiguous: bool = False, **environment: str) -> Facts:
+    installed = Installed.release("vllm", "0.23.0"), Installed.release("kvcached", "0.1.6")
+    return Facts(*installed, environment, device, contiguous)
+
+
+def refused_with(facts: Facts, **changes: Any) -> list[str]:
+    config = configured(**changes)
+    return [rule.code for rule in RULES if rule.applies(config, facts)]
+
+
+def test_what_ran_on_an_npu_starts_there() -> None:
+    assert list(ran.differences(configured(), here())) == []
+    assert refused_with(here()) == []
+    quiet = here(KVCACHED_CONTIGUOUS_LAYOUT="false", KVPATCH_LOG="debug")
+    assert refused_with(quiet, kv_transfer_config__kv_connector_extra_config={}) == []
+    assert refused_with(quiet, kv_events_config=SimpleNamespace(enable_kv_cache_events=False)) == []
+
+
+def test_every_setting_that_matters_is_compared_with_what_ran() -> None:
+    assert ran.settings(configured(), here()).keys() == ran.RAN.keys()
+
+
+@pytest.mark.parametrize("path", [*combination.FLAGS, *ran.MORE])
+def test_a_setting_that_did_not_run_on_an_npu_does_not_start_there(path: str) -> None:
+    part, _, rest = path.partition(".")
+    change = {path.replace(".", "__"): "another"}
+    if getattr(configured(), part) is None:  # a part that the engine did not have
+        change = {part: SimpleNamespace(**{rest: "another"}) if rest else "another"}
+    assert refused_with(here(), **change) == ["KVP606"]
+    assert refused_with(here("cuda"), **change) == []
 
 
 @pytest.mark.parametrize(
-    ("changes", "codes"),
+    "changes",
     [
-        ({}, []),
-        ({"connector": None}, ["KVP606"]),
-        ({"lazy": True}, ["KVP606"]),
-        ({"connector": "OffloadingConnector"}, ["KVP604"]),
-        ({"connector": "MooncakeConnector"}, ["KVP606"]),
-        ({"eager": False}, ["KVP606"]),
-        ({"sleep": True}, ["KVP606"]),
-        ({"world": 2}, ["KVP606"]),
-        ({"data": 2}, ["KVP606"]),
-        ({"drafts": "an EAGLE head"}, ["KVP606"]),
+        {"kv_transfer_config": None},
+        {"kv_transfer_config__kv_connector": "MultiConnector"},
+        {"kv_transfer_config__kv_connector": "MooncakeConnector"},
+        {"kv_transfer_config__kv_connector_extra_config": {"lazy_offload": True}},
+        {"kv_transfer_config__kv_connector_extra_config": {"kv_offload_backend": "mine"}},
+        {"model_config__dtype": "torch.bfloat16"},
+        {"cache_config__block_size": 64},
+        {"cache_config__kv_cache_memory_bytes": None},
+        {"parallel_config__worker_cls": "vllm_ascend._310p.worker_310p.NPUWorker310"},
+        {"additional_config": {"enable_flashcomm1": True}},
+        {"model_config": SimpleNamespace()},
     ],
 )
-def test_what_did_not_run_on_an_npu_does_not_start_there(
-    changes: dict[str, Any], codes: list[str]
-) -> None:
-    assert refused_with("npu", **changes) == codes
-    assert refused_with("cuda", **changes) == []
+def test_other_ways_of_running_on_an_npu_do_not_start(changes: dict[str, Any]) -> None:
+    assert refused_with(here(), **changes) == ["KVP606"]
+    assert refused_with(here("cuda"), **changes) == []
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("KVPATCH_HOST_POOL", "1GiB"),
+        ("KVPATCH_IDLE", "30s"),
+        ("KVPATCH_FIRST_LIMIT", "25%"),
+        ("KVPATCH_DEBUG", "1"),
+        ("KVCACHED_PAGE_SIZE_MB", "4"),
+        ("VLLM_ENABLE_V1_MULTIPROCESSING", "0"),
+        ("VLLM_ASCEND_ENABLE_NZ", "2"),
+    ],
+)
+def test_a_variable_that_was_not_set_there_is_refused(name: str, value: str) -> None:
+    assert refused_with(here(**{name: value})) == ["KVP606"]
+    assert refused_with(here("cuda", **{name: value})) == []
+
+
+def test_a_run_of_kvpatch_verify_has_its_audit() -> None:
+    assert refused_with(here(KVPATCH_DEBUG="1", KVPATCH_VERIFY="/run")) == []
+
+
+def test_memory_that_is_contiguous_did_not_run() -> None:
+    assert refused_with(here(contiguous=True)) == ["KVP606"]
+
+
+def test_the_connector_whose_spec_does_not_import_has_a_reason_of_its_own() -> None:
+    changes = {"kv_transfer_config__kv_connector": "OffloadingConnector"}
+    assert refused_with(here(), **changes) == ["KVP604"]
+    assert refused_with(here(), **changes, model_config__dtype="torch.half") == ["KVP604"]
 
 
 # Allocation

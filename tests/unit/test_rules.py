@@ -256,9 +256,9 @@ CASES: dict[str, tuple[list[dict[str, Any]], str]] = {
                 "kv_transfer_config__kv_connector": "SimpleCPUOffloadConnector",
             }
         ],
-        "more than one device is configured on an NPU, because engines there are validated on one "
-        "device, in eager mode and with SimpleCPUOffloadConnector's eager mode only; configure "
-        "these, or set KVPATCH=0.",
+        "on an NPU kv_transfer_config.kv_role is unset and not kv_both, because engines there are "
+        "validated with the settings of the one that ran only; configure these, which "
+        "docs/ascend.md lists, or set KVPATCH=0.",
     ),
     "KVP312": (
         [{"attention_config__hisparse_config": SimpleNamespace()}],
