@@ -89,6 +89,10 @@ CODES = {
         "`test_an_error_of_our_own_is_a_refusal_too` in tests/unit/test_refusal_report.py",
     ),
     "KVP203": _not_validated("a feature has no patch, or several, for this release", False),
+    "KVP204": _incompatible(
+        "another package replaced the target of a patch after it was applied",
+        "`test_what_vllm_ascend_replaces_after_us_is_refused` in tests/unit/test_ascend.py",
+    ),
     "KVP301": _not_validated("Model Runner V1 of vLLM 0.29 or later"),
     "KVP302": _not_validated("a KV connector", False),
     "KVP303": _not_validated("an offloading spec"),

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from kvpatch.patch import Patch, Transaction
 from kvpatch.patches.ascend import allocation, device, order, presence, ran
 from kvpatch.patches.ascend.presence import CANN, EMULATOR
 from kvpatch.patches.ascend.rules import RULES
@@ -443,15 +444,107 @@ def test_a_kv_cache_that_is_not_kvcacheds_is_seen(
     monkeypatch.setattr(record, "say", lambda: None)
     monkeypatch.setattr(record, "roles", [])
     monkeypatch.setattr(record, "elastic", None)
+    monkeypatch.setattr(record, "applied", [])
     key = SimpleNamespace(_kvcached_block_copy_view=first)
     made = {"layer": (key, SimpleNamespace())}
     if first is None:
         with pytest.raises(Refusal) as error:
-            allocation.around_kv_cache_tensors(lambda config: made, None, ("plan",), {})
+            allocation.around_kv_cache_tensors(lambda config: made, runner(), ("plan",), {})
         assert error.value.code == "KVP402"
         return
-    assert allocation.around_kv_cache_tensors(lambda config: made, None, ("plan",), {}) is made
+    assert allocation.around_kv_cache_tensors(lambda config: made, runner(), ("plan",), {}) is made
     assert record.elastic is True
+
+
+def runner(scheduler: type = object) -> Any:
+    """A runner of an engine with a scheduler."""
+    of_scheduler = SimpleNamespace(get_scheduler_cls=lambda: scheduler)
+    return SimpleNamespace(vllm_config=SimpleNamespace(scheduler_config=of_scheduler))
+
+
+# What vllm-ascend replaces
+
+
+SCHEDULER = "vllm.v1.core.sched.scheduler"
+
+
+def loud(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> str:
+    return f"ours over {wrapped(*args, **kwargs)}"
+
+
+class Scheduler:
+    def schedule(self) -> str:
+        return "vLLM's"
+
+    def has_requests(self) -> str:
+        return "vLLM's"
+
+
+@pytest.fixture
+def vllm(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """vLLM's scheduler with two rows of ours on it, of which one has a third above it."""
+    monkeypatch.setattr(record, "say", lambda: None)
+    names = SCHEDULER.split(".")
+    for count in range(1, len(names) + 1):
+        name = ".".join(names[:count])
+        monkeypatch.setitem(sys.modules, name, ModuleType(name))
+    module: Any = sys.modules[SCHEDULER]
+    module.Scheduler = type("Scheduler", (Scheduler,), dict(vars(Scheduler)))
+    transaction = Transaction()
+    transaction.apply_all(
+        Patch(
+            name, f"{SCHEDULER}:Scheduler.{name.partition(' ')[0]}", "why", "", "", wrapper, (), "0"
+        )
+        for wrapper in [f"{__name__}:loud"]
+        for name in ("schedule", "has_requests", "schedule twice")
+    )
+    monkeypatch.setattr(record, "applied", transaction.applied)
+    return module
+
+
+def start(scheduler: type) -> None:
+    """Let a worker make its KV cache."""
+    key = SimpleNamespace(_kvcached_block_copy_view="the view")
+    made = {"layer": (key, SimpleNamespace())}
+    allocation.around_kv_cache_tensors(lambda config: made, runner(scheduler), ("plan",), {})
+
+
+def test_an_engine_with_all_patches_starts(vllm: Any) -> None:
+    start(vllm.Scheduler)
+    start(type("AsyncScheduler", (vllm.Scheduler,), {}))
+
+
+def test_what_vllm_ascend_replaces_after_us_is_refused(vllm: Any) -> None:
+    """As its ``EngineCore.__init__`` of profiled chunks, made when an engine is configured."""
+    vllm.Scheduler.schedule = lambda self: "vllm-ascend's"
+    with pytest.raises(Refusal) as error:
+        start(vllm.Scheduler)
+    assert error.value.code == "KVP204"
+    assert "the target of schedule twice, " in str(error.value)
+    assert f"{SCHEDULER}:Scheduler.schedule, was replaced after it was patched" in str(error.value)
+
+
+def test_a_class_that_vllm_ascend_replaces_after_us_is_refused(vllm: Any) -> None:
+    """As its ``Scheduler``, which it made before us: a subclass may hide one patch or none."""
+    vllm.Scheduler = type("BalanceScheduler", (vllm.Scheduler,), {})
+    start(vllm.Scheduler)
+    hiding = type("Hiding", (vllm.Scheduler,), {"has_requests": lambda self: False})
+    vllm.Scheduler = hiding
+    with pytest.raises(Refusal, match=r"the target of has_requests, .*\[KVP204\]"):
+        start(hiding)
+
+
+def test_a_target_that_is_gone_is_refused(vllm: Any) -> None:
+    scheduler = vllm.Scheduler
+    del vllm.Scheduler
+    with pytest.raises(Refusal, match="KVP204"):
+        start(scheduler)
+
+
+def test_an_engine_whose_scheduler_is_not_the_patched_one_is_refused(vllm: Any) -> None:
+    """``AsyncScheduler`` of a module that was imported before its base class was replaced."""
+    with pytest.raises(Refusal, match="KVP204"):
+        start(type("AsyncScheduler", (Scheduler,), {}))
 
 
 @pytest.mark.parametrize("fails", [False, True])

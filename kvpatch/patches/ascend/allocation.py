@@ -9,6 +9,7 @@ from __future__ import annotations
 from typing import Any
 
 from kvpatch.patch import argument
+from kvpatch.patches.ascend import standing
 from kvpatch.patches.elastic_memory import verify
 from kvpatch.refusal import Refusal
 from kvpatch.upstream import kvcached_api
@@ -64,11 +65,12 @@ def halves(cache: Any) -> tuple[Any, Any]:
 
 
 def around_kv_cache_tensors(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
-    """Refuse a worker whose KV caches are not kvcached's.
+    """Refuse a worker whose KV caches are not kvcached's, or without all patches.
 
     Wraps ``NPUModelRunner.initialize_kv_cache_tensors(kv_cache_config)``, which does not call
-    vLLM's.
+    vLLM's. By then vllm-ascend has made all patches of its own, in the process of the engine.
     """
+    standing.check(instance.vllm_config.scheduler_config.get_scheduler_cls())
     return verify.around_kv_cache_tensors(wrapped, instance, args, kwargs)
 
 
