@@ -19,9 +19,13 @@ from kvpatch.versions import Facts, Installed
 
 
 class Kind(str, Enum):
-    """The possible verdicts; a committed matrix has only the first four."""
+    """The possible verdicts; a committed matrix has only the first five.
+
+    ``EMULATED`` is of cells on NPUs only, see ``npu``: no run on the emulator validates another.
+    """
 
     VALIDATED = "validated"
+    EMULATED = "validated (ACL emulator)"
     INCOMPATIBLE = "incompatible"
     NOT_VALIDATED = "not validated"
     ABSENT = "absent in this release"

@@ -20,7 +20,7 @@ from harness.markdown import TEMPLATES, render
 from harness.matrix import without, without_rows
 from harness.upstream import page as upstream
 from kvpatch import environ, patches, rules, supported
-from kvpatch.matrix import axes, sharing, tables, verdicts
+from kvpatch.matrix import axes, npu, sharing, tables, verdicts
 from kvpatch.patch import Feature, Gap, Kind, Patch, Seam
 from kvpatch.patches.elastic_memory import regions
 from kvpatch.patches.offloading import rules as offloading
@@ -50,7 +50,13 @@ def in_order() -> list[Feature]:
 def validated_from(feature: Feature) -> str:
     """Return the oldest validated release of a feature, in words."""
     if feature.name == "ascend":
-        return "none on an NPU (KVP603); on the ACL emulator 0.23.0"
+        right = [
+            ascend
+            for (ascend, _), verdict in npu.verdicts().items()
+            if verdict.kind is verdicts.Kind.EMULATED
+        ]
+        emulated = f"; on the ACL emulator {in_words(dict.fromkeys(right))}" if right else ""
+        return f"none on an NPU (KVP603){emulated}"
     validated = supported.validated(feature.span)
     if not validated:
         return "none yet"
@@ -112,6 +118,7 @@ def readme(found: Found) -> str:
         "grid.md",
         names=[NAMES.get(one.name, one.name) for one in axes.CONNECTORS],
         rows=list(tables.grid(found, releases)),
+        npus=tables.on_npus(npu.verdicts()),
         tables=tables,
         kvcached=in_words(supported.KVCACHED),
         validated=verdicts.counts(found.values())[verdicts.Kind.VALIDATED.value],
@@ -150,6 +157,7 @@ def pages(found: Found) -> dict[str, str]:
         **{"CODES": CODES, "Kind": Kind, "Basis": Basis, "environ": environ, "found": found},
         **{"tables": tables, "verdicts": verdicts, "regions": regions, "tiers": tiers},
         "offloading": offloading,
+        "npus": npu.verdicts(),
         "shared": [(f"vLLM {one}", of, str(count)) for one, of, count in sharing.shared()[::-1]],
     }
     names = ("patches", "support", "errors", "settings")

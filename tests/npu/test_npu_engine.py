@@ -2,25 +2,14 @@
 
 from __future__ import annotations
 
-from functools import cache
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from harness import ascend
-from harness.models import make_model
-
-STORED = [0, 128, 384, 128]  # the whole blocks of prompts of 30, 200, 400 and 129 tokens
-
-
-@cache
-def served(release: str, folder: Path, options: str, kvpatch: str) -> dict[str, Any]:
-    """What one engine served, on a device of its own."""
-    ledger = folder / f"ledger{kvpatch}-{abs(hash(options))}"
-    ledger.mkdir()
-    model = make_model(folder / "llama")
-    return ascend.drive(release, ledger, "ascend_engine", str(model), options, KVPATCH=kvpatch)
+from harness.matrix import npu
+from kvpatch.patches.ascend import ran
 
 
 @pytest.fixture(scope="module")
@@ -31,13 +20,13 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module", params=ascend.RELEASES)
 def static(request: pytest.FixtureRequest, folder: Path) -> dict[str, Any]:
     """vllm-ascend as it is, with its connector on its own memory."""
-    return served(request.param, folder, '{"offload": "eager", "expected": true}', "0")
+    return npu.served(request.param, folder, "eager", "0")
 
 
 @pytest.fixture(scope="module", params=ascend.RELEASES)
 def elastic(request: pytest.FixtureRequest, folder: Path) -> dict[str, Any]:
     """The same on kvcached's memory."""
-    return served(request.param, folder, '{"offload": "eager"}', "1")
+    return npu.served(request.param, folder, "eager", "1")
 
 
 def test_the_emulated_npu_computes_what_the_cpu_does(static: dict[str, Any]) -> None:
@@ -45,7 +34,7 @@ def test_the_emulated_npu_computes_what_the_cpu_does(static: dict[str, Any]) -> 
 
 
 def test_static_memory_is_served_back_from_the_tier(static: dict[str, Any]) -> None:
-    assert [one["cached"] for one in static["rounds"]] == [[0] * 4, STORED, STORED]
+    assert [one["cached"] for one in static["rounds"]] == npu.SERVED_BACK
     assert all(one["tokens"] == static["expected"] for one in static["rounds"])
 
 
@@ -57,4 +46,12 @@ def test_elastic_memory_has_the_tokens_of_static_memory(
 
 def test_elastic_memory_is_served_back_from_the_tier(elastic: dict[str, Any]) -> None:
     assert [one["emptied"] for one in elastic["rounds"]] == [True] * 3
-    assert [one["cached"] for one in elastic["rounds"]] == [[0] * 4, STORED, STORED]
+    assert [one["cached"] for one in elastic["rounds"]] == npu.SERVED_BACK
+
+
+def test_the_cell_of_the_matrix_is_right(static: dict[str, Any], elastic: dict[str, Any]) -> None:
+    assert [what for what, right in npu.judged(static, elastic).items() if not right] == []
+
+
+def test_the_settings_are_those_that_start(elastic: dict[str, Any]) -> None:
+    assert elastic["settings"].keys() == ran.RAN.keys()

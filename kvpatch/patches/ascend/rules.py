@@ -6,8 +6,13 @@ from collections.abc import Iterator
 from typing import Any
 
 from kvpatch.rules import Rule
+from kvpatch.supported import release_of
 from kvpatch.upstream import connectors
-from kvpatch.versions import Facts
+from kvpatch.versions import Facts, Span
+
+# Releases of vLLM whose vllm-ascend cannot import NPUOffloadingSpec, which vllm-ascend#13389 mends
+# after 0.25.1rc1; a release of vllm-ascend that has it ends the range.
+WITHOUT_SPEC = Span("0.23")
 
 
 def _others(config: Any, facts: Facts) -> Iterator[str]:
@@ -20,7 +25,11 @@ def _others(config: Any, facts: Facts) -> Iterator[str]:
 
 def _offloading(config: Any, facts: Facts) -> bool:
     leaves = connectors.leaves(config.kv_transfer_config)
-    return facts.device == "npu" and any(leaf.name == connectors.OFFLOADING for leaf in leaves)
+    return (
+        facts.device == "npu"
+        and release_of(facts.vllm) in WITHOUT_SPEC
+        and any(leaf.name == connectors.OFFLOADING for leaf in leaves)
+    )
 
 
 RULES = (

