@@ -271,7 +271,7 @@ CODES = {
         "a release of vllm-ascend, or another vLLM than it is built for", False
     ),
     "KVP602": _setup("the device is an NPU, and kvcached is not built for one"),
-    "KVP603": _not_validated("an engine on an NPU", False),
+    "KVP603": _not_validated("an engine on an NPU that the probe has not passed", False),
     "KVP604": _incompatible("OffloadingConnector on an NPU", "vllm-project/vllm-ascend#13389"),
     "KVP605": _not_validated("KV caches of other kinds than full attention on an NPU", False),
     "KVP606": _not_validated("what engines on an NPU have not been run with", False),

