@@ -136,10 +136,12 @@ def unmapped(acl: ACL, pages: int = 32) -> Answer:
     for at in range(pages):
         acl.copy_later(host + at * PAGE, start + at * PAGE, PAGE, TO_HOST, stream)
     said = []
-    for name, act in (
-        ("unmap", lambda: acl.unmap(start + (pages - 1) * PAGE)),
-        ("synchronize", lambda: acl.synchronize(stream)),
-    ):
+    last_page = start + (pages - 1) * PAGE
+    acts: dict[str, Callable[[], None]] = {
+        "unmap": lambda: acl.unmap(last_page),
+        "synchronize": lambda: acl.synchronize(stream),
+    }
+    for name, act in acts.items():
         begun = time.perf_counter()
         try:
             act()
