@@ -8,7 +8,6 @@ told from a server without ranks.
 
 from __future__ import annotations
 
-import functools
 from typing import Any
 
 from kvpatch.control import protocol
@@ -22,9 +21,8 @@ def named_by_rank(original: Any) -> Any:
     here is the first rank of a dense model known, whose configuration vLLM then makes that of a
     server without ranks. No wrapper, because a process that is spawned finds its target by name.
     """
-    run = original.__func__
+    run = getattr(original, "__func__", original)
 
-    @functools.wraps(run)
     def run_engine_core(
         *args: Any, dp_rank: int = 0, local_dp_rank: int = 0, **kwargs: Any
     ) -> None:
@@ -33,4 +31,6 @@ def named_by_rank(original: Any) -> Any:
             ipc_name.rename(lambda name: protocol.name_of_rank(name, dp_rank))
         run(*args, dp_rank=dp_rank, local_dp_rank=local_dp_rank, **kwargs)
 
+    for name in ("__module__", "__qualname__", "__doc__"):
+        setattr(run_engine_core, name, getattr(run, name))
     return staticmethod(run_engine_core)
