@@ -11,7 +11,7 @@ from __future__ import annotations
 from typing import Any
 
 from kvpatch import admitted
-from kvpatch.environ import HOST_POOL
+from kvpatch.environ import HOST_POOL, IDLE
 from kvpatch.patches.offloading import place
 from kvpatch.patches.offloading.rules import VALIDATED_CACHE_DTYPES
 from kvpatch.rules import Rule
@@ -53,7 +53,7 @@ def _as_it_ran(config: Any, facts: Facts) -> bool:
         and getattr(parallel, "data_parallel_backend", "mp") == "mp"
         and config.speculative_config is None
         and config.cache_config.cache_dtype in VALIDATED_CACHE_DTYPES
-        and not HOST_POOL.read(facts.environment)
+        and not any(one.read(facts.environment) for one in (HOST_POOL, IDLE))
         # vLLM tells ranks apart by the connector's own engine_id, and not by those inside it.
         and not any("engine_id" in one for one in extra.get("connectors") or ())
     )
