@@ -44,7 +44,8 @@ def rename(name: str) -> None:
     from kvcached import utils
 
     utils.DEFAULT_IPC_NAME = name
-    for module in filter(None, map(sys.modules.get, _HAVE_THE_NAME)):
+    copies: list[Any] = [sys.modules[one] for one in _HAVE_THE_NAME if one in sys.modules]
+    for module in copies:
         module.DEFAULT_IPC_NAME = name
     sockets: Any = sys.modules.get("kvcached.tp_ipc_util")
     if sockets is not None:
