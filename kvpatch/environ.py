@@ -263,7 +263,8 @@ KVCACHED_MAX_RESERVED_PAGES = Variable(
 )
 KVCACHED_IPC_NAME = Variable(
     "KVCACHED_IPC_NAME",
-    "name of the pool in /dev/shm, shared by the ranks of an engine",
+    "name of the pool in /dev/shm, shared by the ranks of an engine; each engine of a data "
+    "parallel server adds `-dp` and its rank",
     "generated",
 )
 KVCACHED = (

@@ -62,8 +62,8 @@ def _incompatible(meaning: str, reference: str) -> Code:
 # that no audit is known to see (KVP302, KVP319, KVP351), secondary tiers (KVP322, KVP330), KV cache
 # events (KVP325), sleep (KVP341), prompts other than text (KVP331), no answers (KVP361), nothing to
 # restore (KVP306, KVP358), no patch (KVP203), memory that engines share (KVP342, KVP343, KVP344),
-# an engine that is left alone (KVP370, KVP371, KVP372), limits (KVP373), an NPU (KVP601, KVP603,
-# KVP605, KVP606).
+# an engine that is left alone (KVP370, KVP371, KVP372), limits (KVP373), several engines (KVP374),
+# an NPU (KVP601, KVP603, KVP605, KVP606).
 CODES = {
     "KVP101": _setup("`KVPATCH` has an unknown value"),
     "KVP102": _setup("kvcached is switched off by one of its own variables"),
@@ -206,6 +206,7 @@ CODES = {
     "KVP371": _not_validated("`KVPATCH_IDLE` without a CPU tier alone", False),
     "KVP372": _not_validated("`KVPATCH_IDLE` with `KVPATCH_HOST_POOL`", False),
     "KVP373": _not_validated("`KVPATCH_FIRST_LIMIT` on a release", False),
+    "KVP374": _not_validated("data parallelism", False),
     "KVP401": _incompatible(
         "the scheduler's block pool is not kvcached's", "ovg-project/kvcached#316"
     ),

@@ -298,13 +298,19 @@ def _listener(path: Path) -> int:
 def find(name: str) -> Engine:
     """Return the engine with a kvcached name, the name of a model, or a pid.
 
+    A name that its data parallel server was given is that of the only rank here, if there is one.
+
     Raises:
         Refused: there is none, or several serve the model.
     """
     known, silent = every()
     exact = [engine for engine in known if engine.name == name]
     others = [
-        engine for engine in known if name in engine.models or name == str(engine.said.get("pid"))
+        engine
+        for engine in known
+        if name in engine.models
+        or name == str(engine.said.get("pid"))
+        or protocol.is_rank_of(engine.name, name)
     ]
     found = exact or others
     if len(found) == 1:

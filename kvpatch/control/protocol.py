@@ -23,6 +23,7 @@ from typing import Any
 
 from kvpatch import claims, private
 
+LONGEST_NAME = 64  # characters of a name that kvcached keeps
 VERBS = ("describe", "suspend", "resume", "limit", "demand")
 LONGEST = 1 << 16  # bytes of a line
 _PEER = struct.Struct("3i")  # pid, uid, gid; see SO_PEERCRED in unix(7)
@@ -36,6 +37,26 @@ def folder() -> Path:
 def path_of(name: str) -> Path:
     """Return the socket of the engine with a kvcached name, which may have any length."""
     return folder() / f"{hashlib.sha256(name.encode()).hexdigest()[:32]}.sock"
+
+
+def name_of_rank(server: str, rank: int) -> str:
+    """Return the kvcached name of an engine that is one of several of a data parallel server.
+
+    Not longer than kvcached's names are: what it cuts off tells the ranks apart. Names that are
+    the same by what is left out here are one name, which is claimed once.
+
+    Args:
+        server: the kvcached name of the server.
+        rank: vLLM's number of the engine in all of its server, also on other machines.
+    """
+    suffix = f"-dp{rank}"
+    return server[: LONGEST_NAME - len(suffix)] + suffix
+
+
+def is_rank_of(name: str, server: str) -> bool:
+    """Return whether a kvcached name is that of an engine of a data parallel server."""
+    rank = name.rpartition("-dp")[2]
+    return rank.isdecimal() and name == name_of_rank(server, int(rank))
 
 
 def pid_of(connection: socket.socket) -> int:

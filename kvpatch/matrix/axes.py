@@ -91,6 +91,7 @@ class Feature:
         connectors: those that it is combined with.
         since: the first release that has it, or in which it is not what others do anyway.
         admitted: whether it starts in the cells of ``kvpatch.admitted`` only.
+        device: the type of device that it starts on; what starts on a GPU does on a CPU too.
     """
 
     name: str
@@ -100,6 +101,7 @@ class Feature:
     connectors: tuple[str, ...] = tuple(one.name for one in CONNECTORS)
     since: str = "0"
     admitted: bool = True
+    device: str = "cuda"
 
 
 NONE = "none"
@@ -119,6 +121,22 @@ FEATURES = (
         {"parallel_config.world_size": 2, "parallel_config.pipeline_parallel_size": 2},
         ("full attention",),
         connectors=("Offloading", "Simple eager", "Simple lazy", "Multi"),
+    ),
+    # Data parallelism: several engines of one server, of a dense model. Before 0.26 the tiers of
+    # all ranks have one name.
+    *(
+        Feature(
+            f"{size} engines",
+            {
+                "parallel_config.data_parallel_size": size,
+                "parallel_config.data_parallel_size_local": size,
+            },
+            ("full attention",),
+            connectors=connectors,
+            since="0.26",
+            device="cpu",
+        )
+        for size, connectors in ((2, tuple(one.name for one in CONNECTORS)), (4, ("Offloading",)))
     ),
     *(
         Feature(name, {"speculative_config": SimpleNamespace(method=method)}, ("full attention",))
@@ -218,6 +236,8 @@ def configuration_of(cell: Cell) -> Any:
             tensor_parallel_size=1,
             pipeline_parallel_size=1,
             data_parallel_size=1,
+            data_parallel_size_local=1,
+            data_parallel_backend="mp",
             decode_context_parallel_size=1,
             distributed_executor_backend=None,
         ),

@@ -13,7 +13,7 @@ from packaging.version import Version
 from kvpatch import admitted, gate, patches, rules, supported
 from kvpatch.environ import ALLOW_VLLM
 from kvpatch.matrix import evidence, signatures
-from kvpatch.matrix.axes import NONE, Cell, cells, configuration_of, connector_of
+from kvpatch.matrix.axes import NONE, Cell, cells, configuration_of, connector_of, feature_of
 from kvpatch.refusal import Basis, Refusal
 from kvpatch.versions import Facts, Installed
 
@@ -70,7 +70,7 @@ def refusal(cell: Cell, tried: bool = False) -> Refusal | None:
         vllm=Installed.release("vllm", cell.vllm),
         kvcached=Installed.release("kvcached", supported.KVCACHED[-1]),
         environment={},
-        device="cuda",
+        device=feature_of(cell).device,
         contiguous=cell.layout == "contiguous",
     )
     every = rules.of(feature.rules for feature in patches.FEATURES)

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from kvpatch.patches import (
     ascend,
+    data_parallel,
     deadlock,
     debug,
     elastic_memory,
@@ -41,6 +42,7 @@ FEATURES = (
     fence.FEATURE,
     deadlock.FEATURE,
     kv_events.FEATURE,
+    data_parallel.FEATURE,
     secondary_tiers.FEATURE,
     suspend.FEATURE,
     debug.FEATURE,

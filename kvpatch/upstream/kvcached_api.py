@@ -23,8 +23,33 @@ LAYOUTS = {
     False: ("LBNHC", "LBHNC", "NHD", "HND"),
 }
 
+_HAVE_THE_NAME = ("kvcached.kv_cache_manager", "kvcached.mem_info_tracker")
+
 # The storages of the KV caches that kvcached allocated last in this process.
 _storages: set[int] = set()
+
+
+def name() -> str:
+    """Return the name of this process's engine: of its pool, and its workers' sockets."""
+    from kvcached import utils
+
+    return str(utils.DEFAULT_IPC_NAME)
+
+
+def rename(name: str) -> None:
+    """Give this process's engine another name, before it has memory or workers.
+
+    kvcached reads the name when it is imported, and modules that are keep copies of it.
+    """
+    from kvcached import utils
+
+    utils.DEFAULT_IPC_NAME = name
+    copies: list[Any] = [sys.modules[one] for one in _HAVE_THE_NAME if one in sys.modules]
+    for module in copies:
+        module.DEFAULT_IPC_NAME = name
+    sockets: Any = sys.modules.get("kvcached.tp_ipc_util")
+    if sockets is not None:
+        sockets.SOCKET_DIR = utils.get_tp_socket_dir(name)
 
 
 def contiguous(environment: Mapping[str, str] = os.environ) -> bool:

@@ -120,6 +120,7 @@ def test_the_other_rules_on_configurations_of_vllm_itself(start_python, model):
             {"pipeline_parallel_size": 2},
             TIERS | {"secondary_tiers": [{"type": "fs", "root_dir": "/nowhere"}]},
         ),
+        "engines": ({"data_parallel_size": 3}, {}),
         "speculative": ({"speculative_config": ngram, "kv_cache_dtype": "fp8"}, {}),
         "scheduler": ({"scheduler_cls": "somebodys.Scheduler"}, {}),
         "vLLM's scheduler": (
@@ -161,6 +162,7 @@ def test_the_other_rules_on_configurations_of_vllm_itself(start_python, model):
     said = {
         "canonical": "canonical_layout is set in kv_connector_extra_config",
         "pipeline": "a KV connector is configured with parallelism other than tensor parallelism",
+        "engines": "data parallelism over 3 engines is configured",
         "speculative": "a KV connector is configured with speculative decoding by ngram",
         "scheduler": "a KV connector is configured with the scheduler somebodys.Scheduler",
         "cache dtype": "a KV connector is configured with the KV cache dtype fp8_per_token_head",

@@ -538,3 +538,17 @@ def test_a_question_reaches_an_engine_through_vllms_queue() -> None:
     question = Question({"verb": "resume"})
     handing.hand_over(engine, question)
     assert engine.input_queue.get_nowait() == (b"wake", question)
+
+
+def test_a_data_parallel_server_is_asked_by_the_names_of_its_engines(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    names = ["chat", "code-dp0", "code-dp1", "last-dp3", "chat-dp0x"]
+    known = [client.Engine(Path(name), {"name": name, "models": ["model"]}) for name in names]
+    monkeypatch.setattr(client, "every", lambda: (known, []))
+    assert control.find("code-dp1").name == "code-dp1"
+    assert control.find("chat").name == "chat"
+    assert control.find("last").name == "last-dp3"  # the only one on this machine
+    with pytest.raises(control.Refused) as refused:
+        control.find("code")
+    assert str(refused.value) == ("2 engines serve code: use one of the names code-dp0, code-dp1")

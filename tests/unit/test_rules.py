@@ -176,6 +176,11 @@ STAGES = {
     "parallel_config__tensor_parallel_size": 1,
     "parallel_config__pipeline_parallel_size": 2,
 }
+ENGINES = {
+    "machine__device": "cpu",
+    "parallel_config__data_parallel_size": 2,
+    "parallel_config__data_parallel_size_local": 2,
+} | ONE_RANK
 DRAFTS = {"speculative_config": SimpleNamespace(method="ngram")}
 # As compressed-tensors has it, from a checkpoint of llm-compressor.
 SCHEME = {"quant_config": SimpleNamespace(kv_cache_scheme={"num_bits": 8, "type": "float"})}
@@ -421,9 +426,7 @@ CASES: dict[str, tuple[list[dict[str, Any]], str]] = {
             STAGES | V2_OF_34,
             STAGES | V2_OF_32 | WINDOWS,
             STAGES | V2_OF_32 | tiers("fs"),
-            STAGES | V2_OF_32 | {"parallel_config__data_parallel_size": 2},
             {"parallel_config__world_size": 4, "parallel_config__pipeline_parallel_size": 2},
-            {"parallel_config__data_parallel_size": 2},
             {"parallel_config__decode_context_parallel_size": 2},
         ],
         "a KV connector is configured with parallelism other than tensor parallelism, because "
@@ -662,6 +665,14 @@ CASES: dict[str, tuple[list[dict[str, Any]], str]] = {
         "kv_events_config enables KV cache events, because kvcached's block pool does not emit "
         "them; what kvpatch adds is validated on vLLM 0.26 and later; remove kv_events_config, or "
         "install a later vLLM, or set KVPATCH=0.",
+    ),
+    "KVP374": (
+        [
+            ENGINES,
+            ENGINES | V2_OF_32,
+        ],
+        f"data parallelism over 2 engines is configured, because {why('KVP374')}; start each "
+        "engine as a server of its own, without --data-parallel-size, or set KVPATCH=0.",
     ),
     "KVP329": (
         [tiers("fs") | {"machine__vllm": "0.22.1"}],
@@ -1065,6 +1076,66 @@ def test_latent_attention_on_several_ranks_starts_where_it_ran(ran, monkeypatch,
     assert check(made).code == "KVP307"  # not all of tensor parallelism
     made = config(**LATENT, **connector, machine__vllm="0.32.0")
     assert check(made).code == "KVP305"  # on Runner V1
+
+
+# Data parallelism
+
+
+@pytest.mark.parametrize("v2", [False, True])
+@pytest.mark.parametrize(
+    "connector",
+    [
+        {},
+        simple(),
+        simple(lazy_offload=True),
+        multi("OffloadingConnector"),
+        tiers("fs"),
+        {"kv_transfer_config": None},
+    ],
+)
+def test_engines_of_one_server_start_where_they_ran(ran, monkeypatch, connector, v2):
+    made = config(**ENGINES | connector, use_v2_model_runner=v2, machine__vllm="0.32.0")
+    monkeypatch.setattr(admitted, "table", dict)
+    assert check(made).code == "KVP374"
+    ran("2 engines")
+    assert check(made) is None
+    older = config(**ENGINES | connector, machine__vllm="0.28.0")
+    assert check(older).code == "KVP374"
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"parallel_config__data_parallel_size": 3, "parallel_config__data_parallel_size_local": 3},
+        {"parallel_config__data_parallel_size": 4},  # of which two are on another machine
+        {"parallel_config__data_parallel_size_local": 1},
+        {"parallel_config__data_parallel_backend": "ray"},
+        {"parallel_config__world_size": 2, "parallel_config__tensor_parallel_size": 2},
+        {"model_config__is_moe": True},
+        {"machine__device": "cuda"},
+        {"machine__environment": {HOST_POOL.name: "64GiB@rules"}, "machine__memory": None},
+        {"machine__environment": {IDLE.name: "30s"}},
+        {"cache_config__cache_dtype": "fp8"},
+        DRAFTS,
+        WINDOWS,
+        multi("OffloadingConnector", engine_id="mine"),
+    ],
+)
+def test_engines_of_one_server_start_as_they_ran_only(ran, changes):
+    ran("2 engines", "4 engines", "ngram")
+    made = config(**ENGINES | V2_OF_32 | changes)
+    broken = [rule.code for rule in RULES if rule.refusal(made, facts(**made.machine))]
+    assert "KVP374" in broken
+
+
+def test_four_engines_start_with_what_ran(ran):
+    ran("2 engines", "4 engines")
+    four = {
+        "parallel_config__data_parallel_size": 4,
+        "parallel_config__data_parallel_size_local": 4,
+    }
+    assert check(config(**ENGINES | V2_OF_32 | four)) is None
+    assert check(config(**ENGINES | V2_OF_32 | four | simple())).code == "KVP374"
 
 
 # Settings that change steps or blocks

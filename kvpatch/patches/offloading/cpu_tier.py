@@ -57,7 +57,8 @@ class CpuTier(NamedTuple):
 def of(config: Any, facts: Facts) -> list[CpuTier]:
     """Return the CPU tiers of a ``VllmConfig``, those in a MultiConnector too.
 
-    A size that cannot be read is vLLM's to refuse, and is left out.
+    With data parallelism each engine has tiers of the configured size. A size that cannot be read
+    is vLLM's to refuse, and is left out.
     """
     ranks = int(config.parallel_config.world_size)
     found = []
@@ -67,7 +68,15 @@ def of(config: Any, facts: Facts) -> list[CpuTier]:
             found.append(_simple(size, ranks, facts))
         elif leaf.name == connectors.OFFLOADING:
             found.append(_offloading(size, leaf.extra, ranks, facts))
-    return [tier for tier in found if tier.asked > 0]
+    return [tier for tier in found if tier.asked > 0] * engines(config)
+
+
+def engines(config: Any) -> int:
+    """Return how many engines a server has on this machine: its data parallel ranks here."""
+    parallel = config.parallel_config
+    if parallel.data_parallel_size == 1:
+        return 1
+    return int(getattr(parallel, "data_parallel_size_local", parallel.data_parallel_size))
 
 
 def asked(leaf: connectors.Leaf, ranks: int) -> int:

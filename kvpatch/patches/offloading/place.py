@@ -28,8 +28,11 @@ def cells(config: Any, facts: Facts) -> list[str]:
 def ways(transfer: Any) -> list[str]:
     """Return the connectors of a configuration, by the names of the matrix' axis.
 
-    Inside of MultiConnector its cell has OffloadingConnector; what else is there has its own.
+    Inside of MultiConnector its cell has OffloadingConnector; what else is there has its own. What
+    runs beside OffloadingConnector runs without it.
     """
+    if transfer is None or transfer.kv_connector is None:
+        return ["Offloading"]
     found = []
     for leaf in connectors.leaves(transfer):
         if leaf.name == connectors.SIMPLE:

@@ -210,7 +210,7 @@ def _cache_dtype(config: Any, facts: Facts) -> str:
 
 def _other_parallelism(config: Any, facts: Facts) -> bool:
     parallel = config.parallel_config
-    if parallel.data_parallel_size > 1 or parallel.decode_context_parallel_size > 1:
+    if parallel.decode_context_parallel_size > 1:
         return True
     if parallel.world_size == parallel.tensor_parallel_size:
         return False

@@ -77,6 +77,7 @@ class Run:
     cache_dtype: str = ""  # of the KV cache, where it is not the model's
     ranks: int = 1  # of tensor parallelism, each in a process of its own
     stages: int = 1  # of pipeline parallelism, the same
+    engines: int = 1  # of one server: data parallel ranks
     speculation: str = ""  # one of ``SPECULATIONS``
     settings: tuple[tuple[str, Any], ...] = ()  # more arguments of ``LLM``
     extra: tuple[tuple[str, Any], ...] = ()  # more of OffloadingConnector's extra config
@@ -266,6 +267,8 @@ def engine_arguments(run: Run) -> dict[str, Any]:
         arguments["tensor_parallel_size"] = run.ranks
     if run.stages > 1:
         arguments["pipeline_parallel_size"] = run.stages
+    if run.engines > 1:
+        arguments["data_parallel_size"] = run.engines
     if run.cache_dtype:
         arguments["kv_cache_dtype"] = run.cache_dtype
     if run.windows:

@@ -45,6 +45,11 @@ FEATURES: dict[str, dict[str, Any]] = {
     "fp8": {"cache_dtype": "fp8"},
     "2 ranks": {"ranks": 2},
     "2 stages": {"stages": 2},
+    # In processes of their own, where the audit knows which blocks came back.
+    **{
+        f"{count} engines": {"engines": count, "environment": (("KVPATCH_DEBUG", "1"),)}
+        for count in (2, 4)
+    },
     **{name: {"speculation": name} for name in SPECULATIONS},
     "whole prompts": {"settings": (("enable_chunked_prefill", False),)},
     "no hybrid manager": {"settings": (("disable_hybrid_kv_cache_manager", True),)},
@@ -56,11 +61,14 @@ FEATURES: dict[str, dict[str, Any]] = {
         "environment": (("KVPATCH_DEBUG", "1"),),
     },
 }
-IN_TURN = (("V1", "2 stages"),)  # several steps at once, and none of them ahead
+# Of stages there are several steps at once, and none of them ahead. To be ahead on a CPU, Runner V1
+# needs what a worker of several engines, in a process of its own, is not given.
+IN_TURN = (("V1", "2 stages"), ("V1", "2 engines"), ("V1", "4 engines"))
 SYNCHRONOUS = ("ngram",)  # vLLM drafts these between two steps
 OWN = (connectors.OFFLOADING, connectors.SIMPLE)  # vLLM's
 # The patches of debug mode, which watch and change nothing.
 AUDITS = {row.id for one in patches.FEATURES if one.name == "audit" for row in one.patches}
+_WIDEST = ("widest_logprob_gap",)  # of several engines; other numbers are added up
 LAYOUTS = {"contiguous": True, "non-contiguous": False}
 
 
@@ -158,18 +166,21 @@ class Engines:
         folder = self.work / name
         device = folder / "device"
         device.mkdir(parents=True, exist_ok=True)
-        # So few that they fill no block, which would be computed again and not restored.
-        known = prompts(PROMPTS, max_tokens=7)
         job = {
             "model": str(model_of(wanted.model, wanted.kv_heads, wanted.vllm)),
             "engine": engine_arguments(wanted),
-            "rounds": [[known[number] for number in asked] for asked in trial.rounds],
+            **asked_of(wanted, trial),
             **trial.job,
         }
         begun = time.monotonic()
         try:
             ended = run_driver(
-                job, Device(device).environ(wanted), folder, timeout=LIMIT, vllm=wanted.vllm
+                job,
+                Device(device).environ(wanted),
+                folder,
+                timeout=LIMIT,
+                vllm=wanted.vllm,
+                driver="driver" if wanted.engines == 1 else "parallel_driver",
             )
             found, log = ended.result, ended.log
         except subprocess.TimeoutExpired as late:
@@ -232,7 +243,7 @@ class Engines:
             asynchronous=ahead,
             **trial.changes,
         )
-        if ours.workers > 1 and ours.inside:
+        if max(ours.workers, ours.engines) > 1 and ours.inside:
             # A worker in a process of its own has vLLM's connectors only.
             ours = replace(ours, inside=tuple(one for one in ours.inside if one in OWN))
         room = "llama" if kind == "sliding" and not ours.groups_windows else kind
@@ -244,7 +255,61 @@ class Engines:
             disk = self.work / name / "disk"
             shutil.rmtree(disk, ignore_errors=True)
             ours = replace(ours, tiers=(str(disk),))
-        return judge(self.run(ours, trial, name), self._plain[key], trial, ours)
+        found = self.run(ours, trial, name)
+        judged = judge if ours.engines == 1 else judge_each
+        return judged(found, self._plain[key], trial, ours)
+
+
+def asked_of(wanted: Run, trial: Trial) -> dict[str, Any]:
+    """Return the prompts of a job, round by round.
+
+    Each of several engines has prompts of its own, as many as one engine has; at the end each is
+    asked what another one has answered.
+    """
+    # So few tokens that they fill no block, which would be computed again and not restored.
+    known, count = prompts(PROMPTS * wanted.engines, max_tokens=7), wanted.engines
+    if count == 1:
+        return {"rounds": [[known[number] for number in asked] for asked in trial.rounds]}
+    of_ranks = [
+        [known[number * count + rank] | {"rank": rank} for rank in range(count)]
+        for number in range(PROMPTS)
+    ]
+    return {
+        "rounds": [[one for number in asked for one in of_ranks[number]] for asked in trial.rounds],
+        "crossed": [one | {"rank": (one["rank"] + 1) % count} for one in of_ranks[0]],
+    }
+
+
+def judge_each(
+    ours: dict[str, Any], plain: dict[str, Any], trial: Trial, wanted: Run
+) -> dict[str, Any]:
+    """Return whether all engines of a server were right, and their numbers together.
+
+    As ``judge`` has it for one. What another engine was asked must not be in its own CPU tier; on
+    a disk, which they share, it may be.
+    """
+    if "failed" in ours or "failed" in plain:
+        return judge(ours, plain, trial, wanted)
+    each = [
+        judge(one, other, trial, wanted)
+        for one, other in zip(ours["engines"], plain["engines"], strict=True)
+    ]
+    count = len(each)
+    record: dict[str, Any] = {}
+    for name, value in each[0].items():
+        values = [one[name] for one in each]
+        is_sum = isinstance(value, int) and not isinstance(value, bool)
+        record[name] = sum(values) if is_sum else max(values) if name in _WIDEST else value
+    crossed = [one["crossed"][0] for one in ours["engines"]]
+    firsts = [one["rounds"][0][0] for one in plain["engines"]]
+    apart = all(
+        one["tokens"] == firsts[(rank - 1) % count]["tokens"]
+        and (bool(wanted.tiers) or one["cached"] == 0)
+        for rank, one in enumerate(crossed)
+    )
+    names = {one["pool"] for one in ours["engines"]}
+    right = all(one["right"] for one in each) and apart and len(names) == count == wanted.engines
+    return record | {"right": right}
 
 
 def judge(ours: dict[str, Any], plain: dict[str, Any], trial: Trial, wanted: Run) -> dict[str, Any]:
@@ -297,7 +362,8 @@ def judge(ours: dict[str, Any], plain: dict[str, Any], trial: Trial, wanted: Run
 
 def _copies(ours: dict[str, Any], wanted: Run) -> dict[str, Any]:
     """Return how many blocks came back, and what was wrong with how they did."""
-    if wanted.has("enable_prefix_caching", False):  # an engine that loads other bytes ends there
+    # An engine that loads other bytes ends there.
+    if wanted.has("enable_prefix_caching", False) or wanted.engines > 1:
         (checked,) = ours["checked"]
         loaded, unknown = checked.get("loaded", 0), checked.get("unverified", 0)
         return {"blocks_restored": loaded, "blocks_changed": 0, "faults": unknown}

@@ -347,6 +347,10 @@ ROWS: dict[str, Row] = {
     "events.take": seen("events"),
     "events.remove": seen("events"),
     "events.reset": seen("events"),
+    "parallel.name": held(
+        "unit/test_data_parallel.py::test_each_rank_and_its_workers_have_a_name_of_their_own",
+        "one engine, which is in the process that asks for it",
+    ),
     "tiers.shared_memory": held(
         f"{CLASSES}test_a_second_engine_with_the_same_engine_id_is_refused",
         "one engine on the machine has this name",
