@@ -37,7 +37,15 @@ def wanted() -> bool:
             "run python -m kvpatch.hostdevice install, or set KVPATCH=0",
             code="KVP501",
         )
-    size = ledger.require_size()
+    try:
+        size = ledger.device_size()
+    except ValueError as error:
+        raise Refusal(
+            "this machine has no GPU and the host device has no size",
+            str(error),
+            f"set {HOST_DEVICE}=2GiB, or set KVPATCH=0",
+            code="KVP502",
+        ) from error
     try:
         agreed = ledger.size_in_use()
     except private.Unsafe as error:

@@ -23,16 +23,13 @@ def recipe() -> str:
     return hashlib.sha256(source).hexdigest()[:12]
 
 
-def make(
-    model: Path, *options: str, python: str = sys.executable, module: str = "harness.models"
-) -> None:
+def make(model: Path, *options: str, python: str = sys.executable) -> None:
     """Make a model in a folder of its own, in a process of a Python, unless it is there.
 
     Args:
         model: its folder.
-        options: of ``module``.
+        options: of ``harness.models``.
         python: of an environment with torch and transformers, which would stay in this process.
-        module: makes it in the folder that its command line begins with.
 
     Raises:
         HarnessError: it could not be made.
@@ -40,7 +37,7 @@ def make(
     partial = model.with_name(f"{model.name}-{os.getpid()}")
     try:
         made = subprocess.run(
-            [python, "-m", module, str(partial), *options],
+            [python, "-m", "harness.models", str(partial), *options],
             env=clean_environment(
                 KVPATCH="0",
                 PYTHONPATH=str(SCRIPTS),

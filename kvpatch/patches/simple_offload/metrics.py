@@ -10,7 +10,6 @@ from typing import Any
 
 from kvpatch import state
 from kvpatch.telemetry.counters import Totals
-from kvpatch.upstream import connectors
 
 
 def block_bytes(scheduler: Any) -> int:
@@ -37,6 +36,5 @@ def around_plan(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
             ("loaded", meta.load_gpu_blocks),
         ):
             if blocks:
-                size = len(blocks) * block_bytes(instance)
-                totals.moved(outcome, 1, size, connectors.SIMPLE)
+                totals.moved(outcome, 1, len(blocks) * block_bytes(instance))
     return meta

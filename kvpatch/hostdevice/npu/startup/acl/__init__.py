@@ -1,1 +1,0 @@
-"""What vllm-ascend takes from pyACL, which is part of CANN and on no index, on the emulator."""
