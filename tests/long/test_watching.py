@@ -14,6 +14,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -197,14 +198,20 @@ def test_status_in_text(served: Served) -> None:
 def test_status_of_an_engine_at_work(served: Served) -> None:
     """It answers while a step is under way, and shows the request that runs."""
     body = {"prompt": [5] * 40, "max_tokens": 2000, "ignore_eos": True, "temperature": 0}
-    answer = requests.post(
-        f"{served.server.url}/v1/completions", json=body | {"stream": True}, stream=True, timeout=60
-    )
-    with answer:
-        assert answer.ok, answer.text
-        lines = answer.iter_lines()
-        next(lines)
-        assert eventually(lambda: served.engine()["engine"]["requests"]["running"] == 1)
+    ended = threading.Event()
+
+    def ask() -> None:
+        while not ended.is_set():  # one may be over before anybody has looked
+            answer = requests.post(f"{served.server.url}/v1/completions", json=body, timeout=60)
+            assert answer.ok, answer.text
+
+    with ThreadPoolExecutor(1) as pool:
+        asking = pool.submit(ask)
+        try:
+            assert eventually(lambda: served.engine()["engine"]["requests"]["running"] == 1)
+        finally:
+            ended.set()
+        asking.result()
     assert eventually(lambda: served.engine()["engine"]["requests"]["running"] == 0)
 
 
