@@ -108,9 +108,8 @@ def leave() -> None:
     Python's own end stops a daemon thread wherever that asks for the interpreter next. Inside of
     C++ that is SIGABRT, in one engine of some thousands, after its last answer.
     """
-    for thread in threading.enumerate():
-        if not thread.daemon and thread is not threading.current_thread():
-            thread.join()
+    # Also tells the threads of executors to end, which a join of them would wait for in vain.
+    threading._shutdown()  # type: ignore[attr-defined]
     atexit._run_exitfuncs()
     sys.stdout.flush()
     sys.stderr.flush()
