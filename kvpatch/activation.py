@@ -121,6 +121,7 @@ def apply_features(before_kvcached: bool) -> None:
     """
     assert record.facts is not None
     vllm = record.facts.vllm
+    record.applied = transaction.applied
     if before_kvcached:
         record.rules = [feature.rules for feature in patches.FEATURES if feature.rules]
     elif not is_validated(vllm):

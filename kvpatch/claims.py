@@ -17,7 +17,7 @@ import hashlib
 import os
 import weakref
 from collections.abc import Iterable
-from contextlib import nullcontext, suppress
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +25,9 @@ from kvpatch import private, state
 from kvpatch.refusal import Refusal
 
 BASE = Path("/dev/shm")  # vLLM's and kvcached's too; neither of them has a setting for it
+# Seconds for the lock of the folder. Who has it removes what killed engines left, as the memory of
+# a large tier; a process that is stopped meanwhile has it for as long as it is.
+TO_TAKE, TO_LOOK = 60.0, 2.0
 
 
 class Taken(Exception):
@@ -81,6 +84,13 @@ def hold(engine: Any, kind: str, name: str) -> Claim:
             "two engines could then use one name without noticing each other",
             "set KVPATCH=0",
         ) from error
+    except TimeoutError as error:
+        raise Refusal(
+            f"the folder of claims {folder()} cannot be used",
+            f"a process that is stopped or hangs has kept it locked for {TO_TAKE:g} s",
+            f"continue or end that process (fuser -v {folder()}), or set KVPATCH=0",
+            code="KVP419",
+        ) from error
     except OSError as error:
         raise no_room(folder(), error) from error
     state.of(engine, Held).claims.append(claim)
@@ -128,11 +138,12 @@ def take(kind: str, name: str) -> Claim:
 
     Raises:
         Taken: it is claimed already.
+        TimeoutError: a process keeps the folder of claims locked.
         OSError: the folder of claims cannot be used.
     """
     home = folder()
     private.make_folder(home)
-    with private.alone(home):
+    with private.alone(home, private.within(TO_TAKE)):
         _remove_dropped(home)
         path = home / _file_name(kind, name)
         file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600)
@@ -156,17 +167,23 @@ def held(kind: str, name: str, home: Path | None = None) -> bool:
     home = folder() if home is None else home
     path = home / _file_name(kind, name)
     try:
-        # Another user may hold the lock of his folder for ever.
-        with private.alone(home) if home == folder() else nullcontext():
-            file = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
-            try:
-                fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
-            except BlockingIOError:
-                return True
-            finally:
-                os.close(file)
+        if home != folder():  # another user may hold the lock of his folder for ever
+            return _is_locked(path)
+        with suppress(TimeoutError), private.alone(home, private.within(TO_LOOK)):
+            return _is_locked(path)
+        return _is_locked(path)
     except OSError:
         return False
+
+
+def _is_locked(path: Path) -> bool:
+    file = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
+    try:
+        fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    finally:
+        os.close(file)
     return False
 
 
@@ -193,7 +210,8 @@ def _release(path: Path, file: int, pid: int) -> None:
     if os.getpid() != pid:
         return
     _remove_left(_read(file)[2])
-    with suppress(OSError), private.alone(path.parent):  # the folder may have been removed by hand
+    # The folder may have been removed by hand. Who starts next removes what stays.
+    with suppress(OSError), private.alone(path.parent, private.within(TO_LOOK)):
         path.unlink(missing_ok=True)
     fcntl.flock(file, fcntl.LOCK_UN)  # forked workers have copies
     os.close(file)

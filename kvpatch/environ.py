@@ -95,8 +95,44 @@ def size(text: str) -> int:
     Raises:
         ValueError: it is none.
     """
-    whole = int(_number(text, _BYTES))
-    return int(_above_zero(whole, "it is not a size; use for example 2GiB or 512MiB"))
+    number = _number(text, _BYTES)
+    if number >= 1 << 62:
+        raise ValueError("no machine has as much memory; use for example 2GiB or 512MiB")
+    return int(_above_zero(int(number), "it is not a size; use for example 2GiB or 512MiB"))
+
+
+class Share:
+    """A size, or a part of another size.
+
+    Attributes:
+        size: bytes; 0 if it is a part.
+        part: above 0, up to 1; 0 if it is a size.
+    """
+
+    __slots__ = ("part", "size")
+
+    def __init__(self, size: int, part: float) -> None:
+        self.size = size
+        self.part = part
+
+    def of(self, whole: int) -> int:
+        """Return its bytes, of ``whole`` bytes."""
+        return self.size or int(whole * self.part)
+
+
+def share(text: str) -> Share:
+    """Return a size, or a part: ``8GiB`` or ``25%``.
+
+    Raises:
+        ValueError: it is neither.
+    """
+    number, percent, rest = text.partition("%")
+    if not percent:
+        return Share(size(text), 0.0)
+    part = 0.0 if rest else _number(number, {"": 1}) / 100
+    if not 0 < part <= 1:
+        raise ValueError("it is neither a size nor a part of one; use for example 8GiB or 25%")
+    return Share(0, part)
 
 
 def pool(text: str) -> tuple[int, str]:
@@ -171,6 +207,13 @@ IDLE = Variable(
     "never",
     duration,
 )
+FIRST_LIMIT = Variable(
+    "KVPATCH_FIRST_LIMIT",
+    "memory of the device that an engine may map until somebody sets another limit, for example "
+    "`8GiB`, or `25%` of the KV cache that it starts with",
+    "all of its KV cache",
+    share,
+)
 OUR_IPC_NAME = Variable("KVPATCH_IPC_NAME", "internal: set by kvpatch for child processes", "none")
 REFUSAL_FILE = Variable(
     "KVPATCH_REFUSAL_FILE", "internal: set by kvpatch for child processes", "none"
@@ -191,6 +234,7 @@ OURS = (
     TIER_PATIENCE,
     HOST_POOL,
     IDLE,
+    FIRST_LIMIT,
     OUR_IPC_NAME,
     REFUSAL_FILE,
     VERIFY,
@@ -219,7 +263,8 @@ KVCACHED_MAX_RESERVED_PAGES = Variable(
 )
 KVCACHED_IPC_NAME = Variable(
     "KVCACHED_IPC_NAME",
-    "name of the pool in /dev/shm, shared by the ranks of an engine",
+    "name of the pool in /dev/shm, shared by the ranks of an engine; each engine of a data "
+    "parallel server adds `-dp` and its rank",
     "generated",
 )
 KVCACHED = (

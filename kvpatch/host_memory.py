@@ -35,6 +35,12 @@ class HostMemory(NamedTuple):
         """What can be taken outside of /dev/shm without swapping."""
         return self.available if self.container is None else min(self.available, self.container)
 
+    @property
+    def free_in_shm(self) -> int:
+        """What can be taken of /dev/shm, whose memory can be swapped out."""
+        free = self.free + self.swap
+        return free if self.shm is None else min(free, self.shm)
+
 
 def here(shm: Path = SHM) -> HostMemory:
     """Return the free memory of this process's machine and container."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import inspect
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from enum import Enum
 from typing import Any, NamedTuple
@@ -206,6 +207,19 @@ class AppliedPatch(NamedTuple):
     replacement: Any
     inherited: bool
 
+    def reached_from(self, owner: Any) -> bool:
+        """Return whether an owner of the attribute, or a base class of it, has the replacement."""
+        return inspect.getattr_static(owner, self.attribute, None) is self.replacement
+
+    def stands(self) -> bool:
+        """Return whether the target still leads to the replacement."""
+        module, _, path = self.patch.target.partition(":")
+        try:
+            parent, _, _ = wrapt.resolve_path(importlib.import_module(module), path)
+        except (ImportError, AttributeError):
+            return False
+        return self.reached_from(parent)
+
     def revert(self) -> bool:
         """Restore the exact original object.
 
@@ -247,6 +261,11 @@ def apply(patch: Patch, guard: Callable[[Wrapper], Wrapper] | None = None) -> Ap
     )
     setattr(parent, attribute, replacement)
     return applied
+
+
+def topmost(applied: Iterable[AppliedPatch]) -> list[AppliedPatch]:
+    """Return the newest patch of each object; the others of the object are beneath it."""
+    return list({(id(one.parent), one.attribute): one for one in applied}.values())
 
 
 class Transaction:

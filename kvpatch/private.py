@@ -12,6 +12,7 @@ import os
 import pwd
 import shlex
 import stat
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -133,17 +134,30 @@ def opened(path: Path, *, closed: bool = True) -> Iterator[int]:
         os.close(file)
 
 
-def _lock(file: int) -> None:
-    fcntl.flock(file, fcntl.LOCK_EX)
+def within(seconds: float) -> Callable[[int], None]:
+    """Return a lock for ``alone`` that waits no longer; it raises TimeoutError, an OSError."""
+
+    def lock(file: int) -> None:
+        until = time.monotonic() + seconds
+        while True:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                return
+            except BlockingIOError:
+                if time.monotonic() > until:
+                    raise TimeoutError(f"its folder was locked for {seconds:g} s") from None
+            time.sleep(0.01)
+
+    return lock
 
 
 @contextmanager
-def alone(folder: Path, lock: Callable[[int], None] = _lock) -> Iterator[None]:
+def alone(folder: Path, lock: Callable[[int], None]) -> Iterator[None]:
     """Keep all other users of a folder out, for the few calls in which its files are not settled.
 
     Args:
         folder: this user's.
-        lock: locks the descriptor of the folder, or raises; the default waits.
+        lock: locks the descriptor of the folder, or raises: who has it may be stopped.
     """
     file = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
     try:

@@ -60,9 +60,10 @@ def _incompatible(meaning: str, reference: str) -> Code:
 #
 # What is not validated can be verified (``kvpatch verify``) unless a run cannot judge it: copies
 # that no audit is known to see (KVP302, KVP319, KVP351), secondary tiers (KVP322, KVP330), KV cache
-# events (KVP325), sleep (KVP341), prompts other than text (KVP331), nothing to restore (KVP306), no
-# patch (KVP203), memory that engines share (KVP342, KVP343, KVP344), an engine that is left alone
-# (KVP370, KVP371, KVP372), an NPU (KVP601, KVP603).
+# events (KVP325), sleep (KVP341), prompts other than text (KVP331), no answers (KVP361), nothing to
+# restore (KVP306, KVP358), no patch (KVP203), memory that engines share (KVP342, KVP343, KVP344),
+# an engine that is left alone (KVP370, KVP371, KVP372), limits (KVP373), several engines (KVP374),
+# an NPU (KVP601, KVP603, KVP605, KVP606).
 CODES = {
     "KVP101": _setup("`KVPATCH` has an unknown value"),
     "KVP102": _setup("kvcached is switched off by one of its own variables"),
@@ -88,6 +89,10 @@ CODES = {
         "`test_an_error_of_our_own_is_a_refusal_too` in tests/unit/test_refusal_report.py",
     ),
     "KVP203": _not_validated("a feature has no patch, or several, for this release", False),
+    "KVP204": _incompatible(
+        "another package replaced the target of a patch after it was applied",
+        "`test_what_vllm_ascend_replaces_after_us_is_refused` in tests/unit/test_ascend.py",
+    ),
     "KVP301": _not_validated("Model Runner V1 of vLLM 0.29 or later"),
     "KVP302": _not_validated("a KV connector", False),
     "KVP303": _not_validated("an offloading spec"),
@@ -169,7 +174,7 @@ CODES = {
     "KVP343": _not_validated("`KVPATCH_HOST_POOL` with a CPU tier of another kind", False),
     "KVP344": _not_validated("`KVPATCH_HOST_POOL` on a GPU", False),
     "KVP345": _setup("`KVPATCH_HOST_POOL` has another size in running engines"),
-    "KVP346": _setup("`KVPATCH_HOST_POOL` is smaller than a chunk of the CPU tier"),
+    "KVP346": _setup("`KVPATCH_HOST_POOL` is smaller than an extent of the CPU tier"),
     "KVP347": _setup("the ledger of the host pool cannot be used"),
     "KVP348": _setup("the host pool does not fit into the memory of the machine"),
     "KVP351": _not_validated("offloading with loads within a step, from vLLM 0.33 on", False),
@@ -190,9 +195,18 @@ CODES = {
         "heads of two sizes on memory that is not contiguous, before vLLM 0.30",
         "vllm-project/vllm#48959, vllm-project/vllm#49052",
     ),
+    "KVP357": _not_validated("offloading with chunked prefill disabled"),
+    "KVP358": _not_validated("`store_threshold`", False),
+    "KVP359": _not_validated("chunks of several blocks"),
+    "KVP360": _not_validated(
+        "offloading of a model with sliding windows without the hybrid KV cache manager"
+    ),
+    "KVP361": _not_validated("offloading of a pooling model", False),
     "KVP370": _not_validated("`KVPATCH_IDLE` on a release", False),
     "KVP371": _not_validated("`KVPATCH_IDLE` without a CPU tier alone", False),
     "KVP372": _not_validated("`KVPATCH_IDLE` with `KVPATCH_HOST_POOL`", False),
+    "KVP373": _not_validated("`KVPATCH_FIRST_LIMIT` on a release", False),
+    "KVP374": _not_validated("data parallelism", False),
     "KVP401": _incompatible(
         "the scheduler's block pool is not kvcached's", "ovg-project/kvcached#316"
     ),
@@ -239,6 +253,7 @@ CODES = {
     "KVP416": _setup("a file or folder of the engine belongs to, or is open to, another user"),
     "KVP417": _setup("a file of the engine cannot be made in /dev/shm"),
     "KVP418": _not_validated("a KV cache dtype that the layers of the model have by themselves"),
+    "KVP419": _setup("a process keeps the claims of names in /dev/shm locked"),
     "KVP421": _incompatible(
         "a worker did not open the CPU tier of the host pool",
         "`test_host_pool_classes.py` in tests/engine",
@@ -248,6 +263,7 @@ CODES = {
         "a model of sliding windows alone with OffloadingConnector before vLLM 0.21",
         "vllm-project/vllm#41445",
     ),
+    "KVP424": _setup("`KVPATCH_FIRST_LIMIT` is less than one request needs"),
     "KVP501": _setup("no GPU, and kvcached is built for one"),
     "KVP502": _setup("the host device has no size"),
     "KVP503": _setup("the host device has another size in running processes"),
@@ -256,7 +272,10 @@ CODES = {
         "a release of vllm-ascend, or another vLLM than it is built for", False
     ),
     "KVP602": _setup("the device is an NPU, and kvcached is not built for one"),
-    "KVP603": _not_validated("an engine on an NPU", False),
+    "KVP603": _not_validated("an engine on an NPU that the probe has not passed", False),
+    "KVP604": _incompatible("OffloadingConnector on an NPU", "vllm-project/vllm-ascend#13389"),
+    "KVP605": _not_validated("KV caches of other kinds than full attention on an NPU", False),
+    "KVP606": _not_validated("what engines on an NPU have not been run with", False),
 }
 
 

@@ -13,7 +13,7 @@ from types import ModuleType
 from typing import TYPE_CHECKING
 
 from kvpatch.logs import log
-from kvpatch.patch import Outcome
+from kvpatch.patch import AppliedPatch, Outcome
 from kvpatch.telemetry import publisher
 from kvpatch.verdicts import Verified
 from kvpatch.version import VERSION
@@ -35,6 +35,7 @@ class Record:
         early: codes that ``kvpatch verify``, or its verdicts on these versions, lift before the
             configuration is known.
         verified: the verdict that holds for the configuration, and what it lifts; None without.
+        applied: the patches in force.
         touched: the modules whose objects patches replace, apart from debug mode's.
         roles: ``frontend``, ``engine-core``, ``worker``.
         layout: the KV cache layout in the words of the status line.
@@ -48,6 +49,7 @@ class Record:
     lifted: frozenset[str] = frozenset()
     early: frozenset[str] = frozenset()
     verified: Verified | None = None
+    applied: list[AppliedPatch] = field(default_factory=list)
     touched: set[str] = field(default_factory=set)
     roles: list[str] = field(default_factory=list)
     layout: str = ""

@@ -36,6 +36,7 @@ COMMANDS: tuple[Command, ...] = (
     Command("suspend", "kvpatch.cli.suspend", "store an engine's KV cache and free its memory"),
     Command("resume", "kvpatch.cli.resume", "give a suspended engine its memory back"),
     Command("limit", "kvpatch.cli.limit", "set the memory of the device that an engine may map"),
+    Command("balance", "kvpatch.cli.balance", "move memory between the engines of a device"),
     Command("dashboard", "kvpatch.cli.dashboard", "print Grafana's dashboard, or alert rules"),
     Command("matrix", "kvpatch.cli.matrix", "show what is validated on each vLLM release"),
     Command("clean", "kvpatch.cli.clean", "list what engines left behind, or remove it"),

@@ -8,7 +8,8 @@ import sys
 
 from kvpatch import private
 from kvpatch.cli.columns import columns
-from kvpatch.control import Engine, engines
+from kvpatch.control import Engine
+from kvpatch.control.client import every
 from kvpatch.sizes import readable
 from kvpatch.telemetry.printable import printable
 
@@ -24,7 +25,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace) -> int:
     """Print the engines; return the exit code."""
     try:
-        found = engines()
+        found, silent = every()
     except private.Unsafe as error:
         print(printable(str(error)), file=sys.stderr)
         return 1
@@ -35,8 +36,10 @@ def run(options: argparse.Namespace) -> int:
         for engine in found:
             if why_not := engine.said.get("why_not"):
                 print(printable(f"{engine.name} cannot be suspended: {why_not}"))
-    else:
+    elif not silent:
         print("no engine of this user listens")
+    for one in silent:
+        print(printable(one.sentence), file=sys.stderr)
     return 0 if found else 1
 
 

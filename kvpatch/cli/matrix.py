@@ -8,7 +8,7 @@ import shlex
 
 from kvpatch import verdicts as verdicts_here
 from kvpatch.cli.columns import columns
-from kvpatch.matrix import axes, signatures, tables, verdicts
+from kvpatch.matrix import axes, npu, signatures, tables, verdicts
 
 LEGEND = (
     f"{tables.ALL} validated, {tables.PART} in part, {tables.REFUSED} refused, "
@@ -38,7 +38,13 @@ def run(options: argparse.Namespace) -> int:
     elif options.json:
         found = verdicts.verdicts(options.vllm)
         cells = [vars(cell) | as_json(verdict) for cell, verdict in found.items()]
-        print(json.dumps({"counts": verdicts.counts(found.values()), "cells": cells}, indent=1))
+        on_npus = [
+            {"vllm-ascend": ascend} | vars(cell) | as_json(verdict)
+            for (ascend, cell), verdict in npu.verdicts().items()
+            if options.vllm in (None, cell.vllm)
+        ]
+        counted = {"counts": verdicts.counts(found.values()), "cells": cells, "NPUs": on_npus}
+        print(json.dumps(counted, indent=1))
     elif options.vllm:
         print(one_release(options.vllm))
     else:
@@ -57,7 +63,18 @@ def every_release() -> str:
     found = verdicts.verdicts()
     head = ("vLLM", *(connector.name for connector in axes.CONNECTORS))
     grid = tables.grid(found, reversed(signatures.releases("vllm")))
-    return f"{columns([head, *grid])}\n\n{LEGEND}\n\n{counts(found)}{verified()}"
+    parts = (columns([head, *grid]), LEGEND, on_npus(), counts(found) + verified())
+    return "\n\n".join(parts)
+
+
+def on_npus() -> str:
+    """Return a line per release of vllm-ascend and connector."""
+    return columns(
+        [
+            (f"vllm-ascend {ascend} on an NPU", cell.connector, verdict.kind.value)
+            for (ascend, cell), verdict in npu.verdicts().items()
+        ]
+    )
 
 
 def verified() -> str:
@@ -84,6 +101,10 @@ def one_release(vllm: str) -> str:
         if verdict.tagged:
             parts.append(f"  tagged bytes were right: {verdict.tagged}")
         parts += [f"    {line}" for line in tables.describe(cells)]
+    for (ascend, cell), verdict in npu.verdicts().items():
+        if cell.vllm == vllm:
+            parts.append(f"vllm-ascend {ascend} on an NPU: {verdict.kind.value}: {verdict.why}")
+            parts.append(f"    {cell.connector}, {cell.runner}, {cell.layout}, {cell.model}")
     return "\n".join([*parts, "", counts(found)])
 
 

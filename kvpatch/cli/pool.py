@@ -5,8 +5,9 @@ from __future__ import annotations
 import argparse
 import json
 import time
+from pathlib import Path
 
-from kvpatch import environ
+from kvpatch import environ, host_memory
 from kvpatch.cli.columns import columns
 from kvpatch.environ import HOST_POOL
 from kvpatch.pool import ledger
@@ -40,9 +41,13 @@ def run(options: argparse.Namespace) -> int:
         name = _read(HOST_POOL.read())[1]
     folder = ledger.home(name)
     try:
-        if options.size and not ledger.set_limit(folder, wanted):
-            print(f"no engine is in the pool {folder}")
-            return 1
+        if options.size:
+            if why_not := _too_large(folder, wanted):
+                print(why_not)
+                return 2
+            if not ledger.set_limit(folder, wanted):
+                print(f"no engine is in the pool {folder}")
+                return 1
         shown = ledger.show(folder, remove=True)
     except (ledger.Busy, ledger.Foreign, OSError) as error:
         print(f"the pool {folder} cannot be used: {type(error).__name__}: {error}")
@@ -52,6 +57,21 @@ def run(options: argparse.Namespace) -> int:
         return 1
     print(as_json(*shown) if options.json else text(*shown))
     return 0
+
+
+def _too_large(folder: Path, wanted: int) -> str:
+    """Return why a pool cannot have a limit, as one sentence; empty if it can."""
+    shown = ledger.show(folder)
+    if shown is None or wanted <= shown[0].current:
+        return ""
+    committed, ceiling = ledger.taken(shown[1])
+    needed, free = min(wanted, ceiling), host_memory.here().free_in_shm + committed
+    if needed <= free:
+        return ""
+    return (
+        f"the engines of the pool may take {readable(needed)} then, and /dev/shm and the memory of "
+        f"this machine and its container have {readable(free)} for it"
+    )
 
 
 def _read(text: str) -> tuple[int, str]:
@@ -66,7 +86,8 @@ def as_json(limit: Limit, engines: list[Peer]) -> str:
             "started_with": limit.configured,
             "committed": sum(one.owner.committed for one in engines),
             "engines": [
-                {**one.owner._asdict(), "state": state(one, time.monotonic())} for one in engines
+                {**one.owner._asdict(), "state": state(one, time.monotonic(), limit.current)}
+                for one in engines
             ],
         },
         indent=2,
@@ -86,12 +107,15 @@ def text(limit: Limit, engines: list[Peer]) -> str:
         # An extent that holds nothing is older than any machine.
         age = f"{now - owner.coldest:.0f} s" if owner.coldest >= 1 else "-"
         sizes = map(readable, (owner.committed, owner.resident, owner.ceiling))
-        lines.append((printable(owner.name), *sizes, age, state(one, now)))
+        lines.append((printable(owner.name), *sizes, age, state(one, now, limit.current)))
     return f"{head}\n{columns(lines)}"
 
 
-def state(engine: Peer, now: float) -> str:
+def state(engine: Peer, now: float, limit: int) -> str:
     """Return whether an engine takes part in the pool."""
     if engine.dying:
         return "ended, its memory is being freed"
-    return "" if engine.answers(now) else "does not answer"
+    if not engine.answers(now):
+        return "does not answer"
+    least = engine.owner.extent
+    return f"stores nothing: it takes {readable(least)} at a time" if least > limit else ""

@@ -254,7 +254,9 @@ def hits_line(engine: dict[str, Any]) -> str:
         return "not counted, as vLLM's stats are off or nothing was asked yet"
     device, looked_up = hits.get("device", 0), queries.get("device", 0)
     tier = hits.get("tier", 0)
+    disk, lost = hits.get("disk", 0), engine.get("lost_tokens", 0)
     return (
-        f"of {looked_up} prompt tokens {device} were on the device, {tier} came from the tier, "
-        f"{looked_up - device - tier} were computed"
+        f"of {looked_up} prompt tokens {device} were on the device, {tier} came from the tier"
+        f"{f' ({disk} of them from disk)' if disk else ''}, {looked_up - device - tier} were "
+        f"computed{f', {lost} of them not for the first time' if lost else ''}"
     )

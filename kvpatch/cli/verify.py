@@ -11,6 +11,7 @@ import time
 from pathlib import Path
 
 from kvpatch import cli, verdicts
+from kvpatch.ascend import probe
 from kvpatch.environ import VERDICTS
 from kvpatch.verify import report
 from kvpatch.verify import run as running
@@ -71,6 +72,11 @@ def run(options: argparse.Namespace) -> int:
         return 2
     say(shlex.join(report.without_secrets(command)))
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # and not without ending the command
+    if probe.needed():
+        say("vllm-ascend is installed: first what kvpatch needs to know of the NPU")
+        if probe.run(cli.operator_environment(), options.verdicts):
+            print("kvpatch verify: not started: the probe was not right")
+            return CODES["unfinished"]
     chosen = running.Options(
         command=command,
         environment=cli.operator_environment(),

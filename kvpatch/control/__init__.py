@@ -16,9 +16,9 @@ client    asking one engine, and every engine of this user
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from kvpatch.control.client import Answer, Engine, Refused, engines, find
+    from kvpatch.control.client import Answer, Engine, Refused, Unanswered, engines, find
 
-__all__ = ["Answer", "Engine", "Refused", "engines", "find"]
+__all__ = ["Answer", "Engine", "Refused", "Unanswered", "engines", "find"]
 
 
 def __getattr__(name: str) -> Any:  # an engine answers, and does not need what asks

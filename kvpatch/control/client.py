@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import socket
+import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -24,6 +25,10 @@ class Refused(RuntimeError):
     """An engine, or this command, did not do what was asked; the message is one sentence."""
 
 
+class Unanswered(Refused):
+    """What was asked may still be done: the engine ended, or has not answered in time."""
+
+
 @dataclass(frozen=True)
 class Answer:
     """How a question ended.
@@ -37,6 +42,7 @@ class Answer:
         mapped: bytes of the device that are mapped or reserved now.
         limit: bytes that the engine may map now.
         seconds: from the question to the answer, in the engine.
+        planned: whether these are the blocks of a plan, and nothing was done.
         said: the whole line, with fields of later versions.
     """
 
@@ -48,6 +54,7 @@ class Answer:
     mapped: int = 0
     limit: int = 0
     seconds: float = 0.0
+    planned: bool = False
     said: dict[str, Any] = field(default_factory=dict, compare=False)
 
     @classmethod
@@ -55,11 +62,14 @@ class Answer:
         """Return the answer that a line says."""
         names = ("resident", "kept", "lost", "freed", "mapped", "limit", "seconds")
         numbers = {name: said[name] for name in names if name in said}
-        return cls(phase=str(said.get("phase", "")), said=said, **numbers)
+        planned = bool(said.get("plan"))
+        return cls(phase=str(said.get("phase", "")), planned=planned, said=said, **numbers)
 
     @property
     def sentence(self) -> str:
         """The outcome for a person."""
+        if self.planned and self.phase != "suspended":
+            return self._plan
         if self.phase != "suspended":
             does = "it runs" if self.phase == "runs" else f"it is {self.phase}"
             said = f"{does}, with {readable(self.mapped)} mapped of {readable(self.limit)} at most"
@@ -73,6 +83,14 @@ class Answer:
             f"it is suspended: {kept}; {readable(self.freed)} given back, {readable(self.mapped)} "
             "still mapped"
         )
+
+    @property
+    def _plan(self) -> str:
+        said = f"{self.kept} of {self.resident} blocks would be kept"
+        if self.lost:
+            said += f", {self.lost} do not fit into the tier and would be computed again"
+        running = self.said.get("running", 0)
+        return said + (f"; running requests that would be preempted: {running}" if running else "")
 
 
 @dataclass(frozen=True)
@@ -140,27 +158,77 @@ class Engine:
         """
         return self._ask({"verb": "resume"}, tell)
 
-    def limit(self, size: int, *, tell: Tell | None = None) -> Answer:
+    def limit(
+        self,
+        size: int,
+        *,
+        revision: int | None = None,
+        patience: float | None = None,
+        tell: Tell | None = None,
+    ) -> Answer:
         """Set the bytes of the device that it may map.
 
-        Raises:
-            Refused: it is no size that the engine can have.
-        """
-        return self._ask({"verb": "limit", "size": size}, tell)
+        Args:
+            size: those bytes.
+            revision: one more than the ``revision`` of ``said``, so that the limit is refused if
+                somebody else has set one since; None to set it in any case.
+            patience: seconds after which the answer is not waited for any longer; the engine goes
+                on with what it was asked.
+            tell: called with every line of progress.
 
-    def _ask(self, question: dict[str, Any], tell: Tell | None) -> Answer:
+        Raises:
+            Refused: it is no size that the engine can have, or it has not answered yet.
+        """
+        asked: dict[str, Any] = {"verb": "limit", "size": size}
+        if revision is not None:
+            asked["revision"] = revision
+        return self._ask(asked, tell, patience)
+
+    def demand(self, *, patience: float = ANSWERS) -> dict[str, Any]:
+        """Return what it needs and could have, see ``suspend.demand``.
+
+        Raises:
+            Refused: it does not know, or does not answer in time.
+        """
+        return self._ask({"verb": "demand"}, None, patience).said
+
+    def _ask(
+        self, question: dict[str, Any], tell: Tell | None, patience: float | None = None
+    ) -> Answer:
         said: dict[str, Any] = {}
+        until = None if patience is None else time.monotonic() + patience
+        silent = SILENT if patience is None else min(SILENT, patience)
         try:
-            for said in ask(self.path, question, SILENT):
+            for said in ask(self.path, question, silent):
+                if until is not None and not said.get("done") and time.monotonic() > until:
+                    raise Unanswered(f"{self.name} has not answered within {patience:g} s")
                 if tell is not None and not said.get("done"):
                     tell(said)
         except (OSError, ValueError) as error:
-            raise Refused(f"{self.name} did not answer: {error}") from error
+            raise Unanswered(f"{self.name} did not answer: {error}") from error
         if "error" in said:
             raise Refused(str(said["error"]))
         if not said.get("done"):
-            raise Refused(f"{self.name} ended before it had answered")
+            raise Unanswered(f"{self.name} ended before it had answered")
         return Answer.of(said)
+
+
+@dataclass(frozen=True)
+class Silent:
+    """An engine that listens and does not answer: it is stopped, or waits for the machine.
+
+    Attributes:
+        path: of its socket.
+        pid: of its process; 0 if it cannot be seen.
+    """
+
+    path: Path
+    pid: int
+
+    @property
+    def sentence(self) -> str:
+        """What is known of it, for a person."""
+        return f"{f'process {self.pid}' if self.pid else self.path} listens and does not answer"
 
 
 def ask(path: Path, question: dict[str, Any], timeout: float) -> Iterator[dict[str, Any]]:
@@ -185,36 +253,64 @@ def ask(path: Path, question: dict[str, Any], timeout: float) -> Iterator[dict[s
 
 
 def engines() -> list[Engine]:
-    """Return the engines of this user that listen, by name.
+    """Return the engines of this user that listen and answer, by name.
+
+    Raises:
+        private.Unsafe: the folder of their sockets is another user's, or open to others.
+    """
+    return every()[0]
+
+
+def every() -> tuple[list[Engine], list[Silent]]:
+    """Return the engines of this user that answer, by name, and those that do not.
 
     Raises:
         private.Unsafe: the folder of their sockets is another user's, or open to others.
     """
     home = protocol.folder()
+    found: list[Engine] = []
+    silent: list[Silent] = []
     try:
         private.check_folder(home)
         paths = sorted(home.glob("*.sock"))
     except FileNotFoundError:
-        return []
-    found = []
+        return found, silent
     for path in paths:
-        with suppress(OSError, ValueError):  # it has ended, or does not answer
+        try:
             for said in ask(path, {"verb": "describe"}, ANSWERS):
                 found.append(Engine(path, said))
                 break
-    return sorted(found, key=lambda engine: engine.name)
+        except (TimeoutError, BlockingIOError):  # or as many as can wait for it do
+            silent.append(Silent(path, _listener(path)))
+        except (OSError, ValueError):
+            continue  # it has ended, or is none
+    return sorted(found, key=lambda engine: engine.name), silent
+
+
+def _listener(path: Path) -> int:
+    with suppress(OSError), socket.socket(socket.AF_UNIX) as connection:
+        connection.setblocking(False)
+        connection.connect(str(path))
+        return protocol.pid_of(connection)
+    return 0
 
 
 def find(name: str) -> Engine:
     """Return the engine with a kvcached name, the name of a model, or a pid.
 
+    A name that its data parallel server was given is that of the only rank here, if there is one.
+
     Raises:
         Refused: there is none, or several serve the model.
     """
-    every = engines()
-    exact = [engine for engine in every if engine.name == name]
+    known, silent = every()
+    exact = [engine for engine in known if engine.name == name]
     others = [
-        engine for engine in every if name in engine.models or name == str(engine.said.get("pid"))
+        engine
+        for engine in known
+        if name in engine.models
+        or name == str(engine.said.get("pid"))
+        or protocol.is_rank_of(engine.name, name)
     ]
     found = exact or others
     if len(found) == 1:
@@ -222,10 +318,13 @@ def find(name: str) -> Engine:
     if found:
         names = ", ".join(engine.name for engine in found)
         raise Refused(f"{len(found)} engines serve {name}: use one of the names {names}")
-    raise Refused(_unknown(name, every))
+    raise Refused(_unknown(name, known, silent))
 
 
-def _unknown(name: str, every: list[Engine]) -> str:
+def _unknown(name: str, known: list[Engine], silent: list[Silent]) -> str:
+    for one in silent:
+        if one.path == protocol.path_of(name) or name == str(one.pid):
+            return f"{one.sentence} within {ANSWERS:g} s"
     for seen in reader.all_of(False):
         content = {} if seen.page is None else seen.page.content
         engine = content.get("engine") or {}
@@ -234,7 +333,7 @@ def _unknown(name: str, every: list[Engine]) -> str:
                 f"{name} does not listen: it runs {content.get('vllm', 'vLLM')} in process "
                 f"{seen.pid}, where engines cannot be suspended (see kvpatch list, docs/support.md)"
             )
-    known = ", ".join(engine.name for engine in every)
-    return f"no engine {name} of {private.user(os.geteuid())} listens" + (
-        f"; there are {known}" if known else ""
-    )
+    said = [f"no engine {name} of {private.user(os.geteuid())} listens"]
+    if known:
+        said.append(f"there are {', '.join(engine.name for engine in known)}")
+    return "; ".join(said + [one.sentence for one in silent])

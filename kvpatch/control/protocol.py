@@ -23,19 +23,51 @@ from typing import Any
 
 from kvpatch import claims, private
 
-VERBS = ("describe", "suspend", "resume", "limit")
+LONGEST_NAME = 64  # characters of a name that kvcached keeps
+VERBS = ("describe", "suspend", "resume", "limit", "demand")
 LONGEST = 1 << 16  # bytes of a line
 _PEER = struct.Struct("3i")  # pid, uid, gid; see SO_PEERCRED in unix(7)
 
 
 def folder() -> Path:
     """Return the folder of the sockets of this user's engines."""
-    return claims.BASE / f"kvpatch-control-{os.geteuid()}"
+    return claims.BASE / f"kvpatch-control-{claims.outer_uid()}"
 
 
 def path_of(name: str) -> Path:
     """Return the socket of the engine with a kvcached name, which may have any length."""
     return folder() / f"{hashlib.sha256(name.encode()).hexdigest()[:32]}.sock"
+
+
+def name_of_rank(server: str, rank: int) -> str:
+    """Return the kvcached name of an engine that is one of several of a data parallel server.
+
+    Not longer than kvcached's names are: what it cuts off tells the ranks apart. Names that are
+    the same by what is left out here are one name, which is claimed once.
+
+    Args:
+        server: the kvcached name of the server.
+        rank: vLLM's number of the engine in all of its server, also on other machines.
+    """
+    suffix = f"-dp{rank}"
+    return server[: LONGEST_NAME - len(suffix)] + suffix
+
+
+def is_rank_of(name: str, server: str) -> bool:
+    """Return whether a kvcached name is that of an engine of a data parallel server."""
+    rank = name.rpartition("-dp")[2]
+    return rank.isdecimal() and name == name_of_rank(server, int(rank))
+
+
+def pid_of(connection: socket.socket) -> int:
+    """Return the process at the other end; 0 if it cannot be seen from here."""
+    return _peer(connection)[0]
+
+
+def _peer(connection: socket.socket) -> tuple[int, int, int]:
+    found = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _PEER.size)
+    pid, uid, gid = _PEER.unpack(found)
+    return pid, uid, gid
 
 
 def check_peer(connection: socket.socket) -> None:
@@ -44,9 +76,7 @@ def check_peer(connection: socket.socket) -> None:
     Raises:
         PermissionError: it is another user's.
     """
-    _, uid, _ = _PEER.unpack(
-        connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _PEER.size)
-    )
+    uid = _peer(connection)[1]
     if uid != os.geteuid():
         raise PermissionError(f"a process of {private.user(uid)} is at the other end")
 

@@ -37,15 +37,7 @@ def wanted() -> bool:
             "run python -m kvpatch.hostdevice install, or set KVPATCH=0",
             code="KVP501",
         )
-    try:
-        size = ledger.device_size()
-    except ValueError as error:
-        raise Refusal(
-            "this machine has no GPU and the host device has no size",
-            str(error),
-            f"set {HOST_DEVICE}=2GiB, or set KVPATCH=0",
-            code="KVP502",
-        ) from error
+    size = ledger.require_size()
     try:
         agreed = ledger.size_in_use()
     except private.Unsafe as error:

@@ -16,6 +16,7 @@ from pathlib import Path
 from kvpatch import private
 from kvpatch.environ import HOST_DEVICE, HOST_DEVICE_DIR, size
 from kvpatch.process import start_ticks
+from kvpatch.refusal import Refusal
 
 _PAGE = 2 << 20
 _MAGIC = 0x3144564854415650
@@ -38,6 +39,23 @@ def device_size() -> int:
     if pages == 0:
         raise ValueError(f'{HOST_DEVICE}="{text}" is not a size; use for example 2GiB or 512MiB')
     return pages * _PAGE
+
+
+def require_size() -> int:
+    """Return the size of the device in bytes.
+
+    Raises:
+        Refusal: it has none.
+    """
+    try:
+        return device_size()
+    except ValueError as error:
+        raise Refusal(
+            "this machine has no GPU and the host device has no size",
+            str(error),
+            f"set {HOST_DEVICE}=2GiB, or set KVPATCH=0",
+            code="KVP502",
+        ) from error
 
 
 def ledger_path(index: int = 0) -> Path:

@@ -7,6 +7,7 @@ order by waiting for the compute stream.
 
 from __future__ import annotations
 
+import atexit
 import queue
 import threading
 import time
@@ -16,6 +17,9 @@ from collections.abc import Callable, Iterable
 from kvpatch.hostdevice.ledger import copy_permit
 
 _streams: weakref.WeakSet[Stream] = weakref.WeakSet()
+_threads: weakref.WeakSet[threading.Thread] = weakref.WeakSet()  # also of streams that are gone
+_ending = threading.Event()
+_LAST_COPY = 5.0  # seconds that the end of a process waits for a copy in flight
 
 
 class Event:
@@ -50,6 +54,7 @@ class Stream:
         self._last: Event | None = None
         self._thread = threading.Thread(target=_run, args=(self._queue,), name=name, daemon=True)
         self._thread.start()
+        _threads.add(self._thread)
         weakref.finalize(self, self._queue.put, None)
         _streams.add(self)
 
@@ -85,7 +90,8 @@ def _run(
             for earlier in after:
                 earlier.synchronize()
             with copy_permit():
-                copy()
+                if not _ending.is_set():
+                    copy()
         except BaseException as failure:
             error = failure
         event.record(error)
@@ -96,3 +102,19 @@ def synchronize() -> None:
     """Wait for every stream of this process: the device-wide synchronization."""
     for stream in list(_streams):
         stream.synchronize()
+
+
+@atexit.register
+def _end() -> None:
+    """Let the copies in flight end, and leave out what is queued behind them.
+
+    The interpreter ends a daemon thread when that comes back from a copy, inside of libtorch,
+    which ends the process with SIGABRT.
+    """
+    _ending.set()
+    for stream in list(_streams):
+        stream._queue.put(None)  # also a thread without work has to end
+    until = time.monotonic() + _LAST_COPY
+    for thread in list(_threads):
+        if thread is not threading.current_thread():
+            thread.join(max(0.0, until - time.monotonic()))

@@ -9,5 +9,6 @@ signatures  the recorded signatures of the patches' targets in each release
 evidence    the recorded runs, and the code that they ran on
 sharing     the release whose runs of the fence stand for another
 verdicts    the verdict of a cell
+npu         the verdict of a cell on an Ascend NPU
 tables      cells grouped by verdict
 """

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import product
 from types import SimpleNamespace
 from typing import Any
+
+from packaging.version import Version
 
 from kvpatch.matrix import signatures
 
@@ -85,27 +87,96 @@ class Feature:
         name: its name in the tables.
         settings: by path in a ``VllmConfig``, what it sets there.
         models: the kinds of model that the matrix combines it with.
+        extra: what it sets in ``kv_connector_extra_config``, of OffloadingConnector.
+        connectors: those that it is combined with.
+        since: the first release that has it, or in which it is not what others do anyway.
+        admitted: whether it starts in the cells of ``kvpatch.admitted`` only.
+        device: the type of device that it starts on; what starts on a GPU does on a CPU too.
     """
 
     name: str
     settings: dict[str, Any]
     models: tuple[str, ...]
+    extra: dict[str, Any] = field(default_factory=dict)
+    connectors: tuple[str, ...] = tuple(one.name for one in CONNECTORS)
+    since: str = "0"
+    admitted: bool = True
+    device: str = "cuda"
 
 
 NONE = "none"
 _DRAFTING = {"ngram": "ngram", "draft model": "draft_model", "EAGLE": "eagle"}  # vLLM's methods
 FEATURES = (
-    Feature(NONE, {}, tuple(model.name for model in MODELS)),
+    Feature(NONE, {}, tuple(model.name for model in MODELS), admitted=False),
     # What kvpatch sees of fp8 is one byte for each value; which of the two it is the kernels know.
-    Feature("fp8", {"cache_config.cache_dtype": "fp8"}, ("full attention",)),
+    Feature("fp8", {"cache_config.cache_dtype": "fp8"}, ("full attention",), admitted=False),
     Feature(
         "2 ranks",
         {"parallel_config.world_size": 2, "parallel_config.tensor_parallel_size": 2},
         ("latent attention",),
     ),
+    # Two stages of a pipeline. A tier's folder has not been looked at for stages.
+    Feature(
+        "2 stages",
+        {"parallel_config.world_size": 2, "parallel_config.pipeline_parallel_size": 2},
+        ("full attention",),
+        connectors=("Offloading", "Simple eager", "Simple lazy", "Multi"),
+    ),
+    # Data parallelism: several engines of one server, of a dense model. Before 0.26 the tiers of
+    # all ranks have one name.
+    *(
+        Feature(
+            f"{size} engines",
+            {
+                "parallel_config.data_parallel_size": size,
+                "parallel_config.data_parallel_size_local": size,
+            },
+            ("full attention",),
+            connectors=connectors,
+            since="0.26",
+            device="cpu",
+        )
+        for size, connectors in ((2, tuple(one.name for one in CONNECTORS)), (4, ("Offloading",)))
+    ),
     *(
         Feature(name, {"speculative_config": SimpleNamespace(method=method)}, ("full attention",))
         for name, method in _DRAFTING.items()
+    ),
+    # A prompt is computed in one step, however long it is.
+    Feature(
+        "whole prompts",
+        {"scheduler_config.enable_chunked_prefill": False},
+        ("full attention", "sliding window"),
+    ),
+    # All layers in one group, with the blocks that a window has left: up to 0.21 the default.
+    Feature(
+        "no hybrid manager",
+        {"scheduler_config.disable_hybrid_kv_cache_manager": True},
+        ("sliding window",),
+        since="0.22",
+    ),
+    # Up to 0.28 a lookup ends at the first block that is missing, and counts no other.
+    Feature(
+        "store threshold",
+        {},
+        ("full attention",),
+        extra={"store_threshold": 2},
+        connectors=("Offloading", "Multi"),
+        since="0.29",
+    ),
+    # Chunks of two of a model's blocks of 32 tokens.
+    Feature(
+        "chunks",
+        {},
+        ("full attention", "sliding window"),
+        extra={"block_size": 64},
+        connectors=("Offloading", "tiering fs", "Multi"),
+    ),
+    Feature(
+        "no prefix cache",
+        {"cache_config.enable_prefix_caching": False},
+        ("full attention",),
+        connectors=("Offloading", "tiering fs", "Multi"),
     ),
 )
 
@@ -126,10 +197,11 @@ def cells(vllm: str | None = None) -> Iterator[Cell]:
     """Yield every cell of the matrix, or of one release of vLLM."""
     every = [release for release in signatures.releases("vllm") if vllm in (None, release)]
     connectors = [connector.name for connector in CONNECTORS]
-    both = [(model, feature.name) for feature in FEATURES for model in feature.models]
+    both = [(model, feature) for feature in FEATURES for model in feature.models]
     for one in product(every, RUNNERS, LAYOUTS, connectors, both):
         release, runner, layout, connector, (model, feature) = one
-        yield Cell(release, runner, layout, connector, model, feature)
+        if connector in feature.connectors and Version(release) >= Version(feature.since):
+            yield Cell(release, runner, layout, connector, model, feature.name)
 
 
 def connector_of(cell: Cell) -> Connector:
@@ -155,15 +227,17 @@ def configuration_of(cell: Cell) -> Any:
         kv_transfer_config=SimpleNamespace(
             kv_connector=connector.connector,
             kv_connector_module_path=None,
-            kv_connector_extra_config=connector.extra,
+            kv_connector_extra_config=_with(connector.extra, feature_of(cell).extra),
             kv_role="kv_both",
         ),
-        cache_config=SimpleNamespace(enable_prefix_caching=True, cache_dtype="auto"),
+        cache_config=SimpleNamespace(enable_prefix_caching=True, cache_dtype="auto", block_size=32),
         parallel_config=SimpleNamespace(
             world_size=1,
             tensor_parallel_size=1,
             pipeline_parallel_size=1,
             data_parallel_size=1,
+            data_parallel_size_local=1,
+            data_parallel_backend="mp",
             decode_context_parallel_size=1,
             distributed_executor_backend=None,
         ),
@@ -172,12 +246,16 @@ def configuration_of(cell: Cell) -> Any:
             async_scheduling=None,
             policy="fcfs",
             scheduler_cls=None,
-            disable_hybrid_kv_cache_manager=True,  # the default with a connector before 0.22
+            enable_chunked_prefill=True,
+            # The default with a connector before 0.22.
+            disable_hybrid_kv_cache_manager=Version(cell.vllm) < Version("0.22"),
         ),
         speculative_config=None,
         kv_events_config=None,
         model_config=SimpleNamespace(
-            architecture=model.architecture, **facts | dict.fromkeys(model.facts, True)
+            architecture=model.architecture,
+            get_sliding_window=lambda: 256 if model.name == "sliding window" else None,
+            **facts | dict.fromkeys(model.facts, True),
         ),
     )
     for path, value in feature_of(cell).settings.items():
@@ -187,3 +265,11 @@ def configuration_of(cell: Cell) -> Any:
             owner = getattr(owner, one)
         setattr(owner, name, value)
     return made
+
+
+def _with(extra: dict[str, Any], more: dict[str, Any]) -> dict[str, Any]:
+    """Return a ``kv_connector_extra_config`` with more for OffloadingConnector in it."""
+    if "connectors" not in extra:
+        return extra | more
+    inside = [one | {"kv_connector_extra_config": more} for one in extra["connectors"]]
+    return extra | {"connectors": inside}

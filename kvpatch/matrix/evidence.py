@@ -3,6 +3,7 @@
 ``data/engine``, ``data/features``, ``data/synchronous`` and ``data/bytes`` have one file per
 release of vLLM: its runs, and the code they ran on. Engines schedule asynchronously, as on a GPU,
 but for ``data/synchronous``; those of ``data/features`` have more turned on than a connector.
+``data/npu`` has engines of vllm-ascend on the ACL emulator, which validate no other cell.
 A code is a commit, the ids of the patches that were in force, and a digest of each module that
 those patches use. Docstrings and comments do not change a digest.
 """
@@ -25,8 +26,11 @@ from kvpatch.matrix.axes import NONE, Cell
 LEVELS = ("engine", "synchronous", "bytes")
 FEATURES = "features"  # the folder of engine runs with one of the features
 FOLDERS = (LEVELS[0], FEATURES, *LEVELS[1:])
+NPU = "npu"  # the folder and level of engines on the ACL emulator
 PACKAGE = Path(__file__).parents[1]
 HEADERS = "kvpatch.hostdevice.include"
+# What an NPU is in these runs: kvcached's calls of it, its memory, and its operators.
+_EMULATOR = ("ascend/include", "hostdevice/acl", "hostdevice/npu")
 # The packages whose modules run in an engine on behalf of a patch.
 _CODE = ("kvpatch.patches", "kvpatch.upstream", "kvpatch.hostdevice", "kvpatch.state")
 
@@ -75,8 +79,18 @@ class Run:
 @cache
 def runs(data: Path = signatures.DATA) -> dict[Cell, list[Run]]:
     """Return the recorded runs by cell, engine runs first."""
+    return _read(data, FOLDERS)
+
+
+@cache
+def on_npu(data: Path = signatures.DATA) -> dict[Cell, list[Run]]:
+    """Return the recorded runs of vllm-ascend on the ACL emulator, by cell."""
+    return _read(data, (NPU,))
+
+
+def _read(data: Path, folders: Iterable[str]) -> dict[Cell, list[Run]]:
     found: dict[Cell, list[Run]] = {}
-    for folder in FOLDERS:
+    for folder in folders:
         level = LEVELS[0] if folder == FEATURES else folder
         for path in sorted((data / folder).glob("*.json")):
             result: dict[str, Any] = json.loads(path.read_text())
@@ -95,7 +109,7 @@ def runs(data: Path = signatures.DATA) -> dict[Cell, list[Run]]:
 
 def stale(data: Path = signatures.DATA) -> Iterator[tuple[str, Cell, list[str]]]:
     """Yield the engine runs on other code than the current: level, cell and the changes."""
-    for cell, every in runs(data).items():
+    for cell, every in (*runs(data).items(), *on_npu(data).items()):
         for run in every:
             if run.level != "bytes":
                 changed = run.code.changed() if run.code else ["the code was not recorded"]
@@ -117,6 +131,8 @@ def digests_of(ids: Iterable[str]) -> dict[str, str]:
     found = {module: _digest(module) for module in modules}
     if on_host:
         found[HEADERS] = _headers()
+    if any(module.startswith("kvpatch.patches.ascend.") for module in modules):
+        found |= {f"kvpatch.{folder.replace('/', '.')}": _folder(folder) for folder in _EMULATOR}
     return dict(sorted(found.items()))
 
 
@@ -178,6 +194,17 @@ def _headers() -> str:
     return digest.hexdigest()[:12]
 
 
+@cache
+def _folder(name: str) -> str:
+    """Return a digest of every file in a folder of the package."""
+    digest = hashlib.sha256()
+    for path in sorted((PACKAGE / name).rglob("*")):
+        if path.is_file() and "__pycache__" not in path.parts:
+            digest.update(path.read_bytes())
+    return digest.hexdigest()[:12]
+
+
 def forget() -> None:
     """Clear the cache of recorded runs."""
     runs.cache_clear()
+    on_npu.cache_clear()

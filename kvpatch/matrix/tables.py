@@ -103,6 +103,18 @@ def mark(found: Mapping[Cell, Verdict], vllm: str, connector: str) -> str:
     return ALL if validated == len(kinds) else PART if validated else REFUSED
 
 
+def on_npus(found: Mapping[tuple[str, Cell], Verdict]) -> list[tuple[str, ...]]:
+    """Return a line per release of vllm-ascend, newest first: its name and a verdict each."""
+    releases = dict.fromkeys(ascend for ascend, _ in found)
+    return [
+        (
+            f"vllm-ascend {ascend} on an NPU",
+            *(verdict.kind.value for (of, _), verdict in found.items() if of == ascend),
+        )
+        for ascend in reversed(releases)
+    ]
+
+
 def _together(cells: list[Cell]) -> str:
     """Return the runners and models of cells, and the layouts unless both are among them.
 

@@ -10,18 +10,22 @@ from functools import cache
 
 from packaging.version import Version
 
-from kvpatch import gate, patches, rules, supported
+from kvpatch import admitted, gate, patches, rules, supported
 from kvpatch.environ import ALLOW_VLLM
 from kvpatch.matrix import evidence, signatures
-from kvpatch.matrix.axes import NONE, Cell, cells, configuration_of, connector_of
+from kvpatch.matrix.axes import NONE, Cell, cells, configuration_of, connector_of, feature_of
 from kvpatch.refusal import Basis, Refusal
 from kvpatch.versions import Facts, Installed
 
 
 class Kind(str, Enum):
-    """The possible verdicts; a committed matrix has only the first four."""
+    """The possible verdicts; a committed matrix has only the first five.
+
+    ``EMULATED`` is of cells on NPUs only, see ``npu``: no run on the emulator validates another.
+    """
 
     VALIDATED = "validated"
+    EMULATED = "validated (ACL emulator)"
     INCOMPATIBLE = "incompatible"
     NOT_VALIDATED = "not validated"
     ABSENT = "absent in this release"
@@ -66,7 +70,7 @@ def refusal(cell: Cell, tried: bool = False) -> Refusal | None:
         vllm=Installed.release("vllm", cell.vllm),
         kvcached=Installed.release("kvcached", supported.KVCACHED[-1]),
         environment={},
-        device="cuda",
+        device=feature_of(cell).device,
         contiguous=cell.layout == "contiguous",
     )
     every = rules.of(feature.rules for feature in patches.FEATURES)
@@ -145,11 +149,17 @@ def by_shared_seams(cell: Cell) -> list[str]:
         if (run := _engine_run(replace(cell, vllm=vllm))) is not None
     }
     around = sorted([*found, cell.vllm], key=Version)
-    between = around[0] != cell.vllm != around[-1]
+    if here is None or not around[0] != cell.vllm != around[-1]:
+        return []
     ran = set[str]().union(*(_in_force(vllm) for vllm in found))
-    if here is None or not between or not _in_force(cell.vllm) <= ran:
+    if not _in_force(cell.vllm) <= ran:
         return []
     return [here.file, *(run.file for run in found.values())]
+
+
+def ran_right(cell: Cell) -> bool:
+    """Return whether an engine run of a cell is recorded that was right."""
+    return _engine_run(cell) is not None
 
 
 def _engine_run(cell: Cell) -> evidence.Run | None:
@@ -179,6 +189,7 @@ def forget() -> None:
     _of_releases.cache_clear()
     signatures.releases.cache_clear()
     evidence.forget()
+    admitted.forget()
 
 
 def lost(found: Mapping[Cell, Verdict]) -> list[Cell]:

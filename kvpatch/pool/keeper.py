@@ -13,7 +13,8 @@ from contextlib import AbstractContextManager
 
 from kvpatch.logs import log
 from kvpatch.pool.extents import Extents
-from kvpatch.pool.ledger import Busy, Foreign, Member, Peer, View
+from kvpatch.pool.ledger import Busy, Foreign, Peer
+from kvpatch.pool.member import Different, Member, View
 from kvpatch.pool.memory import Memory
 from kvpatch.pool.ranks import Failed, Ranks
 
@@ -26,8 +27,9 @@ TO_GIVE, PASSED_OVER = 1.0, 10.0
 COLDER = 1.0
 AT_ONCE = 4  # extents that another engine is asked for
 PER_TURN = 8  # extents that are committed, or given back, between two looks
-# Seconds after which what failed is tried again, unless a worker failed.
+# Seconds after which what failed is tried again.
 AGAIN = 10.0
+REMOVED = "its record was removed"
 # An extent is committed ahead while fewer chunks are free than this part of one, or than were
 # stored within one WINDOW of the last RECENT seconds: a request that ends has one step to store.
 AHEAD, WINDOW, RECENT = 16, 0.25, 5.0
@@ -66,6 +68,8 @@ class Keeper:
         self.view: View | None = None
         self.broken = ""
         self._broken_until = 0.0
+        self._told = ""  # to the log
+        self._doubtful: set[int] = set()  # committed extents that a worker may have registered
         self._room = True
         self._coldest = 0.0  # at the last look
         self._wanted = 0
@@ -164,11 +168,12 @@ class Keeper:
                 "kvpatch: a disk does not answer; the CPU tier stays until its process ends"
             )
             return
-        for index in list(self.extents.open):
+        for index in (*self.extents.open, *self._doubtful):
             offset, size = self.extents.place(index)
             self.memory.punch(offset, size)
             self.member.give(size)
-            del self.extents.open[index]
+        self.extents.open.clear()
+        self._doubtful.clear()
         self.memory.close()
         self.member.leave()
 
@@ -193,10 +198,21 @@ class Keeper:
             self._room = False  # no store waits for what may not come
             return
         if not self.member.counted:
-            self._break("its record was removed", None)
+            self._join_again()
         self._make_room(view)
         self._return_idle()
         self._grow(view)
+
+    def _join_again(self) -> None:
+        """Take part again, a while after the record was removed, and with nothing committed."""
+        if self.broken != REMOVED:
+            self._break(REMOVED, None, AGAIN)
+        elif not self.member.committed and self._clock() >= self._broken_until:
+            try:
+                self.member.join_again()
+            except (Different, Foreign, OSError) as error:  # Busy is one
+                log.debug("kvpatch: the host pool is not joined again: %r", error)
+                self._broken_until = self._clock() + AGAIN
 
     # Giving back
 
@@ -249,7 +265,7 @@ class Keeper:
             try:
                 self.ranks.deregister(offset, size)
             except Failed as error:
-                self._break(str(error), error)
+                self._break(str(error), error, AGAIN)
                 return  # it stays committed, and counted
             self.memory.punch(offset, size)
             self.member.give(size)
@@ -273,6 +289,8 @@ class Keeper:
         """Commit the extents that are wanted, or one ahead."""
         now = self._clock()
         if self.broken and now < self._broken_until:
+            return
+        if not self._undo():
             return
         self.broken = ""
         for _ in range(PER_TURN):
@@ -310,17 +328,32 @@ class Keeper:
         try:
             self.ranks.register(offset, size)
         except Failed as error:
-            self._break(str(error), error)
-            try:
-                self.ranks.deregister(offset, size)
-            except Failed:
-                return False  # it stays committed, and counted
-            self.memory.punch(offset, size)
-            self.member.give(size)
+            self._break(str(error), error, AGAIN)
+            self._doubtful.add(index)
+            self._undo()
             return False
+        self._told = ""
         with self.lock:
             self.extents.add(index)
             self._waits_since = self._clock()
+        return True
+
+    def _undo(self) -> bool:
+        """Give back what not every worker registered, once all of them have let go of it.
+
+        Returns:
+            False if one has not: that extent stays committed, and counted.
+        """
+        for index in list(self._doubtful):
+            offset, size = self.extents.place(index)
+            try:
+                self.ranks.deregister(offset, size)
+            except Failed as error:
+                self._break(str(error), error, AGAIN)
+                return False
+            self.memory.punch(offset, size)
+            self.member.give(size)
+            self._doubtful.discard(index)
         return True
 
     def _ask(self, view: View, size: int, now: float) -> None:
@@ -352,8 +385,8 @@ class Keeper:
             and self._passed_over.get(peer.path.name, 0) < now
         )
 
-    def _break(self, why: str, error: BaseException | None, again: float = float("inf")) -> None:
-        if why != self.broken:
+    def _break(self, why: str, error: BaseException | None, again: float) -> None:
+        if why != self._told:
             log.error("kvpatch: the host pool commits no memory now: %s", why, exc_info=error)
-        self.broken = why
+        self.broken = self._told = why
         self._broken_until = self._clock() + again

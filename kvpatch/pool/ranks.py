@@ -46,7 +46,7 @@ class Ranks:
             self._listening.close()
             raise
         self._workers: list[socket.socket] = []
-        self._lost = False  # a late answer would be taken for that of the next question
+        self._owed: list[int] = []  # answers of each that nobody waits for any more
 
     def accept(self, count: int) -> list[int]:
         """Take the connections of workers, which have all connected; return their pids.
@@ -61,6 +61,7 @@ class Ranks:
                 worker, _ = self._listening.accept()
                 worker.settimeout(PATIENCE)
                 self._workers.append(worker)
+                self._owed.append(0)
                 pids.append(_hello.unpack(worker.recv(_hello.size))[0])
             except (OSError, struct.error) as error:
                 raise Failed(f"{len(pids)} of {count} workers connected") from error
@@ -72,7 +73,7 @@ class Ranks:
         """Have every worker register a committed range.
 
         Raises:
-            Failed: one has not; all that have been asked deregistered it.
+            Failed: one has not; the others have deregistered it, unless one did not answer.
         """
         try:
             self._all(REGISTER, offset, size)
@@ -97,19 +98,39 @@ class Ranks:
         self._workers.clear()
 
     def _all(self, what: bytes, offset: int, size: int) -> None:
-        if self._lost:
-            raise Failed("a worker did not answer before")
+        self._catch_up()
         try:
-            for worker in self._workers:
+            for number, worker in enumerate(self._workers):
                 worker.sendall(_message.pack(what, offset, size))
+                self._owed[number] += 1
             # All answers are read, so that the next ones are not taken for them.
-            answers = [worker.recv(1) for worker in self._workers]
+            answers = [self._answer(number) for number in range(len(self._workers))]
         except OSError as error:
-            self._lost = True
             raise Failed("a worker did not answer") from error
         if any(answer != b"1" for answer in answers):
             word = "register" if what == REGISTER else "deregister"
             raise Failed(f"a worker could not {word} host memory with its device")
+
+    def _catch_up(self) -> None:
+        """Read the answers that did not come in time; a worker that owes one is asked nothing."""
+        for number, worker in enumerate(self._workers):
+            if not self._owed[number]:
+                continue
+            worker.settimeout(0)
+            try:
+                while self._owed[number]:
+                    self._answer(number)
+            except OSError as error:
+                raise Failed("a worker did not answer before") from error
+            finally:
+                worker.settimeout(PATIENCE)
+
+    def _answer(self, number: int) -> bytes:
+        answer = self._workers[number].recv(1)
+        if not answer:
+            raise ConnectionError("the worker is gone")
+        self._owed[number] -= 1
+        return answer
 
 
 class Rank:

@@ -7,7 +7,10 @@ reader       finding pages, and deriving the state of a process from its page
 refusals     the last refusals of a user, for ``kvpatch status``
 printable    text of others, made safe for a terminal
 fuse         an error of counting switches counting off, and nothing else
+remembered   the blocks that an engine has computed, for hits that it lost
+disk         the counts of a secondary tier, on the threads of its disk
 counters     the counts of an engine's own thread, a few additions per step
 series       the ``vllm:kvpatch_`` series, and the messages that carry them to API servers
 prometheus   the series of one API server
+follower     the gauges of an API server while no step is made
 """

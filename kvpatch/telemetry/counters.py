@@ -8,9 +8,12 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
+from kvpatch import state
 from kvpatch.telemetry.fuse import Fuse
 
 OUTCOMES = ("stored", "loaded", "dropped", "skipped")
+# Calls to a running engine that kvpatch may refuse, while the engine goes on.
+CALLS = ("suspend", "resume", "limit", "collective_rpc")
 
 # vLLM's counters of its OffloadingConnector, as the connector sends them to the API servers,
 # by unit: the outcome that each corresponds to.
@@ -25,6 +28,14 @@ _DIRECTIONS = {"GPU_to_CPU": "stored", "CPU_to_GPU": "loaded"}
 
 
 @dataclass
+class Moved:
+    """What one connector moved: bytes and operations, by outcome."""
+
+    moved_bytes: Counter[str] = field(default_factory=Counter)
+    operations: Counter[str] = field(default_factory=Counter)
+
+
+@dataclass
 class Totals:
     """Sums since the engine started; read from other threads without a lock.
 
@@ -32,7 +43,12 @@ class Totals:
         connector: the class of the KV connector, or an empty string.
         moved_bytes: bytes over all ranks, by outcome ``stored`` or ``loaded``.
         operations: transfers, or attempts, by outcome.
-        hits, queries: prompt tokens found and looked up, by source ``device`` or ``tier``.
+        parts: the same for each connector, of which MultiConnector has several.
+        refused: calls that were refused, by one of ``CALLS``.
+        hits, queries: prompt tokens found and looked up, by source ``device`` or ``tier``; of
+            the tier's hits, those that came from a disk are also counted as ``disk``.
+        from_disk: such tokens that are not among the hits yet, up to vLLM 0.31.
+        lost_tokens: prompt tokens that were computed again, as no cache had them any more.
         steps: steps of the engine.
         stepped: when the last step ended, on the monotonic clock.
         executed: steps in which the model ran.
@@ -43,8 +59,12 @@ class Totals:
     connector: str = ""
     moved_bytes: Counter[str] = field(default_factory=Counter)
     operations: Counter[str] = field(default_factory=Counter)
+    parts: dict[str, Moved] = field(default_factory=dict)
+    refused: Counter[str] = field(default_factory=Counter)
     hits: Counter[str] = field(default_factory=Counter)
     queries: Counter[str] = field(default_factory=Counter)
+    from_disk: int = 0
+    lost_tokens: int = 0
     steps: int = 0
     stepped: float = field(default_factory=time.monotonic)
     executed: int = 0
@@ -74,17 +94,26 @@ class Totals:
             self._moved, self._moved_at = moved, now
         return now - self._moved_at
 
-    def moved(self, outcome: str, operations: int, size: int = 0) -> None:
-        """Add transfers, or attempts; for connectors without stats of their own.
+    def moved(self, outcome: str, operations: int, size: int = 0, connector: str = "") -> None:
+        """Add transfers, or attempts.
+
+        Args:
+            outcome: one of ``OUTCOMES``.
+            operations: how many.
+            size: their bytes, over all ranks.
+            connector: whose they are; the engine's if that is not given.
 
         Raises:
             ValueError: there is no such outcome.
         """
         if outcome not in OUTCOMES:
             raise ValueError(f"no outcome {outcome}; there are {', '.join(OUTCOMES)}")
-        self.operations[outcome] += operations
-        if size:
-            self.moved_bytes[outcome] += size
+        part = self.parts.setdefault(connector or self.connector, Moved())
+        for counts in (self, part):
+            if operations:
+                counts.operations[outcome] += operations
+            if size:
+                counts.moved_bytes[outcome] += size
 
     def add_connector_stats(self, data: dict[str, Any]) -> None:
         """Add the stats of vLLM's OffloadingConnector for one step.
@@ -94,21 +123,22 @@ class Totals:
                 vLLM 0.24, transfers by direction. Or ``MultiKVConnectorStats.data``: the
                 stats of each connector inside a MultiConnector, by its name.
         """
-        for own in _by_connector(data):
-            self._add(own)
+        for connector, own in _by_connector(self.connector, data):
+            self._add(connector, own)
 
-    def _add(self, data: dict[str, Any]) -> None:
+    def _add(self, connector: str, data: dict[str, Any]) -> None:
         for direction, transfers in data.items():
             if direction in _DIRECTIONS:
                 size = sum(transfer.op_size for transfer in transfers)
-                self.moved(_DIRECTIONS[direction], len(transfers), size)
+                self.moved(_DIRECTIONS[direction], len(transfers), size, connector)
         for name, by_labels in data.get("data", {}).items():
+            values = by_labels.values()
             if name in _BYTES:
-                self.moved_bytes[_BYTES[name]] += int(sum(by_labels.values()))
+                self.moved(_BYTES[name], 0, int(sum(values)), connector)
             elif name in _TRANSFERS:
-                self.operations[_TRANSFERS[name]] += sum(map(len, by_labels.values()))
+                self.moved(_TRANSFERS[name], sum(map(len, values)), connector=connector)
             elif name in _EVENTS:
-                self.operations[_EVENTS[name]] += int(sum(by_labels.values()))
+                self.moved(_EVENTS[name], int(sum(values)), connector=connector)
 
     def add_hits(self, source: str, stats: Any) -> None:
         """Add the ``PrefixCacheStats`` of one step, or None."""
@@ -116,13 +146,34 @@ class Totals:
             self.counts_hits = True
             self.hits[source] += stats.hits
             self.queries[source] += stats.queries
+            if source == "tier":
+                self._add_sources(getattr(stats, "hits_by_source", None))
+
+    def _add_sources(self, sources: dict[Any, int] | None) -> None:
+        """Add what of the tier's hits came from a disk.
+
+        From vLLM 0.32 on its stats tell; before, a row has counted it in the same step.
+        """
+        if sources is not None:
+            self.hits["disk"] += sum(
+                tokens for source, tokens in sources.items() if source.value == "disk"
+            )
+        self.hits["disk"] += self.from_disk
+        self.from_disk = 0
 
 
-def _by_connector(data: dict[str, Any]) -> Iterator[dict[str, Any]]:
-    """Iterate over the data of each connector, inside a MultiConnector or by itself."""
-    inside = [getattr(stats, "data", None) for stats in data.values()]
-    children = [child for child in inside if isinstance(child, dict)]
+def refused(engine: Any, call: Any) -> None:
+    """Count a call that an ``EngineCore`` does not do, if it is one of ``CALLS``."""
+    totals = state.find(engine, Totals)
+    if totals is not None and call in CALLS:
+        totals.refused[call] += 1
+
+
+def _by_connector(name: str, data: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Iterate over the data of each connector with its name, in a MultiConnector or by itself."""
+    inside = {child: getattr(stats, "data", None) for child, stats in data.items()}
+    children = {child: own for child, own in inside.items() if isinstance(own, dict)}
     if not children:
-        yield data
-    for child in children:
-        yield from _by_connector(child)
+        yield name, data
+    for child, own in children.items():
+        yield from _by_connector(child, own)

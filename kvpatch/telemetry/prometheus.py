@@ -2,10 +2,21 @@
 
 from __future__ import annotations
 
+import threading
 from typing import Any, NamedTuple
 
 from kvpatch.telemetry.fuse import Fuse
-from kvpatch.telemetry.series import COUNTERS, FEATURE, GAUGES, HISTOGRAMS, INFO, Series, at_start
+from kvpatch.telemetry.series import (
+    COUNTERS,
+    FEATURE,
+    GAUGES,
+    HISTOGRAMS,
+    INFO,
+    Configured,
+    Series,
+    Values,
+    at_start,
+)
 
 PREFIX = "vllm:kvpatch_"
 SERIES = f"the part of /metrics that is {PREFIX}*"
@@ -32,8 +43,10 @@ class Metrics:
         facts: the values of the info gauge's own labels, ``series.INFO``; the last one is the
             connector.
         features: the state of each feature.
+        configured: the connectors and tiers of the engines.
 
     Attributes:
+        engines: the labels of each engine, by its number.
         fuse: switches the series off at an error, which must not end the API server.
     """
 
@@ -44,9 +57,13 @@ class Metrics:
         per_engine_labelvalues: dict[int, list[Any]],
         facts: list[str],
         features: dict[str, str],
+        configured: Configured,
     ) -> None:
         self.fuse = Fuse(SERIES)
-        self._engines = per_engine_labelvalues
+        self.engines = per_engine_labelvalues
+        # A thread follows the status pages (``follower``), another records the messages.
+        self._lock = threading.Lock()
+        self._as_of: dict[int, float] = {}
         self._counters = {
             series.name: classes.counter(
                 name=PREFIX + series.name,
@@ -73,7 +90,7 @@ class Metrics:
             self._gauges[INFO.name].labels(*labels, *facts).set(1)
             for feature in features.items():
                 self._gauges[FEATURE.name].labels(*labels, *feature).set(1)
-            for name, every in at_start(facts[-1]).items():
+            for name, every in at_start(configured).items():
                 for own in every:
                     counted[name].labels(*labels, *own)
 
@@ -88,18 +105,30 @@ class Metrics:
 
     def observe(self, message: dict[str, Any], engine: int) -> None:
         """Record one message of ``series.Sender``."""
-        own = self._engines[engine]
+        own = self.engines[engine]
         for name, entries in message["counters"].items():
             for labels, value in entries:
                 self._counters[name].labels(*own, *labels).inc(value)
-        for name, entries in message["gauges"].items():
-            for labels, value in entries:
-                set_as_of(self._gauges[name].labels(*own, *labels), value, message["at"])
+        with self._lock:
+            self._as_of[engine] = max(message["at"], self._as_of.get(engine, 0.0))
+            self._set(engine, message["gauges"], message["at"])
         for name, observed in message.get("histograms", {}).items():
             for labels, values in observed:
                 histogram = self._histograms[name].labels(*own, *labels)
                 for value in values:
                     histogram.observe(value)
+
+    def show(self, engine: int, values: Values, at: float) -> None:
+        """Set the gauges of an engine to its values at ``at``, unless later ones are known."""
+        with self._lock:
+            if at > self._as_of.get(engine, 0.0):
+                self._as_of[engine] = at
+                self._set(engine, values, at)
+
+    def _set(self, engine: int, values: Values, at: float) -> None:
+        for name, entries in values.items():
+            for labels, value in entries:
+                set_as_of(self._gauges[name].labels(*self.engines[engine], *labels), value, at)
 
 
 def set_as_of(gauge: Any, value: float, when: float) -> None:

@@ -96,16 +96,16 @@ def _in_folder(folder: Path, uid: int) -> Iterator[Seen]:
         yield Seen(0, State.UNREADABLE, line)
 
 
-def engines_of(servers: Iterable[int]) -> list[dict[str, Any]]:
-    """Return the contents of the pages of running engines that one of ``servers`` started."""
+def engines_of(servers: Iterable[int]) -> list[Page]:
+    """Return the pages of running engines that are one of ``servers``, or that one started."""
     folder = page.folder_of(os.getuid())
     return [
-        seen.page.content
+        seen.page
         for seen in _in_folder(folder, os.getuid())
         if seen.page is not None
         and seen.state not in (State.GONE, State.ENDED, State.FOREIGN)
         and "engine" in seen.page.content
-        and server_of(seen.page) in servers
+        and (seen.pid in servers or server_of(seen.page) in servers)
     ]
 
 

@@ -52,6 +52,7 @@ def _time(value: Any) -> bool:
 _text = _is(str)
 _ENGINE = {
     "model": _text,
+    "index": _count,
     "requests": Group(running=_count, waiting=_count),
     "steps": _count,
     "since_step": _number,
@@ -71,6 +72,10 @@ _ENGINE = {
         )
     ),
     "tier": _or_none(Group(used_blocks=_count, total_blocks=_count)),
+    "tiers": _list_of(Group(connector=_text, tier=_text, used_bytes=_count, total_bytes=_count)),
+    "disks": _list_of(
+        Group(connector=_text, tier=_text, errors=_map_of(_count), bytes=_map_of(_count))
+    ),
     "host_pool": _or_none(
         Group(
             committed=_count,
@@ -90,8 +95,17 @@ _ENGINE = {
     "connector": _text,
     "bytes": Group(stored=_number, loaded=_number),
     "operations": Group(stored=_count, loaded=_count, dropped=_count, skipped=_count),
+    "parts": _map_of(
+        Group(
+            bytes=Group(stored=_number, loaded=_number),
+            operations=Group(stored=_count, loaded=_count, dropped=_count, skipped=_count),
+        )
+    ),
+    "refused": _map_of(_count),
+    "verified": _or_none(_map_of(_count)),
     "hits": _or_none(_map_of(_count)),
     "queries": _or_none(_map_of(_count)),
+    "lost_tokens": _count,
 }
 _CONTENT = {
     "vllm": _text,

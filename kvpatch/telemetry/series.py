@@ -13,7 +13,8 @@ from collections.abc import Collection, Sequence
 from typing import Any, NamedTuple
 
 from kvpatch.environ import HOST_POOL
-from kvpatch.telemetry.counters import OUTCOMES
+from kvpatch.telemetry import disk as disk_counts
+from kvpatch.telemetry.counters import CALLS, OUTCOMES
 
 # Added to the connector's own keys in ``SchedulerStats.kv_connector_stats``.
 KEY = "kvpatch"
@@ -45,6 +46,50 @@ COUNTERS = (
         "the tier had no room, skipped because the block was not worth it.",
     ),
     Series(
+        "refused_calls",
+        ("call",),
+        "Calls that kvpatch refused to the running engine, which goes on: kvpatch suspend, resume "
+        "and limit, and collective_rpc with new weights.",
+    ),
+    Series(
+        "verified_blocks",
+        ("outcome",),
+        "Blocks that debug mode looked at after a copy, of engines with one rank: stored and "
+        "loaded were right, unverified could not be compared; a wrong one ends the engine.",
+    ),
+    Series(
+        "lookup_tokens",
+        ("tier",),
+        "Prompt tokens that were looked up in the device's cache (device), of those in the CPU "
+        "tier what the device did not have (cpu), and of those in secondary tiers what the CPU "
+        "tier did not have (disk).",
+    ),
+    Series(
+        "hit_tokens",
+        ("tier",),
+        "Prompt tokens that were found: on the device, in the CPU tier or on a disk.",
+    ),
+    Series(
+        "lost_hit_tokens",
+        (),
+        "Prompt tokens that were computed again, because no tier had them any more or ever: what "
+        "a tier without a limit would have served in addition to hit_tokens, at least.",
+    ),
+    Series(
+        "disk_bytes",
+        ("connector", "tier", "outcome"),
+        "Bytes of KV cache that a secondary tier wrote to its disk (stored) or read from it "
+        "(loaded); a block that has a file already is not written again.",
+    ),
+    Series(
+        "disk_errors",
+        ("connector", "tier", "error"),
+        "Errors of a secondary tier's disk, after which its blocks are misses: a job that could "
+        "not write all of its blocks (store) or not read them (load), a file that does not hold "
+        "what was stored (damaged), a look for files that failed (lookup), a job that was not "
+        "begun because the disk does not answer (late).",
+    ),
+    Series(
         "host_pool_evicted_blocks",
         (),
         "Blocks of the CPU tier that were evicted because another engine or a lower limit took "
@@ -69,6 +114,12 @@ GAUGES = (
     Series("fence_held_bytes", (), "KV memory that the fence holds back now, a part of mapped."),
     Series(
         "tier_blocks", ("state",), "Blocks of the connector's CPU tier: used and free add up to it."
+    ),
+    Series(
+        "tier_bytes",
+        ("connector", "tier", "state"),
+        "Host memory of each connector's CPU tier, over all ranks: used for blocks and free, which "
+        "add up to the size that is configured.",
     ),
     Series(
         "last_step_timestamp_seconds", (), "When the engine completed a step last, in Unix time."
@@ -99,41 +150,75 @@ INFO = Series(
 )
 FEATURE = Series("feature", ("feature", "state"), "The state of each feature of kvpatch; always 1.")
 RULES = ("plan", "transfer")
+MOVED = ("stored", "loaded")
 
 Values = dict[str, list[tuple[list[str], float]]]
 
 
-def at_start(connector: str) -> dict[str, list[list[str]]]:
-    """Return the labels of every counter and histogram of an engine, which start at 0.
+class Configured(NamedTuple):
+    """What an engine is configured with, by names.
 
-    Args:
-        connector: the engine's, or an empty string.
+    Attributes:
+        connectors: none without one; those inside a MultiConnector, and not itself.
+        disks: the connector and the type of each secondary tier.
     """
-    if not connector:
-        return {}
-    return {
-        "offload_bytes": [[connector, outcome] for outcome in ("stored", "loaded")],
-        "offload_operations": [[connector, outcome] for outcome in OUTCOMES],
+
+    connectors: tuple[str, ...] = ()
+    disks: tuple[tuple[str, str], ...] = ()
+
+
+def at_start(configured: Configured) -> dict[str, list[list[str]]]:
+    """Return the labels of every counter and histogram of an engine, which start at 0."""
+    names, disks = sorted(set(configured.connectors)), sorted(set(configured.disks))
+    tiers = [["device"], *([["cpu"]] if names else ()), *([["disk"]] if disks else ())]
+    always = {
+        "lookup_tokens": tiers,
+        "hit_tokens": tiers,
+        "lost_hit_tokens": [[]],
+        "refused_calls": [[call] for call in CALLS],
+    }
+    if not names:
+        return always
+    return always | {
+        "offload_bytes": [[name, outcome] for name in names for outcome in MOVED],
+        "offload_operations": [[name, outcome] for name in names for outcome in OUTCOMES],
         "fence_released_pages": [[]],
         "fence_held_pages": [[rule] for rule in RULES],
         "fence_hold_seconds": [[]],
+        **_of_disks(disks),
         **({"host_pool_evicted_blocks": [[]]} if HOST_POOL.read() else {}),
+    }
+
+
+def _of_disks(disks: list[tuple[str, str]]) -> dict[str, list[list[str]]]:
+    if not disks:
+        return {}
+    return {
+        "disk_bytes": [[*disk, outcome] for disk in disks for outcome in disk_counts.OUTCOMES],
+        "disk_errors": [[*disk, kind] for disk in disks for kind in disk_counts.ERRORS],
     }
 
 
 def counters(state: dict[str, Any]) -> Values:
     """Return the counters of an engine's state (``snapshot.engine``), as sums so far."""
-    connector = state["connector"]
     found: Values = {}
-    if connector:
-        found["offload_bytes"] = [
-            ([connector, outcome], size) for outcome, size in state["bytes"].items()
-        ]
-        found["offload_operations"] = [
-            ([connector, outcome], state["operations"][outcome]) for outcome in OUTCOMES
-        ]
+    for name, moved in _parts(state).items():
+        for kind in ("bytes", "operations"):
+            found.setdefault(f"offload_{kind}", []).extend(
+                ([name, outcome], count) for outcome, count in moved[kind].items()
+            )
+    refused = state.get("refused", {})
+    found["refused_calls"] = [([call], count) for call, count in refused.items()]
+    if (verified := state.get("verified")) is not None:
+        found["verified_blocks"] = [([outcome], count) for outcome, count in verified.items()]
+    for disk in state.get("disks", ()):
+        of = [disk["connector"], disk["tier"]]
+        for name, labelled in (("disk_bytes", disk["bytes"]), ("disk_errors", disk["errors"])):
+            entries = [([*of, label], count) for label, count in labelled.items()]
+            found[name] = _added(found.get(name, []), entries)
     if state.get("host_pool") is not None:
         found["host_pool_evicted_blocks"] = [([], state["host_pool"]["evicted"])]
+    found |= _lookups(state)
     if state["fence"] is not None:
         fence = state["fence"]
         found["fence_released_pages"] = [([], fence["released"])]
@@ -141,8 +226,46 @@ def counters(state: dict[str, Any]) -> Values:
     return found
 
 
-def gauges(state: dict[str, Any]) -> Values:
-    """Return the gauges of an engine's state."""
+def _parts(state: dict[str, Any]) -> dict[str, dict[str, Any]]:
+    """Return what each connector of an engine moved."""
+    if not state["connector"]:
+        return {}
+    whole = {"bytes": state["bytes"], "operations": state["operations"]}
+    return state.get("parts") or {state["connector"]: whole}
+
+
+def _lookups(state: dict[str, Any]) -> Values:
+    """Return the lookups of each tier; what one does not have is looked up in the next."""
+    found: Values = {"lost_hit_tokens": [([], state.get("lost_tokens", 0))]}
+    hits, queries = state.get("hits"), state.get("queries")
+    if hits is None or queries is None:  # vLLM counts none, or none yet
+        return found
+    disk = hits.get("disk", 0)
+    had = {"device": hits.get("device", 0), "cpu": hits.get("tier", 0) - disk, "disk": disk}
+    asked = {"device": queries.get("device", 0), "cpu": queries.get("tier", 0)}
+    asked["disk"] = asked["cpu"] - had["cpu"]
+    tiers = ["device"]
+    if state["connector"]:
+        tiers.append("cpu")
+    if state.get("disks"):
+        tiers.append("disk")
+    found["lookup_tokens"] = [([tier], asked[tier]) for tier in tiers]
+    found["hit_tokens"] = [([tier], had[tier]) for tier in tiers]
+    return found
+
+
+def _added(
+    one: list[tuple[list[str], float]], other: list[tuple[list[str], float]]
+) -> list[tuple[list[str], float]]:
+    """Return the sums by labels: two tiers of one type are one series."""
+    sums: dict[tuple[str, ...], float] = {}
+    for labels, value in (*one, *other):
+        sums[tuple(labels)] = sums.get(tuple(labels), 0) + value
+    return [(list(labels), value) for labels, value in sums.items()]
+
+
+def gauges(state: dict[str, Any], at: float | None = None) -> Values:
+    """Return the gauges of an engine's state, as it was at ``at``; now if that is not given."""
     device, fence, tier = state["device"], state["fence"], state["tier"]
     host_pool = state.get("host_pool")
     pages = {
@@ -150,6 +273,7 @@ def gauges(state: dict[str, Any]) -> Values:
         "reserved": device["reserved_pages"],
     }
     page = device["page_bytes"]
+    seen = time.time() if at is None else at
     found: Values = {
         "device_bytes": [
             *(([name], count * page) for name, count in pages.items()),
@@ -157,7 +281,7 @@ def gauges(state: dict[str, Any]) -> Values:
         ],
         "device_limit_bytes": [([], device["total_pages"] * page)],
         # To the second, so that an engine without other news sends once a second.
-        "last_step_timestamp_seconds": [([], math.floor(time.time() - state["since_step"]))],
+        "last_step_timestamp_seconds": [([], math.floor(seen - state["since_step"]))],
     }
     if state.get("elastic") is not None:
         found["elastic"] = [([], int(state["elastic"]))]
@@ -166,6 +290,11 @@ def gauges(state: dict[str, Any]) -> Values:
     if tier is not None:
         used, total = tier["used_blocks"], tier["total_blocks"]
         found["tier_blocks"] = [(["used"], used), (["free"], total - used)]
+    for one in state.get("tiers", ()):
+        used, size = one["used_bytes"], one["total_bytes"]
+        states = {"used": used, "free": size - used}
+        entries = [([one["connector"], one["tier"], name], held) for name, held in states.items()]
+        found["tier_bytes"] = _added(found.get("tier_bytes", []), entries)
     if host_pool is not None:
         names = ("committed", "resident", "ceiling", "pool", "limit")
         found["host_pool_bytes"] = [([name], host_pool[name]) for name in names]

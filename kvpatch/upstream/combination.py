@@ -14,7 +14,7 @@ from importlib import metadata
 from typing import Any
 
 from kvpatch import verdicts
-from kvpatch.environ import HOST_DEVICE, HOST_POOL, IDLE
+from kvpatch.environ import FIRST_LIMIT, HOST_DEVICE, HOST_POOL, IDLE
 from kvpatch.upstream import connectors
 from kvpatch.version import VERSION
 from kvpatch.versions import Facts
@@ -65,7 +65,7 @@ ENVIRONMENT = (
     "VLLM_USE_V2_MODEL_RUNNER",
 )
 # Settings of kvpatch's that bring code of their own, whatever their size.
-OURS = (HOST_POOL, IDLE)
+OURS = (HOST_POOL, IDLE, FIRST_LIMIT)
 # Of a connector's extra config: how much, and where, but not how.
 _SIZES = ("bytes", "num_cpu_blocks", "root_dir", "path")
 _NAMES = ("_name_or_path", "transformers_version")
@@ -119,7 +119,7 @@ def model(config: Any) -> dict[str, Any]:
 
 def flags(config: Any, facts: Facts) -> dict[str, Any]:
     """Return the settings that matter."""
-    found = {name: _plain(_of(config, name)) for name in FLAGS}
+    found = settings(config, FLAGS)
     found |= {name: facts.environment.get(name) for name in ENVIRONMENT}
     found |= {one.name: bool(one.read(facts.environment)) for one in OURS}
     for number, leaf in enumerate(connectors.leaves(config.kv_transfer_config)):
@@ -130,6 +130,11 @@ def flags(config: Any, facts: Facts) -> dict[str, Any]:
         }
         found[f"connector {number}"] = f"{leaf.module or 'vllm'}:{leaf.name} {_plain(extra)}"
     return found
+
+
+def settings(config: Any, paths: Iterable[str]) -> dict[str, Any]:
+    """Return settings by their paths in a configuration; None for one that it does not have."""
+    return {path: _plain(_of(config, path)) for path in paths}
 
 
 def workers(config: Any) -> int:

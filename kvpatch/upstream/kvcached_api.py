@@ -1,4 +1,7 @@
-"""The only access to kvcached's internals: its memory layout, its tensors, its page manager."""
+"""The access to kvcached's internals: its memory layout, its tensors, its page manager.
+
+What is beside the limit in its pool is in ``kvcached_limits``; nobody else reads private names.
+"""
 
 from __future__ import annotations
 
@@ -20,8 +23,33 @@ LAYOUTS = {
     False: ("LBNHC", "LBHNC", "NHD", "HND"),
 }
 
+_HAVE_THE_NAME = ("kvcached.kv_cache_manager", "kvcached.mem_info_tracker")
+
 # The storages of the KV caches that kvcached allocated last in this process.
 _storages: set[int] = set()
+
+
+def name() -> str:
+    """Return the name of this process's engine: of its pool, and its workers' sockets."""
+    from kvcached import utils
+
+    return str(utils.DEFAULT_IPC_NAME)
+
+
+def rename(name: str) -> None:
+    """Give this process's engine another name, before it has memory or workers.
+
+    kvcached reads the name when it is imported, and modules that are keep copies of it.
+    """
+    from kvcached import utils
+
+    utils.DEFAULT_IPC_NAME = name
+    copies: list[Any] = [sys.modules[one] for one in _HAVE_THE_NAME if one in sys.modules]
+    for module in copies:
+        module.DEFAULT_IPC_NAME = name
+    sockets: Any = sys.modules.get("kvcached.tp_ipc_util")
+    if sockets is not None:
+        sockets.SOCKET_DIR = utils.get_tp_socket_dir(name)
 
 
 def contiguous(environment: Mapping[str, str] = os.environ) -> bool:
@@ -66,6 +94,11 @@ def block_view(cache: Any) -> Any:
     return getattr(first, "_kvcached_block_copy_view", None)
 
 
+def mark(tensor: Any, view: Any) -> None:
+    """Let ``block_view`` return ``view`` for a tensor that stands for a layer's KV cache."""
+    tensor._kvcached_block_copy_view = view
+
+
 def remember_storages(kv_caches: Iterable[Any]) -> None:
     """Record the storages of the KV caches that kvcached has just allocated."""
     _storages.clear()
@@ -85,6 +118,11 @@ def _storage(cache: Any) -> int:
 def pool_of(engine: Any) -> Any:
     """Return the block pool of an ``EngineCore``: kvcached's or, if bypassed, vLLM's own."""
     return engine.scheduler.kv_cache_manager.block_pool
+
+
+def wait_for_null_block(pool: Any, seconds: float) -> None:
+    """Wait until kvcached's thread has reserved block 0 of its ``ElasticBlockPool``."""
+    pool.kv_cache_manager._post_init_done.wait(seconds)
 
 
 def manager_of(engine: Any) -> Any:
@@ -172,11 +210,28 @@ def mapped(manager: Any) -> int:
     return int(pages["inuse_pages"] + pages["reserved_pages"]) * page_bytes(manager)
 
 
+def free(manager: Any) -> int:
+    """Return the bytes that nobody has mapped, of the fullest of an engine's devices.
+
+    On the engine's thread: CUDA answers for the device of the thread that asks.
+    """
+    manager._avail_physical_pages_cache = None  # of a tenth of a second ago: others map meanwhile
+    return int(manager._get_cached_avail_physical_pages()) * page_bytes(manager)
+
+
 def limit(manager: Any) -> int:
     """Return the bytes that an engine may map, as its pool in /dev/shm has them; on any thread.
 
-    Where somebody removed the pool, or cut it off, or it says 0, which is no limit to kvcached,
-    what the page allocator keeps to. Kvcached's lock of the pool is not taken: its thread that maps
+    Where that says none, what the page allocator keeps to.
+    """
+    return limit_in_pool(manager) or pages_at_most(manager) * page_bytes(manager)
+
+
+def limit_in_pool(manager: Any) -> int:
+    """Return the limit in an engine's pool in /dev/shm; on any thread.
+
+    0 where somebody removed the pool, or cut it off, or it says less than a byte of each layer,
+    which is no limit to kvcached. Kvcached's lock of the pool is not taken: its thread that maps
     ahead waits for it with the allocator locked, and the engine waits for the allocator with
     Python's lock, without which whoever has the pool's lock could not give it back.
     """
@@ -188,7 +243,7 @@ def limit(manager: Any) -> int:
             size = int.from_bytes(pool.read(8), sys.byteorder, signed=True)
     except OSError:
         size = 0
-    return size if size > 0 else pages_at_most(manager) * page_bytes(manager)
+    return size if size >= manager.num_layers * manager.num_kv_buffers else 0
 
 
 def set_limit(manager: Any, size: int) -> bool:
@@ -200,11 +255,16 @@ def set_limit(manager: Any, size: int) -> bool:
     Raises:
         OSError: the pool is gone.
     """
-    _write_limit(manager, size)
+    write_limit(manager, size)
     return bool(manager.resize(size // manager.num_layers // manager.num_kv_buffers))
 
 
-def _write_limit(manager: Any, size: int) -> None:
+def write_limit(manager: Any, size: int) -> None:
+    """Write the bytes that an engine may map to its pool; on the engine's thread.
+
+    Raises:
+        OSError: the pool is gone, or another user's.
+    """
     from kvcached.cli.utils import MemInfoStruct, RwLockedShm
 
     with RwLockedShm(manager.ipc_name, MemInfoStruct.SHM_SIZE, RwLockedShm.WLOCK) as pool:
@@ -226,7 +286,7 @@ def give_all_back(manager: Any) -> int | None:
         return None
     manager.trim()  # what its thread mapped in between
     size = pages * page_bytes(manager)
-    _write_limit(manager, size)
+    write_limit(manager, size)
     return size
 
 

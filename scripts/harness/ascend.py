@@ -43,7 +43,9 @@ RELEASES = {
             "torchvision==0.25.0",
             "transformers==5.5.4",
             "tokenizers==0.22.2",
+            "huggingface-hub==1.33.0",
             "fastapi==0.123.10",
+            "starlette==0.50.0",
             "setuptools==77.0.3",
             # What .venv lacks.
             "gguf==0.19.0",
@@ -71,11 +73,19 @@ def made(release: str) -> Path:
         python = folder / "bin/python"
         own = next(folder.glob("lib/python*/site-packages"))
         shared = next(BASE.resolve().glob("lib/python*/site-packages"))
-        # Behind this environment's own packages, and with the startup files of .venv.
-        (own / "zz-shared.pth").write_text(f"import site; site.addsitedir({str(shared)!r})\n")
+        # Behind this environment's own packages, and with the startup files of .venv. By name
+        # before kvcached's startup file, which imports what only .venv has.
+        (own / "00-shared.pth").write_text(f"import site; site.addsitedir({str(shared)!r})\n")
         venvs.install(python, "--ignore-installed", *wanted.with_requirements)
         venvs.install(python, "--ignore-installed", "--no-deps", *wanted.alone)
         command = [str(python), "-m", "kvpatch.ascend", "install", "--emulator"]
+        subprocess.run(command, env=environment(release), check=True)
+        code = "import pathlib, sys; from kvpatch.hostdevice.npu import library"
+        code += "; library.install(pathlib.Path(sys.argv[1]))"
+        command = [str(python), "-c", code, str(folder / "lib/kvpatch-acl")]
+        subprocess.run(command, env=environment(release), check=True)
+        # Else the name vllm is that of .venv, of another release.
+        command = [str(python), "-m", "kvpatch.hostdevice", "name"]
         subprocess.run(command, env=environment(release), check=True)
 
     venvs.made(folder, json.dumps(wanted), make)
@@ -89,7 +99,7 @@ def environment(release: str, **more: str) -> dict[str, str]:
     packages = folder / "lib" / f"python{sys.version_info[0]}.{sys.version_info[1]}/site-packages"
     libraries = (emulator / "lib64", *(packages / name for name in ("torch_npu/lib", "torch/lib")))
     kept = {name: value for name, value in os.environ.items() if not name.startswith("KVCACHED")}
-    return {
+    made = {
         **kept,
         "ASCEND_HOME_PATH": str(emulator),
         "ASCEND_OPP_PATH": str(emulator / "opp"),
@@ -99,15 +109,31 @@ def environment(release: str, **more: str) -> dict[str, str]:
         "KVCACHED_AUTOPATCH": "0",
         "KVCACHED_CONTIGUOUS_LAYOUT": "false",
         "VLLM_LOGGING_LEVEL": "WARNING",
+        # torch_npu asks for it in a way that the emulator does not have.
+        "PYTORCH_NPU_ALLOC_CONF": "expandable_segments:False",
         **more,
     }
+    if made["KVPATCH"] != "0":
+        del made["KVCACHED_AUTOPATCH"]  # kvpatch sets it
+    return made
 
 
-def drive(release: str, ledger: Path) -> dict[str, Any]:
-    """Return what the scenarios of ``engines/ascend_driver`` saw, on a device of their own."""
+def drive(
+    release: str, ledger: Path, driver: str = "ascend_driver", *arguments: str, **more: str
+) -> dict[str, Any]:
+    """Return what a driver saw, on a device of its own.
+
+    Args:
+        release: of vllm-ascend.
+        ledger: the folder of the device.
+        driver: a module of ``engines``; its last line is JSON.
+        arguments: the driver's.
+        more: its environment.
+    """
+    device = {"KVPATCH_HOST_DEVICE": "1GiB", "KVPATCH_HOST_DEVICE_DIR": str(ledger)}
     done = subprocess.run(
-        [str(made(release)), "-m", "harness.engines.ascend_driver"],
-        env=environment(release, KVPATCH_HOST_DEVICE="1GiB", KVPATCH_HOST_DEVICE_DIR=str(ledger)),
+        [str(made(release)), "-m", f"harness.engines.{driver}", *arguments],
+        env=environment(release, **device, **more),
         capture_output=True,
         text=True,
         timeout=600,

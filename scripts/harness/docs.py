@@ -1,8 +1,10 @@
 """scripts/docs: the generated documentation.
 
 From the tables in kvpatch: docs/patches.md, docs/support.md, docs/errors.md, docs/settings.md
-and the table between the markers of README.md. From the marks of the tests: docs/faults.md. From
-docs/results: docs/numbers.md and its plots, and what docs/patches.md says was seen without a row.
+and the table between the markers of README.md. From docs/results/balance.json: the section between
+those of docs/several-models.md. From the marks of the tests: docs/faults.md. From docs/results:
+docs/numbers.md and its plots, what docs/patches.md says was seen without a row, and
+docs/upstream.md.
 """
 
 from __future__ import annotations
@@ -12,11 +14,13 @@ from collections.abc import Iterable
 from typing import Any
 
 from harness import ROOT, console, faults
+from harness.balancing import page as balancing
 from harness.bench import page
 from harness.markdown import TEMPLATES, render
 from harness.matrix import without, without_rows
+from harness.upstream import page as upstream
 from kvpatch import environ, patches, rules, supported
-from kvpatch.matrix import axes, sharing, tables, verdicts
+from kvpatch.matrix import axes, npu, sharing, tables, verdicts
 from kvpatch.patch import Feature, Gap, Kind, Patch, Seam
 from kvpatch.patches.elastic_memory import regions
 from kvpatch.patches.offloading import rules as offloading
@@ -27,6 +31,8 @@ from kvpatch.versions import in_words
 
 BEGIN, END = "<!-- support: begin -->", "<!-- support: end -->"
 NAMES = {"tiering fs": "Secondary tier fs"}  # in README.md, where they are otherwise unexplained
+
+SEVERAL = "docs/several-models.md"
 
 Found = dict[axes.Cell, verdicts.Verdict]
 
@@ -44,7 +50,13 @@ def in_order() -> list[Feature]:
 def validated_from(feature: Feature) -> str:
     """Return the oldest validated release of a feature, in words."""
     if feature.name == "ascend":
-        return "none: an engine on an NPU is refused (KVP603)"
+        right = [
+            ascend
+            for (ascend, _), verdict in npu.verdicts().items()
+            if verdict.kind is verdicts.Kind.EMULATED
+        ]
+        emulated = f"; on the ACL emulator {in_words(dict.fromkeys(right))}" if right else ""
+        return f"none on an NPU (KVP603){emulated}"
     validated = supported.validated(feature.span)
     if not validated:
         return "none yet"
@@ -106,6 +118,7 @@ def readme(found: Found) -> str:
         "grid.md",
         names=[NAMES.get(one.name, one.name) for one in axes.CONNECTORS],
         rows=list(tables.grid(found, releases)),
+        npus=tables.on_npus(npu.verdicts()),
         tables=tables,
         kvcached=in_words(supported.KVCACHED),
         validated=verdicts.counts(found.values())[verdicts.Kind.VALIDATED.value],
@@ -144,6 +157,7 @@ def pages(found: Found) -> dict[str, str]:
         **{"CODES": CODES, "Kind": Kind, "Basis": Basis, "environ": environ, "found": found},
         **{"tables": tables, "verdicts": verdicts, "regions": regions, "tiers": tiers},
         "offloading": offloading,
+        "npus": npu.verdicts(),
         "shared": [(f"vLLM {one}", of, str(count)) for one, of, count in sharing.shared()[::-1]],
     }
     names = ("patches", "support", "errors", "settings")
@@ -159,8 +173,10 @@ def main() -> int:
     made = {
         **pages(found),
         "docs/faults.md": render("faults.md", sections=faults.sections()),
+        "docs/upstream.md": upstream.render(),
         "README.md": readme(found),
         **page.render(ROOT / "docs/results"),
+        SEVERAL: balancing.render(ROOT / "docs/results/balance.json", (ROOT / SEVERAL).read_text()),
     }
     stale = []
     for name, content in made.items():

@@ -23,13 +23,16 @@ def recipe() -> str:
     return hashlib.sha256(source).hexdigest()[:12]
 
 
-def make(model: Path, *options: str, python: str = sys.executable) -> None:
+def make(
+    model: Path, *options: str, python: str = sys.executable, module: str = "harness.models"
+) -> None:
     """Make a model in a folder of its own, in a process of a Python, unless it is there.
 
     Args:
         model: its folder.
-        options: of ``harness.models``.
+        options: of ``module``.
         python: of an environment with torch and transformers, which would stay in this process.
+        module: makes it in the folder that its command line begins with.
 
     Raises:
         HarnessError: it could not be made.
@@ -37,7 +40,7 @@ def make(model: Path, *options: str, python: str = sys.executable) -> None:
     partial = model.with_name(f"{model.name}-{os.getpid()}")
     try:
         made = subprocess.run(
-            [python, "-m", "harness.models", str(partial), *options],
+            [python, "-m", module, str(partial), *options],
             env=clean_environment(
                 KVPATCH="0",
                 PYTHONPATH=str(SCRIPTS),

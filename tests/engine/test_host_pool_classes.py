@@ -25,7 +25,7 @@ from kvpatch.patches.elastic_memory.regions import Regions
 from kvpatch.patches.host_pool import FEATURE, engine, presence, region
 from kvpatch.patches.host_pool.tier import Pooled
 from kvpatch.patches.offloading.registration import canonical
-from kvpatch.pool import ledger
+from kvpatch.pool import ledger, member
 from kvpatch.pool.keeper import Keeper
 from kvpatch.refusal import Refusal
 from kvpatch.supported import release_of
@@ -83,6 +83,16 @@ class OffloadingConnector:
         self.connector_scheduler = SimpleNamespace(manager=manager)
 
 
+def transfer(engine_id: str, size: int) -> Any:
+    """A ``KVTransferConfig`` with a CPU tier."""
+    return SimpleNamespace(
+        engine_id=engine_id,
+        kv_connector="OffloadingConnector",
+        kv_connector_module_path=None,
+        kv_connector_extra_config={"cpu_bytes_to_use": size},
+    )
+
+
 class Engine:
     """An engine with a tier, whose scheduler and workers are the test."""
 
@@ -97,7 +107,7 @@ class Engine:
         self.base = base
         self.engine_id = f"test-{os.urandom(8).hex()}"
         config = SimpleNamespace(
-            kv_transfer_config=SimpleNamespace(engine_id=self.engine_id),
+            kv_transfer_config=transfer(self.engine_id, chunks * ROW),
             parallel_config=SimpleNamespace(world_size=ranks),
             model_config=SimpleNamespace(served_model_name="a model"),
         )
@@ -297,6 +307,20 @@ def test_a_tier_begins_with_nothing_and_without_a_name(started: Any, pool: Path)
     assert one.kernel() == MIB
 
 
+def test_an_engine_that_starts_says_at_once_what_it_may_take(pool: Path) -> None:
+    """Another one that starts meanwhile must leave it that."""
+    config = SimpleNamespace(
+        kv_transfer_config=transfer(f"test-{os.urandom(8).hex()}", 3 * MIB),
+        parallel_config=SimpleNamespace(world_size=1),
+        model_config=SimpleNamespace(served_model_name="a model"),
+    )
+    part = engine.Part(config)
+    shown = ledger.show(pool)
+    assert shown is not None
+    assert ledger.taken(shown[1]) == (0, 3 * MIB)
+    part.close()
+
+
 @pytest.mark.parametrize("ranks", [1, 2])
 @POLICIES
 def test_what_is_stored_is_loaded_and_evicted_by_vllms_policy(
@@ -385,7 +409,7 @@ def test_the_coldest_blocks_go_for_another_engine_and_routers_hear_of_it(started
     one.keeper.member.answer()
     peer = ledger.show(presence.home())
     assert peer is not None
-    other = ledger.join(ledger.record_of(presence.home(), "other"), 64 * MIB, peer[1][0].owner)
+    other = member.join(ledger.record_of(presence.home(), "other"), 64 * MIB, peer[1][0].owner)
     (seen,) = [found for found in other.look(0, 0.0).peers if found.path == one.keeper.member.path]
     other.ask(seen, MIB)
     one.turn()
@@ -510,10 +534,12 @@ def test_a_second_engine_with_another_size_is_refused(
         started()
 
 
-def test_a_chunk_that_is_larger_than_the_pool_is_refused(
-    started: Any, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("size", [ROW // 2, ROW * 2])
+def test_an_extent_that_is_larger_than_the_pool_is_refused(
+    size: int, started: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv(HOST_POOL.name, HOST_POOL.read().replace("64MiB", "100000"))
+    """Nothing would ever be stored, whether or not a chunk fits."""
+    monkeypatch.setenv(HOST_POOL.name, HOST_POOL.read().replace("64MiB", str(size)))
     try:
         with pytest.raises(Refusal, match="KVP346"):
             started()
@@ -535,7 +561,7 @@ def test_a_worker_in_a_process_of_its_own_has_the_same_extents(pool: Path) -> No
 
     engine_id, chunks = f"test-{os.urandom(8).hex()}", 16
     config = SimpleNamespace(
-        kv_transfer_config=SimpleNamespace(engine_id=engine_id),
+        kv_transfer_config=transfer(engine_id, chunks * ROW),
         parallel_config=SimpleNamespace(world_size=2),
         model_config=SimpleNamespace(served_model_name="a model"),
     )

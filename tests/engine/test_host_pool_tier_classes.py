@@ -91,7 +91,12 @@ class PooledTiers(Tiers):
         self._requests = 0
         given = arguments(folder, blocks=blocks)
         config = SimpleNamespace(
-            kv_transfer_config=SimpleNamespace(engine_id=given[0].engine_id),
+            kv_transfer_config=SimpleNamespace(
+                engine_id=given[0].engine_id,
+                kv_connector="OffloadingConnector",
+                kv_connector_module_path=None,
+                kv_connector_extra_config={"cpu_bytes_to_use": blocks * ROW},
+            ),
             parallel_config=SimpleNamespace(world_size=1),
             model_config=SimpleNamespace(served_model_name="a model"),
         )

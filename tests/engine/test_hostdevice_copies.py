@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import gc
+import subprocess
+import sys
 import threading
 from pathlib import Path
 from typing import Any
@@ -192,6 +194,28 @@ def test_the_thread_of_a_stream_ends_with_it() -> None:
     gc.collect()
     thread.join(30)
     assert not thread.is_alive()
+
+
+@pytest.mark.parametrize("gone", [False, True])
+def test_a_process_may_end_with_copies_in_flight(gone: bool) -> None:
+    """The interpreter ended their thread inside of libtorch, and so the process with SIGABRT."""
+    code = """
+import torch
+from kvpatch.hostdevice.streams import Stream
+there, here = torch.zeros(1 << 22), torch.ones(1 << 22)
+stream = Stream("copies")
+begun = stream.submit(lambda: there.copy_(here))
+for _ in range(2000):
+    stream.submit(lambda: there.copy_(here))
+begun.synchronize()
+"""
+    ended = subprocess.run(
+        [sys.executable, "-c", code + ("del stream\n" if gone else "")],
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert (ended.returncode, ended.stderr) == (0, "")
 
 
 def test_vllms_simple_backend_copies_there_and_back_behind_what_it_waits_for() -> None:

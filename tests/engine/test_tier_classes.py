@@ -36,6 +36,7 @@ from kvpatch.patches.secondary_tiers.timeout import Unanswered
 from kvpatch.patches.secondary_tiers.weights import Weights
 from kvpatch.refusal import Refusal
 from kvpatch.supported import release_of
+from kvpatch.telemetry.disk import Disk
 from kvpatch.upstream.vllm_api import lookup_results
 from kvpatch.versions import installed
 
@@ -744,7 +745,7 @@ def test_what_waits_in_the_queue_makes_no_tier_late() -> None:
         started.append(unanswered.late)
 
     pool = Pool()
-    timed = TimedTasks(pool, unanswered)
+    timed = TimedTasks(pool, unanswered, Disk())
     timed.enqueue_load(1, 2, [task, task])
     timed.enqueue_store(2, 1, [task])
     assert timed.other == "its own"
@@ -754,6 +755,96 @@ def test_what_waits_in_the_queue_makes_no_tier_late() -> None:
         queued()
         assert not unanswered.late
     assert started == [True] * 3
+
+
+def test_what_a_disk_took_and_gave_is_counted(tiers) -> None:
+    one = tiers()
+    one.store(1, 2, 3)
+    one.forget()
+    one.store(3)  # which has a file
+    one.forget()
+    assert one.find(1, 2) == [1, 2]
+    assert one.tier.disk.moved_bytes == {"stored": 3 * ROW, "loaded": 2 * ROW}
+    assert one.tier.disk.errors == {}
+
+
+def test_errors_of_a_disk_are_counted_by_kind(
+    tiers, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one = tiers()
+    one.store(1, 2)
+    one.forget()
+    damage(one.file(2), ROW // 2)
+    assert one.find(1, 2) == [1]
+    assert one.tier.disk.errors == {"damaged": 1}
+    one.forget()
+    shut = Path(one.tier.file_mapper.base_path + "_r0") / TEMPORARY
+    for leftover in shut.iterdir():
+        leftover.unlink()
+    shut.rmdir()
+    shut.touch()  # in the place of a folder, which no user can write to
+    one.store(3)
+    assert one.tier.disk.errors == {"damaged": 1, "store": 1}
+    one.file(1).unlink()
+    one.file(1).mkdir()
+    one.forget()
+    assert one.find(1) == []
+    assert one.tier.disk.errors == {"damaged": 1, "store": 1, "load": 1}
+
+
+def test_a_look_for_files_that_fails_is_counted(tiers, monkeypatch: pytest.MonkeyPatch) -> None:
+    one = tiers()
+    one.store(1)
+    one.forget()
+
+    def fail(key: Any) -> str:
+        raise OSError(errno.EIO, "simulated")
+
+    monkeypatch.setattr(one.tier.file_mapper, "get_file_name", fail, raising=False)
+    assert one.find(1) == []
+    assert one.tier.disk.errors["lookup"] >= 1
+
+
+@pytest.mark.parametrize(("pass_over", "errors"), [(make_late, {"late": 2}), (suspend, {})])
+def test_a_job_that_a_late_disk_is_not_handed_is_an_error_of_it(
+    tiers, pass_over: Callable[[Tiers], None], errors: dict[str, int]
+) -> None:
+    """Not what is passed over because the weights are others."""
+    one = tiers()
+    pass_over(one)
+    one.tier.submit_load(Job(71, [one.key(1)], one.request()))
+    one.tier.submit_store(Job(72, [one.key(2)], one.request(), is_promotion=False))
+    assert one.tier.disk.errors == errors
+
+
+def test_the_tiers_of_an_engine_are_described(tiers, tmp_path: Path) -> None:
+    from kvpatch.patches.metrics import tiers as described
+
+    both = [{"type": "fs", "root_dir": str(tmp_path / name)} for name in ("a", "b")]
+    one = tiers(tiers=both)
+    one.store(1, 2, 3)
+    connector = type("OffloadingConnector", (), {})()
+    connector.connector_scheduler = SimpleNamespace(manager=one.manager)
+    transfer = SimpleNamespace(
+        kv_connector="OffloadingConnector",
+        kv_connector_module_path=None,
+        kv_connector_extra_config={"cpu_bytes_to_use": BLOCKS * ROW},
+    )
+    core = SimpleNamespace(
+        scheduler=SimpleNamespace(connector=connector),
+        vllm_config=SimpleNamespace(
+            kv_transfer_config=transfer, parallel_config=SimpleNamespace(world_size=1)
+        ),
+    )
+    names = {"connector": "OffloadingConnector", "tier": "cpu"}
+    assert described.first(core) == {"used_blocks": 3, "total_blocks": BLOCKS}
+    bytes_of = {"used_bytes": 3 * ROW, "total_bytes": BLOCKS * ROW}
+    assert described.cpu(core) == [names | bytes_of]
+    assert [disk["tier"] for disk in described.disks(core)] == ["fs", "fs"]
+    for disk in described.disks(core):
+        assert disk["connector"] == "OffloadingConnector"
+        assert disk["bytes"] == {"stored": 3 * ROW, "loaded": 0}
+        assert not any(disk["errors"].values())
 
 
 def test_the_first_of_two_answers_stays() -> None:

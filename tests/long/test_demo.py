@@ -15,9 +15,12 @@ from pathlib import Path
 import psutil
 import pytest
 
-from harness import ROOT
+from harness import ROOT, smollm2
 
-LIMIT = 300  # a guard against a hang; an idle machine needs under a minute
+LIMIT = 500  # a guard against a hang; an idle machine needs two minutes
+LOGS = {f"{way}-{model}.log" for way in ("plain", "kvpatch") for model in ("first", "second")}
+# The real model where someone has got it: no test downloads it.
+MODELS = [] if (smollm2.folder() / "model.safetensors").exists() else ["--generated"]
 
 
 class Demo:
@@ -28,7 +31,7 @@ class Demo:
         self.temporary = Path(tempfile.mkdtemp(prefix="demo-"))
         self.output = ""
         self.seen: set[psutil.Process] = set()
-        command = [ROOT / "scripts/demo", "--quick", "--report", folder / "report"]
+        command = [ROOT / "scripts/demo", "--quick", "--report", folder / "report", *MODELS]
         command += ["--keep-logs", folder / "logs"]
         self.process = subprocess.Popen(
             [str(part) for part in command],
@@ -74,20 +77,20 @@ def demo(tmp_path: Path) -> Iterator[Demo]:
 
 def test_the_demo_passes_and_writes_its_report(demo: Demo, tmp_path: Path) -> None:
     assert demo.finish() == 0, demo.output
-    assert re.search(r"128 of 128\s+tokens equal to plain vLLM's", demo.output)
-    assert re.search(r"[1-9][\d,]* of [\d,]+\s+prompt tokens from the CPU tier", demo.output)
+    assert re.search(r"([1-9]\d*) of \1\s+tokens equal to plain vLLM's", demo.output)
+    assert re.search(r"[1-9][\d,]* of [\d,]+\s+tokens of returning prompts not", demo.output)
     report = (tmp_path / "report/index.html").read_text()
     assert report.count("<svg") == 2
     assert "KV on elastic memory: yes" in report
     assert not re.search(r"(?:src|href)=.(?!#)", report), "it loads something from elsewhere"
-    assert {path.name for path in (tmp_path / "logs").iterdir()} == {"plain.log", "kvpatch.log"}
-    assert len(demo.seen) >= 6  # two servers of three processes each
+    assert {path.name for path in (tmp_path / "logs").iterdir()} == LOGS
+    assert len(demo.seen) >= 12  # four servers of three processes each
     assert demo.leftovers() == []
 
 
 @pytest.mark.parametrize(
     ("signum", "moment"),
-    [(signal.SIGINT, "starting both servers"), (signal.SIGTERM, "plain vLLM: turn 1")],
+    [(signal.SIGINT, "starting both servers"), (signal.SIGTERM, "plain vLLM: first peak")],
     ids=["Ctrl-C while the servers start", "SIGTERM under load"],
 )
 def test_an_interrupted_demo_leaves_nothing(

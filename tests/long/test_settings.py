@@ -7,11 +7,19 @@ from typing import Any
 
 import pytest
 
+from harness import releases
 from harness.engines.fixtures import LAYOUTS
 from harness.engines.oracle import PLAIN, Engine
 from harness.engines.runs import Run, engine_arguments
 from harness.engines.tiers import APART, SMALL, Serve, answers, assert_plain, hits
+from kvpatch import admitted
 
+# Which of the matrix' features a setting is: before its cells ran the engine is refused.
+CELLS = {
+    "whole prompts": "whole prompts",
+    "no hybrid manager": "no hybrid manager",
+    "stored at the second use": "store threshold",
+}
 SETTINGS: dict[str, tuple[str, dict[str, Any]]] = {
     "blocks of 64": ("llama", {"block_size": 64, "num_gpu_blocks_override": 48}),
     "blocks of 128": ("llama", {"block_size": 128, "num_gpu_blocks_override": 24}),
@@ -23,8 +31,15 @@ SETTINGS: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
+def starts(setting: str) -> Any:
+    """A setting, which is skipped while it is refused."""
+    feature = CELLS.get(setting)
+    waits = bool(feature) and releases.newest_built() not in admitted.table().get(feature, {})
+    return pytest.param(setting, marks=pytest.mark.skipif(waits, reason="its cells have not run"))
+
+
 @LAYOUTS
-@pytest.mark.parametrize("setting", SETTINGS)
+@pytest.mark.parametrize("setting", map(starts, SETTINGS))
 def test_what_the_device_lost_comes_back_from_the_cpu_tier(
     serve: Serve, engine: Engine, setting: str, contiguous: bool
 ) -> None:
@@ -39,7 +54,10 @@ def test_what_the_device_lost_comes_back_from_the_cpu_tier(
     assert "KV on elastic memory: yes" in ours.log
 
 
-def test_a_block_is_stored_when_it_was_used_often_enough(serve: Serve, engine: Engine) -> None:
+@pytest.mark.parametrize("setting", [starts("stored at the second use")])
+def test_a_block_is_stored_when_it_was_used_often_enough(
+    serve: Serve, engine: Engine, setting: str
+) -> None:
     run = Run()
     transfer = engine_arguments(run)["kv_transfer_config"]
     transfer["kv_connector_extra_config"]["store_threshold"] = 2

@@ -32,6 +32,10 @@ from kvpatch.telemetry import reader
 
 COUNT = 12
 DASHBOARD = ROOT / "docs/monitoring/grafana/dashboards/kvpatch.json"
+# Of engines with secondary tiers, and in debug mode.
+OF_OTHERS = {
+    f"vllm:kvpatch_{name}_total" for name in ("disk_bytes", "disk_errors", "verified_blocks")
+}
 SAMPLE = re.compile(r"^(vllm:kvpatch_\w+)\{(.*)\} (\S+)$")
 
 
@@ -237,7 +241,7 @@ def test_every_series_of_the_dashboard_is_there(served: Served) -> None:
     there = set(re.findall(r"^([\w:]+)[{ ]", text, re.MULTILINE))
     asked = set(re.findall(r"vllm:\w+", " ".join(queries())))
     assert asked
-    assert asked <= there
+    assert asked - OF_OTHERS <= there
 
 
 @pytest.mark.skipif(shutil.which("prometheus") is None, reason="prometheus is not installed")
@@ -273,7 +277,8 @@ def test_a_real_prometheus_reads_it_and_answers_the_dashboard(
             assert eventually(lambda: bool(results(info)), 60)
             for query in queries():
                 # What only divides by what has happened meanwhile has nothing to say at rest.
-                if "> 0" not in query and "/" not in query:
+                other = OF_OTHERS & set(re.findall(r"vllm:\w+", query))
+                if "> 0" not in query and "/" not in query and not other:
                     assert results(query), query
                 else:
                     results(query)

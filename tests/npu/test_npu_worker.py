@@ -27,7 +27,7 @@ def seen(
 
 
 def test_every_row_finds_its_target_in_the_installed_packages(seen: dict[str, Any]) -> None:
-    assert len(seen["targets"]) == 7
+    assert len(seen["targets"]) == 11
     assert set(seen["targets"].values()) == {""}
 
 
@@ -71,6 +71,10 @@ def test_a_page_unmapped_under_a_queued_store_is_lost_without_the_fence(
 ) -> None:
     assert seen["lost without the fence"] == HALVES
     assert seen["lost with the fence"] == []
+
+
+def test_what_vllm_ascend_replaces_after_a_row_is_seen(seen: dict[str, Any]) -> None:
+    assert seen["replaced"] == {"before": [], "after": ["elastic.engine_core"]}
 
 
 def test_the_fences_barrier_waits_for_the_computation_of_an_npu(seen: dict[str, Any]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import venv
 from collections.abc import Callable
@@ -24,7 +25,9 @@ def shadow(tmp_path: Path) -> Callable[..., dict[str, str]]:
             (info / "METADATA").write_text(
                 f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n"
             )
-        return {"PYTHONPATH": str(tmp_path / "shadow")}
+        # Before what the tests themselves are run with, as in a checkout beside that of .venv.
+        paths = [str(tmp_path / "shadow"), os.environ.get("PYTHONPATH", "")]
+        return {"PYTHONPATH": os.pathsep.join(filter(None, paths))}
 
     return shadow
 

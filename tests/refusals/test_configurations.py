@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 
 from harness.engines.refused import REFUSES
+from kvpatch import admitted
 
 OFFLOAD = {"kv_connector": "OffloadingConnector"}
 
@@ -49,10 +50,14 @@ def test_the_example_tier(start_server):
 
 
 def test_prefix_caching_off(start_server):
-    refused = start_server("--kv-offloading-size", "1", "--no-enable-prefix-caching")
+    """With SimpleCPUOffloadConnector, with which no cell is to run."""
+    refused = start_server(
+        *("--kv-offloading-size", "1", "--no-enable-prefix-caching"),
+        VLLM_USE_SIMPLE_KV_OFFLOAD="1",
+    )
     assert refused.sentence == (
-        f"{REFUSES}the prefix cache is disabled while a KV connector is configured, because that "
-        "combination is not validated; remove --no-enable-prefix-caching, or set KVPATCH=0."
+        f"{REFUSES}the prefix cache is disabled while a KV connector is configured, because "
+        f"{admitted.why('no prefix cache')}; remove --no-enable-prefix-caching, or set KVPATCH=0."
     )
 
 
@@ -111,8 +116,12 @@ def test_the_other_rules_on_configurations_of_vllm_itself(start_python, model):
     cases = {
         "plain": ({}, {}),
         "canonical": ({}, {"canonical_layout": True}),
-        "pipeline": ({"pipeline_parallel_size": 2}, {}),
-        "speculative": ({"speculative_config": ngram}, {}),
+        "pipeline": (
+            {"pipeline_parallel_size": 2},
+            TIERS | {"secondary_tiers": [{"type": "fs", "root_dir": "/nowhere"}]},
+        ),
+        "engines": ({"data_parallel_size": 3}, {}),
+        "speculative": ({"speculative_config": ngram, "kv_cache_dtype": "fp8"}, {}),
         "scheduler": ({"scheduler_cls": "somebodys.Scheduler"}, {}),
         "vLLM's scheduler": (
             {"scheduler_cls": "vllm.v1.core.sched.async_scheduler.AsyncScheduler"},
@@ -153,7 +162,8 @@ def test_the_other_rules_on_configurations_of_vllm_itself(start_python, model):
     said = {
         "canonical": "canonical_layout is set in kv_connector_extra_config",
         "pipeline": "a KV connector is configured with parallelism other than tensor parallelism",
-        "speculative": "a KV connector is configured with speculative decoding",
+        "engines": "data parallelism over 3 engines is configured",
+        "speculative": "a KV connector is configured with speculative decoding by ngram",
         "scheduler": "a KV connector is configured with the scheduler somebodys.Scheduler",
         "cache dtype": "a KV connector is configured with the KV cache dtype fp8_per_token_head",
         "external executor": "a KV connector is configured with the executor external_launcher",

@@ -21,7 +21,7 @@ STEPS = {
     "kvcached's module": "import kvcached.integration.vllm.autopatch",
     "kvpatch": "import kvpatch",
 }
-UNASKED = ("ascend", "audit", "host-pool")  # for an NPU; each other has a variable of its own
+UNASKED = ("ascend", "audit", "first-limit", "host-pool")  # for an NPU; others have a variable
 REPORT = """
 import inspect, json, vllm
 from vllm.v1.engine.core import EngineCore

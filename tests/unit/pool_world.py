@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from kvpatch.pool import ledger, memory
+from kvpatch.pool import ledger, member, memory
 from kvpatch.pool.memory import Memory
 from kvpatch.pool.record import Owner
 
@@ -34,9 +34,9 @@ def owner(**fields: Any) -> Owner:
     return empty._replace(**fields)
 
 
-def join(folder: Path, size: int = 8 * MIB, name: str = "") -> ledger.Member:
+def join(folder: Path, size: int = 8 * MIB, name: str = "") -> member.Member:
     """Take part in a pool."""
-    return ledger.join(ledger.record_of(folder, name or f"{os.getpid()}"), size, owner())
+    return member.join(ledger.record_of(folder, name or f"{os.getpid()}"), size, owner())
 
 
 class Engine:

@@ -8,6 +8,7 @@ free and the fence lets them.
 from __future__ import annotations
 
 from collections import OrderedDict
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from enum import IntEnum
 from types import SimpleNamespace
@@ -131,6 +132,7 @@ class Manager:
     def __init__(self, pool: Pool) -> None:
         self.pool = pool
         pool.kv_cache_manager = self  # type: ignore[attr-defined]
+        self._lock = nullcontext()
         self.in_shrink = False
         self.trims = 0
         self.mapping = 0  # times that a limit is not lowered because pages are being mapped
@@ -138,6 +140,7 @@ class Manager:
         self.total = MOST
         self.ahead = 2
         self._retired_pages: list[tuple[int, list[int]]] = []  # with their epochs
+        self._memory_limit_revision = -1
         self.page_allocator = self
 
     def in_use(self) -> set[int]:
@@ -167,6 +170,12 @@ class Manager:
     def resize(self, size: int) -> bool:
         """As kvpatch wraps it."""
         return giving.around_resize(self._resize, self, (size,), {})
+
+    def set_memory_limit(self, size: int, revision: int) -> None:
+        """What a program in the engine's process calls, on any thread."""
+        self.resize(size)
+        self._memory_limit_effective_bytes = size
+        self._memory_limit_revision = revision
 
     def _resize(self, size: int) -> bool:
         if self.mapping:
@@ -360,6 +369,7 @@ def worlds(monkeypatch: pytest.MonkeyPatch) -> Any:
     monkeypatch.setattr(kvcached_api, "manager_of", lambda engine: engine.manager)
     monkeypatch.setattr(kvcached_api, "pool_of", lambda engine: engine.pool)
     monkeypatch.setattr(kvcached_api, "limit", lambda manager: manager.limit)
-    monkeypatch.setattr(kvcached_api, "_write_limit", write)
+    monkeypatch.setattr(kvcached_api, "limit_in_pool", lambda manager: manager.limit)
+    monkeypatch.setattr(kvcached_api, "write_limit", write)
 
     return World

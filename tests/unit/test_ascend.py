@@ -4,34 +4,92 @@ from __future__ import annotations
 
 import pickle
 import sys
+from functools import reduce
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
 
-from kvpatch.patches.ascend import device, order, presence
+from kvpatch.patch import Patch, Transaction
+from kvpatch.patches.ascend import allocation, device, order, presence, ran
+from kvpatch.patches.ascend.presence import CANN, EMULATOR
+from kvpatch.patches.ascend.rules import RULES
 from kvpatch.refusal import Refusal
+from kvpatch.status import record
+from kvpatch.upstream import combination
+from kvpatch.versions import Facts, Installed
 
 
 @pytest.mark.parametrize(
     ("ascend", "vllm", "built", "code"),
     [
-        ("0.23.0", "0.23.0", True, "KVP603"),
-        ("0.23.0", "0.23.0+empty", True, "KVP603"),
-        ("0.23.0", "0.23.0", False, "KVP602"),
-        ("0.23.0", "0.24.0", True, "KVP601"),
-        ("0.23.0.post1", "0.23.0", True, "KVP601"),
-        ("0.18.0", "0.18.0", True, "KVP601"),
-        ("0.23.0", None, True, "KVP601"),
-        (None, None, True, "KVP601"),
+        ("0.23.0", "0.23.0", CANN, "KVP603"),
+        ("0.23.0", "0.23.0+empty", CANN, "KVP603"),
+        ("0.23.0", "0.23.0", 0, "KVP602"),
+        ("0.23.0", "0.24.0", EMULATOR, "KVP601"),
+        ("0.23.0.post1", "0.23.0", EMULATOR, "KVP601"),
+        ("0.18.0", "0.18.0", EMULATOR, "KVP601"),
+        ("0.23.0", None, CANN, "KVP601"),
+        (None, None, CANN, "KVP601"),
     ],
 )
 def test_what_is_refused_on_an_npu(
-    ascend: str | None, vllm: str | None, built: bool, code: str
+    ascend: str | None, vllm: str | None, built: int, code: str
 ) -> None:
     refusal = presence.refused(ascend, vllm, built)
     assert refusal is not None
     assert refusal.code == code
+
+
+def test_an_engine_starts_on_the_emulated_npu_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    platform(monkeypatch, "npu")
+    settled: list[bool] = []
+    monkeypatch.setattr(presence, "_version", lambda name: "0.23.0")
+    monkeypatch.setattr(presence, "_built", lambda: EMULATOR)
+    monkeypatch.setattr(presence, "settle", lambda: settled.append(True))
+    assert presence.wanted() is True
+    assert settled == [True]
+
+
+def test_an_npu_that_passed_the_probe_starts_and_says_that_no_engine_of_ours_ran_there(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    platform(monkeypatch, "npu")
+    monkeypatch.setattr(presence, "_version", lambda name: "0.23.0")
+    monkeypatch.setattr(presence, "_built", lambda: CANN)
+    monkeypatch.setattr(presence, "_passed", lambda: "2026-11-24")
+    monkeypatch.setattr(presence, "settle", lambda: None)
+    warned: list[str] = []
+    monkeypatch.setattr(presence.log, "warning", lambda text, *args: warned.append(text % args))
+    assert presence.wanted() is True
+    assert warned == [
+        "kvpatch: the device is an NPU, on which the probe was right on 2026-11-24; no engine of "
+        "kvpatch's tests has run on one"
+    ]
+
+
+@pytest.mark.parametrize(("built", "code"), [(0, "KVP602"), (CANN, None)])
+def test_the_probe_lifts_its_own_refusal_only(built: int, code: str | None) -> None:
+    refusal = presence.refused("0.23.0", "0.23.0", built, "2026-11-24")
+    assert (refusal.code if refusal else None) == code
+    refusal = presence.refused("0.18.0", "0.18.0", built, "2026-11-24")
+    assert refusal is not None
+    assert refusal.code == "KVP601"
+
+
+def test_vllm_ascend_makes_its_patches_before_its_worker_is_imported(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    order: list[str] = []
+    utils = ModuleType("vllm_ascend.utils")
+    utils.adapt_patch = lambda is_global_patch: order.append(  # type: ignore[attr-defined]
+        f"global {is_global_patch}"
+    )
+    for module in (ModuleType("vllm_ascend"), utils):
+        monkeypatch.setitem(sys.modules, module.__name__, module)
+    monkeypatch.setattr("importlib.import_module", order.append)
+    presence.settle()
+    assert order == ["global True", "vllm_ascend.worker.worker"]
 
 
 def platform(monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
@@ -49,12 +107,14 @@ def test_another_device_is_not_asked_about(monkeypatch: pytest.MonkeyPatch) -> N
 def test_an_npu_is_refused_in_one_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
     platform(monkeypatch, "npu")
     monkeypatch.setattr(presence, "_version", lambda name: "0.23.0")
-    monkeypatch.setattr(presence, "_built", lambda: True)
+    monkeypatch.setattr(presence, "_built", lambda: CANN)
+    monkeypatch.setattr(presence, "_passed", lambda: "")
     with pytest.raises(Refusal) as error:
         presence.wanted()
     assert str(error.value) == (
-        "kvpatch refuses to start vLLM: the device is an NPU, because memory and copies are "
-        "validated on an emulated one, and an engine is not; set KVPATCH=0. [KVP603]"
+        "kvpatch refuses to start vLLM: the device is an NPU, because engines are validated on an "
+        "emulated one only, and the probe has not been right on this machine; run python -m "
+        "kvpatch.ascend probe, or set KVPATCH=0. [KVP603]"
     )
 
 
@@ -181,3 +241,361 @@ def test_what_needs_no_event_gets_none(
     order.around_launch(backend.launch_copy, backend, args, kwargs)
     assert backend.recorded == []
     assert backend.waited == ("vLLM's" if args[2] else None)
+
+
+# Configurations
+
+
+class Enumerated:
+    """A value of one of vLLM's enumerations."""
+
+    name = "NONE"
+
+
+def configured(**changes: Any) -> Any:
+    """What vLLM and vllm-ascend make of the engine test's arguments; paths with ``__``."""
+    parts = SimpleNamespace
+    made = parts(
+        model_config=parts(
+            architecture="LlamaForCausalLM",
+            dtype="torch.float32",
+            enable_prompt_embeds=False,
+            enable_sleep_mode=False,
+            enforce_eager=True,
+            model_impl="auto",
+            multimodal_config=None,
+            override_attention_dtype=None,
+            quantization=None,
+            runner_type="generate",
+        ),
+        cache_config=parts(
+            block_size=128,
+            cache_dtype="auto",
+            enable_prefix_caching=True,
+            kv_cache_memory_bytes=64 << 20,
+            kv_sharing_fast_prefill=False,
+            mamba_cache_mode="none",
+            num_gpu_blocks_override=None,
+            prefix_caching_hash_algo="sha256",
+        ),
+        parallel_config=parts(
+            data_parallel_size=1,
+            decode_context_parallel_size=1,
+            distributed_executor_backend="uni",
+            enable_dbo=False,
+            enable_elastic_ep=False,
+            enable_eplb=False,
+            enable_expert_parallel=False,
+            nnodes=1,
+            pipeline_parallel_size=1,
+            prefill_context_parallel_size=1,
+            tensor_parallel_size=1,
+            worker_cls="vllm_ascend.worker.worker.NPUWorker",
+            worker_extension_cls="",
+        ),
+        scheduler_config=parts(
+            async_scheduling=True,
+            disable_hybrid_kv_cache_manager=False,
+            enable_chunked_prefill=True,
+            policy="fcfs",
+            scheduler_cls=None,
+        ),
+        compilation_config=parts(mode=0, cudagraph_mode=Enumerated()),
+        attention_config=parts(backend=None),
+        offload_config=parts(prefetch=parts(offload_group_size=0), uva=parts(cpu_offload_gb=0.0)),
+        kv_transfer_config=parts(
+            kv_connector="SimpleCPUOffloadConnector",
+            kv_connector_module_path=None,
+            kv_connector_extra_config={"cpu_bytes_to_use": 64 << 20, "lazy_offload": False},
+            kv_role="kv_both",
+            kv_load_failure_policy="fail",
+        ),
+        additional_config={"ascend_compilation_config": {}, "ascend_fusion_config": {}},
+        ec_transfer_config=None,
+        kv_events_config=None,
+        lora_config=None,
+        quant_config=None,
+        speculative_config=None,
+        use_v2_model_runner=False,
+        weight_transfer_config=None,
+    )
+    for path, value in changes.items():
+        *owners, name = path.split("__")
+        setattr(reduce(getattr, owners, made), name, value)
+    return made
+
+
+def here(device: str = "npu", contiguous: bool = False, **environment: str) -> Facts:
+    installed = Installed.release("vllm", "0.23.0"), Installed.release("kvcached", "0.1.6")
+    return Facts(*installed, environment, device, contiguous)
+
+
+def refused_with(facts: Facts, **changes: Any) -> list[str]:
+    config = configured(**changes)
+    return [rule.code for rule in RULES if rule.applies(config, facts)]
+
+
+def test_what_ran_on_an_npu_starts_there() -> None:
+    assert list(ran.differences(configured(), here())) == []
+    assert refused_with(here()) == []
+    quiet = here(KVCACHED_CONTIGUOUS_LAYOUT="false", KVPATCH_LOG="debug")
+    assert refused_with(quiet, kv_transfer_config__kv_connector_extra_config={}) == []
+    assert refused_with(quiet, kv_events_config=SimpleNamespace(enable_kv_cache_events=False)) == []
+
+
+def test_every_setting_that_matters_is_compared_with_what_ran() -> None:
+    assert ran.settings(configured(), here()).keys() == ran.RAN.keys()
+
+
+@pytest.mark.parametrize("path", [*combination.FLAGS, *ran.MORE])
+def test_a_setting_that_did_not_run_on_an_npu_does_not_start_there(path: str) -> None:
+    part, _, rest = path.partition(".")
+    change = {path.replace(".", "__"): "another"}
+    if getattr(configured(), part) is None:  # a part that the engine did not have
+        change = {part: SimpleNamespace(**{rest: "another"}) if rest else "another"}
+    assert refused_with(here(), **change) == ["KVP606"]
+    assert refused_with(here("cuda"), **change) == []
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"kv_transfer_config": None},
+        {"kv_transfer_config__kv_connector": "MultiConnector"},
+        {"kv_transfer_config__kv_connector": "MooncakeConnector"},
+        {"kv_transfer_config__kv_connector_extra_config": {"lazy_offload": True}},
+        {"kv_transfer_config__kv_connector_extra_config": {"kv_offload_backend": "mine"}},
+        {"model_config__dtype": "torch.bfloat16"},
+        {"cache_config__block_size": 64},
+        {"cache_config__kv_cache_memory_bytes": None},
+        {"parallel_config__worker_cls": "vllm_ascend._310p.worker_310p.NPUWorker310"},
+        {"additional_config": {"enable_flashcomm1": True}},
+        {"model_config": SimpleNamespace()},
+    ],
+)
+def test_other_ways_of_running_on_an_npu_do_not_start(changes: dict[str, Any]) -> None:
+    assert refused_with(here(), **changes) == ["KVP606"]
+    assert refused_with(here("cuda"), **changes) == []
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("KVPATCH_HOST_POOL", "1GiB"),
+        ("KVPATCH_IDLE", "30s"),
+        ("KVPATCH_FIRST_LIMIT", "25%"),
+        ("KVPATCH_DEBUG", "1"),
+        ("KVCACHED_PAGE_SIZE_MB", "4"),
+        ("VLLM_ENABLE_V1_MULTIPROCESSING", "0"),
+        ("VLLM_ASCEND_ENABLE_NZ", "2"),
+    ],
+)
+def test_a_variable_that_was_not_set_there_is_refused(name: str, value: str) -> None:
+    assert refused_with(here(**{name: value})) == ["KVP606"]
+    assert refused_with(here("cuda", **{name: value})) == []
+
+
+def test_a_run_of_kvpatch_verify_has_its_audit() -> None:
+    assert refused_with(here(KVPATCH_DEBUG="1", KVPATCH_VERIFY="/run")) == []
+
+
+def test_memory_that_is_contiguous_did_not_run() -> None:
+    assert refused_with(here(contiguous=True)) == ["KVP606"]
+
+
+def test_the_connector_whose_spec_does_not_import_has_a_reason_of_its_own() -> None:
+    changes = {"kv_transfer_config__kv_connector": "OffloadingConnector"}
+    assert refused_with(here(), **changes) == ["KVP604"]
+    assert refused_with(here(), **changes, model_config__dtype="torch.half") == ["KVP604"]
+
+
+# Allocation
+
+
+class FullAttentionSpec:
+    pass
+
+
+class SlidingWindowSpec:
+    pass
+
+
+class Runner:
+    """``NPUModelRunner`` with kvcached's methods of vLLM's runner."""
+
+    def _allocate_kv_cache_from_kvcached(self, config: Any) -> str:
+        return "kvcached's pools"
+
+    def _reshape_kv_cache_tensors_from_kvcached(self, config: Any, pools: str) -> dict[str, Any]:
+        assert pools == "kvcached's pools"
+        return {"layer": Cache(SimpleNamespace(half="K"), SimpleNamespace(half="V"))}
+
+
+class Cache(tuple):  # type: ignore[type-arg]
+    """A tensor of K and V, with the view of its blocks."""
+
+    def __new__(cls, *halves: Any) -> Cache:
+        made = super().__new__(cls, halves)
+        made[0]._kvcached_block_copy_view = "the view"
+        return made
+
+
+def plan(*kinds: type) -> Any:
+    groups = [SimpleNamespace(kv_cache_spec=kind()) for kind in kinds]
+    return SimpleNamespace(kv_cache_groups=groups)
+
+
+def test_the_kv_cache_is_allocated_by_kvcached() -> None:
+    runner, given = Runner(), plan(FullAttentionSpec)
+    pools = allocation.from_kvcached(pytest.fail, runner, (given,), {})
+    assert pools == "kvcached's pools"
+    assert runner.hybrid_with_attn_and_mamba is False  # type: ignore[attr-defined]
+    pairs = allocation.as_pairs(pytest.fail, runner, (given, pools), {})
+    key, value = pairs["layer"]
+    assert (key.half, value.half) == ("K", "V")
+    assert key._kvcached_block_copy_view == "the view"
+
+
+@pytest.mark.parametrize(
+    "kinds", [(SlidingWindowSpec,), (FullAttentionSpec, FullAttentionSpec), ()]
+)
+def test_another_kv_cache_is_refused_on_an_npu(kinds: tuple[type, ...]) -> None:
+    with pytest.raises(Refusal) as error:
+        allocation.from_kvcached(pytest.fail, Runner(), (), {"kv_cache_config": plan(*kinds)})
+    assert error.value.code == "KVP605"
+
+
+@pytest.mark.parametrize("first", ["the view", None])
+def test_a_kv_cache_that_is_not_kvcacheds_is_seen(
+    monkeypatch: pytest.MonkeyPatch, first: str | None
+) -> None:
+    monkeypatch.setattr(record, "say", lambda: None)
+    monkeypatch.setattr(record, "roles", [])
+    monkeypatch.setattr(record, "elastic", None)
+    monkeypatch.setattr(record, "applied", [])
+    key = SimpleNamespace(_kvcached_block_copy_view=first)
+    made = {"layer": (key, SimpleNamespace())}
+    if first is None:
+        with pytest.raises(Refusal) as error:
+            allocation.around_kv_cache_tensors(lambda config: made, runner(), ("plan",), {})
+        assert error.value.code == "KVP402"
+        return
+    assert allocation.around_kv_cache_tensors(lambda config: made, runner(), ("plan",), {}) is made
+    assert record.elastic is True
+
+
+def runner(scheduler: type = object) -> Any:
+    """A runner of an engine with a scheduler."""
+    of_scheduler = SimpleNamespace(get_scheduler_cls=lambda: scheduler)
+    return SimpleNamespace(vllm_config=SimpleNamespace(scheduler_config=of_scheduler))
+
+
+# What vllm-ascend replaces
+
+
+SCHEDULER = "vllm.v1.core.sched.scheduler"
+
+
+def loud(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> str:
+    return f"ours over {wrapped(*args, **kwargs)}"
+
+
+class Scheduler:
+    def schedule(self) -> str:
+        return "vLLM's"
+
+    def has_requests(self) -> str:
+        return "vLLM's"
+
+
+@pytest.fixture
+def vllm(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """vLLM's scheduler with two rows of ours on it, of which one has a third above it."""
+    monkeypatch.setattr(record, "say", lambda: None)
+    names = SCHEDULER.split(".")
+    for count in range(1, len(names) + 1):
+        name = ".".join(names[:count])
+        monkeypatch.setitem(sys.modules, name, ModuleType(name))
+    module: Any = sys.modules[SCHEDULER]
+    module.Scheduler = type("Scheduler", (Scheduler,), dict(vars(Scheduler)))
+    transaction = Transaction()
+    transaction.apply_all(
+        Patch(
+            name, f"{SCHEDULER}:Scheduler.{name.partition(' ')[0]}", "why", "", "", wrapper, (), "0"
+        )
+        for wrapper in [f"{__name__}:loud"]
+        for name in ("schedule", "has_requests", "schedule twice")
+    )
+    monkeypatch.setattr(record, "applied", transaction.applied)
+    return module
+
+
+def start(scheduler: type) -> None:
+    """Let a worker make its KV cache."""
+    key = SimpleNamespace(_kvcached_block_copy_view="the view")
+    made = {"layer": (key, SimpleNamespace())}
+    allocation.around_kv_cache_tensors(lambda config: made, runner(scheduler), ("plan",), {})
+
+
+def test_an_engine_with_all_patches_starts(vllm: Any) -> None:
+    start(vllm.Scheduler)
+    start(type("AsyncScheduler", (vllm.Scheduler,), {}))
+
+
+def test_what_vllm_ascend_replaces_after_us_is_refused(vllm: Any) -> None:
+    """As its ``EngineCore.__init__`` of profiled chunks, made when an engine is configured."""
+    vllm.Scheduler.schedule = lambda self: "vllm-ascend's"
+    with pytest.raises(Refusal) as error:
+        start(vllm.Scheduler)
+    assert error.value.code == "KVP204"
+    assert "the target of schedule twice, " in str(error.value)
+    assert f"{SCHEDULER}:Scheduler.schedule, was replaced after it was patched" in str(error.value)
+
+
+def test_a_class_that_vllm_ascend_replaces_after_us_is_refused(vllm: Any) -> None:
+    """As its ``Scheduler``, which it made before us: a subclass may hide one patch or none."""
+    vllm.Scheduler = type("BalanceScheduler", (vllm.Scheduler,), {})
+    start(vllm.Scheduler)
+    hiding = type("Hiding", (vllm.Scheduler,), {"has_requests": lambda self: False})
+    vllm.Scheduler = hiding
+    with pytest.raises(Refusal, match=r"the target of has_requests, .*\[KVP204\]"):
+        start(hiding)
+
+
+def test_a_target_that_is_gone_is_refused(vllm: Any) -> None:
+    scheduler = vllm.Scheduler
+    del vllm.Scheduler
+    with pytest.raises(Refusal, match="KVP204"):
+        start(scheduler)
+
+
+def test_an_engine_whose_scheduler_is_not_the_patched_one_is_refused(vllm: Any) -> None:
+    """``AsyncScheduler`` of a module that was imported before its base class was replaced."""
+    with pytest.raises(Refusal, match="KVP204"):
+        start(type("AsyncScheduler", (Scheduler,), {}))
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_kvcacheds_listener_ends_with_the_worker(
+    monkeypatch: pytest.MonkeyPatch, fails: bool
+) -> None:
+    ended: list[str] = []
+    for name in ("kvcached", "kvcached.tp_ipc_util"):
+        monkeypatch.setitem(sys.modules, name, ModuleType(name))
+    ipc = sys.modules["kvcached.tp_ipc_util"]
+    ipc.stop_worker_listener_threads = lambda: ended.append(  # type: ignore[attr-defined]
+        "listener"
+    )
+    sys.modules["kvcached"].tp_ipc_util = ipc  # type: ignore[attr-defined]
+
+    def shutdown() -> None:
+        ended.append("worker")
+        if fails:
+            raise OSError
+
+    if fails:
+        with pytest.raises(OSError):
+            allocation.after_shutdown(shutdown, None, (), {})
+    else:
+        allocation.after_shutdown(shutdown, None, (), {})
+    assert ended == ["worker", "listener"]

@@ -291,9 +291,10 @@ def test_static_memory_has_its_lines():
     elastic = cycle(100 << 20, 9 << 20, 1.0)
     cycles = {"vLLM + offloading, halves": [static], "kvcached + kvpatch": [elastic]}
     figure = plots.shared_device({"device_bytes": 200 << 20, "cycles": cycles})
-    halves, ours = ([list(line.get_ydata())[:3] for line in a.lines[:2]] for a in figure.axes)
-    assert halves == [[100, 100, 100]] * 2
-    assert ours == [[0, 100, 9], [0, 0, 100]]
+    halves, ours = ([line.get_xydata().tolist() for line in a.lines[:2]] for a in figure.axes)
+    assert halves == [[[0, 100], [2, 100]]] * 2
+    # The second's is from the top, and a line has the points at which it changes, and its end.
+    assert ours == [[[0, 0], [1, 100], [2, 9], [2, 9]], [[0, 200], [2, 100], [2, 100]]]
 
 
 def test_no_two_parts_look_the_same_and_every_axis_is_named():

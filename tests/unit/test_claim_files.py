@@ -147,7 +147,9 @@ def test_another_users_folder_is_looked_at_without_his_lock(shm, monkeypatch):
 def test_ones_own_folder_is_looked_at_while_nothing_changes_there(monkeypatch):
     claim = claims.take("pool", "chat")
     alone, asked = private.alone, []
-    monkeypatch.setattr(private, "alone", lambda home: asked.append(home) or alone(home))
+    monkeypatch.setattr(
+        private, "alone", lambda home, lock: asked.append(home) or alone(home, lock)
+    )
     assert claims.held("pool", "chat")
     assert asked == [claims.folder()]
     claim.release()
@@ -179,7 +181,7 @@ def test_a_folder_has_one_user_at_a_time_and_a_forked_copy_of_the_lock_is_none()
     claims.take("pool", "chat").release()
     home = claims.folder()
     other = os.open(home, os.O_RDONLY)
-    with private.alone(home):
+    with private.alone(home, private.within(1)):
         with pytest.raises(BlockingIOError):
             fcntl.flock(other, fcntl.LOCK_EX | fcntl.LOCK_NB)
         copies = [os.dup(number) for number in range(3, other + 10) if is_open(number, home)]
@@ -194,6 +196,46 @@ def is_open(number, path):
     return False
 
 
+@pytest.fixture
+def stopped(shm, monkeypatch):
+    """A process that keeps the folder of claims locked and is stopped; gone at the end."""
+    claim = claims.take("pool", "chat")
+    monkeypatch.setattr(claims, "TO_TAKE", 0.2)
+    monkeypatch.setattr(claims, "TO_LOOK", 0.1)
+    child = os.fork()
+    if child == 0:
+        fcntl.flock(os.open(claims.folder(), os.O_RDONLY), fcntl.LOCK_EX)
+        os.kill(os.getpid(), signal.SIGSTOP)
+    os.waitpid(child, os.WUNTRACED)
+    signal.alarm(20)  # where it is waited for
+    yield claim
+    signal.alarm(0)
+    with suppress(ProcessLookupError):
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
+
+
+def test_a_stopped_process_with_the_lock_does_not_keep_an_engine_waiting(stopped):
+    core = SimpleNamespace()
+    with pytest.raises(Refusal) as refused:
+        claims.hold(core, "pool", "another")
+    home = claims.folder()
+    assert str(refused.value) == (
+        f"kvpatch refuses to start vLLM: the folder of claims {home} cannot be used, because a "
+        "process that is stopped or hangs has kept it locked for 0.2 s; continue or end that "
+        f"process (fuser -v {home}), or set KVPATCH=0. [KVP419]"
+    )
+
+
+def test_a_stopped_process_with_the_lock_hides_no_claim_and_keeps_no_engine_from_its_end(stopped):
+    assert claims.held("pool", "chat")
+    assert not claims.held("pool", "another")
+    copy = os.dup(stopped._file)  # as a forked worker has it
+    stopped.release()
+    assert not claims.held("pool", "chat")
+    os.close(copy)
+
+
 @pytest.mark.parametrize("kind", ["link", "file"])
 def test_the_lock_is_a_folders(shm, kind):
     claims.take("pool", "chat").release()
@@ -202,7 +244,7 @@ def test_the_lock_is_a_folders(shm, kind):
         place.symlink_to(claims.folder())
     else:
         place.touch()
-    with pytest.raises(OSError), private.alone(place):
+    with pytest.raises(OSError), private.alone(place, private.within(1)):
         pass
 
 
@@ -210,7 +252,7 @@ def test_a_claim_whose_file_cannot_be_removed_is_released_nevertheless(monkeypat
     claim = claims.take("pool", "chat")
     copy = os.dup(claim._file)  # as a forked worker has it
 
-    def fails(home):
+    def fails(home, lock):
         raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
 
     with monkeypatch.context() as many_files_open:

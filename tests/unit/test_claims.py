@@ -454,6 +454,11 @@ def test_an_engine_without_a_cpu_tier_is_left_alone(shm):
     assert not claims.folder().exists()
 
 
+def test_a_configuration_that_knows_no_connector_is_left_to_vllm(shm):
+    start = shared_memory.around_engine_core
+    assert start(lambda config: "started", EngineCore(), (SimpleNamespace(),), {}) == "started"
+
+
 def test_an_engine_id_is_free_after_a_failed_start(shm):
     def fail(config):
         raise MemoryError

@@ -86,7 +86,7 @@ def test_settings_that_choose_the_code_matter() -> None:
     assert combination.flags(config(cache_config=cache), facts()) != first
     assert combination.flags(config(), facts(KVCACHED_CONTIGUOUS_LAYOUT="false")) != first
     assert combination.flags(config(), facts(KVPATCH_LOG="debug")) == first
-    for name in ("KVPATCH_HOST_POOL", "KVPATCH_IDLE"):
+    for name in ("KVPATCH_HOST_POOL", "KVPATCH_IDLE", "KVPATCH_FIRST_LIMIT"):
         assert combination.flags(config(), facts(**{name: "1"})) != first
         sizes = [combination.flags(config(), facts(**{name: size})) for size in ("1", "2")]
         assert sizes[0] == sizes[1]

@@ -21,11 +21,14 @@ from typing import Any
 import pytest
 from suspend_world import PAGE, World, worlds
 
-from kvpatch import claims, cli, control, private
+from kvpatch import claims, cli, control, private, state
 from kvpatch.control import client, protocol
 from kvpatch.patches.suspend import queue as handing
+from kvpatch.patches.suspend import server
 from kvpatch.patches.suspend.server import Question, Server, follow
 from kvpatch.patches.suspend.suspension import Suspension
+from kvpatch.process import start_ticks
+from kvpatch.telemetry.counters import Totals
 from kvpatch.upstream import kvcached_api
 
 __all__ = ["worlds"]
@@ -105,6 +108,7 @@ def test_an_idle_engine_is_suspended_and_resumed(engine: Running) -> None:
     (found,) = control.engines()
     assert (found.name, found.models, found.phase) == ("chat-pool", ["chat", "alias"], "runs")
     assert found.said["pid"] == os.getpid()
+    assert found.said["started"] == start_ticks(os.getpid())
     told: list[dict[str, Any]] = []
     answer = found.suspend(tell=told.append, timeout=60)
     assert (answer.phase, answer.resident, answer.kept, answer.lost) == ("suspended", 12, 12, 0)
@@ -121,26 +125,54 @@ def test_an_idle_engine_is_suspended_and_resumed(engine: Running) -> None:
 def test_a_plan_changes_nothing(engine: Running) -> None:
     plan = control.find("chat-pool").plan()
     assert (plan.phase, plan.resident, plan.lost) == ("runs", 12, 0)
+    assert plan.sentence == "12 of 12 blocks would be kept"
     assert engine.world.suspension.phase.value == "runs"
+
+
+def test_a_plan_says_what_would_be_lost(engine: Running) -> None:
+    engine.world.tier.room = 10
+    plan = control.find("chat-pool").plan()
+    assert plan.sentence == (
+        "10 of 12 blocks would be kept, 2 do not fit into the tier and would be computed again"
+    )
+    engine.world.add("runs", 40, 41).left = 10**9
+    assert (
+        control.find("chat-pool")
+        .plan()
+        .sentence.endswith("; running requests that would be preempted: 1")
+    )
+
+
+def test_the_plan_of_a_suspended_engine_is_what_it_has_kept(engine: Running) -> None:
+    engine.world.tier.room = 10
+    found = control.find("chat-pool")
+    done = found.suspend()
+    assert (done.resident, done.kept, done.lost) == (12, 10, 2)
+    plan = found.plan()
+    assert (plan.phase, plan.resident, plan.kept, plan.lost) == ("suspended", 12, 10, 2)
+    assert plan.sentence == done.sentence
 
 
 def test_a_limit_is_set_and_refused(engine: Running) -> None:
     found = control.find(str(os.getpid()))
     assert found.limit(4 * PAGE).limit == 4 * PAGE
+    totals = state.attach(engine.world.suspension.engine, Totals())
     with pytest.raises(control.Refused, match="it started with 8 MiB and cannot have more"):
         found.limit(9 * PAGE)
+    assert totals.refused == {"limit": 1}
 
 
 @pytest.mark.parametrize(
     ("asked", "why"),
     [
-        ({"verb": "dance"}, "it knows describe, suspend, resume, limit, and not 'dance'"),
+        ({"verb": "dance"}, "it knows describe, suspend, resume, limit, demand, and not 'dance'"),
         ({}, "and not None"),
         ({"verb": "limit", "size": "8GiB"}, "no number of bytes"),
         ({"verb": "limit", "size": True}, "no number of bytes"),
         ({"verb": "suspend", "timeout": "soon"}, "no number of seconds"),
         ({"verb": "suspend", "timeout": -1}, "no number of seconds"),
         ({"verb": "suspend", "timeout": True}, "no number of seconds"),
+        ({"verb": "suspend", "timeout": 10**400}, "no number of seconds"),
     ],
 )
 def test_what_is_no_question_is_refused(engine: Running, asked: dict[str, Any], why: str) -> None:
@@ -213,7 +245,7 @@ def test_a_limit_that_could_not_be_given_back_is_said(
     world = worlds()
     world.suspension.suspend(False, False, None)
     world.until_idle()
-    monkeypatch.setattr(kvcached_api, "_write_limit", fail)
+    monkeypatch.setattr(kvcached_api, "write_limit", fail)
     world.suspension.resume()
     world.until_idle()
     assert "could not be set again" in answers(world.suspension, {"verb": "resume"})["error"]
@@ -226,7 +258,7 @@ def test_who_wants_everything_kept_is_told_what_an_earlier_suspension_lost(world
     world.suspension.suspend(False, False, None)
     world.until_idle()
     said = answers(world.suspension, {"verb": "suspend", "whole": True})
-    assert said["error"] == "somebody else had it suspended before, without 3 blocks"
+    assert said["error"] == "it is suspended, and its CPU tier does not have 3 blocks"
     assert "error" not in answers(world.suspension, {"verb": "suspend"})
 
 
@@ -354,6 +386,92 @@ def test_an_engine_removes_the_sockets_of_killed_ones_and_no_others(worlds: Any)
         running.end()
 
 
+@pytest.fixture
+def stopped(monkeypatch: pytest.MonkeyPatch) -> Iterator[socket.socket]:
+    """The socket of an engine that was stopped; it has memory all the same."""
+    monkeypatch.setattr(client, "ANSWERS", 0.1)
+    private.make_folder(protocol.folder())
+    with socket.socket(socket.AF_UNIX) as made:
+        made.bind(str(protocol.path_of("stopped")))
+        made.listen(2)
+        yield made
+
+
+def test_an_engine_that_does_not_answer_is_not_one_that_is_gone(
+    stopped: socket.socket, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(control.Refused, match=f"process {os.getpid()} listens and does not answer"):
+        control.find("stopped")
+    for _ in range(3):  # then nobody else can wait for it
+        assert control.engines() == []
+    with pytest.raises(control.Refused, match=r"\.sock listens and does not answer within"):
+        control.find("stopped")
+    assert cli.main(["list"]) == 1
+    said = capsys.readouterr()
+    assert "listens and does not answer" in said.err
+    assert said.out == ""
+
+
+def test_beside_an_engine_that_does_not_answer_others_do(
+    stopped: socket.socket, engine: Running, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(client, "ANSWERS", 5.0)
+    with pytest.raises(control.Refused, match=r"there are chat-pool; process .* not answer"):
+        control.find("nobody")
+
+
+def test_a_socket_that_was_removed_is_there_again(
+    worlds: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As by systemd-logind with RemoveIPC=yes: the folder is gone too."""
+    monkeypatch.setattr(server, "LOOKS", 0.01)
+    running = Running(worlds())
+    shutil.rmtree(running.server.path.parent)
+    deadline = time.monotonic() + 60
+    while not control.engines():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    assert control.find("chat").suspend().phase == "suspended"
+    running.end()
+    assert not running.server.path.exists()
+
+
+def test_a_question_that_was_given_up_while_the_engine_was_stopped_is_not_taken(
+    engine: Running,
+) -> None:
+    """Who asked was killed, or has told its user that there was no answer."""
+    asked = {"verb": "limit", "size": 3 * PAGE}
+    for waits in (False, True):
+        here, there = socket.socketpair()
+        with here, there:
+            if not waits:
+                there.close()
+            engine.server._answer(here, asked)
+        control.find("chat").plan()  # what came before it was taken
+        assert (engine.world.manager.limit == 3 * PAGE) is waits
+
+
+def test_a_folder_that_somebody_keeps_locked_is_given_up(
+    worlds: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Such as an engine that was stopped while it started: others start, and do not listen."""
+    monkeypatch.setattr(server, "LOCKED", 0.1)
+    world = worlds()
+    private.make_folder(protocol.folder())
+    locked = private.alone(protocol.folder(), private.within(1))
+    with locked, pytest.raises(OSError, match="locked for"):
+        Server(world, world.suspension, "chat")
+    Server(world, world.suspension, "chat").close()
+
+
+def test_a_folder_is_named_after_the_user_outside_of_a_container(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Two containers that share /dev/shm may both have a root of their own."""
+    monkeypatch.setattr(claims, "outer_uid", lambda: 165536)
+    assert protocol.folder().name == "kvpatch-control-165536"
+
+
 def test_an_engine_in_a_long_step_says_that_it_is_there(engine: Running) -> None:
     begun = threading.Event()
     step = engine.world.step
@@ -395,6 +513,7 @@ def test_the_commands(engine: Running, capsys: pytest.CaptureFixture[str]) -> No
     assert "chat-pool" in said
     assert "runs" in said
     assert cli.main(["suspend", "chat", "--plan"]) == 0
+    assert "chat-pool: 12 of 12 blocks would be kept" in capsys.readouterr().out
     assert cli.main(["suspend", "chat", "--timeout", "60"]) == 0
     assert "12 of 12 blocks are in the tier" in capsys.readouterr().out
     assert cli.main(["limit", "chat", "4MiB"]) == 0
@@ -419,3 +538,17 @@ def test_a_question_reaches_an_engine_through_vllms_queue() -> None:
     question = Question({"verb": "resume"})
     handing.hand_over(engine, question)
     assert engine.input_queue.get_nowait() == (b"wake", question)
+
+
+def test_a_data_parallel_server_is_asked_by_the_names_of_its_engines(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    names = ["chat", "code-dp0", "code-dp1", "last-dp3", "chat-dp0x"]
+    known = [client.Engine(Path(name), {"name": name, "models": ["model"]}) for name in names]
+    monkeypatch.setattr(client, "every", lambda: (known, []))
+    assert control.find("code-dp1").name == "code-dp1"
+    assert control.find("chat").name == "chat"
+    assert control.find("last").name == "last-dp3"  # the only one on this machine
+    with pytest.raises(control.Refused) as refused:
+        control.find("code")
+    assert str(refused.value) == ("2 engines serve code: use one of the names code-dp0, code-dp1")

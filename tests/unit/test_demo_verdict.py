@@ -7,13 +7,12 @@ from dataclasses import replace
 import pytest
 
 pytest.importorskip("httpx")
+pytest.importorskip("tokenizers")
 
 from harness import releases
-from harness.demo.conversations import Answer, Conversation
-from harness.demo.meter import Counters, counters
-from harness.demo.options import FULL, NEWEST, parse
+from harness.demo.conversations import Answer
+from harness.demo.options import NEWEST, parse
 from harness.demo.verdict import Comparison, Evidence, compare, failures
-from harness.serve import Metrics
 from kvpatch.verify.child import reason
 
 
@@ -28,8 +27,11 @@ GOOD = Evidence(
     comparison=Comparison(equal=9, total=9, answers_equal=3, answers=3),
     from_tier=64,
     elastic=True,
-    peak_bytes=8 << 20,
-    idle_bytes=2 << 20,
+    half=6 << 20,
+    first_peak=8 << 20,
+    second_peak=9 << 20,
+    kept=2 << 20,
+    idle=4 << 20,
 )
 
 
@@ -68,39 +70,26 @@ def test_log_probabilities_are_compared_where_tokens_are_equal() -> None:
     assert compare(answers(), got).logprob_difference == 0.25
 
 
+@pytest.mark.parametrize("model", ["first_peak", "second_peak"])
+def test_the_peak_of_one_model_is_enough(model: str) -> None:
+    assert failures(replace(GOOD, **{model: 1 << 20})) == []  # type: ignore[arg-type]
+
+
 @pytest.mark.parametrize(
     ("change", "word"),
     [
         ({"comparison": Comparison()}, "Nothing was compared"),
         ({"from_tier": 0}, "CPU tier"),
         ({"elastic": False}, "KV on elastic memory: yes"),
-        ({"idle_bytes": 8 << 20}, "did not fall"),
+        ({"first_peak": 6 << 20, "second_peak": 5 << 20}, "nothing was lent"),
+        ({"kept": 6 << 20}, "it lent nothing"),
+        ({"idle": 9 << 20}, "did not fall"),
     ],
 )
 def test_each_claim_that_does_not_hold_is_said(change: dict[str, object], word: str) -> None:
     assert failures(GOOD) == []
     (sentence,) = failures(replace(GOOD, **change))  # type: ignore[arg-type]
     assert word in sentence
-
-
-def test_counters_are_read_from_the_exposition() -> None:
-    exposition = """\
-# HELP vllm:prompt_tokens_by_source_total tokens
-vllm:prompt_tokens_by_source_total{engine="0",model_name="m",source="local_compute"} 10.0
-vllm:prompt_tokens_by_source_total{engine="0",model_name="m",source="local_cache_hit"} 3.0
-vllm:prompt_tokens_by_source_total{engine="0",model_name="m",source="external_kv_transfer"} 5.0
-vllm:kv_offload_store_bytes_total{engine="0",model_name="m"} 1.2e+07
-vllm:kv_offload_store_bytes_created{engine="0",model_name="m"} 1.79e+09
-vllm:kv_offload_load_bytes_total{engine="0",model_name="m"} 2048.0
-"""
-    read = counters(Metrics(exposition))
-    assert read == Counters(10, 3, 5, 12_000_000, 2048)
-    assert read.since(Counters(4, 1, 0, 2_000_000, 2048)) == Counters(6, 2, 5, 10_000_000, 0)
-
-
-def test_conversations_are_the_same_every_time() -> None:
-    assert Conversation(3, FULL).say() == Conversation(3, FULL).say()
-    assert Conversation(3, FULL).say() != Conversation(4, FULL).say()
 
 
 def test_the_reason_of_a_dead_server_is_found() -> None:

@@ -310,8 +310,15 @@ def test_the_engine_of_a_server_is_found_before_its_first_message():
     server = {"pid": os.getpid(), "started": 1}
     publish(os.getpid(), engine=engine(), beats=True, server=server)
     (found,) = reader.engines_of((os.getpid(), 1))
-    assert found["engine"]["pool"] == "chat"
+    assert found.content["engine"]["pool"] == "chat"
     assert reader.engines_of((1,)) == []
+
+
+def test_the_engine_of_a_program_without_a_server_is_found():
+    """``LLM`` with its engine in the same process has no server, and a page of its own."""
+    publish(os.getpid(), engine=engine(), beats=True)
+    (found,) = reader.engines_of((os.getpid(), 1))
+    assert found.pid == os.getpid()
 
 
 # Rates

@@ -67,6 +67,13 @@ def test_what_is_no_size(text):
         environ.size(text)
 
 
+@pytest.mark.parametrize("text", ["99999999999GiB", "9" * 400])
+def test_what_is_more_than_any_machine_has(text):
+    """The ledger of a pool has no room for the number."""
+    with pytest.raises(ValueError, match="no machine has as much"):
+        environ.size(text)
+
+
 @pytest.mark.parametrize(
     ("name", "text", "why"),
     [

@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import threading
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from suspend_world import MOST, PAGE, World, worlds
+from suspend_world import BLOCKS, MOST, PAGE, World, worlds
 
 from kvpatch import state
 from kvpatch.patches.suspend import giving as module
 from kvpatch.patches.suspend import hooks, queue, watch
 from kvpatch.patches.suspend.giving import Stage
+from kvpatch.patches.suspend.spill import cached
 from kvpatch.patches.suspend.suspension import Phase
 from kvpatch.patches.suspend.watch import Look, Watch
+from kvpatch.upstream import kvcached_api, kvcached_limits
 
 __all__ = ["worlds"]
 
@@ -257,6 +260,221 @@ def test_a_limit_that_is_raised_again_before_a_step_leaves_the_engine_idle(world
     assert len(world.pool.used()) == 24
 
 
+def test_a_limit_that_is_raised_again_in_shm_leaves_an_idle_engine_what_it_has(worlds: Any) -> None:
+    """kvctl twice: no allocation comes that would bring the second limit."""
+    world = filled(worlds)
+    lower(world, 2)
+    assert world.giving.lowers
+    world.manager.limit = world.manager.reported = MOST * PAGE
+    world.giving.look()
+    assert not world.giving.lowers
+    world.until_idle()
+    assert len(world.pool.used()) == 24
+    assert world.manager.total == MOST
+
+
+def test_no_page_is_mapped_while_a_lower_limit_is_stored_for(worlds: Any) -> None:
+    world = filled(worlds)
+    world.tier.steps = 50
+    lower(world, 4)
+    assert world.giving.stage is Stage.STORING
+    assert not world.manager.in_shrink, "its allocations evict what is not being stored yet"
+    world.step()
+    assert world.giving.stage is Stage.STORING
+    assert world.manager.in_shrink, "its allocations map pages"
+    assert world.manager.target_num_blocks == 4 * BLOCKS
+    lower(world, MOST)
+    assert not world.manager.in_shrink
+    lower(world, 4)
+    world.until_idle()
+    assert (world.manager.in_shrink, world.manager.total) == (False, 4)
+
+
+class Requests:
+    """What running requests take: free blocks, or those of the coldest cached ones."""
+
+    def __init__(self, world: World, blocks: int) -> None:
+        world.add("runs").left = 1000
+        self.world, self.blocks = world, blocks
+        self.mapped = 0
+        self.lost: list[bytes] = []
+
+    def take(self) -> None:
+        """Allocate, at the beginning of a step."""
+        world = self.world
+        allocate(world)
+        if not world.manager.in_shrink:
+            self.mapped += self.blocks
+            return
+        coldest = list(world.pool._evictable_blocks)[: self.blocks]
+        there = set(world.tier.blocks) | {key for _, key, _ in world.tier.flying}
+        keys = [world.pool._block_id_to_key[block] for block in coldest]
+        self.lost += [key for key in keys if key not in there]
+        world.pool.evict_blocks(set(coldest))
+
+
+@pytest.mark.parametrize("by", ["kvctl", "kvpatch limit"])
+@pytest.mark.parametrize("piece", [1, 2, 64])
+def test_what_requests_take_while_a_limit_waits_is_stored_before(
+    worlds: Any, piece: int, by: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "PIECE", piece)
+    monkeypatch.setattr(module, "AHEAD", 6)
+    world = filled(worlds)
+    world.tier.steps = 3
+    requests = Requests(world, 3)
+    for _ in range(3):
+        world.step()
+    if by == "kvctl":
+        world.manager.limit = world.manager.reported = 2 * PAGE
+    else:
+        world.suspension.limit(2 * PAGE)
+        world.manager.reported = world.manager.limit
+    while world.pool._evictable_blocks:
+        requests.take()
+        world.step()
+    assert requests.lost == []
+    assert requests.mapped <= 2 * requests.blocks, "it grows above the limit"
+    world.check()
+
+
+def test_a_full_tier_does_not_let_an_engine_grow_above_its_limit(worlds: Any) -> None:
+    world = filled(worlds)
+    world._plan = lambda: world.spill.no_room(False)  # type: ignore[method-assign]
+    requests = Requests(world, 1)
+    world.step()
+    lower(world, 2)
+    for _ in range(5):
+        requests.take()
+        world.step()
+    assert world.giving.stage is Stage.STORING
+    assert world.manager.in_shrink
+    assert requests.mapped <= 2
+
+
+def test_a_piece_does_not_wait_for_what_is_stored_ahead_of_it(worlds: Any) -> None:
+    """Under load there is always more."""
+    world = filled(worlds)
+    old = cached(world.pool)
+    world.spill.begin(old[:2])
+    while not world.spill.settled(one.key for one in old[:2]):
+        world.steps += 1
+        world._plan()
+        world.tier.step(world.steps)
+    world.spill.add(old[2:4])
+    assert world.spill.settled(one.key for one in old[:2])
+    assert not world.spill.done
+    assert not world.spill.settled([old[2].key])
+
+
+def test_what_is_stored_ahead_takes_no_room_of_the_piece_and_is_tried_once(worlds: Any) -> None:
+    world = filled(worlds, room=5)
+    old = cached(world.pool)
+    world.spill.begin(old[:3])
+    world.spill.add(old[3:])
+    assert [one.key for one in world.spill.next()] == [one.key for one in old[:5]]
+    world.spill.no_room(forever=True)
+    world.spill.add(old[3:])
+    assert world.spill.next() == []
+
+
+def test_nothing_is_stored_ahead_for_an_engine_without_requests(worlds: Any) -> None:
+    world = filled(worlds)
+    lower(world, 5)
+    world.until_idle()
+    assert len(world.tier.blocks) == 2 * BLOCKS
+
+
+def test_a_limit_by_revision_holds_whatever_was_set_in_shm_before(worlds: Any) -> None:
+    """Once /dev/shm has had another limit, every allocation brings the one that is there."""
+    world = filled(worlds)
+    lower(world, 7)
+    for number, pages in enumerate((4, 7, 3)):
+        world.manager.set_memory_limit(pages * PAGE, revision=number)
+        allocate(world)
+        world.giving.advance()
+        for _ in range(20):
+            world.step()
+            allocate(world)
+            world.manager.reported = world.manager.limit  # kvcached's thread, as time passes
+        assert world.manager.limit == world.manager.total * PAGE == pages * PAGE
+
+
+WARNED = "the limit of revision 1 gives way to 6 MiB, set in /dev/shm after it"
+
+
+@pytest.mark.parametrize("pages", [5, 7, MOST])
+def test_a_limit_of_shm_after_a_revision_is_the_last_one(
+    worlds: Any, pages: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    """kvctl, in the quarter of a second in which an idle engine has not looked."""
+    world = filled(worlds)
+    world.manager.set_memory_limit(pages * PAGE, revision=1)  # MOST: what is there already
+    world.manager.limit = 6 * PAGE
+    world.giving.look()
+    assert world.manager.limit == 6 * PAGE
+    assert (WARNED in caplog.text) is True
+    for _ in range(3):
+        world.manager.reported = world.manager.limit
+        allocate(world)
+        world.until_idle()
+    assert world.manager.total == 6
+    world.manager.set_memory_limit(7 * PAGE, revision=2)
+    world.giving.look()
+    assert world.manager.limit == 7 * PAGE
+
+
+def test_a_revision_after_a_limit_of_shm_is_the_last_one(
+    worlds: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    """kvcached's thread has not read the one of /dev/shm yet."""
+    world = filled(worlds)
+    world.manager.limit = 6 * PAGE
+    world.manager.set_memory_limit(7 * PAGE, revision=1)
+    world.giving.look()
+    assert world.manager.limit == 7 * PAGE
+    assert "gives way" not in caplog.text
+
+
+def test_a_limit_of_shm_that_is_gone_is_none_that_a_revision_gives_way_to(worlds: Any) -> None:
+    """kvctl limit NAME 0, or a cleaner of /dev/shm."""
+    world = filled(worlds)
+    world.manager.set_memory_limit(7 * PAGE, revision=1)
+    world.manager.limit = 0
+    world.giving.look()
+    assert world.manager.limit == 7 * PAGE
+
+
+def test_an_idle_engine_writes_a_revision_to_shm(
+    worlds: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else it would be written over a limit of kvctl that is set hours later."""
+    world = filled(worlds)
+    watched = Watched(world, monkeypatch, None)
+    world.manager.set_memory_limit(7 * PAGE, revision=1)
+    assert watched.look() == 1
+    watched.sent[0].take(world.giving)
+    assert world.manager.limit == 7 * PAGE
+    assert watched.look() == 1
+
+
+def test_a_revision_that_cannot_be_written_to_shm_is_said_once(
+    worlds: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    world = filled(worlds)
+    tried: list[int] = []
+
+    def fail(*arguments: Any) -> None:
+        tried.append(1)
+        raise PermissionError("of a test")
+
+    monkeypatch.setattr(kvcached_api, "write_limit", fail)
+    world.manager.set_memory_limit(7 * PAGE, revision=1)
+    for _ in range(3):
+        world.giving.advance()
+    assert tried == [1]
+
+
 def test_pages_of_requests_that_wait_for_the_fence_are_not_waited_for(worlds: Any) -> None:
     """Under load there are always some; they are counted as given, too."""
     world = filled(worlds)
@@ -359,7 +577,7 @@ def test_an_idle_engine_sees_a_limit_that_a_program_in_its_process_set(
     """kvcached's set_memory_limit, on any thread: nothing is in /dev/shm, and nobody steps."""
     world = filled(worlds)
     watched = Watched(world, monkeypatch, None)
-    world.manager.resize(4 * PAGE)
+    world.manager.set_memory_limit(4 * PAGE, revision=1)
     assert world.giving.lowers
     assert watched.look() == 1
     watched.sent[0].take(world.giving)
@@ -431,3 +649,22 @@ def test_a_look_of_an_engine_that_cannot_is_kept_to_itself() -> None:
     look = Look(rests=True)
     look.take(SimpleNamespace())  # type: ignore[arg-type]
     assert look.taken.is_set()
+
+
+def test_a_free_on_another_thread_never_meets_a_limit_without_a_goal() -> None:
+    """kvcached asserts that there is one, which would end the engine."""
+    told: list[tuple[str, bool]] = []
+
+    class Manager:
+        block_mem_size = PAGE // BLOCKS
+        _lock = threading.RLock()
+
+        def __setattr__(self, name: str, value: Any) -> None:
+            other: list[bool] = []
+            free = threading.Thread(target=lambda: other.append(self._lock.acquire(blocking=False)))
+            free.start()
+            free.join()
+            told.append((name, not other[0]))
+
+    kvcached_limits.map_no_more(Manager(), 2 * PAGE)
+    assert told == [("target_num_blocks", True), ("in_shrink", True)]

@@ -32,7 +32,7 @@ def test_a_resumption_passes_it_and_a_suspension_does_not(
         (Suspension, "_take_back"),
         (Suspension, "_go_to"),
         (Hold, "set"),
-        (kvcached_api, "_write_limit"),
+        (kvcached_api, "write_limit"),
         (kvcached_api, "is_applied"),
     ):
         monkeypatch.setattr(owner, attribute, getattr(owner, attribute))  # taken back at the end

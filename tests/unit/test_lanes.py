@@ -32,10 +32,10 @@ def collect(run, tmp_path):
     return collect
 
 
-@pytest.mark.parametrize(
-    "lane",
-    ["unit", "wheel", "refusals", "engine", "faults", "long", "ascend", "npu", "versions", "bench"],
-)
+LANES = "unit,wheel,refusals,engine,faults,long,ascend,npu,versions,upstream,bench"
+
+
+@pytest.mark.parametrize("lane", LANES.split(","))
 def test_a_test_carries_the_mark_of_its_lane(collect, lane):
     done = collect(f"{lane}/test_it.py")
     assert done.code == 0
@@ -46,20 +46,17 @@ def test_a_test_carries_the_mark_of_its_lane(collect, lane):
 def test_a_test_outside_exactly_one_lane_fails_the_collection(collect, place):
     done = collect(place)
     assert done.code == pytest.ExitCode.USAGE_ERROR
-    assert (
-        "is in no lane: put it in one of "
-        "tests/{unit,wheel,refusals,engine,faults,long,ascend,npu,versions,bench}" in done.err
-    )
+    assert f"is in no lane: put it in one of tests/{{{LANES}}}" in done.err
 
 
-def test_a_lane_is_run_by_default_or_by_ci_or_has_an_environment_of_its_own():
+def test_a_lane_is_run_by_default_or_by_ci_or_takes_what_is_made_on_demand():
     lanes = set(runpy.run_path(str(TESTS / "conftest.py"))["LANES"])
     command = (TESTS.parent / "scripts/test").read_text()
     default = set(re.findall(r"lanes=\(tests/\{(.+)\}\)", command)[0].split(","))
     assert default == {"unit", "wheel", "refusals", "engine", "bench"}
     named = set(re.findall(r"lane scripts/test (\w+)", (TESTS.parent / ".ci/run").read_text()))
     assert named == {"faults", "long", "ascend"}
-    assert lanes - default - named == {"npu", "versions"}
+    assert lanes - default - named == {"npu", "versions", "upstream"}
 
 
 def test_the_unit_lane_needs_no_torch_and_no_vllm(run):

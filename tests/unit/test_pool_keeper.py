@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import os
+import shutil
 import threading
 import time
 from collections.abc import Iterator
@@ -13,7 +14,7 @@ import pytest
 from pool_world import MIB, counted
 
 from kvpatch.pool import keeper as keeping
-from kvpatch.pool import ledger
+from kvpatch.pool import ledger, member, record
 from kvpatch.pool.extents import Extents
 from kvpatch.pool.keeper import Keeper
 from kvpatch.pool.memory import Memory
@@ -57,7 +58,7 @@ class Engine:
         os.ftruncate(file, tier)
         self.memory = Memory(file)
         owner = Owner(0, 0, tier, MIB, 0.0, world.now, ledger.pid_namespace(), name)
-        self.member = ledger.join(ledger.record_of(world.folder, name), world.size, owner)
+        self.member = member.join(ledger.record_of(world.folder, name), world.size, owner)
         self.ranks = Ranks()
         self.extents = Extents(tier // CHUNK, CHUNK, MIB, world.clock)
         self.pinned: set[int] = set()
@@ -410,6 +411,37 @@ def test_what_is_not_deregistered_stays_committed_and_counted(world: World) -> N
     assert one.memory.committed == MIB
 
 
+@pytest.mark.parametrize("both", [False, True])
+def test_a_worker_that_failed_once_is_asked_again(world: World, both: bool) -> None:
+    """Also where it did not answer, and nobody knows what it has registered."""
+    one = world.engine()
+    one.store(PER)
+    one.ranks.failing = {"register", "deregister"} if both else {"register"}
+    one.keeper.need(PER)
+    one.keeper.turn()
+    for _ in range(3):
+        world.now += keeping.AGAIN
+        one.keeper.turn()
+        held = MIB * (1 + both)
+        assert one.memory.committed == one.member.committed == held, "counted twice"
+        assert "it does not" in one.keeper.broken
+    one.ranks.failing.clear()
+    world.now += keeping.AGAIN
+    one.turn()
+    assert len(one.store(PER)) == PER
+    assert one.keeper.broken == ""
+
+
+def test_an_engine_that_ends_gives_back_what_a_worker_has_not_undone(world: World) -> None:
+    one = world.engine()
+    one.ranks.failing = {"register", "deregister"}
+    one.keeper.turn()
+    assert one.member.committed == MIB
+    one.keeper.close()
+    assert one.member.committed == 0
+    world.engines.clear()
+
+
 def test_memory_that_is_not_there_is_tried_again_later(
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -454,6 +486,57 @@ def test_without_its_record_an_engine_gives_everything_back(world: World) -> Non
     assert one.memory.committed == 0
     assert "record" in one.keeper.broken
     assert not one.keeper.need(1)
+
+
+def test_an_engine_whose_record_was_removed_joins_again(world: World) -> None:
+    """As by systemd-logind with RemoveIPC=yes, when its user logs out."""
+    one = world.engine()
+    one.store(3 * PER)
+    one.member.held_by({os.getppid()})
+    assert ledger.set_limit(world.folder, 2 * MIB)
+    shutil.rmtree(world.folder)
+    one.turn(3)
+    assert one.memory.committed == 0
+    world.now += keeping.AGAIN
+    one.turn(2)
+    assert one.keeper.broken == ""
+    assert len(one.store(3 * PER)) == 3 * PER, "the limit is the one that it was started with"
+    assert counted(world.folder) == one.member.committed
+    other = world.engine("two")
+    (peer,) = other.member.look(0, 0.0).peers
+    file = os.open(peer.path, os.O_RDONLY)
+    assert {pid for pid, _ in record.read_processes(file)} == {os.getpid(), os.getppid()}
+    os.close(file)
+
+
+def test_a_limit_that_was_lowered_stays_lowered_when_the_records_were_removed(
+    world: World,
+) -> None:
+    one = world.engine()
+    assert ledger.set_limit(world.folder, 2 * MIB)
+    one.turn()
+    shutil.rmtree(world.folder)
+    one.turn(3)
+    world.now += keeping.AGAIN
+    one.turn(2)
+    assert one.keeper.broken == ""
+    assert one.keeper.view is not None
+    assert one.keeper.view.limit == 2 * MIB
+    other = world.engine("two")  # that was started with the same size
+    assert other.member.look(0, 0.0).limit == 2 * MIB
+
+
+def test_an_engine_does_not_join_a_pool_of_another_size(world: World) -> None:
+    one = world.engine()
+    shutil.rmtree(world.folder)
+    world.size = 16 * MIB
+    world.engine("two")
+    one.turn(3)
+    for _ in range(3):
+        world.now += keeping.AGAIN
+        one.turn(2)
+        assert one.memory.committed == 0
+        assert one.keeper.broken == keeping.REMOVED
 
 
 def test_the_thread_survives_an_error(world: World, monkeypatch: pytest.MonkeyPatch) -> None:

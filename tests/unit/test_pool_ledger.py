@@ -26,7 +26,9 @@ from pool_world import MIB, Engine, counted, in_child, join, killed_at, owner
 
 from kvpatch import private
 from kvpatch.pool import ledger, record
-from kvpatch.pool.ledger import Busy, Different, Foreign
+from kvpatch.pool.ledger import Busy, Foreign
+from kvpatch.pool.member import Different, Lingers, Member
+from kvpatch.pool.member import join as join_as
 from kvpatch.pool.memory import Memory
 from kvpatch.pool.record import Limit
 
@@ -145,6 +147,54 @@ def test_what_is_asked_for_between_a_look_and_its_answer_is_not_lost(folder: Pat
         member.leave()
 
 
+def test_what_was_given_is_not_given_again_where_the_answer_was_not_written(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one, two = join(folder, name="one"), join(folder, name="two")
+    (peer,) = two.look(0, 0.0).peers
+    two.ask(peer, MIB)
+    assert one.look(0, 0.0).asked == MIB
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(ledger, "TO_LOOK", 0.01)
+        file = os.open(folder, os.O_RDONLY)
+        fcntl.flock(file, fcntl.LOCK_EX)
+        one.answer()
+        os.close(file)
+    assert one.look(0, 0.0).asked == 0
+    two.ask(peer, MIB)
+    assert one.look(0, 0.0).asked == MIB, "another question"
+    one.leave()
+    two.leave()
+
+
+def test_a_limit_that_was_removed_is_there_again(folder: Path) -> None:
+    """A cleaner of /dev/shm takes what has not been written for days; records are, all the time."""
+    one = join(folder, name="one")
+    assert one.take(2 * MIB)
+    assert ledger.set_limit(folder, 4 * MIB)
+    assert one.look(0, 0.0).limit == 4 * MIB
+    for _ in range(2):
+        (folder / ledger.LIMIT).unlink()
+        assert one.look(0, 0.0).limit == 4 * MIB
+    (folder / ledger.LIMIT).unlink()
+    assert one.take(MIB)
+    assert not one.take(2 * MIB)
+    with pytest.raises(Different):
+        join(folder, 16 * MIB, name="two")
+    one.leave()
+    assert list(folder.iterdir()) == []
+
+
+def test_an_engine_whose_memory_is_not_freed_is_said(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ledger, "TO_START", 0.1)
+    one = join(folder, name="one")
+    with pytest.raises(Lingers, match="has not been freed"):
+        join(folder, name="one")
+    one.leave()
+
+
 def test_an_engine_whose_record_was_removed_takes_nothing_and_gives_all(folder: Path) -> None:
     """As systemd-logind does with RemoveIPC, or an operator: nobody counts what it has."""
     engine = Engine(folder, "one")
@@ -162,6 +212,16 @@ def test_an_engine_whose_record_was_removed_takes_nothing_and_gives_all(folder: 
     engine.leave()
     assert counted(folder) == 0
     other.leave()
+
+
+def test_an_engine_whose_record_was_removed_leaves_that_of_the_next_one(folder: Path) -> None:
+    one = join(folder, name="one")
+    one.path.unlink()
+    two = join(folder, name="one")
+    one.leave()
+    assert two.counted
+    assert two.take(MIB)
+    two.leave()
 
 
 def test_an_engine_that_ends_while_its_process_goes_on_counts_no_more(
@@ -274,7 +334,7 @@ def test_an_engine_of_another_container_counts_for_as_long_as_the_kernel_may_nee
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     one = join(folder, name="one")
-    two = ledger.join(ledger.record_of(folder, "two"), 8 * MIB, owner(namespace=1))
+    two = join_as(ledger.record_of(folder, "two"), 8 * MIB, owner(namespace=1))
     assert two.take(4 * MIB)
     fcntl.flock(two._file, fcntl.LOCK_UN)
     now = time.monotonic()
@@ -370,7 +430,7 @@ def test_a_folder_that_others_can_enter_is_neither_shown_nor_changed(folder: Pat
 
 
 def test_records_of_many_processes_and_long_names_fit(folder: Path) -> None:
-    one = ledger.join(ledger.record_of(folder, "one"), MIB, owner(name="é" * 100))
+    one = join_as(ledger.record_of(folder, "one"), MIB, owner(name="é" * 100))
     one.held_by([os.getpid()] * 200)
     assert len(record.read_processes(one._file)) == record.MOST_PROCESSES
     shown = ledger.show(folder)
@@ -457,7 +517,7 @@ class Pools(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
         self.folder = HERE / f"kvpatch-test-pool-{os.getpid()}-{os.urandom(4).hex()}"
-        self.watcher: ledger.Member | None = None
+        self.watcher: Member | None = None
         self.engines: dict[str, tuple[int, Any]] = {}
         self.files: dict[str, Memory] = {}
         self.has: dict[str, set[int]] = {}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -92,15 +93,40 @@ def test_a_late_answer_is_not_taken_for_the_next_one(
     engine: Ranks, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(ranks, "PATIENCE", 0.05)
-    go_on = threading.Event()
-    worker = Rank(engine.path, lambda wanted, offset, size: go_on.wait(60))
-    engine.accept(1)
+    go_on, device = threading.Event(), Device()
+
+    def late(wanted: bool, offset: int, size: int) -> bool:
+        go_on.wait(60)
+        return device(wanted, offset, size)
+
+    other = Device()
+    workers = [Rank(engine.path, late), Rank(engine.path, other)]
+    engine.accept(2)
     with pytest.raises(Failed):
         engine.register(0, MIB)
+    for _ in range(3):
+        with pytest.raises(Failed, match="before"):
+            engine.deregister(0, MIB)
     go_on.set()
-    with pytest.raises(Failed, match="before"):
-        engine.deregister(0, MIB)
-    worker.close()
+    # As a worker whose container was frozen: it goes on, and so does the pool.
+    monkeypatch.setattr(ranks, "PATIENCE", 60.0)
+    deadline = time.monotonic() + 60
+    while True:
+        try:
+            engine.deregister(0, MIB)
+            break
+        except Failed:
+            assert time.monotonic() < deadline
+            time.sleep(0.001)
+    assert device.ranges == other.ranges == {}
+    engine.register(MIB, MIB)
+    assert device.ranges == other.ranges == {MIB: MIB}
+    device.works = False
+    with pytest.raises(Failed, match="could not deregister"):
+        engine.deregister(MIB, MIB)
+    device.works = True
+    for worker in workers:
+        worker.close()
 
 
 def test_a_worker_that_does_not_connect_is_a_failure(

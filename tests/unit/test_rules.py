@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import logging
+from functools import cache
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from kvpatch import patches, rules, supported
+from harness.matrix import admission
+from kvpatch import admitted, patches, rules, supported
 from kvpatch.environ import (
+    FIRST_LIMIT,
     HOST_POOL,
     IDLE,
     TIER_PATIENCE,
@@ -21,9 +24,14 @@ from kvpatch.host_memory import HostMemory
 from kvpatch.patches.elastic_memory import configuration, lifting
 from kvpatch.patches.host_pool import rules as of_host_pool
 from kvpatch.patches.kvcached_compat.rules import V1_ON_LATER
+from kvpatch.patches.offloading.rules import (
+    DRAFTING,
+    DRAFTING_ON_DISK,
+    LATENT_COMBINED,
+    MULTI,
+)
 from kvpatch.patches.offloading.rules import HYBRID as HYBRID_RELEASES
 from kvpatch.patches.offloading.rules import LATENT as LATENT_RELEASES
-from kvpatch.patches.offloading.rules import LATENT_COMBINED, MULTI
 from kvpatch.patches.secondary_tiers.rules import TIERS
 from kvpatch.patches.simple_offload.rules import SIMPLE
 from kvpatch.pool import ledger
@@ -40,6 +48,11 @@ RULES = rules.of(feature.rules for feature in patches.FEATURES)
 def words(span: Span) -> str:
     """The validated releases of a span, as a sentence has them."""
     return in_ranges(validated(span))
+
+
+def why(code: str) -> str:
+    """The reason of a rule that the table of ``kvpatch.admitted`` words; its test has the words."""
+    return next(rule.why for rule in RULES if rule.code == code)
 
 
 def facts(
@@ -77,11 +90,17 @@ def config(connector: bool = True, **changes: Any) -> SimpleNamespace:
         use_v2_model_runner=False,
         attention_config=SimpleNamespace(),
         kv_transfer_config=transfer if connector else None,
-        scheduler_config=SimpleNamespace(policy="fcfs", scheduler_cls=None),
+        scheduler_config=SimpleNamespace(
+            policy="fcfs",
+            scheduler_cls=None,
+            enable_chunked_prefill=True,
+            disable_hybrid_kv_cache_manager=False,
+        ),
         cache_config=SimpleNamespace(enable_prefix_caching=True, cache_dtype="auto"),
         parallel_config=SimpleNamespace(
             world_size=2,
             tensor_parallel_size=2,
+            pipeline_parallel_size=1,
             data_parallel_size=1,
             decode_context_parallel_size=1,
             distributed_executor_backend="mp",
@@ -93,6 +112,8 @@ def config(connector: bool = True, **changes: Any) -> SimpleNamespace:
             is_encoder_decoder=False,
             use_mla=False,
             architecture="JambaForCausalLM",
+            enforce_eager=True,
+            enable_sleep_mode=False,
             get_sliding_window=lambda: None,
             hf_text_config=SimpleNamespace(),
         ),
@@ -149,6 +170,18 @@ HYBRID = {"model_config__is_hybrid": True}
 LATENT = {"model_config__use_mla": True}
 ONE_RANK = {"parallel_config__world_size": 1, "parallel_config__tensor_parallel_size": 1}
 FP8 = {"cache_config__cache_dtype": "fp8"}
+NO_PREFIX_CACHE = {"cache_config__enable_prefix_caching": False}
+STAGES = {
+    "parallel_config__world_size": 2,
+    "parallel_config__tensor_parallel_size": 1,
+    "parallel_config__pipeline_parallel_size": 2,
+}
+ENGINES = {
+    "machine__device": "cpu",
+    "parallel_config__data_parallel_size": 2,
+    "parallel_config__data_parallel_size_local": 2,
+} | ONE_RANK
+DRAFTS = {"speculative_config": SimpleNamespace(method="ngram")}
 # As compressed-tensors has it, from a checkpoint of llm-compressor.
 SCHEME = {"quant_config": SimpleNamespace(kv_cache_scheme={"num_bits": 8, "type": "float"})}
 GIB = 1 << 30
@@ -209,10 +242,38 @@ CASES: dict[str, tuple[list[dict[str, Any]], str]] = {
         "before vLLM 0.28; unset VLLM_USE_V2_MODEL_RUNNER, and use vLLM 0.28 or later for a model "
         "that needs V2, or set KVPATCH=0.",
     ),
+    "KVP604": (
+        [
+            {
+                "machine__device": "npu",
+                "parallel_config__world_size": 1,
+                "parallel_config__tensor_parallel_size": 1,
+            }
+        ],
+        "the KV connector OffloadingConnector is configured on an NPU, because vllm-ascend's "
+        "NPUOffloadingSpec does not import on the vLLM that it is paired with "
+        "(vllm-project/vllm-ascend#13389); use SimpleCPUOffloadConnector, or set KVPATCH=0.",
+    ),
+    "KVP606": (
+        [
+            {
+                "machine__device": "npu",
+                "kv_transfer_config__kv_connector": "SimpleCPUOffloadConnector",
+            }
+        ],
+        "on an NPU kv_transfer_config.kv_role is unset and not kv_both, because engines there are "
+        "validated with the settings of the one that ran only; configure these, which "
+        "docs/ascend.md lists, or set KVPATCH=0.",
+    ),
     "KVP312": (
         [{"attention_config__hisparse_config": SimpleNamespace()}],
         "HiSparse is configured, because it allocates KV cache outside kvcached's memory; "
         "remove the HiSparse configuration, or set KVPATCH=0.",
+    ),
+    "KVP373": (
+        [{"machine__environment": {FIRST_LIMIT.name: "8GiB"}}],
+        "KVPATCH_FIRST_LIMIT is set, because a limit at the start is validated on vLLM 0.32.0 "
+        "only; unset KVPATCH_FIRST_LIMIT, or install one of these releases, or set KVPATCH=0.",
     ),
     "KVP302": (
         [
@@ -306,25 +367,66 @@ CASES: dict[str, tuple[list[dict[str, Any]], str]] = {
             LATENT | ONE_RANK | V2_OF_34,
             LATENT | ONE_RANK | V2_OF_29 | multi("OffloadingConnector"),
             LATENT | ONE_RANK | V2_OF_29 | tiers("fs"),
-            LATENT | V2_OF_29,  # of two ranks
-            LATENT | V2_OF_32 | tiers("fs"),
-            LATENT | V2_OF_32 | multi("OffloadingConnector"),
+            LATENT | V2_OF_34,  # of two ranks
+            LATENT | V2_OF_30 | tiers("fs"),
+            LATENT | V2_OF_30 | multi("OffloadingConnector"),
             LATENT | ONE_RANK | tiers("fs") | {"machine__vllm": "0.32.0"},  # on Runner V1
         ],
         "a KV connector is configured for JambaForCausalLM, because latent attention is validated "
-        f"with one rank on Model Runner V2 of vLLM {words(LATENT_RELEASES)} only, and with "
-        f"secondary tiers or in MultiConnector on {words(LATENT_COMBINED)} only; use one of these, "
-        "or run this model without a KV connector, or set KVPATCH=0.",
+        f"on Model Runner V2 of vLLM {words(LATENT_RELEASES)} only, with secondary tiers or in "
+        f"MultiConnector on {words(LATENT_COMBINED)} only, and with several ranks "
+        f"{admitted.where('2 ranks')}; use one of these, or run this model without a KV connector, "
+        "or set KVPATCH=0.",
     ),
     "KVP306": (
-        [{"cache_config__enable_prefix_caching": False}],
-        "the prefix cache is disabled while a KV connector is configured, because that "
-        "combination is not validated; remove --no-enable-prefix-caching, or set KVPATCH=0.",
+        [
+            NO_PREFIX_CACHE | V2_OF_34,
+            NO_PREFIX_CACHE | V2_OF_32 | simple(),
+            NO_PREFIX_CACHE | V2_OF_32 | WINDOWS,
+        ],
+        f"the prefix cache is disabled while a KV connector is configured, because {why('KVP306')}"
+        "; remove --no-enable-prefix-caching, or set KVPATCH=0.",
+    ),
+    "KVP357": (
+        [
+            {"scheduler_config__enable_chunked_prefill": False} | V2_OF_34,
+            {"scheduler_config__enable_chunked_prefill": False, "model_config": None} | V2_OF_32,
+        ],
+        "chunked prefill is disabled while a KV connector is configured, because "
+        f"{why('KVP357')}; remove --no-enable-chunked-prefill, or set KVPATCH=0.",
+    ),
+    "KVP358": (
+        [
+            chunks(store_threshold=2),  # of 0.28.0, which counts lookups
+            chunks(store_threshold="2") | V2_OF_34,
+            chunks(store_threshold=2) | V2_OF_32 | WINDOWS,
+        ],
+        "store_threshold is set in kv_connector_extra_config, because "
+        f"{why('KVP358')}; remove store_threshold, or set KVPATCH=0.",
+    ),
+    "KVP359": (
+        [
+            chunks(block_size=64) | V2_OF_34,
+            chunks(blocks_per_chunk=2) | V2_OF_34 | WINDOWS,
+            chunks(block_size=64) | ONE_RANK | LATENT | V2_OF_32,
+        ],
+        "chunks of several blocks are configured in kv_connector_extra_config, because "
+        f"{why('KVP359')}; remove block_size and blocks_per_chunk from kv_connector_extra_config, "
+        "or set KVPATCH=0.",
+    ),
+    "KVP360": (
+        [{"scheduler_config__disable_hybrid_kv_cache_manager": True} | WINDOWS | V2_OF_34],
+        "the hybrid KV cache manager is disabled for a model with sliding windows, and a KV "
+        f"connector is configured, because {why('KVP360')}; remove "
+        "--disable-hybrid-kv-cache-manager, or set KVPATCH=0.",
     ),
     "KVP307": (
         [
             {"parallel_config__world_size": 4},
-            {"parallel_config__data_parallel_size": 2},
+            STAGES | V2_OF_34,
+            STAGES | V2_OF_32 | WINDOWS,
+            STAGES | V2_OF_32 | tiers("fs"),
+            {"parallel_config__world_size": 4, "parallel_config__pipeline_parallel_size": 2},
             {"parallel_config__decode_context_parallel_size": 2},
         ],
         "a KV connector is configured with parallelism other than tensor parallelism, because "
@@ -345,10 +447,17 @@ CASES: dict[str, tuple[list[dict[str, Any]], str]] = {
         "remove --scheduler-cls, or set KVPATCH=0.",
     ),
     "KVP309": (
-        [{"speculative_config": SimpleNamespace(method="ngram")}],
-        "a KV connector is configured with speculative decoding, because it has not been "
-        "validated by a store and load round trip; remove the speculative configuration, or set "
-        "KVPATCH=0.",
+        [
+            DRAFTS | ONE_RANK | V2_OF_34,
+            DRAFTS | V2_OF_32,  # of two ranks
+            DRAFTS | ONE_RANK | V2_OF_32 | LATENT,
+            DRAFTS | ONE_RANK | V2_OF_32 | WINDOWS,
+            DRAFTS | ONE_RANK | V2_OF_32 | FP8,
+            DRAFTS | ONE_RANK | V2_OF_32 | SCHEME,
+            DRAFTS | ONE_RANK | V2_OF_32 | {"model_config": None},
+        ],
+        "a KV connector is configured with speculative decoding by ngram, because "
+        f"{why('KVP309')}; remove the speculative configuration, or set KVPATCH=0.",
     ),
     "KVP340": (
         [
@@ -413,6 +522,12 @@ CASES: dict[str, tuple[list[dict[str, Any]], str]] = {
         [{"model_config__is_encoder_decoder": True}],
         "a KV connector is configured for JambaForCausalLM, because encoder-decoder models are "
         "not validated; run this model without a KV connector, or set KVPATCH=0.",
+    ),
+    "KVP361": (
+        [{"model_config__runner_type": "pooling"}],
+        "a KV connector is configured for JambaForCausalLM, because a model that is run for its "
+        "pooled states is not validated with one; run this model without a KV connector, or set "
+        "KVPATCH=0.",
     ),
     "KVP332": (
         [{"lora_config": SimpleNamespace()}, tiers("fs") | {"lora_config": SimpleNamespace()}],
@@ -551,6 +666,14 @@ CASES: dict[str, tuple[list[dict[str, Any]], str]] = {
         "them; what kvpatch adds is validated on vLLM 0.26 and later; remove kv_events_config, or "
         "install a later vLLM, or set KVPATCH=0.",
     ),
+    "KVP374": (
+        [
+            ENGINES,
+            ENGINES | V2_OF_32,
+        ],
+        f"data parallelism over 2 engines is configured, because {why('KVP374')}; start each "
+        "engine as a server of its own, without --data-parallel-size, or set KVPATCH=0.",
+    ),
     "KVP329": (
         [tiers("fs") | {"machine__vllm": "0.22.1"}],
         "a secondary tier is configured, because the tiers of this vLLM keep their blocks when "
@@ -659,7 +782,10 @@ def test_without_a_connector_only_what_kvcached_cannot_run_matters(code, changes
     changes = {n: v for n, v in changes.items() if not n.startswith("kv_transfer_config")}
     (rule,) = (rule for rule in RULES if rule.code == code)
     refused = check(config(connector=False, **changes))
-    assert (None if refused is None else refused.code) == (None if rule.with_connector else code)
+    wanted = None if rule.with_connector else code
+    if changes.get("machine__device") == "npu":
+        wanted = "KVP606"  # which refuses an engine without one
+    assert (None if refused is None else refused.code) == wanted
 
 
 @pytest.mark.parametrize(
@@ -699,9 +825,6 @@ def test_without_a_connector_only_what_kvcached_cannot_run_matters(code, changes
         WINDOWS,
         WINDOWS | chunks(blocks_per_chunk=1),
         WINDOWS | simple(block_size=64),  # which ignores it
-        WINDOWS | chunks(blocks_per_chunk=2) | V2_OF_33,
-        chunks(block_size=64),
-        chunks(block_size=64) | {"model_config": None},
         {"model_config__enable_sleep_mode": False, "model_config__enable_cumem_allocator": False},
         {"parallel_config__distributed_executor_backend": None},
         {"parallel_config__distributed_executor_backend": "uni"},
@@ -723,6 +846,18 @@ def test_a_pool_takes_no_more_than_it_has_and_needs_no_more_than_the_tier(monkey
     monkeypatch.setattr(ledger, "show", lambda home: shown)
     assert check(config(**pooled() | tier(64, shm=44))) is None
     assert check(config(**pooled() | tier(64, shm=43))).code == "KVP348"
+    # And what they may still take, they take too.
+    owner = owner._replace(committed=10 * GIB, ceiling=40 * GIB)
+    shown = Limit(64 * GIB, 64 * GIB), [ledger.Peer(Path("one"), owner, False)]
+    assert check(config(**pooled() | tier(40, shm=54))) is None
+    refused = check(config(**pooled() | tier(40, shm=30)))
+    assert refused.code == "KVP348"
+    assert "this engine and 1 more may take 64.0 GiB of the host pool" in str(refused)
+    shown = Limit(64 * GIB, 40 * GIB), shown[1]  # by kvpatch pool
+    assert check(config(**pooled() | tier(40, shm=30))) is None
+    shown = Limit(64 * GIB, 40 * GIB), [ledger.Peer(Path("one"), owner, True)]
+    assert check(config(**pooled() | tier(60, shm=50))) is None
+    assert check(config(**pooled() | tier(60, shm=49))).code == "KVP348"
 
     def unreadable(home):
         raise ledger.Busy
@@ -886,6 +1021,175 @@ def on(release: str) -> dict[str, Any]:
     return {"machine__vllm": release, "use_v2_model_runner": release in ("0.32.0",)}
 
 
+# Speculative decoding
+
+
+@cache
+def tried(features):
+    return admission.tried(features, ["0.32.0"])
+
+
+@pytest.fixture
+def ran(monkeypatch):
+    """Say that all cells of features of 0.32.0 ran."""
+
+    def ran(*features):
+        monkeypatch.setattr(admitted, "table", lambda: tried(features))
+
+    return ran
+
+
+@pytest.mark.parametrize("v2", [False, True])
+@pytest.mark.parametrize("connector", [{}, simple(), multi("OffloadingConnector"), tiers("fs")])
+@pytest.mark.parametrize(("method", "feature"), DRAFTING.items())
+def test_drafts_that_were_compared_start(ran, method, feature, connector, v2):
+    ran(feature)
+    made = {"speculative_config": SimpleNamespace(method=method), "use_v2_model_runner": v2}
+    refused = check(config(**made, **connector, **ONE_RANK, machine__vllm="0.32.0"))
+    # A folder is not named after the weights of what drafts.
+    if connector == tiers("fs") and method not in DRAFTING_ON_DISK:
+        assert refused.code == "KVP309"
+    else:
+        assert refused is None
+
+
+@pytest.mark.parametrize("method", ["eagle", "mtp"])
+def test_drafts_of_another_method_are_refused(ran, method):
+    ran("ngram")
+    made = config(speculative_config=SimpleNamespace(method=method), **ONE_RANK, **V2_OF_32)
+    refusal = check(made)
+    assert refusal.code == "KVP309"
+    assert refusal.what == f"a KV connector is configured with speculative decoding by {method}"
+
+
+# Latent attention on several ranks
+
+
+@pytest.mark.parametrize("connector", [{}, simple(), multi("OffloadingConnector"), tiers("fs")])
+def test_latent_attention_on_several_ranks_starts_where_it_ran(ran, monkeypatch, connector):
+    made = config(**LATENT, **V2_OF_32, **connector)
+    monkeypatch.setattr(admitted, "table", dict)
+    assert check(made).code == "KVP305"
+    ran("2 ranks")
+    assert check(made) is None
+    made = config(**LATENT | STAGES | V2_OF_32 | connector)
+    assert check(made).code == "KVP307"  # not all of tensor parallelism
+    made = config(**LATENT, **connector, machine__vllm="0.32.0")
+    assert check(made).code == "KVP305"  # on Runner V1
+
+
+# Data parallelism
+
+
+@pytest.mark.parametrize("v2", [False, True])
+@pytest.mark.parametrize(
+    "connector",
+    [
+        {},
+        simple(),
+        simple(lazy_offload=True),
+        multi("OffloadingConnector"),
+        tiers("fs"),
+        {"kv_transfer_config": None},
+    ],
+)
+def test_engines_of_one_server_start_where_they_ran(ran, monkeypatch, connector, v2):
+    made = config(**ENGINES | connector, use_v2_model_runner=v2, machine__vllm="0.32.0")
+    monkeypatch.setattr(admitted, "table", dict)
+    assert check(made).code == "KVP374"
+    ran("2 engines")
+    assert check(made) is None
+    older = config(**ENGINES | connector, machine__vllm="0.28.0")
+    assert check(older).code == "KVP374"
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"parallel_config__data_parallel_size": 3, "parallel_config__data_parallel_size_local": 3},
+        {"parallel_config__data_parallel_size": 4},  # of which two are on another machine
+        {"parallel_config__data_parallel_size_local": 1},
+        {"parallel_config__data_parallel_backend": "ray"},
+        {"parallel_config__world_size": 2, "parallel_config__tensor_parallel_size": 2},
+        {"model_config__is_moe": True},
+        {"machine__device": "cuda"},
+        {"machine__environment": {HOST_POOL.name: "64GiB@rules"}, "machine__memory": None},
+        {"machine__environment": {IDLE.name: "30s"}},
+        {"cache_config__cache_dtype": "fp8"},
+        DRAFTS,
+        WINDOWS,
+        multi("OffloadingConnector", engine_id="mine"),
+    ],
+)
+def test_engines_of_one_server_start_as_they_ran_only(ran, changes):
+    ran("2 engines", "4 engines", "ngram")
+    made = config(**ENGINES | V2_OF_32 | changes)
+    broken = [rule.code for rule in RULES if rule.refusal(made, facts(**made.machine))]
+    assert "KVP374" in broken
+
+
+def test_four_engines_start_with_what_ran(ran):
+    ran("2 engines", "4 engines")
+    four = {
+        "parallel_config__data_parallel_size": 4,
+        "parallel_config__data_parallel_size_local": 4,
+    }
+    assert check(config(**ENGINES | V2_OF_32 | four)) is None
+    assert check(config(**ENGINES | V2_OF_32 | four | simple())).code == "KVP374"
+
+
+# Settings that change steps or blocks
+
+WHOLE = {"scheduler_config__enable_chunked_prefill": False}
+ONE_GROUP = {"scheduler_config__disable_hybrid_kv_cache_manager": True} | WINDOWS
+
+
+@pytest.mark.parametrize(
+    ("feature", "changes", "code"),
+    [
+        ("no prefix cache", NO_PREFIX_CACHE, "KVP306"),
+        ("no prefix cache", NO_PREFIX_CACHE | tiers("fs"), "KVP306"),
+        ("whole prompts", WHOLE, "KVP357"),
+        ("whole prompts", WHOLE | WINDOWS, "KVP357"),
+        ("whole prompts", WHOLE | simple(lazy_offload=True), "KVP357"),
+        ("store threshold", chunks(store_threshold=3), "KVP358"),
+        ("chunks", chunks(block_size=64), "KVP359"),
+        ("chunks", chunks(blocks_per_chunk="4"), "KVP359"),
+        ("2 stages", STAGES, "KVP307"),
+        ("2 stages", STAGES | multi("OffloadingConnector"), "KVP307"),
+        ("no hybrid manager", ONE_GROUP, "KVP360"),
+        ("no hybrid manager", ONE_GROUP | simple(), "KVP360"),
+    ],
+)
+def test_a_setting_that_ran_starts(ran, monkeypatch, feature, changes, code):
+    made = config(**V2_OF_32, **changes)
+    monkeypatch.setattr(admitted, "table", dict)
+    assert check(made).code == code
+    ran(feature)
+    assert check(made) is None
+    elsewhere = facts(**made.machine)._replace(contiguous=False)
+    assert check(made, elsewhere) is None  # which ran as well
+    assert check(config(**changes, machine__vllm="0.31.0")).code == code
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        WHOLE | LATENT | ONE_RANK | V2_OF_32,  # whose cells ran so
+        chunks(store_threshold=1),
+        chunks(store_threshold=0),
+        chunks(blocks_per_chunk=1),
+        chunks(block_size=32) | {"cache_config__block_size": 32},
+        simple(store_threshold=2, block_size=64),  # keys that it does not read
+        {"scheduler_config__disable_hybrid_kv_cache_manager": True} | V2_OF_32,
+        ONE_GROUP | {"machine__vllm": "0.21.0"},  # whose cells ran so
+    ],
+)
+def test_a_setting_that_changes_nothing_starts(monkeypatch, changes):
+    monkeypatch.setattr(admitted, "table", dict)
+    assert check(config(**changes)) is None
+
+
 # The host's memory
 
 
@@ -958,7 +1262,9 @@ def test_a_tier_that_fits_is_not_warned_of(caplog, changes):
 def test_a_refused_configuration_is_not_warned_of(caplog):
     logger = logging.getLogger("vllm.kvpatch")
     logger.addHandler(caplog.handler)
-    refused = check(config(**tier(64, swap=10, available=60), speculative_config=object()))
+    refused = check(
+        config(**tier(64, swap=10, available=60), speculative_config=SimpleNamespace(method="mtp"))
+    )
     logger.removeHandler(caplog.handler)
     assert refused is not None
     assert caplog.records == []

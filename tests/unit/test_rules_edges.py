@@ -241,7 +241,6 @@ ALONE = LATENT | ONE_RANK | V2_OF_29
         (ALONE, None),
         (ALONE | simple(), None),
         (ALONE | {"use_v2_model_runner": False}, "KVP305"),
-        (ALONE | {"parallel_config__world_size": 2}, "KVP305"),
         (LATENT | ONE_RANK | V2_OF_32 | tiers("fs"), None),
         (LATENT | ONE_RANK | V2_OF_32 | multi(OFFLOADING), None),
         (LATENT | ONE_RANK | V2_OF_30 | tiers("fs"), "KVP305"),

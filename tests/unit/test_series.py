@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import time
+from threading import enumerate as enumerate_threads
 from types import SimpleNamespace
 
 import pytest
@@ -13,7 +15,7 @@ from kvpatch.environ import HOST_POOL, KVCACHED_CONTIGUOUS, STATUS_DIR
 from kvpatch.patch import Outcome
 from kvpatch.patches.fence.fence import Fence
 from kvpatch.patches.metrics import hooks, snapshot
-from kvpatch.telemetry import series
+from kvpatch.telemetry import follower, series
 from kvpatch.telemetry import status_page as page
 from kvpatch.telemetry.prometheus import PREFIX, Classes, Metrics
 
@@ -28,7 +30,7 @@ def place(tmp_path, monkeypatch):
 class Server:
     """An API server of one engine with Prometheus' own metrics."""
 
-    def __init__(self, connector="OffloadingConnector"):
+    def __init__(self, connector="OffloadingConnector", disks=(), configured=None):
         self.registry = CollectorRegistry()
 
         def of(kind):
@@ -46,6 +48,7 @@ class Server:
             {0: ["llama", "0"]},
             [*FACTS, connector],
             {"fence": "applied"},
+            configured or series.Configured((connector,) if connector else (), tuple(disks)),
         )
 
     def value(self, name, **labels):
@@ -84,14 +87,132 @@ def test_what_is_counted_is_zero_from_the_start(monkeypatch: pytest.MonkeyPatch)
     assert [server.value("fence_held_pages_total", rule=rule) for rule in series.RULES] == [0, 0]
     assert server.value("fence_hold_seconds_count") == 0
     every = {one.name for one in (*series.COUNTERS, *series.HISTOGRAMS)}
-    assert set(series.at_start(connector)) == every - {"host_pool_evicted_blocks"}
+    of_disks = {"disk_bytes", "disk_errors"}
+    # Only a worker in the engine's process says what it verified, in debug mode.
+    every -= {"verified_blocks"}
+    plain = series.Configured((connector,))
+    assert set(series.at_start(plain)) == every - of_disks - {"host_pool_evicted_blocks"}
     monkeypatch.setenv(HOST_POOL.name, "1GiB")
-    assert set(series.at_start(connector)) == every
+    assert set(series.at_start(series.Configured((connector,), tuple(DISKS)))) == every
+
+
+DISKS = [("OffloadingConnector", "fs")]
+
+
+def test_connectors_inside_a_multi_connector_have_series_of_their_own():
+    """What both moved was one series of MultiConnector."""
+    names = ("OffloadingConnector", "SimpleCPUOffloadConnector")
+    server = Server("MultiConnector", configured=series.Configured(names))
+    for name in names:
+        assert server.value("offload_bytes_total", connector=name, outcome="stored") == 0
+    parts = {
+        name: {"bytes": {"stored": 8 * many}, "operations": {"dropped": many}}
+        for many, name in enumerate(names, 1)
+    }
+    server.metrics.observe(
+        series.Sender().message(described(connector="MultiConnector", parts=parts)), 0
+    )
+    for many, name in enumerate(names, 1):
+        assert server.value("offload_bytes_total", connector=name, outcome="stored") == 8 * many
+        dropped = server.value("offload_operations_total", connector=name, outcome="dropped")
+        assert dropped == many
+    whole = {"connector": "MultiConnector", "outcome": "stored"}
+    assert server.value("offload_bytes_total", **whole) is None
+
+
+def test_refused_calls_are_counted_from_zero():
+    server = Server("")
+    calls = ("suspend", "resume", "limit", "collective_rpc")
+    assert [server.value("refused_calls_total", call=call) for call in calls] == [0] * 4
+    server.metrics.observe(series.Sender().message(described(refused={"limit": 2})), 0)
+    assert server.value("refused_calls_total", call="limit") == 2
+
+
+def test_only_debug_mode_has_verified_blocks():
+    server = Server()
+    server.metrics.observe(series.Sender().message(described(verified=None)), 0)
+    assert server.value("verified_blocks_total", outcome="loaded") is None
+    checked = {"stored": 3, "loaded": 2, "unverified": 0}
+    server.metrics.observe(series.Sender().message(described(verified=checked)), 0)
+    found = [server.value("verified_blocks_total", outcome=one) for one in checked]
+    assert found == [3, 2, 0]
+
+
+def found_by_tier(server, name):
+    tiers = ("device", "cpu", "disk")
+    return [server.value(f"{name}_tokens_total", tier=tier) for tier in tiers]
+
+
+def test_what_one_tier_does_not_have_is_looked_up_in_the_next():
+    server, sender = Server(disks=DISKS), series.Sender()
+    assert found_by_tier(server, "lookup") == found_by_tier(server, "hit") == [0, 0, 0]
+    assert server.value("lost_hit_tokens_total") == 0
+    disks = [{"connector": "OffloadingConnector", "tier": "fs", "errors": {}, "bytes": {}}]
+    queries = {"device": 100, "tier": 60}
+    later = {"device": 40, "tier": 30, "disk": 10}
+    for hits, lost in (({"device": 40, "tier": 20}, 0), (later, 7)):
+        now = described(hits=hits, queries=queries, lost_tokens=lost, disks=disks)
+        server.metrics.observe(sender.message(now), 0)
+    assert found_by_tier(server, "lookup") == [100, 60, 40]
+    assert found_by_tier(server, "hit") == [40, 20, 10]
+    assert server.value("lost_hit_tokens_total") == 7
+
+
+def test_tiers_that_are_not_there_are_not_looked_up_in():
+    counted = {"hits": {"device": 1}, "queries": {"device": 2}}
+    assert series.counters(described(connector="", **counted))["hit_tokens"] == [(["device"], 1)]
+    found = series.counters(described(**counted))["lookup_tokens"]
+    assert found == [(["device"], 2), (["cpu"], 0)]
+    assert "hit_tokens" not in series.counters(described(hits=None, queries=None))
+
+
+def test_errors_of_a_disk_are_zero_from_the_start():
+    server = Server(disks=DISKS * 2)  # of two tiers of one type
+    of = {"connector": "OffloadingConnector", "tier": "fs"}
+    kinds = ("store", "load", "damaged", "lookup", "late")
+    assert [server.value("disk_errors_total", error=kind, **of) for kind in kinds] == [0] * 5
+    moved = [server.value("disk_bytes_total", outcome=one, **of) for one in ("stored", "loaded")]
+    assert moved == [0, 0]
+    assert Server().value("disk_errors_total", error="load", **of) is None
+
+
+def test_two_disks_of_one_type_are_one_series():
+    server, sender = Server(), series.Sender()
+    one = {"connector": "OffloadingConnector", "tier": "fs"}
+    disks = [
+        one | {"errors": {"load": number}, "bytes": {"stored": 8 * number, "loaded": 0}}
+        for number in (1, 2)
+    ]
+    server.metrics.observe(sender.message(described(disks=disks)), 0)
+    assert server.value("disk_errors_total", error="load", **one) == 3
+    disks[1]["errors"] = {"load": 5}
+    server.metrics.observe(sender.message(described(disks=disks)), 0)
+    assert server.value("disk_errors_total", error="load", **one) == 6
+    assert server.value("disk_bytes_total", outcome="stored", **one) == 24
+
+
+def test_the_bytes_of_every_tier_add_up_to_its_size():
+    """The blocks of a tier were there, and what they take of the host was not."""
+    server = Server()
+    tiers = [
+        {"connector": name, "tier": "cpu", "used_bytes": used, "total_bytes": 100}
+        for name, used in (("OffloadingConnector", 30), ("SimpleCPUOffloadConnector", 0))
+    ]
+    server.metrics.observe(series.Sender().message(described(tiers=tiers)), 0)
+    for one in tiers:
+        labels = {"connector": one["connector"], "tier": "cpu"}
+        assert server.value("tier_bytes", state="used", **labels) == one["used_bytes"]
+        assert server.value("tier_bytes", state="free", **labels) == 100 - one["used_bytes"]
 
 
 def test_an_engine_without_a_connector_has_no_series_of_one():
     assert Server("").value("fence_released_pages_total") is None
-    assert series.at_start("") == {}
+    # Whether a tier would have found something is worth to know before there is one.
+    lookups = {"lookup_tokens", "hit_tokens", "lost_hit_tokens"}
+    assert set(series.at_start(series.Configured())) == lookups | {"refused_calls"}
+    assert Server("").value("lookup_tokens_total", tier="device") == 0
+    assert Server("").value("lookup_tokens_total", tier="cpu") is None
+    assert Server("").value("lost_hit_tokens_total") == 0
 
 
 def test_a_label_has_one_value_and_one_meaning():
@@ -122,9 +243,9 @@ def test_the_last_step_is_a_time(monkeypatch):
 
 
 def test_units_and_names_are_prometheus():
-    units = ("_bytes", "_seconds", "_blocks", "_pages", "_operations")
+    units = ["bytes", "seconds", "blocks", "pages", "operations", "errors", "tokens", "calls"]
     for one in (*series.COUNTERS, *series.GAUGES, *series.HISTOGRAMS):
-        assert one.name.endswith(units) or one.name == "elastic"
+        assert one.name.rpartition("_")[2] in units or one.name == "elastic"
         assert not one.name.endswith("_total")  # which the client adds to counters
         assert one.help.endswith(".")
     assert b"# TYPE vllm:kvpatch_fence_hold_seconds histogram" in generate_latest(Server().registry)
@@ -187,29 +308,144 @@ def test_the_holds_of_an_engine_reach_its_message(monkeypatch):
 # Before the first request
 
 
-@pytest.mark.parametrize("engines", [1, 2])
-def test_gauges_are_there_before_the_first_request(monkeypatch, engines):
-    """Memory that is reserved at idle was invisible. Of two engines it is not told whose it is."""
-    writer = page.Writer(os.getpid(), "0.1.0")
-    server = {"pid": os.getppid(), "started": 1}
-    writer.write({"beats": True, "server": server, "engine": described()})
-    found = Server()
+def engines_page(number=0, **changes):
+    """Publish an engine that this process has started."""
+    device = described()["device"] | changes
+    content = {"beats": True, "server": {"pid": os.getpid(), "started": 1}}
+    writer = page.Writer(PIDS[number], "0.1.0")
+    writer.write(content | {"engine": described(device=device, index=number)})
+    return writer
+
+
+@pytest.fixture(autouse=True)
+def living(monkeypatch):
+    """Every page is of a process that runs."""
+    monkeypatch.setattr(page, "life", lambda found: page.Life.RUNS)
+
+
+PIDS = (2000000001, 2000000002)
+
+
+@pytest.fixture
+def starts(monkeypatch):
+    """Return what starts an API server of some engines, with vLLM's row for it."""
     monkeypatch.setattr(hooks.record, "features", {"fence": Outcome.APPLIED})
     monkeypatch.setenv(KVCACHED_CONTIGUOUS.name, "true")
-    prom = SimpleNamespace()
-    fresh = CollectorRegistry()
-    for name, kind in (("counter", Counter), ("gauge", Gauge), ("histogram", Histogram)):
 
-        def made(kind=kind, multiprocess_mode="", **given):
-            return kind(registry=fresh, **given)
+    def start(engines):
+        prom, fresh = SimpleNamespace(), CollectorRegistry()
+        for name, kind in (("counter", Counter), ("gauge", Gauge), ("histogram", Histogram)):
 
-        setattr(prom, f"_{name}_cls", made)
-    config = SimpleNamespace(kv_transfer_config=SimpleNamespace(kv_connector="OffloadingConnector"))
-    labels = {number: ["llama", str(number)] for number in range(engines)}
-    hooks.around_prometheus(lambda *given: None, prom, (config, list(found.labels), labels), {})
-    value = fresh.get_sample_value(f"{PREFIX}device_limit_bytes", found.labels)
-    assert value == (128 if engines == 1 else None)
-    assert fresh.get_sample_value(f"{PREFIX}fence_released_pages_total", found.labels) == 0
+            def made(kind=kind, multiprocess_mode="", **given):
+                return kind(registry=fresh, **given)
+
+            setattr(prom, f"_{name}_cls", made)
+        transfer = SimpleNamespace(
+            kv_connector="OffloadingConnector",
+            kv_connector_module_path=None,
+            kv_connector_extra_config={
+                "spec_name": "TieringOffloadingSpec",
+                "secondary_tiers": [{"type": "fs"}],
+            },
+        )
+        config = SimpleNamespace(kv_transfer_config=transfer)
+        labels = {number: ["llama", str(number)] for number in range(engines)}
+        names = ["model_name", "engine"]
+        hooks.around_prometheus(lambda *given: None, prom, (config, names, labels), {})
+
+        def value(name, engine=0, **labels):
+            own = {"model_name": "llama", "engine": str(engine)} | labels
+            return fresh.get_sample_value(PREFIX + name, own)
+
+        return state.of(prom, Metrics), value
+
+    return start
+
+
+@pytest.mark.parametrize("engines", [1, 2])
+def test_gauges_are_there_before_the_first_request(starts, engines):
+    """Memory that is reserved at idle was invisible, and of several engines all gauges were."""
+    for number in range(engines):
+        engines_page(number, total_pages=16 * (number + 1))
+    _, value = starts(engines)
+    limits = [value("device_limit_bytes", number) for number in range(engines)]
+    assert limits == [128, 256][:engines]
+    assert value("fence_released_pages_total") == 0
+    of = {"connector": "OffloadingConnector", "tier": "fs"}
+    assert value("disk_errors_total", error="late", **of) == 0
+
+
+def test_gauges_follow_an_engine_that_makes_no_step(starts):
+    """kvcached reserves pages on a thread, after the series were made: they stayed at 0."""
+    writer = engines_page(reserved_pages=0)
+    metrics, value = starts(1)
+    assert value("device_bytes", state="reserved") == 0
+    del writer
+    engines_page(reserved_pages=5)
+    follower.look(metrics)
+    assert value("device_bytes", state="reserved") == 40
+
+
+def test_gauges_are_followed_by_a_thread_that_ends_with_them(starts, monkeypatch):
+    monkeypatch.setattr(follower, "INTERVAL", 0.01)
+    engines_page(reserved_pages=0)
+    metrics, value = starts(1)
+    engines_page(reserved_pages=5)
+    assert within_seconds(lambda: value("device_bytes", state="reserved") == 40)
+    metrics.fuse.off = "an error"
+    assert within_seconds(lambda: "kvpatch-gauges" not in [one.name for one in enumerate_threads()])
+
+
+def within_seconds(holds, seconds=10):
+    end = time.monotonic() + seconds
+    while not holds() and time.monotonic() < end:
+        time.sleep(0.01)
+    return holds()
+
+
+def test_a_page_does_not_undo_a_later_message(starts):
+    engines_page(reserved_pages=5)
+    metrics, value = starts(1)
+    message = series.Sender().message(described())
+    metrics.observe(message, 0)
+    follower.look(metrics)  # what was written before the message was made
+    assert value("device_bytes", state="reserved") == 16
+    metrics.observe(message | {"at": message["at"] - 100, "counters": {}}, 0)
+    follower.look(metrics)
+    assert value("device_bytes", state="reserved") == 16
+
+
+def test_a_page_that_does_not_say_which_engine_it_is_of_is_that_of_the_only_one(starts):
+    """That of an older kvpatch; of two engines it is not told whose it is."""
+    content = {"beats": True, "server": {"pid": os.getpid(), "started": 1}}
+    page.Writer(PIDS[0], "0.1.0").write(content | {"engine": described()})
+    assert starts(1)[1]("device_limit_bytes") == 128
+    assert starts(2)[1]("device_limit_bytes") is None
+
+
+def test_two_pages_of_one_number_are_nobodys(starts):
+    writer = page.Writer(PIDS[1], "0.1.0")
+    content = {"beats": True, "server": {"pid": os.getpid(), "started": 1}}
+    writer.write(content | {"engine": described(index=0)})
+    engines_page(0)
+    assert starts(2)[1]("device_limit_bytes") is None
+
+
+def test_the_last_step_of_a_page_is_as_of_the_page(starts, monkeypatch):
+    monkeypatch.setattr(follower.time, "time", lambda: 1000.0 + time.monotonic())
+    writer = engines_page()
+    written = page.read(writer.path).content["written"]
+    _, value = starts(1)
+    assert value("last_step_timestamp_seconds") == int(1000.0 + written - 2.0)
+
+
+def test_a_page_that_cannot_be_shown_leaves_the_series_on(starts):
+    content = {"beats": True, "server": {"pid": os.getpid(), "started": 1}}
+    page.Writer(PIDS[0], "0.1.0").write(content | {"engine": {"index": 0}})
+    metrics, value = starts(1)
+    follower.follow(metrics)
+    assert metrics.fuse.off == ""
+    assert value("fence_released_pages_total") == 0
 
 
 @pytest.mark.parametrize(("contiguous", "layers"), [("true", 6), ("false", 1)])

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from kvpatch.patches.simple_offload import eviction
+from kvpatch.refusal import Refusal
 
 
 class Tier:
@@ -248,3 +249,9 @@ def test_a_prompt_does_not_wait_for_a_tier_without_room(tokens: int):
 
 def test_a_prompt_that_fits_does_not_wait():
     assert match(planner(cached=8, free=3), tokens=48, hit=16) == (16, True)
+
+
+def test_a_pool_that_is_vllms_own_is_refused():
+    scheduler = SimpleNamespace(_lazy_mode=True, _gpu_block_pool=SimpleNamespace())
+    with pytest.raises(Refusal, match="KVP401"):
+        eviction.around_bind(lambda pool: None, scheduler, (scheduler._gpu_block_pool,), {})

@@ -14,6 +14,7 @@ from kvpatch.patches.simple_offload import lifetime, metrics, registration
 from kvpatch.patches.simple_offload.eviction import Lazy
 from kvpatch.refusal import Refusal
 from kvpatch.telemetry.counters import Totals
+from kvpatch.upstream.connectors import SIMPLE
 
 
 def scheduler(stores: bool = False, above: int | None = None, **fields: Any) -> Any:
@@ -98,10 +99,10 @@ def test_a_steps_store_and_load_are_counted(monkeypatch):
     totals = state.attach(one, Totals())
     monkeypatch.setattr(Totals, "moved", lambda self, *what: moved.append((self, *what)))
     assert metrics.around_plan(lambda output: meta, one, ("step",), {}) is meta
-    assert moved == [(totals, "stored", 1, 48), (totals, "loaded", 1, 16)]
+    assert moved == [(totals, "stored", 1, 48, SIMPLE), (totals, "loaded", 1, 16, SIMPLE)]
     meta.store_gpu_blocks = []
     metrics.around_plan(lambda output: meta, one, ("step",), {})
-    assert moved[2:] == [(totals, "loaded", 1, 16)]
+    assert moved[2:] == [(totals, "loaded", 1, 16, SIMPLE)]
     with totals.fuse:
         raise ValueError("an error of counting")
     assert metrics.around_plan(lambda output: meta, one, ("step",), {}) is meta

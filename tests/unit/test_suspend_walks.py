@@ -1,4 +1,4 @@
-"""Random walks: verbs, limits, pauses, requests and errors in any order, and nothing is lost."""
+"""Random walks: verbs, limits, pauses and requests in any order; nothing and no limit is lost."""
 
 from __future__ import annotations
 
@@ -26,6 +26,8 @@ class Walk:
         self.names = iter(range(1000))
         self.added: list[str] = []
         self.keys: set[bytes] = set()
+        self.limit = MOST * PAGE  # the last one that anybody set
+        self.revision = 0
         world.tier.steps = self.source.randrange(5)
         world.fence = self.source.randrange(4)
         world.lag = self.source.randrange(1, 6)
@@ -33,16 +35,18 @@ class Walk:
 
     def act(self) -> None:
         world, source = self.world, self.source
-        action = source.randrange(9)
+        action = source.randrange(10)
+        size = source.randrange(2, MOST + 1) * PAGE
         with suppress(Cannot):
             if action == 0:
                 world.suspension.suspend(source.random() < 0.3, source.random() < 0.3, None)
             elif action == 1:
                 world.suspension.resume()
             elif action == 2:
-                world.suspension.limit(source.randrange(2, MOST + 1) * PAGE)
-            elif action == 3:  # kvctl
-                world.manager.limit = source.randrange(2, MOST + 1) * PAGE
+                world.suspension.limit(size)
+                self.limit = size
+            elif action == 3 and size != world.suspension._seen:  # kvctl; the same is no other wish
+                world.manager.limit = self.limit = size
             elif action == 4:
                 world.giving.look()
             elif action == 5:
@@ -50,6 +54,13 @@ class Walk:
                 world.giving.advance()
             elif action == 6:
                 world.scheduler.set_pause_state(source.choice(list(Pause)))
+            elif (
+                action == 7 and size != world.suspension._seen
+            ):  # a program, and the watch that sees it
+                self.revision += 1
+                world.manager.set_memory_limit(size, self.revision)
+                self.limit = size
+                world.giving.look()
             else:
                 self.request()
 
@@ -104,3 +115,4 @@ def test_nothing_is_lost_on_any_walk(worlds: Any, seed: int) -> None:
     assert world.suspension.phase is Phase.RUNS
     assert sorted(world.finished) == sorted(walk.added), "a request was lost"
     assert world.giving.lost == 0
+    assert world.manager.limit == walk.limit, "a limit was lost"

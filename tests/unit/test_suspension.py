@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -9,7 +11,9 @@ from suspend_world import BLOCKS, MOST, PAGE, Pause, Status, World, worlds
 
 from kvpatch import state
 from kvpatch.patches.secondary_tiers.weights import Calls
+from kvpatch.patches.suspend.server import Question
 from kvpatch.patches.suspend.suspension import Cannot, Phase
+from kvpatch.patches.suspend.watch import Look
 from kvpatch.upstream import kvcached_api
 
 __all__ = ["worlds"]
@@ -328,7 +332,7 @@ def test_a_limit_that_cannot_be_set_again_leaves_no_request_waiting(
     world.suspension.suspend(False, False, None)
     while world.suspension.phase is not phase:
         world.step()
-    monkeypatch.setattr(kvcached_api, "_write_limit", broken)
+    monkeypatch.setattr(kvcached_api, "write_limit", broken)
     world.manager.reported = world.manager.limit
     if phase is not Phase.SUSPENDED:
         world.manager.reported = 3 * PAGE  # kvcached's thread may never read what was wished for
@@ -341,11 +345,78 @@ def test_a_limit_that_cannot_be_set_again_leaves_no_request_waiting(
     assert sorted(world.finished) == ["first", "second"]
 
 
+@pytest.fixture
+def inconsistent(monkeypatch: pytest.MonkeyPatch) -> type[Exception]:
+    """kvcached's error after which its engine must not go on."""
+    errors = ModuleType("kvcached.errors")
+
+    class StateConsistencyError(RuntimeError):
+        pass
+
+    errors.StateConsistencyError = StateConsistencyError  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "kvcached.errors", errors)
+    return StateConsistencyError
+
+
+def unknown(world: World, name: str, error: type[Exception]) -> None:
+    def fail(*arguments: Any) -> None:
+        raise error("an unmap could not be confirmed")
+
+    setattr(world.manager, name, fail)
+
+
+@pytest.mark.parametrize("what", ["trim", "_resize"])
+def test_an_engine_whose_mappings_are_unknown_ends(
+    worlds: Any, inconsistent: type[Exception], what: str
+) -> None:
+    world = filled(worlds)
+    world.suspension.suspend(False, False, None)
+    unknown(world, what, inconsistent)
+    with pytest.raises(inconsistent, match="could not be confirmed"):
+        world.until_idle()
+
+
+def test_an_engine_whose_mappings_are_unknown_ends_when_it_is_resumed(
+    worlds: Any, inconsistent: type[Exception]
+) -> None:
+    world = filled(worlds)
+    suspended(world)
+    unknown(world, "_resize", inconsistent)
+    question = Question({"verb": "resume"})
+    with pytest.raises(inconsistent):
+        question.take(world.suspension)
+    assert question.taken.is_set()
+    assert "could not be confirmed" in question.said["error"]
+
+
+@pytest.mark.parametrize("what", ["trim", "evict", "_resize"])
+def test_an_engine_whose_mappings_are_unknown_ends_while_it_gives_pages_back(
+    worlds: Any, inconsistent: type[Exception], what: str
+) -> None:
+    world = filled(worlds, gives=True)
+    if what == "evict":
+
+        def fail(blocks: Any) -> None:
+            raise inconsistent("an unmap could not be confirmed")
+
+        world.pool.evict_blocks = fail  # type: ignore[method-assign]
+    else:
+        unknown(world, what, inconsistent)
+    with pytest.raises(inconsistent):
+        if what == "trim":
+            world.until_idle()
+            Look(rests=True).take(world.giving)
+        else:
+            world.manager.limit = world.manager.reported = 2 * PAGE
+            Look(rests=False).take(world.giving)
+        world.until_idle()
+
+
 def test_an_error_of_ours_is_given_up_though_the_limit_cannot_be_set(
     worlds: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     world = filled(worlds)
-    monkeypatch.setattr(kvcached_api, "_write_limit", broken)
+    monkeypatch.setattr(kvcached_api, "write_limit", broken)
     said = suspended(world)  # the floor is not written, and neither is what it was
     assert said["phase"] == "runs"
     assert "PermissionError" in said["error"]
@@ -365,7 +436,7 @@ def test_a_floor_that_was_not_written_is_no_limit_to_come_back_to(
         if size == PAGE:
             raise PermissionError("of a test")
 
-    monkeypatch.setattr(kvcached_api, "_write_limit", write)
+    monkeypatch.setattr(kvcached_api, "write_limit", write)
     assert suspended(world)["phase"] == "runs"
     assert world.manager.total == MOST
 
@@ -426,6 +497,34 @@ def test_vllms_own_resume_does_not_run_a_suspended_engine(worlds: Any) -> None:
     assert world.finished == []
 
 
+def test_what_an_engine_will_take_back_is_known_at_every_step(
+    worlds: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whoever lends its memory has to count on it."""
+    world = filled(worlds)
+    written: list[int] = []
+    write = kvcached_api.write_limit
+
+    def and_look(manager: Any, size: int) -> None:
+        write(manager, size)
+        written.append(world.suspension.promised())  # on another thread, in this moment
+
+    monkeypatch.setattr(kvcached_api, "write_limit", and_look)
+    world.suspension.suspend(False, False, None)
+    while world.step():
+        assert world.suspension.promised() == MOST * PAGE, world.suspension.phase
+    assert world.manager.limit == PAGE
+    assert written == [MOST * PAGE]
+    world.suspension.limit(6 * PAGE)
+    assert world.suspension.promised() == 6 * PAGE
+    world.manager.limit = 5 * PAGE  # kvctl
+    assert world.suspension.promised() == 5 * PAGE
+    world.suspension.resume()
+    while world.step():
+        assert world.suspension.promised() == 5 * PAGE, world.suspension.phase
+    assert world.suspension.promised() == world.manager.limit == 5 * PAGE
+
+
 def test_a_limit_of_a_suspended_engine_holds_from_its_resumption_on(worlds: Any) -> None:
     world = filled(worlds)
     suspended(world)
@@ -455,6 +554,55 @@ def test_a_limit_that_is_set_at_any_step_holds_in_the_end(worlds: Any, steps: in
         assert world.suspension.phase is Phase.RUNS
         assert world.manager.limit == world.manager.total * PAGE == 7 * PAGE
         assert sorted(world.finished) == ["first", "second"]
+
+
+@pytest.mark.parametrize("steps", range(12))
+def test_the_last_limit_holds_whoever_set_it(worlds: Any, steps: int) -> None:
+    for last in ("kvctl", "kvpatch"):
+        world = filled(worlds)
+        world.suspension.suspend(False, False, None)
+        for _ in range(steps):
+            world.step()
+        if last == "kvpatch":
+            world.manager.limit = 3 * PAGE
+            world.suspension.limit(6 * PAGE)
+        else:
+            world.suspension.limit(6 * PAGE)
+            world.manager.limit = 3 * PAGE
+        world.until_idle()
+        world.suspension.resume()
+        world.until_idle()
+        wanted = 6 if last == "kvpatch" else 3
+        assert world.manager.limit == world.manager.total * PAGE == wanted * PAGE, last
+
+
+@pytest.mark.parametrize("when", ["before", "suspended"])
+def test_a_limit_by_revision_is_there_after_a_suspension(worlds: Any, when: str) -> None:
+    """kvcached has it in its page allocator alone, and /dev/shm another one."""
+    world = filled(worlds)
+    if when == "before":
+        world.manager.set_memory_limit(4 * PAGE, revision=1)
+    suspended(world)
+    if when == "suspended":
+        world.manager.set_memory_limit(4 * PAGE, revision=1)
+    world.suspension.resume()
+    world.until_idle()
+    assert world.manager.limit == world.manager.total * PAGE == 4 * PAGE
+    world.manager.set_memory_limit(7 * PAGE, revision=2)
+    world.suspension.limit(6 * PAGE)  # later
+    suspended(world)
+    world.suspension.resume()
+    world.until_idle()
+    assert world.manager.limit == world.manager.total * PAGE == 6 * PAGE
+
+
+def test_a_tier_that_was_emptied_meanwhile_is_said(worlds: Any) -> None:
+    """By vLLM's /pause or a reset with the connector, which are not for the suspension."""
+    world = filled(worlds)
+    assert suspended(world)["lost"] == 0
+    world.tier.blocks.clear()
+    world.suspension.suspend(False, True, None)
+    assert (world.suspension.said["kept"], world.suspension.said["lost"]) == (0, 15)
 
 
 def test_a_limit_that_somebody_else_set_meanwhile_is_kept(worlds: Any) -> None:

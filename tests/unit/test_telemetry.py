@@ -20,12 +20,12 @@ from prometheus_client import multiprocess
 
 from kvpatch import cli, state
 from kvpatch.cli import status
-from kvpatch.environ import KVCACHED_CONTIGUOUS, STATUS_DIR
+from kvpatch.environ import DEBUG, KVCACHED_CONTIGUOUS, STATUS_DIR
 from kvpatch.patches.fence.fence import Counters
 from kvpatch.patches.fence.hooks import Fenced
-from kvpatch.patches.metrics import hooks, snapshot
+from kvpatch.patches.metrics import hooks, snapshot, tiers
 from kvpatch.patches.simple_offload.metrics import around_plan
-from kvpatch.telemetry import publisher, reader, refusals, schema, series
+from kvpatch.telemetry import counters, publisher, reader, refusals, schema, series
 from kvpatch.telemetry import status_page as page
 from kvpatch.telemetry.counters import Totals
 from kvpatch.telemetry.prometheus import Classes, Metrics
@@ -86,6 +86,15 @@ def engine_state(**changes):
         },
         "zero_page_bytes": 2 << 20,
         "tier": {"used_blocks": 10, "total_blocks": 100},
+        "tiers": [
+            {
+                "connector": "OffloadingConnector",
+                "tier": "cpu",
+                "used_bytes": 10,
+                "total_bytes": 100,
+            }
+        ],
+        "disks": [],
         "host_pool": None,
         "connector": "OffloadingConnector",
         "bytes": {"stored": 1 << 20, "loaded": 1 << 19},
@@ -112,6 +121,14 @@ def publish_as(pid: int, **changes) -> Path:
     writer = page.Writer(pid, "0.1.0")
     writer.write(content(**changes))
     return writer.path
+
+
+DISK = {
+    "connector": "OffloadingConnector",
+    "tier": "fs",
+    "errors": {"store": 1, "load": 0, "damaged": 2, "lookup": 0, "late": 0},
+    "bytes": {"stored": 4096, "loaded": 0},
+}
 
 
 # Pages
@@ -445,8 +462,19 @@ def core(**counts):
         waiting=[],
         kv_cache_manager=SimpleNamespace(block_pool=pool),
     )
-    config = SimpleNamespace(model_config=SimpleNamespace(served_model_name="llama"))
+    config = SimpleNamespace(
+        model_config=SimpleNamespace(served_model_name="llama"),
+        parallel_config=SimpleNamespace(world_size=1),
+        kv_transfer_config=transfer("OffloadingConnector", cpu_bytes_to_use=1000),
+    )
     return Core(scheduler=scheduler, vllm_config=config)
+
+
+def transfer(name, **extra):
+    """A ``KVTransferConfig``."""
+    return SimpleNamespace(
+        kv_connector=name, kv_connector_module_path=None, kv_connector_extra_config=extra
+    )
 
 
 @pytest.mark.parametrize("unit", ["blocks", "chunks"])
@@ -455,7 +483,15 @@ def test_how_full_a_tier_is_has_two_names(unit):
     made = core()
     counts = {f"_num_{unit}": 50, f"_num_allocated_{unit}": 9, "_free_list": [1]}
     made.scheduler.connector.connector_scheduler.manager = SimpleNamespace(**counts)
-    assert snapshot.tier(made) == {"used_blocks": 8, "total_blocks": 50}
+    assert tiers.first(made) == {"used_blocks": 8, "total_blocks": 50}
+    assert tiers.cpu(made) == [
+        {
+            "connector": "OffloadingConnector",
+            "tier": "cpu",
+            "used_bytes": 160,
+            "total_bytes": 1000,
+        }
+    ]
 
 
 def test_a_block_that_the_simple_connector_keeps_is_used_though_its_pool_calls_it_free():
@@ -467,7 +503,52 @@ def test_a_block_that_the_simple_connector_keeps_is_used_though_its_pool_calls_i
     )
     made.scheduler.connector = type("SimpleCPUOffloadConnector", (), {})()
     made.scheduler.connector.scheduler_manager = SimpleNamespace(cpu_block_pool=pool)
-    assert snapshot.tier(made) == {"used_blocks": 8, "total_blocks": 512}
+    made.vllm_config.kv_transfer_config = transfer("SimpleCPUOffloadConnector")
+    assert tiers.first(made) == {"used_blocks": 8, "total_blocks": 512}
+    (described,) = tiers.cpu(made)
+    assert described["total_bytes"] == 8 << 30  # the connector's default
+    assert described["used_bytes"] == (8 << 30) * 8 // 512
+    made.vllm_config.parallel_config.world_size = 2
+    extra = {"cpu_bytes_to_use": 1, "cpu_bytes_to_use_per_rank": 4096}
+    made.vllm_config.kv_transfer_config.kv_connector_extra_config = extra
+    assert tiers.cpu(made)[0]["total_bytes"] == 8192
+
+
+def test_every_tier_in_a_multi_connector_is_described():
+    made = core()
+    offloading = made.scheduler.connector
+    simple = type("SimpleCPUOffloadConnector", (), {})()
+    pool = SimpleNamespace(num_gpu_blocks=4, cached_block_hash_to_block={1: object()})
+    simple.scheduler_manager = SimpleNamespace(cpu_block_pool=pool)
+    made.scheduler.connector = SimpleNamespace(_connectors=[simple, offloading])
+    children = [
+        {
+            "kv_connector": "SimpleCPUOffloadConnector",
+            "kv_connector_extra_config": {"cpu_bytes_to_use": 400},
+        },
+        {
+            "kv_connector": "OffloadingConnector",
+            "kv_connector_extra_config": {"cpu_bytes_to_use": 1000},
+        },
+    ]
+    made.vllm_config.kv_transfer_config = transfer("MultiConnector", connectors=children)
+    assert [
+        (one["connector"], one["used_bytes"], one["total_bytes"]) for one in tiers.cpu(made)
+    ] == [
+        ("SimpleCPUOffloadConnector", 100, 400),
+        ("OffloadingConnector", 100, 1000),
+    ]
+
+
+@pytest.mark.parametrize("size", [None, "much", 0])
+def test_a_tier_whose_size_is_not_known_has_no_bytes(size):
+    made = core()
+    made.vllm_config.kv_transfer_config = transfer("OffloadingConnector", cpu_bytes_to_use=size)
+    assert tiers.cpu(made) == []
+    assert tiers.first(made) is not None
+    made.scheduler.connector = None
+    made.vllm_config.kv_transfer_config = None
+    assert (tiers.cpu(made), tiers.first(made), tiers.disks(made)) == ([], None, [])
 
 
 def test_a_process_publishes_itself_and_takes_the_page_away(published):
@@ -647,9 +728,22 @@ def test_a_host_pool_is_shown():
     assert gauges["host_pool_coldest_seconds"] == [([], 12.4)]
 
 
+def test_where_prompt_tokens_came_from_is_said():
+    hits = {"device": 64, "tier": 32, "disk": 8}
+    assert status.hits_line(engine_state(hits=hits, lost_tokens=16)) == (
+        "of 128 prompt tokens 64 were on the device, 32 came from the tier (8 of them from disk), "
+        "32 were computed, 16 of them not for the first time"
+    )
+
+
 def test_what_is_sent_is_a_series_of_the_table():
     """A message of a name that no server registered would stop the server."""
-    message = series.Sender().message(engine_state(elastic=True, host_pool=POOL), [0.5])
+    checked = {"stored": 1, "loaded": 2, "unverified": 0}
+    whole = engine_state(
+        elastic=True, host_pool=POOL, disks=[DISK], refused={"limit": 1}, verified=checked
+    )
+    assert schema.checked({"written": 1.0, "started": 1, "engine": whole})
+    message = series.Sender().message(whole, [0.5])
     kinds = ("counters", series.COUNTERS), ("gauges", series.GAUGES)
     for kind, table in (*kinds, ("histograms", series.HISTOGRAMS)):
         labels = {one.name: len(one.labels) for one in table}
@@ -695,7 +789,7 @@ def test_the_connector_never_sees_our_part():
     seen = []
     stats = {series.KEY: {"counters": {}, "gauges": {}}, "data": {}}
     server = SimpleNamespace()
-    metrics = Metrics(CLASSES, [], {}, [""], {})
+    metrics = Metrics(CLASSES, [], {}, [""], {}, series.Configured())
     metrics.observe = lambda *given: seen.append(given)
     state.attach(server, metrics)
     hooks.around_observe(lambda *given: seen.append(given), server, (stats, 3), {})
@@ -770,7 +864,7 @@ def test_a_refusal_of_the_engine_is_not_an_error_of_counting():
 
 def test_an_error_in_an_api_server_switches_the_series_off_once(caplog):
     stats, seen, server = {series.KEY: {"counters": {"lost": [([], 1)]}}}, [], Core()
-    state.attach(server, Metrics(CLASSES, [], {}, [""], {}))
+    state.attach(server, Metrics(CLASSES, [], {}, [""], {}, series.Configured()))
     for _ in range(2):
         hooks.around_observe(lambda *given: seen.append(given), server, (stats | {"data": {}},), {})
     assert seen == [({"data": {}}, 0)] * 2
@@ -861,8 +955,62 @@ def test_what_a_connector_inside_a_multi_connector_reports_is_counted():
     for data in (new, old, {}):
         inside = {"OffloadingConnector": SimpleNamespace(data=data)}
         totals.add_connector_stats(inside | {"Other": SimpleNamespace(data={"lost": 3})})
-    assert totals.moved_bytes == {"stored": 100, "loaded": 30}
-    assert totals.operations == {"loaded": 1}
+    totals.moved("stored", 1, 8, "SimpleCPUOffloadConnector")
+    assert totals.moved_bytes == {"stored": 108, "loaded": 30}
+    assert totals.operations == {"stored": 1, "loaded": 1}
+    assert totals.parts["OffloadingConnector"].moved_bytes == {"stored": 100, "loaded": 30}
+    assert totals.parts["OffloadingConnector"].operations == {"loaded": 1}
+    assert totals.parts["SimpleCPUOffloadConnector"].moved_bytes == {"stored": 8}
+
+
+def test_every_connector_of_an_engine_is_there_from_the_start(published):
+    engine = core()
+    simple = type("SimpleCPUOffloadConnector", (), {})()
+    simple.scheduler_manager = SimpleNamespace()
+    offloading = engine.scheduler.connector
+    engine.scheduler.connector = type("MultiConnector", (), {"_connectors": [simple, offloading]})()
+    hooks.around_engine_core(lambda: None, engine, (), {})
+    totals = state.find(engine, Totals)
+    assert totals.fuse.off == ""
+    assert set(totals.parts) == {"SimpleCPUOffloadConnector", "OffloadingConnector"}
+    for part in (simple.scheduler_manager, offloading.connector_scheduler, engine.scheduler):
+        assert state.find(part, Totals) is totals
+    simple.scheduler_manager.cpu_block_pool = SimpleNamespace(
+        num_gpu_blocks=1, cached_block_hash_to_block={}
+    )
+    described = snapshot.engine(engine, totals)
+    assert schema.checked({"written": 1.0, "started": 1, "engine": described})
+    nothing = {"stored": 0, "loaded": 0}
+    assert described["parts"]["OffloadingConnector"]["bytes"] == nothing
+    engine.scheduler.connector = None
+    hooks.around_engine_core(lambda: None, engine, (), {})
+    assert state.find(engine, Totals).parts == {}
+
+
+# Calls that are refused, and blocks that are verified
+
+
+def test_only_known_calls_are_counted():
+    engine = core()
+    counters.refused(engine, "limit")  # before it counts
+    totals = state.attach(engine, Totals())
+    for call in ("limit", "limit", "suspend", "what somebody sent", None):
+        counters.refused(engine, call)
+    assert totals.refused == {"limit": 2, "suspend": 1}
+    described = snapshot.engine(engine, totals)
+    assert described["refused"] == {"suspend": 1, "resume": 0, "limit": 2, "collective_rpc": 0}
+
+
+@pytest.mark.parametrize(("debug", "here"), [("1", True), ("1", False), ("", True)])
+def test_what_debug_mode_verified_is_told_of_workers_in_this_process(monkeypatch, debug, here):
+    checked = {"stored": 1, "loaded": 2, "unverified": 0}
+    monkeypatch.setenv(DEBUG.name, debug)
+    monkeypatch.setattr(snapshot.audit, "checked", lambda worker: checked)
+    transfer = SimpleNamespace(has_kv_transfer_group=lambda: here)
+    monkeypatch.setitem(sys.modules, "vllm", SimpleNamespace())
+    for name in ("vllm.distributed", "vllm.distributed.kv_transfer"):
+        monkeypatch.setitem(sys.modules, name, transfer)
+    assert snapshot.verified() == (checked if debug and here else None)
 
 
 # A clock that steps back

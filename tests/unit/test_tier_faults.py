@@ -205,7 +205,7 @@ def test_a_block_is_never_seen_in_part(memory, tmp_path: Path, monkeypatch) -> N
 def test_every_block_is_an_answer_of_the_disk(memory, tmp_path: Path, monkeypatch) -> None:
     """A job of many blocks on a slow disk takes longer than the disk may be silent."""
     answers: list[int] = []
-    monkeypatch.setattr(block_files, "progressed", lambda: answers.append(len(answers)))
+    monkeypatch.setattr(block_files, "progressed", lambda size: answers.append(len(answers)))
     for act in (store, load, store):  # the last finds all files there
         act(memory, tmp_path)
         assert len(answers) == BLOCKS

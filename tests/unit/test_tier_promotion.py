@@ -10,7 +10,9 @@ from typing import Any
 import pytest
 from test_tier_rules import Pending
 
+from kvpatch import state
 from kvpatch.patches.secondary_tiers import legacy, promotion
+from kvpatch.telemetry.counters import Totals
 
 
 @pytest.fixture
@@ -178,3 +180,60 @@ def test_what_is_refused_without_direct_io_too_is_not_tried_again(asked):
     with pytest.raises(OSError, match="not possible"):
         legacy.store_block("/disk/a_r0/00/01_g0/file", memoryview(b""), 8, 4)
     assert [direct for *_, direct in calls] == [False]
+
+
+# Tokens that came from a disk, up to 0.31
+
+
+class Planner(SimpleNamespace):
+    """OffloadingConnectorScheduler with one request, of which a part was promoted."""
+
+    def __init__(self, promoted: str, groups: list[str], size: str = "tokens_per_chunk") -> None:
+        context = SimpleNamespace()
+        if promoted:
+            state.of(context, promotion.Promoted).keys.update(promoted)
+        status = SimpleNamespace(
+            req_context=context,
+            num_locally_computed_tokens=4,
+            group_states=[SimpleNamespace(offload_keys=list(keys)) for keys in groups],
+        )
+        configs = tuple(SimpleNamespace(**{size: 4}) for _ in groups)
+        super().__init__(
+            config=SimpleNamespace(kv_group_configs=configs), _req_status={"one": status}
+        )
+        self.totals = state.attach(self, Totals())
+
+    def load(self, tokens: int, preemptions: int = 0) -> int:
+        request = SimpleNamespace(request_id="one", num_preemptions=preemptions)
+        done = legacy.count_disk_hits(lambda *args: "done", self, (request, None, tokens), {})
+        assert (done, self.totals.fuse.off) == ("done", "")
+        return self.totals.from_disk
+
+
+@pytest.mark.parametrize("size", ["tokens_per_chunk", "offloaded_block_size"])
+def test_tokens_of_promoted_blocks_came_from_a_disk(size):
+    # Block a is on the device, and e is not loaded.
+    assert Planner("acde", ["abcde"], size).load(12) == 8
+    assert Planner("", ["abcde"], size).load(12) == 0
+    assert Planner("abcde", ["abcde"], size).load(0) == 0
+
+
+def test_a_block_that_is_loaded_in_part_counts_by_its_tokens():
+    assert Planner("b", ["ab"]).load(3) == 3
+
+
+@pytest.mark.parametrize("groups", [["abc", "wxy"], ["wxy", "abc"]])
+def test_of_several_groups_the_one_with_most_from_the_disk_counts(groups):
+    """A token came from the disk if a part of its KV did."""
+    assert Planner("cxy", groups).load(8) == 8
+
+
+def test_a_load_after_a_preemption_is_not_among_vllms_hits():
+    assert Planner("b", ["ab"]).load(4, preemptions=1) == 0
+
+
+def test_without_counting_a_load_is_vllms():
+    planner = Planner("b", ["ab"])
+    state.drop(planner, Totals)
+    request = SimpleNamespace(request_id="one", num_preemptions=0)
+    assert legacy.count_disk_hits(lambda *args: "done", planner, (request, None, 4), {}) == "done"

@@ -62,14 +62,14 @@ def test_a_task_is_pending_from_its_start_and_again_from_every_block():
         for now in (9, 18, 27):
             clock.now = now
             seen.append(unanswered.late)
-            progressed()
+            progressed(0)
         clock.now = 38
         seen.append(unanswered.late)
 
     unanswered.run("job", task)
     assert seen == [False, False, False, True]
     assert not unanswered.late
-    progressed()  # of no task
+    progressed(0)  # of no task
     clock.now = 100
     assert not unanswered.late
 
@@ -84,7 +84,7 @@ def test_a_task_that_fails_is_not_pending_any_more():
     with pytest.raises(OSError):
         unanswered.run("job", task)
     clock.now = 100
-    progressed()
+    progressed(0)
     clock.now = 200
     assert not unanswered.late
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import threading
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
@@ -14,7 +15,12 @@ from kvpatch.upstream import kvcached_api
 
 
 class ElasticBlockPool:
-    """kvcached's, by its name."""
+    """kvcached's, by its name; its thread reserves the null block in ``null_block_after`` s."""
+
+    def __init__(self, null_block_after: float = 0.0) -> None:
+        done = threading.Event()
+        threading.Timer(null_block_after, done.set).start()
+        self.kv_cache_manager = SimpleNamespace(_post_init_done=done)
 
 
 @pytest.fixture
@@ -76,6 +82,21 @@ def test_an_engine_with_its_worker_in_the_same_process_says_so_once(record):
 def test_an_engine_whose_workers_are_other_processes_is_elastic(record):
     verify.around_engine_core(lambda: None, engine(ElasticBlockPool()), (), {})
     assert record.elastic is True
+    assert record.said == [["engine-core"]]
+
+
+def test_an_engine_has_started_when_its_pool_has_its_null_block(record):
+    """Before that, the count of free blocks is one too high."""
+    pool = ElasticBlockPool(null_block_after=0.2)
+    verify.around_engine_core(lambda: None, engine(pool), (), {})
+    assert pool.kv_cache_manager._post_init_done.is_set()
+
+
+def test_an_engine_starts_on_a_device_that_has_no_page_for_the_null_block(record, monkeypatch):
+    monkeypatch.setattr(verify, "_NULL_BLOCK", 0.01)
+    pool = ElasticBlockPool(null_block_after=1.0)
+    verify.around_engine_core(lambda: None, engine(pool), (), {})
+    assert not pool.kv_cache_manager._post_init_done.is_set()
     assert record.said == [["engine-core"]]
 
 

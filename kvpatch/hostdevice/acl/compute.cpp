@@ -163,3 +163,22 @@ ENDS(5, "_ZN2fe19PlatformInfoManager24InitRuntimePlatformInfosERKSs")
 ENDS(6, "_ZN2fe19PlatformInfoManager31GetRuntimePlatformInfosByDeviceERKjRNS_13PlatFormInfosEb")
 ENDS(7, "_ZN2fe19PlatformInfoManager8InstanceEv")
 ENDS(8, "_ZNK2fe13PlatFormInfos10GetCoreNumEv")
+
+// What torch_npu asks of ATB, by the names of C++: to make an operation and what it runs in.
+#define NO_ATB(number, symbol)                                                                     \
+  extern "C" __attribute__((visibility("default"))) int kvpatch_acl_atb_##number() asm(symbol);    \
+  int kvpatch_acl_atb_##number() {                                                                 \
+    return fail(NOT_SUPPORTED, symbol ": the ACL emulator does not have it");                      \
+  }
+NO_ATB(1, "_ZN3atb13CreateContextEPPNS_7ContextE")
+NO_ATB(2, "_ZN3atb14DestroyContextEPNS_7ContextE")
+NO_ATB(3, "_ZN3atb15CreateOperationINS_5infer11LinearParamEEEiRKT_PPNS_9OperationE")
+NO_ATB(4, "_ZN3atb15CreateOperationINS_5infer12ElewiseParamEEEiRKT_PPNS_9OperationE")
+NO_ATB(5, "_ZN3atb15CreateOperationINS_5infer12RmsNormParamEEEiRKT_PPNS_9OperationE")
+NO_ATB(6, "_ZN3atb15CreateOperationINS_5infer14GroupTopkParamEEEiRKT_PPNS_9OperationE")
+NO_ATB(7, "_ZN3atb15CreateOperationINS_5infer18SelfAttentionParamEEEiRKT_PPNS_9OperationE")
+NO_ATB(8, "_ZN3atb15CreateOperationINS_5infer19PagedAttentionParamEEEiRKT_PPNS_9OperationE")
+NO_ATB(9, "_ZN3atb15CreateOperationINS_5infer20ReshapeAndCacheParamEEEiRKT_PPNS_9OperationE")
+NO_ATB(10, "_ZN3atb15CreateOperationINS_5infer9RopeParamEEEiRKT_PPNS_9OperationE")
+NO_ATB(11, "_ZN3atb16DestroyOperationEPNS_9OperationE")
+ENDS(9, "_ZN3atb5Utils13GetTensorSizeERKNS_6TensorE")

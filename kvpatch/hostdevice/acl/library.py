@@ -15,7 +15,7 @@ NAMES = (
     "libacl_tdt_channel.so",
     *("libregister.so", "libplatform.so", "libascendalog.so", "libopapi.so", "libruntime.so"),
     *("liberror_manager.so", "libprofapi.so", "libge_common_base.so", "libunified_dlog.so"),
-    *("libmmpa.so", "libascend_dump.so", "libc_sec.so"),
+    *("libmmpa.so", "libascend_dump.so", "libc_sec.so", "libatb.so"),
 )
 # Without which torch_npu does not start where ASCEND_HOME_PATH is set.
 FOLDERS = ("opp", "runtime", "compiler")

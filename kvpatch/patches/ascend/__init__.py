@@ -10,13 +10,17 @@ from kvpatch.patch import Feature, Gap, Kind, Patch, seam
 
 _INTERFACES = "kvcached.integration.vllm.interfaces"
 _WORKER = "vllm_ascend.simple_kv_offload"
+_RUNNER = "vllm_ascend.worker.model_runner_v1:NPUModelRunner"
+_NO_NPU = "ovg-project/kvcached, GPUModelRunnerPatch in 0.1.6 (vLLM's own runner only)"
 
 FEATURE = Feature(
     name="ascend",
-    summary="vllm-ascend's SimpleCPUOffloadConnector copies K and V of kvcached's memory, after "
-    "they were computed",
+    summary="vllm-ascend's KV cache is on kvcached's memory, and its SimpleCPUOffloadConnector "
+    "copies K and V after they were computed",
     since="0.23",
     wanted="kvpatch.patches.ascend.presence:wanted",
+    before_kvcached=True,
+    rules="kvpatch.patches.ascend.rules:RULES",
     optional=True,
     seams=(
         Patch(
@@ -70,6 +74,46 @@ FEATURE = Feature(
             parameters=("worker",),
             since="0.23",
             kind=Kind.REPLACE,
+        ),
+        Patch(
+            id="ascend.allocation",
+            target=f"{_RUNNER}._allocate_kv_cache_tensors",
+            why="vllm-ascend allocates the KV cache itself, outside kvcached's memory",
+            upstream=_NO_NPU,
+            until="kvcached replaces the allocation of vllm-ascend",
+            wrapper="kvpatch.patches.ascend.allocation:from_kvcached",
+            parameters=("self", "kv_cache_config"),
+            since="0.23",
+        ),
+        Patch(
+            id="ascend.halves",
+            target=f"{_RUNNER}._reshape_kv_cache_tensors",
+            why="vllm-ascend takes K and V as two tensors, and kvcached returns one for both",
+            upstream=_NO_NPU,
+            until="kvcached replaces the allocation of vllm-ascend",
+            wrapper="kvpatch.patches.ascend.allocation:as_pairs",
+            parameters=("self", "kv_cache_config", "kv_cache_raw_tensors"),
+            since="0.23",
+        ),
+        Patch(
+            id="ascend.kv_cache_tensors",
+            target=f"{_RUNNER}.initialize_kv_cache_tensors",
+            why="KV caches outside kvcached's memory go unnoticed; see elastic.kv_cache_tensors",
+            upstream=_NO_NPU,
+            until="kvcached refuses KV caches it did not allocate",
+            wrapper="kvpatch.patches.ascend.allocation:around_kv_cache_tensors",
+            parameters=("self", "kv_cache_config"),
+            since="0.23",
+        ),
+        Patch(
+            id="ascend.worker_shutdown",
+            target="vllm_ascend.worker.worker:NPUWorker.shutdown",
+            why="the folder of a worker's socket stays in /tmp when the engine has ended",
+            upstream="ovg-project/kvcached, GPUWorkerPatch in 0.1.6 (vLLM's own worker only)",
+            until="kvcached ends its listener with vllm-ascend's worker",
+            wrapper="kvpatch.patches.ascend.allocation:after_shutdown",
+            parameters=("self",),
+            since="0.23",
         ),
         Patch(
             id="ascend.register_kv_caches",

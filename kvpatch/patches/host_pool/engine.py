@@ -11,9 +11,9 @@ from typing import Any
 
 from kvpatch import claims, private, state
 from kvpatch.patch import argument
-from kvpatch.patches.host_pool import presence
+from kvpatch.patches.host_pool import presence, rules
 from kvpatch.patches.host_pool.tier import Pooled, evict
-from kvpatch.pool import ledger
+from kvpatch.pool import ledger, member
 from kvpatch.pool.extents import Extents
 from kvpatch.pool.keeper import Keeper
 from kvpatch.pool.memory import Memory
@@ -100,7 +100,11 @@ class Part:
         self._path = region_path(engine_id)
         self._file = -1
         name = str(config.model_config.served_model_name)
-        owner = Owner(0, 0, 0, self._extent, 0.0, time.monotonic(), ledger.pid_namespace(), name)
+        # Until it is known, what others that start meanwhile have to leave it.
+        ceiling = min(rules.asked(config.kv_transfer_config), self._size)
+        owner = Owner(
+            0, 0, ceiling, self._extent, 0.0, time.monotonic(), ledger.pid_namespace(), name
+        )
         self._member = _join(ledger.record_of(presence.home(), engine_id), self._size, owner)
         self._ranks: Ranks | None = None
         try:
@@ -115,7 +119,7 @@ class Part:
         """Start the thread for an engine whose workers have mapped the tier.
 
         Raises:
-            Refusal: not all of them have, or a chunk is larger than the pool.
+            Refusal: not all of them have, or an extent is larger than the pool.
         """
         assert self._ranks is not None
         planner = connectors.scheduler_of(engine.scheduler.connector)
@@ -126,9 +130,10 @@ class Part:
         if not chunks or not size:
             self.close()  # a tier without chunks stores nothing
             return
-        if size // chunks > self._size:
+        extents = Extents(chunks, size // chunks, self._extent, time.monotonic)
+        if (least := extents.place(0)[1]) > self._size:
             raise Refusal(
-                f"a chunk of the CPU tier takes {readable(size // chunks)} and the host pool has "
+                f"a part of the CPU tier takes at least {readable(least)} and the host pool has "
                 f"{readable(self._size)}",
                 "nothing could be stored",
                 "set KVPATCH_HOST_POOL to many times that",
@@ -145,7 +150,6 @@ class Part:
             ) from error
         self._path.unlink(missing_ok=True)  # its memory goes with the last process now
         self._member.bounded_by(size)
-        extents = Extents(chunks, size // chunks, self._extent, time.monotonic)
         lock = threading.RLock()
         keeper = Keeper(
             extents,
@@ -176,10 +180,10 @@ class Part:
         self._member.leave()
 
 
-def _join(path: Any, size: int, owner: Owner) -> ledger.Member:
+def _join(path: Any, size: int, owner: Owner) -> member.Member:
     try:
-        return ledger.join(path, size, owner)
-    except ledger.Different as error:
+        return member.join(path, size, owner)
+    except member.Different as error:
         raise Refusal(
             f"KVPATCH_HOST_POOL is {readable(size)} here and {readable(error.size)} in running "
             "engines",
@@ -187,6 +191,13 @@ def _join(path: Any, size: int, owner: Owner) -> ledger.Member:
             "set KVPATCH_HOST_POOL to the same size everywhere, and change the limit of a running "
             "pool with kvpatch pool SIZE",
             code="KVP345",
+        ) from error
+    except member.Lingers as error:
+        raise Refusal(
+            "the host pool has an engine of this engine_id",
+            str(error),
+            f"start it again when the processes of the other one are gone, or {_ALONE}",
+            code="KVP347",
         ) from error
     except (ledger.Foreign, ledger.Busy) as error:
         raise Refusal(

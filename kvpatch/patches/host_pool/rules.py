@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 from kvpatch.patches.host_pool import presence
 from kvpatch.rules import Rule
@@ -45,47 +45,72 @@ def _other_tier(config: Any, facts: Facts) -> bool:
     return not facts.vllm.is_one_of(IN_MULTI) or any("engine_id" in one for one in inside)
 
 
-def _needed(config: Any, facts: Facts) -> int:
-    """Return the bytes that an engine may still take of the pool; 0 if that is unknown."""
-    asked = 0
-    for leaf in connectors.offloading(config.kv_transfer_config):
-        try:
-            asked += int(leaf.extra.get("cpu_bytes_to_use") or 0)
-        except (TypeError, ValueError):
-            return 0  # vLLM's to refuse
-    return min(asked, presence.size(facts.environment))
+def asked(transfer: Any) -> int:
+    """Return the bytes of the CPU tiers that a ``KVTransferConfig`` asks for; 0 if unknown."""
+    tiers = connectors.offloading(transfer)
+    try:
+        return sum(int(leaf.extra.get("cpu_bytes_to_use") or 0) for leaf in tiers)
+    except (TypeError, ValueError):
+        return 0  # vLLM's to refuse
 
 
-def _committed(facts: Facts) -> int:
-    """Return the bytes that running engines have of the pool, and give back when they must."""
+class _Pool(NamedTuple):
+    """What an engine finds when it starts.
+
+    Attributes:
+        limit: bytes of the pool.
+        others: how many engines run in it.
+        committed: bytes that they have, and give back when they must.
+        ceiling: bytes that they may have at most.
+    """
+
+    limit: int
+    others: int
+    committed: int
+    ceiling: int
+
+
+def _pool(facts: Facts) -> _Pool:
     from kvpatch.pool import ledger  # here, because without a pool nothing of it is imported
 
+    size = presence.size(facts.environment)
     try:
         shown = ledger.show(presence.home(facts.environment))
     except (ledger.Busy, ledger.Foreign, OSError):
-        return 0
-    return 0 if shown is None else sum(peer.owner.committed for peer in shown[1])
+        shown = None
+    if shown is None:
+        return _Pool(size, 0, 0, 0)
+    limit, peers = shown
+    others = sum(not peer.dying for peer in peers)
+    return _Pool(limit.current if others else size, others, *ledger.taken(peers))
 
 
-def _free(facts: Facts) -> int | None:
+def _needed(config: Any, pool: _Pool) -> int:
+    """Return the bytes that all engines may take of the pool; 0 if that of this one is unknown."""
+    own = asked(config.kv_transfer_config)
+    return min(own + pool.ceiling, pool.limit) if own else 0
+
+
+def _free(facts: Facts, pool: _Pool) -> int | None:
     memory = facts.memory() if facts.memory is not None else None
-    if memory is None:
-        return None
-    free = memory.free + memory.swap
-    return (free if memory.shm is None else min(free, memory.shm)) + _committed(facts)
+    return None if memory is None else memory.free_in_shm + pool.committed
 
 
 def _too_large(config: Any, facts: Facts) -> bool:
     if not _pooled(facts):
         return False
-    free = _free(facts)
-    return free is not None and _needed(config, facts) > free
+    pool = _pool(facts)
+    free = _free(facts, pool)
+    return free is not None and _needed(config, pool) > free
 
 
 def _what_is_too_large(config: Any, facts: Facts) -> str:
+    pool = _pool(facts)
+    who = f"this engine and {pool.others} more" if pool.others else "an engine"
     return (
-        f"an engine may take {readable(_needed(config, facts))} of the host pool, and /dev/shm and "
-        f"the memory of this machine and its container have {readable(_free(facts) or 0)} for it"
+        f"{who} may take {readable(_needed(config, pool))} of the host pool, and /dev/shm and "
+        f"the memory of this machine and its container have {readable(_free(facts, pool) or 0)} "
+        "for it"
     )
 
 
@@ -116,7 +141,7 @@ RULES = (
     ),
     Rule(
         "KVP348",
-        "`KVPATCH_HOST_POOL` of which an engine may take more than there is memory for",
+        "`KVPATCH_HOST_POOL` of which engines may take more than there is memory for",
         _too_large,
         _what_is_too_large,
         "the kernel would refuse it, or end a process for it",

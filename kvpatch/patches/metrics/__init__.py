@@ -6,8 +6,10 @@ from kvpatch.patch import Feature, Gap, Patch, seam
 from kvpatch.supported import FLOOR
 from kvpatch.upstream.targets import ENGINE_CORE
 
+_SCHEDULER = "vllm.v1.core.sched.scheduler:Scheduler"
 _METRICS = "vllm.distributed.kv_transfer.kv_connector.v1.metrics"
 _HOOKS = "kvpatch.patches.metrics.hooks"
+_LOOKUPS = "kvpatch.patches.metrics.lookups"
 _UNTIL = "kvcached and its connectors report to vLLM's stats themselves"
 _NO_SERIES = Gap(FLOOR, "0.19", "vLLM has no metrics of KV connectors to extend")
 
@@ -28,7 +30,7 @@ FEATURE = Feature(
         ),
         Patch(
             id="observing.make_stats",
-            target="vllm.v1.core.sched.scheduler:Scheduler.make_stats",
+            target=f"{_SCHEDULER}.make_stats",
             why="stored, loaded and hit counts are sent per step and not accumulated",
             upstream="none: the connector's stats are its own",
             until=_UNTIL,
@@ -53,6 +55,36 @@ FEATURE = Feature(
             upstream="none: kvcached is not part of vLLM's stats",
             until=_UNTIL,
             wrapper=f"{_HOOKS}:after_step",
+            parameters=("self",),
+            since="0.16",
+        ),
+        Patch(
+            id="observing.schedule",
+            target=f"{_SCHEDULER}.schedule",
+            why="hits that were lost because no cache had the block any more are not counted",
+            upstream="none: vLLM's stats have the hits, and not what was had before",
+            until="vLLM's stats say how many tokens were computed again",
+            wrapper=f"{_LOOKUPS}:around_schedule",
+            parameters=("self",),
+            since="0.16",
+        ),
+        Patch(
+            id="observing.reset",
+            target=f"{_SCHEDULER}.reset_prefix_cache",
+            why="as observing.schedule; what an operator resets was not lost",
+            upstream="none: vLLM's stats have the hits, and not what was had before",
+            until="vLLM's stats say how many tokens were computed again",
+            wrapper=f"{_LOOKUPS}:around_reset",
+            parameters=("self",),
+            since="0.16",
+        ),
+        Patch(
+            id="observing.reset_connector",
+            target=f"{_SCHEDULER}.reset_connector_cache",
+            why="as observing.reset, for the tiers of a connector",
+            upstream="none: vLLM's stats have the hits, and not what was had before",
+            until="vLLM's stats say how many tokens were computed again",
+            wrapper=f"{_LOOKUPS}:around_reset_connector",
             parameters=("self",),
             since="0.16",
         ),

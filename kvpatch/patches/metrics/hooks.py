@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import time
 from typing import Any
 
 from kvpatch import state
@@ -12,10 +10,10 @@ from kvpatch.patches.fence.hooks import fence_of
 from kvpatch.patches.metrics import snapshot
 from kvpatch.status import record
 from kvpatch.telemetry import publisher
-from kvpatch.telemetry.counters import Totals
+from kvpatch.telemetry.counters import Moved, Totals
 from kvpatch.telemetry.fuse import Fuse
 from kvpatch.telemetry.prometheus import SERIES, Classes, Metrics
-from kvpatch.telemetry.series import KEY, Holds, Sender, gauges
+from kvpatch.telemetry.series import KEY, Configured, Holds, Sender
 from kvpatch.upstream import connectors, kvcached_api
 from kvpatch.version import VERSION
 
@@ -33,10 +31,13 @@ def around_engine_core(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> N
         totals.connector = "" if connector is None else type(connector).__name__
         state.attach(instance, totals)
         state.attach(instance.scheduler, totals)
-        for part in connectors.parts(connector):
-            scheduler = getattr(part, "scheduler_manager", None)
-            if scheduler is not None:  # SimpleCPUOffloadConnector's
-                state.attach(scheduler, totals)
+        for part in connectors.parts(connector) if connector is not None else ():
+            totals.parts[type(part).__name__] = Moved()
+            # SimpleCPUOffloadConnector's, OffloadingConnector's
+            for name in ("scheduler_manager", "connector_scheduler"):
+                scheduler = getattr(part, name, None)
+                if scheduler is not None:
+                    state.attach(scheduler, totals)
     # The description has no reference to the engine, which a program may delete.
     publisher.engine(instance, lambda core: snapshot.engine(core, totals))
 
@@ -110,25 +111,17 @@ def around_prometheus(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> No
         facts = [*labels_of_process(), connector]
         classes = Classes(instance._counter_cls, instance._gauge_cls, instance._histogram_cls)
         features = {name: outcome.value for name, outcome in record.features.items()}
-        metrics = Metrics(classes, labelnames, engines, facts, features)
+        leaves = connectors.leaves(transfer)
+        configured = Configured(
+            tuple(leaf.name for leaf in leaves),
+            tuple((leaf.name, str(tier.get("type"))) for leaf in leaves for tier in leaf.tiers),
+        )
+        metrics = Metrics(classes, labelnames, engines, facts, features, configured)
         state.attach(instance, metrics)
-        with metrics.fuse:
-            _show_at_start(metrics, list(engines))
+        # Here, because only API servers read pages.
+        from kvpatch.telemetry import follower
 
-
-def _show_at_start(metrics: Metrics, engines: list[int]) -> None:
-    """Set the gauges to what the engine's status page says, as no message has come yet.
-
-    vLLM makes the series when its engine is up. Which page is of which engine is not known
-    for several of them.
-    """
-    from kvpatch.telemetry import reader  # here, because only API servers read
-
-    pages = reader.engines_of((os.getpid(), os.getppid()))
-    if len(pages) == len(engines) == 1:
-        (content,) = pages
-        shown = {"at": time.time(), "counters": {}, "gauges": gauges(content["engine"])}
-        metrics.observe(shown, engines[0])
+        follower.follow(metrics)
 
 
 def labels_of_process() -> list[str]:

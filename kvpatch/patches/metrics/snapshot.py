@@ -8,18 +8,19 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable
 from dataclasses import asdict
 from typing import Any
 
 from kvpatch import state
 from kvpatch.environ import KVCACHED_IPC_NAME
+from kvpatch.patches.debug import audit
 from kvpatch.patches.fence.hooks import fence_of
+from kvpatch.patches.metrics import tiers
 from kvpatch.status import record
-from kvpatch.telemetry.counters import OUTCOMES, Totals
+from kvpatch.telemetry.counters import CALLS, OUTCOMES, Moved, Totals
 from kvpatch.telemetry.host_pool import HostPool
-from kvpatch.upstream import connectors, kvcached_api
-from kvpatch.upstream.vllm_api import chunks_of
+from kvpatch.telemetry.series import MOVED
+from kvpatch.upstream import kvcached_api
 
 
 def engine(core: Any, totals: Totals) -> dict[str, Any]:
@@ -28,6 +29,7 @@ def engine(core: Any, totals: Totals) -> dict[str, Any]:
     could_move = bool(waiting and not running and not paused(core))
     return {
         "model": str(core.vllm_config.model_config.served_model_name),
+        "index": int(getattr(core, "engine_index", 0)),  # vLLM's number of it in its server
         "requests": {"running": running, "waiting": waiting},
         "steps": totals.steps,
         "since_step": max(0.0, time.monotonic() - totals.stepped),
@@ -38,14 +40,36 @@ def engine(core: Any, totals: Totals) -> dict[str, Any]:
         "zero_page_bytes": zero_page_bytes(core),
         "elastic": record.elastic,
         "fence": fence(core),
-        "tier": tier(core),
+        "tier": tiers.first(core),
+        "tiers": tiers.cpu(core),
+        "disks": tiers.disks(core),
         "host_pool": host_pool(core),
         "connector": totals.connector,
-        "bytes": {outcome: totals.moved_bytes[outcome] for outcome in ("stored", "loaded")},
-        "operations": {outcome: totals.operations[outcome] for outcome in OUTCOMES},
+        **moved(totals),
+        "parts": {name: moved(part) for name, part in list(totals.parts.items())},
+        "refused": {call: totals.refused[call] for call in CALLS},
+        "verified": verified(),
         "hits": dict(totals.hits) if totals.counts_hits else None,
         "queries": dict(totals.queries) if totals.counts_hits else None,
+        "lost_tokens": totals.lost_tokens,
     }
+
+
+def moved(counts: Totals | Moved) -> dict[str, dict[str, int]]:
+    """Return what an engine, or one of its connectors, moved."""
+    return {
+        "bytes": {outcome: counts.moved_bytes[outcome] for outcome in MOVED},
+        "operations": {outcome: counts.operations[outcome] for outcome in OUTCOMES},
+    }
+
+
+def verified() -> dict[str, int] | None:
+    """Return what debug mode has verified; None if it is off, or in workers' own processes."""
+    if not audit.wanted():
+        return None
+    from vllm.distributed.kv_transfer import has_kv_transfer_group
+
+    return audit.checked(None) if has_kv_transfer_group() else None
 
 
 def paused(core: Any) -> bool:
@@ -94,44 +118,7 @@ def fence(core: Any) -> dict[str, int] | None:
     return asdict(standing.counters) | {"holding": standing.holding}
 
 
-def _offloading_tier(connector: Any) -> dict[str, int]:
-    manager = connector.connector_scheduler.manager
-    manager = getattr(manager, "primary_tier", manager)
-    manager = getattr(manager, "_backing", manager)  # with store_threshold, 0.18 to 0.21
-    store = getattr(manager, "backend", None)  # up to 0.18
-    if store is not None:
-        used = store.num_allocated_blocks - len(store.allocated_blocks_free_list)
-        return {"used_blocks": used, "total_blocks": store.num_blocks}
-    used = chunks_of(manager, "_num_allocated_{}") - len(manager._free_list)
-    return {"used_blocks": used, "total_blocks": chunks_of(manager, "_num_{}")}
-
-
-def _simple_tier(connector: Any) -> dict[str, int]:
-    # A stored block that no copy references is free in this pool, like vLLM's cached blocks.
-    pool = connector.scheduler_manager.cpu_block_pool
-    return {
-        "used_blocks": len(pool.cached_block_hash_to_block),
-        "total_blocks": pool.num_gpu_blocks,
-    }
-
-
-# The usage of a connector's CPU tier; other connectors are not shown.
-TIERS: dict[str, Callable[[Any], dict[str, int]]] = {
-    "OffloadingConnector": _offloading_tier,
-    "SimpleCPUOffloadConnector": _simple_tier,
-}
-
-
 def host_pool(core: Any) -> dict[str, Any] | None:
     """Return the engine's part in a host pool; None without one."""
     part = state.find(core, HostPool)
     return None if part is None else part.describe()
-
-
-def tier(core: Any) -> dict[str, int] | None:
-    """Return the used and total blocks of the CPU tier, or None."""
-    for connector in connectors.parts(core.scheduler.connector):
-        measure = TIERS.get(type(connector).__name__)
-        if measure is not None:
-            return measure(connector)
-    return None

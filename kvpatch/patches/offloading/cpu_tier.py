@@ -57,19 +57,42 @@ class CpuTier(NamedTuple):
 def of(config: Any, facts: Facts) -> list[CpuTier]:
     """Return the CPU tiers of a ``VllmConfig``, those in a MultiConnector too.
 
-    A size that cannot be read is vLLM's to refuse, and is left out.
+    With data parallelism each engine has tiers of the configured size. A size that cannot be read
+    is vLLM's to refuse, and is left out.
     """
     ranks = int(config.parallel_config.world_size)
     found = []
     for leaf in connectors.leaves(config.kv_transfer_config):
-        try:
-            if leaf.name == connectors.SIMPLE:
-                found.append(_simple(leaf.extra, ranks, facts))
-            elif leaf.name == connectors.OFFLOADING:
-                found.append(_offloading(leaf.extra, ranks, facts))
-        except (TypeError, ValueError):
-            continue
-    return [tier for tier in found if tier.asked > 0]
+        size = asked(leaf, ranks)
+        if leaf.name == connectors.SIMPLE:
+            found.append(_simple(size, ranks, facts))
+        elif leaf.name == connectors.OFFLOADING:
+            found.append(_offloading(size, leaf.extra, ranks, facts))
+    return [tier for tier in found if tier.asked > 0] * engines(config)
+
+
+def engines(config: Any) -> int:
+    """Return how many engines a server has on this machine: its data parallel ranks here."""
+    parallel = config.parallel_config
+    if parallel.data_parallel_size == 1:
+        return 1
+    return int(getattr(parallel, "data_parallel_size_local", parallel.data_parallel_size))
+
+
+def asked(leaf: connectors.Leaf, ranks: int) -> int:
+    """Return the bytes that are configured for a connector's CPU tier, of all ranks; 0 for none.
+
+    A size that cannot be read is vLLM's to refuse, and is none.
+    """
+    try:
+        if leaf.name == connectors.SIMPLE:
+            each = int(leaf.extra.get("cpu_bytes_to_use", SIMPLE_DEFAULT)) // ranks
+            return int(leaf.extra.get("cpu_bytes_to_use_per_rank", each)) * ranks
+        if leaf.name == connectors.OFFLOADING:
+            return int(leaf.extra.get("cpu_bytes_to_use") or 0)
+    except (TypeError, ValueError):
+        pass
+    return 0
 
 
 def in_shm(tiers: Iterable[CpuTier]) -> int:
@@ -94,17 +117,15 @@ def power_of_two(size: int) -> int:
     return 1 << max(0, size - 1).bit_length()
 
 
-def _simple(extra: dict[str, Any], ranks: int, facts: Facts) -> CpuTier:
-    each = int(extra.get("cpu_bytes_to_use", SIMPLE_DEFAULT)) // ranks
-    each = int(extra.get("cpu_bytes_to_use_per_rank", each))
+def _simple(size: int, ranks: int, facts: Facts) -> CpuTier:
+    each = size // ranks
     # Layer by layer in the other layout, and then of unknown size.
     pinned = facts.device == "cuda"
     registered = each if pinned and facts.contiguous else 0
     return CpuTier(each * ranks, each * ranks if pinned else 0, False, registered, False)
 
 
-def _offloading(extra: dict[str, Any], ranks: int, facts: Facts) -> CpuTier:
-    asked = int(extra.get("cpu_bytes_to_use") or 0)
+def _offloading(asked: int, extra: dict[str, Any], ranks: int, facts: Facts) -> CpuTier:
     if HOST_POOL.read(facts.environment):  # has a rule of its own
         return CpuTier(asked, 0, False, 0, False)
     shared = extra.get("spec_name") in _TIERING or is_shared(facts.vllm, facts.device)

@@ -37,6 +37,7 @@ from kvpatch.patches.offloading.registration import Rows
 from kvpatch.refusal import Refusal, RefusedCall
 from kvpatch.status import record
 from kvpatch.supported import release_of
+from kvpatch.telemetry.counters import refused
 from kvpatch.upstream import connectors
 
 
@@ -146,6 +147,7 @@ def around_call(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
         return wrapped(*args, **kwargs)
     if instance.scheduler.connector is None:
         return wrapped(*args, **kwargs)
+    refused(instance, "collective_rpc")
     raise RefusedCall(
         f"{method} is called on an engine with a KV connector",
         "before vLLM 0.24 a reset of the caches leaves blocks of the old weights in the CPU tier, "

@@ -56,7 +56,12 @@ def _what(config: Any, facts: Facts, taken: int, free: int | None, where: str) -
     needed, left = readable(taken), readable(free or 0)
     if needed == left:  # as 64 GiB, where a few files are in a /dev/shm of 64 GiB
         needed, left = f"{taken} bytes", f"{free} bytes"
-    return f"the CPU tier takes {needed}{rounded} and {where} has {left}"
+    return f"{_subject(config)} {needed}{rounded} and {where} has {left}"
+
+
+def _subject(config: Any) -> str:
+    count = cpu_tier.engines(config)
+    return "the CPU tier takes" if count == 1 else f"the CPU tiers of {count} engines take"
 
 
 def _shm(config: Any, facts: Facts) -> str:
@@ -85,7 +90,7 @@ def _tight(config: Any, facts: Facts) -> str:
     if taken <= memory.free:
         return ""
     return (
-        f"the CPU tier takes {readable(taken)} and {readable(memory.free)} are available: the "
+        f"{_subject(config)} {readable(taken)} and {readable(memory.free)} are available: the "
         f"kernel will swap, or end a process; {_LESS}"
     )
 

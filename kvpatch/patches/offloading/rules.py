@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from kvpatch.patches.offloading import memory_rules
+from kvpatch import admitted
+from kvpatch.patches.offloading import memory_rules, place
 from kvpatch.rules import Rule
 from kvpatch.supported import FP8, in_ranges, is_validated, release_of, validated
 from kvpatch.upstream import connectors
@@ -30,8 +31,20 @@ FP8_CACHE_DTYPES = ("fp8", "fp8_e4m3", "fp8_e5m2")  # on the releases of ``suppo
 MULTI = Span("0.22")
 # Where a checkpoint's kv_cache_scheme wins over --kv-cache-dtype, in vLLM's Attention.__init__.
 SCHEME_WINS = Span("0", "0.22")
+# vLLM's methods of speculative decoding, by their names in the matrix.
+DRAFTING = {"ngram": "ngram", "draft_model": "draft model", "eagle": "EAGLE"}
+# Those without layers of their own in the blocks. A tier's folder is named after the weights of the
+# model, and not after those of what drafts for it.
+DRAFTING_ON_DISK = ("ngram",)
+_DRAFTS = (
+    f"with one rank, without an fp8 KV cache and, with secondary tiers, by {DRAFTING_ON_DISK[0]}"
+)
 LATENT = Span("0.29")  # latent attention (MLA)
+STAGES = "2 stages"  # of a pipeline, by the name of its cells
+SEVERAL_RANKS = "2 ranks"  # the same, by the name of its cells
 LATENT_COMBINED = Span("0.32")  # the same in MultiConnector, or with secondary tiers
+# Where chunks are stored of which a window has left a part.
+WINDOWS_IN_PARTS = Span("0", "0.33")
 HYBRID = Span("0.30", "0.31")  # hybrid models, with state-space layers
 
 ROUND_TRIP = "it has not been validated by a store and load round trip"
@@ -112,7 +125,10 @@ def _latent(config: Any, facts: Facts) -> bool:
     return not (
         is_validated(facts.vllm, LATENT_COMBINED if combined else LATENT)
         and config.use_v2_model_runner
-        and config.parallel_config.world_size == 1
+        and (
+            config.parallel_config.world_size == 1
+            or place.starts_with(SEVERAL_RANKS, config, facts)
+        )
     )
 
 
@@ -129,6 +145,21 @@ def _hybrid(config: Any, facts: Facts) -> bool:
             and config.kv_transfer_config.kv_connector == connectors.OFFLOADING
             and not model.use_mla
         )
+    )
+
+
+def _other_drafts(config: Any, facts: Facts) -> bool:
+    """Return whether drafts are made that were not compared.
+
+    They are compared with one rank and a KV cache of the model's dtype.
+    """
+    drafting = config.speculative_config
+    return drafting is not None and not (
+        config.parallel_config.world_size == 1
+        and config.cache_config.cache_dtype in VALIDATED_CACHE_DTYPES
+        and not _by_scheme(config, facts)
+        and (drafting.method in DRAFTING_ON_DISK or not has_tiers(config))
+        and place.starts_with(DRAFTING.get(drafting.method, ""), config, facts)
     )
 
 
@@ -179,11 +210,12 @@ def _cache_dtype(config: Any, facts: Facts) -> str:
 
 def _other_parallelism(config: Any, facts: Facts) -> bool:
     parallel = config.parallel_config
-    return bool(
-        parallel.world_size != parallel.tensor_parallel_size
-        or parallel.data_parallel_size > 1
-        or parallel.decode_context_parallel_size > 1
-    )
+    if parallel.decode_context_parallel_size > 1:
+        return True
+    if parallel.world_size == parallel.tensor_parallel_size:
+        return False
+    in_stages = parallel.world_size == parallel.pipeline_parallel_size == 2
+    return not in_stages or not place.starts_with(STAGES, config, facts)
 
 
 def _chunks_of_windows(config: Any, facts: Facts) -> bool:
@@ -198,6 +230,50 @@ def _chunks_of_windows(config: Any, facts: Facts) -> bool:
         for leaf in connectors.offloading(config.kv_transfer_config)
     )
     return chunks and model is not None and model.get_sliding_window() is not None
+
+
+def _chunks(config: Any, facts: Facts) -> bool:
+    """Return whether chunks of several blocks did not run."""
+    block = getattr(config.cache_config, "block_size", None)
+    asked = any(
+        leaf.extra.get("block_size") not in (None, block)
+        or int(leaf.extra.get("blocks_per_chunk") or 1) > 1
+        for leaf in connectors.offloading(config.kv_transfer_config)
+    )
+    if place.has_windows(config.model_config) and release_of(facts.vllm) in WINDOWS_IN_PARTS:
+        return False  # KVP355
+    return asked and not place.starts_with("chunks", config, facts)
+
+
+def _threshold(config: Any, facts: Facts) -> bool:
+    """Return whether blocks are stored at a later use than the first, which did not run."""
+    asked = any(
+        int(leaf.extra.get("store_threshold") or 0) > 1
+        for leaf in connectors.offloading(config.kv_transfer_config)
+    )
+    return asked and not place.starts_with("store threshold", config, facts)
+
+
+def _no_hybrid_manager(config: Any, facts: Facts) -> bool:
+    """Return whether windows are kept whole, where that did not run."""
+    return (
+        bool(config.scheduler_config.disable_hybrid_kv_cache_manager)
+        and place.has_windows(config.model_config)
+        and not place.starts_with("no hybrid manager", config, facts)
+    )
+
+
+def _whole_prompts(config: Any, facts: Facts) -> bool:
+    """Return whether prompts are not split, where that did not run.
+
+    The cells of latent attention ran so: vLLM's CPU backend splits none of their prompts.
+    """
+    latent = config.model_config is not None and config.model_config.use_mla
+    return (
+        not config.scheduler_config.enable_chunked_prefill
+        and not latent
+        and not place.starts_with("whole prompts", config, facts)
+    )
 
 
 def _two_block_sizes(config: Any, facts: Facts) -> bool:
@@ -296,7 +372,7 @@ RULES = (
         "a chunk of which the window has left a part is stored without it, and loaded as a whole",
         "remove block_size and blocks_per_chunk from kv_connector_extra_config, or install vLLM "
         "0.33",
-        only_in=Span("0", "0.33"),
+        only_in=WINDOWS_IN_PARTS,
     ),
     Rule(
         "KVP356",
@@ -325,25 +401,67 @@ RULES = (
         "KVP305",
         "offloading of models with latent attention (MLA), except with one rank on Model Runner V2 "
         f"of vLLM {in_ranges(validated(LATENT))}, and with secondary tiers or MultiConnector of "
-        f"{in_ranges(validated(LATENT_COMBINED))}",
+        f"{in_ranges(validated(LATENT_COMBINED))}; with several ranks{admitted.but(SEVERAL_RANKS)}",
         _latent,
         _model,
-        "latent attention is validated with one rank on Model Runner V2 of vLLM "
-        f"{in_ranges(validated(LATENT))} only, and with secondary tiers or in MultiConnector on "
-        f"{in_ranges(validated(LATENT_COMBINED))} only",
+        f"latent attention is validated on Model Runner V2 of vLLM {in_ranges(validated(LATENT))} "
+        "only, with secondary tiers or in MultiConnector on "
+        f"{in_ranges(validated(LATENT_COMBINED))} only, and with several ranks "
+        f"{admitted.where(SEVERAL_RANKS)}",
         "use one of these, or run this model without a KV connector",
     ),
     Rule(
         "KVP306",
-        "offloading with the prefix cache disabled",
-        lambda config, facts: not config.cache_config.enable_prefix_caching,
+        "offloading with the prefix cache disabled" + admitted.but("no prefix cache"),
+        lambda config, facts: (
+            not config.cache_config.enable_prefix_caching
+            and not place.starts_with("no prefix cache", config, facts)
+        ),
         "the prefix cache is disabled while a KV connector is configured",
-        "that combination is not validated",
+        admitted.why("no prefix cache"),
         "remove --no-enable-prefix-caching",
     ),
     Rule(
+        "KVP357",
+        "offloading with chunked prefill disabled, of models without latent attention"
+        + admitted.but("whole prompts"),
+        _whole_prompts,
+        "chunked prefill is disabled while a KV connector is configured",
+        admitted.why("whole prompts"),
+        "remove --no-enable-chunked-prefill",
+    ),
+    Rule(
+        "KVP358",
+        "`store_threshold`" + admitted.but("store threshold"),
+        _threshold,
+        "store_threshold is set in kv_connector_extra_config",
+        admitted.why("store threshold"),
+        "remove store_threshold",
+    ),
+    Rule(
+        "KVP359",
+        "chunks of several blocks (`block_size` or `blocks_per_chunk` in "
+        "kv_connector_extra_config)" + admitted.but("chunks"),
+        _chunks,
+        "chunks of several blocks are configured in kv_connector_extra_config",
+        admitted.why("chunks"),
+        "remove block_size and blocks_per_chunk from kv_connector_extra_config",
+    ),
+    Rule(
+        "KVP360",
+        "models with sliding windows without the hybrid KV cache manager, from vLLM 0.22 on"
+        + admitted.but("no hybrid manager"),
+        _no_hybrid_manager,
+        "the hybrid KV cache manager is disabled for a model with sliding windows, and a KV "
+        "connector is configured",
+        admitted.why("no hybrid manager"),
+        "remove --disable-hybrid-kv-cache-manager",
+        only_in=Span("0.22"),
+    ),
+    Rule(
         "KVP307",
-        "offloading with parallelism other than tensor parallelism",
+        "offloading with parallelism other than tensor parallelism"
+        + admitted.but(STAGES, how="with two stages of a pipeline, of one rank each"),
         _other_parallelism,
         "a KV connector is configured with parallelism other than tensor parallelism",
         "that combination is not validated",
@@ -375,10 +493,13 @@ RULES = (
     ),
     Rule(
         "KVP309",
-        "offloading with speculative decoding",
-        lambda config, facts: config.speculative_config is not None,
-        "a KV connector is configured with speculative decoding",
-        ROUND_TRIP,
+        "offloading with speculative decoding" + admitted.but(*DRAFTING.values(), how=_DRAFTS),
+        _other_drafts,
+        lambda config, facts: (
+            "a KV connector is configured with speculative decoding by "
+            f"{config.speculative_config.method}"
+        ),
+        admitted.why(*DRAFTING.values(), how=_DRAFTS),
         "remove the speculative configuration",
     ),
     Rule(  # before the next rule, whose remedy is of no use there
@@ -433,6 +554,14 @@ RULES = (
         ),
         _model,
         "encoder-decoder models are not validated",
+        "run this model without a KV connector",
+    ),
+    Rule(
+        "KVP361",
+        "offloading of pooling models",
+        lambda config, facts: getattr(config.model_config, "runner_type", "") == "pooling",
+        _model,
+        "a model that is run for its pooled states is not validated with one",
         "run this model without a KV connector",
     ),
     Rule(

@@ -262,6 +262,20 @@ FEATURE = Feature(
             parameters=("self", "request", "num_computed_tokens"),
             since="0.24",
         ),
+        seam(
+            Patch(
+                id="observing.disk_hits",
+                target=f"{_SCHEDULER}.update_state_after_alloc",
+                why="a hit does not say whether its block came from a disk",
+                upstream="vllm-project/vllm, CacheHitSource in 0.32",
+                until="vLLM 0.32",
+                wrapper="kvpatch.patches.secondary_tiers.legacy:count_disk_hits",
+                parameters=("self", "request", "blocks", "num_external_tokens"),
+                since="0.24",
+                before="0.32",
+            ),
+            Gap("0.32", None, "vLLM's stats name the source of every hit"),
+        ),
         Patch(
             id="tiers.build",
             target=f"{_SCHEDULER}.build_connector_meta",

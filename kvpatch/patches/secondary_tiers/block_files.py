@@ -36,6 +36,10 @@ TEMPORARY = "tmp"
 ABANDONED = 3600.0  # seconds without a write, after which nobody writes a file any more
 
 
+class Damaged(OSError):
+    """A file that is not what was stored under its name; it is deleted."""
+
+
 def _seal(path: str, block: memoryview) -> bytes:
     """Return the fields that follow ``block`` in the file ``path``.
 
@@ -118,12 +122,12 @@ def store_blocks(
     with view.cast("B") as memory, mmap.mmap(-1, SEAL) as page:
         for path, offset in zip(paths, offsets, strict=True):
             if os.path.lexists(path):
-                progressed()
+                progressed(0)
                 continue
             with memory[_bounds(memory, offset, block_size)] as block:
                 page[: _FIELDS.size] = _seal(path, block)
                 _write(path, [block, page], _DIRECT if use_o_direct else 0)
-            progressed()
+            progressed(block_size)
 
 
 def _in_folders(path: str, use: Callable[[], Any]) -> Any:
@@ -179,7 +183,7 @@ def load_blocks(
                 except OSError as error:
                     error.num_succeeded = position  # type: ignore[attr-defined]
                     raise
-            progressed()
+            progressed(block_size)
 
 
 def _read(path: str, block: memoryview, page: mmap.mmap, flags: int) -> None:
@@ -203,11 +207,11 @@ def _refuse(path: str) -> None:
     """Delete a file that is not what was stored under its name.
 
     Raises:
-        OSError: always.
+        Damaged: always.
     """
     with suppress(OSError):
         Path(path).unlink()
-    raise OSError(errno.EIO, "the file does not hold the bytes that were stored", path)
+    raise Damaged(errno.EIO, "the file does not hold the bytes that were stored", path)
 
 
 def replace_store(original: Any) -> Any:

@@ -18,11 +18,12 @@ from vllm.v1.kv_offload.tiering.fs.manager import FileSystemTierManager, FsAsync
 from kvpatch import state
 from kvpatch.environ import PYTHONHASHSEED
 from kvpatch.logs import log
-from kvpatch.patches.secondary_tiers.block_files import sweep
+from kvpatch.patches.secondary_tiers.block_files import Damaged, sweep
 from kvpatch.patches.secondary_tiers.fewer_lines import FewerLines
 from kvpatch.patches.secondary_tiers.fingerprint import unusable
 from kvpatch.patches.secondary_tiers.timeout import Unanswered, patience
 from kvpatch.patches.secondary_tiers.weights import Weights
+from kvpatch.telemetry.disk import Disk
 from kvpatch.upstream.vllm_api import lookup_results
 
 _PROBE = "probe"
@@ -34,6 +35,7 @@ class PatientLookups(FsAsyncLookupManager):  # type: ignore[misc]
 
     def __init__(self, tier: Any, tier_type: str, unanswered: Unanswered) -> None:
         self._unanswered = unanswered
+        self._disk = tier.disk
         super().__init__(tier=tier, tier_type=tier_type)
 
     def batch_lookup(self, keys: list[Any], req_context: Any) -> Iterable[bool]:
@@ -41,6 +43,9 @@ class PatientLookups(FsAsyncLookupManager):  # type: ignore[misc]
         self._unanswered.asked(_PROBE)
         try:
             return list(super().batch_lookup(keys, req_context))
+        except Exception:  # vLLM logs it, and takes them for misses
+            self._disk.failed("lookup")
+            raise
         finally:
             self._unanswered.answered(_PROBE)
 
@@ -69,28 +74,36 @@ _UNTIMED = {"transfer_time": 0.0} if "transfer_time" in JobResult.__dataclass_fi
 
 
 class TimedTasks:
-    """vLLM's pool of threads, with the time of the tasks that have started."""
+    """vLLM's pool of threads, with the time of the tasks that have started, and what they did."""
 
-    def __init__(self, pool: Any, unanswered: Unanswered) -> None:
+    def __init__(self, pool: Any, unanswered: Unanswered, disk: Disk) -> None:
         self._pool = pool
         self._unanswered = unanswered
+        self._disk = disk
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._pool, name)
 
     def enqueue_load(self, job_id: int, n_tasks: int, tasks: Iterable[Callable[[], None]]) -> None:
         """Queue a job's tasks that read."""
-        self._pool.enqueue_load(job_id, n_tasks, self._timed(job_id, tasks))
+        self._pool.enqueue_load(job_id, n_tasks, self._timed(job_id, tasks, "load"))
 
     def enqueue_store(self, job_id: int, n_tasks: int, tasks: Iterable[Callable[[], None]]) -> None:
         """Queue a job's tasks that write."""
-        self._pool.enqueue_store(job_id, n_tasks, self._timed(job_id, tasks))
+        self._pool.enqueue_store(job_id, n_tasks, self._timed(job_id, tasks, "store"))
 
-    def _timed(self, job_id: int, tasks: Iterable[Callable[[], None]]) -> list[Any]:
+    def _timed(self, job_id: int, tasks: Iterable[Callable[[], None]], what: str) -> list[Any]:
         return [
-            partial(self._unanswered.run, (job_id, number), task)
-            for number, task in enumerate(tasks)
+            partial(self._run, (job_id, number), task, what) for number, task in enumerate(tasks)
         ]
+
+    def _run(self, question: tuple[int, int], task: Callable[[], None], what: str) -> None:
+        moved = partial(self._disk.moved, "stored" if what == "store" else "loaded")
+        try:
+            self._unanswered.run(question, task, moved)
+        except Exception as error:
+            self._disk.failed("damaged" if isinstance(error, Damaged) else what)
+            raise
 
 
 def _warn_of_random_hashes() -> None:
@@ -109,6 +122,7 @@ class PatientFileSystemTier(FileSystemTierManager):  # type: ignore[misc]
 
     Attributes:
         weights: whether the blocks of the engine are those of the tier's folder.
+        disk: what it did with its disk.
     """
 
     _lookup_manager: Any
@@ -122,10 +136,11 @@ class PatientFileSystemTier(FileSystemTierManager):  # type: ignore[misc]
         except OSError as error:  # a disk that cannot be written to
             raise unusable(config.get("root_dir"), error) from error
         self.unanswered = Unanswered(patience())
+        self.disk = Disk()
         self.weights = state.find(self.file_mapper, Weights)
         self._lookup_manager.shutdown()
         self._lookup_manager = Lookups(self, tier_type, self.unanswered)
-        self._pool = TimedTasks(self._pool, self.unanswered)
+        self._pool = TimedTasks(self._pool, self.unanswered, self.disk)
         self._declined: list[Any] = []
         sweep(Path(f"{self.file_mapper.base_path}_r{self.file_mapper.rank}"))
         _warn_of_random_hashes()
@@ -157,6 +172,8 @@ class PatientFileSystemTier(FileSystemTierManager):  # type: ignore[misc]
     def _decline(self, job: Any) -> bool:
         if not self._passed_over:
             return False
+        if self.late:  # and not passed over for its weights, which is no fault
+            self.disk.failed("late")
         self._declined.append(JobResult(job.job_id, success=False, **_UNTIMED))
         return True
 

@@ -33,7 +33,8 @@ def around_engine_core(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> A
         Refusal: another engine has this ``engine_id``, or its memory is there.
     """
     config = argument(args, kwargs, 0, "vllm_config")
-    transfer = config.kv_transfer_config
+    # A stand-in for a configuration may have none; vLLM has its own words for that.
+    transfer: Any = getattr(config, "kv_transfer_config", None)
     if not connectors.offloading(transfer):
         return wrapped(*args, **kwargs)
     gc.collect()  # releases the engine_id of an engine that was dropped before

@@ -58,10 +58,26 @@ class Unanswered:
         """Record the end of a call; ignored if its start was not recorded."""
         self._since.pop(question, None)
 
-    def run(self, question: Hashable, task: Callable[[], None]) -> None:
-        """Run a task of the tier, pending until it returns; ``progressed`` starts it anew."""
+    def run(
+        self,
+        question: Hashable,
+        task: Callable[[], None],
+        moved: Callable[[int], None] = lambda size: None,
+    ) -> None:
+        """Run a task of the tier, pending until it returns; ``progressed`` starts it anew.
+
+        Args:
+            question: what tells the task apart.
+            task: what runs.
+            moved: is told the bytes of each block that the disk has taken or given.
+        """
         self.asked(question)
-        _thread.progressed = lambda: self.asked(question)
+
+        def progressed(size: int) -> None:
+            self.asked(question)
+            moved(size)
+
+        _thread.progressed = progressed
         try:
             task()
         finally:
@@ -80,8 +96,12 @@ class Unanswered:
             return since is not None and self.clock() - since > self.limit
 
 
-def progressed() -> None:
-    """Record that the disk has responded to this thread's task, which goes on."""
+def progressed(size: int) -> None:
+    """Record that the disk has responded to this thread's task, which goes on.
+
+    Args:
+        size: bytes of the block that it has taken or given; 0 for one that it had.
+    """
     told = getattr(_thread, "progressed", None)
     if told is not None:
-        told()
+        told(size)

@@ -28,6 +28,7 @@ from typing import Any, NamedTuple
 
 from kvpatch import state
 from kvpatch.patch import argument
+from kvpatch.patches.elastic_memory.verify import not_elastic
 
 
 class EvictableBlocks(OrderedDict[int, Any]):
@@ -222,9 +223,15 @@ def around_bind(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> None:
 
 
 def bind(scheduler: Any, order: type[EvictionOrder]) -> None:
-    """Provide the pool of a connector in lazy mode with the queue that it walks."""
+    """Provide the pool of a connector in lazy mode with the queue that it walks.
+
+    Raises:
+        Refusal: the pool is not kvcached's, and evicts in an order of its own.
+    """
     if scheduler._lazy_mode:
         pool = scheduler._gpu_block_pool
+        if not hasattr(pool, "_evictable_blocks"):
+            raise not_elastic()
         pool.free_block_queue = state.attach(scheduler, Lazy(order(scheduler, pool))).order
 
 

@@ -134,11 +134,7 @@ def ordered_backend(backend: Any) -> Any:
         def launch_copy(
             self, src_blocks: Any, dst_blocks: Any, is_store: bool, *args: Any, **kwargs: Any
         ) -> None:
-            from vllm.v1.simple_kv_offload.worker import torch
-
-            # Before the copy is queued, because a thread launches it later.
-            stream = self._store_stream if is_store else self._load_stream
-            stream.wait_stream(torch.cuda.current_stream())
+            _after_computation(self._store_stream if is_store else self._load_stream)
             super().launch_copy(src_blocks, dst_blocks, is_store, *args, **kwargs)
 
     return OrderedCopyBackend
@@ -148,14 +144,21 @@ def around_load(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> None:
     """Let a load wait for the computation that was launched before it.
 
     Wraps ``DmaCopyBackend.launch_copy(src_blocks, dst_blocks, is_store, ...)`` of 0.24 and 0.25,
-    whose blocks may have left a window that a step in flight still reads. Before the copy is
-    queued, because a thread launches it later.
+    whose blocks may have left a window that a step in flight still reads.
     """
     if not argument(args, kwargs, 2, "is_store"):
-        from vllm.v1.simple_kv_offload.worker import torch
-
-        instance._load_stream.wait_stream(torch.cuda.current_stream())
+        _after_computation(instance._load_stream)
     wrapped(*args, **kwargs)
+
+
+def _after_computation(stream: Any) -> None:
+    """Let a stream of copies wait for the computation that was launched before.
+
+    Called before a copy is queued, because a thread launches it later.
+    """
+    from vllm.v1.simple_kv_offload.worker import torch
+
+    stream.wait_stream(torch.cuda.current_stream())
 
 
 def around_match(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
@@ -163,7 +166,8 @@ def around_match(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
 
     Wraps ``SimpleCPUOffloadScheduler.get_num_new_matched_tokens(request, num_computed_tokens)``.
     The log-probabilities of a prompt, and what is pooled of each token, come of the computation;
-    those of loaded tokens are memory that nobody wrote.
+    those of loaded tokens are memory that nobody wrote. The connector is not asked: it would keep
+    the hit for a request that takes none.
     """
     if argument(args, kwargs, 0, "request").skip_reading_prefix_cache:
         return 0, False

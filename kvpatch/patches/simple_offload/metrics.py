@@ -10,6 +10,7 @@ from typing import Any
 
 from kvpatch import state
 from kvpatch.telemetry.counters import Totals
+from kvpatch.upstream import connectors
 
 
 def block_bytes(scheduler: Any) -> int:
@@ -36,5 +37,6 @@ def around_plan(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
             ("loaded", meta.load_gpu_blocks),
         ):
             if blocks:
-                totals.moved(outcome, 1, len(blocks) * block_bytes(instance))
+                size = len(blocks) * block_bytes(instance)
+                totals.moved(outcome, 1, size, connectors.SIMPLE)
     return meta

@@ -12,7 +12,9 @@ from kvpatch.versions import Facts, Span
 
 SIMPLE = Span("0.19")
 DROPS_LAZY_COPIES = Span("0.29", "0.30")
-DEVICES = ("cuda", "cpu")  # by ``Facts.device``: CUDA and ROCm, and the host device
+# By ``Facts.device``: CUDA and ROCm, the host device, and NPUs where an engine starts at all
+# (KVP601 to KVP603).
+DEVICES = ("cuda", "cpu", "npu")
 VALIDATED_BACKENDS = (None, "cpu")  # kv_offload_backend
 
 

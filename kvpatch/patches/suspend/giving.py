@@ -15,6 +15,10 @@ What has not come into the tier is evicted for a limit, and kept by an engine th
 kvcached's thread reads the limit in /dev/shm ten times a second, and every allocation brings what
 it read last: for a moment that is the limit before the one that is being lowered to, and nobody's
 wish.
+
+While a limit waits requests take blocks that are free, and then those of the coldest cached blocks,
+as under kvcached's own shrinking: no page is mapped from the step on in which these are on their
+way into the tier. What they take next is stored ahead, beside the piece that is given back.
 """
 
 from __future__ import annotations
@@ -22,16 +26,19 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from enum import Enum
+from itertools import islice
 from typing import Any
 
 from kvpatch import state
 from kvpatch.logs import log
 from kvpatch.patch import argument
+from kvpatch.patches.suspend import revision
 from kvpatch.patches.suspend.hold import Hold
 from kvpatch.patches.suspend.spill import Cached, Spill
-from kvpatch.upstream import kvcached_api
+from kvpatch.upstream import kvcached_api, kvcached_limits
 
 PIECE = 64  # pages at a time
+AHEAD = 1024  # blocks; twice what prompts take in a step of 8,192 tokens
 # Pieces for one limit. Requests that run may map pages as fast as others are given back.
 MOST_PIECES = 10_000
 
@@ -82,6 +89,7 @@ class Giving:
         self._going: set[int] = set()  # pages that wait for the fence
         self._pieces = 0
         self._before = 0
+        revision.note(self.manager, 0)
 
     # What begins it
 
@@ -92,6 +100,8 @@ class Giving:
             size: bytes of the K or V of one layer.
             apply: kvcached's own ``resize``.
         """
+        if size != kvcached_api.reported_limit(self.manager):
+            revision.note(self.manager, size)
         pages = size // self.manager.page_size
         fits = pages >= kvcached_api.pages_in_use(self.manager)
         changes = self._limit is not None or pages != kvcached_api.pages_at_most(self.manager)
@@ -106,18 +116,28 @@ class Giving:
             return False  # the next allocation, or look, comes back to it
         if size != self._limit:
             self._limit, self._apply, self._pieces = size, apply, 0
+        self._map_no_more(size)
         self._hold.step_for("limit", True)
         return False
+
+    def _map_no_more(self, size: int) -> None:
+        """Let no page be mapped once the blocks that requests take instead are being stored."""
+        stored = self.stage is not Stage.OFF and not self._spill.untried
+        if stored or not self._pool._evictable_blocks:
+            kvcached_limits.map_no_more(self.manager, size)
 
     def _is_of_before(self, size: int) -> bool:
         """Whether an allocation brings a limit that is no longer the one in /dev/shm."""
         read = kvcached_api.reported_limit(self.manager)
-        return size == read and not kvcached_api.is_applied(self.manager)
+        stale = revision.waits(self.manager) or not kvcached_api.is_applied(self.manager)
+        return size == read and stale
 
     def look(self) -> None:
         """Apply the limit that kvcached's thread has read, as an allocation would."""
+        revision.publish(self.manager)
         reported = kvcached_api.reported_limit(self.manager)
-        if reported is not None and kvcached_api.is_above_limit(self.manager):
+        changed = self._limit not in (None, reported)  # it may have been raised again
+        if reported is not None and (changed or kvcached_api.is_above_limit(self.manager)):
             self.manager.resize(reported)
         self.advance()
 
@@ -149,6 +169,7 @@ class Giving:
 
     def advance(self) -> None:
         """Go as far as it goes now; called at every step of the engine."""
+        revision.publish(self.manager)
         if self.stage is Stage.OFF and self._limit is None and not self._idle:
             self._hold.step_for("limit", False)  # it may have been raised again before a step
             return
@@ -160,7 +181,12 @@ class Giving:
                 self.stop()
             while self._move():
                 pass
-        except Exception:
+            if self._limit is not None:
+                self._store_ahead()
+                self._map_no_more(self._limit)
+        except Exception as error:
+            if kvcached_limits.must_end(error):
+                raise
             log.exception("kvpatch: pages could not be given back")
             self._failed = self._limit
             self._end()
@@ -170,7 +196,9 @@ class Giving:
             self._spill.cancel()  # a request has come
             self.stage = Stage.OFF
         if self.stage is Stage.STORING:
-            return self._spill.done and self._evict()
+            return self._spill.settled(one.key for page in self._pages for one in page) and (
+                self._evict()
+            )
         if self.stage is Stage.RELEASING:
             # Under load there are always others.
             if self._going & kvcached_api.retired(self.manager):
@@ -203,6 +231,14 @@ class Giving:
         self.stage = Stage.STORING
         return True
 
+    def _store_ahead(self) -> None:
+        """Store what allocations evict next, also when the piece under way is given back."""
+        if self._engine.scheduler.has_unfinished_requests():
+            keys, unused = self._pool._block_id_to_key, self._pool._evictable_blocks
+            piece = {one.block for page in self._pages for one in page}
+            coldest = islice((block for block in unused if block not in piece), AHEAD)
+            self._spill.add(Cached(keys[block], block) for block in coldest)
+
     def _evict(self) -> bool:
         unused, keys = self._pool._evictable_blocks, self._pool._block_id_to_key
         gone: set[int] = set()
@@ -224,7 +260,7 @@ class Giving:
         return True
 
     def _end(self) -> None:
-        """Apply a limit as kvcached does, and stop; what fails here must not end the engine."""
+        """Apply a limit as kvcached does, and stop; an error of ours must not end the engine."""
         limit, apply, idle = self._limit, self._apply, self._idle
         self._forget()
         try:
@@ -233,7 +269,9 @@ class Giving:
                 self.manager.trim()  # what was mapped ahead of use
             if limit is not None and apply is not None:
                 apply(limit)
-        except Exception:
+        except Exception as error:
+            if kvcached_limits.must_end(error):
+                raise
             log.exception("kvpatch: kvcached did not take a limit")
             self._failed = limit
 

@@ -21,11 +21,15 @@ from kvpatch.control import protocol
 from kvpatch.logs import log
 from kvpatch.patches.suspend import queue
 from kvpatch.patches.suspend.suspension import Cannot, Phase, Suspension
-from kvpatch.upstream import kvcached_api
+from kvpatch.process import start_ticks
+from kvpatch.telemetry.counters import refused
+from kvpatch.upstream import kvcached_api, kvcached_limits
 
 TOGETHER = 64  # questions at a time
 ASKING = 10.0  # seconds in which a question has to be there
 BETWEEN = 0.2  # seconds between two lines of progress
+LOCKED = 5.0  # seconds for the lock of the folder, which is held for a few calls
+LOOKS = 1.0  # seconds between two looks whether the socket is still there
 GRACE = 2.0  # seconds for an engine to give up by itself what takes too long
 
 
@@ -56,11 +60,15 @@ class Question:
         try:
             self.said = answer(suspension, self.asked, self.since)
         except Cannot as cannot:
+            refused(suspension.engine, self.asked.get("verb"))
             self.said = {"error": str(cannot)}
         except Exception as error:
-            log.exception("kvpatch: %s failed", self.asked.get("verb"))
             self.said = {"error": f"it failed with {type(error).__name__}: {error}"}
-        self.taken.set()
+            if kvcached_limits.must_end(error):
+                raise
+            log.exception("kvpatch: %s failed", self.asked.get("verb"))
+        finally:
+            self.taken.set()
 
 
 def answer(suspension: Suspension, asked: dict[str, Any], since: float) -> dict[str, Any]:
@@ -77,7 +85,7 @@ def answer(suspension: Suspension, asked: dict[str, Any], since: float) -> dict[
     verb = asked.get("verb")
     if verb == "suspend":
         if asked.get("plan"):
-            return suspension.plan()
+            return suspension.plan() | {"plan": True}
         timeout = asked.get("timeout")
         if timeout is not None and seconds(timeout) is None:
             raise Cannot("the timeout is no number of seconds")
@@ -88,7 +96,14 @@ def answer(suspension: Suspension, asked: dict[str, Any], since: float) -> dict[
         size = asked.get("size")
         if not isinstance(size, int) or isinstance(size, bool):
             raise Cannot("the limit is no number of bytes")
-        suspension.limit(size)
+        revision = asked.get("revision")
+        if revision is not None and (not isinstance(revision, int) or isinstance(revision, bool)):
+            raise Cannot("the revision is no number")
+        suspension.limit(size, revision)
+    elif verb == "demand":
+        from kvpatch.patches.suspend.demand import demand  # here, because few engines are asked
+
+        return demand(suspension.engine)
     else:
         raise Cannot(f"it knows {', '.join(protocol.VERBS)}, and not {verb!r}")
     return {}
@@ -96,8 +111,13 @@ def answer(suspension: Suspension, asked: dict[str, Any], since: float) -> dict[
 
 def seconds(timeout: Any) -> float | None:
     """Return a timeout that was asked for, if it is one."""
-    number = isinstance(timeout, int | float) and not isinstance(timeout, bool)
-    return timeout if number and 0 < timeout < float("inf") else None
+    if not isinstance(timeout, int | float) or isinstance(timeout, bool):
+        return None
+    try:
+        number = float(timeout)
+    except OverflowError:
+        return None
+    return number if 0 < number < float("inf") else None
 
 
 class Server:
@@ -117,20 +137,43 @@ class Server:
         self._name = name
         self._engine = weakref.ref(engine)
         self._suspension = weakref.ref(suspension)
-        private.make_folder(self.path.parent)
-        self._socket = socket.socket(socket.AF_UNIX)
-        try:
-            with private.alone(self.path.parent):  # who has bound its socket listens, or is gone
-                sweep(self.path.parent)
-                self._socket.bind(str(self.path))
-                self.path.chmod(0o600)
-                self._socket.listen(TOGETHER)
-        except BaseException:
-            self._socket.close()
-            raise
+        self._socket = self._listen()
         self._free = threading.Semaphore(TOGETHER)
         self._closed = threading.Event()
         threading.Thread(target=self._run, name="kvpatch-control", daemon=True).start()
+
+    def _listen(self) -> socket.socket:
+        private.make_folder(self.path.parent)
+        made = socket.socket(socket.AF_UNIX)
+        try:
+            # Who has bound its socket listens, or is gone.
+            with private.alone(self.path.parent, private.within(LOCKED)):
+                sweep(self.path.parent)
+                made.bind(str(self.path))
+                self.path.chmod(0o600)
+                made.listen(TOGETHER)
+            made.settimeout(LOOKS)
+        except BaseException:
+            made.close()
+            raise
+        return made
+
+    def _listen_again(self) -> None:
+        """Listen at the path again if it was removed.
+
+        By a cleaner of /dev/shm, or by systemd-logind with RemoveIPC=yes when the user logs out.
+        """
+        if self.path.exists() or self._closed.is_set():
+            return
+        before = self._socket
+        try:
+            self._socket = self._listen()
+        except OSError as error:
+            log.debug("kvpatch: the socket that was removed is not there again: %r", error)
+            return
+        before.close()
+        if self._closed.is_set():
+            self.close()  # again: it has closed the one before
 
     def close(self) -> None:
         """Listen no longer."""
@@ -147,6 +190,10 @@ class Server:
             self._free.acquire()
             try:
                 connection, _ = self._socket.accept()
+            except TimeoutError:
+                self._free.release()
+                self._listen_again()
+                continue
             except OSError as error:
                 self._free.release()
                 if self._socket.fileno() < 0 or self._closed.is_set():
@@ -182,6 +229,8 @@ class Server:
         if asked.get("verb") == "describe":
             protocol.send(connection, describe(engine, suspension, self._name) | {"done": True})
             return
+        if gone(connection):
+            return  # it was given up while the engine was stopped: others may rely on that by now
         question = Question(asked)
         queue.hand_over(engine, question)
         del engine
@@ -198,6 +247,17 @@ class Server:
             protocol.send(connection, suspension.said | question.said | {"done": True})
             return
         follow(connection, suspension, asked, question.since)
+
+
+def gone(connection: socket.socket) -> bool:
+    """Whether the other end of a connection has closed it, or was killed."""
+    connection.setblocking(False)  # Python waits for what comes, whatever the flags say
+    try:
+        return not connection.recv(1, socket.MSG_PEEK)
+    except BlockingIOError:
+        return False
+    finally:
+        connection.settimeout(ASKING)
 
 
 def sweep(folder: Path) -> None:
@@ -252,7 +312,7 @@ def why_not_done(said: dict[str, Any], given_up: str, asked: dict[str, Any]) -> 
     if verb == "suspend" and not suspended:
         return str(said.get("error") or given_up or "it was resumed meanwhile")
     if verb == "suspend" and asked.get("whole") and (lost := said.get("lost")):
-        return f"somebody else had it suspended before, without {lost} blocks"
+        return f"it is suspended, and its CPU tier does not have {lost} blocks"
     if verb == "resume" and suspended:
         return "it was suspended again meanwhile"
     return str(said.get("unset", "")) if verb == "resume" else ""
@@ -277,10 +337,13 @@ def describe(engine: Any, suspension: Suspension, name: str) -> dict[str, Any]:
     return {
         "name": name,
         "pid": os.getpid(),
+        "started": start_ticks(os.getpid()),  # in a container every first process has one pid
         "models": [served] if isinstance(served, str) else list(served or ()),
         "phase": suspension.phase.value,
         "why_not": suspension.why_not(),
         "limit": kvcached_api.limit(manager),
+        "promised": suspension.promised(),
+        "revision": suspension.revision,
         "most": kvcached_api.most(manager),
         "mapped": kvcached_api.mapped(manager),
         "running": len(scheduler.running),

@@ -114,9 +114,11 @@ class Spill:
         self.alone = False
         self.count = Count()
         self._blocks: list[Cached] = []
+        self._added: set[bytes] = set()
         self._missing: dict[bytes, int] = {}
         self._flying: set[bytes] = set()
         self._refused = 0
+        self._tried = False
 
     def begin(self, blocks: Iterable[Cached]) -> None:
         """Take up blocks, the most important one first.
@@ -131,8 +133,24 @@ class Spill:
         held = set(there)
         self._missing = {one.key: one.block for one in fit if one.key not in held}
         self._flying.clear()
+        self._added.clear()
         self._refused = 0
+        self._tried = False
         self.count = Count(len(self._blocks), len(fit), len(self._missing))
+
+    def add(self, blocks: Iterable[Cached]) -> None:
+        """Take up other blocks, less important ones, as far as the tier has room beside the first.
+
+        Each is taken up once, whatever becomes of it.
+        """
+        room = self.tier.capacity() - len(self._blocks)
+        for one in blocks:
+            if len(self._added) >= room:
+                return
+            if one.key not in self._added:
+                self._added.add(one.key)
+                if not (one.key in self._flying or self.tier.holds(one.key)):
+                    self._missing.setdefault(one.key, one.block)
 
     def next(self) -> list[Cached]:
         """Return the blocks to store in this step, without those that have gone meanwhile."""
@@ -145,6 +163,7 @@ class Spill:
 
     def planned(self, keys: Iterable[bytes]) -> None:
         """Record that the stores of blocks were planned."""
+        self._tried = True
         for key in keys:
             if self._missing.pop(key, None) is not None:
                 self._flying.add(key)
@@ -157,12 +176,18 @@ class Spill:
             forever: no store is in flight that would change that.
         """
         self._refused += 1
+        self._tried = True
         if forever or self._refused >= PATIENCE:
             self.cancel()
 
     def cancel(self) -> None:
         """Store nothing more; what is in flight comes to its end."""
         self._missing.clear()
+
+    @property
+    def untried(self) -> bool:
+        """Whether blocks wait, and no step has planned a store of any yet, or met a full tier."""
+        return self.waits and not self._tried
 
     @property
     def waits(self) -> bool:
@@ -174,6 +199,11 @@ class Spill:
         """Whether every store that it can make has completed."""
         self._flying = self.tier.awaits(self._flying)
         return not self._missing and not self._flying
+
+    def settled(self, keys: Iterable[bytes]) -> bool:
+        """Whether every store that it can make of blocks with these keys has completed."""
+        self._flying = self.tier.awaits(self._flying)
+        return not any(key in self._missing or key in self._flying for key in keys)
 
     def kept(self) -> int:
         """Return how many of the resident blocks the tier holds now."""

@@ -28,9 +28,10 @@ from kvpatch.patches import deadlock
 from kvpatch.patches.secondary_tiers.weights import Calls
 from kvpatch.patches.suspend.giving import Giving
 from kvpatch.patches.suspend.hold import Hold
+from kvpatch.patches.suspend.revision import publish
 from kvpatch.patches.suspend.spill import Spill, cached
 from kvpatch.sizes import readable
-from kvpatch.upstream import kvcached_api
+from kvpatch.upstream import kvcached_api, kvcached_limits
 
 # Of requests that hold blocks while they wait for more input; nothing but the input moves them.
 _STREAMING = "WAITING_FOR_STREAMING_REQ"
@@ -47,6 +48,7 @@ class Phase(str, Enum):
     RESUMING = "resuming"
 
 
+FREED = (Phase.RELEASING, Phase.SUSPENDED)  # nothing is on the device any more
 ON_THE_WAY = (Phase.PAUSING, Phase.STORING, Phase.RELEASING)
 STEPPED = (Phase.STORING, Phase.RELEASING, Phase.RESUMING)  # though no request runs
 
@@ -68,6 +70,7 @@ class Suspension:
         changed: notified when ``said`` is another dictionary.
         said: the progress, or the outcome, of the last verb; replaced and never changed.
         given_up: why the last suspension is none, also if somebody else looked in between.
+        revision: counts the limits that were set, by whoever asked here.
     """
 
     def __init__(self, engine: Any, spill: Spill | None, why_not: str = "") -> None:
@@ -76,6 +79,7 @@ class Suspension:
         self.changed = threading.Condition()
         self.said: dict[str, Any] = {}
         self.given_up = ""
+        self.revision = 0
         self._spill = spill
         self._why_not = why_not
         self._hold = state.of(engine.scheduler, Hold)
@@ -86,9 +90,7 @@ class Suspension:
         self._whole = False
         self._mapped_before = 0
         self._limit = 0  # to be given back at the end
-        self._asked = False  # for that limit, while the engine was on its way or suspended
-        self._floor = 0
-        self._kept = 0
+        self._seen = 0  # what /dev/shm said when that was taken up: another value is a later wish
         self._error = ""
         self._unset = ""  # why the limit is not what it was
         self._tell()
@@ -111,6 +113,16 @@ class Suspension:
             return "its weights were replaced, and its caches have not been reset since"
         return ""
 
+    def promised(self) -> int:
+        """Return the bytes that the engine may map, or may again once it is resumed.
+
+        On any thread.
+        """
+        now = kvcached_api.limit(self._manager)
+        if self.phase in ON_THE_WAY:
+            return max(now, self._limit)
+        return self._limit if self.phase is Phase.SUSPENDED and now == self._seen else now
+
     def suspend(
         self, finish: bool, whole: bool, timeout: float | None, asked: float | None = None
     ) -> None:
@@ -131,7 +143,7 @@ class Suspension:
         lost = self.plan()["lost"]
         if whole and lost:
             raise Cannot(f"its CPU tier has no room for {lost} blocks")
-        self._asked = False
+        self._limit = self._seen = self._limit_now()
         self._error = self._unset = self.given_up = ""  # of one before it
         self._begun = time.monotonic() if asked is None else asked
         self._deadline = self._begun + timeout if timeout else 0.0
@@ -143,7 +155,7 @@ class Suspension:
         self.advance()
 
     def plan(self) -> dict[str, Any]:
-        """Return what a suspension would keep and lose now.
+        """Return what a suspension would keep and lose now; of one that is there, what it has kept.
 
         Raises:
             Cannot: it cannot be suspended.
@@ -152,6 +164,11 @@ class Suspension:
         if self._spill is None or why_not:
             raise Cannot(why_not)
         self._tell()
+        if self.phase in FREED:
+            return {name: self.said[name] for name in ("resident", "kept", "lost")} | {
+                "stored_before": self.said["kept"],
+                "running": 0,
+            }
         blocks = cached(kvcached_api.pool_of(self.engine))
         lost = max(0, len(blocks) - self._spill.tier.capacity())
         held = sum(self._spill.tier.holds(one.key) for one in blocks)
@@ -176,12 +193,20 @@ class Suspension:
             self._take_back()
         self.advance()
 
-    def limit(self, size: int) -> None:
+    def limit(self, size: int, revision: int | None = None) -> None:
         """Set the bytes that the engine may map; while it is suspended, from its resumption on.
 
+        Args:
+            size: those bytes.
+            revision: one more than the one that the caller knows of. kvcached's own revisions
+                are of its allocator alone, where the next allocation brings the pool's limit.
+
         Raises:
-            Cannot: it is more than the engine started with, or less than a page.
+            Cannot: it is more than the engine started with, or less than a page, or somebody else
+                has set another limit since.
         """
+        if revision is not None and revision <= self.revision:
+            raise Cannot(f"its limit was set by somebody else (revision {self.revision})")
         most = kvcached_api.most(self._manager)
         page = kvcached_api.page_bytes(self._manager)
         if size > most:
@@ -189,9 +214,11 @@ class Suspension:
         if size < page:
             raise Cannot(f"a page is {readable(page)}, and it needs at least one")
         if self.phase in (*ON_THE_WAY, Phase.SUSPENDED):
-            self._limit, self._asked = size, True
+            self._limit, self._seen = size, self._limit_now()
         else:
+            publish(self._manager)  # else it would be written over this one
             kvcached_api.set_limit(self._manager, size)
+        self.revision = self.revision + 1 if revision is None else revision
         self._tell()
 
     # What happens by itself
@@ -206,7 +233,9 @@ class Suspension:
             while self._move():
                 pass
         except Exception as error:
-            # vLLM goes on: what it has is whole in every phase.
+            if kvcached_limits.must_end(error):
+                raise
+            # Else vLLM goes on: what it has is whole in every phase.
             log.exception("kvpatch: the suspension failed")
             if self.phase is not Phase.RUNS:
                 self._give_up(f"it failed with {type(error).__name__}: {error}")
@@ -233,8 +262,7 @@ class Suspension:
         if why_not := self.why_not():
             self._cancel(why_not)
             return True
-        self._kept = self._spill.kept()
-        lost = self._spill.count.resident - self._kept
+        lost = self._spill.count.resident - self._spill.kept()
         if self._whole and lost:
             self._cancel(f"its CPU tier did not take {lost} blocks in")
             return True
@@ -253,17 +281,26 @@ class Suspension:
     def _releasing(self) -> bool:
         if self._must_tell_preempted() or kvcached_api.has_retired(self._manager):
             return False
-        if not self._asked:
-            self._limit = kvcached_api.limit(self._manager)  # somebody may have set it just now
+        self._look_at_limit()
         try:
             floor = kvcached_api.give_all_back(self._manager)
         except Exception:
-            self._asked = True  # it may have been lowered
+            self._seen = kvcached_api.limit(self._manager)  # it may have been lowered
             raise
         if floor is not None:
-            self._floor = floor
+            self._seen = floor
             self._go_to(Phase.SUSPENDED)
         return False
+
+    def _look_at_limit(self) -> None:
+        """Take up a limit that somebody has set since the last one was taken up."""
+        now = self._limit_now()
+        if now != self._seen:
+            self._limit = self._seen = now
+
+    def _limit_now(self) -> int:
+        publish(self._manager)
+        return kvcached_api.limit(self._manager)
 
     def _must_tell_preempted(self) -> bool:
         """Whether a step has to tell the connector yet who was preempted.
@@ -275,18 +312,17 @@ class Suspension:
     def _take_back(self) -> None:
         """Set the limit again that the engine has for itself.
 
-        What fails here must neither end the engine nor leave its requests waiting: they run with
-        the memory that it has then.
+        What fails here must not leave its requests waiting: they run with the memory that it has
+        then.
         """
-        now = kvcached_api.limit(self._manager)
-        if now == self._floor or self._asked:
-            now = self._limit  # else somebody has set another one meanwhile
+        self._look_at_limit()
         try:
-            kvcached_api.set_limit(self._manager, now)
+            kvcached_api.set_limit(self._manager, self._limit)
         except Exception as error:
+            if kvcached_limits.must_end(error):
+                raise
             log.exception("kvpatch: a limit could not be set again")
             self._unset = f"its limit could not be set again: {type(error).__name__}: {error}"
-        self._floor, self._asked = 0, False
         self._go_to(Phase.RESUMING)
 
     def _resuming(self) -> bool:
@@ -345,23 +381,24 @@ class Suspension:
         self._tell(error)
 
     def _tell(self, error: str = "") -> None:
-        count = self._spill.count if self._spill is not None else None
-        mapped = self._mapped()
+        spill, mapped = self._spill, self._mapped()
         said: dict[str, Any] = {
             "phase": self.phase.value,
             "limit": kvcached_api.limit(self._manager),
             "mapped": mapped,
             "seconds": round(time.monotonic() - self._begun, 3) if self._begun else 0.0,
         }
-        if count is not None and self.phase is not Phase.RUNS:
+        if spill is not None and self.phase is not Phase.RUNS:
+            count = spill.count
             said |= {
                 "resident": count.resident,
                 "missing": count.missing,
                 "planned": count.planned,
                 "freed": max(0, self._mapped_before - mapped),
             }
-            if self.phase in (Phase.RELEASING, Phase.SUSPENDED):
-                said |= {"kept": self._kept, "lost": count.resident - self._kept}
+            if self.phase in FREED:
+                kept = spill.kept()  # somebody may have reset the tier since
+                said |= {"kept": kept, "lost": count.resident - kept}
         giving = state.find(self._manager, Giving)
         if giving is not None:
             said |= {"lowers": giving.lowers, "evicted_without_copy": giving.lost}

@@ -11,9 +11,9 @@ import weakref
 from typing import Any
 
 from kvpatch.logs import log
-from kvpatch.patches.suspend import queue
+from kvpatch.patches.suspend import queue, revision
 from kvpatch.patches.suspend.giving import Giving
-from kvpatch.upstream import kvcached_api
+from kvpatch.upstream import kvcached_api, kvcached_limits
 
 EVERY = 0.25  # seconds; kvcached's own thread reads the limit ten times a second
 
@@ -36,7 +36,9 @@ class Look:
             if self.rests:
                 giving.rest()
             giving.look()
-        except Exception:
+        except Exception as error:
+            if kvcached_limits.must_end(error):
+                raise
             log.exception("kvpatch: an idle engine could not look at its limit")
         self.taken.set()
 
@@ -83,6 +85,7 @@ class Watch:
             giving.busy_at = now
         rests = self._idle is not None and now - giving.busy_at >= self._idle and giving.can_rest
         # A program in the engine's process may have lowered the limit on a thread of its own.
-        if rests or giving.lowers or kvcached_api.is_above_limit(giving.manager):
+        limited = giving.lowers or revision.waits(giving.manager)
+        if rests or limited or kvcached_api.is_above_limit(giving.manager):
             self._look = Look(rests)
             queue.hand_over(engine, self._look)

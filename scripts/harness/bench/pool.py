@@ -243,7 +243,7 @@ def overrun(folder: Path) -> int:
     file = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
     try:
         fcntl.flock(file, fcntl.LOCK_EX)
-        limit = ledger._read_limit(folder)
+        limit = ledger.read_limit(folder)
         size = sum(tiers(folder).values())
     finally:
         os.close(file)

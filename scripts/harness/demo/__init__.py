@@ -1,1 +1,1 @@
-"""scripts/demo: the same conversations with plain vLLM and on elastic memory."""
+"""scripts/demo: two models on one device, with plain vLLM and on elastic memory."""

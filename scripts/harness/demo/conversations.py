@@ -1,40 +1,36 @@
-"""The conversations: their messages, their order, and the answers.
+"""The conversations: their messages, and the answers.
 
-Everything is seeded, and one request runs at a time, so that both servers get the
-same schedule and a float32 engine gives the same tokens.
+Each is about a page of Python's manual, which comes with Python. Both ways get the same ones, and
+an engine in float32 gives the same tokens whatever runs beside a request.
 """
 
 from __future__ import annotations
 
 import json
-import random
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Sequence
+from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
+from pathlib import Path
+from pydoc_data.topics import topics
+from typing import Any, TypeVar
 
 import httpx
+from tokenizers import Tokenizer
 
 from harness.console import HarnessError
 from harness.demo.options import Load
+from harness.demo.servers import MODELS
 from harness.serve import MODEL_NAME
 
-_VOCABULARY = """
-    the a of and to in page block cache layer memory token prompt engine worker copy
-    store load map unmap elastic device tier region stride request answer question
-    conversation returns leaves grows shrinks waits holds gives takes back again early
-    late small large first last every other never always between before after while
-"""
-
-
-def text(rng: random.Random, size: int) -> str:
-    """Return about ``size`` characters of words; the tokenizer has one token per byte."""
-    vocabulary = _VOCABULARY.split()
-    words: list[str] = []
-    length = 0
-    while length < size:
-        words.append(rng.choice(vocabulary))
-        length += len(words[-1]) + 1
-    return " ".join(words)
+T = TypeVar("T")
+# What a user asks about a page, turn by turn.
+QUESTIONS = ("In one sentence, what is this page about?", "Which part of it is used most often?")
+_OPENING = "This is the beginning of a page of Python's manual:\n\n{passage}\n\n{question}"
+# More than the roles of a chat's messages and a system prompt take, in either tokenizer.
+_TEMPLATE_TOKENS = 48
+# Of requests that arrive at once.
+_APART_SECONDS = 0.02
 
 
 @dataclass
@@ -46,9 +42,9 @@ class Answer:
         prompt: token ids of the whole history, as the server tokenized it.
         tokens: token ids of the answer.
         logprobs: log-probability of each of ``tokens``.
+        text: the answer.
+        ended: whether the model ended it, and not the limit of its length.
         ttft: seconds from sending the request to its first token.
-        from_tier: prompt tokens that came from the CPU tier.
-        from_cache: prompt tokens that were still in the KV cache.
     """
 
     conversation: int
@@ -57,30 +53,34 @@ class Answer:
     tokens: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     text: str = ""
+    ended: bool = False
     ttft: float = 0.0
-    from_tier: int = 0
-    from_cache: int = 0
 
     @property
     def returning(self) -> bool:
-        """Whether it continues a conversation, whose blocks were evicted since."""
+        """Whether it continues a conversation, after another model's peak."""
         return self.turn > 1
 
 
 class Conversation:
     """One user's side of a conversation, and its history."""
 
-    def __init__(self, number: int, load: Load) -> None:
+    def __init__(self, number: int, passage: str) -> None:
         self.number = number
-        self._rng = random.Random(f"conversation {number}")
-        step = (load.longest - load.shortest) / max(1, load.conversations - 1)
-        self._opening = round(load.shortest + step * (number - 1))
+        self.passage = passage
         self.history: list[dict[str, str]] = []
 
+    @property
+    def turn(self) -> int:
+        """Which turn it is in, counted from 1; 0 before the first."""
+        return (len(self.history) + 1) // 2
+
     def say(self) -> list[dict[str, str]]:
-        """Add the user's next message: a long text first, then a short question."""
-        size = 200 if self.history else self._opening
-        self.history.append({"role": "user", "content": text(self._rng, size)})
+        """Add the user's next message: a page and a question first, then a question."""
+        text = QUESTIONS[self.turn]
+        if not self.history:
+            text = _OPENING.format(passage=self.passage, question=text)
+        self.history.append({"role": "user", "content": text})
         return self.history
 
     def hear(self, answer: Answer) -> None:
@@ -88,31 +88,88 @@ class Conversation:
         self.history.append({"role": "assistant", "content": answer.text})
 
 
-def hold(client: httpx.Client, load: Load) -> Iterator[Answer]:
-    """Hold all conversations turn by turn; yield every answer as it is complete.
+def passages(tokenizer: Tokenizer, tokens: int, count: int) -> list[str]:
+    """Return the first ``tokens`` of the ``count`` longest pages of Python's manual."""
+    longest = sorted(topics.values(), key=lambda page: (-len(page), page))[:count]
+    found = []
+    for page in longest:
+        ends = [end for _, end in tokenizer.encode(page, add_special_tokens=False).offsets]
+        found.append(page[: ends[min(tokens, len(ends)) - 1]])
+    return found
 
-    A conversation returns only after all others have had their turn, when its blocks have
-    been evicted from the KV cache.
+
+def conversations(model: Path, load: Load) -> dict[str, list[Conversation]]:
+    """Return the conversations of each of two models, with numbers of their own."""
+    tokenizer = Tokenizer.from_file(str(model / "tokenizer.json"))
+    pages = passages(tokenizer, load.opening, len(MODELS) * load.conversations)
+    made = [Conversation(number + 1, page) for number, page in enumerate(pages)]
+    return {name: made[at :: len(MODELS)] for at, name in enumerate(MODELS)}
+
+
+def longest_request(model: Path, load: Load) -> int:
+    """Return tokens that no request of a conversation is longer than, answer included."""
+    tokenizer = Tokenizer.from_file(str(model / "tokenizer.json"))
+    said = len(tokenizer.encode(_OPENING + "".join(QUESTIONS)).ids)
+    return load.opening + said + _TEMPLATE_TOKENS + len(QUESTIONS) * load.answer_tokens
+
+
+def hold(client: httpx.Client, conversations: Sequence[Conversation], load: Load) -> list[Answer]:
+    """Hold the next turn of conversations, all at once; return every answer.
+
+    They arrive in the same order in every turn: what a full KV cache still has depends on it.
+
+    Raises:
+        HarnessError: the server answered with an error or stopped in the middle.
     """
-    conversations = [Conversation(number + 1, load) for number in range(load.conversations)]
-    for turn in range(1, load.turns + 1):
-        for conversation in conversations:
-            answer = Answer(conversation.number, turn)
-            ask(client, conversation.say(), load.answer_tokens, answer)
-            conversation.hear(answer)
-            yield answer
+
+    def one(at: int, conversation: Conversation) -> Answer:
+        time.sleep(at * _APART_SECONDS)
+        messages = conversation.say()
+        answer = Answer(conversation.number, conversation.turn)
+        ask(client, messages, load.answer_tokens, answer, whole=load.whole)
+        conversation.hear(answer)
+        return answer
+
+    return at_once(one, range(len(conversations)), conversations)
 
 
-def warm_up(client: httpx.Client, load: Load) -> None:
-    """Send one prompt that no conversation has: a server's first request pays for its set-up."""
-    messages = [{"role": "user", "content": text(random.Random("warm-up"), load.longest)}]
-    ask(client, messages, 2, Answer(0, 0))
+def at_once(function: Callable[..., T], *arguments: Sequence[Any]) -> list[T]:
+    """Call a function for all arguments at once, each in a thread; return the results.
+
+    After a failure or a signal it does not wait: the other calls end with their server.
+    """
+    pool = ThreadPoolExecutor(len(arguments[0]))
+    try:
+        calls = [pool.submit(function, *one) for one in zip(*arguments, strict=True)]
+        for call in wait(calls, return_when=FIRST_EXCEPTION).done:
+            call.result()  # raises what failed first, whichever it was
+        return [call.result() for call in calls]
+    finally:
+        pool.shutdown(wait=False, cancel_futures=True)
+
+
+def warm_up(client: httpx.Client, conversation: Conversation) -> None:
+    """Send a prompt that no conversation has: a server's first request pays for its set-up."""
+    # Backwards, a text has more than twice the tokens.
+    backwards = conversation.passage[len(conversation.passage) // 4 :: -1]
+    ask(client, Conversation(0, backwards).say(), 2, Answer(0, 0))
 
 
 def ask(
-    client: httpx.Client, messages: list[dict[str, str]], max_tokens: int, answer: Answer
+    client: httpx.Client,
+    messages: list[dict[str, str]],
+    max_tokens: int,
+    answer: Answer,
+    whole: bool = False,
 ) -> None:
     """Send one chat request and fill ``answer`` while it streams in.
+
+    Args:
+        client: of the server.
+        messages: of the conversation.
+        max_tokens: of the answer.
+        answer: is filled.
+        whole: the answer has ``max_tokens``, whatever its model would end it with.
 
     Raises:
         HarnessError: the server answered with an error or stopped in the middle.
@@ -123,12 +180,13 @@ def ask(
         "max_tokens": max_tokens,
         "temperature": 0,
         "seed": 0,
-        "ignore_eos": True,
+        "ignore_eos": whole,
         "logprobs": True,
         "top_logprobs": 0,
         "return_token_ids": True,
         "stream": True,
     }
+    reason = None
     sent = time.perf_counter()
     try:
         with client.stream("POST", "/v1/chat/completions", json=body) as response:
@@ -148,6 +206,7 @@ def ask(
                         answer.ttft = time.perf_counter() - sent
                     answer.tokens += tokens
                     answer.text += choice["delta"].get("content") or ""
+                    reason = choice["finish_reason"] or reason
                     if choice.get("logprobs"):
                         answer.logprobs += [
                             entry["logprob"] for entry in choice["logprobs"]["content"]
@@ -156,7 +215,9 @@ def ask(
         raise HarnessError(
             f"the server stopped answering ({error or type(error).__name__})"
         ) from error
-    if len(answer.tokens) != max_tokens or not answer.prompt:
+    answer.ended = reason == "stop"
+    if not answer.prompt or not (answer.ended or len(answer.tokens) == max_tokens):
         raise HarnessError(
-            f"the server ended an answer after {len(answer.tokens)} of {max_tokens} tokens"
+            f"the server ended an answer after {len(answer.tokens)} of {max_tokens} tokens "
+            f"({reason or 'without a reason'})"
         )

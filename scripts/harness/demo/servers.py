@@ -1,21 +1,122 @@
-"""The two servers of the demo."""
+"""The device of the demo, and the servers of the two models: two ways to have it."""
 
 from __future__ import annotations
 
-from harness.serve import SPARE_PAGES, Kind, arguments
+import json
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
 
+from harness.bench.two_models import FIRST, KEEPS_NOTHING, SECOND
+from harness.processes import ONE_THREAD
+from harness.serve import Kind, arguments
+
+DEVICE_PAGE = 2 << 20
 BLOCK_TOKENS = 32
-# 14336 tokens, 112 MiB: two or three of the eight conversations fit.
-KV_BLOCKS = 448
-TIER_GIB = "0.5"
-# With Triton there, if only its interpreter, vLLM takes the runner that it takes on a GPU.
-AS_ON_A_GPU = {"TRITON_INTERPRET": "1"}
+# Pages that kvcached maps ahead of use, 5 to 10 by default: most of a device as small as this.
+NO_SPARE_PAGES = {"KVCACHED_MIN_RESERVED_PAGES": "0", "KVCACHED_MAX_RESERVED_PAGES": "0"}
+# What an engine without a request has mapped: the page of block 0, which is never given back,
+# and the page that all unmapped addresses show.
+IDLE_PAGES = 2
 
-_ARGUMENTS = arguments(KV_BLOCKS, BLOCK_TOKENS, longest=8192, together=2)
-PLAIN = Kind("plain vLLM", "plain", _ARGUMENTS, {"KVPATCH": "0", **AS_ON_A_GPU})
-KVPATCH = Kind(
-    "vLLM with kvpatch",
-    "kvpatch",
-    _ARGUMENTS | {"kv-offloading-size": TIER_GIB},
-    {"KVPATCH": "1", **SPARE_PAGES, **AS_ON_A_GPU},
-)
+
+@dataclass(frozen=True)
+class Device:
+    """A device on which one model's peak fits and two do not.
+
+    Attributes:
+        page_bytes: of a page of kvcached, which has a page of the device in every layer.
+        block_bytes: of a block of the KV cache, in float32.
+        pages: of the whole device; an even number.
+        longest: tokens of the longest request.
+        together: requests at a peak.
+    """
+
+    page_bytes: int
+    block_bytes: int
+    pages: int
+    longest: int
+    together: int
+
+    @classmethod
+    def of(cls, model: Path, longest: int, together: int) -> Device:
+        """Return the device for so many requests of so many tokens at a peak."""
+        config = json.loads((model / "config.json").read_text())
+        layers, heads = config["num_hidden_layers"], config["num_key_value_heads"]
+        page_bytes = layers * DEVICE_PAGE
+        block_bytes = layers * 2 * heads * config["head_dim"] * 4 * BLOCK_TOKENS
+        blocks = together * math.ceil(longest / BLOCK_TOKENS) + 1
+        peak = math.ceil(blocks / (page_bytes // block_bytes)) + 1
+        pages = peak + IDLE_PAGES + 1
+        return cls(page_bytes, block_bytes, pages + pages % 2, longest, together)
+
+    @property
+    def size(self) -> int:
+        """Bytes of the device."""
+        return self.pages * self.page_bytes
+
+    @property
+    def half(self) -> int:
+        """Bytes of a static half."""
+        return self.size // 2
+
+    @property
+    def idle(self) -> int:
+        """Bytes that an engine without a request has mapped."""
+        return IDLE_PAGES * self.page_bytes
+
+    @property
+    def tier_gib(self) -> str:
+        """GiB of one model's CPU tier: all that it has at its peak, and a quarter more."""
+        blocks = self.together * math.ceil(self.longest / BLOCK_TOKENS)
+        return f"{math.ceil(blocks * self.block_bytes * 5 / (1 << 30)) / 4:.2f}"
+
+    def arguments(self, size: int) -> dict[str, str]:
+        """Return the arguments of ``vllm serve`` for a KV cache of ``size`` bytes."""
+        longest = math.ceil(self.longest / 1024) * 1024
+        return arguments(size // self.block_bytes, BLOCK_TOKENS, longest, self.together)
+
+
+def halves(device: Device, slug: str) -> Kind:
+    """Return plain vLLM on its half of the device."""
+    environment = {"KVPATCH": "0", **ONE_THREAD}
+    return Kind("plain vLLM", f"plain-{slug}", device.arguments(device.half), environment)
+
+
+def shared(device: Device, slug: str) -> Kind:
+    """Return vLLM with kvpatch on a device that another has as well."""
+    return Kind(
+        "vLLM with kvpatch",
+        f"kvpatch-{slug}",
+        device.arguments(device.size) | {"kv-offloading-size": device.tier_gib},
+        {
+            "KVPATCH": "1",
+            **NO_SPARE_PAGES,
+            **KEEPS_NOTHING,
+            **ONE_THREAD,
+            "KVPATCH_HOST_DEVICE": str(device.size),
+            # vLLM's share of a device is of its whole; what is free decides.
+            "KVCACHED_GPU_UTILIZATION": "1.0",
+        },
+    )
+
+
+@dataclass(frozen=True)
+class Way:
+    """One way for two models to have a device.
+
+    Attributes:
+        name: in messages.
+        title: over its picture.
+        kind: returns the server of a model.
+    """
+
+    name: str
+    title: str
+    kind: Callable[[Device, str], Kind]
+
+
+PLAIN = Way("plain vLLM", "plain vLLM: a static half for each model, used or not", halves)
+KVPATCH = Way("kvpatch", "kvcached + kvpatch: a model that is idle lends its memory", shared)
+MODELS = (FIRST, SECOND)

@@ -2,41 +2,77 @@
 
 from __future__ import annotations
 
-import json
-import os
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import median
+from typing import Any
 
 import httpx
 import psutil
 
 from harness import provenance
+from harness.bench.measure import read
+from harness.bench.memory import MappedMemory
+from harness.bench.two_models import FIRST, SECOND, given
 from harness.console import HarnessError, Row, Screen
 from harness.demo import report
-from harness.demo.conversations import Answer, hold, warm_up
-from harness.demo.meter import DEVICE_PAGE, Counters, MemoryMeter, counters
+from harness.demo.conversations import (
+    Answer,
+    Conversation,
+    at_once,
+    conversations,
+    hold,
+    longest_request,
+    warm_up,
+)
+from harness.demo.models import models
 from harness.demo.options import Options
-from harness.demo.servers import BLOCK_TOKENS, KV_BLOCKS, KVPATCH, PLAIN
+from harness.demo.servers import KVPATCH, MODELS, PLAIN, Device, Way
 from harness.demo.verdict import Comparison, Evidence, compare, failures, returning_ttft
-from harness.model_cache import kept_model
-from harness.serve import DEVICE_SIZE, POLL_SECONDS, SPARE_PAGES, Server, workspace
+from harness.serve import POLL_SECONDS, Server, workspace
 
-NEEDED_MEMORY = 6 << 30
-IDLE_SECONDS = 2.5  # shown in the plot; nothing waits for it
+NEEDED_MEMORY = 8 << 30
+IDLE_SECONDS = 2.5  # shown in the picture; nothing waits for it
 FALL_SECONDS = 15
 MIB = 1 << 20
+# Which model's conversations have their next turn, in order.
+PHASES = {"first_peak": FIRST, "second_peak": SECOND, "first_returns": FIRST}
 
 
 @dataclass
 class Held:
-    """One server's conversations."""
+    """The conversations, held one way.
+
+    Attributes:
+        answers: of both models.
+        counted: the serving engine's own counters, by phase.
+        used, kept: bytes that the first model has at its own peak, and at the second's.
+        second_used: bytes that the second has at its peak.
+        idle: bytes that both have at the end.
+        cycle: what the picture is drawn from.
+        memory: bytes of host memory of both servers.
+        elastic: whether both reported their KV caches on elastic memory.
+    """
 
     answers: list[Answer] = field(default_factory=list)
-    counters: Counters = field(default_factory=Counters)
+    counted: dict[str, dict[str, int]] = field(default_factory=dict)
+    used: int = 0
+    kept: int = 0
+    second_used: int = 0
+    idle: int = 0
+    cycle: dict[str, Any] = field(default_factory=dict)
+    memory: int = 0
+    elastic: bool = False
+    status_lines: list[str] = field(default_factory=list)
+
+    @property
+    def served(self) -> int:
+        """Tokens of returning prompts that were not recomputed."""
+        counted = self.counted["first_returns"]
+        return counted["from_cache"] + counted["from_tier"]
 
 
 class Story:
@@ -44,50 +80,56 @@ class Story:
 
     def __init__(self, options: Options, screen: Screen) -> None:
         self.options = options
-        self.load = options.load
         self.screen = screen
         self.plain = Held()
         self.ours = Held()
-        self.meter = MemoryMeter()
-        self.idle_bytes = 0
-        self.memory = 0
-        self.elastic = False
-        self.status_lines: list[str] = []
 
     def run(self) -> int:
-        """Run both servers, compare, report; return the exit status."""
+        """Run both ways, compare, report; return the exit status."""
         _require_memory()
         versions = ", ".join(" ".join(one) for one in provenance.versions().items())
         self.screen.say(versions)
-        with workspace() as folder:
-            model = kept_model(7, self.screen.say)
-            self._run(model, folder)
-            static_bytes = KV_BLOCKS * block_bytes(model)
-        comparison = compare(self.plain.answers, self.ours.answers)
-        evidence = Evidence(
-            comparison=comparison,
-            from_tier=self.ours.counters.from_tier,
-            elastic=self.elastic,
-            peak_bytes=self.meter.peak,
-            idle_bytes=self.idle_bytes,
+        self.machine = provenance.machine()  # before there is load
+        self.models = models(self.options.generated, self.screen.say)
+        self.load = self.models.loads.quick if self.options.quick else self.models.loads.full
+        model = self.models.folders[FIRST]
+        together = self.load.conversations
+        self.device = Device.of(model, longest_request(model, self.load), together)
+        self.screen.say(f"models: {self.models.words}")
+        self.screen.say(
+            f"device: {_mib(self.device.size)}, {self.device.pages} pages of "
+            f"{_mib(self.device.page_bytes)}; a peak is {together} conversations at once"
         )
-        found = failures(evidence)
-        rows = self._rows(comparison, static_bytes)
+        with workspace() as folder:
+            self._run(PLAIN, self.plain, folder)
+            self._run(KVPATCH, self.ours, folder)
+        comparison = compare(self.plain.answers, self.ours.answers)
+        found = failures(
+            Evidence(
+                comparison=comparison,
+                from_tier=self.ours.counted["first_returns"]["from_tier"],
+                elastic=self.ours.elastic,
+                half=self.device.half,
+                first_peak=self.ours.used,
+                second_peak=self.ours.second_used,
+                kept=self.ours.kept,
+                idle=self.ours.idle,
+            )
+        )
+        rows = self._rows(comparison)
         path = report.write(
             report.Content(
                 failures=found,
                 rows=rows,
-                environment=[
-                    Row("Command", self.options.command),
-                    Row("Versions", versions),
-                    *machine(),
-                ],
-                samples=self.meter.samples,
-                phases=self.meter.phases,
-                static_bytes=static_bytes,
-                plain=self.plain.answers,
-                ours=self.ours.answers,
-                status_lines=self.status_lines,
+                environment=self._environment(versions),
+                device=self.device,
+                cycles={PLAIN.title: self.plain.cycle, KVPATCH.title: self.ours.cycle},
+                returned={
+                    "plain vLLM,\nstatic half": self.plain.counted["first_returns"],
+                    "kvcached +\nkvpatch": self.ours.counted["first_returns"],
+                },
+                said=self._said(),
+                status_lines=self.ours.status_lines,
             ),
             self.options.report,
         )
@@ -96,128 +138,109 @@ class Story:
         self.screen.verdict(found)
         return 1 if found else 0
 
-    def _run(self, model: Path, folder: Path) -> None:
-        """Start both servers at once, then run the conversations on one after the other."""
-        os.environ["KVPATCH_HOST_DEVICE"] = DEVICE_SIZE  # for the meter, as for the server
-        os.environ["KVPATCH_HOST_DEVICE_DIR"] = str(folder)
-        port = self.options.port
+    def _run(self, way: Way, held: Held, folder: Path) -> None:
+        """Start the servers of both models, and let their peaks take turns."""
         logs = self.options.keep_logs or folder
-        with KVPATCH.server(model, folder, logs, port and port + 1, wait=False) as ours:
-            with PLAIN.server(model, folder, logs, port, wait=False) as plain:
-                self._wait_for(plain, ours)
-                self._note_status(ours)
-                with _failures_of(plain):
-                    self._warm_up(plain)
-                    self._converse(plain, self.plain)
-                    # The other server is up as well.
-                    self.memory = plain.memory() + ours.memory()
-            with _failures_of(ours):
-                self._warm_up(ours)
-                self.meter.start()
-                try:
-                    self._converse(ours, self.ours)
-                    self._rest(ours)
-                finally:
-                    self.meter.stop()
+        folder = folder / way.kind(self.device, "").slug
+        folder.mkdir()
+        talks = conversations(self.models.folders[FIRST], self.load)
+        with ExitStack() as stack:
+            servers = {}
+            for at, name in enumerate(MODELS):
+                kind = way.kind(self.device, name)
+                port = self.options.port and self.options.port + at
+                model = self.models.folders[name]
+                server = kind.server(model, folder, logs, port, wait=False)
+                servers[name] = stack.enter_context(server)
+            self._wait_for(way, servers)
+            held.elastic = all(server.elastic for server in servers.values())
+            held.status_lines = [line for one in servers.values() for line in one.status_lines]
+            if way is KVPATCH:
+                self._note_status(held)
+            self.screen.live(f"{way.name}: warming up")
+            at_once(_warm_up, list(servers.values()), [talks[name][0] for name in servers])
+            with MappedMemory(str(folder), servers) as memory:
+                for phase, name in PHASES.items():
+                    with _failures_of(servers[name]):
+                        self._phase(way, held, phase, servers[name], talks[name], memory)
+                memory.phase("end")
+                self._rest(way, held, memory)
+            held.memory = sum(server.memory() for server in servers.values())
+        static = 0 if way is KVPATCH else self.device.half
+        first, second = memory.within("first_peak"), memory.within("second_peak")
+        held.used, held.kept = given(first, second, held_for_good=static)
+        held.second_used = static or max(sample[SECOND] for sample in second)
+        held.cycle = {"used_bytes": held.used, "timeline": memory.timeline(points=400)}
 
-    def _wait_for(self, *servers: Server) -> None:
-        self.screen.say("starting both servers (about half a minute)")
-        starting = list(servers)
+    def _wait_for(self, way: Way, servers: dict[str, Server]) -> None:
+        self.screen.say(f"{way.name}: starting both servers")
+        starting = dict(servers)
         while starting:
-            for server in list(starting):
-                if server.ready():
-                    starting.remove(server)
-                    self.screen.say(f"{server.name}: ready after {server.start_seconds:.0f} s")
-            names = " and ".join(server.name for server in starting)
-            self.screen.live(f"starting {names}, {self.screen.seconds:.0f} s")
+            for name in [name for name, server in starting.items() if server.ready()]:
+                seconds = starting.pop(name).start_seconds
+                self.screen.say(f"{way.name}: the {name} model is ready after {seconds:.0f} s")
+            self.screen.live(f"{way.name}: starting, {self.screen.seconds:.0f} s")
             time.sleep(POLL_SECONDS)
 
-    def _note_status(self, server: Server) -> None:
-        self.elastic, self.status_lines = server.elastic, server.status_lines
-        found = "yes" if self.elastic else "not reported"
-        style = "" if self.elastic else "red"
-        self.screen.say(f"{server.name}: KV on elastic memory: {found}", style)
+    def _note_status(self, held: Held) -> None:
+        found = "yes" if held.elastic else "not reported"
+        style = "" if held.elastic else "red"
+        self.screen.say(f"{KVPATCH.name}: KV on elastic memory: {found}", style)
 
-    def _warm_up(self, server: Server) -> None:
-        self.screen.live(f"{server.name}: warming up")
-        warm_up(server.client, self.load)
-        server.reset_caches()
-
-    def _converse(self, server: Server, held: Held) -> None:
-        before = seen = counters(server.metrics())
-        ours = server.name == KVPATCH.name
-        expected = {(a.conversation, a.turn): a for a in self.plain.answers} if ours else {}
-        if ours:
-            self.meter.phase("turn 1")
-        for answer in hold(server.client, self.load):
-            now = counters(server.metrics())
-            answer.from_tier = now.since(seen).from_tier
-            answer.from_cache = now.since(seen).from_cache
-            seen = now
-            held.answers.append(answer)
-            text = (
-                f"{server.name}: turn {answer.turn} of {self.load.turns}, conversation "
-                f"{answer.conversation} of {self.load.conversations}, {len(answer.prompt)} tokens"
-            )
-            if ours:
-                right = [expected[answer.conversation, answer.turn]]
-                same = compare(right, [answer])
-                text += f", {answer.from_tier} from the tier, {same.equal} of {same.total} equal"
-                text += f", {self.meter.look().mapped / MIB:.0f} MiB mapped"
-            self.screen.live(text)
-            if answer.conversation == self.load.conversations:
-                self._say_turn(server.name, held, answer.turn)
-                if ours and answer.turn < self.load.turns:
-                    self.meter.phase(f"turn {answer.turn + 1}")
-        held.counters = counters(server.metrics()).since(before)
-
-    def _say_turn(self, name: str, held: Held, turn: int) -> None:
-        """Print a line when all conversations have had a turn."""
-        answers = [answer for answer in held.answers if answer.turn == turn]
+    def _phase(
+        self,
+        way: Way,
+        held: Held,
+        phase: str,
+        server: Server,
+        talks: list[Conversation],
+        memory: MappedMemory,
+    ) -> None:
+        words = phase.replace("_", " ")
+        self.screen.live(f"{way.name}: {words}, {len(talks)} conversations at once")
+        before = read(server)
+        memory.phase(phase)
+        begun = time.monotonic()
+        answers = hold(server.client, talks, self.load)
+        seconds = time.monotonic() - begun
+        after = read(server)
+        held.counted[phase] = {name: int(after[name] - before[name]) for name in after}
+        held.answers += answers
         line = (
-            f"{name}: turn {turn} of {self.load.turns}, {len(answers)} answers, "
+            f"{way.name}: {words}, {len(answers)} answers in {seconds:.1f} s, "
             f"{sum(len(a.prompt) for a in answers)} prompt tokens, "
-            f"first token after {median(a.ttft for a in answers) * 1000:.0f} ms"
+            f"{held.counted[phase]['from_tier']} of them from the CPU tier, "
+            f"first token after {median(a.ttft for a in answers):.1f} s"
         )
-        if name == KVPATCH.name:
-            right = [answer for answer in self.plain.answers if answer.turn == turn]
+        if way is KVPATCH:
+            turn = answers[0].turn
+            mine = {talk.number for talk in talks}
+            right = [a for a in self.plain.answers if a.turn == turn and a.conversation in mine]
             same = compare(right, answers)
-            line += (
-                f", {sum(a.from_tier for a in answers)} tokens from the CPU tier, "
-                f"{same.equal} of {same.total} tokens equal, "
-                f"{self.meter.look().mapped / MIB:.0f} MiB mapped"
-            )
+            most = max(memory.within(phase), key=lambda sample: sum(sample.values()))
+            line += f", {same.equal} of {same.total} tokens equal, "
+            line += f"{_mib(most[FIRST])} and {_mib(most[SECOND])} mapped at most"
         self.screen.say(line)
 
-    def _rest(self, server: Server) -> None:
-        """Let the server idle, reset its prefix cache, and wait for the memory to fall."""
-        self.meter.phase("idle")
-        self.screen.live(f"{server.name}: idle")
-        # A page of kvcached is a device page in every layer. One is kept for block 0, and one
-        # is what all unmapped addresses are mapped to.
-        page = layers(server.model) * DEVICE_PAGE
-        kept = (int(SPARE_PAGES["KVCACHED_MAX_RESERVED_PAGES"]) + 2) * page
-        self.meter.wait_until_at_most(0, IDLE_SECONDS)
-        loaded = self.meter.look().mapped
-        self.meter.phase("reset")
-        server.reset_caches()
-        self.idle_bytes = self.meter.wait_until_at_most(kept, FALL_SECONDS).mapped
-        self.meter.wait_until_at_most(0, IDLE_SECONDS)
-        self.idle_bytes = self.meter.look().mapped
-        self.screen.say(
-            f"{server.name}: idle, {loaded / MIB:.0f} MiB mapped for the cache; "
-            f"after its reset {self.idle_bytes / MIB:.0f} MiB"
-        )
+    def _rest(self, way: Way, held: Held, memory: MappedMemory) -> None:
+        """Let both engines idle: nothing is reset, what they do not use goes back by itself."""
+        self.screen.live(f"{way.name}: idle")
+        idle = len(MODELS) * self.device.idle
+        deadline = time.monotonic() + FALL_SECONDS
+        while sum(memory.look().values()) > idle and time.monotonic() < deadline:
+            time.sleep(POLL_SECONDS)
+        time.sleep(IDLE_SECONDS)
+        held.idle = sum(memory.look().values())
+        if way is KVPATCH:
+            self.screen.say(f"{way.name}: both idle, {_mib(held.idle)} mapped")
 
-    def _rows(self, comparison: Comparison, static_bytes: int) -> list[Row]:
-        plain, ours = self.plain, self.ours
-        prompt_tokens = sum(len(answer.prompt) for answer in ours.answers)
+    def _rows(self, comparison: Comparison) -> list[Row]:
+        plain, ours, device = self.plain, self.ours, self.device
         returning = [answer for answer in ours.answers if answer.returning]
-        cold_ms = returning_ttft(plain.answers) * 1000
-        warm_ms = returning_ttft(ours.answers) * 1000
-        conversations = f"{self.load.conversations} conversations of {self.load.turns} turns"
-        pool = KV_BLOCKS * BLOCK_TOKENS
-        longest = sum(len(a.prompt) for a in ours.answers if a.turn == self.load.turns)
+        prompts = sum(len(answer.prompt) for answer in returning)
+        stored, loaded = (
+            sum(counted[name] for counted in ours.counted.values()) for name in ("stored", "loaded")
+        )
         return [
             Row(
                 "tokens equal to plain vLLM's",
@@ -226,39 +249,83 @@ class Story:
                 f"log-probabilities within {comparison.logprob_difference:.1e}",
             ),
             Row(
-                "prompt tokens from the CPU tier",
-                f"{ours.counters.from_tier:,} of {prompt_tokens:,}",
-                f"{sum(a.from_tier for a in returning):,} of "
-                f"{sum(len(a.prompt) for a in returning):,} in returning conversations",
+                "of the device mapped by the first and by the second model at its peak",
+                f"{_mib(ours.used, '')} and {_mib(ours.second_used)}",
+                f"of {_mib(device.size)}; a static half is {_mib(device.half)}. In whole pages of "
+                f"{_mib(device.page_bytes)}, none ahead of use",
             ),
             Row(
-                "first token of a returning conversation",
-                f"{warm_ms:.0f} ms, not {cold_ms:.0f} ms",
-                f"median of {len(returning)}; plain vLLM recomputes "
-                f"{sum(len(a.prompt) - a.from_cache for a in plain.answers if a.returning):,} "
-                "tokens",
+                "still mapped by the first model at the second's peak",
+                _mib(ours.kept),
+                f"an idle engine keeps {_mib(device.idle)}: the page of block 0, and the one that "
+                "all unmapped addresses show",
             ),
             Row(
-                "KV memory mapped at the peak and after a cache reset",
-                f"{self.meter.peak / MIB:.0f} and {self.idle_bytes / MIB:.0f} MiB",
-                f"{self.meter.peak // DEVICE_PAGE} and {self.idle_bytes // DEVICE_PAGE} pages of "
-                f"2 MiB; plain vLLM holds {static_bytes / MIB:.0f} MiB permanently",
+                "tokens of returning prompts not computed again",
+                f"{ours.served:,} of {prompts:,}",
+                f"{ours.counted['first_returns']['from_tier']:,} from the CPU tier; plain vLLM, "
+                f"without a tier, has {plain.served:,} left in its half: as many as the order in "
+                "which they come and return leaves",
             ),
-            Row("stored to the CPU tier", f"{ours.counters.stored / MIB:.1f} MiB"),
-            Row("loaded from the CPU tier", f"{ours.counters.loaded / MIB:.1f} MiB"),
+            Row(
+                "to the first token of a returning conversation",
+                f"{returning_ttft(ours.answers):.1f} s, plain vLLM "
+                f"{returning_ttft(plain.answers):.1f} s",
+                f"median of {len(returning)} that return at once, in the order they came"
+                + ("" if self.models.real else "; models this small compute as fast as they load"),
+            ),
+            Row(
+                "mapped by both models when both are idle",
+                _mib(ours.idle),
+                f"without a reset; static halves stay at {_mib(device.size)}",
+            ),
+            Row("stored to the CPU tiers", _mib(stored)),
+            Row("loaded from the CPU tiers", _mib(loaded)),
             Row(
                 "load",
-                conversations,
-                f"{longest:,} tokens in the last turn, "
-                f"{longest / pool:.1f} times the KV cache of {pool:,}",
+                f"{len(MODELS)} x {self.load.conversations} conversations",
+                f"each about {self.load.opening:,} tokens of a page of Python's manual; those of "
+                "the first model return",
             ),
             Row("time without set-up", f"{self.screen.seconds:.0f} s"),
             Row(
-                "host memory of both servers",
-                f"{self.memory / (1 << 30):.2f} GiB",
-                "after plain vLLM's conversations, shared pages counted once",
+                "host memory of two servers",
+                f"{max(plain.memory, ours.memory) / (1 << 30):.2f} GiB",
+                "at the end of a way, the larger one; shared pages counted once",
             ),
         ]
+
+    def _environment(self, versions: str) -> list[Row]:
+        found = self.machine
+        kind = KVPATCH.kind(self.device, FIRST)
+        flags = " ".join(f"--{name} {value}" for name, value in kind.arguments.items())
+        values = " ".join(f"{name}={value}" for name, value in kind.environment.items())
+        return [
+            Row("Command", self.options.command),
+            Row("Versions", versions),
+            Row("Models", self.models.words, "float32; Model Runner V1, one thread each"),
+            Row("Engines with kvpatch", f"vllm serve MODEL --enforce-eager {flags}", values),
+            Row("Python", found["python"]),
+            Row(
+                "Machine",
+                f"{found['cpus']} CPUs, {found['memory_gib']} GiB, no GPU used",
+                f"load of the minute before {found['load_before']:.1f}",
+            ),
+            Row("Device", _mib(self.device.size), "host memory standing in for GPU memory"),
+        ]
+
+    def _said(self) -> list[report.Said]:
+        """Return what two conversations of each model said, where that is text."""
+        if not self.models.real:
+            return []
+        talks = conversations(self.models.folders[FIRST], self.load)
+        return report.said(self.ours.answers, [one for each in talks.values() for one in each[:2]])
+
+
+def _warm_up(server: Server, conversation: Conversation) -> None:
+    with _failures_of(server):
+        warm_up(server.client, conversation)
+        server.reset_caches()
 
 
 @contextmanager
@@ -270,26 +337,8 @@ def _failures_of(server: Server) -> Iterator[None]:
         raise server.failure(f"failed under load, {error}") from error
 
 
-def machine() -> list[Row]:
-    """Return what else the figures depend on."""
-    found = provenance.machine()
-    return [
-        Row("Python", found["python"]),
-        Row("Machine", f"{found['cpus']} CPUs, {found['memory_gib']} GiB, no GPU used"),
-        Row("Host device", DEVICE_SIZE, "host memory standing in for GPU memory"),
-    ]
-
-
-def block_bytes(model: Path) -> int:
-    """Return the bytes of one block of a model's KV cache, in float32."""
-    config = json.loads((model / "config.json").read_text())
-    heads, size = config["num_key_value_heads"], config["head_dim"]
-    return int(config["num_hidden_layers"] * 2 * heads * size * 4 * BLOCK_TOKENS)
-
-
-def layers(model: Path) -> int:
-    """Return the number of layers of a model."""
-    return int(json.loads((model / "config.json").read_text())["num_hidden_layers"])
+def _mib(size: int, unit: str = " MiB") -> str:
+    return f"{size / MIB:.0f}{unit}"
 
 
 def _require_memory() -> None:

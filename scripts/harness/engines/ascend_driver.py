@@ -7,6 +7,7 @@ scenario applies the rows that it names, and reverts them.
 from __future__ import annotations
 
 import ctypes
+import importlib
 import json
 import sys
 import threading
@@ -32,7 +33,8 @@ from vllm_ascend.utils import enable_custom_op
 from kvpatch import gate
 from kvpatch.hostdevice import ledger
 from kvpatch.patch import Transaction
-from kvpatch.patches.ascend import FEATURE
+from kvpatch.patches.ascend import FEATURE, standing
+from kvpatch.patches.elastic_memory import FEATURE as OF_ENGINES
 from kvpatch.patches.fence import hooks
 
 BLOCKS, TOKENS, HEADS, SIZE, LAYERS = 64, 16, 2, 64, 2
@@ -277,6 +279,21 @@ def barrier(caches: dict[str, Any]) -> dict[str, bool]:
     return {"returned before the computation": early, "returned": returned.is_set()}
 
 
+def replaced() -> dict[str, list[str]]:
+    """Return which rows of the engine's start are not in force, before and after vllm-ascend's own.
+
+    It assigns ``EngineCore.__init__`` when profiled chunks are configured.
+    """
+    transaction = Transaction()
+    transaction.apply_all(one for one in OF_ENGINES.patches if one.id == "elastic.engine_core")
+    found = {}
+    for when, module in (("before", "worker"), ("after", "patch.platform.patch_profiling_chunk")):
+        importlib.import_module(f"vllm_ascend.{module}")
+        found[when] = [one.patch.id for one in standing.displaced(transaction.applied, object)]
+    transaction.revert_to(0)
+    return found
+
+
 def main() -> None:
     """Run every scenario."""
     torch.npu.set_device(0)
@@ -298,6 +315,7 @@ def main() -> None:
             seen["lost without the fence"] = unmap_under_store(caches, fenced=False)
             seen["lost with the fence"] = unmap_under_store(caches, fenced=True)
         seen["barrier"] = barrier(caches)
+    seen["replaced"] = replaced()
     print(json.dumps(seen))
     sys.stdout.flush()
 

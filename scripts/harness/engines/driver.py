@@ -167,6 +167,15 @@ def prompt_of(llm: Any, prompt: dict[str, Any]) -> dict[str, Any]:
     return given | ({"cache_salt": prompt["salt"]} if "salt" in prompt else {})
 
 
+def grammar_of(prompt: dict[str, Any]) -> Any:
+    """What vLLM is told of an answer that must match a pattern; None for any answer."""
+    if "pattern" not in prompt:
+        return None
+    from vllm.sampling_params import StructuredOutputsParams
+
+    return StructuredOutputsParams(regex=prompt["pattern"])
+
+
 def run_round(
     llm: Any,
     prompts: list[dict[str, Any]],
@@ -195,6 +204,7 @@ def run_round(
                 max_tokens=prompt["max_tokens"],
                 logprobs=1,
                 prompt_logprobs=prompt.get("prompt_logprobs"),
+                structured_outputs=grammar_of(prompt),
                 ignore_eos=True,
             ),
         )

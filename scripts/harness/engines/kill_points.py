@@ -156,7 +156,7 @@ def _install_way_back(name: str, point: Point) -> None:
     Suspension._take_back = taking_back  # type: ignore[method-assign]
     Suspension._go_to = going_to  # type: ignore[method-assign]
     api: Any = kvcached_api
-    api._write_limit = before(api._write_limit, name == "limit written")
+    api.write_limit = before(api.write_limit, name == "limit written")
     api.is_applied = before(api.is_applied, name == "limit kept")
     Hold.set = before(Hold.set, name == "requests run")  # type: ignore[method-assign]
 

@@ -76,7 +76,25 @@ class Run:
     inside: tuple[str, ...] = ()  # connectors of a MultiConnector, in order
     cache_dtype: str = ""  # of the KV cache, where it is not the model's
     ranks: int = 1  # of tensor parallelism, each in a process of its own
+    stages: int = 1  # of pipeline parallelism, the same
+    engines: int = 1  # of one server: data parallel ranks
     speculation: str = ""  # one of ``SPECULATIONS``
+    settings: tuple[tuple[str, Any], ...] = ()  # more arguments of ``LLM``
+    extra: tuple[tuple[str, Any], ...] = ()  # more of OffloadingConnector's extra config
+
+    @property
+    def groups_windows(self) -> bool:
+        """Whether layers with windows are in a group of their own, which shares blocks."""
+        return self.model == "sliding" and not self.has("disable_hybrid_kv_cache_manager", True)
+
+    @property
+    def workers(self) -> int:
+        """How many processes compute, besides the engine's own if there are several."""
+        return self.ranks * self.stages
+
+    def has(self, name: str, value: Any) -> bool:
+        """Whether ``settings`` has an argument with a value."""
+        return (name, value) in self.settings
 
 
 @dataclass
@@ -98,7 +116,7 @@ class Device:
             VLLM_CACHE_ROOT=str(cache_of(run.vllm)),
             # Eager engines compile nothing but the ranks of log-probabilities: 3 s.
             TORCHDYNAMO_DISABLE="1",
-            **processes.one_thread(run.vllm, run.ranks),
+            **processes.one_thread(run.vllm, run.workers),
             **RUNNER[run.runner],
             # A release outside the range is compared before the range is widened.
             **({"KVPATCH_ALLOW_VLLM": run.vllm} if run.vllm else {}),
@@ -167,7 +185,7 @@ def block_bytes(run: Run) -> int:
         return 4 * TOKENS[model] * (512 + 64) * 4
     if model == "hybrid":
         return 2 * TOKENS[model] * 4 * 32 * 2 * 2
-    pools = {"sliding": 2}.get(model, 4) + DRAFTING.get(run.speculation, 0)
+    pools = (2 if run.groups_windows else 4) + DRAFTING.get(run.speculation, 0)
     return pools * BLOCK * kv_heads * 64 * 2 * 4
 
 
@@ -208,6 +226,7 @@ def connector(run: Run) -> dict[str, Any]:
     simple = connectors.simple(size, lazy=run.simple == "lazy")
     if run.simple and not run.inside:
         return simple
+    extra = {"eviction_policy": run.policy, **dict(run.extra)}
     if run.tiers:
         tiers = [
             {"type": "example"}
@@ -215,9 +234,9 @@ def connector(run: Run) -> dict[str, Any]:
             else {"type": FIRST_FS.get(run.vllm, "fs"), "root_dir": folder}
             for folder in run.tiers
         ]
-        offloading = connectors.tiering(size, tiers, not run.kvpatch, eviction_policy=run.policy)
+        offloading = connectors.tiering(size, tiers, not run.kvpatch, **extra)
     else:
-        offloading = connectors.offloading(size, not run.kvpatch, eviction_policy=run.policy)
+        offloading = connectors.offloading(size, not run.kvpatch, **extra)
     if not run.inside:
         return offloading
     each = (offloading, simple, connectors.connector("NothingConnector"))
@@ -243,8 +262,13 @@ def engine_arguments(run: Run) -> dict[str, Any]:
         arguments["compilation_config"] = {"custom_ops": ["-rotary_embedding"]}
     if run.speculation:
         arguments["speculative_config"] = speculation(run)
+    arguments |= dict(run.settings)
     if run.ranks > 1:
         arguments["tensor_parallel_size"] = run.ranks
+    if run.stages > 1:
+        arguments["pipeline_parallel_size"] = run.stages
+    if run.engines > 1:
+        arguments["data_parallel_size"] = run.engines
     if run.cache_dtype:
         arguments["kv_cache_dtype"] = run.cache_dtype
     if run.windows:

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from harness.engines.runs import (
+    BLOCK,
     SPECULATIONS,
     Device,
     Run,
@@ -23,7 +24,9 @@ from harness.engines.runs import (
     restored_tokens,
     run_driver,
 )
+from kvpatch import patches
 from kvpatch.matrix.axes import NONE, Cell
+from kvpatch.upstream import connectors
 
 PROMPTS, CACHED = 12, 640
 APART = 8  # prompts that are asked one at a time: more than a device of LEAST blocks can keep
@@ -41,9 +44,31 @@ FEATURES: dict[str, dict[str, Any]] = {
     "none": {},
     "fp8": {"cache_dtype": "fp8"},
     "2 ranks": {"ranks": 2},
+    "2 stages": {"stages": 2},
+    # In processes of their own, where the audit knows which blocks came back.
+    **{
+        f"{count} engines": {"engines": count, "environment": (("KVPATCH_DEBUG", "1"),)}
+        for count in (2, 4)
+    },
     **{name: {"speculation": name} for name in SPECULATIONS},
+    "whole prompts": {"settings": (("enable_chunked_prefill", False),)},
+    "no hybrid manager": {"settings": (("disable_hybrid_kv_cache_manager", True),)},
+    "store threshold": {"extra": (("store_threshold", 2),)},
+    "chunks": {"extra": (("block_size", 2 * BLOCK),)},
+    # Without it blocks have no hashes by which the driver knows them; the audit counts loads.
+    "no prefix cache": {
+        "settings": (("enable_prefix_caching", False),),
+        "environment": (("KVPATCH_DEBUG", "1"),),
+    },
 }
+# Of stages there are several steps at once, and none of them ahead. To be ahead on a CPU, Runner V1
+# needs what a worker of several engines, in a process of its own, is not given.
+IN_TURN = (("V1", "2 stages"), ("V1", "2 engines"), ("V1", "4 engines"))
 SYNCHRONOUS = ("ngram",)  # vLLM drafts these between two steps
+OWN = (connectors.OFFLOADING, connectors.SIMPLE)  # vLLM's
+# The patches of debug mode, which watch and change nothing.
+AUDITS = {row.id for one in patches.FEATURES if one.name == "audit" for row in one.patches}
+_WIDEST = ("widest_logprob_gap",)  # of several engines; other numbers are added up
 LAYOUTS = {"contiguous": True, "non-contiguous": False}
 
 
@@ -99,6 +124,14 @@ TRIALS = {
 }
 
 
+def trial_of(cell: Cell) -> Trial:
+    """Return what the connector of a cell is asked."""
+    trial = TRIALS[cell.connector]
+    if cell.feature == "store threshold":  # stored the second time, loaded the third
+        return replace(trial, rounds=trial.rounds[:1] * 3, again=range(2, 3))
+    return trial
+
+
 def facts(vllm: str) -> dict[str, str]:
     """Return the versions of what runs in the environment of a release."""
     code = (
@@ -133,18 +166,21 @@ class Engines:
         folder = self.work / name
         device = folder / "device"
         device.mkdir(parents=True, exist_ok=True)
-        # So few that they fill no block, which would be computed again and not restored.
-        known = prompts(PROMPTS, max_tokens=7)
         job = {
             "model": str(model_of(wanted.model, wanted.kv_heads, wanted.vllm)),
             "engine": engine_arguments(wanted),
-            "rounds": [[known[number] for number in asked] for asked in trial.rounds],
+            **asked_of(wanted, trial),
             **trial.job,
         }
         begun = time.monotonic()
         try:
             ended = run_driver(
-                job, Device(device).environ(wanted), folder, timeout=LIMIT, vllm=wanted.vllm
+                job,
+                Device(device).environ(wanted),
+                folder,
+                timeout=LIMIT,
+                vllm=wanted.vllm,
+                driver="driver" if wanted.engines == 1 else "parallel_driver",
             )
             found, log = ended.result, ended.log
         except subprocess.TimeoutExpired as late:
@@ -168,7 +204,11 @@ class Engines:
             asynchronous: with asynchronous scheduling, as on a GPU.
         """
         kind = MODELS[cell.model]
-        ahead = asynchronous and cell.feature not in SYNCHRONOUS
+        ahead = (
+            asynchronous
+            and cell.feature not in SYNCHRONOUS
+            and (cell.runner, cell.feature) not in IN_TURN
+        )
         plain = Run(
             vllm=self.version,
             model=kind,
@@ -192,7 +232,7 @@ class Engines:
                 if has_run
                 else self.run(plain, Trial({}), f"plain-{key}")
             )
-        trial = TRIALS[cell.connector]
+        trial = trial_of(cell)
         how = "" if asynchronous else "-synchronous"
         name = f"{cell.connector.replace(' ', '-')}-{key}-{cell.layout}{how}"
         ours = replace(
@@ -203,15 +243,73 @@ class Engines:
             asynchronous=ahead,
             **trial.changes,
         )
-        if kind in trial.tiers:
-            tier, blocks = trial.tiers[kind]
+        if max(ours.workers, ours.engines) > 1 and ours.inside:
+            # A worker in a process of its own has vLLM's connectors only.
+            ours = replace(ours, inside=tuple(one for one in ours.inside if one in OWN))
+        room = "llama" if kind == "sliding" and not ours.groups_windows else kind
+        if room in trial.tiers:
+            tier, blocks = trial.tiers[room]
             least = LEAST if ours.cache_dtype else 0
             ours = replace(ours, cpu_blocks=tier, blocks=max(blocks, least))
         if ours.tiers:
             disk = self.work / name / "disk"
             shutil.rmtree(disk, ignore_errors=True)
             ours = replace(ours, tiers=(str(disk),))
-        return judge(self.run(ours, trial, name), self._plain[key], trial, ours)
+        found = self.run(ours, trial, name)
+        judged = judge if ours.engines == 1 else judge_each
+        return judged(found, self._plain[key], trial, ours)
+
+
+def asked_of(wanted: Run, trial: Trial) -> dict[str, Any]:
+    """Return the prompts of a job, round by round.
+
+    Each of several engines has prompts of its own, as many as one engine has; at the end each is
+    asked what another one has answered.
+    """
+    # So few tokens that they fill no block, which would be computed again and not restored.
+    known, count = prompts(PROMPTS * wanted.engines, max_tokens=7), wanted.engines
+    if count == 1:
+        return {"rounds": [[known[number] for number in asked] for asked in trial.rounds]}
+    of_ranks = [
+        [known[number * count + rank] | {"rank": rank} for rank in range(count)]
+        for number in range(PROMPTS)
+    ]
+    return {
+        "rounds": [[one for number in asked for one in of_ranks[number]] for asked in trial.rounds],
+        "crossed": [one | {"rank": (one["rank"] + 1) % count} for one in of_ranks[0]],
+    }
+
+
+def judge_each(
+    ours: dict[str, Any], plain: dict[str, Any], trial: Trial, wanted: Run
+) -> dict[str, Any]:
+    """Return whether all engines of a server were right, and their numbers together.
+
+    As ``judge`` has it for one. What another engine was asked must not be in its own CPU tier; on
+    a disk, which they share, it may be.
+    """
+    if "failed" in ours or "failed" in plain:
+        return judge(ours, plain, trial, wanted)
+    each = [
+        judge(one, other, trial, wanted)
+        for one, other in zip(ours["engines"], plain["engines"], strict=True)
+    ]
+    count = len(each)
+    record: dict[str, Any] = {}
+    for name, value in each[0].items():
+        values = [one[name] for one in each]
+        is_sum = isinstance(value, int) and not isinstance(value, bool)
+        record[name] = sum(values) if is_sum else max(values) if name in _WIDEST else value
+    crossed = [one["crossed"][0] for one in ours["engines"]]
+    firsts = [one["rounds"][0][0] for one in plain["engines"]]
+    apart = all(
+        one["tokens"] == firsts[(rank - 1) % count]["tokens"]
+        and (bool(wanted.tiers) or one["cached"] == 0)
+        for rank, one in enumerate(crossed)
+    )
+    names = {one["pool"] for one in ours["engines"]}
+    right = all(one["right"] for one in each) and apart and len(names) == count == wanted.engines
+    return record | {"right": right}
 
 
 def judge(ours: dict[str, Any], plain: dict[str, Any], trial: Trial, wanted: Run) -> dict[str, Any]:
@@ -240,11 +338,11 @@ def judge(ours: dict[str, Any], plain: dict[str, Any], trial: Trial, wanted: Run
         "same_answers": same,
         "answers": answers,
         "tokens_from_tier": sum(from_tier),
-        **_copies(ours),
+        **_copies(ours, wanted),
         "scheduling": "asynchronous" if ours["async"] else "synchronous",
         "widest_logprob_gap": max(_gaps(pairs), default=0.0),
         **_drafted(ours),
-        "patches": ours["patches"],
+        "patches": [name for name in ours["patches"] if name not in AUDITS],
     }
     right = (
         same == answers
@@ -255,15 +353,20 @@ def judge(ours: dict[str, Any], plain: dict[str, Any], trial: Trial, wanted: Run
         and _drafts_as_well(pairs, record, wanted.speculation)
         and not record.get("faults")
         and ours["elastic"]
-        and ours["async"] == wanted.asynchronous
+        and ours["async"] == (wanted.asynchronous or wanted.stages > 1)
         and ours["runner"] == plain["runner"] == wanted.runner
         and [record["cached"] for record in plain["rounds"][1]] == [0] * PROMPTS
     )
     return {"right": right, **record}
 
 
-def _copies(ours: dict[str, Any]) -> dict[str, Any]:
+def _copies(ours: dict[str, Any], wanted: Run) -> dict[str, Any]:
     """Return how many blocks came back, and what was wrong with how they did."""
+    # An engine that loads other bytes ends there.
+    if wanted.has("enable_prefix_caching", False) or wanted.engines > 1:
+        (checked,) = ours["checked"]
+        loaded, unknown = checked.get("loaded", 0), checked.get("unverified", 0)
+        return {"blocks_restored": loaded, "blocks_changed": 0, "faults": unknown}
     if "simple" not in ours:
         return {"blocks_restored": ours["returned"], "blocks_changed": len(ours["changed"])}
     simple = ours["simple"]

@@ -8,7 +8,13 @@
     scripts/matrix engine --synchronous          with synchronous scheduling, where a GPU's is not
     scripts/matrix engine --missing              only cells without a run of today's code
     scripts/matrix engine 0.26.0                 a release that is not validated yet
+    scripts/matrix try 0.32.0 --feature EAGLE    cells with more turned on that are refused until
+                                                 they ran: in a copy of the checkout that admits
+                                                 them; those that were right are then admitted
+    scripts/matrix admit                         renew what the recorded runs admit
     scripts/matrix bytes                         tagged blocks, from vLLM 0.29 on
+    scripts/matrix ascend                        vllm-ascend on the ACL emulator, in the environment
+                                                 of scripts/environment ascend-0.23.0
     scripts/matrix stale                         cells whose code changed since they ran
     scripts/matrix without                       engines of 0.32.0 without one row each
     scripts/matrix without told.block_pool       one row
@@ -26,6 +32,7 @@ import datetime
 import json
 import os
 import platform
+import subprocess
 import sys
 import tempfile
 import time
@@ -36,11 +43,22 @@ from typing import Any
 
 import psutil
 
-from harness import console
+from harness import ascend, console
 from harness.engines.runs import Device
-from harness.matrix import cells, record, sources, tagged, without, without_rows
-from kvpatch import supported
+from harness.matrix import (
+    admission,
+    cells,
+    npu,
+    record,
+    sources,
+    tagged,
+    trial,
+    without,
+    without_rows,
+)
+from kvpatch import admitted, supported
 from kvpatch.matrix import axes, evidence, signatures, verdicts
+from kvpatch.matrix import npu as on_npus
 from kvpatch.version import VERSION
 
 BEGUN = time.monotonic()
@@ -106,8 +124,10 @@ def run_release(release: str, arguments: argparse.Namespace, stale: set[Ran]) ->
         patches = outcome.pop("patches", ())
         words = "right" if outcome["right"] else outcome
         say(f"{release}: {in_words(cell)}: {words}")
-        # At once: what was run stays when the rest is interrupted.
-        record_cell(level_of(arguments), cell, outcome, patches, versions)
+        # At once: what was run stays when the rest is interrupted. A cell that is refused and was
+        # never right stays as it is.
+        if outcome["right"] or cell in evidence.runs() or not axes.feature_of(cell).admitted:
+            record_cell(level_of(arguments), cell, outcome, patches, versions)
     return wrong
 
 
@@ -134,6 +154,39 @@ def record_cell(
     record.record_run(level, head, run | outcome, patches)
 
 
+def try_features(arguments: argparse.Namespace) -> int:
+    """Run cells that rules refuse until they ran, and admit those that were right."""
+    folder = Path(arguments.keep or tempfile.mkdtemp(prefix="kvpatch-try-"))
+    tree = trial.copy(folder / "tree")
+    admission.write(admission.tried(arguments.feature, arguments.releases), tree)
+    words = ["engine", *arguments.releases, "--missing", "--keep", str(folder / "engines")]
+    for name in ("feature", "connector", "layout", "runner"):
+        for value in getattr(arguments, name) or ():
+            words += [f"--{name}", value]
+    words += ["--jobs", str(arguments.jobs)] if arguments.jobs else []
+    environment = dict(os.environ, KVPATCH="0", PYTHONPATH=f"{tree}:{tree / 'scripts'}")
+    try:
+        command = [tree / ".venv/bin/python", "scripts/matrix", *words]
+        subprocess.run(command, cwd=tree, env=environment, check=False)
+    finally:  # what was run stays when the rest is interrupted
+        for release in arguments.releases:
+            trial.bring_back(release, tree, evidence.FEATURES)
+        status = admit(arguments)
+    return status or report_cells()
+
+
+def admit(arguments: argparse.Namespace) -> int:
+    """Admit the cells that the recorded runs show to be right; print what that changes."""
+    verdicts.forget()
+    before, now = admitted.table(), admission.earned()
+    admission.write(now)
+    verdicts.forget()
+    for word, one, other in (("admitted", now, before), ("refused", before, now)):
+        for cell in sorted(admission.cells_of(one) - admission.cells_of(other)):
+            say(f"{word}: {', '.join(cell)}")
+    return 0
+
+
 def compute_bytes(arguments: argparse.Namespace) -> int:
     """Tag the blocks of releases and record whether a connector would copy them."""
     wrong = 0
@@ -150,6 +203,42 @@ def compute_bytes(arguments: argparse.Namespace) -> int:
                 record_cell("bytes", cell, outcome, found["patches"], versions)
                 say(f"{release}: {layout}, {model}: {'right' if right else found['found']}")
                 wrong += not right
+    verdicts.forget()
+    return int(wrong > 0) | report_cells()
+
+
+def compute_ascend(arguments: argparse.Namespace) -> int:
+    """Run the cells of vllm-ascend that start on the ACL emulator, and record their outcome."""
+    wrong = 0
+    folder = Path(arguments.keep or tempfile.mkdtemp(prefix="kvpatch-ascend-"))
+    for release, cell in on_npus.cells():
+        if release not in (arguments.releases or ascend.RELEASES):
+            continue
+        if on_npus.refusal(release, cell) is not None:
+            continue
+        place = folder / release / cell.connector.replace(" ", "-")
+        place.mkdir(parents=True)
+        outcome = npu.compare(release, cell.connector, place)
+        failed = [what for what, right in outcome["checks"].items() if not right]
+        words = f"not: {'; '.join(failed)}" if failed else "right"
+        say(f"vllm-ascend {release}: {in_words(cell)}: {words}")
+        wrong += bool(failed)
+        record.record_run(
+            evidence.NPU,
+            {
+                "vllm": cell.vllm,
+                "vllm-ascend": release,
+                "kvcached": supported.KVCACHED[-1],
+                "kvpatch": VERSION,
+                "date": datetime.date.today().isoformat(),
+                "command": f"scripts/matrix ascend {release}",
+                "machine": f"ACL emulator, {os.cpu_count()} cores, {platform.machine()}",
+                "versions": outcome.pop("versions"),
+            },
+            {name: getattr(cell, name) for name in AXES}
+            | {name: outcome[name] for name in ("right", "checks", "settings")},
+            outcome["patches"],
+        )
     verdicts.forget()
     return int(wrong > 0) | report_cells()
 
@@ -261,6 +350,18 @@ def main() -> int:
     level.add_argument("--synchronous", action="store_true", help="scheduling")
     level.add_argument("--keep", type=Path, help="a folder for logs and results")
     level.set_defaults(compute=compute_engines)
+    level = levels.add_parser("try", help="real engines with what is refused until it ran")
+    level.add_argument("releases", nargs="+", help="of vLLM")
+    waiting = [one.name for one in axes.FEATURES if one.admitted]
+    level.add_argument("--feature", action="append", required=True, choices=waiting)
+    level.add_argument("--connector", action="append", help="one of them (default: all)")
+    level.add_argument("--layout", action="append", choices=axes.LAYOUTS)
+    level.add_argument("--runner", action="append", choices=axes.RUNNERS)
+    level.add_argument("--jobs", type=int, help="releases at a time (default: what has room)")
+    level.add_argument("--keep", type=Path, help="a folder for the copy, logs and results")
+    level.set_defaults(compute=try_features)
+    level = levels.add_parser("admit", help="what the recorded runs admit")
+    level.set_defaults(compute=admit)
     level = levels.add_parser("bytes", help="tagged blocks, without an engine")
     level.add_argument("releases", nargs="*", help="of vLLM (default: all from 0.29 on)")
     level.set_defaults(compute=compute_bytes)
@@ -269,6 +370,10 @@ def main() -> int:
     level.add_argument("--missing", action="store_true", help="only looks that are not recorded")
     level.add_argument("--keep", type=Path, help="a folder for logs and results, which are reused")
     level.set_defaults(compute=leave_rows_out)
+    level = levels.add_parser("ascend", help="vllm-ascend's engines on the ACL emulator")
+    level.add_argument("releases", nargs="*", help="of vllm-ascend (default: all)")
+    level.add_argument("--keep", type=Path, help="an empty folder for models and devices")
+    level.set_defaults(compute=compute_ascend)
     level = levels.add_parser("stale", help="cells whose code changed since they ran")
     level.set_defaults(compute=report_stale)
     arguments = parser.parse_args()

@@ -2,7 +2,8 @@
 
 Rules refuse most cells of a release until ``RELEASES`` says validated, and the tests read their
 lists from there. So the runs are those of a copy with the line; the checkout has none until a
-person writes it. Environments and models are the checkout's, and results go back there.
+person writes it. Environments and models are the checkout's, and results go back there. What is
+turned on beside a connector has such a tree as well, with another ``admitted.json``.
 """
 
 from __future__ import annotations
@@ -38,6 +39,14 @@ def with_line(registry: str, version: str) -> str:
 
 def make(version: str, folder: Path) -> Path:
     """Make the tree for a release, anew."""
+    copy(folder)
+    registry = folder / REGISTRY
+    registry.write_text(with_line(registry.read_text(), version))
+    return folder
+
+
+def copy(folder: Path) -> Path:
+    """Make a copy of the checkout, anew."""
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
     for source in ROOT.iterdir():
@@ -50,16 +59,20 @@ def make(version: str, folder: Path) -> Path:
             shutil.copy(source, folder)
     for name in LINKED:
         (folder / name).symlink_to((ROOT / name).resolve())
-    registry = folder / REGISTRY
-    registry.write_text(with_line(registry.read_text(), version))
     return folder
 
 
-def bring_back(version: str, folder: Path) -> list[Path]:
-    """Copy what was recorded of the release to the checkout; return those files there."""
+def bring_back(version: str, folder: Path, level: str = "*") -> list[Path]:
+    """Copy what was recorded of the release to the checkout; return those files there.
+
+    Args:
+        version: the release.
+        folder: of the tree.
+        level: one of the folders of ``kvpatch/matrix/data``; all if not given.
+    """
     data = folder / signatures.DATA.relative_to(ROOT)
     found = []
-    for path in sorted(data.glob(f"*/vllm-{version}-*.json")):
+    for path in sorted(data.glob(f"{level}/vllm-{version}-*.json")):
         there = signatures.DATA / path.relative_to(data)
         there.parent.mkdir(parents=True, exist_ok=True)
         shutil.copy(path, there)

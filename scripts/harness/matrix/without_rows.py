@@ -50,11 +50,12 @@ KERNEL = "vLLM 0.32's own kernel attends to the same rows; the test passes witho
 ORDER = "which of two stored blocks is evicted first changes no answer and no count"
 STEPPED = "the driver steps an engine until it is at rest, where a served one sleeps"
 WHOLE = "debug mode has nothing to find while every other row is there"
-NPU = "needs an NPU, on which engines are refused (KVP603)"
+NPU = "needs an NPU, or the emulated one, which has no cells"
 UNASKED = "no load here suspends an engine or lowers its limit"
 PAGEABLE = "memory that is not registered is copied all the same"
 
 TELEMETRY = "unit/test_telemetry.py::"
+LOOKUPS = "unit/test_lookups.py::"
 COPIES = "engine/test_hostdevice_copies.py::"
 CLASSES = "engine/test_tier_classes.py::"
 WEIGHTS = "unit/test_tier_weights.py::"
@@ -92,6 +93,10 @@ ROWS: dict[str, Row] = {
         f"{ASCEND}test_the_barrier_waits_for_the_workers_npu_and_is_pickled_by_name",
         NPU,
     ),
+    "ascend.allocation": held(f"{ASCEND}test_the_kv_cache_is_allocated_by_kvcached", NPU),
+    "ascend.halves": held(f"{ASCEND}test_the_kv_cache_is_allocated_by_kvcached", NPU),
+    "ascend.kv_cache_tensors": held(f"{ASCEND}test_a_kv_cache_that_is_not_kvcacheds_is_seen", NPU),
+    "ascend.worker_shutdown": held(f"{ASCEND}test_kvcacheds_listener_ends_with_the_worker", NPU),
     "ascend.register_kv_caches": held(
         f"{WORKER}test_without_the_row_v_is_lost_without_an_error",
         NPU,
@@ -342,6 +347,10 @@ ROWS: dict[str, Row] = {
     "events.take": seen("events"),
     "events.remove": seen("events"),
     "events.reset": seen("events"),
+    "parallel.name": held(
+        "unit/test_data_parallel.py::test_each_rank_and_its_workers_have_a_name_of_their_own",
+        "one engine, which is in the process that asks for it",
+    ),
     "tiers.shared_memory": held(
         f"{CLASSES}test_a_second_engine_with_the_same_engine_id_is_refused",
         "one engine on the machine has this name",
@@ -402,6 +411,10 @@ ROWS: dict[str, Row] = {
     "tiers.reset": held(
         f"{CLASSES}test_without_the_row_an_older_copy_overwrites_what_was_promoted",
         "needs a reset while copies are in flight, and a disk that is faster than they are",
+    ),
+    "first_limit.engine": held(
+        "unit/test_demand.py::test_an_engine_is_limited_before_it_has_requests",
+        "no load here asks for a first limit",
     ),
     "suspend.engine": held(
         f"{SUSPEND}test_its_pages_are_free_and_it_answers_the_same_afterwards",
@@ -467,6 +480,12 @@ ROWS: dict[str, Row] = {
         f"{TELEMETRY}test_a_busy_engine_sends_now_and_then_and_one_at_rest_at_once",
         SERIES,
     ),
+    "observing.schedule": held(
+        f"{LOOKUPS}test_what_was_computed_before_and_was_not_found_is_lost",
+        SERIES,
+    ),
+    "observing.reset": held(f"{LOOKUPS}test_what_was_reset_was_not_lost", SERIES),
+    "observing.reset_connector": held(f"{LOOKUPS}test_what_was_reset_was_not_lost", SERIES),
     "observing.prometheus": held(
         f"{TELEMETRY}test_an_api_server_without_the_series_starts_and_keeps_them_from_the_connector",
         SERIES,

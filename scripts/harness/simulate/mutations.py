@@ -27,7 +27,7 @@ from kvpatch.patches.secondary_tiers.timeout import Unanswered
 from kvpatch.patches.simple_offload import lifetime
 from kvpatch.patches.simple_offload.eviction import EvictableBlocks
 from kvpatch.pool.extents import Extents
-from kvpatch.pool.ledger import Member
+from kvpatch.pool.member import Member
 from kvpatch.pool.memory import Memory
 
 

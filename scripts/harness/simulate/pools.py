@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from kvpatch import state
 from kvpatch.patches.host_pool import engine, presence
 from kvpatch.patches.host_pool.tier import Pooled
-from kvpatch.pool import ledger
+from kvpatch.pool import ledger, member
 from kvpatch.pool.keeper import Keeper
 from kvpatch.pool.ranks import Rank
 from kvpatch.pool.record import Owner
@@ -39,7 +39,7 @@ def install(now: Any) -> None:
     Keeper.start = lambda self: None  # type: ignore[method-assign]
     record.lifted |= {"KVP342"}  # a release whose engines were not tested with a pool
     clock: Any = SimpleNamespace(monotonic=now, sleep=time.sleep)
-    for module in (ledger, engine):
+    for module in (ledger, member, engine):
         vars(module)["time"] = clock
     Keeper.__init__.__defaults__ = (now,)
 
@@ -81,7 +81,7 @@ class Pool:
         self.extent = CHUNKS * row
         self.most = self.limit = SIZE
         engine.EXTENT = engine._SMALLEST = self.extent
-        self.neighbour: ledger.Member | None = None
+        self.neighbour: member.Member | None = None
 
     def connect(self) -> None:
         """Do what the workers of an engine do when they map its tier."""
@@ -97,7 +97,7 @@ class Pool:
         self.pooled, self.keeper, self.extents = found, found.keeper, found.extents
         owner = Owner(0, 0, SIZE, self.extent, 0.0, 0.0, ledger.pid_namespace(), "neighbour")
         path = ledger.record_of(presence.home(), f"neighbour of {self.world.seed}")
-        self.neighbour = ledger.join(path, SIZE, owner)
+        self.neighbour = member.join(path, SIZE, owner)
         self.set_limit(self.world.random.choice((2, 3, 4, 6, 100)))
 
     def chunks(self, offset: int, size: int) -> range:

@@ -1,0 +1,78 @@
+"""What starts only where an engine ran with it: the cells, by what is turned on.
+
+``matrix/data/admitted.json`` is made of the recorded runs by ``scripts/matrix admit``, and by
+``scripts/matrix try`` once the engines ran. A rule asks for the cell of a configuration, so that
+what did not run is refused, without a list of exceptions to keep.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping
+from functools import cache
+from pathlib import Path
+
+from kvpatch.supported import in_ranges, validated
+from kvpatch.versions import Installed
+
+FILE = Path(__file__).parent / "matrix/data/admitted.json"
+
+Table = Mapping[str, Mapping[str, list[str]]]  # cells by feature and release
+
+
+@cache
+def table() -> Table:
+    """Return the cells that are admitted."""
+    found: Table = json.loads(FILE.read_text())
+    return found
+
+
+def name_of(runner: str, layout: str, connector: str, model: str) -> str:
+    """Return the name of a cell of a release and feature, by the names of the matrix' axes."""
+    return ", ".join((runner, layout, connector, model))
+
+
+def admits(feature: str, vllm: Installed, wanted: Iterable[str]) -> bool:
+    """Return whether a feature starts on a release in all cells of these names."""
+    names = set(wanted)
+    return any(
+        vllm.is_one_of([release]) and names <= set(admitted)
+        for release, admitted in table().get(feature, {}).items()
+        if release in validated()
+    )
+
+
+def where(*features: str, how: str = "") -> str:
+    """Return where any of the features is validated, for the reason of a refusal.
+
+    Args:
+        features: their names.
+        how: what else must hold for them.
+    """
+    known = _releases(features)
+    if not known:
+        return "on no release yet"
+    beside = f" and {how}," if how else ""
+    return f"on vLLM {in_ranges(known)}{beside} only, as kvpatch matrix says"
+
+
+def why(*features: str, how: str = "") -> str:
+    """Return why a configuration with one of the features is refused."""
+    return f"it is validated {where(*features, how=how)}"
+
+
+def but(*features: str, how: str = "") -> str:
+    """Return what is not refused, for the end of a line of the documentation; empty for nothing."""
+    known = _releases(features)
+    beside = f" and {how}" if how else ""
+    return f", except as the table says on vLLM {in_ranges(known)}{beside}" if known else ""
+
+
+def _releases(features: Iterable[str]) -> list[str]:
+    admitted = {release for one in features for release in table().get(one, {})}
+    return [release for release in validated() if release in admitted]
+
+
+def forget() -> None:
+    """Clear what is remembered of the file."""
+    table.cache_clear()

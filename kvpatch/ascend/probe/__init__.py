@@ -1,0 +1,43 @@
+"""``python -m kvpatch.ascend probe``: what the emulator cannot say of a machine with an NPU.
+
+The emulator follows the published documents, so that it cannot show what a device does where they
+say nothing. The probe asks the device, in a minute and without an engine, and writes a verdict for
+this machine. On an NPU kvpatch starts only where it is right (KVP603).
+
+acl        the calls of the ACL runtime that it makes
+questions  what it asks, each in a process of its own
+asking     the processes, and what their answers come to
+verdict    the file of the verdict, and for what it holds
+"""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Mapping
+from importlib import metadata
+from pathlib import Path
+
+DISTRIBUTION = "vllm-ascend"
+
+
+def needed() -> bool:
+    """Return whether vLLM runs on an NPU here, as far as the installed packages say."""
+    try:
+        metadata.version(DISTRIBUTION)
+    except metadata.PackageNotFoundError:
+        return False
+    return True
+
+
+def run(environment: Mapping[str, str], folder: Path | None) -> int:
+    """Run the probe as an operator does; return its exit status.
+
+    Args:
+        environment: the operator's.
+        folder: for its verdict; None for the user's own.
+    """
+    command = [sys.executable, "-m", "kvpatch.ascend", "probe"]
+    words = [] if folder is None else ["--verdicts", str(folder)]
+    off = {"KVPATCH": "0"}
+    return subprocess.run([*command, *words], env={**environment, **off}, check=False).returncode

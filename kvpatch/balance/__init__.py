@@ -1,0 +1,55 @@
+"""Moving memory between the engines of a device, by what their requests need and find.
+
+    from kvpatch import balance
+
+    terms = {"chat": balance.Terms(floor=4 << 30, priority=2)}
+    with balance.alone():
+        balance.Balance(balance.Options(terms), tell=lambda event: print(event.line)).run()
+
+A controller with a loop of its own uses the policy alone, which is a function: ``balance.plan``.
+
+policy   who may map how much; pure
+seen     the engines, from their sockets and status pages
+options  what the operator sets
+loop     look, plan, lower, raise
+record   what is said about it
+"""
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from kvpatch.balance.loop import Balance, Busy, alone
+    from kvpatch.balance.options import Options, Wrong
+    from kvpatch.balance.policy import Engine, Move, Plan, Settings, Terms, grants, plan
+    from kvpatch.balance.record import Event
+
+_HOMES = {
+    "loop": ("Balance", "Busy", "alone"),
+    "options": ("Options", "Wrong"),
+    "policy": ("Engine", "Move", "Plan", "Terms", "Settings", "grants", "plan"),
+    "record": ("Event",),
+}
+__all__ = [
+    "Balance",
+    "Busy",
+    "Engine",
+    "Event",
+    "Move",
+    "Options",
+    "Plan",
+    "Settings",
+    "Terms",
+    "Wrong",
+    "alone",
+    "grants",
+    "plan",
+]
+
+
+def __getattr__(name: str) -> Any:  # a controller that plans by itself needs nothing else
+    from importlib import import_module
+
+    for home, names in _HOMES.items():
+        if name in names:
+            return getattr(import_module(f"kvpatch.balance.{home}"), name)
+    raise AttributeError(f"module 'kvpatch.balance' has no attribute {name!r}")

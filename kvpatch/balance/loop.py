@@ -1,0 +1,271 @@
+"""The loop: look at the engines, plan, let those give that are to give, then raise the others.
+
+A limit is raised by what nobody has when the others have given, and by no more. So whoever stops
+this loop between any two of its steps leaves limits that the device can hold, and engines that are
+as right as ever: an engine does itself what it was asked for.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import replace
+
+from kvpatch import claims, control
+from kvpatch.balance import policy, seen
+from kvpatch.balance.options import Options
+from kvpatch.balance.policy import Move, Past, Settings
+from kvpatch.balance.record import Event
+from kvpatch.balance.seen import Found
+
+GIVES = 20.0  # seconds in which an engine gives back; it goes on if it takes longer
+GETS = 5.0  # seconds in which it takes a higher limit
+STEADY = 0.02  # part of a device by which its memory may seem to grow without any consequence
+Look = Callable[[Mapping[str, Found]], dict[str, Found]]
+SetLimit = Callable[[Found, int, float], int]
+
+
+class Busy(RuntimeError):
+    """Another balance of this user runs, or may; the message is one sentence."""
+
+
+@contextmanager
+def alone() -> Iterator[None]:
+    """Be the only balance of this user on this machine; a killed one is none.
+
+    Raises:
+        Busy: there is one, or the folder of claims is locked.
+        OSError: the folder of claims cannot be used.
+    """
+    try:
+        claim = claims.take("balance", "")
+    except claims.Taken as taken:
+        who = "" if taken.pid is None else f" (pid {taken.pid})"
+        raise Busy(f"another kvpatch balance of this user runs{who}") from None
+    except TimeoutError:
+        raise Busy(
+            f"a process that is stopped or hangs has kept {claims.folder()} locked for "
+            f"{claims.TO_TAKE:g} s"
+        ) from None
+    try:
+        yield
+    finally:
+        claim.release()
+
+
+def set_limit(found: Found, size: int, patience: float) -> int:
+    """Set an engine's limit, unless somebody else has set one since it was seen.
+
+    Returns:
+        The limit that it has.
+
+    Raises:
+        control.Refused: it does not take it, or has not answered in time.
+    """
+    assert found.handle is not None
+    return found.handle.limit(size, revision=found.revision + 1, patience=patience).limit
+
+
+class Balance:
+    """Moves limits between engines.
+
+    Args:
+        options: what the operator wants.
+        tell: called with everything that happens.
+        dry: whether limits are not set.
+        settings: of the policy.
+        look, set_limit, unheard, clock, wall: what a test replaces.
+
+    Attributes:
+        found: the engines of the last look, by name.
+    """
+
+    def __init__(
+        self,
+        options: Options | None = None,
+        tell: Callable[[Event], None] = lambda event: None,
+        *,
+        dry: bool = False,
+        settings: Settings | None = None,
+        look: Look = seen.look,
+        set_limit: SetLimit = set_limit,
+        unheard: Callable[[Iterable[str]], Mapping[str, str]] = seen.unheard,
+        clock: Callable[[], float] = time.monotonic,
+        wall: Callable[[], float] = time.time,
+    ) -> None:
+        self.options = options or Options()
+        self.found: dict[str, Found] = {}
+        self._tell, self._dry = tell, dry
+        self._settings = settings or Settings()
+        self._look, self._set_limit, self._unheard = look, set_limit, unheard
+        self._clock, self._wall = clock, wall
+        self._past: dict[str, Mapping[str, Past]] = {}
+        self._sizes: dict[str, int] = {}
+        self._seen_at = 0.0
+        self._notes: set[tuple[str, str]] = set()
+        self._asked: dict[str, tuple[int, int, int]] = {}  # limits whose answer has not come
+        self._would: dict[str, tuple[int, str]] = {}  # what a dry run has said
+
+    def run(self, stop: threading.Event | None = None, rounds: int | None = None) -> None:
+        """Balance until ``stop`` is set, or for some rounds.
+
+        Raises:
+            private.Unsafe: the folder of the engines' sockets cannot be used.
+        """
+        stop = stop or threading.Event()
+        while not stop.is_set():
+            begun = self._clock()
+            self.round()
+            if rounds is not None and (rounds := rounds - 1) <= 0:
+                return
+            stop.wait(max(0.0, self.options.every - (self._clock() - begun)))
+
+    def round(self) -> None:
+        """Look once, and do what is due."""
+        notes: set[tuple[str, str]] = set()
+        self._see(self._look(self.found))
+        for sentence in self._unheard(self.found).values():
+            notes.add(("", sentence))
+        groups: dict[str, list[str]] = {}
+        for name, one in self.found.items():
+            groups.setdefault(one.device, []).append(name)
+        names = [name for one in self.found.values() for name in (one.engine.name, *one.models)]
+        for name in self.options.unused(names):
+            notes.add(("", f"no engine is called {name}"))
+        for device, members in groups.items():
+            why_not = _why_not(device, groups)
+            if why_not:
+                notes.update((name, why_not) for name in members)
+            else:
+                notes.update(("", note) for note in self._balance(device))
+        for note in sorted(notes - self._notes):
+            self._say(note[0], "note", note[1])
+        self._notes = notes
+
+    def _balance(self, device: str) -> tuple[str, ...]:
+        """Balance the engines of one device; return what is to be noted."""
+        size = self._size(device)
+        if size is None:
+            return ()
+        if any(one.engine.born == seen.NEVER for one in self.found.values()):
+            # It may be on this device, and map what is free here.
+            size = min(size, sum(one.engine.held for one in self._on(device)))
+        plan = policy.plan(
+            [one.engine for one in self._on(device)],
+            size,
+            self._past.get(device, {}),
+            self._clock(),
+            self._rule,
+            self._settings,
+        )
+        self._past[device] = plan.past
+        if self._dry:
+            self._say_would(plan.moves, device)
+            return plan.notes
+        gives = [move for move in plan.moves if not move.raises]
+        with ThreadPoolExecutor(max(1, len(gives))) as pool:
+            list(pool.map(lambda move: self._do(move, GIVES), gives))
+        if any(move.raises for move in plan.moves):
+            if gives:
+                self._see(self._look(self.found))
+                size = min(size, self._size(device) or size)  # others may have taken memory
+            after = [one.engine for one in self._on(device)]
+            for move in policy.grants(plan.moves, after, size, self._settings.page):
+                if self._clock() - self._seen_at > GETS:
+                    break  # this process was stopped, or an engine slow: another look comes first
+                self._do(move, GETS)
+        return plan.notes
+
+    def _rule(self, name: str) -> policy.Terms:
+        return self.options.terms_of(name, self.found[name].models)
+
+    def _on(self, device: str) -> list[Found]:
+        return [one for one in self.found.values() if one.device == device]
+
+    def _size(self, device: str) -> int | None:
+        """Return the bytes that engines of a device may map together; None if nobody knows."""
+        if self.options.memory is not None:
+            return self.options.memory
+        here = self._on(device)
+        free = [one.free for one in here if one.engine.answers]
+        if not free:
+            return None
+        # Each of them has looked at another time: the least is what is surely free.
+        size = sum(one.engine.mapped for one in here) + min(free)
+        before = self._sizes.get(device)
+        if before is None or not before <= size <= (1 + STEADY) * before:
+            self._sizes[device] = size
+        return self._sizes[device]
+
+    def _do(self, move: Move, patience: float) -> None:
+        """Set a limit, and say how that went."""
+        found = self.found[move.name]
+        try:
+            self._set_limit(found, move.limit, patience)
+        except control.Refused as refused:
+            if isinstance(refused, control.Unanswered) and move.raises:
+                # It may come to it later, when others have the memory.
+                self._asked[move.name] = (found.engine.born, found.revision + 1, move.limit)
+            self._tell(Event.of(self._wall(), move, False, str(refused)))
+            return
+        self._tell(Event.of(self._wall(), move, False))
+
+    def _see(self, now: dict[str, Found]) -> None:
+        """Take note of who is there, and say who came, went, or does not answer."""
+        for name in sorted(self.found.keys() | now.keys()):
+            before, after = self.found.get(name), now.get(name)
+            gone = before and (
+                after is None or before.engine.born not in (after.engine.born, seen.NEVER)
+            )
+            if gone:
+                self._say(name, "ended")
+                self._asked.pop(name, None)
+                self._would.pop(name, None)
+            if after and (gone or not before):
+                self._say(name, "appeared", limit=after.engine.limit)
+            if after is None:
+                continue
+            now[name] = after = self._with_asked(after)
+            answered = before is None or gone or before.engine.answers
+            if answered and not after.engine.answers:
+                self._say(name, "silent", after.why_not, after.engine.limit)
+            elif not answered and after.engine.answers:
+                self._say(name, "answers")
+        self.found, self._seen_at = now, self._clock()
+
+    def _with_asked(self, found: Found) -> Found:
+        """Count a limit that an engine was asked to take and has not answered for."""
+        name = found.engine.name
+        if name not in self._asked:
+            return found
+        born, revision, limit = self._asked[name]
+        if born != found.engine.born or found.revision >= revision:
+            del self._asked[name]
+            return found
+        engine = replace(found.engine, limit=max(found.engine.limit, limit))
+        return replace(found, engine=engine)
+
+    def _say_would(self, moves: Iterable[Move], device: str) -> None:
+        """Say what would be done, once."""
+        would = {move.name: (move.limit, move.why) for move in moves}
+        for move in moves:
+            if self._would.get(move.name) != would[move.name]:
+                self._tell(Event.of(self._wall(), move, True))
+        self._would.update(would)
+
+    def _say(self, name: str, what: str, why: str = "", limit: int = 0) -> None:
+        self._tell(Event(self._wall(), name, what, why, limit=limit, dry=self._dry))
+
+
+def _why_not(device: str, groups: Mapping[str, list[str]]) -> str:
+    """Return why the engines of a device are left as they are; empty if they are not."""
+    if not device:
+        return "it has not said which device it is on, and is left as it is"
+    parts = set(device.split(", "))
+    for other, names in groups.items():
+        if other and other != device and parts & set(other.split(", ")):
+            return f"it shares a part of its devices with {', '.join(names)}, and is left as it is"
+    return ""

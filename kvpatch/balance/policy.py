@@ -1,0 +1,466 @@
+"""Who may map how much of a device: what is seen goes in, limits come out, and that is all.
+
+    every engine has its floor, and at least the memory of one request
+    then what its requests need that are there, those that wait included, or were a moment ago
+    then what is left, for prefixes: by the rate at which prefixes are found, on the device or in
+    the CPU tier, because who finds none has no use for more
+
+Each of the three is shared by priority: of two engines that want more than there is, one of
+priority 2 gets twice as much as one of priority 1. Why this and not another way is in
+docs/several-models.md: it was chosen by a simulation.
+
+A share is not a limit yet. Memory moves from an engine to another one only if that has filled what
+it has, and neither for small differences nor back and forth. Requests that wait for memory get it
+at once from who does not need it, and from everybody if that brings their engine no more than its
+share. What nobody wants stays where it is.
+
+Sizes are bytes of one device; of an engine with several ranks, bytes of each of them.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field, replace
+
+from kvpatch.sizes import readable
+
+
+@dataclass(frozen=True)
+class Terms:
+    """What an operator wants of an engine.
+
+    Attributes:
+        floor: it always may map so much.
+        ceiling: it never may map more; None for what it started with.
+        priority: how much it counts when there is not enough for all.
+    """
+
+    floor: int = 0
+    ceiling: int | None = None
+    priority: float = 1.0
+
+
+@dataclass(frozen=True)
+class Engine:
+    """An engine as it was seen.
+
+    Attributes:
+        name: kvcached's, which is its own.
+        born: something that is different for another engine of the same name, as its start is.
+        limit: bytes that it may map, or may again when it is resumed.
+        mapped: bytes that it has mapped.
+        most: bytes that it started with, which it cannot exceed.
+        least: bytes of one request of the longest length; below it requests wait for ever.
+        needs: bytes for the requests that it has, those that wait included.
+        running, waiting: those requests.
+        found: bytes of KV that prompts found on the device or in the tier, since it started; None
+            if it does not tell.
+        answers: whether it can be told another limit now.
+        suspended: whether it is suspended; it has nothing mapped and needs nothing, and what it may
+            map when it is resumed can be another's once that is less.
+        page: bytes of its pages, to which its limits are rounded; 0 for those of the settings.
+    """
+
+    name: str
+    limit: int
+    mapped: int
+    most: int
+    least: int = 0
+    needs: int = 0
+    running: int = 0
+    waiting: int = 0
+    found: float | None = None
+    answers: bool = True
+    suspended: bool = False
+    born: int = 0
+    page: int = 0
+
+    @property
+    def held(self) -> int:
+        """Bytes that nobody else can count on."""
+        return max(self.limit, self.mapped)
+
+    def one_request(self, page: int) -> int:
+        """Return the bytes below which a request may wait for ever, in whole pages."""
+        return min(_rounded_up(self.least, page), self.most)
+
+
+@dataclass(frozen=True)
+class Settings:
+    """How memory is moved.
+
+    Attributes:
+        page: bytes to which limits are rounded of engines that do not say how large a page is.
+        memory_of: seconds after which what an engine found counts half.
+        least_move: part of a limit below which a move is not worth its copies.
+        learn: seconds for which an engine is looked at before it gets more for prefixes.
+        rest: seconds for which an engine that got memory does not give it back, nor the other
+            way round, unless requests wait.
+        full: part of its limit that an engine has to have mapped before it gets more for prefixes.
+        spare: part of the need of requests that is added to it, for the tokens that they make.
+        peak_of: seconds after which a need that has passed counts half: more requests of the kind
+            are likely to come.
+    """
+
+    page: int = 2 << 20
+    memory_of: float = 300.0
+    least_move: float = 0.05
+    learn: float = 30.0
+    rest: float = 10.0
+    full: float = 0.9
+    spare: float = 0.25
+    peak_of: float = 30.0
+
+
+@dataclass(frozen=True)
+class Past:
+    """What is remembered of an engine.
+
+    Attributes:
+        born: of which engine of the name.
+        seen: when it was last seen, in seconds of any clock.
+        found: its counter then.
+        rate: bytes per second that it found; the older, the less they count.
+        peak: the most bytes that its requests needed; the older, the less.
+        since: when it was first seen.
+        raised, lowered: when its limit last went up and down.
+    """
+
+    born: int
+    seen: float
+    found: float | None = None
+    rate: float = 0.0
+    peak: float = 0.0
+    since: float = -math.inf
+    raised: float = -math.inf
+    lowered: float = -math.inf
+
+
+@dataclass(frozen=True)
+class Move:
+    """Another limit for an engine, and why.
+
+    Attributes:
+        name: the engine.
+        before, limit: bytes that it may map now, and that it is to have.
+        why: the reason, as the end of a sentence.
+    """
+
+    name: str
+    before: int
+    limit: int
+    why: str
+
+    @property
+    def raises(self) -> bool:
+        """Whether the engine gets memory."""
+        return self.limit > self.before
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What is to be done now.
+
+    Attributes:
+        moves: the limits that change; who gives comes before who gets.
+        shares: what each engine would have if moving were free.
+        past: to be given back with the next look.
+        notes: what is not as the operator wants it, a sentence each.
+    """
+
+    moves: tuple[Move, ...]
+    shares: Mapping[str, int]
+    past: Mapping[str, Past]
+    notes: tuple[str, ...] = field(default=())
+
+
+def plan(
+    engines: Iterable[Engine],
+    device: int,
+    past: Mapping[str, Past],
+    now: float,
+    terms: Callable[[str], Terms] = lambda name: Terms(),
+    settings: Settings = Settings(),
+) -> Plan:
+    """Return who gets how much of a device, and what is to be done for it now.
+
+    Args:
+        engines: of one device.
+        device: bytes that all of them may map together.
+        past: of the plan before it; empty at first.
+        now: seconds of any clock that does not go back.
+        terms: what the operator wants of the engine of a name.
+        settings: how memory is moved.
+    """
+    seen = sorted(map(_asleep, engines), key=lambda one: one.name)
+    then = _remember(seen, past, now, settings)
+    ours = [one for one in seen if one.answers]
+    # Of an engine that does not answer nothing can be had.
+    room = device - sum(one.held for one in seen if not one.answers)
+    wanted = {
+        one.name: _wanted(one, then[one.name].peak, terms(one.name), settings) for one in ours
+    }
+    shares = _shares(ours, room, then, terms, wanted, settings)
+    notes = []
+    floors = sum(least for least, _, _ in wanted.values())
+    if ours and floors > room:
+        notes.append("the floors of its engines add up to more than the device has for them")
+    for one in ours:
+        ceiling, least = terms(one.name).ceiling, min(one.least, one.most)
+        if ceiling is not None and ceiling < least:
+            notes.append(
+                f"the ceiling of {one.name} is less than one of its requests needs, "
+                f"{readable(least)}"
+            )
+    limits = _limits(ours, room, shares, wanted, then, now, settings)
+    moves = sorted(
+        (_move(one, limits[one.name], wanted[one.name], then[one.name], shares) for one in ours),
+        key=lambda move: (move.raises, move.name),
+    )
+    changed = tuple(move for move in moves if move.limit != move.before)
+    for move in changed:
+        before = then[move.name]
+        then[move.name] = (
+            replace(before, raised=now) if move.raises else replace(before, lowered=now)
+        )
+    return Plan(changed, shares, then, tuple(notes))
+
+
+def _asleep(one: Engine) -> Engine:
+    """Return an engine without what it does not need as long as it is suspended."""
+    return replace(one, needs=0, running=0, waiting=0) if one.suspended else one
+
+
+def grants(moves: Iterable[Move], engines: Iterable[Engine], device: int, page: int) -> list[Move]:
+    """Return which engines get how much, once others have given what they could.
+
+    Args:
+        moves: of a plan; those that lower a limit were carried out, as far as that was possible.
+        engines: as they are after that.
+        device: bytes that all of them may map together.
+        page: bytes to which limits are rounded of engines that do not say how large a page is.
+    """
+    now = {one.name: one for one in engines}
+    free = max(0, device - sum(one.held for one in now.values()))
+    wanted = [
+        replace(move, before=now[move.name].limit)
+        for move in moves
+        if move.raises and move.name in now and now[move.name].answers
+    ]
+    wanted = [move for move in wanted if move.raises]
+    asked = {
+        # What it has mapped above its limit, it has already.
+        move.name: max(0, move.limit - now[move.name].held)
+        for move in wanted
+    }
+    got = _fill(free, {name: (size, 1.0) for name, size in asked.items()})
+    made = []
+    for move in wanted:
+        limit = min(move.limit, now[move.name].held + int(got[move.name]))
+        limit = limit if limit == move.limit else _rounded(limit, now[move.name].page or page)
+        if limit > move.before:
+            made.append(replace(move, limit=limit))
+    return made
+
+
+def _remember(
+    seen: list[Engine], past: Mapping[str, Past], now: float, settings: Settings
+) -> dict[str, Past]:
+    """Return what is to be remembered of the engines that are there."""
+    found: dict[str, Past] = {}
+    new = []
+    for one in seen:
+        before = past.get(one.name)
+        if before is None or before.born != one.born:
+            new.append(one)
+            continue
+        apart = max(now - before.seen, 1e-3)
+        weight = 0.5 ** (apart / settings.memory_of)
+        # A counter that is missing, or was reset, says nothing about this time.
+        rate = before.rate * weight
+        if one.found is not None and before.found is not None and one.found >= before.found:
+            rate += (one.found - before.found) / apart * (1 - weight)
+        peak = max(float(one.needs), before.peak * 0.5 ** (apart / settings.peak_of))
+        found[one.name] = replace(before, seen=now, found=one.found, rate=rate, peak=peak)
+    # Who is new counts as one of those that are there, until it shows what it needs.
+    rates = [past.rate for past in found.values()]
+    for one in new:
+        rate = sum(rates) / len(rates) if rates else 0.0
+        found[one.name] = Past(one.born, now, one.found, rate, one.needs, now)
+    return found
+
+
+def _wanted(one: Engine, peak: float, terms: Terms, settings: Settings) -> tuple[int, int, int]:
+    """Return the least, the need and the most of an engine, in bytes."""
+    most = min(one.most, one.most if terms.ceiling is None else terms.ceiling)
+    page = one.page or settings.page
+    # Limits are of whole pages: of half a page more than a floor nothing can be used.
+    least = min(_rounded_up(max(terms.floor, one.least, page), page), one.most)
+    most = max(most, least)  # a ceiling below one request would be an engine that stands still
+    need = min(most, max(least, int(peak * (1 + settings.spare))))
+    return least, least if one.suspended else need, most
+
+
+def _shares(
+    ours: list[Engine],
+    room: int,
+    then: Mapping[str, Past],
+    terms: Callable[[str], Terms],
+    wanted: Mapping[str, tuple[int, int, int]],
+    settings: Settings,
+) -> dict[str, int]:
+    """Return what each engine would have if moving were free."""
+    weight = {one.name: max(terms(one.name).priority, 1e-6) for one in ours}
+    left = float(max(0, room))
+    have = dict.fromkeys(wanted, 0.0)
+
+    def give(upto: Callable[[str], float], by: Mapping[str, float]) -> None:
+        nonlocal left
+        more = _fill(left, {name: (max(0.0, upto(name) - have[name]), by[name]) for name in have})
+        for name, size in more.items():
+            have[name] += size
+            left -= size
+
+    give(lambda name: wanted[name][0], weight)
+    give(lambda name: wanted[name][1], weight)
+    rates = {name: weight[name] * then[name].rate for name in have}
+    most = {one.name: wanted[one.name][0 if one.suspended else 2] for one in ours}
+    give(most.__getitem__, rates)
+    give(most.__getitem__, weight)  # nobody has found anything yet
+    return {one.name: _rounded(have[one.name], one.page or settings.page) for one in ours}
+
+
+def _fill(room: float, wanted: Mapping[str, tuple[float, float]]) -> dict[str, float]:
+    """Share ``room`` by weight, to none more than it wants.
+
+    Args:
+        room: what there is.
+        wanted: for each name what it wants, and its weight; without a weight it gets nothing.
+    """
+    got = dict.fromkeys(wanted, 0.0)
+    open_ = {name for name, (size, weight) in wanted.items() if size > 0 and weight > 0}
+    while open_ and room > 0:
+        total = sum(wanted[name][1] for name in open_)
+        # Who is the first to have all that it wants?
+        level = min((wanted[name][0] - got[name]) / wanted[name][1] for name in open_)
+        level = min(level, room / total)
+        for name in open_:
+            got[name] += level * wanted[name][1]
+        room -= level * total
+        done = {name for name in open_ if wanted[name][0] - got[name] <= 1e-6 * wanted[name][0]}
+        if not done:
+            break
+        open_ -= done
+    return got
+
+
+def _alike(room: float, wanted: Mapping[str, float]) -> dict[str, float]:
+    """Share ``room`` so that each gets the same part of what it wants."""
+    return _fill(room, {name: (size, size) for name, size in wanted.items()})
+
+
+def _limits(
+    ours: list[Engine],
+    room: int,
+    shares: Mapping[str, int],
+    wanted: Mapping[str, tuple[int, int, int]],
+    then: Mapping[str, Past],
+    now: float,
+    settings: Settings,
+) -> dict[str, int]:
+    """Return the limits that are to be set now: steps towards the shares that are worth it."""
+    limits = {one.name: one.limit for one in ours}
+    pages = {one.name: one.page or settings.page for one in ours}
+    gets: dict[str, int] = {}
+    pressed = entitled = False
+    for one in ours:
+        least, need, most = wanted[one.name]
+        share = shares[one.name]
+        if one.limit > most:
+            limits[one.name] = most  # more than it may have, or can use
+            continue
+        if one.limit < min(need, share):
+            gets[one.name] = min(need, share) - one.limit  # requests wait for it, or soon will
+            waits = one.waiting > 0 or one.limit < least
+            pressed = pressed or waits
+            entitled = entitled or (waits and share >= need)
+        full = one.mapped >= settings.full * one.limit
+        known = now - then[one.name].since >= settings.learn
+        rested = now - then[one.name].lowered >= settings.rest
+        worth = share - one.limit >= settings.least_move * one.limit
+        if full and known and rested and worth:
+            gets[one.name] = share - one.limit
+    free = room - sum(max(limits[one.name], one.mapped) for one in ours)
+    short = sum(gets.values()) - free
+    if short > 0:
+        gives = _gives(ours, limits, shares, wanted, then, now, pressed, entitled, free, settings)
+        for name, size in _alike(short, gives).items():
+            # Rounded down: what is left over stays with nobody.
+            limits[name] = _rounded(limits[name] - size, pages[name])
+    free = room - sum(
+        max(limits[one.name], one.mapped if limits[one.name] >= one.limit else 0) for one in ours
+    )
+    for name, size in _alike(max(0, free), gets).items():
+        limits[name] = max(limits[name], _rounded(limits[name] + size, pages[name]))
+    return limits
+
+
+def _gives(
+    ours: list[Engine],
+    limits: Mapping[str, int],
+    shares: Mapping[str, int],
+    wanted: Mapping[str, tuple[int, int, int]],
+    then: Mapping[str, Past],
+    now: float,
+    pressed: bool,
+    entitled: bool,
+    free: int,
+    settings: Settings,
+) -> dict[str, float]:
+    """Return what each engine could give."""
+    gives = {}
+    for one in ours:
+        # What is below one request is nobody's to give: it may be the last look that is taken.
+        request = one.one_request(one.page or settings.page)
+        over = limits[one.name] - max(shares[one.name], request)
+        rested = now - then[one.name].raised >= settings.rest
+        worth = over >= settings.least_move * limits[one.name]
+        # Between two that both lack memory it would go back and forth. Limits that promise more
+        # than there is are lowered.
+        spare = shares[one.name] >= wanted[one.name][1]
+        at_once = free < 0 or entitled or (pressed and spare)
+        if over > 0 and (at_once or (rested and worth)):
+            gives[one.name] = float(over)
+    return gives
+
+
+def _move(
+    one: Engine, limit: int, wanted: tuple[int, int, int], past: Past, shares: Mapping[str, int]
+) -> Move:
+    """Return a move with its reason."""
+    _, need, most = wanted
+    if limit > one.limit:
+        if one.waiting and one.limit < need:
+            why = f"{one.waiting} of its requests wait"
+        elif one.limit < need:
+            why = "its requests need more than it has"
+        else:
+            why = "it is full, and finds more prefixes than others"
+    elif one.limit > most:
+        why = "it may not have more"
+    elif one.suspended:
+        why = "it is suspended, and others need memory"
+    elif not (one.running or one.waiting):
+        why = "it has no requests, and others need memory"
+    else:
+        why = "others need it more"
+    return Move(one.name, one.limit, limit, why)
+
+
+def _rounded(size: float, page: int) -> int:
+    return int(size + 1e-6) // page * page
+
+
+def _rounded_up(size: int, page: int) -> int:
+    return -(-size // page) * page

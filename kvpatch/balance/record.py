@@ -1,0 +1,74 @@
+"""What ``balance`` says about what it does: a line for a person, or an object for a program."""
+
+from __future__ import annotations
+
+import datetime
+import json
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from kvpatch.balance.policy import Move
+from kvpatch.sizes import readable
+from kvpatch.telemetry.printable import printable
+
+
+@dataclass(frozen=True)
+class Event:
+    """One thing that happened.
+
+    Attributes:
+        at: seconds since the epoch.
+        name: the engine; empty for something about all of them.
+        what: ``limit``, ``refused``, ``appeared``, ``ended``, ``silent``, ``answers`` or ``note``.
+        why: a reason, or the whole sentence of a note.
+        before, limit: of a limit, in bytes.
+        dry: it was not done, because it was a dry run.
+    """
+
+    at: float
+    name: str
+    what: str
+    why: str = ""
+    before: int = 0
+    limit: int = 0
+    dry: bool = False
+
+    @classmethod
+    def of(cls, at: float, move: Move, dry: bool, refused: str = "") -> Event:
+        """Return the event of a limit that was set, or refused."""
+        what = "refused" if refused else "limit"
+        return cls(at, move.name, what, refused or move.why, move.before, move.limit, dry)
+
+    @property
+    def line(self) -> str:
+        """It, for a person."""
+        clock = datetime.datetime.fromtimestamp(self.at).strftime("%H:%M:%S")
+        return printable(f"{clock} {self._sentence()}")
+
+    def _sentence(self) -> str:
+        sizes = f"{readable(self.before)} -> {readable(self.limit)}"
+        if self.what == "limit":
+            would = "would be " if self.dry else ""
+            return f"{self.name}: {would}{sizes}, because {self.why}"
+        if self.what == "refused":
+            return (
+                f"{self.name}: stays at {readable(self.before)}, and not "
+                f"{readable(self.limit)}: {self.why}"
+            )
+        if self.what == "appeared":
+            return f"{self.name}: is here, with {readable(self.limit)} at most"
+        if self.what == "ended":
+            return f"{self.name}: has ended"
+        if self.what == "silent":
+            return f"{self.name}: keeps {readable(self.limit)}: {self.why}"
+        if self.what == "answers":
+            return f"{self.name}: answers again"
+        return f"{self.name}: {self.why}" if self.name else self.why
+
+    @property
+    def json(self) -> str:
+        """It, for a program, in one line."""
+        said: dict[str, Any] = {name: value for name, value in asdict(self).items() if value != ""}
+        if self.what not in ("limit", "refused", "appeared", "silent"):
+            del said["before"], said["limit"]
+        return json.dumps(said)

@@ -1,0 +1,113 @@
+"""``kvpatch balance``: move memory between the engines of a device, by demand."""
+
+from __future__ import annotations
+
+import argparse
+import signal
+import sys
+import threading
+from collections.abc import Iterable
+from dataclasses import replace
+from pathlib import Path
+
+from kvpatch import private
+from kvpatch.balance import loop, options
+from kvpatch.balance.options import Options, Wrong
+from kvpatch.balance.policy import Terms
+from kvpatch.balance.record import Event
+
+PARTS = {
+    "floor": ("NAME=SIZE", "memory that an engine always may map, for example chat=4GiB"),
+    "ceiling": ("NAME=SIZE", "memory that an engine never may exceed"),
+    "priority": ("NAME=NUMBER", "how much an engine counts when there is not enough; 1 if not set"),
+}
+
+
+def configure(parser: argparse.ArgumentParser) -> None:
+    """Add the options."""
+    parser.add_argument(
+        "--dry-run", action="store_true", help="only say what would be done; set no limit"
+    )
+    for part, (form, help_) in PARTS.items():
+        parser.add_argument(
+            f"--{part}", metavar=form, action="append", default=[], type=named, help=help_
+        )
+    parser.add_argument(
+        "--memory",
+        metavar="SIZE",
+        help="memory of each device for its engines' KV caches together; else what they have "
+        "mapped and what is free",
+    )
+    parser.add_argument("--every", metavar="TIME", help="time between two looks, 1s if not set")
+    parser.add_argument("--config", metavar="FILE", type=Path, help="a TOML file with all of these")
+    parser.add_argument("--rounds", metavar="N", type=count, help="end after so many looks")
+    parser.add_argument("--json", action="store_true", help="print a JSON object per line")
+    parser.epilog = (
+        "NAME is an engine's kvcached name, the name of its model, or * for all without an own "
+        "setting. Ends 0 when it is interrupted, and every engine keeps the limit that it has; 1 "
+        "when another balance of this user runs, or a setting cannot be used."
+    )
+
+
+def named(text: str) -> tuple[str, str]:
+    """Return the name and the value of a setting."""
+    name, equals, value = text.partition("=")
+    if not (name and equals and value):
+        raise argparse.ArgumentTypeError(f"{text} is not NAME=VALUE")
+    return name, value
+
+
+def count(text: str) -> int:
+    """Return a number of looks."""
+    if not text.isascii() or not text.isdecimal() or not int(text):
+        raise argparse.ArgumentTypeError(f"{text} is no number above 0")
+    return int(text)
+
+
+def run(options_: argparse.Namespace) -> int:
+    """Balance until it is interrupted; return the exit code."""
+    stop = threading.Event()
+    for one in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(one, lambda signum, frame: stop.set())
+
+    def tell(event: Event) -> None:
+        print(event.json if options_.json else event.line, flush=True)
+
+    try:
+        balance = loop.Balance(read(options_), tell, dry=options_.dry_run)
+        if options_.dry_run:
+            balance.run(stop, options_.rounds)
+        else:
+            with loop.alone():
+                balance.run(stop, options_.rounds)
+    except (Wrong, loop.Busy, private.Unsafe) as error:
+        print(f"kvpatch balance: {error}", file=sys.stderr)
+        return 1
+    except OSError as error:
+        if isinstance(error, BrokenPipeError):
+            raise
+        print(f"kvpatch balance: {error.filename or ''} {error.strerror}", file=sys.stderr)
+        return 1
+    return 0
+
+
+def read(given: argparse.Namespace) -> Options:
+    """Return the options of a command line, which come before those of its file.
+
+    Raises:
+        Wrong: one cannot be used.
+    """
+    found = options.read(given.config) if given.config else Options()
+    said = {name: getattr(given, name) for name in ("memory", "every") if getattr(given, name)}
+    found = replace(
+        found, **{name: getattr(options.of({name: text}), name) for name, text in said.items()}
+    )
+    parts: dict[str, dict[str, str]] = {}
+    for part in PARTS:
+        settings: Iterable[tuple[str, str]] = getattr(given, part)
+        for name, value in settings:
+            parts.setdefault(name, {})[part] = value
+    terms = dict(found.terms)
+    for name, values in parts.items():
+        terms[name] = options.with_(terms.get(name, Terms()), name, values)
+    return replace(found, terms=terms)

@@ -1,0 +1,1 @@
+"""What vllm-ascend takes from pyACL, which is part of CANN and on no index, on the emulator."""

@@ -1,0 +1,60 @@
+"""The cells of the matrix that a configuration is in, but for what is turned on."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from kvpatch import admitted
+from kvpatch.upstream import connectors
+from kvpatch.versions import Facts
+
+
+def starts_with(feature: str, config: Any, facts: Facts) -> bool:
+    """Return whether engines ran with a feature in all cells that a configuration is in."""
+    return admitted.admits(feature, facts.vllm, cells(config, facts))
+
+
+def cells(config: Any, facts: Facts) -> list[str]:
+    """Return the names of the cells: one for each connector, and one for MultiConnector."""
+    runner = "V2" if getattr(config, "use_v2_model_runner", False) else "V1"
+    layout = "contiguous" if facts.contiguous else "non-contiguous"
+    model = kind_of(config.model_config)
+    return [
+        admitted.name_of(runner, layout, connector, model)
+        for connector in ways(config.kv_transfer_config)
+    ]
+
+
+def ways(transfer: Any) -> list[str]:
+    """Return the connectors of a configuration, by the names of the matrix' axis.
+
+    Inside of MultiConnector its cell has OffloadingConnector; what else is there has its own. What
+    runs beside OffloadingConnector runs without it.
+    """
+    if transfer is None or transfer.kv_connector is None:
+        return ["Offloading"]
+    found = []
+    for leaf in connectors.leaves(transfer):
+        if leaf.name == connectors.SIMPLE:
+            found.append("Simple lazy" if leaf.extra.get("lazy_offload") else "Simple eager")
+        else:
+            found.append("tiering fs" if leaf.tiers else "Offloading")
+    if transfer.kv_connector != connectors.MULTI:
+        return found
+    return ["Multi", *(one for one in found if one != "Offloading")]
+
+
+def kind_of(model: Any) -> str:
+    """Return the kind of a model, by the names of the matrix' axis; empty without one."""
+    if model is None:
+        return ""
+    if model.is_hybrid:
+        return "hybrid"
+    if model.use_mla:
+        return "latent attention"
+    return "sliding window" if has_windows(model) else "full attention"
+
+
+def has_windows(model: Any) -> bool:
+    """Return whether a model has sliding windows."""
+    return model is not None and model.get_sliding_window() is not None

@@ -1,0 +1,53 @@
+"""What an engine needs and could have: for ``kvpatch balance`` and other controllers."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from kvpatch.environ import HOST_DEVICE_DIR
+from kvpatch.patches.suspend.suspension import Cannot
+from kvpatch.upstream import kvcached_api, requests
+
+
+def demand(engine: Any) -> dict[str, Any]:
+    """Return what an engine needs; on its own thread, because its requests come and go.
+
+    Returns:
+        ``device``, which is the same for engines that share their memory; ``mapped``, bytes that
+        the engine has mapped, read before ``free``, bytes that nobody has; ``page``, the bytes of
+        a page; ``least``, what one request of the longest length needs, and ``longest``, its
+        tokens; ``needs``, what the requests need that are there.
+
+    Raises:
+        Cannot: its device has no name.
+    """
+    manager = kvcached_api.manager_of(engine)
+    return {
+        "device": device(engine),
+        "mapped": kvcached_api.mapped(manager),
+        "free": kvcached_api.free(manager),
+        "page": kvcached_api.page_bytes(manager),
+        "least": requests.longest(engine),
+        "longest": int(engine.vllm_config.model_config.max_model_len),
+        "needs": requests.present(engine),
+    }
+
+
+def device(engine: Any) -> str:
+    """Return the name of an engine's devices, which no other device of the machine has.
+
+    Raises:
+        Cannot: vLLM does not know it.
+    """
+    from vllm.platforms import current_platform
+
+    if current_platform.is_cpu():
+        return f"host device {HOST_DEVICE_DIR.read() or '/dev/shm'}"
+    ranks = range(engine.vllm_config.parallel_config.world_size)
+    try:
+        names = sorted(str(current_platform.get_device_uuid(rank)) for rank in ranks)
+    except Exception as error:  # of a library of the device's maker
+        raise Cannot(f"vLLM does not know its device: {type(error).__name__}: {error}") from error
+    if not all(names):
+        raise Cannot("vLLM does not know its device")
+    return ", ".join(names)

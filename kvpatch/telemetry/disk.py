@@ -1,0 +1,35 @@
+"""What a secondary tier did with its disk: counted on the threads that read and write there."""
+
+from __future__ import annotations
+
+import threading
+from collections import Counter
+
+# What went wrong: a job that could not write or read all of its blocks, a file that does not hold
+# what was stored, a look whether blocks have files, a job that was not begun as the disk is late.
+ERRORS = ("store", "load", "damaged", "lookup", "late")
+OUTCOMES = ("stored", "loaded")
+
+
+class Disk:
+    """The counts of one tier, since its engine started.
+
+    Attributes:
+        errors: by kind.
+        moved_bytes: bytes of blocks, by outcome; a block that has a file is not stored again.
+    """
+
+    def __init__(self) -> None:
+        self.errors: Counter[str] = Counter()
+        self.moved_bytes: Counter[str] = Counter()
+        self._lock = threading.Lock()
+
+    def failed(self, kind: str) -> None:
+        """Count an error, of ``ERRORS``."""
+        with self._lock:
+            self.errors[kind] += 1
+
+    def moved(self, outcome: str, size: int) -> None:
+        """Count bytes, of ``OUTCOMES``."""
+        with self._lock:
+            self.moved_bytes[outcome] += size

@@ -1,0 +1,43 @@
+"""What requests need of an engine's memory, in bytes of the device, all layers together.
+
+Counted in blocks of the scheduler's groups, each of which takes blocks of one size from kvcached's
+pages. Blocks that requests share are counted for each of them: what is shared is known only when
+a request runs.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from kvpatch.upstream import kvcached_api
+
+
+def longest(engine: Any) -> int:
+    """Return what one request of the longest length needs, in whole pages."""
+    blocks = sum(most for _, most in _groups(engine))
+    return _in_pages(kvcached_api.manager_of(engine), blocks + 1)  # and block 0, which is nobody's
+
+
+def present(engine: Any) -> int:
+    """Return what the requests need that are there, with what they have; on the engine's thread."""
+    groups = _groups(engine)
+    blocks = 0
+    for request in engine.scheduler.requests.values():
+        # The next token needs a place too.
+        blocks += sum(min(request.num_tokens // size + 1, most) for size, most in groups)
+    return _in_pages(kvcached_api.manager_of(engine), blocks) if blocks else 0
+
+
+def _groups(engine: Any) -> list[tuple[int, int]]:
+    """Return the tokens of a block, and the most blocks of a request, of every group."""
+    found = []
+    for group in engine.scheduler.kv_cache_config.kv_cache_groups:
+        spec = group.kv_cache_spec
+        most = -(-spec.max_memory_usage_bytes(engine.vllm_config) // spec.page_size_bytes)
+        found.append((int(spec.block_size), int(most)))
+    return found
+
+
+def _in_pages(manager: Any, blocks: int) -> int:
+    of_page = max(1, manager.page_size // manager.block_mem_size)
+    return int(-(-blocks // of_page)) * kvcached_api.page_bytes(manager)

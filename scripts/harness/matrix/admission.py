@@ -1,0 +1,63 @@
+"""``admitted.json``: the cells that start with more turned on, by the runs that were right."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from pathlib import Path
+
+from harness import ROOT
+from harness.matrix import record
+from kvpatch import admitted, supported
+from kvpatch.matrix import axes, verdicts
+
+FILE = admitted.FILE.relative_to(ROOT)
+Table = dict[str, dict[str, list[str]]]
+
+
+def earned() -> Table:
+    """Return the table that the recorded runs give."""
+    return _table(lambda cell: verdicts.ran_right(cell) or bool(verdicts.by_shared_seams(cell)))
+
+
+def tried(features: Iterable[str], releases: Iterable[str]) -> Table:
+    """Return the table that a trial has: what is earned, and every cell that is to run."""
+    known, names, versions = cells_of(earned()), set(features), set(releases)
+    return _table(
+        lambda cell: (
+            (cell.feature in names and cell.vllm in versions)
+            or (cell.feature, cell.vllm, _name(cell)) in known
+        )
+    )
+
+
+def cells_of(table: admitted.Table) -> set[tuple[str, str, str]]:
+    """Return the cells of a table: feature, release and the name of each."""
+    return {
+        (feature, release, name)
+        for feature, by_release in table.items()
+        for release, names in by_release.items()
+        for name in names
+    }
+
+
+def write(table: admitted.Table, root: Path = ROOT) -> None:
+    """Write a table into a tree."""
+    record.write(root / FILE, dict(table))
+
+
+def _name(cell: axes.Cell) -> str:
+    return admitted.name_of(cell.runner, cell.layout, cell.connector, cell.model)
+
+
+def _table(holds: Callable[[axes.Cell], bool]) -> Table:
+    found: Table = {}
+    for feature in axes.FEATURES:
+        for release in supported.validated() if feature.admitted else ():
+            names = [
+                _name(cell)
+                for cell in axes.cells(release)
+                if cell.feature == feature.name and holds(cell)
+            ]
+            if names:
+                found.setdefault(feature.name, {})[release] = names
+    return found

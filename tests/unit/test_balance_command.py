@@ -1,0 +1,497 @@
+"""``kvpatch balance`` as a command, its settings, and sockets of engines that answer it."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from kvpatch import claims, cli, control, private
+from kvpatch.balance import options, seen
+from kvpatch.balance.options import Options, Wrong
+from kvpatch.balance.policy import Terms
+from kvpatch.cli import balance as command
+from kvpatch.control import protocol
+from kvpatch.telemetry.reader import State
+
+MIB, GIB = 1 << 20, 1 << 30
+ROOT = Path(__file__).parents[2]
+# The command, in a /dev/shm of its own.
+RUN = """
+import sys
+from pathlib import Path
+from kvpatch import claims, cli
+claims.BASE = Path(sys.argv[1])
+sys.exit(cli.main(["balance", *sys.argv[2:]]))
+"""
+
+
+@pytest.fixture(autouse=True)
+def base(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """A /dev/shm of its own, whose path is short enough for a socket."""
+    folder = Path(tempfile.mkdtemp(dir="/tmp"))
+    monkeypatch.setattr(claims, "BASE", folder)
+    monkeypatch.setenv("KVPATCH_STATUS_DIR", str(folder))
+    yield folder
+    shutil.rmtree(folder)
+
+
+class Engine:
+    """What listens at the socket of an engine, and keeps to a limit at once."""
+
+    def __init__(self, name: str, limit: int, mapped: int, device: int, **more: Any) -> None:
+        self.name, self.limit, self.mapped, self.device = name, limit, mapped, device
+        self.more: dict[str, Any] = {"needs": 0, "waiting": 0, "least": 50 * MIB} | more
+        self.revision = 0
+        self.mute = False
+        self.others: list[Engine] = []
+        private.make_folder(protocol.folder())
+        self.path = protocol.path_of(name)
+        self._socket = socket.socket(socket.AF_UNIX)
+        self._socket.bind(str(self.path))
+        self._socket.listen(64)
+        threading.Thread(target=self._run, daemon=True).start()
+
+    def _run(self) -> None:
+        while True:
+            try:
+                connection, _ = self._socket.accept()
+            except OSError:
+                return
+            threading.Thread(target=self._serve, args=(connection,), daemon=True).start()
+
+    def _serve(self, connection: socket.socket) -> None:
+        with connection, suppress(OSError, StopIteration):
+            asked = next(protocol.lines(connection))
+            while self.mute:
+                time.sleep(0.05)
+            protocol.send(connection, self.answer(asked) | {"done": True})
+
+    def answer(self, asked: dict[str, Any]) -> dict[str, Any]:
+        said: dict[str, Any] = {"phase": "runs", "limit": self.limit, "mapped": self.mapped}
+        if asked["verb"] == "describe":
+            about = {"name": self.name, "pid": os.getpid(), "models": [f"model-{self.name}"]}
+            counts = {"running": 0, "waiting": self.more["waiting"], "revision": self.revision}
+            return said | about | counts | {"most": self.device}
+        if asked["verb"] == "demand":
+            free = self.device - sum(one.mapped for one in (self, *self.others))
+            known = {"device": "GPU-1", "free": free, "page": 2 * MIB, "longest": 1000}
+            return said | known | {part: self.more[part] for part in ("least", "needs")}
+        if asked.get("revision", 1 << 60) <= self.revision:
+            return said | {"error": "its limit was set by somebody else"}
+        self.revision, self.limit = asked.get("revision", self.revision + 1), asked["size"]
+        self.mapped = min(self.mapped, self.limit)
+        return said | {"limit": self.limit, "mapped": self.mapped}
+
+    def close(self) -> None:
+        self.mute = False
+        self._socket.shutdown(socket.SHUT_RDWR)
+        self._socket.close()
+        self.path.unlink(missing_ok=True)
+
+
+@pytest.fixture
+def pair() -> Iterator[tuple[Engine, Engine]]:
+    """One with requests that wait, and one with memory."""
+    chat = Engine("chat", 300 * MIB, 300 * MIB, 1000 * MIB, needs=480 * MIB, waiting=3)
+    code = Engine("code", 700 * MIB, 700 * MIB, 1000 * MIB)
+    chat.others, code.others = [code], [chat]
+    yield chat, code
+    chat.close()
+    code.close()
+
+
+def start(base: Path, *words: str) -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        [sys.executable, "-c", RUN, str(base), *words],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env=os.environ | {"KVPATCH": "0", "PYTHONPATH": str(ROOT)},
+    )
+
+
+def test_memory_moves_between_engines(
+    pair: tuple[Engine, Engine], capsys: pytest.CaptureFixture[str]
+) -> None:
+    chat, code = pair
+    assert cli.main(["balance", "--rounds", "1"]) == 0
+    assert (chat.limit, code.limit) == (600 * MIB, 400 * MIB)
+    lines = [line.partition(" ")[2] for line in capsys.readouterr().out.splitlines()]
+    assert lines[-2:] == [
+        "code: 700 MiB -> 400 MiB, because it has no requests, and others need memory",
+        "chat: 300 MiB -> 600 MiB, because 3 of its requests wait",
+    ]
+
+
+def test_a_dry_run_beside_a_balance_sets_nothing(
+    pair: tuple[Engine, Engine], capsys: pytest.CaptureFixture[str]
+) -> None:
+    from kvpatch.balance import loop
+
+    with loop.alone():
+        assert cli.main(["balance", "--dry-run", "--rounds", "2", "--every", "0.1", "--json"]) == 0
+        assert cli.main(["balance", "--rounds", "1"]) == 1
+    assert [one.limit for one in pair] == [300 * MIB, 700 * MIB]
+    printed = capsys.readouterr()
+    events = [json.loads(line) for line in printed.out.splitlines()]
+    assert [(one["name"], one["limit"]) for one in events if one["what"] == "limit"] == [
+        ("code", 400 * MIB),
+        ("chat", 600 * MIB),
+    ]
+    assert all(one["dry"] for one in events)
+    assert f"another kvpatch balance of this user runs (pid {os.getpid()})" in printed.err
+
+
+def test_an_engine_that_is_stuck_delays_nobody(
+    pair: tuple[Engine, Engine], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(seen, "PATIENCE", 0.3)
+    chat, _ = pair
+    before = seen.look({})
+    assert before["chat"].engine.answers
+    assert before["chat"].engine.page == 2 * MIB
+    chat.mute = True
+    begun = time.monotonic()
+    after = seen.look(before)
+    assert time.monotonic() - begun < 5
+    assert not after["chat"].engine.answers
+    assert after["chat"].engine.limit == 300 * MIB
+    assert after["code"].engine.answers
+
+
+def test_an_engine_that_never_answered_is_named_and_nothing_is_promised_beside_it(
+    base: Path,
+    pair: tuple[Engine, Engine],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """Stopped when balance starts: it may go on, and map up to its limit."""
+    monkeypatch.setattr(seen, "PATIENCE", 0.3)
+    chat, code = pair
+    chat.others = []  # whose device has 700 MiB free
+    code.mute = True
+    pool = base / "code"
+    pool.touch(0o600)
+    pool.write_bytes((700 * MIB).to_bytes(8, sys.byteorder) + bytes(16))
+    assert cli.main(["balance", "--rounds", "1"]) == 0
+    assert chat.limit == 300 * MIB
+    lines = [line.partition(" ")[2] for line in capsys.readouterr().out.splitlines()]
+    assert lines == [
+        "chat: is here, with 300 MiB at most",
+        "code: is here, with 700 MiB at most",
+        "code: keeps 700 MiB: it does not answer: timed out",
+        "code: it has not said which device it is on, and is left as it is",
+    ]
+    there = seen.look({})
+    code.mute = False
+    assert (there["code"].engine.limit, seen.look(there)["code"].engine.answers) == (
+        700 * MIB,
+        True,
+    )
+
+
+def test_one_that_answers_at_last_is_the_engine_that_it_was(
+    pair: tuple[Engine, Engine], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from kvpatch.balance import loop
+
+    monkeypatch.setattr(seen, "PATIENCE", 0.3)
+    _, code = pair
+    said: list[str] = []
+    balance = loop.Balance(tell=lambda event: said.append(event.line.partition(" ")[2]))
+    code.mute = True
+    balance.round()
+    code.mute = False
+    said.clear()
+    balance.round()
+    assert said[:1] == [f"{code.path.name}: has ended"], "its pool is gone, and with it its name"
+    assert (pair[0].limit, code.limit) == (600 * MIB, 400 * MIB)
+
+
+def test_what_answers_nonsense_is_an_engine_that_does_not_answer(
+    pair: tuple[Engine, Engine],
+) -> None:
+    chat, _ = pair
+    chat.answer = lambda asked: {"phase": "runs"}  # type: ignore[method-assign]
+    found = seen.look({})
+    assert {name: one.engine.answers for name, one in found.items()} == {
+        chat.path.name: False,
+        "code": True,
+    }
+
+
+def test_an_engine_that_started_again_in_its_container_has_the_same_pid(
+    pair: tuple[Engine, Engine],
+) -> None:
+    chat, _ = pair
+    answer, started = chat.answer, [5]
+    chat.answer = lambda asked: answer(asked) | {"started": started[0]}  # type: ignore[method-assign]
+    before = seen.look({})
+    started[0] = 6
+    after = seen.look(before)
+    assert before["chat"].engine.born != after["chat"].engine.born
+    assert before["code"].engine.born == after["code"].engine.born
+
+
+def test_what_is_mapped_is_of_the_moment_of_what_is_free(pair: tuple[Engine, Engine]) -> None:
+    """Else what an engine gives back between two questions is counted twice."""
+    _, code = pair
+    answer = code.answer
+
+    def gives_back(asked: dict[str, Any]) -> dict[str, Any]:
+        said = answer(asked)
+        code.mapped = 100 * MIB
+        if asked["verb"] == "demand":
+            said["mapped"] = said["mapped"] = code.mapped
+        return said
+
+    code.answer = gives_back  # type: ignore[method-assign]
+    found = seen.look({})["code"]
+    assert found.engine.mapped == 100 * MIB
+    assert found.free + found.engine.mapped == 700 * MIB
+
+
+def test_the_socket_of_a_killed_engine_is_nobody(pair: tuple[Engine, Engine]) -> None:
+    chat, _ = pair
+    before = seen.look({})
+    chat._socket.shutdown(socket.SHUT_RDWR)
+    chat._socket.close()
+    assert set(seen.look(before)) == {"code"}
+    chat._socket = socket.socket(socket.AF_UNIX)
+    chat._socket.bind(str(chat.path) + "-")
+    chat._socket.listen()
+
+
+def test_an_engine_of_another_build_is_told_nothing(pair: tuple[Engine, Engine]) -> None:
+    """It does not know what it needs."""
+    chat, _ = pair
+    answer = chat.answer
+    chat.answer = lambda asked: (  # type: ignore[method-assign]
+        {"error": "it knows describe, and not 'demand'"}
+        if asked["verb"] == "demand"
+        else answer(asked)
+    )
+    found = seen.look({})["chat"]
+    assert not found.engine.answers
+    assert found.why_not == "it knows describe, and not 'demand'"
+    assert found.device == ""
+
+
+def test_tokens_that_prompts_found_are_bytes(
+    pair: tuple[Engine, Engine], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(seen, "found_tokens", lambda: {"chat": 2000})
+    assert seen.look({})["chat"].engine.found == 100 * MIB  # 1000 of them are 50 MiB
+    assert seen.look({})["code"].engine.found is None, "another container's, with the same pid"
+    monkeypatch.setattr(seen, "found_tokens", dict)
+    assert seen.look({})["chat"].engine.found is None
+
+
+def test_what_came_from_a_disk_is_found_once(
+    pair: tuple[Engine, Engine], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is of the tier's hits, which are counted without their source too."""
+    content = {"engine": {"pool": "chat", "hits": {"device": 1000, "tier": 700, "disk": 600}}}
+    page = SimpleNamespace(pid=os.getpid(), state=State.RUNS, page=SimpleNamespace(content=content))
+    monkeypatch.setattr(seen.reader, "all_of", lambda everyone: [page])
+    assert seen.found_tokens() == {"chat": 1700}
+
+
+def test_a_suspended_engine_is_seen_with_what_it_will_take_back(
+    pair: tuple[Engine, Engine],
+) -> None:
+    chat, _ = pair
+    answer = chat.answer
+    said = {"phase": "suspended", "limit": 2 * MIB, "promised": 300 * MIB}
+    chat.answer = lambda asked: answer(asked) | said  # type: ignore[method-assign]
+    found = seen.look({})["chat"].engine
+    assert (found.suspended, found.answers, found.limit) == (True, True, 300 * MIB)
+
+
+@pytest.mark.parametrize("phase", ["pausing", "storing", "releasing", "resuming"])
+def test_an_engine_on_its_way_into_a_suspension_or_back_is_left_alone(
+    pair: tuple[Engine, Engine], phase: str
+) -> None:
+    chat, _ = pair
+    answer = chat.answer
+    chat.answer = lambda asked: answer(asked) | {"phase": phase}  # type: ignore[method-assign]
+    found = seen.look({})["chat"]
+    assert (found.engine.answers, found.engine.suspended) == (False, False)
+    assert found.why_not == f"it is {phase}"
+
+
+def test_where_nobody_listens_nothing_is_done(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["balance", "--rounds", "1"]) == 0
+    assert capsys.readouterr().out == ""
+
+
+def test_an_open_folder_is_refused(base: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    protocol.folder().mkdir()
+    protocol.folder().chmod(0o777)
+    assert cli.main(["balance", "--rounds", "1"]) == 1
+    assert "is open to other users" in capsys.readouterr().err
+
+
+def test_a_killed_balance_leaves_engines_and_the_lock(
+    base: Path, pair: tuple[Engine, Engine]
+) -> None:
+    """Again and again, at any moment; the next one begins at once."""
+    chat, code = pair
+    for number in range(4):
+        busy, idle = (chat, code) if number % 2 else (code, chat)
+        busy.more |= {"needs": 600 * MIB, "waiting": 2}
+        idle.more |= {"needs": 0, "waiting": 0}
+        busy.mapped, idle.mapped = busy.limit, idle.limit
+        process = start(base, "--every", "0.01")
+        assert process.stdout is not None
+        for _ in range(1 + number):  # of four lines: who is here, who gives, who gets
+            assert process.stdout.readline()
+        process.kill()
+        process.communicate(timeout=60)
+        assert chat.limit + code.limit <= 1000 * MIB
+        assert min(chat.limit, code.limit) >= 50 * MIB
+    assert cli.main(["balance", "--rounds", "1"]) == 0
+
+
+def test_it_ends_in_order_when_it_is_interrupted(base: Path, pair: tuple[Engine, Engine]) -> None:
+    process = start(base)
+    assert process.stdout is not None
+    assert process.stdout.readline()
+    process.send_signal(signal.SIGINT)
+    _, err = process.communicate(timeout=60)
+    assert (process.returncode, err) == (0, "")
+
+
+def test_nothing_of_vllm_is_imported(base: Path) -> None:
+    code = RUN.replace("sys.exit(", "assert not (") + (
+        "print([one for one in ('vllm', 'torch', 'kvcached', 'numpy') if one in sys.modules])"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code, str(base), "--rounds", "1"],
+        capture_output=True,
+        text=True,
+        check=True,
+        timeout=120,
+        env=os.environ | {"KVPATCH": "0", "PYTHONPATH": str(ROOT)},
+    )
+    assert done.stdout.strip() == "[]"
+
+
+def test_a_limit_is_refused_if_somebody_set_another_one_since(pair: tuple[Engine, Engine]) -> None:
+    found = control.find("chat")
+    assert found.limit(400 * MIB, revision=1, patience=5).limit == 400 * MIB
+    with pytest.raises(control.Refused, match="set by somebody else"):
+        found.limit(500 * MIB, revision=1, patience=5)
+
+
+def test_an_answer_is_not_waited_for_for_ever(pair: tuple[Engine, Engine]) -> None:
+    chat, _ = pair
+    found = control.find("chat")
+    chat.mute = True
+    with pytest.raises(control.Unanswered, match="did not answer"):
+        found.limit(400 * MIB, patience=0.2)
+    with pytest.raises(control.Unanswered, match="did not answer"):
+        found.demand(patience=0.2)
+
+
+# Settings
+
+
+def parsed(*words: str) -> Options:
+    (balance,) = (one for one in cli.COMMANDS if one.name == "balance")
+    return command.read(cli.parser([balance]).parse_args(["balance", *words]))
+
+
+def test_flags() -> None:
+    found = parsed(
+        *("--floor", "chat=4GiB", "--ceiling", "chat=20GiB", "--priority", "chat=2"),
+        *("--priority", "*=0.5", "--memory", "60GiB", "--every", "2s"),
+    )
+    assert found == Options(
+        {"chat": Terms(4 * GIB, 20 * GIB, 2.0), "*": Terms(priority=0.5)}, 2.0, 60 * GIB
+    )
+    assert found.terms_of("chat").floor == 4 * GIB
+    assert found.terms_of("x", ["chat"]).floor == 4 * GIB
+    assert found.terms_of("y").priority == 0.5
+    assert Options().terms_of("y") == Terms()
+
+
+@pytest.mark.skipif(sys.version_info < (3, 11), reason="the standard library reads TOML from 3.11")
+def test_a_file_and_flags_before_it(tmp_path: Path) -> None:
+    path = tmp_path / "balance.toml"
+    path.write_text(
+        'every = "5s"\nmemory = "60GiB"\n'
+        '[engines.chat]\nfloor = "4GiB"\nceiling = "20GiB"\n[engines."*"]\npriority = 2\n'
+    )
+    found = parsed("--config", str(path), "--floor", "chat=8GiB", "--every", "1s")
+    assert found == Options(
+        {"chat": Terms(8 * GIB, 20 * GIB), "*": Terms(priority=2.0)}, 1.0, 60 * GIB
+    )
+
+
+@pytest.mark.parametrize(
+    ("text", "why"),
+    [
+        ("colour = 1", "colour is not known; there are every, memory, engines"),
+        ("[engines.chat]\nflor = 1", "chat: flor is not known; there are floor, ceiling, priority"),
+        ("engines = 5", "engines is no table of tables"),
+        ("engines.chat = 5", "engines is no table of tables"),
+        ('every = "soon"', "every is soon, and it is not a duration"),
+        ("memory = true", "memory is True, and it is not a size"),
+        ('[engines.chat]\nfloor = "much"', "the floor of chat is much, and it is not a size"),
+        ("[engines.chat]\npriority = 0", "the priority of chat is 0, and no number from 0.001"),
+        ("[engines.chat]\npriority = true", "the priority of chat is True, and no number"),
+        ("[engines.chat]\npriority = nan", "the priority of chat is nan, and no number"),
+        ("x", "is not TOML"),
+    ],
+)
+@pytest.mark.skipif(sys.version_info < (3, 11), reason="the standard library reads TOML from 3.11")
+def test_a_file_that_cannot_be_used_is_refused_with_a_sentence(
+    text: str, why: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "balance.toml"
+    path.write_text(text)
+    assert cli.main(["balance", "--config", str(path), "--rounds", "1"]) == 1
+    error = capsys.readouterr().err
+    assert why in error
+    assert len(error.splitlines()) == 1
+
+
+def test_a_file_that_is_not_there(tmp_path: Path) -> None:
+    with pytest.raises(Wrong, match="cannot be read"):
+        options.read(tmp_path / "none.toml")
+
+
+def test_a_floor_above_its_ceiling_is_refused() -> None:
+    with pytest.raises(Wrong, match=r"the floor of chat, 8\.0 GiB, is above its ceiling, 4\.0 GiB"):
+        parsed("--floor", "chat=8GiB", "--ceiling", "chat=4GiB")
+
+
+@pytest.mark.parametrize(
+    ("words", "why"),
+    [
+        (("--floor", "4GiB"), "4GiB is not NAME=VALUE"),
+        (("--rounds", "0"), "0 is no number above 0"),
+    ],
+)
+def test_flags_that_are_none(
+    words: tuple[str, ...], why: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit):
+        parsed(*words)
+    assert why in capsys.readouterr().err

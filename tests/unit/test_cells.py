@@ -1,0 +1,240 @@
+"""What the engines of a cell are asked, without an engine."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from harness.engines.runs import Run, block_bytes, engine_arguments
+from harness.matrix import cells
+from kvpatch.matrix import axes
+
+CELL = axes.Cell("0.32.0", "V2", "contiguous", "Offloading", "full attention")
+
+
+@pytest.fixture
+def asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Return the runs of plain vLLM and of kvpatch's engine for a cell, and its trial."""
+
+    def asked(cell: axes.Cell) -> tuple[Run, Run, cells.Trial]:
+        seen: list[tuple[Run, cells.Trial]] = []
+        engines = cells.Engines("0.32.0", tmp_path, print)
+        monkeypatch.setattr(engines, "run", lambda run, trial, name: seen.append((run, trial)))
+        with monkeypatch.context() as patched:
+            for name in ("judge", "judge_each"):
+                patched.setattr(cells, name, lambda *given: {})
+            engines.compare(cell)
+        (plain, _), (ours, trial) = seen
+        return plain, ours, trial
+
+    return asked
+
+
+def every_cell() -> list[axes.Cell]:
+    return [cell for cell in axes.cells("0.32.0") if cell.layout == "contiguous"]
+
+
+@pytest.mark.parametrize(
+    "cell", every_cell(), ids=lambda cell: "-".join(vars(cell).values()).replace(" ", "-")
+)
+def test_plain_vllm_has_what_is_turned_on_and_no_connector(asked, cell):
+    plain, ours, _ = asked(cell)
+    assert (plain.kvpatch, plain.offload, ours.kvpatch, ours.offload) == (False, False, True, True)
+    for name in ("speculation", "ranks", "stages", "engines", "cache_dtype", "settings"):
+        assert getattr(plain, name) == getattr(ours, name)
+    assert plain.model == ours.model == cells.MODELS[cell.model]
+    assert plain.runner == ours.runner == cell.runner.lower()
+
+
+def test_every_feature_of_the_matrix_changes_the_engine(asked):
+    assert {one.name for one in axes.FEATURES} == set(cells.FEATURES)
+    for feature in axes.FEATURES[1:]:
+        cell = replace(CELL, model=feature.models[0], feature=feature.name)
+        _, ours, _ = asked(cell)
+        without = asked(replace(cell, feature=axes.NONE))[1]
+        assert ours != replace(without, asynchronous=ours.asynchronous), feature.name
+
+
+def test_a_block_is_stored_the_second_time_and_loaded_the_third(asked):
+    _, ours, trial = asked(replace(CELL, feature="store threshold"))
+    assert [len(one) for one in trial.rounds] == [cells.PROMPTS] * 3
+    assert list(trial.again) == [2]
+    extra = engine_arguments(ours)["kv_transfer_config"]["kv_connector_extra_config"]
+    assert extra["store_threshold"] == 2
+    assert "kv_transfer_config" not in engine_arguments(asked(CELL)[0])
+
+
+def test_a_chunk_is_of_two_blocks(asked):
+    for connector in ("Offloading", "tiering fs"):
+        _, ours, _ = asked(replace(CELL, connector=connector, feature="chunks"))
+        extra = engine_arguments(ours)["kv_transfer_config"]["kv_connector_extra_config"]
+        assert extra["block_size"] == 2 * engine_arguments(ours)["block_size"]
+
+
+def test_settings_are_in_both_engines(asked):
+    for plain_or_ours in (0, 1):
+        run = asked(replace(CELL, feature="whole prompts"))[plain_or_ours]
+        assert engine_arguments(run)["enable_chunked_prefill"] is False
+        assert run.batch >= engine_arguments(run)["max_model_len"]
+
+
+def test_without_groups_windows_take_the_room_of_full_attention(asked):
+    """All layers are in a block then, and no block leaves a window."""
+    cell = replace(CELL, model="sliding window", connector="Simple eager")
+    grouped = asked(cell)[1]
+    whole = asked(replace(cell, feature="no hybrid manager"))[1]
+    assert block_bytes(whole) == 2 * block_bytes(grouped)
+    assert (grouped.cpu_blocks, whole.cpu_blocks) == (330, 180)
+
+
+@pytest.mark.parametrize(
+    ("checked", "right"),
+    [
+        ({"stored": 240, "loaded": 240}, True),
+        ({"stored": 240, "loaded": 239}, False),
+        ({"stored": 240, "loaded": 240, "unverified": 1}, False),
+        ({}, False),
+    ],
+)
+def test_without_prefix_cache_loads_are_counted_by_the_audit(asked, checked, right):
+    cell = replace(CELL, feature="no prefix cache")
+    _, ours, trial = asked(cell)
+    assert ("KVPATCH_DEBUG", "1") in ours.environment
+    answer = {"tokens": [1], "logprobs": [-1.0]}
+    result = {
+        "rounds": [[answer | {"cached": at}] * cells.PROMPTS for at in (0, cells.CACHED)],
+        "checked": [checked],
+        "returned": 0,
+        "changed": [],
+        "patches": ["fence.build", *cells.AUDITS],
+        "elastic": True,
+        "async": True,
+        "runner": "v2",
+    }
+    told = {"rounds": [[answer | {"cached": 0}] * cells.PROMPTS] * 2, "runner": "v2"}
+    record = cells.judge(result, told, trial, ours)
+    assert record["right"] is right
+    assert record["patches"] == ["fence.build"]  # an audit changes nothing
+    assert cells.AUDITS
+
+
+def test_runner_v1_schedules_the_stages_of_a_pipeline_in_turn(asked):
+    for runner, ahead in (("V1", False), ("V2", True)):
+        plain, ours, _ = asked(replace(CELL, runner=runner, feature="2 stages"))
+        assert (ours.asynchronous, plain.stages, ours.stages) == (ahead, 2, 2)
+        assert engine_arguments(ours)["pipeline_parallel_size"] == 2
+
+
+def test_workers_of_several_ranks_are_given_vllms_own_connectors(asked):
+    cell = replace(CELL, connector="Multi", model="latent attention")
+    assert asked(cell)[1].inside == ("NothingConnector", "OffloadingConnector")
+    several = asked(replace(cell, feature="2 ranks"))[1]
+    assert several.inside == ("OffloadingConnector",)
+    assert several.ranks == 2
+
+
+# Several engines of one server
+
+ENGINES = replace(CELL, feature="2 engines")
+
+
+def test_engines_in_processes_of_their_own_have_vllms_connectors_and_the_audit(asked):
+    _, ours, _ = asked(replace(ENGINES, connector="Multi"))
+    assert ours.inside == ("OffloadingConnector",)
+    assert ("KVPATCH_DEBUG", "1") in ours.environment
+    assert engine_arguments(ours)["data_parallel_size"] == 2
+    assert "data_parallel_size" not in engine_arguments(asked(CELL)[1])
+    for runner, ahead in (("V1", False), ("V2", True)):
+        assert asked(replace(ENGINES, runner=runner))[1].asynchronous is ahead
+
+
+def test_each_engine_is_asked_as_much_as_one_is_and_then_what_another_one_knows(asked):
+    _, ours, trial = asked(ENGINES)
+    alone = cells.asked_of(asked(CELL)[1], trial)
+    job = cells.asked_of(ours, trial)
+    assert [len(one) for one in job["rounds"]] == [2 * len(one) for one in alone["rounds"]]
+    for first, again in zip(*job["rounds"], strict=True):
+        assert first == again
+    whole = [str(one["tokens"]) for one in job["rounds"][0]]
+    assert len(set(whole)) == len(whole)
+    assert [one["rank"] for one in job["rounds"][0][:4]] == [0, 1, 0, 1]
+    first, second = job["rounds"][0][:2]
+    assert job["crossed"] == [first | {"rank": 1}, second | {"rank": 0}]
+
+
+def of_engines(**changes: Any) -> list[dict[str, Any]]:
+    """What two engines write that were right, or two of plain vLLM's."""
+    engines = []
+    for rank in range(2):
+        rounds = [
+            [
+                {"tokens": [rank, number], "logprobs": [-1.0], "cached": at}
+                for number in range(cells.PROMPTS)
+            ]
+            for at in (0, cells.CACHED)
+        ]
+        engine = {
+            "rounds": rounds,
+            "crossed": [{"tokens": [1 - rank, 0], "logprobs": [-1.0], "cached": 0}],
+            "checked": [{"stored": 240, "loaded": 240}],
+            "pool": f"chat-dp{rank}",
+            "patches": ["fence.build", *cells.AUDITS],
+            "elastic": True,
+            "async": True,
+            "runner": "v2",
+        }
+        engines.append(engine)
+    engines[1] |= changes
+    return engines
+
+
+PLAIN_ENGINES = [
+    {"rounds": [[one | {"cached": 0} for one in of["rounds"][0]]] * 2, "runner": "v2"}
+    for of in of_engines()
+]
+
+
+def test_engines_that_were_right_are_counted_together(asked):
+    _, ours, trial = asked(ENGINES)
+    found = cells.judge_each({"engines": of_engines()}, {"engines": PLAIN_ENGINES}, trial, ours)
+    assert found["right"]
+    assert (found["answers"], found["blocks_restored"]) == (4 * cells.PROMPTS, 480)
+    assert found["tokens_from_tier"] == 2 * cells.PROMPTS * cells.CACHED
+    assert (found["scheduling"], found["patches"]) == ("asynchronous", ["fence.build"])
+    assert found["widest_logprob_gap"] == 0
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"pool": "chat-dp0"},  # the name of the other one
+        {"elastic": False},
+        {"checked": [{"stored": 240, "loaded": 239}]},
+        {"checked": [{"stored": 240, "loaded": 240, "unverified": 1}]},
+        {"crossed": [{"tokens": [0, 0], "logprobs": [-1.0], "cached": 640}]},  # of another's tier
+        {"crossed": [{"tokens": [1, 0], "logprobs": [-1.0], "cached": 0}]},  # another prompt's
+        {"rounds": of_engines()[0]["rounds"]},  # the other engine's answers
+        {"async": False},
+    ],
+)
+def test_one_engine_that_was_wrong_is_enough(asked, changes):
+    _, ours, trial = asked(ENGINES)
+    engines = {"engines": of_engines(**changes)}
+    assert not cells.judge_each(engines, {"engines": PLAIN_ENGINES}, trial, ours)["right"]
+
+
+def test_on_a_disk_an_engine_finds_what_another_one_wrote(asked):
+    _, ours, _ = asked(replace(ENGINES, connector="tiering fs"))
+    trial = cells.TRIALS["Offloading"]
+    crossed = [{"tokens": [0, 0], "logprobs": [-1.0], "cached": 640}]
+    engines = {"engines": of_engines(crossed=crossed)}
+    assert cells.judge_each(engines, {"engines": PLAIN_ENGINES}, trial, ours)["right"]
+
+
+def test_engines_that_did_not_get_there_say_why(asked):
+    _, ours, trial = asked(ENGINES)
+    found = cells.judge_each({"failed": "one\ntwo"}, {"engines": PLAIN_ENGINES}, trial, ours)
+    assert found == {"right": False, "why": "kvpatch failed: two"}

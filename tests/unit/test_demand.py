@@ -1,0 +1,232 @@
+"""What an engine says that it needs, its revisions of limits, and its limit at birth."""
+
+from __future__ import annotations
+
+import sys
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import pytest
+from suspend_world import MOST, PAGE, World, worlds
+
+from kvpatch import environ
+from kvpatch.environ import FIRST_LIMIT, HOST_DEVICE, HOST_DEVICE_DIR
+from kvpatch.patches.first_limit import birth, presence, rules
+from kvpatch.patches.suspend import demand as demands
+from kvpatch.patches.suspend.server import answer
+from kvpatch.patches.suspend.suspension import Cannot
+from kvpatch.refusal import Refusal
+from kvpatch.upstream import requests
+from kvpatch.versions import Facts, Installed
+
+__all__ = ["worlds"]
+TOKENS = 16  # of a block; four blocks of 256 KiB are a page
+
+
+def spec(most_blocks: int) -> SimpleNamespace:
+    """A group's, with the most blocks of one request; its bytes are of one layer."""
+    return SimpleNamespace(
+        block_size=TOKENS,
+        page_size_bytes=1000,
+        max_memory_usage_bytes=lambda config: most_blocks * 1000,
+    )
+
+
+def with_groups(world: World, *most_blocks: int) -> World:
+    groups = [SimpleNamespace(kv_cache_spec=spec(most)) for most in most_blocks]
+    world.scheduler.kv_cache_config = SimpleNamespace(kv_cache_groups=groups)  # type: ignore[attr-defined]
+    world.vllm_config = SimpleNamespace(  # type: ignore[attr-defined]
+        model_config=SimpleNamespace(max_model_len=most_blocks[0] * TOKENS),
+        parallel_config=SimpleNamespace(world_size=1),
+    )
+    world.manager._avail_physical_pages_cache = 5  # type: ignore[attr-defined]
+    world.manager._get_cached_avail_physical_pages = (  # type: ignore[attr-defined]
+        lambda: world.manager._avail_physical_pages_cache or 3  # type: ignore[attr-defined]
+    )
+    world.manager.ipc_name = "chat"  # type: ignore[attr-defined]
+    return world
+
+
+@pytest.fixture
+def engine(worlds: Any) -> World:
+    return with_groups(worlds(), 10)
+
+
+def add(world: World, name: str, tokens: int) -> None:
+    world.add(name).num_tokens = tokens  # type: ignore[attr-defined]
+
+
+def test_the_longest_request_is_in_whole_pages_with_block_0(worlds: Any) -> None:
+    assert requests.longest(with_groups(worlds(), 10)) == 3 * PAGE  # 11 blocks
+    assert requests.longest(with_groups(worlds(), 11)) == 3 * PAGE  # 12 blocks
+    assert requests.longest(with_groups(worlds(), 12)) == 4 * PAGE
+    assert requests.longest(with_groups(worlds(), 10, 3)) == 4 * PAGE, "groups add up"
+
+
+def test_requests_need_their_tokens_and_the_next_one(engine: World) -> None:
+    assert requests.present(engine) == 0
+    add(engine, "a", 3 * TOKENS)
+    assert requests.present(engine) == PAGE
+    add(engine, "b", 1)
+    assert requests.present(engine) == 2 * PAGE  # five blocks
+
+
+def test_a_group_of_a_window_needs_no_more_than_its_window(worlds: Any) -> None:
+    engine = with_groups(worlds(), 100, 2)
+    add(engine, "a", 30 * TOKENS)
+    assert requests.present(engine) == 9 * PAGE  # 31 and 2 blocks
+
+
+def test_an_engine_says_what_it_needs(engine: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    platform(monkeypatch, None, cpu=True)
+    monkeypatch.setenv(HOST_DEVICE_DIR.name, "/dev/shm/one")
+    add(engine, "a", 5 * TOKENS)
+    assert answer(engine.suspension, {"verb": "demand"}, 0.0) == {
+        "device": "host device /dev/shm/one",
+        "mapped": 3 * PAGE,
+        "free": 3 * PAGE,
+        "page": PAGE,
+        "least": 3 * PAGE,
+        "longest": 10 * TOKENS,
+        "needs": 2 * PAGE,
+    }
+
+
+def platform(monkeypatch: pytest.MonkeyPatch, uuid: Any, cpu: bool = False) -> None:
+    module = ModuleType("vllm.platforms")
+    here = SimpleNamespace(get_device_uuid=uuid, is_cpu=lambda: cpu)
+    module.current_platform = here  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "vllm", ModuleType("vllm"))
+    monkeypatch.setitem(sys.modules, "vllm.platforms", module)
+    monkeypatch.setenv(HOST_DEVICE.name, "1GiB")  # which a GPU does not look at
+
+
+def test_a_device_has_the_name_of_its_makers_library(
+    engine: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    platform(monkeypatch, lambda rank: f"GPU-{9 - rank}")
+    assert demands.device(engine) == "GPU-9"
+    engine.vllm_config.parallel_config.world_size = 2  # type: ignore[attr-defined]
+    assert demands.device(engine) == "GPU-8, GPU-9", "in one order, whichever is the first rank"
+
+
+@pytest.mark.parametrize("answer_", ["", NotImplementedError("no such call")])
+def test_a_device_without_a_name_is_refused(
+    answer_: Any, engine: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def uuid(rank: int) -> str:
+        if isinstance(answer_, Exception):
+            raise answer_
+        return str(answer_)
+
+    platform(monkeypatch, uuid)
+    with pytest.raises(Cannot, match="vLLM does not know its device"):
+        demands.device(engine)
+
+
+# Revisions
+
+
+def test_a_limit_is_refused_that_was_meant_for_an_earlier_one(worlds: Any) -> None:
+    suspension = worlds().suspension
+    ask = {"verb": "limit", "size": 4 * PAGE, "revision": 1}
+    answer(suspension, ask, 0.0)
+    assert (suspension.said["limit"], suspension.revision) == (4 * PAGE, 1)
+    with pytest.raises(Cannot, match=r"was set by somebody else \(revision 1\)"):
+        answer(suspension, ask | {"size": 5 * PAGE}, 0.0)
+    answer(suspension, {"verb": "limit", "size": 6 * PAGE}, 0.0)  # a person's
+    with pytest.raises(Cannot, match=r"\(revision 2\)"):
+        answer(suspension, ask | {"revision": 2}, 0.0)
+    assert suspension.said["limit"] == 6 * PAGE
+    with pytest.raises(Cannot, match="it started with"):
+        answer(suspension, ask | {"size": 99 * PAGE, "revision": 3}, 0.0)
+    assert suspension.revision == 2, "a limit that was not set is none"
+
+
+@pytest.mark.parametrize("revision", ["1", True, 1.5])
+def test_a_revision_that_is_no_number_is_refused(worlds: Any, revision: Any) -> None:
+    with pytest.raises(Cannot, match="the revision is no number"):
+        asked = {"verb": "limit", "size": 4 * PAGE, "revision": revision}
+        answer(worlds().suspension, asked, 0.0)
+
+
+# A limit at birth
+
+
+def born(world: World, monkeypatch: pytest.MonkeyPatch, text: str) -> list[str]:
+    """Let an engine start with a first limit; return what happened in order."""
+    happened: list[str] = []
+    monkeypatch.setenv(FIRST_LIMIT.name, text)
+    resize = world.manager.resize
+    world.manager.resize = lambda size: happened.append("limit") or resize(size)  # type: ignore
+    birth.around_engine_start(lambda config: happened.append("start"), world, (None,), {})
+    return happened
+
+
+def test_an_engine_is_limited_before_it_has_requests(
+    engine: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert born(engine, monkeypatch, "4MiB") == ["start", "limit"]
+    assert engine.manager.limit == 4 * PAGE  # what kvctl and the neighbours see
+    assert engine.manager.total == 4  # at once
+
+
+def test_a_first_limit_may_be_a_part_of_what_it_starts_with(
+    engine: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    born(engine, monkeypatch, "50%")
+    assert engine.manager.limit == MOST * PAGE // 2
+
+
+@pytest.mark.parametrize("text", ["8MiB", "1GiB", "100%"])
+def test_a_first_limit_of_all_it_has_is_none(
+    text: str, engine: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert born(engine, monkeypatch, text) == ["start"]
+    assert engine.manager.limit == MOST * PAGE
+
+
+@pytest.mark.parametrize("text", ["2MiB", "30%"])
+def test_a_first_limit_below_one_request_is_refused_with_a_sentence(
+    text: str, engine: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with pytest.raises(Refusal) as refused:
+        born(engine, monkeypatch, text)
+    size = "2 MiB" if text == "2MiB" else "2.4 MiB"
+    assert str(refused.value) == (
+        f"kvpatch refuses to start vLLM: KVPATCH_FIRST_LIMIT is {text}, which is {size} of this "
+        "engine's KV cache, and a request of 160 tokens needs 3 MiB, because such a request would "
+        "wait for ever; set "
+        "KVPATCH_FIRST_LIMIT to 3 MiB or more, or a smaller --max-model-len. [KVP424]"
+    )
+    assert refused.value.code == "KVP424"
+    assert engine.manager.limit == MOST * PAGE
+
+
+def test_unset_it_is_off(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(FIRST_LIMIT.name, raising=False)
+    assert not presence.wanted()
+    monkeypatch.setenv(FIRST_LIMIT.name, "25%")
+    assert presence.wanted()
+
+
+@pytest.mark.parametrize(
+    ("text", "size"), [("8GiB", 8 << 30), ("25%", 25), ("12.5%", 12), ("100%", 100), ("7", 7)]
+)
+def test_sizes_and_parts(text: str, size: int) -> None:
+    assert environ.share(text).of(100) == size
+
+
+@pytest.mark.parametrize("text", ["0%", "101%", "-5%", "%", "5%5", "5 %", "much", "8GB", ""])
+def test_what_is_neither(text: str) -> None:
+    with pytest.raises(ValueError, match=r"^it is (neither a size nor a part|not a size)"):
+        environ.share(text)
+
+
+def test_it_is_refused_where_no_engine_was_seen_with_it() -> None:
+    (rule,) = rules.RULES
+    for release in ("0.16.0", "0.32.0"):
+        vllm, kvcached = Installed.release("vllm", release), Installed.release("kvcached", "0.1.6")
+        on = rule.refusal(SimpleNamespace(), Facts(vllm, kvcached, {FIRST_LIMIT.name: "8GiB"}))
+        assert (on is not None) is (release not in rules.RELEASES)
+        assert rule.refusal(SimpleNamespace(), Facts(vllm, kvcached, {})) is None

@@ -1,0 +1,190 @@
+"""The verdicts on NPUs: of recorded runs on the ACL emulator, and never those of other cells."""
+
+from __future__ import annotations
+
+import json
+from argparse import Namespace
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from harness.matrix import command, record
+from harness.matrix import npu as engines
+from kvpatch.matrix import evidence, npu, signatures, tables, verdicts
+from kvpatch.matrix.verdicts import Kind
+from kvpatch.patches.ascend import FEATURE, ran, rules
+from kvpatch.versions import Span
+
+RELEASE = "0.23.0"
+EAGER = npu.cell(RELEASE, "Simple eager")
+HEAD = {"vllm": RELEASE, "kvcached": "0.1.6", "vllm-ascend": RELEASE}
+AXES = {name: getattr(EAGER, name) for name in ("runner", "layout", "connector", "model")}
+ROWS = [patch.id for patch in FEATURE.patches]
+
+
+@pytest.fixture(autouse=True)
+def data(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Path]:
+    """Runs of NPUs that are recorded in a folder of the test's; none at first."""
+    monkeypatch.setattr(signatures, "DATA", tmp_path)
+    for name in ("on_npu", "runs"):
+        read = getattr(evidence, name).__wrapped__
+        monkeypatch.setattr(evidence, name, lambda data=tmp_path, read=read: read(data))
+    monkeypatch.setattr(verdicts, "forget", lambda: None)
+    yield tmp_path
+
+
+def recorded(right: bool, level: str = evidence.NPU, patches: list[str] = ROWS) -> None:
+    record.record_run(level, HEAD, AXES | {"right": right}, patches)
+
+
+def of(connector: str) -> verdicts.Verdict:
+    return npu.verdict(RELEASE, npu.cell(RELEASE, connector))
+
+
+def test_without_a_record_nothing_is_validated() -> None:
+    assert of("Simple eager") == verdicts.Verdict(Kind.NOT_VALIDATED, npu.NOT_RECORDED)
+    assert Kind.EMULATED not in {one.kind for one in npu.verdicts().values()}
+
+
+def test_a_right_run_on_the_emulator_has_a_verdict_of_its_own() -> None:
+    recorded(right=True)
+    assert of("Simple eager").kind is Kind.EMULATED
+    assert of("Simple eager").kind.value == "validated (ACL emulator)"
+    assert of("Simple eager").why == "npu/vllm-0.23.0-kvcached-0.1.6.json"
+    ((name, *words),) = tables.on_npus(npu.verdicts())
+    assert name == "vllm-ascend 0.23.0 on an NPU"
+    assert words.count("validated (ACL emulator)") == 1
+    assert "validated" not in words
+
+
+def test_a_wrong_run_is_wrong() -> None:
+    recorded(right=False)
+    assert of("Simple eager").kind is Kind.WRONG
+    recorded(right=True)  # takes its place
+    assert of("Simple eager").kind is Kind.EMULATED
+
+
+def test_a_run_of_a_gpus_engine_validates_no_npu_and_the_other_way_round() -> None:
+    recorded(right=True, level="engine")
+    assert of("Simple eager").kind is Kind.NOT_VALIDATED
+    assert EAGER in evidence.runs()
+    assert EAGER not in evidence.on_npu()
+    recorded(right=True)
+    assert [run.level for run in evidence.runs()[EAGER]] == ["engine"]
+    assert [run.level for run in evidence.on_npu()[EAGER]] == ["npu"]
+
+
+def test_a_run_names_its_code_and_the_emulators() -> None:
+    recorded(right=True)
+    (run,) = evidence.on_npu()[EAGER]
+    assert run.code is not None
+    assert run.code.patches == tuple(ROWS)
+    assert run.code.changed() == []
+    assert {"kvpatch.ascend.include", "kvpatch.hostdevice.acl", "kvpatch.hostdevice.npu"} < set(
+        run.code.digests
+    )
+    assert list(evidence.stale(signatures.DATA)) == []
+
+
+def test_a_run_of_another_emulator_is_stale(data: Path) -> None:
+    recorded(right=True)
+    (path,) = (data / evidence.NPU).glob("*.json")
+    content = json.loads(path.read_text())
+    (code,) = content["code"].values()
+    code["digests"]["kvpatch.hostdevice.acl"] = "another"
+    path.write_text(json.dumps(content))
+    assert list(evidence.stale(data)) == [("npu", EAGER, ["kvpatch.hostdevice.acl"])]
+
+
+def test_what_is_not_for_npus_has_no_digest_of_the_emulator() -> None:
+    found = evidence.digests_of(["elastic.config"])
+    assert "kvpatch.hostdevice.acl" not in found
+
+
+@pytest.mark.parametrize("connector", ["Offloading", "tiering fs", "Multi"])
+def test_offloading_connector_is_incompatible_with_its_reason(connector: str) -> None:
+    recorded(right=True)
+    assert of(connector).kind is Kind.INCOMPATIBLE
+    assert "NPUOffloadingSpec does not import on the vLLM that it is paired with" in (
+        of(connector).why
+    )
+    assert of(connector).why.endswith("[KVP604]")
+
+
+def test_a_release_that_has_the_mend_ends_its_range(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rules, "WITHOUT_SPEC", Span("0.22", "0.23"))
+    assert of("Offloading").kind is Kind.NOT_VALIDATED  # until it ran
+    assert of("Offloading").why.endswith("[KVP606]")
+
+
+def test_lazy_mode_did_not_run() -> None:
+    assert of("Simple lazy").kind is Kind.NOT_VALIDATED
+    assert of("Simple lazy").why.endswith("[KVP606]")
+
+
+# The command
+
+
+@pytest.fixture
+def ran_with(monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[str]]:
+    """Run the command on engines that served this; returns the connectors that ran."""
+
+    def ran_with(**changes: Any) -> list[str]:
+        rounds = [{"tokens": [[1]], "cached": one, "emptied": True} for one in engines.SERVED_BACK]
+        static = {"rounds": rounds, "expected": [[1]]}
+        elastic = {"rounds": [dict(one) for one in rounds], "patches": ROWS, "versions": {"a": "1"}}
+        elastic["settings"] = {"cache_config.block_size": 128}
+        elastic["rounds"][2].update(changes)
+        asked: list[str] = []
+
+        def served(release: str, folder: Path, offload: str, kvpatch: str) -> dict[str, Any]:
+            asked.append(f"{release} {offload} {kvpatch}")
+            return elastic if kvpatch == "1" else static
+
+        monkeypatch.setattr(engines, "served", served)
+        monkeypatch.setattr(command, "report_cells", lambda: 0)
+        arguments = Namespace(releases=[], keep=signatures.DATA / "keep")
+        assert command.compute_ascend(arguments) == int(bool(changes))
+        return asked
+
+    return ran_with
+
+
+def test_the_command_records_what_starts(ran_with: Callable[..., list[str]], data: Path) -> None:
+    assert ran_with() == ["0.23.0 eager 0", "0.23.0 eager 1"]
+    assert of("Simple eager").kind is Kind.EMULATED
+    (path,) = (data / evidence.NPU).glob("*.json")
+    content = json.loads(path.read_text())
+    assert content["command"] == "scripts/matrix ascend 0.23.0"
+    assert (content["vllm-ascend"], content["versions"]) == ("0.23.0", {"a": "1"})
+    assert content["machine"].startswith("ACL emulator, ")
+    ((code,), (run,)) = content["code"].values(), content["runs"]
+    assert code["patches"] == ROWS
+    assert run["settings"] == {"cache_config.block_size": 128}
+    assert all(run["checks"].values())
+
+
+@pytest.mark.parametrize("change", [{"tokens": [[2]]}, {"cached": [0] * 4}, {"emptied": False}])
+def test_the_command_records_what_is_wrong(
+    ran_with: Callable[..., list[str]], change: dict[str, Any]
+) -> None:
+    ran_with(**change)
+    assert of("Simple eager").kind is Kind.WRONG
+
+
+def test_static_memory_that_is_wrong_validates_nothing() -> None:
+    rounds = [{"tokens": [[1]], "cached": one, "emptied": True} for one in engines.SERVED_BACK]
+    found = engines.judged({"rounds": rounds, "expected": [[2]]}, {"rounds": rounds})
+    assert list(found.values()) == [False, True, True, True]
+
+
+# What is committed
+
+
+def test_the_committed_runs_have_the_settings_that_start() -> None:
+    for path in (evidence.PACKAGE / "matrix/data" / evidence.NPU).glob("*.json"):
+        for run in json.loads(path.read_text())["runs"]:
+            assert run["settings"].keys() == ran.RAN.keys()
+            assert all(value in ran.RAN[name] for name, value in run["settings"].items())

