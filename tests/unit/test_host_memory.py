@@ -155,7 +155,8 @@ def config(extra: dict[str, Any], name: str = "OffloadingConnector", ranks: int 
         kv_connector=name, kv_connector_module_path=None, kv_connector_extra_config=extra
     )
     return SimpleNamespace(
-        kv_transfer_config=transfer, parallel_config=SimpleNamespace(world_size=ranks)
+        kv_transfer_config=transfer,
+        parallel_config=SimpleNamespace(world_size=ranks, data_parallel_size=1),
     )
 
 

@@ -18,6 +18,8 @@ from collections.abc import Mapping
 from importlib import metadata
 from pathlib import Path
 
+from kvpatch import environ
+
 DISTRIBUTION = "vllm-ascend"
 
 
@@ -39,5 +41,5 @@ def run(environment: Mapping[str, str], folder: Path | None) -> int:
     """
     command = [sys.executable, "-m", "kvpatch.ascend", "probe"]
     words = [] if folder is None else ["--verdicts", str(folder)]
-    off = {"KVPATCH": "0"}
+    off = {environ.SWITCH.name: "0"}
     return subprocess.run([*command, *words], env={**environment, **off}, check=False).returncode

@@ -9,6 +9,7 @@ import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
+from kvpatch import environ
 from kvpatch.ascend.probe.questions import QUESTIONS, Answer
 
 SECONDS = 60.0  # for one answer
@@ -27,7 +28,7 @@ def in_a_process(name: str, library: Path, device: int) -> Answer:
     try:
         done = subprocess.run(
             [*command, str(library), str(device)],
-            env=kept | {"KVPATCH": "0", "KVCACHED_AUTOPATCH": "0"},
+            env=kept | {environ.SWITCH.name: "0", environ.KVCACHED_AUTOPATCH.name: "0"},
             capture_output=True,
             text=True,
             errors="replace",

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from kvpatch.environ import DEBUG, VERIFY
+from kvpatch.environ import DEBUG, FIRST_LIMIT, HOST_POOL, IDLE, VERIFY
 from kvpatch.upstream import combination, connectors
 from kvpatch.versions import Facts
 
@@ -104,9 +104,9 @@ RAN: dict[str, tuple[Any, ...]] = {
     "VLLM_ENABLE_V1_MULTIPROCESSING": (None, "1"),
     "VLLM_KV_CACHE_LAYOUT": _UNSET,
     "VLLM_USE_V2_MODEL_RUNNER": (None, "0"),
-    "KVPATCH_HOST_POOL": (False,),
-    "KVPATCH_IDLE": (False,),
-    "KVPATCH_FIRST_LIMIT": (False,),
+    HOST_POOL.name: (False,),
+    IDLE.name: (False,),
+    FIRST_LIMIT.name: (False,),
     DEBUG.name: (False,),
 }
 _LAYOUT = "KVCACHED_CONTIGUOUS_LAYOUT"  # seen as the layout that it makes
