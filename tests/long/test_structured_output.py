@@ -8,7 +8,7 @@ import pytest
 
 from harness.engines.fixtures import SCHEDULING
 from harness.engines.oracle import PLAIN, same_tokens, widest_gap
-from harness.engines.runs import Run, prompts
+from harness.engines.runs import BLOCK, Run, prompts
 from harness.engines.tiers import SMALL, Serve, hits
 
 # Longer than any answer, so that each ends by its number of tokens. Every second prompt has one:
@@ -39,4 +39,6 @@ def test_an_answer_of_a_pattern_is_plain_vllms(
     assert hits(ours.round(1)) == [640] * len(ASKED)
     copies = ours.result["simple"] if connector else ours.result
     assert not copies["changed"]
-    assert copies["loaded" if connector else "returned"] >= len(ASKED) * 20
+    # All but what a device of this size can have kept.
+    blocks = len(ASKED) * 640 // BLOCK - SMALL["llama"]["num_gpu_blocks_override"]
+    assert copies["loaded" if connector else "returned"] >= blocks
