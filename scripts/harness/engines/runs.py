@@ -260,6 +260,8 @@ def engine_arguments(run: Run) -> dict[str, Any]:
     if run.model == "latent":
         # vLLM's kernel for them on a CPU leaves the first token of a step as it is.
         arguments["compilation_config"] = {"custom_ops": ["-rotary_embedding"]}
+        # On a processor with AMX vLLM would take AMX_MLA, which knows no float32.
+        arguments["attention_backend"] = "CPU_MLA"
     if run.speculation:
         arguments["speculative_config"] = speculation(run)
     arguments |= dict(run.settings)
