@@ -438,7 +438,8 @@ def main(job_path: str, result_path: str) -> None:
     if exhaustion is not None:
         come_to_rest(core.scheduler, llm.llm_engine.step)
         result["exhaustion"] = exhaustion.result()
-    result["checked"] = llm.collective_rpc(audit.checked) if audit.wanted() else []
+    audited = audit.wanted() and llm.llm_engine.vllm_config.kv_transfer_config is not None
+    result["checked"] = llm.collective_rpc(audit.checked) if audited else []
     if job.get("forced"):
         # With its fault an engine may never come to rest.
         write_down(result, result_path, core, leave=True)
