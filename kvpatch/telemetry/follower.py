@@ -52,12 +52,13 @@ def look(metrics: Metrics) -> None:
     pages = [found.content for found in reader.engines_of((os.getpid(), os.getppid()))]
     engines = [number_of(content, metrics) for content in pages]
     known = Counter(engines)
-    # The monotonic clock is that of the pages, which the other clock may be set against.
+    # The pages and messages have the monotonic clock, by which the later one is shown: the other
+    # clock may step back, and is for what is shown as a time.
     offset = time.time() - time.monotonic()
     for content, engine in zip(pages, engines, strict=True):
         if engine is not None and known[engine] == 1:
-            at = offset + content["written"]
-            metrics.show(engine, gauges(content["engine"], at), at)
+            written = content["written"]
+            metrics.show(engine, gauges(content["engine"], offset + written), written)
 
 
 def number_of(content: dict[str, Any], metrics: Metrics) -> int | None:

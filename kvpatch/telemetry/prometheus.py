@@ -119,7 +119,13 @@ class Metrics:
                     histogram.observe(value)
 
     def show(self, engine: int, values: Values, at: float) -> None:
-        """Set the gauges of an engine to its values at ``at``, unless later ones are known."""
+        """Set the gauges of an engine to its values, unless later ones are known.
+
+        Args:
+            engine: its index.
+            values: its gauges.
+            at: when they were read, on the monotonic clock.
+        """
         with self._lock:
             if at > self._as_of.get(engine, 0.0):
                 self._as_of[engine] = at
@@ -132,7 +138,7 @@ class Metrics:
 
 
 def set_as_of(gauge: Any, value: float, when: float) -> None:
-    """Set a gauge to its value at ``when``, in seconds since the epoch.
+    """Set a gauge to its value at ``when``, in seconds on the monotonic clock.
 
     Two API servers may process two messages in reverse order, and prometheus_client shows
     the value that was set last; its own ``set`` takes no timestamp.

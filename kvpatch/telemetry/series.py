@@ -359,12 +359,12 @@ class Sender:
         return {"at": self._now(), "counters": added, "gauges": current, "histograms": observed}
 
     def _now(self) -> float:
-        """Return the time, later than that of every message before.
+        """Return the time on the monotonic clock, later than that of every message before.
 
-        When the clock steps back, the servers would show the gauges of the time before it
-        until the clock has caught up.
+        The status pages have it too, and all processes of a machine have the same. On a clock that
+        steps back, the servers would show the gauges of the time before until it has caught up.
         """
-        self._at = max(time.time(), math.nextafter(self._at, math.inf))
+        self._at = max(time.monotonic(), math.nextafter(self._at, math.inf))
         return self._at
 
     def _changed(self, kind: str, values: Values, as_difference: bool) -> Values:

@@ -292,7 +292,7 @@ def test_the_holds_of_an_engine_reach_its_message(monkeypatch):
     monkeypatch.setattr(hooks, "fence_of", lambda core: fence)
     monkeypatch.setattr(snapshot, "engine", lambda core, totals: described())
     clock = iter([100.0, 100.5])
-    monkeypatch.setattr("kvpatch.telemetry.counters.time.monotonic", lambda: next(clock))
+    monkeypatch.setattr("kvpatch.telemetry.counters.time.monotonic", lambda: next(clock, 101.0))
     outputs = {0: SimpleNamespace(scheduler_stats=stats)}
     fence.split([(1, [5])], can_plan=True)
     assert set(fence.held) == {5}
@@ -413,6 +413,27 @@ def test_a_page_does_not_undo_a_later_message(starts):
     metrics.observe(message | {"at": message["at"] - 100, "counters": {}}, 0)
     follower.look(metrics)
     assert value("device_bytes", state="reserved") == 16
+
+
+def test_pages_and_messages_go_on_when_the_clock_steps_back(starts, monkeypatch):
+    """The stamp of a page before it must not be later than those of messages and pages after it."""
+    metrics, value = starts(1)
+    sender = series.Sender()
+    for step, reserved in ((0.0, 5), (-1000.0, 6), (-1000.0, 7)):
+        clock = SimpleNamespace(
+            time=lambda step=step: 10_000.0 + time.monotonic() + step,
+            monotonic=time.monotonic,
+            sleep=time.sleep,
+        )
+        monkeypatch.setattr(series, "time", clock)
+        monkeypatch.setattr(follower, "time", clock)
+        if reserved == 6:
+            device = described()["device"] | {"reserved_pages": reserved}
+            metrics.observe(sender.message(described(device=device)), 0)
+        else:
+            engines_page(reserved_pages=reserved)
+            follower.look(metrics)
+        assert value("device_bytes", state="reserved") == reserved * 8
 
 
 def test_a_page_that_does_not_say_which_engine_it_is_of_is_that_of_the_only_one(starts):

@@ -10,6 +10,7 @@ import subprocess
 import sys
 import tempfile
 import threading
+import time
 import weakref
 from pathlib import Path
 from types import SimpleNamespace
@@ -1021,7 +1022,8 @@ def test_gauges_go_on_when_the_clock_steps_back(tmp_path, monkeypatch):
     monkeypatch.setenv("PROMETHEUS_MULTIPROC_DIR", str(tmp_path))
     sender, heard = series.Sender(), []
     for number, now in enumerate((10_000.0, 9_000.0, 9_050.0)):
-        monkeypatch.setattr(series.time, "time", lambda now=now: now)
+        clock = SimpleNamespace(time=lambda now=now: now, monotonic=time.monotonic)
+        monkeypatch.setattr(series, "time", clock)
         message = sender.message(engine_state(tier={"used_blocks": number, "total_blocks": 9}))
         (value,) = (value for labels, value in message["gauges"]["tier_blocks"] if "used" in labels)
         heard.append((value, message["at"]))
