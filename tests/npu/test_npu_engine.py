@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from harness import ascend
+from harness.engines.ascend_engine import DEVICE, MANY, SMALL
 from harness.matrix import npu
 from kvpatch.patches.ascend import ran
 
@@ -50,8 +53,79 @@ def test_elastic_memory_is_served_back_from_the_tier(elastic: dict[str, Any]) ->
 
 
 def test_the_cell_of_the_matrix_is_right(static: dict[str, Any], elastic: dict[str, Any]) -> None:
-    assert [what for what, right in npu.judged(static, elastic).items() if not right] == []
+    trial = npu.TRIALS["Simple eager"]
+    assert [what for what, right in npu.judged(static, elastic, trial).items() if not right] == []
 
 
 def test_the_settings_are_those_that_start(elastic: dict[str, Any]) -> None:
     assert elastic["settings"].keys() == ran.RAN.keys()
+
+
+Engines = Callable[[str], tuple[dict[str, Any], dict[str, Any]]]
+# The loads beside that of the cell, on a device of so many blocks.
+LOADS = {"in turn": SMALL, "pressed": SMALL, "aborted": DEVICE, "shrunk": DEVICE}
+
+
+def tokens(served: dict[str, Any]) -> list[Any]:
+    return [one.get("tokens") for one in served["rounds"]]
+
+
+@pytest.mark.parametrize("offload", ["eager", "lazy"])
+class TestLoads:
+    """Requests that are evicted, preempted and aborted, and memory that is taken away."""
+
+    @pytest.fixture(params=ascend.RELEASES)
+    def engines(self, request: pytest.FixtureRequest, folder: Path, offload: str) -> Engines:
+        """Return what engines on static and on elastic memory served."""
+
+        def both(load: str) -> tuple[dict[str, Any], dict[str, Any]]:
+            static, elastic = (
+                npu.served(request.param, folder, offload, kvpatch, load, LOADS[load])
+                for kvpatch in ("0", "1")
+            )
+            assert elastic["patches"]
+            return static, elastic
+
+        return both
+
+    def test_what_was_evicted_is_served_back(self, engines: Engines) -> None:
+        static, elastic = engines("in turn")
+        assert tokens(elastic) == tokens(static)
+        assert tokens(static) == [static["expected"]] * 2
+        first, again = elastic["rounds"]
+        assert (first["cached"], again["cached"]) == ([0] * len(MANY), npu.EVICTED)
+        assert again["emptied"]
+
+    def test_preempted_requests_go_on(self, engines: Engines) -> None:
+        static, elastic = engines("pressed")
+        assert tokens(elastic) == tokens(static)
+        *both, end = elastic["rounds"]
+        assert end["preempted"] > 0
+        assert [one["emptied"] for one in both] == [True, True]
+
+    def test_aborted_requests_leave_nothing(self, engines: Engines) -> None:
+        static, elastic = engines("aborted")
+        assert tokens(elastic) == tokens(static)
+        assert [one["emptied"] for one in elastic["rounds"]] == [True] * 3
+
+    def test_a_lower_limit_is_kept_and_loses_nothing(self, engines: Engines) -> None:
+        static, elastic = engines("shrunk")
+        assert tokens(elastic) == tokens(static)
+        whole, half, again = elastic["rounds"]
+        assert half["limit"] * 2 == whole["limit"] == again["limit"]
+        assert 0 < half["used"] <= half["limit"] < whole["used"]
+        assert half["cached"] == again["cached"] == npu.EVICTED
+        assert again["emptied"]
+
+
+@pytest.mark.parametrize("release", ascend.RELEASES)
+def test_two_engines_on_one_device(
+    release: str, static: dict[str, Any], folder: Path, tmp_path: Path
+) -> None:
+    def start(name: str) -> dict[str, Any]:
+        return npu.engine(release, folder, tmp_path, name, "eager", "1")
+
+    with ThreadPoolExecutor(2) as pool:
+        for served in pool.map(start, ("one", "other")):
+            assert all(one["tokens"] == static["expected"] for one in served["rounds"])
+            assert [one["cached"] for one in served["rounds"]] == npu.SERVED_BACK

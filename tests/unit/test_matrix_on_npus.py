@@ -119,11 +119,6 @@ def test_a_release_that_has_the_mend_ends_its_range(monkeypatch: pytest.MonkeyPa
     assert of("Offloading").why.endswith("[KVP606]")
 
 
-def test_lazy_mode_did_not_run() -> None:
-    assert of("Simple lazy").kind is Kind.NOT_VALIDATED
-    assert of("Simple lazy").why.endswith("[KVP606]")
-
-
 # The command
 
 
@@ -132,16 +127,19 @@ def ran_with(monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[str]]:
     """Run the command on engines that served this; returns the connectors that ran."""
 
     def ran_with(**changes: Any) -> list[str]:
-        rounds = [{"tokens": [[1]], "cached": one, "emptied": True} for one in engines.SERVED_BACK]
-        static = {"rounds": rounds, "expected": [[1]]}
-        elastic = {"rounds": [dict(one) for one in rounds], "patches": ROWS, "versions": {"a": "1"}}
-        elastic["settings"] = {"cache_config.block_size": 128}
-        elastic["rounds"][2].update(changes)
         asked: list[str] = []
 
-        def served(release: str, folder: Path, offload: str, kvpatch: str) -> dict[str, Any]:
-            asked.append(f"{release} {offload} {kvpatch}")
-            return elastic if kvpatch == "1" else static
+        def served(
+            release: str, folder: Path, offload: str, kvpatch: str, load: str, device: int
+        ) -> dict[str, Any]:
+            asked.append(f"{release} {offload} {kvpatch} {load} {device}")
+            (trial,) = [one for one in engines.TRIALS.values() if one.offload == offload]
+            rounds = [{"tokens": [[1]], "cached": one, "emptied": True} for one in trial.cached]
+            if kvpatch == "0":
+                return {"rounds": rounds, "expected": [[1]]}
+            rounds[-1].update(changes)
+            settings = {"cache_config.block_size": 128}
+            return {"rounds": rounds, "patches": ROWS, "versions": {"a": "1"}, "settings": settings}
 
         monkeypatch.setattr(engines, "served", served)
         monkeypatch.setattr(command, "report_cells", lambda: 0)
@@ -153,14 +151,18 @@ def ran_with(monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[str]]:
 
 
 def test_the_command_records_what_starts(ran_with: Callable[..., list[str]], data: Path) -> None:
-    assert ran_with() == ["0.23.0 eager 0", "0.23.0 eager 1"]
-    assert of("Simple eager").kind is Kind.EMULATED
+    assert ran_with() == [
+        f"0.23.0 {offload} {kvpatch} {load}"
+        for offload, load in (("eager", "rounds 64"), ("lazy", "in turn 32"))
+        for kvpatch in ("0", "1")
+    ]
+    assert of("Simple eager").kind is of("Simple lazy").kind is Kind.EMULATED
     (path,) = (data / evidence.NPU).glob("*.json")
     content = json.loads(path.read_text())
     assert content["command"] == "scripts/matrix ascend 0.23.0"
     assert (content["vllm-ascend"], content["versions"]) == ("0.23.0", {"a": "1"})
     assert content["machine"].startswith("ACL emulator, ")
-    ((code,), (run,)) = content["code"].values(), content["runs"]
+    ((code,), (run, _)) = content["code"].values(), content["runs"]
     assert code["patches"] == ROWS
     assert run["settings"] == {"cache_config.block_size": 128}
     assert all(run["checks"].values())
@@ -176,7 +178,8 @@ def test_the_command_records_what_is_wrong(
 
 def test_static_memory_that_is_wrong_validates_nothing() -> None:
     rounds = [{"tokens": [[1]], "cached": one, "emptied": True} for one in engines.SERVED_BACK]
-    found = engines.judged({"rounds": rounds, "expected": [[2]]}, {"rounds": rounds})
+    trial = engines.TRIALS["Simple eager"]
+    found = engines.judged({"rounds": rounds, "expected": [[2]]}, {"rounds": rounds}, trial)
     assert list(found.values()) == [False, True, True, True]
 
 

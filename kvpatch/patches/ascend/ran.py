@@ -36,13 +36,17 @@ MORE = (
     "quant_config",
     "weight_transfer_config",
 )
-_EAGER = f"vllm:{connectors.SIMPLE} "
+_SIMPLE = f"vllm:{connectors.SIMPLE} "
 _UNSET = (None,)
 # By the names of ``settings``; the first that differs is in the sentence. What is compared and not
 # here is refused.
 RAN: dict[str, tuple[Any, ...]] = {
     "kv_transfer_config.kv_connector": (connectors.SIMPLE,),
-    "connector 0": (f"{_EAGER}{{}}", f'{_EAGER}{{"lazy_offload": false}}'),
+    "connector 0": (
+        f"{_SIMPLE}{{}}",
+        f'{_SIMPLE}{{"lazy_offload": false}}',
+        f'{_SIMPLE}{{"lazy_offload": true}}',
+    ),
     "kv_transfer_config.kv_role": ("kv_both",),
     "kv_transfer_config.kv_load_failure_policy": ("fail",),
     "parallel_config.data_parallel_size": (1,),

