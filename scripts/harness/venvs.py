@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import shutil
 import subprocess
@@ -15,12 +16,18 @@ BENCH = ROOT / ".venv-bench"
 
 
 def made(folder: Path, recipe: str, make: Callable[[], object]) -> Path:
-    """Return ``folder``, as ``make`` leaves it, made anew unless ``recipe`` is the last one's."""
+    """Return ``folder``, as ``make`` leaves it, made anew unless ``recipe`` is the last one's.
+
+    Another process that wants it meanwhile waits until it is there.
+    """
     stamp = folder / "made-from"
-    if not stamp.exists() or stamp.read_text() != recipe:
-        shutil.rmtree(folder, ignore_errors=True)
-        make()
-        stamp.write_text(recipe)
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    with folder.with_name(f"{folder.name}.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not stamp.exists() or stamp.read_text() != recipe:
+            shutil.rmtree(folder, ignore_errors=True)
+            make()
+            stamp.write_text(recipe)
     return folder
 
 
