@@ -64,13 +64,16 @@ def summary(
 ) -> str:
     """Return one release, connector and feature in a few words: what is validated, or the verdict.
 
-    The verdict of what is refused is that of the first kind of model.
+    The verdict of what is refused is that of the first kind of model; a connector that a feature
+    is not combined with has none.
     """
     here = {
         cell: verdict
         for cell, verdict in found.items()
         if (cell.vllm, cell.connector, cell.feature) == (vllm, connector, feature)
     }
+    if not here:
+        return ABSENT
     validated = [cell for cell, verdict in here.items() if verdict.kind is Kind.VALIDATED]
     tagged = [cell for cell, verdict in here.items() if verdict.tagged]
     words = []

@@ -282,6 +282,8 @@ def test_cells_with_a_feature_are_told_from_those_without():
     words = "V1 V2, contiguous, full attention"
     assert tables.summary(found, "0.32.0", "Offloading", "fp8") == words
     assert tables.features(found) == [("fp8", "0.32.0", words, *["not validated"] * 4)]
+    combined = {one: verdict for one, verdict in found.items() if one.connector != "Multi"}
+    assert tables.features(combined)[0][-1] == tables.ABSENT
     assert tables.mark(found, "0.32.0", "Offloading") == tables.REFUSED
 
 
