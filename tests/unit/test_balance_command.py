@@ -354,9 +354,11 @@ def test_a_killed_balance_leaves_engines_and_the_lock(
     chat, code = pair
     for number in range(4):
         busy, idle = (chat, code) if number % 2 else (code, chat)
-        busy.more |= {"needs": 600 * MIB, "waiting": 2}
+        busy.more |= {"needs": 480 * MIB, "waiting": 2}
         idle.more |= {"needs": 0, "waiting": 0}
-        busy.mapped, idle.mapped = busy.limit, idle.limit
+        # Whatever the killed one came to, the next one has something to move and says so.
+        busy.limit = busy.mapped = 300 * MIB
+        idle.limit = idle.mapped = 700 * MIB
         process = start(base, "--every", "0.01")
         assert process.stdout is not None
         for _ in range(1 + number):  # of four lines: who is here, who gives, who gets
