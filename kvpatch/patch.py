@@ -315,16 +315,34 @@ class Transaction:
     def revert(self, patch_id: str) -> bool:
         """Revert one patch by id, leaving its feature incomplete; for tests of single patches.
 
+        Later patches of the same object stay in force, over what is beneath it now.
+
         Returns:
             False if another package has patched over it since; it then stays in force.
 
         Raises:
             KeyError: no patch with this id is in force.
         """
-        for applied in self.applied:
+        for at, applied in enumerate(self.applied):
             if applied.patch.id == patch_id:
-                if not applied.revert():
-                    return False
-                self.applied.remove(applied)
-                return True
+                return self._take_out(at)
         raise KeyError(patch_id)
+
+    def _take_out(self, at: int) -> bool:
+        one = self.applied[at]
+        later = [
+            index
+            for index, applied in enumerate(self.applied)
+            if index > at and applied.parent is one.parent and applied.attribute == one.attribute
+        ]
+        above: list[AppliedPatch] = []
+        for index in (*reversed(later), at):
+            if not self.applied[index].revert():
+                for taken in reversed(above):
+                    setattr(taken.parent, taken.attribute, taken.replacement)
+                return False
+            above.append(self.applied[index])
+        for index in later:
+            self.applied[index] = apply(self.applied[index].patch, self.guard)
+        del self.applied[at]
+        return True

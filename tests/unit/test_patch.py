@@ -200,6 +200,35 @@ def test_what_others_deleted_is_reported(world):
     assert world.Thing().inherited() == "inherited"
 
 
+def test_a_patch_under_others_is_reverted_and_they_stay(world):
+    transaction = Transaction()
+    before = vars(world.Thing).copy()
+    ids = ("lowest", "middle", "top")
+    transaction.apply_all(patch("Thing.method")._replace(id=name) for name in ids)
+    assert world.Thing().method() == "loud loud loud method"
+    assert transaction.revert("middle") is True
+    assert world.Thing().method() == "loud loud method"
+    assert transaction.revert("lowest") is True
+    assert world.Thing().method() == "loud method"
+    assert [applied.patch.id for applied in transaction.applied] == ["top"]
+    assert transaction.revert("top") is True
+    assert dict(vars(world.Thing)) == dict(before)
+
+
+@pytest.mark.parametrize("place", [1, 2], ids=["between", "above"])
+def test_a_patch_under_that_of_another_package_stays(world, place):
+    transaction = Transaction()
+    patches = [patch("Thing.method")._replace(id=name) for name in ("lowest", "top")]
+    transaction.apply_all(patches[:place])
+    theirs = world.Thing.method
+    world.Thing.method = lambda self: f"their {theirs(self)}"
+    transaction.apply_all(patches[place:])
+    said = world.Thing().method()
+    assert transaction.revert("lowest") is False
+    assert world.Thing().method() == said
+    assert [applied.patch.id for applied in transaction.applied] == ["lowest", "top"]
+
+
 def test_reverting_what_is_not_in_force(world):
     with pytest.raises(KeyError, match="function"):
         Transaction().revert("function")
