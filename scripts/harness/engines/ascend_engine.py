@@ -20,7 +20,7 @@ NEW = 24
 BLOCK = 128
 DEVICE = 64  # MiB of KV cache: as many blocks
 SMALL = 32  # of which these need more, one after the other, and fewer, with long answers, together
-MANY, TOGETHER, PRESSED = (400,) * 16, (400,) * 8, 300
+MANY, TOGETHER, PRESSED = (400,) * 16, (400,) * 8, 150
 
 
 def prompts(lengths: tuple[int, ...] = LENGTHS) -> list[dict[str, Any]]:
