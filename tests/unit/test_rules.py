@@ -669,7 +669,7 @@ CASES: dict[str, tuple[list[dict[str, Any]], str]] = {
     "KVP374": (
         [
             ENGINES,
-            ENGINES | V2_OF_32,
+            ENGINES | V2_OF_32 | {"machine__device": "cuda"},
         ],
         f"data parallelism over 2 engines is configured, because {why('KVP374')}; start each "
         "engine as a server of its own, without --data-parallel-size, or set KVPATCH=0.",
@@ -1053,7 +1053,7 @@ def test_drafts_that_were_compared_start(ran, method, feature, connector, v2):
         assert refused is None
 
 
-@pytest.mark.parametrize("method", ["eagle", "mtp"])
+@pytest.mark.parametrize("method", ["medusa", "mtp"])
 def test_drafts_of_another_method_are_refused(ran, method):
     ran("ngram")
     made = config(speculative_config=SimpleNamespace(method=method), **ONE_RANK, **V2_OF_32)
