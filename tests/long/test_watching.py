@@ -148,6 +148,12 @@ def test_the_info_gauge_says_what_runs(served: Served) -> None:
 
 
 def test_status_says_the_same(served: Served) -> None:
+    def released() -> tuple[float, float]:
+        shown = served.engine()["engine"]["fence"]["released"]
+        return shown, served.metrics()[("fence_released_pages_total",)]
+
+    # A step sends its stats at once; its page is written up to half a second later.
+    assert eventually(lambda: len(set(released())) == 1), released()
     metrics, process = served.metrics(), served.engine()
     engine = process["engine"]
     size = block_bytes(Run())
