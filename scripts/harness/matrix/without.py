@@ -156,12 +156,6 @@ LOADS = {
         model="sliding",
         blocks=140,
     ),
-    "Offloading, no prefix cache": replace(
-        _OFFLOADING,
-        words="a configuration that is refused",
-        engine={"enable_prefix_caching": False},
-        refused=True,
-    ),
     "Multi": _of_cells("Multi", "the same as Offloading, inside MultiConnector"),
     "Simple eager": _EAGER,
     "Simple eager, non-contiguous": _with(_EAGER, "the same, by layer", contiguous=False),
@@ -184,6 +178,13 @@ LOADS = {
         job={"shut_down_while_copying": True},
     ),
     "tiering fs": _TIERS,
+    # For upstream's deadlock, and so not admitted by a run as what is only not validated is.
+    "tiering fs, priority": replace(
+        _TIERS,
+        words="a configuration that is refused",
+        engine={"scheduling_policy": "priority"},
+        refused=True,
+    ),
     "events": Load(
         "12 prompts twice, one by one, whose KV cache events are kept",
         Run(

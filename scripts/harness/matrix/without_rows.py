@@ -163,7 +163,7 @@ ROWS: dict[str, Row] = {
     "adapted.v1_worker": seen(OFFLOADING),
     "adapted.v1_profiling": seen(OFFLOADING),
     "adapted.v1_allocation": seen(OFFLOADING),
-    "elastic.config": seen("Offloading, no prefix cache"),
+    "elastic.config": seen("tiering fs, priority"),
     "elastic.worker_init": held(
         "long/test_worker_setup.py::test_in_the_process_of_the_operator",
         "a set-up that fails is refused with what failed, and nothing fails here",
