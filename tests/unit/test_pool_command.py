@@ -48,12 +48,16 @@ def printed(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[int, str]:
     return code, capsys.readouterr().out
 
 
+def set_clock(monkeypatch: pytest.MonkeyPatch, now: float) -> None:
+    """Stop the command's clock; a wait for a lock would not end while everybody's stands."""
+    monkeypatch.setattr("kvpatch.cli.pool.time", SimpleNamespace(monotonic=lambda: now))
+
+
 def test_a_pool_is_shown(
     engine: Member, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     now = time.monotonic()
-    # Of the command only: a wait for a lock would not end while everybody's clock stands.
-    monkeypatch.setattr("kvpatch.cli.pool.time", SimpleNamespace(monotonic=lambda: now))
+    set_clock(monkeypatch, now)
     engine.look(MIB, now - 5)
     code, text = printed(capsys)
     assert code == 0
@@ -114,8 +118,7 @@ def test_a_limit_above_the_memory_of_the_machine_is_refused(
 def test_an_engine_that_does_not_look_is_shown_as_such(
     engine: Member, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    now = time.monotonic()
-    monkeypatch.setattr(time, "monotonic", lambda: now + 100)
+    set_clock(monkeypatch, time.monotonic() + 100)
     assert "does not answer" in printed(capsys)[1]
 
 
