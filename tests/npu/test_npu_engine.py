@@ -111,10 +111,14 @@ class TestLoads:
     def test_a_lower_limit_is_kept_and_loses_nothing(self, engines: Engines) -> None:
         static, elastic = engines("shrunk")
         assert tokens(elastic) == tokens(static)
-        whole, half, again = elastic["rounds"]
-        assert half["limit"] * 2 == whole["limit"] == again["limit"]
-        assert 0 < half["used"] <= half["limit"] < whole["used"]
-        assert half["cached"] == again["cached"] == npu.EVICTED
+        half, whole, lowered, again = elastic["rounds"]
+        assert half["limit"] * 2 == whole["limit"]
+        assert lowered["limit"] == again["limit"] == half["limit"]
+        assert 0 < half["used"] <= half["limit"] < whole["used"] <= whole["limit"]
+        assert half["cached"] == [0] * len(MANY)
+        assert whole["cached"] == lowered["cached"] == npu.EVICTED
+        assert lowered["emptied"]  # which gives back what the lower limit takes
+        assert 0 < again["used"] <= again["limit"]
         assert again["emptied"]
 
 

@@ -125,20 +125,44 @@ def aborted(llm: Any) -> list[dict[str, Any]]:
 
 
 def shrunk(llm: Any) -> list[dict[str, Any]]:
-    """Serve one by one with all memory, with half of it, and with all of it again."""
+    """Serve one by one with half of the memory, with all of it, and with half of it again.
+
+    The last round is after what the device has cached was forgotten: a lower limit gives back what
+    is evicted, and kvcached evicts no block for it.
+    """
+    whole = int(llm.llm_engine.vllm_config.cache_config.kv_cache_memory_bytes)
+    seen = []
+    for limit, forget in ((whole // 2, False), (whole, False), (whole // 2, True), (0, True)):
+        if limit:
+            limited(limit)
+        seen.append(one_by_one(llm) | used())
+        if forget:
+            seen[-1] |= emptied(llm)
+    return seen
+
+
+def limited(size: int) -> None:
+    """Set the limit of the engine's pool in bytes, as ``kvctl limit`` does.
+
+    Static memory has none.
+    """
     from kvcached.cli import utils
 
-    seen = []
-    for part in (2, 1, 2):
-        if os.environ["KVPATCH"] != "0":
-            size = part * int(llm.llm_engine.vllm_config.cache_config.kv_cache_memory_bytes) // 2
-            utils.update_kv_cache_limit(os.environ["KVCACHED_IPC_NAME"], size)
-        seen.append(one_by_one(llm))
-        if os.environ["KVPATCH"] != "0":
-            memory = utils.get_kv_cache_limit(os.environ["KVCACHED_IPC_NAME"])
-            seen[-1] |= {"limit": memory.total_size, "used": memory.used_size}
-    seen[-1] |= emptied(llm)
-    return seen
+    if os.environ["KVPATCH"] != "0":
+        utils.update_kv_cache_limit(os.environ["KVCACHED_IPC_NAME"], size)
+
+
+def used() -> dict[str, int]:
+    """Return the limit of the engine's pool and what is mapped, in bytes.
+
+    Static memory has neither.
+    """
+    from kvcached.cli import utils
+
+    if os.environ["KVPATCH"] == "0":
+        return {}
+    memory = utils.get_kv_cache_limit(os.environ["KVCACHED_IPC_NAME"])
+    return {"limit": memory.total_size, "used": memory.used_size}
 
 
 LOADS = {
