@@ -298,6 +298,8 @@ def main() -> None:
     """Run every scenario."""
     torch.npu.set_device(0)
     assert enable_custom_op()
+    # First in a worker too; what it imports imports each other, and cannot be begun elsewhere.
+    importlib.import_module("vllm_ascend.worker.worker")
     seen: dict[str, Any] = {}
     seen["targets"] = {patch.id: gate.check_target(patch).reason for patch in FEATURE.patches}
     device = ("ascend.torch", "ascend.device_name", "ascend.listener_device")
