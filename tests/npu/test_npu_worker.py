@@ -79,3 +79,7 @@ def test_what_vllm_ascend_replaces_after_a_row_is_seen(seen: dict[str, Any]) -> 
 
 def test_the_fences_barrier_waits_for_the_computation_of_an_npu(seen: dict[str, Any]) -> None:
     assert seen["barrier"] == {"returned before the computation": False, "returned": True}
+
+
+def test_without_kvpatch_a_sleep_ends_with_an_error_of_the_connector(seen: dict[str, Any]) -> None:
+    assert "SimpleCPUOffloadConnector does not support reset_cache()" in seen["sleeping"]

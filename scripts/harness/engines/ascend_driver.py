@@ -19,6 +19,9 @@ from typing import Any
 import torch
 import torch_npu  # noqa: F401 - torch.npu
 from kvcached.integration.vllm import interfaces
+from vllm.distributed.kv_transfer.kv_connector.v1.simple_cpu_offload_connector import (
+    SimpleCPUOffloadConnector,
+)
 from vllm.v1.kv_cache_interface import (
     FullAttentionSpec,
     KVCacheConfig,
@@ -294,6 +297,15 @@ def replaced() -> dict[str, list[str]]:
     return found
 
 
+def sleeping() -> str:
+    """Return the error that a sleep ends with, which resets the connector; empty for none."""
+    try:
+        SimpleCPUOffloadConnector.reset_cache(SimpleNamespace())
+    except NotImplementedError as error:
+        return str(error)
+    return ""
+
+
 def main() -> None:
     """Run every scenario."""
     torch.npu.set_device(0)
@@ -317,6 +329,7 @@ def main() -> None:
             seen["lost without the fence"] = unmap_under_store(caches, fenced=False)
             seen["lost with the fence"] = unmap_under_store(caches, fenced=True)
         seen["barrier"] = barrier(caches)
+    seen["sleeping"] = sleeping()
     seen["replaced"] = replaced()
     print(json.dumps(seen))
     sys.stdout.flush()
