@@ -142,10 +142,7 @@ class Writer:
 
     def __init__(self, pid: int, version: str) -> None:
         self._namespace = namespace()
-        self.path = _place(own_folder(), pid, self._namespace)
-        # Remove the page of an earlier process with this pid first: it may be held open.
-        self.path.unlink(missing_ok=True)
-        file = os.open(self.path, os.O_CREAT | os.O_EXCL | os.O_RDWR | os.O_NOFOLLOW, 0o600)
+        self.path, file = _create(own_folder(), pid, self._namespace)
         try:
             # Not ftruncate: a later write to a page of memory that a full /dev/shm cannot
             # give is a SIGBUS, which ends the process.
@@ -185,23 +182,39 @@ class Writer:
         self.path.unlink(missing_ok=True)
 
 
-def _place(folder: Path, pid: int, ours: int | None) -> Path:
-    """Return the path for a page, which is not the page of a living process.
+def _create(folder: Path, pid: int, ours: int | None) -> tuple[Path, int]:
+    """Create the file of a page, which is not that of a living process; return its path and
+    the open file.
 
-    The page of an earlier process with this pid is overwritten. One of another namespace,
-    or one that does not tell, is not: its process may be running.
+    Raises:
+        OSError: it cannot be created.
     """
     path = folder / f"{pid}.page"
     try:
+        if _may_remove(path, ours):
+            path.unlink(missing_ok=True)
+        return path, _new_file(path)
+    except FileExistsError:
+        # Of another pid namespace, maybe made just now.
+        path = folder / f"{pid}-{ours or 0}.page"
+        path.unlink(missing_ok=True)
+        return path, _new_file(path)
+
+
+def _new_file(path: Path) -> int:
+    return os.open(path, os.O_CREAT | os.O_EXCL | os.O_RDWR | os.O_NOFOLLOW, 0o600)
+
+
+def _may_remove(path: Path, ours: int | None) -> bool:
+    """Return whether a page is of an earlier process with this pid. Such a page is replaced and
+    not overwritten: it may be held open. The process of one of another namespace, or of one that
+    does not tell, may be running.
+    """
+    try:
         earlier = read(path)
-    except FileNotFoundError:
-        return path
     except (OSError, Unreadable):
-        pass
-    else:
-        if ours is not None and earlier.content.get("namespace") == ours:
-            return path
-    return folder / f"{pid}-{ours or 0}.page"
+        return False
+    return ours is not None and earlier.content.get("namespace") == ours
 
 
 def of_process(folder: Path, pid: int) -> list[Page]:

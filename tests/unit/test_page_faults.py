@@ -378,6 +378,22 @@ def test_a_page_of_the_same_number_in_another_container_stays(monkeypatch):
     assert theirs.path.exists()
 
 
+def test_a_page_made_at_the_same_moment_in_another_container_stays(monkeypatch):
+    """Both have seen that there is none; the second finds the name taken when it creates it."""
+    me, new_file = os.getpid(), page._new_file
+
+    def after_the_other(path):
+        monkeypatch.setattr(page, "_new_file", new_file)
+        put(b"", path.name)
+        return new_file(path)
+
+    monkeypatch.setattr(page, "_new_file", after_the_other)
+    ours = page.Writer(me, "0.1.0")
+    ours.write(facts() | {"beats": False})
+    assert ours.path.name != f"{me}.page"
+    assert (ours.path.parent / f"{me}.page").stat().st_size == 0
+
+
 CONTAINER = """
 import os, sys
 from kvpatch.telemetry import publisher

@@ -1031,7 +1031,8 @@ def tried(features):
 
 @pytest.fixture
 def ran(monkeypatch):
-    """Say that all cells of features of 0.32.0 ran."""
+    """Say that all cells of features of 0.32.0 ran, and no others."""
+    monkeypatch.setattr(admission, "earned", dict)
 
     def ran(*features):
         monkeypatch.setattr(admitted, "table", lambda: tried(features))
@@ -1356,7 +1357,8 @@ def process(monkeypatch):
     return record
 
 
-def test_the_check_runs_after_vllm_resolved_the_configuration(process):
+def test_the_check_runs_after_vllm_resolved_the_configuration(process, monkeypatch):
+    monkeypatch.setattr(admitted, "table", dict)
     made = config()
 
     def resolve():
