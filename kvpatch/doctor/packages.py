@@ -11,6 +11,7 @@ from kvpatch import gate, patches, supported, verdicts
 from kvpatch.doctor import machine
 from kvpatch.doctor.finding import Finding, Topic
 from kvpatch.environ import ALLOW_VLLM
+from kvpatch.patches.host_device import presence
 from kvpatch.refusal import Refusal
 from kvpatch.versions import Installed, installed
 
@@ -29,6 +30,8 @@ def check(settings: Mapping[str, str]) -> list[Finding]:
     vllm, kvcached = (check_package(name, settings, found) for name in ("vllm", "kvcached"))
     if kvcached is not None:
         found += check_extension()
+    if vllm is not None:
+        found += check_host_device(vllm)
     return [*found, *check_features(vllm, kvcached, settings)]
 
 
@@ -99,6 +102,15 @@ def check_extension() -> list[Finding]:
         return [TOPIC.ok(f"kvcached's extension is built for {kind}")]
     what = "kvcached's extension is built for a GPU and this machine has no driver for one"
     return [TOPIC.problem(what, f"install the driver, or {HOST_DEVICE}")]
+
+
+def check_host_device(vllm: Installed) -> list[Finding]:
+    """Check the size of the host device, where vLLM needs one, by the environment here."""
+    try:
+        size = presence.size_for(vllm)
+    except Refusal as refusal:
+        return [refused(TOPIC, refusal)]
+    return [] if size is None else [TOPIC.ok(f"the host device has {size >> 20} MiB")]
 
 
 def check_features(

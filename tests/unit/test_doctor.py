@@ -333,6 +333,23 @@ def test_kvcacheds_extension_and_this_machine(tmp_path, monkeypatch, content, dr
     assert finding.level is level
 
 
+@pytest.mark.parametrize(
+    ("size", "level", "said"),
+    [
+        ("2GiB", Level.OK, "2048 MiB"),
+        ("2GB", Level.PROBLEM, "2GB"),
+        ("", Level.PROBLEM, "is not a size"),
+    ],
+)
+def test_the_host_device_has_a_size_where_vllm_is_for_cpus(monkeypatch, size, level, said):
+    monkeypatch.setenv("KVPATCH_HOST_DEVICE", size)
+    (finding,) = packages.check_host_device(Installed.release("vllm", "0.32.0+cpu"))
+    assert finding.level is level
+    assert said in finding.what
+    assert finding.code == ("" if level is Level.OK else "KVP502")
+    assert packages.check_host_device(Installed.release("vllm", "0.32.0")) == []
+
+
 # The machine
 
 

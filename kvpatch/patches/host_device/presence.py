@@ -24,10 +24,22 @@ def require_size() -> None:
     Raises:
         Refusal: it has none.
     """
-    if record.facts is not None and is_for_cpus(record.facts.vllm) and installed():
-        from kvpatch.hostdevice import ledger
+    if record.facts is not None:
+        size_for(record.facts.vllm)
 
-        ledger.require_size()
+
+def size_for(vllm: Installed) -> int | None:
+    """Return the size of the host device in bytes; None where vLLM needs none or none is there.
+
+    Raises:
+        Refusal: it has none.
+    """
+    if not (is_for_cpus(vllm) and installed()):
+        return None
+    from kvpatch.hostdevice import ledger
+
+    size: int = ledger.require_size()
+    return size
 
 
 def is_for_cpus(vllm: Installed) -> bool:
