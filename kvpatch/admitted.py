@@ -53,7 +53,8 @@ def where(*features: str, how: str = "") -> str:
     if not known:
         return "on no release yet"
     beside = f" and {how}," if how else ""
-    return f"on vLLM {in_ranges(known)}{beside} only, as kvpatch matrix says"
+    of_each = "in the combinations that kvpatch matrix --vllm RELEASE lists"
+    return f"on vLLM {in_ranges(known)}{beside} only, {of_each}"
 
 
 def why(*features: str, how: str = "") -> str:
