@@ -1,10 +1,10 @@
 """scripts/docs: the generated documentation.
 
 From the tables in kvpatch: docs/patches.md, docs/support.md, docs/errors.md, docs/settings.md
-and the table between the markers of README.md. From docs/results/balance.json: the section between
-those of docs/several-models.md. From the marks of the tests: docs/faults.md. From docs/results:
-docs/numbers.md and its plots, what docs/patches.md says was seen without a row, and
-docs/upstream.md.
+and the grid of README.md. From docs/results/balance.json: the section between the markers of
+docs/several-models.md. From the marks of the tests: docs/faults.md. From docs/results:
+docs/numbers.md and its plots, the figures of README.md, what docs/patches.md says was seen
+without a row, and docs/upstream.md.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from typing import Any
 
 from harness import ROOT, console, faults
 from harness.balancing import page as balancing
-from harness.bench import page
-from harness.markdown import TEMPLATES, render
+from harness.bench import page, quoted
+from harness.markdown import TEMPLATES, put, render
 from harness.matrix import without, without_rows
 from harness.upstream import page as upstream
 from kvpatch import environ, patches, rules, supported
@@ -29,10 +29,10 @@ from kvpatch.refusal import CODES, Basis
 from kvpatch.telemetry import prometheus, series
 from kvpatch.versions import in_words
 
-BEGIN, END = "<!-- support: begin -->", "<!-- support: end -->"
 NAMES = {"tiering fs": "Secondary tier fs"}  # in README.md, where they are otherwise unexplained
 
 SEVERAL = "docs/several-models.md"
+RESULTS = "docs/results"
 
 Found = dict[axes.Cell, verdicts.Verdict]
 
@@ -108,11 +108,7 @@ def counted(looked: dict[str, Any]) -> str:
 
 
 def readme(found: Found) -> str:
-    """Return README.md with its grid renewed."""
-    before, opened, rest = (ROOT / "README.md").read_text().partition(BEGIN)
-    _, closed, after = rest.partition(END)
-    if not (opened and closed):
-        sys.exit(f"README.md has no {BEGIN} ... {END}")
+    """Return README.md with its grid and its figures renewed."""
     releases = supported.validated()[::-1]
     grid = render(
         "grid.md",
@@ -124,7 +120,11 @@ def readme(found: Found) -> str:
         validated=verdicts.counts(found.values())[verdicts.Kind.VALIDATED.value],
         releases=releases,
     )
-    return f"{before}{BEGIN}\n{grid}{END}{after}"
+    text = (ROOT / "README.md").read_text()
+    figures = quoted.sections(page.read(ROOT / RESULTS))
+    for name, section in {"support": grid, **figures}.items():
+        text = put(text, name, section)
+    return text
 
 
 def pages(found: Found) -> dict[str, str]:
@@ -175,7 +175,7 @@ def main() -> int:
         "docs/faults.md": render("faults.md", sections=faults.sections()),
         "docs/upstream.md": upstream.render(),
         "README.md": readme(found),
-        **page.render(ROOT / "docs/results"),
+        **page.render(ROOT / RESULTS),
         SEVERAL: balancing.render(ROOT / "docs/results/balance.json", (ROOT / SEVERAL).read_text()),
     }
     stale = []

@@ -41,3 +41,17 @@ TEMPLATES.globals.update(head=head, row=row, table=table)
 def render(template: str, **values: Any) -> str:
     """Return a page of ``templates``, with values by the names that it has for them."""
     return TEMPLATES.get_template(f"{template}.jinja").render(values)
+
+
+def put(page: str, name: str, section: str) -> str:
+    """Return a page with another section between the markers of a name.
+
+    Raises:
+        SystemExit: the page has no such markers.
+    """
+    begin, end = f"<!-- {name}: begin -->", f"<!-- {name}: end -->"
+    before, opened, rest = page.partition(begin)
+    _, closed, after = rest.partition(end)
+    if not (opened and closed):
+        raise SystemExit(f"a page has no {begin} ... {end}")
+    return f"{before}{begin}\n{section}{end}{after}"

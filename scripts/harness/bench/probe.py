@@ -50,4 +50,4 @@ class CopyCounter:
         self.copied["copies"] += len(pairs)
 
     def _copied(self, result: Any, src_blocks: Any, *args: Any, **kwargs: Any) -> None:
-        self._add(len(src_blocks), len(src_blocks) * len(self._backend._pairs))
+        self._add(len(src_blocks), len(src_blocks) * self._backend._store_params.num_layers)

@@ -1,0 +1,75 @@
+"""The figures that README.md quotes, from the result files alone."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from harness import markdown
+from harness.bench import arms, goals, two_models
+from harness.bench.pairing import Pair
+
+RATE, FIRST_TOKEN = "total_tokens_per_second", "ttft_ms.mean"
+# A figure in words, its load, the arm that kvpatch's is compared with, and where it is in a run.
+FIGURES = (
+    (
+        "multi-turn conversations that return after eviction, tokens/s against kvcached without "
+        "offloading",
+        "conversations",
+        arms.KVCACHED,
+        RATE,
+    ),
+    ("the same, mean TTFT", "conversations", arms.KVCACHED, FIRST_TOKEN),
+    (
+        "the same, tokens/s against vLLM's offloading on static memory",
+        "conversations",
+        arms.STATIC,
+        RATE,
+    ),
+    (
+        "prompts without reuse, tokens/s against kvcached without offloading: the cost of storing",
+        "no reuse",
+        arms.KVCACHED,
+        RATE,
+    ),
+)
+PLAIN, STATIC, KEEPING, KVCACHED, KVPATCH = (one.name for one in two_models.ALL)
+# Two models, by their names in the result file and in README.md.
+SHARED = {
+    PLAIN: "plain vLLM, static halves",
+    STATIC: "vLLM + offloading, static halves",
+    KVCACHED: "kvcached alone",
+    KVPATCH: "kvcached + kvpatch",
+}
+
+
+def sections(found: dict[str, Any]) -> dict[str, str]:
+    """Return the sections of README.md by the names of their markers.
+
+    Args:
+        found: the result files, as ``page.read`` returns them.
+    """
+    host, startup = found["host"], found["startup"]
+    return {
+        "numbers": markdown.render(
+            "readme-numbers.md",
+            host=host,
+            cycles=host["two_models"]["cycles"],
+            arms=SHARED,
+            keeping=KEEPING,
+        ),
+        "results": markdown.render("readme-results.md", rows=list(_rows(host)), startup=startup),
+    }
+
+
+def _rows(host: dict[str, Any]) -> Iterator[tuple[str, str]]:
+    for words, load, against, path in FIGURES:
+        found = goals.compared(host, load, arms.KVPATCH.name, against.name, path)
+        if found is not None:
+            noise = goals.noise(host, load, path)
+            yield words, _shown(found) + ("" if noise is None else f", noise {noise:.1%}")
+
+
+def _shown(found: Pair) -> str:
+    low, high = found.spread
+    return f"{found.median:.2f}x ({low:.2f}x to {high:.2f}x)"
