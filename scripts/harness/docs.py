@@ -3,8 +3,8 @@
 From the tables in kvpatch: docs/patches.md, docs/support.md, docs/errors.md, docs/settings.md
 and the grid of README.md. From docs/results/balance.json: the section between the markers of
 docs/several-models.md. From the marks of the tests: docs/faults.md. From docs/results:
-docs/numbers.md and its plots, the figures of README.md, what docs/patches.md says was seen
-without a row, and docs/upstream.md.
+docs/numbers.md and its plots, the figures of README.md and docs/index.md, what
+docs/patches.md says was seen without a row, and docs/upstream.md.
 """
 
 from __future__ import annotations
@@ -33,6 +33,7 @@ NAMES = {"tiering fs": "Secondary tier fs"}  # in README.md, where they are othe
 
 SEVERAL = "docs/several-models.md"
 RESULTS = "docs/results"
+FRONTS = ("README.md", "docs/index.md")
 
 Found = dict[axes.Cell, verdicts.Verdict]
 
@@ -107,8 +108,8 @@ def counted(looked: dict[str, Any]) -> str:
     return f"{len(kinds)} engines: {'; '.join(each)}"
 
 
-def readme(found: Found) -> str:
-    """Return README.md with its grid and its figures renewed."""
+def fronts(found: Found) -> dict[str, str]:
+    """Return README.md and the first page of the documentation, the marked sections renewed."""
     releases = supported.validated()[::-1]
     grid = render(
         "grid.md",
@@ -120,11 +121,11 @@ def readme(found: Found) -> str:
         validated=verdicts.counts(found.values())[verdicts.Kind.VALIDATED.value],
         releases=releases,
     )
-    text = (ROOT / "README.md").read_text()
     figures = quoted.sections(page.read(ROOT / RESULTS))
+    readme, index = ((ROOT / name).read_text() for name in FRONTS)
     for name, section in {"support": grid, **figures}.items():
-        text = put(text, name, section)
-    return text
+        readme = put(readme, name, section)
+    return dict(zip(FRONTS, (readme, put(index, "numbers", figures["numbers"])), strict=True))
 
 
 def pages(found: Found) -> dict[str, str]:
@@ -174,7 +175,7 @@ def main() -> int:
         **pages(found),
         "docs/faults.md": render("faults.md", sections=faults.sections()),
         "docs/upstream.md": upstream.render(),
-        "README.md": readme(found),
+        **fronts(found),
         **page.render(ROOT / RESULTS),
         SEVERAL: balancing.render(ROOT / "docs/results/balance.json", (ROOT / SEVERAL).read_text()),
     }

@@ -495,6 +495,7 @@ def test_readme_quotes_the_result_files(folder):
     assert "| 0.20 ms, 30 ms |" in rows
     cycles[quoted.KVPATCH] = [one | {"given_share": 0.875} for one in cycles[quoted.KVPATCH]]
     assert "| kvcached + kvpatch | 87.5% |" in quoted.sections(found)["numbers"]
+    assert "on vLLM 0.32.0 and kvcached" in quoted.sections(found)["measured"]
 
 
 def test_a_page_without_markers_is_not_written():

@@ -1,4 +1,4 @@
-"""The figures that README.md quotes, from the result files alone."""
+"""The figures that README.md and docs/index.md quote, from the result files alone."""
 
 from __future__ import annotations
 
@@ -44,20 +44,16 @@ SHARED = {
 
 
 def sections(found: dict[str, Any]) -> dict[str, str]:
-    """Return the sections of README.md by the names of their markers.
+    """Return sections by the names of their markers: the first, of two models, is in both pages.
 
     Args:
         found: the result files, as ``page.read`` returns them.
     """
     host, startup = found["host"], found["startup"]
+    cycles = host["two_models"]["cycles"]
     return {
-        "numbers": markdown.render(
-            "readme-numbers.md",
-            host=host,
-            cycles=host["two_models"]["cycles"],
-            arms=SHARED,
-            keeping=KEEPING,
-        ),
+        "numbers": markdown.render("readme-numbers.md", cycles=cycles, arms=SHARED),
+        "measured": markdown.render("readme-measured.md", host=host, keeping=cycles[KEEPING]),
         "results": markdown.render("readme-results.md", rows=list(_rows(host)), startup=startup),
     }
 

@@ -63,7 +63,8 @@ CAUSES = (
         KVCACHED,
         "kvcached does not hand out the free block that was freed first, and the test expects "
         "the numbers of vLLM's, or that a block that was just freed is not given away yet.",
-        r"\[6, 1, 2, 3\]|block_id=6|^AssertionError \[v1/kv_connector/.*/utils\.py\]",
+        r"\[6, 1, 2, 3\]|diff: \[[\d, ]+\] != \[|block_id=6|"
+        r"^AssertionError \[v1/kv_connector/.*/utils\.py\]",
         r"test_prefix_caching\.py|test_request_finished_mixed_full_attn_and_sliding_window",
     ),
     Cause(
@@ -98,6 +99,18 @@ CAUSES = (
         KVPATCH,
         "kvpatch reads kv_transfer_config, which the test's stand-in for a configuration lacks.",
         r"'types\.SimpleNamespace' object has no attribute 'kv_transfer_config'",
+    ),
+    Cause(
+        "configuration without a pipeline",
+        KVCACHED,
+        "kvcached reads pipeline_parallel_size, which the test's stand-in lacks.",
+        r"'types\.SimpleNamespace' object has no attribute 'pipeline_parallel_size'",
+    ),
+    Cause(
+        "disk backend",
+        KVPATCH,
+        "kvpatch refuses SimpleCPUOffloadConnector's own disk, which is not validated (KVP315).",
+        r"KVP315",
     ),
     Cause(
         "cached tokens",

@@ -6,6 +6,7 @@ In the process of vLLM's or kvcached's tests; ``harness.upstream.OUTCOMES`` name
 from __future__ import annotations
 
 import json
+import multiprocessing
 import os
 import re
 from pathlib import Path
@@ -47,6 +48,12 @@ def pytest_runtest_logreport(report: pytest.TestReport) -> None:
         seen.update(outcome=report.outcome, words=_words(report))
     if report.when == "teardown":
         _write(report.nodeid, **_seen.pop(report.nodeid))
+
+
+def pytest_sessionfinish() -> None:
+    """End the processes that a failed test left: Python would wait for them at its end."""
+    for child in multiprocessing.active_children():
+        child.kill()
 
 
 def _words(report: Any) -> str:
