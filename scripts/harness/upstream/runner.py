@@ -50,7 +50,9 @@ def environment(suite: Suite, patched: bool, folder: Path) -> dict[str, str]:
     if suite.beside:
         found |= {switch.name: "true" for switch in environ.KVCACHED_SWITCHES}
     # vLLM's tests import each other by the name "tests", and there is a folder of it here too.
-    path = (made / suite.source, found["PYTHONPATH"], made / "packages")
+    # kvcached's folder has its modules as well, without the extension: the installed are tested.
+    tests = (made / suite.source,) if suite.source == "vllm" else ()
+    path = (*tests, found["PYTHONPATH"], made / "packages")
     return found | {
         "PYTHONPATH": ":".join(map(str, path)),
         OUTCOMES: str(folder / "outcomes.jsonl"),
