@@ -14,6 +14,7 @@ from kvpatch.supported import KVCACHED_SDISTS
 PASSED = Outcome("passed")
 REFUSED = Outcome("failed", "[KVP302] NixlConnector is not validated")
 WRONG = Outcome("failed", "assert 1 == 2")
+(NUMBERS,) = (one for one in causes.CAUSES if one.varies)
 TEST = "tests/v1/core/test_scheduler.py::test_one"
 
 
@@ -56,6 +57,15 @@ def test_a_listed_test_that_passes_makes_the_list_stale():
     assert verdict(PASSED, PASSED, cause="connector") == [
         f"{TEST} is listed as connector, and passes"
     ]
+
+
+@pytest.mark.parametrize("listed", [{}, {"cause": "numbers of blocks"}])
+def test_what_varies_from_run_to_run_may_be_listed_and_may_pass(monkeypatch, listed):
+    monkeypatch.setattr(compare, "cause_of", lambda test, found: NUMBERS)
+    assert verdict(PASSED, WRONG, **listed) == []
+    assert verdict(PASSED, PASSED, **listed) == []
+    (line,) = verdict(PASSED, WRONG, cause="connector")
+    assert line.startswith(f"{TEST} is listed as connector, and with kvpatch is failed")
 
 
 @pytest.mark.parametrize("on", [PASSED, REFUSED])
