@@ -26,13 +26,11 @@ from msgspec.structs import asdict
 from vllm import LLM, SamplingParams
 
 from harness.engines import disk_faults, failing_copies
+from harness.engines.block_watch import BlockWatch
 from harness.engines.drafts import Drafts
 from harness.engines.inside import (
     after,
     come_to_rest,
-    digest,
-    group_of,
-    layers_of,
     prepare,
     taken_and_evicted,
     tiers_behind,
@@ -53,66 +51,6 @@ from kvpatch.patches.fence.hooks import fence_of
 from kvpatch.refusal import RefusedCall
 from kvpatch.status import record
 from kvpatch.upstream import connectors
-
-
-def digests(worker: Any, blocks: list[tuple[int, int]]) -> list[str]:
-    """Digest (group, block) pairs through the model's KV tensors; runs in a worker."""
-    layers = layers_of(worker.model_runner)
-    return [digest(layers[group], block) for group, block in blocks]
-
-
-class BlockWatch:
-    """Digests each cached block through the model's KV tensors, by block hash, on every rank.
-
-    A hash that turns up again in another place was restored or computed again; the
-    first digests are what it must still have if it was restored.
-    """
-
-    def __init__(self, core: Any) -> None:
-        # Not through the engine, to which a call to its workers may mean other weights.
-        self.executor = core.model_executor
-        self.pool = core.scheduler.kv_cache_manager.block_pool
-        self.requests = core.scheduler.requests
-        self.tokens = core.vllm_config.cache_config.block_size
-        drafting = core.vllm_config.speculative_config
-        self.computes_last = drafting is not None and drafting.use_eagle()
-        self.last: set[bytes] = set()
-        self.seen: dict[bytes, tuple[str, ...]] = {}
-        self.places: dict[bytes, int] = {}
-        self.returned = 0
-        self.changed: list[int] = []
-
-    def after_step(self) -> None:
-        if self.computes_last:
-            self.note_last()
-        new = {
-            block.block_hash: block.block_id
-            for block in self.pool.kv_block_pool
-            if block.block_hash is not None
-            and self.places.get(block.block_hash) != block.block_id
-            and block.block_hash[:-4] not in self.last  # without its group
-        }
-        if new:
-            wanted = [(group_of(key), block) for key, block in new.items()]
-            ranks = self.executor.collective_rpc(digests, args=(wanted,))
-            for (key, block), *found in zip(new.items(), *ranks, strict=True):
-                self.returned += key in self.seen
-                if self.seen.setdefault(key, tuple(found)) != tuple(found):
-                    self.changed.append(block)
-        self.places |= new
-        here = {block.block_hash for block in self.pool.kv_block_pool}
-        self.places = {key: place for key, place in self.places.items() if key in here}
-
-    def note_last(self) -> None:
-        """Note the last whole block of each prompt: with EAGLE it is computed again after a hit.
-
-        Beside other tokens, and so with other last digits.
-        """
-        for request in self.requests.values():
-            whole = request.num_prompt_tokens // self.tokens
-            if 0 < whole <= len(request.block_hashes):
-                self.last.add(request.block_hashes[whole - 1])
-
 
 STALLED_STEPS = 2000
 

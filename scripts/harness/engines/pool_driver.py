@@ -23,7 +23,8 @@ os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
 
 from vllm import LLM
 
-from harness.engines.driver import BlockWatch, run_round, tell
+from harness.engines.block_watch import BlockWatch
+from harness.engines.driver import run_round, tell
 from harness.engines.inside import come_to_rest, prepare
 from harness.engines.runs import BLOCK, Run, block_bytes, load
 from kvpatch import state

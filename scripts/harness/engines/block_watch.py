@@ -1,0 +1,81 @@
+"""The bytes of every block that comes back, on every rank, inside an engine's process."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from harness.engines.inside import after, digest, group_of, layers_of
+
+
+def digests(worker: Any, blocks: list[tuple[int, int]]) -> list[str]:
+    """Digest (group, block) pairs through the model's KV tensors; runs in a worker."""
+    layers = layers_of(worker.model_runner)
+    return [digest(layers[group], block) for group, block in blocks]
+
+
+class BlockWatch:
+    """Digests each cached block through the model's KV tensors, by block hash, on every rank.
+
+    A hash that turns up again in another place was restored or computed again; the
+    first digests are what it must still have if it was restored. SimpleCPUOffloadConnector says
+    which were restored: in lazy mode some are lost, and computed again beside other tokens.
+    """
+
+    def __init__(self, core: Any) -> None:
+        # Not through the engine, to which a call to its workers may mean other weights.
+        self.executor = core.model_executor
+        self.pool = core.scheduler.kv_cache_manager.block_pool
+        self.requests = core.scheduler.requests
+        self.tokens = core.vllm_config.cache_config.block_size
+        drafting = core.vllm_config.speculative_config
+        self.computes_last = drafting is not None and drafting.use_eagle()
+        self.last: set[bytes] = set()
+        self.seen: dict[bytes, tuple[str, ...]] = {}
+        self.places: dict[bytes, int] = {}
+        self.returned = 0
+        self.changed: list[int] = []
+        self.loads: set[int] | None = None  # device blocks; None if nobody says which
+        if hasattr(core.scheduler.connector, "scheduler_manager"):
+            self.loads = set()
+            planner = core.scheduler.connector.scheduler_manager
+            after(planner, "build_connector_meta", self._note_loads)
+
+    def _note_loads(self, meta: Any, *args: Any) -> None:
+        if self.loads is not None:
+            self.loads.update(meta.load_gpu_blocks)
+
+    def after_step(self) -> None:
+        if self.computes_last:
+            self.note_last()
+        new = {
+            block.block_hash: block.block_id
+            for block in self.pool.kv_block_pool
+            if block.block_hash is not None
+            and self.places.get(block.block_hash) != block.block_id
+            and block.block_hash[:-4] not in self.last  # without its group
+        }
+        if new:
+            wanted = [(group_of(key), block) for key, block in new.items()]
+            ranks = self.executor.collective_rpc(digests, args=(wanted,))
+            for (key, block), *found in zip(new.items(), *ranks, strict=True):
+                if self.loads is None or block in self.loads:
+                    self.returned += key in self.seen
+                    if self.seen.setdefault(key, tuple(found)) != tuple(found):
+                        self.changed.append(block)
+                else:
+                    self.seen[key] = tuple(found)
+            if self.loads is not None:
+                self.loads -= set(new.values())
+        self.places |= new
+        here = {block.block_hash for block in self.pool.kv_block_pool}
+        self.places = {key: place for key, place in self.places.items() if key in here}
+
+    def note_last(self) -> None:
+        """Note the last whole block of each prompt: with EAGLE it is computed again after a hit.
+
+        Beside other tokens, and so with other last digits.
+        """
+        for request in self.requests.values():
+            whole = request.num_prompt_tokens // self.tokens
+            if 0 < whole <= len(request.block_hashes):
+                self.last.add(request.block_hashes[whole - 1])

@@ -1,0 +1,57 @@
+"""The oracle of restored bytes: which blocks must be what they were."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+
+pytest.importorskip("torch")
+
+from harness.engines.block_watch import BlockWatch
+
+
+class Planner:
+    """A scheduler's part of SimpleCPUOffloadConnector, which loads into some blocks."""
+
+    def __init__(self, loads):
+        self.loads = loads
+
+    def build_connector_meta(self, output):
+        return SimpleNamespace(load_gpu_blocks=self.loads)
+
+
+def watched(connector):
+    """Let a block come back to another place, with other bytes; return what the oracle saw."""
+    digests = iter(("first", "second"))
+    block = SimpleNamespace(block_hash=b"hash" + bytes(4), block_id=3)
+    core = SimpleNamespace(
+        model_executor=SimpleNamespace(collective_rpc=lambda call, args: [[next(digests)]]),
+        scheduler=SimpleNamespace(
+            kv_cache_manager=SimpleNamespace(block_pool=SimpleNamespace(kv_block_pool=[block])),
+            requests={},
+            connector=connector,
+        ),
+        vllm_config=SimpleNamespace(
+            cache_config=SimpleNamespace(block_size=32), speculative_config=None
+        ),
+    )
+    watch = BlockWatch(core)
+    watch.after_step()
+    block.block_id = 7
+    if connector is not None:
+        connector.scheduler_manager.build_connector_meta(None)
+    watch.after_step()
+    return watch.changed, watch.returned
+
+
+def test_a_block_that_comes_back_has_the_same_bytes():
+    assert watched(None) == ([7], 1)
+
+
+def test_a_block_that_was_loaded_has_the_same_bytes():
+    assert watched(SimpleNamespace(scheduler_manager=Planner([7]))) == ([7], 1)
+
+
+def test_a_block_that_was_computed_again_may_have_others():
+    assert watched(SimpleNamespace(scheduler_manager=Planner([6]))) == ([], 0)
