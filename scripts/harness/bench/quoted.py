@@ -7,7 +7,6 @@ from typing import Any
 
 from harness import markdown
 from harness.bench import arms, goals, two_models
-from harness.bench.pairing import Pair
 
 RATE, FIRST_TOKEN = "total_tokens_per_second", "ttft_ms.mean"
 # A figure in words, its load, the arm that kvpatch's is compared with, and where it is in a run.
@@ -63,9 +62,4 @@ def _rows(host: dict[str, Any]) -> Iterator[tuple[str, str]]:
         found = goals.compared(host, load, arms.KVPATCH.name, against.name, path)
         if found is not None:
             noise = goals.noise(host, load, path)
-            yield words, _shown(found) + ("" if noise is None else f", noise {noise:.1%}")
-
-
-def _shown(found: Pair) -> str:
-    low, high = found.spread
-    return f"{found.median:.2f}x ({low:.2f}x to {high:.2f}x)"
+            yield words, goals.shown(found) + ("" if noise is None else f", noise {noise:.1%}")

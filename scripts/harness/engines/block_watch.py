@@ -35,6 +35,7 @@ class BlockWatch:
         self.returned = 0
         self.changed: list[int] = []
         self.loads: set[int] | None = None  # device blocks; None if nobody says which
+        # Not inside of MultiConnector, where another connector may load as well.
         if hasattr(core.scheduler.connector, "scheduler_manager"):
             self.loads = set()
             planner = core.scheduler.connector.scheduler_manager
