@@ -55,7 +55,8 @@ def run(options: argparse.Namespace) -> int:
 def as_json(verdict: verdicts.Verdict) -> dict[str, str]:
     """Return a verdict for JSON."""
     words = {"verdict": verdict.kind.value, "why": verdict.why}
-    return words | ({"tagged bytes": verdict.tagged} if verdict.tagged else {})
+    more = {"tagged bytes": verdict.tagged, "plain vLLM on a CPU": verdict.ended}
+    return words | {name: said for name, said in more.items() if said}
 
 
 def every_release() -> str:
@@ -100,6 +101,8 @@ def one_release(vllm: str) -> str:
         parts.append(f"{verdict.kind.value}: {verdict.why}")
         if verdict.tagged:
             parts.append(f"  tagged bytes were right: {verdict.tagged}")
+        if verdict.ended:
+            parts.append(f"  plain vLLM, without kvpatch, ends on a CPU: {verdict.ended}")
         parts += [f"    {line}" for line in tables.describe(cells)]
     for (ascend, cell), verdict in npu.verdicts().items():
         if cell.vllm == vllm:

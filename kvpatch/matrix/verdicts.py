@@ -12,22 +12,24 @@ from packaging.version import Version
 
 from kvpatch import admitted, gate, patches, rules, supported
 from kvpatch.environ import ALLOW_VLLM
-from kvpatch.matrix import evidence, signatures
+from kvpatch.matrix import evidence, plain, signatures
 from kvpatch.matrix.axes import NONE, Cell, cells, configuration_of, connector_of, feature_of
 from kvpatch.refusal import Basis, Refusal
 from kvpatch.versions import Facts, Installed
 
 
 class Kind(str, Enum):
-    """The possible verdicts; a committed matrix has only the first five.
+    """The possible verdicts; a committed matrix has only the first six.
 
     ``EMULATED`` is of cells on NPUs only, see ``npu``: no run on the emulator validates another.
+    ``NO_CPU_ENGINE`` is not validated, and cannot be on a CPU: plain vLLM itself ends there.
     """
 
     VALIDATED = "validated"
     EMULATED = "validated (ACL emulator)"
     INCOMPATIBLE = "incompatible"
     NOT_VALIDATED = "not validated"
+    NO_CPU_ENGINE = "not validated (no engine on a CPU runs it)"
     ABSENT = "absent in this release"
     UNTESTED = "UNTESTED"
     WRONG = "WRONG"
@@ -35,7 +37,7 @@ class Kind(str, Enum):
     @property
     def refused(self) -> bool:
         """Whether start-up refuses it."""
-        return self in (Kind.INCOMPATIBLE, Kind.NOT_VALIDATED)
+        return self in (Kind.INCOMPATIBLE, Kind.NOT_VALIDATED, Kind.NO_CPU_ENGINE)
 
     @property
     def red(self) -> bool:
@@ -51,11 +53,13 @@ class Verdict:
         kind: the kind of verdict.
         why: the refusal, or the result file.
         tagged: for a refused cell, the result file of a run with correct tagged blocks.
+        ended: for a cell that is not validated, with what plain vLLM ends on a CPU.
     """
 
     kind: Kind
     why: str
     tagged: str = ""
+    ended: str = ""
 
 
 def refusal(cell: Cell, tried: bool = False) -> Refusal | None:
@@ -130,8 +134,12 @@ def verdict(cell: Cell) -> Verdict:
             run.file if other.right else other.file,
         )
     tagged = by_level.get("bytes")
-    kind = Kind.INCOMPATIBLE if refused.basis is Basis.INCOMPATIBLE else Kind.NOT_VALIDATED
-    return Verdict(kind, str(refused), tagged.file if tagged and tagged.right else "")
+    file = tagged.file if tagged and tagged.right else ""
+    if refused.basis is Basis.INCOMPATIBLE:
+        return Verdict(Kind.INCOMPATIBLE, str(refused), file)
+    ended = plain.ended(cell)
+    kind = Kind.NO_CPU_ENGINE if ended else Kind.NOT_VALIDATED
+    return Verdict(kind, str(refused), file, ended)
 
 
 def by_shared_seams(cell: Cell) -> list[str]:
@@ -189,6 +197,7 @@ def forget() -> None:
     _of_releases.cache_clear()
     signatures.releases.cache_clear()
     evidence.forget()
+    plain.forget()
     admitted.forget()
 
 

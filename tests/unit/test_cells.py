@@ -49,6 +49,46 @@ def test_plain_vllm_has_what_is_turned_on_and_no_connector(asked, cell):
     assert plain.runner == ours.runner == cell.runner.lower()
 
 
+def test_plain_vllm_alone_is_the_reference_that_a_cell_has(asked, tmp_path, monkeypatch):
+    seen: list[tuple[Run, str]] = []
+
+    def run(wanted: Run, trial: cells.Trial, name: str) -> dict[str, Any]:
+        seen.append((wanted, name))
+        return {"failed": "ValueError: no"}
+
+    for cell in every_cell():
+        engines = cells.Engines("0.32.0", tmp_path, print)
+        monkeypatch.setattr(engines, "run", run)
+        assert engines.plain(cell) is engines.plain(cell)  # of one run
+        reference, _, _ = asked(cell)
+        assert seen == [(reference, seen[0][1])]
+        assert seen.pop()[1].startswith(f"plain-{cell.runner}-")
+
+
+@pytest.mark.parametrize(
+    ("log", "said"),
+    [
+        ("INFO: loading\nValueError: no such backend\n", "ValueError: no such backend"),
+        (
+            "(EngineCore pid=12) AssertionError: intermediate_tensors\n"
+            "RuntimeError: Engine core initialization failed. See root cause above.\n",
+            "AssertionError: intermediate_tensors",
+        ),
+        (
+            "triton.compiler.errors.InterpreterError: of /tmp/x/y/kernel.py line 3\nbye\n",
+            "triton.compiler.errors.InterpreterError: of kernel.py line 3",
+        ),
+        ("one\nno end after 600 s\n", "no end after 600 s"),
+        ("Exception: WorkerProc initialization failed\n", "Exception: WorkerProc initialization"),
+        ("Killed\n\n", "Killed"),
+        ("", "it said nothing"),
+    ],
+)
+def test_the_error_of_an_engine_is_its_own_and_names_no_machine(log, said):
+    assert cells.reason(log).startswith(said)
+    assert len(cells.reason("ValueError: " + "x" * 999)) == 300
+
+
 def test_every_feature_of_the_matrix_changes_the_engine(asked):
     assert {one.name for one in axes.FEATURES} == set(cells.FEATURES)
     for feature in axes.FEATURES[1:]:

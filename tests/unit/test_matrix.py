@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import re
 import sys
@@ -14,7 +15,8 @@ import pytest
 from packaging.version import Version
 
 from kvpatch import patches, supported
-from kvpatch.matrix import axes, evidence, signatures, tables, verdicts
+from kvpatch.cli import matrix as cli
+from kvpatch.matrix import axes, evidence, plain, signatures, tables, verdicts
 from kvpatch.matrix.signatures import Signatures
 from kvpatch.patch import Feature, Outcome, Seam
 from kvpatch.refusal import CODES, Basis
@@ -236,13 +238,79 @@ def test_incompatible_and_not_validated_cells_are_counted_apart(found):
             assert (basis is Basis.INCOMPATIBLE) is (verdict.kind is verdicts.Kind.INCOMPATIBLE)
     counted = verdicts.counts(found.values())
     assert sum(counted.values()) == len(found)
-    assert list(counted) == ["validated", "incompatible", "not validated", "absent in this release"]
+    no_cpu_engine = [verdicts.Kind.NO_CPU_ENGINE.value] if plain.runs() else []
+    assert list(counted) == [
+        "validated",
+        "incompatible",
+        "not validated",
+        *no_cpu_engine,
+        "absent in this release",
+    ]
 
 
 def test_what_a_release_does_not_have_is_absent(found):
     absent = found[cell("0.18.1", "Simple eager")]
     assert absent.kind is verdicts.Kind.ABSENT
     assert absent.why == "vLLM 0.18.1 has no SimpleCPUOffloadConnector"
+
+
+ENDED = "NotImplementedError: no such backend on a CPU"
+FP8_V1 = {"runner": "V1", "model": "full attention", "feature": "fp8"}
+
+
+def plain_runs(folder: Path, **runs: str) -> Path:
+    """A folder of results in which plain vLLM of a release ended with an error, or ran."""
+    (folder / "plain").mkdir()
+    for vllm, ended in runs.items():
+        release = vllm.strip("v").replace("_", ".")
+        result = {"vllm": release, "runs": [FP8_V1 | {"ended": ended}]}
+        (folder / f"plain/vllm-{release}.json").write_text(json.dumps(result))
+    return folder
+
+
+def test_where_plain_vllm_ends_on_a_cpu_a_cell_says_so(monkeypatch, tmp_path, capsys):
+    recorded = plain.runs(plain_runs(tmp_path, v0_26_0=ENDED, v0_25_0=""))
+    monkeypatch.setattr(plain, "runs", lambda: recorded)
+    waits, fp8 = verdicts.Kind.NOT_VALIDATED, cell("0.26.0", feature="fp8")
+    ended = verdicts.verdict(fp8)
+    assert (ended.kind, ended.ended) == (verdicts.Kind.NO_CPU_ENGINE, ENDED)
+    assert ended.kind.refused
+    assert not ended.kind.red
+    for other in (
+        replace(fp8, vllm="0.25.0"),  # where it came to its end
+        replace(fp8, vllm="0.24.0"),  # where it did not run
+        replace(fp8, feature="ngram"),
+        replace(fp8, model="latent attention", feature=axes.NONE),
+    ):
+        assert (verdicts.verdict(other).kind, verdicts.verdict(other).ended) == (waits, "")
+    assert verdicts.verdict(cell("0.26.0")).kind is verdicts.Kind.VALIDATED
+    command = argparse.ArgumentParser()
+    cli.configure(command)
+    assert cli.run(command.parse_args(["--vllm", "0.26.0"])) == 0
+    told = capsys.readouterr().out
+    assert f"\n  plain vLLM, without kvpatch, ends on a CPU: {ENDED}\n" in told
+    assert f" {verdicts.Kind.NO_CPU_ENGINE.value}" in told.splitlines()[-1]
+    assert cli.run(command.parse_args(["--vllm", "0.26.0", "--json"])) == 0
+    cells = json.loads(capsys.readouterr().out)["cells"]
+    assert {one.get("plain vLLM on a CPU") for one in cells if one["feature"] == "fp8"} == {
+        None,  # on Runner V2, which this release does not have
+        ENDED,
+    }
+
+
+def test_an_incompatible_cell_stays_incompatible_where_plain_vllm_ends(monkeypatch, found):
+    incompatible = next(
+        cell for cell, one in found.items() if one.kind is verdicts.Kind.INCOMPATIBLE
+    )
+    monkeypatch.setattr(plain, "runs", lambda: {plain.combination_of(incompatible): ENDED})
+    assert verdicts.verdict(incompatible) == found[incompatible]
+
+
+def test_the_recorded_ends_of_plain_vllm_name_an_error_and_no_machine():
+    for made, ended in plain.runs().items():
+        assert made.vllm in supported.RELEASES
+        assert not re.search(r"(?<![\w.])/\w+/", ended), ended
+        assert len(ended) <= 300
 
 
 def test_what_an_operator_allows_by_name_does_not_change_the_matrix(monkeypatch, status):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 import subprocess
 import time
@@ -68,6 +69,11 @@ SYNCHRONOUS = ("ngram",)  # vLLM drafts these between two steps
 OWN = (connectors.OFFLOADING, connectors.SIMPLE)  # vLLM's
 # The patches of debug mode, which watch and change nothing.
 AUDITS = {row.id for one in patches.FEATURES if one.name == "audit" for row in one.patches}
+# An error in a log; what only passes one on; and what is of one machine.
+_ERROR = re.compile(r"\b[A-Za-z_.]*(?:Error|Exception)\b.*|no end after .*")
+_ELSEWHERE = ("initialization failed", "See root cause above", "worker died", "EngineDeadError")
+_PLACES = re.compile(r"(?<![\w.])(?:/[\w.+-]+)+/|\(?pid=\d+\)?")
+_LONGEST = 300  # characters
 _WIDEST = ("widest_logprob_gap",)  # of several engines; other numbers are added up
 LAYOUTS = {"contiguous": True, "non-contiguous": False}
 
@@ -204,34 +210,9 @@ class Engines:
             asynchronous: with asynchronous scheduling, as on a GPU.
         """
         kind = MODELS[cell.model]
-        ahead = (
-            asynchronous
-            and cell.feature not in SYNCHRONOUS
-            and (cell.runner, cell.feature) not in IN_TURN
-        )
-        plain = Run(
-            vllm=self.version,
-            model=kind,
-            runner=cell.runner.lower(),
-            kvpatch=False,
-            offload=False,
-            asynchronous=ahead and cell.feature in SPECULATIONS,
-            **FEATURES[cell.feature],
-        )
-        if kind == "hybrid":
-            # One at a time: beside other requests the last digits of bfloat16 are others.
-            plain = replace(plain, dtype="bfloat16", together=1)
-        feature = "" if cell.feature == NONE else f"-{cell.feature.replace(' ', '-')}"
-        key = f"{cell.runner}-{kind}{feature}{'-ahead' if plain.asynchronous else ''}"
-        kept = self.work / f"plain-{key}/result.json"
-        if key not in self._plain:
-            # kvpatch has no part in it, so one that was kept is as good.
-            has_run = kept.exists()
-            self._plain[key] = (
-                json.loads(kept.read_text())
-                if has_run
-                else self.run(plain, Trial({}), f"plain-{key}")
-            )
+        ahead = _ahead(cell, asynchronous)
+        plain, key = self._plain_run(cell, ahead)
+        reference = self._reference(plain, key)
         trial = trial_of(cell)
         how = "" if asynchronous else "-synchronous"
         name = f"{cell.connector.replace(' ', '-')}-{key}-{cell.layout}{how}"
@@ -257,7 +238,61 @@ class Engines:
             ours = replace(ours, tiers=(str(disk),))
         found = self.run(ours, trial, name)
         judged = judge if ours.engines == 1 else judge_each
-        return judged(found, self._plain[key], trial, ours)
+        return judged(found, reference, trial, ours)
+
+    def plain(self, cell: Cell) -> dict[str, Any]:
+        """Run plain vLLM as a cell's reference; return what it wrote, as ``run`` does."""
+        return self._reference(*self._plain_run(cell, _ahead(cell, asynchronous=True)))
+
+    def _plain_run(self, cell: Cell, ahead: bool) -> tuple[Run, str]:
+        """Return the run of plain vLLM with a cell's runner, model and feature, and its name."""
+        kind = MODELS[cell.model]
+        plain = Run(
+            vllm=self.version,
+            model=kind,
+            runner=cell.runner.lower(),
+            kvpatch=False,
+            offload=False,
+            asynchronous=ahead and cell.feature in SPECULATIONS,
+            **FEATURES[cell.feature],
+        )
+        if kind == "hybrid":
+            # One at a time: beside other requests the last digits of bfloat16 are others.
+            plain = replace(plain, dtype="bfloat16", together=1)
+        feature = "" if cell.feature == NONE else f"-{cell.feature.replace(' ', '-')}"
+        return plain, f"{cell.runner}-{kind}{feature}{'-ahead' if plain.asynchronous else ''}"
+
+    def _reference(self, plain: Run, key: str) -> dict[str, Any]:
+        if key not in self._plain:
+            kept = self.work / f"plain-{key}/result.json"
+            # kvpatch has no part in it, so one that was kept is as good.
+            has_run = kept.exists()
+            self._plain[key] = (
+                json.loads(kept.read_text())
+                if has_run
+                else self.run(plain, Trial({}), f"plain-{key}")
+            )
+        return self._plain[key]
+
+
+def reason(log: str) -> str:
+    """Return the error with which an engine ended, of the end of its log, without its machine.
+
+    The last one that says more than that another process ended; else the last line.
+    """
+    lines = [_PLACES.sub("", line) for line in log.splitlines() if line.strip()]
+    found = [match[0] for line in lines if (match := _ERROR.search(line))]
+    own = [one for one in found if not any(word in one for word in _ELSEWHERE)]
+    return (own or found or lines or ["it said nothing"])[-1].strip()[:_LONGEST]
+
+
+def _ahead(cell: Cell, asynchronous: bool) -> bool:
+    """Return whether the engine of a cell schedules ahead, where it is asked to."""
+    return (
+        asynchronous
+        and cell.feature not in SYNCHRONOUS
+        and (cell.runner, cell.feature) not in IN_TURN
+    )
 
 
 def asked_of(wanted: Run, trial: Trial) -> dict[str, Any]:

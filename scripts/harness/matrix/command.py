@@ -12,6 +12,8 @@
                                                  they ran: in a copy of the checkout that admits
                                                  them; those that were right are then admitted
     scripts/matrix admit                         renew what the recorded runs admit
+    scripts/matrix plain 0.28.0                  plain vLLM in what is not validated: where it ends
+                                                 by itself, no engine on a CPU can validate a cell
     scripts/matrix bytes                         tagged blocks, from vLLM 0.29 on
     scripts/matrix ascend                        vllm-ascend on the ACL emulator, in the environment
                                                  of scripts/environment ascend-0.23.0
@@ -57,7 +59,7 @@ from harness.matrix import (
     without_rows,
 )
 from kvpatch import admitted, supported
-from kvpatch.matrix import axes, evidence, signatures, verdicts
+from kvpatch.matrix import axes, evidence, plain, signatures, verdicts
 from kvpatch.matrix import npu as on_npus
 from kvpatch.version import VERSION
 
@@ -131,6 +133,19 @@ def run_release(release: str, arguments: argparse.Namespace, stale: set[Ran]) ->
     return wrong
 
 
+def head_of(release: str, command: str, versions: dict[str, str]) -> dict[str, Any]:
+    """Return the head of a result file: the machine and the versions that engines ran on."""
+    return {
+        "vllm": release,
+        "kvcached": supported.KVCACHED[-1],
+        "kvpatch": VERSION,
+        "date": datetime.date.today().isoformat(),
+        "command": f"scripts/matrix {command} {release}",
+        "machine": f"host device, {os.cpu_count()} cores, {platform.machine()}",
+        "versions": versions,
+    }
+
+
 def record_cell(
     level: str,
     cell: axes.Cell,
@@ -139,19 +154,44 @@ def record_cell(
     versions: dict[str, str],
 ) -> None:
     """Record the outcome of one cell, with the machine and the versions it ran on."""
-    head = {
-        "vllm": cell.vllm,
-        "kvcached": supported.KVCACHED[-1],
-        "kvpatch": VERSION,
-        "date": datetime.date.today().isoformat(),
-        "command": f"scripts/matrix {COMMANDS.get(level, level)} {cell.vllm}",
-        "machine": f"host device, {os.cpu_count()} cores, {platform.machine()}",
-        "versions": versions,
-    }
+    head = head_of(cell.vllm, COMMANDS.get(level, level), versions)
     run = {name: getattr(cell, name) for name in AXES}
     if cell.feature != axes.NONE:
         run["feature"] = cell.feature
     record.record_run(level, head, run | outcome, patches)
+
+
+def compute_plain(arguments: argparse.Namespace) -> int:
+    """Run plain vLLM in the combinations that are not validated; record where it ends."""
+    wanted = arguments.releases or supported.validated()
+    with ThreadPoolExecutor(arguments.jobs or room_for_engines()) as pool:
+        list(pool.map(lambda release: run_plain(release, arguments), wanted))
+    verdicts.forget()
+    return report_cells()
+
+
+def run_plain(release: str, arguments: argparse.Namespace) -> None:
+    """Run plain vLLM of one release and record with what it ended."""
+    head = head_of(release, "plain", cells.facts(release))
+    folder = arguments.keep or tempfile.mkdtemp(prefix="kvpatch-plain-")
+    runner = cells.Engines(release, Path(folder) / release, lambda text: say(f"{release}: {text}"))
+    # One cell for each combination: connectors and layouts are not plain vLLM's.
+    each = {
+        plain.combination_of(cell): cell
+        for cell, found in verdicts.verdicts(release).items()
+        if found.kind in (verdicts.Kind.NOT_VALIDATED, verdicts.Kind.NO_CPU_ENGINE)
+        and cell.feature in (arguments.feature or cells.FEATURES)
+        and cell.model in (arguments.model or cells.MODELS)
+        and cell.runner in (arguments.runner or axes.RUNNERS)
+    }
+    for made, cell in each.items():
+        if arguments.missing and made in plain.runs():
+            continue
+        outcome = runner.plain(cell)
+        ended = cells.reason(outcome["failed"]) if "failed" in outcome else ""
+        axes_of = {name: getattr(made, name) for name in ("runner", "model", "feature")}
+        record.record_plain(head, axes_of | {"ended": ended})
+        say(f"{release}: {', '.join(axes_of.values())}: {ended or 'ran to its end'}")
 
 
 def try_features(arguments: argparse.Namespace) -> int:
@@ -360,6 +400,15 @@ def main() -> int:
     level.add_argument("--jobs", type=int, help="releases at a time (default: what has room)")
     level.add_argument("--keep", type=Path, help="a folder for the copy, logs and results")
     level.set_defaults(compute=try_features)
+    level = levels.add_parser("plain", help="plain vLLM in what is not validated")
+    level.add_argument("releases", nargs="*", help="of vLLM (default: all that are validated)")
+    level.add_argument("--feature", action="append", help="one of them (default: all, and none)")
+    level.add_argument("--model", action="append", help="one kind (default: all)")
+    level.add_argument("--runner", action="append", choices=axes.RUNNERS)
+    level.add_argument("--missing", action="store_true", help="only what is not recorded")
+    level.add_argument("--jobs", type=int, help="releases at a time (default: what has room)")
+    level.add_argument("--keep", type=Path, help="a folder for logs and results")
+    level.set_defaults(compute=compute_plain)
     level = levels.add_parser("admit", help="what the recorded runs admit")
     level.set_defaults(compute=admit)
     level = levels.add_parser("bytes", help="tagged blocks, without an engine")

@@ -14,7 +14,7 @@ from harness import provenance
 from harness.matrix import below, sources
 from harness.matrix.signatures import Sources
 from kvpatch import supported
-from kvpatch.matrix import evidence, sharing, signatures
+from kvpatch.matrix import evidence, plain, sharing, signatures
 from kvpatch.matrix.signatures import Signatures
 from kvpatch.versions import Span
 
@@ -74,6 +74,15 @@ def record_run(
     codes = earlier.get("code", {}) | {key: ran_on}
     used = {one.get("code") for one in runs}
     write(path, head | {"code": {k: codes[k] for k in sorted(codes) if k in used}, "runs": runs})
+
+
+def record_plain(head: dict[str, Any], run: dict[str, Any]) -> None:
+    """Write a run of plain vLLM; it takes the place of the same combination's earlier run."""
+    path = signatures.DATA / plain.LEVEL / f"vllm-{head['vllm']}.json"
+    earlier = json.loads(path.read_text())["runs"] if path.exists() else []
+    names = ("runner", "model", "feature")
+    done = {tuple(one[name] for name in names): one for one in [*earlier, run]}
+    write(path, head | {"commit": provenance.commit(), "runs": [done[one] for one in sorted(done)]})
 
 
 def _axes(run: dict[str, Any]) -> tuple[str, ...]:
