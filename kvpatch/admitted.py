@@ -42,14 +42,15 @@ def admits(feature: str, vllm: Installed, wanted: Iterable[str]) -> bool:
     )
 
 
-def where(*features: str, how: str = "") -> str:
+def where(*features: str, how: str = "", model: str = "") -> str:
     """Return where any of the features is validated, for the reason of a refusal.
 
     Args:
         features: their names.
         how: what else must hold for them.
+        model: only with this kind of model, by its name on the matrix' axis.
     """
-    known = _releases(features)
+    known = _releases(features, model)
     if not known:
         return "on no release yet"
     beside = f" and {how}," if how else ""
@@ -57,20 +58,25 @@ def where(*features: str, how: str = "") -> str:
     return f"on vLLM {in_ranges(known)}{beside} only, {of_each}"
 
 
-def why(*features: str, how: str = "") -> str:
+def why(*features: str, how: str = "", model: str = "") -> str:
     """Return why a configuration with one of the features is refused."""
-    return f"it is validated {where(*features, how=how)}"
+    return f"it is validated {where(*features, how=how, model=model)}"
 
 
-def but(*features: str, how: str = "") -> str:
+def but(*features: str, how: str = "", model: str = "") -> str:
     """Return what is not refused, for the end of a line of the documentation; empty for nothing."""
-    known = _releases(features)
+    known = _releases(features, model)
     beside = f" and {how}" if how else ""
     return f", except as the table says on vLLM {in_ranges(known)}{beside}" if known else ""
 
 
-def _releases(features: Iterable[str]) -> list[str]:
-    admitted = {release for one in features for release in table().get(one, {})}
+def _releases(features: Iterable[str], model: str) -> list[str]:
+    admitted = {
+        release
+        for one in features
+        for release, names in table().get(one, {}).items()
+        if any(name.endswith(model) for name in names)
+    }
     return [release for release in validated() if release in admitted]
 
 

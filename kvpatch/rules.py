@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 from kvpatch import supported
 from kvpatch.logs import log
 from kvpatch.patch import load
-from kvpatch.refusal import CODES, Code, Refusal
+from kvpatch.refusal import CODES, Basis, Code, Refusal
 from kvpatch.versions import Facts, Span
 
 Config = Any
@@ -87,6 +87,7 @@ def check(
 ) -> Refusal | None:
     """Return the refusal of the first rule that a ``VllmConfig`` breaks, or None.
 
+    A known fault goes before what is only not validated, whose sentence offers to verify it.
     Logs the warnings about a configuration that breaks none.
 
     Args:
@@ -98,14 +99,19 @@ def check(
     transfer = config.kv_transfer_config
     connector = transfer is not None and transfer.kv_connector is not None
     warnings: list[str] = []
+    first: Refusal | None = None
     for rule in rules:
         if (connector or not rule.with_connector) and rule.code not in lifted:
             refusal = rule.refusal(config, facts)
             if refusal is not None:
-                return refusal
+                if refusal.basis is Basis.INCOMPATIBLE:
+                    return refusal
+                first = first or refusal
+                continue
             warning = rule.warns(config, facts) if rule.warns is not None else ""
             if warning:
                 warnings.append(warning)
-    for warning in warnings:  # of a configuration that starts
-        log.warning("kvpatch: %s", warning)
-    return None
+    if first is None:
+        for warning in warnings:
+            log.warning("kvpatch: %s", warning)
+    return first

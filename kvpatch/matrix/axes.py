@@ -64,18 +64,20 @@ class Model:
         name: its name in the tables.
         architecture: a model of that kind.
         facts: the attributes of vLLM's ``ModelConfig`` that are True for it.
+        admitted: whether it starts in the cells of ``kvpatch.admitted`` only.
     """
 
     name: str
     architecture: str
     facts: tuple[str, ...] = ()
+    admitted: bool = False
 
 
 MODELS = (
     Model("full attention", "LlamaForCausalLM"),
     Model("sliding window", "Gemma3ForCausalLM"),
-    Model("latent attention", "DeepseekV2ForCausalLM", ("use_mla",)),
-    Model("hybrid", "JambaForCausalLM", ("is_hybrid",)),
+    Model("latent attention", "DeepseekV2ForCausalLM", ("use_mla",), admitted=True),
+    Model("hybrid", "JambaForCausalLM", ("is_hybrid",), admitted=True),
 )
 
 
@@ -214,13 +216,23 @@ def feature_of(cell: Cell) -> Feature:
     return next(one for one in FEATURES if one.name == cell.feature)
 
 
+def model_of(cell: Cell) -> Model:
+    """Return the kind of model of a cell."""
+    return next(one for one in MODELS if one.name == cell.model)
+
+
+def only_admitted(cell: Cell) -> bool:
+    """Return whether a cell starts only if ``kvpatch.admitted`` has it."""
+    return feature_of(cell).admitted or model_of(cell).admitted
+
+
 def configuration_of(cell: Cell) -> Any:
     """Return a ``VllmConfig`` of the cell, as the configuration rules read it.
 
     Everything that is not an axis of the matrix has vLLM's default.
     """
     connector = connector_of(cell)
-    model = next(one for one in MODELS if one.name == cell.model)
+    model = model_of(cell)
     facts = {"use_mla": False, "is_hybrid": False, "is_encoder_decoder": False}
     made = SimpleNamespace(
         use_v2_model_runner=cell.runner == "V2",

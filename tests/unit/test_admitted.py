@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 
 from harness import ROOT
-from harness.matrix import admission, command, trial
+from harness.matrix import admission, command, record, trial
 from kvpatch import admitted, supported
-from kvpatch.matrix import axes, evidence, verdicts
+from kvpatch.matrix import axes, evidence, plain, verdicts
 from kvpatch.patches.offloading import place
 from kvpatch.versions import Facts, Installed
 
@@ -94,6 +94,10 @@ def test_every_cell_of_a_configuration_must_have_run(table):
     assert admitted.why(*both) == f"it is validated {words} only, {listed}"
     assert admitted.why(*both, how="that") == f"it is validated {words} and that, only, {listed}"
     assert admitted.but(*both, how="that") == f", except as the table says {words} and that"
+    of_kind = {"model": "full attention"}
+    assert admitted.why(*both, **of_kind) == admitted.why(*both)
+    assert admitted.but("EAGLE", model="hybrid") == ""
+    assert admitted.where(*both, model="hybrid") == "on no release yet"
     none = "it is validated on no release yet"
     assert (admitted.why("unknown", how="that"), admitted.but("unknown")) == (none, "")
 
@@ -104,6 +108,19 @@ def test_a_trial_admits_what_is_to_run_beside_what_is_earned(ran):
     assert tried["ngram"] == {"0.32.0": [NAME]}
     assert list(tried["EAGLE"]) == ["0.33.0"]
     assert len(tried["EAGLE"]["0.33.0"]) == 4 * len(axes.CONNECTORS)
+
+
+def test_with_nothing_else_turned_on_some_kinds_of_model_wait(ran):
+    latent = replace(CELL, model="latent attention", feature=axes.NONE)
+    ran(latent, replace(CELL, feature=axes.NONE))
+    name = "V1, contiguous, Offloading, latent attention"
+    assert admission.earned() == {"none": {"0.32.0": [name]}}
+    tried = admission.tried(["none"], ["0.33.0"])
+    assert tried["none"]["0.32.0"] == [name]
+    waiting = [one.name for one in axes.MODELS if one.admitted]
+    assert {one.rpartition(", ")[2] for one in tried["none"]["0.33.0"]} == set(waiting)
+    tried = admission.tried(["none"], ["0.33.0"], ["hybrid"])
+    assert {one.rpartition(", ")[2] for one in tried["none"]["0.33.0"]} == {"hybrid"}
 
 
 def test_cells_are_run_in_a_copy_that_admits_them_and_come_back(ran, monkeypatch, tmp_path):
@@ -126,14 +143,14 @@ def test_cells_are_run_in_a_copy_that_admits_them_and_come_back(ran, monkeypatch
     ran()
     given = SimpleNamespace(
         feature=["ngram"], releases=["0.32.0"], keep=root, jobs=None, runner=["V1"],
-        connector=None, layout=None,
+        connector=None, layout=None, model=None,
     )  # fmt: skip
     command.try_features(given)
-    (words, told), back = seen
+    (words, told), *back = seen
     assert words[:2] == ["scripts/matrix", "engine"]
     assert {"0.32.0", "--missing", "--feature", "ngram", "--runner", "V1"} <= set(words)
     assert list(told) == ["ngram"]
-    assert back == ("0.32.0", root / "tree", "features")
+    assert back == [("0.32.0", root / "tree", level) for level in ("engine", "features")]
     assert written == [{"ngram": {"0.32.0": [NAME]}}]
 
 
@@ -208,3 +225,43 @@ def test_what_is_inside_of_a_multi_connector_must_have_run_too():
 
 def test_the_table_is_beside_the_recorded_runs():
     assert (ROOT / admission.FILE).parent == verdicts.signatures.DATA
+
+
+@pytest.fixture
+def plain_engines(monkeypatch: pytest.MonkeyPatch) -> dict[plain.Combination, str]:
+    """Logs of engines of plain vLLM, by combination; the others come to their end."""
+    logs: dict[plain.Combination, str] = {}
+
+    def run(engines: Any, cell: axes.Cell) -> dict[str, Any]:
+        log = logs.get(plain.combination_of(cell), "")
+        return {"failed": log} if log else {"rounds": []}
+
+    monkeypatch.setattr(command.cells, "facts", lambda release: {})
+    monkeypatch.setattr(command.cells.Engines, "plain", run)
+    return logs
+
+
+def test_plain_vllm_runs_where_nothing_is_validated(plain_engines, monkeypatch, tmp_path):
+    """Each combination once, whatever its connectors; the outcome is written at once."""
+    fp8 = plain.Combination("0.26.0", "V1", "full attention", "fp8")
+    plain_engines[fp8] = "ValueError: no fp8 here\n"
+    monkeypatch.setattr(record.signatures, "DATA", tmp_path)
+    given = SimpleNamespace(
+        keep=tmp_path, feature=["fp8", "ngram"], model=None, runner=None, missing=False
+    )
+    command.run_plain("0.26.0", given)
+    assert plain.runs(tmp_path) == {
+        fp8: "ValueError: no fp8 here",
+        fp8._replace(feature="ngram"): "",
+    }
+    plain.forget()
+    plain_engines[fp8] = "TypeError: another\n"
+    given.feature = ["fp8"]
+    command.run_plain("0.26.0", given)
+    assert plain.runs(tmp_path)[fp8] == "TypeError: another"
+    known = plain.runs(tmp_path)
+    assert len(known) == 2
+    monkeypatch.setattr(plain, "runs", lambda: known)
+    monkeypatch.setattr(command.cells.Engines, "plain", None)  # would not be called
+    given.missing = True
+    command.run_plain("0.26.0", given)

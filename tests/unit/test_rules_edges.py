@@ -240,12 +240,9 @@ ALONE = LATENT | ONE_RANK | V2_OF_29
     [
         (ALONE, None),
         (ALONE | simple(), None),
-        (ALONE | {"use_v2_model_runner": False}, "KVP305"),
         (LATENT | ONE_RANK | V2_OF_32 | tiers("fs"), None),
         (LATENT | ONE_RANK | V2_OF_32 | multi(OFFLOADING), None),
-        (LATENT | ONE_RANK | V2_OF_30 | tiers("fs"), "KVP305"),
         (HYBRID | ONE_RANK | V2_OF_30, None),
-        (HYBRID | ONE_RANK | V2_OF_30 | simple(), "KVP311"),
         (LATENT | HYBRID | ONE_RANK | V2_OF_30, "KVP311"),
     ],
 )

@@ -8,6 +8,10 @@ from kvpatch import admitted
 from kvpatch.upstream import connectors
 from kvpatch.versions import Facts
 
+# By the names of the cells: with nothing else turned on, and kinds of model.
+ALONE = "none"
+LATENT, HYBRID = "latent attention", "hybrid"
+
 
 def starts_with(feature: str, config: Any, facts: Facts) -> bool:
     """Return whether engines ran with a feature in all cells that a configuration is in."""
@@ -49,9 +53,9 @@ def kind_of(model: Any) -> str:
     if model is None:
         return ""
     if model.is_hybrid:
-        return "hybrid"
+        return HYBRID
     if model.use_mla:
-        return "latent attention"
+        return LATENT
     return "sliding window" if has_windows(model) else "full attention"
 
 

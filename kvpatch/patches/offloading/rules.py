@@ -39,13 +39,11 @@ DRAFTING_ON_DISK = ("ngram",)
 _DRAFTS = (
     f"with one rank, without an fp8 KV cache and, with secondary tiers, by {DRAFTING_ON_DISK[0]}"
 )
-LATENT = Span("0.29")  # latent attention (MLA)
+_ONE = "with one rank"
 STAGES = "2 stages"  # of a pipeline, by the name of its cells
 SEVERAL_RANKS = "2 ranks"  # the same, by the name of its cells
-LATENT_COMBINED = Span("0.32")  # the same in MultiConnector, or with secondary tiers
 # Where chunks are stored of which a window has left a part.
 WINDOWS_IN_PARTS = Span("0", "0.33")
-HYBRID = Span("0.30", "0.31")  # hybrid models, with state-space layers
 
 ROUND_TRIP = "it has not been validated by a store and load round trip"
 
@@ -118,33 +116,23 @@ def _scheduler(config: Any) -> str | None:
 
 
 def _latent(config: Any, facts: Facts) -> bool:
-    model = config.model_config
-    if model is None or not model.use_mla:
+    """Return whether a model has latent attention, where that did not run.
+
+    Those of hybrid models are refused with these.
+    """
+    if place.kind_of(config.model_config) != place.LATENT:
         return False
-    combined = in_multi(config) or has_tiers(config)
-    return not (
-        is_validated(facts.vllm, LATENT_COMBINED if combined else LATENT)
-        and config.use_v2_model_runner
-        and (
-            config.parallel_config.world_size == 1
-            or place.starts_with(SEVERAL_RANKS, config, facts)
-        )
-    )
+    several = config.parallel_config.world_size > 1
+    return not place.starts_with(SEVERAL_RANKS if several else place.ALONE, config, facts)
 
 
 def _hybrid(config: Any, facts: Facts) -> bool:
+    """Return whether a model is hybrid, where that did not run: with one rank, of no latent one."""
     model = config.model_config
-    return (
-        model is not None
-        and model.is_hybrid
-        and not (
-            is_validated(facts.vllm, HYBRID)
-            and config.use_v2_model_runner
-            and config.parallel_config.world_size == 1
-            and not has_tiers(config)
-            and config.kv_transfer_config.kv_connector == connectors.OFFLOADING
-            and not model.use_mla
-        )
+    return place.kind_of(model) == place.HYBRID and not (
+        config.parallel_config.world_size == 1
+        and not model.use_mla
+        and place.starts_with(place.ALONE, config, facts)
     )
 
 
@@ -399,15 +387,12 @@ RULES = (
     ),
     Rule(  # before the next rule: on a CPU vLLM disables the prefix cache for these models
         "KVP305",
-        "offloading of models with latent attention (MLA), except with one rank on Model Runner V2 "
-        f"of vLLM {in_ranges(validated(LATENT))}, and with secondary tiers or MultiConnector of "
-        f"{in_ranges(validated(LATENT_COMBINED))}; with several ranks{admitted.but(SEVERAL_RANKS)}",
+        "offloading of models with latent attention (MLA)"
+        + admitted.but(place.ALONE, SEVERAL_RANKS, model=place.LATENT),
         _latent,
         _model,
-        f"latent attention is validated on Model Runner V2 of vLLM {in_ranges(validated(LATENT))} "
-        "only, with secondary tiers or in MultiConnector on "
-        f"{in_ranges(validated(LATENT_COMBINED))} only, and with several ranks "
-        f"{admitted.where(SEVERAL_RANKS)}",
+        "latent attention is validated "
+        + admitted.where(place.ALONE, SEVERAL_RANKS, model=place.LATENT),
         "use one of these, or run this model without a KV connector",
     ),
     Rule(
@@ -538,13 +523,11 @@ RULES = (
     ),
     Rule(
         "KVP311",
-        "offloading of hybrid models, except by OffloadingConnector alone on Model Runner V2 of "
-        f"vLLM {in_ranges(validated(HYBRID))} with one rank",
+        "offloading of hybrid models" + admitted.but(place.ALONE, how=_ONE, model=place.HYBRID),
         _hybrid,
         _model,
-        "hybrid models are validated with OffloadingConnector without secondary tiers, on Model "
-        f"Runner V2 of vLLM {in_ranges(validated(HYBRID))} and one rank only",
-        "use that, or run this model without a KV connector",
+        f"hybrid models are validated {admitted.where(place.ALONE, how=_ONE, model=place.HYBRID)}",
+        "use one of these, or run this model without a KV connector",
     ),
     Rule(
         "KVP331",

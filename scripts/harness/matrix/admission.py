@@ -19,12 +19,19 @@ def earned() -> Table:
     return _table(lambda cell: verdicts.ran_right(cell) or bool(verdicts.by_shared_seams(cell)))
 
 
-def tried(features: Iterable[str], releases: Iterable[str]) -> Table:
-    """Return the table that a trial has: what is earned, and every cell that is to run."""
+def tried(features: Iterable[str], releases: Iterable[str], models: Iterable[str] = ()) -> Table:
+    """Return the table that a trial has: what is earned, and every cell that is to run.
+
+    Args:
+        features: the names of what is to run.
+        releases: of vLLM.
+        models: the kinds of model that it is to run with; all if none is named.
+    """
     known, names, versions = cells_of(earned()), set(features), set(releases)
+    kinds = set(models) or {one.name for one in axes.MODELS}
     return _table(
         lambda cell: (
-            (cell.feature in names and cell.vllm in versions)
+            (cell.feature in names and cell.vllm in versions and cell.model in kinds)
             or (cell.feature, cell.vllm, _name(cell)) in known
         )
     )
@@ -52,11 +59,11 @@ def _name(cell: axes.Cell) -> str:
 def _table(holds: Callable[[axes.Cell], bool]) -> Table:
     found: Table = {}
     for feature in axes.FEATURES:
-        for release in supported.validated() if feature.admitted else ():
+        for release in supported.validated():
             names = [
                 _name(cell)
                 for cell in axes.cells(release)
-                if cell.feature == feature.name and holds(cell)
+                if cell.feature == feature.name and axes.only_admitted(cell) and holds(cell)
             ]
             if names:
                 found.setdefault(feature.name, {})[release] = names

@@ -128,7 +128,7 @@ def run_release(release: str, arguments: argparse.Namespace, stale: set[Ran]) ->
         say(f"{release}: {in_words(cell)}: {words}")
         # At once: what was run stays when the rest is interrupted. A cell that is refused and was
         # never right stays as it is.
-        if outcome["right"] or cell in evidence.runs() or not axes.feature_of(cell).admitted:
+        if outcome["right"] or cell in evidence.runs() or not axes.only_admitted(cell):
             record_cell(level_of(arguments), cell, outcome, patches, versions)
     return wrong
 
@@ -198,9 +198,10 @@ def try_features(arguments: argparse.Namespace) -> int:
     """Run cells that rules refuse until they ran, and admit those that were right."""
     folder = Path(arguments.keep or tempfile.mkdtemp(prefix="kvpatch-try-"))
     tree = trial.copy(folder / "tree")
-    admission.write(admission.tried(arguments.feature, arguments.releases), tree)
+    wanted = admission.tried(arguments.feature, arguments.releases, arguments.model or ())
+    admission.write(wanted, tree)
     words = ["engine", *arguments.releases, "--missing", "--keep", str(folder / "engines")]
-    for name in ("feature", "connector", "layout", "runner"):
+    for name in ("feature", "model", "connector", "layout", "runner"):
         for value in getattr(arguments, name) or ():
             words += [f"--{name}", value]
     words += ["--jobs", str(arguments.jobs)] if arguments.jobs else []
@@ -210,7 +211,8 @@ def try_features(arguments: argparse.Namespace) -> int:
         subprocess.run(command, cwd=tree, env=environment, check=False)
     finally:  # what was run stays when the rest is interrupted
         for release in arguments.releases:
-            trial.bring_back(release, tree, evidence.FEATURES)
+            for level in (evidence.LEVELS[0], evidence.FEATURES):
+                trial.bring_back(release, tree, level)
         status = admit(arguments)
     return status or report_cells()
 
@@ -392,8 +394,10 @@ def main() -> int:
     level.set_defaults(compute=compute_engines)
     level = levels.add_parser("try", help="real engines with what is refused until it ran")
     level.add_argument("releases", nargs="+", help="of vLLM")
-    waiting = [one.name for one in axes.FEATURES if one.admitted]
+    # With nothing else turned on, the kinds of model that are admitted cell by cell.
+    waiting = [one.name for one in axes.FEATURES if one.admitted or one.name == axes.NONE]
     level.add_argument("--feature", action="append", required=True, choices=waiting)
+    level.add_argument("--model", action="append", help="one kind (default: all)")
     level.add_argument("--connector", action="append", help="one of them (default: all)")
     level.add_argument("--layout", action="append", choices=axes.LAYOUTS)
     level.add_argument("--runner", action="append", choices=axes.RUNNERS)
