@@ -120,8 +120,12 @@ class Balance:
             begun = self._clock()
             self.round()
             if rounds is not None and (rounds := rounds - 1) <= 0:
-                return
+                break
             stop.wait(max(0.0, self.options.every - (self._clock() - begun)))
+        if not self._dry and any(terms.lends for terms in self.options.terms.values()):
+            # Nobody looks from now on: what one request needs goes back to who lends it.
+            self._settings = replace(self._settings, lent=0.0)
+            self.round()
 
     def round(self) -> None:
         """Look once, and do what is due."""

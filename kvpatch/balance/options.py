@@ -86,7 +86,7 @@ def of(said: Mapping[str, Any]) -> Options:
         raise Wrong("engines is no table of tables; write [engines.NAME]")
     terms = {}
     for name, given in engines.items():
-        _known(given, ("floor", "ceiling", "priority"), f"{name}: ")
+        _known(given, ("floor", "ceiling", "priority", "lends"), f"{name}: ")
         terms[name] = with_(Terms(), name, given)
     return replace(options, terms=terms)
 
@@ -97,7 +97,7 @@ def with_(terms: Terms, name: str, given: Mapping[str, Any]) -> Terms:
     Args:
         terms: before.
         name: its engine's, for a sentence.
-        given: of ``floor``, ``ceiling`` and ``priority``, as an operator writes them.
+        given: of ``floor``, ``ceiling``, ``priority`` and ``lends``, as an operator writes them.
 
     Raises:
         Wrong: one cannot be used.
@@ -108,6 +108,10 @@ def with_(terms: Terms, name: str, given: Mapping[str, Any]) -> Terms:
             terms = replace(terms, **{part: size})
     if "priority" in given:
         terms = replace(terms, priority=_priority(given["priority"], name))
+    if "lends" in given:
+        if not isinstance(given["lends"], bool):
+            raise Wrong(f"lends of {name} is {given['lends']}, and neither true nor false")
+        terms = replace(terms, lends=given["lends"])
     if terms.ceiling is not None and terms.floor > terms.ceiling:
         raise Wrong(
             f"the floor of {name}, {readable(terms.floor)}, is above its ceiling, "

@@ -34,11 +34,14 @@ class Terms:
         floor: it always may map so much.
         ceiling: it never may map more; None for what it started with.
         priority: how much it counts when there is not enough for all.
+        lends: whether others may have a part of what one of its longest requests needs, while none
+            of its requests waits. Whoever stops looking then may leave it with less than that.
     """
 
     floor: int = 0
     ceiling: int | None = None
     priority: float = 1.0
+    lends: bool = False
 
 
 @dataclass(frozen=True)
@@ -101,6 +104,7 @@ class Settings:
         spare: part of the need of requests that is added to it, for the tokens that they make.
         peak_of: seconds after which a need that has passed counts half: more requests of the kind
             are likely to come.
+        lent: part of what a longest request needs that an engine lends, whose operator says so.
     """
 
     page: int = 2 << 20
@@ -111,6 +115,7 @@ class Settings:
     full: float = 0.9
     spare: float = 0.25
     peak_of: float = 30.0
+    lent: float = 0.75
 
 
 @dataclass(frozen=True)
@@ -193,7 +198,9 @@ def plan(
         terms: what the operator wants of the engine of a name.
         settings: how memory is moved.
     """
-    seen = sorted(map(_asleep, engines), key=lambda one: one.name)
+    by_name = sorted(engines, key=lambda one: one.name)
+    longest = {one.name: min(one.least, one.most) for one in by_name}
+    seen = [_now(one, terms(one.name).lends, settings) for one in by_name]
     then = _remember(seen, past, now, settings)
     ours = [one for one in seen if one.answers]
     # Of an engine that does not answer nothing can be had.
@@ -207,7 +214,7 @@ def plan(
     if ours and floors > room:
         notes.append("the floors of its engines add up to more than the device has for them")
     for one in ours:
-        ceiling, least = terms(one.name).ceiling, min(one.least, one.most)
+        ceiling, least = terms(one.name).ceiling, longest[one.name]
         if ceiling is not None and ceiling < least:
             notes.append(
                 f"the ceiling of {one.name} is less than one of its requests needs, "
@@ -227,9 +234,13 @@ def plan(
     return Plan(changed, shares, then, tuple(notes))
 
 
-def _asleep(one: Engine) -> Engine:
-    """Return an engine without what it does not need as long as it is suspended."""
-    return replace(one, needs=0, running=0, waiting=0) if one.suspended else one
+def _now(one: Engine, lends: bool, settings: Settings) -> Engine:
+    """Return an engine without what it does not need now: as it is suspended, or none waits."""
+    if one.suspended:
+        one = replace(one, needs=0, running=0, waiting=0)
+    if lends and not one.waiting:
+        one = replace(one, least=int(one.least * (1 - settings.lent)))
+    return one
 
 
 def grants(moves: Iterable[Move], engines: Iterable[Engine], device: int, page: int) -> list[Move]:

@@ -33,6 +33,14 @@ def configure(parser: argparse.ArgumentParser) -> None:
             f"--{part}", metavar=form, action="append", default=[], type=named, help=help_
         )
     parser.add_argument(
+        "--lend",
+        metavar="NAME",
+        action="append",
+        default=[],
+        help="while no request of this engine waits, others may have three quarters of what its "
+        "longest request needs",
+    )
+    parser.add_argument(
         "--memory",
         metavar="SIZE",
         help="memory of each device for its engines' KV caches together; else what they have "
@@ -102,7 +110,7 @@ def read(given: argparse.Namespace) -> Options:
     found = replace(
         found, **{name: getattr(options.of({name: text}), name) for name, text in said.items()}
     )
-    parts: dict[str, dict[str, str]] = {}
+    parts: dict[str, dict[str, str | bool]] = {name: {"lends": True} for name in given.lend}
     for part in PARTS:
         settings: Iterable[tuple[str, str]] = getattr(given, part)
         for name, value in settings:

@@ -438,19 +438,27 @@ def test_a_file_and_flags_before_it(tmp_path: Path) -> None:
     path = tmp_path / "balance.toml"
     path.write_text(
         'every = "5s"\nmemory = "60GiB"\n'
-        '[engines.chat]\nfloor = "4GiB"\nceiling = "20GiB"\n[engines."*"]\npriority = 2\n'
+        '[engines.chat]\nfloor = "4GiB"\nceiling = "20GiB"\nlends = true\n'
+        '[engines."*"]\npriority = 2\n'
     )
     found = parsed("--config", str(path), "--floor", "chat=8GiB", "--every", "1s")
     assert found == Options(
-        {"chat": Terms(8 * GIB, 20 * GIB), "*": Terms(priority=2.0)}, 1.0, 60 * GIB
+        {"chat": Terms(8 * GIB, 20 * GIB, lends=True), "*": Terms(priority=2.0)}, 1.0, 60 * GIB
     )
+    found = parsed("--config", str(path), "--lend", "*", "--lend", "code")
+    assert found.terms["*"] == Terms(priority=2.0, lends=True)
+    assert found.terms["code"] == Terms(lends=True)
 
 
 @pytest.mark.parametrize(
     ("text", "why"),
     [
         ("colour = 1", "colour is not known; there are every, memory, engines"),
-        ("[engines.chat]\nflor = 1", "chat: flor is not known; there are floor, ceiling, priority"),
+        (
+            "[engines.chat]\nflor = 1",
+            "chat: flor is not known; there are floor, ceiling, priority, lends",
+        ),
+        ("[engines.chat]\nlends = 1", "lends of chat is 1, and neither true nor false"),
         ("engines = 5", "engines is no table of tables"),
         ("engines.chat = 5", "engines is no table of tables"),
         ('every = "soon"', "every is soon, and it is not a duration"),

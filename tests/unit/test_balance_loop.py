@@ -275,7 +275,7 @@ def test_a_newcomer_gets_its_share(machine: Machine) -> None:
     machine.now += 100
     balance.round()
     assert "new: is here, with 1000 MiB at most" in machine.lines()
-    assert 50 * MIB <= machine.engines["new"].limit < 600 * MIB
+    assert 50 * MIB <= machine.engines["new"].limit < 650 * MIB
     machine.check()
 
 
@@ -405,6 +405,20 @@ def test_it_ends_when_it_is_told_to(machine: Machine) -> None:
     thread.join(30)
     assert not thread.is_alive()
     balance.run(rounds=2)
+
+
+def test_what_was_lent_is_given_back_at_the_end(machine: Machine) -> None:
+    """As nobody looks any more at who waits."""
+    machine.change("code", mapped=0, least=650)
+    balance = machine.balance(terms={"code": policy.Terms(lends=True)})
+    balance.round()
+    assert machine.engines["code"].limit < 650 * MIB
+    machine.change("chat", mapped=0, needs=0, waiting=0)
+    balance.run(rounds=1)
+    machine.check()
+    dry = machine.balance(dry=True, terms={"code": policy.Terms(lends=True)})
+    dry.run(rounds=1)
+    assert machine.engines["code"].limit >= 650 * MIB
 
 
 @pytest.mark.parametrize("step", range(7))

@@ -365,6 +365,39 @@ def test_two_that_get_share_what_there_is() -> None:
     assert granted(made, a, b, engine("c", 600)) == {"a": 200, "b": 200}
 
 
+# Who lends what a longest request needs
+
+LENDS = Terms(lends=True)
+
+
+def test_what_one_request_needs_is_lent_while_none_waits() -> None:
+    waits = engine("a", 600, needs=960, waiting=2, running=1)
+    idle = engine("b", 400, 0, least=400)
+    assert limits(plan(waits, idle)) == {}  # it is what one request of b needs
+    assert limits(plan(waits, idle, b=LENDS)) == {"b": 100, "a": 900}
+    busy = engine("b", 400, 0, least=400, needs=10, running=1)
+    assert limits(plan(waits, busy, b=LENDS)) == {"b": 100, "a": 900}
+
+
+def test_it_comes_back_at_once_when_one_waits() -> None:
+    past = {"a": Past(0, 999.0, peak=0.0, raised=999.0), "b": Past(0, 999.0, lowered=999.0)}
+    waits = engine("b", 100, 100, least=400, needs=300, waiting=1)
+    cached = engine("a", 900)
+    assert limits(plan(cached, waits, past=past, b=LENDS)) == {"a": 600, "b": 400}
+
+
+def test_what_is_lent_stays_above_the_floor() -> None:
+    waits = engine("a", 600, needs=960, waiting=2, running=1)
+    idle = engine("b", 400, 0, least=400)
+    floor = Terms(floor=250 * MIB, lends=True)
+    assert limits(plan(waits, idle, b=floor)) == {"b": 250, "a": 750}
+
+
+def test_a_ceiling_below_one_request_is_noted_of_who_lends_too() -> None:
+    made = plan(engine("b", 400, 0, least=400), b=Terms(ceiling=200 * MIB, lends=True))
+    assert made.notes == ("the ceiling of b is less than one of its requests needs, 400 MiB",)
+
+
 # Whatever is seen
 
 
@@ -372,7 +405,12 @@ def test_two_that_get_share_what_there_is() -> None:
 def test_limits_stay_within_the_device_and_the_rules(seed: int) -> None:
     rng = random.Random(seed)
     terms = {
-        name: Terms(rng.choice([0, 100]) * MIB, rng.choice([None, 500 * MIB]), rng.choice([1, 4]))
+        name: Terms(
+            rng.choice([0, 100]) * MIB,
+            rng.choice([None, 500 * MIB]),
+            rng.choice([1, 4]),
+            lends=rng.random() < 0.3,
+        )
         for name in "abcd"
     }
     world = {
@@ -404,7 +442,8 @@ def test_limits_stay_within_the_device_and_the_rules(seed: int) -> None:
             assert sum(one.held for one in world.values()) <= DEVICE
         for name, one in world.items():
             least = max(terms[name].floor, one.least)
-            assert one.limit >= least
+            kept = 1 - SETTINGS.lent if terms[name].lends else 1.0
+            assert one.limit >= max(terms[name].floor, int(one.least * kept))
             assert one.limit <= max(terms[name].ceiling or DEVICE, least)
 
 

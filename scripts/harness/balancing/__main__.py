@@ -9,13 +9,15 @@ from __future__ import annotations
 import argparse
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from itertools import product
 from pathlib import Path
 from typing import Any
 
 from harness import provenance
 from harness.balancing import traces
-from harness.balancing.arms import ARMS, Arm, Balanced
+from harness.balancing.arms import ARMS, COMPARED, Arm, Balanced
 from harness.balancing.device import PROMPT, STEP, Device
 from harness.balancing.engine import Engine
 from harness.balancing.traces import BLOCK, Conversation, Turn
@@ -23,21 +25,45 @@ from harness.balancing.traces import BLOCK, Conversation, Turn
 GIB = 1 << 30
 DEVICE = 24 * GIB  # for KV: what three models of 7B in bfloat16 leave of 80 GB
 TIER = 16 * GIB  # of each engine
-PER_TOKEN = 56 << 10  # of 28 layers, 4 KV heads of 128, bfloat16
 PHASE = 300.0  # seconds in which one model is busy
 QUIET = 0.1  # of a load, in the phases of others
 USERS = 8  # of the coding model
 FILES = {"chat": "conversation_trace.jsonl", "agents": "synthetic_trace.jsonl"}
 PARTS = {"chat": 0.25, "agents": 0.12}  # of the conversations of a cluster
-MODELS = {"coding": 120_000, "chat": 32_000, "agents": 32_000}  # tokens of the longest request
+MODELS = ("coding", "chat", "agents")
 SEEDS = (1, 2)
 NEVER = 86_400.0  # seconds, after the end of every simulation
+
+
+@dataclass(frozen=True)
+class Scarcity:
+    """How much of the device requests take.
+
+    Attributes:
+        per_token: bytes of KV.
+        longest: tokens of each model's longest request, of which a static part holds one.
+        times: how many times the load.
+    """
+
+    per_token: int
+    longest: Mapping[str, int]
+    times: float = 1.0
+
+
+LIGHT = Scarcity(56 << 10, {"coding": 120_000, "chat": 32_000, "agents": 32_000})
+HEAVY = Scarcity(128 << 10, {"coding": 60_000, "chat": 32_000, "agents": 32_000})
+KINDS = {
+    "56 KiB per token": "28 layers and 4 KV heads of 128, as of Qwen 2.5 7B",
+    "128 KiB per token": "32 layers and 8 KV heads of 128, as of Llama 3 8B",
+}
+GROWS = ("in turn", "one busy")  # the loads of which more is tried
+TIMES = (1.0, 1.5, 2.0)
 
 SETTING = {
     "device_bytes": DEVICE,
     "tier_bytes": TIER,
-    "bytes_per_token": PER_TOKEN,
-    "longest": MODELS,
+    "bytes_per_token": LIGHT.per_token,
+    "longest": LIGHT.longest,
     "users": USERS,
     "parts": PARTS,
     "prompt_tokens_per_second": PROMPT,
@@ -48,7 +74,7 @@ SETTING = {
 Open = list[tuple[float, Turn]]
 
 
-def activity(load: str) -> Callable[[str, float], float]:
+def activity(load: str, times: float = 1.0) -> Callable[[str, float], float]:
     """Return how busy a model is at a time, from 0 to 1."""
 
     def in_turn(model: str, now: float) -> float:
@@ -63,7 +89,8 @@ def activity(load: str) -> Callable[[str, float], float]:
     def crowd(model: str, now: float) -> float:
         return 2.0 if model == "coding" else 0.5
 
-    return {"in turn": in_turn, "one busy": one, "together": together, "crowd": crowd}[load]
+    of = {"in turn": in_turn, "one busy": one, "together": together, "crowd": crowd}[load]
+    return lambda model, now: times * of(model, now)
 
 
 LOADS = {
@@ -85,20 +112,31 @@ def next_turn(busy: Callable[[str, float], float]) -> Callable[[int, float], flo
     return active
 
 
+@dataclass(frozen=True)
+class Traces:
+    """The requests of the three models."""
+
+    sessions: list[Conversation]
+    chat: Open
+    agents: Open
+
+
 def simulate(
-    arm: Arm, load: str, seconds: float, sessions: list[Conversation], chat: Open, agents: Open
+    arm: Arm, load: str, seconds: float, of_traces: Traces, scarcity: Scarcity = LIGHT
 ) -> dict[str, Any]:
     """Run one arm with one load; return what was measured."""
     begun = time.monotonic()
-    block = PER_TOKEN * BLOCK
+    block = scarcity.per_token * BLOCK
     tier = TIER // block if arm.tier else 0
-    engines = [Engine(name, block, tier, arm.cached, most) for name, most in MODELS.items()]
+    longest = scarcity.longest
+    engines = [Engine(name, block, tier, arm.cached, longest[name]) for name in MODELS]
     limits = arm.make(engines, DEVICE)
     device = Device(engines, limits)
-    busy = activity(load)
+    busy = activity(load, scarcity.times)
     by_name = dict(zip(MODELS, engines, strict=True))
-    device.users(by_name["coding"], sessions, 2 * USERS, next_turn(busy))
-    for name, trace in (("chat", chat), ("agents", agents)):
+    users = round(2 * USERS * scarcity.times)
+    device.users(by_name["coding"], of_traces.sessions, users, next_turn(busy))
+    for name, trace in (("chat", of_traces.chat), ("agents", of_traces.agents)):
         speed = lambda now, name=name: busy(name, now)  # noqa: E731
         device.open_load(by_name[name], traces.warped(trace, speed, seconds))
     device.run(seconds)
@@ -161,19 +199,27 @@ def main() -> int:
     parser.add_argument("--report", type=Path)
     options = parser.parse_args()
     head = provenance.header("python -m harness.balancing --coding FOLDER --mooncake FOLDER")
-    runs = []
+    seconds = options.minutes * 60
+    arms = [arm for arm in ARMS if not options.only or arm.name in options.only]
+    loads = options.load or LOADS
+    runs, grows = [], []
     for seed in options.seeds:
-        sessions = traces.coding(options.coding, MODELS["coding"], seed)
-        chat, agents = (
-            traces.mooncake(options.mooncake / FILES[model], MODELS[model], PARTS[model], seed)
-            for model in FILES
-        )
-        for load in options.load or LOADS:
-            for arm in ARMS:
-                if not options.only or arm.name in options.only:
-                    found = simulate(arm, load, options.minutes * 60, sessions, chat, agents)
-                    runs.append({"seed": seed, "load": load, "arm": arm.name} | found)
-                    print(line(runs[-1]), flush=True)
+        of_traces = read(options, LIGHT.longest, seed)
+        for load, arm in product(loads, arms):
+            found = simulate(arm, load, seconds, of_traces)
+            runs.append({"seed": seed, "load": load, "arm": arm.name} | found)
+            print(line(runs[-1]), flush=True)
+        for kind, scarce in zip(KINDS, (LIGHT, HEAVY), strict=True):
+            of_traces = read(options, scarce.longest, seed)
+            compared = [arm for arm in arms if arm.name in COMPARED]
+            wanted = [load for load in GROWS if load in loads]
+            for load, times, arm in product(wanted, TIMES, compared):
+                found = simulate(arm, load, seconds, of_traces, replace(scarce, times=times))
+                grows.append(
+                    {"seed": seed, "load": load, "kind": kind, "times": times, "arm": arm.name}
+                    | found
+                )
+                print(f"{kind}, {times:g} times: {line(grows[-1])}", flush=True)
     if options.report:
         report = head | {
             "minutes": options.minutes,
@@ -181,10 +227,21 @@ def main() -> int:
             "traces": traces.SOURCES,
             "loads": LOADS,
             "arms": {arm.name: arm.what for arm in ARMS},
+            "kinds": KINDS,
             "runs": runs,
+            "grows": grows,
         }
         provenance.write(report, options.report)
     return 0
+
+
+def read(options: argparse.Namespace, longest: Mapping[str, int], seed: int) -> Traces:
+    """Return the requests of a draw, none of them longer than its model takes."""
+    chat, agents = (
+        traces.mooncake(options.mooncake / FILES[name], longest[name], PARTS[name], seed)
+        for name in FILES
+    )
+    return Traces(traces.coding(options.coding, longest["coding"], seed), chat, agents)
 
 
 def line(run: dict[str, Any]) -> str:

@@ -38,6 +38,7 @@ class Balanced(Limits):
         engines, size: as for all.
         counts: returns the counter by which the policy shares what requests do not need.
         settings: of the policy.
+        terms: of every engine.
     """
 
     def __init__(
@@ -46,8 +47,10 @@ class Balanced(Limits):
         size: int,
         counts: Callable[[Engine], float] = lambda engine: engine.found,
         settings: policy.Settings | None = None,
+        terms: policy.Terms | None = None,
     ) -> None:
         super().__init__(engines, size)
+        self.terms = terms or policy.Terms()
         self.settings = settings or policy.Settings()
         self.limits = {one.name: size // len(engines) for one in engines}
         self.past: Mapping[str, policy.Past] = {}
@@ -61,7 +64,7 @@ class Balanced(Limits):
     def look(self, now: float) -> None:
         """Let the policy move memory, who gives before who gets."""
         plan = policy.plan(
-            self._seen(), self.size, self.past, now, lambda name: policy.Terms(), self.settings
+            self._seen(), self.size, self.past, now, lambda name: self.terms, self.settings
         )
         self.past = plan.past
         for move in plan.moves:
@@ -161,15 +164,22 @@ def _by(
     )
 
 
-STATIC, CHOSEN = "static parts", "kvpatch balance"
+def _lending(engines: list[Engine], size: int) -> Limits:
+    return Balanced(engines, size, terms=policy.Terms(lends=True))
+
+
+STATIC, ALONE, FIRST = "static parts", "kvcached alone", "first come"
+CHOSEN, LENDING = "kvpatch balance", "kvpatch balance --lend '*'"
+COMPARED = (STATIC, ALONE, FIRST, CHOSEN, LENDING)  # of which more loads are run
 ARMS = (
     Arm(STATIC, "an equal part for each", Static),
-    Arm("kvcached alone", "first come, first served, without a CPU tier", FirstCome, KEPT, False),
-    Arm("first come", "first come, first served, 16,000 tokens kept", FirstCome, KEPT),
+    Arm(ALONE, "first come, first served, without a CPU tier", FirstCome, KEPT, False),
+    Arm(FIRST, "first come, first served, 16,000 tokens kept", FirstCome, KEPT),
     Arm("first come, all kept", "first come, first served, everything kept", FirstCome),
     Arm("in flight", "AIBrix' weights; what is in use is a floor", InFlight),
     Arm("by need alone", "what nobody needs is shared equally", _by(lambda engine: 0.0)),
     Arm("by what is looked up", "prefixes by all tokens of prompts", _by(lambda one: one.lookups)),
     Arm("by what is missing", "prefixes by what the device lacks", _by(lambda one: one.asked)),
     Arm(CHOSEN, "prefixes by what is found", _by()),
+    Arm(LENDING, "the same; of one request, three quarters are lent while none waits", _lending),
 )

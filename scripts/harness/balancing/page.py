@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import statistics
 from collections.abc import Iterable
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +26,12 @@ def render(path: Path, page: str) -> str:
         SystemExit: the page has no place for it.
     """
     result = json.loads(path.read_text())
-    values = {"result": result, "tables": tables(result), "draws": draws(result)}
+    values = {
+        "result": result,
+        "tables": tables(result),
+        "grown": grown(result),
+        "draws": draws(result),
+    }
     return markdown.put(page, "balance", markdown.render("balance.md", **values))
 
 
@@ -44,6 +50,24 @@ def tables(result: dict[str, Any]) -> dict[str, list[tuple[str, ...]]]:
             own = [run for run in runs if run["arm"] == arm]
             if own:
                 found.setdefault(load, []).append((arm, *cells(own, static)))
+    return found
+
+
+def grown(result: dict[str, Any]) -> dict[str, list[tuple[str, ...]]]:
+    """Return the rows of each kind and load: how many times the load, an arm, its ratios."""
+    found: dict[str, list[tuple[str, ...]]] = {}
+    every = result["grows"]
+    for kind, load in product(result["kinds"], dict.fromkeys(run["load"] for run in every)):
+        here = [run for run in every if (run["kind"], run["load"]) == (kind, load)]
+        for times in dict.fromkeys(run["times"] for run in here):
+            runs = [run for run in here if run["times"] == times]
+            static = {run["seed"]: run for run in runs if run["arm"] == STATIC}
+            for arm in dict.fromkeys(run["arm"] for run in runs):
+                if arm != STATIC:
+                    own = [run for run in runs if run["arm"] == arm]
+                    _, tokens, _, first, worst, _ = cells(own, static)
+                    row = (f"{times:g}", arm, tokens, first, worst)
+                    found.setdefault(f"{load}, {kind}", []).append(row)
     return found
 
 
