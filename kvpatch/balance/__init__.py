@@ -9,25 +9,28 @@
 A controller with a loop of its own uses the policy alone, which is a function: ``balance.plan``.
 
 policy   who may map how much; pure
+records  what goes into it, and what comes out
 seen     the engines, from their sockets and status pages
 options  what the operator sets
 loop     look, plan, lower, raise
-record   what is said about it
+event    what is said about it
 """
 
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from kvpatch.balance.event import Event
     from kvpatch.balance.loop import Balance, Busy, alone
     from kvpatch.balance.options import Options, Wrong
-    from kvpatch.balance.policy import Engine, Move, Plan, Settings, Terms, grants, plan
-    from kvpatch.balance.record import Event
+    from kvpatch.balance.policy import grants, plan
+    from kvpatch.balance.records import Engine, Move, Plan, Settings, Terms
 
 _HOMES = {
     "loop": ("Balance", "Busy", "alone"),
     "options": ("Options", "Wrong"),
-    "policy": ("Engine", "Move", "Plan", "Terms", "Settings", "grants", "plan"),
-    "record": ("Event",),
+    "policy": ("grants", "plan"),
+    "records": ("Engine", "Move", "Plan", "Terms", "Settings"),
+    "event": ("Event",),
 }
 __all__ = [
     "Balance",

@@ -16,9 +16,9 @@ from dataclasses import replace
 
 from kvpatch import claims, control
 from kvpatch.balance import policy, seen
+from kvpatch.balance.event import Event
 from kvpatch.balance.options import Options
-from kvpatch.balance.policy import Move, Past, Settings
-from kvpatch.balance.record import Event
+from kvpatch.balance.records import Move, Past, Settings, Terms
 from kvpatch.balance.seen import Found
 
 GIVES = 20.0  # seconds in which an engine gives back; it goes on if it takes longer
@@ -183,7 +183,7 @@ class Balance:
                 self._do(move, GETS)
         return plan.notes
 
-    def _rule(self, name: str) -> policy.Terms:
+    def _rule(self, name: str) -> Terms:
         return self.options.terms_of(name, self.found[name].models)
 
     def _on(self, device: str) -> list[Found]:

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from kvpatch import environ
-from kvpatch.balance.policy import Terms
+from kvpatch.balance.records import Terms
 from kvpatch.sizes import readable
 
 ALL = "*"  # the terms of engines without one of their own

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from kvpatch import claims, control, private
-from kvpatch.balance.policy import Engine
+from kvpatch.balance.records import Engine
 from kvpatch.control import client, protocol
 from kvpatch.telemetry import reader
 from kvpatch.telemetry.reader import State

@@ -12,9 +12,9 @@ from pathlib import Path
 
 from kvpatch import private
 from kvpatch.balance import loop, options
+from kvpatch.balance.event import Event
 from kvpatch.balance.options import Options, Wrong
-from kvpatch.balance.policy import Terms
-from kvpatch.balance.record import Event
+from kvpatch.balance.records import Terms
 
 PARTS = {
     "floor": ("NAME=SIZE", "memory that an engine always may map, for example chat=4GiB"),

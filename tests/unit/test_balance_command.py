@@ -23,7 +23,7 @@ import pytest
 from kvpatch import claims, cli, control, private
 from kvpatch.balance import options, seen
 from kvpatch.balance.options import Options, Wrong
-from kvpatch.balance.policy import Terms
+from kvpatch.balance.records import Terms
 from kvpatch.cli import balance as command
 from kvpatch.control import protocol
 from kvpatch.telemetry.reader import State

@@ -11,11 +11,11 @@ from pathlib import Path
 import pytest
 
 from kvpatch import claims, control, private
-from kvpatch.balance import loop, policy
+from kvpatch.balance import loop
+from kvpatch.balance.event import Event
 from kvpatch.balance.loop import Balance
 from kvpatch.balance.options import Options
-from kvpatch.balance.policy import Engine, Terms
-from kvpatch.balance.record import Event
+from kvpatch.balance.records import Engine, Settings, Terms
 from kvpatch.balance.seen import Found, silent
 
 MIB = 1 << 20
@@ -101,7 +101,7 @@ class Machine:
             Options(**options),  # type: ignore[arg-type]
             self.said.append,
             dry=dry,
-            settings=policy.Settings(page=MIB),
+            settings=Settings(page=MIB),
             look=self.look,
             set_limit=self.set_limit,
             unheard=lambda known: self.unheard,
@@ -410,13 +410,13 @@ def test_it_ends_when_it_is_told_to(machine: Machine) -> None:
 def test_what_was_lent_is_given_back_at_the_end(machine: Machine) -> None:
     """As nobody looks any more at who waits."""
     machine.change("code", mapped=0, least=650)
-    balance = machine.balance(terms={"code": policy.Terms(lends=True)})
+    balance = machine.balance(terms={"code": Terms(lends=True)})
     balance.round()
     assert machine.engines["code"].limit < 650 * MIB
     machine.change("chat", mapped=0, needs=0, waiting=0)
     balance.run(rounds=1)
     machine.check()
-    dry = machine.balance(dry=True, terms={"code": policy.Terms(lends=True)})
+    dry = machine.balance(dry=True, terms={"code": Terms(lends=True)})
     dry.run(rounds=1)
     assert machine.engines["code"].limit >= 650 * MIB
 

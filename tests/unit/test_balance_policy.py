@@ -9,7 +9,7 @@ from dataclasses import replace
 import pytest
 
 from kvpatch.balance import policy
-from kvpatch.balance.policy import Engine, Past, Plan, Settings, Terms
+from kvpatch.balance.records import Engine, Past, Plan, Settings, Terms
 
 MIB = 1 << 20
 DEVICE = 1000 * MIB

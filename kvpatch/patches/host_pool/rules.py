@@ -12,9 +12,9 @@ from kvpatch.versions import Facts, in_words
 
 # The releases whose engines passed tests/long/test_host_pool.py, or its file in tests/versions.
 RELEASES = ("0.28.0", "0.29.0", "0.30.0", "0.31.0", "0.32.0")
-# Those with secondary tiers, of tests/long/test_host_pool_tiers.py, and those in a MultiConnector.
-WITH_TIERS: tuple[str, ...] = ()
-IN_MULTI: tuple[str, ...] = ()
+# Those of tests/long/test_host_pool_tiers.py: with secondary tiers, and inside MultiConnector.
+WITH_TIERS = ("0.32.0",)
+IN_MULTI = ("0.32.0",)
 _SPECS = (None, "CPUOffloadingSpec", "HostOffloadingSpec")
 _TIERING = ("TieringOffloadingSpec", "HostTieringOffloadingSpec")
 _UNSET = "unset KVPATCH_HOST_POOL"
@@ -125,11 +125,13 @@ RULES = (
     ),
     Rule(
         "KVP343",
-        "`KVPATCH_HOST_POOL` with secondary tiers, SimpleCPUOffloadConnector or MultiConnector",
+        "`KVPATCH_HOST_POOL` with SimpleCPUOffloadConnector; with secondary tiers except on vLLM "
+        f"{in_words(WITH_TIERS)}, and with MultiConnector except on {in_words(IN_MULTI)}",
         _other_tier,
         "KVPATCH_HOST_POOL is set for a CPU tier that is not OffloadingConnector's own",
-        "the host pool is validated with OffloadingConnector alone, without secondary tiers",
-        f"{_UNSET}, or use --kv-offloading-size without secondary tiers",
+        "the host pool is validated with OffloadingConnector alone; with secondary tiers on vLLM "
+        f"{in_words(WITH_TIERS)} only, and in MultiConnector on {in_words(IN_MULTI)} only",
+        f"{_UNSET}, or use one of these",
     ),
     Rule(
         "KVP344",

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from harness.balancing.device import Limits
 from harness.balancing.engine import Engine
 from harness.balancing.traces import BLOCK
-from kvpatch.balance import policy
+from kvpatch.balance import policy, records
 
 KEPT = 16_000 // BLOCK  # blocks that kvcached keeps for nobody, unless it is told otherwise
 
@@ -46,14 +46,14 @@ class Balanced(Limits):
         engines: list[Engine],
         size: int,
         counts: Callable[[Engine], float] = lambda engine: engine.found,
-        settings: policy.Settings | None = None,
-        terms: policy.Terms | None = None,
+        settings: records.Settings | None = None,
+        terms: records.Terms | None = None,
     ) -> None:
         super().__init__(engines, size)
-        self.terms = terms or policy.Terms()
-        self.settings = settings or policy.Settings()
+        self.terms = terms or records.Terms()
+        self.settings = settings or records.Settings()
         self.limits = {one.name: size // len(engines) for one in engines}
-        self.past: Mapping[str, policy.Past] = {}
+        self.past: Mapping[str, records.Past] = {}
         self.moved = self.moves = 0
         self._counts = counts
 
@@ -73,16 +73,16 @@ class Balanced(Limits):
         for move in policy.grants(plan.moves, self._seen(), self.size, self.settings.page):
             self._set(move)
 
-    def _set(self, move: policy.Move) -> None:
+    def _set(self, move: records.Move) -> None:
         self.moves += 1
         self.moved += abs(move.limit - move.before)
         self.limits[move.name] = move.limit
         (engine,) = (one for one in self.engines if one.name == move.name)
         engine.shrink(move.limit // engine.bytes_of_block)
 
-    def _seen(self) -> list[policy.Engine]:
+    def _seen(self) -> list[records.Engine]:
         return [
-            policy.Engine(
+            records.Engine(
                 name=one.name,
                 limit=self.limits[one.name],
                 mapped=one.mapped * one.bytes_of_block,
@@ -160,12 +160,12 @@ def _by(
         engines,
         size,
         counts,
-        policy.Settings(**changes),  # type: ignore[arg-type]
+        records.Settings(**changes),  # type: ignore[arg-type]
     )
 
 
 def _lending(engines: list[Engine], size: int) -> Limits:
-    return Balanced(engines, size, terms=policy.Terms(lends=True))
+    return Balanced(engines, size, terms=records.Terms(lends=True))
 
 
 STATIC, ALONE, FIRST = "static parts", "kvcached alone", "first come"

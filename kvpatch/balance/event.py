@@ -7,7 +7,7 @@ import json
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from kvpatch.balance.policy import Move
+from kvpatch.balance.records import Move
 from kvpatch.sizes import readable
 from kvpatch.telemetry.printable import printable
 
