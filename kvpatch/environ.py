@@ -200,6 +200,12 @@ HOST_POOL = Variable(
     "each engine has its own tier, all of it",
     pool,
 )
+HOST_POOL_FLOOR = Variable(
+    "KVPATCH_HOST_POOL_FLOOR",
+    "size of the host pool that this engine may have, and keep, whatever other engines need",
+    "others may take what is colder than their own",
+    size,
+)
 IDLE = Variable(
     "KVPATCH_IDLE",
     "time without requests, for example `30s`, after which an engine stores its KV cache in the "
@@ -233,6 +239,7 @@ OURS = (
     VERDICTS,
     TIER_PATIENCE,
     HOST_POOL,
+    HOST_POOL_FLOOR,
     IDLE,
     FIRST_LIMIT,
     OUR_IPC_NAME,

@@ -177,6 +177,8 @@ CODES = {
     "KVP346": _setup("`KVPATCH_HOST_POOL` is smaller than an extent of the CPU tier"),
     "KVP347": _setup("the ledger of the host pool cannot be used"),
     "KVP348": _setup("the host pool does not fit into the memory of the machine"),
+    "KVP349": _setup("`KVPATCH_HOST_POOL_FLOOR` is more than `KVPATCH_HOST_POOL`"),
+    "KVP350": _setup("the floors of the engines of a host pool are more than the pool"),
     "KVP351": _not_validated("offloading with loads within a step, from vLLM 0.33 on", False),
     "KVP352": _not_validated("a CPU tier of SimpleCPUOffloadConnector that is sized in blocks"),
     "KVP353": _incompatible(

@@ -16,6 +16,8 @@ from kvpatch.pool.record import Limit
 from kvpatch.sizes import readable
 from kvpatch.telemetry.printable import printable
 
+HEAD = ("model", "committed", "in blocks", "keeps", "at most", "coldest", "")
+
 
 def configure(parser: argparse.ArgumentParser) -> None:
     """Add the options."""
@@ -101,12 +103,12 @@ def text(limit: Limit, engines: list[Peer]) -> str:
     head = f"{readable(committed)} of {readable(limit.current)} committed"
     if limit.current != limit.configured:
         head += f" (started with {readable(limit.configured)})"
-    lines: list[tuple[str, ...]] = [("model", "committed", "in blocks", "at most", "coldest", "")]
+    lines: list[tuple[str, ...]] = [HEAD]
     for one in engines:
         owner = one.owner
         # An extent that holds nothing is older than any machine.
         age = f"{now - owner.coldest:.0f} s" if owner.coldest >= 1 else "-"
-        sizes = map(readable, (owner.committed, owner.resident, owner.ceiling))
+        sizes = map(readable, (owner.committed, owner.resident, owner.floor, owner.ceiling))
         lines.append((printable(owner.name), *sizes, age, state(one, now, limit.current)))
     return f"{head}\n{columns(lines)}"
 

@@ -222,6 +222,8 @@ def pool_line(pool: dict[str, Any]) -> str:
         f"{readable(pool['ceiling'])} at most; {pool['engines']} engines have "
         f"{readable(pool['pool'])} of {readable(pool['limit'])}"
     )
+    if pool["floor"]:
+        line += f"; it keeps {readable(pool['floor'])}"
     if pool["coldest"] is not None:
         line += f"; the coldest was used {pool['coldest']:.0f} s ago"
     if pool["evicted"]:

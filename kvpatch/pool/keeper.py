@@ -14,7 +14,7 @@ from contextlib import AbstractContextManager
 from kvpatch.logs import log
 from kvpatch.pool.extents import Extents
 from kvpatch.pool.ledger import Busy, Foreign, Peer
-from kvpatch.pool.member import Different, Member, View
+from kvpatch.pool.member import Different, Member, Promised, View
 from kvpatch.pool.memory import Memory
 from kvpatch.pool.ranks import Failed, Ranks
 
@@ -136,6 +136,7 @@ class Keeper:
             "committed": self.member.committed,
             "resident": self.extents.used * self.extents.chunk_bytes,
             "ceiling": self.extents.chunks * self.extents.chunk_bytes,
+            "floor": self.member.floor,
             "pool": view.total if view is not None else self.member.committed,
             "limit": view.limit if view is not None else 0,
             "engines": 1 + (len(view.peers) if view is not None else 0),
@@ -210,7 +211,7 @@ class Keeper:
         elif not self.member.committed and self._clock() >= self._broken_until:
             try:
                 self.member.join_again()
-            except (Different, Foreign, OSError) as error:  # Busy is one
+            except (Different, Promised, Foreign, OSError) as error:  # Busy is one
                 log.debug("kvpatch: the host pool is not joined again: %r", error)
                 self._broken_until = self._clock() + AGAIN
 
@@ -218,15 +219,20 @@ class Keeper:
 
     def _make_room(self, view: View) -> None:
         """Evict extents that the others, or a lower limit, ask for."""
-        due = max(min(view.asked, view.own), self._share(view))
+        share = self._share(view)
+        # Whole extents: one that would take it below its floor is not given to another engine.
+        asked = min(view.asked, max(0, view.own - self.member.floor))
+        due = max(asked, share)
         with self.lock:
             extents = self.extents
             going = sum(extents.place(i)[1] for i, one in extents.open.items() if one.draining)
             for index in extents.coldest():
-                if going >= due:
+                size = extents.place(index)[1]
+                kept = view.own - going - size >= self.member.floor
+                if going >= due or (going >= share and not kept):
                     break
                 extents.drain(index)
-                going += extents.place(index)[1]
+                going += size
             draining = extents.draining()
         for index in draining:
             with self.lock:  # one at a time: a step of the scheduler may wait for it
@@ -246,8 +252,11 @@ class Keeper:
         if over <= 0:
             return 0
         now = self._clock()
-        answering = sum(one.owner.committed for one in view.peers if one.answers(now))
-        return -(-over * view.own // max(1, view.own + answering))
+        answering = [one.owner for one in view.peers if one.answers(now)]
+        own, others = max(0, view.own - self.member.floor), sum(one.lends for one in answering)
+        if own + others < over:  # the floors are more than the limit
+            own, others = view.own, sum(one.committed for one in answering)
+        return -(-over * own // max(1, own + others))
 
     def _return_idle(self) -> None:
         """Give back every idle extent that has to go, and others that are not needed ahead."""
@@ -357,7 +366,10 @@ class Keeper:
         return True
 
     def _ask(self, view: View, size: int, now: float) -> None:
-        """Ask the engine with the coldest extent of the machine for one, if it is another's."""
+        """Ask the engine with the coldest extent of the machine for one, if it is another's.
+
+        Below its floor an engine asks whatever the age of its own.
+        """
         for name, (at, had) in list(self._asked.items()):
             peer = next((one for one in view.peers if one.path.name == name), None)
             if peer is None or peer.owner.committed < had:
@@ -369,6 +381,9 @@ class Keeper:
             return
         with self.lock:
             own = self.extents.last_use()
+        below = self.member.floor - self.member.committed
+        if below > 0:
+            own, size = 0.0, min(size, below)
         colder = [peer for peer in view.peers if self._may_ask(peer, own, now)]
         if colder:
             victim = min(colder, key=lambda peer: peer.owner.coldest)
@@ -379,7 +394,7 @@ class Keeper:
         owner = peer.owner
         return (
             peer.answers(now)
-            and owner.committed > 0
+            and owner.lends > 0
             and owner.coldest > 0
             and (own == 0 or owner.coldest < own - COLDER)
             and self._passed_over.get(peer.path.name, 0) < now

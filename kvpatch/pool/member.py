@@ -32,6 +32,18 @@ class Different(Exception):
         self.size = size
 
 
+class Promised(Exception):
+    """The running engines have floors that leave less of the pool than another one's floor.
+
+    Attributes:
+        floors: theirs, together, in bytes.
+    """
+
+    def __init__(self, floors: int) -> None:
+        super().__init__(floors)
+        self.floors = floors
+
+
 class View(NamedTuple):
     """What an engine sees when it looks.
 
@@ -76,6 +88,11 @@ class Member:
     def committed(self) -> int:
         """The bytes that it has committed."""
         return self._owner.committed
+
+    @property
+    def floor(self) -> int:
+        """The bytes that it may have and keep, whatever the others need."""
+        return self._owner.floor
 
     @property
     def counted(self) -> bool:
@@ -181,7 +198,7 @@ class Member:
         processes that it names are gone.
 
         Raises:
-            Different, Foreign, Busy, OSError: as ``join``.
+            Different, Promised, Foreign, Busy, OSError: as ``join``.
         """
         assert not self._owner.committed, "nobody counted it"
         again = join(self.path, self._limit.configured, self._owner, self._limit)
@@ -219,6 +236,7 @@ def join(path: Path, size: int, owner: Owner, known: Limit | None = None) -> Mem
 
     Raises:
         Different: the running engines were started with another size.
+        Promised: the floors of all of them are more than the pool.
         Foreign: a running engine's record cannot be read.
         Lingers: an engine of the same name was killed, and its memory is not freed.
         Busy: the lock is not to be had.
@@ -237,6 +255,9 @@ def join(path: Path, size: int, owner: Owner, known: Limit | None = None) -> Mem
             ledger.write_limit(path.parent, limit)
         elif limit.configured != size:
             raise Different(limit.configured)
+        floors = sum(peer.owner.floor for peer in others if not peer.dying)
+        if floors + owner.floor > size:
+            raise Promised(floors)
         file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o600)
         try:
             fcntl.flock(file, fcntl.LOCK_SH)

@@ -16,11 +16,11 @@ import struct
 from collections.abc import Iterable
 from typing import NamedTuple
 
-MAGIC = b"kvpool1\0"  # another number for another layout
+MAGIC = b"kvpool2\0"  # another number for another layout
 SIZE = 4096
 
 _OWNER, _ASK, _DEAD, _PROCESSES = 0, 512, 1024, 2048
-_owner = struct.Struct("<8s4Q2dQ64s")
+_owner = struct.Struct("<8s5Q2dQ64s")
 _ask = struct.Struct("<Qd")
 _dead = struct.Struct("<d")
 _process = struct.Struct("<IQ")
@@ -36,6 +36,7 @@ class Owner(NamedTuple):
         committed: bytes that are, or are about to be, memory.
         resident: bytes of blocks in them.
         ceiling: bytes that the engine may have at most.
+        floor: bytes that it may have, and keep, whatever the others need.
         extent: bytes of its extents.
         coldest: when the coldest of its extents was used last, on the monotonic clock; 0 if it has
             none.
@@ -47,11 +48,17 @@ class Owner(NamedTuple):
     committed: int
     resident: int
     ceiling: int
+    floor: int
     extent: int
     coldest: float
     looked: float
     namespace: int
     name: str
+
+    @property
+    def lends(self) -> int:
+        """Bytes that it has above its floor."""
+        return max(0, self.committed - self.floor)
 
 
 class Ask(NamedTuple):
@@ -71,7 +78,7 @@ class Limit(NamedTuple):
 def write_owner(file: int, owner: Owner) -> None:
     """Write what an engine has."""
     name = owner.name.encode()[:64].decode(errors="ignore").encode()
-    os.pwrite(file, _owner.pack(MAGIC, *owner[:7], name), _OWNER)
+    os.pwrite(file, _owner.pack(MAGIC, *owner[:-1], name), _OWNER)
 
 
 def read_owner(file: int) -> Owner | None:

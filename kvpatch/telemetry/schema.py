@@ -81,6 +81,7 @@ _ENGINE = {
             committed=_count,
             resident=_count,
             ceiling=_count,
+            floor=_count,
             pool=_count,
             limit=_count,
             engines=_count,

@@ -17,7 +17,7 @@ import pytest
 import torch
 
 from kvpatch import claims, state
-from kvpatch.environ import HOST_DEVICE, HOST_DEVICE_DIR, HOST_POOL
+from kvpatch.environ import HOST_DEVICE, HOST_DEVICE_DIR, HOST_POOL, HOST_POOL_FLOOR
 from kvpatch.hostdevice import ledger as device_ledger
 from kvpatch.patch import Transaction
 from kvpatch.patches import host_copies
@@ -532,6 +532,21 @@ def test_a_second_engine_with_another_size_is_refused(
     monkeypatch.setenv(HOST_POOL.name, HOST_POOL.read().replace("64MiB", "32MiB"))
     with pytest.raises(Refusal, match="KVP345"):
         started()
+
+
+def test_a_second_engine_whose_floor_the_pool_has_no_room_for_is_refused(
+    started: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(HOST_POOL_FLOOR.name, "24MiB")
+    started()
+    started(chunks=1 << 16)
+    shown = ledger.show(presence.home())
+    assert shown is not None
+    # No more than the tier of each.
+    assert {one.owner.floor for one in shown[1]} == {40 * ROW, 24 * MIB}
+    monkeypatch.setenv(HOST_POOL_FLOOR.name, "40MiB")
+    with pytest.raises(Refusal, match=r"floors of .* so that not all of them .*KVP350"):
+        started(chunks=1 << 16)
 
 
 @pytest.mark.parametrize("size", [ROW // 2, ROW * 2])

@@ -30,7 +30,7 @@ CALLS = (
 
 def owner(**fields: Any) -> Owner:
     """A record of an engine that has nothing, with some fields set."""
-    empty = Owner(0, 0, 64 * MIB, MIB, 0.0, time.monotonic(), ledger.pid_namespace(), "model")
+    empty = Owner(0, 0, 64 * MIB, 0, MIB, 0.0, time.monotonic(), ledger.pid_namespace(), "model")
     return empty._replace(**fields)
 
 

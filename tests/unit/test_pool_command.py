@@ -68,6 +68,8 @@ def test_a_pool_is_shown(
         "MiB",
         "1",
         "MiB",
+        "0",
+        "B",
         "64",
         "MiB",
         "5",

@@ -49,7 +49,7 @@ class Ranks:
 class Engine:
     """An engine with a tier: what its scheduler and its workers do is up to the test."""
 
-    def __init__(self, world: World, name: str, tier: int) -> None:
+    def __init__(self, world: World, name: str, tier: int, floor: int = 0) -> None:
         self.world = world
         file = os.open(
             world.folder.parent / f"kvpatch-test-{os.getpid()}-{name}", os.O_RDWR | os.O_CREAT
@@ -57,7 +57,7 @@ class Engine:
         (world.folder.parent / f"kvpatch-test-{os.getpid()}-{name}").unlink()
         os.ftruncate(file, tier)
         self.memory = Memory(file)
-        owner = Owner(0, 0, tier, MIB, 0.0, world.now, ledger.pid_namespace(), name)
+        owner = Owner(0, 0, tier, floor, MIB, 0.0, world.now, ledger.pid_namespace(), name)
         self.member = member.join(ledger.record_of(world.folder, name), world.size, owner)
         self.ranks = Ranks()
         self.extents = Extents(tier // CHUNK, CHUNK, MIB, world.clock)
@@ -114,8 +114,8 @@ class World:
     def clock(self) -> float:
         return self.now
 
-    def engine(self, name: str = "one", tier: int = 64 * MIB) -> Engine:
-        made = Engine(self, name, tier)
+    def engine(self, name: str = "one", tier: int = 64 * MIB, floor: int = 0) -> Engine:
+        made = Engine(self, name, tier, floor)
         self.engines.append(made)
         return made
 
@@ -318,6 +318,49 @@ def test_the_coldest_extent_of_the_machine_goes(world: World) -> None:
     three.turn()
     assert three.memory.committed == MIB
     assert len(three.extents.allocate(range(PER))) == PER
+
+
+def test_an_engine_keeps_its_floor_however_cold_it_is(world: World) -> None:
+    one, two = world.engine("one", floor=3 * MIB), world.engine("two")
+    one.store(4 * PER)
+    world.now += 10
+    two.store(4 * PER)
+    world.now += 10
+    for _ in range(20):  # what it asks for is more than may be given
+        two.keeper.need(4 * PER)
+        two.turn()
+        one.turn()
+        world.now += 0.2
+    assert one.memory.committed == 3 * MIB
+    assert two.memory.committed == 5 * MIB
+
+
+def test_below_its_floor_an_engine_takes_what_is_warmer_than_its_own(world: World) -> None:
+    one, two = world.engine("one", floor=3 * MIB), world.engine("two")
+    one.store(PER)
+    world.now += 10
+    two.store(7 * PER)
+    for _ in range(20):
+        one.keeper.need(4 * PER)
+        one.turn()
+        two.turn()
+        world.now += 0.2
+    assert one.memory.committed == 3 * MIB  # and no more: its own are the coldest
+    assert two.memory.committed == 5 * MIB
+
+
+def test_floors_are_kept_while_a_lower_limit_has_room_for_them(world: World) -> None:
+    one, two = world.engine("one", floor=3 * MIB), world.engine("two")
+    one.store(4 * PER)
+    two.store(4 * PER)
+    world.now += 5
+    for limit, have in ((5, (3, 2)), (2, (1, 1))):
+        one.turn()
+        two.turn()
+        assert ledger.set_limit(world.folder, limit * MIB)
+        for engine in (one, two) * 4:
+            engine.turn()
+        assert (one.memory.committed // MIB, two.memory.committed // MIB) == have
 
 
 def test_who_gave_an_extent_does_not_take_it_back_for_what_it_may_need(world: World) -> None:

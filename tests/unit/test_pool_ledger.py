@@ -27,7 +27,7 @@ from pool_world import MIB, Engine, counted, in_child, join, killed_at, owner
 from kvpatch import private
 from kvpatch.pool import ledger, record
 from kvpatch.pool.ledger import Busy, Foreign
-from kvpatch.pool.member import Different, Lingers, Member
+from kvpatch.pool.member import Different, Lingers, Member, Promised
 from kvpatch.pool.member import join as join_as
 from kvpatch.pool.memory import Memory
 from kvpatch.pool.record import Limit
@@ -84,6 +84,20 @@ def test_an_engine_that_was_started_with_another_size_is_refused(folder: Path) -
     join(folder, 3 * MIB, "two").leave()
     one.leave()
     join(folder, 4 * MIB, "three").leave()  # nobody is left who would disagree
+
+
+def test_floors_that_are_more_than_the_pool_are_refused(folder: Path) -> None:
+    def keeping(name: str, floor: int) -> Member:
+        return join_as(ledger.record_of(folder, name), 4 * MIB, owner(floor=floor))
+
+    one, two = keeping("one", 2 * MIB), keeping("two", 2 * MIB)
+    assert one.floor == 2 * MIB
+    with pytest.raises(Promised) as promised:
+        keeping("three", 1)
+    assert promised.value.floors == 4 * MIB
+    two.leave()
+    keeping("three", 2 * MIB).leave()
+    one.leave()
 
 
 def test_a_lower_limit_holds_at_once(folder: Path) -> None:

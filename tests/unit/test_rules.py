@@ -15,6 +15,7 @@ from kvpatch import admitted, patches, rules, supported
 from kvpatch.environ import (
     FIRST_LIMIT,
     HOST_POOL,
+    HOST_POOL_FLOOR,
     IDLE,
     TIER_PATIENCE,
     VLLM_KV_CACHE_LAYOUT,
@@ -194,10 +195,11 @@ def tier(size: float, **free: int | None) -> dict[str, Any]:
     }
 
 
-def pooled(size: str = "64GiB", **machine: Any) -> dict[str, Any]:
+def pooled(size: str = "64GiB", floor: str = "", **machine: Any) -> dict[str, Any]:
     """A machine with a host pool."""
     given = {"machine__vllm": "0.28.0", "machine__device": "cpu"} | machine
-    return given | {"machine__environment": {HOST_POOL.name: f"{size}@rules"}}
+    kept = {HOST_POOL_FLOOR.name: floor} if floor else {}
+    return given | {"machine__environment": {HOST_POOL.name: f"{size}@rules"} | kept}
 
 
 V2_OF_33 = {"machine__vllm": "0.33.0", "use_v2_model_runner": True}
@@ -621,6 +623,15 @@ CASES: dict[str, tuple[list[dict[str, Any]], str]] = {
         f"{in_words(of_host_pool.IN_MULTI)} only; unset KVPATCH_HOST_POOL, or use one of these, or "
         "set KVPATCH=0.",
     ),
+    "KVP349": (
+        [
+            pooled(floor="65GiB"),
+            {"machine__environment": {HOST_POOL_FLOOR.name: "1GiB"}},
+        ],
+        "KVPATCH_HOST_POOL_FLOOR is set to more than KVPATCH_HOST_POOL, because an engine keeps a "
+        "part of a pool, of which there is no more; set KVPATCH_HOST_POOL to the size of the pool, "
+        "or unset KVPATCH_HOST_POOL_FLOOR, or set KVPATCH=0.",
+    ),
     "KVP344": (
         [pooled(machine__device="cuda")],
         "KVPATCH_HOST_POOL is set on a GPU, because giving memory back while an engine runs is "
@@ -823,7 +834,7 @@ def test_a_pool_takes_no_more_than_it_has_and_needs_no_more_than_the_tier(monkey
     assert check(config(**pooled("16GiB") | tier(64, shm=16))) is None
     assert check(config(**pooled("64GiB") | tier(16, shm=16))) is None
     # What others have of the pool, they give back.
-    owner = Owner(20 * GIB, 0, 0, 0, 0.0, 0.0, 0, "")
+    owner = Owner(20 * GIB, 0, 0, 0, 0, 0.0, 0.0, 0, "")
     shown = Limit(64 * GIB, 64 * GIB), [ledger.Peer(Path("one"), owner, False)]
     monkeypatch.setattr(ledger, "show", lambda home: shown)
     assert check(config(**pooled() | tier(64, shm=44))) is None

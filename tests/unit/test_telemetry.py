@@ -109,6 +109,7 @@ POOL = {
     "committed": 3 << 30,
     "resident": 2 << 30,
     "ceiling": 48 << 30,
+    "floor": 0,
     "pool": 40 << 30,
     "limit": 64 << 30,
     "engines": 2,
@@ -714,6 +715,7 @@ def test_a_host_pool_is_shown():
         "3.0 GiB committed, 2.0 GiB of it blocks, 48.0 GiB at most; 2 engines have 40.0 GiB of "
         "64.0 GiB; the coldest was used 12 s ago"
     )
+    assert "; it keeps 8.0 GiB" in status.pool_line(POOL | {"floor": 8 << 30})
     more = POOL | {"coldest": None, "evicted": 7, "broken": "a worker did not answer"}
     assert status.pool_line(more).endswith(
         "of 64.0 GiB; 7 blocks evicted for others; nothing more is committed: a worker did not "

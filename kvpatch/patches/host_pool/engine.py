@@ -102,8 +102,17 @@ class Part:
         name = str(config.model_config.served_model_name)
         # Until it is known, what others that start meanwhile have to leave it.
         ceiling = min(rules.asked(config.kv_transfer_config), self._size)
+        floor = rules.floor(os.environ)
         owner = Owner(
-            0, 0, ceiling, self._extent, 0.0, time.monotonic(), ledger.pid_namespace(), name
+            committed=0,
+            resident=0,
+            ceiling=ceiling,
+            floor=min(floor, ceiling or floor),
+            extent=self._extent,
+            coldest=0.0,
+            looked=time.monotonic(),
+            namespace=ledger.pid_namespace(),
+            name=name,
         )
         self._member = _join(ledger.record_of(presence.home(), engine_id), self._size, owner)
         self._ranks: Ranks | None = None
@@ -191,6 +200,14 @@ def _join(path: Any, size: int, owner: Owner) -> member.Member:
             "set KVPATCH_HOST_POOL to the same size everywhere, and change the limit of a running "
             "pool with kvpatch pool SIZE",
             code="KVP345",
+        ) from error
+    except member.Promised as error:
+        raise Refusal(
+            f"KVPATCH_HOST_POOL_FLOOR is {readable(owner.floor)}, and the running engines of the "
+            f"host pool have floors of {readable(error.floors)}",
+            f"the pool has {readable(size)}, so that not all of them could be kept",
+            "set a lower KVPATCH_HOST_POOL_FLOOR, or a larger KVPATCH_HOST_POOL for all of them",
+            code="KVP350",
         ) from error
     except member.Lingers as error:
         raise Refusal(

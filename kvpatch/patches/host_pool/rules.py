@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
+from kvpatch import environ
+from kvpatch.environ import HOST_POOL_FLOOR
 from kvpatch.patches.host_pool import presence
 from kvpatch.rules import Rule
 from kvpatch.sizes import readable
@@ -22,6 +25,12 @@ _UNSET = "unset KVPATCH_HOST_POOL"
 
 def _pooled(facts: Facts) -> bool:
     return presence.size(facts.environment) > 0
+
+
+def floor(environment: Mapping[str, str]) -> int:
+    """Return the bytes of the pool that the operator wants this engine to keep; 0 for none."""
+    text = HOST_POOL_FLOOR.read(environment)
+    return environ.size(text) if text else 0
 
 
 def _other_release(config: Any, facts: Facts) -> bool:
@@ -132,6 +141,14 @@ RULES = (
         "the host pool is validated with OffloadingConnector alone; with secondary tiers on vLLM "
         f"{in_words(WITH_TIERS)} only, and in MultiConnector on {in_words(IN_MULTI)} only",
         f"{_UNSET}, or use one of these",
+    ),
+    Rule(
+        "KVP349",
+        "`KVPATCH_HOST_POOL_FLOOR` without `KVPATCH_HOST_POOL`, or above it",
+        lambda config, facts: floor(facts.environment) > presence.size(facts.environment),
+        "KVPATCH_HOST_POOL_FLOOR is set to more than KVPATCH_HOST_POOL",
+        "an engine keeps a part of a pool, of which there is no more",
+        "set KVPATCH_HOST_POOL to the size of the pool, or unset KVPATCH_HOST_POOL_FLOOR",
     ),
     Rule(
         "KVP344",

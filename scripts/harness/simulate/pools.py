@@ -95,7 +95,7 @@ class Pool:
         found = state.find(self.world.engine, Pooled)
         assert found is not None
         self.pooled, self.keeper, self.extents = found, found.keeper, found.extents
-        owner = Owner(0, 0, SIZE, self.extent, 0.0, 0.0, ledger.pid_namespace(), "neighbour")
+        owner = Owner(0, 0, SIZE, 0, self.extent, 0.0, 0.0, ledger.pid_namespace(), "neighbour")
         path = ledger.record_of(presence.home(), f"neighbour of {self.world.seed}")
         self.neighbour = member.join(path, SIZE, owner)
         self.set_limit(self.world.random.choice((2, 3, 4, 6, 100)))
