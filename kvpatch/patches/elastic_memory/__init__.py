@@ -266,6 +266,19 @@ FEATURE = Feature(
             since="0.16",
         ),
         Patch(
+            id="elastic.environment",
+            target=f"{ENGINE_CORE}.__init__",
+            why="vLLM adds a variable to the environment while a thread of kvcached may be reading "
+            "it, which ends an engine in thousands with a segmentation fault while it starts",
+            upstream="vllm-project/vllm, `enable_envs_cache` in vllm/envs.py, which sets "
+            "VLLM_OBJECT_STORAGE_SHM_BUFFER_NAME; ovg-project/kvcached, the logger's `getenv` in "
+            "0.1.6",
+            until="kvcached reads its level of logging once",
+            wrapper="kvpatch.patches.elastic_memory.environment:around_engine_core",
+            parameters=("self", "vllm_config"),
+            since="0.16",
+        ),
+        Patch(
             id="elastic.engine_name",
             target=f"{ENGINE_CORE}.__init__",
             why="engines of one process group share kvcached's page limit and workers' sockets; "

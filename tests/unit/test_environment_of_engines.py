@@ -1,0 +1,45 @@
+"""vLLM's own variables are there before kvcached's threads read the environment."""
+
+from __future__ import annotations
+
+import os
+import sys
+from types import ModuleType
+
+import pytest
+
+from kvpatch.patches.elastic_memory.environment import around_engine_core
+
+
+@pytest.fixture
+def envs(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    """A ``vllm.envs`` with a variable that sets itself, behind one that cannot be read."""
+    made = ModuleType("vllm.envs")
+    made.environment_variables = ["WRONG", "SETS_ITSELF"]  # type: ignore[attr-defined]
+
+    def read(name: str) -> str:
+        if name == "WRONG":
+            raise ValueError("no such choice")
+        return os.environ.setdefault(name, "a name of its own")
+
+    made.__getattr__ = read  # type: ignore[method-assign]
+    package = ModuleType("vllm")
+    package.envs = made  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "vllm", package)
+    monkeypatch.setitem(sys.modules, "vllm.envs", made)
+    monkeypatch.delenv("SETS_ITSELF", raising=False)
+    return made
+
+
+def test_what_vllm_sets_by_itself_is_set_first(
+    envs: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen = []
+
+    def wrapped(config: str) -> str:
+        seen.append(os.environ["SETS_ITSELF"])
+        return config
+
+    assert around_engine_core(wrapped, None, ("config",), {}) == "config"
+    assert seen == ["a name of its own"]
+    monkeypatch.delenv("SETS_ITSELF")
