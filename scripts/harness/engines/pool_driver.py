@@ -40,14 +40,16 @@ def rank_view(worker: Any) -> dict[str, int]:
     """What a worker has of the tier: resident by its page tables, and registered; by RPC."""
     from kvpatch.hostdevice.copies import HostRegistration
 
-    resident = 0
-    here = False
+    # By the offset in the file: in one process the scheduler's side, for a disk, maps it once more.
+    resident: dict[str, int] = {}
+    offset = ""
     for line in Path("/proc/self/smaps").read_text().splitlines():
         if "-" in line.split(" ", 1)[0]:
-            here = "vllm_offload_" in line
-        elif here and line.startswith("Rss:"):
-            resident += int(line.split()[1]) << 10
-    return {"mapped": resident, "registered": sum(HostRegistration.ranges.values())}
+            offset = line.split()[2] if "vllm_offload_" in line else ""
+        elif offset and line.startswith("Rss:"):
+            resident[offset] = max(resident.get(offset, 0), int(line.split()[1]) << 10)
+    registered = sum(HostRegistration.ranges.values())
+    return {"mapped": sum(resident.values()), "registered": registered}
 
 
 class Watched:
