@@ -36,7 +36,8 @@ Start = Callable[..., Pooled]
 def nothing_is_left() -> Iterator[None]:
     yield
     assert ledger.show(ledger.home(NAME), remove=True) is None
-    ledger.home(NAME).rmdir()
+    if ledger.home(NAME).exists():
+        ledger.home(NAME).rmdir()
 
 
 def in_pool(run: Run) -> Run:

@@ -21,7 +21,18 @@ class Planner:
         return SimpleNamespace(load_gpu_blocks=self.loads)
 
 
-def watched(connector):
+class Jobs:
+    """A scheduler's part of OffloadingConnector, which loads into some blocks."""
+
+    def __init__(self, loads):
+        self.loads = loads
+
+    def build_connector_meta(self, output):
+        spec = SimpleNamespace(block_ids=SimpleNamespace(tolist=lambda: self.loads))
+        return SimpleNamespace(load_jobs={0: SimpleNamespace(dst_spec=spec)})
+
+
+def watched(connector, loses=False):
     """Let a block come back to another place, with other bytes; return what the oracle saw."""
     digests = iter(("first", "second"))
     block = SimpleNamespace(block_hash=b"hash" + bytes(4), block_id=3)
@@ -36,11 +47,11 @@ def watched(connector):
             cache_config=SimpleNamespace(block_size=32), speculative_config=None
         ),
     )
-    watch = BlockWatch(core)
+    watch = BlockWatch(core, loses)
     watch.after_step()
     block.block_id = 7
-    if connector is not None:
-        connector.scheduler_manager.build_connector_meta(None)
+    for planner in vars(connector or SimpleNamespace()).values():
+        planner.build_connector_meta(None)
     watch.after_step()
     return watch.changed, watch.returned
 
@@ -55,3 +66,11 @@ def test_a_block_that_was_loaded_has_the_same_bytes():
 
 def test_a_block_that_was_computed_again_may_have_others():
     assert watched(SimpleNamespace(scheduler_manager=Planner([6]))) == ([], 0)
+
+
+@pytest.mark.parametrize(
+    ("loads", "found"), [([7], ([7], 1)), ([6], ([], 0))], ids=["loaded", "computed"]
+)
+def test_only_what_a_tier_loaded_has_the_same_bytes_where_blocks_are_lost(loads, found):
+    assert watched(SimpleNamespace(connector_scheduler=Jobs(loads)), loses=True) == found
+    assert watched(SimpleNamespace(connector_scheduler=Jobs(loads))) == ([7], 1)

@@ -17,11 +17,17 @@ class BlockWatch:
     """Digests each cached block through the model's KV tensors, by block hash, on every rank.
 
     A hash that turns up again in another place was restored or computed again; the
-    first digests are what it must still have if it was restored. SimpleCPUOffloadConnector says
-    which were restored: in lazy mode some are lost, and computed again beside other tokens.
+    first digests are what it must still have if it was restored. Where blocks are lost, and computed
+    again beside other tokens, the connector says which were restored: SimpleCPUOffloadConnector in
+    lazy mode, and a tier that had no memory for what a disk behind it had. Such a block must have
+    the digests of one of the times that it was computed.
+
+    Args:
+        core: the engine's core.
+        loses: whether an OffloadingConnector's blocks may be lost.
     """
 
-    def __init__(self, core: Any) -> None:
+    def __init__(self, core: Any, loses: bool = False) -> None:
         # Not through the engine, to which a call to its workers may mean other weights.
         self.executor = core.model_executor
         self.pool = core.scheduler.kv_cache_manager.block_pool
@@ -30,7 +36,7 @@ class BlockWatch:
         drafting = core.vllm_config.speculative_config
         self.computes_last = drafting is not None and drafting.use_eagle()
         self.last: set[bytes] = set()
-        self.seen: dict[bytes, tuple[str, ...]] = {}
+        self.seen: dict[bytes, set[tuple[str, ...]]] = {}
         self.places: dict[bytes, int] = {}
         self.returned = 0
         self.changed: list[int] = []
@@ -40,10 +46,19 @@ class BlockWatch:
             self.loads = set()
             planner = core.scheduler.connector.scheduler_manager
             after(planner, "build_connector_meta", self._note_loads)
+        elif loses:
+            self.loads = set()
+            planner = core.scheduler.connector.connector_scheduler
+            after(planner, "build_connector_meta", self._note_load_jobs)
 
     def _note_loads(self, meta: Any, *args: Any) -> None:
         if self.loads is not None:
             self.loads.update(meta.load_gpu_blocks)
+
+    def _note_load_jobs(self, meta: Any, *args: Any) -> None:
+        if self.loads is not None:
+            for job in meta.load_jobs.values():
+                self.loads.update(job.dst_spec.block_ids.tolist())
 
     def after_step(self) -> None:
         if self.computes_last:
@@ -59,12 +74,13 @@ class BlockWatch:
             wanted = [(group_of(key), block) for key, block in new.items()]
             ranks = self.executor.collective_rpc(digests, args=(wanted,))
             for (key, block), *found in zip(new.items(), *ranks, strict=True):
-                if self.loads is None or block in self.loads:
-                    self.returned += key in self.seen
-                    if self.seen.setdefault(key, tuple(found)) != tuple(found):
+                known = self.seen.setdefault(key, set())
+                if known and (self.loads is None or block in self.loads):
+                    self.returned += 1
+                    if tuple(found) not in known:
                         self.changed.append(block)
                 else:
-                    self.seen[key] = tuple(found)
+                    known.add(tuple(found))
             if self.loads is not None:
                 self.loads -= set(new.values())
         self.places |= new

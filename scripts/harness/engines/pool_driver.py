@@ -66,7 +66,9 @@ class Watched:
         self.part = state.find(self.core, Pooled)
         # The model's own tensors are in another process if there are ranks.
         alone = self.core.vllm_config.parallel_config.world_size == 1
-        self.watch = BlockWatch(self.core) if alone and not job.get("measured") else None
+        self.watch = None
+        if alone and not job.get("measured"):
+            self.watch = BlockWatch(self.core, loses=job.get("loses", False))
         totals = state.find(self.core, Totals)
         assert totals is not None
         self.totals = totals

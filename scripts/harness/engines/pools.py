@@ -45,6 +45,7 @@ class Pooled:
             "model": str(model_of(run.model, run.kv_heads, run.vllm)),
             "engine": engine_arguments(run) | engine,
             "measured": measured,
+            "loses": bool(run.tiers),
         }
         (folder / "job.json").write_text(json.dumps(job))
         self._result = folder / "result.json"
