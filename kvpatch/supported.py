@@ -61,7 +61,7 @@ KVCACHED_SDISTS = {"0.1.6": "4a1a428244b5e3667841e28f03a4a20be7066a21a856b2deaef
 
 # Where fp8 KV caches were compared with plain vLLM's. Asked in the frontend, and in the worker,
 # whose layers have the last word on the dtype.
-FP8 = Span("0.27.1")
+FP8 = Span("0.21")
 
 _SINCE_FLOOR = Span(FLOOR)
 _RANGE = 3  # so many releases are shorter as a range

@@ -112,10 +112,11 @@ def one_release(vllm: str) -> str:
 
 
 def counts(found: dict[axes.Cell, verdicts.Verdict]) -> str:
-    """Return how many cells have each verdict."""
+    """Return how many cells have each verdict, a line each."""
     counted = verdicts.counts(found.values())
-    each = ", ".join(f"{count} {kind}" for kind, count in counted.items())
-    return f"{sum(counted.values())} cells: {each}"
+    width = len(str(max(counted.values(), default=0)))
+    each = (f"  {count:>{width}} {kind}" for kind, count in counted.items())
+    return "\n".join([f"{sum(counted.values())} cells:", *each])
 
 
 def rows(vllm: str | None, in_json: bool) -> str:

@@ -13,7 +13,16 @@ from packaging.version import Version
 from kvpatch import admitted, gate, patches, rules, supported
 from kvpatch.environ import ALLOW_VLLM
 from kvpatch.matrix import evidence, plain, signatures
-from kvpatch.matrix.axes import NONE, Cell, cells, configuration_of, connector_of, feature_of
+from kvpatch.matrix.axes import (
+    MODELS,
+    NONE,
+    Cell,
+    cells,
+    configuration_of,
+    connector_of,
+    feature_of,
+    model_of,
+)
 from kvpatch.refusal import Basis, Refusal
 from kvpatch.versions import Facts, Installed
 
@@ -143,26 +152,39 @@ def verdict(cell: Cell) -> Verdict:
 
 
 def by_shared_seams(cell: Cell) -> list[str]:
-    """Return the result files that validate a feature between two releases, or none.
+    """Return the result files that validate a cell between two releases, or none.
 
-    The feature ran on an older and on a newer release, the release itself ran without it, and
-    every patch in force on it was in force where the feature ran.
+    What it has more than another cell, a feature or a kind of model that starts where it is
+    admitted only, ran on an older and on a newer release; the release itself is validated without
+    it, and every patch in force on it was in force where it ran.
     """
-    if cell.feature == NONE:
-        return []
-    here = _engine_run(replace(cell, feature=NONE))
+    less = _with_less(cell)
+    here = _files(less) if less is not None else []
     found = {
         vllm: run
         for vllm in supported.validated()
         if (run := _engine_run(replace(cell, vllm=vllm))) is not None
     }
     around = sorted([*found, cell.vllm], key=Version)
-    if here is None or not around[0] != cell.vllm != around[-1]:
+    if not here or not around[0] != cell.vllm != around[-1]:
         return []
     ran = set[str]().union(*(_in_force(vllm) for vllm in found))
     if not _in_force(cell.vllm) <= ran:
         return []
-    return [here.file, *(run.file for run in found.values())]
+    return [*here, *(run.file for run in found.values())]
+
+
+def _with_less(cell: Cell) -> Cell | None:
+    """Return the cell without a feature, or with the plainest kind of model; None if it is that."""
+    if cell.feature != NONE:
+        return replace(cell, feature=NONE)
+    return replace(cell, model=MODELS[0].name) if model_of(cell).admitted else None
+
+
+def _files(cell: Cell) -> list[str]:
+    """Return the result files that validate a cell, or none."""
+    run = _engine_run(cell)
+    return [run.file] if run is not None else by_shared_seams(cell)
 
 
 def ran_right(cell: Cell) -> bool:

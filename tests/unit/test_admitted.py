@@ -243,13 +243,13 @@ def plain_engines(monkeypatch: pytest.MonkeyPatch) -> dict[plain.Combination, st
 
 def test_plain_vllm_runs_where_nothing_is_validated(plain_engines, monkeypatch, tmp_path):
     """Each combination once, whatever its connectors; the outcome is written at once."""
-    fp8 = plain.Combination("0.26.0", "V1", "full attention", "fp8")
+    fp8 = plain.Combination("0.20.1", "V1", "full attention", "fp8")
     plain_engines[fp8] = "ValueError: no fp8 here\n"
     monkeypatch.setattr(record.signatures, "DATA", tmp_path)
     given = SimpleNamespace(
         keep=tmp_path, feature=["fp8", "ngram"], model=None, runner=None, missing=False
     )
-    command.run_plain("0.26.0", given)
+    command.run_plain("0.20.1", given)
     assert plain.runs(tmp_path) == {
         fp8: "ValueError: no fp8 here",
         fp8._replace(feature="ngram"): "",
@@ -257,11 +257,11 @@ def test_plain_vllm_runs_where_nothing_is_validated(plain_engines, monkeypatch, 
     plain.forget()
     plain_engines[fp8] = "TypeError: another\n"
     given.feature = ["fp8"]
-    command.run_plain("0.26.0", given)
+    command.run_plain("0.20.1", given)
     assert plain.runs(tmp_path)[fp8] == "TypeError: another"
     known = plain.runs(tmp_path)
     assert len(known) == 2
     monkeypatch.setattr(plain, "runs", lambda: known)
     monkeypatch.setattr(command.cells.Engines, "plain", None)  # would not be called
     given.missing = True
-    command.run_plain("0.26.0", given)
+    command.run_plain("0.20.1", given)

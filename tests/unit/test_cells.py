@@ -89,6 +89,33 @@ def test_the_error_of_an_engine_is_its_own_and_names_no_machine(log, said):
     assert len(cells.reason("ValueError: " + "x" * 999)) == 300
 
 
+def test_what_a_library_says_of_its_leaks_is_left_out():
+    log = (
+        "ValueError: bad size\n"
+        "nanobind: leaked 2 functions!\n"
+        ' - leaked function "verify"\n'
+        " - ... skipped remainder\n"
+        "nanobind: this is likely caused by a reference counting issue in the binding code.\n"
+        "See https://nanobind.readthedocs.io/en/latest/refleaks.html\n"
+        "the end"
+    )
+    assert cells.without_leaks(log) == "ValueError: bad size\nthe end"
+
+
+def test_a_model_with_fp8_blocks_fills_a_page_of_k_where_k_and_v_are_apart(tmp_path, monkeypatch):
+    def heads(release: str, feature: str) -> int:
+        found = []
+        engines = cells.Engines(release, tmp_path, print)
+        monkeypatch.setattr(
+            engines, "run", lambda wanted, trial, name: found.append(wanted) or {"failed": ""}
+        )
+        engines.plain(replace(CELL, vllm=release, feature=feature))
+        return found[0].kv_heads
+
+    assert heads("0.26.0", "fp8") == 2 * heads("0.27.0", "fp8")
+    assert heads("0.26.0", "none") == heads("0.27.0", "fp8")
+
+
 def test_every_feature_of_the_matrix_changes_the_engine(asked):
     assert {one.name for one in axes.FEATURES} == set(cells.FEATURES)
     for feature in axes.FEATURES[1:]:

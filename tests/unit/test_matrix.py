@@ -269,28 +269,28 @@ def plain_runs(folder: Path, **runs: str) -> Path:
 
 
 def test_where_plain_vllm_ends_on_a_cpu_a_cell_says_so(monkeypatch, tmp_path, capsys):
-    recorded = plain.runs(plain_runs(tmp_path, v0_26_0=ENDED, v0_25_0=""))
+    recorded = plain.runs(plain_runs(tmp_path, v0_20_1=ENDED, v0_20_0=""))
     monkeypatch.setattr(plain, "runs", lambda: recorded)
-    waits, fp8 = verdicts.Kind.NOT_VALIDATED, cell("0.26.0", feature="fp8")
+    waits, fp8 = verdicts.Kind.NOT_VALIDATED, cell("0.20.1", feature="fp8")
     ended = verdicts.verdict(fp8)
     assert (ended.kind, ended.ended) == (verdicts.Kind.NO_CPU_ENGINE, ENDED)
     assert ended.kind.refused
     assert not ended.kind.red
     for other in (
-        replace(fp8, vllm="0.25.0"),  # where it came to its end
-        replace(fp8, vllm="0.24.0"),  # where it did not run
+        replace(fp8, vllm="0.20.0"),  # where it came to its end
+        replace(fp8, vllm="0.19.1"),  # where it did not run
         replace(fp8, feature="ngram"),
         replace(fp8, model="latent attention", feature=axes.NONE),
     ):
         assert (verdicts.verdict(other).kind, verdicts.verdict(other).ended) == (waits, "")
-    assert verdicts.verdict(cell("0.26.0")).kind is verdicts.Kind.VALIDATED
+    assert verdicts.verdict(cell("0.20.1")).kind is verdicts.Kind.VALIDATED
     command = argparse.ArgumentParser()
     cli.configure(command)
-    assert cli.run(command.parse_args(["--vllm", "0.26.0"])) == 0
+    assert cli.run(command.parse_args(["--vllm", "0.20.1"])) == 0
     told = capsys.readouterr().out
     assert f"\n  plain vLLM, without kvpatch, ends on a CPU: {ENDED}\n" in told
-    assert f" {verdicts.Kind.NO_CPU_ENGINE.value}" in told.splitlines()[-1]
-    assert cli.run(command.parse_args(["--vllm", "0.26.0", "--json"])) == 0
+    assert re.search(rf"^ +\d+ {re.escape(verdicts.Kind.NO_CPU_ENGINE.value)}$", told, re.MULTILINE)
+    assert cli.run(command.parse_args(["--vllm", "0.20.1", "--json"])) == 0
     cells = json.loads(capsys.readouterr().out)["cells"]
     assert {one.get("plain vLLM on a CPU") for one in cells if one["feature"] == "fp8"} == {
         None,  # on Runner V2, which this release does not have
@@ -375,6 +375,10 @@ def recorded(monkeypatch):
             "without": cell("0.31.0"),
             "other": axes.Cell("0.29.0", "V1", "contiguous", "Multi", "full attention", "fp8"),
         }
+        for name, vllm in (("older", "0.29.0"), ("newer", "0.32.0")):
+            latent = replace(cell(vllm), model="latent attention")
+            names[f"latent_{name}"] = latent
+            names[f"ranks_{name}"] = replace(latent, feature="2 ranks")
         runs = {names[name]: run(name, verdict) for name, verdict in right.items()}
         monkeypatch.setattr(evidence, "runs", lambda: runs)
 
@@ -394,6 +398,27 @@ def test_a_feature_is_validated_between_two_releases_by_the_seams_they_share(rec
         assert verdicts.by_shared_seams(between) == []
     recorded(other=True, newer=True, without=True)
     assert verdicts.by_shared_seams(between) == []
+
+
+def test_a_kind_of_model_is_validated_between_two_releases_by_the_seams_they_share(recorded):
+    between = replace(cell("0.31.0"), model="latent attention")
+    names = ("latent_older", "latent_newer", "without")
+    recorded(**dict.fromkeys(names, True))
+    files = ["without.json", "latent_older.json", "latent_newer.json"]
+    assert verdicts.by_shared_seams(between) == files
+    for name in names:
+        recorded(**{one: True for one in names if one != name})
+        assert verdicts.by_shared_seams(between) == []
+    # And what is turned on beside it, without a run of the model here.
+    with_ranks = replace(between, feature="2 ranks")
+    recorded(**dict.fromkeys((*names, "ranks_older", "ranks_newer"), True))
+    assert verdicts.by_shared_seams(with_ranks) == [
+        *files,
+        "ranks_older.json",
+        "ranks_newer.json",
+    ]
+    recorded(without=True, ranks_older=True, ranks_newer=True)
+    assert verdicts.by_shared_seams(with_ranks) == []
 
 
 def test_a_patch_that_did_not_run_with_the_feature_validates_nothing(recorded, monkeypatch):

@@ -25,7 +25,7 @@ from test_rules import (
     tiers,
 )
 
-from kvpatch import rules
+from kvpatch import admitted, rules
 from kvpatch.patches.kvcached_compat.rules import runs_v2
 from kvpatch.patches.offloading.rules import has_tiers
 from kvpatch.patches.simple_offload.rules import RULES as SIMPLE_RULES
@@ -315,10 +315,21 @@ def test_up_to_0_21_a_variable_alone_decides_on_the_runner(value, runs):
         ("0.33.0", True, True),
     ],
 )
-def test_hybrid_models_are_where_kvcached_has_them(release, v2, refused):
+@pytest.mark.parametrize("contiguous", [False, True])
+def test_hybrid_models_are_where_kvcached_has_them_or_they_ran(
+    monkeypatch, release, v2, refused, contiguous
+):
     made = config(connector=False, use_v2_model_runner=v2, machine__vllm=release, **HYBRID)
+    here = facts(vllm=release, contiguous=contiguous)
     (rule,) = (rule for rule in RULES if rule.code == "KVP313")
-    assert (rule.refusal(made, facts(vllm=release)) is not None) is refused
+    monkeypatch.setattr(admitted, "table", dict)
+    assert (rule.refusal(made, here) is not None) is refused
+    for runner in ("V1", "V2"):
+        for layout in ("contiguous", "non-contiguous"):
+            ran = [admitted.name_of(runner, layout, "Offloading", "hybrid")]
+            monkeypatch.setattr(admitted, "table", lambda ran=ran: {"none": {release: ran}})
+            same = (runner == "V2") is v2 and (layout == "contiguous") is contiguous
+            assert (rule.refusal(made, here) is not None) is (refused and not same)
     made.model_config.is_hybrid = False
     assert rule.refusal(made, facts(vllm=release)) is None
     made.model_config = None

@@ -160,6 +160,21 @@ ADAPTERS = Feature(
             Gap("0.16", "0.31", "kvcached's profile run is equivalent to vLLM's"),
         ),
         seam(
+            Gap("0.16", "0.28", "kvcached patches these releases without it"),
+            Gap("0.28", "0.31", "kvcached 0.1.6 patches these releases itself"),
+            Patch(
+                id="adapted.partial_tail",
+                target="vllm.v1.core.single_type_kv_cache_manager:"
+                "MambaManager._cache_partial_tail_block",
+                why="the state of a running request is named by a boundary that it has passed",
+                upstream="ovg-project/kvcached, MambaPartialTailPatch is for vLLM <0.31 in 0.1.6",
+                until=_UNTIL,
+                wrapper="kvpatch.patches.kvcached_compat.partial_tails:unless_it_has_passed",
+                parameters=("self", "request", "num_tokens"),
+                since="0.31",
+            ),
+        ),
+        seam(
             Patch(
                 id="adapted.v1_worker",
                 target=f"{V1_RUNNER}.__init__",

@@ -6,6 +6,7 @@ from typing import Any
 
 from packaging.version import Version
 
+from kvpatch import admitted
 from kvpatch.environ import KVCACHED_CONTIGUOUS, VLLM_KV_CACHE_LAYOUT, VLLM_USE_V2_MODEL_RUNNER
 from kvpatch.rules import Rule
 from kvpatch.supported import in_ranges, release_of, validated
@@ -23,12 +24,15 @@ def runs_v2(config: Any, facts: Facts) -> bool:
 
 
 def _hybrid_without_kvcached(config: Any, facts: Facts) -> bool:
-    release = release_of(facts.vllm)
-    by_kvcached = release < Version("0.29") or (
-        release < Version("0.31") and bool(config.use_v2_model_runner)
-    )
     model = config.model_config
-    return model is not None and bool(model.is_hybrid) and not by_kvcached
+    if model is None or not model.is_hybrid:
+        return False
+    release, on_v2 = release_of(facts.vllm), bool(config.use_v2_model_runner)
+    if release < Version("0.29") or (on_v2 and release < Version("0.31")):
+        return False  # kvcached's own
+    layout = "contiguous" if facts.contiguous else "non-contiguous"
+    ran = admitted.name_of("V2" if on_v2 else "V1", layout, "Offloading", "hybrid")
+    return not admitted.admits("none", facts.vllm, [ran])
 
 
 RULES = (
@@ -46,11 +50,13 @@ RULES = (
     ),
     Rule(
         "KVP313",
-        "hybrid models on vLLM 0.31 and later, and on Model Runner V1 from 0.29 on",
+        "hybrid models on Model Runner V1 from vLLM 0.29 on, and on V2 from 0.31 on"
+        + admitted.but("none", model="hybrid"),
         _hybrid_without_kvcached,
         lambda config, facts: f"{config.model_config.architecture} has state-space layers",
-        "kvcached's patches for them are not validated on this release and runner",
-        "use Model Runner V2 of vLLM 0.30",
+        "kvcached's patches for them are not for this release and runner, and kvpatch's are "
+        f"validated {admitted.where('none', model='hybrid')}",
+        "use one of these",
         with_connector=False,
     ),
     Rule(

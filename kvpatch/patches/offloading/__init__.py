@@ -306,10 +306,10 @@ FEATURE = Feature(
                 until="vLLM 0.33",
                 wrapper="kvpatch.patches.offloading.legacy:around_other_loads",
                 parameters=("self", "blocks", "num_external_tokens"),
-                since="0.22",
+                since="0.21",
                 before="0.33",
             ),
-            Gap("0.16", "0.22", "MultiConnector is refused (KVP328)"),
+            Gap("0.16", "0.21", "a finished request keeps its blocks until they are stored"),
             Gap("0.33", None, "fixed by vllm-project/vllm#46951"),
         ),
         seam(

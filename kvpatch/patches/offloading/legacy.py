@@ -301,7 +301,7 @@ def check_windows(config: Any) -> None:
 def around_other_loads(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
     """Let the workers wait for stores of blocks that another connector loads into.
 
-    Wraps ``MultiConnector.update_state_after_alloc(request, blocks, num_external_tokens)`` of 0.22
+    Wraps ``MultiConnector.update_state_after_alloc(request, blocks, num_external_tokens)`` of 0.21
     to 0.32. The connector lets blocks of a finished request go while they are stored, and learns
     who has them next from the tokens of a step, which a request that waits for a load has none of.
     """

@@ -28,7 +28,7 @@ VALIDATED_SCHEDULERS = (
 )
 VALIDATED_CACHE_DTYPES = ("auto", "bfloat16", "float16", "float32")
 FP8_CACHE_DTYPES = ("fp8", "fp8_e4m3", "fp8_e5m2")  # on the releases of ``supported.FP8``
-MULTI = Span("0.22")
+MULTI = Span("0.16")
 # Where a checkpoint's kv_cache_scheme wins over --kv-cache-dtype, in vLLM's Attention.__init__.
 SCHEME_WINS = Span("0", "0.22")
 # vLLM's methods of speculative decoding, by their names in the matrix.

@@ -17,10 +17,10 @@ class BlockWatch:
     """Digests each cached block through the model's KV tensors, by block hash, on every rank.
 
     A hash that turns up again in another place was restored or computed again; the
-    first digests are what it must still have if it was restored. Where blocks are lost, and computed
-    again beside other tokens, the connector says which were restored: SimpleCPUOffloadConnector in
-    lazy mode, and a tier that had no memory for what a disk behind it had. Such a block must have
-    the digests of one of the times that it was computed.
+    first digests are what it must still have if it was restored. Where blocks are lost, and
+    computed again beside other tokens, the connector says which were restored:
+    SimpleCPUOffloadConnector in lazy mode, and a tier that had no memory for what a disk behind it
+    had. Such a block must have the digests of one of the times that it was computed.
 
     Args:
         core: the engine's core.

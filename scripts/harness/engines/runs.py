@@ -262,6 +262,11 @@ def engine_arguments(run: Run) -> dict[str, Any]:
         arguments["compilation_config"] = {"custom_ops": ["-rotary_embedding"]}
         # On a processor with AMX vLLM would take AMX_MLA, which knows no float32.
         arguments["attention_backend"] = "CPU_MLA"
+    if run.model == "hybrid":
+        # As later releases do unasked. Up to 0.28 vLLM leaves it off for models with Mamba layers,
+        # and if it is on takes the mode "all", in which it ends on a CPU.
+        arguments["enable_prefix_caching"] = True
+        arguments["mamba_cache_mode"] = "align"
     if run.speculation:
         arguments["speculative_config"] = speculation(run)
     arguments |= dict(run.settings)

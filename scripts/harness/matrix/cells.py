@@ -12,6 +12,8 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from packaging.version import Version
+
 from harness.engines.runs import (
     BLOCK,
     SPECULATIONS,
@@ -32,6 +34,8 @@ from kvpatch.upstream import connectors
 PROMPTS, CACHED = 12, 640
 APART = 8  # prompts that are asked one at a time: more than a device of LEAST blocks can keep
 LEAST = 128  # blocks of a device in fp8, of four times the tokens: kvcached maps a whole page
+# From here on kvcached has K and V of a layer in one page; before, twice the heads fill one each.
+TOGETHER = Version("0.27")
 # Seconds after which an engine is taken for one that hangs.
 LIMIT = 600
 MODELS = {
@@ -73,6 +77,7 @@ AUDITS = {row.id for one in patches.FEATURES if one.name == "audit" for row in o
 _ERROR = re.compile(r"\b[A-Za-z_.]*(?:Error|Exception)\b.*|no end after .*")
 _ELSEWHERE = ("initialization failed", "See root cause above", "worker died", "EngineDeadError")
 _PLACES = re.compile(r"(?<![\w.])(?:/[\w.+-]+)+/|\(?pid=\d+\)?")
+_LEAK = re.compile(r"nanobind: | - (?:leaked|\.\.\. skipped)|See https://nanobind\.")
 _LONGEST = 300  # characters
 _WIDEST = ("widest_logprob_gap",)  # of several engines; other numbers are added up
 LAYOUTS = {"contiguous": True, "non-contiguous": False}
@@ -192,7 +197,7 @@ class Engines:
         except subprocess.TimeoutExpired as late:
             found, log = {}, f"{late.output}\nno end after {LIMIT} s\n"
         if not found:
-            found["failed"] = log.strip()[-3000:]
+            found["failed"] = without_leaks(log).strip()[-3000:]
         found["elastic"] = "KV on elastic memory: yes" in log
         self.say(
             f"{name}: {'failed' if 'failed' in found else 'ran'}, {time.monotonic() - begun:.0f} s"
@@ -256,6 +261,8 @@ class Engines:
             asynchronous=ahead and cell.feature in SPECULATIONS,
             **FEATURES[cell.feature],
         )
+        if plain.cache_dtype and Version(self.version) < TOGETHER:
+            plain = replace(plain, kv_heads=8)
         if kind == "hybrid":
             # One at a time: beside other requests the last digits of bfloat16 are others.
             plain = replace(plain, dtype="bfloat16", together=1)
@@ -273,6 +280,11 @@ class Engines:
                 else self.run(plain, Trial({}), f"plain-{key}")
             )
         return self._plain[key]
+
+
+def without_leaks(log: str) -> str:
+    """Return a log without what nanobind says of a process that ended early, last and at length."""
+    return "\n".join(line for line in log.splitlines() if not _LEAK.match(line))
 
 
 def reason(log: str) -> str:
