@@ -19,6 +19,8 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+from packaging.version import Version
+
 from kvpatch import patches
 from kvpatch.matrix import signatures
 from kvpatch.matrix.axes import NONE, Cell
@@ -57,6 +59,14 @@ class Code:
             for module in self.digests.keys() | now.keys()
             if self.digests.get(module) != now.get(module)
         )
+
+    def other_rows(self, vllm: str) -> list[str]:
+        """Return the patches of a release that came or went since, of the features in force."""
+        release, then = Version(vllm), set(self.patches)
+        spanning = (one for one in patches.FEATURES if release in one.span)
+        of_each = ({patch.id for patch in one.at(release)} for one in spanning)
+        now = set[str]().union(*(ids for ids in of_each if ids & then))
+        return sorted(then ^ now)
 
 
 @dataclass(frozen=True)
@@ -108,11 +118,16 @@ def _read(data: Path, folders: Iterable[str]) -> dict[Cell, list[Run]]:
 
 
 def stale(data: Path = signatures.DATA) -> Iterator[tuple[str, Cell, list[str]]]:
-    """Yield the engine runs on other code than the current: level, cell and the changes."""
+    """Yield the engine runs on other code than the current: level, cell and the changes.
+
+    Those are modules, and patches that came or went.
+    """
     for cell, every in (*runs(data).items(), *on_npu(data).items()):
         for run in every:
             if run.level != "bytes":
-                changed = run.code.changed() if run.code else ["the code was not recorded"]
+                changed = ["the code was not recorded"]
+                if run.code is not None:
+                    changed = run.code.changed() + run.code.other_rows(cell.vllm)
                 if changed:
                     yield run.level, cell, changed
 

@@ -126,6 +126,20 @@ def test_a_run_on_another_module_is_stale(data):
     assert modules == ["kvpatch.patches.fence.fence"]
 
 
+def test_a_run_without_a_row_of_today_or_with_another_is_stale(data):
+    ids = in_force("0.32.0")
+    kept = tuple(one for one in ids if one != "fence.build")
+    for other, row in ((kept, "fence.build"), ((*ids, "fence.gone"), "fence.gone")):
+        folder = data(patches=other, digests=evidence.digests_of(other))
+        ((_, _, changed),) = evidence.stale(folder)
+        assert changed == [row]
+
+
+def test_the_rows_of_a_feature_that_was_not_in_force_are_no_change(data):
+    ids = in_force("0.32.0", on_host=False)
+    assert list(evidence.stale(data(patches=ids, digests=evidence.digests_of(ids)))) == []
+
+
 def test_a_run_whose_code_was_not_recorded_is_stale(data):
     folder = data()
     path = folder / "engine/vllm-0.32.0-kvcached-0.1.6.json"
@@ -146,7 +160,7 @@ def test_a_level_does_not_speak_for_another(data, monkeypatch):
     assert level == "synchronous"
     monkeypatch.setattr(evidence, "runs", partial(evidence.runs, folder))
     names = ("connector", "model", "feature", "layout", "runner", "releases")
-    selected = Namespace(**{name: [] for name in names}, missing=True)
+    selected = Namespace(**{name: [] for name in names}, missing=True, stale=False)
     for synchronous, stale, wanted in (
         (True, {(level, cell)}, True),
         (True, {("engine", cell)}, False),
@@ -154,6 +168,10 @@ def test_a_level_does_not_speak_for_another(data, monkeypatch):
     ):
         selected.synchronous = synchronous
         assert command.wanted_cell(cell, selected, stale) is wanted
+    selected.missing, selected.stale = False, True
+    for synchronous, stale in ((True, {(level, cell)}), (False, set())):
+        selected.synchronous = synchronous
+        assert command.wanted_cell(cell, selected, stale) is bool(stale)
 
 
 def test_only_engines_are_stale(data, tmp_path):

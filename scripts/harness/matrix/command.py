@@ -7,6 +7,7 @@
     scripts/matrix engine --feature fp8          with more turned on; "none" for the cells without
     scripts/matrix engine --synchronous          with synchronous scheduling, where a GPU's is not
     scripts/matrix engine --missing              only cells without a run of today's code
+    scripts/matrix engine --stale                only cells that ran on other code than today's
     scripts/matrix engine 0.26.0                 a release that is not validated yet
     scripts/matrix try 0.32.0 --feature EAGLE    cells with more turned on that are refused until
                                                  they ran: in a copy of the checkout that admits
@@ -331,6 +332,8 @@ def wanted_cell(cell: axes.Cell, arguments: argparse.Namespace, stale: set[Ran])
     ):
         return False
     level = level_of(arguments)
+    if arguments.stale:
+        return (level, cell) in stale
     right = {run.level for run in evidence.runs().get(cell, ()) if run.right}
     return not (arguments.missing and level in right and (level, cell) not in stale)
 
@@ -388,7 +391,9 @@ def main() -> int:
     level.add_argument("--layout", action="append", choices=axes.LAYOUTS)
     level.add_argument("--jobs", type=int, help="releases at a time (default: what has room)")
     level.add_argument("--runner", action="append", choices=axes.RUNNERS)
-    level.add_argument("--missing", action="store_true", help="only cells without a current run")
+    which = level.add_mutually_exclusive_group()
+    which.add_argument("--missing", action="store_true", help="only cells without a current run")
+    which.add_argument("--stale", action="store_true", help="only cells whose run is not current")
     level.add_argument("--synchronous", action="store_true", help="scheduling")
     level.add_argument("--keep", type=Path, help="a folder for logs and results")
     level.set_defaults(compute=compute_engines)
