@@ -14,7 +14,7 @@ import ast
 import hashlib
 import json
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -60,13 +60,20 @@ class Code:
             if self.digests.get(module) != now.get(module)
         )
 
-    def other_rows(self, vllm: str) -> list[str]:
-        """Return the patches of a release that came or went since, of the features in force."""
+    def gone(self, vllm: str) -> list[str]:
+        """Return the patches that were in force then, and on that release are no more."""
+        return sorted(set(self.patches) - self._rows(vllm))
+
+    def came(self, vllm: str) -> set[str]:
+        """Return the patches of a release that came since, of the features in force then."""
+        return self._rows(vllm) - set(self.patches)
+
+    def _rows(self, vllm: str) -> set[str]:
+        """Return the patches that a release has today, of the features in force then."""
         release, then = Version(vllm), set(self.patches)
         spanning = (one for one in patches.FEATURES if release in one.span)
         of_each = ({patch.id for patch in one.at(release)} for one in spanning)
-        now = set[str]().union(*(ids for ids in of_each if ids & then))
-        return sorted(then ^ now)
+        return set[str]().union(*(ids for ids in of_each if ids & then))
 
 
 @dataclass(frozen=True)
@@ -120,16 +127,30 @@ def _read(data: Path, folders: Iterable[str]) -> dict[Cell, list[Run]]:
 def stale(data: Path = signatures.DATA) -> Iterator[tuple[str, Cell, list[str]]]:
     """Yield the engine runs on other code than the current: level, cell and the changes.
 
-    Those are modules, and patches that came or went.
+    Those are modules, patches that are no more, and patches that came since. A run without a patch
+    that came stands where the patch was in force in a current one, with the same release of vLLM,
+    runner, layout and connector.
     """
-    for cell, every in (*runs(data).items(), *on_npu(data).items()):
-        for run in every:
+    every = (*runs(data).items(), *on_npu(data).items())
+    shown: dict[Cell, set[str]] = {}
+    for cell, of_cell in every:
+        for run in of_cell:
+            if run.right and run.level == LEVELS[0] and run.code and not run.code.changed():
+                shown.setdefault(_without_model(cell), set()).update(run.code.patches)
+    for cell, of_cell in every:
+        for run in of_cell:
             if run.level != "bytes":
                 changed = ["the code was not recorded"]
                 if run.code is not None:
-                    changed = run.code.changed() + run.code.other_rows(cell.vllm)
+                    came = run.code.came(cell.vllm) - shown.get(_without_model(cell), set())
+                    changed = [*run.code.changed(), *run.code.gone(cell.vllm), *sorted(came)]
                 if changed:
                     yield run.level, cell, changed
+
+
+def _without_model(cell: Cell) -> Cell:
+    """Return what stands for the cells of one release, runner, layout and connector."""
+    return replace(cell, model="", feature=NONE)
 
 
 def digests_of(ids: Iterable[str]) -> dict[str, str]:
