@@ -89,6 +89,9 @@ def test_the_recorded_ids_are_those_of_rows_of_today():
     assert of_other_patches(signatures.DATA) == []
 
 
+@pytest.mark.skipif(
+    sys.version_info[:2] != (3, 11), reason="a digest is of the syntax tree of Python 3.11"
+)
 def test_every_row_of_today_was_in_force_where_a_cell_stands():
     """Otherwise a row came: scripts/matrix engine --stale --feature none."""
     every = {patch.id for feature in patches.FEATURES for patch in feature.patches}
