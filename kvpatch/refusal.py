@@ -204,6 +204,10 @@ CODES = {
         "offloading of a model with sliding windows without the hybrid KV cache manager"
     ),
     "KVP361": _not_validated("offloading of a pooling model", False),
+    "KVP362": _incompatible(
+        "SimpleCPUOffloadConnector in a MultiConnector before vLLM 0.22",
+        "vllm-project/vllm, MultiConnector has no bind_gpu_block_pool up to 0.21",
+    ),
     "KVP370": _not_validated("`KVPATCH_IDLE` on a release", False),
     "KVP371": _not_validated("`KVPATCH_IDLE` without a CPU tier alone", False),
     "KVP372": _not_validated("`KVPATCH_IDLE` with `KVPATCH_HOST_POOL`", False),

@@ -294,6 +294,15 @@ CASES: dict[str, tuple[list[dict[str, Any]], str]] = {
         "MultiConnector is configured on this release, because it is validated on vLLM "
         f"{words(MULTI)} only; use one connector, or one of these releases, or set KVPATCH=0.",
     ),
+    "KVP362": (
+        [
+            multi("OffloadingConnector", "SimpleCPUOffloadConnector") | {"machine__vllm": "0.21.0"},
+            multi("SimpleCPUOffloadConnector") | {"machine__vllm": "0.19.0"},
+        ],
+        "SimpleCPUOffloadConnector is configured inside MultiConnector, because this vLLM's "
+        "MultiConnector does not give it the device's blocks, and it stores nothing; use one "
+        "connector, or install vLLM 0.22, or set KVPATCH=0.",
+    ),
     "KVP319": (
         [
             multi("OffloadingConnector", "NixlConnector"),

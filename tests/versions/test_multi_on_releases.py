@@ -14,7 +14,10 @@ from harness.engines.multi import INSIDE, compare_simple_inside
 from harness.engines.oracle import Engine
 from harness.engines.runs import Device, Run
 
-RELEASES = releases.between("0.22", before="0.28")
+RELEASES = releases.between("0.16", before="0.28")
+# Before, a MultiConnector does not give SimpleCPUOffloadConnector the device's blocks (KVP362), and
+# up to 0.20 vLLM itself keeps the blocks of a request that has ended until they are stored.
+LATER = releases.between("0.22", before="0.28")
 
 
 class InMulti(Fences):
@@ -50,14 +53,14 @@ def test_with_the_fence_every_stored_block_is_right(
     assert result["counters"]["released"] > 0
 
 
-@pytest.mark.parametrize("vllm", RELEASES)
+@pytest.mark.parametrize("vllm", LATER)
 def test_without_the_fence_blocks_are_lost(fences: Callable[[str], Fences], vllm: str) -> None:
     result = fences(vllm).run("finish", asynchronous=False, fenced=False)
     assert result["scenarios"]["finish"]["wrong"] > 0
 
 
 @LAYOUTS
-@pytest.mark.parametrize("vllm", RELEASES)
+@pytest.mark.parametrize("vllm", LATER)
 @pytest.mark.parametrize("mode", ["eager", "lazy"])
 def test_simple_is_right_in_it_too(
     engine: Engine,

@@ -304,6 +304,17 @@ RULES = (
         unless_validated=MULTI,
     ),
     Rule(
+        "KVP362",
+        "SimpleCPUOffloadConnector inside MultiConnector before vLLM 0.22",
+        lambda config, facts: (
+            in_multi(config) and any(leaf.name == connectors.SIMPLE for leaf in leaves(config))
+        ),
+        "SimpleCPUOffloadConnector is configured inside MultiConnector",
+        "this vLLM's MultiConnector does not give it the device's blocks, and it stores nothing",
+        "use one connector, or install vLLM 0.22",
+        only_in=Span("0", "0.22"),
+    ),
+    Rule(
         "KVP319",
         "a MultiConnector with connectors other than the ones above",
         lambda config, facts: bool(_others_inside(config)),
