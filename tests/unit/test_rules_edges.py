@@ -336,6 +336,14 @@ def test_hybrid_models_are_where_kvcached_has_them_or_they_ran(
     assert rule.refusal(made, facts(vllm=release)) is None
 
 
+def test_hybrid_models_where_a_configuration_does_not_name_the_runner():
+    """Up to 0.21 it has no such attribute."""
+    made = config(connector=False, machine__vllm="0.21.0", **HYBRID)
+    del made.use_v2_model_runner
+    (rule,) = (rule for rule in RULES if rule.code == "KVP313")
+    assert rule.refusal(made, facts(vllm="0.21.0")) is None
+
+
 def test_secondary_tiers_of_one_of_two_connectors():
     extra = tiers("fs")["kv_transfer_config__kv_connector_extra_config"]
     release = {"machine__vllm": "0.22.1"}

@@ -8,6 +8,7 @@ from packaging.version import Version
 
 from kvpatch import admitted
 from kvpatch.environ import KVCACHED_CONTIGUOUS, VLLM_KV_CACHE_LAYOUT, VLLM_USE_V2_MODEL_RUNNER
+from kvpatch.patches.offloading import place
 from kvpatch.rules import Rule
 from kvpatch.supported import in_ranges, release_of, validated
 from kvpatch.upstream.kvcached_api import LAYOUTS, conflicting_layout
@@ -27,12 +28,11 @@ def _hybrid_without_kvcached(config: Any, facts: Facts) -> bool:
     model = config.model_config
     if model is None or not model.is_hybrid:
         return False
-    release, on_v2 = release_of(facts.vllm), bool(config.use_v2_model_runner)
-    if release < Version("0.29") or (on_v2 and release < Version("0.31")):
+    release = release_of(facts.vllm)
+    if release < Version("0.29") or (release < Version("0.31") and runs_v2(config, facts)):
         return False  # kvcached's own
-    layout = "contiguous" if facts.contiguous else "non-contiguous"
-    ran = admitted.name_of("V2" if on_v2 else "V1", layout, "Offloading", "hybrid")
-    return not admitted.admits("none", facts.vllm, [ran])
+    ran = place.cell(config, facts, place.OFFLOADING)
+    return not admitted.admits(place.ALONE, facts.vllm, [ran])
 
 
 RULES = (
@@ -51,11 +51,11 @@ RULES = (
     Rule(
         "KVP313",
         "hybrid models on Model Runner V1 from vLLM 0.29 on, and on V2 from 0.31 on"
-        + admitted.but("none", model="hybrid"),
+        + admitted.but(place.ALONE, model=place.HYBRID),
         _hybrid_without_kvcached,
         lambda config, facts: f"{config.model_config.architecture} has state-space layers",
         "kvcached's patches for them are not for this release and runner, and kvpatch's are "
-        f"validated {admitted.where('none', model='hybrid')}",
+        f"validated {admitted.where(place.ALONE, model=place.HYBRID)}",
         "use one of these",
         with_connector=False,
     ),

@@ -11,6 +11,7 @@ from kvpatch.versions import Facts
 # By the names of the cells: with nothing else turned on, and kinds of model.
 ALONE = "none"
 LATENT, HYBRID = "latent attention", "hybrid"
+OFFLOADING = "Offloading"  # also without a connector
 
 
 def starts_with(feature: str, config: Any, facts: Facts) -> bool:
@@ -20,13 +21,14 @@ def starts_with(feature: str, config: Any, facts: Facts) -> bool:
 
 def cells(config: Any, facts: Facts) -> list[str]:
     """Return the names of the cells: one for each connector, and one for MultiConnector."""
+    return [cell(config, facts, connector) for connector in ways(config.kv_transfer_config)]
+
+
+def cell(config: Any, facts: Facts, connector: str) -> str:
+    """Return the name of the cell of a configuration with a connector, whatever it has."""
     runner = "V2" if getattr(config, "use_v2_model_runner", False) else "V1"
     layout = "contiguous" if facts.contiguous else "non-contiguous"
-    model = kind_of(config.model_config)
-    return [
-        admitted.name_of(runner, layout, connector, model)
-        for connector in ways(config.kv_transfer_config)
-    ]
+    return admitted.name_of(runner, layout, connector, kind_of(config.model_config))
 
 
 def ways(transfer: Any) -> list[str]:
@@ -36,16 +38,16 @@ def ways(transfer: Any) -> list[str]:
     runs beside OffloadingConnector runs without it.
     """
     if transfer is None or transfer.kv_connector is None:
-        return ["Offloading"]
+        return [OFFLOADING]
     found = []
     for leaf in connectors.leaves(transfer):
         if leaf.name == connectors.SIMPLE:
             found.append("Simple lazy" if leaf.extra.get("lazy_offload") else "Simple eager")
         else:
-            found.append("tiering fs" if leaf.tiers else "Offloading")
+            found.append("tiering fs" if leaf.tiers else OFFLOADING)
     if transfer.kv_connector != connectors.MULTI:
         return found
-    return ["Multi", *(one for one in found if one != "Offloading")]
+    return ["Multi", *(one for one in found if one != OFFLOADING)]
 
 
 def kind_of(model: Any) -> str:
