@@ -73,13 +73,19 @@ def of(references: Iterable[str | None]) -> tuple[Rule, ...]:
 
 def refusals(config: Config, facts: Facts, rules: Iterable[Rule]) -> Iterator[Refusal]:
     """Iterate over the refusals of all rules that a ``VllmConfig`` breaks."""
+    for rule in _asked(config, rules):
+        refusal = rule.refusal(config, facts)
+        if refusal is not None:
+            yield refusal
+
+
+def _asked(config: Config, rules: Iterable[Rule]) -> Iterator[Rule]:
+    """Iterate over the rules that are for a ``VllmConfig``, with or without a connector."""
     transfer = config.kv_transfer_config
     connector = transfer is not None and transfer.kv_connector is not None
     for rule in rules:
         if connector or not rule.with_connector:
-            refusal = rule.refusal(config, facts)
-            if refusal is not None:
-                yield refusal
+            yield rule
 
 
 def check(
@@ -96,22 +102,15 @@ def check(
         rules: in the order in which they are checked.
         lifted: codes of rules to skip, for tests of the fault behind them.
     """
-    transfer = config.kv_transfer_config
-    connector = transfer is not None and transfer.kv_connector is not None
-    warnings: list[str] = []
+    asked = [rule for rule in _asked(config, rules) if rule.code not in lifted]
     first: Refusal | None = None
-    for rule in rules:
-        if (connector or not rule.with_connector) and rule.code not in lifted:
-            refusal = rule.refusal(config, facts)
-            if refusal is not None:
-                if refusal.basis is Basis.INCOMPATIBLE:
-                    return refusal
-                first = first or refusal
-                continue
+    for refusal in refusals(config, facts, asked):
+        if refusal.basis is Basis.INCOMPATIBLE:
+            return refusal
+        first = first or refusal
+    if first is None:
+        for rule in asked:
             warning = rule.warns(config, facts) if rule.warns is not None else ""
             if warning:
-                warnings.append(warning)
-    if first is None:
-        for warning in warnings:
-            log.warning("kvpatch: %s", warning)
+                log.warning("kvpatch: %s", warning)
     return first

@@ -70,9 +70,8 @@ class Code:
 
     def _rows(self, vllm: str) -> set[str]:
         """Return the patches that a release has today, of the features in force then."""
-        release, then = Version(vllm), set(self.patches)
-        spanning = (one for one in patches.FEATURES if release in one.span)
-        of_each = ({patch.id for patch in one.at(release)} for one in spanning)
+        then = set(self.patches)
+        of_each = ({patch.id for patch in rows} for _, rows in patches.at(Version(vllm)))
         return set[str]().union(*(ids for ids in of_each if ids & then))
 
 
@@ -131,21 +130,23 @@ def stale(data: Path = signatures.DATA) -> Iterator[tuple[str, Cell, list[str]]]
     that came stands where the patch was in force in a current one, with the same release of vLLM,
     runner, layout and connector.
     """
-    every = (*runs(data).items(), *on_npu(data).items())
+    every = [
+        (cell, run, run.code.changed() if run.code else [])
+        for cell, of_cell in (*runs(data).items(), *on_npu(data).items())
+        for run in of_cell
+        if run.level != "bytes"
+    ]
     shown: dict[Cell, set[str]] = {}
-    for cell, of_cell in every:
-        for run in of_cell:
-            if run.right and run.level == LEVELS[0] and run.code and not run.code.changed():
-                shown.setdefault(_without_model(cell), set()).update(run.code.patches)
-    for cell, of_cell in every:
-        for run in of_cell:
-            if run.level != "bytes":
-                changed = ["the code was not recorded"]
-                if run.code is not None:
-                    came = run.code.came(cell.vllm) - shown.get(_without_model(cell), set())
-                    changed = [*run.code.changed(), *run.code.gone(cell.vllm), *sorted(came)]
-                if changed:
-                    yield run.level, cell, changed
+    for cell, run, modules in every:
+        if run.right and run.level == LEVELS[0] and run.code and not modules:
+            shown.setdefault(_without_model(cell), set()).update(run.code.patches)
+    for cell, run, modules in every:
+        changed = ["the code was not recorded"]
+        if run.code is not None:
+            came = run.code.came(cell.vllm) - shown.get(_without_model(cell), set())
+            changed = [*modules, *run.code.gone(cell.vllm), *sorted(came)]
+        if changed:
+            yield run.level, cell, changed
 
 
 def _without_model(cell: Cell) -> Cell:

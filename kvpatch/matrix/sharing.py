@@ -99,10 +99,4 @@ def forget() -> None:
 
 def _rows_of(release: str) -> list[tuple[str, str]]:
     """Return the ids and targets of the rows of a release, in the order of application."""
-    version = Version(release)
-    return [
-        (patch.id, patch.target)
-        for feature in patches.FEATURES
-        if version in feature.span
-        for patch in feature.at(version)
-    ]
+    return [(patch.id, patch.target) for _, rows in patches.at(Version(release)) for patch in rows]

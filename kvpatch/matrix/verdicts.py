@@ -200,12 +200,11 @@ def _engine_run(cell: Cell) -> evidence.Run | None:
 
 def _in_force(vllm: str) -> set[str]:
     """Return the ids of the patches of a release, without those of a machine or mode."""
-    release = Version(vllm)
     return {
         patch.id
-        for feature in patches.FEATURES
-        if feature.wanted is None and release in feature.span
-        for patch in feature.at(release)
+        for feature, rows in patches.at(Version(vllm))
+        if feature.wanted is None
+        for patch in rows
     }
 
 

@@ -8,6 +8,11 @@ the rows by scripts/docs.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
+from packaging.version import Version
+
+from kvpatch.patch import Feature, Patch
 from kvpatch.patches import (
     ascend,
     data_parallel,
@@ -48,3 +53,14 @@ FEATURES = (
     debug.FEATURE,
     metrics.FEATURE,
 )
+
+
+def at(release: Version) -> Iterator[tuple[Feature, tuple[Patch, ...]]]:
+    """Iterate over the features of a release of vLLM and their patches for it, in their order.
+
+    Raises:
+        LookupError: a seam has no part for the release, or several.
+    """
+    for feature in FEATURES:
+        if release in feature.span:
+            yield feature, feature.at(release)

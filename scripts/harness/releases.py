@@ -36,9 +36,8 @@ def one_for_each_seam() -> tuple[str, ...]:
     for release in supported.validated():
         limited = {
             patch.id
-            for feature in patches.FEATURES
-            if Version(release) in feature.span
-            for patch in feature.at(Version(release))
+            for _, rows in patches.at(Version(release))
+            for patch in rows
             if patch.before is not None
         }
         first.setdefault(frozenset(limited), release)

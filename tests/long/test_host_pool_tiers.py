@@ -44,6 +44,12 @@ def in_pool(run: Run) -> Run:
     return replace(run, environment=(*run.environment, POOL))
 
 
+def with_disk(size: int, name: str, disk: Path) -> Run:
+    """An engine in a pool of a size and a name of its own, with a disk behind its tier."""
+    run = pool_of(size, name)
+    return replace(run, tiers=(str(disk),), environment=(*run.environment, SAME_HASHES))
+
+
 @pytest.mark.parametrize("contiguous", [True, False], ids=["contiguous", "non-contiguous"])
 @pytest.mark.parametrize("model", ["llama", "sliding"])
 def test_prompts_that_a_pool_evicted_come_back_from_disk(
@@ -71,8 +77,7 @@ def test_a_tier_in_a_pool_and_one_of_its_own_read_one_disk(
 def test_memory_is_given_back_with_a_disk_behind_it(
     start_in_pool: Start, engine: Engine, tmp_path: Path
 ) -> None:
-    run = pool_of(256 * MIB, "disk")
-    run = replace(run, tiers=(str(tmp_path),), environment=(*run.environment, SAME_HASHES))
+    run = with_disk(256 * MIB, "disk", tmp_path)
     one = start_in_pool(run)
     plain = engine(PLAIN).round(0)
     first, again, last = live(one, run.model)
@@ -86,8 +91,7 @@ def test_memory_is_given_back_with_a_disk_behind_it(
 def test_the_tiers_of_two_ranks_are_given_back_with_a_disk_behind_them(
     start_in_pool: Start, tmp_path: Path
 ) -> None:
-    run = pool_of(256 * MIB, "both")
-    run = replace(run, tiers=(str(tmp_path),), environment=(*run.environment, SAME_HASHES))
+    run = with_disk(256 * MIB, "both", tmp_path)
     one = start_in_pool(run, **TWO_RANKS)
     first = one.do("round", "few")
     full = one.do("see")
@@ -104,8 +108,7 @@ def test_the_tiers_of_two_ranks_are_given_back_with_a_disk_behind_them(
 def test_after_a_kill_the_next_engine_is_served_from_the_disk(
     start_in_pool: Start, tmp_path: Path
 ) -> None:
-    run = pool_of(48 * MIB, "next")
-    run = replace(run, tiers=(str(tmp_path),), environment=(*run.environment, SAME_HASHES))
+    run = with_disk(48 * MIB, "next", tmp_path)
     one = start_in_pool(run)
     first = one.do("round", "few")
     one.kill()

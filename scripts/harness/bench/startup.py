@@ -156,13 +156,8 @@ def off(repetitions: int) -> dict[str, object]:
 def target_modules() -> str:
     """Return the modules that kvpatch's targets live in, for what is installed."""
     release = supported.release_of(installed("vllm")[0])
-    rows = [
-        patch
-        for feature in patches.FEATURES
-        if release in feature.span
-        for patch in feature.at(release)
-    ]
-    names = {patch.target.partition(":")[0] for patch in rows}
+    every = (patch for _, rows in patches.at(release) for patch in rows)
+    names = {patch.target.partition(":")[0] for patch in every}
     there = {name for name in names if importlib.util.find_spec(name.partition(".")[0])}
     return " ".join(sorted(there))
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from harness.engines.inside import after, digest, group_of, layers_of
@@ -11,6 +12,12 @@ def digests(worker: Any, blocks: list[tuple[int, int]]) -> list[str]:
     """Digest (group, block) pairs through the model's KV tensors; runs in a worker."""
     layers = layers_of(worker.model_runner)
     return [digest(layers[group], block) for group, block in blocks]
+
+
+def _blocks_of_jobs(meta: Any) -> list[int]:
+    """The device blocks that OffloadingConnector loads into."""
+    jobs = meta.load_jobs.values()
+    return [block for job in jobs for block in job.dst_spec.block_ids.tolist()]
 
 
 class BlockWatch:
@@ -43,22 +50,15 @@ class BlockWatch:
         self.loads: set[int] | None = None  # device blocks; None if nobody says which
         # Not inside of MultiConnector, where another connector may load as well.
         if hasattr(core.scheduler.connector, "scheduler_manager"):
-            self.loads = set()
             planner = core.scheduler.connector.scheduler_manager
-            after(planner, "build_connector_meta", self._note_loads)
+            self._note_loads(planner, lambda meta: meta.load_gpu_blocks)
         elif loses:
-            self.loads = set()
             planner = core.scheduler.connector.connector_scheduler
-            after(planner, "build_connector_meta", self._note_load_jobs)
+            self._note_loads(planner, _blocks_of_jobs)
 
-    def _note_loads(self, meta: Any, *args: Any) -> None:
-        if self.loads is not None:
-            self.loads.update(meta.load_gpu_blocks)
-
-    def _note_load_jobs(self, meta: Any, *args: Any) -> None:
-        if self.loads is not None:
-            for job in meta.load_jobs.values():
-                self.loads.update(job.dst_spec.block_ids.tolist())
+    def _note_loads(self, planner: Any, blocks_of: Callable[[Any], Iterable[int]]) -> None:
+        loads = self.loads = set()
+        after(planner, "build_connector_meta", lambda meta, *args: loads.update(blocks_of(meta)))
 
     def after_step(self) -> None:
         if self.computes_last:

@@ -134,15 +134,17 @@ def run_release(release: str, arguments: argparse.Namespace, stale: set[Ran]) ->
     return wrong
 
 
-def head_of(release: str, command: str, versions: dict[str, str]) -> dict[str, Any]:
+def head_of(
+    release: str, command: str, versions: dict[str, str], device: str = "host device"
+) -> dict[str, Any]:
     """Return the head of a result file: the machine and the versions that engines ran on."""
     return {
         "vllm": release,
         "kvcached": supported.KVCACHED[-1],
         "kvpatch": VERSION,
         "date": datetime.date.today().isoformat(),
-        "command": f"scripts/matrix {command} {release}",
-        "machine": f"host device, {os.cpu_count()} cores, {platform.machine()}",
+        "command": f"scripts/matrix {command}",
+        "machine": f"{device}, {os.cpu_count()} cores, {platform.machine()}",
         "versions": versions,
     }
 
@@ -155,7 +157,7 @@ def record_cell(
     versions: dict[str, str],
 ) -> None:
     """Record the outcome of one cell, with the machine and the versions it ran on."""
-    head = head_of(cell.vllm, COMMANDS.get(level, level), versions)
+    head = head_of(cell.vllm, f"{COMMANDS.get(level, level)} {cell.vllm}", versions)
     run = {name: getattr(cell, name) for name in AXES}
     if cell.feature != axes.NONE:
         run["feature"] = cell.feature
@@ -173,7 +175,7 @@ def compute_plain(arguments: argparse.Namespace) -> int:
 
 def run_plain(release: str, arguments: argparse.Namespace) -> None:
     """Run plain vLLM of one release and record with what it ended."""
-    head = head_of(release, "plain", cells.facts(release))
+    head = head_of(release, f"plain {release}", cells.facts(release))
     folder = arguments.keep or tempfile.mkdtemp(prefix="kvpatch-plain-")
     runner = cells.Engines(release, Path(folder) / release, lambda text: say(f"{release}: {text}"))
     # One cell for each combination: connectors and layouts are not plain vLLM's.
@@ -268,16 +270,8 @@ def compute_ascend(arguments: argparse.Namespace) -> int:
         wrong += bool(failed)
         record.record_run(
             evidence.NPU,
-            {
-                "vllm": cell.vllm,
-                "vllm-ascend": release,
-                "kvcached": supported.KVCACHED[-1],
-                "kvpatch": VERSION,
-                "date": datetime.date.today().isoformat(),
-                "command": f"scripts/matrix ascend {release}",
-                "machine": f"ACL emulator, {os.cpu_count()} cores, {platform.machine()}",
-                "versions": outcome.pop("versions"),
-            },
+            {"vllm": cell.vllm, "vllm-ascend": release}
+            | head_of(cell.vllm, f"ascend {release}", outcome.pop("versions"), "ACL emulator"),
             {name: getattr(cell, name) for name in AXES}
             | {name: outcome[name] for name in ("right", "checks", "settings")},
             outcome["patches"],
