@@ -71,6 +71,20 @@ def test_another_layout_is_described_otherwise(changes):
     assert layout(**changes) != layout()
 
 
+def test_a_states_tensors_are_described_each_in_its_place():
+    inside = [(2, 4), (4, 24), (3, 8)]
+    state_of = {"a": (Cache(1000), Cache(1096)), "b": [Cache(5000)], "c": Cache(5000)}
+    assert layout(kv_caches=state_of)["layers"] == [
+        [
+            ["a", ["torch.float32", 0, 0, inside], ["torch.float32", 0, 96, inside]],
+            ["b", ["torch.float32", 1, 0, inside]],
+        ],
+        [["c", "torch.float32", 1, 0, inside]],
+    ]
+    swapped = state_of | {"a": (Cache(1096), Cache(1000))}
+    assert layout(kv_caches=swapped) != layout(kv_caches=state_of)
+
+
 def test_a_region_ends_before_its_next_row():
     places = layout(kv_caches={"a": Cache(1191), "b": Cache(5191), "c": Cache(5000)})["layers"]
     assert [layer[2:4] for group in places for layer in group] == [[0, 191], [1, 191], [1, 0]]
@@ -119,6 +133,56 @@ def test_a_worker_describes_its_platform_weights_and_layout(worker):
         "weights": "weights of model",
         **layout(),
     }
+
+
+def test_how_a_state_is_kept_counts_where_there_is_one(worker):
+    """A mode names other tokens' states by the same hash."""
+    caching = SimpleNamespace(mamba_cache_mode="align", mamba_block_size=64)
+    worker.model_runner.vllm_config = SimpleNamespace(cache_config=caching)
+    assert "state" not in fingerprint.describe(worker)
+    layers = worker.model_runner.compilation_config.static_forward_context
+    layers["a"].kv_cache = [Cache(1000), Cache(1024)]
+    described = fingerprint.describe(worker)["state"]
+    assert (described["mamba_cache_mode"], described["mamba_block_size"]) == ("align", 64)
+    caching.mamba_cache_mode = "all"
+    assert fingerprint.describe(worker)["state"] != described
+
+
+@pytest.mark.parametrize("runner", ["drafter", "speculator"])
+def test_what_drafts_counts_as_the_model_does(worker, runner):
+    """Its layers have blocks too, of its own weights."""
+    drafting = SimpleNamespace(hf_config={"hidden_size": 64}, hf_text_config={}, dtype="bfloat16")
+    speculative = SimpleNamespace(
+        method="eagle", num_speculative_tokens=3, draft_model_config=drafting
+    )
+    worker.model_runner.vllm_config = SimpleNamespace(speculative_config=speculative)
+    setattr(worker.model_runner, runner, SimpleNamespace(model="drafting model"))
+    described = fingerprint.describe(worker)
+    assert described["weights"] == "weights of model"
+    assert described["drafting weights"] == "weights of drafting model"
+    known = described["drafts"]
+    assert (known["method"], known["model"], known["options"]["dtype"]) == (
+        "eagle",
+        {"hidden_size": 64},
+        "bfloat16",
+    )
+    for owner, name, value in (
+        (speculative, "method", "draft_model"),
+        (speculative, "num_speculative_tokens", 2),
+        (drafting, "hf_config", {"hidden_size": 32}),
+        (drafting, "dtype", "float16"),
+    ):
+        setattr(owner, name, value)
+        changed = fingerprint.describe(worker)["drafts"]
+        assert changed != known
+        known = changed
+
+
+@pytest.mark.parametrize("owner", [{}, {"drafter": SimpleNamespace()}, {"speculator": None}])
+def test_what_drafts_without_a_model_has_no_blocks(worker, owner):
+    vars(worker.model_runner).update(owner)
+    described = fingerprint.describe(worker)
+    assert not {"drafts", "drafting weights"} & described.keys()
 
 
 class Core:

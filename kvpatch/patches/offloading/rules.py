@@ -33,12 +33,7 @@ MULTI = Span("0.16")
 SCHEME_WINS = Span("0", "0.22")
 # vLLM's methods of speculative decoding, by their names in the matrix.
 DRAFTING = {"ngram": "ngram", "draft_model": "draft model", "eagle": "EAGLE"}
-# Those without layers of their own in the blocks. A tier's folder is named after the weights of the
-# model, and not after those of what drafts for it.
-DRAFTING_ON_DISK = ("ngram",)
-_DRAFTS = (
-    f"with one rank, without an fp8 KV cache and, with secondary tiers, by {DRAFTING_ON_DISK[0]}"
-)
+_DRAFTS = "with one rank and without an fp8 KV cache"
 _ONE = "with one rank"
 STAGES = "2 stages"  # of a pipeline, by the name of its cells
 SEVERAL_RANKS = "2 ranks"  # the same, by the name of its cells
@@ -146,7 +141,6 @@ def _other_drafts(config: Any, facts: Facts) -> bool:
         config.parallel_config.world_size == 1
         and config.cache_config.cache_dtype in VALIDATED_CACHE_DTYPES
         and not _by_scheme(config, facts)
-        and (drafting.method in DRAFTING_ON_DISK or not has_tiers(config))
         and place.starts_with(DRAFTING.get(drafting.method, ""), config, facts)
     )
 

@@ -40,6 +40,8 @@ _MODEL = (
     "media_io_kwargs",
 )
 _CACHE = ("cache_dtype", "calculate_kv_scales", "sliding_window", "kv_cache_dtype_skip_layers")
+_STATE = ("mamba_cache_mode", "mamba_block_size", "mamba_cache_dtype", "mamba_ssm_cache_dtype")
+_DRAFTS = ("method", "num_speculative_tokens", "parallel_drafting")
 _LAYER = ("_k_scale_float", "_v_scale_float", "kv_cache_dtype")
 _IMPLEMENTATION = ("scale", "sliding_window", "logits_soft_cap", "num_kv_heads", "head_size")
 
@@ -62,13 +64,40 @@ def describe(worker: Any) -> dict[str, Any]:
         for part in connectors.parts(get_kv_transfer_group())
         if (found := state.find(getattr(part, "connector_worker", None), Rows)) is not None
     )
-    return {
+    described = {
         "vllm": __version__,
         "platform": _platform(worker.device),
         "configuration": configuration(runner.vllm_config),
         "attention": {name: attention(layers[name]) for name in caches},
         "weights": sample_weights(runner.model),
-    } | block_layout(caches, groups, rows)
+    }
+    if any(isinstance(cache, list | tuple) for cache in caches.values()):
+        described["state"] = _chosen(runner.vllm_config.cache_config, _STATE)
+    drafting = drafting_model(runner)
+    if drafting is not None:
+        described["drafts"] = drafts(runner.vllm_config.speculative_config)
+        described["drafting weights"] = sample_weights(drafting)
+    return described | block_layout(caches, groups, rows)
+
+
+def drafting_model(runner: Any) -> Any:
+    """Return the model that drafts tokens, whose layers have blocks too; None without one.
+
+    It is the ``drafter``'s of Model Runner V1 and the ``speculator``'s of V2; by n-grams there is
+    neither.
+    """
+    owner = getattr(runner, "drafter", None) or getattr(runner, "speculator", None)
+    return getattr(owner, "model", None)
+
+
+def drafts(config: Any) -> dict[str, Any]:
+    """Return what of a ``SpeculativeConfig`` makes the bytes of a drafting model's blocks."""
+    model = config.draft_model_config
+    return {
+        "model": plain(model.hf_config),
+        "text": plain(model.hf_text_config),
+        "options": _chosen(model, _MODEL),
+    } | _chosen(config, _DRAFTS)
 
 
 def configuration(config: Any) -> dict[str, Any]:
@@ -142,17 +171,23 @@ def block_layout(
     """Return the position of each layer's values in the bytes of a block.
 
     Args:
-        kv_caches: a KV cache tensor per layer name, on kvcached's memory.
+        kv_caches: a KV cache tensor per layer name, on kvcached's memory; of a state's several.
         groups: the layer names of each KV cache group.
         rows: the address and the bytes of the first row of each region that is copied.
 
     Returns:
         The bytes of each region's row and, per layer of each group, its name, dtype, region,
-        offset in bytes, and the sizes and strides, in bytes, of its dimensions in a block.
+        offset in bytes, and the sizes and strides, in bytes, of its dimensions in a block; of a
+        state its name, and that of each of its tensors.
     """
 
     def layer(name: str) -> list[Any]:
         cache = kv_caches[name]
+        if isinstance(cache, list | tuple):
+            return [name, *map(tensor, cache)]
+        return [name, *tensor(cache)]
+
+    def tensor(cache: Any) -> list[Any]:
         at = cache.data_ptr()
         number, start, row = next(
             (number, start, row)
@@ -165,7 +200,7 @@ def block_layout(
             # Other dimensions lead to other blocks or, if K and V are separate, other regions.
             if size > 1 and stride * cache.element_size() < row
         ]
-        return [name, str(cache.dtype), number, at - start, inside]
+        return [str(cache.dtype), number, at - start, inside]
 
     return {
         "rows": [row for _, row in rows],
