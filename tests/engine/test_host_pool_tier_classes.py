@@ -246,7 +246,7 @@ def test_a_pool_that_is_full_is_waited_for_no_longer_than_it_may_grow(
 def test_what_a_disk_stores_from_stays_until_it_has(
     tiers: Any, pool: Path, held: Held, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(block_files, "_seal", held.before(block_files._seal))
+    monkeypatch.setattr(block_files, "seal", held.before(block_files.seal))
     one = tiers()
     one.store(1, 2)
     assert held.began.wait(60)
@@ -310,7 +310,7 @@ def test_a_disk_that_hangs_through_a_shutdown_writes_no_zeros(
     tiers: Any, pool: Path, held: Held, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A block that was given back would be zeros, with a checksum that is right for them."""
-    monkeypatch.setattr(block_files, "_seal", held.before(block_files._seal))
+    monkeypatch.setattr(block_files, "seal", held.before(block_files.seal))
     one = tiers()
     one.store(5)
     assert held.began.wait(60)

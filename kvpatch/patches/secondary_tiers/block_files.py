@@ -28,7 +28,7 @@ from kvpatch.patches.secondary_tiers.timeout import progressed
 # A whole page, because direct I/O requires whole pages.
 SEAL = mmap.PAGESIZE
 _MAGIC = b"kvpatch1"
-_FIELDS = struct.Struct("<8sQI")
+FIELDS = struct.Struct("<8sQI")
 _PARTS_OF_NAME = 4  # the folder of the layout, two folders of the hash, the hash
 _DIRECT = getattr(os, "O_DIRECT", 0)
 # In a layout's folder: files that are being written. A folder of their own is quick to sweep.
@@ -40,14 +40,14 @@ class Damaged(OSError):
     """A file that is not what was stored under its name; it is deleted."""
 
 
-def _seal(path: str, block: memoryview) -> bytes:
+def seal(path: str, block: memoryview) -> bytes:
     """Return the fields that follow ``block`` in the file ``path``.
 
     They cover the name: a file in the place of another block or layout fails the check.
     """
     name = "/".join(path.split("/")[-_PARTS_OF_NAME:])
     checksum = zlib.crc32(block, zlib.crc32(name.encode()))
-    return _FIELDS.pack(_MAGIC, len(block), checksum)
+    return FIELDS.pack(_MAGIC, len(block), checksum)
 
 
 def _bounds(view: memoryview, offset: int, size: int) -> slice:
@@ -125,7 +125,7 @@ def store_blocks(
                 progressed(0)
                 continue
             with memory[_bounds(memory, offset, block_size)] as block:
-                page[: _FIELDS.size] = _seal(path, block)
+                page[: FIELDS.size] = seal(path, block)
                 _write(path, [block, page], _DIRECT if use_o_direct else 0)
             progressed(block_size)
 
@@ -199,7 +199,7 @@ def _read(path: str, block: memoryview, page: mmap.mmap, flags: int) -> None:
         whole = ours and os.readv(file, [block, page]) == len(block) + SEAL
     finally:
         os.close(file)
-    if not whole or page[: _FIELDS.size] != _seal(path, block):
+    if not whole or page[: FIELDS.size] != seal(path, block):
         _refuse(path)
 
 

@@ -17,6 +17,8 @@ import inspect
 import json
 import os
 import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -45,6 +47,7 @@ _DRAFTS = ("method", "num_speculative_tokens", "parallel_drafting")
 _LAYER = ("_k_scale_float", "_v_scale_float", "kv_cache_dtype")
 _IMPLEMENTATION = ("scale", "sliding_window", "logits_soft_cap", "num_kv_heads", "head_size")
 
+_folders = True  # whether names are those of folders
 _described: str | None = None
 _weights: Weights | None = None
 
@@ -277,6 +280,17 @@ def around_kv_caches(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any
     return result
 
 
+@contextmanager
+def without_folders() -> Iterator[None]:
+    """Let names be given that are not those of folders: of objects in a store."""
+    global _folders
+    _folders = False
+    try:
+        yield
+    finally:
+        _folders = True
+
+
 def around_file_mapper(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
     """Add the digest of the workers' descriptions, and the user, to the directory name.
 
@@ -297,11 +311,13 @@ def around_file_mapper(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> A
     bound = inspect.signature(wrapped).bind(*args, **kwargs)
     bound.arguments["parallel_agnostic"] = False
     mapper = wrapped(*bound.args, **bound.kwargs)
-    root = bound.arguments["root_dir"]
+    root, folders = bound.arguments["root_dir"], _folders
 
     def rename(described: str) -> None:
         mapper.fields |= {"kvpatch_memory": described, "kvpatch_user": os.geteuid()}
         mapper.base_path = mapper._compute_base_path(root, mapper.fields)
+        if not folders:
+            return
         # vLLM's own configuration file, and the blocks.
         for folder in (mapper.base_path, f"{mapper.base_path}_r{mapper.rank}"):
             own_folder(Path(folder))

@@ -192,11 +192,15 @@ class PatientFileSystemTier(FileSystemTierManager):  # type: ignore[misc]
 
 
 def around_tier_class(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
-    """Return ``PatientFileSystemTier`` for vLLM's ``fs``.
+    """Return ``PatientFileSystemTier`` for vLLM's ``fs``, ``SealedObjectTier`` for its ``obj``.
 
     Wraps ``SecondaryTierFactory.get_tier_class``.
     """
     found = wrapped(*args, **kwargs)
+    if found.__name__ == "ObjectStoreSecondaryTierManager":
+        from kvpatch.patches.secondary_tiers.objects import SealedObjectTier  # it needs NIXL
+
+        return SealedObjectTier
     return PatientFileSystemTier if found is FileSystemTierManager else found
 
 

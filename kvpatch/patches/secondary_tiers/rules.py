@@ -13,7 +13,8 @@ from kvpatch.upstream import connectors
 from kvpatch.versions import Facts, Span
 
 TIERS = Span("0.24")
-VALIDATED_TIERS = ("fs",)
+# By type, the releases on which engines ran with it; None for all that have tiers.
+VALIDATED_TIERS: dict[str, tuple[str, ...] | None] = {"fs": None, "obj": ("0.32.0",)}
 
 
 def _types(config: Any) -> list[str]:
@@ -21,8 +22,19 @@ def _types(config: Any) -> list[str]:
     return [str(tier.get("type")) for leaf in leaves for tier in leaf.tiers]
 
 
-def _others(config: Any) -> list[str]:
-    return [tier for tier in _types(config) if tier not in (*VALIDATED_TIERS, "example")]
+def _others(config: Any, facts: Facts) -> list[str]:
+    def runs(tier: str) -> bool:
+        on = VALIDATED_TIERS.get(tier, ())
+        return on is None or facts.vllm.is_one_of(on)
+
+    return [tier for tier in _types(config) if tier != "example" and not runs(tier)]
+
+
+def _in_words() -> str:
+    return " or ".join(
+        tier if on is None else f"{tier} on vLLM {in_ranges(on)}"
+        for tier, on in VALIDATED_TIERS.items()
+    )
 
 
 def _hashes(config: Any) -> str:
@@ -75,10 +87,10 @@ RULES = (
     Rule(
         "KVP322",
         "secondary tiers other than the ones above",
-        lambda config, facts: bool(_others(config)),
-        lambda config, facts: f"the secondary tier {_others(config)[0]} is configured",
-        "it is not validated",
-        f"use the tier {' or '.join(VALIDATED_TIERS)}",
+        lambda config, facts: bool(_others(config, facts)),
+        lambda config, facts: f"the secondary tier {_others(config, facts)[0]} is configured",
+        "it is not validated on this release",
+        f"use the tier {_in_words()}",
     ),
     Rule(
         "KVP323",

@@ -72,7 +72,7 @@ class Run:
     exhaust: int = 0  # every so many times the device has no blocks left for a group
     events: bool = False
     environment: tuple[tuple[str, str], ...] = ()
-    tiers: tuple[str, ...] = ()  # folders of fs tiers behind the CPU tier, or EXAMPLE
+    tiers: tuple[str, ...] = ()  # behind the CPU tier: folders, URLs of buckets, or EXAMPLE
     inside: tuple[str, ...] = ()  # connectors of a MultiConnector, in order
     cache_dtype: str = ""  # of the KV cache, where it is not the model's
     ranks: int = 1  # of tensor parallelism, each in a process of its own
@@ -220,6 +220,20 @@ def tier_bytes(run: Run) -> int:
     return blocks * block_bytes(run) * copies_of(run)
 
 
+def tier_of(place: str, vllm: str) -> dict[str, Any]:
+    """The configuration of a secondary tier: a folder, a bucket's URL, or ``EXAMPLE``."""
+    if place == EXAMPLE:
+        return {"type": "example"}
+    if not place.startswith("http://"):
+        return {"type": FIRST_FS.get(vllm, "fs"), "root_dir": place}
+    endpoint, _, bucket = place.rpartition("/")
+    keys = {"access_key": "anybody", "secret_key": "anything", "region": "us-east-1"}
+    return {
+        "type": "obj",
+        "store_config": {"bucket": bucket, "endpoint_override": endpoint, **keys},
+    }
+
+
 def connector(run: Run) -> dict[str, Any]:
     """The ``kv_transfer_config`` of ``run``."""
     size = tier_bytes(run)
@@ -228,12 +242,7 @@ def connector(run: Run) -> dict[str, Any]:
         return simple
     extra = {"eviction_policy": run.policy, **dict(run.extra)}
     if run.tiers:
-        tiers = [
-            {"type": "example"}
-            if folder == EXAMPLE
-            else {"type": FIRST_FS.get(run.vllm, "fs"), "root_dir": folder}
-            for folder in run.tiers
-        ]
+        tiers = [tier_of(place, run.vllm) for place in run.tiers]
         offloading = connectors.tiering(size, tiers, not run.kvpatch, **extra)
     else:
         offloading = connectors.offloading(size, not run.kvpatch, **extra)

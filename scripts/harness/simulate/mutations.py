@@ -159,7 +159,7 @@ MUTATIONS = {
         "rollback of plans", Transaction, "revert_to", _answers([]), OFFLOADING
     ),
     "files are not checked": Mutation(
-        "tiers", block_files, "_seal", _answers(bytes(block_files._FIELDS.size)), TIERS
+        "tiers", block_files, "seal", _answers(bytes(block_files.FIELDS.size)), TIERS
     ),
     "a failed read counts as read": Mutation("tiers", block_files, "_read", _swallow, TIERS),
     "the tier reads another block": Mutation(

@@ -1,0 +1,85 @@
+"""A bucket for engines: moto's S3 server and NIXL, in a folder of their own.
+
+``scripts/pins-objects.txt`` has both. The engines' processes see NIXL alone; what the server needs
+is not theirs.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import socket
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from contextlib import closing, contextmanager
+from pathlib import Path
+
+from harness import ROOT
+
+FOLDER = Path(os.environ.get("KVPATCH_TEST_OBJECTS", ROOT / ".venvs/objects"))
+NIXL, SERVER = FOLDER / "nixl", FOLDER / "server"
+STARTING = 60.0  # seconds in which a server has started
+BUCKET = "kv-blocks"
+
+
+class Bucket:
+    """A bucket of a running server, or of one that is stopped.
+
+    Attributes:
+        url: of the bucket.
+        server: its process.
+    """
+
+    def __init__(self, port: int, log: Path) -> None:
+        self.url = f"http://127.0.0.1:{port}/{BUCKET}"
+        with log.open("wb") as output:
+            self.server = subprocess.Popen(
+                [sys.executable, "-m", "moto.server", "-p", str(port)],
+                env=dict(os.environ, PYTHONPATH=str(SERVER), KVPATCH="0"),
+                stdout=output,
+                stderr=subprocess.STDOUT,
+            )
+        end = time.monotonic() + STARTING
+        while True:
+            try:
+                self.ask("PUT", "")
+                return
+            except (urllib.error.URLError, ConnectionError):
+                assert time.monotonic() < end, log.read_text()[-2000:]
+                time.sleep(0.1)
+
+    def ask(self, method: str, name: str, data: bytes | None = None) -> bytes:
+        """Ask the server for an object, or for the list of them without a name."""
+        path = f"/{name}" if name and not name.startswith("?") else name
+        asked = urllib.request.Request(f"{self.url}{path}", data=data, method=method)
+        with urllib.request.urlopen(asked, timeout=STARTING) as answer:
+            found: bytes = answer.read()
+        return found
+
+    def names(self) -> list[str]:
+        """Return the names of all objects."""
+        listed = self.ask("GET", "?list-type=2").decode()
+        return re.findall(r"<Key>([^<]+)</Key>", listed)
+
+
+def free_port() -> int:
+    """Return a port of this machine that nobody listens on."""
+    with closing(socket.socket()) as one:
+        one.bind(("127.0.0.1", 0))
+        port: int = one.getsockname()[1]
+    return port
+
+
+@contextmanager
+def bucket(log: Path) -> Iterator[Bucket]:
+    """Start a server with an empty bucket, and kill it at the end."""
+    one = Bucket(free_port(), log)
+    try:
+        yield one
+    finally:
+        one.server.kill()
+        one.server.wait()

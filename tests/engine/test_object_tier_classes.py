@@ -1,0 +1,252 @@
+"""vLLM's object store tier with kvpatch's rows over it, on a store and a NIXL of this process."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from test_tier_classes import ROW, Tiers, rows  # noqa: F401
+
+from kvpatch.environ import TIER_PATIENCE
+from kvpatch.patches.secondary_tiers import fingerprint
+from kvpatch.patches.secondary_tiers.weights import Weights
+
+objects = pytest.importorskip("vllm.v1.kv_offload.tiering.obj.manager")
+
+CONFIG = {"bucket": "blocks", "endpoint_override": "http://store"}
+TIER = {"type": "obj", "store_config": CONFIG}
+SUFFIX = ".seal"
+
+
+class Store:
+    """Objects by name, and what befalls those that ask for them.
+
+    Attributes:
+        objects: bytes by name.
+        answers: whether a transfer that has begun comes to an end.
+        fails: whether a transfer of these names fails.
+    """
+
+    def __init__(self) -> None:
+        self.objects: dict[str, bytes] = {}
+        self.answers = True
+        self.fails: Callable[[str, list[str]], bool] = lambda way, names: False
+        self.moved: list[tuple[str, list[str]]] = []
+        self.registered = 0
+
+    def agent(self, name: str, config: Any) -> Agent:
+        return Agent(self)
+
+
+class Agent:
+    """What the tier calls of NIXL: prepared lists are of (address, bytes) and of (name, bytes)."""
+
+    def __init__(self, store: Store) -> None:
+        self.store = store
+
+    def create_backend(self, name: str, parameters: dict[str, str]) -> None:
+        assert (name, parameters["bucket"]) == ("OBJ", "blocks")
+
+    def query_memory(self, asked: list[Any], memory: str, backend: str) -> list[Any]:
+        return [{} if name in self.store.objects else None for *_, name in asked]
+
+    def register_memory(self, places: list[Any], memory: str) -> Any:
+        self.store.registered += 1
+        return SimpleNamespace(trim=lambda: [(name, size) for _, size, _, name in places])
+
+    def deregister_memory(self, registered: Any) -> None:
+        self.store.registered -= 1
+
+    def prep_xfer_dlist(self, agent: str, places: list[Any], memory: str = "") -> Any:
+        return [one[:2] for one in places]
+
+    def release_dlist_handle(self, prepared: Any) -> None:
+        assert prepared
+
+    def make_prepped_xfer(self, way: str, local: Any, at: Any, remote: Any, all_of: Any) -> Any:
+        return way, [local[place] for place in at], [remote[place] for place in all_of]
+
+    def transfer(self, handle: Any) -> str:
+        return "PROC"
+
+    def check_xfer_state(self, handle: Any) -> str:
+        way, places, named = handle
+        names = [name for name, _ in named]
+        if not self.store.answers:
+            return "PROC"
+        if self.store.fails(way, names):
+            raise RuntimeError("NIXL_ERR_BACKEND")
+        for (address, size), (name, length) in zip(places, named, strict=True):
+            assert size == length
+            if way == "WRITE":
+                self.store.objects[name] = ctypes.string_at(address, size)
+                continue
+            if name not in self.store.objects:
+                raise RuntimeError("NIXL_ERR_BACKEND")
+            ctypes.memmove(address, self.store.objects[name], size)
+        self.store.moved.append((way, names))
+        return "DONE"
+
+    def release_xfer_handle(self, handle: Any) -> None:
+        pass
+
+    def get_xfer_telemetry(self, handle: Any) -> Any:
+        return SimpleNamespace(xferDuration=1)
+
+
+@pytest.fixture
+def store(monkeypatch: pytest.MonkeyPatch) -> Store:
+    one = Store()
+    monkeypatch.setattr(objects, "nixl_agent", one.agent)
+    monkeypatch.setattr(objects, "nixl_agent_config", lambda **options: None)
+    return one
+
+
+@pytest.fixture
+def tiers(rows: Any, store: Store, tmp_path: Path) -> Iterator[Callable[..., Tiers]]:  # noqa: F811
+    made: list[Tiers] = []
+
+    def start(**changes: Any) -> Tiers:
+        made.append(Tiers(tmp_path, **{"tiers": [TIER]} | changes))
+        return made[-1]
+
+    yield start
+    for one in made:
+        for tier in one.manager.secondary_tiers:
+            tier.shutdown()
+    assert store.registered == 0
+
+
+def names(store: Store, suffix: str) -> list[str]:
+    return [name for name in store.objects if name.endswith(suffix)]
+
+
+def test_blocks_come_back_from_a_store_that_another_engine_filled(tiers: Any, store: Store) -> None:
+    tiers().store(1, 2, 3)
+    assert len(names(store, ".bin")) == len(names(store, SUFFIX)) == 3
+    other = tiers()
+    assert other.find(1, 2, 3, 4) == [1, 2, 3]
+    assert other.tier.disk.moved_bytes == {"loaded": 3 * ROW}
+    assert not other.tier.disk.errors
+
+
+def test_a_seal_is_written_once_its_block_is(tiers: Any, store: Store) -> None:
+    """A block of an engine that was killed before is not there."""
+    tiers().store(1, 2)
+    assert [(way, {Path(name).suffix for name in moved}) for way, moved in store.moved] == [
+        ("WRITE", {".bin"}),
+        ("WRITE", {SUFFIX}),
+    ]
+    del store.objects[names(store, SUFFIX)[0]]
+    assert tiers().find(1) == []
+
+
+@pytest.mark.parametrize("kind", [".bin", SUFFIX])
+def test_an_object_that_is_not_what_was_stored_is_a_miss(
+    tiers: Any, store: Store, kind: str
+) -> None:
+    tiers().store(1, 2)
+    (damaged, _) = names(store, kind)
+    store.objects[damaged] = bytes(1 ^ store.objects[damaged][0]) + store.objects[damaged][1:]
+    one = tiers()
+    found = one.find(1, 2)
+    assert found in ([], [1])
+    assert one.tier.disk.errors == {"damaged": 1}
+
+
+def test_a_block_in_the_place_of_another_is_a_miss(tiers: Any, store: Store) -> None:
+    tiers().store(1, 2)
+    for suffix in (".bin", SUFFIX):
+        first, second = names(store, suffix)
+        store.objects[second] = store.objects[first]
+    one = tiers()
+    assert one.find(2) == []
+    assert one.tier.disk.errors == {"damaged": 1}
+
+
+@pytest.mark.parametrize(("way", "errors"), [("WRITE", {"store": 1}), ("READ", {"load": 1})])
+@pytest.mark.parametrize("what", [".bin", SUFFIX])
+def test_a_transfer_that_fails_is_a_block_that_is_computed_again(
+    tiers: Any, store: Store, way: str, what: str, errors: dict[str, int]
+) -> None:
+    store.fails = lambda doing, moved: doing == way and moved[0].endswith(what)
+    one = tiers()
+    one.store(1, 2)
+    one.forget()
+    assert one.find(1, 2) == []
+    assert one.tier.disk.errors == errors
+    store.fails = lambda doing, moved: False
+    one.store(3)
+    one.forget()
+    assert one.find(3) == [3]
+
+
+def test_an_engine_of_another_layout_finds_nothing(
+    tiers: Any, store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tiers().store(1)
+    monkeypatch.setattr(fingerprint, "_described", "another layout")
+    assert tiers().find(1) == []
+    monkeypatch.setattr(fingerprint, "_described", "one layout")
+    assert tiers().find(1) == [1]
+
+
+def test_weights_that_were_replaced_have_names_of_their_own(
+    tiers: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    weights = Weights(lambda: "other weights", "one layout")
+    monkeypatch.setattr(fingerprint, "_weights", weights)
+    one = tiers()
+    one.store(1)
+    before = one.tier._file_mapper.base_path
+    weights.renamed[0]("other weights")
+    assert one.tier._file_mapper.base_path != before
+
+
+def test_no_folder_is_made_for_objects(tiers: Any, tmp_path: Path) -> None:
+    one = tiers(tiers=[TIER | {"prefix": f"{tmp_path}/prefix"}])
+    one.store(1)
+    assert one.tier._file_mapper.base_path.startswith(f"{tmp_path}/prefix/")
+    assert not (tmp_path / "prefix").exists()
+
+
+def test_a_store_that_does_not_answer_is_not_used(
+    tiers: Any, store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(TIER_PATIENCE.name, "0.2")
+    one = tiers()
+    one.store(1)
+    one.forget()
+    store.answers = False
+    assert one.find(1) == []  # late, and a miss instead of waiting on
+    assert one.tier.late
+    asked = len(store.moved)
+    assert one.find(1) == []
+    assert len(store.moved) == asked
+    store.answers = True
+    one.tier.drain_jobs()
+    assert not one.tier.late
+    assert one.find(1) == [1]
+
+
+def test_a_store_with_a_folder_before_it_is_a_cascade(
+    tiers: Any, store: Store, tmp_path: Path
+) -> None:
+    both = [{"type": "fs", "root_dir": str(tmp_path)}, TIER]
+    tiers(tiers=both).store(1, 2)
+    assert len(names(store, SUFFIX)) == 2
+    assert len(list(tmp_path.rglob("*.bin"))) == 2
+    assert tiers(tiers=[TIER]).find(1, 2) == [1, 2]
+    for file in tmp_path.rglob("*.bin"):
+        file.unlink()
+    assert tiers(tiers=both).find(1, 2) == [1, 2]
+
+
+def test_two_stores_are_two_tiers(tiers: Any, store: Store) -> None:
+    two = tiers(tiers=[TIER, TIER | {"prefix": "second"}])
+    two.store(1)
+    assert len(names(store, SUFFIX)) == 2
