@@ -36,7 +36,7 @@ def bucket(tmp_path: Path) -> Iterator[Bucket]:
 @pytest.fixture
 def on() -> Callable[..., Run]:
     def on(*places: str, **more: object) -> Run:
-        path = ("PYTHONPATH", str(buckets.NIXL))
+        path = ("PYTHONPATH", str(buckets.installed("nixl")))
         environment = (SAME_HASHES, path, ("NIXL_LOG_LEVEL", "WARN"))
         return Run(tiers=places, cpu_blocks=FEW, environment=environment, **more)
 

@@ -626,7 +626,7 @@ CASES: dict[str, tuple[list[dict[str, Any]], str]] = {
             pooled(machine__vllm="0.28.0") | multi("OffloadingConnector"),
         ],
         "KVPATCH_HOST_POOL is set for a CPU tier that is not OffloadingConnector's own, because "
-        "the host pool is validated with OffloadingConnector alone; with secondary tiers on vLLM "
+        "the host pool is validated with OffloadingConnector alone; with the tier fs on vLLM "
         f"{in_words(of_host_pool.WITH_TIERS)} only, and in MultiConnector on "
         f"{in_words(of_host_pool.IN_MULTI)} only; unset KVPATCH_HOST_POOL, or use one of these, or "
         "set KVPATCH=0.",

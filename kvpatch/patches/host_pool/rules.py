@@ -47,6 +47,8 @@ def _other_tier(config: Any, facts: Facts) -> bool:
     specs = _SPECS + (_TIERING if facts.vllm.is_one_of(WITH_TIERS) else ())
     if tiers[0].extra.get("spec_name") not in specs:
         return True
+    if any(tier.get("type") != "fs" for tier in tiers[0].tiers):
+        return True  # NIXL keeps hold of the whole tier
     if transfer.kv_connector == connectors.OFFLOADING:
         return False
     # The engine has one part in the pool, under its own name.
@@ -134,11 +136,11 @@ RULES = (
     ),
     Rule(
         "KVP343",
-        "`KVPATCH_HOST_POOL` with SimpleCPUOffloadConnector; with secondary tiers except on vLLM "
+        "`KVPATCH_HOST_POOL` with SimpleCPUOffloadConnector; with secondary tiers except fs on vLLM "
         f"{in_words(WITH_TIERS)}, and with MultiConnector except on {in_words(IN_MULTI)}",
         _other_tier,
         "KVPATCH_HOST_POOL is set for a CPU tier that is not OffloadingConnector's own",
-        "the host pool is validated with OffloadingConnector alone; with secondary tiers on vLLM "
+        "the host pool is validated with OffloadingConnector alone; with the tier fs on vLLM "
         f"{in_words(WITH_TIERS)} only, and in MultiConnector on {in_words(IN_MULTI)} only",
         f"{_UNSET}, or use one of these",
     ),

@@ -44,10 +44,15 @@ def ways(transfer: Any) -> list[str]:
         if leaf.name == connectors.SIMPLE:
             found.append("Simple lazy" if leaf.extra.get("lazy_offload") else "Simple eager")
         else:
-            found.append("tiering fs" if leaf.tiers else OFFLOADING)
+            found.append(_behind(leaf.tiers) if leaf.tiers else OFFLOADING)
     if transfer.kv_connector != connectors.MULTI:
         return found
     return ["Multi", *(one for one in found if one != OFFLOADING)]
+
+
+def _behind(tiers: Any) -> str:
+    """Return the name of secondary tiers; other types than ``fs`` have no cells of their own."""
+    return "tiering fs" if all(tier.get("type") == "fs" for tier in tiers) else "tiering"
 
 
 def kind_of(model: Any) -> str:

@@ -30,7 +30,8 @@ def _others(config: Any, facts: Facts) -> list[str]:
     return [tier for tier in _types(config) if tier != "example" and not runs(tier)]
 
 
-def _in_words() -> str:
+def in_words() -> str:
+    """Return the types of secondary tiers that are validated, and where."""
     return " or ".join(
         tier if on is None else f"{tier} on vLLM {in_ranges(on)}"
         for tier, on in VALIDATED_TIERS.items()
@@ -90,7 +91,7 @@ RULES = (
         lambda config, facts: bool(_others(config, facts)),
         lambda config, facts: f"the secondary tier {_others(config, facts)[0]} is configured",
         "it is not validated on this release",
-        f"use the tier {_in_words()}",
+        f"use the tier {in_words()}",
     ),
     Rule(
         "KVP323",

@@ -1,16 +1,17 @@
 """A bucket for engines: moto's S3 server and NIXL, in a folder of their own.
 
-``scripts/pins-objects.txt`` has both. The engines' processes see NIXL alone; what the server needs
-is not theirs.
+The engines' processes see NIXL alone; what the server needs is not theirs.
 """
 
 from __future__ import annotations
 
+import hashlib
 import os
 import re
 import socket
 import subprocess
 import sys
+import tempfile
 import time
 import urllib.error
 import urllib.request
@@ -19,11 +20,35 @@ from contextlib import closing, contextmanager
 from pathlib import Path
 
 from harness import ROOT
+from harness.console import HarnessError
+from harness.matrix import sources
 
-FOLDER = Path(os.environ.get("KVPATCH_TEST_OBJECTS", ROOT / ".venvs/objects"))
-NIXL, SERVER = FOLDER / "nixl", FOLDER / "server"
+# Folders, by what is pinned for each.
+PINS = {"nixl": ROOT / "scripts/pins-nixl.txt", "s3": ROOT / "scripts/pins-s3.txt"}
 STARTING = 60.0  # seconds in which a server has started
 BUCKET = "kv-blocks"
+
+
+def installed(name: str) -> Path:
+    """Return the folder of one of ``PINS``, made if it is not there.
+
+    Raises:
+        HarnessError: something could not be downloaded.
+    """
+    mark = hashlib.sha256(PINS[name].read_bytes()).hexdigest()[:12]
+    into = sources.cache().with_name("objects") / f"{name}-{mark}"
+    if not into.exists():
+        into.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=into.parent) as temporary:
+            words = ("-m", "pip", "install", "-q", "--no-deps", "--require-hashes")
+            made = Path(temporary) / "made"
+            asked = [sys.executable, *words, "--target", made, "-r", PINS[name]]
+            done = subprocess.run(asked, stderr=subprocess.PIPE, text=True, check=False)
+            if done.returncode:
+                raise HarnessError(f"{PINS[name].name}: {done.stderr.strip()[-400:]}")
+            if not into.exists():  # another process may have been faster
+                made.rename(into)
+    return into
 
 
 class Bucket:
@@ -39,7 +64,7 @@ class Bucket:
         with log.open("wb") as output:
             self.server = subprocess.Popen(
                 [sys.executable, "-m", "moto.server", "-p", str(port)],
-                env=dict(os.environ, PYTHONPATH=str(SERVER), KVPATCH="0"),
+                env=dict(os.environ, PYTHONPATH=str(installed("s3")), KVPATCH="0"),
                 stdout=output,
                 stderr=subprocess.STDOUT,
             )
