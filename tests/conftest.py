@@ -16,8 +16,8 @@ pytest_plugins = ("harness.engines.fixtures", "harness.engines.refused")
 os.environ["KVPATCH"] = "0"
 
 HERE = Path(__file__).parent
-# "faults", "long", "ascend", "npu", "versions", "upstream" and "objects" are not in the default run,
-# which would be too long with them.
+# "faults", "long", "ascend", "npu", "versions", "upstream" and "objects" are not in the default
+# run, which would be too long with them.
 LANES = (
     "unit",
     "wheel",

@@ -46,7 +46,12 @@ def on() -> Callable[..., Run]:
 @pytest.mark.parametrize("contiguous", [True, False], ids=["contiguous", "non-contiguous"])
 @pytest.mark.parametrize("model", ["llama", "sliding"])
 def test_prompts_that_device_and_host_lost_come_back_from_a_bucket(
-    serve: Serve, engine: Engine, bucket: Bucket, on: Callable[..., Run], model: str, contiguous: bool
+    serve: Serve,
+    engine: Engine,
+    bucket: Bucket,
+    on: Callable[..., Run],
+    model: str,
+    contiguous: bool,
 ) -> None:
     run = on(bucket.url, model=model, contiguous=contiguous)
     finished = serve(run, times=2, watch=True, engine=SMALL[model])

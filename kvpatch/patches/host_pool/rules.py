@@ -136,8 +136,8 @@ RULES = (
     ),
     Rule(
         "KVP343",
-        "`KVPATCH_HOST_POOL` with SimpleCPUOffloadConnector; with secondary tiers except fs on vLLM "
-        f"{in_words(WITH_TIERS)}, and with MultiConnector except on {in_words(IN_MULTI)}",
+        "`KVPATCH_HOST_POOL` with SimpleCPUOffloadConnector; with secondary tiers except fs on "
+        f"vLLM {in_words(WITH_TIERS)}, and with MultiConnector except on {in_words(IN_MULTI)}",
         _other_tier,
         "KVPATCH_HOST_POOL is set for a CPU tier that is not OffloadingConnector's own",
         "the host pool is validated with OffloadingConnector alone; with the tier fs on vLLM "
