@@ -32,6 +32,9 @@ class Kind(str, Enum):
     REPLACE = "replace"
 
 
+WITH_TIERS = "secondary tiers"
+
+
 class Patch(NamedTuple):
     """One change to one object of vLLM or kvcached.
 
@@ -49,6 +52,8 @@ class Patch(NamedTuple):
         before: the first later release that it does not apply to; None if it applies up to
             the newest inspected release.
         kind: wrap a callable or replace an object.
+        only_with: what has to be configured for it to do anything: ``WITH_TIERS``, or empty for
+            nothing. Runs without it say nothing of the patch, and are not stale when it changes.
     """
 
     id: str
@@ -61,6 +66,7 @@ class Patch(NamedTuple):
     since: str
     before: str | None = None
     kind: Kind = Kind.WRAP
+    only_with: str = ""
 
     @property
     def span(self) -> Span:

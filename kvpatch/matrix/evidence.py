@@ -24,6 +24,7 @@ from packaging.version import Version
 from kvpatch import patches
 from kvpatch.matrix import signatures
 from kvpatch.matrix.axes import NONE, Cell
+from kvpatch.patch import WITH_TIERS
 
 LEVELS = ("engine", "synchronous", "bytes")
 FEATURES = "features"  # the folder of engine runs with one of the features
@@ -33,6 +34,8 @@ PACKAGE = Path(__file__).parents[1]
 HEADERS = "kvpatch.hostdevice.include"
 # What an NPU is in these runs: kvcached's calls of it, its memory, and its operators.
 _EMULATOR = ("ascend/include", "hostdevice/acl", "hostdevice/npu")
+# The connectors that have what a patch needs, by ``Patch.only_with``.
+_WITH = {WITH_TIERS: ("tiering fs",)}
 # The packages whose modules run in an engine on behalf of a patch.
 _CODE = ("kvpatch.patches", "kvpatch.upstream", "kvpatch.hostdevice", "kvpatch.state")
 
@@ -51,13 +54,18 @@ class Code:
     patches: tuple[str, ...]
     digests: dict[str, str]
 
-    def changed(self) -> list[str]:
-        """Return the modules that have changed since."""
-        now = digests_of(self.patches)
+    def changed(self, cell: Cell) -> list[str]:
+        """Return the modules that have changed since, of the patches that do anything in a cell.
+
+        A module that none of these uses any more counts if it is gone: if it is not, another one
+        has changed, which used it.
+        """
+        now = digests_of(one for one in self.patches if _acts(one, cell))
         return sorted(
             module
             for module in self.digests.keys() | now.keys()
             if self.digests.get(module) != now.get(module)
+            and (module in now or not _path(module).exists())
         )
 
     def gone(self, vllm: str) -> list[str]:
@@ -131,7 +139,7 @@ def stale(data: Path = signatures.DATA) -> Iterator[tuple[str, Cell, list[str]]]
     runner, layout and connector.
     """
     every = [
-        (cell, run, run.code.changed() if run.code else [])
+        (cell, run, run.code.changed(cell) if run.code else [])
         for cell, of_cell in (*runs(data).items(), *on_npu(data).items())
         for run in of_cell
         if run.level != "bytes"
@@ -144,9 +152,21 @@ def stale(data: Path = signatures.DATA) -> Iterator[tuple[str, Cell, list[str]]]
         changed = ["the code was not recorded"]
         if run.code is not None:
             came = run.code.came(cell.vllm) - shown.get(_without_model(cell), set())
+            came = {one for one in came if _acts(one, cell)}
             changed = [*modules, *run.code.gone(cell.vllm), *sorted(came)]
         if changed:
             yield run.level, cell, changed
+
+
+def _acts(patch_id: str, cell: Cell) -> bool:
+    """Return whether a patch can do anything in a cell, by what has to be configured for it."""
+    return cell.connector in _WITH.get(_only_with().get(patch_id, ""), (cell.connector,))
+
+
+@cache
+def _only_with() -> dict[str, str]:
+    every = (patch for one in patches.FEATURES for patch in one.patches)
+    return {patch.id: patch.only_with for patch in every}
 
 
 def _without_model(cell: Cell) -> Cell:

@@ -138,6 +138,20 @@ def test_a_run_on_another_module_is_stale(data):
     assert modules == ["kvpatch.patches.fence.fence"]
 
 
+def test_the_code_of_tiers_says_nothing_of_a_run_without_them(data):
+    ids = in_force("0.32.0")
+    digests = evidence.digests_of(ids) | {"kvpatch.patches.secondary_tiers.fs": "another"}
+    assert list(evidence.stale(data(digests=digests))) == []
+    kept = tuple(one for one in ids if one != "tiers.file_mapper")
+    folder = data(patches=kept, digests=digests)
+    assert list(evidence.stale(folder)) == []
+    path = folder / "engine/vllm-0.32.0-kvcached-0.1.6.json"
+    path.write_text(path.read_text().replace('"Offloading"', '"tiering fs"'))
+    evidence.forget()
+    ((_, _, changed),) = evidence.stale(folder)
+    assert changed == ["kvpatch.patches.secondary_tiers.fs", "tiers.file_mapper"]
+
+
 def test_a_run_without_a_row_of_today_or_with_another_is_stale(data):
     ids = in_force("0.32.0")
     kept = tuple(one for one in ids if one != "fence.build")

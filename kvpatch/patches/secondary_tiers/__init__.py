@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from kvpatch.patch import Feature, Gap, Kind, Patch, seam
+from kvpatch.patch import WITH_TIERS, Feature, Gap, Kind, Patch, seam
 from kvpatch.upstream.targets import ENGINE_CORE, OFFLOADING
 
 _KV_OFFLOAD = "vllm.v1.kv_offload"
@@ -68,6 +68,7 @@ FEATURE = Feature(
             wrapper="kvpatch.patches.secondary_tiers.fingerprint:around_kv_caches",
             parameters=("self", "vllm_config"),
             since="0.24",
+            only_with=WITH_TIERS,
         ),
         Patch(
             id="tiers.worker_calls",
@@ -108,6 +109,7 @@ FEATURE = Feature(
             wrapper="kvpatch.patches.secondary_tiers.fingerprint:around_file_mapper",
             parameters=("root_dir", "offloading_spec", "parallel_agnostic"),
             since="0.24",
+            only_with=WITH_TIERS,
         ),
         seam(
             Patch(
@@ -120,6 +122,7 @@ FEATURE = Feature(
                 parameters=("paths", "view", "offsets", "block_size", "use_o_direct"),
                 since="0.27",
                 kind=Kind.REPLACE,
+                only_with=WITH_TIERS,
             ),
             Patch(
                 id="tiers.store_block",
@@ -132,6 +135,7 @@ FEATURE = Feature(
                 since="0.24",
                 before="0.27",
                 kind=Kind.REPLACE,
+                only_with=WITH_TIERS,
             ),
         ),
         seam(
@@ -145,6 +149,7 @@ FEATURE = Feature(
                 parameters=("paths", "view", "offsets", "block_size", "use_o_direct"),
                 since="0.27",
                 kind=Kind.REPLACE,
+                only_with=WITH_TIERS,
             ),
             Patch(
                 id="tiers.load_block",
@@ -157,6 +162,7 @@ FEATURE = Feature(
                 since="0.24",
                 before="0.27",
                 kind=Kind.REPLACE,
+                only_with=WITH_TIERS,
             ),
         ),
         seam(
@@ -170,6 +176,7 @@ FEATURE = Feature(
                 wrapper="kvpatch.patches.secondary_tiers.fs:around_tier_class",
                 parameters=("tier_config",),
                 since="0.25",
+                only_with=WITH_TIERS,
             ),
             Patch(
                 id="tiers.tier_class_itself",
@@ -182,6 +189,7 @@ FEATURE = Feature(
                 since="0.24",
                 before="0.25",
                 kind=Kind.REPLACE,
+                only_with=WITH_TIERS,
             ),
         ),
         Patch(
@@ -193,6 +201,7 @@ FEATURE = Feature(
             wrapper="kvpatch.patches.secondary_tiers.promotion:around_lookup",
             parameters=("self", "key", "req_context"),
             since="0.24",
+            only_with=WITH_TIERS,
         ),
         seam(
             Patch(
@@ -205,6 +214,7 @@ FEATURE = Feature(
                 wrapper="kvpatch.patches.secondary_tiers.promotion:around_promotion",
                 parameters=("self", "tier_idx", "key", "req_context"),
                 since="0.28",
+                only_with=WITH_TIERS,
             ),
             Patch(
                 id="tiers.promotion_of_tier",
@@ -216,6 +226,7 @@ FEATURE = Feature(
                 parameters=("self", "tier", "key", "req_context"),
                 since="0.24",
                 before="0.28",
+                only_with=WITH_TIERS,
             ),
         ),
         seam(
@@ -229,6 +240,7 @@ FEATURE = Feature(
                 parameters=("self",),
                 since="0.24",
                 before="0.28",
+                only_with=WITH_TIERS,
             ),
             Gap(
                 "0.28",
@@ -247,6 +259,7 @@ FEATURE = Feature(
                 parameters=("self", "keys", "req_context"),
                 since="0.25",
                 before="0.27",
+                only_with=WITH_TIERS,
             ),
             Gap("0.24", "0.25", "the manager keeps no state per request"),
             Gap("0.27", None, "fixed by vllm-project/vllm#49671"),
@@ -273,6 +286,7 @@ FEATURE = Feature(
                 parameters=("self", "request", "blocks", "num_external_tokens"),
                 since="0.24",
                 before="0.32",
+                only_with=WITH_TIERS,
             ),
             Gap("0.32", None, "vLLM's stats name the source of every hit"),
         ),
@@ -297,6 +311,7 @@ FEATURE = Feature(
                 parameters=("self", "scheduler_output"),
                 since="0.24",
                 before="0.33",
+                only_with=WITH_TIERS,
             ),
             Gap("0.33", None, "vLLM promotes nothing until the workers have reported such copies"),
         ),

@@ -105,6 +105,8 @@ class SealedObjectTier(ObjectStoreSecondaryTierManager):  # type: ignore[misc]
 
     _lookup_manager: Any
     _pending_results: list[Any]
+    _dram_prepped_handle: Any
+    _block_size_bytes: int
 
     def __init__(
         self, offloading_spec: Any, primary_kv_view: memoryview, tier_type: str, **config: Any

@@ -42,7 +42,7 @@ def installed(name: str) -> Path:
         with tempfile.TemporaryDirectory(dir=into.parent) as temporary:
             words = ("-m", "pip", "install", "-q", "--no-deps", "--require-hashes")
             made = Path(temporary) / "made"
-            asked = [sys.executable, *words, "--target", made, "-r", PINS[name]]
+            asked = [sys.executable, *words, "--target", str(made), "-r", str(PINS[name])]
             done = subprocess.run(asked, stderr=subprocess.PIPE, text=True, check=False)
             if done.returncode:
                 raise HarnessError(f"{PINS[name].name}: {done.stderr.strip()[-400:]}")
