@@ -32,7 +32,7 @@ def collect(run, tmp_path):
     return collect
 
 
-LANES = "unit,wheel,refusals,engine,faults,long,ascend,npu,versions,upstream,bench"
+LANES = "unit,wheel,refusals,engine,faults,long,ascend,npu,versions,upstream,objects,bench"
 
 
 @pytest.mark.parametrize("lane", LANES.split(","))
@@ -56,7 +56,7 @@ def test_a_lane_is_run_by_default_or_by_ci_or_takes_what_is_made_on_demand():
     assert default == {"unit", "wheel", "refusals", "engine", "bench"}
     named = set(re.findall(r"lane scripts/test (\w+)", (TESTS.parent / ".ci/run").read_text()))
     assert named == {"faults", "long", "ascend"}
-    assert lanes - default - named == {"npu", "versions", "upstream"}
+    assert lanes - default - named == {"npu", "versions", "upstream", "objects"}
 
 
 def test_the_unit_lane_needs_no_torch_and_no_vllm(run):
