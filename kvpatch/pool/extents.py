@@ -47,6 +47,7 @@ class Extents:
         chunks: of the tier, whose chunks are [0, chunks).
         chunk_bytes: of each.
         extent_bytes: of each extent, about: at least a chunk.
+        multiple: chunks of an extent are a multiple of it, if the tier has as many.
         clock: seconds; any that all engines of the machine have in common.
 
     Attributes:
@@ -57,11 +58,17 @@ class Extents:
     """
 
     def __init__(
-        self, chunks: int, chunk_bytes: int, extent_bytes: int, clock: Callable[[], float]
+        self,
+        chunks: int,
+        chunk_bytes: int,
+        extent_bytes: int,
+        clock: Callable[[], float],
+        multiple: int = 1,
     ) -> None:
         self.chunks = chunks
         self.chunk_bytes = chunk_bytes
-        self.per = max(1, min(extent_bytes // chunk_bytes, chunks))
+        whole = extent_bytes // chunk_bytes // multiple * multiple
+        self.per = min(max(whole, multiple), chunks)
         self.count = -(-chunks // self.per)
         self.open: dict[int, Extent] = {}
         self.used = 0

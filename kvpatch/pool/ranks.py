@@ -13,12 +13,14 @@ import threading
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
+from typing import NamedTuple
 
 _message = struct.Struct("<cQQ")
 _hello = struct.Struct("<I")
 REGISTER, DEREGISTER = b"R", b"D"
 # Registering 64 MiB takes about 10 ms; a worker that computes holds Python's lock for some time.
 PATIENCE = 60.0
+LONGEST = 1 << 16  # bytes of what a worker says first
 
 # Registers or deregisters (True, False) the bytes [offset, offset + size) of the tier.
 Registrar = Callable[[bool, int, int], bool]
@@ -26,6 +28,18 @@ Registrar = Callable[[bool, int, int], bool]
 
 class Failed(RuntimeError):
     """A worker could not do what it was asked to, or did not answer."""
+
+
+class Hello(NamedTuple):
+    """What a worker says first.
+
+    Attributes:
+        pid: its process.
+        about: what the engine has to know about its part of the tier.
+    """
+
+    pid: int
+    about: bytes
 
 
 class Ranks:
@@ -48,26 +62,27 @@ class Ranks:
         self._workers: list[socket.socket] = []
         self._owed: list[int] = []  # answers of each that nobody waits for any more
 
-    def accept(self, count: int) -> list[int]:
-        """Take the connections of workers, which have all connected; return their pids.
+    def accept(self, count: int) -> list[Hello]:
+        """Take the connections of workers, which have all connected; return who they are.
 
         Raises:
             Failed: fewer have.
         """
         self._listening.settimeout(PATIENCE)
-        pids = []
+        found: list[Hello] = []
         for _ in range(count):
             try:
                 worker, _ = self._listening.accept()
                 worker.settimeout(PATIENCE)
                 self._workers.append(worker)
                 self._owed.append(0)
-                pids.append(_hello.unpack(worker.recv(_hello.size))[0])
+                said = worker.recv(LONGEST)
+                found.append(Hello(_hello.unpack_from(said)[0], said[_hello.size :]))
             except (OSError, struct.error) as error:
-                raise Failed(f"{len(pids)} of {count} workers connected") from error
+                raise Failed(f"{len(found)} of {count} workers connected") from error
         self._listening.close()
         self.path.unlink(missing_ok=True)
-        return pids
+        return found
 
     def register(self, offset: int, size: int) -> None:
         """Have every worker register a committed range.
@@ -139,18 +154,19 @@ class Rank:
     Args:
         path: of its engine's socket.
         registrar: does what it is asked to; it is called in a thread of its own.
+        about: what the engine has to know about its part of the tier.
 
     Raises:
         OSError: the engine is gone.
     """
 
-    def __init__(self, path: Path, registrar: Registrar) -> None:
+    def __init__(self, path: Path, registrar: Registrar, about: bytes = b"") -> None:
         self._registrar = registrar
         self._ranges: dict[int, int] = {}  # those that are registered: size by offset
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         try:
             self._socket.connect(str(path))
-            self._socket.sendall(_hello.pack(os.getpid()))
+            self._socket.sendall(_hello.pack(os.getpid()) + about)
         except BaseException:
             self._socket.close()
             raise

@@ -12,7 +12,7 @@ import pytest
 
 from kvpatch.pool import ranks
 from kvpatch.pool.memory import Memory
-from kvpatch.pool.ranks import Failed, Rank, Ranks
+from kvpatch.pool.ranks import Failed, Hello, Rank, Ranks
 
 MIB = 1 << 20
 
@@ -47,7 +47,7 @@ def engine(tmp_path: Path) -> Iterator[Ranks]:
 def test_every_worker_registers_and_deregisters(engine: Ranks) -> None:
     devices = [Device(), Device(), Device()]
     workers = [Rank(engine.path, device) for device in devices]
-    assert engine.accept(3) == [os.getpid()] * 3
+    assert engine.accept(3) == [Hello(os.getpid(), b"")] * 3
     assert not engine.path.exists()
     engine.register(0, MIB)
     engine.register(MIB, MIB)
@@ -143,7 +143,7 @@ def test_the_socket_of_an_engine_that_was_killed_is_replaced(tmp_path: Path) -> 
     first = Ranks(tmp_path / "socket")
     second = Ranks(tmp_path / "socket")
     worker = Rank(tmp_path / "socket", Device())
-    assert second.accept(1) == [os.getpid()]
+    assert second.accept(1) == [Hello(os.getpid(), b"")]
     second.close()
     worker.close()
     first.close()
