@@ -101,12 +101,12 @@ class Keeper:
         self._wanted, self._wanted_at = max(chunks, self._waited_for), now
         if self._room:  # of a full pool a look every TICK is enough
             self._wake.set()
-        return (
-            self._room
-            and not self.broken
-            and self.extents.absent() is not None
-            and now - self._waits_since < PATIENCE
-        )
+        return self.grows and now - self._waits_since < PATIENCE
+
+    @property
+    def grows(self) -> bool:
+        """Whether more chunks can be committed, as far as is known."""
+        return self._room and not self.broken and self.extents.absent() is not None
 
     def reset(self) -> None:
         """Take every chunk back; nothing is kept ahead for what was stored."""

@@ -65,11 +65,16 @@ POOLED = (
     "a reset keeps the pool's chunks",
     "what is counted as given back is not",
     "evicted blocks are still found",
+    "a block in use is evicted",
+    "evicted blocks of the simple connector are still found",
+    "a cached block is handed out as free",
+    "the null block has the first chunk",
 )
 
 
-def test_every_invariant_holds_with_a_host_pool():
-    found = simulate(seed=1000, seeds=25, go_on=True, kind="pooled")
+@pytest.mark.parametrize("kind", ["pooled", "pooled eager", "pooled lazy"])
+def test_every_invariant_holds_with_a_host_pool(kind):
+    found = simulate(seed=1000, seeds=25, go_on=True, kind=kind)
     assert not [one["what"] for one in found["failed"]]
     assert found["counts"]["looks at the pool"] > 1000
     assert found["counts"]["asked for memory"] > 10

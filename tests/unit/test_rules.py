@@ -615,21 +615,25 @@ CASES: dict[str, tuple[list[dict[str, Any]], str]] = {
         "not validated on this device; use OffloadingConnector, or set KVPATCH=0.",
     ),
     "KVP342": (
-        [pooled(machine__vllm="0.26.0"), pooled() | V2_OF_33],
+        [pooled(machine__vllm="0.26.0"), pooled() | V2_OF_34],
         "KVPATCH_HOST_POOL is set on this release, because the host pool is validated on vLLM "
         f"{in_words(of_host_pool.RELEASES)} only; unset KVPATCH_HOST_POOL, or set KVPATCH=0.",
     ),
     "KVP343": (
         [
-            pooled() | simple(),
+            pooled() | simple() | {"parallel_config__pipeline_parallel_size": 2},
+            pooled("64GiB", machine__vllm="0.32.0") | multi("SimpleCPUOffloadConnector"),
+            pooled("64GiB", machine__vllm="0.32.0")
+            | multi("OffloadingConnector", "SimpleCPUOffloadConnector"),
             pooled() | tiers("fs"),
             pooled(machine__vllm="0.28.0") | multi("OffloadingConnector"),
         ],
-        "KVPATCH_HOST_POOL is set for a CPU tier that is not OffloadingConnector's own, because "
-        "the host pool is validated with OffloadingConnector alone; with the tier fs on vLLM "
-        f"{in_words(of_host_pool.WITH_TIERS)} only, and in MultiConnector on "
-        f"{in_words(of_host_pool.IN_MULTI)} only; unset KVPATCH_HOST_POOL, or use one of these, or "
-        "set KVPATCH=0.",
+        "KVPATCH_HOST_POOL is set for CPU tiers that did not run in one, because the host pool is "
+        "validated with one connector; with the tier fs on vLLM "
+        f"{in_words(of_host_pool.WITH_TIERS)} only, with OffloadingConnector in MultiConnector on "
+        f"{in_words(of_host_pool.IN_MULTI)} only, and with SimpleCPUOffloadConnector by itself and "
+        "without pipeline parallelism; unset KVPATCH_HOST_POOL, or use one of these, or set "
+        "KVPATCH=0.",
     ),
     "KVP349": (
         [
@@ -705,8 +709,8 @@ CASES: dict[str, tuple[list[dict[str, Any]], str]] = {
                 ],
             ),
         ],
-        "the secondary tier obj is configured, because it is not validated; use the tier fs, or "
-        "set KVPATCH=0.",
+        "the secondary tier obj is configured, because it is not validated on this release; use "
+        "the tier fs or obj on vLLM 0.32.0, or set KVPATCH=0.",
     ),
     "KVP323": (
         [tiers("fs") | {"scheduler_config__policy": "priority"}],

@@ -4,25 +4,65 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
 from harness import releases
 from harness.engines.fixtures import MODELS
-from harness.engines.oracle import PLAIN, Engine, assert_same_round
+from harness.engines.oracle import PLAIN, Engine, assert_same_round, cached
 from harness.engines.pools import Pooled, is_gone, live, pool_of
+from harness.engines.runs import Run
+from harness.engines.tiers import SAME_HASHES
 from kvpatch.patches.host_pool import rules
 
-OTHERS = tuple(one for one in rules.RELEASES if one != releases.newest_built())
+SIZE = 256 << 20
+NEWEST = releases.newest_built()
+Start = Callable[..., Pooled]
 
 
-@pytest.mark.parametrize("vllm", OTHERS)
-@MODELS
-def test_memory_is_committed_on_use_and_given_back(
-    start_in_pool: Callable[..., Pooled], engine: Engine, model: str, vllm: str
-) -> None:
-    one = start_in_pool(replace(pool_of(256 << 20, "use"), model=model, vllm=vllm))
-    plain = engine(replace(PLAIN, model=model, vllm=vllm)).round(0)
-    for records in live(one, model):
+def others(*validated: str) -> list[str]:
+    """The releases of a list that the lane long does not run."""
+    return [release for release in validated if release != NEWEST]
+
+
+def compare(start_in_pool: Start, engine: Engine, run: Run) -> list[list[dict[str, object]]]:
+    """Let an engine live in a pool; return its rounds, which have plain vLLM's tokens."""
+    one = start_in_pool(run)
+    plain = engine(replace(PLAIN, model=run.model, vllm=run.vllm)).round(0)
+    rounds = live(one, run.model)
+    for records in rounds:
         assert_same_round(records, plain)
     is_gone("use", one)
+    return rounds
+
+
+@pytest.mark.parametrize("vllm", others(*rules.RELEASES))
+@pytest.mark.parametrize("simple", ["", "eager"])
+@MODELS
+def test_memory_is_committed_on_use_and_given_back(
+    start_in_pool: Start, engine: Engine, model: str, simple: str, vllm: str
+) -> None:
+    run = replace(pool_of(SIZE, "use", simple), model=model, vllm=vllm)
+    compare(start_in_pool, engine, run)
+
+
+@pytest.mark.parametrize("vllm", others(*rules.WITH_TIERS))
+@MODELS
+def test_memory_is_given_back_with_a_disk_behind_it(
+    start_in_pool: Start, engine: Engine, tmp_path: Path, model: str, vllm: str
+) -> None:
+    run = replace(pool_of(SIZE, "use"), model=model, vllm=vllm, tiers=(str(tmp_path / "disk"),))
+    run = replace(run, environment=(*run.environment, SAME_HASHES))
+    *_, last = compare(start_in_pool, engine, run)
+    # What the tier had to give back is on the disk.
+    assert cached(last) > 0
+
+
+@pytest.mark.parametrize("vllm", others(*rules.IN_MULTI))
+@MODELS
+def test_memory_is_given_back_inside_a_multi_connector(
+    start_in_pool: Start, engine: Engine, model: str, vllm: str
+) -> None:
+    run = replace(pool_of(SIZE, "use"), model=model, vllm=vllm, inside=("OffloadingConnector",))
+    compare(start_in_pool, engine, run)

@@ -6,7 +6,7 @@ Without ``KVPATCH_HOST_POOL`` none of it is applied. The pool itself is ``kvpatc
 from __future__ import annotations
 
 from kvpatch.patch import Feature, Gap, Patch, Seam, seam
-from kvpatch.upstream.targets import ENGINE_CORE, OFFLOADING
+from kvpatch.upstream.targets import ENGINE_CORE, OFFLOADING, SIMPLE, SIMPLE_CONNECTOR
 
 _KV_OFFLOAD = "vllm.v1.kv_offload.cpu"
 _MANAGER = f"{_KV_OFFLOAD}.manager:CPUOffloadingManager"
@@ -16,8 +16,7 @@ _CODE = "kvpatch.patches.host_pool"
 _ISSUE = "vllm-project/vllm#42632 (memory of the tier on demand)"
 _NONE = "none: a tier of vLLM has all of its memory, and for itself"
 _UNTIL = "vLLM commits the CPU tier's memory as it is needed, and gives it back"
-_SINCE, _END = "0.28", "0.33"
-_LATER = Gap(_END, None, "the tier is mapped in segments there; the pool is refused (KVP342)")
+_SINCE = "0.28"
 
 
 def _row(
@@ -28,7 +27,7 @@ def _row(
     parameters: tuple[str, ...] = ("self",),
     upstream: str = _NONE,
     since: str = _SINCE,
-    before: str = _END,
+    before: str | None = None,
 ) -> Patch:
     return Patch(
         id=f"pool.{row}",
@@ -49,7 +48,6 @@ def _renamed(row: str, name: str, wrapper: str, why: str, parameters: tuple[str,
     return seam(
         _row(row, f"{_MANAGER}.{new}", wrapper, why, parameters, since="0.30"),
         _row(f"{row}_of_blocks", f"{_MANAGER}.{old}", wrapper, why, parameters, before="0.30"),
-        _LATER,
     )
 
 
@@ -70,7 +68,6 @@ FEATURE = Feature(
                 "an engine takes the whole tier, whatever other engines have",
                 ("vllm_config",),
             ),
-            _LATER,
         ),
         seam(
             _row(
@@ -79,7 +76,6 @@ FEATURE = Feature(
                 "engine:around_shutdown",
                 "the part of an engine that is shut down would count until its process ends",
             ),
-            _LATER,
         ),
         seam(
             _row(
@@ -88,7 +84,6 @@ FEATURE = Feature(
                 "engine:after_reset",
                 "a reset tier keeps its memory",
             ),
-            _LATER,
         ),
         seam(
             _row(
@@ -99,7 +94,6 @@ FEATURE = Feature(
                 ("self", "engine_id", "rank"),
                 _ISSUE,
             ),
-            _LATER,
         ),
         seam(
             _row(
@@ -110,7 +104,6 @@ FEATURE = Feature(
                 ("mmap_obj",),
                 _ISSUE,
             ),
-            _LATER,
         ),
         seam(
             _row(
@@ -121,7 +114,6 @@ FEATURE = Feature(
                 ("region",),
                 _ISSUE,
             ),
-            _LATER,
         ),
         seam(
             _row(
@@ -130,7 +122,6 @@ FEATURE = Feature(
                 "region:around_cleanup",
                 "it deregisters the tier as a whole, or in the parts that vLLM registered",
             ),
-            _LATER,
         ),
         _renamed(
             "free_count",
@@ -161,7 +152,6 @@ FEATURE = Feature(
                 "blocks would be evicted although memory can be committed",
                 ("self", "keys"),
             ),
-            _LATER,
         ),
         seam(
             _row(
@@ -171,7 +161,6 @@ FEATURE = Feature(
                 "a block on a disk would be computed although memory for it can be committed",
                 ("self", "key", "req_context"),
             ),
-            _LATER,
         ),
         seam(
             _row(
@@ -181,7 +170,6 @@ FEATURE = Feature(
                 "nobody knows which ranges of the tier are in use",
                 ("self", "keys"),
             ),
-            _LATER,
         ),
         seam(
             _row(
@@ -191,7 +179,6 @@ FEATURE = Feature(
                 "as pool.prepare_load",
                 ("self", "keys"),
             ),
-            _LATER,
         ),
         seam(
             _row(
@@ -201,7 +188,6 @@ FEATURE = Feature(
                 "a block in a range that has to go would stay when its transfer ends",
                 ("self", "keys"),
             ),
-            _LATER,
         ),
         seam(
             _row(
@@ -211,7 +197,6 @@ FEATURE = Feature(
                 "as pool.complete_load",
                 ("self", "keys"),
             ),
-            _LATER,
         ),
         seam(
             _row(
@@ -220,7 +205,6 @@ FEATURE = Feature(
                 "tier:around_reset",
                 "it frees every chunk at once",
             ),
-            _LATER,
         ),
         seam(
             _row(
@@ -229,7 +213,6 @@ FEATURE = Feature(
                 "tier:around_events",
                 "events of blocks that are evicted for another engine would be lost",
             ),
-            _LATER,
         ),
         seam(
             _row(
@@ -239,7 +222,6 @@ FEATURE = Feature(
                 "a block that a step has found would be evicted for another engine before it is "
                 "loaded",
             ),
-            _LATER,
         ),
         seam(
             _row(
@@ -249,7 +231,6 @@ FEATURE = Feature(
                 "memory that a transfer touches must not be given back",
                 ("self", "scheduler_output"),
             ),
-            _LATER,
         ),
         seam(
             _row(
@@ -259,7 +240,6 @@ FEATURE = Feature(
                 "as pool.build: it tells when a transfer has ended on every worker",
                 ("self", "connector_output"),
             ),
-            _LATER,
         ),
         seam(
             _row(
@@ -268,7 +248,60 @@ FEATURE = Feature(
                 "tier:around_pending_work",
                 "after a reset an idle engine would not hear of the end of its transfers",
             ),
-            _LATER,
+        ),
+        seam(
+            _row(
+                "simple_tensors",
+                f"{SIMPLE}.worker:SimpleCPUOffloadWorker._init_cpu_mode",
+                "simple_region:around_tensors",
+                "all of SimpleCPUOffloadConnector's tier is written and registered before the "
+                "engine is ready",
+                ("self", "unique_gpu_caches", "total_bytes_per_block", "device"),
+                _ISSUE,
+            ),
+        ),
+        seam(
+            _row(
+                "simple_shutdown",
+                f"{SIMPLE_CONNECTOR}.shutdown",
+                "simple_region:around_shutdown",
+                "nobody would deregister the extents of SimpleCPUOffloadConnector's tier",
+            ),
+        ),
+        seam(
+            _row(
+                "simple_reset",
+                f"{SIMPLE}.manager:SimpleCPUOffloadScheduler.reset",
+                "simple:around_reset",
+                "blocks without memory would count as used, and no tier would be reset",
+            ),
+        ),
+        seam(
+            Gap(_SINCE, "0.31", "the connector counts nothing there"),
+            _row(
+                "simple_stats",
+                f"{SIMPLE}.manager:SimpleCPUOffloadScheduler.get_stats",
+                "simple:around_count",
+                "blocks without memory would be shown as used",
+                since="0.31",
+            ),
+        ),
+        seam(
+            _row(
+                "update",
+                "vllm.v1.core.sched.scheduler:Scheduler.update_from_output",
+                "simple:around_locked",
+                "a block of SimpleCPUOffloadConnector would be evicted for another engine while "
+                "vLLM looks at it",
+            ),
+        ),
+        seam(
+            _row(
+                "finish",
+                "vllm.v1.core.sched.scheduler:Scheduler.finish_requests",
+                "simple:around_locked",
+                "as pool.update",
+            ),
         ),
     ),
 )

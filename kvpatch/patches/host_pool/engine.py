@@ -11,19 +11,16 @@ from typing import Any
 
 from kvpatch import claims, private, state
 from kvpatch.patch import argument
-from kvpatch.patches.host_pool import presence, rules
-from kvpatch.patches.host_pool.tier import Pooled, evict
+from kvpatch.patches.host_pool import connected, presence, rules
+from kvpatch.patches.host_pool.tier import Pooled
 from kvpatch.pool import ledger, member
-from kvpatch.pool.extents import Extents
 from kvpatch.pool.keeper import Keeper
-from kvpatch.pool.memory import Memory
 from kvpatch.pool.ranks import Failed, Ranks
 from kvpatch.pool.record import Owner
 from kvpatch.refusal import Refusal
 from kvpatch.sizes import readable
 from kvpatch.telemetry.host_pool import HostPool
-from kvpatch.upstream import connectors
-from kvpatch.upstream.vllm_api import chunks_of, region_path
+from kvpatch.upstream.vllm_api import region_path
 
 EXTENT = 64 << 20  # bytes, about
 # Of a small pool an extent is smaller, so that engines have several.
@@ -38,7 +35,7 @@ def around_engine_core(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> N
         Refusal: the pool cannot be used.
     """
     config = argument(args, kwargs, 0, "vllm_config")
-    if not connectors.offloading(config.kv_transfer_config):
+    if not rules.pooled(config.kv_transfer_config):
         wrapped(*args, **kwargs)
         return
     gc.collect()  # ends the part of an engine that was dropped before
@@ -101,7 +98,7 @@ class Part:
         self._file = -1
         name = str(config.model_config.served_model_name)
         # Until it is known, what others that start meanwhile have to leave it.
-        ceiling = min(rules.asked(config.kv_transfer_config), self._size)
+        ceiling = min(rules.asked(config), self._size)
         floor = rules.floor(os.environ)
         owner = Owner(
             committed=0,
@@ -131,15 +128,21 @@ class Part:
             Refusal: not all of them have, or an extent is larger than the pool.
         """
         assert self._ranks is not None
-        planner = connectors.scheduler_of(engine.scheduler.connector)
-        tiers = planner.manager
-        manager = getattr(tiers, "primary_tier", tiers)
-        chunks = chunks_of(manager, "_num_{}")
         size = os.fstat(self._file).st_size
-        if not chunks or not size:
+        tier = connected.of(engine.scheduler.connector) if size else None
+        if tier is None:
             self.close()  # a tier without chunks stores nothing
             return
-        extents = Extents(chunks, size // chunks, self._extent, time.monotonic)
+        try:
+            workers = self._ranks.accept(self._workers)
+            memory, extents = tier.lay_out(self._file, self._extent, [one.about for one in workers])
+        except Failed as error:
+            raise Refusal(
+                "a worker did not open the CPU tier of the host pool",
+                str(error),
+                f"report this with your command line, or {_ALONE}",
+                code="KVP421",
+            ) from error
         if (least := extents.place(0)[1]) > self._size:
             raise Refusal(
                 f"a part of the CPU tier takes at least {readable(least)} and the host pool has "
@@ -148,30 +151,14 @@ class Part:
                 "set KVPATCH_HOST_POOL to many times that",
                 code="KVP346",
             )
-        try:
-            self._member.held_by(set(self._ranks.accept(self._workers)) - {os.getpid()})
-        except Failed as error:
-            raise Refusal(
-                "a worker did not open the CPU tier of the host pool",
-                str(error),
-                f"report this with your command line, or {_ALONE}",
-                code="KVP421",
-            ) from error
+        self._member.held_by({one.pid for one in workers} - {os.getpid()})
         self._path.unlink(missing_ok=True)  # its memory goes with the last process now
-        self._member.bounded_by(size)
+        self._member.bounded_by(extents.chunks * extents.chunk_bytes)
         lock = threading.RLock()
-        keeper = Keeper(
-            extents,
-            Memory(self._file),
-            self._member,
-            self._ranks,
-            lock,
-            lambda index: evict(manager, extents, index),
-        )
-        disks = tuple(getattr(tiers, "secondary_tiers", ()))
-        pooled = Pooled(extents, keeper, lock, self._workers, disks)
-        hosts = [engine, engine.scheduler, planner, manager]
-        for host in hosts if manager is tiers else [*hosts, tiers]:
+        keeper = Keeper(extents, memory, self._member, self._ranks, lock, tier.evict)
+        tier.begin(keeper)
+        pooled = Pooled(extents, keeper, lock, self._workers, tier.disks)
+        for host in (engine, engine.scheduler, *tier.hosts):
             state.attach(host, pooled)
         state.attach(engine, HostPool(keeper.describe))
         weakref.finalize(engine, pooled.close)  # of an engine that is dropped without a shutdown

@@ -26,7 +26,8 @@ class Slice:
 
     def __init__(self, region: Any, offset: int, size: int) -> None:
         self.rank = region.rank
-        self.total_size_bytes = self._row_stride = size
+        self.page_size = region.page_size
+        self.total_size_bytes = self._row_stride = self.cpu_page_size = size
         self.is_pinned = False
         self.pinned_addresses: list[int] = []
         self._address: int = region._base.data_ptr() + offset
@@ -96,7 +97,8 @@ def around_region(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> None:
         os.ftruncate(file, chunks * row)  # every worker does, to the same size
     finally:
         os.close(file)
-    wrapped(*args, **kwargs)
+    # From 0.33 on vLLM may have several files beneath one mapping, to write them faster.
+    wrapped(*args, **{name: 1 if name == "num_segments" else kwargs[name] for name in kwargs})
     # The scheduler's, from which disks read and into which they write, has no rank: it registers
     # nothing, and its process is the engine's.
     if instance.rank is not None:

@@ -8,16 +8,18 @@ from typing import Any, NamedTuple
 from kvpatch import environ
 from kvpatch.environ import HOST_POOL_FLOOR
 from kvpatch.patches.host_pool import presence
+from kvpatch.patches.offloading import cpu_tier
 from kvpatch.rules import Rule
 from kvpatch.sizes import readable
 from kvpatch.upstream import connectors
 from kvpatch.versions import Facts, in_words
 
-# The releases whose engines passed tests/long/test_host_pool.py, or its file in tests/versions.
-RELEASES = ("0.28.0", "0.29.0", "0.30.0", "0.31.0", "0.32.0")
+# The releases whose engines passed tests/long/test_host_pool.py and test_host_pool_simple.py, or
+# their file in tests/versions.
+RELEASES = ("0.28.0", "0.29.0", "0.30.0", "0.31.0", "0.32.0", "0.33.0")
 # Those of tests/long/test_host_pool_tiers.py: with secondary tiers, and inside MultiConnector.
-WITH_TIERS = ("0.32.0",)
-IN_MULTI = ("0.32.0",)
+WITH_TIERS = ("0.30.0", "0.32.0", "0.33.0")
+IN_MULTI = ("0.30.0", "0.32.0", "0.33.0")
 _SPECS = (None, "CPUOffloadingSpec", "HostOffloadingSpec")
 _TIERING = ("TieringOffloadingSpec", "HostTieringOffloadingSpec")
 _UNSET = "unset KVPATCH_HOST_POOL"
@@ -41,9 +43,14 @@ def _other_tier(config: Any, facts: Facts) -> bool:
     if not _pooled(facts):
         return False
     transfer = config.kv_transfer_config
-    tiers = connectors.offloading(transfer)
-    if len(tiers) != 1 or any(one.name == connectors.SIMPLE for one in connectors.leaves(transfer)):
+    tiers = pooled(transfer)
+    if len(tiers) != 1:
         return True
+    if tiers[0].name == connectors.SIMPLE:
+        # In MultiConnector it did not run, and stages have other regions than each other.
+        alone = transfer.kv_connector == connectors.SIMPLE
+        stages = config.parallel_config.pipeline_parallel_size
+        return not alone or stages > 1
     specs = _SPECS + (_TIERING if facts.vllm.is_one_of(WITH_TIERS) else ())
     if tiers[0].extra.get("spec_name") not in specs:
         return True
@@ -56,13 +63,16 @@ def _other_tier(config: Any, facts: Facts) -> bool:
     return not facts.vllm.is_one_of(IN_MULTI) or any("engine_id" in one for one in inside)
 
 
-def asked(transfer: Any) -> int:
-    """Return the bytes of the CPU tiers that a ``KVTransferConfig`` asks for; 0 if unknown."""
-    tiers = connectors.offloading(transfer)
-    try:
-        return sum(int(leaf.extra.get("cpu_bytes_to_use") or 0) for leaf in tiers)
-    except (TypeError, ValueError):
-        return 0  # vLLM's to refuse
+def pooled(transfer: Any) -> list[connectors.Leaf]:
+    """Return the connectors of a ``KVTransferConfig`` whose CPU tiers are put into the pool."""
+    simple = [leaf for leaf in connectors.leaves(transfer) if leaf.name == connectors.SIMPLE]
+    return [*connectors.offloading(transfer), *simple]
+
+
+def asked(config: Any) -> int:
+    """Return the bytes of the CPU tiers that a ``VllmConfig`` asks for; 0 if unknown."""
+    ranks = int(config.parallel_config.world_size)
+    return sum(cpu_tier.asked(leaf, ranks) for leaf in pooled(config.kv_transfer_config))
 
 
 class _Pool(NamedTuple):
@@ -98,7 +108,7 @@ def _pool(facts: Facts) -> _Pool:
 
 def _needed(config: Any, pool: _Pool) -> int:
     """Return the bytes that all engines may take of the pool; 0 if that of this one is unknown."""
-    own = asked(config.kv_transfer_config)
+    own = asked(config)
     return min(own + pool.ceiling, pool.limit) if own else 0
 
 
@@ -136,12 +146,15 @@ RULES = (
     ),
     Rule(
         "KVP343",
-        "`KVPATCH_HOST_POOL` with SimpleCPUOffloadConnector; with secondary tiers except fs on "
-        f"vLLM {in_words(WITH_TIERS)}, and with MultiConnector except on {in_words(IN_MULTI)}",
+        "`KVPATCH_HOST_POOL` with SimpleCPUOffloadConnector in MultiConnector or with pipeline "
+        f"parallelism; with secondary tiers except fs on vLLM {in_words(WITH_TIERS)}; with "
+        f"MultiConnector except on {in_words(IN_MULTI)}",
         _other_tier,
-        "KVPATCH_HOST_POOL is set for a CPU tier that is not OffloadingConnector's own",
-        "the host pool is validated with OffloadingConnector alone; with the tier fs on vLLM "
-        f"{in_words(WITH_TIERS)} only, and in MultiConnector on {in_words(IN_MULTI)} only",
+        "KVPATCH_HOST_POOL is set for CPU tiers that did not run in one",
+        "the host pool is validated with one connector; with the tier fs on vLLM "
+        f"{in_words(WITH_TIERS)} only, with OffloadingConnector in MultiConnector on "
+        f"{in_words(IN_MULTI)} only, and with SimpleCPUOffloadConnector by itself and without "
+        "pipeline parallelism",
         f"{_UNSET}, or use one of these",
     ),
     Rule(

@@ -511,6 +511,7 @@ ROWS: dict[str, Row] = {
 
 # Rows of the host pool are on only where one is asked for, and hang together.
 _POOL_CLASSES, _POOL_ENGINES = "engine/test_host_pool_classes.py::", "long/test_host_pool.py::"
+_POOL_SIMPLE = "engine/test_host_pool_simple_classes.py::"
 _POOL_TESTS = {
     f"{_POOL_CLASSES}test_after_a_reset_the_memory_is_back_but_for_one_extent": (
         "reset_tier",
@@ -539,6 +540,13 @@ _POOL_TESTS = {
     f"{_POOL_ENGINES}test_memory_is_committed_on_use_and_given_back": (
         *("reset", "schedule", "build", "worker_output", "pending_work"),
     ),
+    "long/test_host_pool_simple.py::test_memory_is_committed_on_use_and_given_back": (
+        "simple_tensors",
+    ),
+    f"{_POOL_SIMPLE}test_a_connector_that_shuts_down_deregisters_all": ("simple_shutdown",),
+    f"{_POOL_SIMPLE}test_a_reset_gives_all_of_it_back": ("simple_reset",),
+    f"{_POOL_SIMPLE}test_blocks_without_memory_are_not_shown_as_used": ("simple_stats",),
+    f"{_POOL_SIMPLE}test_nothing_is_evicted_while_vllm_looks": ("update", "finish"),
 }
 ROWS |= {
     f"pool.{name}": held(

@@ -46,7 +46,7 @@ def environment(folder: Path, kind: str | None = None) -> dict[str, str]:
         PYTHONHASHSEED="0",
         PYTHONFAULTHANDLER="1",  # kill -ABRT tells where a seed hangs
         **processes.ONE_THREAD,
-        **({HOST_POOL.name: f"1MiB@simulated{os.getpid()}"} if kind == "pooled" else {}),
+        **({HOST_POOL.name: f"1MiB@simulated{os.getpid()}"} if "pooled" in (kind or "") else {}),
     )
 
 
@@ -74,7 +74,10 @@ def main() -> int:
     parser.add_argument("--seeds", type=int, help="how many")
     parser.add_argument("--steps", type=int, default=STEPS, help="operations of a world")
     parser.add_argument("--minutes", type=float, help="as many seeds as this takes")
-    parser.add_argument("--kind", help="offloading, tiers, eager, lazy or pooled")
+    parser.add_argument(
+        "--kind",
+        help="offloading, tiers, eager or lazy; pooled, pooled eager or pooled lazy",
+    )
     parser.add_argument("--go-on", action="store_true", help="after a seed that fails")
     parser.add_argument("--report", type=Path, help="write the figures there, as JSON")
     parser.add_argument("--explore", action="store_true", help="hypothesis chooses and shrinks")

@@ -50,7 +50,7 @@ def mutate(job: dict[str, Any]) -> dict[str, Any]:
     worlds.install()
     from harness.simulate import mutations
 
-    known = mutations.POOLED_MUTATIONS if job["kind"] == "pooled" else mutations.MUTATIONS
+    known = mutations.POOLED_MUTATIONS if job["kind"] in worlds.POOLED else mutations.MUTATIONS
     begun, limit = time.monotonic(), job.get("seconds")
     names = job.get("mutations") or list(known)
     found: dict[str, Any] = {

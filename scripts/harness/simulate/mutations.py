@@ -21,7 +21,8 @@ from kvpatch.patch import Transaction
 from kvpatch.patches import deadlock
 from kvpatch.patches.fence import hooks
 from kvpatch.patches.fence.fence import Fence
-from kvpatch.patches.host_pool import engine as pool_engine
+from kvpatch.patches.host_pool import connected, simple
+from kvpatch.patches.host_pool.simple import Queue
 from kvpatch.patches.secondary_tiers import block_files
 from kvpatch.patches.secondary_tiers.timeout import Unanswered
 from kvpatch.patches.simple_offload import lifetime
@@ -185,6 +186,29 @@ MUTATIONS = {
         "simple connector", lifetime, "waits_for_copies", _answers(False), SIMPLE
     ),
 }
+
+
+def _evicts_all(self: Queue, index: int) -> int:
+    """Take back every block of an extent, also those in use."""
+    held = list(self._extents.open[index].held)
+    for chunk in held:
+        block = self._pool.blocks[chunk + simple.NULL]
+        self._pool._maybe_evict_cached_block(block)
+        self._cached.pop(block.block_id, None)
+        self._extents.release(chunk)
+    return len(held)
+
+
+def _finds_still(self: Queue, index: int) -> int:
+    """Take back what nobody uses, and leave it in the prefix cache."""
+    held = [c for c in self._extents.open[index].held if c + simple.NULL in self._cached]
+    for chunk in held:
+        del self._cached[chunk + simple.NULL]
+        self._extents.release(chunk)
+    return len(held)
+
+
+SIMPLE_POOLED = ("pooled eager", "pooled lazy")
 # Of worlds with a host pool, which are in a process of their own.
 POOLED_MUTATIONS = {
     "the pool is blind to transfers": Mutation(
@@ -207,6 +231,30 @@ POOLED_MUTATIONS = {
         "host pool", Memory, "punch", lambda punch: lambda *args: None, ("pooled",)
     ),
     "evicted blocks are still found": Mutation(
-        "host pool", pool_engine, "evict", lambda evict: _frees_only, ("pooled",)
+        "host pool", connected, "evict", lambda evict: _frees_only, ("pooled",)
+    ),
+    "a block in use is evicted": Mutation(
+        "host pool of the simple connector",
+        Queue,
+        "evict",
+        lambda evict: _evicts_all,
+        SIMPLE_POOLED,
+    ),
+    "evicted blocks of the simple connector are still found": Mutation(
+        "host pool of the simple connector",
+        Queue,
+        "evict",
+        lambda evict: _finds_still,
+        SIMPLE_POOLED,
+    ),
+    "a cached block is handed out as free": Mutation(
+        "host pool of the simple connector",
+        Queue,
+        "append_n",
+        lambda append: lambda self, blocks: self.prepend_n(blocks),
+        SIMPLE_POOLED,
+    ),
+    "the null block has the first chunk": Mutation(
+        "host pool of the simple connector", simple, "NULL", lambda one: 0, SIMPLE_POOLED
     ),
 }

@@ -12,7 +12,7 @@ from typing import Any
 
 from harness.simulate import disks, pools
 from harness.simulate.invariants import Violation
-from harness.simulate.world import POOLED, Mode, World
+from harness.simulate.world import Mode, World
 
 Do = Callable[[World, int], None]
 
@@ -196,7 +196,7 @@ def play(seed: int, operations: int, model: str, folder: Path, kind: str | None 
     """
     played = Played(seed, Mode.of(seed, kind))
     source = random.Random(f"play {seed}")
-    known = EVERY if played.mode.kind == POOLED else OPERATIONS
+    known = EVERY if played.mode.pooled else OPERATIONS
     weights = [operation.weight for operation in known.values()]
     world = None
     # The engine's own loops, too, have to end: seconds of the processor, not of the clock.

@@ -13,9 +13,9 @@ from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 from kvpatch import state
-from kvpatch.patches.host_pool import engine, presence
+from kvpatch.patches.host_pool import connected, engine, presence, simple
 from kvpatch.patches.host_pool.tier import Pooled
-from kvpatch.pool import ledger, member
+from kvpatch.pool import ledger, member, stripes
 from kvpatch.pool.keeper import Keeper
 from kvpatch.pool.ranks import Rank
 from kvpatch.pool.record import Owner
@@ -39,7 +39,7 @@ def install(now: Any) -> None:
     Keeper.start = lambda self: None  # type: ignore[method-assign]
     record.lifted |= {"KVP342"}  # a release whose engines were not tested with a pool
     clock: Any = SimpleNamespace(monotonic=now, sleep=time.sleep)
-    for module in (ledger, member, engine):
+    for module in (ledger, member, engine, connected):
         vars(module)["time"] = clock
     Keeper.__init__.__defaults__ = (now,)
 
@@ -62,7 +62,7 @@ class Device:
 
     def has(self, chunk: int) -> bool:
         """Return whether a chunk is registered."""
-        at = chunk * self.pool.row
+        at = (chunk - self.pool.null) * self.pool.row
         return any(offset <= at < offset + size for offset, size in self.ranges.items())
 
 
@@ -78,6 +78,9 @@ class Pool:
         self.world, self.row = world, row
         self.devices = [Device(self, rank) for rank in range(world.mode.workers)]
         self.ranks: list[Rank] = []
+        # In the tier of the simple connector a chunk is the block behind the null block.
+        self.simple = world.mode.connector in ("eager", "lazy")
+        self.null = simple.NULL if self.simple else 0
         self.extent = CHUNKS * row
         self.most = self.limit = SIZE
         engine.EXTENT = engine._SMALLEST = self.extent
@@ -86,9 +89,14 @@ class Pool:
     def connect(self) -> None:
         """Do what the workers of an engine do when they map its tier."""
         engine_id = self.world.config.kv_transfer_config.engine_id
-        os.truncate(region_path(engine_id), self.world.mode.chunks * self.row)
-        record = ledger.record_of(presence.home(), engine_id)
-        self.ranks = [Rank(ledger.socket_of(record), device) for device in self.devices]
+        chunks, workers = self.world.mode.chunks, self.world.mode.workers
+        size, told = chunks * self.row, b""
+        if self.simple:
+            regions = (self.row // workers,)
+            size, told = stripes.Stripes(chunks, regions, workers).size, stripes.pack(regions)
+        os.truncate(region_path(engine_id), size)
+        socket = ledger.socket_of(ledger.record_of(presence.home(), engine_id))
+        self.ranks = [Rank(socket, device, told) for device in self.devices]
 
     def begin(self) -> None:
         """Take over what the engine has begun."""
@@ -101,8 +109,8 @@ class Pool:
         self.set_limit(self.world.random.choice((2, 3, 4, 6, 100)))
 
     def chunks(self, offset: int, size: int) -> range:
-        """Return the chunks of a range."""
-        return range(offset // self.row, (offset + size) // self.row)
+        """Return the chunks of a range, as copies name them."""
+        return range(offset // self.row + self.null, (offset + size) // self.row + self.null)
 
     def touch(self, chunk: int, rank: int, who: str) -> None:
         """Note that a copy of a rank touches a chunk."""
@@ -168,11 +176,16 @@ class Pool:
         worlds come to while one rank copies and another has ended.
         """
         for _, chunk in copy.pairs:
-            extent = self.extents.open.get(chunk // self.extents.per)
-            if extent is None or not extent.transfers:
+            extent = self.extents.open.get((chunk - self.null) // self.extents.per)
+            if extent is None or not (self._holds(chunk) if self.simple else extent.transfers):
                 self.world.violate(
                     "pool", f"nothing counts the copy {copy.job} of rank {rank} to chunk {chunk}"
                 )
+
+    def _holds(self, block: int) -> bool:
+        """Return whether the simple connector holds a block, as it does while it is copied."""
+        planner: Any = self.world.simple
+        return bool(planner.cpu_block_pool.blocks[block].ref_cnt)
 
     def left(self) -> dict[str, int]:
         """Return what must be 0 when all is finished, reset, and was looked at."""

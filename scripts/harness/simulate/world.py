@@ -45,7 +45,8 @@ LARGEST = LONGEST // TOKENS  # blocks of a request
 OUTPUT = 20  # tokens that are generated at most
 PATIENCE = 10.0  # seconds that a disk may take
 KINDS = ("offloading", "tiers", "eager", "lazy")
-POOLED = "pooled"  # as offloading, with the tier in a host pool; in a process of its own
+# With the tier in a host pool, in processes of their own: the first one as offloading.
+POOLED = ("pooled", "pooled eager", "pooled lazy")
 
 
 @dataclass(frozen=True)
@@ -53,7 +54,7 @@ class Mode:
     """How an engine runs.
 
     Attributes:
-        kind: the connector and its tiers, one of ``KINDS``, or ``POOLED``.
+        kind: the connector and its tiers, one of ``KINDS`` or of ``POOLED``.
         asynchronous: one step is scheduled ahead of the one that runs.
         workers: ranks, each with a part of every block.
         pages: of the device.
@@ -77,6 +78,16 @@ class Mode:
             source.choice((4, 4, 5, 6)),
             source.choice((4, 8, 12, 20)),
         )
+
+    @property
+    def pooled(self) -> bool:
+        """Whether the CPU tier is in a host pool."""
+        return self.kind in POOLED
+
+    @property
+    def connector(self) -> str:
+        """The one of ``KINDS`` that it is but for the pool."""
+        return self.kind.removeprefix("pooled").strip() or KINDS[0]
 
     def __str__(self) -> str:
         return ", ".join(f"{name} {value}" for name, value in asdict(self).items())
@@ -236,7 +247,7 @@ class World:
         self.workers = [Worker(self, rank) for rank in range(mode.workers)]
         self.aggregator: Any = None
         row = BLOCK_BYTES * mode.workers
-        self.host_pool = pools.Pool(self, row) if mode.kind == POOLED else None
+        self.host_pool = pools.Pool(self, row) if mode.pooled else None
         self.engine = self._engine(model)
         self.scheduler = self.engine.scheduler
         self.pool = self.scheduler.kv_cache_manager.block_pool
@@ -268,11 +279,10 @@ class World:
         disk = {"type": "fs", "root_dir": str(self.root)}
         connector = {
             "offloading": connectors.offloading(size, offload_prompt_only=False),
-            POOLED: connectors.offloading(size, offload_prompt_only=False),
             "tiers": connectors.tiering(size, [disk], offload_prompt_only=False),
             "eager": connectors.simple(size, lazy=False),
             "lazy": connectors.simple(size, lazy=True),
-        }[mode.kind]
+        }[mode.connector]
         connector["engine_id"] = f"simulated-{os.getpid()}-{self.seed}"
         self.config = EngineArgs(
             model=model,
@@ -622,7 +632,7 @@ class World:
         if self.manager._retired_pages:
             raise Violation("fence", f"an idle engine holds {self.manager._retired_pages}")
         cached, cap = len(self.pool._evictable_blocks), self.pool.max_cached_blocks
-        if self.mode.kind == "lazy" and 0 <= cap < cached:
+        if self.mode.connector == "lazy" and 0 <= cap < cached:
             raise Violation("leaks", f"an idle engine caches {cached} blocks above its cap {cap}")
         before = len(self.mapped)
         self.pool.max_cached_blocks = 0
@@ -682,10 +692,10 @@ class World:
             "blocks named": len(fence._named) if fence is not None else 0,
             "copies": sum(len(worker.copies) for worker in self.workers),
         }
+        if self.host_pool is not None:
+            found |= self.host_pool.left()
         if planner is not None:
             tier = getattr(planner.manager, "primary_tier", planner.manager)
-            if self.host_pool is not None:
-                found |= self.host_pool.left()
             found |= {
                 "transfers of the connector": len(planner._jobs),
                 "chunks pinned": tier._num_allocated_chunks
@@ -695,11 +705,10 @@ class World:
                 "files unfinished": len(list(self.root.rglob("*.tmp"))),
             }
         if simple is not None:
-            pool = simple.cpu_block_pool
             found |= {
                 "stores": len(simple._store_event_to_blocks),
                 "loads": len(simple._reqs_to_load),
-                "CPU blocks": pool.num_gpu_blocks - 1 - pool.get_num_free_blocks(),
+                "CPU blocks": sum(block.ref_cnt > 0 for block in simple.cpu_block_pool.blocks),
             }
         return found
 

@@ -1,0 +1,539 @@
+"""vLLM's BlockPool of SimpleCPUOffloadConnector over extents, without an engine."""
+
+from __future__ import annotations
+
+import os
+import struct
+import threading
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("hypothesis")
+
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+
+from kvpatch import state
+from kvpatch.patches.host_pool import connected, simple, simple_region
+from kvpatch.patches.host_pool.tier import Pooled
+from kvpatch.pool import ledger, stripes
+from kvpatch.pool.extents import Extents
+from kvpatch.pool.keeper import Keeper
+from kvpatch.pool.member import View
+from kvpatch.pool.ranks import Failed
+
+BLOCKS, BLOCK = 41, 1 << 18  # the first is the null block; bytes of one
+PER = 4
+EXTENT = PER * BLOCK
+
+
+class Ledger:
+    """The part of an engine that has a pool for itself, and a limit that a test sets."""
+
+    def __init__(self, limit: int) -> None:
+        self.limit, self.committed, self.floor, self.counted = limit, 0, 0, True
+
+    def take(self, size: int) -> bool:
+        if self.committed + size > self.limit:
+            return False
+        self.committed += size
+        return True
+
+    def give(self, size: int) -> None:
+        self.committed -= size
+
+    def look(self, resident: int, coldest: float) -> View:
+        return View(self.limit, self.committed, [], 0)
+
+
+class Memory:
+    """What is committed; its bytes are gone when it is given back."""
+
+    def __init__(self) -> None:
+        self.bytes: dict[int, Any] = {}  # what each block of a committed extent has
+
+    def commit(self, offset: int, size: int) -> None:
+        for chunk in range(offset // BLOCK, (offset + size) // BLOCK):
+            assert chunk not in self.bytes
+            self.bytes[chunk] = None
+
+    def punch(self, offset: int, size: int) -> None:
+        for chunk in range(offset // BLOCK, (offset + size) // BLOCK):
+            del self.bytes[chunk]
+
+
+class Tier:
+    """The connector's pool over extents, with a keeper whose turns a test takes."""
+
+    def __init__(self, limit: int = 5 * EXTENT) -> None:
+        from vllm.v1.core.block_pool import BlockPool
+
+        self.now = 1000.0
+        self.pool = BlockPool(BLOCKS, enable_caching=True, hash_block_size=16)
+        self.extents = Extents(BLOCKS - simple.NULL, BLOCK, EXTENT, lambda: self.now)
+        self.memory, self.ledger = Memory(), Ledger(limit)
+        workers = SimpleNamespace(register=lambda *_: None, deregister=lambda *_: None)
+        self.keeper = Keeper(
+            self.extents,
+            self.memory,  # type: ignore[arg-type]
+            self.ledger,  # type: ignore[arg-type]
+            workers,  # type: ignore[arg-type]
+            threading.RLock(),
+            lambda index: self.queue.evict(index),
+            lambda: self.now,
+        )
+        self.planner = SimpleNamespace(cpu_block_pool=self.pool)
+        self.queue = simple.put(self.planner, self.keeper)
+        self.pool.enable_kv_cache_events = True
+        self.keys = 0
+
+    def turn(self, times: int = 1) -> None:
+        for _ in range(times):
+            self.now += 0.1
+            self.keeper.turn()
+
+    def new(self, count: int) -> list[Any]:
+        """Blocks that a store writes to."""
+        blocks = self.pool.get_new_blocks(count)
+        for block in blocks:
+            assert block.block_id - simple.NULL in self.memory.bytes
+        return blocks
+
+    def store(self, blocks: list[Any]) -> list[bytes]:
+        """Complete a store: the blocks are cached, and nobody uses them."""
+        keys = []
+        for block in blocks:
+            self.keys += 1
+            key = b"%08d" % self.keys + struct.pack(">I", 0)
+            self.memory.bytes[block.block_id - simple.NULL] = key
+            self.pool._insert_block_hash(key, block, num_tokens=16)
+            keys.append(key)
+        self.pool.free_blocks(blocks)
+        return keys
+
+    def find(self, key: bytes) -> Any:
+        return self.pool.cached_block_hash_to_block.get_one_block(key)
+
+    def check(self) -> None:
+        """Every block is in use, cached, free in an extent, or without memory; one of these."""
+        used = cached = 0
+        for block in self.pool.blocks[simple.NULL :]:
+            chunk = block.block_id - simple.NULL
+            extent = self.extents.open.get(chunk // PER)
+            waits = block.block_id in self.queue._cached
+            if block.ref_cnt or waits:
+                assert extent is not None, "a block in use has no memory"
+                assert chunk in extent.held
+                assert waits == (block.ref_cnt == 0)
+                assert chunk in self.memory.bytes
+            else:
+                assert block.block_hash is None
+                assert extent is None or chunk in extent.free
+            used += block.ref_cnt > 0
+            cached += waits
+        assert self.extents.used == used + cached
+        assert {chunk // PER for chunk in self.memory.bytes} == set(self.extents.open)
+        self.queue.counting = True
+        assert self.pool.get_num_free_blocks() == BLOCKS - 1 - used
+        self.queue.counting = False
+
+
+def test_blocks_are_handed_out_when_there_is_memory() -> None:
+    tier = Tier()
+    assert tier.pool.get_num_free_blocks() == 0
+    tier.turn()
+    assert tier.pool.get_num_free_blocks() == PER
+    blocks = tier.new(PER)
+    assert [block.block_id for block in blocks] == [1, 2, 3, 4]
+    assert tier.pool.get_num_free_blocks() == 0
+    tier.turn()
+    assert tier.pool.get_num_free_blocks() >= PER
+    tier.check()
+
+
+def test_while_it_can_grow_nothing_is_evicted() -> None:
+    tier = Tier()
+    tier.turn()
+    keys = tier.store(tier.new(PER))
+    assert tier.pool.get_num_free_blocks() == 0
+    assert all(tier.find(key) is not None for key in keys)
+
+
+def test_what_is_free_is_offered_alone_while_it_can_grow() -> None:
+    tier = Tier()
+    tier.turn()
+    tier.store(tier.new(2))
+    assert tier.pool.get_num_free_blocks() == PER - 2
+    tier.ledger.limit = EXTENT
+    tier.keeper.turn()
+    assert tier.pool.get_num_free_blocks() == PER
+
+
+def test_a_store_that_waited_long_enough_evicts() -> None:
+    tier = Tier()
+    tier.turn()
+    keys = tier.store(tier.new(PER))
+    assert tier.pool.get_num_free_blocks() == 0
+    for _ in range(30):  # somebody asks in every step, and no memory comes
+        tier.now += 0.1
+        if tier.pool.get_num_free_blocks():
+            break
+    assert tier.pool.get_num_free_blocks() == PER
+    (block,) = tier.new(1)
+    assert block.block_id == 1
+    assert tier.find(keys[0]) is None
+    assert len(tier.pool.take_events()) == 1
+    tier.check()
+
+
+def test_a_full_pool_evicts_in_vllms_order() -> None:
+    tier = Tier(limit=2 * EXTENT)
+    keys: list[bytes] = []
+    while len(keys) < 2 * PER:
+        tier.turn()
+        keys += tier.store(tier.new(min(PER, tier.pool.get_num_free_blocks())))
+    tier.turn()
+    first = tier.find(keys[0])
+    tier.pool.touch([first])  # used again: it goes last
+    tier.pool.free_blocks([first])
+    assert tier.pool.get_num_free_blocks() == 2 * PER
+    taken = tier.new(3)
+    assert [block.block_id for block in taken] == [2, 3, 4]
+    assert tier.find(keys[0]) is first
+    assert [tier.find(key) for key in keys[1:4]] == [None] * 3
+    tier.check()
+
+
+def test_more_than_there_is_is_nobodys() -> None:
+    tier = Tier()
+    tier.turn()
+    with pytest.raises(MemoryError, match="5 CPU blocks"):
+        tier.queue.popleft_n(5)
+    tier.check()
+    assert tier.extents.free == PER
+
+
+def test_a_lower_limit_evicts_what_nobody_uses() -> None:
+    tier = Tier()
+    keys: list[bytes] = []
+    for _ in range(4):
+        tier.turn(2)
+        keys += tier.store(tier.new(PER))
+    held = tier.find(keys[0])
+    tier.pool.touch([held])
+    tier.ledger.limit = EXTENT
+    tier.turn(3)
+    tier.check()
+    assert tier.find(keys[0]) is held, "a block in use was evicted"
+    assert held.block_id - simple.NULL in tier.memory.bytes
+    tier.pool.free_blocks([held])
+    tier.turn(3)
+    assert tier.ledger.committed <= EXTENT
+    tier.check()
+
+
+def test_a_block_whose_extent_has_to_go_is_not_handed_out() -> None:
+    tier = Tier()
+    tier.turn()
+    tier.store(tier.new(PER))
+    tier.turn()
+    tier.ledger.limit = 0
+    with tier.keeper.lock:
+        tier.extents.drain(0)
+        with pytest.raises(MemoryError):  # also where nobody has looked how many there are
+            tier.queue.popleft_n(tier.extents.free + 1)
+        assert tier.pool.get_num_free_blocks() == tier.extents.free
+        assert not tier.queue._cached
+    tier.turn(2)
+    tier.check()
+
+
+def test_a_reset_gives_all_of_it_back() -> None:
+    tier = Tier()
+    for _ in range(4):
+        tier.turn(2)
+        tier.store(tier.new(PER))
+    done = simple.around_reset(tier.pool.reset_prefix_cache, tier.planner, (), {})
+    assert done
+    assert tier.extents.used == 0
+    tier.turn(2)
+    assert tier.ledger.committed <= EXTENT
+    tier.check()
+
+
+def test_a_tier_in_use_is_not_reset() -> None:
+    tier = Tier()
+    tier.turn()
+    (block,) = tier.new(1)
+    assert not simple.around_reset(tier.pool.reset_prefix_cache, tier.planner, (), {})
+    assert block.block_id - simple.NULL in tier.extents.open[0].held
+    tier.check()
+
+
+def test_blocks_without_memory_are_not_shown_as_used() -> None:
+    tier = Tier()
+    count = lambda: BLOCKS - tier.pool.get_num_free_blocks()  # noqa: E731, as vLLM's gauge
+    assert simple.around_count(count, tier.planner, (), {}) == 1
+    tier.turn()
+    tier.new(3)
+    assert simple.around_count(count, tier.planner, (), {}) == 4
+    assert not tier.queue.counting
+
+
+def test_a_block_stored_twice_is_free_again() -> None:
+    """vLLM lets the second one go without a hash."""
+    tier = Tier()
+    tier.turn()
+    blocks = tier.new(2)
+    tier.pool.free_blocks(blocks)
+    assert tier.extents.used == 0
+    tier.check()
+
+
+def test_nothing_is_evicted_while_vllm_looks() -> None:
+    tier = Tier()
+    scheduler = SimpleNamespace()
+    state.attach(scheduler, Pooled(tier.extents, tier.keeper, tier.keeper.lock, 1))
+
+    def taken_by_another() -> bool:
+        with ThreadPoolExecutor() as pool:
+            return pool.submit(tier.keeper.lock.acquire, False).result()
+
+    assert not simple.around_locked(taken_by_another, scheduler, (), {})
+    assert simple.around_locked(taken_by_another, SimpleNamespace(), (), {})
+
+
+class Play(RuleBasedStateMachine):
+    """Stores, hits, copies held, limits and resets in any order."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tier = Tier()
+        self.under_way: list[list[Any]] = []
+        self.held: list[Any] = []
+        self.keys: list[bytes] = []
+
+    @rule(wanted=st.integers(1, 9))
+    def begin_a_store(self, wanted: int) -> None:
+        count = min(wanted, self.tier.pool.get_num_free_blocks())
+        if count:
+            self.under_way.append(self.tier.new(count))
+
+    @precondition(lambda self: self.under_way)
+    @rule(lost=st.booleans())
+    def end_a_store(self, lost: bool) -> None:
+        blocks = self.under_way.pop(0)
+        if lost:
+            self.tier.pool.free_blocks(blocks)
+        else:
+            self.keys += self.tier.store(blocks)
+
+    @precondition(lambda self: self.keys)
+    @rule(number=st.integers(0, 1 << 16))
+    def begin_a_load(self, number: int) -> None:
+        key = self.keys[number % len(self.keys)]
+        block = self.tier.find(key)
+        if block is not None:
+            assert self.tier.memory.bytes[block.block_id - simple.NULL] == key
+            self.tier.pool.touch([block])
+            self.held.append((key, block))
+
+    @precondition(lambda self: self.held)
+    @rule(number=st.integers(0, 1 << 16))
+    def end_a_load(self, number: int) -> None:
+        key, block = self.held.pop(number % len(self.held))
+        assert self.tier.memory.bytes[block.block_id - simple.NULL] == key
+        self.tier.pool.free_blocks([block])
+
+    @rule()
+    def look(self) -> None:
+        self.tier.turn()
+
+    @rule(extents=st.integers(0, 10))
+    def move_the_limit(self, extents: int) -> None:
+        self.tier.ledger.limit = extents * EXTENT
+
+    @rule()
+    def reset(self) -> None:
+        done = simple.around_reset(self.tier.pool.reset_prefix_cache, self.tier.planner, (), {})
+        assert done == (not self.under_way and not self.held)
+
+    @invariant()
+    def all_is_well(self) -> None:
+        self.tier.check()
+
+    def teardown(self) -> None:
+        for blocks in self.under_way:
+            self.tier.pool.free_blocks(blocks)
+        for _, block in self.held:
+            self.tier.pool.free_blocks([block])
+        self.tier.ledger.limit = 0
+        self.tier.turn(6)
+        assert self.tier.ledger.committed == 0
+        assert not self.tier.memory.bytes
+
+
+TestPlay = Play.TestCase
+TestPlay.settings = settings(max_examples=60, stateful_step_count=50, deadline=None)
+
+
+# The workers' side
+
+
+@pytest.fixture
+def home(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    folder = Path(f"/dev/shm/kvpatch-test-simple-{os.getpid()}-{os.urandom(4).hex()}")
+    monkeypatch.setattr(simple_region.presence, "home", lambda: folder)
+    monkeypatch.setattr(simple_region, "region_path", lambda name: folder / f"{name}.mmap")
+    folder.mkdir(mode=0o700)
+    yield folder
+    for path in folder.iterdir():
+        path.unlink()
+    folder.rmdir()
+
+
+class Device:
+    """What is registered with a device, as CUDA would take it: each range once."""
+
+    def __init__(self) -> None:
+        self.ranges: dict[int, int] = {}
+        self.room = 1 << 30
+
+    def pin(self, tensor: Any) -> None:
+        if len(self.ranges) >= self.room:
+            raise RuntimeError("cudaHostRegister failed")
+        assert tensor.data_ptr() not in self.ranges
+        self.ranges[tensor.data_ptr()] = tensor.nbytes
+
+    def cudaHostUnregister(self, address: int) -> int:  # noqa: N802
+        return 0 if self.ranges.pop(address, None) else 1
+
+
+@pytest.fixture
+def device(monkeypatch: pytest.MonkeyPatch) -> Device:
+    from vllm.v1.simple_kv_offload import cuda_mem_ops
+
+    made = Device()
+    cuda = SimpleNamespace(cuda=SimpleNamespace(cudart=lambda: made))
+    monkeypatch.setattr(cuda_mem_ops, "torch", cuda)
+    return made
+
+
+def worker(rank: int = 0, ranks: int = 1) -> Any:
+    config = SimpleNamespace(
+        kv_transfer_config=SimpleNamespace(engine_id="one"),
+        parallel_config=SimpleNamespace(rank=rank, world_size=ranks),
+    )
+    return SimpleNamespace(vllm_config=config)
+
+
+def begin(home: Path, device: Device, ranks: int = 1) -> tuple[Any, Any, list[Any]]:
+    """Workers that have mapped a tier, its engine's memory, and their tensors."""
+    from kvpatch.pool.ranks import Ranks
+
+    record = ledger.record_of(home, "one")
+    record.touch(0o600)
+    (home / "one.mmap").touch(0o600)
+    listening = Ranks(ledger.socket_of(record))
+    caches = {"a": torch.zeros((9, 4096), dtype=torch.int8), "b": torch.zeros((9, 2, 4096))}
+    every = [simple_region.Shared(worker(rank, ranks), device.pin) for rank in range(ranks)]
+    tensors = [one.map(caches, BLOCKS) for one in every]
+    told = [one.about for one in listening.accept(ranks)]
+    pool = SimpleNamespace(num_gpu_blocks=BLOCKS)
+    tier = connected.SimpleTier(SimpleNamespace(cpu_block_pool=pool))
+    file = os.open(home / "one.mmap", os.O_RDWR)
+    memory, extents = tier.lay_out(file, 1 << 20, told)
+    return (listening, memory, extents), every, tensors
+
+
+def end(engine: Any, every: list[Any]) -> None:
+    listening, memory, _ = engine
+    listening.close()
+    memory.close()
+    for one in every:
+        one.close()
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_workers_have_a_view_of_each_region(home: Path, device: Device, ranks: int) -> None:
+    engine, every, tensors = begin(home, device, ranks)
+    _, memory, extents = engine
+    assert extents.chunk_bytes == ranks * (4096 + 2 * 4 * 4096)
+    for index in range(extents.count):
+        memory.commit(*extents.place(index))
+    for number, found in enumerate(tensors):
+        assert found["a"].shape == (BLOCKS, 4096)
+        assert found["b"].shape == (BLOCKS, 2, 4096)
+        assert found["b"].dtype == torch.float32
+        for block in range(1, BLOCKS):
+            found["a"][block] = block
+            found["b"][block] = number * 1000 + block
+    assert memory.committed == extents.chunks * extents.chunk_bytes
+    for number, found in enumerate(tensors):
+        for block in range(1, BLOCKS):
+            assert bool((found["a"][block] == block).all())
+            assert bool((found["b"][block] == number * 1000 + block).all())
+    del tensors, found
+    end(engine, every)
+
+
+def test_a_connector_that_shuts_down_deregisters_all(home: Path, device: Device) -> None:
+    engine, every, _ = begin(home, device)
+    listening, _, extents = engine
+    listening.register(*extents.place(0))
+    connector = SimpleNamespace(worker_handler=worker())
+    state.attach(connector.worker_handler, every[0])
+    simple_region.around_shutdown(lambda: None, connector, (), {})
+    assert device.ranges == {}
+    assert state.find(connector.worker_handler, simple_region.Shared) is None
+    simple_region.around_shutdown(lambda: None, connector, (), {})  # again is no fault
+    end(engine, [])
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_an_extent_is_registered_region_by_region(home: Path, device: Device, ranks: int) -> None:
+    engine, every, _ = begin(home, device, ranks)
+    listening, _, extents = engine
+    place = extents.place(1)
+    listening.register(*place)
+    assert len(device.ranges) == 2 * ranks
+    assert sum(device.ranges.values()) == place[1]
+    listening.deregister(*place)
+    assert device.ranges == {}
+    listening.register(*place)
+    end(engine, every)
+    assert device.ranges == {}, "it is registered still"
+
+
+def test_a_device_that_registers_one_region_only_has_none(home: Path, device: Device) -> None:
+    engine, every, _ = begin(home, device)
+    listening, _, extents = engine
+    device.room = 1
+    with pytest.raises(Failed):
+        listening.register(*extents.place(0))
+    assert device.ranges == {}
+    device.room = 2
+    listening.register(*extents.place(0))
+    assert len(device.ranges) == 2
+    end(engine, every)
+
+
+def test_workers_that_do_not_agree_are_seen(tmp_path: Path) -> None:
+    tier = connected.SimpleTier(
+        SimpleNamespace(cpu_block_pool=SimpleNamespace(num_gpu_blocks=BLOCKS))
+    )
+    with (tmp_path / "tier").open("wb") as file:
+        same = stripes.pack((4096,))
+        with pytest.raises(Failed, match="different regions"):
+            tier.lay_out(file.fileno(), EXTENT, [same, stripes.pack((8192,))])
+        with pytest.raises(Failed, match="different regions"):
+            tier.lay_out(file.fileno(), EXTENT, [same, b"nonsense of 9b"])
+        with pytest.raises(Failed, match="different numbers of blocks"):
+            tier.lay_out(file.fileno(), EXTENT, [same])
