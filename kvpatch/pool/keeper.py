@@ -19,13 +19,14 @@ from kvpatch.pool.memory import Memory
 from kvpatch.pool.ranks import Failed, Ranks
 
 TICK = 0.1  # seconds between two looks, if nothing is wanted
+SOON = 0.02  # seconds between two looks while another engine is asked, for a second at most
 # Seconds that a store waits for an extent before the policy evicts for it instead.
 PATIENCE = 2.0
 # Seconds that an engine has to give what it was asked for, and for which it is passed over then.
 TO_GIVE, PASSED_OVER = 1.0, 10.0
 # Seconds by which another engine's coldest extent must be colder than the own one.
 COLDER = 1.0
-AT_ONCE = 4  # extents that another engine is asked for
+AT_ONCE = 8  # extents that another engine is asked for
 PER_TURN = 8  # extents that are committed, or given back, between two looks
 # Seconds after which what failed is tried again.
 AGAIN = 10.0
@@ -185,7 +186,7 @@ class Keeper:
             except Exception as error:  # the engine goes on with the extents that it has
                 self._break(f"{type(error).__name__}: {error}", error, AGAIN)
                 self._stop.wait(1.0)
-            self._wake.wait(TICK)
+            self._wake.wait(SOON if self._asked else TICK)
             self._wake.clear()
 
     def turn(self) -> None:
@@ -200,6 +201,7 @@ class Keeper:
             return
         if not self.member.counted:
             self._join_again()
+        self._hear(view)
         self._make_room(view)
         self._return_idle()
         self._grow(view)
@@ -302,6 +304,8 @@ class Keeper:
         if not self._undo():
             return
         self.broken = ""
+        if now < self._quiet_until:
+            return  # what was given is theirs who asked
         for _ in range(PER_TURN):
             with self.lock:
                 index = self.extents.absent()
@@ -311,7 +315,7 @@ class Keeper:
             if index is None:
                 return
             offset, size = self.extents.place(index)
-            ahead = free < self._ahead and not pressed and now >= self._quiet_until
+            ahead = free < self._ahead and not pressed
             if wanted <= free and not ahead:
                 self._room = view.total + size <= view.limit
                 return
@@ -370,13 +374,6 @@ class Keeper:
 
         Below its floor an engine asks whatever the age of its own.
         """
-        for name, (at, had) in list(self._asked.items()):
-            peer = next((one for one in view.peers if one.path.name == name), None)
-            if peer is None or peer.owner.committed < had:
-                del self._asked[name]  # it is gone, or has answered
-            elif now - at > TO_GIVE:
-                del self._asked[name]
-                self._passed_over[name] = now + PASSED_OVER
         if self._asked:
             return
         with self.lock:
@@ -389,6 +386,20 @@ class Keeper:
             victim = min(colder, key=lambda peer: peer.owner.coldest)
             self._asked[victim.path.name] = now, victim.owner.committed
             self.member.ask(victim, size)
+
+    def _hear(self, view: View) -> None:
+        """Note who has given what it was asked for, and who has not in time.
+
+        With every look: later on, who gave may have taken something else.
+        """
+        now = self._clock()
+        for name, (at, had) in list(self._asked.items()):
+            peer = next((one for one in view.peers if one.path.name == name), None)
+            if peer is None or peer.owner.committed < had:
+                del self._asked[name]  # it is gone, or has answered
+            elif now - at > TO_GIVE:
+                del self._asked[name]
+                self._passed_over[name] = now + PASSED_OVER
 
     def _may_ask(self, peer: Peer, own: float, now: float) -> bool:
         owner = peer.owner

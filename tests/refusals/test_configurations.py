@@ -153,7 +153,7 @@ def test_the_other_rules_on_configurations_of_vllm_itself(start_python, model):
     (line,) = [line for line in log.splitlines() if line.startswith('{"plain"')]
     answers = json.loads(line)
     for accepted in (
-        *("plain", "fs", "multi", "vLLM's scheduler"),
+        *("plain", "fs", "obj", "multi", "vLLM's scheduler"),
         *("fp8", "scheme", "scheme in bfloat16", "ModelOpt", "ModelOpt in bfloat16"),
     ):
         assert answers.pop(accepted) == "accepted"
@@ -167,7 +167,6 @@ def test_the_other_rules_on_configurations_of_vllm_itself(start_python, model):
         "scheduler": "a KV connector is configured with the scheduler somebodys.Scheduler",
         "cache dtype": "a KV connector is configured with the KV cache dtype fp8_per_token_head",
         "external executor": "a KV connector is configured with the executor external_launcher",
-        "obj": "the secondary tier obj is configured",
         "p2p": "the secondary tier p2p is configured",
         "multi with another": "a MultiConnector is configured with NixlConnector inside",
         "multi with two": "a MultiConnector is configured with OffloadingConnector twice",

@@ -377,6 +377,48 @@ def test_who_gave_an_extent_does_not_take_it_back_for_what_it_may_need(world: Wo
     assert two.memory.committed == MIB
 
 
+def test_who_gave_an_extent_does_not_take_it_back_for_a_store(world: World) -> None:
+    """Else a busy engine takes it before the one that asked has looked, again and again."""
+    one, two = world.engine("one"), world.engine("two")
+    one.store(8 * PER)
+    world.now += 10
+    two.turn()
+    one.turn()
+    two.keeper.need(PER)
+    two.turn()
+    one.keeper.need(PER)
+    one.turn(3)
+    assert one.memory.committed == 7 * MIB
+    two.turn()
+    assert two.memory.committed == MIB
+
+
+def test_who_gave_in_time_and_has_more_later_is_not_passed_over(world: World) -> None:
+    one, two = world.engine("one"), world.engine("two")
+    one.store(8 * PER)
+    world.now += 10
+    two.turn()
+    one.turn()
+    two.keeper.need(PER)
+    two.turn()
+    one.turn()
+    world.now += 5  # nothing is wanted any more
+    two.turn(2)
+    assert (one.memory.committed, two.memory.committed) == (7 * MIB, MIB)
+    one.keeper.need(PER)
+    one.turn()
+    two.turn()
+    one.turn()
+    assert (one.memory.committed, two.memory.committed) == (8 * MIB, 0)
+    world.now += 5
+    one.turn()
+    two.keeper.need(PER)
+    two.turn()
+    one.turn()
+    two.turn()
+    assert two.memory.committed == MIB
+
+
 def test_if_the_own_coldest_is_the_coldest_of_all_nobody_is_asked(world: World) -> None:
     one, two = world.engine("one"), world.engine("two")
     two.store(4 * PER)

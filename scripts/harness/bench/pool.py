@@ -9,11 +9,15 @@ start   the start of an engine against the size of its CPU tier, with a pool and
 memory  what is committed against what blocks take; how soon memory is back
 load    an engine with a pool, one without, and another without, which serve the same prompts
         in turns: the last two are the noise
-share   two engines in turns, in one pool and with half of its memory each
+real    the same with SmolLM2-135M, real text and coding sessions
+share   two engines in turns, one with coding sessions and one with chats, in one pool and with
+        half of its memory each; by how much memory there is
 chaos   two engines of one pool with random loads, limits and kill -9, while the kernel's count
         of their tiers is compared with the limit
 
-Prompts are drawn from a fixed set of conversations, the earlier ones more often (a power law).
+Coding sessions and chats are scaled down from published traces (harness/bench/conversations.py).
+The other prompts are drawn from a fixed set, the earlier ones more often (a power law). Parts that
+are not measured again are kept.
 """
 
 from __future__ import annotations
@@ -26,12 +30,14 @@ import random
 import statistics
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-from harness import ROOT, console, provenance
+from harness import ROOT, console, provenance, smollm2
+from harness.bench import conversations
 from harness.engines.pools import Pooled
 from harness.engines.runs import Device, Run, block_bytes, prompts
 from kvpatch.environ import HOST_POOL
@@ -43,9 +49,11 @@ BLOCK = block_bytes(Run())
 # Sizes of a tier, in GiB. vLLM's own is memory of this machine.
 POOLED, OWN = (1, 4, 16), (1, 2, 4)
 NAME = f"bench{os.getpid()}"
-CONVERSATIONS = 28  # of each of two engines that share; both do not fit, one does
-SHARED = 160 * MIB
-NUMBERS = ("starts", "rounds", "cycles", "minutes")  # the options of a run
+# Of two engines that share: in the least neither's conversations fit a half, in the most all do.
+SHARED = ((128, 2), (192, 2), (384, 2), (128, 4))  # MiB; phases of each engine
+PHASE = 40.0  # seconds of an engine's phases together
+SESSIONS = 6  # coding sessions of a round of the real model
+NUMBERS = ("starts", "rounds", "minutes")  # the options of a run
 Result = dict[str, Any]
 
 
@@ -57,12 +65,16 @@ class Machine:
         self.device.folder.mkdir()
         self.engines: list[Pooled] = []
 
-    def start(self, size: int, pool: str = "", limit: int = 0) -> Pooled:
+    def start(self, size: int, pool: str = "", limit: int = 0, model: Path | None = None) -> Pooled:
         """Start an engine with a tier of ``size`` bytes, in a pool if one is named."""
         own = ((HOST_POOL.name, f"{limit or size}@{NAME}{pool}"),) if pool else ()
-        run = Run(environment=own, cpu_blocks=size // BLOCK)
+        run = Run(
+            environment=own,
+            cpu_blocks=size // BLOCK,
+            dtype="bfloat16" if model is not None else Run.dtype,
+        )
         folder = self.folder / f"engine{len(self.engines)}"
-        self.engines.append(Pooled(self.device, folder, run, measured=True))
+        self.engines.append(Pooled(self.device, folder, run, measured=True, model=model))
         return self.engines[-1]
 
     @contextmanager
@@ -148,18 +160,51 @@ def memory(machine: Machine, options: argparse.Namespace) -> Result:
 
 def load(machine: Machine, options: argparse.Namespace) -> Result:
     """Three engines without pressure, in turns, in another order each time."""
+    rounds = (drawn(number, 24, 60, first=2000) for number in range(options.rounds + 2))
+    return beside(machine, rounds, 2)
+
+
+def real(machine: Machine, options: argparse.Namespace) -> Result:
+    """The same with a real model, which takes longer."""
+    model, words = smollm2.kept(print), text()
+    turns = conversations.read("coding")
+    few = range(SESSIONS)
+    # Each round has the same sessions with other text.
+    rounds = (
+        list(conversations.prompts([one for one in turns if one[0] in few], words, seed=number))
+        for number in range(options.rounds // 2 + 1)
+    )
+    found = beside(machine, rounds, 1, model)
+    return {"model": smollm2.NAME, "sessions": SESSIONS, **found}
+
+
+def text() -> list[int]:
+    """Return real text in the real model's tokens: Python's own documentation of its topics."""
+    from pydoc_data.topics import topics
+
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(smollm2.folder())
+    tokens: list[int] = tokenizer("\n".join(topics[name] for name in sorted(topics)))["input_ids"]
+    return tokens
+
+
+def beside(
+    machine: Machine, loads: Iterable[list[Any]], unmeasured: int, model: Path | None = None
+) -> Result:
+    """Let three engines serve the same loads in turns: one with a pool, and two without."""
     arms = ("pool", "own", "own, again")
     rounds: dict[str, list[Result]] = {arm: [] for arm in arms}
     with machine.ending():
         size = 512 * MIB
         engines = {
-            arm: machine.start(size, "load" * (arm == "pool"), limit=2 * size) for arm in arms
+            arm: machine.start(size, "load" * (arm == "pool"), limit=2 * size, model=model)
+            for arm in arms
         }
-        for number in range(options.rounds + 2):
-            some = drawn(number, 24, 60, first=2000)
+        for number, some in enumerate(loads):
             for arm in arms[number % 3 :] + arms[: number % 3]:
                 served = engines[arm].do("serve", some)
-                if number >= 2:
+                if number >= unmeasured:
                     rounds[arm].append(served)
 
     def ratios(first: str, second: str, figure: str) -> dict[str, float]:
@@ -174,7 +219,7 @@ def load(machine: Machine, options: argparse.Namespace) -> Result:
                 "pool over own": ratios("pool", "own", figure),
                 "own twice": ratios("own, again", "own", figure),
             }
-            for figure in ("seconds", "cpu_seconds")
+            for figure in ("seconds", "first_token", "cpu_seconds")
         },
         "keeper_share": round(keeping / sum(one["cpu_seconds"] for one in rounds["pool"]), 4),
     }
@@ -182,25 +227,41 @@ def load(machine: Machine, options: argparse.Namespace) -> Result:
 
 def share(machine: Machine, options: argparse.Namespace) -> Result:
     """Two engines in turns, in one pool and with half of its memory each."""
-    phases: dict[str, list[Result]] = {"pool": [], "halves": []}
+    return {
+        f"{size} MiB, {phases} phases each": shared(machine, size * MIB, phases)
+        for size, phases in SHARED
+    }
+
+
+def shared(machine: Machine, size: int, phases: int) -> Result:
+    """Two engines in turns, so many times each, with so many bytes together."""
+    words = random.Random(0).choices(range(2, 258), k=1 << 16)
+    kinds = ("coding", "chat")
+    loads = [
+        list(conversations.prompts(conversations.read(kind), words, seed))
+        for seed, kind in enumerate(kinds)
+    ]
+    seen: dict[str, list[Result]] = {"pool": [], "halves": []}
     with machine.ending():
         engines = {
-            "pool": [machine.start(SHARED, "share") for _ in range(2)],
-            "halves": [machine.start(SHARED // 2) for _ in range(2)],
+            "pool": [machine.start(size, f"share{size}x{phases}") for _ in kinds],
+            "halves": [machine.start(size // 2) for _ in kinds],
         }
-        for number in range(2 * options.cycles):
-            which = number % 2
-            some = drawn(number, 2 * CONVERSATIONS, CONVERSATIONS, first=3000 + which)
-            for arm, both in engines.items():
-                served = both[which].do("serve", some)
-                phases[arm].append({"engine": which, **served})
-    tokens = {arm: sum(one["from_tier"] for one in every) for arm, every in phases.items()}
+        for number in range(phases * len(kinds)):
+            turn, which = divmod(number, len(kinds))
+            every = loads[which]
+            begin, end = (len(every) * at // phases for at in (turn, turn + 1))
+            part = every[begin:end], PHASE / phases
+            # Both arms at the same time, as prompts come with pauses.
+            with ThreadPoolExecutor() as both:
+                served = both.map(lambda pair: pair[which].do("paced", part), engines.values())  # noqa: B023
+                for arm, one in zip(engines, served, strict=True):
+                    seen[arm].append({"engine": kinds[which], **one})
+    tokens = {arm: sum(one["from_tier"] for one in every) for arm, every in seen.items()}
     return {
-        "bytes": SHARED,
-        "conversations": CONVERSATIONS,
-        "phases": phases,
+        "phases": seen,
         "tokens_from_tier": tokens,
-        "ratio": round(tokens["pool"] / tokens["halves"], 3),
+        "ratio": round(tokens["pool"] / max(1, tokens["halves"]), 3),
     }
 
 
@@ -268,6 +329,7 @@ PARTS: dict[str, Callable[[Machine, argparse.Namespace], Result]] = {
     "memory": memory,
     "share": share,
     "load": load,
+    "real": real,
     "start": start,
     "chaos": chaos,
 }
@@ -279,7 +341,6 @@ def main() -> int:
     parser.add_argument("--only", choices=PARTS, action="append", help="again for more parts")
     parser.add_argument("--starts", type=int, default=3, help="of each size (default: %(default)s)")
     parser.add_argument("--rounds", type=int, default=10, help="of a load (default: %(default)s)")
-    parser.add_argument("--cycles", type=int, default=3, help="of two (default: %(default)s)")
     parser.add_argument("--minutes", type=float, default=60, help="of chaos (default: %(default)s)")
     parser.add_argument("--report", type=Path, default=RESULT)
     options = parser.parse_args()
@@ -287,13 +348,17 @@ def main() -> int:
 
 
 def measure(options: argparse.Namespace) -> int:
-    """Run the parts and write what they found, those of an earlier run kept."""
+    """Run the parts and write what they found, each with what it depends on."""
     words = [f"--{name} {getattr(options, name)}" for name in NUMBERS]
-    result = provenance.header(" ".join(["scripts/bench-pool", *words]))
+    head = provenance.header(" ".join(["scripts/bench-pool", *words]))
+    before = json.loads(options.report.read_text()) if options.report.exists() else {"runs": {}}
+    kept = {name: before[name] for name in PARTS if name in before}
+    result = head | kept | {"runs": before["runs"]}
     with tempfile.TemporaryDirectory(prefix="kvpatch-bench-") as name:
         machine = Machine(Path(name))
         for part in options.only or PARTS:
             result[part] = PARTS[part](machine, options)
+            result["runs"][part] = head | {"command": f"{head['command']} --only {part}"}
             print(json.dumps({part: result[part]}), flush=True)
             provenance.write(result, options.report)
     return 0

@@ -31,6 +31,7 @@ class Pooled:
         folder: of its own, made here.
         run: what it is.
         measured: whether its blocks are not digested.
+        model: another folder than that of ``run``.
         engine: more of its arguments.
 
     Raises:
@@ -38,11 +39,17 @@ class Pooled:
     """
 
     def __init__(
-        self, device: Device, folder: Path, run: Run, measured: bool = False, **engine: Any
+        self,
+        device: Device,
+        folder: Path,
+        run: Run,
+        measured: bool = False,
+        model: Path | None = None,
+        **engine: Any,
     ) -> None:
         folder.mkdir()
         job = {
-            "model": str(model_of(run.model, run.kv_heads, run.vllm)),
+            "model": str(model or model_of(run.model, run.kv_heads, run.vllm)),
             "engine": engine_arguments(run) | engine,
             "measured": measured,
             "loses": bool(run.tiers),
