@@ -11,7 +11,7 @@ Nothing here is safe for threads; the caller has a lock.
 from __future__ import annotations
 
 import bisect
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 
@@ -221,19 +221,20 @@ class Extents:
 
     def coldest(self) -> list[int]:
         """Return the extents that need not go yet, the coldest first; empty ones are colder."""
-        staying = [index for index, one in self.open.items() if not one.draining and not one.closed]
-        return sorted(staying, key=lambda index: (self._last_use(index), -index))
+        return sorted(self._staying(), key=lambda index: (self._last_use(index), -index))
 
     def last_use(self) -> float:
         """Return when the coldest extent was used last; 0 if there is none."""
-        coldest = self.coldest()
-        return self._last_use(coldest[0]) if coldest else 0.0
+        return min((self._last_use(index) for index in self._staying()), default=0.0)
 
     def idle(self) -> list[int]:
         """Return the extents that could be closed, the highest first."""
         return sorted(
             (index for index, one in self.open.items() if one.idle and not one.closed), reverse=True
         )
+
+    def _staying(self) -> Iterator[int]:
+        return (i for i, one in self.open.items() if not one.draining and not one.closed)
 
     def _last_use(self, index: int) -> float:
         extent = self.open[index]

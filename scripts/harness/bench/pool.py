@@ -160,7 +160,7 @@ def memory(machine: Machine, options: argparse.Namespace) -> Result:
 
 def load(machine: Machine, options: argparse.Namespace) -> Result:
     """Three engines without pressure, in turns, in another order each time."""
-    rounds = (drawn(number, 24, 60, first=2000) for number in range(options.rounds + 2))
+    rounds = (drawn(number, 120, 60, first=2000) for number in range(options.rounds + 2))
     return beside(machine, rounds, 2)
 
 

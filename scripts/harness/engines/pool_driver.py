@@ -206,11 +206,8 @@ class Watched:
     def keeper_seconds(self) -> float:
         """Processor time that the keeper's thread has taken."""
         for thread in threading.enumerate():
-            if thread.name == "kvpatch-pool-keeper" and thread.native_id is not None:
-                # Of the whole line the name alone may have blanks: utime and stime are 14 and 15.
-                line = Path(f"/proc/self/task/{thread.native_id}/stat").read_text()
-                ticks = line.rpartition(")")[2].split()[11:13]
-                return sum(map(int, ticks)) / os.sysconf("SC_CLK_TCK")
+            if thread.name == "kvpatch-pool-keeper" and thread.ident is not None:
+                return time.clock_gettime(time.pthread_getcpuclockid(thread.ident))
         return 0.0
 
     def step(self, what: str, value: Any) -> Any:
