@@ -61,6 +61,7 @@ def render(results: Path) -> dict[str, str]:
         two_models=two_models,
         verdicts=goals.verdicts(Results(found["host"], found["gpu"])),
         pool_rows=list(pool_goals.rows(found["pool"] or {})),
+        pool_runs=list(pool_goals.runs(found["pool"] or {})),
         series=series,
         pairs=pairs,
         no_gpu=NO_GPU,

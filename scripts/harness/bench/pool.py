@@ -358,7 +358,7 @@ def measure(options: argparse.Namespace) -> int:
         machine = Machine(Path(name))
         for part in options.only or PARTS:
             result[part] = PARTS[part](machine, options)
-            result["runs"][part] = head | {"command": f"{head['command']} --only {part}"}
+            result["runs"][part] = head
             print(json.dumps({part: result[part]}), flush=True)
             provenance.write(result, options.report)
     return 0

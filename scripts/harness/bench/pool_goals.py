@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from typing import Any
 
@@ -18,6 +19,14 @@ def rows(pool: Result) -> Iterator[Row]:
     yield from _load(pool.get("real"), "coding sessions of a real model")
     yield _share(pool.get("share"))
     yield _chaos(pool.get("chaos"))
+
+
+def runs(pool: Result) -> Iterator[tuple[list[str], Result]]:
+    """Yield what was measured in one run, and what that depends on."""
+    found: dict[str, tuple[list[str], Result]] = {}
+    for part, run in pool.get("runs", {}).items():
+        found.setdefault(json.dumps(run), ([], run))[0].append(part)
+    yield from found.values()
 
 
 def _word(met: bool) -> str:
