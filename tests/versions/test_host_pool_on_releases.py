@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -11,7 +12,7 @@ import pytest
 from harness import releases
 from harness.engines.fixtures import MODELS
 from harness.engines.oracle import PLAIN, Engine, assert_same_round, cached
-from harness.engines.pools import Pooled, is_gone, live, pool_of
+from harness.engines.pools import Pooled, agrees, is_gone, live, pool_of
 from harness.engines.runs import Run
 from harness.engines.tiers import SAME_HASHES
 from kvpatch.patches.host_pool import rules
@@ -66,3 +67,44 @@ def test_memory_is_given_back_inside_a_multi_connector(
 ) -> None:
     run = replace(pool_of(SIZE, "use"), model=model, vllm=vllm, inside=("OffloadingConnector",))
     compare(start_in_pool, engine, run)
+
+
+@pytest.mark.parametrize(
+    ("kind", "vllm"),
+    [(kind, vllm) for vllm in others(*rules.RELEASES) for kind in ("", "eager")]
+    + [("disk", vllm) for vllm in others(*rules.WITH_TIERS)],
+)
+def test_an_idle_engine_makes_room_and_a_killed_one_leaves_it(
+    start_in_pool: Start, engine: Engine, tmp_path: Path, kind: str, vllm: str
+) -> None:
+    size = 48 << 20
+    run = replace(pool_of(size, f"two{kind}", "" if kind == "disk" else kind), vllm=vllm)
+    runs = [run, run]
+    if kind == "disk":
+        # What the other engine computed beside other tokens has other last digits.
+        runs = [replace(run, tiers=(str(tmp_path / name),)) for name in ("one", "two")]
+    simple = bool(run.simple)
+    # In a pool this small some are: stored by neither, and computed again beside other tokens.
+    start_first, start_second = (partial(start_in_pool, one, loses=not simple) for one in runs)
+    one = start_first()
+    one.do("round", "8")
+    full = one.do("see")
+    assert agrees(full, simple), full
+    assert full["committed"] > size // 2
+    two = start_second()
+    two.do("round", "8")
+    shared = two.do("see")
+    assert shared["engines"] == 2
+    assert shared["records"] <= size
+    assert shared["committed"] > full["extent"], "the other engine, which is idle, gave nothing"
+    one.kill()
+    two.do("alone")
+    two.do("round", "8")
+    again = two.do("round", "8")
+    last = two.do("see")
+    assert last["engines"] == 1
+    assert agrees(last, simple), last
+    plain = engine(replace(PLAIN, vllm=vllm)).round(0)[:8]
+    assert [record["tokens"] for record in again] == [record["tokens"] for record in plain]
+    assert cached(again) > 0
+    is_gone(f"two{kind}", two)

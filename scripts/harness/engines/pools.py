@@ -32,6 +32,7 @@ class Pooled:
         run: what it is.
         measured: whether its blocks are not digested.
         model: another folder than that of ``run``.
+        loses: whether blocks may be lost, as they are with secondary tiers; see ``BlockWatch``.
         engine: more of its arguments.
 
     Raises:
@@ -45,6 +46,7 @@ class Pooled:
         run: Run,
         measured: bool = False,
         model: Path | None = None,
+        loses: bool = False,
         **engine: Any,
     ) -> None:
         folder.mkdir()
@@ -52,7 +54,7 @@ class Pooled:
             "model": str(model or model_of(run.model, run.kv_heads, run.vllm)),
             "engine": engine_arguments(run) | engine,
             "measured": measured,
-            "loses": bool(run.tiers),
+            "loses": loses or bool(run.tiers),
         }
         (folder / "job.json").write_text(json.dumps(job))
         self.simple = bool(run.simple)
@@ -188,5 +190,6 @@ def live(one: Pooled, model: str) -> list[list[Any]]:
 
 def is_gone(name: str, one: Pooled) -> None:
     """Let the last engine of a pool end, well, with nothing of the pool left."""
-    assert one.end() | {"seen": None} == {"seen": None, "changed": [], "left": False}
+    ended = one.end() | {"seen": None}
+    assert ended == {"seen": None, "changed": [], "left": False}, ended
     ledger.home(name_of(name)).rmdir()
