@@ -4,38 +4,18 @@ from __future__ import annotations
 
 import os
 import subprocess
-import sys
-import tempfile
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 
+from harness.engines.balance_alone import command_for
 from harness.engines.runs import Device, Run, engine_arguments, prompts
 from harness.engines.serving import eventually, watched
-from kvpatch import claims, control
-from kvpatch.control import protocol
+from kvpatch import control
 
 COUNT = 6
 RUN = Run(blocks=300)
-BALANCE = """
-import sys
-from pathlib import Path
-from kvpatch import claims, cli
-claims.BASE = Path(sys.argv[1])
-sys.exit(cli.main(["balance", *sys.argv[2:]]))
-"""
-
-
-@contextmanager
-def command_for(names: Iterable[str]) -> Iterator[list[str]]:
-    """Make the command for these engines alone: by itself it moves the memory of all that run."""
-    with tempfile.TemporaryDirectory(dir="/tmp") as base:  # short enough for sockets
-        folder = Path(base, protocol.folder().relative_to(claims.BASE))
-        folder.mkdir(mode=0o700)
-        for path in map(protocol.path_of, names):
-            (folder / path.name).symlink_to(path)
-        yield [sys.executable, "-c", BALANCE, base]
 
 
 def test_memory_goes_where_it_is_needed_and_nothing_is_lost(

@@ -10,14 +10,14 @@ from pathlib import Path
 from typing import Any
 
 from harness import markdown
-from harness.bench import arms, goals, plots, pool_goals
+from harness.bench import arms, goals, plots, pool_goals, suspension_goals
 from harness.bench.goals import NO_GPU, NOT_RUN, Results, compared, shown, value
 from harness.figures import svg
 
 Runs = list[dict[str, Any]]
 
 PICTURES = "docs/pictures"
-FILES = ("host", "fence", "pool", "micro", "profile", "startup", "gpu")
+FILES = ("host", "fence", "pool", "suspend", "micro", "profile", "startup", "gpu")
 
 
 def read(results: Path) -> dict[str, Any]:
@@ -62,6 +62,8 @@ def render(results: Path) -> dict[str, str]:
         verdicts=goals.verdicts(Results(found["host"], found["gpu"])),
         pool_rows=list(pool_goals.rows(found["pool"] or {})),
         pool_runs=list(pool_goals.runs(found["pool"] or {})),
+        suspend_rows=list(suspension_goals.rows(found["suspend"] or {})),
+        suspend_runs=list(pool_goals.runs(found["suspend"] or {})),
         series=series,
         pairs=pairs,
         no_gpu=NO_GPU,

@@ -1,0 +1,373 @@
+"""scripts/bench-suspend: what a suspension and limits by demand give, on served engines.
+
+    .venv/bin/python scripts/bench-suspend
+    .venv/bin/python scripts/bench-suspend --only suspend --report bench-results/suspend.json
+
+Servers on the host device with a small model:
+
+suspend  an engine of each connector, suspended and resumed with more and more on the device
+gaps     coding sessions whose users let tools run between their turns, while the engine gives its
+         pages back by itself and a neighbour on the same device has its own load
+three    two sets of coding sessions and chats on one device, busy in turns: limits by
+         ``kvpatch balance``, static thirds, and kvcached alone
+
+Sessions and chats are scaled down from published traces (harness/bench/conversations.py). Parts
+that are not measured again are kept.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import os
+import random
+import statistics
+import subprocess
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from harness import ROOT, console, provenance
+from harness.bench import conversations
+from harness.engines.balance_alone import command_for
+from harness.engines.runs import Device, Run, block_bytes, engine_arguments, model_of, prompts
+from harness.engines.serving import eventually, watched
+from harness.serve import Server
+from kvpatch import control
+
+RESULT = ROOT / "docs/results/suspend.json"
+MIB = 1 << 20
+BLOCK = block_bytes(Run())
+LOADED = "vllm:external_prefix_cache_hits_total"
+ON_THE_DEVICE = "vllm:prefix_cache_hits_total"
+KINDS = {"offloading": Run(), "eager": Run(simple="eager"), "lazy": Run(simple="lazy")}
+COUNTS = (6, 18, 54)  # prompts of 20 blocks on the device
+STEPS = 64  # tokens of an answer by which a step is measured
+SESSIONS = 4  # whose gaps a neighbour uses
+FLOOR = 8 * MIB  # the page of block 0, of each layer
+IDLE = "1s"
+BUSY, RARE = 4, 4.0  # clients of a model at its peak; seconds between requests otherwise
+PHASE = 15.0  # seconds of a model's peak
+Result = dict[str, Any]
+
+
+@dataclass
+class Machine:
+    """Starts servers; each has a kvcached name, by which its engine is found."""
+
+    folder: Path
+    stack: ExitStack
+    count: Iterator[int] = field(default_factory=itertools.count)
+
+    def device(self, size: int) -> Device:
+        """A device of its own."""
+        folder = self.folder / f"device{next(self.count)}"
+        folder.mkdir()
+        return Device(folder, size=str(size))
+
+    def start(self, run: Run, device: Device, **environment: str) -> tuple[Server, str]:
+        """Start a server; return it and its name."""
+        name = f"bench-{os.getpid()}-{next(self.count)}"
+        more = {"KVCACHED_IPC_NAME": name, "KVCACHED_MAX_CACHED_TOKENS": "-1", **environment}
+        run = replace(run, environment=(*run.environment, *more.items()))
+        folder = self.folder / name
+        folder.mkdir()
+        arguments = {"served_model_name": name, **engine_arguments(run)}
+        server = watched(model_of(run.model), arguments, device.environ(run), folder)
+        return self.stack.enter_context(server), name
+
+
+def hits(server: Server) -> int:
+    """Tokens of prompts so far that were on the device, or came from the tier."""
+    metrics = server.metrics()
+    return int(metrics.total(LOADED) + metrics.total(ON_THE_DEVICE))
+
+
+def suspend(machine: Machine, options: argparse.Namespace) -> Result:
+    """Suspend and resume with more and more on the device."""
+    found: Result = {}
+    for kind, base in KINDS.items():
+        blocks = COUNTS[-1] * 22
+        run = replace(base, blocks=blocks, cpu_blocks=blocks + 100)
+        with ExitStack() as stack:
+            here = replace(machine, stack=stack)
+            server, name = here.start(run, here.device(1 << 30))
+            found[kind] = suspended(server, name, options.repeats)
+    return found
+
+
+def suspended(server: Server, name: str, repeats: int) -> Result:
+    """What every suspension of an engine took and gave."""
+    rounds = []
+    step = []
+    for number in range(repeats * len(COUNTS)):
+        count = COUNTS[number % len(COUNTS)]
+        server.reset_caches()
+        some = prompts(count, seed=100 + number)
+        first = [server.complete(prompt)["tokens"] for prompt in some]
+        began = time.perf_counter()
+        server.complete(prompts(1, length=32, max_tokens=STEPS, seed=1)[0])
+        step.append((time.perf_counter() - began) / STEPS)
+        engine = control.find(name)
+        before = engine.said["mapped"]
+        began = time.perf_counter()
+        answer = engine.suspend(timeout=60)
+        took = time.perf_counter() - began
+        # The page of block 0, which vLLM reads and is never given back.
+        page = answer.limit
+        control.find(name).resume()
+        known = hits(server)
+        again = [server.complete(prompt)["tokens"] for prompt in some]
+        asked = count * 640
+        eventually(lambda: hits(server) - known >= asked, 5)  # noqa: B023
+        rounds.append(
+            {
+                "prompts": count,
+                "resident": answer.resident,
+                "kept": answer.kept,
+                "lost": answer.lost,
+                "mapped_before": before,
+                "mapped_after": answer.mapped,
+                "floor": page,
+                "given_back": round((before - answer.mapped) / max(1, before - page), 4),
+                "seconds": round(took, 4),
+                "seconds_in_engine": answer.seconds,
+                "served": round((hits(server) - known) / asked, 4),
+                "wrong_tokens": sum(one != other for one, other in zip(first, again, strict=True)),
+            }
+        )
+    of_counts = [
+        (
+            count * 20 * BLOCK,
+            statistics.median(one["seconds"] for one in rounds if one["prompts"] == count),
+        )
+        for count in COUNTS
+    ]
+    fit = statistics.linear_regression(*zip(*of_counts, strict=True))
+    return {
+        "rounds": rounds,
+        "step_seconds": round(statistics.median(step), 5),
+        "seconds_per_gib": round(fit.slope * (1 << 30), 3),
+        "seconds_without_bytes": round(fit.intercept, 4),
+    }
+
+
+def answers(machine: Machine, some: list[Result]) -> Iterator[list[int]]:
+    """What plain vLLM answers."""
+    with ExitStack() as stack:
+        here = replace(machine, stack=stack)
+        run = Run(kvpatch=False, offload=False, blocks=600)
+        server, _ = here.start(run, here.device(1 << 30))
+        return iter([server.complete(prompt)["tokens"] for prompt in some])
+
+
+def gaps(machine: Machine, options: argparse.Namespace) -> Result:
+    """Let a neighbour have the device while the sessions' tools run."""
+    blocks = 300
+    size = blocks * BLOCK + 36 * MIB  # of one engine, and what the other one keeps
+    turns = [one for one in conversations.read("coding") if one[0] < SESSIONS]
+    words = random.Random(0).choices(range(2, 258), k=1 << 16)
+    sessions: list[list[tuple[list[int], Result]]] = [[] for _ in range(SESSIONS)]
+    for (session, keys), prompt in zip(turns, conversations.prompts(turns, words, 0), strict=True):
+        sessions[session].append((keys, prompt))
+    rounds = [[one for one in turn if one is not None] for turn in itertools.zip_longest(*sessions)]
+    plain = answers(machine, [prompt for turn in rounds for _, prompt in turn])
+    ceiling = asked = wrong = 0
+    seen: set[int] = set()
+    samples = []
+    with ExitStack() as stack:
+        here = replace(machine, stack=stack)
+        device = here.device(size)
+        run = Run(blocks=blocks, cpu_blocks=1200)
+        server, name = here.start(run, device, KVPATCH_IDLE=IDLE)
+        neighbour, other = here.start(run, device, KVPATCH_IDLE=IDLE)
+        before = hits(server)
+        for number, turn in enumerate(rounds):
+            for keys, prompt in turn:
+                known = list(itertools.takewhile(seen.__contains__, keys))
+                ceiling += len(known) * conversations.TOKENS
+                asked += len(prompt["tokens"])
+                seen.update(keys)
+                wrong += server.complete(prompt)["tokens"] != next(plain)
+            floor = control.find(name).said["mapped"]
+            eventually(lambda: control.find(name).said["mapped"] <= FLOOR, 10)
+            kept = control.find(name).said["mapped"]
+            theirs = prompts(8, seed=500 + number % 3)
+            for prompt in theirs:
+                neighbour.complete(prompt)
+            samples.append(
+                {
+                    "mapped": floor,
+                    "in_the_gap": kept,
+                    "neighbour": control.find(other).said["mapped"],
+                }
+            )
+            eventually(lambda: control.find(other).said["mapped"] <= FLOOR, 10)
+        eventually(lambda: hits(server) - before >= ceiling, 5)
+        served = hits(server) - before
+    return {
+        "device_bytes": size,
+        "tokens": asked,
+        "ceiling": ceiling,
+        "served": served,
+        "share": round(served / ceiling, 4),
+        "wrong_tokens": wrong,
+        "gaps": samples,
+    }
+
+
+def three(machine: Machine, options: argparse.Namespace) -> Result:
+    """Three models on one device, busy in turns."""
+    return {
+        arm: arm_of_three(machine, arm, options.cycles)
+        for arm in ("static thirds", "kvcached alone", "balance")
+    }
+
+
+def stream(server: Server, prompt: Result) -> float:
+    """Complete a prompt; return the seconds to the first token."""
+    began, first = time.perf_counter(), 0.0
+    asked = {
+        "prompt": prompt["tokens"],
+        "max_tokens": prompt["max_tokens"],
+        "temperature": 0,
+        "ignore_eos": True,
+        "stream": True,
+    }
+    with server.client.stream("POST", "/v1/completions", json=asked) as answer:
+        answer.raise_for_status()
+        for line in answer.iter_lines():
+            if line.startswith("data:") and not first:
+                first = time.perf_counter() - began
+    return first
+
+
+class Load:
+    """The requests of a model, which any of its clients takes in their order."""
+
+    def __init__(self, server: Server, some: Sequence[Result]) -> None:
+        self.server, self._some = server, itertools.cycle(some)
+        self._lock = threading.Lock()
+        self.first: list[float] = []
+        self.tokens = 0
+
+    def client(self, stop: threading.Event, pause: float) -> None:
+        """Ask again and again until it has to stop."""
+        while not stop.is_set():
+            with self._lock:
+                prompt = next(self._some)
+            first = stream(self.server, prompt)
+            with self._lock:
+                self.first.append(first)
+                self.tokens += len(prompt["tokens"]) + prompt["max_tokens"]
+            stop.wait(pause)
+
+
+def arm_of_three(machine: Machine, arm: str, cycles: int) -> Result:
+    """One arm: what each model served, and how soon."""
+    blocks = 420
+    words = random.Random(0).choices(range(2, 258), k=1 << 16)
+    coding = conversations.read("coding")
+    sessions = sorted({one[0] for one in coding})
+    half = set(sessions[::2])
+    loads = [
+        [one for one in coding if one[0] in half],
+        conversations.read("chat"),
+        [one for one in coding if one[0] not in half],
+    ]
+    run = Run(blocks=blocks, cpu_blocks=500, offload=arm != "kvcached alone")
+    with ExitStack() as stack:
+        here = replace(machine, stack=stack)
+        # Of one engine, and two of kvcached's pages of two others and of each layer's zero page.
+        device = here.device(blocks * BLOCK + 48 * MIB)
+        environment = {} if run.offload else {"KVCACHED_MAX_CACHED_TOKENS": "16000"}
+        started = [here.start(run, device, **environment) for _ in loads]
+        models = [
+            Load(server, list(conversations.prompts(turns, words, seed)))
+            for seed, ((server, _), turns) in enumerate(zip(started, loads, strict=True))
+        ]
+        names = [name for _, name in started]
+        if arm == "static thirds":
+            for name in names:
+                control.find(name).limit(blocks * BLOCK // 3)
+        if arm == "balance":
+            command = stack.enter_context(command_for(names))
+            process = subprocess.Popen(
+                [*command, f"--memory={blocks * BLOCK}"], stdout=subprocess.DEVNULL
+            )
+            stack.callback(process.wait)
+            stack.callback(process.terminate)
+        began = time.perf_counter()
+        for busy in itertools.chain.from_iterable([range(len(models))] * cycles):
+            stop = threading.Event()
+            with ThreadPoolExecutor() as pool:
+                clients = []
+                for number, model in enumerate(models):
+                    many, pause = (BUSY, 0.0) if number == busy else (1, RARE)
+                    clients += [pool.submit(model.client, stop, pause) for _ in range(many)]
+                time.sleep(PHASE)
+                stop.set()
+            for one in clients:
+                one.result()
+        seconds = time.perf_counter() - began
+        every = sorted(itertools.chain.from_iterable(model.first for model in models))
+        return {
+            "seconds": round(seconds, 1),
+            "tokens_per_second": round(sum(model.tokens for model in models) / seconds),
+            "first_token_p90": round(every[int(0.9 * (len(every) - 1))], 4),
+            "hits": [hits(server) for server, _ in started],
+            "models": [
+                {
+                    "tokens_per_second": round(model.tokens / seconds),
+                    "requests": len(model.first),
+                    "first_token_p90": round(
+                        sorted(model.first)[int(0.9 * (len(model.first) - 1))], 4
+                    ),
+                }
+                for model in models
+            ],
+        }
+
+
+PARTS: dict[str, Callable[[Machine, argparse.Namespace], Result]] = {
+    "suspend": suspend,
+    "gaps": gaps,
+    "three": three,
+}
+
+
+def main() -> int:
+    """Measure, print and write the result."""
+    parser = console.parser("scripts/bench-suspend", __doc__ or "")
+    parser.add_argument("--only", choices=PARTS, action="append", help="again for more parts")
+    parser.add_argument(
+        "--repeats", type=int, default=3, help="of each size (default: %(default)s)"
+    )
+    parser.add_argument("--cycles", type=int, default=2, help="of three (default: %(default)s)")
+    parser.add_argument("--report", type=Path, default=RESULT)
+    options = parser.parse_args()
+    return console.run(console.Screen("bench-suspend"), lambda: measure(options))
+
+
+def measure(options: argparse.Namespace) -> int:
+    """Run the parts and write what they found, each with what it depends on."""
+    words = f"--repeats {options.repeats} --cycles {options.cycles}"
+    head = provenance.header(f"scripts/bench-suspend {words}")
+    before = json.loads(options.report.read_text()) if options.report.exists() else {"runs": {}}
+    kept = {name: before[name] for name in PARTS if name in before}
+    result = head | kept | {"runs": before["runs"]}
+    with tempfile.TemporaryDirectory(prefix="kvpatch-bench-") as name, ExitStack() as stack:
+        machine = Machine(Path(name), stack)
+        for part in options.only or PARTS:
+            result[part] = PARTS[part](machine, options)
+            result["runs"][part] = head
+            print(json.dumps({part: result[part]}), flush=True)
+            provenance.write(result, options.report)
+    return 0
