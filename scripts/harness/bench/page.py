@@ -51,6 +51,9 @@ def render(results: Path) -> dict[str, str]:
         figures["first-tokens"] = plots.first_tokens(one_model)
     if two_models:
         figures["shared-device"] = plots.shared_device(two_models)
+    pool = found["pool"] or {}
+    if "start" in pool and "share" in pool:
+        figures["pool"] = plots.pool(pool["start"], pool["share"])
     if found["micro"]:
         figures["growth"] = plots.growth(series, "blocks, layers or requests")
     made = {f"{PICTURES}/numbers-{name}.svg": svg(figure) for name, figure in figures.items()}

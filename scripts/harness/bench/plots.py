@@ -109,6 +109,33 @@ def shared_device(two_models: dict[str, Any]) -> Figure:
     return figure
 
 
+def pool(start: dict[str, Any], share: dict[str, Any]) -> Figure:
+    """The start by the tier's size, and what two engines in turns are served by what they have."""
+    figure = Figure(figsize=(10, 3.6), layout="constrained")
+    left, right = figure.subplots(1, 2)
+    words = {"pool": ("in a pool", GREEN), "own": ("of its own", GRAY)}
+    for arm, (label, color) in words.items():
+        points = sorted(
+            (one["gib"], one["seconds"]) for one in start["starts"] if one["arm"] == arm
+        )
+        left.plot(*zip(*points, strict=True), "o-", color=color, markersize=4, label=label)
+    left.set(xlabel="CPU tier, GiB", ylabel="start of the engine, s", ylim=(0, None))
+    left.legend(frameon=False, fontsize=9)
+    for at, (arm, label, color) in enumerate(
+        (("pool", "one pool", GREEN), ("halves", "fixed halves", GRAY))
+    ):
+        tokens = [one["tokens_from_tier"][arm] / 1000 for one in share.values()]
+        right.bar(
+            [one + at * 0.4 for one in range(len(tokens))], tokens, 0.38, color=color, label=label
+        )
+    names = [name.replace(" phases each", "").replace(", ", "\n") + " phases" for name in share]
+    right.set_xticks([one + 0.2 for one in range(len(names))], names)
+    right.set(ylabel="thousand tokens from the tier")
+    right.grid(axis="x", visible=False)
+    right.legend(frameon=False, fontsize=9)
+    return figure
+
+
 def growth(series: dict[str, list[tuple[float, float]]], label: str) -> Figure:
     """The cost of each part by its size, on logarithmic scales.
 
