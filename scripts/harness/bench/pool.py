@@ -7,6 +7,7 @@ Engines on the host device, with a small model, each in a process of its own:
 
 start   the start of an engine against the size of its CPU tier, with a pool and without
 memory  what is committed against what blocks take; how soon memory is back
+wave    how soon it is back that an idle engine evicts for another
 load    an engine with a pool, one without, and another without, which serve the same prompts
         in turns: the last two are the noise
 real    the same with SmolLM2-135M, real text and coding sessions
@@ -155,6 +156,33 @@ def memory(machine: Machine, options: argparse.Namespace) -> Result:
         ),
         "seconds_after_a_reset": about(reset),
         "seconds_after_a_lowered_limit": about(lowered),
+    }
+
+
+def wave(machine: Machine, options: argparse.Namespace) -> Result:
+    """What an idle engine evicts for another is given back: how long more stays than it holds."""
+    size = 96 * MIB
+    seen: list[tuple[float, int, int]] = []
+    with machine.ending():
+        one = machine.start(size, "wave")
+        one.do("serve", drawn(0, 40, 20, first=5000))
+        two = machine.start(size, "wave")
+        extent = one.do("see")["extent"]
+        with ThreadPoolExecutor() as pool:
+            other = pool.submit(two.do, "paced", [drawn(1, 40, 20, first=6000), 10.0])
+            while not other.done():
+                look = one.do("look")
+                seen.append((time.monotonic(), look["committed"], look["resident"]))
+            other.result()
+    longest = since = 0.0
+    for at, committed, resident in seen:
+        since = (since or at) if committed - resident > extent else 0.0
+        longest = max(longest, at - since if since else 0.0)
+    return {
+        "given": seen[0][1] - seen[-1][1],
+        "looks": len(seen),
+        "seconds_between_looks": round((seen[-1][0] - seen[0][0]) / len(seen), 4),
+        "seconds_after_it_was_evicted": round(longest, 4),
     }
 
 
@@ -327,6 +355,7 @@ def tiers(folder: Path) -> dict[tuple[int, int], int]:
 
 PARTS: dict[str, Callable[[Machine, argparse.Namespace], Result]] = {
     "memory": memory,
+    "wave": wave,
     "share": share,
     "load": load,
     "real": real,

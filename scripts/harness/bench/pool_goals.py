@@ -15,6 +15,7 @@ def rows(pool: Result) -> Iterator[Row]:
     """Yield the figure, the goal, what was measured and the verdict, of every goal."""
     yield _start(pool.get("start"))
     yield from _memory(pool.get("memory"))
+    yield _wave(pool.get("wave"))
     yield from _load(pool.get("load"), "a load without pressure")
     yield from _load(pool.get("real"), "coding sessions of a real model")
     yield _share(pool.get("share"))
@@ -65,6 +66,15 @@ def _memory(found: Result | None) -> Iterator[Row]:
             took = found[key]
             said = f"{took['median']:.2f} s, at most {took['most']:.2f} s"
             yield figure, "within 1 s", said, _word(took["most"] <= 1)
+
+
+def _wave(found: Result | None) -> Row:
+    figure = "memory back after an eviction wave, all but one extent"
+    if found is None:
+        return figure, "within 1 s", OPEN, "open"
+    took, given = found["seconds_after_it_was_evicted"], found["given"] >> 20
+    said = f"{took:.2f} s at most, of {given} MiB in {found['looks']} looks"
+    return figure, "within 1 s", said, _word(took <= 1 and given > 0)
 
 
 def _load(found: Result | None, what: str) -> Iterator[Row]:
