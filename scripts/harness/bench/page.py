@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from harness import markdown
-from harness.bench import arms, goals, plots, pool_goals, suspension_goals
+from harness.bench import arms, goals, plots, pool_goals, reports, suspension_goals
 from harness.bench.goals import NO_GPU, NOT_RUN, Results, compared, shown, value
 from harness.figures import svg
 
@@ -64,9 +64,9 @@ def render(results: Path) -> dict[str, str]:
         two_models=two_models,
         verdicts=goals.verdicts(Results(found["host"], found["gpu"])),
         pool_rows=list(pool_goals.rows(found["pool"] or {})),
-        pool_runs=list(pool_goals.runs(found["pool"] or {})),
+        pool_runs=list(reports.runs(found["pool"] or {})),
         suspend_rows=list(suspension_goals.rows(found["suspend"] or {})),
-        suspend_runs=list(pool_goals.runs(found["suspend"] or {})),
+        suspend_runs=list(reports.runs(found["suspend"] or {})),
         series=series,
         pairs=pairs,
         no_gpu=NO_GPU,

@@ -25,7 +25,6 @@ from __future__ import annotations
 
 import argparse
 import fcntl
-import json
 import os
 import random
 import statistics
@@ -34,11 +33,12 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-from harness import ROOT, console, provenance, smollm2
-from harness.bench import conversations
+from harness import ROOT, console, smollm2
+from harness.bench import conversations, reports
 from harness.engines.pools import Pooled
 from harness.engines.runs import Device, Run, block_bytes, prompts
 from kvpatch.environ import HOST_POOL
@@ -377,17 +377,11 @@ def main() -> int:
 
 
 def measure(options: argparse.Namespace) -> int:
-    """Run the parts and write what they found, each with what it depends on."""
+    """Run the parts and write what they found."""
     words = [f"--{name} {getattr(options, name)}" for name in NUMBERS]
-    head = provenance.header(" ".join(["scripts/bench-pool", *words]))
-    before = json.loads(options.report.read_text()) if options.report.exists() else {"runs": {}}
-    kept = {name: before[name] for name in PARTS if name in before}
-    result = head | kept | {"runs": before["runs"]}
+    command = " ".join(["scripts/bench-pool", *words])
     with tempfile.TemporaryDirectory(prefix="kvpatch-bench-") as name:
         machine = Machine(Path(name))
-        for part in options.only or PARTS:
-            result[part] = PARTS[part](machine, options)
-            result["runs"][part] = head
-            print(json.dumps({part: result[part]}), flush=True)
-            provenance.write(result, options.report)
+        parts = {part: partial(run, machine, options) for part, run in PARTS.items()}
+        reports.measure(command, parts, options.only, options.report)
     return 0

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from typing import Any
+
+from harness.bench.reports import word
 
 Result = dict[str, Any]
 Row = tuple[str, str, str, str]
@@ -22,18 +23,6 @@ def rows(pool: Result) -> Iterator[Row]:
     yield _chaos(pool.get("chaos"))
 
 
-def runs(pool: Result) -> Iterator[tuple[list[str], Result]]:
-    """Yield what was measured in one run, and what that depends on."""
-    found: dict[str, tuple[list[str], Result]] = {}
-    for part, run in pool.get("runs", {}).items():
-        found.setdefault(json.dumps(run), ([], run))[0].append(part)
-    yield from found.values()
-
-
-def _word(met: bool) -> str:
-    return "met" if met else "missed"
-
-
 def _start(found: Result | None) -> Row:
     figure = "start to ready against the tier's size, 1 to 16 GiB"
     goal = "at most 0.005 s per GiB"
@@ -44,7 +33,7 @@ def _start(found: Result | None) -> Row:
         f"{pool['seconds']:.3f} s per GiB, {pool['cpu_seconds']:.3f} s of the processor; without a "
         f"pool, to 4 GiB, {own['seconds']:.3f} s and {own['cpu_seconds']:.3f} s"
     )
-    return figure, goal, said, _word(pool["seconds"] <= 0.005)
+    return figure, goal, said, word(pool["seconds"] <= 0.005)
 
 
 def _memory(found: Result | None) -> Iterator[Row]:
@@ -54,7 +43,7 @@ def _memory(found: Result | None) -> Iterator[Row]:
     else:
         ratio = found["committed_over_resident"]
         said = f"{ratio['median']:.3f}, at most {ratio['most']:.3f}"
-        yield figure, "at most 1.05", said, _word(ratio["most"] <= 1.05)
+        yield figure, "at most 1.05", said, word(ratio["most"] <= 1.05)
     for name, key in (
         ("a reset", "seconds_after_a_reset"),
         ("a lowered limit", "seconds_after_a_lowered_limit"),
@@ -65,7 +54,7 @@ def _memory(found: Result | None) -> Iterator[Row]:
         else:
             took = found[key]
             said = f"{took['median']:.2f} s, at most {took['most']:.2f} s"
-            yield figure, "within 1 s", said, _word(took["most"] <= 1)
+            yield figure, "within 1 s", said, word(took["most"] <= 1)
 
 
 def _wave(found: Result | None) -> Row:
@@ -74,7 +63,7 @@ def _wave(found: Result | None) -> Row:
         return figure, "within 1 s", OPEN, "open"
     took, given = found["seconds_after_it_was_evicted"], found["given"] >> 20
     said = f"{took:.2f} s at most, of {given} MiB in {found['looks']} looks"
-    return figure, "within 1 s", said, _word(took <= 1 and given > 0)
+    return figure, "within 1 s", said, word(took <= 1 and given > 0)
 
 
 def _load(found: Result | None, what: str) -> Iterator[Row]:
@@ -90,13 +79,13 @@ def _load(found: Result | None, what: str) -> Iterator[Row]:
             f"{equal['median']:.3f}x ({equal['least']:.3f} to {equal['most']:.3f})"
         )
         within = ours["median"] <= equal["most"]  # faster is no miss
-        yield figure, goal, said, _word(within)
+        yield figure, goal, said, word(within)
     part, goal = f"the keeper's part of the engine's processor time, {what}", "at most 1 %"
     if found is None:
         yield part, goal, OPEN, "open"
     else:
         share = found["keeper_share"]
-        yield part, goal, f"{share:.2%}", _word(share <= 0.01)
+        yield part, goal, f"{share:.2%}", word(share <= 0.01)
 
 
 def _share(found: Result | None) -> Row:
@@ -108,7 +97,7 @@ def _share(found: Result | None) -> Row:
         return figure, "at least 1.2x", OPEN, "open"
     ratios = {name: one["ratio"] for name, one in found.items()}
     said = "; ".join(f"{name}: {ratio:.2f}x" for name, ratio in ratios.items())
-    return figure, "at least 1.2x", said, _word(next(iter(ratios.values())) >= 1.2)
+    return figure, "at least 1.2x", said, word(next(iter(ratios.values())) >= 1.2)
 
 
 def _chaos(found: Result | None) -> Row:
@@ -122,4 +111,4 @@ def _chaos(found: Result | None) -> Row:
     )
     if over == 0 and minutes < 60:
         return figure, "0 bytes", said, "open: shorter"
-    return figure, "0 bytes", said, _word(over == 0)
+    return figure, "0 bytes", said, word(over == 0)

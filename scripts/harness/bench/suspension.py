@@ -19,7 +19,6 @@ from __future__ import annotations
 
 import argparse
 import itertools
-import json
 import os
 import random
 import statistics
@@ -31,11 +30,12 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-from harness import ROOT, console, provenance
-from harness.bench import conversations
+from harness import ROOT, console
+from harness.bench import conversations, reports
 from harness.engines.balance_alone import command_for
 from harness.engines.runs import Device, Run, block_bytes, engine_arguments, model_of, prompts
 from harness.engines.serving import eventually, watched
@@ -357,17 +357,10 @@ def main() -> int:
 
 
 def measure(options: argparse.Namespace) -> int:
-    """Run the parts and write what they found, each with what it depends on."""
-    words = f"--repeats {options.repeats} --cycles {options.cycles}"
-    head = provenance.header(f"scripts/bench-suspend {words}")
-    before = json.loads(options.report.read_text()) if options.report.exists() else {"runs": {}}
-    kept = {name: before[name] for name in PARTS if name in before}
-    result = head | kept | {"runs": before["runs"]}
+    """Run the parts and write what they found."""
+    command = f"scripts/bench-suspend --repeats {options.repeats} --cycles {options.cycles}"
     with tempfile.TemporaryDirectory(prefix="kvpatch-bench-") as name, ExitStack() as stack:
         machine = Machine(Path(name), stack)
-        for part in options.only or PARTS:
-            result[part] = PARTS[part](machine, options)
-            result["runs"][part] = head
-            print(json.dumps({part: result[part]}), flush=True)
-            provenance.write(result, options.report)
+        parts = {part: partial(run, machine, options) for part, run in PARTS.items()}
+        reports.measure(command, parts, options.only, options.report)
     return 0

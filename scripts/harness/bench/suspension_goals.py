@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
+from harness.bench.reports import word
+
 Result = dict[str, Any]
 Row = tuple[str, str, str, str]
 OPEN = "not measured"
@@ -18,10 +20,6 @@ def rows(found: Result) -> Iterator[Row]:
     yield from _three(found.get("three"))
 
 
-def _word(met: bool) -> str:
-    return "met" if met else "missed"
-
-
 def _suspend(found: Result | None) -> Iterator[Row]:
     back = "pages back after a suspension, above the floor", "100 %"
     kept = "tokens on the device before it that are served after a resumption", "at least 95 %"
@@ -32,11 +30,11 @@ def _suspend(found: Result | None) -> Iterator[Row]:
         return
     rounds = [one for kind in found.values() for one in kind["rounds"]]
     least = min(one["given_back"] for one in rounds)
-    yield *back, f"{least:.0%} at least, of {len(rounds)} suspensions", _word(least >= 1)
+    yield *back, f"{least:.0%} at least, of {len(rounds)} suspensions", word(least >= 1)
     served = min(one["served"] for one in rounds)
     wrong = sum(one["wrong_tokens"] for one in rounds)
     said = f"{served:.1%} at least; {wrong} answers with a wrong token"
-    yield *kept, said, _word(served >= 0.95 and wrong == 0)
+    yield *kept, said, word(served >= 0.95 and wrong == 0)
     said = "; ".join(
         f"{kind}: {one['seconds_without_bytes'] * 1000:.0f} ms and "
         f"{one['seconds_per_gib']:.2f} s per GiB, a step {one['step_seconds'] * 1000:.1f} ms"
@@ -45,7 +43,7 @@ def _suspend(found: Result | None) -> Iterator[Row]:
     within = all(
         one["seconds_without_bytes"] <= STEPS * one["step_seconds"] for one in found.values()
     )
-    yield *time, said, _word(within)
+    yield *time, said, word(within)
 
 
 def _gaps(found: Result | None) -> Row:
@@ -60,7 +58,7 @@ def _gaps(found: Result | None) -> Row:
         f"{found['share']:.1%} of {found['ceiling']:,} tokens; {found['wrong_tokens']} wrong; in "
         f"{len(gaps)} gaps they keep {own} MiB and the neighbour has {theirs} MiB"
     )
-    return figure, goal, said, _word(found["share"] >= 0.95 and found["wrong_tokens"] == 0)
+    return figure, goal, said, word(found["share"] >= 0.95 and found["wrong_tokens"] == 0)
 
 
 def _three(found: Result | None) -> Iterator[Row]:
@@ -74,12 +72,12 @@ def _three(found: Result | None) -> Iterator[Row]:
     ours, thirds, alone = (found[arm] for arm in ("balance", "static thirds", "kvcached alone"))
     ratio = ours["tokens_per_second"] / thirds["tokens_per_second"]
     other = ours["tokens_per_second"] / alone["tokens_per_second"]
-    yield *many, f"{ratio:.2f}x; over kvcached alone {other:.2f}x", _word(ratio >= 1.5)
+    yield *many, f"{ratio:.2f}x; over kvcached alone {other:.2f}x", word(ratio >= 1.5)
     ratio = ours["first_token_p90"] / thirds["first_token_p90"]
     other = ours["first_token_p90"] / alone["first_token_p90"]
-    yield *soon, f"{ratio:.2f}x; over kvcached alone {other:.2f}x", _word(ratio <= 0.5)
+    yield *soon, f"{ratio:.2f}x; over kvcached alone {other:.2f}x", word(ratio <= 0.5)
     least = min(
         one["tokens_per_second"] / third["tokens_per_second"]
         for one, third in zip(ours["models"], thirds["models"], strict=True)
     )
-    yield *worst, f"{least:.2f}x", _word(least >= 0.9)
+    yield *worst, f"{least:.2f}x", word(least >= 0.9)

@@ -8,7 +8,6 @@ from __future__ import annotations
 import hashlib
 import os
 import re
-import socket
 import subprocess
 import sys
 import tempfile
@@ -16,12 +15,13 @@ import time
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
-from contextlib import closing, contextmanager
+from contextlib import contextmanager
 from pathlib import Path
 
 from harness import ROOT
 from harness.console import HarnessError
 from harness.matrix import sources
+from kvpatch.verify.child import free_port
 
 # Folders, by what is pinned for each.
 PINS = {"nixl": ROOT / "scripts/pins-nixl.txt", "s3": ROOT / "scripts/pins-s3.txt"}
@@ -92,14 +92,6 @@ class Bucket:
         """Return the names of all objects."""
         listed = self.ask("GET", "?list-type=2").decode()
         return re.findall(r"<Key>([^<]+)</Key>", listed)
-
-
-def free_port() -> int:
-    """Return a port of this machine that nobody listens on."""
-    with closing(socket.socket()) as one:
-        one.bind(("127.0.0.1", 0))
-        port: int = one.getsockname()[1]
-    return port
 
 
 @contextmanager

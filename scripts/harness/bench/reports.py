@@ -1,0 +1,50 @@
+"""Reports of parts that are measured one by one, each with what it depends on."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Collection, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from harness import provenance
+
+Result = dict[str, Any]
+
+
+def measure(
+    command: str,
+    parts: Mapping[str, Callable[[], Result]],
+    only: Collection[str] | None,
+    report: Path,
+) -> None:
+    """Run parts, and write what each found as soon as it did.
+
+    Args:
+        command: by which they are run.
+        parts: all that the report can have.
+        only: those that are run; None for all.
+        report: whose other parts are kept.
+    """
+    head = provenance.header(command)
+    before = json.loads(report.read_text()) if report.exists() else {"runs": {}}
+    kept = {name: before[name] for name in parts if name in before}
+    result = head | kept | {"runs": before["runs"]}
+    for part in only or parts:
+        result[part] = parts[part]()
+        result["runs"][part] = head
+        print(json.dumps({part: result[part]}), flush=True)
+        provenance.write(result, report)
+
+
+def runs(report: Result) -> Iterator[tuple[list[str], Result]]:
+    """Yield what was measured in one run, and what that depends on."""
+    found: dict[str, tuple[list[str], Result]] = {}
+    for part, run in report.get("runs", {}).items():
+        found.setdefault(json.dumps(run), ([], run))[0].append(part)
+    yield from found.values()
+
+
+def word(met: bool) -> str:
+    """Return the verdict on a goal."""
+    return "met" if met else "missed"
