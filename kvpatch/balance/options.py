@@ -11,6 +11,7 @@ from typing import Any
 
 from kvpatch import environ
 from kvpatch.balance.records import Terms
+from kvpatch.control import protocol
 from kvpatch.sizes import readable
 
 ALL = "*"  # the terms of engines without one of their own
@@ -37,14 +38,16 @@ class Options:
 
     def terms_of(self, name: str, models: Iterable[str] = ()) -> Terms:
         """Return the terms of an engine."""
-        for known in (name, *models, ALL):
+        set_as = [given for given in self.terms if protocol.kept(given) == name]
+        for known in (name, *set_as, *models, ALL):
             if known in self.terms:
                 return self.terms[known]
         return Terms()
 
     def unused(self, names: Iterable[str]) -> list[str]:
         """Return the names of terms that are of no engine."""
-        return sorted(set(self.terms) - {*names, ALL})
+        known = {*names, ALL}
+        return sorted(one for one in self.terms if not known & {one, protocol.kept(one)})
 
 
 def read(path: Path) -> Options:

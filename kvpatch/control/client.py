@@ -298,19 +298,21 @@ def _listener(path: Path) -> int:
 def find(name: str) -> Engine:
     """Return the engine with a kvcached name, the name of a model, or a pid.
 
-    A name that its data parallel server was given is that of the only rank here, if there is one.
+    A kvcached name may be as it was set, or as kvcached keeps it. One that its data parallel
+    server was given is that of the only rank here, if there is one.
 
     Raises:
         Refused: there is none, or several serve the model.
     """
     known, silent = every()
-    exact = [engine for engine in known if engine.name == name]
+    kept = protocol.kept(name)
+    exact = [engine for engine in known if engine.name == kept]
     others = [
         engine
         for engine in known
         if name in engine.models
         or name == str(engine.said.get("pid"))
-        or protocol.is_rank_of(engine.name, name)
+        or protocol.is_rank_of(engine.name, kept)
     ]
     found = exact or others
     if len(found) == 1:
@@ -323,7 +325,7 @@ def find(name: str) -> Engine:
 
 def _unknown(name: str, known: list[Engine], silent: list[Silent]) -> str:
     for one in silent:
-        if one.path == protocol.path_of(name) or name == str(one.pid):
+        if one.path == protocol.path_of(protocol.kept(name)) or name == str(one.pid):
             return f"{one.sentence} within {ANSWERS:g} s"
     for seen in reader.all_of(False):
         content = {} if seen.page is None else seen.page.content

@@ -39,6 +39,15 @@ def path_of(name: str) -> Path:
     return folder() / f"{hashlib.sha256(name.encode()).hexdigest()[:32]}.sock"
 
 
+def kept(name: str) -> str:
+    """Return a name as kvcached keeps that of an engine (``_sanitize_segment``).
+
+    >>> kept("qwen2.5")
+    'qwen2-5'
+    """
+    return "".join(one if one.isalnum() or one in "_-" else "-" for one in name)[:LONGEST_NAME]
+
+
 def name_of_rank(server: str, rank: int) -> str:
     """Return the kvcached name of an engine that is one of several of a data parallel server.
 

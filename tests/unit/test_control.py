@@ -21,7 +21,8 @@ from typing import Any
 import pytest
 from suspend_world import PAGE, World, worlds
 
-from kvpatch import claims, cli, control, private, state
+from kvpatch import balance, claims, cli, control, private, state
+from kvpatch.balance.options import Options
 from kvpatch.control import client, protocol
 from kvpatch.patches.suspend import queue as handing
 from kvpatch.patches.suspend import server
@@ -543,12 +544,32 @@ def test_a_question_reaches_an_engine_through_vllms_queue() -> None:
 def test_a_data_parallel_server_is_asked_by_the_names_of_its_engines(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    names = ["chat", "code-dp0", "code-dp1", "last-dp3", "chat-dp0x"]
+    names = ["chat", "code-dp0", "code-dp1", "last-dp3", "chat-dp0x", "qwen2-5-dp0"]
     known = [client.Engine(Path(name), {"name": name, "models": ["model"]}) for name in names]
     monkeypatch.setattr(client, "every", lambda: (known, []))
     assert control.find("code-dp1").name == "code-dp1"
     assert control.find("chat").name == "chat"
     assert control.find("last").name == "last-dp3"  # the only one on this machine
+    assert control.find("qwen2.5").name == "qwen2-5-dp0"
     with pytest.raises(control.Refused) as refused:
         control.find("code")
     assert str(refused.value) == ("2 engines serve code: use one of the names code-dp0, code-dp1")
+
+
+@pytest.mark.parametrize("name", ["qwen2.5", "org/model v1", "x" * 70, "Zürich_1"])
+def test_an_engine_is_found_by_the_name_that_it_was_given(
+    monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    monkeypatch.setenv("KVCACHED_IPC_NAME", name)
+    from kvcached.utils import _obtain_default_ipc_name
+
+    kept = _obtain_default_ipc_name()
+    known = [client.Engine(Path(one), {"name": one, "models": ["model"]}) for one in (kept, "chat")]
+    monkeypatch.setattr(client, "every", lambda: (known, []))
+    assert control.find(name).name == kept
+    terms = balance.Terms(floor=1)
+    options = Options(terms={name: terms})
+    assert options.terms_of(kept) == terms
+    assert options.terms_of("chat") == balance.Terms()
+    assert options.unused([kept, "chat"]) == []
+    assert options.unused(["chat"]) == [name]
