@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from typing import Any, NamedTuple
 
+from kvpatch.telemetry import suspended
 from kvpatch.telemetry.fuse import Fuse
 from kvpatch.telemetry.series import (
     COUNTERS,
@@ -86,6 +87,8 @@ class Metrics:
             for series in HISTOGRAMS
         }
         counted = self._counters | self._histograms
+        suspends = suspended.expected(features, configured.connectors, configured.disks)
+        configured = configured._replace(suspends=suspends)
         for labels in per_engine_labelvalues.values():
             self._gauges[INFO.name].labels(*labels, *facts).set(1)
             for feature in features.items():

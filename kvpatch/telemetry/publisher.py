@@ -24,6 +24,7 @@ from kvpatch.environ import STATUS_DIR
 from kvpatch.logs import log
 from kvpatch.process import start_ticks
 from kvpatch.telemetry import status_page as page
+from kvpatch.telemetry import suspended
 from kvpatch.telemetry.fuse import in_words
 from kvpatch.version import VERSION
 
@@ -114,7 +115,7 @@ class Publisher:
         }
         if engine is not None and self._describe_engine is not None:
             try:
-                described = self._describe_engine(engine)
+                described = self._describe_engine(engine) | suspended.of(engine)
                 content["engine"] = described | self._rates.of(described)
             except Exception as error:  # or the engine is shutting down
                 content["off"] = in_words(error)

@@ -9,12 +9,13 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any, NamedTuple
 
 from kvpatch.environ import HOST_POOL
 from kvpatch.telemetry import disk as disk_counts
 from kvpatch.telemetry.counters import CALLS, OUTCOMES
+from kvpatch.telemetry.suspended import REASONS
 
 # Added to the connector's own keys in ``SchedulerStats.kv_connector_stats``.
 KEY = "kvpatch"
@@ -95,6 +96,25 @@ COUNTERS = (
         "Blocks of the CPU tier that were evicted because another engine or a lower limit took "
         "their memory.",
     ),
+    Series(
+        "suspended_seconds",
+        (),
+        "Seconds in which the engine was suspended, without memory for requests; those of a "
+        "suspension are added when it ends.",
+    ),
+    Series(
+        "spilled_blocks",
+        ("reason",),
+        "Blocks whose store into the CPU tier began because their memory was to be given back: for "
+        "a suspension (suspend), for a lower limit (limit), or after a while without requests "
+        "(idle); not those that the tier had already.",
+    ),
+    Series(
+        "restored_blocks",
+        (),
+        "Spilled blocks whose load from the CPU tier began since, each once for every time that it "
+        "was spilled.",
+    ),
     Series("fence_released_pages", (), "Pages of KV cache given back through the fence."),
     Series(
         "fence_held_pages",
@@ -111,6 +131,18 @@ GAUGES = (
         "mapped for blocks, reserved ahead, and zero, the page behind everything unmapped.",
     ),
     Series("device_limit_bytes", (), "KV memory that may be mapped at most, on one device."),
+    Series(
+        "device_lent_bytes",
+        (),
+        "KV memory on one device by which the limit is below the first one, KVPATCH_FIRST_LIMIT or "
+        "all of the KV cache: what neighbours may map. While the engine is suspended, all but the "
+        "page of block 0.",
+    ),
+    Series(
+        "device_borrowed_bytes",
+        (),
+        "KV memory on one device by which the limit is above KVPATCH_FIRST_LIMIT; 0 without it.",
+    ),
     Series("fence_held_bytes", (), "KV memory that the fence holds back now, a part of mapped."),
     Series(
         "tier_blocks", ("state",), "Blocks of the connector's CPU tier: used and free add up to it."
@@ -151,6 +183,11 @@ INFO = Series(
 FEATURE = Series("feature", ("feature", "state"), "The state of each feature of kvpatch; always 1.")
 RULES = ("plan", "transfer")
 MOVED = ("stored", "loaded")
+_OF_SUSPENSIONS: dict[str, list[list[str]]] = {
+    "suspended_seconds": [[]],
+    "spilled_blocks": [[reason] for reason in REASONS],
+    "restored_blocks": [[]],
+}
 
 Values = dict[str, list[tuple[list[str], float]]]
 
@@ -161,10 +198,12 @@ class Configured(NamedTuple):
     Attributes:
         connectors: none without one; those inside a MultiConnector, and not itself.
         disks: the connector and the type of each secondary tier.
+        suspends: whether engines can be suspended, as far as an API server can tell.
     """
 
     connectors: tuple[str, ...] = ()
     disks: tuple[tuple[str, str], ...] = ()
+    suspends: bool = False
 
 
 def at_start(configured: Configured) -> dict[str, list[list[str]]]:
@@ -187,6 +226,7 @@ def at_start(configured: Configured) -> dict[str, list[list[str]]]:
         "fence_hold_seconds": [[]],
         **_of_disks(disks),
         **({"host_pool_evicted_blocks": [[]]} if HOST_POOL.read() else {}),
+        **(_OF_SUSPENSIONS if configured.suspends else {}),
     }
 
 
@@ -218,6 +258,11 @@ def counters(state: dict[str, Any]) -> Values:
             found[name] = _added(found.get(name, []), entries)
     if state.get("host_pool") is not None:
         found["host_pool_evicted_blocks"] = [([], state["host_pool"]["evicted"])]
+    if (suspended := state.get("suspended")) is not None:
+        found["suspended_seconds"] = [([], suspended["seconds"])]
+        spilled = suspended["spilled"].items()
+        found["spilled_blocks"] = [([reason], count) for reason, count in spilled]
+        found["restored_blocks"] = [([], suspended["restored"])]
     found |= _lookups(state)
     if state["fence"] is not None:
         fence = state["fence"]
@@ -283,6 +328,10 @@ def gauges(state: dict[str, Any], at: float | None = None) -> Values:
         # To the second, so that an engine without other news sends once a second.
         "last_step_timestamp_seconds": [([], math.floor(seen - state["since_step"]))],
     }
+    if (first := state.get("first_limit_bytes")) is not None:
+        more = device["total_pages"] * page - first
+        found["device_lent_bytes"] = [([], max(0, -more))]
+        found["device_borrowed_bytes"] = [([], max(0, more))]
     if state.get("elastic") is not None:
         found["elastic"] = [([], int(state["elastic"]))]
     if fence is not None:
@@ -337,10 +386,12 @@ class Sender:
 
     Attributes:
         sent: when the last one was sent, on the monotonic clock.
+        more: returns what a feature adds to the engine's state.
     """
 
     def __init__(self) -> None:
         self.sent = 0.0
+        self.more: Callable[[], dict[str, Any]] = dict
         self._at = 0.0
         self._sent: dict[tuple[str, ...], float] = {}
 
@@ -351,6 +402,7 @@ class Sender:
             state: ``snapshot.engine``.
             held: the seconds of each hold that has ended since the last message.
         """
+        state = state | self.more()
         added = self._changed("counter", counters(state), as_difference=True)
         current = self._changed("gauge", gauges(state), as_difference=False)
         if not added and not current and not held:

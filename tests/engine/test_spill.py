@@ -130,6 +130,28 @@ def test_offloading_evicts_nothing_that_the_spill_needs(policy: str) -> None:
     assert second.kept() == 10
 
 
+def test_offloading_counts_its_own_stores_and_loads_of_the_step() -> None:
+    """The connector stores two of the blocks at the same time."""
+    from vllm.distributed.kv_transfer.kv_connector.v1.offloading.scheduler import TransferJobStatus
+    from vllm.v1.kv_offload.base import ReqContext
+
+    from kvpatch import state
+
+    made = planner()
+    made._current_batch_load_jobs = {}
+    context = ReqContext(req_id="its own")
+    made.manager.on_new_request(context)
+    assert made.manager.prepare_store([key(1), key(2)], context) is not None
+    spill = state.attach(made, spill_of(made, {number: key(number) for number in range(1, 6)}))
+    ((number, _),) = offloading.around_store_jobs(dict, made, (), {}).items()
+    assert (spill.count.planned, spill.counts.spilled["suspend"]) == (5, 3)
+    report(made, number, 2)
+    made._current_batch_load_jobs = {7: "how"}
+    made._jobs[7] = TransferJobStatus("loads", 2, {key(1), key(3)}, is_store=False)
+    assert offloading.around_store_jobs(dict, made, (), {}) == {}
+    assert (spill.counts.restored, spill.counts.away) == (1, {key(4), key(5)})
+
+
 def test_offloading_waits_for_room_and_gives_up_without_hope() -> None:
     made = planner()
     first = spill_of(made, {number: key(number) for number in range(1, 11)})
@@ -294,6 +316,8 @@ def test_simple_stores_nothing_twice() -> None:
     spill.begin(cached(pool))
     pool.touch([pool.blocks[1]])  # the connector's own store of this step
     assert set(step(made, spill, 0, now=(1,))) == {2, 3, 4}
+    assert (spill.count.planned, spill.counts.spilled["suspend"]) == (4, 3)
+    assert spill.counts.away == {key(number) for number in (2, 3, 4)}
 
 
 def test_simple_waits_for_room_and_gives_up_without_hope() -> None:

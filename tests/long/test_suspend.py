@@ -35,6 +35,10 @@ LONG = 1300  # tokens to generate: a request that still runs when the engine has
 TRIES = 20  # a busy machine may answer later than that
 LOADED = "vllm:external_prefix_cache_hits_total"
 ON_THE_DEVICE = "vllm:prefix_cache_hits_total"
+LENT = "vllm:kvpatch_device_lent_bytes"
+SECONDS = "vllm:kvpatch_suspended_seconds_total"
+SPILLED = "vllm:kvpatch_spilled_blocks_total"
+RESTORED = "vllm:kvpatch_restored_blocks_total"
 OFFLOADING = Run(blocks=300)
 KINDS = {
     "offloading": OFFLOADING,
@@ -144,6 +148,9 @@ def test_its_pages_are_free_and_it_answers_the_same_afterwards(suspended: Suspen
     page = answer.limit  # the one of block 0
     assert answer.mapped == page
     assert answer.freed > 0
+    lent = engine.said["most"] // page * page - page
+    assert eventually(lambda: suspended.server.metric(LENT) == lent)
+    seconds = suspended.server.metric(SECONDS)
     waiting = suspended.begin(prompts(COUNT)[0])
     assert eventually(lambda: suspended.engine.said["waiting"] == 1)
     assert suspended.engine.said["mapped"] == page
@@ -154,6 +161,8 @@ def test_its_pages_are_free_and_it_answers_the_same_afterwards(suspended: Suspen
     again = [suspended.server.complete(prompt) for prompt in prompts(COUNT)[1:]]
     assert [one["tokens"] for one in again] == [one["tokens"] for one in suspended.first[1:]]
     assert eventually(lambda: suspended.loaded() - before == COUNT * TOKENS)
+    assert eventually(lambda: suspended.server.metric(LENT) == 0)
+    assert eventually(lambda: suspended.server.metric(SECONDS) > seconds)
 
 
 def test_a_request_that_runs_is_preempted_and_goes_on(suspended: Suspended) -> None:
@@ -254,6 +263,10 @@ def test_with_two_ranks_every_rank_has_stored_it(
         again = [server.complete(prompt) for prompt in prompts(COUNT)]
         assert [one["tokens"] for one in again] == [one["tokens"] for one in first]
         assert eventually(lambda: server.metric(LOADED) - before == COUNT * TOKENS)
+        spilled = server.metric(SPILLED, reason="suspend")
+        assert server.metric(SPILLED) == spilled <= answer.said["planned"]
+        assert eventually(lambda: server.metric(RESTORED) > 0)
+        assert server.metric(RESTORED) <= min(spilled, COUNT * TOKENS // 32)
 
 
 def test_a_small_tier_says_what_it_does_not_keep(

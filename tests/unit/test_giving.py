@@ -522,7 +522,7 @@ def test_a_limit_that_an_error_left_to_kvcached_is_not_taken_up_again(
     world = filled(worlds)
     begun: list[int] = []
 
-    def fail(blocks: Any) -> None:
+    def fail(blocks: Any, reason: str) -> None:
         begun.append(1)
         raise ValueError("of a test")
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import time
+from functools import partial
 from threading import enumerate as enumerate_threads
 from types import SimpleNamespace
 
@@ -30,7 +31,7 @@ def place(tmp_path, monkeypatch):
 class Server:
     """An API server of one engine with Prometheus' own metrics."""
 
-    def __init__(self, connector="OffloadingConnector", disks=(), configured=None):
+    def __init__(self, connector="OffloadingConnector", disks=(), configured=None, features=None):
         self.registry = CollectorRegistry()
 
         def of(kind):
@@ -47,7 +48,7 @@ class Server:
             list(self.labels),
             {0: ["llama", "0"]},
             [*FACTS, connector],
-            {"fence": "applied"},
+            {"fence": "applied"} | (features or {}),
             configured or series.Configured((connector,) if connector else (), tuple(disks)),
         )
 
@@ -91,9 +92,11 @@ def test_what_is_counted_is_zero_from_the_start(monkeypatch: pytest.MonkeyPatch)
     # Only a worker in the engine's process says what it verified, in debug mode.
     every -= {"verified_blocks"}
     plain = series.Configured((connector,))
-    assert set(series.at_start(plain)) == every - of_disks - {"host_pool_evicted_blocks"}
+    of_suspensions = {"suspended_seconds", "spilled_blocks", "restored_blocks"}
+    of_some = of_disks | of_suspensions | {"host_pool_evicted_blocks"}
+    assert set(series.at_start(plain)) == every - of_some
     monkeypatch.setenv(HOST_POOL.name, "1GiB")
-    assert set(series.at_start(series.Configured((connector,), tuple(DISKS)))) == every
+    assert set(series.at_start(series.Configured((connector,), tuple(DISKS), True))) == every
 
 
 DISKS = [("OffloadingConnector", "fs")]
@@ -126,6 +129,40 @@ def test_refused_calls_are_counted_from_zero():
     assert [server.value("refused_calls_total", call=call) for call in calls] == [0] * 4
     server.metrics.observe(series.Sender().message(described(refused={"limit": 2})), 0)
     assert server.value("refused_calls_total", call="limit") == 2
+
+
+def test_what_was_given_back_is_counted_from_zero_where_an_engine_can_be_suspended():
+    connector = "OffloadingConnector"
+    server = Server(configured=series.Configured((connector,)), features={"suspend": "applied"})
+    sender, reasons = series.Sender(), ("suspend", "limit", "idle")
+
+    def values(of=server):
+        spilled = [of.value("spilled_blocks_total", reason=reason) for reason in reasons]
+        names = ("suspended_seconds_total", "restored_blocks_total")
+        return [*spilled, *(of.value(name) for name in names)]
+
+    assert values() == [0] * 5
+    for seconds, many in ((1.5, 1), (4.0, 2)):
+        spilled = {"suspend": 3 * many, "limit": many, "idle": 0}
+        suspended = {"seconds": seconds, "spilled": spilled, "restored": 2 * many}
+        sender.more = partial(dict, suspended=suspended)
+        server.metrics.observe(sender.message(described()), 0)
+    assert values() == [6, 2, 0, 4.0, 4]
+    other = Server()
+    other.metrics.observe(series.Sender().message(described(suspended=None)), 0)
+    assert values(other) == [None] * 5
+
+
+@pytest.mark.parametrize(
+    ("first", "lent", "borrowed"), [(20, 32, 0), (16, 0, 0), (10, 0, 48), (None, None, None)]
+)
+def test_what_is_below_the_first_limit_is_lent_and_what_is_above_borrowed(first, lent, borrowed):
+    """The limit is 16 pages of 8 bytes."""
+    known = {} if first is None else {"first_limit_bytes": first * 8}
+    server = Server()
+    server.metrics.observe(series.Sender().message(described(**known)), 0)
+    found = [server.value(f"device_{name}_bytes") for name in ("lent", "borrowed")]
+    assert found == [lent, borrowed]
 
 
 def test_only_debug_mode_has_verified_blocks():
@@ -332,7 +369,7 @@ def starts(monkeypatch):
     monkeypatch.setattr(hooks.record, "features", {"fence": Outcome.APPLIED})
     monkeypatch.setenv(KVCACHED_CONTIGUOUS.name, "true")
 
-    def start(engines):
+    def start(engines, **extra):
         prom, fresh = SimpleNamespace(), CollectorRegistry()
         for name, kind in (("counter", Counter), ("gauge", Gauge), ("histogram", Histogram)):
 
@@ -343,10 +380,8 @@ def starts(monkeypatch):
         transfer = SimpleNamespace(
             kv_connector="OffloadingConnector",
             kv_connector_module_path=None,
-            kv_connector_extra_config={
-                "spec_name": "TieringOffloadingSpec",
-                "secondary_tiers": [{"type": "fs"}],
-            },
+            kv_connector_extra_config=extra
+            or {"spec_name": "TieringOffloadingSpec", "secondary_tiers": [{"type": "fs"}]},
         )
         config = SimpleNamespace(kv_transfer_config=transfer)
         labels = {number: ["llama", str(number)] for number in range(engines)}
@@ -373,6 +408,14 @@ def test_gauges_are_there_before_the_first_request(starts, engines):
     assert value("fence_released_pages_total") == 0
     of = {"connector": "OffloadingConnector", "tier": "fs"}
     assert value("disk_errors_total", error="late", **of) == 0
+
+
+def test_a_server_begins_with_what_its_configuration_allows(starts, monkeypatch):
+    monkeypatch.setattr(hooks.record, "features", {"suspend": Outcome.APPLIED})
+    _, value = starts(1, cpu_bytes_to_use=1)
+    assert value("suspended_seconds_total") == 0
+    _, value = starts(1)  # with a secondary tier
+    assert value("suspended_seconds_total") is None
 
 
 def test_gauges_follow_an_engine_that_makes_no_step(starts):

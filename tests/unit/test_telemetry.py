@@ -26,11 +26,13 @@ from kvpatch.patches.fence.fence import Counters
 from kvpatch.patches.fence.hooks import Fenced
 from kvpatch.patches.metrics import hooks, snapshot, tiers
 from kvpatch.patches.simple_offload.metrics import around_plan
+from kvpatch.patches.suspend.counts import Counts
 from kvpatch.telemetry import counters, publisher, reader, refusals, schema, series
 from kvpatch.telemetry import status_page as page
 from kvpatch.telemetry.counters import Totals
 from kvpatch.telemetry.prometheus import Classes, Metrics
 from kvpatch.telemetry.reader import State
+from kvpatch.telemetry.suspended import REASONS, Suspended
 
 WAIT = "import sys, time; print('here', flush=True); time.sleep(600)"
 
@@ -449,7 +451,11 @@ def core(**counts):
         get_page_state=lambda: {"inuse_pages": 5, "reserved_pages": 2, "total_pages": 16}
     )
     manager = SimpleNamespace(
-        page_allocator=allocator, page_size=2 << 20, num_layers=1, num_kv_buffers=1
+        page_allocator=allocator,
+        page_size=2 << 20,
+        mem_size=20 * (2 << 20),
+        num_layers=1,
+        num_kv_buffers=1,
     )
     pool = SimpleNamespace(kv_cache_manager=manager)
     fence = SimpleNamespace(counters=Counters(**counts), holding=1, held={3})
@@ -743,7 +749,13 @@ def test_what_is_sent_is_a_series_of_the_table():
     """A message of a name that no server registered would stop the server."""
     checked = {"stored": 1, "loaded": 2, "unverified": 0}
     whole = engine_state(
-        elastic=True, host_pool=POOL, disks=[DISK], refused={"limit": 1}, verified=checked
+        elastic=True,
+        host_pool=POOL,
+        disks=[DISK],
+        refused={"limit": 1},
+        verified=checked,
+        first_limit_bytes=1 << 20,
+        suspended={"seconds": 1.5, "spilled": {"suspend": 1}, "restored": 0},
     )
     assert schema.checked({"written": 1.0, "started": 1, "engine": whole})
     message = series.Sender().message(whole, [0.5])
@@ -1014,6 +1026,26 @@ def test_what_debug_mode_verified_is_told_of_workers_in_this_process(monkeypatch
     for name in ("vllm.distributed", "vllm.distributed.kv_transfer"):
         monkeypatch.setitem(sys.modules, name, transfer)
     assert snapshot.verified() == (checked if debug and here else None)
+
+
+# What an engine lends, and gave back
+
+
+def test_what_an_engine_gave_back_is_on_its_page(published):
+    engine, counts = core(), Counts(None)
+
+    def describe():
+        return {"first_limit_bytes": 20 * (2 << 20), "suspended": counts.describe()}
+
+    state.attach(engine, Suspended(describe))
+    publisher.process(worker)
+    publisher.engine(engine, lambda core: snapshot.engine(core, Totals()))
+    (seen,) = reader.all_of(False)
+    told = seen.page.content["engine"]
+    assert told["suspended"]["spilled"] == dict.fromkeys(REASONS, 0)
+    gauges = series.gauges(told)  # with a limit of 16 pages now
+    assert gauges["device_lent_bytes"] == [([], 4 * (2 << 20))]
+    assert gauges["device_borrowed_bytes"] == [([], 0)]
 
 
 # A clock that steps back

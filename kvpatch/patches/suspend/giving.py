@@ -227,7 +227,8 @@ class Giving:
         keys = self._pool._block_id_to_key
         self._pages = [[Cached(keys[block], block) for block in page] for page in pages[:wanted]]
         # The last used page is the most important one.
-        self._spill.begin(one for page in reversed(self._pages) for one in reversed(page))
+        blocks = (one for page in reversed(self._pages) for one in reversed(page))
+        self._spill.begin(blocks, "idle" if self._limit is None else "limit")
         self.stage = Stage.STORING
         return True
 

@@ -74,6 +74,9 @@ def around_store_jobs(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> di
     """
     jobs: dict[int, Any] = wrapped(*args, **kwargs)
     spill = state.find(instance, Spill)
+    if spill is not None and spill.counts.away:
+        loads = instance._current_batch_load_jobs
+        spill.counts.loaded(key for number in loads for key in instance._jobs[number].keys)
     if spill is not None and spill.waits:
         jobs.update(store(instance, spill))
     return jobs
@@ -105,7 +108,8 @@ def store(planner: Any, spill: Spill) -> dict[int, Any]:
     if taken is None:
         spill.no_room(forever=not planner._jobs)
         return {}
-    spill.planned(keys)
+    spill.planned(taken.keys_to_store)
+    spill.planned(keys, ours=False)  # the rest is there, or on its way
     if not taken.keys_to_store:
         return {}
     stored = [Cached(key, blocks[key]) for key in taken.keys_to_store]

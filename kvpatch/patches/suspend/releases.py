@@ -6,5 +6,6 @@ is the same from 0.30 on. Before it, SimpleCPUOffloadConnector's ``prepare_store
 events, and the size of OffloadingConnector's tier has another name.
 """
 
-RELEASES = ("0.32.0",)  # in order, and without gaps: the rows are in force from the first one on
+# In order, and without gaps: the rows are in force from the first one on.
+RELEASES = ("0.32.0", "0.33.0")
 SINCE = RELEASES[0].rpartition(".")[0]

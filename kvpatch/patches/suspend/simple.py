@@ -56,6 +56,8 @@ def around_store_specs(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> A
     blocks, requests, and the events' contents or None.
     """
     spill = state.find(instance, Spill)
+    if spill is not None and spill.counts.away:
+        spill.counts.loaded(loads(instance))
     if spill is not None and spill.alone and instance._lazy_mode:
         # Lazy mode would go on with what the spill has left out, in the place of what it stores.
         blocks, places, requests, events = [], [], [], None
@@ -83,7 +85,7 @@ def store(scheduler: Any, spill: Spill, now: set[int]) -> dict[int, int]:
     device, tier = scheduler._gpu_block_pool, scheduler.cpu_block_pool
     stored = under_way(scheduler) | {device.blocks[block].block_hash for block in now}
     wanted = spill.next()
-    spill.planned(one.key for one in wanted if one.key in stored)
+    spill.planned((one.key for one in wanted if one.key in stored), ours=False)
     wanted = [one for one in wanted if one.key not in stored]
     # The tier evicts in the order in which the copies are let go of.
     wanted = wanted[: tier.get_num_free_blocks()][::-1]
@@ -98,6 +100,17 @@ def store(scheduler: Any, spill: Spill, now: set[int]) -> dict[int, int]:
         scheduler._in_flight_store_gpu_blocks.update(ids)
     spill.planned(one.key for one in wanted)
     return dict(zip(ids, places, strict=True))
+
+
+def loads(scheduler: Any) -> list[bytes]:
+    """Return the hashes of the blocks that this step begins to load."""
+    blocks = scheduler.cpu_block_pool.blocks
+    return [
+        blocks[block].block_hash
+        for load in scheduler._reqs_to_load.values()
+        if load.load_event is None  # which vLLM sets after the stores were prepared
+        for block in load.transfer_meta.cpu_block_ids
+    ]
 
 
 def under_way(scheduler: Any) -> set[bytes]:

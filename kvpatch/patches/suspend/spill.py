@@ -16,6 +16,8 @@ from dataclasses import dataclass
 from itertools import islice
 from typing import Any, NamedTuple
 
+from kvpatch.patches.suspend.counts import Counts
+
 
 class Cached(NamedTuple):
     """A block with a hash on the device.
@@ -103,6 +105,7 @@ class Spill:
 
     Attributes:
         count: what became of them.
+        counts: what became of all that were spilled since the engine started.
         piece: the most blocks of one step.
         alone: whether nothing but the spill is to be stored, because everything is.
     """
@@ -113,6 +116,8 @@ class Spill:
         self.piece = piece
         self.alone = False
         self.count = Count()
+        self.counts = Counts(tier)
+        self._reason = "suspend"
         self._blocks: list[Cached] = []
         self._added: set[bytes] = set()
         self._missing: dict[bytes, int] = {}
@@ -120,12 +125,17 @@ class Spill:
         self._refused = 0
         self._tried = False
 
-    def begin(self, blocks: Iterable[Cached]) -> None:
+    def begin(self, blocks: Iterable[Cached], reason: str = "suspend") -> None:
         """Take up blocks, the most important one first.
 
         Those that the tier has no room for are left out. A tier that is full evicts other blocks
         for these, which are the more recent ones.
+
+        Args:
+            blocks: those blocks.
+            reason: why their memory is given back, of ``telemetry.suspended.REASONS``.
         """
+        self._reason = reason
         self._blocks = list(blocks)
         fit = self._blocks[: self.tier.capacity()]
         there = [one.key for one in fit if self.tier.holds(one.key)]
@@ -141,7 +151,8 @@ class Spill:
     def add(self, blocks: Iterable[Cached]) -> None:
         """Take up other blocks, less important ones, as far as the tier has room beside the first.
 
-        Each is taken up once, whatever becomes of it.
+        Each is taken up once, whatever becomes of it. The reason is a limit: nothing else evicts
+        what has not been taken up.
         """
         room = self.tier.capacity() - len(self._blocks)
         for one in blocks:
@@ -161,13 +172,21 @@ class Spill:
         }
         return [Cached(*one) for one in islice(self._missing.items(), self.piece)]
 
-    def planned(self, keys: Iterable[bytes]) -> None:
-        """Record that the stores of blocks were planned."""
+    def planned(self, keys: Iterable[bytes], ours: bool = True) -> None:
+        """Record that the stores of blocks were planned.
+
+        Args:
+            keys: those blocks.
+            ours: for the spill; if not, by the connector itself, now or before.
+        """
         self._tried = True
-        for key in keys:
-            if self._missing.pop(key, None) is not None:
-                self._flying.add(key)
-                self.count.planned += 1
+        planned = [key for key in keys if self._missing.pop(key, None) is not None]
+        self._flying.update(planned)
+        self.count.planned += len(planned)
+        if ours:
+            ahead = self._added.intersection(planned)
+            self.counts.stored(ahead, "limit")
+            self.counts.stored([key for key in planned if key not in ahead], self._reason)
 
     def no_room(self, forever: bool) -> None:
         """Record that the tier took nothing in.

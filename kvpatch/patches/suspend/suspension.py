@@ -30,6 +30,7 @@ from kvpatch.patches.suspend.giving import Giving
 from kvpatch.patches.suspend.hold import Hold
 from kvpatch.patches.suspend.revision import publish
 from kvpatch.patches.suspend.spill import Spill, cached
+from kvpatch.patches.suspend.told import tell
 from kvpatch.sizes import readable
 from kvpatch.upstream import kvcached_api, kvcached_limits
 
@@ -81,6 +82,7 @@ class Suspension:
         self.given_up = ""
         self.revision = 0
         self._spill = spill
+        tell(engine, None if spill is None else spill.counts)
         self._why_not = why_not
         self._hold = state.of(engine.scheduler, Hold)
         self._manager = kvcached_api.manager_of(engine)
@@ -372,6 +374,8 @@ class Suspension:
     def _go_to(self, phase: Phase, error: str = "") -> None:
         log.debug("kvpatch: suspension: %s -> %s %s", self.phase.value, phase.value, error)
         self.phase = phase
+        if self._spill is not None:
+            self._spill.counts.suspended(phase is Phase.SUSPENDED)
         self._hold.step_for("suspension", phase in STEPPED)
         if phase in (Phase.RUNS, Phase.SUSPENDED):
             self._deadline = 0.0

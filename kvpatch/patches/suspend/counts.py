@@ -1,0 +1,71 @@
+"""What the metrics say of an engine that gives memory back: seconds suspended, blocks spilled and
+restored.
+
+A block is spilled when its store into the CPU tier begins, and restored when its load from there
+does: an engine of vLLM ends where a copy fails.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Collection, Iterable
+from typing import Any
+
+from kvpatch.telemetry.suspended import REASONS
+
+
+class Counts:
+    """The counts of one engine since its start; kept on its ``Spill``.
+
+    Written on the engine's thread, and read on others without a lock.
+
+    Args:
+        tier: the ``Tier`` that blocks are spilled into.
+
+    Attributes:
+        spilled: blocks by reason, of ``REASONS``.
+        restored: of them those that were loaded since, each once for every time it was spilled.
+        away: the keys of those that were not loaded yet; at most twice what the tier has room for.
+    """
+
+    def __init__(self, tier: Any) -> None:
+        self.spilled = dict.fromkeys(REASONS, 0)
+        self.restored = 0
+        self.away: set[bytes] = set()
+        self._tier = tier
+        # The seconds of suspensions that have ended, and when the present one began: one object,
+        # because a reader between two assignments would count a suspension twice.
+        self._suspended: tuple[float, float | None] = (0.0, None)
+
+    def suspended(self, now: bool) -> None:
+        """Record whether the engine is suspended from now on."""
+        before, since = self._suspended
+        if now != (since is not None):
+            at = time.monotonic()
+            self._suspended = (before, at) if since is None else (before + at - since, None)
+
+    def stored(self, keys: Collection[bytes], reason: str) -> None:
+        """Record that stores of blocks have begun, for one of ``REASONS``."""
+        self.spilled[reason] += len(keys)
+        room = self._tier.capacity()
+        if len(self.away) + len(keys) > 2 * room:
+            # What the tier has evicted meanwhile is not loaded any more.
+            flying = self._tier.awaits(self.away)
+            self.away = {key for key in self.away if key in flying or self._tier.holds(key)}
+        self.away.update(keys)
+
+    def loaded(self, keys: Iterable[bytes]) -> None:
+        """Record that loads of blocks have begun, spilled ones and others."""
+        back = self.away.intersection(keys)
+        self.restored += len(back)
+        self.away -= back
+
+    def describe(self) -> dict[str, object]:
+        """Return the counts as JSON; seconds up to now if the engine is suspended."""
+        before, since = self._suspended
+        now = 0.0 if since is None else time.monotonic() - since
+        return {
+            "seconds": round(before + now, 3),
+            "spilled": dict(self.spilled),
+            "restored": self.restored,
+        }
