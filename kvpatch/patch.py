@@ -33,6 +33,7 @@ class Kind(str, Enum):
 
 
 WITH_TIERS = "secondary tiers"
+WITH_SLEEP = "sleep mode"
 
 
 class Patch(NamedTuple):
@@ -52,8 +53,9 @@ class Patch(NamedTuple):
         before: the first later release that it does not apply to; None if it applies up to
             the newest inspected release.
         kind: wrap a callable or replace an object.
-        only_with: what has to be configured for it to do anything: ``WITH_TIERS``, or empty for
-            nothing. Runs without it say nothing of the patch, and are not stale when it changes.
+        only_with: what has to be configured for it to do anything: ``WITH_TIERS``,
+            ``WITH_SLEEP``, or empty for nothing. Runs without it say nothing of the patch, and
+            are not stale when it changes.
     """
 
     id: str

@@ -60,10 +60,10 @@ def _incompatible(meaning: str, reference: str) -> Code:
 #
 # What is not validated can be verified (``kvpatch verify``) unless a run cannot judge it: copies
 # that no audit is known to see (KVP302, KVP319, KVP351), secondary tiers (KVP322, KVP330), KV cache
-# events (KVP325), sleep (KVP341), prompts other than text (KVP331), no answers (KVP361), nothing to
-# restore (KVP306, KVP358), no patch (KVP203), memory that engines share (KVP342, KVP343, KVP344),
-# an engine that is left alone (KVP370, KVP371, KVP372), limits (KVP373), several engines (KVP374),
-# an NPU (KVP601, KVP603, KVP605, KVP606).
+# events (KVP325), sleep (KVP341, KVP375), prompts other than text (KVP331), no answers (KVP361),
+# nothing to restore (KVP306, KVP358), no patch (KVP203), memory that engines share (KVP342,
+# KVP343, KVP344), an engine that is left alone (KVP370, KVP371, KVP372), limits (KVP373), several
+# engines (KVP374), an NPU (KVP601, KVP603, KVP605, KVP606).
 CODES = {
     "KVP101": _setup("`KVPATCH` has an unknown value"),
     "KVP102": _setup("kvcached is switched off by one of its own variables"),
@@ -169,7 +169,7 @@ CODES = {
     "KVP340": _not_validated(
         "offloading with an fp8 KV cache that no setting turns off, before vLLM 0.22"
     ),
-    "KVP341": _not_validated("offloading with sleep mode or the cumem allocator", False),
+    "KVP341": _not_validated("offloading with sleep mode or the cumem allocator, on a GPU", False),
     "KVP342": _not_validated("`KVPATCH_HOST_POOL` on a release", False),
     "KVP343": _not_validated("`KVPATCH_HOST_POOL` with a CPU tier of another kind", False),
     "KVP344": _not_validated("`KVPATCH_HOST_POOL` on a GPU", False),
@@ -213,6 +213,7 @@ CODES = {
     "KVP372": _not_validated("`KVPATCH_IDLE` with `KVPATCH_HOST_POOL`", False),
     "KVP373": _not_validated("`KVPATCH_FIRST_LIMIT` on a release", False),
     "KVP374": _not_validated("data parallelism", False),
+    "KVP375": _not_validated("offloading with sleep mode on the host device", False),
     "KVP401": _incompatible(
         "the scheduler's block pool is not kvcached's", "ovg-project/kvcached#316"
     ),

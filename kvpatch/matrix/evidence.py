@@ -24,7 +24,7 @@ from packaging.version import Version
 from kvpatch import patches
 from kvpatch.matrix import signatures
 from kvpatch.matrix.axes import NONE, Cell
-from kvpatch.patch import WITH_TIERS
+from kvpatch.patch import WITH_SLEEP, WITH_TIERS
 
 LEVELS = ("engine", "synchronous", "bytes")
 FEATURES = "features"  # the folder of engine runs with one of the features
@@ -34,8 +34,8 @@ PACKAGE = Path(__file__).parents[1]
 HEADERS = "kvpatch.hostdevice.include"
 # What an NPU is in these runs: kvcached's calls of it, its memory, and its operators.
 _EMULATOR = ("ascend/include", "hostdevice/acl", "hostdevice/npu")
-# The connectors that have what a patch needs, by ``Patch.only_with``.
-_WITH = {WITH_TIERS: ("tiering fs",)}
+# The connectors that have what a patch needs, by ``Patch.only_with``; no cell has sleep mode.
+_WITH: dict[str, tuple[str, ...]] = {WITH_TIERS: ("tiering fs",), WITH_SLEEP: ()}
 # The packages whose modules run in an engine on behalf of a patch.
 _CODE = ("kvpatch.patches", "kvpatch.upstream", "kvpatch.hostdevice", "kvpatch.state")
 

@@ -30,6 +30,7 @@ from kvpatch.patches import (
     offloading,
     secondary_tiers,
     simple_offload,
+    sleep,
     suspend,
 )
 
@@ -50,6 +51,8 @@ FEATURES = (
     data_parallel.FEATURE,
     secondary_tiers.FEATURE,
     suspend.FEATURE,
+    sleep.FEATURE,
+    sleep.ON_HOST,
     debug.FEATURE,
     metrics.FEATURE,
 )

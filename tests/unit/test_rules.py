@@ -178,6 +178,7 @@ ENGINES = {
     "parallel_config__data_parallel_size": 2,
     "parallel_config__data_parallel_size_local": 2,
 } | ONE_RANK
+ASLEEP = {"machine__device": "cpu", "model_config__enable_sleep_mode": True} | ONE_RANK
 DRAFTS = {"speculative_config": SimpleNamespace(method="ngram")}
 # As compressed-tensors has it, from a checkpoint of llm-compressor.
 SCHEME = {"quant_config": SimpleNamespace(kv_cache_scheme={"num_bits": 8, "type": "float"})}
@@ -467,22 +468,6 @@ CASES: dict[str, tuple[list[dict[str, Any]], str]] = {
         "validated by a store and load round trip; install vLLM 0.22.1 and set --kv-cache-dtype "
         "bfloat16, or take kv_cache_scheme out of the checkpoint's config.json, or set KVPATCH=0.",
     ),
-    "KVP341": (
-        [
-            {"model_config__enable_sleep_mode": True},
-            {"model_config__enable_sleep_mode": True, "model_config__enable_cumem_allocator": True},
-            simple() | {"model_config__enable_sleep_mode": True},
-            simple(lazy_offload=True) | {"model_config__enable_sleep_mode": True},
-            multi("OffloadingConnector") | {"model_config__enable_sleep_mode": True},
-            tiers("fs") | {"model_config__enable_sleep_mode": True},
-            {"model_config__enable_sleep_mode": True, "machine__vllm": "0.16.0"},
-            {"model_config__enable_sleep_mode": True, "machine__vllm": "0.32.0"},
-        ],
-        "a KV connector is configured with sleep mode, because kvcached's memory is not in the "
-        "pool that vLLM empties and restores, and the blocks of the CPU tier are not validated "
-        "after a wake-up, which may bring other weights; remove --enable-sleep-mode and "
-        "--enable-cumem-allocator, or run it without a KV connector, or set KVPATCH=0.",
-    ),
     "KVP310": (
         [
             FP8 | ONE_RANK | {"machine__vllm": "0.20.2"},
@@ -754,6 +739,33 @@ CASES: dict[str, tuple[list[dict[str, Any]], str]] = {
         "KVPATCH_IDLE is set, because giving memory back is validated with the CPU tier of "
         "OffloadingConnector or SimpleCPUOffloadConnector alone; unset KVPATCH_IDLE, or configure "
         "one of the two, or set KVPATCH=0.",
+    ),
+    "KVP341": (
+        [
+            {"model_config__enable_sleep_mode": True},
+            {"model_config__enable_sleep_mode": True, "model_config__enable_cumem_allocator": True},
+            simple() | {"model_config__enable_sleep_mode": True},
+            simple(lazy_offload=True) | {"model_config__enable_sleep_mode": True},
+            multi("OffloadingConnector") | {"model_config__enable_sleep_mode": True},
+            tiers("fs") | {"model_config__enable_sleep_mode": True},
+            {"model_config__enable_sleep_mode": True, "machine__vllm": "0.16.0"},
+            {"model_config__enable_sleep_mode": True, "machine__vllm": "0.32.0"},
+        ],
+        "a KV connector is configured with sleep mode, because kvcached's memory is not in the "
+        "pool that vLLM empties and restores, and the blocks of the CPU tier are not validated "
+        "after a wake-up, which may bring other weights; remove --enable-sleep-mode and "
+        "--enable-cumem-allocator, or run it without a KV connector, or set KVPATCH=0.",
+    ),
+    "KVP375": (
+        [
+            ASLEEP | {"machine__vllm": "0.31.0"},
+            ASLEEP | STAGES,
+            ASLEEP | multi("OffloadingConnector"),
+            ASLEEP | tiers("fs"),
+        ],
+        "a KV connector is configured with sleep mode, because keeping the CPU tier in a sleep is "
+        "validated with one connector's CPU tier of an engine with one rank; remove "
+        "--enable-sleep-mode, or configure what is validated, or set KVPATCH=0.",
     ),
 }
 EACH = [

@@ -8,14 +8,15 @@ from typing import Any
 import pytest
 
 from kvpatch import patches, state
-from kvpatch.patch import WITH_TIERS, load
+from kvpatch.patch import WITH_SLEEP, WITH_TIERS, load
 from kvpatch.patches.fence.hooks import Fenced
 from kvpatch.patches.secondary_tiers import fingerprint
 from kvpatch.telemetry.counters import Totals
 
 # What vLLM imports for secondary tiers only.
 OF_TIERS = ("vllm.v1.kv_offload.tiering.", "vllm.v1.kv_offload.file_mapper:")
-ROWS = [one for feature in patches.FEATURES for one in feature.patches if one.only_with]
+EVERY = [one for feature in patches.FEATURES for one in feature.patches]
+ROWS = [one for one in EVERY if one.only_with == WITH_TIERS]
 CALLED = {one.id: one.wrapper for one in ROWS if not one.target.startswith(OF_TIERS)}
 
 
@@ -52,7 +53,7 @@ ARGUMENTS = {
 
 def test_it_is_known_which_are_called_without_tiers():
     assert set(CALLED) == set(ARGUMENTS)
-    assert {one.only_with for one in ROWS} == {WITH_TIERS}
+    assert {one.only_with for one in EVERY} == {WITH_TIERS, WITH_SLEEP, ""}
     assert len(ROWS) > len(CALLED)
 
 

@@ -92,16 +92,6 @@ def _other_specs(config: Any) -> list[str]:
     return found
 
 
-def _sleep_settings(config: Any) -> list[str]:
-    """Return the settings with which vLLM can take memory from a running engine.
-
-    Sleep mode implies the allocator on CUDA, which vLLM 0.16 to 0.19 have without a setting of
-    its own.
-    """
-    names = {"enable_sleep_mode": "sleep mode", "enable_cumem_allocator": "the cumem allocator"}
-    return [said for name, said in names.items() if getattr(config.model_config, name, False)]
-
-
 def _scheduler(config: Any) -> str | None:
     """Return the full name of the requested scheduler class; None is vLLM's choice."""
     requested = config.scheduler_config.scheduler_cls
@@ -502,15 +492,6 @@ RULES = (
         "install vLLM 0.22.1 and set --kv-cache-dtype bfloat16, or take kv_cache_scheme out of "
         "the checkpoint's config.json",
         only_in=SCHEME_WINS,
-    ),
-    Rule(
-        "KVP341",
-        "offloading with sleep mode, or with vLLM's cumem allocator",
-        lambda config, facts: bool(_sleep_settings(config)),
-        lambda config, facts: f"a KV connector is configured with {_sleep_settings(config)[0]}",
-        "kvcached's memory is not in the pool that vLLM empties and restores, and the blocks of "
-        "the CPU tier are not validated after a wake-up, which may bring other weights",
-        "remove --enable-sleep-mode and --enable-cumem-allocator, or run it without a KV connector",
     ),
     Rule(
         "KVP310",

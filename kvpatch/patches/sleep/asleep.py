@@ -1,0 +1,155 @@
+"""An engine falls asleep and wakes up; everything here runs on its own thread.
+
+A sleep of level 1 is a suspension, and then vLLM's own sleep: blocks that only the device has are
+stored, the limit goes to the floor, and the connector keeps its cache, because the weights come
+back as they were. A sleep of level 2 drops the weights, and vLLM resets all caches.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from concurrent.futures import Future
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+from kvpatch import state
+from kvpatch.logs import log
+from kvpatch.patch import argument
+from kvpatch.patches.suspend.suspension import ON_THE_WAY, Phase, Suspension
+
+_KEEPS = 1  # the level in which the same weights come back
+
+
+@dataclass
+class Asleep:
+    """Kept on the ``EngineCore``.
+
+    Attributes:
+        pending: what the client waits for while blocks are stored.
+        sleep: vLLM's own sleep, as it was asked for; called after that.
+        suspended: the suspension was begun for a sleep, and ends when the engine wakes up.
+        keeps: the next reset of all caches is that of a sleep which leaves the connector's.
+    """
+
+    pending: Future[None] | None = None
+    sleep: Callable[[], Any] | None = None
+    suspended: bool = False
+    keeps: bool = False
+
+
+def around_sleep(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
+    """Suspend the engine before a sleep of level 1. Wraps ``EngineCore.sleep(level=1, mode)``.
+
+    Returns:
+        what vLLM's returns, or a future of it.
+    """
+    level = argument(args, kwargs, 0, "level") if args or "level" in kwargs else _KEEPS
+    mode = argument(args, kwargs, 1, "mode") if len(args) > 1 or "mode" in kwargs else "abort"
+    suspension = state.find(instance, Suspension)
+    asleep = state.of(instance, Asleep)
+    sleep = partial(wrapped, *args, **kwargs)
+    if level != _KEEPS:
+        return sleep()
+    if asleep.pending is not None:
+        return asleep.pending
+    if suspension is None or instance.model_executor.is_sleeping:
+        return _fall_asleep(asleep, sleep)
+    if why_not := suspension.why_not():
+        log.warning("kvpatch: what only the device has is lost in this sleep: %s", why_not)
+        return _fall_asleep(asleep, sleep)
+    pending: Future[None] = Future()
+    begins = suspension.phase not in (*ON_THE_WAY, Phase.SUSPENDED)
+    # Where running requests may finish, a suspension waits for them as well.
+    suspension.suspend(finish=mode == "wait", whole=False, timeout=None)
+    asleep.suspended = begins
+    asleep.pending, asleep.sleep = pending, sleep
+    _advance(asleep, suspension)
+    return pending
+
+
+def after_engine_step(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
+    """Fall asleep once the engine is suspended. Wraps ``EngineCoreProc._process_engine_step``."""
+    result = wrapped(*args, **kwargs)
+    asleep = state.find(instance, Asleep)
+    suspension = state.find(instance, Suspension)
+    if asleep is not None and suspension is not None:
+        _advance(asleep, suspension)
+    return result
+
+
+def _advance(asleep: Asleep, suspension: Suspension) -> None:
+    """Fall asleep, if that was asked for and the suspension has ended, well or not."""
+    pending, sleep = asleep.pending, asleep.sleep
+    if pending is None or sleep is None or suspension.phase in (*ON_THE_WAY, Phase.RESUMING):
+        return
+    asleep.pending = asleep.sleep = None
+    if suspension.phase is Phase.RUNS:
+        asleep.suspended = False
+        why = suspension.said.get("error") or suspension.given_up
+        log.warning("kvpatch: what only the device has is lost in this sleep: %s", why)
+    try:
+        done = _fall_asleep(asleep, sleep)
+    except Exception as error:
+        _stays_awake(asleep, suspension)
+        pending.set_exception(error)
+        return
+    if done is None:
+        pending.set_result(None)
+    else:
+        done.add_done_callback(lambda one: _tell(pending, one, asleep, suspension))
+
+
+def _fall_asleep(asleep: Asleep, sleep: Callable[[], Any]) -> Any:
+    asleep.keeps = True
+    try:
+        return sleep()
+    except BaseException:
+        asleep.keeps = False
+        raise
+
+
+def _tell(pending: Future[None], done: Future[Any], asleep: Asleep, suspension: Suspension) -> None:
+    error = done.exception()
+    if error is None:
+        pending.set_result(None)
+    else:
+        _stays_awake(asleep, suspension)
+        pending.set_exception(error)
+
+
+def _stays_awake(asleep: Asleep, suspension: Suspension) -> None:
+    asleep.keeps = False
+    if asleep.suspended:
+        asleep.suspended = False
+        suspension.resume()
+
+
+def around_reset(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
+    """Leave the connector's cache in a sleep that keeps it.
+
+    Wraps ``EngineCore._reset_caches(reset_running_requests=True, reset_connector=True)``. Where
+    weights were replaced before, ``tiers.reset_caches`` resets it all the same.
+    """
+    asleep = state.find(instance, Asleep)
+    if asleep is not None and asleep.keeps:
+        asleep.keeps = False
+        args, kwargs = args[:1], {**kwargs, "reset_connector": False}
+    return wrapped(*args, **kwargs)
+
+
+def around_wake_up(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
+    """Resume an engine that was suspended for its sleep. Wraps ``EngineCore.wake_up(tags=None)``.
+
+    It returns whether everything is back.
+    """
+    awake = wrapped(*args, **kwargs)
+    asleep = state.find(instance, Asleep)
+    if awake and asleep is not None and asleep.suspended:
+        suspension = state.find(instance, Suspension)
+        assert suspension is not None
+        pending, asleep.pending, asleep.sleep = asleep.pending, None, None
+        _stays_awake(asleep, suspension)
+        if pending is not None:
+            pending.set_exception(RuntimeError("the engine was woken up before it slept"))
+    return awake

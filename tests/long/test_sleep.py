@@ -1,0 +1,167 @@
+"""A served engine sleeps and wakes up: its pages are free meanwhile, its tier is what it was.
+
+On the host device its weights leave as on a GPU (kvpatch/patches/sleep/weights.py), so that what is
+computed while it sleeps is no number.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from harness.engines.runs import Device, Run, engine_arguments, prompts
+from harness.engines.serving import eventually, watched
+from harness.serve import Server
+from kvpatch import control
+
+COUNT = 6
+TOKENS = 640  # of a prompt, in whole blocks
+LONG = 300  # tokens to generate: a request that still runs when the engine is asked to sleep
+LOADED = "vllm:external_prefix_cache_hits_total"
+BASE = Run(blocks=300)
+KINDS = {
+    "offloading": BASE,
+    "offloading, runner v2": replace(BASE, runner="v2"),
+    "eager": replace(BASE, simple="eager"),
+    "lazy": replace(BASE, simple="lazy"),
+}
+
+
+@dataclass
+class Sleeper:
+    """A server whose engine can sleep.
+
+    Attributes:
+        first: what it answered before it slept.
+    """
+
+    server: Server
+    name: str
+    first: list[Any]
+    pool: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(8))
+
+    @property
+    def engine(self) -> control.Engine:
+        return control.find(self.name)
+
+    def post(self, path: str, **query: Any) -> Any:
+        answer = self.server.client.post(path, params=query)
+        answer.raise_for_status()
+        return answer.json()
+
+    def sleeping(self) -> bool:
+        answer = self.server.client.get("/is_sleeping").raise_for_status()
+        return bool(answer.json()["is_sleeping"])
+
+    def begin(self, prompt: dict[str, Any]) -> Future[Any]:
+        return self.pool.submit(self.server.complete, prompt)
+
+    def again(self) -> None:
+        """Ask everything again, and assert the same answers."""
+        answers = [self.server.complete(prompt) for prompt in prompts(COUNT)]
+        assert [one["tokens"] for one in answers] == [one["tokens"] for one in self.first]
+
+    def loaded(self) -> int:
+        """Tokens that came from the tier so far."""
+        return int(self.server.metric(LOADED))
+
+
+@pytest.fixture(scope="module", params=KINDS)
+def sleeper(
+    request: pytest.FixtureRequest,
+    models: Callable[[str], Path],
+    device: Device,
+    tmp_path_factory: pytest.TempPathFactory,
+) -> Iterator[Sleeper]:
+    name = f"sleep-{os.getpid()}-{list(KINDS).index(request.param)}"
+    more = {"KVCACHED_IPC_NAME": name, "VLLM_SERVER_DEV_MODE": "1"}
+    run = replace(KINDS[request.param], environment=tuple(more.items()))
+    arguments = engine_arguments(run) | {"enable_sleep_mode": True}
+    folder = tmp_path_factory.mktemp("serve")
+    with watched(models(run.model), arguments, device.environ(run), folder) as server:
+        first = [server.complete(prompt) for prompt in prompts(COUNT)]
+        yield Sleeper(server, name, first)
+
+
+def test_level_1_gives_every_page_back_and_loses_nothing(sleeper: Sleeper) -> None:
+    sleeper.again()
+    for _ in range(2):  # who does not know whether it sleeps asks again
+        sleeper.post("/sleep", level=1)
+    said = sleeper.engine.said
+    assert sleeper.sleeping()
+    assert (said["phase"], said["mapped"]) == ("suspended", said["limit"])  # the page of block 0
+    waiting = sleeper.begin(prompts(COUNT)[0])
+    assert eventually(lambda: sleeper.engine.said["waiting"] == 1)
+    assert not waiting.done()
+    before = sleeper.loaded()
+    assert sleeper.post("/wake_up")["status"] == "awake"
+    assert waiting.result(60)["tokens"] == sleeper.first[0]["tokens"]
+    assert not sleeper.sleeping()
+    assert eventually(lambda: sleeper.engine.phase == "runs")
+    assert sleeper.engine.said["limit"] == said["most"]
+    again = [sleeper.server.complete(prompt) for prompt in prompts(COUNT)[1:]]
+    assert [one["tokens"] for one in again] == [one["tokens"] for one in sleeper.first[1:]]
+    assert eventually(lambda: sleeper.loaded() - before == COUNT * TOKENS)
+
+
+def test_it_wakes_up_in_parts(sleeper: Sleeper) -> None:
+    sleeper.post("/sleep", level=1)
+    assert sleeper.post("/wake_up", tags="weights")["status"] == "sleeping"
+    assert sleeper.engine.phase == "suspended"
+    assert sleeper.post("/wake_up", tags="kv_cache")["status"] == "awake"
+    sleeper.again()
+
+
+@pytest.mark.parametrize("mode", ["abort", "wait", "keep"])
+def test_a_request_that_runs_ends_as_the_mode_says(sleeper: Sleeper, mode: str) -> None:
+    prompt = prompts(1, seed=11, max_tokens=LONG)[0]
+    whole = sleeper.server.complete(prompt)
+    running = sleeper.begin(prompt)
+    assert eventually(lambda: sleeper.engine.said["running"] == 1)
+    sleeper.post("/sleep", level=1, mode=mode)
+    assert sleeper.engine.said["mapped"] == sleeper.engine.said["limit"]
+    if mode == "abort":
+        assert len(running.result(60)["tokens"]) < LONG
+    elif mode == "wait":
+        assert running.result(60)["tokens"] == whole["tokens"]
+    sleeper.post("/wake_up")
+    if mode == "keep":
+        assert running.result(120)["tokens"] == whole["tokens"]
+    sleeper.again()
+
+
+def test_a_suspended_engine_sleeps_and_is_suspended_when_it_wakes_up(sleeper: Sleeper) -> None:
+    sleeper.engine.suspend(timeout=60)
+    sleeper.post("/sleep", level=1)
+    sleeper.post("/wake_up")
+    assert sleeper.engine.phase == "suspended"
+    sleeper.engine.resume()
+    sleeper.again()
+
+
+def test_resumed_while_it_sleeps_it_computes_nothing(sleeper: Sleeper) -> None:
+    """`kvpatch resume` gives the limit back; vLLM's own pause stays."""
+    sleeper.post("/sleep", level=1)
+    sleeper.engine.resume()
+    waiting = sleeper.begin(prompts(COUNT)[0])
+    assert eventually(lambda: sleeper.engine.said["waiting"] == 1)
+    sleeper.post("/wake_up")
+    assert waiting.result(60)["tokens"] == sleeper.first[0]["tokens"]
+    sleeper.again()
+
+
+def test_level_2_forgets_what_other_weights_must_not_find(sleeper: Sleeper) -> None:
+    sleeper.post("/sleep", level=2)
+    sleeper.post("/wake_up", tags="weights")
+    sleeper.server.rpc("reload_weights")
+    sleeper.post("/wake_up", tags="kv_cache")
+    before = sleeper.loaded()
+    sleeper.again()
+    assert sleeper.loaded() == before
+    sleeper.again()
