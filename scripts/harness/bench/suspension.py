@@ -26,6 +26,7 @@ import subprocess
 import tempfile
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
@@ -53,8 +54,11 @@ STEPS = 64  # tokens of an answer by which a step is measured
 SESSIONS = 4  # whose gaps a neighbour uses
 FLOOR = 8 * MIB  # the page of block 0, of each layer
 IDLE = "1s"
-BUSY, RARE = 4, 4.0  # clients of a model at its peak; seconds between requests otherwise
+BUSY, RARE = 10, 4.0  # clients of a model at its peak; seconds between requests otherwise
 PHASE = 15.0  # seconds of a model's peak
+# Tokens of an answer, which takes many times as long as the part of its prompt that is not found,
+# as on a GPU.
+ANSWER = 64
 Result = dict[str, Any]
 
 
@@ -250,24 +254,49 @@ def stream(server: Server, prompt: Result) -> float:
 
 
 class Load:
-    """The requests of a model, which any of its clients takes in their order."""
+    """The requests of a model: its clients have each a conversation, turn after turn.
 
-    def __init__(self, server: Server, some: Sequence[Result]) -> None:
-        self.server, self._some = server, itertools.cycle(some)
+    Args:
+        server: of the model.
+        talks: conversations, which begin again after the last one.
+    """
+
+    def __init__(self, server: Server, talks: Sequence[Sequence[Result]]) -> None:
+        self.server = server
+        self._begun = deque[Iterator[Result]]()  # by clients that had to stop
+        self._next = map(iter, itertools.cycle(talks))
         self._lock = threading.Lock()
         self.first: list[float] = []
         self.tokens = 0
 
     def client(self, stop: threading.Event, pause: float) -> None:
         """Ask again and again until it has to stop."""
+        with self._lock:
+            talk = self._begun.popleft() if self._begun else next(self._next)
         while not stop.is_set():
-            with self._lock:
-                prompt = next(self._some)
+            prompt = next(talk, None)
+            if prompt is None:
+                with self._lock:
+                    talk = next(self._next)
+                continue
             first = stream(self.server, prompt)
             with self._lock:
                 self.first.append(first)
                 self.tokens += len(prompt["tokens"]) + prompt["max_tokens"]
             stop.wait(pause)
+        with self._lock:
+            self._begun.append(talk)
+
+
+def talks_of(turns: Sequence[tuple[int, list[int]]], words: Sequence[int], seed: int) -> list[Any]:
+    """Return the prompts of each conversation, in its order; each chat is one of its own."""
+    found: dict[int, list[Result]] = {}
+    every = zip(turns, conversations.prompts(turns, words, seed), strict=True)
+    alone = len({session for session, _ in turns}) == 1
+    for number, ((session, _), prompt) in enumerate(every):
+        of = number if alone else session
+        found.setdefault(of, []).append({**prompt, "max_tokens": ANSWER})
+    return list(found.values())
 
 
 def arm_of_three(machine: Machine, arm: str, cycles: int) -> Result:
@@ -282,7 +311,7 @@ def arm_of_three(machine: Machine, arm: str, cycles: int) -> Result:
         conversations.read("chat"),
         [one for one in coding if one[0] not in half],
     ]
-    run = Run(blocks=blocks, cpu_blocks=500, offload=arm != "kvcached alone")
+    run = Run(blocks=blocks, cpu_blocks=1000, together=BUSY, offload=arm != "kvcached alone")
     with ExitStack() as stack:
         here = replace(machine, stack=stack)
         # Of one engine, and two of kvcached's pages of two others and of each layer's zero page.
@@ -290,7 +319,7 @@ def arm_of_three(machine: Machine, arm: str, cycles: int) -> Result:
         environment = {} if run.offload else {"KVCACHED_MAX_CACHED_TOKENS": "16000"}
         started = [here.start(run, device, **environment) for _ in loads]
         models = [
-            Load(server, list(conversations.prompts(turns, words, seed)))
+            Load(server, talks_of(turns, words, seed))
             for seed, ((server, _), turns) in enumerate(zip(started, loads, strict=True))
         ]
         names = [name for _, name in started]
