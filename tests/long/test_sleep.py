@@ -72,7 +72,13 @@ class Sleeper:
         return int(self.server.metric(LOADED))
 
 
-@pytest.fixture(scope="module", params=KINDS)
+# Each kind has an engine, which all tests of its kind ask; what depends on no connector is asked of
+# one of each.
+EVERY = pytest.mark.parametrize("sleeper", KINDS, indirect=True)
+ONE_OF_EACH = pytest.mark.parametrize("sleeper", ["offloading", "lazy"], indirect=True)
+
+
+@pytest.fixture(scope="module")
 def sleeper(
     request: pytest.FixtureRequest,
     models: Callable[[str], Path],
@@ -89,6 +95,7 @@ def sleeper(
         yield Sleeper(server, name, first)
 
 
+@EVERY
 def test_level_1_gives_every_page_back_and_loses_nothing(sleeper: Sleeper) -> None:
     sleeper.again()
     for _ in range(2):  # who does not know whether it sleeps asks again
@@ -110,6 +117,7 @@ def test_level_1_gives_every_page_back_and_loses_nothing(sleeper: Sleeper) -> No
     assert eventually(lambda: sleeper.loaded() - before == COUNT * TOKENS)
 
 
+@ONE_OF_EACH
 def test_it_wakes_up_in_parts(sleeper: Sleeper) -> None:
     sleeper.post("/sleep", level=1)
     assert sleeper.post("/wake_up", tags="weights")["status"] == "sleeping"
@@ -118,6 +126,7 @@ def test_it_wakes_up_in_parts(sleeper: Sleeper) -> None:
     sleeper.again()
 
 
+@ONE_OF_EACH
 @pytest.mark.parametrize("mode", ["abort", "wait", "keep"])
 def test_a_request_that_runs_ends_as_the_mode_says(sleeper: Sleeper, mode: str) -> None:
     prompt = prompts(1, seed=11, max_tokens=LONG)[0]
@@ -136,6 +145,7 @@ def test_a_request_that_runs_ends_as_the_mode_says(sleeper: Sleeper, mode: str) 
     sleeper.again()
 
 
+@ONE_OF_EACH
 def test_a_suspended_engine_sleeps_and_is_suspended_when_it_wakes_up(sleeper: Sleeper) -> None:
     sleeper.engine.suspend(timeout=60)
     sleeper.post("/sleep", level=1)
@@ -145,6 +155,7 @@ def test_a_suspended_engine_sleeps_and_is_suspended_when_it_wakes_up(sleeper: Sl
     sleeper.again()
 
 
+@ONE_OF_EACH
 def test_resumed_while_it_sleeps_it_computes_nothing(sleeper: Sleeper) -> None:
     """`kvpatch resume` gives the limit back; vLLM's own pause stays."""
     sleeper.post("/sleep", level=1)
@@ -156,6 +167,7 @@ def test_resumed_while_it_sleeps_it_computes_nothing(sleeper: Sleeper) -> None:
     sleeper.again()
 
 
+@EVERY
 def test_level_2_forgets_what_other_weights_must_not_find(sleeper: Sleeper) -> None:
     sleeper.post("/sleep", level=2)
     sleeper.post("/wake_up", tags="weights")

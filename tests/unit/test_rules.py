@@ -178,6 +178,7 @@ ENGINES = {
     "parallel_config__data_parallel_size": 2,
     "parallel_config__data_parallel_size_local": 2,
 } | ONE_RANK
+TWO_RANKS = {"parallel_config__world_size": 2, "parallel_config__tensor_parallel_size": 2}
 ASLEEP = {"machine__device": "cpu", "model_config__enable_sleep_mode": True} | ONE_RANK
 DRAFTS = {"speculative_config": SimpleNamespace(method="ngram")}
 # As compressed-tensors has it, from a checkpoint of llm-compressor.
@@ -716,8 +717,8 @@ CASES: dict[str, tuple[list[dict[str, Any]], str]] = {
     ),
     "KVP370": (
         [{"machine__vllm": "0.31.0", "machine__environment": {IDLE.name: "30s"}}],
-        "KVPATCH_IDLE is set, because giving memory back is validated on vLLM 0.32.0 only; unset "
-        "KVPATCH_IDLE, or install one of these releases, or set KVPATCH=0.",
+        "KVPATCH_IDLE is set, because giving memory back is validated on vLLM 0.32.0 or 0.33.0 "
+        "only; unset KVPATCH_IDLE, or install one of these releases, or set KVPATCH=0.",
     ),
     "KVP372": (
         [
@@ -759,7 +760,7 @@ CASES: dict[str, tuple[list[dict[str, Any]], str]] = {
     "KVP375": (
         [
             ASLEEP | {"machine__vllm": "0.31.0"},
-            ASLEEP | STAGES,
+            ASLEEP | TWO_RANKS,
             ASLEEP | multi("OffloadingConnector"),
             ASLEEP | tiers("fs"),
         ],

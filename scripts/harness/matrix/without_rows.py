@@ -52,6 +52,7 @@ STEPPED = "the driver steps an engine until it is at rest, where a served one sl
 WHOLE = "debug mode has nothing to find while every other row is there"
 NPU = "needs an NPU, or the emulated one, which has no cells"
 UNASKED = "no load here suspends an engine or lowers its limit"
+AWAKE = "no load here lets an engine sleep"
 PAGEABLE = "memory that is not registered is copied all the same"
 
 TELEMETRY = "unit/test_telemetry.py::"
@@ -67,6 +68,7 @@ RESETS = "engine/test_resets.py::"
 ASCEND = "unit/test_ascend.py::"
 WORKER = "npu/test_npu_worker.py::"
 SUSPEND = "long/test_suspend.py::"
+SLEEP = "long/test_sleep.py::"
 HOOKS = "unit/test_suspend_hooks.py::"
 
 ROWS: dict[str, Row] = {
@@ -461,6 +463,34 @@ ROWS: dict[str, Row] = {
         "engine/test_spill.py::"
         "test_simple_stores_what_fits_and_evicts_nothing_that_the_spill_needs",
         UNASKED,
+    ),
+    "sleep.sleep": held(
+        f"{SLEEP}test_level_1_gives_every_page_back_and_loses_nothing",
+        AWAKE,
+    ),
+    "sleep.reset": held(
+        f"{SLEEP}test_level_1_gives_every_page_back_and_loses_nothing",
+        AWAKE,
+    ),
+    "sleep.step": held(
+        f"{SLEEP}test_level_1_gives_every_page_back_and_loses_nothing",
+        AWAKE,
+    ),
+    "sleep.wake_up": held(
+        f"{SLEEP}test_level_1_gives_every_page_back_and_loses_nothing",
+        AWAKE,
+    ),
+    "sleep.available": held(
+        f"{SLEEP}test_level_1_gives_every_page_back_and_loses_nothing",
+        AWAKE,
+    ),
+    "sleep.weights_leave": held(
+        "unit/test_sleep.py::test_weights_that_left_are_no_numbers_and_come_back",
+        "weights that stay make no difference: nothing is computed while an engine sleeps",
+    ),
+    "sleep.weights_return": held(
+        f"{SLEEP}test_level_1_gives_every_page_back_and_loses_nothing",
+        AWAKE,
     ),
     "audit.worker": seen("debug, corrupt"),
     "audit.store": Row((Look("debug", ("fence.release",), WHOLE),)),

@@ -1,0 +1,224 @@
+"""A sleep is a suspension, and then vLLM's own; what ends it otherwise leaves the engine awake."""
+
+from __future__ import annotations
+
+import logging
+from concurrent.futures import Future
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from suspend_world import PAGE, World, worlds
+
+from kvpatch import state
+from kvpatch.patches.secondary_tiers.weights import Calls
+from kvpatch.patches.sleep import asleep, weights
+from kvpatch.patches.suspend.suspension import Phase, Suspension
+
+__all__ = ["worlds"]
+
+
+class Sleeper:
+    """An engine with vLLM's own sleep, which pauses, resets and empties the executor.
+
+    Attributes:
+        resets: whether each reset of all caches was of the connector's too.
+        later: what vLLM's sleep returns, where it has to wait.
+    """
+
+    def __init__(self, world: World) -> None:
+        self.world = world
+        self.model_executor = SimpleNamespace(is_sleeping=False)
+        self.resets: list[bool] = []
+        self.later: Future[None] | None = None
+        self.error: Exception | None = None
+        state.attach(self, world.suspension)
+
+    def sleep(self, *args: Any, **kwargs: Any) -> Any:
+        return asleep.around_sleep(self._sleep, self, args, kwargs)
+
+    def _sleep(self, level: int = 1, mode: str = "abort") -> Future[None] | None:
+        if self.error is not None:
+            raise self.error
+        if self.later is None:
+            self._reset_caches()
+        self.model_executor.is_sleeping = True
+        return self.later
+
+    def _reset_caches(self, *args: Any, **kwargs: Any) -> None:
+        def reset(reset_running_requests: bool = True, reset_connector: bool = True) -> None:
+            self.resets.append(reset_connector)
+
+        asleep.around_reset(reset, self, args, kwargs)
+
+    def wake_up(self, tags: list[str] | None = None) -> bool:
+        def wake(tags: list[str] | None = None) -> bool:
+            self.model_executor.is_sleeping = tags == ["weights"]
+            return not self.model_executor.is_sleeping
+
+        awake: bool = asleep.around_wake_up(wake, self, (tags,), {})
+        return awake
+
+    def step(self) -> bool:
+        there: bool = asleep.after_engine_step(self.world.step, self, (), {})
+        return there
+
+    def until_idle(self) -> None:
+        for _ in range(200):
+            if not self.step():
+                return
+        raise AssertionError("it steps for ever")
+
+
+@pytest.fixture
+def sleeper(worlds: Any) -> Sleeper:
+    world: World = worlds()
+    for block in range(4, 28):
+        world.pool.cache(block, f"old{block}".encode())
+    world._in_use = world.manager.in_use()
+    return Sleeper(world)
+
+
+def test_it_sleeps_once_everything_is_stored_and_keeps_the_tier(sleeper: Sleeper) -> None:
+    sleeping = sleeper.sleep()
+    assert not sleeping.done()
+    assert sleeper.sleep(level=1) is sleeping, "asked again, it begins again"
+    sleeper.until_idle()
+    assert sleeping.result(0) is None
+    assert sleeper.resets == [False]
+    assert sleeper.world.suspension.phase is Phase.SUSPENDED
+    assert sleeper.world.suspension.said["lost"] == 0
+    assert sleeper.world.manager.limit == PAGE
+    assert sleeper.sleep(1, "abort") is None, "it sleeps already"
+    assert sleeper.resets == [False, False]
+    assert not sleeper.wake_up(["weights"])
+    assert sleeper.world.suspension.phase is Phase.SUSPENDED
+    assert sleeper.wake_up()
+    sleeper.until_idle()
+    assert sleeper.world.suspension.phase is Phase.RUNS
+    sleeper._reset_caches()
+    assert sleeper.resets[-1], "a reset that is no sleep's was left out"
+
+
+def test_vllms_own_wait_is_waited_for(sleeper: Sleeper) -> None:
+    sleeper.later = Future()
+    sleeping = sleeper.sleep(level=1, mode="wait")
+    sleeper.until_idle()
+    assert not sleeping.done()
+    sleeper._reset_caches()
+    sleeper.later.set_result(None)
+    assert sleeping.result(0) is None
+    assert sleeper.resets == [False]
+
+
+@pytest.mark.parametrize("when", ["at once", "later"])
+def test_an_engine_that_cannot_sleep_runs(sleeper: Sleeper, when: str) -> None:
+    error = RuntimeError("no")
+    if when == "later":
+        sleeper.later = Future()
+    else:
+        sleeper.error = error
+    sleeping = sleeper.sleep()
+    sleeper.until_idle()
+    if sleeper.later is not None:
+        sleeper.later.set_exception(error)
+    assert sleeping.exception(0) is error
+    sleeper.until_idle()
+    assert sleeper.world.suspension.phase is Phase.RUNS
+    sleeper._reset_caches()
+    assert sleeper.resets == [True]
+
+
+def test_woken_up_before_it_slept_it_runs(sleeper: Sleeper) -> None:
+    sleeping = sleeper.sleep()
+    sleeper.step()
+    assert sleeper.wake_up()
+    assert "woken up before it slept" in str(sleeping.exception(0))
+    sleeper.until_idle()
+    assert sleeper.world.suspension.phase is Phase.RUNS
+    assert not sleeper.model_executor.is_sleeping
+
+
+def test_a_suspension_of_somebody_else_stays(sleeper: Sleeper) -> None:
+    sleeper.world.suspension.suspend(False, False, None)
+    sleeper.until_idle()
+    assert sleeper.sleep().result(0) is None
+    assert sleeper.wake_up()
+    sleeper.until_idle()
+    assert sleeper.world.suspension.phase is Phase.SUSPENDED
+
+
+def test_a_suspension_that_is_given_up_is_no_reason_to_stay_awake(
+    sleeper: Sleeper, caplog: pytest.LogCaptureFixture
+) -> None:
+    sleeping = sleeper.sleep()
+    sleeper.step()
+    sleeper.world.suspension.resume()
+    with caplog.at_level(logging.WARNING):
+        sleeper.until_idle()
+    assert sleeping.result(0) is None
+    assert sleeper.resets == [False]
+    assert "lost in this sleep: it was resumed before it was suspended" in caplog.text
+    assert sleeper.wake_up()
+    assert sleeper.world.suspension.phase is Phase.RUNS
+
+
+def test_what_cannot_be_suspended_sleeps_at_once(
+    sleeper: Sleeper, caplog: pytest.LogCaptureFixture
+) -> None:
+    state.attach(sleeper.world, Calls(unanswered=True))
+    with caplog.at_level(logging.WARNING):
+        assert sleeper.sleep() is None
+    assert "lost in this sleep: its weights were replaced" in caplog.text
+    assert sleeper.resets == [False]
+
+
+def test_an_engine_without_a_suspension_keeps_its_tier(sleeper: Sleeper) -> None:
+    state.drop(sleeper, Suspension)
+    assert sleeper.sleep() is None
+    assert sleeper.resets == [False]
+
+
+@pytest.mark.parametrize("level", [0, 2])
+def test_other_levels_are_vllms(sleeper: Sleeper, level: int) -> None:
+    assert sleeper.sleep(level=level) is None
+    assert sleeper.resets == [True]
+    assert sleeper.world.suspension.phase is Phase.RUNS
+
+
+# What an engine on a CPU does with its weights
+
+
+@pytest.fixture
+def worker() -> Any:
+    torch = pytest.importorskip("torch")
+    model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.BatchNorm1d(2))
+    return SimpleNamespace(model_runner=SimpleNamespace(model=model))
+
+
+def test_weights_that_left_are_no_numbers_and_come_back(worker: Any) -> None:
+    import torch
+
+    model = worker.model_runner.model
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    weights.leave(None, worker, (), {"level": 1})
+    assert all(tensor.isnan().all() for tensor in model.parameters())
+    weights.come_back(None, worker, (["kv_cache"],), {})
+    assert all(tensor.isnan().all() for tensor in model.parameters())
+    weights.come_back(None, worker, (), {})
+    now = model.state_dict()
+    assert all(torch.equal(tensor, now[name]) for name, tensor in before.items())
+
+
+def test_level_2_brings_the_buffers_back_alone(worker: Any) -> None:
+    model = worker.model_runner.model
+    model[1].running_mean.fill_(3)
+    weights.leave(None, worker, (2,), {})
+    model[1].running_mean.fill_(0)
+    weights.come_back(None, worker, (), {"tags": ["weights"]})
+    assert (model[1].running_mean == 3).all()
+    assert all(tensor.isnan().all() for tensor in model.parameters())
+
+
+def test_the_host_device_has_sleep_mode() -> None:
+    assert weights.available(lambda: False, None, (), {})
