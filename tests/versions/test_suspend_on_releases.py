@@ -1,9 +1,11 @@
-"""Suspending, resuming and a lower limit on the other releases that they are validated with."""
+"""Suspending, limits and sleep mode on the other releases that they are validated with."""
 
 from __future__ import annotations
 
 import os
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
@@ -14,6 +16,8 @@ from harness.engines.runs import Device, Run, prompts
 from harness.engines.serving import eventually
 from harness.kills import Served
 from kvpatch import control
+from kvpatch.patches.first_limit.rules import RELEASES as LIMITED
+from kvpatch.patches.sleep.rules import RELEASES as SLEEPING
 from kvpatch.patches.suspend.releases import RELEASES
 
 OTHERS = tuple(one for one in RELEASES if one != releases.newest_built())
@@ -28,23 +32,37 @@ KINDS = {
 }
 
 
+@contextmanager
+def served(run: Run, device: Device, folder: Path) -> Iterator[Served]:
+    """A server of a run that is ready."""
+    server = Served(folder / "served", run, device, {})
+    try:
+        while not server.ready():
+            time.sleep(0.05)
+        yield server
+    finally:
+        server.close()
+
+
+def answers(server: Served) -> list[list[int]]:
+    return [server.complete(prompt)["tokens"] for prompt in prompts(COUNT)]
+
+
+def of(kind: str, vllm: str, **more: str) -> tuple[str, Run]:
+    """A run of a kind on a release, and the name of its engine."""
+    name = f"suspend-{vllm}-{kind}-{os.getpid()}"
+    environment = {"KVCACHED_IPC_NAME": name, "VLLM_SERVER_DEV_MODE": "1", **more}
+    return name, replace(KINDS[kind], vllm=vllm, environment=tuple(environment.items()))
+
+
 @pytest.mark.parametrize("vllm", OTHERS)
 @pytest.mark.parametrize("kind", KINDS)
 def test_nothing_is_lost_and_every_page_is_given_back(
     kind: str, vllm: str, device: Device, tmp_path: Path
 ) -> None:
-    name = f"suspend-{vllm}-{kind}-{os.getpid()}"
-    named = (("KVCACHED_IPC_NAME", name),)
-    run = replace(KINDS[kind], vllm=vllm, environment=named)
-    server = Served(tmp_path / "served", run, device, {})
-    try:
-        while not server.ready():
-            time.sleep(0.05)
-        first = [server.complete(prompt)["tokens"] for prompt in prompts(COUNT)]
-
-        def again() -> list[list[int]]:
-            return [server.complete(prompt)["tokens"] for prompt in prompts(COUNT)]
-
+    name, run = of(kind, vllm)
+    with served(run, device, tmp_path) as server:
+        first = answers(server)
         engine = control.find(name)
         assert engine.said["why_not"] == ""
         answer = engine.suspend(timeout=60)
@@ -52,13 +70,52 @@ def test_nothing_is_lost_and_every_page_is_given_back(
         assert answer.mapped == answer.limit  # the page of block 0
         before = server.metric(LOADED)
         assert engine.resume().phase == "runs"
-        assert again() == first
+        assert answers(server) == first
         assert eventually(lambda: server.metric(LOADED) - before == COUNT * TOKENS)
+        # Lazy mode has stored nothing before, and the others everything that could be spilled.
+        spilled = server.metric("vllm:kvpatch_spilled_blocks_total")
+        assert eventually(lambda: server.metric("vllm:kvpatch_restored_blocks_total") == spilled)
+        assert (spilled > 0) is (kind == "lazy")
         most = engine.said["most"]
         assert engine.limit(most // 4).said["evicted_without_copy"] == 0
         assert eventually(lambda: control.find(name).said["mapped"] <= most // 4)
-        assert again() == first
+        assert answers(server) == first
         engine.limit(most)
-        assert again() == first
-    finally:
-        server.close()
+        assert answers(server) == first
+
+
+@pytest.mark.parametrize("vllm", [one for one in LIMITED if one in OTHERS])
+def test_it_is_limited_from_the_start(vllm: str, device: Device, tmp_path: Path) -> None:
+    name, run = of("offloading", vllm, KVPATCH_FIRST_LIMIT="50%")
+    with served(run, device, tmp_path) as server:
+        engine = control.find(name)
+        needs = engine.demand()
+        assert abs(engine.said["limit"] - engine.said["most"] // 2) < needs["page"]
+        assert needs["needs"] == 0
+        first = answers(server)
+        assert control.find(name).said["mapped"] <= engine.said["limit"]
+        engine.limit(engine.said["most"])
+        assert answers(server) == first
+
+
+@pytest.mark.parametrize("vllm", [one for one in SLEEPING if one in OTHERS])
+@pytest.mark.parametrize("kind", KINDS)
+def test_it_sleeps_and_wakes_up(kind: str, vllm: str, device: Device, tmp_path: Path) -> None:
+    name, run = of(kind, vllm)
+    run = replace(run, settings=(("enable_sleep_mode", True),))
+    with served(run, device, tmp_path) as server:
+        first = answers(server)
+        server.client.post("/sleep", params={"level": 1}).raise_for_status()
+        said = control.find(name).said
+        assert (said["phase"], said["mapped"]) == ("suspended", said["limit"])
+        before = server.metric(LOADED)
+        server.client.post("/wake_up").raise_for_status()
+        assert answers(server) == first
+        assert eventually(lambda: server.metric(LOADED) - before == COUNT * TOKENS)
+        server.client.post("/sleep", params={"level": 2}).raise_for_status()
+        server.client.post("/wake_up", params={"tags": "weights"}).raise_for_status()
+        server.rpc("reload_weights")
+        server.client.post("/wake_up", params={"tags": "kv_cache"}).raise_for_status()
+        before = server.metric(LOADED)
+        assert answers(server) == first
+        assert server.metric(LOADED) == before

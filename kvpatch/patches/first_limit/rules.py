@@ -8,8 +8,9 @@ from kvpatch.environ import FIRST_LIMIT
 from kvpatch.rules import Rule
 from kvpatch.versions import Facts, in_words
 
-# A release enters when tests/long/test_first_limit.py ran on it.
-RELEASES: tuple[str, ...] = ("0.32.0",)
+# A release enters when tests/long/test_first_limit.py ran on it, or that of
+# tests/versions/test_suspend_on_releases.py.
+RELEASES: tuple[str, ...] = ("0.32.0", "0.33.0")
 _WHERE = f"on vLLM {in_words(list(RELEASES))} only" if RELEASES else "on no release yet"
 
 

@@ -10,8 +10,8 @@ from kvpatch.rules import Rule
 from kvpatch.upstream import connectors
 from kvpatch.versions import Facts, in_words
 
-# In which tests/long/test_sleep.py ran.
-RELEASES = ("0.32.0",)
+# On which tests/long/test_sleep.py ran, or that of tests/versions/test_suspend_on_releases.py.
+RELEASES = ("0.32.0", "0.33.0")
 _KNOWN = (connectors.OFFLOADING, connectors.SIMPLE)
 _SIZES = ("tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size")
 

@@ -8,8 +8,8 @@ Servers on the host device with a small model:
 suspend  an engine of each connector, suspended and resumed with more and more on the device
 gaps     coding sessions whose users let tools run between their turns, while the engine gives its
          pages back by itself and a neighbour on the same device has its own load
-three    two sets of coding sessions and chats on one device, busy in turns: limits by
-         ``kvpatch balance``, static thirds, and kvcached alone
+three    two sets of coding sessions and chats on one device, busy in turns: static thirds, kvcached
+         alone, and limits by ``kvpatch balance``
 
 Sessions and chats are scaled down from published traces (harness/bench/conversations.py). Parts
 that are not measured again are kept.
@@ -59,6 +59,8 @@ PHASE = 15.0  # seconds of a model's peak
 # Tokens of an answer, which takes many times as long as the part of its prompt that is not found,
 # as on a GPU.
 ANSWER = 64
+BALANCE = {"balance": (), "balance --lend '*'": ("--lend=*",)}  # and its options
+ARMS = ("static thirds", "kvcached alone", *BALANCE)
 Result = dict[str, Any]
 
 
@@ -229,10 +231,7 @@ def gaps(machine: Machine, options: argparse.Namespace) -> Result:
 
 def three(machine: Machine, options: argparse.Namespace) -> Result:
     """Three models on one device, busy in turns."""
-    return {
-        arm: arm_of_three(machine, arm, options.cycles)
-        for arm in ("static thirds", "kvcached alone", "balance")
-    }
+    return {arm: arm_of_three(machine, arm, options.cycles) for arm in ARMS}
 
 
 def stream(server: Server, prompt: Result) -> float:
@@ -326,10 +325,11 @@ def arm_of_three(machine: Machine, arm: str, cycles: int) -> Result:
         if arm == "static thirds":
             for name in names:
                 control.find(name).limit(blocks * BLOCK // 3)
-        if arm == "balance":
+        if arm in BALANCE:
             command = stack.enter_context(command_for(names))
             process = subprocess.Popen(
-                [*command, f"--memory={blocks * BLOCK}"], stdout=subprocess.DEVNULL
+                [*command, f"--memory={blocks * BLOCK}", *BALANCE[arm]],
+                stdout=subprocess.DEVNULL,
             )
             stack.callback(process.wait)
             stack.callback(process.terminate)

@@ -11,6 +11,7 @@ Result = dict[str, Any]
 Row = tuple[str, str, str, str]
 OPEN = "not measured"
 STEPS = 2
+BALANCE = "balance --lend '*'"  # as the documentation says for models that are busy in turns
 
 
 def rows(found: Result) -> Iterator[Row]:
@@ -69,15 +70,24 @@ def _three(found: Result | None) -> Iterator[Row]:
         for figure, goal in (many, soon, worst):
             yield figure, goal, OPEN, "open"
         return
-    ours, thirds, alone = (found[arm] for arm in ("balance", "static thirds", "kvcached alone"))
-    ratio = ours["tokens_per_second"] / thirds["tokens_per_second"]
-    other = ours["tokens_per_second"] / alone["tokens_per_second"]
-    yield *many, f"{ratio:.2f}x; over kvcached alone {other:.2f}x", word(ratio >= 1.5)
-    ratio = ours["first_token_p90"] / thirds["first_token_p90"]
-    other = ours["first_token_p90"] / alone["first_token_p90"]
-    yield *soon, f"{ratio:.2f}x; over kvcached alone {other:.2f}x", word(ratio <= 0.5)
-    least = min(
-        one["tokens_per_second"] / third["tokens_per_second"]
-        for one, third in zip(ours["models"], thirds["models"], strict=True)
+    thirds = found["static thirds"]
+    rate, wait = (
+        {arm: one[figure] / thirds[figure] for arm, one in found.items()}
+        for figure in ("tokens_per_second", "first_token_p90")
     )
-    yield *worst, f"{least:.2f}x", word(least >= 0.9)
+    yield *many, _ratios(rate), word(rate[BALANCE] >= 1.5)
+    yield *soon, _ratios(wait), word(wait[BALANCE] <= 0.5)
+    worst_of = {
+        arm: min(
+            one["tokens_per_second"] / third["tokens_per_second"]
+            for one, third in zip(run["models"], thirds["models"], strict=True)
+        )
+        for arm, run in found.items()
+    }
+    yield *worst, _ratios(worst_of), word(worst_of[BALANCE] >= 0.9)
+
+
+def _ratios(of: Result) -> str:
+    """Return the ratio of the arm that is asked for, and the others beside it."""
+    others = [f"{arm} {of[arm]:.2f}x" for arm in of if arm not in (BALANCE, "static thirds")]
+    return f"{of[BALANCE]:.2f}x with `--lend '*'`; {', '.join(others)}"
