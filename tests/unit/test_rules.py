@@ -273,7 +273,8 @@ CASES: dict[str, tuple[list[dict[str, Any]], str]] = {
     "KVP373": (
         [{"machine__environment": {FIRST_LIMIT.name: "8GiB"}}],
         "KVPATCH_FIRST_LIMIT is set, because a limit at the start is validated on vLLM 0.32.0 or "
-        "0.33.0 only; unset KVPATCH_FIRST_LIMIT, or install one of these releases, or set KVPATCH=0.",
+        "0.33.0 only; unset KVPATCH_FIRST_LIMIT, or install one of these releases, or set "
+        "KVPATCH=0.",
     ),
     "KVP302": (
         [
