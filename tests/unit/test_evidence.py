@@ -33,7 +33,7 @@ def in_force(release: str, on_host: bool = True) -> tuple[str, ...]:
 
     On the host device, as recorded runs are, or on a GPU; nobody asks for the debug mode.
     """
-    wanted = {"host-device", "host-copies"} if on_host else set()
+    wanted = {"host-device", "host-copies", "sleep-on-host"} if on_host else set()
     return tuple(
         patch.id
         for feature in patches.FEATURES
