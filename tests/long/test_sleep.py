@@ -16,14 +16,13 @@ from typing import Any
 import pytest
 
 from harness.engines.runs import Device, Run, engine_arguments, prompts
-from harness.engines.serving import eventually, watched
+from harness.engines.serving import begin_and_see, eventually, watched
 from harness.serve import Server
 from kvpatch import control
 
 COUNT = 6
 TOKENS = 640  # of a prompt, in whole blocks
 LONG = 600  # tokens to generate: a request that still runs when the engine is asked to sleep
-TRIES = 20  # a busy machine may answer later than that
 LOADED = "vllm:external_prefix_cache_hits_total"
 BASE = Run(blocks=300)
 KINDS = {
@@ -64,13 +63,8 @@ class Sleeper:
         return self.pool.submit(self.server.complete, prompt)
 
     def begin_and_see(self, prompt: dict[str, Any]) -> Future[Any]:
-        """Begin a request and see it run; once more if it ended before anybody had looked."""
-        for _ in range(TRIES):
-            running = self.begin(prompt)
-            while not running.done():
-                if self.engine.said["running"] == 1:
-                    return running
-        raise AssertionError(f"{TRIES} requests ended before anybody saw them run")
+        """Begin a request and see it run."""
+        return begin_and_see(lambda: self.begin(prompt), lambda: self.engine.said["running"] == 1)
 
     def again(self) -> None:
         """Ask everything again, and assert the same answers."""

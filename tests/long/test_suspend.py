@@ -21,7 +21,7 @@ import pytest
 
 from harness.engines import kill_points, plugins
 from harness.engines.runs import Device, Run, engine_arguments, prompts
-from harness.engines.serving import eventually, watched
+from harness.engines.serving import TRIES, begin_and_see, eventually, watched
 from harness.kills import Served
 from harness.serve import Server
 from kvpatch import control
@@ -32,7 +32,6 @@ from kvpatch.patches.suspend.releases import RELEASES
 COUNT = 6
 TOKENS = 640  # of a prompt, in whole blocks
 LONG = 1300  # tokens to generate: a request that still runs when the engine has answered twice
-TRIES = 20  # a busy machine may answer later than that
 LOADED = "vllm:external_prefix_cache_hits_total"
 ON_THE_DEVICE = "vllm:prefix_cache_hits_total"
 LENT = "vllm:kvpatch_device_lent_bytes"
@@ -91,15 +90,8 @@ class Suspended:
         return self.pool.submit(self.server.complete, prompt)
 
     def begin_and_see(self, prompt: dict[str, Any]) -> Future[Any]:
-        """Begin a request and see it run; once more if it ended before anybody had looked."""
-        for _ in range(TRIES):
-            running = self.begin(prompt)
-            seen = False
-            while not (seen or running.done()):
-                seen = self.engine.said["running"] == 1
-            if seen:
-                return running
-        raise AssertionError(f"{TRIES} requests ended before anybody saw them run")
+        """Begin a request and see it run."""
+        return begin_and_see(lambda: self.begin(prompt), lambda: self.engine.said["running"] == 1)
 
     def suspend_under(self, prompt: dict[str, Any]) -> tuple[Future[Any], control.Answer]:
         """Suspend it while a request runs; once more if that ended before."""

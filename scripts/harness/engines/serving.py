@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping
+from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
 from harness.serve import Server
+
+TRIES = 20  # of requests that may end before anybody has looked, on a busy machine
 
 
 def eventually(condition: Callable[[], bool], seconds: float = 30) -> bool:
@@ -26,3 +29,17 @@ def watched(
     """Return a server with ``TransferProbe`` in its workers, after which nobody clears up."""
     probe = {"worker_extension_cls": "harness.engines.probe.TransferProbe"}
     return Server(model, {**arguments, **probe}, environment, folder, sweep=False)
+
+
+def begin_and_see(begin: Callable[[], Future[Any]], running: Callable[[], bool]) -> Future[Any]:
+    """Begin a request and see it run; once more if it ended before anybody had looked.
+
+    Raises:
+        AssertionError: none was seen.
+    """
+    for _ in range(TRIES):
+        request = begin()
+        while not request.done():
+            if running():
+                return request
+    raise AssertionError(f"{TRIES} requests ended before anybody saw them run")
