@@ -8,22 +8,18 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from harness.engines.runs import Device, Run, engine_arguments, prompts
-from harness.engines.serving import begin_and_see, eventually, watched
-from harness.serve import Server
-from kvpatch import control
+from harness.engines.serving import Asked, eventually, watched
 
 COUNT = 6
 TOKENS = 640  # of a prompt, in whole blocks
 LONG = 600  # tokens to generate: a request that still runs when the engine is asked to sleep
-LOADED = "vllm:external_prefix_cache_hits_total"
 BASE = Run(blocks=300)
 KINDS = {
     "offloading": BASE,
@@ -33,22 +29,8 @@ KINDS = {
 }
 
 
-@dataclass
-class Sleeper:
-    """A server whose engine can sleep.
-
-    Attributes:
-        first: what it answered before it slept.
-    """
-
-    server: Server
-    name: str
-    first: list[Any]
-    pool: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(8))
-
-    @property
-    def engine(self) -> control.Engine:
-        return control.find(self.name)
+class Sleeper(Asked):
+    """A server whose engine can sleep."""
 
     def post(self, path: str, **query: Any) -> Any:
         answer = self.server.client.post(path, params=query)
@@ -58,22 +40,6 @@ class Sleeper:
     def sleeping(self) -> bool:
         answer = self.server.client.get("/is_sleeping").raise_for_status()
         return bool(answer.json()["is_sleeping"])
-
-    def begin(self, prompt: dict[str, Any]) -> Future[Any]:
-        return self.pool.submit(self.server.complete, prompt)
-
-    def begin_and_see(self, prompt: dict[str, Any]) -> Future[Any]:
-        """Begin a request and see it run."""
-        return begin_and_see(lambda: self.begin(prompt), lambda: self.engine.said["running"] == 1)
-
-    def again(self) -> None:
-        """Ask everything again, and assert the same answers."""
-        answers = [self.server.complete(prompt) for prompt in prompts(COUNT)]
-        assert [one["tokens"] for one in answers] == [one["tokens"] for one in self.first]
-
-    def loaded(self) -> int:
-        """Tokens that came from the tier so far."""
-        return int(self.server.metric(LOADED))
 
 
 # Each kind has an engine, which all tests of its kind ask; what depends on no connector is asked of

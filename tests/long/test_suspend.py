@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +21,7 @@ import pytest
 
 from harness.engines import kill_points, plugins
 from harness.engines.runs import Device, Run, engine_arguments, prompts
-from harness.engines.serving import TRIES, begin_and_see, eventually, watched
+from harness.engines.serving import TRIES, Asked, eventually, watched
 from harness.kills import Served
 from harness.serve import Server
 from kvpatch import control
@@ -69,29 +69,8 @@ def started(
         yield server
 
 
-@dataclass
-class Suspended:
-    """A server with an engine that listens.
-
-    Attributes:
-        first: what it answered before anything was suspended.
-    """
-
-    server: Server
-    name: str
-    first: list[Any]
-    pool: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(8))
-
-    @property
-    def engine(self) -> control.Engine:
-        return control.find(self.name)
-
-    def begin(self, prompt: dict[str, Any]) -> Future[Any]:
-        return self.pool.submit(self.server.complete, prompt)
-
-    def begin_and_see(self, prompt: dict[str, Any]) -> Future[Any]:
-        """Begin a request and see it run."""
-        return begin_and_see(lambda: self.begin(prompt), lambda: self.engine.said["running"] == 1)
+class Suspended(Asked):
+    """A server with an engine that listens."""
 
     def suspend_under(self, prompt: dict[str, Any]) -> tuple[Future[Any], control.Answer]:
         """Suspend it while a request runs; once more if that ended before."""
@@ -102,15 +81,6 @@ class Suspended:
                 return running, answer
             self.engine.resume()
         raise AssertionError(f"{TRIES} requests ended before the engine was suspended")
-
-    def again(self) -> None:
-        """Ask everything again, and assert the same answers."""
-        answers = [self.server.complete(prompt)["tokens"] for prompt in prompts(COUNT)]
-        assert answers == [one["tokens"] for one in self.first]
-
-    def loaded(self) -> int:
-        """Tokens that came from the tier so far."""
-        return int(self.server.metric(LOADED))
 
 
 @pytest.fixture(scope="module", params=KINDS)

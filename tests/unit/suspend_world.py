@@ -373,3 +373,12 @@ def worlds(monkeypatch: pytest.MonkeyPatch) -> Any:
     monkeypatch.setattr(kvcached_api, "write_limit", write)
 
     return World
+
+
+def filled(worlds: Any, **options: Any) -> World:
+    """An engine with pages 1 to 6 full of blocks of earlier requests."""
+    world: World = worlds(**options)
+    for block in range(4, 28):
+        world.pool.cache(block, f"old{block}".encode())
+    world._in_use = world.manager.in_use()
+    return world

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from suspend_world import PAGE, World, worlds
+from suspend_world import PAGE, World, filled, worlds
 
 from kvpatch import state
 from kvpatch.patches.secondary_tiers.weights import Calls
@@ -72,11 +72,7 @@ class Sleeper:
 
 @pytest.fixture
 def sleeper(worlds: Any) -> Sleeper:
-    world: World = worlds()
-    for block in range(4, 28):
-        world.pool.cache(block, f"old{block}".encode())
-    world._in_use = world.manager.in_use()
-    return Sleeper(world)
+    return Sleeper(filled(worlds))
 
 
 def test_it_sleeps_once_everything_is_stored_and_keeps_the_tier(sleeper: Sleeper) -> None:

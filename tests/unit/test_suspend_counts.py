@@ -6,7 +6,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from suspend_world import BLOCKS, MOST, PAGE, Store, World, worlds
+from suspend_world import BLOCKS, MOST, PAGE, Store, World, filled, worlds
 
 from kvpatch import state
 from kvpatch.environ import FIRST_LIMIT, HOST_POOL
@@ -28,15 +28,6 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
     now = SimpleNamespace(at=1000.0)
     monkeypatch.setattr("kvpatch.patches.suspend.counts.time.monotonic", lambda: now.at)
     return now
-
-
-def filled(worlds: Any, **options: Any) -> World:
-    """An engine with pages 1 to 6 full of blocks of earlier requests."""
-    world: World = worlds(**options)
-    for block in range(4, 28):
-        world.pool.cache(block, f"old{block}".encode())
-    world._in_use = world.manager.in_use()
-    return world
 
 
 def told(world: World) -> dict[str, Any]:

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping
-from concurrent.futures import Future
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from harness.engines.runs import prompts
 from harness.serve import Server
+from kvpatch import control
 
 TRIES = 20  # of requests that may end before anybody has looked, on a busy machine
 
@@ -31,15 +34,41 @@ def watched(
     return Server(model, {**arguments, **probe}, environment, folder, sweep=False)
 
 
-def begin_and_see(begin: Callable[[], Future[Any]], running: Callable[[], bool]) -> Future[Any]:
-    """Begin a request and see it run; once more if it ended before anybody had looked.
+@dataclass
+class Asked:
+    """A server whose engine listens, and is asked the same again and again.
 
-    Raises:
-        AssertionError: none was seen.
+    Attributes:
+        name: its kvcached name.
+        first: what it answered to ``prompts(len(first))`` before anything was done with it.
     """
-    for _ in range(TRIES):
-        request = begin()
-        while not request.done():
-            if running():
-                return request
-    raise AssertionError(f"{TRIES} requests ended before anybody saw them run")
+
+    server: Server
+    name: str
+    first: list[Any]
+    pool: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(8))
+
+    @property
+    def engine(self) -> control.Engine:
+        return control.find(self.name)
+
+    def begin(self, prompt: dict[str, Any]) -> Future[Any]:
+        return self.pool.submit(self.server.complete, prompt)
+
+    def begin_and_see(self, prompt: dict[str, Any]) -> Future[Any]:
+        """Begin a request and see it run; once more if it ended before anybody had looked."""
+        for _ in range(TRIES):
+            running = self.begin(prompt)
+            while not running.done():
+                if self.engine.said["running"] == 1:
+                    return running
+        raise AssertionError(f"{TRIES} requests ended before anybody saw them run")
+
+    def again(self) -> None:
+        """Ask everything again, and assert the same answers."""
+        answers = [self.server.complete(prompt)["tokens"] for prompt in prompts(len(self.first))]
+        assert answers == [one["tokens"] for one in self.first]
+
+    def loaded(self) -> int:
+        """Tokens that came from the tier so far."""
+        return int(self.server.metric("vllm:external_prefix_cache_hits_total"))
