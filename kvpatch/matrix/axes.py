@@ -92,6 +92,8 @@ class Feature:
         extra: what it sets in ``kv_connector_extra_config``, of OffloadingConnector.
         connectors: those that it is combined with.
         since: the first release that has it, or in which it is not what others do anyway.
+        v2_since: the first release whose Model Runner V2 has it, by vLLM's own list
+            (``VllmConfig._get_v2_model_runner_unsupported_features``).
         admitted: whether it starts in the cells of ``kvpatch.admitted`` only.
         device: the type of device that it starts on; what starts on a GPU does on a CPU too.
     """
@@ -102,12 +104,18 @@ class Feature:
     extra: dict[str, Any] = field(default_factory=dict)
     connectors: tuple[str, ...] = tuple(one.name for one in CONNECTORS)
     since: str = "0"
+    v2_since: str = "0"
     admitted: bool = True
     device: str = "cuda"
 
 
 NONE = "none"
-_DRAFTING = {"ngram": "ngram", "draft model": "draft_model", "EAGLE": "eagle"}  # vLLM's methods
+# vLLM's methods, and the first release whose Model Runner V2 has each.
+_DRAFTING = {
+    "ngram": ("ngram", "0.32"),
+    "draft model": ("draft_model", "0.31"),
+    "EAGLE": ("eagle", "0"),
+}
 FEATURES = (
     Feature(NONE, {}, tuple(model.name for model in MODELS), admitted=False),
     # What kvpatch sees of fp8 is one byte for each value; which of the two it is the kernels know.
@@ -141,8 +149,13 @@ FEATURES = (
         for size, connectors in ((2, tuple(one.name for one in CONNECTORS)), (4, ("Offloading",)))
     ),
     *(
-        Feature(name, {"speculative_config": SimpleNamespace(method=method)}, ("full attention",))
-        for name, method in _DRAFTING.items()
+        Feature(
+            name,
+            {"speculative_config": SimpleNamespace(method=method)},
+            ("full attention",),
+            v2_since=v2_since,
+        )
+        for name, (method, v2_since) in _DRAFTING.items()
     ),
     # A prompt is computed in one step, however long it is.
     Feature(

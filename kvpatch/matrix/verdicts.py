@@ -120,6 +120,9 @@ def missing(cell: Cell) -> str | None:
     for need in needs:
         if present.get(signatures.PRESENCE[need]) is None:
             return need
+    feature = feature_of(cell)
+    if cell.runner == "V2" and Version(cell.vllm) < Version(feature.v2_since):
+        return f"{feature.name} in Model Runner V2"
     return None
 
 

@@ -254,6 +254,23 @@ def test_what_a_release_does_not_have_is_absent(found):
     assert absent.why == "vLLM 0.18.1 has no SimpleCPUOffloadConnector"
 
 
+@pytest.mark.parametrize(
+    ("feature", "without", "since"),
+    [("ngram", "0.31.0", "0.32.0"), ("draft model", "0.30.0", "0.31.0")],
+)
+def test_what_a_runner_does_not_have_is_absent(found, feature, without, since):
+    by_runner = {
+        one: found[cell(release, "Offloading", runner=runner, feature=feature)].kind
+        for one, (release, runner) in {
+            "before": (without, "V2"),
+            "since": (since, "V2"),
+            "V1": (without, "V1"),
+        }.items()
+    }
+    assert by_runner.pop("before") is verdicts.Kind.ABSENT
+    assert verdicts.Kind.ABSENT not in by_runner.values()
+
+
 ENDED = "NotImplementedError: no such backend on a CPU"
 FP8_V1 = {"runner": "V1", "model": "full attention", "feature": "fp8"}
 
