@@ -241,6 +241,8 @@ class Engines:
             disk = self.work / name / "disk"
             shutil.rmtree(disk, ignore_errors=True)
             ours = replace(ours, tiers=(str(disk),))
+            if dict(ours.environment).get("KVPATCH_DEBUG"):
+                ours = _by_name(ours, self.work / name / "verify")
         found = self.run(ours, trial, name)
         judged = judge if ours.engines == 1 else judge_each
         return judged(found, reference, trial, ours)
@@ -325,6 +327,12 @@ def asked_of(wanted: Run, trial: Trial) -> dict[str, Any]:
         "rounds": [[one for number in asked for one in of_ranks[number]] for asked in trial.rounds],
         "crossed": [one | {"rank": (one["rank"] + 1) % count} for one in of_ranks[0]],
     }
+
+
+def _by_name(wanted: Run, folder: Path) -> Run:
+    """Return a run in debug mode that knows by its hash also what a disk gives back."""
+    folder.mkdir(parents=True, exist_ok=True)
+    return replace(wanted, environment=(*wanted.environment, ("KVPATCH_VERIFY", str(folder))))
 
 
 def judge_each(
@@ -412,8 +420,9 @@ def _copies(ours: dict[str, Any], wanted: Run) -> dict[str, Any]:
     # An engine that loads other bytes ends there.
     if wanted.has("enable_prefix_caching", False) or wanted.engines > 1:
         (checked,) = ours["checked"]
-        loaded, unknown = checked.get("loaded", 0), checked.get("unverified", 0)
-        return {"blocks_restored": loaded, "blocks_changed": 0, "faults": unknown}
+        loads = checked.get("loaded", 0) + checked.get("unverified", 0)
+        verified = checked.get("named", checked.get("loaded", 0))
+        return {"blocks_restored": verified, "blocks_changed": 0, "faults": loads - verified}
     if "simple" not in ours:
         return {"blocks_restored": ours["returned"], "blocks_changed": len(ours["changed"])}
     simple = ours["simple"]
