@@ -11,6 +11,7 @@ from typing import Any
 from packaging.version import Version
 
 from kvpatch.matrix import signatures
+from kvpatch.patches.offloading.rules import DRAFTING
 
 RUNNERS = ("V1", "V2")
 LAYOUTS = ("contiguous", "non-contiguous")
@@ -110,12 +111,7 @@ class Feature:
 
 
 NONE = "none"
-# vLLM's methods, and the first release whose Model Runner V2 has each.
-_DRAFTING = {
-    "ngram": ("ngram", "0.32"),
-    "draft model": ("draft_model", "0.31"),
-    "EAGLE": ("eagle", "0"),
-}
+_V2_SINCE = {"ngram": "0.32", "draft model": "0.31"}
 FEATURES = (
     Feature(NONE, {}, tuple(model.name for model in MODELS), admitted=False),
     # What kvpatch sees of fp8 is one byte for each value; which of the two it is the kernels know.
@@ -153,9 +149,9 @@ FEATURES = (
             name,
             {"speculative_config": SimpleNamespace(method=method)},
             ("full attention",),
-            v2_since=v2_since,
+            v2_since=_V2_SINCE.get(name, "0"),
         )
-        for name, (method, v2_since) in _DRAFTING.items()
+        for method, name in DRAFTING.items()
     ),
     # A prompt is computed in one step, however long it is.
     Feature(

@@ -62,7 +62,7 @@ def test_memory_goes_where_it_is_needed_and_nothing_is_lost(
                 line = appeared
                 while line and " -> " not in line:
                     line = balance.stdout.readline()
-                assert line
+                assert " -> " in line
                 balance.kill()
             else:
                 balance.terminate()
