@@ -200,7 +200,8 @@ class Soak:
         return {
             "descriptors": self.process.num_fds(),
             # vLLM keeps the streams that it once needed, and each is a thread here.
-            "threads": self.process.num_threads() - len(streams._streams),
+            "threads": len(set(threading.enumerate()) - set(streams._threads)),
+            "native threads": self.process.num_threads() - threading.active_count(),
             "bytes": self.own_memory(),
         }
 
@@ -271,15 +272,22 @@ class Soak:
 
     def left(self) -> dict[str, int]:
         """Return what must be 0 once all is finished and the prefix cache is reset."""
+        import torch
+
         kept = fence_of(self.core)
         assert kept is not None
         planner = self.scheduler.connector.connector_scheduler
         tier = planner.manager
         free = self.manager.available_size()
         now = self.resources()
+        # With a stream's first large copy OpenMP starts a team for its thread.
+        teams = len(streams._threads) * (torch.get_num_threads() - 1)
         return {
             "descriptors": max(0, now["descriptors"] - self.warm["descriptors"]),
             "threads": max(0, now["threads"] - self.warm["threads"]),
+            "native threads over the teams of the streams": max(
+                0, now["native threads"] - self.warm["native threads"] - teams
+            ),
             "memory over the allowance": max(0, now["bytes"] - self.warm["bytes"] - GROWTH),
             "requests": len(self.running),
             "blocks referenced": sum(

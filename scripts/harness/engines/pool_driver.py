@@ -32,6 +32,8 @@ from kvpatch import state
 from kvpatch.patches.host_pool import presence
 from kvpatch.patches.host_pool.tier import Pooled
 from kvpatch.pool import ledger
+from kvpatch.pool.extents import Extents
+from kvpatch.pool.keeper import AHEAD
 from kvpatch.telemetry.counters import Totals
 
 PATIENCE = 60.0  # seconds in which whatever can happen has
@@ -51,6 +53,11 @@ def rank_view(worker: Any) -> dict[str, int]:
             resident[offset] = max(resident.get(offset, 0), int(line.split()[1]) << 10)
     registered = sum(HostRegistration.ranges.values())
     return {"mapped": sum(resident.values()), "registered": registered}
+
+
+def least_ahead(extents: Extents) -> int:
+    """How many chunks the keeper keeps free for a store to come, whatever was stored."""
+    return max(1, extents.per // AHEAD)
 
 
 class Watched:
@@ -121,8 +128,21 @@ class Watched:
         come_to_rest(self.core.scheduler, self.llm.llm_engine.step)
         if self.part is None:
             return
-        free = self.pooled.extents.per
-        self.until(lambda: self.pooled.extents.free <= free and self.settled())
+        self.until(lambda: self.little_free and self.settled())
+
+    @property
+    def little_free(self) -> bool:
+        """Whether no more than an extent is free, and what the keeper always keeps ahead."""
+        extents = self.pooled.extents
+        return extents.free < extents.per + least_ahead(extents)
+
+    def nothing_ahead(self) -> float:
+        """Wait until the keeper keeps nothing free for what was stored a moment ago.
+
+        It may commit that only after all has come to rest: with the next of its looks.
+        """
+        keeper, least = self.pooled.keeper, least_ahead(self.pooled.extents)
+        return self.until(lambda: keeper._ahead <= least and self.little_free and self.settled())
 
     def until(self, true: Callable[[], bool]) -> float:
         """Wait; return the seconds that it took."""
@@ -226,6 +246,8 @@ class Watched:
             return self.started
         if what == "look":
             return self.look()
+        if what == "nothing ahead":
+            return self.nothing_ahead()
         if what == "reset":
             assert self.llm.reset_prefix_cache(reset_connector=True)
             extent = self.pooled.extents.place(0)[1]

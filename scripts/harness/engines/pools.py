@@ -164,6 +164,7 @@ def live(one: Pooled, model: str) -> list[list[Any]]:
     """
     begun = one.do("see")
     first = one.do("round", "few")
+    one.do("nothing ahead")
     full = one.do("see")
     one.do("reset")
     empty = one.do("see")
