@@ -191,6 +191,8 @@ def test_the_tree_is_the_checkout_with_the_line(
     tree = trial.make("0.35.0", tmp_path / "tree")
     assert trial.line_of("0.35.0") in (tree / trial.REGISTRY).read_text()
     assert (root / trial.REGISTRY).read_text() == REGISTRY
+    (tree / trial.ENVIRONMENTS / "0.35.0").mkdir()  # also where the checkout has made none yet
+    assert (root / trial.ENVIRONMENTS / "0.35.0").is_dir()
     (tree / "kvpatch/matrix/data/engine/vllm-0.35.0-kvcached-1.json").write_text("{}")
     (tree / "kvpatch/matrix/data/engine/vllm-0.34.0-kvcached-1.json").write_text("{}")
     (back,) = trial.bring_back("0.35.0", tree)

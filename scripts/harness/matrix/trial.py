@@ -18,7 +18,8 @@ from harness import ROOT
 from kvpatch.matrix import signatures
 
 HIDDEN = (".ci", ".gitignore")  # copied too, so that git finds no file that is not there
-LINKED = (".git", ".venv", ".venvs")
+ENVIRONMENTS = ".venvs"
+LINKED = (".git", ".venv", ENVIRONMENTS)
 REGISTRY = "kvpatch/supported.py"
 _LINE = re.compile(r'    "([^"]+)": (?:VALIDATED|INSPECTED_ONLY),')
 
@@ -57,6 +58,8 @@ def copy(folder: Path) -> Path:
             shutil.copytree(source, folder / source.name, symlinks=True, ignore=ignored)
         else:
             shutil.copy(source, folder)
+    # A checkout that has made no environment yet gets those that the copy makes.
+    (ROOT / ENVIRONMENTS).mkdir(exist_ok=True)
     for name in LINKED:
         (folder / name).symlink_to((ROOT / name).resolve())
     return folder
