@@ -11,7 +11,7 @@ from typing import Any
 from packaging.version import Version
 
 from kvpatch.matrix import signatures
-from kvpatch.patches.offloading.rules import DRAFTING
+from kvpatch.patches.offloading.rules import DRAFTING, STAGES
 
 RUNNERS = ("V1", "V2")
 LAYOUTS = ("contiguous", "non-contiguous")
@@ -122,11 +122,18 @@ FEATURES = (
         ("latent attention",),
     ),
     # Two stages of a pipeline. A tier's folder has not been looked at for stages.
-    Feature(
-        "2 stages",
-        {"parallel_config.world_size": 2, "parallel_config.pipeline_parallel_size": 2},
-        ("full attention",),
-        connectors=("Offloading", "Simple eager", "Simple lazy", "Multi"),
+    *(
+        Feature(
+            name,
+            {
+                "parallel_config.world_size": 2 * ranks,
+                "parallel_config.pipeline_parallel_size": 2,
+                "parallel_config.tensor_parallel_size": ranks,
+            },
+            ("full attention",),
+            connectors=("Offloading", "Simple eager", "Simple lazy", "Multi"),
+        )
+        for ranks, name in STAGES.items()
     ),
     # Data parallelism: several engines of one server, of a dense model. Before 0.26 the tiers of
     # all ranks have one name.

@@ -193,6 +193,8 @@ def test_runner_v1_schedules_the_stages_of_a_pipeline_in_turn(asked):
         plain, ours, _ = asked(replace(CELL, runner=runner, feature="2 stages"))
         assert (ours.asynchronous, plain.stages, ours.stages) == (ahead, 2, 2)
         assert engine_arguments(ours)["pipeline_parallel_size"] == 2
+        _, ours, _ = asked(replace(CELL, runner=runner, feature="2 stages of 2 ranks"))
+        assert (ours.asynchronous, ours.workers, ours.stages) == (ahead, 4, 2)
 
 
 def test_workers_of_several_ranks_are_given_vllms_own_connectors(asked):

@@ -173,6 +173,11 @@ STAGES = {
     "parallel_config__tensor_parallel_size": 1,
     "parallel_config__pipeline_parallel_size": 2,
 }
+STAGES_OF_RANKS = {
+    "parallel_config__world_size": 4,
+    "parallel_config__tensor_parallel_size": 2,
+    "parallel_config__pipeline_parallel_size": 2,
+}
 ENGINES = {
     "machine__device": "cpu",
     "parallel_config__data_parallel_size": 2,
@@ -426,6 +431,10 @@ CASES: dict[str, tuple[list[dict[str, Any]], str]] = {
             STAGES | V2_OF_34,
             STAGES | V2_OF_32 | WINDOWS,
             STAGES | V2_OF_32 | tiers("fs"),
+            STAGES_OF_RANKS | V2_OF_34,
+            STAGES_OF_RANKS
+            | V2_OF_32
+            | {"parallel_config__world_size": 6, "parallel_config__tensor_parallel_size": 3},
             {"parallel_config__world_size": 4, "parallel_config__pipeline_parallel_size": 2},
             {"parallel_config__decode_context_parallel_size": 2},
         ],
@@ -1130,6 +1139,12 @@ def test_latent_attention_on_several_ranks_starts_where_it_ran(ran, monkeypatch,
     assert check(made).code == "KVP305"  # a run with several ranks is not one with one
 
 
+def test_two_stages_of_one_rank_are_not_those_of_two(ran):
+    ran("2 stages")
+    assert check(config(**STAGES | V2_OF_32)) is None
+    assert check(config(**STAGES_OF_RANKS | V2_OF_32)).code == "KVP307"
+
+
 # Data parallelism
 
 
@@ -1209,6 +1224,7 @@ ONE_GROUP = {"scheduler_config__disable_hybrid_kv_cache_manager": True} | WINDOW
         ("chunks", chunks(blocks_per_chunk="4"), "KVP359"),
         ("2 stages", STAGES, "KVP307"),
         ("2 stages", STAGES | multi("OffloadingConnector"), "KVP307"),
+        ("2 stages of 2 ranks", STAGES_OF_RANKS, "KVP307"),
         ("no hybrid manager", ONE_GROUP, "KVP360"),
         ("no hybrid manager", ONE_GROUP | simple(), "KVP360"),
     ],

@@ -35,7 +35,8 @@ SCHEME_WINS = Span("0", "0.22")
 DRAFTING = {"ngram": "ngram", "draft_model": "draft model", "eagle": "EAGLE"}
 _DRAFTS = "with one rank and without an fp8 KV cache"
 _ONE = "with one rank"
-STAGES = "2 stages"  # of a pipeline, by the name of its cells
+# Two stages of a pipeline: the name of their cells, by the ranks of each.
+STAGES = {1: "2 stages", 2: "2 stages of 2 ranks"}
 SEVERAL_RANKS = "2 ranks"  # the same, by the name of its cells
 # Where chunks are stored of which a window has left a part.
 WINDOWS_IN_PARTS = Span("0", "0.33")
@@ -186,8 +187,9 @@ def _other_parallelism(config: Any, facts: Facts) -> bool:
         return True
     if parallel.world_size == parallel.tensor_parallel_size:
         return False
-    in_stages = parallel.world_size == parallel.pipeline_parallel_size == 2
-    return not in_stages or not place.starts_with(STAGES, config, facts)
+    ranks = parallel.tensor_parallel_size
+    in_stages = parallel.world_size == 2 * ranks and parallel.pipeline_parallel_size == 2
+    return not in_stages or not place.starts_with(STAGES.get(ranks, ""), config, facts)
 
 
 def _chunks_of_windows(config: Any, facts: Facts) -> bool:
@@ -441,7 +443,7 @@ RULES = (
     Rule(
         "KVP307",
         "offloading with parallelism other than tensor parallelism"
-        + admitted.but(STAGES, how="with two stages of a pipeline, of one rank each"),
+        + admitted.but(*STAGES.values(), how="with two stages of a pipeline, of one or two ranks"),
         _other_parallelism,
         "a KV connector is configured with parallelism other than tensor parallelism",
         "that combination is not validated",

@@ -29,6 +29,7 @@ from harness.engines.runs import (
 )
 from kvpatch import patches
 from kvpatch.matrix.axes import NONE, Cell
+from kvpatch.patches.offloading.rules import STAGES
 from kvpatch.upstream import connectors
 
 PROMPTS, CACHED = 12, 640
@@ -49,7 +50,7 @@ FEATURES: dict[str, dict[str, Any]] = {
     "none": {},
     "fp8": {"cache_dtype": "fp8"},
     "2 ranks": {"ranks": 2},
-    "2 stages": {"stages": 2},
+    **{name: {"stages": 2, "ranks": ranks} for ranks, name in STAGES.items()},
     # In processes of their own, where the audit knows which blocks came back.
     **{
         f"{count} engines": {"engines": count, "environment": (("KVPATCH_DEBUG", "1"),)}
@@ -68,7 +69,7 @@ FEATURES: dict[str, dict[str, Any]] = {
 }
 # Of stages there are several steps at once, and none of them ahead. To be ahead on a CPU, Runner V1
 # needs what a worker of several engines, in a process of its own, is not given.
-IN_TURN = (("V1", "2 stages"), ("V1", "2 engines"), ("V1", "4 engines"))
+IN_TURN = {("V1", name) for name in (*STAGES.values(), "2 engines", "4 engines")}
 SYNCHRONOUS = ("ngram",)  # vLLM drafts these between two steps
 OWN = (connectors.OFFLOADING, connectors.SIMPLE)  # vLLM's
 # The patches of debug mode, which watch and change nothing.
