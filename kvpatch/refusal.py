@@ -208,6 +208,10 @@ CODES = {
         "SimpleCPUOffloadConnector in a MultiConnector before vLLM 0.22",
         "vllm-project/vllm, MultiConnector has no bind_gpu_block_pool up to 0.21",
     ),
+    "KVP363": _incompatible(
+        "a hybrid model on Model Runner V2 of vLLM 0.28",
+        "ovg-project/kvcached, model_runner_v2_028 in 0.1.6",
+    ),
     "KVP370": _not_validated("`KVPATCH_IDLE` on a release", False),
     "KVP371": _not_validated("`KVPATCH_IDLE` without a CPU tier alone", False),
     "KVP372": _not_validated("`KVPATCH_IDLE` with `KVPATCH_HOST_POOL`", False),

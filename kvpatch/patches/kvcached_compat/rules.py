@@ -83,4 +83,18 @@ RULES = (
         only_in=Span("0", "0.28"),
         with_connector=False,
     ),
+    Rule(
+        "KVP363",
+        "hybrid models on Model Runner V2 of vLLM 0.28",
+        lambda config, facts: (
+            config.model_config is not None
+            and config.model_config.is_hybrid
+            and runs_v2(config, facts)
+        ),
+        lambda config, facts: f"{config.model_config.architecture} runs on Model Runner V2",
+        "kvcached has no state-space layers on that runner of this release",
+        f"unset {VLLM_USE_V2_MODEL_RUNNER}, or install vLLM 0.29 or later",
+        only_in=Span("0.28", "0.29"),
+        with_connector=False,
+    ),
 )

@@ -22,6 +22,7 @@ BLOCK = 32
 ALL = 12  # prompts of the load "all", which fill the device almost twice
 # With Triton there, vLLM takes Model Runner V2 by itself, as it does on a GPU.
 RUNNER = {"v1": {"VLLM_USE_V2_MODEL_RUNNER": "0"}, "v2": {"TRITON_INTERPRET": "1"}}
+FORCED = {"VLLM_USE_V2_MODEL_RUNNER": "1"}
 
 LIMIT = 300  # seconds after which a run is taken for one that hangs
 FIRST_FS = dict.fromkeys(("0.22.0", "0.22.1"), "fs_python")  # what the tier fs was called at first
@@ -121,6 +122,8 @@ class Device:
             # this is set; of "0" nothing else takes notice.
             **({"VLLM_CPU_SIM_MULTI_NUMA": "0"} if run.engines > 1 else {}),
             **RUNNER[run.runner],
+            # By itself vLLM 0.28 takes Runner V1 for hybrid models.
+            **(FORCED if (run.runner, run.model) == ("v2", "hybrid") else {}),
             # A release outside the range is compared before the range is widened.
             **({"KVPATCH_ALLOW_VLLM": run.vllm} if run.vllm else {}),
         )
