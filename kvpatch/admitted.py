@@ -34,11 +34,11 @@ def name_of(runner: str, layout: str, connector: str, model: str) -> str:
 
 def admits(feature: str, vllm: Installed, wanted: Iterable[str]) -> bool:
     """Return whether a feature starts on a release in all cells of these names."""
-    names = set(wanted)
+    names, known = set(wanted), set(validated())
     return any(
         vllm.is_one_of([release]) and names <= set(admitted)
         for release, admitted in table().get(feature, {}).items()
-        if release in validated()
+        if release in known
     )
 
 

@@ -53,8 +53,7 @@ class Rule(NamedTuple):
 
     def refusal(self, config: Config, facts: Facts) -> Refusal | None:
         """Return the refusal if the rule applies to ``config``, else None."""
-        release = supported.release_of(facts.vllm)
-        if self.only_in is not None and release not in self.only_in:
+        if self.only_in is not None and supported.release_of(facts.vllm) not in self.only_in:
             return None
         if self.unless_validated is not None and supported.is_validated(
             facts.vllm, self.unless_validated

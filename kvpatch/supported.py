@@ -114,8 +114,8 @@ def release_of(vllm: Installed) -> Version:
     That is its own release number; for a later release, or a version without a number, the
     newest inspected release.
     """
-    newest = Version(INSPECTED)
-    return newest if vllm.version is None else min(newest, Version(vllm.version.base_version))
+    newest = parsed(INSPECTED)
+    return newest if vllm.version is None else min(newest, parsed(vllm.version.base_version))
 
 
 _V1 = "vllm.distributed.kv_transfer.kv_connector.v1"

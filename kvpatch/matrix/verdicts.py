@@ -201,14 +201,15 @@ def _engine_run(cell: Cell) -> evidence.Run | None:
     return next((run for run in runs if run.level == "engine" and run.right), None)
 
 
-def _in_force(vllm: str) -> set[str]:
+@cache
+def _in_force(vllm: str) -> frozenset[str]:
     """Return the ids of the patches of a release, without those of a machine or mode."""
-    return {
+    return frozenset(
         patch.id
         for feature, rows in patches.at(Version(vllm))
         if feature.wanted is None
         for patch in rows
-    }
+    )
 
 
 def verdicts(vllm: str | None = None) -> dict[Cell, Verdict]:
@@ -219,6 +220,7 @@ def verdicts(vllm: str | None = None) -> dict[Cell, Verdict]:
 def forget() -> None:
     """Clear what is cached of the patches and the results."""
     _of_releases.cache_clear()
+    _in_force.cache_clear()
     signatures.releases.cache_clear()
     evidence.forget()
     plain.forget()
