@@ -299,8 +299,16 @@ def test_on_a_disk_an_engine_finds_what_another_one_wrote(asked):
     _, ours, _ = asked(replace(ENGINES, connector="tiering fs"))
     trial = cells.TRIALS["Offloading"]
     crossed = [{"tokens": [0, 0], "logprobs": [-1.0], "cached": 640}]
-    engines = {"engines": of_engines(crossed=crossed)}
-    assert cells.judge_each(engines, {"engines": PLAIN_ENGINES}, trial, ours)["right"]
+    theirs = 640 // cells.block_tokens(ours)  # blocks that the one that loads them cannot name
+    for unverified, right in ((0, True), (theirs, True), (theirs + 1, False)):
+        checked = [{"loaded": 240, "unverified": unverified, "named": 240}]
+        engines = {"engines": of_engines(crossed=crossed, checked=checked)}
+        found = cells.judge_each(engines, {"engines": PLAIN_ENGINES}, trial, ours)
+        assert found["right"] is right
+    of_one = of_engines(checked=checked)  # without a disk hit
+    assert not cells.judge_each({"engines": of_one}, {"engines": PLAIN_ENGINES}, trial, ours)[
+        "right"
+    ]
 
 
 def test_engines_that_did_not_get_there_say_why(asked):
