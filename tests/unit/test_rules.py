@@ -675,7 +675,7 @@ CASES: dict[str, tuple[list[dict[str, Any]], str]] = {
     ),
     "KVP374": (
         [
-            ENGINES,
+            ENGINES | {"machine__vllm": "0.25.1"},
             ENGINES | V2_OF_32 | {"machine__device": "cuda"},
         ],
         f"data parallelism over 2 engines is configured, because {why('KVP374')}; start each "
