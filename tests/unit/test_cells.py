@@ -305,7 +305,8 @@ def test_on_a_disk_an_engine_finds_what_another_one_wrote(asked):
         engines = {"engines": of_engines(crossed=crossed, checked=checked)}
         found = cells.judge_each(engines, {"engines": PLAIN_ENGINES}, trial, ours)
         assert found["right"] is right
-    of_one = of_engines(checked=checked)  # without a disk hit
+    checked = [{"loaded": 240, "unverified": theirs, "named": 240}]
+    of_one = of_engines(checked=checked)  # which found nothing of the other one's
     assert not cells.judge_each({"engines": of_one}, {"engines": PLAIN_ENGINES}, trial, ours)[
         "right"
     ]

@@ -25,8 +25,7 @@ def runs_v2(config: Any, facts: Facts) -> bool:
 
 
 def _hybrid_without_kvcached(config: Any, facts: Facts) -> bool:
-    model = config.model_config
-    if model is None or not model.is_hybrid:
+    if place.kind_of(config.model_config) != place.HYBRID:
         return False
     release = release_of(facts.vllm)
     if release < Version("0.29") or (release < Version("0.31") and runs_v2(config, facts)):
@@ -87,9 +86,7 @@ RULES = (
         "KVP363",
         "hybrid models on Model Runner V2 of vLLM 0.28",
         lambda config, facts: (
-            config.model_config is not None
-            and config.model_config.is_hybrid
-            and runs_v2(config, facts)
+            place.kind_of(config.model_config) == place.HYBRID and runs_v2(config, facts)
         ),
         lambda config, facts: f"{config.model_config.architecture} runs on Model Runner V2",
         "kvcached has no state-space layers on that runner of this release",

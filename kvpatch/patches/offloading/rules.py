@@ -37,7 +37,7 @@ _DRAFTS = "with one rank and without an fp8 KV cache"
 _ONE = "with one rank"
 # Two stages of a pipeline: the name of their cells, by the ranks of each.
 STAGES = {1: "2 stages", 2: "2 stages of 2 ranks"}
-SEVERAL_RANKS = "2 ranks"  # the same, by the name of its cells
+SEVERAL_RANKS = "2 ranks"  # of tensor parallelism, by the name of its cells
 # Where chunks are stored of which a window has left a part.
 WINDOWS_IN_PARTS = Span("0", "0.33")
 
