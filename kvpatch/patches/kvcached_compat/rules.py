@@ -25,7 +25,7 @@ def runs_v2(config: Any, facts: Facts) -> bool:
 
 
 def _hybrid_without_kvcached(config: Any, facts: Facts) -> bool:
-    if place.kind_of(config.model_config) != place.HYBRID:
+    if not place.is_hybrid(config.model_config):
         return False
     release = release_of(facts.vllm)
     if release < Version("0.29") or (release < Version("0.31") and runs_v2(config, facts)):
@@ -85,9 +85,7 @@ RULES = (
     Rule(
         "KVP363",
         "hybrid models on Model Runner V2 of vLLM 0.28",
-        lambda config, facts: (
-            place.kind_of(config.model_config) == place.HYBRID and runs_v2(config, facts)
-        ),
+        lambda config, facts: place.is_hybrid(config.model_config) and runs_v2(config, facts),
         lambda config, facts: f"{config.model_config.architecture} runs on Model Runner V2",
         "kvcached has no state-space layers on that runner of this release",
         f"unset {VLLM_USE_V2_MODEL_RUNNER}, or install vLLM 0.29 or later",

@@ -59,11 +59,16 @@ def kind_of(model: Any) -> str:
     """Return the kind of a model, by the names of the matrix' axis; empty without one."""
     if model is None:
         return ""
-    if model.is_hybrid:
+    if is_hybrid(model):
         return HYBRID
     if model.use_mla:
         return LATENT
     return "sliding window" if has_windows(model) else "full attention"
+
+
+def is_hybrid(model: Any) -> bool:
+    """Return whether a model has layers of a recurrent state beside attention."""
+    return model is not None and bool(model.is_hybrid)
 
 
 def has_windows(model: Any) -> bool:

@@ -115,7 +115,7 @@ def _latent(config: Any, facts: Facts) -> bool:
 def _hybrid(config: Any, facts: Facts) -> bool:
     """Return whether a model is hybrid, where that did not run: with one rank, of no latent one."""
     model = config.model_config
-    return place.kind_of(model) == place.HYBRID and not (
+    return place.is_hybrid(model) and not (
         config.parallel_config.world_size == 1
         and not model.use_mla
         and place.starts_with(place.ALONE, config, facts)
