@@ -29,6 +29,21 @@ MUTATIONS = (
     "an idle engine leaves its copies",
 )
 SEEDS = 40  # within which a mutation is found; most are in the first two
+# Seeds that find what the first does not. They are played first, and the others where they no
+# longer find it.
+FOUND_BY = {
+    "an idle engine is not stepped": 32,
+    "a standstill is not broken": 10,
+    "the fence is blind to plans": 6,
+    "a failed plan stays": 5,
+    "the fence is blind to transfers": 2,
+    "the fence takes one report for all": 2,
+    "nothing is released after a step": 2,
+    "a failed allocation stays": 3,
+    "a failed read counts as read": 2,
+    "files are not checked": 3,
+    "an idle engine leaves its copies": 3,
+}
 
 
 def test_every_invariant_holds():
@@ -44,7 +59,7 @@ def test_hypothesis_finds_nothing():
 
 @pytest.fixture(scope="module")
 def found():
-    return simulate("mutate", seeds=SEEDS)
+    return simulate("mutate", seeds=SEEDS, first=FOUND_BY)
 
 
 def test_every_mutation_is_known(found):

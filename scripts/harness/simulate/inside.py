@@ -46,7 +46,11 @@ def run(job: dict[str, Any]) -> dict[str, Any]:
 
 
 def mutate(job: dict[str, Any]) -> dict[str, Any]:
-    """Break one component at a time, and play seeds until the world has found each."""
+    """Break one component at a time, and play seeds until the world has found each.
+
+    The first seed of a mutation is the one that the job names for it, if it does: of what only rare
+    worlds find, which is known by then.
+    """
     worlds.install()
     from harness.simulate import mutations
 
@@ -56,10 +60,12 @@ def mutate(job: dict[str, Any]) -> dict[str, Any]:
     found: dict[str, Any] = {
         name: {"component": known[name].component, "seed": None, "steps": 0} for name in names
     }
-    for seed in range(job["seed"], job["seed"] + job["seeds"]):
+    first = job.get("first", {})
+    for turn in range(job["seeds"]):
         for name in [name for name in names if found[name]["seed"] is None]:
             if limit and time.monotonic() - begun > limit:
                 return found
+            seed = first.get(name, job["seed"]) if turn == 0 else job["seed"] + turn
             mutation = known[name]
             kind = mutation.kinds[seed % len(mutation.kinds)]
             with mutation.force():
