@@ -212,6 +212,9 @@ CODES = {
         "a hybrid model on Model Runner V2 of vLLM 0.28",
         "ovg-project/kvcached, model_runner_v2_028 in 0.1.6",
     ),
+    "KVP364": _incompatible(
+        "the `p2p` tier", "`test_peer_tier.py` in tests/objects, a peer that stalls"
+    ),
     "KVP370": _not_validated("`KVPATCH_IDLE` on a release", False),
     "KVP371": _not_validated("`KVPATCH_IDLE` without a CPU tier alone", False),
     "KVP372": _not_validated("`KVPATCH_IDLE` with `KVPATCH_HOST_POOL`", False),

@@ -14,8 +14,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-from test_tier_classes import ROW, Tiers, arguments, rows_of
 
+from harness.engines.tier_classes import ROW, Tiers, arguments, rows_of
 from kvpatch import state
 from kvpatch.environ import HOST_POOL, TIER_PATIENCE
 from kvpatch.patch import Transaction

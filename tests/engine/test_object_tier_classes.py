@@ -9,8 +9,9 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from test_tier_classes import ROW, Tiers, rows  # noqa: F401
+from test_tier_classes import rows  # noqa: F401
 
+from harness.engines.tier_classes import ROW, Tiers
 from kvpatch.environ import TIER_PATIENCE
 from kvpatch.patches.secondary_tiers import fingerprint
 from kvpatch.patches.secondary_tiers.weights import Weights

@@ -11,9 +11,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from test_tier_classes import LONG, ROW
 
 from harness import namespaces
+from harness.engines.tier_classes import LONG, ROW
 from kvpatch.environ import TIER_PATIENCE
 
 FILE = ROW + 4096  # a block and its seal

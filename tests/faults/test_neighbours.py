@@ -13,9 +13,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from test_tier_classes import ROW
 
 from harness import namespaces
+from harness.engines.tier_classes import ROW
 from kvpatch.environ import HOST_DEVICE, HOST_DEVICE_DIR
 from kvpatch.hostdevice import ledger
 

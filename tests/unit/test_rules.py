@@ -700,6 +700,12 @@ CASES: dict[str, tuple[list[dict[str, Any]], str]] = {
         "blocks and not their bytes, so that a load returns whatever the CPU tier has in that "
         "place; use the tier fs, or set KVPATCH=0.",
     ),
+    "KVP364": (
+        [tiers("p2p"), tiers("fs", "p2p")],
+        "the secondary tier p2p is configured, because vLLM gives the memory of a load to other "
+        "blocks when the peer has not answered for 40 s, and a peer that goes on later writes into "
+        "them; use the tier fs or obj on vLLM 0.32.0, or set KVPATCH=0.",
+    ),
     "KVP322": (
         [
             tiers("obj"),

@@ -15,6 +15,7 @@ from kvpatch.versions import Facts, Span
 TIERS = Span("0.24")
 # By type, the releases on which engines ran with it; None for all that have tiers.
 VALIDATED_TIERS: dict[str, tuple[str, ...] | None] = {"fs": None, "obj": ("0.32.0",)}
+INCOMPATIBLE_TIERS = ("example", "p2p")  # each with a rule of its own
 
 
 def _types(config: Any) -> list[str]:
@@ -27,7 +28,7 @@ def _others(config: Any, facts: Facts) -> list[str]:
         on = VALIDATED_TIERS.get(tier, ())
         return on is None or facts.vllm.is_one_of(on)
 
-    return [tier for tier in _types(config) if tier != "example" and not runs(tier)]
+    return [tier for tier in _types(config) if tier not in INCOMPATIBLE_TIERS and not runs(tier)]
 
 
 def in_words() -> str:
@@ -84,6 +85,15 @@ RULES = (
         "vLLM's example keeps the keys of blocks and not their bytes, so that a load returns "
         "whatever the CPU tier has in that place",
         "use the tier fs",
+    ),
+    Rule(
+        "KVP364",
+        "the `p2p` tier",
+        lambda config, facts: "p2p" in _types(config),
+        "the secondary tier p2p is configured",
+        "vLLM gives the memory of a load to other blocks when the peer has not answered for 40 s, "
+        "and a peer that goes on later writes into them",
+        f"use the tier {in_words()}",
     ),
     Rule(
         "KVP322",
