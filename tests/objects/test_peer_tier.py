@@ -64,10 +64,10 @@ def peer() -> Iterator[Callable[..., Peer]]:
 
 
 def test_a_peer_that_stalls_writes_into_memory_that_has_other_blocks_by_then(peer) -> None:
-    one, other = str(free_port()), str(free_port())
-    holder = peer("holder", one, other)
+    port = str(free_port())
+    holder = peer("holder", port)
     assert holder.told() == "stored"
-    asker = peer("asker", other, one)
+    asker = peer("asker", str(free_port()), port)
     assert holder.told() == "stalls"
     assert asker.told() == list(OTHERS)
     holder.go_on()

@@ -1,7 +1,7 @@
 """One of two CPU tiers that vLLM's tier p2p joins, without engines and without kvpatch.
 
-    python -m harness.engines.peer holder PORT OTHER    stores blocks, and serves them
-    python -m harness.engines.peer asker PORT OTHER     asks for them, and stores others
+    python -m harness.engines.peer holder PORT         stores blocks, and serves them
+    python -m harness.engines.peer asker PORT HOLDER   asks a holder for them, and stores others
 
 The holder stops stepping once it has answered that it has the blocks, as one does whose step takes
 long, until a line of standard input lets it go on. Meanwhile the asker gives up, and stores other
@@ -14,6 +14,7 @@ from __future__ import annotations
 import json
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -45,7 +46,7 @@ def say(what: Any) -> None:
     sys.stdin.readline()
 
 
-def hold(port: str, _: str) -> None:
+def hold(port: str) -> None:
     """Serve blocks, and stall between the answer to a lookup and the next step."""
     tiers = joined(port)
     tiers.store(*ASKED)
@@ -76,4 +77,5 @@ def ask(port: str, holder: str) -> None:
 
 
 if __name__ == "__main__":
-    {"holder": hold, "asker": ask}[sys.argv[1]](*sys.argv[2:])
+    sides: dict[str, Callable[..., None]] = {"holder": hold, "asker": ask}
+    sides[sys.argv[1]](*sys.argv[2:])

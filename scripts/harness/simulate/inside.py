@@ -48,8 +48,7 @@ def run(job: dict[str, Any]) -> dict[str, Any]:
 def mutate(job: dict[str, Any]) -> dict[str, Any]:
     """Break one component at a time, and play seeds until the world has found each.
 
-    The first seed of a mutation is the one that the job names for it, if it does: of what only rare
-    worlds find, which is known by then.
+    The job may name a seed to play first, by mutation: one that is known to find it.
     """
     worlds.install()
     from harness.simulate import mutations
