@@ -17,6 +17,9 @@ from harness.console import HarnessError
 
 SCRIPTS = ROOT / "scripts"
 OURS = ("KVPATCH", "KVCACHED", "ENABLE_KVCACHED", "VLLM", "PYTHON", "TRITON")
+# pytest's has the name of the running test, by which every test would want a fork server of its
+# own: half the time of a lane of engines.
+RUNNER = ("PYTEST",)
 # By default every engine of a machine binds itself to the same core. One thread for the model
 # leaves the other core of a small machine to the server and its client.
 ONE_THREAD = {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": "1"}
@@ -35,8 +38,9 @@ def one_thread(vllm: str, ranks: int) -> dict[str, str]:
 
 
 def clean_environment(**changes: str) -> dict[str, str]:
-    """Return the caller's environment without what configures Python, vLLM or kvpatch."""
-    kept = {name: value for name, value in os.environ.items() if not name.startswith(OURS)}
+    """Return the caller's environment without what configures Python, vLLM, kvpatch or pytest."""
+    left_out = OURS + RUNNER
+    kept = {name: value for name, value in os.environ.items() if not name.startswith(left_out)}
     return kept | changes
 
 

@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 
-from harness.engines.runs import Device, Run, run_driver
+from harness.engines.process import server_of
+from harness.engines.runs import Device, Run, python_of, run_driver
 
 NO_MODEL: dict[str, Any] = {"model": "/nowhere", "engine": {}, "rounds": []}
 
@@ -24,6 +25,18 @@ def test_a_fork_has_its_own_environment_and_a_failed_one_its_log(
     assert ended.log.rstrip().splitlines()
     assert ("patches for vllm" in ended.log) is kvpatch
     assert ended.result == {}
+
+
+def test_the_engines_of_all_tests_are_forks_of_one_server(
+    device: Device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A server takes longer to start than most of its forks run."""
+    servers = []
+    for test in ("tests/test_one.py::test_one (call)", "tests/test_two.py::test_two (call)"):
+        monkeypatch.setenv("PYTEST_CURRENT_TEST", test)
+        servers.append(server_of(python_of(""), device.environ(Run())))
+        servers[-1].asked -= 1  # nobody starts a fork here
+    assert servers[0] is servers[1]
 
 
 def test_a_fork_that_takes_too_long_is_killed(device: Device, tmp_path: Path) -> None:
