@@ -50,7 +50,8 @@ from harness.engines.runs import (
     related,
     run_driver,
 )
-from harness.serve import Server, workspace
+from harness.engines.serving import Forked
+from harness.serve import workspace
 from kvpatch.environ import HOST_DEVICE_DIR
 from kvpatch.hostdevice import ledger
 from kvpatch.verify.child import adopt_orphans
@@ -88,7 +89,7 @@ def plain(device: Device, folder: Path, asked: list[list[int]]) -> list[list[int
     return [one["tokens"] for one in run_driver(job, device.environ(wanted), folder).round(0)]
 
 
-class Served(Server):
+class Served(Forked):
     """One server as a fork, which stops at a point, from its start to the end of its last process.
 
     Attributes:
@@ -100,22 +101,16 @@ class Served(Server):
         folder.mkdir()
         model, environment = model_of(run.model), device.environ(run)
         arguments = engine_arguments(run) | {"max_model_len": 1024}
-        super().__init__(model, arguments, environment, folder)
         self.reached, self.armed = folder / "reached", folder / "armed"
-        here = {"host": "127.0.0.1", "port": self.port}
-        own = {"model": str(model), "arguments": arguments | here, "reached": str(self.reached)}
-        job_path = folder / "job.json"
-        job_path.write_text(json.dumps(job | own))
-        self._begun = time.monotonic()
-        with self.log_path.open("w") as log:
-            self._process = process.start(  # type: ignore[assignment]
-                "harness.engines.served",
-                [job_path],
-                environment,
-                python_of(run.vllm),
-                log,
-                serving=True,
-            )
+        super().__init__(
+            model,
+            arguments,
+            environment,
+            folder,
+            python=python_of(run.vllm),
+            job=job | {"reached": str(self.reached)},
+        )
+        self._start()
 
     def from_tiers(self) -> int:
         """Return the prompt tokens that came from the tiers so far; 0 when it does not answer."""

@@ -16,7 +16,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import httpx
 import psutil
@@ -57,6 +57,21 @@ class Metrics:
         )
 
 
+def words(options: Mapping[str, Any]) -> list[str]:
+    """Return options of ``vllm serve`` by name as its command line has them.
+
+    True is a flag, a dictionary is passed as JSON, and what is None or False is left out.
+    """
+    line: list[str] = []
+    for name, value in options.items():
+        if value is None or value is False:
+            continue
+        line.append(f"--{name.replace('_', '-')}")
+        if value is not True:
+            line.append(json.dumps(value) if isinstance(value, dict) else str(value))
+    return line
+
+
 class Server:
     """One ``vllm serve``: started by its ``with`` block, gone with its children after it.
 
@@ -69,8 +84,7 @@ class Server:
 
     Args:
         model: folder of the model.
-        arguments: of ``vllm serve`` by name, with ``-`` or ``_``. True is a flag, a dictionary
-            is passed as JSON, and what is None or False is left out.
+        arguments: of ``vllm serve`` by name, with ``-`` or ``_``, as ``words`` takes them.
         environment: of the process, complete. What kvcached leaves under its
             ``KVCACHED_IPC_NAME`` is removed at the end.
         folder: for the log, ``serve.log``.
@@ -247,31 +261,28 @@ class Server:
         return sum(process.memory_full_info().pss for process in self.processes())
 
     def _start(self) -> None:
-        libc = ctypes.CDLL(None)
         adopt_orphans()
+        self._begun = time.monotonic()
+        here = {"host": "127.0.0.1", "port": self.port}
+        with self.log_path.open("wb") as log:
+            self._process = self._launch(words(here | self._options), log)
+
+    def _launch(self, options: list[str], log: IO[bytes]) -> subprocess.Popen[bytes]:
+        """Start it in a session of its own, in which every descendant can be found."""
+        libc = ctypes.CDLL(None)
         # Through the interpreter: an environment that was moved has another in vllm's first line.
         command = [sys.executable, str(Path(sys.executable).with_name("vllm")), "serve"]
-        command += [str(self.model), "--host", "127.0.0.1", "--port", str(self.port)]
-        for option, value in self._options.items():
-            if value is None or value is False:
-                continue
-            command.append(f"--{option}")
-            if value is not True:
-                command.append(json.dumps(value) if isinstance(value, dict) else str(value))
-        self._begun = time.monotonic()
-        with self.log_path.open("wb") as log:
-            # In a session of its own a terminal's Ctrl-C does not reach it, and every
-            # descendant can be found.
-            self._process = subprocess.Popen(
-                command,
-                env=self._environment,
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=subprocess.STDOUT,
-                start_new_session=True,
-                # It ends with the thread that started it, even if that is killed.
-                preexec_fn=lambda: libc.prctl(_PR_SET_PDEATHSIG, signal.SIGTERM),
-            )
+        return subprocess.Popen(
+            [*command, str(self.model), *options],
+            env=self._environment,
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=subprocess.STDOUT,
+            # A terminal's Ctrl-C does not reach it.
+            start_new_session=True,
+            # It ends with the thread that started it, even if that is killed.
+            preexec_fn=lambda: libc.prctl(_PR_SET_PDEATHSIG, signal.SIGTERM),
+        )
 
     def _end(self) -> None:
         """Stop every process of the server and remove what they left behind."""

@@ -49,7 +49,7 @@ def test_the_next_engine_of_that_name_starts_and_is_right(
     for attempt in ("killed", "next"):
         folder = tmp_path / attempt
         folder.mkdir()
-        with watched(models("llama"), arguments, environment, folder) as server:
+        with watched(models("llama"), arguments, environment, folder, fresh=True) as server:
             answers.append(server.complete(prompts(1)[0]))
             started = psutil.Process(server.process.pid).children(recursive=True)
             if attempt == "next":

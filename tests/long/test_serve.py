@@ -27,7 +27,7 @@ def served(
             environment = device.environ(run)
             result: dict = {"rounds": []}
             folder = tmp_path_factory.mktemp("serve")
-            with watched(models(run.model), arguments, environment, folder) as server:
+            with watched(models(run.model), arguments, environment, folder, fresh=True) as server:
                 if run.offload:
                     server.rpc("watch_transfers")
                 for _ in range(2):

@@ -36,6 +36,7 @@ from harness.engines.inside import (
     tiers_behind,
 )
 from harness.engines.scheduling import allow_async_scheduling, copy_outputs_without_streams
+from harness.engines.served import fork_workers
 from harness.engines.simple_watch import (
     SimpleWatch,
     remember_managers,
@@ -322,6 +323,7 @@ def main(job_path: str, result_path: str) -> None:
     asynchronous = job["engine"].get("async_scheduling", False)
     if asynchronous:
         allow_async_scheduling()
+    fork_workers()
     llm = LLM(job["model"], **job["engine"])
     core = llm.llm_engine.engine_core.engine_core
     ranks = core.vllm_config.parallel_config.world_size

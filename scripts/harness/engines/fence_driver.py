@@ -40,6 +40,7 @@ from harness.engines.inside import (
 )
 from harness.engines.patience import steps
 from harness.engines.scheduling import allow_async_scheduling, copy_outputs_without_streams
+from harness.engines.served import fork_workers
 from harness.engines.simple_scenarios import SimpleTier, copies_of, judged
 from kvpatch.hostdevice import ledger, streams
 from kvpatch.patches.debug import audit
@@ -56,6 +57,7 @@ class Stage:
     def __init__(self, job: dict[str, Any]) -> None:
         if job["engine"]["async_scheduling"]:
             allow_async_scheduling()
+        fork_workers()
         self.llm = LLM(job["model"], **job["engine"])
         self.prompts = job["prompts"]
         self.delays = job.get("delays", ())

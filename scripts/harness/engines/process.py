@@ -20,7 +20,7 @@ from typing import IO
 SERVERS = 3
 # What only vLLM, kvcached and kvpatch read, or a fork reads anew. Everything else may be read by
 # an import, and so a server has it as its forks do.
-LATE = ("VLLM", "KVCACHED", "ENABLE_KVCACHED", "KVPATCH", "PYTHONHASHSEED")
+LATE = ("VLLM", "KVCACHED", "ENABLE_KVCACHED", "KVPATCH", "PYTHONHASHSEED", "XDG_DATA_HOME")
 START_SECONDS = 600
 
 # What an engine imports sooner or later; a release may not have all of it.
@@ -203,7 +203,7 @@ def start(
     arguments: list[str | Path],
     environment: Mapping[str, str],
     python: str,
-    stdout: IO[str] | int,
+    stdout: IO[str] | IO[bytes] | int,
     stdin: IO[str] | int = subprocess.DEVNULL,
     serving: bool = False,
 ) -> Forked:

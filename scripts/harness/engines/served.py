@@ -16,7 +16,7 @@ from typing import Any
 
 
 def fork_workers() -> None:
-    """Let vLLM fork its processes on a CPU too."""
+    """Let vLLM fork its engines and workers on a CPU too, which is half a minute for each."""
     from vllm.platforms.cpu import CpuPlatform
 
     check = CpuPlatform.check_and_update_config
@@ -28,20 +28,8 @@ def fork_workers() -> None:
     CpuPlatform.check_and_update_config = classmethod(forked)
 
 
-def options(arguments: dict[str, Any]) -> list[str]:
-    """Return arguments of ``vllm serve`` as its command line has them."""
-    words: list[str] = []
-    for name, value in arguments.items():
-        if value is None or value is False:
-            continue
-        words.append(f"--{name.replace('_', '-')}")
-        if value is not True:
-            words.append(json.dumps(value) if isinstance(value, dict) else str(value))
-    return words
-
-
 def main(job_path: str) -> None:
-    """Serve the job's ``model`` with its ``arguments``, and stop at its ``point``."""
+    """Serve the job's ``model`` with its ``options``, and stop at its ``point``."""
     job = json.loads(Path(job_path).read_text())
     os.setsid()
     fork_workers()
@@ -49,7 +37,7 @@ def main(job_path: str) -> None:
         from harness.engines import kill_points
 
         kill_points.install(point, job["nth"], Path(job["reached"]))
-    sys.argv = ["vllm", "serve", job["model"], *options(job["arguments"])]
+    sys.argv = ["vllm", "serve", job["model"], *job["options"]]
     from vllm.entrypoints.cli.main import main as vllm
 
     vllm()

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import json
+import sys
 import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
+from harness.engines import process
 from harness.engines.runs import prompts
 from harness.serve import Server
 from kvpatch import control
@@ -26,12 +29,51 @@ def eventually(condition: Callable[[], bool], seconds: float = 30) -> bool:
     return True
 
 
+class Forked(Server):
+    """A server that is a fork of a ``ForkServer``, and whose engine and workers are forks of it.
+
+    Args:
+        job: more of the job of ``served``, whose file lies beside the log.
+    """
+
+    def __init__(
+        self,
+        model: Path,
+        arguments: Mapping[str, Any],
+        environment: Mapping[str, str],
+        folder: Path,
+        *,
+        python: str = sys.executable,
+        job: Mapping[str, Any] | None = None,
+        sweep: bool = True,
+    ) -> None:
+        super().__init__(model, arguments, environment, folder, sweep=sweep)
+        self._python, self._job = python, job or {}
+
+    def _launch(self, options: list[str], log: IO[bytes]) -> Any:
+        job = self.log_path.with_name("job.json")
+        job.write_text(json.dumps({"model": str(self.model), "options": options, **self._job}))
+        return process.start(
+            "harness.engines.served", [job], self._environment, self._python, log, serving=True
+        )
+
+
 def watched(
-    model: Path, arguments: Mapping[str, Any], environment: Mapping[str, str], folder: Path
+    model: Path,
+    arguments: Mapping[str, Any],
+    environment: Mapping[str, str],
+    folder: Path,
+    fresh: bool = False,
 ) -> Server:
-    """Return a server with ``TransferProbe`` in its workers, after which nobody clears up."""
+    """Return a server with ``TransferProbe`` in its workers, after which nobody clears up.
+
+    Args:
+        fresh: it and its engine are Pythons of their own, as an operator's are on a CPU, which
+            takes them half a minute.
+    """
     probe = {"worker_extension_cls": "harness.engines.probe.TransferProbe"}
-    return Server(model, {**arguments, **probe}, environment, folder, sweep=False)
+    made = Server if fresh else Forked
+    return made(model, {**arguments, **probe}, environment, folder, sweep=False)
 
 
 @dataclass
