@@ -12,6 +12,11 @@ from harness.engines.oracle import PLAIN, Engine, assert_same
 from harness.engines.runs import Run, model_of
 from harness.engines.tiers import APART, Serve, answers, assert_plain, hits, on
 
+pytestmark = pytest.mark.skipif(
+    "avx512f" not in Path("/proc/cpuinfo").read_text(),
+    reason="vLLM's fp8 KV cache on a CPU requires AVX-512 or AMX, and this processor has neither",
+)
+
 # What a page of kvcached's holds of them, in one layer.
 ONE_PAGE = {"num_gpu_blocks_override": 32}
 

@@ -71,7 +71,9 @@ def serve(
         folder = tmp_path / name
         folder.mkdir()
         own = device.environ(run)
-        return stack.enter_context(watched(models("llama"), engine_arguments(run), own, folder))
+        return stack.enter_context(
+            watched(models("llama"), engine_arguments(run), own, folder, fresh=True)
+        )
 
     return serve
 

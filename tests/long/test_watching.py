@@ -91,7 +91,7 @@ def served(
     arguments = engine_arguments(run) | {"api_server_count": 2}
     environment = device.environ(run)
     folder = tmp_path_factory.mktemp("serve")
-    with watched(models(run.model), arguments, environment, folder) as server:
+    with watched(models(run.model), arguments, environment, folder, fresh=True) as server:
         server.rpc("watch_transfers")
         for _ in range(2):
             for prompt in prompts(COUNT):
@@ -367,7 +367,9 @@ def test_a_server_that_is_asked_to_stop_has_not_crashed(
     folder = tmp_path_factory.mktemp("serve")
     place = tmp_path_factory.mktemp("pages")
     environment |= {"KVPATCH_STATUS_DIR": str(place)}
-    with watched(models(run.model), engine_arguments(run), environment, folder) as server:
+    with watched(
+        models(run.model), engine_arguments(run), environment, folder, fresh=True
+    ) as server:
         there = Served(server, environment, {})
         metrics = there.metrics()  # before the first request
         assert metrics["device_bytes", "zero"] > 0

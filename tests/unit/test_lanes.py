@@ -12,18 +12,21 @@ from pathlib import Path
 import pytest
 
 TESTS = Path(__file__).parents[1]
-TEST = "def test_it(request):\n    print([mark.name for mark in request.node.iter_markers()])\n"
+TEST = """def test_it(request):
+    print(request.path.parent.name, [mark.name for mark in request.node.iter_markers()])
+"""
 
 
 @pytest.fixture
 def collect(run, tmp_path):
-    """Run pytest on one test at a place under a copy of tests/."""
+    """Run pytest on one test at each of some places under a copy of tests/."""
 
-    def collect(place: str):
+    def collect(*places: str):
         tests = tmp_path / "tests"
-        path = tests / place
-        path.parent.mkdir(parents=True)
-        path.write_text(TEST)
+        for place in places:
+            path = tests / place
+            path.parent.mkdir(parents=True)
+            path.write_text(TEST)
         shutil.copy(TESTS / "conftest.py", tests)
         shutil.copy(TESTS.parent / "pyproject.toml", tmp_path)
         command = ("-m", "pytest", "-q", "-s", "-p", "no:cacheprovider", "--rootdir", tmp_path)
@@ -35,11 +38,11 @@ def collect(run, tmp_path):
 LANES = "unit,wheel,refusals,engine,faults,long,ascend,npu,versions,upstream,objects,bench"
 
 
-@pytest.mark.parametrize("lane", LANES.split(","))
-def test_a_test_carries_the_mark_of_its_lane(collect, lane):
-    done = collect(f"{lane}/test_it.py")
+def test_a_test_carries_the_mark_of_its_lane(collect):
+    done = collect(*(f"{lane}/test_of_{lane}.py" for lane in LANES.split(",")))
     assert done.code == 0
-    assert f"['{lane}']" in done.out
+    marked = dict(re.findall(r"(\w+) (\[.*\])$", done.out, re.MULTILINE))
+    assert marked == {lane: f"['{lane}']" for lane in LANES.split(",")}
 
 
 @pytest.mark.parametrize("place", ["test_it.py", "other/test_it.py", "unit/wheel/test_it.py"])

@@ -28,7 +28,6 @@ from harness.engines.block_watch import BlockWatch
 from harness.engines.driver import run_round, tell
 from harness.engines.inside import come_to_rest, prepare
 from harness.engines.runs import load
-from harness.engines.served import fork_workers
 from kvpatch import state
 from kvpatch.patches.host_pool import presence
 from kvpatch.patches.host_pool.tier import Pooled
@@ -66,7 +65,6 @@ class Watched:
 
     def __init__(self, job: dict[str, Any]) -> None:
         began, worked = time.monotonic(), time.process_time()
-        fork_workers()
         self.llm = LLM(job["model"], **job["engine"])
         self.started = {
             "seconds": time.monotonic() - began,
