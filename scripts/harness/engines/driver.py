@@ -35,8 +35,8 @@ from harness.engines.inside import (
     taken_and_evicted,
     tiers_behind,
 )
+from harness.engines.placement import fork_workers
 from harness.engines.scheduling import allow_async_scheduling, copy_outputs_without_streams
-from harness.engines.served import fork_workers
 from harness.engines.simple_watch import (
     SimpleWatch,
     remember_managers,

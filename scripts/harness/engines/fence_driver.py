@@ -39,8 +39,8 @@ from harness.engines.inside import (
     tiers_behind,
 )
 from harness.engines.patience import steps
+from harness.engines.placement import fork_workers
 from harness.engines.scheduling import allow_async_scheduling, copy_outputs_without_streams
-from harness.engines.served import fork_workers
 from harness.engines.simple_scenarios import SimpleTier, copies_of, judged
 from kvpatch.hostdevice import ledger, streams
 from kvpatch.patches.debug import audit

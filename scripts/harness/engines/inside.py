@@ -12,25 +12,8 @@ from packaging.version import Version
 
 from harness.engines import nothing_connector, reverted
 from harness.engines.patience import steps
+from harness.engines.placement import stay_in_this_process
 from kvpatch.hostdevice import streams
-
-
-def stay_in_this_process() -> None:
-    """Let the worker be where it is asked to be.
-
-    Up to 0.23 vLLM gives it a process of its own on a CPU, whatever is asked for.
-    """
-    from vllm.platforms.cpu import CpuPlatform
-
-    check = CpuPlatform.check_and_update_config
-
-    def unmoved(cls: Any, config: Any) -> None:
-        asked = config.parallel_config.distributed_executor_backend
-        check(config)
-        if config.parallel_config.world_size == 1:
-            config.parallel_config.distributed_executor_backend = asked
-
-    CpuPlatform.check_and_update_config = classmethod(unmoved)
 
 
 def prepare(job: dict[str, Any]) -> None:

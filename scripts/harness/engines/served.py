@@ -2,8 +2,7 @@
 
     python -m harness.engines.served JOB.json
 
-On a CPU vLLM starts the engine and its workers as fresh Pythons, and on a GPU as forks of itself,
-which is what they are here. All of them are in a session of their own.
+It and its engine, and workers if it has several, are in a session of their own.
 """
 
 from __future__ import annotations
@@ -12,20 +11,8 @@ import json
 import os
 import sys
 from pathlib import Path
-from typing import Any
 
-
-def fork_workers() -> None:
-    """Let vLLM fork its engines and workers on a CPU too, which is half a minute for each."""
-    from vllm.platforms.cpu import CpuPlatform
-
-    check = CpuPlatform.check_and_update_config
-
-    def forked(cls: Any, config: Any) -> None:
-        check(config)
-        os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "fork"
-
-    CpuPlatform.check_and_update_config = classmethod(forked)
+from harness.engines.placement import fork_workers, stay_in_this_process
 
 
 def main(job_path: str) -> None:
@@ -33,6 +20,7 @@ def main(job_path: str) -> None:
     job = json.loads(Path(job_path).read_text())
     os.setsid()
     fork_workers()
+    stay_in_this_process()
     if point := job.get("point"):
         from harness.engines import kill_points
 

@@ -1,0 +1,59 @@
+"""Where vLLM's engines and workers run: on a CPU as it has them on a GPU.
+
+On a CPU vLLM starts an engine and each worker as a fresh Python, which takes half a minute, and
+gives one worker a process of its own too. On a GPU they are forks, and one worker is in its
+engine's process.
+"""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+
+def stay_in_this_process() -> None:
+    """Let one worker be where it is asked to be, which is in its engine's process by default."""
+    from vllm.platforms.cpu import CpuPlatform
+
+    check = CpuPlatform.check_and_update_config
+
+    def unmoved(cls: Any, config: Any) -> None:
+        asked = config.parallel_config.distributed_executor_backend
+        check(config)
+        if config.parallel_config.world_size == 1:
+            config.parallel_config.distributed_executor_backend = asked
+
+    CpuPlatform.check_and_update_config = classmethod(unmoved)
+
+
+def fork_workers() -> None:
+    """Let vLLM fork its engines and workers, which then leave each other the processors."""
+    from vllm.platforms.cpu import CpuPlatform
+
+    check = CpuPlatform.check_and_update_config
+
+    def forked(cls: Any, config: Any) -> None:
+        check(config)
+        os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "fork"
+
+    CpuPlatform.check_and_update_config = classmethod(forked)
+    wait_without_spinning()
+
+
+def wait_without_spinning() -> None:
+    """Let a reader of vLLM's queues in shared memory sleep until it is told of a message.
+
+    For a second after each message it looks without a pause, which takes the processor that the
+    writer of the next one needs where there is none to spare.
+    """
+    from vllm.distributed.device_communicators import shm_broadcast
+
+    # Up to 0.20 a reader has no way to be told.
+    if condition := getattr(shm_broadcast, "SpinCondition", None):
+        init = condition.__init__
+
+        def sleeping(self: Any, *args: Any, **kwargs: Any) -> None:
+            init(self, *args, **kwargs)
+            self.busy_loop_s = 0
+
+        condition.__init__ = sleeping
