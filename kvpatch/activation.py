@@ -163,6 +163,18 @@ def revert() -> None:
         )
 
 
+def forget_role() -> None:
+    """Forget what only the process that this one was forked from is.
+
+    vLLM forks workers from their engine on a GPU, and a worker is in its engine's process where
+    the roles say so.
+    """
+    record.roles, record.elastic, record.layout = [], None, ""
+
+
+os.register_at_fork(after_in_child=forget_role)
+
+
 def _stay_refused(error: Exception) -> RefusedImport:
     global _refused
     if not isinstance(error, Refusal):

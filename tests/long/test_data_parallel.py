@@ -15,7 +15,7 @@ import pytest
 
 from harness import releases
 from harness.engines.runs import Device, Run, block_bytes, engine_arguments, prompts
-from harness.engines.serving import eventually
+from harness.engines.serving import Forked, eventually
 from harness.serve import Server
 from kvpatch import admitted, control
 
@@ -110,7 +110,7 @@ def plain(
 ) -> list[list[Any]]:
     """The tokens of plain vLLM with the same two engines."""
     folder = tmp_path_factory.mktemp("plain")
-    with Server(models("llama"), arguments(PLAIN), device.environ(PLAIN), folder) as server:
+    with Forked(models("llama"), arguments(PLAIN), device.environ(PLAIN), folder) as server:
         return tokens(ask(server))
 
 
@@ -120,7 +120,7 @@ def served(
 ) -> Iterator[Served]:
     environment = device.environ(OURS)
     folder = tmp_path_factory.mktemp("serve")
-    with Server(models("llama"), arguments(OURS), environment, folder) as server:
+    with Forked(models("llama"), arguments(OURS), environment, folder) as server:
         yield Served(server, environment, [ask(server), ask(server)])
 
 

@@ -33,7 +33,7 @@ COUNT = 6
 TOKENS = 640  # of a prompt, in whole blocks
 # Tokens to generate: a request that still runs when the engine has answered twice. Kernels of
 # Runner V2 are interpreted here, and a tenth as fast.
-LONG = {"v1": 1300, "v2": 200}
+LONG = {"v1": 400, "v2": 200}
 LOADED = "vllm:external_prefix_cache_hits_total"
 ON_THE_DEVICE = "vllm:prefix_cache_hits_total"
 LENT = "vllm:kvpatch_device_lent_bytes"

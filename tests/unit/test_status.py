@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
 
 import pytest
 from packaging.version import Version
@@ -62,6 +64,25 @@ def test_it_is_said_once_a_process(caplog, monkeypatch):
     said.say()
     assert len(caplog.records) == 2
     assert "pid 4000000," in caplog.records[1].getMessage()
+
+
+FORKING = """
+import os
+from kvpatch import activation
+record = activation.record
+record.roles, record.elastic, record.layout = ["engine-core"], True, "contiguous"
+child = os.fork()
+print(record.roles, record.elastic, record.layout or "no layout", flush=True)
+if child:
+    os.waitpid(child, 0)
+"""
+
+
+def test_a_worker_that_its_engine_forks_is_no_engine():
+    said = subprocess.run(
+        [sys.executable, "-c", FORKING], capture_output=True, text=True, check=True
+    ).stdout
+    assert sorted(said.splitlines()) == ["['engine-core'] True contiguous", "[] None no layout"]
 
 
 def test_outcomes_are_a_small_fixed_vocabulary():
