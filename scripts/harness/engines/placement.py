@@ -8,7 +8,10 @@ engine's process.
 from __future__ import annotations
 
 import os
+import time
 from typing import Any
+
+PAUSE = 0.0003  # seconds, little beside a step of an engine
 
 
 def stay_in_this_process() -> None:
@@ -41,19 +44,11 @@ def fork_workers() -> None:
 
 
 def wait_without_spinning() -> None:
-    """Let a reader of vLLM's queues in shared memory sleep until it is told of a message.
+    """Let a process sleep between two looks at vLLM's queues in shared memory.
 
-    For a second after each message it looks without a pause, which takes the processor that the
+    It looks without a pause for a second after each message, which takes the processor that the
     writer of the next one needs where there is none to spare.
     """
     from vllm.distributed.device_communicators import shm_broadcast
 
-    # Up to 0.20 a reader has no way to be told.
-    if condition := getattr(shm_broadcast, "SpinCondition", None):
-        init = condition.__init__
-
-        def sleeping(self: Any, *args: Any, **kwargs: Any) -> None:
-            init(self, *args, **kwargs)
-            self.busy_loop_s = 0
-
-        condition.__init__ = sleeping
+    shm_broadcast.sched_yield = lambda: time.sleep(PAUSE)
