@@ -100,7 +100,9 @@ class Served(Forked):
     def __init__(self, folder: Path, run: Run, device: Device, job: dict[str, Any]) -> None:
         folder.mkdir()
         model, environment = model_of(run.model), device.environ(run)
-        arguments = engine_arguments(run) | {"max_model_len": 1024}
+        # A worker of its own, which can be killed alone.
+        apart = {"distributed_executor_backend": "mp"}
+        arguments = engine_arguments(run) | apart | {"max_model_len": 1024}
         self.reached, self.armed = folder / "reached", folder / "armed"
         super().__init__(
             model,
