@@ -24,7 +24,7 @@ from vllm.config import KVTransferConfig
 from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.v1.engine.async_llm import AsyncLLM
 
-from harness.engines.placement import fork_workers, stay_in_this_process
+from harness.engines.placement import fork_workers
 from harness.engines.scheduling import allow_async_scheduling
 from kvpatch import activation
 from kvpatch.patches.debug import audit
@@ -112,7 +112,6 @@ async def run(job: dict[str, Any]) -> list[dict[str, Any]]:
     count = int(arguments["data_parallel_size"])
     ours = os.environ.get("KVPATCH", "0") != "0"
     fork_workers()
-    stay_in_this_process()
     llm = AsyncLLM.from_engine_args(AsyncEngineArgs(model=job["model"], **arguments))
     try:
         config = llm.vllm_config

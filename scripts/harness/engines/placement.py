@@ -15,7 +15,11 @@ PAUSE = 0.0003  # seconds, little beside a step of an engine
 
 
 def stay_in_this_process() -> None:
-    """Let one worker be where it is asked to be, which is in its engine's process by default."""
+    """Let one worker be where it is asked to be, which is in its engine's process by default.
+
+    vLLM gives it a process of its own on a CPU: up to 0.23 whatever is asked for, and later where
+    its engine has one. Several engines of one server always ask for that.
+    """
     from vllm.platforms.cpu import CpuPlatform
 
     check = CpuPlatform.check_and_update_config
