@@ -139,6 +139,12 @@ TRIALS = {
 def trial_of(cell: Cell) -> Trial:
     """Return what the connector of a cell is asked."""
     trial = TRIALS[cell.connector]
+    if (cell.connector, cell.model) == ("Simple eager", "hybrid"):
+        # Loads of other prompts preempt one that is being computed, which is then computed in other
+        # chunks: in bfloat16 its states have other last digits, as plain vLLM's in such chunks.
+        apart = [range(number, number + 1) for asked in trial.rounds for number in asked]
+        first, second = (len(asked) for asked in trial.rounds[:2])
+        return replace(trial, rounds=tuple(apart), again=range(first, first + second))
     if cell.feature == "store threshold":  # stored the second time, loaded the third
         return replace(trial, rounds=trial.rounds[:1] * 3, again=range(2, 3))
     return trial
