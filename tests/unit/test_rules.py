@@ -25,10 +25,7 @@ from kvpatch.host_memory import HostMemory
 from kvpatch.patches.elastic_memory import configuration, lifting
 from kvpatch.patches.host_pool import rules as of_host_pool
 from kvpatch.patches.kvcached_compat.rules import V1_ON_LATER
-from kvpatch.patches.offloading.rules import (
-    DRAFTING,
-    MULTI,
-)
+from kvpatch.patches.offloading.rules import DRAFTING, MULTI, POOLED
 from kvpatch.patches.secondary_tiers.rules import TIERS
 from kvpatch.patches.simple_offload.rules import SIMPLE
 from kvpatch.pool import ledger
@@ -166,6 +163,7 @@ V2_OF_32 = {"machine__vllm": "0.32.0", "use_v2_model_runner": True}
 HYBRID = {"model_config__is_hybrid": True}
 LATENT = {"model_config__use_mla": True}
 ONE_RANK = {"parallel_config__world_size": 1, "parallel_config__tensor_parallel_size": 1}
+POOLING = {"model_config__runner_type": "pooling"}
 FP8 = {"cache_config__cache_dtype": "fp8"}
 NO_PREFIX_CACHE = {"cache_config__enable_prefix_caching": False}
 STAGES = {
@@ -516,10 +514,17 @@ CASES: dict[str, tuple[list[dict[str, Any]], str]] = {
         "not validated; run this model without a KV connector, or set KVPATCH=0.",
     ),
     "KVP361": (
-        [{"model_config__runner_type": "pooling"}],
-        "a KV connector is configured for JambaForCausalLM, because a model that is run for its "
-        "pooled states is not validated with one; run this model without a KV connector, or set "
-        "KVPATCH=0.",
+        [
+            POOLING,  # of two ranks
+            POOLING | ONE_RANK | {"machine__vllm": "0.27.1"},
+            POOLING | ONE_RANK | {"model_config__get_sliding_window": lambda: 64},
+            POOLING | ONE_RANK | tiers("fs"),
+            POOLING | ONE_RANK | multi("OffloadingConnector"),
+        ],
+        "a KV connector is configured for JambaForCausalLM, which is run for its pooled states, "
+        f"because that is validated on vLLM {words(POOLED)} only, of full attention, with one rank "
+        "and one connector without secondary tiers; use one of these so, or run this model "
+        "without a KV connector, or set KVPATCH=0.",
     ),
     "KVP332": (
         [{"lora_config": SimpleNamespace()}, tiers("fs") | {"lora_config": SimpleNamespace()}],
@@ -845,6 +850,8 @@ def test_without_a_connector_only_what_kvcached_cannot_run_matters(code, changes
         LATENT | V2_OF_29 | ONE_RANK,
         HYBRID | V2_OF_30 | ONE_RANK,
         LATENT | V2_OF_29 | ONE_RANK | simple(),
+        POOLING | ONE_RANK,
+        POOLING | ONE_RANK | V2_OF_30 | simple(lazy_offload=True),
         {"machine__vllm": "0.32.0", "use_v2_model_runner": True},
         {"machine__vllm": "0.32.0"},  # on Runner V1
         {

@@ -10,7 +10,7 @@ from kvpatch.versions import Facts
 
 # By the names of the cells: with nothing else turned on, and kinds of model.
 ALONE = "none"
-LATENT, HYBRID = "latent attention", "hybrid"
+FULL, LATENT, HYBRID = "full attention", "latent attention", "hybrid"
 OFFLOADING = "Offloading"  # also without a connector
 
 
@@ -63,7 +63,7 @@ def kind_of(model: Any) -> str:
         return HYBRID
     if model.use_mla:
         return LATENT
-    return "sliding window" if has_windows(model) else "full attention"
+    return "sliding window" if has_windows(model) else FULL
 
 
 def is_hybrid(model: Any) -> bool:

@@ -38,6 +38,7 @@ _ONE = "with one rank"
 # Two stages of a pipeline: the name of their cells, by the ranks of each.
 STAGES = {1: "2 stages", 2: "2 stages of 2 ranks"}
 SEVERAL_RANKS = "2 ranks"  # of tensor parallelism, by the name of its cells
+POOLED = Span("0.28")  # where models that are run for their pooled states were compared
 # Where chunks are stored of which a window has left a part.
 WINDOWS_IN_PARTS = Span("0", "0.33")
 
@@ -119,6 +120,18 @@ def _hybrid(config: Any, facts: Facts) -> bool:
         config.parallel_config.world_size == 1
         and not model.use_mla
         and place.starts_with(place.ALONE, config, facts)
+    )
+
+
+def _pooling(config: Any, facts: Facts) -> bool:
+    """Return whether a model is run for its pooled states, where that did not run."""
+    model = config.model_config
+    return getattr(model, "runner_type", "") == "pooling" and not (
+        is_validated(facts.vllm, POOLED)
+        and place.kind_of(model) == place.FULL
+        and config.parallel_config.world_size == 1
+        and not in_multi(config)
+        and not has_tiers(config)
     )
 
 
@@ -529,11 +542,13 @@ RULES = (
     ),
     Rule(
         "KVP361",
-        "offloading of pooling models",
-        lambda config, facts: getattr(config.model_config, "runner_type", "") == "pooling",
-        _model,
-        "a model that is run for its pooled states is not validated with one",
-        "run this model without a KV connector",
+        f"offloading of pooling models, except on vLLM {in_ranges(validated(POOLED))} of full "
+        "attention, with one rank and one connector without secondary tiers",
+        _pooling,
+        lambda config, facts: f"{_model(config, facts)}, which is run for its pooled states",
+        f"that is validated on vLLM {in_ranges(validated(POOLED))} only, of full attention, with "
+        "one rank and one connector without secondary tiers",
+        "use one of these so, or run this model without a KV connector",
     ),
     Rule(
         "KVP332",

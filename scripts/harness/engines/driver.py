@@ -23,7 +23,7 @@ os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
 
 import torch
 from msgspec.structs import asdict
-from vllm import LLM, SamplingParams
+from vllm import LLM, PoolingParams, PoolingRequestOutput, SamplingParams
 
 from harness.engines import disk_faults, failing_copies
 from harness.engines.block_watch import BlockWatch
@@ -115,6 +115,40 @@ def grammar_of(prompt: dict[str, Any]) -> Any:
     return StructuredOutputsParams(regex=prompt["pattern"])
 
 
+def params_of(llm: Any, prompt: dict[str, Any]) -> SamplingParams | PoolingParams:
+    """What vLLM is told of an answer: of a pooling model one pooled state, of others tokens."""
+    if llm.llm_engine.vllm_config.model_config.runner_type == "pooling":
+        return PoolingParams(task="embed")
+    return SamplingParams(
+        temperature=0,
+        max_tokens=prompt["max_tokens"],
+        logprobs=1,
+        prompt_logprobs=prompt.get("prompt_logprobs"),
+        structured_outputs=grammar_of(prompt),
+        ignore_eos=True,
+    )
+
+
+def answer_of(output: Any) -> dict[str, list[Any]]:
+    """Return the tokens and log-probabilities of an answer; of a pooled state its numbers alone."""
+    if isinstance(output, PoolingRequestOutput):
+        return {"tokens": [], "logprobs": output.outputs.data.tolist(), "prompt": []}
+    completion = output.outputs[0]
+    return {
+        "tokens": list(completion.token_ids),
+        "logprobs": [
+            step[token].logprob
+            for token, step in zip(
+                # A request that fails has neither.
+                completion.token_ids,
+                completion.logprobs or (),
+                strict=True,
+            )
+        ],
+        "prompt": of_prompt(output),
+    }
+
+
 def run_round(
     llm: Any,
     prompts: list[dict[str, Any]],
@@ -138,14 +172,7 @@ def run_round(
         engine.add_request(
             f"{id(prompts)}-{index}",
             prompt_of(llm, prompt),
-            SamplingParams(
-                temperature=0,
-                max_tokens=prompt["max_tokens"],
-                logprobs=1,
-                prompt_logprobs=prompt.get("prompt_logprobs"),
-                structured_outputs=grammar_of(prompt),
-                ignore_eos=True,
-            ),
+            params_of(llm, prompt),
         )
     records: dict[int, Any] = {}
     steps, begun = 0, time.monotonic()
@@ -156,20 +183,9 @@ def run_round(
         for output in engine.step():
             if output.finished:
                 steps, begun = 0, time.monotonic()
-                completion = output.outputs[0]
                 records[int(output.request_id.split("-")[1])] = {
-                    "tokens": list(completion.token_ids),
-                    "logprobs": [
-                        step[token].logprob
-                        for token, step in zip(
-                            # A request that fails has neither.
-                            completion.token_ids,
-                            completion.logprobs or (),
-                            strict=True,
-                        )
-                    ],
+                    **answer_of(output),
                     "cached": output.num_cached_tokens,
-                    "prompt": of_prompt(output),
                 } | ({"drafts": drafts.pop(output.request_id)} if drafts else {})
         if watch is not None:
             watch.after_step()

@@ -1,0 +1,26 @@
+"""Models that are run for their pooled states, with prompts that come back from the CPU tier."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from harness.engines.oracle import PLAIN, Engine
+from harness.engines.runs import BLOCK, Run
+from harness.engines.tiers import APART, SMALL, Serve, answers, assert_plain, hits
+
+POOLING = (("runner", "pooling"), ("convert", "embed"))
+
+
+def assert_comes_back(serve: Serve, engine: Engine, wanted: Run) -> None:
+    """The second time, blocks come from the tier; both times the states are plain vLLM's."""
+    plain = engine(replace(PLAIN, vllm=wanted.vllm, runner=wanted.runner, settings=POOLING))
+    run = replace(wanted, settings=POOLING)
+    ours = serve(run, times=2, watch=not wanted.simple, engine=SMALL["llama"])
+    for time, found in enumerate(([0] * APART, [640] * APART)):
+        assert hits(answers(ours, time)) == found
+        assert_plain(answers(ours, time), plain)
+    assert len({tuple(one["logprobs"]) for one in answers(ours)}) == APART
+    assert "KV on elastic memory: yes" in ours.log
+    seen = ours.result["simple"] if wanted.simple else ours.result
+    assert seen["loaded" if wanted.simple else "returned"] >= APART * 640 // BLOCK
+    assert seen["changed"] == ([] if not wanted.simple else 0)
