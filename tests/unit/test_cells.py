@@ -134,6 +134,16 @@ def test_a_block_is_stored_the_second_time_and_loaded_the_third(asked):
     assert "kv_transfer_config" not in engine_arguments(asked(CELL)[0])
 
 
+def test_states_are_not_preempted_by_loads_beside_them(asked):
+    hybrid = replace(CELL, model="hybrid", connector="Simple eager")
+    _, _, trial = asked(hybrid)
+    each = [list(one) for one in trial.rounds]
+    assert each == [[number] for asked in (range(8), range(8), range(12)) for number in asked]
+    assert trial.again == range(8, 16)
+    _, _, others = asked(replace(hybrid, model="full attention"))
+    assert [len(one) for one in others.rounds] == [8, 8, 12]
+
+
 def test_a_chunk_is_of_two_blocks(asked):
     for connector in ("Offloading", "tiering fs"):
         _, ours, _ = asked(replace(CELL, connector=connector, feature="chunks"))
