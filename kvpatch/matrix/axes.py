@@ -119,7 +119,7 @@ FEATURES = (
     Feature(
         "2 ranks",
         {"parallel_config.world_size": 2, "parallel_config.tensor_parallel_size": 2},
-        ("latent attention",),
+        ("latent attention", "hybrid"),
     ),
     # Two stages of a pipeline. A tier's folder has not been looked at for stages.
     *(

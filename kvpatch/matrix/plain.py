@@ -2,7 +2,7 @@
 
 ``data/plain`` has one file per release of vLLM: its engines on static memory, without kvpatch and
 without a connector, by runner, kind of model and feature. Where such an engine ends by itself, no
-engine on a CPU can validate a cell; a GPU may run it.
+engine on a CPU can validate a cell, nor one with more turned on; a GPU may run it.
 """
 
 from __future__ import annotations
@@ -47,8 +47,12 @@ def runs(data: Path = signatures.DATA) -> dict[Combination, str]:
 
 
 def ended(cell: Cell) -> str:
-    """Return with what plain vLLM ends where a cell is; empty if it runs, or did not run yet."""
-    return runs().get(combination_of(cell), "")
+    """Return with what plain vLLM ends where a cell is; empty if it runs, or did not run yet.
+
+    Where it did not run with a feature, with what it ends without: a missing kernel stays missing.
+    """
+    made, known = combination_of(cell), runs()
+    return known.get(made, known.get(made._replace(feature=NONE), ""))
 
 
 def forget() -> None:

@@ -34,10 +34,11 @@ SCHEME_WINS = Span("0", "0.22")
 # vLLM's methods of speculative decoding, by their names in the matrix.
 DRAFTING = {"ngram": "ngram", "draft_model": "draft model", "eagle": "EAGLE"}
 _DRAFTS = "with one rank and without an fp8 KV cache"
-_ONE = "with one rank"
+_ONE_OR_TWO = "with one or two ranks"
 # Two stages of a pipeline: the name of their cells, by the ranks of each.
 STAGES = {1: "2 stages", 2: "2 stages of 2 ranks"}
 SEVERAL_RANKS = "2 ranks"  # of tensor parallelism, by the name of its cells
+_RANKS = (place.ALONE, SEVERAL_RANKS)
 POOLED = Span("0.28")  # where models that are run for their pooled states were compared
 # Where chunks are stored of which a window has left a part.
 WINDOWS_IN_PARTS = Span("0", "0.33")
@@ -114,13 +115,10 @@ def _latent(config: Any, facts: Facts) -> bool:
 
 
 def _hybrid(config: Any, facts: Facts) -> bool:
-    """Return whether a model is hybrid, where that did not run: with one rank, of no latent one."""
+    """Return whether a model is hybrid, where that did not run: with two ranks, of no latent one."""
     model = config.model_config
-    return place.is_hybrid(model) and not (
-        config.parallel_config.world_size == 1
-        and not model.use_mla
-        and place.starts_with(place.ALONE, config, facts)
-    )
+    ranks = {1: place.ALONE, 2: SEVERAL_RANKS}.get(config.parallel_config.world_size, "")
+    return place.is_hybrid(model) and (model.use_mla or not place.starts_with(ranks, config, facts))
 
 
 def _pooling(config: Any, facts: Facts) -> bool:
@@ -524,10 +522,11 @@ RULES = (
     ),
     Rule(
         "KVP311",
-        "offloading of hybrid models" + admitted.but(place.ALONE, how=_ONE, model=place.HYBRID),
+        "offloading of hybrid models" + admitted.but(*_RANKS, how=_ONE_OR_TWO, model=place.HYBRID),
         _hybrid,
         _model,
-        f"hybrid models are validated {admitted.where(place.ALONE, how=_ONE, model=place.HYBRID)}",
+        "hybrid models are validated "
+        + admitted.where(*_RANKS, how=_ONE_OR_TWO, model=place.HYBRID),
         "use one of these, or run this model without a KV connector",
     ),
     Rule(
