@@ -34,6 +34,7 @@ from kvpatch.refusal import VERIFIABLE, VERIFY_IT, Refusal
 from kvpatch.rules import Rule
 from kvpatch.status import Record
 from kvpatch.supported import in_ranges, validated
+from kvpatch.upstream import connectors
 from kvpatch.versions import Facts, Installed, Span, in_words
 
 RULES = rules.of(feature.rules for feature in patches.FEATURES)
@@ -164,6 +165,7 @@ HYBRID = {"model_config__is_hybrid": True}
 LATENT = {"model_config__use_mla": True}
 ONE_RANK = {"parallel_config__world_size": 1, "parallel_config__tensor_parallel_size": 1}
 POOLING = {"model_config__runner_type": "pooling"}
+POOLED_BY = [words(POOLED[one]) for one in (connectors.OFFLOADING, connectors.SIMPLE)]
 FP8 = {"cache_config__cache_dtype": "fp8"}
 NO_PREFIX_CACHE = {"cache_config__enable_prefix_caching": False}
 STAGES = {
@@ -517,14 +519,16 @@ CASES: dict[str, tuple[list[dict[str, Any]], str]] = {
         [
             POOLING,  # of two ranks
             POOLING | ONE_RANK | {"machine__vllm": "0.27.1"},
+            POOLING | ONE_RANK | V2_OF_29 | simple(),
             POOLING | ONE_RANK | {"model_config__get_sliding_window": lambda: 64},
             POOLING | ONE_RANK | tiers("fs"),
             POOLING | ONE_RANK | multi("OffloadingConnector"),
         ],
         "a KV connector is configured for JambaForCausalLM, which is run for its pooled states, "
-        f"because that is validated on vLLM {words(POOLED)} only, of full attention, with one rank "
-        "and one connector without secondary tiers; use one of these so, or run this model "
-        "without a KV connector, or set KVPATCH=0.",
+        f"because that is validated with OffloadingConnector on vLLM {POOLED_BY[0]} "
+        f"or with SimpleCPUOffloadConnector on vLLM {POOLED_BY[1]}, of full "
+        "attention, with one rank and no secondary tiers only; use one of these so, or run this "
+        "model without a KV connector, or set KVPATCH=0.",
     ),
     "KVP332": (
         [{"lora_config": SimpleNamespace()}, tiers("fs") | {"lora_config": SimpleNamespace()}],

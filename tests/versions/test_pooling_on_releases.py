@@ -12,14 +12,19 @@ from harness.engines.runs import Run
 from harness.engines.tiers import Serve
 from kvpatch.patches.offloading.rules import POOLED
 from kvpatch.supported import validated
+from kvpatch.upstream import connectors
 
-OTHERS = [vllm for vllm in validated(POOLED) if vllm != releases.newest_built()]
+OTHERS = [
+    (vllm, simple)
+    for name, simple in ((connectors.OFFLOADING, ""), (connectors.SIMPLE, "eager"))
+    for vllm in validated(POOLED[name])
+    if vllm != releases.newest_built()
+]
 
 
 @LAYOUTS
 @pytest.mark.parametrize("runner", ["v1", "v2"])
-@pytest.mark.parametrize("simple", ["", "eager"])
-@pytest.mark.parametrize("vllm", OTHERS)
+@pytest.mark.parametrize(("vllm", "simple"), OTHERS)
 def test_pooled_states_of_restored_prompts_are_plain_vllms(
     serve: Serve, engine: Engine, vllm: str, simple: str, runner: str, contiguous: bool
 ) -> None:

@@ -39,11 +39,19 @@ _ONE_OR_TWO = "with one or two ranks"
 STAGES = {1: "2 stages", 2: "2 stages of 2 ranks"}
 SEVERAL_RANKS = "2 ranks"  # of tensor parallelism, by the name of its cells
 _RANKS = (place.ALONE, SEVERAL_RANKS)
-POOLED = Span("0.28")  # where models that are run for their pooled states were compared
+# Where models that are run for their pooled states were compared. SimpleCPUOffloadConnector of
+# earlier releases stores nothing of a request that ends in its first step.
+POOLED = {connectors.OFFLOADING: Span("0.28"), connectors.SIMPLE: Span("0.30")}
 # Where chunks are stored of which a window has left a part.
 WINDOWS_IN_PARTS = Span("0", "0.33")
 
 ROUND_TRIP = "it has not been validated by a store and load round trip"
+
+
+_POOLED = (
+    " or ".join(f"with {one} on vLLM {in_ranges(validated(at))}" for one, at in POOLED.items())
+    + ", of full attention, with one rank and no secondary tiers"
+)
 
 
 def leaves(config: Any) -> list[connectors.Leaf]:
@@ -115,7 +123,7 @@ def _latent(config: Any, facts: Facts) -> bool:
 
 
 def _hybrid(config: Any, facts: Facts) -> bool:
-    """Return whether a model is hybrid, where that did not run: with two ranks, of no latent one."""
+    """Return whether a model is hybrid, where that did not run; none with latent attention did."""
     model = config.model_config
     ranks = {1: place.ALONE, 2: SEVERAL_RANKS}.get(config.parallel_config.world_size, "")
     return place.is_hybrid(model) and (model.use_mla or not place.starts_with(ranks, config, facts))
@@ -124,11 +132,12 @@ def _hybrid(config: Any, facts: Facts) -> bool:
 def _pooling(config: Any, facts: Facts) -> bool:
     """Return whether a model is run for its pooled states, where that did not run."""
     model = config.model_config
+    span = POOLED.get(config.kv_transfer_config.kv_connector)
     return getattr(model, "runner_type", "") == "pooling" and not (
-        is_validated(facts.vllm, POOLED)
+        span is not None
+        and is_validated(facts.vllm, span)
         and place.kind_of(model) == place.FULL
         and config.parallel_config.world_size == 1
-        and not in_multi(config)
         and not has_tiers(config)
     )
 
@@ -541,12 +550,10 @@ RULES = (
     ),
     Rule(
         "KVP361",
-        f"offloading of pooling models, except on vLLM {in_ranges(validated(POOLED))} of full "
-        "attention, with one rank and one connector without secondary tiers",
+        f"offloading of pooling models, except {_POOLED}",
         _pooling,
         lambda config, facts: f"{_model(config, facts)}, which is run for its pooled states",
-        f"that is validated on vLLM {in_ranges(validated(POOLED))} only, of full attention, with "
-        "one rank and one connector without secondary tiers",
+        f"that is validated {_POOLED} only",
         "use one of these so, or run this model without a KV connector",
     ),
     Rule(
