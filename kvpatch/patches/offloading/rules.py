@@ -34,11 +34,12 @@ SCHEME_WINS = Span("0", "0.22")
 # vLLM's methods of speculative decoding, by their names in the matrix.
 DRAFTING = {"ngram": "ngram", "draft_model": "draft model", "eagle": "EAGLE"}
 _DRAFTS = "with one rank and without an fp8 KV cache"
-_ONE_OR_TWO = "with one or two ranks"
 # Two stages of a pipeline: the name of their cells, by the ranks of each.
 STAGES = {1: "2 stages", 2: "2 stages of 2 ranks"}
 SEVERAL_RANKS = "2 ranks"  # of tensor parallelism, by the name of its cells
 _RANKS = (place.ALONE, SEVERAL_RANKS)
+_OF_TWO = admitted.but(SEVERAL_RANKS, model=place.HYBRID)  # empty until hybrids ran so
+_HOW_HYBRIDS = "with one or two ranks" if _OF_TWO else "with one rank"
 # Where models that are run for their pooled states were compared. SimpleCPUOffloadConnector of
 # earlier releases stores nothing of a request that ends in its first step.
 POOLED = {connectors.OFFLOADING: Span("0.28"), connectors.SIMPLE: Span("0.30")}
@@ -531,11 +532,11 @@ RULES = (
     ),
     Rule(
         "KVP311",
-        "offloading of hybrid models" + admitted.but(*_RANKS, how=_ONE_OR_TWO, model=place.HYBRID),
+        "offloading of hybrid models" + admitted.but(*_RANKS, how=_HOW_HYBRIDS, model=place.HYBRID),
         _hybrid,
         _model,
         "hybrid models are validated "
-        + admitted.where(*_RANKS, how=_ONE_OR_TWO, model=place.HYBRID),
+        + admitted.where(*_RANKS, how=_HOW_HYBRIDS, model=place.HYBRID),
         "use one of these, or run this model without a KV connector",
     ),
     Rule(
