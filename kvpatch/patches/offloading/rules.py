@@ -406,11 +406,10 @@ RULES = (
     Rule(  # before the next rule: on a CPU vLLM disables the prefix cache for these models
         "KVP305",
         "offloading of models with latent attention (MLA)"
-        + admitted.but(place.ALONE, SEVERAL_RANKS, model=place.LATENT),
+        + admitted.but(*_RANKS, model=place.LATENT),
         _latent,
         _model,
-        "latent attention is validated "
-        + admitted.where(place.ALONE, SEVERAL_RANKS, model=place.LATENT),
+        "latent attention is validated " + admitted.where(*_RANKS, model=place.LATENT),
         "use one of these, or run this model without a KV connector",
     ),
     Rule(
