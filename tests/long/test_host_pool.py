@@ -113,7 +113,7 @@ def test_an_idle_engine_makes_room_and_a_killed_one_leaves_it(
     full = one.do("see")
     assert agrees(full), full
     assert full["committed"] > size // 2
-    two = start_in_pool(pool_of(size, "two"), loses=True)
+    two = start_in_pool(pool_of(size, "two"))
     two.do("round", "8")
     shared = two.do("see")
     assert shared["engines"] == 2

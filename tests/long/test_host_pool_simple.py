@@ -120,7 +120,7 @@ def test_an_idle_engine_makes_room_for_another_connectors(
     full = one.do("see")
     assert agrees(full, simple=True), full
     assert full["committed"] > size // 2
-    two = start_in_pool(pool_of(size, "mixed"), loses=True)
+    two = start_in_pool(pool_of(size, "mixed"))
     two.do("round", "8")
     shared = two.do("see")
     assert shared["engines"] == 2

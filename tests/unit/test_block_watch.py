@@ -50,8 +50,9 @@ def watched(connector, loses=False):
     watch = BlockWatch(core, loses)
     watch.after_step()
     block.block_id = 7
-    for planner in vars(connector or SimpleNamespace()).values():
-        planner.build_connector_meta(None)
+    for one in getattr(connector, "_connectors", [connector]):
+        for planner in vars(one or SimpleNamespace()).values():
+            planner.build_connector_meta(None)
     watch.after_step()
     return watch.changed, watch.returned
 
@@ -74,3 +75,13 @@ def test_a_block_that_was_computed_again_may_have_others():
 def test_only_what_a_tier_loaded_has_the_same_bytes_where_blocks_are_lost(loads, found):
     assert watched(SimpleNamespace(connector_scheduler=Jobs(loads)), loses=True) == found
     assert watched(SimpleNamespace(connector_scheduler=Jobs(loads))) == ([7], 1)
+
+
+@pytest.mark.parametrize(
+    ("loads", "found"), [([7], ([7], 1)), ([6], ([], 0))], ids=["loaded", "computed"]
+)
+def test_what_each_of_several_connectors_loaded_is_known(loads, found):
+    for other in (SimpleNamespace(), SimpleNamespace(scheduler_manager=Planner([5]))):
+        one = SimpleNamespace(connector_scheduler=Jobs(loads))
+        assert watched(SimpleNamespace(_connectors=[one, other]), loses=True) == found
+        assert watched(SimpleNamespace(_connectors=[other, one]), loses=True) == found

@@ -116,6 +116,14 @@ def test_a_model_with_fp8_blocks_fills_a_page_of_k_where_k_and_v_are_apart(tmp_p
     assert heads("0.26.0", "none") == heads("0.27.0", "fp8")
 
 
+def test_a_rank_of_a_hybrid_model_has_as_large_a_block_as_one_alone(asked):
+    """The device's blocks fill a page of its own, and not all that is asked fits into them."""
+    one = replace(CELL, vllm="0.31.0", runner="V1", model="hybrid", feature="none")
+    alone, two = asked(one)[1], asked(replace(one, feature="2 ranks"))[1]
+    assert block_bytes(two) == 2 * block_bytes(alone)
+    assert engine_arguments(two)["num_gpu_blocks_override"] == 35
+
+
 def test_every_feature_of_the_matrix_changes_the_engine(asked):
     assert {one.name for one in axes.FEATURES} == set(cells.FEATURES)
     for feature in axes.FEATURES[1:]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 
 import pytest
@@ -84,14 +83,12 @@ def test_an_idle_engine_makes_room_and_a_killed_one_leaves_it(
         # What the other engine computed beside other tokens has other last digits.
         runs = [replace(run, tiers=(str(tmp_path / name),)) for name in ("one", "two")]
     simple = bool(run.simple)
-    # In a pool this small some are: stored by neither, and computed again beside other tokens.
-    start_first, start_second = (partial(start_in_pool, one, loses=not simple) for one in runs)
-    one = start_first()
+    one = start_in_pool(runs[0])
     one.do("round", "8")
     full = one.do("see")
     assert agrees(full, simple), full
     assert full["committed"] > size // 2
-    two = start_second()
+    two = start_in_pool(runs[1])
     two.do("round", "8")
     shared = two.do("see")
     assert shared["engines"] == 2

@@ -48,16 +48,15 @@ class BlockWatch:
         self.returned = 0
         self.changed: list[int] = []
         self.loads: set[int] | None = None  # device blocks; None if nobody says which
-        # Not inside of MultiConnector, where another connector may load as well.
-        if hasattr(core.scheduler.connector, "scheduler_manager"):
-            planner = core.scheduler.connector.scheduler_manager
-            self._note_loads(planner, lambda meta: meta.load_gpu_blocks)
-        elif loses:
-            planner = core.scheduler.connector.connector_scheduler
-            self._note_loads(planner, _blocks_of_jobs)
+        one = core.scheduler.connector
+        for connector in getattr(one, "_connectors", [one]):  # those inside of MultiConnector
+            if hasattr(connector, "scheduler_manager"):
+                self._note_loads(connector.scheduler_manager, lambda meta: meta.load_gpu_blocks)
+            elif loses and hasattr(connector, "connector_scheduler"):
+                self._note_loads(connector.connector_scheduler, _blocks_of_jobs)
 
     def _note_loads(self, planner: Any, blocks_of: Callable[[Any], Iterable[int]]) -> None:
-        loads = self.loads = set()
+        loads = self.loads = set() if self.loads is None else self.loads
         after(planner, "build_connector_meta", lambda meta, *args: loads.update(blocks_of(meta)))
 
     def after_step(self) -> None:

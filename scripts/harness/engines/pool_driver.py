@@ -76,7 +76,8 @@ class Watched:
         alone = self.core.vllm_config.parallel_config.world_size == 1
         self.watch = None
         if alone and not job.get("measured"):
-            self.watch = BlockWatch(self.core, loses=job.get("loses", False))
+            # A block that finds no memory in time is not stored, and the keeper evicts others.
+            self.watch = BlockWatch(self.core, loses=True)
         totals = state.find(self.core, Totals)
         assert totals is not None
         self.totals = totals
@@ -274,7 +275,10 @@ def main(job_path: str, result_path: str) -> None:
     tell("ready")
     for line in sys.stdin:
         result["seen"] = watched.step(*json.loads(line))
-        result["changed"] = watched.watch.changed if watched.watch is not None else []
+        watch = watched.watch
+        result["returned"], result["changed"] = (
+            (watch.returned, watch.changed) if watch else (0, [])
+        )
         write()
         tell("done")
     watched.llm.llm_engine.engine_core.shutdown()

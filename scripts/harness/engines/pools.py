@@ -32,7 +32,6 @@ class Pooled:
         run: what it is.
         measured: whether its blocks are not digested.
         model: another folder than that of ``run``.
-        loses: whether blocks may be lost, as they are with secondary tiers; see ``BlockWatch``.
         engine: more of its arguments.
 
     Raises:
@@ -46,7 +45,6 @@ class Pooled:
         run: Run,
         measured: bool = False,
         model: Path | None = None,
-        loses: bool = False,
         **engine: Any,
     ) -> None:
         folder.mkdir()
@@ -54,7 +52,6 @@ class Pooled:
             "model": str(model or model_of(run.model, run.kv_heads, run.vllm)),
             "engine": engine_arguments(run) | engine,
             "measured": measured,
-            "loses": loses or bool(run.tiers),
         }
         (folder / "job.json").write_text(json.dumps(job))
         self.simple = bool(run.simple)
@@ -186,11 +183,12 @@ def live(one: Pooled, model: str) -> list[list[Any]]:
     assert after["resident"] > 0
     assert lowered["committed"] <= LOWERED
     assert lowered["evicted"] > 0
+    assert one.result()["returned"] > 0, "no block that was loaded has been compared"
     return [first, again, last]
 
 
 def is_gone(name: str, one: Pooled) -> None:
     """Let the last engine of a pool end, well, with nothing of the pool left."""
-    ended = one.end() | {"seen": None}
-    assert ended == {"seen": None, "changed": [], "left": False}, ended
+    ended = one.end()
+    assert (ended["changed"], ended["left"]) == ([], False), ended
     ledger.home(name_of(name)).rmdir()

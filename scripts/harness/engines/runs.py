@@ -184,13 +184,13 @@ def block_bytes(run: Run) -> int:
     """Bytes of one block of a run, all layers, also of what drafts.
 
     K and V of heads of 64 float32, or of four times the tokens in fp8; what all heads share, 512
-    and 64; or, in bfloat16, K and V of 4 heads of 32.
+    and 64; or, in bfloat16, K and V of heads of 32.
     """
     model, kv_heads = run.model, run.kv_heads
     if model == "latent":
         return 4 * TOKENS[model] * (512 + 64) * 4
     if model == "hybrid":
-        return 2 * TOKENS[model] * 4 * 32 * 2 * 2
+        return 2 * TOKENS[model] * kv_heads * 32 * 2 * 2
     pools = (2 if run.groups_windows else 4) + DRAFTING.get(run.speculation, 0)
     return pools * BLOCK * kv_heads * 64 * 2 * 4
 

@@ -274,7 +274,9 @@ class Engines:
             plain = replace(plain, kv_heads=8)
         if kind == "hybrid":
             # One at a time: beside other requests the last digits of bfloat16 are others.
-            plain = replace(plain, dtype="bfloat16", together=1)
+            # Each rank has as large a block as one alone: the device's blocks fill a page, and all
+            # that is asked does not fit into two.
+            plain = replace(plain, dtype="bfloat16", together=1, kv_heads=4 * plain.ranks)
         feature = "" if cell.feature == NONE else f"-{cell.feature.replace(' ', '-')}"
         return plain, f"{cell.runner}-{kind}{feature}{'-ahead' if plain.asynchronous else ''}"
 
