@@ -163,6 +163,7 @@ V2_OF_30 = {"machine__vllm": "0.30.0", "use_v2_model_runner": True}
 V2_OF_32 = {"machine__vllm": "0.32.0", "use_v2_model_runner": True}
 HYBRID = {"model_config__is_hybrid": True}
 LATENT = {"model_config__use_mla": True}
+FOUR_RANKS = {"parallel_config__world_size": 4, "parallel_config__tensor_parallel_size": 4}
 ONE_RANK = {"parallel_config__world_size": 1, "parallel_config__tensor_parallel_size": 1}
 POOLING = {"model_config__runner_type": "pooling"}
 POOLED_BY = [words(POOLED[one]) for one in (connectors.OFFLOADING, connectors.SIMPLE)]
@@ -436,6 +437,7 @@ CASES: dict[str, tuple[list[dict[str, Any]], str]] = {
             {"parallel_config__world_size": 4},
             STAGES | V2_OF_34,
             STAGES | V2_OF_32 | WINDOWS,
+            STAGES | V2_OF_30 | HYBRID,
             STAGES | V2_OF_32 | tiers("fs"),
             STAGES_OF_RANKS | V2_OF_34,
             STAGES_OF_RANKS
@@ -504,7 +506,7 @@ CASES: dict[str, tuple[list[dict[str, Any]], str]] = {
     ),
     "KVP311": (
         [
-            HYBRID | V2_OF_30,  # of two ranks
+            HYBRID | FOUR_RANKS | V2_OF_30,
             HYBRID | ONE_RANK | V2_OF_30 | LATENT,
         ],
         f"a KV connector is configured for JambaForCausalLM, because {why('KVP311')}; use one of "

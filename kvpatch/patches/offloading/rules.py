@@ -38,8 +38,7 @@ _DRAFTS = "with one rank and without an fp8 KV cache"
 STAGES = {1: "2 stages", 2: "2 stages of 2 ranks"}
 SEVERAL_RANKS = "2 ranks"  # of tensor parallelism, by the name of its cells
 _RANKS = (place.ALONE, SEVERAL_RANKS)
-_OF_TWO = admitted.but(SEVERAL_RANKS, model=place.HYBRID)  # empty until hybrids ran so
-_HOW_HYBRIDS = "with one or two ranks" if _OF_TWO else "with one rank"
+_HOW_HYBRIDS = "with one or two ranks"
 # Where models that are run for their pooled states were compared. SimpleCPUOffloadConnector of
 # earlier releases stores nothing of a request that ends in its first step.
 POOLED = {connectors.OFFLOADING: Span("0.28"), connectors.SIMPLE: Span("0.30")}

@@ -150,8 +150,13 @@ def agrees(seen: dict[str, Any], simple: bool = False) -> bool:
     )
 
 
-def live(one: Pooled, model: str) -> list[list[Any]]:
+def live(one: Pooled, model: str, lowered_to: int = LOWERED) -> list[list[Any]]:
     """Let an engine use its tier, reset it, use it again and lose nearly all of its memory.
+
+    Args:
+        one: the engine.
+        model: the kind of its model.
+        lowered_to: bytes of the pool in the end, less than the load fills.
 
     Returns:
         The records of its rounds of "few".
@@ -168,7 +173,7 @@ def live(one: Pooled, model: str) -> list[list[Any]]:
     again = one.do("round", "few")
     after = one.do("see")
     one.do("round", "few")
-    one.do("limit", LOWERED)
+    one.do("limit", lowered_to)
     lowered = one.do("see")
     last = one.do("round", "few")
     for seen in (begun, full, empty, after, lowered, one.do("see")):
@@ -181,7 +186,7 @@ def live(one: Pooled, model: str) -> list[list[Any]]:
     assert empty["resident"] == 0
     assert empty["committed"] <= empty["extent"]
     assert after["resident"] > 0
-    assert lowered["committed"] <= LOWERED
+    assert lowered["committed"] <= lowered_to
     assert lowered["evicted"] > 0
     assert one.result()["returned"] > 0, "no block that was loaded has been compared"
     return [first, again, last]
