@@ -13,7 +13,7 @@ from types import ModuleType
 
 import wrapt
 
-from kvpatch import gate, host_memory, patches, refusal_report, verdicts, versions
+from kvpatch import distributions, gate, host_memory, patches, refusal_report, verdicts, versions
 from kvpatch.environ import ALLOW_VLLM, KVCACHED_SWITCHES
 from kvpatch.logs import debug_if_asked, log
 from kvpatch.patch import Outcome, Transaction, load
@@ -41,6 +41,7 @@ def before_vllm() -> None:
     try:
         record.early, record.verified = verdicts.early(), verdicts.inherited()
         record.facts = facts_here()
+        gate.require(patches.FEATURES, record.facts)
         for feature in patches.FEATURES:
             if feature.prepare is not None:
                 load(feature.prepare)()
@@ -67,6 +68,7 @@ def after_vllm(module: ModuleType) -> None:
         # Import hooks of other packages, and kvcached's again if its module was imported
         # before vllm: a hook that ran after kvpatch would patch over kvpatch's patches.
         wrapt.notify_module_loaded(module)
+        require_host_device()
         apply_features(before_kvcached=False)
     except Exception as error:
         revert()
@@ -88,6 +90,21 @@ def facts_here() -> Facts:
         raise refusal
     memory = host_memory.reader()
     return Facts(found["vllm"][0], found["kvcached"][0], os.environ, memory=memory)
+
+
+def require_host_device() -> None:
+    """Refuse a vLLM that has chosen its CPU platform where there is no host device.
+
+    It may for other reasons than its version, which the gates before it read.
+
+    Raises:
+        Refusal: there is none.
+    """
+    from vllm.platforms import current_platform
+
+    refusal = distributions.host_device_refusal(current_platform.is_cpu(), os.environ)
+    if refusal is not None:
+        raise refusal
 
 
 def apply_kvcached() -> None:

@@ -7,19 +7,21 @@ start-up and fills the tables of the documentation; ``activation`` raises.
 from __future__ import annotations
 
 import importlib
+import importlib.util
 import inspect
 import os
-from collections.abc import Callable, Collection, Container, Mapping, Sequence
+from collections.abc import Callable, Collection, Container, Iterable, Mapping, Sequence
 from types import FunctionType
 from typing import Any, NamedTuple
 
 import wrapt
+from packaging.version import Version
 
-from kvpatch import supported
+from kvpatch import distributions, supported
 from kvpatch.environ import ALLOW_VLLM, KVCACHED_SWITCHES, OURS, SWITCH
 from kvpatch.patch import Feature, Outcome, Patch, load
 from kvpatch.refusal import Refusal
-from kvpatch.versions import Installed, in_words
+from kvpatch.versions import Facts, Installed, in_words
 
 # Finds a target and returns a function that reads the names of its parameters: by import at
 # start-up, from recorded signatures in the compatibility matrix.
@@ -271,6 +273,39 @@ def check_feature(
         if not verdict.passed:
             return verdict
     return PASSED
+
+
+def require(features: Iterable[Feature], facts: Facts) -> None:
+    """Check what must be there before vllm is imported, beside the packages.
+
+    Raises:
+        Refusal: something is not.
+    """
+    refused = distributions.host_device_refusal(facts.vllm.for_cpus, facts.environment)
+    if refused is not None:
+        raise refused
+    for feature in features:
+        if feature.requires is not None:
+            load(feature.requires)(facts)
+
+
+def unresolved(feature: Feature, release: Version) -> str:
+    """Return what a feature names on a release and this installation does not have, or nothing.
+
+    No module of the release is imported.
+    """
+    named = (feature.wanted, feature.requires, feature.prepare, feature.rules)
+    try:
+        for one in named:
+            if one is not None:
+                load(one)
+        for patch in feature.at(release):
+            module = patch.wrapper.partition(":")[0]
+            if importlib.util.find_spec(module) is None:
+                return f"there is no {module}"
+    except (ImportError, AttributeError, LookupError) as error:
+        return str(error)
+    return ""
 
 
 def refusal(feature: Feature, verdict: Verdict) -> Refusal | None:

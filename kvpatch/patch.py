@@ -129,12 +129,16 @@ class Feature(NamedTuple):
         since: the first release of vLLM that it applies to.
         wanted: ``module:function`` that returns whether this machine needs the
             feature; None means always.
-        prepare: ``module:function`` that is called before vllm is imported.
+        requires: ``module:function`` that is called with the ``Facts`` of the process before vllm
+            is imported, and raises the refusal of what is missing. It changes nothing.
+        prepare: ``module:function`` that is called before vllm is imported, after all
+            ``requires``.
         rules: ``module:attribute`` of the rules on configurations, see ``rules``.
         before_kvcached: applied before kvcached patches vllm, because it changes how
             kvcached does that.
         optional: disabled on releases that are not validated, where a rule refuses the
             configurations that need it; any other feature stops vLLM there.
+        distribution: the distribution that has its rows and their code.
     """
 
     name: str
@@ -142,10 +146,12 @@ class Feature(NamedTuple):
     seams: tuple[Seam | Patch, ...]
     since: str
     wanted: str | None = None
+    requires: str | None = None
     prepare: str | None = None
     rules: str | None = None
     before_kvcached: bool = False
     optional: bool = False
+    distribution: str = "kvpatch"
 
     @property
     def span(self) -> Span:

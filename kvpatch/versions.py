@@ -45,6 +45,12 @@ class Installed(NamedTuple):
         """The version without its local part (``+cpu``), which identifies a build."""
         return self.text if self.version is None else self.version.public
 
+    @property
+    def for_cpus(self) -> bool:
+        """Whether it is a build for CPUs, as vLLM decides it: by its version."""
+        local = "" if self.version is None else self.version.local or ""
+        return self.distribution.endswith("-cpu") or "cpu" in local
+
     def is_one_of(self, releases: Iterable[str]) -> bool:
         """Return whether it is one of these releases, ignoring its local part."""
         if self.version is None:

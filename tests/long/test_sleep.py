@@ -1,7 +1,7 @@
 """A served engine sleeps and wakes up: its pages are free meanwhile, its tier is what it was.
 
-On the host device its weights leave as on a GPU (kvpatch/patches/sleep/weights.py), so that what is
-computed while it sleeps is no number.
+On the host device its weights leave as on a GPU (kvpatch/patches/host_device/weights.py), so that
+what is computed while it sleeps is no number.
 """
 
 from __future__ import annotations

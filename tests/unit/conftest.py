@@ -20,6 +20,10 @@ events = getattr(sys, "events", [])
 sys.events = events
 events.append("vllm")
 """
+PLATFORMS = """
+class current_platform:
+    is_cpu = staticmethod(lambda: False)
+"""
 SERVING = """
 class Server:
     def serve(self, request):
@@ -76,6 +80,7 @@ def fakes(tmp_path: Path) -> Path:
         folder,
         {
             "vllm/__init__.py": VLLM,
+            "vllm/platforms.py": PLATFORMS,
             "vllm/serving.py": SERVING,
             "kvcached/__init__.py": "",
             "kvcached/integration/__init__.py": "",

@@ -20,6 +20,7 @@ import pytest
 from kvpatch import claims, cli, doctor, environ, patches
 from kvpatch.cgroup import Limit
 from kvpatch.doctor import (
+    Finding,
     Level,
     environment,
     imports,
@@ -32,7 +33,7 @@ from kvpatch.doctor import (
 )
 from kvpatch.host_memory import HostMemory
 from kvpatch.patches.elastic_memory import ipc_name
-from kvpatch.versions import Installed
+from kvpatch.versions import Facts, Installed
 
 ROOT = Path(__file__).parents[2]
 
@@ -336,18 +337,24 @@ def test_kvcacheds_extension_and_this_machine(tmp_path, monkeypatch, content, dr
 @pytest.mark.parametrize(
     ("size", "level", "said"),
     [
-        ("2GiB", Level.OK, "2048 MiB"),
+        ("2GiB", Level.OK, "2GiB"),
         ("2GB", Level.PROBLEM, "2GB"),
         ("", Level.PROBLEM, "is not a size"),
     ],
 )
 def test_the_host_device_has_a_size_where_vllm_is_for_cpus(monkeypatch, size, level, said):
     monkeypatch.setenv("KVPATCH_HOST_DEVICE", size)
-    (finding,) = packages.check_host_device(Installed.release("vllm", "0.32.0+cpu"))
+
+    def required(vllm: str) -> list[Finding]:
+        kvcached = Installed.release("kvcached", "0.1.6")
+        facts = Facts(Installed.release("vllm", vllm), kvcached, os.environ)
+        return packages.check_required(facts)
+
+    (finding,) = required("0.32.0+cpu")
     assert finding.level is level
     assert said in finding.what
     assert finding.code == ("" if level is Level.OK else "KVP502")
-    assert packages.check_host_device(Installed.release("vllm", "0.32.0")) == []
+    assert required("0.32.0") == []
 
 
 # The machine

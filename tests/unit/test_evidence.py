@@ -6,7 +6,7 @@ import json
 import shutil
 import sys
 from argparse import Namespace
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -42,16 +42,25 @@ def in_force(release: str, on_host: bool = True) -> tuple[str, ...]:
     )
 
 
+def by_target(ids: Iterable[str]) -> dict[str, list[str]]:
+    targets = {one.id: one.target for feature in patches.FEATURES for one in feature.patches}
+    found: dict[str, list[str]] = {}
+    for patch_id in ids:
+        found.setdefault(targets.get(patch_id, "none of today's"), []).append(patch_id)
+    return found
+
+
 def of_other_patches(data: Path) -> list[str]:
-    """The recorded codes with patches that are not those of today, or in another order."""
+    """The recorded codes with patches that are not today's, or in another order on an object."""
     found = []
     for folder in evidence.FOLDERS:
         for path in sorted((data / folder).glob("*.json")):
             result = json.loads(path.read_text())
-            today = in_force(result["vllm"])
+            today = by_target(in_force(result["vllm"]))
             for key, code in result.get("code", {}).items():
-                left = iter(today)
-                if not all(one in left for one in code["patches"]):
+                then = by_target(code["patches"])
+                left = {target: iter(ids) for target, ids in today.items()}
+                if not all(one in left.get(target, ()) for target in then for one in then[target]):
                     found.append(f"{folder}/{path.name} {key}")
     return found
 
@@ -133,6 +142,8 @@ def test_a_run_on_another_module_is_stale(data):
     for other, module in ((changed, "hooks"), (gone, "gone")):
         ((_, _, modules),) = evidence.stale(data(digests=other))
         assert modules == [f"kvpatch.patches.fence.{module}"]
+    moved = digests | {"kvpatch.patches.sleep.weights": "as it was"}
+    assert list(evidence.stale(data(digests=moved))) == []
     del digests["kvpatch.patches.fence.fence"]  # not there when it ran
     ((_, _, modules),) = evidence.stale(data(digests=digests))
     assert modules == ["kvpatch.patches.fence.fence"]

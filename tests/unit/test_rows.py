@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import pytest
 from packaging.version import Version
 
-from kvpatch import gate, patches, supported
+from kvpatch import distributions, gate, patches, supported
 from kvpatch.environ import ALLOW_VLLM
 from kvpatch.matrix import signatures
 from kvpatch.patch import Feature, Gap, Kind, Outcome, Patch, Seam, load
@@ -198,7 +198,7 @@ def test_what_is_below_the_floor_is_refused_for_a_fault():
 # One line for a release where nothing moved
 
 CHECK = """
-from kvpatch import gate, patches, supported
+from kvpatch import distributions, gate, patches, supported
 from kvpatch.matrix import axes, signatures, verdicts
 from kvpatch.versions import Installed
 new = Installed.release("vllm", "0.34.0")
@@ -300,15 +300,15 @@ def homes() -> dict[str, str]:
             for value in vars(module).values():
                 if isinstance(value, Feature):
                     found[value.name] = module.__name__
-    return found
+    return found | {"sleep-on-host": "kvpatch.patches.host_device"}
 
 
 @pytest.mark.parametrize(("feature", "patch"), PATCHES)
 def test_the_wrapper_is_in_the_folder_of_its_feature(feature: Feature, patch: Patch):
-    """What a feature does is in its folder; the host device's code is in ``hostdevice``."""
+    """What a feature does is in its folder; the host device's code is in ``hostdevice`` too."""
     module = patch.wrapper.partition(":")[0]
     own = homes()[feature.name]
-    if feature.name in ("host-device", "host-copies"):
+    if feature.distribution == distributions.HOST_DISTRIBUTION and "hostdevice" in module:
         own = "kvpatch.hostdevice"
     assert module == own or module.startswith(f"{own}.")
 
@@ -327,6 +327,8 @@ def test_features(feature: Feature):
     assert Version(feature.since) >= Version(supported.FLOOR)
     if feature.wanted is not None:
         assert parameters(feature.wanted) == []
+    if feature.requires is not None:
+        assert parameters(feature.requires) == ["facts"]
     if feature.prepare is not None:
         assert parameters(feature.prepare) == []
     for one in seams(feature):

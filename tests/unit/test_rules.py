@@ -277,6 +277,17 @@ CASES: dict[str, tuple[list[dict[str, Any]], str]] = {
         "validated with the settings of the one that ran only; configure these, which "
         "docs/ascend.md lists, or set KVPATCH=0.",
     ),
+    "KVP375": (
+        [
+            ASLEEP | {"machine__vllm": "0.31.0"},
+            ASLEEP | TWO_RANKS,
+            ASLEEP | multi("OffloadingConnector"),
+            ASLEEP | tiers("fs"),
+        ],
+        "a KV connector is configured with sleep mode, because keeping the CPU tier in a sleep is "
+        "validated with one connector's CPU tier of an engine with one rank; remove "
+        "--enable-sleep-mode, or configure what is validated, or set KVPATCH=0.",
+    ),
     "KVP312": (
         [{"attention_config__hisparse_config": SimpleNamespace()}],
         "HiSparse is configured, because it allocates KV cache outside kvcached's memory; "
@@ -789,17 +800,6 @@ CASES: dict[str, tuple[list[dict[str, Any]], str]] = {
         "pool that vLLM empties and restores, and the blocks of the CPU tier are not validated "
         "after a wake-up, which may bring other weights; remove --enable-sleep-mode and "
         "--enable-cumem-allocator, or run it without a KV connector, or set KVPATCH=0.",
-    ),
-    "KVP375": (
-        [
-            ASLEEP | {"machine__vllm": "0.31.0"},
-            ASLEEP | TWO_RANKS,
-            ASLEEP | multi("OffloadingConnector"),
-            ASLEEP | tiers("fs"),
-        ],
-        "a KV connector is configured with sleep mode, because keeping the CPU tier in a sleep is "
-        "validated with one connector's CPU tier of an engine with one rank; remove "
-        "--enable-sleep-mode, or configure what is validated, or set KVPATCH=0.",
     ),
 }
 EACH = [

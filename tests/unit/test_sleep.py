@@ -11,8 +11,9 @@ import pytest
 from suspend_world import PAGE, World, filled, worlds
 
 from kvpatch import state
+from kvpatch.patches.host_device import weights
 from kvpatch.patches.secondary_tiers.weights import Calls
-from kvpatch.patches.sleep import asleep, weights
+from kvpatch.patches.sleep import asleep
 from kvpatch.patches.suspend.suspension import Phase, Suspension
 
 __all__ = ["worlds"]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import shutil
+
 import pytest
 
 from kvpatch.supported import in_ranges, validated
@@ -57,9 +59,7 @@ def test_asking_whether_vllm_is_there_is_answered(python, value):
 
 @pytest.mark.parametrize("value", ["banana", "1"])
 def test_a_program_with_vllm_as_an_option_goes_on(python, fakes, value):
-    (fakes / "vllm/__init__.py").unlink()
-    (fakes / "vllm/serving.py").unlink()
-    (fakes / "vllm").rmdir()
+    shutil.rmtree(fakes / "vllm")
     code = "try:\n  import vllm\nexcept ImportError as error:\n  print(type(error).__name__)"
     done = python(STUB + code, KVPATCH=value)
     assert (done.code, done.out, done.err) == (0, "ModuleNotFoundError\n", "")

@@ -17,7 +17,7 @@ from harness.engines.serving import eventually
 from harness.kills import Served
 from kvpatch import control
 from kvpatch.patches.first_limit.rules import RELEASES as LIMITED
-from kvpatch.patches.sleep.rules import RELEASES as SLEEPING
+from kvpatch.patches.host_device.rules import SLEEPING
 from kvpatch.patches.suspend.releases import RELEASES
 
 OTHERS = tuple(one for one in RELEASES if one != releases.newest_built())

@@ -7,6 +7,7 @@ import subprocess
 import sys
 import venv
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -18,6 +19,12 @@ REQUIREMENTS = ("wrapt", "packaging", "psutil", "rich", "markdown_it", "mdurl", 
 BUILD = ("hatchling", "pathspec", "pluggy", "trove_classifiers", "editables")
 BUILD += ("hatch_fancy_pypi_readme",)
 BUILD += ("tomli",) if sys.version_info < (3, 11) else ()
+
+
+PLATFORMS = """
+from types import SimpleNamespace
+current_platform = SimpleNamespace(is_cpu=lambda: False, device_type="cuda")
+"""
 
 
 class Environment:
@@ -39,6 +46,7 @@ class Environment:
                 (self.site / entry.name).symlink_to(entry)
         (self.site / "vllm").mkdir()
         (self.site / "vllm/__init__.py").write_text("print('vllm itself')\n")
+        (self.site / "vllm/platforms.py").write_text(PLATFORMS)
         info = self.site / "vllm-0.17.9.dist-info"
         info.mkdir()
         (info / "METADATA").write_text("Metadata-Version: 2.1\nName: vllm\nVersion: 0.17.9\n")
@@ -85,6 +93,28 @@ def installed(
         environment = Environment(folder, REQUIREMENTS + BUILD)
         environment.pip("install", "--quiet", "--no-build-isolation", "--editable", ROOT)
     return environment
+
+
+@pytest.fixture(params=["wheel", "sdist", "target", "editable"])
+def alone(
+    request: pytest.FixtureRequest, tmp_path: Path, wheel: Path
+) -> tuple[Environment, dict[str, str]]:
+    """kvpatch without kvpatch-hostdevice, and the variables with which Python finds it."""
+    environment = Environment(tmp_path / "alone", REQUIREMENTS + BUILD)
+    install = partial(environment.pip, "install", "--quiet", "--no-build-isolation")
+    if request.param == "target":
+        folder = tmp_path / "target"
+        install("--no-deps", "--target", folder, wheel)
+        return environment, {"PYTHONPATH": str(folder)}
+    if request.param == "wheel":
+        install(wheel)
+    elif request.param == "sdist":
+        command = [sys.executable, "-m", "hatchling", "build", "-t", "sdist", "-d", tmp_path]
+        subprocess.run(command, check=True, cwd=ROOT, capture_output=True)
+        install(*tmp_path.glob("*.tar.gz"))
+    else:
+        install("--editable", ROOT)
+    return environment, {}
 
 
 @pytest.fixture

@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import ast
+import json
 import re
 import zipfile
 from pathlib import Path
 
 import pytest
 
+from kvpatch import distributions
 from kvpatch.version import VERSION
 
 ROOT = Path(__file__).parents[2]
 HOST = "kvpatch/hostdevice/"
+# Of the host device too, beside the features of every machine.
+HOST_ROWS = ("kvpatch/patches/host_copies.py", "kvpatch/patches/host_device/")
 
 
 def names(wheel: Path) -> set[str]:
@@ -22,12 +27,17 @@ def sources(folder: Path) -> set[str]:
     return {str(path.relative_to(ROOT)) for path in folder.rglob("*.py")}
 
 
+def of_host(every: set[str]) -> set[str]:
+    return {name for name in every if name.startswith((HOST, *HOST_ROWS))}
+
+
 def test_kvpatch_has_nothing_of_the_host_device(wheel):
-    assert not {name for name in names(wheel) if name.startswith(HOST) or "/torch/" in name}
+    assert not of_host(names(wheel)) | {name for name in names(wheel) if "/torch/" in name}
 
 
 def test_kvpatch_has_everything_else(wheel):
-    wanted = sources(ROOT / "kvpatch") - sources(ROOT / HOST) - sources(ROOT / "kvpatch/startup")
+    every = sources(ROOT / "kvpatch")
+    wanted = every - of_host(every) - sources(ROOT / "kvpatch/startup")
     assert {name for name in names(wheel) if name.endswith(".py")} == wanted | {
         "kvpatch_startup.py"
     }
@@ -66,8 +76,8 @@ def test_kvpatch_has_no_other_package(wheel):
 
 def test_the_host_device_has_its_files_and_no_other(host_wheel):
     found = {name for name in names(host_wheel) if ".dist-info/" not in name or HOST in name}
-    assert {name for name in found if not name.startswith(HOST)} == set()
-    assert {name for name in found if name.endswith(".py")} == sources(ROOT / HOST)
+    assert found == of_host(found)
+    assert {name for name in found if name.endswith(".py")} == of_host(sources(ROOT / "kvpatch"))
     assert {f"{HOST}include/cuda.h", f"{HOST}LICENSE"} <= found
     assert {
         f"{HOST}acl/include/acl/acl.h",
@@ -115,6 +125,120 @@ def test_every_command_runs_without_the_host_device(fresh, run, command, code):
     assert (done.code, done.err) == (code, "")
 
 
+# What a distribution names, it has
+
+# On a GPU, by vllm.platforms: each feature is asked whether it is wanted, what it names is found,
+# and the rules are asked about every cell of every release.
+EACH_FEATURE = """
+import ast, importlib.util, json, os, sys
+from packaging.version import Version
+from kvpatch import activation, gate, patches, rules, supported
+from kvpatch.matrix import axes, signatures
+from kvpatch.patch import load
+from kvpatch.versions import Facts, Installed
+
+activation.require_host_device()
+kvcached = Installed.release("kvcached", supported.KVCACHED[-1])
+recorded = signatures.releases("kvcached")[kvcached.text]
+every, lacking = rules.of(one.rules for one in patches.FEATURES), []
+
+def defines(reference):
+    module, _, name = reference.partition(":")
+    tree = ast.parse(open(importlib.util.find_spec(module).origin).read())
+    return name in {getattr(node, "name", None) for node in tree.body}
+
+for text in supported.validated():
+    vllm = Installed.release("vllm", text)
+    release = supported.release_of(vllm)
+    facts = Facts(vllm, kvcached, os.environ, device="cuda")
+    gate.require(patches.FEATURES, facts)
+    look = signatures.look(signatures.releases("vllm")[text], recorded)
+    for feature in patches.FEATURES:
+        if release not in feature.span:
+            continue
+        if feature.prepare is not None:
+            load(feature.prepare)()
+        verdict = gate.check_feature(feature, vllm, look)
+        said = gate.unresolved(feature, release) or gate.refusal(feature, verdict)
+        if said:
+            lacking.append(f"{text} {feature.name}: {said}")
+        lacking += [patch.id for patch in feature.at(release) if not defines(patch.wrapper)]
+    for cell in axes.cells(text):
+        rules.check(axes.configuration_of(cell), facts, every)
+whose = sorted({one.distribution for one in patches.FEATURES})
+print(json.dumps([[one.name for one in patches.FEATURES], whose, lacking]))
+"""
+
+
+def test_every_feature_resolves_on_every_release_without_the_host_device(alone, run):
+    environment, variables = alone
+    done = run(environment.python, "-c", EACH_FEATURE, KVPATCH="0", **variables)
+    assert (done.code, done.err) == (0, "")
+    features, whose, lacking = json.loads(done.out.splitlines()[-1])
+    assert lacking == []
+    assert whose == ["kvpatch"]
+    assert not {"host-copies", "host-device", "sleep-on-host"} & set(features)
+
+
+def test_with_the_host_device_its_features_come_before_what_uses_it(fresh, run, host_wheel):
+    fresh.pip("install", "--quiet", "--no-deps", host_wheel)
+    code = "from kvpatch import patches; print(*[one.name for one in patches.FEATURES[2:6]])"
+    done = run(fresh.python, "-c", code, KVPATCH="0")
+    assert (done.out, done.err) == ("host-copies host-device sleep-on-host kvcached-adapters\n", "")
+
+
+def test_doctor_finds_what_a_feature_names_and_is_not_there(fresh, run):
+    """A start would end there, with KVP202."""
+    info = fresh.site / "kvcached-0.1.6.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: kvcached\nVersion: 0.1.6\n")
+    vllm = fresh.site / "vllm-0.17.9.dist-info"
+    (vllm / "METADATA").write_text("Metadata-Version: 2.1\nName: vllm\nVersion: 0.32.0\n")
+    vllm.rename(fresh.site / "vllm-0.32.0.dist-info")
+    assert "would not apply" not in run(fresh.python, "-m", "kvpatch", "doctor").out
+    (fresh.site / "kvpatch/patches/fence/hooks.py").unlink()
+    done = run(fresh.python, "-m", "kvpatch", "doctor")
+    assert done.code == 1
+    assert "fence: would not apply, there is no kvpatch.patches.fence.hooks" in done.out
+
+
+REFERENCE = re.compile(r"kvpatch(\.\w+)+(:\w+(\.\w+)*)?")
+# The digests of recorded runs name what is in the repository.
+IN_THE_REPOSITORY = {"kvpatch/matrix/evidence.py"}
+
+
+def modules(every: set[str]) -> set[str]:
+    """The modules and packages that the files of a wheel are."""
+    names = {name.removesuffix(".py").removesuffix("/__init__") for name in every}
+    return {name.replace("/", ".") for name in names}
+
+
+def named(source: str) -> set[str]:
+    """The modules of kvpatch that a file imports, or names in a whole text."""
+    found = set()
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("kvpatch"):
+            found.add(node.module)
+        elif isinstance(node, ast.Import):
+            found |= {one.name for one in node.names if one.name.startswith("kvpatch")}
+        elif isinstance(node, ast.Constant) and REFERENCE.fullmatch(str(node.value)):
+            found.add(str(node.value).partition(":")[0])
+    return found
+
+
+def test_no_file_of_kvpatch_names_a_module_that_it_has_not(wheel):
+    archive = zipfile.ZipFile(wheel)
+    sources = {name for name in names(wheel) if name.endswith(".py")} - IN_THE_REPOSITORY
+    there = modules(names(wheel))
+    others = {distributions.FEATURES, distributions.SPECS, distributions.ACL, "kvpatch.log"}
+    lacking = {
+        (name, one)
+        for name in sources
+        for one in named(archive.read(name).decode()) - there - others
+    }
+    assert lacking == set()
+
+
 @pytest.mark.parametrize(
     ("settings", "cpu", "sentence"),
     [
@@ -126,11 +250,11 @@ def test_every_command_runs_without_the_host_device(fresh, run, command, code):
 def test_without_the_host_device_vllm_is_refused_where_it_is_needed(
     fresh, run, settings, cpu, sentence
 ):
-    (fresh.site / "vllm/platforms.py").write_text(
-        "from types import SimpleNamespace\n"
-        f"current_platform = SimpleNamespace(is_cpu=lambda: {cpu})\n"
+    code = "from kvpatch import activation\nactivation.require_host_device()"
+    platforms = fresh.site / "vllm/platforms.py"
+    platforms.write_text(
+        platforms.read_text().replace("is_cpu=lambda: False", f"is_cpu=lambda: {cpu}")
     )
-    code = "from kvpatch.patches.host_device import presence\npresence.wanted()"
     done = run(fresh.python, "-c", code, KVPATCH="0", **settings)
     assert sentence in done.last_line
     assert done.last_line.endswith("[KVP504]")

@@ -1,10 +1,11 @@
-"""The host device: kvcached's allocator on host memory.
+"""kvcached's allocator on host memory, and what vLLM's CPU backend lacks on it.
 
-Its code is in ``hostdevice``, which is a distribution of its own, ``kvpatch-hostdevice``.
+The code is in ``hostdevice``; all of it is the distribution kvpatch-hostdevice's.
 """
 
 from __future__ import annotations
 
+from kvpatch.distributions import HOST_DISTRIBUTION
 from kvpatch.patch import Feature, Gap, Kind, Patch, seam
 from kvpatch.supported import FLOOR
 
@@ -16,8 +17,9 @@ FEATURE = Feature(
     name="host-device",
     summary="kvcached's own allocator runs on host memory, on machines without a GPU",
     since=FLOOR,
-    wanted="kvpatch.patches.host_device.presence:wanted",
-    prepare="kvpatch.patches.host_device.presence:require_size",
+    distribution=HOST_DISTRIBUTION,
+    wanted="kvpatch.hostdevice.adapt:wanted",
+    requires="kvpatch.patches.host_device.size:require",
     seams=(
         Patch(
             id="host.torch",

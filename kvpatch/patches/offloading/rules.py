@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from kvpatch import admitted
+from kvpatch import admitted, distributions
 from kvpatch.patches.offloading import memory_rules, place
 from kvpatch.rules import Rule
 from kvpatch.supported import FP8, in_ranges, is_validated, release_of, validated
@@ -14,13 +14,11 @@ from kvpatch.versions import Facts, Span
 VALIDATED_CONNECTORS = (connectors.OFFLOADING, connectors.SIMPLE)
 # Connectors that may be inside a MultiConnector, each of them once.
 VALIDATED_INSIDE = VALIDATED_CONNECTORS
-# (spec_name, spec_module_path) pairs. The host device's copies were verified byte by byte;
-# vLLM's own copies, on CUDA, use the same regions.
+# (spec_name, spec_module_path) pairs.
 VALIDATED_SPECS = (
     ("CPUOffloadingSpec", None),
     ("TieringOffloadingSpec", None),
-    ("HostOffloadingSpec", "kvpatch.hostdevice.offloading"),
-    ("HostTieringOffloadingSpec", "kvpatch.hostdevice.tiering"),
+    *distributions.specs(),
 )
 VALIDATED_SCHEDULERS = (
     "vllm.v1.core.sched.scheduler.Scheduler",

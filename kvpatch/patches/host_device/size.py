@@ -1,0 +1,16 @@
+"""The size of the host device, before vllm is imported."""
+
+from __future__ import annotations
+
+from kvpatch.hostdevice import ledger
+from kvpatch.versions import Facts
+
+
+def require(facts: Facts) -> None:
+    """Refuse a vLLM for CPUs whose host device has no size.
+
+    Raises:
+        Refusal: it has none.
+    """
+    if facts.vllm.for_cpus:
+        ledger.require_size()

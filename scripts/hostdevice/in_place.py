@@ -1,0 +1,16 @@
+"""An editable install copies no files: those that are forced into the wheel are kvpatch's."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from hatchling.builders.hooks.plugin.interface import BuildHookInterface
+
+
+class InPlace(BuildHookInterface):  # type: ignore[type-arg]
+    """Include the license alone."""
+
+    def initialize(self, version: str, build_data: dict[str, Any]) -> None:
+        """Change what is included, if that is for an editable install."""
+        if version == "editable":
+            build_data["force_include_editable"]["../../LICENSE"] = "kvpatch/hostdevice/LICENSE"
