@@ -93,7 +93,7 @@ def test_without_cann_and_emulator_there_is_one_sentence(
     from kvpatch.ascend import __main__ as command
 
     monkeypatch.setattr(runtime, "find", lambda: None)
-    monkeypatch.setattr(runtime, "find_spec", lambda name: None)
+    monkeypatch.setattr(runtime.distributions, "acl_emulator", lambda: None)
     assert command.install("0.1.6", False, None) == 1
     assert capsys.readouterr().err == (
         "CANN was not found, and the ACL emulator is not installed; source CANN's set_env.sh, "
