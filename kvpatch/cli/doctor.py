@@ -20,8 +20,9 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--import",
         dest="try_import",
-        action="store_true",
-        help="also import vllm with kvpatch on, in another process: takes seconds",
+        action=argparse.BooleanOptionalAction,
+        help="import vllm with kvpatch on, in another process, which takes seconds "
+        "(default: where no problem was found before)",
     )
     parser.epilog = (
         "Exit status 1 if a problem was found, 0 otherwise. Nothing is changed or deleted."

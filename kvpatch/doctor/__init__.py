@@ -1,7 +1,7 @@
 """``kvpatch doctor``: what is installed, what would apply, and what prevents it.
 
-Every check is read-only. Nothing of vllm, torch or kvcached is imported, except with
-``--import``, and then in a separate interpreter.
+Every check is read-only. Nothing of vllm, torch or kvcached is imported into this process: the
+gates that need vllm are passed in another one, which imports it as a start would.
 """
 
 from __future__ import annotations
@@ -22,12 +22,13 @@ def versions() -> dict[str, str]:
     return packages.installed_versions()
 
 
-def examine(settings: Mapping[str, str], try_import: bool = False) -> list[Finding]:
+def examine(settings: Mapping[str, str], try_import: bool | None = None) -> list[Finding]:
     """Run every check.
 
     Args:
         settings: the environment variables that vLLM would be started with.
-        try_import: also import vllm with kvpatch on, which takes seconds.
+        try_import: also import vllm with kvpatch on, which takes seconds; None for where no
+            problem was found before.
     """
     try:
         from kvpatch.doctor import (
@@ -55,4 +56,6 @@ def examine(settings: Mapping[str, str], try_import: bool = False) -> list[Findi
         *verified.check(settings),
         *leftovers.check(),
     ]
+    if try_import is None:
+        try_import = not any(finding.level is Level.PROBLEM for finding in found)
     return found + imports.check(settings) if try_import else found

@@ -1,4 +1,4 @@
-"""The gates that need vllm, checked on request in a separate interpreter."""
+"""The gates that need vllm, checked in a separate interpreter."""
 
 from __future__ import annotations
 
@@ -26,7 +26,9 @@ print("\\n" + json.dumps({"features": features, "patches": len(activation.transa
 def check(settings: Mapping[str, str]) -> list[Finding]:
     """Import vllm with kvpatch on, and report what was applied or the refusal."""
     try:
-        on = dict(settings) | {SWITCH.name: SWITCH.read(settings) or "1"}
+        on = dict(settings)
+        if SWITCH.is_off(settings):
+            on[SWITCH.name] = "1"
         done = interpreter.run(sys.executable, PROBE, on, SECONDS)
     except subprocess.TimeoutExpired:
         what = f"vllm was not imported within {SECONDS} s"

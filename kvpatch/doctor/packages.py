@@ -1,4 +1,4 @@
-"""The installed packages: their versions, and which features would apply to them."""
+"""The installed packages: their versions, and the features that are for them."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ HOST_DEVICE_MARK = b"kvpatch_host_device_abi"  # a symbol of builds for the host
 
 
 def check(settings: Mapping[str, str]) -> list[Finding]:
-    """Report versions, kvcached's extension, and the features that would apply."""
+    """Report versions, kvcached's extension, and the features of these versions."""
     versions = ", ".join(f"{name} {text}" for name, text in installed_versions().items())
     found = [TOPIC.ok(versions)]
     vllm, kvcached = (check_package(name, settings, found) for name in ("vllm", "kvcached"))
@@ -127,7 +127,10 @@ def check_required(facts: Facts) -> list[Finding]:
 def check_features(
     vllm: Installed | None, kvcached: Installed | None, settings: Mapping[str, str]
 ) -> Iterator[Finding]:
-    """Report which features would apply, from the versions alone, and why others would not."""
+    """Report the features of these versions, and why others would not apply.
+
+    Whether the targets of their patches are there is seen where vllm is imported.
+    """
     gone = [name for name, one in (("vllm", vllm), ("kvcached", kvcached)) if one is None]
     for feature in patches.FEATURES:
         if vllm is None or kvcached is None:
@@ -144,5 +147,4 @@ def check_features(
                 yield APPLIES.problem(f"{feature.name}: would not apply, {lacking}", remedy)
                 continue
             where = " where it is needed" if feature.wanted else ""
-            count = len(feature.at(release))
-            yield APPLIES.ok(f"{feature.name}: would apply{where}, {count} patches")
+            yield APPLIES.ok(f"{feature.name}{where}: {len(feature.at(release))} patches")

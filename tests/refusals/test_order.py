@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 from pathlib import Path
 
@@ -80,13 +81,30 @@ def test_ours_lie_over_kvcacheds(run, machine, order):
     assert report["under ours"].startswith("kvcached.integration.vllm.patches.")
 
 
-def test_doctor_imports_it_when_asked(run, machine):
-    """All gates on real vllm, before anybody starts an engine."""
-    done = run(sys.executable, "-m", "kvpatch", "doctor", "--import", **machine)
+@pytest.mark.parametrize("switch", ["1", "0"])
+def test_doctor_passes_all_gates_on_real_vllm(run, machine, switch):
+    """Before anybody starts an engine, and with kvpatch off as with it on."""
+    done = run(sys.executable, "-m", "kvpatch", "doctor", **machine | {"KVPATCH": switch})
     assert done.code == 0, done.out
     assert "patches applied: " in done.out
     assert "host-device applied" in done.out
     assert "elastic-memory applied" in done.out
+
+
+def test_doctor_finds_a_target_that_cannot_be_imported(run, machine, tmp_path):
+    """Nothing but an import shows it; a start refuses it."""
+    lost = "vllm.v1.simple_kv_offload.manager"
+    (tmp_path / "sitecustomize.py").write_text(f"import sys\nsys.modules[{lost!r}] = None\n")
+    path = os.pathsep.join(filter(None, [str(tmp_path), machine.get("PYTHONPATH")]))
+    done = run(sys.executable, "-m", "kvpatch", "doctor", **machine | {"PYTHONPATH": path})
+    assert done.code == 1
+    assert "the feature simple-connector cannot be applied (absent)" in done.out
+    assert "[KVP201]" in done.out
+    done = run(
+        *(sys.executable, "-m", "kvpatch", "doctor", "--no-import"),
+        **machine | {"PYTHONPATH": path},
+    )
+    assert done.code == 0
 
 
 def test_doctor_reports_the_sentence_that_stops_the_import(run, machine):

@@ -29,7 +29,9 @@ from kvpatch.doctor import (
     memory,
     namespaces,
     packages,
+    pool,
     startup,
+    verified,
 )
 from kvpatch.host_memory import HostMemory
 from kvpatch.patches.elastic_memory import ipc_name
@@ -259,10 +261,10 @@ def test_supported_versions(shadowed):
     shadowed("kvcached", "0.1.6")
     found = packages.check({})
     assert worst(found) is Level.OK
-    assert [f.what.split(":")[0] for f in found if f.topic == packages.APPLIES] == [
+    assert [f.what.split(":")[0].split()[0] for f in found if f.topic == packages.APPLIES] == [
         feature.name for feature in patches.FEATURES
     ]
-    assert all("would apply" in f.what for f in found if f.topic == packages.APPLIES)
+    assert all(f.what.endswith(" patches") for f in found if f.topic == packages.APPLIES)
 
 
 @pytest.mark.parametrize(
@@ -797,6 +799,21 @@ def test_the_exit_code_and_json_say_it(monkeypatch, capsys, level, code):
     assert report["versions"]["packaging"]
     assert cli.main(["doctor"]) == code
     assert "it is so\n          -> do this" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("asked", "problem", "imported"),
+    [(None, False, True), (None, True, False), (True, True, True), (False, False, False)],
+)
+def test_vllm_is_imported_where_nothing_else_stops_it(monkeypatch, asked, problem, imported):
+    topic = doctor.Topic("topic")
+    found = topic.problem("it is so", "do this") if problem else topic.ok("it is so")
+    for part in (environment, machine, memory, packages, pool, startup, verified):
+        monkeypatch.setattr(part, "check", lambda settings: [])
+    monkeypatch.setattr(leftovers, "check", lambda: [found])
+    monkeypatch.setattr(imports, "check", lambda settings: [topic.ok("imported")])
+    said = [finding.what for finding in doctor.examine({}, asked)]
+    assert said == ["it is so", *(["imported"] if imported else [])]
 
 
 def test_an_import_that_is_asked_for_and_refused(fakes, monkeypatch):
