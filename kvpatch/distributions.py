@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from functools import cache
 from importlib import metadata
 from types import ModuleType
+from typing import Any
 
 from kvpatch.environ import HOST_DEVICE
 from kvpatch.patch import Feature
@@ -23,8 +24,12 @@ FEATURES, SPECS, ACL = "kvpatch.features", "kvpatch.offloading_specs", "kvpatch.
 
 
 @cache
+def _every() -> Any:
+    return metadata.entry_points()  # reads a file of each distribution, in every start of vLLM
+
+
 def _entries(group: str) -> tuple[metadata.EntryPoint, ...]:
-    return tuple(metadata.entry_points(group=group))
+    return tuple(_every().select(group=group))
 
 
 def features() -> tuple[Feature, ...]:
@@ -36,12 +41,13 @@ def features() -> tuple[Feature, ...]:
     found: list[Feature] = []
     for entry in sorted(_entries(FEATURES), key=lambda one: one.name):
         beside = entry.dist
-        if beside is not None and beside.version != VERSION:
+        assert beside is not None  # of what is found in metadata
+        if beside.version != VERSION:
             raise ImportError(
                 f"{beside.name} {beside.version} is not for kvpatch {VERSION}; "
                 "install both in one version"
             )
-        found.append(entry.load())
+        found.append(entry.load()._replace(distribution=beside.name))
     return tuple(found)
 
 

@@ -138,7 +138,7 @@ class Feature(NamedTuple):
             kvcached does that.
         optional: disabled on releases that are not validated, where a rule refuses the
             configurations that need it; any other feature stops vLLM there.
-        distribution: the distribution that has its rows and their code.
+        distribution: the distribution that has its rows and their code; set where it is found.
     """
 
     name: str

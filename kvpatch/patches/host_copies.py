@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from kvpatch.distributions import HOST_DISTRIBUTION
 from kvpatch.patch import Feature, Gap, Kind, Patch, seam
 from kvpatch.supported import FLOOR
 
@@ -51,7 +50,6 @@ FEATURE = Feature(
     name="host-copies",
     summary="vLLM's own workers copy between the host device and the CPU tier",
     since=FLOOR,
-    distribution=HOST_DISTRIBUTION,
     wanted="kvpatch.hostdevice.adapt:wanted",
     seams=(
         seam(

@@ -130,8 +130,7 @@ def test_every_command_runs_without_the_host_device(fresh, run, command, code):
 # On a GPU, by vllm.platforms: each feature is asked whether it is wanted, what it names is found,
 # and the rules are asked about every cell of every release.
 EACH_FEATURE = """
-import ast, importlib.util, json, os, sys
-from packaging.version import Version
+import ast, importlib.util, json, os
 from kvpatch import activation, gate, patches, rules, supported
 from kvpatch.matrix import axes, signatures
 from kvpatch.patch import load

@@ -5,7 +5,6 @@ The code is in ``hostdevice``; all of it is the distribution kvpatch-hostdevice'
 
 from __future__ import annotations
 
-from kvpatch.distributions import HOST_DISTRIBUTION
 from kvpatch.patch import Feature, Gap, Kind, Patch, seam
 from kvpatch.supported import FLOOR
 
@@ -17,7 +16,6 @@ FEATURE = Feature(
     name="host-device",
     summary="kvcached's own allocator runs on host memory, on machines without a GPU",
     since=FLOOR,
-    distribution=HOST_DISTRIBUTION,
     wanted="kvpatch.hostdevice.adapt:wanted",
     requires="kvpatch.patches.host_device.size:require",
     seams=(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from kvpatch.distributions import HOST_DISTRIBUTION
 from kvpatch.patch import WITH_SLEEP, Feature, Patch
 
 _SINCE = "0.32"
@@ -17,7 +16,6 @@ FEATURE = Feature(
     "is no number",
     since=_SINCE,
     optional=True,
-    distribution=HOST_DISTRIBUTION,
     wanted="kvpatch.hostdevice.adapt:wanted",
     rules="kvpatch.patches.host_device.rules:RULES",
     seams=(
