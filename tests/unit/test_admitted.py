@@ -224,7 +224,9 @@ def test_what_is_inside_of_a_multi_connector_must_have_run_too():
 
 
 def test_the_table_is_beside_the_recorded_runs():
-    assert (ROOT / admission.FILE).parent == verdicts.signatures.DATA
+    recorded, shipped = ROOT / admission.FILE, admitted.FILE
+    assert recorded.relative_to(ROOT).parts == shipped.parts[-4:]
+    assert recorded.read_text() == shipped.read_text()
 
 
 @pytest.fixture
@@ -245,7 +247,7 @@ def test_plain_vllm_runs_where_nothing_is_validated(plain_engines, monkeypatch, 
     """Each combination once, whatever its connectors; the outcome is written at once."""
     fp8 = plain.Combination("0.20.1", "V1", "full attention", "fp8")
     plain_engines[fp8] = "ValueError: no fp8 here\n"
-    monkeypatch.setattr(record.signatures, "DATA", tmp_path)
+    monkeypatch.setattr(record, "DATA", tmp_path)
     given = SimpleNamespace(
         keep=tmp_path, feature=["fp8", "ngram"], model=None, runner=None, missing=False
     )

@@ -273,7 +273,7 @@ def test_a_run_with_a_feature_is_an_engine_run_of_a_cell_of_its_own(data):
 def test_a_feature_is_recorded_apart(data, monkeypatch, level, feature, folder):
     """The runs of a cell with it and without it are two, whatever the order."""
     root = data()
-    monkeypatch.setattr(signatures, "DATA", root)
+    monkeypatch.setattr(record, "DATA", root)
     head = {"vllm": "0.32.0", "kvcached": "0.1.6"}
     for right in (False, True):
         record.record_run(level, head, AXES | feature | {"right": right}, ["fence.build"])

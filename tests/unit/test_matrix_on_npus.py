@@ -27,7 +27,8 @@ ROWS = [patch.id for patch in FEATURE.patches]
 @pytest.fixture(autouse=True)
 def data(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Path]:
     """Runs of NPUs that are recorded in a folder of the test's; none at first."""
-    monkeypatch.setattr(signatures, "DATA", tmp_path)
+    for module in (signatures, record):
+        monkeypatch.setattr(module, "DATA", tmp_path)
     for name in ("on_npu", "runs"):
         read = getattr(evidence, name).__wrapped__
         monkeypatch.setattr(evidence, name, lambda data=tmp_path, read=read: read(data))

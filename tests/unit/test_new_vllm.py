@@ -187,7 +187,6 @@ def test_the_tree_is_the_checkout_with_the_line(
     (root / "pyproject.toml").touch()
     (root / trial.REGISTRY).write_text(REGISTRY)
     monkeypatch.setattr(trial, "ROOT", root)
-    monkeypatch.setattr(signatures, "DATA", root / "kvpatch/matrix/data")
     tree = trial.make("0.35.0", tmp_path / "tree")
     assert trial.line_of("0.35.0") in (tree / trial.REGISTRY).read_text()
     assert (root / trial.REGISTRY).read_text() == REGISTRY

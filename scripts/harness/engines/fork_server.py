@@ -30,6 +30,8 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
+from harness import provenance
+
 REQUEST = 1 << 18  # bytes of the largest
 # Packages that a fork imports itself.
 OWN = ("vllm", "kvcached", "kvpatch", "kvpatch_startup", "harness", "__main__", "__mp_main__")
@@ -96,6 +98,8 @@ def become(request: dict[str, Any]) -> None:
     startup = importlib.import_module("kvpatch_startup")
     startup.start()
     module = importlib.import_module(request["module"])
+    if kvpatch := sys.modules.get("kvpatch"):
+        provenance.check_installed(str(kvpatch.__file__))
     gc.freeze()  # vLLM collects a dozen times; what is imported stays
     faulthandler.enable()
     module.main(*request["arguments"])

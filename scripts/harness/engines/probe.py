@@ -18,8 +18,11 @@ class TransferProbe:
         from vllm.distributed.kv_transfer import get_kv_transfer_group
 
         # Only now: plain vLLM, which has the probe too, runs without kvpatch.
+        import kvpatch
+        from harness import provenance
         from harness.engines.inside import digest, layers_of
 
+        provenance.check_installed(str(kvpatch.__file__))
         worker = get_kv_transfer_group().connector_worker.worker
         layers = layers_of(self.model_runner)
         self.stored: dict[tuple[int, int], str] = {}

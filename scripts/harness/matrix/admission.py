@@ -10,7 +10,7 @@ from harness.matrix import record
 from kvpatch import admitted, supported
 from kvpatch.matrix import axes, verdicts
 
-FILE = admitted.FILE.relative_to(ROOT)
+FILE = record.DATA.relative_to(ROOT) / admitted.FILE.name
 Table = dict[str, dict[str, list[str]]]
 
 

@@ -10,13 +10,16 @@ from typing import Any
 
 from packaging.version import Version
 
-from harness import provenance
+from harness import ROOT, provenance
 from harness.matrix import below, sources
 from harness.matrix.signatures import Sources
 from kvpatch import supported
 from kvpatch.matrix import evidence, plain, sharing, signatures
 from kvpatch.matrix.signatures import Signatures
 from kvpatch.versions import Span
+
+# Of the checkout, also where kvpatch is installed from its wheel, which has a copy.
+DATA = ROOT / "kvpatch/matrix/data"
 
 
 def read_signatures(source: sources.Source) -> Signatures:
@@ -35,7 +38,7 @@ def record_signatures(package: str, version: str, archives: Path | None = None) 
     """Unpack a release and record the signature of every target, and what is below them."""
     source = sources.unpack(package, version, archives)
     made = read_signatures(source)
-    write(signatures.DATA / "signatures" / f"{package}-{version}.json", vars(made))
+    write(DATA / "signatures" / f"{package}-{version}.json", vars(made))
     if package == "vllm" and Version(version) in Span(supported.FLOOR):
         functions = below.below(Sources(source.folder), sharing.targets_of(version))
         found = sharing.Below(
@@ -44,7 +47,7 @@ def record_signatures(package: str, version: str, archives: Path | None = None) 
             digest=below.digest(functions),
             targets=sharing.targets_digest(version),
         )
-        write(signatures.DATA / sharing.LEVEL / f"vllm-{version}.json", found._asdict())
+        write(DATA / sharing.LEVEL / f"vllm-{version}.json", found._asdict())
     return made
 
 
@@ -61,10 +64,11 @@ def record_run(
     """
     has_feature = "feature" in run
     folder = evidence.FEATURES if has_feature and level == evidence.LEVELS[0] else level
-    path = signatures.DATA / folder / f"vllm-{head['vllm']}-kvcached-{head['kvcached']}.json"
+    path = DATA / folder / f"vllm-{head['vllm']}-kvcached-{head['kvcached']}.json"
     earlier = json.loads(path.read_text()) if path.exists() else {"runs": []}
     ran_on = {
         "commit": provenance.commit(),
+        "installed": provenance.installed(),
         "patches": list(patches),
         "digests": evidence.digests_of(patches),
     }
@@ -78,7 +82,7 @@ def record_run(
 
 def record_plain(head: dict[str, Any], run: dict[str, Any]) -> None:
     """Write a run of plain vLLM; it takes the place of the same combination's earlier run."""
-    path = signatures.DATA / plain.LEVEL / f"vllm-{head['vllm']}.json"
+    path = DATA / plain.LEVEL / f"vllm-{head['vllm']}.json"
     earlier = json.loads(path.read_text())["runs"] if path.exists() else []
     names = ("runner", "model", "feature")
     done = {tuple(one[name] for name in names): one for one in [*earlier, run]}

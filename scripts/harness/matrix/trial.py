@@ -15,12 +15,13 @@ from pathlib import Path
 from packaging.version import Version
 
 from harness import ROOT
-from kvpatch.matrix import signatures
+from harness.matrix import record
 
 HIDDEN = (".ci", ".gitignore")  # copied too, so that git finds no file that is not there
 ENVIRONMENTS = ".venvs"
 LINKED = (".git", ".venv", ENVIRONMENTS)
 REGISTRY = "kvpatch/supported.py"
+DATA = record.DATA.relative_to(ROOT)
 _LINE = re.compile(r'    "([^"]+)": (?:VALIDATED|INSPECTED_ONLY),')
 
 
@@ -73,10 +74,10 @@ def bring_back(version: str, folder: Path, level: str = "*") -> list[Path]:
         folder: of the tree.
         level: one of the folders of ``kvpatch/matrix/data``; all if not given.
     """
-    data = folder / signatures.DATA.relative_to(ROOT)
+    data = folder / DATA
     found = []
     for path in sorted(data.glob(f"{level}/vllm-{version}-*.json")):
-        there = signatures.DATA / path.relative_to(data)
+        there = ROOT / DATA / path.relative_to(data)
         there.parent.mkdir(parents=True, exist_ok=True)
         shutil.copy(path, there)
         found.append(there)
