@@ -69,6 +69,7 @@ def after_vllm(module: ModuleType) -> None:
         # before vllm: a hook that ran after kvpatch would patch over kvpatch's patches.
         wrapt.notify_module_loaded(module)
         require_host_device()
+        require_driver()
         apply_features(before_kvcached=False)
     except Exception as error:
         revert()
@@ -105,6 +106,28 @@ def require_host_device() -> None:
     refusal = distributions.host_device_refusal(current_platform.is_cpu(), os.environ)
     if refusal is not None:
         raise refusal
+
+
+def require_driver() -> None:
+    """Refuse a kvcached that is built for a GPU where no driver of one is.
+
+    Raises:
+        Refusal: it does not load for that.
+    """
+    try:
+        importlib.import_module("kvcached._C")
+    except ModuleNotFoundError:
+        return  # kvcached's own modules say so, to the gates of the features
+    except ImportError as error:
+        if "libcuda.so" not in str(error):
+            return
+        raise Refusal(
+            "kvcached is built for a GPU, and this machine has no driver for one",
+            f"it failed with {type(error).__name__}: {error}",
+            "install NVIDIA's driver or, in a container, start it with the GPU (docker run --gpus "
+            "all), or set KVPATCH=0",
+            code="KVP501",
+        ) from error
 
 
 def apply_kvcached() -> None:

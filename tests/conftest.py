@@ -16,8 +16,7 @@ pytest_plugins = ("harness.engines.fixtures", "harness.engines.refused")
 os.environ["KVPATCH"] = "0"
 
 HERE = Path(__file__).parent
-# "faults", "long", "ascend", "npu", "versions", "upstream" and "objects" are not in the default
-# run, which would be too long with them.
+# From "faults" to "objects" they are not in the default run, which would be too long with them.
 LANES = (
     "unit",
     "wheel",
@@ -26,6 +25,7 @@ LANES = (
     "faults",
     "long",
     "ascend",
+    "gpu-start",
     "npu",
     "versions",
     "upstream",

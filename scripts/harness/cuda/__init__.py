@@ -1,0 +1,1 @@
+"""The CUDA builds of vLLM, torch and kvcached on a machine without a GPU: how far they start."""

