@@ -9,6 +9,7 @@ docs/patches.md says was seen without a row, and docs/upstream.md.
 
 from __future__ import annotations
 
+import json
 import sys
 from collections.abc import Iterable
 from typing import Any
@@ -123,6 +124,19 @@ def fronts(found: Found) -> dict[str, str]:
     return dict(zip(FRONTS, (readme, put(index, "numbers", figures["numbers"])), strict=True))
 
 
+def cuda_starts() -> list[tuple[str, ...]]:
+    """Return what CUDA builds have shown without a GPU, newest first."""
+    path = ROOT / RESULTS / "gpu-start.json"
+    rows = json.loads(path.read_text())["rows"][::-1] if path.exists() else []
+    counted = ("patches", "accepted", "refused", "differing")
+    made = []
+    for row in rows:
+        row["differing"] = len(row.get("differing", ()))
+        counts = (str(row.get(name, "")) for name in counted)
+        made.append((row["vllm"], row.get("torch", ""), *counts, row.get("device") or row["ended"]))
+    return made
+
+
 def pages(found: Found) -> dict[str, str]:
     """Return the pages that are made of kvpatch's tables."""
     # What only machines without a GPU have comes last.
@@ -156,6 +170,7 @@ def pages(found: Found) -> dict[str, str]:
         **{"tables": tables, "verdicts": verdicts, "regions": regions, "tiers": tiers},
         "offloading": offloading,
         "npus": npu.verdicts(),
+        "starts": cuda_starts(),
         "shared": [(f"vLLM {one}", of, str(count)) for one, of, count in sharing.shared()[::-1]],
     }
     names = ("patches", "support", "errors", "settings")
