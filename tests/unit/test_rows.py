@@ -7,6 +7,8 @@ import inspect
 import json
 import shutil
 import sys
+import traceback
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -27,6 +29,25 @@ PATCHES = [
     for feature in patches.FEATURES
     for patch in feature.patches
 ]
+
+
+def each(cases: Iterable[Any]) -> Callable[[Callable[..., None]], Callable[[], None]]:
+    """Ask a test of every case, as one test: two thousand cost more than what they ask."""
+
+    def over(test: Callable[..., None]) -> Callable[[], None]:
+        def every() -> None:
+            failed = []
+            for case in cases:
+                try:
+                    test(*case.values)
+                except Exception:
+                    failed.append(f"{case.id}: {traceback.format_exc(limit=-1)}")
+            assert not failed, "\n".join(failed)
+
+        every.__doc__ = test.__doc__
+        return every
+
+    return over
 
 
 def seams(feature: Feature) -> list[Seam]:
@@ -63,7 +84,7 @@ def start(feature: Feature, release: str) -> gate.Verdict:
 # Every seam is whole on every release
 
 
-@pytest.mark.parametrize("feature", FEATURES)
+@each(FEATURES)
 def test_every_seam_has_one_part_on_every_release(feature: Feature):
     assert releases(feature)[-1] == supported.INSPECTED
     assert holes(feature) == []
@@ -71,9 +92,7 @@ def test_every_seam_has_one_part_on_every_release(feature: Feature):
         assert set(feature.at(Version(release))) <= set(feature.patches)
 
 
-@pytest.mark.parametrize(
-    "release", [r for r in supported.RELEASES if Version(r) >= Version("0.16")]
-)
+@each([pytest.param(r, id=r) for r in supported.RELEASES if Version(r) >= Version("0.16")])
 def test_no_release_has_a_hole_in_any_feature(release: str):
     assert signatures.holes(release) == []
 
@@ -125,7 +144,7 @@ def refused(feature: Feature, release: str) -> None:
     assert f"vLLM {release}" in refusal.why
 
 
-@pytest.mark.parametrize("part", every_part())
+@each(every_part())
 def test_a_part_that_is_narrowed_by_one_release_is_a_hole_there(part: Part):
     """A forgotten range stops vLLM; it never drops a patch."""
     assert part.covers, "it is for no inspected release"
@@ -138,7 +157,7 @@ def test_a_part_that_is_narrowed_by_one_release_is_a_hole_there(part: Part):
         refused(narrowed, release)
 
 
-@pytest.mark.parametrize("part", every_part())
+@each(every_part())
 def test_a_part_that_is_widened_by_one_release_overlaps_there(part: Part):
     every = releases(part.feature)
     if part.covers[0] != every[0]:
@@ -272,7 +291,7 @@ def test_the_ids_are_unique():
     assert len(names) == len(set(names))
 
 
-@pytest.mark.parametrize(("feature", "patch"), PATCHES)
+@each(PATCHES)
 def test_every_field_is_filled(feature: Feature, patch: Patch):
     for name in ("id", "target", "why", "upstream", "until", "wrapper", "since"):
         text = getattr(patch, name)
@@ -281,7 +300,7 @@ def test_every_field_is_filled(feature: Feature, patch: Patch):
     assert patch.before is None or Version(patch.since) < Version(patch.before)
 
 
-@pytest.mark.parametrize(("feature", "patch"), PATCHES)
+@each(PATCHES)
 def test_the_wrapper_exists_and_takes_what_it_is_given(feature: Feature, patch: Patch):
     taken = parameters(patch.wrapper)
     if patch.kind == "wrap":
@@ -303,7 +322,7 @@ def homes() -> dict[str, str]:
     return found | {"sleep-on-host": "kvpatch.patches.host_device"}
 
 
-@pytest.mark.parametrize(("feature", "patch"), PATCHES)
+@each(PATCHES)
 def test_the_wrapper_is_in_the_folder_of_its_feature(feature: Feature, patch: Patch):
     """What a feature does is in its folder; the host device's code is in ``hostdevice`` too."""
     module = patch.wrapper.partition(":")[0]
@@ -313,14 +332,14 @@ def test_the_wrapper_is_in_the_folder_of_its_feature(feature: Feature, patch: Pa
     assert module == own or module.startswith(f"{own}.")
 
 
-@pytest.mark.parametrize(("feature", "patch"), PATCHES)
+@each(PATCHES)
 def test_code_for_releases_that_ended_is_in_legacy(feature: Feature, patch: Patch):
     """Dropping a release deletes rows and that file: no other row uses what is in it."""
     if patch.wrapper.partition(":")[0].endswith(".legacy"):
         assert patch.before is not None, f"{patch.id} holds on, and its code is in legacy"
 
 
-@pytest.mark.parametrize("feature", FEATURES)
+@each(FEATURES)
 def test_features(feature: Feature):
     assert feature.summary
     assert feature.patches
@@ -364,7 +383,7 @@ def replaced_functions() -> list[Any]:
     ]
 
 
-@pytest.mark.parametrize(("patch", "release"), replaced_functions())
+@each(replaced_functions())
 def test_a_replacement_takes_every_parameter_of_its_target(patch: Patch, release: str):
     """The gate asks for the parameters that a row names; one more would end an engine's step."""
     (kvcached,) = signatures.releases("kvcached").values()
