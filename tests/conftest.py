@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import subprocess
 from collections.abc import Callable
@@ -49,6 +50,10 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
                 f"{item.nodeid} is in no lane: put it in one of tests/{{{','.join(LANES)}}}"
             )
         item.add_marker(lane)
+
+
+def pytest_collection_finish() -> None:
+    gc.freeze()  # what is imported stays; every claim of a name collects
 
 
 @pytest.fixture(autouse=True, scope="module")

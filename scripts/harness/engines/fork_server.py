@@ -101,6 +101,9 @@ def become(request: dict[str, Any]) -> None:
     if kvpatch := sys.modules.get("kvpatch"):
         provenance.check_installed(str(kvpatch.__file__))
     gc.freeze()  # vLLM collects a dozen times; what is imported stays
+    # It also freezes what an engine has, and at its end thaws everything to collect it. Without
+    # both, it collects what the engine had alone.
+    gc.freeze = gc.unfreeze = lambda: None
     faulthandler.enable()
     module.main(*request["arguments"])
     leave()
