@@ -177,13 +177,10 @@ def pages(found: Found) -> dict[str, str]:
     return {f"docs/{name}.md": render(f"{name}.md", **values) for name in names}
 
 
-def main() -> int:
-    """Write or check every generated file."""
-    parser = console.parser("scripts/docs", __doc__ or "")
-    parser.add_argument("--check", action="store_true", help="only check; exit status 1 if stale")
-    check = parser.parse_args().check
+def every_file() -> dict[str, str]:
+    """Return every generated file, by its name in the repository."""
     found = verdicts.verdicts()
-    made = {
+    return {
         **pages(found),
         "docs/faults.md": render("faults.md", sections=faults.sections()),
         "docs/upstream.md": upstream.render(),
@@ -191,8 +188,15 @@ def main() -> int:
         **page.render(ROOT / RESULTS),
         SEVERAL: balancing.render(ROOT / "docs/results/balance.json", (ROOT / SEVERAL).read_text()),
     }
+
+
+def main() -> int:
+    """Write or check every generated file."""
+    parser = console.parser("scripts/docs", __doc__ or "")
+    parser.add_argument("--check", action="store_true", help="only check; exit status 1 if stale")
+    check = parser.parse_args().check
     stale = []
-    for name, content in made.items():
+    for name, content in every_file().items():
         path = ROOT / name
         if path.exists() and path.read_text() == content:
             continue

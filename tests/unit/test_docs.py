@@ -4,30 +4,18 @@ from __future__ import annotations
 
 import shutil
 import sys
-from functools import partial
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 pytest.importorskip("matplotlib")  # of .venv, for the pictures; scripts/pythons is without
 
+from harness import docs
+from kvpatch import supported
+from kvpatch.matrix import verdicts
+
 ROOT = Path(__file__).parents[2]
-
-
-def test_the_generated_files_are_current(run):
-    done = run(sys.executable, ROOT / "scripts/docs", "--check", PYTHONPATH=ROOT)
-    assert (done.code, done.err) == (0, "")
-
-
-@pytest.fixture
-def copy(tmp_path):
-    """A copy of what the generator reads and writes."""
-    for name in ("kvpatch", "docs", "scripts", "tests"):
-        shutil.copytree(ROOT / name, tmp_path / name, ignore=shutil.ignore_patterns("__pycache__"))
-    shutil.copy(ROOT / "README.md", tmp_path)
-    return tmp_path
-
-
 STALE = {
     "docs/patches.md": "`>=0.31`",
     "docs/support.md": "| fence |",
@@ -38,23 +26,60 @@ STALE = {
 }
 
 
-def test_stale_files_are_found_and_renewed(run, copy):
-    run = partial(run, sys.executable, copy / "scripts/docs", PYTHONPATH=copy)
-    current = {stale: (copy / stale).read_text() for stale in STALE}
-    for stale, text in current.items():
-        assert STALE[stale] in text
-        (copy / stale).write_text(text.replace(STALE[stale], "| other |", 1))
-    done = run("--check")
-    assert done.code == 1
-    assert done.err == f"stale: {', '.join(STALE)}; run .venv/bin/python scripts/docs\n"
-    assert run().code == 0
-    assert {stale: (copy / stale).read_text() for stale in STALE} == current
-    assert run("--check").code == 0
+def texts(root: Path) -> dict[str, bytes]:
+    """Everything that a generated file can be."""
+    files = [root / "README.md", *(path for path in root.glob("docs/**/*") if path.is_file())]
+    return {str(path.relative_to(root)): path.read_bytes() for path in files}
 
 
-def test_a_change_of_the_table_makes_them_stale(run, copy):
-    table = copy / "kvpatch/supported.py"
-    table.write_text(f'{table.read_text()}RELEASES["0.32.0"] = INSPECTED_ONLY\n')
-    done = run(sys.executable, copy / "scripts/docs", "--check", PYTHONPATH=copy)
-    assert done.code == 1
-    assert done.err.startswith("stale: docs/support.md, README.md;")
+def test_the_generated_files_are_current_and_stale_ones_are_renewed(run, tmp_path):
+    """Otherwise: .venv/bin/python scripts/docs."""
+    for name in ("kvpatch", "docs", "scripts", "tests"):
+        shutil.copytree(ROOT / name, tmp_path / name, ignore=shutil.ignore_patterns("__pycache__"))
+    shutil.copy(ROOT / "README.md", tmp_path)
+    for name, text in STALE.items():
+        current = (ROOT / name).read_text()
+        assert text in current
+        (tmp_path / name).write_text(current.replace(text, "| other |", 1))
+    done = run(sys.executable, tmp_path / "scripts/docs", PYTHONPATH=tmp_path)
+    assert (done.code, done.err) == (0, "")
+    made, current = texts(tmp_path), texts(ROOT)
+    assert [name for name in made | current if made.get(name) != current.get(name)] == []
+
+
+def test_a_check_names_the_stale_files_and_writes_none(monkeypatch, capsys, tmp_path):
+    made = {"a": "current", "docs/b": "new", "docs/c": "missing"}
+    old = {"a": "current", "docs/b": "old"}
+    (tmp_path / "docs").mkdir()
+    for name, text in old.items():
+        (tmp_path / name).write_text(text)
+    monkeypatch.setattr(docs, "ROOT", tmp_path)
+    monkeypatch.setattr(docs, "every_file", lambda: made)
+
+    def run(*options: str) -> tuple[int, str]:
+        monkeypatch.setattr(sys, "argv", ["scripts/docs", *options])
+        return docs.main(), capsys.readouterr().err
+
+    stale = "stale: docs/b, docs/c; run .venv/bin/python scripts/docs\n"
+    assert run("--check") == (1, stale)
+    assert {name: (tmp_path / name).read_text() for name in old} == old
+    assert not (tmp_path / "docs/c").exists()
+    assert run() == (0, "")
+    assert {name: (tmp_path / name).read_text() for name in made} == made
+    assert run("--check") == (0, "")
+
+
+@pytest.fixture
+def another_table(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setitem(supported.RELEASES, "0.32.0", supported.INSPECTED_ONLY)
+    verdicts.forget()
+    yield
+    monkeypatch.undo()
+    verdicts.forget()
+
+
+def test_a_change_of_the_table_makes_them_stale(another_table):
+    found = verdicts.verdicts()
+    made = docs.pages(found) | docs.fronts(found)
+    stale = [name for name, text in made.items() if text != (ROOT / name).read_text()]
+    assert stale == ["docs/support.md", "README.md"]
