@@ -22,22 +22,20 @@ CELL = axes.Cell("0.32.0", "V1", "contiguous", "Offloading", "full attention", "
 NAME = "V1, contiguous, Offloading, full attention"
 
 
-@pytest.fixture(autouse=True)
-def nothing_remembered() -> Iterator[None]:
-    verdicts.forget()
-    yield
-    verdicts.forget()
-
-
 @pytest.fixture
-def ran(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
-    """Say which cells have an engine run, and whether it was right."""
+def ran(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., None]]:
+    """Say which cells of two releases have an engine run, and whether it was right."""
+    releases = dict.fromkeys(("0.32.0", "0.33.0"), supported.VALIDATED)
+    monkeypatch.setattr(supported, "RELEASES", releases)
 
     def ran(*cells: axes.Cell, right: bool = True) -> None:
         run = evidence.Run("engine", right, "a file", None)
         monkeypatch.setattr(evidence, "runs", cache(lambda: {cell: [run] for cell in cells}))
 
-    return ran
+    verdicts.forget()
+    yield ran
+    monkeypatch.undo()
+    verdicts.forget()
 
 
 @pytest.fixture
