@@ -14,6 +14,7 @@ from typing import Any
 
 from harness import ROOT
 from harness.console import HarnessError
+from harness.engines import process
 
 SCRIPTS = ROOT / "scripts"
 OURS = ("KVPATCH", "KVCACHED", "ENABLE_KVCACHED", "VLLM", "PYTHON", "TRITON")
@@ -74,7 +75,7 @@ def call(
     folder: Path,
     environment: Mapping[str, str],
     follow: str = "\0",
-    wait_for_threads: bool = True,
+    fork: bool = False,
 ) -> Job:
     """Run a function in a Python process of its own and return its result.
 
@@ -84,54 +85,50 @@ def call(
         folder: for the job, the result and the log.
         environment: of the process.
         follow: lines of the log that begin with this are printed as they come.
-        wait_for_threads: at the end of the process.
+        fork: of a server that has imported what vLLM imports; the module has a ``main`` then,
+            of the function's name and the folder.
 
     Raises:
         HarnessError: it failed; the message ends with the end of its log.
     """
     log, result = folder / "log.txt", folder / "result.json"
+    module, _, name = function.partition(":")
     result.unlink(missing_ok=True)
     (folder / "job.json").write_text(json.dumps(job))
-    with (
-        log.open("w") as file,
-        subprocess.Popen(
-            [
-                *(sys.executable, "-m", "harness.processes"),
-                *(function, str(folder), str(wait_for_threads)),
-            ],
-            env=environment,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            errors="replace",
-        ) as process,
-    ):
-        assert process.stdout is not None
+    reading, writing = os.pipe()
+    with log.open("w") as file, os.fdopen(reading, errors="replace") as lines:
+        started: subprocess.Popen[bytes] | process.Forked
+        with os.fdopen(writing, "w") as output:
+            if fork:
+                given = name, folder
+                started = process.start(module, given, environment, sys.executable, output)
+            else:
+                command = sys.executable, "-m", "harness.processes", function, folder
+                started = subprocess.Popen(command, env=environment, stdout=output, stderr=output)
         try:
-            for line in process.stdout:
+            for line in lines:
                 file.write(line)
                 if line.startswith(follow):
                     print(line, end="", flush=True)
         except BaseException:
-            process.kill()
+            started.kill()
             raise
-    if process.returncode or not result.exists():
+        finally:
+            status = started.wait()
+    if status or not result.exists():
         end = log.read_text().strip()[-4000:]
-        raise HarnessError(f"{function} ended with status {process.returncode}:\n{end}")
+        raise HarnessError(f"{function} ended with status {status}:\n{end}")
     found: Job = json.loads(result.read_text())
     return found
 
 
-def main(function: str, folder: Path, wait_for_threads: bool) -> None:
+def main(function: str, folder: Path) -> None:
     """Run the function that ``call`` named."""
     module, _, name = function.partition(":")
     job = json.loads((folder / "job.json").read_text())
     result = getattr(importlib.import_module(module), name)(job)
     (folder / "result.json").write_text(json.dumps(result))
-    if not wait_for_threads:
-        sys.stdout.flush()
-        os._exit(0)
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], Path(sys.argv[2]), sys.argv[3] == "True")
+    main(sys.argv[1], Path(sys.argv[2]))

@@ -32,7 +32,7 @@ def call(tmp_path):
 
 
 def test_it_runs_elsewhere_and_returns(call, capfd):
-    found = call({"number": 21}, follow="progress", wait_for_threads=False)
+    found = call({"number": 21}, follow="progress")
     assert (found["twice"], found["debug"]) == (42, "1")
     assert found["pid"] != os.getpid()
     assert capfd.readouterr().out == "progress 1\n"

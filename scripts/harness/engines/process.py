@@ -9,7 +9,7 @@ import signal
 import socket
 import subprocess
 import threading
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
@@ -200,7 +200,7 @@ def close_servers() -> None:
 
 def start(
     module: str,
-    arguments: list[str | Path],
+    arguments: Sequence[str | Path],
     environment: Mapping[str, str],
     python: str,
     stdout: IO[str] | IO[bytes] | int,

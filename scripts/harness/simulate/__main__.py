@@ -44,7 +44,7 @@ def environment(folder: Path, kind: str | None = None) -> dict[str, str]:
         VLLM_LOGGING_LEVEL="CRITICAL",
         VLLM_ENABLE_V1_MULTIPROCESSING="0",
         PYTHONHASHSEED="0",
-        PYTHONFAULTHANDLER="1",  # kill -ABRT tells where a seed hangs
+        TORCHDYNAMO_DISABLE="1",  # as engines have it, whose fork server this shares
         **processes.ONE_THREAD,
         **({HOST_POOL.name: f"1MiB@simulated{os.getpid()}"} if "pooled" in (kind or "") else {}),
     )
@@ -63,7 +63,7 @@ def simulate(function: str = "run", **job: Any) -> dict[str, Any]:
             folder,
             environment(folder, job.get("kind")),
             follow="simulate ",
-            wait_for_threads=False,
+            fork=True,
         )
 
 

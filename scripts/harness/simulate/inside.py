@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import os
+import sys
 import time
 from collections import Counter
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from harness import processes
 from harness.simulate import world as worlds
 from harness.simulate.play import play
 
@@ -88,3 +91,10 @@ def explore(job: dict[str, Any]) -> dict[str, Any]:
 
     world = job["steps"], job["model"], Path(job["folder"]), job["kind"]
     return machine.explore(job["seed"], job["seeds"], *world)
+
+
+def main(function: str, folder: str) -> None:
+    """Run one of these functions, in a fork; no thread of vLLM's is waited for."""
+    processes.main(f"{__name__}:{function}", Path(folder))
+    sys.stdout.flush()
+    os._exit(0)
