@@ -49,12 +49,11 @@ def check_installed(package: str) -> None:
 
 def machine(gpu: str = "none") -> dict[str, Any]:
     """Return the kind of machine, and how busy it is before the run."""
-    import psutil  # --help runs without it
-
+    pages = os.sysconf("SC_PHYS_PAGES")
     return {
         "system": f"{platform.system()} {platform.machine()}",
         "cpus": os.cpu_count(),
-        "memory_gib": round(psutil.virtual_memory().total / (1 << 30)),
+        "memory_gib": round(pages / (1 << 30) * os.sysconf("SC_PAGE_SIZE")),
         "python": platform.python_version(),
         "gpu": gpu,
         "load_before": round(os.getloadavg()[0], 1),  # of a minute; quiet is under 0.5
@@ -62,12 +61,14 @@ def machine(gpu: str = "none") -> dict[str, Any]:
 
 
 def commit(root: Path = ROOT) -> str:
-    """Return the commit of the tree, with a mark when files differ from it."""
+    """Return the commit of the tree, with a mark when files differ from it; unknown without git."""
 
     def git(*words: str) -> str:
-        done = subprocess.run(
-            ["git", "-C", str(root), *words], capture_output=True, text=True, check=False
-        )
+        command = ["git", "-C", str(root), *words]
+        try:
+            done = subprocess.run(command, capture_output=True, text=True, check=False)
+        except FileNotFoundError:
+            return ""
         return done.stdout.strip()
 
     name = git("rev-parse", "--short=12", "HEAD") or "unknown"
