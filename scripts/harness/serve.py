@@ -46,13 +46,13 @@ class Metrics:
 
     def __init__(self, exposition: str) -> None:
         families = text_string_to_metric_families(exposition)
-        self._samples = [sample for family in families for sample in family.samples]
+        self.samples = [sample for family in families for sample in family.samples]
 
     def total(self, name: str, **labels: str) -> float:
         """Return the sum of a series over all labels that are not given; 0 without one."""
         return sum(
             sample.value
-            for sample in self._samples
+            for sample in self.samples
             if sample.name == name and labels.items() <= sample.labels.items()
         )
 

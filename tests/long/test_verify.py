@@ -8,14 +8,11 @@ from __future__ import annotations
 import json
 import os
 import re
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from harness import ROOT
 from harness.engines import plugins
 from harness.engines.operator import FLAGS, Machine, environment_of
 from harness.engines.runs import Device
@@ -63,19 +60,3 @@ def test_a_wrong_byte_is_found_and_the_verdict_lifts_nothing(
         done.stdout,
     ), done.stdout
     assert "[KVP324]" in machine.configure()
-
-
-def test_the_first_gpu_minute_is_known_to_work(tmp_path: Path) -> None:
-    done = subprocess.run(
-        [sys.executable, ROOT / "scripts/gpu", "--host", "--tier-gib", "1", "--output", tmp_path],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        timeout=1500,
-        check=False,
-    )
-    assert done.returncode == 0, done.stdout[-6000:]
-    found = json.loads((tmp_path / "gpu.json").read_text())
-    assert [one["verdict"] for one in found["verdicts"]] == ["right", "right"]
-    assert {row["direction"] for row in found["rows"]} == {"store", "load"}
-    assert all(row["gb_per_second"] > 0 for row in found["rows"])

@@ -23,6 +23,13 @@ def schedule_asynchronously() -> None:
     allow_async_scheduling()
 
 
+def lift_host_pool() -> None:
+    """Let an engine on a GPU have its tier in the host pool, which is refused (KVP344)."""
+    from kvpatch.status import record
+
+    record.lifted |= {"KVP344"}
+
+
 def flip_loaded_bits() -> None:
     """Change a bit of each block that a load has brought, before anybody looks."""
     from kvpatch.patches.debug.audit import Audited
