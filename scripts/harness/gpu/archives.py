@@ -11,7 +11,7 @@ from harness.gpu.parts import MIB, digest
 ENDING = ".tar.xz"
 # Kernels of one library are much alike, at distances of up to its size.
 WINDOW = 192 * MIB
-FILTERS = [{"id": lzma.FILTER_LZMA2, "preset": 3, "dict_size": WINDOW}]
+LEAST = 4096
 
 
 def pack(folder: Path, archive: Path) -> None:
@@ -24,9 +24,12 @@ def pack(folder: Path, archive: Path) -> None:
     libraries = [name for name in names if ".so" in Path(name).suffixes]
     lines = [f"{digest(folder / name)}  {name}\n" for name in libraries]
     sums_of(archive).write_text("".join(lines))
+    size = sum((folder / name).stat().st_size for name in names)
+    window = min(WINDOW, max(LEAST, size))
+    filters = [{"id": lzma.FILTER_LZMA2, "preset": 3, "dict_size": window}]
     partial = archive.with_suffix(".part")
     with (
-        lzma.open(partial, "wb", filters=FILTERS) as packed,
+        lzma.open(partial, "wb", filters=filters) as packed,
         tarfile.open(fileobj=packed, mode="w|") as tar,
     ):
         for name in names:

@@ -85,8 +85,15 @@ def main() -> int:
 
             return bundle.main(options, say)
         if options.verb == "run":
+            console.interrupts.install()
             return run.main(options, say)
         return unpack.main(options.parts, options.kit.absolute(), say)
     except console.HarnessError as error:
         print(f"scripts/gpu {options.verb}: {error}", file=sys.stderr)
         return unpack.DAMAGED if isinstance(error, parts.Damaged) else 1
+    except OSError as error:
+        print(f"scripts/gpu {options.verb}: {error}", file=sys.stderr)
+        return 1
+    except console.Interrupted as interrupted:
+        print(f"scripts/gpu {options.verb}: interrupted by {interrupted}", file=sys.stderr)
+        return 128 + interrupted.signum

@@ -18,6 +18,7 @@ from harness.console import HarnessError
 from harness.engines import plugins
 from harness.gpu import model
 from harness.gpu.seen import RIGHT, Job, Seen, state
+from harness.gpu.seen import arguments as options_of
 from harness.serve import SPARE_PAGES, Server, workspace
 from kvpatch import control
 from kvpatch.environ import HOST_POOL
@@ -150,7 +151,7 @@ def engine(
     )
     server = Server(
         Path(model.wide(job)),
-        given | {**arguments} | job.arguments(),
+        given | {**arguments} | options_of(job.options),
         variables,
         folder,
         name=name,

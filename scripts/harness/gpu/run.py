@@ -19,7 +19,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from harness import console, processes, provenance
+from harness import processes, provenance
 from harness.gpu import seen, steps, unpack
 
 SETTLE = 20.0  # seconds in which a step that is asked to end may clear up
@@ -36,15 +36,21 @@ def main(options: argparse.Namespace, say: Say) -> int:
     try:
         every = steps.of(len(pythons))
         wanted = steps.chosen(every, options.steps) if options.steps else every
+        seen.arguments(options.words)
     except ValueError as error:
-        raise console.HarnessError(str(error)) from error
+        print(f"scripts/gpu run: {error}", file=sys.stderr)
+        return 2
     if options.list:
         for step in wanted:
             print(f"{step.name:13} {step.asks}{' (needs CUDA)' if step.cuda else ''}")
         return 0
+    gpu = "none" if options.host else device()
+    if gpu is None:
+        print("scripts/gpu run: no NVIDIA GPU here; --host runs on the host device")
+        return 3
     output = options.output.absolute()
     output.mkdir(parents=True, exist_ok=True)
-    head = provenance.header("scripts/gpu run", "none" if options.host else device())
+    head = provenance.header("scripts/gpu run", gpu)
     rows: list[dict[str, Any]] = []
     for step in wanted:
         job = seen.Job(
@@ -163,11 +169,12 @@ def line(row: dict[str, Any]) -> str:
     return f"{row['step']:13} {row['state']}{said}"
 
 
-def device() -> str:
-    """Return the name of the first GPU, and its driver."""
+def device() -> str | None:
+    """Return the name of the first GPU and its driver's version; None where there is none."""
     words = ["nvidia-smi", "--query-gpu=name,driver_version", "--format=csv,noheader"]
-    try:
+    with suppress(OSError):
         done = subprocess.run(words, capture_output=True, text=True, check=False)
-    except OSError:
-        return "NVIDIA, its name is not known"
-    return (done.stdout.strip().splitlines() or ["NVIDIA, its name is not known"])[0]
+        if done.returncode == 0 and done.stdout.strip():
+            return done.stdout.strip().splitlines()[0]
+    # A container may have the device without its tools.
+    return "NVIDIA, of a name that is not known" if Path("/dev/nvidiactl").exists() else None

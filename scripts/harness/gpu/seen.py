@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import shutil
 import sys
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 from harness import processes, provenance
-from harness.console import HarnessError
 
 RIGHT, WRONG, UNSEEN, NEEDS_CUDA = "right", "wrong", "not seen", "needs CUDA"
 
@@ -55,21 +55,6 @@ class Job:
         # vLLM takes FlashInfer's sampler where it finds a GPU, and not where it finds FlashInfer.
         sampler = {} if find_spec("flashinfer") else {"VLLM_USE_FLASHINFER_SAMPLER": "0"}
         return processes.with_harness(**sampler | changes)
-
-    def arguments(self) -> dict[str, Any]:
-        """Return ``options`` by name, as ``harness.serve`` takes them."""
-        found: dict[str, Any] = {}
-        name = ""
-        for word in self.options:
-            if word.startswith("--"):
-                name, _, value = word.removeprefix("--").partition("=")
-                found[name] = value or True
-            elif name:
-                found[name] = word
-                name = ""
-            else:
-                raise HarnessError(f"{word!r} is no option of vllm serve")
-        return found
 
 
 @dataclass
@@ -121,6 +106,26 @@ class Seen:
 
     def _write(self) -> None:
         provenance.write(self.content(), self.path)
+
+
+def arguments(words: Iterable[str]) -> dict[str, Any]:
+    """Return options of ``vllm serve`` by name, as ``harness.serve`` takes them.
+
+    Raises:
+        ValueError: a word is no option, and no option's value.
+    """
+    found: dict[str, Any] = {}
+    name = ""
+    for word in words:
+        if word.startswith("--"):
+            name, _, value = word.removeprefix("--").partition("=")
+            found[name] = value or True
+        elif name:
+            found[name] = word
+            name = ""
+        else:
+            raise ValueError(f"{word!r} is no option of vllm serve")
+    return found
 
 
 def state(content: dict[str, Any]) -> str:

@@ -20,7 +20,7 @@ def main(function: str, job_path: str) -> None:
     seen.note(versions=provenance.versions())
     module, _, name = function.partition(":")
     try:
-        getattr(importlib.import_module(f"harness.gpu.{module}"), name)(job, seen)
+        getattr(importlib.import_module(module), name)(job, seen)
     except Exception as error:
         traceback.print_exc()
         # The last line: before it are those of a server's log.

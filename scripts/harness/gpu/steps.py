@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
+HERE = "harness.gpu"
+
 
 @dataclass(frozen=True)
 class Step:
@@ -13,7 +15,7 @@ class Step:
     Attributes:
         name: on the command line, and of its result file.
         asks: what it answers.
-        function: ``module:name`` in ``harness.gpu``, of a ``Job`` and a ``Seen``.
+        function: ``module:name``, of a ``Job`` and a ``Seen``.
         seconds: that it may take on a GPU.
         cuda: it is about the driver or kernels, which the host device does not have.
         python: of which environment, by number.
@@ -28,19 +30,34 @@ class Step:
 
 
 STEPS = (
-    Step("probe", "what the driver's memory calls do and take", "probe:run", 100, cuda=True),
-    Step("kernels", "do vLLM's kernels compute what torch does", "kernels:run", 100, cuda=True),
-    Step("plain", "does vLLM serve here without kvpatch", "engines:plain", 180),
-    Step("offloading", "is OffloadingConnector right with kvpatch", "verify:offloading", 300),
-    Step("simple", "is SimpleCPUOffloadConnector right with kvpatch", "verify:simple", 300),
-    Step("verbs", "do the fence, limits and suspensions lose nothing", "engines:verbs"),
-    Step("two", "do two engines lend each other the device's memory", "engines:two"),
-    Step("first-tokens", "when does a returning prompt have its first token", "engines:first", 420),
-    Step("copies", "how near are copies to the pinned ones", "copies:run", 60),
-    Step("pool", "is a tier in the host pool right", "engines:pool"),
-    Step("sleep", "does an engine wake up as it was", "engines:sleep"),
+    Step(
+        "probe", "what the driver's memory calls do and take", f"{HERE}.probe:run", 100, cuda=True
+    ),
+    Step(
+        "kernels",
+        "do vLLM's kernels compute what torch does",
+        f"{HERE}.kernels:run",
+        100,
+        cuda=True,
+    ),
+    Step("plain", "does vLLM serve here without kvpatch", f"{HERE}.engines:plain", 180),
+    Step(
+        "offloading", "is OffloadingConnector right with kvpatch", f"{HERE}.verify:offloading", 300
+    ),
+    Step("simple", "is SimpleCPUOffloadConnector right with kvpatch", f"{HERE}.verify:simple", 300),
+    Step("verbs", "do the fence, limits and suspensions lose nothing", f"{HERE}.engines:verbs"),
+    Step("two", "do two engines lend each other the device's memory", f"{HERE}.engines:two"),
+    Step(
+        "first-tokens",
+        "when does a returning prompt have its first token",
+        f"{HERE}.engines:first",
+        420,
+    ),
+    Step("copies", "how near are copies to the pinned ones", f"{HERE}.copies:run", 60),
+    Step("pool", "is a tier in the host pool right", f"{HERE}.engines:pool"),
+    Step("sleep", "does an engine wake up as it was", f"{HERE}.engines:sleep"),
 )
-MORE = Step("release", "is it right on this vLLM too", "verify:offloading", 300)
+MORE = Step("release", "is it right on this vLLM too", f"{HERE}.verify:offloading", 300)
 
 
 def of(pythons: int) -> list[Step]:
