@@ -4,7 +4,8 @@ From the tables in kvpatch: docs/patches.md, docs/support.md, docs/errors.md, do
 and the grid of README.md. From docs/results/balance.json: the section between the markers of
 docs/several-models.md. From the marks of the tests: docs/faults.md. From docs/results:
 docs/numbers.md and its plots, the figures of README.md and docs/index.md, what
-docs/patches.md says was seen without a row, and docs/upstream.md.
+docs/patches.md says was seen without a row, and docs/upstream.md. From docs/results/gpu.json, which
+need not be there: what docs/on-a-gpu.md, README.md, docs/index.md and docs/support.md say of GPUs.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from typing import Any
 from harness import ROOT, console, faults
 from harness.balancing import page as balancing
 from harness.bench import page, quoted
+from harness.gpu import page as gpu
 from harness.markdown import TEMPLATES, put, render
 from harness.matrix import without, without_rows
 from harness.upstream import page as upstream
@@ -34,7 +36,7 @@ NAMES = {"tiering fs": "Secondary tier fs"}  # in README.md, where they are othe
 
 SEVERAL = "docs/several-models.md"
 RESULTS = "docs/results"
-FRONTS = ("README.md", "docs/index.md")
+README, INDEX = "README.md", "docs/index.md"
 
 Found = dict[axes.Cell, verdicts.Verdict]
 
@@ -105,23 +107,30 @@ def counted(looked: dict[str, Any]) -> str:
 
 
 def fronts(found: Found) -> dict[str, str]:
-    """Return README.md and the first page of the documentation, the marked sections renewed."""
+    """Return the pages that are written by hand, the marked sections renewed."""
+    results = page.read(ROOT / RESULTS)
     releases = supported.validated()[::-1]
     grid = render(
         "grid.md",
         names=[NAMES.get(one.name, one.name) for one in axes.CONNECTORS],
         rows=list(tables.grid(found, releases)),
         npus=tables.on_npus(npu.verdicts()),
+        gpus=gpu.on_gpus(results["gpu"]),
         tables=tables,
         kvcached=in_words(supported.KVCACHED),
         validated=verdicts.counts(found.values())[verdicts.Kind.VALIDATED.value],
         releases=releases,
     )
-    figures = quoted.sections(page.read(ROOT / RESULTS))
-    readme, index = ((ROOT / name).read_text() for name in FRONTS)
-    for name, section in {"support": grid, **figures}.items():
-        readme = put(readme, name, section)
-    return dict(zip(FRONTS, (readme, put(index, "numbers", figures["numbers"])), strict=True))
+    figures = quoted.sections(results)
+    sections = gpu.sections(results["gpu"])
+    sections[README] |= {"support": grid, **figures}
+    sections[INDEX] |= {"numbers": figures["numbers"]}
+    made = {}
+    for name, marked in sections.items():
+        made[name] = (ROOT / name).read_text()
+        for marker, section in marked.items():
+            made[name] = put(made[name], marker, section)
+    return made
 
 
 def cuda_starts() -> list[tuple[str, ...]]:
@@ -171,6 +180,7 @@ def pages(found: Found) -> dict[str, str]:
         "offloading": offloading,
         "npus": npu.verdicts(),
         "starts": cuda_starts(),
+        "gpus": gpu.on_gpus(page.read(ROOT / RESULTS)["gpu"]),
         "shared": [(f"vLLM {one}", of, str(count)) for one, of, count in sharing.shared()[::-1]],
     }
     names = ("patches", "support", "errors", "settings")

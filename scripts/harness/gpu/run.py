@@ -154,7 +154,8 @@ def together(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
     """Return what pages are rendered from: verdicts of ``kvpatch verify``, copies, and rows."""
     facts = [row.get("facts", {}) for row in rows]
     return {
-        "verdicts": [one["verdict"] for one in facts if "verdict" in one],
+        # One that did not start has no combination, and is a row.
+        "verdicts": [one["verdict"] for one in facts if one.get("verdict", {}).get("combination")],
         "rows": [copy for one in facts for copy in one.get("copies", ())],
         "steps": rows,
     }
