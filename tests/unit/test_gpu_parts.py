@@ -221,7 +221,7 @@ def test_an_environment_is_made_of_the_parts(kit):
     script = python.with_name("vllm")
     assert subprocess.check_output([script], text=True) == "of the parts\n"
     ask = [python, "-c", "print(__import__('kvpatch').__file__)"]
-    where = subprocess.check_output(ask, text=True, cwd=kit.folder)
+    where = subprocess.check_output(ask, text=True, cwd=kit.folder, env={})
     assert Path(where.strip()).is_relative_to(kit.environment)
 
 

@@ -6,7 +6,6 @@ import json
 import os
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -69,9 +68,9 @@ def ran(tmp_path):
     """Run fake steps; returns the process, and the rows of gpu.json."""
     (tmp_path / "fakes.py").write_text(FAKES)
 
-    def ran(*names, options=()):
+    def ran(*names, options=(), python=sys.executable):
         path = os.pathsep.join([str(ROOT / "scripts"), str(ROOT), str(tmp_path)])
-        words = ["run", "--python", sys.executable, "--output", str(tmp_path / "out"), *options]
+        words = ["run", "--python", python, "--output", str(tmp_path / "out"), *options]
         done = subprocess.run(
             [sys.executable, "-c", RUN.format(names=names), *words],
             env=os.environ | {"PYTHONPATH": path},
@@ -120,10 +119,9 @@ def test_wrong_outweighs_what_was_not_seen(ran):
 
 
 def test_a_step_past_its_limit_is_ended_with_all_its_processes(ran):
-    begun = time.monotonic()
     done, rows = ran("hangs", "right")
     assert done.returncode == 3
-    assert time.monotonic() - begun < 30
+    assert rows["hangs"]["seconds"] < 15
     facts = rows["hangs"]["facts"]
     assert rows["hangs"]["missing"][0].startswith("not ended within 5 s: ")
     assert facts["before"] == "it hung"
@@ -138,11 +136,17 @@ def test_a_limit_for_all_steps(ran):
 
 def test_results_are_there_before_the_next_step_has_ended(tmp_path, ran):
     (tmp_path / "out").mkdir()
-    (tmp_path / "out/right.json").write_text("of an earlier run")
     _, rows = ran("right", "ends")
     assert list(rows) == ["right", "ends"]
     assert json.loads((tmp_path / "out/right.json").read_text())["state"] == "right"
     assert not list((tmp_path / "out").glob("*.part"))
+
+
+def test_a_result_of_an_earlier_run_is_not_taken_for_this_ones(tmp_path, ran):
+    assert ran("right")[1]["right"]["state"] == "right"
+    _, rows = ran("right", python="/bin/false")
+    assert rows["right"]["state"] == "not seen"
+    assert rows["right"]["missing"] == ["ended with status 1: it printed nothing"]
 
 
 def test_what_needs_cuda_says_so_on_the_host(ran):
@@ -156,6 +160,9 @@ def test_bad_input_is_one_line(ran):
     done, _ = ran("right", options=["--steps", "right,left"])
     assert done.returncode == 2
     assert done.stderr == "scripts/gpu run: there is no step 'left'; there are right\n"
+    done, _ = ran("right", python="/nowhere/python")
+    assert done.returncode == 2
+    assert done.stderr == "scripts/gpu run: there is no /nowhere/python\n"
     done, _ = ran("right", options=["stray"])
     assert done.returncode == 2
     assert done.stderr == "scripts/gpu run: 'stray' is no option of vllm serve\n"

@@ -37,6 +37,9 @@ def main(options: argparse.Namespace, say: Say) -> int:
         every = steps.of(len(pythons))
         wanted = steps.chosen(every, options.steps) if options.steps else every
         seen.arguments(options.words)
+        for path in pythons:
+            if not path.exists():
+                raise ValueError(f"there is no {path}")
     except ValueError as error:
         print(f"scripts/gpu run: {error}", file=sys.stderr)
         return 2
