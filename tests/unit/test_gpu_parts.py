@@ -225,6 +225,14 @@ def test_an_environment_is_made_of_the_parts(kit):
     assert Path(where.strip()).is_relative_to(kit.environment)
 
 
+def test_behind_it_is_what_this_python_has(kit):
+    assert unpack.main(kit.parts, kit.folder / "kit", print) == 0
+    (startup,) = kit.environment.glob("lib/python*/site-packages/00-behind.pth")
+    own = [path for path in sys.path if path.endswith("site-packages")]
+    assert own
+    assert startup.read_text().splitlines() == [str(kit.folder / "kit/packages"), *own]
+
+
 def test_parts_may_come_one_by_one_and_again(kit):
     for number, part in enumerate(kit.parts, 1):
         done = kit.unpack(part)
