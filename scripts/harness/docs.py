@@ -142,7 +142,14 @@ def cuda_starts() -> list[tuple[str, ...]]:
     for row in rows:
         row["differing"] = len(row.get("differing", ()))
         counts = (str(row.get(name, "")) for name in counted)
-        made.append((row["vllm"], row.get("torch", ""), *counts, row.get("device") or row["ended"]))
+        made.append(
+            (
+                f"vLLM {row['vllm']}",
+                row.get("torch", ""),
+                *counts,
+                row.get("device") or row["ended"],
+            )
+        )
     return made
 
 

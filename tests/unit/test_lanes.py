@@ -43,7 +43,7 @@ LANES = (
 def test_a_test_carries_the_mark_of_its_lane(collect):
     done = collect(*(f"{lane}/test_of_{lane}.py" for lane in LANES.split(",")))
     assert done.code == 0
-    marked = dict(re.findall(r"(\w+) (\[.*\])$", done.out, re.MULTILINE))
+    marked = dict(re.findall(r"([\w-]+) (\[.*\])$", done.out, re.MULTILINE))
     assert marked == {lane: f"['{lane}']" for lane in LANES.split(",")}
 
 
@@ -60,8 +60,8 @@ def test_a_lane_is_run_by_default_or_by_ci_or_takes_what_is_made_on_demand():
     default = set(re.findall(r"lanes=\(tests/\{(.+)\}\)", command)[0].split(","))
     assert default == {"unit", "wheel", "refusals", "engine", "bench"}
     command = (TESTS.parent / ".ci/run").read_text()
-    named = set(" ".join(re.findall(r"lanes\+?=\(([a-z ]+)\)", command)).split())
-    assert named == {"faults", "long", "ascend"}
+    named = set(" ".join(re.findall(r"lanes\+?=\(([a-z -]+)\)", command)).split())
+    assert named == {"faults", "long", "ascend", "gpu-start"}
     assert lanes - default - named == {"npu", "versions", "upstream", "objects"}
 
 
