@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import gc
+import json
+import math
 import os
 import subprocess
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -17,6 +22,7 @@ pytest_plugins = ("harness.engines.fixtures", "harness.engines.refused")
 os.environ["KVPATCH"] = "0"
 
 HERE = Path(__file__).parent
+DURATIONS = HERE / "durations.json"  # seconds of a file's tests, as last recorded
 # From "faults" to "objects" they are not in the default run, which would be too long with them.
 LANES = (
     "unit",
@@ -42,7 +48,34 @@ def lane_of(path: Path) -> str | None:
     return lanes[0] if len(lanes) == 1 and folders[0] == lanes[0] else None
 
 
+def durations() -> dict[str, int]:
+    """Return the seconds of each file, by the first part of its tests' ids."""
+    return dict(json.loads(DURATIONS.read_text())) if DURATIONS.exists() else {}
+
+
+def file_of(nodeid: str) -> str:
+    return nodeid.partition("::")[0]
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--record-durations", action="store_true", help=f"into {DURATIONS.name}")
+
+
+def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> None:
+    if config.getoption("record_durations"):
+        took: Counter[str] = Counter()
+        for report in chain.from_iterable(terminalreporter.stats.values()):
+            if isinstance(report, pytest.TestReport):
+                took[file_of(report.nodeid)] += report.duration
+        found = durations() | {name: round(seconds) for name, seconds in took.items()}
+        there = {name: found[name] for name in found if (config.rootpath / name).exists()}
+        DURATIONS.write_text(json.dumps(there, indent=0, sort_keys=True) + "\n")
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    # Longest files first, so that no process is left with one; nobody knows about a new one.
+    known = durations()
+    items.sort(key=lambda item: -known.get(file_of(item.nodeid), math.inf))
     for item in items:
         lane = lane_of(item.path)
         if lane is None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import json
 import re
 import runpy
 import shutil
@@ -21,7 +22,7 @@ TEST = """def test_it(request):
 def collect(run, tmp_path):
     """Run pytest on one test at each of some places under a copy of tests/."""
 
-    def collect(*places: str):
+    def collect(*places: str, options: tuple[str, ...] = ()):
         tests = tmp_path / "tests"
         for place in places:
             path = tests / place
@@ -30,7 +31,7 @@ def collect(run, tmp_path):
         shutil.copy(TESTS / "conftest.py", tests)
         shutil.copy(TESTS.parent / "pyproject.toml", tmp_path)
         command = ("-m", "pytest", "-q", "-s", "-p", "no:cacheprovider", "--rootdir", tmp_path)
-        return run(sys.executable, *command, "-c", tmp_path / "pyproject.toml", tests)
+        return run(sys.executable, *command, "-c", tmp_path / "pyproject.toml", tests, *options)
 
     return collect
 
@@ -52,6 +53,17 @@ def test_a_test_outside_exactly_one_lane_fails_the_collection(collect, place):
     done = collect(place)
     assert done.code == pytest.ExitCode.USAGE_ERROR
     assert f"is in no lane: put it in one of tests/{{{LANES}}}" in done.err
+
+
+def test_the_longest_files_come_first_as_recorded_and_new_ones_before_them(collect, tmp_path):
+    durations = tmp_path / "tests/durations.json"
+    durations.parent.mkdir()
+    files = [f"tests/{lane}/test_it_{lane}.py" for lane in ("engine", "wheel", "unit")]
+    durations.write_text(json.dumps({files[1]: 5, files[2]: 1, "tests/unit/test_gone.py": 9}))
+    places = (file.removeprefix("tests/") for file in sorted(files))
+    done = collect(*places, options=("--record-durations",))
+    assert re.findall(r"(\w+) \['", done.out) == ["engine", "wheel", "unit"]
+    assert json.loads(durations.read_text()) == dict.fromkeys(files, 0)
 
 
 def test_a_lane_is_run_by_default_or_by_ci_or_takes_what_is_made_on_demand():
