@@ -46,7 +46,8 @@ def run(job: Job, seen: Seen) -> None:
         try:
             ask(seen)
         except Exception as error:
-            seen.miss(f"{ask.__name__}: {type(error).__name__}: {error}"[:400])
+            first = str(error).partition("\n")[0]
+            seen.miss(f"{ask.__name__}: {type(error).__name__}: {first[:300]}")
 
 
 class _Location(ctypes.Structure):
@@ -278,7 +279,7 @@ def shown(times: Times, unit: float) -> dict[str, dict[str, float]]:
     """Return the median, the 99th percentile and the most of each, in a unit of a second."""
     found = {}
     for name, seconds in times.items():
-        high = quantiles(seconds, n=100)[98] if len(seconds) > 1 else seconds[0]
+        high = quantiles(seconds, n=100, method="inclusive")[98] if len(seconds) > 1 else seconds[0]
         each = {"p50": median(seconds), "p99": high, "max": max(seconds)}
         found[name] = {word: round(value * unit, 3) for word, value in each.items()}
     return found
