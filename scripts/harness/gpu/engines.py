@@ -29,7 +29,7 @@ from kvpatch.verify.load import text
 TOKENS = 8  # of an answer
 # Prompts, and letters of each: of some GiB of KV cache on a GPU, and of 96 MiB elsewhere.
 LOAD, ON_HOST = (12, 8000), (8, 1500)
-ARGUMENTS: dict[str, Any] = {"gpu-memory-utilization": 0.4, "max-model-len": 16384}
+ARGUMENTS: dict[str, Any] = {"gpu-memory-utilization": 0.4}  # of two at once
 HOST_ARGUMENTS: dict[str, Any] = {
     "dtype": "float32",
     "max-model-len": 2048,
@@ -146,7 +146,7 @@ def engine(
         KVPATCH=str(int(elastic)),
         KVCACHED_IPC_NAME=ours,
         KVCACHED_MAX_CACHED_TOKENS="-1",  # what it keeps is the limit's to say
-        **(SPARE_PAGES if job.host else {}),
+        **SPARE_PAGES,  # what it has mapped is then what it uses
         **environment,
     )
     server = Server(

@@ -22,7 +22,7 @@ SHAPE = {
     "num_attention_heads": 16,
     "num_key_value_heads": 4,
     "head_dim": 128,
-    "max_position_embeddings": 32768,
+    "max_position_embeddings": 16384,
     "initializer_range": 0.05,
     "bos_token_id": 0,
     "eos_token_id": 1,
