@@ -7,12 +7,14 @@ what is computed while it sleeps is no number.
 from __future__ import annotations
 
 import os
+import shutil
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+from safetensors.torch import load_file, save_file
 
 from harness.engines.runs import Device, Run, engine_arguments, prompts
 from harness.engines.serving import Asked, eventually, watched
@@ -146,3 +148,39 @@ def test_level_2_forgets_what_other_weights_must_not_find(sleeper: Sleeper) -> N
     sleeper.again()
     assert sleeper.loaded() == before
     sleeper.again()
+
+
+@pytest.fixture(scope="module")
+def others(models: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The same model with other weights."""
+    folder = tmp_path_factory.mktemp("others") / "model"
+    shutil.copytree(models(BASE.model), folder)
+    for file in folder.glob("*.safetensors"):
+        save_file({name: of.flip(0) for name, of in load_file(file).items()}, file)
+    return folder
+
+
+@pytest.mark.parametrize("when", ["while it sleeps", "when it is awake"])
+@ONE_OF_EACH
+def test_other_weights_find_no_block_that_a_sleep_kept(
+    sleeper: Sleeper, models: Callable[[str], Path], others: Path, when: str
+) -> None:
+    """vLLM has none of them either, and so nobody asks it for a reset."""
+
+    def replace_weights(by: Path) -> list[Any]:
+        asleep = when == "while it sleeps"
+        sleeper.post("/sleep", level=1)
+        sleeper.post("/wake_up", **({"tags": "weights"} if asleep else {}))
+        job = {"method": "reload_weights", "kwargs": {"weights_path": str(by)}}
+        sleeper.server.client.post("/collective_rpc", json=job).raise_for_status()
+        if asleep:
+            sleeper.post("/wake_up", tags="kv_cache")
+        before = sleeper.loaded()
+        answers = [sleeper.server.complete(prompt)["tokens"] for prompt in prompts(COUNT)]
+        assert sleeper.loaded() == before
+        return answers
+
+    sleeper.again()
+    other = replace_weights(others)
+    assert all(answer != one["tokens"] for answer, one in zip(other, sleeper.first, strict=True))
+    assert replace_weights(models(BASE.model)) == [one["tokens"] for one in sleeper.first]

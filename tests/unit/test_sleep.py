@@ -60,6 +60,12 @@ class Sleeper:
         awake: bool = asleep.around_wake_up(wake, self, (tags,), {})
         return awake
 
+    def call(self, method: str) -> None:
+        def call(method: str) -> None:
+            state.of(self, Calls).unanswered |= "weight" in method
+
+        asleep.around_call(call, self, (method,), {})
+
     def step(self) -> bool:
         there: bool = asleep.after_engine_step(self.world.step, self, (), {})
         return there
@@ -95,6 +101,41 @@ def test_it_sleeps_once_everything_is_stored_and_keeps_the_tier(sleeper: Sleeper
     assert sleeper.world.suspension.phase is Phase.RUNS
     sleeper._reset_caches()
     assert sleeper.resets[-1], "a reset that is no sleep's was left out"
+
+
+@pytest.mark.parametrize("again", [False, True])
+@pytest.mark.parametrize("method", ["reload_weights", "an operator's"])
+def test_what_is_called_while_it_sleeps_may_replace_weights(
+    sleeper: Sleeper, method: str, again: bool
+) -> None:
+    sleeper.sleep()
+    sleeper.until_idle()
+    assert not sleeper.wake_up(["weights"])
+    sleeper.call(method)
+    if again:
+        sleeper.sleep()
+    assert not any(sleeper.resets), "its KV cache is not there"
+    assert sleeper.wake_up()
+    assert sleeper.resets[-1]
+    count = len(sleeper.resets)
+    assert sleeper.wake_up()
+    assert len(sleeper.resets) == count
+
+
+def test_weights_that_are_replaced_after_it_woke_up_are_answered_at_once_and_once(
+    sleeper: Sleeper,
+) -> None:
+    sleeper.call("reload_weights")
+    assert sleeper.resets == [], "no sleep has kept anything"
+    state.drop(sleeper, Calls)
+    sleeper.sleep()
+    sleeper.until_idle()
+    assert sleeper.wake_up()
+    sleeper.call("an operator's")
+    assert sleeper.resets == [False]
+    for _ in range(2):
+        sleeper.call("reload_weights")
+        assert sleeper.resets == [False, True]
 
 
 def test_vllms_own_wait_is_waited_for(sleeper: Sleeper) -> None:

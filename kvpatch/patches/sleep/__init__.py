@@ -52,6 +52,17 @@ FEATURE = Feature(
             only_with=WITH_SLEEP,
         ),
         Patch(
+            id="sleep.calls",
+            target=f"{ENGINE_CORE}.collective_rpc",
+            why="weights that are replaced after a sleep leave the blocks that it kept",
+            upstream=_ASKED,
+            until=_UNTIL,
+            wrapper=f"{_HOOKS}:around_call",
+            parameters=("self", "method"),
+            since=_SINCE,
+            only_with=WITH_SLEEP,
+        ),
+        Patch(
             id="sleep.wake_up",
             target=f"{ENGINE_CORE}.wake_up",
             why="an engine that woke up has the limit of one that gave its memory back",

@@ -3,6 +3,9 @@
 A sleep of level 1 is a suspension, and then vLLM's own sleep: blocks that only the device has are
 stored, the limit goes to the floor, and the connector keeps its cache, because the weights come
 back as they were. A sleep of level 2 drops the weights, and vLLM resets all caches.
+
+Where weights are replaced after a sleep that kept the connector's cache, vLLM's caches would be
+empty, and so nobody resets them again. They are reset here, before the next request.
 """
 
 from __future__ import annotations
@@ -16,6 +19,7 @@ from typing import Any
 from kvpatch import state
 from kvpatch.logs import log
 from kvpatch.patch import argument
+from kvpatch.patches.secondary_tiers.weights import Calls
 from kvpatch.patches.suspend.suspension import ON_THE_WAY, Phase, Suspension
 
 _KEEPS = 1  # the level in which the same weights come back
@@ -30,12 +34,16 @@ class Asleep:
         sleep: vLLM's own sleep, as it was asked for; called after that.
         suspended: the suspension was begun for a sleep, and ends when the engine wakes up.
         keeps: the next reset of all caches is that of a sleep which leaves the connector's.
+        kept: the connector has blocks from before a sleep, of which vLLM's would have none.
+        touched: its workers were called while it slept, and may have other weights.
     """
 
     pending: Future[None] | None = None
     sleep: Callable[[], Any] | None = None
     suspended: bool = False
     keeps: bool = False
+    kept: bool = False
+    touched: bool = False
 
 
 def around_sleep(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
@@ -132,10 +140,41 @@ def around_reset(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
     weights were replaced before, ``tiers.reset_caches`` resets it all the same.
     """
     asleep = state.find(instance, Asleep)
-    if asleep is not None and asleep.keeps:
-        asleep.keeps = False
-        args, kwargs = args[:1], {**kwargs, "reset_connector": False}
-    return wrapped(*args, **kwargs)
+    if asleep is None:
+        return wrapped(*args, **kwargs)
+    if asleep.keeps:
+        asleep.keeps, asleep.kept = False, True
+        return wrapped(*args[:1], **{**kwargs, "reset_connector": False})
+    done = wrapped(*args, **kwargs)
+    asleep.kept = asleep.touched = False
+    return done
+
+
+def around_call(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
+    """Reset all caches where the weights of what a sleep kept were replaced.
+
+    Wraps ``EngineCore.collective_rpc(method, ...)``, the calls from outside. While the engine
+    sleeps, whatever its workers are asked may replace weights, and is taken for it; what it kept
+    may go once it is awake.
+    """
+    asleep = state.find(instance, Asleep)
+    try:
+        return wrapped(*args, **kwargs)
+    finally:
+        if asleep is not None and asleep.kept:
+            asleep.touched |= instance.model_executor.is_sleeping
+            _forget(instance, asleep)
+
+
+def _forget(instance: Any, asleep: Asleep) -> None:
+    """Reset all caches of an engine that is awake, if blocks of other weights may be in them."""
+    replaced = asleep.touched or state.of(instance, Calls).unanswered
+    if asleep.kept and replaced and not instance.model_executor.is_sleeping:
+        log.warning(
+            "kvpatch: the weights were replaced after a sleep of level 1: what the CPU tier has of "
+            "the old ones is forgotten"
+        )
+        instance._reset_caches()
 
 
 def around_wake_up(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
@@ -145,6 +184,8 @@ def around_wake_up(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
     """
     awake = wrapped(*args, **kwargs)
     asleep = state.find(instance, Asleep)
+    if awake and asleep is not None:
+        _forget(instance, asleep)
     if awake and asleep is not None and asleep.suspended:
         suspension = state.find(instance, Suspension)
         assert suspension is not None
