@@ -79,10 +79,15 @@ def extract(requirement: str, into: Path, left_out: re.Pattern[str] | None = Non
 def link(version: str, into: Path) -> None:
     """Link the packages of a release's environment for CPUs that have no build for a device."""
     own = Path(runs.python_of(version)).parents[1]
+    linked = set()
     for base in dict.fromkeys((own, environments.BASE.resolve())):
-        for package in next(base.glob("lib/python*/site-packages")).iterdir():
-            if not _OF_CPU.match(package.name) and not (into / package.name).exists():
+        packages = list(next(base.glob("lib/python*/site-packages")).iterdir())
+        # The release's own version of a package is in front of the one that .venv has.
+        names = {one: re.sub(r"-[^-]+\.dist-info$", ".dist-info", one.name) for one in packages}
+        for package in packages:
+            if not _OF_CPU.match(package.name) and names[package] not in linked:
                 (into / package.name).symlink_to(package)
+        linked |= set(names.values())
 
 
 def torch_for(site: Path) -> str:
