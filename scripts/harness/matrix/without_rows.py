@@ -476,6 +476,10 @@ ROWS: dict[str, Row] = {
         f"{SLEEP}test_level_1_gives_every_page_back_and_loses_nothing",
         AWAKE,
     ),
+    "sleep.calls": held(
+        f"{SLEEP}test_other_weights_find_no_block_that_a_sleep_kept",
+        AWAKE,
+    ),
     "sleep.wake_up": held(
         f"{SLEEP}test_level_1_gives_every_page_back_and_loses_nothing",
         AWAKE,
