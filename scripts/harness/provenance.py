@@ -30,7 +30,10 @@ def versions(names: tuple[str, ...] = DISTRIBUTIONS) -> dict[str, str]:
 
 def installed() -> str:
     """Return whether kvpatch is installed from its ``wheel``, as users have it, or ``in place``."""
-    told = metadata.distribution("kvpatch").read_text("direct_url.json") or "{}"
+    try:
+        told = metadata.distribution("kvpatch").read_text("direct_url.json") or "{}"
+    except metadata.PackageNotFoundError:
+        return "not installed"  # where scripts/gpu begins
     return "in place" if json.loads(told).get("dir_info", {}).get("editable") else "wheel"
 
 
