@@ -106,6 +106,33 @@ def create(path: Path, data: bytes) -> None:
         os.close(file)
 
 
+def read(path: Path, limit: int) -> bytes:
+    """Return a file that no other user can have written, but root.
+
+    Args:
+        path: the file, or a link to it.
+        limit: bytes; a longer one is not kvpatch's.
+
+    Raises:
+        Unsafe: another user may have written it, or it is no file.
+        OSError: it cannot be read, or is too long.
+    """
+    # Not blocking: opening a FIFO would wait for its writer.
+    file = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
+    with os.fdopen(file, "rb") as opened:
+        status = os.fstat(file)
+        if not stat.S_ISREG(status.st_mode):
+            raise _unsafe(path, status, f"is {_kind(status)} instead of a file")
+        if status.st_uid not in (os.geteuid(), 0):
+            raise _unsafe(path, status, f"belongs to {user(status.st_uid)}")
+        if status.st_mode & 0o022:
+            raise _unsafe(path, status, "can be written by other users (chmod go-w)")
+        data = opened.read(limit + 1)
+    if len(data) > limit:
+        raise OSError(f"it has more than {limit} bytes")
+    return data
+
+
 @contextmanager
 def opened(path: Path, *, closed: bool = True) -> Iterator[int]:
     """Open a file of this user for reading, writing and locking; make it if it is missing.

@@ -12,16 +12,18 @@ import json
 import os
 import re
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from kvpatch import versions
+from kvpatch import masking, private, versions
 from kvpatch.environ import VERDICTS, VERIFIED, VERIFY
 from kvpatch.logs import log
 from kvpatch.process import started_by_multiprocessing
 from kvpatch.refusal import VERIFIABLE
 
 FORMAT = 1
+LONGEST = 1 << 20  # bytes of a file
 RIGHT, WRONG = "right", "wrong"
 PACKAGE = Path(__file__).parent
 # What of kvpatch is not in an engine's way.
@@ -61,16 +63,26 @@ class Verdict(NamedTuple):
 
 
 def own_folder(environment: Mapping[str, str] = os.environ) -> Path:
-    """Return the user's folder of verdicts, which need not exist."""
+    """Return the user's folder of verdicts, which need not exist.
+
+    Raises:
+        OSError: this user has no home.
+    """
     data = environment.get("XDG_DATA_HOME", "")
-    home = Path(data) if data.startswith("/") else Path("~/.local/share").expanduser()
+    try:
+        home = Path(data) if data.startswith("/") else Path("~/.local/share").expanduser()
+    except RuntimeError:
+        raise OSError("this user has no home folder for verdicts; name another one") from None
     return home / "kvpatch" / "verdicts"
 
 
 def folders(environment: Mapping[str, str] = os.environ) -> list[Path]:
     """Return the folders of verdicts: the one that the operator names, and the user's own."""
     named = VERDICTS.read(environment)
-    return [*([Path(named)] if named else []), own_folder(environment)]
+    found = [Path(named)] if named else []
+    with suppress(OSError):
+        found.append(own_folder(environment))
+    return found
 
 
 def every(environment: Mapping[str, str] = os.environ) -> list[Verdict]:
@@ -85,9 +97,16 @@ def every(environment: Mapping[str, str] = os.environ) -> list[Verdict]:
 
 
 def files(environment: Mapping[str, str] = os.environ) -> Iterator[Path]:
-    """Iterate over the verdict files."""
+    """Iterate over the verdict files; a folder that cannot be read is logged."""
     for folder in folders(environment):
-        yield from sorted(folder.glob("*.json"))
+        try:
+            found = sorted(folder.iterdir())
+        except (FileNotFoundError, NotADirectoryError):
+            continue
+        except OSError as error:
+            log.warning("kvpatch: the verdicts of %s are not used: %s", folder, error)
+            continue
+        yield from (path for path in found if path.suffix == ".json")
 
 
 def read(path: Path) -> Verdict:
@@ -97,8 +116,8 @@ def read(path: Path) -> Verdict:
         OSError: it cannot be read.
         ValueError: it is no verdict, or of another kvpatch.
     """
-    content = json.loads(path.read_text())
     try:
+        content = json.loads(private.read(path, LONGEST))
         if content["format"] != FORMAT:
             raise ValueError(f"its format is {content['format']}, and this kvpatch has {FORMAT}")
         verdict = Verdict(
@@ -109,10 +128,15 @@ def read(path: Path) -> Verdict:
             content["combination"],
             tuple(content["command"]),
         )
-        versions = verdict.combination["versions"]
-    except (KeyError, TypeError, AttributeError) as error:
+        texts = (verdict.word, verdict.combination["device"], *verdict.command)
+        parts = [verdict.combination[name] for name in ("versions", "code", "model", "flags")]
+    except (KeyError, TypeError, AttributeError, RecursionError) as error:
         raise ValueError(f"it is no verdict ({error!r})") from error
-    if not re.fullmatch(r"\d{4}-\d\d-\d\d", str(verdict.date)) or not isinstance(versions, dict):
+    if (
+        not re.fullmatch(r"\d{4}-\d\d-\d\d", str(verdict.date))
+        or not all(isinstance(one, str) for one in texts)
+        or not all(isinstance(one, dict) for one in parts)
+    ):
         raise ValueError("it is no verdict")
     return verdict
 
@@ -125,10 +149,11 @@ def write(folder: Path, content: Mapping[str, Any]) -> Path:
     text = json.dumps(combination, sort_keys=True)
     digest = hashlib.sha256(text.encode()).hexdigest()[:12]
     name = f"vllm-{combination['versions']['vllm']}-{combination['model']['architecture']}-{digest}"
-    folder.mkdir(parents=True, exist_ok=True)
+    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     path = folder / f"{name}.json"
     partial = path.with_suffix(".part")
-    partial.write_text(json.dumps({"format": FORMAT, **content}, indent=1) + "\n")
+    partial.unlink(missing_ok=True)
+    private.create(partial, (json.dumps({"format": FORMAT, **content}, indent=1) + "\n").encode())
     partial.replace(path)
     return path
 
@@ -189,7 +214,8 @@ def covering(
     """
     if not combination["device"]:
         return None
-    same = [one for one in known if one.combination == combination]
+    masked = masking.masked(combination)
+    same = [one for one in known if one.combination == masked]
     newest = max(same, key=lambda one: one.date, default=None)
     # On one day, the wrong one.
     if newest is None or any(one.word != RIGHT and one.date == newest.date for one in same):

@@ -10,7 +10,7 @@ import tempfile
 import time
 from pathlib import Path
 
-from kvpatch import cli, verdicts
+from kvpatch import cli, masking, verdicts
 from kvpatch.ascend import probe
 from kvpatch.environ import VERDICTS
 from kvpatch.verify import report
@@ -70,7 +70,12 @@ def run(options: argparse.Namespace) -> int:
     if any(folder.iterdir()):
         print(f"kvpatch verify: {folder} is not empty")
         return 2
-    say(shlex.join(report.without_secrets(command)))
+    try:
+        where = options.verdicts or verdicts.own_folder()
+    except OSError as error:
+        print(f"kvpatch verify: {error} (--verdicts)")
+        return 2
+    say(shlex.join(masking.command(command)))
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # and not without ending the command
     if probe.needed():
         say("vllm-ascend is installed: first what kvpatch needs to know of the NPU")
@@ -88,7 +93,6 @@ def run(options: argparse.Namespace) -> int:
     print(report.text(result), flush=True)
     word = result.judgement.word
     if result.combination and word != "unfinished":
-        where = options.verdicts or verdicts.own_folder()
         content = report.content(result, command, time.strftime("%Y-%m-%d"), options.plain)
         print(f"verdict: {verdicts.write(where, content)}")
     print(f"logs: {folder}")

@@ -10,6 +10,7 @@ from pathlib import Path
 from kvpatch import verdicts
 from kvpatch.doctor.finding import Finding, Topic
 from kvpatch.environ import VERDICTS
+from kvpatch.telemetry.printable import printable
 from kvpatch.verdicts import Verdict
 from kvpatch.version import VERSION
 from kvpatch.versions import installed
@@ -35,9 +36,10 @@ def check(settings: Mapping[str, str]) -> list[Finding]:
 
 def check_verdict(verdict: Verdict) -> Finding:
     """Return the finding about one verdict."""
-    command = shlex.join(verdict.command)
+    command = printable(shlex.join(verdict.command))
     again = f"kvpatch verify -- {command}"
-    what = f"{command} was {verdict.word} on {verdict.date}, on {verdict.combination['device']}"
+    device = printable(verdict.combination["device"])
+    what = f"{command} was {verdict.word} on {verdict.date}, on {device}"
     changes = stale(verdict)
     if changes:
         what += f"; it holds no more, because {' and '.join(changes)}"

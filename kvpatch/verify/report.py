@@ -6,12 +6,12 @@ from collections.abc import Sequence
 from statistics import median
 from typing import Any
 
+from kvpatch import masking
 from kvpatch.sizes import readable
 from kvpatch.verify.drive import Seen
 from kvpatch.verify.readings import total
 from kvpatch.verify.run import Result
 
-_SECRETS = ("--api-key", "--api_key", "--hf-token", "--hf_token")
 _MOVED = "vllm:kv_offload_{}_{}_total"
 
 
@@ -65,29 +65,15 @@ _ends = {
 }
 
 
-def without_secrets(command: Sequence[str]) -> list[str]:
-    """Return a command without the values of keys and tokens: verdicts are sent and checked in."""
-    found: list[str] = []
-    secret = False
-    for word in command:
-        option, equals, _ = word.partition("=")
-        if secret and not word.startswith("--"):
-            found.append("***")
-            continue  # --api-key takes several
-        secret = option in _SECRETS and not equals
-        found.append(f"{option}=***" if option in _SECRETS and equals else word)
-    return found
-
-
 def content(result: Result, command: Sequence[str], date: str, plain: bool) -> dict[str, Any]:
-    """Return the content of a verdict file."""
+    """Return the content of a verdict file, which is sent and checked in."""
     judgement = result.judgement
     return {
         "verdict": judgement.word,
         "date": date,
-        "command": without_secrets(command),
+        "command": masking.command(command),
         "lifted": result.lifted,
-        "combination": result.combination,
+        "combination": masking.masked(result.combination),
         "right": judgement.right,
         "wrong": judgement.wrong,
         "compared with plain vLLM": plain,

@@ -203,10 +203,8 @@ def test_an_audit_that_does_not_report_is_missed():
     assert judge.judge_bytes([], 1, 0).missing == []
 
 
-def test_a_verdict_has_no_secrets():
+def test_the_key_of_a_server_is_read():
     command = "vllm serve m --api-key a b --tp 2 --hf-token=c --x"
-    kept = "vllm serve m --api-key *** *** --tp 2 --hf-token=*** --x"
-    assert report.without_secrets(command.split()) == kept.split()
     assert running.api_key(command.split(), {}) == "a"
     assert running.api_key(["--api-key=z"], {}) == "z"
     assert running.api_key(["vllm"], {"VLLM_API_KEY": "k"}) == "k"

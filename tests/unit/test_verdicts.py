@@ -12,6 +12,7 @@ from kvpatch import rules, verdicts
 from kvpatch.cli import matrix, status
 from kvpatch.doctor import Level, verified
 from kvpatch.environ import VERDICTS, VERIFIED, VERIFY
+from kvpatch.masking import masked
 from kvpatch.patches.elastic_memory import lifting
 from kvpatch.refusal import CODES, VERIFIABLE, VERIFY_IT, Basis, Refusal
 from kvpatch.status import Record
@@ -47,6 +48,104 @@ def written(folder, *every: dict[str, object]) -> list[verdicts.Verdict]:
 
 def changed(part: str, name: str, value: object) -> dict[str, object]:
     return RAN | {part: {**RAN[part], name: value}}
+
+
+def test_nobody_else_reads_a_verdict(tmp_path):
+    path = verdicts.write(tmp_path / "kvpatch/verdicts", content())
+    assert path.stat().st_mode & 0o777 == 0o600
+    assert path.parent.stat().st_mode & 0o777 == 0o700
+    assert verdicts.write(path.parent, content("wrong")) == path
+    assert verdicts.read(path).word == "wrong"
+
+
+def test_a_verdict_without_its_secrets_holds_for_what_has_them(tmp_path):
+    flag = 'vllm:OffloadingConnector {"store_config": {"secret_key": "S"}}'
+    ran = changed("flags", "connector 0", flag)
+    known = written(tmp_path, content(combination=masked(ran)))
+    assert '"S"' not in known[0].path.read_text()
+    assert verdicts.covering(ran, ["KVP310"], known) == known[0]
+    other = changed("flags", "connector 0", flag.replace("store", "other"))
+    assert verdicts.covering(other, ["KVP310"], known) is None
+
+
+@pytest.mark.parametrize(
+    "broken",
+    [
+        {"combination": {name: of for name, of in RAN.items() if name != "device"}},
+        {"combination": {name: of for name, of in RAN.items() if name != "code"}},
+        {"combination": RAN | {"versions": ["0.28.0"]}},
+        {"command": [1]},
+        {"lifted": [["KVP310"]]},
+        {"verdict": None},
+    ],
+    ids=str,
+)
+def test_what_is_no_verdict_is_said_and_lifts_nothing(tmp_path, caplog, broken):
+    here = {VERDICTS.name: str(tmp_path), "XDG_DATA_HOME": str(tmp_path / "none")}
+    path = verdicts.write(tmp_path, content())
+    path.write_text(json.dumps({"format": 1, **content(), **broken}))
+    assert verdicts.every(here) == []
+    assert f"{path} is not used: it is no verdict" in caplog.text
+    (finding,) = verified.check(here)
+    assert finding.level is Level.WARNING
+
+
+def test_nested_text_is_no_verdict(tmp_path):
+    path = tmp_path / "deep.json"
+    path.write_text("[" * 200_000)
+    path.chmod(0o600)
+    with pytest.raises(ValueError, match="it is no verdict"):
+        verdicts.read(path)
+    path.write_text(f'"{"x" * verdicts.LONGEST}"')
+    with pytest.raises(OSError, match="more than"):
+        verdicts.read(path)
+
+
+def test_a_file_that_others_can_write_is_nobodys_verdict(tmp_path, monkeypatch):
+    path = verdicts.write(tmp_path, content())
+    link = tmp_path / "mounted.json"
+    link.symlink_to(path)  # as Kubernetes mounts them
+    assert verdicts.read(link).word == "right"
+    path.chmod(0o620)
+    with pytest.raises(OSError, match="can be written by other users"):
+        verdicts.read(path)
+    path.chmod(0o600)
+    monkeypatch.setattr(os, "geteuid", lambda: path.stat().st_uid + 1)
+    if path.stat().st_uid:
+        with pytest.raises(OSError, match="belongs to"):
+            verdicts.read(path)
+    os.mkfifo(tmp_path / "fifo.json")
+    with pytest.raises(OSError, match="instead of a file"):
+        verdicts.read(tmp_path / "fifo.json")
+
+
+def test_a_user_without_a_home_has_no_verdicts(monkeypatch):
+    monkeypatch.delenv("XDG_DATA_HOME", raising=False)
+    monkeypatch.setattr(
+        verdicts.Path, "expanduser", lambda self: (_ for _ in ()).throw(RuntimeError)
+    )
+    assert verdicts.every({}) == []
+    assert verdicts.early({}) == frozenset()
+    with pytest.raises(OSError, match="no home"):
+        verdicts.own_folder({})
+
+
+def test_a_folder_that_cannot_be_read_is_said(tmp_path, monkeypatch, caplog):
+    here = {VERDICTS.name: str(tmp_path), "XDG_DATA_HOME": str(tmp_path / "none")}
+
+    def iterdir(folder):
+        raise PermissionError(13, "Permission denied", str(folder))
+
+    monkeypatch.setattr(verdicts.Path, "iterdir", iterdir)
+    assert verdicts.every(here) == []
+    assert f"the verdicts of {tmp_path} are not used" in caplog.text
+
+
+def test_doctor_shows_no_control_characters_of_a_verdict(tmp_path):
+    written(tmp_path, content(command=["\x1b]0;x\x07"], combination=RAN | {"device": "d\x1b[2J"}))
+    here = {VERDICTS.name: str(tmp_path), "XDG_DATA_HOME": str(tmp_path / "none")}
+    (finding,) = verified.check(here)
+    assert finding.what.isprintable()
 
 
 def test_a_verdict_holds_for_its_combination(tmp_path):

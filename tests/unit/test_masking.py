@@ -1,0 +1,53 @@
+"""No value of a key, a token or a password is in what is sent and checked in."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from kvpatch.masking import command, masked
+
+STORE = {"bucket": "b", "access_key": "AKIA", "secret_key": "S", "region": "r"}
+HIDDEN = STORE | {"access_key": "***", "secret_key": "***"}
+TRANSFER = {"kv_connector_extra_config": {"secondary_tiers": [{"store_config": STORE}]}}
+
+
+def test_at_any_depth() -> None:
+    found = masked(TRANSFER)
+    assert found["kv_connector_extra_config"]["secondary_tiers"] == [{"store_config": HIDDEN}]
+    assert TRANSFER["kv_connector_extra_config"]["secondary_tiers"] == [{"store_config": STORE}]
+
+
+def test_in_the_flags_of_a_combination() -> None:
+    flag = f"vllm:OffloadingConnector {json.dumps(TRANSFER, sort_keys=True)}"
+    found = masked({"flags": {"connector 0": flag}})["flags"]["connector 0"]
+    assert found == flag.replace("AKIA", "***").replace('"S"', '"***"')
+
+
+@pytest.mark.parametrize(
+    ("typed", "kept"),
+    [
+        ("--api-key a b --tp 2 --hf-token=c --x", "--api-key *** *** --tp 2 --hf-token=*** --x"),
+        ("--api_key=a --api-k b --hf_tok c", "--api_key=*** --api-k *** --hf_tok ***"),
+        ("--ssl-keyfile f --ssl-keyfile-password p", "--ssl-keyfile f --ssl-keyfile-password ***"),
+        ("env VLLM_API_KEY=k HF_TOKEN=t A=b vllm", "env VLLM_API_KEY=*** HF_TOKEN=*** A=b vllm"),
+        ("AWS_SECRET_ACCESS_KEY=s vllm serve m", "AWS_SECRET_ACCESS_KEY=*** vllm serve m"),
+        ("--kv-transfer-config.x.secret_key s", "--kv-transfer-config.x.secret_key ***"),
+        ("--max-num-batched-tokens 8 --tokenizer t", "--max-num-batched-tokens 8 --tokenizer t"),
+        ("serve secret-model --served-model-name token", None),
+        ('--hf-overrides {"a":1}', None),
+        ("{secret_key:s}", "***"),
+    ],
+)
+def test_a_command(typed: str, kept: str | None) -> None:
+    assert command(typed.split()) == (kept or typed).split()
+
+
+@pytest.mark.parametrize("option", ["--kv-transfer-config", "--kv-transfer-config="])
+def test_within_json(option: str) -> None:
+    text = json.dumps(TRANSFER)
+    words = [option + text] if option.endswith("=") else [option, text]
+    found = command(words)
+    assert len(found) == len(words)
+    assert json.loads(found[-1].partition("=")[2] or found[-1]) == masked(TRANSFER)
