@@ -90,6 +90,7 @@ def publish() -> Any:
     journals = [Journal(FOLDER) for _ in range(workers)]
     combination = {
         "versions": {"vllm": "0.32.0", "kvcached": "0.1.6"},
+        "code": {},
         "device": "a stand-in",
         "model": {"architecture": "Fake"},
         "flags": {"cache_config.block_size": WORDS},
