@@ -26,10 +26,12 @@ def configure(parser: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace) -> int:
     """List the leftovers or remove them; return the exit code."""
     found = list(leftovers.find(leftovers.KINDS))
+    # Once more: an engine may have started since the first look.
+    still = {one.path for one in leftovers.find(leftovers.KINDS) if one.sure} if options.yes else ()
     gone: list[leftovers.Leftover] = []
     failed: list[str] = []
     for leftover in found:
-        if options.yes and leftover.sure:
+        if leftover.sure and leftover.path in still:
             try:
                 leftovers.remove(leftover)
                 gone.append(leftover)

@@ -14,7 +14,9 @@ import shlex
 import shutil
 import stat
 import struct
+import time
 from collections.abc import Iterable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -28,6 +30,8 @@ from kvpatch.sizes import readable
 
 TOPIC = Topic("leftovers")
 SHM, TMP = Path("/dev/shm"), Path("/tmp")
+# Seconds in which an engine that starts has made a file and not every process that opens it.
+YOUNG = 60.0
 
 
 class Kind(NamedTuple):
@@ -151,8 +155,31 @@ def find(kinds: Iterable[Kind], me: int | None = None) -> Iterator[Leftover]:
         me: the user whose files may be removed; this process's user if None.
     """
     me = os.getuid() if me is None else me
-    used: set[str] | None = None
+    # All before the processes: what is made while these are read is nobody's leftover.
+    candidates = list(_candidates(kinds))
+    if not candidates:
+        return
+    used, hidden = paths_in_use()
     seen = cache(namespaces.all_are_seen)
+    for kind, path, status in candidates:
+        if any(name == str(path) or name.startswith(f"{path}/") for name in used):
+            continue
+        if kind.pool and has_an_engine(path.name, used):
+            continue
+        mine, named = status.st_uid == me, bool(kind.pid or kind.group)
+        certain = (mine or me == 0 or named) and seen(kind.folder, status.st_uid)
+        # Of what names no process, one may have it that cannot be read, or be about to open it.
+        young = time.time() - status.st_mtime < YOUNG
+        certain = certain and (named or not (young or status.st_uid in hidden))
+        owner = user(status.st_uid)
+        chosen = kind.pool and not path.name.startswith("kvcached_")
+        yield Leftover(
+            path, kind.folder, kind.what, owner, size(path), mine, certain, chosen, status.st_ino
+        )
+
+
+def _candidates(kinds: Iterable[Kind]) -> Iterator[tuple[Kind, Path, os.stat_result]]:
+    """Yield the files whose names are those of leftovers, and of no process that runs."""
     for kind in kinds:
         for path in sorted(kind.folder.glob(kind.pattern)):
             try:
@@ -163,30 +190,8 @@ def find(kinds: Iterable[Kind], me: int | None = None) -> Iterator[Leftover]:
                     continue
             except OSError:
                 continue  # removed meanwhile, or not readable
-            if names_a_living_process(kind, path.name):
-                continue
-            if used is None:
-                used = paths_in_use()
-            if any(name == str(path) or name.startswith(f"{path}/") for name in used):
-                continue
-            if kind.pool and has_an_engine(path.name, used):
-                continue
-            mine = status.st_uid == me
-            certain = mine or me == 0 or bool(kind.pid or kind.group)
-            certain = certain and seen(kind.folder, status.st_uid)
-            owner = user(status.st_uid)
-            chosen = kind.pool and not path.name.startswith("kvcached_")
-            yield Leftover(
-                path,
-                kind.folder,
-                kind.what,
-                owner,
-                size(path),
-                mine,
-                certain,
-                chosen,
-                status.st_ino,
-            )
+            if not names_a_living_process(kind, path.name):
+                yield kind, path, status
 
 
 def remove(leftover: Leftover) -> None:
@@ -245,12 +250,22 @@ def _alive(target: int) -> bool:
     return True
 
 
-def paths_in_use() -> set[str]:
-    """Return the paths that processes have open, mapped or bound, as far as is visible.
+class InUse(NamedTuple):
+    """What processes use.
 
-    An abstract socket is listed by its name behind an ``@``.
+    Attributes:
+        paths: that they have open, mapped or bound. An abstract socket is listed by its name
+            behind an ``@``.
+        hidden: the users of Pythons whose paths cannot be read, as of one that is not dumpable.
     """
-    used = set()
+
+    paths: set[str]
+    hidden: set[int]
+
+
+def paths_in_use() -> InUse:
+    """Return what processes use, as far as is visible."""
+    used, hidden = set(), set()
     for process in Path("/proc").iterdir():
         if not process.name.isdigit():
             continue
@@ -263,13 +278,30 @@ def paths_in_use() -> set[str]:
                 target = os.readlink(entry)  # noqa: PTH115 - it may be no path
                 if target.startswith(("/dev/shm/", "/tmp/")):
                     used.add(target)
+        except PermissionError:
+            hidden |= _users(process)
         except OSError:
-            continue  # another user's, or exited
+            continue  # exited
     try:
         sockets = Path("/proc/net/unix").read_text().splitlines()
     except OSError:
         sockets = []
-    return used | {line.split()[-1] for line in sockets if re.search("[/@]", line)}
+    bound = {line.split()[-1] for line in sockets if re.search("[/@]", line)}
+    return InUse(used | bound, hidden)
+
+
+def _users(process: Path) -> set[int]:
+    """Return the users of a process that may be an engine's.
+
+    The folder of one that is not dumpable belongs to root, and says that much to everybody.
+    """
+    with suppress(OSError):
+        if not re.search(rb"python|vllm", (process / "cmdline").read_bytes(), re.IGNORECASE):
+            return set()
+        status = (process / "status").read_text()
+        if found := re.search(r"^Uid:\t(.+)$", status, re.MULTILINE):
+            return set(map(int, found[1].split()))
+    return set()
 
 
 def size(path: Path) -> int:

@@ -483,6 +483,11 @@ def kind(tmp_path):
     return leftovers.Kind(folder, "vllm_offload_*.mmap", "vLLM's CPU tier")
 
 
+@pytest.fixture(autouse=True)
+def files_are_old(monkeypatch):
+    monkeypatch.setattr(leftovers, "YOUNG", 0.0)
+
+
 def dead_pid() -> int:
     process = subprocess.Popen([sys.executable, "-S", "-c", ""])
     process.wait()
@@ -503,7 +508,7 @@ def test_a_leaked_region(kind):
 def test_a_region_that_is_in_use_is_none(kind, monkeypatch):
     region = kind.folder / "vllm_offload_1.mmap"
     region.write_bytes(b"x")
-    monkeypatch.setattr(leftovers, "paths_in_use", lambda: {str(region)})
+    monkeypatch.setattr(leftovers, "paths_in_use", lambda: leftovers.InUse({str(region)}, set()))
     assert [f.level for f in leftovers.check([kind])] == [Level.OK]
 
 
@@ -511,7 +516,7 @@ def test_open_files_of_a_living_process_are_in_use():
     path = Path(f"/tmp/kvpatch-test-{os.getpid()}")
     with path.open("w"):
         try:
-            assert str(path) in leftovers.paths_in_use()
+            assert str(path) in leftovers.paths_in_use().paths
         finally:
             path.unlink()
 
@@ -574,7 +579,8 @@ def test_clean_lists_and_removes_only_when_told(left_behind, capsys):
 def test_clean_leaves_what_may_be_somebodys(left_behind, monkeypatch, capsys, why):
     before = sorted(left_behind.rglob("*"))
     if why == "in use":
-        monkeypatch.setattr(leftovers, "paths_in_use", lambda: {str(path) for path in before})
+        used = leftovers.InUse({str(path) for path in before}, set())
+        monkeypatch.setattr(leftovers, "paths_in_use", lambda: used)
         monkeypatch.setattr(leftovers, "has_an_engine", lambda pool, used: True)
     elif why == "container":
         monkeypatch.setattr(namespaces, "all_are_seen", lambda folder, uid: False)
@@ -585,6 +591,61 @@ def test_clean_leaves_what_may_be_somebodys(left_behind, monkeypatch, capsys, wh
     assert sorted(left_behind.rglob("*")) == before
 
 
+def test_what_an_engine_makes_while_processes_are_read_is_no_leftover(kind, monkeypatch):
+    """Of a later kind, which was listed after them."""
+    ledger = kind._replace(pattern="ledger-*", what="the ledger")
+    (kind.folder / "ledger-1").touch()
+
+    def then_an_engine_starts():
+        (kind.folder / "vllm_offload_1.mmap").touch()
+        return leftovers.InUse(set(), set())
+
+    monkeypatch.setattr(leftovers, "paths_in_use", then_an_engine_starts)
+    assert [one.path.name for one in leftovers.find([ledger, kind])] == ["ledger-1"]
+
+
+@pytest.mark.parametrize("why", ["young", "hidden"])
+def test_what_a_process_may_open_that_is_not_seen_is_not_certain(kind, monkeypatch, why):
+    (kind.folder / "vllm_offload_1.mmap").touch()
+    pages = kind._replace(pattern="*.page", pid=r"^(\d+)\.page$")
+    (kind.folder / f"{dead_pid()}.page").touch()
+    if why == "young":
+        monkeypatch.setattr(leftovers, "YOUNG", 60.0)
+    else:
+        used = leftovers.InUse(set(), {os.getuid()})
+        monkeypatch.setattr(leftovers, "paths_in_use", lambda: used)
+    assert [one.certain for one in leftovers.find([kind, pages])] == [False, True]
+
+
+def test_a_process_that_is_not_dumpable_hides_what_its_user_has():
+    """Its folder in /proc belongs to root, and its status says whose it is."""
+    if os.getuid() != 0:
+        pytest.skip("root gives up its rights here, as an engine does that root has started")
+    other = 54321
+    script = f"import os, sys; os.setgid({other}); os.setuid({other})"
+    script += "; print(flush=True); sys.stdin.read()"
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+    with subprocess.Popen([sys.executable, "-S", "-c", script], **pipes) as process:
+        process.stdout.readline()
+        assert leftovers._users(Path(f"/proc/{process.pid}")) == {other}
+        process.stdin.close()
+
+
+def test_clean_looks_once_more_before_it_removes(left_behind, monkeypatch):
+    find, looks = leftovers.find, []
+
+    def found(kinds):
+        looks.append(kinds)
+        if len(looks) == 2:
+            monkeypatch.setattr(leftovers, "YOUNG", 60.0)  # what was made since
+        return find(kinds)
+
+    monkeypatch.setattr(leftovers, "find", found)
+    assert cli.main(["clean", "--yes"]) == 0
+    left = {path.name for path in left_behind.iterdir()}
+    assert {"vllm_offload_1.mmap", "kvcached-tp-x", "chat"} == left
+
+
 def test_clean_leaves_a_file_that_took_the_name(left_behind, capsys, monkeypatch):
     """An engine that starts between the look and the removal."""
     find = leftovers.find
@@ -592,8 +653,9 @@ def test_clean_leaves_a_file_that_took_the_name(left_behind, capsys, monkeypatch
 
     def found(kinds):
         yield from list(find(kinds))
-        region.rename(left_behind / "old")
-        region.write_bytes(b"new")
+        if not (left_behind / "old").exists():
+            region.rename(left_behind / "old")
+            region.write_bytes(b"new")
 
     monkeypatch.setattr(leftovers, "find", found)
     assert cli.main(["clean", "--yes"]) == 1
