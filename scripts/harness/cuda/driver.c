@@ -27,8 +27,9 @@ static int no_device(void) { return NO_DEVICE; }
 
 int cuGetProcAddress_v2(const char *name, void **found, int version, unsigned long long flags,
                         int *status) {
-  *found = strcmp(name, "cuDriverGetVersion")    ? (void *)no_device
-           : (void *)cuDriverGetVersion;
+  *found = (void *)no_device;
+  if (!strcmp(name, "cuDriverGetVersion"))
+    *found = (void *)cuDriverGetVersion;
   if (!strcmp(name, "cuGetProcAddress") || !strcmp(name, "cuGetProcAddress_v2"))
     *found = (void *)cuGetProcAddress_v2;
   if (status)
@@ -38,7 +39,7 @@ int cuGetProcAddress_v2(const char *name, void **found, int version, unsigned lo
 
 #else
 
-enum { OK = 0, INVALID_ARGUMENT = 2, NOT_SUPPORTED = 3 };
+enum { OK = 0, INVALID_ARGUMENT = 2 };
 typedef void *Device;
 struct Memory {
   unsigned long long total, free, used;

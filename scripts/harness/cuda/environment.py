@@ -18,17 +18,17 @@ import subprocess
 import sys
 import tempfile
 import venv
-import zipfile
 from collections.abc import Iterable
+from functools import partial
 from pathlib import Path
 
 from harness import ROOT, environments, venvs
 from harness.cuda import stand_ins
 from harness.engines import runs
+from harness.environments import extract
 from kvpatch.supported import KVCACHED_SDISTS
 
 FOLDER = ROOT / ".venvs-cuda"
-KVCACHED = "0.1.6"
 # CUDA's runtime, what a C++ compiler includes of it, and its Python bindings, which torch asks for.
 RUNTIME = (
     *("nvidia-cuda-runtime==13.0.96", "nvidia-cuda-crt==13.0.88"),
@@ -67,15 +67,6 @@ def run(*command: str | Path, **environment: str) -> None:
     subprocess.run([*map(str, command)], env=os.environ | OFF | environment, check=True)
 
 
-def extract(requirement: str, into: Path, left_out: re.Pattern[str] | None = None) -> None:
-    """Extract a wheel without installing it, all but the files that match ``left_out``."""
-    with tempfile.TemporaryDirectory() as folder:
-        run(*PIP, "download", "--no-deps", "--no-cache-dir", "-d", folder, requirement)
-        with zipfile.ZipFile(next(Path(folder).glob("*.whl"))) as wheel:
-            names = [one for one in wheel.namelist() if not (left_out and left_out.match(one))]
-            wheel.extractall(into, names)
-
-
 def link(version: str, into: Path) -> None:
     """Link the packages of a release's environment for CPUs that have no build for a device."""
     own = Path(runs.python_of(version)).parents[1]
@@ -102,13 +93,15 @@ def make(version: str) -> None:
     """Make the environment of a release of vLLM, without kvpatch."""
     folder, site = FOLDER / version, site_of(version)
     venv.EnvBuilder(clear=True, symlinks=True, with_pip=False).create(folder)
-    extract(f"vllm=={version}", site, LEFT_OUT)
+    extract(f"vllm=={version}", lambda name: not LEFT_OUT.match(name), sys.executable, site)
     link(version, site)
     torch = torch_for(site)
     # === because an index may have a build for CPUs of the same version.
-    shared = venvs.made(FOLDER / f"torch-{torch}", torch, lambda: _torch(torch))
+    shared = FOLDER / f"torch-{torch}"
+    whole = partial(extract, f"torch==={torch}", bool, sys.executable, shared)
+    venvs.made(shared, torch, whole)
     shutil.copytree(shared, site, copy_function=os.link, dirs_exist_ok=True)
-    run(*PIP, "install", "--no-deps", "--target", site, *RUNTIME)
+    venvs.install(sys.executable, "--no-deps", "--target", site, *RUNTIME)
     cuda = site / "nvidia/cu13"
     libraries = [*site.glob("torch/lib/*.so"), *(site / "vllm").rglob("*.so")]
     wanted = stand_ins.wanted(libraries)
@@ -116,10 +109,6 @@ def make(version: str) -> None:
         stand_ins.write(cuda / "lib" / name, wanted[name])
     stand_ins.write_driver(driver_of(version), wanted["libcuda.so.1"][""])
     install_kvcached(version, cuda)
-
-
-def _torch(version: str) -> None:
-    extract(f"torch==={version}", FOLDER / f"torch-{version}")
 
 
 def driver_of(version: str) -> Path:
@@ -142,7 +131,8 @@ def install_kvcached(version: str, cuda: Path) -> None:
     (cuda / "lib/libcuda.so").symlink_to(driver_of(version) / "libcuda.so.1")
     with tempfile.TemporaryDirectory() as folder:
         hashes = Path(folder, "kvcached.txt")  # pip takes hashes from a file only
-        hashes.write_text(f"kvcached=={KVCACHED} --hash=sha256:{KVCACHED_SDISTS[KVCACHED]}\n")
+        ((release, digest),) = KVCACHED_SDISTS.items()
+        hashes.write_text(f"kvcached=={release} --hash=sha256:{digest}\n")
         run(
             *(*PIP, "--python", python_of(version), "install", "--no-deps", "--no-cache-dir"),
             *("--no-build-isolation", "--no-binary", "kvcached", "--require-hashes", "-r", hashes),
