@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from functools import cache
 from itertools import product
 from types import SimpleNamespace
 from typing import Any
 
 from packaging.version import Version
 
+from kvpatch.environ import FIRST_LIMIT, HOST_POOL
 from kvpatch.matrix import signatures
 from kvpatch.patches.offloading.rules import DRAFTING, STAGES
 
@@ -97,6 +99,7 @@ class Feature:
             (``VllmConfig._get_v2_model_runner_unsupported_features``).
         admitted: whether it starts in the cells of ``kvpatch.admitted`` only.
         device: the type of device that it starts on; what starts on a GPU does on a CPU too.
+        environment: the variables that it sets.
     """
 
     name: str
@@ -108,6 +111,7 @@ class Feature:
     v2_since: str = "0"
     admitted: bool = True
     device: str = "cuda"
+    environment: dict[str, str] = field(default_factory=dict)
 
 
 NONE = "none"
@@ -196,7 +200,76 @@ FEATURES = (
         ("full attention",),
         connectors=("Offloading", "tiering fs", "Multi"),
     ),
+    # CPU tiers of all engines in one pool. No GPU has run it.
+    Feature(
+        "host pool",
+        {},
+        tuple(model.name for model in MODELS),
+        since="0.28",
+        device="cpu",
+        environment={HOST_POOL.name: "256MiB"},
+    ),
+    # From its first request on, an engine has three quarters of its device.
+    Feature(
+        "first limit",
+        {},
+        ("full attention", "sliding window"),
+        since="0.32",
+        environment={FIRST_LIMIT.name: "75%"},
+    ),
 )
+# What else is turned on together with one of the above, and is validated alone by tests.
+BESIDE = (
+    Feature(
+        "several ranks",
+        {"parallel_config.world_size": 2, "parallel_config.tensor_parallel_size": 2},
+        ("full attention", "sliding window"),
+        admitted=False,
+    ),
+    Feature(
+        "KV events",
+        {"kv_events_config": SimpleNamespace(enable_kv_cache_events=True)},
+        ("full attention", "sliding window"),
+        since="0.26",
+        admitted=False,
+    ),
+    Feature(
+        "arc",
+        {},
+        ("full attention", "sliding window"),
+        extra={"eviction_policy": "arc"},
+        connectors=("Offloading", "tiering fs", "Multi"),
+        since="0.17",
+        admitted=False,
+    ),
+)
+TOGETHER = " + "  # between the names of two settings
+_PAIRED = ("Offloading", "tiering fs", "Simple eager")  # the connectors that pairs run with
+# Settings that people turn on together: each with every other of its line.
+PAIRS = tuple(
+    dict.fromkeys(
+        pair
+        for one, *others in (
+            ("several ranks", "chunks", "no prefix cache", "store threshold", "whole prompts"),
+            ("several ranks", "KV events", "arc", "host pool", "no hybrid manager"),
+            ("chunks", "no prefix cache", "store threshold", "whole prompts", "KV events", "arc"),
+            ("chunks", "fp8", "ngram", "draft model", "EAGLE", "2 stages", "host pool"),
+            ("fp8", "no prefix cache", "store threshold", "whole prompts", "KV events", "arc"),
+            ("EAGLE", "no prefix cache", "store threshold", "whole prompts", "KV events", "arc"),
+            ("ngram", "whole prompts", "KV events", "host pool"),
+            ("draft model", "whole prompts", "KV events", "host pool"),
+            ("host pool", "fp8", "EAGLE", "store threshold", "no prefix cache", "KV events", "arc"),
+            ("no hybrid manager", "KV events", "chunks", "host pool"),
+            ("first limit", "several ranks", "chunks", "fp8", "EAGLE", "host pool", "KV events"),
+        )
+        for pair in (tuple(sorted((one, other))) for other in others)
+    )
+)
+
+
+def together(one: str, other: str) -> str:
+    """Return the name of two settings that are turned on together."""
+    return TOGETHER.join(sorted((one, other)))
 
 
 @dataclass(frozen=True)
@@ -227,9 +300,52 @@ def connector_of(cell: Cell) -> Connector:
     return next(one for one in CONNECTORS if one.name == cell.connector)
 
 
+def paired_cells(vllm: str) -> Iterator[Cell]:
+    """Yield the cells of a release in which pairs of settings run: one for each connector.
+
+    Runners, layouts and kinds of model are those that each of the two is validated with; of
+    layouts, one connector has the one and the next the other.
+    """
+    runner = RUNNERS[Version(vllm) >= Version("0.28")]
+    for number, (one, other) in enumerate(PAIRS):
+        feature = _named(together(one, other))
+        for offset, connector in enumerate(_PAIRED):
+            is_there = connector in feature.connectors and feature.models
+            if is_there and Version(vllm) >= Version(feature.since):
+                layout = LAYOUTS[(number + offset) % 2]
+                yield Cell(vllm, runner, layout, connector, feature.models[0], feature.name)
+
+
+def settings_of(cell: Cell) -> tuple[str, ...]:
+    """Return the names of what is turned on in a cell: one, or those of a pair."""
+    return tuple(cell.feature.split(TOGETHER))
+
+
 def feature_of(cell: Cell) -> Feature:
-    """Return the feature of a cell."""
-    return next(one for one in FEATURES if one.name == cell.feature)
+    """Return the feature of a cell, or both of a pair as one."""
+    return _named(cell.feature)
+
+
+@cache
+def _named(name: str) -> Feature:
+    one, is_pair, other = name.partition(TOGETHER)
+    if is_pair:
+        return _both(_named(one), _named(other))
+    return next(feature for feature in (*FEATURES, *BESIDE) if feature.name == name)
+
+
+def _both(one: Feature, other: Feature) -> Feature:
+    return Feature(
+        together(one.name, other.name),
+        one.settings | other.settings,
+        tuple(model for model in one.models if model in other.models),
+        one.extra | other.extra,
+        tuple(connector for connector in one.connectors if connector in other.connectors),
+        max(one.since, other.since, key=Version),
+        max(one.v2_since, other.v2_since, key=Version),
+        device="cpu" if "cpu" in (one.device, other.device) else one.device,
+        environment=one.environment | other.environment,
+    )
 
 
 def model_of(cell: Cell) -> Model:

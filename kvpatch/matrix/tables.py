@@ -62,7 +62,7 @@ def describe(cells: Iterable[Cell]) -> list[str]:
 def summary(
     found: Mapping[Cell, Verdict], vllm: str, connector: str, feature: str = axes.NONE
 ) -> str:
-    """Return one release, connector and feature in a few words: what is validated, or the verdict.
+    """Return one release, connector and feature in a few words: what starts, or the verdict.
 
     The verdict of what is refused is that of the first kind of model; a connector that a feature
     is not combined with has none.
@@ -74,12 +74,17 @@ def summary(
     }
     if not here:
         return ABSENT
-    validated = [cell for cell, verdict in here.items() if verdict.kind is Kind.VALIDATED]
+    starting = {
+        kind: [cell for cell, verdict in here.items() if verdict.kind is kind]
+        for kind in (Kind.VALIDATED, Kind.INFERRED)
+    }
     tagged = [cell for cell, verdict in here.items() if verdict.tagged]
     words = []
-    if validated:
-        words.append(_together(validated))
-    elif not tagged:
+    if starting[Kind.VALIDATED]:
+        words.append(_together(starting[Kind.VALIDATED]))
+    if starting[Kind.INFERRED]:
+        words.append(f"inferred: {_together(starting[Kind.INFERRED])}")
+    if not words and not tagged:
         # What is refused is refused for different reasons; the simplest model has the first.
         kind = next(iter(here.values())).kind
         return "absent" if kind is Kind.ABSENT else kind.value
@@ -143,15 +148,11 @@ def summaries(found: Mapping[Cell, Verdict]) -> list[tuple[str, ...]]:
 
 
 def features(found: Mapping[Cell, Verdict]) -> list[tuple[str, ...]]:
-    """Return a line per feature and release in which some of it is validated, newest first.
+    """Return a line per feature and release in which some of it starts, newest first.
 
     Its name, the release and a summary per connector.
     """
-    some = {
-        (cell.feature, cell.vllm)
-        for cell, verdict in found.items()
-        if verdict.kind is Kind.VALIDATED
-    }
+    some = {(cell.feature, cell.vllm) for cell, verdict in found.items() if verdict.kind.starts}
     return [
         (one.name, vllm, *(summary(found, vllm, each.name, one.name) for each in axes.CONNECTORS))
         for one in axes.FEATURES

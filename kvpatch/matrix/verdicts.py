@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Container, Iterable, Mapping
 from dataclasses import dataclass, replace
 from enum import Enum
 from functools import cache
@@ -28,13 +28,16 @@ from kvpatch.versions import Facts, Installed
 
 
 class Kind(str, Enum):
-    """The possible verdicts; a committed matrix has only the first six.
+    """The possible verdicts; a committed matrix has only the first seven.
 
+    ``INFERRED`` starts as ``VALIDATED`` does, and no engine of that cell ran: see
+    ``by_shared_seams``.
     ``EMULATED`` is of cells on NPUs only, see ``npu``: no run on the emulator validates another.
     ``NO_CPU_ENGINE`` is not validated, and cannot be on a CPU: plain vLLM itself ends there.
     """
 
     VALIDATED = "validated"
+    INFERRED = "inferred"
     EMULATED = "validated (ACL emulator)"
     INCOMPATIBLE = "incompatible"
     NOT_VALIDATED = "not validated"
@@ -42,6 +45,11 @@ class Kind(str, Enum):
     ABSENT = "absent in this release"
     UNTESTED = "UNTESTED"
     WRONG = "WRONG"
+
+    @property
+    def starts(self) -> bool:
+        """Whether start-up admits it, by what ran."""
+        return self in (Kind.VALIDATED, Kind.INFERRED)
 
     @property
     def refused(self) -> bool:
@@ -71,10 +79,11 @@ class Verdict:
     ended: str = ""
 
 
-def refusal(cell: Cell, tried: bool = False) -> Refusal | None:
+def refusal(cell: Cell, tried: bool = False, lifted: Container[str] = ()) -> Refusal | None:
     """Return the refusal of start-up, or None if the cell starts.
 
-    With ``tried``, as if ``KVPATCH_ALLOW_VLLM`` named the release of vLLM.
+    With ``tried``, as if ``KVPATCH_ALLOW_VLLM`` named the release of vLLM. Rules whose codes are
+    ``lifted`` are not asked.
     """
     of_releases: Refusal | None = _of_releases(cell.vllm, tried)
     if of_releases is not None:
@@ -82,12 +91,12 @@ def refusal(cell: Cell, tried: bool = False) -> Refusal | None:
     facts = Facts(
         vllm=Installed.release("vllm", cell.vllm),
         kvcached=Installed.release("kvcached", supported.KVCACHED[-1]),
-        environment={},
+        environment=feature_of(cell).environment,
         device=feature_of(cell).device,
         contiguous=cell.layout == "contiguous",
     )
     every = rules.of(feature.rules for feature in patches.FEATURES)
-    return rules.check(configuration_of(cell), facts, every)
+    return rules.check(configuration_of(cell), facts, every, lifted)
 
 
 @cache
@@ -138,7 +147,7 @@ def verdict(cell: Cell) -> Verdict:
         if run is None:
             others = by_shared_seams(cell)
             if others:
-                return Verdict(Kind.VALIDATED, " and ".join(others))
+                return Verdict(Kind.INFERRED, " and ".join(others))
             return Verdict(Kind.UNTESTED, "no run of it is recorded")
         other = by_level.get("synchronous", run)
         return Verdict(
@@ -155,7 +164,7 @@ def verdict(cell: Cell) -> Verdict:
 
 
 def by_shared_seams(cell: Cell) -> list[str]:
-    """Return the result files that validate a cell between two releases, or none.
+    """Return the result files that a cell between two releases is inferred from, or none.
 
     What it has more than another cell, a feature or a kind of model that starts where it is
     admitted only, ran on an older and on a newer release; the release itself is validated without
@@ -185,7 +194,7 @@ def _with_less(cell: Cell) -> Cell | None:
 
 
 def _files(cell: Cell) -> list[str]:
-    """Return the result files that validate a cell, or none."""
+    """Return the result files that a cell is validated by or inferred from, or none."""
     run = _engine_run(cell)
     return [run.file] if run is not None else by_shared_seams(cell)
 

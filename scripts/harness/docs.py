@@ -118,7 +118,7 @@ def fronts(found: Found) -> dict[str, str]:
         gpus=gpu.on_gpus(results["gpu"]),
         tables=tables,
         kvcached=in_words(supported.KVCACHED),
-        validated=verdicts.counts(found.values())[verdicts.Kind.VALIDATED.value],
+        counts=verdicts.counts(found.values()),
         releases=releases,
     )
     figures = quoted.sections(results)

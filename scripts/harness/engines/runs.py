@@ -297,7 +297,7 @@ def engine_arguments(run: Run) -> dict[str, Any]:
         arguments["disable_hybrid_kv_cache_manager"] = False
     if run.events:
         # Four of kvcached's pages: it rounds down to whole ones, and vLLM does not.
-        arguments["num_gpu_blocks_override"] = 128
+        arguments["num_gpu_blocks_override"] = 128 * BLOCK // block_tokens(run)
     if ("VLLM_USE_SIMPLE_KV_OFFLOAD", "1") in run.environment:
         arguments["kv_offloading_size"] = tier_bytes(run) / (1 << 30)
     elif run.offload:

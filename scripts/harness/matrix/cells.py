@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import shutil
 import subprocess
+import threading
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
@@ -15,7 +17,6 @@ from typing import Any
 from packaging.version import Version
 
 from harness.engines.runs import (
-    BLOCK,
     SPECULATIONS,
     Device,
     Run,
@@ -27,16 +28,21 @@ from harness.engines.runs import (
     restored_tokens,
     run_driver,
 )
+from harness.evidence import of_run
 from kvpatch import patches
-from kvpatch.matrix.axes import NONE, Cell
+from kvpatch.environ import FIRST_LIMIT, HOST_POOL
+from kvpatch.matrix.axes import NONE, TOGETHER, Cell, settings_of
+from kvpatch.matrix.evidence import LEVELS
 from kvpatch.patches.offloading.rules import STAGES
+from kvpatch.pool import ledger
 from kvpatch.upstream import connectors
 
 PROMPTS, CACHED = 12, 640
 APART = 8  # prompts that are asked one at a time: more than a device of LEAST blocks can keep
 LEAST = 128  # blocks of a device in fp8, of four times the tokens: kvcached maps a whole page
 # From here on kvcached has K and V of a layer in one page; before, twice the heads fill one each.
-TOGETHER = Version("0.27")
+IN_ONE_PAGE = Version("0.27")
+EXECUTED = "executed"  # the file of a run with what it executed
 # Seconds after which an engine is taken for one that hangs.
 LIMIT = 600
 MODELS = {
@@ -60,13 +66,22 @@ FEATURES: dict[str, dict[str, Any]] = {
     "whole prompts": {"settings": (("enable_chunked_prefill", False),)},
     "no hybrid manager": {"settings": (("disable_hybrid_kv_cache_manager", True),)},
     "store threshold": {"extra": (("store_threshold", 2),)},
-    "chunks": {"extra": (("block_size", 2 * BLOCK),)},
+    "chunks": {},  # of two blocks, see ``Engines``
     # Without it blocks have no hashes by which the driver knows them; the audit counts loads.
     "no prefix cache": {
         "settings": (("enable_prefix_caching", False),),
         "environment": (("KVPATCH_DEBUG", "1"),),
     },
+    "host pool": {},  # and a pool of its own, see ``compare``
+    "first limit": {"environment": ((FIRST_LIMIT.name, "75%"),)},
+    "several ranks": {"ranks": 2},
+    "KV events": {"events": True},
+    "arc": {"policy": "arc"},
 }
+POOL = "256MiB"
+TOGETHER_CODE = "KVP376"  # refuses pairs of settings that did not run together
+# What plain vLLM has nothing of, or computes the same with.
+_OF_KVPATCH = ("chunks", "store threshold", "host pool", "first limit", "KV events", "arc")
 # Of stages there are several steps at once, and none of them ahead. To be ahead on a CPU, Runner V1
 # needs what a worker of several engines, in a process of its own, is not given.
 IN_TURN = {("V1", name) for name in (*STAGES.values(), "2 engines", "4 engines")}
@@ -145,7 +160,7 @@ def trial_of(cell: Cell) -> Trial:
         apart = [range(number, number + 1) for asked in trial.rounds for number in asked]
         first, second = (len(asked) for asked in trial.rounds[:2])
         return replace(trial, rounds=tuple(apart), again=range(first, first + second))
-    if cell.feature == "store threshold":  # stored the second time, loaded the third
+    if "store threshold" in settings_of(cell):  # stored the second time, loaded the third
         return replace(trial, rounds=trial.rounds[:1] * 3, again=range(2, 3))
     return trial
 
@@ -188,13 +203,15 @@ class Engines:
             "model": str(model_of(wanted.model, wanted.kv_heads, wanted.vllm)),
             "engine": engine_arguments(wanted),
             **asked_of(wanted, trial),
+            "events": wanted.events,
+            "forced": wanted.forced,
             **trial.job,
         }
         begun = time.monotonic()
         try:
             ended = run_driver(
                 job,
-                Device(device).environ(wanted),
+                of_run.recording(folder / EXECUTED, Device(device).environ(wanted)),
                 folder,
                 timeout=LIMIT,
                 vllm=wanted.vllm,
@@ -214,8 +231,9 @@ class Engines:
     def compare(self, cell: Cell, asynchronous: bool = True) -> dict[str, Any]:
         """Compare a connector on elastic memory with plain vLLM; return the record.
 
-        The key ``patches`` has the ids of the patches that were in force. Plain vLLM schedules
-        synchronously, as it does on a CPU, unless it drafts: then it does as kvpatch's engine does.
+        The key ``executed`` has the digests of the units that kvpatch's engine executed. Plain
+        vLLM schedules synchronously, as it does on a CPU, unless it drafts: then it does as
+        kvpatch's engine does.
 
         Args:
             cell: the combination.
@@ -223,15 +241,16 @@ class Engines:
         """
         kind = MODELS[cell.model]
         ahead = _ahead(cell, asynchronous)
-        plain, key = self._plain_run(cell, ahead)
-        reference = self._reference(plain, key)
+        base, key = self._base(cell, ahead)
+        reference = self._reference(*self._base(_of_plain(cell), ahead))
         trial = trial_of(cell)
         how = "" if asynchronous else "-synchronous"
         name = f"{cell.connector.replace(' ', '-')}-{key}-{cell.layout}{how}"
         ours = replace(
-            plain,
+            base,
             kvpatch=True,
             offload=True,
+            forced=(TOGETHER_CODE,) if len(settings_of(cell)) > 1 else (),
             contiguous=LAYOUTS[cell.layout],
             asynchronous=ahead,
             **trial.changes,
@@ -244,6 +263,10 @@ class Engines:
             tier, blocks = trial.tiers[room]
             least = LEAST if ours.cache_dtype else 0
             ours = replace(ours, cpu_blocks=tier, blocks=max(blocks, least))
+        if "host pool" in settings_of(cell):
+            ours = replace(
+                ours, environment=(*ours.environment, (HOST_POOL.name, f"{POOL}@{_pool()}"))
+            )
         if ours.tiers:
             disk = self.work / name / "disk"
             shutil.rmtree(disk, ignore_errors=True)
@@ -251,15 +274,21 @@ class Engines:
             if dict(ours.environment).get("KVPATCH_DEBUG"):
                 ours = _by_name(ours, self.work / name / "verify")
         found = self.run(ours, trial, name)
+        if "host pool" in settings_of(cell) and ledger.show(home := ledger.home(_pool()), True):
+            home.rmdir()
         judged = judge if ours.engines == 1 else judge_each
-        return judged(found, reference, trial, ours)
+        record = judged(found, reference, trial, ours)
+        in_force = record.pop("patches", ())
+        level = LEVELS[0] if asynchronous else LEVELS[1]
+        executed = of_run.digests(level, self.work / name / EXECUTED, in_force)
+        return record | {"executed": executed}
 
     def plain(self, cell: Cell) -> dict[str, Any]:
         """Run plain vLLM as a cell's reference; return what it wrote, as ``run`` does."""
-        return self._reference(*self._plain_run(cell, _ahead(cell, asynchronous=True)))
+        return self._reference(*self._base(_of_plain(cell), _ahead(cell, asynchronous=True)))
 
-    def _plain_run(self, cell: Cell, ahead: bool) -> tuple[Run, str]:
-        """Return the run of plain vLLM with a cell's runner, model and feature, and its name."""
+    def _base(self, cell: Cell, ahead: bool) -> tuple[Run, str]:
+        """Return a run without a connector of a cell's runner, model and feature, and its name."""
         kind = MODELS[cell.model]
         plain = Run(
             vllm=self.version,
@@ -267,10 +296,12 @@ class Engines:
             runner=cell.runner.lower(),
             kvpatch=False,
             offload=False,
-            asynchronous=ahead and cell.feature in SPECULATIONS,
-            **FEATURES[cell.feature],
+            asynchronous=ahead and not SPECULATIONS.keys().isdisjoint(settings_of(cell)),
+            **_changes(cell),
         )
-        if plain.cache_dtype and Version(self.version) < TOGETHER:
+        if "chunks" in settings_of(cell):
+            plain = replace(plain, extra=(*plain.extra, ("block_size", 2 * block_tokens(plain))))
+        if plain.cache_dtype and Version(self.version) < IN_ONE_PAGE:
             plain = replace(plain, kv_heads=8)
         if kind == "hybrid":
             # One at a time: beside other requests the last digits of bfloat16 are others.
@@ -311,11 +342,29 @@ def reason(log: str) -> str:
 
 def _ahead(cell: Cell, asynchronous: bool) -> bool:
     """Return whether the engine of a cell schedules ahead, where it is asked to."""
-    return (
-        asynchronous
-        and cell.feature not in SYNCHRONOUS
-        and (cell.runner, cell.feature) not in IN_TURN
+    return asynchronous and not any(
+        one in SYNCHRONOUS or (cell.runner, one) in IN_TURN for one in settings_of(cell)
     )
+
+
+def _of_plain(cell: Cell) -> Cell:
+    """Return the cell whose plain vLLM computes what that of a cell does."""
+    names = [one for one in settings_of(cell) if one not in _OF_KVPATCH]
+    return replace(cell, feature=TOGETHER.join(names) or NONE)
+
+
+def _changes(cell: Cell) -> dict[str, Any]:
+    """Return the changes to a ``Run`` of all that a cell has turned on."""
+    made: dict[str, Any] = {}
+    for one in settings_of(cell):
+        for name, value in FEATURES[one].items():
+            made[name] = made.get(name, ()) + value if isinstance(value, tuple) else value
+    return made
+
+
+def _pool() -> str:
+    """Return the name of the host pool of this thread's engine."""
+    return f"matrix{os.getpid()}-{threading.get_native_id()}"
 
 
 def asked_of(wanted: Run, trial: Trial) -> dict[str, Any]:

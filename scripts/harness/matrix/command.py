@@ -6,26 +6,33 @@
     scripts/matrix engine 0.28.0 --model "full attention"
     scripts/matrix engine --feature fp8          with more turned on; "none" for the cells without
     scripts/matrix engine --synchronous          with synchronous scheduling, where a GPU's is not
-    scripts/matrix engine --missing              only cells without a run of today's code
-    scripts/matrix engine --stale                only cells that ran on other code than today's
+    scripts/matrix engine --missing              only cells without a recorded run that was right
+    scripts/matrix engine --old                  only cells whose run is old
+    scripts/matrix land                          the engines that today's changes ask for: of each
+                                                 unit of code that changed, the newest and the
+                                                 oldest release that executes it
+    scripts/matrix cover                         what a tagged version needs: each pair of values
+                                                 of two axes, and each patch set, in a fresh run
     scripts/matrix engine 0.26.0                 a release that is not validated yet
     scripts/matrix try 0.32.0 --feature EAGLE    cells with more turned on that are refused until
                                                  they ran: in a copy of the checkout that admits
                                                  them; those that were right are then admitted
+    scripts/matrix pairs 0.33.0                  pairs of settings that people turn on together
     scripts/matrix admit                         renew what the recorded runs admit
     scripts/matrix plain 0.28.0                  plain vLLM in what is not validated: where it ends
                                                  by itself, no engine on a CPU can validate a cell
     scripts/matrix bytes                         tagged blocks, from vLLM 0.29 on
     scripts/matrix ascend                        vllm-ascend on the ACL emulator, in the environment
                                                  of scripts/environment ascend-0.23.0
-    scripts/matrix stale                         cells whose code changed since they ran
+    scripts/matrix ages                          how old the recorded runs are, and what a landing
+                                                 and a tag lack
     scripts/matrix without                       engines of 0.32.0 without one row each
     scripts/matrix without told.block_pool       one row
 
 Results go to kvpatch/matrix/data, those without a row to docs/results; ``python -m kvpatch matrix``
 prints the verdicts and scripts/docs writes the tables. Exit status 1: a patch whose target is not
-what its row says, a seam with a hole, a cell that starts without a run, one that got worse, or one
-that is stale.
+what its row says, a seam with a hole, a cell that starts without a run, one that got worse, or a
+landing that lacks a run. Runs are recorded of committed code only.
 """
 
 from __future__ import annotations
@@ -39,15 +46,17 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import psutil
 
-from harness import ascend, console
+from harness import ascend, console, provenance
+from harness.console import HarnessError
 from harness.engines.runs import Device
+from harness.evidence import ages
 from harness.matrix import (
     admission,
     cells,
@@ -67,7 +76,6 @@ from kvpatch.version import VERSION
 BEGUN = time.monotonic()
 COMMANDS = {"synchronous": "engine --synchronous"}
 AXES = ("runner", "layout", "connector", "model")
-Ran = tuple[str, axes.Cell]  # a run's level and its cell
 
 
 def say(text: str) -> None:
@@ -103,34 +111,128 @@ def compute_signatures(arguments: argparse.Namespace) -> int:
 
 
 def compute_engines(arguments: argparse.Namespace) -> int:
-    """Run every cell of the engine level and record its outcome."""
+    """Run every cell of the engine level that was selected, and record its outcome."""
     wanted = arguments.releases or supported.validated()
-    stale = {(level, cell) for level, cell, _ in evidence.stale()}
+    old = old_cells(level_of(arguments)) if arguments.old else set()
+    selected = {
+        release: [cell for cell in axes.cells(release) if wanted_cell(cell, arguments, old)]
+        for release in wanted
+    }
+    return run_cells(selected, arguments)
+
+
+def old_cells(level: str) -> set[axes.Cell]:
+    """Return the cells whose recorded run of a level is old."""
+    found = ages.Evidence(ages.recorded())
+    old = (one for one in found.ran if one.run.level == level and found.age(one) is ages.Age.OLD)
+    return {one.cell for one in old}
+
+
+def run_cells(selected: Mapping[str, Iterable[axes.Cell]], arguments: argparse.Namespace) -> int:
+    """Run cells by their release, releases beside each other; record the outcome of each."""
+    if provenance.commit().endswith(provenance.CHANGED):
+        raise HarnessError("runs are recorded of committed code only: commit first")
     with ThreadPoolExecutor(arguments.jobs or room_for_engines()) as pool:
-        wrong = sum(pool.map(lambda release: run_release(release, arguments, stale), wanted))
+        jobs = [
+            pool.submit(run_release, release, cells_of, arguments)
+            for release, cells_of in selected.items()
+            if cells_of
+        ]
+        wrong = sum(job.result() for job in jobs)
+    record.tidy()
     verdicts.forget()
     return int(wrong > 0) | report_cells()
 
 
-def run_release(release: str, arguments: argparse.Namespace, stale: set[Ran]) -> int:
-    """Run the engines of one release; return how many of its cells are wrong."""
+def land(arguments: argparse.Namespace) -> int:
+    """Run the engines that a landing lacks, until it lacks none or none of them helps."""
+    tried: set[axes.Cell] = set()
+    status = 0
+    while True:
+        verdicts.forget()
+        found = ages.Evidence(ages.recorded())
+        chosen = [one for one in found.landing() if one.cell not in tried]
+        say(f"{len(found.wanted())} units and releases without a fresh run: {len(chosen)} engines")
+        for one in chosen:
+            say(f"    {one.cell.vllm}: {in_words(one.cell)}")
+        if arguments.list or not chosen:
+            return status
+        tried |= {one.cell for one in chosen}
+        on_host = [one.cell for one in chosen if one.run.level != evidence.NPU]
+        status |= run_cells(by_release(on_host), arguments)
+        if len(on_host) < len(chosen):
+            status |= compute_ascend(arguments)
+
+
+def cover(arguments: argparse.Namespace) -> int:
+    """Run the engines of the cover of all pairs that have no fresh run."""
+    found = ages.Evidence(ages.recorded())
+    fresh = {one.cell for one in found.fresh() if one.run.level == evidence.LEVELS[0]}
+    chosen = covering()
+    lacking = [cell for cell in chosen if cell not in fresh]
+    say(f"{len(chosen)} engines cover all pairs, {len(lacking)} of them have no fresh run")
+    if arguments.list:
+        for cell in lacking:
+            say(f"    {cell.vllm}: {in_words(cell)}")
+        return int(bool(lacking))
+    return run_cells(by_release(lacking), arguments)
+
+
+def covering() -> list[axes.Cell]:
+    """Return few cells that ran with every pair of values of two axes that any cell ran with.
+
+    Of the releases with one patch set, the newest.
+    """
+    ran = [
+        cell
+        for cell, verdict in verdicts.verdicts().items()
+        if verdict.kind is verdicts.Kind.VALIDATED and verdicts.ran_right(cell)
+    ]
+    newest = {ages.patch_set(release): release for release in supported.validated()}
+    known = set(newest.values())
+    return ages.pairs((cell for cell in ran if cell.vllm in known), lambda cell: cell.vllm)
+
+
+def pairs(arguments: argparse.Namespace) -> int:
+    """Run pairs of settings that people turn on together, and record what came of each."""
+    ran = {cell for cell, runs in evidence.runs().items() if any(run.right for run in runs)}
+    wanted = [
+        cell
+        for release in arguments.releases or supported.validated()
+        for cell in axes.paired_cells(release)
+        if verdicts.missing(cell) is None
+        and verdicts.refusal(cell, lifted=(cells.TOGETHER_CODE,)) is None
+        and not (arguments.missing and cell in ran)
+        and set(axes.settings_of(cell)) & set(arguments.setting or axes.settings_of(cell))
+    ]
+    return run_cells(by_release(wanted), arguments)
+
+
+def by_release(cells_: Iterable[axes.Cell]) -> dict[str, list[axes.Cell]]:
+    """Return cells by their release."""
+    found: dict[str, list[axes.Cell]] = {}
+    for cell in cells_:
+        found.setdefault(cell.vllm, []).append(cell)
+    return found
+
+
+def run_release(release: str, cells_of: Iterable[axes.Cell], arguments: argparse.Namespace) -> int:
+    """Run engines of one release; return how many of its cells are wrong."""
     say(f"{release}: environment")
     versions = cells.facts(release)
     folder = arguments.keep or tempfile.mkdtemp(prefix="kvpatch-matrix-")
     runner = cells.Engines(release, Path(folder) / release, lambda text: say(f"{release}: {text}"))
     wrong = 0
-    for cell in axes.cells(release):
-        if not wanted_cell(cell, arguments, stale):
-            continue
-        outcome = runner.compare(cell, not arguments.synchronous)
+    for cell in cells_of:
+        outcome = runner.compare(cell, level_of(arguments) == evidence.LEVELS[0])
         wrong += not outcome["right"]
-        patches = outcome.pop("patches", ())
+        executed = outcome.pop("executed")
         words = "right" if outcome["right"] else outcome
         say(f"{release}: {in_words(cell)}: {words}")
         # At once: what was run stays when the rest is interrupted. A cell that is refused and was
         # never right stays as it is.
         if outcome["right"] or cell in evidence.runs() or not axes.only_admitted(cell):
-            record_cell(level_of(arguments), cell, outcome, patches, versions)
+            record_cell(level_of(arguments), cell, outcome, executed, versions)
     return wrong
 
 
@@ -153,7 +255,7 @@ def record_cell(
     level: str,
     cell: axes.Cell,
     outcome: dict[str, Any],
-    patches: Iterable[str],
+    executed: Mapping[str, str],
     versions: dict[str, str],
 ) -> None:
     """Record the outcome of one cell, with the machine and the versions it ran on."""
@@ -161,7 +263,7 @@ def record_cell(
     run = {name: getattr(cell, name) for name in AXES}
     if cell.feature != axes.NONE:
         run["feature"] = cell.feature
-    record.record_run(level, head, run | outcome, patches)
+    record.record_run(level, head, run | outcome, executed)
 
 
 def compute_plain(arguments: argparse.Namespace) -> int:
@@ -245,7 +347,7 @@ def compute_bytes(arguments: argparse.Namespace) -> int:
                 layout = axes.LAYOUTS[0] if contiguous else axes.LAYOUTS[1]
                 cell = axes.Cell(release, "V2", layout, "Offloading", model)
                 outcome = {"right": right, "kv_layouts": list(layouts)}
-                record_cell("bytes", cell, outcome, found["patches"], versions)
+                record_cell("bytes", cell, outcome, {}, versions)
                 say(f"{release}: {layout}, {model}: {'right' if right else found['found']}")
                 wrong += not right
     verdicts.forget()
@@ -274,21 +376,26 @@ def compute_ascend(arguments: argparse.Namespace) -> int:
             | head_of(cell.vllm, f"ascend {release}", outcome.pop("versions"), "ACL emulator"),
             {name: getattr(cell, name) for name in AXES}
             | {name: outcome[name] for name in ("right", "checks", "settings")},
-            outcome["patches"],
+            outcome["executed"],
         )
     verdicts.forget()
     return int(wrong > 0) | report_cells()
 
 
-def report_stale(arguments: argparse.Namespace) -> int:
-    """Print the cells whose code changed since they ran; a version is tagged with none."""
-    count = 0
-    for level, cell, changed in evidence.stale():
-        count += 1
-        print(f"{level}: {cell.vllm}, {in_words(cell)}:")
-        print(f"    {', '.join(changed)}")
-    print(f"{count} stale cells")
-    return int(count > 0)
+def report_ages(arguments: argparse.Namespace) -> int:
+    """Print how old the recorded runs are, and what a landing and a tag lack."""
+    found = ages.Evidence(ages.recorded())
+    for age, count in sorted(found.counts().items()):
+        print(f"{count:6} {age.value}")
+    lacking = sorted(found.wanted())
+    for one in lacking[: None if arguments.all else 20]:
+        print(f"without a fresh run on {one.vllm}: {one.unit}")
+    chosen = covering()
+    fresh = {one.cell for one in found.fresh() if one.run.level == evidence.LEVELS[0]}
+    print(f"a landing lacks {len(found.landing())} engines, for {len(lacking)} units and releases")
+    print(f"a tag lacks {len(set(chosen) - fresh)} of {len(chosen)} engines")
+    print(f"{len(found.unseen())} functions of kvpatch that no recorded engine executes")
+    return int(bool(lacking))
 
 
 def leave_rows_out(arguments: argparse.Namespace) -> int:
@@ -313,7 +420,7 @@ def room_for_engines() -> int:
     return int(max(1, min(os.cpu_count() or 1, psutil.virtual_memory().available // (6 << 30))))
 
 
-def wanted_cell(cell: axes.Cell, arguments: argparse.Namespace, stale: set[Ran]) -> bool:
+def wanted_cell(cell: axes.Cell, arguments: argparse.Namespace, old: set[axes.Cell]) -> bool:
     """Return whether the engine level runs a cell: one that starts and was selected."""
     if (
         cell.connector not in (arguments.connector or cells.TRIALS)
@@ -325,16 +432,16 @@ def wanted_cell(cell: axes.Cell, arguments: argparse.Namespace, stale: set[Ran])
         or verdicts.refusal(cell, tried=cell.vllm in arguments.releases) is not None
     ):
         return False
-    level = level_of(arguments)
-    if arguments.stale:
-        return (level, cell) in stale
+    if arguments.old:
+        return cell in old
     right = {run.level for run in evidence.runs().get(cell, ()) if run.right}
-    return not (arguments.missing and level in right and (level, cell) not in stale)
+    return not (arguments.missing and level_of(arguments) in right)
 
 
 def level_of(arguments: argparse.Namespace) -> str:
     """Return the level that the engines' outcomes are recorded at."""
-    return "synchronous" if arguments.synchronous else "engine"
+    synchronous = getattr(arguments, "synchronous", False)
+    return evidence.LEVELS[1] if synchronous else evidence.LEVELS[0]
 
 
 def report_rows() -> int:
@@ -386,8 +493,8 @@ def main() -> int:
     level.add_argument("--jobs", type=int, help="releases at a time (default: what has room)")
     level.add_argument("--runner", action="append", choices=axes.RUNNERS)
     which = level.add_mutually_exclusive_group()
-    which.add_argument("--missing", action="store_true", help="only cells without a current run")
-    which.add_argument("--stale", action="store_true", help="only cells whose run is not current")
+    which.add_argument("--missing", action="store_true", help="only cells without a right run")
+    which.add_argument("--old", action="store_true", help="only cells whose run is old")
     level.add_argument("--synchronous", action="store_true", help="scheduling")
     level.add_argument("--keep", type=Path, help="a folder for logs and results")
     level.set_defaults(compute=compute_engines)
@@ -426,8 +533,25 @@ def main() -> int:
     level.add_argument("releases", nargs="*", help="of vllm-ascend (default: all)")
     level.add_argument("--keep", type=Path, help="an empty folder for models and devices")
     level.set_defaults(compute=compute_ascend)
-    level = levels.add_parser("stale", help="cells whose code changed since they ran")
-    level.set_defaults(compute=report_stale)
+    level = levels.add_parser("pairs", help="real engines with two settings turned on together")
+    level.add_argument("releases", nargs="*", help="of vLLM (default: all that are validated)")
+    level.add_argument("--setting", action="append", help="one of the two (default: all)")
+    level.add_argument("--missing", action="store_true", help="only pairs without a right run")
+    level.add_argument("--jobs", type=int, help="releases at a time (default: what has room)")
+    level.add_argument("--keep", type=Path, help="a folder for logs and results")
+    level.set_defaults(compute=pairs)
+    for name, what, compute in (
+        ("land", "the engines that today's changes ask for", land),
+        ("cover", "the engines that a tagged version needs", cover),
+    ):
+        level = levels.add_parser(name, help=what)
+        level.add_argument("--list", action="store_true", help="print them, and run none")
+        level.add_argument("--jobs", type=int, help="releases at a time (default: what has room)")
+        level.add_argument("--keep", type=Path, help="a folder for logs and results")
+        level.set_defaults(compute=compute, releases=[])
+    level = levels.add_parser("ages", help="how old the recorded runs are")
+    level.add_argument("--all", action="store_true", help="every unit that a landing lacks")
+    level.set_defaults(compute=report_ages)
     arguments = parser.parse_args()
     try:
         status: int = arguments.compute(arguments)

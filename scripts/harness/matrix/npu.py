@@ -14,10 +14,14 @@ from typing import Any
 
 from harness import ascend
 from harness.engines.ascend_engine import BLOCK, DEVICE, LENGTHS, MANY, SMALL
+from harness.evidence import of_run
 from harness.models import make_model
+from harness.processes import SCRIPTS
+from kvpatch.matrix.evidence import NPU
 
 # The whole blocks of the driver's prompts.
 STORED, EVICTED = ([length // BLOCK * BLOCK for length in lengths] for lengths in (LENGTHS, MANY))
+EXECUTED = "executed"  # the file with what the engine on elastic memory executed
 SERVED_BACK = [[0] * len(STORED), STORED, STORED]
 
 
@@ -92,13 +96,17 @@ def engine(
     options = {"offload": offload, "expected": expected, "load": load, "device": device}
     words = (str(model), json.dumps(options))
     own = {"KVPATCH": kvpatch, "KVCACHED_IPC_NAME": f"npu-{os.getpid()}-{name}"}
+    if kvpatch != "0":
+        path = {"PYTHONPATH": str(SCRIPTS)}
+        own |= of_run.recording(folder / EXECUTED, path)
     return ascend.drive(release, place, "ascend_engine", *words, **own)
 
 
 def compare(release: str, connector: str, folder: Path) -> dict[str, Any]:
     """Run static and elastic memory with a connector; return the outcome of its cell.
 
-    The keys ``patches``, ``settings`` and ``versions`` are what the engine on elastic memory had.
+    The keys ``settings`` and ``versions`` are what the engine on elastic memory had, and
+    ``executed`` the digests of the units that it executed.
     """
     trial = TRIALS[connector]
     static, elastic = (
@@ -106,7 +114,8 @@ def compare(release: str, connector: str, folder: Path) -> dict[str, Any]:
         for kvpatch in ("0", "1")
     )
     checks = judged(static, elastic, trial)
-    said = {name: elastic[name] for name in ("patches", "settings", "versions")}
+    said = {name: elastic[name] for name in ("settings", "versions")}
+    said["executed"] = of_run.digests(NPU, folder / EXECUTED, elastic["patches"])
     return {"right": all(checks.values()), "checks": checks, **said}
 
 

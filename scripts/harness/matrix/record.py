@@ -4,22 +4,25 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterable
+from collections.abc import Mapping
 from pathlib import Path
+from threading import Lock
 from typing import Any
 
 from packaging.version import Version
 
 from harness import ROOT, provenance
+from harness.console import HarnessError
 from harness.matrix import below, sources
 from harness.matrix.signatures import Sources
 from kvpatch import supported
-from kvpatch.matrix import evidence, plain, sharing, signatures
+from kvpatch.matrix import axes, evidence, plain, sharing, signatures
 from kvpatch.matrix.signatures import Signatures
 from kvpatch.versions import Span
 
 # Of the checkout, also where kvpatch is installed from its wheel, which has a copy.
 DATA = ROOT / "kvpatch/matrix/data"
+_recording = Lock()  # releases run beside each other, and their files share the table of units
 
 
 def read_signatures(source: sources.Source) -> Signatures:
@@ -52,32 +55,70 @@ def record_signatures(package: str, version: str, archives: Path | None = None) 
 
 
 def record_run(
-    level: str, head: dict[str, Any], run: dict[str, Any], patches: Iterable[str]
+    level: str, head: dict[str, Any], run: dict[str, Any], executed: Mapping[str, str]
 ) -> None:
     """Write a run of one release; it takes the place of the same cell's earlier run.
 
     Args:
-        level: ``engine`` or ``bytes``.
+        level: ``engine``, ``synchronous``, ``bytes`` or ``npu``.
         head: what is said of the release's newest run: versions, machine, command.
         run: the axes of its cell, without ``feature`` where it has none, and the outcome.
-        patches: the ids of the patches that were in force.
+        executed: the digests of the units that it executed, by name.
+
+    Raises:
+        HarnessError: files of the checkout differ from its commit.
     """
-    has_feature = "feature" in run
-    folder = evidence.FEATURES if has_feature and level == evidence.LEVELS[0] else level
+    commit = provenance.commit()
+    if commit.endswith(provenance.CHANGED):
+        raise HarnessError(f"a run of {commit} is not recorded: commit first")
+    folder = evidence.folder_of(level, run.get("feature", axes.NONE))
     path = DATA / folder / f"vllm-{head['vllm']}-kvcached-{head['kvcached']}.json"
-    earlier = json.loads(path.read_text()) if path.exists() else {"runs": []}
-    ran_on = {
-        "commit": provenance.commit(),
-        "installed": provenance.installed(),
-        "patches": list(patches),
-        "digests": evidence.digests_of(patches),
+    with _recording:
+        earlier = json.loads(path.read_text()) if path.exists() else {"runs": []}
+        ran_on = {"commit": commit, "installed": provenance.installed()}
+        if executed:
+            ran_on["units"] = evidence.encode(_numbers(executed))
+        key = hashlib.sha256(json.dumps(ran_on).encode()).hexdigest()[:8]
+        done = {_axes(one): one for one in [*earlier["runs"], run | {"code": key}]}
+        runs = [done[cell] for cell in sorted(done)]
+        codes = earlier.get("code", {}) | {key: ran_on}
+        used = {one["code"] for one in runs}
+        kept = {one: codes[one] for one in sorted(codes) if one in used}
+        write(path, head | {"code": kept, "runs": runs})
+
+
+def _numbers(executed: Mapping[str, str]) -> list[int]:
+    """Return the numbers of units in the table, which gets those that it has not."""
+    path = DATA / evidence.UNITS
+    table = json.loads(path.read_text()) if path.exists() else []
+    number = {unit: at for at, unit in enumerate(table)}
+    named = [f"{name} {digest}" for name, digest in sorted(executed.items())]
+    found = [number.setdefault(one, len(number)) for one in named]
+    if len(number) > len(table):
+        write(path, list(number))
+    return found
+
+
+def tidy() -> None:
+    """Drop the units that no recorded run has executed from the table."""
+    path = DATA / evidence.UNITS
+    table = json.loads(path.read_text())
+    results = {
+        one: json.loads(one.read_text())
+        for folder in (*evidence.FOLDERS, evidence.NPU)
+        for one in sorted((DATA / folder).glob("*.json"))
     }
-    key = hashlib.sha256(json.dumps(ran_on).encode()).hexdigest()[:8]
-    done = {_axes(one): one for one in [*earlier["runs"], run | {"code": key}]}
-    runs = [done[cell] for cell in sorted(done)]
-    codes = earlier.get("code", {}) | {key: ran_on}
-    used = {one.get("code") for one in runs}
-    write(path, head | {"code": {k: codes[k] for k in sorted(codes) if k in used}, "runs": runs})
+    codes = [code for result in results.values() for code in result["code"].values()]
+    used = {at for code in codes for at in evidence.decode(code.get("units", ""))}
+    kept = sorted(table[at] for at in used)
+    number = {unit: at for at, unit in enumerate(kept)}
+    for code in codes:
+        if "units" in code:
+            then = evidence.decode(code["units"])
+            code["units"] = evidence.encode(number[table[at]] for at in then)
+    write(path, kept)
+    for one, result in results.items():
+        write(one, result)
 
 
 def record_plain(head: dict[str, Any], run: dict[str, Any]) -> None:
@@ -94,7 +135,7 @@ def _axes(run: dict[str, Any]) -> tuple[str, ...]:
     return (run.get("feature", ""), *(run[name] for name in names))
 
 
-def write(path: Path, content: dict[str, Any]) -> None:
+def write(path: Path, content: dict[str, Any] | list[str]) -> None:
     """Write one result file; a small change makes a small difference."""
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(f"{json.dumps(content, indent=1)}\n")

@@ -1,0 +1,1 @@
+"""What a recorded run stands for: the code it executed, and which runs a change asks for."""

@@ -1,0 +1,64 @@
+"""Writes which functions of kvpatch and of the harness a process executes, each once.
+
+Where ``HARNESS_EXECUTED`` names a file, every process that has it appends a line for each function
+at its first call: its file and its first line. Forks go on with what they inherited; a Python that
+is started finds ``recording/sitecustomize.py``. A process that is killed has written what it ran.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import threading
+from inspect import CO_OPTIMIZED
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+VARIABLE = "HARNESS_EXECUTED"
+SITE = Path(__file__).parent / "recording"
+STARTUP = "kvpatch_startup.py"  # at the root of a wheel; in the checkout it is in kvpatch/startup
+_HARNESS = os.path.realpath(__file__).rsplit("/", 2)[0] + "/"
+
+
+def source_of(file: str) -> str:
+    """Return a file's path in the repository; empty for one that is neither kvpatch's nor ours."""
+    name = file.rpartition("/")[2]
+    if name == STARTUP:
+        return f"kvpatch/startup/{STARTUP}"
+    if file.startswith(_HARNESS):
+        return f"scripts/harness/{file.removeprefix(_HARNESS)}"
+    _, found, inside = file.rpartition("/kvpatch/")
+    return f"kvpatch/{inside}" if found and "/scripts/" not in file else ""
+
+
+def start() -> None:
+    """Begin to write, if this process is asked to."""
+    path = os.environ.get(VARIABLE)
+    if not path:
+        return
+    descriptor = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)
+    sources: dict[str, str] = {}
+    seen: set[tuple[str, int]] = set()
+
+    def trace(frame: FrameType, event: str, argument: Any) -> None:
+        code = frame.f_code
+        if not code.co_flags & CO_OPTIMIZED:
+            return  # of a module or class, which an import executes
+        file = code.co_filename
+        if (source := sources.get(file)) is None:
+            source = sources[file] = source_of(file)
+        if source and (one := (file, code.co_firstlineno)) not in seen:
+            seen.add(one)
+            # One write, so that the lines of several processes do not mix.
+            os.write(descriptor, f"{source}:{code.co_firstlineno}\n".encode())
+
+    threading.settrace(trace)
+    sys.settrace(trace)
+
+
+def read(path: Path) -> set[tuple[str, int]]:
+    """Return the functions that were executed: file in the repository, and first line."""
+    lines = path.read_text().splitlines() if path.exists() else []
+    found = (line.rpartition(":") for line in lines)
+    return {(file, int(line)) for file, _, line in found}
