@@ -13,7 +13,7 @@ from functools import cache
 from pathlib import Path
 
 from kvpatch.supported import in_ranges, validated
-from kvpatch.versions import Installed
+from kvpatch.versions import Installed, in_words
 
 FILE = Path(__file__).parent / "matrix/data/admitted.json"
 
@@ -42,6 +42,24 @@ def admits(feature: str, vllm: Installed, wanted: Iterable[str]) -> bool:
     )
 
 
+def ran_with(name: str, vllm: Installed, connectors: Iterable[str]) -> bool:
+    """Return whether what is no axis of the matrix ran with all of these connectors.
+
+    Of such a name the table has connectors, by ``kind_of``: it ran with each in one cell.
+    """
+    return admits(name, vllm, map(kind_of, connectors))
+
+
+def kind_of(connector: str) -> str:
+    """Return a connector without its mode, by the names of the matrix' axis."""
+    return "Simple" if connector.startswith("Simple") else connector
+
+
+def together(one: str, other: str) -> str:
+    """Return the name of two settings that are turned on together."""
+    return " + ".join(sorted((one, other)))
+
+
 def where(*features: str, how: str = "", model: str = "") -> str:
     """Return where any of the features is validated, for the reason of a refusal.
 
@@ -56,6 +74,16 @@ def where(*features: str, how: str = "", model: str = "") -> str:
     beside = f" and {how}," if how else ""
     of_each = "in the combinations that kvpatch matrix --vllm RELEASE lists"
     return f"on vLLM {in_ranges(known)}{beside} only, {of_each}"
+
+
+def with_connectors(name: str) -> str:
+    """Return the releases and connectors that what is no axis ran with, for a sentence."""
+    on: dict[tuple[str, ...], list[str]] = {}
+    for release in validated():
+        if found := table().get(name, {}).get(release):
+            on.setdefault(tuple(found), []).append(release)
+    each = (f"on vLLM {in_ranges(of)} with {in_words(list(who))}" for who, of in on.items())
+    return "; ".join(each) or "on no release yet"
 
 
 def why(*features: str, how: str = "", model: str = "") -> str:

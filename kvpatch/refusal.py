@@ -221,6 +221,7 @@ CODES = {
     "KVP373": _not_validated("`KVPATCH_FIRST_LIMIT` on a release", False),
     "KVP374": _not_validated("data parallelism", False),
     "KVP375": _not_validated("offloading with sleep mode on the host device", False),
+    "KVP376": _not_validated("two settings that no engine ran with together"),
     "KVP401": _incompatible(
         "the scheduler's block pool is not kvcached's", "ovg-project/kvcached#316"
     ),

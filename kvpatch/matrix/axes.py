@@ -11,6 +11,7 @@ from typing import Any
 
 from packaging.version import Version
 
+from kvpatch import admitted
 from kvpatch.environ import FIRST_LIMIT, HOST_POOL
 from kvpatch.matrix import signatures
 from kvpatch.patches.offloading.rules import DRAFTING, STAGES
@@ -200,26 +201,10 @@ FEATURES = (
         ("full attention",),
         connectors=("Offloading", "tiering fs", "Multi"),
     ),
-    # CPU tiers of all engines in one pool. No GPU has run it.
-    Feature(
-        "host pool",
-        {},
-        tuple(model.name for model in MODELS),
-        since="0.28",
-        device="cpu",
-        environment={HOST_POOL.name: "256MiB"},
-    ),
-    # From its first request on, an engine has three quarters of its device.
-    Feature(
-        "first limit",
-        {},
-        ("full attention", "sliding window"),
-        since="0.32",
-        environment={FIRST_LIMIT.name: "75%"},
-    ),
 )
-# What else is turned on together with one of the above, and is validated alone by tests.
-BESIDE = (
+# Settings that are no axis: each runs once for each connector of a release, with one runner, layout
+# and kind of model. The first three are validated alone by tests.
+SETTINGS = (
     Feature(
         "several ranks",
         {"parallel_config.world_size": 2, "parallel_config.tensor_parallel_size": 2},
@@ -242,10 +227,26 @@ BESIDE = (
         since="0.17",
         admitted=False,
     ),
+    # CPU tiers of all engines in one pool. No GPU has run it.
+    Feature(
+        "host pool",
+        {},
+        ("full attention", "sliding window"),
+        since="0.28",
+        device="cpu",
+        environment={HOST_POOL.name: "256MiB"},
+    ),
+    # From its first request on, an engine has three quarters of its device.
+    Feature(
+        "first limit",
+        {},
+        ("full attention", "sliding window"),
+        since="0.32",
+        environment={FIRST_LIMIT.name: "75%"},
+    ),
 )
 TOGETHER = " + "  # between the names of two settings
-_PAIRED = ("Offloading", "tiering fs", "Simple eager")  # the connectors that pairs run with
-# Settings that people turn on together: each with every other of its line.
+# Settings that people turn on together: the first of a line with each of the others.
 PAIRS = tuple(
     dict.fromkeys(
         pair
@@ -267,9 +268,8 @@ PAIRS = tuple(
 )
 
 
-def together(one: str, other: str) -> str:
-    """Return the name of two settings that are turned on together."""
-    return TOGETHER.join(sorted((one, other)))
+# What runs once for each connector.
+TRIED = ("host pool", "first limit", *(admitted.together(*pair) for pair in PAIRS))
 
 
 @dataclass(frozen=True)
@@ -300,20 +300,29 @@ def connector_of(cell: Cell) -> Connector:
     return next(one for one in CONNECTORS if one.name == cell.connector)
 
 
-def paired_cells(vllm: str) -> Iterator[Cell]:
-    """Yield the cells of a release in which pairs of settings run: one for each connector.
+def tried_cells(vllm: str) -> Iterator[Cell]:
+    """Yield the cells of a release in which ``TRIED`` runs: one for each connector.
 
-    Runners, layouts and kinds of model are those that each of the two is validated with; of
-    layouts, one connector has the one and the next the other.
+    Layouts, kinds of model and the modes of SimpleCPUOffloadConnector take turns.
     """
     runner = RUNNERS[Version(vllm) >= Version("0.28")]
-    for number, (one, other) in enumerate(PAIRS):
-        feature = _named(together(one, other))
-        for offset, connector in enumerate(_PAIRED):
+    for number, name in enumerate(TRIED):
+        feature = _named(name)
+        modes = ("Simple eager", "Simple lazy")
+        for offset, connector in enumerate(
+            ("Offloading", "tiering fs", modes[number % 2], "Multi")
+        ):
             is_there = connector in feature.connectors and feature.models
-            if is_there and Version(vllm) >= Version(feature.since):
-                layout = LAYOUTS[(number + offset) % 2]
-                yield Cell(vllm, runner, layout, connector, feature.models[0], feature.name)
+            is_paired = len(name.split(TOGETHER)) > 1
+            if not is_there or Version(vllm) < Version(feature.since):
+                continue
+            if is_paired and connector == "Multi":
+                continue
+            turn = number + offset
+            models = feature.models[:1] if is_paired else feature.models
+            yield Cell(
+                vllm, runner, LAYOUTS[turn % 2], connector, models[turn // 2 % len(models)], name
+            )
 
 
 def settings_of(cell: Cell) -> tuple[str, ...]:
@@ -331,12 +340,12 @@ def _named(name: str) -> Feature:
     one, is_pair, other = name.partition(TOGETHER)
     if is_pair:
         return _both(_named(one), _named(other))
-    return next(feature for feature in (*FEATURES, *BESIDE) if feature.name == name)
+    return next(feature for feature in (*FEATURES, *SETTINGS) if feature.name == name)
 
 
 def _both(one: Feature, other: Feature) -> Feature:
     return Feature(
-        together(one.name, other.name),
+        admitted.together(one.name, other.name),
         one.settings | other.settings,
         tuple(model for model in one.models if model in other.models),
         one.extra | other.extra,

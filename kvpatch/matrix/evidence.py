@@ -3,7 +3,7 @@
 ``data/engine``, ``data/features``, ``data/synchronous`` and ``data/bytes`` have one file per
 release of vLLM: its runs, and the code they ran on. Engines schedule asynchronously, as on a GPU,
 but for ``data/synchronous``; those of ``data/features`` have more turned on than a connector, and
-those of ``data/pairs`` two settings together.
+those of ``data/tried`` what is no axis, or two settings together.
 ``data/npu`` has engines of vllm-ascend on the ACL emulator, which validate no other cell.
 A code is a commit and the units that were executed: functions, constants, rows and files, each
 with a digest. ``data/units.json`` lists all of them; a code has a bit for each.
@@ -20,13 +20,13 @@ from functools import cache, cached_property
 from pathlib import Path
 from typing import Any
 
-from kvpatch.matrix import signatures
-from kvpatch.matrix.axes import NONE, TOGETHER, Cell
+from kvpatch.matrix import axes, signatures
+from kvpatch.matrix.axes import NONE, Cell
 
 LEVELS = ("engine", "synchronous", "bytes")
 FEATURES = "features"  # the folder of engine runs with one of the features
-PAIRS = "pairs"  # and with two of them
-FOLDERS = (LEVELS[0], FEATURES, PAIRS, *LEVELS[1:])
+TRIED = "tried"  # and with one or two of the settings that are no axis
+FOLDERS = (LEVELS[0], FEATURES, TRIED, *LEVELS[1:])
 NPU = "npu"  # the folder and level of engines on the ACL emulator
 UNITS = "units.json"
 ROW = "row:"  # before the id of a patch, in the name of its unit
@@ -108,7 +108,7 @@ def _read(data: Path, folders: Iterable[str]) -> dict[Cell, list[Run]]:
     listed = data / UNITS
     table = tuple(json.loads(listed.read_text())) if listed.exists() else ()
     for folder in folders:
-        level = LEVELS[0] if folder in (FEATURES, PAIRS) else folder
+        level = LEVELS[0] if folder in (FEATURES, TRIED) else folder
         for path in sorted((data / folder).glob("*.json")):
             result: dict[str, Any] = json.loads(path.read_text())
             codes = {
@@ -132,7 +132,7 @@ def folder_of(level: str, feature: str) -> str:
     """Return the folder of the runs of a level with what is turned on."""
     if level != LEVELS[0] or feature == NONE:
         return level
-    return PAIRS if len(feature.split(TOGETHER)) > 1 else FEATURES
+    return TRIED if feature in axes.TRIED else FEATURES
 
 
 def forget() -> None:

@@ -186,6 +186,34 @@ def by_shared_seams(cell: Cell) -> list[str]:
     return [*here, *(run.file for run in found.values())]
 
 
+def ran_with(name: str) -> dict[str, set[str]]:
+    """Return the connectors that a name of ``axes.TRIED`` ran right with, by release."""
+    found: dict[str, set[str]] = {}
+    for cell in evidence.runs():
+        if cell.feature == name and ran_right(cell):
+            found.setdefault(cell.vllm, set()).add(admitted.kind_of(cell.connector))
+    return found
+
+
+def admitted_with(name: str) -> dict[str, list[str]]:
+    """Return the connectors that a name of ``axes.TRIED`` starts with, by release.
+
+    Those that it ran with; and those that it ran with on an older and on a newer release, if every
+    patch in force on it was in force on one where it ran.
+    """
+    ran, admits = ran_with(name), {}
+    for vllm in supported.validated():
+        connectors = set(ran.get(vllm, ()))
+        for connector in set().union(*ran.values()) - connectors:
+            on = sorted((one for one, of in ran.items() if connector in of), key=Version)
+            is_between = Version(on[0]) < Version(vllm) < Version(on[-1])
+            if is_between and _in_force(vllm) <= set().union(*map(_in_force, on)):
+                connectors.add(connector)
+        if connectors:
+            admits[vllm] = sorted(connectors)
+    return admits
+
+
 def _with_less(cell: Cell) -> Cell | None:
     """Return the cell without a feature, or with the plainest kind of model; None if it is that."""
     if cell.feature != NONE:

@@ -1,86 +1,29 @@
-"""The recorded runs: they name the code they ran on, and are stale when it is another one."""
+"""The recorded runs: what they executed, and what a change of it asks for."""
 
 from __future__ import annotations
 
 import json
+import os
 import shutil
+import subprocess
 import sys
-from argparse import Namespace
-from collections.abc import Callable, Iterable, Iterator
-from functools import partial
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
-from packaging.version import Version
 
-from harness.matrix import command, record
-from kvpatch import patches, supported
-from kvpatch.matrix import evidence, signatures
+from harness import ROOT, provenance
+from harness.console import HarnessError
+from harness.evidence import ages, executed, of_run, oracle, units
+from harness.matrix import record
+from kvpatch import patches
+from kvpatch.matrix import evidence
 from kvpatch.matrix.axes import Cell
 
-ROOT = Path(__file__).parents[2]
-AXES = {
-    "runner": "V2",
-    "layout": "contiguous",
-    "connector": "Offloading",
-    "model": "full attention",
-}
-
-
-def in_force(release: str, on_host: bool = True) -> tuple[str, ...]:
-    """The ids of the patches that an engine of a release has today.
-
-    On the host device, as recorded runs are, or on a GPU; nobody asks for the debug mode.
-    """
-    wanted = {"host-device", "host-copies", "sleep-on-host"} if on_host else set()
-    return tuple(
-        patch.id
-        for feature in patches.FEATURES
-        if Version(release) in feature.span and (feature.wanted is None or feature.name in wanted)
-        for patch in feature.at(Version(release))
-    )
-
-
-def by_target(ids: Iterable[str]) -> dict[str, list[str]]:
-    targets = {one.id: one.target for feature in patches.FEATURES for one in feature.patches}
-    found: dict[str, list[str]] = {}
-    for patch_id in ids:
-        found.setdefault(targets.get(patch_id, "none of today's"), []).append(patch_id)
-    return found
-
-
-def of_other_patches(data: Path) -> list[str]:
-    """The recorded codes with patches that are not today's, or in another order on an object."""
-    found = []
-    for folder in evidence.FOLDERS:
-        for path in sorted((data / folder).glob("*.json")):
-            result = json.loads(path.read_text())
-            today = by_target(in_force(result["vllm"]))
-            for key, code in result.get("code", {}).items():
-                then = by_target(code["patches"])
-                left = {target: iter(ids) for target, ids in today.items()}
-                if not all(one in left.get(target, ()) for target in then for one in then[target]):
-                    found.append(f"{folder}/{path.name} {key}")
-    return found
-
-
-@pytest.fixture
-def data(tmp_path: Path) -> Callable[..., Path]:
-    """Record one run of 0.32.0, on the code of today unless a test says another."""
-
-    def data(**changes: Any) -> Path:
-        ids = in_force("0.32.0")
-        code = {"commit": "abc", "patches": ids, "digests": evidence.digests_of(ids)} | changes
-        run = AXES | {"right": True, "code": "abc"}
-        folder = tmp_path / "data/engine"
-        folder.mkdir(parents=True, exist_ok=True)
-        result = {"vllm": "0.32.0", "kvcached": "0.1.6", "runs": [run], "code": {"abc": code}}
-        (folder / "vllm-0.32.0-kvcached-0.1.6.json").write_text(json.dumps(result))
-        evidence.forget()
-        return folder.parent
-
-    return data
+CELL = Cell("0.32.0", "V2", "contiguous", "Offloading", "full attention")
+AXES = {name: getattr(CELL, name) for name in ("runner", "layout", "connector", "model")}
 
 
 @pytest.fixture(autouse=True)
@@ -90,299 +33,411 @@ def nothing_remembered() -> Iterator[None]:
     evidence.forget()
 
 
-# Which patches were in force
+# What a process executes
 
 
-def test_the_recorded_ids_are_those_of_rows_of_today():
-    """Otherwise a row went or was renamed: run the cells of that release again."""
-    assert of_other_patches(signatures.DATA) == []
+def test_every_process_of_a_run_writes_each_function_at_its_first_call(tmp_path):
+    """In the process that starts, in its threads, in a fork, and in a Python that it starts."""
+    code = """
+import os, subprocess, sys, threading
+from kvpatch import sizes
+threading.Thread(target=lambda: sizes.readable(1)).start()
+if os.fork() == 0:
+    from kvpatch import cgroup
+    cgroup.limit("nowhere") if hasattr(cgroup, "limit") else None
+    from kvpatch import environ
+    environ.boolean("1")
+    os.kill(os.getpid(), 9)
+os.wait()
+subprocess.run([sys.executable, "-c", "from kvpatch import environ; environ.seconds('1')"])
+sizes.readable(2)
+"""
+    file = tmp_path / "executed"
+    environment = {**os.environ, "KVPATCH": "0", "PYTHONPATH": str(ROOT / "scripts")}
+    subprocess.run(
+        [sys.executable, "-c", code], env=of_run.recording(file, environment), check=True
+    )
+    lines = file.read_text().splitlines()
+    assert len(lines) == len(set(lines)) or lines.count(lines[0]) <= 2  # a process each
+    found = units.Tree().executed(executed.read(file))
+    called = {"kvpatch.sizes:readable", "kvpatch.environ:boolean", "kvpatch.environ:seconds"}
+    assert called <= found
+    assert "kvpatch.environ:duration" not in found
+    # What they name is executed with them, and classes by an import alone are not.
+    assert "kvpatch.environ:ON_VALUES" in found
+    assert "kvpatch.environ:HOST_POOL" not in found
+
+
+def test_a_process_that_is_not_asked_writes_nothing(monkeypatch):
+    monkeypatch.delenv(executed.VARIABLE, raising=False)
+    executed.start()
+    assert sys.gettrace() is None or "harness" not in getattr(sys.gettrace(), "__module__", "")
+
+
+@pytest.mark.parametrize(
+    ("file", "source"),
+    [
+        ("/env/site-packages/kvpatch/patches/fence/fence.py", "kvpatch/patches/fence/fence.py"),
+        ("/env/site-packages/kvpatch_startup.py", "kvpatch/startup/kvpatch_startup.py"),
+        (str(ROOT / "kvpatch/sizes.py"), "kvpatch/sizes.py"),
+        (str(ROOT / "scripts/harness/models.py"), "scripts/harness/models.py"),
+        ("/env/site-packages/vllm/config.py", ""),
+        ("<string>", ""),
+    ],
+)
+def test_a_file_is_told_by_its_place_in_the_repository(file, source):
+    assert executed.source_of(file) == source
+
+
+# Units
+
+SOURCE = '''
+"""A module."""
+from kvpatch import environ
+from kvpatch.logs import log
+
+LIMIT = 3
+
+
+class Keeper:
+    """Keeps."""
+
+    step: int = 1
+
+    def turn(self, count: int) -> int:
+        """Turn."""
+        log.info("turned %s", count)
+        if count > LIMIT:
+            raise ValueError(f"{count} is too much")
+        return count + self.step
+
+
+def ask() -> str:
+    return environ.IDLE.read()
+
+
+print("imported")
+'''
+
+
+def digests(text: str) -> dict[str, str]:
+    return {name: unit.digest for name, unit in units.of_text("m", text).items()}
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        ('"""Turn."""', '"""Turns."""'),
+        ('"turned %s"', '"has turned %s times"'),
+        ('f"{count} is too much"', 'f"that is {count}, and too much"'),
+        ("count: int) -> int:", "count: float) -> float:"),
+        ("        if count", "        # Not too often.\n        if count"),
+        ('print("imported")', 'print("was imported")'),
+    ],
+)
+def test_words_change_no_unit(old, new):
+    assert old in SOURCE
+    assert digests(SOURCE.replace(old, new)) == digests(SOURCE)
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "changed"),
+    [
+        ("LIMIT = 3", "LIMIT = 4", ["m:LIMIT"]),
+        ("count > LIMIT", "count >= LIMIT", ["m:Keeper.turn"]),
+        ("step: int = 1", "step: int = 2", ["m:Keeper"]),
+        ("def ask", "def turn(self):\n        return 0\n\n\ndef ask", ["m:turn"]),
+        ("    step:", "    def __eq__(self, other):\n        return True\n\n    step:", None),
+        ("import environ\n", "import sizes as environ\n", ["m:ask"]),
+        ('print("imported")', "log.setLevel(1)", ["m:<body>"]),
+    ],
+)
+def test_code_changes_its_unit(old, new, changed):
+    before, after = digests(SOURCE), digests(SOURCE.replace(old, new))
+    found = [name for name in before | after if before.get(name) != after.get(name)]
+    assert sorted(found) == (changed or ["m:Keeper", "m:Keeper.__eq__"])
+
+
+def test_what_an_executed_function_names_is_executed_with_it(tmp_path):
+    made = of_files(tmp_path, SOURCE)
+    line = SOURCE[: SOURCE.index("    def turn")].count("\n") + 1
+    found = made.executed([("kvpatch/m.py", line)])
+    names = ("<body>", "Keeper", "Keeper.turn", "LIMIT")
+    assert found == {f"kvpatch.m:{name}" for name in names}
+    assert made.executed([("kvpatch/gone.py", 1)]) == set()
+
+
+def of_files(folder: Path, text: str) -> units.Tree:
+    """A tree with one module, ``kvpatch.m``."""
+    for name in ("kvpatch", "scripts/harness"):
+        (folder / name).mkdir(parents=True, exist_ok=True)
+    (folder / "kvpatch/m.py").write_text(text)
+    return units.Tree(folder)
+
+
+# Ages
+
+
+def code(executes: Mapping[str, str]) -> evidence.Code:
+    table = [f"{name} {digest}" for name, digest in sorted(executes.items())]
+    return evidence.Code("abc", evidence.encode(range(len(table))), table)
+
+
+def ran(cell: Cell = CELL, right: bool = True, level: str = "engine", **executes: str) -> ages.Ran:
+    """A run that executed functions of ``kvpatch.m``, by name, with digests."""
+    named = {f"kvpatch.m:{name}": digest for name, digest in executes.items()}
+    return ages.Ran(cell, evidence.Run(level, right, "a file", code(named)))
+
+
+def today(**there: str) -> ages.Today:
+    """Code with these functions of ``kvpatch.m``."""
+    return ages.Today(fixed={f"kvpatch.m:{name}": digest for name, digest in there.items()})
+
+
+def test_a_set_of_units_is_read_as_it_was_written():
+    for numbers in ([], [0], [3, 1, 700]):
+        assert evidence.decode(evidence.encode(numbers)) == sorted(numbers)
+
+
+def test_a_run_is_fresh_covered_or_old():
+    one, other = ran(a="1", b="1"), ran(replace(CELL, layout="non-contiguous"), a="1")
+    found = ages.Evidence([one, other], today(a="1", b="1"))
+    assert (found.age(one), found.age(other)) == (ages.Age.FRESH, ages.Age.FRESH)
+    # What the other never executed says nothing of it.
+    found = ages.Evidence([one, other], today(a="1", b="2"))
+    assert (found.age(one), found.age(other)) == (ages.Age.OLD, ages.Age.FRESH)
+    # A fresh run with the same patches executed what changed.
+    again = ran(replace(CELL, model="hybrid"), b="2")
+    found = ages.Evidence([one, other, again], today(a="1", b="2"))
+    assert found.age(one) is ages.Age.COVERED
+    for no_help in (ran(right=False, b="2"), ran(b="1"), ran(level="synchronous", b="2")):
+        found = ages.Evidence([one, no_help], today(a="1", b="2"))
+        assert found.age(one) is ages.Age.OLD
+    assert ages.Evidence([one, again], today(b="2")).age(one) is ages.Age.COVERED  # a went
+    assert found.age(ran()) is ages.Age.OLD  # nothing was recorded of it
+    assert found.counts()[ages.Age.OLD] == 1
+
+
+def test_a_landing_needs_each_changed_unit_on_the_newest_and_the_oldest_release_that_executes_it():
+    cells = [replace(CELL, vllm=vllm) for vllm in ("0.28.0", "0.30.0", "0.33.0")]
+    runs = [ran(cell, a="1", b="1") for cell in cells]
+    assert ages.Evidence(runs, today(a="1", b="1")).wanted() == set()
+    found = ages.Evidence(runs, today(a="2", b="1"))
+    changed = {ages.Wanted("kvpatch.m:a", vllm) for vllm in ("0.28.0", "0.33.0")}
+    assert found.wanted() == changed
+    assert [one.cell.vllm for one in found.landing()] == ["0.28.0", "0.33.0"]
+    # Another run of a release shows it as well, and what did not change stays shown.
+    shown = [ran(replace(cells[0], model="hybrid"), a="2"), ran(cells[2], a="2", b="1")]
+    assert ages.Evidence([*runs[:2], *shown], today(a="2", b="1")).wanted() == set()
+    wrong = ages.Ran(cells[2], replace(shown[1].run, right=False))
+    found = ages.Evidence([*runs, shown[0], wrong], today(a="2", b="1"))
+    assert found.wanted() == {ages.Wanted("kvpatch.m:a", "0.33.0")}
+    assert ages.Evidence(runs, today()).wanted() == set()  # both are gone
+
+
+def test_few_engines_cover_what_is_wanted():
+    offers = {"one": "ab", "two": "bc", "all": "abc", "rest": "d"}
+    assert ages.greedy(offers, "abcd") == ["all", "rest"]
+    assert ages.greedy(offers, "abz") == ["one"]
+    assert ages.greedy(offers, "") == []
+
+
+def test_the_cover_of_a_tag_has_every_pair_of_values():
+    cells = [
+        replace(CELL, layout=layout, model=model, connector=connector)
+        for layout in ("contiguous", "non-contiguous")
+        for model in ("full attention", "hybrid")
+        for connector in ("Offloading", "Multi")
+    ]
+    chosen = ages.pairs(cells, lambda cell: cell.vllm)
+    assert len(chosen) <= 5
+    for axis, other in (("layout", "model"), ("layout", "connector"), ("model", "connector")):
+        assert len({(getattr(one, axis), getattr(one, other)) for one in chosen}) == 4
+
+
+def in_force(release: str) -> dict[str, str]:
+    """The units of the patches that an engine of a release has today, without what is wanted."""
+    rows = units.of_rows()
+    names = [
+        f"feature:{one.name}" for one, _ in patches.at(ages.Version(release)) if not one.wanted
+    ]
+    features = frozenset(name.removeprefix("feature:") for name in names)
+    names += [f"row:{patch.id}" for patch in ages.rows_of(release, features)]
+    return {name: rows[name] for name in names}
+
+
+def test_a_row_that_came_makes_runs_of_its_feature_old():
+    whole = in_force("0.32.0")
+    without = {name: digest for name, digest in whole.items() if name != "row:fence.build"}
+    one = ages.Ran(CELL, evidence.Run("engine", True, "a file", code(without)))
+    found = ages.Evidence([one], ages.Today(fixed=units.of_rows()))
+    assert found.changed(one) == {"row:fence.build"}
+    assert found.wanted() == {ages.Wanted("row:fence.build", "0.32.0")}
+    other = replace(CELL, model="hybrid")
+    shown = ages.Ran(other, evidence.Run("engine", True, "a file", code(whole)))
+    found = ages.Evidence([one, shown], ages.Today(fixed=units.of_rows()))
+    assert (found.age(one), found.wanted()) == (ages.Age.COVERED, set())
+
+
+def test_the_rows_of_tiers_say_nothing_of_a_run_without_them():
+    whole = in_force("0.32.0")
+    without = {name: digest for name, digest in whole.items() if name != "row:tiers.file_mapper"}
+    for connector, changed in (("Offloading", set()), ("tiering fs", {"row:tiers.file_mapper"})):
+        cell = replace(CELL, connector=connector)
+        one = ages.Ran(cell, evidence.Run("engine", True, "a file", code(without)))
+        assert ages.Evidence([one], ages.Today(fixed=units.of_rows())).changed(one) == changed
+
+
+# What the committed runs see
+
+FENCE = patches.FEATURES[[one.name for one in patches.FEATURES].index("fence")]
+
+
+@pytest.fixture
+def planted(tmp_path: Path) -> Callable[..., set[str]]:
+    """The units that a landing wants on account of one change of a file."""
+    for name in ("kvpatch", "scripts/harness"):
+        ignored = shutil.ignore_patterns("__pycache__", "data", "*.json")
+        shutil.copytree(ROOT / name, tmp_path / name, ignore=ignored)
+
+    def planted(file: str, old: str, new: str) -> set[str]:
+        path = tmp_path / file
+        text = path.read_text()
+        assert old in text, f"{file} has another text"
+        path.write_text(text.replace(old, new, 1))
+        return asked(ages.Today(units.Tree(tmp_path))) - asked(ages.Today())
+
+    return planted
+
+
+def asked(code_of_today: ages.Today) -> set[str]:
+    return {one.unit for one in ages.Evidence(ages.recorded(), code_of_today).wanted()}
 
 
 @pytest.mark.skipif(
     sys.version_info[:2] != (3, 11), reason="a digest is of the syntax tree of Python 3.11"
 )
-def test_every_row_of_today_was_in_force_where_a_cell_stands():
-    """Otherwise a row came: scripts/matrix engine --stale --feature none."""
-    every = {patch.id for feature in patches.FEATURES for patch in feature.patches}
-    stale = [(cell, every & set(changed)) for _, cell, changed in evidence.stale()]
-    assert [(cell, rows) for cell, rows in stale if rows] == []
+@pytest.mark.parametrize(
+    ("file", "old", "new", "unit"),
+    [
+        (
+            "kvpatch/patch.py",
+            "    setattr(parent, attribute, replacement)\n    return applied",
+            "    return applied",
+            "kvpatch.patch:apply",
+        ),
+        ("kvpatch/claims.py", "fcntl.LOCK_NB", "fcntl.LOCK_UN", "kvpatch.claims:take"),
+        ("kvpatch/pool/keeper.py", "TICK = 0.1", "TICK = 9.9", "kvpatch.pool.keeper:TICK"),
+        (
+            "scripts/harness/matrix/cells.py",
+            'return {"right": right, **record}',
+            'return {"right": True, **record}',
+            "harness.matrix.cells:judge",
+        ),
+        (
+            "scripts/harness/engines/block_watch.py",
+            "self.changed",
+            "self.nothing",
+            "harness.engines.block_watch:",
+        ),
+    ],
+)
+def test_a_change_that_a_run_stands_for_is_seen(planted, file, old, new, unit):
+    assert any(one.startswith(unit) for one in planted(file, old, new))
 
 
-def test_other_ids_than_those_of_today_are_found(data):
-    assert of_other_patches(data()) == []
-    ids = in_force("0.32.0")
-    assert of_other_patches(data(patches=ids[:-1])) == []  # one came since
-    for other in ((*ids, "a.new_patch"), ids[::-1]):
-        assert of_other_patches(data(patches=other)) == [
-            "engine/vllm-0.32.0-kvcached-0.1.6.json abc"
-        ]
-
-
-def test_a_gpu_has_no_patches_of_the_host_device(data):
-    ids = in_force("0.32.0", on_host=False)
-    assert not any(one.startswith("host.") for one in ids)
-    assert of_other_patches(data(patches=ids)) == []
-
-
-# Stale runs
-
-
-def test_a_run_on_the_code_of_today_is_not_stale(data):
-    folder = data()
-    ((cell, (run,)),) = evidence.runs(folder).items()
-    assert cell == Cell(vllm="0.32.0", **AXES)
-    assert (run.level, run.right, run.code.commit) == ("engine", True, "abc")
-    assert list(evidence.stale(folder)) == []
-
-
-def test_a_run_on_another_module_is_stale(data):
-    digests = evidence.digests_of(in_force("0.32.0"))
-    changed = digests | {"kvpatch.patches.fence.hooks": "another"}
-    gone = digests | {"kvpatch.patches.fence.gone": "1"}
-    for other, module in ((changed, "hooks"), (gone, "gone")):
-        ((_, _, modules),) = evidence.stale(data(digests=other))
-        assert modules == [f"kvpatch.patches.fence.{module}"]
-    moved = digests | {"kvpatch.patches.sleep.weights": "as it was"}
-    assert list(evidence.stale(data(digests=moved))) == []
-    del digests["kvpatch.patches.fence.fence"]  # not there when it ran
-    ((_, _, modules),) = evidence.stale(data(digests=digests))
-    assert modules == ["kvpatch.patches.fence.fence"]
-
-
-def test_the_code_of_tiers_says_nothing_of_a_run_without_them(data):
-    ids = in_force("0.32.0")
-    digests = evidence.digests_of(ids) | {"kvpatch.patches.secondary_tiers.fs": "another"}
-    assert list(evidence.stale(data(digests=digests))) == []
-    kept = tuple(one for one in ids if one != "tiers.file_mapper")
-    folder = data(patches=kept, digests=digests)
-    assert list(evidence.stale(folder)) == []
-    path = folder / "engine/vllm-0.32.0-kvcached-0.1.6.json"
-    path.write_text(path.read_text().replace('"Offloading"', '"tiering fs"'))
-    evidence.forget()
-    ((_, _, changed),) = evidence.stale(folder)
-    assert changed == ["kvpatch.patches.secondary_tiers.fs", "tiers.file_mapper"]
-
-
-def test_a_run_without_a_row_of_today_or_with_another_is_stale(data):
-    ids = in_force("0.32.0")
-    kept = tuple(one for one in ids if one != "fence.build")
-    for other, row in ((kept, "fence.build"), ((*ids, "fence.gone"), "fence.gone")):
-        folder = data(patches=other, digests=evidence.digests_of(other))
-        ((_, _, changed),) = evidence.stale(folder)
-        assert changed == [row]
-
-
-def test_a_run_without_a_row_stands_where_another_of_its_kind_had_it(data):
-    """Of the same release, runner, layout and connector; on the code of today, and right."""
-    ids = in_force("0.32.0")
-    kept = tuple(one for one in ids if one != "fence.build")
-    folder = data(patches=kept, digests=evidence.digests_of(kept))
-    path = folder / "engine/vllm-0.32.0-kvcached-0.1.6.json"
-    whole = {"commit": "def", "patches": ids, "digests": evidence.digests_of(ids)}
-
-    def stale_beside(**changes: Any) -> int:
-        result = json.loads(path.read_text())
-        other = AXES | {"model": "sliding window", "right": True, "code": "def"} | changes
-        result["runs"] = [result["runs"][0], other]
-        result["code"]["def"] = whole
-        path.write_text(json.dumps(result))
-        evidence.forget()
-        return len(list(evidence.stale(folder)))
-
-    assert stale_beside() == 0
-    assert stale_beside(feature="fp8") == 0
-    assert stale_beside(right=False) == 1
-    for axis, value in (("runner", "V1"), ("layout", "non-contiguous"), ("connector", "Multi")):
-        assert stale_beside(**{axis: value}) == 1
-    whole["digests"] = whole["digests"] | {"kvpatch.patches.fence.hooks": "another"}
-    assert stale_beside() == 2
-
-
-def test_the_rows_of_a_feature_that_was_not_in_force_are_no_change(data):
-    ids = in_force("0.32.0", on_host=False)
-    assert list(evidence.stale(data(patches=ids, digests=evidence.digests_of(ids)))) == []
-
-
-def test_a_run_whose_code_was_not_recorded_is_stale(data):
-    folder = data()
-    path = folder / "engine/vllm-0.32.0-kvcached-0.1.6.json"
-    result = json.loads(path.read_text())
-    del result["code"]
-    path.write_text(json.dumps(result))
-    evidence.forget()
-    ((_, cell, why),) = evidence.stale(folder)
-    assert cell.vllm == "0.32.0"
-    assert why == ["the code was not recorded"]
-
-
-def test_a_level_does_not_speak_for_another(data, monkeypatch):
-    folder = data(digests={})
-    (folder / "engine").rename(folder / "synchronous")
-    evidence.forget()
-    ((level, cell, _),) = evidence.stale(folder)
-    assert level == "synchronous"
-    monkeypatch.setattr(evidence, "runs", partial(evidence.runs, folder))
-    names = ("connector", "model", "feature", "layout", "runner", "releases")
-    selected = Namespace(**{name: [] for name in names}, missing=True, stale=False)
-    for synchronous, stale, wanted in (
-        (True, {(level, cell)}, True),
-        (True, {("engine", cell)}, False),
-        (False, set(), True),  # asynchronously it never ran
-    ):
-        selected.synchronous = synchronous
-        assert command.wanted_cell(cell, selected, stale) is wanted
-    selected.missing, selected.stale = False, True
-    for synchronous, stale in ((True, {(level, cell)}), (False, set())):
-        selected.synchronous = synchronous
-        assert command.wanted_cell(cell, selected, stale) is bool(stale)
-
-
-def test_only_engines_are_stale(data, tmp_path):
-    folder = data(digests={})
-    (folder / "engine").rename(folder / "bytes")
-    evidence.forget()
-    assert [run.level for every in evidence.runs(folder).values() for run in every] == ["bytes"]
-    assert list(evidence.stale(folder)) == []
-
-
-# Features
-
-
-def test_a_run_with_a_feature_is_an_engine_run_of_a_cell_of_its_own(data):
-    folder = data()
-    path = folder / "engine/vllm-0.32.0-kvcached-0.1.6.json"
-    result = json.loads(path.read_text())
-    result["runs"][0]["feature"] = "fp8"
-    (folder / evidence.FEATURES).mkdir()
-    (folder / evidence.FEATURES / path.name).write_text(json.dumps(result))
-    evidence.forget()
-    found = evidence.runs(folder)
-    assert list(found) == [Cell(vllm="0.32.0", **AXES), Cell(vllm="0.32.0", **AXES, feature="fp8")]
-    files = [(run.level, run.file.partition("/")[0]) for every in found.values() for run in every]
-    assert files == [("engine", "engine"), ("engine", "features")]
+@pytest.mark.skipif(
+    sys.version_info[:2] != (3, 11), reason="a digest is of the syntax tree of Python 3.11"
+)
+@pytest.mark.parametrize(
+    ("file", "old", "new"),
+    [
+        ("kvpatch/patches/fence/fence.py", '"""', '"""In other words: '),
+        ("kvpatch/patches/elastic_memory/limit.py", 'log.info("', 'log.info("in other words: '),
+        ("kvpatch/activation.py", "raise Refusal(\n", "raise Refusal(\n            # so\n"),
+    ],
+)
+def test_words_are_seen_by_nothing(planted, file, old, new):
+    assert planted(file, old, new) == set()
 
 
 @pytest.mark.parametrize(
-    ("level", "feature", "folder"),
+    "change", [{"target": "vllm.v1:other"}, {"wrapper": "kvpatch.patches.fence.hooks:other"}]
+)
+def test_a_row_with_another_target_or_function_is_seen(change):
+    (patch,) = [one for one in FENCE.patches if one.id == "fence.build"]
+    fixed = units.of_rows() | oracle.fixed() | units.of_files()
+    fixed[f"row:{patch.id}"] = units.of_row(patch._replace(**change))
+    seen = asked(ages.Today(fixed=fixed)) - asked(ages.Today())
+    assert seen == {f"row:{patch.id}"}
+
+
+# Recording
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setattr(record, "DATA", tmp_path)
+    monkeypatch.setattr(provenance, "commit", lambda: "0123456789ab")
+    return tmp_path
+
+
+HEAD = {"vllm": "0.32.0", "kvcached": "0.1.6"}
+
+
+def test_a_run_names_its_commit_and_what_it_executed(folder):
+    record.record_run("engine", HEAD, AXES | {"right": True}, {"kvpatch.m:a": "1", "row:r": "2"})
+    ((cell, (run,)),) = evidence.runs(folder).items()
+    assert (cell, run.level, run.right, run.code.commit) == (CELL, "engine", True, "0123456789ab")
+    assert run.code.units == {"kvpatch.m:a": "1", "row:r": "2"}
+    assert run.code.patches == {"r"}
+
+
+def test_a_run_of_a_changed_tree_is_not_recorded(folder, monkeypatch):
+    monkeypatch.setattr(provenance, "commit", lambda: f"abc{provenance.CHANGED}")
+    with pytest.raises(HarnessError, match="commit first"):
+        record.record_run("engine", HEAD, AXES | {"right": True}, {})
+    assert list(folder.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("level", "feature", "place"),
     [
         ("engine", {}, "engine"),
         ("engine", {"feature": "fp8"}, "features"),
+        ("engine", {"feature": "host pool"}, "tried"),
+        ("engine", {"feature": "chunks + fp8"}, "tried"),
         ("synchronous", {"feature": "fp8"}, "synchronous"),
     ],
 )
-def test_a_feature_is_recorded_apart(data, monkeypatch, level, feature, folder):
+def test_a_feature_is_recorded_apart(folder, level, feature, place):
     """The runs of a cell with it and without it are two, whatever the order."""
-    root = data()
-    monkeypatch.setattr(record, "DATA", root)
-    head = {"vllm": "0.32.0", "kvcached": "0.1.6"}
     for right in (False, True):
-        record.record_run(level, head, AXES | feature | {"right": right}, ["fence.build"])
-    record.record_run(level, head, AXES | {"model": "hybrid", "right": True}, ["fence.build"])
-    path = root / folder / "vllm-0.32.0-kvcached-0.1.6.json"
+        record.record_run(level, HEAD, AXES | feature | {"right": right}, {"kvpatch.m:a": "1"})
+    record.record_run(level, HEAD, AXES | {"model": "hybrid", "right": True}, {})
+    path = folder / place / "vllm-0.32.0-kvcached-0.1.6.json"
     runs = json.loads(path.read_text())["runs"]
     mine = [run for run in runs if run["model"] == AXES["model"]]
     assert [(run.get("feature"), run["right"]) for run in mine] == [(feature.get("feature"), True)]
 
 
-# Digests
+def table_of(folder: Path) -> list[str]:
+    found: list[str] = json.loads((folder / evidence.UNITS).read_text())
+    return found
 
 
-def test_every_wrapper_has_a_digest_on_every_release():
-    for release in supported.validated():
-        ids = in_force(release)
-        modules = evidence.digests_of(ids)
-        wrappers = {
-            patch.wrapper.partition(":")[0]
-            for feature in patches.FEATURES
-            for patch in feature.patches
-            if patch.id in ids
-        }
-        assert wrappers <= set(modules)
-        assert evidence.HEADERS in modules
+def test_units_that_no_run_executed_leave_the_table(folder):
+    def recorded(model: str, executes: Iterable[str]) -> None:
+        executed_units = {f"kvpatch.m:{name}": "1" for name in executes}
+        record.record_run("engine", HEAD, AXES | {"model": model, "right": True}, executed_units)
 
-
-def test_a_digest_covers_what_a_wrapper_imports_and_nothing_else():
-    modules = set(evidence.digests_of(["fence.build"]))
-    assert modules >= {
-        "kvpatch.patches.fence.hooks",
-        "kvpatch.patches.fence.fence",
-        "kvpatch.upstream.kvcached_api",
-        "kvpatch.state",
+    recorded("full attention", "zyx")
+    recorded("hybrid", "yb")
+    recorded("full attention", "b")
+    assert len(table_of(folder)) == 4
+    record.tidy()
+    assert table_of(folder) == ["kvpatch.m:b 1", "kvpatch.m:y 1"]
+    found: dict[str, Any] = {
+        cell.model: set(runs[0].code.units) for cell, runs in evidence.runs(folder).items()
     }
-    assert not any("simple_offload" in module or "hostdevice" in module for module in modules)
-
-
-def test_an_id_that_is_gone_has_no_digest():
-    assert evidence.digests_of(["gone.patch"]) == {}
-
-
-@pytest.fixture
-def digests(run, tmp_path: Path) -> Callable[..., dict[str, str]]:
-    """The digests of ``fence.build`` in a copy, after one module was edited."""
-    copied = tmp_path / "tree/kvpatch"
-    shutil.copytree(ROOT / "kvpatch", copied, ignore=shutil.ignore_patterns("__pycache__"))
-    code = "import json; from kvpatch.matrix import evidence\n"
-    code += "print(json.dumps(evidence.digests_of(['fence.build'])))"
-
-    def digests(module: str = "", old: str = "", new: str = "") -> dict[str, str]:
-        path = copied / module
-        before = path.read_text() if module else ""
-        if module:
-            assert old in before
-            path.write_text(before.replace(old, new))
-        done = run(sys.executable, "-B", "-c", code, PYTHONPATH=copied.parent, KVPATCH="0")
-        if module:
-            path.write_text(before)
-        assert done.code == 0, done.err
-        found: dict[str, str] = json.loads(done.out)
-        return found
-
-    return digests
-
-
-@pytest.mark.parametrize(
-    ("module", "old", "new", "changed"),
-    [
-        (
-            "patches/fence/hooks.py",
-            "    meta = wrapped(*args, **kwargs)\n    fenced",
-            "    meta = wrapped(*args)\n    fenced",
-            ["kvpatch.patches.fence.hooks"],
-        ),
-        (  # imported by it
-            "patches/fence/fence.py",
-            "self._builds += 1",
-            "self._builds += 2",
-            ["kvpatch.patches.fence.fence"],
-        ),
-        (  # imported by what it imports
-            "environ.py",
-            "is_on",
-            "switched_on",
-            [],  # no code of a patch
-        ),
-        (
-            "upstream/connectors.py",
-            'getattr(connector, "_connectors", None)',
-            'getattr(connector, "connectors", None)',
-            ["kvpatch.upstream.connectors"],
-        ),
-        (
-            "patches/fence/hooks.py",
-            '"""The fence between ',
-            '"""Between ',
-            [],
-        ),
-        (
-            "patches/fence/fence.py",
-            "        self._builds += 1",
-            "        # Counted for the longest hold.\n        self._builds += 1",
-            [],
-        ),
-    ],
-    ids=["the wrapper", "an import", "no code of a patch", "upstream", "a docstring", "a comment"],
-)
-def test_a_digest_changes_with_the_code_and_not_with_its_words(digests, module, old, new, changed):
-    before, after = digests(), digests(module, old, new)
-    assert before.keys() == after.keys()
-    assert [name for name in before if before[name] != after[name]] == changed
+    assert found == {"full attention": {"kvpatch.m:b"}, "hybrid": {"kvpatch.m:b", "kvpatch.m:y"}}

@@ -4,30 +4,29 @@ from __future__ import annotations
 
 from typing import Any
 
+from kvpatch import admitted
 from kvpatch.environ import FIRST_LIMIT
+from kvpatch.patches.offloading import place
 from kvpatch.rules import Rule
-from kvpatch.versions import Facts, in_words
+from kvpatch.versions import Facts
 
-# A release enters when tests/long/test_first_limit.py ran on it, or that of
-# tests/versions/test_suspend_on_releases.py.
-RELEASES: tuple[str, ...] = ("0.32.0", "0.33.0")
-_WHERE = f"on vLLM {in_words(list(RELEASES))} only" if RELEASES else "on no release yet"
+NAME = "first limit"  # in the table of what ran
 
 
 def _elsewhere(config: Any, facts: Facts) -> bool:
-    return bool(FIRST_LIMIT.read(facts.environment)) and not (
-        RELEASES and facts.vllm.is_one_of(list(RELEASES))
-    )
+    ways = place.ways(config.kv_transfer_config)
+    is_set = bool(FIRST_LIMIT.read(facts.environment))
+    return is_set and not admitted.ran_with(NAME, facts.vllm, ways)
 
 
 RULES = (
     Rule(
         "KVP373",
-        f"`{FIRST_LIMIT}`" + (f", except {_WHERE.removesuffix(' only')}" if RELEASES else ""),
+        f"`{FIRST_LIMIT}`" + admitted.but(NAME),
         _elsewhere,
-        f"{FIRST_LIMIT} is set",
-        f"a limit at the start is validated {_WHERE}",
-        f"unset {FIRST_LIMIT}" + (", or install one of these releases" if RELEASES else ""),
+        f"{FIRST_LIMIT} is set on this release and with this connector",
+        f"a limit at the start is validated {admitted.with_connectors(NAME)} only",
+        f"unset {FIRST_LIMIT}, or use one of these",
         with_connector=False,
     ),
 )

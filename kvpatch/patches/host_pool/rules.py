@@ -5,23 +5,20 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-from kvpatch import environ
+from kvpatch import admitted, environ
 from kvpatch.environ import HOST_POOL_FLOOR
 from kvpatch.patches.host_pool import presence
-from kvpatch.patches.offloading import cpu_tier
+from kvpatch.patches.offloading import cpu_tier, place
 from kvpatch.rules import Rule
 from kvpatch.sizes import readable
 from kvpatch.upstream import connectors
-from kvpatch.versions import Facts, in_words
+from kvpatch.versions import Facts
 
-# The releases whose engines passed tests/long/test_host_pool.py and test_host_pool_simple.py, or
-# their file in tests/versions.
-RELEASES = ("0.28.0", "0.29.0", "0.30.0", "0.31.0", "0.32.0", "0.33.0")
-# Those of tests/long/test_host_pool_tiers.py: with secondary tiers, and inside MultiConnector.
-WITH_TIERS = ("0.30.0", "0.32.0", "0.33.0")
-IN_MULTI = ("0.30.0", "0.32.0", "0.33.0")
-_SPECS = (None, "CPUOffloadingSpec", "HostOffloadingSpec")
-_TIERING = ("TieringOffloadingSpec", "HostTieringOffloadingSpec")
+NAME = "host pool"  # in the table of what ran
+_SPECS = (
+    *(None, "CPUOffloadingSpec", "HostOffloadingSpec"),
+    *("TieringOffloadingSpec", "HostTieringOffloadingSpec"),
+)
 _UNSET = "unset KVPATCH_HOST_POOL"
 
 
@@ -36,7 +33,8 @@ def floor(environment: Mapping[str, str]) -> int:
 
 
 def _other_release(config: Any, facts: Facts) -> bool:
-    return _pooled(facts) and not facts.vllm.is_one_of(RELEASES)
+    ways = place.ways(config.kv_transfer_config)
+    return _pooled(facts) and not admitted.ran_with(NAME, facts.vllm, ways)
 
 
 def _other_tier(config: Any, facts: Facts) -> bool:
@@ -47,20 +45,12 @@ def _other_tier(config: Any, facts: Facts) -> bool:
     if len(tiers) != 1:
         return True
     if tiers[0].name == connectors.SIMPLE:
-        # In MultiConnector it did not run, and stages have other regions than each other.
-        alone = transfer.kv_connector == connectors.SIMPLE
-        stages = config.parallel_config.pipeline_parallel_size
-        return not alone or stages > 1
-    specs = _SPECS + (_TIERING if facts.vllm.is_one_of(WITH_TIERS) else ())
-    if tiers[0].extra.get("spec_name") not in specs:
+        return bool(transfer.kv_connector != connectors.SIMPLE)
+    if tiers[0].extra.get("spec_name") not in _SPECS:
         return True
-    if any(tier.get("type") != "fs" for tier in tiers[0].tiers):
-        return True  # NIXL keeps hold of the whole tier
-    if transfer.kv_connector == connectors.OFFLOADING:
-        return False
     # The engine has one part in the pool, under its own name.
     inside = transfer.kv_connector_extra_config.get("connectors") or ()
-    return not facts.vllm.is_one_of(IN_MULTI) or any("engine_id" in one for one in inside)
+    return any("engine_id" in one for one in inside)
 
 
 def pooled(transfer: Any) -> list[connectors.Leaf]:
@@ -138,23 +128,20 @@ def _what_is_too_large(config: Any, facts: Facts) -> str:
 RULES = (
     Rule(
         "KVP342",
-        "`KVPATCH_HOST_POOL` on releases whose engines did not pass its tests",
+        "`KVPATCH_HOST_POOL`" + admitted.but(NAME, how="on a machine without a GPU"),
         _other_release,
-        "KVPATCH_HOST_POOL is set on this release",
-        f"the host pool is validated on vLLM {in_words(RELEASES)} only",
+        "KVPATCH_HOST_POOL is set on this release and with this connector",
+        f"the host pool is validated {admitted.with_connectors(NAME)} only",
         _UNSET,
     ),
     Rule(
         "KVP343",
-        "`KVPATCH_HOST_POOL` with SimpleCPUOffloadConnector in MultiConnector or with pipeline "
-        f"parallelism; with secondary tiers except fs on vLLM {in_words(WITH_TIERS)}; with "
-        f"MultiConnector except on {in_words(IN_MULTI)}",
+        "`KVPATCH_HOST_POOL` with two CPU tiers, with SimpleCPUOffloadConnector in MultiConnector, "
+        "or with an `engine_id` inside of it",
         _other_tier,
         "KVPATCH_HOST_POOL is set for CPU tiers that did not run in one",
-        "the host pool is validated with one connector; with the tier fs on vLLM "
-        f"{in_words(WITH_TIERS)} only, with OffloadingConnector in MultiConnector on "
-        f"{in_words(IN_MULTI)} only, and with SimpleCPUOffloadConnector by itself and without "
-        "pipeline parallelism",
+        "the host pool is validated with one CPU tier, and with SimpleCPUOffloadConnector by "
+        "itself",
         f"{_UNSET}, or use one of these",
     ),
     Rule(

@@ -37,7 +37,7 @@ FEATURE = Feature(
     name="offloading-connector",
     summary="vLLM's OffloadingConnector copies the correct bytes of kvcached's memory",
     since=FLOOR,
-    rules="kvpatch.patches.offloading.rules:RULES",
+    rules="kvpatch.patches.offloading.together:RULES",
     seams=(
         seam(
             Patch(

@@ -40,6 +40,8 @@ _HOW_HYBRIDS = "with one or two ranks"
 # Where models that are run for their pooled states were compared. SimpleCPUOffloadConnector of
 # earlier releases stores nothing of a request that ends in its first step.
 POOLED = {connectors.OFFLOADING: Span("0.28"), connectors.SIMPLE: Span("0.30")}
+# Where windows have groups of their own by default.
+HYBRID_MANAGER = Span("0.22")
 # Where chunks are stored of which a window has left a part.
 WINDOWS_IN_PARTS = Span("0", "0.33")
 
@@ -170,8 +172,13 @@ def _by_scheme(config: Any, facts: Facts) -> bool:
     return obeys and config.cache_config.cache_dtype == "auto" and _has_scheme(config)
 
 
+def is_fp8(config: Any, facts: Facts) -> bool:
+    """Return whether the KV cache is fp8, by the setting or by the checkpoint."""
+    return _by_scheme(config, facts) or config.cache_config.cache_dtype in FP8_CACHE_DTYPES
+
+
 def _other_dtype(config: Any, facts: Facts) -> bool:
-    if _by_scheme(config, facts) or config.cache_config.cache_dtype in FP8_CACHE_DTYPES:
+    if is_fp8(config, facts):
         return not _validated_fp8(config, facts)
     return config.cache_config.cache_dtype not in VALIDATED_CACHE_DTYPES
 
@@ -224,48 +231,64 @@ def _chunks_of_windows(config: Any, facts: Facts) -> bool:
     return chunks and model is not None and model.get_sliding_window() is not None
 
 
-def _chunks(config: Any, facts: Facts) -> bool:
-    """Return whether chunks of several blocks did not run."""
+def has_chunks(config: Any) -> bool:
+    """Return whether chunks have several blocks."""
     block = getattr(config.cache_config, "block_size", None)
-    asked = any(
+    return any(
         leaf.extra.get("block_size") not in (None, block)
         or int(leaf.extra.get("blocks_per_chunk") or 1) > 1
         for leaf in connectors.offloading(config.kv_transfer_config)
     )
+
+
+def _chunks(config: Any, facts: Facts) -> bool:
+    """Return whether chunks of several blocks did not run."""
     if place.has_windows(config.model_config) and release_of(facts.vllm) in WINDOWS_IN_PARTS:
         return False  # KVP355
-    return asked and not place.starts_with("chunks", config, facts)
+    return has_chunks(config) and not place.starts_with("chunks", config, facts)
+
+
+def has_threshold(config: Any) -> bool:
+    """Return whether blocks are stored at a later use than the first."""
+    return any(
+        int(leaf.extra.get("store_threshold") or 0) > 1
+        for leaf in connectors.offloading(config.kv_transfer_config)
+    )
 
 
 def _threshold(config: Any, facts: Facts) -> bool:
     """Return whether blocks are stored at a later use than the first, which did not run."""
-    asked = any(
-        int(leaf.extra.get("store_threshold") or 0) > 1
-        for leaf in connectors.offloading(config.kv_transfer_config)
+    return has_threshold(config) and not place.starts_with("store threshold", config, facts)
+
+
+def has_no_hybrid_manager(config: Any, facts: Facts) -> bool:
+    """Return whether windows are kept whole, where that is not vLLM's default."""
+    return (
+        bool(config.scheduler_config.disable_hybrid_kv_cache_manager)
+        and place.has_windows(config.model_config)
+        and release_of(facts.vllm) in HYBRID_MANAGER
     )
-    return asked and not place.starts_with("store threshold", config, facts)
 
 
 def _no_hybrid_manager(config: Any, facts: Facts) -> bool:
     """Return whether windows are kept whole, where that did not run."""
-    return (
-        bool(config.scheduler_config.disable_hybrid_kv_cache_manager)
-        and place.has_windows(config.model_config)
-        and not place.starts_with("no hybrid manager", config, facts)
+    return has_no_hybrid_manager(config, facts) and not (
+        place.starts_with("no hybrid manager", config, facts)
     )
 
 
-def _whole_prompts(config: Any, facts: Facts) -> bool:
-    """Return whether prompts are not split, where that did not run.
+def has_whole_prompts(config: Any) -> bool:
+    """Return whether prompts are not split.
 
     The cells of latent attention ran so: vLLM's CPU backend splits none of their prompts.
     """
     latent = config.model_config is not None and config.model_config.use_mla
-    return (
-        not config.scheduler_config.enable_chunked_prefill
-        and not latent
-        and not place.starts_with("whole prompts", config, facts)
-    )
+    return not config.scheduler_config.enable_chunked_prefill and not latent
+
+
+def _whole_prompts(config: Any, facts: Facts) -> bool:
+    """Return whether prompts are not split, where that did not run."""
+    return has_whole_prompts(config) and not place.starts_with("whole prompts", config, facts)
 
 
 def _two_block_sizes(config: Any, facts: Facts) -> bool:
@@ -455,7 +478,7 @@ RULES = (
         "connector is configured",
         admitted.why("no hybrid manager"),
         "remove --disable-hybrid-kv-cache-manager",
-        only_in=Span("0.22"),
+        only_in=HYBRID_MANAGER,
     ),
     Rule(
         "KVP307",

@@ -2,8 +2,8 @@
 
 A run is fresh if what it executed is unchanged: rows, units and oracle. It is covered if each unit
 that changed since was executed by a fresh right run with the same patch set; else it is old. A
-landing needs, for each unit that any run executed, a fresh right run on the newest release and on
-the oldest that executed it: ``landing`` chooses the fewest. A version is tagged with ``cover``
+landing needs, for each unit that changed, a right run of it as it is now on the newest release and
+on the oldest that executes it: ``landing`` chooses the fewest. A version is tagged with ``cover``
 fresh, where each pair of values of two axes is in a run.
 """
 
@@ -138,17 +138,20 @@ class Evidence:
         return Counter(self.age(one) for one in self.ran if one.run.right)
 
     def wanted(self) -> set[Wanted]:
-        """Return the fresh runs that a landing lacks.
+        """Return the runs that a landing lacks.
 
-        Of each unit of today that a run executed, and of each row that came: on the newest and on
-        the oldest release where a recorded run executes it, of each level.
+        Of each unit of today that a run executed, and of each row that came: a right run of it as
+        it is today, on the newest and on the oldest release where a recorded run executes it.
         """
         missing = set()
-        fresh = {id(one.run) for one in self.fresh()}
         for name, ran in self._executing.items():
+            digest = self.today.digest(name)
             releases = sorted({one.cell.vllm for one in ran}, key=Version)
             for vllm in {releases[0], releases[-1]}:
-                if not any(one.cell.vllm == vllm and id(one.run) in fresh for one in ran):
+                if not any(
+                    one.cell.vllm == vllm and one.run.right and one.code.units.get(name) == digest
+                    for one in ran
+                ):
                     missing.add(Wanted(name, vllm))
         return missing
 

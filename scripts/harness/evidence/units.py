@@ -76,7 +76,7 @@ class Tree:
     def of_module(self, name: str) -> Units:
         """Return the units of a module, by their names."""
         if name not in self._of:
-            self._of[name] = _units(name, self.files[name].read_text())
+            self._of[name] = of_text(name, self.files[name].read_text())
         return self._of[name]
 
     def get(self, name: str) -> Unit | None:
@@ -141,7 +141,8 @@ def _module(path: Path) -> str:
     return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
 
 
-def _units(module: str, text: str) -> Units:
+def of_text(module: str, text: str) -> Units:
+    """Return the units of a module with a text, by their names."""
     tree = ast.parse(text)
     imported = dict(_imported(tree))
     own = {name for node in tree.body for name in _defined(node)}
@@ -164,10 +165,13 @@ def _units(module: str, text: str) -> Units:
                 add(f"{prefix}{node.name}", node, True)
             elif isinstance(node, ast.ClassDef):
                 walk(node.body, f"{prefix}{node.name}.")
-                kept = [
-                    one for one in node.body if not isinstance(one, (*_FUNCTIONS, ast.ClassDef))
+                # What it defines is known by name: a method that comes may override another's.
+                node.body = [
+                    ast.Expr(ast.Name(one.name))
+                    if isinstance(one, (*_FUNCTIONS, ast.ClassDef))
+                    else one
+                    for one in node.body
                 ]
-                node.body = kept or [ast.Pass()]
                 add(f"{prefix}{node.name}", node, False)
             elif isinstance(node, ast.If | ast.Try | ast.With) and not prefix:
                 branches = [node.body, getattr(node, "orelse", []), getattr(node, "finalbody", [])]

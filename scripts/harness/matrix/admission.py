@@ -16,7 +16,8 @@ Table = dict[str, dict[str, list[str]]]
 
 def earned() -> Table:
     """Return the table that the recorded runs give."""
-    return _table(lambda cell: verdicts.ran_right(cell) or bool(verdicts.by_shared_seams(cell)))
+    by_cell = _table(lambda cell: verdicts.ran_right(cell) or bool(verdicts.by_shared_seams(cell)))
+    return by_cell | {name: found for name in axes.TRIED if (found := verdicts.admitted_with(name))}
 
 
 def tried(features: Iterable[str], releases: Iterable[str], models: Iterable[str] = ()) -> Table:

@@ -31,7 +31,7 @@ from harness.engines.runs import (
 from harness.evidence import of_run
 from kvpatch import patches
 from kvpatch.environ import FIRST_LIMIT, HOST_POOL
-from kvpatch.matrix.axes import NONE, TOGETHER, Cell, settings_of
+from kvpatch.matrix.axes import NONE, TOGETHER, TRIED, Cell, settings_of
 from kvpatch.matrix.evidence import LEVELS
 from kvpatch.patches.offloading.rules import STAGES
 from kvpatch.pool import ledger
@@ -79,7 +79,8 @@ FEATURES: dict[str, dict[str, Any]] = {
     "arc": {"policy": "arc"},
 }
 POOL = "256MiB"
-TOGETHER_CODE = "KVP376"  # refuses pairs of settings that did not run together
+# The codes of what is refused until it ran: pairs, the host pool, a first limit.
+UNTIL_IT_RAN = ("KVP376", "KVP342", "KVP373")
 # What plain vLLM has nothing of, or computes the same with.
 _OF_KVPATCH = ("chunks", "store threshold", "host pool", "first limit", "KV events", "arc")
 # Of stages there are several steps at once, and none of them ahead. To be ahead on a CPU, Runner V1
@@ -250,7 +251,7 @@ class Engines:
             base,
             kvpatch=True,
             offload=True,
-            forced=(TOGETHER_CODE,) if len(settings_of(cell)) > 1 else (),
+            forced=UNTIL_IT_RAN if cell.feature in TRIED else (),
             contiguous=LAYOUTS[cell.layout],
             asynchronous=ahead,
             **trial.changes,
@@ -364,7 +365,7 @@ def _changes(cell: Cell) -> dict[str, Any]:
 
 def _pool() -> str:
     """Return the name of the host pool of this thread's engine."""
-    return f"matrix{os.getpid()}-{threading.get_native_id()}"
+    return f"matrix{os.getpid()}x{threading.get_native_id()}"
 
 
 def asked_of(wanted: Run, trial: Trial) -> dict[str, Any]:

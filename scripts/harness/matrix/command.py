@@ -17,7 +17,9 @@
     scripts/matrix try 0.32.0 --feature EAGLE    cells with more turned on that are refused until
                                                  they ran: in a copy of the checkout that admits
                                                  them; those that were right are then admitted
-    scripts/matrix pairs 0.33.0                  pairs of settings that people turn on together
+    scripts/matrix tried 0.33.0                  what is no axis of the matrix, such as the host
+                                                 pool, and pairs of settings that people turn on:
+                                                 one engine for each connector
     scripts/matrix admit                         renew what the recorded runs admit
     scripts/matrix plain 0.28.0                  plain vLLM in what is not validated: where it ends
                                                  by itself, no engine on a CPU can validate a cell
@@ -193,19 +195,20 @@ def covering() -> list[axes.Cell]:
     return ages.pairs((cell for cell in ran if cell.vllm in known), lambda cell: cell.vllm)
 
 
-def pairs(arguments: argparse.Namespace) -> int:
-    """Run pairs of settings that people turn on together, and record what came of each."""
-    ran = {cell for cell, runs in evidence.runs().items() if any(run.right for run in runs)}
+def run_tried(arguments: argparse.Namespace) -> int:
+    """Run what is no axis of the matrix, alone and in pairs, and admit what was right."""
+    right = {cell for cell in evidence.runs() if verdicts.ran_right(cell)}
+    chosen = set(arguments.setting or ())
     wanted = [
         cell
         for release in arguments.releases or supported.validated()
-        for cell in axes.paired_cells(release)
+        for cell in axes.tried_cells(release)
         if verdicts.missing(cell) is None
-        and verdicts.refusal(cell, lifted=(cells.TOGETHER_CODE,)) is None
-        and not (arguments.missing and cell in ran)
-        and set(axes.settings_of(cell)) & set(arguments.setting or axes.settings_of(cell))
+        and verdicts.refusal(cell, lifted=cells.UNTIL_IT_RAN) is None
+        and not (arguments.missing and cell in right)
+        and (not chosen or chosen & set(axes.settings_of(cell)))
     ]
-    return run_cells(by_release(wanted), arguments)
+    return run_cells(by_release(wanted), arguments) | admit(arguments)
 
 
 def by_release(cells_: Iterable[axes.Cell]) -> dict[str, list[axes.Cell]]:
@@ -231,7 +234,8 @@ def run_release(release: str, cells_of: Iterable[axes.Cell], arguments: argparse
         say(f"{release}: {in_words(cell)}: {words}")
         # At once: what was run stays when the rest is interrupted. A cell that is refused and was
         # never right stays as it is.
-        if outcome["right"] or cell in evidence.runs() or not axes.only_admitted(cell):
+        is_tried = axes.only_admitted(cell) or cell.feature in axes.TRIED
+        if outcome["right"] or cell in evidence.runs() or not is_tried:
             record_cell(level_of(arguments), cell, outcome, executed, versions)
     return wrong
 
@@ -533,13 +537,13 @@ def main() -> int:
     level.add_argument("releases", nargs="*", help="of vllm-ascend (default: all)")
     level.add_argument("--keep", type=Path, help="an empty folder for models and devices")
     level.set_defaults(compute=compute_ascend)
-    level = levels.add_parser("pairs", help="real engines with two settings turned on together")
+    level = levels.add_parser("tried", help="what is no axis, and pairs of settings")
     level.add_argument("releases", nargs="*", help="of vLLM (default: all that are validated)")
     level.add_argument("--setting", action="append", help="one of the two (default: all)")
-    level.add_argument("--missing", action="store_true", help="only pairs without a right run")
+    level.add_argument("--missing", action="store_true", help="only cells without a right run")
     level.add_argument("--jobs", type=int, help="releases at a time (default: what has room)")
     level.add_argument("--keep", type=Path, help="a folder for logs and results")
-    level.set_defaults(compute=pairs)
+    level.set_defaults(compute=run_tried)
     for name, what, compute in (
         ("land", "the engines that today's changes ask for", land),
         ("cover", "the engines that a tagged version needs", cover),
