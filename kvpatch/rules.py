@@ -33,6 +33,7 @@ class Rule(NamedTuple):
             kvcached alone runs as it would without kvpatch.
         warns: what to tell the operator about a configuration that it does not refuse;
             empty for nothing.
+        last: asked after the others, whose reasons are more exact.
     """
 
     code: str
@@ -45,6 +46,7 @@ class Rule(NamedTuple):
     unless_validated: Span | None = None
     with_connector: bool = True
     warns: Callable[[Config, Facts], str] | None = None
+    last: bool = False
 
     @property
     def fault(self) -> Code:
@@ -66,8 +68,9 @@ class Rule(NamedTuple):
 
 
 def of(references: Iterable[str | None]) -> tuple[Rule, ...]:
-    """Return the rules that ``references`` name, in their order."""
-    return tuple(rule for reference in references if reference for rule in load(reference))
+    """Return the rules that ``references`` name, in their order but for the last ones."""
+    every = (rule for reference in references if reference for rule in load(reference))
+    return tuple(sorted(every, key=lambda rule: rule.last))
 
 
 def refusals(config: Config, facts: Facts, rules: Iterable[Rule]) -> Iterator[Refusal]:

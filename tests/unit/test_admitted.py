@@ -29,7 +29,7 @@ def ran(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., None]]:
     monkeypatch.setattr(supported, "RELEASES", releases)
 
     def ran(*cells: axes.Cell, right: bool = True) -> None:
-        run = evidence.Run("engine", right, "a file", None)
+        run = evidence.Run("engine", right, "a file", evidence.NOT_RECORDED)
         monkeypatch.setattr(evidence, "runs", cache(lambda: {cell: [run] for cell in cells}))
 
     verdicts.forget()
@@ -168,12 +168,11 @@ def test_a_cell_that_waits_is_recorded_when_it_is_right(
     ran(*[cell] * known)
     written: list[Any] = []
     monkeypatch.setattr(command, "record_cell", lambda *given: written.append(given[1]))
-    monkeypatch.setattr(command, "wanted_cell", lambda one, *rest: one == cell)
     monkeypatch.setattr(command.cells, "facts", lambda release: {})
-    outcome = {"right": right, "patches": []}
+    outcome = {"right": right, "executed": {}}
     monkeypatch.setattr(command.cells.Engines, "compare", lambda *given: dict(outcome))
     given = SimpleNamespace(keep="nowhere", synchronous=False)
-    assert command.run_release("0.32.0", given, set()) == (not right)
+    assert command.run_release("0.32.0", [cell], given) == (not right)
     assert written == [cell] * recorded
 
 

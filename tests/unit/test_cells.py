@@ -8,8 +8,9 @@ from typing import Any
 
 import pytest
 
-from harness.engines.runs import Run, block_bytes, engine_arguments
+from harness.engines.runs import Run, block_bytes, block_tokens, engine_arguments
 from harness.matrix import cells
+from kvpatch import admitted
 from kvpatch.matrix import axes
 
 CELL = axes.Cell("0.32.0", "V2", "contiguous", "Offloading", "full attention")
@@ -125,8 +126,9 @@ def test_a_rank_of_a_hybrid_model_has_as_large_a_block_as_one_alone(asked):
 
 
 def test_every_feature_of_the_matrix_changes_the_engine(asked):
-    assert {one.name for one in axes.FEATURES} == set(cells.FEATURES)
-    for feature in axes.FEATURES[1:]:
+    every = (*axes.FEATURES, *axes.SETTINGS)
+    assert {one.name for one in every} == set(cells.FEATURES)
+    for feature in every[1:]:
         cell = replace(CELL, model=feature.models[0], feature=feature.name)
         _, ours, _ = asked(cell)
         without = asked(replace(cell, feature=axes.NONE))[1]
@@ -334,3 +336,33 @@ def test_engines_that_did_not_get_there_say_why(asked):
     _, ours, trial = asked(ENGINES)
     found = cells.judge_each({"failed": "one\ntwo"}, {"engines": PLAIN_ENGINES}, trial, ours)
     assert found == {"right": False, "why": "kvpatch failed: two"}
+
+
+def test_a_pair_has_what_each_of_the_two_has(asked):
+    for cell in axes.tried_cells("0.33.0"):
+        _, ours, _ = asked(cell)
+        assert ours.forced == cells.UNTIL_IT_RAN
+        for name in axes.settings_of(cell):
+            alone = asked(replace(cell, feature=name))[1]
+            assert {*alone.settings, *alone.extra} <= {
+                *ours.settings,
+                *ours.extra,
+            } or name == "chunks"
+            assert (alone.events, alone.policy) <= (ours.events, ours.policy) or name != "arc"
+            for value in ("speculation", "ranks", "stages", "cache_dtype"):
+                plain = getattr(Run(), value)
+                assert getattr(alone, value) in (plain, getattr(ours, value))
+            variables = {variable for variable, _ in alone.environment}
+            assert variables <= {variable for variable, _ in ours.environment}
+
+
+def test_plain_vllm_runs_once_for_what_it_has_nothing_of(asked):
+    for name in ("chunks", "host pool", "arc", "KV events", "first limit"):
+        assert asked(replace(CELL, feature=name))[0] == asked(CELL)[0]
+    both = asked(replace(CELL, feature=admitted.together("chunks", "fp8")))[0]
+    assert both == asked(replace(CELL, feature="fp8"))[0]
+
+
+def test_chunks_of_a_pair_have_two_blocks_of_its_own(asked):
+    ours = asked(replace(CELL, feature=admitted.together("chunks", "fp8")))[1]
+    assert dict(ours.extra)["block_size"] == 2 * block_tokens(ours) == 256

@@ -9,9 +9,10 @@ from typing import Any
 import pytest
 from suspend_world import MOST, PAGE, World, worlds
 
-from kvpatch import environ
+from kvpatch import admitted, environ
 from kvpatch.environ import FIRST_LIMIT, HOST_DEVICE, HOST_DEVICE_DIR
 from kvpatch.patches.first_limit import birth, presence, rules
+from kvpatch.patches.offloading import place
 from kvpatch.patches.suspend import demand as demands
 from kvpatch.patches.suspend.server import answer
 from kvpatch.patches.suspend.suspension import Cannot
@@ -227,6 +228,8 @@ def test_it_is_refused_where_no_engine_was_seen_with_it() -> None:
     (rule,) = rules.RULES
     for release in ("0.16.0", "0.32.0"):
         vllm, kvcached = Installed.release("vllm", release), Installed.release("kvcached", "0.1.6")
-        on = rule.refusal(SimpleNamespace(), Facts(vllm, kvcached, {FIRST_LIMIT.name: "8GiB"}))
-        assert (on is not None) is (release not in rules.RELEASES)
-        assert rule.refusal(SimpleNamespace(), Facts(vllm, kvcached, {})) is None
+        alone = SimpleNamespace(kv_transfer_config=None)
+        on = rule.refusal(alone, Facts(vllm, kvcached, {FIRST_LIMIT.name: "8GiB"}))
+        ran = admitted.ran_with(rules.NAME, vllm, [place.OFFLOADING])
+        assert (on is not None) is not ran
+        assert rule.refusal(alone, Facts(vllm, kvcached, {})) is None

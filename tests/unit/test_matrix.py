@@ -379,7 +379,7 @@ def recorded(monkeypatch):
 
     def recorded(**right: bool) -> None:
         def run(name: str, verdict: bool) -> list[evidence.Run]:
-            return [evidence.Run("engine", verdict, f"{name}.json", None)]
+            return [evidence.Run("engine", verdict, f"{name}.json", evidence.NOT_RECORDED)]
 
         names = {
             "older": cell("0.29.0", feature="fp8"),

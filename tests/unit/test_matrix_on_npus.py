@@ -10,6 +10,8 @@ from typing import Any
 
 import pytest
 
+from harness import ROOT, provenance
+from harness.evidence import of_run
 from harness.matrix import command, record
 from harness.matrix import npu as engines
 from kvpatch.matrix import evidence, npu, signatures, tables, verdicts
@@ -33,11 +35,13 @@ def data(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Path]:
         read = getattr(evidence, name).__wrapped__
         monkeypatch.setattr(evidence, name, lambda data=tmp_path, read=read: read(data))
     monkeypatch.setattr(verdicts, "forget", lambda: None)
+    monkeypatch.setattr(provenance, "commit", lambda: "0123456789ab")
     yield tmp_path
 
 
 def recorded(right: bool, level: str = evidence.NPU, patches: list[str] = ROWS) -> None:
-    record.record_run(level, HEAD, AXES | {"right": right}, patches)
+    executed = {f"row:{one}": "1" for one in patches}
+    record.record_run(level, HEAD, AXES | {"right": right}, executed)
 
 
 def of(connector: str) -> verdicts.Verdict:
@@ -77,31 +81,11 @@ def test_a_run_of_a_gpus_engine_validates_no_npu_and_the_other_way_round() -> No
     assert [run.level for run in evidence.on_npu()[EAGER]] == ["npu"]
 
 
-def test_a_run_names_its_code_and_the_emulators() -> None:
-    recorded(right=True)
-    (run,) = evidence.on_npu()[EAGER]
-    assert run.code is not None
-    assert run.code.patches == tuple(ROWS)
-    assert run.code.changed(EAGER) == []
-    assert {"kvpatch.ascend.include", "kvpatch.hostdevice.acl", "kvpatch.hostdevice.npu"} < set(
-        run.code.digests
-    )
-    assert list(evidence.stale(signatures.DATA)) == []
-
-
-def test_a_run_of_another_emulator_is_stale(data: Path) -> None:
-    recorded(right=True)
-    (path,) = (data / evidence.NPU).glob("*.json")
-    content = json.loads(path.read_text())
-    (code,) = content["code"].values()
-    code["digests"]["kvpatch.hostdevice.acl"] = "another"
-    path.write_text(json.dumps(content))
-    assert list(evidence.stale(data)) == [("npu", EAGER, ["kvpatch.hostdevice.acl"])]
-
-
-def test_what_is_not_for_npus_has_no_digest_of_the_emulator() -> None:
-    found = evidence.digests_of(["elastic.config"])
-    assert "kvpatch.hostdevice.acl" not in found
+def test_a_run_names_the_emulator_and_others_the_host_device() -> None:
+    on_npu, on_host = (of_run.native(level).keys() for level in ("npu", "engine"))
+    assert {name.split("/")[1] for name in on_host} == {"hostdevice"}
+    assert {Path(name).parts[2] for name in on_npu} == {"acl", "npu", "include"}
+    assert on_npu.isdisjoint(on_host)
 
 
 @pytest.mark.parametrize("connector", ["Offloading", "tiering fs", "Multi"])
@@ -164,7 +148,8 @@ def test_the_command_records_what_starts(ran_with: Callable[..., list[str]], dat
     assert (content["vllm-ascend"], content["versions"]) == ("0.23.0", {"a": "1"})
     assert content["machine"].startswith("ACL emulator, ")
     ((code,), (run, _)) = content["code"].values(), content["runs"]
-    assert code["patches"] == ROWS
+    assert set(ROWS) == evidence.on_npu()[EAGER][0].code.patches
+    assert code["commit"] == "0123456789ab"
     assert run["settings"] == {"cache_config.block_size": 128}
     assert all(run["checks"].values())
 
@@ -188,7 +173,7 @@ def test_static_memory_that_is_wrong_validates_nothing() -> None:
 
 
 def test_the_committed_runs_have_the_settings_that_start() -> None:
-    for path in (evidence.PACKAGE / "matrix/data" / evidence.NPU).glob("*.json"):
+    for path in (ROOT / "kvpatch/matrix/data" / evidence.NPU).glob("*.json"):
         for run in json.loads(path.read_text())["runs"]:
             assert run["settings"].keys() == ran.RAN.keys()
             assert all(value in ran.RAN[name] for name, value in run["settings"].items())

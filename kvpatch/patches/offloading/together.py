@@ -119,5 +119,6 @@ RULES = (
         _what,
         "on this release and connector engines have run with each of them and not with both",
         "turn one of them off",
+        last=True,
     ),
 )

@@ -28,6 +28,7 @@ from harness.engines.placement import fork_workers
 from harness.engines.scheduling import allow_async_scheduling
 from kvpatch import activation
 from kvpatch.patches.debug import audit
+from kvpatch.status import record
 from kvpatch.telemetry import reader
 
 LOOK = 0.5  # seconds, the interval in which pages are written
@@ -111,6 +112,7 @@ async def run(job: dict[str, Any]) -> list[dict[str, Any]]:
         allow_async_scheduling()
     count = int(arguments["data_parallel_size"])
     ours = os.environ.get("KVPATCH", "0") != "0"
+    record.lifted = frozenset(job.get("forced", ()))  # also in the engines, which are forks
     fork_workers()
     llm = AsyncLLM.from_engine_args(AsyncEngineArgs(model=job["model"], **arguments))
     try:

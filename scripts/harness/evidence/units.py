@@ -13,6 +13,7 @@ from __future__ import annotations
 import ast
 import hashlib
 from collections.abc import Iterable, Iterator
+from copy import copy
 from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -78,6 +79,13 @@ class Tree:
         if name not in self._of:
             self._of[name] = of_text(name, self.files[name].read_text())
         return self._of[name]
+
+    def changed(self, file: str, text: str) -> Tree:
+        """Return the tree in which a file of the repository has another text."""
+        name = _module(Path(file.removeprefix("scripts/")))
+        made = copy(self)
+        made._of = self._of | {name: of_text(name, text)}
+        return made
 
     def get(self, name: str) -> Unit | None:
         """Return the unit of a name, or None if there is none."""

@@ -478,13 +478,14 @@ def _copies(ours: dict[str, Any], wanted: Run) -> dict[str, Any]:
     """Return how many blocks came back, and what was wrong with how they did."""
     # An engine that loads other bytes ends there.
     if wanted.has("enable_prefix_caching", False) or wanted.engines > 1:
-        (checked,) = ours["checked"]
-        loads = checked.get("loaded", 0) + checked.get("unverified", 0)
-        verified = checked.get("named", checked.get("loaded", 0))
         # An engine has no name of what another one wrote to their disk; its answer is compared.
         theirs = sum(record["cached"] for record in ours.get("crossed", ()) if wanted.tiers)
-        unknown = max(0, loads - verified - theirs // block_tokens(wanted))
-        return {"blocks_restored": verified, "blocks_changed": 0, "faults": unknown}
+        known, unknown = [], []
+        for checked in ours["checked"]:  # of each rank
+            loads = checked.get("loaded", 0) + checked.get("unverified", 0)
+            known.append(checked.get("named", checked.get("loaded", 0)))
+            unknown.append(max(0, loads - known[-1] - theirs // block_tokens(wanted)))
+        return {"blocks_restored": min(known), "blocks_changed": 0, "faults": sum(unknown)}
     if "simple" not in ours:
         return {"blocks_restored": ours["returned"], "blocks_changed": len(ours["changed"])}
     simple = ours["simple"]

@@ -16,6 +16,7 @@ from packaging.version import Version
 
 from harness import ROOT
 from harness.matrix import record
+from kvpatch.matrix import evidence
 
 HIDDEN = (".ci", ".gitignore")  # copied too, so that git finds no file that is not there
 ENVIRONMENTS = ".venvs"
@@ -81,6 +82,9 @@ def bring_back(version: str, folder: Path, level: str = "*") -> list[Path]:
         there.parent.mkdir(parents=True, exist_ok=True)
         shutil.copy(path, there)
         found.append(there)
+    units = data / evidence.UNITS  # of the checkout, and what the runs added
+    if found and units.exists():
+        shutil.copy(units, ROOT / DATA)
     return found
 
 
