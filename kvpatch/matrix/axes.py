@@ -12,7 +12,7 @@ from typing import Any
 from packaging.version import Version
 
 from kvpatch import admitted
-from kvpatch.environ import FIRST_LIMIT, HOST_POOL
+from kvpatch.environ import FIRST_LIMIT, HOST_POOL, IDLE
 from kvpatch.matrix import signatures
 from kvpatch.patches.offloading.rules import DRAFTING, STAGES
 
@@ -244,6 +244,15 @@ SETTINGS = (
         since="0.32",
         environment={FIRST_LIMIT.name: "75%"},
     ),
+    # An engine that is suspended, and then gives its memory back when it is idle.
+    Feature(
+        "idle",
+        {},
+        ("full attention", "sliding window", "latent attention"),
+        connectors=("Offloading", "Simple eager", "Simple lazy"),
+        since="0.32",
+        environment={IDLE.name: "2s"},
+    ),
 )
 TOGETHER = " + "  # between the names of two settings
 # Settings that people turn on together: the first of a line with each of the others.
@@ -263,6 +272,8 @@ PAIRS = tuple(
             ("no hybrid manager", "KV events", "chunks", "host pool"),
             ("first limit", "several ranks", "chunks", "fp8", "EAGLE", "host pool", "KV events"),
             ("first limit", "2 engines"),
+            ("idle", "several ranks", "fp8", "EAGLE", "KV events", "whole prompts", "arc"),
+            ("idle", "first limit", "no hybrid manager", "ngram", "draft model"),
         )
         for pair in (tuple(sorted((one, other))) for other in others)
     )
@@ -270,7 +281,7 @@ PAIRS = tuple(
 
 
 # What runs once for each connector.
-TRIED = ("host pool", "first limit", *(admitted.together(*pair) for pair in PAIRS))
+TRIED = ("host pool", "first limit", "idle", *(admitted.together(*pair) for pair in PAIRS))
 
 
 @dataclass(frozen=True)

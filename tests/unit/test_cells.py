@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from harness.engines.plugins import UNTIL_IT_RAN
 from harness.engines.runs import Run, block_bytes, block_tokens, engine_arguments
 from harness.matrix import cells
 from kvpatch import admitted
@@ -341,7 +342,7 @@ def test_engines_that_did_not_get_there_say_why(asked):
 def test_a_pair_has_what_each_of_the_two_has(asked):
     for cell in axes.tried_cells("0.33.0"):
         _, ours, _ = asked(cell)
-        assert ours.forced == cells.UNTIL_IT_RAN
+        assert ours.forced == UNTIL_IT_RAN
         for name in axes.settings_of(cell):
             alone = asked(replace(cell, feature=name))[1]
             assert {*alone.settings, *alone.extra} <= {

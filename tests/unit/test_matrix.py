@@ -241,6 +241,7 @@ def test_incompatible_and_not_validated_cells_are_counted_apart(found):
     no_cpu_engine = [verdicts.Kind.NO_CPU_ENGINE.value] if plain.runs() else []
     assert list(counted) == [
         "validated",
+        "inferred",
         "incompatible",
         "not validated",
         *no_cpu_engine,

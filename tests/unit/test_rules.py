@@ -800,8 +800,8 @@ CASES: dict[str, tuple[list[dict[str, Any]], str]] = {
     "KVP376": (
         [POOLING | V2_OF_30 | EVENTS, POOLING | V2_OF_30 | simple() | EVENTS],
         "KV cache events and a pooling model are configured together, because on this release and "
-        "connector engines have run with each of them and not with both; turn one of them off, or "
-        "set KVPATCH=0.",
+        "with this connector each of them is validated, and both together are not; turn one of "
+        "them off, or set KVPATCH=0.",
     ),
 }
 EACH = [

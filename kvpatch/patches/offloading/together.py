@@ -27,7 +27,7 @@ def _is_set(variable: Any) -> Callable[[Any, Facts], bool]:
 
 
 def _has_stages(config: Any) -> bool:
-    return bool(config.parallel_config.pipeline_parallel_size > 1)
+    return bool(getattr(config.parallel_config, "pipeline_parallel_size", 1) > 1)
 
 
 def _drafts(method: str) -> Callable[[Any, Facts], bool]:
@@ -117,7 +117,8 @@ RULES = (
         "both: [the pairs that did](#pairs-of-settings)",
         lambda config, facts: next(_apart(config, facts), None) is not None,
         _what,
-        "on this release and connector engines have run with each of them and not with both",
+        "on this release and with this connector each of them is validated, and both together are "
+        "not",
         "turn one of them off",
         last=True,
     ),

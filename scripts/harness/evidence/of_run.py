@@ -7,8 +7,11 @@ from collections.abc import Iterable, Mapping
 from functools import cache
 from pathlib import Path
 
+from packaging.version import Version
+
 from harness.evidence import executed, oracle, units
 from kvpatch import patches
+from kvpatch.distributions import HOST_DISTRIBUTION
 
 
 def recording(file: Path, environment: Mapping[str, str]) -> dict[str, str]:
@@ -36,6 +39,16 @@ def digests(level: str, file: Path, ids: Iterable[str]) -> dict[str, str]:
             found[f"feature:{feature.name}"] = rows[f"feature:{feature.name}"]
             found |= {f"row:{one}": rows[f"row:{one}"] for one in mine}
     return found | native(level) | oracle.fixed()
+
+
+def on_host(vllm: str) -> list[str]:
+    """Return the patches of an engine on the host device that cannot be asked for them."""
+    return [
+        patch.id
+        for feature, rows in patches.at(Version(vllm))
+        if feature.wanted is None or feature.distribution == HOST_DISTRIBUTION
+        for patch in rows
+    ]
 
 
 def native(level: str) -> dict[str, str]:

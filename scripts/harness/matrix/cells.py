@@ -16,6 +16,7 @@ from typing import Any
 
 from packaging.version import Version
 
+from harness.engines.plugins import UNTIL_IT_RAN
 from harness.engines.runs import (
     SPECULATIONS,
     Device,
@@ -29,6 +30,7 @@ from harness.engines.runs import (
     run_driver,
 )
 from harness.evidence import of_run
+from harness.matrix import giving
 from kvpatch import patches
 from kvpatch.environ import FIRST_LIMIT, HOST_POOL
 from kvpatch.matrix.axes import NONE, TOGETHER, TRIED, Cell, settings_of
@@ -77,12 +79,11 @@ FEATURES: dict[str, dict[str, Any]] = {
     "several ranks": {"ranks": 2},
     "KV events": {"events": True},
     "arc": {"policy": "arc"},
+    "idle": {},  # see ``giving``
 }
 POOL = "256MiB"
-# The codes of what is refused until it ran: pairs, the host pool, a first limit.
-UNTIL_IT_RAN = ("KVP376", "KVP342", "KVP373")
 # What plain vLLM has nothing of, or computes the same with.
-_OF_KVPATCH = ("chunks", "store threshold", "host pool", "first limit", "KV events", "arc")
+_OF_KVPATCH = ("chunks", "store threshold", "host pool", "first limit", "KV events", "arc", "idle")
 # Of stages there are several steps at once, and none of them ahead. To be ahead on a CPU, Runner V1
 # needs what a worker of several engines, in a process of its own, is not given.
 IN_TURN = {("V1", name) for name in (*STAGES.values(), "2 engines", "4 engines")}
@@ -274,6 +275,15 @@ class Engines:
             ours = replace(ours, tiers=(str(disk),))
             if dict(ours.environment).get("KVPATCH_DEBUG"):
                 ours = _by_name(ours, self.work / name / "verify")
+        executed = self.work / name / EXECUTED
+        if "idle" in settings_of(cell):
+            ours = replace(ours, asynchronous=ours.asynchronous and ours.workers == 1)
+            asked = giving.asked_of()
+            record = giving.judge(giving.run(ours, self.work / name, executed, asked), reference)
+            self.say(f"{name}: {'right' if record['right'] else record}")
+            return record | {
+                "executed": of_run.digests(LEVELS[0], executed, of_run.on_host(cell.vllm))
+            }
         found = self.run(ours, trial, name)
         if "host pool" in settings_of(cell) and ledger.show(home := ledger.home(_pool()), True):
             home.rmdir()
@@ -281,8 +291,7 @@ class Engines:
         record = judged(found, reference, trial, ours)
         in_force = record.pop("patches", ())
         level = LEVELS[0] if asynchronous else LEVELS[1]
-        executed = of_run.digests(level, self.work / name / EXECUTED, in_force)
-        return record | {"executed": executed}
+        return record | {"executed": of_run.digests(level, executed, in_force)}
 
     def plain(self, cell: Cell) -> dict[str, Any]:
         """Run plain vLLM as a cell's reference; return what it wrote, as ``run`` does."""

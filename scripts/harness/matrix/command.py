@@ -57,6 +57,7 @@ import psutil
 
 from harness import ascend, console, provenance
 from harness.console import HarnessError
+from harness.engines.plugins import UNTIL_IT_RAN
 from harness.engines.runs import Device
 from harness.evidence import ages
 from harness.matrix import (
@@ -204,7 +205,7 @@ def run_tried(arguments: argparse.Namespace) -> int:
         for release in arguments.releases or supported.validated()
         for cell in axes.tried_cells(release)
         if verdicts.missing(cell) is None
-        and verdicts.refusal(cell, lifted=cells.UNTIL_IT_RAN) is None
+        and verdicts.refusal(cell, lifted=UNTIL_IT_RAN) is None
         and not (arguments.missing and cell in right)
         and (not chosen or chosen & set(axes.settings_of(cell)))
     ]
