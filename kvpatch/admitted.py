@@ -76,6 +76,12 @@ def where(*features: str, how: str = "", model: str = "") -> str:
     return f"on vLLM {in_ranges(known)}{beside} only, {of_each}"
 
 
+def releases_with(name: str, connector: str) -> list[str]:
+    """Return the releases on which what is no axis of the matrix starts with a connector."""
+    found = table().get(name, {})
+    return [one for one in validated() if kind_of(connector) in found.get(one, ())]
+
+
 def with_connectors(name: str) -> str:
     """Return the releases and connectors that what is no axis ran with, for a sentence."""
     on: dict[tuple[str, ...], list[str]] = {}

@@ -222,6 +222,7 @@ CODES = {
     "KVP374": _not_validated("data parallelism", False),
     "KVP375": _not_validated("offloading with sleep mode on the host device", False),
     "KVP376": _not_validated("two settings that no engine ran with together"),
+    "KVP377": _not_validated("a key of `kv_connector_extra_config` that no engine ran with"),
     "KVP401": _incompatible(
         "the scheduler's block pool is not kvcached's", "ovg-project/kvcached#316"
     ),

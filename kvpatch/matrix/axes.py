@@ -14,7 +14,7 @@ from packaging.version import Version
 from kvpatch import admitted
 from kvpatch.environ import FIRST_LIMIT, HOST_POOL, IDLE
 from kvpatch.matrix import signatures
-from kvpatch.patches.offloading.rules import DRAFTING, STAGES
+from kvpatch.patches.offloading.rules import DRAFTING, SELF_DESCRIBING, STAGES
 
 RUNNERS = ("V1", "V2")
 LAYOUTS = ("contiguous", "non-contiguous")
@@ -244,6 +244,14 @@ SETTINGS = (
         since="0.32",
         environment={FIRST_LIMIT.name: "75%"},
     ),
+    Feature(
+        SELF_DESCRIBING,
+        {"kv_events_config": SimpleNamespace(enable_kv_cache_events=True)},
+        ("full attention", "sliding window"),
+        extra={"self_describing_kv_events": True},
+        connectors=("Offloading", "tiering fs", "Multi"),
+        since="0.26",
+    ),
     # An engine that is suspended, and then gives its memory back when it is idle.
     Feature(
         "idle",
@@ -281,7 +289,13 @@ PAIRS = tuple(
 
 
 # What runs once for each connector.
-TRIED = ("host pool", "first limit", "idle", *(admitted.together(*pair) for pair in PAIRS))
+TRIED = (
+    "host pool",
+    "first limit",
+    "idle",
+    SELF_DESCRIBING,
+    *(admitted.together(*pair) for pair in PAIRS),
+)
 
 
 @dataclass(frozen=True)

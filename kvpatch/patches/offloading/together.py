@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from itertools import combinations
-from typing import Any
+from typing import Any, NamedTuple
 
 from kvpatch import admitted
 from kvpatch.environ import FIRST_LIMIT, HOST_POOL, IDLE
@@ -12,14 +12,6 @@ from kvpatch.patches.offloading import place, rules
 from kvpatch.rules import Rule
 from kvpatch.upstream import connectors
 from kvpatch.versions import Facts
-
-
-def _extra(name: str) -> Callable[[Any, Facts], bool]:
-    """Return whether OffloadingConnector has a key that is not its default."""
-    return lambda config, facts: any(
-        leaf.extra.get(name) not in (None, "lru")
-        for leaf in connectors.offloading(config.kv_transfer_config)
-    )
 
 
 def _is_set(variable: Any) -> Callable[[Any, Facts], bool]:
@@ -37,63 +29,78 @@ def _drafts(method: str) -> Callable[[Any, Facts], bool]:
     return drafts
 
 
-# By the names of the matrix: whether a configuration has it, and what it is in a sentence.
-SETTINGS: dict[str, tuple[Callable[[Any, Facts], bool], str]] = {
-    "fp8": (lambda config, facts: rules.is_fp8(config, facts), "an fp8 KV cache"),
-    "several ranks": (
+class Setting(NamedTuple):
+    """What an operator may turn on.
+
+    Attributes:
+        has: whether a configuration has it.
+        words: what it is in a sentence.
+    """
+
+    has: Callable[[Any, Facts], bool]
+    words: str
+
+
+# By the names of the matrix.
+SETTINGS = {
+    "fp8": Setting(rules.is_fp8, "an fp8 KV cache"),
+    "several ranks": Setting(
         lambda config, facts: config.parallel_config.world_size > 1 and not _has_stages(config),
         "tensor parallelism",
     ),
-    "2 stages": (lambda config, facts: _has_stages(config), "pipeline parallelism"),
-    "2 engines": (
+    "2 stages": Setting(lambda config, facts: _has_stages(config), "pipeline parallelism"),
+    "2 engines": Setting(
         lambda config, facts: getattr(config.parallel_config, "data_parallel_size", 1) > 1,
         "data parallelism",
     ),
     **{
-        name: (_drafts(method), f"speculative decoding by {method}")
+        name: Setting(_drafts(method), f"speculative decoding by {method}")
         for method, name in rules.DRAFTING.items()
     },
-    "whole prompts": (
-        lambda config, facts: rules.has_whole_prompts(config),
-        "chunked prefill disabled",
+    "whole prompts": Setting(
+        lambda config, facts: rules.has_whole_prompts(config), "chunked prefill disabled"
     ),
-    "no hybrid manager": (
-        lambda config, facts: rules.has_no_hybrid_manager(config, facts),
-        "the hybrid KV cache manager disabled",
+    "no hybrid manager": Setting(
+        rules.has_no_hybrid_manager, "the hybrid KV cache manager disabled"
     ),
-    "store threshold": (
-        lambda config, facts: rules.has_threshold(config),
-        "store_threshold",
+    "store threshold": Setting(
+        lambda config, facts: rules.has_threshold(config), "store_threshold"
     ),
-    "chunks": (lambda config, facts: rules.has_chunks(config), "chunks of several blocks"),
-    "no prefix cache": (
+    "chunks": Setting(lambda config, facts: rules.has_chunks(config), "chunks of several blocks"),
+    "no prefix cache": Setting(
         lambda config, facts: not config.cache_config.enable_prefix_caching,
         "the prefix cache disabled",
     ),
-    "KV events": (
+    "KV events": Setting(
         lambda config, facts: (
             getattr(config.kv_events_config, "enable_kv_cache_events", False) is True
         ),
         "KV cache events",
     ),
-    "pooling": (
+    "pooling": Setting(
         lambda config, facts: getattr(config.model_config, "runner_type", "") == "pooling",
         "a pooling model",
     ),
-    "sleep": (
+    "sleep": Setting(
         lambda config, facts: getattr(config.model_config, "enable_sleep_mode", False) is True,
         "sleep mode",
     ),
-    "arc": (_extra("eviction_policy"), "the eviction policy arc"),
-    "host pool": (_is_set(HOST_POOL), HOST_POOL.name),
-    "idle": (_is_set(IDLE), IDLE.name),
-    "first limit": (_is_set(FIRST_LIMIT), FIRST_LIMIT.name),
+    "arc": Setting(
+        lambda config, facts: any(
+            leaf.extra.get("eviction_policy") == "arc"
+            for leaf in connectors.offloading(config.kv_transfer_config)
+        ),
+        "the eviction policy arc",
+    ),
+    "host pool": Setting(_is_set(HOST_POOL), HOST_POOL.name),
+    "idle": Setting(_is_set(IDLE), IDLE.name),
+    "first limit": Setting(_is_set(FIRST_LIMIT), FIRST_LIMIT.name),
 }
 
 
 def turned_on(config: Any, facts: Facts) -> list[str]:
     """Return the names of the settings that a configuration has."""
-    return [name for name, (has, _) in SETTINGS.items() if has(config, facts)]
+    return [name for name, one in SETTINGS.items() if one.has(config, facts)]
 
 
 def _apart(config: Any, facts: Facts) -> Iterator[tuple[str, str]]:
@@ -106,7 +113,7 @@ def _apart(config: Any, facts: Facts) -> Iterator[tuple[str, str]]:
 
 def _what(config: Any, facts: Facts) -> str:
     one, other = next(_apart(config, facts))
-    return f"{SETTINGS[one][1]} and {SETTINGS[other][1]} are configured together"
+    return f"{SETTINGS[one].words} and {SETTINGS[other].words} are configured together"
 
 
 RULES = (

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from typing import Any
 
+from kvpatch import admitted
 from kvpatch.environ import HOST_POOL, IDLE
 from kvpatch.patches.host_pool import presence
-from kvpatch.patches.suspend.releases import RELEASES
+from kvpatch.patches.offloading import place
+from kvpatch.patches.suspend.releases import NAME
 from kvpatch.rules import Rule
 from kvpatch.upstream import connectors
-from kvpatch.versions import Facts, in_words
+from kvpatch.versions import Facts
 
 
 def _asked(facts: Facts) -> bool:
@@ -17,7 +19,10 @@ def _asked(facts: Facts) -> bool:
 
 
 def _elsewhere(config: Any, facts: Facts) -> bool:
-    return _asked(facts) and not facts.vllm.is_one_of(list(RELEASES))
+    ways = place.ways(config.kv_transfer_config)
+    if _without_tier(config, facts):  # which is another reason, where anything ran
+        ways = [place.OFFLOADING]
+    return _asked(facts) and not admitted.ran_with(NAME, facts.vllm, ways)
 
 
 def _without_tier(config: Any, facts: Facts) -> bool:
@@ -33,11 +38,11 @@ def _without_tier(config: Any, facts: Facts) -> bool:
 RULES = (
     Rule(
         "KVP370",
-        f"`{IDLE}`, except on vLLM {in_words(list(RELEASES))}",
+        f"`{IDLE}`" + admitted.but(NAME),
         _elsewhere,
-        f"{IDLE} is set",
-        f"giving memory back is validated on vLLM {in_words(list(RELEASES))} only",
-        f"unset {IDLE}, or install one of these releases",
+        f"{IDLE} is set on this release",
+        f"giving memory back is validated {admitted.with_connectors(NAME)} only",
+        f"unset {IDLE}, or use one of these",
         with_connector=False,
     ),
     Rule(

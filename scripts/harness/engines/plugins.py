@@ -8,8 +8,9 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-# The codes of what is refused until it ran: pairs, the host pool, a first limit, idle engines.
-UNTIL_IT_RAN = ("KVP376", "KVP342", "KVP373", "KVP370")
+# The codes of what is refused until it ran: pairs, the host pool, a first limit, idle
+# engines, keys of the connector.
+UNTIL_IT_RAN = ("KVP376", "KVP342", "KVP373", "KVP370", "KVP377")
 
 
 def take_fence_out() -> None:

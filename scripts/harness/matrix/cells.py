@@ -35,7 +35,7 @@ from kvpatch import patches
 from kvpatch.environ import FIRST_LIMIT, HOST_POOL
 from kvpatch.matrix.axes import NONE, TOGETHER, TRIED, Cell, settings_of
 from kvpatch.matrix.evidence import LEVELS
-from kvpatch.patches.offloading.rules import STAGES
+from kvpatch.patches.offloading.rules import SELF_DESCRIBING, STAGES
 from kvpatch.pool import ledger
 from kvpatch.upstream import connectors
 
@@ -80,10 +80,20 @@ FEATURES: dict[str, dict[str, Any]] = {
     "KV events": {"events": True},
     "arc": {"policy": "arc"},
     "idle": {},  # see ``giving``
+    SELF_DESCRIBING: {"events": True, "extra": (("self_describing_kv_events", True),)},
 }
 POOL = "256MiB"
 # What plain vLLM has nothing of, or computes the same with.
-_OF_KVPATCH = ("chunks", "store threshold", "host pool", "first limit", "KV events", "arc", "idle")
+_OF_KVPATCH = (
+    "chunks",
+    "store threshold",
+    "host pool",
+    "first limit",
+    "KV events",
+    "arc",
+    "idle",
+    SELF_DESCRIBING,
+)
 # Of stages there are several steps at once, and none of them ahead. To be ahead on a CPU, Runner V1
 # needs what a worker of several engines, in a process of its own, is not given.
 IN_TURN = {("V1", name) for name in (*STAGES.values(), "2 engines", "4 engines")}
