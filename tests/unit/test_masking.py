@@ -25,6 +25,22 @@ def test_in_the_flags_of_a_combination() -> None:
     assert found == flag.replace("AKIA", "***").replace('"S"', '"***"')
 
 
+def test_a_number_of_tokens_is_no_secret() -> None:
+    """Two thresholds must not look the same in a verdict."""
+    for kept in (
+        {"scheduler_config.long_prefill_token_threshold": 4, "eos_token_id": [1, 2]},
+        {"VLLM_MULTI_STREAM_GEMM_TOKEN_THRESHOLD": "1024", "token": None, "use_token_ids": True},
+    ):
+        assert masked(kept) == kept
+    found = masked({"hf_token": "t", "token": {"of": ["t", 1]}, "token_file": "f", "password": 1})
+    assert found == {
+        "hf_token": "***",
+        "token": {"of": ["***", 1]},
+        "token_file": "***",
+        "password": "***",
+    }
+
+
 @pytest.mark.parametrize(
     ("typed", "kept"),
     [
@@ -38,10 +54,19 @@ def test_in_the_flags_of_a_combination() -> None:
         ("serve secret-model --served-model-name token", None),
         ('--hf-overrides {"a":1}', None),
         ("{secret_key:s}", "***"),
+        ("{hf_token:t}", "***"),
+        ("--long-prefill-token-threshold 4 --x", None),
+        ("--long-prefill-token-threshold=4 VLLM_GEMM_TOKEN_THRESHOLD=8", None),
+        ('--speculative-config {"num_speculative_tokens":3,"eos_token_id":[1]}', None),
+        ("--chat-template {{bos_token}}", None),
     ],
 )
 def test_a_command(typed: str, kept: str | None) -> None:
     assert command(typed.split()) == (kept or typed).split()
+
+
+def test_a_token_within_json() -> None:
+    assert command(['{"hf_token":"t"}']) == ['{"hf_token": "***"}']
 
 
 @pytest.mark.parametrize("option", ["--kv-transfer-config", "--kv-transfer-config="])
