@@ -1,7 +1,7 @@
 """The verdicts of ``kvpatch verify``: files, and for what each of them holds.
 
 A verdict holds for one combination, see ``upstream.combination``, and for nothing else: another
-version, model shape, flag that matters or device asks again. It lifts refusals that are based on
+version, model shape, setting or device asks again. It lifts refusals that are based on
 missing validation, and only those that were lifted in its own run.
 """
 
@@ -22,12 +22,18 @@ from kvpatch.logs import log
 from kvpatch.process import started_by_multiprocessing
 from kvpatch.refusal import VERIFIABLE
 
-FORMAT = 1
+FORMAT = 2
 LONGEST = 1 << 20  # bytes of a file
 RIGHT, WRONG = "right", "wrong"
 PACKAGE = Path(__file__).parent
 # What of kvpatch is not in an engine's way.
 _BESIDE = ("cli", "doctor", "matrix", "verify", "startup", "buildtime", "__pycache__")
+_ANOTHER = {
+    "versions": "{} is {here} and was {there}",
+    "model": "the {} of the model is another",
+    "code": "the code of {} is another",
+    "flags": "{} is {here!r} and was {there!r}",
+}
 
 
 class Verified(NamedTuple):
@@ -118,6 +124,10 @@ def read(path: Path) -> Verdict:
     """
     try:
         content = json.loads(private.read(path, LONGEST))
+        if content["format"] == 1:
+            raise ValueError(
+                "an earlier kvpatch made it, and it lacks settings that decide which code runs"
+            )
         if content["format"] != FORMAT:
             raise ValueError(f"its format is {content['format']}, and this kvpatch has {FORMAT}")
         verdict = Verdict(
@@ -223,33 +233,75 @@ def covering(
     return newest if newest.lifted.issuperset(codes) else None
 
 
-def digests(touched: Iterable[str]) -> dict[str, str]:
-    """Return a digest of kvpatch, and of each module whose objects it replaces.
+def apart(
+    combination: Mapping[str, Any], codes: Iterable[str], known: Iterable[Verdict]
+) -> tuple[Verdict, list[str]] | None:
+    """Return the verdict that would lift ``codes`` and is nearest, and in what it is another.
 
-    Nothing is imported for it. A module that is not there has an empty one.
+    None if there is no right one on a model of this architecture.
     """
-    import hashlib
+    masked = masking.masked(combination)
+    found = [
+        (one, _differences(masked, one.combination))
+        for one in known
+        if one.word == RIGHT
+        and one.lifted.issuperset(codes)
+        and one.combination["model"].get("architecture") == masked["model"]["architecture"]
+    ]
+    return min(found, key=lambda each: len(each[1]), default=None)
 
-    ours = hashlib.sha256()
-    for path in sorted(PACKAGE.rglob("*.py")):
-        if not set(path.relative_to(PACKAGE).parts) & set(_BESIDE):
-            ours.update(path.read_bytes())
-    found = {"kvpatch": ours.hexdigest()[:16]}
-    for module in sorted(touched):
-        place = _path(module)
-        found[module] = hashlib.sha256(place.read_bytes()).hexdigest()[:16] if place else ""
+
+def _differences(now: Mapping[str, Any], then: Mapping[str, Any]) -> list[str]:
+    found = []
+    for part, another in _ANOTHER.items():
+        for name in sorted({*now[part], *then[part]}):
+            here, there = now[part].get(name), then[part].get(name)
+            if here != there:
+                found.append(another.format(name, here=here, there=there))
+    if now["device"] != then["device"]:
+        found.append(f"the device is {now['device']!r} and was {then['device']!r}")
     return found
 
 
-def _path(module: str) -> Path | None:
-    package, *rest = module.split(".")
+def digests(modules: Iterable[str]) -> dict[str, str]:
+    """Return a digest of kvpatch, of modules, and of packages: ``mine.*`` is all code of one.
+
+    Nothing is imported for it. What is not there has an empty one.
+    """
+    ours = [
+        path
+        for path in PACKAGE.rglob("*.py")
+        if not set(path.relative_to(PACKAGE).parts) & set(_BESIDE)
+    ]
+    return {"kvpatch": _digest(ours)} | {name: _digest(_code(name)) for name in sorted(modules)}
+
+
+def _digest(paths: Iterable[Path]) -> str:
+    import hashlib
+
+    found = hashlib.sha256()
+    for path in (every := sorted(set(paths))):
+        found.update(path.read_bytes())
+    return found.hexdigest()[:16] if every else ""
+
+
+def _code(name: str) -> Iterator[Path]:
+    """Iterate over the files of a module or package, compiled extensions included."""
+    package, *rest = name.split(".")
     try:
         spec = importlib.util.find_spec(package)
     except ValueError:  # a stand-in without a spec
-        return None
-    for folder in (spec.submodule_search_locations or ()) if spec else ():
+        return
+    folders = (spec.submodule_search_locations or ()) if spec else ()
+    if rest == ["*"]:
+        if spec and spec.origin and Path(spec.origin).is_file():
+            yield Path(spec.origin)  # of a package, one of those below
+        for folder in folders:
+            yield from (path for path in Path(folder).rglob("*") if path.suffix in (".py", ".so"))
+        return
+    for folder in folders:
         place = Path(folder, *rest)
         for path in (place.with_suffix(".py"), place / "__init__.py"):
             if path.is_file():
-                return path
-    return None
+                yield path
+                return

@@ -30,7 +30,7 @@ def check(settings: Mapping[str, str]) -> list[Finding]:
             found.append(check_verdict(verdicts.read(path)))
         except (OSError, ValueError) as error:
             what = f"{path} is not used: {error}"
-            found.append(TOPIC.warning(what, "remove it, or make it again"))
+            found.append(TOPIC.warning(what, "remove it, and verify its command again"))
     return found
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import enum
 import pickle
 import sys
 from functools import reduce
@@ -246,10 +247,10 @@ def test_what_needs_no_event_gets_none(
 # Configurations
 
 
-class Enumerated:
-    """A value of one of vLLM's enumerations."""
+class Enumerated(enum.Enum):
+    """One of vLLM's enumerations."""
 
-    name = "NONE"
+    NONE = 0
 
 
 def configured(**changes: Any) -> Any:
@@ -300,7 +301,7 @@ def configured(**changes: Any) -> Any:
             policy="fcfs",
             scheduler_cls=None,
         ),
-        compilation_config=parts(mode=0, cudagraph_mode=Enumerated()),
+        compilation_config=parts(mode=0, cudagraph_mode=Enumerated.NONE),
         attention_config=parts(backend=None),
         offload_config=parts(prefetch=parts(offload_group_size=0), uva=parts(cpu_offload_gb=0.0)),
         kv_transfer_config=parts(

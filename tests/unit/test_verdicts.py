@@ -83,11 +83,29 @@ def test_a_verdict_without_its_secrets_holds_for_what_has_them(tmp_path):
 def test_what_is_no_verdict_is_said_and_lifts_nothing(tmp_path, caplog, broken):
     here = {VERDICTS.name: str(tmp_path), "XDG_DATA_HOME": str(tmp_path / "none")}
     path = verdicts.write(tmp_path, content())
-    path.write_text(json.dumps({"format": 1, **content(), **broken}))
+    path.write_text(json.dumps({"format": verdicts.FORMAT, **content(), **broken}))
     assert verdicts.every(here) == []
     assert f"{path} is not used: it is no verdict" in caplog.text
     (finding,) = verified.check(here)
     assert finding.level is Level.WARNING
+
+
+@pytest.mark.fault(
+    "a verdict is of an earlier kvpatch, which compared fewer settings",
+    "it holds for nothing, and `kvpatch doctor` says so",
+)
+def test_a_verdict_of_an_earlier_kvpatch_holds_for_nothing_and_doctor_says_why(tmp_path):
+    here = {VERDICTS.name: str(tmp_path), "XDG_DATA_HOME": str(tmp_path / "none")}
+    path = verdicts.write(tmp_path, content())
+    path.write_text(json.dumps({"format": 1, **content()}))
+    assert verdicts.every(here) == []
+    (finding,) = verified.check(here)
+    assert finding.level is Level.WARNING
+    assert finding.what == (
+        f"{path} is not used: an earlier kvpatch made it, and it lacks settings that decide which "
+        "code runs"
+    )
+    assert finding.remedy == "remove it, and verify its command again"
 
 
 def test_nested_text_is_no_verdict(tmp_path):
@@ -200,7 +218,11 @@ def test_a_wrong_one_lifts_nothing_and_the_newest_counts(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "text", ["", "[]", "{}", '{"format": 2}', json.dumps({"format": 1, **content(date="today")})]
+    "text",
+    [
+        *("", "[]", "{}", '{"format": 9}', json.dumps({"format": 1, **content()})),
+        json.dumps({"format": verdicts.FORMAT, **content(date="today")}),
+    ],
 )
 def test_a_file_that_is_no_verdict_is_not_used(tmp_path, text, caplog):
     (tmp_path / "a.json").write_text(text)
@@ -324,6 +346,49 @@ def test_a_verdict_lifts_and_says_when_it_was_made(process, tmp_path):
     assert record.line().endswith("; verified here on 2026-11-22")
     assert record.describe()["verified"] == "2026-11-22"
     assert os.environ[VERIFIED.name] == "2026-11-22:KVP310"
+
+
+def test_a_verdict_that_does_not_hold_says_in_what_it_is_another(process, tmp_path, caplog):
+    (near,) = written(tmp_path, content(combination=changed("flags", "max_num_seqs", 8)))
+    far = changed("flags", "max_num_seqs", 8) | {"device": "cpu"}
+    written(tmp_path, content(combination=far), content(combination=far, lifted=[]))
+    assert process().skipped == frozenset()
+    assert f"the verdict {near.path} does not hold here: max_num_seqs is None and was 8" in (
+        caplog.text
+    )
+    assert caplog.text.count("does not hold here") == 1
+
+
+@pytest.mark.parametrize(
+    ("known", "said"),
+    [
+        (content(combination=changed("versions", "torch", "2.13.0")), "torch is None and was 2.13"),
+        (
+            content(combination=changed("model", "shape", "deg")),
+            "the shape of the model is another",
+        ),
+        (content(combination=changed("code", "mine.*", "abd")), "the code of mine.* is another"),
+        (content(combination=RAN | {"device": "cpu"}), "the device is 'cuda NVIDIA H100' and was"),
+        (content(combination=changed("model", "architecture", "Gemma")), None),
+        (content("wrong", combination=changed("model", "shape", "deg")), None),
+        (content(combination=changed("model", "shape", "deg"), lifted=[]), None),
+    ],
+)
+def test_what_is_another_is_said_of_a_right_one_on_such_a_model(
+    process, tmp_path, caplog, known, said
+):
+    written(tmp_path, known)
+    assert process().skipped == frozenset()
+    assert (said or "") in caplog.text
+    assert ("does not hold here" in caplog.text) is bool(said)
+
+
+def test_a_wrong_one_after_a_right_one_is_said(process, tmp_path, caplog):
+    (right,) = written(tmp_path, content(date="2026-11-21"))
+    right.path.rename(tmp_path / "right.json")
+    written(tmp_path, content("wrong"))
+    assert process().skipped == frozenset()
+    assert "right.json does not hold here: a wrong one has taken its place" in caplog.text
 
 
 def test_the_next_engine_of_a_program_is_asked_for_again(process, tmp_path):

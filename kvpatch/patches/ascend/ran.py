@@ -6,6 +6,7 @@ have is not known to be right there. Sizes and names are not compared.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from typing import Any
 
@@ -35,6 +36,15 @@ MORE = (
     "parallel_config.worker_extension_cls",
     "quant_config",
     "weight_transfer_config",
+)
+ENVIRONMENT = (
+    "KVCACHED_PAGE_PREALLOC_ENABLED",
+    "KVCACHED_PAGE_SIZE_MB",
+    "TRITON_INTERPRET",
+    "VLLM_ATTENTION_BACKEND",
+    "VLLM_ENABLE_V1_MULTIPROCESSING",
+    "VLLM_KV_CACHE_LAYOUT",
+    "VLLM_USE_V2_MODEL_RUNNER",
 )
 _SIMPLE = f"vllm:{connectors.SIMPLE} "
 _UNSET = (None,)
@@ -113,7 +123,6 @@ RAN: dict[str, tuple[Any, ...]] = {
     FIRST_LIMIT.name: (False,),
     DEBUG.name: (False,),
 }
-_LAYOUT = "KVCACHED_CONTIGUOUS_LAYOUT"  # seen as the layout that it makes
 # What vllm-ascend writes into its own additional_config; it is read with graphs, and for experts.
 _WRITTEN = ("ascend_compilation_config", "ascend_fusion_config")
 _OWN_VARIABLES = "VLLM_ASCEND_"
@@ -121,8 +130,12 @@ _OWN_VARIABLES = "VLLM_ASCEND_"
 
 def settings(config: Any, facts: Facts) -> dict[str, Any]:
     """Return the settings of a ``VllmConfig`` that are compared with what ran."""
-    found = combination.flags(config, facts) | combination.settings(config, MORE)
-    del found[_LAYOUT]
+    found = combination.settings(config, (*combination.FLAGS, *MORE))
+    found |= {name: facts.environment.get(name) for name in ENVIRONMENT}
+    found |= {one.name: bool(one.read(facts.environment)) for one in combination.OURS}
+    for number, leaf in enumerate(connectors.leaves(config.kv_transfer_config)):
+        extra = json.dumps(combination.without_sizes(leaf.extra), sort_keys=True, default=str)
+        found[f"connector {number}"] = f"{leaf.module or 'vllm'}:{leaf.name} {extra}"
     cache = combination.settings(config, ["cache_config.kv_cache_memory_bytes"])
     additional = getattr(config, "additional_config", None) or {}
     return {

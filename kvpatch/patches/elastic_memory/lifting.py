@@ -20,6 +20,8 @@ from kvpatch.status import record
 from kvpatch.verdicts import Verified
 from kvpatch.versions import Facts
 
+MOST_DIFFERENCES = 3  # in a line of the log
+
 
 def decide(config: Any, facts: Facts) -> None:
     """Let the verdict that holds for a ``VllmConfig`` hold in this process, and in its children.
@@ -60,8 +62,13 @@ def _verdict(config: Any, facts: Facts) -> Verified | None:
         more = {"workers": combination.workers(config), "connectors": combination.copiers(config)}
         _write(Path(folder), {"combination": ours, **more}, needed)
         return Verified("", VERIFIABLE)
-    found = verdicts.covering(ours, needed, verdicts.every(facts.environment))
+    known = verdicts.every(facts.environment)
+    found = verdicts.covering(ours, needed, known)
     if found is None:
+        if needed and (nearest := verdicts.apart(ours, needed, known)):
+            verdict, differences = nearest
+            what = "; ".join(differences[:MOST_DIFFERENCES]) or "a wrong one has taken its place"
+            log.warning("kvpatch: the verdict %s does not hold here: %s", verdict.path, what)
         return None
     log.debug("kvpatch: the verdict %s holds", found.path)
     return Verified(found.date, found.lifted)

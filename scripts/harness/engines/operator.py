@@ -64,11 +64,12 @@ class Machine:
     def configure(self, **flags: str) -> str:
         """Return what the command prints as far as its configuration, which decides."""
         code = (
-            "import sys\nfrom vllm.engine.arg_utils import EngineArgs\n"
+            "import sys\nfrom vllm.engine.arg_utils import AsyncEngineArgs as Args\n"
+            "from vllm.usage.usage_lib import UsageContext\n"
             "from vllm.utils.argparse_utils import FlexibleArgumentParser as Parser\n"
-            "parser = EngineArgs.add_cli_args(Parser())\n"
-            "parsed = parser.parse_args(['--model', *sys.argv[1:]])\n"
-            "EngineArgs.from_cli_args(parsed).create_engine_config()"
+            "parsed = Args.add_cli_args(Parser()).parse_args(['--model', *sys.argv[1:]])\n"
+            "args = Args.from_cli_args(parsed)\n"
+            "args.create_engine_config(UsageContext.OPENAI_API_SERVER)"  # as vllm serve does
         )
         done = subprocess.run(
             [sys.executable, "-c", code, *self.command(**flags)[3:]],
