@@ -119,7 +119,7 @@ def read(path: Path, limit: int) -> bytes:
     """
     # Not blocking: opening a FIFO would wait for its writer.
     file = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
-    with os.fdopen(file, "rb") as opened:
+    try:
         status = os.fstat(file)
         if not stat.S_ISREG(status.st_mode):
             raise _unsafe(path, status, f"is {_kind(status)} instead of a file")
@@ -127,7 +127,10 @@ def read(path: Path, limit: int) -> bytes:
             raise _unsafe(path, status, f"belongs to {user(status.st_uid)}")
         if status.st_mode & 0o022:
             raise _unsafe(path, status, "can be written by other users (chmod go-w)")
-        data = opened.read(limit + 1)
+        with os.fdopen(file, "rb", closefd=False) as opened:
+            data = opened.read(limit + 1)
+    finally:
+        os.close(file)
     if len(data) > limit:
         raise OSError(f"it has more than {limit} bytes")
     return data

@@ -135,6 +135,8 @@ def test_a_file_that_others_can_write_is_nobodys_verdict(tmp_path, monkeypatch):
     os.mkfifo(tmp_path / "fifo.json")
     with pytest.raises(OSError, match="instead of a file"):
         verdicts.read(tmp_path / "fifo.json")
+    with pytest.raises(OSError, match="is a folder instead of a file"):
+        verdicts.read(tmp_path)
 
 
 def test_a_user_without_a_home_has_no_verdicts(monkeypatch):
