@@ -13,10 +13,20 @@ from types import ModuleType
 
 import wrapt
 
-from kvpatch import distributions, gate, host_memory, patches, refusal_report, verdicts, versions
+from kvpatch import (
+    distributions,
+    environ,
+    gate,
+    host_memory,
+    patches,
+    refusal_report,
+    verdicts,
+    versions,
+)
 from kvpatch.environ import ALLOW_VLLM, KVCACHED_SWITCHES
 from kvpatch.logs import debug_if_asked, log
 from kvpatch.patch import Outcome, Transaction, load
+from kvpatch.process import started_by_multiprocessing
 from kvpatch.refusal import Refusal, RefusedImport
 from kvpatch.status import record
 from kvpatch.supported import is_validated, release_of
@@ -38,6 +48,7 @@ def before_vllm() -> None:
         raise RefusedImport.of(_refused)
     if record.facts is not None:
         return  # another finder asked for the same import
+    warn_of_unknown()
     try:
         record.early, record.verified = verdicts.early(), verdicts.inherited()
         record.facts = facts_here()
@@ -51,6 +62,15 @@ def before_vllm() -> None:
     for name in KVCACHED_SWITCHES:
         if not name.read():
             os.environ[name.name] = "1"
+
+
+def warn_of_unknown() -> None:
+    """Warn of variables that nothing reads, in the process that the operator started."""
+    if started_by_multiprocessing():
+        return
+    for name, meant in environ.unknown():
+        hint = f"; did you mean {meant}?" if meant else ""
+        log.warning("kvpatch: %s is set, and kvpatch has no such variable%s", name, hint)
 
 
 def after_vllm(module: ModuleType) -> None:

@@ -10,7 +10,7 @@ import os
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable, Iterator, Mapping
 
 
 class Variable:
@@ -247,6 +247,35 @@ OURS = (
     VERIFY,
     VERIFIED,
 )
+
+
+def of_a_service(name: str) -> bool:
+    """Return whether Kubernetes makes a variable of this name, of a service."""
+    import re
+
+    ports = r"PORT(_[0-9]+_(TCP|UDP|SCTP)(_(PROTO|PORT|ADDR))?)?"
+    return bool(re.fullmatch(rf"\w+_(SERVICE_HOST|SERVICE_PORT(_\w+)?|{ports})", name))
+
+
+def unknown(environment: Mapping[str, str] = os.environ) -> Iterator[tuple[str, str]]:
+    """Iterate over variables that have kvpatch's prefix and are none of its own.
+
+    Yields:
+        The name, and the variable that is probably meant, or nothing.
+    """
+    prefix = f"{SWITCH}_"
+    ours = [one.name for one in OURS]
+    found = [name for name in environment if name.startswith(prefix) and name not in ours]
+    if not found:
+        return
+    import difflib
+
+    told = [one.name[len(prefix) :] for one in OURS[1:] if not one.meaning.startswith("internal")]
+    for name in sorted(found):
+        if not of_a_service(name):
+            near = difflib.get_close_matches(name[len(prefix) :].upper(), told, n=1, cutoff=0.7)
+            yield name, f"{prefix}{near[0]}" if near else ""
+
 
 KVCACHED_ENABLE = Variable("ENABLE_KVCACHED", "kvcached's own switch; set by kvpatch", "set to 1")
 KVCACHED_AUTOPATCH = Variable(

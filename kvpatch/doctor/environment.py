@@ -45,11 +45,10 @@ def check(settings: Mapping[str, str]) -> list[Finding]:
         found.append(switch(settings))
     if refusal is not None:
         found.append(refused(TOPIC, refusal))
-    ours = {setting.name for setting in OURS}
-    for name in sorted(name for name in settings if name.startswith("KVPATCH_")):
-        if name not in ours:
-            what = f"{name} is set, and kvpatch has no such variable"
-            found.append(TOPIC.warning(what, "correct its spelling, or unset it"))
+    for name, meant in environ.unknown(settings):
+        what = f"{name} is set, and kvpatch has no such variable"
+        remedy = f"set {meant} instead" if meant else "correct its spelling"
+        found.append(TOPIC.warning(what, f"{remedy}, or unset it"))
     kvcached = {setting.name for setting in KVCACHED}
     for name in sorted(name for name in settings if name.startswith("KVCACHED_")):
         if name in kvcached and not settings[name].strip():

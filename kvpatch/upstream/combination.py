@@ -19,7 +19,7 @@ from importlib import metadata
 from typing import Any
 
 from kvpatch import verdicts
-from kvpatch.environ import FIRST_LIMIT, HOST_DEVICE, HOST_POOL, IDLE
+from kvpatch.environ import FIRST_LIMIT, HOST_DEVICE, HOST_POOL, IDLE, of_a_service
 from kvpatch.upstream import connectors
 from kvpatch.version import VERSION
 from kvpatch.versions import Facts
@@ -105,9 +105,6 @@ _HARMLESS = frozenset(
         *("KVCACHED_MAX_RESERVED_PAGES", "KVCACHED_MIN_RESERVED_PAGES"),
     }
 )
-# Those that Kubernetes makes of a service whose name begins with "vllm".
-_SERVICE = re.compile(r"VLLM_(\w+_)?(SERVICE_(HOST|PORT\w*)|PORT(_\d+_(TCP|UDP)(_\w+)?)?)")
-# Modules, and what is in them, as ``a.b.C`` or, of an entry point, ``a.b:c``.
 _VALUES = (Enum, Mapping, frozenset, list, set, tuple)
 _DOTTED = re.compile(r"([A-Za-z_]\w*)([.:][A-Za-z_]\w*)+")
 # Settings that ``patches.ascend.ran`` compares with the engine that ran on an NPU.
@@ -223,7 +220,7 @@ def variables(environment: Mapping[str, str]) -> dict[str, str]:
         name: value
         for name, value in environment.items()
         if name in _VARIABLES
-        or (name.startswith(_PREFIXES) and name not in _HARMLESS and not _SERVICE.fullmatch(name))
+        or (name.startswith(_PREFIXES) and name not in _HARMLESS and not of_a_service(name))
     }
 
 

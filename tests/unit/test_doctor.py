@@ -412,6 +412,12 @@ def test_the_environment(settings, level, word):
     assert any(word in finding.what for finding in found if finding.level is level)
 
 
+def test_a_misspelled_variable_is_told_what_is_meant():
+    *_, finding = environment.check({"KVPATCH_HOSTPOOL": "64GiB"})
+    assert finding.what == "KVPATCH_HOSTPOOL is set, and kvpatch has no such variable"
+    assert finding.remedy == "set KVPATCH_HOST_POOL instead, or unset it"
+
+
 def test_a_value_that_is_refused_is_not_called_right_as_well():
     found = environment.check({"KVPATCH": "both"})
     (named,) = [finding for finding in found if finding.what.startswith("KVPATCH=both")]

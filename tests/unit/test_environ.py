@@ -110,3 +110,34 @@ def test_the_startup_files_have_the_same_values():
     found = re.search(r'in (\("", "0"[^)]*\))', line)
     assert found is not None
     assert eval(found[1]) == environ.OFF_VALUES
+
+
+@pytest.mark.parametrize(
+    ("name", "meant"),
+    [
+        ("KVPATCH_HOSTPOOL", "KVPATCH_HOST_POOL"),
+        ("KVPATCH_FIRST_LIMITS", "KVPATCH_FIRST_LIMIT"),
+        ("KVPATCH_idle", "KVPATCH_IDLE"),
+        ("KVPATCH_VERIFIES", ""),  # what kvpatch sets itself is not meant
+        ("KVPATCH_SOMETHING_ELSE", ""),
+    ],
+)
+def test_a_variable_that_nothing_reads_is_unknown(name, meant):
+    assert list(environ.unknown({name: "1", "KVPATCH_LOG": "debug", "HOME": "/"})) == [
+        (name, meant)
+    ]
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        *(one.name for one in environ.OURS),
+        "KVPATCH_SERVICE_HOST",  # by Kubernetes, of a service called kvpatch
+        "KVPATCH_CHAT_SERVICE_PORT_HTTP",
+        "KVPATCH_PORT",
+        "KVPATCH_CHAT_PORT_8000_TCP_ADDR",
+        "MY_KVPATCH_IDLE",
+    ],
+)
+def test_these_are_not_unknown(name):
+    assert list(environ.unknown({name: "1"})) == []

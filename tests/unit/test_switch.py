@@ -48,6 +48,30 @@ def test_any_other_value_refuses_vllm_in_one_line(python, value):
     )
 
 
+def test_a_variable_that_nothing_reads_is_a_warning_at_start(python):
+    code = STUB + "import fake_patches, vllm.serving"
+    done = python(code, KVPATCH="1", KVPATCH_HOSTPOOL="64GiB", KVPATCH_ELSE="a")
+    assert done.code == 0
+    assert done.err == (
+        "kvpatch: KVPATCH_ELSE is set, and kvpatch has no such variable\n"
+        "kvpatch: KVPATCH_HOSTPOOL is set, and kvpatch has no such variable; did you mean "
+        "KVPATCH_HOST_POOL?\n"
+    )
+    assert python(code, KVPATCH="0", KVPATCH_HOSTPOOL="64GiB").err == ""
+
+
+def test_it_is_said_once_for_all_processes_of_an_engine(python):
+    code = """
+import fake_patches, multiprocessing, vllm.serving
+
+if __name__ == "__main__":
+    child = multiprocessing.get_context("spawn").Process(target=int)
+    child.start()
+    child.join()
+"""
+    assert python(STUB + code, KVPATCH="1", KVPATCH_ELSE="a").err.count("KVPATCH_ELSE") == 1
+
+
 @pytest.mark.parametrize("value", ["banana", "1"])
 def test_asking_whether_vllm_is_there_is_answered(python, value):
     code = "import importlib.util; print(importlib.util.find_spec('vllm').origin)"
