@@ -1,4 +1,4 @@
-"""What a verdict of ``kvpatch verify`` holds for, read from a configuration."""
+"""What a verdict holds for, read from a configuration."""
 
 from __future__ import annotations
 
