@@ -353,14 +353,14 @@ def test_results_of_a_gpu_are_shown_when_they_are_there(folder):
     combination = {
         "versions": {"vllm": "0.32.0"},
         "device": "cuda NVIDIA H100",
-        "flags": {"connector 0": "vllm:Simple {}"},
+        "flags": {"kv_transfer_config.kv_connector": "Simple"},
     }
     verdict = {"combination": combination, "verdict": "right"}
     found = {"machine": {"gpu": "one"}, "verdicts": [verdict], "rows": [copy]}
     (folder / "gpu.json").write_text(json.dumps(found))
     text = page.render(folder)["docs/numbers.md"]
     assert goals.NO_GPU not in text
-    assert "| 0.32.0 | cuda NVIDIA H100 | vllm:Simple {} | right |" in text
+    assert "| 0.32.0 | cuda NVIDIA H100 | Simple | right |" in text
     assert "| Simple | load | 1,024 | 50.0 | 97.0% |" in text
 
 

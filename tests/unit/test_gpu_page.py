@@ -18,11 +18,14 @@ ROOT = Path(__file__).parents[2]
 GPU = "NVIDIA H100 80GB HBM3, 580.1"
 
 
-def verdict(vllm, connector, word="right"):
+def verdict(vllm, connector, word="right", **extra):
     combination = {
         "versions": {"vllm": vllm},
         "device": "cuda NVIDIA H100 80GB HBM3",
-        "flags": {"connector 0": f"vllm:{connector}"},
+        "flags": {
+            "kv_transfer_config.kv_connector": connector,
+            "kv_transfer_config.kv_connector_extra_config": extra,
+        },
     }
     return {"verdict": {"verdict": word, "combination": combination}}
 
@@ -50,15 +53,15 @@ COPY = {
 }
 ROWS = [
     row("probe", page_us={"map": TIMES}, granularity=2 << 20),
-    row("offloading", **verdict("0.32.0", "OffloadingConnector {}")),
-    row("simple", "wrong", **verdict("0.32.0", "SimpleCPUOffloadConnector {}", "wrong")),
+    row("offloading", **verdict("0.32.0", "OffloadingConnector")),
+    row("simple", "wrong", **verdict("0.32.0", "SimpleCPUOffloadConnector", "wrong")),
     row(
         "first-tokens",
         "not seen",
         computed={"first": {"p50_ms": 1500}, "returning": {"p50_ms": 88}},
     ),
     row("copies", copies=[COPY]),
-    row("release-2", **verdict("0.26.0", "OffloadingConnector {}")),
+    row("release-2", **verdict("0.26.0", "OffloadingConnector")),
     row("release-3", "not seen", verdict={"verdict": "unfinished", "combination": {}}),
 ]
 
@@ -120,13 +123,13 @@ def test_every_page_follows_from_the_result(rendered):
 
 
 @pytest.mark.parametrize(
-    ("flag", "name"),
+    ("connector", "extra", "name"),
     [
-        ("OffloadingConnector {}", "Offloading"),
-        ('OffloadingConnector {"spec_name": "TieringOffloadingSpec"}', "tiering fs"),
-        ('SimpleCPUOffloadConnector {"lazy_offload": false}', "Simple eager"),
-        ('SimpleCPUOffloadConnector {"lazy_offload": true}', "Simple lazy"),
+        ("OffloadingConnector", {}, "Offloading"),
+        ("OffloadingConnector", {"spec_name": "TieringOffloadingSpec"}, "tiering fs"),
+        ("SimpleCPUOffloadConnector", {"lazy_offload": False}, "Simple eager"),
+        ("SimpleCPUOffloadConnector", {"lazy_offload": True}, "Simple lazy"),
     ],
 )
-def test_connectors_have_the_names_of_the_matrix(flag, name):
-    assert page.connector(verdict("0", flag)["verdict"]) == name
+def test_connectors_have_the_names_of_the_matrix(connector, extra, name):
+    assert page.connector(verdict("0", connector, **extra)["verdict"]) == name

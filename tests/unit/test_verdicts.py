@@ -59,12 +59,11 @@ def test_nobody_else_reads_a_verdict(tmp_path):
 
 
 def test_a_verdict_without_its_secrets_holds_for_what_has_them(tmp_path):
-    flag = 'vllm:OffloadingConnector {"store_config": {"secret_key": "S"}}'
-    ran = changed("flags", "connector 0", flag)
+    ran = changed("flags", "extra_config", {"store_config": {"secret_key": "S"}})
     known = written(tmp_path, content(combination=masked(ran)))
     assert '"S"' not in known[0].path.read_text()
     assert verdicts.covering(ran, ["KVP310"], known) == known[0]
-    other = changed("flags", "connector 0", flag.replace("store", "other"))
+    other = changed("flags", "extra_config", {"other_config": {"secret_key": "S"}})
     assert verdicts.covering(other, ["KVP310"], known) is None
 
 

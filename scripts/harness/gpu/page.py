@@ -81,7 +81,8 @@ def verdict_release(verdict: Result) -> str:
 
 def connector(verdict: Result) -> str:
     """Return the connector of a verdict, by its name in the axes."""
-    flag = verdict["combination"]["flags"].get("connector 0", "")
-    if "SimpleCPUOffloadConnector" in flag:
-        return "Simple lazy" if '"lazy_offload": true' in flag else "Simple eager"
-    return "tiering fs" if "TieringOffloadingSpec" in flag else "Offloading"
+    flags = verdict["combination"]["flags"]
+    extra = flags.get("kv_transfer_config.kv_connector_extra_config", {})
+    if flags.get("kv_transfer_config.kv_connector") == "SimpleCPUOffloadConnector":
+        return "Simple lazy" if extra.get("lazy_offload") else "Simple eager"
+    return "tiering fs" if extra.get("spec_name") == "TieringOffloadingSpec" else "Offloading"
