@@ -80,7 +80,7 @@ _NAMES = ("_name_or_path", "transformers_version")
 # Variables that decide which code runs, by the beginnings of their names, and by their names.
 _PREFIXES = ("VLLM_", "KVCACHED_")
 _VARIABLES = (
-    *("K_SCALE_CONSTANT", "Q_SCALE_CONSTANT", "V_SCALE_CONSTANT"),
+    *("K_SCALE_CONSTANT", "Q_SCALE_CONSTANT", "V_SCALE_CONSTANT", "LD_PRELOAD"),
     *("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "TORCHDYNAMO_DISABLE", "TRITON_INTERPRET"),
 )
 _HARMLESS = frozenset(

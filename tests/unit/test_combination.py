@@ -197,6 +197,7 @@ def test_what_is_no_value_of_json_is_held_without_its_address() -> None:
         ("VLLM_OF_A_RELEASE_THAT_NOBODY_HAS_SEEN", True),
         ("KVCACHED_PAGE_SIZE_MB", True),
         ("K_SCALE_CONSTANT", True),
+        ("LD_PRELOAD", True),
         ("VLLM_API_KEY", False),
         ("VLLM_SERVER_DEV_MODE", False),  # kvpatch verify sets it
         ("VLLM_LOGGING_LEVEL", False),
