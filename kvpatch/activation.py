@@ -200,8 +200,6 @@ def apply_features(before_kvcached: bool) -> None:
             try:
                 rows = feature.at(release_of(vllm))
                 transaction.apply_all(rows)
-                if feature is not patches.debug.FEATURE:
-                    record.touched |= {patch.target.partition(":")[0] for patch in rows}
                 for patch in rows:
                     log.debug("kvpatch: applied %s to %s", patch.id, patch.target)
             except Exception as error:

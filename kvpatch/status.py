@@ -36,7 +36,6 @@ class Record:
             configuration is known.
         verified: the verdict that holds for the configuration, and what it lifts; None without.
         applied: the patches in force.
-        touched: the modules whose objects patches replace, apart from debug mode's.
         roles: ``frontend``, ``engine-core``, ``worker``.
         layout: the KV cache layout in the words of the status line.
         elastic: whether the KV cache is on kvcached's memory; None without a KV cache.
@@ -50,7 +49,6 @@ class Record:
     early: frozenset[str] = frozenset()
     verified: Verified | None = None
     applied: list[AppliedPatch] = field(default_factory=list)
-    touched: set[str] = field(default_factory=set)
     roles: list[str] = field(default_factory=list)
     layout: str = ""
     elastic: bool | None = None

@@ -263,45 +263,34 @@ def _differences(now: Mapping[str, Any], then: Mapping[str, Any]) -> list[str]:
     return found
 
 
-def digests(modules: Iterable[str]) -> dict[str, str]:
-    """Return a digest of kvpatch, of modules, and of packages: ``mine.*`` is all code of one.
+def digest(package: str) -> str:
+    """Return a digest of the code of a package, or of a module that is none.
 
-    Nothing is imported for it. What is not there has an empty one.
+    Nothing is imported for it. That of one that is not there is empty.
     """
-    ours = [
-        path
-        for path in PACKAGE.rglob("*.py")
-        if not set(path.relative_to(PACKAGE).parts) & set(_BESIDE)
-    ]
-    return {"kvpatch": _digest(ours)} | {name: _digest(_code(name)) for name in sorted(modules)}
-
-
-def _digest(paths: Iterable[Path]) -> str:
     import hashlib
 
     found = hashlib.sha256()
-    for path in (every := sorted(set(paths))):
+    for path in (every := sorted(set(_code(package)))):
         found.update(path.read_bytes())
     return found.hexdigest()[:16] if every else ""
 
 
-def _code(name: str) -> Iterator[Path]:
-    """Iterate over the files of a module or package, compiled extensions included."""
-    package, *rest = name.split(".")
+def _code(package: str) -> Iterator[Path]:
+    if package == PACKAGE.name:
+        for path in PACKAGE.rglob("*.py"):
+            if not set(path.relative_to(PACKAGE).parts) & set(_BESIDE):
+                yield path
+        return
     try:
         spec = importlib.util.find_spec(package)
     except ValueError:  # a stand-in without a spec
         return
-    folders = (spec.submodule_search_locations or ()) if spec else ()
-    if rest == ["*"]:
-        if spec and spec.origin and Path(spec.origin).is_file():
-            yield Path(spec.origin)  # of a package, one of those below
-        for folder in folders:
-            yield from (path for path in Path(folder).rglob("*") if path.suffix in (".py", ".so"))
+    if spec is None:
         return
-    for folder in folders:
-        place = Path(folder, *rest)
-        for path in (place.with_suffix(".py"), place / "__init__.py"):
-            if path.is_file():
-                yield path
-                return
+    if spec.origin and Path(spec.origin).is_file():
+        yield Path(spec.origin)  # of a package, one of those below
+    # vLLM's extensions are a gigabyte, and known by its version.
+    suffixes = (".py",) if package == "vllm" else (".py", ".so")
+    for folder in spec.submodule_search_locations or ():
+        yield from (path for path in Path(folder).rglob("*") if path.suffix in suffixes)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import shlex
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from functools import cache
 from importlib import metadata
 from pathlib import Path
 
@@ -25,22 +26,23 @@ def check(settings: Mapping[str, str]) -> list[Finding]:
     if named and not Path(named).is_dir():
         what = f"{VERDICTS} names {named}, which is no folder"
         found.append(TOPIC.warning(what, f"name another one, or unset {VERDICTS}"))
+    digest = cache(verdicts.digest)
     for path in verdicts.files(settings):
         try:
-            found.append(check_verdict(verdicts.read(path)))
+            found.append(check_verdict(verdicts.read(path), digest))
         except (OSError, ValueError) as error:
             what = f"{path} is not used: {error}"
             found.append(TOPIC.warning(what, "remove it, and verify its command again"))
     return found
 
 
-def check_verdict(verdict: Verdict) -> Finding:
+def check_verdict(verdict: Verdict, digest: Callable[[str], str]) -> Finding:
     """Return the finding about one verdict."""
     command = printable(shlex.join(verdict.command))
     again = f"kvpatch verify -- {command}"
     device = printable(verdict.combination["device"])
     what = f"{command} was {verdict.word} on {verdict.date}, on {device}"
-    changes = stale(verdict)
+    changes = stale(verdict, digest)
     if changes:
         what += f"; it holds no more, because {' and '.join(changes)}"
         return TOPIC.note(what, f"run {again}")
@@ -50,8 +52,13 @@ def check_verdict(verdict: Verdict) -> Finding:
     return TOPIC.ok(what + (f"; it lifts {lifted}" if lifted else ""))
 
 
-def stale(verdict: Verdict) -> list[str]:
-    """Return what has changed since a verdict; nothing is imported for it."""
+def stale(verdict: Verdict, digest: Callable[[str], str]) -> list[str]:
+    """Return what has changed since a verdict; nothing is imported for it.
+
+    Args:
+        verdict: of any kvpatch.
+        digest: returns that of a package's code.
+    """
     changes = []
     then = verdict.combination["versions"]
     now = {name: _version(name) for name in then if name != "python"}
@@ -61,9 +68,8 @@ def stale(verdict: Verdict) -> list[str]:
     if changes:
         return changes  # so has its code
     code = verdict.combination["code"]
-    digests = verdicts.digests(set(code) - {"kvpatch"})
-    changed = sorted(module for module in code if code[module] != digests[module])
-    return [f"{module} has changed" for module in changed[:1]]
+    changed = (package for package in sorted(code) if code[package] != digest(package))
+    return [f"{package} has changed" for package in changed][:1]
 
 
 def _version(name: str) -> str:

@@ -145,13 +145,12 @@ FLAGS = (
 OURS = (HOST_POOL, IDLE, FIRST_LIMIT)
 
 
-def of(config: Any, facts: Facts, touched: Iterable[str]) -> dict[str, Any]:
+def of(config: Any, facts: Facts) -> dict[str, Any]:
     """Return the combination of a ``VllmConfig``.
 
     Args:
         config: vLLM's configuration, resolved.
         facts: of this process.
-        touched: the modules of vLLM and kvcached whose objects patches replace.
     """
     versions = {
         "kvpatch": VERSION,
@@ -161,11 +160,10 @@ def of(config: Any, facts: Facts, touched: Iterable[str]) -> dict[str, Any]:
         "python": f"{sys.version_info[0]}.{sys.version_info[1]}",
     }
     held = flags(config, facts)
+    code = {"kvpatch", "vllm", "kvcached", *_packages(held, {*versions, "kvpatch_startup"})}
     return {
         "versions": versions,
-        "code": verdicts.digests(
-            {*touched, "kvcached.*", *_packages(held, {*versions, "kvpatch_startup"})}
-        ),
+        "code": {name: verdicts.digest(name) for name in sorted(code)},
         "device": device(facts),
         "model": model(config),
         "flags": held,
@@ -329,4 +327,4 @@ def _packages(value: Any, known: Container[str], name: str = "") -> Iterator[str
     elif isinstance(value, str) and (_DOTTED.fullmatch(value) or name.endswith("module_path")):
         package = re.split("[.:]", value)[0]
         if package not in known and package not in sys.stdlib_module_names:
-            yield f"{package}.*"
+            yield package

@@ -57,7 +57,7 @@ def _verdict(config: Any, facts: Facts) -> Verified | None:
     from kvpatch.upstream import combination  # few starts need it
 
     needed = [refusal.code for refusal in _refusals(config, facts)]
-    ours = combination.of(config, facts, record.touched)
+    ours = combination.of(config, facts)
     if folder:
         more = {"workers": combination.workers(config), "connectors": combination.copiers(config)}
         _write(Path(folder), {"combination": ours, **more}, needed)
