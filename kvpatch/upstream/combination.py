@@ -77,7 +77,8 @@ _SIZES = frozenset(
 )
 _EXTRA = "kv_transfer_config.kv_connector_extra_config"
 _NAMES = ("_name_or_path", "transformers_version")
-# Variables that decide which code runs, by the beginnings of their names, and by their names.
+# Variables that may decide which code runs, by the beginnings of their names and by their names,
+# and those of which it is known that they do not.
 _PREFIXES = ("VLLM_", "KVCACHED_")
 _VARIABLES = (
     *("K_SCALE_CONSTANT", "Q_SCALE_CONSTANT", "V_SCALE_CONSTANT", "LD_PRELOAD"),
@@ -107,7 +108,7 @@ _HARMLESS = frozenset(
 )
 _VALUES = (Enum, Mapping, frozenset, list, set, tuple)
 _DOTTED = re.compile(r"([A-Za-z_]\w*)([.:][A-Za-z_]\w*)+")
-# Settings that ``patches.ascend.ran`` compares with the engine that ran on an NPU.
+# Settings that are compared with those of the engine that ran on an NPU (``patches.ascend.ran``).
 FLAGS = (
     "cache_config.block_size",
     "cache_config.cache_dtype",
