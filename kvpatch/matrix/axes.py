@@ -291,8 +291,8 @@ PAIRS = tuple(
 # What runs once for each connector.
 TRIED = (
     "host pool",
-    "first limit",
     "idle",
+    "first limit",
     SELF_DESCRIBING,
     *(admitted.together(*pair) for pair in PAIRS),
 )
