@@ -280,6 +280,7 @@ CODES = {
         "vllm-project/vllm#41445",
     ),
     "KVP424": _setup("`KVPATCH_FIRST_LIMIT` is less than one request needs"),
+    "KVP427": _setup("the name of the CPU tier in /dev/shm was removed while the engine started"),
     "KVP501": _setup("no GPU, and kvcached is built for one"),
     "KVP502": _setup("the host device has no size"),
     "KVP503": _setup("the host device has another size in running processes"),

@@ -44,7 +44,7 @@ def device_type() -> str:
 
 
 def region_path(engine_id: str) -> Path:
-    """Return the file of vLLM's ``SharedOffloadRegion``, from 0.26 on."""
+    """Return the file of vLLM's ``SharedOffloadRegion``, whose id is random up to 0.25."""
     return claims.BASE / f"vllm_offload_{engine_id}.mmap"
 
 

@@ -160,6 +160,23 @@ ELSEWHERE = {
             "test_two_engines_with_one_engine_id_that_start_together",
         ),
         (
+            "the name of a CPU tier with tiers behind it is removed from /dev/shm (a logout with "
+            "RemoveIPC=yes, a cleaner) while its engine starts, before the scheduler maps it",
+            "the engine is refused; the scheduler makes no second file, of which a tier would "
+            "store zeros",
+            "test_a_scheduler_that_finds_no_region_makes_none",
+        ),
+        (
+            "another file has that name by then",
+            "the engine is refused",
+            "test_a_scheduler_that_maps_another_file_than_its_workers_is_refused",
+        ),
+        (
+            "the name is removed between two workers, which map two files",
+            "the engine is refused",
+            "test_workers_that_map_two_files_are_refused",
+        ),
+        (
             "a container with namespaces of its own takes a name in a shared /dev/shm",
             "the name is seen as taken",
             "test_a_container_with_its_own_namespaces_sees_the_claim",

@@ -17,7 +17,7 @@ from transformers import LlamaConfig
 
 from kvpatch import state
 from kvpatch.patches.offloading.registration import Rows
-from kvpatch.patches.secondary_tiers import fingerprint, samples
+from kvpatch.patches.secondary_tiers import fingerprint, samples, shared_memory
 from kvpatch.patches.secondary_tiers.samples import Samples, diagonals
 from kvpatch.patches.secondary_tiers.weights import Weights
 from kvpatch.refusal import Refusal
@@ -437,7 +437,11 @@ class Core:
         )
         self.vllm_config = SimpleNamespace(kv_transfer_config=transfer)
         self.descriptions = list(descriptions)
-        self.model_executor = SimpleNamespace(collective_rpc=lambda call: self.descriptions)
+        self.files = [{"an id": (1, number)} for number in range(len(descriptions))]
+        self.model_executor = SimpleNamespace(collective_rpc=self.ask)
+
+    def ask(self, call: Any) -> list[Any]:
+        return self.files if call is shared_memory.files else self.descriptions
 
     def start(self) -> str | None:
         assert fingerprint.around_kv_caches(lambda: "done", self, (), {}) == "done"
@@ -448,6 +452,15 @@ class Core:
 def nothing_described(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fingerprint, "_described", None)
     monkeypatch.setattr(fingerprint, "_weights", None)
+    monkeypatch.setattr(shared_memory, "_of_workers", [])
+
+
+def test_what_every_worker_has_mapped_is_what_the_scheduler_may_map() -> None:
+    two = Core({}, {})
+    two.start()
+    assert shared_memory._of_workers == two.files
+    Core({}, tiers=False).start()
+    assert shared_memory._of_workers == []
 
 
 def test_every_worker_counts() -> None:

@@ -9,6 +9,7 @@ import signal
 import stat
 import subprocess
 import sys
+from contextlib import ExitStack
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -527,20 +528,25 @@ class Region:
         except FileExistsError:
             self.fd = os.open(path, os.O_RDWR)
 
+    def cleanup(self):
+        os.close(self.fd)
+        del self.fd
 
-def region(path, before=lambda: None):
+
+def region(path, before=lambda: None, rank=0, name="engine_id"):
     made = Region.__new__(Region)
 
-    def wrapped(engine_id):
+    def wrapped(*chunks, rank, **named):
         before()
-        made.__init__(engine_id, path)
+        made.__init__("one", path)
         return "made"
 
     try:
-        assert shared_memory.around_region(wrapped, made, ("one",), {}) == "made"
+        given = {name: "one", "rank": rank}
+        assert shared_memory.around_region(wrapped, made, (), given) == "made"
     finally:
         if hasattr(made, "fd"):
-            os.close(made.fd)
+            made.cleanup()
 
 
 def test_the_workers_of_an_engine_share_a_region(shm):
@@ -551,6 +557,80 @@ def test_the_workers_of_an_engine_share_a_region(shm):
     region(path, before=lambda: None)
     unlinked = lambda: (path.unlink(), path.touch(0o600), path.unlink())  # noqa: E731
     region(path, before=unlinked)  # from 0.29 on the name goes once all workers are there
+
+
+@pytest.fixture
+def workers(monkeypatch):
+    """Let a worker in a process of its own map a region, and go on to have it."""
+    monkeypatch.setattr(shared_memory, "_files", {})
+    monkeypatch.setattr(shared_memory, "_of_workers", [])
+    told = []
+    with ExitStack() as mapped:
+
+        def start(path, **more):
+            region(path, **more)
+            mapped.enter_context(path.open("rb"))
+            told.append(shared_memory.files(None))
+            shared_memory._files.clear()
+            shared_memory.expect(told)
+
+        yield start
+
+
+@pytest.mark.parametrize("name", ["engine_id", "instance_id"])  # the latter up to 0.25
+def test_the_scheduler_maps_what_its_workers_have(shm, workers, name):
+    path = shared_memory.path_of("one")
+    workers(path, name=name)
+    workers(path, name=name)
+    region(path, rank=None, name=name)
+
+
+def refused_scheduler(path, **more):
+    with pytest.raises(Refusal) as refused:
+        region(path, rank=None, **more)
+    assert f"shared memory {path} was removed or replaced while" in str(refused.value)
+    assert refused.value.code == "KVP427"
+
+
+def test_a_scheduler_that_finds_no_region_makes_none(shm, workers):
+    path = shared_memory.path_of("one")
+    workers(path)
+    path.unlink()
+    refused_scheduler(path, before=lambda: pytest.fail("it was made"))
+    assert not path.exists()
+
+
+@pytest.mark.parametrize("again", [False, True], ids=["removed", "replaced"])
+def test_a_scheduler_that_maps_another_file_than_its_workers_is_refused(shm, workers, again):
+    path = shared_memory.path_of("one")
+    workers(path)
+    if again:
+        path.unlink()
+        path.touch(0o600)
+    refused_scheduler(path, before=path.unlink)
+
+
+def test_workers_that_map_two_files_are_refused(shm, workers):
+    path = shared_memory.path_of("one")
+    workers(path)
+    path.unlink()
+    workers(path)
+    refused_scheduler(path)
+
+
+def test_a_worker_that_finds_no_region_of_its_pool_is_refused(shm, workers):
+    """The engine has made it, and no worker makes another."""
+    path = shared_memory.path_of("one")
+    with pytest.raises(Refusal) as refused:
+        region(path, before=path.stat)
+    assert refused.value.code == "KVP427"
+
+
+def test_a_worker_that_maps_nothing_is_refused(shm, workers):
+    path = shared_memory.path_of("one")
+    workers(path)
+    shared_memory.expect([*shared_memory._of_workers, {}])
+    refused_scheduler(path)
 
 
 @pytest.mark.parametrize("when", ["before", "meanwhile"])

@@ -10,7 +10,7 @@ import pytest
 
 from kvpatch import state
 from kvpatch.patches.offloading.registration import Rows
-from kvpatch.patches.secondary_tiers import fingerprint
+from kvpatch.patches.secondary_tiers import fingerprint, shared_memory
 
 
 class Cache:
@@ -214,12 +214,13 @@ class Core:
 def nothing_described(monkeypatch):
     monkeypatch.setattr(fingerprint, "_described", None)
     monkeypatch.setattr(fingerprint, "_weights", None, raising=False)
+    monkeypatch.setattr(shared_memory, "_of_workers", [])
 
 
 def test_every_ranks_description_counts():
     one = Core({"weights": "a"}, {"weights": "b"})
     first = one.digest()
-    assert one.asked == [fingerprint.describe]
+    assert one.asked == [shared_memory.files, fingerprint.describe]
     assert first == Core({"weights": "a"}, {"weights": "b"}).digest()
     others = [
         Core({"weights": "a"}).digest(),

@@ -32,18 +32,17 @@ FEATURE = Feature(
             ),
             _RANDOM_ID,
         ),
-        seam(
-            Patch(
-                id="tiers.shared_region",
-                target=f"{_KV_OFFLOAD}.cpu.shared_offload_region:SharedOffloadRegion.__init__",
-                why="memory that another user made under this name is joined, and read by him",
-                upstream="none: vLLM opens existing memory of that name",
-                until="vLLM checks the owner of the memory that it opens",
-                wrapper="kvpatch.patches.secondary_tiers.shared_memory:around_region",
-                parameters=("self", "engine_id"),
-                since="0.26",
-            ),
-            _RANDOM_ID,
+        Patch(
+            id="tiers.shared_region",
+            target=f"{_KV_OFFLOAD}.cpu.shared_offload_region:SharedOffloadRegion.__init__",
+            why="memory that another user made under this name is joined, and read by him; if the "
+            "name is removed while the engine starts, a tier stores the bytes of another file",
+            upstream="none: vLLM opens existing memory of that name, and makes what is missing",
+            until="vLLM checks the owner of the memory that it opens, and gives the scheduler the "
+            "workers' memory",
+            wrapper="kvpatch.patches.secondary_tiers.shared_memory:around_region",
+            parameters=("self", "rank"),
+            since="0.24",
         ),
         seam(
             Patch(

@@ -24,6 +24,7 @@ from typing import Any
 
 from kvpatch import state
 from kvpatch.patches.offloading.registration import Rows
+from kvpatch.patches.secondary_tiers import shared_memory
 from kvpatch.patches.secondary_tiers.block_files import own_folder
 from kvpatch.patches.secondary_tiers.samples import Samples
 from kvpatch.patches.secondary_tiers.weights import Weights
@@ -260,16 +261,18 @@ def _digest(executor: Any) -> str:
 
 
 def around_kv_caches(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
-    """Collect the workers' descriptions if a secondary tier is configured.
+    """Collect the workers' descriptions, and which files they share, if a tier is configured.
 
     Wraps ``EngineCore._initialize_kv_caches``, after which the workers have their
     memory and before which no tier exists.
     """
     global _described, _weights
     _described = _weights = None
+    shared_memory.expect([])
     result = wrapped(*args, **kwargs)
     transfer = instance.vllm_config.kv_transfer_config
     if any(leaf.tiers for leaf in connectors.leaves(transfer)):
+        shared_memory.expect(instance.model_executor.collective_rpc(shared_memory.files))
         _described = _digest(instance.model_executor)
         # Weakly: this module must not keep an engine that was deleted.
         core = weakref.ref(instance)

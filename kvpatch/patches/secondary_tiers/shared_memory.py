@@ -13,6 +13,11 @@ from kvpatch.refusal import Refusal
 from kvpatch.upstream import connectors
 from kvpatch.upstream.vllm_api import region_path
 
+# Of the workers in this process, by the id in its name: device and inode of the file.
+_files: dict[str, tuple[int, int]] = {}
+# What every worker of the engine that starts here has, once the KV cache is there.
+_of_workers: list[dict[str, tuple[int, int]]] = []
+
 _OTHERS = "another user could read and change the KV of this engine's requests"
 _OTHER_ID = "give this engine another engine_id in kv_transfer_config"
 
@@ -65,25 +70,66 @@ def around_engine_core(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> A
         raise
 
 
-def around_region(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
-    """Refuse shared memory that another user made after the engine started.
+def files(worker: Any) -> dict[str, tuple[int, int]]:
+    """Return which files the workers of this process have mapped; runs in the worker by RPC."""
+    return dict(_files)
 
-    Wraps ``SharedOffloadRegion.__init__(engine_id, ...)``, which joins any file of its name, and
-    waits for one of the wrong size.
+
+def expect(of_workers: list[dict[str, tuple[int, int]]]) -> None:
+    """Let the scheduler map the file that all workers have, and no other.
+
+    Args:
+        of_workers: by worker its ``files``; none if no tier reads what the scheduler maps.
+    """
+    _of_workers[:] = of_workers
+
+
+def around_region(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
+    """Refuse shared memory that another user made, or that not all of the engine share.
+
+    Wraps ``SharedOffloadRegion.__init__(engine_id, num_chunks, rank, ...)``, which joins any file
+    of its name, waits for one of the wrong size, and makes one that is missing. Up to 0.25 the id
+    is called ``instance_id``. Of the scheduler, from which tiers read, there is no rank.
 
     Raises:
-        Refusal: the file is another user's, or open to others.
+        Refusal: the file is another user's, or open to others, or the name was removed or
+            replaced since a worker mapped it.
     """
-    path = path_of(argument(args, kwargs, 0, "engine_id"))
-    _check_path(path)
+    name = (
+        kwargs["instance_id"] if "instance_id" in kwargs else argument(args, kwargs, 0, "engine_id")
+    )
+    of_worker = argument(args, kwargs, 2, "rank") is not None
+    path = path_of(name)
+    if not _check_path(path) and not of_worker:
+        raise _lost(path)  # and no second file, as large as the first
     try:
         result = wrapped(*args, **kwargs)
+    except FileNotFoundError as error:  # of a host pool, or removed between two calls of vLLM
+        raise _lost(path) from error
     except OSError:
         _check_path(path)  # made since, and of a wrong size or not to be opened
         raise
+    status = os.fstat(instance.fd)
     # From 0.29 on the file has no name any more once all workers have opened it.
-    _check(path, os.fstat(instance.fd))
+    _check(path, status)
+    file = status.st_dev, status.st_ino
+    if of_worker:
+        _files[name] = file
+    elif any(one.get(name) != file for one in _of_workers):
+        instance.cleanup()
+        raise _lost(path)
     return result
+
+
+def _lost(path: Path) -> Refusal:
+    return Refusal(
+        f"the CPU tier's shared memory {path} was removed or replaced while the engine started",
+        "its processes would have different memory under one name, and a secondary tier would "
+        "store other bytes than those of the blocks",
+        f"keep what removes files from {path.parent} off this one (a cleaner, or a logout of its "
+        "user with RemoveIPC=yes in logind.conf), and start the engine again",
+        code="KVP427",
+    )
 
 
 def _check_path(path: Path) -> bool:

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from kvpatch.upstream.vllm_api import lookup_results
+from kvpatch.upstream.vllm_api import chunks_of, lookup_results
 
 ROW = 8192  # bytes of a block
 BLOCKS = 8  # of the CPU tier
@@ -121,6 +121,18 @@ def config(extra: dict[str, Any], changes: dict[str, Any]) -> Any:
     )
 
 
+def region_of_worker(spec: Any, config: Any) -> Any:
+    """Map what a worker with rank 0 maps, before the scheduler does."""
+    from vllm.v1.kv_offload.cpu.shared_offload_region import SharedOffloadRegion
+
+    # The latter up to 0.25.
+    size = getattr(spec, "kv_bytes_per_chunk", 0) or spec.kv_bytes_per_offloaded_block
+    name = getattr(config, "engine_id", None) or config.instance_id  # the latter up to 0.25
+    return SharedOffloadRegion(
+        name, chunks_of(spec), 0, size, getattr(spec, "cpu_page_size_per_worker", size)
+    )
+
+
 def rows_of(spec: Any) -> Iterable[Any]:
     """The rows of the CPU tier that a transfer names: blocks, from vLLM 0.30 on chunks."""
     rows: Iterable[Any] = spec.chunk_ids if hasattr(spec, "chunk_ids") else spec.block_ids
@@ -135,8 +147,11 @@ class Tiers:
         from vllm.v1.kv_offload.tiering.spec import TieringOffloadingSpec
 
         self.base = base
-        self.spec = TieringOffloadingSpec(*arguments(folder, **changes))
+        given = arguments(folder, **changes)
+        self.spec = TieringOffloadingSpec(*given)
+        self.region = region_of_worker(self.spec, given[0])
         self.manager = self.spec.get_manager()
+        self.region.cleanup()
         self.primary = self.manager.primary_tier
         self.tier = self.manager.secondary_tiers[0]
         self._requests = 0

@@ -369,7 +369,7 @@ ROWS: dict[str, Row] = {
     ),
     "tiers.shared_region": held(
         "unit/test_claims.py::test_a_region_that_another_user_made_is_not_opened",
-        USERS,
+        f"{USERS}; nobody removes its name",
     ),
     "tiers.describe": seen(TIERS),
     "tiers.worker_calls": held(
