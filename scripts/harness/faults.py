@@ -88,6 +88,33 @@ ELSEWHERE = {
             "test_a_prompt_larger_than_the_cpu_tier_gets_what_fits",
         ),
     ),
+    "Object stores": (
+        (
+            "an object is damaged, or lies in the place of another block's",
+            "a miss; the block is computed again",
+            "test_an_object_that_is_not_what_was_stored_is_a_miss",
+        ),
+        (
+            "a transfer of blocks or seals fails",
+            "a miss; the engine goes on, and stores again",
+            "test_a_transfer_that_fails_is_a_block_that_is_computed_again",
+        ),
+        (
+            "a store cannot be submitted to NIXL: its blocks, or its seals afterwards",
+            "a miss; the job has ended, and no reset waits for it",
+            "test_a_store_that_cannot_be_submitted_is_a_block_that_is_not_there",
+        ),
+        (
+            "a load cannot be submitted to NIXL: its blocks, or its seals",
+            "a miss; what was submitted has ended before its memory is another's",
+            "test_a_load_that_cannot_be_submitted_is_a_block_that_is_computed_again",
+        ),
+        (
+            "the store does not answer",
+            "it is passed over after the patience until it answers",
+            "test_a_store_that_does_not_answer_is_not_used",
+        ),
+    ),
     "Memory and copies": (
         (
             "the device is full",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -11,7 +12,7 @@ from typing import Any
 import pytest
 from test_tier_classes import rows  # noqa: F401
 
-from harness.engines.tier_classes import ROW, Tiers
+from harness.engines.tier_classes import LONG, ROW, Tiers
 from kvpatch.environ import TIER_PATIENCE
 from kvpatch.patches.secondary_tiers import fingerprint
 from kvpatch.patches.secondary_tiers.weights import Weights
@@ -30,12 +31,14 @@ class Store:
         objects: bytes by name.
         answers: whether a transfer that has begun comes to an end.
         fails: whether a transfer of these names fails.
+        refuses: whether a call that submits these names returns nothing or ``ERR``, or raises.
     """
 
     def __init__(self) -> None:
         self.objects: dict[str, bytes] = {}
         self.answers = True
         self.fails: Callable[[str, list[str]], bool] = lambda way, names: False
+        self.refuses: Callable[[str, list[str]], bool] = lambda call, names: False
         self.moved: list[tuple[str, list[str]]] = []
         self.registered = 0
 
@@ -56,6 +59,11 @@ class Agent:
         return [{} if name in self.store.objects else None for *_, name in asked]
 
     def register_memory(self, places: list[Any], memory: str) -> Any:
+        named = [name for *_, name in places]
+        if self.store.refuses("raise", named):
+            raise RuntimeError("NIXL_ERR_BACKEND")
+        if self.store.refuses("register", named):
+            return None
         self.store.registered += 1
         return SimpleNamespace(trim=lambda: [(name, size) for _, size, _, name in places])
 
@@ -63,16 +71,21 @@ class Agent:
         self.store.registered -= 1
 
     def prep_xfer_dlist(self, agent: str, places: list[Any], memory: str = "") -> Any:
+        if agent == "ObjAgent" and self.store.refuses("prepare", [name for name, _ in places]):
+            return None
         return [one[:2] for one in places]
 
     def release_dlist_handle(self, prepared: Any) -> None:
         assert prepared
 
     def make_prepped_xfer(self, way: str, local: Any, at: Any, remote: Any, all_of: Any) -> Any:
+        if self.store.refuses("make", [name for name, _ in remote]):
+            return None
         return way, [local[place] for place in at], [remote[place] for place in all_of]
 
     def transfer(self, handle: Any) -> str:
-        return "PROC"
+        _, _, named = handle
+        return "ERR" if self.store.refuses("transfer", [name for name, _ in named]) else "PROC"
 
     def check_xfer_state(self, handle: Any) -> str:
         way, places, named = handle
@@ -184,6 +197,57 @@ def test_a_transfer_that_fails_is_a_block_that_is_computed_again(
     one.store(3)
     one.forget()
     assert one.find(3) == [3]
+
+
+CALLS = ["register", "prepare", "make", "transfer", "raise"]
+
+
+def refusing(refused: str, suffix: str) -> Callable[[str, list[str]], bool]:
+    return lambda call, names: call == refused and names[0].endswith(suffix)
+
+
+@pytest.mark.parametrize("call", CALLS)
+@pytest.mark.parametrize("what", [".bin", SUFFIX])
+def test_a_store_that_cannot_be_submitted_is_a_block_that_is_not_there(
+    tiers: Any, store: Store, call: str, what: str
+) -> None:
+    one = tiers()
+    store.refuses = refusing(call, what)
+    context = one.request()
+    output = one.manager.prepare_store([one.key(1), one.key(2)], context)
+    one.manager.complete_store(output.keys_to_store, context)
+    until = time.monotonic() + LONG
+    while not one.tier.disk.errors and time.monotonic() < until:
+        one.manager._processed_jobs_this_step = False
+        one.manager._maybe_process_finished_jobs()  # as every step does
+        one.step()
+    one.manager.on_request_finished(context)
+    assert one.tier.disk.errors == {"store": 1}
+    assert not one.tier.unanswered._since
+    store.refuses = lambda call, names: False
+    one.forget()  # waits for every job
+    assert one.find(1, 2) == []
+    one.store(1, 2)
+    one.forget()
+    assert one.find(1, 2) == [1, 2]
+
+
+@pytest.mark.parametrize("call", CALLS)
+@pytest.mark.parametrize("what", [".bin", SUFFIX])
+def test_a_load_that_cannot_be_submitted_is_a_block_that_is_computed_again(
+    tiers: Any, store: Store, call: str, what: str
+) -> None:
+    one = tiers()
+    one.store(1, 2)
+    one.forget()
+    store.refuses = refusing(call, what)
+    assert one.find(1, 2) == []
+    assert one.tier.disk.errors == {"load": 1}
+    assert not one.tier._transfers  # nothing is written into memory that others get
+    assert not one.tier.unanswered._since
+    store.refuses = lambda call, names: False
+    one.forget()
+    assert one.find(1, 2) == [1, 2]
 
 
 def test_an_engine_of_another_layout_finds_nothing(

@@ -13,7 +13,7 @@ from __future__ import annotations
 import time
 from collections.abc import Collection, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -80,7 +80,7 @@ class Job:
         keys, chunks: its blocks, and their places in the primary tier.
         loads: whether they are read.
         moving: of the blocks and the seals, what NIXL moves now.
-        failed: whether one of these could not be moved.
+        failed: whether one of these could not be moved, or not be submitted.
         seals: on a store, the bytes being computed; on a load, which blocks are what was stored.
     """
 
@@ -164,7 +164,8 @@ class SealedObjectTier(ObjectStoreSecondaryTierManager):  # type: ignore[misc]
         if job is not None:
             self._load_job_keys[job_metadata.job_id] = job.keys
             self._move(job_metadata.job_id, job, "blocks", NIXL_READ)
-            self._move(job_metadata.job_id, job, "seals", NIXL_READ)
+            if not job.failed:
+                self._move(job_metadata.job_id, job, "seals", NIXL_READ)
 
     def _begin(self, metadata: Any, loads: bool) -> Job | None:
         if self._passed_over:
@@ -177,15 +178,34 @@ class SealedObjectTier(ObjectStoreSecondaryTierManager):  # type: ignore[misc]
         return job
 
     def _move(self, number: int, job: Job, what: str, way: str) -> None:
-        """Let NIXL move a job's blocks, or its seals under the number ``-1 - number``."""
-        job.moving.add(what)
-        if what == "blocks":
-            self._submit_transfer(number, job.chunks, self.names(job.keys), way)
+        """Let NIXL move a job's blocks or its seals; end the job if nothing of it is moved.
+
+        Of seals the number is ``-1 - number`` to vLLM, which has no such job.
+        """
+        ended, self._pending_results = self._pending_results, []
+        try:
+            with self._of_seals() if what == "seals" else nullcontext():
+                suffix, named = (SUFFIX, -1 - number) if what == "seals" else ("", number)
+                self._submit_transfer(named, job.chunks, self.names(job.keys, suffix), way)
+            refused = bool(self._pending_results)  # vLLM has logged it
+        except Exception as error:  # what NIXL itself raises
+            log.warning("NIXL does not move the %s of job %d: %s", what, number, error)
+            refused = True
+        self._pending_results = ended
+        if not refused:
+            job.moving.add(what)
             return
+        job.failed = True
+        if not job.moving:
+            self._end(number, job, ())
+
+    @contextmanager
+    def _of_seals(self) -> Iterator[None]:
+        """Let vLLM move seals where it moves blocks."""
         blocks = self._dram_prepped_handle, self._block_size_bytes
         self._dram_prepped_handle, self._block_size_bytes = self._seals_prepared, SEALED
         try:
-            self._submit_transfer(-1 - number, job.chunks, self.names(job.keys, SUFFIX), way)
+            yield
         finally:
             self._dram_prepped_handle, self._block_size_bytes = blocks
 
