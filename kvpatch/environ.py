@@ -101,6 +101,57 @@ def size(text: str) -> int:
     return int(_above_zero(int(number), "it is not a size; use for example 2GiB or 512MiB"))
 
 
+def whole(text: str) -> int:
+    """Return a whole number, read as kvcached reads its settings.
+
+    Raises:
+        ValueError: it is none.
+    """
+    try:
+        return int(text)
+    except ValueError:
+        raise ValueError("it is not a whole number; use for example 8") from None
+
+
+def number(text: str) -> float:
+    """Return a number, read as kvcached reads its settings.
+
+    Raises:
+        ValueError: it is none.
+    """
+    try:
+        return float(text)
+    except ValueError:
+        raise ValueError("it is not a number; use for example 60") from None
+
+
+def page_size(text: str) -> int:
+    """Return kvcached's page size in MiB.
+
+    Raises:
+        ValueError: kvcached has no such page.
+    """
+    size = whole(text)
+    if size <= 0 or size % 2:
+        raise ValueError("it is not a multiple of 2; use for example 2 or 64")
+    return size
+
+
+def fraction(text: str) -> float:
+    """Return a number above 0, up to 1.
+
+    Raises:
+        ValueError: it is none.
+    """
+    try:
+        part = float(text)
+    except ValueError:
+        part = 0.0
+    if not 0 < part <= 1:
+        raise ValueError("it is not a share between 0 and 1; use for example 0.95")
+    return part
+
+
 class Share:
     """A size, or a part of another size.
 
@@ -286,16 +337,19 @@ KVCACHED_CONTIGUOUS = Variable(
     "KVCACHED_CONTIGUOUS_LAYOUT", "all layers of a block are contiguous", "`true` on NVIDIA"
 )
 KVCACHED_PAGE_SIZE_MB = Variable(
-    "KVCACHED_PAGE_SIZE_MB", "page size in MiB, a multiple of 2: what is mapped at once", "2"
+    "KVCACHED_PAGE_SIZE_MB",
+    "page size in MiB, a multiple of 2: what is mapped at once",
+    "2",
+    page_size,
 )
 KVCACHED_GPU_UTILIZATION = Variable(
-    "KVCACHED_GPU_UTILIZATION", "fraction of the GPU's memory that may be mapped", "0.95"
+    "KVCACHED_GPU_UTILIZATION", "fraction of the GPU's memory that may be mapped", "0.95", fraction
 )
 KVCACHED_MIN_RESERVED_PAGES = Variable(
-    "KVCACHED_MIN_RESERVED_PAGES", "fewest pages mapped ahead of use", "5"
+    "KVCACHED_MIN_RESERVED_PAGES", "fewest pages mapped ahead of use", "5", whole
 )
 KVCACHED_MAX_RESERVED_PAGES = Variable(
-    "KVCACHED_MAX_RESERVED_PAGES", "most pages mapped ahead of use", "10"
+    "KVCACHED_MAX_RESERVED_PAGES", "most pages mapped ahead of use", "10", whole
 )
 KVCACHED_IPC_NAME = Variable(
     "KVCACHED_IPC_NAME",
@@ -312,7 +366,19 @@ KVCACHED = (
     KVCACHED_MIN_RESERVED_PAGES,
     KVCACHED_MAX_RESERVED_PAGES,
     Variable(
-        "KVCACHED_MAX_CACHED_TOKENS", "most tokens kept in the prefix cache on the device", "16000"
+        "KVCACHED_MAX_CACHED_TOKENS",
+        "most tokens kept in the prefix cache on the device",
+        "16000",
+        whole,
+    ),
+    Variable(
+        "KVCACHED_MAX_CACHED_BLOCKS", "not used by kvcached 0.1.6, which reads it", "1000", whole
+    ),
+    Variable(
+        "KVCACHED_IPC_TIMEOUT",
+        "seconds in which a worker has to answer; 0 for no limit",
+        "60",
+        number,
     ),
     KVCACHED_IPC_NAME,
     Variable("KVCACHED_LOG_LEVEL", "log level of kvcached", "`INFO`"),

@@ -10,7 +10,7 @@ import importlib
 import importlib.util
 import inspect
 import os
-from collections.abc import Callable, Collection, Container, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Container, Iterable, Iterator, Mapping, Sequence
 from types import FunctionType
 from typing import Any, NamedTuple
 
@@ -18,7 +18,7 @@ import wrapt
 from packaging.version import Version
 
 from kvpatch import distributions, supported
-from kvpatch.environ import ALLOW_VLLM, KVCACHED_SWITCHES, OURS, SWITCH
+from kvpatch.environ import ALLOW_VLLM, KVCACHED, KVCACHED_SWITCHES, OURS, SWITCH
 from kvpatch.patch import Feature, Outcome, Patch, load
 from kvpatch.refusal import Refusal
 from kvpatch.versions import Facts, Installed, in_words
@@ -54,23 +54,30 @@ def supported_versions(package: str) -> Sequence[str]:
 
 def check_environment(environment: Mapping[str, str] = os.environ) -> Refusal | None:
     """Gate 1: every variable can be read, and kvcached's switches do not contradict ours."""
+    return next(environment_refusals(environment), None)
+
+
+def environment_refusals(environment: Mapping[str, str]) -> Iterator[Refusal]:
+    """Iterate over all that gate 1 refuses."""
     if not (SWITCH.is_on(environment) or SWITCH.is_off(environment)):
-        return Refusal(
+        yield Refusal(
             f"{SWITCH}={environment[SWITCH.name]} is not a known value",
             "it would be unclear whether kvpatch is on",
             f"set {SWITCH} to 1, true, on or yes to switch it on, or to 0, false, off or no "
             "(or leave it unset) to switch it off",
             code="KVP101",
         )
-    for variable in OURS:
+    for variable in (*OURS, *KVCACHED):
         text = variable.read(environment)
-        if variable.parse is None or not text:
+        # What is set to nothing is unset to kvpatch, and no number to kvcached.
+        unset = not text if variable in OURS else variable.name not in environment
+        if variable.parse is None or unset:
             continue
         try:
             variable.parse(text)
         except ValueError as error:
             why, _, remedy = str(error).partition("; ")
-            return Refusal(
+            yield Refusal(
                 f"{variable}={text} cannot be read",
                 why,
                 f"{remedy}, or unset {variable}, or set {SWITCH}=0",
@@ -80,13 +87,12 @@ def check_environment(environment: Mapping[str, str] = os.environ) -> Refusal | 
         setting = environment.get(name.name)
         # Read exactly as kvcached reads it; empty is equivalent to unset.
         if setting and setting.lower() not in ("1", "true"):
-            return Refusal(
+            yield Refusal(
                 f"{SWITCH} is on but {name}={setting}",
                 "kvpatch requires kvcached's memory and this switches kvcached off",
                 f"unset {name} (kvpatch sets it) or set {SWITCH}=0",
                 code="KVP102",
             )
-    return None
 
 
 def check_installed(

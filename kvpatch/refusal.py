@@ -79,7 +79,7 @@ CODES = {
         "a release of vLLM with a fault that kvpatch does not fix", "`supported.FAULTS`"
     ),
     "KVP112": _setup("vllm is not installed"),
-    "KVP113": _setup("a variable of kvpatch has a value that cannot be read"),
+    "KVP113": _setup("a variable of kvpatch or kvcached has a value that cannot be read"),
     "KVP201": _incompatible(
         "a feature cannot be applied: a target is missing or has changed",
         "`test_targets` in tests/unit/test_gate.py",

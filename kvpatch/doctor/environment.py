@@ -40,20 +40,18 @@ def check(settings: Mapping[str, str]) -> list[Finding]:
     """Report what is set, and every invalid or conflicting value."""
     found = [shown(settings)]
     on = {} if settings.get(SWITCH.name) else {SWITCH.name: "1"}
-    refusal = gate.check_environment(dict(settings) | on)
     if SWITCH.is_on(settings) or SWITCH.is_off(settings):
         found.append(switch(settings))
-    if refusal is not None:
-        found.append(refused(TOPIC, refusal))
+    refusals = gate.environment_refusals(dict(settings) | on)
+    found.extend(refused(TOPIC, refusal) for refusal in refusals)
     for name, meant in environ.unknown(settings):
         what = f"{name} is set, and kvpatch has no such variable"
         remedy = f"set {meant} instead" if meant else "correct its spelling"
         found.append(TOPIC.warning(what, f"{remedy}, or unset it"))
-    kvcached = {setting.name for setting in KVCACHED}
-    for name in sorted(name for name in settings if name.startswith("KVCACHED_")):
-        if name in kvcached and not settings[name].strip():
-            what = f"{name} is set to nothing, which kvcached may not read as unset"
-            found.append(TOPIC.warning(what, f"unset {name}"))
+    for setting in KVCACHED:
+        if setting.parse is None and not settings.get(setting.name, "unset").strip():
+            what = f"{setting} is set to nothing, which kvcached may not read as unset"
+            found.append(TOPIC.warning(what, f"unset {setting}"))
     return [*found, *known_combinations(settings)]
 
 
@@ -72,16 +70,6 @@ def known_combinations(settings: Mapping[str, str]) -> Iterator[Finding]:
             "KVCACHED_MIN_RESERVED_PAGES is above KVCACHED_MAX_RESERVED_PAGES (5 and 10 when "
             "unset)",
             "set both, the smaller first",
-        )
-    if number(environ.KVCACHED_PAGE_SIZE_MB, 2) % 2 != 0:
-        yield COMBINATIONS.problem(
-            "KVCACHED_PAGE_SIZE_MB is not a multiple of 2, and kvcached cannot be imported with it",
-            "set it to 2, 4, 8 and so on",
-        )
-    if not 0 < number(environ.KVCACHED_GPU_UTILIZATION, 0.95) <= 1:
-        yield COMBINATIONS.problem(
-            "KVCACHED_GPU_UTILIZATION is not a share between 0 and 1",
-            "set it to 0.95, or unset it",
         )
     if settings.get(environ.KVCACHED_IPC_NAME.name):
         yield COMBINATIONS.note(

@@ -396,6 +396,8 @@ def test_a_vllm_command_of_another_interpreter(tmp_path, prefix):
         ({"KVCACHED_MIN_RESERVED_PAGES": "20"}, Level.WARNING, "KVCACHED_MAX_RESERVED_PAGES"),
         ({"KVCACHED_PAGE_SIZE_MB": "3"}, Level.PROBLEM, "not a multiple of 2"),
         ({"KVCACHED_GPU_UTILIZATION": "95"}, Level.PROBLEM, "share between 0 and 1"),
+        ({"KVCACHED_MAX_CACHED_TOKENS": "16k"}, Level.PROBLEM, "KVCACHED_MAX_CACHED_TOKENS=16k"),
+        ({"KVCACHED_LOG_LEVEL": ""}, Level.WARNING, "KVCACHED_LOG_LEVEL is set to nothing"),
         (
             {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"},
             Level.WARNING,
@@ -416,6 +418,17 @@ def test_a_misspelled_variable_is_told_what_is_meant():
     *_, finding = environment.check({"KVPATCH_HOSTPOOL": "64GiB"})
     assert finding.what == "KVPATCH_HOSTPOOL is set, and kvpatch has no such variable"
     assert finding.remedy == "set KVPATCH_HOST_POOL instead, or unset it"
+
+
+def test_every_value_that_cannot_be_read_is_a_problem():
+    bad = {
+        "KVPATCH_IDLE": "soon",
+        "KVPATCH_FIRST_LIMIT": "x",
+        "KVCACHED_MIN_RESERVED_PAGES": "five",
+    }
+    found = environment.check({"KVPATCH": "1", **bad})
+    problems = [finding.what for finding in found if finding.level is Level.PROBLEM]
+    assert [what.partition("=")[0] for what in problems] == list(bad)
 
 
 def test_a_value_that_is_refused_is_not_called_right_as_well():

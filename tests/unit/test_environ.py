@@ -83,10 +83,23 @@ def test_what_is_more_than_any_machine_has(text):
             "10s",
             "it is not a number of seconds; use for example 10 or 0.5",
         ),
+        (
+            "KVCACHED_GPU_UTILIZATION",
+            "90%",
+            "it is not a share between 0 and 1; use for example 0.95",
+        ),
+        ("KVCACHED_MAX_CACHED_TOKENS", "16k", "it is not a whole number; use for example 8"),
+        ("KVCACHED_MIN_RESERVED_PAGES", "", "it is not a whole number; use for example 8"),
+        ("KVCACHED_MAX_RESERVED_PAGES", "1.5", "it is not a whole number; use for example 8"),
+        ("KVCACHED_PAGE_SIZE_MB", "2M", "it is not a whole number; use for example 8"),
+        ("KVCACHED_PAGE_SIZE_MB", "0", "it is not a multiple of 2; use for example 2 or 64"),
+        ("KVCACHED_IPC_TIMEOUT", "1min", "it is not a number; use for example 60"),
     ],
 )
 def test_a_value_that_cannot_be_read_is_refused(name, text, why):
-    """Debug mode was off without a word, and the patience a ValueError in the engine."""
+    """Debug mode was off without a word, the patience a ValueError in the engine, and what is
+    kvcached's a failed import that told to install other versions.
+    """
     refusal = gate.check_environment({"KVPATCH": "1", name: text})
     assert str(refusal) == (
         f"kvpatch refuses to start vLLM: {name}={text} cannot be read, because {why}, "
@@ -97,6 +110,28 @@ def test_a_value_that_cannot_be_read_is_refused(name, text, why):
 @pytest.mark.parametrize("text", ["", "  ", "yes", "off"])
 def test_a_value_that_can_be_read_is_not_refused(text):
     assert gate.check_environment({"KVPATCH": "yes", "KVPATCH_DEBUG": text}) is None
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("KVCACHED_GPU_UTILIZATION", "1"),
+        ("KVCACHED_MAX_CACHED_TOKENS", "-1"),  # all of them
+        ("KVCACHED_MIN_RESERVED_PAGES", " 0 "),
+        ("KVCACHED_PAGE_SIZE_MB", "64"),
+        ("KVCACHED_IPC_TIMEOUT", "0.5"),
+    ],
+)
+def test_a_setting_of_kvcached_that_it_can_read_is_not_refused(name, text):
+    assert gate.check_environment({"KVPATCH": "1", name: text}) is None
+
+
+def test_every_number_that_kvcached_reads_when_it_is_imported_can_be_refused():
+    source = Path(importlib.util.find_spec("kvcached").origin).parent
+    text = "".join((source / name).read_text() for name in ("utils.py", "tp_ipc_util.py"))
+    read = re.findall(r'^\w+(?:: \w+)? = (?:int|float)\(os.getenv\(\s*"(\w+)"', text, re.MULTILINE)
+    parsed = {one.name for one in environ.KVCACHED if one.parse is not None}
+    assert set(read) | {environ.KVCACHED_PAGE_SIZE_MB.name} == parsed
 
 
 def test_the_startup_files_have_the_same_values():
