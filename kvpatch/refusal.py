@@ -159,7 +159,6 @@ CODES = {
         "vllm-project/vllm, `_NON_CRYPTO_HASH_FUNCTIONS` in kv_cache_utils",
     ),
     "KVP334": _setup("the folder of a secondary tier is not this user's alone"),
-    "KVP335": _setup("`KVPATCH_TIER_PATIENCE` is not a number of seconds"),
     "KVP336": _setup("the CPU tier does not fit into /dev/shm"),
     "KVP337": _setup("the CPU tier does not fit into the memory limit of the container"),
     "KVP338": _setup("the CPU tier does not fit into the memory of the machine"),
@@ -215,6 +214,7 @@ CODES = {
     "KVP364": _incompatible(
         "the `p2p` tier", "`test_peer_tier.py` in tests/objects, a peer that stalls"
     ),
+    "KVP365": _setup("`secondary_tiers` or `connectors` is no list of objects"),
     "KVP370": _not_validated("`KVPATCH_IDLE` on a release", False),
     "KVP371": _not_validated("`KVPATCH_IDLE` without a CPU tier alone", False),
     "KVP372": _not_validated("`KVPATCH_IDLE` with `KVPATCH_HOST_POOL`", False),

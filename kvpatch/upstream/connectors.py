@@ -26,11 +26,16 @@ class Leaf(NamedTuple):
     @property
     def tiers(self) -> list[Any]:
         """Its secondary tiers, as configured."""
+        return _objects(self.configured_tiers)
+
+    @property
+    def configured_tiers(self) -> Any:
+        """What is configured as the list of its secondary tiers; None where vLLM reads none."""
         if self.name == SIMPLE:
-            return []
+            return None
         if self.extra.get("spec_name", "CPUOffloadingSpec") == "CPUOffloadingSpec":
-            return []
-        return list(self.extra.get("secondary_tiers") or ())
+            return None
+        return self.extra.get("secondary_tiers")
 
 
 def leaves(transfer: Any) -> list[Leaf]:
@@ -47,8 +52,23 @@ def leaves(transfer: Any) -> list[Leaf]:
             child.get("kv_connector_module_path"),
             child.get("kv_connector_extra_config") or {},
         )
-        for child in extra.get("connectors") or ()
+        for child in _objects(extra.get("connectors"))
     ]
+
+
+def no_list(transfer: Any) -> str:
+    """Return the setting that should be a list of objects and is not; empty if there is none."""
+    lists = [("secondary_tiers", leaf.configured_tiers) for leaf in leaves(transfer)]
+    if transfer.kv_connector == MULTI and transfer.kv_connector_module_path is None:
+        lists.append(("connectors", (transfer.kv_connector_extra_config or {}).get("connectors")))
+    return next(
+        (name for name, given in lists if given is not None and _objects(given) != given), ""
+    )
+
+
+def _objects(given: Any) -> list[dict[str, Any]]:
+    """Return the objects of what is configured as a list of them."""
+    return [one for one in given if isinstance(one, dict)] if isinstance(given, list) else []
 
 
 def offloading(transfer: Any) -> list[Leaf]:

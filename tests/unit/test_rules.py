@@ -17,7 +17,6 @@ from kvpatch.environ import (
     HOST_POOL,
     HOST_POOL_FLOOR,
     IDLE,
-    TIER_PATIENCE,
     VLLM_KV_CACHE_LAYOUT,
     VLLM_USE_V2_MODEL_RUNNER,
 )
@@ -299,6 +298,34 @@ CASES: dict[str, tuple[list[dict[str, Any]], str]] = {
         "KVPATCH_FIRST_LIMIT is set on this release and with this connector, because a limit at "
         f"the start is validated {admitted.with_connectors('first limit')} only; unset "
         "KVPATCH_FIRST_LIMIT, or use one of these, or set KVPATCH=0.",
+    ),
+    "KVP365": (
+        [
+            {
+                "kv_transfer_config__kv_connector_extra_config": {
+                    "spec_name": "TieringOffloadingSpec",
+                    "secondary_tiers": given,
+                }
+            }
+            for given in (
+                {"type": "fs", "root_dir": "/tiers"},
+                ["fs"],
+                "fs",
+                [{"type": "fs"}, "fs"],
+            )
+        ]
+        + [
+            multi(
+                "OffloadingConnector",
+                kv_connector_extra_config={
+                    "spec_name": "TieringOffloadingSpec",
+                    "secondary_tiers": {"type": "fs"},
+                },
+            )
+        ],
+        "secondary_tiers is not a list of objects, because vLLM reads the configuration of one "
+        "tier, or of one connector, from each of them; write a list, also of a single one, as in "
+        "[{...}], or set KVPATCH=0.",
     ),
     "KVP302": (
         [
@@ -758,11 +785,6 @@ CASES: dict[str, tuple[list[dict[str, Any]], str]] = {
         "is not collision resistant, and a block that is stored under another's hash would be "
         "served to every later engine; use --prefix-caching-hash-algo sha256, or set KVPATCH=0.",
     ),
-    "KVP335": (
-        [tiers("fs") | {"machine__environment": {TIER_PATIENCE.name: "10s"}}],
-        'KVPATCH_TIER_PATIENCE="10s" is set, because it is not a number of seconds above 0; set '
-        "KVPATCH_TIER_PATIENCE=10 or unset it, or set KVPATCH=0.",
-    ),
     "KVP370": (
         [{"machine__vllm": "0.31.0", "machine__environment": {IDLE.name: "30s"}}],
         "KVPATCH_IDLE is set on this release, because giving memory back is validated "
@@ -880,8 +902,6 @@ def test_without_a_connector_only_what_kvcached_cannot_run_matters(code, changes
         spec("HostTieringOffloadingSpec", "kvpatch.hostdevice.tiering"),
         tiers("fs"),
         tiers("fs", "fs"),
-        tiers("fs") | {"machine__environment": {TIER_PATIENCE.name: " 2.5 "}},
-        {"machine__environment": {TIER_PATIENCE.name: "10s"}},  # without tiers nobody reads it
         tiers("fs") | {"cache_config__prefix_caching_hash_algo": "sha256_cbor"},
         {"cache_config__prefix_caching_hash_algo": "xxhash"},
         multi("OffloadingConnector"),
@@ -1148,6 +1168,17 @@ def test_a_kind_of_model_starts_where_it_ran(ran, monkeypatch, changes, kind, co
     ran("none", models=(other,))
     made.parallel_config.world_size = 1
     assert rule.refusal(made, here) is not None
+
+
+@pytest.mark.parametrize(
+    "given", [{"kv_connector": "OffloadingConnector"}, ["OffloadingConnector"]]
+)
+def test_connectors_that_are_no_list_of_objects(given):
+    changes = multi()
+    changes["kv_transfer_config__kv_connector_extra_config"] = {"connectors": given}
+    refusal = check(config(**changes))
+    assert refusal is not None
+    assert (refusal.code, refusal.what) == ("KVP365", "connectors is not a list of objects")
 
 
 def test_a_known_fault_goes_before_what_is_not_validated():

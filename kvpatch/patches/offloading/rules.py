@@ -328,6 +328,16 @@ def _model(config: Any, facts: Facts) -> str:
 
 RULES = (
     Rule(
+        "KVP365",
+        "`secondary_tiers`, or `connectors` of a MultiConnector, that are not a list of objects",
+        lambda config, facts: bool(connectors.no_list(config.kv_transfer_config)),
+        lambda config, facts: (
+            f"{connectors.no_list(config.kv_transfer_config)} is not a list of objects"
+        ),
+        "vLLM reads the configuration of one tier, or of one connector, from each of them",
+        "write a list, also of a single one, as in [{...}]",
+    ),
+    Rule(
         "KVP302",
         "connectors other than vLLM's own OffloadingConnector and SimpleCPUOffloadConnector",
         _other_connector,

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from kvpatch.environ import TIER_PATIENCE
 from kvpatch.patches.offloading.rules import has_tiers
-from kvpatch.patches.secondary_tiers.timeout import patience
 from kvpatch.rules import Rule
 from kvpatch.supported import in_ranges, validated
 from kvpatch.upstream import connectors
@@ -41,14 +39,6 @@ def in_words() -> str:
 
 def _hashes(config: Any) -> str:
     return str(getattr(config.cache_config, "prefix_caching_hash_algo", "sha256"))
-
-
-def _unreadable_patience(config: Any, facts: Facts) -> bool:
-    try:
-        patience(facts.environment)
-    except ValueError:
-        return has_tiers(config)
-    return False
 
 
 def _any(config: Any, facts: Facts) -> bool:
@@ -121,13 +111,5 @@ RULES = (
         "that hash is not collision resistant, and a block that is stored under another's hash "
         "would be served to every later engine",
         "use --prefix-caching-hash-algo sha256",
-    ),
-    Rule(
-        "KVP335",
-        f"secondary tiers with a `{TIER_PATIENCE}` that is not a number of seconds",
-        _unreadable_patience,
-        lambda config, facts: f'{TIER_PATIENCE}="{TIER_PATIENCE.read(facts.environment)}" is set',
-        "it is not a number of seconds above 0",
-        f"set {TIER_PATIENCE}=10 or unset it",
     ),
 )

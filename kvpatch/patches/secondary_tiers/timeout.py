@@ -7,33 +7,18 @@ block that it has read or written: a disk with a long queue responds.
 
 from __future__ import annotations
 
-import os
 import threading
 import time
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Callable, Hashable
 
-from kvpatch.environ import TIER_PATIENCE
-
-_DEFAULT = 10.0
-
+from kvpatch.environ import TIER_PATIENCE, seconds
 
 _thread = threading.local()
 
 
-def patience(environment: Mapping[str, str] = os.environ) -> float:
-    """Return the seconds after which a tier that has not responded is late.
-
-    Raises:
-        ValueError: the variable is not a number of seconds.
-    """
-    text = TIER_PATIENCE.read(environment) or str(_DEFAULT)
-    try:
-        seconds = float(text)
-    except ValueError:
-        seconds = 0.0
-    if not 0 < seconds < float("inf"):
-        raise ValueError(f'{TIER_PATIENCE}="{text}" is not a number of seconds; use for example 10')
-    return seconds
+def patience() -> float:
+    """Return the seconds after which a tier that has not responded is late."""
+    return seconds(TIER_PATIENCE.read() or TIER_PATIENCE.unset)
 
 
 class Unanswered:
