@@ -104,6 +104,7 @@ def check(
         rules: in the order in which they are checked.
         lifted: codes of rules to skip, for tests of the fault behind them.
     """
+    facts = facts._replace(readings={})  # a refusal must not contradict what it is made for
     asked = [rule for rule in _asked(config, rules) if rule.code not in lifted]
     first: Refusal | None = None
     for refusal in refusals(config, facts, asked):

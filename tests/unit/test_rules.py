@@ -951,6 +951,34 @@ def test_a_pool_takes_no_more_than_it_has_and_needs_no_more_than_the_tier(monkey
     assert check(config(**pooled() | tier(64, shm=64))) is None
 
 
+def fewer(*values: Any) -> Any:
+    """A reader that finds another value each time: somebody takes memory meanwhile."""
+    left = list(values)
+    return lambda *_: left.pop(0) if len(left) > 1 else left[0]
+
+
+def test_a_check_reads_the_memory_once():
+    """So that no refusal says that there is room."""
+    made = config(**tier(20, shm=64))
+    here = facts(**made.machine)
+    little, much = (one._replace(shm=size * GIB) for one, size in ((ROOMY, 10), (ROOMY, 30)))
+    refused = check(made, here._replace(memory=fewer(little, much)))
+    assert refused is not None
+    assert "takes 20.0 GiB and /dev/shm has 10.0 GiB free" in str(refused)
+    assert check(made, here._replace(memory=fewer(much, little))) is None
+    assert check(made, here._replace(memory=lambda: little)) is not None  # the next one reads anew
+
+
+def test_a_check_reads_the_pool_once(monkeypatch):
+    owner = Owner(0, 0, 40 * GIB, 0, 0, 0.0, 0.0, 0, "")
+    peers = [ledger.Peer(Path("one"), owner, False)]
+    shown = Limit(64 * GIB, 64 * GIB), peers
+    monkeypatch.setattr(ledger, "show", fewer(shown, (shown[0], [])))
+    refused = check(config(**pooled() | tier(40, shm=30)))
+    assert refused is not None
+    assert "this engine and 1 more may take 64.0 GiB" in str(refused)
+
+
 def test_without_a_connector_a_pool_is_nothing():
     assert check(config(connector=False, **pooled(machine__vllm="0.26.0"))) is None
 

@@ -9,6 +9,7 @@ from kvpatch import admitted, environ
 from kvpatch.environ import HOST_POOL_FLOOR
 from kvpatch.patches.host_pool import presence
 from kvpatch.patches.offloading import cpu_tier, place
+from kvpatch.patches.offloading.memory_rules import memory_of
 from kvpatch.rules import Rule
 from kvpatch.sizes import readable
 from kvpatch.upstream import connectors
@@ -82,6 +83,10 @@ class _Pool(NamedTuple):
 
 
 def _pool(facts: Facts) -> _Pool:
+    return facts.read("host pool", lambda: _read_pool(facts))
+
+
+def _read_pool(facts: Facts) -> _Pool:
     from kvpatch.pool import ledger  # here, because without a pool nothing of it is imported
 
     size = presence.size(facts.environment)
@@ -103,7 +108,7 @@ def _needed(config: Any, pool: _Pool) -> int:
 
 
 def _free(facts: Facts, pool: _Pool) -> int | None:
-    memory = facts.memory() if facts.memory is not None else None
+    memory = memory_of(facts)
     return None if memory is None else memory.free_in_shm + pool.committed
 
 

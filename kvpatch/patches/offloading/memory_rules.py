@@ -14,8 +14,9 @@ _LATE = "and the engine would end once the model is loaded"
 _LESS = "ask for a smaller CPU tier (--kv-offloading-size or cpu_bytes_to_use)"
 
 
-def _memory(facts: Facts) -> HostMemory | None:
-    return facts.memory() if facts.memory is not None else None
+def memory_of(facts: Facts) -> HostMemory | None:
+    """Return the free memory of the host, read once per check; None where it is not compared."""
+    return facts.read("memory", facts.memory) if facts.memory is not None else None
 
 
 def _taken(config: Any, facts: Facts) -> int:
@@ -23,7 +24,7 @@ def _taken(config: Any, facts: Facts) -> int:
 
 
 def _over_shm(config: Any, facts: Facts) -> bool:
-    memory = _memory(facts)
+    memory = memory_of(facts)
     return (
         memory is not None
         and memory.shm is not None
@@ -32,7 +33,7 @@ def _over_shm(config: Any, facts: Facts) -> bool:
 
 
 def _over_container(config: Any, facts: Facts) -> bool:
-    memory = _memory(facts)
+    memory = memory_of(facts)
     return (
         memory is not None
         and memory.container is not None
@@ -41,7 +42,7 @@ def _over_container(config: Any, facts: Facts) -> bool:
 
 
 def _over_machine(config: Any, facts: Facts) -> bool:
-    memory = _memory(facts)
+    memory = memory_of(facts)
     return memory is not None and _taken(config, facts) > memory.available + memory.swap
 
 
@@ -65,26 +66,26 @@ def _subject(config: Any) -> str:
 
 
 def _shm(config: Any, facts: Facts) -> str:
-    memory, taken = _memory(facts), cpu_tier.in_shm(cpu_tier.of(config, facts))
+    memory, taken = memory_of(facts), cpu_tier.in_shm(cpu_tier.of(config, facts))
     return _what(config, facts, taken, memory and memory.shm, "/dev/shm") + " free"
 
 
 def _container(config: Any, facts: Facts) -> str:
-    memory = _memory(facts)
+    memory = memory_of(facts)
     free = memory and memory.container
     where = "the memory limit of this container"
     return _what(config, facts, _taken(config, facts), free, where) + " left"
 
 
 def _machine(config: Any, facts: Facts) -> str:
-    memory = _memory(facts)
+    memory = memory_of(facts)
     free = memory and memory.available
     return _what(config, facts, _taken(config, facts), free, "this machine") + " available"
 
 
 def _tight(config: Any, facts: Facts) -> str:
     """Warn of a tier for which other processes would have to be swapped out."""
-    memory, taken = _memory(facts), _taken(config, facts)
+    memory, taken = memory_of(facts), _taken(config, facts)
     if memory is None or taken == 0:
         return ""
     if taken <= memory.free:
@@ -98,7 +99,7 @@ def _tight(config: Any, facts: Facts) -> str:
 def _rounding(config: Any, facts: Facts) -> str:
     """Warn of memory that torch takes and nobody uses."""
     tiers = [tier for tier in cpu_tier.of(config, facts) if tier.rounded]
-    if not tiers or _memory(facts) is None:
+    if not tiers or memory_of(facts) is None:
         return ""
     asked, taken = sum(tier.asked for tier in tiers), cpu_tier.in_all(tiers)
     if taken > asked:
