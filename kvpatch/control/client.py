@@ -327,14 +327,21 @@ def _unknown(name: str, known: list[Engine], silent: list[Silent]) -> str:
     for one in silent:
         if one.path == protocol.path_of(protocol.kept(name)) or name == str(one.pid):
             return f"{one.sentence} within {ANSWERS:g} s"
+    named = []
     for seen in reader.all_of(False):
         content = {} if seen.page is None else seen.page.content
-        engine = content.get("engine") or {}
-        if name in (engine.get("pool"), str(seen.pid)):
-            return (
-                f"{name} does not listen: it runs {content.get('vllm', 'vLLM')} in process "
-                f"{seen.pid}, where engines cannot be suspended (see kvpatch list, docs/support.md)"
-            )
+        if name in ((content.get("engine") or {}).get("pool"), str(seen.pid)):
+            named.append((seen, content))
+    over = (reader.State.GONE, reader.State.ENDED)
+    for seen, content in sorted(named, key=lambda one: one[0].state in over):  # an earlier one last
+        if seen.state in over:
+            return f"{name} is gone, with what it had in its caches: {seen.line}"
+        if seen.state is reader.State.FOREIGN:
+            return f"{name} does not listen here: {seen.line}"
+        return (
+            f"{name} does not listen: it runs {content.get('vllm', 'vLLM')} in process "
+            f"{seen.pid}, where engines cannot be suspended (see kvpatch list, docs/support.md)"
+        )
     said = [f"no engine {name} of {private.user(os.geteuid())} listens"]
     if known:
         said.append(f"there are {', '.join(engine.name for engine in known)}")

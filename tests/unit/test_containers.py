@@ -85,6 +85,8 @@ def test_an_engine_of_the_pod_has_what_it_needs(container):
     # The tier, and as much again for vLLM itself.
     assert size(container["resources"]["limits"]["memory"]) >= 2 * tier(container["args"])
     assert {"name": "shm", "mountPath": "/dev/shm"} in container["volumeMounts"]
+    # What describe shows of a refused one.
+    assert container["terminationMessagePolicy"] == "FallbackToLogsOnError"
 
 
 def test_both_tiers_fit_into_the_shared_memory_of_the_pod():

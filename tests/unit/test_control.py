@@ -29,6 +29,7 @@ from kvpatch.patches.suspend import server
 from kvpatch.patches.suspend.server import Question, Server, follow
 from kvpatch.patches.suspend.suspension import Suspension
 from kvpatch.process import start_ticks
+from kvpatch.telemetry import reader
 from kvpatch.telemetry.counters import Totals
 from kvpatch.upstream import kvcached_api
 
@@ -396,6 +397,28 @@ def stopped(monkeypatch: pytest.MonkeyPatch) -> Iterator[socket.socket]:
         made.bind(str(protocol.path_of("stopped")))
         made.listen(2)
         yield made
+
+
+def seen_as(state: reader.State, line: str = "", pid: int = 7) -> reader.Seen:
+    content = {"vllm": "vllm 0.27.0", "engine": {"pool": "chat"}}
+    return reader.Seen(pid, state, line, SimpleNamespace(content=content))  # type: ignore[arg-type]
+
+
+def test_an_engine_that_was_killed_is_gone_and_not_one_that_cannot_be_suspended(
+    worlds: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    killed = seen_as(reader.State.GONE, "pid 7 exited without cleanup (killed?)")
+    pages = [killed]
+    monkeypatch.setattr(reader, "all_of", lambda everyone: pages)
+    for name in ("chat", "7"):
+        with pytest.raises(control.Refused, match=f"^{name} is gone, with .* caches: pid 7 exited"):
+            control.find(name)
+    pages.append(seen_as(reader.State.RUNS, pid=8))  # started again
+    with pytest.raises(control.Refused, match="in process 8, where engines cannot"):
+        control.find("chat")
+    pages[1] = seen_as(reader.State.FOREIGN, "pid 8 cannot be seen from here", pid=8)
+    with pytest.raises(control.Refused, match="chat does not listen here: pid 8 cannot be seen"):
+        control.find("chat")
 
 
 def test_an_engine_that_does_not_answer_is_not_one_that_is_gone(
