@@ -6,7 +6,9 @@ import gc
 import json
 import math
 import os
+import shutil
 import subprocess
+import tempfile
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -19,7 +21,21 @@ import pytest
 pytest_plugins = ("harness.engines.fixtures", "harness.engines.refused")
 
 # Tests say for themselves what is on; what the caller's shell has set must not.
+for _name in [name for name in os.environ if name.startswith(("KVPATCH", "KVCACHED", "ENABLE_KV"))]:
+    del os.environ[_name]
 os.environ["KVPATCH"] = "0"
+# Nor is anything seen of the caller's home but what tools download, compile and are set up by.
+for _name, _place in {
+    "XDG_CACHE_HOME": ".cache",
+    "PYENV_ROOT": ".pyenv",
+    "GIT_CONFIG_GLOBAL": ".gitconfig",
+    "PIP_CONFIG_FILE": ".config/pip/pip.conf",
+}.items():
+    if (_path := Path.home() / _place).exists():
+        os.environ.setdefault(_name, str(_path))
+for _name in ("XDG_CONFIG_HOME", "XDG_STATE_HOME", "XDG_RUNTIME_DIR"):
+    os.environ.pop(_name, None)
+HOME = os.environ["HOME"] = tempfile.mkdtemp(prefix="kvpatch-tests-home-")
 
 HERE = Path(__file__).parent
 DURATIONS = HERE / "durations.json"  # seconds of a file's tests, as last recorded
@@ -83,6 +99,10 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
                 f"{item.nodeid} is in no lane: put it in one of tests/{{{','.join(LANES)}}}"
             )
         item.add_marker(lane)
+
+
+def pytest_unconfigure() -> None:
+    shutil.rmtree(HOME, ignore_errors=True)
 
 
 def pytest_collection_finish() -> None:

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from collections.abc import Callable
+import tempfile
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import packaging
 import pytest
 import wrapt
+
+from kvpatch import claims
 
 ROOT = Path(__file__).parents[2]
 
@@ -52,6 +55,18 @@ patches.FEATURES = (
     Feature("fake", "a fake", (serve,), since="0.28", wanted="fake_patches:noted"),
 )
 """
+
+
+@pytest.fixture(autouse=True)
+def shared_memory() -> Iterator[None]:
+    """Let no test see the claims, sockets and ledgers of this user's engines, or leave its own."""
+    # A context of its own, or what tests patch would be undone after their own fixtures.
+    with (
+        tempfile.TemporaryDirectory(dir=claims.BASE, prefix="kvpatch-test-") as folder,
+        pytest.MonkeyPatch.context() as here,
+    ):
+        here.setattr(claims, "BASE", Path(folder))
+        yield
 
 
 def write(folder: Path, files: dict[str, str]) -> None:
