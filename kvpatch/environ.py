@@ -198,6 +198,18 @@ def pool(text: str) -> tuple[int, str]:
     return size(amount), name
 
 
+def engines_pool(text: str) -> tuple[int, str]:
+    """Return a pool with room for a part of a CPU tier; its limit may be lower later.
+
+    Raises:
+        ValueError: it is none.
+    """
+    found = pool(text)
+    if found[0] < 1 << 20:  # 64 is 64 bytes
+        raise ValueError("no part of a CPU tier is as small; use for example 64GiB")
+    return found
+
+
 def _above_zero(number: float, otherwise: str) -> float:
     if number <= 0:
         raise ValueError(otherwise)
@@ -249,7 +261,7 @@ HOST_POOL = Variable(
     "size of the host memory that the CPU tiers of your engines share, for example `64GiB`; "
     "`64GiB@name` for one of several pools",
     "each engine has its own tier, all of it",
-    pool,
+    engines_pool,
 )
 HOST_POOL_FLOOR = Variable(
     "KVPATCH_HOST_POOL_FLOOR",

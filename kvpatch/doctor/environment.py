@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator, Mapping
 
 from kvpatch import environ, gate
 from kvpatch.doctor.finding import Finding, Topic
 from kvpatch.doctor.packages import refused
 from kvpatch.environ import KVCACHED, OURS, SWITCH
+from kvpatch.versions import installed
 
 TOPIC = Topic("environment")
 COMBINATIONS = Topic("known combinations")
@@ -34,6 +36,11 @@ SHOWN = (
     "VLLM_WORKER_MULTIPROC_METHOD",
 )
 NAMED = ("KVPATCH", "KVCACHED_", "VLLM_")
+# What kvcached 0.1.6 reads, beside its settings.
+READ = {one.name for one in KVCACHED} | {
+    *("KVCACHED_LOG_COLOR", "KVCACHED_LOG_COLOR_CODE", "KVCACHED_MEMORY_POOL"),
+    *("KVCACHED_PP_SIZE", "KVCACHED_SANITY_CHECK"),
+}
 
 
 def check(settings: Mapping[str, str]) -> list[Finding]:
@@ -48,11 +55,34 @@ def check(settings: Mapping[str, str]) -> list[Finding]:
         what = f"{name} is set, and kvpatch has no such variable"
         remedy = f"set {meant} instead" if meant else "correct its spelling"
         found.append(TOPIC.warning(what, f"{remedy}, or unset it"))
+    for name in sorted(name for name in settings if name.startswith("KVCACHED_")):
+        if name not in READ:
+            what = f"{name} is set, and kvcached has no such variable"
+            found.append(TOPIC.warning(what, "correct its spelling, or unset it"))
+    found.extend(ignored(settings))
     for setting in KVCACHED:
         if setting.parse is None and not settings.get(setting.name, "unset").strip():
             what = f"{setting} is set to nothing, which kvcached may not read as unset"
             found.append(TOPIC.warning(what, f"unset {setting}"))
     return [*found, *known_combinations(settings)]
+
+
+def ignored(settings: Mapping[str, str]) -> Iterator[Finding]:
+    """Yield values that are read as another one, or as none, without a word."""
+    if environ.LOG.read(settings).lower() not in ("", "debug"):
+        yield TOPIC.warning(f"{environ.LOG} is not debug, and of no effect", "set it to debug")
+    contiguous = environ.KVCACHED_CONTIGUOUS.read(settings).lower()
+    if contiguous not in ("", "true", "false"):
+        what = f"{environ.KVCACHED_CONTIGUOUS}={contiguous} is read as false"
+        yield TOPIC.warning(what, "set it to true or false, or unset it")
+    named, here = environ.ALLOW_VLLM.read(settings), installed("vllm")
+    if named and here and not gate.allowed_by_name(here[0], settings):
+        what = f"{environ.ALLOW_VLLM}={named} is not the installed vLLM, {here[0].text}"
+        yield TOPIC.warning(what, "name the version that is installed, or unset it")
+    folder = environ.STATUS_DIR.read(settings)
+    if folder and not os.access(folder, os.W_OK | os.X_OK):
+        what = f"{environ.STATUS_DIR}={folder} cannot be written to: no process shows its status"
+        yield TOPIC.warning(what, "make that folder, or unset it")
 
 
 def known_combinations(settings: Mapping[str, str]) -> Iterator[Finding]:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 
-from kvpatch import environ
+from kvpatch import environ, host_memory
 from kvpatch.doctor.finding import Finding, Level
-from kvpatch.environ import HOST_POOL
+from kvpatch.environ import HOST_POOL, HOST_POOL_FLOOR
+from kvpatch.host_memory import HostMemory
+from kvpatch.patches.host_pool.rules import floor as floor_of
 from kvpatch.pool import ledger
 from kvpatch.sizes import readable
 
@@ -14,14 +16,35 @@ TOPIC = "host pool"
 
 
 def check(settings: Mapping[str, str]) -> list[Finding]:
-    """Report the pool, if one is asked for."""
+    """Report the pool, if one is asked for, and sizes for which engines are refused."""
     text = HOST_POOL.read(settings)
-    if not text:
-        return []
     try:
-        size, name = environ.pool(text)
+        size, name = environ.pool(text) if text else (0, "")
+        floor = floor_of(settings)
     except ValueError:
         return []  # reported with the environment
+    found = list(too_large(size, floor, host_memory.here()))
+    return [*found, *shared(text, size, name)] if text else found
+
+
+def too_large(size: int, floor: int, memory: HostMemory) -> Iterator[Finding]:
+    """Yield what of the sizes is more than there is."""
+    if floor > size:
+        what = f"{HOST_POOL_FLOOR} is {readable(floor)}, and {HOST_POOL} is "
+        what += f"{readable(size)}" if size else "unset"
+        remedy = f"set {HOST_POOL} to the size of the pool, or unset {HOST_POOL_FLOOR}"
+        yield Finding(
+            TOPIC, Level.PROBLEM, f"{what}: no engine with a connector starts", remedy, "KVP349"
+        )
+    if size > memory.free_in_shm:
+        what = f"{HOST_POOL} is {readable(size)}, and beside what its engines have there are "
+        what += f"{readable(memory.free_in_shm)} for it"
+        remedy = "set it to what there is: an engine that may take more is refused (KVP348)"
+        yield Finding(TOPIC, Level.WARNING, what, remedy)
+
+
+def shared(text: str, size: int, name: str) -> list[Finding]:
+    """Report what running engines have of the pool."""
     try:
         shown = ledger.show(ledger.home(name))
     except (ledger.Busy, ledger.Foreign, OSError) as error:

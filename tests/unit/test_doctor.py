@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import importlib.util
 import json
 import os
 import re
@@ -17,7 +18,7 @@ from pathlib import Path
 
 import pytest
 
-from kvpatch import claims, cli, doctor, environ, patches
+from kvpatch import claims, cli, doctor, environ, patches, versions
 from kvpatch.cgroup import Limit
 from kvpatch.doctor import (
     Finding,
@@ -398,6 +399,12 @@ def test_a_vllm_command_of_another_interpreter(tmp_path, prefix):
         ({"KVCACHED_GPU_UTILIZATION": "95"}, Level.PROBLEM, "share between 0 and 1"),
         ({"KVCACHED_MAX_CACHED_TOKENS": "16k"}, Level.PROBLEM, "KVCACHED_MAX_CACHED_TOKENS=16k"),
         ({"KVCACHED_LOG_LEVEL": ""}, Level.WARNING, "KVCACHED_LOG_LEVEL is set to nothing"),
+        ({"KVCACHED_MIN_RESERVED_PAGE": "1"}, Level.WARNING, "kvcached has no such variable"),
+        ({"KVCACHED_CONTIGUOUS_LAYOUT": "maybe"}, Level.WARNING, "=maybe is read as false"),
+        ({"KVPATCH_LOG": "foo"}, Level.WARNING, "KVPATCH_LOG is not debug"),
+        ({"KVPATCH_ALLOW_VLLM": "0.99"}, Level.WARNING, "=0.99 is not the installed vLLM"),
+        ({"KVPATCH_STATUS_DIR": "/nonexistent"}, Level.WARNING, "cannot be written to"),
+        ({"KVPATCH_HOST_POOL": "64"}, Level.PROBLEM, "KVPATCH_HOST_POOL=64 cannot be read"),
         (
             {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"},
             Level.WARNING,
@@ -418,6 +425,26 @@ def test_a_misspelled_variable_is_told_what_is_meant():
     *_, finding = environment.check({"KVPATCH_HOSTPOOL": "64GiB"})
     assert finding.what == "KVPATCH_HOSTPOOL is set, and kvpatch has no such variable"
     assert finding.remedy == "set KVPATCH_HOST_POOL instead, or unset it"
+
+
+def test_a_value_that_has_an_effect_is_not_warned_of(tmp_path):
+    vllm = versions.installed("vllm")[0]
+    settings = {
+        "KVCACHED_CONTIGUOUS_LAYOUT": "False",
+        "KVCACHED_SANITY_CHECK": "true",
+        "KVPATCH_LOG": "DEBUG",
+        "KVPATCH_ALLOW_VLLM": vllm.public,
+        "KVPATCH_STATUS_DIR": str(tmp_path),
+        "KVPATCH": "1",
+    }
+    assert worst(environment.check(settings)) is Level.OK
+
+
+def test_the_variables_of_kvcached_are_those_that_it_reads():
+    (source,) = importlib.util.find_spec("kvcached").submodule_search_locations
+    texts = (path.read_text() for path in Path(source).rglob("*.py"))
+    read = {name for text in texts for name in re.findall(r'"(KVCACHED_[A-Z_]+)"', text)}
+    assert read <= environment.READ
 
 
 def test_every_value_that_cannot_be_read_is_a_problem():

@@ -15,7 +15,7 @@ from pool_world import MIB, owner
 from kvpatch import cli, environ, host_memory
 from kvpatch.doctor import Level
 from kvpatch.doctor import pool as doctor
-from kvpatch.environ import HOST_POOL
+from kvpatch.environ import HOST_POOL, HOST_POOL_FLOOR
 from kvpatch.host_memory import HostMemory
 from kvpatch.pool import ledger
 from kvpatch.pool.member import Member, join
@@ -166,7 +166,31 @@ def test_sizes_and_names(text: str, expected: tuple[int, str]) -> None:
     assert environ.pool(text) == expected
 
 
+@pytest.mark.parametrize("text", ["64", "64@chat", "0.5MiB"])
+def test_a_pool_that_has_no_part(text: str) -> None:
+    """64 is no 64 GiB."""
+    with pytest.raises(ValueError, match="no part of a CPU tier is as small"):
+        environ.engines_pool(text)
+    assert environ.engines_pool("1MiB@chat") == (1 << 20, "chat")
+
+
 # Doctor
+
+
+def test_doctor_on_sizes_that_are_refused() -> None:
+    for settings, had in (({}, "unset"), ({HOST_POOL.name: "8MiB@floor"}, "8 MiB")):
+        found = doctor.check({HOST_POOL_FLOOR.name: "9GiB"} | settings)
+        assert (found[0].level, found[0].code) == (Level.PROBLEM, "KVP349")
+        assert f"is 9.0 GiB, and KVPATCH_HOST_POOL is {had}: no engine" in found[0].what
+    assert doctor.check({HOST_POOL_FLOOR.name: "most"}) == []  # reported with the environment
+
+
+def test_doctor_on_a_pool_that_is_larger_than_the_machine(name: str) -> None:
+    memory = HostMemory(shm=4 * MIB, container=None, available=8 * MIB, swap=0)
+    assert list(doctor.too_large(4 * MIB, 0, memory)) == []
+    (found,) = doctor.too_large(5 * MIB, 4 * MIB, memory)
+    assert found.level is Level.WARNING
+    assert "is 5 MiB, and beside what its engines have there are 4 MiB for it" in found.what
 
 
 def test_doctor_says_nothing_where_none_is_asked_for() -> None:
