@@ -360,20 +360,26 @@ class Holds:
     def __init__(self) -> None:
         self._since: dict[int, float] = {}
         self._looked = 0.0
+        self._changes: int | None = None
         self._ended: list[float] = []
 
-    def look(self, held: Collection[int], now: float) -> None:
+    def look(self, held: Collection[int], now: float, changes: int | None = None) -> None:
         """Record the pages that are held at ``now``, on the monotonic clock.
 
         A page that a reset gave back between two steps has not waited for the next request.
+
+        Args:
+            held: those pages.
+            now: the time.
+            changes: how often pages have begun or ceased to be held; None if it is not known.
         """
-        if self._since:
+        if changes is None or changes != self._changes:
             end = min(now, self._looked + self._NEXT)
             for page in self._since.keys() - held:
                 self._ended.append(round(max(0.0, end - self._since.pop(page)), 6))
-        for page in held:
-            self._since.setdefault(page, now)
-        self._looked = now
+            for page in held:
+                self._since.setdefault(page, now)
+        self._looked, self._changes = now, changes
 
     def take(self) -> list[float]:
         """Return the seconds of each hold that has ended since the last call."""

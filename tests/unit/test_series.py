@@ -321,6 +321,22 @@ def test_a_page_that_a_reset_gave_back_did_not_wait_for_the_next_request():
     assert holds.take() == [1.0]
 
 
+def test_pages_are_compared_only_when_others_are_held():
+    class Held(set):
+        looks = 0
+
+        def __iter__(self):
+            self.looks += 1
+            return super().__iter__()
+
+    holds, held = series.Holds(), Held({1})
+    for now in (100.0, 100.5, 101.5):
+        holds.look(held, now, 1)
+    assert held.looks == 1
+    holds.look(set(), 102.0, 2)
+    assert holds.take() == [2.0]
+
+
 def test_the_holds_of_an_engine_reach_its_message(monkeypatch):
     fence = Fence(lambda number: (number * 4, number * 4 + 4), 1)
     engine, stats = SimpleNamespace(), SimpleNamespace(kv_connector_stats=None)

@@ -51,12 +51,6 @@ class Counters:
     longest_hold: int = 0
 
 
-class _Hold:
-    def __init__(self, since: int) -> None:
-        self.since = since
-        self.rules: set[str] = set()
-
-
 class Fence:
     """Decides which retired pages may be unmapped now.
 
@@ -83,17 +77,26 @@ class Fence:
         self._named: Counter[int] = Counter()
         self._planned_epoch = 0
         self._builds = 0
-        self._holds: dict[int, _Hold] = {}
+        self.changes = 0  # how often a page began or ceased to be held
+        self._since: dict[int, int] = {}  # by held page, in builds
+        self._for_plan: set[int] = set()  # held pages, as in Counters
+        self._for_transfer: set[int] = set()
+        # A page is looked at again only when the block that held it is not named any more: a step
+        # costs what changes, not what is held.
+        self._page_held_by: dict[int, int] = {}  # by a named block, one for each page
+        self._under_transfer: set[int] = set()  # the pages in it
+        self._let_go: set[int] = set()  # those whose block has ceased to be named
+        self._looked: dict[int, tuple[tuple[int, list[int]], bool]] = {}  # by id: for a plan?
 
     @property
     def holding(self) -> int:
         """The number of pages held now."""
-        return len(self._holds)
+        return len(self._since)
 
     @property
     def held(self) -> Collection[int]:
         """The pages held now."""
-        return self._holds.keys()
+        return self._since.keys()
 
     def plan(self, jobs: Iterable[tuple[int, Transfer]], epoch: int) -> None:
         """Record the transfers of one built step.
@@ -120,8 +123,12 @@ class Fence:
         for block in self.transfers.pop(job_id).blocks:
             if self._named[block] > 1:
                 self._named[block] -= 1
-            else:
-                del self._named[block]
+                continue
+            del self._named[block]
+            page = self._page_held_by.pop(block, None)
+            if page is not None:
+                self._under_transfer.remove(page)
+                self._let_go.add(page)
 
     def split(self, retired: Retired, can_plan: bool) -> tuple[list[int], Retired]:
         """Split retired pages into those that may be unmapped and those still held.
@@ -133,35 +140,71 @@ class Fence:
         """
         released: list[int] = []
         held: Retired = []
-        holds: dict[int, _Hold] = {}
-        for epoch, pages in retired:
-            kept = []
-            for page in pages:
-                rule = self._rule(epoch, page, can_plan)
-                hold = self._holds.get(page) or _Hold(self._builds)
-                if rule is None:
-                    released.append(page)
-                    self._count_release(hold)
-                else:
-                    hold.rules.add(rule)
-                    holds[page] = hold
-                    kept.append(page)
-            if kept:
-                held.append((epoch, kept))
-        self._holds = holds
+        looked = {}
+        for entry in retired:
+            epoch, pages = entry
+            for_plan = can_plan and epoch > self._planned_epoch
+            # kvcached makes a new entry when it takes a page out of one.
+            _, before = self._looked.get(id(entry), (entry, None))
+            if before is not for_plan or self._may_go(pages, for_plan):
+                kept = self._look(pages, for_plan, released)
+                if len(kept) < len(pages):
+                    entry = (epoch, kept)
+            if entry[1]:
+                held.append(entry)
+                looked[id(entry)] = entry, for_plan
+        self._looked = looked
+        self._let_go.clear()
+        if sum(len(pages) for _, pages in held) < len(self._since):  # some were allocated again
+            for page in self._since.keys() - {page for _, pages in held for page in pages}:
+                self._forget(page)
         return released, held
 
-    def _rule(self, epoch: int, page: int, can_plan: bool) -> str | None:
-        if can_plan and epoch > self._planned_epoch:
-            return "plan"
-        if self._named:
-            start, end = self.blocks_of_page(page)
-            if not self._named.keys().isdisjoint(range(start, end)):
-                return "transfer"
-        return None
+    def _may_go(self, pages: list[int], for_plan: bool) -> bool:
+        return not for_plan and bool(self._let_go) and not self._let_go.isdisjoint(pages)
 
-    def _count_release(self, hold: _Hold) -> None:
+    def _look(self, pages: list[int], for_plan: bool, released: list[int]) -> list[int]:
+        """Return the pages that are held, and add the others to ``released``."""
+        if for_plan:
+            self._for_plan.update(pages)
+            self._hold(pages)
+            return pages
+        for page in [page for page in pages if page not in self._under_transfer]:
+            block = self._named_block(page)
+            if block is None:
+                released.append(page)
+                self._count_release(page)
+            else:
+                self._page_held_by[block] = page
+                self._under_transfer.add(page)
+        kept = [page for page in pages if page in self._under_transfer]
+        self._for_transfer.update(kept)
+        self._hold(kept)
+        return kept
+
+    def _hold(self, pages: list[int]) -> None:
+        for page in [page for page in pages if page not in self._since]:
+            self._since[page] = self._builds
+            self.changes += 1
+
+    def _named_block(self, page: int) -> int | None:
+        """Return a block of a page that a transfer references; None if there is none."""
+        if not self._named:
+            return None
+        blocks = range(*self.blocks_of_page(page))
+        if self._named.keys().isdisjoint(blocks):
+            return None
+        return next(block for block in blocks if block in self._named)
+
+    def _count_release(self, page: int) -> None:
         self.counters.released += 1
-        self.counters.held_for_plan += "plan" in hold.rules
-        self.counters.held_for_transfer += "transfer" in hold.rules
-        self.counters.longest_hold = max(self.counters.longest_hold, self._builds - hold.since)
+        self.counters.held_for_plan += page in self._for_plan
+        self.counters.held_for_transfer += page in self._for_transfer
+        held = self._builds - self._since.get(page, self._builds)
+        self.counters.longest_hold = max(self.counters.longest_hold, held)
+        self._forget(page)
+
+    def _forget(self, page: int) -> None:
+        self.changes += self._since.pop(page, None) is not None
+        self._for_plan.discard(page)
+        self._for_transfer.discard(page)

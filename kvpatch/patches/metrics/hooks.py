@@ -77,7 +77,7 @@ def after_step(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
         if not totals.fuse.off:
             fence = fence_of(instance)
             if fence is not None:
-                state.of(instance, Holds).look(fence.held, totals.stepped)
+                state.of(instance, Holds).look(fence.held, totals.stepped, fence.changes)
             _send(instance, totals, result[0] or {})
     return result
 

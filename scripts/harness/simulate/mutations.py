@@ -119,7 +119,18 @@ SIMPLE = ("eager", "lazy")
 TIERS = ("tiers",)
 EVERY = (*OFFLOADING, *SIMPLE)
 MUTATIONS = {
-    "the fence releases at once": Mutation("fence", Fence, "_rule", _answers(None), OFFLOADING),
+    "the fence releases at once": Mutation(
+        "fence",
+        Fence,
+        "split",
+        lambda split: (
+            lambda self, retired, can_plan: (
+                [page for _, pages in retired for page in pages],
+                [],
+            )
+        ),
+        OFFLOADING,
+    ),
     "the fence is blind to plans": Mutation(
         "fence",
         Fence,
