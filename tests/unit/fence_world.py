@@ -52,16 +52,21 @@ MODES = tuple(
 
 @dataclass
 class Request:
-    """A request; ``known`` is the planner's own list of its blocks, and may be stale."""
+    """A request; ``group`` has the planner's own list of its blocks, which may be stale."""
 
     name: int
     blocks: list[int | None] = field(default_factory=list)
-    known: list[int | None] = field(default_factory=list)
+    group: Any = field(default_factory=lambda: SimpleNamespace(block_ids=[]))
     version: int = 0
     filled: int = 0
     stored: int = 0
     last_step: int = 0
     state: str = "waiting"  # then loading, running, stopping, finished
+
+    @property
+    def known(self) -> list[int]:
+        """The planner's list; as in vLLM it is extended, cleared, and set to 0 in places."""
+        return self.group.block_ids  # type: ignore[no-any-return]
 
     def owned(self) -> list[int]:
         return [block for block in self.blocks if block is not None]
@@ -244,9 +249,7 @@ class World:
         return SimpleNamespace(
             _sliding_window_groups=(0,) if self.mode.window else (),
             _req_status={
-                request.name: SimpleNamespace(
-                    group_states=[SimpleNamespace(block_ids=request.known)]
-                )
+                request.name: SimpleNamespace(group_states=[request.group])
                 for request in self.requests
             },
         )
@@ -326,7 +329,7 @@ class World:
             if victims[-1] is request:
                 return
         request.blocks += taken
-        request.known += taken
+        request.known.extend(taken)
         fresh.update(taken)
         step.scheduled.append(request)
 
@@ -339,7 +342,8 @@ class World:
         step.flush |= {job_id for job_id, (job, _) in self.jobs.items() if job.request is victim}
         owned = victim.owned()
         victim.blocks = [None] * max(1, len(victim.blocks) - 1)
-        victim.known, victim.filled, victim.stored = [], 0, 0
+        victim.known.clear()
+        victim.filled = victim.stored = 0
         victim.version += 1
         victim.state = "waiting"
         self.give_back(owned, cache=self.random.random() < 0.3)
@@ -350,7 +354,8 @@ class World:
         taken = self.take(len(request.blocks))
         if taken is None:
             return
-        request.blocks, request.known = list(taken), list(taken)
+        request.blocks = list(taken)
+        request.known.extend(taken)
         fresh.update(taken)
         if request.state == "waiting":
             request.state = "running"

@@ -9,6 +9,7 @@ from typing import Any
 from kvpatch import state
 from kvpatch.patch import argument
 from kvpatch.patches.fence.fence import Fence, Retired, Transfer
+from kvpatch.patches.fence.windows import KnownBlocks, span_of
 from kvpatch.upstream import connectors, kvcached_api
 
 
@@ -177,17 +178,19 @@ def forget_freed_blocks(planner: Any, fence: Fence, pages: list[int]) -> None:
     is reallocated; here the page may be unmapped before that.
     """
     # Up to 0.20 the connector ignores windows: vLLM keeps every block of its requests.
-    if not pages or not getattr(planner, "_sliding_window_groups", ()):
+    groups = getattr(planner, "_sliding_window_groups", ())
+    if not groups:
         return
-    gone: set[int] = set()
-    for page in pages:
-        gone.update(range(*fence.blocks_of_page(page)))
+    gone = {block for page in pages for block in range(*fence.blocks_of_page(page))}
+    spans = set(map(span_of, gone))
     for status in planner._req_status.values():
-        for group in planner._sliding_window_groups:
-            blocks = status.group_states[group].block_ids
-            for position, block in enumerate(blocks):
-                if block in gone:
-                    blocks[position] = 0
+        for group in groups:
+            of = status.group_states[group]
+            if not isinstance(of.block_ids, KnownBlocks):
+                of.block_ids = KnownBlocks(of.block_ids)
+            # In every step, so that the first release after many does not index all of them.
+            of.block_ids.catch_up()
+            of.block_ids.forget(gone, spans)
 
 
 def after_step(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
