@@ -6,6 +6,7 @@ import os
 import socket
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -16,6 +17,7 @@ from kvpatch.control import protocol
 from kvpatch.sizes import readable
 from kvpatch.telemetry import reader
 
+TOGETHER = 64  # engines that are asked at a time
 ANSWERS = 5.0  # seconds in which an engine's thread of its own answers, however busy the engine is
 SILENT = 60.0  # seconds without a line, of which that thread sends several each second
 Tell = Callable[[dict[str, Any]], None]
@@ -268,23 +270,28 @@ def every() -> tuple[list[Engine], list[Silent]]:
         private.Unsafe: the folder of their sockets is another user's, or open to others.
     """
     home = protocol.folder()
-    found: list[Engine] = []
-    silent: list[Silent] = []
     try:
         private.check_folder(home)
         paths = sorted(home.glob("*.sock"))
     except FileNotFoundError:
-        return found, silent
-    for path in paths:
-        try:
-            for said in ask(path, {"verb": "describe"}, ANSWERS):
-                found.append(Engine(path, said))
-                break
-        except (TimeoutError, BlockingIOError):  # or as many as can wait for it do
-            silent.append(Silent(path, _listener(path)))
-        except (OSError, ValueError):
-            continue  # it has ended, or is none
+        return [], []
+    with ThreadPoolExecutor(min(TOGETHER, max(1, len(paths)))) as pool:
+        asked = list(pool.map(_at, paths))
+    found = [one for one in asked if isinstance(one, Engine)]
+    silent = [one for one in asked if isinstance(one, Silent)]
     return sorted(found, key=lambda engine: engine.name), silent
+
+
+def _at(path: Path) -> Engine | Silent | None:
+    """Return the engine at a socket; None if it has ended, or is none."""
+    try:
+        for said in ask(path, {"verb": "describe"}, ANSWERS):
+            return Engine(path, said)
+    except (TimeoutError, BlockingIOError):  # or as many as can wait for it do
+        return Silent(path, _listener(path))
+    except (OSError, ValueError):
+        pass
+    return None
 
 
 def _listener(path: Path) -> int:
@@ -302,10 +309,15 @@ def find(name: str) -> Engine:
     server was given is that of the only rank here, if there is one.
 
     Raises:
-        Refused: there is none, or several serve the model.
+        Refused: there is none, it does not answer, or several serve the model.
     """
-    known, silent = every()
     kept = protocol.kept(name)
+    own = _at(protocol.path_of(kept))  # the others may be stopped, and are not waited for
+    if isinstance(own, Engine) and own.name == kept:
+        return own
+    if isinstance(own, Silent):
+        raise Refused(f"{own.sentence} within {ANSWERS:g} s")
+    known, silent = every()
     exact = [engine for engine in known if engine.name == kept]
     others = [
         engine
@@ -325,7 +337,7 @@ def find(name: str) -> Engine:
 
 def _unknown(name: str, known: list[Engine], silent: list[Silent]) -> str:
     for one in silent:
-        if one.path == protocol.path_of(protocol.kept(name)) or name == str(one.pid):
+        if name == str(one.pid):
             return f"{one.sentence} within {ANSWERS:g} s"
     named = []
     for seen in reader.all_of(False):

@@ -444,6 +444,52 @@ def test_beside_an_engine_that_does_not_answer_others_do(
         control.find("nobody")
 
 
+@pytest.fixture
+def asked(monkeypatch: pytest.MonkeyPatch) -> list[Path]:
+    """The sockets that are asked, in order."""
+    paths: list[Path] = []
+    ask = client.ask
+
+    def recorded(path: Path, *arguments: Any) -> Iterator[dict[str, Any]]:
+        paths.append(path)
+        return ask(path, *arguments)
+
+    monkeypatch.setattr(client, "ask", recorded)
+    return paths
+
+
+def test_an_engine_is_asked_by_its_name_without_the_others(
+    stopped: socket.socket, engine: Running, asked: list[Path]
+) -> None:
+    assert control.find("chat-pool").name == "chat-pool"
+    assert asked == [engine.server.path]
+
+
+def test_an_engine_that_does_not_answer_is_not_taken_for_another_of_its_model(
+    stopped: socket.socket, engine: Running, asked: list[Path]
+) -> None:
+    engine.world.vllm_config.model_config.served_model_name = ["stopped"]
+    with pytest.raises(control.Refused, match="listens and does not answer within"):
+        control.find("stopped")
+    assert asked == [protocol.path_of("stopped")]
+
+
+def test_all_engines_are_asked_at_the_same_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    private.make_folder(protocol.folder())
+    for number in range(8):
+        protocol.path_of(f"engine{number}").touch()
+    together = threading.Barrier(8)
+
+    def ask(path: Path, *_: Any) -> Iterator[dict[str, Any]]:
+        together.wait(30)  # all of them, or BrokenBarrierError
+        yield {"name": path.name}
+
+    monkeypatch.setattr(client, "ask", ask)
+    found, silent = client.every()
+    assert [one.name for one in found] == sorted(one.name for one in found)
+    assert (len(found), silent) == (8, [])
+
+
 def test_a_socket_that_was_removed_is_there_again(
     worlds: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
