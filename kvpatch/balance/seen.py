@@ -19,7 +19,6 @@ from kvpatch import claims, control, private
 from kvpatch.balance.records import Engine
 from kvpatch.control import client, protocol
 from kvpatch.telemetry import reader
-from kvpatch.telemetry.reader import State
 
 PATIENCE = 2.0  # seconds for an engine to say what it needs
 TOGETHER = 16  # engines that are asked at a time
@@ -194,9 +193,4 @@ def unheard(known: Iterable[str]) -> dict[str, str]:
 
 
 def _engines() -> list[reader.Seen]:
-    running = (State.RUNS, State.WAITS, State.STUCK, State.STOPPED, State.SILENT)
-    return [
-        seen
-        for seen in reader.all_of(everyone=False)
-        if seen.page is not None and seen.state in running and seen.page.content.get("engine")
-    ]
+    return [seen for seen in reader.living() if seen.page and seen.page.content.get("engine")]

@@ -147,6 +147,8 @@ class Publisher:
 
     def _try_to_write(self) -> None:
         try:
+            if not self._writer.is_there():
+                self._writer = page.Writer(self.pid, VERSION)
             self.write()
         except Exception as error:
             log.debug("kvpatch: the status page was not written: %r", error)

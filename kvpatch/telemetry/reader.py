@@ -20,7 +20,7 @@ from kvpatch.telemetry.status_page import Life, Page
 
 SILENT = 5.0  # seconds: ten intervals of the publishing thread
 STUCK = 30.0  # seconds without a step while requests run, or in which nothing moves while all wait
-MOST = 1000  # pages of one folder that are read
+MOST = 1000  # pages of processes that have ended, of one folder, that are read
 _FOLDER = re.compile(r"kvpatch-status-([0-9]{1,10})")
 _PAGE = re.compile(r"([0-9]{1,10})(?:-[0-9]+)?\.page")  # with the pid namespace, if another has it
 
@@ -72,12 +72,19 @@ def all_of(everyone: bool) -> list[Seen]:
     return seen
 
 
-def _in_folder(folder: Path, uid: int) -> Iterator[Seen]:
+def living() -> list[Seen]:
+    """Return this user's processes that publish and run here; the pages of others are not read."""
+    ended = (State.GONE, State.ENDED, State.FOREIGN)
+    found = _in_folder(page.folder_of(os.getuid()), os.getuid(), only_here=True)
+    return [seen for seen in found if seen.page is not None and seen.state not in ended]
+
+
+def _in_folder(folder: Path, uid: int, only_here: bool = False) -> Iterator[Seen]:
     try:
         page.checked(folder, uid)
         if not os.access(folder, os.R_OK | os.X_OK):
             raise PermissionError
-        names = _sorted(entry.name for entry in folder.iterdir() if entry.name.endswith(".page"))
+        names = _sorted(one.name for one in folder.iterdir() if one.name.endswith(".page"))
     except FileNotFoundError:
         return
     except page.Untrusted as error:
@@ -89,21 +96,24 @@ def _in_folder(folder: Path, uid: int) -> Iterator[Seen]:
     except OSError as error:
         yield Seen(0, State.UNREADABLE, f"{folder} cannot be read: {error}")
         return
-    for name in names[:MOST]:
-        yield look(folder / name)
-    if len(names) > MOST:
-        line = f"{folder} has {len(names)} pages, of which {MOST} were read"
+    here = {name for name in names if os.access(f"/proc/{_pid_of(name)}", os.F_OK)}
+    # After a crash loop there are many others.
+    others = [] if only_here else [name for name in names if name not in here][:MOST]
+    read = here.union(others)
+    for name in names:
+        if name in read:
+            yield look(folder / name)
+    if len(read) < len(names) and not only_here:
+        line = f"{folder} has {len(names)} pages, of which {len(read)} were read"
         yield Seen(0, State.UNREADABLE, line)
 
 
 def engines_of(servers: Iterable[int]) -> list[Page]:
     """Return the pages of running engines that are one of ``servers``, or that one started."""
-    folder = page.folder_of(os.getuid())
     return [
         seen.page
-        for seen in _in_folder(folder, os.getuid())
+        for seen in living()
         if seen.page is not None
-        and seen.state not in (State.GONE, State.ENDED, State.FOREIGN)
         and "engine" in seen.page.content
         and (seen.pid in servers or server_of(seen.page) in servers)
     ]

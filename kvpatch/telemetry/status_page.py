@@ -148,6 +148,7 @@ class Writer:
             # give is a SIGBUS, which ends the process.
             os.posix_fallocate(file, 0, SIZE)
             self._map = mmap.mmap(file, SIZE)
+            self._identity = _identity(os.fstat(file))
         except BaseException:
             self.remove()
             raise
@@ -177,9 +178,20 @@ class Writer:
         self._map[_HEAD.size : start] = _BODY.pack(len(body), zlib.crc32(body))
         self._map[: _HEAD.size] = self._head
 
+    def is_there(self) -> bool:
+        """Return whether the page can be found: systemd removes files of a user who logs out."""
+        try:
+            return _identity(self.path.lstat()) == self._identity
+        except OSError:
+            return False
+
     def remove(self) -> None:
         """Remove the page, when the process exits."""
         self.path.unlink(missing_ok=True)
+
+
+def _identity(status: os.stat_result) -> tuple[int, int]:
+    return status.st_dev, status.st_ino
 
 
 def _create(folder: Path, pid: int, ours: int | None) -> tuple[Path, int]:

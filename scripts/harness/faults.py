@@ -254,6 +254,21 @@ ELSEWHERE = {
             "test_a_folder_that_another_user_made_is_not_read",
         ),
         (
+            "the page of a running engine is removed, as at its user's logout",
+            "it is made again",
+            "test_a_page_whose_name_was_removed_is_made_again",
+        ),
+        (
+            "a crash loop leaves more pages than are read",
+            "processes that run stay in sight",
+            "test_engines_that_run_stay_in_sight_beside_the_pages_of_a_crash_loop",
+        ),
+        (
+            "engines beside the one that is named do not answer",
+            "it is asked without them",
+            "test_an_engine_is_asked_by_its_name_without_the_others",
+        ),
+        (
             "two containers with process ids of their own share /dev/shm",
             "neither removes or misreads the pages of the other",
             "test_two_containers_that_share_the_folder",

@@ -459,8 +459,12 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> list[Path]:
 
 
 def test_an_engine_is_asked_by_its_name_without_the_others(
-    stopped: socket.socket, engine: Running, asked: list[Path]
+    stopped: socket.socket,
+    engine: Running,
+    asked: list[Path],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    monkeypatch.setattr(client, "ANSWERS", 30.0)
     assert control.find("chat-pool").name == "chat-pool"
     assert asked == [engine.server.path]
 

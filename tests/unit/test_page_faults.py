@@ -10,6 +10,7 @@ import itertools
 import json
 import mmap
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -273,6 +274,61 @@ def test_a_folder_with_very_many_pages_is_cut_short(monkeypatch):
     *read, last = reader.all_of(False)
     assert len(read) == 3
     assert "has 5 pages, of which 3 were read" in last.line
+
+
+@pytest.fixture
+def read(monkeypatch):
+    """The names of the pages that are read."""
+    names, original = [], page.read
+    monkeypatch.setattr(page, "read", lambda path: names.append(path.name) or original(path))
+    return names
+
+
+def test_engines_that_run_stay_in_sight_beside_the_pages_of_a_crash_loop(monkeypatch, read):
+    monkeypatch.setattr(reader, "MOST", 3)
+    publisher.process(lambda: facts() | {"engine": {"pool": "chat"}})
+    ended = [f"{number}.page" for number in range(GONE, GONE + 5)]
+    for name in ended:
+        put(raw(content(), int(name.partition(".")[0])), name)
+    monkeypatch.setattr(reader, "_sorted", lambda names: sorted(names, reverse=True))
+    read.clear()
+    states = [seen.state for seen in reader.all_of(False)]
+    assert sorted(states) == sorted([State.RUNS, *[State.GONE] * 3, State.UNREADABLE])
+    assert len(read) == 4
+
+
+def test_what_follows_engines_reads_no_page_of_a_process_that_ended(read):
+    publisher.process(lambda: facts() | {"engine": {"pool": "chat"}})
+    for number in range(20):
+        put(raw(content(), GONE + number), f"{GONE + number}.page")
+    read.clear()
+    (found,) = reader.engines_of((os.getpid(),))
+    assert found.pid == os.getpid()
+    assert [seen.pid for seen in reader.living()] == [os.getpid()]
+    assert read == [f"{os.getpid()}.page"] * 2
+
+
+@pytest.mark.parametrize("left", [None, b""])
+def test_a_page_whose_name_was_removed_is_made_again(left):
+    """As systemd does with a user's files in /dev/shm when the user logs out."""
+    core = type("Core", (), {})()
+    publisher.process(facts)
+    publisher.engine(core, lambda engine: {"pool": "chat"})
+    folder = page.own_folder()
+    shutil.rmtree(folder)
+    if left is not None:
+        put(left, f"{os.getpid()}.page")  # somebody else's
+    own = publisher._publisher
+    with own._lock:
+        own._try_to_write()
+    (seen,) = reader.living()
+    assert seen.page.content["engine"]["pool"] == "chat"
+    path = own._writer.path
+    with own._lock:
+        own._try_to_write()
+    assert own._writer.path == path
+    own.close()
+    assert not path.exists()
 
 
 # Refusals

@@ -458,7 +458,7 @@ def core(**counts):
         num_kv_buffers=1,
     )
     pool = SimpleNamespace(kv_cache_manager=manager)
-    fence = SimpleNamespace(counters=Counters(**counts), holding=1, held={3})
+    fence = SimpleNamespace(counters=Counters(**counts), holding=1, held={3}, changes=1)
     state.attach(manager, Fenced(fence, manager, None))
     connector = type("OffloadingConnector", (), {})()
     connector.connector_scheduler = SimpleNamespace(
