@@ -11,7 +11,7 @@ from suspend_world import BLOCKS, MOST, PAGE, World, worlds
 
 from kvpatch import state
 from kvpatch.patches.suspend import giving as module
-from kvpatch.patches.suspend import hooks, queue, watch
+from kvpatch.patches.suspend import hooks, queue, simple, watch
 from kvpatch.patches.suspend.giving import Stage
 from kvpatch.patches.suspend.spill import cached
 from kvpatch.patches.suspend.suspension import Phase
@@ -357,14 +357,66 @@ def test_a_piece_does_not_wait_for_what_is_stored_ahead_of_it(worlds: Any) -> No
     world = filled(worlds)
     old = cached(world.pool)
     world.spill.begin(old[:2])
-    while not world.spill.settled(one.key for one in old[:2]):
+    while not world.spill.settled([one.key for one in old[:2]]):
         world.steps += 1
         world._plan()
         world.tier.step(world.steps)
     world.spill.add(old[2:4])
-    assert world.spill.settled(one.key for one in old[:2])
+    assert world.spill.settled([one.key for one in old[:2]])
     assert not world.spill.done
     assert not world.spill.settled([old[2].key])
+
+
+def test_a_step_asks_the_tier_for_one_of_the_blocks_on_their_way(
+    worlds: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    world = filled(worlds)
+    old = cached(world.pool)
+    asked: list[int] = []
+    awaits = world.tier.awaits
+    monkeypatch.setattr(world.tier, "awaits", lambda keys: asked.append(len(keys)) or awaits(keys))
+    world.spill.begin(old)
+    world._plan()
+    keys = [one.key for one in old]
+    for _ in range(5):
+        assert not world.spill.done
+        assert not world.spill.settled(keys)
+    assert asked == [1] * 10
+    # The copies end in any order.
+    world.tier.flying.sort(key=lambda one: one[1] == keys[-1])
+    while len(world.tier.flying) > 1:
+        _, key, content = world.tier.flying.pop(0)
+        world.tier.blocks[key] = content
+        assert not world.spill.done
+        assert not world.spill.settled(keys)
+        assert world.spill.settled([key])
+    world.tier.flying.clear()
+    assert world.spill.settled(keys)
+    assert world.spill.done
+
+
+def test_the_blocks_of_simple_stores_are_looked_through_once(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    looks: list[Any] = []
+    under_way = simple.under_way
+    monkeypatch.setattr(simple, "under_way", lambda of: looks.append(of) or under_way(of))
+    blocks = [SimpleNamespace(block_hash=name) for name in (b"a", b"b", b"c")]
+    events = {1: SimpleNamespace(gpu_block_ids=[0]), 2: SimpleNamespace(gpu_block_ids=[1])}
+    tier = simple.SimpleTier(
+        SimpleNamespace(
+            _store_event_to_blocks=events, _gpu_block_pool=SimpleNamespace(blocks=blocks)
+        )
+    )
+    for _ in range(5):
+        assert tier.awaits({b"a", b"c"}) == {b"a"}
+    assert len(looks) == 1
+    del events[1]
+    events[3] = SimpleNamespace(gpu_block_ids=[2])
+    assert tier.awaits({b"a", b"b", b"c"}) == {b"b", b"c"}
+    events.clear()
+    assert tier.awaits({b"b"}) == set()
+    assert len(looks) == 3
 
 
 def test_what_is_stored_ahead_takes_no_room_of_the_piece_and_is_tried_once(worlds: Any) -> None:

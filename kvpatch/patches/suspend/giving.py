@@ -196,9 +196,8 @@ class Giving:
             self._spill.cancel()  # a request has come
             self.stage = Stage.OFF
         if self.stage is Stage.STORING:
-            return self._spill.settled(one.key for page in self._pages for one in page) and (
-                self._evict()
-            )
+            keys = [one.key for page in self._pages for one in page]
+            return self._spill.settled(keys) and self._evict()
         if self.stage is Stage.RELEASING:
             # Under load there are always others.
             if self._going & kvcached_api.retired(self.manager):

@@ -17,6 +17,8 @@ class SimpleTier(Tier):
 
     def __init__(self, scheduler: Any) -> None:
         self.scheduler = scheduler
+        self._events: list[int] = []
+        self._under_way: set[bytes] = set()
 
     def why_not(self) -> str:
         """Return why blocks cannot be stored in it: nothing is in the way."""
@@ -46,7 +48,10 @@ class SimpleTier(Tier):
 
     def awaits(self, keys: set[bytes]) -> set[bytes]:
         """Return those of blocks whose store into it has not completed."""
-        return keys & under_way(self.scheduler)
+        events = list(self.scheduler._store_event_to_blocks)
+        if events != self._events:
+            self._events, self._under_way = events, under_way(self.scheduler)
+        return keys & self._under_way
 
 
 def around_store_specs(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:

@@ -11,7 +11,7 @@ is also its name in the CPU tiers of both connectors.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 from itertools import islice
 from typing import Any, NamedTuple
@@ -38,12 +38,14 @@ def cached(pool: Any) -> list[Cached]:
     Of a request that has finished the last blocks are evicted first: what is stored first are the
     beginnings of prompts, without which their ends are worth nothing.
     """
-    unused = pool._evictable_blocks
-    one_each = {key: block for block, key in pool._block_id_to_key.items()}
+    unused, keys = pool._evictable_blocks, pool._block_id_to_key
+    one_each = {key: block for block, key in keys.items()}
     used = [Cached(key, block) for key, block in one_each.items() if block not in unused]
-    places = {block: place for place, block in enumerate(unused)}
-    rest = [Cached(key, block) for key, block in one_each.items() if block in places]
-    return used + sorted(rest, key=lambda one: places[one.block], reverse=True)
+    return used + [
+        Cached(key, block)
+        for block in reversed(unused)
+        if (key := keys.get(block)) is not None and one_each[key] == block
+    ]
 
 
 class Tier(ABC):
@@ -216,13 +218,22 @@ class Spill:
     @property
     def done(self) -> bool:
         """Whether every store that it can make has completed."""
-        self._flying = self.tier.awaits(self._flying)
-        return not self._missing and not self._flying
+        return not self._missing and not self._flies(self._flying)
 
-    def settled(self, keys: Iterable[bytes]) -> bool:
+    def settled(self, keys: Collection[bytes]) -> bool:
         """Whether every store that it can make of blocks with these keys has completed."""
+        return self._missing.keys().isdisjoint(keys) and not self._flies(keys)
+
+    def _flies(self, keys: Collection[bytes]) -> bool:
+        """Whether a store of one of these has not completed.
+
+        This is asked in every step: the tier is asked for one block of them until that is there.
+        """
+        one = next((key for key in keys if key in self._flying), None)
+        if one is None or self.tier.awaits({one}):
+            return one is not None
         self._flying = self.tier.awaits(self._flying)
-        return not any(key in self._missing or key in self._flying for key in keys)
+        return not self._flying.isdisjoint(keys)
 
     def kept(self) -> int:
         """Return how many of the resident blocks the tier holds now."""
