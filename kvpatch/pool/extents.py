@@ -11,8 +11,13 @@ Nothing here is safe for threads; the caller has a lock.
 from __future__ import annotations
 
 import bisect
-from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+import heapq
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass, field
+
+# When an empty extent was used. Not 0, which says that there is no extent; no clock of a running
+# machine is as low.
+_EMPTY = 1e-9
 
 
 @dataclass
@@ -25,6 +30,7 @@ class Extent:
         transfers: how many transfers name one of its chunks.
         used: when a chunk of it was used last, by the caller's clock; 0 for never.
         draining, closed: as above.
+        ranked: its last use when it was ranked among the others.
     """
 
     free: list[int]
@@ -33,6 +39,12 @@ class Extent:
     used: float = 0.0
     draining: bool = False
     closed: bool = False
+    ranked: float = _EMPTY
+
+    @property
+    def last_use(self) -> float:
+        """When it was used last; empty ones are colder than any other."""
+        return self.used if self.held else _EMPTY
 
     @property
     def idle(self) -> bool:
@@ -77,6 +89,12 @@ class Extents:
         self._free = 0  # chunks of those
         self._next = 0  # every extent below it is not absent
         self._draining: set[int] = set()
+        self._closed: dict[int, None] = {}
+        self._idle: list[int] = []  # extents that could be closed, in order
+        # The keeper looks ten times a second, under the scheduler's lock. Extents are ranked by
+        # their last use, the highest of equals first; one that was used since has its rank renewed
+        # when it is the coldest.
+        self._ranks: list[tuple[float, int]] = []
         self._jobs: dict[int, tuple[int, tuple[int, ...]]] = {}
 
     # Chunks, for the scheduler
@@ -99,6 +117,7 @@ class Extents:
         while len(taken) < len(keys):
             index = self._roomy[0]
             extent = self.open[index]
+            self._set_idle(index, False)
             while extent.free and len(taken) < len(keys):
                 chunk = extent.free.pop()
                 extent.held[chunk] = keys[len(taken)]
@@ -121,6 +140,9 @@ class Extents:
             self._free += 1
             if len(extent.free) == 1:
                 bisect.insort(self._roomy, index)
+        if not extent.held:
+            self._rank(index, extent)
+            self._set_idle(index, extent.idle and not extent.closed)
 
     def use(self, chunks: Iterable[int]) -> None:
         """Note that chunks are used now."""
@@ -141,7 +163,9 @@ class Extents:
             extent.free = sorted([*extent.free, *extent.held], reverse=True)
             extent.held.clear()
             extent.used = 0.0
+            self._set_idle(index, extent.idle and not extent.closed)
         self.used = 0
+        self._rank_all()
 
     # Transfers
 
@@ -151,6 +175,7 @@ class Extents:
         self._jobs[job] = (workers, touched)
         for index in touched:
             self.open[index].transfers += 1
+            self._set_idle(index, False)
 
     def report(self, job: int, workers: int) -> None:
         """Note that a transfer has ended on some workers."""
@@ -162,7 +187,9 @@ class Extents:
             return
         del self._jobs[job]
         for index in touched:
-            self.open[index].transfers -= 1
+            extent = self.open[index]
+            extent.transfers -= 1
+            self._set_idle(index, extent.idle and not extent.closed)
 
     @property
     def transferring(self) -> bool:
@@ -189,6 +216,8 @@ class Extents:
         self.open[index] = Extent(list(range(end - 1, first - 1, -1)))
         self._free += end - first
         bisect.insort(self._roomy, index)
+        self._rank(index, self.open[index])
+        self._set_idle(index, True)
 
     def drain(self, index: int) -> None:
         """Hand out no more chunks of an extent; it has to go."""
@@ -204,6 +233,11 @@ class Extents:
             return []
         return [index for index in self._draining if self.open[index].held]
 
+    @property
+    def going(self) -> int:
+        """Bytes of the extents that have to go."""
+        return sum(self.place(index)[1] for index in self._draining)
+
     def close(self, index: int) -> None:
         """Hand out no more chunks of an idle extent, which is being given back."""
         extent = self.open[index]
@@ -211,35 +245,65 @@ class Extents:
         if not extent.draining:
             self._withhold(index, extent)
         extent.closed = True
+        self._closed[index] = None
+        self._set_idle(index, False)
 
     def remove(self, index: int) -> None:
         """Note that a closed extent is absent now."""
         assert self.open[index].closed, f"extent {index} is not closed"
         del self.open[index]
         self._draining.discard(index)
+        del self._closed[index]
         self._next = min(self._next, index)
 
-    def coldest(self) -> list[int]:
-        """Return the extents that need not go yet, the coldest first; empty ones are colder."""
-        return sorted(self._staying(), key=lambda index: (self._last_use(index), -index))
+    def closed(self) -> list[int]:
+        """Return the extents that are being given back."""
+        return list(self._closed)
+
+    def coldest(self) -> int | None:
+        """Return the coldest extent that need not go yet; empty ones are colder than others."""
+        while self._ranks:
+            ranked, negative = self._ranks[0]
+            extent = self.open.get(-negative)
+            if extent is None or extent.draining or extent.closed or ranked != extent.ranked:
+                heapq.heappop(self._ranks)
+            elif ranked != extent.last_use:
+                extent.ranked = extent.last_use
+                heapq.heapreplace(self._ranks, (extent.ranked, negative))
+            else:
+                return -negative
+        return None
 
     def last_use(self) -> float:
         """Return when the coldest extent was used last; 0 if there is none."""
-        return min((self._last_use(index) for index in self._staying()), default=0.0)
+        index = self.coldest()
+        return 0.0 if index is None else self.open[index].last_use
 
     def idle(self) -> list[int]:
         """Return the extents that could be closed, the highest first."""
-        return sorted(
-            (index for index, one in self.open.items() if one.idle and not one.closed), reverse=True
-        )
+        return self._idle[::-1]
 
-    def _staying(self) -> Iterator[int]:
-        return (i for i, one in self.open.items() if not one.draining and not one.closed)
+    def _set_idle(self, index: int, idle: bool) -> None:
+        at = bisect.bisect_left(self._idle, index)
+        if (at < len(self._idle) and self._idle[at] == index) == idle:
+            return
+        if idle:
+            self._idle.insert(at, index)
+        else:
+            del self._idle[at]
 
-    def _last_use(self, index: int) -> float:
-        extent = self.open[index]
-        # Not 0, which says that there is no extent; no clock of a running machine is as low.
-        return extent.used if extent.held else 1e-9
+    def _rank(self, index: int, extent: Extent) -> None:
+        """Rank an extent that is colder than it was; its earlier rank is passed over."""
+        extent.ranked = extent.last_use
+        heapq.heappush(self._ranks, (extent.ranked, -index))
+        if len(self._ranks) > 2 * len(self.open) + 100:
+            self._rank_all()
+
+    def _rank_all(self) -> None:
+        for extent in self.open.values():
+            extent.ranked = extent.last_use
+        self._ranks = [(extent.ranked, -index) for index, extent in self.open.items()]
+        heapq.heapify(self._ranks)
 
     def _withhold(self, index: int, extent: Extent) -> None:
         if extent.free:

@@ -226,20 +226,25 @@ class Keeper:
         asked = min(view.asked, max(0, view.own - self.member.floor))
         due = max(asked, share)
         with self.lock:
-            extents = self.extents
-            going = sum(extents.place(i)[1] for i, one in extents.open.items() if one.draining)
-            # With hundreds of extents the order of all takes longer than the rest of a look.
-            for index in extents.coldest() if going < due else ():
+            extents, going, drained = self.extents, self.extents.going, 0
+            # A step of the scheduler evicts what is in them.
+            while going < due and (drained < PER_TURN or going < asked):
+                index = extents.coldest()
+                if index is None:
+                    break
                 size = extents.place(index)[1]
                 kept = view.own - going - size >= self.member.floor
-                if going >= due or (going >= share and not kept):
+                if going >= share and not kept:
                     break
                 extents.drain(index)
+                drained += 1
                 going += size
             draining = extents.draining()
         for index in draining:
             with self.lock:  # one at a time: a step of the scheduler may wait for it
                 self.evict(index)
+        if drained and going < due and not extents.draining():
+            self._wake.set()
         if due:
             self._quiet_until = self._clock() + TO_GIVE
         if view.asked:
@@ -265,14 +270,16 @@ class Keeper:
         """Give back every idle extent that has to go, and others that are not needed ahead."""
         with self.lock:
             extents = self.extents
+            closed, ahead = extents.closed(), max(self._ahead, self._waited_for)
             for index in extents.idle():
+                if len(closed) >= PER_TURN:
+                    self._wake.set()
+                    break
                 left = extents.free - len(extents.open[index].free)
-                if extents.open[index].draining or left >= max(self._ahead, self._waited_for):
+                if extents.open[index].draining or left >= ahead:
                     extents.close(index)
-            closed = [index for index, one in extents.open.items() if one.closed]
-        if len(closed) > PER_TURN:
-            self._wake.set()
-        for index in closed[:PER_TURN]:
+                    closed.append(index)
+        for index in closed:
             offset, size = self.extents.place(index)
             try:
                 self.ranks.deregister(offset, size)
@@ -312,7 +319,7 @@ class Keeper:
                 index = self.extents.absent()
                 free = self.extents.free
                 wanted = self._waited_for
-                pressed = any(one.draining for one in self.extents.open.values())
+                pressed = self.extents.going > 0
             if index is None:
                 return
             offset, size = self.extents.place(index)

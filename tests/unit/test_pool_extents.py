@@ -137,13 +137,15 @@ def test_what_was_not_used_for_longest_goes_first_and_what_is_empty_before_it() 
     made = opened(12, 4, 3)
     made.allocate(range(9))
     made.use([0])
-    assert made.coldest() == [2, 1, 0]  # of equals the highest
+    assert made.coldest() == 2  # of equals the highest
     assert made.last_use() == made.open[2].used
     made.release(8)
-    assert made.coldest() == [2, 1, 0]
+    assert made.coldest() == 2
     assert 0 < made.last_use() < 1
     made.drain(2)
-    assert made.coldest() == [1, 0]
+    assert made.coldest() == 1
+    made.drain(1)
+    assert made.coldest() == 0
     made.use([100])  # of an extent that is absent
 
 
@@ -207,10 +209,15 @@ class Life(RuleBasedStateMachine):
         self.made.reset()
         self.held.clear()
 
-    @precondition(lambda self: self.made.coldest())
+    @precondition(lambda self: self.made.coldest() is not None)
     @rule()
     def drain(self) -> None:
-        self.made.drain(self.made.coldest()[0])
+        self.made.drain(self.made.coldest())
+
+    @precondition(lambda self: self.held)
+    @rule(data=st.data())
+    def use(self, data: Any) -> None:
+        self.made.use([data.draw(st.sampled_from(sorted(self.held)))])
 
     @precondition(lambda self: self.made.idle())
     @rule()
@@ -230,6 +237,19 @@ class Life(RuleBasedStateMachine):
             for chunk in range(index * self.PER, min((index + 1) * self.PER, self.CHUNKS))
             if chunk not in self.held
         ]
+
+    @invariant()
+    def the_coldest_and_the_idle_are_those_of_a_look_at_all(self) -> None:
+        every = self.made.open.items()
+        staying = [
+            (one.used if one.held else 0, -index)
+            for index, one in every
+            if not one.draining and not one.closed
+        ]
+        assert self.made.coldest() == (-min(staying)[1] if staying else None)
+        assert len(self.made._ranks) <= 2 * len(self.made.open) + 101
+        idle = [index for index, one in every if not one.held and not one.transfers]
+        assert self.made.idle() == sorted(set(idle) - set(self.made.closed()), reverse=True)
 
     @invariant()
     def counts_are_right(self) -> None:

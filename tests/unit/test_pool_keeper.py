@@ -9,13 +9,14 @@ import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from pool_world import MIB, counted
 
 from kvpatch.pool import keeper as keeping
 from kvpatch.pool import ledger, member, record
-from kvpatch.pool.extents import Extents
+from kvpatch.pool.extents import Extent, Extents
 from kvpatch.pool.keeper import Keeper
 from kvpatch.pool.memory import Memory
 from kvpatch.pool.ranks import Failed
@@ -283,6 +284,97 @@ def test_a_lower_limit_is_shared_out_at_once(world: World) -> None:
     for engine in (one, two, one, two):
         engine.turn()
     assert counted(world.folder) == 0
+
+
+def full(world: World, count: int) -> Engine:
+    """An engine alone in a pool of so many extents, all of which hold blocks."""
+    world.size = count * MIB
+    one = world.engine(tier=count * MIB)
+    one.store(count * PER)
+    one.turn()
+    one.keeper._wake.clear()
+    return one
+
+
+class Looked(dict[int, Extent]):
+    """Counts the extents that are looked at."""
+
+    looks = 0
+
+    def __getitem__(self, index: int) -> Extent:
+        self.looks += 1
+        return super().__getitem__(index)
+
+    def get(self, index: int, default: Any = None) -> Any:
+        self.looks += 1
+        return super().get(index, default)
+
+    def items(self) -> Any:
+        self.looks += len(self)
+        return super().items()
+
+    def values(self) -> Any:
+        self.looks += len(self)
+        return super().values()
+
+
+def test_a_turn_looks_at_few_extents_however_many_there_are(world: World) -> None:
+    one = full(world, 60)
+    one.extents.open = looked = Looked(one.extents.open)
+    one.turn()
+    looked.looks = 0
+    one.keeper.turn()
+    assert looked.looks <= 5
+    world.now += 10
+    one.extents.use(range(10 * PER))
+    looked.looks = 0
+    one.keeper.turn()
+    assert looked.looks <= 5 + 2 * 10  # and at those that were used since
+
+
+def test_a_much_lower_limit_has_few_extents_go_at_a_time(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What has to go is evicted by the next step of the scheduler, if it comes first."""
+    one = full(world, 60)
+    going: list[int] = []
+    evict = one.evict
+    monkeypatch.setattr(
+        one.keeper, "_evict", lambda index: going.append(one.extents.going) or evict(index)
+    )
+    assert ledger.set_limit(world.folder, 1)
+    turns = 0
+    while one.memory.committed:
+        one.turn()
+        turns += 1
+        assert one.keeper._wake.is_set() == bool(one.memory.committed)  # it goes on at once
+        one.keeper._wake.clear()
+    assert len(going) == 60
+    assert max(going) == keeping.PER_TURN * MIB
+    assert turns == -(-60 // keeping.PER_TURN)
+
+
+def test_extents_that_cannot_go_yet_hold_no_others_up(world: World) -> None:
+    one = full(world, 60)
+    one.pinned.update(range(0, 60 * PER, PER))  # a block of each
+    assert ledger.set_limit(world.folder, 1)
+    one.turn()
+    assert len(one.extents.draining()) == keeping.PER_TURN
+    assert not one.keeper._wake.is_set()
+    one.turn()
+    assert len(one.extents.draining()) == 2 * keeping.PER_TURN
+    one.pinned.clear()
+    while one.memory.committed:
+        one.turn()
+
+
+def test_what_another_engine_asks_for_goes_at_once(world: World) -> None:
+    one = full(world, 60)
+    two = world.engine("two")
+    peer = next(iter(two.member.look(0, 0.0).peers))
+    two.member.ask(peer, 20 * MIB)
+    one.turn()
+    assert one.keeper.evicted == 20 * PER  # once it has answered nothing reminds it
 
 
 def test_blocks_in_transfers_go_when_they_end(world: World) -> None:
