@@ -18,7 +18,9 @@ from kvpatch.pool.member import Different, Member, Promised, View
 from kvpatch.pool.memory import Memory
 from kvpatch.pool.ranks import Failed, Ranks
 
-TICK = 0.1  # seconds between two looks, if nothing is wanted
+TICK = 0.1  # seconds between two looks, while something is wanted
+# Seconds between two looks, if nothing is wanted: a look keeps all other engines out of the ledger.
+AT_REST = 1.0
 SOON = 0.02  # seconds between two looks while another engine is asked, for a second at most
 # Seconds that a store waits for an extent before the policy evicts for it instead.
 PATIENCE = 2.0
@@ -73,6 +75,7 @@ class Keeper:
         self._doubtful: set[int] = set()  # committed extents that a worker may have registered
         self._room = True
         self._coldest = 0.0  # at the last look
+        self._looked_at = float("-inf")
         self._wanted = 0
         self._wanted_at = self._waits_since = float("-inf")
         self._quiet_until = float("-inf")
@@ -100,6 +103,8 @@ class Keeper:
         if now - self._wanted_at > PATIENCE:
             self._waits_since = now
         self._wanted, self._wanted_at = max(chunks, self._waited_for), now
+        if now - self._looked_at > 2 * TICK:
+            self._room = True  # as far as is known: the thread looks first
         if self._room:  # of a full pool a look every TICK is enough
             self._wake.set()
         return self.grows and now - self._waits_since < PATIENCE
@@ -186,11 +191,23 @@ class Keeper:
             except Exception as error:  # the engine goes on with the extents that it has
                 self._break(f"{type(error).__name__}: {error}", error, AGAIN)
                 self._stop.wait(1.0)
-            self._wake.wait(SOON if self._asked else TICK)
+            while not self._wake.wait(SOON if self._asked else TICK) and self.rests:
+                pass
             self._wake.clear()
+
+    @property
+    def rests(self) -> bool:
+        """Whether nothing has to be done now, as far as can be told without the ledger's lock."""
+        with self.lock:
+            extents = self.extents
+            wants = self._waited_for or (self.grows and extents.free < self._ahead)
+            goes = extents.going or extents.closed()
+        late = self._clock() - self._looked_at >= AT_REST
+        return not (late or wants or goes or self._asked or self.member.called)
 
     def turn(self) -> None:
         """Look at the ledger once, and do what has to be done."""
+        self._looked_at = self._clock()
         with self.lock:
             resident = self.extents.used * self.extents.chunk_bytes
             self._coldest = self.extents.last_use()

@@ -30,7 +30,7 @@ LIMIT = "limit"
 # Seconds for the lock of the folder, which is held for a few calls; to start, and to look.
 TO_START, TO_LOOK = 10.0, 0.5
 # Seconds after which an engine that has not looked is taken for one that does not answer.
-SILENT = 2.0
+SILENT = 3.0
 # A dead engine whose processes cannot be seen: seconds, and bytes per second that the kernel frees.
 UNSEEN, FREED = 1.0, 1 << 30
 

@@ -103,6 +103,18 @@ class Member:
         """
         return os.fstat(self._file).st_nlink > 0
 
+    @property
+    def called(self) -> bool:
+        """Whether the ledger has something for this engine since the last look; without its lock.
+
+        Half of what is written meanwhile may be read: then there is one look too many.
+        """
+        try:
+            ask, limit = record.read_ask(self._file), ledger.read_limit(self.path.parent)
+        except OSError:
+            return True  # the look says it
+        return (ask.size > 0 and ask != self._answered) or limit != self._limit or not self.counted
+
     def bounded_by(self, size: int) -> None:
         """Note the bytes that it may have at most, for those who look at the pool."""
         self._owner = self._owner._replace(ceiling=size)

@@ -204,6 +204,86 @@ def test_a_full_pool_is_not_looked_at_for_every_store(world: World) -> None:
     assert not one.keeper._wake.is_set()
 
 
+def test_an_engine_that_wants_nothing_leaves_the_ledger_to_the_others(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one, two = world.engine("one"), world.engine("two")
+    one.turn(2)
+    two.turn(2)
+
+    def rests() -> bool:
+        with monkeypatch.context() as patched:
+            patched.setattr(ledger, "alone", None)  # it is told without the lock
+            return one.keeper.rests
+
+    assert rests()
+    world.now += keeping.AT_REST
+    assert not rests()
+    one.turn()
+    assert rests()
+    assert one.keeper.need(2 * PER)
+    assert not rests()
+    one.store(2 * PER)
+    one.turn(2)
+    assert rests()
+    peer = next(peer for peer in two.member.look(0, 0.0).peers if peer.owner.name == "one")
+    two.member.ask(peer, MIB)
+    assert not rests()
+    one.turn()
+    world.now += keeping.TO_GIVE
+    one.turn(2)
+    assert rests()
+    assert ledger.set_limit(world.folder, MIB)
+    assert not rests()
+    one.pinned.update(range(64 * PER))
+    one.turn()
+    assert one.extents.draining()
+    one.keeper._room = False  # and does not grow
+    assert not rests()  # until what has to go is gone
+    one.pinned.clear()
+    one.turn()
+    world.now += keeping.TO_GIVE
+    one.turn()
+    assert rests()
+    (world.folder / ledger.LIMIT).unlink()
+    assert not rests()
+    one.turn()
+    one.member.path.unlink()
+    assert not rests()
+    one.member.path.touch()
+
+
+def test_an_engine_that_asks_another_does_not_rest(world: World) -> None:
+    one, two = world.engine("one"), world.engine("two")
+    one.store(8 * PER)
+    world.now += 10
+    one.turn()
+    two.keeper.need(PER)
+    two.turn()
+    assert two.keeper._asked
+    world.now += keeping.PATIENCE
+    two.keeper._looked_at = world.now
+    assert not two.keeper.rests
+
+
+def test_room_that_was_not_looked_for_lately_is_looked_for_before_blocks_are_evicted(
+    world: World,
+) -> None:
+    one, two = world.engine("one"), world.engine("two")
+    two.store(8 * PER)
+    one.turn()
+    assert not one.keeper.need(PER)
+    two.keeper.reset()
+    two.turn()
+    assert not one.keeper.need(PER)
+    world.now += keeping.AT_REST
+    one.keeper._wake.clear()
+    assert one.keeper.need(PER)
+    assert one.keeper._wake.is_set()
+    one.turn()
+    assert one.extents.free >= PER
+
+
 def test_a_store_does_not_wait_for_ever(world: World) -> None:
     one = world.engine()
     assert one.keeper.need(PER)  # nobody turns
