@@ -162,7 +162,6 @@ class Extents:
                     bisect.insort(self._roomy, index)
             extent.free = sorted([*extent.free, *extent.held], reverse=True)
             extent.held.clear()
-            extent.used = 0.0
             self._set_idle(index, extent.idle and not extent.closed)
         self.used = 0
         self._rank_all()

@@ -62,6 +62,15 @@ def test_chunks_of_the_lowest_extent_are_handed_out_first() -> None:
     assert made.open[0].held == {0: "x", 1: "b", 2: "y", 3: "d"}
 
 
+def test_of_an_extent_the_lowest_chunk_is_handed_out_first_whenever_it_came_back() -> None:
+    made = opened()
+    made.allocate("abcd")
+    made.release(0)
+    made.release(2)
+    made.release(1)
+    assert made.allocate("xyz") == [0, 1, 2]
+
+
 def test_more_than_there_is_takes_nothing() -> None:
     made = opened()
     with pytest.raises(MemoryError):
@@ -131,6 +140,17 @@ def test_a_reset_takes_every_chunk_back() -> None:
     assert made.used == 0
     assert made.free == 4
     assert made.allocate("abcd") == [0, 1, 2, 3]
+
+
+def test_after_a_reset_an_extent_is_as_cold_as_one_that_never_held_anything() -> None:
+    made = opened(count=3)
+    made.allocate(range(9))
+    made.use([8])
+    made.reset()
+    assert made.coldest() == 2
+    assert 0 < made.last_use() < 1
+    made.allocate(range(1))
+    assert made.coldest() == 2
 
 
 def test_what_was_not_used_for_longest_goes_first_and_what_is_empty_before_it() -> None:

@@ -507,6 +507,20 @@ def test_an_engine_keeps_its_floor_however_cold_it_is(world: World) -> None:
     assert two.memory.committed == 5 * MIB
 
 
+def test_an_extent_that_would_take_an_engine_below_its_floor_is_not_given(world: World) -> None:
+    one, two = world.engine("one", floor=3 * MIB + MIB // 2), world.engine("two")
+    one.store(4 * PER)
+    world.now += 10
+    two.store(4 * PER)
+    world.now += 10
+    for _ in range(20):
+        two.keeper.need(4 * PER)
+        two.turn()
+        one.turn()
+        world.now += 0.2
+    assert one.memory.committed == 4 * MIB
+
+
 def test_below_its_floor_an_engine_takes_what_is_warmer_than_its_own(world: World) -> None:
     one, two = world.engine("one", floor=3 * MIB), world.engine("two")
     one.store(PER)
@@ -630,6 +644,44 @@ def test_an_engine_that_does_not_answer_is_passed_over(world: World) -> None:
     silent.turn()
     one.turn()
     assert one.memory.committed == 2 * MIB
+
+
+def test_an_engine_that_did_not_give_is_not_asked_again_for_a_while(world: World) -> None:
+    one, two, three = world.engine("one"), world.engine("two"), world.engine("three")
+    for engine in (one, two):
+        engine.store(4 * PER)
+        engine.pinned.update(range(4 * PER))  # it answers, and cannot give
+        world.now += 10
+    wanted: list[set[str]] = []
+    begun = world.now
+    while world.now - begun < keeping.PASSED_OVER:
+        three.keeper.need(PER)
+        for engine in (one, two, three):
+            engine.turn()
+        wanted.append(set(three.keeper._asked))
+        world.now += 0.3
+    first, second = ({engine.member.path.name} for engine in (one, two))
+    assert wanted[0] == first
+    assert wanted.count(first) * 0.3 <= keeping.TO_GIVE + 0.6
+    assert second in wanted
+    world.now += 2 * keeping.TO_GIVE
+    for engine in (one, two):
+        engine.turn()
+    three.keeper.need(PER)
+    three.turn()
+    assert set(three.keeper._asked) == first
+
+
+def test_a_limit_below_what_is_committed_by_a_byte_is_reached(world: World) -> None:
+    world.size = 2 * MIB
+    one, two = world.engine("one"), world.engine("two")
+    one.store(PER)
+    two.store(PER)
+    assert counted(world.folder) == 2 * MIB
+    assert ledger.set_limit(world.folder, 2 * MIB - 1)
+    one.turn()
+    two.turn()
+    assert counted(world.folder) == MIB
 
 
 def test_a_lower_limit_is_shared_by_those_that_answer(world: World) -> None:

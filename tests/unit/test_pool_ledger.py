@@ -360,6 +360,40 @@ def test_an_engine_of_another_container_counts_for_as_long_as_the_kernel_may_nee
     one.leave()
 
 
+def test_the_more_a_dead_engine_had_the_longer_it_counts(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nobody sees the processes of another pid namespace, whose memory is being freed."""
+    size = 4 * ledger.FREED
+    one = join(folder, size, "one")
+    two = join_as(ledger.record_of(folder, "two"), size, owner(namespace=1))
+    assert two.take(size)
+    fcntl.flock(two._file, fcntl.LOCK_UN)
+    now = time.monotonic()
+    assert one.look(0, 0.0).total == size
+    for seconds, taken in ((ledger.UNSEEN + 3.9, False), (ledger.UNSEEN + 4.1, True)):
+        monkeypatch.setattr(time, "monotonic", lambda at=now + seconds: at)
+        assert one.take(MIB) is taken
+    one.leave()
+
+
+def test_a_dead_engine_has_what_is_being_freed_and_no_ceiling_and_no_floor(folder: Path) -> None:
+    def keeping(name: str, **fields: Any) -> Member:
+        fields = {"floor": 3 * MIB, "ceiling": 4 * MIB, "namespace": 1, **fields}
+        return join_as(ledger.record_of(folder, name), 4 * MIB, owner(**fields))
+
+    one, two = keeping("one", floor=0), keeping("two")
+    assert two.take(MIB)
+    assert ledger.taken(one.look(0, 0.0).peers) == (MIB, 4 * MIB)
+    fcntl.flock(two._file, fcntl.LOCK_UN)
+    view = one.look(0, 0.0)
+    assert view.peers[0].dying
+    assert ledger.taken(view.peers) == (MIB, 0)
+    three = keeping("three")  # its floor has room
+    three.leave()
+    one.leave()
+
+
 def test_an_engine_that_leaves_before_its_worker_counts_until_that_is_gone(folder: Path) -> None:
     one, two = join(folder, name="one"), join(folder, name="two")
     held = ledger.hold(two.path)
