@@ -6,6 +6,7 @@ lock that the scheduler needs.
 
 from __future__ import annotations
 
+import random
 import threading
 import time
 from collections.abc import Callable
@@ -19,7 +20,8 @@ from kvpatch.pool.memory import Memory
 from kvpatch.pool.ranks import Failed, Ranks
 
 TICK = 0.1  # seconds between two looks, while something is wanted
-# Seconds between two looks, if nothing is wanted: a look keeps all other engines out of the ledger.
+# Seconds between two looks at most, if nothing is wanted: a look keeps all other engines out of the
+# ledger. Engines that were started together do not look together.
 AT_REST = 1.0
 SOON = 0.02  # seconds between two looks while another engine is asked, for a second at most
 # Seconds that a store waits for an extent before the policy evicts for it instead.
@@ -75,7 +77,7 @@ class Keeper:
         self._doubtful: set[int] = set()  # committed extents that a worker may have registered
         self._room = True
         self._coldest = 0.0  # at the last look
-        self._looked_at = float("-inf")
+        self._looked_at, self._rest = float("-inf"), AT_REST
         self._wanted = 0
         self._wanted_at = self._waits_since = float("-inf")
         self._quiet_until = float("-inf")
@@ -202,12 +204,12 @@ class Keeper:
             extents = self.extents
             wants = self._waited_for or (self.grows and extents.free < self._ahead)
             goes = extents.going or extents.closed()
-        late = self._clock() - self._looked_at >= AT_REST
+        late = self._clock() - self._looked_at >= self._rest
         return not (late or wants or goes or self._asked or self.member.called)
 
     def turn(self) -> None:
         """Look at the ledger once, and do what has to be done."""
-        self._looked_at = self._clock()
+        self._looked_at, self._rest = self._clock(), random.uniform(AT_REST / 2, AT_REST)
         with self.lock:
             resident = self.extents.used * self.extents.chunk_bytes
             self._coldest = self.extents.last_use()

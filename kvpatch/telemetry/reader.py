@@ -96,7 +96,7 @@ def _in_folder(folder: Path, uid: int, only_here: bool = False) -> Iterator[Seen
     except OSError as error:
         yield Seen(0, State.UNREADABLE, f"{folder} cannot be read: {error}")
         return
-    here = {name for name in names if os.access(f"/proc/{_pid_of(name)}", os.F_OK)}
+    here = set(filter(_is_here, names))
     # After a crash loop there are many others.
     others = [] if only_here else [name for name in names if name not in here][:MOST]
     read = here.union(others)
@@ -162,6 +162,11 @@ def _pages_of(pid: int, uid: int) -> list[Seen]:
 
 def _sorted(names: Iterable[str]) -> list[str]:
     return sorted(names, key=lambda name: (len(name), name))
+
+
+def _is_here(name: str) -> bool:
+    """Return whether a process here has the pid of a page, which may be a later one."""
+    return os.access(f"/proc/{_pid_of(name)}", os.F_OK)
 
 
 def _pid_of(name: str) -> int:

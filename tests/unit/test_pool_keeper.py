@@ -888,3 +888,13 @@ def test_between_two_looks_a_part_is_done(world: World) -> None:
     assert one.keeper._wake.is_set()
     one.turn(2)
     assert one.memory.committed == MIB
+
+
+def test_engines_that_look_together_once_do_not_the_next_time(world: World) -> None:
+    one = world.engine()
+    rests = set()
+    for _ in range(8):
+        one.turn()
+        rests.add(one.keeper._rest)
+    assert len(rests) > 1
+    assert all(keeping.AT_REST / 2 <= rest <= keeping.AT_REST for rest in rests)

@@ -16,7 +16,7 @@ from kvpatch.environ import HOST_POOL, KVCACHED_CONTIGUOUS, STATUS_DIR
 from kvpatch.patch import Outcome
 from kvpatch.patches.fence.fence import Fence
 from kvpatch.patches.metrics import hooks, snapshot
-from kvpatch.telemetry import follower, series
+from kvpatch.telemetry import follower, reader, series
 from kvpatch.telemetry import status_page as page
 from kvpatch.telemetry.prometheus import PREFIX, Classes, Metrics
 
@@ -374,6 +374,7 @@ def engines_page(number=0, **changes):
 def living(monkeypatch):
     """Every page is of a process that runs."""
     monkeypatch.setattr(page, "life", lambda found: page.Life.RUNS)
+    monkeypatch.setattr(reader, "_is_here", lambda name: True)
 
 
 PIDS = (2000000001, 2000000002)
