@@ -280,11 +280,14 @@ CODES = {
         "vllm-project/vllm#41445",
     ),
     "KVP424": _setup("`KVPATCH_FIRST_LIMIT` is less than one request needs"),
+    "KVP425": _setup("the whole pages of the KV cache hold less than one request needs"),
+    "KVP426": _setup("the KV cache is larger than the device"),
     "KVP427": _setup("the name of the CPU tier in /dev/shm was removed while the engine started"),
     "KVP501": _setup("no GPU, and kvcached is built for one"),
     "KVP502": _setup("the host device has no size"),
     "KVP503": _setup("the host device has another size in running processes"),
     "KVP504": _setup("the host device is needed or asked for, and not installed"),
+    "KVP505": _setup("the KV cache is larger than the host device"),
     "KVP601": _not_validated(
         "a release of vllm-ascend, or another vLLM than it is built for", False
     ),

@@ -6,11 +6,12 @@ What is beside the limit in its pool is in ``kvcached_limits``; nobody else read
 from __future__ import annotations
 
 import asyncio
+import itertools
 import os
 import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from kvpatch.environ import KVCACHED_CONTIGUOUS, VLLM_KV_CACHE_LAYOUT
 from kvpatch.versions import Facts
@@ -187,6 +188,96 @@ def blocks_of_page(manager: Any, page: int) -> tuple[int, int]:
 
     start, end = InternalPage.get_block_range(page, manager.page_size, manager.block_mem_size)
     return int(start), int(end)
+
+
+class Blocks(NamedTuple):
+    """The blocks of a KV cache config, as kvcached has them in its pages.
+
+    Attributes:
+        number: how many vLLM has, block 0 among them.
+        size: bytes of one in each tensor.
+        tensors: of one device; as many as pools, twice if K and V are apart.
+    """
+
+    number: int
+    size: int
+    tensors: int
+
+    @property
+    def usable(self) -> int:
+        """How many are in a page, which is mapped whole or not at all; block 0 among them."""
+        return sum(itertools.islice(self._of_pages(), self.number * self.size // _page_size()))
+
+    def for_use(self, usable: int) -> int:
+        """Return how many there must be for so many to be usable."""
+        pages = 0
+        for there in self._of_pages():
+            if usable <= 0:
+                break
+            usable -= there
+            pages += 1
+        return -(-pages * _page_size() // self.size)
+
+    def bytes_of(self, number: int) -> int:
+        """Return the bytes of so many on one device."""
+        return number * self.size * self.tensors
+
+    def fit(self, device: int) -> bool:
+        """Whether kvcached's addresses for a device of so many bytes have room for all of them."""
+        of_tensor = device // self.tensors // _page_size() * _page_size()
+        return self.number * self.size <= of_tensor
+
+    def _of_pages(self) -> Iterator[int]:
+        """Iterate over the blocks that are in one page each: not those that cross its end."""
+        from kvcached.kv_cache_manager import InternalPage
+
+        for page in itertools.count():
+            start, end = InternalPage.get_block_range(page, _page_size(), self.size)
+            yield int(end - start)
+
+
+def _page_size() -> int:
+    from kvcached.utils import PAGE_SIZE
+
+    return int(PAGE_SIZE)
+
+
+def blocks_of(config: Any) -> Blocks:
+    """Return the blocks of vLLM's ``KVCacheConfig``, from vLLM 0.29 on.
+
+    Raises:
+        KVCachedConfigError: kvcached cannot have them.
+    """
+    from kvcached.integration.vllm.model_runner_v2 import cache_geometry
+
+    found = cache_geometry(config)
+    return Blocks(config.num_blocks, int(found.page_bytes), int(found.num_pools))
+
+
+def older_blocks_of(config: Any) -> Blocks | None:
+    """Return the blocks of vLLM's ``KVCacheConfig`` before vLLM 0.29.
+
+    None where kvcached cannot have them, which it says when it makes its page manager.
+    """
+    from kvcached.integration.vllm import patches
+    from kvcached.kv_geometry import check_page_geometry
+
+    group = patches._get_first_attention_group(config)
+    if group is None:
+        return None
+    tokens = group.kv_cache_spec.block_size
+    kind = patches._infer_attention_type(config)
+    cell, buffers = patches._get_kv_cache_params(group.kv_cache_spec, tokens, attention_type=kind)
+    if check_page_geometry(tokens * cell, _page_size()) is not None:
+        return None
+    return Blocks(config.num_blocks, tokens * cell, buffers * patches._get_group_size(config))
+
+
+def device_size(device: Any) -> int:
+    """Return the bytes of a worker's device, of which kvcached has as many addresses."""
+    from kvcached.integration.vllm import interfaces
+
+    return int(interfaces.torch.cuda.get_device_properties(device).total_memory)
 
 
 # The limit of an engine. Its pool in /dev/shm has it, where kvctl and controllers set it; a thread

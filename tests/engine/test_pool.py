@@ -90,6 +90,38 @@ def test_the_pool_of_an_engine_stays_closed_to_other_users(python: Callable[[str
     )
 
 
+@pytest.mark.parametrize(
+    ("blocks", "tokens"),
+    [(250, 16), (31, 16), (32, 16), (40, 96), (40, 120)],  # 64, 384 and 480 KiB of a page of 2 MiB
+)
+def test_as_many_blocks_as_kvcached_hands_out_are_usable(
+    python: Callable[[str], str], blocks: int, tokens: int
+) -> None:
+    python(
+        f"""
+        from kvpatch.upstream.kvcached_api import Blocks
+
+        ops.init_kvcached("cuda:0", 2 * MIB, True)
+        ops.create_kv_tensors(32 * MIB, 1, "cuda:0", 2, num_kv_buffers=1, group_id=0,
+                              unified_pool=True)
+        made = KVCacheManager({blocks}, {tokens}, 4096, 2, num_kv_buffers=1,
+                              reserve_null_block=True)
+        found = Blocks({blocks}, {tokens} * 4096, 2)
+        if not found.usable:
+            assert not made._post_init_done.wait(1), "kvcached waits for block 0 no more"
+            os._exit(0)
+        made._wait_post_init()
+        given = 1  # block 0
+        while made.alloc(1) is not None:
+            given += 1
+        assert found.usable == given, (found.usable, given)
+        for number in (given, given + 1):
+            assert Blocks(found.for_use(number), found.size, 2).usable >= number
+        assert found.for_use(given) <= {blocks} < found.for_use(given + 1)
+        """
+    )
+
+
 def test_a_limit_is_read_while_another_has_kvcacheds_lock(python: Callable[[str], str]) -> None:
     python(
         """

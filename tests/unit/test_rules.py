@@ -14,6 +14,7 @@ from harness.matrix import admission
 from kvpatch import admitted, patches, rules, supported
 from kvpatch.environ import (
     FIRST_LIMIT,
+    HOST_DEVICE,
     HOST_POOL,
     HOST_POOL_FLOOR,
     IDLE,
@@ -186,6 +187,7 @@ ENGINES = {
 } | ONE_RANK
 TWO_RANKS = {"parallel_config__world_size": 2, "parallel_config__tensor_parallel_size": 2}
 ASLEEP = {"machine__device": "cpu", "model_config__enable_sleep_mode": True} | ONE_RANK
+ON_HOST = {"machine__device": "cpu", "machine__environment": {HOST_DEVICE.name: "256MiB"}}
 DRAFTS = {"speculative_config": SimpleNamespace(method="ngram")}
 # As compressed-tensors has it, from a checkpoint of llm-compressor.
 SCHEME = {"quant_config": SimpleNamespace(kv_cache_scheme={"num_bits": 8, "type": "float"})}
@@ -276,6 +278,21 @@ CASES: dict[str, tuple[list[dict[str, Any]], str]] = {
         "on an NPU kv_transfer_config.kv_role is unset and not kv_both, because engines there are "
         "validated with the settings of the one that ran only; configure these, which "
         "docs/ascend.md lists, or set KVPATCH=0.",
+    ),
+    "KVP505": (
+        [
+            ON_HOST | {"cache_config__kv_cache_memory_bytes": 1 << 30},
+            # By another name up to 0.19, where --kv-cache-memory-bytes is not read.
+            ON_HOST
+            | {
+                "machine__vllm": "0.19.1",
+                "cache_config__cpu_kvcache_space_bytes": 1 << 30,
+                "cache_config__kv_cache_memory_bytes": 1 << 20,
+            },
+        ],
+        "the KV cache is to have 1.0 GiB, and KVPATCH_HOST_DEVICE is 256 MiB, because kvcached "
+        "has addresses for the host device only; set a larger KVPATCH_HOST_DEVICE, or a smaller "
+        "VLLM_CPU_KVCACHE_SPACE or --kv-cache-memory-bytes, or set KVPATCH=0.",
     ),
     "KVP375": (
         [

@@ -8,6 +8,12 @@ from kvpatch.upstream.targets import COORDINATOR, ENGINE_CORE, V1_RUNNER, V2_RUN
 
 _IPC = "kvcached.tp_ipc_util"
 _RAISES = Gap("0.29", None, "a failed set-up raises; see elastic.worker_init")
+_PART_OF_A_PAGE = (
+    "blocks of a page that they do not fill are counted and never mapped: a KV cache smaller than "
+    "a page never starts, and a request that needs them waits for ever"
+)
+_NULL_BLOCK = "ovg-project/kvcached, _reserve_null_block in kv_cache_manager.py in 0.1.6"
+_ROUNDED = "kvcached refuses a pool without a page, and vLLM counts the blocks of whole pages"
 
 FEATURE = Feature(
     name="elastic-memory",
@@ -205,6 +211,29 @@ FEATURE = Feature(
             ),
         ),
         seam(
+            Patch(
+                id="elastic.whole_pages_older",
+                target=f"{ENGINE_CORE}._initialize_kv_caches",
+                why=_PART_OF_A_PAGE,
+                upstream=_NULL_BLOCK,
+                until=_ROUNDED,
+                wrapper="kvpatch.patches.elastic_memory.legacy:around_kv_caches",
+                parameters=("self", "vllm_config"),
+                since="0.16",
+                before="0.29",
+            ),
+            Patch(
+                id="elastic.whole_pages",
+                target=f"{ENGINE_CORE}._initialize_kv_caches",
+                why=_PART_OF_A_PAGE,
+                upstream=_NULL_BLOCK,
+                until=_ROUNDED,
+                wrapper="kvpatch.patches.elastic_memory.capacity:around_kv_caches",
+                parameters=("self", "vllm_config"),
+                since="0.29",
+            ),
+        ),
+        seam(
             Gap("0.16", "0.29", "kvcached marks the KV caches that it allocates"),
             Patch(
                 id="elastic.allocation",
@@ -214,6 +243,20 @@ FEATURE = Feature(
                 until="kvcached refuses KV caches it did not allocate",
                 wrapper="kvpatch.patches.elastic_memory.verify:remember_allocation",
                 parameters=("config", "device", "layout"),
+                since="0.29",
+            ),
+        ),
+        seam(
+            Gap("0.16", "0.29", "kvcached logs that it has fewer blocks, and allocates those"),
+            Patch(
+                id="elastic.addresses",
+                target="kvcached.integration.vllm.model_runner_v2:allocate_kv_cache",
+                why="a KV cache larger than the device ends a worker with an error that names "
+                "neither",
+                upstream="ovg-project/kvcached, allocate_kv_cache in model_runner_v2.py in 0.1.6",
+                until="kvcached says how large both are",
+                wrapper="kvpatch.patches.elastic_memory.capacity:around_allocation",
+                parameters=("config", "device"),
                 since="0.29",
             ),
         ),

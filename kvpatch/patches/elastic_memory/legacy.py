@@ -1,6 +1,8 @@
-"""Elastic memory before vLLM 0.24, whose groups of KV cache take their blocks one after the other.
+"""Elastic memory before vLLM 0.29.
 
-0.19-0.23  the blocks that one group loads into evict the prefix that the next one has found
+0.16-0.28  kvcached has other sizes of blocks, and K and V may be apart
+0.19-0.23  groups of KV cache take their blocks one after the other: the blocks that one group loads
+           into evict the prefix that the next one has found
 """
 
 from __future__ import annotations
@@ -8,6 +10,22 @@ from __future__ import annotations
 from typing import Any
 
 from kvpatch.patch import argument
+from kvpatch.patches.elastic_memory import capacity
+from kvpatch.upstream import kvcached_api
+
+
+def around_kv_caches(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
+    """Refuse an engine whose whole pages do not hold one request of the longest length.
+
+    Wraps ``EngineCore._initialize_kv_caches(vllm_config)``, which before 0.18 returns the
+    ``KVCacheConfig`` of the scheduler behind the numbers of blocks.
+    """
+    result = wrapped(*args, **kwargs)
+    cache = result[-1] if isinstance(result, tuple) else result
+    blocks = kvcached_api.older_blocks_of(cache)
+    if blocks is not None:
+        capacity.require_one_request(instance, cache, blocks)
+    return result
 
 
 def around_computed_blocks(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> None:

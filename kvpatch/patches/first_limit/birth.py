@@ -25,7 +25,7 @@ def around_engine_start(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> 
     manager = kvcached_api.manager_of(instance)
     most = kvcached_api.most(manager)
     size = environ.share(FIRST_LIMIT.read()).of(most)
-    longest = min(requests.longest(instance), most)
+    longest = requests.longest(instance)  # no more than all: KVP425
     if size < longest:
         tokens = instance.vllm_config.model_config.max_model_len
         raise Refusal(

@@ -1,11 +1,13 @@
-"""Configurations that are not validated on the host device, and are refused otherwise on a GPU."""
+"""Configurations that the host device has no room for, or that are refused otherwise on a GPU."""
 
 from __future__ import annotations
 
 from typing import Any
 
-from kvpatch.environ import HOST_POOL
+from kvpatch import environ
+from kvpatch.environ import HOST_DEVICE, HOST_POOL
 from kvpatch.rules import Rule
+from kvpatch.sizes import readable
 from kvpatch.upstream import connectors
 from kvpatch.versions import Facts, in_words
 
@@ -35,7 +37,38 @@ def _untested(config: Any, facts: Facts) -> bool:
     )
 
 
+def _kv_cache(config: Any) -> int:
+    """Return the bytes that the KV cache of a rank is to have; 0 where vLLM decides.
+
+    vLLM puts VLLM_CPU_KVCACHE_SPACE here, up to 0.19 under a name of its own.
+    """
+    cache = config.cache_config
+    if getattr(cache, "num_gpu_blocks_override", None) is not None:
+        return 0
+    names = ("cpu_kvcache_space_bytes", "kv_cache_memory_bytes")
+    return next((size for name in names if (size := getattr(cache, name, None))), 0)
+
+
+def _device(facts: Facts) -> int:
+    """Return the bytes of the host device; 0 without one."""
+    size = HOST_DEVICE.read(facts.environment)
+    return environ.size(size) if facts.device == "cpu" and size else 0
+
+
 RULES = (
+    Rule(
+        "KVP505",
+        "a KV cache that is larger than the host device",
+        lambda config, facts: 0 < _device(facts) < _kv_cache(config),
+        lambda config, facts: (
+            f"the KV cache is to have {readable(_kv_cache(config))}, and {HOST_DEVICE} is "
+            f"{readable(_device(facts))}"
+        ),
+        "kvcached has addresses for the host device only",
+        f"set a larger {HOST_DEVICE}, or a smaller VLLM_CPU_KVCACHE_SPACE or "
+        "--kv-cache-memory-bytes",
+        with_connector=False,
+    ),
     Rule(
         "KVP375",
         f"offloading with sleep mode on the host device, except on vLLM {in_words(list(SLEEPING))} "

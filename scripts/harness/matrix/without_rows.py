@@ -229,6 +229,14 @@ ROWS: dict[str, Row] = {
         "unit/test_verify.py::test_vllms_own_views_are_checked_unless_they_are_discarded",
         LAST_GUARD,
     ),
+    "elastic.whole_pages": held(
+        "unit/test_capacity.py::test_a_kv_cache_smaller_than_a_page_is_refused",
+        "every load here fits into whole pages",
+    ),
+    "elastic.addresses": held(
+        "unit/test_capacity.py::test_a_kv_cache_larger_than_the_device_is_refused",
+        "every load here is smaller than the device",
+    ),
     "elastic.allocation": seen(OFFLOADING, V2),
     "elastic.engine_core": held(
         "unit/test_verify.py::test_an_engine_on_vllms_own_pool_does_not_start",
