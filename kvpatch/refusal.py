@@ -223,6 +223,10 @@ CODES = {
     "KVP375": _not_validated("offloading with sleep mode on the host device", False),
     "KVP376": _not_validated("two settings that no engine ran with together"),
     "KVP377": _not_validated("a key of `kv_connector_extra_config` that no engine ran with"),
+    "KVP378": _incompatible(
+        "an engine whose ranks are on several machines",
+        "ovg-project/kvcached, get_worker_socket_path in tp_ipc_util.py in 0.1.6",
+    ),
     "KVP401": _incompatible(
         "the scheduler's block pool is not kvcached's", "ovg-project/kvcached#316"
     ),

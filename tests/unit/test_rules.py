@@ -310,6 +310,12 @@ CASES: dict[str, tuple[list[dict[str, Any]], str]] = {
         "HiSparse is configured, because it allocates KV cache outside kvcached's memory; "
         "remove the HiSparse configuration, or set KVPATCH=0.",
     ),
+    "KVP378": (
+        [{"parallel_config__nnodes_within_dp": 2}],
+        "the ranks of this engine are on 2 machines, because kvcached tells the ranks what to map "
+        "by sockets in /tmp, which are one machine's; start all ranks of an engine on one machine, "
+        "or set KVPATCH=0.",
+    ),
     "KVP373": (
         [{"machine__environment": {FIRST_LIMIT.name: "8GiB"}}],
         "KVPATCH_FIRST_LIMIT is set on this release and with this connector, because a limit at "

@@ -2,7 +2,15 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from kvpatch.rules import Rule
+
+
+def _machines(config: Any) -> int:
+    """Return over how many machines the ranks of one engine are spread."""
+    return int(getattr(config.parallel_config, "nnodes_within_dp", 1))
+
 
 RULES = (
     Rule(
@@ -14,6 +22,15 @@ RULES = (
         "HiSparse is configured",
         "it allocates KV cache outside kvcached's memory",
         "remove the HiSparse configuration",
+        with_connector=False,
+    ),
+    Rule(
+        "KVP378",
+        "an engine whose ranks are on several machines (`--nnodes`)",
+        lambda config, facts: _machines(config) > 1,
+        lambda config, facts: f"the ranks of this engine are on {_machines(config)} machines",
+        "kvcached tells the ranks what to map by sockets in /tmp, which are one machine's",
+        "start all ranks of an engine on one machine",
         with_connector=False,
     ),
 )
