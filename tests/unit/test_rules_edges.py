@@ -26,6 +26,7 @@ from test_rules import (
 )
 
 from kvpatch import admitted, rules
+from kvpatch.environ import HOST_DEVICE
 from kvpatch.patches.kvcached_compat.rules import runs_v2
 from kvpatch.patches.offloading.rules import has_tiers
 from kvpatch.patches.simple_offload.rules import RULES as SIMPLE_RULES
@@ -422,3 +423,42 @@ def test_every_warning_about_a_configuration_is_logged(monkeypatch):
 def test_references_to_rules_may_be_left_out():
     reference = "kvpatch.patches.simple_offload.rules:RULES"
     assert rules.of([None, reference, "", reference]) == (*SIMPLE_RULES, *SIMPLE_RULES)
+
+
+# What the host device has room for
+
+
+@pytest.mark.parametrize(
+    ("more", "refused"),
+    [
+        ({"cache_config__kv_cache_memory_bytes": 256 << 20}, False),  # as much as it has
+        ({"cache_config__kv_cache_memory_bytes": (256 << 20) + 1}, True),
+        ({"cache_config__kv_cache_memory_bytes": None}, False),  # vLLM decides later
+        (
+            {
+                "cache_config__kv_cache_memory_bytes": 1 << 30,
+                "cache_config__num_gpu_blocks_override": 100,  # which count
+            },
+            False,
+        ),
+        ({"cache_config__kv_cache_memory_bytes": 1 << 30, "machine__device": "cuda"}, False),
+        ({"cache_config__kv_cache_memory_bytes": 1 << 30, "machine__environment": {}}, False),
+    ],
+)
+@pytest.mark.parametrize("connector", [True, False])
+def test_a_kv_cache_larger_than_the_host_device(
+    more: dict[str, Any], refused: bool, connector: bool
+) -> None:
+    here = {"machine__device": "cpu", "machine__environment": {HOST_DEVICE.name: "256MiB"}}
+    assert code(connector=connector, **here | more) == ("KVP505" if refused else None)
+
+
+# Several machines
+
+
+@pytest.mark.parametrize("connector", [True, False])
+def test_ranks_on_several_machines(connector: bool) -> None:
+    assert code(connector=connector, parallel_config__nnodes_within_dp=2) == "KVP376"
+    # Engines of data parallelism, of which each is on one.
+    one_each = {"parallel_config__nnodes": 2, "parallel_config__nnodes_within_dp": 1}
+    assert code(connector=connector, **one_each) is None
