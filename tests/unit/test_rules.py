@@ -560,11 +560,14 @@ CASES: dict[str, tuple[list[dict[str, Any]], str]] = {
             FP8 | ONE_RANK | {"cache_config__kv_cache_dtype_skip_layers": ["0"]},
             FP8 | LATENT | ONE_RANK | V2_OF_30,
             FP8 | HYBRID | ONE_RANK | V2_OF_30,
+            FP8 | WINDOWS | ONE_RANK | V2_OF_32,
             FP8 | {"machine__vllm": "0.34.0", "use_v2_model_runner": True},
         ],
-        "a KV connector is configured with the KV cache dtype fp8, because it has not been "
-        "validated by a store and load round trip; set --kv-cache-dtype bfloat16, and --dtype "
-        "bfloat16 if the model is not (auto takes what the checkpoint asks for), or set KVPATCH=0.",
+        "a KV connector is configured with the KV cache dtype fp8, because of all dtypes that are "
+        f"not a model's own only fp8 is validated, on vLLM {words(supported.FP8)}, in all layers "
+        "of a model of full attention alone, with one rank and without --calculate-kv-scales; set "
+        "--kv-cache-dtype bfloat16, and --dtype bfloat16 if the model is not (auto takes what the "
+        "checkpoint asks for), or set KVPATCH=0.",
     ),
     "KVP311": (
         [

@@ -56,6 +56,10 @@ _POOLED = (
     " or ".join(f"with {one} on vLLM {in_ranges(validated(at))}" for one, at in POOLED.items())
     + ", of full attention, with one rank and no secondary tiers"
 )
+_FP8 = (
+    f"on vLLM {in_ranges(validated(FP8))}, in all layers of a model of full attention alone, with "
+    "one rank and without --calculate-kv-scales"
+)
 
 
 def leaves(config: Any) -> list[connectors.Leaf]:
@@ -193,12 +197,11 @@ def _validated_fp8(config: Any, facts: Facts) -> bool:
     That of all attention layers, with the scales of the checkpoint: scales that the first requests
     decide are those of one engine, and a secondary tier serves several.
     """
-    cache, model = config.cache_config, config.model_config
+    cache = config.cache_config
     return (
         is_validated(facts.vllm, FP8)
         and config.parallel_config.world_size == 1
-        and model is not None
-        and not (model.use_mla or model.is_hybrid)
+        and place.kind_of(config.model_config) == place.FULL
         and not getattr(cache, "calculate_kv_scales", False)
         and not getattr(cache, "kv_cache_dtype_skip_layers", ())
     )
@@ -565,14 +568,12 @@ RULES = (
     Rule(
         "KVP310",
         "offloading with KV cache dtypes other than the ones above, also where the checkpoint "
-        "asks for it (`kv_cache_quant_algo`, `kv_cache_scheme`); fp8 except on vLLM "
-        f"{in_ranges(validated(FP8))}, of all layers, with one rank, and with latent attention, "
-        "hybrid models or `--calculate-kv-scales`",
+        f"asks for it (`kv_cache_quant_algo`, `kv_cache_scheme`); fp8 except {_FP8}",
         _other_dtype,
         lambda config, facts: (
             "a KV connector is configured with the KV cache dtype " + _cache_dtype(config, facts)
         ),
-        ROUND_TRIP,
+        f"of all dtypes that are not a model's own only fp8 is validated, {_FP8}",
         "set --kv-cache-dtype bfloat16, and --dtype bfloat16 if the model is not (auto takes "
         "what the checkpoint asks for)",
     ),
