@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import pwd
 import re
@@ -267,12 +268,16 @@ def waits_line(pid: int, engine: dict[str, Any]) -> str:
         f"pid {pid} waits for memory: {engine['requests']['waiting']} requests wait, none runs and "
         f"nothing has moved for {engine['waits']:.0f} s"
     )
+    may_have_more = True
     if device := engine.get("device"):
-        mapped, most = (
-            readable(device[name] * device["page_bytes"])
-            for name in ("mapped_pages", "total_pages")
+        mapped, limit = (
+            device[name] * device["page_bytes"] for name in ("mapped_pages", "total_pages")
         )
-        line += f", with {mapped} mapped of {most} at most"
+        line += f", with {readable(mapped)} mapped of {readable(limit)} at most"
+        # An engine's last page may be less than whole.
+        may_have_more = engine.get("most_bytes", math.inf) - limit >= device["page_bytes"]
+    if not may_have_more:
+        return f"{line}, which is all it started with; free memory on the device, or end requests"
     pool = shlex.quote(engine.get("pool") or "NAME")
     return (
         f"{line}; raise its limit (kvctl limit {pool} SIZE) up to what it started with, free "

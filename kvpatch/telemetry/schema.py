@@ -92,6 +92,7 @@ _ENGINE = {
     ),
     "suspended": _or_none(Group(seconds=_number, spilled=_map_of(_count), restored=_count)),
     "first_limit_bytes": _count,
+    "most_bytes": _count,
     "zero_page_bytes": _count,
     "elastic": _or_none(_is(bool)),
     "rates": Group(stored=_number, loaded=_number),

@@ -33,6 +33,7 @@ from kvpatch.telemetry.counters import Totals
 from kvpatch.telemetry.prometheus import Classes, Metrics
 from kvpatch.telemetry.reader import State
 from kvpatch.telemetry.suspended import REASONS, Suspended
+from kvpatch.upstream import kvcached_api
 
 WAIT = "import sys, time; print('here', flush=True); time.sleep(600)"
 
@@ -1080,10 +1081,11 @@ def clock(monkeypatch):
     return now
 
 
-def waiting_engine(process, clock, executed=False, changes=()):
+def waiting_engine(process, clock, executed=False, changes=(), pages=20):
     """Step an engine whose two requests wait, for 45 s; return what is seen of it."""
     engine = core()
     engine.scheduler.waiting = ["request", "request"]
+    kvcached_api.manager_of(engine).mem_size = int(pages * (2 << 20))
     for name, value in changes:
         setattr(engine.scheduler, name, value)
     totals = state.attach(engine, Totals("OffloadingConnector"))
@@ -1109,6 +1111,16 @@ def test_an_engine_whose_requests_all_wait_for_memory(process, clock, monkeypatc
         "more than the limit"
     )
     assert cli.main(["status", "--pid", str(process.pid)]) == 1
+
+
+@pytest.mark.parametrize(("pages", "all_of_it"), [(20, False), (17, False), (16.5, True)])
+def test_a_limit_that_cannot_be_higher_is_not_to_be_raised(process, clock, pages, all_of_it):
+    seen = waiting_engine(process, clock, pages=pages)
+    line = (
+        "32 MiB at most, which is all it started with; free memory on the device, or end requests"
+    )
+    assert seen.line.endswith(line) is all_of_it
+    assert ("raise its limit" in seen.line) is not all_of_it
 
 
 def test_an_engine_that_hangs_while_it_schedules(process):

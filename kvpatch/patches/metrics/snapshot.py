@@ -37,6 +37,7 @@ def engine(core: Any, totals: Totals) -> dict[str, Any]:
         "pool": os.environ.get(KVCACHED_IPC_NAME.name, ""),
         "off": totals.fuse.off,
         "device": device(core),
+        "most_bytes": kvcached_api.most(kvcached_api.manager_of(core)),
         "zero_page_bytes": zero_page_bytes(core),
         "elastic": record.elastic,
         "fence": fence(core),
