@@ -44,7 +44,15 @@ class Taken(Exception):
     @property
     def holder(self) -> str:
         """The other engine, for a sentence."""
-        return "another engine" if self.pid is None else f"another engine (pid {self.pid})"
+        if self.pid is None:
+            return "another engine"
+        of = " of this process" if self.is_here else ""
+        return f"another engine{of} (pid {self.pid})"
+
+    @property
+    def is_here(self) -> bool:
+        """Whether the other engine is in this process."""
+        return self.pid == os.getpid()
 
 
 class Claim:

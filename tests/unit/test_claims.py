@@ -256,8 +256,14 @@ def test_a_start_that_failed_gives_the_name_back(shm):
         start(fails=MemoryError("CUDA out of memory"))
     core = start()
     assert kept.value
-    with pytest.raises(Refusal, match="KVP414"):
+    with pytest.raises(Refusal) as refused:
         start()
+    assert str(refused.value) == (
+        f"kvpatch refuses to start vLLM: another engine of this process (pid {os.getpid()}) uses "
+        "the kvcached name chat, because the two would share a page limit and unmap each other's "
+        "pages; shut that one down first, or start every engine as a separate program, and give "
+        "each its own KVCACHED_IPC_NAME if you set one. [KVP414]"
+    )
     assert ipc_name.after_engine_shutdown(lambda: "shut down", core, (), {}) == "shut down"
     core = start()
     core.itself = core  # a circle, as in vLLM's engine
@@ -402,9 +408,10 @@ def test_two_engines_with_one_engine_id_that_start_together(shm):
         with pytest.raises(Refusal) as refused:
             tier()
         assert str(refused.value) == (
-            f"kvpatch refuses to start vLLM: another engine (pid {os.getpid()}) has the engine_id "
-            f"one, because the two would share {shm}/vllm_offload_one.mmap, and load each other's "
-            "blocks; give each engine its own engine_id in kv_transfer_config. [KVP413]"
+            f"kvpatch refuses to start vLLM: another engine of this process (pid {os.getpid()}) "
+            f"has the engine_id one, because the two would share {shm}/vllm_offload_one.mmap, and "
+            "load each other's blocks; give each engine its own engine_id in kv_transfer_config. "
+            "[KVP413]"
         )
         assert tier("two") == "started"
         return "both"

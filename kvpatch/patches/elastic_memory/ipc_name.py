@@ -69,8 +69,9 @@ def around_engine_start(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> 
         raise Refusal(
             f"{taken.holder} uses the kvcached name {DEFAULT_IPC_NAME}",
             "the two would share a page limit and unmap each other's pages",
-            f"start every engine as a separate program, and give each its own {NAME} "
-            "if you set one",
+            ("shut that one down first, or " if taken.is_here else "")
+            + f"start every engine as a separate program, and give each its own {NAME} if you set "
+            "one",
             code="KVP414",
         ) from taken
     try:
