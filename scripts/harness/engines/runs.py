@@ -263,8 +263,8 @@ def engine_arguments(run: Run) -> dict[str, Any]:
     """``LLM`` arguments."""
     arguments: dict[str, Any] = {
         "dtype": run.dtype,
-        # Both groups of windows need blocks for the longest request, and only whole pages count.
-        "max_model_len": 1024 if run.model == "sliding" else 2048,
+        # Only whole pages count, and a request of windows needs blocks in both groups.
+        "max_model_len": 1024 if run.model == "sliding" or run.blocks < 128 else 2048,
         "block_size": block_tokens(run),
         "enforce_eager": True,
         "num_gpu_blocks_override": run.blocks * BLOCK // block_tokens(run),

@@ -18,7 +18,7 @@ FEW = 60  # blocks of the CPU tier: three prompts
 APART = 6  # prompts that are asked again, one at a time
 # Room for four prompts; the second model needs blocks in both its groups for each.
 SMALL = {
-    model: {"num_gpu_blocks_override": blocks}
+    model: {"num_gpu_blocks_override": blocks, "max_model_len": 1024}
     for model, blocks in {"llama": 96, "sliding": 132}.items()
 }
 

@@ -1,0 +1,54 @@
+"""Engines whose KV cache does not fill kvcached's pages: refused, or with shorter requests."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from harness.engines.runs import BLOCK, Device, Finished, Run, engine_arguments, prompts, run_driver
+
+PAGE = 32  # blocks of a page with one rank; each rank has half the heads of a block
+SMALL = {
+    "offloading": Run(blocks=PAGE - 1),
+    "no connector on Runner V2": Run(blocks=PAGE - 1, runner="v2", offload=False),
+    "two ranks": Run(blocks=2 * PAGE - 1, ranks=2),
+}
+
+
+@pytest.fixture
+def start(
+    models: Callable[[str], Path], device: Device, tmp_path: Path
+) -> Callable[[Run, int, int], Finished]:
+    """Start an engine with a ``max_model_len``, and let it answer a prompt of so many tokens."""
+
+    def start(run: Run, longest: int, length: int) -> Finished:
+        job = {
+            "model": str(models(run.model)),
+            "engine": engine_arguments(run) | {"max_model_len": longest},
+            "rounds": [prompts(1, length=length)],
+        }
+        return run_driver(job, device.environ(run), tmp_path)
+
+    return start
+
+
+@pytest.mark.parametrize("kind", SMALL)
+def test_less_than_a_page_does_not_start(
+    kind: str, start: Callable[[Run, int, int], Finished]
+) -> None:
+    ended = start(SMALL[kind], 512, 100)
+    assert ended.code != 0
+    assert "of which kvcached's whole pages hold none" in ended.log
+    assert "[KVP425]" in ended.log
+
+
+def test_the_longest_request_of_a_length_that_vllm_chose_is_answered(
+    start: Callable[[Run, int, int], Finished],
+) -> None:
+    longest = (4 * PAGE - 1) * BLOCK
+    ended = start(Run(blocks=4 * PAGE + 12), -1, longest - 8)
+    (answer,) = ended.round(0)
+    assert len(answer["tokens"]) == 8
+    assert f"max_model_len is {longest} instead of {longest + 12 * BLOCK}" in ended.log
