@@ -12,6 +12,7 @@ from kvpatch.patches.elastic_memory import capacity, legacy
 from kvpatch.refusal import Refusal
 from kvpatch.upstream import kvcached_api
 from kvpatch.upstream.kvcached_api import Blocks
+from kvpatch.versions import Installed
 
 PAGE = 2 << 20
 BLOCK = 32 << 10  # 64 of them fill a page
@@ -208,8 +209,14 @@ class Older:
         return POOLS
 
 
+def release(monkeypatch: pytest.MonkeyPatch, version: str) -> None:
+    facts = SimpleNamespace(vllm=Installed.release("vllm", version))
+    monkeypatch.setattr(legacy, "record", SimpleNamespace(facts=facts))
+
+
 @pytest.fixture
 def older(monkeypatch: pytest.MonkeyPatch) -> None:
+    release(monkeypatch, "0.20.0")
     module(monkeypatch, "kvcached.integration.vllm.patches")
     monkeypatch.setattr(sys.modules["kvcached.integration.vllm"], "patches", Older)
 
@@ -217,6 +224,21 @@ def older(monkeypatch: pytest.MonkeyPatch) -> None:
         return None if size <= page else "larger than the page"
 
     module(monkeypatch, "kvcached.kv_geometry", check_page_geometry=check)
+
+
+@pytest.mark.usefixtures("older")
+def test_before_0_20_no_length_is_lowered_that_the_frontend_does_not_hear_of(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def begin() -> Any:
+        core = engine(4448, auto=True)
+        legacy.around_kv_caches(lambda: cache(140), core, (), {})
+        return core
+
+    assert begin().told == [("update_max_model_len", (4064,))]
+    release(monkeypatch, "0.19.1")
+    with pytest.raises(Refusal, match=r"--max-model-len 4064 or less\. \[KVP425\]"):
+        begin()
 
 
 @pytest.mark.usefixtures("older")

@@ -29,15 +29,14 @@ def around_kv_caches(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any
     return cache
 
 
-def require_one_request(engine: Any, cache: Any, blocks: Blocks) -> None:
+def require_one_request(engine: Any, cache: Any, blocks: Blocks, lower: bool = True) -> None:
     """Refuse a KV cache that has no room for the longest request.
-
-    If vLLM itself chose that length (``--max-model-len auto``), it is lowered instead.
 
     Args:
         engine: vLLM's ``EngineCore``, which has no scheduler yet.
         cache: vLLM's ``KVCacheConfig``.
         blocks: its blocks, as kvcached has them.
+        lower: whether a length that vLLM chose (``--max-model-len auto``) is lowered instead.
 
     Raises:
         Refusal: it has none.
@@ -47,7 +46,7 @@ def require_one_request(engine: Any, cache: Any, blocks: Blocks) -> None:
     if needed <= usable:
         return
     fits = requests.longest_that_fits(cache, config, usable)
-    if fits and model.original_max_model_len == -1:
+    if lower and fits and model.original_max_model_len == -1:
         log.info(
             "kvpatch: max_model_len is %s instead of %s, because %s of the %s blocks are in whole "
             "pages of kvcached",

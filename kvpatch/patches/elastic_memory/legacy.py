@@ -11,7 +11,13 @@ from typing import Any
 
 from kvpatch.patch import argument
 from kvpatch.patches.elastic_memory import capacity
+from kvpatch.status import record
+from kvpatch.supported import release_of
 from kvpatch.upstream import kvcached_api
+from kvpatch.versions import Span
+
+# Where the frontend hears of a length that the engine lowers; else it admits longer requests.
+_LENGTH_IS_TOLD = Span("0.20")
 
 
 def around_kv_caches(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
@@ -24,7 +30,9 @@ def around_kv_caches(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any
     cache = result[-1] if isinstance(result, tuple) else result
     blocks = kvcached_api.older_blocks_of(cache)
     if blocks is not None:
-        capacity.require_one_request(instance, cache, blocks)
+        assert record.facts is not None
+        told = release_of(record.facts.vllm) in _LENGTH_IS_TOLD
+        capacity.require_one_request(instance, cache, blocks, lower=told)
     return result
 
 
