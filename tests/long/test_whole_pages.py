@@ -10,6 +10,7 @@ import pytest
 from harness.engines.runs import BLOCK, Device, Finished, Run, engine_arguments, prompts, run_driver
 
 PAGE = 32  # blocks of a page with one rank; each rank has half the heads of a block
+ANSWER = 8
 SMALL = {
     "offloading": Run(blocks=PAGE - 1),
     "no connector on Runner V2": Run(blocks=PAGE - 1, runner="v2", offload=False),
@@ -21,13 +22,13 @@ SMALL = {
 def start(
     models: Callable[[str], Path], device: Device, tmp_path: Path
 ) -> Callable[[Run, int, int], Finished]:
-    """Start an engine with a ``max_model_len``, and let it answer a prompt of so many tokens."""
+    """Start an engine with a ``max_model_len``, and let it answer a request of so many tokens."""
 
     def start(run: Run, longest: int, length: int) -> Finished:
         job = {
             "model": str(models(run.model)),
             "engine": engine_arguments(run) | {"max_model_len": longest},
-            "rounds": [prompts(1, length=length)],
+            "rounds": [prompts(1, length=length - 9 - ANSWER, max_tokens=ANSWER)],
         }
         return run_driver(job, device.environ(run), tmp_path)
 
@@ -48,7 +49,7 @@ def test_the_longest_request_of_a_length_that_vllm_chose_is_answered(
     start: Callable[[Run, int, int], Finished],
 ) -> None:
     longest = (4 * PAGE - 1) * BLOCK
-    ended = start(Run(blocks=4 * PAGE + 12), -1, longest - 8)
+    ended = start(Run(blocks=4 * PAGE + 12), -1, longest)
     (answer,) = ended.round(0)
-    assert len(answer["tokens"]) == 8
+    assert len(answer["tokens"]) == ANSWER
     assert f"max_model_len is {longest} instead of {longest + 12 * BLOCK}" in ended.log
