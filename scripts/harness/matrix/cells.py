@@ -295,8 +295,9 @@ class Engines:
                 "executed": of_run.digests(LEVELS[0], executed, of_run.on_host(cell.vllm))
             }
         found = self.run(ours, trial, name)
-        if "host pool" in settings_of(cell) and ledger.show(home := ledger.home(_pool()), True):
-            home.rmdir()
+        if "host pool" in settings_of(cell):
+            ledger.show(home := ledger.home(_pool()), remove=True)
+            shutil.rmtree(home, ignore_errors=True)
         judged = judge if ours.engines == 1 else judge_each
         record = judged(found, reference, trial, ours)
         in_force = record.pop("patches", ())
