@@ -458,7 +458,7 @@ def test_a_kv_cache_larger_than_the_host_device(
 
 @pytest.mark.parametrize("connector", [True, False])
 def test_ranks_on_several_machines(connector: bool) -> None:
-    assert code(connector=connector, parallel_config__nnodes_within_dp=2) == "KVP376"
+    assert code(connector=connector, parallel_config__nnodes_within_dp=2) == "KVP378"
     # Engines of data parallelism, of which each is on one.
     one_each = {"parallel_config__nnodes": 2, "parallel_config__nnodes_within_dp": 1}
     assert code(connector=connector, **one_each) is None
