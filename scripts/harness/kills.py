@@ -39,7 +39,7 @@ import psutil
 
 from harness import console, namespaces, provenance
 from harness.console import HarnessError
-from harness.engines import kill_points, process
+from harness.engines import kept, kill_points, process
 from harness.engines.runs import (
     BLOCK,
     Device,
@@ -48,7 +48,6 @@ from harness.engines.runs import (
     model_of,
     python_of,
     related,
-    run_driver,
 )
 from harness.engines.serving import Forked
 from harness.serve import workspace
@@ -86,7 +85,8 @@ def plain(device: Device, folder: Path, asked: list[list[int]]) -> list[list[int
         "rounds": [[{"tokens": tokens, "max_tokens": LONGEST} for tokens in asked]],
     }
     folder.mkdir()
-    return [one["tokens"] for one in run_driver(job, device.environ(wanted), folder).round(0)]
+    ended = kept.drive(wanted, job, device.environ(wanted), folder)
+    return [one["tokens"] for one in ended.round(0)]
 
 
 class Served(Forked):

@@ -61,19 +61,6 @@ class DiskFences(Fences):
 
     scenario = "finish"
 
-    def truth_of_scenario(self) -> Path:
-        """The true bytes of every block, by rank and block hash."""
-        path = self.folder / "truth.npz"
-        if not path.exists():
-            environment = BARE | {"KVCACHED_MAX_CACHED_TOKENS": "-1"}
-            run = Run(offload=False, environment=tuple(environment.items()))
-            job = self._job(
-                run, (self.scenario,), 1, num_gpu_blocks_override=3000, async_scheduling=False
-            )
-            job |= {"reference": dict.fromkeys(job["prompts"], 2), "may_hold": False}
-            self._drive(job, run, path)
-        return path
-
     def on_disk(self, disk: Path, fenced: bool) -> tuple[dict[str, int], dict[str, Any]]:
         """How many blocks on disk are right and wrong after the scenario, and its result."""
         run = Run(inside=INSIDE, tiers=(str(disk),), environment=tuple(BARE.items()))
@@ -85,11 +72,11 @@ class DiskFences(Fences):
             "nothing_connector": True,
             "revert": [] if fenced else ["fence.install"],
             "scenarios": [self.scenario],
-            "truth": str(self.truth_of_scenario()),
+            "truth": str(self.truth("llama", 1)),
         }
         result = self.folder / f"{disk.name}.json"
         self._drive(job, run, result)
-        truth = np.load(self.truth_of_scenario())
+        truth = np.load(self.truth("llama", 1))
         verdict = {"right": 0, "wrong": 0}
         for file in disk.rglob("*.bin"):
             group = int(file.parent.name.rpartition("_g")[2])

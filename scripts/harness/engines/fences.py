@@ -12,6 +12,7 @@ from typing import Any
 
 from packaging.version import Version
 
+from harness.engines import kept
 from harness.engines.runs import (
     BLOCK,
     DRAFTING,
@@ -90,7 +91,8 @@ def prompts_of(scenario: str, ranks: int = 1) -> dict[str, list[int]]:
 class Fences:
     """Runs scenarios, several on one engine, and keeps what they found."""
 
-    every: tuple[str, ...] = (*SHARED, *ALONE, BOTH_LOADED, "corrupt")
+    # Those of ``SimpleFences`` too, so that all of them have one truth.
+    every = (*SHARED, *ALONE, BOTH_LOADED, "corrupt", "reset_in_flight", "wake")
     inside: tuple[str, ...] = ()  # connectors of a MultiConnector, the last one Offloading
     speculation = ""  # one of ``runs.SPECULATIONS``
 
@@ -180,8 +182,10 @@ class Fences:
                 for request in job["prompts"]
             }
             job["may_hold"] = False
-            path = self.folder / f"{kind}-{ranks}.npz"
-            self._drive(job, run, path)
+            name = f"{kept.key_of(run, job, self.device.environ(run))}.npz"
+            with kept.entry(name, self.vllm) as (path, partial):
+                if not path.exists():
+                    self._drive(job, run, partial)
             self.truths[kind, ranks] = path
         return self.truths[kind, ranks]
 
@@ -277,8 +281,6 @@ SIMPLE_TOGETHER = (
 
 class SimpleFences(Fences):
     """The fence's scenarios with this connector, whose references are the fence."""
-
-    every = (*SIMPLE_TOGETHER, "preempt")
 
     def run_simple(
         self,

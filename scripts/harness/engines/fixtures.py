@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from harness.engines import process
+from harness.engines import kept, process
 from harness.engines.pools import Pooled
 from harness.engines.runs import (
     ALL,
@@ -26,7 +26,6 @@ from harness.engines.runs import (
     load,
     model_of,
     prompts,
-    run_driver,
 )
 from harness.engines.tiers import APART, Serve
 
@@ -83,14 +82,14 @@ def engine(
 
     def run(wanted: Run) -> Finished:
         name = sha256(repr(wanted).encode()).hexdigest()[:16]
-        folder, kept = shared / name, shared / name / "finished.json"
+        folder, result = shared / name, shared / name / "finished.json"
         folder.mkdir(parents=True, exist_ok=True)
         with (folder / "lock").open("w") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)
-            if not kept.exists():
-                ended = run_driver(job_of(wanted), device.environ(wanted), folder, vllm=wanted.vllm)
-                kept.write_text(json.dumps(dataclasses.asdict(ended)))
-        return Finished(**json.loads(kept.read_text()))
+            if not result.exists():
+                ended = kept.drive(wanted, job_of(wanted), device.environ(wanted), folder)
+                result.write_text(json.dumps(dataclasses.asdict(ended)))
+        return Finished(**json.loads(result.read_text()))
 
     return run
 
@@ -128,7 +127,7 @@ def serve(
             **more,
         }
         folder = tmp_path_factory.mktemp("tiers")
-        return run_driver(job, device.environ(wanted), folder, vllm=wanted.vllm)
+        return kept.drive(wanted, job, device.environ(wanted), folder)
 
     return run
 

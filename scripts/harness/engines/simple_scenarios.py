@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
@@ -22,7 +22,7 @@ def copies_of(tier: Any, rows: list[int]) -> list[Any]:
 
 
 def judged(
-    stage: Any, read: Callable[..., list[Any]], rows: dict[bytes, int], truth: dict[str, Any]
+    stage: Any, read: Callable[..., list[Any]], rows: dict[bytes, int], truth: Mapping[str, Any]
 ) -> dict[str, Any]:
     """Compare what a CPU tier holds with the truth.
 
@@ -75,7 +75,7 @@ class SimpleTier:
 
         self.planner._gpu_block_pool = Unpinned(self.stage.pool)
 
-    def judge(self, truth: dict[str, Any]) -> dict[str, Any]:
+    def judge(self, truth: Mapping[str, Any]) -> dict[str, Any]:
         pool = self.planner.cpu_block_pool
         rows = {
             block.block_hash: block.block_id
