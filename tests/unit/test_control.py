@@ -547,20 +547,23 @@ def test_a_folder_is_named_after_the_user_outside_of_a_container(
 
 
 def test_an_engine_in_a_long_step_says_that_it_is_there(engine: Running) -> None:
-    begun = threading.Event()
+    begun, heard = threading.Event(), threading.Event()
     step = engine.world.step
 
     def long() -> bool:
         begun.set()
-        time.sleep(0.7)
+        heard.wait(30)
         return step()
 
     engine.world.step = long  # type: ignore[method-assign]
     engine.world.add("runs", 40, 41).left = 3
     engine.world.input_queue.put((b"wake", Question({"verb": "resume"})))
     assert begun.wait(30)
-    said = list(client.ask(engine.server.path, {"verb": "suspend", "plan": True}, 30))
-    assert {"phase": "runs"} in said
+    said = []
+    for line in client.ask(engine.server.path, {"verb": "suspend", "plan": True}, 30):
+        said.append(line)
+        heard.set()
+    assert said[0] == {"phase": "runs"}
     assert said[-1]["resident"] == 14
 
 
