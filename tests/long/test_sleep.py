@@ -16,12 +16,13 @@ from typing import Any
 import pytest
 from safetensors.torch import load_file, save_file
 
+from harness.engines import plugins
 from harness.engines.runs import Device, Run, engine_arguments, prompts
 from harness.engines.serving import Asked, eventually, watched
 
 COUNT = 6
 TOKENS = 640  # of a prompt, in whole blocks
-LONG = 600  # tokens to generate: a request that still runs when the engine is asked to sleep
+LONG = 40  # tokens to generate: a request that the engine stops in the middle of
 BASE = Run(blocks=300)
 KINDS = {
     "offloading": BASE,
@@ -62,9 +63,12 @@ def sleeper(
     run = replace(KINDS[request.param], environment=tuple(more.items()))
     arguments = engine_arguments(run) | {"enable_sleep_mode": True}
     folder = tmp_path_factory.mktemp("serve")
-    with watched(models(run.model), arguments, device.environ(run), folder) as server:
+    environment = device.environ(run) | {plugins.GATE: str(folder / "gate")}
+    plugged = plugins.install(folder / "plugin", plugins.stop_when_running.__name__)
+    environment["PYTHONPATH"] = os.pathsep.join((plugged, environment["PYTHONPATH"]))
+    with watched(models(run.model), arguments, environment, folder) as server:
         first = [server.complete(prompt) for prompt in prompts(COUNT)]
-        yield Sleeper(server, name, first)
+        yield Sleeper(server, name, first, folder / "gate")
 
 
 @EVERY

@@ -5,12 +5,14 @@ vLLM finds them by an entry point, so before kvcached asks for the fence.
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Any
 
 # The codes of what is refused until it ran: pairs, the host pool, a first limit, idle
 # engines, keys of the connector.
 UNTIL_IT_RAN = ("KVP376", "KVP342", "KVP373", "KVP370", "KVP377")
+GATE = "HARNESS_GATE"  # the environment variable with the file of ``stop_when_running``
 
 
 def take_fence_out() -> None:
@@ -25,6 +27,26 @@ def schedule_asynchronously() -> None:
     from harness.engines.scheduling import allow_async_scheduling
 
     allow_async_scheduling()
+
+
+def stop_when_running() -> None:
+    """Let an engine stop in the middle of a request until it is asked something.
+
+    Once, where there is a file of the name ``GATE``, which it removes when it has stopped.
+    """
+    from vllm.v1.engine.core import EngineCoreProc
+
+    gate, step = Path(os.environ[GATE]), EngineCoreProc._process_engine_step
+
+    def stopping(self: Any) -> Any:
+        if any(one.num_output_tokens > 1 for one in self.scheduler.running) and gate.exists():
+            asked = self.input_queue
+            with asked.not_empty:
+                gate.unlink()
+                asked.not_empty.wait_for(asked._qsize)
+        return step(self)
+
+    EngineCoreProc._process_engine_step = stopping
 
 
 def lift_host_pool() -> None:

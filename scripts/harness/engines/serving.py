@@ -16,8 +16,6 @@ from harness.engines.runs import prompts
 from harness.serve import Server
 from kvpatch import control
 
-TRIES = 20  # of requests that may end before anybody has looked, on a busy machine
-
 
 def eventually(condition: Callable[[], bool], seconds: float = 30) -> bool:
     """Poll ``condition`` until it holds; stats arrive after the answer they belong to."""
@@ -83,11 +81,13 @@ class Asked:
     Attributes:
         name: its kvcached name.
         first: what it answered to ``prompts(len(first))`` before anything was done with it.
+        gate: the file of ``plugins.stop_when_running``.
     """
 
     server: Server
     name: str
     first: list[Any]
+    gate: Path
     pool: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(8))
 
     @property
@@ -98,13 +98,11 @@ class Asked:
         return self.pool.submit(self.server.complete, prompt)
 
     def begin_and_see(self, prompt: dict[str, Any]) -> Future[Any]:
-        """Begin a request and see it run; once more if it ended before anybody had looked."""
-        for _ in range(TRIES):
-            running = self.begin(prompt)
-            while not running.done():
-                if self.engine.said["running"] == 1:
-                    return running
-        raise AssertionError(f"{TRIES} requests ended before anybody saw them run")
+        """Begin a request, in the middle of which the engine stops until it is asked something."""
+        self.gate.touch()
+        running = self.begin(prompt)
+        assert eventually(lambda: not self.gate.exists(), 120)
+        return running
 
     def again(self) -> None:
         """Ask everything again, and assert the same answers."""
