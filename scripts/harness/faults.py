@@ -172,7 +172,7 @@ ELSEWHERE = {
         (
             "requests, aborts, trims, moved limits, resets and neighbours at random",
             "plain vLLM's tokens; no block, page, descriptor or thread is left",
-            "test_two_minutes_leave_nothing_wrong_and_nothing_behind",
+            "test_a_cut_of_it_leaves_nothing_wrong_and_nothing_behind",
         ),
     ),
     "Names and pages": (
