@@ -1,7 +1,7 @@
 """The same oracle over HTTP: ``vllm serve``, with one rank and with two.
 
-With contiguous tensors every process is a Python of its own, as an operator's is on a CPU; with
-others they are forks, and one rank is in its engine's process, as on a GPU.
+One rank with contiguous tensors has Pythons of its own, as an operator's are on a CPU; the others
+are forks, and one rank is in its engine's process, as on a GPU. test_killed.py has two ranks' own.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def served(
             arguments = engine_arguments(run) | {"tensor_parallel_size": ranks}
             environment = device.environ(run)
             result: dict = {"rounds": []}
-            folder, fresh = tmp_path_factory.mktemp("serve"), run == Run()
+            folder, fresh = tmp_path_factory.mktemp("serve"), (run, ranks) == (Run(), 1)
             with watched(models(run.model), arguments, environment, folder, fresh=fresh) as server:
                 if run.offload:
                     server.rpc("watch_transfers")

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from harness.engines.refused import REFUSES
+from harness.engines.runs import Run
 from kvpatch import claims
 
 IN_PROCESS = """
@@ -23,9 +24,13 @@ if __name__ == "__main__":
 
 
 @pytest.fixture
-def sockets(machine):
-    """A kvcached name, and the folder that its workers make for their sockets."""
-    name = f"kvpatch-test-{uuid.uuid4().hex[:8]}"
+def name():
+    return f"kvpatch-test-{uuid.uuid4().hex[:8]}"
+
+
+@pytest.fixture
+def sockets(machine, name):
+    """The folder that a kvcached name's workers make for their sockets."""
     suffix = uuid.uuid5(uuid.NAMESPACE_DNS, name).hex[:8]
     path = Path("/tmp") / f"kvcached-tp-{name}-{suffix}"
     machine["KVCACHED_IPC_NAME"] = name
@@ -59,27 +64,29 @@ def test_in_processes_of_its_own(start_server, blocked):
     assert "Application startup complete" not in refused.log
 
 
-def test_a_folder_of_sockets_that_others_can_enter(start_server, sockets):
+def refused_in_a_fork(engine, name):
+    """The end of the log of an engine of that name, which needs no Python of its own."""
+    refused = engine(Run(environment=(("KVCACHED_IPC_NAME", name),)))
+    assert refused.code != 0
+    return refused.log
+
+
+def test_a_folder_of_sockets_that_others_can_enter(engine, sockets, name):
     sockets.mkdir()
     sockets.chmod(0o777)
-    refused = start_server()
-    assert (refused.sentence, refused.code) == (
+    assert (
         f"{REFUSES}{sockets} is open to other users (mode 0777), because whoever answers in it "
         "instead of kvcached's workers runs code as this user; remove it when no engine uses it "
-        f"(rm -r {sockets}), or set another KVCACHED_IPC_NAME.",
-        "KVP416",
-    )
+        f"(rm -r {sockets}), or set another KVCACHED_IPC_NAME. [KVP416]\n"
+    ) in refused_in_a_fork(engine, name)
 
 
-def test_a_name_that_another_engine_runs_under(start_python, model):
-    name = f"kvpatch-test-{uuid.uuid4().hex[:8]}"
-    environment = {"KVCACHED_IPC_NAME": name, "VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
+def test_a_name_that_another_engine_runs_under(engine, name):
     other = claims.take("pool", name)
-    refused = start_python(IN_PROCESS, model, **environment)
+    log = refused_in_a_fork(engine, name)
     other.release()
-    pid = os.getpid()
-    assert refused.sentence.removeprefix("[rank0]: ") == (
-        f"{REFUSES}another engine (pid {pid}) uses the kvcached name {name}, because the two would "
-        "share a page limit and unmap each other's pages; start every engine as a separate "
-        "program, and give each its own KVCACHED_IPC_NAME if you set one."
-    )
+    assert (
+        f"{REFUSES}another engine (pid {os.getpid()}) uses the kvcached name {name}, because the "
+        "two would share a page limit and unmap each other's pages; start every engine as a "
+        "separate program, and give each its own KVCACHED_IPC_NAME if you set one."
+    ) in log
