@@ -9,11 +9,14 @@ from typing import Any
 
 from harness.engines.oracle import same_tokens, widest_gap
 from harness.engines.runs import Finished, Run
+from kvpatch.environ import TIER_PATIENCE
 
 Serve = Callable[..., Finished]
 
 # So that another process finds the blocks by the same hashes.
 SAME_HASHES = ("PYTHONHASHSEED", "0")
+# Nobody waits for a slow disk, but no machine that is busy makes a miss of a block.
+PATIENT = (TIER_PATIENCE.name, "600")
 FEW = 60  # blocks of the CPU tier: three prompts
 APART = 6  # prompts that are asked again, one at a time
 # Room for four prompts; the second model needs blocks in both its groups for each.
@@ -24,7 +27,7 @@ SMALL = {
 
 
 def on(disk: Path | str, **more: Any) -> Run:
-    return Run(tiers=(str(disk),), cpu_blocks=FEW, environment=(SAME_HASHES,), **more)
+    return Run(tiers=(str(disk),), cpu_blocks=FEW, environment=(SAME_HASHES, PATIENT), **more)
 
 
 def answers(finished: Finished, time: int = 0) -> list[Any]:
