@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from harness.engines.oracle import PLAIN, Engine
 from harness.engines.runs import Device, Run, engine_arguments, prompts
 from harness.engines.serving import watched
 from kvpatch import control
@@ -20,34 +21,41 @@ KINDS = {
     "eager": replace(RUN, simple="eager"),
     "runner v2": replace(RUN, runner="v2"),
 }
+PLAINS = {"v1": PLAIN, "v2": replace(PLAIN, runner="v2", rounds=("12", "12"))}  # others have them
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_it_is_limited_from_the_start_and_answers_the_same(
-    kind: str, models: Callable[[str], Path], device: Device, tmp_path: Path
+# Without the variable nothing of it depends on the kind.
+@pytest.mark.parametrize(
+    ("kind", "text"),
+    [("offloading", ""), ("offloading", "50%"), ("eager", "50%"), ("runner v2", "50%")],
+)
+def test_it_is_limited_from_the_start_and_answers_as_plain_vllm_does(
+    kind: str,
+    text: str,
+    engine: Engine,
+    models: Callable[[str], Path],
+    device: Device,
+    tmp_path: Path,
 ) -> None:
-    answers = {}
-    for text in ("", "50%"):
-        name = f"first-{os.getpid()}-{list(KINDS).index(kind)}"
-        more = {"KVCACHED_IPC_NAME": name} | ({"KVPATCH_FIRST_LIMIT": text} if text else {})
-        run = replace(KINDS[kind], environment=(*KINDS[kind].environment, *more.items()))
-        folder = tmp_path / (text.strip("%") or "whole")
-        folder.mkdir()
-        environment = device.environ(run)
-        with watched(models(run.model), engine_arguments(run), environment, folder) as server:
-            said = control.find(name).said
-            page = control.find(name).demand()["page"]
-            if text:
-                assert abs(said["limit"] - said["most"] // 2) < page
-            else:
-                assert said["limit"] == said["most"]
-            answers[text] = [server.complete(prompt)["tokens"] for prompt in prompts(COUNT)]
-            assert control.find(name).said["mapped"] <= said["limit"]
-            control.find(name).limit(said["most"])
-            assert control.find(name).said["limit"] == said["most"]
-            again = [server.complete(prompt)["tokens"] for prompt in prompts(COUNT)]
-            assert again == answers[text]
-    assert answers[""] == answers["50%"]
+    plain = engine(PLAINS[KINDS[kind].runner]).round(0)
+    expected = [one["tokens"] for one in plain[:COUNT]]
+    name = f"first-{os.getpid()}-{list(KINDS).index(kind)}"
+    more = {"KVCACHED_IPC_NAME": name} | ({"KVPATCH_FIRST_LIMIT": text} if text else {})
+    run = replace(KINDS[kind], environment=(*KINDS[kind].environment, *more.items()))
+    environment = device.environ(run)
+    with watched(models(run.model), engine_arguments(run), environment, tmp_path) as server:
+        said = control.find(name).said
+        page = control.find(name).demand()["page"]
+        if text:
+            assert abs(said["limit"] - said["most"] // 2) < page
+        else:
+            assert said["limit"] == said["most"]
+        answers = [server.complete(prompt)["tokens"] for prompt in prompts(COUNT)]
+        assert control.find(name).said["mapped"] <= said["limit"]
+        control.find(name).limit(said["most"])
+        assert control.find(name).said["limit"] == said["most"]
+        again = [server.complete(prompt)["tokens"] for prompt in prompts(COUNT)]
+        assert again == answers == expected
 
 
 def test_less_than_one_request_does_not_start(

@@ -10,7 +10,6 @@ from pathlib import Path
 
 import pytest
 
-from harness.engines.fixtures import LAYOUTS
 from harness.engines.oracle import PLAIN, Engine, assert_same
 from harness.engines.runs import Run, model_of
 from harness.engines.tiers import APART, Serve, answers, assert_plain, hits, on
@@ -24,12 +23,18 @@ pytestmark = pytest.mark.skipif(
 ONE_PAGE = {"num_gpu_blocks_override": 32}
 
 
-@LAYOUTS
+# A window's groups in both layouts; the format and scales change bytes and no place.
 @pytest.mark.parametrize(
-    ("model", "dtype"), [("sliding", "fp8"), ("llama", "fp8_e5m2"), ("scaled", "")]
+    ("model", "dtype", "contiguous"),
+    [
+        ("sliding", "fp8", True),
+        ("sliding", "fp8", False),
+        ("llama", "fp8_e5m2", True),
+        ("scaled", "", False),
+    ],
 )
 def test_tokens_and_bytes_are_those_of_plain_vllm(
-    engine: Engine, contiguous: bool, model: str, dtype: str
+    engine: Engine, model: str, dtype: str, contiguous: bool
 ) -> None:
     plain = engine(replace(PLAIN, model=model, cache_dtype=dtype))
     forced = ("KVP310",) if model == "sliding" else ()

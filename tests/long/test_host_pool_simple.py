@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from harness.engines.fixtures import LAYOUTS, MODELS, MODES
+from harness.engines.fixtures import MODES, PAIRS
 from harness.engines.oracle import PLAIN, Engine, assert_same, assert_same_round, cached
 from harness.engines.pools import TWO_RANKS, Pooled, agrees, is_gone, live, name_of, pool_of
 from harness.engines.runs import Run, block_bytes
@@ -34,9 +34,7 @@ def tokens(records: list[Any]) -> list[Any]:
     return [one["tokens"] for one in records]
 
 
-@LAYOUTS
-@MODELS
-@MODES
+@PAIRS
 def test_prompts_from_a_tier_in_a_pool_give_plain_vllms_tokens(
     engine: Engine, mode: str, model: str, contiguous: bool
 ) -> None:
@@ -47,8 +45,9 @@ def test_prompts_from_a_tier_in_a_pool_give_plain_vllms_tokens(
     copies = ours.result["simple"]
     assert (copies["changed"], copies["twice"], copies["pinned"]) == (0, [], 0)
     assert copies["device_calls"] == {}
-    # What waits for memory is stored later, or not at all.
-    assert cached(ours.round(1)) >= cached(engine(run).round(1)) * 0.9
+    if model == "llama":  # each mode once
+        # What waits for memory is stored later, or not at all.
+        assert cached(ours.round(1)) >= cached(engine(run).round(1)) * 0.9
 
 
 @MODES
@@ -64,8 +63,8 @@ def test_a_pool_smaller_than_the_load_evicts_and_stays_right(engine: Engine, mod
     ledger.home(name).rmdir()
 
 
-@MODELS
-@MODES
+# The keeper sees extents, whose blocks are larger with the other model.
+@pytest.mark.parametrize(("mode", "model"), [("eager", "sliding"), ("lazy", "llama")])
 def test_memory_is_committed_on_use_and_given_back(
     start_in_pool: Start, engine: Engine, mode: str, model: str
 ) -> None:
@@ -87,8 +86,8 @@ def test_the_start_takes_no_more_for_a_larger_tier(start_in_pool: Start) -> None
     is_gone("wide", one)
 
 
-@LAYOUTS
-@MODES
+# The modes differ in when they store, and a layout in where a rank's part is read.
+@pytest.mark.parametrize(("mode", "contiguous"), [("eager", False), ("lazy", True)])
 def test_every_rank_has_its_part_of_an_extent(
     start_in_pool: Start, mode: str, contiguous: bool
 ) -> None:

@@ -8,11 +8,13 @@ from pathlib import Path
 
 import pytest
 
+from harness.engines.fixtures import MODEL_PAIRS
 from harness.engines.oracle import PLAIN, Engine, assert_same, assert_same_round
 from harness.engines.pools import TWO_RANKS, Pooled, agrees, is_gone, live, name_of, pool_of
 from harness.engines.runs import ALL, Run
 from harness.engines.tiers import (
     APART,
+    PATIENT,
     SAME_HASHES,
     SMALL,
     Serve,
@@ -47,11 +49,10 @@ def in_pool(run: Run) -> Run:
 def with_disk(size: int, name: str, disk: Path) -> Run:
     """An engine in a pool of a size and a name of its own, with a disk behind its tier."""
     run = pool_of(size, name)
-    return replace(run, tiers=(str(disk),), environment=(*run.environment, SAME_HASHES))
+    return replace(run, tiers=(str(disk),), environment=(*run.environment, SAME_HASHES, PATIENT))
 
 
-@pytest.mark.parametrize("contiguous", [True, False], ids=["contiguous", "non-contiguous"])
-@pytest.mark.parametrize("model", ["llama", "sliding"])
+@MODEL_PAIRS
 def test_prompts_that_a_pool_evicted_come_back_from_disk(
     serve: Serve, engine: Engine, tmp_path: Path, model: str, contiguous: bool
 ) -> None:

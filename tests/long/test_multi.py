@@ -11,14 +11,18 @@ import numpy as np
 import pytest
 
 from harness.engines.fences import BARE, Fences
-from harness.engines.fixtures import LAYOUTS
+from harness.engines.fixtures import MODEL_PAIRS
 from harness.engines.multi import INSIDE, compare_simple_inside
 from harness.engines.oracle import Engine, assert_same
 from harness.engines.runs import ALL, Device, Run, engine_arguments, prompts, run_driver
 
 
-@LAYOUTS
-@pytest.mark.parametrize("mode", ["eager", "lazy"])
+# Which connector is beside it is by the mode; the layouts are cells of the matrix.
+@pytest.mark.parametrize(
+    ("mode", "contiguous"),
+    [("eager", False), ("lazy", True)],
+    ids=["eager-non-contiguous", "lazy-contiguous"],
+)
 def test_simple_is_right_in_it_too(
     engine: Engine,
     models: Callable[[str], Path],
@@ -31,8 +35,7 @@ def test_simple_is_right_in_it_too(
     compare_simple_inside(run, engine, models(run.model), device, tmp_path)
 
 
-@LAYOUTS
-@pytest.mark.parametrize("model", ["llama", "sliding"])
+@MODEL_PAIRS
 def test_prompts_come_back_through_a_multi_connector(
     engine: Engine,
     models: Callable[[str], Path],

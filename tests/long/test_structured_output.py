@@ -6,7 +6,6 @@ from dataclasses import replace
 
 import pytest
 
-from harness.engines.fixtures import SCHEDULING
 from harness.engines.oracle import PLAIN, same_tokens, widest_gap
 from harness.engines.runs import BLOCK, Run, prompts
 from harness.engines.tiers import SMALL, Serve, hits
@@ -20,8 +19,12 @@ ASKED = [
 ]
 
 
-@pytest.mark.parametrize("connector", ["", "eager"], ids=["Offloading", "Simple"])
-@SCHEDULING
+# A grammar is the scheduler's and blocks are the connector's; the matrix has both with each other.
+@pytest.mark.parametrize(
+    ("connector", "asynchronous"),
+    [("", True), ("eager", False)],
+    ids=["Offloading-async", "Simple-sync"],
+)
 def test_an_answer_of_a_pattern_is_plain_vllms(
     serve: Serve, connector: str, asynchronous: bool
 ) -> None:

@@ -32,6 +32,22 @@ from harness.engines.tiers import APART, Serve
 LAYOUTS = pytest.mark.parametrize("contiguous", [True, False], ids=["contiguous", "non-contiguous"])
 MODELS = pytest.mark.parametrize("model", ["llama", "sliding"])
 MODES = pytest.mark.parametrize("mode", ["eager", "lazy"])
+# Every two values of the three meet; all eight are cells of the matrix.
+PAIRS = pytest.mark.parametrize(
+    ("mode", "model", "contiguous"),
+    [
+        pytest.param("eager", "llama", True, id="eager-llama-contiguous"),
+        pytest.param("eager", "sliding", False, id="eager-sliding-non-contiguous"),
+        pytest.param("lazy", "llama", False, id="lazy-llama-non-contiguous"),
+        pytest.param("lazy", "sliding", True, id="lazy-sliding-contiguous"),
+    ],
+)
+# Each model with one layout; the other two are cells of the matrix.
+MODEL_PAIRS = pytest.mark.parametrize(
+    ("model", "contiguous"),
+    [("llama", False), ("sliding", True)],
+    ids=["llama-non-contiguous", "sliding-contiguous"],
+)
 SCHEDULING = pytest.mark.parametrize("asynchronous", [False, True], ids=["sync", "async"])
 
 
