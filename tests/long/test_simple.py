@@ -9,11 +9,10 @@ from pathlib import Path
 import pytest
 
 from harness.engines.fences import BARE, SIMPLE_TOGETHER, SimpleFences
-from harness.engines.fixtures import LAYOUTS, MODELS
+from harness.engines.fixtures import MODES, PAIRS
 from harness.engines.oracle import PLAIN, Engine, assert_same_round, cached, same_tokens
 from harness.engines.runs import Device, Run, engine_arguments, load, run_driver
 
-MODES = pytest.mark.parametrize("mode", ["eager", "lazy"])
 ROUNDS = ("exact", "few", "few", "exact", "all", "all")
 # Blocks of the CPU tier: room for "exact" and "few", and not for "all".
 TIER = {"llama": 300, "sliding": 400}
@@ -32,9 +31,7 @@ def of(mode: str, model: str, contiguous: bool) -> Run:
     )
 
 
-@MODES
-@MODELS
-@LAYOUTS
+@PAIRS
 def test_prompts_served_from_the_cpu_tier_give_plain_vllms_tokens(
     engine: Engine, mode: str, model: str, contiguous: bool
 ) -> None:
@@ -51,9 +48,7 @@ def test_prompts_served_from_the_cpu_tier_give_plain_vllms_tokens(
     assert f"mode={mode}, backend=cpu" in ours.log
 
 
-@MODES
-@MODELS
-@LAYOUTS
+@PAIRS
 def test_loaded_blocks_have_the_bytes_they_were_stored_with(
     engine: Engine, mode: str, model: str, contiguous: bool
 ) -> None:
@@ -62,19 +57,16 @@ def test_loaded_blocks_have_the_bytes_they_were_stored_with(
     assert seen["changed"] == 0
 
 
-@MODES
-@MODELS
+@PAIRS
 def test_the_last_token_of_a_prompt_is_always_computed(
-    engine: Engine, mode: str, model: str
+    engine: Engine, mode: str, model: str, contiguous: bool
 ) -> None:
     """The prompts end with a whole block, which the CPU tier has."""
-    tokens = [record["cached"] for record in engine(of(mode, model, True)).round(3)]
+    tokens = [record["cached"] for record in engine(of(mode, model, contiguous)).round(3)]
     assert max(tokens) == 640 - 32
 
 
-@MODES
-@MODELS
-@LAYOUTS
+@PAIRS
 def test_no_copy_is_made_twice_and_nothing_stays_pinned(
     engine: Engine, mode: str, model: str, contiguous: bool
 ) -> None:
@@ -84,9 +76,7 @@ def test_no_copy_is_made_twice_and_nothing_stays_pinned(
     assert seen["pinned"] == 0
 
 
-@MODES
-@MODELS
-@LAYOUTS
+@PAIRS
 def test_scheduler_and_worker_have_the_same_blocks_of_the_cpu_tier(
     engine: Engine, mode: str, model: str, contiguous: bool
 ) -> None:
@@ -94,9 +84,7 @@ def test_scheduler_and_worker_have_the_same_blocks_of_the_cpu_tier(
     assert tiers == dict.fromkeys(("scheduler", "worker", "memory"), TIER[model])
 
 
-@MODES
-@MODELS
-@LAYOUTS
+@PAIRS
 def test_a_cpu_block_never_touches_the_devices_pages(
     engine: Engine, mode: str, model: str, contiguous: bool
 ) -> None:
@@ -186,12 +174,17 @@ def fences(
     return SimpleFences(models, device, tmp_path_factory.mktemp("fence"))
 
 
-SCHEDULING = pytest.mark.parametrize("asynchronous", [False, True], ids=["sync", "async"])
+# All that share an engine in every way; preemption, with its own, with each mode and scheduling.
+EVERY = [
+    (scenario, mode, asynchronous)
+    for scenario in (*SIMPLE_TOGETHER, "preempt")
+    for mode in ("eager", "lazy")
+    for asynchronous in (False, True)
+    if scenario != "preempt" or asynchronous is (mode == "eager")
+]
 
 
-@SCHEDULING
-@MODES
-@pytest.mark.parametrize("scenario", [*SIMPLE_TOGETHER, "preempt"])
+@pytest.mark.parametrize(("scenario", "mode", "asynchronous"), EVERY)
 def test_every_stored_block_is_right_and_nothing_is_left(
     fences: SimpleFences, scenario: str, mode: str, asynchronous: bool
 ) -> None:
