@@ -25,7 +25,7 @@ os.environ["PYTHONHASHSEED"] = "0"  # block hashes are compared between processe
 import numpy as np
 from vllm import LLM, SamplingParams
 
-from harness.engines import simple_scenarios
+from harness.engines import patience, simple_scenarios
 from harness.engines.drafts import Drafts
 from harness.engines.inside import (
     after,
@@ -433,6 +433,7 @@ def main(job_path: str, result_path: str) -> None:
     faulthandler.dump_traceback_later(500, exit=True)  # says where it hangs
     job = json.loads(Path(job_path).read_text())
     prepare(job)
+    patience.PATIENCE = job.get("patience", patience.PATIENCE)
     if job.get("blind"):
         Fence.split = lambda self, retired, can_plan: (  # type: ignore[method-assign]
             [page for _, pages in retired for page in pages],
