@@ -236,13 +236,13 @@ SETTINGS = (
         device="cpu",
         environment={HOST_POOL.name: "256MiB"},
     ),
-    # From its first request on, an engine has three quarters of its device.
+    # From its first request on, an engine has a part of its device.
     Feature(
         "first limit",
         {},
         ("full attention",),
         since="0.32",
-        environment={FIRST_LIMIT.name: "75%"},
+        environment={FIRST_LIMIT.name: "95%"},
     ),
     Feature(
         SELF_DESCRIBING,

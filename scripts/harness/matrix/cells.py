@@ -75,7 +75,7 @@ FEATURES: dict[str, dict[str, Any]] = {
         "environment": (("KVPATCH_DEBUG", "1"),),
     },
     "host pool": {},  # and a pool of its own, see ``compare``
-    "first limit": {"environment": ((FIRST_LIMIT.name, "75%"),)},
+    "first limit": {"environment": ((FIRST_LIMIT.name, "95%"),)},
     "several ranks": {"ranks": 2},
     "KV events": {"events": True},
     "arc": {"policy": "arc"},
