@@ -299,6 +299,14 @@ def committed() -> ages.Evidence:
     return ages.Evidence(ages.recorded())
 
 
+@pytest.mark.skipif(
+    sys.version_info[:2] != (3, 11), reason="a digest is of the syntax tree of Python 3.11"
+)
+def test_a_landing_lacks_no_run(committed):
+    """Otherwise: commit, and scripts/matrix land."""
+    assert sorted(committed.wanted()) == []
+
+
 @pytest.fixture
 def planted(committed: ages.Evidence) -> Callable[..., set[str]]:
     """The units that a landing wants on account of one change of a file."""

@@ -875,6 +875,23 @@ def sentence_of(code: str) -> str:
     return f"kvpatch refuses to start vLLM: {sentence}{verify}. [{code}]"
 
 
+@pytest.mark.parametrize("beside", [FP8, TWO_RANKS, EVENTS], ids=["fp8", "ranks", "events"])
+def test_an_object_tier_ran_with_nothing_else(beside):
+    assert check(config(**tiers("obj"), **ONE_RANK | V2_OF_32)) is None
+    assert check(config(**tiers("fs"), **ONE_RANK | V2_OF_32 | beside)) is None
+    assert check(config(**tiers("obj"), **ONE_RANK | V2_OF_32 | beside)).code == "KVP376"
+
+
+def test_two_settings_start_where_an_engine_ran_with_both(monkeypatch):
+    made = config(**EVENTS, **TWO_RANKS, **V2_OF_32)
+    monkeypatch.setattr(admitted, "table", dict)
+    assert check(made).code == "KVP376"
+    for connector, starts in (("Offloading", True), ("Simple", False)):
+        ran_with = {"KV events + several ranks": {"0.32.0": [connector]}}
+        monkeypatch.setattr(admitted, "table", lambda ran_with=ran_with: ran_with)
+        assert (check(made) is None) is starts
+
+
 def test_every_rule_has_its_case():
     assert list(CASES) == [rule.code for rule in RULES]
 

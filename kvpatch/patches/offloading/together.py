@@ -92,6 +92,14 @@ SETTINGS = {
         ),
         "the eviction policy arc",
     ),
+    "object tier": Setting(
+        lambda config, facts: any(
+            tier.get("type") == "obj"
+            for leaf in connectors.leaves(config.kv_transfer_config)
+            for tier in leaf.tiers
+        ),
+        "the tier obj",
+    ),
     "host pool": Setting(_is_set(HOST_POOL), HOST_POOL.name),
     "idle": Setting(_is_set(IDLE), IDLE.name),
     "first limit": Setting(_is_set(FIRST_LIMIT), FIRST_LIMIT.name),
