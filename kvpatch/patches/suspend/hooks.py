@@ -25,8 +25,9 @@ from kvpatch.upstream import connectors, kvcached_api
 
 # The connectors that an engine can be suspended with, by their names in the table of what ran.
 _WAYS = {connectors.OFFLOADING: "Offloading", connectors.SIMPLE: "Simple"}
-# Settings that are suspensions themselves, and the one that has a sentence of its own below.
-_OWN = ("idle", "sleep", "host pool")
+# Settings that are suspensions themselves, one that has a sentence of its own below, and engines of
+# one server, each of which is suspended alone.
+_OWN = ("idle", "sleep", "host pool", "2 engines")
 
 
 def around_engine_start(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> None:
