@@ -11,14 +11,15 @@ from pathlib import Path
 from typing import Any
 
 from harness.engines import plugins
-from harness.engines.runs import Device, Run, prompts
+from harness.engines.runs import BLOCK, Device, Run, block_tokens, prompts
 from harness.engines.serving import eventually
 from harness.evidence import of_run
 from harness.kills import Served
 from kvpatch import control
 from kvpatch.environ import IDLE
 
-COUNT = 6  # prompts, which the device can keep
+COUNT = 8  # prompts, which the device and the tier can keep, and which fill more than a page
+BLOCKS = 300  # of the device
 SECONDS = 120  # in which an engine starts, and in which it gives its memory back
 LOADED = "vllm:external_prefix_cache_hits_total"
 KEPT = "vllm:prefix_cache_hits_total"
@@ -33,7 +34,12 @@ def run(wanted: Run, folder: Path, executed: Path, asked: list[dict[str, Any]]) 
     """
     name = f"giving{os.getpid()}-{time.monotonic_ns()}"
     more = {"KVCACHED_IPC_NAME": name, IDLE.name: "2s", "KVPATCH_DEBUG": "1"}
-    here = replace(wanted, environment=(*wanted.environment, *more.items()))
+    here = replace(
+        wanted,
+        blocks=BLOCKS * block_tokens(wanted) // BLOCK,
+        cpu_blocks=0,
+        environment=(*wanted.environment, *more.items()),
+    )
     recorded = of_run.recording(executed, Device(folder).environ(here))
     wanted_plugins = [plugins.lift_what_did_not_run.__name__]
     if wanted.asynchronous:
@@ -100,4 +106,4 @@ def judge(found: Mapping[str, Any], plain: Mapping[str, Any]) -> dict[str, Any]:
 
 def asked_of(count: int = COUNT) -> list[dict[str, Any]]:
     """Return the prompts, which plain vLLM was asked too."""
-    return prompts(2 * count, max_tokens=7)[:count]
+    return prompts(12, max_tokens=7)[:count]
