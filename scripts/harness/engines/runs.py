@@ -263,8 +263,7 @@ def engine_arguments(run: Run) -> dict[str, Any]:
     """``LLM`` arguments."""
     arguments: dict[str, Any] = {
         "dtype": run.dtype,
-        # Only whole pages count, and a request of windows needs blocks in both groups.
-        "max_model_len": 1024 if run.model == "sliding" or run.blocks < 128 else 2048,
+        "max_model_len": 1024 if _is_short(run) else 2048,
         "block_size": block_tokens(run),
         "enforce_eager": True,
         "num_gpu_blocks_override": run.blocks * BLOCK // block_tokens(run),
@@ -304,6 +303,15 @@ def engine_arguments(run: Run) -> dict[str, Any]:
     elif run.offload:
         arguments["kv_transfer_config"] = connector(run)
     return arguments
+
+
+def _is_short(run: Run) -> bool:
+    """Return whether requests are short.
+
+    Only whole pages count, and a request of windows needs blocks in both groups. The length is in
+    the name of a tier's folder, which engines of any size share.
+    """
+    return run.model == "sliding" or run.blocks < 128 or bool(run.tiers)
 
 
 def prompts(count: int, length: int = 640, max_tokens: int = 8, seed: int = 3) -> list[Any]:
