@@ -28,7 +28,8 @@ ALWAYS = 2
 
 
 def job(model: Path, run: Run, blocks: int, load: list[Any], **more: Any) -> dict[str, Any]:
-    arguments = engine_arguments(run) | {"num_gpu_blocks_override": blocks, "max_model_len": 4096}
+    length = 4096 if blocks > 140 else 2048
+    arguments = engine_arguments(run) | {"num_gpu_blocks_override": blocks, "max_model_len": length}
     return {"model": str(model), "engine": arguments, "rounds": [load], **more}
 
 

@@ -61,12 +61,13 @@ def job(folder: Path, step: str = "configuration", **changes: Job) -> Job:
 
 def of_cell(cell: axes.Cell, folder: Path) -> Job:
     """Return the job that configures a cell of the matrix, as its engine on a CPU is."""
-    changes = cells.FEATURES[cell.feature] | cells.trial_of(cell).changes
+    changes = cells.changes(cell) | cells.trial_of(cell).changes
     if cell.connector == "Multi":
         changes |= {"inside": (cells.OWN[0],)}
     if cell.connector == "tiering fs":
         changes |= {"tiers": (str(folder / "disk"),)}
     run = Run(vllm=cell.vllm, model=cells.MODELS[cell.model], runner=cell.runner.lower(), **changes)
+    run = cells.with_chunks(run, cell)
     engine = {name: of for name, of in engine_arguments(run).items() if name not in _OF_CPU}
     if cell.model == "hybrid":
         engine["dtype"] = "bfloat16"

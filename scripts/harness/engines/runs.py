@@ -311,7 +311,7 @@ def _is_short(run: Run) -> bool:
     Only whole pages count, and a request of windows needs blocks in both groups. The length is in
     the name of a tier's folder, which engines of any size share.
     """
-    return run.model == "sliding" or run.blocks < 128 or bool(run.tiers)
+    return run.model in ("sliding", "two sizes") or run.blocks < 128 or bool(run.tiers)
 
 
 def prompts(count: int, length: int = 640, max_tokens: int = 8, seed: int = 3) -> list[Any]:

@@ -68,7 +68,7 @@ FEATURES: dict[str, dict[str, Any]] = {
     "whole prompts": {"settings": (("enable_chunked_prefill", False),)},
     "no hybrid manager": {"settings": (("disable_hybrid_kv_cache_manager", True),)},
     "store threshold": {"extra": (("store_threshold", 2),)},
-    "chunks": {},  # of two blocks, see ``Engines``
+    "chunks": {},  # see ``with_chunks``
     # Without it blocks have no hashes by which the driver knows them; the audit counts loads.
     "no prefix cache": {
         "settings": (("enable_prefix_caching", False),),
@@ -318,10 +318,9 @@ class Engines:
             kvpatch=False,
             offload=False,
             asynchronous=ahead and not SPECULATIONS.keys().isdisjoint(settings_of(cell)),
-            **_changes(cell),
+            **changes(cell),
         )
-        if "chunks" in settings_of(cell):
-            plain = replace(plain, extra=(*plain.extra, ("block_size", 2 * block_tokens(plain))))
+        plain = with_chunks(plain, cell)
         if plain.cache_dtype and Version(self.version) < IN_ONE_PAGE:
             plain = replace(plain, kv_heads=8)
         if kind == "hybrid":
@@ -374,7 +373,14 @@ def _of_plain(cell: Cell) -> Cell:
     return replace(cell, feature=TOGETHER.join(names) or NONE)
 
 
-def _changes(cell: Cell) -> dict[str, Any]:
+def with_chunks(run: Run, cell: Cell) -> Run:
+    """Return a run with chunks of two of its blocks, where its cell has them."""
+    if "chunks" not in settings_of(cell):
+        return run
+    return replace(run, extra=(*run.extra, ("block_size", 2 * block_tokens(run))))
+
+
+def changes(cell: Cell) -> dict[str, Any]:
     """Return the changes to a ``Run`` of all that a cell has turned on."""
     made: dict[str, Any] = {}
     for one in settings_of(cell):

@@ -35,6 +35,7 @@ from harness.simulate.invariants import Violation
 from harness.simulate.story import BLOCK, TOKENS, Story, tell
 from harness.simulate.workers import BLANK, NO_STREAMS, SCRATCH, Worker
 from kvpatch.environ import HOST_POOL
+from kvpatch.patches.elastic_memory import capacity
 from kvpatch.patches.fence.hooks import fence_of
 
 BLOCK_BYTES = 4096  # of one rank; the tier's files are of whole pages
@@ -198,6 +199,8 @@ SPEC = FullAttentionSpec(block_size=TOKENS, num_kv_heads=1, head_size=32, dtype=
 
 def install() -> None:
     """Put the simulated parts into the places of what needs a device or threads. Once."""
+    # Its devices have less than one of kvcached's pages, and its requests fit into their blocks.
+    capacity.require_one_request = lambda *given, **more: None
     kv_cache_manager.PAGE_SIZE = PAGE_BYTES
     kv_cache_manager.broadcast_kv_tensors_created = lambda *args, **kwargs: True
     tp_ipc_util.broadcast_map_to_kv_tensors = lambda *args: World.current.map(args[1])
