@@ -35,8 +35,10 @@ from harness.simulate.invariants import Violation
 from harness.simulate.story import BLOCK, TOKENS, Story, tell
 from harness.simulate.workers import BLANK, NO_STREAMS, SCRATCH, Worker
 from kvpatch.environ import HOST_POOL
+from kvpatch.patch import argument
 from kvpatch.patches.elastic_memory import capacity
 from kvpatch.patches.fence.hooks import fence_of
+from kvpatch.patches.secondary_tiers import shared_memory
 
 BLOCK_BYTES = 4096  # of one rank; the tier's files are of whole pages
 PER_PAGE = 4  # blocks
@@ -201,6 +203,10 @@ def install() -> None:
     """Put the simulated parts into the places of what needs a device or threads. Once."""
     # Its devices have less than one of kvcached's pages, and its requests fit into their blocks.
     capacity.require_one_request = lambda *given, **more: None
+    # No worker has made the tier's memory before the scheduler maps it.
+    vars(shared_memory)["argument"] = lambda args, kwargs, at, name: (
+        0 if name == "rank" else argument(args, kwargs, at, name)
+    )
     kv_cache_manager.PAGE_SIZE = PAGE_BYTES
     kv_cache_manager.broadcast_kv_tensors_created = lambda *args, **kwargs: True
     tp_ipc_util.broadcast_map_to_kv_tensors = lambda *args: World.current.map(args[1])
