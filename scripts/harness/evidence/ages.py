@@ -227,7 +227,7 @@ def pairs(cells: Iterable[Cell], patch_set: Callable[[Cell], object]) -> list[Ce
 
 
 def _patch_set(one: Ran) -> PatchSet:
-    return frozenset(f"{patch.id} {units.of_row(patch)}" for patch in rows(one))
+    return _digests(rows(one))
 
 
 def rows(one: Ran) -> tuple[Patch, ...]:
@@ -249,12 +249,12 @@ def rows_of(vllm: str, features: frozenset[str]) -> tuple[Patch, ...]:
 
 def patch_set(vllm: str) -> PatchSet:
     """Return what a release is patched with, without what is of a machine or mode."""
-    return frozenset(
-        f"{patch.id} {units.of_row(patch)}"
-        for feature, found in patches.at(Version(vllm))
-        if feature.wanted is None
-        for patch in found
-    )
+    always = frozenset(one.name for one in patches.FEATURES if one.wanted is None)
+    return _digests(rows_of(vllm, always))
+
+
+def _digests(of: Iterable[Patch]) -> PatchSet:
+    return frozenset(f"{patch.id} {units.of_row(patch)}" for patch in of)
 
 
 def _acts(name: str, cell: Cell) -> bool:

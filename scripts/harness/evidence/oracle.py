@@ -21,8 +21,8 @@ _COMPARED = {
     "npu": ("harness.matrix.npu:compare",),
 }
 _MODULES = (
-    *("harness.matrix.cells", "harness.matrix.npu", "harness.engines.runs", "harness.connectors"),
-    *("harness.processes", "harness.ascend"),
+    *("harness.matrix.cells", "harness.matrix.giving", "harness.matrix.npu"),
+    *("harness.engines.runs", "harness.connectors", "harness.processes", "harness.ascend"),
 )
 
 

@@ -22,14 +22,13 @@ COUNT = 8  # prompts, which the device and the tier can keep, and which fill mor
 BLOCKS = 300  # of the device
 SECONDS = 120  # in which an engine starts, and in which it gives its memory back
 LOADED = "vllm:external_prefix_cache_hits_total"
-KEPT = "vllm:prefix_cache_hits_total"
 
 
 def run(wanted: Run, folder: Path, executed: Path, asked: list[dict[str, Any]]) -> dict[str, Any]:
     """Ask a server, let it give its memory back by a suspension and at idle, and ask it again.
 
     Returns:
-        The ``answers`` before and after each, the tokens that came ``from_tier`` or were kept, and
+        The ``answers`` before and after each, the tokens that came ``from_tier``, and
         the pages that were ``mapped`` when it was full, suspended and idle; or how it ``failed``.
     """
     name = f"giving{os.getpid()}-{time.monotonic_ns()}"
@@ -75,7 +74,6 @@ def _give(server: Served, name: str, asked: list[dict[str, Any]]) -> dict[str, A
     found["mapped"].append(mapped())
     found["answers"].append(answers())
     found["from_tier"] = int(server.metric(LOADED))
-    found["kept"] = int(server.metric(KEPT))
     return found
 
 
@@ -104,6 +102,6 @@ def judge(found: Mapping[str, Any], plain: Mapping[str, Any]) -> dict[str, Any]:
     return {"right": right, **record}
 
 
-def asked_of(count: int = COUNT) -> list[dict[str, Any]]:
+def asked_of() -> list[dict[str, Any]]:
     """Return the prompts, which plain vLLM was asked too."""
-    return prompts(12, max_tokens=7)[:count]
+    return prompts(12, max_tokens=7)[:COUNT]

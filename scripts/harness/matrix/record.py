@@ -82,7 +82,7 @@ def record_run(
         done = {_axes(one): one for one in [*earlier["runs"], run | {"code": key}]}
         runs = [done[cell] for cell in sorted(done)]
         codes = earlier.get("code", {}) | {key: ran_on}
-        used = {one["code"] for one in runs}
+        used = {one.get("code") for one in runs}
         kept = {one: codes[one] for one in sorted(codes) if one in used}
         write(path, head | {"code": kept, "runs": runs})
 
