@@ -232,7 +232,7 @@ class World:
 
     def __init__(self, room: int = 100, ahead: int = 0, gives: bool = False) -> None:
         self.scheduler = Scheduler()
-        self.vllm_config = None  # of which nothing is asked
+        self.vllm_config: Any = None  # of which nothing is asked
         self.pool = Pool()
         self.manager = Manager(self.pool)
         self.tier = Store(room)
