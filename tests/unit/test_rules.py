@@ -902,6 +902,8 @@ def test_without_a_connector_only_what_kvcached_cannot_run_matters(code, changes
     wanted = None if rule.with_connector else code
     if changes.get("machine__device") == "npu":
         wanted = "KVP606"  # which refuses an engine without one
+    if code == "KVP372":
+        wanted = "KVP371"  # an idle one has nowhere to store
     assert (None if refused is None else refused.code) == wanted
 
 
