@@ -257,7 +257,7 @@ SETTINGS = (
         "idle",
         {},
         ("full attention", "sliding window", "latent attention"),
-        connectors=("Offloading", "Simple eager", "Simple lazy"),
+        connectors=("Offloading", "tiering fs", "Simple eager", "Simple lazy"),
         since="0.32",
         environment={IDLE.name: "2s"},
     ),
@@ -282,6 +282,7 @@ PAIRS = tuple(
             ("first limit", "2 engines"),
             ("idle", "several ranks", "fp8", "EAGLE", "KV events", "whole prompts", "arc"),
             ("idle", "first limit", "no hybrid manager", "ngram", "draft model"),
+            ("idle", "chunks", "store threshold"),
         )
         for pair in (tuple(sorted((one, other))) for other in others)
     )

@@ -330,7 +330,8 @@ class World:
     def _plan(self) -> None:
         blocks = self.spill.next()
         for one in blocks:
-            self.tier.flying.append((self.steps, one.key, self.pool.content[one.block]))
+            (block,) = one.blocks
+            self.tier.flying.append((self.steps, one.key, self.pool.content[block.block]))
         self.spill.planned([one.key for one in blocks])
 
     def _retire(self) -> None:

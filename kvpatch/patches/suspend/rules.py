@@ -9,7 +9,6 @@ from kvpatch import admitted
 from kvpatch.environ import HOST_POOL, IDLE
 from kvpatch.patches.host_pool import presence
 from kvpatch.patches.offloading import place, together
-from kvpatch.patches.offloading.rules import has_chunks, has_tiers
 from kvpatch.patches.suspend.releases import NAME
 from kvpatch.rules import Rule
 from kvpatch.upstream import connectors
@@ -30,7 +29,7 @@ def _elsewhere(config: Any, facts: Facts) -> bool:
 def _without_tier(config: Any, facts: Facts) -> bool:
     leaves = connectors.leaves(config.kv_transfer_config)
     known = [leaf for leaf in leaves if leaf.name in (connectors.OFFLOADING, connectors.SIMPLE)]
-    alone = len(leaves) == len(known) == 1 and not known[0].tiers
+    alone = len(leaves) == len(known) == 1
     inside = config.kv_transfer_config is not None and (
         config.kv_transfer_config.kv_connector == connectors.MULTI
     )
@@ -55,10 +54,6 @@ def why_not(config: Any, facts: Facts | None, lifted: Container[str] = ()) -> st
         return "it has no KV connector, so that its KV cache would be lost"
     if transfer.kv_connector not in (connectors.OFFLOADING, connectors.SIMPLE):
         return f"suspending is not validated with {transfer.kv_connector}"
-    if has_tiers(config):
-        return "it has secondary tiers, with which suspending is not validated"
-    if has_chunks(config):
-        return "its CPU tier stores several blocks under one name (block_size)"
     if why := "" if "KVP370" in lifted else _why_it_did_not_run(config, facts):
         return why
     if facts is None or presence.size(facts.environment) > 0:
@@ -102,11 +97,11 @@ RULES = (
     ),
     Rule(
         "KVP371",
-        f"`{IDLE}` without a CPU tier alone: no connector, secondary tiers, or MultiConnector",
+        f"`{IDLE}` without a connector, or with MultiConnector",
         _without_tier,
         f"{IDLE} is set",
-        "giving memory back is validated with the CPU tier of OffloadingConnector or "
-        "SimpleCPUOffloadConnector alone",
+        "giving memory back is validated with OffloadingConnector and SimpleCPUOffloadConnector by "
+        "themselves only",
         f"unset {IDLE}, or configure one of the two",
         with_connector=False,
     ),

@@ -89,7 +89,7 @@ def store(scheduler: Any, spill: Spill, now: set[int]) -> dict[int, int]:
     """
     device, tier = scheduler._gpu_block_pool, scheduler.cpu_block_pool
     stored = under_way(scheduler) | {device.blocks[block].block_hash for block in now}
-    wanted = spill.next()
+    wanted = [block for one in spill.next() for block in one.blocks]
     spill.planned((one.key for one in wanted if one.key in stored), ours=False)
     wanted = [one for one in wanted if one.key not in stored]
     # The tier evicts in the order in which the copies are let go of.

@@ -540,7 +540,9 @@ def main() -> int:
     level.set_defaults(compute=compute_ascend)
     level = levels.add_parser("tried", help="what is no axis, and pairs of settings")
     level.add_argument("releases", nargs="*", help="of vLLM (default: all that are validated)")
-    level.add_argument("--setting", action="append", help="one of the two, or both as 'A + B' (default: all)")
+    level.add_argument(
+        "--setting", action="append", help="one of the two, or both as 'A + B' (default: all)"
+    )
     level.add_argument("--missing", action="store_true", help="only cells without a right run")
     level.add_argument("--jobs", type=int, help="releases at a time (default: what has room)")
     level.add_argument("--keep", type=Path, help="a folder for logs and results")
