@@ -283,6 +283,8 @@ PAIRS = tuple(
             ("idle", "several ranks", "fp8", "EAGLE", "KV events", "whole prompts", "arc"),
             ("idle", "first limit", "no hybrid manager", "ngram", "draft model"),
             ("idle", "chunks", "store threshold"),
+            ("fp8", "several ranks", "ngram", "draft model", "EAGLE"),
+            ("several ranks", "ngram", "draft model", "EAGLE"),
         )
         for pair in (tuple(sorted((one, other))) for other in others)
     )
