@@ -241,7 +241,7 @@ SETTINGS = (
         "first limit",
         {},
         ("full attention",),
-        since="0.32",
+        since="0.28",
         environment={FIRST_LIMIT.name: "95%"},
     ),
     Feature(
@@ -258,7 +258,7 @@ SETTINGS = (
         {},
         ("full attention", "sliding window", "latent attention"),
         connectors=("Offloading", "tiering fs", "Simple eager", "Simple lazy"),
-        since="0.32",
+        since="0.28",
         environment={IDLE.name: "2s"},
     ),
 )

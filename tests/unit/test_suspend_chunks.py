@@ -12,7 +12,7 @@ from suspend_world import Store, World, worlds
 
 from kvpatch import state
 from kvpatch.patches.suspend import chunks as module
-from kvpatch.patches.suspend import offloading
+from kvpatch.patches.suspend import legacy, offloading, simple
 from kvpatch.patches.suspend.chunks import Chunks
 from kvpatch.patches.suspend.spill import Cached, Chunk, Spill
 
@@ -193,3 +193,19 @@ def test_an_idle_engine_gives_back_what_fills_no_chunk(worlds: Any) -> None:
     world.until_idle()
     assert world.pool.used() == set()
     assert world.giving.lost == 2
+
+
+def test_stores_without_events_are_told_without_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As vLLM up to 0.29 returns them."""
+    spill = Spill(Store(10), pool_of(b"a"))
+    scheduler = state_of_simple(spill)
+    spill.begin(blocks_of(spill.pool))
+    monkeypatch.setattr(simple, "store", lambda *given: {1: 7})
+    told = legacy.around_store_specs(lambda output: ([3], [4], ["r"]), scheduler, ("s",), {})
+    assert told == ([3, 1], [4, 7], ["r"])
+
+
+def state_of_simple(spill: Spill) -> Any:
+    scheduler = SimpleNamespace(_lazy_mode=False)
+    state.attach(scheduler, spill)
+    return scheduler

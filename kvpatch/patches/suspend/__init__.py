@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from kvpatch.patch import Feature, Patch
+from kvpatch.patch import Feature, Patch, Seam
 from kvpatch.patches.suspend.releases import SINCE
 from kvpatch.upstream.targets import ENGINE_CORE, OFFLOADING, SIMPLE
 
@@ -10,6 +10,8 @@ _PROC = "vllm.v1.engine.core:EngineCoreProc"
 _SCHEDULER = "vllm.v1.core.sched.scheduler:Scheduler"
 _HOOKS = "kvpatch.patches.suspend.hooks"
 _UNTIL = "vLLM stores what only the device has before it gives a KV cache's memory back"
+_SIMPLE_STORES = f"{SIMPLE}.manager:SimpleCPUOffloadScheduler.prepare_store_specs"
+_SIMPLE_WHY = "the connector stores blocks of requests, or those about to be evicted"
 _ASKED = "vllm-project/vllm#57810 (sleep that keeps the connector's cache)"
 
 FEATURE = Feature(
@@ -101,15 +103,30 @@ FEATURE = Feature(
             parameters=("self", "scheduler_output"),
             since=SINCE,
         ),
-        Patch(
-            id="suspend.simple_stores",
-            target=f"{SIMPLE}.manager:SimpleCPUOffloadScheduler.prepare_store_specs",
-            why="the connector stores blocks of requests, or those about to be evicted",
-            upstream=_ASKED,
-            until=_UNTIL,
-            wrapper="kvpatch.patches.suspend.simple:around_store_specs",
-            parameters=("self", "scheduler_output"),
-            since=SINCE,
+        Seam(
+            (
+                Patch(
+                    id="suspend.simple_stores_without_events",
+                    target=_SIMPLE_STORES,
+                    why=_SIMPLE_WHY,
+                    upstream=_ASKED,
+                    until=_UNTIL,
+                    wrapper="kvpatch.patches.suspend.legacy:around_store_specs",
+                    parameters=("self", "scheduler_output"),
+                    since=SINCE,
+                    before="0.30",
+                ),
+                Patch(
+                    id="suspend.simple_stores",
+                    target=_SIMPLE_STORES,
+                    why=_SIMPLE_WHY,
+                    upstream=_ASKED,
+                    until=_UNTIL,
+                    wrapper="kvpatch.patches.suspend.simple:around_store_specs",
+                    parameters=("self", "scheduler_output"),
+                    since="0.30",
+                ),
+            )
         ),
     ),
 )

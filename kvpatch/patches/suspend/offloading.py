@@ -16,6 +16,7 @@ from typing import Any
 from kvpatch import state
 from kvpatch.patches.suspend.chunks import Chunks
 from kvpatch.patches.suspend.spill import Chunk, Spill, Tier
+from kvpatch.upstream.vllm_api import chunks_of
 
 _NAME = "kvpatch-spill"
 
@@ -45,14 +46,12 @@ class OffloadingTier(Tier):
 
     def holds(self, key: bytes) -> bool:
         """Whether a chunk is in it, and can be loaded."""
-        from vllm.v1.kv_offload.base import LookupResult
-
-        found = self._manager.lookup(key, self._context)
-        return bool(found is LookupResult.HIT)
+        chunk = self._manager._policy.get(key)  # a lookup counts, with store_threshold
+        return chunk is not None and bool(chunk.is_ready)
 
     def capacity(self) -> int:
         """Return the chunks that it has room for."""
-        return int(self._manager._num_chunks)
+        return chunks_of(self._manager, "_num_{}")
 
     def keep(self, keys: list[bytes]) -> None:
         """Let chunks be the last that it evicts."""
@@ -64,10 +63,8 @@ class OffloadingTier(Tier):
 
     def awaits(self, keys: set[bytes]) -> set[bytes]:
         """Return those of chunks whose store into it has not completed."""
-        from vllm.v1.kv_offload.base import LookupResult
-
-        look = self._manager.lookup
-        return {key for key in keys if look(key, self._context) is LookupResult.HIT_PENDING}
+        found = {key: self._manager._policy.get(key) for key in keys}
+        return {key for key, chunk in found.items() if chunk is not None and not chunk.is_ready}
 
 
 def note(planner: Any, chunks: Chunks, there: Container[bytes]) -> None:
