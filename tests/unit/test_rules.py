@@ -808,15 +808,16 @@ CASES: dict[str, tuple[list[dict[str, Any]], str]] = {
     ),
     "KVP372": (
         [
-            {
+            simple()
+            | {
                 "machine__vllm": "0.32.0",
                 "machine__device": "cpu",
                 "machine__environment": {IDLE.name: "30s", HOST_POOL.name: "1GiB@rules"},
             }
         ],
-        "KVPATCH_IDLE and KVPATCH_HOST_POOL are set, because giving memory back is validated with "
-        "a CPU tier of an engine's own only; unset KVPATCH_IDLE or KVPATCH_HOST_POOL, or set "
-        "KVPATCH=0.",
+        "KVPATCH_IDLE and KVPATCH_HOST_POOL are set with SimpleCPUOffloadConnector, because other "
+        "engines may evict what an idle one has stored; unset KVPATCH_IDLE or KVPATCH_HOST_POOL, "
+        "or set KVPATCH=0.",
     ),
     "KVP371": (
         [
