@@ -154,6 +154,20 @@ FEATURE = Feature(
         ),
         seam(
             Patch(
+                id="fence.window_blocks_of_reset",
+                target=f"{_SCHEDULER}.reset_cache",
+                why="after a reset, blocks that left a window are stored with the bytes of others",
+                upstream="vllm-project/vllm, OffloadingConnectorScheduler.reset_cache",
+                until="a reset drops the ids of blocks that have left a window",
+                wrapper="kvpatch.patches.fence.hooks:after_reset_of_tier",
+                parameters=("self",),
+                since="0.23",
+            ),
+            Gap("0.16", "0.21", "windows are full attention, or all of them and refused (KVP423)"),
+            Gap("0.21", "0.23", "fence.window_blocks drops them before every store"),
+        ),
+        seam(
+            Patch(
                 id="fence.step_output",
                 target="vllm.v1.core.sched.scheduler:Scheduler.update_from_output",
                 why="stores of a preempted request are not reported; the workers wait for them",
