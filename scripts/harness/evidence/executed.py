@@ -51,10 +51,11 @@ def start() -> None:
     descriptor = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)
     sources: dict[str, str] = {}
     seen: set[tuple[str, int]] = set()
+    of_function = CO_OPTIMIZED  # an interpreter that ends clears the names of modules first
 
     def trace(frame: FrameType, event: str, argument: Any) -> None:
         code = frame.f_code
-        if not code.co_flags & CO_OPTIMIZED:
+        if not code.co_flags & of_function:
             return  # of a module or class, which an import executes
         file = code.co_filename
         if (source := sources.get(file)) is None:

@@ -82,6 +82,8 @@ def pytest_configure(config: pytest.Config) -> None:
         return
     given = getattr(config, "workerinput", {}).get(OPTION)
     if given is None:
+        if provenance.commit().endswith(provenance.CHANGED):
+            raise pytest.UsageError("files of the checkout differ from its commit: commit first")
         # Engines and commands that tests start are told by their environment; a line in this
         # environment's startup files reads it, also where they are started without our path.
         line = f"import os; os.environ.get({executed.VARIABLE!r}) and exec(open({_SITE!r}).read())"
@@ -102,9 +104,6 @@ def record(ran: Mapping[str, tuple[int, Path]]) -> None:
 
     Args:
         ran: of each file, how many tests passed, and what its processes wrote.
-
-    Raises:
-        HarnessError: files of the checkout differ from its commit.
     """
     before: dict[str, Any] = read()
     head = provenance.header("scripts/test --record-units")
