@@ -35,6 +35,7 @@ MODULES: dict[str, tuple[str, ...]] = {
     f"{FEATURES}/deadlock.py": (),
     "kvpatch/gate.py": (),
     "kvpatch/patch.py": (),
+    "kvpatch/rows.py": ("test_rows_written.py",),
     "kvpatch/rules.py": RULES,
     f"{FEATURES}/secondary_tiers/rules.py": RULES,
     f"{FEATURES}/secondary_tiers/promotion.py": (),
