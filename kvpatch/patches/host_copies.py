@@ -66,11 +66,7 @@ FEATURE = feature(
         ),
         seam(
             replacement(
-                "host.copy_pinned",
-                f"{_NEW}:PIN_MEMORY",
-                "copies:pinned",
-                _PINNED,
-                since="0.24",
+                "host.copy_pinned", f"{_NEW}:PIN_MEMORY", "copies:pinned", _PINNED, since="0.24"
             ),
             Row(
                 "host.copy_pin_available",
