@@ -178,6 +178,7 @@ def pages(found: Found) -> dict[str, str]:
         "by_target": by_target(),
         "connectors": [one.name for one in axes.CONNECTORS],
         "every": every,
+        "whys": {rule.code: rule.why for rule in every},
         "remedies": {rule.code: rule.remedy for rule in every},
         "series": [(one, "_total") for one in series.COUNTERS]
         + [(one, "") for one in (*series.GAUGES, *series.HISTOGRAMS, series.INFO, series.FEATURE)],
