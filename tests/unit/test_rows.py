@@ -23,6 +23,7 @@ from kvpatch.versions import Installed
 
 ROOT = Path(__file__).parents[2]
 PACKAGE = ROOT / "kvpatch"
+CURRENT = "0.29"  # the first release that needs nothing of any legacy.py
 FEATURES = [pytest.param(feature, id=feature.name) for feature in patches.FEATURES]
 PATCHES = [
     pytest.param(feature, patch, id=patch.id)
@@ -334,9 +335,12 @@ def test_the_wrapper_is_in_the_folder_of_its_feature(feature: Feature, patch: Pa
 
 @each(PATCHES)
 def test_code_for_releases_that_ended_is_in_legacy(feature: Feature, patch: Patch):
-    """Dropping a release deletes rows and that file: no other row uses what is in it."""
-    if patch.wrapper.partition(":")[0].endswith(".legacy"):
-        assert patch.before is not None, f"{patch.id} holds on, and its code is in legacy"
+    """It can be deleted with the releases before ``CURRENT``: no row of a later one uses it."""
+    module = patch.wrapper.partition(":")[0]
+    if module.endswith((".legacy", ".fixes")):
+        assert patch.before is not None, f"{patch.id} holds on, and its code is in {module}"
+        in_legacy = Version(patch.before) <= Version(CURRENT)
+        assert module.endswith(".legacy") is in_legacy, patch.id
 
 
 @each(FEATURES)

@@ -86,7 +86,7 @@ FEATURE = feature(
             Row(
                 "offloading.last_token",
                 f"{OFFLOADING}.scheduler:OffloadingConnectorScheduler._calc_num_offloadable_tokens",
-                "legacy:around_offloadable(self, req_status, num_computed_tokens)",
+                "fixes:around_offloadable(self, req_status, num_computed_tokens)",
                 "the last sampled token of a request is never computed; a block that ends with "
                 "it is stored, and gives later requests wrong tokens",
                 "vllm-project/vllm#54193, vllm-project/vllm#54288",
@@ -234,7 +234,7 @@ FEATURE = feature(
             Row(
                 "offloading.session",
                 "vllm.v1.core.sched.scheduler:Scheduler._update_request_as_session",
-                "legacy:before_session(self, session)",
+                "fixes:before_session(self, session)",
                 "a session's block is stored under the hash of a token that it has dropped",
                 "vllm-project/vllm#49449",
             ),
@@ -245,7 +245,7 @@ FEATURE = feature(
                 "offloading.other_loads",
                 "vllm.distributed.kv_transfer.kv_connector.v1.multi_connector:"
                 "MultiConnector.update_state_after_alloc",
-                "legacy:around_other_loads(self, blocks, num_external_tokens)",
+                "fixes:around_other_loads(self, blocks, num_external_tokens)",
                 "in MultiConnector another connector loads into blocks that are being stored",
                 "vllm-project/vllm#46865, vllm-project/vllm#46951",
                 since="0.21",

@@ -225,7 +225,7 @@ FEATURE = feature(
             Row(
                 "observing.disk_hits",
                 f"{_SCHEDULER}.update_state_after_alloc",
-                "legacy:count_disk_hits(self, request, blocks, num_external_tokens)",
+                "fixes:count_disk_hits(self, request, blocks, num_external_tokens)",
                 "a hit does not say whether its block came from a disk",
                 "vllm-project/vllm, CacheHitSource in 0.32",
                 only_with=WITH_TIERS,
@@ -243,7 +243,7 @@ FEATURE = feature(
             Row(
                 "tiers.reset",
                 f"{_SCHEDULER}.build_connector_meta",
-                "legacy:hold_promotions(self, scheduler_output)",
+                "fixes:hold_promotions(self, scheduler_output)",
                 "after a reset a tier promotes into a chunk that an older copy still writes",
                 "vllm-project/vllm#44541 (waits for the tiers' transfers alone)",
                 only_with=WITH_TIERS,

@@ -95,7 +95,7 @@ FEATURE = feature(
             Row(
                 "simple.computed_tokens",
                 f"{_SCHEDULER}.get_num_new_matched_tokens",
-                "legacy:around_match(self, request)",
+                "fixes:around_match(self, request)",
                 "a prompt whose log-probabilities are asked for is loaded, not computed",
                 "vllm-project/vllm#54998",
             ),
@@ -105,7 +105,7 @@ FEATURE = feature(
             Row(
                 "simple.reset_pinned",
                 f"{_SCHEDULER}.reset",
-                "legacy:before_reset",
+                "fixes:before_reset",
                 "a reset keeps the whole tier while a request waits with a hit in it",
                 "vllm-project/vllm, SimpleCPUOffloadScheduler.reset in 0.32",
                 since="0.24",
