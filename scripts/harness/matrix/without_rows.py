@@ -511,10 +511,7 @@ _POOL_TESTS = {
         "shutdown",
     ),
     f"{_POOL_ENGINES}test_memory_is_committed_on_use_and_given_back": (
-        *("reset", "schedule", "build", "worker_output", "pending_work"),
-    ),
-    "long/test_host_pool_simple.py::test_memory_is_committed_on_use_and_given_back": (
-        "simple_tensors",
+        *("reset", "schedule", "build", "worker_output", "pending_work", "simple_tensors"),
     ),
     f"{_POOL_SIMPLE}test_a_connector_that_shuts_down_deregisters_all": ("simple_shutdown",),
     f"{_POOL_SIMPLE}test_a_reset_gives_all_of_it_back": ("simple_reset",),
