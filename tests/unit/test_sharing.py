@@ -8,10 +8,9 @@ from pathlib import Path
 import pytest
 from packaging.version import Version
 
-from harness.matrix import below
+from harness.matrix import below, sharing
 from harness.matrix.signatures import Sources
 from kvpatch import patches, supported
-from kvpatch.matrix import sharing
 from kvpatch.patch import Patch, Seam
 
 SOURCES = {

@@ -8,6 +8,7 @@ from kvpatch.upstream.targets import ENGINE_CORE, OFFLOADING
 
 _SCHEDULER = f"{OFFLOADING}.scheduler:OffloadingConnectorScheduler"
 _IN_ONE_MODULE = f"{OFFLOADING}_connector:OffloadingConnectorScheduler"  # up to 0.18
+_NO_WINDOWS = gap("windows are full attention, or all of them and refused (KVP423)")
 
 FEATURE = feature(
     __name__,
@@ -101,7 +102,20 @@ FEATURE = feature(
                 "vllm-project/vllm, _build_store_jobs in 0.23",
                 since="0.21",
             ),
-            gap("windows are full attention, or all of them and refused (KVP423)"),
+            _NO_WINDOWS,
+        ),
+        seam(
+            Row(
+                "fence.window_blocks_of_reset",
+                f"{_SCHEDULER}.reset_cache",
+                "hooks:after_reset_of_tier",
+                "after a reset, blocks that left a window are stored with the bytes of others",
+                "vllm-project/vllm, OffloadingConnectorScheduler.reset_cache",
+                "a reset drops the ids of blocks that have left a window",
+                since="0.23",
+            ),
+            gap("fence.window_blocks drops them before every store", since="0.21"),
+            _NO_WINDOWS,
         ),
         seam(
             gap("every transfer has an id and is reported", since="0.21"),
