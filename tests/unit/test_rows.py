@@ -332,6 +332,19 @@ def homes() -> dict[str, str]:
     return found | {"sleep-on-host": "kvpatch.patches.host_device"}
 
 
+def test_the_design_has_the_folder_and_the_ids_of_every_name_in_the_status_line():
+    named = {}
+    for line in (ROOT / "docs/design.md").read_text().splitlines():
+        if line.startswith("| `") and line.count(" | ") == 3:
+            folder, names, ids, _ = line.strip("| ").split(" | ")
+            named |= dict.fromkeys(names.split(", "), (folder.strip("`"), set(ids.split(", "))))
+    assert named.keys() == homes().keys()
+    for feature in patches.FEATURES:
+        folder, ids = named[feature.name]
+        assert homes()[feature.name] == f"kvpatch.patches.{folder}"
+        assert {f"`{one.id.partition('.')[0]}.*`" for one in feature.patches} <= ids
+
+
 @each(PATCHES)
 def test_the_wrapper_is_in_the_folder_of_its_feature(feature: Feature, patch: Patch):
     """What a feature does is in its folder; the host device's code is in ``hostdevice`` too."""
