@@ -179,6 +179,7 @@ def pages(matrix: Matrix) -> dict[str, str]:
         "by_target": by_target(),
         "connectors": verdicts.CONNECTORS,
         "every": every,
+        "whys": {rule.code: rule.why for rule in every},
         "remedies": {rule.code: rule.remedy for rule in every},
         "series": [(one, "_total") for one in series.COUNTERS]
         + [(one, "") for one in (*series.GAUGES, *series.HISTOGRAMS, series.INFO, series.FEATURE)],

@@ -45,7 +45,7 @@ SHOWN = 20  # lines of a stage that failed
 
 READING = """Where a row still does its work on the new text, nothing is to be done.
 For one that moved:
-  1. set before="{series}" and add a row with since="{series}" to the same seam
+  1. add a row with since="{series}" on top of its seam
   2. add "{new}": INSPECTED_ONLY to RELEASES in kvpatch/supported.py
   3. scripts/new-vllm {new}
 """

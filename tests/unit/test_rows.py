@@ -23,6 +23,7 @@ from kvpatch.versions import Installed
 
 ROOT = Path(__file__).parents[2]
 PACKAGE = ROOT / "kvpatch"
+CURRENT = "0.29"  # the first release that needs nothing of any legacy.py
 FEATURES = [pytest.param(feature, id=feature.name) for feature in patches.FEATURES]
 PATCHES = [
     pytest.param(feature, patch, id=patch.id)
@@ -331,6 +332,19 @@ def homes() -> dict[str, str]:
     return found | {"sleep-on-host": "kvpatch.patches.host_device"}
 
 
+def test_the_design_has_the_folder_and_the_ids_of_every_name_in_the_status_line():
+    named = {}
+    for line in (ROOT / "docs/design.md").read_text().splitlines():
+        if line.startswith("| `") and line.count(" | ") == 3:
+            folder, names, ids, _ = line.strip("| ").split(" | ")
+            named |= dict.fromkeys(names.split(", "), (folder.strip("`"), set(ids.split(", "))))
+    assert named.keys() == homes().keys()
+    for feature in patches.FEATURES:
+        folder, ids = named[feature.name]
+        assert homes()[feature.name] == f"kvpatch.patches.{folder}"
+        assert {f"`{one.id.partition('.')[0]}.*`" for one in feature.patches} <= ids
+
+
 @each(PATCHES)
 def test_the_wrapper_is_in_the_folder_of_its_feature(feature: Feature, patch: Patch):
     """What a feature does is in its folder; the host device's code is in ``hostdevice`` too."""
@@ -343,9 +357,12 @@ def test_the_wrapper_is_in_the_folder_of_its_feature(feature: Feature, patch: Pa
 
 @each(PATCHES)
 def test_code_for_releases_that_ended_is_in_legacy(feature: Feature, patch: Patch):
-    """Dropping a release deletes rows and that file: no other row uses what is in it."""
-    if patch.wrapper.partition(":")[0].endswith(".legacy"):
-        assert patch.before is not None, f"{patch.id} holds on, and its code is in legacy"
+    """It can be deleted with the releases before ``CURRENT``: no row of a later one uses it."""
+    module = patch.wrapper.partition(":")[0]
+    if module.endswith((".legacy", ".fixes")):
+        assert patch.before is not None, f"{patch.id} holds on, and its code is in {module}"
+        in_legacy = Version(patch.before) <= Version(CURRENT)
+        assert module.endswith(".legacy") is in_legacy, patch.id
 
 
 @each(FEATURES)
