@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Container
 from typing import Any
 
 from kvpatch import admitted
 from kvpatch.environ import HOST_POOL, IDLE
 from kvpatch.patches.host_pool import presence
-from kvpatch.patches.offloading import place
+from kvpatch.patches.offloading import place, together
 from kvpatch.patches.suspend.releases import NAME
 from kvpatch.rules import Rule
 from kvpatch.upstream import connectors
@@ -28,11 +29,51 @@ def _elsewhere(config: Any, facts: Facts) -> bool:
 def _without_tier(config: Any, facts: Facts) -> bool:
     leaves = connectors.leaves(config.kv_transfer_config)
     known = [leaf for leaf in leaves if leaf.name in (connectors.OFFLOADING, connectors.SIMPLE)]
-    alone = len(leaves) == len(known) == 1 and not known[0].tiers
+    alone = len(leaves) == len(known) == 1
     inside = config.kv_transfer_config is not None and (
         config.kv_transfer_config.kv_connector == connectors.MULTI
     )
     return _asked(facts) and (not alone or inside)
+
+
+# Settings that are suspensions themselves, one that has a sentence of its own below, and engines of
+# one server, each of which is suspended alone.
+_OWN = ("idle", "sleep", "host pool", "2 engines")
+
+
+def why_not(config: Any, facts: Facts | None, lifted: Container[str] = ()) -> str:
+    """Return why an engine cannot be suspended, as the end of a sentence; empty if it can.
+
+    Args:
+        config: its ``VllmConfig``.
+        facts: of its process; None if they are unknown.
+        lifted: codes of rules that are not asked; with KVP370 it need not have run.
+    """
+    transfer = config.kv_transfer_config
+    if transfer is None or transfer.kv_connector is None:
+        return "it has no KV connector, so that its KV cache would be lost"
+    if transfer.kv_connector not in (connectors.OFFLOADING, connectors.SIMPLE):
+        return f"suspending is not validated with {transfer.kv_connector}"
+    if why := "" if "KVP370" in lifted else _why_it_did_not_run(config, facts):
+        return why
+    if facts is None or presence.size(facts.environment) > 0:
+        # It grows while a store waits, and other engines evict from it: a spill would lose blocks.
+        return (
+            f"its CPU tier is in the host pool ({HOST_POOL}), where others may evict what it kept"
+        )
+    return ""
+
+
+def _why_it_did_not_run(config: Any, facts: Facts | None) -> str:
+    """Return why no engine of this kind was suspended with what this one has turned on."""
+    ways = place.ways(config.kv_transfer_config)
+    if facts is None or not admitted.ran_with(NAME, facts.vllm, ways):
+        return f"suspending is validated {admitted.with_connectors(NAME)} only"
+    for beside in together.turned_on(config, facts):
+        both = admitted.together(NAME, beside)
+        if beside not in _OWN and not admitted.ran_with(both, facts.vllm, ways):
+            return f"suspending is not validated with {together.SETTINGS[beside].words}"
+    return ""
 
 
 RULES = (
@@ -56,11 +97,11 @@ RULES = (
     ),
     Rule(
         "KVP371",
-        f"`{IDLE}` without a CPU tier alone: no connector, secondary tiers, or MultiConnector",
+        f"`{IDLE}` without a connector, or with MultiConnector",
         _without_tier,
         f"{IDLE} is set",
-        "giving memory back is validated with the CPU tier of OffloadingConnector or "
-        "SimpleCPUOffloadConnector alone",
+        "giving memory back is validated with OffloadingConnector and SimpleCPUOffloadConnector by "
+        "themselves only",
         f"unset {IDLE}, or configure one of the two",
         with_connector=False,
     ),

@@ -167,18 +167,13 @@ class Suspension:
             raise Cannot(why_not)
         self._tell()
         if self.phase in FREED:
-            return {name: self.said[name] for name in ("resident", "kept", "lost")} | {
+            return {name: self.said[name] for name in ("resident", "kept", "partial", "lost")} | {
                 "stored_before": self.said["kept"],
                 "running": 0,
             }
         blocks = cached(kvcached_api.pool_of(self.engine))
-        lost = max(0, len(blocks) - self._spill.tier.capacity())
-        held = sum(self._spill.tier.holds(one.key) for one in blocks)
-        return {
-            "resident": len(blocks),
-            "kept": len(blocks) - lost,
-            "lost": lost,
-            "stored_before": held,
+        return self._spill.plan(blocks) | {
+            "stored_before": sum(self._spill.holds(one.key) for one in blocks),
             "running": len(self.engine.scheduler.running),
         }
 
@@ -264,7 +259,7 @@ class Suspension:
         if why_not := self.why_not():
             self._cancel(why_not)
             return True
-        lost = self._spill.count.resident - self._spill.kept()
+        lost = self._spill.lost()
         if self._whole and lost:
             self._cancel(f"its CPU tier did not take {lost} blocks in")
             return True
@@ -401,8 +396,8 @@ class Suspension:
                 "freed": max(0, self._mapped_before - mapped),
             }
             if self.phase in FREED:
-                kept = spill.kept()  # somebody may have reset the tier since
-                said |= {"kept": kept, "lost": count.resident - kept}
+                said["partial"] = count.partial
+                said |= {"kept": spill.kept(), "lost": spill.lost()}
         giving = state.find(self._manager, Giving)
         if giving is not None:
             said |= {"lowers": giving.lowers, "evicted_without_copy": giving.lost}

@@ -375,10 +375,11 @@ def _of_plain(cell: Cell) -> Cell:
 
 
 def with_chunks(run: Run, cell: Cell) -> Run:
-    """Return a run with chunks of two of its blocks, where its cell has them."""
+    """Return a run with chunks of two of its blocks, where its cell has them; at idle of four."""
     if "chunks" not in settings_of(cell):
         return run
-    return replace(run, extra=(*run.extra, ("block_size", 2 * block_tokens(run))))
+    size = 4 if "idle" in settings_of(cell) else 2
+    return replace(run, extra=(*run.extra, ("block_size", size * block_tokens(run))))
 
 
 def changes(cell: Cell) -> dict[str, Any]:
