@@ -31,10 +31,11 @@ from harness.engines.runs import (
 )
 from harness.evidence import of_run
 from harness.matrix import giving
+from harness.matrix.axes import TOGETHER, TRIED, settings_of
+from harness.matrix.recorded import LEVELS
 from kvpatch import patches
 from kvpatch.environ import FIRST_LIMIT, HOST_POOL
-from kvpatch.matrix.axes import NONE, TOGETHER, TRIED, Cell, settings_of
-from kvpatch.matrix.evidence import LEVELS
+from kvpatch.matrix.verdicts import NONE, Cell
 from kvpatch.patches.offloading.rules import SELF_DESCRIBING, STAGES
 from kvpatch.pool import ledger
 from kvpatch.upstream import connectors

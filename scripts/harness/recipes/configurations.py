@@ -15,7 +15,8 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
-from kvpatch.matrix import axes
+from harness.matrix import axes
+from kvpatch.matrix.verdicts import LAYOUTS, Cell
 
 FILE = Path(__file__).with_name("recipes.json")
 GPUS = 8  # of the node
@@ -84,7 +85,7 @@ class Recipes:
         options = _options(model["args"] + model["variants"][recipe.variant]["args"])
         preset = self.presets[recipe.preset]
         made = axes.configuration_of(
-            axes.Cell(vllm, RUNNER, axes.LAYOUTS[0], axes.CONNECTORS[0].name, model["kind"])
+            Cell(vllm, RUNNER, LAYOUTS[0], axes.CONNECTORS[0].name, model["kind"])
         )
         made.kv_transfer_config.kv_connector = preset["kv_connector"]
         made.kv_transfer_config.kv_connector_extra_config = copy.deepcopy(

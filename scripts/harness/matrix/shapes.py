@@ -1,7 +1,7 @@
 """Recorded signatures: whether each patch finds its target in each release.
 
-``data/signatures`` contains the signature of each target in the sources of every inspected
-release of vLLM and kvcached; ``scripts/matrix shapes`` reads it from the unpacked sources.
+``docs/results/matrix/signatures`` contains the signature of each target in the sources of every
+inspected release of vLLM and kvcached; ``scripts/matrix shapes`` reads it from the sources.
 The gates use it as they use the imported objects at start-up.
 """
 
@@ -17,11 +17,11 @@ from typing import Any
 
 from packaging.version import Version
 
+from harness import ROOT
 from kvpatch import gate, patches, supported
 from kvpatch.patch import Feature, Outcome, Patch
-from kvpatch.versions import Installed
 
-DATA = Path(__file__).parent / "data"
+DATA = ROOT / "docs/results/matrix"
 PACKAGES = ("vllm", "kvcached", "vllm_ascend")
 
 _V1 = "vllm.distributed.kv_transfer.kv_connector.v1"
@@ -119,14 +119,11 @@ def check_row(
     feature: Feature, patch: Patch, vllm: Signatures, kvcached: Signatures
 ) -> gate.Verdict:
     """Return the outcome of one patch on a release of vLLM and one of kvcached."""
-    if Version(vllm.version) not in patch.span:
-        return gate.Verdict(Outcome.NOT_NEEDED, f"its range is {patch.span}")
-    verdict = gate.check_target(patch, look(vllm, kvcached))
-    if not verdict.passed:
-        return verdict
-    if not gate.applies(feature, Installed.release("vllm", vllm.version), {}):
-        return gate.Verdict(Outcome.OUTSIDE, f"vllm {vllm.version} is not validated")
-    return gate.PASSED
+    of_ranges = gate.by_range(feature, patch, vllm.version)
+    if of_ranges.outcome is Outcome.NOT_NEEDED:
+        return of_ranges
+    of_target = gate.check_target(patch, look(vllm, kvcached))
+    return of_ranges if of_target.passed else of_target
 
 
 def check_rows(vllm: Signatures, kvcached: Signatures) -> dict[str, gate.Verdict]:

@@ -1,12 +1,12 @@
 """The recorded runs, and the code that they ran on.
 
-``data/engine``, ``data/features``, ``data/synchronous`` and ``data/bytes`` have one file per
+``engine``, ``features``, ``synchronous`` and ``bytes`` have one file per
 release of vLLM: its runs, and the code they ran on. Engines schedule asynchronously, as on a GPU,
-but for ``data/synchronous``; those of ``data/features`` have more turned on than a connector, and
-those of ``data/tried`` what is no axis, or two settings together.
-``data/npu`` has engines of vllm-ascend on the ACL emulator, which validate no other cell.
+but for ``synchronous``; those of ``features`` have more turned on than a connector, and
+those of ``tried`` what is no axis, or two settings together.
+``npu`` has engines of vllm-ascend on the ACL emulator, which validate no other cell.
 A code is a commit and the units that were executed: functions, constants, rows and files, each
-with a digest. ``data/units.json`` lists all of them; a code has a bit for each.
+with a digest. ``units.json`` lists all of them; a code has a bit for each.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from functools import cache, cached_property
 from pathlib import Path
 from typing import Any
 
-from kvpatch.matrix import axes, signatures
-from kvpatch.matrix.axes import NONE, Cell
+from harness.matrix import axes, shapes
+from kvpatch.matrix.verdicts import NONE, Cell
 
 LEVELS = ("engine", "synchronous", "bytes")
 FEATURES = "features"  # the folder of engine runs with one of the features
@@ -92,13 +92,13 @@ class Run:
 
 
 @cache
-def runs(data: Path = signatures.DATA) -> dict[Cell, list[Run]]:
+def runs(data: Path = shapes.DATA) -> dict[Cell, list[Run]]:
     """Return the recorded runs by cell, engine runs first."""
     return _read(data, FOLDERS)
 
 
 @cache
-def on_npu(data: Path = signatures.DATA) -> dict[Cell, list[Run]]:
+def on_npu(data: Path = shapes.DATA) -> dict[Cell, list[Run]]:
     """Return the recorded runs of vllm-ascend on the ACL emulator, by cell."""
     return _read(data, (NPU,))
 

@@ -12,10 +12,9 @@ from functools import reduce
 from types import SimpleNamespace
 from typing import Any
 
+from harness.matrix import axes, recorded
 from kvpatch import patches, rules, supported
-from kvpatch.matrix import axes, evidence
-from kvpatch.matrix.axes import Cell
-from kvpatch.matrix.verdicts import Kind, Verdict
+from kvpatch.matrix.verdicts import Cell, Kind, Verdict
 from kvpatch.patches.ascend import presence, ran
 from kvpatch.refusal import Basis, Refusal
 from kvpatch.upstream import combination
@@ -44,7 +43,7 @@ def verdict(ascend: str, of: Cell) -> Verdict:
     if refused is not None:
         incompatible = refused.basis is Basis.INCOMPATIBLE
         return Verdict(Kind.INCOMPATIBLE if incompatible else Kind.NOT_VALIDATED, str(refused))
-    runs = evidence.on_npu().get(of)
+    runs = recorded.on_npu().get(of)
     if not runs:
         return Verdict(Kind.NOT_VALIDATED, NOT_RECORDED)
     return Verdict(Kind.EMULATED if runs[-1].right else Kind.WRONG, runs[-1].file)

@@ -1,6 +1,6 @@
 """Which release's runs of the fence and of exhaustion stand for a release.
 
-``data/below`` has a digest of the functions below every row, for each release from ``FLOOR`` on;
+``below`` has a digest of the functions below every row, for each release from ``FLOOR`` on;
 ``scripts/matrix shapes`` reads it from the unpacked sources. The round trips of the matrix run on
 each release. The interleavings of the fence and failing allocations depend on what these rows
 change and call, and so a release with the rows and the functions of a later validated one, next
@@ -19,8 +19,8 @@ from typing import NamedTuple
 
 from packaging.version import Version
 
+from harness.matrix import shapes
 from kvpatch import patches, supported
-from kvpatch.matrix import signatures
 
 LEVEL = "below"
 
@@ -52,7 +52,7 @@ def targets_digest(release: str) -> str:
 
 
 @cache
-def recorded(data: Path = signatures.DATA) -> dict[str, Below]:
+def recorded(data: Path = shapes.DATA) -> dict[str, Below]:
     """Return what is recorded, by release."""
     paths = (data / LEVEL).glob("vllm-*.json")
     found = [Below(**json.loads(path.read_text())) for path in paths]

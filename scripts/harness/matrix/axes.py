@@ -11,13 +11,11 @@ from typing import Any
 
 from packaging.version import Version
 
+from harness.matrix import shapes
 from kvpatch import admitted
 from kvpatch.environ import FIRST_LIMIT, HOST_POOL, IDLE
-from kvpatch.matrix import signatures
+from kvpatch.matrix.verdicts import LAYOUTS, NONE, RUNNERS, Cell
 from kvpatch.patches.offloading.rules import DRAFTING, SELF_DESCRIBING, STAGES
-
-RUNNERS = ("V1", "V2")
-LAYOUTS = ("contiguous", "non-contiguous")
 
 
 @dataclass(frozen=True)
@@ -28,7 +26,7 @@ class Connector:
         name: its name in the tables.
         connector: vLLM's ``kv_connector``.
         extra: its ``kv_connector_extra_config``.
-        needs: the keys of ``signatures.PRESENCE`` that a release must have.
+        needs: the keys of ``shapes.PRESENCE`` that a release must have.
     """
 
     name: str
@@ -115,7 +113,6 @@ class Feature:
     environment: dict[str, str] = field(default_factory=dict)
 
 
-NONE = "none"
 _V2_SINCE = {"ngram": "0.32", "draft model": "0.31"}
 FEATURES = (
     Feature(NONE, {}, tuple(model.name for model in MODELS), admitted=False),
@@ -301,21 +298,9 @@ TRIED = (
 )
 
 
-@dataclass(frozen=True)
-class Cell:
-    """One combination, by the names in the tables. kvcached has its supported version."""
-
-    vllm: str
-    runner: str
-    layout: str
-    connector: str
-    model: str
-    feature: str = NONE
-
-
 def cells(vllm: str | None = None) -> Iterator[Cell]:
     """Yield every cell of the matrix, or of one release of vLLM."""
-    every = [release for release in signatures.releases("vllm") if vllm in (None, release)]
+    every = [release for release in shapes.releases("vllm") if vllm in (None, release)]
     connectors = [connector.name for connector in CONNECTORS]
     both = [(model, feature) for feature in FEATURES for model in feature.models]
     for one in product(every, RUNNERS, LAYOUTS, connectors, both):

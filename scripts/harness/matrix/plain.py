@@ -1,6 +1,6 @@
 """What plain vLLM does on a CPU, in the combinations that kvpatch has not validated.
 
-``data/plain`` has one file per release of vLLM: its engines on static memory, without kvpatch and
+``plain`` has one file per release of vLLM: its engines on static memory, without kvpatch and
 without a connector, by runner, kind of model and feature. Where such an engine ends by itself, no
 engine on a CPU can validate a cell, nor one with more turned on; a GPU may run it.
 """
@@ -12,8 +12,8 @@ from functools import cache
 from pathlib import Path
 from typing import NamedTuple
 
-from kvpatch.matrix import signatures
-from kvpatch.matrix.axes import NONE, Cell
+from harness.matrix import shapes
+from kvpatch.matrix.verdicts import NONE, Cell
 
 LEVEL = "plain"  # the folder
 
@@ -33,7 +33,7 @@ def combination_of(cell: Cell) -> Combination:
 
 
 @cache
-def runs(data: Path = signatures.DATA) -> dict[Combination, str]:
+def runs(data: Path = shapes.DATA) -> dict[Combination, str]:
     """Return the recorded runs: with what vLLM ended, or nothing where it came to its end."""
     found = {}
     for path in sorted((data / LEVEL).glob("*.json")):
