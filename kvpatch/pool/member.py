@@ -80,6 +80,8 @@ class Member:
         self._file = file
         self._owner = owner
         self._limit = limit  # at the last look
+        self._least = owner.floor  # that the operator wants it to keep
+        self._keeps = False
         self._pid = os.getpid()
         self._asked = self._answered = Ask(0, 0.0)  # at the last look; what it has given
         self._processes = [os.getpid()]  # that hold its memory
@@ -92,7 +94,14 @@ class Member:
     @property
     def floor(self) -> int:
         """The bytes that it may have and keep, whatever the others need."""
-        return self._owner.floor
+        return max(self._least, self._owner.committed) if self._keeps else self._least
+
+    def keep(self, everything: bool) -> None:
+        """Let it keep all that it has, or again only what the operator wants; on any thread.
+
+        The others read it at its next look, and until then ask in vain.
+        """
+        self._keeps = everything
 
     @property
     def counted(self) -> bool:
@@ -161,7 +170,7 @@ class Member:
             return View(0, self._owner.committed, [], self._owner.committed)
         with ledger.alone(self.path.parent, ledger.TO_LOOK):
             self._owner = self._owner._replace(
-                resident=resident, coldest=coldest, looked=time.monotonic()
+                resident=resident, floor=self.floor, coldest=coldest, looked=time.monotonic()
             )
             record.write_owner(self._file, self._owner)
             peers = ledger.survey(self.path.parent, self.path)

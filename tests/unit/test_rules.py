@@ -642,13 +642,14 @@ CASES: dict[str, tuple[list[dict[str, Any]], str]] = {
     ),
     "KVP372": (
         [
-            {
+            simple()
+            | {
                 "machine__vllm": "0.32.0",
                 "machine__device": "cpu",
                 "machine__environment": {IDLE.name: "30s", HOST_POOL.name: "1GiB@rules"},
             }
         ],
-        "KVPATCH_IDLE and KVPATCH_HOST_POOL are set",
+        "KVPATCH_IDLE and KVPATCH_HOST_POOL are set with SimpleCPUOffloadConnector",
     ),
     "KVP371": (
         [
@@ -734,6 +735,8 @@ def test_without_a_connector_only_what_kvcached_cannot_run_matters(code, changes
     wanted = None if rule.with_connector else code
     if changes.get("machine__device") == "npu":
         wanted = "KVP606"  # which refuses an engine without one
+    if code == "KVP372":
+        wanted = "KVP371"  # an idle one has nowhere to store
     assert (None if refused is None else refused.code) == wanted
 
 

@@ -115,16 +115,18 @@ def test_what_did_not_run_with_a_suspension_has_a_sentence(
     assert why_not(offloaded) == "suspending is not validated with a pooling model"
 
 
-def test_a_tier_in_the_host_pool_keeps_nothing_for_sure(
+def test_simple_in_the_host_pool_keeps_nothing_for_sure(
     worlds: Any, vllm: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Other engines evict from it, and it grows while a store waits, which a spill gives up."""
+    """Other engines evict from it; of OffloadingConnector what was stored is a floor."""
     monkeypatch.setattr(
         record, "facts", record.facts._replace(environment={HOST_POOL.name: "1GiB"})
     )
-    world = engine_with(worlds, OffloadingConnector(connector_scheduler=SimpleNamespace()))
+    pooled = SimpleCPUOffloadConnector(scheduler_manager=SimpleNamespace(cpu_block_pool=None))
+    world = engine_with(worlds, pooled)
     assert why_not(world) == (
-        "its CPU tier is in the host pool (KVPATCH_HOST_POOL), where others may evict what it kept"
+        "the CPU tier of SimpleCPUOffloadConnector is in the host pool (KVPATCH_HOST_POOL), where "
+        "others may evict what it kept"
     )
     assert state.find(world, Giving) is None
 

@@ -14,6 +14,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from kvpatch import state
+from kvpatch.patches.host_pool import presence
 from kvpatch.patches.suspend.chunks import Chunks
 from kvpatch.patches.suspend.spill import Chunk, Spill, Tier
 from kvpatch.upstream.vllm_api import chunks_of
@@ -51,11 +52,30 @@ class OffloadingTier(Tier):
 
     def capacity(self) -> int:
         """Return the chunks that it has room for."""
-        return chunks_of(self._manager, "_num_{}")
+        pooled = self._pooled
+        return chunks_of(self._manager, "_num_{}") if pooled is None else pooled.room
 
     def keep(self, keys: list[bytes]) -> None:
         """Let chunks be the last that it evicts."""
         self._manager.touch(keys, self._context)
+
+    def hold(self, everything: bool) -> None:
+        """Let other engines of a host pool take nothing of it, or again what is above its floor."""
+        if self._pooled is not None:
+            self._pooled.keeper.member.keep(everything)
+
+    @property
+    def grows(self) -> bool:
+        """Whether a store that it does not take now waits for memory of a host pool."""
+        return self._pooled is not None and self._pooled.keeper.grows
+
+    @property
+    def _pooled(self) -> Any:
+        if not presence.wanted():
+            return None
+        from kvpatch.patches.host_pool.tier import Pooled  # without a pool nothing of it is there
+
+        return state.find(self._manager, Pooled)
 
     def busy(self) -> bool:
         """Whether any transfer is under way, a spill's or the connector's own."""
@@ -134,6 +154,8 @@ def store(planner: Any, spill: Spill) -> dict[int, Any]:
     accepted = manager.on_new_request(context)
     keys, taken = accept(manager, list(blocks), context)
     manager.on_request_finished(context)
+    if taken is None and getattr(spill.tier, "grows", False):
+        return {}  # for two seconds at most, and then the tier evicts
     if taken is None:
         spill.no_room(forever=not (planner._jobs or manager.has_pending_work()))
         return {}

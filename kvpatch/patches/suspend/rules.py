@@ -36,9 +36,9 @@ def _without_tier(config: Any, facts: Facts) -> bool:
     return _asked(facts) and (not alone or inside)
 
 
-# Settings that are suspensions themselves, one that has a sentence of its own below, and engines of
-# one server, each of which is suspended alone.
-_OWN = ("idle", "sleep", "host pool", "2 engines")
+# Settings that are suspensions themselves, and engines of one server, each of which is suspended
+# alone.
+_OWN = ("idle", "sleep", "2 engines")
 
 
 def why_not(config: Any, facts: Facts | None, lifted: Container[str] = ()) -> str:
@@ -54,14 +54,19 @@ def why_not(config: Any, facts: Facts | None, lifted: Container[str] = ()) -> st
         return "it has no KV connector, so that its KV cache would be lost"
     if transfer.kv_connector not in (connectors.OFFLOADING, connectors.SIMPLE):
         return f"suspending is not validated with {transfer.kv_connector}"
-    if why := "" if "KVP370" in lifted else _why_it_did_not_run(config, facts):
-        return why
-    if facts is None or presence.size(facts.environment) > 0:
-        # It grows while a store waits, and other engines evict from it: a spill would lose blocks.
+    if facts is not None and _simple_in_a_pool(config, facts):
         return (
-            f"its CPU tier is in the host pool ({HOST_POOL}), where others may evict what it kept"
+            f"the CPU tier of {connectors.SIMPLE} is in the host pool ({HOST_POOL}), where others "
+            "may evict what it kept"
         )
-    return ""
+    return "" if "KVP370" in lifted else _why_it_did_not_run(config, facts)
+
+
+def _simple_in_a_pool(config: Any, facts: Facts) -> bool:
+    """Return whether others may evict what was stored: with OffloadingConnector it is kept."""
+    leaves = connectors.leaves(config.kv_transfer_config)
+    simple = any(leaf.name == connectors.SIMPLE for leaf in leaves)
+    return simple and presence.size(facts.environment) > 0
 
 
 def _why_it_did_not_run(config: Any, facts: Facts | None) -> str:
@@ -88,12 +93,11 @@ RULES = (
     ),
     Rule(
         "KVP372",
-        f"`{IDLE}` with `{HOST_POOL}`",
-        lambda config, facts: _asked(facts) and presence.size(facts.environment) > 0,
-        f"{IDLE} and {HOST_POOL} are set",
-        "giving memory back is validated with a CPU tier of an engine's own only",
+        f"`{IDLE}` with `{HOST_POOL}` and SimpleCPUOffloadConnector",
+        lambda config, facts: _asked(facts) and _simple_in_a_pool(config, facts),
+        f"{IDLE} and {HOST_POOL} are set with SimpleCPUOffloadConnector",
+        "other engines may evict what an idle one has stored",
         f"unset {IDLE} or {HOST_POOL}",
-        with_connector=False,
     ),
     Rule(
         "KVP371",

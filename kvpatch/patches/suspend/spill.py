@@ -83,6 +83,9 @@ class Tier(ABC):
     def keep(self, keys: list[bytes]) -> None:
         """Let chunks that it holds be the last that it evicts, the first of them last of all."""
 
+    def hold(self, everything: bool) -> None:  # noqa: B027, most tiers are an engine's own
+        """Let nobody else take memory of it, or let them again."""
+
     @abstractmethod
     def busy(self) -> bool:
         """Whether any transfer is under way, a spill's or the connector's own."""

@@ -151,6 +151,8 @@ class Suspension:
         self._deadline = self._begun + timeout if timeout else 0.0
         self._mapped_before = self._mapped()
         self._finish, self._whole = finish, whole
+        assert self._spill is not None
+        self._spill.tier.hold(everything=True)
         states = type(self.engine.scheduler.pause_state)
         self._hold.set(self.engine.scheduler, states.PAUSED_NEW if finish else states.PAUSED_ALL)
         self._go_to(Phase.PAUSING)
@@ -371,6 +373,8 @@ class Suspension:
         self.phase = phase
         if self._spill is not None:
             self._spill.counts.suspended(phase is Phase.SUSPENDED)
+            if phase is Phase.RUNS:
+                self._spill.tier.hold(everything=False)
         self._hold.step_for("suspension", phase in STEPPED)
         if phase in (Phase.RUNS, Phase.SUSPENDED):
             self._deadline = 0.0

@@ -279,7 +279,7 @@ PAIRS = tuple(
             ("first limit", "2 engines"),
             ("idle", "several ranks", "fp8", "EAGLE", "KV events", "whole prompts", "arc"),
             ("idle", "first limit", "no hybrid manager", "ngram", "draft model"),
-            ("idle", "chunks", "store threshold"),
+            ("idle", "chunks", "store threshold", "host pool"),
             ("fp8", "several ranks", "ngram", "draft model", "EAGLE"),
             ("several ranks", "ngram", "draft model", "EAGLE"),
         )
