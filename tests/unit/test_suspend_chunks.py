@@ -12,7 +12,7 @@ from suspend_world import Store, World, worlds
 
 from kvpatch import state
 from kvpatch.patches.suspend import chunks as module
-from kvpatch.patches.suspend import legacy, offloading, simple
+from kvpatch.patches.suspend import fixes, offloading, simple
 from kvpatch.patches.suspend.chunks import Chunks
 from kvpatch.patches.suspend.spill import Cached, Chunk, Spill
 
@@ -201,7 +201,7 @@ def test_stores_without_events_are_told_without_them(monkeypatch: pytest.MonkeyP
     scheduler = state_of_simple(spill)
     spill.begin(blocks_of(spill.pool))
     monkeypatch.setattr(simple, "store", lambda *given: {1: 7})
-    told = legacy.around_store_specs(lambda output: ([3], [4], ["r"]), scheduler, ("s",), {})
+    told = fixes.around_store_specs(lambda output: ([3], [4], ["r"]), scheduler, ("s",), {})
     assert told == ([3, 1], [4, 7], ["r"])
 
 

@@ -166,13 +166,14 @@ def around_lookup(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
 
 
 def around_prepare_load(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
-    """Note what is used. Wraps ``prepare_load``, whose result names the chunks."""
+    """Note what is found. Wraps ``prepare_load``, whose result names the chunks."""
     pooled = state.find(instance, Pooled)
     if pooled is None:
         return wrapped(*args, **kwargs)
     with pooled.lock:
         found = wrapped(*args, **kwargs)
         pooled.extents.use(found.block_ids)
+        pooled.extents.reuse.found(len(found.block_ids))
         return found
 
 

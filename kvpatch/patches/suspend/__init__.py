@@ -88,7 +88,7 @@ FEATURE = feature(
                 until=_UNTIL,
                 since="0.30",
             ),
-            Row("suspend.simple_stores_without_events", wrapper="legacy:around_store_specs"),
+            Row("suspend.simple_stores_without_events", wrapper="fixes:around_store_specs"),
         ),
     ),
 )
