@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import threading
 import time
+import weakref
 from enum import Enum
 from typing import Any
 
@@ -54,6 +55,10 @@ ON_THE_WAY = (Phase.PAUSING, Phase.STORING, Phase.RELEASING)
 STEPPED = (Phase.STORING, Phase.RELEASING, Phase.RESUMING)  # though no request runs
 
 
+def _phase_of(suspension: Suspension | None) -> str:
+    return (Phase.RUNS if suspension is None else suspension.phase).value
+
+
 class Cannot(Exception):
     """The engine does not do what was asked; the message is one sentence."""
 
@@ -82,7 +87,8 @@ class Suspension:
         self.given_up = ""
         self.revision = 0
         self._spill = spill
-        tell(engine, None if spill is None else spill.counts)
+        counts, me = None if spill is None else spill.counts, weakref.ref(self)
+        tell(engine, counts, lambda: _phase_of(me()))
         self._why_not = why_not
         self._hold = state.of(engine.scheduler, Hold)
         self._manager = kvcached_api.manager_of(engine)
