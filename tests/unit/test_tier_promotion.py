@@ -11,7 +11,7 @@ import pytest
 from test_tier_rules import Pending
 
 from kvpatch import state
-from kvpatch.patches.secondary_tiers import legacy, promotion
+from kvpatch.patches.secondary_tiers import fixes, legacy, promotion
 from kvpatch.telemetry.counters import Totals
 
 
@@ -205,7 +205,7 @@ class Planner(SimpleNamespace):
 
     def load(self, tokens: int, preemptions: int = 0) -> int:
         request = SimpleNamespace(request_id="one", num_preemptions=preemptions)
-        done = legacy.count_disk_hits(lambda *args: "done", self, (request, None, tokens), {})
+        done = fixes.count_disk_hits(lambda *args: "done", self, (request, None, tokens), {})
         assert (done, self.totals.fuse.off) == ("done", "")
         return self.totals.from_disk
 
@@ -236,4 +236,4 @@ def test_without_counting_a_load_is_vllms():
     planner = Planner("b", ["ab"])
     state.drop(planner, Totals)
     request = SimpleNamespace(request_id="one", num_preemptions=0)
-    assert legacy.count_disk_hits(lambda *args: "done", planner, (request, None, 4), {}) == "done"
+    assert fixes.count_disk_hits(lambda *args: "done", planner, (request, None, 4), {}) == "done"
