@@ -234,7 +234,7 @@ ALLOW_VLLM = Variable(
     "exact version of one vLLM release to start although not validated",
     "none",
 )
-LOG = Variable("KVPATCH_LOG", "`debug` logs every gate and patch", "one line per process")
+LOG = Variable("KVPATCH_LOG", "`debug` logs every gate and patch", "one line per engine")
 STATUS_DIR = Variable(
     "KVPATCH_STATUS_DIR", "folder of the status pages that `kvpatch status` reads", "/dev/shm"
 )
