@@ -39,7 +39,8 @@ class Answer:
         phase: of the engine, one of ``runs`` and ``suspended`` once a verb has ended.
         resident: blocks with a hash that were on the device.
         kept: those of them that are in the tier.
-        lost: those of them that are nowhere, and are computed again when they are asked for.
+        partial: those of them that fill no chunk (``blocks_per_chunk``), which no tier stores.
+        lost: the others that are nowhere, which like these are computed again when asked for.
         freed: bytes of the device that were given back.
         mapped: bytes of the device that are mapped or reserved now.
         limit: bytes that the engine may map now.
@@ -51,6 +52,7 @@ class Answer:
     phase: str
     resident: int = 0
     kept: int = 0
+    partial: int = 0
     lost: int = 0
     freed: int = 0
     mapped: int = 0
@@ -62,7 +64,7 @@ class Answer:
     @classmethod
     def of(cls, said: dict[str, Any]) -> Answer:
         """Return the answer that a line says."""
-        names = ("resident", "kept", "lost", "freed", "mapped", "limit", "seconds")
+        names = ("resident", "kept", "partial", "lost", "freed", "mapped", "limit", "seconds")
         numbers = {name: said[name] for name in names if name in said}
         planned = bool(said.get("plan"))
         return cls(phase=str(said.get("phase", "")), planned=planned, said=said, **numbers)
@@ -81,6 +83,8 @@ class Answer:
         kept = f"{self.kept} of {self.resident} blocks are in the tier"
         if self.lost:
             kept += f", {self.lost} did not fit and will be computed again"
+        if self.partial:
+            kept += f", {self.partial} fill no chunk and will be computed again"
         return (
             f"it is suspended: {kept}; {readable(self.freed)} given back, {readable(self.mapped)} "
             "still mapped"
@@ -91,6 +95,8 @@ class Answer:
         said = f"{self.kept} of {self.resident} blocks would be kept"
         if self.lost:
             said += f", {self.lost} do not fit into the tier and would be computed again"
+        if self.partial:
+            said += f", {self.partial} fill no chunk and would be computed again"
         running = self.said.get("running", 0)
         return said + (f"; running requests that would be preempted: {running}" if running else "")
 

@@ -5,8 +5,9 @@ kvpatch: docs/patches.md, docs/support.md, docs/errors.md, docs/settings.md
 and the grid of README.md. From docs/results/balance.json: the section between the markers of
 docs/several-models.md. From the marks of the tests: docs/faults.md. From docs/results:
 docs/numbers.md and its plots, the figures of README.md and docs/index.md, what
-docs/patches.md says was seen without a row, and docs/upstream.md. From docs/results/gpu.json, which
-need not be there: what docs/on-a-gpu.md, README.md, docs/index.md and docs/support.md say of GPUs.
+docs/patches.md says was seen without a row, and docs/upstream.md. From vLLM's recipes:
+docs/vllm-recipes.md and their shares in README.md. From docs/results/gpu.json, which need not be
+there: what docs/on-a-gpu.md, README.md, docs/index.md and docs/support.md say of GPUs.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from harness.bench import page, quoted
 from harness.gpu import page as gpu
 from harness.markdown import TEMPLATES, put, render
 from harness.matrix import derive, npus, sharing, without, without_rows
+from harness.recipes import table as recipes
 from harness.upstream import page as upstream
 from kvpatch import environ, patches, rules, supported
 from kvpatch.matrix import tables, verdicts
@@ -124,7 +126,7 @@ def fronts(matrix: Matrix) -> dict[str, str]:
     )
     figures = quoted.sections(results)
     sections = gpu.sections(results["gpu"])
-    sections[README] |= {"support": grid, **figures}
+    sections[README] |= {"support": grid, "recipes": recipes.section(), **figures}
     sections[INDEX] |= {"numbers": figures["numbers"]}
     made = {}
     for name, marked in sections.items():
@@ -206,6 +208,7 @@ def every_file() -> dict[str, str]:
         "docs/faults.md": render("faults.md", sections=faults.sections()),
         "docs/upstream.md": upstream.render(),
         **fronts(matrix),
+        recipes.PAGE: recipes.page(),
         **page.render(ROOT / RESULTS),
         SEVERAL: balancing.render(ROOT / "docs/results/balance.json", (ROOT / SEVERAL).read_text()),
     }

@@ -460,11 +460,8 @@ CASES: dict[str, tuple[list[dict[str, Any]], str]] = {
     "KVP309": (
         [
             DRAFTS | ONE_RANK | V2_OF_34,
-            DRAFTS | V2_OF_32 | TWO_RANKS,
             DRAFTS | ONE_RANK | V2_OF_32 | LATENT,
             DRAFTS | ONE_RANK | V2_OF_32 | WINDOWS,
-            DRAFTS | ONE_RANK | V2_OF_32 | FP8,
-            DRAFTS | ONE_RANK | V2_OF_32 | SCHEME,
             DRAFTS | ONE_RANK | V2_OF_32 | {"model_config": None},
         ],
         "a KV connector is configured with speculative decoding by ngram",
@@ -480,15 +477,7 @@ CASES: dict[str, tuple[list[dict[str, Any]], str]] = {
     "KVP310": (
         [
             FP8 | ONE_RANK | {"machine__vllm": "0.20.2"},
-            FP8 | SCHEME | TWO_RANKS | {"machine__vllm": "0.26.0"},
-            FP8 | TWO_RANKS | {"machine__vllm": "0.28.0"},
             FP8 | ONE_RANK | {"model_config": None},
-            # By the first requests.
-            FP8 | ONE_RANK | {"cache_config__calculate_kv_scales": True},
-            FP8 | ONE_RANK | {"cache_config__kv_cache_dtype_skip_layers": ["0"]},
-            FP8 | LATENT | ONE_RANK | V2_OF_30,
-            FP8 | HYBRID | ONE_RANK | V2_OF_30,
-            FP8 | WINDOWS | ONE_RANK | V2_OF_32,
             FP8 | {"machine__vllm": "0.34.0", "use_v2_model_runner": True},
         ],
         "a KV connector is configured with the KV cache dtype fp8",
@@ -653,18 +642,19 @@ CASES: dict[str, tuple[list[dict[str, Any]], str]] = {
     ),
     "KVP372": (
         [
-            {
+            simple()
+            | {
                 "machine__vllm": "0.32.0",
                 "machine__device": "cpu",
                 "machine__environment": {IDLE.name: "30s", HOST_POOL.name: "1GiB@rules"},
             }
         ],
-        "KVPATCH_IDLE and KVPATCH_HOST_POOL are set",
+        "KVPATCH_IDLE and KVPATCH_HOST_POOL are set with SimpleCPUOffloadConnector",
     ),
     "KVP371": (
         [
             one | {"machine__vllm": "0.32.0", "machine__environment": {IDLE.name: "30s"}}
-            for one in (tiers("fs"), multi("OffloadingConnector"))
+            for one in (multi("OffloadingConnector"), multi("SimpleCPUOffloadConnector"))
         ],
         "KVPATCH_IDLE is set",
     ),
@@ -745,6 +735,8 @@ def test_without_a_connector_only_what_kvcached_cannot_run_matters(code, changes
     wanted = None if rule.with_connector else code
     if changes.get("machine__device") == "npu":
         wanted = "KVP606"  # which refuses an engine without one
+    if code == "KVP372":
+        wanted = "KVP371"  # an idle one has nowhere to store
     assert (None if refused is None else refused.code) == wanted
 
 
@@ -969,11 +961,11 @@ def test_windows_that_an_older_connector_stores_pass(changes):
 @pytest.mark.parametrize("release", ["0.22.1", "0.26.0"])
 def test_a_scheme_of_the_checkpoint_makes_auto_fp8(release):
     """As vLLM's Attention.__init__ decides, in the worker; it was admitted as ``auto``."""
-    refusal = check(config(**SCHEME, **TWO_RANKS, **on(release)))
+    refusal = check(config(**SCHEME, **WINDOWS, **ONE_RANK, **on(release)))
     assert refusal.code == "KVP310"
     assert refusal.what == (
         "a KV connector is configured with the KV cache dtype fp8, by the checkpoint's "
-        "kv_cache_scheme"
+        "kv_cache_scheme, for a model that is not of full attention alone (sliding window)"
     )
     # What the sentence says to do.
     assert check(config(**SCHEME, **on(release), cache_config__cache_dtype="bfloat16")) is None
@@ -986,6 +978,31 @@ def test_fp8_starts_where_it_was_compared(release, dtype):
     for connector in ({}, simple(), tiers("fs"), multi("OffloadingConnector")):
         assert check(config(**given, **connector)) is None
         assert check(config(**given, **connector, **SCHEME)) is None
+
+
+@pytest.mark.parametrize(
+    ("changes", "what"),
+    [
+        (LATENT, "fp8 for a model that is not of full attention alone (latent attention)"),
+        (HYBRID, "fp8 for a model that is not of full attention alone (hybrid)"),
+        (WINDOWS, "fp8 for a model that is not of full attention alone (sliding window)"),
+        # By the first requests.
+        ({"cache_config__calculate_kv_scales": True}, "fp8 and --calculate-kv-scales"),
+        ({"cache_config__kv_cache_dtype_skip_layers": ["0"]}, "fp8 in some of the layers"),
+    ],
+)
+def test_fp8_that_was_not_compared_says_with_what(changes, what):
+    refusal = check(config(**FP8 | changes | ONE_RANK | V2_OF_30))
+    assert refusal.code == "KVP310"
+    assert refusal.what == f"a KV connector is configured with the KV cache dtype {what}"
+
+
+def test_fp8_and_several_ranks_are_a_pair(monkeypatch):
+    """Each of them is validated; the reason used to be the dtype."""
+    monkeypatch.setattr(admitted, "ran_with", lambda name, *rest: "+" not in name)
+    refusal = check(config(**FP8 | TWO_RANKS | V2_OF_32))
+    assert refusal.code == "KVP376"
+    assert refusal.what == "an fp8 KV cache and tensor parallelism are configured together"
 
 
 @pytest.mark.parametrize("dtype", ["fp8_ds_mla", "fp8_per_token_head", "nvfp4"])

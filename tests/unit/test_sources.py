@@ -151,4 +151,4 @@ def test_a_new_release_shows_both_signatures_of_what_moved(new_vllm, unpacked):
     assert "fence.worker_output: MOVED\n" in done.out
     assert "    0.28.0  (self, connector_output: KVConnectorOutput)\n" in done.out
     assert "    0.28.9  (self, output: KVConnectorOutput)\n" in done.out
-    assert 'add a row with since="0.28.9"' in done.out
+    assert 'add a row with since="0.28.9" on top of its seam' in done.out

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from kvpatch.patches.suspend.releases import SINCE
-from kvpatch.rows import Row, feature
+from kvpatch.rows import Row, feature, seam
 from kvpatch.upstream.targets import ENGINE_CORE, OFFLOADING, SIMPLE
 
 _PROC = "vllm.v1.engine.core:EngineCoreProc"
 _SCHEDULER = "vllm.v1.core.sched.scheduler:Scheduler"
 _UNTIL = "vLLM stores what only the device has before it gives a KV cache's memory back"
+
+
 _ASKED = "vllm-project/vllm#57810 (sleep that keeps the connector's cache)"
 
 FEATURE = feature(
@@ -77,11 +79,16 @@ FEATURE = feature(
             "offloading:around_store_jobs(self, scheduler_output)",
             "the connector stores blocks of requests only, and of those not all",
         ),
-        Row(
-            "suspend.simple_stores",
-            f"{SIMPLE}.manager:SimpleCPUOffloadScheduler.prepare_store_specs",
-            "simple:around_store_specs(self, scheduler_output)",
-            "the connector stores blocks of requests, or those about to be evicted",
+        seam(
+            Row(
+                "suspend.simple_stores",
+                f"{SIMPLE}.manager:SimpleCPUOffloadScheduler.prepare_store_specs",
+                "simple:around_store_specs(self, scheduler_output)",
+                "the connector stores blocks of requests, or those about to be evicted",
+                until=_UNTIL,
+                since="0.30",
+            ),
+            Row("suspend.simple_stores_without_events", wrapper="fixes:around_store_specs"),
         ),
     ),
 )

@@ -11,6 +11,7 @@ which then evicts what it needs, stored or not; and an idle engine keeps what it
 Requests run meanwhile. A lowered limit is applied when enough pages are free, or when no page is
 left that could be freed: kvcached then shrinks by itself, as the requests that use the rest end.
 What has not come into the tier is evicted for a limit, and kept by an engine that is only idle.
+Blocks that fill no chunk, which no tier stores, are evicted in either case.
 
 kvcached's thread reads the limit in /dev/shm ten times a second, and every allocation brings what
 it read last: for a moment that is the limit before the one that is being lowered to, and nobody's
@@ -244,8 +245,11 @@ class Giving:
         gone: set[int] = set()
         for page in self._pages:
             blocks = {one.block for one in page}
-            without = {one.block for one in page if not self._spill.tier.holds(one.key)}
-            if self._limit is None and without:
+            without = {one.block for one in page if not self._spill.holds(one.key)}
+            # What fills no chunk is never stored, and is a few blocks at the end of a prompt.
+            if self._limit is None and any(
+                one.block in without and not self._spill.is_partial(one.key) for one in page
+            ):
                 self._kept |= blocks  # without all of its blocks a page gives nothing back
                 continue
             still = {

@@ -151,6 +151,8 @@ class Suspension:
         self._deadline = self._begun + timeout if timeout else 0.0
         self._mapped_before = self._mapped()
         self._finish, self._whole = finish, whole
+        assert self._spill is not None
+        self._spill.tier.hold(everything=True)
         states = type(self.engine.scheduler.pause_state)
         self._hold.set(self.engine.scheduler, states.PAUSED_NEW if finish else states.PAUSED_ALL)
         self._go_to(Phase.PAUSING)
@@ -167,18 +169,13 @@ class Suspension:
             raise Cannot(why_not)
         self._tell()
         if self.phase in FREED:
-            return {name: self.said[name] for name in ("resident", "kept", "lost")} | {
+            return {name: self.said[name] for name in ("resident", "kept", "partial", "lost")} | {
                 "stored_before": self.said["kept"],
                 "running": 0,
             }
         blocks = cached(kvcached_api.pool_of(self.engine))
-        lost = max(0, len(blocks) - self._spill.tier.capacity())
-        held = sum(self._spill.tier.holds(one.key) for one in blocks)
-        return {
-            "resident": len(blocks),
-            "kept": len(blocks) - lost,
-            "lost": lost,
-            "stored_before": held,
+        return self._spill.plan(blocks) | {
+            "stored_before": sum(self._spill.holds(one.key) for one in blocks),
             "running": len(self.engine.scheduler.running),
         }
 
@@ -264,7 +261,7 @@ class Suspension:
         if why_not := self.why_not():
             self._cancel(why_not)
             return True
-        lost = self._spill.count.resident - self._spill.kept()
+        lost = self._spill.lost()
         if self._whole and lost:
             self._cancel(f"its CPU tier did not take {lost} blocks in")
             return True
@@ -376,6 +373,8 @@ class Suspension:
         self.phase = phase
         if self._spill is not None:
             self._spill.counts.suspended(phase is Phase.SUSPENDED)
+            if phase is Phase.RUNS:
+                self._spill.tier.hold(everything=False)
         self._hold.step_for("suspension", phase in STEPPED)
         if phase in (Phase.RUNS, Phase.SUSPENDED):
             self._deadline = 0.0
@@ -401,8 +400,8 @@ class Suspension:
                 "freed": max(0, self._mapped_before - mapped),
             }
             if self.phase in FREED:
-                kept = spill.kept()  # somebody may have reset the tier since
-                said |= {"kept": kept, "lost": count.resident - kept}
+                said["partial"] = count.partial
+                said |= {"kept": spill.kept(), "lost": spill.lost()}
         giving = state.find(self._manager, Giving)
         if giving is not None:
             said |= {"lowers": giving.lowers, "evicted_without_copy": giving.lost}

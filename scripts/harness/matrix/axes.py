@@ -238,7 +238,7 @@ SETTINGS = (
         "first limit",
         {},
         ("full attention",),
-        since="0.32",
+        since="0.28",
         environment={FIRST_LIMIT.name: "95%"},
     ),
     Feature(
@@ -254,8 +254,8 @@ SETTINGS = (
         "idle",
         {},
         ("full attention", "sliding window", "latent attention"),
-        connectors=("Offloading", "Simple eager", "Simple lazy"),
-        since="0.32",
+        connectors=("Offloading", "tiering fs", "Simple eager", "Simple lazy"),
+        since="0.28",
         environment={IDLE.name: "2s"},
     ),
 )
@@ -279,6 +279,9 @@ PAIRS = tuple(
             ("first limit", "2 engines"),
             ("idle", "several ranks", "fp8", "EAGLE", "KV events", "whole prompts", "arc"),
             ("idle", "first limit", "no hybrid manager", "ngram", "draft model"),
+            ("idle", "chunks", "store threshold", "host pool"),
+            ("fp8", "several ranks", "ngram", "draft model", "EAGLE"),
+            ("several ranks", "ngram", "draft model", "EAGLE"),
         )
         for pair in (tuple(sorted((one, other))) for other in others)
     )

@@ -212,7 +212,7 @@ def run_tried(arguments: argparse.Namespace) -> int:
         if derive.missing(cell) is None
         and derive.refusal(cell, lifted=UNTIL_IT_RAN) is None
         and not (arguments.missing and cell in right)
-        and (not chosen or chosen & set(axes.settings_of(cell)))
+        and (not chosen or chosen & {cell.feature, *axes.settings_of(cell)})
     ]
     return run_cells(by_release(wanted), arguments) | admit(arguments)
 
@@ -545,7 +545,9 @@ def main() -> int:
     level.set_defaults(compute=compute_ascend)
     level = levels.add_parser("tried", help="what is no axis, and pairs of settings")
     level.add_argument("releases", nargs="*", help="of vLLM (default: all that are validated)")
-    level.add_argument("--setting", action="append", help="one of the two (default: all)")
+    level.add_argument(
+        "--setting", action="append", help="one of the two, or both as 'A + B' (default: all)"
+    )
     level.add_argument("--missing", action="store_true", help="only cells without a right run")
     level.add_argument("--jobs", type=int, help="releases at a time (default: what has room)")
     level.add_argument("--keep", type=Path, help="a folder for logs and results")
