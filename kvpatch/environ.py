@@ -256,6 +256,13 @@ TIER_PATIENCE = Variable(
     "10",
     seconds,
 )
+TIER_SIZE = Variable(
+    "KVPATCH_TIER_SIZE",
+    "size of the block files that your engines keep in the folder of a tier `fs`, for example "
+    "`500GiB`, or `50%` of its file system; the oldest by their last use go first",
+    "until the disk is full",
+    share,
+)
 HOST_POOL = Variable(
     "KVPATCH_HOST_POOL",
     "size of the host memory that the CPU tiers of your engines share, for example `64GiB`; "
@@ -301,6 +308,7 @@ OURS = (
     DEBUG,
     VERDICTS,
     TIER_PATIENCE,
+    TIER_SIZE,
     HOST_POOL,
     HOST_POOL_FLOOR,
     IDLE,

@@ -227,6 +227,8 @@ CODES = {
         "an engine whose ranks are on several machines",
         "ovg-project/kvcached, get_worker_socket_path in tp_ipc_util.py in 0.1.6",
     ),
+    "KVP385": _setup("`KVPATCH_TIER_SIZE` is less than one block file"),
+    "KVP386": _not_validated("`KVPATCH_TIER_SIZE` with a tier that is no folder", False),
     "KVP401": _incompatible(
         "the scheduler's block pool is not kvcached's", "ovg-project/kvcached#316"
     ),

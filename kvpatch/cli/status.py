@@ -182,6 +182,9 @@ def engine_lines(engine: dict[str, Any]) -> Iterator[tuple[str, str]]:
         tier = engine.get("tier")
         room = f": {tier['used_blocks']} of {tier['total_blocks']} blocks used" if tier else ""
         yield "tier", engine["connector"] + room
+    for disk in engine.get("disks", ()):
+        if "size_bytes" in disk and "held_bytes" in disk:
+            yield "disk", disk_line(disk)
     if engine.get("host_pool"):
         yield "pool", pool_line(engine["host_pool"])
     counted = not engine.get("off")
@@ -230,6 +233,17 @@ def pool_line(pool: dict[str, Any]) -> str:
         line += f"; {pool['evicted']} blocks evicted for others"
     if pool["broken"]:
         line += f"; nothing more is committed: {pool['broken']}"
+    return line
+
+
+def disk_line(disk: dict[str, Any]) -> str:
+    """Return how full the folder of a secondary tier with a size is."""
+    evicted, errors = disk["bytes"].get("evicted", 0), disk["errors"]
+    line = f"{readable(disk['held_bytes'])} of {readable(disk['size_bytes'])} in block files"
+    if evicted:
+        line += f"; this engine removed {readable(evicted)} for newer ones"
+    if errors.get("full"):
+        line += f"; {errors['full']} stores not made, there was no room"
     return line
 
 

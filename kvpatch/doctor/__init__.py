@@ -40,6 +40,7 @@ def examine(settings: Mapping[str, str], try_import: bool | None = None) -> list
             packages,
             pool,
             startup,
+            tiers,
             verified,
         )
     except ImportError as error:  # one of the two requirements, which the gates need
@@ -50,6 +51,7 @@ def examine(settings: Mapping[str, str], try_import: bool | None = None) -> list
         *machine.check(settings),
         *memory.check(settings),
         *pool.check(settings),
+        *tiers.check(settings),
         *packages.check(settings),
         *startup.check(settings),
         *environment.check(settings),

@@ -811,6 +811,15 @@ CASES: dict[str, tuple[list[dict[str, Any]], str]] = {
         "is not collision resistant, and a block that is stored under another's hash would be "
         "served to every later engine; use --prefix-caching-hash-algo sha256, or set KVPATCH=0.",
     ),
+    "KVP386": (
+        [
+            tiers("fs", "obj")
+            | {"machine__vllm": "0.32.0", "machine__environment": {"KVPATCH_TIER_SIZE": "1GiB"}}
+        ],
+        "KVPATCH_TIER_SIZE is set with a secondary tier that is no folder, because it is validated "
+        "with the tier fs alone, and another one would grow without a limit; unset "
+        "KVPATCH_TIER_SIZE, or use the tier fs, or set KVPATCH=0.",
+    ),
     "KVP370": (
         [{"machine__vllm": "0.31.0", "machine__environment": {IDLE.name: "30s"}}],
         "KVPATCH_IDLE is set on this release, because giving memory back is validated "
