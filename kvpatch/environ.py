@@ -406,6 +406,9 @@ KVCACHED = (
 
 VLLM_KV_CACHE_LAYOUT = Variable("VLLM_KV_CACHE_LAYOUT", "KV cache layout, vLLM 0.29 on", "auto")
 VLLM_USE_V2_MODEL_RUNNER = Variable("VLLM_USE_V2_MODEL_RUNNER", "selects Runner V2", "by release")
+VLLM_USE_RUST_FRONTEND = Variable(
+    "VLLM_USE_RUST_FRONTEND", "serves over a program that is no Python; refused", "off"
+)
 PYTHONHASHSEED = Variable(
     "PYTHONHASHSEED", "seed of the hashes that name blocks, the same for all engines", "by release"
 )

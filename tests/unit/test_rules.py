@@ -256,6 +256,18 @@ CASES: dict[str, tuple[list[dict[str, Any]], str]] = {
         "that runner of this release; unset VLLM_USE_V2_MODEL_RUNNER, or install vLLM 0.29 or "
         "later, or set KVPATCH=0.",
     ),
+    "KVP387": (
+        [{"machine__environment": {"VLLM_USE_RUST_FRONTEND": "1"}}],
+        "VLLM_USE_RUST_FRONTEND is set, because the stats that kvpatch adds to those of an engine "
+        "are validated with vLLM's Python frontend only, which decodes them and serves /metrics; "
+        "unset VLLM_USE_RUST_FRONTEND, or set KVPATCH=0.",
+    ),
+    "KVP388": (
+        [{"cache_config__enable_extensible_kv_cache": True}],
+        "enable_extensible_kv_cache is set, because vLLM then maps the KV cache's memory by itself "
+        "after its warm-up, and kvcached never does; remove --enable-extensible-kv-cache: "
+        "kvcached's memory grows, and is given back, or set KVPATCH=0.",
+    ),
     "KVP604": (
         [
             {
