@@ -87,7 +87,8 @@ def _now(one: Engine, lends: bool, settings: Settings) -> Engine:
     if one.suspended:
         one = replace(one, needs=0, running=0, waiting=0)
     if lends and not one.waiting:
-        one = replace(one, least=int(one.least * (1 - settings.lent)))
+        page = one.page or settings.page  # it goes on to answer with that
+        one = replace(one, least=min(one.least, max(page, int(one.least * (1 - settings.lent)))))
     return one
 
 
