@@ -11,6 +11,7 @@ The traces are not in this repository; harness/balancing/traces.py says where th
 from __future__ import annotations
 
 import itertools
+from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor
 from functools import partial
 from pathlib import Path
@@ -26,7 +27,6 @@ RESULT = ROOT / "docs/results/sharing.json"
 PAIRS = (("coding", "chat"), ("coding", "agents"), ("chat", "agents"), ("half", "other half"))
 SIZES = (24, 64, 128)  # GiB of the pool
 TURNS = (0, 10, 60, 300)  # seconds; 0: both at the same time
-SECONDS = 2400.0  # of each load
 BLOCK_BYTES = traces.BLOCK * (128 << 10)  # 32 layers and 8 KV heads of 128, as of Llama 3 8B
 LONGEST, PART = 60_000, 0.25
 MODELS = (arms.STATIC, arms.FIRST, arms.CHOSEN, arms.LENDING, arms.IDEAL)
@@ -43,9 +43,9 @@ def load(kind: str, coding: Path, mooncake: Path, seed: int) -> list[tuple[float
     return traces.mooncake(mooncake / name, LONGEST, PART, seed)
 
 
-def one_pool(pair: tuple[str, str], gib: int, turn: float, read: Any) -> Result:
-    """Run one setting of the pool."""
-    requests = host_pool.in_turns([read(kind) for kind in pair], turn, SECONDS)
+def one_pool(pair: tuple[str, str], gib: int, turn: float, seconds: float, read: Any) -> Result:
+    """Run one setting of the pool, with so many seconds of each load."""
+    requests = host_pool.in_turns([read(kind) for kind in pair], turn, seconds)
     blocks = gib * GIB // BLOCK_BYTES
     found = {
         "halves": host_pool.parts(requests, blocks, 2),
@@ -66,19 +66,22 @@ def one_pool(pair: tuple[str, str], gib: int, turn: float, read: Any) -> Result:
     }
 
 
-def _one_pool(setting: tuple[tuple[str, str], int, float], folders: tuple[Path, Path]) -> Result:
+def _one_pool(
+    setting: tuple[tuple[str, str], int, float, float], folders: tuple[Path, Path]
+) -> Result:
     found = one_pool(*setting, lambda kind: load(kind, *folders, seed=1))
     print(*setting, found["over_halves"], found["over_one_lru"], flush=True)
     return found
 
 
-def pool(folders: tuple[Path, Path]) -> Result:
+def pool(folders: tuple[Path, Path], sizes: Sequence[int], minutes: float) -> Result:
     """Two engines that share a host pool."""
-    settings = list(itertools.product(PAIRS, SIZES, TURNS))
+    settings = list(itertools.product(PAIRS, sizes, TURNS, [minutes * 60]))
     with ProcessPoolExecutor(2) as workers:
         rows = list(workers.map(partial(_one_pool, folders=folders), settings))
     over = [row["over_halves"] for row in rows]
     return {
+        "minutes": minutes,
         "rows": rows,
         "over_halves": {"least": min(over), "mean": round(sum(over) / len(over), 3)},
         "over_one_lru": {"least": min(row["over_one_lru"] for row in rows)},
@@ -131,11 +134,17 @@ def main(arguments: list[str]) -> int:
     parser = console.parser("scripts/bench sharing", __doc__ or "")
     parser.add_argument("--coding", type=Path, required=True, help="folder of trace_*.json")
     parser.add_argument("--mooncake", type=Path, required=True, help="folder of *_trace.jsonl")
+    parser.add_argument("--gib", type=int, nargs="+", default=SIZES, help="of the pool")
+    parser.add_argument("--minutes", type=float, default=40, help="of each load of the pool")
     parser.add_argument("--only", choices=("pool", "models"), action="append")
     parser.add_argument("--output", type=Path, default=RESULT, metavar="FILE")
     chosen = parser.parse_args(arguments)
     folders = (chosen.coding, chosen.mooncake)
-    parts = {"models": partial(models, folders), "pool": partial(pool, folders)}
+    parts = {
+        "models": partial(models, folders),
+        "pool": partial(pool, folders, chosen.gib, chosen.minutes),
+    }
     command = "scripts/bench sharing --coding FOLDER --mooncake FOLDER"
+    command += f" --gib {' '.join(map(str, chosen.gib))} --minutes {chosen.minutes:g}"
     reports.measure(command, parts, chosen.only, chosen.output)
     return 0
