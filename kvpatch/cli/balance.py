@@ -37,8 +37,8 @@ def configure(parser: argparse.ArgumentParser) -> None:
         metavar="NAME",
         action="append",
         default=[],
-        help="while no request of this engine waits, others may have three quarters of what its "
-        "longest request needs",
+        help="while no request of this engine waits, others may have all but what its requests "
+        "need that are there, and a page",
     )
     parser.add_argument(
         "--memory",

@@ -56,6 +56,7 @@ MODULES: dict[str, tuple[str, ...]] = {
     f"{FEATURES}/elastic_memory/reservation.py": (),
     f"{FEATURES}/kvcached_compat/runner_choice.py": (),
     "kvpatch/claims.py": (),
+    "kvpatch/pool/worth.py": (),
     "kvpatch/telemetry/status_page.py": ("test_telemetry.py", "test_engines.py"),
 }
 # These start processes, take a minute, or are about other things; a module may name them.
