@@ -260,6 +260,13 @@ TIER_PATIENCE = Variable(
     "10",
     seconds,
 )
+TIER_SIZE = Variable(
+    "KVPATCH_TIER_SIZE",
+    "size of the block files that your engines keep in the folder of a tier `fs`, for example "
+    "`500GiB`, or `50%` of its file system; the oldest by their last use go first",
+    "until the disk is full",
+    share,
+)
 HOST_POOL = Variable(
     "KVPATCH_HOST_POOL",
     "size of the host memory that the CPU tiers of your engines share, for example `64GiB`; "
@@ -305,6 +312,7 @@ OURS = (
     DEBUG,
     VERDICTS,
     TIER_PATIENCE,
+    TIER_SIZE,
     HOST_POOL,
     HOST_POOL_FLOOR,
     IDLE,
@@ -402,6 +410,9 @@ KVCACHED = (
 
 VLLM_KV_CACHE_LAYOUT = Variable("VLLM_KV_CACHE_LAYOUT", "KV cache layout, vLLM 0.29 on", "auto")
 VLLM_USE_V2_MODEL_RUNNER = Variable("VLLM_USE_V2_MODEL_RUNNER", "selects Runner V2", "by release")
+VLLM_USE_RUST_FRONTEND = Variable(
+    "VLLM_USE_RUST_FRONTEND", "serves over a program that is no Python; refused", "off"
+)
 PYTHONHASHSEED = Variable(
     "PYTHONHASHSEED", "seed of the hashes that name blocks, the same for all engines", "by release"
 )

@@ -236,6 +236,17 @@ def pool_line(pool: dict[str, Any]) -> str:
     return line
 
 
+def disk_line(disk: dict[str, Any]) -> str:
+    """Return how full the folder of a secondary tier with a size is."""
+    evicted, errors = disk["bytes"].get("evicted", 0), disk["errors"]
+    line = f"{readable(disk['held_bytes'])} of {readable(disk['size_bytes'])} in block files"
+    if evicted:
+        line += f"; this engine removed {readable(evicted)} for newer ones"
+    if errors.get("full"):
+        line += f"; {errors['full']} stores not made, there was no room"
+    return line
+
+
 def moved_line(engine: dict[str, Any]) -> str:
     """Return what was stored and loaded, the ratio, and the stores not made."""
     stored, loaded = engine["bytes"]["stored"], engine["bytes"]["loaded"]
@@ -278,7 +289,10 @@ def saved(engine: dict[str, Any]) -> str:
 def disk_lines(engine: dict[str, Any]) -> Iterator[str]:
     """Yield what each secondary tier did, and what went wrong there."""
     for disk in engine.get("disks", ()):
-        moved, errors = disk["bytes"], {k: n for k, n in disk["errors"].items() if n}
+        is_sized = "size_bytes" in disk and "held_bytes" in disk
+        said = ("full",) if is_sized else ()
+        moved = disk["bytes"]
+        errors = {k: n for k, n in disk["errors"].items() if n and k not in said}
         line = (
             f"{disk['tier']}: {readable(moved.get('stored', 0))} stored, "
             f"{readable(moved.get('loaded', 0))} loaded"
@@ -287,3 +301,5 @@ def disk_lines(engine: dict[str, Any]) -> Iterator[str]:
             counted = ", ".join(f"{count} {kind}" for kind, count in errors.items())
             line += f"; errors: {counted}, after which blocks are computed again"
         yield line
+        if is_sized:
+            yield f"{disk['tier']}: {disk_line(disk)}"

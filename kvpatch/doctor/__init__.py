@@ -47,6 +47,7 @@ def examine(
             packages,
             pool,
             startup,
+            tiers,
             verified,
         )
     except ImportError as error:  # one of the two requirements, which the gates need
@@ -59,6 +60,7 @@ def examine(
         *machine.check(settings),
         *memory.check(settings),
         *pool.check(settings),
+        *tiers.check(settings),
         *packages.check(settings),
         *startup.check(settings),
         *environment.check(settings),

@@ -80,7 +80,8 @@ COUNTERS = (
         "disk_bytes",
         ("connector", "tier", "outcome"),
         "Bytes of KV cache that a secondary tier wrote to its disk (stored) or read from it "
-        "(loaded); a block that has a file already is not written again.",
+        "(loaded); a block that has a file already is not written again. Of block files that this "
+        "engine removed because of KVPATCH_TIER_SIZE, evicted.",
     ),
     Series(
         "disk_errors",
@@ -88,7 +89,8 @@ COUNTERS = (
         "Errors of a secondary tier's disk, after which its blocks are misses: a job that could "
         "not write all of its blocks (store) or not read them (load), a file that does not hold "
         "what was stored (damaged), a look for files that failed (lookup), a job that was not "
-        "begun because the disk does not answer (late).",
+        "begun because the disk does not answer (late), a block for which KVPATCH_TIER_SIZE or the "
+        "disk had no room (full), a file that was removed to make room before it was read (gone).",
     ),
     Series(
         "host_pool_evicted_blocks",
@@ -158,6 +160,12 @@ GAUGES = (
         ("connector", "tier", "state"),
         "Host memory of each connector's CPU tier, over all ranks: used for blocks and free, which "
         "add up to the size that is configured.",
+    ),
+    Series(
+        "disk_tier_bytes",
+        ("connector", "tier", "state"),
+        "Bytes of block files of this user, of all engines, in the folder of a secondary tier with "
+        "KVPATCH_TIER_SIZE, as of its last store: used and free add up to it.",
     ),
     Series(
         "last_step_timestamp_seconds", (), "When the engine completed a step last, in Unix time."
@@ -364,6 +372,11 @@ def gauges(state: dict[str, Any], at: float | None = None) -> Values:
         states = {"used": used, "free": size - used}
         entries = [([one["connector"], one["tier"], name], held) for name, held in states.items()]
         found["tier_bytes"] = _added(found.get("tier_bytes", []), entries)
+    for one in state.get("disks", ()):
+        if (size := one.get("size_bytes")) is not None:
+            held, of = one["held_bytes"], [one["connector"], one["tier"]]
+            entries = [([*of, "used"], held), ([*of, "free"], max(0, size - held))]
+            found["disk_tier_bytes"] = _added(found.get("disk_tier_bytes", []), entries)
     if host_pool is not None:
         names = ("committed", "resident", "ceiling", "pool", "limit")
         found["host_pool_bytes"] = [([name], host_pool[name]) for name in names]

@@ -42,12 +42,13 @@ INSIDE = ("OffloadingConnector",)
 TRIES = 60
 Start = Callable[..., Pooled]
 
+# Their names are those of pools too, of letters alone.
 KINDS: dict[str, dict[str, Any]] = {
     "offloading": {},
     "sliding": {"model": "sliding"},
     "eager": {"simple": "eager"},
-    "eager-sliding": {"simple": "eager", "model": "sliding"},
-    "eager-non-contiguous": {"simple": "eager", "contiguous": False},
+    "eagersliding": {"simple": "eager", "model": "sliding"},
+    "eagerapart": {"simple": "eager", "contiguous": False},
     "lazy": {"simple": "lazy"},
     "disk": {"environment": (SAME_HASHES, PATIENT)},  # and a folder
     "inside": {"inside": INSIDE},
@@ -154,7 +155,7 @@ def test_a_pool_smaller_than_the_load_evicts_and_stays_right(engine: Engine, mod
 
 # The keeper sees extents, whose blocks are larger with the other model.
 @pytest.mark.parametrize(
-    "kind", ["offloading", "sliding", "eager-sliding", "lazy", "disk", "inside"]
+    "kind", ["offloading", "sliding", "eagersliding", "lazy", "disk", "inside"]
 )
 def test_memory_is_committed_on_use_and_given_back(
     start_in_pool: Start, engine: Engine, tmp_path: Path, kind: str
@@ -188,7 +189,7 @@ def test_the_start_takes_no_more_for_a_larger_tier(
 
 
 # The modes differ in when they store, and a layout in where a rank's part is read.
-@pytest.mark.parametrize("kind", ["offloading", "eager-non-contiguous", "lazy", "disk"])
+@pytest.mark.parametrize("kind", ["offloading", "eagerapart", "lazy", "disk"])
 def test_every_rank_has_its_part_of_an_extent(
     start_in_pool: Start, tmp_path: Path, kind: str
 ) -> None:

@@ -235,6 +235,14 @@ CASES: dict[str, tuple[list[dict[str, Any]], str]] = {
         [],  # without a connector: test_hybrid_models_where_kvcached_has_no_adapter
         "JambaForCausalLM runs on Model Runner V2",
     ),
+    "KVP387": (
+        [{"machine__environment": {"VLLM_USE_RUST_FRONTEND": "1"}}],
+        "VLLM_USE_RUST_FRONTEND is set",
+    ),
+    "KVP388": (
+        [{"cache_config__enable_extensible_kv_cache": True}],
+        "enable_extensible_kv_cache is set",
+    ),
     "KVP604": (
         [
             {
@@ -636,8 +644,15 @@ CASES: dict[str, tuple[list[dict[str, Any]], str]] = {
         [tiers("fs") | {"cache_config__prefix_caching_hash_algo": "xxhash"}],
         "a secondary tier is configured with prefix_caching_hash_algo xxhash",
     ),
+    "KVP386": (
+        [
+            tiers("fs", "obj")
+            | {"machine__vllm": "0.32.0", "machine__environment": {"KVPATCH_TIER_SIZE": "1GiB"}}
+        ],
+        "KVPATCH_TIER_SIZE is set with a secondary tier that is no folder",
+    ),
     "KVP370": (
-        [{"machine__vllm": "0.31.0", "machine__environment": {IDLE.name: "30s"}}],
+        [{"machine__vllm": "0.27.0", "machine__environment": {IDLE.name: "30s"}}],
         "KVPATCH_IDLE is set on this release",
     ),
     "KVP372": (

@@ -133,6 +133,8 @@ DISK = {
     "tier": "fs",
     "errors": {"store": 1, "load": 0, "damaged": 2, "lookup": 0, "late": 0},
     "bytes": {"stored": 4096, "loaded": 0},
+    "held_bytes": 4096,
+    "size_bytes": 8192,
 }
 
 

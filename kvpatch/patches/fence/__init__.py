@@ -8,6 +8,7 @@ from kvpatch.upstream.targets import ENGINE_CORE, OFFLOADING
 
 _SCHEDULER = f"{OFFLOADING}.scheduler:OffloadingConnectorScheduler"
 _IN_ONE_MODULE = f"{OFFLOADING}_connector:OffloadingConnectorScheduler"  # up to 0.18
+_CONSULTS = "kvcached consults the connector before unmapping"
 _NO_WINDOWS = gap("windows are full attention, or all of them and refused (KVP423)")
 
 FEATURE = feature(
@@ -23,7 +24,7 @@ FEATURE = feature(
             "hooks:around_install",
             "kvcached unmaps a page when its last block is freed, before pending stores of it",
             "vllm-project/vllm#48596 (last stores are planned after the free)",
-            "kvcached consults the connector before unmapping",
+            _CONSULTS,
         ),
         seam(
             Row(
@@ -31,7 +32,7 @@ FEATURE = feature(
                 f"{_SCHEDULER}.build_connector_meta",
                 "hooks:around_build(self, scheduler_output)",
                 "the fence must track every transfer that references a block",
-                until="kvcached consults the connector before unmapping",
+                until=_CONSULTS,
                 since="0.25",
             ),
             Row(
@@ -54,7 +55,7 @@ FEATURE = feature(
                 f"{_SCHEDULER}.update_connector_output",
                 "hooks:around_worker_output(self, connector_output)",
                 "the fence must track when a transfer has completed on every worker",
-                until="kvcached consults the connector before unmapping",
+                until=_CONSULTS,
                 since="0.21",
             ),
             Row(
@@ -75,7 +76,7 @@ FEATURE = feature(
                 "hooks:around_pending_work",
                 "an idle engine would never release pages that are held until its next step",
                 "vllm-project/vllm#45595 (the hook used here)",
-                "kvcached consults the connector before unmapping",
+                _CONSULTS,
                 since="0.24",
             ),
             Row(
@@ -132,7 +133,7 @@ FEATURE = feature(
             "hooks:around_release(self, marker)",
             "kvcached releases every retired page after one step",
             "ovg-project/kvcached, release_retired_pages_through in 0.1.6",
-            "kvcached consults the connector before unmapping",
+            _CONSULTS,
         ),
         Row(
             "fence.step",

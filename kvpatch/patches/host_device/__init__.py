@@ -10,6 +10,11 @@ from kvpatch.supported import FLOOR
 
 _INTERFACES = "kvcached.integration.vllm.interfaces"
 _LATENT = "vllm.v1.attention.backends.mla.cpu_mla:CPUMLAImpl"
+_NO_LATENT = gap("latent attention is not validated on a CPU (KVP305)")
+_DENSE = (
+    "none: without kvcached a CPU has no other layout",
+    "vLLM's CPU backend uses the strides of the KV cache",
+)
 
 FEATURE = feature(
     "kvpatch.hostdevice",
@@ -88,7 +93,7 @@ FEATURE = feature(
                 "vLLM's CPU backend supports cached prefixes with latent attention",
                 since="0.29",
             ),
-            gap("latent attention is not validated on a CPU (KVP305)"),
+            _NO_LATENT,
         ),
         seam(
             replacement(
@@ -97,11 +102,10 @@ FEATURE = feature(
                 "latent_attention:replace_write(kv_c_normed, k_pe, kv_cache, slot_mapping, "
                 "kv_cache_dtype)",
                 "it writes to one dense tensor, but a block's layers are contiguous",
-                "none: without kvcached a CPU has no other layout",
-                "vLLM's CPU backend uses the strides of the KV cache",
+                *_DENSE,
                 since="0.29",
             ),
-            gap("latent attention is not validated on a CPU (KVP305)"),
+            _NO_LATENT,
         ),
         seam(
             replacement(
@@ -109,11 +113,10 @@ FEATURE = feature(
                 f"{_LATENT}.forward_mqa",
                 "latent_attention:replace_decode(q, kv_c_and_k_pe_cache, attn_metadata, layer)",
                 "as host.latent_write, for reading",
-                "none: without kvcached a CPU has no other layout",
-                "vLLM's CPU backend uses the strides of the KV cache",
+                *_DENSE,
                 since="0.29",
             ),
-            gap("latent attention is not validated on a CPU (KVP305)"),
+            _NO_LATENT,
         ),
         seam(
             replacement(
@@ -121,11 +124,10 @@ FEATURE = feature(
                 "vllm._custom_ops:gather_mla_context_cache_cpu",
                 "latent_attention:replace_gather(src_cache, dst, block_table, starts, cu_seq_lens)",
                 "as host.latent_write, for the cached blocks that a prefill reads",
-                "none: without kvcached a CPU has no other layout",
-                "vLLM's CPU backend uses the strides of the KV cache",
+                *_DENSE,
                 since="0.29",
             ),
-            gap("latent attention is not validated on a CPU (KVP305)"),
+            _NO_LATENT,
         ),
     ),
 )

@@ -9,6 +9,11 @@ from kvpatch.upstream.targets import ENGINE_CORE
 _SCHEDULER = "vllm.v1.core.sched.scheduler:Scheduler"
 _METRICS = "vllm.distributed.kv_transfer.kv_connector.v1.metrics"
 _UNTIL = "kvcached and its connectors report to vLLM's stats themselves"
+_EVERY_CONNECTOR = "vllm-project/vllm#57251 (metrics for every connector)"
+_LOST = (
+    "none: vLLM's stats have the hits, and not what was had before",
+    "vLLM's stats say how many tokens were computed again",
+)
 _NO_SERIES = gap("vLLM has no metrics of KV connectors to extend")
 
 FEATURE = feature(
@@ -16,7 +21,6 @@ FEATURE = feature(
     name="metrics",
     summary="`kvpatch status` and `/metrics` show what the engine maps, holds, stores and loads",
     since=FLOOR,
-    upstream="none: vLLM's stats have the hits, and not what was had before",
     until=_UNTIL,
     seams=(
         Row(
@@ -52,21 +56,21 @@ FEATURE = feature(
             f"{_SCHEDULER}.schedule",
             "lookups:around_schedule",
             "hits that were lost because no cache had the block any more are not counted",
-            until="vLLM's stats say how many tokens were computed again",
+            *_LOST,
         ),
         Row(
             "observing.reset",
             f"{_SCHEDULER}.reset_prefix_cache",
             "lookups:around_reset",
             "as observing.schedule; what an operator resets was not lost",
-            until="vLLM's stats say how many tokens were computed again",
+            *_LOST,
         ),
         Row(
             "observing.reset_connector",
             f"{_SCHEDULER}.reset_connector_cache",
             "lookups:around_reset_connector",
             "as observing.reset, for the tiers of a connector",
-            until="vLLM's stats say how many tokens were computed again",
+            *_LOST,
         ),
         seam(
             Row(
@@ -74,7 +78,7 @@ FEATURE = feature(
                 f"{_METRICS}:KVConnectorProm.__init__",
                 "hooks:around_prometheus(self, vllm_config, labelnames, per_engine_labelvalues)",
                 "build_prom_metrics belongs to a connector, and does not exist without one",
-                "vllm-project/vllm#57251 (metrics for every connector)",
+                _EVERY_CONNECTOR,
                 since="0.19",
             ),
             _NO_SERIES,
@@ -85,7 +89,7 @@ FEATURE = feature(
                 f"{_METRICS}:KVConnectorProm.observe",
                 "hooks:around_observe(self, transfer_stats_data, engine_idx)",
                 "a connector fails on foreign stats",
-                "vllm-project/vllm#57251 (metrics for every connector)",
+                _EVERY_CONNECTOR,
                 since="0.19",
             ),
             _NO_SERIES,
@@ -95,7 +99,7 @@ FEATURE = feature(
             f"{_METRICS}:KVConnectorLogging.observe",
             "hooks:around_log(self, transfer_stats_data)",
             "vLLM's logging of connector stats fails if no connector is configured",
-            "vllm-project/vllm#57251 (metrics for every connector)",
+            _EVERY_CONNECTOR,
         ),
     ),
 )

@@ -11,7 +11,7 @@ FEATURES = "kvpatch/patches"
 # not by an import. secondary_tiers/fs.py needs it: tests/engine/test_tier_classes.py.
 # A name with a folder is a test of another lane: one that needs torch, but starts no engine.
 TENSORS = "engine/test_tier_fingerprint.py"
-RULES = ("test_rules.py", "test_simple_refusals.py", "test_tier_rules.py")
+RULES = ("test_rules.py", "test_rules_edges.py", "test_simple_refusals.py", "test_tier_rules.py")
 MODULES: dict[str, tuple[str, ...]] = {
     f"{FEATURES}/fence/fence.py": (),
     f"{FEATURES}/fence/hooks.py": (),
