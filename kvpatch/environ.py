@@ -234,7 +234,7 @@ ALLOW_VLLM = Variable(
     "exact version of one vLLM release to start although not validated",
     "none",
 )
-LOG = Variable("KVPATCH_LOG", "`debug` logs every gate and patch", "one line per process")
+LOG = Variable("KVPATCH_LOG", "`debug` logs every gate and patch", "one line per engine")
 STATUS_DIR = Variable(
     "KVPATCH_STATUS_DIR", "folder of the status pages that `kvpatch status` reads", "/dev/shm"
 )
@@ -255,6 +255,13 @@ TIER_PATIENCE = Variable(
     "seconds before an unresponsive secondary tier is treated as a miss",
     "10",
     seconds,
+)
+TIER_SIZE = Variable(
+    "KVPATCH_TIER_SIZE",
+    "size of the block files that your engines keep in the folder of a tier `fs`, for example "
+    "`500GiB`, or `50%` of its file system; the oldest by their last use go first",
+    "until the disk is full",
+    share,
 )
 HOST_POOL = Variable(
     "KVPATCH_HOST_POOL",
@@ -301,6 +308,7 @@ OURS = (
     DEBUG,
     VERDICTS,
     TIER_PATIENCE,
+    TIER_SIZE,
     HOST_POOL,
     HOST_POOL_FLOOR,
     IDLE,
@@ -398,6 +406,9 @@ KVCACHED = (
 
 VLLM_KV_CACHE_LAYOUT = Variable("VLLM_KV_CACHE_LAYOUT", "KV cache layout, vLLM 0.29 on", "auto")
 VLLM_USE_V2_MODEL_RUNNER = Variable("VLLM_USE_V2_MODEL_RUNNER", "selects Runner V2", "by release")
+VLLM_USE_RUST_FRONTEND = Variable(
+    "VLLM_USE_RUST_FRONTEND", "serves over a program that is no Python; refused", "off"
+)
 PYTHONHASHSEED = Variable(
     "PYTHONHASHSEED", "seed of the hashes that name blocks, the same for all engines", "by release"
 )

@@ -350,9 +350,10 @@ def _unknown(name: str, known: list[Engine], silent: list[Silent]) -> str:
         content = {} if seen.page is None else seen.page.content
         if name in ((content.get("engine") or {}).get("pool"), str(seen.pid)):
             named.append((seen, content))
-    over = (reader.State.GONE, reader.State.ENDED)
-    for seen, content in sorted(named, key=lambda one: one[0].state in over):  # an earlier one last
-        if seen.state in over:
+    for seen, content in sorted(
+        named, key=lambda one: one[0].state in reader.OVER
+    ):  # an earlier one last
+        if seen.state in reader.OVER:
             return f"{name} is gone, with what it had in its caches: {seen.line}"
         if seen.state is reader.State.FOREIGN:
             return f"{name} does not listen here: {seen.line}"

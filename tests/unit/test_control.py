@@ -407,7 +407,7 @@ def seen_as(state: reader.State, line: str = "", pid: int = 7) -> reader.Seen:
 def test_an_engine_that_was_killed_is_gone_and_not_one_that_cannot_be_suspended(
     worlds: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    killed = seen_as(reader.State.GONE, "pid 7 exited without cleanup (killed?)")
+    killed = seen_as(reader.State.KILLED, "pid 7 exited without cleanup (killed?)")
     pages = [killed]
     monkeypatch.setattr(reader, "all_of", lambda everyone: pages)
     for name in ("chat", "7"):

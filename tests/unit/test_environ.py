@@ -84,6 +84,12 @@ def test_what_is_more_than_any_machine_has(text):
             "it is not a number of seconds; use for example 10 or 0.5",
         ),
         (
+            "KVPATCH_TIER_SIZE",
+            "110%",
+            "it is neither a size nor a part of one; use for example 8GiB or 25%",
+        ),
+        ("KVPATCH_TIER_SIZE", "all", "it is not a size; use for example 2GiB or 512MiB"),
+        (
             "KVCACHED_GPU_UTILIZATION",
             "90%",
             "it is not a share between 0 and 1; use for example 0.95",

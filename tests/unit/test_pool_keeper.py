@@ -511,7 +511,7 @@ def test_a_suspended_engine_keeps_all_that_it_has(world: World) -> None:
     """What it has stored is nowhere else. Resumed, it gives as any other."""
     one, two = world.engine("one"), world.engine("two")
     one.store(4 * PER)
-    world.now += 10
+    world.now += 60
     two.store(4 * PER)
     world.now += 10
 

@@ -88,7 +88,7 @@ def test_an_engine_that_cannot_be_suspended_has_no_counts(worlds: Any) -> None:
     bare = SimpleNamespace(scheduler=world.scheduler, manager=world.manager, pool=world.pool)
     assert of(bare) == {}
     type(world.suspension)(bare, None, "it has no tier")
-    assert of(bare) == {"first_limit_bytes": MOST * PAGE, "suspended": None}
+    assert of(bare) == {"first_limit_bytes": MOST * PAGE, "suspended": None, "phase": "runs"}
 
 
 def test_what_the_tier_has_already_is_not_spilled(worlds: Any) -> None:
