@@ -96,7 +96,7 @@ RULES = (
         f"`{IDLE}` with `{HOST_POOL}` and SimpleCPUOffloadConnector",
         lambda config, facts: _asked(facts) and _simple_in_a_pool(config, facts),
         f"{IDLE} and {HOST_POOL} are set with SimpleCPUOffloadConnector",
-        "other engines may evict what an idle one has stored",
+        "giving memory back is not validated there: other engines may evict what was stored",
         f"unset {IDLE} or {HOST_POOL}",
     ),
     Rule(
