@@ -658,7 +658,7 @@ CASES: dict[str, tuple[list[dict[str, Any]], str]] = {
         "KVPATCH_TIER_SIZE, or use the tier fs, or set KVPATCH=0.",
     ),
     "KVP370": (
-        [{"machine__vllm": "0.31.0", "machine__environment": {IDLE.name: "30s"}}],
+        [{"machine__vllm": "0.26.0", "machine__environment": {IDLE.name: "30s"}}],
         "KVPATCH_IDLE is set on this release",
     ),
     "KVP372": (
