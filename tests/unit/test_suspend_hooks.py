@@ -99,7 +99,7 @@ def test_every_other_engine_has_a_sentence(worlds: Any, vllm: Any) -> None:
     multi = engine_with(worlds, MultiConnector())
     assert why_not(multi) == "suspending is not validated with MultiConnector"
     assert state.find(multi, Giving) is None
-    vllm("0.29.0")
+    vllm("0.27.1")
     offloaded = engine_with(worlds, OffloadingConnector(connector_scheduler=SimpleNamespace()))
     why = f"suspending is validated {admitted.with_connectors('idle')} only"
     assert why_not(offloaded) == why
@@ -271,6 +271,6 @@ def test_idle_is_refused_where_nothing_could_be_stored() -> None:
     assert refused(config_with("LMCacheConnectorV1")) == ["KVP371"]
     assert "KVP371" not in refused(config_with("OffloadingConnector", **tiers))
     assert refused(config_with("MultiConnector", **inside)) == ["KVP371"]
-    assert refused(config_with("OffloadingConnector"), "0.29.0") == ["KVP370"]
-    for release in ("0.29.0", "0.32.0"):
+    assert refused(config_with("OffloadingConnector"), "0.27.1") == ["KVP370"]
+    for release in ("0.27.1", "0.32.0"):
         assert refused(config_with(None), release, idle="") == []
