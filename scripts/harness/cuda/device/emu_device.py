@@ -66,15 +66,18 @@ class Finder:
         """Return the spec of a module with a hook, as other finders have it."""
         if name not in HOOKS:
             return None
-        hook = HOOKS.pop(name)
-        spec = importlib.util.find_spec(name)
+        sys.meta_path.remove(self)
+        try:
+            spec = importlib.util.find_spec(name)
+        finally:
+            sys.meta_path.insert(0, self)
         if spec is None or spec.loader is None:
             return spec
         execute = spec.loader.exec_module
 
         def with_hook(module: ModuleType) -> None:
             execute(module)
-            hook(module)
+            HOOKS[name](module)
 
         spec.loader.exec_module = with_hook  # type: ignore[method-assign]
         return spec
