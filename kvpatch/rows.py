@@ -84,7 +84,7 @@ def feature(
     resolved: list[Seam | Patch] = []
     for one in seams:
         if isinstance(one, Row):
-            resolved.append(_patch(home, one, blank, blank, since, None))
+            resolved.append(_patch(home, one, blank, blank, one.since or since, None))
         else:
             resolved.append(Seam(tuple(_resolved(home, one, blank))))
     return Feature(since=since, seams=tuple(resolved), **fields)

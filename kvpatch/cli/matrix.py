@@ -34,7 +34,10 @@ def run(options: argparse.Namespace) -> int:
     """Print the matrix; return the exit code."""
     matrix = verdicts.read()
     if options.vllm not in (None, *matrix.releases):
-        print(f"vLLM {options.vllm} is not one of {', '.join(matrix.releases)}")
+        print(
+            f"vLLM {options.vllm} was not inspected, and does not start (KVP107; "
+            f"docs/upgrading.md); known are {', '.join(matrix.releases)}"
+        )
         return 2
     if options.rows:
         print(rows([options.vllm] if options.vllm else matrix.releases, options.json))

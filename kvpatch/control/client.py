@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -46,6 +46,7 @@ class Answer:
         limit: bytes that the engine may map now.
         seconds: from the question to the answer, in the engine.
         planned: whether these are the blocks of a plan, and nothing was done.
+        later: bytes that it may map from its resumption on; 0 if that was not asked for.
         said: the whole line, with fields of later versions.
     """
 
@@ -59,6 +60,7 @@ class Answer:
     limit: int = 0
     seconds: float = 0.0
     planned: bool = False
+    later: int = 0
     said: dict[str, Any] = field(default_factory=dict, compare=False)
 
     @classmethod
@@ -74,6 +76,9 @@ class Answer:
         """The outcome for a person."""
         if self.planned and self.phase != "suspended":
             return self._plan
+        if self.later and self.phase != "runs":
+            own = replace(self, later=0).sentence
+            return f"{own}; the limit is taken: {readable(self.later)} from its resumption on"
         if self.phase != "suspended":
             does = "it runs" if self.phase == "runs" else f"it is {self.phase}"
             said = f"{does}, with {readable(self.mapped)} mapped of {readable(self.limit)} at most"
@@ -122,6 +127,16 @@ class Engine:
     def models(self) -> list[str]:
         """The names of the model that it serves."""
         return [str(one) for one in self.said.get("models", ())]
+
+    @property
+    def most(self) -> int:
+        """The bytes of the device that its KV cache could have, all mapped."""
+        return int(self.said.get("most", 0))
+
+    @property
+    def first(self) -> int:
+        """The bytes that it could map when it started."""
+        return int(self.said.get("first", self.most))
 
     @property
     def phase(self) -> str:
@@ -190,7 +205,8 @@ class Engine:
         asked: dict[str, Any] = {"verb": "limit", "size": size}
         if revision is not None:
             asked["revision"] = revision
-        return self._ask(asked, tell, patience)
+        answer = self._ask(asked, tell, patience)
+        return answer if answer.phase == "runs" else replace(answer, later=size)
 
     def demand(self, *, patience: float = ANSWERS) -> dict[str, Any]:
         """Return what it needs and could have, see ``suspend.demand``.

@@ -349,7 +349,9 @@ class Keeper:
             if wanted <= free and not ahead:
                 self._room = view.total + size <= view.limit
                 return
-            if not self.member.take(size):
+            # What is seen to be full is not tried: that takes the lock.
+            full = view.total - view.own + self.member.committed + size > view.limit
+            if full or not self.member.take(size):
                 self._room = False
                 if wanted > free:
                     extents = -(-(wanted - free) // self.extents.per)

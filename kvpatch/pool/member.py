@@ -154,11 +154,12 @@ class Member:
         return False
 
     def give(self, size: int) -> None:
-        """Lower the record by ``size`` bytes, which were punched."""
+        """Lower the record by ``size`` bytes, which were punched.
+
+        Without the lock: who adds the records up meanwhile finds what was, or what is.
+        """
         self._owner = self._owner._replace(committed=self._owner.committed - size)
-        # If not now, at the next look; the folder may have been removed.
-        with suppress(Busy, OSError), ledger.alone(self.path.parent, ledger.TO_LOOK):
-            record.write_owner(self._file, self._owner)
+        record.write_owner(self._file, self._owner)
 
     def look(self, resident: int, coldest: float, reuse: float = 1.0) -> View:
         """Publish what the blocks of this engine are, and return what all engines have.
@@ -174,15 +175,33 @@ class Member:
         """
         if not self.counted:  # nothing may stay that nobody counts
             return View(0, self._owner.committed, [], self._owner.committed)
+        self._owner = self._owner._replace(
+            resident=resident,
+            floor=self.floor,
+            coldest=coldest,
+            reuse=reuse,
+            looked=time.monotonic(),
+        )
+        record.write_owner(self._file, self._owner)  # nobody else writes it
+        return self._glance() or self._look()
+
+    def _glance(self) -> View | None:
+        """Return what the files say, without the lock; None if something is to be changed there.
+
+        Half of what another engine writes meanwhile may be read: it says who may be asked, and
+        what is worth trying. Memory is taken with the lock, and an ask is read with it.
+        """
+        limit, ask = ledger.read_limit(self.path.parent), record.read_ask(self._file)
+        if limit is None or ask.size:
+            return None
+        peers = ledger.glance(self.path.parent, self.path)
+        if peers is None:
+            return None
+        self._limit, self._asked = limit, ask
+        return View(limit.current, self._owner.committed, peers, 0)
+
+    def _look(self) -> View:
         with ledger.alone(self.path.parent, ledger.TO_LOOK):
-            self._owner = self._owner._replace(
-                resident=resident,
-                floor=self.floor,
-                coldest=coldest,
-                reuse=reuse,
-                looked=time.monotonic(),
-            )
-            record.write_owner(self._file, self._owner)
             peers = ledger.survey(self.path.parent, self.path)
             limit = self._read_limit()
             self._asked = record.read_ask(self._file)

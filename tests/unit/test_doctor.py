@@ -345,7 +345,7 @@ def test_kvcacheds_extension_and_this_machine(tmp_path, monkeypatch, content, dr
     ("size", "level", "said"),
     [
         ("2GiB", Level.OK, "2GiB"),
-        ("2GB", Level.PROBLEM, "2GB"),
+        ("2GX", Level.PROBLEM, "2GX"),
         ("", Level.PROBLEM, "is not a size"),
     ],
 )

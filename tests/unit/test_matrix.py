@@ -471,7 +471,7 @@ def test_the_command_prints_what_is_recorded(run):
     done = matrix("--vllm", "0.28.0")
     assert "validated: engine/vllm-0.28.0-kvcached-0.1.6.json" in done.out
     done = matrix("--vllm", "0.1.0")
-    assert (done.code, done.out.startswith("vLLM 0.1.0 is not one of 0.12.0, ")) == (2, True)
+    assert (done.code, "known are 0.12.0, " in done.out) == (2, True)
 
 
 def test_the_command_prints_the_outcome_of_each_patch(run):

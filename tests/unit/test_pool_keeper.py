@@ -639,6 +639,17 @@ def test_if_the_own_coldest_is_the_coldest_of_all_nobody_is_asked(world: World) 
     assert one.member.look(0, 1.0).asked == 0
 
 
+def test_what_is_seen_to_be_full_is_not_tried(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one, two = world.engine("one"), world.engine("two")
+    one.store(8 * PER)
+    one.turn()
+    monkeypatch.setattr(two.member, "take", lambda size: pytest.fail("it takes the lock"))
+    two.keeper.need(PER)
+    two.turn()
+
+
 def test_an_own_extent_that_holds_nothing_does_not_hide_that_others_are_older(
     world: World,
 ) -> None:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import pytest
+from packaging.version import Version
+
 from kvpatch.patch import Gap, Kind, Patch, Seam
 from kvpatch.rows import Row, feature, gap, replacement, seam
 
@@ -20,6 +23,9 @@ def test_a_row_alone_says_all_but_its_releases_and_self():
     )
     (row,) = written(replacement("one.a", "m:f", "code:around_f", *FAULT, only_with="x")).seams
     assert (row.parameters, row.kind, row.only_with) == ((), Kind.REPLACE, "x")
+    later = written(Row("one.a", "m:f", "code:f", *FAULT, since="0.30"))
+    with pytest.raises(LookupError, match=r"the seam one\.a has no patch for vLLM 0\.29"):
+        later.at(Version("0.29"))  # without a gap that says why
 
 
 def test_names_of_the_signature_stand_behind_the_wrapper():

@@ -40,6 +40,11 @@ ABANDONED = 3600.0  # seconds without a write, after which nobody writes a file 
 class Ledger:
     """What is told of every block file. This one keeps nothing: the tier has no size."""
 
+    @property
+    def kept(self) -> bool:
+        """Whether files are removed to make room."""
+        return False
+
     def reserve(self, path: str, size: int) -> None:
         """Make room for a file of ``size`` bytes that is about to be written, or raise OSError."""
 

@@ -19,7 +19,14 @@ from vllm.v1.kv_offload.tiering.fs.manager import FileSystemTierManager, FsAsync
 from kvpatch import state
 from kvpatch.environ import PYTHONHASHSEED, TIER_SIZE
 from kvpatch.logs import log
-from kvpatch.patches.secondary_tiers.block_files import SEAL, Damaged, noted_in, own_folder, sweep
+from kvpatch.patches.secondary_tiers.block_files import (
+    SEAL,
+    Damaged,
+    Ledger,
+    noted_in,
+    own_folder,
+    sweep,
+)
 from kvpatch.patches.secondary_tiers.capacity import Folder, Full, ledger_of, size_of
 from kvpatch.patches.secondary_tiers.fewer_lines import FewerLines
 from kvpatch.patches.secondary_tiers.fingerprint import unusable
@@ -88,7 +95,7 @@ _KINDS: dict[type, str] = {Damaged: "damaged", Full: "full"}
 class TimedTasks:
     """vLLM's pool of threads, with the time of the tasks that have started, and what they did."""
 
-    def __init__(self, pool: Any, unanswered: Unanswered, disk: Disk, folder: Folder) -> None:
+    def __init__(self, pool: Any, unanswered: Unanswered, disk: Disk, folder: Ledger) -> None:
         self._pool = pool
         self._folder = folder
         self._unanswered = unanswered

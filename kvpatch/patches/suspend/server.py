@@ -21,6 +21,7 @@ from kvpatch.control import protocol
 from kvpatch.logs import log
 from kvpatch.patches.suspend import queue
 from kvpatch.patches.suspend.suspension import Cannot, Phase, Suspension
+from kvpatch.patches.suspend.told import first_limit_bytes
 from kvpatch.process import start_ticks
 from kvpatch.telemetry.counters import refused
 from kvpatch.upstream import kvcached_api, kvcached_limits
@@ -350,6 +351,7 @@ def describe(engine: Any, suspension: Suspension, name: str) -> dict[str, Any]:
         "promised": suspension.promised(),
         "revision": suspension.revision,
         "most": kvcached_api.most(manager),
+        "first": first_limit_bytes(manager),
         "mapped": kvcached_api.mapped(manager),
         "running": len(scheduler.running),
         "waiting": sum(scheduler.get_request_counts()) - len(scheduler.running),

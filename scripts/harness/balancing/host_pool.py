@@ -233,9 +233,7 @@ class World:
         extent: bytes of an extent, about.
     """
 
-    def __init__(
-        self, engines: int, size: int, block: int, folder: Path, extent: int = EXTENT
-    ) -> None:
+    def __init__(self, engines: int, size: int, block: int, folder: Path, extent: int) -> None:
         self.clock = Clock()
         self._events: list[tuple[float, int, Callable[[], None]]] = []
         self._count = itertools.count()
@@ -324,4 +322,4 @@ def pooled(requests: Sequence[Request], size: int, block: int, engines: int) -> 
     """Let engines share a host pool."""
     with tempfile.TemporaryDirectory(prefix="kvpatch-sharing-", dir="/dev/shm") as folder:
         Path(folder).chmod(0o700)
-        return World(engines, size, block, Path(folder) / "pool").run(requests)
+        return World(engines, size, block, Path(folder) / "pool", EXTENT).run(requests)

@@ -17,7 +17,7 @@ from harness.figures import svg
 Runs = list[dict[str, Any]]
 
 PICTURES = "docs/pictures"
-FILES = ("host", "fence", "pool", "suspend", "micro", "startup", "gpu")
+FILES = ("host", "fence", "pool", "suspend", "micro", "startup", "sharing", "gpu")
 
 
 def read(results: Path) -> dict[str, Any]:
@@ -59,6 +59,7 @@ def render(results: Path) -> dict[str, str]:
         pool_runs=list(reports.runs(found["pool"] or {})),
         suspend_rows=list(suspension_goals.rows(found["suspend"] or {})),
         suspend_runs=list(reports.runs(found["suspend"] or {})),
+        sharing_runs=list(reports.runs(found["sharing"] or {})),
         series=series,
         pairs=pairs,
         no_gpu=NO_GPU,

@@ -47,7 +47,8 @@ MODULES: dict[str, tuple[str, ...]] = {
     f"{FEATURES}/secondary_tiers/weights.py": (),
     f"{FEATURES}/secondary_tiers/admission.py": (),
     f"{FEATURES}/secondary_tiers/timeout.py": (),
-    f"{FEATURES}/secondary_tiers/block_files.py": (),
+    f"{FEATURES}/secondary_tiers/block_files.py": ("test_tier_size.py",),
+    f"{FEATURES}/secondary_tiers/capacity.py": ("test_tier_size.py",),
     f"{FEATURES}/secondary_tiers/shared_memory.py": (),
     f"{FEATURES}/secondary_tiers/parts.py": (),
     f"{FEATURES}/elastic_memory/ipc_name.py": ("test_ipc_name.py",),
@@ -56,6 +57,7 @@ MODULES: dict[str, tuple[str, ...]] = {
     f"{FEATURES}/elastic_memory/reservation.py": (),
     f"{FEATURES}/kvcached_compat/runner_choice.py": (),
     "kvpatch/claims.py": (),
+    "kvpatch/pool/worth.py": (),
     "kvpatch/telemetry/status_page.py": ("test_telemetry.py", "test_engines.py"),
 }
 # These start processes, take a minute, or are about other things; a module may name them.
