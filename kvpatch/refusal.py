@@ -63,8 +63,8 @@ def _incompatible(meaning: str, reference: str) -> Code:
 # events (KVP325), sleep (KVP341, KVP375), prompts other than text (KVP331), no answers (KVP361),
 # nothing to restore (KVP306, KVP358), no patch (KVP203), memory that engines share (KVP342,
 # KVP343, KVP344), an engine that is left alone (KVP370, KVP371, KVP372), limits (KVP373), several
-# engines (KVP374), a tier that has no size (KVP386), another frontend (KVP387), an NPU (KVP601,
-# KVP603, KVP605, KVP606).
+# engines (KVP374), what no folder has (KVP386), what serves (KVP387), an NPU (KVP601, KVP603,
+# KVP605, KVP606).
 CODES = {
     "KVP101": _setup("`KVPATCH` has an unknown value"),
     "KVP102": _setup("kvcached is switched off by one of its own variables"),

@@ -70,7 +70,7 @@ def plan(
             )
     limits = _limits(ours, room, shares, wanted, then, now, settings)
     moves = sorted(
-        (_move(one, limits[one.name], wanted[one.name], then[one.name], shares) for one in ours),
+        (_move(one, limits, wanted[one.name], then, ours) for one in ours),
         key=lambda move: (move.raises, move.name),
     )
     changed = tuple(move for move in moves if move.limit != move.before)
@@ -87,7 +87,8 @@ def _now(one: Engine, lends: bool, settings: Settings) -> Engine:
     if one.suspended:
         one = replace(one, needs=0, running=0, waiting=0)
     if lends and not one.waiting:
-        one = replace(one, least=int(one.least * (1 - settings.lent)))
+        page = one.page or settings.page  # it goes on to answer with that
+        one = replace(one, least=min(one.least, max(page, int(one.least * (1 - settings.lent)))))
     return one
 
 
@@ -295,25 +296,35 @@ def _gives(
 
 
 def _move(
-    one: Engine, limit: int, wanted: tuple[int, int, int], past: Past, shares: Mapping[str, int]
+    one: Engine,
+    limits: Mapping[str, int],
+    wanted: tuple[int, int, int],
+    then: Mapping[str, Past],
+    ours: Iterable[Engine],
 ) -> Move:
     """Return a move with its reason."""
     _, need, most = wanted
+    limit = limits[one.name]
+    others = [other for other in ours if other is not one]
     if limit > one.limit:
         if one.waiting and one.limit < need:
             why = f"{one.waiting} of its requests wait"
         elif one.limit < need:
             why = "its requests need more than it has"
-        else:
+        elif all(then[one.name].rate > then[other.name].rate for other in others):
             why = "it is full, and finds more prefixes than others"
+        else:
+            why = "it is full, and has less than its share"
     elif one.limit > most:
         why = "it may not have more"
+    elif not any(limits[other.name] > other.limit for other in others):
+        why = "the limits add up to more than the device has"
     elif one.suspended:
         why = "it is suspended, and others need memory"
     elif not (one.running or one.waiting):
         why = "it has no requests, and others need memory"
     else:
-        why = "others need it more"
+        why = "it has more than its share, and others need memory"
     return Move(one.name, one.limit, limit, why)
 
 

@@ -88,7 +88,8 @@ class Settings:
         spare: part of the need of requests that is added to it, for the tokens that they make.
         peak_of: seconds after which a need that has passed counts half: more requests of the kind
             are likely to come.
-        lent: part of what a longest request needs that an engine lends, whose operator says so.
+        lent: part of what a longest request needs that an engine lends, whose operator says so; a
+            page is kept of all of it.
     """
 
     page: int = 2 << 20
@@ -98,8 +99,8 @@ class Settings:
     rest: float = 10.0
     full: float = 0.9
     spare: float = 0.25
-    peak_of: float = 30.0
-    lent: float = 0.75
+    peak_of: float = 10.0
+    lent: float = 1.0
 
 
 @dataclass(frozen=True)

@@ -15,9 +15,14 @@ import heapq
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass, field
 
+from kvpatch.pool.worth import Reuse
+
 # When an empty extent was used. Not 0, which says that there is no extent; no clock of a running
 # machine is as low.
 _EMPTY = 1e-9
+# Seconds by which a chunk counts for colder than the one before it: of a prompt whose beginning is
+# evicted the rest is of no use, so the end goes first, as in vLLM's own order.
+BEHIND = 1e-6
 
 
 @dataclass
@@ -67,6 +72,7 @@ class Extents:
         count: extents of the tier.
         open: the extents that are not absent, by index.
         used: chunks that hold something.
+        reuse: how often what they hold is found.
     """
 
     def __init__(
@@ -84,6 +90,7 @@ class Extents:
         self.count = -(-chunks // self.per)
         self.open: dict[int, Extent] = {}
         self.used = 0
+        self.reuse = Reuse(clock)
         self._clock = clock
         self._roomy: list[int] = []  # extents that chunks can be handed out of, in order
         self._free = 0  # chunks of those
@@ -93,8 +100,9 @@ class Extents:
         self._idle: list[int] = []  # extents that could be closed, in order
         # The keeper looks ten times a second, under the scheduler's lock. Extents are ranked by
         # their last use, the highest of equals first; one that was used since has its rank renewed
-        # when it is the coldest.
+        # when it is the coldest. Those that hold nothing are ranked by themselves.
         self._ranks: list[tuple[float, int]] = []
+        self._empty: list[int] = []  # the negative indices
         self._jobs: dict[int, tuple[int, tuple[int, ...]]] = {}
 
     # Chunks, for the scheduler
@@ -118,15 +126,19 @@ class Extents:
             index = self._roomy[0]
             extent = self.open[index]
             self._set_idle(index, False)
+            was_empty, at = not extent.held, now - BEHIND * len(taken)
             while extent.free and len(taken) < len(keys):
                 chunk = extent.free.pop()
                 extent.held[chunk] = keys[len(taken)]
                 taken.append(chunk)
-            extent.used = now
+            extent.used = max(extent.used, at) if not was_empty else at
+            if was_empty:
+                self._rank(index, extent)
             if not extent.free:
                 del self._roomy[0]
         self._free -= len(taken)
         self.used += len(taken)
+        self.reuse.stored(len(taken))
         return taken
 
     def release(self, chunk: int) -> None:
@@ -145,12 +157,13 @@ class Extents:
             self._set_idle(index, extent.idle and not extent.closed)
 
     def use(self, chunks: Iterable[int]) -> None:
-        """Note that chunks are used now."""
+        """Note that chunks are used now, those of a prompt from its beginning."""
         now = self._clock()
-        for index in {int(chunk) // self.per for chunk in chunks}:
-            extent = self.open.get(index)
-            if extent is not None:
+        for chunk in chunks:
+            extent = self.open.get(int(chunk) // self.per)
+            if extent is not None and extent.used < now:
                 extent.used = now
+            now -= BEHIND
 
     def reset(self) -> None:
         """Take back every chunk."""
@@ -261,22 +274,35 @@ class Extents:
 
     def coldest(self) -> int | None:
         """Return the coldest extent that need not go yet; empty ones are colder than others."""
-        while self._ranks:
-            ranked, negative = self._ranks[0]
-            extent = self.open.get(-negative)
-            if extent is None or extent.draining or extent.closed or ranked != extent.ranked:
-                heapq.heappop(self._ranks)
-            elif ranked != extent.last_use:
-                extent.ranked = extent.last_use
-                heapq.heapreplace(self._ranks, (extent.ranked, negative))
-            else:
-                return -negative
-        return None
+        while self._empty:
+            extent = self.open.get(-self._empty[0])
+            if extent is not None and not (extent.held or extent.draining or extent.closed):
+                return -self._empty[0]
+            heapq.heappop(self._empty)
+        return self._coldest_of_held()
 
     def last_use(self) -> float:
         """Return when the coldest extent was used last; 0 if there is none."""
         index = self.coldest()
         return 0.0 if index is None else self.open[index].last_use
+
+    def last_use_of_held(self) -> float:
+        """Return when the coldest extent that holds something was used last; 0 if none does."""
+        index = self._coldest_of_held()
+        return 0.0 if index is None else self.open[index].used
+
+    def _coldest_of_held(self) -> int | None:
+        while self._ranks:
+            ranked, negative = self._ranks[0]
+            extent = self.open.get(-negative)
+            if extent is None or extent.draining or extent.closed or ranked != extent.ranked:
+                heapq.heappop(self._ranks)
+            elif ranked != extent.used:
+                extent.ranked = extent.used
+                heapq.heapreplace(self._ranks, (extent.ranked, negative))
+            else:
+                return -negative
+        return None
 
     def idle(self) -> list[int]:
         """Return the extents that could be closed, the highest first."""
@@ -292,17 +318,23 @@ class Extents:
             del self._idle[at]
 
     def _rank(self, index: int, extent: Extent) -> None:
-        """Rank an extent that is colder than it was; its earlier rank is passed over."""
+        """Rank an extent that is empty now, or was until now; its earlier rank is passed over."""
         extent.ranked = extent.last_use
-        heapq.heappush(self._ranks, (extent.ranked, -index))
-        if len(self._ranks) > 2 * len(self.open) + 100:
+        if extent.held:
+            heapq.heappush(self._ranks, (extent.ranked, -index))
+        else:
+            heapq.heappush(self._empty, -index)
+        if max(len(self._ranks), len(self._empty)) > 2 * len(self.open) + 100:
             self._rank_all()
 
     def _rank_all(self) -> None:
-        for extent in self.open.values():
+        every = self.open.items()
+        for _, extent in every:
             extent.ranked = extent.last_use
-        self._ranks = [(extent.ranked, -index) for index, extent in self.open.items()]
+        self._ranks = [(extent.ranked, -index) for index, extent in every if extent.held]
+        self._empty = [-index for index, extent in every if not extent.held]
         heapq.heapify(self._ranks)
+        heapq.heapify(self._empty)
 
     def _withhold(self, index: int, extent: Extent) -> None:
         if extent.free:

@@ -13,6 +13,7 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager
 
 from kvpatch.logs import log
+from kvpatch.pool import worth
 from kvpatch.pool.extents import Extents
 from kvpatch.pool.ledger import Busy, Foreign, Peer
 from kvpatch.pool.member import Different, Member, Promised, View
@@ -28,9 +29,9 @@ SOON = 0.02  # seconds between two looks while another engine is asked, for a se
 PATIENCE = 2.0
 # Seconds that an engine has to give what it was asked for, and for which it is passed over then.
 TO_GIVE, PASSED_OVER = 1.0, 10.0
-# Seconds by which another engine's coldest extent must be colder than the own one.
-COLDER = 1.0
-AT_ONCE = 8  # extents that another engine is asked for
+# Seconds by which another engine's coldest extent must be older than the own one.
+OLDER = 1.0
+AT_ONCE = 4  # extents that another engine is asked for
 PER_TURN = 8  # extents that are committed, or given back, between two looks
 # Seconds after which what failed is tried again.
 AGAIN = 10.0
@@ -212,9 +213,11 @@ class Keeper:
         self._looked_at, self._rest = self._clock(), random.uniform(AT_REST / 2, AT_REST)
         with self.lock:
             resident = self.extents.used * self.extents.chunk_bytes
-            self._coldest = self.extents.last_use()
+            # What is kept ahead goes first, and says nothing of the age of the others.
+            self._coldest = self.extents.last_use_of_held() or self.extents.last_use()
+            reuse = self.extents.reuse.rate
         try:
-            view = self.view = self.member.look(resident, self._coldest)
+            view = self.view = self.member.look(resident, self._coldest, reuse)
         except (Busy, Foreign):
             self._room = False  # no store waits for what may not come
             return
@@ -346,7 +349,9 @@ class Keeper:
             if wanted <= free and not ahead:
                 self._room = view.total + size <= view.limit
                 return
-            if not self.member.take(size):
+            # What is seen to be full is not tried: that takes the lock.
+            full = view.total - view.own + self.member.committed + size > view.limit
+            if full or not self.member.take(size):
                 self._room = False
                 if wanted > free:
                     extents = -(-(wanted - free) // self.extents.per)
@@ -397,20 +402,30 @@ class Keeper:
         return True
 
     def _ask(self, view: View, size: int, now: float) -> None:
-        """Ask the engine with the coldest extent of the machine for one, if it is another's.
+        """Ask the engine with the oldest extent of the machine for some, if it is another's.
 
+        Own extents that hold nothing do not count: they are filled before anything is evicted.
         Below its floor an engine asks whatever the age of its own.
         """
         if self._asked:
             return
         with self.lock:
-            own = self.extents.last_use()
+            used, reuse = self.extents.last_use_of_held(), self.extents.reuse.rate
         below = self.member.floor - self.member.committed
         if below > 0:
-            own, size = 0.0, min(size, below)
-        colder = [peer for peer in view.peers if self._may_ask(peer, own, now)]
-        if colder:
-            victim = min(colder, key=lambda peer: peer.owner.coldest)
+            used, size = 0.0, min(size, below)
+        # As if it had what it asks for: at an equal part it does not take for being below it.
+        own = worth.age(now - used, reuse, view.own + size, view.part) if used else float("-inf")
+        ages = [
+            (worth.age(now - had.coldest, had.reuse, had.committed, view.part), peer)
+            for peer in view.peers
+            if self._may_ask(peer, now)
+            for had in (peer.owner,)
+        ]
+        if not ages:
+            return
+        oldest, victim = max(ages, key=lambda one: one[0])
+        if oldest > own + OLDER:
             self._asked[victim.path.name] = now, victim.owner.committed
             self.member.ask(victim, size)
 
@@ -428,13 +443,12 @@ class Keeper:
                 del self._asked[name]
                 self._passed_over[name] = now + PASSED_OVER
 
-    def _may_ask(self, peer: Peer, own: float, now: float) -> bool:
+    def _may_ask(self, peer: Peer, now: float) -> bool:
         owner = peer.owner
         return (
             peer.answers(now)
             and owner.lends > 0
             and owner.coldest > 0
-            and (own == 0 or owner.coldest < own - COLDER)
             and self._passed_over.get(peer.path.name, 0) < now
         )
 

@@ -1,8 +1,8 @@
 """The ledger of a user's host pool: a limit, and what each engine has committed.
 
 It is a folder in /dev/shm with a file per engine. The engine and its workers hold a lock on the
-engine's file, which the kernel drops when the last of them is gone. All that counts is read and
-written under a lock on the folder.
+engine's file, which the kernel drops when the last of them is gone. A record is raised under a lock
+on the folder, with which all of them are read; each engine lowers its own, and looks, without it.
 
     raised, then committed; punched, then lowered
 
@@ -189,6 +189,9 @@ def survey(folder: Path, own: Path | None, remove: bool = True) -> list[Peer]:
     """Return the engines but ``own``; with ``remove``, remove the records of those that are gone.
 
     The caller is alone.
+
+    Raises:
+        Foreign: a running engine's record cannot be read.
     """
     found = []
     for path in sorted(folder.iterdir()):
@@ -207,6 +210,33 @@ def survey(folder: Path, own: Path | None, remove: bool = True) -> list[Peer]:
             os.close(file)
         if peer is not None:
             found.append(peer)
+    return found
+
+
+def glance(folder: Path, own: Path) -> list[Peer] | None:
+    """Return the engines but ``own``, without the lock; None if one is gone, or joins.
+
+    Trying a record's lock takes that of a dead engine for a moment: who tries it then counts the
+    dead one until the next look.
+    """
+    found = []
+    for path in folder.iterdir():
+        if not path.name.startswith(ENGINE) or path == own:
+            continue
+        try:
+            file = os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK)
+        except FileNotFoundError:
+            return None
+        try:
+            owner = record.read_owner(file)
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return None
+        except BlockingIOError:
+            if owner is None:
+                return None
+        finally:
+            os.close(file)
+        found.append(Peer(path, owner, dying=False))
     return found
 
 

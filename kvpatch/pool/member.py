@@ -64,6 +64,11 @@ class View(NamedTuple):
         """Bytes that all engines have committed."""
         return self.own + sum(peer.owner.committed for peer in self.peers)
 
+    @property
+    def part(self) -> float:
+        """Bytes of the limit for each engine, if all had the same."""
+        return self.limit / (1 + sum(not peer.dying for peer in self.peers))
+
 
 class Member:
     """An engine's part in a pool, from ``join`` to ``leave``.
@@ -80,6 +85,8 @@ class Member:
         self._file = file
         self._owner = owner
         self._limit = limit  # at the last look
+        self._least = owner.floor  # that the operator wants it to keep
+        self._keeps = False
         self._pid = os.getpid()
         self._asked = self._answered = Ask(0, 0.0)  # at the last look; what it has given
         self._processes = [os.getpid()]  # that hold its memory
@@ -92,7 +99,14 @@ class Member:
     @property
     def floor(self) -> int:
         """The bytes that it may have and keep, whatever the others need."""
-        return self._owner.floor
+        return max(self._least, self._owner.committed) if self._keeps else self._least
+
+    def keep(self, everything: bool) -> None:
+        """Let it keep all that it has, or again only what the operator wants; on any thread.
+
+        The others read it at its next look, and until then ask in vain.
+        """
+        self._keeps = everything
 
     @property
     def counted(self) -> bool:
@@ -140,18 +154,20 @@ class Member:
         return False
 
     def give(self, size: int) -> None:
-        """Lower the record by ``size`` bytes, which were punched."""
-        self._owner = self._owner._replace(committed=self._owner.committed - size)
-        # If not now, at the next look; the folder may have been removed.
-        with suppress(Busy, OSError), ledger.alone(self.path.parent, ledger.TO_LOOK):
-            record.write_owner(self._file, self._owner)
+        """Lower the record by ``size`` bytes, which were punched.
 
-    def look(self, resident: int, coldest: float) -> View:
+        Without the lock: who adds the records up meanwhile finds what was, or what is.
+        """
+        self._owner = self._owner._replace(committed=self._owner.committed - size)
+        record.write_owner(self._file, self._owner)
+
+    def look(self, resident: int, coldest: float, reuse: float = 1.0) -> View:
         """Publish what the blocks of this engine are, and return what all engines have.
 
         Args:
             resident: bytes of its blocks.
             coldest: when the coldest of its extents was used last; 0 if it has none.
+            reuse: chunks that it finds for each that it stores.
 
         Raises:
             Busy: the lock is not to be had.
@@ -159,11 +175,33 @@ class Member:
         """
         if not self.counted:  # nothing may stay that nobody counts
             return View(0, self._owner.committed, [], self._owner.committed)
+        self._owner = self._owner._replace(
+            resident=resident,
+            floor=self.floor,
+            coldest=coldest,
+            reuse=reuse,
+            looked=time.monotonic(),
+        )
+        record.write_owner(self._file, self._owner)  # nobody else writes it
+        return self._glance() or self._look()
+
+    def _glance(self) -> View | None:
+        """Return what the files say, without the lock; None if something is to be changed there.
+
+        Half of what another engine writes meanwhile may be read: it says who may be asked, and
+        what is worth trying. Memory is taken with the lock, and an ask is read with it.
+        """
+        limit, ask = ledger.read_limit(self.path.parent), record.read_ask(self._file)
+        if limit is None or ask.size:
+            return None
+        peers = ledger.glance(self.path.parent, self.path)
+        if peers is None:
+            return None
+        self._limit, self._asked = limit, ask
+        return View(limit.current, self._owner.committed, peers, 0)
+
+    def _look(self) -> View:
         with ledger.alone(self.path.parent, ledger.TO_LOOK):
-            self._owner = self._owner._replace(
-                resident=resident, coldest=coldest, looked=time.monotonic()
-            )
-            record.write_owner(self._file, self._owner)
             peers = ledger.survey(self.path.parent, self.path)
             limit = self._read_limit()
             self._asked = record.read_ask(self._file)

@@ -16,11 +16,11 @@ import struct
 from collections.abc import Iterable
 from typing import NamedTuple
 
-MAGIC = b"kvpool2\0"  # another number for another layout
+MAGIC = b"kvpool3\0"  # another number for another layout
 SIZE = 4096
 
 _OWNER, _ASK, _DEAD, _PROCESSES = 0, 512, 1024, 2048
-_owner = struct.Struct("<8s5Q2dQ64s")
+_owner = struct.Struct("<8s5Q2dQ64sd")
 _ask = struct.Struct("<Qd")
 _dead = struct.Struct("<d")
 _process = struct.Struct("<IQ")
@@ -43,6 +43,7 @@ class Owner(NamedTuple):
         looked: when it looked at the ledger last, on the monotonic clock.
         namespace: the pid namespace of its processes.
         name: of the model, for people.
+        reuse: chunks that it finds for each that it stores.
     """
 
     committed: int
@@ -54,6 +55,7 @@ class Owner(NamedTuple):
     looked: float
     namespace: int
     name: str
+    reuse: float = 1.0
 
     @property
     def lends(self) -> int:
@@ -78,7 +80,7 @@ class Limit(NamedTuple):
 def write_owner(file: int, owner: Owner) -> None:
     """Write what an engine has."""
     name = owner.name.encode()[:64].decode(errors="ignore").encode()
-    os.pwrite(file, _owner.pack(MAGIC, *owner[:-1], name), _OWNER)
+    os.pwrite(file, _owner.pack(MAGIC, *owner[:-2], name, owner.reuse), _OWNER)
 
 
 def read_owner(file: int) -> Owner | None:
@@ -86,10 +88,10 @@ def read_owner(file: int) -> Owner | None:
     data = os.pread(file, _owner.size, _OWNER)
     if len(data) < _owner.size:
         return None
-    magic, *fields = _owner.unpack(data)
+    magic, *fields, name, reuse = _owner.unpack(data)
     if magic != MAGIC:
         return None
-    return Owner._make([*fields[:-1], fields[-1].rstrip(b"\0").decode(errors="replace")])
+    return Owner._make([*fields, name.rstrip(b"\0").decode(errors="replace"), reuse])
 
 
 def write_ask(file: int, ask: Ask) -> None:

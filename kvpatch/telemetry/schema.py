@@ -97,7 +97,11 @@ _ENGINE = {
         )
     ),
     "suspended": _or_none(Group(seconds=_number, spilled=_map_of(_count), restored=_count)),
+    "phase": _text,
     "first_limit_bytes": _count,
+    "memory": _or_none(Group(device=_text, free=_count, total=_count)),
+    "saved_seconds": _number,
+    "prefill_rate": _number,
     "most_bytes": _count,
     "zero_page_bytes": _count,
     "elastic": _or_none(_is(bool)),

@@ -117,6 +117,12 @@ COUNTERS = (
         "Spilled blocks whose load from the CPU tier began since, each once for every time that it "
         "was spilled.",
     ),
+    Series(
+        "saved_prefill_seconds",
+        (),
+        "Seconds of prefill that hits of the CPU tier and of disks made needless, at the rate at "
+        "which the engine computed prompts until then.",
+    ),
     Series("fence_released_pages", (), "Pages of KV cache given back through the fence."),
     Series(
         "fence_held_pages",
@@ -163,6 +169,12 @@ GAUGES = (
     ),
     Series(
         "last_step_timestamp_seconds", (), "When the engine completed a step last, in Unix time."
+    ),
+    Series("suspended", (), "Whether the engine is suspended, or on its way there: 1 or 0."),
+    Series(
+        "suspended_requests",
+        (),
+        "Requests that wait for an engine because it is suspended; vLLM sends no stats meanwhile.",
     ),
     Series("elastic", (), "Whether the KV cache is on kvcached's elastic memory: 1 or 0."),
     Series(
@@ -229,6 +241,7 @@ def at_start(configured: Configured) -> dict[str, list[list[str]]]:
     return always | {
         "offload_bytes": [[name, outcome] for name in names for outcome in MOVED],
         "offload_operations": [[name, outcome] for name in names for outcome in OUTCOMES],
+        "saved_prefill_seconds": [[]],
         "fence_released_pages": [[]],
         "fence_held_pages": [[rule] for rule in RULES],
         "fence_hold_seconds": [[]],
@@ -272,6 +285,8 @@ def counters(state: dict[str, Any]) -> Values:
         found["spilled_blocks"] = [([reason], count) for reason, count in spilled]
         found["restored_blocks"] = [([], suspended["restored"])]
     found |= _lookups(state)
+    if state["connector"] and "saved_seconds" in state:
+        found["saved_prefill_seconds"] = [([], state["saved_seconds"])]
     if state["fence"] is not None:
         fence = state["fence"]
         found["fence_released_pages"] = [([], fence["released"])]
@@ -340,6 +355,11 @@ def gauges(state: dict[str, Any], at: float | None = None) -> Values:
         more = device["total_pages"] * page - first
         found["device_lent_bytes"] = [([], max(0, -more))]
         found["device_borrowed_bytes"] = [([], max(0, more))]
+    if state.get("suspended") is not None and (phase := state.get("phase")):
+        away = phase not in ("runs", "resuming")
+        requests = sum(state["requests"].values()) if away else 0
+        found["suspended"] = [([], int(away))]
+        found["suspended_requests"] = [([], requests)]
     if state.get("elastic") is not None:
         found["elastic"] = [([], int(state["elastic"]))]
     if fence is not None:

@@ -49,7 +49,7 @@ class Ledger:
     def give(self, size: int) -> None:
         self.committed -= size
 
-    def look(self, resident: int, coldest: float) -> View:
+    def look(self, resident: int, coldest: float, reuse: float) -> View:
         return View(self.limit, self.committed, [], 0)
 
 

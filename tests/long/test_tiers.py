@@ -48,15 +48,6 @@ def test_prompts_the_cpu_tier_evicted_come_back_from_disk(
     assert_comes_back(filled, engine(PLAIN))
 
 
-def test_so_they_do_with_the_other_model_and_layout(
-    serve: Serve, tmp_path: Path, engine: Engine
-) -> None:
-    """Each of them with the first of the other is a cell of the matrix."""
-    run = on(tmp_path, model="sliding", contiguous=False)
-    finished = serve(run, times=2, watch=True, engine=SMALL["sliding"])
-    assert_comes_back(finished, engine(replace(PLAIN, model="sliding")))
-
-
 def test_a_fresh_process_is_served_from_the_disk(
     filled: Finished, serve: Serve, disk: Path, engine: Engine
 ) -> None:

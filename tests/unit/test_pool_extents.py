@@ -169,6 +169,31 @@ def test_what_was_not_used_for_longest_goes_first_and_what_is_empty_before_it() 
     made.use([100])  # of an extent that is absent
 
 
+def test_of_a_prompt_the_end_is_colder_than_the_beginning_wherever_it_is() -> None:
+    made = opened(12, 4, 3)
+    made.allocate(range(12))
+    made.use([8, 9, 0, 1, 4])  # a prompt that begins in the last extent
+    assert made.coldest() == 1
+    made.drain(1)
+    assert made.coldest() == 0
+    made.use([4, 0, 8])
+    assert made.last_use_of_held() == made.open[2].used < made.open[0].used
+
+
+def test_what_is_stored_last_is_colder_within_a_prompt() -> None:
+    made = opened(12, 4, 3)
+    made.allocate(range(12))
+    assert made.open[0].used > made.open[1].used > made.open[2].used
+
+
+def test_the_last_use_of_what_is_held_passes_over_what_is_empty() -> None:
+    made = opened(12, 4, 3)
+    assert made.last_use_of_held() == 0
+    made.allocate(range(5))
+    assert made.last_use_of_held() == made.open[1].used
+    assert made.last_use() < 1 < made.last_use_of_held()
+
+
 def test_without_an_extent_there_is_no_last_use() -> None:
     assert extents().last_use() == 0
 

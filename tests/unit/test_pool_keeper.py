@@ -495,7 +495,7 @@ def test_the_coldest_extent_of_the_machine_goes(world: World) -> None:
 def test_an_engine_keeps_its_floor_however_cold_it_is(world: World) -> None:
     one, two = world.engine("one", floor=3 * MIB), world.engine("two")
     one.store(4 * PER)
-    world.now += 10
+    world.now += 60
     two.store(4 * PER)
     world.now += 10
     for _ in range(20):  # what it asks for is more than may be given
@@ -507,10 +507,32 @@ def test_an_engine_keeps_its_floor_however_cold_it_is(world: World) -> None:
     assert two.memory.committed == 5 * MIB
 
 
+def test_a_suspended_engine_keeps_all_that_it_has(world: World) -> None:
+    """What it has stored is nowhere else. Resumed, it gives as any other."""
+    one, two = world.engine("one"), world.engine("two")
+    one.store(4 * PER)
+    world.now += 60
+    two.store(4 * PER)
+    world.now += 10
+
+    def ask() -> int:
+        for _ in range(80):  # who gives nothing is not asked for a while
+            two.keeper.need(4 * PER)
+            two.turn()
+            one.turn()
+            world.now += 0.2
+        return one.extents.used
+
+    one.member.keep(everything=True)
+    assert ask() == 4 * PER
+    one.member.keep(everything=False)
+    assert ask() < 4 * PER
+
+
 def test_an_extent_that_would_take_an_engine_below_its_floor_is_not_given(world: World) -> None:
     one, two = world.engine("one", floor=3 * MIB + MIB // 2), world.engine("two")
     one.store(4 * PER)
-    world.now += 10
+    world.now += 60
     two.store(4 * PER)
     world.now += 10
     for _ in range(20):
@@ -615,6 +637,79 @@ def test_if_the_own_coldest_is_the_coldest_of_all_nobody_is_asked(world: World) 
     assert not two.keeper.need(PER)
     two.turn()
     assert one.member.look(0, 1.0).asked == 0
+
+
+def test_what_is_seen_to_be_full_is_not_tried(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one, two = world.engine("one"), world.engine("two")
+    one.store(8 * PER)
+    one.turn()
+    monkeypatch.setattr(two.member, "take", lambda size: pytest.fail("it takes the lock"))
+    two.keeper.need(PER)
+    two.turn()
+
+
+def test_an_own_extent_that_holds_nothing_does_not_hide_that_others_are_older(
+    world: World,
+) -> None:
+    one, two = world.engine("one"), world.engine("two")
+    kept = two.store(PER)
+    two.turn()
+    world.now += 100
+    one.store(6 * PER)
+    world.now += 100
+    two.extents.use(kept)
+    one.turn()
+    two.turn()
+    assert two.extents.last_use() < 1  # it has an extent ahead
+    world.now += 10
+    one.turn()
+    two.keeper.need(3 * PER)
+    two.turn()
+    assert one.member.look(0, 1.0).asked > 0
+
+
+def test_an_extent_kept_ahead_does_not_make_an_engine_the_oldest(world: World) -> None:
+    one, two, three = world.engine("one"), world.engine("two"), world.engine("three")
+    one.store(3 * PER)
+    world.now += 60
+    two.store(3 * PER)
+    two.turn()  # one ahead
+    assert two.extents.last_use() < 1 <= two.extents.last_use_of_held()
+    world.now += 60
+    one.turn()
+    two.turn()
+    three.keeper.need(2 * PER)
+    three.turn(2)
+    assert set(three.keeper._asked) == {one.member.path.name}
+
+
+def test_who_finds_less_of_what_it_stores_gives_first(world: World) -> None:
+    one, two, three = world.engine("one"), world.engine("two"), world.engine("three")
+    one.store(4 * PER)
+    one.extents.reuse.found(8 * PER)
+    world.now += 10
+    two.store(4 * PER)
+    world.now += 10
+    for engine in (one, two):
+        engine.turn()
+    three.keeper.need(PER)
+    three.turn()
+    assert set(three.keeper._asked) == {two.member.path.name}
+
+
+def test_an_equal_part_is_taken_from_who_has_more_before_who_has_less(world: World) -> None:
+    one, two, three = world.engine("one"), world.engine("two"), world.engine("three")
+    one.store(2 * PER)
+    world.now += 10
+    two.store(6 * PER)
+    world.now += 10
+    for engine in (one, two):
+        engine.turn()
+    three.keeper.need(PER)
+    three.turn()
+    assert set(three.keeper._asked) == {two.member.path.name}
 
 
 def test_an_engine_that_does_not_answer_is_passed_over(world: World) -> None:

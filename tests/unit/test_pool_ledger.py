@@ -450,13 +450,42 @@ def test_who_holds_the_lock_for_ever_stops_only_growth(
     fcntl.flock(file, fcntl.LOCK_EX)
     assert not one.take(MIB)
     one.give(MIB)
-    with pytest.raises(Busy):
-        one.look(0, 0.0)
+    assert one.look(0, 0.0).own == MIB, "a look needs no lock"
+    assert record.read_owner(one._file).committed == MIB  # type: ignore[union-attr]
     with pytest.raises(Busy):
         join(folder, name="two")
     os.close(file)
     assert one.look(0, 0.0).own == MIB
-    assert counted(folder) == MIB  # what was given back meanwhile is written now
+    assert counted(folder) == MIB
+    one.leave()
+
+
+def test_a_look_takes_the_lock_only_for_what_is_to_be_changed(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of 64 engines that all look it would be held most of the time."""
+    one, two, three = (join(folder, name=name) for name in ("one", "two", "three"))
+    assert two.take(MIB)
+    taken: list[float] = []
+    alone = ledger.alone
+    monkeypatch.setattr(ledger, "alone", lambda *words: taken.append(words[1]) or alone(*words))
+    view = one.look(MIB, 12.5, 0.5)
+    assert (view.limit, view.total, view.asked, len(view.peers)) == (8 * MIB, MIB, 0, 2)
+    two.give(MIB)
+    assert one.look(0, 0.0).total == 0
+    assert taken == []
+    (peer,) = (peer for peer in view.peers if peer.path == two.path)
+    assert peer.owner.committed == MIB
+    one.ask(peer, MIB)
+    taken.clear()
+    assert two.look(0, 0.0).asked == MIB
+    assert len(taken) == 1, "what is asked for is read with the lock"
+    two.answer()
+    three.leave()
+    taken.clear()
+    assert [peer.path for peer in one.look(0, 0.0).peers] == [two.path]
+    assert taken == []
+    two.leave()
     one.leave()
 
 

@@ -69,6 +69,7 @@ class Queue:
             for block_id in evicted:
                 del self._cached[block_id]
             self._use(evicted)
+            self._extents.reuse.stored(len(evicted))
             if not self._extents.free:
                 self._keeper.wake()
             return [self._pool.blocks[block_id] for block_id in (*taken, *evicted)]
@@ -78,6 +79,7 @@ class Queue:
         with self._lock:
             del self._cached[block.block_id]
             self._use([block.block_id])
+            self._extents.reuse.found(1)
 
     def prepend_n(self, blocks: Sequence[Any]) -> None:
         """Take back blocks without content."""

@@ -49,6 +49,15 @@ class Pooled:
         for index in self.extents.draining():
             self.keeper.evict(index)
 
+    @property
+    def room(self) -> int:
+        """The chunks that the engine can have, if the others give all that they may."""
+        view = self.keeper.view
+        if view is None:
+            return self.extents.chunks
+        free = view.limit - view.total + sum(peer.owner.lends for peer in view.peers)
+        return max(0, min(self.extents.chunks, (view.own + free) // self.extents.chunk_bytes))
+
     def close(self) -> None:
         """Give everything back; once, and not in a forked worker."""
         if self._process == os.getpid():
@@ -157,13 +166,14 @@ def around_lookup(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
 
 
 def around_prepare_load(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
-    """Note what is used. Wraps ``prepare_load``, whose result names the chunks."""
+    """Note what is found. Wraps ``prepare_load``, whose result names the chunks."""
     pooled = state.find(instance, Pooled)
     if pooled is None:
         return wrapped(*args, **kwargs)
     with pooled.lock:
         found = wrapped(*args, **kwargs)
         pooled.extents.use(found.block_ids)
+        pooled.extents.reuse.found(len(found.block_ids))
         return found
 
 

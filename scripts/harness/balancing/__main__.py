@@ -140,6 +140,16 @@ def simulate(
         speed = lambda now, name=name: busy(name, now)  # noqa: E731
         device.open_load(by_name[name], traces.warped(trace, speed, seconds))
     device.run(seconds)
+    return {
+        **together(engines, seconds),
+        "moves": limits.moves if isinstance(limits, Balanced) else 0,
+        "moved_gib": round(limits.moved / GIB, 1) if isinstance(limits, Balanced) else 0,
+        "took": round(time.monotonic() - begun, 1),
+    }
+
+
+def together(engines: list[Engine], seconds: float) -> dict[str, Any]:
+    """Return what was measured of all models, and of each."""
     every = [first for one in engines for first in one.measured.first]
     # Who still waits has waited for so long already.
     waits = [
@@ -151,10 +161,7 @@ def simulate(
     return {
         "tokens_per_second": round(sum(one.measured.tokens for one in engines) / seconds, 1),
         "first_token": of(every + waits),
-        "moves": limits.moves if isinstance(limits, Balanced) else 0,
-        "moved_gib": round(limits.moved / GIB, 1) if isinstance(limits, Balanced) else 0,
         "models": {one.name: of_model(one, seconds) for one in engines},
-        "took": round(time.monotonic() - begun, 1),
     }
 
 

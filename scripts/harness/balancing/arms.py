@@ -97,6 +97,32 @@ class Balanced(Limits):
         ]
 
 
+class OneLru(Limits):
+    """One LRU over what all engines keep for nobody: memory moves at once, block by block.
+
+    No policy that looks once a second can be as good.
+    """
+
+    def __init__(self, engines: list[Engine], size: int) -> None:
+        super().__init__(engines, size)
+        for engine in engines:
+            engine.make_room = self._make_room
+
+    def limit(self, engine: Engine) -> int:
+        """Return all that its requests leave of the device to it."""
+        others = (one for one in self.engines if one is not engine)
+        return self.size - sum(
+            (one.mapped - len(one.unused)) * one.bytes_of_block for one in others
+        )
+
+    def _make_room(self) -> None:
+        """Evict the block of the device that was not used for longest, until all have room."""
+        while sum(one.mapped * one.bytes_of_block for one in self.engines) > self.size:
+            keep = [one for one in self.engines if one.unused]
+            coldest = min(keep, key=lambda one: next(iter(one.unused.values())))
+            coldest.unused.popitem(last=False)
+
+
 class InFlight(Balanced):
     """Parts by the requests in flight and those done lately, and never less than what is in use.
 
@@ -170,6 +196,8 @@ def _lending(engines: list[Engine], size: int) -> Limits:
 
 STATIC, ALONE, FIRST = "static parts", "kvcached alone", "first come"
 CHOSEN, LENDING = "kvpatch balance", "kvpatch balance --lend '*'"
+IDEAL = "one LRU"
+ONE_LRU = Arm(IDEAL, "one LRU over the blocks of all engines, which moves at once", OneLru)
 COMPARED = (STATIC, ALONE, FIRST, CHOSEN, LENDING)  # of which more loads are run
 ARMS = (
     Arm(STATIC, "an equal part for each", Static),
@@ -181,5 +209,5 @@ ARMS = (
     Arm("by what is looked up", "prefixes by all tokens of prompts", _by(lambda one: one.lookups)),
     Arm("by what is missing", "prefixes by what the device lacks", _by(lambda one: one.asked)),
     Arm(CHOSEN, "prefixes by what is found", _by()),
-    Arm(LENDING, "the same; of one request, three quarters are lent while none waits", _lending),
+    Arm(LENDING, "the same; what one request needs is lent while none waits", _lending),
 )

@@ -63,6 +63,7 @@ class Engine:
 
     Attributes:
         room: returns how many blocks it may map now.
+        make_room: called when it has mapped blocks, for who evicts those of others.
         loads: bytes per second from the tier.
     """
 
@@ -75,10 +76,12 @@ class Engine:
         self.longest = longest
         self.bytes_of_block = bytes_of_block
         self.room: Callable[[], int] = lambda: 0
+        self.make_room: Callable[[], None] = lambda: None
+        self._now = 0.0
         self.queue: deque[Request] = deque()
         self.running: list[Request] = []
         self.used: Counter[int] = Counter()
-        self.unused: OrderedDict[int, None] = OrderedDict()
+        self.unused: OrderedDict[int, float] = OrderedDict()  # and since when
         self.own = 0
         self.tier: OrderedDict[int, None] = OrderedDict()
         self.tier_room = tier
@@ -135,6 +138,7 @@ class Engine:
                 self.used[key] += 1
             request.own = request.blocks - len(keys)
             self.own += request.own
+            self.make_room()
             for key in keys[:loaded]:
                 if key in self.tier:
                     self.tier.move_to_end(key)
@@ -155,6 +159,7 @@ class Engine:
 
     def step(self, now: float) -> tuple[int, int]:
         """Plan a step; return the tokens of prompts and the answers that it computes."""
+        self._now = now
         self.admit(now)
         left, answers = TOKENS, 0
         for request in self.running:
@@ -171,6 +176,7 @@ class Engine:
 
     def end(self, now: float) -> None:
         """End a step."""
+        self._now = now
         for request in list(self.running):
             if request.left > 0 or request.ready > now:
                 continue
@@ -192,6 +198,7 @@ class Engine:
                 if self._take(missing):
                     request.own += missing
                     self.own += missing
+                    self.make_room()
                 else:
                     self._preempt(self.running[-1])
 
@@ -222,7 +229,7 @@ class Engine:
             self.used[key] -= 1
             if not self.used[key]:
                 del self.used[key]
-                self.unused[key] = None
+                self.unused[key] = self._now
 
     def _store(self, keys: tuple[int, ...]) -> None:
         for key in reversed(keys):

@@ -11,7 +11,7 @@ FEATURES = "kvpatch/patches"
 # not by an import. secondary_tiers/fs.py needs it: tests/engine/test_tier_classes.py.
 # A name with a folder is a test of another lane: one that needs torch, but starts no engine.
 TENSORS = "engine/test_tier_fingerprint.py"
-RULES = ("test_rules.py", "test_simple_refusals.py", "test_tier_rules.py")
+RULES = ("test_rules.py", "test_rules_edges.py", "test_simple_refusals.py", "test_tier_rules.py")
 MODULES: dict[str, tuple[str, ...]] = {
     f"{FEATURES}/fence/fence.py": (),
     f"{FEATURES}/fence/hooks.py": (),
@@ -32,13 +32,16 @@ MODULES: dict[str, tuple[str, ...]] = {
     f"{FEATURES}/simple_offload/lifetime.py": (),
     f"{FEATURES}/simple_offload/eviction.py": (),
     f"{FEATURES}/simple_offload/legacy.py": (),
+    f"{FEATURES}/simple_offload/fixes.py": (),
     f"{FEATURES}/deadlock.py": (),
     "kvpatch/gate.py": (),
     "kvpatch/patch.py": (),
+    "kvpatch/rows.py": ("test_rows_written.py",),
     "kvpatch/rules.py": RULES,
     f"{FEATURES}/secondary_tiers/rules.py": RULES,
     f"{FEATURES}/secondary_tiers/promotion.py": (),
     f"{FEATURES}/secondary_tiers/legacy.py": (),
+    f"{FEATURES}/secondary_tiers/fixes.py": (),
     f"{FEATURES}/secondary_tiers/fingerprint.py": (),
     f"{FEATURES}/secondary_tiers/samples.py": (TENSORS,),
     f"{FEATURES}/secondary_tiers/weights.py": (),
@@ -54,6 +57,7 @@ MODULES: dict[str, tuple[str, ...]] = {
     f"{FEATURES}/elastic_memory/reservation.py": (),
     f"{FEATURES}/kvcached_compat/runner_choice.py": (),
     "kvpatch/claims.py": (),
+    "kvpatch/pool/worth.py": (),
     "kvpatch/telemetry/status_page.py": ("test_telemetry.py", "test_engines.py"),
 }
 # These start processes, take a minute, or are about other things; a module may name them.

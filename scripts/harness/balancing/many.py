@@ -1,0 +1,88 @@
+"""Many models on the memory of few, of which few are busy at a time."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+from harness.balancing import __main__ as three
+from harness.balancing.arms import Arm, Balanced
+from harness.balancing.device import Device
+from harness.balancing.engine import Engine
+from harness.balancing.traces import BLOCK, Conversation
+
+GIB = 1 << 30
+MODELS, BUSY = 8, 1.5  # of them on average
+DEVICE, TIER = 40 * GIB, 16 * GIB  # the CPU tier of each
+PER_TOKEN = 56 << 10
+LONGEST = 60_000
+USERS = 24  # of each
+SPELL = 120.0  # seconds for which a model is busy, on average
+OFTEN = 6  # times that the sessions are repeated, with other keys: there are too few
+SETTING = {
+    "models": MODELS,
+    "busy": BUSY,
+    "device_bytes": DEVICE,
+    "tier_bytes": TIER,
+    "bytes_per_token": PER_TOKEN,
+    "longest": LONGEST,
+    "users": USERS,
+    "spell_seconds": SPELL,
+}
+
+
+def spells(seed: int, seconds: float) -> list[tuple[float, float]]:
+    """Return from when to when a model is busy."""
+    drawn, rest = random.Random(seed), SPELL * (MODELS / BUSY - 1)
+    now, found = drawn.uniform(0, SPELL + rest), []
+    while now < seconds:
+        end = now + drawn.expovariate(1 / SPELL)
+        found.append((now, end))
+        now = end + drawn.expovariate(1 / rest)
+    return found
+
+
+def asks(seed: int, seconds: float) -> Callable[[int, float], float]:
+    """Return when a user may ask next."""
+    busy = spells(seed, seconds)
+
+    def active(user: int, when: float) -> float:
+        return next((max(when, begin) for begin, end in busy if when < end), three.NEVER)
+
+    return active
+
+
+def repeated(sessions: Sequence[Conversation], seed: int) -> list[Conversation]:
+    """Return sessions in another order, some times, each time with other keys."""
+    drawn, found = random.Random(seed), []
+    for number in range(1, OFTEN + 1):
+        for session in drawn.sample(sessions, len(sessions)):
+            found.append(
+                [
+                    replace(turn, keys=tuple(key + (number << 40) for key in turn.keys))
+                    for turn in session
+                ]
+            )
+    return found
+
+
+def simulate(
+    arm: Arm, seconds: float, sessions: Sequence[Conversation], seed: int
+) -> dict[str, Any]:
+    """Run one arm; return what was measured."""
+    block = PER_TOKEN * BLOCK
+    tier = TIER // block if arm.tier else 0
+    names = [f"model{number}" for number in range(MODELS)]
+    engines = [Engine(name, block, tier, arm.cached, LONGEST) for name in names]
+    limits = arm.make(engines, DEVICE)
+    device = Device(engines, limits)
+    for number, engine in enumerate(engines):
+        own = repeated(sessions, 7 * seed + number)
+        device.users(engine, own, USERS, asks(100 * seed + number, seconds))
+    device.run(seconds)
+    return {
+        **three.together(engines, seconds),
+        "moves": limits.moves if isinstance(limits, Balanced) else 0,
+    }
