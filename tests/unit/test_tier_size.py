@@ -130,6 +130,7 @@ def test_what_was_there_before_is_adopted_and_trimmed_once(tmp_path, monkeypatch
     plain.mkdir(parents=True)
     (tmp_path / "plain_r0").chmod(0o755)
     (plain / "1.bin").touch()
+    os.utime(plain / "1.bin", (1, 1))
     folder = of(tmp_path, 40)
     folder.adopt()
     assert kept(tmp_path / LAYOUT) == list(range(60, 100))
