@@ -1,6 +1,6 @@
 """What starts only where an engine ran with it: the cells, by what is turned on.
 
-``matrix/data/admitted.json`` is made of the recorded runs by ``scripts/matrix admit``, and by
+``admitted.json`` is made of the recorded runs by ``scripts/matrix admit``, and by
 ``scripts/matrix try`` once the engines ran. A rule asks for the cell of a configuration, so that
 what did not run is refused, without a list of exceptions to keep.
 """
@@ -15,7 +15,7 @@ from pathlib import Path
 from kvpatch.supported import in_ranges, validated
 from kvpatch.versions import Installed, in_words
 
-FILE = Path(__file__).parent / "matrix/data/admitted.json"
+FILE = Path(__file__).with_name("admitted.json")
 
 Table = Mapping[str, Mapping[str, list[str]]]  # cells by feature and release
 

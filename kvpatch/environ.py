@@ -54,8 +54,12 @@ ON_VALUES = ("1", "true", "on", "yes")
 OFF_VALUES = ("", "0", "false", "off", "no")  # and in the startup files, which import nothing
 _SECONDS = {"": 1}
 _TIMES = {"": 1, "s": 1, "min": 60, "h": 3600}
-# MB, M and their like are left out: 10**6 bytes to some who write them, 2**20 to others.
-_BYTES = {"": 1, "Mi": 1 << 20, "MiB": 1 << 20, "Gi": 1 << 30, "GiB": 1 << 30}
+# G, GB and GiB are one thing, as to kvctl, docker and vLLM's own sizes of memory.
+_BYTES = {"": 1, "b": 1} | {
+    letter + more: 1 << power
+    for letter, power in (("k", 10), ("m", 20), ("g", 30), ("t", 40))
+    for more in ("", "b", "i", "ib")
+}
 
 
 def boolean(text: str) -> bool:
@@ -220,8 +224,8 @@ def _number(text: str, units: Mapping[str, float]) -> float:
     """Return a decimal number in its unit; 0 if it is none."""
     import re  # here, because this module is imported in every process
 
-    match = re.fullmatch(r"([0-9]+(?:\.[0-9]+)?)([A-Za-z]*)", text)
-    return float(match[1]) * units.get(match[2], 0) if match else 0
+    match = re.fullmatch(r"([0-9]+(?:\.[0-9]+)?) ?([A-Za-z]*)", text)
+    return float(match[1]) * units.get(match[2].lower(), 0) if match else 0
 
 
 SWITCH = Variable(
@@ -234,7 +238,7 @@ ALLOW_VLLM = Variable(
     "exact version of one vLLM release to start although not validated",
     "none",
 )
-LOG = Variable("KVPATCH_LOG", "`debug` logs every gate and patch", "one line per process")
+LOG = Variable("KVPATCH_LOG", "`debug` logs every gate and patch", "one line per engine")
 STATUS_DIR = Variable(
     "KVPATCH_STATUS_DIR", "folder of the status pages that `kvpatch status` reads", "/dev/shm"
 )
@@ -255,6 +259,13 @@ TIER_PATIENCE = Variable(
     "seconds before an unresponsive secondary tier is treated as a miss",
     "10",
     seconds,
+)
+TIER_SIZE = Variable(
+    "KVPATCH_TIER_SIZE",
+    "size of the block files that your engines keep in the folder of a tier `fs`, for example "
+    "`500GiB`, or `50%` of its file system; the oldest by their last use go first",
+    "until the disk is full",
+    share,
 )
 HOST_POOL = Variable(
     "KVPATCH_HOST_POOL",
@@ -301,6 +312,7 @@ OURS = (
     DEBUG,
     VERDICTS,
     TIER_PATIENCE,
+    TIER_SIZE,
     HOST_POOL,
     HOST_POOL_FLOOR,
     IDLE,
@@ -398,6 +410,9 @@ KVCACHED = (
 
 VLLM_KV_CACHE_LAYOUT = Variable("VLLM_KV_CACHE_LAYOUT", "KV cache layout, vLLM 0.29 on", "auto")
 VLLM_USE_V2_MODEL_RUNNER = Variable("VLLM_USE_V2_MODEL_RUNNER", "selects Runner V2", "by release")
+VLLM_USE_RUST_FRONTEND = Variable(
+    "VLLM_USE_RUST_FRONTEND", "serves over a program that is no Python; refused", "off"
+)
 PYTHONHASHSEED = Variable(
     "PYTHONHASHSEED", "seed of the hashes that name blocks, the same for all engines", "by release"
 )

@@ -281,6 +281,15 @@ def check_feature(
     return PASSED
 
 
+def by_range(feature: Feature, patch: Patch, vllm: str) -> Verdict:
+    """Return the outcome of a patch on a release whose targets are as they were inspected."""
+    if Version(vllm) not in patch.span:
+        return Verdict(Outcome.NOT_NEEDED, f"its range is {patch.span}")
+    if not applies(feature, Installed.release("vllm", vllm), {}):
+        return Verdict(Outcome.OUTSIDE, f"vllm {vllm} is not validated")
+    return PASSED
+
+
 def require(features: Iterable[Feature], facts: Facts) -> None:
     """Check what must be there before vllm is imported, beside the packages.
 

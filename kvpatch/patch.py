@@ -113,11 +113,6 @@ class Seam(NamedTuple):
         return [part for part in self.parts if release in part.span]
 
 
-def seam(*parts: Patch | Gap) -> Seam:
-    """Return a seam of patches and gaps."""
-    return Seam(parts)
-
-
 class Feature(NamedTuple):
     """Patches that are applied completely or not at all.
 

@@ -63,7 +63,8 @@ def _incompatible(meaning: str, reference: str) -> Code:
 # events (KVP325), sleep (KVP341, KVP375), prompts other than text (KVP331), no answers (KVP361),
 # nothing to restore (KVP306, KVP358), no patch (KVP203), memory that engines share (KVP342,
 # KVP343, KVP344), an engine that is left alone (KVP370, KVP371, KVP372), limits (KVP373), several
-# engines (KVP374), an NPU (KVP601, KVP603, KVP605, KVP606).
+# engines (KVP374), what no folder has (KVP386), what serves (KVP387), an NPU (KVP601, KVP603,
+# KVP605, KVP606).
 CODES = {
     "KVP101": _setup("`KVPATCH` has an unknown value"),
     "KVP102": _setup("kvcached is switched off by one of its own variables"),
@@ -226,6 +227,12 @@ CODES = {
     "KVP378": _incompatible(
         "an engine whose ranks are on several machines",
         "ovg-project/kvcached, get_worker_socket_path in tp_ipc_util.py in 0.1.6",
+    ),
+    "KVP385": _setup("`KVPATCH_TIER_SIZE` is less than one block file"),
+    "KVP386": _not_validated("`KVPATCH_TIER_SIZE` with a tier that is no folder", False),
+    "KVP387": _not_validated("vLLM's Rust frontend", False),
+    "KVP388": _incompatible(
+        "vLLM's own extensible KV cache", "vllm-project/vllm#56492 (open), which maps memory itself"
     ),
     "KVP401": _incompatible(
         "the scheduler's block pool is not kvcached's", "ovg-project/kvcached#316"

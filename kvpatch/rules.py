@@ -112,8 +112,13 @@ def check(
             return refusal
         first = first or refusal
     if first is None:
-        for rule in asked:
-            warning = rule.warns(config, facts) if rule.warns is not None else ""
-            if warning:
-                log.warning("kvpatch: %s", warning)
+        for warning in warnings(config, facts, asked):
+            log.warning("kvpatch: %s", warning)
     return first
+
+
+def warnings(config: Config, facts: Facts, rules: Iterable[Rule]) -> Iterator[str]:
+    """Iterate over what rules tell the operator about a ``VllmConfig`` that breaks none."""
+    for rule in _asked(config, rules):
+        if rule.warns is not None and (warning := rule.warns(config, facts)):
+            yield warning

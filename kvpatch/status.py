@@ -81,6 +81,16 @@ class Record:
             f"KV on elastic memory: {elastic}{self._verified()}"
         )
 
+    def short(self) -> str:
+        """The line of an engine, of at most 160 characters; the rest is in ``line``."""
+        applied = sum(outcome is Outcome.APPLIED for outcome in self.features.values())
+        elastic = {True: "yes", False: "no", None: "not in this process"}[self.elastic]
+        layout = f"; {self.layout.partition(' (')[0]}" if self.layout else ""
+        return (
+            f"kvpatch {VERSION}: pid {os.getpid()}, {self.vllm}, kvcached {self.kvcached}, "
+            f"{applied} features{layout}; KV on elastic memory: {elastic}{self._verified()}"
+        )
+
     def _verified(self) -> str:
         if self.verified is None:
             return ""
@@ -99,10 +109,16 @@ class Record:
         }
 
     def say(self) -> None:
-        """Log and publish the line once per process; a forked child logs its own."""
+        """Log and publish the line once per process; a forked child logs its own.
+
+        An engine's is for the operator; those of its frontend and workers, and the features, are
+        for who looks for a fault.
+        """
         if not self.said_here():
             self.said_by = os.getpid()
-            log.info("%s", self.line())
+            if "engine-core" in self.roles:
+                log.info("%s", self.short())
+            log.debug("%s", self.line())
             publisher.process(self.describe)
 
     def said_here(self) -> bool:

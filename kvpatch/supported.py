@@ -1,7 +1,7 @@
 """The releases of vLLM and kvcached: inspected and validated.
 
 Inspected: the release's sources were checked against every row of ``kvpatch.patches``, and
-its signatures are recorded in ``matrix/data/signatures``. Validated: it has also passed the
+its signatures are recorded in ``docs/results/matrix/signatures``. Validated: it has also passed the
 full engine test matrix, and may start. Each patch release is validated separately.
 """
 

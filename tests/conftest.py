@@ -18,7 +18,11 @@ from typing import Any
 
 import pytest
 
-pytest_plugins = ("harness.engines.fixtures", "harness.engines.refused")
+pytest_plugins = (
+    "harness.engines.fixtures",
+    "harness.engines.refused",
+    "harness.evidence.of_tests",
+)
 
 # Tests say for themselves what is on; what the caller's shell has set must not.
 for _name in [name for name in os.environ if name.startswith(("KVPATCH", "KVCACHED", "ENABLE_KV"))]:

@@ -19,7 +19,8 @@ class Event:
     Attributes:
         at: seconds since the epoch.
         name: the engine; empty for something about all of them.
-        what: ``limit``, ``refused``, ``appeared``, ``ended``, ``silent``, ``answers`` or ``note``.
+        what: ``limit``, ``refused``, ``appeared``, ``ended``, ``silent``, ``answers``, ``left``
+            or ``note``.
         why: a reason, or the whole sentence of a note.
         before, limit: of a limit, in bytes.
         dry: it was not done, because it was a dry run.
@@ -61,6 +62,9 @@ class Event:
             return f"{self.name}: has ended"
         if self.what == "silent":
             return f"{self.name}: keeps {readable(self.limit)}: {self.why}"
+        if self.what == "left":
+            more = f"; {self.why}" if self.why else ""
+            return f"{self.name}: is left with {readable(self.limit)} at most{more}"
         if self.what == "answers":
             return f"{self.name}: answers again"
         return f"{self.name}: {self.why}" if self.name else self.why
@@ -69,6 +73,6 @@ class Event:
     def json(self) -> str:
         """It, for a program, in one line."""
         said: dict[str, Any] = {name: value for name, value in asdict(self).items() if value != ""}
-        if self.what not in ("limit", "refused", "appeared", "silent"):
+        if self.what not in ("limit", "refused", "appeared", "silent", "left"):
             del said["before"], said["limit"]
         return json.dumps(said)

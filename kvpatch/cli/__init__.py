@@ -31,6 +31,7 @@ COMMANDS: tuple[Command, ...] = (
     Command("doctor", "kvpatch.cli.doctor", "check this environment for kvpatch"),
     Command("status", "kvpatch.cli.status", "show the memory and transfers of running engines"),
     Command("verify", "kvpatch.cli.verify", "test a command on this machine, and let it start"),
+    Command("size", "kvpatch.cli.size", "show what a model's KV cache takes, and the commands"),
     Command("pool", "kvpatch.cli.pool", "show the host pool, or set its limit"),
     Command("list", "kvpatch.cli.listing", "show the engines that can be suspended and limited"),
     Command("suspend", "kvpatch.cli.suspend", "store an engine's KV cache and free its memory"),

@@ -6,15 +6,21 @@ import argparse
 import signal
 import sys
 import threading
-from collections.abc import Iterable
+import time
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path
 
 from kvpatch import private
-from kvpatch.balance import loop, options
+from kvpatch.balance import loop, options, seen
 from kvpatch.balance.event import Event
 from kvpatch.balance.options import Options, Wrong
-from kvpatch.balance.records import Terms
+from kvpatch.balance.records import Move, Terms
+from kvpatch.balance.seen import Found
+from kvpatch.control import Refused
+from kvpatch.sizes import readable
+
+WHY = "it started with that"
 
 PARTS = {
     "floor": ("NAME=SIZE", "memory that an engine always may map, for example chat=4GiB"),
@@ -26,7 +32,12 @@ PARTS = {
 def configure(parser: argparse.ArgumentParser) -> None:
     """Add the options."""
     parser.add_argument(
-        "--dry-run", action="store_true", help="only say what would be done; set no limit"
+        "--dry-run", action="store_true", help="look once, say what would be done, set no limit"
+    )
+    parser.add_argument(
+        "--restore",
+        action="store_true",
+        help="set the limits that the engines started with again, and end",
     )
     for part, (form, help_) in PARTS.items():
         parser.add_argument(
@@ -84,10 +95,13 @@ def run(options_: argparse.Namespace) -> int:
     try:
         balance = loop.Balance(read(options_), tell, dry=options_.dry_run)
         if options_.dry_run:
-            balance.run(stop, options_.rounds)
+            balance.run(stop, options_.rounds or 1)
         else:
             with loop.alone():
+                if options_.restore:
+                    return restore(tell)
                 balance.run(stop, options_.rounds)
+            leave(balance.found, tell)
     except (Wrong, loop.Busy, private.Unsafe) as error:
         print(f"kvpatch balance: {error}", file=sys.stderr)
         return 1
@@ -97,6 +111,35 @@ def run(options_: argparse.Namespace) -> int:
         print(f"kvpatch balance: {error.filename or ''} {error.strerror}", file=sys.stderr)
         return 1
     return 0
+
+
+def restore(tell: Callable[[Event], None]) -> int:
+    """Set the first limit of every engine again; return 1 if one does not take it.
+
+    Those that get less come first.
+    """
+    taken = True
+    found = [one for one in seen.look({}).values() if one.handle and one.handle.first]
+    for one in sorted(found, key=lambda one: one.handle.first > one.engine.limit):  # type: ignore[union-attr]
+        assert one.handle is not None
+        move = Move(one.engine.name, one.engine.limit, one.handle.first, WHY)
+        refused = ""
+        if move.limit != move.before:
+            try:
+                one.handle.limit(move.limit, patience=loop.GIVES)
+            except Refused as error:
+                refused, taken = str(error), False
+        tell(Event.of(time.time(), move, False, refused))
+    return 0 if taken else 1
+
+
+def leave(before: Mapping[str, Found], tell: Callable[[Event], None]) -> None:
+    """Say which limits the engines keep."""
+    for name, one in sorted(seen.look(before).items()):
+        why = ""
+        if one.handle is not None and one.handle.first not in (0, one.engine.limit):
+            why = f"it started with {readable(one.handle.first)}: kvpatch balance --restore"
+        tell(Event(time.time(), name, "left", why, limit=one.engine.limit))
 
 
 def read(given: argparse.Namespace) -> Options:

@@ -16,6 +16,7 @@ MARKS = {Level.OK: "ok", Level.NOTE: "note", Level.WARNING: "warn", Level.PROBLE
 
 def configure(parser: argparse.ArgumentParser) -> None:
     """Add the options."""
+    parser.usage = "kvpatch doctor [options] [-- vllm serve MODEL ...]"
     parser.add_argument("--json", action="store_true", help="print the report as JSON")
     parser.add_argument(
         "--import",
@@ -24,14 +25,19 @@ def configure(parser: argparse.ArgumentParser) -> None:
         help="import vllm with kvpatch on, in another process, which takes seconds "
         "(default: where no problem was found before)",
     )
+    words = parser.add_argument("words", nargs=argparse.REMAINDER, metavar="COMMAND")
+    words.help = "also whether this would start: options, configuration, memory and disks"
     parser.epilog = (
-        "Exit status 1 if a problem was found, 0 otherwise. Nothing is changed or deleted."
+        "After -- may be variables and a command: kvpatch doctor -- KVPATCH_IDLE=30s vllm serve "
+        "MODEL. vLLM reads it in another process, without an engine. Exit status 1 if a problem "
+        "was found, 0 otherwise. Nothing is changed or deleted."
     )
 
 
 def run(options: argparse.Namespace) -> int:
     """Print the report; return 1 if there is a problem."""
-    found = doctor.examine(cli.operator_environment(), options.try_import)
+    words = options.words[1:] if options.words[:1] == ["--"] else options.words
+    found = doctor.examine(cli.operator_environment(), options.try_import, words)
     problems = [finding for finding in found if finding.level is Level.PROBLEM]
     if options.json:
         report = {

@@ -25,6 +25,8 @@ def table(seen: list[Seen]) -> str:
     parts = []
     if engines:
         parts.append(columns([HEAD, *(row(one) for one in engines)]))
+    parts += device_lines(engines)
+    parts += disk_errors(engines)
     # A running process without an engine is a part of one.
     lines = [
         printable(one.line)
@@ -45,9 +47,50 @@ def table(seen: list[Seen]) -> str:
     return "\n".join(parts)
 
 
+def device_lines(engines: list[Seen]) -> list[str]:
+    """Return a line for each device: how large it is, what is free, and what limits add up to."""
+    devices: dict[tuple[str, int], list[tuple[float, dict[str, Any]]]] = {}
+    for one in engines:
+        engine = _engine(one)
+        if (memory := engine.get("memory")) and "device" in engine and one.page:
+            key = (memory["device"], memory["total"])
+            devices.setdefault(key, []).append((one.page.age, engine))
+    lines = []
+    for (name, total), found in devices.items():
+        free = min(found, key=lambda one: one[0])[1]["memory"]["free"]
+        each = [engine for _, engine in found]
+        limits = sum(one["device"]["total_pages"] * one["device"]["page_bytes"] for one in each)
+        taken = sum(map(charged, each))
+        lines.append(
+            printable(
+                f"{name}: {readable(total)}, {readable(free)} free; its "
+                f"{_count(len(each), 'engine has', 'engines have')} {readable(taken)}, and limits "
+                f"of {readable(limits)} together"
+            )
+        )
+    return lines
+
+
+def disk_errors(engines: list[Seen]) -> list[str]:
+    """Return a line for each secondary tier whose disk has failed."""
+    lines = []
+    for one in engines:
+        for disk in _engine(one).get("disks", ()):
+            counted = [f"{count} {kind}" for kind, count in disk["errors"].items() if count]
+            if counted:
+                name = _engine(one).get("pool") or str(one.pid)
+                lines.append(
+                    printable(
+                        f"{name}: errors of the secondary tier {disk['tier']}: "
+                        f"{', '.join(counted)}; its blocks are computed again (the log says why)"
+                    )
+                )
+    return lines
+
+
 def is_shown(seen: Seen) -> bool:
     """Return whether a process is an engine that runs, or may run in another container."""
-    if not _engine(seen) or seen.page is None or seen.state in (State.GONE, State.ENDED):
+    if not _engine(seen) or seen.page is None or seen.state in reader.OVER:
         return False
     return seen.state is not State.FOREIGN or seen.page.age < reader.SILENT
 

@@ -6,6 +6,8 @@ import argparse
 
 from kvpatch import environ
 from kvpatch.cli import verbs
+from kvpatch.control import Answer, Engine
+from kvpatch.environ import Share
 
 
 def size(text: str) -> int:
@@ -16,13 +18,39 @@ def size(text: str) -> int:
         raise argparse.ArgumentTypeError(f"{text}: {error}") from None
 
 
+def share(text: str) -> Share:
+    """Return a size in bytes, or a part of what the engine started with."""
+    try:
+        return environ.share(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(f"{text}: {error}") from None
+
+
 def configure(parser: argparse.ArgumentParser) -> None:
     """Add the options."""
     verbs.name_argument(parser)
-    parser.add_argument("size", type=size, help="for example 8GiB or 512MiB")
-    parser.epilog = "While the engine is suspended, the limit holds from its resumption on."
+    which = parser.add_mutually_exclusive_group(required=True)
+    which.add_argument(
+        "size",
+        type=share,
+        nargs="?",
+        help="for example 8GiB, or 50%% of the KV cache that the engine started with",
+    )
+    which.add_argument(
+        "--reset", action="store_true", help="the limit that the engine started with"
+    )
+    parser.epilog = (
+        "G, GB and GiB are the same. While the engine is suspended, the limit holds from its "
+        "resumption on."
+    )
 
 
 def run(options: argparse.Namespace) -> int:
     """Set the limit."""
-    return verbs.do(options, lambda engine: engine.limit(options.size, tell=verbs.progress))
+
+    def verb(engine: Engine) -> Answer:
+        size = engine.first if options.reset else options.size.of(engine.most)
+        return engine.limit(size, tell=verbs.progress)
+
+    goes_on = "it keeps to the limit that it was told, and gives back what is above it"
+    return verbs.do(options, verb, goes_on)

@@ -5,11 +5,13 @@ from __future__ import annotations
 import argparse
 import json
 import shlex
+from itertools import chain
 
-from kvpatch import distributions
+from kvpatch import distributions, gate, patches
 from kvpatch import verdicts as verdicts_here
 from kvpatch.cli.columns import columns
-from kvpatch.matrix import axes, npu, signatures, tables, verdicts
+from kvpatch.matrix import tables, verdicts
+from kvpatch.matrix.verdicts import Matrix, Verdict
 
 LEGEND = (
     f"{tables.ALL} validated, {tables.PART} in part, {tables.REFUSED} refused, "
@@ -30,51 +32,54 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Print the matrix; return the exit code."""
-    known = signatures.releases("vllm")
-    if options.vllm not in (None, *known):
-        print(f"vLLM {options.vllm} is not one of {', '.join(known)}")
+    matrix = verdicts.read()
+    if options.vllm not in (None, *matrix.releases):
+        print(
+            f"vLLM {options.vllm} was not inspected, and does not start (KVP107; "
+            f"docs/upgrading.md); known are {', '.join(matrix.releases)}"
+        )
         return 2
     if options.rows:
-        print(rows(options.vllm, options.json))
+        print(rows([options.vllm] if options.vllm else matrix.releases, options.json))
     elif options.json:
-        found = verdicts.verdicts(options.vllm)
-        cells = [vars(cell) | as_json(verdict) for cell, verdict in found.items()]
-        on_npus = [
-            {"vllm-ascend": ascend} | vars(cell) | as_json(verdict)
-            for (ascend, cell), verdict in npu.verdicts().items()
-            if options.vllm in (None, cell.vllm)
-        ]
-        counted = {"counts": verdicts.counts(found.values()), "cells": cells, "NPUs": on_npus}
-        print(json.dumps(counted, indent=1))
+        print(as_json(matrix.of(options.vllm) if options.vllm else matrix))
     elif options.vllm:
-        print(one_release(options.vllm))
+        print(one_release(matrix.of(options.vllm), options.vllm))
     else:
-        print(every_release())
+        print(every_release(matrix))
     return 0
 
 
-def as_json(verdict: verdicts.Verdict) -> dict[str, str]:
-    """Return a verdict for JSON."""
-    words = {"verdict": verdict.kind.value, "why": verdict.why}
-    more = {"tagged bytes": verdict.tagged, "plain vLLM on a CPU": verdict.ended}
-    return words | {name: said for name, said in more.items() if said}
+def as_json(matrix: Matrix) -> str:
+    """Return every cell."""
+
+    def words(verdict: Verdict) -> dict[str, str]:
+        said = {"verdict": verdict.kind.value, "why": verdict.why}
+        more = {"tagged bytes": verdict.tagged, "plain vLLM on a CPU": verdict.ended}
+        return said | {name: text for name, text in more.items() if text}
+
+    cells = [vars(cell) | words(verdict) for cell, verdict in matrix.cells.items()]
+    on_npus = [
+        {"vllm-ascend": ascend} | vars(cell) | words(verdict)
+        for (ascend, cell), verdict in matrix.npus.items()
+    ]
+    counted = verdicts.counts(matrix.cells.values())
+    return json.dumps({"counts": counted, "cells": cells, "NPUs": on_npus}, indent=1)
 
 
-def every_release() -> str:
+def every_release(matrix: Matrix) -> str:
     """Return one line per release, and the counts for the whole matrix."""
-    found = verdicts.verdicts()
-    head = ("vLLM", *(connector.name for connector in axes.CONNECTORS))
-    grid = tables.grid(found, reversed(signatures.releases("vllm")))
-    parts = (columns([head, *grid]), LEGEND, on_npus(), counts(found) + verified())
-    return "\n\n".join(parts)
+    grid = tables.grid(matrix.cells, reversed(matrix.releases))
+    releases = columns([("vLLM", *verdicts.CONNECTORS), *grid])
+    return "\n\n".join((releases, LEGEND, on_npus(matrix), counts(matrix) + verified()))
 
 
-def on_npus() -> str:
+def on_npus(matrix: Matrix) -> str:
     """Return a line per release of vllm-ascend and connector."""
     return columns(
         [
             (f"vllm-ascend {ascend} on an NPU", cell.connector, verdict.kind.value)
-            for (ascend, cell), verdict in npu.verdicts().items()
+            for (ascend, cell), verdict in matrix.npus.items()
         ]
     )
 
@@ -94,58 +99,52 @@ def verified() -> str:
     return f"\n\nverified here\n{columns(lines)}" if lines else ""
 
 
-def one_release(vllm: str) -> str:
+def one_release(matrix: Matrix, vllm: str) -> str:
     """Return every cell of a release, grouped by verdict."""
     parts = []
-    found = verdicts.verdicts(vllm)
-    for verdict, cells in tables.grouped(found):
+    for verdict, cells in tables.grouped(matrix.cells):
         parts.append(f"{verdict.kind.value}: {verdict.why}")
         if verdict.tagged:
             parts.append(f"  tagged bytes were right: {verdict.tagged}")
         if verdict.ended:
             parts.append(f"  plain vLLM, without kvpatch, ends on a CPU: {verdict.ended}")
         parts += [f"    {line}" for line in tables.describe(cells)]
-    starts = {name: verdicts.admitted_with(name).get(vllm) for name in axes.TRIED}
     parts.append("together, by connector:")
-    parts += [f"    {name}: {', '.join(who)}" for name, who in starts.items() if who]
-    for (ascend, cell), verdict in npu.verdicts().items():
-        if cell.vllm == vllm:
-            parts.append(f"vllm-ascend {ascend} on an NPU: {verdict.kind.value}: {verdict.why}")
-            parts.append(f"    {cell.connector}, {cell.runner}, {cell.layout}, {cell.model}")
-    return "\n".join([*parts, "", counts(found)])
+    for name, by_connector in matrix.tried.items():
+        who = [one for one, releases in by_connector.items() if vllm in chain(*releases)]
+        parts += [f"    {name}: {', '.join(who)}"] if who else []
+    for (ascend, cell), verdict in matrix.npus.items():
+        parts.append(f"vllm-ascend {ascend} on an NPU: {verdict.kind.value}: {verdict.why}")
+        parts.append(f"    {cell.connector}, {cell.runner}, {cell.layout}, {cell.model}")
+    return "\n".join([*parts, "", counts(matrix)])
 
 
-def counts(found: dict[axes.Cell, verdicts.Verdict]) -> str:
+def counts(matrix: Matrix) -> str:
     """Return how many cells have each verdict, a line each."""
-    counted = verdicts.counts(found.values())
+    counted = verdicts.counts(matrix.cells.values())
     width = len(str(max(counted.values(), default=0)))
     each = (f"  {count:>{width}} {kind}" for kind, count in counted.items())
     return "\n".join([f"{sum(counted.values())} cells:", *each])
 
 
-def rows(vllm: str | None, in_json: bool) -> str:
-    """Return the outcome of each patch in each release."""
-    newest = list(signatures.releases("kvcached").values())[-1]
-    checked = {
-        release: signatures.check_rows(recorded, newest)
-        for release, recorded in signatures.releases("vllm").items()
-        if vllm in (None, release)
+def rows(releases: list[str], in_json: bool) -> str:
+    """Return the outcome of each patch in each release: by its range and what is validated."""
+    outcomes = {
+        patch.id: {release: gate.by_range(feature, patch, release) for release in releases}
+        for feature in patches.FEATURES
+        for patch in feature.patches
     }
     if in_json:
-        outcomes = {
+        by_release = {
             release: {
-                row: {"outcome": v.outcome.value, "reason": v.reason} for row, v in of.items()
+                row: {"outcome": of[release].outcome.value, "reason": of[release].reason}
+                for row, of in outcomes.items()
             }
-            for release, of in checked.items()
+            for release in releases
         }
-        return json.dumps(outcomes, indent=1)
-    names = list(next(iter(checked.values())))
-    table = columns(
-        [
-            ("patch", *checked),
-            *((name, *(of[name].outcome.value for of in checked.values())) for name in names),
-        ]
-    )
+        return json.dumps(by_release, indent=1)
+    lines = ((row, *(one.outcome.value for one in of.values())) for row, of in outcomes.items())
+    table = columns([("patch", *releases), *lines])
     if distributions.host_device():
         return table
     return (

@@ -6,6 +6,8 @@ import argparse
 
 from kvpatch.cli import verbs
 
+GOES_ON = "it is resumed as soon as it has its memory; kvpatch list shows it"
+
 
 def configure(parser: argparse.ArgumentParser) -> None:
     """Add the options."""
@@ -14,4 +16,4 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Resume the engine."""
-    return verbs.do(options, lambda engine: engine.resume(tell=verbs.progress))
+    return verbs.do(options, lambda engine: engine.resume(tell=verbs.progress), GOES_ON)

@@ -78,7 +78,7 @@ def drawn(seen: list[Seen], options: argparse.Namespace) -> str:
 def code(seen: list[Seen]) -> int:
     """Return the exit code: 0 if something runs and nothing that should run does not."""
     here = [one.state for one in seen if one.state not in (State.FOREIGN, State.ENDED)]
-    return 0 if here and all(state is State.RUNS for state in here) else 1
+    return 0 if here and all(state in reader.WELL for state in here) else 1
 
 
 def as_json(seen: list[Seen]) -> str:
@@ -115,7 +115,7 @@ def nothing() -> str:
 
 def running(seen: list[Seen]) -> str:
     """Return what processes without an engine there are, such as those of one that starts."""
-    here = [one for one in seen if one.state is State.RUNS]
+    here = [one for one in seen if one.state in reader.WELL]
     if not here:
         return nothing()
     pids = ", ".join(str(one.pid) for one in here)
@@ -139,7 +139,7 @@ def block(seen: Seen) -> str:
 
     What a page may leave out is left out; nothing of it reaches the terminal but text.
     """
-    if seen.state is not State.RUNS or seen.page is None:
+    if seen.state not in reader.WELL or seen.page is None:
         return printable(seen.line)
     content = seen.page.content
     head = (
@@ -150,6 +150,7 @@ def block(seen: Seen) -> str:
     features = content.get("features", {})
     engine = content.get("engine", {})
     lines = [
+        *([("state", seen.line)] if seen.line else ()),
         ("features", ", ".join(f"{name} {how}" for name, how in features.items())),
         *verified_lines(content),
         *engine_lines(engine),
@@ -182,6 +183,8 @@ def engine_lines(engine: dict[str, Any]) -> Iterator[tuple[str, str]]:
         tier = engine.get("tier")
         room = f": {tier['used_blocks']} of {tier['total_blocks']} blocks used" if tier else ""
         yield "tier", engine["connector"] + room
+    for line in disk_lines(engine):
+        yield "disk", line
     if engine.get("host_pool"):
         yield "pool", pool_line(engine["host_pool"])
     counted = not engine.get("off")
@@ -233,6 +236,17 @@ def pool_line(pool: dict[str, Any]) -> str:
     return line
 
 
+def disk_line(disk: dict[str, Any]) -> str:
+    """Return how full the folder of a secondary tier with a size is."""
+    evicted, errors = disk["bytes"].get("evicted", 0), disk["errors"]
+    line = f"{readable(disk['held_bytes'])} of {readable(disk['size_bytes'])} in block files"
+    if evicted:
+        line += f"; this engine removed {readable(evicted)} for newer ones"
+    if errors.get("full"):
+        line += f"; {errors['full']} stores not made, there was no room"
+    return line
+
+
 def moved_line(engine: dict[str, Any]) -> str:
     """Return what was stored and loaded, the ratio, and the stores not made."""
     stored, loaded = engine["bytes"]["stored"], engine["bytes"]["loaded"]
@@ -260,5 +274,32 @@ def hits_line(engine: dict[str, Any]) -> str:
     return (
         f"of {looked_up} prompt tokens {device} were on the device, {tier} came from the tier"
         f"{f' ({disk} of them from disk)' if disk else ''}, {looked_up - device - tier} were "
-        f"computed{f', {lost} of them not for the first time' if lost else ''}"
+        f"computed{f', {lost} of them not for the first time' if lost else ''}{saved(engine)}"
     )
+
+
+def saved(engine: dict[str, Any]) -> str:
+    """Return the prefill that hits of the tiers made needless; nothing where none is known."""
+    seconds, rate = engine.get("saved_seconds", 0), engine.get("prefill_rate", 0)
+    if not seconds or not rate:
+        return ""
+    return f"; the tier saved {seconds:.1f} s of prefill, at {rate:.0f} tokens/s"
+
+
+def disk_lines(engine: dict[str, Any]) -> Iterator[str]:
+    """Yield what each secondary tier did, and what went wrong there."""
+    for disk in engine.get("disks", ()):
+        is_sized = "size_bytes" in disk and "held_bytes" in disk
+        said = ("full",) if is_sized else ()
+        moved = disk["bytes"]
+        errors = {k: n for k, n in disk["errors"].items() if n and k not in said}
+        line = (
+            f"{disk['tier']}: {readable(moved.get('stored', 0))} stored, "
+            f"{readable(moved.get('loaded', 0))} loaded"
+        )
+        if errors:
+            counted = ", ".join(f"{count} {kind}" for kind, count in errors.items())
+            line += f"; errors: {counted}, after which blocks are computed again"
+        yield line
+        if is_sized:
+            yield f"{disk['tier']}: {disk_line(disk)}"

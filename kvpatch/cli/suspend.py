@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import argparse
+import shlex
+import sys
 
 from kvpatch.cli import verbs
 from kvpatch.control import Answer, Engine
 from kvpatch.environ import seconds
+from kvpatch.telemetry.printable import printable
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -36,6 +39,9 @@ def run(options: argparse.Namespace) -> int:
     def verb(engine: Engine) -> Answer:
         if options.plan:
             return engine.plan()
+        if engine.phase not in ("runs", "suspended"):
+            said = f"{engine.name} is {engine.phase} already: this waits for that suspension"
+            print(printable(said), file=sys.stderr)
         return engine.suspend(
             finish=options.finish,
             whole=options.whole,
@@ -43,4 +49,12 @@ def run(options: argparse.Namespace) -> int:
             tell=verbs.progress,
         )
 
-    return verbs.do(options, verb)
+    when = (
+        "when its running requests have finished"
+        if options.finish
+        else "when its blocks are stored"
+    )
+    name = shlex.quote(options.name)
+    return verbs.do(
+        options, verb, f"it will be suspended {when}; kvpatch resume {name} gives that up"
+    )

@@ -21,8 +21,15 @@ def name_argument(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", action="store_true", help="print the answer as JSON")
 
 
-def do(options: argparse.Namespace, verb: Verb) -> int:
-    """Do something to the engine that is named; print how it ended, and return the exit code."""
+def do(options: argparse.Namespace, verb: Verb, goes_on: str) -> int:
+    """Do something to the engine that is named; print how it ended, and return the exit code.
+
+    Args:
+        options: with ``name`` and ``json``.
+        verb: what is done.
+        goes_on: what the engine does although nobody waits for it any longer.
+    """
+    engine = None
     try:
         engine = find(options.name)
         answer = verb(engine)
@@ -32,6 +39,11 @@ def do(options: argparse.Namespace, verb: Verb) -> int:
         else:
             print(printable(f"{options.name}: {refused}"), file=sys.stderr)
         return 1
+    except KeyboardInterrupt:
+        if engine is not None:
+            start = "\r\x1b[K" if sys.stderr.isatty() else ""
+            print(start + printable(f"{engine.name} goes on: {goes_on}"), file=sys.stderr)
+        raise
     if options.json:
         print(json.dumps({"name": engine.name} | answer.said))
     else:

@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -39,30 +39,34 @@ class Answer:
         phase: of the engine, one of ``runs`` and ``suspended`` once a verb has ended.
         resident: blocks with a hash that were on the device.
         kept: those of them that are in the tier.
-        lost: those of them that are nowhere, and are computed again when they are asked for.
+        partial: those of them that fill no chunk (``blocks_per_chunk``), which no tier stores.
+        lost: the others that are nowhere, which like these are computed again when asked for.
         freed: bytes of the device that were given back.
         mapped: bytes of the device that are mapped or reserved now.
         limit: bytes that the engine may map now.
         seconds: from the question to the answer, in the engine.
         planned: whether these are the blocks of a plan, and nothing was done.
+        later: bytes that it may map from its resumption on; 0 if that was not asked for.
         said: the whole line, with fields of later versions.
     """
 
     phase: str
     resident: int = 0
     kept: int = 0
+    partial: int = 0
     lost: int = 0
     freed: int = 0
     mapped: int = 0
     limit: int = 0
     seconds: float = 0.0
     planned: bool = False
+    later: int = 0
     said: dict[str, Any] = field(default_factory=dict, compare=False)
 
     @classmethod
     def of(cls, said: dict[str, Any]) -> Answer:
         """Return the answer that a line says."""
-        names = ("resident", "kept", "lost", "freed", "mapped", "limit", "seconds")
+        names = ("resident", "kept", "partial", "lost", "freed", "mapped", "limit", "seconds")
         numbers = {name: said[name] for name in names if name in said}
         planned = bool(said.get("plan"))
         return cls(phase=str(said.get("phase", "")), planned=planned, said=said, **numbers)
@@ -72,6 +76,9 @@ class Answer:
         """The outcome for a person."""
         if self.planned and self.phase != "suspended":
             return self._plan
+        if self.later and self.phase != "runs":
+            own = replace(self, later=0).sentence
+            return f"{own}; the limit is taken: {readable(self.later)} from its resumption on"
         if self.phase != "suspended":
             does = "it runs" if self.phase == "runs" else f"it is {self.phase}"
             said = f"{does}, with {readable(self.mapped)} mapped of {readable(self.limit)} at most"
@@ -81,6 +88,8 @@ class Answer:
         kept = f"{self.kept} of {self.resident} blocks are in the tier"
         if self.lost:
             kept += f", {self.lost} did not fit and will be computed again"
+        if self.partial:
+            kept += f", {self.partial} fill no chunk and will be computed again"
         return (
             f"it is suspended: {kept}; {readable(self.freed)} given back, {readable(self.mapped)} "
             "still mapped"
@@ -91,6 +100,8 @@ class Answer:
         said = f"{self.kept} of {self.resident} blocks would be kept"
         if self.lost:
             said += f", {self.lost} do not fit into the tier and would be computed again"
+        if self.partial:
+            said += f", {self.partial} fill no chunk and would be computed again"
         running = self.said.get("running", 0)
         return said + (f"; running requests that would be preempted: {running}" if running else "")
 
@@ -116,6 +127,16 @@ class Engine:
     def models(self) -> list[str]:
         """The names of the model that it serves."""
         return [str(one) for one in self.said.get("models", ())]
+
+    @property
+    def most(self) -> int:
+        """The bytes of the device that its KV cache could have, all mapped."""
+        return int(self.said.get("most", 0))
+
+    @property
+    def first(self) -> int:
+        """The bytes that it could map when it started."""
+        return int(self.said.get("first", self.most))
 
     @property
     def phase(self) -> str:
@@ -184,7 +205,8 @@ class Engine:
         asked: dict[str, Any] = {"verb": "limit", "size": size}
         if revision is not None:
             asked["revision"] = revision
-        return self._ask(asked, tell, patience)
+        answer = self._ask(asked, tell, patience)
+        return answer if answer.phase == "runs" else replace(answer, later=size)
 
     def demand(self, *, patience: float = ANSWERS) -> dict[str, Any]:
         """Return what it needs and could have, see ``suspend.demand``.
@@ -344,9 +366,10 @@ def _unknown(name: str, known: list[Engine], silent: list[Silent]) -> str:
         content = {} if seen.page is None else seen.page.content
         if name in ((content.get("engine") or {}).get("pool"), str(seen.pid)):
             named.append((seen, content))
-    over = (reader.State.GONE, reader.State.ENDED)
-    for seen, content in sorted(named, key=lambda one: one[0].state in over):  # an earlier one last
-        if seen.state in over:
+    for seen, content in sorted(
+        named, key=lambda one: one[0].state in reader.OVER
+    ):  # an earlier one last
+        if seen.state in reader.OVER:
             return f"{name} is gone, with what it had in its caches: {seen.line}"
         if seen.state is reader.State.FOREIGN:
             return f"{name} does not listen here: {seen.line}"

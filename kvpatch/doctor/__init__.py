@@ -6,7 +6,7 @@ gates that need vllm are passed in another one, which imports it as a start woul
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from kvpatch.doctor.finding import Finding, Level, Topic
 
@@ -22,16 +22,23 @@ def versions() -> dict[str, str]:
     return packages.installed_versions()
 
 
-def examine(settings: Mapping[str, str], try_import: bool | None = None) -> list[Finding]:
+def examine(
+    settings: Mapping[str, str],
+    try_import: bool | None = None,
+    words: Sequence[str] = (),
+) -> list[Finding]:
     """Run every check.
 
     Args:
         settings: the environment variables that vLLM would be started with.
         try_import: also import vllm with kvpatch on, which takes seconds; None for where no
             problem was found before.
+        words: a command, after variables that it sets, whose options and configuration are
+            examined too, in place of the import; empty for none.
     """
     try:
         from kvpatch.doctor import (
+            command,
             environment,
             imports,
             leftovers,
@@ -40,22 +47,29 @@ def examine(settings: Mapping[str, str], try_import: bool | None = None) -> list
             packages,
             pool,
             startup,
+            tiers,
             verified,
         )
     except ImportError as error:  # one of the two requirements, which the gates need
         what = f"kvpatch cannot be imported whole ({error}), and would refuse vLLM"
         remedy = "reinstall kvpatch with its requirements"
         return [Topic("packages").problem(what, remedy)]
+    sets, words = command.split(words)
+    settings = {**settings, **sets}
     found = [
         *machine.check(settings),
         *memory.check(settings),
         *pool.check(settings),
+        *tiers.check(settings),
         *packages.check(settings),
         *startup.check(settings),
         *environment.check(settings),
         *verified.check(settings),
         *leftovers.check(),
     ]
+    if words:
+        known = {finding.code for finding in found if finding.code}
+        return found + command.check(words, settings, known)
     if try_import is None:
         try_import = not any(finding.level is Level.PROBLEM for finding in found)
     return found + imports.check(settings) if try_import else found

@@ -103,8 +103,8 @@ def known_combinations(settings: Mapping[str, str]) -> Iterator[Finding]:
         )
     if settings.get(environ.KVCACHED_IPC_NAME.name):
         yield COMBINATIONS.note(
-            "KVCACHED_IPC_NAME is set: two engines started with the same name share one limit",
-            "give every engine a name of its own, or unset it",
+            "KVCACHED_IPC_NAME is set: a second engine of this name is refused (KVP413, KVP414)",
+            "give every engine a name of its own",
         )
     # Spelled as vLLM looks for it.
     if "expandable_segments:True" in settings.get("PYTORCH_CUDA_ALLOC_CONF", ""):

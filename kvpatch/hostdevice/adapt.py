@@ -64,6 +64,9 @@ class _TorchWithHostDevice(wrapt.ObjectProxy):  # type: ignore[misc]
         return SimpleNamespace(
             is_available=lambda: True,
             current_device=lambda: 0,
+            is_initialized=lambda: True,
+            mem_get_info=ledger.memory,
+            get_device_name=lambda: "host device",
             get_device_properties=lambda device: SimpleNamespace(total_memory=ledger.device_size()),
         )
 

@@ -3,12 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from typing import Any
 
 from kvpatch import admitted
-from kvpatch.matrix import axes, signatures, verdicts
-from kvpatch.matrix.axes import Cell
-from kvpatch.matrix.verdicts import Kind, Verdict
+from kvpatch.matrix import verdicts
+from kvpatch.matrix.verdicts import (
+    AXES,
+    CONNECTORS,
+    LAYOUTS,
+    MODELS,
+    NONE,
+    RUNNERS,
+    Cell,
+    Kind,
+    Tried,
+    Verdict,
+    boxes,
+)
 from kvpatch.supported import in_ranges
 
 # Marks in a grid of releases and connectors: all cells that vLLM has are validated, some are,
@@ -26,44 +36,21 @@ def grouped(found: Mapping[Cell, Verdict]) -> list[tuple[Verdict, list[Cell]]]:
 
 
 def describe(cells: Iterable[Cell]) -> list[str]:
-    """Return cells of one release in few lines, merged axis by axis.
-
-    Every line is a product of values, and together they are exactly ``cells``.
-    """
-    names = ("connector", "runner", "layout", "model", "feature")
-    boxes: list[list[tuple[str, ...]]] = [
-        [(getattr(cell, name),) for name in names] for cell in cells
-    ]
-    for axis in reversed(range(len(names))):
-        merged: dict[Any, list[tuple[str, ...]]] = {}
-        for box in boxes:
-            key = tuple(box[:axis] + box[axis + 1 :])
-            if key in merged:
-                merged[key][axis] += box[axis]
-            else:
-                merged[key] = list(box)
-        boxes = list(merged.values())
-    everything = {
-        "connector": {one.name for one in axes.CONNECTORS},
-        "runner": set(axes.RUNNERS),
-        "layout": set(axes.LAYOUTS),
-        "model": {one.name for one in axes.MODELS},
-    }
+    """Return cells of one release in few lines, each a product of values."""
+    everything = {"connector": CONNECTORS, "runner": RUNNERS, "layout": LAYOUTS, "model": MODELS}
     lines = []
-    for *box, features in boxes:
+    for *box, features in boxes(cells):
         words = [
-            f"any {name}" if set(values) == everything[name] else " or ".join(values)
-            for name, values in zip(names, box, strict=False)
+            f"any {name}" if set(values) == set(everything[name]) else " or ".join(values)
+            for name, values in zip(AXES, box, strict=False)
         ]
-        if features != (axes.NONE,):
+        if features != (NONE,):
             words.append(f"with {' or '.join(features)}")
         lines.append(", ".join(words))
     return lines
 
 
-def summary(
-    found: Mapping[Cell, Verdict], vllm: str, connector: str, feature: str = axes.NONE
-) -> str:
+def summary(found: Mapping[Cell, Verdict], vllm: str, connector: str, feature: str = NONE) -> str:
     """Return one release, connector and feature in a few words: what starts, or the verdict.
 
     The verdict of what is refused is that of the first kind of model; a connector that a feature
@@ -103,7 +90,7 @@ def mark(found: Mapping[Cell, Verdict], vllm: str, connector: str) -> str:
     kinds = [
         verdict.kind
         for cell, verdict in found.items()
-        if (cell.vllm, cell.connector, cell.feature) == (vllm, connector, axes.NONE)
+        if (cell.vllm, cell.connector, cell.feature) == (vllm, connector, NONE)
         and cell.model in ("full attention", "sliding window")
         and verdict.kind is not Kind.ABSENT
     ]
@@ -131,21 +118,21 @@ def _together(cells: list[Cell]) -> str:
     Models with the same runners and layouts are listed together.
     """
     models: dict[tuple[str, ...], list[str]] = {}
-    for model in axes.MODELS:
-        here = [cell for cell in cells if cell.model == model.name]
+    for model in MODELS:
+        here = [cell for cell in cells if cell.model == model]
         layouts = {cell.layout for cell in here}
         where = [" ".join(sorted({cell.runner for cell in here}))]
-        where += [] if layouts == set(axes.LAYOUTS) else sorted(layouts)
+        where += [] if layouts == set(LAYOUTS) else sorted(layouts)
         if here:
-            models.setdefault(tuple(where), []).append(model.name)
+            models.setdefault(tuple(where), []).append(model)
     return " and ".join(", ".join((*where, *names)) for where, names in models.items())
 
 
 def summaries(found: Mapping[Cell, Verdict]) -> list[tuple[str, ...]]:
     """Return a line per release, newest first: its name and a summary per connector."""
     return [
-        (vllm, *(summary(found, vllm, connector.name) for connector in axes.CONNECTORS))
-        for vllm in reversed(signatures.releases("vllm"))
+        (vllm, *(summary(found, vllm, connector) for connector in CONNECTORS))
+        for vllm in _newest_first(found)
     ]
 
 
@@ -156,37 +143,38 @@ def features(found: Mapping[Cell, Verdict]) -> list[tuple[str, ...]]:
     """
     some = {(cell.feature, cell.vllm) for cell, verdict in found.items() if verdict.kind.starts}
     return [
-        (one.name, vllm, *(summary(found, vllm, each.name, one.name) for each in axes.CONNECTORS))
-        for one in axes.FEATURES
-        if one.name != axes.NONE
-        for vllm in reversed(signatures.releases("vllm"))
-        if (one.name, vllm) in some
+        (name, vllm, *(summary(found, vllm, each, name) for each in CONNECTORS))
+        for name in verdicts.features(found)
+        if name != NONE
+        for vllm in _newest_first(found)
+        if (name, vllm) in some
     ]
 
 
-def tried() -> list[tuple[str, ...]]:
+def tried(found: Mapping[str, Tried]) -> list[tuple[str, ...]]:
     """Return a line per setting that is no axis, and per pair, that starts: name, connectors.
 
     Of each connector the releases on which engines ran with it, and those that are inferred.
     """
-    lines = []
-    for name in axes.TRIED:
-        ran, starts = verdicts.ran_with(name), verdicts.admitted_with(name)
-        words = []
-        for connector in dict.fromkeys(admitted.kind_of(one.name) for one in axes.CONNECTORS):
-            on = [vllm for vllm, of in ran.items() if connector in of and vllm in starts]
-            more = [vllm for vllm, of in starts.items() if connector in of and vllm not in on]
-            said = [in_ranges(on)] if on else []
-            said += [f"inferred: {in_ranges(more)}"] if more else []
-            words.append("; ".join(said) or ABSENT)
-        if starts:
-            lines.append((name, *words))
-    return lines
+    columns = dict.fromkeys(map(admitted.kind_of, CONNECTORS))
+    return [
+        (name, *(_ran(*by_connector.get(one, ([], []))) for one in columns))
+        for name, by_connector in found.items()
+    ]
 
 
 def grid(found: Mapping[Cell, Verdict], releases: Iterable[str]) -> list[tuple[str, ...]]:
     """Return a line per release, in the given order: its name and a mark per connector."""
     return [
-        (vllm, *(mark(found, vllm, connector.name) for connector in axes.CONNECTORS))
-        for vllm in releases
+        (vllm, *(mark(found, vllm, connector) for connector in CONNECTORS)) for vllm in releases
     ]
+
+
+def _newest_first(found: Mapping[Cell, Verdict]) -> list[str]:
+    return list(dict.fromkeys(cell.vllm for cell in found))[::-1]
+
+
+def _ran(on: list[str], inferred: list[str]) -> str:
+    said = [in_ranges(on)] if on else []
+    said += [f"inferred: {in_ranges(inferred)}"] if inferred else []
+    return "; ".join(said) or ABSENT

@@ -14,7 +14,7 @@ from __future__ import annotations
 from typing import Any
 
 from kvpatch import state
-from kvpatch.patch import Feature, Patch
+from kvpatch.rows import Row, feature
 from kvpatch.supported import FLOOR
 
 # Steps without anything to run. A few are normal: batches in flight end in them. A single
@@ -113,21 +113,20 @@ def release(scheduler: Any, request: Any) -> None:
     request.num_computed_tokens = 0
 
 
-FEATURE = Feature(
+FEATURE = feature(
+    __name__,
     name="standstill",
     summary="loaded requests that wait for memory free their blocks when nothing else can run",
     since=FLOOR,
     seams=(
-        Patch(
-            id="standstill.schedule",
-            target="vllm.v1.core.sched.scheduler:Scheduler.schedule",
-            why="vLLM never preempts a waiting request with loaded blocks, and the available "
+        Row(
+            "standstill.schedule",
+            "vllm.v1.core.sched.scheduler:Scheduler.schedule",
+            ":around_schedule",
+            "vLLM never preempts a waiting request with loaded blocks, and the available "
             "memory can shrink after its load was admitted",
-            upstream="none: with memory of fixed size an admitted request always fits",
-            until="vLLM preempts waiting requests with loaded blocks",
-            wrapper="kvpatch.patches.deadlock:around_schedule",
-            parameters=("self",),
-            since="0.16",
+            "none: with memory of fixed size an admitted request always fits",
+            "vLLM preempts waiting requests with loaded blocks",
         ),
     ),
 )

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from kvpatch.patch import Feature, Gap, Kind, Patch, seam
+from kvpatch.rows import Row, feature, gap, replacement, seam
 from kvpatch.supported import FLOOR
 
-_COPIES = "kvpatch.hostdevice.copies"
 _OFFLOAD = "vllm.v1.kv_offload"
 _OLD, _NEW = f"{_OFFLOAD}.worker.cpu_gpu", f"{_OFFLOAD}.cpu.gpu_worker"
 _SPEC_OF_ONE_FILE, _SPEC = f"{_OFFLOAD}.cpu", f"{_OFFLOAD}.cpu.spec"
@@ -15,268 +14,239 @@ _SIMPLE = "vllm.v1.simple_kv_offload"
 _NONE = "none: vLLM copies with CUDA, ROCm and XPU only"
 _UNTIL = "vLLM's CPU platform has streams, events and batched copies"
 
-
-_ABSENT = Gap("0.16", "0.19", "there is no SimpleCPUOffloadConnector")
-
-
-def _name(
-    row: str, target: str, wrapper: str, why: str, since: str, before: str | None = None
-) -> Patch:
-    """Return the row that replaces a name in one module of vLLM."""
-    return Patch(
-        id=f"host.{row}",
-        target=target,
-        why=why,
-        upstream=_NONE,
-        until=_UNTIL,
-        wrapper=f"{_COPIES}:{wrapper}",
-        parameters=(),
-        since=since,
-        before=before,
-        kind=Kind.REPLACE,
-    )
-
-
+_ABSENT = gap("there is no SimpleCPUOffloadConnector")
 _STREAMS = "the worker takes streams, events and pinned memory from torch.cuda"
 _SWAP = "the worker copies with CUDA's kernels"
 _PLATFORM = "the worker takes its streams from the platform"
 _PINNED = "the CPU tier would not be registered with the device"
 _CUDA_ALIKE = "the spec makes a worker on GPUs only"
+_CONFIGURED = gap("the rank is in vLLM's configuration", since="0.32")
 _RANK = "the spec takes the rank from the index of the accelerator"
 _BATCH = "blocks are copied by a function of CUDA's driver"
 _CUDART = "the CPU tier is registered with CUDA's runtime"
 
-FEATURE = Feature(
+FEATURE = feature(
+    "kvpatch.hostdevice",
     name="host-copies",
     summary="vLLM's own workers copy between the host device and the CPU tier",
     since=FLOOR,
-    wanted="kvpatch.hostdevice.adapt:wanted",
+    upstream=_NONE,
+    until=_UNTIL,
+    wanted="adapt:wanted",
     seams=(
         seam(
-            _name("copy_torch", f"{_NEW}:torch", "torch_with_streams", _STREAMS, "0.21"),
-            _name(
-                "copy_torch_old", f"{_OLD}:torch", "torch_with_streams", _STREAMS, "0.16", "0.21"
+            replacement(
+                "host.copy_torch",
+                f"{_NEW}:torch",
+                "copies:torch_with_streams",
+                _STREAMS,
+                since="0.21",
             ),
+            Row("host.copy_torch_old", f"{_OLD}:torch"),
         ),
         seam(
-            _name("copy_blocks", f"{_NEW}:ops", "operations_with_copies", _SWAP, "0.21"),
-            _name(
-                "copy_blocks_old", f"{_OLD}:ops", "operations_with_copies", _SWAP, "0.16", "0.21"
+            replacement(
+                "host.copy_blocks",
+                f"{_NEW}:ops",
+                "copies:operations_with_copies",
+                _SWAP,
+                since="0.21",
             ),
+            Row("host.copy_blocks_old", f"{_OLD}:ops"),
         ),
         seam(
-            _name(
-                "copy_platform",
+            replacement(
+                "host.copy_platform",
                 f"{_NEW}:current_platform",
-                "platform_with_streams",
+                "copies:platform_with_streams",
                 _PLATFORM,
-                "0.23",
+                since="0.23",
             ),
-            Gap("0.16", "0.23", "the worker takes its streams from torch, see host.copy_torch"),
+            gap("the worker takes its streams from torch, see host.copy_torch"),
         ),
         seam(
-            _name("copy_pinned", f"{_NEW}:PIN_MEMORY", "pinned", _PINNED, "0.24"),
-            _name(
-                "copy_pin_available",
+            replacement(
+                "host.copy_pinned", f"{_NEW}:PIN_MEMORY", "copies:pinned", _PINNED, since="0.24"
+            ),
+            Row(
+                "host.copy_pin_available",
                 f"{_NEW}:is_pin_memory_available",
-                "pinned_as_asked",
-                _PINNED,
-                "0.21",
-                "0.24",
+                "copies:pinned_as_asked",
+                since="0.21",
             ),
-            _name(
-                "copy_pin_available_old",
-                f"{_OLD}:is_pin_memory_available",
-                "pinned_as_asked",
-                _PINNED,
-                "0.16",
-                "0.21",
-            ),
+            Row("host.copy_pin_available_old", f"{_OLD}:is_pin_memory_available"),
         ),
         seam(
-            _name(
-                "copy_spec",
+            replacement(
+                "host.copy_spec",
                 f"{_SPEC}:current_platform",
-                "platform_with_streams",
+                "copies:platform_with_streams",
                 _CUDA_ALIKE,
-                "0.19",
-            ),
-            _name(
-                "copy_spec_old",
-                f"{_SPEC_OF_ONE_FILE}:current_platform",
-                "platform_with_streams",
-                _CUDA_ALIKE,
-                "0.16",
-                "0.19",
-            ),
-        ),
-        seam(
-            _name("copy_rank", f"{_SPEC}:torch", "torch_with_streams", _RANK, "0.27", "0.32"),
-            Gap("0.16", "0.27", "the spec has no region that ranks share"),
-            Gap("0.32", None, "the rank is in vLLM's configuration"),
-        ),
-        seam(
-            _name("copy_tier_rank", f"{_TIERS}:torch", "torch_with_streams", _RANK, "0.24", "0.32"),
-            Gap("0.16", "0.24", "secondary tiers are refused (KVP329)"),
-            Gap("0.32", None, "the rank is in vLLM's configuration"),
-        ),
-        seam(
-            _name(
-                "copy_register", f"{_REGISTER}:CudaRTLibrary", "host_registration", _CUDART, "0.32"
-            ),
-            _name(
-                "copy_register_in_worker",
-                f"{_NEW}:CudaRTLibrary",
-                "host_registration",
-                _CUDART,
-                "0.31",
-                "0.32",
-            ),
-            Gap("0.16", "0.31", "the worker registers with torch.cuda, see host.copy_torch"),
-        ),
-        seam(
-            _name(
-                "copy_register_platform",
-                f"{_REGISTER}:current_platform",
-                "platform_with_streams",
-                "host memory is registered on GPUs only",
-                "0.32",
-            ),
-            _name(
-                "copy_unregister",
-                f"{_REGION}:torch",
-                "torch_with_streams",
-                "the CPU tier is deregistered with torch.cuda",
-                "0.20",
-                "0.32",
-            ),
-            Gap("0.16", "0.20", "there is no shared region"),
-        ),
-        seam(
-            _name(
-                "copy_unregister_platform",
-                f"{_REGION}:current_platform",
-                "platform_with_streams",
-                "the CPU tier is deregistered on GPUs only",
-                "0.23",
-                "0.32",
-            ),
-            Gap("0.16", "0.23", "it is deregistered wherever the engine runs"),
-            Gap("0.32", None, "vLLM asks where it registers, see host.copy_register_platform"),
-        ),
-        seam(
-            _name(
-                "simple_torch", f"{_SIMPLE}.worker:torch", "torch_with_streams", _STREAMS, "0.19"
-            ),
-            _ABSENT,
-        ),
-        seam(
-            _name("simple_pinned", f"{_SIMPLE}.worker:PIN_MEMORY", "pinned", _PINNED, "0.24"),
-            _name(
-                "simple_pin_available",
-                f"{_SIMPLE}.worker:is_pin_memory_available",
-                "pinned_as_asked",
-                _PINNED,
-                "0.19",
-                "0.24",
-            ),
-            _ABSENT,
-        ),
-        seam(
-            _name(
-                "simple_register",
-                f"{_SIMPLE}.cuda_mem_ops:torch",
-                "torch_with_streams",
-                _CUDART,
-                "0.19",
-            ),
-            _ABSENT,
-        ),
-        seam(
-            _name(
-                "simple_memcpy",
-                f"{_SIMPLE}.cuda_mem_ops:_resolve_batch_memcpy",
-                "batched_copies",
-                _BATCH,
-                "0.29",
-            ),
-            Patch(
-                id="host.simple_memcpy_alone",
-                target=f"{_SIMPLE}.cuda_mem_ops:_resolve_batch_memcpy",
-                why=_BATCH,
-                upstream=_NONE,
-                until="vLLM 0.29",
-                wrapper="kvpatch.hostdevice.legacy:batched_copies",
-                parameters=(),
                 since="0.19",
-                before="0.29",
-                kind=Kind.REPLACE,
             ),
-            _ABSENT,
+            Row("host.copy_spec_old", f"{_SPEC_OF_ONE_FILE}:current_platform"),
         ),
         seam(
-            _name(
-                "simple_events",
-                f"{_SIMPLE}.copy_backend:torch",
-                "torch_with_streams",
-                "the end of a copy is an event of torch",
-                "0.19",
-            ),
-            _ABSENT,
-        ),
-        seam(
-            _name(
-                "simple_device",
-                f"{_SIMPLE}.copy_backend:current_platform",
-                "platform_with_streams",
-                "the thread that copies sets its device",
-                "0.19",
-            ),
-            _ABSENT,
-        ),
-        seam(
-            Patch(
-                id="host.copy_device",
-                target=f"{_NEW}:CPUOffloadingWorker.__init__",
-                why="the worker requires tensors that are CUDA's",
-                upstream=_NONE,
+            _CONFIGURED,
+            replacement(
+                "host.copy_rank",
+                f"{_SPEC}:torch",
+                "copies:torch_with_streams",
+                _RANK,
                 until=_UNTIL,
-                wrapper=f"{_COPIES}:on_device",
-                parameters=("self", "kv_caches"),
+                since="0.27",
+            ),
+            gap("the spec has no region that ranks share"),
+        ),
+        seam(
+            _CONFIGURED,
+            replacement(
+                "host.copy_tier_rank",
+                f"{_TIERS}:torch",
+                "copies:torch_with_streams",
+                _RANK,
+                until=_UNTIL,
+                since="0.24",
+            ),
+            gap("secondary tiers are refused (KVP329)"),
+        ),
+        seam(
+            replacement(
+                "host.copy_register",
+                f"{_REGISTER}:CudaRTLibrary",
+                "copies:host_registration",
+                _CUDART,
+                since="0.32",
+            ),
+            Row("host.copy_register_in_worker", f"{_NEW}:CudaRTLibrary", since="0.31"),
+            gap("the worker registers with torch.cuda, see host.copy_torch"),
+        ),
+        seam(
+            replacement(
+                "host.copy_register_platform",
+                f"{_REGISTER}:current_platform",
+                "copies:platform_with_streams",
+                "host memory is registered on GPUs only",
+                since="0.32",
+            ),
+            Row(
+                "host.copy_unregister",
+                f"{_REGION}:torch",
+                "copies:torch_with_streams",
+                "the CPU tier is deregistered with torch.cuda",
+                until=_UNTIL,
+                since="0.20",
+            ),
+            gap("there is no shared region"),
+        ),
+        seam(
+            gap("vLLM asks where it registers, see host.copy_register_platform", since="0.32"),
+            replacement(
+                "host.copy_unregister_platform",
+                f"{_REGION}:current_platform",
+                "copies:platform_with_streams",
+                "the CPU tier is deregistered on GPUs only",
+                until=_UNTIL,
+                since="0.23",
+            ),
+            gap("it is deregistered wherever the engine runs"),
+        ),
+        seam(
+            replacement(
+                "host.simple_torch",
+                f"{_SIMPLE}.worker:torch",
+                "copies:torch_with_streams",
+                _STREAMS,
+                since="0.19",
+            ),
+            _ABSENT,
+        ),
+        seam(
+            replacement(
+                "host.simple_pinned",
+                f"{_SIMPLE}.worker:PIN_MEMORY",
+                "copies:pinned",
+                _PINNED,
+                since="0.24",
+            ),
+            Row(
+                "host.simple_pin_available",
+                f"{_SIMPLE}.worker:is_pin_memory_available",
+                "copies:pinned_as_asked",
+                since="0.19",
+            ),
+            _ABSENT,
+        ),
+        seam(
+            replacement(
+                "host.simple_register",
+                f"{_SIMPLE}.cuda_mem_ops:torch",
+                "copies:torch_with_streams",
+                _CUDART,
+                since="0.19",
+            ),
+            _ABSENT,
+        ),
+        seam(
+            replacement(
+                "host.simple_memcpy",
+                f"{_SIMPLE}.cuda_mem_ops:_resolve_batch_memcpy",
+                "copies:batched_copies",
+                _BATCH,
+                since="0.29",
+            ),
+            Row(
+                "host.simple_memcpy_alone",
+                wrapper="legacy:batched_copies",
+                until="vLLM 0.29",
+                since="0.19",
+            ),
+            _ABSENT,
+        ),
+        seam(
+            replacement(
+                "host.simple_events",
+                f"{_SIMPLE}.copy_backend:torch",
+                "copies:torch_with_streams",
+                "the end of a copy is an event of torch",
+                since="0.19",
+            ),
+            _ABSENT,
+        ),
+        seam(
+            replacement(
+                "host.simple_device",
+                f"{_SIMPLE}.copy_backend:current_platform",
+                "copies:platform_with_streams",
+                "the thread that copies sets its device",
+                since="0.19",
+            ),
+            _ABSENT,
+        ),
+        seam(
+            Row(
+                "host.copy_device",
+                f"{_NEW}:CPUOffloadingWorker.__init__",
+                "copies:on_device(self, kv_caches)",
+                "the worker requires tensors that are CUDA's",
                 since="0.25",
             ),
-            Patch(
-                id="host.copy_device_of_handlers",
-                target=f"{_NEW}:CpuGpuOffloadingHandlers.__init__",
+            Row(
+                "host.copy_device_of_handlers",
+                f"{_NEW}:CpuGpuOffloadingHandlers.__init__",
                 why="the handlers require tensors that are CUDA's",
-                upstream=_NONE,
-                until="vLLM 0.25",
-                wrapper=f"{_COPIES}:on_device",
-                parameters=("self", "kv_caches"),
                 since="0.21",
-                before="0.25",
             ),
-            Patch(
-                id="host.copy_device_of_handlers_old",
-                target=f"{_OLD}:CpuGpuOffloadingHandlers.__init__",
-                why="the handlers require tensors that are CUDA's",
-                upstream=_NONE,
+            Row(
+                "host.copy_device_of_handlers_old",
+                f"{_OLD}:CpuGpuOffloadingHandlers.__init__",
                 until="vLLM 0.21",
-                wrapper=f"{_COPIES}:on_device",
-                parameters=("self", "kv_caches"),
                 since="0.19",
-                before="0.21",
             ),
-            Patch(
-                id="host.copy_device_of_layers",
-                target=f"{_OLD}:CpuGpuOffloadingHandlers.__init__",
+            Row(
+                "host.copy_device_of_layers",
+                wrapper="legacy:layers_on_device(self, gpu_caches, attn_backends)",
                 why="the handlers require tensors that are CUDA's, here by layer",
-                upstream=_NONE,
-                until="vLLM 0.19",
-                wrapper="kvpatch.hostdevice.legacy:layers_on_device",
-                parameters=("self", "gpu_caches", "attn_backends"),
-                since="0.16",
-                before="0.19",
             ),
         ),
     ),

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from kvpatch.patch import Feature, Patch
+from kvpatch.rows import Row, feature
 from kvpatch.rules import Rule
 from kvpatch.upstream.targets import COORDINATOR
 from kvpatch.versions import Span
@@ -89,52 +89,39 @@ RULES = (
     ),
 )
 
-FEATURE = Feature(
+FEATURE = feature(
+    __name__,
     name="kv-events",
     summary="KV cache events on elastic memory are those of vLLM's own block pool",
     since="0.26",
+    upstream=_UPSTREAM,
+    until=_UNTIL,
+    rules=":RULES",
     optional=True,
-    rules="kvpatch.patches.kv_events:RULES",
     seams=(
-        Patch(
-            id="events.switch",
-            target=f"{COORDINATOR}._setup_kvcached_coordinator",
-            why="kvcached's pool is created with events disabled, whatever kv_events_config is",
-            upstream=_UPSTREAM,
-            until=_UNTIL,
-            wrapper="kvpatch.patches.kv_events:carry_the_switch",
-            parameters=("self",),
-            since="0.26",
+        Row(
+            "events.switch",
+            f"{COORDINATOR}._setup_kvcached_coordinator",
+            ":carry_the_switch",
+            "kvcached's pool is created with events disabled, whatever kv_events_config is",
         ),
-        Patch(
-            id="events.take",
-            target=f"{_POOL}.take_events",
-            why="kvcached's pool always returns no events",
-            upstream=_UPSTREAM,
-            until=_UNTIL,
-            wrapper="kvpatch.patches.kv_events:take",
-            parameters=("self",),
-            since="0.26",
+        Row(
+            "events.take",
+            f"{_POOL}.take_events",
+            ":take",
+            "kvcached's pool always returns no events",
         ),
-        Patch(
-            id="events.remove",
-            target=f"{_POOL}._remove_cached_block",
-            why="kvcached evicts blocks without an event, and routers still send prompts to them",
-            upstream=_UPSTREAM,
-            until=_UNTIL,
-            wrapper="kvpatch.patches.kv_events:remove",
-            parameters=("self", "key", "block_id"),
-            since="0.26",
+        Row(
+            "events.remove",
+            f"{_POOL}._remove_cached_block",
+            ":remove(self, key, block_id)",
+            "kvcached evicts blocks without an event, and routers still send prompts to them",
         ),
-        Patch(
-            id="events.reset",
-            target=f"{_POOL}.reset_prefix_cache",
-            why="a reset of the prefix cache emits no event",
-            upstream=_UPSTREAM,
-            until=_UNTIL,
-            wrapper="kvpatch.patches.kv_events:reset",
-            parameters=("self",),
-            since="0.26",
+        Row(
+            "events.reset",
+            f"{_POOL}.reset_prefix_cache",
+            ":reset",
+            "a reset of the prefix cache emits no event",
         ),
     ),
 )

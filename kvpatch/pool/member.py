@@ -85,6 +85,8 @@ class Member:
         self._file = file
         self._owner = owner
         self._limit = limit  # at the last look
+        self._least = owner.floor  # that the operator wants it to keep
+        self._keeps = False
         self._pid = os.getpid()
         self._asked = self._answered = Ask(0, 0.0)  # at the last look; what it has given
         self._processes = [os.getpid()]  # that hold its memory
@@ -97,7 +99,14 @@ class Member:
     @property
     def floor(self) -> int:
         """The bytes that it may have and keep, whatever the others need."""
-        return self._owner.floor
+        return max(self._least, self._owner.committed) if self._keeps else self._least
+
+    def keep(self, everything: bool) -> None:
+        """Let it keep all that it has, or again only what the operator wants; on any thread.
+
+        The others read it at its next look, and until then ask in vain.
+        """
+        self._keeps = everything
 
     @property
     def counted(self) -> bool:
@@ -167,7 +176,11 @@ class Member:
         if not self.counted:  # nothing may stay that nobody counts
             return View(0, self._owner.committed, [], self._owner.committed)
         self._owner = self._owner._replace(
-            resident=resident, coldest=coldest, reuse=reuse, looked=time.monotonic()
+            resident=resident,
+            floor=self.floor,
+            coldest=coldest,
+            reuse=reuse,
+            looked=time.monotonic(),
         )
         record.write_owner(self._file, self._owner)  # nobody else writes it
         return self._glance() or self._look()

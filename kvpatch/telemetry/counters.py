@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -14,6 +14,9 @@ from kvpatch.telemetry.fuse import Fuse
 OUTCOMES = ("stored", "loaded", "dropped", "skipped")
 # Calls to a running engine that kvpatch may refuse, while the engine goes on.
 CALLS = ("suspend", "resume", "limit", "collective_rpc")
+
+# More tokens of one request in a step than this are of its prompt: drafts are fewer.
+OF_A_PROMPT = 16
 
 # vLLM's counters of its OffloadingConnector, as the connector sends them to the API servers,
 # by unit: the outcome that each corresponds to.
@@ -49,6 +52,9 @@ class Totals:
             the tier's hits, those that came from a disk are also counted as ``disk``.
         from_disk: such tokens that are not among the hits yet, up to vLLM 0.31.
         lost_tokens: prompt tokens that were computed again, as no cache had them any more.
+        prefill_tokens, prefill_seconds: tokens of prompts that were computed, and their part of
+            the time of steps.
+        saved_seconds: prefill that hits of the tier made needless, at the rate of the moment.
         steps: steps of the engine.
         stepped: when the last step ended, on the monotonic clock.
         executed: steps in which the model ran.
@@ -65,19 +71,45 @@ class Totals:
     queries: Counter[str] = field(default_factory=Counter)
     from_disk: int = 0
     lost_tokens: int = 0
+    prefill_tokens: int = 0
+    prefill_seconds: float = 0.0
+    saved_seconds: float = 0.0
     steps: int = 0
     stepped: float = field(default_factory=time.monotonic)
     executed: int = 0
     counts_hits: bool = False
     fuse: Fuse = field(default_factory=lambda: Fuse("counting transfers and hits"))
+    _scheduled: tuple[int, int] = (0, 0)  # tokens of prompts, and all, since the last step
     _moved: tuple[int, ...] = ()
     _moved_at: float = 0.0
+    _begun: float = 0.0
 
     def step(self, executed: bool) -> None:
         """Record that the engine has completed a step, and whether the model ran in it."""
+        now = time.monotonic()
+        prompts, every = self._scheduled
+        if executed and every:
+            self.prefill_tokens += prompts
+            self.prefill_seconds += (now - max(self.stepped, self._begun)) * prompts / every
+            self._scheduled, self._begun = (0, 0), now
         self.steps += 1
         self.executed += executed
-        self.stepped = time.monotonic()
+        self.stepped = now
+
+    def scheduled(self, tokens: Collection[int]) -> None:
+        """Record the tokens of each request of a step that begins."""
+        prompts, every = self._scheduled
+        if not every:
+            self._begun = time.monotonic()
+        self._scheduled = (
+            prompts + sum(one for one in tokens if one > OF_A_PROMPT),
+            every + sum(tokens),
+        )
+
+    @property
+    def prefill_rate(self) -> float:
+        """Tokens of prompts that are computed per second; 0 before any was."""
+        return self.prefill_tokens / self.prefill_seconds if self.prefill_seconds else 0.0
 
     def waits(self, could_move: bool) -> float:
         """Return for how many seconds nothing has moved; called more often than that.
@@ -147,6 +179,8 @@ class Totals:
             self.hits[source] += stats.hits
             self.queries[source] += stats.queries
             if source == "tier":
+                if rate := self.prefill_rate:
+                    self.saved_seconds += stats.hits / rate
                 self._add_sources(getattr(stats, "hits_by_source", None))
 
     def _add_sources(self, sources: dict[Any, int] | None) -> None:

@@ -6,9 +6,11 @@ import threading
 from collections import Counter
 
 # What went wrong: a job that could not write or read all of its blocks, a file that does not hold
-# what was stored, a look whether blocks have files, a job that was not begun as the disk is late.
-ERRORS = ("store", "load", "damaged", "lookup", "late")
-OUTCOMES = ("stored", "loaded")
+# what was stored, a look whether blocks have files, a job that was not begun as the disk is late, a
+# block for which the tier's size or the disk had no room, a file that was removed to make room
+# between the look for it and its load.
+ERRORS = ("store", "load", "damaged", "lookup", "late", "full", "gone")
+OUTCOMES = ("stored", "loaded", "evicted")
 
 
 class Disk:

@@ -30,16 +30,32 @@ class State(str, Enum):
     """The state of a process."""
 
     RUNS = "runs"
+    SUSPENDING = "suspending"
+    SUSPENDED = "suspended"
+    RESUMING = "resuming"
     STUCK = "stuck"
     WAITS = "waits"
     STOPPED = "stopped"
     SILENT = "silent"
+    KILLED = "killed"
     GONE = "gone"
     ENDED = "ended"
     FOREIGN = "foreign"
     OTHER_USER = "other-user"
     UNREADABLE = "unreadable"
     UNKNOWN = "unknown"
+
+
+# States of an engine that is as its operator wants it.
+WELL = (State.RUNS, State.SUSPENDING, State.SUSPENDED, State.RESUMING)
+OVER = (State.KILLED, State.GONE, State.ENDED)
+_PHASES = {  # of ``suspension.Phase``
+    "pausing": State.SUSPENDING,
+    "storing": State.SUSPENDING,
+    "releasing": State.SUSPENDING,
+    "suspended": State.SUSPENDED,
+    "resuming": State.RESUMING,
+}
 
 
 class Seen(NamedTuple):
@@ -75,7 +91,7 @@ def all_of(everyone: bool) -> list[Seen]:
 
 def living() -> list[Seen]:
     """Return this user's processes that publish and run here; the pages of others are not read."""
-    ended = (State.GONE, State.ENDED, State.FOREIGN)
+    ended = (*OVER, State.FOREIGN)
     found = _in_folder(page.folder_of(os.getuid()), os.getuid(), only_here=True)
     return [seen for seen in found if seen.page is not None and seen.state not in ended]
 
@@ -130,7 +146,7 @@ def one(pid: int) -> Seen:
     own = _pages_of(pid, os.getuid())
     here = [seen for seen in own if seen.state is not State.FOREIGN]
     if here:
-        return min(here, key=lambda seen: seen.state in (State.GONE, State.ENDED))
+        return min(here, key=lambda seen: seen.state in OVER)
     try:
         owner = Path(f"/proc/{pid}").stat().st_uid
     except OSError:
@@ -228,7 +244,7 @@ def judge(found: Page, path: Path) -> Seen:
             f"pid {pid} exited without cleanup (killed?), last seen {ago(age)}; "
             f"rm {shlex.quote(str(path))} removes its status page"
         )
-        return Seen(pid, State.GONE, line, found)
+        return Seen(pid, State.KILLED, line, found)
     if not found.content.get("beats"):
         return Seen(pid, State.RUNS, "", found)
     if age > SILENT:
@@ -243,6 +259,8 @@ def judge(found: Page, path: Path) -> Seen:
         return Seen(pid, State.SILENT, line, found)
     engine = found.content.get("engine") or {}
     requests = engine.get("requests") or {"running": 0, "waiting": 0}
+    if phase := _PHASES.get(engine.get("phase", "")):
+        return Seen(pid, phase, suspended_line(pid, phase, engine), found)
     since, waits = engine.get("since_step", 0.0), engine.get("waits", 0.0)
     wait = bool(requests["waiting"] and not requests["running"] and waits > STUCK)
     # An engine whose requests wait for memory makes steps all the time, in which nothing runs.
@@ -260,6 +278,20 @@ def judge(found: Page, path: Path) -> Seen:
     if wait:
         return Seen(pid, State.WAITS, waits_line(pid, engine), found)
     return Seen(pid, State.RUNS, "", found)
+
+
+def suspended_line(pid: int, state: State, engine: dict[str, Any]) -> str:
+    """Return what an engine does that was told to suspend or to resume, and who waits for it."""
+    requests = engine.get("requests") or {}
+    many = requests.get("waiting", 0) + requests.get("running", 0)
+    pool = engine.get("pool") or str(pid)
+    line = f"pid {pid} ({pool}) is {state.value}"
+    if many:
+        line += f", and {many} request{' waits' if many == 1 else 's wait'} for it"
+    if state is State.RESUMING:
+        return line
+    what = "gives it its memory back" if state is State.SUSPENDED else "gives that up"
+    return f"{line}; kvpatch resume {shlex.quote(pool)} {what}"
 
 
 def waits_line(pid: int, engine: dict[str, Any]) -> str:

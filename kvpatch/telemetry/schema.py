@@ -50,6 +50,14 @@ def _time(value: Any) -> bool:
 
 
 _text = _is(str)
+
+
+def _disk(value: Any) -> bool:
+    moved = Group(connector=_text, tier=_text, errors=_map_of(_count), bytes=_map_of(_count))
+    size = Group(held_bytes=_count, size_bytes=_count)
+    return _fits(value, moved) and ("size_bytes" not in value or _fits(value, size))
+
+
 _ENGINE = {
     "model": _text,
     "index": _count,
@@ -73,9 +81,7 @@ _ENGINE = {
     ),
     "tier": _or_none(Group(used_blocks=_count, total_blocks=_count)),
     "tiers": _list_of(Group(connector=_text, tier=_text, used_bytes=_count, total_bytes=_count)),
-    "disks": _list_of(
-        Group(connector=_text, tier=_text, errors=_map_of(_count), bytes=_map_of(_count))
-    ),
+    "disks": _list_of(_disk),
     "host_pool": _or_none(
         Group(
             committed=_count,
@@ -91,7 +97,11 @@ _ENGINE = {
         )
     ),
     "suspended": _or_none(Group(seconds=_number, spilled=_map_of(_count), restored=_count)),
+    "phase": _text,
     "first_limit_bytes": _count,
+    "memory": _or_none(Group(device=_text, free=_count, total=_count)),
+    "saved_seconds": _number,
+    "prefill_rate": _number,
     "most_bytes": _count,
     "zero_page_bytes": _count,
     "elastic": _or_none(_is(bool)),

@@ -80,7 +80,8 @@ COUNTERS = (
         "disk_bytes",
         ("connector", "tier", "outcome"),
         "Bytes of KV cache that a secondary tier wrote to its disk (stored) or read from it "
-        "(loaded); a block that has a file already is not written again.",
+        "(loaded); a block that has a file already is not written again. Of block files that this "
+        "engine removed because of KVPATCH_TIER_SIZE, evicted.",
     ),
     Series(
         "disk_errors",
@@ -88,7 +89,8 @@ COUNTERS = (
         "Errors of a secondary tier's disk, after which its blocks are misses: a job that could "
         "not write all of its blocks (store) or not read them (load), a file that does not hold "
         "what was stored (damaged), a look for files that failed (lookup), a job that was not "
-        "begun because the disk does not answer (late).",
+        "begun because the disk does not answer (late), a block for which KVPATCH_TIER_SIZE or the "
+        "disk had no room (full), a file that was removed to make room before it was read (gone).",
     ),
     Series(
         "host_pool_evicted_blocks",
@@ -114,6 +116,12 @@ COUNTERS = (
         (),
         "Spilled blocks whose load from the CPU tier began since, each once for every time that it "
         "was spilled.",
+    ),
+    Series(
+        "saved_prefill_seconds",
+        (),
+        "Seconds of prefill that hits of the CPU tier and of disks made needless, at the rate at "
+        "which the engine computed prompts until then.",
     ),
     Series("fence_released_pages", (), "Pages of KV cache given back through the fence."),
     Series(
@@ -154,7 +162,19 @@ GAUGES = (
         "add up to the size that is configured.",
     ),
     Series(
+        "disk_tier_bytes",
+        ("connector", "tier", "state"),
+        "Bytes of block files of this user, of all engines, in the folder of a secondary tier with "
+        "KVPATCH_TIER_SIZE, as of its last store: used and free add up to it.",
+    ),
+    Series(
         "last_step_timestamp_seconds", (), "When the engine completed a step last, in Unix time."
+    ),
+    Series("suspended", (), "Whether the engine is suspended, or on its way there: 1 or 0."),
+    Series(
+        "suspended_requests",
+        (),
+        "Requests that wait for an engine because it is suspended; vLLM sends no stats meanwhile.",
     ),
     Series("elastic", (), "Whether the KV cache is on kvcached's elastic memory: 1 or 0."),
     Series(
@@ -221,6 +241,7 @@ def at_start(configured: Configured) -> dict[str, list[list[str]]]:
     return always | {
         "offload_bytes": [[name, outcome] for name in names for outcome in MOVED],
         "offload_operations": [[name, outcome] for name in names for outcome in OUTCOMES],
+        "saved_prefill_seconds": [[]],
         "fence_released_pages": [[]],
         "fence_held_pages": [[rule] for rule in RULES],
         "fence_hold_seconds": [[]],
@@ -264,6 +285,8 @@ def counters(state: dict[str, Any]) -> Values:
         found["spilled_blocks"] = [([reason], count) for reason, count in spilled]
         found["restored_blocks"] = [([], suspended["restored"])]
     found |= _lookups(state)
+    if state["connector"] and "saved_seconds" in state:
+        found["saved_prefill_seconds"] = [([], state["saved_seconds"])]
     if state["fence"] is not None:
         fence = state["fence"]
         found["fence_released_pages"] = [([], fence["released"])]
@@ -332,6 +355,11 @@ def gauges(state: dict[str, Any], at: float | None = None) -> Values:
         more = device["total_pages"] * page - first
         found["device_lent_bytes"] = [([], max(0, -more))]
         found["device_borrowed_bytes"] = [([], max(0, more))]
+    if state.get("suspended") is not None and (phase := state.get("phase")):
+        away = phase not in ("runs", "resuming")
+        requests = sum(state["requests"].values()) if away else 0
+        found["suspended"] = [([], int(away))]
+        found["suspended_requests"] = [([], requests)]
     if state.get("elastic") is not None:
         found["elastic"] = [([], int(state["elastic"]))]
     if fence is not None:
@@ -344,6 +372,11 @@ def gauges(state: dict[str, Any], at: float | None = None) -> Values:
         states = {"used": used, "free": size - used}
         entries = [([one["connector"], one["tier"], name], held) for name, held in states.items()]
         found["tier_bytes"] = _added(found.get("tier_bytes", []), entries)
+    for one in state.get("disks", ()):
+        if (size := one.get("size_bytes")) is not None:
+            held, of = one["held_bytes"], [one["connector"], one["tier"]]
+            entries = [([*of, "used"], held), ([*of, "free"], max(0, size - held))]
+            found["disk_tier_bytes"] = _added(found.get("disk_tier_bytes", []), entries)
     if host_pool is not None:
         names = ("committed", "resident", "ceiling", "pool", "limit")
         found["host_pool_bytes"] = [([name], host_pool[name]) for name in names]

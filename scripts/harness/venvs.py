@@ -43,7 +43,7 @@ def install(python: str | Path, *arguments: str | Path) -> None:
 
 
 def with_bench_tools(environment: Mapping[str, str] = os.environ) -> dict[str, str]:
-    """Return an environment with py-spy and pytest-benchmark, which lie beside ``.venv``.
+    """Return an environment with pytest-benchmark, which lies beside ``.venv``.
 
     So the tests run without them.
     """

@@ -70,7 +70,8 @@ def test_blocks_of_windows(part, requests):
 @pytest.mark.parametrize("blocks", sizes(10_000, 100_000, 1_000_000))
 def test_a_spill_on_its_way(part, blocks):
     keys = [b"k%032d" % number for number in range(blocks)]
-    pool = SimpleNamespace(_block_id_to_key=dict(enumerate(keys)))
+    cached = {key: {block} for block, key in enumerate(keys)}
+    pool = SimpleNamespace(_block_id_to_key=dict(enumerate(keys)), _cached_blocks=cached)
     event = SimpleNamespace(gpu_block_ids=range(blocks))
     hashes = [SimpleNamespace(block_hash=key) for key in keys]
     tier = SimpleTier(

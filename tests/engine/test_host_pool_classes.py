@@ -10,42 +10,29 @@ import traceback
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
+from harness.engines import pool_classes
+from harness.engines.pool_classes import InPool
 from kvpatch import claims, state
 from kvpatch.environ import HOST_DEVICE, HOST_DEVICE_DIR, HOST_POOL, HOST_POOL_FLOOR
 from kvpatch.hostdevice import ledger as device_ledger
 from kvpatch.patch import Transaction
 from kvpatch.patches import host_copies
 from kvpatch.patches.elastic_memory.regions import Regions
-from kvpatch.patches.host_pool import FEATURE, engine, presence, region
-from kvpatch.patches.host_pool.tier import Pooled
+from kvpatch.patches.host_pool import engine, presence, region
 from kvpatch.patches.offloading.registration import canonical
 from kvpatch.pool import ledger, member
 from kvpatch.pool.keeper import Keeper
 from kvpatch.refusal import Refusal
-from kvpatch.supported import release_of
 from kvpatch.upstream.vllm_api import chunks_of
-from kvpatch.versions import installed
 
 ROW = 1 << 18  # bytes of a chunk, all ranks
 MIB = 1 << 20
 ROW_PER_EXTENT = MIB // ROW
-# Rows on what only an engine has.
-NOT_HERE = (
-    "engine_core",
-    "shutdown",
-    "reset",
-    "schedule",
-    "pending_work",
-    "build",
-    "worker_output",
-)
-RELEASE = release_of(installed("vllm")[0])
 
 
 @pytest.fixture(autouse=True)
@@ -53,11 +40,11 @@ def rows() -> Iterator[None]:
     """The rows of the pool and of the host device's copies over vLLM's classes."""
     patches = Transaction()
     patches.apply_all(
-        row for row in host_copies.FEATURE.at(RELEASE) if not row.id.startswith("host.simple")
+        row
+        for row in host_copies.FEATURE.at(pool_classes.RELEASE)
+        if not row.id.startswith("host.simple")
     )
-    patches.apply_all(
-        row for row in FEATURE.at(RELEASE) if row.id.removeprefix("pool.") not in NOT_HERE
-    )
+    patches.apply_all(pool_classes.rows())
     yield
     patches.revert_to(0)
 
@@ -76,24 +63,7 @@ def pool(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Path]:
         folder.rmdir()
 
 
-class OffloadingConnector:
-    """The connector of a fake engine, which has a scheduler's side."""
-
-    def __init__(self, manager: Any) -> None:
-        self.connector_scheduler = SimpleNamespace(manager=manager)
-
-
-def transfer(engine_id: str, size: int) -> Any:
-    """A ``KVTransferConfig`` with a CPU tier."""
-    return SimpleNamespace(
-        engine_id=engine_id,
-        kv_connector="OffloadingConnector",
-        kv_connector_module_path=None,
-        kv_connector_extra_config={"cpu_bytes_to_use": size},
-    )
-
-
-class Engine:
+class Engine(InPool):
     """An engine with a tier, whose scheduler and workers are the test."""
 
     def __init__(
@@ -102,27 +72,13 @@ class Engine:
         from vllm.v1.kv_offload import base
         from vllm.v1.kv_offload.cpu import gpu_worker
         from vllm.v1.kv_offload.cpu.manager import CPUOffloadingManager
-        from vllm.v1.kv_offload.cpu.shared_offload_region import SharedOffloadRegion
 
         self.base = base
         self.engine_id = f"test-{os.urandom(8).hex()}"
-        config = SimpleNamespace(
-            kv_transfer_config=transfer(self.engine_id, chunks * ROW),
-            parallel_config=SimpleNamespace(world_size=ranks),
-            model_config=SimpleNamespace(served_model_name="a model"),
-        )
-        self.part = engine.Part(config)
-        later = "num_chunks" in SharedOffloadRegion.__init__.__wrapped__.__code__.co_varnames
-        unit = "chunk" if later else "block"
-        self.regions = []
-        for rank in range(ranks):
-            one = SharedOffloadRegion(
-                engine_id=self.engine_id,
-                rank=rank,
-                cpu_page_size=ROW // ranks,
-                **{f"num_{unit}s": chunks, f"kv_bytes_per_{unit}": ROW},
-            )
-            self.regions.append(one)
+        part = pool_classes.part(self.engine_id, chunks * ROW, ranks)
+        self.regions = [
+            pool_classes.region(self.engine_id, chunks, ROW, rank, ranks) for rank in range(ranks)
+        ]
         # With blocks of a device, vLLM's workers pin the regions, and copy between the two.
         self.devices = [
             torch.zeros((blocks, ROW // ranks), dtype=torch.int8)
@@ -138,15 +94,9 @@ class Engine:
                 gpu_worker.pin_mmap_region(one)
             self.views = [one.create_next_worker_view(ROW // ranks) for one in self.regions]
         self.manager = CPUOffloadingManager(
-            **{f"num_{unit}s": chunks}, cache_policy=policy, enable_events=True
+            **pool_classes.by_unit(chunks), cache_policy=policy, enable_events=True
         )
-        self.core = type("Core", (), {})()
-        self.core.scheduler = SimpleNamespace(connector=OffloadingConnector(self.manager))
-        self.part.begin(self.core)
-        found = state.find(self.manager, Pooled)
-        assert found is not None
-        self.pooled = found
-        self.keeper, self.extents = found.keeper, found.extents
+        self.join(part, self.manager, self.manager)
         self.jobs = itertools.count()
         self.requests = itertools.count()
 
@@ -231,15 +181,9 @@ class Engine:
                 assert result.success
                 self.extents.report(result.job_id, 1)
 
-    def turn(self, times: int = 1) -> None:
-        for _ in range(times):
-            self.keeper.turn()
-            self.check()
-
     def check(self) -> None:
         """The kernel, the ledger, the device and the extents agree."""
-        committed = sum(self.extents.place(index)[1] for index in self.extents.open)
-        assert self.kernel() == self.keeper.member.committed == committed
+        super().check()
         for one in self.regions:
             base = one._base.data_ptr()
             expected = {
@@ -252,9 +196,6 @@ class Engine:
                 if base <= at < base + one.total_size_bytes
             }
             assert ours == expected
-
-    def kernel(self) -> int:
-        return os.fstat(self.regions[0].fd).st_blocks * 512
 
     def close(self) -> None:
         self.views.clear()
@@ -309,12 +250,7 @@ def test_a_tier_begins_with_nothing_and_without_a_name(started: Any, pool: Path)
 
 def test_an_engine_that_starts_says_at_once_what_it_may_take(pool: Path) -> None:
     """Another one that starts meanwhile must leave it that."""
-    config = SimpleNamespace(
-        kv_transfer_config=transfer(f"test-{os.urandom(8).hex()}", 3 * MIB),
-        parallel_config=SimpleNamespace(world_size=1),
-        model_config=SimpleNamespace(served_model_name="a model"),
-    )
-    part = engine.Part(config)
+    part = pool_classes.part(f"test-{os.urandom(8).hex()}", 3 * MIB)
     shown = ledger.show(pool)
     assert shown is not None
     assert ledger.taken(shown[1]) == (0, 3 * MIB)
@@ -572,18 +508,12 @@ def test_a_worker_in_a_process_of_its_own_has_the_same_extents(pool: Path) -> No
     """And when it is killed, nothing is handed out that it has not registered."""
     from vllm.v1.kv_offload.cpu import gpu_worker
     from vllm.v1.kv_offload.cpu.manager import CPUOffloadingManager
-    from vllm.v1.kv_offload.cpu.shared_offload_region import SharedOffloadRegion
 
     engine_id, chunks = f"test-{os.urandom(8).hex()}", 16
-    config = SimpleNamespace(
-        kv_transfer_config=transfer(engine_id, chunks * ROW),
-        parallel_config=SimpleNamespace(world_size=2),
-        model_config=SimpleNamespace(served_model_name="a model"),
-    )
-    part = engine.Part(config)
+    part = pool_classes.part(engine_id, chunks * ROW, ranks=2)
 
     def view_of(rank: int) -> tuple[Any, Any]:
-        one = SharedOffloadRegion(engine_id, chunks, rank, ROW, ROW // 2)
+        one = pool_classes.region(engine_id, chunks, ROW, rank, ranks=2)
         gpu_worker.pin_mmap_region(one)
         return one, one.create_next_worker_view(ROW // 2)
 
@@ -604,11 +534,9 @@ def test_a_worker_in_a_process_of_its_own_has_the_same_extents(pool: Path) -> No
     first, view = view_of(0)
     assert os.read(ours[0], 1) == b"+"
     manager = CPUOffloadingManager(chunks)
-    core = type("Core", (), {})()
-    core.scheduler = SimpleNamespace(connector=OffloadingConnector(manager))
-    part.begin(core)
-    pooled = state.find(manager, Pooled)
-    assert pooled is not None
+    tier = InPool()
+    tier.join(part, manager, manager)
+    pooled = tier.pooled
     pooled.keeper.turn()
     assert pooled.extents.allocate(["a block"]) == [0]
     view[0] = 7

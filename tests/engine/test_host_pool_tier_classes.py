@@ -9,48 +9,32 @@ import os
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 
+from harness.engines import pool_classes
+from harness.engines.pool_classes import InPool
 from harness.engines.tier_classes import ROW, Tiers, arguments, rows_of
-from kvpatch import state
 from kvpatch.environ import HOST_POOL, TIER_PATIENCE
 from kvpatch.patch import Transaction
-from kvpatch.patches import host_pool, secondary_tiers
+from kvpatch.patches import secondary_tiers
 from kvpatch.patches.host_pool import engine, presence
-from kvpatch.patches.host_pool.tier import Pooled
 from kvpatch.patches.secondary_tiers import block_files, fingerprint
 from kvpatch.pool import ledger
 from kvpatch.pool.keeper import Keeper
-from kvpatch.supported import release_of
-from kvpatch.versions import installed
 
 PER = 4  # chunks of an extent
 EXTENT = PER * ROW
-# Rows on what only an engine has.
-NOT_HERE = (
-    "engine_core",
-    "shutdown",
-    "reset",
-    "pin",
-    "schedule",
-    "pending_work",
-    "build",
-    "worker_output",
-)
-RELEASE = release_of(installed("vllm")[0])
 
 
 @pytest.fixture(autouse=True)
 def rows(monkeypatch: pytest.MonkeyPatch) -> Iterator[Transaction]:
     """The rows of the pool and of the tiers over vLLM's classes; revert one to show its fault."""
     patches = Transaction()
-    ours = host_pool.FEATURE.at(RELEASE)
-    patches.apply_all(row for row in ours if row.id.removeprefix("pool.") not in NOT_HERE)
-    patches.apply_all(secondary_tiers.FEATURE.at(RELEASE))
+    patches.apply_all(pool_classes.rows("pin"))
+    patches.apply_all(secondary_tiers.FEATURE.at(pool_classes.RELEASE))
     monkeypatch.setattr(fingerprint, "_described", "one layout")
     monkeypatch.setenv("PYTHONHASHSEED", "0")
     yield patches
@@ -72,66 +56,22 @@ def pool(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     folder.rmdir()
 
 
-class OffloadingConnector:
-    """The connector of a fake engine, which has a scheduler's side."""
-
-    def __init__(self, manager: Any) -> None:
-        self.connector_scheduler = SimpleNamespace(manager=manager)
-
-
-class PooledTiers(Tiers):
+class PooledTiers(InPool, Tiers):
     """A CPU tier in the pool with a disk behind it, stepped as the scheduler steps them."""
 
     def __init__(self, folder: Path, blocks: int) -> None:
         from vllm.v1.kv_offload import base
-        from vllm.v1.kv_offload.cpu.shared_offload_region import SharedOffloadRegion
         from vllm.v1.kv_offload.tiering.spec import TieringOffloadingSpec
 
         self.base = base
         self._requests = 0
         given = arguments(folder, blocks=blocks)
-        config = SimpleNamespace(
-            kv_transfer_config=SimpleNamespace(
-                engine_id=given[0].engine_id,
-                kv_connector="OffloadingConnector",
-                kv_connector_module_path=None,
-                kv_connector_extra_config={"cpu_bytes_to_use": blocks * ROW},
-            ),
-            parallel_config=SimpleNamespace(world_size=1),
-            model_config=SimpleNamespace(served_model_name="a model"),
-        )
-        part = engine.Part(config)
-        later = "num_chunks" in SharedOffloadRegion.__init__.__wrapped__.__code__.co_varnames
-        unit = "chunk" if later else "block"
-        self.region = SharedOffloadRegion(
-            engine_id=given[0].engine_id,
-            rank=0,
-            cpu_page_size=ROW,
-            **{f"num_{unit}s": blocks, f"kv_bytes_per_{unit}": ROW},
-        )
+        part = pool_classes.part(given[0].engine_id, blocks * ROW)
+        self.regions = [pool_classes.region(given[0].engine_id, blocks, ROW)]
         self.manager = TieringOffloadingSpec(*given).get_manager()
         self.primary = self.manager.primary_tier
         self.tier = self.manager.secondary_tiers[0]
-        self.core = type("Core", (), {})()
-        self.core.scheduler = SimpleNamespace(connector=OffloadingConnector(self.manager))
-        part.begin(self.core)
-        found = state.find(self.primary, Pooled)
-        assert found is not None
-        self.pooled, self.keeper, self.extents = found, found.keeper, found.extents
-
-    def turn(self, times: int = 1) -> None:
-        """Let the keeper look."""
-        for _ in range(times):
-            self.keeper.turn()
-            self.check()
-
-    def check(self) -> None:
-        """The kernel, the ledger and the extents agree."""
-        committed = sum(self.extents.place(index)[1] for index in self.extents.open)
-        assert self.kernel() == self.keeper.member.committed == committed
-
-    def kernel(self) -> int:
-        return os.fstat(self.region.fd).st_blocks * 512
+        self.join(part, self.manager, self.primary)
 
     def step(self) -> None:
         self.pooled.promotions = 0
@@ -172,7 +112,7 @@ class PooledTiers(Tiers):
         try:
             self.manager.shutdown()
         finally:
-            self.region.cleanup()
+            self.regions[0].cleanup()
             self.pooled.close()
 
 

@@ -10,7 +10,10 @@ from typing import Any
 import pytest
 from packaging.version import Version
 
+from kvpatch import state
 from kvpatch.patch import Transaction
+from kvpatch.patches import fence
+from kvpatch.patches.fence.hooks import Fenced
 from kvpatch.patches.offloading import FEATURE
 from kvpatch.supported import release_of
 from kvpatch.versions import installed
@@ -25,6 +28,7 @@ RESETS = (
     "offloading.lookup",
     "offloading.computed_tokens",
 )
+RESET_OF_WINDOWS = "fence.window_blocks_of_reset"
 TIER_RESETS = Version("0.22") <= RELEASE  # the connector can be reset
 NAMED = Version("0.25") <= RELEASE  # vLLM names the requests that a reset preempts
 
@@ -307,3 +311,26 @@ def test_without_the_row_it_loads_what_it_was_to_compute(rows: Transaction) -> N
         planner = Planner()
         planner.request.skip_reading_prefix_cache = True
         assert look_up(planner) == (32, True)
+
+
+@pytest.mark.skipif(Version("0.23") > RELEASE, reason="before every store, see fence.window_blocks")
+@pytest.mark.parametrize("ids", [(11, 12, 13, 14), (0, 0, 13, 14)], ids=["without", "with"])
+def test_what_a_window_left_is_not_stored_after_a_reset(ids: tuple[int, ...]) -> None:
+    """vLLM sets a running request back to its first chunk, and keeps the ids of others' blocks."""
+    planner, left = Planner(), ids[0] == 0
+    group = SimpleNamespace(block_ids=[11, 12, 13, 14], next_stored_chunk_idx=3)
+    planner.status.group_states = [group]
+    planner.real._sliding_window_groups = (0,)
+    planner.real.config = SimpleNamespace(kv_group_configs=[SimpleNamespace(group_idx=1)])
+    blocks = [SimpleNamespace(is_null=position < 2) for position in range(4)]
+    managers = [None, SimpleNamespace(req_to_blocks={"one": blocks})]
+    coordinator = SimpleNamespace(single_type_managers=managers)
+    scheduler = SimpleNamespace(kv_cache_manager=SimpleNamespace(coordinator=coordinator))
+    state.attach(planner.real, Fenced(None, None, scheduler))
+    transaction = Transaction()
+    if left:
+        rows = (row for row in fence.FEATURE.at(RELEASE) if row.id == RESET_OF_WINDOWS)
+        transaction.apply_all(rows)
+    planner.real.reset_cache()
+    transaction.revert_to(0)
+    assert (group.next_stored_chunk_idx, tuple(group.block_ids)) == (0, ids)

@@ -30,14 +30,14 @@ from harness.engines.tier_classes import (
     whole_config,
 )
 from kvpatch import state
-from kvpatch.environ import TIER_PATIENCE
+from kvpatch.environ import TIER_PATIENCE, TIER_SIZE
 from kvpatch.logs import log
 from kvpatch.patch import Transaction
 from kvpatch.patches.elastic_memory import regions as geometry
 from kvpatch.patches.fence.fence import Fence, Transfer
 from kvpatch.patches.fence.hooks import Fenced
 from kvpatch.patches.secondary_tiers import FEATURE, fingerprint, shared_memory
-from kvpatch.patches.secondary_tiers.block_files import ABANDONED, TEMPORARY
+from kvpatch.patches.secondary_tiers.block_files import ABANDONED, SEAL, TEMPORARY, Ledger
 from kvpatch.patches.secondary_tiers.timeout import Unanswered
 from kvpatch.patches.secondary_tiers.weights import Weights
 from kvpatch.refusal import Refusal
@@ -182,6 +182,58 @@ def test_a_folder_that_was_removed_is_a_miss_and_is_made_again(tiers, tmp_path: 
     one.store(1, 2, 3)
     one.forget()
     assert one.find(1, 2, 3) == [1, 2, 3]
+
+
+def test_a_tier_with_a_size_keeps_the_blocks_that_were_used_last(
+    tiers, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(TIER_SIZE.name, str(3 * (ROW + SEAL)))
+    one = tiers()
+    one.store(1)
+    one.store(2)
+    one.store(3)
+    one.forget()
+    assert one.find(1) == [1]
+    one.store(4)
+    one.forget()
+    assert one.find(2) == []
+    assert one.find(1, 3, 4) == [1, 3, 4]
+    (tier,) = one.manager.secondary_tiers
+    assert tier.disk.moved_bytes["evicted"] == ROW + SEAL
+    # Another engine of the folder, with another size; then a file goes between a look and a load.
+    monkeypatch.setenv(TIER_SIZE.name, str(2 * (ROW + SEAL)))
+    other = tiers()
+    (tier,) = other.manager.secondary_tiers
+    tier.folder.adopting.join()
+    assert other.find(3, 4) == [3, 4]
+    look = tier._lookup_manager.batch_lookup
+
+    def looked(keys: Any, context: Any) -> Any:
+        found = look(keys, context)
+        other.file(3).unlink()
+        return found
+
+    other.forget()
+    tier._lookup_manager.batch_lookup = looked
+    assert other.find(3) == []
+    assert tier.disk.errors["gone"] == 1
+    assert not tier.disk.errors["load"]
+
+
+def test_a_size_of_less_than_a_block_file_is_refused(tiers, monkeypatch) -> None:
+    monkeypatch.setenv(TIER_SIZE.name, str(ROW + SEAL - 1))
+    with pytest.raises(
+        Refusal, match=r"none would be kept; set KVPATCH_TIER_SIZE to .* \[KVP385\]"
+    ):
+        tiers()
+
+
+def test_a_ledger_that_others_can_write_to_is_refused(tiers, tmp_path, monkeypatch) -> None:
+    monkeypatch.setenv(TIER_SIZE.name, "1GiB")
+    (tmp_path / "disk" / f"kvpatch-{os.geteuid()}").mkdir(parents=True)
+    (tmp_path / "disk" / f"kvpatch-{os.geteuid()}").chmod(0o777)
+    with pytest.raises(Refusal, match=r"open to other users.*\[KVP334\]"):
+        tiers()
 
 
 @pytest.fixture
@@ -548,7 +600,7 @@ def test_what_waits_in_the_queue_makes_no_tier_late() -> None:
         started.append(unanswered.late)
 
     pool = Pool()
-    timed = TimedTasks(pool, unanswered, Disk())
+    timed = TimedTasks(pool, unanswered, Disk(), Ledger())
     timed.enqueue_load(1, 2, [task, task])
     timed.enqueue_store(2, 1, [task])
     assert timed.other == "its own"
@@ -646,7 +698,7 @@ def test_the_tiers_of_an_engine_are_described(tiers, tmp_path: Path) -> None:
     assert [disk["tier"] for disk in described.disks(core)] == ["fs", "fs"]
     for disk in described.disks(core):
         assert disk["connector"] == "OffloadingConnector"
-        assert disk["bytes"] == {"stored": 3 * ROW, "loaded": 0}
+        assert disk["bytes"] == {"stored": 3 * ROW, "loaded": 0, "evicted": 0}
         assert not any(disk["errors"].values())
 
 

@@ -1,4 +1,7 @@
-"""CPU tiers of real engines in a host pool: tokens, bytes and memory, alone and with others."""
+"""CPU tiers of real engines in a host pool: tokens, bytes and memory, alone and with others.
+
+A kind is a connector, what is around it or behind it, and a model.
+"""
 
 from __future__ import annotations
 
@@ -13,16 +16,50 @@ from typing import Any
 
 import pytest
 
-from harness.engines.fixtures import MODELS
-from harness.engines.oracle import PLAIN, Engine, assert_same, assert_same_round
+from harness.engines.fixtures import MODEL_PAIRS, MODELS, PAIRS
+from harness.engines.oracle import PLAIN, Engine, assert_same, assert_same_round, cached
 from harness.engines.pools import TWO_RANKS, Pooled, agrees, is_gone, live, name_of, pool_of
 from harness.engines.runs import ALL, Run, block_bytes, python_of
+from harness.engines.tiers import (
+    APART,
+    PATIENT,
+    SAME_HASHES,
+    SMALL,
+    Serve,
+    answers,
+    assert_comes_back,
+    assert_plain,
+    hits,
+    on,
+)
 from kvpatch.environ import HOST_POOL
 from kvpatch.pool import ledger
 
 MIB = 1 << 20
 NAME = name_of("")
 POOL = ((HOST_POOL.name, f"256MiB@{NAME}"),)  # extents of 4 MiB
+INSIDE = ("OffloadingConnector",)
+TRIES = 60
+Start = Callable[..., Pooled]
+
+# Their names are those of pools too, of letters alone.
+KINDS: dict[str, dict[str, Any]] = {
+    "offloading": {},
+    "sliding": {"model": "sliding"},
+    "eager": {"simple": "eager"},
+    "eagersliding": {"simple": "eager", "model": "sliding"},
+    "eagerapart": {"simple": "eager", "contiguous": False},
+    "lazy": {"simple": "lazy"},
+    "disk": {"environment": (SAME_HASHES, PATIENT)},  # and a folder
+    "inside": {"inside": INSIDE},
+}
+
+
+def of_kind(kind: str, size: int, name: str, disk: Path) -> Run:
+    """An engine of a kind in a pool of a size and a name of its own."""
+    run = pool_of(size, name)
+    more = KINDS[kind] | ({"tiers": (str(disk),)} if kind == "disk" else {})
+    return replace(run, **more | {"environment": (*run.environment, *more.get("environment", ()))})
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -35,104 +72,183 @@ def nothing_is_left() -> Iterator[None]:
         folder.rmdir()
 
 
+def tokens(records: list[Any]) -> list[Any]:
+    """What prompts were answered with."""
+    return [one["tokens"] for one in records]
+
+
+# Tokens and bytes
+
+
 @MODELS
-def test_prompts_from_a_tier_in_a_pool_give_plain_vllms_tokens(engine: Engine, model: str) -> None:
-    ours = engine(Run(model=model, environment=POOL))
+@pytest.mark.parametrize("inside", [(), INSIDE], ids=["alone", "inside"])
+def test_prompts_from_a_tier_in_a_pool_give_plain_vllms_tokens(
+    engine: Engine, model: str, inside: tuple[str, ...]
+) -> None:
+    ours = engine(Run(model=model, inside=inside, environment=POOL))
     assert_same(ours, engine(replace(PLAIN, model=model)))
     assert [record["cached"] for record in ours.round(1)] == [640] * ALL
     assert ours.result["changed"] == []
     assert any(patch.startswith("pool.") for patch in ours.result["patches"])
 
 
-def test_a_pool_smaller_than_the_load_evicts_and_stays_right(engine: Engine) -> None:
-    size = 100 * block_bytes(Run())
-    small = ((HOST_POOL.name, f"{size}@{NAME}small"),)
-    ours = engine(Run(environment=small))
-    assert_same(ours, engine(PLAIN))
-    assert ours.result["evicted"] > 0
-    assert ours.result["changed"] == []
-    assert ledger.show(ledger.home(f"{NAME}small"), remove=True) is None
-    ledger.home(f"{NAME}small").rmdir()
-
-
-Start = Callable[..., Pooled]
-TRIES = 60
-
-
-def tokens(records: list[Any]) -> list[Any]:
-    """What prompts were answered with."""
-    return [one["tokens"] for one in records]
-
-
-@MODELS
-def test_memory_is_committed_on_use_and_given_back(
-    start_in_pool: Start, engine: Engine, model: str
+@PAIRS
+def test_so_they_do_from_the_simple_connectors(
+    engine: Engine, mode: str, model: str, contiguous: bool
 ) -> None:
-    one = start_in_pool(replace(pool_of(256 * MIB, "use"), model=model))
-    plain = engine(replace(PLAIN, model=model)).round(0)
-    for records in live(one, model):
+    run = Run(model=model, simple=mode, contiguous=contiguous)
+    ours = engine(replace(run, environment=POOL))
+    assert_same(ours, engine(replace(PLAIN, model=model)))
+    assert "pool.simple_tensors" in ours.result["patches"]
+    copies = ours.result["simple"]
+    assert (copies["changed"], copies["twice"], copies["pinned"]) == (0, [], 0)
+    assert copies["device_calls"] == {}
+    if model == "llama":  # each mode once
+        # What waits for memory is stored later, or not at all.
+        assert cached(ours.round(1)) >= cached(engine(run).round(1)) * 0.9
+
+
+@MODEL_PAIRS
+def test_prompts_that_a_pool_evicted_come_back_from_disk(
+    serve: Serve, engine: Engine, tmp_path: Path, model: str, contiguous: bool
+) -> None:
+    run = in_pool(on(tmp_path, model=model, contiguous=contiguous))
+    finished = serve(run, times=2, watch=True, engine=SMALL[model])
+    assert_comes_back(finished, engine(replace(PLAIN, model=model)))
+    assert any(patch.startswith("pool.") for patch in finished.result["patches"])
+
+
+def in_pool(run: Run) -> Run:
+    return replace(run, environment=(*run.environment, *POOL))
+
+
+@pytest.mark.parametrize("of_disk", ["pool", "own"])
+def test_a_tier_in_a_pool_and_one_of_its_own_read_one_disk(
+    serve: Serve, engine: Engine, tmp_path: Path, of_disk: str
+) -> None:
+    """A file's identity is not that of the memory it was written from."""
+    run = on(tmp_path)
+    first, then = (in_pool(run), run) if of_disk == "pool" else (run, in_pool(run))
+    answers(serve(first))
+    records = answers(serve(then))
+    assert_plain(records, engine(PLAIN))
+    assert hits(records) == [640] * APART
+
+
+@pytest.mark.parametrize("mode", ["", "eager", "lazy"])
+def test_a_pool_smaller_than_the_load_evicts_and_stays_right(engine: Engine, mode: str) -> None:
+    name = f"{NAME}small{mode}"
+    size = 100 * block_bytes(Run())
+    ours = engine(Run(simple=mode, environment=((HOST_POOL.name, f"{size}@{name}"),)))
+    assert_same(ours, engine(PLAIN))
+    copies = ours.result["simple"] if mode else ours.result
+    assert copies["evicted"] > 0
+    assert not copies["changed"]
+    if mode:
+        assert (copies["twice"], copies["pinned"]) == ([], 0)
+    assert ledger.show(ledger.home(name), remove=True) is None
+    ledger.home(name).rmdir()
+
+
+# Memory
+
+
+# The keeper sees extents, whose blocks are larger with the other model.
+@pytest.mark.parametrize(
+    "kind", ["offloading", "sliding", "eagersliding", "lazy", "disk", "inside"]
+)
+def test_memory_is_committed_on_use_and_given_back(
+    start_in_pool: Start, engine: Engine, tmp_path: Path, kind: str
+) -> None:
+    run = of_kind(kind, 256 * MIB, kind, tmp_path)
+    one = start_in_pool(run)
+    plain = engine(replace(PLAIN, model=run.model)).round(0)
+    rounds = live(one, run.model)
+    for records in rounds:
         assert_same_round(records, plain)
-    is_gone("use", one)
+    if kind == "disk":  # which has what the tier had to give back
+        assert cached(rounds[-1]) > 0
+    is_gone(kind, one)
 
 
-def test_the_start_takes_no_more_for_a_larger_tier(start_in_pool: Start) -> None:
+@pytest.mark.parametrize("kind", ["offloading", "eager"])
+def test_the_start_takes_no_more_for_a_larger_tier(
+    start_in_pool: Start, tmp_path: Path, kind: str
+) -> None:
     """Of 8 GiB in a pool that may have as much: what is committed, mapped and registered."""
     size = 8 << 30  # which a machine has free while other tests run
-    one = start_in_pool(replace(pool_of(size, "large"), cpu_blocks=1 << 15))
+    run = of_kind(kind, size, f"large{kind}", tmp_path)
+    one = start_in_pool(replace(run, cpu_blocks=1 << 15))
     seen = one.do("see")
-    assert agrees(seen), seen
-    assert seen["ceiling"] == size
-    assert seen["committed"] <= seen["extent"] == 64 * MIB
-    is_gone("large", one)
+    assert agrees(seen, one.simple), seen
+    # The simple connector's null block has no memory.
+    assert size >= seen["ceiling"] >= size - one.simple * 2 * block_bytes(Run())
+    assert seen["committed"] <= seen["extent"]
+    assert one.simple or seen["extent"] == 64 * MIB
+    is_gone(f"large{kind}", one)
 
 
-def test_every_rank_has_the_same_extents(start_in_pool: Start) -> None:
-    one = start_in_pool(pool_of(256 * MIB, "ranks"), **TWO_RANKS)
+# The modes differ in when they store, and a layout in where a rank's part is read.
+@pytest.mark.parametrize("kind", ["offloading", "eagerapart", "lazy", "disk"])
+def test_every_rank_has_its_part_of_an_extent(
+    start_in_pool: Start, tmp_path: Path, kind: str
+) -> None:
+    one = start_in_pool(of_kind(kind, 256 * MIB, f"ranks{kind}", tmp_path), **TWO_RANKS)
     first = one.do("round", "few")
     full = one.do("see")
     one.do("round", "back")
     again = one.do("round", "few")
     one.do("reset")
     empty = one.do("see")
-    assert agrees(full), full
-    assert agrees(empty), empty
+    for seen in (full, empty):
+        assert agrees(seen, one.simple), seen
     assert len(full["ranks"]) == 2
     assert empty["committed"] <= empty["extent"]
     assert tokens(again) == tokens(first)
-    assert sum(one["cached"] for one in again) > 0
-    is_gone("ranks", one)
+    assert cached(again) > 0
+    is_gone(f"ranks{kind}", one)
 
 
+# Two engines of one pool
+
+
+@pytest.mark.parametrize("kind", ["offloading", "eager"])
 def test_an_idle_engine_makes_room_and_a_killed_one_leaves_it(
-    start_in_pool: Start, engine: Engine
+    start_in_pool: Start, engine: Engine, tmp_path: Path, kind: str
 ) -> None:
-    """A pool of 48 MiB: two prompts of 5 MiB each fill a fifth of it."""
-    size = 48 * MIB
-    one = start_in_pool(pool_of(size, "two"))
+    """A pool of 48 MiB, in which tiers of both connectors count alike."""
+    size, name = 48 * MIB, f"two{kind}"
+    plain = tokens(engine(PLAIN).round(0)[:8])
+    one = start_in_pool(of_kind(kind, size, name, tmp_path))
     one.do("round", "8")
     full = one.do("see")
-    assert agrees(full), full
+    assert agrees(full, one.simple), full
     assert full["committed"] > size // 2
-    two = start_in_pool(pool_of(size, "two"))
+    two = start_in_pool(of_kind("offloading", size, name, tmp_path))
     two.do("round", "8")
     shared = two.do("see")
     assert shared["engines"] == 2
     assert shared["records"] <= size
     assert shared["committed"] > full["extent"], "the other engine, which is idle, gave nothing"
+    if one.simple:
+        given = one.do("see")
+        assert agrees(given | {"limit": size}, simple=True), given
+        assert given["evicted"] > 0
+        assert tokens(one.do("round", "8")) == plain
     one.kill()
     two.do("alone")
-    left = two.do("see")
-    assert (left["resident"], left["evicted"]) == (shared["resident"], shared["evicted"])
+    if not one.simple:
+        left = two.do("see")
+        assert (left["resident"], left["evicted"]) == (shared["resident"], shared["evicted"])
     two.do("round", "8")
     again = two.do("round", "8")
     last = two.do("see")
     assert last["engines"] == 1
     assert agrees(last), last
     assert last["records"] == last["committed"] > size // 2
-    plain = engine(PLAIN).round(0)[:8]
-    assert tokens(again) == tokens(plain)
-    assert sum(one["cached"] for one in again) > 0
-    is_gone("two", two)
+    assert tokens(again) == plain
+    assert cached(again) > 0
+    is_gone(name, two)
 
 
 def tiers_of(pid: int) -> set[tuple[int, int]]:
@@ -161,31 +277,38 @@ def users(tiers: set[tuple[int, int]]) -> set[int]:
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("kind", ["offloading", "eager", "disk"])
 def test_the_memory_of_a_last_engine_that_is_killed_is_there_for_the_next(
-    start_in_pool: Start, ranks: int
+    start_in_pool: Start, tmp_path: Path, kind: str, ranks: int
 ) -> None:
     more = TWO_RANKS if ranks == 2 else {}
-    run = pool_of(48 * MIB, f"killed{ranks}")
-    folder = ledger.home(name_of(f"killed{ranks}"))
+    name = f"killed{kind}{ranks}"
+    run = of_kind(kind, 48 * MIB, name, tmp_path)
     one = start_in_pool(run, **more)
     first = one.do("round", "few")
-    full = one.do("see")
-    assert full["committed"] > 20 * MIB
-    tiers = tiers_of(one.pid)
-    assert len(tiers) == 1
-    assert len(users(tiers)) == (1 if ranks == 1 else 1 + ranks)
+    assert one.do("see")["committed"] > 20 * MIB
+    tiers = tiers_of(one.pid) if kind == "offloading" else set()
+    if kind == "offloading":
+        assert len(tiers) == 1
+        assert len(users(tiers)) == (1 if ranks == 1 else 1 + ranks)
     one.kill()
-    until(lambda: ledger.show(folder) is None)  # nothing of it counts any more
+    until(lambda: ledger.show(ledger.home(name_of(name))) is None)  # nothing of it counts any more
     assert users(tiers) == set()
-    next_one = start_in_pool(run, **more)
-    begun = next_one.do("see")
+    following = start_in_pool(run, **more)
+    begun = following.do("see")
     assert begun["engines"] == 1
     assert begun["records"] == begun["committed"] <= begun["extent"]
-    assert tokens(next_one.do("round", "few")) == tokens(first)
-    again = next_one.do("see")
-    assert agrees(again), again
-    assert again["committed"] > 20 * MIB
-    is_gone(f"killed{ranks}", next_one)
+    again = following.do("round", "few")
+    assert tokens(again) == tokens(first)
+    if kind == "disk":
+        assert cached(again) > 0
+    seen = following.do("see")
+    assert agrees(seen, following.simple), seen
+    assert seen["committed"] > 20 * MIB
+    is_gone(name, following)
+
+
+# What is shown
 
 
 def said(one: Pooled, *words: str, **environment: str) -> Any:

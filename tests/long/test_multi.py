@@ -11,10 +11,9 @@ import numpy as np
 import pytest
 
 from harness.engines.fences import BARE, Fences
-from harness.engines.fixtures import MODEL_PAIRS
 from harness.engines.multi import INSIDE, compare_simple_inside
-from harness.engines.oracle import Engine, assert_same
-from harness.engines.runs import ALL, Device, Run, engine_arguments, prompts, run_driver
+from harness.engines.oracle import Engine
+from harness.engines.runs import Device, Run
 
 
 # Which connector is beside it is by the mode; the layouts are cells of the matrix.
@@ -33,30 +32,6 @@ def test_simple_is_right_in_it_too(
 ) -> None:
     run = Run(contiguous=contiguous, simple=mode)
     compare_simple_inside(run, engine, models(run.model), device, tmp_path)
-
-
-@MODEL_PAIRS
-def test_prompts_come_back_through_a_multi_connector(
-    engine: Engine,
-    models: Callable[[str], Path],
-    device: Device,
-    tmp_path: Path,
-    model: str,
-    contiguous: bool,
-) -> None:
-    run = Run(model=model, contiguous=contiguous, inside=INSIDE)
-    job = {
-        "model": str(models(model)),
-        "engine": engine_arguments(run),
-        "rounds": [prompts(ALL)] * 2,
-        "nothing_connector": True,
-        "watch": True,
-    }
-    ours = run_driver(job, device.environ(run), tmp_path)
-    assert_same(ours, engine(Run(kvpatch=False, offload=False, model=model)))
-    assert [record["cached"] for record in ours.round(1)] == [640] * ALL
-    assert ours.result["changed"] == []
-    assert ours.result["fence"]["released"] > 0
 
 
 class DiskFences(Fences):

@@ -58,8 +58,7 @@ def test_served_prompts_come_back_from_the_tier_as_plain_vllm_computes_them(
     for rank in ours.result["transfers"]:
         assert rank["loaded"] == COUNT * 640 // 32
         assert rank["changed"] == 0
-    alone = ranks == 1 and not contiguous  # engine and worker are one process
-    assert ours.log.count("KV on elastic memory: yes") == (1 if alone else 1 + ranks)
+    assert ours.log.count("KV on elastic memory: yes") == 1  # of the engine, whatever it starts
 
 
 @pytest.mark.parametrize("ranks", [1, 2])

@@ -47,6 +47,11 @@ KINDS = {
     "offloading, runner v2": replace(OFFLOADING, runner="v2"),
     "eager": replace(OFFLOADING, simple="eager"),
     "lazy": replace(OFFLOADING, simple="lazy"),
+    # As vLLM's recipes have them.
+    "chunks": replace(OFFLOADING, extra=(("blocks_per_chunk", 4),)),
+    "chunks, a disk behind": replace(
+        OFFLOADING, extra=(("blocks_per_chunk", 2),), tiers=("of the test",)
+    ),
 }
 
 
@@ -87,6 +92,7 @@ def suspended(
     name = f"suspend-{os.getpid()}-{list(KINDS).index(request.param)}"
     run = named(KINDS[request.param], name)
     folder = tmp_path_factory.mktemp("serve")
+    run = replace(run, tiers=tuple(str(folder / "disk") for _ in run.tiers))
     asynchronous = "synchronous" not in request.param
     with started(run, models(run.model), device, folder, asynchronous) as server:
         first = [server.complete(prompt) for prompt in prompts(COUNT)]

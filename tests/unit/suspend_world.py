@@ -232,7 +232,7 @@ class World:
 
     def __init__(self, room: int = 100, ahead: int = 0, gives: bool = False) -> None:
         self.scheduler = Scheduler()
-        self.vllm_config = None  # of which nothing is asked
+        self.vllm_config: Any = None  # of which nothing is asked
         self.pool = Pool()
         self.manager = Manager(self.pool)
         self.tier = Store(room)
@@ -330,7 +330,8 @@ class World:
     def _plan(self) -> None:
         blocks = self.spill.next()
         for one in blocks:
-            self.tier.flying.append((self.steps, one.key, self.pool.content[one.block]))
+            (block,) = one.blocks
+            self.tier.flying.append((self.steps, one.key, self.pool.content[block.block]))
         self.spill.planned([one.key for one in blocks])
 
     def _retire(self) -> None:

@@ -86,7 +86,8 @@ class Engine:
         if asked["verb"] == "describe":
             about = {"name": self.name, "pid": os.getpid(), "models": [f"model-{self.name}"]}
             counts = {"running": 0, "waiting": self.more["waiting"], "revision": self.revision}
-            return said | about | counts | {"most": self.device}
+            first = self.more.get("first", self.device)
+            return said | about | counts | {"most": self.device, "first": first}
         if asked["verb"] == "demand":
             free = self.device - sum(one.mapped for one in (self, *self.others))
             known = {"device": "GPU-1", "free": free, "page": 2 * MIB, "longest": 1000}
@@ -132,10 +133,38 @@ def test_memory_moves_between_engines(
     assert cli.main(["balance", "--rounds", "1"]) == 0
     assert (chat.limit, code.limit) == (600 * MIB, 400 * MIB)
     lines = [line.partition(" ")[2] for line in capsys.readouterr().out.splitlines()]
-    assert lines[-2:] == [
+    assert lines[-4:] == [
         "code: 700 MiB -> 400 MiB, because it has no requests, and others need memory",
         "chat: 300 MiB -> 600 MiB, because 3 of its requests wait",
+        "chat: is left with 600 MiB at most; it started with 1000 MiB: kvpatch balance --restore",
+        "code: is left with 400 MiB at most; it started with 1000 MiB: kvpatch balance --restore",
     ]
+
+
+def test_the_limits_that_engines_started_with_are_restored(
+    pair: tuple[Engine, Engine], capsys: pytest.CaptureFixture[str]
+) -> None:
+    chat, code = pair
+    code.more["first"] = 400 * MIB
+    assert cli.main(["balance", "--restore"]) == 0
+    assert (chat.limit, code.limit) == (1000 * MIB, 400 * MIB)
+    lines = [line.partition(" ")[2] for line in capsys.readouterr().out.splitlines()]
+    assert lines == [
+        "code: 700 MiB -> 400 MiB, because it started with that",
+        "chat: 300 MiB -> 1000 MiB, because it started with that",
+    ]
+    assert cli.main(["limit", "code", "50%"]) == 0
+    assert code.limit == 500 * MIB
+    assert cli.main(["limit", "code", "--reset"]) == 0
+    assert code.limit == 400 * MIB
+
+
+def test_a_dry_run_looks_once(
+    pair: tuple[Engine, Engine], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main(["balance", "--dry-run"]) == 0
+    assert "code: would be 700 MiB -> 400 MiB" in capsys.readouterr().out
+    assert [one.limit for one in pair] == [300 * MIB, 700 * MIB]
 
 
 def test_a_dry_run_beside_a_balance_sets_nothing(
@@ -196,6 +225,8 @@ def test_an_engine_that_never_answered_is_named_and_nothing_is_promised_beside_i
         "code: is here, with 700 MiB at most",
         "code: keeps 700 MiB: it does not answer: timed out",
         "code: it has not said which device it is on, and is left as it is",
+        "chat: is left with 300 MiB at most; it started with 1000 MiB: kvpatch balance --restore",
+        "code: is left with 700 MiB at most",
     ]
     there = seen.look({})
     code.mute = False

@@ -13,7 +13,7 @@ pytest.importorskip("matplotlib")
 from bench_results import cycle, host
 
 from harness import markdown
-from harness.bench import arms, goals, loads, micro, page, plots, profile, quoted, two_models
+from harness.bench import arms, goals, loads, micro, page, plots, quoted, two_models
 from harness.bench.goals import Results
 from harness.bench.one_model import turns
 from harness.bench.options import parse
@@ -267,24 +267,6 @@ def folder(tmp_path):
     return tmp_path
 
 
-def test_the_page_has_every_goal_with_its_figure(folder):
-    text = page.render(folder)["docs/numbers.md"]
-    for verdict in goals.verdicts(Results(json.loads((folder / "host.json").read_text()))):
-        assert f"| {verdict.goal} | {verdict.figure} | {verdict.word} |" in text
-    assert "Missed: a returning conversation" in text
-    assert goals.NO_GPU in text
-
-
-def test_the_page_and_its_plots_are_the_same_each_time(folder):
-    first, second = page.render(folder), page.render(folder)
-    assert first == second
-    assert {path for path in first if path.endswith(".svg")} == {
-        "docs/pictures/numbers-rates.svg",
-        "docs/pictures/numbers-first-tokens.svg",
-        "docs/pictures/numbers-shared-device.svg",
-    }
-
-
 def test_static_memory_has_its_lines():
     """It is in no ledger of mapped pages, and its panel was empty."""
     static = cycle(100 << 20, 100 << 20, 1.0)
@@ -298,27 +280,6 @@ def test_static_memory_has_its_lines():
     assert ours == [[[0, 0], [1, 100], [2, 9], [2, 9]], [[0, 200], [2, 100], [2, 100]]]
 
 
-def test_no_two_parts_look_the_same_and_every_axis_is_named():
-    series = {f"part {number}": [(10.0, 1e-6), (100.0, 1e-5)] for number in range(14)}
-    (axes,) = plots.growth(series, "blocks").axes
-    assert len({(line.get_color(), line.get_linestyle()) for line in axes.lines}) == len(series)
-    host = results().host
-    figures = [plots.rates(host["one_model"]), plots.first_tokens(host["one_model"])]
-    figures.append(plots.shared_device(host["two_models"]))
-    for one in (axes, *(one for figure in figures for one in figure.axes)):
-        assert one.get_xlabel() and one.get_ylabel()
-
-
-def test_the_page_changes_with_a_figure(folder):
-    before = page.render(folder)
-    path = folder / "host.json"
-    path.write_text(path.read_text().replace('"total_tokens_per_second": 1010.0', '"x": 0'))
-    with pytest.raises(KeyError):
-        page.render(folder)
-    path.write_text(json.dumps(results({arms.PLAIN.name: [2000.0, 2000.0, 2000.0]}).host))
-    assert page.render(folder) != before
-
-
 @pytest.mark.parametrize("missing", ["one_model", "two_models"])
 def test_a_run_of_one_part_has_a_page(folder, missing):
     path = folder / "host.json"
@@ -328,12 +289,6 @@ def test_a_run_of_one_part_has_a_page(folder, missing):
     text = page.render(folder)["docs/numbers.md"]
     assert goals.NOT_RUN.capitalize() in text
     assert ("<details>" in text) is (missing == "two_models")
-
-
-def test_arguments_of_an_arm_are_folded_away(folder):
-    text = page.render(folder)["docs/numbers.md"]
-    assert text.count("<details>") == text.count("</details>") > len(NAMES)
-    assert "\n--seed 0\n</pre>" in text
 
 
 def test_a_result_that_cannot_be_read_is_named(tmp_path):
@@ -371,53 +326,6 @@ def test_a_run_on_the_host_device_is_not_shown_as_one_of_a_gpu(folder):
         page.render(folder)
 
 
-def test_micro_benchmarks_and_profiles_are_shown_when_they_are_there(folder):
-    head = {"command": "scripts/bench", "commit": "0", "machine": {"load_before": 0.1}}
-    rows = [
-        {"name": "walk", "many": n, "of": "blocks", "median_s": n / 1e6, "least_s": n / 2e6}
-        for n in (100, 1000)
-    ]
-    top = [["split (kvpatch/fence.py)", 0.25]]
-    profile = {
-        "name": "a step",
-        "what": "A step.",
-        "samples": 40,
-        "kvpatch_share": 0.5,
-        "kvpatch_self_share": 0.25,
-        "top": top,
-    }
-    (folder / "micro.json").write_text(json.dumps({**head, "rows": rows}))
-    (folder / "profile.json").write_text(json.dumps({**head, "profiles": [profile]}))
-    made = page.render(folder)
-    assert "| walk | 1,000 blocks | 1.00 ms | 500.0 µs | 1.00 |" in made["docs/numbers.md"]
-    assert "| `split (kvpatch/fence.py)` | 25.0% |" in made["docs/numbers.md"]
-    assert "docs/pictures/numbers-growth.svg" in made
-
-
-def test_what_the_fence_costs_is_shown_with_its_noise(folder):
-    ratio = {"mean": 0.996, "median": 0.998, "standard_error_of_the_mean": 0.004}
-    same = {"mean": 1.001, "median": 1.0, "standard_error_of_the_mean": 0.005}
-    rate = {"with_over_without": ratio, "same_arm_twice": same}
-    idle = {"cpu_seconds": 0.25, "of_seconds": 10}
-    fence = {
-        "command": "scripts/bench-fence",
-        "commit": "0",
-        "fours": 9,
-        "pages_released_through_the_fence": 1200,
-        "tokens_per_second": rate,
-        "tokens_per_processor_second": rate,
-        "idle": {"with the fence": idle, "plain vLLM": {**idle, "cpu_seconds": 0.2}},
-    }
-    text = page.render(folder)["docs/numbers.md"]
-    assert "Not measured yet; run `scripts/bench-fence`" in text
-    (folder / "fence.json").write_text(json.dumps(fence))
-    text = page.render(folder)["docs/numbers.md"]
-    shown = "0.996x, median 0.998x, ± 0.004 | 1.001x, median 1.000x, ± 0.005 |"
-    assert f"| tokens per second | {shown}" in text
-    assert "1,200 pages released" in text
-    assert "used 0.25 s of CPU time, plain vLLM's 0.20 s" in text
-
-
 def test_growth_is_the_power_between_the_largest_sizes():
     rows = [{"name": "walk", "many": n, "of": "blocks", "median_s": n / 1e6} for n in (100, 10, 1)]
     series = page.growth_series({"rows": [*rows, {**rows[0], "name": "once"}]})
@@ -425,7 +333,7 @@ def test_growth_is_the_power_between_the_largest_sizes():
     assert page.exponent(series["walk"]) == pytest.approx(1.0)
 
 
-# Micro-benchmarks and profiles
+# Micro-benchmarks
 
 
 def test_a_part_that_does_not_say_what_it_is_is_refused():
@@ -437,24 +345,6 @@ def test_a_part_that_does_not_say_what_it_is_is_refused():
     ]
     with pytest.raises(ValueError, match="does not say what it timed"):
         micro.rows({"benchmarks": [one, {**one, "extra_info": {}}]})
-
-
-SAMPLES = """\
-main (run.py:1);step (vllm/v1/engine/core.py:9);schedule (/x/site-packages/vllm/v1/s.py:3) 6
-main (run.py:1);step (vllm/v1/engine/core.py:9);split (/src/kvpatch/fence.py:200) 3
-main (run.py:1);step (vllm/v1/engine/core.py:9);split (/x/kvpatch/fence.py:2);sum (/y/lib.py:1) 1
-other (thread.py:1) 90
-"""
-
-
-def test_only_samples_below_the_function_count():
-    found = profile.profile("a step", "", profile.stacks(SAMPLES, "step (vllm/v1/engine/core.py"))
-    assert found["samples"] == 10
-    assert (found["kvpatch_share"], found["kvpatch_self_share"]) == (0.4, 0.3)
-    assert found["top"][0] == ["schedule (vllm/v1/s.py)", 0.6]
-    assert found["top"][1] == ["split (kvpatch/fence.py)", 0.3]
-    with pytest.raises(ValueError, match="no sample"):
-        profile.profile("nothing", "", profile.stacks(SAMPLES, "absent"))
 
 
 # The command line

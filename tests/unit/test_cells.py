@@ -10,18 +10,18 @@ import pytest
 
 from harness.engines.plugins import UNTIL_IT_RAN
 from harness.engines.runs import Run, block_bytes, block_tokens, engine_arguments
-from harness.matrix import cells
+from harness.matrix import axes, cells
 from kvpatch import admitted
-from kvpatch.matrix import axes
+from kvpatch.matrix.verdicts import NONE, Cell
 
-CELL = axes.Cell("0.32.0", "V2", "contiguous", "Offloading", "full attention")
+CELL = Cell("0.32.0", "V2", "contiguous", "Offloading", "full attention")
 
 
 @pytest.fixture
 def asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     """Return the runs of plain vLLM and of kvpatch's engine for a cell, and its trial."""
 
-    def asked(cell: axes.Cell) -> tuple[Run, Run, cells.Trial]:
+    def asked(cell: Cell) -> tuple[Run, Run, cells.Trial]:
         seen: list[tuple[Run, cells.Trial]] = []
         engines = cells.Engines("0.32.0", tmp_path, print)
         monkeypatch.setattr(engines, "run", lambda run, trial, name: seen.append((run, trial)))
@@ -38,7 +38,7 @@ def asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     return asked
 
 
-def every_cell() -> list[axes.Cell]:
+def every_cell() -> list[Cell]:
     return [cell for cell in axes.cells("0.32.0") if cell.layout == "contiguous"]
 
 
@@ -137,7 +137,7 @@ def test_every_feature_of_the_matrix_changes_the_engine(asked):
             continue
         cell = replace(CELL, model=feature.models[0], feature=feature.name)
         _, ours, _ = asked(cell)
-        without = asked(replace(cell, feature=axes.NONE))[1]
+        without = asked(replace(cell, feature=NONE))[1]
         assert ours != replace(without, asynchronous=ours.asynchronous), feature.name
 
 

@@ -63,7 +63,7 @@ def test_a_reader_that_stops_reading_is_no_error(run):
     assert "Traceback" not in done.err
 
 
-@pytest.mark.parametrize("text", ["64M", "2GB", "much"])
+@pytest.mark.parametrize("text", ["64X", "2GiBi", "much"])
 def test_a_size_that_is_none_is_refused_with_what_to_write(capsys, text):
     with pytest.raises(SystemExit):
         cli.main(["limit", "chat", text])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from pathlib import Path
 
@@ -12,6 +13,7 @@ pytest.importorskip("yaml")  # of .venv; scripts/pythons is without
 import tomllib
 import yaml
 
+from kvpatch.cli import COMMANDS, balance, parser
 from kvpatch.environ import KVCACHED_IPC_NAME, SWITCH
 from kvpatch.supported import KVCACHED, validated
 from kvpatch.versions import in_words
@@ -164,3 +166,43 @@ def test_the_time_slicing_configuration_offers_a_gpu_for_each_engine():
     inside = yaml.safe_load(yaml.safe_load(text("time-slicing.yaml"))["data"]["config.yaml"])
     (resource,) = inside["sharing"]["timeSlicing"]["resources"]
     assert resource == {"name": "nvidia.com/gpu", "replicas": len(ENGINES)}
+
+
+DISK = list(yaml.safe_load_all(text("disk-tier.yaml")))
+(DISK_POD,) = (one["spec"]["template"]["spec"] for one in DISK if one["kind"] == "Deployment")
+
+
+@pytest.mark.parametrize("pod", [POD, DISK_POD], ids=["two-models", "disk-tier"])
+def test_a_pod_is_of_one_user_that_can_write_its_home(pod):
+    """Verbs and pages are of one user; a HOME of root's refused to start once."""
+    assert pod["securityContext"]["runAsNonRoot"] is True
+    for container in (*pod.get("initContainers", ()), *pod["containers"]):
+        assert "runAsUser" not in container["securityContext"]
+        assert container["securityContext"]["capabilities"] == {"drop": ["ALL"]}
+        home = environment(container)["HOME"]
+        if container["name"] != "balance":  # which keeps nothing
+            assert home in [one["mountPath"] for one in container["volumeMounts"]]
+
+
+def test_the_sidecar_balances_engines_of_the_pod():
+    (sidecar,) = (one for one in POD["containers"] if one["name"] == "balance")
+    words = sidecar["command"][1:] + sidecar["args"]
+    options = balance.read(parser(COMMANDS).parse_args(words))
+    assert set(options.terms) == {environment(one)[KVCACHED_IPC_NAME.name] for one in ENGINES}
+    assert {"name": "shm", "mountPath": "/dev/shm"} in sidecar["volumeMounts"]
+
+
+def test_the_disk_of_a_tier_is_a_volume_and_its_names_are_stable():
+    (engine,) = DISK_POD["containers"]
+    transfer = json.loads(after(engine["args"], "--kv-transfer-config"))
+    (tier,) = transfer["kv_connector_extra_config"]["secondary_tiers"]
+    mounts = [one["mountPath"] for one in engine["volumeMounts"]]
+    assert str(Path(tier["root_dir"]).parent) in mounts
+    assert environment(engine)["PYTHONHASHSEED"] == "0"
+
+
+def test_a_pod_monitor_names_ports_of_the_pod():
+    monitor = yaml.safe_load(text("podmonitor.yaml"))["spec"]
+    assert monitor["selector"] == DEPLOYMENT["spec"]["selector"]
+    ports = [one["ports"][0]["name"] for one in ENGINES]
+    assert [one["port"] for one in monitor["podMetricsEndpoints"]] == ports

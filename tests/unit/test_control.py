@@ -407,7 +407,7 @@ def seen_as(state: reader.State, line: str = "", pid: int = 7) -> reader.Seen:
 def test_an_engine_that_was_killed_is_gone_and_not_one_that_cannot_be_suspended(
     worlds: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    killed = seen_as(reader.State.GONE, "pid 7 exited without cleanup (killed?)")
+    killed = seen_as(reader.State.KILLED, "pid 7 exited without cleanup (killed?)")
     pages = [killed]
     monkeypatch.setattr(reader, "all_of", lambda everyone: pages)
     for name in ("chat", "7"):
@@ -594,6 +594,7 @@ def test_the_commands(engine: Running, capsys: pytest.CaptureFixture[str]) -> No
     assert cli.main(["suspend", "chat", "--timeout", "60"]) == 0
     assert "12 of 12 blocks are in the tier" in capsys.readouterr().out
     assert cli.main(["limit", "chat", "4MiB"]) == 0
+    assert "; the limit is taken: 4 MiB from its resumption on" in capsys.readouterr().out
     assert cli.main(["resume", "chat", "--json"]) == 0
     answer = json.loads(capsys.readouterr().out.splitlines()[-1])
     assert (answer["name"], answer["phase"], answer["limit"]) == ("chat-pool", "runs", 4 * PAGE)
@@ -603,6 +604,32 @@ def test_the_commands(engine: Running, capsys: pytest.CaptureFixture[str]) -> No
     assert "no engine nobody" in json.loads(capsys.readouterr().out)["error"]
     assert cli.main(["list", "--json"]) == 0
     assert json.loads(capsys.readouterr().out)[0]["phase"] == "runs"
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["suspend", "chat"], "it will be suspended when its blocks are stored; kvpatch resume"),
+        (["suspend", "chat", "--finish"], "when its running requests have finished; kvpatch"),
+        (["resume", "chat"], "it is resumed as soon as it has its memory"),
+        (["limit", "chat", "4MiB"], "it keeps to the limit that it was told"),
+    ],
+)
+def test_an_interrupted_command_says_what_goes_on(
+    engine: Running,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    words: list[str],
+    said: str,
+) -> None:
+    def interrupted(*args: object, **named: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(client.Engine, "_ask", interrupted)
+    assert cli.main(words) == 130
+    line = capsys.readouterr().err
+    assert line.startswith("chat-pool goes on: ")
+    assert said in line
 
 
 def test_without_engines_the_list_is_empty(capsys: pytest.CaptureFixture[str]) -> None:

@@ -12,8 +12,8 @@ import pytest
 pytest.importorskip("matplotlib")  # of .venv, for the pictures; scripts/pythons is without
 
 from harness import docs
+from harness.matrix import derive
 from kvpatch import supported
-from kvpatch.matrix import verdicts
 
 ROOT = Path(__file__).parents[2]
 STALE = {
@@ -72,14 +72,14 @@ def test_a_check_names_the_stale_files_and_writes_none(monkeypatch, capsys, tmp_
 @pytest.fixture
 def another_table(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setitem(supported.RELEASES, "0.32.0", supported.INSPECTED_ONLY)
-    verdicts.forget()
+    derive.forget()
     yield
     monkeypatch.undo()
-    verdicts.forget()
+    derive.forget()
 
 
 def test_a_change_of_the_table_makes_them_stale(another_table):
-    found = verdicts.verdicts()
-    made = docs.pages(found) | docs.fronts(found)
+    matrix = derive.matrix()
+    made = docs.pages(matrix) | docs.fronts(matrix)
     stale = [name for name, text in made.items() if text != (ROOT / name).read_text()]
     assert stale == ["docs/support.md", "README.md"]

@@ -345,7 +345,7 @@ def test_kvcacheds_extension_and_this_machine(tmp_path, monkeypatch, content, dr
     ("size", "level", "said"),
     [
         ("2GiB", Level.OK, "2GiB"),
-        ("2GB", Level.PROBLEM, "2GB"),
+        ("2GX", Level.PROBLEM, "2GX"),
         ("", Level.PROBLEM, "is not a size"),
     ],
 )
@@ -758,7 +758,7 @@ def test_names_reach_neither_the_terminal_nor_the_shell(kind, capsys, monkeypatc
     region = kind.folder / f"vllm_offload_{name}.mmap"
     region.write_bytes(b"x")
     found = leftovers.check([kind])
-    monkeypatch.setattr(doctor, "examine", lambda settings, try_import: found)
+    monkeypatch.setattr(doctor, "examine", lambda settings, try_import, words=(): found)
     cli.main(["doctor"])
     lines = capsys.readouterr().out.splitlines()
     assert all(line.isprintable() for line in lines)
@@ -900,7 +900,7 @@ print([name for name in ("torch", "vllm", "kvcached") if name in sys.modules])
 @pytest.mark.parametrize(("level", "code"), [(Level.PROBLEM, 1), (Level.WARNING, 0)])
 def test_the_exit_code_and_json_say_it(monkeypatch, capsys, level, code):
     found = [doctor.Finding("topic", level, "it is so", "do this", "KVP103")]
-    monkeypatch.setattr(doctor, "examine", lambda settings, try_import: found)
+    monkeypatch.setattr(doctor, "examine", lambda settings, try_import, words=(): found)
     assert cli.main(["doctor", "--json"]) == code
     report = json.loads(capsys.readouterr().out)
     assert report["findings"] == [

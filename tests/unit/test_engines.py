@@ -192,13 +192,13 @@ def test_a_worker_that_had_a_page_before_its_engine_ends_with_the_server(killed)
     ended(**({"started": 17} if killed else {}))
     parent = {"pid": GONE + 1, "started": None}
     publish(GONE + 3, ("worker",), beats=False, server=None, parent=parent)
-    assert reader.one(GONE + 3).state is (State.GONE if killed else State.ENDED)
+    assert reader.one(GONE + 3).state is (State.KILLED if killed else State.ENDED)
 
 
 def test_a_parent_that_never_had_a_page_is_no_server():
     """Whoever starts a server from a shell."""
     publish(GONE, ("frontend",), beats=False, server=None, parent={"pid": 1, "started": 5})
-    assert reader.one(GONE).state is State.GONE
+    assert reader.one(GONE).state is State.KILLED
 
 
 SERVER = """
@@ -219,7 +219,7 @@ else:
 """
 
 
-@pytest.mark.parametrize(("how", "state"), [("ends", State.ENDED), ("is killed", State.GONE)])
+@pytest.mark.parametrize(("how", "state"), [("ends", State.ENDED), ("is killed", State.KILLED)])
 def test_real_processes_are_told_apart(how, state):
     command = [sys.executable, "-c", SERVER, "frontend", how]
     environment = os.environ | {"KVPATCH": "0", "CODE": SERVER}
@@ -233,7 +233,7 @@ def test_a_server_that_was_killed_too_is_one(capsys):
     """As by the OOM killer of its container: the frontend's page is still there."""
     ended(started=17)
     states = {seen.pid: seen.state for seen in reader.all_of(False)}
-    assert set(states.values()) == {State.GONE}
+    assert set(states.values()) == {State.KILLED}
     assert out(capsys)[0] == 1
 
 
@@ -247,12 +247,12 @@ def test_an_engine_whose_server_runs_was_killed():
     server = {"pid": os.getpid(), "started": page.start_ticks(os.getpid())}
     publish(os.getpid(), ("frontend",), beats=False)
     publish(GONE, engine=engine(), beats=True, server=server)
-    assert reader.one(GONE).state is State.GONE
+    assert reader.one(GONE).state is State.KILLED
 
 
 def test_an_engine_without_a_server_was_killed():
     publish(GONE, engine=engine(), beats=True, server=None)
-    assert reader.one(GONE).state is State.GONE
+    assert reader.one(GONE).state is State.KILLED
 
 
 def test_the_page_of_a_killed_server_may_have_the_longer_name():
@@ -261,7 +261,7 @@ def test_the_page_of_a_killed_server_may_have_the_longer_name():
     ended(started=17)
     assert len(list(page.own_folder().glob(f"{GONE}*.page"))) == 2
     assert page.of_process(page.own_folder(), GONE)[1].content["started"] == 17
-    assert reader.one(GONE + 1).state is State.GONE
+    assert reader.one(GONE + 1).state is State.KILLED
 
 
 def test_a_page_of_the_servers_number_that_cannot_be_read_is_not_the_servers():
@@ -273,8 +273,8 @@ def test_a_page_of_the_servers_number_that_cannot_be_read_is_not_the_servers():
 def test_processes_that_name_each_other_as_their_servers_were_killed():
     for pid, other in ((GONE, GONE + 1), (GONE + 1, GONE)):
         publish(pid, beats=True, server={"pid": other, "started": None})
-        assert reader.one(pid).state is (State.ENDED if pid == GONE else State.GONE)
-    assert reader.one(GONE).state is State.GONE
+        assert reader.one(pid).state is (State.ENDED if pid == GONE else State.KILLED)
+    assert reader.one(GONE).state is State.KILLED
 
 
 def test_nothing_runs_after_a_stop(capsys, monkeypatch):
@@ -294,7 +294,7 @@ def test_the_page_of_a_killed_server_is_kept_as_long_as_its_engines(monkeypatch)
     ages = {GONE: publisher.FORGOTTEN + 1.0}
     monkeypatch.setattr(page.Page, "age", property(lambda self: ages.get(self.pid, 0.0)))
     publisher.sweep(page.own_folder())
-    assert reader.one(GONE + 1).state is State.GONE
+    assert reader.one(GONE + 1).state is State.KILLED
     ages |= {GONE + 1: ages[GONE], GONE + 2: ages[GONE]}
     publisher.sweep(page.own_folder())
     assert list(page.own_folder().glob("*.page")) == []

@@ -55,13 +55,20 @@ def test_what_is_no_duration(text):
         ("0.5GiB", 1 << 29),
         ("2Gi", 2 << 30),  # as Kubernetes writes them
         ("512Mi", 512 << 20),
+        ("8G", 8 << 30),
+        ("8GB", 8 << 30),
+        ("8gib", 8 << 30),
+        ("8 GiB", 8 << 30),
+        ("1TiB", 1 << 40),
+        ("1k", 1 << 10),
+        ("7B", 7),
     ],
 )
 def test_sizes(text, size):
     assert environ.size(text) == size
 
 
-@pytest.mark.parametrize("text", ["", "0", "2GB", "2 GiB", "-1GiB", "infMiB", "1TiB", "0.1"])
+@pytest.mark.parametrize("text", ["", "0", "2GBs", "2  GiB", "-1GiB", "infMiB", "1PiB", "0.1"])
 def test_what_is_no_size(text):
     with pytest.raises(ValueError, match="is not a size; use for example 2GiB or 512MiB"):
         environ.size(text)
@@ -83,6 +90,12 @@ def test_what_is_more_than_any_machine_has(text):
             "10s",
             "it is not a number of seconds; use for example 10 or 0.5",
         ),
+        (
+            "KVPATCH_TIER_SIZE",
+            "110%",
+            "it is neither a size nor a part of one; use for example 8GiB or 25%",
+        ),
+        ("KVPATCH_TIER_SIZE", "all", "it is not a size; use for example 2GiB or 512MiB"),
         (
             "KVCACHED_GPU_UTILIZATION",
             "90%",

@@ -16,10 +16,9 @@ import pytest
 from harness import ROOT, provenance
 from harness.console import HarnessError
 from harness.evidence import ages, executed, of_run, units
-from harness.matrix import record
+from harness.matrix import record, recorded
 from kvpatch import patches
-from kvpatch.matrix import evidence
-from kvpatch.matrix.axes import Cell
+from kvpatch.matrix.verdicts import Cell
 
 CELL = Cell("0.32.0", "V2", "contiguous", "Offloading", "full attention")
 AXES = {name: getattr(CELL, name) for name in ("runner", "layout", "connector", "model")}
@@ -27,9 +26,9 @@ AXES = {name: getattr(CELL, name) for name in ("runner", "layout", "connector", 
 
 @pytest.fixture(autouse=True)
 def nothing_remembered() -> Iterator[None]:
-    evidence.forget()
+    recorded.forget()
     yield
-    evidence.forget()
+    recorded.forget()
 
 
 # What a process executes
@@ -177,15 +176,15 @@ def of_files(folder: Path, text: str) -> units.Tree:
 # Ages
 
 
-def code(executes: Mapping[str, str]) -> evidence.Code:
+def code(executes: Mapping[str, str]) -> recorded.Code:
     table = [f"{name} {digest}" for name, digest in sorted(executes.items())]
-    return evidence.Code("abc", evidence.encode(range(len(table))), table)
+    return recorded.Code("abc", recorded.encode(range(len(table))), table)
 
 
 def ran(cell: Cell = CELL, right: bool = True, level: str = "engine", **executes: str) -> ages.Ran:
     """A run that executed functions of ``kvpatch.m``, by name, with digests."""
     named = {f"kvpatch.m:{name}": digest for name, digest in executes.items()}
-    return ages.Ran(cell, evidence.Run(level, right, "a file", code(named)))
+    return ages.Ran(cell, recorded.Run(level, right, "a file", code(named)))
 
 
 def today(**there: str) -> ages.Today:
@@ -195,7 +194,7 @@ def today(**there: str) -> ages.Today:
 
 def test_a_set_of_units_is_read_as_it_was_written():
     for numbers in ([], [0], [3, 1, 700]):
-        assert evidence.decode(evidence.encode(numbers)) == sorted(numbers)
+        assert recorded.decode(recorded.encode(numbers)) == sorted(numbers)
 
 
 def test_a_run_is_fresh_covered_or_old():
@@ -268,12 +267,12 @@ def in_force(release: str) -> dict[str, str]:
 def test_a_row_that_came_makes_runs_of_its_feature_old():
     whole = in_force("0.32.0")
     without = {name: digest for name, digest in whole.items() if name != "row:fence.build"}
-    one = ages.Ran(CELL, evidence.Run("engine", True, "a file", code(without)))
+    one = ages.Ran(CELL, recorded.Run("engine", True, "a file", code(without)))
     found = ages.Evidence([one], ages.Today(fixed=units.of_rows()))
     assert found.changed(one) == {"row:fence.build"}
     assert found.wanted() == {ages.Wanted("row:fence.build", "0.32.0")}
     other = replace(CELL, model="hybrid")
-    shown = ages.Ran(other, evidence.Run("engine", True, "a file", code(whole)))
+    shown = ages.Ran(other, recorded.Run("engine", True, "a file", code(whole)))
     found = ages.Evidence([one, shown], ages.Today(fixed=units.of_rows()))
     assert (found.age(one), found.wanted()) == (ages.Age.COVERED, set())
 
@@ -283,7 +282,7 @@ def test_the_rows_of_tiers_say_nothing_of_a_run_without_them():
     without = {name: digest for name, digest in whole.items() if name != "row:tiers.file_mapper"}
     for connector, changed in (("Offloading", set()), ("tiering fs", {"row:tiers.file_mapper"})):
         cell = replace(CELL, connector=connector)
-        one = ages.Ran(cell, evidence.Run("engine", True, "a file", code(without)))
+        one = ages.Ran(cell, recorded.Run("engine", True, "a file", code(without)))
         assert ages.Evidence([one], ages.Today(fixed=units.of_rows())).changed(one) == changed
 
 
@@ -295,8 +294,8 @@ FENCE = patches.FEATURES[[one.name for one in patches.FEATURES].index("fence")]
 @pytest.fixture(scope="module")
 def committed() -> ages.Evidence:
     """The recorded runs, and today's code."""
-    evidence.forget()
-    return ages.Evidence(ages.recorded())
+    recorded.forget()
+    return ages.Evidence(ages.runs())
 
 
 @pytest.mark.skipif(
@@ -402,7 +401,7 @@ HEAD = {"vllm": "0.32.0", "kvcached": "0.1.6"}
 
 def test_a_run_names_its_commit_and_what_it_executed(folder):
     record.record_run("engine", HEAD, AXES | {"right": True}, {"kvpatch.m:a": "1", "row:r": "2"})
-    ((cell, (run,)),) = evidence.runs(folder).items()
+    ((cell, (run,)),) = recorded.runs(folder).items()
     assert (cell, run.level, run.right, run.code.commit) == (CELL, "engine", True, "0123456789ab")
     assert run.code.units == {"kvpatch.m:a": "1", "row:r": "2"}
     assert run.code.patches == {"r"}
@@ -437,22 +436,22 @@ def test_a_feature_is_recorded_apart(folder, level, feature, place):
 
 
 def table_of(folder: Path) -> list[str]:
-    found: list[str] = json.loads((folder / evidence.UNITS).read_text())
+    found: list[str] = json.loads((folder / recorded.UNITS).read_text())
     return found
 
 
 def test_units_that_no_run_executed_leave_the_table(folder):
-    def recorded(model: str, executes: Iterable[str]) -> None:
+    def execute(model: str, executes: Iterable[str]) -> None:
         executed_units = {f"kvpatch.m:{name}": "1" for name in executes}
         record.record_run("engine", HEAD, AXES | {"model": model, "right": True}, executed_units)
 
-    recorded("full attention", "zyx")
-    recorded("hybrid", "yb")
-    recorded("full attention", "b")
+    execute("full attention", "zyx")
+    execute("hybrid", "yb")
+    execute("full attention", "b")
     assert len(table_of(folder)) == 4
     record.tidy()
     assert table_of(folder) == ["kvpatch.m:b 1", "kvpatch.m:y 1"]
     found: dict[str, Any] = {
-        cell.model: set(runs[0].code.units) for cell, runs in evidence.runs(folder).items()
+        cell.model: set(runs[0].code.units) for cell, runs in recorded.runs(folder).items()
     }
     assert found == {"full attention": {"kvpatch.m:b"}, "hybrid": {"kvpatch.m:b", "kvpatch.m:y"}}

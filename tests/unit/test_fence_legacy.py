@@ -193,7 +193,9 @@ def test_blocks_that_left_a_window_are_not_stored_for_it():
     planner = SimpleNamespace(
         _sliding_window_groups=(1,),
         _req_status={"r": SimpleNamespace(group_states=groups), "new": SimpleNamespace()},
-        config=SimpleNamespace(block_size_factor=1),
+        config=SimpleNamespace(
+            block_size_factor=1, kv_group_configs=[SimpleNamespace(group_idx=n) for n in range(2)]
+        ),
     )
     state.attach(planner, Fenced(None, None, scheduler))
     planner._req_status["new"].group_states = [group(0, []), group(0, [])]

@@ -66,7 +66,10 @@ def windows(held: dict[str, list[bool]], known: dict[str, list[int]], factor: in
             )
             for request, ids in known.items()
         },
-        config=SimpleNamespace(block_size_factor=factor),
+        config=SimpleNamespace(
+            block_size_factor=factor,
+            kv_group_configs=[SimpleNamespace(group_idx=n) for n in range(3)],
+        ),
     )
     state.attach(planner, Fenced(Fence(range_of, 1), None, scheduler))
     return planner

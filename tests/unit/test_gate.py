@@ -12,7 +12,7 @@ from packaging.version import Version
 
 from kvpatch import gate, supported
 from kvpatch.environ import ALLOW_VLLM, KVCACHED_SWITCHES
-from kvpatch.patch import Feature, Gap, Outcome, Patch, seam
+from kvpatch.patch import Feature, Gap, Outcome, Patch, Seam
 from kvpatch.refusal import CODES, VERIFY_IT, Basis, Refusal
 from kvpatch.supported import in_ranges, validated
 from kvpatch.versions import Installed, Span, in_words, installed
@@ -386,7 +386,7 @@ def test_a_feature_that_this_machine_does_not_need(patch, monkeypatch):
 
 def test_of_a_seam_only_the_part_of_the_release_is_looked_at(patch):
     new, gone = patch("Target.method", since="0.28"), patch("Target.gone", before="0.28")
-    one = feature(seam(new, gone))
+    one = feature(Seam((new, gone)))
     assert one.at(Version("0.28.0")) == (new,)
     assert outcome(one, "0.28.0") == gate.PASSED
     verdict = outcome(one, "0.27.1")
@@ -400,14 +400,14 @@ def test_of_a_seam_only_the_part_of_the_release_is_looked_at(patch):
 
 def test_a_release_that_needs_no_patch_says_so_in_its_seam(patch):
     later = patch("Target.method", since="0.29")
-    assert outcome(feature(seam(later, Gap("0.16", "0.29", "not there yet"))), "0.28.0") == (
+    assert outcome(feature(Seam((later, Gap("0.16", "0.29", "not there yet")))), "0.28.0") == (
         gate.Verdict(Outcome.NOT_NEEDED)
     )
 
 
 def test_a_hole_is_a_refusal_and_never_half_a_feature(patch):
     here, later = patch("Target.static"), patch("Target.method", since="0.29")
-    one = feature(here, seam(later))
+    one = feature(here, Seam((later,)))
     verdict = outcome(one, "0.28.0")
     assert str(gate.refusal(one, verdict)) == (
         "kvpatch refuses to start vLLM: the feature f has a hole on this release, because the seam "
@@ -417,11 +417,11 @@ def test_a_hole_is_a_refusal_and_never_half_a_feature(patch):
 
 
 def test_two_parts_of_a_seam_for_one_release_are_a_refusal(patch):
-    both = seam(patch("Target.static"), patch("Target.method"))
+    both = Seam((patch("Target.static"), patch("Target.method")))
     assert outcome(feature(both), "0.28.0").reason == (
         "the seam Target.static has Target.static and Target.method for vLLM 0.28.0"
     )
-    gap = seam(patch("Target.static"), Gap("0.28", None, "fixed"))
+    gap = Seam((patch("Target.static"), Gap("0.28", None, "fixed")))
     assert outcome(feature(gap), "0.28.0").reason == (
         "the seam Target.static has Target.static and no patch (fixed) for vLLM 0.28.0"
     )
@@ -438,6 +438,8 @@ def test_two_parts_of_a_seam_for_one_release_are_a_refusal(patch):
 )
 def test_a_vllm_named_by_the_operator_gets_the_rows_of_its_release(patch, text, row):
     """Of a later one than any that was inspected, those of the newest."""
-    one = feature(seam(patch("Target.static", before="0.28"), patch("Target.method", since="0.28")))
+    one = feature(
+        Seam((patch("Target.static", before="0.28"), patch("Target.method", since="0.28")))
+    )
     assert outcome(one, text, **allowing(text)) == gate.PASSED
     assert [patch.id for patch in one.at(supported.release_of(found(text)))] == [row]

@@ -97,7 +97,11 @@ class Scheduler:
 
     def step(self, *begun):
         new = [SimpleNamespace(req_id=name, num_computed_tokens=count) for name, count in begun]
-        output = SimpleNamespace(finished_req_ids=self.ended, scheduled_new_reqs=new)
+        output = SimpleNamespace(
+            finished_req_ids=self.ended,
+            scheduled_new_reqs=new,
+            num_scheduled_tokens=dict.fromkeys((name for name, _ in begun), BLOCK),
+        )
         self.ended = set()
         assert lookups.around_schedule(lambda: output, self, (), {}) is output
 

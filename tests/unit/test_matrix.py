@@ -14,16 +14,18 @@ from typing import Any
 import pytest
 from packaging.version import Version
 
+from harness.matrix import axes, derive, plain, recorded, shapes
+from harness.matrix.shapes import Signatures
 from kvpatch import patches, supported
 from kvpatch.cli import matrix as cli
-from kvpatch.matrix import axes, evidence, plain, signatures, tables, verdicts
-from kvpatch.matrix.signatures import Signatures
+from kvpatch.matrix import tables, verdicts
+from kvpatch.matrix.verdicts import CONNECTORS, NONE, Cell, Kind, Verdict, counts
 from kvpatch.patch import Feature, Outcome, Seam
 from kvpatch.refusal import CODES, Basis
 
 ROOT = Path(__file__).parents[2]
-VLLM = signatures.releases("vllm")
-(KVCACHED,) = signatures.releases("kvcached").values()
+VLLM = shapes.releases("vllm")
+(KVCACHED,) = shapes.releases("kvcached").values()
 BUILD = (
     "vllm.distributed.kv_transfer.kv_connector.v1.offloading.scheduler:"
     "OffloadingConnectorScheduler.build_connector_meta"
@@ -31,8 +33,8 @@ BUILD = (
 
 
 def red(vllm: Signatures, kvcached: Signatures = KVCACHED) -> dict[str, Outcome]:
-    found = signatures.check_rows(vllm, kvcached)
-    return {row: one.outcome for row, one in found.items() if signatures.is_red(one)}
+    found = shapes.check_rows(vllm, kvcached)
+    return {row: one.outcome for row, one in found.items() if shapes.is_red(one)}
 
 
 def but(recorded: Signatures, target: str, signature: str | None) -> Signatures:
@@ -84,20 +86,18 @@ def status(monkeypatch: pytest.MonkeyPatch) -> Callable[[str, str], None]:
 
 @pytest.fixture(autouse=True)
 def nothing_remembered() -> Iterator[None]:
-    verdicts.forget()
+    derive.forget()
     yield
-    verdicts.forget()
+    derive.forget()
 
 
 @pytest.fixture(scope="module")
-def found() -> dict[axes.Cell, verdicts.Verdict]:
-    return verdicts.verdicts()
+def found() -> dict[Cell, Verdict]:
+    return derive.verdicts()
 
 
-def cell(
-    vllm: str, connector: str = "Offloading", runner: str = "V1", feature: str = axes.NONE
-) -> axes.Cell:
-    return axes.Cell(vllm, runner, "contiguous", connector, "full attention", feature)
+def cell(vllm: str, connector: str = "Offloading", runner: str = "V1", feature: str = NONE) -> Cell:
+    return Cell(vllm, runner, "contiguous", connector, "full attention", feature)
 
 
 def test_every_release_has_all_its_cells(found):
@@ -113,22 +113,22 @@ def test_every_release_has_all_its_cells(found):
 
 def test_no_cell_starts_untested_and_none_got_worse(found):
     assert [cell for cell, verdict in found.items() if verdict.kind.red] == []
-    assert verdicts.lost(found) == []
-    assert any(verdict.kind is verdicts.Kind.VALIDATED for verdict in found.values())
+    assert derive.lost(found) == []
+    assert any(verdict.kind is Kind.VALIDATED for verdict in found.values())
 
 
 def test_the_axes_hold_nothing_that_can_never_start(found):
     """Each value of each axis is in a cell that is validated; a feature may wait for its runs."""
-    validated = [one for one, verdict in found.items() if verdict.kind is verdicts.Kind.VALIDATED]
+    validated = [one for one, verdict in found.items() if verdict.kind is Kind.VALIDATED]
     for axis in ("runner", "layout", "connector", "model"):
         assert {getattr(one, axis) for one in validated} == {getattr(one, axis) for one in found}
 
 
 def test_every_target_of_a_row_is_recorded_of_every_release():
     """Otherwise the results are older than the rows: run scripts/matrix signatures."""
-    for package in signatures.PACKAGES:
-        wanted = {target for target in signatures.targets() if target.startswith(f"{package}.")}
-        for made in signatures.releases(package).values():
+    for package in shapes.PACKAGES:
+        wanted = {target for target in shapes.targets() if target.startswith(f"{package}.")}
+        for made in shapes.releases(package).values():
             assert wanted <= set(made.targets), f"{package} {made.version}"
 
 
@@ -138,11 +138,11 @@ def test_no_row_has_a_range_in_which_its_target_is_not_there(release):
 
 
 def test_a_row_that_applies_is_told_from_others(status):
-    found = signatures.check_rows(VLLM["0.32.0"], KVCACHED)
+    found = shapes.check_rows(VLLM["0.32.0"], KVCACHED)
     assert found["fence.build"].outcome is Outcome.APPLIED
     assert found["fence.build_of_pairs"].outcome is Outcome.NOT_NEEDED
     status("0.31.0", supported.INSPECTED_ONLY)
-    found = signatures.check_rows(VLLM["0.31.0"], KVCACHED)
+    found = shapes.check_rows(VLLM["0.31.0"], KVCACHED)
     assert found["fence.build"].outcome is Outcome.OUTSIDE  # inspected, and not validated
 
 
@@ -158,7 +158,7 @@ def test_a_parameter_that_is_renamed_turns_its_row_red():
     found = red(vllm)
     assert found == dict.fromkeys(rows_on(target, "0.28.0"), Outcome.MOVED)
     assert "fence.worker_output" in found
-    verdict = signatures.check_rows(vllm, KVCACHED)["fence.worker_output"]
+    verdict = shapes.check_rows(vllm, KVCACHED)["fence.worker_output"]
     assert verdict.reason.endswith("no longer takes connector_output")
 
 
@@ -172,29 +172,29 @@ def test_what_kvcached_no_longer_adds_turns_its_row_red():
 def test_a_row_whose_range_is_widened_turns_red(changed):
     row = "offloading.use_uniform_kv_cache"
     later = VLLM["0.29.0"]
-    assert signatures.check_rows(later, KVCACHED)[row].outcome is Outcome.NOT_NEEDED
+    assert shapes.check_rows(later, KVCACHED)[row].outcome is Outcome.NOT_NEEDED
     changed(row, before=None)
     assert red(later) == {row: Outcome.ABSENT}
-    assert any(row in hole for hole in signatures.holes("0.29.0"))
+    assert any(row in hole for hole in shapes.holes("0.29.0"))
 
 
 def test_a_row_that_is_narrowed_leaves_a_hole_and_its_cells_are_refused(changed):
     changed("fence.build", before="0.32")
-    assert signatures.holes("0.32.0") == ["the seam fence.build has no patch for vLLM 0.32.0"]
-    assert "[KVP203]" in verdicts.verdict(cell("0.32.0", runner="V2")).why
-    assert verdicts.lost(verdicts.verdicts("0.32.0")) != []
+    assert shapes.holes("0.32.0") == ["the seam fence.build has no patch for vLLM 0.32.0"]
+    assert "[KVP203]" in derive.verdict(cell("0.32.0", runner="V2")).why
+    assert derive.lost(derive.verdicts("0.32.0")) != []
 
 
 def test_a_release_that_is_called_validated_turns_cells_red(monkeypatch):
     """Until its engines ran."""
-    monkeypatch.setattr(verdicts.evidence, "runs", dict)
-    kinds = {verdict.kind for verdict in verdicts.verdicts("0.31.0").values()}
-    assert verdicts.Kind.UNTESTED in kinds
+    monkeypatch.setattr(derive.recorded, "runs", dict)
+    kinds = {verdict.kind for verdict in derive.verdicts("0.31.0").values()}
+    assert Kind.UNTESTED in kinds
 
 
 def test_a_cell_that_was_right_and_is_refused_got_worse(status):
     status("0.28.0", supported.INSPECTED_ONLY)
-    worse = verdicts.lost(verdicts.verdicts("0.28.0"))
+    worse = derive.lost(derive.verdicts("0.28.0"))
     assert "0.28.0" in {cell.vllm for cell in worse}
 
 
@@ -208,7 +208,7 @@ def test_a_fault_is_where_it_is_said_to_be(fault):
     for version, made in VLLM.items():
         said = made.targets[fault.target]
         has_it = said is not None and (
-            not fault.parameter or fault.parameter in signatures.parameters(said)
+            not fault.parameter or fault.parameter in shapes.parameters(said)
         )
         assert has_it is (Version(version) >= Version(fault.fixed)), version
 
@@ -220,14 +220,14 @@ def test_a_release_with_a_fault_of_its_own_is_refused_for_it(found):
     assert "because its OffloadingConnector frees the blocks of a preempted" in sentence("0.13.0")
     assert "it requires torch 2.9" in sentence("0.14.1")
     assert "frees the blocks of an aborted request" in sentence("0.15.1")
-    assert found[cell("0.13.0")].kind is verdicts.Kind.INCOMPATIBLE
+    assert found[cell("0.13.0")].kind is Kind.INCOMPATIBLE
 
 
 def test_a_release_without_one_is_refused_because_it_is_not_validated(status):
     status("0.31.0", supported.INSPECTED_ONLY)
-    refused = verdicts.verdict(cell("0.31.0"))
+    refused = derive.verdict(cell("0.31.0"))
     assert "has not passed the full engine test matrix" in refused.why
-    assert refused.kind is verdicts.Kind.NOT_VALIDATED
+    assert refused.kind is Kind.NOT_VALIDATED
 
 
 def test_incompatible_and_not_validated_cells_are_counted_apart(found):
@@ -235,10 +235,10 @@ def test_incompatible_and_not_validated_cells_are_counted_apart(found):
         if verdict.kind.refused:
             assert verdict.why.startswith("kvpatch refuses to start vLLM: ")
             basis = CODES[verdict.why.rpartition("[")[2].rstrip("]")].basis
-            assert (basis is Basis.INCOMPATIBLE) is (verdict.kind is verdicts.Kind.INCOMPATIBLE)
-    counted = verdicts.counts(found.values())
+            assert (basis is Basis.INCOMPATIBLE) is (verdict.kind is Kind.INCOMPATIBLE)
+    counted = counts(found.values())
     assert sum(counted.values()) == len(found)
-    no_cpu_engine = [verdicts.Kind.NO_CPU_ENGINE.value] if plain.runs() else []
+    no_cpu_engine = [Kind.NO_CPU_ENGINE.value] if plain.runs() else []
     assert list(counted) == [
         "validated",
         "inferred",
@@ -251,7 +251,7 @@ def test_incompatible_and_not_validated_cells_are_counted_apart(found):
 
 def test_what_a_release_does_not_have_is_absent(found):
     absent = found[cell("0.18.1", "Simple eager")]
-    assert absent.kind is verdicts.Kind.ABSENT
+    assert absent.kind is Kind.ABSENT
     assert absent.why == "vLLM 0.18.1 has no SimpleCPUOffloadConnector"
 
 
@@ -260,11 +260,11 @@ def test_what_a_release_does_not_have_is_absent(found):
     [("ngram", "0.31.0", "0.32.0"), ("draft model", "0.30.0", "0.31.0")],
 )
 def test_what_a_runner_does_not_have_is_absent(found, feature, without, since):
-    def kind(release: str, runner: str) -> verdicts.Kind:
+    def kind(release: str, runner: str) -> Kind:
         return found[cell(release, runner=runner, feature=feature)].kind
 
-    assert kind(without, "V2") is verdicts.Kind.ABSENT
-    assert verdicts.Kind.ABSENT not in (kind(since, "V2"), kind(without, "V1"))
+    assert kind(without, "V2") is Kind.ABSENT
+    assert Kind.ABSENT not in (kind(since, "V2"), kind(without, "V1"))
 
 
 ENDED = "NotImplementedError: no such backend on a CPU"
@@ -284,25 +284,27 @@ def plain_runs(folder: Path, **runs: str) -> Path:
 def test_where_plain_vllm_ends_on_a_cpu_a_cell_says_so(monkeypatch, tmp_path, capsys):
     recorded = plain.runs(plain_runs(tmp_path, v0_20_1=ENDED, v0_20_0=""))
     monkeypatch.setattr(plain, "runs", lambda: recorded)
-    waits, fp8 = verdicts.Kind.NOT_VALIDATED, cell("0.20.1", feature="fp8")
-    ended = verdicts.verdict(fp8)
-    assert (ended.kind, ended.ended) == (verdicts.Kind.NO_CPU_ENGINE, ENDED)
+    waits, fp8 = Kind.NOT_VALIDATED, cell("0.20.1", feature="fp8")
+    ended = derive.verdict(fp8)
+    assert (ended.kind, ended.ended) == (Kind.NO_CPU_ENGINE, ENDED)
     assert ended.kind.refused
     assert not ended.kind.red
     for other in (
         replace(fp8, vllm="0.20.0"),  # where it came to its end
         replace(fp8, vllm="0.19.1"),  # where it did not run
         replace(fp8, feature="ngram"),
-        replace(fp8, model="latent attention", feature=axes.NONE),
+        replace(fp8, model="latent attention", feature=NONE),
     ):
-        assert (verdicts.verdict(other).kind, verdicts.verdict(other).ended) == (waits, "")
-    assert verdicts.verdict(cell("0.20.1")).kind is verdicts.Kind.VALIDATED
+        assert (derive.verdict(other).kind, derive.verdict(other).ended) == (waits, "")
+    assert derive.verdict(cell("0.20.1")).kind is Kind.VALIDATED
+    matrix = derive.matrix()
+    monkeypatch.setattr(verdicts, "read", lambda: matrix)
     command = argparse.ArgumentParser()
     cli.configure(command)
     assert cli.run(command.parse_args(["--vllm", "0.20.1"])) == 0
     told = capsys.readouterr().out
     assert f"\n  plain vLLM, without kvpatch, ends on a CPU: {ENDED}\n" in told
-    assert re.search(rf"^ +\d+ {re.escape(verdicts.Kind.NO_CPU_ENGINE.value)}$", told, re.MULTILINE)
+    assert re.search(rf"^ +\d+ {re.escape(Kind.NO_CPU_ENGINE.value)}$", told, re.MULTILINE)
     assert cli.run(command.parse_args(["--vllm", "0.20.1", "--json"])) == 0
     cells = json.loads(capsys.readouterr().out)["cells"]
     assert {one.get("plain vLLM on a CPU") for one in cells if one["feature"] == "fp8"} == {
@@ -312,11 +314,9 @@ def test_where_plain_vllm_ends_on_a_cpu_a_cell_says_so(monkeypatch, tmp_path, ca
 
 
 def test_an_incompatible_cell_stays_incompatible_where_plain_vllm_ends(monkeypatch, found):
-    incompatible = next(
-        cell for cell, one in found.items() if one.kind is verdicts.Kind.INCOMPATIBLE
-    )
+    incompatible = next(cell for cell, one in found.items() if one.kind is Kind.INCOMPATIBLE)
     monkeypatch.setattr(plain, "runs", lambda: {plain.combination_of(incompatible): ENDED})
-    assert verdicts.verdict(incompatible) == found[incompatible]
+    assert derive.verdict(incompatible) == found[incompatible]
 
 
 def test_the_recorded_ends_of_plain_vllm_name_an_error_and_no_machine():
@@ -328,10 +328,10 @@ def test_the_recorded_ends_of_plain_vllm_name_an_error_and_no_machine():
 
 def test_what_an_operator_allows_by_name_does_not_change_the_matrix(monkeypatch, status):
     status("0.31.0", supported.INSPECTED_ONLY)
-    before = verdicts.verdicts("0.31.0")
-    verdicts.forget()
+    before = derive.verdicts("0.31.0")
+    derive.forget()
     monkeypatch.setenv("KVPATCH_ALLOW_VLLM", "0.31.0")
-    assert verdicts.verdicts("0.31.0") == before
+    assert derive.verdicts("0.31.0") == before
 
 
 def test_a_release_that_is_not_validated_can_be_tried(status):
@@ -339,7 +339,7 @@ def test_a_release_that_is_not_validated_can_be_tried(status):
     status("0.31.0", supported.INSPECTED_ONLY)
 
     def sentence(runner: str, tried: bool) -> str | None:
-        refused = verdicts.refusal(cell("0.31.0", runner=runner), tried)
+        refused = derive.refusal(cell("0.31.0", runner=runner), tried)
         return None if refused is None else str(refused)
 
     assert "[KVP107]" in str(sentence("V2", tried=False))
@@ -354,8 +354,8 @@ def test_cells_with_a_feature_are_told_from_those_without():
     assert tables.describe(here) == [line]
     assert tables.describe(with_it) == [f"{line}, with fp8"]
     assert tables.describe([*here, *with_it]) == [f"{line}, with none or fp8"]
-    right = verdicts.Verdict(verdicts.Kind.VALIDATED, "")
-    refused = verdicts.Verdict(verdicts.Kind.NOT_VALIDATED, "")
+    right = Verdict(Kind.VALIDATED, "")
+    refused = Verdict(Kind.NOT_VALIDATED, "")
     found = dict.fromkeys(here, refused) | dict.fromkeys(with_it, right)
     for connector in axes.CONNECTORS[1:]:
         found |= {replace(one, connector=connector.name): refused for one in (*here, *with_it)}
@@ -375,73 +375,73 @@ def test_a_feature_is_set_where_the_rules_read_it():
 
 
 @pytest.fixture
-def recorded(monkeypatch):
+def ran(monkeypatch):
     """Say which cells have an engine run, and whether it was right."""
 
-    def recorded(**right: bool) -> None:
-        def run(name: str, verdict: bool) -> list[evidence.Run]:
-            return [evidence.Run("engine", verdict, f"{name}.json", evidence.NOT_RECORDED)]
+    def are(**right: bool) -> None:
+        def run(name: str, verdict: bool) -> list[recorded.Run]:
+            return [recorded.Run("engine", verdict, f"{name}.json", recorded.NOT_RECORDED)]
 
         names = {
             "older": cell("0.29.0", feature="fp8"),
             "newer": cell("0.32.0", feature="fp8"),
             "without": cell("0.31.0"),
-            "other": axes.Cell("0.29.0", "V1", "contiguous", "Multi", "full attention", "fp8"),
+            "other": Cell("0.29.0", "V1", "contiguous", "Multi", "full attention", "fp8"),
         }
         for name, vllm in (("older", "0.29.0"), ("newer", "0.32.0")):
             latent = replace(cell(vllm), model="latent attention")
             names[f"latent_{name}"] = latent
             names[f"ranks_{name}"] = replace(latent, feature="2 ranks")
         runs = {names[name]: run(name, verdict) for name, verdict in right.items()}
-        monkeypatch.setattr(evidence, "runs", lambda: runs)
+        monkeypatch.setattr(recorded, "runs", lambda: runs)
 
-    return recorded
+    return are
 
 
-def test_a_feature_is_validated_between_two_releases_by_the_seams_they_share(recorded):
+def test_a_feature_is_validated_between_two_releases_by_the_seams_they_share(ran):
     between = cell("0.31.0", feature="fp8")
-    recorded(older=True, newer=True, without=True)
-    assert verdicts.by_shared_seams(between) == ["without.json", "older.json", "newer.json"]
-    assert verdicts.by_shared_seams(cell("0.31.0")) == []  # a release runs by itself
-    assert verdicts.by_shared_seams(cell("0.28.0", feature="fp8")) == []
+    ran(older=True, newer=True, without=True)
+    assert derive.by_shared_seams(between) == ["without.json", "older.json", "newer.json"]
+    assert derive.by_shared_seams(cell("0.31.0")) == []  # a release runs by itself
+    assert derive.by_shared_seams(cell("0.28.0", feature="fp8")) == []
     for wrong in ("older", "newer", "without"):
-        recorded(**dict.fromkeys(("older", "newer", "without"), True) | {wrong: False})
-        assert verdicts.by_shared_seams(between) == []
-        recorded(**{name: True for name in ("older", "newer", "without") if name != wrong})
-        assert verdicts.by_shared_seams(between) == []
-    recorded(other=True, newer=True, without=True)
-    assert verdicts.by_shared_seams(between) == []
+        ran(**dict.fromkeys(("older", "newer", "without"), True) | {wrong: False})
+        assert derive.by_shared_seams(between) == []
+        ran(**{name: True for name in ("older", "newer", "without") if name != wrong})
+        assert derive.by_shared_seams(between) == []
+    ran(other=True, newer=True, without=True)
+    assert derive.by_shared_seams(between) == []
 
 
-def test_a_kind_of_model_is_validated_between_two_releases_by_the_seams_they_share(recorded):
+def test_a_kind_of_model_is_validated_between_two_releases_by_the_seams_they_share(ran):
     between = replace(cell("0.31.0"), model="latent attention")
     names = ("latent_older", "latent_newer", "without")
-    recorded(**dict.fromkeys(names, True))
+    ran(**dict.fromkeys(names, True))
     files = ["without.json", "latent_older.json", "latent_newer.json"]
-    assert verdicts.by_shared_seams(between) == files
+    assert derive.by_shared_seams(between) == files
     for name in names:
-        recorded(**{one: True for one in names if one != name})
-        assert verdicts.by_shared_seams(between) == []
+        ran(**{one: True for one in names if one != name})
+        assert derive.by_shared_seams(between) == []
     # And what is turned on beside it, without a run of the model here.
     with_ranks = replace(between, feature="2 ranks")
-    recorded(**dict.fromkeys((*names, "ranks_older", "ranks_newer"), True))
-    assert verdicts.by_shared_seams(with_ranks) == [
+    ran(**dict.fromkeys((*names, "ranks_older", "ranks_newer"), True))
+    assert derive.by_shared_seams(with_ranks) == [
         *files,
         "ranks_older.json",
         "ranks_newer.json",
     ]
-    recorded(without=True, ranks_older=True, ranks_newer=True)
-    assert verdicts.by_shared_seams(with_ranks) == []
+    ran(without=True, ranks_older=True, ranks_newer=True)
+    assert derive.by_shared_seams(with_ranks) == []
 
 
-def test_a_patch_that_did_not_run_with_the_feature_validates_nothing(recorded, monkeypatch):
-    recorded(older=True, newer=True, without=True)
+def test_a_patch_that_did_not_run_with_the_feature_validates_nothing(ran, monkeypatch):
+    ran(older=True, newer=True, without=True)
     in_force = {"0.29.0": {"a", "b"}, "0.31.0": {"a", "c"}, "0.32.0": {"c"}}
-    monkeypatch.setattr(verdicts, "_in_force", in_force.__getitem__)
+    monkeypatch.setattr(derive, "_in_force", in_force.__getitem__)
     between = cell("0.31.0", feature="fp8")
-    assert verdicts.by_shared_seams(between)
+    assert derive.by_shared_seams(between)
     in_force["0.31.0"].add("d")
-    assert verdicts.by_shared_seams(between) == []
+    assert derive.by_shared_seams(between) == []
 
 
 def test_the_grid_has_a_mark_for_every_release_and_connector(found):
@@ -449,7 +449,7 @@ def test_the_grid_has_a_mark_for_every_release_and_connector(found):
     assert [line[0] for line in grid] == supported.validated()
     marks = {mark for line in grid for mark in line[1:]}
     assert marks <= {tables.ALL, tables.PART, tables.REFUSED, tables.ABSENT}
-    newest = dict(zip((one.name for one in axes.CONNECTORS), grid[-1][1:], strict=True))
+    newest = dict(zip(CONNECTORS, grid[-1][1:], strict=True))
     assert newest["Offloading"] == tables.ALL
 
 
@@ -471,7 +471,7 @@ def test_the_command_prints_what_is_recorded(run):
     done = matrix("--vllm", "0.28.0")
     assert "validated: engine/vllm-0.28.0-kvcached-0.1.6.json" in done.out
     done = matrix("--vllm", "0.1.0")
-    assert (done.code, done.out.startswith("vLLM 0.1.0 is not one of 0.12.0, ")) == (2, True)
+    assert (done.code, "known are 0.12.0, " in done.out) == (2, True)
 
 
 def test_the_command_prints_the_outcome_of_each_patch(run):

@@ -12,15 +12,15 @@ import pytest
 
 from harness import ROOT, provenance
 from harness.evidence import of_run
-from harness.matrix import command, record
+from harness.matrix import command, derive, npus, record, recorded, shapes
 from harness.matrix import npu as engines
-from kvpatch.matrix import evidence, npu, signatures, tables, verdicts
-from kvpatch.matrix.verdicts import Kind
+from kvpatch.matrix import tables
+from kvpatch.matrix.verdicts import Kind, Verdict
 from kvpatch.patches.ascend import FEATURE, ran, rules
 from kvpatch.versions import Span
 
 RELEASE = "0.23.0"
-EAGER = npu.cell(RELEASE, "Simple eager")
+EAGER = npus.cell(RELEASE, "Simple eager")
 HEAD = {"vllm": RELEASE, "kvcached": "0.1.6", "vllm-ascend": RELEASE}
 AXES = {name: getattr(EAGER, name) for name in ("runner", "layout", "connector", "model")}
 ROWS = [patch.id for patch in FEATURE.patches]
@@ -29,56 +29,56 @@ ROWS = [patch.id for patch in FEATURE.patches]
 @pytest.fixture(autouse=True)
 def data(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Path]:
     """Runs of NPUs that are recorded in a folder of the test's; none at first."""
-    for module in (signatures, record):
+    for module in (shapes, record):
         monkeypatch.setattr(module, "DATA", tmp_path)
     for name in ("on_npu", "runs"):
-        read = getattr(evidence, name).__wrapped__
-        monkeypatch.setattr(evidence, name, lambda data=tmp_path, read=read: read(data))
-    monkeypatch.setattr(verdicts, "forget", lambda: None)
+        read = getattr(recorded, name).__wrapped__
+        monkeypatch.setattr(recorded, name, lambda data=tmp_path, read=read: read(data))
+    monkeypatch.setattr(derive, "forget", lambda: None)
     monkeypatch.setattr(provenance, "commit", lambda: "0123456789ab")
     yield tmp_path
 
 
-def recorded(right: bool, level: str = evidence.NPU, patches: list[str] = ROWS) -> None:
+def ran_on_npu(right: bool, level: str = recorded.NPU, patches: list[str] = ROWS) -> None:
     executed = {f"row:{one}": "1" for one in patches}
     record.record_run(level, HEAD, AXES | {"right": right}, executed)
 
 
-def of(connector: str) -> verdicts.Verdict:
-    return npu.verdict(RELEASE, npu.cell(RELEASE, connector))
+def of(connector: str) -> Verdict:
+    return npus.verdict(RELEASE, npus.cell(RELEASE, connector))
 
 
 def test_without_a_record_nothing_is_validated() -> None:
-    assert of("Simple eager") == verdicts.Verdict(Kind.NOT_VALIDATED, npu.NOT_RECORDED)
-    assert Kind.EMULATED not in {one.kind for one in npu.verdicts().values()}
+    assert of("Simple eager") == Verdict(Kind.NOT_VALIDATED, npus.NOT_RECORDED)
+    assert Kind.EMULATED not in {one.kind for one in npus.verdicts().values()}
 
 
 def test_a_right_run_on_the_emulator_has_a_verdict_of_its_own() -> None:
-    recorded(right=True)
+    ran_on_npu(right=True)
     assert of("Simple eager").kind is Kind.EMULATED
     assert of("Simple eager").kind.value == "validated (ACL emulator)"
     assert of("Simple eager").why == "npu/vllm-0.23.0-kvcached-0.1.6.json"
-    ((name, *words),) = tables.on_npus(npu.verdicts())
+    ((name, *words),) = tables.on_npus(npus.verdicts())
     assert name == "vllm-ascend 0.23.0 on an NPU"
     assert words.count("validated (ACL emulator)") == 1
     assert "validated" not in words
 
 
 def test_a_wrong_run_is_wrong() -> None:
-    recorded(right=False)
+    ran_on_npu(right=False)
     assert of("Simple eager").kind is Kind.WRONG
-    recorded(right=True)  # takes its place
+    ran_on_npu(right=True)  # takes its place
     assert of("Simple eager").kind is Kind.EMULATED
 
 
 def test_a_run_of_a_gpus_engine_validates_no_npu_and_the_other_way_round() -> None:
-    recorded(right=True, level="engine")
+    ran_on_npu(right=True, level="engine")
     assert of("Simple eager").kind is Kind.NOT_VALIDATED
-    assert EAGER in evidence.runs()
-    assert EAGER not in evidence.on_npu()
-    recorded(right=True)
-    assert [run.level for run in evidence.runs()[EAGER]] == ["engine"]
-    assert [run.level for run in evidence.on_npu()[EAGER]] == ["npu"]
+    assert EAGER in recorded.runs()
+    assert EAGER not in recorded.on_npu()
+    ran_on_npu(right=True)
+    assert [run.level for run in recorded.runs()[EAGER]] == ["engine"]
+    assert [run.level for run in recorded.on_npu()[EAGER]] == ["npu"]
 
 
 def test_a_run_names_the_emulator_and_others_the_host_device() -> None:
@@ -90,7 +90,7 @@ def test_a_run_names_the_emulator_and_others_the_host_device() -> None:
 
 @pytest.mark.parametrize("connector", ["Offloading", "tiering fs", "Multi"])
 def test_offloading_connector_is_incompatible_with_its_reason(connector: str) -> None:
-    recorded(right=True)
+    ran_on_npu(right=True)
     assert of(connector).kind is Kind.INCOMPATIBLE
     assert "NPUOffloadingSpec does not import on the vLLM that it is paired with" in (
         of(connector).why
@@ -128,7 +128,7 @@ def ran_with(monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[str]]:
 
         monkeypatch.setattr(engines, "served", served)
         monkeypatch.setattr(command, "report_cells", lambda: 0)
-        arguments = Namespace(releases=[], keep=signatures.DATA / "keep")
+        arguments = Namespace(releases=[], keep=shapes.DATA / "keep")
         assert command.compute_ascend(arguments) == int(bool(changes))
         return asked
 
@@ -142,13 +142,13 @@ def test_the_command_records_what_starts(ran_with: Callable[..., list[str]], dat
         for kvpatch in ("0", "1")
     ]
     assert of("Simple eager").kind is of("Simple lazy").kind is Kind.EMULATED
-    (path,) = (data / evidence.NPU).glob("*.json")
+    (path,) = (data / recorded.NPU).glob("*.json")
     content = json.loads(path.read_text())
     assert content["command"] == "scripts/matrix ascend 0.23.0"
     assert (content["vllm-ascend"], content["versions"]) == ("0.23.0", {"a": "1"})
     assert content["machine"].startswith("ACL emulator, ")
     ((code,), (run, _)) = content["code"].values(), content["runs"]
-    assert set(ROWS) == evidence.on_npu()[EAGER][0].code.patches
+    assert set(ROWS) == recorded.on_npu()[EAGER][0].code.patches
     assert code["commit"] == "0123456789ab"
     assert run["settings"] == {"cache_config.block_size": 128}
     assert all(run["checks"].values())
@@ -173,7 +173,7 @@ def test_static_memory_that_is_wrong_validates_nothing() -> None:
 
 
 def test_the_committed_runs_have_the_settings_that_start() -> None:
-    for path in (ROOT / "kvpatch/matrix/data" / evidence.NPU).glob("*.json"):
+    for path in (ROOT / "docs/results/matrix" / recorded.NPU).glob("*.json"):
         for run in json.loads(path.read_text())["runs"]:
             assert run["settings"].keys() == ran.RAN.keys()
             assert all(value in ran.RAN[name] for name, value in run["settings"].items())

@@ -9,10 +9,9 @@ from pathlib import Path
 import pytest
 
 from harness import environments, new_vllm
-from harness.matrix import kernels, moved, record, trial
+from harness.matrix import kernels, moved, record, shapes, sharing, trial
 from harness.new_vllm import Stage
 from kvpatch import supported
-from kvpatch.matrix import sharing, signatures
 
 RELEASE = "0.33.0"
 REGISTRY = """RELEASES = {
@@ -33,7 +32,7 @@ def standing_in(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Main:
     tree = tmp_path / "tree"
     (tree / ".venv/bin").mkdir(parents=True)
     (tree / ".venv/bin/python").symlink_to(sys.executable)
-    recorded = signatures.releases("vllm")[RELEASE]
+    recorded = shapes.releases("vllm")[RELEASE]
     monkeypatch.setattr(record, "record_signatures", lambda *_: recorded)
     monkeypatch.setattr(environments, "made", made.append)
     monkeypatch.setattr(trial, "make", lambda *_: tree)
@@ -160,7 +159,7 @@ def test_a_release_without_a_cpu_build_has_the_libraries_of_the_newest_before_it
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(environments, "BORROWED", {})
-    known = signatures.releases("vllm")
+    known = shapes.releases("vllm")
     assert new_vllm.kernels_for(known["0.33.0"]) == "0.32.0"
     assert new_vllm.kernels_for(known["0.31.0"]) == "0.31.0"
 
@@ -182,7 +181,7 @@ def test_the_tree_is_the_checkout_with_the_line(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     root = tmp_path / "checkout"
-    for folder in ("kvpatch/matrix/data/engine", "scripts", "tests", ".venv"):
+    for folder in ("docs/results/matrix/engine", "kvpatch", "scripts", "tests", ".venv"):
         (root / folder).mkdir(parents=True)
     (root / "pyproject.toml").touch()
     (root / trial.REGISTRY).write_text(REGISTRY)
@@ -192,10 +191,10 @@ def test_the_tree_is_the_checkout_with_the_line(
     assert (root / trial.REGISTRY).read_text() == REGISTRY
     (tree / trial.ENVIRONMENTS / "0.35.0").mkdir()  # also where the checkout has made none yet
     assert (root / trial.ENVIRONMENTS / "0.35.0").is_dir()
-    (tree / "kvpatch/matrix/data/engine/vllm-0.35.0-kvcached-1.json").write_text("{}")
-    (tree / "kvpatch/matrix/data/engine/vllm-0.34.0-kvcached-1.json").write_text("{}")
+    (tree / "docs/results/matrix/engine/vllm-0.35.0-kvcached-1.json").write_text("{}")
+    (tree / "docs/results/matrix/engine/vllm-0.34.0-kvcached-1.json").write_text("{}")
     (back,) = trial.bring_back("0.35.0", tree)
-    assert back == root / "kvpatch/matrix/data/engine/vllm-0.35.0-kvcached-1.json"
+    assert back == root / "docs/results/matrix/engine/vllm-0.35.0-kvcached-1.json"
     assert back.read_text() == "{}"
 
 

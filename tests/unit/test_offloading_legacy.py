@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from kvpatch import state
-from kvpatch.patches.offloading import legacy, registration
+from kvpatch.patches.offloading import fixes, legacy, registration
 from kvpatch.patches.offloading.registration import Rows
 from kvpatch.refusal import Refusal, RefusedCall
 from kvpatch.telemetry.counters import Totals
@@ -117,10 +117,10 @@ def test_the_last_sampled_token_is_not_stored(finished, prompt, tokens, storable
         num_prompt_tokens=prompt, num_tokens=tokens, is_finished=lambda: finished
     )
     status = SimpleNamespace(req=request)
-    assert legacy.around_offloadable(lambda *both: tokens, None, (status, tokens), {}) == storable
+    assert fixes.around_offloadable(lambda *both: tokens, None, (status, tokens), {}) == storable
     given = {"req_status": status, "num_computed_tokens": tokens}
     # An aborted request, and one whose generated tokens are not offloaded, have fewer already.
-    assert legacy.around_offloadable(lambda **both: 320, None, (), given) == 320
+    assert fixes.around_offloadable(lambda **both: 320, None, (), given) == 320
 
 
 def test_a_block_of_another_size_than_the_plans_is_refused():
@@ -246,7 +246,7 @@ def test_a_session_forgets_the_hashes_of_what_it_drops(computed, kept):
     session = SimpleNamespace(
         num_tokens=12, num_computed_tokens=computed, block_hashes=["a", "b", "c"]
     )
-    legacy.before_session(
+    fixes.before_session(
         lambda session, update: session.block_hashes.append("new"), None, (session, object()), {}
     )
     assert session.block_hashes == [*kept, "new"]
@@ -292,7 +292,7 @@ def test_blocks_that_another_connector_loads_into_are_waited_for(external, flush
         planner._current_batch_allocated_block_ids = {8}
     multi = SimpleNamespace(_connectors=[OffloadingConnector(planner)])
     blocks = ([KVBlock(0), KVBlock(4), KVBlock(6, "hit")], [KVBlock(5)])
-    told = legacy.around_other_loads(
+    told = fixes.around_other_loads(
         lambda *args: "told",
         multi,
         (object(), SimpleNamespace(blocks=blocks), external),

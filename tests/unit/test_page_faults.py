@@ -264,7 +264,7 @@ def test_root_reads_in_a_users_folder_only_that_users_files(capsys):
     os.chown(theirs, NOBODY, NOBODY)
     mine.write_bytes(raw(content()))
     states = {seen.pid: seen.state for seen in reader.all_of(True)}
-    assert states == {17: State.GONE, GONE: State.UNREADABLE}
+    assert states == {17: State.KILLED, GONE: State.UNREADABLE}
 
 
 def test_a_folder_with_very_many_pages_is_cut_short(monkeypatch):
@@ -293,7 +293,7 @@ def test_engines_that_run_stay_in_sight_beside_the_pages_of_a_crash_loop(monkeyp
     monkeypatch.setattr(reader, "_sorted", lambda names: sorted(names, reverse=True))
     read.clear()
     states = [seen.state for seen in reader.all_of(False)]
-    assert sorted(states) == sorted([State.RUNS, *[State.GONE] * 3, State.UNREADABLE])
+    assert sorted(states) == sorted([State.RUNS, *[State.KILLED] * 3, State.UNREADABLE])
     assert len(read) == 4
 
 
@@ -561,7 +561,7 @@ def test_whichever_call_fails_the_engine_goes_on_and_a_refusal_is_the_refusal(
         monkeypatch.setattr(publisher, "_publisher", None)
         # What is left can be read, and nothing in it is half a refusal.
         states = [seen.state for seen in reader.all_of(False)]
-        assert states in ([], [State.GONE], [State.RUNS], [State.RUNS, State.GONE])
+        assert states in ([], [State.KILLED], [State.RUNS], [State.RUNS, State.GONE])
         kept = [one["sentence"] for one in refusals.recent()]
         assert kept[:1] == ["an earlier refusal"] or len(kept) == 1
         assert refusal_report._take() in (None, str(Refusal("a is b", "c is d", "do e")))

@@ -12,7 +12,7 @@ from test_gate import allowing, check, found
 from test_patch import patch, world  # noqa: F401
 
 from kvpatch import gate
-from kvpatch.patch import Feature, Gap, Kind, Outcome, Patch, Seam, Transaction, apply, seam
+from kvpatch.patch import Feature, Gap, Kind, Outcome, Patch, Seam, Transaction, apply
 from kvpatch.versions import Span
 
 
@@ -81,7 +81,7 @@ def test_the_fields_of_a_row_a_seam_and_a_feature():
     later = patch("Thing.method")._replace(since="0.24")
     gap = Gap("0.16", "0.20", "not there")
     assert (row.span, gap.span) == (Span("0.20", "0.24"), Span("0.16", "0.20"))
-    one = seam(gap, row, later)
+    one = Seam((gap, row, later))
     assert one == Seam((gap, row, later))
     assert (one.name, one.patches) == ("function", (row, later))
     assert one.at(Version("0.17")) == [gap]

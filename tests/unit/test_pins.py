@@ -28,7 +28,7 @@ def test_setup_compares_them():
 
 
 def test_the_sdist_of_kvcached_is_the_one_whose_sources_were_read():
-    record = ROOT / f"kvpatch/matrix/data/signatures/kvcached-{KVCACHED}.json"
+    record = ROOT / f"docs/results/matrix/signatures/kvcached-{KVCACHED}.json"
     assert SDISTS[KVCACHED] == json.loads(record.read_text())["sha256"]
 
 

@@ -507,6 +507,28 @@ def test_an_engine_keeps_its_floor_however_cold_it_is(world: World) -> None:
     assert two.memory.committed == 5 * MIB
 
 
+def test_a_suspended_engine_keeps_all_that_it_has(world: World) -> None:
+    """What it has stored is nowhere else. Resumed, it gives as any other."""
+    one, two = world.engine("one"), world.engine("two")
+    one.store(4 * PER)
+    world.now += 60
+    two.store(4 * PER)
+    world.now += 10
+
+    def ask() -> int:
+        for _ in range(80):  # who gives nothing is not asked for a while
+            two.keeper.need(4 * PER)
+            two.turn()
+            one.turn()
+            world.now += 0.2
+        return one.extents.used
+
+    one.member.keep(everything=True)
+    assert ask() == 4 * PER
+    one.member.keep(everything=False)
+    assert ask() < 4 * PER
+
+
 def test_an_extent_that_would_take_an_engine_below_its_floor_is_not_given(world: World) -> None:
     one, two = world.engine("one", floor=3 * MIB + MIB // 2), world.engine("two")
     one.store(4 * PER)

@@ -15,14 +15,15 @@ from typing import Any, NamedTuple
 import pytest
 from packaging.version import Version
 
+from harness.matrix import shapes
 from kvpatch import distributions, gate, patches, supported
 from kvpatch.environ import ALLOW_VLLM
-from kvpatch.matrix import signatures
 from kvpatch.patch import Feature, Gap, Kind, Outcome, Patch, Seam, load
 from kvpatch.versions import Installed
 
 ROOT = Path(__file__).parents[2]
 PACKAGE = ROOT / "kvpatch"
+CURRENT = "0.29"  # the first release that needs nothing of any legacy.py
 FEATURES = [pytest.param(feature, id=feature.name) for feature in patches.FEATURES]
 PATCHES = [
     pytest.param(feature, patch, id=patch.id)
@@ -71,12 +72,12 @@ def holes(feature: Feature) -> list[str]:
 def start(feature: Feature, release: str) -> gate.Verdict:
     """What start-up decides on a release that is validated, or named by the operator."""
     installed = Installed.release("vllm", release)
-    recorded = signatures.releases("vllm")[str(supported.release_of(installed))]
-    (kvcached,) = signatures.releases("kvcached").values()
+    recorded = shapes.releases("vllm")[str(supported.release_of(installed))]
+    (kvcached,) = shapes.releases("kvcached").values()
     return gate.check_feature(
         feature._replace(wanted=None),
         installed,
-        signatures.look(recorded, kvcached),
+        shapes.look(recorded, kvcached),
         {ALLOW_VLLM.name: release},
     )
 
@@ -94,7 +95,7 @@ def test_every_seam_has_one_part_on_every_release(feature: Feature):
 
 @each([pytest.param(r, id=r) for r in supported.RELEASES if Version(r) >= Version("0.16")])
 def test_no_release_has_a_hole_in_any_feature(release: str):
-    assert signatures.holes(release) == []
+    assert shapes.holes(release) == []
 
 
 class Part(NamedTuple):
@@ -195,10 +196,10 @@ def test_a_release_named_by_the_operator_gets_the_rows_of_the_newest_inspected_o
 
 
 def test_the_inspected_releases_are_those_with_recorded_signatures():
-    recorded = [path.name for path in signatures.DATA.glob("signatures/vllm-*.json")]
+    recorded = [path.name for path in shapes.DATA.glob("signatures/vllm-*.json")]
     assert sorted(recorded) == sorted(f"vllm-{release}.json" for release in supported.RELEASES)
-    assert list(signatures.releases("vllm")) == list(supported.RELEASES)
-    assert list(signatures.releases("kvcached")) == list(supported.KVCACHED)
+    assert list(shapes.releases("vllm")) == list(supported.RELEASES)
+    assert list(shapes.releases("kvcached")) == list(supported.KVCACHED)
 
 
 def test_they_are_in_order_and_the_newest_is_known():
@@ -218,25 +219,26 @@ def test_what_is_below_the_floor_is_refused_for_a_fault():
 
 CHECK = """
 from kvpatch import distributions, gate, patches, supported
-from kvpatch.matrix import axes, signatures, verdicts
+from harness.matrix import axes, derive, shapes
+from kvpatch.matrix import verdicts
 from kvpatch.versions import Installed
 new = Installed.release("vllm", "0.34.0")
 assert supported.INSPECTED == "0.34.0"
 assert gate.check_installed("vllm", [new], {}) is None
-assert signatures.holes("0.34.0") == []
-(kvcached,) = signatures.releases("kvcached").values()
-found = signatures.check_rows(signatures.releases("vllm")["0.34.0"], kvcached)
-assert not any(map(signatures.is_red, found.values()))
-look = signatures.look(signatures.releases("vllm")["0.34.0"], kvcached)
+assert shapes.holes("0.34.0") == []
+(kvcached,) = shapes.releases("kvcached").values()
+found = shapes.check_rows(shapes.releases("vllm")["0.34.0"], kvcached)
+assert not any(map(shapes.is_red, found.values()))
+look = shapes.look(shapes.releases("vllm")["0.34.0"], kvcached)
 for feature in patches.FEATURES:
     if feature.wanted is None:
         assert gate.check_feature(feature, new, look, {}).passed, feature.name
 for cell in axes.cells("0.34.0"):
-    assert verdicts.verdict(cell).kind in (  # it starts once it ran
+    assert derive.verdict(cell).kind in (  # it starts once it ran
         verdicts.Kind.UNTESTED, verdicts.Kind.INCOMPATIBLE, verdicts.Kind.NOT_VALIDATED
     )
-assert verdicts.verdict(
-    axes.Cell("0.34.0", "V2", "contiguous", "Offloading", "full attention")
+assert derive.verdict(
+    verdicts.Cell("0.34.0", "V2", "contiguous", "Offloading", "full attention")
 ).kind is verdicts.Kind.UNTESTED
 print(len(found))
 """
@@ -247,14 +249,22 @@ def test_a_release_where_nothing_moved_is_one_line(run, tmp_path: Path):
     ignored = shutil.ignore_patterns("__pycache__")
     copied = tmp_path / "tree/kvpatch"
     shutil.copytree(PACKAGE, copied, ignore=ignored)
+    for name in ("scripts/harness", "docs/results/matrix"):
+        shutil.copytree(ROOT / name, copied.parent / name, ignore=ignored)
     lines = (copied / "supported.py").read_text().splitlines(keepends=True)
     (newest,) = [number for number, line in enumerate(lines) if '"0.33.0":' in line]
     lines.insert(newest + 1, '    "0.34.0": VALIDATED,\n')
     (copied / "supported.py").write_text("".join(lines))
-    folder = copied / "matrix/data/signatures"
+    folder = copied.parent / "docs/results/matrix/signatures"
     recorded = json.loads((folder / "vllm-0.33.0.json").read_text())
     (folder / "vllm-0.34.0.json").write_text(json.dumps(recorded | {"version": "0.34.0"}))
-    done = run(sys.executable, "-c", CHECK, PYTHONPATH=copied.parent, KVPATCH="0")
+    done = run(
+        sys.executable,
+        "-c",
+        CHECK,
+        PYTHONPATH=f"{copied.parent}:{copied.parent}/scripts",
+        KVPATCH="0",
+    )
     assert (done.code, done.err) == (0, "")
     assert int(done.out) == len(PATCHES)
     differing = [
@@ -322,6 +332,19 @@ def homes() -> dict[str, str]:
     return found | {"sleep-on-host": "kvpatch.patches.host_device"}
 
 
+def test_the_design_has_the_folder_and_the_ids_of_every_name_in_the_status_line():
+    named = {}
+    for line in (ROOT / "docs/design.md").read_text().splitlines():
+        if line.startswith("| `") and line.count(" | ") == 3:
+            folder, names, ids, _ = line.strip("| ").split(" | ")
+            named |= dict.fromkeys(names.split(", "), (folder.strip("`"), set(ids.split(", "))))
+    assert named.keys() == homes().keys()
+    for feature in patches.FEATURES:
+        folder, ids = named[feature.name]
+        assert homes()[feature.name] == f"kvpatch.patches.{folder}"
+        assert {f"`{one.id.partition('.')[0]}.*`" for one in feature.patches} <= ids
+
+
 @each(PATCHES)
 def test_the_wrapper_is_in_the_folder_of_its_feature(feature: Feature, patch: Patch):
     """What a feature does is in its folder; the host device's code is in ``hostdevice`` too."""
@@ -334,9 +357,12 @@ def test_the_wrapper_is_in_the_folder_of_its_feature(feature: Feature, patch: Pa
 
 @each(PATCHES)
 def test_code_for_releases_that_ended_is_in_legacy(feature: Feature, patch: Patch):
-    """Dropping a release deletes rows and that file: no other row uses what is in it."""
-    if patch.wrapper.partition(":")[0].endswith(".legacy"):
-        assert patch.before is not None, f"{patch.id} holds on, and its code is in legacy"
+    """It can be deleted with the releases before ``CURRENT``: no row of a later one uses it."""
+    module = patch.wrapper.partition(":")[0]
+    if module.endswith((".legacy", ".fixes")):
+        assert patch.before is not None, f"{patch.id} holds on, and its code is in {module}"
+        in_legacy = Version(patch.before) <= Version(CURRENT)
+        assert module.endswith(".legacy") is in_legacy, patch.id
 
 
 @each(FEATURES)
@@ -386,8 +412,8 @@ def replaced_functions() -> list[Any]:
 @each(replaced_functions())
 def test_a_replacement_takes_every_parameter_of_its_target(patch: Patch, release: str):
     """The gate asks for the parameters that a row names; one more would end an engine's step."""
-    (kvcached,) = signatures.releases("kvcached").values()
-    recorded = signatures.releases("vllm")[release].targets.get(patch.target)
+    (kvcached,) = shapes.releases("kvcached").values()
+    recorded = shapes.releases("vllm")[release].targets.get(patch.target)
     recorded = recorded or kvcached.targets[patch.target]
     (target,) = ast.parse(f"def target{recorded}: ...").body
     assert isinstance(target, ast.FunctionDef)

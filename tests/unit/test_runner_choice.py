@@ -30,6 +30,7 @@ class Config:
     """A ``VllmConfig``, which decides in vLLM's order: asked for, needed, default of the model."""
 
     kv_transfer_config = None
+    cache_config = SimpleNamespace()
 
     def __init__(self, *architectures: str, asked: bool | None = None, diffusion: bool = False):
         self.asked = asked

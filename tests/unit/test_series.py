@@ -280,9 +280,19 @@ def test_the_last_step_is_a_time(monkeypatch):
 
 
 def test_units_and_names_are_prometheus():
-    units = ["bytes", "seconds", "blocks", "pages", "operations", "errors", "tokens", "calls"]
+    units = [
+        "bytes",
+        "seconds",
+        "blocks",
+        "pages",
+        "operations",
+        "errors",
+        "tokens",
+        "calls",
+        "requests",
+    ]
     for one in (*series.COUNTERS, *series.GAUGES, *series.HISTOGRAMS):
-        assert one.name.rpartition("_")[2] in units or one.name == "elastic"
+        assert one.name.rpartition("_")[2] in units or one.name in ("elastic", "suspended")
         assert not one.name.endswith("_total")  # which the client adds to counters
         assert one.help.endswith(".")
     assert b"# TYPE vllm:kvpatch_fence_hold_seconds histogram" in generate_latest(Server().registry)

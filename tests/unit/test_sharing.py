@@ -8,11 +8,10 @@ from pathlib import Path
 import pytest
 from packaging.version import Version
 
-from harness.matrix import below
+from harness.matrix import below, sharing
 from harness.matrix.signatures import Sources
 from kvpatch import patches, supported
-from kvpatch.matrix import sharing
-from kvpatch.patch import Patch, seam
+from kvpatch.patch import Patch, Seam
 
 SOURCES = {
     "vllm/v1/core/pool.py": '''
@@ -176,7 +175,7 @@ def test_releases_with_other_patches_share_nothing(
     known()
     row, *rest = patches.fence.FEATURE.seams
     assert isinstance(row, Patch)
-    ended = seam(row._replace(before="0.32"), row._replace(id="two", since="0.32"))
+    ended = Seam((row._replace(before="0.32"), row._replace(id="two", since="0.32")))
     feature = patches.fence.FEATURE._replace(seams=(ended, *rest))
     monkeypatch.setattr(patches, "FEATURES", (feature,))
     assert sharing.shared() == [("0.30.0", "0.31.0", 7)]

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from test_simple_eviction import Planner, Pool, Tier
 
-from kvpatch.patches.simple_offload import eviction, legacy
+from kvpatch.patches.simple_offload import eviction, fixes, legacy
 
 
 class LinkedPlanner(Planner):
@@ -189,9 +189,9 @@ def test_a_store_of_0_24_waits_for_its_event_alone():
 
 def test_a_request_that_computes_every_token_is_not_looked_up():
     request = SimpleNamespace(skip_reading_prefix_cache=True)
-    assert legacy.around_match(None, object(), (request, 0), {}) == (0, False)
+    assert fixes.around_match(None, object(), (request, 0), {}) == (0, False)
     request.skip_reading_prefix_cache = False
-    found = legacy.around_match(lambda request, computed: (32, True), object(), (request, 0), {})
+    found = fixes.around_match(lambda request, computed: (32, True), object(), (request, 0), {})
     assert found == (32, True)
 
 
@@ -230,5 +230,5 @@ class WithPins:
 
 def test_a_reset_releases_the_hits_of_requests_that_wait() -> None:
     scheduler = WithPins()
-    assert legacy.before_reset(scheduler.reset, scheduler, (), {})
+    assert fixes.before_reset(scheduler.reset, scheduler, (), {})
     assert scheduler.freed == [("blocks", 16), ("others", 32)]

@@ -12,16 +12,15 @@ from typing import Any
 
 import pytest
 
-from harness.matrix import record
+from harness.matrix import record, shapes
 from harness.matrix.sources import Source
-from kvpatch.matrix import signatures
 
 ROOT = Path(__file__).parents[2]
 RELEASES = ("vllm-0.28.0", "kvcached-0.1.6", "vllm_ascend-0.23.0")
 PLANNER = "vllm/distributed/kv_transfer/kv_connector/v1/offloading/scheduler.py"
 
 
-def materialize(made: signatures.Signatures, folder: Path) -> None:
+def materialize(made: shapes.Signatures, folder: Path) -> None:
     """Write sources that have exactly the recorded targets."""
     modules: dict[str, dict[str, list[str]]] = {}
     for target, said in made.targets.items():
@@ -64,7 +63,7 @@ def unpacked(tmp_path: Path) -> Callable[[str], Source]:
         package, _, version = name.partition("-")
         folder = tmp_path / "cache/releases" / name
         if not folder.exists():
-            made = signatures.releases(package)[version]
+            made = shapes.releases(package)[version]
             materialize(made, folder)
             origin = {"archive": made.archive, "sha256": made.sha256}
             (folder / "source.json").write_text(json.dumps(origin))
@@ -83,7 +82,7 @@ def edit(source: Source, path: str, old: str, new: str) -> None:
 def test_sources_are_read_as_they_are_recorded(unpacked):
     for name in RELEASES:
         made = record.read_signatures(unpacked(name))
-        recorded = signatures.releases(made.package)[made.version]
+        recorded = shapes.releases(made.package)[made.version]
         assert made.targets == recorded.targets
 
 
@@ -92,9 +91,9 @@ def checkout(tmp_path: Path) -> Path:
     """A copy of what scripts/matrix reads and writes."""
     folder = tmp_path / "checkout"
     ignored = shutil.ignore_patterns("__pycache__")
-    for name in ("kvpatch", "scripts"):
+    for name in ("kvpatch", "scripts", "docs/results/matrix"):
         shutil.copytree(ROOT / name, folder / name, ignore=ignored)
-    for path in (folder / "kvpatch/matrix/data").glob("*/*.json"):
+    for path in (folder / "docs/results/matrix").glob("*/*.json"):
         if not path.name.startswith(RELEASES):
             path.unlink()
     return folder
@@ -142,7 +141,7 @@ def test_a_new_release_that_moved_nothing(new_vllm, checkout):
     assert "\n0 patches moved, " in done.out
     assert "Left to run, with the line in RELEASES:\n  scripts/environment 0.28.9\n" in done.out
     assert "scripts/matrix engine 0.28.9" in done.out
-    assert (checkout / "kvpatch/matrix/data/signatures/vllm-0.28.9.json").exists()
+    assert (checkout / "docs/results/matrix/signatures/vllm-0.28.9.json").exists()
 
 
 def test_a_new_release_shows_both_signatures_of_what_moved(new_vllm, unpacked):
@@ -152,4 +151,4 @@ def test_a_new_release_shows_both_signatures_of_what_moved(new_vllm, unpacked):
     assert "fence.worker_output: MOVED\n" in done.out
     assert "    0.28.0  (self, connector_output: KVConnectorOutput)\n" in done.out
     assert "    0.28.9  (self, output: KVConnectorOutput)\n" in done.out
-    assert 'set before="0.28.9" and add a row with since="0.28.9"' in done.out
+    assert 'add a row with since="0.28.9" on top of its seam' in done.out

@@ -12,6 +12,7 @@ from packaging.version import Version
 import kvpatch
 from kvpatch.patch import Outcome
 from kvpatch.status import Record
+from kvpatch.verdicts import Verified
 from kvpatch.versions import Facts, Installed
 
 
@@ -59,11 +60,28 @@ def test_it_is_said_once_a_process(caplog, monkeypatch):
     said = record()
     said.say()
     said.say()
-    assert [entry.getMessage() for entry in caplog.records] == [said.line()]
+    assert [entry.getMessage() for entry in caplog.records] == [said.short()]
     monkeypatch.setattr(os, "getpid", lambda: 4_000_000)
     said.say()
     assert len(caplog.records) == 2
     assert "pid 4000000," in caplog.records[1].getMessage()
+
+
+def test_an_engine_says_it_in_160_characters_and_the_others_to_who_looks_for_a_fault(caplog):
+    caplog.set_level("DEBUG", logger="vllm.kvpatch")
+    for roles in (["frontend"], ["worker"], ["engine-core", "worker"]):
+        said = record()
+        said.roles = roles
+        said.layout = "KV layout BLHNC (the connector prefers LBHNC)"
+        said.verified = Verified("2026-11-22", frozenset())
+        said.features = {f"a feature of a long name {one}": Outcome.APPLIED for one in range(16)}
+        said.say()
+    (line,) = [one.getMessage() for one in caplog.records if one.levelname == "INFO"]
+    assert len(line) <= 160
+    assert line.endswith(
+        "16 features; KV layout BLHNC; KV on elastic memory: yes; verified here on 2026-11-22"
+    )
+    assert sum(one.levelname == "DEBUG" for one in caplog.records) == 3
 
 
 FORKING = """

@@ -12,7 +12,7 @@ from kvpatch import state
 from kvpatch.environ import FIRST_LIMIT, HOST_POOL
 from kvpatch.patches.suspend import offloading, simple
 from kvpatch.patches.suspend.counts import Counts
-from kvpatch.patches.suspend.spill import Spill
+from kvpatch.patches.suspend.spill import Cached, Spill
 from kvpatch.patches.suspend.suspension import Phase
 from kvpatch.patches.suspend.told import first_limit_bytes
 from kvpatch.telemetry.series import Sender
@@ -88,7 +88,7 @@ def test_an_engine_that_cannot_be_suspended_has_no_counts(worlds: Any) -> None:
     bare = SimpleNamespace(scheduler=world.scheduler, manager=world.manager, pool=world.pool)
     assert of(bare) == {}
     type(world.suspension)(bare, None, "it has no tier")
-    assert of(bare) == {"first_limit_bytes": MOST * PAGE, "suspended": None}
+    assert of(bare) == {"first_limit_bytes": MOST * PAGE, "suspended": None, "phase": "runs"}
 
 
 def test_what_the_tier_has_already_is_not_spilled(worlds: Any) -> None:
@@ -112,17 +112,20 @@ def test_blocks_are_spilled_for_a_limit_and_at_idle(worlds: Any) -> None:
 
 def test_what_is_stored_ahead_at_idle_is_for_a_limit() -> None:
     """A limit may come while an idle engine's piece is being stored."""
-    pool = SimpleNamespace(_block_id_to_key={1: b"one", 2: b"two"})
+    pool = SimpleNamespace(
+        _block_id_to_key={1: b"one", 2: b"two"}, _cached_blocks={b"one": {1: ""}, b"two": {2: ""}}
+    )
     spill = Spill(Store(10), pool)
-    spill.begin([offloading.Cached(b"one", 1)], "idle")
-    spill.add([offloading.Cached(b"two", 2)])
+    spill.begin([Cached(b"one", 1)], "idle")
+    spill.add([Cached(b"two", 2)])
     spill.planned([one.key for one in spill.next()])
     assert spill.counts.spilled == NONE | {"limit": 1, "idle": 1}
 
 
 def test_stores_of_the_connector_itself_are_not_the_spills() -> None:
-    spill = Spill(Store(10), SimpleNamespace(_block_id_to_key={1: b"one"}))
-    spill.begin([offloading.Cached(b"one", 1)])
+    pool = SimpleNamespace(_block_id_to_key={1: b"one"}, _cached_blocks={b"one": {1: ""}})
+    spill = Spill(Store(10), pool)
+    spill.begin([Cached(b"one", 1)])
     spill.planned([b"one"], ours=False)
     assert (spill.count.planned, spill.counts.spilled, spill.counts.away) == (1, NONE, set())
 

@@ -59,6 +59,7 @@ def vllm(monkeypatch: pytest.MonkeyPatch) -> Any:
 def engine_with(worlds: Any, connector: Any) -> World:
     world: World = worlds()
     world.scheduler.connector = connector
+    world.vllm_config = config_with(None if connector is None else type(connector).__name__)
     return world
 
 
@@ -98,7 +99,7 @@ def test_every_other_engine_has_a_sentence(worlds: Any, vllm: Any) -> None:
     multi = engine_with(worlds, MultiConnector())
     assert why_not(multi) == "suspending is not validated with MultiConnector"
     assert state.find(multi, Giving) is None
-    vllm("0.29.0")
+    vllm("0.27.1")
     offloaded = engine_with(worlds, OffloadingConnector(connector_scheduler=SimpleNamespace()))
     why = f"suspending is validated {admitted.with_connectors('idle')} only"
     assert why_not(offloaded) == why
@@ -114,14 +115,18 @@ def test_what_did_not_run_with_a_suspension_has_a_sentence(
     assert why_not(offloaded) == "suspending is not validated with a pooling model"
 
 
-def test_a_tier_in_the_host_pool_keeps_nothing_for_sure(
+def test_simple_in_the_host_pool_keeps_nothing_for_sure(
     worlds: Any, vllm: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Other engines evict from it, and it grows while a store waits, which a spill gives up."""
-    monkeypatch.setenv(HOST_POOL.name, "1GiB")
-    world = engine_with(worlds, OffloadingConnector(connector_scheduler=SimpleNamespace()))
+    """Other engines evict from it; of OffloadingConnector what was stored is a floor."""
+    monkeypatch.setattr(
+        record, "facts", record.facts._replace(environment={HOST_POOL.name: "1GiB"})
+    )
+    pooled = SimpleCPUOffloadConnector(scheduler_manager=SimpleNamespace(cpu_block_pool=None))
+    world = engine_with(worlds, pooled)
     assert why_not(world) == (
-        "its CPU tier is in the host pool (KVPATCH_HOST_POOL), where others may evict what it kept"
+        "the CPU tier of SimpleCPUOffloadConnector is in the host pool (KVPATCH_HOST_POOL), where "
+        "others may evict what it kept"
     )
     assert state.find(world, Giving) is None
 
@@ -248,7 +253,7 @@ def config_with(connector: str | None, **extra: Any) -> Any:
             kv_connector_module_path=None,
             kv_connector_extra_config=extra,
         )
-    return SimpleNamespace(kv_transfer_config=transfer)
+    return SimpleNamespace(kv_transfer_config=transfer, cache_config=SimpleNamespace(block_size=32))
 
 
 def refused(config: Any, release: str = "0.32.0", idle: str = "30s") -> list[str]:
@@ -264,8 +269,8 @@ def test_idle_is_refused_where_nothing_could_be_stored() -> None:
     assert refused(config_with("SimpleCPUOffloadConnector")) == []
     assert refused(config_with(None)) == ["KVP371"]
     assert refused(config_with("LMCacheConnectorV1")) == ["KVP371"]
-    assert refused(config_with("OffloadingConnector", **tiers)) == ["KVP371"]
+    assert "KVP371" not in refused(config_with("OffloadingConnector", **tiers))
     assert refused(config_with("MultiConnector", **inside)) == ["KVP371"]
-    assert refused(config_with("OffloadingConnector"), "0.29.0") == ["KVP370"]
-    for release in ("0.29.0", "0.32.0"):
+    assert refused(config_with("OffloadingConnector"), "0.27.1") == ["KVP370"]
+    for release in ("0.27.1", "0.32.0"):
         assert refused(config_with(None), release, idle="") == []

@@ -19,8 +19,8 @@ import prometheus_client
 import pytest
 from prometheus_client import multiprocess
 
-from kvpatch import cli, state
-from kvpatch.cli import status
+from kvpatch import api, cli, state
+from kvpatch.cli import engines, status
 from kvpatch.environ import DEBUG, KVCACHED_CONTIGUOUS, STATUS_DIR
 from kvpatch.patches.fence.fence import Counters
 from kvpatch.patches.fence.hooks import Fenced
@@ -133,6 +133,8 @@ DISK = {
     "tier": "fs",
     "errors": {"store": 1, "load": 0, "damaged": 2, "lookup": 0, "late": 0},
     "bytes": {"stored": 4096, "loaded": 0},
+    "held_bytes": 4096,
+    "size_bytes": 8192,
 }
 
 
@@ -231,12 +233,12 @@ def test_another_process_of_the_same_number_is_not_it(process):
     path = publish_as(process.pid)
     found = page.read(path)
     reborn = page.Page(found.pid, found.kvpatch, found.content | {"started": 1})
-    assert reader.judge(reborn, path).state is State.GONE
+    assert reader.judge(reborn, path).state is State.KILLED
 
 
 def test_a_process_that_never_was_is_gone():
     path = publish_as(4_000_000)  # above every pid of Linux
-    assert reader.look(path).state is State.GONE
+    assert reader.look(path).state is State.KILLED
 
 
 def test_a_process_that_hangs_in_a_call(process, monkeypatch):
@@ -757,6 +759,8 @@ def test_what_is_sent_is_a_series_of_the_table():
         verified=checked,
         first_limit_bytes=1 << 20,
         suspended={"seconds": 1.5, "spilled": {"suspend": 1}, "restored": 0},
+        phase="storing",
+        saved_seconds=1.5,
     )
     assert schema.checked({"written": 1.0, "started": 1, "engine": whole})
     message = series.Sender().message(whole, [0.5])
@@ -1166,3 +1170,97 @@ def test_a_page_that_does_not_say_how_long_requests_wait_is_of_an_engine_that_ru
     engine = engine_state(requests={"running": 0, "waiting": 3}, since_step=45.0)
     publish_as(process.pid, engine=engine)
     assert reader.one(process.pid).state is State.RUNS
+
+
+@pytest.mark.parametrize(
+    ("phase", "state"),
+    [
+        ("pausing", State.SUSPENDING),
+        ("storing", State.SUSPENDING),
+        ("releasing", State.SUSPENDING),
+        ("suspended", State.SUSPENDED),
+        ("resuming", State.RESUMING),
+        ("runs", State.RUNS),
+    ],
+)
+def test_an_engine_on_its_way_is_shown_everywhere(process, phase, state):
+    """Status, its exit code, JSON, Python and the metrics say the same."""
+    requests = {"running": 0, "waiting": 2}
+    suspended = {"seconds": 0.0, "spilled": {}, "restored": 0}
+    changes = {"phase": phase, "requests": requests, "suspended": suspended, "pool": "chat"}
+    publish_as(process.pid, engine=engine_state(**changes, since_step=40.0))
+    seen = reader.one(process.pid)
+    assert seen.state is state
+    away = state in (State.SUSPENDING, State.SUSPENDED)
+    if state is not State.RUNS:
+        assert seen.line.startswith(
+            f"pid {process.pid} (chat) is {state.value}, and 2 requests wait for it"
+        )
+    assert ("kvpatch resume chat" in seen.line) is away
+    assert status.code([seen]) == 0
+    assert json.loads(status.as_json([seen]))["processes"][0]["state"] == state.value
+    table = engines.table([seen])
+    assert state.value in table
+    assert seen.line in table
+    (python,) = api.status(process.pid)
+    assert (python.state, python.line) == (state.value, seen.line)
+    assert "requests" in status.block(seen)
+    found = series.gauges(seen.page.content["engine"])
+    assert found["suspended"] == [([], int(away))]
+    assert found["suspended_requests"] == [([], 2 * away)]
+
+
+def test_the_device_of_several_engines_has_one_line(process):
+    memory = {"device": "NVIDIA H100", "total": 80 << 30, "free": 9 << 30}
+    publish_as(process.pid, engine=engine_state(memory=memory, pool="chat"))
+    publish_as(os.getpid(), engine=engine_state(memory=memory | {"free": 8 << 30}, pool="code"))
+    pages = [reader.one(process.pid), reader.one(os.getpid())]
+    assert engines.device_lines(pages) == [
+        "NVIDIA H100: 80.0 GiB, 8.0 GiB free; its 2 engines have 32 MiB, and limits of 64 MiB "
+        "together"
+    ]
+    assert engines.device_lines(pages)[0] in engines.table(pages)
+
+
+def test_errors_of_a_disk_are_shown(process):
+    errors = {"store": 19, "load": 0, "damaged": 0, "lookup": 0, "late": 0}
+    disk = {"connector": "OffloadingConnector", "tier": "fs", "errors": errors}
+    disk["bytes"] = {"stored": 2 << 20, "loaded": 0}
+    publish_as(process.pid, engine=engine_state(disks=[disk], pool="chat"))
+    seen = reader.one(process.pid)
+    assert (
+        "chat: errors of the secondary tier fs: 19 store; its blocks are computed again (the log "
+        "says why)"
+    ) in engines.table([seen])
+    assert "disk      fs: 2 MiB stored, 0 B loaded; errors: 19 store, after which" in (
+        status.block(seen)
+    )
+
+
+def test_hits_of_the_tier_save_prefill_at_the_measured_rate(clock):
+    """Steps of half a second each, of a prompt alone and of a prompt beside eight requests."""
+    totals = Totals()
+    totals.step(False)
+    totals.add_hits("tier", SimpleNamespace(hits=100, queries=100))
+    assert totals.saved_seconds == 0  # no rate is known yet
+    for tokens in ([512], [504, *[1] * 8], [1] * 8):
+        totals.scheduled(tokens)
+        clock.at += 0.5
+        totals.step(True)
+    assert totals.prefill_tokens == 512 + 504
+    assert totals.prefill_seconds == pytest.approx(0.5 + 0.5 * 504 / 512)
+    totals.add_hits("tier", SimpleNamespace(hits=2048, queries=2048))
+    assert totals.saved_seconds == pytest.approx(2.0)
+    engine = engine_state(saved_seconds=totals.saved_seconds, prefill_rate=totals.prefill_rate)
+    assert status.hits_line(engine).endswith("; the tier saved 2.0 s of prefill, at 1024 tokens/s")
+    assert series.counters(engine)["saved_prefill_seconds"] == [([], pytest.approx(2.0))]
+
+
+def test_time_in_which_nothing_was_asked_is_not_prefill(clock):
+    totals = Totals()
+    totals.step(False)
+    clock.at += 60
+    totals.scheduled([100])
+    clock.at += 1
+    totals.step(True)
+    assert totals.prefill_seconds == 1

@@ -11,7 +11,8 @@ import pytest
 from test_tier_rules import Pending
 
 from kvpatch import state
-from kvpatch.patches.secondary_tiers import legacy, promotion
+from kvpatch.patches.fence.hooks import Fenced
+from kvpatch.patches.secondary_tiers import fixes, legacy, promotion
 from kvpatch.telemetry.counters import Totals
 
 
@@ -205,7 +206,7 @@ class Planner(SimpleNamespace):
 
     def load(self, tokens: int, preemptions: int = 0) -> int:
         request = SimpleNamespace(request_id="one", num_preemptions=preemptions)
-        done = legacy.count_disk_hits(lambda *args: "done", self, (request, None, tokens), {})
+        done = fixes.count_disk_hits(lambda *args: "done", self, (request, None, tokens), {})
         assert (done, self.totals.fuse.off) == ("done", "")
         return self.totals.from_disk
 
@@ -236,4 +237,72 @@ def test_without_counting_a_load_is_vllms():
     planner = Planner("b", ["ab"])
     state.drop(planner, Totals)
     request = SimpleNamespace(request_id="one", num_preemptions=0)
-    assert legacy.count_disk_hits(lambda *args: "done", planner, (request, None, 4), {}) == "done"
+    assert fixes.count_disk_hits(lambda *args: "done", planner, (request, None, 4), {}) == "done"
+
+
+def test_blocks_that_were_promoted_and_are_not_loaded_count_for_nothing():
+    assert Planner("z", ["ab"]).load(4) == 0
+
+
+def test_a_count_that_failed_once_is_left_alone():
+    planner = Planner("b", ["ab"])
+    planner.totals.fuse.off = "it failed"
+    request = SimpleNamespace(request_id="one", num_preemptions=0)
+    assert fixes.count_disk_hits(lambda *args: "done", planner, (request, None, 4), {}) == "done"
+    assert planner.totals.from_disk == 0
+
+
+# Promotions beside copies from before a reset, up to 0.32
+
+
+def after_reset(*transfers: int, fenced: bool = True, **waiting: Any) -> Any:
+    """OffloadingConnectorScheduler after a reset before job 7, with copies in flight."""
+    made = SimpleNamespace(_stale_job_threshold=7, manager=SimpleNamespace(**waiting))
+    if fenced:
+        fence = SimpleNamespace(transfers=transfers)
+        state.attach(made, Fenced(fence, None, None))  # type: ignore[arg-type]
+    return made
+
+
+def handed(planner: Any, fails: bool = False) -> Any:
+    """What a step hands to the tiers."""
+    seen = []
+
+    def build(output: str) -> str:
+        seen.append(getattr(planner.manager, WAITING, None))
+        if fails:
+            raise MemoryError
+        return output
+
+    assert fixes.hold_promotions(build, planner, ("meta",), {}) == "meta"
+    return seen[0]
+
+
+WAITING = "_pending_load_submissions"
+
+
+@pytest.mark.parametrize("transfers", [(3,), (9, 3)])
+def test_promotions_wait_for_a_copy_from_before_the_reset(transfers):
+    waiting = {"tier": ["a"]}
+    planner = after_reset(*transfers, **{WAITING: waiting})
+    assert handed(planner) == {}
+    assert planner.manager._pending_load_submissions is waiting
+    with pytest.raises(MemoryError):
+        handed(planner, fails=True)
+    assert planner.manager._pending_load_submissions is waiting
+
+
+@pytest.mark.parametrize(
+    ("transfers", "fenced"), [((), True), ((7,), True), ((9, 8), True), ((3,), False)]
+)
+def test_otherwise_the_tiers_have_them_at_once(transfers, fenced):
+    waiting = {"tier": ["a"]}
+    assert handed(after_reset(*transfers, fenced=fenced, **{WAITING: waiting})) is waiting
+
+
+def test_without_promotions_nothing_is_held():
+    none: dict[str, Any] = {}
+    assert handed(after_reset(3, **{WAITING: none})) is none
+    planner = after_reset(3)  # without tiers
+    assert handed(planner) is None
+    assert not vars(planner.manager)

@@ -7,15 +7,16 @@ from collections.abc import Callable
 import pytest
 
 from harness import releases
+from harness.matrix import derive
+from harness.matrix.axes import cells
 from harness.matrix.cells import Engines
-from kvpatch.matrix import verdicts
-from kvpatch.matrix.axes import Cell, cells
+from kvpatch.matrix.verdicts import Cell, Kind
 
 VALIDATED = [
     cell
     for vllm in releases.one_for_each_seam()
     for cell in cells(vllm)
-    if cell.model == "sliding window" and verdicts.verdict(cell).kind is verdicts.Kind.VALIDATED
+    if cell.model == "sliding window" and derive.verdict(cell).kind is Kind.VALIDATED
 ]
 
 

@@ -132,13 +132,13 @@ def test_every_command_runs_without_the_host_device(fresh, run, command, code):
 EACH_FEATURE = """
 import ast, importlib.util, json, os
 from kvpatch import activation, gate, patches, rules, supported
-from kvpatch.matrix import axes, signatures
+from harness.matrix import axes, shapes
 from kvpatch.patch import load
 from kvpatch.versions import Facts, Installed
 
 activation.require_host_device()
 kvcached = Installed.release("kvcached", supported.KVCACHED[-1])
-recorded = signatures.releases("kvcached")[kvcached.text]
+recorded = shapes.releases("kvcached")[kvcached.text]
 every, lacking = rules.of(one.rules for one in patches.FEATURES), []
 
 def defines(reference):
@@ -151,7 +151,7 @@ for text in supported.validated():
     release = supported.release_of(vllm)
     facts = Facts(vllm, kvcached, os.environ, device="cuda")
     gate.require(patches.FEATURES, facts)
-    look = signatures.look(signatures.releases("vllm")[text], recorded)
+    look = shapes.look(shapes.releases("vllm")[text], recorded)
     for feature in patches.FEATURES:
         if release not in feature.span:
             continue
@@ -171,7 +171,8 @@ print(json.dumps([[one.name for one in patches.FEATURES], whose, lacking]))
 
 def test_every_feature_resolves_on_every_release_without_the_host_device(alone, run):
     environment, variables = alone
-    done = run(environment.python, "-c", EACH_FEATURE, KVPATCH="0", **variables)
+    paths = [*variables.values(), str(ROOT / "scripts")]  # the recorded signatures
+    done = run(environment.python, "-c", EACH_FEATURE, KVPATCH="0", PYTHONPATH=":".join(paths))
     assert (done.code, done.err) == (0, "")
     features, whose, lacking = json.loads(done.out.splitlines()[-1])
     assert lacking == []
@@ -202,8 +203,6 @@ def test_doctor_finds_what_a_feature_names_and_is_not_there(fresh, run):
 
 
 REFERENCE = re.compile(r"kvpatch(\.\w+)+(:\w+(\.\w+)*)?")
-# The digests of recorded runs name what is in the repository.
-IN_THE_REPOSITORY = {"kvpatch/matrix/evidence.py"}
 
 
 def modules(every: set[str]) -> set[str]:
@@ -225,9 +224,15 @@ def named(source: str) -> set[str]:
     return found
 
 
+def test_of_the_matrix_the_wheel_has_verdicts_and_no_evidence(wheel):
+    found = {name.removeprefix("kvpatch/matrix/") for name in names(wheel) if "/matrix/" in name}
+    assert found == {"__init__.py", "tables.py", "verdicts.py", "verdicts.json"}
+    assert [name for name in names(wheel) if name.endswith(".json") and "vllm-" in name] == []
+
+
 def test_no_file_of_kvpatch_names_a_module_that_it_has_not(wheel):
     archive = zipfile.ZipFile(wheel)
-    sources = {name for name in names(wheel) if name.endswith(".py")} - IN_THE_REPOSITORY
+    sources = {name for name in names(wheel) if name.endswith(".py")}
     there = modules(names(wheel))
     others = {distributions.FEATURES, distributions.SPECS, distributions.ACL, "kvpatch.log"}
     lacking = {

@@ -2,12 +2,20 @@
 
 from __future__ import annotations
 
-from kvpatch.patch import Feature, Gap, Patch, seam
+from kvpatch.rows import Row, feature, gap, seam
 from kvpatch.supported import FLOOR
 from kvpatch.upstream.targets import COORDINATOR, ENGINE_CORE, V1_RUNNER, V2_RUNNER
 
 _IPC = "kvcached.tp_ipc_util"
-_RAISES = Gap("0.29", None, "a failed set-up raises; see elastic.worker_init")
+_RAISES = gap("a failed set-up raises; see elastic.worker_init", since="0.29")
+_LOGGED = (
+    "ovg-project/kvcached, patch_model_runner_init in 0.1.6",
+    "kvcached raises instead of logging 'disabling'",
+)
+_BYPASSED = (
+    "ovg-project/kvcached#269 (elastic memory silently bypassed)",
+    "kvcached refuses KV caches it did not allocate",
+)
 _PART_OF_A_PAGE = (
     "blocks of a page that they do not fill are counted and never mapped: a KV cache smaller than "
     "a page never starts, and a request that needs them waits for ever"
@@ -15,332 +23,253 @@ _PART_OF_A_PAGE = (
 _NULL_BLOCK = "ovg-project/kvcached, _reserve_null_block in kv_cache_manager.py in 0.1.6"
 _ROUNDED = "kvcached refuses a pool without a page, and vLLM counts the blocks of whole pages"
 
-FEATURE = Feature(
+FEATURE = feature(
+    __name__,
     name="elastic-memory",
     summary="the KV cache is on kvcached's elastic memory, or vLLM does not start",
     since=FLOOR,
-    prepare="kvpatch.patches.elastic_memory.ipc_name:give_name",
-    rules="kvpatch.patches.elastic_memory.rules:RULES",
+    prepare="ipc_name:give_name",
+    rules="rules:RULES",
     seams=(
-        Patch(
-            id="elastic.config",
-            target="vllm.config.vllm:VllmConfig.__post_init__",
-            why="untested configurations start, and produce wrong tokens or fail later",
-            upstream="ovg-project/kvcached#361 (reviewers request explicit fallback conditions)",
-            until="kvcached documents and checks the configurations it supports",
-            wrapper="kvpatch.patches.elastic_memory.configuration:around_post_init",
-            parameters=("self",),
-            since="0.16",
+        Row(
+            "elastic.config",
+            "vllm.config.vllm:VllmConfig.__post_init__",
+            "configuration:around_post_init",
+            "untested configurations start, and produce wrong tokens or fail later",
+            "ovg-project/kvcached#361 (reviewers request explicit fallback conditions)",
+            "kvcached documents and checks the configurations it supports",
         ),
         seam(
-            Patch(
-                id="elastic.worker_setup_error",
-                target=f"{V1_RUNNER}._init_kvcached",
-                why="kvcached logs the error of a failed worker set-up and ignores it",
-                upstream="ovg-project/kvcached, patch_model_runner_init in 0.1.6",
-                until="kvcached raises instead of logging 'disabling'",
-                wrapper="kvpatch.patches.elastic_memory.allocation:remember_setup_error",
-                parameters=("self",),
-                since="0.16",
-                before="0.29",
-            ),
             _RAISES,
+            Row(
+                "elastic.worker_setup_error",
+                f"{V1_RUNNER}._init_kvcached",
+                "allocation:remember_setup_error",
+                "kvcached logs the error of a failed worker set-up and ignores it",
+                *_LOGGED,
+            ),
         ),
         seam(
-            Patch(
-                id="elastic.worker_setup",
-                target=f"{V1_RUNNER}.__init__",
-                why="after a failed set-up the engine starts partially patched and fails later",
-                upstream="ovg-project/kvcached, patch_model_runner_init in 0.1.6",
-                until="kvcached raises instead of logging 'disabling'",
-                wrapper="kvpatch.patches.elastic_memory.allocation:require_setup",
-                parameters=(),
-                since="0.16",
-                before="0.29",
-            ),
             _RAISES,
+            Row(
+                "elastic.worker_setup",
+                f"{V1_RUNNER}.__init__",
+                "allocation:require_setup()",
+                "after a failed set-up the engine starts partially patched and fails later",
+                *_LOGGED,
+            ),
         ),
-        Patch(
-            id="elastic.worker_init",
-            target="kvcached.integration.vllm.interfaces:init_kvcached",
-            why="where kvcached raises the error of a failed set-up, it does not say what failed",
-            upstream="ovg-project/kvcached, model_runner_v2.py in 0.1.6",
-            until="kvcached says that it could not be set up, and why",
-            wrapper="kvpatch.patches.elastic_memory.allocation:around_worker_setup",
-            parameters=("tp_rank", "world_size", "pp_rank", "is_worker"),
-            since="0.16",
+        Row(
+            "elastic.worker_init",
+            "kvcached.integration.vllm.interfaces:init_kvcached",
+            "allocation:around_worker_setup(tp_rank, world_size, pp_rank, is_worker)",
+            "where kvcached raises the error of a failed set-up, it does not say what failed",
+            "ovg-project/kvcached, model_runner_v2.py in 0.1.6",
+            "kvcached says that it could not be set up, and why",
         ),
-        Patch(
-            id="elastic.socket_folder",
-            target=f"{_IPC}:_start_worker_listener_thread",
-            why="a folder in /tmp that another user made first is used: he can run code as the "
+        Row(
+            "elastic.socket_folder",
+            f"{_IPC}:_start_worker_listener_thread",
+            "sockets:around_listener(rank, pp_rank)",
+            "a folder in /tmp that another user made first is used: he can run code as the "
             "engine's user; with an open umask anybody connects to a worker",
-            upstream="ovg-project/kvcached, os.makedirs in tp_ipc_util.py in 0.1.6",
-            until="kvcached checks the owner of its sockets' folder",
-            wrapper="kvpatch.patches.elastic_memory.sockets:around_listener",
-            parameters=("rank", "pp_rank"),
-            since="0.16",
+            "ovg-project/kvcached, os.makedirs in tp_ipc_util.py in 0.1.6",
+            "kvcached checks the owner of its sockets' folder",
         ),
-        Patch(
-            id="elastic.socket_path",
-            target=f"{_IPC}:get_worker_socket_path",
-            why="an engine unpickles what any socket of that name answers",
-            upstream="ovg-project/kvcached, pickle.loads in tp_ipc_util.py in 0.1.6",
-            until="kvcached checks the owner of its sockets' folder",
-            wrapper="kvpatch.patches.elastic_memory.sockets:around_path",
-            parameters=("rank", "pp_rank"),
-            since="0.16",
+        Row(
+            "elastic.socket_path",
+            f"{_IPC}:get_worker_socket_path",
+            "sockets:around_path(rank, pp_rank)",
+            "an engine unpickles what any socket of that name answers",
+            "ovg-project/kvcached, pickle.loads in tp_ipc_util.py in 0.1.6",
+            "kvcached checks the owner of its sockets' folder",
         ),
-        Patch(
-            id="elastic.socket_peer",
-            target=f"{_IPC}:recv_msg",
-            why="a worker unpickles what any user sends",
-            upstream="ovg-project/kvcached, pickle.loads in tp_ipc_util.py in 0.1.6",
-            until="kvcached checks who connects",
-            wrapper="kvpatch.patches.elastic_memory.sockets:around_receive",
-            parameters=("sock",),
-            since="0.16",
+        Row(
+            "elastic.socket_peer",
+            f"{_IPC}:recv_msg",
+            "sockets:around_receive(sock)",
+            "a worker unpickles what any user sends",
+            "ovg-project/kvcached, pickle.loads in tp_ipc_util.py in 0.1.6",
+            "kvcached checks who connects",
         ),
-        Patch(
-            id="elastic.rank_memory_reply",
-            target=f"{_IPC}:send_msg",
-            why="an engine cannot see the free memory of its workers' GPUs",
-            upstream="ovg-project/kvcached, get_avail_physical_pages in 0.1.6",
-            until="kvcached counts the memory of every rank",
-            wrapper="kvpatch.patches.elastic_memory.ranks:around_send",
-            parameters=("sock", "msg"),
-            since="0.16",
+        Row(
+            "elastic.rank_memory_reply",
+            f"{_IPC}:send_msg",
+            "ranks:around_send(sock, msg)",
+            "an engine cannot see the free memory of its workers' GPUs",
+            "ovg-project/kvcached, get_avail_physical_pages in 0.1.6",
+            "kvcached counts the memory of every rank",
         ),
-        Patch(
-            id="elastic.rank_memory",
-            target="kvcached.kv_cache_manager:KVCacheManager._get_cached_avail_physical_pages",
-            why="the free memory of one GPU counts for all: where another rank's GPU is full, "
+        Row(
+            "elastic.rank_memory",
+            "kvcached.kv_cache_manager:KVCacheManager._get_cached_avail_physical_pages",
+            "ranks:around_available",
+            "the free memory of one GPU counts for all: where another rank's GPU is full, "
             "cached blocks are not evicted, and every allocation fails",
-            upstream="ovg-project/kvcached, get_avail_physical_pages in 0.1.6",
-            until="kvcached counts the memory of every rank",
-            wrapper="kvpatch.patches.elastic_memory.ranks:around_available",
-            parameters=("self",),
-            since="0.16",
+            "ovg-project/kvcached, get_avail_physical_pages in 0.1.6",
+            "kvcached counts the memory of every rank",
         ),
-        Patch(
-            id="elastic.rank_failure",
-            target="kvcached.kv_cache_manager:KVCacheManager._rollback_partial_alloc",
-            why="a map that fails on one rank is tried again in every step",
-            upstream="ovg-project/kvcached, KVCacheManager._alloc in 0.1.6",
-            until="kvcached counts the memory of every rank",
-            wrapper="kvpatch.patches.elastic_memory.ranks:around_failed_map",
-            parameters=("self",),
-            since="0.16",
+        Row(
+            "elastic.rank_failure",
+            "kvcached.kv_cache_manager:KVCacheManager._rollback_partial_alloc",
+            "ranks:around_failed_map",
+            "a map that fails on one rank is tried again in every step",
+            "ovg-project/kvcached, KVCacheManager._alloc in 0.1.6",
+            "kvcached counts the memory of every rank",
         ),
-        Patch(
-            id="elastic.limit",
-            target="kvcached.kv_cache_manager:KVCacheManager.resize",
-            why="a limit above the memory that an engine started with stops it",
-            upstream="ovg-project/kvcached, PageAllocator::resize in 0.1.6",
-            until="kvcached clamps the limit in its pool as it does in set_memory_limit",
-            wrapper="kvpatch.patches.elastic_memory.limit:around_resize",
-            parameters=("self", "new_mem_size"),
-            since="0.16",
+        Row(
+            "elastic.limit",
+            "kvcached.kv_cache_manager:KVCacheManager.resize",
+            "limit:around_resize(self, new_mem_size)",
+            "a limit above the memory that an engine started with stops it",
+            "ovg-project/kvcached, PageAllocator::resize in 0.1.6",
+            "kvcached clamps the limit in its pool as it does in set_memory_limit",
         ),
-        Patch(
-            id="elastic.reservation",
-            target="kvcached.kv_cache_manager:KVCacheManager._wait_post_init",
-            why="a request that comes before block 0 is reserved waits for ever, with asynchronous "
+        Row(
+            "elastic.reservation",
+            "kvcached.kv_cache_manager:KVCacheManager._wait_post_init",
+            "reservation:around_wait",
+            "a request that comes before block 0 is reserved waits for ever, with asynchronous "
             "scheduling",
-            upstream="ovg-project/kvcached, _wait_post_init in kv_cache_manager.py in 0.1.6",
-            until="kvcached waits without the lock that the reservation needs",
-            wrapper="kvpatch.patches.elastic_memory.reservation:around_wait",
-            parameters=("self",),
-            since="0.16",
+            "ovg-project/kvcached, _wait_post_init in kv_cache_manager.py in 0.1.6",
+            "kvcached waits without the lock that the reservation needs",
         ),
-        Patch(
-            id="elastic.coordinator",
-            target=f"{COORDINATOR}._setup_kvcached_coordinator",
-            why="kvcached falls back to vLLM's own block pool with a warning",
-            upstream="ovg-project/kvcached, KVCacheCoordinatorPatch in 0.1.6",
-            until="kvcached raises every error of its coordinator set-up",
-            wrapper="kvpatch.patches.elastic_memory.allocation:require_coordinator",
-            parameters=("self",),
-            since="0.16",
+        Row(
+            "elastic.coordinator",
+            f"{COORDINATOR}._setup_kvcached_coordinator",
+            "allocation:require_coordinator",
+            "kvcached falls back to vLLM's own block pool with a warning",
+            "ovg-project/kvcached, KVCacheCoordinatorPatch in 0.1.6",
+            "kvcached raises every error of its coordinator set-up",
         ),
         seam(
-            Patch(
-                id="elastic.kv_cache_tensors",
-                target=f"{V1_RUNNER}.initialize_kv_cache_tensors",
-                why="KV caches outside kvcached's memory go unnoticed",
-                upstream="ovg-project/kvcached#269 (elastic memory silently bypassed)",
-                until="kvcached refuses KV caches it did not allocate",
-                wrapper="kvpatch.patches.elastic_memory.verify:around_kv_cache_tensors",
-                parameters=("self", "kv_cache_config"),
-                since="0.16",
-                before="0.29",
+            Row(
+                "elastic.kv_cache_tensors",
+                f"{V1_RUNNER}.initialize_kv_cache_tensors",
+                "verify:around_kv_cache_tensors(self, kv_cache_config)",
+                "KV caches outside kvcached's memory go unnoticed",
+                *_BYPASSED,
             ),
-            Patch(
-                id="elastic.kv_caches_v1",
-                target=f"{V1_RUNNER}.initialize_kv_cache",
-                why="KV caches outside kvcached's memory go unnoticed",
-                upstream="ovg-project/kvcached#269 (elastic memory silently bypassed)",
-                until="kvcached refuses KV caches it did not allocate",
-                wrapper="kvpatch.patches.elastic_memory.verify:around_initialize_kv_cache",
-                parameters=("self", "kv_cache_config", "is_profiling"),
+            Row(
+                "elastic.kv_caches_v1",
+                f"{V1_RUNNER}.initialize_kv_cache",
+                "verify:around_initialize_kv_cache(self, kv_cache_config, is_profiling)",
                 since="0.29",
             ),
         ),
         seam(
-            Gap("0.16", "0.28", "Model Runner V2 is refused (KVP326)"),
-            Patch(
-                id="elastic.kv_cache_tensors_v2",
-                target="vllm.v1.worker.gpu.model_runner:init_kv_cache",
-                why="KV caches outside kvcached's memory go unnoticed",
-                upstream="ovg-project/kvcached#269 (elastic memory silently bypassed)",
-                until="kvcached refuses KV caches it did not allocate",
-                wrapper="kvpatch.patches.elastic_memory.verify:around_kv_cache_tensors",
-                parameters=("kv_cache_config",),
+            gap("Model Runner V2 is refused (KVP326)"),
+            Row(
+                "elastic.kv_cache_tensors_v2",
+                "vllm.v1.worker.gpu.model_runner:init_kv_cache",
+                "verify:around_kv_cache_tensors(kv_cache_config)",
+                "KV caches outside kvcached's memory go unnoticed",
+                *_BYPASSED,
                 since="0.28",
-                before="0.29",
             ),
-            Patch(
-                id="elastic.kv_caches_v2",
-                target=f"{V2_RUNNER}.initialize_kv_cache",
-                why="KV caches outside kvcached's memory go unnoticed",
-                upstream="ovg-project/kvcached#269 (elastic memory silently bypassed)",
-                until="kvcached refuses KV caches it did not allocate",
-                wrapper="kvpatch.patches.elastic_memory.verify:around_initialize_kv_cache",
-                parameters=("self", "kv_cache_config", "is_profiling"),
+            Row(
+                "elastic.kv_caches_v2",
+                f"{V2_RUNNER}.initialize_kv_cache",
+                "verify:around_initialize_kv_cache(self, kv_cache_config, is_profiling)",
                 since="0.29",
             ),
         ),
         seam(
-            Patch(
-                id="elastic.whole_pages_older",
-                target=f"{ENGINE_CORE}._initialize_kv_caches",
-                why=_PART_OF_A_PAGE,
-                upstream=_NULL_BLOCK,
-                until=_ROUNDED,
-                wrapper="kvpatch.patches.elastic_memory.legacy:around_kv_caches",
-                parameters=("self", "vllm_config"),
-                since="0.16",
-                before="0.29",
+            Row(
+                "elastic.whole_pages_older",
+                f"{ENGINE_CORE}._initialize_kv_caches",
+                "legacy:around_kv_caches(self, vllm_config)",
+                _PART_OF_A_PAGE,
+                _NULL_BLOCK,
+                _ROUNDED,
             ),
-            Patch(
-                id="elastic.whole_pages",
-                target=f"{ENGINE_CORE}._initialize_kv_caches",
-                why=_PART_OF_A_PAGE,
-                upstream=_NULL_BLOCK,
-                until=_ROUNDED,
-                wrapper="kvpatch.patches.elastic_memory.capacity:around_kv_caches",
-                parameters=("self", "vllm_config"),
-                since="0.29",
-            ),
+            Row("elastic.whole_pages", wrapper="capacity:around_kv_caches", since="0.29"),
         ),
         seam(
-            Gap("0.16", "0.29", "kvcached marks the KV caches that it allocates"),
-            Patch(
-                id="elastic.allocation",
-                target="kvcached.integration.vllm.model_runner_v2:allocate_kv_cache",
-                why="from 0.29 on the KV caches are vLLM's views, without kvcached's mark",
-                upstream="ovg-project/kvcached#269 (elastic memory silently bypassed)",
-                until="kvcached refuses KV caches it did not allocate",
-                wrapper="kvpatch.patches.elastic_memory.verify:remember_allocation",
-                parameters=("config", "device", "layout"),
+            Row(
+                "elastic.allocation",
+                "kvcached.integration.vllm.model_runner_v2:allocate_kv_cache",
+                "verify:remember_allocation(config, device, layout)",
+                "from 0.29 on the KV caches are vLLM's views, without kvcached's mark",
+                *_BYPASSED,
                 since="0.29",
             ),
+            gap("kvcached marks the KV caches that it allocates"),
         ),
         seam(
-            Gap("0.16", "0.29", "kvcached logs that it has fewer blocks, and allocates those"),
-            Patch(
-                id="elastic.addresses",
-                target="kvcached.integration.vllm.model_runner_v2:allocate_kv_cache",
-                why="a KV cache larger than the device ends a worker with an error that names "
-                "neither",
-                upstream="ovg-project/kvcached, allocate_kv_cache in model_runner_v2.py in 0.1.6",
-                until="kvcached says how large both are",
-                wrapper="kvpatch.patches.elastic_memory.capacity:around_allocation",
-                parameters=("config", "device"),
+            Row(
+                "elastic.addresses",
+                "kvcached.integration.vllm.model_runner_v2:allocate_kv_cache",
+                "capacity:around_allocation(config, device)",
+                "a KV cache larger than the device ends a worker with an error that names neither",
+                "ovg-project/kvcached, allocate_kv_cache in model_runner_v2.py in 0.1.6",
+                "kvcached says how large both are",
                 since="0.29",
             ),
+            gap("kvcached logs that it has fewer blocks, and allocates those"),
         ),
         seam(
-            Patch(
-                id="elastic.rollback",
-                target="vllm.v1.core.kv_cache_manager:KVCacheManager.allocate_slots",
-                why="a partially failed allocation ends the engine when it is retried",
-                upstream="ovg-project/kvcached, patch_allocate_slots in 0.1.6 (0.28 to 0.30 only)",
-                until="kvcached rolls failed allocations back on every release",
-                wrapper="kvpatch.patches.elastic_memory.allocation:around_allocate_slots",
-                parameters=("self",),  # the target is kvcached's wrapper, which names no other
-                since="0.16",
-                before="0.28",
-            ),
-            Gap(
-                "0.28",
-                None,
+            gap(
                 "kvcached rolls them back itself, from 0.31 on through told.allocate_slots",
+                since="0.28",
+            ),
+            Row(
+                "elastic.rollback",
+                "vllm.v1.core.kv_cache_manager:KVCacheManager.allocate_slots",
+                "allocation:around_allocate_slots",  # of kvcached's wrapper, which names self only
+                "a partially failed allocation ends the engine when it is retried",
+                "ovg-project/kvcached, patch_allocate_slots in 0.1.6 (0.28 to 0.30 only)",
+                "kvcached rolls failed allocations back on every release",
             ),
         ),
         seam(
-            Gap("0.16", "0.19", "a model with a connector has one group of KV cache"),
-            Patch(
-                id="elastic.hits_of_all_groups",
-                target=f"{COORDINATOR}.allocate_new_computed_blocks",
-                why="the blocks that one group loads into are the next one's prefix, evicted",
-                upstream="vllm-project/vllm#33775, vllm-project/vllm#44409",
-                until="vLLM 0.24",
-                wrapper="kvpatch.patches.elastic_memory.legacy:around_computed_blocks",
-                parameters=(
-                    "self",
-                    "new_computed_blocks",
-                    "num_local_computed_tokens",
-                    "num_external_computed_tokens",
-                ),
+            gap("all groups touch their hits before one allocates", since="0.24"),
+            Row(
+                "elastic.hits_of_all_groups",
+                f"{COORDINATOR}.allocate_new_computed_blocks",
+                "legacy:around_computed_blocks(self, new_computed_blocks, "
+                "num_local_computed_tokens, num_external_computed_tokens)",
+                "the blocks that one group loads into are the next one's prefix, evicted",
+                "vllm-project/vllm#33775, vllm-project/vllm#44409",
                 since="0.19",
-                before="0.24",
             ),
-            Gap("0.24", None, "all groups touch their hits before one allocates"),
+            gap("a model with a connector has one group of KV cache"),
         ),
-        Patch(
-            id="elastic.engine_core",
-            target=f"{ENGINE_CORE}.__init__",
-            why="an engine that uses vLLM's own block pool goes unnoticed",
-            upstream="ovg-project/kvcached#316 (is it on in this process?)",
-            until="kvcached refuses to run without its own block pool",
-            wrapper="kvpatch.patches.elastic_memory.verify:around_engine_core",
-            parameters=("self", "vllm_config"),
-            since="0.16",
+        Row(
+            "elastic.engine_core",
+            f"{ENGINE_CORE}.__init__",
+            "verify:around_engine_core(self, vllm_config)",
+            "an engine that uses vLLM's own block pool goes unnoticed",
+            "ovg-project/kvcached#316 (is it on in this process?)",
+            "kvcached refuses to run without its own block pool",
         ),
-        Patch(
-            id="elastic.environment",
-            target=f"{ENGINE_CORE}.__init__",
-            why="vLLM adds a variable to the environment while a thread of kvcached may be reading "
+        Row(
+            "elastic.environment",
+            f"{ENGINE_CORE}.__init__",
+            "environment:around_engine_core(self, vllm_config)",
+            "vLLM adds a variable to the environment while a thread of kvcached may be reading "
             "it, which ends an engine in thousands with a segmentation fault while it starts",
-            upstream="vllm-project/vllm, `enable_envs_cache` in vllm/envs.py, which sets "
+            "vllm-project/vllm, `enable_envs_cache` in vllm/envs.py, which sets "
             "VLLM_OBJECT_STORAGE_SHM_BUFFER_NAME; ovg-project/kvcached, the logger's `getenv` in "
             "0.1.6",
-            until="kvcached reads its level of logging once",
-            wrapper="kvpatch.patches.elastic_memory.environment:around_engine_core",
-            parameters=("self", "vllm_config"),
-            since="0.16",
+            "kvcached reads its level of logging once",
         ),
-        Patch(
-            id="elastic.engine_name",
-            target=f"{ENGINE_CORE}.__init__",
-            why="engines of one process group share kvcached's page limit and workers' sockets; "
+        Row(
+            "elastic.engine_name",
+            f"{ENGINE_CORE}.__init__",
+            "ipc_name:around_engine_start(self, vllm_config)",
+            "engines of one process group share kvcached's page limit and workers' sockets; "
             "the pool's file can be locked by every user, and is sparse: a full /dev/shm kills",
-            upstream="ovg-project/kvcached, _obtain_default_ipc_name in 0.1.6",
-            until="kvcached gives every engine a unique name",
-            wrapper="kvpatch.patches.elastic_memory.ipc_name:around_engine_start",
-            parameters=("self", "vllm_config"),
-            since="0.16",
+            "ovg-project/kvcached, _obtain_default_ipc_name in 0.1.6",
+            "kvcached gives every engine a unique name",
         ),
-        Patch(
-            id="elastic.engine_name_end",
-            target=f"{ENGINE_CORE}.shutdown",
-            why="a script must be able to start another engine after the first has shut down",
-            upstream="none: the name is kvpatch's",
-            until="kvcached gives every engine a unique name",
-            wrapper="kvpatch.patches.elastic_memory.ipc_name:after_engine_shutdown",
-            parameters=("self",),
-            since="0.16",
+        Row(
+            "elastic.engine_name_end",
+            f"{ENGINE_CORE}.shutdown",
+            "ipc_name:after_engine_shutdown",
+            "a script must be able to start another engine after the first has shut down",
+            "none: the name is kvpatch's",
+            "kvcached gives every engine a unique name",
         ),
     ),
 )

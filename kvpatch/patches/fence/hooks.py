@@ -193,6 +193,38 @@ def forget_freed_blocks(planner: Any, fence: Fence, pages: list[int]) -> None:
             of.block_ids.forget(gone, spans)
 
 
+def after_reset_of_tier(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> None:
+    """Exclude blocks that have left a sliding window from stores that begin again.
+
+    Wraps ``OffloadingConnectorScheduler.reset_cache``, after which running requests store from
+    their first chunk on. What was stored before keeps the ids of blocks that vLLM has given to
+    others since: it drops the ids of what is still to be stored alone.
+    """
+    wrapped(*args, **kwargs)
+    fenced = state.find(instance, Fenced)
+    if fenced is not None:
+        forget_left_blocks(instance, fenced.scheduler, lambda group: 0)
+
+
+def forget_left_blocks(planner: Any, scheduler: Any, first: Callable[[Any], int]) -> None:
+    """Set the ids of blocks that have left a sliding window to 0, the null block.
+
+    Args:
+        planner: the scheduler side of OffloadingConnector.
+        scheduler: vLLM's.
+        first: the position of the first block to look at, of a request's state of a group.
+    """
+    managers = scheduler.kv_cache_manager.coordinator.single_type_managers
+    for request, status in planner._req_status.items():
+        for number in planner._sliding_window_groups:
+            group = status.group_states[number]
+            manager = managers[planner.config.kv_group_configs[number].group_idx]
+            held = manager.req_to_blocks.get(request, ())
+            for position in range(first(group), min(len(held), len(group.block_ids))):
+                if held[position].is_null:
+                    group.block_ids[position] = 0
+
+
 def after_step(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
     """Release retired pages after a synchronous step.
 

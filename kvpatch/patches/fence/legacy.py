@@ -77,15 +77,10 @@ def before_build(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
     """
     fenced = state.find(instance, Fenced)
     if fenced is not None and instance._sliding_window_groups:
-        coordinator = fenced.scheduler.kv_cache_manager.coordinator
-        for request, status in instance._req_status.items():
-            for group in instance._sliding_window_groups:
-                offloaded = status.group_states[group]
-                held = coordinator.single_type_managers[group].req_to_blocks.get(request, ())
-                first = offloaded.next_stored_block_idx * instance.config.block_size_factor
-                for position in range(first, min(len(held), len(offloaded.block_ids))):
-                    if held[position].is_null:
-                        offloaded.block_ids[position] = 0
+        factor = instance.config.block_size_factor
+        hooks.forget_left_blocks(
+            instance, fenced.scheduler, lambda group: int(group.next_stored_block_idx) * factor
+        )
     return wrapped(*args, **kwargs)
 
 

@@ -49,6 +49,15 @@ class Pooled:
         for index in self.extents.draining():
             self.keeper.evict(index)
 
+    @property
+    def room(self) -> int:
+        """The chunks that the engine can have, if the others give all that they may."""
+        view = self.keeper.view
+        if view is None:
+            return self.extents.chunks
+        free = view.limit - view.total + sum(peer.owner.lends for peer in view.peers)
+        return max(0, min(self.extents.chunks, (view.own + free) // self.extents.chunk_bytes))
+
     def close(self) -> None:
         """Give everything back; once, and not in a forked worker."""
         if self._process == os.getpid():

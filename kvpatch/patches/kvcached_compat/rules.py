@@ -7,13 +7,19 @@ from typing import Any
 from packaging.version import Version
 
 from kvpatch import admitted
-from kvpatch.environ import KVCACHED_CONTIGUOUS, VLLM_KV_CACHE_LAYOUT, VLLM_USE_V2_MODEL_RUNNER
+from kvpatch.environ import (
+    KVCACHED_CONTIGUOUS,
+    VLLM_KV_CACHE_LAYOUT,
+    VLLM_USE_RUST_FRONTEND,
+    VLLM_USE_V2_MODEL_RUNNER,
+)
 from kvpatch.patches.offloading import place
 from kvpatch.rules import Rule
 from kvpatch.supported import in_ranges, release_of, validated
 from kvpatch.upstream.kvcached_api import LAYOUTS, conflicting_layout
 from kvpatch.versions import Facts, Span
 
+EXTENSIBLE = "enable_extensible_kv_cache"  # of vllm-project/vllm#56492; in no release up to 0.33
 V1_ON_LATER = Span("0.29")  # where kvcached supports Runner V2 only
 
 
@@ -22,6 +28,10 @@ def runs_v2(config: Any, facts: Facts) -> bool:
     # Up to 0.21 the variable alone decides, and the configuration has no such attribute.
     by_variable = facts.environment.get(VLLM_USE_V2_MODEL_RUNNER.name, "0") not in ("", "0")
     return bool(getattr(config, "use_v2_model_runner", by_variable))
+
+
+def _rust_frontend(config: Any, facts: Facts) -> bool:
+    return VLLM_USE_RUST_FRONTEND.read(facts.environment) not in ("", "0")
 
 
 def _hybrid_without_kvcached(config: Any, facts: Facts) -> bool:
@@ -90,6 +100,25 @@ RULES = (
         "kvcached has no state-space layers on that runner of this release",
         f"unset {VLLM_USE_V2_MODEL_RUNNER}, or install vLLM 0.29 or later",
         only_in=Span("0.28", "0.29"),
+        with_connector=False,
+    ),
+    Rule(
+        "KVP387",
+        f"vLLM's Rust frontend (`{VLLM_USE_RUST_FRONTEND}=1`)",
+        _rust_frontend,
+        f"{VLLM_USE_RUST_FRONTEND} is set",
+        "the stats that kvpatch adds to those of an engine are validated with vLLM's Python "
+        "frontend only, which decodes them and serves /metrics",
+        f"unset {VLLM_USE_RUST_FRONTEND}",
+        with_connector=False,
+    ),
+    Rule(
+        "KVP388",
+        "vLLM's own extensible KV cache (`--enable-extensible-kv-cache`)",
+        lambda config, facts: bool(getattr(config.cache_config, EXTENSIBLE, False)),
+        f"{EXTENSIBLE} is set",
+        "vLLM then maps the KV cache's memory by itself after its warm-up, and kvcached never does",
+        "remove --enable-extensible-kv-cache: kvcached's memory grows, and is given back",
         with_connector=False,
     ),
 )

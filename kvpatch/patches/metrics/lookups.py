@@ -37,6 +37,7 @@ def around_schedule(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
     if totals is None or totals.fuse.off:
         return output
     with totals.fuse:
+        totals.scheduled(output.num_scheduled_tokens.values())
         if output.finished_req_ids or output.scheduled_new_reqs:
             _look(instance, totals, output)
     return output

@@ -37,6 +37,7 @@ def engine(core: Any, totals: Totals) -> dict[str, Any]:
         "pool": os.environ.get(KVCACHED_IPC_NAME.name, ""),
         "off": totals.fuse.off,
         "device": device(core),
+        "memory": kvcached_api.device_memory(),
         "most_bytes": kvcached_api.most(kvcached_api.manager_of(core)),
         "zero_page_bytes": zero_page_bytes(core),
         "elastic": record.elastic,
@@ -53,6 +54,8 @@ def engine(core: Any, totals: Totals) -> dict[str, Any]:
         "hits": dict(totals.hits) if totals.counts_hits else None,
         "queries": dict(totals.queries) if totals.counts_hits else None,
         "lost_tokens": totals.lost_tokens,
+        "saved_seconds": round(totals.saved_seconds, 3),
+        "prefill_rate": round(totals.prefill_rate, 1),
     }
 
 

@@ -1,6 +1,7 @@
 """What the tiers of an engine's connectors hold, and what happened on their disks.
 
-A secondary tier of vLLM has no limit and counts nothing: what it holds, its file system knows.
+A secondary tier of vLLM has no limit and counts nothing: what it holds, its file system knows, or
+the ledger of a folder with a size.
 """
 
 from __future__ import annotations
@@ -99,6 +100,14 @@ def disks(core: Any) -> list[dict[str, Any]]:
                         "tier": str(tier.tier_type),
                         "errors": {kind: disk.errors[kind] for kind in ERRORS},
                         "bytes": {outcome: disk.moved_bytes[outcome] for outcome in OUTCOMES},
+                        **_size(getattr(tier, "folder", None)),
                     }
                 )
     return found
+
+
+def _size(folder: Any) -> dict[str, int]:
+    """Return the size of a tier's folder, and what engines hold of it; nothing without a size."""
+    if folder is None or not folder.limit:
+        return {}
+    return {"held_bytes": folder.held, "size_bytes": folder.limit}

@@ -31,7 +31,6 @@ MULTI = Span("0.16")
 SCHEME_WINS = Span("0", "0.22")
 # vLLM's methods of speculative decoding, by their names in the matrix.
 DRAFTING = {"ngram": "ngram", "draft_model": "draft model", "eagle": "EAGLE"}
-_DRAFTS = "with one rank and without an fp8 KV cache"
 # Two stages of a pipeline: the name of their cells, by the ranks of each.
 STAGES = {1: "2 stages", 2: "2 stages of 2 ranks"}
 SEVERAL_RANKS = "2 ranks"  # of tensor parallelism, by the name of its cells
@@ -57,8 +56,8 @@ _POOLED = (
     + ", of full attention, with one rank and no secondary tiers"
 )
 _FP8 = (
-    f"on vLLM {in_ranges(validated(FP8))}, in all layers of a model of full attention alone, with "
-    "one rank and without --calculate-kv-scales"
+    f"on vLLM {in_ranges(validated(FP8))}, in all layers of a model of full attention alone and "
+    "without --calculate-kv-scales"
 )
 
 
@@ -151,16 +150,10 @@ def _pooling(config: Any, facts: Facts) -> bool:
 
 
 def _other_drafts(config: Any, facts: Facts) -> bool:
-    """Return whether drafts are made that were not compared.
-
-    They are compared with one rank and a KV cache of the model's dtype.
-    """
+    """Return whether drafts are made that were not compared; what is beside them is in pairs."""
     drafting = config.speculative_config
-    return drafting is not None and not (
-        config.parallel_config.world_size == 1
-        and config.cache_config.cache_dtype in VALIDATED_CACHE_DTYPES
-        and not _by_scheme(config, facts)
-        and place.starts_with(DRAFTING.get(drafting.method, ""), config, facts)
+    return drafting is not None and not place.starts_with(
+        DRAFTING.get(drafting.method, ""), config, facts
     )
 
 
@@ -195,12 +188,12 @@ def _validated_fp8(config: Any, facts: Facts) -> bool:
     """Return whether an fp8 KV cache was compared.
 
     That of all attention layers, with the scales of the checkpoint: scales that the first requests
-    decide are those of one engine, and a secondary tier serves several.
+    decide are those of one engine, and a secondary tier serves several. What is beside it, such as
+    several ranks, is in pairs.
     """
     cache = config.cache_config
     return (
         is_validated(facts.vllm, FP8)
-        and config.parallel_config.world_size == 1
         and place.kind_of(config.model_config) == place.FULL
         and not getattr(cache, "calculate_kv_scales", False)
         and not getattr(cache, "kv_cache_dtype_skip_layers", ())
@@ -208,9 +201,19 @@ def _validated_fp8(config: Any, facts: Facts) -> bool:
 
 
 def _cache_dtype(config: Any, facts: Facts) -> str:
-    if _by_scheme(config, facts):
-        return "fp8, by the checkpoint's kv_cache_scheme"
-    return str(config.cache_config.cache_dtype)
+    """Return the dtype of the KV cache, with what it was not compared with."""
+    by = ", by the checkpoint's kv_cache_scheme," if _by_scheme(config, facts) else ""
+    name = f"fp8{by}" if by else str(config.cache_config.cache_dtype)
+    if not is_fp8(config, facts):
+        return name
+    kind = place.kind_of(config.model_config)
+    if kind not in ("", place.FULL):
+        return f"{name} for a model that is not of full attention alone ({kind})"
+    if getattr(config.cache_config, "calculate_kv_scales", False):
+        return f"{name} and --calculate-kv-scales"
+    if getattr(config.cache_config, "kv_cache_dtype_skip_layers", ()):
+        return f"{name} in some of the layers"
+    return name.rstrip(",")
 
 
 def _other_parallelism(config: Any, facts: Facts) -> bool:
@@ -545,13 +548,13 @@ RULES = (
     ),
     Rule(
         "KVP309",
-        "offloading with speculative decoding" + admitted.but(*DRAFTING.values(), how=_DRAFTS),
+        "offloading with speculative decoding" + admitted.but(*DRAFTING.values()),
         _other_drafts,
         lambda config, facts: (
             "a KV connector is configured with speculative decoding by "
             f"{config.speculative_config.method}"
         ),
-        admitted.why(*DRAFTING.values(), how=_DRAFTS),
+        admitted.why(*DRAFTING.values()),
         "remove the speculative configuration",
     ),
     Rule(  # before the next rule, whose remedy is of no use there

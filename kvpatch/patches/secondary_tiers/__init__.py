@@ -2,317 +2,252 @@
 
 from __future__ import annotations
 
-from kvpatch.patch import WITH_TIERS, Feature, Gap, Kind, Patch, seam
+from kvpatch.patch import WITH_TIERS
+from kvpatch.rows import Row, feature, gap, replacement, seam
 from kvpatch.upstream.targets import ENGINE_CORE, OFFLOADING
 
 _KV_OFFLOAD = "vllm.v1.kv_offload"
 _FS = f"{_KV_OFFLOAD}.tiering.fs.manager"
 _SCHEDULER = f"{OFFLOADING}.scheduler:OffloadingConnectorScheduler"
 _MANAGER = f"{_KV_OFFLOAD}.tiering.manager:TieringOffloadingManager"
-_RANDOM_ID = Gap("0.24", "0.26", "vLLM names the memory after a random id")
+_KEPT = (
+    "none: vLLM keeps the files of a tier on purpose, see reset_cache",
+    "vLLM names files after the weights",
+)
+_UNVERIFIED = (
+    "vllm-project/vllm#49176 (damaged files; those of full length pass)",
+    "vLLM's fs tier verifies what it reads",
+)
+_ADMITTED = (
+    "vllm-project/vllm#57841, vllm-project/vllm#45388",
+    "vLLM admits no load behind a waiting request",
+)
 
-FEATURE = Feature(
+FEATURE = feature(
+    __name__,
     name="tiers",
     summary="the fs tier returns exactly the bytes stored, and is shared only between engines "
     "with the same KV layout, configuration and weights",
     since="0.24",
+    rules="rules:RULES",
     optional=True,
-    rules="kvpatch.patches.secondary_tiers.rules:RULES",
     seams=(
         seam(
-            Patch(
-                id="tiers.shared_memory",
-                target=f"{ENGINE_CORE}.__init__",
-                why="two engines with one engine_id share one primary tier, and load wrong KV",
-                upstream="none: vLLM opens existing memory of that name",
-                until="vLLM refuses memory that another engine created",
-                wrapper="kvpatch.patches.secondary_tiers.shared_memory:around_engine_core",
-                parameters=("vllm_config",),
+            Row(
+                "tiers.shared_memory",
+                f"{ENGINE_CORE}.__init__",
+                "shared_memory:around_engine_core(vllm_config)",
+                "two engines with one engine_id share one primary tier, and load wrong KV",
+                "none: vLLM opens existing memory of that name",
+                "vLLM refuses memory that another engine created",
                 since="0.26",
             ),
-            _RANDOM_ID,
+            gap("vLLM names the memory after a random id"),
         ),
-        Patch(
-            id="tiers.shared_region",
-            target=f"{_KV_OFFLOAD}.cpu.shared_offload_region:SharedOffloadRegion.__init__",
-            why="memory that another user made under this name is joined, and read by him; if the "
+        Row(
+            "tiers.shared_region",
+            f"{_KV_OFFLOAD}.cpu.shared_offload_region:SharedOffloadRegion.__init__",
+            "shared_memory:around_region(self, rank)",
+            "memory that another user made under this name is joined, and read by him; if the "
             "name is removed while the engine starts, a tier stores the bytes of another file",
-            upstream="none: vLLM opens existing memory of that name, and makes what is missing",
-            until="vLLM checks the owner of the memory that it opens, and gives the scheduler the "
+            "none: vLLM opens existing memory of that name, and makes what is missing",
+            "vLLM checks the owner of the memory that it opens, and gives the scheduler the "
             "workers' memory",
-            wrapper="kvpatch.patches.secondary_tiers.shared_memory:around_region",
-            parameters=("self", "rank"),
-            since="0.24",
         ),
         seam(
-            Patch(
-                id="tiers.shared_parts",
-                target=f"{ENGINE_CORE}._initialize_kv_caches",
-                why="the parts of a killed engine's memory stay, and no engine with its engine_id "
+            Row(
+                "tiers.shared_parts",
+                f"{ENGINE_CORE}._initialize_kv_caches",
+                "parts:around_kv_caches(self, vllm_config)",
+                "the parts of a killed engine's memory stay, and no engine with its engine_id "
                 "starts again",
-                upstream="none: vLLM opens each part but the first exclusively",
-                until="vLLM removes the parts that a killed engine left",
-                wrapper="kvpatch.patches.secondary_tiers.parts:around_kv_caches",
-                parameters=("self", "vllm_config"),
+                "none: vLLM opens each part but the first exclusively",
+                "vLLM removes the parts that a killed engine left",
                 since="0.33",
             ),
-            Gap("0.24", "0.33", "the memory is one file"),
+            gap("the memory is one file"),
         ),
-        Patch(
-            id="tiers.describe",
-            target=f"{ENGINE_CORE}._initialize_kv_caches",
-            why="the block layout is known only in the workers, and tiers run elsewhere",
-            upstream="none: there is no hook between workers and tiers",
-            until="vLLM names files after the layout of their content",
-            wrapper="kvpatch.patches.secondary_tiers.fingerprint:around_kv_caches",
-            parameters=("self", "vllm_config"),
-            since="0.24",
+        Row(
+            "tiers.describe",
+            f"{ENGINE_CORE}._initialize_kv_caches",
+            "fingerprint:around_kv_caches(self, vllm_config)",
+            "the block layout is known only in the workers, and tiers run elsewhere",
+            "none: there is no hook between workers and tiers",
+            "vLLM names files after the layout of their content",
             only_with=WITH_TIERS,
         ),
-        Patch(
-            id="tiers.worker_calls",
-            target=f"{ENGINE_CORE}.collective_rpc",
-            why="weights that are replaced in a running engine leave the files of the old ones",
-            upstream="none: vLLM keeps the files of a tier on purpose, see reset_cache",
-            until="vLLM names files after the weights",
-            wrapper="kvpatch.patches.secondary_tiers.weights:around_call",
-            parameters=("self", "method"),
-            since="0.24",
+        Row(
+            "tiers.worker_calls",
+            f"{ENGINE_CORE}.collective_rpc",
+            "weights:around_call(self, method)",
+            "weights that are replaced in a running engine leave the files of the old ones",
+            *_KEPT,
         ),
-        Patch(
-            id="tiers.wake_up",
-            target=f"{ENGINE_CORE}.wake_up",
-            why="as tiers.worker_calls; sleep level 2 drops the weights",
-            upstream="none: vLLM keeps the files of a tier on purpose, see reset_cache",
-            until="vLLM names files after the weights",
-            wrapper="kvpatch.patches.secondary_tiers.weights:around_call",
-            parameters=("self",),
-            since="0.24",
+        Row(
+            "tiers.wake_up",
+            f"{ENGINE_CORE}.wake_up",
+            "weights:around_call",
+            "as tiers.worker_calls; sleep level 2 drops the weights",
+            *_KEPT,
         ),
-        Patch(
-            id="tiers.reset_caches",
-            target=f"{ENGINE_CORE}.reset_prefix_cache",
-            why="as tiers.worker_calls; after a reset no cache holds blocks of the old weights",
-            upstream="none: vLLM keeps the files of a tier on purpose, see reset_cache",
-            until="vLLM names files after the weights",
-            wrapper="kvpatch.patches.secondary_tiers.weights:around_reset",
-            parameters=("self",),  # kvcached's own wrapper takes any others
-            since="0.24",
+        Row(
+            "tiers.reset_caches",
+            f"{ENGINE_CORE}.reset_prefix_cache",
+            "weights:around_reset",  # of kvcached's wrapper, which takes any arguments
+            "as tiers.worker_calls; after a reset no cache holds blocks of the old weights",
+            *_KEPT,
         ),
-        Patch(
-            id="tiers.file_mapper",
-            target=f"{_KV_OFFLOAD}.file_mapper:FileMapper.from_offloading_spec",
-            why="engines with different layouts or weights share files and load wrong KV",
-            upstream="vllm-project/vllm#48408 (the layout of stored blocks, by layer)",
-            until="vLLM names files after the layout of their content",
-            wrapper="kvpatch.patches.secondary_tiers.fingerprint:around_file_mapper",
-            parameters=("root_dir", "offloading_spec", "parallel_agnostic"),
-            since="0.24",
+        Row(
+            "tiers.file_mapper",
+            f"{_KV_OFFLOAD}.file_mapper:FileMapper.from_offloading_spec",
+            "fingerprint:around_file_mapper(root_dir, offloading_spec, parallel_agnostic)",
+            "engines with different layouts or weights share files and load wrong KV",
+            "vllm-project/vllm#48408 (the layout of stored blocks, by layer)",
+            "vLLM names files after the layout of their content",
             only_with=WITH_TIERS,
         ),
         seam(
-            Patch(
-                id="tiers.store_blocks",
-                target=f"{_FS}:batch_store_block",
-                why="files have no checksum, and are readable by every user",
-                upstream="vllm-project/vllm#49176 (damaged files; those of full length pass)",
-                until="vLLM's fs tier verifies what it reads",
-                wrapper="kvpatch.patches.secondary_tiers.block_files:replace_store",
-                parameters=("paths", "view", "offsets", "block_size", "use_o_direct"),
+            replacement(
+                "tiers.store_blocks",
+                f"{_FS}:batch_store_block",
+                "block_files:replace_store(paths, view, offsets, block_size, use_o_direct)",
+                "files have no checksum, and are readable by every user",
+                *_UNVERIFIED,
                 since="0.27",
-                kind=Kind.REPLACE,
                 only_with=WITH_TIERS,
             ),
-            Patch(
-                id="tiers.store_block",
-                target=f"{_FS}:store_block",
-                why="as tiers.store_blocks; every block is a separate task",
-                upstream="vllm-project/vllm#49176 (damaged files; those of full length pass)",
-                until="vLLM 0.27",
-                wrapper="kvpatch.patches.secondary_tiers.legacy:replace_store",
-                parameters=("dest_path", "buffer", "offset", "block_size"),
-                since="0.24",
-                before="0.27",
-                kind=Kind.REPLACE,
-                only_with=WITH_TIERS,
+            Row(
+                "tiers.store_block",
+                f"{_FS}:store_block",
+                "legacy:replace_store(dest_path, buffer, offset, block_size)",
+                but="every block is a separate task",
             ),
         ),
         seam(
-            Patch(
-                id="tiers.load_blocks",
-                target=f"{_FS}:batch_load_block",
-                why="a damaged file of full length produces wrong tokens",
-                upstream="vllm-project/vllm#49176 (damaged files; those of full length pass)",
-                until="vLLM's fs tier verifies what it reads",
-                wrapper="kvpatch.patches.secondary_tiers.block_files:replace_load",
-                parameters=("paths", "view", "offsets", "block_size", "use_o_direct"),
+            replacement(
+                "tiers.load_blocks",
+                f"{_FS}:batch_load_block",
+                "block_files:replace_load(paths, view, offsets, block_size, use_o_direct)",
+                "a damaged file of full length produces wrong tokens",
+                *_UNVERIFIED,
                 since="0.27",
-                kind=Kind.REPLACE,
                 only_with=WITH_TIERS,
             ),
-            Patch(
-                id="tiers.load_block",
-                target=f"{_FS}:load_block",
-                why="as tiers.load_blocks; every block is a separate task",
-                upstream="vllm-project/vllm#49176 (damaged files; those of full length pass)",
-                until="vLLM 0.27",
-                wrapper="kvpatch.patches.secondary_tiers.legacy:replace_load",
-                parameters=("source_path", "view", "offset", "block_size"),
-                since="0.24",
-                before="0.27",
-                kind=Kind.REPLACE,
-                only_with=WITH_TIERS,
+            Row(
+                "tiers.load_block",
+                f"{_FS}:load_block",
+                "legacy:replace_load(source_path, view, offset, block_size)",
+                but="every block is a separate task",
             ),
         ),
         seam(
-            Patch(
-                id="tiers.tier_class",
-                target=f"{_KV_OFFLOAD}.tiering.factory:SecondaryTierFactory.get_tier_class",
-                why="an unresponsive disk blocks requests, and two lookup results for one block "
+            Row(
+                "tiers.tier_class",
+                f"{_KV_OFFLOAD}.tiering.factory:SecondaryTierFactory.get_tier_class",
+                "fs:around_tier_class(tier_config)",
+                "an unresponsive disk blocks requests, and two lookup results for one block "
                 "end the engine",
-                upstream="vllm-project/vllm#45765 (timeout of lookups), vllm-project/vllm#49328",
-                until="vLLM has a timeout for tiers",
-                wrapper="kvpatch.patches.secondary_tiers.fs:around_tier_class",
-                parameters=("tier_config",),
+                "vllm-project/vllm#45765 (timeout of lookups), vllm-project/vllm#49328",
+                "vLLM has a timeout for tiers",
                 since="0.25",
                 only_with=WITH_TIERS,
             ),
-            Patch(
-                id="tiers.tier_class_itself",
-                target=f"{_FS}:FileSystemTierManager",
-                why="as tiers.tier_class; the class of a tier is not looked up",
-                upstream="vllm-project/vllm#45765 (timeout of lookups), vllm-project/vllm#49328",
-                until="vLLM 0.25",
-                wrapper="kvpatch.patches.secondary_tiers.fs:replace_tier_class",
-                parameters=(),
-                since="0.24",
-                before="0.25",
-                kind=Kind.REPLACE,
-                only_with=WITH_TIERS,
+            replacement(
+                "tiers.tier_class_itself",
+                f"{_FS}:FileSystemTierManager",
+                "fs:replace_tier_class()",
+                but="the class of a tier is not looked up",
             ),
         ),
-        Patch(
-            id="tiers.lookup",
-            target=f"{_MANAGER}.lookup",
-            why="a request waits indefinitely for blocks that an unresponsive tier promotes",
-            upstream="vllm-project/vllm#45765 (timeout of lookups)",
-            until="vLLM has a timeout for tiers",
-            wrapper="kvpatch.patches.secondary_tiers.promotion:around_lookup",
-            parameters=("self", "key", "req_context"),
-            since="0.24",
+        Row(
+            "tiers.lookup",
+            f"{_MANAGER}.lookup",
+            "promotion:around_lookup(self, key, req_context)",
+            "a request waits indefinitely for blocks that an unresponsive tier promotes",
+            "vllm-project/vllm#45765 (timeout of lookups)",
+            "vLLM has a timeout for tiers",
             only_with=WITH_TIERS,
         ),
         seam(
-            Patch(
-                id="tiers.promotion",
-                target=f"{_MANAGER}._initiate_promotion",
-                why="a prompt larger than the primary tier promotes blocks that evict each other, "
+            Row(
+                "tiers.promotion",
+                f"{_MANAGER}._initiate_promotion",
+                "promotion:around_promotion(self, tier_idx, key, req_context)",
+                "a prompt larger than the primary tier promotes blocks that evict each other, "
                 "and never runs",
-                upstream="vllm-project/vllm#49902, vllm-project/vllm#50014",
-                until="vLLM keeps a promoted block until its request has loaded it",
-                wrapper="kvpatch.patches.secondary_tiers.promotion:around_promotion",
-                parameters=("self", "tier_idx", "key", "req_context"),
+                "vllm-project/vllm#49902, vllm-project/vllm#50014",
+                "vLLM keeps a promoted block until its request has loaded it",
                 since="0.28",
                 only_with=WITH_TIERS,
             ),
-            Patch(
-                id="tiers.promotion_of_tier",
-                target=f"{_MANAGER}._initiate_promotion",
-                why="as tiers.promotion; and an unreadable block is looked up again in every step",
+            Row(
+                "tiers.promotion_of_tier",
+                wrapper="promotion:around_promotion(self, tier, key, req_context)",
+                but="and an unreadable block is looked up again in every step",
                 upstream="vllm-project/vllm#49176, vllm-project/vllm#49902",
-                until="vLLM 0.28",
-                wrapper="kvpatch.patches.secondary_tiers.promotion:around_promotion",
-                parameters=("self", "tier", "key", "req_context"),
-                since="0.24",
-                before="0.28",
+            ),
+        ),
+        seam(
+            gap(
+                "the blocks read before a failure are kept (vllm-project/vllm#49176)", since="0.28"
+            ),
+            Row(
+                "tiers.promoted_blocks",
+                f"{_MANAGER}._flush_pending_promotions",
+                "legacy:split_promotions",
+                "one block that cannot be read fails all blocks of its promotion job",
+                "vllm-project/vllm#49176 (the blocks before it are kept)",
                 only_with=WITH_TIERS,
             ),
         ),
         seam(
-            Patch(
-                id="tiers.promoted_blocks",
-                target=f"{_MANAGER}._flush_pending_promotions",
-                why="one block that cannot be read fails all blocks of its promotion job",
-                upstream="vllm-project/vllm#49176 (the blocks before it are kept)",
-                until="vLLM 0.28",
-                wrapper="kvpatch.patches.secondary_tiers.legacy:split_promotions",
-                parameters=("self",),
-                since="0.24",
-                before="0.28",
-                only_with=WITH_TIERS,
-            ),
-            Gap(
-                "0.28",
-                None,
-                "the blocks read before a failure are kept (vllm-project/vllm#49176)",
-            ),
-        ),
-        seam(
-            Patch(
-                id="tiers.last_blocks",
-                target=f"{_MANAGER}.prepare_store",
-                why="a request's last blocks are stored after its state was dropped: engine ends",
-                upstream="vllm-project/vllm#49635, vllm-project/vllm#49671",
-                until="vLLM 0.27",
-                wrapper="kvpatch.patches.secondary_tiers.legacy:around_prepare_store",
-                parameters=("self", "keys", "req_context"),
+            gap("fixed by vllm-project/vllm#49671", since="0.27"),
+            Row(
+                "tiers.last_blocks",
+                f"{_MANAGER}.prepare_store",
+                "legacy:around_prepare_store(self, keys, req_context)",
+                "a request's last blocks are stored after its state was dropped: engine ends",
+                "vllm-project/vllm#49635, vllm-project/vllm#49671",
                 since="0.25",
-                before="0.27",
                 only_with=WITH_TIERS,
             ),
-            Gap("0.24", "0.25", "the manager keeps no state per request"),
-            Gap("0.27", None, "fixed by vllm-project/vllm#49671"),
+            gap("the manager keeps no state per request"),
         ),
-        Patch(
-            id="tiers.matched_tokens",
-            target=f"{_SCHEDULER}.get_num_new_matched_tokens",
-            why="a request that waited for a tier, and others that hold the memory it needs, "
-            "deadlock",
-            upstream="vllm-project/vllm#57841, vllm-project/vllm#45388",
-            until="vLLM admits no load behind a waiting request",
-            wrapper="kvpatch.patches.secondary_tiers.admission:around_matched_tokens",
-            parameters=("self", "request", "num_computed_tokens"),
-            since="0.24",
+        Row(
+            "tiers.matched_tokens",
+            f"{_SCHEDULER}.get_num_new_matched_tokens",
+            "admission:around_matched_tokens(self, request, num_computed_tokens)",
+            "a request that waited for a tier, and others that hold the memory it needs, deadlock",
+            *_ADMITTED,
         ),
         seam(
-            Patch(
-                id="observing.disk_hits",
-                target=f"{_SCHEDULER}.update_state_after_alloc",
-                why="a hit does not say whether its block came from a disk",
-                upstream="vllm-project/vllm, CacheHitSource in 0.32",
-                until="vLLM 0.32",
-                wrapper="kvpatch.patches.secondary_tiers.legacy:count_disk_hits",
-                parameters=("self", "request", "blocks", "num_external_tokens"),
-                since="0.24",
-                before="0.32",
+            gap("vLLM's stats name the source of every hit", since="0.32"),
+            Row(
+                "observing.disk_hits",
+                f"{_SCHEDULER}.update_state_after_alloc",
+                "fixes:count_disk_hits(self, request, blocks, num_external_tokens)",
+                "a hit does not say whether its block came from a disk",
+                "vllm-project/vllm, CacheHitSource in 0.32",
                 only_with=WITH_TIERS,
             ),
-            Gap("0.32", None, "vLLM's stats name the source of every hit"),
         ),
-        Patch(
-            id="tiers.build",
-            target=f"{_SCHEDULER}.build_connector_meta",
-            why="deferred requests are recorded per step, and the record ends with the step",
-            upstream="vllm-project/vllm#57841, vllm-project/vllm#45388",
-            until="vLLM admits no load behind a waiting request",
-            wrapper="kvpatch.patches.secondary_tiers.admission:around_build",
-            parameters=("self", "scheduler_output"),
-            since="0.24",
+        Row(
+            "tiers.build",
+            f"{_SCHEDULER}.build_connector_meta",
+            "admission:around_build(self, scheduler_output)",
+            "deferred requests are recorded per step, and the record ends with the step",
+            *_ADMITTED,
         ),
         seam(
-            Patch(
-                id="tiers.reset",
-                target=f"{_SCHEDULER}.build_connector_meta",
-                why="after a reset a tier promotes into a chunk that an older copy still writes",
-                upstream="vllm-project/vllm#44541 (waits for the tiers' transfers alone)",
-                until="vLLM 0.33",
-                wrapper="kvpatch.patches.secondary_tiers.legacy:hold_promotions",
-                parameters=("self", "scheduler_output"),
-                since="0.24",
-                before="0.33",
+            gap("vLLM promotes nothing until the workers have reported such copies", since="0.33"),
+            Row(
+                "tiers.reset",
+                f"{_SCHEDULER}.build_connector_meta",
+                "fixes:hold_promotions(self, scheduler_output)",
+                "after a reset a tier promotes into a chunk that an older copy still writes",
+                "vllm-project/vllm#44541 (waits for the tiers' transfers alone)",
                 only_with=WITH_TIERS,
             ),
-            Gap("0.33", None, "vLLM promotes nothing until the workers have reported such copies"),
         ),
     ),
 )

@@ -16,10 +16,11 @@ import os
 import secrets
 import stat
 import struct
+import threading
 import time
 import zlib
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -29,11 +30,48 @@ from kvpatch.patches.secondary_tiers.timeout import progressed
 SEAL = mmap.PAGESIZE
 _MAGIC = b"kvpatch1"
 FIELDS = struct.Struct("<8sQI")
-_PARTS_OF_NAME = 4  # the folder of the layout, two folders of the hash, the hash
+PARTS_OF_NAME = 4  # the folder of the layout, two folders of the hash, the hash
 _DIRECT = getattr(os, "O_DIRECT", 0)
 # In a layout's folder: files that are being written. A folder of their own is quick to sweep.
 TEMPORARY = "tmp"
 ABANDONED = 3600.0  # seconds without a write, after which nobody writes a file any more
+
+
+class Ledger:
+    """What is told of every block file. This one keeps nothing: the tier has no size."""
+
+    @property
+    def kept(self) -> bool:
+        """Whether files are removed to make room."""
+        return False
+
+    def reserve(self, path: str, size: int) -> None:
+        """Make room for a file of ``size`` bytes that is about to be written, or raise OSError."""
+
+    def use(self, path: str) -> None:
+        """Note that a file was written, read or found."""
+
+    def lost(self, path: str) -> None:
+        """Note that a file could not be written or read."""
+
+    def settle(self) -> None:
+        """Tell other engines of what was used."""
+
+
+_thread = threading.local()
+_NONE = Ledger()
+
+
+@contextmanager
+def noted_in(ledger: Ledger) -> Iterator[None]:
+    """Note in a ledger what this thread does with block files."""
+    _thread.ledger = ledger
+    try:
+        yield
+    finally:
+        _thread.ledger = _NONE
+        with suppress(OSError):  # the bytes are right
+            ledger.settle()
 
 
 class Damaged(OSError):
@@ -45,7 +83,7 @@ def seal(path: str, block: memoryview) -> bytes:
 
     They cover the name: a file in the place of another block or layout fails the check.
     """
-    name = "/".join(path.split("/")[-_PARTS_OF_NAME:])
+    name = "/".join(path.split("/")[-PARTS_OF_NAME:])
     checksum = zlib.crc32(block, zlib.crc32(name.encode()))
     return FIELDS.pack(_MAGIC, len(block), checksum)
 
@@ -119,28 +157,37 @@ def store_blocks(
         OSError: a block could not be written; the blocks before it were.
         ValueError: a block is outside ``view``.
     """
+    ledger = getattr(_thread, "ledger", _NONE)
     with view.cast("B") as memory, mmap.mmap(-1, SEAL) as page:
         for path, offset in zip(paths, offsets, strict=True):
             if os.path.lexists(path):
+                ledger.use(path)
                 progressed(0)
                 continue
             with memory[_bounds(memory, offset, block_size)] as block:
+                ledger.reserve(path, block_size + SEAL)
                 page[: FIELDS.size] = seal(path, block)
-                _write(path, [block, page], _DIRECT if use_o_direct else 0)
+                try:
+                    _write(path, [block, page], _DIRECT if use_o_direct else 0)
+                except BaseException:
+                    ledger.lost(path)
+                    raise
+            ledger.use(path)
             progressed(block_size)
 
 
 def _in_folders(path: str, use: Callable[[], Any]) -> Any:
     """Call ``use``; if the folder of ``path`` is missing, create it and call again."""
-    try:
-        return use()
-    except FileNotFoundError:
-        make_private_folders(Path(path).parent)
-        return use()
+    for _ in range(3):  # an engine that makes room removes empty folders
+        with suppress(FileNotFoundError):
+            return use()
+        with suppress(FileNotFoundError):
+            make_private_folders(Path(path).parent)
+    return use()
 
 
 def _write(path: str, parts: list[Any], flags: int) -> None:
-    layout, *_, name = path.rsplit("/", _PARTS_OF_NAME - 1)
+    layout, *_, name = path.rsplit("/", PARTS_OF_NAME - 1)
     # Several machines may share the folder.
     temporary = f"{layout}/{TEMPORARY}/{name}.{secrets.token_hex(8)}"
     flags |= os.O_CREAT | os.O_EXCL | os.O_WRONLY | os.O_NOFOLLOW
@@ -175,14 +222,17 @@ def load_blocks(
         OSError: a block could not be read; ``num_succeeded`` counts the blocks before it.
         ValueError: a block is outside ``view``.
     """
+    ledger = getattr(_thread, "ledger", _NONE)
     with view.cast("B") as memory, mmap.mmap(-1, SEAL) as page:
         for position, (path, offset) in enumerate(zip(paths, offsets, strict=True)):
             with memory[_bounds(memory, offset, block_size)] as block:
                 try:
                     _read(path, block, page, _DIRECT if use_o_direct else 0)
                 except OSError as error:
+                    ledger.lost(path)
                     error.num_succeeded = position  # type: ignore[attr-defined]
                     raise
+            ledger.use(path)
             progressed(block_size)
 
 

@@ -6,6 +6,7 @@ import logging
 import time
 from collections.abc import Callable, Iterable
 from functools import partial
+from itertools import compress
 from pathlib import Path
 from typing import Any
 
@@ -16,13 +17,23 @@ from vllm.v1.kv_offload.tiering.fs import thread_pool
 from vllm.v1.kv_offload.tiering.fs.manager import FileSystemTierManager, FsAsyncLookupManager
 
 from kvpatch import state
-from kvpatch.environ import PYTHONHASHSEED
+from kvpatch.environ import PYTHONHASHSEED, TIER_SIZE
 from kvpatch.logs import log
-from kvpatch.patches.secondary_tiers.block_files import Damaged, sweep
+from kvpatch.patches.secondary_tiers.block_files import (
+    SEAL,
+    Damaged,
+    Ledger,
+    noted_in,
+    own_folder,
+    sweep,
+)
+from kvpatch.patches.secondary_tiers.capacity import Folder, Full, ledger_of, size_of
 from kvpatch.patches.secondary_tiers.fewer_lines import FewerLines
 from kvpatch.patches.secondary_tiers.fingerprint import unusable
 from kvpatch.patches.secondary_tiers.timeout import Unanswered, patience
 from kvpatch.patches.secondary_tiers.weights import Weights
+from kvpatch.refusal import Refusal
+from kvpatch.sizes import readable
 from kvpatch.telemetry.disk import Disk
 from kvpatch.upstream.vllm_api import lookup_results
 
@@ -36,13 +47,18 @@ class PatientLookups(FsAsyncLookupManager):  # type: ignore[misc]
     def __init__(self, tier: Any, tier_type: str, unanswered: Unanswered) -> None:
         self._unanswered = unanswered
         self._disk = tier.disk
+        self._folder = tier.folder
         super().__init__(tier=tier, tier_type=tier_type)
 
     def batch_lookup(self, keys: list[Any], req_context: Any) -> Iterable[bool]:
         """Return which blocks have files; runs on the tier's own thread."""
         self._unanswered.asked(_PROBE)
         try:
-            return list(super().batch_lookup(keys, req_context))
+            found = list(super().batch_lookup(keys, req_context))
+            with noted_in(self._folder):  # they are about to be read
+                for key in compress(keys, found):
+                    self._folder.use(self._tier.file_mapper.get_file_name(key))
+            return found
         except Exception:  # vLLM logs it, and takes them for misses
             self._disk.failed("lookup")
             raise
@@ -73,11 +89,15 @@ Lookups = PatientLookups if hasattr(LookupState, "generation") else FirstAnswers
 _UNTIMED = {"transfer_time": 0.0} if "transfer_time" in JobResult.__dataclass_fields__ else {}
 
 
+_KINDS: dict[type, str] = {Damaged: "damaged", Full: "full"}
+
+
 class TimedTasks:
     """vLLM's pool of threads, with the time of the tasks that have started, and what they did."""
 
-    def __init__(self, pool: Any, unanswered: Unanswered, disk: Disk) -> None:
+    def __init__(self, pool: Any, unanswered: Unanswered, disk: Disk, folder: Ledger) -> None:
         self._pool = pool
+        self._folder = folder
         self._unanswered = unanswered
         self._disk = disk
 
@@ -100,9 +120,11 @@ class TimedTasks:
     def _run(self, question: tuple[int, int], task: Callable[[], None], what: str) -> None:
         moved = partial(self._disk.moved, "stored" if what == "store" else "loaded")
         try:
-            self._unanswered.run(question, task, moved)
+            with noted_in(self._folder):
+                self._unanswered.run(question, task, moved)
         except Exception as error:
-            self._disk.failed("damaged" if isinstance(error, Damaged) else what)
+            gone = isinstance(error, FileNotFoundError) and what == "load" and self._folder.kept
+            self._disk.failed("gone" if gone else _KINDS.get(type(error), what))
             raise
 
 
@@ -115,6 +137,28 @@ def _warn_of_random_hashes() -> None:
         )
 
 
+def _folder_of(tier: Any, root: str) -> Folder:
+    """Return the folder of a tier, with its size; its older files are found by a thread.
+
+    Raises:
+        Refusal: its size is less than one block.
+        OSError: it cannot have a ledger.
+    """
+    limit, file = size_of(root), tier._block_size + SEAL
+    if 0 < limit < file:
+        raise Refusal(
+            f"{TIER_SIZE} is {readable(limit)}",
+            f"a block file of this engine has {readable(file)}, and none would be kept",
+            f"set {TIER_SIZE} to the size of many of them, for example 500GiB",
+            code="KVP385",
+        )
+    if limit:
+        own_folder(ledger_of(Path(root)).parent)
+    folder = Folder(root, limit, patience(), partial(tier.disk.moved, "evicted"))
+    folder.begin()
+    return folder
+
+
 class PatientFileSystemTier(FileSystemTierManager):  # type: ignore[misc]
     """vLLM's ``fs`` tier; while it is late, it is not used.
 
@@ -123,6 +167,7 @@ class PatientFileSystemTier(FileSystemTierManager):  # type: ignore[misc]
     Attributes:
         weights: whether the blocks of the engine are those of the tier's folder.
         disk: what it did with its disk.
+        folder: what the tiers of all engines have in its folder.
     """
 
     _lookup_manager: Any
@@ -131,16 +176,17 @@ class PatientFileSystemTier(FileSystemTierManager):  # type: ignore[misc]
     def __init__(
         self, offloading_spec: Any, primary_kv_view: memoryview, tier_type: str, **config: Any
     ) -> None:
+        self.disk = Disk()
         try:
             super().__init__(offloading_spec, primary_kv_view, tier_type, **config)
+            self.folder = _folder_of(self, config["root_dir"])
         except OSError as error:  # a disk that cannot be written to
             raise unusable(config.get("root_dir"), error) from error
         self.unanswered = Unanswered(patience())
-        self.disk = Disk()
         self.weights = state.find(self.file_mapper, Weights)
         self._lookup_manager.shutdown()
         self._lookup_manager = Lookups(self, tier_type, self.unanswered)
-        self._pool = TimedTasks(self._pool, self.unanswered, self.disk)
+        self._pool = TimedTasks(self._pool, self.unanswered, self.disk, self.folder)
         self._declined: list[Any] = []
         sweep(Path(f"{self.file_mapper.base_path}_r{self.file_mapper.rank}"))
         _warn_of_random_hashes()

@@ -1,7 +1,5 @@
-"""Secondary tiers before vLLM 0.33, in the terms of later releases.
+"""Secondary tiers before vLLM 0.28, in the terms of later releases.
 
-up to 0.31  stats do not say which hits came from a disk
-up to 0.32  a tier may write to a chunk that a copy from before a reset still reads or writes
 up to 0.27  a job succeeds or fails as a whole, with all of its blocks
 up to 0.26  blocks are written to files one by one, only with direct I/O, and, from 0.25 on, a
             request's last blocks are stored after the manager has dropped the request
@@ -15,70 +13,8 @@ import errno
 from dataclasses import replace
 from typing import Any
 
-from kvpatch import state
 from kvpatch.patch import argument
-from kvpatch.patches.fence.hooks import Fenced
 from kvpatch.patches.secondary_tiers.block_files import load_blocks, store_blocks
-from kvpatch.patches.secondary_tiers.promotion import Promoted
-from kvpatch.telemetry.counters import Totals
-
-
-def hold_promotions(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
-    """Let promotions wait for the copies that were in flight when the CPU tier was reset.
-
-    Wraps ``OffloadingConnectorScheduler.build_connector_meta``, which hands promotions to the
-    tiers at once. A reset frees the chunks of all copies, and the workers wait for these copies
-    only when they are given the step that is being built. vLLM forgets the copies with the reset,
-    so that the fence is asked, which counts each until every worker has reported it.
-    """
-    fenced = state.find(instance, Fenced)
-    manager = instance.manager
-    waiting = getattr(manager, "_pending_load_submissions", None)  # without tiers there are none
-    if fenced is None or not waiting or not _older_than_reset(fenced, instance):
-        return wrapped(*args, **kwargs)
-    manager._pending_load_submissions = {}
-    try:
-        return wrapped(*args, **kwargs)
-    finally:
-        manager._pending_load_submissions = waiting
-
-
-def _older_than_reset(fenced: Fenced, planner: Any) -> bool:
-    """Whether a copy is in flight that the last reset of the connector's cache has dropped."""
-    return any(job < planner._stale_job_threshold for job in fenced.fence.transfers)
-
-
-def count_disk_hits(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
-    """Count the tokens that a request loads of blocks that were promoted for it.
-
-    Wraps ``OffloadingConnectorScheduler.update_state_after_alloc(request, blocks,
-    num_external_tokens)``, after which vLLM counts a hit, in the same step.
-    """
-    result = wrapped(*args, **kwargs)
-    totals = state.find(instance, Totals)
-    if totals is None or totals.fuse.off:
-        return result
-    with totals.fuse:
-        request = argument(args, kwargs, 0, "request")
-        tokens = int(argument(args, kwargs, 2, "num_external_tokens"))
-        if tokens and not request.num_preemptions:  # of which vLLM keeps a count of its own
-            totals.from_disk += _promoted(instance, request, tokens)
-    return result
-
-
-def _promoted(planner: Any, request: Any, tokens: int) -> int:
-    """Return how many of the tokens that a request loads are of blocks promoted for it."""
-    status = planner._req_status[request.request_id]
-    promoted = state.find(status.req_context, Promoted)
-    if promoted is None:
-        return 0
-    begin, most = status.num_locally_computed_tokens, 0
-    for config, group in zip(planner.config.kv_group_configs, status.group_states, strict=False):
-        # The latter up to 0.25.
-        size = getattr(config, "tokens_per_chunk", None) or config.offloaded_block_size
-        keys = group.offload_keys[begin // size : -(-(begin + tokens) // size)]
-        most = max(most, size * sum(key in promoted.keys for key in keys))
-    return min(tokens, most)
 
 
 def split_promotions(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from kvpatch.environ import TIER_SIZE
 from kvpatch.patches.offloading.rules import has_tiers
 from kvpatch.rules import Rule
 from kvpatch.supported import in_ranges, validated
@@ -111,5 +112,15 @@ RULES = (
         "that hash is not collision resistant, and a block that is stored under another's hash "
         "would be served to every later engine",
         "use --prefix-caching-hash-algo sha256",
+    ),
+    Rule(
+        "KVP386",
+        "`KVPATCH_TIER_SIZE` with a secondary tier other than `fs`",
+        lambda config, facts: (
+            bool(TIER_SIZE.read(facts.environment)) and not {*_types(config)} <= {"fs"}
+        ),
+        f"{TIER_SIZE} is set with a secondary tier that is no folder",
+        "it is validated with the tier fs alone, and another one would grow without a limit",
+        f"unset {TIER_SIZE}, or use the tier fs",
     ),
 )

@@ -1,7 +1,5 @@
-"""SimpleCPUOffloadConnector before vLLM 0.32, in the terms of later releases.
+"""SimpleCPUOffloadConnector before vLLM 0.26, in the terms of later releases.
 
-0.24-0.31   a reset keeps the blocks of the tier if one of them is pinned for a request that waits
-up to 0.29  tokens that a request asks to compute are loaded
 up to 0.25  a load does not wait for the computation that was launched before it
 up to 0.25  lazy mode follows the links of vLLM's free block queue itself, and kvcached's
             pool for these releases has no attribute ``blocks``
@@ -159,29 +157,3 @@ def _after_computation(stream: Any) -> None:
     from vllm.v1.simple_kv_offload.worker import torch
 
     stream.wait_stream(torch.cuda.current_stream())
-
-
-def around_match(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
-    """Load nothing for a request that asks to compute every token, as from 0.30 on.
-
-    Wraps ``SimpleCPUOffloadScheduler.get_num_new_matched_tokens(request, num_computed_tokens)``.
-    The log-probabilities of a prompt, and what is pooled of each token, come of the computation;
-    those of loaded tokens are memory that nobody wrote. The connector is not asked: it would keep
-    the hit for a request that takes none.
-    """
-    if argument(args, kwargs, 0, "request").skip_reading_prefix_cache:
-        return 0, False
-    return wrapped(*args, **kwargs)
-
-
-def before_reset(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
-    """Release the hits of requests that wait, which look them up again.
-
-    Wraps ``SimpleCPUOffloadScheduler.reset()`` of 0.24 to 0.31. A hit is pinned from the lookup
-    until its request gets blocks; one pin is enough for the tier to refuse the reset, and to serve
-    what it holds of the weights before.
-    """
-    for hit in instance._pending_cpu_hits.values():
-        instance._free_pending_cpu_hit(hit)
-    instance._pending_cpu_hits.clear()
-    return wrapped(*args, **kwargs)

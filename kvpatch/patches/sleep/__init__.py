@@ -2,75 +2,58 @@
 
 from __future__ import annotations
 
-from kvpatch.patch import WITH_SLEEP, Feature, Patch
+from kvpatch.patch import WITH_SLEEP
+from kvpatch.rows import Row, feature
 from kvpatch.upstream.targets import ENGINE_CORE
 
 _SINCE = "0.32"
-_HOOKS = "kvpatch.patches.sleep.asleep"
 _ASKED = "vllm-project/vllm#57810 (sleep that keeps the connector's cache)"
 _UNTIL = "vLLM keeps the connector's cache in a sleep of level 1"
 
-FEATURE = Feature(
+FEATURE = feature(
+    __name__,
     name="sleep",
-    summary="a sleep of level 1 keeps the CPU tier, stores what only the device has, and gives the "
-    "KV cache's memory back",
+    summary="a sleep of level 1 keeps the CPU tier, stores what only the device has, and gives "
+    "the KV cache's memory back",
     since=_SINCE,
+    upstream=_ASKED,
+    until=_UNTIL,
+    rules="rules:RULES",
     optional=True,
-    rules="kvpatch.patches.sleep.rules:RULES",
     seams=(
-        Patch(
-            id="sleep.sleep",
-            target=f"{ENGINE_CORE}.sleep",
-            why="a sleep drops what only the device has, although the same weights come back",
-            upstream=_ASKED,
-            until=_UNTIL,
-            wrapper=f"{_HOOKS}:around_sleep",
-            parameters=("self", "level", "mode"),
-            since=_SINCE,
+        Row(
+            "sleep.sleep",
+            f"{ENGINE_CORE}.sleep",
+            "asleep:around_sleep(self, level, mode)",
+            "a sleep drops what only the device has, although the same weights come back",
             only_with=WITH_SLEEP,
         ),
-        Patch(
-            id="sleep.reset",
-            target=f"{ENGINE_CORE}._reset_caches",
-            why="a sleep of level 1 resets the connector's cache too",
-            upstream=_ASKED,
-            until=_UNTIL,
-            wrapper=f"{_HOOKS}:around_reset",
-            parameters=("self", "reset_connector"),
-            since=_SINCE,
+        Row(
+            "sleep.reset",
+            f"{ENGINE_CORE}._reset_caches",
+            "asleep:around_reset(self, reset_connector)",
+            "a sleep of level 1 resets the connector's cache too",
             only_with=WITH_SLEEP,
         ),
-        Patch(
-            id="sleep.step",
-            target="vllm.v1.engine.core:EngineCoreProc._process_engine_step",
-            why="storing takes several steps of the engine, after which it falls asleep",
-            upstream=_ASKED,
-            until=_UNTIL,
-            wrapper=f"{_HOOKS}:after_engine_step",
-            parameters=("self",),
-            since=_SINCE,
+        Row(
+            "sleep.step",
+            "vllm.v1.engine.core:EngineCoreProc._process_engine_step",
+            "asleep:after_engine_step",
+            "storing takes several steps of the engine, after which it falls asleep",
             only_with=WITH_SLEEP,
         ),
-        Patch(
-            id="sleep.calls",
-            target=f"{ENGINE_CORE}.collective_rpc",
-            why="weights that are replaced after a sleep leave the blocks that it kept",
-            upstream=_ASKED,
-            until=_UNTIL,
-            wrapper=f"{_HOOKS}:around_call",
-            parameters=("self", "method"),
-            since=_SINCE,
+        Row(
+            "sleep.calls",
+            f"{ENGINE_CORE}.collective_rpc",
+            "asleep:around_call(self, method)",
+            "weights that are replaced after a sleep leave the blocks that it kept",
             only_with=WITH_SLEEP,
         ),
-        Patch(
-            id="sleep.wake_up",
-            target=f"{ENGINE_CORE}.wake_up",
-            why="an engine that woke up has the limit of one that gave its memory back",
-            upstream=_ASKED,
-            until=_UNTIL,
-            wrapper=f"{_HOOKS}:around_wake_up",
-            parameters=("self", "tags"),
-            since=_SINCE,
+        Row(
+            "sleep.wake_up",
+            f"{ENGINE_CORE}.wake_up",
+            "asleep:around_wake_up(self, tags)",
+            "an engine that woke up has the limit of one that gave its memory back",
             only_with=WITH_SLEEP,
         ),
     ),

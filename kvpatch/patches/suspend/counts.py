@@ -25,7 +25,8 @@ class Counts:
     Attributes:
         spilled: blocks by reason, of ``REASONS``.
         restored: of them those that were loaded since, each once for every time it was spilled.
-        away: the keys of those that were not loaded yet; at most twice what the tier has room for.
+        away: the chunks of those that were not loaded yet; at most twice what the tier has room
+            for.
     """
 
     def __init__(self, tier: Any) -> None:
@@ -45,8 +46,8 @@ class Counts:
             self._suspended = (before, at) if since is None else (before + at - since, None)
 
     def stored(self, keys: Collection[bytes], reason: str) -> None:
-        """Record that stores of blocks have begun, for one of ``REASONS``."""
-        self.spilled[reason] += len(keys)
+        """Record that stores of chunks have begun, for one of ``REASONS``."""
+        self.spilled[reason] += len(keys) * self._tier.blocks_per_chunk
         room = self._tier.capacity()
         if len(self.away) + len(keys) > 2 * room:
             # What the tier has evicted meanwhile is not loaded any more.
@@ -55,9 +56,9 @@ class Counts:
         self.away.update(keys)
 
     def loaded(self, keys: Iterable[bytes]) -> None:
-        """Record that loads of blocks have begun, spilled ones and others."""
+        """Record that loads of chunks have begun, spilled ones and others."""
         back = self.away.intersection(keys)
-        self.restored += len(back)
+        self.restored += len(back) * self._tier.blocks_per_chunk
         self.away -= back
 
     def describe(self) -> dict[str, object]:

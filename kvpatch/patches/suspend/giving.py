@@ -11,6 +11,7 @@ which then evicts what it needs, stored or not; and an idle engine keeps what it
 Requests run meanwhile. A lowered limit is applied when enough pages are free, or when no page is
 left that could be freed: kvcached then shrinks by itself, as the requests that use the rest end.
 What has not come into the tier is evicted for a limit, and kept by an engine that is only idle.
+Blocks that fill no chunk, which no tier stores, are evicted in either case.
 
 kvcached's thread reads the limit in /dev/shm ten times a second, and every allocation brings what
 it read last: for a moment that is the limit before the one that is being lowered to, and nobody's
@@ -35,6 +36,7 @@ from kvpatch.patch import argument
 from kvpatch.patches.suspend import revision
 from kvpatch.patches.suspend.hold import Hold
 from kvpatch.patches.suspend.spill import Cached, Spill
+from kvpatch.sizes import readable
 from kvpatch.upstream import kvcached_api, kvcached_limits
 
 PIECE = 64  # pages at a time
@@ -89,6 +91,7 @@ class Giving:
         self._going: set[int] = set()  # pages that wait for the fence
         self._pieces = 0
         self._before = 0
+        self._from: tuple[float, int, int] | None = None  # when it began, given and lost then
         revision.note(self.manager, 0)
 
     # What begins it
@@ -223,6 +226,8 @@ class Giving:
             self._end()
             return False
         self._pieces += 1
+        if self._from is None:
+            self._from = (time.monotonic(), self.given, self.lost)
         keys = self._pool._block_id_to_key
         self._pages = [[Cached(keys[block], block) for block in page] for page in pages[:wanted]]
         # The last used page is the most important one.
@@ -244,8 +249,11 @@ class Giving:
         gone: set[int] = set()
         for page in self._pages:
             blocks = {one.block for one in page}
-            without = {one.block for one in page if not self._spill.tier.holds(one.key)}
-            if self._limit is None and without:
+            without = {one.block for one in page if not self._spill.holds(one.key)}
+            # What fills no chunk is never stored, and is a few blocks at the end of a prompt.
+            if self._limit is None and any(
+                one.block in without and not self._spill.is_partial(one.key) for one in page
+            ):
                 self._kept |= blocks  # without all of its blocks a page gives nothing back
                 continue
             still = {
@@ -262,6 +270,7 @@ class Giving:
     def _end(self) -> None:
         """Apply a limit as kvcached does, and stop; an error of ours must not end the engine."""
         limit, apply, idle = self._limit, self._apply, self._idle
+        self._log()
         self._forget()
         try:
             if idle:
@@ -275,7 +284,24 @@ class Giving:
             log.exception("kvpatch: kvcached did not take a limit")
             self._failed = limit
 
+    def _log(self) -> None:
+        """Say what was given back since it began, and why."""
+        if self._from is None:
+            return
+        (begun, given, lost), self._from = self._from, None
+        pages = self.given - given
+        if pages or self.lost > lost:
+            log.info(
+                "kvpatch: %s given back %s in %.2f s, their blocks stored first; %d blocks evicted "
+                "without a copy",
+                readable(pages * kvcached_api.page_bytes(self.manager)),
+                "by an idle engine" if self._limit is None else "for a lower limit",
+                time.monotonic() - begun,
+                self.lost - lost,
+            )
+
     def _forget(self) -> None:
+        self._from = None
         self._limit = self._apply = None
         self.stage = Stage.OFF
         self._hold.step_for("limit", False)

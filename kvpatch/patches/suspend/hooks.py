@@ -5,16 +5,13 @@ from __future__ import annotations
 import time
 from typing import Any
 
-from kvpatch import admitted, state
-from kvpatch.environ import HOST_POOL, IDLE, duration
+from kvpatch import state
+from kvpatch.environ import IDLE, duration
 from kvpatch.logs import log
 from kvpatch.patch import argument
-from kvpatch.patches.host_pool import presence
-from kvpatch.patches.offloading import together
-from kvpatch.patches.suspend import hold
+from kvpatch.patches.suspend import hold, rules
 from kvpatch.patches.suspend.giving import Giving
 from kvpatch.patches.suspend.offloading import OffloadingTier
-from kvpatch.patches.suspend.releases import NAME
 from kvpatch.patches.suspend.server import Question, Server
 from kvpatch.patches.suspend.simple import SimpleTier
 from kvpatch.patches.suspend.spill import Spill, Tier
@@ -22,12 +19,6 @@ from kvpatch.patches.suspend.suspension import Phase, Suspension
 from kvpatch.patches.suspend.watch import Look, Watch
 from kvpatch.status import record
 from kvpatch.upstream import connectors, kvcached_api
-
-# The connectors that an engine can be suspended with, by their names in the table of what ran.
-_WAYS = {connectors.OFFLOADING: "Offloading", connectors.SIMPLE: "Simple"}
-# Settings that are suspensions themselves, one that has a sentence of its own below, and engines of
-# one server, each of which is suspended alone.
-_OWN = ("idle", "sleep", "host pool", "2 engines")
 
 
 def around_engine_start(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> None:
@@ -62,7 +53,7 @@ def make(engine: Any) -> Suspension:
 
     The latter only with a tier that what is evicted can be stored in.
     """
-    why_not = _why_not_here(engine)
+    why_not = rules.why_not(engine.vllm_config, record.facts, record.lifted)
     connector = engine.scheduler.connector
     tier: Tier | None = None
     owner: Any = None
@@ -81,35 +72,6 @@ def make(engine: Any) -> Suspension:
     giving = Giving(engine, spill, lambda: suspension.phase is Phase.RUNS)
     state.attach(kvcached_api.manager_of(engine), state.attach(engine, giving))
     return suspension
-
-
-def _why_not_here(engine: Any) -> str:
-    connector = engine.scheduler.connector
-    if connector is None:
-        return "it has no KV connector, so that its KV cache would be lost"
-    name = type(connector).__name__
-    if name not in _WAYS:
-        return f"suspending is not validated with {name}"
-    if why_not := "" if "KVP370" in record.lifted else _why_it_did_not_run(engine, _WAYS[name]):
-        return why_not
-    if presence.wanted():
-        # It grows while a store waits, and other engines evict from it: a spill would lose blocks.
-        return (
-            f"its CPU tier is in the host pool ({HOST_POOL}), where others may evict what it kept"
-        )
-    return ""
-
-
-def _why_it_did_not_run(engine: Any, way: str) -> str:
-    """Return why no engine of this kind was suspended with what this one has turned on."""
-    facts = record.facts
-    if facts is None or not admitted.ran_with(NAME, facts.vllm, [way]):
-        return f"suspending is validated {admitted.with_connectors(NAME)} only"
-    for beside in together.turned_on(engine.vllm_config, facts):
-        both = admitted.together(NAME, beside)
-        if beside not in _OWN and not admitted.ran_with(both, facts.vllm, [way]):
-            return f"suspending is not validated with {together.SETTINGS[beside].words}"
-    return ""
 
 
 def before_engine_shutdown(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:

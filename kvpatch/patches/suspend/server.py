@@ -21,6 +21,7 @@ from kvpatch.control import protocol
 from kvpatch.logs import log
 from kvpatch.patches.suspend import queue
 from kvpatch.patches.suspend.suspension import Cannot, Phase, Suspension
+from kvpatch.patches.suspend.told import first_limit_bytes
 from kvpatch.process import start_ticks
 from kvpatch.telemetry.counters import refused
 from kvpatch.upstream import kvcached_api, kvcached_limits
@@ -38,12 +39,14 @@ class Question:
 
     Attributes:
         asked: as the other end sent it.
+        by: who asks, for the log.
         since: when it came, by the monotonic clock.
         said: the outcome, once ``taken`` is set.
     """
 
-    def __init__(self, asked: dict[str, Any]) -> None:
+    def __init__(self, asked: dict[str, Any], by: str = "") -> None:
         self.asked = asked
+        self.by = by
         self.since = time.monotonic()
         self.taken = threading.Event()
         self.said: dict[str, Any] = {}
@@ -58,9 +61,11 @@ class Question:
         if not self._once.acquire(blocking=False):
             return  # nobody wants it any more
         try:
+            suspension.by = self.by
             self.said = answer(suspension, self.asked, self.since)
         except Cannot as cannot:
             refused(suspension.engine, self.asked.get("verb"))
+            log.info("kvpatch: %s%s is refused: %s", self.asked.get("verb"), self.by, cannot)
             self.said = {"error": str(cannot)}
         except Exception as error:
             self.said = {"error": f"it failed with {type(error).__name__}: {error}"}
@@ -231,7 +236,8 @@ class Server:
             return
         if gone(connection):
             return  # it was given up while the engine was stopped: others may rely on that by now
-        question = Question(asked)
+        pid = protocol.pid_of(connection)
+        question = Question(asked, f" by pid {pid}" if pid else "")
         queue.hand_over(engine, question)
         del engine
         while not question.taken.wait(BETWEEN):  # it is in a step
@@ -345,6 +351,7 @@ def describe(engine: Any, suspension: Suspension, name: str) -> dict[str, Any]:
         "promised": suspension.promised(),
         "revision": suspension.revision,
         "most": kvcached_api.most(manager),
+        "first": first_limit_bytes(manager),
         "mapped": kvcached_api.mapped(manager),
         "running": len(scheduler.running),
         "waiting": sum(scheduler.get_request_counts()) - len(scheduler.running),

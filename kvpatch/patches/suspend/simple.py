@@ -44,7 +44,7 @@ class SimpleTier(Tier):
 
     def busy(self) -> bool:
         """Whether any store is under way, a spill's or the connector's own."""
-        return bool(self.scheduler.has_pending_stores())
+        return stores(self.scheduler)
 
     def awaits(self, keys: set[bytes]) -> set[bytes]:
         """Return those of blocks whose store into it has not completed."""
@@ -89,14 +89,14 @@ def store(scheduler: Any, spill: Spill, now: set[int]) -> dict[int, int]:
     """
     device, tier = scheduler._gpu_block_pool, scheduler.cpu_block_pool
     stored = under_way(scheduler) | {device.blocks[block].block_hash for block in now}
-    wanted = spill.next()
+    wanted = [block for one in spill.next() for block in one.blocks]
     spill.planned((one.key for one in wanted if one.key in stored), ours=False)
     wanted = [one for one in wanted if one.key not in stored]
     # The tier evicts in the order in which the copies are let go of.
     wanted = wanted[: tier.get_num_free_blocks()][::-1]
     if not wanted:
         if spill.waits:
-            spill.no_room(forever=not scheduler.has_pending_stores() and not now)
+            spill.no_room(forever=not stores(scheduler) and not now)
         return {}
     ids = [one.block for one in wanted]
     places = [block.block_id for block in tier.get_new_blocks(len(ids))]
@@ -116,6 +116,15 @@ def loads(scheduler: Any) -> list[bytes]:
         if load.load_event is None  # which vLLM sets after the stores were prepared
         for block in load.transfer_meta.cpu_block_ids
     ]
+
+
+def stores(scheduler: Any) -> bool:
+    """Whether a store is queued or in flight; vLLM has a method for it from 0.30 on."""
+    return bool(
+        getattr(scheduler, "_pending_finished_stores", ())
+        or scheduler._store_event_to_blocks
+        or scheduler._abandoned_store_event_to_blocks
+    )
 
 
 def under_way(scheduler: Any) -> set[bytes]:

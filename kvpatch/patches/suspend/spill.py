@@ -5,7 +5,8 @@ of them. A connector's own part answers what its tier holds, and takes blocks in
 it builds in a step.
 
 A block is stored under its key in kvcached's pool, its hash with the number of its group, which
-is also its name in the CPU tiers of both connectors.
+is also its name in the CPU tiers of both connectors. Where a tier stores several blocks under one
+name, the key of the last one, they are stored together or not at all (``chunks``).
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from dataclasses import dataclass
 from itertools import islice
 from typing import Any, NamedTuple
 
+from kvpatch.patches.suspend.chunks import Chunks
 from kvpatch.patches.suspend.counts import Counts
 
 
@@ -29,6 +31,18 @@ class Cached(NamedTuple):
 
     key: bytes
     block: int
+
+
+class Chunk(NamedTuple):
+    """What a tier stores under one name, as it is on the device.
+
+    Attributes:
+        key: that name.
+        blocks: its blocks, in their order.
+    """
+
+    key: bytes
+    blocks: tuple[Cached, ...]
 
 
 def cached(pool: Any) -> list[Cached]:
@@ -49,7 +63,9 @@ def cached(pool: Any) -> list[Cached]:
 
 
 class Tier(ABC):
-    """The CPU tier of a connector, seen from its scheduler's side."""
+    """The CPU tier of a connector, seen from its scheduler's side; its keys are of chunks."""
+
+    blocks_per_chunk = 1
 
     @abstractmethod
     def why_not(self) -> str:
@@ -57,15 +73,18 @@ class Tier(ABC):
 
     @abstractmethod
     def holds(self, key: bytes) -> bool:
-        """Whether a block is in it, and can be loaded."""
+        """Whether a chunk is in it, and can be loaded."""
 
     @abstractmethod
     def capacity(self) -> int:
-        """Return the blocks that it has room for, in use or not."""
+        """Return the chunks that it has room for, in use or not."""
 
     @abstractmethod
     def keep(self, keys: list[bytes]) -> None:
-        """Let blocks that it holds be the last that it evicts, the first of them last of all."""
+        """Let chunks that it holds be the last that it evicts, the first of them last of all."""
+
+    def hold(self, everything: bool) -> None:  # noqa: B027, most tiers are an engine's own
+        """Let nobody else take memory of it, or let them again."""
 
     @abstractmethod
     def busy(self) -> bool:
@@ -73,7 +92,7 @@ class Tier(ABC):
 
     @abstractmethod
     def awaits(self, keys: set[bytes]) -> set[bytes]:
-        """Return those of blocks whose store into it has not completed."""
+        """Return those of chunks whose store into it has not completed."""
 
 
 # Steps in which a tier takes nothing in, because all that it has is in use, before it is given up.
@@ -87,13 +106,13 @@ class Count:
 
     Attributes:
         resident: blocks on the device when it began.
-        fit: those of them that the tier has room for.
-        missing: those of them that were not in the tier.
+        partial: those of them that fill no chunk, which no tier stores; none where a block is one.
+        missing: those of them that were not in the tier, which has room for them.
         planned: those of the missing ones whose store was planned.
     """
 
     resident: int = 0
-    fit: int = 0
+    partial: int = 0
     missing: int = 0
     planned: int = 0
 
@@ -104,11 +123,12 @@ class Spill:
     Args:
         tier: where they go.
         pool: kvcached's block pool.
+        piece: the most chunks of one step.
 
     Attributes:
+        chunks: of the tier.
         count: what became of them.
         counts: what became of all that were spilled since the engine started.
-        piece: the most blocks of one step.
         alone: whether nothing but the spill is to be stored, because everything is.
     """
 
@@ -116,13 +136,15 @@ class Spill:
         self.tier = tier
         self.pool = pool
         self.piece = piece
+        self.chunks = Chunks(tier.blocks_per_chunk)
         self.alone = False
         self.count = Count()
         self.counts = Counts(tier)
         self._reason = "suspend"
-        self._blocks: list[Cached] = []
+        self._homes: list[tuple[bytes, ...]] = []  # of each block, the chunks that it is part of
+        self._taken = 0  # chunks that there is room for
         self._added: set[bytes] = set()
-        self._missing: dict[bytes, int] = {}
+        self._missing: dict[bytes, tuple[Cached, ...]] = {}
         self._flying: set[bytes] = set()
         self._refused = 0
         self._tried = False
@@ -138,17 +160,59 @@ class Spill:
             reason: why their memory is given back, of ``telemetry.suspended.REASONS``.
         """
         self._reason = reason
-        self._blocks = list(blocks)
-        fit = self._blocks[: self.tier.capacity()]
-        there = [one.key for one in fit if self.tier.holds(one.key)]
-        self.tier.keep(there)
-        held = set(there)
-        self._missing = {one.key: one.block for one in fit if one.key not in held}
+        blocks = list(blocks)
+        self._homes = [self.chunks.of(one.key) for one in blocks]
+        found = self._storable(blocks)
+        fit = dict(islice(found.items(), self.tier.capacity()))
+        self._taken = len(fit)
+        self.tier.keep([key for key, missing in fit.items() if not missing])
+        self._missing = {key: missing for key, missing in fit.items() if missing}
         self._flying.clear()
         self._added.clear()
         self._refused = 0
         self._tried = False
-        self.count = Count(len(self._blocks), len(fit), len(self._missing))
+        self.count = Count(
+            len(blocks),
+            sum(found.keys().isdisjoint(home) for home in self._homes),
+            sum(map(len, self._missing.values())),
+        )
+
+    def plan(self, blocks: Iterable[Cached]) -> dict[str, int]:
+        """Return how many of blocks the tier would keep, and how many fill no chunk."""
+        homes = [self.chunks.of(one.key) for one in blocks]
+        found = self._storable(blocks)
+        fit = set(islice(found, self.tier.capacity()))
+        kept = sum(not fit.isdisjoint(home) for home in homes)
+        partial = sum(found.keys().isdisjoint(home) for home in homes)
+        return {
+            "resident": len(homes),
+            "kept": kept,
+            "partial": partial,
+            "lost": len(homes) - kept - partial,
+        }
+
+    def _storable(self, blocks: Iterable[Cached]) -> dict[bytes, tuple[Cached, ...]]:
+        """Return the chunks of blocks, in their order: of each its blocks, or none if it is held.
+
+        Those of which a block is gone cannot be stored.
+        """
+        found: dict[bytes, tuple[Cached, ...]] = {}
+        for key in dict.fromkeys(key for one in blocks for key in self.chunks.of(one.key)):
+            if self.tier.holds(key):
+                found[key] = ()
+            elif whole := self._whole(key):
+                found[key] = whole
+        return found
+
+    def _whole(self, chunk: bytes) -> tuple[Cached, ...]:
+        """Return the blocks of a chunk, if all of them are on the device."""
+        found = []
+        for key in self.chunks.blocks(chunk):
+            blocks = self.pool._cached_blocks.get(key)
+            if not blocks:
+                return ()
+            found.append(Cached(key, next(iter(blocks))))
+        return tuple(found)
 
     def add(self, blocks: Iterable[Cached]) -> None:
         """Take up other blocks, less important ones, as far as the tier has room beside the first.
@@ -156,35 +220,38 @@ class Spill:
         Each is taken up once, whatever becomes of it. The reason is a limit: nothing else evicts
         what has not been taken up.
         """
-        room = self.tier.capacity() - len(self._blocks)
-        for one in blocks:
+        room = self.tier.capacity() - self._taken
+        for key in dict.fromkeys(key for one in blocks for key in self.chunks.of(one.key)):
             if len(self._added) >= room:
                 return
-            if one.key not in self._added:
-                self._added.add(one.key)
-                if not (one.key in self._flying or self.tier.holds(one.key)):
-                    self._missing.setdefault(one.key, one.block)
+            if key not in self._added:
+                self._added.add(key)
+                if not (key in self._flying or self.tier.holds(key)) and (
+                    whole := self._whole(key)
+                ):
+                    self._missing.setdefault(key, whole)
 
-    def next(self) -> list[Cached]:
-        """Return the blocks to store in this step, without those that have gone meanwhile."""
+    def next(self) -> list[Chunk]:
+        """Return the chunks to store in this step, without those that have gone meanwhile."""
+        there = self.pool._block_id_to_key
         self._missing = {
-            key: block
-            for key, block in self._missing.items()
-            if self.pool._block_id_to_key.get(block) == key and not self.tier.holds(key)
+            key: blocks
+            for key, blocks in self._missing.items()
+            if all(there.get(one.block) == one.key for one in blocks) and not self.tier.holds(key)
         }
-        return [Cached(*one) for one in islice(self._missing.items(), self.piece)]
+        return [Chunk(*one) for one in islice(self._missing.items(), self.piece)]
 
     def planned(self, keys: Iterable[bytes], ours: bool = True) -> None:
-        """Record that the stores of blocks were planned.
+        """Record that the stores of chunks were planned.
 
         Args:
-            keys: those blocks.
+            keys: those chunks.
             ours: for the spill; if not, by the connector itself, now or before.
         """
         self._tried = True
-        planned = [key for key in keys if self._missing.pop(key, None) is not None]
+        planned = {key: blocks for key in keys if (blocks := self._missing.pop(key, None))}
         self._flying.update(planned)
-        self.count.planned += len(planned)
+        self.count.planned += sum(map(len, planned.values()))
         if ours:
             ahead = self._added.intersection(planned)
             self.counts.stored(ahead, "limit")
@@ -222,19 +289,32 @@ class Spill:
 
     def settled(self, keys: Collection[bytes]) -> bool:
         """Whether every store that it can make of blocks with these keys has completed."""
-        return self._missing.keys().isdisjoint(keys) and not self._flies(keys)
+        chunks = {chunk for key in keys for chunk in self.chunks.of(key)}
+        return self._missing.keys().isdisjoint(chunks) and not self._flies(chunks)
 
-    def _flies(self, keys: Collection[bytes]) -> bool:
+    def _flies(self, chunks: Collection[bytes]) -> bool:
         """Whether a store of one of these has not completed.
 
-        This is asked in every step: the tier is asked for one block of them until that is there.
+        This is asked in every step: the tier is asked for one chunk of them until that is there.
         """
-        one = next((key for key in keys if key in self._flying), None)
+        one = next((key for key in chunks if key in self._flying), None)
         if one is None or self.tier.awaits({one}):
             return one is not None
         self._flying = self.tier.awaits(self._flying)
-        return not self._flying.isdisjoint(keys)
+        return not self._flying.isdisjoint(chunks)
+
+    def holds(self, key: bytes) -> bool:
+        """Whether the tier has a block, in any chunk."""
+        return any(map(self.tier.holds, self.chunks.of(key)))
+
+    def is_partial(self, key: bytes) -> bool:
+        """Whether a block is in no chunk that the tier has, or could take in."""
+        return not any(self.tier.holds(one) or self._whole(one) for one in self.chunks.of(key))
+
+    def lost(self) -> int:
+        """Return how many of the resident blocks the tier could hold, and does not now."""
+        return max(0, self.count.resident - self.count.partial - self.kept())
 
     def kept(self) -> int:
-        """Return how many of the resident blocks the tier holds now."""
-        return sum(self.tier.holds(one.key) for one in self._blocks)
+        """Return how many of the resident blocks the tier holds; it may have been reset since."""
+        return sum(any(map(self.tier.holds, home)) for home in self._homes)

@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import threading
 import time
+import weakref
 from enum import Enum
 from typing import Any
 
@@ -54,6 +55,10 @@ ON_THE_WAY = (Phase.PAUSING, Phase.STORING, Phase.RELEASING)
 STEPPED = (Phase.STORING, Phase.RELEASING, Phase.RESUMING)  # though no request runs
 
 
+def _phase_of(suspension: Suspension | None) -> str:
+    return (Phase.RUNS if suspension is None else suspension.phase).value
+
+
 class Cannot(Exception):
     """The engine does not do what was asked; the message is one sentence."""
 
@@ -71,6 +76,7 @@ class Suspension:
         changed: notified when ``said`` is another dictionary.
         said: the progress, or the outcome, of the last verb; replaced and never changed.
         given_up: why the last suspension is none, also if somebody else looked in between.
+        by: who asked last, as the end of a sentence in the log.
         revision: counts the limits that were set, by whoever asked here.
     """
 
@@ -80,9 +86,12 @@ class Suspension:
         self.changed = threading.Condition()
         self.said: dict[str, Any] = {}
         self.given_up = ""
+        self.by = ""
+        self._suspended_at = 0.0
         self.revision = 0
         self._spill = spill
-        tell(engine, None if spill is None else spill.counts)
+        counts, me = None if spill is None else spill.counts, weakref.ref(self)
+        tell(engine, counts, lambda: _phase_of(me()))
         self._why_not = why_not
         self._hold = state.of(engine.scheduler, Hold)
         self._manager = kvcached_api.manager_of(engine)
@@ -151,6 +160,8 @@ class Suspension:
         self._deadline = self._begun + timeout if timeout else 0.0
         self._mapped_before = self._mapped()
         self._finish, self._whole = finish, whole
+        assert self._spill is not None
+        self._spill.tier.hold(everything=True)
         states = type(self.engine.scheduler.pause_state)
         self._hold.set(self.engine.scheduler, states.PAUSED_NEW if finish else states.PAUSED_ALL)
         self._go_to(Phase.PAUSING)
@@ -167,18 +178,13 @@ class Suspension:
             raise Cannot(why_not)
         self._tell()
         if self.phase in FREED:
-            return {name: self.said[name] for name in ("resident", "kept", "lost")} | {
+            return {name: self.said[name] for name in ("resident", "kept", "partial", "lost")} | {
                 "stored_before": self.said["kept"],
                 "running": 0,
             }
         blocks = cached(kvcached_api.pool_of(self.engine))
-        lost = max(0, len(blocks) - self._spill.tier.capacity())
-        held = sum(self._spill.tier.holds(one.key) for one in blocks)
-        return {
-            "resident": len(blocks),
-            "kept": len(blocks) - lost,
-            "lost": lost,
-            "stored_before": held,
+        return self._spill.plan(blocks) | {
+            "stored_before": sum(self._spill.holds(one.key) for one in blocks),
             "running": len(self.engine.scheduler.running),
         }
 
@@ -215,12 +221,17 @@ class Suspension:
             raise Cannot(f"it started with {readable(most)} and cannot have more")
         if size < page:
             raise Cannot(f"a page is {readable(page)}, and it needs at least one")
+        before, later = self.promised(), ""
         if self.phase in (*ON_THE_WAY, Phase.SUSPENDED):
             self._limit, self._seen = size, self._limit_now()
+            later = ", from its resumption on"
         else:
             publish(self._manager)  # else it would be written over this one
             kvcached_api.set_limit(self._manager, size)
         self.revision = self.revision + 1 if revision is None else revision
+        if size != before:
+            said = readable(size), readable(before), self.by, later
+            log.info("kvpatch: the limit is %s, and was %s%s%s", *said)
         self._tell()
 
     # What happens by itself
@@ -264,7 +275,7 @@ class Suspension:
         if why_not := self.why_not():
             self._cancel(why_not)
             return True
-        lost = self._spill.count.resident - self._spill.kept()
+        lost = self._spill.lost()
         if self._whole and lost:
             self._cancel(f"its CPU tier did not take {lost} blocks in")
             return True
@@ -376,6 +387,8 @@ class Suspension:
         self.phase = phase
         if self._spill is not None:
             self._spill.counts.suspended(phase is Phase.SUSPENDED)
+            if phase is Phase.RUNS:
+                self._spill.tier.hold(everything=False)
         self._hold.step_for("suspension", phase in STEPPED)
         if phase in (Phase.RUNS, Phase.SUSPENDED):
             self._deadline = 0.0
@@ -383,6 +396,28 @@ class Suspension:
             error, self._error = error or self._error, ""
             self.given_up = error or self.given_up
         self._tell(error)
+        self._log(error)
+
+    def _log(self, error: str) -> None:
+        """Say what has come to its end, once."""
+        said, now = self.said, time.monotonic()
+        if self.phase is Phase.SUSPENDED:
+            self._suspended_at = now
+            log.info(
+                "kvpatch: suspended%s in %.2f s: %d of %d blocks are in the tier, %s given back, "
+                "%s still mapped",
+                *(self.by, now - self._begun, said["kept"], said["resident"]),
+                *(readable(said["freed"]), readable(said["mapped"])),
+            )
+        elif self.phase is Phase.RUNS and self._suspended_at:
+            log.info(
+                "kvpatch: resumed%s after %.1f s, in %.2f s: the limit is %s%s",
+                *(self.by, now - self._suspended_at, now - self._begun),
+                *(readable(said["limit"]), f"; {error}" if error else ""),
+            )
+            self._suspended_at = 0.0
+        elif self.phase is Phase.RUNS:
+            log.info("kvpatch: not suspended: %s", error or self.given_up)
 
     def _tell(self, error: str = "") -> None:
         spill, mapped = self._spill, self._mapped()
@@ -401,8 +436,8 @@ class Suspension:
                 "freed": max(0, self._mapped_before - mapped),
             }
             if self.phase in FREED:
-                kept = spill.kept()  # somebody may have reset the tier since
-                said |= {"kept": kept, "lost": count.resident - kept}
+                said["partial"] = count.partial
+                said |= {"kept": spill.kept(), "lost": spill.lost()}
         giving = state.find(self._manager, Giving)
         if giving is not None:
             said |= {"lowers": giving.lowers, "evicted_without_copy": giving.lost}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 from kvpatch import environ, state
@@ -12,18 +13,19 @@ from kvpatch.telemetry.suspended import Suspended
 from kvpatch.upstream import kvcached_api
 
 
-def tell(engine: Any, counts: Counts | None) -> None:
+def tell(engine: Any, counts: Counts | None, phase: Callable[[], str]) -> None:
     """Let the status page and the metrics of an ``EngineCore`` have it from now on.
 
     Args:
         engine: the ``EngineCore``, which is not kept alive.
         counts: what it gave back; None if it cannot be suspended.
+        phase: returns where it is on its way to a suspension and back.
     """
     first = first_limit_bytes(kvcached_api.manager_of(engine))
 
     def describe() -> dict[str, Any]:
         given = None if counts is None else counts.describe()
-        return {"first_limit_bytes": first, "suspended": given}
+        return {"first_limit_bytes": first, "suspended": given, "phase": phase()}
 
     state.attach(engine, Suspended(describe))
     state.of(engine, Sender).more = describe

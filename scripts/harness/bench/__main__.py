@@ -18,10 +18,6 @@ def main(arguments: list[str]) -> int:
         from harness.bench import micro
 
         return micro.main(arguments[1:])
-    if arguments[:1] == ["profile"]:
-        from harness.bench import profile
-
-        return profile.main(arguments[1:])
     if arguments[:1] == ["sharing"]:
         from harness.bench import sharing
 

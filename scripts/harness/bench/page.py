@@ -1,4 +1,4 @@
-"""docs/numbers.md and its plots, from the result files alone."""
+"""docs/numbers.md and its plot, from the result files alone."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from harness.figures import svg
 Runs = list[dict[str, Any]]
 
 PICTURES = "docs/pictures"
-FILES = ("host", "fence", "pool", "suspend", "micro", "profile", "startup", "sharing", "gpu")
+FILES = ("host", "fence", "pool", "suspend", "micro", "startup", "sharing", "gpu")
 
 
 def read(results: Path) -> dict[str, Any]:
@@ -46,16 +46,8 @@ def render(results: Path) -> dict[str, str]:
     one_model, two_models = host.get("one_model"), host.get("two_models")
     series = growth_series(found["micro"] or {"rows": []})
     figures = {}
-    if one_model:
-        figures["rates"] = plots.rates(one_model)
-        figures["first-tokens"] = plots.first_tokens(one_model)
     if two_models:
         figures["shared-device"] = plots.shared_device(two_models)
-    pool = found["pool"] or {}
-    if "start" in pool and "share" in pool:
-        figures["pool"] = plots.pool(pool["start"], pool["share"])
-    if found["micro"]:
-        figures["growth"] = plots.growth(series, "blocks, layers or requests")
     made = {f"{PICTURES}/numbers-{name}.svg": svg(figure) for name, figure in figures.items()}
     made["docs/numbers.md"] = markdown.render(
         "numbers.md",

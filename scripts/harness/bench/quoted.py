@@ -8,7 +8,7 @@ from typing import Any
 from harness import markdown
 from harness.bench import arms, goals, two_models
 
-RATE, FIRST_TOKEN = "total_tokens_per_second", "ttft_ms.mean"
+RATE = "total_tokens_per_second"
 # A figure in words, its load, the arm that kvpatch's is compared with, and where it is in a run.
 FIGURES = (
     (
@@ -16,13 +16,6 @@ FIGURES = (
         "offloading",
         "conversations",
         arms.KVCACHED,
-        RATE,
-    ),
-    ("the same, mean TTFT", "conversations", arms.KVCACHED, FIRST_TOKEN),
-    (
-        "the same, tokens/s against vLLM's offloading on static memory",
-        "conversations",
-        arms.STATIC,
         RATE,
     ),
     (

@@ -19,8 +19,8 @@ from packaging.version import Version
 from harness import ROOT, connectors, console, processes, provenance
 from harness.cuda import environment
 from harness.engines.runs import Run, engine_arguments, model_of
-from harness.matrix import cells
-from kvpatch.matrix import axes, verdicts
+from harness.matrix import axes, cells, derive
+from kvpatch.matrix.verdicts import LAYOUTS, NONE, Cell
 
 RESULT = ROOT / "docs/results/gpu-start.json"
 INSIDE = Path(__file__).with_name("inside.py")
@@ -59,7 +59,7 @@ def job(folder: Path, step: str = "configuration", **changes: Job) -> Job:
     }
 
 
-def of_cell(cell: axes.Cell, folder: Path) -> Job:
+def of_cell(cell: Cell, folder: Path) -> Job:
     """Return the job that configures a cell of the matrix, as its engine on a CPU is."""
     changes = cells.changes(cell) | cells.trial_of(cell).changes
     if cell.connector == "Multi":
@@ -119,24 +119,24 @@ def started(
     return {**found, "log": log.read_text()}
 
 
-def representatives(version: str) -> list[axes.Cell]:
+def representatives(version: str) -> list[Cell]:
     """Return the cells of a release that start on a GPU, or are refused there.
 
     All without a feature, and those with one in one layout and on one runner.
     """
-    every = [cell for cell in axes.cells(version) if verdicts.missing(cell) is None]
+    every = [cell for cell in axes.cells(version) if derive.missing(cell) is None]
     runner = max(cell.runner for cell in every)
     return [
         cell
         for cell in every
         if axes.feature_of(cell).device != "cpu"
-        and (cell.feature == axes.NONE or (cell.layout, cell.runner) == (axes.LAYOUTS[0], runner))
+        and (cell.feature == NONE or (cell.layout, cell.runner) == (LAYOUTS[0], runner))
     ]
 
 
-def said_of(cell: axes.Cell) -> str:
+def said_of(cell: Cell) -> str:
     """Return what a process says of a cell, as the matrix has it."""
-    refused = verdicts.refusal(cell)
+    refused = derive.refusal(cell)
     if refused is None:
         return cell.runner
     own = json.loads(
@@ -147,7 +147,7 @@ def said_of(cell: axes.Cell) -> str:
     return f"kvpatch.refusal.Refusal: {sentence}"
 
 
-def differing(version: str, folder: Path, chosen: Sequence[axes.Cell]) -> dict[str, str]:
+def differing(version: str, folder: Path, chosen: Sequence[Cell]) -> dict[str, str]:
     """Configure cells of a release; return those that start or are refused as nobody has said.
 
     Args:
@@ -184,7 +184,7 @@ def looked_at(version: str, folder: Path) -> dict[str, Any]:
     if "jobs" not in found:
         return {"vllm": version, "ended": found["log"].rstrip().splitlines()[-1]}
     chosen = representatives(version)
-    refused = [cell for cell in chosen if verdicts.refusal(cell)]
+    refused = [cell for cell in chosen if derive.refusal(cell)]
     return {
         **{
             name: found["start"][name]

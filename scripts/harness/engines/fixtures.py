@@ -28,6 +28,7 @@ from harness.engines.runs import (
     prompts,
 )
 from harness.engines.tiers import APART, Serve
+from harness.evidence import executed
 
 LAYOUTS = pytest.mark.parametrize("contiguous", [True, False], ids=["contiguous", "non-contiguous"])
 MODELS = pytest.mark.parametrize("model", ["llama", "sliding"])
@@ -103,8 +104,12 @@ def engine(
         with (folder / "lock").open("w") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)
             if not result.exists():
-                ended = kept.drive(wanted, job_of(wanted), device.environ(wanted), folder)
+                environment = device.environ(wanted)
+                if executed.VARIABLE in environment:
+                    environment[executed.VARIABLE] = str(folder / "executed")
+                ended = kept.drive(wanted, job_of(wanted), environment, folder)
                 result.write_text(json.dumps(dataclasses.asdict(ended)))
+            executed.add(folder / "executed")
         return Finished(**json.loads(result.read_text()))
 
     return run

@@ -207,9 +207,16 @@ def copies_of(run: Run) -> int:
 def restored_tokens(run: Run, cached: int) -> int:
     """Tokens of a prompt that come from a tier that has ``cached`` of them, at least.
 
-    An EAGLE head needs states of the model, for which vLLM computes the last block again.
+    An EAGLE head needs states of the model, for which vLLM computes the last block again. What
+    fills no chunk is in no tier.
     """
-    return cached - block_tokens(run) if run.speculation == "EAGLE" else cached
+    restored = cached - block_tokens(run) if run.speculation == "EAGLE" else cached
+    return restored // (chunk := chunk_tokens(run)) * chunk
+
+
+def chunk_tokens(run: Run) -> int:
+    """Tokens of what a tier of a run stores under one name."""
+    return int(dict(run.extra).get("block_size", block_tokens(run)))
 
 
 def speculation(run: Run) -> dict[str, Any]:

@@ -20,10 +20,10 @@ from typing import NamedTuple, TypeVar
 from packaging.version import Version
 
 from harness.evidence import oracle, units
+from harness.matrix import recorded
+from harness.matrix.recorded import LEVELS, ROW, Code, Run
 from kvpatch import patches
-from kvpatch.matrix import evidence
-from kvpatch.matrix.axes import Cell
-from kvpatch.matrix.evidence import LEVELS, ROW, Code, Run
+from kvpatch.matrix.verdicts import Cell
 from kvpatch.patch import WITH_SLEEP, WITH_TIERS, Patch
 
 # The connectors that have what a patch needs, by ``Patch.only_with``; no cell has sleep mode.
@@ -160,7 +160,7 @@ class Evidence:
         """The runs that execute each unit of today, by their records; rows that came included."""
         found: dict[str, list[Ran]] = defaultdict(list)
         for one in self.ran:
-            if one.run.level in (LEVELS[0], evidence.NPU):
+            if one.run.level in (LEVELS[0], recorded.NPU):
                 for name in self._executes(one):
                     found[name].append(one)
         return found
@@ -175,7 +175,7 @@ class Evidence:
         offers = {
             index: {Wanted(name, one.cell.vllm) for name in self._executes(one)}
             for index, one in enumerate(self.ran)
-            if one.run.level in (LEVELS[0], evidence.NPU) and one.code.units
+            if one.run.level in (LEVELS[0], recorded.NPU) and one.code.units
         }
         return [self.ran[index] for index in greedy(offers, self.wanted())]
 
@@ -190,9 +190,9 @@ class Evidence:
         ]
 
 
-def recorded(level: Collection[str] = (LEVELS[0], LEVELS[1], evidence.NPU)) -> list[Ran]:
+def runs(level: Collection[str] = (LEVELS[0], LEVELS[1], recorded.NPU)) -> list[Ran]:
     """Return the recorded runs of engines."""
-    every = (*evidence.runs().items(), *evidence.on_npu().items())
+    every = (*recorded.runs().items(), *recorded.on_npu().items())
     return [Ran(cell, run) for cell, of_cell in every for run in of_cell if run.level in level]
 
 

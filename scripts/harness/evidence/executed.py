@@ -32,18 +32,30 @@ def source_of(file: str) -> str:
     return f"kvpatch/{inside}" if found and "/scripts/" not in file else ""
 
 
+_writing = ""  # the file that this process writes, and its threads
+
+
+def switch(path: Path) -> None:
+    """Have this process, and those that it starts from now on, write into another file."""
+    os.environ[VARIABLE] = str(path)
+    start()
+
+
 def start() -> None:
     """Begin to write, if this process is asked to."""
+    global _writing
     path = os.environ.get(VARIABLE)
-    if not path:
+    if not path or path == _writing:
         return
+    _writing = path
     descriptor = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)
     sources: dict[str, str] = {}
     seen: set[tuple[str, int]] = set()
+    of_function = CO_OPTIMIZED  # an interpreter that ends clears the names of modules first
 
     def trace(frame: FrameType, event: str, argument: Any) -> None:
         code = frame.f_code
-        if not code.co_flags & CO_OPTIMIZED:
+        if not code.co_flags & of_function:
             return  # of a module or class, which an import executes
         file = code.co_filename
         if (source := sources.get(file)) is None:
@@ -55,6 +67,13 @@ def start() -> None:
 
     threading.settrace(trace)
     sys.settrace(trace)
+
+
+def add(other: Path) -> None:
+    """Add what others wrote elsewhere to what this process writes, if it does."""
+    if _writing and other.exists():
+        with Path(_writing).open("a") as file:
+            file.write(other.read_text())
 
 
 def read(path: Path) -> set[tuple[str, int]]:

@@ -31,7 +31,7 @@ _TOLD = {
 }
 BODY = "<body>"  # the path of a module's statements that define nothing
 _LOGGERS = ("log", "logger")
-_TABLES = frozenset(("Feature", "Patch", "seam"))  # whose rows are units of their own
+_TABLES = frozenset(("feature", "Row", "gap"))  # whose rows are units of their own
 _FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
 _DEFINES = (ast.Import, ast.ImportFrom, ast.Pass)
 # What kvcached is compiled against on the host device, and on the ACL emulator.

@@ -10,7 +10,7 @@ from typing import Any
 
 from harness import markdown
 from harness.gpu.seen import RIGHT, UNSEEN, WRONG
-from kvpatch.matrix import axes
+from harness.matrix import axes
 
 Result = dict[str, Any]
 

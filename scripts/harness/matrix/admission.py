@@ -6,18 +6,18 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 
 from harness import ROOT
-from harness.matrix import record
+from harness.matrix import axes, derive, record
 from kvpatch import admitted, supported
-from kvpatch.matrix import axes, verdicts
+from kvpatch.matrix.verdicts import Cell
 
-FILE = record.DATA.relative_to(ROOT) / admitted.FILE.name
+FILE = Path("kvpatch") / admitted.FILE.name
 Table = dict[str, dict[str, list[str]]]
 
 
 def earned() -> Table:
     """Return the table that the recorded runs give."""
-    by_cell = _table(lambda cell: verdicts.ran_right(cell) or bool(verdicts.by_shared_seams(cell)))
-    return by_cell | {name: found for name in axes.TRIED if (found := verdicts.admitted_with(name))}
+    by_cell = _table(lambda cell: derive.ran_right(cell) or bool(derive.by_shared_seams(cell)))
+    return by_cell | {name: found for name in axes.TRIED if (found := derive.admitted_with(name))}
 
 
 def tried(features: Iterable[str], releases: Iterable[str], models: Iterable[str] = ()) -> Table:
@@ -53,11 +53,11 @@ def write(table: admitted.Table, root: Path = ROOT) -> None:
     record.write(root / FILE, dict(table))
 
 
-def _name(cell: axes.Cell) -> str:
+def _name(cell: Cell) -> str:
     return admitted.name_of(cell.runner, cell.layout, cell.connector, cell.model)
 
 
-def _table(holds: Callable[[axes.Cell], bool]) -> Table:
+def _table(holds: Callable[[Cell], bool]) -> Table:
     found: Table = {}
     for feature in axes.FEATURES:
         for release in supported.validated():

@@ -31,10 +31,11 @@ from harness.engines.runs import (
 )
 from harness.evidence import of_run
 from harness.matrix import giving
+from harness.matrix.axes import TOGETHER, TRIED, settings_of
+from harness.matrix.recorded import LEVELS
 from kvpatch import patches
 from kvpatch.environ import FIRST_LIMIT, HOST_POOL
-from kvpatch.matrix.axes import NONE, TOGETHER, TRIED, Cell, settings_of
-from kvpatch.matrix.evidence import LEVELS
+from kvpatch.matrix.verdicts import NONE, Cell
 from kvpatch.patches.offloading.rules import SELF_DESCRIBING, STAGES
 from kvpatch.pool import ledger
 from kvpatch.upstream import connectors
@@ -290,19 +291,24 @@ class Engines:
             ours = replace(ours, asynchronous=ours.asynchronous and ours.workers == 1)
             asked = giving.asked_of()
             record = giving.judge(giving.run(ours, self.work / name, executed, asked), reference)
+            self._clear_pool(cell)
             self.say(f"{name}: {'right' if record['right'] else record}")
             return record | {
                 "executed": of_run.digests(LEVELS[0], executed, of_run.on_host(cell.vllm))
             }
         found = self.run(ours, trial, name)
-        if "host pool" in settings_of(cell):
-            ledger.show(home := ledger.home(_pool()), remove=True)
-            shutil.rmtree(home, ignore_errors=True)
+        self._clear_pool(cell)
         judged = judge if ours.engines == 1 else judge_each
         record = judged(found, reference, trial, ours)
         in_force = record.pop("patches", ())
         level = LEVELS[0] if asynchronous else LEVELS[1]
         return record | {"executed": of_run.digests(level, executed, in_force)}
+
+    @staticmethod
+    def _clear_pool(cell: Cell) -> None:
+        if "host pool" in settings_of(cell):
+            ledger.show(home := ledger.home(_pool()), remove=True)
+            shutil.rmtree(home, ignore_errors=True)
 
     def plain(self, cell: Cell) -> dict[str, Any]:
         """Run plain vLLM as a cell's reference; return what it wrote, as ``run`` does."""
@@ -374,10 +380,11 @@ def _of_plain(cell: Cell) -> Cell:
 
 
 def with_chunks(run: Run, cell: Cell) -> Run:
-    """Return a run with chunks of two of its blocks, where its cell has them."""
+    """Return a run with chunks of two of its blocks, where its cell has them; at idle of four."""
     if "chunks" not in settings_of(cell):
         return run
-    return replace(run, extra=(*run.extra, ("block_size", 2 * block_tokens(run))))
+    size = 4 if "idle" in settings_of(cell) else 2
+    return replace(run, extra=(*run.extra, ("block_size", size * block_tokens(run))))
 
 
 def changes(cell: Cell) -> dict[str, Any]:

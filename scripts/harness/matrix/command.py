@@ -31,7 +31,7 @@
     scripts/matrix without                       engines of 0.32.0 without one row each
     scripts/matrix without told.block_pool       one row
 
-Results go to kvpatch/matrix/data, those without a row to docs/results; ``python -m kvpatch matrix``
+Results go to docs/results/matrix, those without a row to docs/results; ``python -m kvpatch matrix``
 prints the verdicts and scripts/docs writes the tables. Exit status 1: a patch whose target is not
 what its row says, a seam with a hole, a cell that starts without a run, one that got worse, or a
 landing that lacks a run. Runs are recorded of committed code only.
@@ -62,9 +62,15 @@ from harness.engines.runs import Device
 from harness.evidence import ages
 from harness.matrix import (
     admission,
+    axes,
     cells,
+    derive,
     npu,
+    npus,
+    plain,
     record,
+    recorded,
+    shapes,
     sources,
     tagged,
     trial,
@@ -72,8 +78,7 @@ from harness.matrix import (
     without_rows,
 )
 from kvpatch import admitted, supported
-from kvpatch.matrix import axes, evidence, plain, signatures, verdicts
-from kvpatch.matrix import npu as on_npus
+from kvpatch.matrix.verdicts import LAYOUTS, NONE, RUNNERS, Cell, Kind, counts
 from kvpatch.version import VERSION
 
 BEGUN = time.monotonic()
@@ -86,17 +91,17 @@ def say(text: str) -> None:
     print(f"[matrix {time.monotonic() - BEGUN:6.1f}s] {text}", flush=True)
 
 
-def in_words(cell: axes.Cell) -> str:
+def in_words(cell: Cell) -> str:
     """Return a cell of a release."""
     words = f"{cell.connector}, {cell.runner}, {cell.layout}, {cell.model}"
-    return words if cell.feature == axes.NONE else f"{words}, {cell.feature}"
+    return words if cell.feature == NONE else f"{words}, {cell.feature}"
 
 
 def compute_signatures(arguments: argparse.Namespace) -> int:
     """Record what each release's sources have at every target; print the rows that are red."""
-    wanted = [("vllm", version) for version in arguments.releases or signatures.releases("vllm")]
-    for package in signatures.PACKAGES[1:]:
-        wanted += [(package, version) for version in signatures.releases(package)]
+    wanted = [("vllm", version) for version in arguments.releases or shapes.releases("vllm")]
+    for package in shapes.PACKAGES[1:]:
+        wanted += [(package, version) for version in shapes.releases(package)]
     with ProcessPoolExecutor(arguments.jobs) as pool:
         jobs = {
             release: pool.submit(record.record_signatures, *release, arguments.archives)
@@ -109,7 +114,7 @@ def compute_signatures(arguments: argparse.Namespace) -> int:
                 f"{count}/{len(jobs)} {' '.join(release)}: "
                 f"{present} of {len(made.targets)} targets ({made.archive})"
             )
-    verdicts.forget()
+    derive.forget()
     return report_rows() | report_cells()
 
 
@@ -124,14 +129,14 @@ def compute_engines(arguments: argparse.Namespace) -> int:
     return run_cells(selected, arguments)
 
 
-def old_cells(level: str) -> set[axes.Cell]:
+def old_cells(level: str) -> set[Cell]:
     """Return the cells whose recorded run of a level is old."""
-    found = ages.Evidence(ages.recorded())
+    found = ages.Evidence(ages.runs())
     old = (one for one in found.ran if one.run.level == level and found.age(one) is ages.Age.OLD)
     return {one.cell for one in old}
 
 
-def run_cells(selected: Mapping[str, Iterable[axes.Cell]], arguments: argparse.Namespace) -> int:
+def run_cells(selected: Mapping[str, Iterable[Cell]], arguments: argparse.Namespace) -> int:
     """Run cells by their release, releases beside each other; record the outcome of each."""
     if provenance.commit().endswith(provenance.CHANGED):
         raise HarnessError("runs are recorded of committed code only: commit first")
@@ -143,17 +148,17 @@ def run_cells(selected: Mapping[str, Iterable[axes.Cell]], arguments: argparse.N
         ]
         wrong = sum(job.result() for job in jobs)
     record.tidy()
-    verdicts.forget()
+    derive.forget()
     return int(wrong > 0) | report_cells()
 
 
 def land(arguments: argparse.Namespace) -> int:
     """Run the engines that a landing lacks, until it lacks none or none of them helps."""
-    tried: set[axes.Cell] = set()
+    tried: set[Cell] = set()
     status = 0
     while True:
-        verdicts.forget()
-        found = ages.Evidence(ages.recorded())
+        derive.forget()
+        found = ages.Evidence(ages.runs())
         chosen = [one for one in found.landing() if one.cell not in tried]
         say(f"{len(found.wanted())} units and releases without a fresh run: {len(chosen)} engines")
         for one in chosen:
@@ -161,7 +166,7 @@ def land(arguments: argparse.Namespace) -> int:
         if arguments.list or not chosen:
             return status
         tried |= {one.cell for one in chosen}
-        on_host = [one.cell for one in chosen if one.run.level != evidence.NPU]
+        on_host = [one.cell for one in chosen if one.run.level != recorded.NPU]
         status |= run_cells(by_release(on_host), arguments)
         if len(on_host) < len(chosen):
             status |= compute_ascend(arguments)
@@ -169,8 +174,8 @@ def land(arguments: argparse.Namespace) -> int:
 
 def cover(arguments: argparse.Namespace) -> int:
     """Run the engines of the cover of all pairs that have no fresh run."""
-    found = ages.Evidence(ages.recorded())
-    fresh = {one.cell for one in found.fresh() if one.run.level == evidence.LEVELS[0]}
+    found = ages.Evidence(ages.runs())
+    fresh = {one.cell for one in found.fresh() if one.run.level == recorded.LEVELS[0]}
     chosen = covering()
     lacking = [cell for cell in chosen if cell not in fresh]
     say(f"{len(chosen)} engines cover all pairs, {len(lacking)} of them have no fresh run")
@@ -181,15 +186,15 @@ def cover(arguments: argparse.Namespace) -> int:
     return run_cells(by_release(lacking), arguments)
 
 
-def covering() -> list[axes.Cell]:
+def covering() -> list[Cell]:
     """Return few cells that ran with every pair of values of two axes that any cell ran with.
 
     Of the releases with one patch set, the newest.
     """
     ran = [
         cell
-        for cell, verdict in verdicts.verdicts().items()
-        if verdict.kind is verdicts.Kind.VALIDATED and verdicts.ran_right(cell)
+        for cell, verdict in derive.verdicts().items()
+        if verdict.kind is Kind.VALIDATED and derive.ran_right(cell)
     ]
     newest = {ages.patch_set(release): release for release in supported.validated()}
     known = set(newest.values())
@@ -198,29 +203,29 @@ def covering() -> list[axes.Cell]:
 
 def run_tried(arguments: argparse.Namespace) -> int:
     """Run what is no axis of the matrix, alone and in pairs, and admit what was right."""
-    right = {cell for cell in evidence.runs() if verdicts.ran_right(cell)}
+    right = {cell for cell in recorded.runs() if derive.ran_right(cell)}
     chosen = set(arguments.setting or ())
     wanted = [
         cell
         for release in arguments.releases or supported.validated()
         for cell in axes.tried_cells(release)
-        if verdicts.missing(cell) is None
-        and verdicts.refusal(cell, lifted=UNTIL_IT_RAN) is None
+        if derive.missing(cell) is None
+        and derive.refusal(cell, lifted=UNTIL_IT_RAN) is None
         and not (arguments.missing and cell in right)
-        and (not chosen or chosen & set(axes.settings_of(cell)))
+        and (not chosen or chosen & {cell.feature, *axes.settings_of(cell)})
     ]
     return run_cells(by_release(wanted), arguments) | admit(arguments)
 
 
-def by_release(cells_: Iterable[axes.Cell]) -> dict[str, list[axes.Cell]]:
+def by_release(cells_: Iterable[Cell]) -> dict[str, list[Cell]]:
     """Return cells by their release."""
-    found: dict[str, list[axes.Cell]] = {}
+    found: dict[str, list[Cell]] = {}
     for cell in cells_:
         found.setdefault(cell.vllm, []).append(cell)
     return found
 
 
-def run_release(release: str, cells_of: Iterable[axes.Cell], arguments: argparse.Namespace) -> int:
+def run_release(release: str, cells_of: Iterable[Cell], arguments: argparse.Namespace) -> int:
     """Run engines of one release; return how many of its cells are wrong."""
     say(f"{release}: environment")
     versions = cells.facts(release)
@@ -228,7 +233,7 @@ def run_release(release: str, cells_of: Iterable[axes.Cell], arguments: argparse
     runner = cells.Engines(release, Path(folder) / release, lambda text: say(f"{release}: {text}"))
     wrong = 0
     for cell in cells_of:
-        outcome = runner.compare(cell, level_of(arguments) == evidence.LEVELS[0])
+        outcome = runner.compare(cell, level_of(arguments) == recorded.LEVELS[0])
         wrong += not outcome["right"]
         executed = outcome.pop("executed")
         words = "right" if outcome["right"] else outcome
@@ -236,7 +241,7 @@ def run_release(release: str, cells_of: Iterable[axes.Cell], arguments: argparse
         # At once: what was run stays when the rest is interrupted. A cell that is refused and was
         # never right stays as it is.
         is_tried = axes.only_admitted(cell) or cell.feature in axes.TRIED
-        if outcome["right"] or cell in evidence.runs() or not is_tried:
+        if outcome["right"] or cell in recorded.runs() or not is_tried:
             record_cell(level_of(arguments), cell, outcome, executed, versions)
     return wrong
 
@@ -258,7 +263,7 @@ def head_of(
 
 def record_cell(
     level: str,
-    cell: axes.Cell,
+    cell: Cell,
     outcome: dict[str, Any],
     executed: Mapping[str, str],
     versions: dict[str, str],
@@ -266,7 +271,7 @@ def record_cell(
     """Record the outcome of one cell, with the machine and the versions it ran on."""
     head = head_of(cell.vllm, f"{COMMANDS.get(level, level)} {cell.vllm}", versions)
     run = {name: getattr(cell, name) for name in AXES}
-    if cell.feature != axes.NONE:
+    if cell.feature != NONE:
         run["feature"] = cell.feature
     record.record_run(level, head, run | outcome, executed)
 
@@ -276,7 +281,7 @@ def compute_plain(arguments: argparse.Namespace) -> int:
     wanted = arguments.releases or supported.validated()
     with ThreadPoolExecutor(arguments.jobs or room_for_engines()) as pool:
         list(pool.map(lambda release: run_plain(release, arguments), wanted))
-    verdicts.forget()
+    derive.forget()
     return report_cells()
 
 
@@ -288,11 +293,11 @@ def run_plain(release: str, arguments: argparse.Namespace) -> None:
     # One cell for each combination: connectors and layouts are not plain vLLM's.
     each = {
         plain.combination_of(cell): cell
-        for cell, found in verdicts.verdicts(release).items()
-        if found.kind in (verdicts.Kind.NOT_VALIDATED, verdicts.Kind.NO_CPU_ENGINE)
+        for cell, found in derive.verdicts(release).items()
+        if found.kind in (Kind.NOT_VALIDATED, Kind.NO_CPU_ENGINE)
         and cell.feature in (arguments.feature or cells.FEATURES)
         and cell.model in (arguments.model or cells.MODELS)
-        and cell.runner in (arguments.runner or axes.RUNNERS)
+        and cell.runner in (arguments.runner or RUNNERS)
     }
     for made, cell in each.items():
         if arguments.missing and made in plain.runs():
@@ -321,7 +326,7 @@ def try_features(arguments: argparse.Namespace) -> int:
         subprocess.run(command, cwd=tree, env=environment, check=False)
     finally:  # what was run stays when the rest is interrupted
         for release in arguments.releases:
-            for level in (evidence.LEVELS[0], evidence.FEATURES):
+            for level in (recorded.LEVELS[0], recorded.FEATURES):
                 trial.bring_back(release, tree, level)
         status = admit(arguments)
     return status or report_cells()
@@ -329,10 +334,10 @@ def try_features(arguments: argparse.Namespace) -> int:
 
 def admit(arguments: argparse.Namespace) -> int:
     """Admit the cells that the recorded runs show to be right; print what that changes."""
-    verdicts.forget()
+    derive.forget()
     before, now = admitted.table(), admission.earned()
     admission.write(now)
-    verdicts.forget()
+    derive.forget()
     for word, one, other in (("admitted", now, before), ("refused", before, now)):
         for cell in sorted(admission.cells_of(one) - admission.cells_of(other)):
             say(f"{word}: {', '.join(cell)}")
@@ -349,13 +354,13 @@ def compute_bytes(arguments: argparse.Namespace) -> int:
                 found = tagged.look(release, contiguous, Device(Path(folder)), Path(folder))
             for kind, (model, _) in tagged.KINDS.items():
                 right = all(tagged.right(found["found"], kind, layout) for layout in layouts)
-                layout = axes.LAYOUTS[0] if contiguous else axes.LAYOUTS[1]
-                cell = axes.Cell(release, "V2", layout, "Offloading", model)
+                layout = LAYOUTS[0] if contiguous else LAYOUTS[1]
+                cell = Cell(release, "V2", layout, "Offloading", model)
                 outcome = {"right": right, "kv_layouts": list(layouts)}
                 record_cell("bytes", cell, outcome, {}, versions)
                 say(f"{release}: {layout}, {model}: {'right' if right else found['found']}")
                 wrong += not right
-    verdicts.forget()
+    derive.forget()
     return int(wrong > 0) | report_cells()
 
 
@@ -363,10 +368,10 @@ def compute_ascend(arguments: argparse.Namespace) -> int:
     """Run the cells of vllm-ascend that start on the ACL emulator, and record their outcome."""
     wrong = 0
     folder = Path(arguments.keep or tempfile.mkdtemp(prefix="kvpatch-ascend-"))
-    for release, cell in on_npus.cells():
+    for release, cell in npus.cells():
         if release not in (arguments.releases or ascend.RELEASES):
             continue
-        if on_npus.refusal(release, cell) is not None:
+        if npus.refusal(release, cell) is not None:
             continue
         place = folder / release / cell.connector.replace(" ", "-")
         place.mkdir(parents=True)
@@ -376,27 +381,27 @@ def compute_ascend(arguments: argparse.Namespace) -> int:
         say(f"vllm-ascend {release}: {in_words(cell)}: {words}")
         wrong += bool(failed)
         record.record_run(
-            evidence.NPU,
+            recorded.NPU,
             {"vllm": cell.vllm, "vllm-ascend": release}
             | head_of(cell.vllm, f"ascend {release}", outcome.pop("versions"), "ACL emulator"),
             {name: getattr(cell, name) for name in AXES}
             | {name: outcome[name] for name in ("right", "checks", "settings")},
             outcome["executed"],
         )
-    verdicts.forget()
+    derive.forget()
     return int(wrong > 0) | report_cells()
 
 
 def report_ages(arguments: argparse.Namespace) -> int:
     """Print how old the recorded runs are, and what a landing and a tag lack."""
-    found = ages.Evidence(ages.recorded())
+    found = ages.Evidence(ages.runs())
     for age, count in sorted(found.counts().items()):
         print(f"{count:6} {age.value}")
     lacking = sorted(found.wanted())
     for one in lacking[: None if arguments.all else 20]:
         print(f"without a fresh run on {one.vllm}: {one.unit}")
     chosen = covering()
-    fresh = {one.cell for one in found.fresh() if one.run.level == evidence.LEVELS[0]}
+    fresh = {one.cell for one in found.fresh() if one.run.level == recorded.LEVELS[0]}
     print(f"a landing lacks {len(found.landing())} engines, for {len(lacking)} units and releases")
     print(f"a tag lacks {len(set(chosen) - fresh)} of {len(chosen)} engines")
     print(f"{len(found.unseen())} functions of kvpatch that no recorded engine executes")
@@ -425,52 +430,52 @@ def room_for_engines() -> int:
     return int(max(1, min(os.cpu_count() or 1, psutil.virtual_memory().available // (6 << 30))))
 
 
-def wanted_cell(cell: axes.Cell, arguments: argparse.Namespace, old: set[axes.Cell]) -> bool:
+def wanted_cell(cell: Cell, arguments: argparse.Namespace, old: set[Cell]) -> bool:
     """Return whether the engine level runs a cell: one that starts and was selected."""
     if (
         cell.connector not in (arguments.connector or cells.TRIALS)
         or cell.model not in (arguments.model or cells.MODELS)
         or cell.feature not in (arguments.feature or cells.FEATURES)
-        or cell.layout not in (arguments.layout or axes.LAYOUTS)
-        or cell.runner not in (arguments.runner or axes.RUNNERS)
-        or verdicts.missing(cell) is not None
-        or verdicts.refusal(cell, tried=cell.vllm in arguments.releases) is not None
+        or cell.layout not in (arguments.layout or LAYOUTS)
+        or cell.runner not in (arguments.runner or RUNNERS)
+        or derive.missing(cell) is not None
+        or derive.refusal(cell, tried=cell.vllm in arguments.releases) is not None
     ):
         return False
     if arguments.old:
         return cell in old
-    right = {run.level for run in evidence.runs().get(cell, ()) if run.right}
+    right = {run.level for run in recorded.runs().get(cell, ()) if run.right}
     return not (arguments.missing and level_of(arguments) in right)
 
 
 def level_of(arguments: argparse.Namespace) -> str:
     """Return the level that the engines' outcomes are recorded at."""
     synchronous = getattr(arguments, "synchronous", False)
-    return evidence.LEVELS[1] if synchronous else evidence.LEVELS[0]
+    return recorded.LEVELS[1] if synchronous else recorded.LEVELS[0]
 
 
 def report_rows() -> int:
     """Print the rows whose target is not what they say in their range, and holes in seams."""
     red = 0
-    (kvcached,) = signatures.releases("kvcached").values()
-    for vllm in signatures.releases("vllm").values():
-        for row, verdict in signatures.check_rows(vllm, kvcached).items():
-            if signatures.is_red(verdict):
+    (kvcached,) = shapes.releases("kvcached").values()
+    for vllm in shapes.releases("vllm").values():
+        for row, verdict in shapes.check_rows(vllm, kvcached).items():
+            if shapes.is_red(verdict):
                 red += 1
                 print(f"RED vllm {vllm.version}, {row}: {verdict.reason}")
-        for hole in signatures.holes(vllm.version):
+        for hole in shapes.holes(vllm.version):
             red += 1
             print(f"RED {hole}")
-    print(f"{red} red rows in {len(signatures.releases('vllm'))} releases of vLLM")
+    print(f"{red} red rows in {len(shapes.releases('vllm'))} releases of vLLM")
     return int(red > 0)
 
 
 def report_cells() -> int:
     """Print how many cells have each verdict, and those that no matrix may have."""
-    found = verdicts.verdicts()
-    for kind, count in verdicts.counts(found.values()).items():
+    found = derive.verdicts()
+    for kind, count in counts(found.values()).items():
         print(f"{count:6} {kind}")
-    worse = verdicts.lost(found)
+    worse = derive.lost(found)
     for cell in worse:
         why = found[cell].why if cell in found else "not in the matrix"
         print(f"WORSE {json.dumps(vars(cell))}: {why}")
@@ -494,9 +499,9 @@ def main() -> int:
     level.add_argument("--connector", action="append", help="one of them (default: all)")
     level.add_argument("--model", action="append", help="one kind (default: all)")
     level.add_argument("--feature", action="append", help="one of them (default: all, and none)")
-    level.add_argument("--layout", action="append", choices=axes.LAYOUTS)
+    level.add_argument("--layout", action="append", choices=LAYOUTS)
     level.add_argument("--jobs", type=int, help="releases at a time (default: what has room)")
-    level.add_argument("--runner", action="append", choices=axes.RUNNERS)
+    level.add_argument("--runner", action="append", choices=RUNNERS)
     which = level.add_mutually_exclusive_group()
     which.add_argument("--missing", action="store_true", help="only cells without a right run")
     which.add_argument("--old", action="store_true", help="only cells whose run is old")
@@ -506,12 +511,12 @@ def main() -> int:
     level = levels.add_parser("try", help="real engines with what is refused until it ran")
     level.add_argument("releases", nargs="+", help="of vLLM")
     # With nothing else turned on, the kinds of model that are admitted cell by cell.
-    waiting = [one.name for one in axes.FEATURES if one.admitted or one.name == axes.NONE]
+    waiting = [one.name for one in axes.FEATURES if one.admitted or one.name == NONE]
     level.add_argument("--feature", action="append", required=True, choices=waiting)
     level.add_argument("--model", action="append", help="one kind (default: all)")
     level.add_argument("--connector", action="append", help="one of them (default: all)")
-    level.add_argument("--layout", action="append", choices=axes.LAYOUTS)
-    level.add_argument("--runner", action="append", choices=axes.RUNNERS)
+    level.add_argument("--layout", action="append", choices=LAYOUTS)
+    level.add_argument("--runner", action="append", choices=RUNNERS)
     level.add_argument("--jobs", type=int, help="releases at a time (default: what has room)")
     level.add_argument("--keep", type=Path, help="a folder for the copy, logs and results")
     level.set_defaults(compute=try_features)
@@ -519,7 +524,7 @@ def main() -> int:
     level.add_argument("releases", nargs="*", help="of vLLM (default: all that are validated)")
     level.add_argument("--feature", action="append", help="one of them (default: all, and none)")
     level.add_argument("--model", action="append", help="one kind (default: all)")
-    level.add_argument("--runner", action="append", choices=axes.RUNNERS)
+    level.add_argument("--runner", action="append", choices=RUNNERS)
     level.add_argument("--missing", action="store_true", help="only what is not recorded")
     level.add_argument("--jobs", type=int, help="releases at a time (default: what has room)")
     level.add_argument("--keep", type=Path, help="a folder for logs and results")
@@ -540,7 +545,9 @@ def main() -> int:
     level.set_defaults(compute=compute_ascend)
     level = levels.add_parser("tried", help="what is no axis, and pairs of settings")
     level.add_argument("releases", nargs="*", help="of vLLM (default: all that are validated)")
-    level.add_argument("--setting", action="append", help="one of the two (default: all)")
+    level.add_argument(
+        "--setting", action="append", help="one of the two, or both as 'A + B' (default: all)"
+    )
     level.add_argument("--missing", action="store_true", help="only cells without a right run")
     level.add_argument("--jobs", type=int, help="releases at a time (default: what has room)")
     level.add_argument("--keep", type=Path, help="a folder for logs and results")

@@ -9,11 +9,10 @@ from pathlib import Path
 
 from packaging.version import Version
 
-from harness.matrix import below, sources
+from harness.matrix import below, shapes, sharing, sources
+from harness.matrix.shapes import Signatures
 from harness.matrix.signatures import Sources
 from kvpatch import gate, patches
-from kvpatch.matrix import sharing, signatures
-from kvpatch.matrix.signatures import Signatures
 from kvpatch.patch import Patch
 
 # By calls from a target. What is further away is counted: engines run it, nobody reads all of it.
@@ -46,7 +45,7 @@ class Moved:
 
 def between(old: Signatures, new: Signatures) -> Moved:
     """Return what moved between two recorded releases."""
-    kvcached = list(signatures.releases("kvcached").values())[-1]
+    kvcached = list(shapes.releases("kvcached").values())[-1]
     found = Moved()
     compare_rows(old, new, kvcached, found)
     compare_below(old.version, new.version, found)
@@ -69,7 +68,7 @@ def compare_rows(old: Signatures, new: Signatures, kvcached: Signatures, found: 
     of_old = rows_of(old)
     for patch in rows_of(new):
         was, now = (signature(patch.target, release, kvcached) for release in (old, new))
-        verdict = gate.check_target(patch, signatures.look(new, kvcached))
+        verdict = gate.check_target(patch, shapes.look(new, kvcached))
         both = (
             f"    {patch.target}\n"
             f"    {old.version:<{width}}  {was}\n    {new.version:<{width}}  {now}"
@@ -78,7 +77,7 @@ def compare_rows(old: Signatures, new: Signatures, kvcached: Signatures, found: 
             found.rows.append(f"{patch.id}: MOVED\n{both}")
         elif patch in of_old and was != now:
             found.signatures.append(f"{patch.id}: changed, compatible with the patch\n{both}")
-    found.rows.extend(f"{hole}" for hole in signatures.holes(new.version))
+    found.rows.extend(f"{hole}" for hole in shapes.holes(new.version))
 
 
 def compare_below(old: str, new: str, found: Moved) -> None:

@@ -15,9 +15,9 @@ from typing import Any
 from harness import ascend
 from harness.engines.ascend_engine import BLOCK, DEVICE, LENGTHS, MANY, SMALL
 from harness.evidence import of_run
+from harness.matrix.recorded import NPU
 from harness.models import make_model
 from harness.processes import SCRIPTS
-from kvpatch.matrix.evidence import NPU
 
 # The whole blocks of the driver's prompts.
 STORED, EVICTED = ([length // BLOCK * BLOCK for length in lengths] for lengths in (LENGTHS, MANY))

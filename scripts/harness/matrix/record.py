@@ -1,4 +1,4 @@
-"""Results of the matrix, written to kvpatch/matrix/data."""
+"""Results of the matrix, written to docs/results/matrix."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from packaging.version import Version
 
 from harness import ROOT, provenance
 from harness.console import HarnessError
-from harness.matrix import below, sources
+from harness.matrix import below, plain, recorded, shapes, sharing, sources
+from harness.matrix.shapes import Signatures
 from harness.matrix.signatures import Sources
 from kvpatch import supported
-from kvpatch.matrix import axes, evidence, plain, sharing, signatures
-from kvpatch.matrix.signatures import Signatures
+from kvpatch.matrix.verdicts import NONE
 from kvpatch.versions import Span
 
 # Of the checkout, also where kvpatch is installed from its wheel, which has a copy.
-DATA = ROOT / "kvpatch/matrix/data"
+DATA = ROOT / "docs/results/matrix"
 _recording = Lock()  # releases run beside each other, and their files share the table of units
 
 
@@ -29,7 +29,7 @@ def read_signatures(source: sources.Source) -> Signatures:
     """Return the signature of every target in unpacked sources."""
     tree = Sources(source.folder)
     found: dict[str, str | None] = {}
-    for target in signatures.targets():
+    for target in shapes.targets():
         if target.startswith(f"{source.package}."):
             found[target] = tree.signature(target)
         elif source.package == "kvcached" and (added := tree.added(target)) is not None:
@@ -71,13 +71,13 @@ def record_run(
     commit = provenance.commit()
     if commit.endswith(provenance.CHANGED):
         raise HarnessError(f"a run of {commit} is not recorded: commit first")
-    folder = evidence.folder_of(level, run.get("feature", axes.NONE))
+    folder = recorded.folder_of(level, run.get("feature", NONE))
     path = DATA / folder / f"vllm-{head['vllm']}-kvcached-{head['kvcached']}.json"
     with _recording:
         earlier = json.loads(path.read_text()) if path.exists() else {"runs": []}
         ran_on = {"commit": commit, "installed": provenance.installed()}
         if executed:
-            ran_on["units"] = evidence.encode(_numbers(executed))
+            ran_on["units"] = recorded.encode(_numbers(executed))
         key = hashlib.sha256(json.dumps(ran_on).encode()).hexdigest()[:8]
         done = {_axes(one): one for one in [*earlier["runs"], run | {"code": key}]}
         runs = [done[cell] for cell in sorted(done)]
@@ -89,7 +89,7 @@ def record_run(
 
 def _numbers(executed: Mapping[str, str]) -> list[int]:
     """Return the numbers of units in the table, which gets those that it has not."""
-    path = DATA / evidence.UNITS
+    path = DATA / recorded.UNITS
     table = json.loads(path.read_text()) if path.exists() else []
     number = {unit: at for at, unit in enumerate(table)}
     named = [f"{name} {digest}" for name, digest in sorted(executed.items())]
@@ -101,21 +101,21 @@ def _numbers(executed: Mapping[str, str]) -> list[int]:
 
 def tidy() -> None:
     """Drop the units that no recorded run has executed from the table."""
-    path = DATA / evidence.UNITS
+    path = DATA / recorded.UNITS
     table = json.loads(path.read_text())
     results = {
         one: json.loads(one.read_text())
-        for folder in (*evidence.FOLDERS, evidence.NPU)
+        for folder in (*recorded.FOLDERS, recorded.NPU)
         for one in sorted((DATA / folder).glob("*.json"))
     }
     codes = [code for result in results.values() for code in result["code"].values()]
-    used = {at for code in codes for at in evidence.decode(code.get("units", ""))}
+    used = {at for code in codes for at in recorded.decode(code.get("units", ""))}
     kept = sorted(table[at] for at in used)
     number = {unit: at for at, unit in enumerate(kept)}
     for code in codes:
         if "units" in code:
-            then = evidence.decode(code["units"])
-            code["units"] = evidence.encode(number[table[at]] for at in then)
+            then = recorded.decode(code["units"])
+            code["units"] = recorded.encode(number[table[at]] for at in then)
     write(path, kept)
     for one, result in results.items():
         write(one, result)

@@ -15,8 +15,7 @@ from pathlib import Path
 from packaging.version import Version
 
 from harness import ROOT
-from harness.matrix import record
-from kvpatch.matrix import evidence
+from harness.matrix import record, recorded
 
 HIDDEN = (".ci", ".gitignore")  # copied too, so that git finds no file that is not there
 ENVIRONMENTS = ".venvs"
@@ -73,7 +72,7 @@ def bring_back(version: str, folder: Path, level: str = "*") -> list[Path]:
     Args:
         version: the release.
         folder: of the tree.
-        level: one of the folders of ``kvpatch/matrix/data``; all if not given.
+        level: one of the folders of ``docs/results/matrix``; all if not given.
     """
     data = folder / DATA
     found = []
@@ -82,7 +81,7 @@ def bring_back(version: str, folder: Path, level: str = "*") -> list[Path]:
         there.parent.mkdir(parents=True, exist_ok=True)
         shutil.copy(path, there)
         found.append(there)
-    units = data / evidence.UNITS  # of the checkout, and what the runs added
+    units = data / recorded.UNITS  # of the checkout, and what the runs added
     if found and units.exists():
         shutil.copy(units, ROOT / DATA)
     return found

@@ -83,25 +83,19 @@ ROWS: dict[str, Row] = {
     "told.engine_core": seen(OFFLOADING),
     "ascend.torch": held(f"{ASCEND}test_kvcached_reads_the_npus_memory_as_cudas", NPU),
     "ascend.device_name": held(f"{ASCEND}test_kvcached_knows_an_npu_by_the_name_of_cuda", NPU),
-    "ascend.listener_device": held(
-        f"{ASCEND}test_the_listener_selects_no_cuda_device",
-        NPU,
-    ),
+    "ascend.listener_device": held(f"{ASCEND}test_the_listener_selects_no_cuda_device", NPU),
     "ascend.sync_before_unmap": held(
-        f"{ASCEND}test_the_whole_npu_is_waited_for_before_an_unmap",
-        NPU,
+        f"{ASCEND}test_the_whole_npu_is_waited_for_before_an_unmap", NPU
     ),
     "ascend.release_barrier": held(
-        f"{ASCEND}test_the_barrier_waits_for_the_workers_npu_and_is_pickled_by_name",
-        NPU,
+        f"{ASCEND}test_the_barrier_waits_for_the_workers_npu_and_is_pickled_by_name", NPU
     ),
     "ascend.allocation": held(f"{ASCEND}test_the_kv_cache_is_allocated_by_kvcached", NPU),
     "ascend.halves": held(f"{ASCEND}test_the_kv_cache_is_allocated_by_kvcached", NPU),
     "ascend.kv_cache_tensors": held(f"{ASCEND}test_a_kv_cache_that_is_not_kvcacheds_is_seen", NPU),
     "ascend.worker_shutdown": held(f"{ASCEND}test_kvcacheds_listener_ends_with_the_worker", NPU),
     "ascend.register_kv_caches": held(
-        f"{WORKER}test_without_the_row_v_is_lost_without_an_error",
-        NPU,
+        f"{WORKER}test_without_the_row_v_is_lost_without_an_error", NPU
     ),
     "host.torch": seen(OFFLOADING),
     "host.device_name": seen(OFFLOADING, V2),
@@ -113,9 +107,7 @@ ROWS: dict[str, Row] = {
     "host.latent_caching": seen(LATENT),
     "host.latent_write": seen(LATENT),
     "host.latent_decode": held(
-        "long/test_latent_attention.py::test_a_token_attends_to_its_own_context",
-        KERNEL,
-        LATENT,
+        "long/test_latent_attention.py::test_a_token_attends_to_its_own_context", KERNEL, LATENT
     ),
     "host.latent_gather": seen(LATENT),
     "host.copy_torch": seen(OFFLOADING),
@@ -140,9 +132,7 @@ ROWS: dict[str, Row] = {
     "host.copy_device": seen(OFFLOADING),
     "host.simple_torch": seen(EAGER),
     "host.simple_pinned": held(
-        f"{COPIES}test_the_simple_connectors_tier_is_registered_as_strictly",
-        PAGEABLE,
-        EAGER,
+        f"{COPIES}test_the_simple_connectors_tier_is_registered_as_strictly", PAGEABLE, EAGER
     ),
     "host.simple_register": seen(EAGER),
     "host.simple_memcpy": seen(EAGER),
@@ -180,28 +170,18 @@ ROWS: dict[str, Row] = {
         "a set-up that fails is refused with what failed, and nothing fails here",
     ),
     "elastic.socket_folder": held(
-        f"{POOL}test_a_squatted_folder_is_a_refusal_of_the_worker",
-        USERS,
+        f"{POOL}test_a_squatted_folder_is_a_refusal_of_the_worker", USERS
     ),
     "elastic.socket_path": held(
-        f"{POOL}test_an_engine_reads_nothing_from_a_folder_that_others_can_enter",
-        USERS,
+        f"{POOL}test_an_engine_reads_nothing_from_a_folder_that_others_can_enter", USERS
     ),
-    "elastic.socket_peer": held(
-        f"{POOL}test_a_worker_reads_nothing_from_another_user",
-        USERS,
-    ),
+    "elastic.socket_peer": held(f"{POOL}test_a_worker_reads_nothing_from_another_user", USERS),
     "elastic.rank_memory_reply": held(
-        f"{RANKS}test_a_worker_says_what_kvcached_may_map_on_its_gpu",
-        SEVERAL_GPUS,
+        f"{RANKS}test_a_worker_says_what_kvcached_may_map_on_its_gpu", SEVERAL_GPUS
     ),
-    "elastic.rank_memory": held(
-        f"{RANKS}test_the_least_of_all_ranks_counts",
-        SEVERAL_GPUS,
-    ),
+    "elastic.rank_memory": held(f"{RANKS}test_the_least_of_all_ranks_counts", SEVERAL_GPUS),
     "elastic.rank_failure": held(
-        f"{RANKS}test_a_map_that_failed_is_not_tried_again_at_once",
-        SEVERAL_GPUS,
+        f"{RANKS}test_a_map_that_failed_is_not_tried_again_at_once", SEVERAL_GPUS
     ),
     "elastic.limit": held(
         f"{POOL}test_a_limit_above_what_the_engine_started_with_changes_nothing",
@@ -256,25 +236,20 @@ ROWS: dict[str, Row] = {
     "offloading.check_regions": Row(
         (
             Look(
-                OFFLOADING,
-                ("adapted.v1_allocation",),
-                "with that row every KV cache is kvcached's",
+                OFFLOADING, ("adapted.v1_allocation",), "with that row every KV cache is kvcached's"
             ),
         ),
         "unit/test_region_memory.py::test_the_regions_that_vllm_derives_are_checked",
         LAST_GUARD,
     ),
     "offloading.copies_made": held(
-        f"{FAILED}test_a_failed_copy_of_the_offloading_connector_is_named",
-        NO_COPY_FAILS,
+        f"{FAILED}test_a_failed_copy_of_the_offloading_connector_is_named", NO_COPY_FAILS
     ),
     "offloading.copies_flushed": held(
-        f"{FAILED}test_a_failed_copy_of_the_offloading_connector_is_named",
-        NO_COPY_FAILS,
+        f"{FAILED}test_a_failed_copy_of_the_offloading_connector_is_named", NO_COPY_FAILS
     ),
     "offloading.copies_ended": held(
-        f"{FAILED}test_a_failed_copy_of_the_offloading_connector_is_named",
-        NO_COPY_FAILS,
+        f"{FAILED}test_a_failed_copy_of_the_offloading_connector_is_named", NO_COPY_FAILS
     ),
     "offloading.preempted_loads": held(
         f"{RESETS}test_without_the_row_such_a_load_ends_the_engine",
@@ -302,32 +277,27 @@ ROWS: dict[str, Row] = {
         LAZY,
     ),
     "simple.copy_loop": held(
-        f"{FAILED}test_the_copies_behind_one_that_failed_are_made",
-        NO_COPY_FAILS,
+        f"{FAILED}test_the_copies_behind_one_that_failed_are_made", NO_COPY_FAILS
     ),
     "simple.copies_polled": held(
-        f"{FAILED}test_a_load_into_one_of_several_groups_ends_the_engine",
-        NO_COPY_FAILS,
+        f"{FAILED}test_a_load_into_one_of_several_groups_ends_the_engine", NO_COPY_FAILS
     ),
     "simple.copies_awaited": held(
         f"{FAILED}test_vllm_hears_of_the_blocks_of_a_failed_load_in_the_step_that_ends_it",
         NO_COPY_FAILS,
     ),
     "simple.failed_stores": held(
-        f"{FAILED}test_the_tier_does_not_offer_what_was_not_stored",
-        NO_COPY_FAILS,
+        f"{FAILED}test_the_tier_does_not_offer_what_was_not_stored", NO_COPY_FAILS
     ),
     "simple.failed_loads": held(
         f"{FAILED}test_vllm_hears_of_the_blocks_of_a_failed_load_in_the_step_that_ends_it",
         NO_COPY_FAILS,
     ),
     "simple.reports": held(
-        f"{FAILED}test_the_tier_does_not_offer_what_was_not_stored",
-        NO_COPY_FAILS,
+        f"{FAILED}test_the_tier_does_not_offer_what_was_not_stored", NO_COPY_FAILS
     ),
     "simple.not_stored": held(
-        f"{FAILED}test_the_tier_does_not_offer_what_was_not_stored",
-        NO_COPY_FAILS,
+        f"{FAILED}test_the_tier_does_not_offer_what_was_not_stored", NO_COPY_FAILS
     ),
     "simple.pending_work": held(
         "unit/test_simple_lifetime.py::test_an_idle_engine_steps_while_a_copy_or_a_trim_is_to_come",
@@ -336,8 +306,7 @@ ROWS: dict[str, Row] = {
     ),
     "simple.shutdown": seen("Simple eager, shutdown"),
     "observing.simple_plan": held(
-        f"{TELEMETRY}test_what_the_simple_connector_plans_is_counted",
-        SERIES,
+        f"{TELEMETRY}test_what_the_simple_connector_plans_is_counted", SERIES
     ),
     "fence.install": seen(OFFLOADING, LATE, HELD),
     "fence.build": seen(LATE, HELD),
@@ -355,6 +324,10 @@ ROWS: dict[str, Row] = {
         "test_a_reset_steps_an_engine_that_nobody_steps_until_no_page_is_held",
         STEPPED,
         HELD,
+    ),
+    "fence.window_blocks_of_reset": held(
+        "engine/test_resets.py::test_what_a_window_left_is_not_stored_after_a_reset",
+        "no load here resets the tier while requests run",
     ),
     "fence.listener": held(
         "unit/test_fence_hooks.py::test_the_wait_for_every_copy_is_left_out_only_with_a_connector",
@@ -386,8 +359,7 @@ ROWS: dict[str, Row] = {
         "`test_without_a_reset_nothing_of_the_new_weights_is_stored_as_of_the_old` does",
     ),
     "tiers.wake_up": held(
-        f"{WEIGHTS}test_every_way_to_the_workers_from_outside_is_watched",
-        "a CPU has no sleep mode",
+        f"{WEIGHTS}test_every_way_to_the_workers_from_outside_is_watched", "a CPU has no sleep mode"
     ),
     "tiers.reset_caches": held(
         f"{WEIGHTS}test_a_reset_after_the_weights_were_replaced_is_as_good",
@@ -436,73 +408,47 @@ ROWS: dict[str, Row] = {
         "no load here asks for a first limit",
     ),
     "suspend.engine": held(
-        f"{SUSPEND}test_its_pages_are_free_and_it_answers_the_same_afterwards",
-        UNASKED,
+        f"{SUSPEND}test_its_pages_are_free_and_it_answers_the_same_afterwards", UNASKED
     ),
     "suspend.engine_end": held(
         f"{HOOKS}test_at_its_end_it_listens_no_longer",
         "the socket would stay until the next engine removes it: changes no answer and no memory",
     ),
     "suspend.question": held(
-        f"{SUSPEND}test_its_pages_are_free_and_it_answers_the_same_afterwards",
-        UNASKED,
+        f"{SUSPEND}test_its_pages_are_free_and_it_answers_the_same_afterwards", UNASKED
     ),
     "suspend.step": held(
-        f"{SUSPEND}test_its_pages_are_free_and_it_answers_the_same_afterwards",
-        UNASKED,
+        f"{SUSPEND}test_its_pages_are_free_and_it_answers_the_same_afterwards", UNASKED
     ),
     "suspend.has_requests": held(
-        f"{SUSPEND}test_its_pages_are_free_and_it_answers_the_same_afterwards",
-        UNASKED,
+        f"{SUSPEND}test_its_pages_are_free_and_it_answers_the_same_afterwards", UNASKED
     ),
     "suspend.pause_state": held(
-        "unit/test_suspension.py::test_vllms_own_resume_does_not_run_a_suspended_engine",
-        UNASKED,
+        "unit/test_suspension.py::test_vllms_own_resume_does_not_run_a_suspended_engine", UNASKED
     ),
     "suspend.limit": held(
-        f"{SUSPEND}test_a_lower_limit_gives_pages_back_and_loses_nothing",
-        UNASKED,
+        f"{SUSPEND}test_a_lower_limit_gives_pages_back_and_loses_nothing", UNASKED
     ),
     "suspend.offloading_stores": held(
-        "engine/test_spill.py::test_offloading_stores_what_fits_and_forgets_the_store",
-        UNASKED,
+        "engine/test_spill.py::test_offloading_stores_what_fits_and_forgets_the_store", UNASKED
     ),
     "suspend.simple_stores": held(
         "engine/test_spill.py::"
         "test_simple_stores_what_fits_and_evicts_nothing_that_the_spill_needs",
         UNASKED,
     ),
-    "sleep.sleep": held(
-        f"{SLEEP}test_level_1_gives_every_page_back_and_loses_nothing",
-        AWAKE,
-    ),
-    "sleep.reset": held(
-        f"{SLEEP}test_level_1_gives_every_page_back_and_loses_nothing",
-        AWAKE,
-    ),
-    "sleep.step": held(
-        f"{SLEEP}test_level_1_gives_every_page_back_and_loses_nothing",
-        AWAKE,
-    ),
-    "sleep.calls": held(
-        f"{SLEEP}test_other_weights_find_no_block_that_a_sleep_kept",
-        AWAKE,
-    ),
-    "sleep.wake_up": held(
-        f"{SLEEP}test_level_1_gives_every_page_back_and_loses_nothing",
-        AWAKE,
-    ),
-    "sleep.available": held(
-        f"{SLEEP}test_level_1_gives_every_page_back_and_loses_nothing",
-        AWAKE,
-    ),
+    "sleep.sleep": held(f"{SLEEP}test_level_1_gives_every_page_back_and_loses_nothing", AWAKE),
+    "sleep.reset": held(f"{SLEEP}test_level_1_gives_every_page_back_and_loses_nothing", AWAKE),
+    "sleep.step": held(f"{SLEEP}test_level_1_gives_every_page_back_and_loses_nothing", AWAKE),
+    "sleep.calls": held(f"{SLEEP}test_other_weights_find_no_block_that_a_sleep_kept", AWAKE),
+    "sleep.wake_up": held(f"{SLEEP}test_level_1_gives_every_page_back_and_loses_nothing", AWAKE),
+    "sleep.available": held(f"{SLEEP}test_level_1_gives_every_page_back_and_loses_nothing", AWAKE),
     "sleep.weights_leave": held(
         "unit/test_sleep.py::test_weights_that_left_are_no_numbers_and_come_back",
         "weights that stay make no difference: nothing is computed while an engine sleeps",
     ),
     "sleep.weights_return": held(
-        f"{SLEEP}test_level_1_gives_every_page_back_and_loses_nothing",
-        AWAKE,
+        f"{SLEEP}test_level_1_gives_every_page_back_and_loses_nothing", AWAKE
     ),
     "audit.worker": seen("debug, corrupt"),
     "audit.store": Row((Look("debug", ("fence.release",), WHOLE),)),
@@ -515,25 +461,16 @@ ROWS: dict[str, Row] = {
         "Simple eager, debug",
     ),
     "audit.install": Row((Look("debug", ("fence.release",), WHOLE),)),
-    "observing.engine_core": held(
-        f"{TELEMETRY}test_an_engine_goes_on_publishing",
-        SERIES,
-    ),
-    "observing.make_stats": held(
-        f"{TELEMETRY}test_what_the_connector_reports_is_counted",
-        SERIES,
-    ),
+    "observing.engine_core": held(f"{TELEMETRY}test_an_engine_goes_on_publishing", SERIES),
+    "observing.make_stats": held(f"{TELEMETRY}test_what_the_connector_reports_is_counted", SERIES),
     "observing.step": held(
-        f"{TELEMETRY}test_a_busy_engine_sends_now_and_then_and_one_at_rest_at_once",
-        SERIES,
+        f"{TELEMETRY}test_a_busy_engine_sends_now_and_then_and_one_at_rest_at_once", SERIES
     ),
     "observing.step_with_batch_queue": held(
-        f"{TELEMETRY}test_a_busy_engine_sends_now_and_then_and_one_at_rest_at_once",
-        SERIES,
+        f"{TELEMETRY}test_a_busy_engine_sends_now_and_then_and_one_at_rest_at_once", SERIES
     ),
     "observing.schedule": held(
-        f"{LOOKUPS}test_what_was_computed_before_and_was_not_found_is_lost",
-        SERIES,
+        f"{LOOKUPS}test_what_was_computed_before_and_was_not_found_is_lost", SERIES
     ),
     "observing.reset": held(f"{LOOKUPS}test_what_was_reset_was_not_lost", SERIES),
     "observing.reset_connector": held(f"{LOOKUPS}test_what_was_reset_was_not_lost", SERIES),
@@ -542,12 +479,10 @@ ROWS: dict[str, Row] = {
         SERIES,
     ),
     "observing.prometheus_observe": held(
-        f"{TELEMETRY}test_the_connector_never_sees_our_part",
-        SERIES,
+        f"{TELEMETRY}test_the_connector_never_sees_our_part", SERIES
     ),
     "observing.log": held(
-        f"{TELEMETRY}test_only_our_part_does_not_reach_a_connector_that_is_not_there",
-        SERIES,
+        f"{TELEMETRY}test_only_our_part_does_not_reach_a_connector_that_is_not_there", SERIES
     ),
 }
 
@@ -580,10 +515,7 @@ _POOL_TESTS = {
         "shutdown",
     ),
     f"{_POOL_ENGINES}test_memory_is_committed_on_use_and_given_back": (
-        *("reset", "schedule", "build", "worker_output", "pending_work"),
-    ),
-    "long/test_host_pool_simple.py::test_memory_is_committed_on_use_and_given_back": (
-        "simple_tensors",
+        *("reset", "schedule", "build", "worker_output", "pending_work", "simple_tensors"),
     ),
     f"{_POOL_SIMPLE}test_a_connector_that_shuts_down_deregisters_all": ("simple_shutdown",),
     f"{_POOL_SIMPLE}test_a_reset_gives_all_of_it_back": ("simple_reset",),
@@ -591,20 +523,10 @@ _POOL_TESTS = {
     f"{_POOL_SIMPLE}test_nothing_is_evicted_while_vllm_looks": ("update", "finish"),
 }
 ROWS |= {
-    f"pool.{name}": held(
-        test,
-        POOL_OFF,
-    )
-    for test, names in _POOL_TESTS.items()
-    for name in names
+    f"pool.{name}": held(test, POOL_OFF) for test, names in _POOL_TESTS.items() for name in names
 }
 
 # Rows that neither an engine nor a test has shown yet; see ``scripts/matrix without --missing``.
 OPEN = frozenset(
-    (
-        "host.device_name",
-        "host.listener_device",
-        "host.sync_before_unmap",
-        "host.release_barrier",
-    )
+    ("host.device_name", "host.listener_device", "host.sync_before_unmap", "host.release_barrier")
 )

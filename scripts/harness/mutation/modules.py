@@ -11,7 +11,7 @@ FEATURES = "kvpatch/patches"
 # not by an import. secondary_tiers/fs.py needs it: tests/engine/test_tier_classes.py.
 # A name with a folder is a test of another lane: one that needs torch, but starts no engine.
 TENSORS = "engine/test_tier_fingerprint.py"
-RULES = ("test_rules.py", "test_simple_refusals.py", "test_tier_rules.py")
+RULES = ("test_rules.py", "test_rules_edges.py", "test_simple_refusals.py", "test_tier_rules.py")
 MODULES: dict[str, tuple[str, ...]] = {
     f"{FEATURES}/fence/fence.py": (),
     f"{FEATURES}/fence/hooks.py": (),
@@ -32,19 +32,23 @@ MODULES: dict[str, tuple[str, ...]] = {
     f"{FEATURES}/simple_offload/lifetime.py": (),
     f"{FEATURES}/simple_offload/eviction.py": (),
     f"{FEATURES}/simple_offload/legacy.py": (),
+    f"{FEATURES}/simple_offload/fixes.py": (),
     f"{FEATURES}/deadlock.py": (),
     "kvpatch/gate.py": (),
     "kvpatch/patch.py": (),
+    "kvpatch/rows.py": ("test_rows_written.py",),
     "kvpatch/rules.py": RULES,
     f"{FEATURES}/secondary_tiers/rules.py": RULES,
     f"{FEATURES}/secondary_tiers/promotion.py": (),
     f"{FEATURES}/secondary_tiers/legacy.py": (),
+    f"{FEATURES}/secondary_tiers/fixes.py": (),
     f"{FEATURES}/secondary_tiers/fingerprint.py": (),
     f"{FEATURES}/secondary_tiers/samples.py": (TENSORS,),
     f"{FEATURES}/secondary_tiers/weights.py": (),
     f"{FEATURES}/secondary_tiers/admission.py": (),
     f"{FEATURES}/secondary_tiers/timeout.py": (),
-    f"{FEATURES}/secondary_tiers/block_files.py": (),
+    f"{FEATURES}/secondary_tiers/block_files.py": ("test_tier_size.py",),
+    f"{FEATURES}/secondary_tiers/capacity.py": ("test_tier_size.py",),
     f"{FEATURES}/secondary_tiers/shared_memory.py": (),
     f"{FEATURES}/secondary_tiers/parts.py": (),
     f"{FEATURES}/elastic_memory/ipc_name.py": ("test_ipc_name.py",),

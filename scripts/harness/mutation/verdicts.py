@@ -81,6 +81,10 @@ EQUIVALENT: dict[str, dict[str, str]] = {
         "module: 0 -> (0 + 1)": "for systems without O_DIRECT, which Linux has",
         "store_blocks: 0 -> (0 + 1)": "the flag is O_WRONLY, which is set in any case",
     },
+    f"{FEATURES}/secondary_tiers/fixes.py": {
+        "count_disk_hits: tokens and not request.num_preemptions -> "
+        "((not request.num_preemptions))": "of no tokens none came from a disk",
+    },
     f"{FEATURES}/secondary_tiers/parts.py": {
         "module: 32 -> (32 + 1)": "one name more, which vLLM gives to no part",
     },

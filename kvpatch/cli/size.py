@@ -1,0 +1,234 @@
+"""``kvpatch size``: what the KV caches of models take, from their ``config.json`` alone."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+import shlex
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from kvpatch import environ, model_shape
+from kvpatch.cli.limit import size
+from kvpatch.environ import FIRST_LIMIT, HOST_DEVICE, KVCACHED_IPC_NAME, KVCACHED_PAGE_SIZE_MB
+from kvpatch.model_shape import Shape, Unknown
+from kvpatch.sizes import readable
+from kvpatch.telemetry.printable import printable
+
+SCHEMA = 1  # of --json
+USABLE = 0.95  # of the device, kvcached's KVCACHED_GPU_UTILIZATION
+
+
+class Model(NamedTuple):
+    """One model that is asked for.
+
+    Attributes:
+        path: as it was given.
+        shape: its KV cache.
+        weights: bytes of its weights on each rank; 0 where they are not there.
+    """
+
+    path: Path
+    shape: Shape
+    weights: int
+
+    @property
+    def name(self) -> str:
+        """A name for its engine."""
+        folder = self.path if self.path.suffix != ".json" else self.path.absolute().parent
+        return re.sub(r"[^A-Za-z0-9_.-]", "-", folder.absolute().name).lower() or "model"
+
+
+def configure(parser: argparse.ArgumentParser) -> None:
+    """Add the options."""
+    parser.add_argument(
+        "models", nargs="+", type=Path, metavar="MODEL", help="a model's folder, or its config.json"
+    )
+    parser.add_argument("--tier", type=size, help="size of the CPU tier, for example 64GiB")
+    parser.add_argument("--device", type=size, help="memory of each device, for example 80GiB")
+    parser.add_argument("--requests", type=_count, metavar="N", help="requests at the same time")
+    parser.add_argument("--tokens", type=_count, metavar="N", help="tokens of each of them")
+    parser.add_argument("--max-model-len", type=_count, default=0, metavar="N", help="as of vLLM")
+    parser.add_argument("--block-size", type=_count, default=16, metavar="N", help="as of vLLM")
+    parser.add_argument("--kv-cache-dtype", default="auto", metavar="TYPE", help="as of vLLM")
+    parser.add_argument("--dtype", default="", help="as of vLLM")
+    parser.add_argument(
+        "-tp", "--tensor-parallel-size", type=_count, default=1, metavar="N", help="as of vLLM"
+    )
+    parser.add_argument("--json", action="store_true", help="print it as JSON")
+    parser.epilog = (
+        "Computed, not measured: nothing is loaded or started. Activations, CUDA graphs and what "
+        "other processes have are not known, and are not counted. Exit status 2: a model's KV "
+        "cache is not told from its configuration."
+    )
+
+
+def _count(text: str) -> int:
+    if not (text.isascii() and text.isdecimal() and int(text)):
+        raise argparse.ArgumentTypeError(f"{text} is no number above 0")
+    return int(text)
+
+
+def run(options: argparse.Namespace) -> int:
+    """Print what the models take; return the exit code."""
+    models = []
+    for path in options.models:
+        try:
+            shape = model_shape.of(
+                model_shape.read(path),
+                block_tokens=options.block_size,
+                cache=options.kv_cache_dtype,
+                ranks=options.tensor_parallel_size,
+                dtype=options.dtype,
+                longest=options.max_model_len,
+            )
+        except Unknown as error:
+            print(printable(f"kvpatch size: {path}: {error}"))
+            return 2
+        models.append(Model(path, shape, model_shape.weights(path) // shape.ranks))
+    page = (environ.page_size(KVCACHED_PAGE_SIZE_MB.read() or "2")) << 20
+    device = options.device or (environ.size(HOST_DEVICE.read()) if HOST_DEVICE.read() else 0)
+    said = [figures(one, options, page) for one in models]
+    left = left_of(models, device) if device else None
+    commands = [command(one, options, page, left, len(models)) for one in models]
+    if options.json:
+        whole = {"schema": SCHEMA, "models": said, "left_bytes": left, "commands": commands}
+        print(json.dumps(whole, indent=2))
+        return 0
+    parts = [text(model, one) for model, one in zip(models, said, strict=True)]
+    if left is not None:
+        parts.append(on_device(models, device, left, page))
+    print("\n\n".join(parts))
+    print("\ncommands\n" + "\n".join(f"  {printable(one)}" for one in commands))
+    return 0
+
+
+def figures(model: Model, options: argparse.Namespace, page: int) -> dict[str, Any]:
+    """Return what one model takes, as JSON; bytes on the device are those of each rank."""
+    shape = model.shape
+    said: dict[str, Any] = {
+        "model": str(model.path),
+        "architecture": shape.name,
+        "layers": shape.layers,
+        "stored_in": shape.stored_in,
+        "ranks": shape.ranks,
+        "block_tokens": shape.block_tokens,
+        "block_bytes": shape.block_bytes,
+        "token_bytes": shape.token_bytes,
+        "long_token_bytes": shape.long_token_bytes,
+        "state_bytes": shape.state_bytes,
+        "page_bytes": page * shape.pools,
+        "weights_bytes": model.weights,
+    }
+    if shape.longest:
+        said["longest"] = asked(shape, shape.longest, 1, page)
+    if options.requests or options.tokens:
+        tokens = options.tokens or shape.longest
+        said["requests"] = asked(shape, tokens, options.requests or 1, page)
+    if options.tier:
+        of_tier = shape.block_bytes * shape.tier_ranks
+        blocks = options.tier // of_tier
+        tokens = options.tokens or shape.longest or shape.block_tokens
+        said["tier"] = {
+            "bytes": options.tier,
+            "blocks": blocks,
+            "tokens_of_a_request": tokens,
+            "requests": options.tier // max(1, shape.in_tier(tokens)),
+        }
+    return said
+
+
+def asked(shape: Shape, tokens: int, requests: int, page: int) -> dict[str, int]:
+    """Return what requests of a length take on the device and in a tier."""
+    return {
+        "tokens": tokens,
+        "requests": requests,
+        "device_bytes": shape.on_device(tokens, requests, page),
+        "tier_bytes": shape.in_tier(tokens, requests),
+    }
+
+
+def left_of(models: list[Model], device: int) -> int:
+    """Return the bytes of a device that the weights of all models leave for KV caches."""
+    return max(0, int(device * USABLE) - sum(one.weights for one in models))
+
+
+def text(model: Model, said: dict[str, Any]) -> str:
+    """Return what one model takes, for a person."""
+    shape, each = model.shape, " on each rank" if model.shape.ranks > 1 else ""
+    kinds = ", ".join(f"{number} of {kind}" for kind, number in shape.layers.items())
+    grows = f"{readable(shape.token_bytes)} per token{each}"
+    if shape.long_token_bytes != shape.token_bytes:
+        grows += f", {readable(shape.long_token_bytes)} beyond its windows"
+    lines = [
+        f"{model.path}: {shape.name}; layers: {kinds}; KV cache in {shape.stored_in}",
+        f"  {grows}; a block of {shape.block_tokens} tokens has {readable(shape.block_bytes)}, "
+        f"a page of kvcached {readable(said['page_bytes'])}",
+    ]
+    if shape.state_bytes:
+        lines.append(f"  a state has {readable(shape.state_bytes)} in each layer of that kind")
+    for key in ("longest", "requests"):
+        if one := said.get(key):
+            many = f"{one['requests']} requests" if one["requests"] > 1 else "one request"
+            limit = " (max_model_len)" if key == "longest" else ""
+            lines.append(
+                f"  {many} of {one['tokens']} tokens{limit}: {readable(one['device_bytes'])} of "
+                f"the device{each}, {readable(one['tier_bytes'])} of the tier"
+            )
+    if one := said.get("tier"):
+        lines.append(
+            f"  a tier of {readable(one['bytes'])} keeps {one['blocks']} blocks: "
+            f"{one['requests']} requests of {one['tokens_of_a_request']} tokens"
+        )
+    known = readable(model.weights) if model.weights else "not here, and counted as nothing"
+    lines.append(f"  weights{each}: {known}")
+    return "\n".join(lines)
+
+
+def on_device(models: list[Model], device: int, left: int, page: int) -> str:
+    """Return what a device has for the KV caches of all models, and what fits there."""
+    lines = [
+        f"a device of {readable(device)}: {readable(left)} for KV caches, which is "
+        f"{USABLE:.0%} less the weights; less activations and CUDA graphs"
+    ]
+    for one in models:
+        if longest := one.shape.longest:
+            needs = one.shape.on_device(longest, 1, page)
+            fits = left // needs
+            lines.append(f"  {one.name} alone: {fits} requests of {longest} tokens at a time")
+            beside = left - needs
+            if len(models) > 1 and beside < 0:
+                lines.append(f"  {one.name} needs {readable(needs)}: lower its --max-model-len")
+            elif len(models) > 1:
+                lines.append(
+                    f"  beside one longest request of {one.name}, others have {readable(beside)}"
+                )
+    return "\n".join(lines)
+
+
+def command(
+    model: Model, options: argparse.Namespace, page: int, left: int | None, models: int
+) -> str:
+    """Return the command that starts a model's engine."""
+    words = ["KVPATCH=1"]
+    if models > 1:
+        words.append(f"{KVCACHED_IPC_NAME}={model.name}")
+        if left is not None:
+            longest = model.shape.on_device(model.shape.longest or 1, 1, page)
+            first = max(left // models, longest) >> 20
+            words.append(f"{FIRST_LIMIT}={first}MiB")
+    folder = model.path if model.path.suffix != ".json" else model.path.parent
+    words += ["vllm", "serve", shlex.quote(str(folder))]
+    if options.tier:
+        words.append(f"--kv-offloading-size {options.tier / (1 << 30):g}")
+    for name, value, unset in (
+        ("max-model-len", options.max_model_len, 0),
+        ("block-size", options.block_size, 16),
+        ("kv-cache-dtype", options.kv_cache_dtype, "auto"),
+        ("dtype", options.dtype, ""),
+        ("tensor-parallel-size", options.tensor_parallel_size, 1),
+    ):
+        if value != unset:
+            words.append(f"--{name} {shlex.quote(str(value))}")
+    return " ".join(words)

@@ -1,0 +1,326 @@
+"""The KV cache of a model, from its ``config.json`` alone: what vLLM makes of it, without vLLM.
+
+Layers of one kind are in groups of as many layers as the rarest kind has, and every group takes
+blocks of the same bytes from one pool (vLLM's ``kv_cache_utils``).
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+FULL, WINDOW, LATENT, STATE = "full attention", "sliding windows", "latent attention", "states"
+BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "half": 2, "float": 4}
+CACHES = ("auto", "fp8", "fp8_e4m3", "fp8_e5m2", "bfloat16", "float16")  # of one size per element
+_WINDOWED = ("sliding_attention", "chunked_attention", "local_attention")
+_STATES = ("linear_attention", "mamba", "mamba2")
+_NO_CACHE = ("mlp", "moe", "-", "E")
+_PATTERN = {"M": "mamba", "*": "full_attention", "-": "mlp", "E": "moe"}  # of Nemotron-H
+
+
+class Unknown(ValueError):
+    """A model whose KV cache is not told from its configuration; the message is one sentence."""
+
+
+@dataclass(frozen=True)
+class Group:
+    """Layers that share a table of blocks.
+
+    Attributes:
+        kind: one of ``FULL``, ``WINDOW``, ``LATENT``, ``STATE``.
+        window: tokens, of ``WINDOW``; else 0.
+    """
+
+    kind: str
+    window: int = 0
+
+    def blocks(self, tokens: int, block_tokens: int) -> int:
+        """Return the blocks that a request of ``tokens`` keeps."""
+        if self.kind == STATE:
+            return min(2, math.ceil(tokens / block_tokens))  # this one, and the last to be reused
+        if self.kind == WINDOW and tokens > self.window:
+            return math.ceil((self.window - 1) / block_tokens) + 1
+        return math.ceil(tokens / block_tokens)
+
+
+@dataclass(frozen=True)
+class Shape:
+    """The KV cache of a model on one rank.
+
+    Attributes:
+        name: its architecture.
+        layers: with a KV cache, of each kind.
+        block_tokens: tokens of a block.
+        block_bytes: bytes of a block, all layers of a group, on each rank.
+        pools: of which a kvcached page has one part each: K and V of the layers of a group.
+        groups: every group of layers.
+        longest: tokens of the longest request; 0 where the configuration does not say.
+        tier_ranks: ranks whose bytes a CPU tier of OffloadingConnector has.
+        ranks: of the engine.
+        state_bytes: that each layer with a state keeps; 0 without one.
+        stored_in: the type of K and V.
+    """
+
+    name: str
+    layers: dict[str, int]
+    block_tokens: int
+    block_bytes: int
+    pools: int
+    groups: tuple[Group, ...]
+    longest: int
+    tier_ranks: int = 1
+    ranks: int = 1
+    state_bytes: int = 0
+    stored_in: str = ""
+
+    @property
+    def token_bytes(self) -> int:
+        """Bytes of one more token within every window, on each rank."""
+        growing = sum(group.kind != STATE for group in self.groups)
+        return self.block_bytes * growing // self.block_tokens
+
+    @property
+    def long_token_bytes(self) -> int:
+        """Bytes of one more token of a long request, on each rank."""
+        growing = sum(group.kind in (FULL, LATENT) for group in self.groups)
+        return self.block_bytes * growing // self.block_tokens
+
+    def blocks(self, tokens: int) -> int:
+        """Return the blocks that a request of ``tokens`` keeps, of all groups."""
+        return sum(group.blocks(tokens, self.block_tokens) for group in self.groups)
+
+    def on_device(self, tokens: int, requests: int = 1, page: int = 2 << 20) -> int:
+        """Return the bytes that requests map on each device, in whole pages of kvcached.
+
+        Args:
+            tokens: of each request.
+            requests: how many.
+            page: of kvcached, in bytes.
+        """
+        per_page = max(1, page * self.pools // self.block_bytes)
+        return math.ceil(requests * self.blocks(tokens) / per_page) * page * self.pools
+
+    def in_tier(self, tokens: int, requests: int = 1) -> int:
+        """Return the bytes of requests in a CPU tier, of which all ranks have a part.
+
+        Of layers with windows the tier keeps every block that is stored, not the last ones only.
+        """
+        kept = 0
+        for group in self.groups:
+            kind = FULL if group.kind == WINDOW else group.kind
+            kept += Group(kind).blocks(tokens, self.block_tokens)
+        return requests * kept * self.block_bytes * self.tier_ranks
+
+
+def read(path: Path) -> dict[str, Any]:
+    """Return the configuration of a language model.
+
+    Args:
+        path: a ``config.json``, or the folder that has it.
+
+    Raises:
+        Unknown: it cannot be read.
+    """
+    file = path / "config.json" if path.is_dir() else path
+    try:
+        config = json.loads(file.read_text())
+    except (OSError, ValueError) as error:
+        raise Unknown(
+            f"{file} cannot be read ({error}): a model's folder or config.json is needed"
+        ) from error
+    if not isinstance(config, dict):
+        raise Unknown(f"{file} is no configuration of a model")
+    inner = config.get("text_config") or config.get("llm_config")
+    if not isinstance(inner, dict):
+        return config
+    return {"architectures": config.get("architectures"), "dtype": _dtype(config)} | inner
+
+
+def of(
+    config: dict[str, Any],
+    *,
+    block_tokens: int = 16,
+    cache: str = "auto",
+    ranks: int = 1,
+    dtype: str = "",
+    longest: int = 0,
+) -> Shape:
+    """Return the KV cache of a configuration.
+
+    Args:
+        config: see ``read``.
+        block_tokens: of ``--block-size``.
+        cache: of ``--kv-cache-dtype``.
+        ranks: of ``--tensor-parallel-size``.
+        dtype: of ``--dtype``; that of the configuration if empty.
+        longest: of ``--max-model-len``; that of the configuration if 0.
+
+    Raises:
+        Unknown: it is of a kind that this does not know.
+    """
+    name = str((config.get("architectures") or [config.get("model_type", "the model")])[0])
+    if cache not in CACHES:
+        raise Unknown(f"KV caches in {cache} are not known; there are {', '.join(CACHES)}")
+    computed = dtype or _dtype(config) or "bfloat16"
+    if computed not in BYTES:
+        raise Unknown(f"{name} computes in {computed}, which is not known")
+    if computed == "float32" and not dtype:
+        computed = "bfloat16"  # as vLLM chooses
+    stored_in = computed if cache == "auto" else cache
+    element = BYTES.get(stored_in, 1)
+    kinds = _kinds(config)
+    longest = longest or int(_first(config, "max_position_embeddings", "n_positions") or 0)
+    latent = config.get("kv_lora_rank")
+    if latent:
+        rest = int(config.get("qk_rope_head_dim") or 0)
+        per_token = {FULL: (int(latent) + rest) * element}
+        kinds = {FULL: sum(kinds.values())} if WINDOW not in kinds and STATE not in kinds else kinds
+    else:
+        per_token = {kind: 2 * size * element for kind, size in _heads(config, ranks).items()}
+    attends = [kind for kind in (FULL, WINDOW) if kinds.get(kind)]
+    if not attends:
+        raise Unknown(f"{name} has no layer with attention, whose KV cache kvcached would have")
+    largest = max(per_token[kind if kind in per_token else FULL] for kind in attends)
+    state = _state(config, name, ranks, BYTES[computed]) if kinds.get(STATE) else 0
+    if state:
+        block_tokens *= max(1, math.ceil(state / (block_tokens * largest)))
+    counts = [count for count in kinds.values() if count]
+    size = max(counts) if max(counts) < 1.5 * min(counts) else min(counts)
+    window = int(_first(config, "sliding_window", "attention_chunk_size") or 0)
+    groups: list[Group] = []
+    for kind, count in kinds.items():
+        shown = LATENT if latent and kind == FULL else kind
+        one = Group(shown, window if kind == WINDOW else 0)
+        groups += [one] * math.ceil(count / size)
+    layers = {(LATENT if latent and kind == FULL else kind): n for kind, n in kinds.items() if n}
+    return Shape(
+        name=name,
+        layers=layers,
+        block_tokens=block_tokens,
+        block_bytes=size * largest * block_tokens,
+        pools=size * (1 if latent else 2),
+        groups=tuple(groups),
+        longest=longest,
+        tier_ranks=1 if latent else ranks,
+        ranks=ranks,
+        state_bytes=state,
+        stored_in=stored_in,
+    )
+
+
+def _dtype(config: dict[str, Any]) -> str:
+    named = config.get("dtype") or config.get("torch_dtype") or ""
+    return str(named).removeprefix("torch.")
+
+
+def _first(config: dict[str, Any], *names: str) -> Any:
+    return next((config[name] for name in names if config.get(name) is not None), None)
+
+
+def _kinds(config: dict[str, Any]) -> dict[str, int]:
+    """Return the number of layers of each kind."""
+    count = _first(config, "num_hidden_layers", "n_layer", "num_layers")
+    types = config.get("layer_types") or config.get("layers_block_type")
+    if types is None and config.get("hybrid_override_pattern"):
+        types = [_PATTERN.get(one, one) for one in config["hybrid_override_pattern"]]
+    if types is None and not isinstance(count, int):
+        raise Unknown("the configuration does not say how many layers the model has")
+    window = _first(config, "sliding_window", "attention_chunk_size")
+    if types is None and config.get("full_attention_interval"):
+        every = int(config["full_attention_interval"])
+        types = [
+            "full_attention" if (one + 1) % every == 0 else "linear_attention"
+            for one in range(count)
+        ]
+    if types is None and window and config.get("sliding_window_pattern"):
+        every = int(config["sliding_window_pattern"])
+        types = [
+            "full_attention" if (one + 1) % every == 0 else _WINDOWED[0] for one in range(count)
+        ]
+    if types is None:
+        if any("mamba" in name or "ssm" in name for name in config):
+            raise Unknown("the configuration does not say which layers have states (layer_types)")
+        uses = window and config.get("use_sliding_window", True)
+        types = [_WINDOWED[0] if uses else "full_attention"] * count
+    shared = int(config.get("num_kv_shared_layers") or 0)
+    found: dict[str, int] = {}
+    for one in types[: len(types) - shared]:
+        if one in _NO_CACHE:
+            continue
+        if one in _STATES:
+            kind = STATE
+        elif one in _WINDOWED:
+            kind = WINDOW
+        elif one in ("full_attention", "attention", "global_attention"):
+            kind = FULL
+        else:
+            raise Unknown(f"layers of the type {one} are not known")
+        found[kind] = found.get(kind, 0) + 1
+    return found
+
+
+def _heads(config: dict[str, Any], ranks: int) -> dict[str, int]:
+    """Return the elements of K of a token and layer on each rank, by kind."""
+    heads = int(_first(config, "num_attention_heads", "n_head") or 0)
+    hidden = int(_first(config, "hidden_size", "n_embd") or 0)
+    kv_heads = int(_first(config, "num_key_value_heads") or heads)
+    size = config.get("head_dim") or (hidden // heads if heads else 0)
+    if not (size and kv_heads):
+        raise Unknown("the configuration has no heads of attention")
+    found = {kind: _of_rank(kv_heads, ranks) * int(size) for kind in (FULL, WINDOW)}
+    others = [
+        one["head_dim"]
+        for one in (config.get("per_layer_config") or {}).values()
+        if isinstance(one, dict) and "head_dim" in one
+    ]
+    wide = config.get("global_head_dim") or max(others, default=None)
+    if wide:
+        wide_heads = int(config.get("num_global_key_value_heads") or kv_heads)
+        found[FULL] = _of_rank(wide_heads, ranks) * int(wide)
+    return found
+
+
+def _of_rank(heads: int, ranks: int) -> int:
+    return max(1, heads // ranks)
+
+
+def _state(config: dict[str, Any], name: str, ranks: int, element: int) -> int:
+    """Return the bytes of the state of a layer on each rank, as vLLM shapes it."""
+
+    def number(*names: str) -> int:
+        value = _first(config, *names)
+        return int(value) if isinstance(value, (int, float)) else 0
+
+    kernel = number("mamba_d_conv", "conv_kernel", "linear_conv_kernel_dim", "mamba_conv_kernel")
+    if config.get("linear_num_value_heads"):
+        k_heads, v_heads = number("linear_num_key_heads"), number("linear_num_value_heads")
+        k_size, v_size = number("linear_key_head_dim"), number("linear_value_head_dim")
+        conv = 2 * k_heads * k_size + v_heads * v_size
+        temporal = v_heads * v_size * k_size
+    else:
+        heads = number("mamba_n_heads", "mamba_num_heads")
+        size = number("mamba_d_head", "mamba_head_dim")
+        state = number("mamba_d_state", "ssm_state_size", "state_size")
+        groups = max(number("mamba_n_groups", "n_groups"), 1)
+        groups = ranks if groups == 1 else groups
+        conv = heads * size + 2 * groups * state
+        temporal = heads * size * state
+    if not (kernel and temporal):
+        raise Unknown(f"{name} has states of a kind that is not known")
+    ssm = str(config.get("mamba_ssm_dtype") or "")
+    return (kernel - 1) * (conv // ranks) * element + temporal // ranks * BYTES.get(ssm, element)
+
+
+def weights(path: Path) -> int:
+    """Return the bytes of a model's weights; 0 where they are not beside its configuration."""
+    folder = path if path.is_dir() else path.parent
+    index = folder / "model.safetensors.index.json"
+    try:
+        if index.exists():
+            return int(json.loads(index.read_text())["metadata"]["total_size"])
+        return sum(one.stat().st_size for one in folder.glob("*.safetensors"))
+    except (OSError, ValueError, KeyError, TypeError):
+        return 0

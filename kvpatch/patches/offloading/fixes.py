@@ -1,0 +1,66 @@
+"""OffloadingConnector up to vLLM 0.32: faults that later releases have fixed.
+
+up to 0.32  blocks that another connector loads into are not known to be in use again
+up to 0.31  a session keeps the hash of a block whose last token it has dropped
+up to 0.29  the last token of a finished request is stored, which was never computed
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from kvpatch.patch import argument
+from kvpatch.upstream import connectors
+
+
+def around_offloadable(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> int:
+    """Leave the last sampled token of a finished request out of what can be stored.
+
+    Wraps ``OffloadingConnectorScheduler._calc_num_offloadable_tokens(req_status,
+    num_computed_tokens)`` of 0.26 to 0.29. Its place in a block is written when it is the input of
+    a step, which never comes; with speculative decoding a rejected draft may be there.
+    """
+    request = argument(args, kwargs, 0, "req_status").req
+    tokens = int(wrapped(*args, **kwargs))
+    computed = int(max(request.num_prompt_tokens, request.num_tokens - 1))
+    return min(tokens, computed) if request.is_finished() else tokens
+
+
+def before_session(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
+    """Forget the hashes of tokens that a session drops before it goes on.
+
+    Wraps ``Scheduler._update_request_as_session(session, update)`` up to 0.31, which drops the
+    tokens that were not computed, and hashes only what comes behind the hashes that there are. A
+    token completes at most one block, and those that are kept are hashed again.
+    """
+    session = argument(args, kwargs, 0, "session")
+    dropped = session.num_tokens - session.num_computed_tokens
+    if dropped > 0:
+        del session.block_hashes[-dropped:]
+    return wrapped(*args, **kwargs)
+
+
+def around_other_loads(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
+    """Let the workers wait for stores of blocks that another connector loads into.
+
+    Wraps ``MultiConnector.update_state_after_alloc(request, blocks, num_external_tokens)`` of 0.21
+    to 0.32. The connector lets blocks of a finished request go while they are stored, and learns
+    who has them next from the tokens of a step, which a request that waits for a load has none of.
+    """
+    result = wrapped(*args, **kwargs)
+    planner = connectors.scheduler_of(instance)
+    if planner is not None and argument(args, kwargs, 2, "num_external_tokens"):
+        blocks = argument(args, kwargs, 1, "blocks").blocks
+        new = {
+            one.block_id
+            for group in blocks
+            for one in group
+            if one.block_hash is None and not one.is_null  # others are hits, whose bytes stay
+        }
+        waiting = planner._block_id_to_pending_jobs
+        jobs = set().union(*(waiting.get(block, ()) for block in new))
+        planner._current_batch_jobs_to_flush |= jobs
+        # From 0.23 on it also drops the ids of such blocks where a window has left them.
+        if hasattr(planner, "_current_batch_allocated_block_ids"):
+            planner._current_batch_allocated_block_ids |= new
+    return result

@@ -1,0 +1,442 @@
+"""The axes of the matrix, and the configuration that represents a cell."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from functools import cache
+from itertools import product
+from types import SimpleNamespace
+from typing import Any
+
+from packaging.version import Version
+
+from harness.matrix import shapes
+from kvpatch import admitted
+from kvpatch.environ import FIRST_LIMIT, HOST_POOL, IDLE
+from kvpatch.matrix.verdicts import LAYOUTS, NONE, RUNNERS, Cell
+from kvpatch.patches.offloading.rules import DRAFTING, SELF_DESCRIBING, STAGES
+
+
+@dataclass(frozen=True)
+class Connector:
+    """One way to offload.
+
+    Attributes:
+        name: its name in the tables.
+        connector: vLLM's ``kv_connector``.
+        extra: its ``kv_connector_extra_config``.
+        needs: the keys of ``shapes.PRESENCE`` that a release must have.
+    """
+
+    name: str
+    connector: str
+    extra: dict[str, Any]
+    needs: tuple[str, ...]
+
+
+_OFFLOADING, _SIMPLE = "OffloadingConnector", "SimpleCPUOffloadConnector"
+CONNECTORS = (
+    Connector("Offloading", _OFFLOADING, {}, (_OFFLOADING,)),
+    Connector("Simple eager", _SIMPLE, {"lazy_offload": False}, (_SIMPLE,)),
+    Connector("Simple lazy", _SIMPLE, {"lazy_offload": True}, (_SIMPLE,)),
+    Connector(
+        "tiering fs",
+        _OFFLOADING,
+        {
+            "spec_name": "TieringOffloadingSpec",
+            "secondary_tiers": [{"type": "fs", "root_dir": "/tiers"}],
+        },
+        (_OFFLOADING, "TieringOffloadingSpec"),
+    ),
+    Connector(
+        "Multi",
+        "MultiConnector",
+        {"connectors": [{"kv_connector": _OFFLOADING, "kv_role": "kv_both"}]},
+        (_OFFLOADING, "MultiConnector"),
+    ),
+)
+
+
+@dataclass(frozen=True)
+class Model:
+    """One kind of KV cache.
+
+    Attributes:
+        name: its name in the tables.
+        architecture: a model of that kind.
+        facts: the attributes of vLLM's ``ModelConfig`` that are True for it.
+        admitted: whether it starts in the cells of ``kvpatch.admitted`` only.
+    """
+
+    name: str
+    architecture: str
+    facts: tuple[str, ...] = ()
+    admitted: bool = False
+
+
+MODELS = (
+    Model("full attention", "LlamaForCausalLM"),
+    Model("sliding window", "Gemma3ForCausalLM"),
+    Model("latent attention", "DeepseekV2ForCausalLM", ("use_mla",), admitted=True),
+    Model("hybrid", "JambaForCausalLM", ("is_hybrid",), admitted=True),
+)
+
+
+@dataclass(frozen=True)
+class Feature:
+    """What an operator turns on beside the connector.
+
+    Attributes:
+        name: its name in the tables.
+        settings: by path in a ``VllmConfig``, what it sets there.
+        models: the kinds of model that the matrix combines it with.
+        extra: what it sets in ``kv_connector_extra_config``, of OffloadingConnector.
+        connectors: those that it is combined with.
+        since: the first release that has it, or in which it is not what others do anyway.
+        v2_since: the first release whose Model Runner V2 has it, by vLLM's own list
+            (``VllmConfig._get_v2_model_runner_unsupported_features``).
+        admitted: whether it starts in the cells of ``kvpatch.admitted`` only.
+        device: the type of device that it starts on; what starts on a GPU does on a CPU too.
+        environment: the variables that it sets.
+    """
+
+    name: str
+    settings: dict[str, Any]
+    models: tuple[str, ...]
+    extra: dict[str, Any] = field(default_factory=dict)
+    connectors: tuple[str, ...] = tuple(one.name for one in CONNECTORS)
+    since: str = "0"
+    v2_since: str = "0"
+    admitted: bool = True
+    device: str = "cuda"
+    environment: dict[str, str] = field(default_factory=dict)
+
+
+_V2_SINCE = {"ngram": "0.32", "draft model": "0.31"}
+FEATURES = (
+    Feature(NONE, {}, tuple(model.name for model in MODELS), admitted=False),
+    # What kvpatch sees of fp8 is one byte for each value; which of the two it is the kernels know.
+    Feature("fp8", {"cache_config.cache_dtype": "fp8"}, ("full attention",), admitted=False),
+    Feature(
+        "2 ranks",
+        {"parallel_config.world_size": 2, "parallel_config.tensor_parallel_size": 2},
+        ("latent attention", "hybrid"),
+    ),
+    # Two stages of a pipeline. A tier's folder has not been looked at for stages.
+    *(
+        Feature(
+            name,
+            {
+                "parallel_config.world_size": 2 * ranks,
+                "parallel_config.pipeline_parallel_size": 2,
+                "parallel_config.tensor_parallel_size": ranks,
+            },
+            ("full attention",),
+            connectors=("Offloading", "Simple eager", "Simple lazy", "Multi"),
+        )
+        for ranks, name in STAGES.items()
+    ),
+    # Data parallelism: several engines of one server, of a dense model. Before 0.26 the tiers of
+    # all ranks have one name.
+    *(
+        Feature(
+            f"{size} engines",
+            {
+                "parallel_config.data_parallel_size": size,
+                "parallel_config.data_parallel_size_local": size,
+            },
+            ("full attention",),
+            connectors=connectors,
+            since="0.26",
+            device="cpu",
+        )
+        for size, connectors in ((2, tuple(one.name for one in CONNECTORS)), (4, ("Offloading",)))
+    ),
+    *(
+        Feature(
+            name,
+            {"speculative_config": SimpleNamespace(method=method)},
+            ("full attention",),
+            v2_since=_V2_SINCE.get(name, "0"),
+        )
+        for method, name in DRAFTING.items()
+    ),
+    # A prompt is computed in one step, however long it is.
+    Feature(
+        "whole prompts",
+        {"scheduler_config.enable_chunked_prefill": False},
+        ("full attention", "sliding window"),
+    ),
+    # All layers in one group, with the blocks that a window has left: up to 0.21 the default.
+    Feature(
+        "no hybrid manager",
+        {"scheduler_config.disable_hybrid_kv_cache_manager": True},
+        ("sliding window",),
+        since="0.22",
+    ),
+    # Up to 0.28 a lookup ends at the first block that is missing, and counts no other.
+    Feature(
+        "store threshold",
+        {},
+        ("full attention",),
+        extra={"store_threshold": 2},
+        connectors=("Offloading", "Multi"),
+        since="0.29",
+    ),
+    # Chunks of two of a model's blocks of 32 tokens.
+    Feature(
+        "chunks",
+        {},
+        ("full attention", "sliding window"),
+        extra={"block_size": 64},
+        connectors=("Offloading", "tiering fs", "Multi"),
+    ),
+    Feature(
+        "no prefix cache",
+        {"cache_config.enable_prefix_caching": False},
+        ("full attention",),
+        connectors=("Offloading", "tiering fs", "Multi"),
+    ),
+)
+# Settings that are no axis: each runs once for each connector of a release, with one runner, layout
+# and kind of model. The first three are validated alone by tests.
+SETTINGS = (
+    Feature(
+        "several ranks",
+        {"parallel_config.world_size": 2, "parallel_config.tensor_parallel_size": 2},
+        ("full attention", "sliding window"),
+        admitted=False,
+    ),
+    Feature(
+        "KV events",
+        {"kv_events_config": SimpleNamespace(enable_kv_cache_events=True)},
+        ("full attention", "sliding window"),
+        since="0.26",
+        admitted=False,
+    ),
+    Feature(
+        "arc",
+        {},
+        ("full attention", "sliding window"),
+        extra={"eviction_policy": "arc"},
+        connectors=("Offloading", "tiering fs", "Multi"),
+        since="0.17",
+        admitted=False,
+    ),
+    # CPU tiers of all engines in one pool. No GPU has run it.
+    Feature(
+        "host pool",
+        {},
+        ("full attention", "sliding window"),
+        since="0.28",
+        device="cpu",
+        environment={HOST_POOL.name: "256MiB"},
+    ),
+    # From its first request on, an engine has a part of its device.
+    Feature(
+        "first limit",
+        {},
+        ("full attention",),
+        since="0.28",
+        environment={FIRST_LIMIT.name: "95%"},
+    ),
+    Feature(
+        SELF_DESCRIBING,
+        {"kv_events_config": SimpleNamespace(enable_kv_cache_events=True)},
+        ("full attention", "sliding window"),
+        extra={"self_describing_kv_events": True},
+        connectors=("Offloading", "tiering fs", "Multi"),
+        since="0.26",
+    ),
+    # An engine that is suspended, and then gives its memory back when it is idle.
+    Feature(
+        "idle",
+        {},
+        ("full attention", "sliding window", "latent attention"),
+        connectors=("Offloading", "tiering fs", "Simple eager", "Simple lazy"),
+        since="0.28",
+        environment={IDLE.name: "2s"},
+    ),
+)
+TOGETHER = " + "  # between the names of two settings
+# Settings that people turn on together: the first of a line with each of the others.
+PAIRS = tuple(
+    dict.fromkeys(
+        pair
+        for one, *others in (
+            ("several ranks", "chunks", "no prefix cache", "store threshold", "whole prompts"),
+            ("several ranks", "KV events", "arc", "host pool", "no hybrid manager"),
+            ("chunks", "no prefix cache", "store threshold", "whole prompts", "KV events", "arc"),
+            ("chunks", "fp8", "ngram", "draft model", "EAGLE", "2 stages", "host pool"),
+            ("fp8", "no prefix cache", "store threshold", "whole prompts", "KV events", "arc"),
+            ("EAGLE", "no prefix cache", "store threshold", "whole prompts", "KV events", "arc"),
+            ("ngram", "whole prompts", "KV events", "host pool"),
+            ("draft model", "whole prompts", "KV events", "host pool"),
+            ("host pool", "fp8", "EAGLE", "store threshold", "no prefix cache", "KV events", "arc"),
+            ("no hybrid manager", "KV events", "chunks", "host pool"),
+            ("first limit", "several ranks", "chunks", "fp8", "EAGLE", "host pool", "KV events"),
+            ("first limit", "2 engines"),
+            ("idle", "several ranks", "fp8", "EAGLE", "KV events", "whole prompts", "arc"),
+            ("idle", "first limit", "no hybrid manager", "ngram", "draft model"),
+            ("idle", "chunks", "store threshold", "host pool"),
+            ("fp8", "several ranks", "ngram", "draft model", "EAGLE"),
+            ("several ranks", "ngram", "draft model", "EAGLE"),
+        )
+        for pair in (tuple(sorted((one, other))) for other in others)
+    )
+)
+
+
+# What runs once for each connector.
+TRIED = (
+    "host pool",
+    "idle",
+    "first limit",
+    SELF_DESCRIBING,
+    *(admitted.together(*pair) for pair in PAIRS),
+)
+
+
+def cells(vllm: str | None = None) -> Iterator[Cell]:
+    """Yield every cell of the matrix, or of one release of vLLM."""
+    every = [release for release in shapes.releases("vllm") if vllm in (None, release)]
+    connectors = [connector.name for connector in CONNECTORS]
+    both = [(model, feature) for feature in FEATURES for model in feature.models]
+    for one in product(every, RUNNERS, LAYOUTS, connectors, both):
+        release, runner, layout, connector, (model, feature) = one
+        if connector in feature.connectors and Version(release) >= Version(feature.since):
+            yield Cell(release, runner, layout, connector, model, feature.name)
+
+
+def connector_of(cell: Cell) -> Connector:
+    """Return the connector of a cell."""
+    return next(one for one in CONNECTORS if one.name == cell.connector)
+
+
+def tried_cells(vllm: str) -> Iterator[Cell]:
+    """Yield the cells of a release in which ``TRIED`` runs: one for each connector.
+
+    Layouts, kinds of model and the modes of SimpleCPUOffloadConnector take turns.
+    """
+    runner = RUNNERS[Version(vllm) >= Version("0.28")]
+    for number, name in enumerate(TRIED):
+        feature = _named(name)
+        modes = ("Simple eager", "Simple lazy")
+        for offset, connector in enumerate(
+            ("Offloading", "tiering fs", modes[number % 2], "Multi")
+        ):
+            is_there = connector in feature.connectors and feature.models
+            is_paired = len(name.split(TOGETHER)) > 1
+            if not is_there or Version(vllm) < Version(feature.since):
+                continue
+            if is_paired and connector == "Multi":
+                continue
+            turn = number + offset
+            models = feature.models[:1] if is_paired else feature.models
+            yield Cell(
+                vllm, runner, LAYOUTS[turn % 2], connector, models[turn // 2 % len(models)], name
+            )
+
+
+def settings_of(cell: Cell) -> tuple[str, ...]:
+    """Return the names of what is turned on in a cell: one, or those of a pair."""
+    return tuple(cell.feature.split(TOGETHER))
+
+
+def feature_of(cell: Cell) -> Feature:
+    """Return the feature of a cell, or both of a pair as one."""
+    return _named(cell.feature)
+
+
+@cache
+def _named(name: str) -> Feature:
+    one, is_pair, other = name.partition(TOGETHER)
+    if is_pair:
+        return _both(_named(one), _named(other))
+    return next(feature for feature in (*FEATURES, *SETTINGS) if feature.name == name)
+
+
+def _both(one: Feature, other: Feature) -> Feature:
+    return Feature(
+        admitted.together(one.name, other.name),
+        one.settings | other.settings,
+        tuple(model for model in one.models if model in other.models),
+        one.extra | other.extra,
+        tuple(connector for connector in one.connectors if connector in other.connectors),
+        max(one.since, other.since, key=Version),
+        max(one.v2_since, other.v2_since, key=Version),
+        device="cpu" if "cpu" in (one.device, other.device) else one.device,
+        environment=one.environment | other.environment,
+    )
+
+
+def model_of(cell: Cell) -> Model:
+    """Return the kind of model of a cell."""
+    return next(one for one in MODELS if one.name == cell.model)
+
+
+def only_admitted(cell: Cell) -> bool:
+    """Return whether a cell starts only if ``kvpatch.admitted`` has it."""
+    return feature_of(cell).admitted or model_of(cell).admitted
+
+
+def configuration_of(cell: Cell) -> Any:
+    """Return a ``VllmConfig`` of the cell, as the configuration rules read it.
+
+    Everything that is not an axis of the matrix has vLLM's default.
+    """
+    connector = connector_of(cell)
+    model = model_of(cell)
+    facts = {"use_mla": False, "is_hybrid": False, "is_encoder_decoder": False}
+    made = SimpleNamespace(
+        use_v2_model_runner=cell.runner == "V2",
+        kv_transfer_config=SimpleNamespace(
+            kv_connector=connector.connector,
+            kv_connector_module_path=None,
+            kv_connector_extra_config=_with(connector.extra, feature_of(cell).extra),
+            kv_role="kv_both",
+        ),
+        cache_config=SimpleNamespace(enable_prefix_caching=True, cache_dtype="auto", block_size=32),
+        parallel_config=SimpleNamespace(
+            world_size=1,
+            tensor_parallel_size=1,
+            pipeline_parallel_size=1,
+            data_parallel_size=1,
+            data_parallel_size_local=1,
+            data_parallel_backend="mp",
+            decode_context_parallel_size=1,
+            distributed_executor_backend=None,
+        ),
+        attention_config=SimpleNamespace(hisparse_config=None),
+        scheduler_config=SimpleNamespace(
+            async_scheduling=None,
+            policy="fcfs",
+            scheduler_cls=None,
+            enable_chunked_prefill=True,
+            # The default with a connector before 0.22.
+            disable_hybrid_kv_cache_manager=Version(cell.vllm) < Version("0.22"),
+        ),
+        speculative_config=None,
+        kv_events_config=None,
+        model_config=SimpleNamespace(
+            architecture=model.architecture,
+            get_sliding_window=lambda: 256 if model.name == "sliding window" else None,
+            **facts | dict.fromkeys(model.facts, True),
+        ),
+    )
+    for path, value in feature_of(cell).settings.items():
+        *owners, name = path.split(".")
+        owner = made
+        for one in owners:
+            owner = getattr(owner, one)
+        setattr(owner, name, value)
+    return made
+
+
+def _with(extra: dict[str, Any], more: dict[str, Any]) -> dict[str, Any]:
+    """Return a ``kv_connector_extra_config`` with more for OffloadingConnector in it."""
+    if "connectors" not in extra:
+        return extra | more
+    inside = [one | {"kv_connector_extra_config": more} for one in extra["connectors"]]
+    return extra | {"connectors": inside}

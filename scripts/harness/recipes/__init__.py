@@ -1,0 +1,1 @@
+"""``scripts/recipes``: what kvpatch's rules say of the recipes that vLLM publishes."""

@@ -1,0 +1,88 @@
+"""vLLM's recipes: what they are resolved to, and what the rules say of them.
+
+That the page and the shares in README.md are current is in test_docs.py.
+"""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+import pytest
+
+from harness.recipes import table
+from harness.recipes.configurations import DATA, EXPERTS, Recipe, Recipes
+from kvpatch.patches.offloading import place
+
+LLAMA = Recipe("meta-llama/Llama-3.3-70B-Instruct", "default", "offloading_cpu")
+
+
+@pytest.fixture(scope="module")
+def recipes() -> Recipes:
+    return Recipes()
+
+
+def test_a_recipe_is_resolved_to_what_vllm_would_read(recipes: Recipes) -> None:
+    config = recipes.configuration(LLAMA, "0.33.0")
+    assert config.kv_transfer_config.kv_connector_extra_config["blocks_per_chunk"] == 4
+    assert config.parallel_config.world_size == recipes.ranks(LLAMA) == 2
+    assert config.cache_config.cache_dtype == "auto"
+    fp8 = recipes.configuration(LLAMA._replace(variant="fp8"), "0.33.0")
+    assert fp8.cache_config.cache_dtype == "fp8"
+    glm = Recipe("zai-org/GLM-4.5", "fp8", "offloading_fs", DATA)
+    spread = recipes.configuration(glm, "0.33.0").parallel_config
+    assert (spread.data_parallel_size, spread.world_size) == (8, 1)
+    assert spread.enable_expert_parallel
+    ocr = Recipe("zai-org/Glyph", "default", "simple")
+    assert not recipes.configuration(ocr, "0.33.0").cache_config.enable_prefix_caching
+
+
+def test_each_kind_of_model_has_its_place(recipes: Recipes) -> None:
+    kinds = {
+        "nvidia/NVIDIA-Nemotron-Nano-9B-v2": place.HYBRID,
+        "deepseek-ai/DeepSeek-V4-Flash": place.LATENT,
+        "Qwen/Qwen3-32B": place.FULL,
+    }
+    for model, kind in kinds.items():
+        config = recipes.configuration(Recipe(model, "default", "simple"), "0.33.0")
+        assert place.kind_of(config.model_config) == kind
+
+
+def test_every_recipe_is_asked_with_every_preset_and_variant(recipes: Recipes) -> None:
+    asked = list(recipes.plain())
+    assert len({one.model for one in asked}) == 46
+    assert len(asked) == 3 * 81 == len(set(asked))
+    assert all(one.draft for one in recipes.drafting())
+    assert {one.strategy for one in recipes.spread(EXPERTS)} == {EXPERTS}
+
+
+def test_a_refusal_has_its_code_and_its_basis(recipes: Recipes) -> None:
+    mla = recipes.configuration(Recipe("zai-org/GLM-5.2", "default", "simple"), table.newest())
+    found = table.ask(mla, table.newest())
+    assert (found.code, found.basis) == ("KVP310", "not validated")
+    assert table.ask_suspended(mla, table.newest()) == found
+    assert table.ask(recipes.configuration(LLAMA, table.newest()), table.newest()).admitted
+
+
+def test_what_cannot_be_suspended_says_why(recipes: Recipes) -> None:
+    """The engine starts, so that no rule has a code; before 0.32 it cannot."""
+    simple = LLAMA._replace(preset="simple")
+    found = table.ask_suspended(recipes.configuration(simple, "0.31.0"), "0.31.0")
+    assert (found.code, found.admitted) == ("", False)
+    assert found.why.startswith("suspending is validated on vLLM")
+
+
+def test_a_share_counts_defaults_or_all(recipes: Recipes) -> None:
+    right, wrong = table.Answer("", table.ADMITTED), table.Answer("KVP310", "not validated", "x")
+    line = table.Line("", {LLAMA: right, LLAMA._replace(variant="fp8"): wrong})
+    assert line.shares(["offloading_cpu", "simple"]) == ["1 of 1, 1 of 2", "0 of 0, 0 of 0"]
+
+
+def test_the_command_prints_every_row(
+    monkeypatch: pytest.MonkeyPatch, capsys: Any, recipes: Recipes
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["scripts/recipes", "0.32.0"])
+    assert table.main() == 0
+    printed = capsys.readouterr().out
+    assert all(f"\n{one.model}\t" in f"\n{printed}" for one in recipes.plain())
+    assert "KVP313" in printed

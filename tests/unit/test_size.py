@@ -1,0 +1,171 @@
+"""``kvpatch size``: the KV cache of a model from its configuration.
+
+The bytes of a block are those that engines of every kind have stored and loaded in the recorded
+runs: ``harness.engines.runs.block_bytes``, whose runs compare it with what they move.
+"""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from harness.engines.runs import BLOCK, TOKENS, Run, block_bytes
+from kvpatch import cli, model_shape
+from kvpatch.model_shape import Shape, Unknown
+
+SMALL = {
+    "hidden_size": 256,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "max_position_embeddings": 16384,
+    "dtype": "float32",
+}
+TWO = ["sliding_attention", "full_attention"] * 2
+CONFIGS = {  # what transformers writes for the models of ``harness.models``
+    "llama": {"architectures": ["LlamaForCausalLM"], "head_dim": 64},
+    "sliding": {
+        "architectures": ["Gemma3ForCausalLM"],
+        "head_dim": 64,
+        "sliding_window": 256,
+        "layer_types": TWO,
+    },
+    "latent": {
+        "architectures": ["DeepseekV2ForCausalLM"],
+        "num_key_value_heads": 8,
+        "kv_lora_rank": 512,
+        "qk_rope_head_dim": 64,
+        "head_dim": 64,
+    },
+    "hybrid": {
+        "architectures": ["GraniteMoeHybridForCausalLM"],
+        "layer_types": ["linear_attention", "full_attention"] * 2,
+        "mamba_n_heads": 8,
+        "mamba_d_head": 64,
+        "mamba_n_groups": 1,
+        "mamba_d_state": 16,
+        "mamba_d_conv": 4,
+    },
+}
+
+
+def shape(kind: str, **given) -> Shape:
+    return model_shape.of(SMALL | CONFIGS[kind], **given)
+
+
+@pytest.mark.parametrize("kind", CONFIGS)
+def test_a_block_has_the_bytes_that_engines_moved(kind):
+    run = Run(model=kind)
+    dtype = "" if kind == "hybrid" else "float32"  # vLLM's CPU kernels of states have no other
+    found = shape(kind, block_tokens=TOKENS.get(kind, BLOCK), dtype=dtype)
+    assert found.block_tokens == TOKENS.get(kind, BLOCK)
+    assert found.block_bytes == block_bytes(run)
+
+
+def test_a_block_in_fp8_has_as_many_bytes_of_four_times_the_tokens():
+    found = shape("llama", block_tokens=4 * BLOCK, dtype="float32", cache="fp8")
+    assert found.block_bytes == block_bytes(Run(model="llama", cache_dtype="fp8"))
+
+
+def test_ranks_divide_heads_and_not_what_all_heads_share():
+    one, two = shape("llama"), shape("llama", ranks=2)
+    assert two.block_bytes == one.block_bytes // 2
+    assert two.in_tier(160) == one.in_tier(160)
+    one, two = shape("latent"), shape("latent", ranks=2)
+    assert two.block_bytes == one.block_bytes
+    assert two.in_tier(160) == one.in_tier(160)
+
+
+def test_a_block_grows_until_a_state_fits():
+    found = shape("hybrid", block_tokens=16)
+    assert found.state_bytes == 3 * (512 + 32) * 2 + 8 * 64 * 16 * 2
+    a_token = 2 * 4 * 32 * 2
+    assert found.block_tokens == 48
+    assert found.block_tokens * a_token >= found.state_bytes > (found.block_tokens - 16) * a_token
+
+
+def test_windows_stop_growing():
+    found = shape("sliding", block_tokens=16)
+    assert found.blocks(256) == 16 + 16
+    assert found.blocks(16000) == 1000 + 17
+    assert found.in_tier(16000) == 2000 * found.block_bytes
+    assert found.token_bytes == 2 * found.long_token_bytes
+
+
+def test_heads_of_two_sizes_have_blocks_of_the_larger():
+    wide = {"per_layer_config": {"1": {"head_dim": 128}, "3": {"head_dim": 128}}}
+    found = model_shape.of(SMALL | CONFIGS["sliding"] | wide, block_tokens=16)
+    assert found.block_bytes == 2 * 16 * 2 * 4 * 128 * 2
+
+
+def test_a_large_model_as_its_authors_say():
+    """Llama 3.1 8B: 128 KiB a token; five of six layers of Gemma 3 27B have windows."""
+    llama = {"num_hidden_layers": 32, "num_attention_heads": 32, "num_key_value_heads": 8}
+    found = model_shape.of(llama | {"hidden_size": 4096, "torch_dtype": "bfloat16"})
+    assert found.token_bytes == 128 << 10
+    gemma = SMALL | {
+        "num_hidden_layers": 62,
+        "num_key_value_heads": 16,
+        "head_dim": 128,
+        "sliding_window": 1024,
+        "sliding_window_pattern": 6,
+    }
+    found = model_shape.of(gemma)
+    assert found.layers == {"sliding windows": 52, "full attention": 10}
+    assert len(found.groups) == 7
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"layer_types": ["rwkv"] * 4}, "layers of the type rwkv are not known"),
+        ({"layer_types": ["linear_attention"] * 4}, "has no layer with attention"),
+        ({"num_hidden_layers": None}, "does not say how many layers"),
+        ({"num_attention_heads": None}, "no heads of attention"),
+        ({"mamba_d_state": 16}, "which layers have states"),
+        ({"dtype": "int3"}, "computes in int3"),
+    ],
+)
+def test_what_is_not_known_is_said(changes, said):
+    with pytest.raises(Unknown, match=said):
+        model_shape.of(SMALL | {"architectures": ["X"]} | changes | {"num_key_value_heads": None})
+
+
+@pytest.fixture
+def folder(tmp_path):
+    def folder(name: str, kind: str = "llama"):
+        path = tmp_path / name
+        path.mkdir()
+        (path / "config.json").write_text(json.dumps(SMALL | CONFIGS[kind]))
+        return path
+
+    return folder
+
+
+def test_the_command_says_what_fits_and_what_to_type(folder, capsys):
+    chat, code = folder("chat"), folder("code", "sliding")
+    (chat / "model.safetensors").write_bytes(b"\0" * 1024)
+    words = ["size", str(chat), str(code), "--device", "4GiB", "--tier", "1GiB"]
+    assert cli.main([*words, "--requests", "8", "--tokens", "1024"]) == 0
+    out = capsys.readouterr().out
+    assert "4 KiB per token; a block of 16 tokens has 64 KiB, a page of kvcached 16 MiB" in out
+    assert "8 requests of 1024 tokens: 32 MiB of the device, 32 MiB of the tier" in out
+    assert "a tier of 1.0 GiB keeps 16384 blocks: 256 requests of 1024 tokens" in out
+    assert "chat alone: 60 requests of 16384 tokens at a time" in out
+    assert (
+        f"KVPATCH=1 KVCACHED_IPC_NAME=chat KVPATCH_FIRST_LIMIT=1945MiB vllm serve {chat} "
+        "--kv-offloading-size 1"
+    ) in out
+
+
+def test_as_json(folder, capsys):
+    assert cli.main(["size", str(folder("chat") / "config.json"), "--json"]) == 0
+    said = json.loads(capsys.readouterr().out)
+    (one,) = said["models"]
+    assert (one["token_bytes"], one["longest"]["device_bytes"]) == (4096, 64 << 20)
+
+
+def test_a_model_that_is_not_there(tmp_path, capsys):
+    assert cli.main(["size", str(tmp_path)]) == 2
+    assert "a model's folder or config.json is needed" in capsys.readouterr().out
