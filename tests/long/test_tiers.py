@@ -23,7 +23,7 @@ from harness.engines.tiers import (
     hits,
     on,
 )
-from kvpatch.environ import TIER_PATIENCE
+from kvpatch.environ import TIER_PATIENCE, TIER_SIZE
 
 Engine = Callable[[Run], Finished]
 
@@ -130,3 +130,28 @@ def test_many_prompts_at_once_on_a_cpu_tier_smaller_than_they_are(
         assert same_tokens(ours.round(index), engine(PLAIN).round(index)) == ALL
         assert widest_gap(ours.round(index), engine(PLAIN).round(index)) < 1e-4
     assert sum(hits(ours.round(1))) > 0
+
+
+def test_a_tier_with_a_size_keeps_what_was_used_last(
+    filled: Finished, serve: Serve, disk: Path, tmp_path: Path, engine: Engine
+) -> None:
+    """Of six prompts room for two and a half: each time the oldest of them is gone again."""
+    answers(filled)
+    written = [path.stat().st_size for path in disk.rglob("*.bin")]
+    size = sum(written) * 5 // 12
+    run = on(tmp_path)
+    run = replace(run, environment=(*run.environment, (TIER_SIZE.name, str(size))))
+    ended = serve(run, times=2, watch=True, engine=SMALL["llama"])
+    for time in range(2):
+        assert_plain(answers(ended, time), engine(PLAIN))
+    assert ended.result["changed"] == []
+    left = [path.stat().st_size for path in tmp_path.rglob("*.bin")]
+    assert size - 2 * written[0] < sum(left) <= size
+    assert sum(hits(answers(ended, 1))) < APART * 640
+    # Without a size, and with less of it, the next ones go on with the same folder.
+    again = answers(serve(on(tmp_path)))
+    assert_plain(again, engine(PLAIN))
+    assert sum(hits(again)) > 0
+    less = replace(run, environment=(*run.environment, (TIER_SIZE.name, str(size // 2))))
+    assert_plain(answers(serve(less)), engine(PLAIN))
+    assert sum(path.stat().st_size for path in tmp_path.rglob("*.bin")) <= size // 2
