@@ -1,4 +1,4 @@
-"""Build the emulated device: ``python -m harness.cuda.device.build DEST [--site SITE_PACKAGES]``."""
+"""Build the emulated device: ``python -m harness.cuda.device.build DEST [--site PACKAGES]``."""
 
 from __future__ import annotations
 
