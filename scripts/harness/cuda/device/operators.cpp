@@ -311,8 +311,11 @@ void install_torch() {
   own.impl("_fused_sdp_choice", TORCH_FN(attention));
 }
 
-// For Triton's interpreter: a tensor's bytes.
-at::Tensor host(const at::Tensor &tensor) { return host_alias(tensor); }
+// For Triton's interpreter: a tensor's bytes, when what was queued before is done.
+at::Tensor host(const at::Tensor &tensor) {
+  emu_wait(c10::cuda::getCurrentCUDAStream().stream());
+  return host_alias(tensor);
+}
 
 void install() {
   if (registered.empty())

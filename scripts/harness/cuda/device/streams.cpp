@@ -13,7 +13,6 @@
 #include <atomic>
 #include <chrono>
 #include <cstdlib>
-#include <dlfcn.h>
 #include <random>
 #include <set>
 #include <unistd.h>
@@ -87,23 +86,6 @@ void fail(const std::string &why) {
 
 std::atomic<int> made{0};
 
-// Queued work may be Python's (Triton's interpreter), and whoever waits for it may hold Python's lock.
-struct WithoutPython {
-  template <class Of> static Of *python(const char *name) { return (Of *)dlsym(RTLD_DEFAULT, name); }
-  void *state = nullptr;
-  WithoutPython() {
-    static auto *holds = python<int()>("PyGILState_Check");
-    static auto *release = python<void *()>("PyEval_SaveThread");
-    if (holds && release && holds())
-      state = release();
-  }
-  ~WithoutPython() {
-    static auto *take = python<void(void *)>("PyEval_RestoreThread");
-    if (state)
-      take(state);
-  }
-};
-
 } // namespace
 
 Stream::Stream(bool joins) : id(++made), blocking(joins) {}
@@ -157,7 +139,6 @@ void Stream::run() {
 }
 
 void Stream::wait(uint64_t place) {
-  WithoutPython here;
   std::unique_lock<std::mutex> lock(mutex_);
   wanted_ = std::max(wanted_, place);
   more_.notify_all();
@@ -381,11 +362,6 @@ EMU void emu_touch(const emu_access *accesses, size_t count) {
       emu::fail("USE AFTER UNMAP: " + *emu::running->what + " touches " + emu::hex(access.at));
     emu::look(access, *emu::running);
   }
-}
-
-EMU bool emu_watched(uintptr_t at, size_t size) {
-  std::shared_lock<std::shared_mutex> lock(emu::mapping);
-  return emu::watched(at, size);
 }
 
 EMU void emu_fail(const char *why) { emu::fail(why); }

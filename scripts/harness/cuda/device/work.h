@@ -25,7 +25,6 @@ EMU void emu_enqueue(void *stream, const char *what, const emu_access *, size_t 
                      void *argument, bool lockless);
 // From inside of such a call: memory that only it knows, as the blocks of a block table.
 EMU void emu_touch(const emu_access *, size_t count);
-EMU bool emu_watched(uintptr_t at, size_t size); // whether touching some of it is looked at
 // From inside of such a call: it failed, as a kernel does.
 EMU void emu_fail(const char *why);
 // Wait for a stream, for the emulator's own sake: it orders nothing.
