@@ -22,9 +22,9 @@ A process uses it by its environment:
     VLLM_USE_FLASHINFER_SAMPLER=0
     EMU_DELAY=KIND         how late work is: none, random, copies last, compute last
     EMU_SEED=N             of random delays
-    EMU_COMPLAINTS=FILE    each complaint is a line there as soon as it is known: PID and what is wrong
+    EMU_COMPLAINTS=FILE    each complaint is a line there at once: PID and what is wrong
 
 and may ask libcuda.so.1 for the functions of ``work.h``: ``emu_count(4)`` complaints,
-``emu_complaint(n)``, ``emu_delay(kind, seed)``. Order is that of the program: what only the emulator
-waits for, and what torch's allocator of pinned memory asks, orders nothing (``order.cpp``).
+``emu_complaint(n)``, ``emu_delay(kind, seed)``. Order is that of the program: what only the
+emulator waits for, and what torch's pinned allocator asks, orders nothing (``order.cpp``).
 """

@@ -1,4 +1,4 @@
-"""Build the emulated device: ``python -m harness.cuda.device.build DEST [--site SITE_PACKAGES]``."""
+"""Build the emulated device: ``python -m harness.cuda.device.build DEST [--site PACKAGES]``."""
 
 from __future__ import annotations
 
@@ -21,6 +21,8 @@ OPERATORS = ("operators", "vllm")
 STARTUP = ("emu_device.py", "emu_device.pth")
 _FLAGS = ("-std=c++20", "-O1", "-fPIC", "-fvisibility=hidden", "-Wall")
 _NO_TORCH = ROOT / "kvpatch/hostdevice/acl/no_torch"  # for the host device's header
+# The rules of the device itself, which EMU_WITHOUT may leave out.
+RULE = re.compile(r'(?:WITHOUT|taken)\("([^"]+)"')
 _DECLARED = re.compile(r"\b((?:cu|cuda|__cuda)[A-Z]\w+)\(")
 
 
@@ -49,7 +51,16 @@ def run(*command: str | Path) -> str:
 def _compile(folder: Path, include: Sequence[Path], defines: Sequence[str], name: str) -> Path:
     made = folder / f"{name}.o"
     own = [_NO_TORCH] if name == "physical" else include
-    run("g++", *_FLAGS, *defines, *(f"-I{one}" for one in own), "-c", HERE / f"{name}.cpp", "-o", made)
+    run(
+        "g++",
+        *_FLAGS,
+        *defines,
+        *(f"-I{one}" for one in own),
+        "-c",
+        HERE / f"{name}.cpp",
+        "-o",
+        made,
+    )
     return made
 
 
@@ -102,9 +113,23 @@ def build(folder: Path, site: Path | None = None, defines: Sequence[str] = ()) -
         own = (f"-Wl,--version-script={versions}", "-Wl,-rpath,$ORIGIN")
         driver_library = folder / "libcuda.so.1"
         _link(folder / "libcudart.so.13", *own, runtime, refused, driver_library, "-ldl")
-        run("gcc", "-shared", "-fPIC", "-w", "-Wl,-soname,libnvidia-ml.so.1", "-o", folder / "libnvidia-ml.so.1", NVML)
+        nvml = folder / "libnvidia-ml.so.1"
+        run("gcc", "-shared", "-fPIC", "-w", f"-Wl,-soname,{nvml.name}", "-o", nvml, NVML)
         if site is not None:
             _operators(folder, objects, site, include, defines)
+
+
+def conformance(made: Path, site: Path | None = None) -> None:
+    """Build the program that asks a device what the documentation promises: see its source.
+
+    Raises:
+        RuntimeError: the compiler or CUDA's headers are missing, or it failed; its output.
+    """
+    include = headers(site)
+    if include is None:
+        raise RuntimeError("CUDA's headers are not there")
+    flags = ("-std=c++20", "-O1", "-pthread", f"-I{include}")
+    run("g++", *flags, "-o", made, HERE / "conformance.cpp", "-ldl")
 
 
 def _operators(

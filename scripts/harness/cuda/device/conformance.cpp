@@ -356,6 +356,30 @@ Wrong by_host() {
   return "";
 }
 
+// Work that says only when it runs what it uses is still before what waits for it.
+Wrong late() {
+  static CUdeviceptr at = page();
+  CUstream one = stream(), other = stream();
+  CUevent written = event();
+  auto touches = [](void *) {
+    emu_access whole = {(uintptr_t)at, PAGE, true};
+    CALL(emu_touch)(&whole, 1);
+  };
+  Gate gate(one);
+  CALL(emu_enqueue)(one, "late", nullptr, 0, touches, nullptr, false);
+  OK(CALL(cuEventRecord)(written, one));
+  OK(CALL(cuStreamWaitEvent)(other, written, 0));
+  OK(read_from(at, host(), other));
+  gate.open = true;
+  OK(CALL(cuStreamSynchronize)(other));
+  THAT(complaints() == 0);
+  CALL(emu_enqueue)(one, "later", nullptr, 0, touches, nullptr, true);
+  OK(read_from(at, host(), other));
+  OK(CALL(cuCtxSynchronize)());
+  THAT(complaints() == 1 && complains_of("later"));
+  return "";
+}
+
 Wrong unmapped(bool waits) {
   CUdeviceptr at = page();
   char *memory = host();
@@ -422,7 +446,7 @@ const Check CHECKS[] = {
     EMULATED(quiet),              EMULATED(by_host),
     EMULATED(unmapped_early),     EMULATED(unmapped_in_order),
     EMULATED(unregistered_early), EMULATED(freed_early),
-    EMULATED(missing),
+    EMULATED(missing),            EMULATED(late),
 };
 // In which the device may not complain.
 const char *const IN_ORDER[] = {"ordered", "synchronized", "legacy", "staged", "batches", "events"};

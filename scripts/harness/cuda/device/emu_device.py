@@ -15,7 +15,7 @@ from typing import Any
 
 def of_torch(torch: Any) -> None:
     """Put the CPU's operators on the device; attention is what the CPU has."""
-    torch.ops.load_library(os.path.join(os.environ["EMU_LIBRARIES"], "libemu_operators.so"))
+    torch.ops.load_library(f"{os.environ['EMU_LIBRARIES']}/libemu_operators.so")
     torch.ops.emu.install()
     for kernel in ("flash", "mem_efficient", "cudnn"):
         getattr(torch.backends.cuda, f"enable_{kernel}_sdp")(False)

@@ -13,6 +13,7 @@
 #include <array>
 #include <cstdlib>
 #include <fcntl.h>
+#include <memory>
 #include <set>
 #include <unistd.h>
 #include <unordered_map>
@@ -32,6 +33,7 @@ struct Last {
   int id = -1;
   uint64_t when = 0;
   const std::string *what = nullptr;
+  std::shared_ptr<const Clock> clock;
 };
 struct Grain {
   Last write;
@@ -47,8 +49,14 @@ const std::string *kept(const std::string &name) {
   return &*all.insert(name).first;
 }
 
-bool unordered(const Last &before, const Participant &who) {
-  return before.id >= 0 && before.id != who.id && time_of(*who.clock, before.id) < before.when;
+// What only running work knows is looked at when it runs, and work that waits for it may have been
+// looked at before, when it was put.
+bool comes_after(const Last &other, const Last &now) {
+  return other.id >= 0 && other.id != now.id && time_of(*other.clock, now.id) >= now.when;
+}
+
+bool unordered(const Last &other, const Last &now) {
+  return other.id >= 0 && other.id != now.id && time_of(*now.clock, other.id) < other.when && !comes_after(other, now);
 }
 
 } // namespace
@@ -96,18 +104,18 @@ void look(const Access &access, const Participant &who) {
   if (!access.size || !watched(access.at, access.size))
     return;
   std::lock_guard<std::recursive_mutex> lock(table);
-  Last now{who.id, time_of(*who.clock, who.id), kept(*who.what)};
+  Last now{who.id, time_of(*who.clock, who.id), kept(*who.what), std::make_shared<const Clock>(*who.clock)};
   for (Address grain = access.at / GRAIN; grain <= (access.at + access.size - 1) / GRAIN; ++grain) {
     auto &together = grains[grain / GRAINS];
     if (!together)
       together = std::make_unique<std::array<Grain, GRAINS>>();
     Grain &at = (*together)[grain % GRAINS];
     const Last *other = nullptr;
-    if (!(access.write ? WITHOUT("write after write") : WITHOUT("read after write")) && unordered(at.write, who))
+    if (!(access.write ? WITHOUT("write after write") : WITHOUT("read after write")) && unordered(at.write, now))
       other = &at.write;
     if (access.write && !other && !WITHOUT("write after read"))
       for (auto &read : at.reads)
-        if (unordered(read, who))
+        if (unordered(read, now))
           other = &read;
     if (other) {
       complain("RACE: " + *now.what + (access.write ? " writes" : " reads") + " at " + hex(grain * GRAIN) +
@@ -116,8 +124,9 @@ void look(const Access &access, const Participant &who) {
       at = Grain(); // it is told once
     }
     if (access.write) {
-      at.write = now;
-      at.reads.clear();
+      if (!comes_after(at.write, now))
+        at.write = now;
+      std::erase_if(at.reads, [&](const Last &read) { return !comes_after(read, now); });
     } else {
       auto same = [&](const Last &read) { return read.id == who.id; };
       auto mine = std::find_if(at.reads.begin(), at.reads.end(), same);
