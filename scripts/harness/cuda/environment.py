@@ -39,6 +39,9 @@ LEFT_OUT = re.compile(
     r"vllm/(vllm-rs|_(moe|flashmla|flashkda|deepselect|qutlass)\w*_C\w*\.|third_party/(deep_gemm|fmha_sm100)/"
     r"|vllm_flash_attn/_vllm_fa2_C)"
 )
+OF_IMAGES = re.compile(r"torchvision(\.libs/|/image\.so)")
+RUNTIME_NAME = b"libcudart.so.13"
+COPY = re.compile(rb"libcudart\.[0-9a-f]{8}\.so\.13(?=\0)")
 # Of an environment for CPUs: its own builds, and its startup files.
 _OF_CPU = re.compile(
     r"(torch|vllm|kvcached|_?kvpatch|functorch|torchgen|nvidia|pip)([-_.]|$)|torch\w+|.*\.pth$"
@@ -81,12 +84,26 @@ def link(version: str, into: Path) -> None:
         linked |= set(names.values())
 
 
-def torch_for(site: Path) -> str:
-    """Return the torch that the vLLM in an environment pins."""
+def pinned(site: Path, package: str) -> str:
+    """Return the release of a package that the vLLM in an environment pins."""
     metadata = next(site.glob("vllm-*.dist-info")) / "METADATA"
-    found = re.search(r"^Requires-Dist: torch==(\S+)$", metadata.read_text(), re.MULTILINE)
-    assert found is not None, f"{metadata} pins no torch"
+    found = re.search(rf"^Requires-Dist: {package}==(\S+)$", metadata.read_text(), re.MULTILINE)
+    assert found is not None, f"{metadata} pins no {package}"
     return found[1]
+
+
+def install_torchvision(site: Path) -> None:
+    """Install the torchvision that vLLM pins, which its warm-up imports, for no image formats.
+
+    It has a copy of CUDA's runtime under a name of its own, and takes that of torch instead, so
+    that there is one in a process.
+    """
+    wanted = f"torchvision==={pinned(site, 'torchvision')}"
+    extract(wanted, lambda name: not OF_IMAGES.match(name), sys.executable, site)
+    library = site / "torchvision/_C.so"
+    library.write_bytes(
+        COPY.sub(lambda of: RUNTIME_NAME.ljust(len(of[0]), b"\0"), library.read_bytes())
+    )
 
 
 def make(version: str) -> None:
@@ -95,12 +112,13 @@ def make(version: str) -> None:
     venv.EnvBuilder(clear=True, symlinks=True, with_pip=False).create(folder)
     extract(f"vllm=={version}", lambda name: not LEFT_OUT.match(name), sys.executable, site)
     link(version, site)
-    torch = torch_for(site)
+    torch = pinned(site, "torch")
     # === because an index may have a build for CPUs of the same version.
     shared = FOLDER / f"torch-{torch}"
     whole = partial(extract, f"torch==={torch}", bool, sys.executable, shared)
     venvs.made(shared, torch, whole)
     shutil.copytree(shared, site, copy_function=os.link, dirs_exist_ok=True)
+    install_torchvision(site)
     venvs.install(sys.executable, "--no-deps", "--target", site, *RUNTIME)
     cuda = site / "nvidia/cu13"
     libraries = [*site.glob("torch/lib/*.so"), *(site / "vllm").rglob("*.so")]
@@ -153,18 +171,19 @@ def install_kvpatch(version: str) -> None:
 def made(version: str) -> Path:
     """Return the Python of a release's environment, made and with the kvpatch of this tree."""
     recipe = [Path(__file__), Path(stand_ins.__file__), stand_ins.DRIVER, ROOT / "scripts/pins.txt"]
-    venvs.made(FOLDER / version, _digest(recipe), lambda: make(version))
+    venvs.made(FOLDER / version, digest(recipe), lambda: make(version))
     sources = (one for one in (ROOT / "kvpatch").rglob("*.*") if one.is_file())
     own = sorted(one for one in sources if one.suffix != ".pyc")
     stamp = FOLDER / version / "kvpatch-made-from"
-    wanted = _digest([*own, ROOT / "pyproject.toml"])
+    wanted = digest([*own, ROOT / "pyproject.toml"])
     if not stamp.exists() or stamp.read_text() != wanted:
         install_kvpatch(version)
         stamp.write_text(wanted)
     return python_of(version)
 
 
-def _digest(files: Iterable[Path]) -> str:
+def digest(files: Iterable[Path]) -> str:
+    """Return a digest of files."""
     total = hashlib.sha256()
     for file in files:
         total.update(file.read_bytes())
