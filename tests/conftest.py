@@ -49,6 +49,7 @@ LANES = (
     "long",
     "ascend",
     "gpu-start",
+    "cuda",
     "npu",
     "versions",
     "upstream",

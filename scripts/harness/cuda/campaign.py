@@ -1,0 +1,215 @@
+"""Engines on the emulated device, beside plain vLLM there, under delays: docs/results/cuda.json.
+
+    python -m harness.cuda.campaign [RELEASE...] [--seeds 10] [--engines NAME...]
+
+A process imports vLLM once, and its engines are forks of it: one for each layout, as kvcached reads
+that when it is imported.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+import subprocess
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from harness import ROOT, connectors, console, provenance, releases
+from harness.cuda import emulated, environment
+from harness.engines.runs import model_of
+
+RESULT = ROOT / "docs/results/cuda.json"
+INSIDE = Path(__file__).with_name("engine.py")
+LIMIT = 1200  # seconds of all engines of a process
+MIB = 1 << 20
+TIER = 256 * MIB  # room for all prompts
+PROMPTS = 16
+KINDS = emulated.DELAYS[1:]
+# Pages hold 1024 tokens, and none is kept in reserve: what a prompt leaves is unmapped, but for
+# the blocks of the longest, whose bytes are looked at.
+PAGES = {
+    "KVCACHED_MAX_RESERVED_PAGES": "0",
+    "KVCACHED_MIN_RESERVED_PAGES": "0",
+    "KVCACHED_PAGE_PREALLOC_ENABLED": "false",
+    "KVCACHED_MAX_CACHED_TOKENS": "1000",
+}
+Job = dict[str, Any]
+
+
+def prompts() -> list[list[int]]:
+    """Return seeded prompts of 300 to 860 tokens."""
+    source = random.Random(7)
+    lengths = [300 + 97 * index % 560 for index in range(PROMPTS)]
+    return [[source.randrange(3, 300) for _ in range(length)] for length in lengths]
+
+
+def engines(folder: Path) -> dict[str, tuple[bool, dict[str, Any]]]:
+    """Return engines by name: whether the layout is contiguous, and arguments of ``LLM``."""
+    offloading = connectors.offloading(TIER)
+    eager = connectors.simple(TIER, lazy=False)
+    disk = {"type": "fs", "root_dir": str(folder / "disk")}
+    given = {
+        "Offloading": offloading,
+        "Simple eager": eager,
+        "Simple lazy": connectors.simple(TIER, lazy=True),
+        "tiering fs": connectors.tiering(TIER // 8, [disk]),
+        "Multi": connectors.multi(offloading, eager),
+    }
+    found = {name: (True, {"kv_transfer_config": one}) for name, one in given.items()}
+    split = {"kv_transfer_config": offloading}
+    return found | {
+        "Offloading, mp": (True, split | {"distributed_executor_backend": "mp"}),
+        "Offloading, non-contiguous": (False, split),
+        "Simple eager, non-contiguous": (False, {"kv_transfer_config": eager}),
+    }
+
+
+def job(folder: Path, name: str, step: str, **more: Any) -> Job:
+    """Return the job of an engine; ``more`` are its connector, its rounds and its rows."""
+    engine = {
+        "enforce_eager": True,
+        "dtype": "bfloat16",
+        "block_size": 32,
+        "max_model_len": 1024,
+        "max_num_seqs": 4,
+        "max_num_batched_tokens": 1024,
+        "gpu_memory_utilization": 0.5,
+        "num_gpu_blocks_override": 320,
+    }
+    return {
+        "model": str(model_of("llama", 8)),
+        "engine": engine | more.pop("engine", {}),
+        "step": step,
+        "prompts": prompts(),
+        "max_tokens": [3 + 5 * index % 9 for index in range(PROMPTS)],
+        "looked_at": 4,
+        "reset": {"reset_connector": True},
+        "truth": str(folder / "truth.npz"),
+        "answers": str(folder / "answers.json"),
+        "log": str(folder / f"{name}.log".replace(" ", "-")),
+        "environment": {},
+        **more,
+    }
+
+
+def started(version: str, jobs: dict[str, Job], folder: Path, **changes: str) -> dict[str, Any]:
+    """Run engines of a release in one process; return what each came to, by its name.
+
+    Raises:
+        AssertionError: the process ended before its engines; its log.
+    """
+    asked, results, log = folder / "jobs.json", folder / "results.json", folder / "log"
+    asked.write_text(json.dumps(jobs))
+    results.unlink(missing_ok=True)
+    python = emulated.made(version)
+    given = emulated.environ(version, folder, PYTHONHASHSEED="0", **changes)
+    with log.open("w") as output:
+        subprocess.run(
+            [python, "-P", INSIDE, asked, results],
+            env=given,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            timeout=LIMIT,
+            check=False,
+        )
+    assert results.exists(), log.read_text()[-4000:]
+    found: dict[str, Any] = json.loads(results.read_text())["jobs"]
+    return found
+
+
+def plain(version: str, folder: Path) -> dict[str, Any]:
+    """Let plain vLLM answer, for the engines of this folder to be compared with."""
+    jobs = {"plain": job(folder, "plain", "plain")}
+    found = started(version, jobs, folder, KVPATCH="0", ENABLE_KVCACHED="false")["plain"]
+    assert "ended" not in found, found
+    (folder / "answers.json").write_text(json.dumps({"tokens": found["tokens"]}))
+    return dict(found)
+
+
+def ours(
+    version: str, folder: Path, names: list[str], rounds: list[Any], **more: Any
+) -> dict[str, Any]:
+    """Run engines with kvpatch; return what each came to, by its name."""
+    found: dict[str, Any] = {}
+    every = engines(folder)
+    for contiguous in (True, False):
+        jobs = {
+            name: job(folder, name, "offloaded", rounds=rounds, engine=every[name][1], **more)
+            for name in names
+            if every[name][0] is contiguous
+        }
+        if jobs:
+            layout = {"KVCACHED_CONTIGUOUS_LAYOUT": str(contiguous).lower()}
+            found |= started(version, jobs, folder, ENABLE_KVCACHED="true", **PAGES, **layout)
+    return found
+
+
+def of_nvidia(libraries: list[str], version: str) -> list[str]:
+    """Return those of the libraries of a process that are NVIDIA's own: none may be."""
+    names = ("libcudart", "libcuda.", "libnvidia", "libcublas", "libcudnn", "libnccl", "libnvrtc")
+    here = (str(emulated.device_of(version)), str(environment.site_of(version)))
+    real = str(environment.site_of(version) / "nvidia/cu13/lib/libcudart.so.13")
+    return [
+        one
+        for one in libraries
+        if one == real or (Path(one).name.startswith(names) and not one.startswith(here))
+    ]
+
+
+def summed(found: dict[str, Any], version: str) -> dict[str, Any]:
+    """Return the row of an engine in the result file."""
+    if "ended" in found:
+        return {"ended": found["ended"].splitlines()[-1][:300]}
+    rounds = found["rounds"]
+    blocks = {name: sum(one["blocks"][name] for one in rounds) for name in rounds[0]["blocks"]}
+    return {
+        "rounds": len(rounds),
+        "wrong answers": sum(one["wrong answers"] for one in rounds),
+        "restored tokens": sum(one["restored"] for one in rounds),
+        "blocks": blocks,
+        "complaints": sum(one["complained"] for one in rounds),
+        "first complaint": next((one for each in rounds for one in each["complaints"]), ""),
+        "unmaps": found["counts"]["unmaps"],
+        "copies": found["counts"]["copies"],
+        "start seconds": found["start seconds"],
+        "processor seconds": found["processor seconds"],
+        "of NVIDIA": of_nvidia(found["libraries"], version),
+    }
+
+
+def right(row: dict[str, Any]) -> bool:
+    """Return whether an engine did what plain vLLM does, and its device had no complaint."""
+    if "ended" in row:
+        return False
+    wrong = row["wrong answers"] or row["complaints"] or row["of NVIDIA"]
+    blocks = row["blocks"]
+    return not wrong and row["restored tokens"] > 0 and not (blocks["wrong"] or blocks["unknown"])
+
+
+def main() -> int:
+    """Run engines and record each release; 1 where one is not right."""
+    parser = console.parser("python -m harness.cuda.campaign", __doc__ or "")
+    parser.add_argument("releases", nargs="*", metavar="RELEASE", help="of vLLM")
+    parser.add_argument("--seeds", type=int, default=10, help="of each kind of delay")
+    parser.add_argument("--engines", nargs="+", metavar="NAME", help="by default all")
+    asked = parser.parse_args()
+    rounds: list[Any] = [("none", 0), *((kind, n) for kind in KINDS for n in range(asked.seeds))]
+    wrong = False
+    for version in asked.releases or [releases.newest_built()]:
+        with tempfile.TemporaryDirectory(prefix="kvpatch-cuda-") as name:
+            folder = Path(name)
+            plain(version, folder)
+            found = ours(version, folder, asked.engines or list(engines(folder)), rounds)
+        head = provenance.header("python -m harness.cuda.campaign RELEASE...")
+        before = json.loads(RESULT.read_text()) if RESULT.exists() else {}
+        kept = before.get("releases", {})
+        rows = kept.get(version, {}) | {name: summed(one, version) for name, one in found.items()}
+        wrong |= not all(map(right, rows.values()))
+        print(json.dumps(rows, indent=1))
+        provenance.write(head | {"releases": kept | {version: rows}}, RESULT)
+    return int(wrong)
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
