@@ -53,6 +53,7 @@ LANES = (
     "long",
     "ascend",
     "gpu-start",
+    "cuda",
     "npu",
     "versions",
     "upstream",

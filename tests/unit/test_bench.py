@@ -377,11 +377,8 @@ def test_readme_quotes_the_result_files(folder):
     cycles = found["host"]["two_models"]["cycles"]
     for name in (*quoted.SHARED, quoted.KEEPING):
         cycles.setdefault(name, cycles[quoted.KVPATCH])
-    mean = goals.compared(
-        found["host"], "conversations", arms.KVPATCH.name, arms.KVCACHED.name, "ttft_ms.mean"
-    )
     rows = quoted.sections(found)["results"]
-    assert f"| the same, mean TTFT | {goals.shown(mean)}" in rows
+    assert "| multi-turn conversations that return after eviction, tokens/s " in rows
     assert "| 0.20 ms, 30 ms |" in rows
     cycles[quoted.KVPATCH] = [one | {"given_share": 0.875} for one in cycles[quoted.KVPATCH]]
     assert "| kvcached + kvpatch | 87.5% |" in quoted.sections(found)["numbers"]

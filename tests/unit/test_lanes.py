@@ -36,9 +36,7 @@ def collect(run, tmp_path):
     return collect
 
 
-LANES = (
-    "unit,wheel,refusals,engine,faults,long,ascend,gpu-start,npu,versions,upstream,objects,bench"
-)
+LANES = "unit,wheel,refusals,engine,faults,long,ascend,gpu-start,cuda,npu,versions,upstream,objects,bench"
 
 
 def test_a_test_carries_the_mark_of_its_lane(collect):
@@ -74,7 +72,7 @@ def test_a_lane_is_run_by_default_or_by_ci_or_takes_what_is_made_on_demand():
     command = (TESTS.parent / ".ci/run").read_text()
     named = set(" ".join(re.findall(r"lanes\+?=\(([a-z -]+)\)", command)).split())
     assert named == {"faults", "long", "ascend", "gpu-start"}
-    assert lanes - default - named == {"npu", "versions", "upstream", "objects"}
+    assert lanes - default - named == {"cuda", "npu", "versions", "upstream", "objects"}
 
 
 def test_the_unit_lane_needs_no_torch_and_no_vllm(run):

@@ -233,13 +233,13 @@ def test_an_engine_that_cannot_listen_starts_nevertheless(
 
 
 @pytest.mark.parametrize(
-    ("text", "seconds"), [("30s", 30), ("30", 30), ("0.5min", 30), ("2h", 7200)]
+    ("text", "seconds"), [("30s", 30), ("30 s", 30), ("30", 30), ("0.5min", 30), ("2h", 7200)]
 )
 def test_times_without_requests(text: str, seconds: float) -> None:
     assert duration(text) == seconds
 
 
-@pytest.mark.parametrize("text", ["0", "0s", "-1s", "30 s", "30x", "soon", ""])
+@pytest.mark.parametrize("text", ["0", "0s", "-1s", "30x", "soon", ""])
 def test_what_is_no_time(text: str) -> None:
     with pytest.raises(ValueError, match="not a duration"):
         duration(text)

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from harness import ROOT, connectors, console, provenance, releases
-from harness.cuda import emulated
+from harness.cuda import emulated, environment
 from harness.engines.runs import model_of
 
 RESULT = ROOT / "docs/results/cuda.json"
@@ -131,7 +131,7 @@ def ours(
     version: str, folder: Path, names: list[str], rounds: list[Any], **more: Any
 ) -> dict[str, Any]:
     """Run engines with kvpatch; return what each came to, by its name."""
-    found = {}
+    found: dict[str, Any] = {}
     every = engines(folder)
     for contiguous in (True, False):
         jobs = {
@@ -141,17 +141,15 @@ def ours(
         }
         if jobs:
             layout = {"KVCACHED_CONTIGUOUS_LAYOUT": str(contiguous).lower()}
-            found |= started(
-                version, jobs, folder, ENABLE_KVCACHED="true", **PAGES, **layout
-            )
+            found |= started(version, jobs, folder, ENABLE_KVCACHED="true", **PAGES, **layout)
     return found
 
 
 def of_nvidia(libraries: list[str], version: str) -> list[str]:
     """Return those of the libraries of a process that are NVIDIA's own: none may be."""
     names = ("libcudart", "libcuda.", "libnvidia", "libcublas", "libcudnn", "libnccl", "libnvrtc")
-    here = (str(emulated.device_of(version)), str(emulated.environment.site_of(version)))
-    real = str(emulated.environment.site_of(version) / "nvidia/cu13/lib/libcudart.so.13")
+    here = (str(emulated.device_of(version)), str(environment.site_of(version)))
+    real = str(environment.site_of(version) / "nvidia/cu13/lib/libcudart.so.13")
     return [
         one
         for one in libraries

@@ -36,7 +36,9 @@ def made(version: str) -> Path:
     """Return the Python of a release's environment, with the device beside it."""
     python, site = environment.made(version), environment.site_of(version)
     sources = sorted(Path(device.__file__).parent.glob("*.*"))
-    stamp = environment.digest([*sources, build.NVML]) + (python.parents[1] / "made-from").read_text()
+    stamp = (
+        environment.digest([*sources, build.NVML]) + (python.parents[1] / "made-from").read_text()
+    )
     venvs.made(device_of(version), stamp, lambda: build.build(device_of(version), site))
     for name in build.STARTUP:
         shutil.copyfile(device_of(version) / name, site / name)
@@ -56,22 +58,25 @@ def environ(version: str, folder: Path, size: str = "1GiB", **changes: str) -> d
         changes: variables.
     """
     here = device_of(version)
-    return processes.clean_environment(
-        EMU_DEVICE=size,
-        EMU_DEVICE_DIR=str(folder),
-        EMU_LIBRARIES=str(here),
-        EMU_COMPLAINTS=str(complaints_of(folder)),
-        LD_LIBRARY_PATH=str(here),
-        LD_PRELOAD=str(here / "libcudart.so.13"),
-        TRITON_INTERPRET="1",
-        VLLM_USE_FLASHINFER_SAMPLER="0",
-        VLLM_NO_USAGE_STATS="1",
-        HF_HUB_OFFLINE="1",
-        VLLM_CACHE_ROOT=str(environment.FOLDER / version / "vllm-cache"),
-        OMP_NUM_THREADS="1",
-        KVPATCH="1",
-        KVPATCH_STATUS_DIR=str(folder),
-    ) | changes
+    return (
+        processes.clean_environment(
+            EMU_DEVICE=size,
+            EMU_DEVICE_DIR=str(folder),
+            EMU_LIBRARIES=str(here),
+            EMU_COMPLAINTS=str(complaints_of(folder)),
+            LD_LIBRARY_PATH=str(here),
+            LD_PRELOAD=str(here / "libcudart.so.13"),
+            TRITON_INTERPRET="1",
+            VLLM_USE_FLASHINFER_SAMPLER="0",
+            VLLM_NO_USAGE_STATS="1",
+            HF_HUB_OFFLINE="1",
+            VLLM_CACHE_ROOT=str(environment.FOLDER / version / "vllm-cache"),
+            OMP_NUM_THREADS="1",
+            KVPATCH="1",
+            KVPATCH_STATUS_DIR=str(folder),
+        )
+        | changes
+    )
 
 
 def complaints_of(folder: Path) -> Path:
@@ -111,7 +116,9 @@ def main() -> int:
     with tempfile.TemporaryDirectory(prefix="kvpatch-cuda-") as name:
         own = {name: value for name, value in os.environ.items() if name.startswith(processes.OURS)}
         changes = own | {"EMU_DELAY": kind, "EMU_SEED": seed or "0"}
-        status = run(asked.vllm, asked.words, environ(asked.vllm, Path(name), asked.device, **changes))
+        status = run(
+            asked.vllm, asked.words, environ(asked.vllm, Path(name), asked.device, **changes)
+        )
         found = complaints_of(Path(name))
         lines = found.read_text().splitlines() if found.exists() else []
     for line in lines[:20]:

@@ -101,7 +101,9 @@ def install_torchvision(site: Path) -> None:
     wanted = f"torchvision==={pinned(site, 'torchvision')}"
     extract(wanted, lambda name: not OF_IMAGES.match(name), sys.executable, site)
     library = site / "torchvision/_C.so"
-    library.write_bytes(COPY.sub(lambda of: RUNTIME_NAME.ljust(len(of[0]), b"\0"), library.read_bytes()))
+    library.write_bytes(
+        COPY.sub(lambda of: RUNTIME_NAME.ljust(len(of[0]), b"\0"), library.read_bytes())
+    )
 
 
 def make(version: str) -> None:

@@ -316,15 +316,21 @@ CUresult synchronize_event(void *handle) {
   return failure();
 }
 
+// What the host has heard of is not denied any more: a wait, or a later event of the stream, told it.
+static bool heard(const Clock &clock) {
+  for (size_t id = 0; id < clock.size(); ++id)
+    if (id >= host.size() || host[id] < clock[id])
+      return false;
+  return true;
+}
+
 CUresult query_event(void *handle) {
   auto event = event_of(handle);
   if (!event)
     return CUDA_ERROR_INVALID_HANDLE;
   std::lock_guard<std::recursive_mutex> lock(table);
   if (event->on && !WITHOUT("query events")) {
-    // What the host has seen the end of is not denied: neither is what was before it.
-    size_t id = event->on->id;
-    bool known = id < host.size() && host[id] >= event->point.clock[id];
+    bool known = heard(event->point.clock);
     if (!event->on->reached(event->point.place) || (!known && event->denials-- > 0))
       return CUDA_ERROR_NOT_READY;
     host_joins(event->point.clock);
