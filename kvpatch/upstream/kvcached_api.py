@@ -438,6 +438,19 @@ def pages_at_most(manager: Any) -> int:
     return int(manager.page_allocator.get_page_state()["total_pages"])
 
 
+def block_of(pool: Any, key: bytes) -> int | None:
+    """Return a block of kvcached's pool that is cached under a key; None if there is none.
+
+    On vLLM releases with hash metadata of their own the pool keeps those, and no index beside them.
+    """
+    native = getattr(pool, "cached_block_hash_to_block", None)
+    if native is not None:
+        block = native.get_one_block(key)
+        return None if block is None else int(block.block_id)
+    blocks = pool._cached_blocks.get(key)
+    return next(iter(blocks)) if blocks else None
+
+
 def unused_pages(pool: Any) -> list[list[int]]:
     """Return the cached blocks of every page that no request uses, the coldest page first.
 

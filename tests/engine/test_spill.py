@@ -243,7 +243,7 @@ def test_chunks_are_stored_with_all_of_their_blocks(chunk: int) -> None:
     pool = Pool(dict(enumerate(every, 1)))
     spill = Spill(offloading.OffloadingTier(made), pool)
     assert spill.tier.why_not() == ""
-    offloading.note(made, spill.chunks, pool._cached_blocks)
+    offloading.note(made, spill.chunks, pool)
     made._req_status.clear()
     spill.begin(cached(pool))
     assert spill.count.partial == 2 * (chunk - 1)

@@ -36,7 +36,9 @@ def collect(run, tmp_path):
     return collect
 
 
-LANES = "unit,wheel,refusals,engine,faults,long,ascend,gpu-start,cuda,npu,versions,upstream,objects,bench"
+LANES = (
+    "unit,wheel,refusals,engine,faults,long,ascend,gpu-start,cuda,npu,versions,upstream,objects,bench"
+)
 
 
 def test_a_test_carries_the_mark_of_its_lane(collect):

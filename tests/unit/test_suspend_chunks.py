@@ -172,9 +172,9 @@ def test_chunks_of_requests_that_are_there_are_not_forgotten(names: None) -> Non
     planner = planner_of(0, one=[b"a", b"b"], two=[b"c", b"d"])
     chunks = Chunks(2)
     chunks._full = 1
-    offloading.note(planner, chunks, ())
+    offloading.note(planner, chunks, SimpleNamespace(_block_id_to_key={}))
     assert chunks.full
-    offloading.note(planner, chunks, ())
+    offloading.note(planner, chunks, SimpleNamespace(_block_id_to_key={}))
     assert chunks.of(b"a\0") == (b"b\0",)
     assert chunks.of(b"c\0") == (b"d\0",)
 
@@ -209,3 +209,18 @@ def state_of_simple(spill: Spill) -> Any:
     scheduler = SimpleNamespace(_lazy_mode=False)
     state.attach(scheduler, spill)
     return scheduler
+
+
+def test_a_pool_with_vllms_own_index_has_none_beside_it() -> None:
+    """As kvcached's is from vLLM 0.30 on: what is there is stored all the same."""
+    keys = (b"one", b"two")
+    pool = pool_of(*keys)
+    pool._cached_blocks.clear()
+    index = {key: SimpleNamespace(block_id=number) for number, key in enumerate(keys, 1)}
+    pool.cached_block_hash_to_block = SimpleNamespace(get_one_block=index.get)
+    spill = Spill(Store(10), pool)
+    spill.begin(blocks_of(pool))
+    assert (spill.count.missing, spill.count.partial) == (2, 0)
+    assert [one.blocks for one in spill.next()] == [(one,) for one in blocks_of(pool)]
+    del index[b"two"]
+    assert spill.plan(blocks_of(pool))["partial"] == 1

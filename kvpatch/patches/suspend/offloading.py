@@ -9,7 +9,6 @@ a request.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Container
 from types import SimpleNamespace
 from typing import Any
 
@@ -87,18 +86,18 @@ class OffloadingTier(Tier):
         return {key for key, chunk in found.items() if chunk is not None and not chunk.is_ready}
 
 
-def note(planner: Any, chunks: Chunks, there: Container[bytes]) -> None:
+def note(planner: Any, chunks: Chunks, pool: Any) -> None:
     """Note the chunks of the requests that the connector knows, as far as they are hashed.
 
     Args:
         planner: the ``OffloadingConnectorScheduler``.
         chunks: those that are known.
-        there: the keys of the blocks on the device.
+        pool: kvcached's.
     """
     from vllm.v1.kv_offload.base import make_offload_key
 
     if chunks.full:
-        chunks.forget(there)
+        chunks.forget(set(pool._block_id_to_key.values()))
         chunks.noted.clear()
     size, groups = chunks.size, planner.config.kv_group_configs
     for name, status in planner._req_status.items():
@@ -125,7 +124,7 @@ def around_store_jobs(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> di
         loads = instance._current_batch_load_jobs
         spill.counts.loaded(key for number in loads for key in instance._jobs[number].keys)
     if spill is not None and spill.chunks.size > 1:
-        note(instance, spill.chunks, spill.pool._cached_blocks)
+        note(instance, spill.chunks, spill.pool)
     if spill is not None and spill.waits:
         jobs.update(store(instance, spill))
     return jobs

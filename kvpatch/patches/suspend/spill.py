@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 
 from kvpatch.patches.suspend.chunks import Chunks
 from kvpatch.patches.suspend.counts import Counts
+from kvpatch.upstream import kvcached_api
 
 
 class Cached(NamedTuple):
@@ -208,10 +209,10 @@ class Spill:
         """Return the blocks of a chunk, if all of them are on the device."""
         found = []
         for key in self.chunks.blocks(chunk):
-            blocks = self.pool._cached_blocks.get(key)
-            if not blocks:
+            block = kvcached_api.block_of(self.pool, key)
+            if block is None:
                 return ()
-            found.append(Cached(key, next(iter(blocks))))
+            found.append(Cached(key, block))
         return tuple(found)
 
     def add(self, blocks: Iterable[Cached]) -> None:

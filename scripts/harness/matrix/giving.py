@@ -67,6 +67,7 @@ def _give(server: Served, name: str, asked: list[dict[str, Any]]) -> dict[str, A
     answer = engine.suspend(timeout=SECONDS)
     found["mapped"].append(answer.mapped)
     found["lost"], found["least"] = answer.lost, answer.limit  # the page of block 0
+    found["kept"], found["partial"] = answer.kept, answer.partial
     engine.resume()
     found["answers"].append(answers())
     full = found["mapped"][0]
@@ -90,10 +91,12 @@ def judge(found: Mapping[str, Any], plain: Mapping[str, Any]) -> dict[str, Any]:
         "rounds": len(found["answers"]),
         "tokens_from_tier": found["from_tier"],
         "pages": [full, suspended, idle],
+        "blocks": [found["kept"], found["partial"]],
     }
     right = (
         same == len(found["answers"]) == 3
         and found["lost"] == 0
+        and found["partial"] < found["kept"]  # the ends of prompts that fill no chunk
         and suspended == found["least"] < full
         and idle < full
         and found["from_tier"] > 0
