@@ -37,7 +37,8 @@ def collect(run, tmp_path):
 
 
 LANES = (
-    "unit,wheel,refusals,engine,faults,long,ascend,gpu-start,cuda,npu,versions,upstream,objects,bench"
+    "unit,wheel,refusals,engine,faults,long,ascend,gpu-start,cuda,npu,"
+    "versions,upstream,objects,bench"
 )
 
 
