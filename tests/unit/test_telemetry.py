@@ -39,6 +39,12 @@ WAIT = "import sys, time; print('here', flush=True); time.sleep(600)"
 
 
 @pytest.fixture(autouse=True)
+def no_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    """This process has none, which kvcached is asked about; it need not be installed here."""
+    monkeypatch.setattr(kvcached_api, "device_memory", lambda: None)
+
+
+@pytest.fixture(autouse=True)
 def place(tmp_path, monkeypatch):
     """A folder of pages of the test's own, and a layout that kvcached need not be asked for."""
     monkeypatch.setenv(STATUS_DIR.name, str(tmp_path))
