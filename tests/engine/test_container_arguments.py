@@ -28,7 +28,8 @@ def arguments() -> list[list[str]]:
     for document in yaml.safe_load_all((FOLDER / "two-models.yaml").read_text()):
         if document["kind"] == "Deployment":
             pod = document["spec"]["template"]["spec"]
-            given += [one["args"] for one in pod["initContainers"] + pod["containers"]]
+            servers = [*pod["initContainers"], *pod["containers"]]
+            given += [one["args"] for one in servers if one["command"] == ["vllm", "serve"]]
     spec = yaml.safe_load((FOLDER / "modelclaim.yaml").read_text())["spec"]
     claimed = ["--model", "Qwen/Qwen3-8B", "--port", "20000", "--enable-sleep-mode"]
     for name, value in spec["engineConfig"]["args"].items():

@@ -145,7 +145,7 @@ def test_a_forked_child_leaves_its_parents_memory_alone(own: Device) -> None:
     )
 
 
-@pytest.mark.parametrize("size", ["", "2", "lots", "2GB", "-1GiB"])
+@pytest.mark.parametrize("size", ["", "2", "lots", "2XB", "-1GiB"])
 def test_a_size_that_is_none_is_named(monkeypatch: pytest.MonkeyPatch, size: str) -> None:
     monkeypatch.setenv(HOST_DEVICE.name, size)
     with pytest.raises(ValueError, match="is not a size"):

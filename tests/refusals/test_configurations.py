@@ -163,7 +163,7 @@ def test_the_other_rules_on_configurations_of_vllm_itself(start_python, model):
         "canonical": "canonical_layout is set in kv_connector_extra_config",
         "pipeline": "a KV connector is configured with parallelism other than tensor parallelism",
         "engines": "data parallelism over 3 engines is configured",
-        "speculative": "a KV connector is configured with speculative decoding by ngram",
+        "speculative": "an fp8 KV cache and speculative decoding by ngram are configured together",
         "scheduler": "a KV connector is configured with the scheduler somebodys.Scheduler",
         "cache dtype": "a KV connector is configured with the KV cache dtype fp8_per_token_head",
         "external executor": "a KV connector is configured with the executor external_launcher",
