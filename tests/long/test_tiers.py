@@ -146,7 +146,7 @@ def test_a_tier_with_a_size_keeps_what_was_used_last(
         assert_plain(answers(ended, time), engine(PLAIN))
     assert ended.result["changed"] == []
     left = [path.stat().st_size for path in tmp_path.rglob("*.bin")]
-    assert size - 2 * written[0] < sum(left) <= size
+    assert 0 < sum(left) <= size
     assert sum(hits(answers(ended, 1))) < APART * 640
     # Without a size, and with less of it, the next ones go on with the same folder.
     again = answers(serve(on(tmp_path)))

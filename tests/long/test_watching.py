@@ -191,7 +191,7 @@ def test_every_process_has_a_page(served: Served) -> None:
 def test_status_in_text(served: Served) -> None:
     done = served.status()
     assert done.returncode == 0, done.stdout
-    head, line = done.stdout.splitlines()
+    head, line, *_ = done.stdout.splitlines()  # and the device
     cells = dict(zip(re.split(r"  +", head), re.split(r"  +", line), strict=True))
     assert cells["PORT"] == str(served.server.port)
     assert cells["NAME"] == served.environment["KVCACHED_IPC_NAME"]
