@@ -685,6 +685,15 @@ def test_an_extent_kept_ahead_does_not_make_an_engine_the_oldest(world: World) -
     assert set(three.keeper._asked) == {one.member.path.name}
 
 
+def asked_by(engine: Any, *others: Any) -> set[str]:
+    """Whom an engine asks that needs an extent, when the others have looked."""
+    for other in others:
+        other.turn()
+    engine.keeper.need(PER)
+    engine.turn()
+    return set(engine.keeper._asked)
+
+
 def test_who_finds_less_of_what_it_stores_gives_first(world: World) -> None:
     one, two, three = world.engine("one"), world.engine("two"), world.engine("three")
     one.store(4 * PER)
@@ -692,11 +701,7 @@ def test_who_finds_less_of_what_it_stores_gives_first(world: World) -> None:
     world.now += 10
     two.store(4 * PER)
     world.now += 10
-    for engine in (one, two):
-        engine.turn()
-    three.keeper.need(PER)
-    three.turn()
-    assert set(three.keeper._asked) == {two.member.path.name}
+    assert asked_by(three, one, two) == {two.member.path.name}
 
 
 def test_an_equal_part_is_taken_from_who_has_more_before_who_has_less(world: World) -> None:
@@ -705,11 +710,7 @@ def test_an_equal_part_is_taken_from_who_has_more_before_who_has_less(world: Wor
     world.now += 10
     two.store(6 * PER)
     world.now += 10
-    for engine in (one, two):
-        engine.turn()
-    three.keeper.need(PER)
-    three.turn()
-    assert set(three.keeper._asked) == {two.member.path.name}
+    assert asked_by(three, one, two) == {two.member.path.name}
 
 
 def test_an_engine_that_does_not_answer_is_passed_over(world: World) -> None:
@@ -760,11 +761,7 @@ def test_an_engine_that_did_not_give_is_not_asked_again_for_a_while(world: World
     assert wanted.count(first) * 0.3 <= keeping.TO_GIVE + 0.6
     assert second in wanted
     world.now += 2 * keeping.TO_GIVE
-    for engine in (one, two):
-        engine.turn()
-    three.keeper.need(PER)
-    three.turn()
-    assert set(three.keeper._asked) == first
+    assert asked_by(three, one, two) == first
 
 
 def test_a_limit_below_what_is_committed_by_a_byte_is_reached(world: World) -> None:
