@@ -15,6 +15,8 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
+from packaging.version import Version
+
 from harness import ROOT, connectors, console, provenance, releases
 from harness.cuda import emulated, environment
 from harness.engines.runs import model_of
@@ -25,6 +27,9 @@ LIMIT = 1200  # seconds of all engines of a process
 MIB = 1 << 20
 TIER = 256 * MIB  # room for all prompts
 PROMPTS = 16
+RUNNER_V2 = Version(
+    "0.28"
+)  # before it kvcached has Model Runner V1 only, and plain vLLM takes it too
 KINDS = emulated.DELAYS[1:]
 # Pages hold 1024 tokens, and none is kept in reserve: what a prompt leaves is unmapped, but for
 # the blocks of the longest, whose bytes are looked at.
@@ -103,6 +108,7 @@ def started(version: str, jobs: dict[str, Job], folder: Path, **changes: str) ->
     asked.write_text(json.dumps(jobs))
     results.unlink(missing_ok=True)
     python = emulated.made(version)
+    changes["VLLM_USE_V2_MODEL_RUNNER"] = str(int(Version(version) >= RUNNER_V2))
     given = emulated.environ(version, folder, PYTHONHASHSEED="0", **changes)
     with log.open("w") as output:
         subprocess.run(
