@@ -157,14 +157,22 @@ void install_vllm() {
 
 } // namespace emu
 
+// Boxed, as the types by which vLLM itself calls them differ by release.
+template <class Function> static void boxed(const c10::OperatorHandle &op, c10::DispatchKeySet keys, torch::jit::Stack *stack) {
+  using Kernel = typename c10::impl::WrapFunctionIntoFunctor<Function>::type;
+  static Kernel kernel;
+  c10::impl::make_boxed_from_unboxed_functor<Kernel, false>::call(&kernel, op, keys, stack);
+}
+#define BOXED(function) torch::CppFunction::makeFromBoxedFunction<&boxed<decltype(TORCH_FN(function))>>()
+
 TORCH_LIBRARY_IMPL(_C, CPU, library) {
-  library.impl("rms_norm", TORCH_FN(emu::rms_norm));
-  library.impl("fused_add_rms_norm", TORCH_FN(emu::fused_add_rms_norm));
-  library.impl("silu_and_mul", TORCH_FN(emu::silu_and_mul));
-  library.impl("rotary_embedding", TORCH_FN(emu::rotary_embedding));
+  library.impl("rms_norm", BOXED(emu::rms_norm));
+  library.impl("fused_add_rms_norm", BOXED(emu::fused_add_rms_norm));
+  library.impl("silu_and_mul", BOXED(emu::silu_and_mul));
+  library.impl("rotary_embedding", BOXED(emu::rotary_embedding));
 }
 TORCH_LIBRARY_IMPL(_C_cache_ops, CPU, library) {
-  library.impl("reshape_and_cache_flash", TORCH_FN(emu::reshape_and_cache_flash));
+  library.impl("reshape_and_cache_flash", BOXED(emu::reshape_and_cache_flash));
 }
 TORCH_LIBRARY_FRAGMENT(emu, library) {
   library.def("attend(Tensor(a!) result, Tensor query, Tensor key, Tensor value, Tensor starts, Tensor lengths, "
