@@ -1,13 +1,14 @@
 """scripts/docs: the generated documentation.
 
 From the recorded runs: kvpatch/matrix/verdicts.json, which the wheel has. From the tables of
-kvpatch: docs/patches.md, docs/support.md, docs/errors.md, docs/settings.md
-and the grid of README.md. From docs/results/balance.json: the section between the markers of
-docs/several-models.md. From the marks of the tests: docs/faults.md. From docs/results:
-docs/numbers.md and its plots, the figures of README.md and docs/index.md, what
-docs/patches.md says was seen without a row, and docs/upstream.md. From vLLM's recipes:
-docs/vllm-recipes.md and their shares in README.md. From docs/results/gpu.json, which need not be
-there: what docs/on-a-gpu.md, README.md, docs/index.md and docs/support.md say of GPUs.
+kvpatch: docs/patches.md, docs/support.md, docs/errors.md, docs/settings.md and the grid of
+README.md. From docs/results/balance.json: the section between the markers of
+docs/several-models.md. From docs/results/cuda.json: that of docs/cuda-emulator.md. From the marks
+of the tests: docs/faults.md. From docs/results: docs/numbers.md and its plots, the figures of
+README.md and docs/index.md, what docs/patches.md says was seen without a row, and docs/upstream.md.
+From vLLM's recipes: docs/vllm-recipes.md and their shares in README.md. From docs/results/gpu.json,
+which need not be there: what docs/on-a-gpu.md, README.md, docs/index.md and docs/support.md say of
+GPUs.
 """
 
 from __future__ import annotations
@@ -17,11 +18,13 @@ import sys
 from collections.abc import Iterable
 from typing import Any
 
+from packaging.version import Version
+
 from harness import ROOT, console, faults
 from harness.balancing import page as balancing
 from harness.bench import page, quoted
 from harness.gpu import page as gpu
-from harness.markdown import TEMPLATES, put, render
+from harness.markdown import RIGHT, TEMPLATES, put, render, table
 from harness.matrix import derive, npus, sharing, without, without_rows
 from harness.recipes import table as recipes
 from harness.upstream import page as upstream
@@ -39,6 +42,7 @@ from kvpatch.versions import in_words
 NAMES = {"tiering fs": "Secondary tier fs"}  # in README.md, where they are otherwise unexplained
 
 SEVERAL = "docs/several-models.md"
+EMULATED = "docs/cuda-emulator.md"
 RESULTS = "docs/results"
 VERDICTS = "kvpatch/matrix/verdicts.json"
 README, INDEX = "README.md", "docs/index.md"
@@ -128,6 +132,7 @@ def fronts(matrix: Matrix) -> dict[str, str]:
     sections = gpu.sections(results["gpu"])
     sections[README] |= {"support": grid, "recipes": recipes.section(), **figures}
     sections[INDEX] |= {"numbers": figures["numbers"]}
+    sections[EMULATED] = {"cuda": emulated()}
     made = {}
     for name, marked in sections.items():
         made[name] = (ROOT / name).read_text()
@@ -154,6 +159,32 @@ def cuda_starts() -> list[tuple[str, ...]]:
             )
         )
     return made
+
+
+def emulated() -> str:
+    """Return the table of what engines did on the emulated CUDA device, newest first."""
+    releases = json.loads((ROOT / RESULTS / "cuda.json").read_text())["releases"]
+    rows = [
+        (
+            f"{name}, vLLM {version}",
+            str(one["rounds"]),
+            str(one["wrong answers"]),
+            f"{one['restored tokens']:,}",
+            f"{one['blocks']['equal']} of {sum(one['blocks'].values())}",
+            f"{one['copies']:,}",
+            str(one["unmaps"]),
+            str(one["complaints"]),
+            str(one["start seconds"]),
+        )
+        for version in sorted(releases, key=Version, reverse=True)
+        for name, one in releases[version].items()
+        if "ended" not in one
+    ]
+    head = (
+        *("engine", "rounds", "wrong answers", "tokens from the tier", "blocks bit-equal"),
+        *("copies", "pages unmapped", "complaints", "seconds to start"),
+    )
+    return table(head, rows, RIGHT) + "\n"
 
 
 def pages(matrix: Matrix) -> dict[str, str]:

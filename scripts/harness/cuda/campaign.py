@@ -89,6 +89,7 @@ def job(folder: Path, name: str, step: str, **more: Any) -> Job:
         "prompts": prompts(),
         "max_tokens": [3 + 5 * index % 9 for index in range(PROMPTS)],
         "looked_at": 4,
+        "delays": emulated.DELAYS,
         "reset": {"reset_connector": True},
         "truth": str(folder / "truth.npz"),
         "answers": str(folder / "answers.json"),
@@ -209,13 +210,18 @@ def main() -> int:
             folder = Path(name)
             plain(version, folder)
             found = ours(version, folder, asked.engines or list(engines(folder)), rounds)
-        head = provenance.header("python -m harness.cuda.campaign RELEASE...")
-        before = json.loads(RESULT.read_text()) if RESULT.exists() else {}
-        kept = before.get("releases", {})
-        rows = kept.get(version, {}) | {name: summed(one, version) for name, one in found.items()}
+        # Each row has its own commit; the versions are those of the release's environment.
+        own = {"commit": provenance.commit()}
+        rows = {name: summed(one, version) | own for name, one in found.items()}
         wrong |= not all(map(right, rows.values()))
         print(json.dumps(rows, indent=1))
-        provenance.write(head | {"releases": kept | {version: rows}}, RESULT)
+        kept = json.loads(RESULT.read_text())["releases"] if RESULT.exists() else {}
+        head = {
+            "command": "python -m harness.cuda.campaign RELEASE...",
+            "machine": provenance.machine(),
+        }
+        result = head | {"releases": kept | {version: kept.get(version, {}) | rows}}
+        provenance.write(result, RESULT)
     return int(wrong)
 
 

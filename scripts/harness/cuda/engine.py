@@ -27,10 +27,6 @@ REST = 100  # steps in which an engine comes to rest
 STALLED = 1000  # steps in which no request ends
 FAR = 0.002  # of the numbers of a block: one token of one layer is 0.008
 
-
-DELAYS = ("none", "random", "copies last", "compute last")
-
-
 # What runs in workers.
 
 
@@ -54,9 +50,9 @@ def counts(worker: Any) -> dict[str, int]:
     return {name: device().emu_count(index) for index, name in enumerate(names)}
 
 
-def delay(worker: Any, kind: str, seed: int) -> None:
-    """Let the work of a worker's device be late in one of the ways of ``DELAYS``."""
-    device().emu_delay(DELAYS.index(kind), seed)
+def delay(worker: Any, kind: int, seed: int) -> None:
+    """Let the work of a worker's device be late, in one of the ways that ``work.h`` has."""
+    device().emu_delay(kind, seed)
 
 
 def wait(worker: Any) -> None:
@@ -209,7 +205,7 @@ def offloaded(stage: Stage) -> dict[str, Any]:
     for kind, seed in job["rounds"]:
         begun, before = time.monotonic(), [len(one) for one in every(complaints)]
         stage.reset(**job["reset"])
-        every(delay, args=(kind, seed))
+        every(delay, args=(job["delays"].index(kind), seed))
         first = stage.ask(job["prompts"], job["max_tokens"])
         stage.reset()
         second = stage.ask(job["prompts"], job["max_tokens"])
