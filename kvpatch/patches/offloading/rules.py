@@ -326,12 +326,9 @@ def _other_keys(config: Any, facts: Facts) -> list[str]:
 
 
 def _spreads_experts(config: Any, facts: Facts) -> bool:
-    """Return whether ranks divide experts among them; one rank alone has all of them."""
+    """Return whether ranks divide experts among them; of several engines KVP374 says it."""
     parallel = config.parallel_config
-    return (
-        getattr(parallel, "enable_expert_parallel", False)
-        and parallel.tensor_parallel_size * parallel.data_parallel_size > 1
-    )
+    return getattr(parallel, "enable_expert_parallel", False) and parallel.tensor_parallel_size > 1
 
 
 def _never_set(config: Any) -> list[str]:
