@@ -13,6 +13,7 @@ import os
 import re
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
+from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -98,8 +99,14 @@ def every(environment: Mapping[str, str] = os.environ) -> list[Verdict]:
         try:
             found.append(read(path))
         except (OSError, ValueError) as error:
-            log.warning("kvpatch: the verdict %s is not used: %s", path, error)
+            _say_once(f"the verdict {path} is not used: {error}")
     return found
+
+
+@cache
+def _say_once(sentence: str) -> None:
+    """Log a sentence, however often a process reads the verdicts."""
+    log.warning("kvpatch: %s", sentence)
 
 
 def files(environment: Mapping[str, str] = os.environ) -> Iterator[Path]:
@@ -140,8 +147,12 @@ def read(path: Path) -> Verdict:
         )
         texts = (verdict.word, verdict.combination["device"], *verdict.command)
         parts = [verdict.combination[name] for name in ("versions", "code", "model", "flags")]
-    except (KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise ValueError(f"it is no verdict ({error!r})") from error
+    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+        raise ValueError("it is not JSON") from error
+    except KeyError as error:
+        raise ValueError(f"it is no verdict, and lacks {error}") from error
+    except (TypeError, AttributeError, RecursionError) as error:
+        raise ValueError(f"it is no verdict ({error})") from error
     if (
         not re.fullmatch(r"\d{4}-\d\d-\d\d", str(verdict.date))
         or not all(isinstance(one, str) for one in texts)

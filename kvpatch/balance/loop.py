@@ -136,8 +136,7 @@ class Balance:
         groups: dict[str, list[str]] = {}
         for name, one in self.found.items():
             groups.setdefault(one.device, []).append(name)
-        names = [name for one in self.found.values() for name in (one.engine.name, *one.models)]
-        for name in self.options.unused(names):
+        for name in self.unknown():
             notes.add(("", f"no engine is called {name}"))
         for device, members in groups.items():
             why_not = _why_not(device, groups)
@@ -148,6 +147,11 @@ class Balance:
         for note in sorted(notes - self._notes):
             self._say(note[0], "note", note[1])
         self._notes = notes
+
+    def unknown(self) -> list[str]:
+        """Return the names that have settings, and are of no engine of the last look."""
+        names = [name for one in self.found.values() for name in (one.engine.name, *one.models)]
+        return self.options.unused(names)
 
     def _balance(self, device: str) -> tuple[str, ...]:
         """Balance the engines of one device; return what is to be noted."""

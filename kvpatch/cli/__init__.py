@@ -73,6 +73,9 @@ def parser(configured: Collection[Command]) -> argparse.ArgumentParser:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line; return its exit code."""
     words = list(sys.argv[1:] if arguments is None else arguments)
+    if not words:
+        parser(()).print_help(sys.stderr)
+        return 2
     wanted = [command for command in COMMANDS if command.name in words[:1]]
     options = parser(wanted).parse_args(words)
     (chosen,) = (command for command in COMMANDS if command.name == options.command)

@@ -64,7 +64,8 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.epilog = (
         "NAME is an engine's kvcached name, the name of its model, or * for all without an own "
         "setting. Ends 0 when it is interrupted, and every engine keeps the limit that it has; 1 "
-        "when another balance of this user runs, or a setting cannot be used."
+        "when another balance of this user runs, or a dry run met no engine of a NAME; 2 when a "
+        "setting cannot be used."
     )
 
 
@@ -96,15 +97,15 @@ def run(options_: argparse.Namespace) -> int:
         balance = loop.Balance(read(options_), tell, dry=options_.dry_run)
         if options_.dry_run:
             balance.run(stop, options_.rounds or 1)
-        else:
-            with loop.alone():
-                if options_.restore:
-                    return restore(tell)
-                balance.run(stop, options_.rounds)
-            leave(balance.found, tell)
+            return 1 if balance.unknown() else 0
+        with loop.alone():
+            if options_.restore:
+                return restore(tell)
+            balance.run(stop, options_.rounds)
+        leave(balance.found, tell)
     except (Wrong, loop.Busy, private.Unsafe) as error:
         print(f"kvpatch balance: {error}", file=sys.stderr)
-        return 1
+        return 2 if isinstance(error, Wrong) else 1
     except OSError as error:
         if isinstance(error, BrokenPipeError):
             raise

@@ -25,9 +25,10 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """List the leftovers or remove them; return the exit code."""
-    found = list(leftovers.find(leftovers.KINDS))
+    kinds = (*leftovers.KINDS, leftovers.LOGS)
+    found = list(leftovers.find(kinds))
     # Once more: an engine may have started since the first look.
-    still = {one.path for one in leftovers.find(leftovers.KINDS) if one.sure} if options.yes else ()
+    still = {one.path for one in leftovers.find(kinds) if one.sure} if options.yes else ()
     gone: list[leftovers.Leftover] = []
     failed: list[str] = []
     for leftover in found:

@@ -15,16 +15,23 @@ HEAD = (
     *("DEVICE", "MAPPED", "RESERVED", "HELD", "LIMIT", "TIER", "STORE/s", "LOAD/s"),
     *("HITS dev/tier/new", "STEP"),
 )
+# What is left out first where a terminal is too narrow.
+LESS = ("STEP", "RESERVED", "HELD", "STORE/s", "LOAD/s", "PORT", "TIER", "HITS dev/tier/new")
 SHOWN = 600.0  # seconds for which an engine that has ended is mentioned
 _NONE = "-"
 
 
-def table(seen: list[Seen]) -> str:
-    """Return the engines as a table, and below it what does not run as it should."""
+def table(seen: list[Seen], width: int | None = None) -> str:
+    """Return the engines as a table, and below it what does not run as it should.
+
+    Args:
+        seen: the processes.
+        width: characters of a line of the terminal; None for none, as of a pipe.
+    """
     engines = [one for one in seen if is_shown(one)]
     parts = []
     if engines:
-        parts.append(columns([HEAD, *(row(one) for one in engines)]))
+        parts.append(fitting([HEAD, *(row(one) for one in engines)], width))
     parts += device_lines(engines)
     parts += disk_errors(engines)
     # A running process without an engine is a part of one.
@@ -45,6 +52,22 @@ def table(seen: list[Seen]) -> str:
             name = printable(_engine(one).get("pool") or _NONE)
             parts.append(f"{printable(one.line)}: {name}")
     return "\n".join(parts)
+
+
+def fitting(lines: list[tuple[str, ...]], width: int | None) -> str:
+    """Return the table with as many of its columns as a terminal has room for."""
+    left_out: list[str] = []
+    text = columns(lines)
+    for name in LESS if width is not None else ():
+        if max(map(len, text.splitlines())) <= width:  # type: ignore[operator]
+            break
+        left_out.append(name)
+        kept = [n for n, head in enumerate(HEAD) if head not in left_out]
+        text = columns(tuple(line[n] for n in kept) for line in lines)
+    if left_out:
+        names = ", ".join(name.partition(" ")[0] for name in left_out)
+        text += f"\n(this terminal is too narrow for {names}; kvpatch status | cat has all)"
+    return text
 
 
 def device_lines(engines: list[Seen]) -> list[str]:

@@ -12,14 +12,17 @@ from kvpatch.control import Engine
 from kvpatch.control.client import every
 from kvpatch.sizes import readable
 from kvpatch.telemetry.printable import printable
+from kvpatch.telemetry.reader import state_of
 
-HEAD = ("name", "pid", "model", "phase", "mapped", "limit", "runs", "waits")
+HEAD = ("PID", "NAME", "MODEL", "STATE", "RUN", "WAIT", "MAPPED+RESERVED", "LIMIT")
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
     """Add the options."""
     parser.add_argument("--json", action="store_true", help="print the list as JSON")
-    parser.epilog = "Ends 1 when no engine of this user listens."
+    parser.epilog = (
+        "The words are those of kvpatch status. Ends 1 when no engine of this user listens."
+    )
 
 
 def run(options: argparse.Namespace) -> int:
@@ -47,13 +50,13 @@ def line(engine: Engine) -> tuple[str, ...]:
     """Return an engine's line, nothing of which reaches the terminal but text."""
     said = engine.said
     cells = (
-        engine.name,
         str(said.get("pid", "")),
+        engine.name,
         ", ".join(engine.models),
-        engine.phase,
-        readable(int(said.get("mapped", 0))),
-        readable(int(said.get("limit", 0))),
+        state_of(engine.phase).value,
         str(said.get("running", "")),
         str(said.get("waiting", "")),
+        readable(int(said.get("mapped", 0))),
+        readable(int(said.get("limit", 0))),
     )
     return tuple(map(printable, cells))

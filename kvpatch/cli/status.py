@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import shutil
 import sys
 import time
 from collections.abc import Iterator
@@ -40,7 +41,8 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.epilog = (
         "Without options: a line per engine. DEVICE is all that the device is charged for: mapped, "
         "reserved ahead and kvcached's zero page; HELD is a part of mapped; STORE/s and LOAD/s are "
-        "bytes to the tier and back; HITS are the sources of prompt tokens. Ends 0 when an engine "
+        "bytes to the tier and back; HITS are the sources of prompt tokens; a narrow terminal gets "
+        "fewer columns. Ends 0 when an engine "
         "runs, and everything that can be seen from here does; else 1. An engine that ended with "
         "its server is no fault."
     )
@@ -103,7 +105,8 @@ def overview(seen: list[Seen]) -> str:
     """Return the status as a table, and the refusals of the last minutes."""
     now = time.time()
     recent = [one for one in refusals.recent() if now - one["at"] < RECENT]
-    blocks = [table(seen) or (running(seen) if seen else nothing()), *last_refusals(recent)]
+    width = shutil.get_terminal_size().columns if sys.stdout.isatty() else None
+    blocks = [table(seen, width) or (running(seen) if seen else nothing()), *last_refusals(recent)]
     return "\n".join(blocks)
 
 

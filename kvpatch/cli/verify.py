@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import shlex
+import shutil
 import signal
 import sys
 import tempfile
@@ -65,6 +66,10 @@ def run(options: argparse.Namespace) -> int:
     if not command:
         print("kvpatch verify: no command was given; put it after --")
         return 2
+    environment = cli.operator_environment()
+    if shutil.which(command[0], path=environment.get("PATH")) is None:
+        print(f"kvpatch verify: there is no command {command[0]} on PATH; activate its environment")
+        return 2
     folder = options.logs or Path(tempfile.mkdtemp(prefix="kvpatch-verify-"))
     folder.mkdir(parents=True, exist_ok=True)
     if any(folder.iterdir()):
@@ -79,12 +84,12 @@ def run(options: argparse.Namespace) -> int:
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # and not without ending the command
     if probe.needed():
         say("vllm-ascend is installed: first what kvpatch needs to know of the NPU")
-        if probe.run(cli.operator_environment(), options.verdicts):
+        if probe.run(environment, options.verdicts):
             print("kvpatch verify: not started: the probe was not right")
             return CODES["unfinished"]
     chosen = running.Options(
         command=command,
-        environment=cli.operator_environment(),
+        environment=environment,
         folder=folder.absolute(),
         plain=options.plain,
         start_seconds=options.start_seconds,

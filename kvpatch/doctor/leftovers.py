@@ -64,6 +64,8 @@ KINDS = (
     Kind(TMP, "kvcached-tp-*", "kvcached's sockets"),
     Kind(TMP, "kvpatch-refusal-*", "a refusal on its way", pid=r"^kvpatch-refusal-(\d+)-"),
 )
+# No engine's, so that doctor says nothing of them.
+LOGS = Kind(TMP, "kvpatch-verify-*", "logs of kvpatch verify")
 
 
 @dataclass(frozen=True)

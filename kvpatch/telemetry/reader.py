@@ -58,6 +58,11 @@ _PHASES = {  # of ``suspension.Phase``
 }
 
 
+def state_of(phase: str) -> State:
+    """Return what the state of an engine is called while a verb is at ``phase``."""
+    return _PHASES.get(phase, State.RUNS)
+
+
 class Seen(NamedTuple):
     """One process, as far as this user can see it.
 

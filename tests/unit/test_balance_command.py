@@ -167,6 +167,23 @@ def test_a_dry_run_looks_once(
     assert [one.limit for one in pair] == [300 * MIB, 700 * MIB]
 
 
+def test_a_dry_run_ends_1_for_a_name_that_is_of_no_engine(
+    pair: tuple[Engine, Engine], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main(["balance", "--dry-run", "--floor", "typo=1MiB"]) == 1
+    assert "no engine is called typo" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("given", ["chat=abc", "chat"])
+def test_a_floor_that_cannot_be_used_is_a_mistake_of_use(given: str) -> None:
+    """The first of the two ended 1."""
+    try:
+        code = cli.main(["balance", "--floor", given])
+    except SystemExit as ended:
+        code = ended.code  # type: ignore[assignment]
+    assert code == 2
+
+
 def test_a_dry_run_beside_a_balance_sets_nothing(
     pair: tuple[Engine, Engine], capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -507,7 +524,7 @@ def test_a_file_that_cannot_be_used_is_refused_with_a_sentence(
 ) -> None:
     path = tmp_path / "balance.toml"
     path.write_text(text)
-    assert cli.main(["balance", "--config", str(path), "--rounds", "1"]) == 1
+    assert cli.main(["balance", "--config", str(path), "--rounds", "1"]) == 2
     error = capsys.readouterr().err
     assert why in error
     assert len(error.splitlines()) == 1

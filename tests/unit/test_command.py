@@ -37,10 +37,18 @@ finally:
         assert command.help in done.out
 
 
-def test_nothing_asked_for_is_a_mistake_of_use(run):
+def test_nothing_asked_for_is_answered_with_the_help(run):
     done = run(sys.executable, "-m", "kvpatch")
     assert done.code == 2
-    assert "COMMAND" in done.err
+    assert all(command.help in done.err for command in cli.COMMANDS)
+
+
+def test_verify_of_a_command_that_is_not_there_leaves_nothing(monkeypatch, capsys, tmp_path):
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert cli.main(["verify", "--", "vllm", "serve", "x"]) == 2
+    assert "there is no command vllm on PATH" in capsys.readouterr().out
+    assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.parametrize("command", cli.COMMANDS, ids=lambda command: command.name)

@@ -23,6 +23,7 @@ from suspend_world import PAGE, World, worlds
 
 from kvpatch import balance, claims, cli, control, private, state
 from kvpatch.balance.options import Options
+from kvpatch.cli import listing
 from kvpatch.control import client, protocol
 from kvpatch.patches.suspend import queue as handing
 from kvpatch.patches.suspend import server
@@ -587,8 +588,10 @@ def test_an_engine_that_ends_meanwhile_is_said(engine: Running) -> None:
 def test_the_commands(engine: Running, capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["list"]) == 0
     said = capsys.readouterr().out
-    assert "chat-pool" in said
-    assert "runs" in said
+    head, line = said.splitlines()[:2]
+    assert head.split() == [*listing.HEAD]
+    assert line.split()[1:4] == ["chat-pool", "chat,", "alias"]
+    assert "runs" in line
     assert cli.main(["suspend", "chat", "--plan"]) == 0
     assert "chat-pool: 12 of 12 blocks would be kept" in capsys.readouterr().out
     assert cli.main(["suspend", "chat", "--timeout", "60"]) == 0

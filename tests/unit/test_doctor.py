@@ -609,6 +609,7 @@ def left_behind(kind, monkeypatch):
     sockets = kind._replace(pattern="kvcached-tp-*", what="kvcached's sockets")
     pool = leftovers.KINDS[0]._replace(folder=kind.folder)
     monkeypatch.setattr(leftovers, "KINDS", (kind, sockets, pool))
+    monkeypatch.setattr(leftovers, "LOGS", leftovers.LOGS._replace(folder=kind.folder))
     (kind.folder / "vllm_offload_1.mmap").write_bytes(b"x" * 8192)
     (kind.folder / "kvcached-tp-x").mkdir()
     (kind.folder / "kvcached-tp-x/w0.sock").write_bytes(b"")
@@ -630,6 +631,17 @@ def test_clean_lists_and_removes_only_when_told(left_behind, capsys):
     assert cli.main(["clean", "--yes", "--json"]) == 0
     (entry,) = json.loads(capsys.readouterr().out)["leftovers"]
     assert (entry["sure"], entry["removed"]) == (False, False)
+
+
+def test_clean_has_the_logs_of_verify_and_doctor_does_not(left_behind, capsys):
+    logs = left_behind / "kvpatch-verify-x"
+    logs.mkdir()
+    os.utime(logs, (1, 1))
+    assert cli.main(["clean"]) == 0
+    assert f"{logs}\n" in capsys.readouterr().out
+    assert not any("verify" in finding.what for finding in leftovers.check(leftovers.KINDS))
+    assert cli.main(["clean", "--yes"]) == 0
+    assert not logs.exists()
 
 
 @pytest.mark.parametrize("why", ["in use", "container", "another user"])

@@ -96,6 +96,21 @@ def test_an_engine_is_one_line(capsys):
     assert (unit, ago) == ("s", "ago")
 
 
+@pytest.mark.parametrize("width", [100, 140])
+def test_a_terminal_gets_the_columns_that_fit(width, capsys, monkeypatch):
+    """On 140 columns the head of the last one was cut."""
+    publish(os.getpid(), engine=engine(), beats=True)
+    monkeypatch.setattr("sys.stdout.isatty", lambda: True)
+    monkeypatch.setenv("COLUMNS", str(width))
+    _, text = out(capsys)
+    head, line, left_out = text.splitlines()
+    assert max(len(head), len(line)) <= width
+    assert {"PID", "NAME", "STATE", "WAIT", "DEVICE", "LIMIT"} <= set(head.split())
+    assert "STEP" not in head
+    assert left_out.startswith("(this terminal is too narrow for STEP")
+    assert len(head.split()) == len(line.replace(" MiB", "").split()) or "HITS" in head
+
+
 def test_every_page_that_the_device_is_charged_for_is_counted():
     """Mapped and reserved were 48 MiB, the host device's ledger said 56: the zero page."""
     assert engines.charged(engine()) == (5 + 1 + 1) * (8 << 20)

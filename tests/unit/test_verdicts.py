@@ -107,6 +107,22 @@ def test_a_verdict_of_an_earlier_kvpatch_holds_for_nothing_and_doctor_says_why(t
     assert finding.remedy == "remove it, and verify its command again"
 
 
+@pytest.mark.parametrize(
+    ("text", "why"),
+    [("{bad", "it is not JSON"), ("{}", "it is no verdict, and lacks 'format'")],
+)
+def test_what_a_file_lacks_is_said_once_and_in_words(tmp_path, caplog, text, why):
+    here = {VERDICTS.name: str(tmp_path), "XDG_DATA_HOME": str(tmp_path / "none")}
+    path = tmp_path / "broken.json"
+    path.write_text(text)
+    assert verdicts.every(here) == verdicts.every(here) == []
+    assert [one.getMessage() for one in caplog.records] == [
+        f"kvpatch: the verdict {path} is not used: {why}"
+    ]
+    (finding,) = verified.check(here)
+    assert finding.what == f"{path} is not used: {why}"
+
+
 def test_nested_text_is_no_verdict(tmp_path):
     path = tmp_path / "deep.json"
     path.write_text("[" * 200_000)
