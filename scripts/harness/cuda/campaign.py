@@ -23,7 +23,7 @@ from harness.engines.runs import model_of
 
 RESULT = ROOT / "docs/results/cuda.json"
 INSIDE = Path(__file__).with_name("engine.py")
-LIMIT = 1200  # seconds of all engines of a process
+LIMIT = 3600  # seconds of all engines of a process
 MIB = 1 << 20
 TIER = 256 * MIB  # room for all prompts
 PROMPTS = 16
