@@ -387,6 +387,19 @@ def test_a_vllm_command_of_another_interpreter(tmp_path, prefix):
     assert finding.level is Level.OK
 
 
+def test_a_vllm_command_whose_interpreter_this_user_cannot_see(tmp_path, monkeypatch):
+    """Its link led into a home that this user cannot enter, and doctor ended with a traceback."""
+    command = tmp_path / "vllm"
+    command.write_text(f"#!{sys.executable}\n")
+    command.chmod(0o755)
+
+    def denied(path):
+        raise PermissionError(path)
+
+    monkeypatch.setattr(Path, "exists", denied)
+    assert machine.check_command({"PATH": str(tmp_path)}) == []
+
+
 # The environment
 
 
