@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from types import ModuleType
 from typing import TYPE_CHECKING
 
-from kvpatch.logs import log
+from kvpatch.logs import debug_if_asked, log
 from kvpatch.patch import AppliedPatch, Outcome
 from kvpatch.telemetry import publisher
 from kvpatch.verdicts import Verified
@@ -116,6 +116,7 @@ class Record:
         """
         if not self.said_here():
             self.said_by = os.getpid()
+            debug_if_asked()  # from 0.31 vLLM configures logging again, with its arguments
             if "engine-core" in self.roles:
                 log.info("%s", self.short())
             log.debug("%s", self.line())

@@ -96,8 +96,9 @@ def _read(index: int) -> bytes:
     path = ledger_path(index)
     if not os.path.lexists(path):
         return b""
+    # Without the lock, as one read of slots that are each written in place: kvcached's extension
+    # waits for it while it holds the GIL, which a thread that has the lock needs to go on.
     with private.opened(path, closed=False) as file:
-        fcntl.flock(file, fcntl.LOCK_SH)
         return os.pread(file, _HEADER.size + _SLOTS * _SLOT.size, 0)
 
 

@@ -119,6 +119,8 @@ def test_a_model_with_fp8_blocks_fills_a_page_of_k_where_k_and_v_are_apart(tmp_p
 
     assert heads("0.26.0", "fp8") == 2 * heads("0.27.0", "fp8")
     assert heads("0.26.0", "none") == heads("0.27.0", "fp8")
+    assert heads("0.27.0", "fp8 + several ranks") == 2 * heads("0.27.0", "fp8")
+    assert heads("0.26.0", "fp8 + several ranks") == cells.HEADS
 
 
 def test_a_rank_of_a_hybrid_model_has_as_large_a_block_as_one_alone(asked):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import fcntl
 import os
 import stat
 import subprocess
@@ -112,6 +113,18 @@ def test_another_users_ledger_is_not_read(device, monkeypatch):
     monkeypatch.setattr(os, "geteuid", lambda: os.getuid() + 1)
     with pytest.raises(private.Unsafe, match=f"{path} belongs to "):
         ledger.usage()
+
+
+def test_reading_takes_no_lock(device, extension, monkeypatch):
+    """The extension waits for the lock with the GIL, which a reader with the lock needs."""
+    assert extension() == 0
+
+    def flock(file, kind):
+        raise AssertionError("locked")
+
+    monkeypatch.setattr(fcntl, "flock", flock)
+    assert ledger.usage() == {}
+    assert ledger.memory() == (ledger.device_size(), ledger.device_size())
 
 
 def test_the_hold_on_copies_is_closed_to_others(device, monkeypatch):

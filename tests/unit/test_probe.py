@@ -360,7 +360,7 @@ def verifying(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, status: int | Non
 
     monkeypatch.setattr(verify.running, "run", running)
     monkeypatch.setattr(verify.signal, "signal", lambda *given: None)
-    options = argparse.Namespace(words=["--", "vllm", "serve"], logs=tmp_path / "logs")
+    options = argparse.Namespace(words=["--", sys.executable, "serve"], logs=tmp_path / "logs")
     options.plain, options.start_seconds, options.verdicts = True, 1.0, None
     with suppress(KeyboardInterrupt):
         ran.append(verify.run(options))

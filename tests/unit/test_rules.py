@@ -517,6 +517,14 @@ CASES: dict[str, tuple[list[dict[str, Any]], str]] = {
         [chunks(cache_policy_module_path=1), chunks(cache_policy_module_path=1) | V2_OF_32],
         "cache_policy_module_path is set in kv_connector_extra_config",
     ),
+    "KVP389": (
+        [TWO_RANKS | {"parallel_config__enable_expert_parallel": True}],
+        "a KV connector is configured with expert parallelism over several ranks",
+    ),
+    "KVP390": (
+        [{"parallel_config__enable_dbo": True}],
+        "a KV connector is configured, and enable_dbo is set",
+    ),
     "KVP336": (
         [tier(64, shm=2), tier(64, shm=2, container=None)],
         "the CPU tier takes 64.0 GiB and /dev/shm has 2.0 GiB free",

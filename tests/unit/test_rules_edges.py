@@ -28,7 +28,7 @@ from test_rules import (
 from kvpatch import admitted, rules
 from kvpatch.environ import HOST_DEVICE
 from kvpatch.patches.kvcached_compat.rules import runs_v2
-from kvpatch.patches.offloading.rules import has_tiers
+from kvpatch.patches.offloading.rules import NEVER_SET, has_tiers
 from kvpatch.patches.simple_offload.rules import RULES as SIMPLE_RULES
 from kvpatch.rules import Rule
 from kvpatch.versions import Span
@@ -462,3 +462,38 @@ def test_ranks_on_several_machines(connector: bool) -> None:
     # Engines of data parallelism, of which each is on one.
     one_each = {"parallel_config__nnodes": 2, "parallel_config__nnodes_within_dp": 1}
     assert code(connector=connector, **one_each) is None
+
+
+# What no engine ran with
+
+
+def test_experts_of_one_rank_are_all_of_them() -> None:
+    experts = {"parallel_config__enable_expert_parallel": True}
+    ranks = {"parallel_config__world_size": 2, "parallel_config__tensor_parallel_size": 2}
+    assert code(**experts) is None
+    assert code(**experts | ranks) == "KVP389"
+    assert code(connector=False, **experts | ranks) is None
+
+
+def _breaks(made: SimpleNamespace, code: str) -> bool:
+    found = rules.refusals(made, facts(**made.machine), RULES)
+    return code in {one.code for one in found}
+
+
+@pytest.mark.parametrize("path", NEVER_SET)
+def test_a_field_that_no_engine_ran_with(path: str) -> None:
+    section, _, name = path.partition(".")
+    method = {"method": "eagle"} if section == "speculative_config" else {}
+    made = config(machine__vllm="0.33.0")
+    owner = getattr(made, section, None) or SimpleNamespace(**method)
+    setattr(made, section, owner)
+    assert _breaks(made, "KVP390") is False
+    setattr(owner, name, True)
+    assert _breaks(made, "KVP390") is True
+
+
+@pytest.mark.parametrize(
+    ("role", "refused"), [("kv_both", False), ("kv_producer", True), ("kv_consumer", True)]
+)
+def test_a_connector_that_only_stores_or_loads(role: str, refused: bool) -> None:
+    assert code(kv_transfer_config__kv_role=role) == ("KVP390" if refused else None)

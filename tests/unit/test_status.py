@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import subprocess
 import sys
@@ -10,6 +11,7 @@ import pytest
 from packaging.version import Version
 
 import kvpatch
+from kvpatch.logs import log
 from kvpatch.patch import Outcome
 from kvpatch.status import Record
 from kvpatch.verdicts import Verified
@@ -82,6 +84,16 @@ def test_an_engine_says_it_in_160_characters_and_the_others_to_who_looks_for_a_f
         "16 features; KV layout BLHNC; KV on elastic memory: yes; verified here on 2026-11-22"
     )
     assert sum(one.levelname == "DEBUG" for one in caplog.records) == 3
+
+
+def test_it_is_said_though_vllm_has_configured_logging_since(capsys, monkeypatch):
+    monkeypatch.setenv("KVPATCH_LOG", "debug")
+    monkeypatch.setattr(log, "handlers", [])  # as vLLM's configuration leaves them
+    monkeypatch.setattr(log, "level", logging.NOTSET)
+    said = record()
+    said.roles = ["frontend"]
+    said.say()
+    assert said.line() in capsys.readouterr().err
 
 
 FORKING = """

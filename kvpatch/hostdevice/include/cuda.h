@@ -390,7 +390,8 @@ private:
         munmap(at, sizeof(Ledger));
       }
     }
-    close(fd); // drops the lock
+    flock(fd, LOCK_UN); // a child forked meanwhile has the descriptor too
+    close(fd);
     return status;
   }
 

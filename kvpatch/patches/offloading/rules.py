@@ -8,8 +8,8 @@ from kvpatch import admitted, distributions
 from kvpatch.patches.offloading import memory_rules, place
 from kvpatch.rules import Rule
 from kvpatch.supported import FP8, in_ranges, is_validated, release_of, validated
-from kvpatch.upstream import connectors
-from kvpatch.versions import Facts, Span
+from kvpatch.upstream import combination, connectors
+from kvpatch.versions import Facts, Span, in_words
 
 VALIDATED_CONNECTORS = (connectors.OFFLOADING, connectors.SIMPLE)
 # Connectors that may be inside a MultiConnector, each of them once.
@@ -47,6 +47,21 @@ WINDOWS_IN_PARTS = Span("0", "0.33")
 # Keys of kv_connector_extra_config that no engine ran with, and what is in the table of what ran.
 OTHER_KEYS = ("backpressure", "cache_policy_module_path")
 SELF_DESCRIBING = "self-describing events"
+
+# Fields of vLLM's configuration that change the KV cache, what is found in it, or the order of
+# steps, and that no engine ran with.
+NEVER_SET = (
+    # A step's batch in parts, on two threads.
+    *("parallel_config.enable_dbo", "parallel_config.ubatch_size"),
+    "cache_config.kv_sharing_fast_prefill",
+    # Where the prefix cache has hits, and what it keeps for them.
+    *("cache_config.prefix_match_unit", "cache_config.prefix_cache_retention_interval"),
+    *("cache_config.enable_mamba_shared_prefix_checkpoint", "cache_config.use_replayssm"),
+    "speculative_config.disable_eagle_block_drop",
+    "speculative_config.disable_lookahead_block_hashes",
+    "speculative_config.num_speculative_tokens_per_batch_size",
+    "ec_transfer_config.ec_connector",
+)
 
 ROUND_TRIP = "it has not been validated by a store and load round trip"
 
@@ -308,6 +323,21 @@ def _other_keys(config: Any, facts: Facts) -> list[str]:
     if not admitted.ran_with(SELF_DESCRIBING, facts.vllm, ways):
         keys += ["self_describing_kv_events"] * _describes_events(config)
     return keys
+
+
+def _spreads_experts(config: Any, facts: Facts) -> bool:
+    """Return whether ranks divide experts among them; of several engines KVP374 says it."""
+    parallel = config.parallel_config
+    return getattr(parallel, "enable_expert_parallel", False) and parallel.tensor_parallel_size > 1
+
+
+def _never_set(config: Any) -> list[str]:
+    """Return the fields of vLLM's configuration that are set and that no engine ran with."""
+    found = [path for path in NEVER_SET if combination.settings(config, [path])[path]]
+    # vLLM waits with the blocks of a request that ended for steps in flight if it also loads.
+    if getattr(config.kv_transfer_config, "kv_role", None) not in (None, "kv_both"):
+        found.append("kv_transfer_config.kv_role")
+    return [path.rpartition(".")[2] for path in found]
 
 
 def _describes_events(config: Any) -> bool:
@@ -627,6 +657,25 @@ RULES = (
         ),
         "with that key the connector is not validated on this release",
         "remove it",
+    ),
+    Rule(
+        "KVP389",
+        "offloading with expert parallelism over several ranks",
+        _spreads_experts,
+        "a KV connector is configured with expert parallelism over several ranks",
+        "no engine has validated it: plain vLLM 0.32.0 ends there on a CPU in a fault of its "
+        "kernel (cpu_fused_moe)",
+        "remove --enable-expert-parallel: ranks then divide each expert among them",
+    ),
+    Rule(
+        "KVP390",
+        "offloading with "
+        + in_words([f"`{path.rpartition('.')[2]}`" for path in NEVER_SET])
+        + ", or a `kv_role` other than `kv_both`",
+        lambda config, facts: bool(_never_set(config)),
+        lambda config, facts: f"a KV connector is configured, and {_never_set(config)[0]} is set",
+        "with that setting no KV connector is validated",
+        "leave it at vLLM's default (for kv_role, set kv_both)",
     ),
     *memory_rules.RULES,
 )

@@ -148,12 +148,14 @@ def ours(
 def of_nvidia(libraries: list[str], version: str) -> list[str]:
     """Return those of the libraries of a process that are NVIDIA's own: none may be."""
     names = ("libcudart", "libcuda.", "libnvidia", "libcublas", "libcudnn", "libnccl", "libnvrtc")
-    here = (str(emulated.device_of(version)), str(environment.site_of(version)))
-    real = str(environment.site_of(version) / "nvidia/cu13/lib/libcudart.so.13")
+    site = environment.site_of(version).resolve()
+    here = (str(emulated.device_of(version).resolve()), str(site))
+    real = str(site / "nvidia/cu13/lib/libcudart.so.13")
+    found = {one: str(Path(one).resolve()) for one in libraries}
     return [
         one
-        for one in libraries
-        if one == real or (Path(one).name.startswith(names) and not one.startswith(here))
+        for one, path in found.items()
+        if path == real or (Path(one).name.startswith(names) and not path.startswith(here))
     ]
 
 

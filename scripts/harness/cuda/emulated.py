@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
@@ -24,6 +25,8 @@ from harness.cuda import device, environment
 from harness.cuda.device import build
 
 MODULES = {"serve": "vllm.entrypoints.cli.main", "kvpatch": "kvpatch"}
+# The caller's own settings; KVPATCH is the harness's, which runs without kvpatch.
+_OF_CALLER = ("KVPATCH_", "KVCACHED_", "VLLM_")
 DELAYS = ("none", "random", "copies last", "compute last")
 
 
@@ -84,17 +87,15 @@ def complaints_of(folder: Path) -> Path:
     return folder / "complaints"
 
 
-def run(version: str, words: list[str], environment_of: Mapping[str, str]) -> int:
+def run(python: Path, words: list[str], environment_of: Mapping[str, str]) -> int:
     """Run ``serve``, ``kvpatch`` or a Python program of an environment; return its exit status."""
     first, *rest = words
     command = ["-m", MODULES[first]] if first in MODULES else [first]
     given = words if first == "serve" else rest
-    with subprocess.Popen([made(version), "-P", *command, *given], env=environment_of) as process:
-        while True:
-            try:
-                return process.wait()
-            except KeyboardInterrupt:
-                continue  # it has had the same signal, and ends in its own way
+    signal.signal(signal.SIGINT, lambda *_: None)  # it has the same, and ends in its own way
+    with subprocess.Popen([python, "-P", *command, *given], env=environment_of) as process:
+        signal.signal(signal.SIGTERM, lambda *_: process.terminate())
+        return process.wait()
 
 
 def main() -> int:
@@ -105,6 +106,7 @@ def main() -> int:
     parser.add_argument(
         "--delays", default="none:0", metavar="KIND:SEED", help=f"one of {', '.join(DELAYS)}"
     )
+    parser.add_argument("--plain", action="store_true", help="without kvpatch and kvcached")
     parser.add_argument("words", nargs="...", metavar="serve MODEL ... | kvpatch ... | FILE ...")
     asked = parser.parse_args()
     if not asked.words:
@@ -112,13 +114,14 @@ def main() -> int:
     kind, _, seed = asked.delays.partition(":")
     if kind not in DELAYS:
         parser.error(f"{kind} is none of {', '.join(DELAYS)}")
-    made(asked.vllm)
+    python = made(asked.vllm)
+    own = {name: value for name, value in os.environ.items() if name.startswith(_OF_CALLER)}
+    own |= {"EMU_DELAY": kind, "EMU_SEED": seed or "0"}
+    own["HF_HUB_OFFLINE"] = os.environ.get("HF_HUB_OFFLINE", "0")
+    if asked.plain:
+        own |= {"KVPATCH": "0", "ENABLE_KVCACHED": "false"}
     with tempfile.TemporaryDirectory(prefix="kvpatch-cuda-") as name:
-        own = {name: value for name, value in os.environ.items() if name.startswith(processes.OURS)}
-        changes = own | {"EMU_DELAY": kind, "EMU_SEED": seed or "0"}
-        status = run(
-            asked.vllm, asked.words, environ(asked.vllm, Path(name), asked.device, **changes)
-        )
+        status = run(python, asked.words, environ(asked.vllm, Path(name), asked.device, **own))
         found = complaints_of(Path(name))
         lines = found.read_text().splitlines() if found.exists() else []
     for line in lines[:20]:

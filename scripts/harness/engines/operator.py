@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 from harness.engines.runs import Device, Run
+from kvpatch.environ import LOG
 
 # Refused until it is verified, with [KVP324].
 FLAGS = {
@@ -73,7 +74,7 @@ class Machine:
         )
         done = subprocess.run(
             [sys.executable, "-c", code, *self.command(**flags)[3:]],
-            env={**self.environment, "KVPATCH": "1"},
+            env={**self.environment, "KVPATCH": "1", LOG.name: "debug"},
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import re
 import subprocess
 import sys
 from dataclasses import dataclass, field
@@ -383,9 +384,16 @@ class Finished:
     log: str
     result: dict[str, Any]
 
+    @property
+    def end(self) -> str:
+        """What a failed engine said last; all threads' stacks, where it hung or crashed."""
+        log = self.log.partition("nanobind: leaked")[0]
+        stacks = re.search(r"^(Fatal Python error|Timeout \()", log, re.MULTILINE)
+        return log[max(0, stacks.start() - 1000) :] if stacks else log[-4000:]
+
     def round(self, index: int) -> list[Any]:
         """The records of one round; the log is shown when the engine failed."""
-        assert self.code == 0, self.log[-4000:]
+        assert self.code == 0, self.end
         return list(self.result["rounds"][index])
 
 

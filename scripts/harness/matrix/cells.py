@@ -45,6 +45,7 @@ APART = 8  # prompts that are asked one at a time: more than a device of LEAST b
 LEAST = 128  # blocks of a device in fp8, of four times the tokens: kvcached maps a whole page
 # From here on kvcached has K and V of a layer in one page; before, twice the heads fill one each.
 IN_ONE_PAGE = Version("0.27")
+HEADS = 8  # that the harness' models attend with, and may have of K and V
 EXECUTED = "executed"  # the file of a run with what it executed
 # Seconds after which an engine is taken for one that hangs.
 LIMIT = 600
@@ -327,8 +328,10 @@ class Engines:
             **changes(cell),
         )
         plain = with_chunks(plain, cell)
-        if plain.cache_dtype and Version(self.version) < IN_ONE_PAGE:
-            plain = replace(plain, kv_heads=8)
+        if plain.cache_dtype:
+            # A rank has its share of the heads, and its blocks, too, must fill a page.
+            pages = 1 if Version(self.version) >= IN_ONE_PAGE else 2
+            plain = replace(plain, kv_heads=min(HEADS, plain.kv_heads * plain.ranks * pages))
         if kind == "hybrid":
             # One at a time: beside other requests the last digits of bfloat16 are others.
             # Each rank has as large a block as one alone: the device's blocks fill a page, and all

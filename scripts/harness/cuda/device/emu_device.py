@@ -27,7 +27,10 @@ def of_driver(driver: Any) -> None:
 
 
 def of_interpreter(interpreter: Any) -> None:
-    """Kernels work on the device's own memory, not on copies of whole tensors."""
+    """Kernels work on the device's own memory, not on copies of whole tensors.
+
+    What ``tl.range`` counts is a tensor in a kernel, and an integer in the interpreter alone.
+    """
     import torch
 
     def alias(value: Any) -> Any:
@@ -39,6 +42,18 @@ def of_interpreter(interpreter: Any) -> None:
     def arguments(self: Any, given: Any, named: dict[str, Any]) -> Any:
         return [*map(alias, given)], {name: alias(value) for name, value in named.items()}
 
+    patch = interpreter._patch_lang_core
+
+    def with_range(lang: Any, scope: Any) -> None:
+        patch(lang, scope)
+        counted = lang.range
+
+        def tensors(*bounds: Any, **how: Any) -> Any:
+            return map(interpreter._implicit_cvt, counted(*bounds, **how))
+
+        scope.set_attr(lang, "range", tensors)
+
+    interpreter._patch_lang_core = with_range
     interpreter.GridExecutor._init_args_hst = arguments
     interpreter.GridExecutor._restore_args_dev = lambda *given, **named: None
 
