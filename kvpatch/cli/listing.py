@@ -14,14 +14,15 @@ from kvpatch.sizes import readable
 from kvpatch.telemetry.printable import printable
 from kvpatch.telemetry.reader import state_of
 
-HEAD = ("PID", "NAME", "MODEL", "STATE", "RUN", "WAIT", "MAPPED+RESERVED", "LIMIT")
+HEAD = ("PID", "NAME", "MODEL", "STATE", "RUN", "WAIT", "MAPPED+RESERVED", "LIMIT", "LENT")
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
     """Add the options."""
     parser.add_argument("--json", action="store_true", help="print the list as JSON")
     parser.epilog = (
-        "The words are those of kvpatch status. Ends 1 when no engine of this user listens."
+        "The words are those of kvpatch status; LENT is what the limit is below the one that the "
+        "engine started with. Ends 1 when no engine of this user listens."
     )
 
 
@@ -49,6 +50,7 @@ def run(options: argparse.Namespace) -> int:
 def line(engine: Engine) -> tuple[str, ...]:
     """Return an engine's line, nothing of which reaches the terminal but text."""
     said = engine.said
+    limit = int(said.get("limit", 0))
     cells = (
         str(said.get("pid", "")),
         engine.name,
@@ -57,6 +59,7 @@ def line(engine: Engine) -> tuple[str, ...]:
         str(said.get("running", "")),
         str(said.get("waiting", "")),
         readable(int(said.get("mapped", 0))),
-        readable(int(said.get("limit", 0))),
+        readable(limit),
+        readable(max(0, engine.first - limit)),
     )
     return tuple(map(printable, cells))

@@ -26,6 +26,7 @@ from kvpatch import claims
 from kvpatch.doctor import namespaces
 from kvpatch.doctor.finding import Finding, Topic
 from kvpatch.patches.elastic_memory.ipc_name import KIND as POOL_CLAIM
+from kvpatch.process import start_ticks
 from kvpatch.sizes import readable
 
 TOPIC = Topic("leftovers")
@@ -44,6 +45,8 @@ class Kind(NamedTuple):
         pid: the same for a process id.
         pool: whether it is a pool of kvcached, which no process keeps open, and whose name
             an operator may have chosen (KVCACHED_IPC_NAME).
+        ledger: whether it is a ledger of the host device or its lock, which no process keeps open;
+            the ledger has the processes.
     """
 
     folder: Path
@@ -52,6 +55,7 @@ class Kind(NamedTuple):
     group: str = ""
     pid: str = ""
     pool: bool = False
+    ledger: bool = False
 
 
 POOL = struct.Struct("qqq")  # kvcached's limit, bytes used and bytes reserved
@@ -59,11 +63,12 @@ KINDS = (
     Kind(SHM, "*", "kvcached's pool", group=r"^kvcached_\w*?_(\d+)(?:_\d+)?$", pool=True),
     Kind(SHM, "vllm_offload_*.mmap", "vLLM's CPU tier"),
     Kind(SHM, "vllm_dist_*", "vLLM's buffer between ranks"),
-    Kind(SHM, "kvpatch-host-device-*", "the host device's ledger"),
+    Kind(SHM, "kvpatch-host-device-*", "the host device's ledger", ledger=True),
     Kind(SHM, "kvpatch-status-*/*.page", "an engine's status page", pid=r"^(\d+)\.page$"),
     Kind(TMP, "kvcached-tp-*", "kvcached's sockets"),
     Kind(TMP, "kvpatch-refusal-*", "a refusal on its way", pid=r"^kvpatch-refusal-(\d+)-"),
 )
+LEDGER = struct.Struct("=Qq"), struct.Struct("=qqq")  # its head, and a process with its bytes
 # No engine's, so that doctor says nothing of them.
 LOGS = Kind(TMP, "kvpatch-verify-*", "logs of kvpatch verify")
 
@@ -168,6 +173,8 @@ def find(kinds: Iterable[Kind], me: int | None = None) -> Iterator[Leftover]:
             continue
         if kind.pool and has_an_engine(path.name, used):
             continue
+        if kind.ledger and names_processes(path):
+            continue
         mine, named = status.st_uid == me, bool(kind.pid or kind.group)
         certain = (mine or me == 0 or named) and seen(kind.folder, status.st_uid)
         # Of what names no process, one may have it that cannot be read, or be about to open it.
@@ -222,6 +229,25 @@ def is_pool(path: Path, status: os.stat_result) -> bool:
         os.close(file)
     limit, used, reserved = POOL.unpack(content) if len(content) == POOL.size else (0, 0, 0)
     return bool(limit > 0 and used >= 0 and reserved >= 0)
+
+
+def names_processes(ledger: Path) -> bool:
+    """Whether a process runs that a ledger of the host device has, or that of a lock beside it."""
+    head, slot = LEDGER
+    try:
+        file = os.open(ledger.with_suffix(""), os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
+    except OSError:
+        return False
+    try:
+        content = os.read(file, 1 << 16)[head.size :]
+    except OSError:
+        return True  # who has it is not known
+    finally:
+        os.close(file)
+    whole = content[: len(content) // slot.size * slot.size]
+    return any(
+        pid > 0 and start_ticks(pid) == started for pid, started, _ in slot.iter_unpack(whole)
+    )
 
 
 def has_an_engine(pool: str, used: set[str]) -> bool:

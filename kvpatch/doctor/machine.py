@@ -68,10 +68,11 @@ def check_command(settings: Mapping[str, str]) -> list[Finding]:
     try:
         with Path(command).open("rb") as file:
             first = file.readline(512).decode(errors="replace").strip()
+        interpreter = first.removeprefix("#!").strip().strip('"')
+        # It may be a link into a folder that this user cannot enter, which is an error.
+        if not first.startswith("#!") or not Path(interpreter).exists():
+            return []
     except OSError:
-        return []
-    interpreter = first.removeprefix("#!").strip().strip('"')
-    if not first.startswith("#!") or not Path(interpreter).exists():
         return []
     # Not resolved: the interpreters of two environments may be links to the same file.
     if Path(interpreter).parent == Path(sys.executable).parent:

@@ -596,11 +596,15 @@ def test_the_commands(engine: Running, capsys: pytest.CaptureFixture[str]) -> No
     assert "chat-pool: 12 of 12 blocks would be kept" in capsys.readouterr().out
     assert cli.main(["suspend", "chat", "--timeout", "60"]) == 0
     assert "12 of 12 blocks are in the tier" in capsys.readouterr().out
+    assert cli.main(["list"]) == 0
+    assert " suspended " in capsys.readouterr().out
     assert cli.main(["limit", "chat", "4MiB"]) == 0
     assert "; the limit is taken: 4 MiB from its resumption on" in capsys.readouterr().out
     assert cli.main(["resume", "chat", "--json"]) == 0
     answer = json.loads(capsys.readouterr().out.splitlines()[-1])
     assert (answer["name"], answer["phase"], answer["limit"]) == ("chat-pool", "runs", 4 * PAGE)
+    assert cli.main(["list"]) == 0
+    assert capsys.readouterr().out.rstrip().endswith("  4 MiB  4 MiB")
     assert cli.main(["limit", "chat", "1GiB"]) == 1
     assert "chat: it started with 8 MiB and cannot have more" in capsys.readouterr().err
     assert cli.main(["resume", "nobody", "--json"]) == 1

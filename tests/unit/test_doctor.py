@@ -36,6 +36,7 @@ from kvpatch.doctor import (
 )
 from kvpatch.host_memory import HostMemory
 from kvpatch.patches.elastic_memory import ipc_name
+from kvpatch.process import start_ticks
 from kvpatch.versions import Facts, Installed
 
 WITH_VLLM = pytest.mark.skipif(
@@ -387,6 +388,19 @@ def test_a_vllm_command_of_another_interpreter(tmp_path, prefix):
     assert finding.level is Level.OK
 
 
+def test_a_vllm_command_whose_interpreter_this_user_cannot_see(tmp_path, monkeypatch):
+    """Its link led into a home that this user cannot enter, and doctor ended with a traceback."""
+    command = tmp_path / "vllm"
+    command.write_text(f"#!{sys.executable}\n")
+    command.chmod(0o755)
+
+    def denied(path):
+        raise PermissionError(path)
+
+    monkeypatch.setattr(Path, "exists", denied)
+    assert machine.check_command({"PATH": str(tmp_path)}) == []
+
+
 # The environment
 
 
@@ -671,6 +685,27 @@ def test_what_an_engine_makes_while_processes_are_read_is_no_leftover(kind, monk
 
     monkeypatch.setattr(leftovers, "paths_in_use", then_an_engine_starts)
     assert [one.path.name for one in leftovers.find([ledger, kind])] == ["ledger-1"]
+
+
+def test_the_ledger_of_running_engines_is_no_leftover(kind):
+    """Nobody keeps it open: it was removed under two engines, whose memory was then not counted."""
+    head, slot = leftovers.LEDGER
+    ledger = kind._replace(pattern="kvpatch-host-device-*", what="the ledger", ledger=True)
+    file = kind.folder / "kvpatch-host-device-0-0"
+    lock = kind.folder / "kvpatch-host-device-0-0.hold"
+    lock.touch()
+
+    def has(pid, started):
+        rest = bytes(slot.size * 127)
+        file.write_bytes(head.pack(1, 1 << 30) + slot.pack(pid, started, 8 << 20) + rest)
+        return [one.path for one in leftovers.find([ledger])]
+
+    me = os.getpid()
+    assert has(me, start_ticks(me)) == []
+    assert has(me, start_ticks(me) - 1) == [file, lock], "another process has its pid by now"
+    assert has(dead_pid(), 1) == [file, lock]
+    file.unlink()
+    assert [one.path for one in leftovers.find([ledger])] == [lock]
 
 
 @pytest.mark.parametrize("why", ["young", "hidden"])
