@@ -20,7 +20,7 @@ from typing import Any
 
 from packaging.version import Version
 
-from harness import ROOT, console, faults
+from harness import ROOT, console, failure, faults
 from harness.balancing import page as balancing
 from harness.bench import page, quoted
 from harness.gpu import page as gpu
@@ -131,6 +131,7 @@ def fronts(matrix: Matrix) -> dict[str, str]:
     figures = quoted.sections(results)
     sections = gpu.sections(results["gpu"])
     sections[README] |= {"support": grid, "recipes": recipes.section(), **figures}
+    sections[README]["failure"] = failure.section(json.loads(failure.RESULT.read_text()))
     sections[INDEX] |= {"numbers": figures["numbers"]}
     sections[EMULATED] = {"cuda": emulated()}
     made = {}
