@@ -1,7 +1,7 @@
 """README's failure: what a prompt is answered that comes back from the CPU tier.
 
-``python -m harness.failure`` runs three engines and writes ``docs/results/failure.json``; scripts/docs
-puts it into README.md.
+``python -m harness.failure`` runs three engines and writes ``docs/results/failure.json``;
+scripts/docs puts it into README.md.
 """
 
 from __future__ import annotations
@@ -59,6 +59,7 @@ def section(result: dict[str, Any]) -> str:
 
 
 def main() -> None:
+    """Run the engines, and write the result."""
     with tempfile.TemporaryDirectory() as folder:
         seen = found(Path(folder))
     head = provenance.header("python -m harness.failure")
