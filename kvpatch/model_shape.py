@@ -129,7 +129,8 @@ def read(path: Path) -> dict[str, Any]:
         config = json.loads(file.read_text())
     except (OSError, ValueError) as error:
         raise Unknown(
-            f"{file} cannot be read ({error}): a model's folder or config.json is needed"
+            f"{file} cannot be read ({error}): a model's folder here, or its config.json, is "
+            "needed; nothing is downloaded"
         ) from error
     if not isinstance(config, dict):
         raise Unknown(f"{file} is no configuration of a model")

@@ -35,8 +35,8 @@ def run(options: argparse.Namespace) -> int:
     matrix = verdicts.read()
     if options.vllm not in (None, *matrix.releases):
         print(
-            f"vLLM {options.vllm} was not inspected, and does not start (KVP107; "
-            f"docs/upgrading.md); known are {', '.join(matrix.releases)}"
+            f"vLLM {options.vllm} is not known to this kvpatch, and does not start "
+            f"(KVP107); known are {', '.join(matrix.releases)}"
         )
         return 2
     if options.rows:

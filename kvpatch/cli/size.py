@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from kvpatch import environ, model_shape
-from kvpatch.cli.limit import size
+from kvpatch.cli import limit
 from kvpatch.environ import FIRST_LIMIT, HOST_DEVICE, KVCACHED_IPC_NAME, KVCACHED_PAGE_SIZE_MB
 from kvpatch.model_shape import Shape, Unknown
 from kvpatch.sizes import readable
@@ -40,13 +40,25 @@ class Model(NamedTuple):
         return re.sub(r"[^A-Za-z0-9_.-]", "-", folder.absolute().name).lower() or "model"
 
 
+def _size(text: str) -> int:
+    """Return a size in bytes; vLLM's own options count GiB where there is no unit.
+
+    Raises:
+        argparse.ArgumentTypeError: it is none, or as small as if its unit was forgotten.
+    """
+    number = limit.size(text)
+    if number < 1 << 20:
+        raise argparse.ArgumentTypeError(f"{text} is {readable(number)}; use for example 64GiB")
+    return number
+
+
 def configure(parser: argparse.ArgumentParser) -> None:
     """Add the options."""
     parser.add_argument(
         "models", nargs="+", type=Path, metavar="MODEL", help="a model's folder, or its config.json"
     )
-    parser.add_argument("--tier", type=size, help="size of the CPU tier, for example 64GiB")
-    parser.add_argument("--device", type=size, help="memory of each device, for example 80GiB")
+    parser.add_argument("--tier", type=_size, help="size of the CPU tier, for example 64GiB")
+    parser.add_argument("--device", type=_size, help="memory of each device, for example 80GiB")
     parser.add_argument("--requests", type=_count, metavar="N", help="requests at the same time")
     parser.add_argument("--tokens", type=_count, metavar="N", help="tokens of each of them")
     parser.add_argument("--max-model-len", type=_count, default=0, metavar="N", help="as of vLLM")

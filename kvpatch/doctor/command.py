@@ -56,7 +56,9 @@ def check(
         last = next((one for one in reversed(lines) if "kvpatch refuses" in one), lines[-1])
         found = re.search(r"\[(KVP\d+)\]$", last)
         if found and found[1] in known:
-            return [TOPIC.note("its options were not read, because vLLM cannot be imported")]
+            return [
+                TOPIC.note(f"its options were not read, because of the problem above [{found[1]}]")
+            ]
         return [TOPIC.problem(last, code=found[1] if found else "")]
     said = json.loads(done.stdout.splitlines()[-1])
     wrong = [

@@ -9,7 +9,7 @@ from __future__ import annotations
 import fcntl
 import os
 import struct
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -25,13 +25,13 @@ _SLOT = struct.Struct("=qqq")
 _SLOTS = 128
 
 
-def device_size() -> int:
+def device_size(environment: Mapping[str, str] = os.environ) -> int:
     """Return the size of the device in bytes, a whole number of 2 MiB pages.
 
     Raises:
         ValueError: the variable is unset or not a size.
     """
-    text = HOST_DEVICE.read()
+    text = HOST_DEVICE.read(environment)
     try:
         pages = size(text) // _PAGE
     except ValueError:
@@ -41,14 +41,14 @@ def device_size() -> int:
     return pages * _PAGE
 
 
-def require_size() -> int:
+def require_size(environment: Mapping[str, str] = os.environ) -> int:
     """Return the size of the device in bytes.
 
     Raises:
         Refusal: it has none.
     """
     try:
-        return device_size()
+        return device_size(environment)
     except ValueError as error:
         raise Refusal(
             "this machine has no GPU and the host device has no size",

@@ -31,3 +31,9 @@ def test_what_is_no_size(monkeypatch, text):
     monkeypatch.setenv(HOST_DEVICE.name, text)
     with pytest.raises(ValueError, match="is not a size; use for example 2GiB or 512MiB"):
         ledger.device_size()
+
+
+def test_the_size_is_that_of_the_command_that_is_asked_about(monkeypatch):
+    """``kvpatch doctor -- KVPATCH_HOST_DEVICE=2GiB vllm serve ...`` sets it for that command."""
+    monkeypatch.delenv(HOST_DEVICE.name, raising=False)
+    assert ledger.require_size({HOST_DEVICE.name: "2GiB"}) == 2 << 30

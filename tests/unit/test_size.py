@@ -168,4 +168,11 @@ def test_as_json(folder, capsys):
 
 def test_a_model_that_is_not_there(tmp_path, capsys):
     assert cli.main(["size", str(tmp_path)]) == 2
-    assert "a model's folder or config.json is needed" in capsys.readouterr().out
+    assert "nothing is downloaded" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("option", ["--tier", "--device"])
+def test_a_size_without_its_unit_is_refused(option, capsys):
+    with pytest.raises(SystemExit):
+        cli.main(["size", "model", option, "64"])
+    assert "64 is 64 B; use for example 64GiB" in capsys.readouterr().err

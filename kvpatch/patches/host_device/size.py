@@ -13,4 +13,4 @@ def require(facts: Facts) -> None:
         Refusal: it has none.
     """
     if facts.vllm.for_cpus:
-        ledger.require_size()
+        ledger.require_size(facts.environment)

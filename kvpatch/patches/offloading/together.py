@@ -134,7 +134,8 @@ RULES = (
         _what,
         "on this release and with this connector each of them is validated, and both together are "
         "not",
-        "turn one of them off",
+        "turn one of them off, or take a release and connector that both ran with "
+        "(docs/support.md, Pairs of settings)",
         last=True,
     ),
 )
