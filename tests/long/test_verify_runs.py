@@ -137,9 +137,9 @@ def test_without_a_command_nothing_runs(words, capsys):
 
 
 def test_a_command_needs_no_dashes_before_it(tmp_path, capsys):
-    assert cli.main(["verify", "--logs", str(tmp_path), "/nowhere/vllm", "serve", "--tp", "2"]) == 3
+    assert cli.main(["verify", "--logs", str(tmp_path), "false", "serve", "--tp", "2"]) == 3
     out = capsys.readouterr().out
-    assert "/nowhere/vllm serve --tp 2" in out
+    assert "false serve --tp 2" in out
     assert "bytes stored" not in out  # nothing ran that could be measured
 
 
