@@ -1,6 +1,7 @@
 """scripts/gpu: the first minutes on a machine with an NVIDIA GPU, which may have no network.
 
 scripts/gpu bundle                 what the machine lacks, in parts that can be carried: .kit/1 ...
+                                   (by .venv/bin/python, after scripts/setup)
 scripts/gpu unpack .kit/1 ...      on the machine: an environment of each release in the parts
 scripts/gpu run                    on the machine: the steps, in order of worth
 scripts/gpu run --host             what of them runs without a GPU, on the host device
@@ -81,8 +82,12 @@ def main() -> int:
 
     try:
         if options.verb == "bundle":
-            from harness.gpu import bundle  # needs what .venv has
-
+            try:
+                from harness.gpu import bundle
+            except ModuleNotFoundError as missing:
+                raise console.HarnessError(
+                    f"{missing}: after scripts/setup, type .venv/bin/python scripts/gpu bundle"
+                ) from missing
             return bundle.main(options, say)
         if options.verb == "run":
             console.interrupts.install()
