@@ -56,10 +56,12 @@ def table(seen: list[Seen], width: int | None = None) -> str:
 
 def fitting(lines: list[tuple[str, ...]], width: int | None) -> str:
     """Return the table with as many of its columns as a terminal has room for."""
-    left_out: list[str] = []
     text = columns(lines)
-    for name in LESS if width is not None else ():
-        if max(map(len, text.splitlines())) <= width:  # type: ignore[operator]
+    if width is None:
+        return text
+    left_out: list[str] = []
+    for name in LESS:
+        if max(map(len, text.splitlines())) <= width:
             break
         left_out.append(name)
         kept = [n for n, head in enumerate(HEAD) if head not in left_out]

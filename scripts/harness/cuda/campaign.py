@@ -27,9 +27,8 @@ LIMIT = 3600  # seconds of all engines of a process
 MIB = 1 << 20
 TIER = 256 * MIB  # room for all prompts
 PROMPTS = 16
-RUNNER_V2 = Version(
-    "0.28"
-)  # before it kvcached has Model Runner V1 only, and plain vLLM takes it too
+# Before it kvcached has Model Runner V1 only, and plain vLLM takes it too.
+RUNNER_V2 = Version("0.28")
 KINDS = emulated.DELAYS[1:]
 # Pages hold 1024 tokens, and none is kept in reserve: what a prompt leaves is unmapped, but for
 # the blocks of the longest, whose bytes are looked at.
