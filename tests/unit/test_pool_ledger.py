@@ -50,7 +50,7 @@ def names(folder: Path) -> set[str]:
     return {path.name for path in folder.iterdir()}
 
 
-def test_engines_take_until_the_limit_and_no_further(folder: Path) -> None:
+def test_engines_take_until_the_limit_and_no_further(folder):
     one, two = join(folder, 3 * MIB, "one"), join(folder, 3 * MIB, "two")
     assert one.take(MIB)
     assert two.take(MIB)
@@ -65,7 +65,7 @@ def test_engines_take_until_the_limit_and_no_further(folder: Path) -> None:
     two.leave()
 
 
-def test_the_last_engine_leaves_nothing(folder: Path) -> None:
+def test_the_last_engine_leaves_nothing(folder):
     one, two = join(folder, name="one"), join(folder, name="two")
     one.leave()
     assert ledger.LIMIT in names(folder)
@@ -75,7 +75,7 @@ def test_the_last_engine_leaves_nothing(folder: Path) -> None:
     assert ledger.show(folder) is None
 
 
-def test_an_engine_that_was_started_with_another_size_is_refused(folder: Path) -> None:
+def test_an_engine_that_was_started_with_another_size_is_refused(folder):
     one = join(folder, 3 * MIB, "one")
     with pytest.raises(Different) as different:
         join(folder, 4 * MIB, "two")
@@ -86,7 +86,7 @@ def test_an_engine_that_was_started_with_another_size_is_refused(folder: Path) -
     join(folder, 4 * MIB, "three").leave()  # nobody is left who would disagree
 
 
-def test_floors_that_are_more_than_the_pool_are_refused(folder: Path) -> None:
+def test_floors_that_are_more_than_the_pool_are_refused(folder):
     def keeping(name: str, floor: int) -> Member:
         return join_as(ledger.record_of(folder, name), 4 * MIB, owner(floor=floor))
 
@@ -100,7 +100,7 @@ def test_floors_that_are_more_than_the_pool_are_refused(folder: Path) -> None:
     one.leave()
 
 
-def test_a_lower_limit_holds_at_once(folder: Path) -> None:
+def test_a_lower_limit_holds_at_once(folder):
     one = join(folder, 3 * MIB, "one")
     assert one.take(2 * MIB)
     assert ledger.set_limit(folder, MIB)
@@ -114,12 +114,12 @@ def test_a_lower_limit_holds_at_once(folder: Path) -> None:
     assert not ledger.set_limit(folder, MIB)
 
 
-def test_the_limit_of_a_pool_that_never_was_cannot_be_set(folder: Path) -> None:
+def test_the_limit_of_a_pool_that_never_was_cannot_be_set(folder):
     assert not ledger.set_limit(folder, MIB)
     assert ledger.show(folder) is None
 
 
-def test_what_an_engine_publishes_is_seen_by_the_others(folder: Path) -> None:
+def test_what_an_engine_publishes_is_seen_by_the_others(folder):
     one, two = join(folder, name="one"), join(folder, name="two")
     assert one.take(2 * MIB)
     one.look(resident=MIB, coldest=12.5)
@@ -134,7 +134,7 @@ def test_what_an_engine_publishes_is_seen_by_the_others(folder: Path) -> None:
     two.leave()
 
 
-def test_an_engine_is_asked_once_and_for_the_most(folder: Path) -> None:
+def test_an_engine_is_asked_once_and_for_the_most(folder):
     one, two = join(folder, name="one"), join(folder, name="two")
     (peer,) = two.look(0, 0.0).peers
     two.ask(peer, 2 * MIB)
@@ -147,7 +147,7 @@ def test_an_engine_is_asked_once_and_for_the_most(folder: Path) -> None:
     two.leave()
 
 
-def test_what_is_asked_for_between_a_look_and_its_answer_is_not_lost(folder: Path) -> None:
+def test_what_is_asked_for_between_a_look_and_its_answer_is_not_lost(folder):
     one, two, three = (join(folder, name=name) for name in ("one", "two", "three"))
     (peer,) = (peer for peer in two.look(0, 0.0).peers if peer.path == one.path)
     two.ask(peer, MIB)
@@ -161,9 +161,7 @@ def test_what_is_asked_for_between_a_look_and_its_answer_is_not_lost(folder: Pat
         member.leave()
 
 
-def test_what_was_given_is_not_given_again_where_the_answer_was_not_written(
-    folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_was_given_is_not_given_again_where_the_answer_was_not_written(folder, monkeypatch):
     one, two = join(folder, name="one"), join(folder, name="two")
     (peer,) = two.look(0, 0.0).peers
     two.ask(peer, MIB)
@@ -181,7 +179,7 @@ def test_what_was_given_is_not_given_again_where_the_answer_was_not_written(
     two.leave()
 
 
-def test_a_limit_that_was_removed_is_there_again(folder: Path) -> None:
+def test_a_limit_that_was_removed_is_there_again(folder):
     """A cleaner of /dev/shm takes what has not been written for days; records are, all the time."""
     one = join(folder, name="one")
     assert one.take(2 * MIB)
@@ -199,9 +197,7 @@ def test_a_limit_that_was_removed_is_there_again(folder: Path) -> None:
     assert list(folder.iterdir()) == []
 
 
-def test_an_engine_whose_memory_is_not_freed_is_said(
-    folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_engine_whose_memory_is_not_freed_is_said(folder, monkeypatch):
     monkeypatch.setattr(ledger, "TO_START", 0.1)
     one = join(folder, name="one")
     with pytest.raises(Lingers, match="has not been freed"):
@@ -209,7 +205,7 @@ def test_an_engine_whose_memory_is_not_freed_is_said(
     one.leave()
 
 
-def test_an_engine_whose_record_was_removed_takes_nothing_and_gives_all(folder: Path) -> None:
+def test_an_engine_whose_record_was_removed_takes_nothing_and_gives_all(folder):
     """As systemd-logind does with RemoveIPC, or an operator: nobody counts what it has."""
     engine = Engine(folder, "one")
     assert engine.grow(0)
@@ -228,7 +224,7 @@ def test_an_engine_whose_record_was_removed_takes_nothing_and_gives_all(folder: 
     other.leave()
 
 
-def test_an_engine_whose_record_was_removed_leaves_that_of_the_next_one(folder: Path) -> None:
+def test_an_engine_whose_record_was_removed_leaves_that_of_the_next_one(folder):
     one = join(folder, name="one")
     one.path.unlink()
     two = join(folder, name="one")
@@ -238,9 +234,7 @@ def test_an_engine_whose_record_was_removed_leaves_that_of_the_next_one(folder: 
     two.leave()
 
 
-def test_an_engine_that_ends_while_its_process_goes_on_counts_no_more(
-    folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_engine_that_ends_while_its_process_goes_on_counts_no_more(folder, monkeypatch):
     """Also if the ledger's lock is not to be had just then."""
     one, two = join(folder, name="one"), join(folder, name="two")
     assert two.take(MIB)
@@ -254,12 +248,12 @@ def test_an_engine_that_ends_while_its_process_goes_on_counts_no_more(
     one.leave()
 
 
-def test_what_a_killed_engine_had_is_the_pools_again(folder: Path) -> None:
+def test_what_a_killed_engine_had_is_the_pools_again(folder):
     one = join(folder, 2 * MIB, "one")
 
     def engine() -> None:
         other = join(folder, 2 * MIB, "two")
-        assert other.take(2 * MIB)
+    assert other.take(2 * MIB)
         os.kill(os.getpid(), signal.SIGKILL)
 
     os.waitpid(in_child(engine), 0)
@@ -268,7 +262,7 @@ def test_what_a_killed_engine_had_is_the_pools_again(folder: Path) -> None:
     one.leave()
 
 
-def test_what_the_last_killed_engine_left_is_removed_by_who_is_asked_to(folder: Path) -> None:
+def test_what_the_last_killed_engine_left_is_removed_by_who_is_asked_to(folder):
     def engine() -> None:
         assert join(folder, name="one").take(MIB)
         os.kill(os.getpid(), signal.SIGKILL)
@@ -282,7 +276,7 @@ def test_what_the_last_killed_engine_left_is_removed_by_who_is_asked_to(folder: 
     assert names(folder) == set()
 
 
-def test_what_a_killed_engine_had_counts_while_a_worker_has_its_memory(folder: Path) -> None:
+def test_what_a_killed_engine_had_counts_while_a_worker_has_its_memory(folder):
     one = join(folder, 2 * MIB, "one")
     reading, writing = os.pipe()
 
@@ -312,7 +306,7 @@ def test_what_a_killed_engine_had_counts_while_a_worker_has_its_memory(folder: P
     one.leave()
 
 
-def test_a_dead_engine_counts_until_its_processes_are_gone(folder: Path) -> None:
+def test_a_dead_engine_counts_until_its_processes_are_gone(folder):
     """The lock goes before the memory where the kernel closes files in this order."""
     one, two = join(folder, name="one"), join(folder, name="two")
     assert two.take(MIB)
@@ -332,7 +326,7 @@ def test_a_dead_engine_counts_until_its_processes_are_gone(folder: Path) -> None
     one.leave()
 
 
-def test_a_zombie_holds_no_memory(folder: Path) -> None:
+def test_a_zombie_holds_no_memory(folder):
     one, two = join(folder, name="one"), join(folder, name="two")
     assert two.take(MIB)
     child = in_child(lambda: None)
@@ -345,8 +339,8 @@ def test_a_zombie_holds_no_memory(folder: Path) -> None:
 
 
 def test_an_engine_of_another_container_counts_for_as_long_as_the_kernel_may_need(
-    folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    folder, monkeypatch
+):
     one = join(folder, name="one")
     two = join_as(ledger.record_of(folder, "two"), 8 * MIB, owner(namespace=1))
     assert two.take(4 * MIB)
@@ -360,9 +354,7 @@ def test_an_engine_of_another_container_counts_for_as_long_as_the_kernel_may_nee
     one.leave()
 
 
-def test_the_more_a_dead_engine_had_the_longer_it_counts(
-    folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_more_a_dead_engine_had_the_longer_it_counts(folder, monkeypatch):
     """Nobody sees the processes of another pid namespace, whose memory is being freed."""
     size = 4 * ledger.FREED
     one = join(folder, size, "one")
@@ -377,7 +369,7 @@ def test_the_more_a_dead_engine_had_the_longer_it_counts(
     one.leave()
 
 
-def test_a_dead_engine_has_what_is_being_freed_and_no_ceiling_and_no_floor(folder: Path) -> None:
+def test_a_dead_engine_has_what_is_being_freed_and_no_ceiling_and_no_floor(folder):
     def keeping(name: str, **fields: Any) -> Member:
         fields = {"floor": 3 * MIB, "ceiling": 4 * MIB, "namespace": 1, **fields}
         return join_as(ledger.record_of(folder, name), 4 * MIB, owner(**fields))
@@ -394,7 +386,7 @@ def test_a_dead_engine_has_what_is_being_freed_and_no_ceiling_and_no_floor(folde
     one.leave()
 
 
-def test_an_engine_that_leaves_before_its_worker_counts_until_that_is_gone(folder: Path) -> None:
+def test_an_engine_that_leaves_before_its_worker_counts_until_that_is_gone(folder):
     one, two = join(folder, name="one"), join(folder, name="two")
     held = ledger.hold(two.path)
     assert two.take(MIB)
@@ -408,7 +400,7 @@ def test_an_engine_that_leaves_before_its_worker_counts_until_that_is_gone(folde
     one.leave()
 
 
-def test_a_forked_worker_does_not_end_its_engines_part(folder: Path) -> None:
+def test_a_forked_worker_does_not_end_its_engines_part(folder):
     one = join(folder, name="one")
     assert one.take(MIB)
     assert os.waitpid(in_child(one.leave), 0)[1] == 0
@@ -416,7 +408,7 @@ def test_a_forked_worker_does_not_end_its_engines_part(folder: Path) -> None:
     one.leave()
 
 
-def test_an_engine_is_started_again_under_its_name(folder: Path) -> None:
+def test_an_engine_is_started_again_under_its_name(folder):
     def engine() -> None:
         join(folder, name="same").take(MIB)
         os.kill(os.getpid(), signal.SIGKILL)
@@ -427,7 +419,7 @@ def test_an_engine_is_started_again_under_its_name(folder: Path) -> None:
     again.leave()
 
 
-def test_a_record_of_another_kvpatch_stops_who_cannot_read_it(folder: Path) -> None:
+def test_a_record_of_another_kvpatch_stops_who_cannot_read_it(folder):
     one, two = join(folder, name="one"), join(folder, name="two")
     os.pwrite(two._file, b"kvpool9\0", 0)
     assert not one.take(MIB)
@@ -439,9 +431,7 @@ def test_a_record_of_another_kvpatch_stops_who_cannot_read_it(folder: Path) -> N
     one.leave()
 
 
-def test_who_holds_the_lock_for_ever_stops_only_growth(
-    folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_who_holds_the_lock_for_ever_stops_only_growth(folder, monkeypatch):
     one = join(folder, name="one")
     assert one.take(2 * MIB)
     monkeypatch.setattr(ledger, "TO_LOOK", 0.01)
@@ -460,9 +450,7 @@ def test_who_holds_the_lock_for_ever_stops_only_growth(
     one.leave()
 
 
-def test_a_look_takes_the_lock_only_for_what_is_to_be_changed(
-    folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_look_takes_the_lock_only_for_what_is_to_be_changed(folder, monkeypatch):
     """Of 64 engines that all look it would be held most of the time."""
     one, two, three = (join(folder, name=name) for name in ("one", "two", "three"))
     assert two.take(MIB)
@@ -489,13 +477,13 @@ def test_a_look_takes_the_lock_only_for_what_is_to_be_changed(
     one.leave()
 
 
-def test_a_folder_that_others_can_enter_is_refused(folder: Path) -> None:
+def test_a_folder_that_others_can_enter_is_refused(folder):
     folder.mkdir(mode=0o755)
     with pytest.raises(private.Unsafe):
         join(folder)
 
 
-def test_a_folder_that_others_can_enter_is_neither_shown_nor_changed(folder: Path) -> None:
+def test_a_folder_that_others_can_enter_is_neither_shown_nor_changed(folder):
     """Another user may have made it, and says in it what he likes."""
     folder.mkdir(mode=0o700)
     (folder / ledger.LIMIT).touch()
@@ -506,7 +494,7 @@ def test_a_folder_that_others_can_enter_is_neither_shown_nor_changed(folder: Pat
         ledger.set_limit(folder, MIB)
 
 
-def test_records_of_many_processes_and_long_names_fit(folder: Path) -> None:
+def test_records_of_many_processes_and_long_names_fit(folder):
     one = join_as(ledger.record_of(folder, "one"), MIB, owner(name="é" * 100))
     one.held_by([os.getpid()] * 200)
     assert len(record.read_processes(one._file)) == record.MOST_PROCESSES
@@ -525,14 +513,13 @@ def life(folder: Path) -> None:
     for index in range(3):
         engine.grow(index)
     engine.shrink(1)
-    view = engine.member.look(MIB, 1.0)
-    engine.member.ask(view.peers[0], MIB)
+    engine.member.ask(engine.member.look(MIB, 1.0).peers[0], MIB)
     engine.member.answer()
     engine.grow(1)
     engine.leave()
 
 
-def test_killed_at_any_system_call_an_engine_leaves_the_pool_whole(folder: Path) -> None:
+def test_killed_at_any_system_call_an_engine_leaves_the_pool_whole(folder):
     watcher = join(folder, 8 * MIB, "watcher")
     points = 0
     while killed_at(points + 1, lambda: life(folder)):
@@ -549,9 +536,7 @@ def test_killed_at_any_system_call_an_engine_leaves_the_pool_whole(folder: Path)
     assert names(folder) == set()
 
 
-def test_an_engines_record_is_never_below_what_the_kernel_counts(
-    folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_engines_record_is_never_below_what_the_kernel_counts(folder, monkeypatch):
     """Before and after each call, also as a kill would leave it."""
     engine = Engine(folder, "one")
     seen: list[tuple[int, int]] = []
@@ -704,7 +689,7 @@ TestPools = Pools.TestCase
 TestPools.settings = settings(max_examples=6, stateful_step_count=15, deadline=None)
 
 
-def test_many_processes_that_take_and_give_at_once_never_pass_the_limit(folder: Path) -> None:
+def test_many_processes_that_take_and_give_at_once_never_pass_the_limit(folder):
     """The kernel's own count of a filesystem that only the pool is on would be its sum."""
     watcher = join(folder, 5 * MIB, "watcher")
     seen = mmap.mmap(-1, 1)  # whether the watcher has, which the engines wait for

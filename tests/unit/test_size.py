@@ -161,8 +161,7 @@ def test_the_command_says_what_fits_and_what_to_type(folder, capsys):
 
 def test_as_json(folder, capsys):
     assert cli.main(["size", str(folder("chat") / "config.json"), "--json"]) == 0
-    said = json.loads(capsys.readouterr().out)
-    (one,) = said["models"]
+    (one,) = json.loads(capsys.readouterr().out)["models"]
     assert (one["token_bytes"], one["longest"]["device_bytes"]) == (4096, 64 << 20)
 
 

@@ -7,6 +7,7 @@ from types import ModuleType
 from typing import Any
 
 import pytest
+from fakes import raising
 from suspend_world import BLOCKS, MOST, PAGE, Pause, Status, World, worlds
 
 from kvpatch import state
@@ -36,7 +37,7 @@ def suspended(world: World, **options: Any) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("ahead", [0, 1])
-def test_everything_is_stored_and_every_page_given_back(worlds: Any, ahead: int) -> None:
+def test_everything_is_stored_and_every_page_given_back(worlds, ahead):
     world = filled(worlds, ahead=ahead)
     said = suspended(world)
     assert said["phase"] == "suspended"
@@ -58,7 +59,7 @@ def test_everything_is_stored_and_every_page_given_back(worlds: Any, ahead: int)
     assert not world.step(), "a suspended engine is stepped"
 
 
-def test_batches_under_way_are_waited_for(worlds: Any) -> None:
+def test_batches_under_way_are_waited_for(worlds):
     """Also where nothing has to be stored, which would take a step."""
     world: World = worlds(ahead=2)
     world.add("first", 16)
@@ -71,7 +72,7 @@ def test_batches_under_way_are_waited_for(worlds: Any) -> None:
     assert world.suspension.said["kept"] == 1
 
 
-def test_stores_of_the_connector_itself_are_waited_for(worlds: Any) -> None:
+def test_stores_of_the_connector_itself_are_waited_for(worlds):
     """As those of a request that is aborted while everything else is stored."""
     world = filled(worlds)
     world.suspension.suspend(False, False, None)
@@ -87,7 +88,7 @@ def test_stores_of_the_connector_itself_are_waited_for(worlds: Any) -> None:
     assert not world.spill.alone
 
 
-def test_requests_wait_while_it_is_suspended_and_run_after_it(worlds: Any) -> None:
+def test_requests_wait_while_it_is_suspended_and_run_after_it(worlds):
     world = filled(worlds)
     suspended(world)
     world.add("third")
@@ -100,7 +101,7 @@ def test_requests_wait_while_it_is_suspended_and_run_after_it(worlds: Any) -> No
     assert sorted(world.finished) == ["first", "second", "third"]
 
 
-def test_no_request_runs_before_kvcached_has_read_the_limit(worlds: Any) -> None:
+def test_no_request_runs_before_kvcached_has_read_the_limit(worlds):
     """An allocation would lower the limit again; the world asserts that none happens."""
     world = filled(worlds)
     suspended(world)
@@ -116,7 +117,7 @@ def test_no_request_runs_before_kvcached_has_read_the_limit(worlds: Any) -> None
     assert sorted(world.finished) == ["first", "second"]
 
 
-def test_a_step_says_who_was_preempted_before_anybody_runs_again(worlds: Any) -> None:
+def test_a_step_says_who_was_preempted_before_anybody_runs_again(worlds):
     """vLLM's OffloadingConnector fails an assertion otherwise; seen under load."""
     world = filled(worlds)
     world.fence = 0
@@ -127,16 +128,15 @@ def test_a_step_says_who_was_preempted_before_anybody_runs_again(worlds: Any) ->
     assert sorted(world.finished) == ["first", "second"]
 
 
-def test_pages_that_kvcached_is_mapping_ahead_are_waited_for(worlds: Any) -> None:
+def test_pages_that_kvcached_is_mapping_ahead_are_waited_for(worlds):
     world = filled(worlds)
     world.manager.mapping = 3
-    said = suspended(world)
-    assert said["phase"] == "suspended"
+    assert suspended(world)["phase"] == "suspended"
     assert world.manager.total == 1
     assert world.manager.mapping == 0
 
 
-def test_running_requests_may_finish_first(worlds: Any) -> None:
+def test_running_requests_may_finish_first(worlds):
     world = filled(worlds)
     world.add("third")
     said = suspended(world, finish=True)
@@ -145,7 +145,7 @@ def test_running_requests_may_finish_first(worlds: Any) -> None:
     assert said["lost"] == 0
 
 
-def test_it_is_the_same_to_suspend_twice_and_to_resume_twice(worlds: Any) -> None:
+def test_it_is_the_same_to_suspend_twice_and_to_resume_twice(worlds):
     world = filled(worlds)
     world.suspension.suspend(False, False, None)
     world.step()
@@ -164,7 +164,7 @@ def test_it_is_the_same_to_suspend_twice_and_to_resume_twice(worlds: Any) -> Non
     assert world.manager.limit == MOST * PAGE
 
 
-def test_what_does_not_fit_is_said_beforehand_and_afterwards(worlds: Any) -> None:
+def test_what_does_not_fit_is_said_beforehand_and_afterwards(worlds):
     world = filled(worlds, room=10)
     plan = world.suspension.plan()
     assert (plan["resident"], plan["lost"], plan["running"]) == (15, 5, 2)
@@ -174,7 +174,7 @@ def test_what_does_not_fit_is_said_beforehand_and_afterwards(worlds: Any) -> Non
     assert {f"old{n}".encode() for n in range(4, 9)}.isdisjoint(world.tier.blocks)
 
 
-def test_it_can_be_left_when_not_everything_fits(worlds: Any) -> None:
+def test_it_can_be_left_when_not_everything_fits(worlds):
     world = filled(worlds, room=10)
     with pytest.raises(Cannot, match="no room for 5 blocks"):
         world.suspension.suspend(False, True, None)
@@ -183,7 +183,7 @@ def test_it_can_be_left_when_not_everything_fits(worlds: Any) -> None:
     assert world.finished == ["first", "second"]
 
 
-def test_it_is_left_when_the_tier_did_not_take_everything_in(worlds: Any) -> None:
+def test_it_is_left_when_the_tier_did_not_take_everything_in(worlds):
     """Blocks of the tier that are in use are no room, which only a store finds out."""
     world = filled(worlds)
     world.suspension.suspend(False, True, None)
@@ -196,7 +196,7 @@ def test_it_is_left_when_the_tier_did_not_take_everything_in(worlds: Any) -> Non
     assert world.finished == ["first", "second"]
 
 
-def test_a_suspension_that_is_given_up_waits_for_the_limit_too(worlds: Any) -> None:
+def test_a_suspension_that_is_given_up_waits_for_the_limit_too(worlds):
     """It may have begun while the engine was still resuming from another one."""
     world = filled(worlds)
     suspended(world)
@@ -213,11 +213,8 @@ def test_a_suspension_that_is_given_up_waits_for_the_limit_too(worlds: Any) -> N
     assert world.manager.limit == MOST * PAGE
 
 
-def test_a_tier_that_never_has_room_is_given_up(
-    worlds: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    world = filled(worlds)
-    spill = world.spill
+def test_a_tier_that_never_has_room_is_given_up(worlds, monkeypatch):
+    spill = filled(worlds).spill
     spill.begin([])
     spill._missing = {b"old4": 4}
     spill.no_room(forever=False)
@@ -232,7 +229,7 @@ def test_a_tier_that_never_has_room_is_given_up(
     assert not spill.waits
 
 
-def test_what_the_tier_has_is_not_evicted_for_what_it_has_not(worlds: Any) -> None:
+def test_what_the_tier_has_is_not_evicted_for_what_it_has_not(worlds):
     world = filled(worlds, room=15)
     for number in range(9):
         world.tier.blocks[f"other{number}".encode()] = f"bytes of other{number}"
@@ -253,7 +250,7 @@ def now(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     return seconds
 
 
-def test_a_tier_that_does_not_answer_is_given_up_in_time(worlds: Any, now: list[float]) -> None:
+def test_a_tier_that_does_not_answer_is_given_up_in_time(worlds, now):
     world = filled(worlds)
     world.tier.stuck = True
     world.suspension.suspend(False, False, 30)
@@ -269,7 +266,7 @@ def test_a_tier_that_does_not_answer_is_given_up_in_time(worlds: Any, now: list[
     assert world.manager.limit == MOST * PAGE
 
 
-def test_pages_that_are_not_let_go_in_time_are_taken_back(worlds: Any, now: list[float]) -> None:
+def test_pages_that_are_not_let_go_in_time_are_taken_back(worlds, now):
     world = filled(worlds)
     world.fence = 1000
     world.suspension.suspend(False, False, 30)
@@ -286,7 +283,7 @@ def test_pages_that_are_not_let_go_in_time_are_taken_back(worlds: Any, now: list
 
 
 @pytest.mark.parametrize("steps", range(12))
-def test_resumed_at_any_step_nothing_is_lost(worlds: Any, steps: int) -> None:
+def test_resumed_at_any_step_nothing_is_lost(worlds, steps):
     world = filled(worlds, ahead=1)
     world.suspension.suspend(False, False, None)
     for _ in range(steps):
@@ -303,15 +300,9 @@ def test_resumed_at_any_step_nothing_is_lost(worlds: Any, steps: int) -> None:
 
 
 @pytest.mark.parametrize("where", ["_pausing", "_storing", "_release_all", "_releasing"])
-def test_an_error_of_ours_leaves_the_engine_running(
-    worlds: Any, where: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_error_of_ours_leaves_the_engine_running(worlds, where, monkeypatch):
     world = filled(worlds)
-
-    def fail() -> bool:
-        raise ValueError("of a test")
-
-    monkeypatch.setattr(world.suspension, where, fail)
+    monkeypatch.setattr(world.suspension, where, raising(ValueError("of a test")))
     said = suspended(world)
     assert said["phase"] == "runs"
     assert said["error"] == "it failed with ValueError: of a test"
@@ -324,9 +315,7 @@ def broken(*arguments: Any) -> None:
 
 
 @pytest.mark.parametrize("phase", [Phase.STORING, Phase.RELEASING, Phase.SUSPENDED])
-def test_a_limit_that_cannot_be_set_again_leaves_no_request_waiting(
-    worlds: Any, phase: Phase, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_limit_that_cannot_be_set_again_leaves_no_request_waiting(worlds, phase, monkeypatch):
     """As where the pool in /dev/shm is another user's by now: the engine neither ends nor waits."""
     world = filled(worlds)
     world.suspension.suspend(False, False, None)
@@ -359,16 +348,11 @@ def inconsistent(monkeypatch: pytest.MonkeyPatch) -> type[Exception]:
 
 
 def unknown(world: World, name: str, error: type[Exception]) -> None:
-    def fail(*arguments: Any) -> None:
-        raise error("an unmap could not be confirmed")
-
-    setattr(world.manager, name, fail)
+    setattr(world.manager, name, raising(error("an unmap could not be confirmed")))
 
 
 @pytest.mark.parametrize("what", ["trim", "_resize"])
-def test_an_engine_whose_mappings_are_unknown_ends(
-    worlds: Any, inconsistent: type[Exception], what: str
-) -> None:
+def test_an_engine_whose_mappings_are_unknown_ends(worlds, inconsistent, what):
     world = filled(worlds)
     world.suspension.suspend(False, False, None)
     unknown(world, what, inconsistent)
@@ -376,9 +360,7 @@ def test_an_engine_whose_mappings_are_unknown_ends(
         world.until_idle()
 
 
-def test_an_engine_whose_mappings_are_unknown_ends_when_it_is_resumed(
-    worlds: Any, inconsistent: type[Exception]
-) -> None:
+def test_an_engine_whose_mappings_are_unknown_ends_when_it_is_resumed(worlds, inconsistent):
     world = filled(worlds)
     suspended(world)
     unknown(world, "_resize", inconsistent)
@@ -391,8 +373,8 @@ def test_an_engine_whose_mappings_are_unknown_ends_when_it_is_resumed(
 
 @pytest.mark.parametrize("what", ["trim", "evict", "_resize"])
 def test_an_engine_whose_mappings_are_unknown_ends_while_it_gives_pages_back(
-    worlds: Any, inconsistent: type[Exception], what: str
-) -> None:
+    worlds, inconsistent, what
+):
     world = filled(worlds, gives=True)
     if what == "evict":
 
@@ -412,9 +394,7 @@ def test_an_engine_whose_mappings_are_unknown_ends_while_it_gives_pages_back(
         world.until_idle()
 
 
-def test_an_error_of_ours_is_given_up_though_the_limit_cannot_be_set(
-    worlds: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_error_of_ours_is_given_up_though_the_limit_cannot_be_set(worlds, monkeypatch):
     world = filled(worlds)
     monkeypatch.setattr(kvcached_api, "write_limit", broken)
     said = suspended(world)  # the floor is not written, and neither is what it was
@@ -424,9 +404,7 @@ def test_an_error_of_ours_is_given_up_though_the_limit_cannot_be_set(
     assert world.finished == ["first", "second"]
 
 
-def test_a_floor_that_was_not_written_is_no_limit_to_come_back_to(
-    worlds: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_floor_that_was_not_written_is_no_limit_to_come_back_to(worlds, monkeypatch):
     """Without a pool in /dev/shm the limit is what the page allocator keeps to: the floor."""
     world = filled(worlds)
     monkeypatch.setattr(kvcached_api, "limit", lambda manager: manager.total * PAGE)
@@ -441,7 +419,7 @@ def test_a_floor_that_was_not_written_is_no_limit_to_come_back_to(
     assert world.manager.total == MOST
 
 
-def test_what_became_of_a_suspension_is_kept_until_the_next_one(worlds: Any) -> None:
+def test_what_became_of_a_suspension_is_kept_until_the_next_one(worlds):
     world = filled(worlds)
     world.suspension.suspend(False, False, None)
     world.suspension.resume()
@@ -453,7 +431,7 @@ def test_what_became_of_a_suspension_is_kept_until_the_next_one(worlds: Any) -> 
     assert world.suspension.given_up == ""
 
 
-def test_the_error_of_one_suspension_is_not_the_next_ones(worlds: Any, now: list[float]) -> None:
+def test_the_error_of_one_suspension_is_not_the_next_ones(worlds, now):
     world = filled(worlds)
     world.tier.stuck, world.lag = True, 1000
     world.suspension.suspend(False, False, 30)
@@ -470,7 +448,7 @@ def test_the_error_of_one_suspension_is_not_the_next_ones(worlds: Any, now: list
     assert "error" not in world.suspension.said
 
 
-def test_the_time_counts_from_the_question(worlds: Any, now: list[float]) -> None:
+def test_the_time_counts_from_the_question(worlds, now):
     """It may have waited for a long step of the engine."""
     world = filled(worlds)
     world.suspension.suspend(False, False, 30, asked=now[0] - 31)
@@ -478,14 +456,14 @@ def test_the_time_counts_from_the_question(worlds: Any, now: list[float]) -> Non
     assert "not suspended within 30 s" in world.suspension.said["error"]
 
 
-def test_a_plan_says_what_is_in_the_way(worlds: Any) -> None:
+def test_a_plan_says_what_is_in_the_way(worlds):
     world = filled(worlds)
     world.scheduler.running[0].status = Status(name="WAITING_FOR_STREAMING_REQ")
     with pytest.raises(Cannot, match="1 of its requests stream their input"):
         world.suspension.plan()
 
 
-def test_vllms_own_resume_does_not_run_a_suspended_engine(worlds: Any) -> None:
+def test_vllms_own_resume_does_not_run_a_suspended_engine(worlds):
     world = filled(worlds)
     suspended(world)
     world.scheduler.set_pause_state(Pause.UNPAUSED)
@@ -497,9 +475,7 @@ def test_vllms_own_resume_does_not_run_a_suspended_engine(worlds: Any) -> None:
     assert world.finished == []
 
 
-def test_what_an_engine_will_take_back_is_known_at_every_step(
-    worlds: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_an_engine_will_take_back_is_known_at_every_step(worlds, monkeypatch):
     """Whoever lends its memory has to count on it."""
     world = filled(worlds)
     written: list[int] = []
@@ -525,7 +501,7 @@ def test_what_an_engine_will_take_back_is_known_at_every_step(
     assert world.suspension.promised() == world.manager.limit == 5 * PAGE
 
 
-def test_a_limit_of_a_suspended_engine_holds_from_its_resumption_on(worlds: Any) -> None:
+def test_a_limit_of_a_suspended_engine_holds_from_its_resumption_on(worlds):
     world = filled(worlds)
     suspended(world)
     world.suspension.limit(4 * PAGE)
@@ -537,7 +513,7 @@ def test_a_limit_of_a_suspended_engine_holds_from_its_resumption_on(worlds: Any)
 
 @pytest.mark.parametrize("steps", range(12))
 @pytest.mark.parametrize("by", ["kvpatch", "kvctl"])
-def test_a_limit_that_is_set_at_any_step_holds_in_the_end(worlds: Any, steps: int, by: str) -> None:
+def test_a_limit_that_is_set_at_any_step_holds_in_the_end(worlds, steps, by):
     for given_up in (False, True):
         world = filled(worlds)
         world.suspension.suspend(False, False, None)
@@ -557,7 +533,7 @@ def test_a_limit_that_is_set_at_any_step_holds_in_the_end(worlds: Any, steps: in
 
 
 @pytest.mark.parametrize("steps", range(12))
-def test_the_last_limit_holds_whoever_set_it(worlds: Any, steps: int) -> None:
+def test_the_last_limit_holds_whoever_set_it(worlds, steps):
     for last in ("kvctl", "kvpatch"):
         world = filled(worlds)
         world.suspension.suspend(False, False, None)
@@ -577,7 +553,7 @@ def test_the_last_limit_holds_whoever_set_it(worlds: Any, steps: int) -> None:
 
 
 @pytest.mark.parametrize("when", ["before", "suspended"])
-def test_a_limit_by_revision_is_there_after_a_suspension(worlds: Any, when: str) -> None:
+def test_a_limit_by_revision_is_there_after_a_suspension(worlds, when):
     """kvcached has it in its page allocator alone, and /dev/shm another one."""
     world = filled(worlds)
     if when == "before":
@@ -596,7 +572,7 @@ def test_a_limit_by_revision_is_there_after_a_suspension(worlds: Any, when: str)
     assert world.manager.limit == world.manager.total * PAGE == 6 * PAGE
 
 
-def test_a_tier_that_was_emptied_meanwhile_is_said(worlds: Any) -> None:
+def test_a_tier_that_was_emptied_meanwhile_is_said(worlds):
     """By vLLM's /pause or a reset with the connector, which are not for the suspension."""
     world = filled(worlds)
     assert suspended(world)["lost"] == 0
@@ -605,7 +581,7 @@ def test_a_tier_that_was_emptied_meanwhile_is_said(worlds: Any) -> None:
     assert (world.suspension.said["kept"], world.suspension.said["lost"]) == (0, 15)
 
 
-def test_a_limit_that_somebody_else_set_meanwhile_is_kept(worlds: Any) -> None:
+def test_a_limit_that_somebody_else_set_meanwhile_is_kept(worlds):
     world = filled(worlds)
     suspended(world)
     world.manager.limit = world.manager.reported = 3 * PAGE  # kvctl limit
@@ -618,21 +594,21 @@ def test_a_limit_that_somebody_else_set_meanwhile_is_kept(worlds: Any) -> None:
     ("size", "why"),
     [(MOST * PAGE + 1, "cannot have more"), (PAGE - 1, "needs at least one")],
 )
-def test_a_limit_that_it_cannot_have_is_refused(worlds: Any, size: int, why: str) -> None:
+def test_a_limit_that_it_cannot_have_is_refused(worlds, size, why):
     world = filled(worlds)
     with pytest.raises(Cannot, match=why):
         world.suspension.limit(size)
     assert world.manager.limit == MOST * PAGE
 
 
-def test_requests_that_stream_their_input_are_refused(worlds: Any) -> None:
+def test_requests_that_stream_their_input_are_refused(worlds):
     world = filled(worlds)
     world.scheduler.running[0].status = Status(name="WAITING_FOR_STREAMING_REQ")
     with pytest.raises(Cannot, match="1 of its requests stream their input"):
         world.suspension.suspend(False, False, None)
 
 
-def test_weights_that_were_replaced_are_refused_until_a_reset(worlds: Any) -> None:
+def test_weights_that_were_replaced_are_refused_until_a_reset(worlds):
     """The reset that frees the device would be of the CPU tier too: nothing would be kept."""
     world = filled(worlds)
     calls = state.attach(world, Calls(unanswered=True))
@@ -646,9 +622,7 @@ def test_weights_that_were_replaced_are_refused_until_a_reset(worlds: Any) -> No
     assert "weights were replaced" in world.suspension.said["error"]
 
 
-def test_requests_with_loaded_blocks_let_go_of_them(
-    worlds: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_requests_with_loaded_blocks_let_go_of_them(worlds, monkeypatch):
     from kvpatch.patches import deadlock
 
     world = filled(worlds)
@@ -660,7 +634,7 @@ def test_requests_with_loaded_blocks_let_go_of_them(
     assert released == [loaded]
 
 
-def test_the_beginnings_of_prompts_are_stored_first(worlds: Any) -> None:
+def test_the_beginnings_of_prompts_are_stored_first(worlds):
     world: World = worlds()
     world.spill.piece = 2
     request = world.add("one", 5, 6, 7, 8)
