@@ -110,9 +110,6 @@ def test_an_npu_is_refused_in_one_sentence(monkeypatch):
     )
 
 
-# The rows
-
-
 @pytest.mark.parametrize(
     ("given", "known"), [("npu:3", "cuda:3"), ("npu", "cuda"), ("cuda:1", "theirs cuda:1")]
 )
@@ -229,9 +226,6 @@ def test_what_needs_no_event_gets_none(monkeypatch, args, kwargs):
     order.around_launch(backend.launch_copy, backend, args, kwargs)
     assert backend.recorded == []
     assert backend.waited == ("vLLM's" if args[2] else None)
-
-
-# Configurations
 
 
 class Enumerated(enum.Enum):
@@ -397,9 +391,6 @@ def test_the_connector_whose_spec_does_not_import_has_a_reason_of_its_own():
     assert refused_with(here(), **changes, model_config__dtype="torch.half") == ["KVP604"]
 
 
-# Allocation
-
-
 class FullAttentionSpec:
     pass
 
@@ -473,9 +464,6 @@ def runner(scheduler: type = object) -> Any:
     """A runner of an engine with a scheduler."""
     of_scheduler = SimpleNamespace(get_scheduler_cls=lambda: scheduler)
     return SimpleNamespace(vllm_config=SimpleNamespace(scheduler_config=of_scheduler))
-
-
-# What vllm-ascend replaces
 
 
 SCHEDULER = "vllm.v1.core.sched.scheduler"

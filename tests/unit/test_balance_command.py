@@ -168,7 +168,6 @@ def test_a_dry_run_ends_1_for_a_name_that_is_of_no_engine(pair, capsys):
 
 @pytest.mark.parametrize("given", ["chat=abc", "chat"])
 def test_a_floor_that_cannot_be_used_is_a_mistake_of_use(given):
-    """The first of the two ended 1."""
     try:
         code = cli.main(["balance", "--floor", given])
     except SystemExit as ended:
@@ -426,9 +425,6 @@ def test_an_answer_is_not_waited_for_for_ever(pair):
         found.limit(400 * MIB, patience=0.2)
     with pytest.raises(control.Unanswered, match="did not answer"):
         found.demand(patience=0.2)
-
-
-# Settings
 
 
 def parsed(*words: str) -> Options:

@@ -39,9 +39,6 @@ def shared(one: tuple[int, ...], other: tuple[int, ...]) -> int:
     )
 
 
-# Arms
-
-
 def test_all_arms_have_the_same_budgets():
     kinds = [arms.kind(arm, FULL, FULL.blocks, "one") for arm in arms.ALL]
     ours = ("kv-transfer-config", "worker-extension-cls")
@@ -63,9 +60,6 @@ def test_all_arms_have_the_same_budgets():
 def test_the_twin_is_the_same_arm_under_another_name():
     one, other = (arms.kind(arm, FULL, FULL.blocks, "x") for arm in (arms.KVPATCH, arms.TWIN))
     assert replace(other, name=one.name) == one
-
-
-# Loads
 
 
 def test_prompts_without_reuse_share_no_block_in_any_repeat():
@@ -134,9 +128,6 @@ def test_sizes_are_whole_pages_and_one_peak_fits_but_not_two(size):
     assert size.peak * longest < device < 2 * size.peak * longest
 
 
-# Pairs and noise
-
-
 def test_arms_take_turns_at_being_first():
     chosen = list(range(5))
     orders = [turns(chosen, repeat) for repeat in range(10)]
@@ -167,9 +158,6 @@ def test_a_summary_has_the_longest_of_few_as_p99():
     assert summary([float(n) for n in range(1, 201)])["p99"] == 198.0
     with pytest.raises(ValueError, match="no samples"):
         summary([])
-
-
-# Goals
 
 
 def test_without_results_every_goal_is_open_and_says_why():
@@ -257,9 +245,6 @@ def test_served_is_of_the_prompts_that_were_there_before():
     assert two_models.served(returned, prompts) == 0.75
 
 
-# The page
-
-
 @pytest.fixture
 def folder(tmp_path):
     found = results(ttfts={arms.KVPATCH.name: [500.0, 505.0, 495.0]})
@@ -268,7 +253,6 @@ def folder(tmp_path):
 
 
 def test_static_memory_has_its_lines():
-    """It is in no ledger of mapped pages, and its panel was empty."""
     static = cycle(100 << 20, 100 << 20, 1.0)
     static["timeline"]["mapped"] = {"first": [0, 0, 0], "second": [0, 0, 0]}
     elastic = cycle(100 << 20, 9 << 20, 1.0)
@@ -333,9 +317,6 @@ def test_growth_is_the_power_between_the_largest_sizes():
     assert page.exponent(series["walk"]) == pytest.approx(1.0)
 
 
-# Micro-benchmarks
-
-
 def test_a_part_that_does_not_say_what_it_is_is_refused():
     stats = {"median": 2.0, "min": 1.0, "rounds": 3}
     about = {"name": "walk", "many": 10, "of": "blocks"}
@@ -345,9 +326,6 @@ def test_a_part_that_does_not_say_what_it_is_is_refused():
     ]
     with pytest.raises(ValueError, match="does not say what it timed"):
         micro.rows({"benchmarks": [one, {**one, "extra_info": {}}]})
-
-
-# The command line
 
 
 @pytest.mark.parametrize(

@@ -272,9 +272,6 @@ def test_a_start_that_failed_gives_the_name_back(shm):
     start()  # an engine that was deleted needs no shutdown
 
 
-# Another user at the same names
-
-
 def test_the_folder_of_claims_is_closed(shm):
     claims.take("pool", "chat")
     assert stat.S_IMODE(claims.folder().stat().st_mode) == 0o700
@@ -319,9 +316,6 @@ def test_a_full_shm_is_a_refusal(shm, monkeypatch):
         "container), or set KVPATCH=0. [KVP417]"
     )
     monkeypatch.undo()
-
-
-# The pool's file
 
 
 def test_the_pool_is_there_with_its_memory_and_closed_before_kvcached_opens_it(shm):
@@ -385,9 +379,6 @@ def test_a_squatted_pool_is_a_refusal_that_names_it(shm, squat, other_user):
     assert "KVCACHED_IPC_NAME" in refused.value.remedy
     if squat == "link":
         assert (shm / "elsewhere").read_bytes() == b""
-
-
-# One CPU tier per engine_id
 
 
 def tier(engine_id="one", core=None, start=lambda config: "started"):

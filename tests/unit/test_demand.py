@@ -121,9 +121,6 @@ def test_a_device_without_a_name_is_refused(answer_, engine, monkeypatch):
         demands.device(engine)
 
 
-# Revisions
-
-
 def test_a_limit_is_refused_that_was_meant_for_an_earlier_one(worlds):
     suspension = worlds().suspension
     ask = {"verb": "limit", "size": 4 * PAGE, "revision": 1}
@@ -145,9 +142,6 @@ def test_a_revision_that_is_no_number_is_refused(worlds, revision):
     with pytest.raises(Cannot, match="the revision is no number"):
         asked = {"verb": "limit", "size": 4 * PAGE, "revision": revision}
         answer(worlds().suspension, asked, 0.0)
-
-
-# A limit at birth
 
 
 def born(world: World, monkeypatch: pytest.MonkeyPatch, text: str) -> list[str]:

@@ -110,9 +110,6 @@ def test_what_is_more_than_any_machine_has(text):
     ],
 )
 def test_a_value_that_cannot_be_read_is_refused(name, text, why):
-    """Debug mode was off without a word, the patience a ValueError in the engine, and what is
-    kvcached's a failed import that told to install other versions.
-    """
     refusal = gate.check_environment({"KVPATCH": "1", name: text})
     assert str(refusal) == (
         f"kvpatch refuses to start vLLM: {name}={text} cannot be read, because {why}, "

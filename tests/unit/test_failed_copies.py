@@ -560,9 +560,6 @@ def test_an_error_of_the_row_is_told_once():
     assert failure.query() is True
 
 
-# OffloadingConnector
-
-
 def raises(error: Exception) -> Any:
     return raising(error)
 

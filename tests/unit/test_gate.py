@@ -40,9 +40,6 @@ def allowing(text: str) -> dict[str, str]:
     return {ALLOW_VLLM.name: text}
 
 
-# What is installed
-
-
 @pytest.fixture
 def site(tmp_path, monkeypatch) -> Callable[[str, str | None], None]:
     """Install distributions by metadata alone, with nothing else installed."""
@@ -99,9 +96,6 @@ def test_two_versions_at_once_are_refused():
         "because they share the folder vllm and only one of them is really in it; uninstall both "
         "and install one of them again, or set KVPATCH=0. [KVP104]"
     )
-
-
-# Which releases
 
 
 @pytest.mark.parametrize("text", [*validated(), f"{NEWEST}+cpu", "0.16"])
@@ -247,9 +241,6 @@ def test_validated_releases_are_said_as_ranges(releases, words):
     assert supported.in_ranges(releases) == words
 
 
-# The switch
-
-
 @pytest.mark.parametrize("value", ["1", "true", "ON", " 1 ", "", "0"])
 def test_values_of_the_switch(value):
     assert gate.check_environment({"KVPATCH": value}) is None
@@ -281,9 +272,6 @@ def test_kvcacheds_switches_are_read_as_kvcached_reads_them():
 @pytest.mark.parametrize("setting", ["", "1", "true", "TRUE"])
 def test_kvcached_switched_on_is_none(setting):
     assert gate.check_environment({"KVPATCH": "1", "ENABLE_KVCACHED": setting}) is None
-
-
-# Targets
 
 
 class Target:
@@ -340,9 +328,6 @@ def test_a_target_in_a_module_that_is_gone():
         Outcome.ABSENT,
         "no.such:thing cannot be imported (ModuleNotFoundError: No module named 'no')",
     )
-
-
-# Features
 
 
 def feature(*seams: Any, **fields: Any) -> Feature:

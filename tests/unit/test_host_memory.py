@@ -17,9 +17,6 @@ from kvpatch.versions import Facts, Installed
 GIB = 1 << 30
 
 
-# The container's limit
-
-
 @pytest.fixture
 def hierarchy(tmp_path):
     """Write the file with a process's cgroups, and the files of its hierarchies."""
@@ -103,9 +100,6 @@ def test_a_machine_without_cgroups(tmp_path):
     assert cgroup.tightest(tmp_path / "none", tmp_path) is None
 
 
-# The memory of this machine
-
-
 def test_the_memory_of_this_machine(tmp_path):
     memory = host_memory.here(tmp_path)
     assert memory.shm == pytest.approx(os.statvfs(tmp_path).f_bavail << 12, rel=0.2)
@@ -140,9 +134,6 @@ def test_nor_does_a_forked_one():
     if child == 0:
         os._exit(0 if reader() is None else 1)
     assert os.waitpid(child, 0)[1] == 0
-
-
-# What tiers take
 
 
 def facts(vllm: str, device: str = "cuda", contiguous: bool = True, **environment: str) -> Facts:

@@ -505,7 +505,6 @@ def test_an_engine_keeps_its_floor_however_cold_it_is(world):
 
 
 def test_a_suspended_engine_keeps_all_that_it_has(world, one, two):
-    """What it has stored is nowhere else. Resumed, it gives as any other."""
     one.store(4 * PER, then=60)
     two.store(4 * PER, then=10)
 

@@ -131,9 +131,6 @@ def test_a_pool_of_exactly_the_schedulers_blocks_suffices():
     assert find([["a"]], a=pool(0x1000, rows=8)).tensors == [region(0x1000)]
 
 
-# The registration with OffloadingConnector
-
-
 @pytest.fixture(autouse=True)
 def vllms_classes(monkeypatch):
     monkeypatch.setattr(vllm_api, "find", lambda name: lambda **fields: {name: fields})

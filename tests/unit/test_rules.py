@@ -941,7 +941,6 @@ def test_fp8_that_was_not_compared_says_with_what(changes, what):
 
 
 def test_fp8_and_several_ranks_are_a_pair(monkeypatch):
-    """Each of them is validated; the reason used to be the dtype."""
     monkeypatch.setattr(admitted, "ran_with", lambda name, *rest: "+" not in name)
     refusal = check(config(**FP8 | TWO_RANKS | V2_OF_32))
     assert refusal.code == "KVP376"
@@ -966,9 +965,6 @@ def test_a_checkpoint_without_a_scheme_is_not_fp8():
 def on(release: str) -> dict[str, Any]:
     """A release, and the runner that kvpatch supports there."""
     return {"machine__vllm": release, "use_v2_model_runner": release in ("0.32.0",)}
-
-
-# Speculative decoding
 
 
 @cache
@@ -1003,9 +999,6 @@ def test_drafts_of_another_method_are_refused(ran, method):
     refusal = check(made)
     assert refusal.code == "KVP309"
     assert refusal.what == f"a KV connector is configured with speculative decoding by {method}"
-
-
-# Kinds of models
 
 
 OF_KINDS = [(LATENT, "latent attention", "KVP305"), (HYBRID, "hybrid", "KVP311")]
@@ -1049,9 +1042,6 @@ def test_a_known_fault_goes_before_what_is_not_validated():
     assert check(made, lifted={"KVP316"}).code == "KVP306"
 
 
-# Latent attention on several ranks
-
-
 @pytest.mark.parametrize("connector", [{}, simple(), multi("OffloadingConnector"), tiers("fs")])
 def test_latent_attention_on_several_ranks_starts_where_it_ran(ran, monkeypatch, connector):
     made = config(**LATENT, **V2_OF_32, **TWO_RANKS, **connector)
@@ -1069,9 +1059,6 @@ def test_two_stages_of_one_rank_are_not_those_of_two(ran):
     ran("2 stages")
     assert check(config(**STAGES | V2_OF_32)) is None
     assert check(config(**STAGES_OF_RANKS | V2_OF_32)).code == "KVP307"
-
-
-# Data parallelism
 
 
 @pytest.mark.parametrize("v2", [False, True])
@@ -1127,8 +1114,6 @@ def test_four_engines_start_with_what_ran(ran):
     assert check(config(**ENGINES | V2_OF_32 | four | simple())).code == "KVP374"
 
 
-# Settings that change steps or blocks
-
 ONE_GROUP = NO_GROUPS | WINDOWS
 
 
@@ -1181,9 +1166,6 @@ def test_a_setting_that_changes_nothing_starts(monkeypatch, changes):
 def test_the_cells_of_latent_attention_ran_with_whole_prompts(ran):
     ran("none", models=("latent attention",))
     assert check(config(**WHOLE | LATENT | ONE_RANK | V2_OF_32)) is None
-
-
-# The host's memory
 
 
 @pytest.mark.parametrize(
@@ -1261,9 +1243,6 @@ def test_a_refused_configuration_is_not_warned_of(caplog):
     assert caplog.records == []
 
 
-# What a rule is
-
-
 def rule(**fields: Any) -> Rule:
     """A rule that refuses every configuration."""
     given = {"applies": lambda config, facts: True} | fields
@@ -1317,9 +1296,6 @@ def test_the_rules_of_features_are_loaded_in_their_order():
     references = [feature.rules for feature in patches.FEATURES if feature.rules]
     assert rules.of([*references, None]) == RULES
     assert rules.of([None]) == ()
-
-
-# Where they are checked
 
 
 @pytest.fixture

@@ -349,9 +349,6 @@ def test_secondary_tiers_of_one_of_two_connectors():
     assert code(**together({}, extra), **release) is None  # the other connector has none
 
 
-# The engine of the rules
-
-
 def rule(applies: bool = True, **fields: Any) -> Rule:
     return Rule("KVP302", "k", lambda made, here: applies, "what", "why", "remedy", **fields)
 
@@ -422,9 +419,6 @@ def test_references_to_rules_may_be_left_out():
     assert rules.of([None, reference, "", reference]) == (*SIMPLE_RULES, *SIMPLE_RULES)
 
 
-# What the host device has room for
-
-
 @pytest.mark.parametrize(
     ("more", "refused"),
     [
@@ -448,18 +442,12 @@ def test_a_kv_cache_larger_than_the_host_device(more, refused, connector):
     assert code(connector=connector, **here | more) == ("KVP505" if refused else None)
 
 
-# Several machines
-
-
 @pytest.mark.parametrize("connector", [True, False])
 def test_ranks_on_several_machines(connector):
     assert code(connector=connector, parallel_config__nnodes_within_dp=2) == "KVP378"
     # Engines of data parallelism, of which each is on one.
     one_each = {"parallel_config__nnodes": 2, "parallel_config__nnodes_within_dp": 1}
     assert code(connector=connector, **one_each) is None
-
-
-# What no engine ran with
 
 
 def test_experts_of_one_rank_are_all_of_them():

@@ -118,9 +118,6 @@ def test_a_function_does_not_depend_on_the_order_in_which_it_is_found(tree):
     assert one[other].steps == 0
 
 
-# Sharing
-
-
 @pytest.fixture
 def known(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
     """Three releases next to each other with the same below, unless a test says another."""

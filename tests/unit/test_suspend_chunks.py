@@ -59,7 +59,6 @@ def test_a_chunk_is_stored_with_its_blocks_in_their_order():
 
 
 def test_what_fills_no_chunk_is_stored_by_nobody():
-    """The end of a prompt, and a chunk of which the device has a part."""
     spill = spill_of(b"a", b"b", b"c", b"e")
     spill.begin(blocks_of(spill.pool))
     assert [one.key for one in spill.next()] == [b"b"]

@@ -145,9 +145,6 @@ DISK = {
 }
 
 
-# Pages
-
-
 def test_a_page_comes_back_as_it_was_written():
     found = page.read(publish_as(os.getpid()))
     assert (found.pid, found.kvpatch) == (os.getpid(), "0.1.0")
@@ -175,7 +172,6 @@ def test_a_folder_that_others_could_use_is_refused(place, fault):
 
 
 def test_a_page_is_never_read_in_part():
-    """A reader sees one whole page or another while it is written over and over."""
     writer = page.Writer(os.getpid(), "0.1.0")
     writer.write({"number": 0, "again": "0"})
     done = threading.Event()
@@ -270,7 +266,6 @@ def test_a_process_that_is_stopped(process, monkeypatch):
 
 @pytest.mark.parametrize(("running", "state"), [(2, State.STUCK), (0, State.RUNS)])
 def test_an_engine_that_makes_no_step(process, running, state):
-    """With requests it hangs; without it only sleeps."""
     engine = engine_state(requests={"running": running, "waiting": 0}, since_step=45.0)
     publish_as(process.pid, engine=engine)
     assert reader.one(process.pid).state is state
@@ -310,7 +305,6 @@ def test_somebody_elses_engine(monkeypatch, place):
 
 @pytest.mark.skipif(os.getuid() != 0, reason="only root can become another user")
 def test_another_user_really_asks(process, monkeypatch):
-    """In a folder that is as public as /dev/shm; what keeps them out is the kernel."""
     nobody = 65534
     with tempfile.TemporaryDirectory(dir="/tmp") as public:
         Path(public).chmod(0o1777)
@@ -359,9 +353,6 @@ def test_something_that_is_no_page(place):
     (page.own_folder() / "17.page").write_bytes(b"x" * 100)
     (seen,) = reader.all_of(False)
     assert seen.state is State.UNREADABLE
-
-
-# The command
 
 
 def test_the_text_answers_the_questions(process, capsys):
@@ -425,9 +416,6 @@ def test_a_refused_import_is_remembered(python, place, capsys):
     assert python("import kvpatch, vllm", KVPATCH="banana", KVPATCH_STATUS_DIR=place).code == 1
     cli.main(["status"])
     assert "KVPATCH=banana is not a known value" in capsys.readouterr().out
-
-
-# Publishing
 
 
 def worker():
@@ -623,9 +611,6 @@ def test_pages_of_the_living_are_not_swept(process, monkeypatch):
     assert path.exists()
 
 
-# Counting, and the messages to the API servers
-
-
 def test_what_the_connector_reports_is_counted():
     totals = Totals()
     for _ in range(2):
@@ -698,7 +683,6 @@ def test_an_outcome_that_does_not_exist_is_refused():
 
 
 def test_messages_add_up_however_they_are_shared_out():
-    """Two API servers, each of which gets every other message."""
     sender = series.Sender()
     servers = [{}, {}]
     now = engine_state()
@@ -828,9 +812,6 @@ def test_only_our_part_does_not_reach_a_connector_that_is_not_there():
     hooks.around_log(lambda *given: pytest.fail("asked"), None, (stats,), {})
 
 
-# Errors of counting end nothing
-
-
 class Renamed(SimpleNamespace):
     """An object of a release in which everything is called something else."""
 
@@ -933,9 +914,6 @@ def test_an_engine_that_cannot_be_described_still_publishes(published, describe,
     assert error in seen.page.content["off"]
 
 
-# Engines that their program deletes
-
-
 def test_a_deleted_engine_is_not_kept_and_its_thread_ends(published, monkeypatch):
     monkeypatch.setattr(publisher, "INTERVAL", 0.01)
     publisher.process(worker)
@@ -964,9 +942,6 @@ def test_engines_of_one_process_share_a_thread(published):
     for engine in engines:
         hooks.around_engine_core(lambda: None, engine, (), {})
     assert threading.active_count() == before + 1
-
-
-# A connector inside a MultiConnector
 
 
 def test_what_a_connector_inside_a_multi_connector_reports_is_counted():
@@ -1008,9 +983,6 @@ def test_every_connector_of_an_engine_is_there_from_the_start(published):
     assert state.find(engine, Totals).parts == {}
 
 
-# Calls that are refused, and blocks that are verified
-
-
 def test_only_known_calls_are_counted():
     engine = core()
     counters.refused(engine, "limit")  # before it counts
@@ -1034,9 +1006,6 @@ def test_what_debug_mode_verified_is_told_of_workers_in_this_process(monkeypatch
     assert snapshot.verified() == (checked if debug and here else None)
 
 
-# What an engine lends, and gave back
-
-
 def test_what_an_engine_gave_back_is_on_its_page(published):
     engine, counts = core(), Counts(None)
 
@@ -1052,9 +1021,6 @@ def test_what_an_engine_gave_back_is_on_its_page(published):
     gauges = series.gauges(told)  # with a limit of 16 pages now
     assert gauges["device_lent_bytes"] == [([], 4 * (2 << 20))]
     assert gauges["device_borrowed_bytes"] == [([], 0)]
-
-
-# A clock that steps back
 
 
 def test_gauges_go_on_when_the_clock_steps_back(tmp_path, monkeypatch):
@@ -1073,9 +1039,6 @@ def test_gauges_go_on_when_the_clock_steps_back(tmp_path, monkeypatch):
     registry = prometheus_client.CollectorRegistry()
     multiprocess.MultiProcessCollector(registry)
     assert registry.get_sample_value("held", {"engine": "0"}) == 2
-
-
-# Requests that all wait
 
 
 @pytest.fixture
@@ -1185,7 +1148,6 @@ def test_a_page_that_does_not_say_how_long_requests_wait_is_of_an_engine_that_ru
     ],
 )
 def test_an_engine_on_its_way_is_shown_everywhere(process, phase, state):
-    """Status, its exit code, JSON, Python and the metrics say the same."""
     requests = {"running": 0, "waiting": 2}
     suspended = {"seconds": 0.0, "spilled": {}, "restored": 0}
     changes = {"phase": phase, "requests": requests, "suspended": suspended, "pool": "chat"}
@@ -1239,7 +1201,6 @@ def test_errors_of_a_disk_are_shown(process):
 
 
 def test_hits_of_the_tier_save_prefill_at_the_measured_rate(clock):
-    """Steps of half a second each, of a prompt alone and of a prompt beside eight requests."""
     totals = Totals()
     totals.step(False)
     totals.add_hits("tier", SimpleNamespace(hits=100, queries=100))

@@ -203,9 +203,6 @@ def test_every_block_is_an_answer_of_the_disk(memory, tmp_path, monkeypatch):
         answers.clear()
 
 
-# Whose files and folders they are
-
-
 def test_a_folder_is_made_for_this_user_only(tmp_path):
     before = os.umask(0)
     try:

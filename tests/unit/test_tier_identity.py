@@ -179,9 +179,6 @@ def test_descriptions_have_no_order_but_that_of_the_ranks():
     assert digest(one, other) == digest(same, other) != digest(other, one)
 
 
-# The folders
-
-
 class Mapper:
     """vLLM's ``FileMapper``."""
 
@@ -244,9 +241,6 @@ def test_a_folder_that_others_can_open_is_refused(weights, tmp_path):
         mapper(tmp_path)
     assert refused.value.code == "KVP334"
     assert isinstance(refused.value.__cause__, OSError)
-
-
-# The weights
 
 
 class Recorder:
