@@ -754,6 +754,16 @@ def test_without_a_connector_only_what_kvcached_cannot_run_matters(code, changes
         {"kv_transfer_config__kv_connector_extra_config": None},
         {"kv_transfer_config__kv_connector": None},
         {"model_config": None},
+        SCHEME | LATENT | ONE_RANK | V2_OF_32,  # which does not read the scheme
+        {"quant_config": SimpleNamespace(kv_cache_scheme=None)},
+        {"quant_config": None},
+        # Tiers that fit.
+        tier(64),
+        tier(100),
+        tier(64, shm=None, container=None),
+        tier(64, shm=0) | {"machine__vllm": "0.26.0"},  # not in /dev/shm
+        tier(512, shm=900, container=None, available=900) | V2_OF_32,
+        tier(400, shm=2) | {"machine__memory": None},  # in a process of an engine
     ],
 )
 def test_what_is_validated_passes(changes):
@@ -814,17 +824,6 @@ def test_a_check_reads_the_pool_once(monkeypatch):
 
 def test_without_a_connector_a_pool_is_nothing():
     assert check(config(connector=False, **pooled(machine__vllm="0.26.0"))) is None
-
-
-def test_the_allocator_of_sleep_mode_can_sleep_without_it():
-    refused = check(config(model_config__enable_cumem_allocator=True))
-    assert "with the cumem allocator, because" in str(refused)
-    assert refused.code == "KVP341"
-
-
-def test_a_validated_spec_of_another_module_is_another_spec():
-    refused = check(config(**spec("HostOffloadingSpec", "mine")))
-    assert "the offloading spec HostOffloadingSpec" in str(refused)
 
 
 @pytest.mark.parametrize(
@@ -923,21 +922,57 @@ def test_fp8_starts_where_it_was_compared(release, dtype):
         assert check(config(**given, **connector, **SCHEME)) is None
 
 
+DTYPE = "a KV connector is configured with the KV cache dtype"
+OF_FP8 = FP8 | ONE_RANK | V2_OF_30
+FULL = f"{DTYPE} fp8 for a model that is not of full attention alone"
+
+
 @pytest.mark.parametrize(
-    ("changes", "what"),
+    ("changes", "code", "what"),
     [
-        (LATENT, "fp8 for a model that is not of full attention alone (latent attention)"),
-        (HYBRID, "fp8 for a model that is not of full attention alone (hybrid)"),
-        (WINDOWS, "fp8 for a model that is not of full attention alone (sliding window)"),
+        (OF_FP8 | LATENT, "KVP310", f"{FULL} (latent attention)"),
+        (OF_FP8 | HYBRID, "KVP310", f"{FULL} (hybrid)"),
+        (OF_FP8 | WINDOWS, "KVP310", f"{FULL} (sliding window)"),
         # By the first requests.
-        ({"cache_config__calculate_kv_scales": True}, "fp8 and --calculate-kv-scales"),
-        ({"cache_config__kv_cache_dtype_skip_layers": ["0"]}, "fp8 in some of the layers"),
+        (
+            OF_FP8 | {"cache_config__calculate_kv_scales": True},
+            "KVP310",
+            f"{DTYPE} fp8 and --calculate-kv-scales",
+        ),
+        (
+            OF_FP8 | {"cache_config__kv_cache_dtype_skip_layers": ["0"]},
+            "KVP310",
+            f"{DTYPE} fp8 in some of the layers",
+        ),
+        *(
+            (V2_OF_32 | {"cache_config__cache_dtype": dtype}, "KVP310", f"{DTYPE} {dtype}")
+            for dtype in ("fp8_ds_mla", "fp8_per_token_head", "nvfp4")
+        ),
+        *(
+            (of_connectors(given), "KVP365", "connectors is not a list of objects")
+            for given in ({"kv_connector": "OffloadingConnector"}, ["OffloadingConnector"])
+        ),
+        (
+            spec("HostOffloadingSpec", "mine"),
+            "KVP303",
+            "the offloading spec HostOffloadingSpec is configured",
+        ),
+        (
+            {"model_config__enable_cumem_allocator": True},
+            "KVP341",
+            "a KV connector is configured with the cumem allocator",
+        ),
+        # A tier as large as a /dev/shm that has some files.
+        (
+            tier(64) | {"machine__memory": ROOMY._replace(shm=64 * GIB - 4096)},
+            "KVP336",
+            "the CPU tier takes 68719476736 bytes and /dev/shm has 68719472640 bytes free",
+        ),
     ],
 )
-def test_fp8_that_was_not_compared_says_with_what(changes, what):
-    refusal = check(config(**FP8 | changes | ONE_RANK | V2_OF_30))
-    assert refusal.code == "KVP310"
-    assert refusal.what == f"a KV connector is configured with the KV cache dtype {what}"
+def test_what_a_refusal_names(changes, code, what):
+    refusal = check(config(**changes))
+    assert (refusal.code, refusal.what) == (code, what)
 
 
 def test_fp8_and_several_ranks_are_a_pair(monkeypatch):
@@ -945,21 +980,6 @@ def test_fp8_and_several_ranks_are_a_pair(monkeypatch):
     refusal = check(config(**FP8 | TWO_RANKS | V2_OF_32))
     assert refusal.code == "KVP376"
     assert refusal.what == "an fp8 KV cache and tensor parallelism are configured together"
-
-
-@pytest.mark.parametrize("dtype", ["fp8_ds_mla", "fp8_per_token_head", "nvfp4"])
-def test_other_dtypes_of_the_cache_are_refused_there_too(dtype):
-    given = on("0.32.0") | {"cache_config__cache_dtype": dtype}
-    assert check(config(**given)).code == "KVP310"
-
-
-def test_latent_attention_does_not_read_the_scheme():
-    assert check(config(**SCHEME, **LATENT, **ONE_RANK, **on("0.32.0"))) is None
-
-
-def test_a_checkpoint_without_a_scheme_is_not_fp8():
-    assert check(config(quant_config=SimpleNamespace(kv_cache_scheme=None))) is None
-    assert check(config(quant_config=None)) is None
 
 
 def on(release: str) -> dict[str, Any]:
@@ -997,8 +1017,8 @@ def test_drafts_of_another_method_are_refused(ran, method):
     ran("ngram")
     made = config(speculative_config=SimpleNamespace(method=method), **ONE_RANK, **V2_OF_32)
     refusal = check(made)
-    assert refusal.code == "KVP309"
-    assert refusal.what == f"a KV connector is configured with speculative decoding by {method}"
+    what = f"a KV connector is configured with speculative decoding by {method}"
+    assert (refusal.code, refusal.what) == ("KVP309", what)
 
 
 OF_KINDS = [(LATENT, "latent attention", "KVP305"), (HYBRID, "hybrid", "KVP311")]
@@ -1023,14 +1043,6 @@ def test_a_kind_of_model_starts_where_it_ran(ran, monkeypatch, changes, kind, co
     ran("none", models=(other,))
     made.parallel_config.world_size = 1
     assert rule.refusal(made, here) is not None
-
-
-@pytest.mark.parametrize(
-    "given", [{"kv_connector": "OffloadingConnector"}, ["OffloadingConnector"]]
-)
-def test_connectors_that_are_no_list_of_objects(given):
-    refusal = check(config(**of_connectors(given)))
-    assert (refusal.code, refusal.what) == ("KVP365", "connectors is not a list of objects")
 
 
 def test_a_known_fault_goes_before_what_is_not_validated():
@@ -1166,29 +1178,6 @@ def test_a_setting_that_changes_nothing_starts(monkeypatch, changes):
 def test_the_cells_of_latent_attention_ran_with_whole_prompts(ran):
     ran("none", models=("latent attention",))
     assert check(config(**WHOLE | LATENT | ONE_RANK | V2_OF_32)) is None
-
-
-@pytest.mark.parametrize(
-    "changes",
-    [
-        tier(64),
-        tier(100),
-        tier(64, shm=None, container=None),
-        tier(64, shm=0) | {"machine__vllm": "0.26.0"},  # not in /dev/shm
-        tier(512, shm=900, container=None, available=900) | on("0.32.0"),
-        tier(400, shm=2) | {"machine__memory": None},  # in a process of an engine
-    ],
-)
-def test_a_tier_that_fits_passes(changes):
-    assert check(config(**changes)) is None
-
-
-def test_a_tier_as_large_as_a_shm_that_has_some_files():
-    made = tier(64)
-    made["machine__memory"] = ROOMY._replace(shm=64 * GIB - 4096)
-    assert check(config(**made)).what == (
-        "the CPU tier takes 68719476736 bytes and /dev/shm has 68719472640 bytes free"
-    )
 
 
 def warnings(caplog: pytest.LogCaptureFixture, **changes: Any) -> list[str]:
