@@ -230,11 +230,7 @@ def test_small_blocks_do_not_count_for_the_copies_of_a_gpu():
 
 def test_given_is_what_is_left_when_the_neighbour_has_most():
     first = [{"first": 10, "second": 0}, {"first": 100, "second": 0}]
-    second = [
-        {"first": 80, "second": 10},
-        {"first": 7, "second": 90},
-        {"first": 0, "second": 20},
-    ]
+    second = [{"first": 80, "second": 10}, {"first": 7, "second": 90}, {"first": 0, "second": 20}]
     assert two_models.given(first, second) == (100, 7)
     assert two_models.given(first, second, held_for_good=50) == (50, 50)
 

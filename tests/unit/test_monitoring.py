@@ -60,7 +60,7 @@ def test_every_alert_is_tested_and_explained():
 
 def test_every_query_is_of_the_chosen_engines():
     assert [one["name"] for one in DASHBOARD["templating"]["list"]] == [
-        *("datasource", "namespace", "instance", "model"),
+        *("datasource", "namespace", "instance", "model")
     ]
     chosen = 'namespace=~"$namespace",instance=~"$instance",model_name=~"$model"'
     for query in QUERIES:

@@ -185,11 +185,7 @@ def test_vllm_is_given_every_region_with_its_own_size():
 
 @pytest.mark.parametrize(
     ("one", "code"),
-    [
-        (worker(159), "KVP407"),
-        (worker(161), "KVP407"),
-        (worker(160, kind="OtherSpec"), "KVP406"),
-    ],
+    [(worker(159), "KVP407"), (worker(161), "KVP407"), (worker(160, kind="OtherSpec"), "KVP406")],
     ids=["a smaller block in the plan", "a larger one", "a kind that is not validated"],
 )
 def test_nothing_is_registered_that_does_not_fit(one, code):

@@ -277,9 +277,7 @@ case(
 )
 case("KVP312", "HiSparse is configured", {"attention_config__hisparse_config": SimpleNamespace()})
 case(
-    "KVP378",
-    "the ranks of this engine are on 2 machines",
-    {"parallel_config__nnodes_within_dp": 2},
+    "KVP378", "the ranks of this engine are on 2 machines", {"parallel_config__nnodes_within_dp": 2}
 )
 case(
     "KVP373",
@@ -574,11 +572,7 @@ case(
     pooled("100GiB") | tier(64, container=32),
     pooled() | tier(80, available=20, container=None, swap=12),
 )
-case(
-    "KVP325",
-    "kv_events_config enables KV cache events",
-    EVENTS | {"machine__vllm": "0.25.1"},
-)
+case("KVP325", "kv_events_config enables KV cache events", EVENTS | {"machine__vllm": "0.25.1"})
 case(
     "KVP374",
     "data parallelism over 2 engines is configured",
@@ -587,12 +581,7 @@ case(
 )
 case("KVP329", "a secondary tier is configured", tiers("fs") | {"machine__vllm": "0.22.1"})
 case("KVP330", "a secondary tier is configured on this release", tiers("fs") | V2_OF_34)
-case(
-    "KVP321",
-    "the secondary tier example is configured",
-    tiers("example"),
-    tiers("fs", "example"),
-)
+case("KVP321", "the secondary tier example is configured", tiers("example"), tiers("fs", "example"))
 case("KVP364", "the secondary tier p2p is configured", tiers("p2p"), tiers("fs", "p2p"))
 case(
     "KVP322",

@@ -177,8 +177,7 @@ def test_each_of_two_of_a_kind_counts(code, release, extra, refused):
 
 
 @pytest.mark.parametrize(
-    ("extra", "refused"),
-    [(({}, {}), False), ((SYNC_LOADS, {}), True), (({}, SYNC_LOADS), False)],
+    ("extra", "refused"), [(({}, {}), False), ((SYNC_LOADS, {}), True), (({}, SYNC_LOADS), False)]
 )
 @pytest.mark.parametrize("turned", [False, True])
 def test_loads_within_a_step_are_those_of_one_connector_in_any_place(extra, refused, turned):

@@ -63,12 +63,7 @@ def test_what_fills_no_chunk_is_stored_by_nobody():
     spill.begin(blocks_of(spill.pool))
     assert [one.key for one in spill.next()] == [b"b"]
     assert spill.count.partial == 2
-    assert spill.plan(blocks_of(spill.pool)) == {
-        "resident": 4,
-        "kept": 2,
-        "partial": 2,
-        "lost": 0,
-    }
+    assert spill.plan(blocks_of(spill.pool)) == {"resident": 4, "kept": 2, "partial": 2, "lost": 0}
     assert [spill.is_partial(key) for key in (b"a", b"c", b"e")] == [False, True, True]
     assert not spill.lost() - 2  # a and b are not there yet
     spill.tier.blocks[b"b"] = ""  # type: ignore[attr-defined]

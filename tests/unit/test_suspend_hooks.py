@@ -239,9 +239,7 @@ def config_with(connector: str | None, **extra: Any) -> Any:
     transfer = None
     if connector is not None:
         transfer = SimpleNamespace(
-            kv_connector=connector,
-            kv_connector_module_path=None,
-            kv_connector_extra_config=extra,
+            kv_connector=connector, kv_connector_module_path=None, kv_connector_extra_config=extra
         )
     return SimpleNamespace(kv_transfer_config=transfer, cache_config=SimpleNamespace(block_size=32))
 

