@@ -54,7 +54,7 @@ class Machine:
             else value
             for part, value in changes.items()
         }
-        self.engines[name] = replace(self.engines[name], **sizes)  # type: ignore[arg-type]
+        self.engines[name] = replace(self.engines[name], **sizes)
 
     def _step(self) -> None:
         if self.steps == self.killed_at:
@@ -98,7 +98,7 @@ class Machine:
 
     def balance(self, dry: bool = False, **options: object) -> Balance:
         return Balance(
-            Options(**options),  # type: ignore[arg-type]
+            Options(**options),
             self.said.append,
             dry=dry,
             settings=Settings(page=MIB),
@@ -331,7 +331,7 @@ def test_memory_that_others_take_is_not_promised(machine):
         seen = look(before)
         return {name: replace(one, free=max(0, one.free - 200 * MIB)) for name, one in seen.items()}
 
-    machine.look = taken  # type: ignore[method-assign]
+    machine.look = taken
     machine.change("code", mapped=100)
     machine.balance().round()
     assert sum(one.held for one in machine.engines.values()) <= 800 * MIB
@@ -379,7 +379,7 @@ def test_memory_that_others_take_while_an_engine_gives_is_not_promised(machine):
         taken[0] = 200
         return found
 
-    machine.look = after_the_first  # type: ignore[method-assign]
+    machine.look = after_the_first
     machine.balance().round()
     assert machine.asked == [("code", 400), ("chat", 400)]
 

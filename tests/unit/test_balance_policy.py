@@ -25,7 +25,7 @@ def engine(name: str, limit: int, mapped: int | None = None, **changes: object) 
     }
     full = limit if mapped is None else mapped
     given = {"most": DEVICE, "least": 50 * MIB, "found": 0.0} | sizes
-    return Engine(name, limit * MIB, full * MIB, **given)  # type: ignore[arg-type]
+    return Engine(name, limit * MIB, full * MIB, **given)
 
 
 def plan(

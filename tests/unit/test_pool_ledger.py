@@ -511,7 +511,6 @@ def test_an_engines_record_is_never_below_what_the_kernel_counts(folder, monkeyp
 
     def check() -> None:
         found = record.read_owner(engine.member._file)
-        assert found is not None
         seen.append((found.committed, engine.memory.committed))
         assert found.committed >= engine.memory.committed
 
@@ -671,7 +670,7 @@ def test_many_processes_that_take_and_give_at_once_never_pass_the_limit(folder):
                 one.shrink(index)
         one.leave()
 
-    children = [in_child(lambda name=f"{number}": engine(name)) for number in range(4)]  # type: ignore[misc]
+    children = [in_child(lambda name=f"{number}": engine(name)) for number in range(4)]
     highest = 0
     ended = threading.Event()
 

@@ -158,12 +158,12 @@ def test_memory_that_is_freed_late_is_free_and_what_is_kept_is_not(monkeypatch):
 
 
 def test_what_happens_to_a_page_under_a_copy_is_told_whatever_it_is():
-    answer = questions.unmapped(of_pages := Device(), 2)  # type: ignore[arg-type]
+    answer = questions.unmapped(of_pages := Device(), 2)
     assert answer.right
     assert answer.words.endswith("the bytes were right")
-    of_pages.synchronize = refusing  # type: ignore[method-assign]
+    of_pages.synchronize = refusing
     of_pages.mapped.clear()
-    answer = questions.unmapped(of_pages, 2)  # type: ignore[arg-type]
+    answer = questions.unmapped(of_pages, 2)
     assert answer.right
     assert "synchronize: the stream failed" in answer.words
 

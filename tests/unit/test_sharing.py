@@ -130,7 +130,7 @@ def known(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
         }
         for release, changed in changes.items():
             name = release.lstrip("v").replace("_", ".")
-            made[name] = made[name]._replace(**changed)  # type: ignore[arg-type]
+            made[name] = made[name]._replace(**changed)
         monkeypatch.setattr(sharing, "recorded", lambda: made)
         monkeypatch.setattr(supported, "RELEASES", dict.fromkeys(made, supported.VALIDATED))
 

@@ -85,11 +85,11 @@ def test_a_page_is_full_to_its_last_byte_and_keeps_what_it_had():
     def write(letters: int) -> None:
         # The clock's digits are part of what is written.
         now = page.read(writer.path).content["written"]
-        page.time.monotonic = lambda: now  # type: ignore[assignment]
+        page.time.monotonic = lambda: now
         try:
             writer.write({"text": "a" * letters})
         finally:
-            page.time.monotonic = page_time  # type: ignore[assignment]
+            page.time.monotonic = page_time
 
     write(room)
     assert page.read(writer.path).content["text"] == "a" * room

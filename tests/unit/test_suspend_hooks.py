@@ -217,7 +217,7 @@ def test_an_engine_that_cannot_listen_starts_nevertheless(worlds, vllm, monkeypa
     monkeypatch.setitem(sys.modules, "kvcached", SimpleNamespace(utils=utils))
     monkeypatch.setitem(sys.modules, "kvcached.utils", utils)
     world = engine_with(worlds, None)
-    world.input_queue = queue.Queue()  # type: ignore[attr-defined]
+    world.input_queue = queue.Queue()
     hooks.around_engine_start(lambda: None, world, (), {})
     assert state.find(world, Suspension) is not None
 

@@ -92,7 +92,7 @@ def load(memory: mmap.mmap, folder: Path) -> int:
         with memoryview(memory) as view:
             load_blocks(names(folder), view, [n * SIZE for n in range(BLOCKS)], SIZE, False)
     except OSError as error:
-        came = error.num_succeeded  # type: ignore[attr-defined]
+        came = error.num_succeeded
     for number in range(came):
         assert memory[number * SIZE : (number + 1) * SIZE] == contents(number)
     return came

@@ -158,7 +158,7 @@ def test_values_are_plain(value, expected):
 
 
 def test_the_members_of_a_set_are_sorted_inside_too():
-    class Frozen(dict):  # type: ignore[type-arg]
+    class Frozen(dict):
         def __hash__(self) -> int:
             return 0
 

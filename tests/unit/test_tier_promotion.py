@@ -259,7 +259,7 @@ def after_reset(*transfers: int, fenced: bool = True, **waiting: Any) -> Any:
     made = SimpleNamespace(_stale_job_threshold=7, manager=SimpleNamespace(**waiting))
     if fenced:
         fence = SimpleNamespace(transfers=transfers)
-        state.attach(made, Fenced(fence, None, None))  # type: ignore[arg-type]
+        state.attach(made, Fenced(fence, None, None))
     return made
 
 
