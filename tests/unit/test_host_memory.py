@@ -172,9 +172,6 @@ BOTH = [
         (SIZE, "0.32.0", "cuda", {}, (65, 65)),
         (SIZE, "0.29.0+rocm700", "cuda", {}, (65, 65)),
         (SIZE, "0.30.0+rocm700", "cuda", {}, (0, 128)),
-        # Torch rounds the memory of each rank.
-        (SIZE, "0.26.0", "cuda", {"ranks": 4}, (0, 4 * 32)),
-        (EVEN, "0.26.0", "cuda", {"ranks": 4}, (0, 64)),
         # With secondary tiers it is in /dev/shm in every release.
         (TIERING, "0.24.0", "cuda", {}, (65, 65)),
         (HOST, "0.26.0", "cpu", {}, (65, 65)),
@@ -195,11 +192,13 @@ BOTH = [
         ),
     ],
 )
-def test_what_tiers_take(extra, release, device, more, expected):
+def test_where_the_tier_of_the_offloading_connector_is(extra, release, device, more, expected):
     assert taken(extra, facts(release, device), **more) == expected
 
 
-def test_torch_rounds_a_byte_more_than_a_power_of_two_to_the_next():
+def test_torch_rounds_the_memory_of_each_rank():
+    assert taken(SIZE, facts("0.26.0"), ranks=4) == (0, 4 * 32)
+    assert taken(EVEN, facts("0.26.0"), ranks=4) == (0, 64)
     (tier,) = cpu_tier.of(config({"cpu_bytes_to_use": 64 * GIB + 1}), facts("0.26.0"))
     assert (tier.asked, tier.taken, tier.rounded) == (64 * GIB + 1, 128 * GIB, True)
 
@@ -218,25 +217,39 @@ def test_torch_that_is_told_not_to_round(variable):
 
 
 @pytest.mark.parametrize(
-    ("release", "device", "name", "contiguous", "expected"),
+    ("release", "device", "name", "expected"),
     [
-        ("0.32.0", "cuda", "OffloadingConnector", True, (64, 64, True, 0, False)),
-        ("0.31.0", "cuda", "OffloadingConnector", True, (64, 64, True, 0, False)),  # in parts
+        ("0.32.0", "cuda", "OffloadingConnector", (64, 64, True, 0, False)),
         # Registered by each rank, whole.
-        ("0.30.0", "cuda", "OffloadingConnector", True, (64, 64, True, 64, False)),
-        ("0.30.0", "cpu", "OffloadingConnector", True, (64, 64, True, 0, False)),
-        ("0.26.0", "cpu", "OffloadingConnector", True, (64, 0, False, 0, False)),
-        ("0.26.0", "cuda", "OffloadingConnector", True, (64, 64, False, 0, True)),  # by torch
-        ("0.32.0", "xpu", "OffloadingConnector", True, (64, 0, False, 0, False)),
-        ("0.32.0", "cuda", SIMPLE, True, (64, 64, False, 32, False)),
-        ("0.32.0", "cuda", SIMPLE, False, (64, 64, False, 0, False)),  # layer by layer
-        ("0.32.0", "cpu", SIMPLE, True, (64, 0, False, 0, False)),
+        ("0.30.0", "cuda", "OffloadingConnector", (64, 64, True, 64, False)),
+        ("0.30.0", "cpu", "OffloadingConnector", (64, 64, True, 0, False)),
+        ("0.26.0", "cpu", "OffloadingConnector", (64, 0, False, 0, False)),
+        ("0.26.0", "cuda", "OffloadingConnector", (64, 64, False, 0, True)),  # by torch
+        ("0.32.0", "xpu", "OffloadingConnector", (64, 0, False, 0, False)),
+        ("0.32.0", "cuda", SIMPLE, (64, 64, False, 32, False)),
+        ("0.32.0", "cpu", SIMPLE, (64, 0, False, 0, False)),
     ],
 )
-def test_all_that_is_known_of_a_tier(release, device, name, contiguous, expected):
-    (tier,) = cpu_tier.of(config(EVEN, name, ranks=2), facts(release, device, contiguous))
+def test_all_that_is_known_of_a_tier(release, device, name, expected):
+    (tier,) = cpu_tier.of(config(EVEN, name, ranks=2), facts(release, device))
     asked, taken, in_shm, registered, rounded = expected
     assert tier == (asked * GIB, taken * GIB, in_shm, registered * GIB, rounded)
+
+
+@pytest.mark.parametrize(
+    ("release", "name", "contiguous", "registered"),
+    [
+        ("0.30.0", "OffloadingConnector", True, 600),  # by each rank, whole
+        ("0.31.0", "OffloadingConnector", True, 0),  # in parts
+        ("0.26.0", "OffloadingConnector", True, 0),  # allocated by torch
+        ("0.32.0", SIMPLE, True, 300),
+        ("0.32.0", SIMPLE, False, 0),  # layer by layer
+    ],
+)
+def test_the_largest_range_that_is_registered(release, name, contiguous, registered):
+    made = config({"cpu_bytes_to_use": 600 * GIB}, name, ranks=2)
+    (tier,) = cpu_tier.of(made, facts(release, contiguous=contiguous))
+    assert tier.registered == registered * GIB
 
 
 def test_a_tier_of_nothing_is_none_and_one_of_a_byte_is_one():

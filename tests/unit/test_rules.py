@@ -815,6 +815,12 @@ def test_without_a_connector_a_pool_is_nothing():
     assert check(config(connector=False, **pooled(machine__vllm="0.26.0"))) is None
 
 
+def test_the_allocator_of_sleep_mode_can_sleep_without_it():
+    refusal = check(config(model_config__enable_cumem_allocator=True))
+    what = "a KV connector is configured with the cumem allocator"
+    assert (refusal.code, refusal.what) == ("KVP341", what)
+
+
 @pytest.mark.parametrize(
     "release", [*validated(V1_ON_LATER), "0.28.0", "0.31.0+cpu", supported.INSPECTED, "0.99.1"]
 )
@@ -945,11 +951,6 @@ FULL = f"{DTYPE} fp8 for a model that is not of full attention alone"
             spec("HostOffloadingSpec", "mine"),
             "KVP303",
             "the offloading spec HostOffloadingSpec is configured",
-        ),
-        (
-            {"model_config__enable_cumem_allocator": True},
-            "KVP341",
-            "a KV connector is configured with the cumem allocator",
         ),
         # A tier as large as a /dev/shm that has some files.
         (
