@@ -93,6 +93,7 @@ WHOLE = "it is not a whole number; use for example 8"
             "it is not a number of seconds; use for example 10 or 0.5",
         ),
         ("KVPATCH_TIER_SIZE", "110%", PART),
+        ("KVPATCH_TIER_SIZE", "25%x", PART),
         ("KVPATCH_TIER_SIZE", "all", "it is not a size; use for example 2GiB or 512MiB"),
         ("KVCACHED_GPU_UTILIZATION", "90%", SHARE),
         ("KVCACHED_MAX_CACHED_TOKENS", "16k", WHOLE),
