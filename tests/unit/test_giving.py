@@ -102,16 +102,58 @@ def test_a_block_that_is_used_meanwhile_stays(worlds: Any) -> None:
     assert world.manager.total == 4, "another page went instead"
 
 
-def test_pieces(worlds: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "PIECE", 1)
+class Shares:
+    """In the place of the time for a step: so many pages and stores in each."""
+
+    def __init__(self, pages: int, stores: int) -> None:
+        self.pages, self.stores = pages, stores
+        self.ran: list[bool] = []
+        self._left = 0
+
+    def begin(self, runs: bool) -> None:
+        self.ran.append(runs)
+        self._left = self.pages
+
+    @property
+    def left(self) -> bool:
+        self._left -= 1
+        return self._left >= 0
+
+    def end(self) -> None:
+        pass
+
+
+def test_each_step_stores_and_evicts_as_much_as_its_share_allows(worlds: Any) -> None:
     world = filled(worlds)
+    world.giving._share = Shares(pages=2, stores=4)
     lower(world, 3)
-    most = 0
+    planned = evicted = 0
+    flying, used = 0, len(world.pool.used())
     while world.step():
-        most = max(most, len(world.tier.flying))
-    assert most == 4
+        planned = max(planned, len(world.tier.flying) + len(world.tier.blocks) - flying)
+        evicted = max(evicted, used - len(world.pool.used()))
+        flying, used = len(world.tier.flying) + len(world.tier.blocks), len(world.pool.used())
+    assert (planned, evicted) == (4, 4)
     assert world.manager.total == 3
     assert world.giving.given == 4
+    assert not any(world.giving._share.ran)
+
+
+def test_pages_that_the_tier_has_go_while_others_are_stored(worlds: Any) -> None:
+    world = filled(worlds)
+    world.tier.steps = 20
+    for block in range(8, 16):
+        key = f"old{block}".encode()
+        world.tier.blocks[key] = f"bytes of {key.decode()}"
+    lower(world, 4)
+    world.step()
+    assert world.pool.used() == {*range(4, 8), *range(16, 28)}
+    assert world.giving.stage is Stage.STORING
+    world.until_idle()
+    assert world.manager.total == 4
+    assert world.giving.given == 3
+    assert list(world.tier.blocks)[-1] == b"old7"
+    world.check()
 
 
 def test_an_idle_engine_gives_everything_back_and_keeps_its_limit(worlds: Any) -> None:
@@ -128,7 +170,7 @@ def test_an_idle_engine_gives_everything_back_and_keeps_its_limit(worlds: Any) -
 def test_an_engine_rests_as_often_as_it_is_idle(
     worlds: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(module, "MOST_PIECES", 2)  # of one rest
+    monkeypatch.setattr(module, "MOST_PAGES", 6)  # of one rest
     world = filled(worlds)
     for time in range(4):
         for block in range(4, 28):
@@ -314,13 +356,13 @@ class Requests:
 
 
 @pytest.mark.parametrize("by", ["kvctl", "kvpatch limit"])
-@pytest.mark.parametrize("piece", [1, 2, 64])
+@pytest.mark.parametrize("pages", [1, 2, 64])
 def test_what_requests_take_while_a_limit_waits_is_stored_before(
-    worlds: Any, piece: int, by: str, monkeypatch: pytest.MonkeyPatch
+    worlds: Any, pages: int, by: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(module, "PIECE", piece)
     monkeypatch.setattr(module, "AHEAD", 6)
     world = filled(worlds)
+    world.giving._share = Shares(pages, stores=8)
     world.tier.steps = 3
     requests = Requests(world, 3)
     for _ in range(3):

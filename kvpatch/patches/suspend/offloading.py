@@ -22,9 +22,10 @@ class OffloadingTier(Tier):
     """The CPU tier behind an ``OffloadingConnectorScheduler``."""
 
     def __init__(self, planner: Any) -> None:
-        from vllm.v1.kv_offload.base import ReqContext
+        from vllm.v1.kv_offload.base import LookupResult, ReqContext
 
         self.planner = planner
+        self._hit, self._pending = LookupResult.HIT, LookupResult.HIT_PENDING
         self._context = ReqContext(req_id=_NAME)
 
     def why_not(self) -> str:
@@ -42,10 +43,7 @@ class OffloadingTier(Tier):
 
     def holds(self, key: bytes) -> bool:
         """Whether a block is in it, and can be loaded."""
-        from vllm.v1.kv_offload.base import LookupResult
-
-        found = self.planner.manager.lookup(key, self._context)
-        return bool(found is LookupResult.HIT)
+        return self.planner.manager.lookup(key, self._context) is self._hit
 
     def capacity(self) -> int:
         """Return the blocks that it has room for."""
@@ -61,10 +59,8 @@ class OffloadingTier(Tier):
 
     def awaits(self, keys: set[bytes]) -> set[bytes]:
         """Return those of blocks whose store into it has not completed."""
-        from vllm.v1.kv_offload.base import LookupResult
-
         look = self.planner.manager.lookup
-        return {key for key in keys if look(key, self._context) is LookupResult.HIT_PENDING}
+        return {key for key in keys if look(key, self._context) is self._pending}
 
 
 def around_store_jobs(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> dict[int, Any]:

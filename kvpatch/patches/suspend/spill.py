@@ -13,7 +13,6 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass
-from itertools import islice
 from typing import Any, NamedTuple
 
 from kvpatch.patches.suspend.counts import Counts
@@ -150,29 +149,46 @@ class Spill:
         self._tried = False
         self.count = Count(len(self._blocks), len(fit), len(self._missing))
 
-    def add(self, blocks: Iterable[Cached]) -> None:
+    def more(self, blocks: Iterable[Cached]) -> None:
+        """Take up blocks beside those that are on their way, for the reason that it began with."""
+        for key, block in blocks:
+            self._added.discard(key)
+            if key not in self._flying:
+                self._missing[key] = block
+
+    def add(self, blocks: Iterable[tuple[bytes, int]]) -> None:
         """Take up other blocks, less important ones, as far as the tier has room beside the first.
 
         Each is taken up once, whatever becomes of it. The reason is a limit: nothing else evicts
         what has not been taken up.
         """
         room = self.tier.capacity() - len(self._blocks)
-        for one in blocks:
+        for key, block in blocks:
             if len(self._added) >= room:
                 return
-            if one.key not in self._added:
-                self._added.add(one.key)
-                if not (one.key in self._flying or self.tier.holds(one.key)):
-                    self._missing.setdefault(one.key, one.block)
+            if key not in self._added:
+                self._added.add(key)
+                if not (key in self._flying or self.tier.holds(key)):
+                    self._missing.setdefault(key, block)
+
+    def added(self, key: bytes) -> bool:
+        """Whether a block was taken up by ``add``."""
+        return key in self._added
 
     def next(self) -> list[Cached]:
         """Return the blocks to store in this step, without those that have gone meanwhile."""
-        self._missing = {
-            key: block
-            for key, block in self._missing.items()
-            if self.pool._block_id_to_key.get(block) == key and not self.tier.holds(key)
-        }
-        return [Cached(*one) for one in islice(self._missing.items(), self.piece)]
+        found: list[Cached] = []
+        gone = []
+        for key, block in self._missing.items():
+            if len(found) >= self.piece:
+                break
+            if self.pool._block_id_to_key.get(block) == key and not self.tier.holds(key):
+                found.append(Cached(key, block))
+            else:
+                gone.append(key)
+        for key in gone:
+            del self._missing[key]
+        return found
 
     def planned(self, keys: Iterable[bytes], ours: bool = True) -> None:
         """Record that the stores of blocks were planned.
@@ -183,6 +199,8 @@ class Spill:
         """
         self._tried = True
         planned = [key for key in keys if self._missing.pop(key, None) is not None]
+        if planned:
+            self._refused = 0
         self._flying.update(planned)
         self.count.planned += len(planned)
         if ours:
@@ -216,6 +234,11 @@ class Spill:
         return bool(self._missing)
 
     @property
+    def busy(self) -> bool:
+        """Whether as many blocks wait as one step stores."""
+        return len(self._missing) >= self.piece
+
+    @property
     def done(self) -> bool:
         """Whether every store that it can make has completed."""
         return not self._missing and not self._flies(self._flying)
@@ -232,8 +255,10 @@ class Spill:
         one = next((key for key in keys if key in self._flying), None)
         if one is None or self.tier.awaits({one}):
             return one is not None
-        self._flying = self.tier.awaits(self._flying)
-        return not self._flying.isdisjoint(keys)
+        asked = self._flying.intersection(keys)
+        flying = self.tier.awaits(asked)
+        self._flying -= asked - flying
+        return bool(flying)
 
     def kept(self) -> int:
         """Return how many of the resident blocks the tier holds now."""
