@@ -7,12 +7,13 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from suspend_world import BLOCKS, MOST, PAGE, World, worlds
+from suspend_world import BLOCKS, MOST, PAGE, Shares, World, worlds
 
 from kvpatch import state
 from kvpatch.patches.suspend import giving as module
 from kvpatch.patches.suspend import hooks, queue, simple, watch
 from kvpatch.patches.suspend.giving import Stage
+from kvpatch.patches.suspend.share import AT_REST, LEAST, LONGEST, STORE, Share
 from kvpatch.patches.suspend.spill import cached
 from kvpatch.patches.suspend.suspension import Phase
 from kvpatch.patches.suspend.watch import Look, Watch
@@ -100,27 +101,6 @@ def test_a_block_that_is_used_meanwhile_stays(worlds: Any) -> None:
     world.until_idle()
     assert 4 in world.pool.used()
     assert world.manager.total == 4, "another page went instead"
-
-
-class Shares:
-    """In the place of the time for a step: so many pages and stores in each."""
-
-    def __init__(self, pages: int, stores: int) -> None:
-        self.pages, self.stores = pages, stores
-        self.ran: list[bool] = []
-        self._left = 0
-
-    def begin(self, runs: bool) -> None:
-        self.ran.append(runs)
-        self._left = self.pages
-
-    @property
-    def left(self) -> bool:
-        self._left -= 1
-        return self._left >= 0
-
-    def end(self) -> None:
-        pass
 
 
 def test_each_step_stores_and_evicts_as_much_as_its_share_allows(worlds: Any) -> None:
@@ -762,3 +742,54 @@ def test_a_free_on_another_thread_never_meets_a_limit_without_a_goal() -> None:
 
     kvcached_limits.map_no_more(Manager(), 2 * PAGE)
     assert told == [("target_num_blocks", True), ("in_shrink", True)]
+
+
+class Clock:
+    """In the place of ``time.perf_counter``."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.now = 100.0
+        monkeypatch.setattr("time.perf_counter", lambda: self.now)
+
+    def pages(self, share: Share, runs: bool, step: float, page: float) -> int:
+        """One turn, after a step of so many seconds; return how many pages there was time for."""
+        self.now += step
+        share.begin(runs)
+        pages = 0
+        while share.left:
+            pages += 1
+            self.now += page
+        share.end()
+        return pages
+
+
+@pytest.mark.parametrize(
+    ("step", "runs", "stores", "pages"),
+    [
+        (0.001, True, 15, 3),  # a share is half of what the step and the share before took
+        (0.02, True, 62, 10),  # 2 ms, half for stores
+        (0.06, True, 93, 15),  # a tenth of half of a long step
+        (1.0, True, 156, 25),
+        (0.0, False, 156, 50),
+    ],
+)
+def test_a_share_is_at_most_as_long_as_its_step(
+    step: float, runs: bool, stores: int, pages: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock = Clock(monkeypatch)
+    share = Share()
+    assert clock.pages(share, runs, step, 0.0001) == pages
+    assert share.stores == stores
+
+
+def test_a_page_that_takes_longer_than_its_share_is_paid_for_later(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    clock = Clock(monkeypatch)
+    share = Share()
+    taken = [clock.pages(share, True, 0.0004, 0.0004) for _ in range(40)]
+    assert set(taken) == {0, 1}
+    assert taken[:5] == [1, 0, 0, 0, 1]
+    assert share.stores == LEAST
+    assert clock.pages(share, False, 0.0, 0.0004) == 13, "what was owed is not paid at rest"
+    assert (AT_REST, LONGEST, STORE) == (0.005, 0.002, 16e-6)

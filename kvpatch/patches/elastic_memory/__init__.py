@@ -143,6 +143,17 @@ FEATURE = Feature(
             since="0.16",
         ),
         Patch(
+            id="elastic.eviction",
+            target="vllm.v1.core.block_pool:ElasticBlockPool._evict_blocks_from_pool",
+            why="every eviction lists all cached blocks, and the cap on them sorts them by pages "
+            "for each request that ends",
+            upstream="ovg-project/kvcached, ElasticBlockPool._page_aligned_victims in 0.1.6",
+            until="an eviction costs kvcached what it evicts, and not what is cached",
+            wrapper="kvpatch.patches.elastic_memory.eviction:around_evict",
+            parameters=("self", "num_to_evict", "page_aware"),
+            since="0.16",
+        ),
+        Patch(
             id="elastic.reservation",
             target="kvcached.kv_cache_manager:KVCacheManager._wait_post_init",
             why="a request that comes before block 0 is reserved waits for ever, with asynchronous "

@@ -45,7 +45,7 @@ LOADS = (
     _load("churn", "churn", ALL),
     _load("churn, cap -1", "churn", cap="-1", blocks=65_536),
     _load("churn, cap 128,000", "churn", cap="128000", blocks=65_536, warm=180),
-    _load("churn, cap 1,000,000", "churn", cap="1000000", blocks=131_072, warm=1300),
+    _load("churn, cap 1,000,000", "churn", cap="1000000", blocks=131_072, warm=1300, tier=0.25),
     _load("returning", "returning", ALL, size=150),
     _load("shared prefix", "shared", (STATIC, OURS), size=50),
 )

@@ -19,7 +19,6 @@ from typing import Any, ClassVar
 
 Job = dict[str, Any]
 BLOCK, LAYERS, WORKERS = 16, 4, 2  # tokens of a block
-STEP = 0.02  # seconds that a step takes by the clock that kvpatch sees: the model's share
 CACHED = 0.9  # of the blocks, before a limit is lowered
 KEPT = 0.1  # of the blocks, by that limit
 
@@ -29,7 +28,7 @@ def run(job: Job) -> Job:
 
     Args:
         job: ``load``, of ``LOADS``; ``model``, a folder with its configuration; ``blocks``;
-            ``connector``; ``asynchronous``; ``tier``, in parts of ``blocks``; ``size``, of the load.
+            ``connector``; ``asynchronous``; ``tier``, in parts of ``blocks``; ``size`` of the load.
     """
     engine = Engine(job)
     return {**LOADS[job["load"]](engine, job), "steps": engine.steps}
@@ -58,10 +57,12 @@ class Engine:
 
     @property
     def pool(self) -> Any:
+        """The block pool."""
         return self.core.scheduler.kv_cache_manager.block_pool
 
     @property
     def in_flight(self) -> bool:
+        """Whether a batch is in flight."""
         return bool(self.core.batch_queue)
 
     def _count_pages(self) -> None:
@@ -105,7 +106,7 @@ class Engine:
         config = EngineArgs(
             model=job["model"],
             dtype="float32",
-            max_model_len=4096,
+            max_model_len=16384,
             block_size=BLOCK,
             enforce_eager=True,
             max_num_seqs=128,
@@ -201,7 +202,7 @@ def _null_executor(engine: Engine, spec: Any, blocks: int) -> Any:
         "describe": {"rows": []},
     }
 
-    class Null(Executor):
+    class Null(Executor):  # type: ignore[misc]
         """Two workers that answer at once."""
 
         supports_async_scheduling: ClassVar[Any] = classmethod(lambda _cls: True)
@@ -352,7 +353,7 @@ def giving(engine: Engine, job: Job) -> Job:
         engine.step()
     engine.drain()
     for _ in range(job["busy"]):
-        engine.add(64, 3500)
+        engine.add(64, 15_000)
     for _ in range(8):
         engine.step()
     normal = []
