@@ -119,6 +119,21 @@ def test_each_step_stores_and_evicts_as_much_as_its_share_allows(worlds: Any) ->
     assert not any(world.giving._share.ran)
 
 
+def test_a_suspension_afterwards_stores_everything_at_once(worlds: Any) -> None:
+    world = filled(worlds)
+    world.giving._share = Shares(stores=2)
+    lower(world, 6)
+    world.until_idle()
+    world.suspension.suspend(False, False, None)
+    while world.suspension.phase is not Phase.STORING:
+        world.step()
+    before = len(world.tier.blocks)
+    world.step()
+    assert len(world.tier.flying) + len(world.tier.blocks) - before == 24 - before
+    world.until_idle()
+    world.check()
+
+
 def test_pages_that_the_tier_has_go_while_others_are_stored(worlds: Any) -> None:
     world = filled(worlds)
     world.tier.steps = 20
@@ -793,3 +808,13 @@ def test_a_page_that_takes_longer_than_its_share_is_paid_for_later(
     assert share.stores == LEAST
     assert clock.pages(share, False, 0.0, 0.0004) == 13, "what was owed is not paid at rest"
     assert (AT_REST, LONGEST, STORE) == (0.005, 0.002, 16e-6)
+
+
+def test_steps_without_a_share_are_no_debt(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = Clock(monkeypatch)
+    share = Share()
+    clock.pages(share, True, 0.02, 0.0001)
+    for _ in range(100):
+        clock.now += 0.02
+        share.end()
+    assert clock.pages(share, True, 0.02, 0.0001) == 10

@@ -196,7 +196,6 @@ class Giving:
             if self._idle and runs:
                 self.stop()
             self._share.begin(runs)
-            self._spill.piece = max(1, self._share.stores // self._spill.chunks.size)
             self._go_on(runs)
             self._share.end()
             if self._limit is not None:
@@ -237,10 +236,9 @@ class Giving:
         if self._pages is None:
             self._pages = 0
             self._spill.begin((), "idle" if self._limit is None else "limit")
+        self._spill.piece = max(1, self._share.stores // self._spill.chunks.size)
         while missing > 0 and self._pages < MOST_PAGES:
-            if not self._share.left:
-                return True
-            if self._spill.busy:
+            if self._spill.busy or not self._share.left:
                 return True
             page = self._coldest.next(self._taken)
             if page is None:

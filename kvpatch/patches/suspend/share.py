@@ -37,7 +37,6 @@ class Share:
         share = min(step, max(LONGEST, min(step * PART, AT_REST))) if runs else AT_REST
         self.stores = max(LEAST, int(share / 2 / STORE))
         self._credit = min(self._credit, 0.0) + share / 2 if runs else share
-        self._since = None
 
     @property
     def left(self) -> bool:
@@ -48,7 +47,8 @@ class Share:
         return now - self._since < self._credit
 
     def end(self) -> None:
-        """End it."""
+        """End it, or a step in which nothing is given back."""
         self._ended = time.perf_counter()
         if self._since is not None:
             self._credit -= self._ended - self._since
+            self._since = None

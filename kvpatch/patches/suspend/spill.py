@@ -96,6 +96,7 @@ class Tier(ABC):
         """Return those of chunks whose store into it has not completed."""
 
 
+EVERYTHING = 1 << 30  # chunks; more than a tier has
 # Steps in which a tier takes nothing in, because all that it has is in use, before it is given up.
 # Under load that may never end, and a limit waits for it.
 PATIENCE = 1000
@@ -124,19 +125,19 @@ class Spill:
     Args:
         tier: where they go.
         pool: kvcached's block pool.
-        piece: the most chunks of one step.
 
     Attributes:
+        piece: the most chunks of one step; everything when it begins.
         chunks: of the tier.
         count: what became of them.
         counts: what became of all that were spilled since the engine started.
         alone: whether nothing but the spill is to be stored, because everything is.
     """
 
-    def __init__(self, tier: Tier, pool: Any, piece: int = 1 << 30) -> None:
+    def __init__(self, tier: Tier, pool: Any) -> None:
         self.tier = tier
         self.pool = pool
-        self.piece = piece
+        self.piece = EVERYTHING
         self.chunks = Chunks(tier.blocks_per_chunk)
         self.alone = False
         self.count = Count()
@@ -161,6 +162,7 @@ class Spill:
             reason: why their memory is given back, of ``telemetry.suspended.REASONS``.
         """
         self._reason = reason
+        self.piece = EVERYTHING
         blocks = list(blocks)
         self._homes = [self.chunks.of(one.key) for one in blocks]
         found = self._storable(blocks)
