@@ -23,14 +23,12 @@ class Fenced:
         manager: kvcached's manager of the engine's pages.
         scheduler: vLLM's scheduler.
         on_release: called with the ids of pages before they are unmapped.
-        waited: whether a page was retired, and not released, at the last look.
     """
 
     fence: Fence
     manager: Any
     scheduler: Any
     on_release: list[Callable[[list[int]], None]] = field(default_factory=list)
-    waited: bool = False
 
 
 def compute_barrier(worker: Any) -> bool:
@@ -169,11 +167,7 @@ def around_release(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> None:
         forget_freed_blocks(connectors.scheduler_of(scheduler.connector), fence, released)
     # Epochs start at 1, so that marker 0 releases exactly the pages that the fence permits.
     instance._retired_pages = [(0, released), *held] if released else held
-    # Beside that kvcached looks through its pages whether it can shrink to a limit, which it cannot
-    # with a page that is retired: only when there is none any more.
-    if released or (fenced.waited and not held):
-        wrapped(0)
-    fenced.waited = bool(held)
+    wrapped(0)
 
 
 def forget_freed_blocks(planner: Any, fence: Fence, pages: list[int]) -> None:

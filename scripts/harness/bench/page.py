@@ -10,14 +10,14 @@ from pathlib import Path
 from typing import Any
 
 from harness import markdown
-from harness.bench import arms, goals, plots, pool_goals, reports, suspension_goals
+from harness.bench import arms, goals, plots, pool_goals, reports, steps_goals, suspension_goals
 from harness.bench.goals import NO_GPU, NOT_RUN, Results, compared, shown, value
 from harness.figures import svg
 
 Runs = list[dict[str, Any]]
 
 PICTURES = "docs/pictures"
-FILES = ("host", "fence", "pool", "suspend", "micro", "startup", "sharing", "gpu")
+FILES = ("host", "fence", "pool", "suspend", "micro", "startup", "sharing", "steps", "gpu")
 
 
 def read(results: Path) -> dict[str, Any]:
@@ -60,6 +60,7 @@ def render(results: Path) -> dict[str, str]:
         suspend_rows=list(suspension_goals.rows(found["suspend"] or {})),
         suspend_runs=list(reports.runs(found["suspend"] or {})),
         sharing_runs=list(reports.runs(found["sharing"] or {})),
+        steps_rows=list(steps_goals.rows(found["steps"] or {})),
         series=series,
         pairs=pairs,
         no_gpu=NO_GPU,
