@@ -55,10 +55,20 @@ def test_an_allocation_evicts_in_the_order_of_the_last_use():
     assert pool.grouped == []
 
 
-def test_the_cap_evicts_whole_pages_first_the_coldest_of_them():
-    pool = Pool([0, 4, 5, 6, 7, 8, 9, 10, 11, 1], used=(2,))
-    assert evict(pool, 5) == 5
-    assert pool.evicted == [0, 4, 5, 6, 7], "a page, and then the coldest block"
+@pytest.mark.parametrize(
+    ("count", "evicted"),
+    [
+        (4, [4, 5, 6, 7]),
+        (5, [0, 4, 5, 6, 7]),
+        (8, [*range(4, 12)]),
+        (10, [0, 1, *range(4, 12)]),
+        (11, [0, 1, *range(4, 13)]),
+    ],
+)
+def test_the_cap_evicts_whole_pages_first_and_then_the_coldest_blocks(count, evicted):
+    pool = Pool([0, 1, *range(4, 13)], used=(2, 13))
+    assert evict(pool, count) == count
+    assert pool.evicted == evicted
 
 
 def test_a_page_that_is_too_large_is_not_begun():
@@ -77,5 +87,5 @@ def test_no_more_is_evicted_than_is_cached(whole):
 def test_it_looks_at_the_coldest_blocks_only():
     pool = Pool(list(range(100_000)))
     assert evict(pool, 32) == 32
-    assert pool.grouped == [2 * 32 + eviction.LOOK]
+    assert pool.grouped == [2 * 32 + 256]
     assert pool.evicted == list(range(32))
