@@ -807,7 +807,18 @@ def test_a_page_that_takes_longer_than_its_share_is_paid_for_later(
     assert taken[:5] == [1, 0, 0, 0, 1]
     assert share.stores == LEAST
     assert clock.pages(share, False, 0.0, 0.0004) == 13, "what was owed is not paid at rest"
-    assert (AT_REST, LONGEST, STORE) == (0.005, 0.002, 16e-6)
+    assert (AT_REST, LONGEST, STORE, LEAST) == (0.005, 0.002, 16e-6, 8)
+
+
+def test_a_share_that_is_not_used_is_not_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = Clock(monkeypatch)
+    share = Share()
+    assert share.stores == LEAST
+    for _ in range(5):
+        clock.now += 0.02
+        share.begin(True)
+        share.end()
+    assert clock.pages(share, True, 0.02, 0.0001) == 10
 
 
 def test_steps_without_a_share_are_no_debt(monkeypatch: pytest.MonkeyPatch) -> None:
