@@ -11,6 +11,7 @@ from suspend_world import BLOCKS, MOST, PAGE, Pause, Status, World, worlds
 
 from kvpatch import state
 from kvpatch.patches.secondary_tiers.weights import Calls
+from kvpatch.patches.suspend import spill
 from kvpatch.patches.suspend.server import Question
 from kvpatch.patches.suspend.suspension import Cannot, Phase
 from kvpatch.patches.suspend.watch import Look
@@ -660,9 +661,11 @@ def test_requests_with_loaded_blocks_let_go_of_them(
     assert released == [loaded]
 
 
-def test_the_beginnings_of_prompts_are_stored_first(worlds: Any) -> None:
+def test_the_beginnings_of_prompts_are_stored_first(
+    worlds: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(spill, "EVERYTHING", 2)
     world: World = worlds()
-    world.spill.piece = 2
     request = world.add("one", 5, 6, 7, 8)
     request.left = 1
     world.step()  # it has finished; its last block is evicted first

@@ -125,6 +125,15 @@ FEATURE = feature(
             "kvcached clamps the limit in its pool as it does in set_memory_limit",
         ),
         Row(
+            "elastic_memory.eviction",
+            "vllm.v1.core.block_pool:ElasticBlockPool._evict_blocks_from_pool",
+            "eviction:around_evict(self, num_to_evict, page_aware)",
+            "every eviction lists all cached blocks, and the cap on them sorts them by pages for "
+            "each request that ends",
+            "ovg-project/kvcached, ElasticBlockPool._page_aligned_victims in 0.1.6",
+            "an eviction costs kvcached what it evicts, and not what is cached",
+        ),
+        Row(
             "elastic_memory.reservation",
             "kvcached.kv_cache_manager:KVCacheManager._wait_post_init",
             "reservation:around_wait",

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from harness import markdown
-from harness.bench import arms, pairing, plots, two_models
+from harness.bench import arms, pairing, plots, steps_goals, two_models
 from harness.bench.quoted import RATE
 from harness.figures import svg
 
@@ -17,7 +17,7 @@ Result = dict[str, Any]
 
 PICTURE = "docs/pictures/numbers-shared-device.svg"
 SHOWN = ("host", "fence", "sharing", "suspend")
-FILES = (*SHOWN, "startup", "gpu")
+FILES = (*SHOWN, "steps", "startup", "gpu")
 
 
 class Figure(NamedTuple):
@@ -55,6 +55,8 @@ def render(results: Path) -> dict[str, str]:
         "numbers.md",
         gpu=found["gpu"],
         figures=list(figures(found)),
+        steps=found["steps"],
+        steps_rows=list(steps_goals.rows(found["steps"] or {})),
         runs=[one for name in SHOWN if found[name] for one in runs(name, found[name])],
     )
     return {
