@@ -155,8 +155,22 @@ def test_the_command_says_what_fits_and_what_to_type(folder, capsys):
     assert "chat alone: 60 requests of 16384 tokens at a time" in out
     assert (
         f"KVPATCH=1 KVCACHED_IPC_NAME=chat KVPATCH_FIRST_LIMIT=1945MiB vllm serve {chat} "
-        "--kv-offloading-size 1"
+        "--port 8000 --kv-offloading-size 1"
     ) in out
+    assert f"vllm serve {code} --port 8001" in out
+
+
+def test_what_an_engine_has_beyond_its_blocks(folder, capsys, monkeypatch):
+    words = ["size", str(folder("chat")), "--device", "4GiB"]
+    assert cli.main(words) == 0
+    out = capsys.readouterr().out
+    assert "beyond these blocks: up to 192 MiB of the device, the page of block 0, 10 pages" in out
+    assert "less activations, CUDA graphs and the 192 MiB beyond blocks" in out
+    assert "--port" not in out
+    monkeypatch.setenv("KVCACHED_MAX_RESERVED_PAGES", "0")
+    assert cli.main([*words, "--json"]) == 0
+    (one,) = json.loads(capsys.readouterr().out)["models"]
+    assert one["beyond_bytes"] == 2 * one["page_bytes"] == 32 << 20
 
 
 def test_as_json(folder, capsys):

@@ -102,6 +102,7 @@ def preempted(cycles: Runs) -> str:
 
 PAIRS = (
     (arms.STATIC, arms.PLAIN),
+    (arms.KVPATCH, arms.PLAIN),
     (arms.KVPATCH, arms.KVCACHED),
     (arms.KVPATCH, arms.STATIC),
     (arms.EAGER, arms.KVCACHED),

@@ -24,6 +24,12 @@ FIGURES = (
         arms.KVCACHED,
         RATE,
     ),
+    (
+        "the same against plain vLLM: the cost of storing and of elastic memory",
+        "no reuse",
+        arms.PLAIN,
+        RATE,
+    ),
 )
 PLAIN, STATIC, KEEPING, KVCACHED, KVPATCH = (one.name for one in two_models.ALL)
 # Two models, by their names in the result file and in README.md.
