@@ -211,8 +211,8 @@ def text(model: Model, said: dict[str, Any]) -> str:
             f"{one['requests']} requests of {one['tokens_of_a_request']} tokens"
         )
     lines.append(
-        f"  beyond these blocks: up to {readable(said['beyond_bytes'])} of the device{each}, the page "
-        f"of block 0, {ahead()} pages ahead of use and kvcached's zero page"
+        f"  beyond these blocks: up to {readable(said['beyond_bytes'])} of the device{each}, the "
+        f"page of block 0, {ahead()} pages ahead of use and kvcached's zero page"
     )
     known = readable(model.weights) if model.weights else "not here, and counted as nothing"
     lines.append(f"  weights{each}: {known}")

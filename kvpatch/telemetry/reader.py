@@ -245,8 +245,11 @@ def judge(found: Page, path: Path) -> Seen:
         line = f"pid {pid} ended with its server, or before it (its log says), last seen {ago(age)}"
         return Seen(pid, State.ENDED, line, found)
     if life is Life.EXITED:
+        how = "exited without cleanup (killed?)"
+        if found.content.get("lost"):
+            how = "ended because its engine had died, which nobody had asked to stop (its log)"
         line = (
-            f"pid {pid} exited without cleanup (killed?), last seen {ago(age)}; "
+            f"pid {pid} {how}, last seen {ago(age)}; "
             f"rm {shlex.quote(str(path))} removes its status page"
         )
         return Seen(pid, State.KILLED, line, found)
