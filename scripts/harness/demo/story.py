@@ -268,7 +268,7 @@ class Story:
                 "tokens of returning prompts not computed again",
                 f"{ours.served:,} of {prompts:,}",
                 f"{ours.counted['first_returns']['from_tier']:,} from the CPU tier; plain vLLM "
-                f"with its own tier {tiered.served:,}, none {plain.served:,}: as many as the "
+                f"with its own tier {tiered.served:,}, without {plain.served:,}: as many as the "
                 "order in which they come and return leaves in its half",
             ),
             Row(
