@@ -19,13 +19,8 @@ FIGURES = (
         RATE,
     ),
     (
-        "prompts without reuse, tokens/s against kvcached without offloading: the cost of storing",
-        "no reuse",
-        arms.KVCACHED,
-        RATE,
-    ),
-    (
-        "the same against plain vLLM: the cost of storing and of elastic memory",
+        "prompts without reuse, tokens/s against plain vLLM: the cost of elastic memory and of "
+        "storing",
         "no reuse",
         arms.PLAIN,
         RATE,
