@@ -246,7 +246,7 @@ def judge(found: Page, path: Path) -> Seen:
     if life is Life.EXITED:
         how = "exited without cleanup (killed?)"
         if found.content.get("lost"):
-            how = "ended because its engine had died, which nobody had asked to stop (its log)"
+            how = "ended because its engine had died (its log says more)"
         line = (
             f"pid {pid} {how}, last seen {ago(age)}; "
             f"rm {shlex.quote(str(path))} removes its status page"
