@@ -193,7 +193,7 @@ def text(model: Model, said: dict[str, Any]) -> str:
     lines = [
         f"{model.path}: {shape.name}; layers: {kinds}; KV cache in {shape.stored_in}",
         f"  {grows}; a block of {shape.block_tokens} tokens has {readable(shape.block_bytes)}, "
-        f"a page of kvcached {readable(said['page_bytes'])}",
+        f"a page of kvcached up to {readable(said['page_bytes'])}",
     ]
     if shape.state_bytes:
         lines.append(f"  a state has {readable(shape.state_bytes)} in each layer of that kind")
