@@ -99,7 +99,7 @@ def test_so_they_do_from_the_simple_connectors(
     run = Run(model=model, simple=mode, contiguous=contiguous)
     ours = engine(replace(run, environment=POOL))
     assert_same(ours, engine(replace(PLAIN, model=model)))
-    assert "pool.simple_tensors" in ours.result["patches"]
+    assert "host_pool.simple_tensors" in ours.result["patches"]
     copies = ours.result["simple"]
     assert (copies["changed"], copies["twice"], copies["pinned"]) == (0, [], 0)
     assert copies["device_calls"] == {}

@@ -320,14 +320,14 @@ def test_a_version_that_the_operator_named_is_a_warning(shadowed):
 
 def test_a_feature_with_a_hole_is_a_problem(monkeypatch):
     """Start-up refuses it with KVP203."""
-    whole = next(one for one in patches.FEATURES if one.name == "standstill")
+    whole = next(one for one in patches.FEATURES if one.name == "deadlock")
     (row,) = whole.patches
     broken = whole._replace(seams=(row._replace(before="0.28"),))
     monkeypatch.setattr(patches, "FEATURES", (broken,))
     vllm, kvcached = Installed.release("vllm", "0.28.0"), Installed.release("kvcached", "0.1.6")
     (finding,) = packages.check_features(vllm, kvcached, {})
     assert finding.level is Level.PROBLEM
-    assert "the seam standstill.schedule has no patch for vLLM 0.28.0" in finding.what
+    assert "the seam deadlock.schedule has no patch for vLLM 0.28.0" in finding.what
 
 
 def test_kvcached_without_its_extension(tmp_path, monkeypatch):
