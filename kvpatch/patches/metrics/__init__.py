@@ -94,6 +94,13 @@ FEATURE = feature(
             _NO_SERIES,
         ),
         Row(
+            "metrics.client_shutdown",
+            "vllm.v1.engine.core_client:MPClient.shutdown",
+            "hooks:around_client_shutdown",
+            "a server that lost its engine ends in order, as one that was asked to stop",
+            "none: vLLM logs it",
+        ),
+        Row(
             "metrics.log",
             f"{_METRICS}:KVConnectorLogging.observe",
             "hooks:around_log(self, transfer_stats_data)",
