@@ -10,6 +10,7 @@ from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
+from fakes import raising
 
 from kvpatch import patch, state
 from kvpatch.logs import log
@@ -532,11 +533,7 @@ def test_one_that_succeeds_in_the_same_direction_does(applied):
 
 def test_a_thread_that_cannot_begin_fails_each_copy_and_ends_when_it_is_told_to(applied):
     applied()
-
-    def no_device() -> None:
-        raise RuntimeError("no such device")
-
-    backend = Backend(failing(), device=no_device)
+    backend = Backend(failing(), device=raising(RuntimeError("no such device")))
     worker = Worker(backend)
     backend.start()
     backend.launch_copy([1], [2], True, 0, worker._store_events)
@@ -567,10 +564,7 @@ def test_an_error_of_the_row_is_told_once():
 
 
 def raises(error: Exception) -> Any:
-    def method(*args: Any) -> None:
-        raise error
-
-    return method
+    return raising(error)
 
 
 @pytest.mark.parametrize(

@@ -176,8 +176,7 @@ def test_what_an_engine_has_beyond_its_blocks(folder, capsys, monkeypatch):
 
 def test_as_json(folder, capsys):
     assert cli.main(["size", str(folder("chat") / "config.json"), "--json"]) == 0
-    said = json.loads(capsys.readouterr().out)
-    (one,) = said["models"]
+    (one,) = json.loads(capsys.readouterr().out)["models"]
     assert (one["token_bytes"], one["longest"]["device_bytes"]) == (4096, 64 << 20)
 
 

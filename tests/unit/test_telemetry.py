@@ -17,6 +17,7 @@ from types import SimpleNamespace
 
 import prometheus_client
 import pytest
+from fakes import raising
 from prometheus_client import multiprocess
 
 from kvpatch import api, cli, state
@@ -148,8 +149,7 @@ DISK = {
 
 
 def test_a_page_comes_back_as_it_was_written():
-    path = publish_as(os.getpid())
-    found = page.read(path)
+    found = page.read(publish_as(os.getpid()))
     assert (found.pid, found.kvpatch) == (os.getpid(), "0.1.0")
     assert content().items() <= found.content.items()
     assert 0 <= found.age < 60
@@ -273,8 +273,7 @@ def test_an_engine_that_makes_no_step(process, running, state):
     """With requests it hangs; without it only sleeps."""
     engine = engine_state(requests={"running": running, "waiting": 0}, since_step=45.0)
     publish_as(process.pid, engine=engine)
-    seen = reader.one(process.pid)
-    assert seen.state is state
+    assert reader.one(process.pid).state is state
     if running:
         assert the_line(process.pid).startswith(
             f"pid {process.pid} hangs: 2 requests run and no step has ended for 45 s"
@@ -357,8 +356,7 @@ def test_a_process_without_a_page(process):
 
 
 def test_something_that_is_no_page(place):
-    folder = page.own_folder()
-    (folder / "17.page").write_bytes(b"x" * 100)
+    (page.own_folder() / "17.page").write_bytes(b"x" * 100)
     (seen,) = reader.all_of(False)
     assert seen.state is State.UNREADABLE
 
@@ -881,11 +879,8 @@ def test_an_engine_that_cannot_be_counted_starts(caplog):
 
 
 def test_a_refusal_of_the_engine_is_not_an_error_of_counting():
-    def refuses():
-        raise RuntimeError("kvpatch refuses")
-
     with pytest.raises(RuntimeError, match="kvpatch refuses"):
-        hooks.after_step(refuses, core(), (), {})
+        hooks.after_step(raising(RuntimeError("kvpatch refuses")), core(), (), {})
 
 
 def test_an_error_in_an_api_server_switches_the_series_off_once(caplog):
