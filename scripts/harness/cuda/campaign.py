@@ -26,7 +26,7 @@ INSIDE = Path(__file__).with_name("engine.py")
 LIMIT = 3600  # seconds of all engines of a process
 MIB = 1 << 20
 TIER = 256 * MIB  # room for all prompts
-PROMPTS = 16
+PROMPTS = 8
 # Before it kvcached has Model Runner V1 only, and plain vLLM takes it too.
 RUNNER_V2 = Version("0.28")
 KINDS = emulated.DELAYS[1:]
