@@ -13,6 +13,7 @@ import json
 import random
 import subprocess
 import tempfile
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -97,7 +98,7 @@ def job(folder: Path, name: str, step: str, **more: Any) -> Job:
         "engine": engine | more.pop("engine", {}),
         "step": step,
         "prompts": prompts(),
-        "max_tokens": [3 + 5 * index % 9 for index in range(PROMPTS)],
+        "max_tokens": [1 + 3 * index % 4 for index in range(PROMPTS)],
         "looked_at": 4,
         "seconds": OF_ONE,
         "delays": emulated.DELAYS,
@@ -109,11 +110,13 @@ def job(folder: Path, name: str, step: str, **more: Any) -> Job:
     }
 
 
-def started(version: str, jobs: dict[str, Job], folder: Path, **changes: str) -> dict[str, Any]:
-    """Run engines of a release in one process; return what each came to, by its name.
+def started(
+    version: str, jobs: dict[str, Job], folder: Path, limit: float = LIMIT, **changes: str
+) -> dict[str, Any]:
+    """Run engines of a release in one process; return what each came to that ended, by its name.
 
     Raises:
-        AssertionError: the process ended before its engines; its log.
+        AssertionError: none ended within ``limit`` seconds; the log of the process.
     """
     asked, results, log = folder / "jobs.json", folder / "results.json", folder / "log"
     asked.write_text(json.dumps(jobs))
@@ -121,13 +124,13 @@ def started(version: str, jobs: dict[str, Job], folder: Path, **changes: str) ->
     python = emulated.made(version)
     changes["VLLM_USE_V2_MODEL_RUNNER"] = str(int(Version(version) >= RUNNER_V2))
     given = emulated.environ(version, folder, PYTHONHASHSEED="0", **changes)
-    with log.open("w") as output:
+    with log.open("w") as output, suppress(subprocess.TimeoutExpired):
         subprocess.run(
             [python, "-P", INSIDE, asked, results],
             env=given,
             stdout=output,
             stderr=subprocess.STDOUT,
-            timeout=LIMIT,
+            timeout=limit,
             check=False,
         )
     assert results.exists(), log.read_text()[-4000:]
@@ -144,7 +147,9 @@ def plain(version: str, folder: Path) -> dict[str, Any]:
     return dict(found)
 
 
-def ours(version: str, folder: Path, wanted: dict[str, Job]) -> dict[str, Any]:
+def ours(
+    version: str, folder: Path, wanted: dict[str, Job], limit: float = LIMIT
+) -> dict[str, Any]:
     """Run engines with kvpatch; return what each came to, by its name."""
     found: dict[str, Any] = {}
     processes: dict[str, dict[str, Job]] = {}
@@ -153,7 +158,7 @@ def ours(version: str, folder: Path, wanted: dict[str, Job]) -> dict[str, Any]:
         processes.setdefault(variables, {})[name] = job(folder, name, **{"step": "offloaded"} | one)
     for variables, jobs in processes.items():
         changes = {"KVCACHED_CONTIGUOUS_LAYOUT": "true"} | PAGES | json.loads(variables)
-        found |= started(version, jobs, folder, ENABLE_KVCACHED="true", **changes)
+        found |= started(version, jobs, folder, limit, ENABLE_KVCACHED="true", **changes)
     return found
 
 
@@ -219,6 +224,9 @@ def main() -> int:
     parser = console.parser("python -m harness.cuda.campaign", __doc__ or "")
     parser.add_argument("releases", nargs="*", metavar="RELEASE", help="of vLLM")
     parser.add_argument("--seeds", type=int, default=10, help="of each kind of delay")
+    parser.add_argument(
+        "--seconds", type=float, default=LIMIT, help="of a process; what ended by then is recorded"
+    )
     parser.add_argument("--engines", nargs="+", metavar="NAME", help="by default all")
     asked = parser.parse_args()
     rounds: list[Any] = [("none", 0), *((kind, n) for kind in KINDS for n in range(asked.seeds))]
@@ -229,7 +237,8 @@ def main() -> int:
             plain(version, folder)
             every = engines(folder)
             names = asked.engines or list(every)
-            found = ours(version, folder, {one: every[one] | {"rounds": rounds} for one in names})
+            wanted = {one: every[one] | {"rounds": rounds} for one in names}
+            found = ours(version, folder, wanted, asked.seconds)
         # Each row has its own commit; the versions are those of the release's environment.
         own = {"commit": provenance.commit()}
         rows = {name: summed(one, version) | own for name, one in found.items()}

@@ -348,6 +348,7 @@ def forked(name: str, job: dict[str, Any]) -> dict[str, Any]:
     if pid == 0:
         os.close(reading)
         signal.alarm(job["seconds"])  # a step of vLLM's may not end
+        ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG: nor outlive who asked
         log = os.open(job["log"], os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
         os.dup2(log, 1)
         os.dup2(log, 2)
