@@ -451,14 +451,38 @@ def block_of(pool: Any, key: bytes) -> int | None:
     return next(iter(blocks)) if blocks else None
 
 
-def unused_pages(pool: Any) -> list[list[int]]:
-    """Return the cached blocks of every page that no request uses, the coldest page first.
+class Page(NamedTuple):
+    """A page whose blocks are all cached, and used by no request.
 
-    A page's last used block says how warm it is. Only a page without any block is unmapped.
+    Attributes:
+        number: of the page.
+        blocks: its blocks.
+    """
+
+    number: int
+    blocks: list[int]
+
+
+def unused_pages(pool: Any, coldest: int) -> list[Page]:
+    """Return the pages that no request uses, the coldest first; only without any block one goes.
+
+    A page's last used block says how warm it is.
+
+    Args:
+        pool: kvcached's block pool.
+        coldest: only pages that are wholly among so many of the coldest blocks, which cost time.
     """
     manager = pool.kv_cache_manager
-    places = {block: place for place, block in enumerate(pool._evictable_blocks)}
-    pages = manager.page_allocator.group_indices_by_page(list(places), manager.block_mem_size)
+    blocks = list(itertools.islice(pool._evictable_blocks, coldest))
+    places = dict(zip(blocks, itertools.count()))
+    pages = manager.page_allocator.group_indices_by_page(blocks, manager.block_mem_size)
     there = manager.get_page_occupancy(list(pages))
-    whole = [blocks for page, blocks in pages.items() if len(blocks) >= there.get(page, 0)]
-    return sorted(whole, key=lambda blocks: max(places[block] for block in blocks))
+    whole = [Page(*page) for page in pages.items() if len(page[1]) >= there.get(page[0], 0)]
+    return sorted(whole, key=lambda page: max(map(places.__getitem__, page.blocks)))
+
+
+def is_unused(pool: Any, page: Page) -> bool:
+    """Whether all that is in a page is still cached, and used by no request."""
+    there = pool.kv_cache_manager.get_page_occupancy([page.number])[page.number]
+    unused = pool._evictable_blocks
+    return 0 < there <= len(page.blocks) and all(block in unused for block in page.blocks)

@@ -221,6 +221,27 @@ class Scheduler:
         return there or (held is not None and bool(held.stepped_for))
 
 
+class Shares:
+    """In the place of the time for a step: so many pages and stores in each."""
+
+    def __init__(self, pages: int = 1000, stores: int = 1000) -> None:
+        self.pages, self.stores = pages, stores
+        self.ran: list[bool] = []
+        self._left = 0
+
+    def begin(self, runs: bool) -> None:
+        self.ran.append(runs)
+        self._left = self.pages
+
+    @property
+    def left(self) -> bool:
+        self._left -= 1
+        return self._left >= 0
+
+    def end(self) -> None:
+        pass
+
+
 class World:
     """An engine with a suspension.
 
@@ -248,6 +269,7 @@ class World:
         self.suspension = Suspension(self, self.spill)
         if gives:
             self.giving = Giving(self, self.spill, self._may_give)
+            self.giving._share = Shares()  # type: ignore[assignment]
             state.attach(self.manager, self.giving)
 
     def _may_give(self) -> bool:

@@ -80,7 +80,7 @@ def test_who_finds_more_gets_more_of_what_requests_do_not_need():
 def test_nobody_is_said_to_need_what_the_device_does_not_have():
     made = plan(engine("a", 720, 0), engine("b", 720, 0))
     assert len(made.moves) == 2
-    assert {move.why for move in made.moves} == {"the limits add up to more than the device has"}
+    assert {move.why for move in made.moves} == {"the limits add up to more than 1000 MiB"}
 
 
 def test_who_finds_no_prefix_is_not_said_to_find_more():

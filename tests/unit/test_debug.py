@@ -690,16 +690,16 @@ def test_it_is_off_by_default(monkeypatch, value, on):
 @pytest.mark.parametrize("release", ADMITTED)
 def test_every_seam_has_one_part_in_every_release(release):
     every = {patch.id for patch in debug.FEATURE.at(Version(release))}
-    assert {one.partition("_")[0] for one in every} >= {"audit.store", "audit.install"}
-    assert any(one.startswith(("audit.worker", "audit.handlers")) for one in every)
-    assert ("audit.simple" in every) is (Version(release) >= Version("0.19"))
-    assert ("audit.promotions" in every) is (Version(release) >= Version("0.24"))
+    assert {one.partition("_")[0] for one in every} >= {"debug.store", "debug.install"}
+    assert any(one.startswith(("debug.worker", "debug.handlers")) for one in every)
+    assert ("debug.simple" in every) is (Version(release) >= Version("0.19"))
+    assert ("debug.promotions" in every) is (Version(release) >= Version("0.24"))
 
 
 def test_its_rows_are_applied_outside_of_those_they_look_at():
     names = [feature.name for feature in patches.FEATURES]
-    assert names.index("audit") > max(
-        names.index(name) for name in ("offloading-connector", "simple-connector", "fence", "tiers")
+    assert names.index("debug") > max(
+        names.index(name) for name in ("offloading", "simple-offload", "fence", "secondary-tiers")
     )
 
 

@@ -308,7 +308,7 @@ def test_the_copies_behind_one_that_failed_are_made(rows, warned, more):
 
 
 def test_without_the_row_the_thread_is_gone(applied, monkeypatch):
-    applied(but="simple.copy_loop")
+    applied(but="simple_offload.copy_loop")
     monkeypatch.setattr(threading, "excepthook", lambda arguments: None)
     worker = copied(failing([1]), (LOAD, [1], [9]), (LOAD, [2], [9]))
     assert worker._poll_stream_events(False) == -1
@@ -346,7 +346,7 @@ def test_the_tier_does_not_offer_what_was_not_stored(rows):
     assert state.of(scheduler, NotStored).rows == []
 
 
-@pytest.mark.parametrize("row", ["simple.failed_stores", "simple.not_stored"])
+@pytest.mark.parametrize("row", ["simple_offload.failed_stores", "simple_offload.not_stored"])
 def test_without_a_row_it_would(applied, row):
     applied(but=row)
     scheduler = planned()
@@ -355,7 +355,7 @@ def test_without_a_row_it_would(applied, row):
 
 
 def test_without_the_schedulers_row_its_blocks_are_never_free(applied):
-    applied(but="simple.reports")
+    applied(but="simple_offload.reports")
     scheduler = planned()
     scheduler.hear(stored(two_stores(failing([1, 2])), 0, 1))
     assert 0 in scheduler._store_event_to_blocks

@@ -6,8 +6,9 @@ import random
 from types import SimpleNamespace
 from typing import Any
 
+from kvpatch import state
 from kvpatch.patches.fence.fence import Fence
-from kvpatch.patches.fence.hooks import forget_freed_blocks
+from kvpatch.patches.fence.hooks import Fenced, after_reset_of_tier, forget_freed_blocks
 from kvpatch.patches.fence.windows import KnownBlocks, span_of
 
 PAGE = 100  # blocks: no whole number of spans
@@ -96,3 +97,25 @@ def test_blocks_are_forgotten_as_by_a_walk_over_all_of_them():
                     known.extend(more)
             assert known == plain
         assert forgotten
+
+
+def test_a_reset_of_the_tier_stores_no_block_that_has_left_a_window():
+    blocks = [SimpleNamespace(is_null=null) for null in (True, False, True, False)]
+    group = SimpleNamespace(block_ids=[5, 6, 7, 8, 9])
+    manager = SimpleNamespace(req_to_blocks={"a": blocks})
+    planner = SimpleNamespace(
+        _sliding_window_groups=(0,),
+        _req_status={"a": SimpleNamespace(group_states=[group])},
+        config=SimpleNamespace(kv_group_configs=[SimpleNamespace(group_idx=0)]),
+    )
+    scheduler = SimpleNamespace(
+        kv_cache_manager=SimpleNamespace(
+            coordinator=SimpleNamespace(single_type_managers=[manager])
+        )
+    )
+    resets = []
+    after_reset_of_tier(lambda *args: resets.append(args), planner, (1,), {})
+    assert (resets, group.block_ids) == ([(1,)], [5, 6, 7, 8, 9]), "without a fence"
+    state.attach(planner, Fenced(fence(), None, scheduler))
+    after_reset_of_tier(lambda *args: resets.append(args), planner, (2,), {})
+    assert (resets, group.block_ids) == ([(1,), (2,)], [0, 6, 0, 8, 9])

@@ -7,12 +7,13 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from suspend_world import BLOCKS, MOST, PAGE, World, worlds
+from suspend_world import BLOCKS, MOST, PAGE, Shares, World, worlds
 
 from kvpatch import state
 from kvpatch.patches.suspend import giving as module
 from kvpatch.patches.suspend import hooks, queue, simple, watch
 from kvpatch.patches.suspend.giving import Stage
+from kvpatch.patches.suspend.share import AT_REST, LEAST, LONGEST, STORE, Share
 from kvpatch.patches.suspend.spill import cached
 from kvpatch.patches.suspend.suspension import Phase
 from kvpatch.patches.suspend.watch import Look, Watch
@@ -102,16 +103,52 @@ def test_a_block_that_is_used_meanwhile_stays(worlds: Any) -> None:
     assert world.manager.total == 4, "another page went instead"
 
 
-def test_pieces(worlds: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "PIECE", 1)
+def test_each_step_stores_and_evicts_as_much_as_its_share_allows(worlds: Any) -> None:
     world = filled(worlds)
+    world.giving._share = Shares(pages=2, stores=4)
     lower(world, 3)
-    most = 0
+    planned = evicted = 0
+    flying, used = 0, len(world.pool.used())
     while world.step():
-        most = max(most, len(world.tier.flying))
-    assert most == 4
+        planned = max(planned, len(world.tier.flying) + len(world.tier.blocks) - flying)
+        evicted = max(evicted, used - len(world.pool.used()))
+        flying, used = len(world.tier.flying) + len(world.tier.blocks), len(world.pool.used())
+    assert (planned, evicted) == (4, 4)
     assert world.manager.total == 3
     assert world.giving.given == 4
+    assert not any(world.giving._share.ran)
+
+
+def test_a_suspension_afterwards_stores_everything_at_once(worlds: Any) -> None:
+    world = filled(worlds)
+    world.giving._share = Shares(stores=2)
+    lower(world, 6)
+    world.until_idle()
+    world.suspension.suspend(False, False, None)
+    while world.suspension.phase is not Phase.STORING:
+        world.step()
+    before = len(world.tier.blocks)
+    world.step()
+    assert len(world.tier.flying) + len(world.tier.blocks) - before == 24 - before
+    world.until_idle()
+    world.check()
+
+
+def test_pages_that_the_tier_has_go_while_others_are_stored(worlds: Any) -> None:
+    world = filled(worlds)
+    world.tier.steps = 20
+    for block in range(8, 16):
+        key = f"old{block}".encode()
+        world.tier.blocks[key] = f"bytes of {key.decode()}"
+    lower(world, 4)
+    world.step()
+    assert world.pool.used() == {*range(4, 8), *range(16, 28)}
+    assert world.giving.stage is Stage.STORING
+    world.until_idle()
+    assert world.manager.total == 4
+    assert world.giving.given == 3
+    assert list(world.tier.blocks)[-1] == b"old7"
+    world.check()
 
 
 def test_an_idle_engine_gives_everything_back_and_keeps_its_limit(worlds: Any) -> None:
@@ -128,7 +165,7 @@ def test_an_idle_engine_gives_everything_back_and_keeps_its_limit(worlds: Any) -
 def test_an_engine_rests_as_often_as_it_is_idle(
     worlds: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(module, "MOST_PIECES", 2)  # of one rest
+    monkeypatch.setattr(module, "MOST_PAGES", 6)  # of one rest
     world = filled(worlds)
     for time in range(4):
         for block in range(4, 28):
@@ -314,13 +351,13 @@ class Requests:
 
 
 @pytest.mark.parametrize("by", ["kvctl", "kvpatch limit"])
-@pytest.mark.parametrize("piece", [1, 2, 64])
+@pytest.mark.parametrize("pages", [1, 2, 64])
 def test_what_requests_take_while_a_limit_waits_is_stored_before(
-    worlds: Any, piece: int, by: str, monkeypatch: pytest.MonkeyPatch
+    worlds: Any, pages: int, by: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(module, "PIECE", piece)
     monkeypatch.setattr(module, "AHEAD", 6)
     world = filled(worlds)
+    world.giving._share = Shares(pages, stores=8)
     world.tier.steps = 3
     requests = Requests(world, 3)
     for _ in range(3):
@@ -720,3 +757,75 @@ def test_a_free_on_another_thread_never_meets_a_limit_without_a_goal() -> None:
 
     kvcached_limits.map_no_more(Manager(), 2 * PAGE)
     assert told == [("target_num_blocks", True), ("in_shrink", True)]
+
+
+class Clock:
+    """In the place of ``time.perf_counter``."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.now = 100.0
+        monkeypatch.setattr("time.perf_counter", lambda: self.now)
+
+    def pages(self, share: Share, runs: bool, step: float, page: float) -> int:
+        """One turn, after a step of so many seconds; return how many pages there was time for."""
+        self.now += step
+        share.begin(runs)
+        pages = 0
+        while share.left:
+            pages += 1
+            self.now += page
+        share.end()
+        return pages
+
+
+@pytest.mark.parametrize(
+    ("step", "runs", "stores", "pages"),
+    [
+        (0.001, True, 15, 3),  # a share is half of what the step and the share before took
+        (0.02, True, 62, 10),  # 2 ms, half for stores
+        (0.06, True, 93, 15),  # a tenth of half of a long step
+        (1.0, True, 156, 25),
+        (0.0, False, 156, 50),
+    ],
+)
+def test_a_share_is_at_most_as_long_as_its_step(
+    step: float, runs: bool, stores: int, pages: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock = Clock(monkeypatch)
+    share = Share()
+    assert clock.pages(share, runs, step, 0.0001) == pages
+    assert share.stores == stores
+
+
+def test_a_page_that_takes_longer_than_its_share_is_paid_for_later(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    clock = Clock(monkeypatch)
+    share = Share()
+    taken = [clock.pages(share, True, 0.0004, 0.0004) for _ in range(40)]
+    assert set(taken) == {0, 1}
+    assert taken[:5] == [1, 0, 0, 0, 1]
+    assert share.stores == LEAST
+    assert clock.pages(share, False, 0.0, 0.0004) == 13, "what was owed is not paid at rest"
+    assert (AT_REST, LONGEST, STORE, LEAST) == (0.005, 0.002, 16e-6, 8)
+
+
+def test_a_share_that_is_not_used_is_not_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = Clock(monkeypatch)
+    share = Share()
+    assert share.stores == LEAST
+    for _ in range(5):
+        clock.now += 0.02
+        share.begin(True)
+        share.end()
+    assert clock.pages(share, True, 0.02, 0.0001) == 10
+
+
+def test_steps_without_a_share_are_no_debt(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = Clock(monkeypatch)
+    share = Share()
+    clock.pages(share, True, 0.02, 0.0001)
+    for _ in range(100):
+        clock.now += 0.02
+        share.end()
+    assert clock.pages(share, True, 0.02, 0.0001) == 10

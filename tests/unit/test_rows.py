@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import inspect
 import json
+import re
 import shutil
 import sys
 import traceback
@@ -317,20 +318,16 @@ def homes() -> dict[str, str]:
             for value in vars(module).values():
                 if isinstance(value, Feature):
                     found[value.name] = module.__name__
-    return found | {"sleep-on-host": "kvpatch.patches.host_device"}
+    return found | {"host-device-sleep": "kvpatch.patches.host_device"}
 
 
-def test_the_design_has_the_folder_and_the_ids_of_every_name_in_the_status_line():
-    named = {}
-    for line in (ROOT / "docs/design.md").read_text().splitlines():
-        if line.startswith("| `") and line.count(" | ") == 3:
-            folder, names, ids, _ = line.strip("| ").split(" | ")
-            named |= dict.fromkeys(names.split(", "), (folder.strip("`"), set(ids.split(", "))))
-    assert named.keys() == homes().keys()
+def test_a_feature_its_module_and_its_ids_are_one_word_in_the_design_too():
+    listed = re.findall(r"^\| `([a-z_]+)` \|", (ROOT / "docs/design.md").read_text(), re.MULTILINE)
+    assert sorted(listed) == sorted(one.name.replace("-", "_") for one in patches.FEATURES)
     for feature in patches.FEATURES:
-        folder, ids = named[feature.name]
-        assert homes()[feature.name] == f"kvpatch.patches.{folder}"
-        assert {f"`{one.id.partition('.')[0]}.*`" for one in feature.patches} <= ids
+        word = feature.name.replace("-", "_")
+        assert f"kvpatch.patches.{word}_".startswith(f"{homes()[feature.name]}_")
+        assert {one.id.partition(".")[0] for one in feature.patches} == {word}
 
 
 @each(PATCHES)

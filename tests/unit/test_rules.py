@@ -24,7 +24,7 @@ from kvpatch.environ import (
 )
 from kvpatch.host_memory import HostMemory
 from kvpatch.patches.elastic_memory import configuration, lifting
-from kvpatch.patches.kvcached_compat.rules import V1_ON_LATER
+from kvpatch.patches.kvcached_adapters.rules import V1_ON_LATER
 from kvpatch.patches.offloading.rules import DRAFTING
 from kvpatch.pool import ledger
 from kvpatch.pool.record import Limit, Owner

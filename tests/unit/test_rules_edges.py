@@ -30,7 +30,7 @@ from test_rules import (
 
 from kvpatch import admitted, rules
 from kvpatch.environ import HOST_DEVICE
-from kvpatch.patches.kvcached_compat.rules import runs_v2
+from kvpatch.patches.kvcached_adapters.rules import runs_v2
 from kvpatch.patches.offloading.rules import NEVER_SET, has_tiers
 from kvpatch.patches.simple_offload.rules import RULES as SIMPLE_RULES
 from kvpatch.rules import Rule

@@ -15,8 +15,8 @@ from packaging.version import Version
 
 from kvpatch import patches, rules, supported
 from kvpatch.patch import Patch
-from kvpatch.patches.kvcached_compat import runner_choice
-from kvpatch.patches.kvcached_compat.rules import RULES
+from kvpatch.patches.kvcached_adapters import runner_choice
+from kvpatch.patches.kvcached_adapters.rules import RULES
 from kvpatch.versions import Facts, Installed
 
 RELEASES = [release for release in supported.RELEASES if Version(release) >= Version("0.16")]

@@ -36,12 +36,21 @@ class Pool:
             for i in range(cached + 1)
         ]
         self._evictable_blocks: Any = {i: self.blocks[i] for i in range(1, cached + 1)}
-        self.kv_cache_manager = SimpleNamespace(available_size=lambda: free)
+        self.kv_cache_manager = SimpleNamespace(
+            available_size=lambda: free,
+            block_mem_size=1,
+            page_allocator=SimpleNamespace(group_indices_by_page=self.by_page),
+            # Requests use the other pages too.
+            get_page_occupancy=lambda pages: {page: 0 if page == 0 else 2 for page in pages},
+        )
         self.max_cached_blocks = cap
         self.victims: list[int] = []
 
-    def _page_aligned_victims(self, count: int) -> list[int]:
-        return [block_id for block_id in self.victims if block_id in self._evictable_blocks][:count]
+    def by_page(self, block_ids: list[int], size: int) -> dict[int, list[int]]:
+        """The victims are all that is in a page, the others are in one each."""
+        page = [block_id for block_id in block_ids if block_id in self.victims]
+        others = {block_id: [block_id] for block_id in block_ids if block_id not in self.victims}
+        return ({0: page} if page else {}) | others
 
     def evict_blocks(self, block_ids: set[int]) -> None:
         for block_id in block_ids:

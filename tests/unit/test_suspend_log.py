@@ -62,7 +62,7 @@ def test_a_limit_and_the_same_again(worlds, lines):
     ask(world, verb="limit", size=size)
     ask(world, verb="limit", size=size)
     assert lines() == [
-        f"kvpatch: the limit is {readable(size)}, and was {readable(before)} by pid 7"
+        f"kvpatch: the limit was set from {readable(before)} to {readable(size)} by pid 7"
     ]
 
 

@@ -8,6 +8,7 @@ from contextlib import suppress
 import pytest
 from suspend_world import BLOCKS, MOST, PAGE, Pause, World, worlds
 
+from kvpatch.patches.suspend import spill
 from kvpatch.patches.suspend.suspension import Cannot, Phase
 from kvpatch.upstream import kvcached_api
 
@@ -30,7 +31,7 @@ class Walk:
         world.tier.steps = self.source.randrange(5)
         world.fence = self.source.randrange(4)
         world.lag = self.source.randrange(1, 6)
-        world.spill.piece = self.source.choice([1, 3, 1 << 30])
+        self.piece = self.source.choice([1, 3, 1 << 30])
 
     def act(self) -> None:
         world, source = self.world, self.source
@@ -93,9 +94,10 @@ class Walk:
 
 
 @pytest.mark.parametrize("seed", range(60))
-def test_nothing_is_lost_on_any_walk(worlds, seed):
+def test_nothing_is_lost_on_any_walk(worlds, seed, monkeypatch):
     world: World = worlds(room=10_000, gives=True)
     walk = Walk(world, seed)
+    monkeypatch.setattr(spill, "EVERYTHING", walk.piece)
     for _ in range(STEPS):
         if walk.source.random() < 0.3:
             walk.act()

@@ -596,9 +596,9 @@ def test_requests_with_loaded_blocks_let_go_of_them(worlds, monkeypatch):
     assert released == [loaded]
 
 
-def test_the_beginnings_of_prompts_are_stored_first(worlds):
+def test_the_beginnings_of_prompts_are_stored_first(worlds, monkeypatch):
+    monkeypatch.setattr("kvpatch.patches.suspend.spill.EVERYTHING", 2)
     world: World = worlds()
-    world.spill.piece = 2
     request = world.add("one", 5, 6, 7, 8)
     request.left = 1
     world.step()  # it has finished; its last block is evicted first

@@ -1156,6 +1156,18 @@ def test_the_device_of_several_engines_has_one_line(process):
     assert engines.device_lines(pages)[0] in engines.table(pages)
 
 
+def test_features_that_several_processes_have_are_printed_once(process):
+    have = {"fence": "applied", "suspend": "applied"}
+    publish_as(process.pid, features=have)
+    publish_as(os.getpid(), features=have)
+    both = [reader.one(process.pid), reader.one(os.getpid())]
+    text = status.text(both)
+    assert text.count("fence applied, suspend applied") == 1
+    assert f"  features  those of pid {process.pid}" in text
+    publish_as(os.getpid(), features=have | {"suspend": "not-needed"})
+    assert "those of pid" not in status.text([both[0], reader.one(os.getpid())])
+
+
 def test_errors_of_a_disk_are_shown(process):
     errors = {"store": 19, "load": 0, "damaged": 0, "lookup": 0, "late": 0}
     disk = {"connector": "OffloadingConnector", "tier": "fs", "errors": errors}

@@ -28,6 +28,7 @@ from typing import Any, NamedTuple
 
 from kvpatch import state
 from kvpatch.patch import argument
+from kvpatch.patches.elastic_memory.eviction import victims
 from kvpatch.patches.elastic_memory.verify import not_elastic
 
 
@@ -188,10 +189,7 @@ class EvictionOrder:
 
     def _victims(self, count: int) -> list[int]:
         """Return the blocks that kvcached would evict: whole pages first, then in LRU order."""
-        victims = self._pool._page_aligned_victims(count)
-        chosen = set(victims)
-        victims += [block_id for block_id in self.evictable if block_id not in chosen]
-        return list(victims[:count])
+        return victims(self._pool, count, whole_pages=True)
 
     def put_back(self, block_ids: list[int]) -> None:
         """Return stored blocks that are still evictable to the head, in their order."""

@@ -1,17 +1,20 @@
-"""Giving pages back piece by piece: each is stored before it is evicted.
+"""Giving pages back, a few in each step: what is in them is stored before it is evicted.
 
 For two reasons: an operator or a controller lowered the limit, or the engine has had no requests
 for a while (``KVPATCH_IDLE``). kvcached by itself applies a lower limit in the next allocation,
 which then evicts what it needs, stored or not; and an idle engine keeps what it has.
 
-    off ──> storing ──> releasing ──> off
-               ^            │  more to give
-               └────────────┘
+    off ──> storing <──> releasing ──> off
 
-Requests run meanwhile. A lowered limit is applied when enough pages are free, or when no page is
-left that could be freed: kvcached then shrinks by itself, as the requests that use the rest end.
-What has not come into the tier is evicted for a limit, and kept by an engine that is only idle.
-Blocks that fill no chunk, which no tier stores, are evicted in either case.
+In each step the coldest pages are taken up, as many as the time allows: those whose blocks the tier
+has are evicted, the others when their stores have completed. Pages that were evicted wait for the
+fence while others are taken up.
+
+Requests run meanwhile, and none of their steps takes more than twice its time because of it. A
+lowered limit is applied when enough pages are free, or when no page is left that could be freed:
+kvcached then shrinks by itself, as the requests that use the rest end. What has not come into the
+tier is evicted for a limit, and kept by an engine that is only idle. Blocks that fill no chunk,
+which no tier stores, are evicted in either case.
 
 kvcached's thread reads the limit in /dev/shm ten times a second, and every allocation brings what
 it read last: for a moment that is the limit before the one that is being lowered to, and nobody's
@@ -19,12 +22,13 @@ wish.
 
 While a limit waits requests take blocks that are free, and then those of the coldest cached blocks,
 as under kvcached's own shrinking: no page is mapped from the step on in which these are on their
-way into the tier. What they take next is stored ahead, beside the piece that is given back.
+way into the tier. What they take next is stored ahead, beside the pages that are given back.
 """
 
 from __future__ import annotations
 
 import time
+from collections import deque
 from collections.abc import Callable
 from enum import Enum
 from itertools import islice
@@ -34,19 +38,21 @@ from kvpatch import state
 from kvpatch.logs import log
 from kvpatch.patch import argument
 from kvpatch.patches.suspend import revision
+from kvpatch.patches.suspend.coldest import Coldest
 from kvpatch.patches.suspend.hold import Hold
+from kvpatch.patches.suspend.share import Share
 from kvpatch.patches.suspend.spill import Cached, Spill
 from kvpatch.sizes import readable
 from kvpatch.upstream import kvcached_api, kvcached_limits
+from kvpatch.upstream.kvcached_api import Page
 
-PIECE = 64  # pages at a time
 AHEAD = 1024  # blocks; twice what prompts take in a step of 8,192 tokens
-# Pieces for one limit. Requests that run may map pages as fast as others are given back.
-MOST_PIECES = 10_000
+# Pages for one limit. Requests that run may map pages as fast as others are given back.
+MOST_PAGES = 640_000
 
 
 class Stage(str, Enum):
-    """Where a piece is."""
+    """What it waits for: stores, or only the fence."""
 
     OFF = "off"
     STORING = "storing"
@@ -62,7 +68,6 @@ class Giving:
         may: whether it may begin; a suspension uses the same stores.
 
     Attributes:
-        stage: where it is.
         lost: blocks that were evicted without a copy, since the engine started.
         given: pages that were given back, since the engine started.
         manager: kvcached's, of the engine's pages.
@@ -71,7 +76,6 @@ class Giving:
     """
 
     def __init__(self, engine: Any, spill: Spill, may: Callable[[], bool]) -> None:
-        self.stage = Stage.OFF
         self.lost = 0
         self.given = 0
         self._engine = engine
@@ -86,12 +90,13 @@ class Giving:
         self._apply: Callable[[int], bool] | None = None
         self._failed: int | None = None  # the limit that an error of ours left to kvcached
         self._idle = False
-        self._kept: set[int] = set()  # blocks that an idle engine could not store
-        self._pages: list[list[Cached]] = []
+        self._share = Share()
+        self._coldest = Coldest(self._pool)
+        self._storing: deque[tuple[Page, list[Cached]]] = deque()
+        self._taken: set[int] = set()  # their blocks, and those that could not be stored
         self._going: set[int] = set()  # pages that wait for the fence
-        self._pieces = 0
-        self._before = 0
         self._from: tuple[float, int, int] | None = None  # when it began, given and lost then
+        self._pages: int | None = None  # taken up for this limit, or rest; None before
         revision.note(self.manager, 0)
 
     # What begins it
@@ -118,7 +123,7 @@ class Giving:
         if not self._may():
             return False  # the next allocation, or look, comes back to it
         if size != self._limit:
-            self._limit, self._apply, self._pieces = size, apply, 0
+            self._limit, self._apply, self._pages = size, apply, None
         self._map_no_more(size)
         self._hold.step_for("limit", True)
         return False
@@ -147,14 +152,20 @@ class Giving:
     def rest(self) -> None:
         """Give everything back that is not used, because nothing has been asked for a while."""
         if not self._idle and self._may():
-            self._idle, self._pieces = True, 0
-            self._kept.clear()
+            self._idle, self._pages = True, None
             self._hold.step_for("idle", True)
 
     def stop(self) -> None:
-        """Be idle no longer: what is under way comes to its end, and no other piece begins."""
+        """Be idle no longer: what is under way comes to its end, and no other page is taken up."""
         self._idle = False
         self._hold.step_for("idle", False)
+
+    @property
+    def stage(self) -> Stage:
+        """What it waits for."""
+        if self._storing:
+            return Stage.STORING
+        return Stage.RELEASING if self._going else Stage.OFF
 
     @property
     def lowers(self) -> bool:
@@ -175,17 +186,20 @@ class Giving:
         revision.publish(self.manager)
         if self.stage is Stage.OFF and self._limit is None and not self._idle:
             self._hold.step_for("limit", False)  # it may have been raised again before a step
+            self._share.end()
             return
         if not self._may():
             self._forget()  # a suspension gives everything back
             return
         try:
-            if self._idle and self._engine.scheduler.has_unfinished_requests():
+            runs = self._engine.scheduler.has_unfinished_requests()
+            if self._idle and runs:
                 self.stop()
-            while self._move():
-                pass
+            self._share.begin(runs)
+            self._go_on(runs)
+            self._share.end()
             if self._limit is not None:
-                self._store_ahead()
+                self._store_ahead(runs)
                 self._map_no_more(self._limit)
         except Exception as error:
             if kvcached_limits.must_end(error):
@@ -194,78 +208,91 @@ class Giving:
             self._failed = self._limit
             self._end()
 
-    def _move(self) -> bool:
-        if self.stage is Stage.STORING and self._limit is None and not self._idle:
-            self._spill.cancel()  # a request has come
-            self.stage = Stage.OFF
-        if self.stage is Stage.STORING:
-            keys = [one.key for page in self._pages for one in page]
-            return self._spill.settled(keys) and self._evict()
-        if self.stage is Stage.RELEASING:
-            # Under load there are always others.
-            if self._going & kvcached_api.retired(self.manager):
-                return False
-            now = kvcached_api.pages_in_use(self.manager)
-            self.given += max(0, self._before - now)
-            self.stage = Stage.OFF
-        return self._begin_piece()
-
-    def _begin_piece(self) -> bool:
-        """Begin the next piece; False if there is nothing to give."""
-        if self._limit is None and not self._idle:
+    def _go_on(self, runs: bool) -> None:
+        wanted = self._limit is not None or self._idle
+        if not wanted and self._storing:
+            self._spill.cancel()  # it was raised again, or a request has come
+            self._storing.clear()
+        self._count_given()
+        while self._storing and self._share.left and self._spill.settled(self._keys_of_first()):
+            self._let_go(*self._storing.popleft())
+        more = wanted and self._take_up(runs)
+        if not (more or self._storing or self._going):
             self._end()
-            return False
-        self._before = kvcached_api.pages_in_use(self.manager)
+
+    def _keys_of_first(self) -> list[bytes]:
+        return [one.key for one in self._storing[0][1]]
+
+    def _count_given(self) -> None:
+        left = self._going - kvcached_api.retired(self.manager)
+        if left:  # they were unmapped, or allocated again
+            there = self.manager.get_page_occupancy(list(left))
+            self.given += sum(not there[page] for page in left)
+            self._going -= left
+
+    def _take_up(self, runs: bool) -> bool:
+        """Take pages up as far as the time allows, and return whether there may be others."""
+        missing = self._missing_pages() - len(self._storing)
+        if self._pages is None:
+            self._pages = 0
+            self._spill.begin((), "idle" if self._limit is None else "limit")
+        self._spill.piece = max(1, self._share.stores // self._spill.chunks.size)
+        while missing > 0 and self._pages < MOST_PAGES:
+            if self._spill.busy or not self._share.left:
+                return True
+            page = self._coldest.next(self._taken)
+            if page is None:
+                break
+            missing -= 1
+            self._pages += 1
+            if self._from is None:
+                self._from = (time.monotonic(), self.given, self.lost)
+            keys = [*map(self._pool._block_id_to_key.__getitem__, page.blocks)]
+            there = {*filter(self._spill.holds, keys)}
+            if not runs:  # so many touches cost a step too much
+                self._spill.keep(reversed(keys))
+            if len(there) == len(keys):
+                self._evict(page)
+                continue
+            blocks = [*map(Cached, keys, page.blocks)]
+            self._spill.more(one for one in blocks if one.key not in there)
+            self._storing.append((page, blocks))
+            self._taken.update(page.blocks)
+        return False
+
+    def _missing_pages(self) -> int:
+        """Return how many pages are to be taken up, those that wait for their stores among them."""
         goal = 0 if self._limit is None else self._limit // self.manager.page_size
         going = len(kvcached_api.retired(self.manager))
-        wanted = min(PIECE, self._before - going - goal)
-        pages = kvcached_api.unused_pages(self._pool)
-        if self._limit is None:
-            pages = [blocks for blocks in pages if self._kept.isdisjoint(blocks)]
-        if wanted <= 0 or not pages or self._pieces >= MOST_PIECES:
-            self._end()
-            return False
-        self._pieces += 1
-        if self._from is None:
-            self._from = (time.monotonic(), self.given, self.lost)
+        return kvcached_api.pages_in_use(self.manager) - going - goal
+
+    def _store_ahead(self, runs: bool) -> None:
+        """Store what allocations evict next, also when the pages under way are given back."""
+        if not runs or self._spill.busy:
+            return
+        keys, taken, unused = self._pool._block_id_to_key, self._taken, self._pool._evictable_blocks
+        middle = next(islice(unused, AHEAD // 2 + len(taken), None), None)
+        if middle is None or not self._spill.added(keys[middle]):
+            coldest = islice(unused, AHEAD + len(taken))
+            self._spill.add(Cached(keys[block], block) for block in coldest if block not in taken)
+
+    def _let_go(self, page: Page, blocks: list[Cached]) -> None:
+        """Evict a page whose stores have completed, unless it is used again."""
         keys = self._pool._block_id_to_key
-        self._pages = [[Cached(keys[block], block) for block in page] for page in pages[:wanted]]
-        # The last used page is the most important one.
-        blocks = (one for page in reversed(self._pages) for one in reversed(page))
-        self._spill.begin(blocks, "idle" if self._limit is None else "limit")
-        self.stage = Stage.STORING
-        return True
+        without = [one.key for one in blocks if not self._spill.holds(one.key)]
+        if self._limit is None and not all(map(self._spill.is_partial, without)):
+            return  # an idle engine keeps what it cannot store
+        self._taken.difference_update(page.blocks)
+        # Without all of its blocks a page gives nothing back.
+        if kvcached_api.is_unused(self._pool, page) and all(
+            keys[one.block] == one.key for one in blocks
+        ):
+            self.lost += len(without)
+            self._evict(page)
 
-    def _store_ahead(self) -> None:
-        """Store what allocations evict next, also when the piece under way is given back."""
-        if self._engine.scheduler.has_unfinished_requests():
-            keys, unused = self._pool._block_id_to_key, self._pool._evictable_blocks
-            piece = {one.block for page in self._pages for one in page}
-            coldest = islice((block for block in unused if block not in piece), AHEAD)
-            self._spill.add(Cached(keys[block], block) for block in coldest)
-
-    def _evict(self) -> bool:
-        unused, keys = self._pool._evictable_blocks, self._pool._block_id_to_key
-        gone: set[int] = set()
-        for page in self._pages:
-            blocks = {one.block for one in page}
-            without = {one.block for one in page if not self._spill.holds(one.key)}
-            # What fills no chunk is never stored, and is a few blocks at the end of a prompt.
-            if self._limit is None and any(
-                one.block in without and not self._spill.is_partial(one.key) for one in page
-            ):
-                self._kept |= blocks  # without all of its blocks a page gives nothing back
-                continue
-            still = {
-                one.block for one in page if one.block in unused and keys.get(one.block) == one.key
-            }
-            self.lost += len(without & still)
-            gone |= still
-        before = kvcached_api.retired(self.manager)
-        self._pool.evict_blocks(gone)
-        self._going = kvcached_api.retired(self.manager) - before
-        self.stage = Stage.RELEASING
-        return True
+    def _evict(self, page: Page) -> None:
+        self._pool.evict_blocks(set(page.blocks))
+        self._going.add(page.number)
 
     def _end(self) -> None:
         """Apply a limit as kvcached does, and stop; an error of ours must not end the engine."""
@@ -303,7 +330,10 @@ class Giving:
     def _forget(self) -> None:
         self._from = None
         self._limit = self._apply = None
-        self.stage = Stage.OFF
+        self._storing.clear()
+        self._taken.clear()
+        self._going.clear()
+        self._coldest.forget()
         self._hold.step_for("limit", False)
         self.stop()
 

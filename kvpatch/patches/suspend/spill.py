@@ -96,6 +96,7 @@ class Tier(ABC):
         """Return those of chunks whose store into it has not completed."""
 
 
+EVERYTHING = 1 << 30  # chunks; more than a tier has
 # Steps in which a tier takes nothing in, because all that it has is in use, before it is given up.
 # Under load that may never end, and a limit waits for it.
 PATIENCE = 1000
@@ -124,19 +125,19 @@ class Spill:
     Args:
         tier: where they go.
         pool: kvcached's block pool.
-        piece: the most chunks of one step.
 
     Attributes:
+        piece: the most chunks of one step; everything when it begins.
         chunks: of the tier.
         count: what became of them.
         counts: what became of all that were spilled since the engine started.
         alone: whether nothing but the spill is to be stored, because everything is.
     """
 
-    def __init__(self, tier: Tier, pool: Any, piece: int = 1 << 30) -> None:
+    def __init__(self, tier: Tier, pool: Any) -> None:
         self.tier = tier
         self.pool = pool
-        self.piece = piece
+        self.piece = EVERYTHING
         self.chunks = Chunks(tier.blocks_per_chunk)
         self.alone = False
         self.count = Count()
@@ -161,6 +162,7 @@ class Spill:
             reason: why their memory is given back, of ``telemetry.suspended.REASONS``.
         """
         self._reason = reason
+        self.piece = EVERYTHING
         blocks = list(blocks)
         self._homes = [self.chunks.of(one.key) for one in blocks]
         found = self._storable(blocks)
@@ -215,14 +217,21 @@ class Spill:
             found.append(Cached(key, block))
         return tuple(found)
 
-    def add(self, blocks: Iterable[Cached]) -> None:
+    def more(self, blocks: Iterable[Cached]) -> None:
+        """Take up blocks beside those that are on their way, for the reason that it began with."""
+        for key in dict.fromkeys(key for one in blocks for key in self.chunks.of(one.key)):
+            self._added.discard(key)
+            if key not in self._flying and (whole := self._whole(key)):
+                self._missing[key] = whole
+
+    def add(self, blocks: Iterable[tuple[bytes, int]]) -> None:
         """Take up other blocks, less important ones, as far as the tier has room beside the first.
 
         Each is taken up once, whatever becomes of it. The reason is a limit: nothing else evicts
         what has not been taken up.
         """
         room = self.tier.capacity() - self._taken
-        for key in dict.fromkeys(key for one in blocks for key in self.chunks.of(one.key)):
+        for key in dict.fromkeys(key for one, _ in blocks for key in self.chunks.of(one)):
             if len(self._added) >= room:
                 return
             if key not in self._added:
@@ -232,15 +241,27 @@ class Spill:
                 ):
                     self._missing.setdefault(key, whole)
 
+    def added(self, key: bytes) -> bool:
+        """Whether a block was taken up by ``add``; one that fills no chunk cannot be."""
+        chunks = self.chunks.of(key)
+        return not chunks or not self._added.isdisjoint(chunks)
+
     def next(self) -> list[Chunk]:
         """Return the chunks to store in this step, without those that have gone meanwhile."""
         there = self.pool._block_id_to_key
-        self._missing = {
-            key: blocks
-            for key, blocks in self._missing.items()
-            if all(there.get(one.block) == one.key for one in blocks) and not self.tier.holds(key)
-        }
-        return [Chunk(*one) for one in islice(self._missing.items(), self.piece)]
+        found: list[Chunk] = []
+        gone = []
+        for key, blocks in self._missing.items():
+            if len(found) >= self.piece:
+                break
+            is_there = all(there.get(one.block) == one.key for one in blocks)
+            if is_there and not self.tier.holds(key):
+                found.append(Chunk(key, blocks))
+            else:
+                gone.append(key)
+        for key in gone:
+            del self._missing[key]
+        return found
 
     def planned(self, keys: Iterable[bytes], ours: bool = True) -> None:
         """Record that the stores of chunks were planned.
@@ -251,6 +272,8 @@ class Spill:
         """
         self._tried = True
         planned = {key: blocks for key in keys if (blocks := self._missing.pop(key, None))}
+        if planned:
+            self._refused = 0
         self._flying.update(planned)
         self.count.planned += sum(map(len, planned.values()))
         if ours:
@@ -284,6 +307,11 @@ class Spill:
         return bool(self._missing)
 
     @property
+    def busy(self) -> bool:
+        """Whether as many blocks wait as one step stores."""
+        return len(self._missing) >= self.piece
+
+    @property
     def done(self) -> bool:
         """Whether every store that it can make has completed."""
         return not self._missing and not self._flies(self._flying)
@@ -301,12 +329,19 @@ class Spill:
         one = next((key for key in chunks if key in self._flying), None)
         if one is None or self.tier.awaits({one}):
             return one is not None
-        self._flying = self.tier.awaits(self._flying)
-        return not self._flying.isdisjoint(chunks)
+        asked = self._flying.intersection(chunks)
+        flying = self.tier.awaits(asked)
+        self._flying -= asked - flying
+        return bool(flying)
 
     def holds(self, key: bytes) -> bool:
         """Whether the tier has a block, in any chunk."""
         return any(map(self.tier.holds, self.chunks.of(key)))
+
+    def keep(self, keys: Iterable[bytes]) -> None:
+        """Let the chunks of blocks that the tier holds be the last that it evicts."""
+        chunks = dict.fromkeys(one for key in keys for one in self.chunks.of(key))
+        self.tier.keep([*filter(self.tier.holds, chunks)])
 
     def is_partial(self, key: bytes) -> bool:
         """Whether a block is in no chunk that the tier has, or could take in."""

@@ -22,6 +22,10 @@ def main(arguments: list[str]) -> int:
         from harness.bench import sharing
 
         return sharing.main(arguments[1:])
+    if arguments[:1] == ["steps"]:
+        from harness.bench import engine_steps
+
+        return engine_steps.main(arguments[1:])
     options = parse(arguments)
 
     from harness import console

@@ -33,10 +33,9 @@ EQUIVALENT: dict[str, dict[str, str]] = {
         ),
         "around_release: [(0, released), *held] if released else held -> "
         "([(0, released), *held])": "kvcached drops an entry of epoch 0 without pages at once",
-        'forget_freed_blocks: not pages or not getattr(planner, "_sliding_window_groups", ()) -> '
-        '((not getattr(planner, "_sliding_window_groups", ())))': (
-            "without pages no block is gone; the test only saves the search"
-        ),
+    },
+    f"{FEATURES}/suspend/share.py": {
+        "Share.__init__: 0.0 -> (0.0 + 1)": "what is above 0 is not kept for the next share",
     },
     f"{FEATURES}/elastic_memory/reservation.py": {
         "around_wait: 0.01 -> (0.01 + 1)": "a number of seconds that was chosen",
