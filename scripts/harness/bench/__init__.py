@@ -1,1 +1,1 @@
-"""scripts/bench: arms, loads, measurements, goals, and the page that is rendered from them."""
+"""scripts/bench: arms, loads, measurements, and the page that is rendered from them."""

@@ -3,21 +3,31 @@
 from __future__ import annotations
 
 import json
-import math
 import statistics
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from harness import markdown
-from harness.bench import arms, goals, plots, pool_goals, reports, steps_goals, suspension_goals
-from harness.bench.goals import NO_GPU, NOT_RUN, Results, compared, shown, value
+from harness.bench import arms, pairing, plots, two_models
+from harness.bench.engine_steps import OURS
+from harness.bench.quoted import RATE
 from harness.figures import svg
 
-Runs = list[dict[str, Any]]
+Result = dict[str, Any]
 
-PICTURES = "docs/pictures"
-FILES = ("host", "fence", "pool", "suspend", "micro", "startup", "sharing", "steps", "gpu")
+PICTURE = "docs/pictures/numbers-shared-device.svg"
+SHOWN = ("host", "steps", "sharing", "suspend")
+FILES = (*SHOWN, "startup", "gpu")
+
+
+class Figure(NamedTuple):
+    """A row of the page: what was measured, and what it can be at best or is without kvpatch."""
+
+    what: str
+    measured: str
+    beside: str
+    file: str
 
 
 def read(results: Path) -> dict[str, Any]:
@@ -42,127 +52,157 @@ def read(results: Path) -> dict[str, Any]:
 def render(results: Path) -> dict[str, str]:
     """Return every file of the page by its path, from the result files in a folder."""
     found = read(results)
-    host = found["host"] or {}
-    one_model, two_models = host.get("one_model"), host.get("two_models")
-    series = growth_series(found["micro"] or {"rows": []})
-    figures = {}
-    if two_models:
-        figures["shared-device"] = plots.shared_device(two_models)
-    made = {f"{PICTURES}/numbers-{name}.svg": svg(figure) for name, figure in figures.items()}
-    made["docs/numbers.md"] = markdown.render(
+    page = markdown.render(
         "numbers.md",
-        **found,
-        one_model=one_model,
-        two_models=two_models,
-        verdicts=goals.verdicts(Results(found["host"], found["gpu"])),
-        pool_rows=list(pool_goals.rows(found["pool"] or {})),
-        pool_runs=list(reports.runs(found["pool"] or {})),
-        suspend_rows=list(suspension_goals.rows(found["suspend"] or {})),
-        suspend_runs=list(reports.runs(found["suspend"] or {})),
-        sharing_runs=list(reports.runs(found["sharing"] or {})),
-        steps_rows=list(steps_goals.rows(found["steps"] or {})),
-        series=series,
-        pairs=pairs,
-        no_gpu=NO_GPU,
-        not_run=NOT_RUN,
+        gpu=found["gpu"],
+        figures=list(figures(found)),
+        runs=[one for name in SHOWN if found[name] for one in runs(name, found[name])],
     )
-    return made
+    return {
+        "docs/numbers.md": page,
+        PICTURE: svg(plots.shared_device(found["host"]["two_models"])),
+    }
 
 
-def median(runs: Iterable[dict[str, Any]], path: str) -> float:
-    """Return the median over the repeats of a figure, as in ``ttft_ms.mean``."""
-    return statistics.median(value(run, path) for run in runs)
+def runs(name: str, report: Result) -> Iterator[tuple[str, Result]]:
+    """Yield the parts of a result file that were measured in one run, and what that run was."""
+    parts: dict[str, tuple[list[str], Result]] = {}
+    for part, run in report.get("runs", {}).items():
+        parts.setdefault(json.dumps(run), ([], run))[0].append(part)
+    for of, run in parts.values() or [([], report)]:
+        yield ", ".join([f"[{name}.json](results/{name}.json)", *of]), run
 
 
-def share_of_prompts(runs: Runs, source: str) -> str:
-    """Return the share of the prompts' tokens that has a source, or a dash without tokens."""
-    sources = ("computed", "from_cache", "from_tier")
-    tokens = {name: median(runs, f"prompt_tokens.{name}") for name in sources}
-    whole = sum(tokens.values())
-    return f"{tokens[source] / whole:.1%}" if whole else "-"
+def figures(found: dict[str, Any]) -> Iterator[Figure]:
+    """Yield the figures of the page, those whose result file is there."""
+    for file, of in (
+        ("host", _one_model),
+        ("host", _two_models),
+        ("steps", _giving),
+        ("sharing", _host_pool),
+        ("sharing", _eight_models),
+        ("suspend", _suspensions),
+    ):
+        if found[file] is not None:
+            for row in of(found[file]):
+                yield Figure(*row, file)
 
 
-def copied(runs: Runs, way: str) -> str:
-    """Return what was stored or loaded, and its GB/s, or a dash when nothing was timed."""
-    size, seconds = median(runs, f"bytes.{way}"), median(runs, f"copy_seconds.{way}")
-    rate = f"{size / seconds / 1e9:.2f}" if seconds > 0 and size > 0 else "-"
-    return f"{mib(size)}, {rate}"
+Rows = Iterator[tuple[str, str, str]]
 
 
-def copies_per_block(runs: Runs) -> str:
-    """Return how many copies a block takes, or a dash when none was copied."""
-    blocks = sum(run["copies"]["blocks"] for run in runs)
-    return f"{sum(run['copies']['copies'] for run in runs) / blocks:.2f}" if blocks else "-"
-
-
-def preempted(cycles: Runs) -> str:
-    """Return the requests that were preempted in a cycle, the median."""
-    phases = [cycle["phases"].values() for cycle in cycles]
-    return f"{statistics.median(sum(one['preemptions'] for one in cycle) for cycle in phases):.0f}"
-
-
-PAIRS = (
-    (arms.STATIC, arms.PLAIN),
-    (arms.KVPATCH, arms.KVCACHED),
-    (arms.KVPATCH, arms.STATIC),
-    (arms.EAGER, arms.KVCACHED),
-    (arms.LAZY, arms.KVCACHED),
-    (arms.EAGER, arms.KVPATCH),
-    (arms.LAZY, arms.KVPATCH),
-    (arms.TWIN, arms.KVPATCH),
-)
-
-
-def pairs(host: dict[str, Any], load: str) -> Iterator[list[str]]:
-    """Yield the cells of each pair of arms that ran a load."""
-    for first, second in PAIRS:
-        figures = [
-            compared(host, load, first.name, second.name, path)
-            for path in ("total_tokens_per_second", "ttft_ms.mean", "tpot_ms.mean", "cpu_seconds")
-        ]
-        name = f"{first.name} / {second.name}" + (" (the noise)" if first.twin else "")
-        if all(figures):
-            yield [name, *(shown(figure) for figure in figures if figure)]
-
-
-def mib(size: float) -> str:
-    """Return bytes in MiB."""
-    return f"{size / (1 << 20):,.0f} MiB"
-
-
-def three(values: Iterable[dict[str, float] | None]) -> str:
-    """Return mean / P50 / P99, each the median over the repeats."""
-    given = [value for value in values if value]
-    if not given:
-        return "-"
-    return " / ".join(
-        f"{statistics.median(value[name] for value in given):,.1f}"
-        for name in ("mean", "p50", "p99")
+def _one_model(host: Result) -> Rows:
+    ours, alone = arms.KVPATCH, arms.KVCACHED
+    for load, what in (
+        ("conversations", "conversations that return after their eviction"),
+        ("no reuse", "prompts without reuse, which only cost"),
+    ):
+        static = pairing.compared(host, load, arms.STATIC, arms.PLAIN, RATE)
+        yield (
+            f"tokens/s with offloading over without, {what}",
+            f"{pairing.compared(host, load, ours, alone, RATE)}; equal arms differ by "
+            f"{pairing.noise(host, load, RATE):.1%} at most",
+            f"vLLM on static memory: {static}",
+        )
+    loads = host["one_model"]["loads"]
+    returned = loads["conversations"]["runs"]
+    again = {arm: computed_again(returned[arm.name]) for arm in (ours, arms.STATIC, alone)}
+    yield (
+        "the conversations' prompt tokens that are computed again",
+        again[ours],
+        f"vLLM + offloading on static memory: {again[arms.STATIC]}; kvcached alone: {again[alone]}",
+    )
+    yield (
+        "copies for each block that is stored or loaded, contiguous layout",
+        copies_per_block(host, ours),
+        f"vLLM + offloading on static memory, a copy for each layer: "
+        f"{copies_per_block(host, arms.STATIC)}",
     )
 
 
-def growth_series(micro: dict[str, Any]) -> dict[str, list[tuple[float, float]]]:
-    """Return (how many, seconds) of each part of ``micro.json`` that was run in sizes."""
-    series: dict[str, list[tuple[float, float]]] = {}
-    for row in micro["rows"]:
-        series.setdefault(row["name"], []).append((row["many"], row["median_s"]))
-    return {name: sorted(points) for name, points in series.items() if len(points) > 1}
+def computed_again(runs: list[Result]) -> str:
+    """Return the share of the prompts' tokens that was in no cache, the median over the repeats."""
+    shares = [one["prompt_tokens"]["computed"] / sum(one["prompt_tokens"].values()) for one in runs]
+    return f"{statistics.median(shares):.1%}"
 
 
-def exponent(points: list[tuple[float, float]]) -> float:
-    """Return the power with which cost grows between the two largest sizes: 1 is linear."""
-    (few, fast), (many, slow) = points[-2:]
-    return math.log(slow / fast) / math.log(many / few)
+def copies_per_block(host: Result, arm: arms.Arm) -> str:
+    """Return how many copies a block takes, over every load."""
+    counted = [
+        run["copies"]
+        for load in host["one_model"]["loads"].values()
+        for run in load["runs"][arm.name]
+    ]
+    blocks = sum(one["blocks"] for one in counted)
+    return f"{sum(one['copies'] for one in counted) / blocks:.2f} over {blocks:,} blocks"
 
 
-def duration(seconds: float) -> str:
-    """Return a short time in its unit."""
-    return f"{seconds * 1e3:,.2f} ms" if seconds >= 1e-3 else f"{seconds * 1e6:,.1f} µs"
+def _two_models(host: Result) -> Rows:
+    every = host["two_models"]["cycles"]
+    static, _, alone, ours = (one.name for one in two_models.ALL[1:])
+    for name, what in (
+        ("given_share", "of what the idle one of two models used, the neighbour's at its peak"),
+        ("served_share", "of its returning prompts' tokens, those that hit afterwards"),
+    ):
+        # The worst cycle counts: a neighbour that did not fit once did not fit.
+        worst = {arm: f"{min(cycle[name] for cycle in every[arm]):.1%}" for arm in every}
+        yield (
+            what,
+            f"{worst[ours]} in the worst of {len(every[ours])} cycles",
+            f"static halves + offloading: {worst[static]}; kvcached alone: {worst[alone]}",
+        )
 
 
-# What docs/numbers.md calls in its template.
-FILTERS = (
-    *(median, share_of_prompts, copied, copies_per_block, preempted),
-    *(mib, three, exponent, duration),
-)
-markdown.TEMPLATES.filters.update({one.__name__: one for one in FILTERS})
+def _giving(steps: Result) -> Rows:
+    arms_of = {row["load"]: row["arms"] for row in steps["rows"]}
+    runs = arms_of["giving, busy, half to store"][OURS]
+    yield (
+        "longest step of an engine with 8 requests that gives 90 % of 65,536 blocks back, half of "
+        "which are to be stored; the engine's thread alone",
+        f"{max(one['longest_ms'] for one in runs):.1f} ms, the median "
+        f"{statistics.median(one['median_ms'] for one in runs):.1f} ms",
+        f"a step that gives nothing: {statistics.median(one['normal_ms'] for one in runs):.1f} ms",
+    )
+
+
+def _host_pool(sharing: Result) -> Rows:
+    pool = sharing["pool"]
+    ideal = [one["one_lru_over_halves"] for one in pool["rows"]]
+    yield (
+        f"blocks found by two engines in one host pool over fixed halves, {len(ideal)} pairs of "
+        "traces and turns, simulated",
+        f"{pool['over_halves']['mean']:.2f}x, {pool['over_halves']['least']:.2f}x at least",
+        f"one LRU over all blocks: {statistics.mean(ideal):.2f}x, {min(ideal):.2f}x at least",
+    )
+
+
+def _eight_models(sharing: Result) -> Rows:
+    setting, rows = sharing["models"]["setting"], sharing["models"]["rows"]
+    by_arm: dict[str, list[Result]] = {}
+    for one in rows:
+        by_arm.setdefault(one["arm"], []).append(one)
+    said = {
+        arm: " and ".join(f"{one['tokens_over_static']:.2f}x" for one in found)
+        for arm, found in by_arm.items()
+    }
+    lending = by_arm["kvpatch balance --lend '*'"]
+    yield (
+        f"tokens/s of {setting['models']} models, {setting['busy']} busy on average, on the memory "
+        "of three, over static parts, simulated",
+        f"`balance --lend '*'` {said[lending[0]['arm']]} with "
+        + " and ".join(f"{one['p90_over_static']:.2f}x" for one in lending)
+        + " the P90 of the first token",
+        f"first come, first served {said['first come']}; one LRU over all {said['one LRU']}",
+    )
+
+
+def _suspensions(suspend: Result) -> Rows:
+    rounds = [one for kind in suspend["suspend"].values() for one in kind["rounds"]]
+    yield (
+        f"{len(rounds)} suspensions, of three connectors: pages back, and tokens served after "
+        "the resumption",
+        f"{min(one['given_back'] for one in rounds):.0%} and "
+        f"{min(one['served'] for one in rounds):.0%} at least; "
+        f"{sum(one['wrong_tokens'] for one in rounds)} wrong tokens",
+        "100% and 100%",
+    )

@@ -6,6 +6,9 @@ import math
 import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
+
+from harness.bench import arms
 
 
 def summary(samples: Sequence[float], scale: float = 1.0) -> dict[str, float]:
@@ -42,14 +45,12 @@ class Pair:
         return statistics.median(self.ratios)
 
     @property
-    def spread(self) -> tuple[float, float]:
-        """The smallest and the largest ratio."""
-        return min(self.ratios), max(self.ratios)
-
-    @property
     def noise(self) -> float:
         """The largest distance of a ratio from 1, which is the noise of equal arms."""
         return max(abs(ratio - 1) for ratio in self.ratios)
+
+    def __str__(self) -> str:
+        return f"{self.median:.3f}x ({min(self.ratios):.3f} to {max(self.ratios):.3f})"
 
 
 def pair(first: Sequence[float], second: Sequence[float]) -> Pair:
@@ -64,3 +65,16 @@ def pair(first: Sequence[float], second: Sequence[float]) -> Pair:
     if min(second) <= 0:
         raise ValueError("a figure to divide by is not positive")
     return Pair(tuple(a / b for a, b in zip(first, second, strict=True)))
+
+
+def compared(
+    host: dict[str, Any], load: str, first: arms.Arm, second: arms.Arm, figure: str
+) -> Pair:
+    """Return the ratios of one arm's figure to another's on a load of ``host.json``."""
+    runs = host["one_model"]["loads"][load]["runs"]
+    return pair(*([run[figure] for run in runs[arm.name]] for arm in (first, second)))
+
+
+def noise(host: dict[str, Any], load: str, figure: str) -> float:
+    """Return the largest difference of the two equal arms."""
+    return compared(host, load, arms.TWIN, arms.KVPATCH, figure).noise

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import statistics
 from collections.abc import Iterator
 from typing import Any
 
 from harness import markdown
-from harness.bench import arms, goals, two_models
+from harness.bench import arms, pairing, two_models
+
+markdown.TEMPLATES.filters["median"] = statistics.median
 
 RATE = "total_tokens_per_second"
 # A figure in words, its load, the arm that kvpatch's is compared with, and where it is in a run.
@@ -52,7 +55,5 @@ def sections(found: dict[str, Any]) -> dict[str, str]:
 
 def _rows(host: dict[str, Any]) -> Iterator[tuple[str, str]]:
     for words, load, against, path in FIGURES:
-        found = goals.compared(host, load, arms.KVPATCH.name, against.name, path)
-        if found is not None:
-            noise = goals.noise(host, load, path)
-            yield words, goals.shown(found) + ("" if noise is None else f", noise {noise:.1%}")
+        found = pairing.compared(host, load, arms.KVPATCH, against, path)
+        yield words, f"{found}, noise {pairing.noise(host, load, path):.1%}"

@@ -1,4 +1,4 @@
-"""A run of both parts, its result file, and its goals on the screen."""
+"""A run of both parts, and its result file."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from functools import partial
 from typing import Any, TypeVar
 
 from harness import provenance
-from harness.bench import arms, goals, two_models
+from harness.bench import arms, two_models
 from harness.bench.one_model import OneModel
 from harness.bench.options import Options
 from harness.bench.sizes import KV_HEADS
@@ -46,8 +46,6 @@ def run(options: Options, screen: Screen) -> int:
             else:
                 pairs = chosen(options, two_models.ALL, two_models.DECIDING)
                 TwoModels(pairs, starter, partial(save, "two_models")).measure()
-    for verdict in goals.verdicts(goals.Results(host=result)):
-        screen.say(f"{verdict.word}: {verdict.goal}: {verdict.figure}")
     screen.say(f"written to {options.output}")
     return 0
 
