@@ -121,7 +121,7 @@ def switch_on() -> None:
         raise ImportError(
             "kvpatch was imported after vllm, when it can no longer patch it; "
             "import kvpatch first, or set KVPATCH=1 in the environment, or set KVPATCH=0 "
-            "to leave vllm as it is"
+            "to leave vllm as it is. [KVP109]"
         )
     if not SWITCH.read():
         switched_on_by_import = True

@@ -55,7 +55,8 @@ class Shape:
         layers: with a KV cache, of each kind.
         block_tokens: tokens of a block.
         block_bytes: bytes of a block, all layers of a group, on each rank.
-        pools: of which a kvcached page has one part each: K and V of the layers of a group.
+        pools: of which a kvcached page has one part each: K and V of the layers of a group; half as
+            many where kvcached keeps K and V of a layer together, as on Model Runner V2.
         groups: every group of layers.
         longest: tokens of the longest request; 0 where the configuration does not say.
         tier_ranks: ranks whose bytes a CPU tier of OffloadingConnector has.

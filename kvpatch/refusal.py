@@ -74,7 +74,9 @@ CODES = {
     "KVP106": _not_validated("a package is a development build or a pre-release"),
     "KVP107": _not_validated("a release of vllm or kvcached that is not validated"),
     "KVP108": _setup("kvpatch itself, or wrapt or packaging, cannot be imported"),
-    "KVP109": _setup("the startup file did not run, so that nothing is patched"),
+    "KVP109": _setup(
+        "the startup file did not run, or vllm was imported before kvpatch: nothing is patched"
+    ),
     "KVP110": _setup("kvcached cannot be imported"),
     "KVP111": _incompatible(
         "a release of vLLM with a fault that kvpatch does not fix", "`supported.FAULTS`"

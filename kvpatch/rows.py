@@ -59,11 +59,15 @@ def seam(*parts: Row | Gap) -> Parts:
     return parts
 
 
+_HYPHENS = str.maketrans("._", "--")
+
+
 def feature(
     home: str,
     *,
     since: str,
     seams: Iterable[Row | Parts],
+    name: str = "",
     upstream: str = "",
     until: str = "",
     **fields: Any,
@@ -74,20 +78,22 @@ def feature(
         home: its package or module; what it names of that is relative to it.
         since: the first release of vLLM that it applies to.
         seams: rows and seams, in the order of application.
+        name: in the status line; its home's below ``patches``, if none is given.
         upstream, until: of rows that say nothing else.
         fields: the other fields of a ``Feature``.
     """
     blank = Patch("", "", "", upstream, until, "", (), since)
-    for name in ("wanted", "requires", "prepare", "rules"):
-        if name in fields:
-            fields[name] = _in(home, fields[name])
+    for field in ("wanted", "requires", "prepare", "rules"):
+        if field in fields:
+            fields[field] = _in(home, fields[field])
     resolved: list[Seam | Patch] = []
     for one in seams:
         if isinstance(one, Row):
             resolved.append(_patch(home, one, blank, blank, one.since or since, None))
         else:
             resolved.append(Seam(tuple(_resolved(home, one, blank))))
-    return Feature(since=since, seams=tuple(resolved), **fields)
+    name = name or home.removeprefix("kvpatch.patches.").translate(_HYPHENS)
+    return Feature(name, since=since, seams=tuple(resolved), **fields)
 
 
 def _in(home: str, name: str) -> str:

@@ -70,7 +70,7 @@ def plan(
             )
     limits = _limits(ours, room, shares, wanted, then, now, settings)
     moves = sorted(
-        (_move(one, limits, wanted[one.name], then, ours) for one in ours),
+        (_move(one, limits, wanted[one.name], then, ours, device) for one in ours),
         key=lambda move: (move.raises, move.name),
     )
     changed = tuple(move for move in moves if move.limit != move.before)
@@ -301,6 +301,7 @@ def _move(
     wanted: tuple[int, int, int],
     then: Mapping[str, Past],
     ours: Iterable[Engine],
+    device: int,
 ) -> Move:
     """Return a move with its reason."""
     _, need, most = wanted
@@ -318,7 +319,7 @@ def _move(
     elif one.limit > most:
         why = "it may not have more"
     elif not any(limits[other.name] > other.limit for other in others):
-        why = "the limits add up to more than the device has"
+        why = f"the limits add up to more than {readable(device)}"
     elif one.suspended:
         why = "it is suspended, and others need memory"
     elif not (one.running or one.waiting):

@@ -7,7 +7,7 @@ import sys
 
 from kvpatch import cli
 
-SHELLS = ("bash", "zsh")
+SHELLS = ("bash", "zsh", "fish")
 
 
 def configure(parser: argparse.ArgumentParser) -> None:

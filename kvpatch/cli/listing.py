@@ -22,7 +22,8 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", action="store_true", help="print the list as JSON")
     parser.epilog = (
         "The words are those of kvpatch status; LENT is what the limit is below the one that the "
-        "engine started with. Ends 1 when no engine of this user listens."
+        "engine started with, and not what others map because this engine leaves it free. Ends 1 "
+        "when no engine of this user listens."
     )
 
 

@@ -11,13 +11,20 @@ from typing import Any, NamedTuple
 
 from kvpatch import environ, model_shape
 from kvpatch.cli import limit
-from kvpatch.environ import FIRST_LIMIT, HOST_DEVICE, KVCACHED_IPC_NAME, KVCACHED_PAGE_SIZE_MB
+from kvpatch.environ import (
+    FIRST_LIMIT,
+    HOST_DEVICE,
+    KVCACHED_IPC_NAME,
+    KVCACHED_MAX_RESERVED_PAGES,
+    KVCACHED_PAGE_SIZE_MB,
+)
 from kvpatch.model_shape import Shape, Unknown
 from kvpatch.sizes import readable
 from kvpatch.telemetry.printable import printable
 
 SCHEMA = 1  # of --json
 USABLE = 0.95  # of the device, kvcached's KVCACHED_GPU_UTILIZATION
+PORT = 8000  # vLLM's own
 
 
 class Model(NamedTuple):
@@ -103,14 +110,15 @@ def run(options: argparse.Namespace) -> int:
     device = options.device or (environ.size(HOST_DEVICE.read()) if HOST_DEVICE.read() else 0)
     said = [figures(one, options, page) for one in models]
     left = left_of(models, device) if device else None
-    commands = [command(one, options, page, left, len(models)) for one in models]
+    commands = [command(models, at, options, page, left) for at in range(len(models))]
     if options.json:
         whole = {"schema": SCHEMA, "models": said, "left_bytes": left, "commands": commands}
         print(json.dumps(whole, indent=2))
         return 0
     parts = [text(model, one) for model, one in zip(models, said, strict=True)]
     if left is not None:
-        parts.append(on_device(models, device, left, page))
+        beyond = sum(one["beyond_bytes"] for one in said)
+        parts.append(on_device(models, device, left, page, beyond))
     print("\n\n".join(parts))
     print("\ncommands\n" + "\n".join(f"  {printable(one)}" for one in commands))
     return 0
@@ -132,6 +140,7 @@ def figures(model: Model, options: argparse.Namespace, page: int) -> dict[str, A
         "state_bytes": shape.state_bytes,
         "page_bytes": page * shape.pools,
         "weights_bytes": model.weights,
+        "beyond_bytes": page * shape.pools * (ahead() + 2),
     }
     if shape.longest:
         said["longest"] = asked(shape, shape.longest, 1, page)
@@ -149,6 +158,14 @@ def figures(model: Model, options: argparse.Namespace, page: int) -> dict[str, A
             "requests": options.tier // max(1, shape.in_tier(tokens)),
         }
     return said
+
+
+def ahead() -> int:
+    """Return the most pages that kvcached maps ahead of use; its default where it reads none."""
+    try:
+        return int(KVCACHED_MAX_RESERVED_PAGES.read() or 10)
+    except ValueError:
+        return 10
 
 
 def asked(shape: Shape, tokens: int, requests: int, page: int) -> dict[str, int]:
@@ -176,7 +193,7 @@ def text(model: Model, said: dict[str, Any]) -> str:
     lines = [
         f"{model.path}: {shape.name}; layers: {kinds}; KV cache in {shape.stored_in}",
         f"  {grows}; a block of {shape.block_tokens} tokens has {readable(shape.block_bytes)}, "
-        f"a page of kvcached {readable(said['page_bytes'])}",
+        f"a page of kvcached up to {readable(said['page_bytes'])}",
     ]
     if shape.state_bytes:
         lines.append(f"  a state has {readable(shape.state_bytes)} in each layer of that kind")
@@ -193,16 +210,21 @@ def text(model: Model, said: dict[str, Any]) -> str:
             f"  a tier of {readable(one['bytes'])} keeps {one['blocks']} blocks: "
             f"{one['requests']} requests of {one['tokens_of_a_request']} tokens"
         )
+    lines.append(
+        f"  beyond these blocks: up to {readable(said['beyond_bytes'])} of the device{each}, the "
+        f"page of block 0, {ahead()} pages ahead of use and kvcached's zero page"
+    )
     known = readable(model.weights) if model.weights else "not here, and counted as nothing"
     lines.append(f"  weights{each}: {known}")
     return "\n".join(lines)
 
 
-def on_device(models: list[Model], device: int, left: int, page: int) -> str:
+def on_device(models: list[Model], device: int, left: int, page: int, beyond: int) -> str:
     """Return what a device has for the KV caches of all models, and what fits there."""
     lines = [
         f"a device of {readable(device)}: {readable(left)} for KV caches, which is "
-        f"{USABLE:.0%} less the weights; less activations and CUDA graphs"
+        f"{USABLE:.0%} less the weights; less activations, CUDA graphs and the {readable(beyond)} "
+        "beyond blocks"
     ]
     for one in models:
         if longest := one.shape.longest:
@@ -220,18 +242,20 @@ def on_device(models: list[Model], device: int, left: int, page: int) -> str:
 
 
 def command(
-    model: Model, options: argparse.Namespace, page: int, left: int | None, models: int
+    models: list[Model], at: int, options: argparse.Namespace, page: int, left: int | None
 ) -> str:
-    """Return the command that starts a model's engine."""
-    words = ["KVPATCH=1"]
-    if models > 1:
+    """Return the command that starts the engine of one of the models."""
+    words, model = ["KVPATCH=1"], models[at]
+    if len(models) > 1:
         words.append(f"{KVCACHED_IPC_NAME}={model.name}")
         if left is not None:
             longest = model.shape.on_device(model.shape.longest or 1, 1, page)
-            first = max(left // models, longest) >> 20
+            first = max(left // len(models), longest) >> 20
             words.append(f"{FIRST_LIMIT}={first}MiB")
     folder = model.path if model.path.suffix != ".json" else model.path.parent
     words += ["vllm", "serve", shlex.quote(str(folder))]
+    if len(models) > 1:
+        words.append(f"--port {PORT + at}")
     if options.tier:
         words.append(f"--kv-offloading-size {options.tier / (1 << 30):g}")
     for name, value, unset in (

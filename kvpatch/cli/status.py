@@ -97,7 +97,8 @@ def as_json(seen: list[Seen]) -> str:
 
 def text(seen: list[Seen]) -> str:
     """Return the status as text: one block per process, and the last refusals."""
-    blocks = [block(one) for one in seen] or [nothing()]
+    told: dict[str, int] = {}
+    blocks = [block(one, told) for one in seen] or [nothing()]
     return "\n".join([*blocks, *last_refusals(refusals.recent())])
 
 
@@ -137,10 +138,14 @@ def last_refusals(recent: list[dict[str, Any]]) -> list[str]:
     return []
 
 
-def block(seen: Seen) -> str:
+def block(seen: Seen, told: dict[str, int] | None = None) -> str:
     """Return the lines about one process; a single line if it does not run.
 
     What a page may leave out is left out; nothing of it reaches the terminal but text.
+
+    Args:
+        seen: the process.
+        told: the process that was the first to have features; gets those of this one.
     """
     if seen.state not in reader.WELL or seen.page is None:
         return printable(seen.line)
@@ -150,11 +155,12 @@ def block(seen: Seen) -> str:
         f"{content.get('vllm', '')}, kvcached {content.get('kvcached', '')}; "
         f"KV on elastic memory: {ELASTIC[content.get('elastic')]}"
     )
-    features = content.get("features", {})
+    features = ", ".join(f"{name} {how}" for name, how in content.get("features", {}).items())
+    first = seen.pid if told is None else told.setdefault(features, seen.pid)
     engine = content.get("engine", {})
     lines = [
         *([("state", seen.line)] if seen.line else ()),
-        ("features", ", ".join(f"{name} {how}" for name, how in features.items())),
+        ("features", features if first == seen.pid else f"those of pid {first}"),
         *verified_lines(content),
         *engine_lines(engine),
     ]

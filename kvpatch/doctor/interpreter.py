@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import subprocess
+import tempfile
 from collections.abc import Mapping
+
+from kvpatch.environ import STATUS_DIR
 
 # ``-c`` puts the current folder in front of the path, where anybody's json.py or a checkout of
 # vLLM would be imported. ``-P`` exists from Python 3.11 on only.
@@ -15,15 +18,18 @@ def run(
 ) -> subprocess.CompletedProcess[str]:
     """Run ``code`` in ``python``, with nothing of the current folder on its path.
 
+    What it publishes, its refusals too, is nobody's whose engines ``kvpatch status`` shows.
+
     Raises:
         OSError: it cannot be started.
         subprocess.TimeoutExpired: it takes longer than ``seconds``.
     """
-    return subprocess.run(
-        [python, "-c", _WITHOUT_CURRENT_FOLDER + code],
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=seconds,
-        check=False,
-    )
+    with tempfile.TemporaryDirectory(prefix="kvpatch-doctor-") as folder:
+        return subprocess.run(
+            [python, "-c", _WITHOUT_CURRENT_FOLDER + code],
+            env={**environment, STATUS_DIR.name: folder},
+            capture_output=True,
+            text=True,
+            timeout=seconds,
+            check=False,
+        )

@@ -33,6 +33,9 @@ TOPIC = Topic("leftovers")
 SHM, TMP = Path("/dev/shm"), Path("/tmp")
 # Seconds in which an engine that starts has made a file and not every process that opens it.
 YOUNG = 60.0
+# Bytes below which leftovers are no warning: vLLM kills its engines whenever it stops, and each
+# leaves a status page and kvcached's sockets.
+LIGHT = 1 << 20
 
 
 class Kind(NamedTuple):
@@ -131,7 +134,8 @@ def check(kinds: Iterable[Kind] = KINDS, me: int | None = None) -> list[Finding]
 def report(group: list[Leftover]) -> Finding:
     """Return the line about leftovers of one kind and owner."""
     first, paths = group[0], [in_shell(leftover.path) for leftover in group]
-    total = readable(sum(leftover.bytes for leftover in group))
+    size = sum(leftover.bytes for leftover in group)
+    total, tell = readable(size), TOPIC.note if size < LIGHT else TOPIC.warning
     one = len(group) == 1
     name = paths[0] if one else f"{len(group)} times"
     what = f"{first.what}, {name}, {total} of {first.owner}: "
@@ -140,10 +144,10 @@ def report(group: list[Leftover]) -> Finding:
     else:
         what += f"whether {'it is' if one else 'they are'} in use cannot be seen from here"
     if first.sure and not one:
-        return TOPIC.warning(what, "kvpatch clean lists them, kvpatch clean --yes removes them")
+        return tell(what, "kvpatch clean lists them, kvpatch clean --yes removes them")
     if first.mine and first.certain:
         flag = "-r " if any(is_folder(leftover.path) for leftover in group) else ""
-        return TOPIC.warning(what, f"rm {flag}{' '.join(paths)}")
+        return tell(what, f"rm {flag}{' '.join(paths)}")
     where = "" if one else f" ({', '.join(paths)})"
     if first.mine:
         remedy = (

@@ -25,7 +25,8 @@ from kvpatch.patches import (
     first_limit,
     host_pool,
     kv_events,
-    kvcached_compat,
+    kvcached_adapters,
+    kvcached_version,
     metrics,
     offloading,
     secondary_tiers,
@@ -35,10 +36,10 @@ from kvpatch.patches import (
 )
 
 FEATURES = (
-    kvcached_compat.VERSION_OVERRIDE,
+    kvcached_version.FEATURE,
     ascend.FEATURE,
     *distributions.features(),
-    kvcached_compat.ADAPTERS,
+    kvcached_adapters.FEATURE,
     elastic_memory.FEATURE,
     first_limit.FEATURE,
     offloading.FEATURE,

@@ -115,12 +115,11 @@ def release(scheduler: Any, request: Any) -> None:
 
 FEATURE = feature(
     __name__,
-    name="standstill",
     summary="loaded requests that wait for memory free their blocks when nothing else can run",
     since=FLOOR,
     seams=(
         Row(
-            "standstill.schedule",
+            "deadlock.schedule",
             "vllm.v1.core.sched.scheduler:Scheduler.schedule",
             ":around_schedule",
             "vLLM never preempts a waiting request with loaded blocks, and the available "

@@ -36,60 +36,64 @@ FEATURE = feature(
     seams=(
         seam(
             replacement(
-                "host.copy_torch",
+                "host_copies.copy_torch",
                 f"{_NEW}:torch",
                 "copies:torch_with_streams",
                 _STREAMS,
                 since="0.21",
             ),
-            Row("host.copy_torch_old", f"{_OLD}:torch"),
+            Row("host_copies.copy_torch_old", f"{_OLD}:torch"),
         ),
         seam(
             replacement(
-                "host.copy_blocks",
+                "host_copies.copy_blocks",
                 f"{_NEW}:ops",
                 "copies:operations_with_copies",
                 _SWAP,
                 since="0.21",
             ),
-            Row("host.copy_blocks_old", f"{_OLD}:ops"),
+            Row("host_copies.copy_blocks_old", f"{_OLD}:ops"),
         ),
         seam(
             replacement(
-                "host.copy_platform",
+                "host_copies.copy_platform",
                 f"{_NEW}:current_platform",
                 "copies:platform_with_streams",
                 _PLATFORM,
                 since="0.23",
             ),
-            gap("the worker takes its streams from torch, see host.copy_torch"),
+            gap("the worker takes its streams from torch, see host_copies.copy_torch"),
         ),
         seam(
             replacement(
-                "host.copy_pinned", f"{_NEW}:PIN_MEMORY", "copies:pinned", _PINNED, since="0.24"
+                "host_copies.copy_pinned",
+                f"{_NEW}:PIN_MEMORY",
+                "copies:pinned",
+                _PINNED,
+                since="0.24",
             ),
             Row(
-                "host.copy_pin_available",
+                "host_copies.copy_pin_available",
                 f"{_NEW}:is_pin_memory_available",
                 "copies:pinned_as_asked",
                 since="0.21",
             ),
-            Row("host.copy_pin_available_old", f"{_OLD}:is_pin_memory_available"),
+            Row("host_copies.copy_pin_available_old", f"{_OLD}:is_pin_memory_available"),
         ),
         seam(
             replacement(
-                "host.copy_spec",
+                "host_copies.copy_spec",
                 f"{_SPEC}:current_platform",
                 "copies:platform_with_streams",
                 _CUDA_ALIKE,
                 since="0.19",
             ),
-            Row("host.copy_spec_old", f"{_SPEC_OF_ONE_FILE}:current_platform"),
+            Row("host_copies.copy_spec_old", f"{_SPEC_OF_ONE_FILE}:current_platform"),
         ),
         seam(
             _CONFIGURED,
             replacement(
-                "host.copy_rank",
+                "host_copies.copy_rank",
                 f"{_SPEC}:torch",
                 "copies:torch_with_streams",
                 _RANK,
@@ -101,7 +105,7 @@ FEATURE = feature(
         seam(
             _CONFIGURED,
             replacement(
-                "host.copy_tier_rank",
+                "host_copies.copy_tier_rank",
                 f"{_TIERS}:torch",
                 "copies:torch_with_streams",
                 _RANK,
@@ -112,25 +116,25 @@ FEATURE = feature(
         ),
         seam(
             replacement(
-                "host.copy_register",
+                "host_copies.copy_register",
                 f"{_REGISTER}:CudaRTLibrary",
                 "copies:host_registration",
                 _CUDART,
                 since="0.32",
             ),
-            Row("host.copy_register_in_worker", f"{_NEW}:CudaRTLibrary", since="0.31"),
-            gap("the worker registers with torch.cuda, see host.copy_torch"),
+            Row("host_copies.copy_register_in_worker", f"{_NEW}:CudaRTLibrary", since="0.31"),
+            gap("the worker registers with torch.cuda, see host_copies.copy_torch"),
         ),
         seam(
             replacement(
-                "host.copy_register_platform",
+                "host_copies.copy_register_platform",
                 f"{_REGISTER}:current_platform",
                 "copies:platform_with_streams",
                 "host memory is registered on GPUs only",
                 since="0.32",
             ),
             Row(
-                "host.copy_unregister",
+                "host_copies.copy_unregister",
                 f"{_REGION}:torch",
                 "copies:torch_with_streams",
                 "the CPU tier is deregistered with torch.cuda",
@@ -140,9 +144,9 @@ FEATURE = feature(
             gap("there is no shared region"),
         ),
         seam(
-            gap("vLLM asks where it registers, see host.copy_register_platform", since="0.32"),
+            gap("vLLM asks where it registers: host_copies.copy_register_platform", since="0.32"),
             replacement(
-                "host.copy_unregister_platform",
+                "host_copies.copy_unregister_platform",
                 f"{_REGION}:current_platform",
                 "copies:platform_with_streams",
                 "the CPU tier is deregistered on GPUs only",
@@ -153,7 +157,7 @@ FEATURE = feature(
         ),
         seam(
             replacement(
-                "host.simple_torch",
+                "host_copies.simple_torch",
                 f"{_SIMPLE}.worker:torch",
                 "copies:torch_with_streams",
                 _STREAMS,
@@ -163,14 +167,14 @@ FEATURE = feature(
         ),
         seam(
             replacement(
-                "host.simple_pinned",
+                "host_copies.simple_pinned",
                 f"{_SIMPLE}.worker:PIN_MEMORY",
                 "copies:pinned",
                 _PINNED,
                 since="0.24",
             ),
             Row(
-                "host.simple_pin_available",
+                "host_copies.simple_pin_available",
                 f"{_SIMPLE}.worker:is_pin_memory_available",
                 "copies:pinned_as_asked",
                 since="0.19",
@@ -179,7 +183,7 @@ FEATURE = feature(
         ),
         seam(
             replacement(
-                "host.simple_register",
+                "host_copies.simple_register",
                 f"{_SIMPLE}.cuda_mem_ops:torch",
                 "copies:torch_with_streams",
                 _CUDART,
@@ -189,14 +193,14 @@ FEATURE = feature(
         ),
         seam(
             replacement(
-                "host.simple_memcpy",
+                "host_copies.simple_memcpy",
                 f"{_SIMPLE}.cuda_mem_ops:_resolve_batch_memcpy",
                 "copies:batched_copies",
                 _BATCH,
                 since="0.29",
             ),
             Row(
-                "host.simple_memcpy_alone",
+                "host_copies.simple_memcpy_alone",
                 wrapper="legacy:batched_copies",
                 until="vLLM 0.29",
                 since="0.19",
@@ -205,7 +209,7 @@ FEATURE = feature(
         ),
         seam(
             replacement(
-                "host.simple_events",
+                "host_copies.simple_events",
                 f"{_SIMPLE}.copy_backend:torch",
                 "copies:torch_with_streams",
                 "the end of a copy is an event of torch",
@@ -215,7 +219,7 @@ FEATURE = feature(
         ),
         seam(
             replacement(
-                "host.simple_device",
+                "host_copies.simple_device",
                 f"{_SIMPLE}.copy_backend:current_platform",
                 "copies:platform_with_streams",
                 "the thread that copies sets its device",
@@ -225,26 +229,26 @@ FEATURE = feature(
         ),
         seam(
             Row(
-                "host.copy_device",
+                "host_copies.copy_device",
                 f"{_NEW}:CPUOffloadingWorker.__init__",
                 "copies:on_device(self, kv_caches)",
                 "the worker requires tensors that are CUDA's",
                 since="0.25",
             ),
             Row(
-                "host.copy_device_of_handlers",
+                "host_copies.copy_device_of_handlers",
                 f"{_NEW}:CpuGpuOffloadingHandlers.__init__",
                 why="the handlers require tensors that are CUDA's",
                 since="0.21",
             ),
             Row(
-                "host.copy_device_of_handlers_old",
+                "host_copies.copy_device_of_handlers_old",
                 f"{_OLD}:CpuGpuOffloadingHandlers.__init__",
                 until="vLLM 0.21",
                 since="0.19",
             ),
             Row(
-                "host.copy_device_of_layers",
+                "host_copies.copy_device_of_layers",
                 wrapper="legacy:layers_on_device(self, gpu_caches, attn_backends)",
                 why="the handlers require tensors that are CUDA's, here by layer",
             ),

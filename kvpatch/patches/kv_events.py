@@ -91,7 +91,6 @@ RULES = (
 
 FEATURE = feature(
     __name__,
-    name="kv-events",
     summary="KV cache events on elastic memory are those of vLLM's own block pool",
     since="0.26",
     upstream=_UPSTREAM,
@@ -100,25 +99,25 @@ FEATURE = feature(
     optional=True,
     seams=(
         Row(
-            "events.switch",
+            "kv_events.switch",
             f"{COORDINATOR}._setup_kvcached_coordinator",
             ":carry_the_switch",
             "kvcached's pool is created with events disabled, whatever kv_events_config is",
         ),
         Row(
-            "events.take",
+            "kv_events.take",
             f"{_POOL}.take_events",
             ":take",
             "kvcached's pool always returns no events",
         ),
         Row(
-            "events.remove",
+            "kv_events.remove",
             f"{_POOL}._remove_cached_block",
             ":remove(self, key, block_id)",
             "kvcached evicts blocks without an event, and routers still send prompts to them",
         ),
         Row(
-            "events.reset",
+            "kv_events.reset",
             f"{_POOL}.reset_prefix_cache",
             ":reset",
             "a reset of the prefix cache emits no event",

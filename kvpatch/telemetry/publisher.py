@@ -94,6 +94,7 @@ class Publisher:
         self._describe_engine: DescribeEngine | None = None
         self._rates = Rates()
         self._server = server()
+        self._lost = False
         # A worker has a page before its engine does.
         self._parent = {"pid": os.getppid(), "started": start_ticks(os.getppid())}
         try:
@@ -112,6 +113,7 @@ class Publisher:
             "server": self._server,
             "parent": self._parent,
             "beats": engine is not None,
+            "lost": self._lost,
         }
         if engine is not None and self._describe_engine is not None:
             try:
@@ -137,6 +139,14 @@ class Publisher:
                 thread.start()
                 self._thread = thread
 
+    def lose(self) -> None:
+        """Say that an engine of this process has died by itself, for as long as a killed one is
+        told of: without this page it would look as if its server had ended in order.
+        """
+        with self._lock:
+            self._lost = True
+            self.write()
+
     def _run(self) -> None:
         while not self._stop.wait(INTERVAL):
             with self._lock:
@@ -154,9 +164,11 @@ class Publisher:
             log.debug("kvpatch: the status page was not written: %r", error)
 
     def close(self) -> None:
-        """Remove the page, in the process that created it."""
+        """Remove the page, in the process that created it, unless it is to be seen."""
         if os.getpid() == self.pid:
             self._stop.set()
+            if self._lost:
+                return
             try:
                 self._writer.remove()
             except Exception as error:
@@ -185,6 +197,15 @@ def engine(core: Any, describe: DescribeEngine) -> None:
             _publisher.follow(core, describe)
         except Exception as error:
             _cannot_show(error)
+
+
+def engine_died() -> None:
+    """Say that an engine of this process has died, which nobody had asked to stop."""
+    if _publisher is not None and _publisher.pid == os.getpid():
+        try:
+            _publisher.lose()
+        except Exception as error:
+            log.debug("kvpatch: that the engine died is not shown: %r", error)
 
 
 def _cannot_show(error: Exception) -> None:

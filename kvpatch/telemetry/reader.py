@@ -241,12 +241,14 @@ def judge(found: Page, path: Path) -> Seen:
         )
         return Seen(pid, State.FOREIGN, line, found)
     if life is Life.EXITED and page.ended_in_order(found, path.parent):
-        # It ends in order too when it has lost its engine.
-        line = f"pid {pid} ended with its server, or before it (its log says), last seen {ago(age)}"
+        line = f"pid {pid} ended with its server, last seen {ago(age)}"
         return Seen(pid, State.ENDED, line, found)
     if life is Life.EXITED:
+        how = "exited without cleanup (killed?)"
+        if found.content.get("lost"):
+            how = "ended because its engine had died (its log says more)"
         line = (
-            f"pid {pid} exited without cleanup (killed?), last seen {ago(age)}; "
+            f"pid {pid} {how}, last seen {ago(age)}; "
             f"rm {shlex.quote(str(path))} removes its status page"
         )
         return Seen(pid, State.KILLED, line, found)

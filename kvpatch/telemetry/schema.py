@@ -134,6 +134,7 @@ _CONTENT = {
     "parent": Group(pid=_count, started=_or_none(_count)),
     "namespace": _or_none(_count),
     "off": _text,
+    "lost": _is(bool),
     "engine": _ENGINE,
 }
 _REQUIRED = Group(written=_number, started=_or_none(_count))

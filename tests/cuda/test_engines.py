@@ -24,7 +24,8 @@ ENGINES = (
 def engines(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     folder = tmp_path_factory.mktemp("cuda")
     campaign.plain(RELEASE, folder)
-    return campaign.ours(RELEASE, folder, list(ENGINES), ROUNDS)
+    every = campaign.engines(folder)
+    return campaign.ours(RELEASE, folder, {one: every[one] | {"rounds": ROUNDS} for one in ENGINES})
 
 
 @pytest.mark.parametrize("name", ENGINES)

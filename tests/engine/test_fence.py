@@ -69,6 +69,6 @@ def test_loaded_requests_do_not_wait_for_each_other(fences: Fences, asynchronous
 def test_without_the_patch_loaded_requests_wait_for_ever(fences: Fences) -> None:
     run, job = fences.prepare((BOTH_LOADED,), asynchronous=False, ranks=1)
     # It stands still for good: no need to tell that from a slow machine.
-    job |= {"may_hold": False, "revert": ["standstill.schedule"], "patience": 0}
+    job |= {"may_hold": False, "revert": ["deadlock.schedule"], "patience": 0}
     ended = fences.drive(job, run, fences.folder / "result.json")
     assert "did not finish in 400 steps" in ended.log, ended.log[-4000:]

@@ -42,7 +42,7 @@ def rows() -> Iterator[None]:
     patches.apply_all(
         row
         for row in host_copies.FEATURE.at(pool_classes.RELEASE)
-        if not row.id.startswith("host.simple")
+        if not row.id.startswith("host_copies.simple")
     )
     patches.apply_all(pool_classes.rows())
     yield

@@ -18,7 +18,7 @@ from kvpatch.supported import release_of
 from kvpatch.versions import installed
 
 RELEASE = release_of(installed("vllm")[0])
-ROWS = ("parallel.name", "fence.step")
+ROWS = ("data_parallel.name", "fence.step")
 
 
 @pytest.fixture(autouse=True)

@@ -49,7 +49,7 @@ PRELUDE = """
             time.sleep(0.01)
 
     SOCKETS = Path(tp_ipc_util.SOCKET_DIR)
-    PATCHES = ("elastic.socket_folder", "elastic.socket_path", "elastic.socket_peer")
+    PATCHES = [f"elastic_memory.socket_{name}" for name in ("folder", "path", "peer")]
 """
 
 
@@ -256,7 +256,7 @@ def test_a_limit_above_what_the_engine_started_with_changes_nothing(
     """With the pool full of cached blocks, which are evicted only if nothing is free."""
     said = python(
         """
-        patched("elastic.limit")
+        patched("elastic_memory.limit")
         made = manager()
         cached = made.alloc(made.available_size() // 16 * 16)
         update_kv_cache_limit(NAME, 256 * MIB)
@@ -324,7 +324,7 @@ def test_a_request_that_comes_before_block_0_waits_for_it(python: Callable[[str]
         """
         import traceback
 
-        patched("elastic.reservation")
+        patched("elastic_memory.reservation")
         ops.init_kvcached("cuda:0", 2 * MIB, True)
         made = KVCacheManager(BLOCKS, 16, 4096, 2, num_kv_buffers=1, async_sched=True,
                               reserve_null_block=True)
@@ -481,7 +481,7 @@ def test_an_engine_reads_nothing_from_a_folder_that_others_can_enter(
 def test_a_worker_reads_nothing_from_another_user(python: Callable[[str], str]) -> None:
     python(
         """
-        patched("elastic.socket_peer")
+        patched("elastic_memory.socket_peer")
         class Code:
             def __reduce__(self):
                 return os._exit, (3,)

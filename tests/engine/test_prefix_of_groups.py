@@ -106,7 +106,7 @@ class Groups:
 def row() -> Iterator[Transaction]:
     transaction = Transaction()
     transaction.apply_all(
-        row for row in FEATURE.at(RELEASE) if row.id == "elastic.hits_of_all_groups"
+        row for row in FEATURE.at(RELEASE) if row.id == "elastic_memory.hits_of_all_groups"
     )
     yield transaction
     transaction.revert_to(0)

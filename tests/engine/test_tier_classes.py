@@ -127,9 +127,9 @@ def test_without_the_row_blocks_that_came_with_a_damaged_one_are_lost(
     rows: Transaction, tiers
 ) -> None:
     """Up to 0.27, where a job is right or wrong as a whole."""
-    if "tiers.promoted_blocks" not in {applied.patch.id for applied in rows.applied}:
+    if "secondary_tiers.promoted_blocks" not in {applied.patch.id for applied in rows.applied}:
         return
-    rows.revert("tiers.promoted_blocks")
+    rows.revert("secondary_tiers.promoted_blocks")
     one = tiers()
     one.store(1, 2, 3)
     one.forget()
@@ -139,7 +139,7 @@ def test_without_the_row_blocks_that_came_with_a_damaged_one_are_lost(
 
 def test_a_request_that_has_finished_stores_its_last_blocks(rows: Transaction, tiers) -> None:
     """As 0.26 asks it to, in the step after the tiers were told that it has finished."""
-    if "tiers.last_blocks" not in {applied.patch.id for applied in rows.applied}:
+    if "secondary_tiers.last_blocks" not in {applied.patch.id for applied in rows.applied}:
         return
     one = tiers()
     one.store(2, ended=True)
@@ -147,7 +147,7 @@ def test_a_request_that_has_finished_stores_its_last_blocks(rows: Transaction, t
     assert not one.manager._req_state
     one.forget()
     assert one.find(2) == [2]
-    rows.revert("tiers.last_blocks")
+    rows.revert("secondary_tiers.last_blocks")
     with pytest.raises(KeyError):
         one.store(3, ended=True)
 
@@ -162,8 +162,8 @@ def test_a_file_in_another_blocks_place_is_a_miss(tiers) -> None:
 
 def test_without_the_checksum_a_damaged_file_is_served(rows: Transaction, tiers) -> None:
     """What vLLM does by itself, and what the tests above can tell."""
-    revert(rows, "tiers.load_block", "tiers.load_blocks")
-    revert(rows, "tiers.store_block", "tiers.store_blocks")
+    revert(rows, "secondary_tiers.load_block", "secondary_tiers.load_blocks")
+    revert(rows, "secondary_tiers.store_block", "secondary_tiers.store_blocks")
     one = tiers()
     one.store(1, 2, 3)
     one.forget()
@@ -284,7 +284,7 @@ def test_a_disk_that_hangs_while_reading_is_passed_over_until_it_answers(
     one.file(2).unlink()
     os.mkfifo(one.file(2))  # whoever opens it waits for a writer
     # Up to 0.27 a block that comes up in the same step is not held by it.
-    apart = "tiers.promoted_blocks" in {applied.patch.id for applied in rows.applied}
+    apart = "secondary_tiers.promoted_blocks" in {applied.patch.id for applied in rows.applied}
     assert one.find(1, 2, 3) == ([1] if apart else [])
     assert one.tier.late
     # Others do not wait any more, and what they store does not stay pinned.
@@ -305,7 +305,7 @@ def test_a_disk_that_hangs_while_reading_is_passed_over_until_it_answers(
 def test_without_the_rows_a_disk_that_hangs_stalls_the_request(
     rows: Transaction, impatient: None, tiers
 ) -> None:
-    rows.revert("tiers.lookup")
+    rows.revert("secondary_tiers.lookup")
     one = tiers()
     one.store(1, 2, 3)
     one.forget()
@@ -359,7 +359,7 @@ def test_two_answers_about_one_block_do_not_end_the_engine(
     shared = hasattr(LookupState, "generation")
     ends = not ours and not shared and hasattr(AsyncLookupManager, "mark_miss")
     if not ours:
-        revert(rows, "tiers.tier_class", "tiers.tier_class_itself")
+        revert(rows, "secondary_tiers.tier_class", "secondary_tiers.tier_class_itself")
     one = tiers()
     first = one.request()
     for context in (first, one.request()):
@@ -392,7 +392,7 @@ def test_without_the_row_a_prompt_larger_than_the_cpu_tier_gets_nothing(
     rows: Transaction, tiers
 ) -> None:
     """Its last blocks push its first ones out again, in turn for as long as it waits."""
-    revert(rows, "tiers.promotion", "tiers.promotion_of_tier")
+    revert(rows, "secondary_tiers.promotion", "secondary_tiers.promotion_of_tier")
     one = tiers()
     for number in range(1, 2 * BLOCKS + 1):
         one.store(number)
@@ -437,7 +437,7 @@ class Copying:
 def test_after_a_reset_nothing_is_promoted_before_older_copies_have_ended(
     rows: Transaction, tiers
 ) -> None:
-    if "tiers.reset" not in {applied.patch.id for applied in rows.applied}:
+    if "secondary_tiers.reset" not in {applied.patch.id for applied in rows.applied}:
         return  # vLLM 0.33 waits by itself
     one = tiers(blocks=1)
     one.store(1)
@@ -461,9 +461,9 @@ def test_without_the_row_an_older_copy_overwrites_what_was_promoted(
     rows: Transaction, tiers
 ) -> None:
     """Up to 0.32: the block is found, and has another's KV."""
-    if "tiers.reset" not in {applied.patch.id for applied in rows.applied}:
+    if "secondary_tiers.reset" not in {applied.patch.id for applied in rows.applied}:
         return
-    assert rows.revert("tiers.reset")
+    assert rows.revert("secondary_tiers.reset")
     one = tiers(blocks=1)
     one.store(1)
     one.forget()
@@ -842,7 +842,7 @@ def test_without_the_row_layouts_and_numbers_of_ranks_share_a_folder(
     rows: Transaction, tiers, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     ours = folder_of(tiers)
-    rows.revert("tiers.file_mapper")
+    rows.revert("secondary_tiers.file_mapper")
     plain = folder_of(tiers)
     assert plain != ours
     assert folder_of(tiers, **DIFFERENT["ranks"]) == plain

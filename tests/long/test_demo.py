@@ -18,7 +18,8 @@ import pytest
 from harness import ROOT, smollm2
 
 LIMIT = 500  # a guard against a hang; an idle machine needs two minutes
-LOGS = {f"{way}-{model}.log" for way in ("plain", "kvpatch") for model in ("first", "second")}
+WAYS = ("plain", "tier", "kvpatch")
+LOGS = {f"{way}-{model}.log" for way in WAYS for model in ("first", "second")}
 # The real model where someone has got it: no test downloads it.
 MODELS = [] if (smollm2.folder() / "model.safetensors").exists() else ["--generated"]
 
@@ -84,7 +85,7 @@ def test_the_demo_passes_and_writes_its_report(demo: Demo, tmp_path: Path) -> No
     assert "KV on elastic memory: yes" in report
     assert not re.search(r"(?:src|href)=.(?!#)", report), "it loads something from elsewhere"
     assert {path.name for path in (tmp_path / "logs").iterdir()} == LOGS
-    assert len(demo.seen) >= 12  # four servers of three processes each
+    assert len(demo.seen) >= 18  # six servers of three processes each
     assert demo.leftovers() == []
 
 

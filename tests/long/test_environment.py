@@ -47,7 +47,7 @@ def test_an_engine_adds_no_variable_after_kvcacheds_threads_have_started(
         "model": str(models(run.model)),
         "engine": engine_arguments(run),
         "rounds": [prompts(1)],
-        "revert": ["elastic.environment"] if reverted else [],
+        "revert": ["elastic_memory.environment"] if reverted else [],
     }
     ended = run_driver(job, device.environ(run), tmp_path)
     ended.round(0)

@@ -89,7 +89,7 @@ def test_prompts_from_a_tier_in_a_pool_give_plain_vllms_tokens(
     assert_same(ours, engine(replace(PLAIN, model=model)))
     assert [record["cached"] for record in ours.round(1)] == [640] * ALL
     assert ours.result["changed"] == []
-    assert any(patch.startswith("pool.") for patch in ours.result["patches"])
+    assert any(patch.startswith("host_pool.") for patch in ours.result["patches"])
 
 
 @PAIRS
@@ -99,7 +99,7 @@ def test_so_they_do_from_the_simple_connectors(
     run = Run(model=model, simple=mode, contiguous=contiguous)
     ours = engine(replace(run, environment=POOL))
     assert_same(ours, engine(replace(PLAIN, model=model)))
-    assert "pool.simple_tensors" in ours.result["patches"]
+    assert "host_pool.simple_tensors" in ours.result["patches"]
     copies = ours.result["simple"]
     assert (copies["changed"], copies["twice"], copies["pinned"]) == (0, [], 0)
     assert copies["device_calls"] == {}
@@ -115,7 +115,7 @@ def test_prompts_that_a_pool_evicted_come_back_from_disk(
     run = in_pool(on(tmp_path, model=model, contiguous=contiguous))
     finished = serve(run, times=2, watch=True, engine=SMALL[model])
     assert_comes_back(finished, engine(replace(PLAIN, model=model)))
-    assert any(patch.startswith("pool.") for patch in finished.result["patches"])
+    assert any(patch.startswith("host_pool.") for patch in finished.result["patches"])
 
 
 def in_pool(run: Run) -> Run:

@@ -98,7 +98,7 @@ def test_without_the_native_pool_a_cpu_block_maps_and_unmaps_pages_of_the_device
         "model": str(models("llama")),
         "engine": engine_arguments(run),
         "rounds": [],
-        "revert": [] if native else ["simple.cpu_coordinator"],
+        "revert": [] if native else ["simple_offload.cpu_coordinator"],
         "take_cpu_blocks": True,
     }
     ended = run_driver(job, device.environ(run), tmp_path)
@@ -111,7 +111,7 @@ def test_without_the_native_pool_a_cpu_block_maps_and_unmaps_pages_of_the_device
 
 
 def test_a_cpu_pool_on_the_devices_memory_is_refused(engine: Engine) -> None:
-    refused = engine(Run(simple="eager", revert=("events.switch", "simple.native_pool")))
+    refused = engine(Run(simple="eager", revert=("kv_events.switch", "simple_offload.native_pool")))
     assert refused.code != 0
     assert (
         "the connector's CPU blocks are in kvcached's pool, because allocating and freeing "
@@ -127,7 +127,7 @@ def test_without_the_regions_what_is_loaded_by_layer_is_not_right(engine: Engine
     """
     expected = engine(PLAIN).round(0)
     run = of("eager", "llama", contiguous=False)
-    broken = engine(replace(run, revert=("simple.register_placed",)))
+    broken = engine(replace(run, revert=("simple_offload.register_placed",)))
     loaded = len(load("few"))
     assert broken.code != 0 or same_tokens(broken.round(2), expected[:loaded]) < loaded
 
@@ -190,7 +190,7 @@ def test_without_its_references_the_engine_ends(fences: SimpleFences) -> None:
 def test_the_engine_shuts_down_while_copies_are_in_flight(
     models: Callable[[str], Path], device: Device, tmp_path: Path, patched: bool
 ) -> None:
-    run = Run(simple="eager", revert=() if patched else ("simple.shutdown",))
+    run = Run(simple="eager", revert=() if patched else ("simple_offload.shutdown",))
     job = {
         "model": str(models("llama")),
         "engine": engine_arguments(run),

@@ -385,3 +385,26 @@ def test_a_server_that_is_asked_to_stop_has_not_crashed(
             assert said.startswith(f"pid {pid} ended with its server")
         for path in left:
             path.unlink(missing_ok=True)
+
+
+def test_a_server_whose_engine_was_killed_has_not_ended_as_one_that_was_asked_to(
+    models: Callable[[str], Path], device: Device, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    """As by the OOM killer: the server notices, and ends in order."""
+    run = Run(environment=(("KVCACHED_IPC_NAME", f"lost-{os.getpid()}"),))
+    environment = device.environ(run)
+    folder = tmp_path_factory.mktemp("serve")
+    environment |= {"KVPATCH_STATUS_DIR": str(tmp_path_factory.mktemp("pages"))}
+    with watched(
+        models(run.model), engine_arguments(run), environment, folder, fresh=True
+    ) as server:
+        there = Served(server, environment, {})
+        pid = there.engine()["pid"]
+        os.kill(pid, signal.SIGKILL)
+        assert eventually(lambda: server.process.poll() is not None)
+        (said,) = there.status("--pid", str(pid)).stdout.splitlines()
+        assert said.startswith(f"pid {pid} exited without cleanup (killed?)")
+        every = there.status()
+        assert every.returncode == 1
+        assert f"pid {server.process.pid} ended because its engine had died" in every.stdout
+        (Path("/dev/shm") / environment["KVCACHED_IPC_NAME"]).unlink(missing_ok=True)

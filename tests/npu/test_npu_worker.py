@@ -74,7 +74,7 @@ def test_a_page_unmapped_under_a_queued_store_is_lost_without_the_fence(
 
 
 def test_what_vllm_ascend_replaces_after_a_row_is_seen(seen: dict[str, Any]) -> None:
-    assert seen["replaced"] == {"before": [], "after": ["elastic.engine_core"]}
+    assert seen["replaced"] == {"before": [], "after": ["elastic_memory.engine_core"]}
 
 
 def test_the_fences_barrier_waits_for_the_computation_of_an_npu(seen: dict[str, Any]) -> None:

@@ -22,7 +22,7 @@ STEPS = {
     "kvcached's module": "import kvcached.integration.vllm.autopatch",
     "kvpatch": "import kvpatch",
 }
-UNASKED = ("ascend", "audit", "first-limit", "host-pool")  # for an NPU; others have a variable
+UNASKED = ("ascend", "debug", "first-limit", "host-pool")  # for an NPU; others have a variable
 REPORT = """
 import inspect, json, vllm
 from vllm.v1.engine.core import EngineCore
@@ -98,7 +98,7 @@ def test_doctor_finds_a_target_that_cannot_be_imported(run, machine, tmp_path):
     path = os.pathsep.join(filter(None, [str(tmp_path), machine.get("PYTHONPATH")]))
     done = run(sys.executable, "-m", "kvpatch", "doctor", **machine | {"PYTHONPATH": path})
     assert done.code == 1
-    assert "the feature simple-connector cannot be applied (absent)" in done.out
+    assert "the feature simple-offload cannot be applied (absent)" in done.out
     assert "[KVP201]" in done.out
     done = run(
         *(sys.executable, "-m", "kvpatch", "doctor", "--no-import"),

@@ -91,8 +91,7 @@ def killed_at(nth: int, body: Callable[[], None]) -> bool:
         with points(nth):
             body()
 
-    pid = in_child(run)
-    status = os.waitpid(pid, 0)[1]
+    status = os.waitpid(in_child(run), 0)[1]
     assert status in (0, signal.SIGKILL), f"the child ended with {status}"
     return status != 0
 

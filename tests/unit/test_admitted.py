@@ -109,8 +109,7 @@ def test_a_trial_admits_what_is_to_run_beside_what_is_earned(ran):
 
 
 def test_with_nothing_else_turned_on_some_kinds_of_model_wait(ran):
-    latent = replace(CELL, model="latent attention", feature=NONE)
-    ran(latent, replace(CELL, feature=NONE))
+    ran(replace(CELL, model="latent attention", feature=NONE), replace(CELL, feature=NONE))
     name = "V1, contiguous, Offloading, latent attention"
     assert admission.earned() == {"none": {"0.32.0": [name]}}
     tried = admission.tried(["none"], ["0.33.0"])

@@ -8,6 +8,7 @@ from contextlib import suppress
 from types import ModuleType, SimpleNamespace
 
 import pytest
+from fakes import raising
 
 from kvpatch.patches.elastic_memory import allocation, reservation
 from kvpatch.refusal import Refusal
@@ -117,12 +118,9 @@ def test_a_set_up_whose_error_kvcached_only_logs(monkeypatch, error, sentence):
     """Up to vLLM 0.28 kvcached catches what its set-up raises, and goes on without it."""
     monkeypatch.setattr(allocation, "_setup_error", None)
 
-    def fail():
-        raise error
-
     def runner():
         with suppress(Exception):
-            allocation.remember_setup_error(fail, None, (), {})
+            allocation.remember_setup_error(raising(error), None, (), {})
 
     with pytest.raises(Refusal) as refused:
         allocation.require_setup(runner, None, (), {})
@@ -165,12 +163,8 @@ def test_a_coordinator_is_passed_on():
 
 def test_what_kvcached_is_to_log_reaches_it(monkeypatch):
     monkeypatch.setattr(allocation, "_setup_error", None)
-
-    def fail():
-        raise IN_USE
-
     with pytest.raises(OSError, match="in use"):
-        allocation.remember_setup_error(fail, None, (), {})
+        allocation.remember_setup_error(raising(IN_USE), None, (), {})
 
 
 def test_a_worker_that_is_named_as_one_after_three_arguments():
@@ -182,21 +176,14 @@ def test_a_worker_that_is_named_as_one_after_three_arguments():
     "error", [RuntimeError("two groups"), Refusal("a", "b", "c", code="KVP416")]
 )
 def test_an_error_that_kvcached_passes_on_stays_what_it_is(error):
-    def fail():
-        raise error
-
     with pytest.raises(RuntimeError) as raised:
-        allocation.require_coordinator(fail, None, (), {})
+        allocation.require_coordinator(raising(error), None, (), {})
     assert raised.value is error
 
 
 def test_a_pool_that_kvcached_could_not_replace_is_a_refusal():
     """kvcached only warns of it, and vLLM would go on with its own blocks."""
-
-    def fail():
-        raise IN_USE
-
     with pytest.raises(Refusal) as refused:
-        allocation.require_coordinator(fail, None, (), {})
+        allocation.require_coordinator(raising(IN_USE), None, (), {})
     assert refused.value.code == "KVP404"
     assert refused.value.__cause__ is IN_USE

@@ -34,15 +34,11 @@ from kvpatch.versions import Facts, Installed
         (None, None, CANN, "KVP601"),
     ],
 )
-def test_what_is_refused_on_an_npu(
-    ascend: str | None, vllm: str | None, built: int, code: str
-) -> None:
-    refusal = presence.refused(ascend, vllm, built)
-    assert refusal is not None
-    assert refusal.code == code
+def test_what_is_refused_on_an_npu(ascend, vllm, built, code):
+    assert presence.refused(ascend, vllm, built).code == code
 
 
-def test_an_engine_starts_on_the_emulated_npu_only(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_engine_starts_on_the_emulated_npu_only(monkeypatch):
     platform(monkeypatch, "npu")
     settled: list[bool] = []
     monkeypatch.setattr(presence, "_version", lambda name: "0.23.0")
@@ -52,9 +48,7 @@ def test_an_engine_starts_on_the_emulated_npu_only(monkeypatch: pytest.MonkeyPat
     assert settled == [True]
 
 
-def test_an_npu_that_passed_the_probe_starts_and_says_that_no_engine_of_ours_ran_there(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_an_npu_that_passed_the_probe_starts_and_says_that_no_engine_of_ours_ran_there(monkeypatch):
     platform(monkeypatch, "npu")
     monkeypatch.setattr(presence, "_version", lambda name: "0.23.0")
     monkeypatch.setattr(presence, "_built", lambda: CANN)
@@ -70,17 +64,14 @@ def test_an_npu_that_passed_the_probe_starts_and_says_that_no_engine_of_ours_ran
 
 
 @pytest.mark.parametrize(("built", "code"), [(0, "KVP602"), (CANN, None)])
-def test_the_probe_lifts_its_own_refusal_only(built: int, code: str | None) -> None:
+def test_the_probe_lifts_its_own_refusal_only(built, code):
     refusal = presence.refused("0.23.0", "0.23.0", built, "2026-11-24")
     assert (refusal.code if refusal else None) == code
     refusal = presence.refused("0.18.0", "0.18.0", built, "2026-11-24")
-    assert refusal is not None
     assert refusal.code == "KVP601"
 
 
-def test_vllm_ascend_makes_its_patches_before_its_worker_is_imported(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_vllm_ascend_makes_its_patches_before_its_worker_is_imported(monkeypatch):
     order: list[str] = []
     utils = ModuleType("vllm_ascend.utils")
     utils.adapt_patch = lambda is_global_patch: order.append(  # type: ignore[attr-defined]
@@ -99,13 +90,13 @@ def platform(monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
     monkeypatch.setitem(sys.modules, "vllm.platforms", module)
 
 
-def test_another_device_is_not_asked_about(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_another_device_is_not_asked_about(monkeypatch):
     platform(monkeypatch, "cuda")
     monkeypatch.setattr(presence, "refused", lambda *_: pytest.fail("asked"))
     assert presence.wanted() is False
 
 
-def test_an_npu_is_refused_in_one_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_npu_is_refused_in_one_sentence(monkeypatch):
     platform(monkeypatch, "npu")
     monkeypatch.setattr(presence, "_version", lambda name: "0.23.0")
     monkeypatch.setattr(presence, "_built", lambda: CANN)
@@ -125,14 +116,14 @@ def test_an_npu_is_refused_in_one_sentence(monkeypatch: pytest.MonkeyPatch) -> N
 @pytest.mark.parametrize(
     ("given", "known"), [("npu:3", "cuda:3"), ("npu", "cuda"), ("cuda:1", "theirs cuda:1")]
 )
-def test_kvcached_knows_an_npu_by_the_name_of_cuda(given: str, known: str) -> None:
+def test_kvcached_knows_an_npu_by_the_name_of_cuda(given, known):
     assert device.npu_as_cuda(lambda name: f"theirs {name}", None, (given,), {}) == known
     assert device.npu_as_cuda(lambda device: f"theirs {device}", None, (), {"device": given}) == (
         known
     )
 
 
-def test_kvcached_reads_the_npus_memory_as_cudas() -> None:
+def test_kvcached_reads_the_npus_memory_as_cudas():
     npu = SimpleNamespace(
         is_available=lambda: True,
         current_device=lambda: 2,
@@ -157,19 +148,17 @@ def npu(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     return waited
 
 
-def test_the_listener_selects_no_cuda_device() -> None:
+def test_the_listener_selects_no_cuda_device():
     assert device.no_cuda_device(lambda name: pytest.fail(name), None, ("npu:1",), {}) is None
 
 
-def test_the_whole_npu_is_waited_for_before_an_unmap(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_whole_npu_is_waited_for_before_an_unmap(monkeypatch):
     waited = npu(monkeypatch)
     device.synchronize_npu(lambda: pytest.fail("kvcached's own"), None, (), {})
     assert waited == [()]
 
 
-def test_the_barrier_waits_for_the_workers_npu_and_is_pickled_by_name(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_the_barrier_waits_for_the_workers_npu_and_is_pickled_by_name(monkeypatch):
     waited = npu(monkeypatch)
     barrier = device.replace_release_barrier(lambda worker: pytest.fail("kvcached's own"))
     assert pickle.loads(pickle.dumps(barrier)) is barrier
@@ -207,7 +196,7 @@ class Backend:
 
 
 @pytest.mark.parametrize("by_name", [False, True])
-def test_a_store_waits_for_the_computation(monkeypatch: pytest.MonkeyPatch, by_name: bool) -> None:
+def test_a_store_waits_for_the_computation(monkeypatch, by_name):
     backend = Backend(monkeypatch)
     given = {"src_blocks": [1], "dst_blocks": [2], "is_store": True, "event_idx": 0}
     given["events_list"] = []
@@ -219,7 +208,7 @@ def test_a_store_waits_for_the_computation(monkeypatch: pytest.MonkeyPatch, by_n
 
 
 @pytest.mark.parametrize("args", [([1], [2], True, 0, [], None), ([1], [2], True, 0, [])])
-def test_an_event_that_is_none_is_none(monkeypatch: pytest.MonkeyPatch, args: Any) -> None:
+def test_an_event_that_is_none_is_none(monkeypatch, args):
     backend = Backend(monkeypatch)
     order.around_launch(backend.launch_copy, backend, args, {})
     assert len(backend.recorded) == 1
@@ -235,9 +224,7 @@ def test_an_event_that_is_none_is_none(monkeypatch: pytest.MonkeyPatch, args: An
     ],
     ids=["a load", "vLLM's own event", "vLLM's own event by name"],
 )
-def test_what_needs_no_event_gets_none(
-    monkeypatch: pytest.MonkeyPatch, args: Any, kwargs: Any
-) -> None:
+def test_what_needs_no_event_gets_none(monkeypatch, args, kwargs):
     backend = Backend(monkeypatch)
     order.around_launch(backend.launch_copy, backend, args, kwargs)
     assert backend.recorded == []
@@ -336,7 +323,7 @@ def refused_with(facts: Facts, **changes: Any) -> list[str]:
     return [rule.code for rule in RULES if rule.applies(config, facts)]
 
 
-def test_what_ran_on_an_npu_starts_there() -> None:
+def test_what_ran_on_an_npu_starts_there():
     assert list(ran.differences(configured(), here())) == []
     assert refused_with(here()) == []
     quiet = here(KVCACHED_CONTIGUOUS_LAYOUT="false", KVPATCH_LOG="debug")
@@ -345,12 +332,12 @@ def test_what_ran_on_an_npu_starts_there() -> None:
     assert refused_with(quiet, kv_events_config=SimpleNamespace(enable_kv_cache_events=False)) == []
 
 
-def test_every_setting_that_matters_is_compared_with_what_ran() -> None:
+def test_every_setting_that_matters_is_compared_with_what_ran():
     assert ran.settings(configured(), here()).keys() == ran.RAN.keys()
 
 
 @pytest.mark.parametrize("path", [*combination.FLAGS, *ran.MORE])
-def test_a_setting_that_did_not_run_on_an_npu_does_not_start_there(path: str) -> None:
+def test_a_setting_that_did_not_run_on_an_npu_does_not_start_there(path):
     part, _, rest = path.partition(".")
     change = {path.replace(".", "__"): "another"}
     if getattr(configured(), part) is None:  # a part that the engine did not have
@@ -374,7 +361,7 @@ def test_a_setting_that_did_not_run_on_an_npu_does_not_start_there(path: str) ->
         {"model_config": SimpleNamespace()},
     ],
 )
-def test_other_ways_of_running_on_an_npu_do_not_start(changes: dict[str, Any]) -> None:
+def test_other_ways_of_running_on_an_npu_do_not_start(changes):
     assert refused_with(here(), **changes) == ["KVP606"]
     assert refused_with(here("cuda"), **changes) == []
 
@@ -391,20 +378,20 @@ def test_other_ways_of_running_on_an_npu_do_not_start(changes: dict[str, Any]) -
         ("VLLM_ASCEND_ENABLE_NZ", "2"),
     ],
 )
-def test_a_variable_that_was_not_set_there_is_refused(name: str, value: str) -> None:
+def test_a_variable_that_was_not_set_there_is_refused(name, value):
     assert refused_with(here(**{name: value})) == ["KVP606"]
     assert refused_with(here("cuda", **{name: value})) == []
 
 
-def test_a_run_of_kvpatch_verify_has_its_audit() -> None:
+def test_a_run_of_kvpatch_verify_has_its_audit():
     assert refused_with(here(KVPATCH_DEBUG="1", KVPATCH_VERIFY="/run")) == []
 
 
-def test_memory_that_is_contiguous_did_not_run() -> None:
+def test_memory_that_is_contiguous_did_not_run():
     assert refused_with(here(contiguous=True)) == ["KVP606"]
 
 
-def test_the_connector_whose_spec_does_not_import_has_a_reason_of_its_own() -> None:
+def test_the_connector_whose_spec_does_not_import_has_a_reason_of_its_own():
     changes = {"kv_transfer_config__kv_connector": "OffloadingConnector"}
     assert refused_with(here(), **changes) == ["KVP604"]
     assert refused_with(here(), **changes, model_config__dtype="torch.half") == ["KVP604"]
@@ -446,13 +433,12 @@ def plan(*kinds: type) -> Any:
     return SimpleNamespace(kv_cache_groups=groups)
 
 
-def test_the_kv_cache_is_allocated_by_kvcached() -> None:
+def test_the_kv_cache_is_allocated_by_kvcached():
     runner, given = Runner(), plan(FullAttentionSpec)
     pools = allocation.from_kvcached(pytest.fail, runner, (given,), {})
     assert pools == "kvcached's pools"
     assert runner.hybrid_with_attn_and_mamba is False  # type: ignore[attr-defined]
-    pairs = allocation.as_pairs(pytest.fail, runner, (given, pools), {})
-    key, value = pairs["layer"]
+    key, value = allocation.as_pairs(pytest.fail, runner, (given, pools), {})["layer"]
     assert (key.half, value.half) == ("K", "V")
     assert key._kvcached_block_copy_view == "the view"
 
@@ -460,16 +446,14 @@ def test_the_kv_cache_is_allocated_by_kvcached() -> None:
 @pytest.mark.parametrize(
     "kinds", [(SlidingWindowSpec,), (FullAttentionSpec, FullAttentionSpec), ()]
 )
-def test_another_kv_cache_is_refused_on_an_npu(kinds: tuple[type, ...]) -> None:
+def test_another_kv_cache_is_refused_on_an_npu(kinds):
     with pytest.raises(Refusal) as error:
         allocation.from_kvcached(pytest.fail, Runner(), (), {"kv_cache_config": plan(*kinds)})
     assert error.value.code == "KVP605"
 
 
 @pytest.mark.parametrize("first", ["the view", None])
-def test_a_kv_cache_that_is_not_kvcacheds_is_seen(
-    monkeypatch: pytest.MonkeyPatch, first: str | None
-) -> None:
+def test_a_kv_cache_that_is_not_kvcacheds_is_seen(monkeypatch, first):
     monkeypatch.setattr(record, "say", lambda: None)
     monkeypatch.setattr(record, "roles", [])
     monkeypatch.setattr(record, "elastic", None)
@@ -538,12 +522,12 @@ def start(scheduler: type) -> None:
     allocation.around_kv_cache_tensors(lambda config: made, runner(scheduler), ("plan",), {})
 
 
-def test_an_engine_with_all_patches_starts(vllm: Any) -> None:
+def test_an_engine_with_all_patches_starts(vllm):
     start(vllm.Scheduler)
     start(type("AsyncScheduler", (vllm.Scheduler,), {}))
 
 
-def test_what_vllm_ascend_replaces_after_us_is_refused(vllm: Any) -> None:
+def test_what_vllm_ascend_replaces_after_us_is_refused(vllm):
     """As its ``EngineCore.__init__`` of profiled chunks, made when an engine is configured."""
     vllm.Scheduler.schedule = lambda self: "vllm-ascend's"
     with pytest.raises(Refusal) as error:
@@ -553,7 +537,7 @@ def test_what_vllm_ascend_replaces_after_us_is_refused(vllm: Any) -> None:
     assert f"{SCHEDULER}:Scheduler.schedule, was replaced after it was patched" in str(error.value)
 
 
-def test_a_class_that_vllm_ascend_replaces_after_us_is_refused(vllm: Any) -> None:
+def test_a_class_that_vllm_ascend_replaces_after_us_is_refused(vllm):
     """As its ``Scheduler``, which it made before us: a subclass may hide one patch or none."""
     vllm.Scheduler = type("BalanceScheduler", (vllm.Scheduler,), {})
     start(vllm.Scheduler)
@@ -563,23 +547,21 @@ def test_a_class_that_vllm_ascend_replaces_after_us_is_refused(vllm: Any) -> Non
         start(hiding)
 
 
-def test_a_target_that_is_gone_is_refused(vllm: Any) -> None:
+def test_a_target_that_is_gone_is_refused(vllm):
     scheduler = vllm.Scheduler
     del vllm.Scheduler
     with pytest.raises(Refusal, match="KVP204"):
         start(scheduler)
 
 
-def test_an_engine_whose_scheduler_is_not_the_patched_one_is_refused(vllm: Any) -> None:
+def test_an_engine_whose_scheduler_is_not_the_patched_one_is_refused(vllm):
     """``AsyncScheduler`` of a module that was imported before its base class was replaced."""
     with pytest.raises(Refusal, match="KVP204"):
         start(type("AsyncScheduler", (Scheduler,), {}))
 
 
 @pytest.mark.parametrize("fails", [False, True])
-def test_kvcacheds_listener_ends_with_the_worker(
-    monkeypatch: pytest.MonkeyPatch, fails: bool
-) -> None:
+def test_kvcacheds_listener_ends_with_the_worker(monkeypatch, fails):
     ended: list[str] = []
     for name in ("kvcached", "kvcached.tp_ipc_util"):
         monkeypatch.setitem(sys.modules, name, ModuleType(name))

@@ -126,9 +126,7 @@ def start(base: Path, *words: str) -> subprocess.Popen[str]:
     )
 
 
-def test_memory_moves_between_engines(
-    pair: tuple[Engine, Engine], capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_memory_moves_between_engines(pair, capsys):
     chat, code = pair
     assert cli.main(["balance", "--rounds", "1"]) == 0
     assert (chat.limit, code.limit) == (600 * MIB, 400 * MIB)
@@ -141,9 +139,7 @@ def test_memory_moves_between_engines(
     ]
 
 
-def test_the_limits_that_engines_started_with_are_restored(
-    pair: tuple[Engine, Engine], capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_limits_that_engines_started_with_are_restored(pair, capsys):
     chat, code = pair
     code.more["first"] = 400 * MIB
     assert cli.main(["balance", "--restore"]) == 0
@@ -159,23 +155,19 @@ def test_the_limits_that_engines_started_with_are_restored(
     assert code.limit == 400 * MIB
 
 
-def test_a_dry_run_looks_once(
-    pair: tuple[Engine, Engine], capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_dry_run_looks_once(pair, capsys):
     assert cli.main(["balance", "--dry-run"]) == 0
     assert "code: would be 700 MiB -> 400 MiB" in capsys.readouterr().out
     assert [one.limit for one in pair] == [300 * MIB, 700 * MIB]
 
 
-def test_a_dry_run_ends_1_for_a_name_that_is_of_no_engine(
-    pair: tuple[Engine, Engine], capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_dry_run_ends_1_for_a_name_that_is_of_no_engine(pair, capsys):
     assert cli.main(["balance", "--dry-run", "--floor", "typo=1MiB"]) == 1
     assert "no engine is called typo" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("given", ["chat=abc", "chat"])
-def test_a_floor_that_cannot_be_used_is_a_mistake_of_use(given: str) -> None:
+def test_a_floor_that_cannot_be_used_is_a_mistake_of_use(given):
     """The first of the two ended 1."""
     try:
         code = cli.main(["balance", "--floor", given])
@@ -184,9 +176,7 @@ def test_a_floor_that_cannot_be_used_is_a_mistake_of_use(given: str) -> None:
     assert code == 2
 
 
-def test_a_dry_run_beside_a_balance_sets_nothing(
-    pair: tuple[Engine, Engine], capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_dry_run_beside_a_balance_sets_nothing(pair, capsys):
     from kvpatch.balance import loop
 
     with loop.alone():
@@ -203,9 +193,7 @@ def test_a_dry_run_beside_a_balance_sets_nothing(
     assert f"another kvpatch balance of this user runs (pid {os.getpid()})" in printed.err
 
 
-def test_an_engine_that_is_stuck_delays_nobody(
-    pair: tuple[Engine, Engine], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_engine_that_is_stuck_delays_nobody(pair, monkeypatch):
     monkeypatch.setattr(seen, "PATIENCE", 0.3)
     chat, _ = pair
     before = seen.look({})
@@ -221,11 +209,8 @@ def test_an_engine_that_is_stuck_delays_nobody(
 
 
 def test_an_engine_that_never_answered_is_named_and_nothing_is_promised_beside_it(
-    base: Path,
-    pair: tuple[Engine, Engine],
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+    base, pair, monkeypatch, capsys
+):
     """Stopped when balance starts: it may go on, and map up to its limit."""
     monkeypatch.setattr(seen, "PATIENCE", 0.3)
     chat, code = pair
@@ -253,9 +238,7 @@ def test_an_engine_that_never_answered_is_named_and_nothing_is_promised_beside_i
     )
 
 
-def test_one_that_answers_at_last_is_the_engine_that_it_was(
-    pair: tuple[Engine, Engine], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_one_that_answers_at_last_is_the_engine_that_it_was(pair, monkeypatch):
     from kvpatch.balance import loop
 
     monkeypatch.setattr(seen, "PATIENCE", 0.3)
@@ -271,9 +254,7 @@ def test_one_that_answers_at_last_is_the_engine_that_it_was(
     assert (pair[0].limit, code.limit) == (600 * MIB, 400 * MIB)
 
 
-def test_what_answers_nonsense_is_an_engine_that_does_not_answer(
-    pair: tuple[Engine, Engine],
-) -> None:
+def test_what_answers_nonsense_is_an_engine_that_does_not_answer(pair):
     chat, _ = pair
     chat.answer = lambda asked: {"phase": "runs"}  # type: ignore[method-assign]
     found = seen.look({})
@@ -283,9 +264,7 @@ def test_what_answers_nonsense_is_an_engine_that_does_not_answer(
     }
 
 
-def test_an_engine_that_started_again_in_its_container_has_the_same_pid(
-    pair: tuple[Engine, Engine],
-) -> None:
+def test_an_engine_that_started_again_in_its_container_has_the_same_pid(pair):
     chat, _ = pair
     answer, started = chat.answer, [5]
     chat.answer = lambda asked: answer(asked) | {"started": started[0]}  # type: ignore[method-assign]
@@ -296,7 +275,7 @@ def test_an_engine_that_started_again_in_its_container_has_the_same_pid(
     assert before["code"].engine.born == after["code"].engine.born
 
 
-def test_what_is_mapped_is_of_the_moment_of_what_is_free(pair: tuple[Engine, Engine]) -> None:
+def test_what_is_mapped_is_of_the_moment_of_what_is_free(pair):
     """Else what an engine gives back between two questions is counted twice."""
     _, code = pair
     answer = code.answer
@@ -314,7 +293,7 @@ def test_what_is_mapped_is_of_the_moment_of_what_is_free(pair: tuple[Engine, Eng
     assert found.free + found.engine.mapped == 700 * MIB
 
 
-def test_the_socket_of_a_killed_engine_is_nobody(pair: tuple[Engine, Engine]) -> None:
+def test_the_socket_of_a_killed_engine_is_nobody(pair):
     chat, _ = pair
     before = seen.look({})
     chat._socket.shutdown(socket.SHUT_RDWR)
@@ -325,7 +304,7 @@ def test_the_socket_of_a_killed_engine_is_nobody(pair: tuple[Engine, Engine]) ->
     chat._socket.listen()
 
 
-def test_an_engine_of_another_build_is_told_nothing(pair: tuple[Engine, Engine]) -> None:
+def test_an_engine_of_another_build_is_told_nothing(pair):
     """It does not know what it needs."""
     chat, _ = pair
     answer = chat.answer
@@ -340,9 +319,7 @@ def test_an_engine_of_another_build_is_told_nothing(pair: tuple[Engine, Engine])
     assert found.device == ""
 
 
-def test_tokens_that_prompts_found_are_bytes(
-    pair: tuple[Engine, Engine], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_tokens_that_prompts_found_are_bytes(pair, monkeypatch):
     monkeypatch.setattr(seen, "found_tokens", lambda: {"chat": 2000})
     assert seen.look({})["chat"].engine.found == 100 * MIB  # 1000 of them are 50 MiB
     assert seen.look({})["code"].engine.found is None, "another container's, with the same pid"
@@ -350,9 +327,7 @@ def test_tokens_that_prompts_found_are_bytes(
     assert seen.look({})["chat"].engine.found is None
 
 
-def test_what_came_from_a_disk_is_found_once(
-    pair: tuple[Engine, Engine], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_came_from_a_disk_is_found_once(pair, monkeypatch):
     """It is of the tier's hits, which are counted without their source too."""
     content = {"engine": {"pool": "chat", "hits": {"device": 1000, "tier": 700, "disk": 600}}}
     page = SimpleNamespace(pid=os.getpid(), state=State.RUNS, page=SimpleNamespace(content=content))
@@ -360,9 +335,7 @@ def test_what_came_from_a_disk_is_found_once(
     assert seen.found_tokens() == {"chat": 1700}
 
 
-def test_a_suspended_engine_is_seen_with_what_it_will_take_back(
-    pair: tuple[Engine, Engine],
-) -> None:
+def test_a_suspended_engine_is_seen_with_what_it_will_take_back(pair):
     chat, _ = pair
     answer = chat.answer
     said = {"phase": "suspended", "limit": 2 * MIB, "promised": 300 * MIB}
@@ -372,9 +345,7 @@ def test_a_suspended_engine_is_seen_with_what_it_will_take_back(
 
 
 @pytest.mark.parametrize("phase", ["pausing", "storing", "releasing", "resuming"])
-def test_an_engine_on_its_way_into_a_suspension_or_back_is_left_alone(
-    pair: tuple[Engine, Engine], phase: str
-) -> None:
+def test_an_engine_on_its_way_into_a_suspension_or_back_is_left_alone(pair, phase):
     chat, _ = pair
     answer = chat.answer
     chat.answer = lambda asked: answer(asked) | {"phase": phase}  # type: ignore[method-assign]
@@ -383,21 +354,19 @@ def test_an_engine_on_its_way_into_a_suspension_or_back_is_left_alone(
     assert found.why_not == f"it is {phase}"
 
 
-def test_where_nobody_listens_nothing_is_done(capsys: pytest.CaptureFixture[str]) -> None:
+def test_where_nobody_listens_nothing_is_done(capsys):
     assert cli.main(["balance", "--rounds", "1"]) == 0
     assert capsys.readouterr().out == ""
 
 
-def test_an_open_folder_is_refused(base: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_open_folder_is_refused(base, capsys):
     protocol.folder().mkdir()
     protocol.folder().chmod(0o777)
     assert cli.main(["balance", "--rounds", "1"]) == 1
     assert "is open to other users" in capsys.readouterr().err
 
 
-def test_a_killed_balance_leaves_engines_and_the_lock(
-    base: Path, pair: tuple[Engine, Engine]
-) -> None:
+def test_a_killed_balance_leaves_engines_and_the_lock(base, pair):
     """Again and again, at any moment; the next one begins at once."""
     chat, code = pair
     for number in range(4):
@@ -418,7 +387,7 @@ def test_a_killed_balance_leaves_engines_and_the_lock(
     assert cli.main(["balance", "--rounds", "1"]) == 0
 
 
-def test_it_ends_in_order_when_it_is_interrupted(base: Path, pair: tuple[Engine, Engine]) -> None:
+def test_it_ends_in_order_when_it_is_interrupted(base, pair):
     process = start(base)
     assert process.stdout is not None
     assert process.stdout.readline()
@@ -427,7 +396,7 @@ def test_it_ends_in_order_when_it_is_interrupted(base: Path, pair: tuple[Engine,
     assert (process.returncode, err) == (0, "")
 
 
-def test_nothing_of_vllm_is_imported(base: Path) -> None:
+def test_nothing_of_vllm_is_imported(base):
     code = RUN.replace("sys.exit(", "assert not (") + (
         "print([one for one in ('vllm', 'torch', 'kvcached', 'numpy') if one in sys.modules])"
     )
@@ -442,14 +411,14 @@ def test_nothing_of_vllm_is_imported(base: Path) -> None:
     assert done.stdout.strip() == "[]"
 
 
-def test_a_limit_is_refused_if_somebody_set_another_one_since(pair: tuple[Engine, Engine]) -> None:
+def test_a_limit_is_refused_if_somebody_set_another_one_since(pair):
     found = control.find("chat")
     assert found.limit(400 * MIB, revision=1, patience=5).limit == 400 * MIB
     with pytest.raises(control.Refused, match="set by somebody else"):
         found.limit(500 * MIB, revision=1, patience=5)
 
 
-def test_an_answer_is_not_waited_for_for_ever(pair: tuple[Engine, Engine]) -> None:
+def test_an_answer_is_not_waited_for_for_ever(pair):
     chat, _ = pair
     found = control.find("chat")
     chat.mute = True
@@ -467,7 +436,7 @@ def parsed(*words: str) -> Options:
     return command.read(cli.parser([balance]).parse_args(["balance", *words]))
 
 
-def test_flags() -> None:
+def test_flags():
     found = parsed(
         *("--floor", "chat=4GiB", "--ceiling", "chat=20GiB", "--priority", "chat=2"),
         *("--priority", "*=0.5", "--memory", "60GiB", "--every", "2s"),
@@ -482,7 +451,7 @@ def test_flags() -> None:
 
 
 @pytest.mark.skipif(sys.version_info < (3, 11), reason="the standard library reads TOML from 3.11")
-def test_a_file_and_flags_before_it(tmp_path: Path) -> None:
+def test_a_file_and_flags_before_it(tmp_path):
     path = tmp_path / "balance.toml"
     path.write_text(
         'every = "5s"\nmemory = "60GiB"\n'
@@ -519,9 +488,7 @@ def test_a_file_and_flags_before_it(tmp_path: Path) -> None:
     ],
 )
 @pytest.mark.skipif(sys.version_info < (3, 11), reason="the standard library reads TOML from 3.11")
-def test_a_file_that_cannot_be_used_is_refused_with_a_sentence(
-    text: str, why: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_file_that_cannot_be_used_is_refused_with_a_sentence(text, why, tmp_path, capsys):
     path = tmp_path / "balance.toml"
     path.write_text(text)
     assert cli.main(["balance", "--config", str(path), "--rounds", "1"]) == 2
@@ -530,12 +497,12 @@ def test_a_file_that_cannot_be_used_is_refused_with_a_sentence(
     assert len(error.splitlines()) == 1
 
 
-def test_a_file_that_is_not_there(tmp_path: Path) -> None:
+def test_a_file_that_is_not_there(tmp_path):
     with pytest.raises(Wrong, match="cannot be read"):
         options.read(tmp_path / "none.toml")
 
 
-def test_a_floor_above_its_ceiling_is_refused() -> None:
+def test_a_floor_above_its_ceiling_is_refused():
     with pytest.raises(Wrong, match=r"the floor of chat, 8\.0 GiB, is above its ceiling, 4\.0 GiB"):
         parsed("--floor", "chat=8GiB", "--ceiling", "chat=4GiB")
 
@@ -547,9 +514,7 @@ def test_a_floor_above_its_ceiling_is_refused() -> None:
         (("--rounds", "0"), "0 is no number above 0"),
     ],
 )
-def test_flags_that_are_none(
-    words: tuple[str, ...], why: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_flags_that_are_none(words, why, capsys):
     with pytest.raises(SystemExit):
         parsed(*words)
     assert why in capsys.readouterr().err

@@ -130,7 +130,7 @@ def machine() -> Machine:
     return made
 
 
-def test_who_gives_comes_before_who_gets_and_it_is_said_why(machine: Machine) -> None:
+def test_who_gives_comes_before_who_gets_and_it_is_said_why(machine):
     machine.balance().round()
     assert machine.asked == [("code", 400), ("chat", 600)]
     assert machine.lines() == [
@@ -142,7 +142,7 @@ def test_who_gives_comes_before_who_gets_and_it_is_said_why(machine: Machine) ->
     machine.check()
 
 
-def test_a_round_in_which_nothing_is_due_sets_nothing_and_says_nothing(machine: Machine) -> None:
+def test_a_round_in_which_nothing_is_due_sets_nothing_and_says_nothing(machine):
     balance = machine.balance()
     balance.round()
     machine.change("chat", mapped=590, waiting=0)
@@ -154,7 +154,7 @@ def test_a_round_in_which_nothing_is_due_sets_nothing_and_says_nothing(machine: 
     assert machine.said == []
 
 
-def test_a_dry_run_sets_nothing_and_says_the_same_once(machine: Machine) -> None:
+def test_a_dry_run_sets_nothing_and_says_the_same_once(machine):
     balance = machine.balance(dry=True)
     for _ in range(3):
         balance.round()
@@ -166,16 +166,14 @@ def test_a_dry_run_sets_nothing_and_says_the_same_once(machine: Machine) -> None
     ]
 
 
-def test_no_more_is_promised_than_was_given(machine: Machine) -> None:
+def test_no_more_is_promised_than_was_given(machine):
     machine.gives = {"code": 650}
     machine.balance().round()
     assert machine.asked == [("code", 400), ("chat", 350)]
     machine.check()
 
 
-def test_an_engine_that_ends_while_it_gives_leaves_its_memory_to_the_other(
-    machine: Machine,
-) -> None:
+def test_an_engine_that_ends_while_it_gives_leaves_its_memory_to_the_other(machine):
     def end(name: str) -> None:
         machine.engines.pop("code", None)
 
@@ -189,7 +187,7 @@ def test_an_engine_that_ends_while_it_gives_leaves_its_memory_to_the_other(
     ]
 
 
-def test_an_engine_that_does_not_answer_keeps_its_memory_until_it_answers(machine: Machine) -> None:
+def test_an_engine_that_does_not_answer_keeps_its_memory_until_it_answers(machine):
     balance = machine.balance()
     machine.change("code", answers=False)
     balance.round()
@@ -203,7 +201,7 @@ def test_an_engine_that_does_not_answer_keeps_its_memory_until_it_answers(machin
     assert machine.asked == [("code", 400), ("chat", 600)]
 
 
-def test_nobody_is_raised_for_one_that_refuses_to_give(machine: Machine) -> None:
+def test_nobody_is_raised_for_one_that_refuses_to_give(machine):
     machine.refuses = {"code": "it is on fire"}
     machine.balance().round()
     assert machine.asked == []
@@ -211,7 +209,7 @@ def test_nobody_is_raised_for_one_that_refuses_to_give(machine: Machine) -> None
     machine.check()
 
 
-def test_a_limit_that_somebody_set_meanwhile_is_kept(machine: Machine) -> None:
+def test_a_limit_that_somebody_set_meanwhile_is_kept(machine):
     def meanwhile(name: str) -> None:
         if name == "code" and not machine.revisions["code"]:
             machine.take("code", 650 * MIB)
@@ -228,7 +226,7 @@ def test_a_limit_that_somebody_set_meanwhile_is_kept(machine: Machine) -> None:
     assert machine.asked[1:] == [("code", 400), ("chat", 600)]
 
 
-def test_a_higher_limit_that_was_not_answered_counts_until_it_is_known(machine: Machine) -> None:
+def test_a_higher_limit_that_was_not_answered_counts_until_it_is_known(machine):
     """The engine may take it when others have the memory."""
     machine.late = {"chat"}
     balance = machine.balance()
@@ -243,7 +241,7 @@ def test_a_higher_limit_that_was_not_answered_counts_until_it_is_known(machine: 
     machine.check()
 
 
-def test_no_limit_is_raised_by_a_look_of_long_ago(machine: Machine) -> None:
+def test_no_limit_is_raised_by_a_look_of_long_ago(machine):
     """As of a balance that was stopped in between: engines have come, and taken memory."""
 
     def later(name: str) -> None:
@@ -265,7 +263,7 @@ def test_no_limit_is_raised_by_a_look_of_long_ago(machine: Machine) -> None:
     machine.check()
 
 
-def test_a_newcomer_gets_its_share(machine: Machine) -> None:
+def test_a_newcomer_gets_its_share(machine):
     balance = machine.balance()
     balance.round()
     machine.change("chat", mapped=600, needs=0, waiting=0)
@@ -279,7 +277,7 @@ def test_a_newcomer_gets_its_share(machine: Machine) -> None:
     machine.check()
 
 
-def test_an_engine_that_started_again_is_another_one(machine: Machine) -> None:
+def test_an_engine_that_started_again_is_another_one(machine):
     balance = machine.balance()
     balance.round()
     machine.lines()
@@ -288,13 +286,13 @@ def test_an_engine_that_started_again_is_another_one(machine: Machine) -> None:
     assert machine.lines()[:2] == ["code: has ended", "code: is here, with 400 MiB at most"]
 
 
-def test_devices_are_balanced_by_themselves(machine: Machine) -> None:
+def test_devices_are_balanced_by_themselves(machine):
     machine.devices["code"] = "GPU-2"
     machine.balance().round()
     assert ("code", 400) not in machine.asked
 
 
-def test_engines_that_share_a_part_of_their_devices_are_left_alone(machine: Machine) -> None:
+def test_engines_that_share_a_part_of_their_devices_are_left_alone(machine):
     machine.devices["code"] = "GPU-1, GPU-2"
     balance = machine.balance()
     balance.round()
@@ -306,7 +304,7 @@ def test_engines_that_share_a_part_of_their_devices_are_left_alone(machine: Mach
     ], "said once"
 
 
-def test_an_engine_whose_device_is_unknown_is_left_alone(machine: Machine) -> None:
+def test_an_engine_whose_device_is_unknown_is_left_alone(machine):
     machine.devices["code"] = ""
     machine.change("code", mapped=400)
     machine.balance().round()
@@ -314,19 +312,19 @@ def test_an_engine_whose_device_is_unknown_is_left_alone(machine: Machine) -> No
     assert "code: it has not said which device it is on, and is left as it is" in machine.lines()
 
 
-def test_rules_are_of_a_name_or_a_model_or_all(machine: Machine) -> None:
+def test_rules_are_of_a_name_or_a_model_or_all(machine):
     terms = {"model-code": Terms(floor=600 * MIB), "nobody": Terms(), "*": Terms()}
     machine.balance(terms=terms).round()
     assert machine.asked == [("code", 600), ("chat", 400)]
     assert "no engine is called nobody" in machine.lines()
 
 
-def test_memory_that_an_operator_names_is_all_there_is(machine: Machine) -> None:
+def test_memory_that_an_operator_names_is_all_there_is(machine):
     machine.balance(memory=800 * MIB).round()
     assert sum(one.limit for one in machine.engines.values()) <= 800 * MIB
 
 
-def test_memory_that_others_take_is_not_promised(machine: Machine) -> None:
+def test_memory_that_others_take_is_not_promised(machine):
     """A program without kvpatch has 200 MiB of it."""
     look = machine.look
 
@@ -347,7 +345,7 @@ def free(machine: Machine, balance: Balance, size: int) -> None:
     balance._balance("GPU-1")
 
 
-def test_what_is_free_may_seem_to_grow_a_little(machine: Machine) -> None:
+def test_what_is_free_may_seem_to_grow_a_little(machine):
     balance = machine.balance()
     balance.round()
     machine.change("chat", mapped=590, waiting=0)
@@ -360,7 +358,7 @@ def test_what_is_free_may_seem_to_grow_a_little(machine: Machine) -> None:
     assert balance._size("GPU-1") == DEVICE + 22 * MIB
 
 
-def test_limits_never_promise_more_than_is_there_by_the_least_part_of_it(machine: Machine) -> None:
+def test_limits_never_promise_more_than_is_there_by_the_least_part_of_it(machine):
     """A program without kvpatch takes a percent, again and again."""
     balance = machine.balance()
     balance.round()
@@ -374,7 +372,7 @@ def test_limits_never_promise_more_than_is_there_by_the_least_part_of_it(machine
         assert held <= DEVICE - taken * MIB, f"{taken} MiB are another program's"
 
 
-def test_memory_that_others_take_while_an_engine_gives_is_not_promised(machine: Machine) -> None:
+def test_memory_that_others_take_while_an_engine_gives_is_not_promised(machine):
     look, taken = machine.look, [0]
 
     def after_the_first(before: Mapping[str, Found]) -> dict[str, Found]:
@@ -388,7 +386,7 @@ def test_memory_that_others_take_while_an_engine_gives_is_not_promised(machine: 
     assert machine.asked == [("code", 400), ("chat", 400)]
 
 
-def test_engines_without_a_socket_are_named_once(machine: Machine) -> None:
+def test_engines_without_a_socket_are_named_once(machine):
     machine.unheard = {"old": "old does not listen (0.27.0): its memory is left to it"}
     balance = machine.balance()
     balance.round()
@@ -396,7 +394,7 @@ def test_engines_without_a_socket_are_named_once(machine: Machine) -> None:
     assert machine.lines().count("old does not listen (0.27.0): its memory is left to it") == 1
 
 
-def test_it_ends_when_it_is_told_to(machine: Machine) -> None:
+def test_it_ends_when_it_is_told_to(machine):
     stop = threading.Event()
     balance = machine.balance(every=0.01)
     thread = threading.Thread(target=balance.run, args=(stop,))
@@ -407,7 +405,7 @@ def test_it_ends_when_it_is_told_to(machine: Machine) -> None:
     balance.run(rounds=2)
 
 
-def test_what_was_lent_is_given_back_at_the_end(machine: Machine) -> None:
+def test_what_was_lent_is_given_back_at_the_end(machine):
     """As nobody looks any more at who waits."""
     machine.change("code", mapped=0, least=650)
     balance = machine.balance(terms={"code": Terms(lends=True)})
@@ -416,13 +414,12 @@ def test_what_was_lent_is_given_back_at_the_end(machine: Machine) -> None:
     machine.change("chat", mapped=0, needs=0, waiting=0)
     balance.run(rounds=1)
     machine.check()
-    dry = machine.balance(dry=True, terms={"code": Terms(lends=True)})
-    dry.run(rounds=1)
+    machine.balance(dry=True, terms={"code": Terms(lends=True)}).run(rounds=1)
     assert machine.engines["code"].limit >= 650 * MIB
 
 
 @pytest.mark.parametrize("step", range(7))
-def test_killed_at_any_step_every_engine_is_right_and_the_next_one_goes_on(step: int) -> None:
+def test_killed_at_any_step_every_engine_is_right_and_the_next_one_goes_on(step):
     machine = Machine(chat=300, code=700)
     machine.change("chat", mapped=300, needs=480, waiting=3)
     machine.change("code", mapped=700)
@@ -456,16 +453,14 @@ def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 WHO = r"another kvpatch balance of this user runs"
 
 
-def test_a_second_balance_is_refused(home: Path) -> None:
+def test_a_second_balance_is_refused(home):
     with loop.alone(), pytest.raises(loop.Busy, match=WHO), loop.alone():
         raise AssertionError("two of them")
     with loop.alone():
         pass
 
 
-def test_a_folder_of_claims_that_stays_locked_is_said(
-    home: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_folder_of_claims_that_stays_locked_is_said(home, monkeypatch):
     claims.take("pool", "chat").release()
     monkeypatch.setattr(claims, "TO_TAKE", 0.1)
     said = f"a process that is stopped or hangs has kept {claims.folder()} locked for 0.1 s"
@@ -477,7 +472,7 @@ def test_a_folder_of_claims_that_stays_locked_is_said(
 # What it says
 
 
-def test_an_event_for_programs() -> None:
+def test_an_event_for_programs():
     event = Event(5.0, "chat", "limit", "it may", before=1, limit=2)
     assert json.loads(event.json) == {
         "at": 5.0,
@@ -496,5 +491,5 @@ def test_an_event_for_programs() -> None:
     }
 
 
-def test_a_name_does_not_reach_the_terminal_as_it_is() -> None:
+def test_a_name_does_not_reach_the_terminal_as_it_is():
     assert "\x1b" not in Event(5.0, "a\x1b[31m", "ended").line

@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import random
-from pathlib import Path
-
-import pytest
 
 from harness.balancing import host_pool, many
 from harness.balancing.arms import ARMS, ONE_LRU, STATIC
@@ -26,7 +23,7 @@ def requests(engines: int = 2, count: int = 60) -> list[Request]:
     return found
 
 
-def test_loads_in_turns_go_on_where_they_stood_still() -> None:
+def test_loads_in_turns_go_on_where_they_stood_still():
     load = [(float(second), Turn((second,), 512, 1)) for second in range(4)]
     found = host_pool.in_turns([load, load], 2.0, 4.0)
     assert [(one.at, one.engine, one.keys[0]) for one in found] == [
@@ -37,7 +34,7 @@ def test_loads_in_turns_go_on_where_they_stood_still() -> None:
     assert [(one.at, one.engine) for one in at_once] == [(0.0, 0), (0.0, 1), (1.0, 0), (1.0, 1)]
 
 
-def test_with_memory_for_all_every_arm_finds_the_same() -> None:
+def test_with_memory_for_all_every_arm_finds_the_same():
     asked = requests()
     blocks = 1000
     halves = host_pool.parts(asked, blocks, 2)
@@ -47,7 +44,7 @@ def test_with_memory_for_all_every_arm_finds_the_same() -> None:
     assert found.lost == found.given == 0
 
 
-def test_a_short_pool_is_shared_and_never_exceeded(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_short_pool_is_shared_and_never_exceeded(monkeypatch):
     blocks, most = 32, 0
     turn = host_pool.Keeper.turn
     tiers: set[host_pool.Extents] = set()
@@ -67,12 +64,12 @@ def test_a_short_pool_is_shared_and_never_exceeded(monkeypatch: pytest.MonkeyPat
     assert found.given > 0
 
 
-def test_the_same_requests_find_the_same(tmp_path: Path) -> None:
+def test_the_same_requests_find_the_same(tmp_path):
     first, again = (host_pool.pooled(requests(), 32 * BLOCK, BLOCK, 2) for _ in range(2))
     assert first == again
 
 
-def test_many_models_on_one_lru_serve_no_less_than_on_static_parts() -> None:
+def test_many_models_on_one_lru_serve_no_less_than_on_static_parts():
     sessions = [
         [Turn(tuple(range(8 * turn)), 4096 * turn, 20, 5.0) for turn in range(1, 6)]
         for _ in range(20)

@@ -110,17 +110,17 @@ def start(core: Any, found: Any) -> Any:
         (0, BLOCK, 0),
     ],
 )
-def test_only_blocks_of_whole_pages_are_usable(number: int, size: int, usable: int) -> None:
+def test_only_blocks_of_whole_pages_are_usable(number, size, usable):
     assert Blocks(number, size, POOLS).usable == usable
 
 
 @pytest.mark.parametrize(("usable", "number"), [(0, 0), (1, 64), (64, 64), (65, 128), (129, 192)])
-def test_so_many_are_needed_for_use(usable: int, number: int) -> None:
+def test_so_many_are_needed_for_use(usable, number):
     assert Blocks(1, BLOCK, POOLS).for_use(usable) == number
     assert Blocks(number, BLOCK, POOLS).usable >= usable
 
 
-def test_a_kv_cache_that_holds_one_request_starts() -> None:
+def test_a_kv_cache_that_holds_one_request_starts():
     core, found = engine(4064), cache(140)
     assert start(core, found) is found  # 127 blocks, and block 0
     assert core.vllm_config.model_config.max_model_len == 4064
@@ -131,7 +131,7 @@ def test_a_kv_cache_that_holds_one_request_starts() -> None:
     "the KV cache is smaller than a page of kvcached",
     "the engine is refused with what to set (KVP425); it never started",
 )
-def test_a_kv_cache_smaller_than_a_page_is_refused() -> None:
+def test_a_kv_cache_smaller_than_a_page_is_refused():
     with pytest.raises(Refusal) as refused:
         start(engine(1024, override=40), cache(40))
     assert str(refused.value) == (
@@ -146,7 +146,7 @@ def test_a_kv_cache_smaller_than_a_page_is_refused() -> None:
     "a request of max_model_len needs blocks of a page that the KV cache does not fill",
     "the engine is refused with what to set (KVP425); the request waited for ever",
 )
-def test_a_request_that_needs_the_last_part_of_the_pool_is_refused() -> None:
+def test_a_request_that_needs_the_last_part_of_the_pool_is_refused():
     core = engine(4096)
     with pytest.raises(Refusal) as refused:
         start(core, cache(140))
@@ -160,7 +160,7 @@ def test_a_request_that_needs_the_last_part_of_the_pool_is_refused() -> None:
     assert core.vllm_config.model_config.max_model_len == 4096
 
 
-def test_groups_add_up() -> None:
+def test_groups_add_up():
     start(engine(1024), cache(70, 32 * 31))  # 32 and 31 blocks, and block 0
     with pytest.raises(Refusal, match=r"needs 65 with block 0.*--max-model-len 992 or less"):
         start(engine(1024), cache(70, 32 * 32))
@@ -170,7 +170,7 @@ def test_groups_add_up() -> None:
     "--max-model-len auto chooses a length that needs such blocks",
     "the length is lowered to what whole pages hold",
 )
-def test_a_length_that_vllm_chose_itself_is_lowered() -> None:
+def test_a_length_that_vllm_chose_itself_is_lowered():
     core = engine(4448, auto=True)
     found = cache(140)
     assert start(core, found) is found
@@ -178,12 +178,12 @@ def test_a_length_that_vllm_chose_itself_is_lowered() -> None:
     assert core.told == [("update_max_model_len", (4064,))]
 
 
-def test_a_length_that_vllm_chose_itself_is_not_lowered_to_nothing() -> None:
+def test_a_length_that_vllm_chose_itself_is_not_lowered_to_nothing():
     with pytest.raises(Refusal, match=r"hold none.*\[KVP425\]"):
         start(engine(1248, auto=True), cache(40))
 
 
-def test_a_model_without_a_kv_cache_starts() -> None:
+def test_a_model_without_a_kv_cache_starts():
     found = SimpleNamespace(num_blocks=1, kv_cache_groups=[])
     assert start(engine(1024), found) is found
 
@@ -227,9 +227,7 @@ def older(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("older")
-def test_before_0_20_no_length_is_lowered_that_the_frontend_does_not_hear_of(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_before_0_20_no_length_is_lowered_that_the_frontend_does_not_hear_of(monkeypatch):
     def begin() -> Any:
         core = engine(4448, auto=True)
         legacy.around_kv_caches(lambda: cache(140), core, (), {})
@@ -243,7 +241,7 @@ def test_before_0_20_no_length_is_lowered_that_the_frontend_does_not_hear_of(
 
 @pytest.mark.usefixtures("older")
 @pytest.mark.parametrize("before_18", [True, False])
-def test_before_0_29_too(before_18: bool) -> None:
+def test_before_0_29_too(before_18):
     def begin(tokens: int) -> Any:
         found = (140, 0, cache(140)) if before_18 else cache(140)
         assert legacy.around_kv_caches(lambda: found, engine(tokens), (), {}) is found
@@ -254,9 +252,7 @@ def test_before_0_29_too(before_18: bool) -> None:
 
 
 @pytest.mark.usefixtures("older")
-def test_what_kvcached_cannot_have_before_0_29_it_says_itself(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_what_kvcached_cannot_have_before_0_29_it_says_itself(monkeypatch):
     none = SimpleNamespace(num_blocks=1, kv_cache_groups=[])
     assert kvcached_api.older_blocks_of(none) is None
     monkeypatch.setattr(Spec, "page_size_bytes", 4 * PAGE)
@@ -283,7 +279,7 @@ def allocate(monkeypatch: pytest.MonkeyPatch, blocks: int, device: int) -> str:
     "the worker is refused with both sizes (KVP426), on the host device before the model loads "
     "(KVP505)",
 )
-def test_a_kv_cache_larger_than_the_device_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_kv_cache_larger_than_the_device_is_refused(monkeypatch):
     assert allocate(monkeypatch, 128, 2 * POOLS * PAGE) == "caches"
     with pytest.raises(Refusal) as refused:
         allocate(monkeypatch, 129, 3 * POOLS * PAGE - 1)  # a page less in every layer

@@ -195,8 +195,7 @@ def test_without_groups_windows_take_the_room_of_full_attention(asked):
     ],
 )
 def test_without_prefix_cache_loads_are_counted_by_the_audit(asked, checked, right):
-    cell = replace(CELL, feature="no prefix cache")
-    _, ours, trial = asked(cell)
+    _, ours, trial = asked(replace(CELL, feature="no prefix cache"))
     assert ("KVPATCH_DEBUG", "1") in ours.environment
     answer = {"tokens": [1], "logprobs": [-1.0]}
     result = {

@@ -11,6 +11,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from fakes import raising
 
 from kvpatch import claims, private
 from kvpatch.refusal import Refusal
@@ -105,10 +106,7 @@ def test_a_claim_that_does_not_tell_whose_it_is(said):
 
 
 def test_a_full_shm_has_no_room_for_a_claim(shm, monkeypatch):
-    def full(*given):
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
-    monkeypatch.setattr(claims, "take", full)
+    monkeypatch.setattr(claims, "take", raising(OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))))
     with pytest.raises(Refusal) as refused:
         claims.hold(SimpleNamespace(), "pool", "chat")
     assert refused.value.code == "KVP417"

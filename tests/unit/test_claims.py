@@ -14,6 +14,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from fakes import raising
 
 from kvpatch import claims, private, state
 from kvpatch.patches.elastic_memory import ipc_name, pool
@@ -468,12 +469,9 @@ def test_a_configuration_that_knows_no_connector_is_left_to_vllm(shm):
 
 
 def test_an_engine_id_is_free_after_a_failed_start(shm):
-    def fail(config):
-        raise MemoryError
-
     core = EngineCore()
     with pytest.raises(MemoryError):
-        tier(core=core, start=fail)
+        tier(core=core, start=raising(MemoryError))
     assert tier() == "started"
 
 

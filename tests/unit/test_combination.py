@@ -12,6 +12,7 @@ from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
+from fakes import raising
 
 from kvpatch.upstream import combination
 from kvpatch.version import VERSION
@@ -67,7 +68,7 @@ def device(monkeypatch: pytest.MonkeyPatch) -> Any:
     return platforms
 
 
-def test_it_survives_its_file() -> None:
+def test_it_survives_its_file():
     found = combination.of(config(), facts())
     assert json.loads(json.dumps(found)) == found
     assert found["versions"] | {"python": ""} == {
@@ -81,13 +82,13 @@ def test_it_survives_its_file() -> None:
     assert set(found["code"]) == {"kvpatch", "kvcached", "vllm"}
 
 
-def test_models_of_one_shape_are_one_whatever_their_names() -> None:
+def test_models_of_one_shape_are_one_whatever_their_names():
     first = combination.model(config())
     assert combination.model(config({"_name_or_path": "b", "transformers_version": "5"})) == first
     assert combination.model(config({"num_hidden_layers": 5})) != first
 
 
-def test_how_a_connector_copies_matters_and_how_much_does_not() -> None:
+def test_how_a_connector_copies_matters_and_how_much_does_not():
     def flags(**extra: Any) -> Any:
         return combination.flags(config(extra=extra), facts())
 
@@ -104,7 +105,7 @@ def test_how_a_connector_copies_matters_and_how_much_does_not() -> None:
     assert tiers[0] == tiers[1] != tiers[2]
 
 
-def test_settings_that_choose_the_code_matter() -> None:
+def test_settings_that_choose_the_code_matter():
     first = combination.flags(config(), facts())
     cache = SimpleNamespace(block_size=16, cache_dtype="fp8")
     assert combination.flags(config(cache_config=cache), facts()) != first
@@ -135,7 +136,7 @@ class CacheConfig:
     num_gpu_blocks: int = 0
 
 
-def test_a_field_of_a_release_that_nobody_has_seen_matters() -> None:
+def test_a_field_of_a_release_that_nobody_has_seen_matters():
     @dataclass
     class Next(CacheConfig):
         calculate_kv_scales: bool = False
@@ -148,7 +149,7 @@ def test_a_field_of_a_release_that_nobody_has_seen_matters() -> None:
     "other",
     [CacheConfig(17), CacheConfig(skip_layers=["sliding_window"]), CacheConfig(mode=Mode.NONE)],
 )
-def test_every_field_matters_but_those_that_cannot(other: CacheConfig) -> None:
+def test_every_field_matters_but_those_that_cannot(other):
     assert of(cache_config=other) != of(cache_config=CacheConfig())
     sized = CacheConfig(num_gpu_blocks=9)
     sized.attached = object()  # type: ignore[attr-defined]
@@ -166,14 +167,14 @@ def drafted(**described: Any) -> Any:
     "a draft model of another shape than the one that was verified",
     "the verdict does not hold, and the log says in what it is another",
 )
-def test_the_shape_of_a_draft_model_matters() -> None:
+def test_the_shape_of_a_draft_model_matters():
     first = of(speculative_config=drafted(num_hidden_layers=1))
     assert first == of(speculative_config=drafted(num_hidden_layers=1, _name_or_path="another"))
     assert first != of(speculative_config=drafted(num_hidden_layers=9))
     assert first != of(speculative_config=drafted(num_hidden_layers=1, sliding_window=128))
 
 
-def test_what_is_no_value_of_json_is_held_without_its_address() -> None:
+def test_what_is_no_value_of_json_is_held_without_its_address():
     class Quant:
         def __init__(self, bits: int) -> None:
             self.bits, self.own, self.stages = bits, self, [SimpleNamespace(bits=bits)]
@@ -208,7 +209,7 @@ def test_what_is_no_value_of_json_is_held_without_its_address() -> None:
         ("HOME", False),
     ],
 )
-def test_a_variable_matters_unless_it_is_known_not_to(name: str, matters: bool) -> None:
+def test_a_variable_matters_unless_it_is_known_not_to(name, matters):
     assert (of(environment={name: "1"}) != of()) is matters
     assert (of(environment={name: "1"}) != of(environment={name: "2"})) is matters
 
@@ -238,7 +239,7 @@ def mine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     ],
     ids=str,
 )
-def test_the_code_that_settings_name_matters(mine: Path, changes: Any) -> None:
+def test_the_code_that_settings_name_matters(mine, changes):
     before = of(**changes)
     assert of(**changes) == before
     (mine / "mine/policy.py").write_text("changed")
@@ -249,14 +250,14 @@ def test_the_code_that_settings_name_matters(mine: Path, changes: Any) -> None:
     }
 
 
-def test_a_module_that_is_no_package_is_code_too(mine: Path) -> None:
+def test_a_module_that_is_no_package_is_code_too(mine):
     extra = {"spec_module_path": "alone"}
     before = of(extra=extra)
     (mine / "alone.py").write_text("changed")
     assert of(extra=extra) != before
 
 
-def test_plugins_matter_and_their_code(mine: Path) -> None:
+def test_plugins_matter_and_their_code(mine):
     before = of()
     (mine / "mine-1.dist-info").mkdir()
     (mine / "mine-1.dist-info/METADATA").write_text("Name: mine\nVersion: 1\n")
@@ -267,9 +268,7 @@ def test_plugins_matter_and_their_code(mine: Path) -> None:
     assert with_it["code"]["mine"]
 
 
-def test_the_compiled_code_of_kvcached_matters(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_compiled_code_of_kvcached_matters(tmp_path, monkeypatch):
     (tmp_path / "kvcached").mkdir()
     (tmp_path / "kvcached/__init__.py").touch()
     extension = tmp_path / "kvcached/_C.cpython-311-x86_64-linux-gnu.so"
@@ -281,18 +280,14 @@ def test_the_compiled_code_of_kvcached_matters(
     assert of() != before
 
 
-def test_the_host_device_is_a_device_and_one_without_a_name_is_none(device: Any) -> None:
+def test_the_host_device_is_a_device_and_one_without_a_name_is_none(device):
     here = facts(KVPATCH_HOST_DEVICE="1GiB")
     assert combination.device(here) == "cuda NVIDIA H100"  # which does not use it
     assert combination.device(here._replace(device="cpu")) == "the host device"
-
-    def fails() -> str:
-        raise RuntimeError("no driver")
-
-    device.current_platform.get_device_name = fails
+    device.current_platform.get_device_name = raising(RuntimeError("no driver"))
     assert combination.device(facts()) == ""
 
 
-def test_the_workers_of_all_engines_are_counted() -> None:
+def test_the_workers_of_all_engines_are_counted():
     assert combination.workers(config()) == 6
     assert combination.copiers(config()) == 1

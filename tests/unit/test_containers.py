@@ -59,8 +59,7 @@ def test_the_image_is_of_a_validated_release_and_of_kvcached():
     release = re.search("^ARG VLLM=(.*)$", dockerfile, re.M)[1]
     assert release in validated()
     assert re.search("^ARG KVCACHED=(.*)$", dockerfile, re.M)[1] == in_words(KVCACHED)
-    tags = re.findall(r"vllm-kvpatch:([\w.]+)", "".join(map(text, names())))
-    assert set(tags) == {release}
+    assert set(re.findall(r"vllm-kvpatch:([\w.]+)", "".join(map(text, names())))) == {release}
 
 
 def names():
@@ -156,8 +155,7 @@ def test_prometheus_scrapes_both_and_grafana_asks_it():
 
 
 def test_a_model_claim_with_a_tier_takes_sleep_mode_back():
-    claim = yaml.safe_load(text("modelclaim.yaml"))
-    arguments = claim["spec"]["engineConfig"]["args"]
+    arguments = yaml.safe_load(text("modelclaim.yaml"))["spec"]["engineConfig"]["args"]
     assert {TIER, "--no-enable-sleep-mode"} <= arguments.keys()  # KVP341 else
     assert all(isinstance(value, str) for value in arguments.values())  # as AIBrix's schema has it
 

@@ -19,6 +19,7 @@ from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
+from fakes import raising
 from suspend_world import PAGE, World, worlds
 
 from kvpatch import balance, claims, cli, control, private, state
@@ -107,7 +108,7 @@ def engine(worlds: Any) -> Iterator[Running]:
         running.end()
 
 
-def test_an_idle_engine_is_suspended_and_resumed(engine: Running) -> None:
+def test_an_idle_engine_is_suspended_and_resumed(engine):
     (found,) = control.engines()
     assert (found.name, found.models, found.phase) == ("chat-pool", ["chat", "alias"], "runs")
     assert found.said["pid"] == os.getpid()
@@ -125,14 +126,14 @@ def test_an_idle_engine_is_suspended_and_resumed(engine: Running) -> None:
     assert engine.threads == {engine._thread.ident}, "another thread touched the scheduler"
 
 
-def test_a_plan_changes_nothing(engine: Running) -> None:
+def test_a_plan_changes_nothing(engine):
     plan = control.find("chat-pool").plan()
     assert (plan.phase, plan.resident, plan.lost) == ("runs", 12, 0)
     assert plan.sentence == "12 of 12 blocks would be kept"
     assert engine.world.suspension.phase.value == "runs"
 
 
-def test_a_plan_says_what_would_be_lost(engine: Running) -> None:
+def test_a_plan_says_what_would_be_lost(engine):
     engine.world.tier.room = 10
     plan = control.find("chat-pool").plan()
     assert plan.sentence == (
@@ -146,7 +147,7 @@ def test_a_plan_says_what_would_be_lost(engine: Running) -> None:
     )
 
 
-def test_the_plan_of_a_suspended_engine_is_what_it_has_kept(engine: Running) -> None:
+def test_the_plan_of_a_suspended_engine_is_what_it_has_kept(engine):
     engine.world.tier.room = 10
     found = control.find("chat-pool")
     done = found.suspend()
@@ -156,7 +157,7 @@ def test_the_plan_of_a_suspended_engine_is_what_it_has_kept(engine: Running) -> 
     assert plan.sentence == done.sentence
 
 
-def test_a_limit_is_set_and_refused(engine: Running) -> None:
+def test_a_limit_is_set_and_refused(engine):
     found = control.find(str(os.getpid()))
     assert found.limit(4 * PAGE).limit == 4 * PAGE
     totals = state.attach(engine.world.suspension.engine, Totals())
@@ -178,16 +179,14 @@ def test_a_limit_is_set_and_refused(engine: Running) -> None:
         ({"verb": "suspend", "timeout": 10**400}, "no number of seconds"),
     ],
 )
-def test_what_is_no_question_is_refused(engine: Running, asked: dict[str, Any], why: str) -> None:
+def test_what_is_no_question_is_refused(engine, asked, why):
     (said,) = client.ask(engine.server.path, asked, 30)
     assert why in said["error"]
     assert said["done"]
     assert engine.world.suspension.phase.value == "runs"
 
 
-def test_an_error_of_the_engines_thread_is_an_answer(
-    engine: Running, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_error_of_the_engines_thread_is_an_answer(engine, monkeypatch):
     def fail(self: Suspension) -> None:
         raise ValueError("of a test")
 
@@ -196,7 +195,7 @@ def test_an_error_of_the_engines_thread_is_an_answer(
         control.find("chat").plan()
 
 
-def test_who_asked_may_go_away(engine: Running) -> None:
+def test_who_asked_may_go_away(engine):
     with socket.socket(socket.AF_UNIX) as caller:
         caller.connect(str(engine.server.path))
         protocol.send(caller, {"verb": "suspend"})
@@ -215,7 +214,7 @@ def answers(
 
 
 @pytest.mark.parametrize("steps", [0, 1, 3, 5, 50])
-def test_a_suspension_that_somebody_else_undid_is_no_success(worlds: Any, steps: int) -> None:
+def test_a_suspension_that_somebody_else_undid_is_no_success(worlds, steps):
     """In any phase, also if the thread that answers looks only afterwards."""
     world = worlds()
     world.pool.cache(4, b"old4")
@@ -230,7 +229,7 @@ def test_a_suspension_that_somebody_else_undid_is_no_success(worlds: Any, steps:
     assert "resumed" in answers(world.suspension, {"verb": "suspend"})["error"]
 
 
-def test_a_resumption_that_somebody_else_undid_is_no_success(worlds: Any) -> None:
+def test_a_resumption_that_somebody_else_undid_is_no_success(worlds):
     world = worlds()
     world.suspension.suspend(False, False, None)
     world.until_idle()
@@ -239,22 +238,17 @@ def test_a_resumption_that_somebody_else_undid_is_no_success(worlds: Any) -> Non
     assert "error" not in answers(world.suspension, {"verb": "suspend"})
 
 
-def test_a_limit_that_could_not_be_given_back_is_said(
-    worlds: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def fail(*arguments: Any) -> None:
-        raise PermissionError("of a test")
-
+def test_a_limit_that_could_not_be_given_back_is_said(worlds, monkeypatch):
     world = worlds()
     world.suspension.suspend(False, False, None)
     world.until_idle()
-    monkeypatch.setattr(kvcached_api, "write_limit", fail)
+    monkeypatch.setattr(kvcached_api, "write_limit", raising(PermissionError("of a test")))
     world.suspension.resume()
     world.until_idle()
     assert "could not be set again" in answers(world.suspension, {"verb": "resume"})["error"]
 
 
-def test_who_wants_everything_kept_is_told_what_an_earlier_suspension_lost(worlds: Any) -> None:
+def test_who_wants_everything_kept_is_told_what_an_earlier_suspension_lost(worlds):
     world = worlds(room=1)
     for block in range(4, 8):
         world.pool.cache(block, f"old{block}".encode())
@@ -265,7 +259,7 @@ def test_who_wants_everything_kept_is_told_what_an_earlier_suspension_lost(world
     assert "error" not in answers(world.suspension, {"verb": "suspend"})
 
 
-def test_a_timeout_holds_for_who_joined_a_suspension_without_one(worlds: Any) -> None:
+def test_a_timeout_holds_for_who_joined_a_suspension_without_one(worlds):
     world = worlds()
     world.pool.cache(4, b"old4")
     world.tier.stuck = True
@@ -277,7 +271,7 @@ def test_a_timeout_holds_for_who_joined_a_suspension_without_one(worlds: Any) ->
     assert said["phase"] == "storing", "somebody else's goes on"
 
 
-def test_a_suspension_that_comes_too_late_does_not_begin(engine: Running) -> None:
+def test_a_suspension_that_comes_too_late_does_not_begin(engine):
     """The engine's thread is in a long step."""
     held, goes = threading.Event(), threading.Event()
     step = engine.world.step
@@ -298,7 +292,7 @@ def test_a_suspension_that_comes_too_late_does_not_begin(engine: Running) -> Non
     assert engine.world.suspension.given_up == ""
 
 
-def test_where_requests_use_more_than_the_limit_it_is_said() -> None:
+def test_where_requests_use_more_than_the_limit_it_is_said():
     answer = control.Answer("runs", mapped=2 * PAGE, limit=PAGE)
     assert "given back as they end" in answer.sentence
     assert control.Answer("pausing", limit=PAGE).sentence.startswith("it is pausing, with")
@@ -307,7 +301,7 @@ def test_where_requests_use_more_than_the_limit_it_is_said() -> None:
 @pytest.mark.parametrize(
     "sent", [b"", b"{", b"[]\n", b"\n", b"x" * (protocol.LONGEST + 1), b"\xff\n"]
 )
-def test_what_is_no_line_ends_the_connection_alone(engine: Running, sent: bytes) -> None:
+def test_what_is_no_line_ends_the_connection_alone(engine, sent):
     with socket.socket(socket.AF_UNIX) as caller:
         caller.settimeout(30)
         caller.connect(str(engine.server.path))
@@ -319,15 +313,12 @@ def test_what_is_no_line_ends_the_connection_alone(engine: Running, sent: bytes)
     assert control.find("chat").plan().resident == 12
 
 
-def test_only_its_user_can_reach_it(engine: Running) -> None:
-    folder = engine.server.path.parent
-    assert stat.S_IMODE(folder.stat().st_mode) == 0o700
+def test_only_its_user_can_reach_it(engine):
+    assert stat.S_IMODE(engine.server.path.parent.stat().st_mode) == 0o700
     assert stat.S_IMODE(engine.server.path.stat().st_mode) == 0o600
 
 
-def test_another_users_process_is_not_heard(
-    engine: Running, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_another_users_process_is_not_heard(engine, monkeypatch):
     """Also if it is there because somebody opened the folder."""
     uid = os.geteuid()
     monkeypatch.setattr(protocol, "check_peer", lambda connection: None)  # of the caller
@@ -341,7 +332,7 @@ def test_another_users_process_is_not_heard(
             protocol.check_peer(ours)
 
 
-def test_a_folder_of_another_user_is_not_used(base: Path) -> None:
+def test_a_folder_of_another_user_is_not_used(base):
     folder = protocol.folder()
     folder.mkdir()
     folder.chmod(0o777)
@@ -351,7 +342,7 @@ def test_a_folder_of_another_user_is_not_used(base: Path) -> None:
         Server(Anything(), Anything(), "chat")  # type: ignore[arg-type]
 
 
-def test_the_socket_of_a_killed_engine_is_skipped_and_replaced(worlds: Any) -> None:
+def test_the_socket_of_a_killed_engine_is_skipped_and_replaced(worlds):
     path = protocol.path_of("chat-pool")
     private.make_folder(path.parent)
     dead = socket.socket(socket.AF_UNIX)
@@ -366,7 +357,7 @@ def test_the_socket_of_a_killed_engine_is_skipped_and_replaced(worlds: Any) -> N
     assert not path.exists()
 
 
-def test_an_engine_removes_the_sockets_of_killed_ones_and_no_others(worlds: Any) -> None:
+def test_an_engine_removes_the_sockets_of_killed_ones_and_no_others(worlds):
     """Names are generated, so that nobody starts an engine of a killed one's name again."""
     living = Running(worlds(), "living")
     dead = socket.socket(socket.AF_UNIX)
@@ -406,10 +397,9 @@ def seen_as(state: reader.State, line: str = "", pid: int = 7) -> reader.Seen:
 
 
 def test_an_engine_that_was_killed_is_gone_and_not_one_that_cannot_be_suspended(
-    worlds: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    killed = seen_as(reader.State.KILLED, "pid 7 exited without cleanup (killed?)")
-    pages = [killed]
+    worlds, monkeypatch
+):
+    pages = [seen_as(reader.State.KILLED, "pid 7 exited without cleanup (killed?)")]
     monkeypatch.setattr(reader, "all_of", lambda everyone: pages)
     for name in ("chat", "7"):
         with pytest.raises(control.Refused, match=f"^{name} is gone, with .* caches: pid 7 exited"):
@@ -422,9 +412,7 @@ def test_an_engine_that_was_killed_is_gone_and_not_one_that_cannot_be_suspended(
         control.find("chat")
 
 
-def test_an_engine_that_does_not_answer_is_not_one_that_is_gone(
-    stopped: socket.socket, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_an_engine_that_does_not_answer_is_not_one_that_is_gone(stopped, capsys):
     with pytest.raises(control.Refused, match=f"process {os.getpid()} listens and does not answer"):
         control.find("stopped")
     for _ in range(3):  # then nobody else can wait for it
@@ -437,9 +425,7 @@ def test_an_engine_that_does_not_answer_is_not_one_that_is_gone(
     assert said.out == ""
 
 
-def test_beside_an_engine_that_does_not_answer_others_do(
-    stopped: socket.socket, engine: Running, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_beside_an_engine_that_does_not_answer_others_do(stopped, engine, monkeypatch):
     monkeypatch.setattr(client, "ANSWERS", 5.0)
     with pytest.raises(control.Refused, match=r"there are chat-pool; process .* not answer"):
         control.find("nobody")
@@ -459,27 +445,22 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> list[Path]:
     return paths
 
 
-def test_an_engine_is_asked_by_its_name_without_the_others(
-    stopped: socket.socket,
-    engine: Running,
-    asked: list[Path],
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_an_engine_is_asked_by_its_name_without_the_others(stopped, engine, asked, monkeypatch):
     monkeypatch.setattr(client, "ANSWERS", 30.0)
     assert control.find("chat-pool").name == "chat-pool"
     assert asked == [engine.server.path]
 
 
 def test_an_engine_that_does_not_answer_is_not_taken_for_another_of_its_model(
-    stopped: socket.socket, engine: Running, asked: list[Path]
-) -> None:
+    stopped, engine, asked
+):
     engine.world.vllm_config.model_config.served_model_name = ["stopped"]
     with pytest.raises(control.Refused, match="listens and does not answer within"):
         control.find("stopped")
     assert asked == [protocol.path_of("stopped")]
 
 
-def test_all_engines_are_asked_at_the_same_time(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_all_engines_are_asked_at_the_same_time(monkeypatch):
     private.make_folder(protocol.folder())
     for number in range(8):
         protocol.path_of(f"engine{number}").touch()
@@ -495,9 +476,7 @@ def test_all_engines_are_asked_at_the_same_time(monkeypatch: pytest.MonkeyPatch)
     assert (len(found), silent) == (8, [])
 
 
-def test_a_socket_that_was_removed_is_there_again(
-    worlds: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_socket_that_was_removed_is_there_again(worlds, monkeypatch):
     """As by systemd-logind with RemoveIPC=yes: the folder is gone too."""
     monkeypatch.setattr(server, "LOOKS", 0.01)
     running = Running(worlds())
@@ -511,9 +490,7 @@ def test_a_socket_that_was_removed_is_there_again(
     assert not running.server.path.exists()
 
 
-def test_a_question_that_was_given_up_while_the_engine_was_stopped_is_not_taken(
-    engine: Running,
-) -> None:
+def test_a_question_that_was_given_up_while_the_engine_was_stopped_is_not_taken(engine):
     """Who asked was killed, or has told its user that there was no answer."""
     asked = {"verb": "limit", "size": 3 * PAGE}
     for waits in (False, True):
@@ -526,9 +503,7 @@ def test_a_question_that_was_given_up_while_the_engine_was_stopped_is_not_taken(
         assert (engine.world.manager.limit == 3 * PAGE) is waits
 
 
-def test_a_folder_that_somebody_keeps_locked_is_given_up(
-    worlds: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_folder_that_somebody_keeps_locked_is_given_up(worlds, monkeypatch):
     """Such as an engine that was stopped while it started: others start, and do not listen."""
     monkeypatch.setattr(server, "LOCKED", 0.1)
     world = worlds()
@@ -539,15 +514,13 @@ def test_a_folder_that_somebody_keeps_locked_is_given_up(
     Server(world, world.suspension, "chat").close()
 
 
-def test_a_folder_is_named_after_the_user_outside_of_a_container(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_folder_is_named_after_the_user_outside_of_a_container(monkeypatch):
     """Two containers that share /dev/shm may both have a root of their own."""
     monkeypatch.setattr(claims, "outer_uid", lambda: 165536)
     assert protocol.folder().name == "kvpatch-control-165536"
 
 
-def test_an_engine_in_a_long_step_says_that_it_is_there(engine: Running) -> None:
+def test_an_engine_in_a_long_step_says_that_it_is_there(engine):
     begun, heard = threading.Event(), threading.Event()
     step = engine.world.step
 
@@ -568,7 +541,7 @@ def test_an_engine_in_a_long_step_says_that_it_is_there(engine: Running) -> None
     assert said[-1]["resident"] == 14
 
 
-def test_two_engines_of_one_model_are_told_apart(worlds: Any) -> None:
+def test_two_engines_of_one_model_are_told_apart(worlds):
     both = [Running(worlds(), name) for name in ("first", "second")]
     with pytest.raises(control.Refused, match="use one of the names first, second"):
         control.find("chat")
@@ -578,17 +551,16 @@ def test_two_engines_of_one_model_are_told_apart(worlds: Any) -> None:
         running.end()
 
 
-def test_an_engine_that_ends_meanwhile_is_said(engine: Running) -> None:
+def test_an_engine_that_ends_meanwhile_is_said(engine):
     found = control.find("chat")
     engine.end()
     with pytest.raises(control.Refused, match="chat-pool did not answer"):
         found.suspend()
 
 
-def test_the_commands(engine: Running, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_commands(engine, capsys):
     assert cli.main(["list"]) == 0
-    said = capsys.readouterr().out
-    head, line = said.splitlines()[:2]
+    head, line = capsys.readouterr().out.splitlines()[:2]
     assert head.split() == [*listing.HEAD]
     assert line.split()[1:4] == ["chat-pool", "chat,", "alias"]
     assert "runs" in line
@@ -622,38 +594,27 @@ def test_the_commands(engine: Running, capsys: pytest.CaptureFixture[str]) -> No
         (["limit", "chat", "4MiB"], "it keeps to the limit that it was told"),
     ],
 )
-def test_an_interrupted_command_says_what_goes_on(
-    engine: Running,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-    words: list[str],
-    said: str,
-) -> None:
-    def interrupted(*args: object, **named: object) -> None:
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(client.Engine, "_ask", interrupted)
+def test_an_interrupted_command_says_what_goes_on(engine, monkeypatch, capsys, words, said):
+    monkeypatch.setattr(client.Engine, "_ask", raising(KeyboardInterrupt))
     assert cli.main(words) == 130
     line = capsys.readouterr().err
     assert line.startswith("chat-pool goes on: ")
     assert said in line
 
 
-def test_without_engines_the_list_is_empty(capsys: pytest.CaptureFixture[str]) -> None:
+def test_without_engines_the_list_is_empty(capsys):
     assert cli.main(["list"]) == 1
     assert capsys.readouterr().out == "no engine of this user listens\n"
 
 
-def test_a_question_reaches_an_engine_through_vllms_queue() -> None:
+def test_a_question_reaches_an_engine_through_vllms_queue():
     engine = SimpleNamespace(input_queue=queue.Queue())
     question = Question({"verb": "resume"})
     handing.hand_over(engine, question)
     assert engine.input_queue.get_nowait() == (b"wake", question)
 
 
-def test_a_data_parallel_server_is_asked_by_the_names_of_its_engines(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_data_parallel_server_is_asked_by_the_names_of_its_engines(monkeypatch):
     names = ["chat", "code-dp0", "code-dp1", "last-dp3", "chat-dp0x", "qwen2-5-dp0"]
     known = [client.Engine(Path(name), {"name": name, "models": ["model"]}) for name in names]
     monkeypatch.setattr(client, "every", lambda: (known, []))
@@ -667,9 +628,7 @@ def test_a_data_parallel_server_is_asked_by_the_names_of_its_engines(
 
 
 @pytest.mark.parametrize("name", ["qwen2.5", "org/model v1", "x" * 70, "Zürich_1"])
-def test_an_engine_is_found_by_the_name_that_it_was_given(
-    monkeypatch: pytest.MonkeyPatch, name: str
-) -> None:
+def test_an_engine_is_found_by_the_name_that_it_was_given(monkeypatch, name):
     monkeypatch.setenv("KVCACHED_IPC_NAME", name)
     kept = pytest.importorskip("kvcached.utils")._obtain_default_ipc_name()
     known = [client.Engine(Path(one), {"name": one, "models": ["model"]}) for one in (kept, "chat")]

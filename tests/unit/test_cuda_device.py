@@ -9,6 +9,8 @@ import subprocess
 import pytest
 
 from harness.cuda.device import build
+from harness.gpu import conformance
+from harness.gpu.seen import Seen
 
 pytestmark = pytest.mark.skipif(
     not shutil.which("g++") or build.headers(None) is None, reason="no g++, or no headers of CUDA"
@@ -65,6 +67,18 @@ def test_it_answers_as_the_documentation_says(device, delay):
 def test_a_rule_that_is_left_out_is_noticed(device, rule):
     status, printed = ask(device, RULES[rule], EMU_WITHOUT=rule)
     assert status == 1, printed
+
+
+def test_the_step_of_the_kit_notes_each_answer(device, tmp_path, monkeypatch):
+    monkeypatch.setenv("EMU_DEVICE", "256MiB")
+    monkeypatch.setenv("EMU_DEVICE_DIR", str(tmp_path))
+    monkeypatch.setenv("EMU_WITHOUT", "register once")
+    seen = Seen(tmp_path / "conformance.json")
+    libraries = [str(device / name) for name in (conformance.DRIVER, conformance.RUNTIME)]
+    conformance.ask(device / "conformance", *libraries, seen)
+    (wrong,) = seen.wrong
+    assert wrong.startswith("registration: ")
+    assert "mapping" in seen.right
 
 
 def test_every_rule_has_its_check():

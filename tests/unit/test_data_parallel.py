@@ -145,8 +145,7 @@ def test_whose_rank_a_name_is(name, server, is_rank):
 def test_no_other_module_of_kvcached_keeps_a_copy_of_the_name():
     """What is read from kvcached.utils when a function runs is read anew."""
     pytest.importorskip("kvcached")  # scripts/pythons is without
-    spec = importlib.util.find_spec("kvcached")
-    folder = Path(spec.submodule_search_locations[0])
+    folder = Path(importlib.util.find_spec("kvcached").submodule_search_locations[0])
     copies, folders = set(), set()
     for path in folder.rglob("*.py"):
         module = ".".join(["kvcached", *path.relative_to(folder).with_suffix("").parts])

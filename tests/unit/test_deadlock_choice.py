@@ -139,8 +139,7 @@ def test_the_queues_are_tried_in_vllms_order(before, after):
 
 def test_up_to_0_23_the_blocks_are_freed_at_once():
     old, young = request("old", 1), request("young", 2)
-    scheduler = OldScheduler(old, young)
-    assert scheduler.steps(deadlock.SEVERAL_WAIT) == [young]
+    assert OldScheduler(old, young).steps(deadlock.SEVERAL_WAIT) == [young]
     assert young.num_computed_tokens == 0
 
 

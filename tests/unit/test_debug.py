@@ -14,7 +14,6 @@ from packaging.version import Version
 
 from kvpatch import patches, state
 from kvpatch.environ import DEBUG
-from kvpatch.patch import Patch
 from kvpatch.patches import debug
 from kvpatch.patches.debug import audit, checksums, legacy, simple
 from kvpatch.patches.debug.audit import Violation
@@ -235,7 +234,7 @@ CHANGED = "a block changed before its store was launched"
 OTHER = "a load brought other bytes than were stored"
 
 
-def test_what_is_stored_and_loaded_as_it_was_passes(worker: Worker) -> None:
+def test_what_is_stored_and_loaded_as_it_was_passes(worker):
     worker.store(1, (2, 3), (0, 1))
     worker.load(2, (0, 1), (6, 7))
     assert [result.job_id for result in worker.worker.get_finished()] == [2]
@@ -243,14 +242,14 @@ def test_what_is_stored_and_loaded_as_it_was_passes(worker: Worker) -> None:
     assert worker.device[6:] == [Row([2] * 4), Row([3] * 4)]
 
 
-def test_a_block_that_changed_before_its_store_was_launched(worker: Worker) -> None:
+def test_a_block_that_changed_before_its_store_was_launched(worker):
     worker.hand_over(1, (2, 3), (0, 1))
     worker.device[3] = Row([9] * 4)
     with pytest.raises(Violation, match=violation(CHANGED, 3, 1)):
         worker.start()
 
 
-def test_a_load_that_brings_other_bytes(worker: Worker) -> None:
+def test_a_load_that_brings_other_bytes(worker):
     worker.store(1, (2, 3), (0, 1))
     worker.copies.tier[1] = Row([9] * 4)
     worker.load(2, (0, 1), (6, 7))
@@ -259,7 +258,7 @@ def test_a_load_that_brings_other_bytes(worker: Worker) -> None:
         worker.worker.get_finished()
 
 
-def test_a_load_of_what_nobody_stored(worker: Worker) -> None:
+def test_a_load_of_what_nobody_stored(worker):
     worker.store(1, (2,), (0,))
     worker.copies.tier[4] = Row([9] * 4)
     worker.load(2, (4,), (6,))
@@ -267,7 +266,7 @@ def test_a_load_of_what_nobody_stored(worker: Worker) -> None:
         worker.worker.get_finished()
 
 
-def test_a_load_expects_what_was_there_when_it_was_launched(worker: Worker) -> None:
+def test_a_load_expects_what_was_there_when_it_was_launched(worker):
     worker.store(1, (2,), (0,))
     worker.load(2, (0,), (6,))
     worker.hand_over(3, (5,), (0,))
@@ -277,7 +276,7 @@ def test_a_load_expects_what_was_there_when_it_was_launched(worker: Worker) -> N
 
 
 @pytest.mark.parametrize("release", ["0.21.0", "0.24.0", "0.25.1", "0.28.0", "0.33.0"])
-def test_a_store_that_is_flushed_in_its_own_step(release: str) -> None:
+def test_a_store_that_is_flushed_in_its_own_step(release):
     worker = Worker(release)
     pair = (worker.blocks(2), Chunks(0))
     if worker.in_pairs:
@@ -287,14 +286,14 @@ def test_a_store_that_is_flushed_in_its_own_step(release: str) -> None:
     assert worker.worker.checked["stored"] == 1
 
 
-def test_what_the_audit_does_not_define_is_the_workers(worker: Worker) -> None:
+def test_what_the_audit_does_not_define_is_the_workers(worker):
     worker.worker.wait({5})
     assert worker.copies.waited == [{5}]
     assert worker.worker.device is worker.device
 
 
 @pytest.mark.parametrize("release", ["0.24.0", "0.28.0", "0.32.0"])
-def test_what_a_tier_promoted_is_accepted_and_nothing_else(release: str) -> None:
+def test_what_a_tier_promoted_is_accepted_and_nothing_else(release):
     worker = Worker(release)
     worker.store(1, (2, 3), (0, 1))
     worker.start(promoted=[0])
@@ -307,7 +306,7 @@ def test_what_a_tier_promoted_is_accepted_and_nothing_else(release: str) -> None
         worker.worker.get_finished()
 
 
-def test_what_the_device_stores_after_a_promotion_is_verified() -> None:
+def test_what_the_device_stores_after_a_promotion_is_verified():
     worker = Worker("0.32.0")
     worker.start(promoted=[0])
     worker.store(1, (2,), (0,))
@@ -318,7 +317,7 @@ def test_what_the_device_stores_after_a_promotion_is_verified() -> None:
 
 
 @pytest.mark.parametrize("name", ["block_ids", "chunk_ids"])
-def test_promotions_reach_the_workers_with_the_next_step(name: str) -> None:
+def test_promotions_reach_the_workers_with_the_next_step(name):
     manager = SimpleNamespace(_pending_load_submissions={})
     planner, ran = SimpleNamespace(manager=manager), []
 
@@ -336,20 +335,20 @@ def test_promotions_reach_the_workers_with_the_next_step(name: str) -> None:
     assert ran == ["flush"] * 3
 
 
-def test_promotions_reach_workers_in_other_processes() -> None:
+def test_promotions_reach_workers_in_other_processes():
     metadata = step()
     state.attach(metadata, checksums.PromotedChunks([3]))
     received = pickle.loads(pickle.dumps(metadata))
     assert state.find(received, checksums.PromotedChunks) == checksums.PromotedChunks([3])
 
 
-def test_a_cpu_tier_without_secondary_tiers_has_no_promotions() -> None:
+def test_a_cpu_tier_without_secondary_tiers_has_no_promotions():
     planner = SimpleNamespace(manager=object())
     meta = checksums.around_build(lambda output: step(), planner, (object(),), {})
     assert state.find(meta, checksums.PromotedChunks) is None
 
 
-def test_a_rank_that_does_not_store_cannot_verify() -> None:
+def test_a_rank_that_does_not_store_cannot_verify():
     worker = Worker("0.32.0", _is_store_writer=False)
     worker.hand_over(1, (2,), (0,))
     worker._unsubmitted_store_jobs.clear()
@@ -360,7 +359,7 @@ def test_a_rank_that_does_not_store_cannot_verify() -> None:
     assert worker.worker.checked == {"stored": 0, "loaded": 0, "unverified": 1}
 
 
-def test_a_load_that_is_waited_for_is_verified_before_it_is_computed_on() -> None:
+def test_a_load_that_is_waited_for_is_verified_before_it_is_computed_on():
     worker = Worker("0.33.0")
     worker.store(1, (2,), (0,))
     worker.worker.submit_load(2, Chunks(0), worker.blocks(6), expedited=True)
@@ -371,7 +370,7 @@ def test_a_load_that_is_waited_for_is_verified_before_it_is_computed_on() -> Non
     assert worker.worker.checked["loaded"] == 1
 
 
-def test_only_the_bytes_that_are_copied_are_compared() -> None:
+def test_only_the_bytes_that_are_copied_are_compared():
     worker = Worker("0.32.0")
     worker.worker._groups = checksums.regions_of(canonical(worker.device, copied=2))
     worker.store(1, (2,), (0,))
@@ -381,12 +380,10 @@ def test_only_the_bytes_that_are_copied_are_compared() -> None:
     assert worker.worker.checked["loaded"] == 1
 
 
-def test_groups_and_chunks_of_several_blocks_are_told_apart() -> None:
+def test_groups_and_chunks_of_several_blocks_are_told_apart():
     device = rows()
-    copies = Copies(device)
-    audited = checksums.AuditedWorker(copies, [[(device, 4)], [(device, 4)]], 2)
-    blocks = Blocks(1, 2, 3, sizes=[1, 2], first=[1, 4])
-    audited.check_store(1, blocks, Chunks(0, 1))
+    audited = checksums.AuditedWorker(Copies(device), [[(device, 4)], [(device, 4)]], 2)
+    audited.check_store(1, Blocks(1, 2, 3, sizes=[1, 2], first=[1, 4]), Chunks(0, 1))
     device[1], device[2], device[3] = Row([0] * 4), Row([0] * 4), Row([3] * 4)
     audited.expect_load(2, Blocks(4, sizes=[0, 1], first=[0, 5]), Chunks(1))
     device[4] = Row([3] * 4)
@@ -397,7 +394,7 @@ def test_groups_and_chunks_of_several_blocks_are_told_apart() -> None:
 
 
 @pytest.mark.parametrize("promoted", [False, True])
-def test_a_store_ends_what_was_in_its_chunk_before(promoted: bool) -> None:
+def test_a_store_ends_what_was_in_its_chunk_before(promoted):
     device = rows()
     audited = checksums.AuditedWorker(Copies(device), [[(device, 4)]] * 2, 2)
     if promoted:
@@ -496,9 +493,7 @@ def simple_worker() -> SimpleWorker:
 
 
 @pytest.mark.parametrize("wait", [False, True])
-def test_simple_what_is_loaded_as_it_was_stored_passes(
-    simple_worker: SimpleWorker, wait: bool
-) -> None:
+def test_simple_what_is_loaded_as_it_was_stored_passes(simple_worker, wait):
     ((index, event),) = simple_worker.loads
     assert index == 5
     assert event.query() is False
@@ -511,7 +506,7 @@ def test_simple_what_is_loaded_as_it_was_stored_passes(
     assert simple_worker._backend.checked == {"stored": 2, "loaded": 2, "unverified": 0}
 
 
-def test_simple_a_load_is_verified_once(simple_worker: SimpleWorker) -> None:
+def test_simple_a_load_is_verified_once(simple_worker):
     ((_, event),) = simple_worker.loads
     event.synchronize()
     simple_worker._backend._audited.tier[0] = Row([9] * 4)  # handed to others since
@@ -520,7 +515,7 @@ def test_simple_a_load_is_verified_once(simple_worker: SimpleWorker) -> None:
 
 
 @pytest.mark.parametrize("wait", [False, True])
-def test_simple_a_load_that_brings_other_bytes(simple_worker: SimpleWorker, wait: bool) -> None:
+def test_simple_a_load_that_brings_other_bytes(simple_worker, wait):
     ((_, event),) = simple_worker.loads
     simple_worker._backend._audited.tier[1] = Row([9] * 4)
     event._event.ended = True
@@ -529,7 +524,7 @@ def test_simple_a_load_that_brings_other_bytes(simple_worker: SimpleWorker, wait
 
 
 @pytest.mark.parametrize("wait", [False, True])
-def test_simple_a_load_that_failed_has_nothing_to_verify(wait: bool) -> None:
+def test_simple_a_load_that_failed_has_nothing_to_verify(wait):
     """Its blocks have whatever was there: vLLM is told, and does not use them."""
     verified: list[bool] = []
     events: list[Any] = []
@@ -544,7 +539,7 @@ def test_simple_a_load_that_failed_has_nothing_to_verify(wait: bool) -> None:
     assert verified == []
 
 
-def test_simple_a_block_that_changed_before_it_was_copied() -> None:
+def test_simple_a_block_that_changed_before_it_was_copied():
     worker = SimpleWorker()
     worker.register({"region0": worker.device})
     worker.copy([2], [0], True, 4)
@@ -555,21 +550,19 @@ def test_simple_a_block_that_changed_before_it_was_copied() -> None:
         worker.loads[0][1].synchronize()
 
 
-def test_simple_a_load_of_what_nobody_stored(simple_worker: SimpleWorker) -> None:
+def test_simple_a_load_of_what_nobody_stored(simple_worker):
     simple_worker._backend._audited.tier[9] = Row([9] * 4)
     simple_worker.copy([9], [5], False, 6)
     with pytest.raises(Violation, match="block 5 of page unknown, job 6, request unknown"):
         simple_worker.loads[1][1].synchronize()
 
 
-def test_simple_what_the_audit_does_not_define_is_the_backends(
-    simple_worker: SimpleWorker,
-) -> None:
+def test_simple_what_the_audit_does_not_define_is_the_backends(simple_worker):
     simple_worker._backend.shutdown()
     assert simple_worker._backend._audited.shut_down
 
 
-def test_simple_a_model_without_kv_caches_has_no_backend() -> None:
+def test_simple_a_model_without_kv_caches_has_no_backend():
     worker = SimpleWorker()
     simple.around_register(lambda kv_caches: None, worker, ({},), {})
     assert worker._backend is None
@@ -633,7 +626,7 @@ def of_release(release: str) -> SimpleNamespace:
 
 
 @pytest.mark.parametrize("release", ["0.16.0", "0.20.2", "0.21.0", "0.27.1", "0.28.0", "0.33.0"])
-def test_a_page_that_is_unmapped_under_a_transfer(release: str) -> None:
+def test_a_page_that_is_unmapped_under_a_transfer(release):
     engine = Engine(release, of_release(release))
     engine.install()
     assert engine.rpcs == [(audit.tell_page_size, (10,))]
@@ -648,7 +641,7 @@ def test_a_page_that_is_unmapped_under_a_transfer(release: str) -> None:
 
 
 @pytest.mark.parametrize("release", ["0.16.0", "0.20.2"])
-def test_loads_of_requests_are_on_record_too(release: str) -> None:
+def test_loads_of_requests_are_on_record_too(release):
     planner = SimpleNamespace(_reqs_being_stored={}, _reqs_being_loaded={"the request": {"key"}})
     engine = Engine(release, planner)
     engine.install()
@@ -656,22 +649,20 @@ def test_loads_of_requests_are_on_record_too(release: str) -> None:
         engine.release_pages(1)
 
 
-def test_simple_alone_has_nothing_to_look_up_before_an_unmapping() -> None:
+def test_simple_alone_has_nothing_to_look_up_before_an_unmapping():
     engine = Engine("0.32.0", None)
     engine.install()
     engine.release_pages(0, 1)
     assert engine.rpcs == [(audit.tell_page_size, (10,))]
 
 
-def test_without_a_fence_there_is_nothing_to_watch() -> None:
+def test_without_a_fence_there_is_nothing_to_watch():
     engine = Engine("0.32.0", of_release("0.32.0"))
     engine.install(fenced=False)
     assert engine.rpcs == []
 
 
-def test_workers_are_told_the_size_of_a_page_and_count(
-    simple_worker: SimpleWorker, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_workers_are_told_the_size_of_a_page_and_count(simple_worker, monkeypatch):
     worker = Worker("0.32.0")
     worker.store(1, (2,), (0,))
     parts = [
@@ -689,7 +680,7 @@ def test_workers_are_told_the_size_of_a_page_and_count(
 
 
 @pytest.mark.parametrize(("value", "on"), [("", False), ("0", False), ("1", True), ("on", True)])
-def test_it_is_off_by_default(monkeypatch: pytest.MonkeyPatch, value: str, on: bool) -> None:
+def test_it_is_off_by_default(monkeypatch, value, on):
     monkeypatch.setenv(DEBUG.name, value)
     assert audit.wanted() is on
     assert debug.FEATURE.wanted is not None
@@ -697,22 +688,22 @@ def test_it_is_off_by_default(monkeypatch: pytest.MonkeyPatch, value: str, on: b
 
 
 @pytest.mark.parametrize("release", ADMITTED)
-def test_every_seam_has_one_part_in_every_release(release: str) -> None:
+def test_every_seam_has_one_part_in_every_release(release):
     every = {patch.id for patch in debug.FEATURE.at(Version(release))}
-    assert {one.partition("_")[0] for one in every} >= {"audit.store", "audit.install"}
-    assert any(one.startswith(("audit.worker", "audit.handlers")) for one in every)
-    assert ("audit.simple" in every) is (Version(release) >= Version("0.19"))
-    assert ("audit.promotions" in every) is (Version(release) >= Version("0.24"))
+    assert {one.partition("_")[0] for one in every} >= {"debug.store", "debug.install"}
+    assert any(one.startswith(("debug.worker", "debug.handlers")) for one in every)
+    assert ("debug.simple" in every) is (Version(release) >= Version("0.19"))
+    assert ("debug.promotions" in every) is (Version(release) >= Version("0.24"))
 
 
-def test_its_rows_are_applied_outside_of_those_they_look_at() -> None:
+def test_its_rows_are_applied_outside_of_those_they_look_at():
     names = [feature.name for feature in patches.FEATURES]
-    assert names.index("audit") > max(
-        names.index(name) for name in ("offloading-connector", "simple-connector", "fence", "tiers")
+    assert names.index("debug") > max(
+        names.index(name) for name in ("offloading", "simple-offload", "fence", "secondary-tiers")
     )
 
 
 @pytest.mark.parametrize("patch", debug.FEATURE.patches, ids=lambda patch: patch.id)
-def test_wrappers_exist_and_older_releases_code_is_in_legacy(patch: Patch) -> None:
+def test_wrappers_exist_and_older_releases_code_is_in_legacy(patch):
     assert callable(load(patch.wrapper))
     assert (patch.before is not None) is patch.wrapper.startswith(f"{legacy.__name__}:")

@@ -49,15 +49,13 @@ class Engine:
         """Build a step, and run it in the worker's process."""
         planner = SimpleNamespace(manager=self.manager)
         made = checksums.around_build(lambda output: plan(), planner, (object(),), {})
-        metadata = pickle.loads(pickle.dumps(state.find(made, names.Names)))
-        state.attach(made, metadata)
+        state.attach(made, pickle.loads(pickle.dumps(state.find(made, names.Names))))
         self.worker.call("start_kv_transfers", made)
         self.worker.call("prepare_store_kv", made)
 
     def store(self, job: int, key: bytes, block: int) -> None:
         def plan() -> Any:
-            output = self.manager.prepare_store([key], None)
-            chunks = Chunks(*output.store_spec.block_ids)
+            chunks = Chunks(*self.manager.prepare_store([key], None).store_spec.block_ids)
             return step(stores={job: (self.worker.blocks(block), chunks)})
 
         self.build(plan)
@@ -76,7 +74,7 @@ def engine(request: pytest.FixtureRequest, tmp_path: Any, monkeypatch: pytest.Mo
     return Engine(request.param, tmp_path)
 
 
-def test_a_block_that_comes_back_under_its_hash_is_right(engine: Engine) -> None:
+def test_a_block_that_comes_back_under_its_hash_is_right(engine):
     engine.store(1, b"a", 2)
     engine.store(2, b"b", 3)
     engine.load(3, b"a", 6)
@@ -84,7 +82,7 @@ def test_a_block_that_comes_back_under_its_hash_is_right(engine: Engine) -> None
     assert counts == {"stored": 2, "loaded": 1, "unverified": 0, "named": 1}
 
 
-def test_a_chunk_that_is_looked_up_for_another_block_is_found(engine: Engine) -> None:
+def test_a_chunk_that_is_looked_up_for_another_block_is_found(engine):
     engine.store(1, b"a", 2)
     engine.store(2, b"b", 3)
     engine.manager.mistake = {b"a": b"b"}
@@ -92,7 +90,7 @@ def test_a_chunk_that_is_looked_up_for_another_block_is_found(engine: Engine) ->
         engine.load(3, b"a", 6)
 
 
-def test_a_block_that_was_computed_twice_may_have_been_rounded_differently(engine: Engine) -> None:
+def test_a_block_that_was_computed_twice_may_have_been_rounded_differently(engine):
     engine.store(1, b"a", 2)
     for number, key in enumerate((b"b", b"c", b"d")):  # evict it
         engine.store(2 + number, key, 3)
@@ -103,7 +101,7 @@ def test_a_block_that_was_computed_twice_may_have_been_rounded_differently(engin
     assert engine.worker.worker.checked["named"] == 1
 
 
-def test_what_was_stored_by_nobody_here_has_no_bytes_to_compare(engine: Engine) -> None:
+def test_what_was_stored_by_nobody_here_has_no_bytes_to_compare(engine):
     engine.manager.at[b"x"] = 0
     engine.worker.worker.forget([0])
     engine.worker.copies.tier[0] = Row([5] * 4)
@@ -111,7 +109,7 @@ def test_what_was_stored_by_nobody_here_has_no_bytes_to_compare(engine: Engine) 
     assert engine.worker.worker.checked == {"stored": 0, "loaded": 0, "unverified": 1, "named": 0}
 
 
-def test_debug_mode_by_itself_has_no_names(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_debug_mode_by_itself_has_no_names(monkeypatch):
     monkeypatch.delenv(VERIFY.name, raising=False)
     worker = Worker("0.32.0")
     assert type(worker.worker) is checksums.AuditedWorker

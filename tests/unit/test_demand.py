@@ -57,14 +57,14 @@ def add(world: World, name: str, tokens: int) -> None:
     world.add(name).num_tokens = tokens  # type: ignore[attr-defined]
 
 
-def test_the_longest_request_is_in_whole_pages_with_block_0(worlds: Any) -> None:
+def test_the_longest_request_is_in_whole_pages_with_block_0(worlds):
     assert requests.longest(with_groups(worlds(), 10)) == 3 * PAGE  # 11 blocks
     assert requests.longest(with_groups(worlds(), 11)) == 3 * PAGE  # 12 blocks
     assert requests.longest(with_groups(worlds(), 12)) == 4 * PAGE
     assert requests.longest(with_groups(worlds(), 10, 3)) == 4 * PAGE, "groups add up"
 
 
-def test_requests_need_their_tokens_and_the_next_one(engine: World) -> None:
+def test_requests_need_their_tokens_and_the_next_one(engine):
     assert requests.present(engine) == 0
     add(engine, "a", 3 * TOKENS)
     assert requests.present(engine) == PAGE
@@ -72,13 +72,13 @@ def test_requests_need_their_tokens_and_the_next_one(engine: World) -> None:
     assert requests.present(engine) == 2 * PAGE  # five blocks
 
 
-def test_a_group_of_a_window_needs_no_more_than_its_window(worlds: Any) -> None:
+def test_a_group_of_a_window_needs_no_more_than_its_window(worlds):
     engine = with_groups(worlds(), 100, 2)
     add(engine, "a", 30 * TOKENS)
     assert requests.present(engine) == 9 * PAGE  # 31 and 2 blocks
 
 
-def test_an_engine_says_what_it_needs(engine: World, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_engine_says_what_it_needs(engine, monkeypatch):
     platform(monkeypatch, None, cpu=True)
     monkeypatch.setenv(HOST_DEVICE_DIR.name, "/dev/shm/one")
     add(engine, "a", 5 * TOKENS)
@@ -102,9 +102,7 @@ def platform(monkeypatch: pytest.MonkeyPatch, uuid: Any, cpu: bool = False) -> N
     monkeypatch.setenv(HOST_DEVICE.name, "1GiB")  # which a GPU does not look at
 
 
-def test_a_device_has_the_name_of_its_makers_library(
-    engine: World, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_device_has_the_name_of_its_makers_library(engine, monkeypatch):
     platform(monkeypatch, lambda rank: f"GPU-{9 - rank}")
     assert demands.device(engine) == "GPU-9"
     engine.vllm_config.parallel_config.world_size = 2  # type: ignore[attr-defined]
@@ -112,9 +110,7 @@ def test_a_device_has_the_name_of_its_makers_library(
 
 
 @pytest.mark.parametrize("answer_", ["", NotImplementedError("no such call")])
-def test_a_device_without_a_name_is_refused(
-    answer_: Any, engine: World, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_device_without_a_name_is_refused(answer_, engine, monkeypatch):
     def uuid(rank: int) -> str:
         if isinstance(answer_, Exception):
             raise answer_
@@ -128,7 +124,7 @@ def test_a_device_without_a_name_is_refused(
 # Revisions
 
 
-def test_a_limit_is_refused_that_was_meant_for_an_earlier_one(worlds: Any) -> None:
+def test_a_limit_is_refused_that_was_meant_for_an_earlier_one(worlds):
     suspension = worlds().suspension
     ask = {"verb": "limit", "size": 4 * PAGE, "revision": 1}
     answer(suspension, ask, 0.0)
@@ -145,7 +141,7 @@ def test_a_limit_is_refused_that_was_meant_for_an_earlier_one(worlds: Any) -> No
 
 
 @pytest.mark.parametrize("revision", ["1", True, 1.5])
-def test_a_revision_that_is_no_number_is_refused(worlds: Any, revision: Any) -> None:
+def test_a_revision_that_is_no_number_is_refused(worlds, revision):
     with pytest.raises(Cannot, match="the revision is no number"):
         asked = {"verb": "limit", "size": 4 * PAGE, "revision": revision}
         answer(worlds().suspension, asked, 0.0)
@@ -164,33 +160,25 @@ def born(world: World, monkeypatch: pytest.MonkeyPatch, text: str) -> list[str]:
     return happened
 
 
-def test_an_engine_is_limited_before_it_has_requests(
-    engine: World, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_engine_is_limited_before_it_has_requests(engine, monkeypatch):
     assert born(engine, monkeypatch, "4MiB") == ["start", "limit"]
     assert engine.manager.limit == 4 * PAGE  # what kvctl and the neighbours see
     assert engine.manager.total == 4  # at once
 
 
-def test_a_first_limit_may_be_a_part_of_what_it_starts_with(
-    engine: World, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_first_limit_may_be_a_part_of_what_it_starts_with(engine, monkeypatch):
     born(engine, monkeypatch, "50%")
     assert engine.manager.limit == MOST * PAGE // 2
 
 
 @pytest.mark.parametrize("text", ["8MiB", "1GiB", "100%"])
-def test_a_first_limit_of_all_it_has_is_none(
-    text: str, engine: World, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_first_limit_of_all_it_has_is_none(text, engine, monkeypatch):
     assert born(engine, monkeypatch, text) == ["start"]
     assert engine.manager.limit == MOST * PAGE
 
 
 @pytest.mark.parametrize("text", ["2MiB", "30%"])
-def test_a_first_limit_below_one_request_is_refused_with_a_sentence(
-    text: str, engine: World, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_first_limit_below_one_request_is_refused_with_a_sentence(text, engine, monkeypatch):
     with pytest.raises(Refusal) as refused:
         born(engine, monkeypatch, text)
     size = "2 MiB" if text == "2MiB" else "2.4 MiB"
@@ -204,7 +192,7 @@ def test_a_first_limit_below_one_request_is_refused_with_a_sentence(
     assert engine.manager.limit == MOST * PAGE
 
 
-def test_unset_it_is_off(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unset_it_is_off(monkeypatch):
     monkeypatch.delenv(FIRST_LIMIT.name, raising=False)
     assert not presence.wanted()
     monkeypatch.setenv(FIRST_LIMIT.name, "25%")
@@ -214,17 +202,17 @@ def test_unset_it_is_off(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("text", "size"), [("8GiB", 8 << 30), ("25%", 25), ("12.5%", 12), ("100%", 100), ("7", 7)]
 )
-def test_sizes_and_parts(text: str, size: int) -> None:
+def test_sizes_and_parts(text, size):
     assert environ.share(text).of(100) == size
 
 
 @pytest.mark.parametrize("text", ["0%", "101%", "-5%", "%", "5%5", "much", "8PB", ""])
-def test_what_is_neither(text: str) -> None:
+def test_what_is_neither(text):
     with pytest.raises(ValueError, match=r"^it is (neither a size nor a part|not a size)"):
         environ.share(text)
 
 
-def test_it_is_refused_where_no_engine_was_seen_with_it() -> None:
+def test_it_is_refused_where_no_engine_was_seen_with_it():
     (rule,) = rules.RULES
     for release in ("0.16.0", "0.32.0"):
         vllm, kvcached = Installed.release("vllm", release), Installed.release("kvcached", "0.1.6")

@@ -23,7 +23,7 @@ from harness.demo import report
 from harness.demo.conversations import QUESTIONS, Answer, Conversation, at_once, passages
 from harness.demo.models import models
 from harness.demo.options import GENERATED, REAL
-from harness.demo.servers import BLOCK_TOKENS, IDLE_PAGES, KVPATCH, MODELS, PLAIN, Device
+from harness.demo.servers import BLOCK_TOKENS, IDLE_PAGES, KVPATCH, MODELS, PLAIN, TIERED, Device
 
 # Layers and KV heads.
 REAL_SHAPE, GENERATED_SHAPE = (30, 3), (4, of_models.KV_HEADS)
@@ -67,9 +67,12 @@ def test_one_peak_fits_beside_an_idle_engine_and_not_in_a_half(tmp_path, shape, 
     assert blocks <= blocks_of_tier < 2 * blocks + 200
 
 
-def test_both_ways_have_the_same_commands_but_for_the_memory(tmp_path):
+def test_every_way_has_the_same_commands_but_for_the_memory(tmp_path):
     one = device(tmp_path, REAL_SHAPE, 1280, 6)
-    plain, ours = (way.kind(one, "first").arguments for way in (PLAIN, KVPATCH))
+    plain, tiered, ours = (way.kind(one, "first").arguments for way in (PLAIN, TIERED, KVPATCH))
+    config = json.loads(tiered.pop("kv-transfer-config"))["kv_connector_extra_config"]
+    assert config["cpu_bytes_to_use"] == float(one.tier_gib) * (1 << 30)
+    assert tiered == plain
     assert int(plain.pop("num-gpu-blocks-override")) == one.half // one.block_bytes
     assert int(ours.pop("num-gpu-blocks-override")) == one.size // one.block_bytes
     assert ours.pop("kv-offloading-size") == one.tier_gib

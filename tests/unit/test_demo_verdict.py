@@ -35,7 +35,7 @@ GOOD = Evidence(
 )
 
 
-def test_equal_runs_are_equal() -> None:
+def test_equal_runs_are_equal():
     assert compare(answers(), answers()) == Comparison(9, 9, 3, 3, "", 0.0)
 
 
@@ -49,9 +49,7 @@ def test_equal_runs_are_equal() -> None:
     ],
     ids=["a token", "one too few", "one too many", "the prompt"],
 )
-def test_one_difference_fails_the_demo(
-    change: dict[str, object], equal: int, sentence: str
-) -> None:
+def test_one_difference_fails_the_demo(change, equal, sentence):
     found = compare(answers(), answers(**change))
     assert (found.equal, found.total, found.answers_equal) == (equal, 9, 2)
     assert found.first_difference == sentence
@@ -59,19 +57,19 @@ def test_one_difference_fails_the_demo(
     assert "differ" in failure and sentence in failure
 
 
-def test_a_missing_answer_is_a_difference() -> None:
+def test_a_missing_answer_is_a_difference():
     found = compare(answers(), answers()[:2])
     assert (found.equal, found.total) == (6, 9)
     assert found.first_difference == "conversation 1, turn 3: no answer"
 
 
-def test_log_probabilities_are_compared_where_tokens_are_equal() -> None:
+def test_log_probabilities_are_compared_where_tokens_are_equal():
     got = answers(tokens=[7, 0, 9], logprobs=[-0.5, -9.0, -1.75])
     assert compare(answers(), got).logprob_difference == 0.25
 
 
 @pytest.mark.parametrize("model", ["first_peak", "second_peak"])
-def test_the_peak_of_one_model_is_enough(model: str) -> None:
+def test_the_peak_of_one_model_is_enough(model):
     assert failures(replace(GOOD, **{model: 1 << 20})) == []  # type: ignore[arg-type]
 
 
@@ -86,13 +84,13 @@ def test_the_peak_of_one_model_is_enough(model: str) -> None:
         ({"idle": 9 << 20}, "did not fall"),
     ],
 )
-def test_each_claim_that_does_not_hold_is_said(change: dict[str, object], word: str) -> None:
+def test_each_claim_that_does_not_hold_is_said(change, word):
     assert failures(GOOD) == []
     (sentence,) = failures(replace(GOOD, **change))  # type: ignore[arg-type]
     assert word in sentence
 
 
-def test_the_reason_of_a_dead_server_is_found() -> None:
+def test_the_reason_of_a_dead_server_is_found():
     refusal = "kvpatch refuses to start vLLM: a, because b; c."
     assert reason(["x", f"ImportError: {refusal}", "RuntimeError: Engine failed"]) == refusal
     ended = "kvpatch ends the engine: a, because b; c. [KVP422]"
@@ -111,14 +109,12 @@ def test_the_reason_of_a_dead_server_is_found() -> None:
         (["--fast"], "unrecognized"),
     ],
 )
-def test_bad_options_are_refused_in_one_sentence(
-    arguments: list[str], word: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_bad_options_are_refused_in_one_sentence(arguments, word, capsys):
     with pytest.raises(SystemExit) as ended:
         parse(arguments)
     assert ended.value.code == 2
     assert word in capsys.readouterr().err
 
 
-def test_the_demo_takes_the_newest_supported_release_that_has_a_cpu_build() -> None:
+def test_the_demo_takes_the_newest_supported_release_that_has_a_cpu_build():
     assert releases.newest_built() == NEWEST

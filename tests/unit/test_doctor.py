@@ -25,6 +25,7 @@ from kvpatch.doctor import (
     Level,
     environment,
     imports,
+    interpreter,
     leftovers,
     machine,
     memory,
@@ -37,6 +38,7 @@ from kvpatch.doctor import (
 from kvpatch.host_memory import HostMemory
 from kvpatch.patches.elastic_memory import ipc_name
 from kvpatch.process import start_ticks
+from kvpatch.telemetry import refusals
 from kvpatch.versions import Facts, Installed
 
 WITH_VLLM = pytest.mark.skipif(
@@ -222,6 +224,20 @@ def test_an_interpreter_that_does_not_run(tmp_path):
     assert "failed to run the check of the startup file (FileNotFoundError:" in finding.what
 
 
+def test_what_a_check_refuses_is_none_of_the_last_refusals(tmp_path, monkeypatch):
+    monkeypatch.setenv("KVPATCH_STATUS_DIR", str(tmp_path))
+    code = """
+from kvpatch.telemetry import refusals
+refusals.remember("no")
+print([one["sentence"] for one in refusals.recent()])
+"""
+    settings = dict(os.environ) | {"PYTHONPATH": str(ROOT)}
+    done = interpreter.run(sys.executable, code, settings, 60)
+    assert done.stdout == "['no']\n", done.stderr
+    assert refusals.recent() == []
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_nothing_of_the_current_folder_is_imported(prefix, tmp_path, monkeypatch, fakes):
     """Root may run it in /tmp, where anybody's json.py would be executed."""
     python, site = prefix
@@ -304,14 +320,14 @@ def test_a_version_that_the_operator_named_is_a_warning(shadowed):
 
 def test_a_feature_with_a_hole_is_a_problem(monkeypatch):
     """Start-up refuses it with KVP203."""
-    whole = next(one for one in patches.FEATURES if one.name == "standstill")
+    whole = next(one for one in patches.FEATURES if one.name == "deadlock")
     (row,) = whole.patches
     broken = whole._replace(seams=(row._replace(before="0.28"),))
     monkeypatch.setattr(patches, "FEATURES", (broken,))
     vllm, kvcached = Installed.release("vllm", "0.28.0"), Installed.release("kvcached", "0.1.6")
     (finding,) = packages.check_features(vllm, kvcached, {})
     assert finding.level is Level.PROBLEM
-    assert "the seam standstill.schedule has no patch for vLLM 0.28.0" in finding.what
+    assert "the seam deadlock.schedule has no patch for vLLM 0.28.0" in finding.what
 
 
 def test_kvcached_without_its_extension(tmp_path, monkeypatch):
@@ -569,8 +585,11 @@ def test_a_leaked_region(kind):
     region = kind.folder / "vllm_offload_1.mmap"
     region.write_bytes(b"x" * 8192)
     (finding,) = leftovers.check([kind])
-    assert finding.level is Level.WARNING
+    assert finding.level is Level.NOTE, "what every stop of vLLM leaves is no warning"
     assert "8 KiB" in finding.what
+    region.write_bytes(b"x" * (1 << 20))
+    (finding,) = leftovers.check([kind])
+    assert finding.level is Level.WARNING
     assert "its engine has exited" in finding.what
     assert finding.remedy == f"rm {region}"
     assert region.exists()

@@ -31,9 +31,7 @@ def envs(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     return made
 
 
-def test_what_vllm_sets_by_itself_is_set_first(
-    envs: ModuleType, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_vllm_sets_by_itself_is_set_first(envs, monkeypatch):
     seen = []
 
     def wrapped(config: str) -> str:

@@ -34,9 +34,7 @@ def wheels(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return wanted
 
 
-def test_it_is_the_python_of_the_cuda_build_under_the_name_of_the_cpu_build(
-    wheels: list[str], tmp_path: Path
-) -> None:
+def test_it_is_the_python_of_the_cuda_build_under_the_name_of_the_cpu_build(wheels, tmp_path):
     environments.install_python("0.33.0", PYTHON, tmp_path)
     assert wheels == ["vllm==0.33.0"]
     files = {str(path.relative_to(tmp_path)) for path in tmp_path.rglob("*") if path.is_file()}
@@ -46,9 +44,7 @@ def test_it_is_the_python_of_the_cuda_build_under_the_name_of_the_cpu_build(
 
 
 @pytest.mark.parametrize("in_venv", [True, False])
-def test_its_libraries_are_those_of_the_cpu_build_before_it(
-    wheels: list[str], tmp_path: Path, in_venv: bool
-) -> None:
+def test_its_libraries_are_those_of_the_cpu_build_before_it(wheels, tmp_path, in_venv):
     shared, own = tmp_path / "shared", tmp_path / "own"
     for folder in (shared / "vllm", own / "vllm"):
         folder.mkdir(parents=True)
@@ -61,7 +57,7 @@ def test_its_libraries_are_those_of_the_cpu_build_before_it(
     assert [path.name for path in (own / "vllm").iterdir()] == ["_C.abi3.so"]
 
 
-def test_libraries_are_borrowed_from_a_validated_release_with_a_build_of_its_own() -> None:
+def test_libraries_are_borrowed_from_a_validated_release_with_a_build_of_its_own():
     for release, of in environments.BORROWED.items():
         assert release in supported.RELEASES
         assert of in supported.validated()

@@ -279,8 +279,13 @@ def test_a_row_that_came_makes_runs_of_its_feature_old():
 
 def test_the_rows_of_tiers_say_nothing_of_a_run_without_them():
     whole = in_force("0.32.0")
-    without = {name: digest for name, digest in whole.items() if name != "row:tiers.file_mapper"}
-    for connector, changed in (("Offloading", set()), ("tiering fs", {"row:tiers.file_mapper"})):
+    without = {
+        name: digest for name, digest in whole.items() if name != "row:secondary_tiers.file_mapper"
+    }
+    for connector, changed in (
+        ("Offloading", set()),
+        ("tiering fs", {"row:secondary_tiers.file_mapper"}),
+    ):
         cell = replace(CELL, connector=connector)
         one = ages.Ran(cell, recorded.Run("engine", True, "a file", code(without)))
         assert ages.Evidence([one], ages.Today(fixed=units.of_rows())).changed(one) == changed

@@ -44,18 +44,16 @@ def left_out() -> list[tuple[str, str]]:
     return list(of_tests.unchanged("tests/unit"))
 
 
-def test_a_file_that_never_ran_runs(recorded: Callable[[], None]) -> None:
+def test_a_file_that_never_ran_runs(recorded):
     assert left_out() == []
 
 
-def test_a_file_of_which_nothing_changed_is_left_out(recorded: Callable[[], None]) -> None:
+def test_a_file_of_which_nothing_changed_is_left_out(recorded):
     recorded()
     assert left_out() == [(FILE, "0123456789ab")]
 
 
-def test_a_function_that_it_executed_makes_it_run(
-    recorded: Callable[[], None], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_function_that_it_executed_makes_it_run(recorded, monkeypatch):
     recorded()
     of_module = of_tests.tree().of_module("kvpatch.gate")
     monkeypatch.setitem(of_module, FUNCTION, of_module[FUNCTION]._replace(digest="another"))
@@ -64,9 +62,7 @@ def test_a_function_that_it_executed_makes_it_run(
     assert left_out() == []
 
 
-def test_a_function_that_it_did_not_execute_changes_nothing(
-    recorded: Callable[[], None], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_function_that_it_did_not_execute_changes_nothing(recorded, monkeypatch):
     recorded()
     of_module = of_tests.tree().of_module("kvpatch.gate")
     other = "kvpatch.gate:check_feature"
@@ -74,9 +70,7 @@ def test_a_function_that_it_did_not_execute_changes_nothing(
     assert left_out() == [(FILE, "0123456789ab")]
 
 
-def test_a_row_whose_wrapper_it_executed_makes_it_run(
-    recorded: Callable[[], None], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_row_whose_wrapper_it_executed_makes_it_run(recorded, monkeypatch):
     recorded()
     row = next(iter(patches.FEATURES[-1].patches))
     changed = units.of_rows() | {f"row:{row.id}": "another"}
@@ -85,9 +79,7 @@ def test_a_row_whose_wrapper_it_executed_makes_it_run(
 
 
 @pytest.mark.parametrize("name", [FILE, "tests/conftest.py", "tests/unit/pool_world.py"])
-def test_its_own_text_and_its_helpers_make_it_run(
-    name: str, recorded: Callable[[], None], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_its_own_text_and_its_helpers_make_it_run(name, recorded, monkeypatch):
     recorded()
     digest = of_tests._digest
     monkeypatch.setattr(of_tests, "_digest", lambda of: "another" if of == name else digest(of))

@@ -10,6 +10,7 @@ from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
+from fakes import raising
 
 from kvpatch import patch, state
 from kvpatch.logs import log
@@ -286,7 +287,7 @@ def test_the_copies_behind_one_that_failed_are_made(applied, warned, more):
 
 
 def test_without_the_row_the_thread_is_gone(applied, monkeypatch):
-    applied(but="simple.copy_loop")
+    applied(but="simple_offload.copy_loop")
     monkeypatch.setattr(threading, "excepthook", lambda arguments: None)
     backend = Backend(failing([1]))
     worker = Worker(backend)
@@ -336,7 +337,7 @@ def test_the_tier_does_not_offer_what_was_not_stored(applied):
     assert state.of(scheduler, NotStored).rows == []
 
 
-@pytest.mark.parametrize("row", ["simple.failed_stores", "simple.not_stored"])
+@pytest.mark.parametrize("row", ["simple_offload.failed_stores", "simple_offload.not_stored"])
 def test_without_a_row_it_would(applied, row):
     applied(but=row)
     scheduler = planned()
@@ -345,7 +346,7 @@ def test_without_a_row_it_would(applied, row):
 
 
 def test_without_the_schedulers_row_its_blocks_are_never_free(applied):
-    applied(but="simple.reports")
+    applied(but="simple_offload.reports")
     scheduler = planned()
     scheduler.hear(stored(two_stores(failing([1, 2])), 0, 1))
     assert 0 in scheduler._store_event_to_blocks
@@ -532,11 +533,7 @@ def test_one_that_succeeds_in_the_same_direction_does(applied):
 
 def test_a_thread_that_cannot_begin_fails_each_copy_and_ends_when_it_is_told_to(applied):
     applied()
-
-    def no_device() -> None:
-        raise RuntimeError("no such device")
-
-    backend = Backend(failing(), device=no_device)
+    backend = Backend(failing(), device=raising(RuntimeError("no such device")))
     worker = Worker(backend)
     backend.start()
     backend.launch_copy([1], [2], True, 0, worker._store_events)
@@ -567,10 +564,7 @@ def test_an_error_of_the_row_is_told_once():
 
 
 def raises(error: Exception) -> Any:
-    def method(*args: Any) -> None:
-        raise error
-
-    return method
+    return raising(error)
 
 
 @pytest.mark.parametrize(

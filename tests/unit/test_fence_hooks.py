@@ -131,8 +131,7 @@ def test_the_fence_waits_for_all_ranks_and_the_manager_leaves_unmapping_to_it():
 def test_a_connector_that_pins_its_blocks_has_a_fence_of_its_own_kind():
     one = Engine(Manager(), None)
     one.scheduler.connector = SimpleNamespace(scheduler_manager=object())
-    fenced = one.install()
-    assert fenced.fence.pinned
+    assert one.install().fence.pinned
     assert not hasattr(one.scheduler.connector, "kvpatch")
 
 
@@ -379,8 +378,7 @@ def test_a_reset_steps_an_engine_that_nobody_steps_until_no_page_is_held(
     reset = hooks.after_reset(lambda *args: ("reset", *args), one, ("x",), {})
     assert reset == ("reset", "x")
     assert one.steps == steps
-    manager = kvcached_api.manager_of(one)
-    assert manager.unmapped == ([2, 1] if steps else [2])
+    assert kvcached_api.manager_of(one).unmapped == ([2, 1] if steps else [2])
 
 
 def test_a_reset_without_a_connector_steps_nothing():

@@ -34,7 +34,7 @@ class Pages(list[int]):
         return super().__iter__()
 
 
-def test_a_page_freed_since_the_last_plan_is_held() -> None:
+def test_a_page_freed_since_the_last_plan_is_held():
     one = fence()
     assert one.split([(1, [3])], can_plan=True) == ([], [(1, [3])])
     assert one.holding == 1
@@ -45,17 +45,17 @@ def test_a_page_freed_since_the_last_plan_is_held() -> None:
     assert one.counters.longest_hold == 1
 
 
-def test_a_page_freed_after_the_plan_waits_for_the_next_one() -> None:
+def test_a_page_freed_after_the_plan_waits_for_the_next_one():
     one = fence()
     one.plan([], epoch=1)
     assert one.split([(1, [3]), (2, [4])], can_plan=True) == ([3], [(2, [4])])
 
 
-def test_an_engine_that_can_plan_nothing_holds_nothing_for_a_plan() -> None:
+def test_an_engine_that_can_plan_nothing_holds_nothing_for_a_plan():
     assert fence().split([(7, [3])], can_plan=False) == ([3], [])
 
 
-def test_a_page_is_held_until_every_worker_reported_its_transfer() -> None:
+def test_a_page_is_held_until_every_worker_reported_its_transfer():
     one = fence()
     one.plan([(5, Transfer("r", (31, 32)))], epoch=1)
     for reports in range(2):
@@ -66,7 +66,7 @@ def test_a_page_is_held_until_every_worker_reported_its_transfer() -> None:
     assert one.transfers == {}
 
 
-def test_two_transfers_of_one_block_both_hold_its_page() -> None:
+def test_two_transfers_of_one_block_both_hold_its_page():
     one = fence()
     one.plan([(1, Transfer("r", (30,))), (2, Transfer("s", (30,)))], epoch=1)
     one.report(1, 2)
@@ -75,21 +75,21 @@ def test_two_transfers_of_one_block_both_hold_its_page() -> None:
     assert one.split([(1, [3])], can_plan=True) == ([3], [])
 
 
-def test_a_transfer_the_fence_never_saw_is_no_error_and_leaves_nothing() -> None:
+def test_a_transfer_the_fence_never_saw_is_no_error_and_leaves_nothing():
     one = fence()
     one.report(99, 2)
     one.report(100, 1)  # of two workers
     assert not one._reports
 
 
-def test_a_reused_page_is_no_longer_counted_as_held() -> None:
+def test_a_reused_page_is_no_longer_counted_as_held():
     one = fence()
     one.split([(1, [3])], can_plan=True)
     one.split([], can_plan=True)
     assert one.holding == 0
 
 
-def test_no_page_is_released_while_a_pending_transfer_names_it() -> None:
+def test_no_page_is_released_while_a_pending_transfer_names_it():
     """Random plans, reports and frees; the invariant is checked from outside."""
     source = random.Random(11)
     one = fence()
@@ -118,7 +118,7 @@ def test_no_page_is_released_while_a_pending_transfer_names_it() -> None:
     assert one.split(retired, can_plan=True)[1] == []
 
 
-def test_a_step_in_which_nothing_changed_looks_at_no_held_page() -> None:
+def test_a_step_in_which_nothing_changed_looks_at_no_held_page():
     one = Counted()
     jobs = [(job, Transfer("r", (job * 10, job * 10 + 5))) for job in range(100)]
     one.plan([*jobs, (100, Transfer("s", (5, 9990)))], epoch=1)
@@ -142,7 +142,7 @@ def test_a_step_in_which_nothing_changed_looks_at_no_held_page() -> None:
     assert one.looks == 102
 
 
-def test_the_next_block_of_a_transfer_holds_a_page_after_the_first() -> None:
+def test_the_next_block_of_a_transfer_holds_a_page_after_the_first():
     one = Counted()
     one.plan([(1, Transfer("r", (31,))), (2, Transfer("s", (32,)))], epoch=1)
     _, retired = one.split([(1, [3])], can_plan=True)
@@ -153,7 +153,7 @@ def test_the_next_block_of_a_transfer_holds_a_page_after_the_first() -> None:
     assert one.split(retired, can_plan=True) == ([3], [])
 
 
-def test_a_page_that_was_allocated_and_freed_again_waits_for_the_plan_after() -> None:
+def test_a_page_that_was_allocated_and_freed_again_waits_for_the_plan_after():
     one = fence()
     one.plan([(1, Transfer("r", (31,)))], epoch=1)
     one.split([(1, [3, 4])], can_plan=True)
@@ -166,7 +166,7 @@ def test_a_page_that_was_allocated_and_freed_again_waits_for_the_plan_after() ->
     assert one.counters.held_for_plan == 1
 
 
-def test_changes_tell_whether_other_pages_are_held() -> None:
+def test_changes_tell_whether_other_pages_are_held():
     one = fence()
     seen = [one.changes]
     for retired in ([(1, [3, 4])], [(1, [3, 4])], [(1, [4])], [(1, [4])], [(1, [4]), (2, [5])]):
@@ -177,7 +177,7 @@ def test_changes_tell_whether_other_pages_are_held() -> None:
     assert [*seen, one.changes] == [0, 2, 2, 3, 3, 4, 6]
 
 
-def test_what_is_released_is_what_both_rules_permit_at_every_step() -> None:
+def test_what_is_released_is_what_both_rules_permit_at_every_step():
     """Pages are allocated and freed as kvcached does it; the rules are applied from outside."""
     source = random.Random(7)
     one = fence()

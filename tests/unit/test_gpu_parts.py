@@ -218,8 +218,7 @@ def test_an_environment_is_made_of_the_parts(kit):
     assert done.stdout.count("every sum is right") == len(kit.parts)
     assert kit.library.read_bytes() == kit.whole
     (python,) = unpack.environments(kit.folder / "kit")
-    script = python.with_name("vllm")
-    assert subprocess.check_output([script], text=True) == "of the parts\n"
+    assert subprocess.check_output([python.with_name("vllm")], text=True) == "of the parts\n"
     ask = [python, "-c", "print(__import__('kvpatch').__file__)"]
     where = subprocess.check_output(ask, text=True, cwd=kit.folder, env={})
     assert Path(where.strip()).is_relative_to(kit.environment)

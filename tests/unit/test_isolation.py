@@ -30,8 +30,7 @@ def test_no_verdict_is_seen(run, monkeypatch, data):
 
 def test_no_status_page_is_seen(run):
     assert reader.all_of(False) == []
-    status = Path(os.environ["KVPATCH_STATUS_DIR"])
-    assert not status.is_relative_to(USER)
+    assert not Path(os.environ["KVPATCH_STATUS_DIR"]).is_relative_to(USER)
 
 
 def test_no_claim_and_no_socket_is_seen():

@@ -39,7 +39,7 @@ def model(tmp_path: Path) -> Made:
     return made
 
 
-def test_where_things_lie_is_no_part_of_the_key(model: Made) -> None:
+def test_where_things_lie_is_no_part_of_the_key(model):
     keys = {
         kept.key_of(PLAIN, {"model": str(model(name))}, ENVIRONMENT | {"KVPATCH_STATUS_DIR": place})
         for name, place in (("one", "/tmp/a"), ("other", "/tmp/b"))
@@ -47,9 +47,7 @@ def test_where_things_lie_is_no_part_of_the_key(model: Made) -> None:
     assert len(keys) == 1
 
 
-def test_all_that_changes_an_answer_changes_the_key(
-    model: Made, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_all_that_changes_an_answer_changes_the_key(model, monkeypatch, tmp_path):
     here = str(model("here"))
     job: dict[str, Any] = {"model": here, "rounds": [[1]], "engine": {"block_size": 32}}
     drafting = {"speculative_config": {"model": str(model("draft"))}}
@@ -74,7 +72,7 @@ def test_all_that_changes_an_answer_changes_the_key(
     assert len(set(keys)) == len(keys)
 
 
-def test_kvpatchs_code_is_in_the_key_where_it_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_kvpatchs_code_is_in_the_key_where_it_runs(monkeypatch):
     runs = PLAIN, Run(offload=False)
     before = [kept.key_of(run, {}, ENVIRONMENT) for run in runs]
     monkeypatch.setattr(kept, "ours", lambda: "another")
@@ -82,7 +80,7 @@ def test_kvpatchs_code_is_in_the_key_where_it_runs(monkeypatch: pytest.MonkeyPat
     assert [one == other for one, other in zip(before, after, strict=True)] == [True, False]
 
 
-def test_what_it_is_made_of_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_it_is_made_of_is_found(monkeypatch):
     pytest.importorskip("torch")  # scripts/pythons is without
     monkeypatch.setattr(kept, "cache_of", runs.cache_of)
     assert kept.processor()
@@ -90,7 +88,7 @@ def test_what_it_is_made_of_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     assert len({kept.drivers(), kept.ours(), kept.digest_of()}) == 3
 
 
-def test_who_wants_the_same_at_once_waits_for_it(folder: Path) -> None:
+def test_who_wants_the_same_at_once_waits_for_it(folder):
     made = []
 
     def want(number: int) -> str:
@@ -106,16 +104,14 @@ def test_who_wants_the_same_at_once_waits_for_it(folder: Path) -> None:
     assert len(made) == 1
 
 
-def test_what_failed_on_its_way_is_not_kept(folder: Path) -> None:
+def test_what_failed_on_its_way_is_not_kept(folder):
     with pytest.raises(ZeroDivisionError), kept.entry("one.json", "") as (_, partial):
         partial.write_text("half of it")
         raise ZeroDivisionError
     assert [one.name for one in folder.iterdir()] == ["one.json.lock"]
 
 
-def test_only_plain_answers_of_engines_that_ended_well_are_kept(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_only_plain_answers_of_engines_that_ended_well_are_kept(monkeypatch, tmp_path):
     codes = iter([1, 0, 0, 0])
 
     def run_driver(*args: Any, **kwargs: Any) -> Finished:
@@ -129,7 +125,7 @@ def test_only_plain_answers_of_engines_that_ended_well_are_kept(
     assert next(codes, None) is None
 
 
-def test_a_truth_that_nobody_uses_goes_when_another_is_made(folder: Path) -> None:
+def test_a_truth_that_nobody_uses_goes_when_another_is_made(folder):
     folder.mkdir(parents=True)
     for name, hours in {"old.npz": 5, "used.npz": 3, "answer.json": 5, "old.json": 200}.items():
         (folder / name).write_text(json.dumps(name))

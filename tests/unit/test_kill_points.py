@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-from typing import Any
-
 import pytest
 from suspend_world import MOST, PAGE, World, worlds
 
@@ -25,9 +22,7 @@ THERE = {
 
 
 @pytest.mark.parametrize("name", kill_points.BACK)
-def test_a_resumption_passes_it_and_a_suspension_does_not(
-    worlds: Any, name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_resumption_passes_it_and_a_suspension_does_not(worlds, name, tmp_path, monkeypatch):
     for owner, attribute in (
         (Suspension, "_take_back"),
         (Suspension, "_go_to"),

@@ -12,6 +12,7 @@ from pathlib import Path
 from types import ModuleType, SimpleNamespace
 
 import pytest
+from fakes import raising
 from packaging.version import Version
 
 from kvpatch import private
@@ -118,11 +119,7 @@ def test_another_users_ledger_is_not_read(device, monkeypatch):
 def test_reading_takes_no_lock(device, extension, monkeypatch):
     """The extension waits for the lock with the GIL, which a reader with the lock needs."""
     assert extension() == 0
-
-    def flock(file, kind):
-        raise AssertionError("locked")
-
-    monkeypatch.setattr(fcntl, "flock", flock)
+    monkeypatch.setattr(fcntl, "flock", raising(AssertionError("locked")))
     assert ledger.usage() == {}
     assert ledger.memory() == (ledger.device_size(), ledger.device_size())
 

@@ -13,19 +13,19 @@ HIDDEN = STORE | {"access_key": "***", "secret_key": "***"}
 TRANSFER = {"kv_connector_extra_config": {"secondary_tiers": [{"store_config": STORE}]}}
 
 
-def test_at_any_depth() -> None:
+def test_at_any_depth():
     found = masked(TRANSFER)
     assert found["kv_connector_extra_config"]["secondary_tiers"] == [{"store_config": HIDDEN}]
     assert TRANSFER["kv_connector_extra_config"]["secondary_tiers"] == [{"store_config": STORE}]
 
 
-def test_at_the_end_of_a_text() -> None:
+def test_at_the_end_of_a_text():
     flag = f"OffloadingConnector {json.dumps(TRANSFER, sort_keys=True)}"
     found = masked({"flags": {"connector": flag}})["flags"]["connector"]
     assert found == flag.replace("AKIA", "***").replace('"S"', '"***"')
 
 
-def test_a_number_of_tokens_is_no_secret() -> None:
+def test_a_number_of_tokens_is_no_secret():
     """Two thresholds must not look the same in a verdict."""
     for kept in (
         {"scheduler_config.long_prefill_token_threshold": 4, "eos_token_id": [1, 2]},
@@ -61,16 +61,16 @@ def test_a_number_of_tokens_is_no_secret() -> None:
         ("--chat-template {{bos_token}}", None),
     ],
 )
-def test_a_command(typed: str, kept: str | None) -> None:
+def test_a_command(typed, kept):
     assert command(typed.split()) == (kept or typed).split()
 
 
-def test_a_token_within_json() -> None:
+def test_a_token_within_json():
     assert command(['{"hf_token":"t"}']) == ['{"hf_token": "***"}']
 
 
 @pytest.mark.parametrize("option", ["--kv-transfer-config", "--kv-transfer-config="])
-def test_within_json(option: str) -> None:
+def test_within_json(option):
     text = json.dumps(TRANSFER)
     words = [option + text] if option.endswith("=") else [option, text]
     found = command(words)

@@ -449,8 +449,7 @@ def test_the_grid_has_a_mark_for_every_release_and_connector(found):
     assert [line[0] for line in grid] == supported.validated()
     marks = {mark for line in grid for mark in line[1:]}
     assert marks <= {tables.ALL, tables.PART, tables.REFUSED, tables.ABSENT}
-    newest = dict(zip(CONNECTORS, grid[-1][1:], strict=True))
-    assert newest["Offloading"] == tables.ALL
+    assert dict(zip(CONNECTORS, grid[-1][1:], strict=True))["Offloading"] == tables.ALL
 
 
 def test_the_command_prints_what_is_recorded(run):

@@ -48,12 +48,12 @@ def of(connector: str) -> Verdict:
     return npus.verdict(RELEASE, npus.cell(RELEASE, connector))
 
 
-def test_without_a_record_nothing_is_validated() -> None:
+def test_without_a_record_nothing_is_validated():
     assert of("Simple eager") == Verdict(Kind.NOT_VALIDATED, npus.NOT_RECORDED)
     assert Kind.EMULATED not in {one.kind for one in npus.verdicts().values()}
 
 
-def test_a_right_run_on_the_emulator_has_a_verdict_of_its_own() -> None:
+def test_a_right_run_on_the_emulator_has_a_verdict_of_its_own():
     ran_on_npu(right=True)
     assert of("Simple eager").kind is Kind.EMULATED
     assert of("Simple eager").kind.value == "validated (ACL emulator)"
@@ -64,14 +64,14 @@ def test_a_right_run_on_the_emulator_has_a_verdict_of_its_own() -> None:
     assert "validated" not in words
 
 
-def test_a_wrong_run_is_wrong() -> None:
+def test_a_wrong_run_is_wrong():
     ran_on_npu(right=False)
     assert of("Simple eager").kind is Kind.WRONG
     ran_on_npu(right=True)  # takes its place
     assert of("Simple eager").kind is Kind.EMULATED
 
 
-def test_a_run_of_a_gpus_engine_validates_no_npu_and_the_other_way_round() -> None:
+def test_a_run_of_a_gpus_engine_validates_no_npu_and_the_other_way_round():
     ran_on_npu(right=True, level="engine")
     assert of("Simple eager").kind is Kind.NOT_VALIDATED
     assert EAGER in recorded.runs()
@@ -81,7 +81,7 @@ def test_a_run_of_a_gpus_engine_validates_no_npu_and_the_other_way_round() -> No
     assert [run.level for run in recorded.on_npu()[EAGER]] == ["npu"]
 
 
-def test_a_run_names_the_emulator_and_others_the_host_device() -> None:
+def test_a_run_names_the_emulator_and_others_the_host_device():
     on_npu, on_host = (of_run.native(level).keys() for level in ("npu", "engine"))
     assert {name.split("/")[1] for name in on_host} == {"hostdevice"}
     assert {Path(name).parts[2] for name in on_npu} == {"acl", "npu", "include"}
@@ -89,7 +89,7 @@ def test_a_run_names_the_emulator_and_others_the_host_device() -> None:
 
 
 @pytest.mark.parametrize("connector", ["Offloading", "tiering fs", "Multi"])
-def test_offloading_connector_is_incompatible_with_its_reason(connector: str) -> None:
+def test_offloading_connector_is_incompatible_with_its_reason(connector):
     ran_on_npu(right=True)
     assert of(connector).kind is Kind.INCOMPATIBLE
     assert "NPUOffloadingSpec does not import on the vLLM that it is paired with" in (
@@ -98,7 +98,7 @@ def test_offloading_connector_is_incompatible_with_its_reason(connector: str) ->
     assert of(connector).why.endswith("[KVP604]")
 
 
-def test_a_release_that_has_the_mend_ends_its_range(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_release_that_has_the_mend_ends_its_range(monkeypatch):
     monkeypatch.setattr(rules, "WITHOUT_SPEC", Span("0.22", "0.23"))
     assert of("Offloading").kind is Kind.NOT_VALIDATED  # until it ran
     assert of("Offloading").why.endswith("[KVP606]")
@@ -135,7 +135,7 @@ def ran_with(monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[str]]:
     return ran_with
 
 
-def test_the_command_records_what_starts(ran_with: Callable[..., list[str]], data: Path) -> None:
+def test_the_command_records_what_starts(ran_with, data):
     assert ran_with() == [
         f"0.23.0 {offload} {kvpatch} {load}"
         for offload, load in (("eager", "rounds 64"), ("lazy", "in turn 32"))
@@ -155,14 +155,12 @@ def test_the_command_records_what_starts(ran_with: Callable[..., list[str]], dat
 
 
 @pytest.mark.parametrize("change", [{"tokens": [[2]]}, {"cached": [0] * 4}, {"emptied": False}])
-def test_the_command_records_what_is_wrong(
-    ran_with: Callable[..., list[str]], change: dict[str, Any]
-) -> None:
+def test_the_command_records_what_is_wrong(ran_with, change):
     ran_with(**change)
     assert of("Simple eager").kind is Kind.WRONG
 
 
-def test_static_memory_that_is_wrong_validates_nothing() -> None:
+def test_static_memory_that_is_wrong_validates_nothing():
     rounds = [{"tokens": [[1]], "cached": one, "emptied": True} for one in engines.SERVED_BACK]
     trial = engines.TRIALS["Simple eager"]
     found = engines.judged({"rounds": rounds, "expected": [[2]]}, {"rounds": rounds}, trial)
@@ -172,7 +170,7 @@ def test_static_memory_that_is_wrong_validates_nothing() -> None:
 # What is committed
 
 
-def test_the_committed_runs_have_the_settings_that_start() -> None:
+def test_the_committed_runs_have_the_settings_that_start():
     for path in (ROOT / "docs/results/matrix" / recorded.NPU).glob("*.json"):
         for run in json.loads(path.read_text())["runs"]:
             assert run["settings"].keys() == ran.RAN.keys()

@@ -52,9 +52,7 @@ def stage(name: str, code: str) -> Stage:
     return Stage(name, ("-c", code), f"by hand {name}")
 
 
-def test_nothing_moved_and_all_passed_is_the_line(
-    standing_in: Main, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_nothing_moved_and_all_passed_is_the_line(standing_in, capsys):
     assert standing_in([stage("cells", ""), stage("fence", "")]) == 0
     out = capsys.readouterr().out
     assert "Nothing moved: this is the line for RELEASES" in out
@@ -65,9 +63,7 @@ def test_nothing_moved_and_all_passed_is_the_line(
     assert "by hand" not in out
 
 
-def test_what_changed_is_to_be_read_before_the_line_is_written(
-    standing_in: Main, capsys: pytest.CaptureFixture[str], tmp_path: Path
-) -> None:
+def test_what_changed_is_to_be_read_before_the_line_is_written(standing_in, capsys, tmp_path):
     found = moved.Moved(functions=["patched, changed: vllm.a:b"], far=3, text="+ new")
     assert standing_in([stage("cells", "")], found=found) == new_vllm.READ
     out = capsys.readouterr().out
@@ -76,21 +72,16 @@ def test_what_changed_is_to_be_read_before_the_line_is_written(
     assert (tmp_path / "moved.diff").read_text() == "+ new"
 
 
-def test_no_engine_starts_on_a_release_that_is_refused(
-    standing_in: Main, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_no_engine_starts_on_a_release_that_is_refused(standing_in, capsys):
     found = moved.Moved(rows=["fence.build: MOVED"])
-    ends = stage("cells", "raise SystemExit(9)")
-    assert standing_in([ends], found=found) == new_vllm.READ
+    assert standing_in([stage("cells", "raise SystemExit(9)")], found=found) == new_vllm.READ
     out = capsys.readouterr().out
     assert "fence.build: MOVED" in out
     assert "scripts/environment 0.33.0\n  by hand cells" in out
     assert "this is the line" not in out
 
 
-def test_a_failure_is_one_line_and_the_rest_is_left(
-    standing_in: Main, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_failure_is_one_line_and_the_rest_is_left(standing_in, capsys):
     wrong = stage("kernels", "print('begun\\nFAILED a test\\nend'); raise SystemExit(4)")
     assert standing_in([wrong], [stage("cells", "")]) == new_vllm.FAILED
     out = capsys.readouterr().out
@@ -100,9 +91,7 @@ def test_a_failure_is_one_line_and_the_rest_is_left(
     assert "this is the line" not in out
 
 
-def test_stages_beside_each_other_all_run(
-    standing_in: Main, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_stages_beside_each_other_all_run(standing_in, capsys):
     fails = stage("cells", "raise SystemExit(1)")
     assert standing_in([fails, stage("fence", "")], words="--jobs 1") == new_vllm.FAILED
     out = capsys.readouterr().out
@@ -110,9 +99,7 @@ def test_stages_beside_each_other_all_run(
     assert "cells FAILED: exit status 1: nothing was printed" in out
 
 
-def test_without_an_environment_nothing_runs(
-    standing_in: Main, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_without_an_environment_nothing_runs(standing_in, capsys, monkeypatch):
     def fails(_: str) -> None:
         raise SystemExit("environment: pip failed\nlong\nno such release")
 
@@ -123,7 +110,7 @@ def test_without_an_environment_nothing_runs(
     assert "  scripts/environment 0.33.0\n  by hand cells\n" in out
 
 
-def test_sources_only_starts_nothing(standing_in: Main, capsys: pytest.CaptureFixture[str]) -> None:
+def test_sources_only_starts_nothing(standing_in, capsys):
     assert standing_in([stage("cells", "raise SystemExit(9)")], words="--sources-only") == 0
     assert "  scripts/environment 0.33.0\n  by hand cells\n" in capsys.readouterr().out
 
@@ -131,22 +118,20 @@ def test_sources_only_starts_nothing(standing_in: Main, capsys: pytest.CaptureFi
 # The stages
 
 
-def test_known_cells_are_not_run_again_unless_they_are_unknown() -> None:
+def test_known_cells_are_not_run_again_unless_they_are_unknown():
     ((cells, *_),) = new_vllm.engine_stages("0.32.0", "0.32.0", again=False)
     assert cells.command == ("scripts/matrix", "engine", "0.32.0", "--missing")
     ((cells, *_),) = new_vllm.engine_stages("0.32.0", "0.32.0", again=True)
     assert cells.command == ("scripts/matrix", "engine", "0.32.0")
 
 
-def test_borrowed_libraries_are_compared_first() -> None:
+def test_borrowed_libraries_are_compared_first():
     (first,), _ = new_vllm.engine_stages("0.33.0", "0.32.0", again=False)
     assert first.command == ("-m", "harness.matrix.kernels", "0.33.0", "0.32.0")
 
 
 @pytest.mark.parametrize("shared", [True, False])
-def test_the_fence_runs_unless_its_runs_are_shared(
-    shared: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_fence_runs_unless_its_runs_are_shared(shared, monkeypatch):
     monkeypatch.setattr(sharing, "same", lambda *_: shared)
     (stages,) = new_vllm.engine_stages("0.31.5", "0.31.5", again=False)
     assert [one.name for one in stages] == (["cells"] if shared else ["cells", "fence"])
@@ -155,9 +140,7 @@ def test_the_fence_runs_unless_its_runs_are_shared(
     assert [one.name for one in stages] == ["cells", "fence"]
 
 
-def test_a_release_without_a_cpu_build_has_the_libraries_of_the_newest_before_it(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_release_without_a_cpu_build_has_the_libraries_of_the_newest_before_it(monkeypatch):
     monkeypatch.setattr(environments, "BORROWED", {})
     known = shapes.releases("vllm")
     assert new_vllm.kernels_for(known["0.33.0"]) == "0.32.0"
@@ -168,7 +151,7 @@ def test_a_release_without_a_cpu_build_has_the_libraries_of_the_newest_before_it
 
 
 @pytest.mark.parametrize("version", ["0.30.0", "0.32.0", "0.32.1", "0.34.0", "0.35.0"])
-def test_the_registry_gets_the_line_in_its_place(version: str) -> None:
+def test_the_registry_gets_the_line_in_its_place(version):
     found: dict[str, object] = {"VALIDATED": 1, "INSPECTED_ONLY": 0}
     exec(trial.with_line(REGISTRY, version), found)
     releases = found["RELEASES"]
@@ -177,9 +160,7 @@ def test_the_registry_gets_the_line_in_its_place(version: str) -> None:
     assert releases[version] == 1
 
 
-def test_the_tree_is_the_checkout_with_the_line(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_tree_is_the_checkout_with_the_line(tmp_path, monkeypatch):
     root = tmp_path / "checkout"
     for folder in ("docs/results/matrix/engine", "kvpatch", "scripts", "tests", ".venv"):
         (root / folder).mkdir(parents=True)
@@ -198,7 +179,7 @@ def test_the_tree_is_the_checkout_with_the_line(
     assert back.read_text() == "{}"
 
 
-def test_answers_that_differ_are_counted() -> None:
+def test_answers_that_differ_are_counted():
     one = {"rounds": [[{"tokens": [1]}, {"tokens": [2]}]]}
     other = {"rounds": [[{"tokens": [1]}, {"tokens": [3]}]]}
     assert kernels.same(one, other) == (1, 2)

@@ -314,8 +314,7 @@ def test_a_page_whose_name_was_removed_is_made_again(left):
     core = type("Core", (), {})()
     publisher.process(facts)
     publisher.engine(core, lambda engine: {"pool": "chat"})
-    folder = page.own_folder()
-    shutil.rmtree(folder)
+    shutil.rmtree(page.own_folder())
     if left is not None:
         put(left, f"{os.getpid()}.page")  # somebody else's
     own = publisher._publisher
@@ -604,8 +603,7 @@ def at_once(monkeypatch):
 
 
 def shown(data: bytes, pid: int) -> None:
-    path = put(data, f"{pid}.page")
-    publisher.sweep(path.parent)
+    publisher.sweep(put(data, f"{pid}.page").parent)
     (seen,) = reader.all_of(False)
     out = text([seen, reader.one(pid)])
     assert all(one.isprintable() for one in out.replace("\n", ""))

@@ -10,7 +10,7 @@ pytest.importorskip("vllm")
 
 from vllm.v1.request import RequestStatus
 
-from kvpatch.patches.kvcached_compat.partial_tails import unless_it_has_passed
+from kvpatch.patches.kvcached_adapters.partial_tails import unless_it_has_passed
 
 
 @pytest.mark.parametrize(

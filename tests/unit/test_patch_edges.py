@@ -7,6 +7,7 @@ import types
 from typing import Any
 
 import pytest
+from fakes import raising
 from packaging.version import Version
 from test_gate import allowing, check, found
 from test_patch import patch, world  # noqa: F401
@@ -175,10 +176,7 @@ def test_a_needed_feature_is_checked(module):
 
 
 def test_an_error_of_the_module_itself_is_no_crash(monkeypatch):
-    def look(target):
-        raise OSError("libcuda.so is missing")
-
-    verdict = gate.check_target(row("Target.method"), look)
+    verdict = gate.check_target(row("Target.method"), raising(OSError("libcuda.so is missing")))
     assert verdict.outcome is Outcome.ABSENT
     assert "OSError: libcuda.so is missing" in verdict.reason
 

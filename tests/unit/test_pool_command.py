@@ -10,6 +10,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from fakes import raising
 from pool_world import MIB, owner
 
 from kvpatch import cli, environ, host_memory
@@ -44,8 +45,7 @@ def engine(name: str) -> Iterator[Member]:
 
 
 def printed(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[int, str]:
-    code = cli.main(["pool", *words])
-    return code, capsys.readouterr().out
+    return cli.main(["pool", *words]), capsys.readouterr().out
 
 
 def set_clock(monkeypatch: pytest.MonkeyPatch, now: float) -> None:
@@ -53,9 +53,7 @@ def set_clock(monkeypatch: pytest.MonkeyPatch, now: float) -> None:
     monkeypatch.setattr("kvpatch.cli.pool.time", SimpleNamespace(monotonic=lambda: now))
 
 
-def test_a_pool_is_shown(
-    engine: Member, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_pool_is_shown(engine, capsys, monkeypatch):
     now = time.monotonic()
     set_clock(monkeypatch, now)
     engine.look(MIB, now - 5)
@@ -85,23 +83,19 @@ def test_a_pool_is_shown(
     assert shown["engines"][0]["resident"] == MIB
 
 
-def test_the_limit_is_set(engine: Member, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_limit_is_set(engine, capsys):
     code, text = printed(capsys, "1MiB")
     assert code == 0
     assert text.splitlines()[0] == "2 MiB of 1 MiB committed (started with 8 MiB)"
     assert engine.look(0, 0.0).limit == MIB
 
 
-def test_a_limit_below_an_extent_is_said(
-    engine: Member, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_limit_below_an_extent_is_said(engine, capsys):
     assert printed(capsys, "1MiB")[1].splitlines()[-1].endswith("s")
     assert "stores nothing: it takes 1 MiB at a time" in printed(capsys, "524288")[1]
 
 
-def test_a_limit_above_the_memory_of_the_machine_is_refused(
-    engine: Member, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_limit_above_the_memory_of_the_machine_is_refused(engine, capsys, monkeypatch):
     """The engine may have 64 MiB, and has two of them."""
     free = HostMemory(shm=20 * MIB, container=None, available=100 * MIB, swap=0)
     monkeypatch.setattr(host_memory, "here", lambda: free)
@@ -117,42 +111,30 @@ def test_a_limit_above_the_memory_of_the_machine_is_refused(
     assert printed(capsys, "1024GiB")[0] == 0, "no engine can take it"
 
 
-def test_an_engine_that_does_not_look_is_shown_as_such(
-    engine: Member, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_engine_that_does_not_look_is_shown_as_such(engine, capsys, monkeypatch):
     set_clock(monkeypatch, time.monotonic() + 100)
     assert "does not answer" in printed(capsys)[1]
 
 
-def test_another_pool_is_named(
-    engine: Member,
-    name: str,
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_another_pool_is_named(engine, name, capsys, monkeypatch):
     assert printed(capsys, f"1MiB@other{name}"[:37])[0] == 1
     monkeypatch.delenv(HOST_POOL.name)
     assert printed(capsys, f"4MiB@{name}")[0] == 0
     assert engine.look(0, 0.0).limit == 4 * MIB
 
 
-def test_a_pool_that_is_not_there(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_pool_that_is_not_there(name, capsys):
     assert printed(capsys) == (1, f"no engine is in the pool {ledger.home(name)}\n")
     assert printed(capsys, "1GiB")[0] == 1
 
 
 @pytest.mark.parametrize("size", ["lots", "1GiB@", "1GiB@a/b", "1GiB@../x", "0"])
-def test_no_size(size: str, name: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_no_size(size, name, capsys):
     assert printed(capsys, size)[0] == 2
 
 
-def test_a_pool_that_cannot_be_used(
-    name: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def busy(home: Path, remove: bool) -> None:
-        raise ledger.Busy("for ever")
-
-    monkeypatch.setattr(ledger, "show", busy)
+def test_a_pool_that_cannot_be_used(name, capsys, monkeypatch):
+    monkeypatch.setattr(ledger, "show", raising(ledger.Busy("for ever")))
     code, text = printed(capsys)
     assert code == 2
     assert "Busy: for ever" in text
@@ -162,12 +144,12 @@ def test_a_pool_that_cannot_be_used(
     ("text", "expected"),
     [("64GiB", (64 << 30, "")), ("512MiB@chat", (512 << 20, "chat")), ("100", (100, ""))],
 )
-def test_sizes_and_names(text: str, expected: tuple[int, str]) -> None:
+def test_sizes_and_names(text, expected):
     assert environ.pool(text) == expected
 
 
 @pytest.mark.parametrize("text", ["64", "64@chat", "0.5MiB"])
-def test_a_pool_that_has_no_part(text: str) -> None:
+def test_a_pool_that_has_no_part(text):
     """64 is no 64 GiB."""
     with pytest.raises(ValueError, match="no part of a CPU tier is as small"):
         environ.engines_pool(text)
@@ -177,7 +159,7 @@ def test_a_pool_that_has_no_part(text: str) -> None:
 # Doctor
 
 
-def test_doctor_on_sizes_that_are_refused() -> None:
+def test_doctor_on_sizes_that_are_refused():
     for settings, had in (({}, "unset"), ({HOST_POOL.name: "8MiB@floor"}, "8 MiB")):
         found = doctor.check({HOST_POOL_FLOOR.name: "9GiB"} | settings)
         assert (found[0].level, found[0].code) == (Level.PROBLEM, "KVP349")
@@ -185,7 +167,7 @@ def test_doctor_on_sizes_that_are_refused() -> None:
     assert doctor.check({HOST_POOL_FLOOR.name: "most"}) == []  # reported with the environment
 
 
-def test_doctor_on_a_pool_that_is_larger_than_the_machine(name: str) -> None:
+def test_doctor_on_a_pool_that_is_larger_than_the_machine(name):
     memory = HostMemory(shm=4 * MIB, container=None, available=8 * MIB, swap=0)
     assert list(doctor.too_large(4 * MIB, 0, memory)) == []
     (found,) = doctor.too_large(5 * MIB, 4 * MIB, memory)
@@ -193,12 +175,12 @@ def test_doctor_on_a_pool_that_is_larger_than_the_machine(name: str) -> None:
     assert "is 5 MiB, and beside what its engines have there are 4 MiB for it" in found.what
 
 
-def test_doctor_says_nothing_where_none_is_asked_for() -> None:
+def test_doctor_says_nothing_where_none_is_asked_for():
     assert doctor.check({}) == []
     assert doctor.check({HOST_POOL.name: "lots"}) == []
 
 
-def test_doctor_counts_engines(engine: Member, name: str) -> None:
+def test_doctor_counts_engines(engine, name):
     (found,) = doctor.check({HOST_POOL.name: f"8MiB@{name}"})
     assert found.level is Level.OK
     assert found.what == "1 engines have committed 2 MiB of 8 MiB"
@@ -207,12 +189,12 @@ def test_doctor_counts_engines(engine: Member, name: str) -> None:
     assert "started with 8 MiB" in found.what
 
 
-def test_doctor_on_a_pool_without_engines(name: str) -> None:
+def test_doctor_on_a_pool_without_engines(name):
     (found,) = doctor.check({HOST_POOL.name: f"8MiB@{name}"})
     assert found.what == "no engine is in the pool of 8 MiB"
 
 
-def test_doctor_on_a_pool_that_cannot_be_read(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_doctor_on_a_pool_that_cannot_be_read(name, monkeypatch):
     def foreign(home: Path) -> Callable[[], None]:
         raise ledger.Foreign(home)
 

@@ -30,7 +30,7 @@ def opened(chunks: int = 10, per: int = 4, count: int = 2) -> Extents:
     return made
 
 
-def test_the_last_extent_may_be_short() -> None:
+def test_the_last_extent_may_be_short():
     made = extents(10, 4)
     assert made.count == 3
     assert [made.place(index) for index in range(3)] == [
@@ -45,15 +45,15 @@ def test_the_last_extent_may_be_short() -> None:
     assert made.free == 10
 
 
-def test_an_extent_has_at_least_a_chunk() -> None:
+def test_an_extent_has_at_least_a_chunk():
     assert Extents(3, CHUNK, 1, lambda: 0.0).count == 3
 
 
-def test_an_extent_is_no_larger_than_the_tier() -> None:
+def test_an_extent_is_no_larger_than_the_tier():
     assert Extents(3, CHUNK, 1 << 30, lambda: 0.0).place(0) == (0, 3 * CHUNK)
 
 
-def test_chunks_of_the_lowest_extent_are_handed_out_first() -> None:
+def test_chunks_of_the_lowest_extent_are_handed_out_first():
     made = opened()
     assert made.allocate("abcde") == [0, 1, 2, 3, 4]
     made.release(2)
@@ -62,7 +62,7 @@ def test_chunks_of_the_lowest_extent_are_handed_out_first() -> None:
     assert made.open[0].held == {0: "x", 1: "b", 2: "y", 3: "d"}
 
 
-def test_of_an_extent_the_lowest_chunk_is_handed_out_first_whenever_it_came_back() -> None:
+def test_of_an_extent_the_lowest_chunk_is_handed_out_first_whenever_it_came_back():
     made = opened()
     made.allocate("abcd")
     made.release(0)
@@ -71,7 +71,7 @@ def test_of_an_extent_the_lowest_chunk_is_handed_out_first_whenever_it_came_back
     assert made.allocate("xyz") == [0, 1, 2]
 
 
-def test_more_than_there_is_takes_nothing() -> None:
+def test_more_than_there_is_takes_nothing():
     made = opened()
     with pytest.raises(MemoryError):
         made.allocate(range(9))
@@ -80,7 +80,7 @@ def test_more_than_there_is_takes_nothing() -> None:
     assert made.free == 0
 
 
-def test_of_an_extent_that_has_to_go_nothing_is_handed_out() -> None:
+def test_of_an_extent_that_has_to_go_nothing_is_handed_out():
     made = opened()
     made.allocate("ab")
     made.drain(0)
@@ -95,7 +95,7 @@ def test_of_an_extent_that_has_to_go_nothing_is_handed_out() -> None:
     assert made.draining() == []
 
 
-def test_a_closed_extent_is_removed_and_added_again() -> None:
+def test_a_closed_extent_is_removed_and_added_again():
     made = opened(count=3)
     made.close(1)
     assert made.free == 6
@@ -106,7 +106,7 @@ def test_a_closed_extent_is_removed_and_added_again() -> None:
     assert made.free == 10
 
 
-def test_only_an_idle_extent_is_closed_and_only_a_closed_one_removed() -> None:
+def test_only_an_idle_extent_is_closed_and_only_a_closed_one_removed():
     made = opened()
     made.allocate("a")
     with pytest.raises(AssertionError):
@@ -115,10 +115,9 @@ def test_only_an_idle_extent_is_closed_and_only_a_closed_one_removed() -> None:
         made.remove(1)
 
 
-def test_an_extent_is_not_idle_while_a_transfer_names_it() -> None:
+def test_an_extent_is_not_idle_while_a_transfer_names_it():
     made = opened()
-    chunks = made.allocate("abcde")
-    made.begin(7, chunks, workers=2)
+    made.begin(7, made.allocate("abcde"), workers=2)
     made.reset()
     assert made.free == 8
     assert made.idle() == []
@@ -132,7 +131,7 @@ def test_an_extent_is_not_idle_while_a_transfer_names_it() -> None:
     assert made.idle() == [1, 0]
 
 
-def test_a_reset_takes_every_chunk_back() -> None:
+def test_a_reset_takes_every_chunk_back():
     made = opened()
     made.allocate("abcdef")
     made.drain(1)
@@ -142,7 +141,7 @@ def test_a_reset_takes_every_chunk_back() -> None:
     assert made.allocate("abcd") == [0, 1, 2, 3]
 
 
-def test_after_a_reset_an_extent_is_as_cold_as_one_that_never_held_anything() -> None:
+def test_after_a_reset_an_extent_is_as_cold_as_one_that_never_held_anything():
     made = opened(count=3)
     made.allocate(range(9))
     made.use([8])
@@ -153,7 +152,7 @@ def test_after_a_reset_an_extent_is_as_cold_as_one_that_never_held_anything() ->
     assert made.coldest() == 2
 
 
-def test_what_was_not_used_for_longest_goes_first_and_what_is_empty_before_it() -> None:
+def test_what_was_not_used_for_longest_goes_first_and_what_is_empty_before_it():
     made = opened(12, 4, 3)
     made.allocate(range(9))
     made.use([0])
@@ -169,7 +168,7 @@ def test_what_was_not_used_for_longest_goes_first_and_what_is_empty_before_it() 
     made.use([100])  # of an extent that is absent
 
 
-def test_of_a_prompt_the_end_is_colder_than_the_beginning_wherever_it_is() -> None:
+def test_of_a_prompt_the_end_is_colder_than_the_beginning_wherever_it_is():
     made = opened(12, 4, 3)
     made.allocate(range(12))
     made.use([8, 9, 0, 1, 4])  # a prompt that begins in the last extent
@@ -180,13 +179,13 @@ def test_of_a_prompt_the_end_is_colder_than_the_beginning_wherever_it_is() -> No
     assert made.last_use_of_held() == made.open[2].used < made.open[0].used
 
 
-def test_what_is_stored_last_is_colder_within_a_prompt() -> None:
+def test_what_is_stored_last_is_colder_within_a_prompt():
     made = opened(12, 4, 3)
     made.allocate(range(12))
     assert made.open[0].used > made.open[1].used > made.open[2].used
 
 
-def test_the_last_use_of_what_is_held_passes_over_what_is_empty() -> None:
+def test_the_last_use_of_what_is_held_passes_over_what_is_empty():
     made = opened(12, 4, 3)
     assert made.last_use_of_held() == 0
     made.allocate(range(5))
@@ -194,7 +193,7 @@ def test_the_last_use_of_what_is_held_passes_over_what_is_empty() -> None:
     assert made.last_use() < 1 < made.last_use_of_held()
 
 
-def test_without_an_extent_there_is_no_last_use() -> None:
+def test_without_an_extent_there_is_no_last_use():
     assert extents().last_use() == 0
 
 
@@ -313,7 +312,7 @@ TestLife.settings = settings(max_examples=40, stateful_step_count=30, deadline=N
 
 
 @given(st.integers(1, 100), st.integers(1, 20))
-def test_extents_cover_a_tier_exactly(chunks: int, per: int) -> None:
+def test_extents_cover_a_tier_exactly(chunks, per):
     made = extents(chunks, per)
     ends = 0
     for index in range(made.count):

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from fakes import raising
 from pool_world import MIB, counted
 
 from kvpatch.pool import keeper as keeping
@@ -90,16 +91,33 @@ class Engine:
         assert self.memory.committed == self.member.committed == len(self.extents.open) * MIB
         assert set(self.ranks.registered) == {index * MIB for index in self.extents.open}
 
-    def store(self, count: int = PER) -> list[int]:
-        """Store blocks, growing as long as the pool has room."""
-        for _ in range(100):
+    def wants(self, count: int) -> None:
+        self.keeper.need(count)
+        self.turn()
+
+    def store(self, count: int = PER, then: float = 0) -> list[int]:
+        """Store blocks, growing as long as the pool has room; ``then`` seconds pass."""
+        stored: list[int] = []
+        while not stored:
             waits = self.keeper.need(count)
             if count <= self.extents.free:
-                return self.extents.allocate([next(self.keys) for _ in range(count)])
-            if not waits:
+                stored = self.extents.allocate([next(self.keys) for _ in range(count)])
+            elif not waits:
                 break
-            self.turn()
-        return []
+            else:
+                self.turn()
+        self.world.now += then
+        return stored
+
+
+def turn(*engines: Engine) -> None:
+    for engine in engines:
+        engine.turn()
+
+
+def mib(*engines: Engine) -> tuple[float, ...]:
+    """The MiB that engines have committed."""
+    return tuple(engine.memory.committed / MIB for engine in engines)
 
 
 class World:
@@ -120,6 +138,14 @@ class World:
         self.engines.append(made)
         return made
 
+    def after(self, seconds: float, *engines: Engine) -> None:
+        """Let time pass, and engines have a turn each, in that order."""
+        self.now += seconds
+        turn(*engines)
+
+    def limit(self, size: int) -> None:
+        assert ledger.set_limit(self.folder, size)
+
 
 @pytest.fixture
 def world(monkeypatch: pytest.MonkeyPatch) -> Iterator[World]:
@@ -135,16 +161,29 @@ def world(monkeypatch: pytest.MonkeyPatch) -> Iterator[World]:
     folder.rmdir()
 
 
-def test_one_extent_is_committed_ahead(world: World) -> None:
-    one = world.engine()
+@pytest.fixture
+def one(world: World) -> Engine:
+    return world.engine("one")
+
+
+@pytest.fixture
+def two(world: World) -> Engine:
+    return world.engine("two")
+
+
+@pytest.fixture
+def three(world: World) -> Engine:
+    return world.engine("three")
+
+
+def test_one_extent_is_committed_ahead(one):
     assert one.memory.committed == 0
     one.turn(3)
     assert one.memory.committed == MIB
     assert one.extents.free == PER
 
 
-def test_extents_are_committed_as_blocks_need_them(world: World) -> None:
-    one = world.engine()
+def test_extents_are_committed_as_blocks_need_them(world, one):
     for stored in range(1, 6):
         world.now += 1
         assert len(one.store()) == PER
@@ -153,16 +192,13 @@ def test_extents_are_committed_as_blocks_need_them(world: World) -> None:
     assert one.extents.used == 5 * PER
 
 
-def test_as_much_is_kept_free_as_was_stored_at_once_lately(world: World) -> None:
-    one = world.engine()
+def test_as_much_is_kept_free_as_was_stored_at_once_lately(world, one):
     one.store(3 * PER)
     one.turn()
     assert one.extents.free == 3 * PER
-    world.now += keeping.RECENT
-    one.turn()
+    world.after(keeping.RECENT, one)
     assert one.extents.free == 3 * PER
-    world.now += 1
-    one.turn()
+    world.after(1, one)
     assert one.extents.free == PER  # one extent
     one.store(1)
     assert one.keeper.extents.free == PER - 1
@@ -174,8 +210,7 @@ def test_as_much_is_kept_free_as_was_stored_at_once_lately(world: World) -> None
     assert one.memory.committed == MIB
 
 
-def test_what_was_stored_in_one_moment_counts_together(world: World) -> None:
-    one = world.engine()
+def test_what_was_stored_in_one_moment_counts_together(one):
     one.store(2 * PER)
     one.turn()
     one.store(PER)  # in the same moment
@@ -183,8 +218,7 @@ def test_what_was_stored_in_one_moment_counts_together(world: World) -> None:
     assert one.extents.free == 3 * PER
 
 
-def test_a_store_waits_while_the_tier_can_grow_and_is_then_the_policys(world: World) -> None:
-    one = world.engine()
+def test_a_store_waits_while_the_tier_can_grow_and_is_then_the_policys(world, one):
     assert one.keeper.need(6 * PER)
     one.turn()
     assert one.extents.free >= 6 * PER
@@ -195,8 +229,7 @@ def test_a_store_waits_while_the_tier_can_grow_and_is_then_the_policys(world: Wo
     assert not one.keeper.need(100 * PER)  # nothing is left
 
 
-def test_a_full_pool_is_not_looked_at_for_every_store(world: World) -> None:
-    one = world.engine()
+def test_a_full_pool_is_not_looked_at_for_every_store(one):
     one.store(8 * PER)
     one.turn()
     one.keeper._wake.clear()
@@ -204,12 +237,8 @@ def test_a_full_pool_is_not_looked_at_for_every_store(world: World) -> None:
     assert not one.keeper._wake.is_set()
 
 
-def test_an_engine_that_wants_nothing_leaves_the_ledger_to_the_others(
-    world: World, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    one, two = world.engine("one"), world.engine("two")
-    one.turn(2)
-    two.turn(2)
+def test_an_engine_that_wants_nothing_leaves_the_ledger_to_the_others(world, one, two, monkeypatch):
+    turn(one, one, two, two)
 
     def rests() -> bool:
         with monkeypatch.context() as patched:
@@ -230,10 +259,9 @@ def test_an_engine_that_wants_nothing_leaves_the_ledger_to_the_others(
     two.member.ask(peer, MIB)
     assert not rests()
     one.turn()
-    world.now += keeping.TO_GIVE
-    one.turn(2)
+    world.after(keeping.TO_GIVE, one, one)
     assert rests()
-    assert ledger.set_limit(world.folder, MIB)
+    world.limit(MIB)
     assert not rests()
     one.pinned.update(range(64 * PER))
     one.turn()
@@ -242,8 +270,7 @@ def test_an_engine_that_wants_nothing_leaves_the_ledger_to_the_others(
     assert not rests()  # until what has to go is gone
     one.pinned.clear()
     one.turn()
-    world.now += keeping.TO_GIVE
-    one.turn()
+    world.after(keeping.TO_GIVE, one)
     assert rests()
     (world.folder / ledger.LIMIT).unlink()
     assert not rests()
@@ -253,13 +280,10 @@ def test_an_engine_that_wants_nothing_leaves_the_ledger_to_the_others(
     one.member.path.touch()
 
 
-def test_an_engine_that_asks_another_does_not_rest(world: World) -> None:
-    one, two = world.engine("one"), world.engine("two")
+def test_an_engine_that_asks_another_does_not_rest(world, one, two):
     one.store(8 * PER)
-    world.now += 10
-    one.turn()
-    two.keeper.need(PER)
-    two.turn()
+    world.after(10, one)
+    two.wants(PER)
     assert two.keeper._asked
     world.now += keeping.PATIENCE
     two.keeper._looked_at = world.now
@@ -267,9 +291,8 @@ def test_an_engine_that_asks_another_does_not_rest(world: World) -> None:
 
 
 def test_room_that_was_not_looked_for_lately_is_looked_for_before_blocks_are_evicted(
-    world: World,
-) -> None:
-    one, two = world.engine("one"), world.engine("two")
+    world, one, two
+):
     two.store(8 * PER)
     one.turn()
     assert not one.keeper.need(PER)
@@ -284,8 +307,7 @@ def test_room_that_was_not_looked_for_lately_is_looked_for_before_blocks_are_evi
     assert one.extents.free >= PER
 
 
-def test_a_store_does_not_wait_for_ever(world: World) -> None:
-    one = world.engine()
+def test_a_store_does_not_wait_for_ever(world, one):
     assert one.keeper.need(PER)  # nobody turns
     world.now += keeping.PATIENCE / 2
     assert one.keeper.need(PER)
@@ -293,8 +315,7 @@ def test_a_store_does_not_wait_for_ever(world: World) -> None:
     assert not one.keeper.need(PER)
 
 
-def test_a_small_store_does_not_hide_a_large_one_that_waits(world: World) -> None:
-    one = world.engine()
+def test_a_small_store_does_not_hide_a_large_one_that_waits(one):
     one.turn()
     assert one.keeper.need(6 * PER)
     assert not one.keeper.need(1)  # it has room
@@ -304,15 +325,13 @@ def test_a_small_store_does_not_hide_a_large_one_that_waits(world: World) -> Non
     assert len(one.extents.allocate(range(6 * PER))) == 6 * PER
 
 
-def test_patience_counts_from_when_memory_came_last(world: World) -> None:
-    one = world.engine()
+def test_patience_counts_from_when_memory_came_last(world, one):
     for _ in range(4):
         assert one.keeper.need(PER * (1 + len(one.extents.open)))
-        world.now += keeping.PATIENCE * 0.75
-        one.turn()
+        world.after(keeping.PATIENCE * 0.75, one)
 
 
-def test_an_engine_has_no_more_than_its_tier(world: World) -> None:
+def test_an_engine_has_no_more_than_its_tier(world):
     one = world.engine(tier=2 * MIB)
     assert len(one.store(2 * PER)) == 2 * PER
     assert not one.keeper.need(1)
@@ -320,8 +339,7 @@ def test_an_engine_has_no_more_than_its_tier(world: World) -> None:
     assert one.memory.committed == 2 * MIB
 
 
-def test_after_a_reset_all_but_one_extent_is_given_back(world: World) -> None:
-    one = world.engine()
+def test_after_a_reset_all_but_one_extent_is_given_back(one):
     one.store(6 * PER)
     one.keeper.reset()
     one.turn()
@@ -330,10 +348,8 @@ def test_after_a_reset_all_but_one_extent_is_given_back(world: World) -> None:
     assert one.memory.committed == MIB
 
 
-def test_what_a_transfer_names_is_not_given_back(world: World) -> None:
-    one = world.engine()
-    chunks = one.store(4 * PER)
-    one.extents.begin(1, chunks[:1], workers=1)
+def test_what_a_transfer_names_is_not_given_back(one):
+    one.extents.begin(1, one.store(4 * PER)[:1], workers=1)
     one.keeper.reset()
     one.turn(3)
     assert 0 in one.extents.open
@@ -343,26 +359,20 @@ def test_what_a_transfer_names_is_not_given_back(world: World) -> None:
     assert one.memory.committed == MIB
 
 
-def test_a_lower_limit_is_shared_out_at_once(world: World) -> None:
-    one, two = world.engine("one"), world.engine("two")
+def test_a_lower_limit_is_shared_out_at_once(world, one, two):
     one.store(6 * PER)
-    two.store(2 * PER)
-    world.now += 5
+    two.store(2 * PER, then=5)
     one.extents.use(range(PER))  # the first extent is hot
-    one.turn()
-    two.turn()
-    assert ledger.set_limit(world.folder, 4 * MIB)
-    one.turn()
-    two.turn()
-    assert (one.memory.committed, two.memory.committed) == (3 * MIB, MIB)
+    turn(one, two)
+    world.limit(4 * MIB)
+    turn(one, two)
+    assert mib(one, two) == (3, 1)
     assert 0 in one.extents.open
     one.turn(5)
     two.turn(5)
     assert counted(world.folder) == 4 * MIB
-    assert ledger.set_limit(world.folder, 1)
-    world.now += 5
-    for engine in (one, two, one, two):
-        engine.turn()
+    world.limit(1)
+    world.after(5, one, two, one, two)
     assert counted(world.folder) == 0
 
 
@@ -398,7 +408,7 @@ class Looked(dict[int, Extent]):
         return super().values()
 
 
-def test_a_turn_looks_at_few_extents_however_many_there_are(world: World) -> None:
+def test_a_turn_looks_at_few_extents_however_many_there_are(world):
     one = full(world, 60)
     one.extents.open = looked = Looked(one.extents.open)
     one.turn()
@@ -412,9 +422,7 @@ def test_a_turn_looks_at_few_extents_however_many_there_are(world: World) -> Non
     assert looked.looks <= 5 + 2 * 10  # and at those that were used since
 
 
-def test_a_much_lower_limit_has_few_extents_go_at_a_time(
-    world: World, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_much_lower_limit_has_few_extents_go_at_a_time(world, monkeypatch):
     """What has to go is evicted by the next step of the scheduler, if it comes first."""
     one = full(world, 60)
     going: list[int] = []
@@ -422,7 +430,7 @@ def test_a_much_lower_limit_has_few_extents_go_at_a_time(
     monkeypatch.setattr(
         one.keeper, "_evict", lambda index: going.append(one.extents.going) or evict(index)
     )
-    assert ledger.set_limit(world.folder, 1)
+    world.limit(1)
     turns = 0
     while one.memory.committed:
         one.turn()
@@ -434,10 +442,10 @@ def test_a_much_lower_limit_has_few_extents_go_at_a_time(
     assert turns == -(-60 // keeping.PER_TURN)
 
 
-def test_extents_that_cannot_go_yet_hold_no_others_up(world: World) -> None:
+def test_extents_that_cannot_go_yet_hold_no_others_up(world):
     one = full(world, 60)
     one.pinned.update(range(0, 60 * PER, PER))  # a block of each
-    assert ledger.set_limit(world.folder, 1)
+    world.limit(1)
     one.turn()
     assert len(one.extents.draining()) == keeping.PER_TURN
     assert not one.keeper._wake.is_set()
@@ -448,20 +456,17 @@ def test_extents_that_cannot_go_yet_hold_no_others_up(world: World) -> None:
         one.turn()
 
 
-def test_what_another_engine_asks_for_goes_at_once(world: World) -> None:
+def test_what_another_engine_asks_for_goes_at_once(world):
     one = full(world, 60)
     two = world.engine("two")
-    peer = next(iter(two.member.look(0, 0.0).peers))
-    two.member.ask(peer, 20 * MIB)
+    two.member.ask(next(iter(two.member.look(0, 0.0).peers)), 20 * MIB)
     one.turn()
     assert one.keeper.evicted == 20 * PER  # once it has answered nothing reminds it
 
 
-def test_blocks_in_transfers_go_when_they_end(world: World) -> None:
-    one = world.engine()
-    chunks = one.store(2 * PER)
-    one.pinned.update(chunks[:2])
-    assert ledger.set_limit(world.folder, 1)
+def test_blocks_in_transfers_go_when_they_end(world, one):
+    one.pinned.update(one.store(2 * PER)[:2])
+    world.limit(1)
     one.turn()
     assert one.memory.committed == MIB
     assert one.extents.draining() == [0]
@@ -472,14 +477,10 @@ def test_blocks_in_transfers_go_when_they_end(world: World) -> None:
     assert one.keeper.evicted == 2 * PER
 
 
-def test_the_coldest_extent_of_the_machine_goes(world: World) -> None:
-    one, two, three = world.engine("one"), world.engine("two"), world.engine("three")
-    one.store(4 * PER)
-    world.now += 10
+def test_the_coldest_extent_of_the_machine_goes(world, one, two, three):
+    one.store(4 * PER, then=10)
     two.store(4 * PER)
-    world.now += 10
-    for engine in (one, two, three):
-        engine.turn()
+    world.after(10, one, two, three)
     assert counted(world.folder) == 8 * MIB
     assert not three.keeper.need(PER)  # the policy evicts meanwhile
     three.turn()  # asks
@@ -492,33 +493,25 @@ def test_the_coldest_extent_of_the_machine_goes(world: World) -> None:
     assert len(three.extents.allocate(range(PER))) == PER
 
 
-def test_an_engine_keeps_its_floor_however_cold_it_is(world: World) -> None:
+def test_an_engine_keeps_its_floor_however_cold_it_is(world):
     one, two = world.engine("one", floor=3 * MIB), world.engine("two")
-    one.store(4 * PER)
-    world.now += 60
-    two.store(4 * PER)
-    world.now += 10
+    one.store(4 * PER, then=60)
+    two.store(4 * PER, then=10)
     for _ in range(20):  # what it asks for is more than may be given
-        two.keeper.need(4 * PER)
-        two.turn()
+        two.wants(4 * PER)
         one.turn()
         world.now += 0.2
-    assert one.memory.committed == 3 * MIB
-    assert two.memory.committed == 5 * MIB
+    assert mib(one, two) == (3, 5)
 
 
-def test_a_suspended_engine_keeps_all_that_it_has(world: World) -> None:
+def test_a_suspended_engine_keeps_all_that_it_has(world, one, two):
     """What it has stored is nowhere else. Resumed, it gives as any other."""
-    one, two = world.engine("one"), world.engine("two")
-    one.store(4 * PER)
-    world.now += 60
-    two.store(4 * PER)
-    world.now += 10
+    one.store(4 * PER, then=60)
+    two.store(4 * PER, then=10)
 
     def ask() -> int:
         for _ in range(80):  # who gives nothing is not asked for a while
-            two.keeper.need(4 * PER)
-            two.turn()
+            two.wants(4 * PER)
             one.turn()
             world.now += 0.2
         return one.extents.used
@@ -529,159 +522,116 @@ def test_a_suspended_engine_keeps_all_that_it_has(world: World) -> None:
     assert ask() < 4 * PER
 
 
-def test_an_extent_that_would_take_an_engine_below_its_floor_is_not_given(world: World) -> None:
+def test_an_extent_that_would_take_an_engine_below_its_floor_is_not_given(world):
     one, two = world.engine("one", floor=3 * MIB + MIB // 2), world.engine("two")
-    one.store(4 * PER)
-    world.now += 60
-    two.store(4 * PER)
-    world.now += 10
+    one.store(4 * PER, then=60)
+    two.store(4 * PER, then=10)
     for _ in range(20):
-        two.keeper.need(4 * PER)
-        two.turn()
+        two.wants(4 * PER)
         one.turn()
         world.now += 0.2
     assert one.memory.committed == 4 * MIB
 
 
-def test_below_its_floor_an_engine_takes_what_is_warmer_than_its_own(world: World) -> None:
+def test_below_its_floor_an_engine_takes_what_is_warmer_than_its_own(world):
     one, two = world.engine("one", floor=3 * MIB), world.engine("two")
-    one.store(PER)
-    world.now += 10
+    one.store(PER, then=10)
     two.store(7 * PER)
     for _ in range(20):
-        one.keeper.need(4 * PER)
-        one.turn()
+        one.wants(4 * PER)
         two.turn()
         world.now += 0.2
-    assert one.memory.committed == 3 * MIB  # and no more: its own are the coldest
-    assert two.memory.committed == 5 * MIB
+    assert mib(one, two) == (3, 5)  # and no more: its own are the coldest
 
 
-def test_floors_are_kept_while_a_lower_limit_has_room_for_them(world: World) -> None:
+def test_floors_are_kept_while_a_lower_limit_has_room_for_them(world):
     one, two = world.engine("one", floor=3 * MIB), world.engine("two")
     one.store(4 * PER)
-    two.store(4 * PER)
-    world.now += 5
+    two.store(4 * PER, then=5)
     for limit, have in ((5, (3, 2)), (2, (1, 1))):
-        one.turn()
-        two.turn()
-        assert ledger.set_limit(world.folder, limit * MIB)
+        turn(one, two)
+        world.limit(limit * MIB)
         for engine in (one, two) * 4:
             engine.turn()
         assert (one.memory.committed // MIB, two.memory.committed // MIB) == have
 
 
-def test_who_gave_an_extent_does_not_take_it_back_for_what_it_may_need(world: World) -> None:
-    one, two = world.engine("one"), world.engine("two")
+def test_who_gave_an_extent_does_not_take_it_back_for_what_it_may_need(world, one, two):
     one.store(8 * PER)
-    world.now += 10
-    two.turn()
-    one.turn()
-    two.keeper.need(PER)
-    two.turn()
+    world.after(10, two, one)
+    two.wants(PER)
     one.turn(3)
     assert one.memory.committed == 7 * MIB
     two.turn()
     assert two.memory.committed == MIB
 
 
-def test_who_gave_an_extent_does_not_take_it_back_for_a_store(world: World) -> None:
+def test_who_gave_an_extent_does_not_take_it_back_for_a_store(world, one, two):
     """Else a busy engine takes it before the one that asked has looked, again and again."""
-    one, two = world.engine("one"), world.engine("two")
     one.store(8 * PER)
-    world.now += 10
-    two.turn()
-    one.turn()
-    two.keeper.need(PER)
-    two.turn()
-    one.keeper.need(PER)
-    one.turn(3)
+    world.after(10, two, one)
+    two.wants(PER)
+    one.wants(PER)
+    one.turn(2)
     assert one.memory.committed == 7 * MIB
     two.turn()
     assert two.memory.committed == MIB
 
 
-def test_who_gave_in_time_and_has_more_later_is_not_passed_over(world: World) -> None:
-    one, two = world.engine("one"), world.engine("two")
+def test_who_gave_in_time_and_has_more_later_is_not_passed_over(world, one, two):
     one.store(8 * PER)
-    world.now += 10
-    two.turn()
-    one.turn()
-    two.keeper.need(PER)
-    two.turn()
+    world.after(10, two, one)
+    two.wants(PER)
     one.turn()
     world.now += 5  # nothing is wanted any more
     two.turn(2)
-    assert (one.memory.committed, two.memory.committed) == (7 * MIB, MIB)
-    one.keeper.need(PER)
-    one.turn()
-    two.turn()
-    one.turn()
-    assert (one.memory.committed, two.memory.committed) == (8 * MIB, 0)
-    world.now += 5
-    one.turn()
-    two.keeper.need(PER)
-    two.turn()
-    one.turn()
-    two.turn()
+    assert mib(one, two) == (7, 1)
+    one.wants(PER)
+    turn(two, one)
+    assert mib(one, two) == (8, 0)
+    world.after(5, one)
+    two.wants(PER)
+    turn(one, two)
     assert two.memory.committed == MIB
 
 
-def test_if_the_own_coldest_is_the_coldest_of_all_nobody_is_asked(world: World) -> None:
-    one, two = world.engine("one"), world.engine("two")
-    two.store(4 * PER)
-    world.now += 10
+def test_if_the_own_coldest_is_the_coldest_of_all_nobody_is_asked(one, two):
+    two.store(4 * PER, then=10)
     one.store(4 * PER)
-    one.turn()
-    two.turn()
+    turn(one, two)
     assert not two.keeper.need(PER)
     two.turn()
     assert one.member.look(0, 1.0).asked == 0
 
 
-def test_what_is_seen_to_be_full_is_not_tried(
-    world: World, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    one, two = world.engine("one"), world.engine("two")
+def test_what_is_seen_to_be_full_is_not_tried(one, two, monkeypatch):
     one.store(8 * PER)
     one.turn()
     monkeypatch.setattr(two.member, "take", lambda size: pytest.fail("it takes the lock"))
-    two.keeper.need(PER)
-    two.turn()
+    two.wants(PER)
 
 
-def test_an_own_extent_that_holds_nothing_does_not_hide_that_others_are_older(
-    world: World,
-) -> None:
-    one, two = world.engine("one"), world.engine("two")
+def test_an_own_extent_that_holds_nothing_does_not_hide_that_others_are_older(world, one, two):
     kept = two.store(PER)
     two.turn()
     world.now += 100
-    one.store(6 * PER)
-    world.now += 100
+    one.store(6 * PER, then=100)
     two.extents.use(kept)
-    one.turn()
-    two.turn()
+    turn(one, two)
     assert two.extents.last_use() < 1  # it has an extent ahead
-    world.now += 10
-    one.turn()
-    two.keeper.need(3 * PER)
-    two.turn()
+    world.after(10, one)
+    two.wants(3 * PER)
     assert one.member.look(0, 1.0).asked > 0
 
 
-def test_an_extent_kept_ahead_does_not_make_an_engine_the_oldest(world: World) -> None:
-    one, two, three = world.engine("one"), world.engine("two"), world.engine("three")
-    one.store(3 * PER)
-    world.now += 60
+def test_an_extent_kept_ahead_does_not_make_an_engine_the_oldest(world, one, two, three):
+    one.store(3 * PER, then=60)
     two.store(3 * PER)
     two.turn()  # one ahead
     assert two.extents.last_use() < 1 <= two.extents.last_use_of_held()
-    world.now += 60
-    one.turn()
-    two.turn()
-    three.keeper.need(2 * PER)
-    three.turn(2)
+    world.after(60, one, two)
+    three.wants(2 * PER)
+    three.turn()
     assert set(three.keeper._asked) == {one.member.path.name}
 
 
@@ -689,41 +639,33 @@ def asked_by(engine: Any, *others: Any) -> set[str]:
     """Whom an engine asks that needs an extent, when the others have looked."""
     for other in others:
         other.turn()
-    engine.keeper.need(PER)
-    engine.turn()
+    engine.wants(PER)
     return set(engine.keeper._asked)
 
 
-def test_who_finds_less_of_what_it_stores_gives_first(world: World) -> None:
-    one, two, three = world.engine("one"), world.engine("two"), world.engine("three")
+def test_who_finds_less_of_what_it_stores_gives_first(world, one, two, three):
     one.store(4 * PER)
     one.extents.reuse.found(8 * PER)
     world.now += 10
-    two.store(4 * PER)
-    world.now += 10
+    two.store(4 * PER, then=10)
     assert asked_by(three, one, two) == {two.member.path.name}
 
 
-def test_an_equal_part_is_taken_from_who_has_more_before_who_has_less(world: World) -> None:
-    one, two, three = world.engine("one"), world.engine("two"), world.engine("three")
-    one.store(2 * PER)
-    world.now += 10
-    two.store(6 * PER)
-    world.now += 10
+def test_an_equal_part_is_taken_from_who_has_more_before_who_has_less(one, two, three):
+    one.store(2 * PER, then=10)
+    two.store(6 * PER, then=10)
     assert asked_by(three, one, two) == {two.member.path.name}
 
 
-def test_an_engine_that_does_not_answer_is_passed_over(world: World) -> None:
+def test_an_engine_that_does_not_answer_is_passed_over(world):
     silent, slow, one = world.engine("silent"), world.engine("slow"), world.engine("one")
     silent.store(4 * PER)
     world.now += 10  # it does not look any more
-    slow.store(3 * PER)
-    world.now += 10
+    slow.store(3 * PER, then=10)
     one.store(PER)
     slow.turn()
     assert counted(world.folder) == 8 * MIB
-    one.keeper.need(PER)
-    one.turn()
+    one.wants(PER)
     asked = {
         name: engine.member.look(0, engine.extents.last_use()).asked
         for name, engine in (("silent", silent), ("slow", slow))
@@ -734,16 +676,13 @@ def test_an_engine_that_does_not_answer_is_passed_over(world: World) -> None:
         world.now += keeping.TO_GIVE
         for engine in (silent, slow):
             engine.member.look(0, engine.extents.last_use())
-        one.keeper.need(PER)
-        one.turn()
+        one.wants(PER)
     assert silent.member.look(0, 1.0).asked == MIB
-    silent.turn()
-    one.turn()
+    turn(silent, one)
     assert one.memory.committed == 2 * MIB
 
 
-def test_an_engine_that_did_not_give_is_not_asked_again_for_a_while(world: World) -> None:
-    one, two, three = world.engine("one"), world.engine("two"), world.engine("three")
+def test_an_engine_that_did_not_give_is_not_asked_again_for_a_while(world, one, two, three):
     for engine in (one, two):
         engine.store(4 * PER)
         engine.pinned.update(range(4 * PER))  # it answers, and cannot give
@@ -752,8 +691,7 @@ def test_an_engine_that_did_not_give_is_not_asked_again_for_a_while(world: World
     begun = world.now
     while world.now - begun < keeping.PASSED_OVER:
         three.keeper.need(PER)
-        for engine in (one, two, three):
-            engine.turn()
+        turn(one, two, three)
         wanted.append(set(three.keeper._asked))
         world.now += 0.3
     first, second = ({engine.member.path.name} for engine in (one, two))
@@ -764,30 +702,27 @@ def test_an_engine_that_did_not_give_is_not_asked_again_for_a_while(world: World
     assert asked_by(three, one, two) == first
 
 
-def test_a_limit_below_what_is_committed_by_a_byte_is_reached(world: World) -> None:
+def test_a_limit_below_what_is_committed_by_a_byte_is_reached(world):
     world.size = 2 * MIB
     one, two = world.engine("one"), world.engine("two")
     one.store(PER)
     two.store(PER)
     assert counted(world.folder) == 2 * MIB
-    assert ledger.set_limit(world.folder, 2 * MIB - 1)
-    one.turn()
-    two.turn()
+    world.limit(2 * MIB - 1)
+    turn(one, two)
     assert counted(world.folder) == MIB
 
 
-def test_a_lower_limit_is_shared_by_those_that_answer(world: World) -> None:
+def test_a_lower_limit_is_shared_by_those_that_answer(world):
     silent, one = world.engine("silent"), world.engine("one")
-    silent.store(4 * PER)
-    world.now += 10
+    silent.store(4 * PER, then=10)
     one.store(4 * PER)
-    assert ledger.set_limit(world.folder, 5 * MIB)
+    world.limit(5 * MIB)
     one.turn()
     assert one.memory.committed == MIB
 
 
-def test_a_worker_that_cannot_register_ends_growth_and_nothing_else(world: World) -> None:
-    one = world.engine()
+def test_a_worker_that_cannot_register_ends_growth_and_nothing_else(world, one):
     one.store(PER)
     one.ranks.failing.add("register")
     assert one.store(PER) == []
@@ -800,8 +735,7 @@ def test_a_worker_that_cannot_register_ends_growth_and_nothing_else(world: World
     assert one.extents.free == PER
 
 
-def test_what_is_not_deregistered_stays_committed_and_counted(world: World) -> None:
-    one = world.engine()
+def test_what_is_not_deregistered_stays_committed_and_counted(one):
     one.store(3 * PER)
     one.ranks.failing.add("deregister")
     one.keeper.reset()
@@ -813,9 +747,8 @@ def test_what_is_not_deregistered_stays_committed_and_counted(world: World) -> N
 
 
 @pytest.mark.parametrize("both", [False, True])
-def test_a_worker_that_failed_once_is_asked_again(world: World, both: bool) -> None:
+def test_a_worker_that_failed_once_is_asked_again(world, one, both):
     """Also where it did not answer, and nobody knows what it has registered."""
-    one = world.engine()
     one.store(PER)
     one.ranks.failing = {"register", "deregister"} if both else {"register"}
     one.keeper.need(PER)
@@ -827,14 +760,12 @@ def test_a_worker_that_failed_once_is_asked_again(world: World, both: bool) -> N
         assert one.memory.committed == one.member.committed == held, "counted twice"
         assert "it does not" in one.keeper.broken
     one.ranks.failing.clear()
-    world.now += keeping.AGAIN
-    one.turn()
+    world.after(keeping.AGAIN, one)
     assert len(one.store(PER)) == PER
     assert one.keeper.broken == ""
 
 
-def test_an_engine_that_ends_gives_back_what_a_worker_has_not_undone(world: World) -> None:
-    one = world.engine()
+def test_an_engine_that_ends_gives_back_what_a_worker_has_not_undone(world, one):
     one.ranks.failing = {"register", "deregister"}
     one.keeper.turn()
     assert one.member.committed == MIB
@@ -843,44 +774,28 @@ def test_an_engine_that_ends_gives_back_what_a_worker_has_not_undone(world: Worl
     world.engines.clear()
 
 
-def test_memory_that_is_not_there_is_tried_again_later(
-    world: World, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    one = world.engine()
+def test_memory_that_is_not_there_is_tried_again_later(world, one, monkeypatch):
     one.store(PER)
     commit = one.memory.commit
-
-    def full(offset: int, size: int) -> None:
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr(one.memory, "commit", full)
+    monkeypatch.setattr(one.memory, "commit", raising(OSError(28, "No space left on device")))
     assert one.store(PER) == []
     assert one.member.committed == MIB
     assert "No space left" in one.keeper.broken
     monkeypatch.setattr(one.memory, "commit", commit)
     assert one.store(PER) == []
-    world.now += keeping.AGAIN
-    one.turn()
+    world.after(keeping.AGAIN, one)
     assert one.keeper.broken == ""
     assert len(one.store(PER)) == PER
 
 
-def test_without_the_ledgers_lock_no_store_waits(
-    world: World, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    one = world.engine()
+def test_without_the_ledgers_lock_no_store_waits(one, monkeypatch):
     assert one.keeper.need(PER)
-
-    def busy(*args: object) -> None:
-        raise ledger.Busy
-
-    monkeypatch.setattr(one.member, "look", busy)
+    monkeypatch.setattr(one.member, "look", raising(ledger.Busy))
     one.turn()
     assert not one.keeper.need(PER)
 
 
-def test_without_its_record_an_engine_gives_everything_back(world: World) -> None:
-    one = world.engine()
+def test_without_its_record_an_engine_gives_everything_back(one):
     one.store(3 * PER)
     one.member.path.unlink()
     one.turn(2)
@@ -889,37 +804,30 @@ def test_without_its_record_an_engine_gives_everything_back(world: World) -> Non
     assert not one.keeper.need(1)
 
 
-def test_an_engine_whose_record_was_removed_joins_again(world: World) -> None:
+def test_an_engine_whose_record_was_removed_joins_again(world, one):
     """As by systemd-logind with RemoveIPC=yes, when its user logs out."""
-    one = world.engine()
     one.store(3 * PER)
     one.member.held_by({os.getppid()})
-    assert ledger.set_limit(world.folder, 2 * MIB)
+    world.limit(2 * MIB)
     shutil.rmtree(world.folder)
     one.turn(3)
     assert one.memory.committed == 0
-    world.now += keeping.AGAIN
-    one.turn(2)
+    world.after(keeping.AGAIN, one, one)
     assert one.keeper.broken == ""
     assert len(one.store(3 * PER)) == 3 * PER, "the limit is the one that it was started with"
     assert counted(world.folder) == one.member.committed
-    other = world.engine("two")
-    (peer,) = other.member.look(0, 0.0).peers
+    (peer,) = world.engine("two").member.look(0, 0.0).peers
     file = os.open(peer.path, os.O_RDONLY)
     assert {pid for pid, _ in record.read_processes(file)} == {os.getpid(), os.getppid()}
     os.close(file)
 
 
-def test_a_limit_that_was_lowered_stays_lowered_when_the_records_were_removed(
-    world: World,
-) -> None:
-    one = world.engine()
-    assert ledger.set_limit(world.folder, 2 * MIB)
+def test_a_limit_that_was_lowered_stays_lowered_when_the_records_were_removed(world, one):
+    world.limit(2 * MIB)
     one.turn()
     shutil.rmtree(world.folder)
     one.turn(3)
-    world.now += keeping.AGAIN
-    one.turn(2)
+    world.after(keeping.AGAIN, one, one)
     assert one.keeper.broken == ""
     assert one.keeper.view is not None
     assert one.keeper.view.limit == 2 * MIB
@@ -927,21 +835,18 @@ def test_a_limit_that_was_lowered_stays_lowered_when_the_records_were_removed(
     assert other.member.look(0, 0.0).limit == 2 * MIB
 
 
-def test_an_engine_does_not_join_a_pool_of_another_size(world: World) -> None:
-    one = world.engine()
+def test_an_engine_does_not_join_a_pool_of_another_size(world, one):
     shutil.rmtree(world.folder)
     world.size = 16 * MIB
     world.engine("two")
     one.turn(3)
     for _ in range(3):
-        world.now += keeping.AGAIN
-        one.turn(2)
+        world.after(keeping.AGAIN, one, one)
         assert one.memory.committed == 0
         assert one.keeper.broken == keeping.REMOVED
 
 
-def test_the_thread_survives_an_error(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
-    one = world.engine()
+def test_the_thread_survives_an_error(world, one, monkeypatch):
     turns = threading.Semaphore(0)
 
     def fails() -> None:
@@ -961,7 +866,7 @@ def test_the_thread_survives_an_error(world: World, monkeypatch: pytest.MonkeyPa
     world.engines.clear()
 
 
-def test_between_two_looks_a_part_is_done(world: World) -> None:
+def test_between_two_looks_a_part_is_done(world):
     """So that it is not taken for an engine that does not answer."""
     world.size = 20 * MIB
     one = world.engine()
@@ -982,8 +887,7 @@ def test_between_two_looks_a_part_is_done(world: World) -> None:
     assert one.memory.committed == MIB
 
 
-def test_engines_that_look_together_once_do_not_the_next_time(world: World) -> None:
-    one = world.engine()
+def test_engines_that_look_together_once_do_not_the_next_time(one):
     rests = set()
     for _ in range(8):
         one.turn()

@@ -9,7 +9,7 @@ import signal
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from itertools import count
 from multiprocessing import Pipe
 from pathlib import Path
@@ -46,11 +46,54 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
         path.rmdir()
 
 
+@pytest.fixture
+def one(folder: Path) -> Member:
+    return join(folder, name="one")
+
+
+@pytest.fixture
+def two(folder: Path) -> Member:
+    return join(folder, name="two")
+
+
+@pytest.fixture
+def three(folder: Path) -> Member:
+    return join(folder, name="three")
+
+
+def unlock(member: Member) -> None:
+    """Drop the lock of a member's record, as if every process had dropped it."""
+    fcntl.flock(member._file, fcntl.LOCK_UN)
+
+
+@contextmanager
+def locked(folder: Path) -> Iterator[None]:
+    """Keep the ledger's lock, for which nobody waits long meanwhile."""
+    file = os.open(folder, os.O_RDONLY)
+    fcntl.flock(file, fcntl.LOCK_EX)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(ledger, "TO_LOOK", 0.01)
+        patch.setattr(ledger, "TO_START", 0.01)
+        yield
+    os.close(file)
+
+
+def killed(folder: Path, size: int, taken: int, name: str) -> None:
+    """Let an engine take memory in a process of its own, which is then killed."""
+
+    def engine() -> None:
+        member = join(folder, size, name)
+        assert member.take(taken)
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    os.waitpid(in_child(engine), 0)
+
+
 def names(folder: Path) -> set[str]:
     return {path.name for path in folder.iterdir()}
 
 
-def test_engines_take_until_the_limit_and_no_further(folder: Path) -> None:
+def test_engines_take_until_the_limit_and_no_further(folder):
     one, two = join(folder, 3 * MIB, "one"), join(folder, 3 * MIB, "two")
     assert one.take(MIB)
     assert two.take(MIB)
@@ -61,12 +104,9 @@ def test_engines_take_until_the_limit_and_no_further(folder: Path) -> None:
     one.give(MIB)
     assert two.take(MIB)
     assert (one.committed, two.committed) == (MIB, 2 * MIB)
-    one.leave()
-    two.leave()
 
 
-def test_the_last_engine_leaves_nothing(folder: Path) -> None:
-    one, two = join(folder, name="one"), join(folder, name="two")
+def test_the_last_engine_leaves_nothing(folder, one, two):
     one.leave()
     assert ledger.LIMIT in names(folder)
     two.leave()
@@ -75,7 +115,7 @@ def test_the_last_engine_leaves_nothing(folder: Path) -> None:
     assert ledger.show(folder) is None
 
 
-def test_an_engine_that_was_started_with_another_size_is_refused(folder: Path) -> None:
+def test_an_engine_that_was_started_with_another_size_is_refused(folder):
     one = join(folder, 3 * MIB, "one")
     with pytest.raises(Different) as different:
         join(folder, 4 * MIB, "two")
@@ -86,7 +126,7 @@ def test_an_engine_that_was_started_with_another_size_is_refused(folder: Path) -
     join(folder, 4 * MIB, "three").leave()  # nobody is left who would disagree
 
 
-def test_floors_that_are_more_than_the_pool_are_refused(folder: Path) -> None:
+def test_floors_that_are_more_than_the_pool_are_refused(folder):
     def keeping(name: str, floor: int) -> Member:
         return join_as(ledger.record_of(folder, name), 4 * MIB, owner(floor=floor))
 
@@ -97,30 +137,26 @@ def test_floors_that_are_more_than_the_pool_are_refused(folder: Path) -> None:
     assert promised.value.floors == 4 * MIB
     two.leave()
     keeping("three", 2 * MIB).leave()
-    one.leave()
 
 
-def test_a_lower_limit_holds_at_once(folder: Path) -> None:
+def test_a_lower_limit_holds_at_once(folder):
     one = join(folder, 3 * MIB, "one")
     assert one.take(2 * MIB)
     assert ledger.set_limit(folder, MIB)
     assert not one.take(1)
     view = one.look(0, 0.0)
     assert (view.limit, view.total, view.own) == (MIB, 2 * MIB, 2 * MIB)
-    shown = ledger.show(folder)
-    assert shown is not None
-    assert shown[0] == Limit(3 * MIB, MIB)
+    assert ledger.show(folder)[0] == Limit(3 * MIB, MIB)
     one.leave()
     assert not ledger.set_limit(folder, MIB)
 
 
-def test_the_limit_of_a_pool_that_never_was_cannot_be_set(folder: Path) -> None:
+def test_the_limit_of_a_pool_that_never_was_cannot_be_set(folder):
     assert not ledger.set_limit(folder, MIB)
     assert ledger.show(folder) is None
 
 
-def test_what_an_engine_publishes_is_seen_by_the_others(folder: Path) -> None:
-    one, two = join(folder, name="one"), join(folder, name="two")
+def test_what_an_engine_publishes_is_seen_by_the_others(one, two):
     assert one.take(2 * MIB)
     one.look(resident=MIB, coldest=12.5)
     (peer,) = two.look(0, 0.0).peers
@@ -130,12 +166,9 @@ def test_what_an_engine_publishes_is_seen_by_the_others(folder: Path) -> None:
     now = time.monotonic()
     assert peer.answers(now)
     assert not peer.answers(now + ledger.SILENT + 1)
-    one.leave()
-    two.leave()
 
 
-def test_an_engine_is_asked_once_and_for_the_most(folder: Path) -> None:
-    one, two = join(folder, name="one"), join(folder, name="two")
+def test_an_engine_is_asked_once_and_for_the_most(one, two):
     (peer,) = two.look(0, 0.0).peers
     two.ask(peer, 2 * MIB)
     two.ask(peer, MIB)
@@ -144,11 +177,9 @@ def test_an_engine_is_asked_once_and_for_the_most(folder: Path) -> None:
     assert one.look(0, 0.0).asked == 0
     one.leave()
     two.ask(peer, MIB)  # it is gone
-    two.leave()
 
 
-def test_what_is_asked_for_between_a_look_and_its_answer_is_not_lost(folder: Path) -> None:
-    one, two, three = (join(folder, name=name) for name in ("one", "two", "three"))
+def test_what_is_asked_for_between_a_look_and_its_answer_is_not_lost(one, two, three):
     (peer,) = (peer for peer in two.look(0, 0.0).peers if peer.path == one.path)
     two.ask(peer, MIB)
     assert one.look(0, 0.0).asked == MIB
@@ -157,33 +188,23 @@ def test_what_is_asked_for_between_a_look_and_its_answer_is_not_lost(folder: Pat
     assert one.look(0, 0.0).asked == MIB
     one.answer()
     assert one.look(0, 0.0).asked == 0
-    for member in (one, two, three):
-        member.leave()
 
 
 def test_what_was_given_is_not_given_again_where_the_answer_was_not_written(
-    folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    one, two = join(folder, name="one"), join(folder, name="two")
+    folder, one, two, monkeypatch
+):
     (peer,) = two.look(0, 0.0).peers
     two.ask(peer, MIB)
     assert one.look(0, 0.0).asked == MIB
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(ledger, "TO_LOOK", 0.01)
-        file = os.open(folder, os.O_RDONLY)
-        fcntl.flock(file, fcntl.LOCK_EX)
+    with locked(folder):
         one.answer()
-        os.close(file)
     assert one.look(0, 0.0).asked == 0
     two.ask(peer, MIB)
     assert one.look(0, 0.0).asked == MIB, "another question"
-    one.leave()
-    two.leave()
 
 
-def test_a_limit_that_was_removed_is_there_again(folder: Path) -> None:
+def test_a_limit_that_was_removed_is_there_again(folder, one):
     """A cleaner of /dev/shm takes what has not been written for days; records are, all the time."""
-    one = join(folder, name="one")
     assert one.take(2 * MIB)
     assert ledger.set_limit(folder, 4 * MIB)
     assert one.look(0, 0.0).limit == 4 * MIB
@@ -199,17 +220,14 @@ def test_a_limit_that_was_removed_is_there_again(folder: Path) -> None:
     assert list(folder.iterdir()) == []
 
 
-def test_an_engine_whose_memory_is_not_freed_is_said(
-    folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_engine_whose_memory_is_not_freed_is_said(folder, monkeypatch):
     monkeypatch.setattr(ledger, "TO_START", 0.1)
-    one = join(folder, name="one")
+    assert join(folder, name="one").counted
     with pytest.raises(Lingers, match="has not been freed"):
         join(folder, name="one")
-    one.leave()
 
 
-def test_an_engine_whose_record_was_removed_takes_nothing_and_gives_all(folder: Path) -> None:
+def test_an_engine_whose_record_was_removed_takes_nothing_and_gives_all(folder):
     """As systemd-logind does with RemoveIPC, or an operator: nobody counts what it has."""
     engine = Engine(folder, "one")
     assert engine.grow(0)
@@ -221,59 +239,40 @@ def test_an_engine_whose_record_was_removed_takes_nothing_and_gives_all(folder: 
     assert (view.limit, view.own, view.asked) == (0, MIB, MIB)
     other = join(folder, name="other")  # it begins a pool of its own
     assert not engine.grow(1)
+    assert other.take(MIB)
+    other.give(MIB)
     engine.shrink(0)
     assert engine.memory.committed == engine.member.committed == 0
     engine.leave()
     assert counted(folder) == 0
-    other.leave()
 
 
-def test_an_engine_whose_record_was_removed_leaves_that_of_the_next_one(folder: Path) -> None:
-    one = join(folder, name="one")
+def test_an_engine_whose_record_was_removed_leaves_that_of_the_next_one(folder, one):
     one.path.unlink()
     two = join(folder, name="one")
     one.leave()
     assert two.counted
     assert two.take(MIB)
-    two.leave()
 
 
-def test_an_engine_that_ends_while_its_process_goes_on_counts_no_more(
-    folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_engine_that_ends_while_its_process_goes_on_counts_no_more(folder, one, two):
     """Also if the ledger's lock is not to be had just then."""
-    one, two = join(folder, name="one"), join(folder, name="two")
     assert two.take(MIB)
-    monkeypatch.setattr(ledger, "TO_LOOK", 0.01)
-    file = os.open(folder, os.O_RDONLY)
-    fcntl.flock(file, fcntl.LOCK_EX)
-    two.give(MIB)
-    two.leave()
-    os.close(file)
+    with locked(folder):
+        two.give(MIB)
+        two.leave()
     assert one.look(0, 0.0).peers == []
-    one.leave()
 
 
-def test_what_a_killed_engine_had_is_the_pools_again(folder: Path) -> None:
+def test_what_a_killed_engine_had_is_the_pools_again(folder):
     one = join(folder, 2 * MIB, "one")
-
-    def engine() -> None:
-        other = join(folder, 2 * MIB, "two")
-        assert other.take(2 * MIB)
-        os.kill(os.getpid(), signal.SIGKILL)
-
-    os.waitpid(in_child(engine), 0)
+    killed(folder, 2 * MIB, 2 * MIB, "two")
     assert one.take(2 * MIB)
     assert names(folder) == {ledger.LIMIT, one.path.name}
-    one.leave()
 
 
-def test_what_the_last_killed_engine_left_is_removed_by_who_is_asked_to(folder: Path) -> None:
-    def engine() -> None:
-        assert join(folder, name="one").take(MIB)
-        os.kill(os.getpid(), signal.SIGKILL)
-
-    os.waitpid(in_child(engine), 0)
+def test_what_the_last_killed_engine_left_is_removed_by_who_is_asked_to(folder):
+    killed(folder, 8 * MIB, MIB, "one")
     left = names(folder)
     assert len(left) == 2
     assert ledger.show(folder) is None
@@ -282,7 +281,7 @@ def test_what_the_last_killed_engine_left_is_removed_by_who_is_asked_to(folder: 
     assert names(folder) == set()
 
 
-def test_what_a_killed_engine_had_counts_while_a_worker_has_its_memory(folder: Path) -> None:
+def test_what_a_killed_engine_had_counts_while_a_worker_has_its_memory(folder):
     one = join(folder, 2 * MIB, "one")
     reading, writing = os.pipe()
 
@@ -309,17 +308,15 @@ def test_what_a_killed_engine_had_counts_while_a_worker_has_its_memory(folder: P
     until = time.monotonic() + 30
     while not one.take(2 * MIB):
         assert time.monotonic() < until
-    one.leave()
 
 
-def test_a_dead_engine_counts_until_its_processes_are_gone(folder: Path) -> None:
+def test_a_dead_engine_counts_until_its_processes_are_gone(one, two):
     """The lock goes before the memory where the kernel closes files in this order."""
-    one, two = join(folder, name="one"), join(folder, name="two")
     assert two.take(MIB)
     reading, writing = os.pipe()
     child = in_child(lambda: os.read(reading, 1) and None)
     two.held_by([child])
-    fcntl.flock(two._file, fcntl.LOCK_UN)  # as if every process had dropped it
+    unlock(two)
     view = one.look(0, 0.0)
     assert view.total == MIB
     assert view.peers[0].dying
@@ -329,55 +326,47 @@ def test_a_dead_engine_counts_until_its_processes_are_gone(folder: Path) -> None
     assert one.look(0, 0.0).total == MIB, "this process is one of them"
     record.write_processes(two._file, [(os.getpid(), 1)])  # another one of the same pid
     assert one.look(0, 0.0).peers == []
-    one.leave()
 
 
-def test_a_zombie_holds_no_memory(folder: Path) -> None:
-    one, two = join(folder, name="one"), join(folder, name="two")
+def test_a_zombie_holds_no_memory(one, two):
     assert two.take(MIB)
     child = in_child(lambda: None)
     os.waitid(os.P_PID, child, os.WEXITED | os.WNOWAIT)
     record.write_processes(two._file, [(child, 1)])
-    fcntl.flock(two._file, fcntl.LOCK_UN)
+    unlock(two)
     assert one.look(0, 0.0).peers == []
     os.waitpid(child, 0)
-    one.leave()
 
 
 def test_an_engine_of_another_container_counts_for_as_long_as_the_kernel_may_need(
-    folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    one = join(folder, name="one")
+    folder, one, monkeypatch
+):
     two = join_as(ledger.record_of(folder, "two"), 8 * MIB, owner(namespace=1))
     assert two.take(4 * MIB)
-    fcntl.flock(two._file, fcntl.LOCK_UN)
+    unlock(two)
     now = time.monotonic()
     assert one.look(0, 0.0).total == 4 * MIB
     monkeypatch.setattr(time, "monotonic", lambda: now + ledger.UNSEEN)
     assert one.look(0, 0.0).total == 4 * MIB
     monkeypatch.setattr(time, "monotonic", lambda: now + ledger.UNSEEN + 1)
     assert one.look(0, 0.0).peers == []
-    one.leave()
 
 
-def test_the_more_a_dead_engine_had_the_longer_it_counts(
-    folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_more_a_dead_engine_had_the_longer_it_counts(folder, monkeypatch):
     """Nobody sees the processes of another pid namespace, whose memory is being freed."""
     size = 4 * ledger.FREED
     one = join(folder, size, "one")
     two = join_as(ledger.record_of(folder, "two"), size, owner(namespace=1))
     assert two.take(size)
-    fcntl.flock(two._file, fcntl.LOCK_UN)
+    unlock(two)
     now = time.monotonic()
     assert one.look(0, 0.0).total == size
     for seconds, taken in ((ledger.UNSEEN + 3.9, False), (ledger.UNSEEN + 4.1, True)):
         monkeypatch.setattr(time, "monotonic", lambda at=now + seconds: at)
         assert one.take(MIB) is taken
-    one.leave()
 
 
-def test_a_dead_engine_has_what_is_being_freed_and_no_ceiling_and_no_floor(folder: Path) -> None:
+def test_a_dead_engine_has_what_is_being_freed_and_no_ceiling_and_no_floor(folder):
     def keeping(name: str, **fields: Any) -> Member:
         fields = {"floor": 3 * MIB, "ceiling": 4 * MIB, "namespace": 1, **fields}
         return join_as(ledger.record_of(folder, name), 4 * MIB, owner(**fields))
@@ -385,17 +374,14 @@ def test_a_dead_engine_has_what_is_being_freed_and_no_ceiling_and_no_floor(folde
     one, two = keeping("one", floor=0), keeping("two")
     assert two.take(MIB)
     assert ledger.taken(one.look(0, 0.0).peers) == (MIB, 4 * MIB)
-    fcntl.flock(two._file, fcntl.LOCK_UN)
+    unlock(two)
     view = one.look(0, 0.0)
     assert view.peers[0].dying
     assert ledger.taken(view.peers) == (MIB, 0)
-    three = keeping("three")  # its floor has room
-    three.leave()
-    one.leave()
+    assert keeping("three").floor == 3 * MIB  # for which there is room
 
 
-def test_an_engine_that_leaves_before_its_worker_counts_until_that_is_gone(folder: Path) -> None:
-    one, two = join(folder, name="one"), join(folder, name="two")
+def test_an_engine_that_leaves_before_its_worker_counts_until_that_is_gone(one, two):
     held = ledger.hold(two.path)
     assert two.take(MIB)
     two.leave()
@@ -405,30 +391,22 @@ def test_an_engine_that_leaves_before_its_worker_counts_until_that_is_gone(folde
     record.write_processes(record_file, [])
     os.close(record_file)
     assert one.look(0, 0.0).peers == []
-    one.leave()
 
 
-def test_a_forked_worker_does_not_end_its_engines_part(folder: Path) -> None:
-    one = join(folder, name="one")
+def test_a_forked_worker_does_not_end_its_engines_part(folder, one):
     assert one.take(MIB)
     assert os.waitpid(in_child(one.leave), 0)[1] == 0
     assert counted(folder) == MIB
-    one.leave()
 
 
-def test_an_engine_is_started_again_under_its_name(folder: Path) -> None:
-    def engine() -> None:
-        join(folder, name="same").take(MIB)
-        os.kill(os.getpid(), signal.SIGKILL)
-
-    os.waitpid(in_child(engine), 0)
+def test_an_engine_is_started_again_under_its_name(folder):
+    killed(folder, 8 * MIB, MIB, "same")
     again = join(folder, name="same")
+    assert again.counted
     assert counted(folder) == 0
-    again.leave()
 
 
-def test_a_record_of_another_kvpatch_stops_who_cannot_read_it(folder: Path) -> None:
-    one, two = join(folder, name="one"), join(folder, name="two")
+def test_a_record_of_another_kvpatch_stops_who_cannot_read_it(folder, one, two):
     os.pwrite(two._file, b"kvpool9\0", 0)
     assert not one.take(MIB)
     with pytest.raises(Foreign):
@@ -436,35 +414,23 @@ def test_a_record_of_another_kvpatch_stops_who_cannot_read_it(folder: Path) -> N
     with pytest.raises(Foreign):
         join(folder, name="three")
     two._file = os.open(two.path, os.O_RDONLY) if os.close(two._file) is None else -1
-    one.leave()
 
 
-def test_who_holds_the_lock_for_ever_stops_only_growth(
-    folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    one = join(folder, name="one")
+def test_who_holds_the_lock_for_ever_stops_only_growth(folder, one, monkeypatch):
     assert one.take(2 * MIB)
-    monkeypatch.setattr(ledger, "TO_LOOK", 0.01)
-    monkeypatch.setattr(ledger, "TO_START", 0.01)
-    file = os.open(folder, os.O_RDONLY)
-    fcntl.flock(file, fcntl.LOCK_EX)
-    assert not one.take(MIB)
-    one.give(MIB)
-    assert one.look(0, 0.0).own == MIB, "a look needs no lock"
-    assert record.read_owner(one._file).committed == MIB  # type: ignore[union-attr]
-    with pytest.raises(Busy):
-        join(folder, name="two")
-    os.close(file)
+    with locked(folder):
+        assert not one.take(MIB)
+        one.give(MIB)
+        assert one.look(0, 0.0).own == MIB, "a look needs no lock"
+        assert record.read_owner(one._file).committed == MIB
+        with pytest.raises(Busy):
+            join(folder, name="two")
     assert one.look(0, 0.0).own == MIB
     assert counted(folder) == MIB
-    one.leave()
 
 
-def test_a_look_takes_the_lock_only_for_what_is_to_be_changed(
-    folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_look_takes_the_lock_only_for_what_is_to_be_changed(one, two, three, monkeypatch):
     """Of 64 engines that all look it would be held most of the time."""
-    one, two, three = (join(folder, name=name) for name in ("one", "two", "three"))
     assert two.take(MIB)
     taken: list[float] = []
     alone = ledger.alone
@@ -485,35 +451,29 @@ def test_a_look_takes_the_lock_only_for_what_is_to_be_changed(
     taken.clear()
     assert [peer.path for peer in one.look(0, 0.0).peers] == [two.path]
     assert taken == []
-    two.leave()
-    one.leave()
 
 
-def test_a_folder_that_others_can_enter_is_refused(folder: Path) -> None:
+def test_a_folder_that_others_can_enter_is_refused(folder):
     folder.mkdir(mode=0o755)
     with pytest.raises(private.Unsafe):
         join(folder)
 
 
-def test_a_folder_that_others_can_enter_is_neither_shown_nor_changed(folder: Path) -> None:
+def test_a_folder_that_others_can_enter_is_neither_shown_nor_changed(folder):
     """Another user may have made it, and says in it what he likes."""
     folder.mkdir(mode=0o700)
     (folder / ledger.LIMIT).touch()
     folder.chmod(0o777)
-    with pytest.raises(private.Unsafe):
-        ledger.show(folder)
-    with pytest.raises(private.Unsafe):
-        ledger.set_limit(folder, MIB)
+    for ask in (ledger.show, lambda folder: ledger.set_limit(folder, MIB)):
+        with pytest.raises(private.Unsafe):
+            ask(folder)
 
 
-def test_records_of_many_processes_and_long_names_fit(folder: Path) -> None:
+def test_records_of_many_processes_and_long_names_fit(folder):
     one = join_as(ledger.record_of(folder, "one"), MIB, owner(name="é" * 100))
     one.held_by([os.getpid()] * 200)
     assert len(record.read_processes(one._file)) == record.MOST_PROCESSES
-    shown = ledger.show(folder)
-    assert shown is not None
-    assert shown[1][0].owner.name == "é" * 32
-    one.leave()
+    assert ledger.show(folder)[1][0].owner.name == "é" * 32
 
 
 # Killed anywhere
@@ -525,14 +485,13 @@ def life(folder: Path) -> None:
     for index in range(3):
         engine.grow(index)
     engine.shrink(1)
-    view = engine.member.look(MIB, 1.0)
-    engine.member.ask(view.peers[0], MIB)
+    engine.member.ask(engine.member.look(MIB, 1.0).peers[0], MIB)
     engine.member.answer()
     engine.grow(1)
     engine.leave()
 
 
-def test_killed_at_any_system_call_an_engine_leaves_the_pool_whole(folder: Path) -> None:
+def test_killed_at_any_system_call_an_engine_leaves_the_pool_whole(folder):
     watcher = join(folder, 8 * MIB, "watcher")
     points = 0
     while killed_at(points + 1, lambda: life(folder)):
@@ -549,9 +508,7 @@ def test_killed_at_any_system_call_an_engine_leaves_the_pool_whole(folder: Path)
     assert names(folder) == set()
 
 
-def test_an_engines_record_is_never_below_what_the_kernel_counts(
-    folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_engines_record_is_never_below_what_the_kernel_counts(folder, monkeypatch):
     """Before and after each call, also as a kill would leave it."""
     engine = Engine(folder, "one")
     seen: list[tuple[int, int]] = []
@@ -585,7 +542,6 @@ def test_an_engines_record_is_never_below_what_the_kernel_counts(
     assert max(kernel for _, kernel in seen) == 4 * MIB
     assert seen[-1] == (0, 0)
     monkeypatch.undo()
-    engine.leave()
 
 
 class Pools(RuleBasedStateMachine):
@@ -704,7 +660,7 @@ TestPools = Pools.TestCase
 TestPools.settings = settings(max_examples=6, stateful_step_count=15, deadline=None)
 
 
-def test_many_processes_that_take_and_give_at_once_never_pass_the_limit(folder: Path) -> None:
+def test_many_processes_that_take_and_give_at_once_never_pass_the_limit(folder):
     """The kernel's own count of a filesystem that only the pool is on would be its sum."""
     watcher = join(folder, 5 * MIB, "watcher")
     seen = mmap.mmap(-1, 1)  # whether the watcher has, which the engines wait for
@@ -738,4 +694,3 @@ def test_many_processes_that_take_and_give_at_once_never_pass_the_limit(folder: 
     assert statuses == [0] * 4
     assert 0 < highest <= 5 * MIB
     assert watcher.look(0, 0.0).peers == []
-    watcher.leave()

@@ -44,7 +44,7 @@ def engine(tmp_path: Path) -> Iterator[Ranks]:
     made.close()
 
 
-def test_every_worker_registers_and_deregisters(engine: Ranks) -> None:
+def test_every_worker_registers_and_deregisters(engine):
     devices = [Device(), Device(), Device()]
     workers = [Rank(engine.path, device) for device in devices]
     assert engine.accept(3) == [Hello(os.getpid(), b"")] * 3
@@ -60,7 +60,7 @@ def test_every_worker_registers_and_deregisters(engine: Ranks) -> None:
     assert all(device.ranges == {} for device in devices)
 
 
-def test_where_one_worker_fails_the_others_take_it_back(engine: Ranks) -> None:
+def test_where_one_worker_fails_the_others_take_it_back(engine):
     devices = [Device(), Device()]
     workers = [Rank(engine.path, device) for device in devices]
     engine.accept(2)
@@ -79,7 +79,7 @@ def test_where_one_worker_fails_the_others_take_it_back(engine: Ranks) -> None:
         worker.close()
 
 
-def test_a_worker_that_is_gone_is_a_failure_from_then_on(engine: Ranks) -> None:
+def test_a_worker_that_is_gone_is_a_failure_from_then_on(engine):
     one, two = Rank(engine.path, Device()), Rank(engine.path, Device())
     engine.accept(2)
     one.close()
@@ -89,9 +89,7 @@ def test_a_worker_that_is_gone_is_a_failure_from_then_on(engine: Ranks) -> None:
     two.close()
 
 
-def test_a_late_answer_is_not_taken_for_the_next_one(
-    engine: Ranks, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_late_answer_is_not_taken_for_the_next_one(engine, monkeypatch):
     monkeypatch.setattr(ranks, "PATIENCE", 0.05)
     go_on, device = threading.Event(), Device()
 
@@ -129,9 +127,7 @@ def test_a_late_answer_is_not_taken_for_the_next_one(
         worker.close()
 
 
-def test_a_worker_that_does_not_connect_is_a_failure(
-    engine: Ranks, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_worker_that_does_not_connect_is_a_failure(engine, monkeypatch):
     monkeypatch.setattr(ranks, "PATIENCE", 0.05)
     worker = Rank(engine.path, Device())
     with pytest.raises(Failed, match="1 of 2"):
@@ -139,7 +135,7 @@ def test_a_worker_that_does_not_connect_is_a_failure(
     worker.close()
 
 
-def test_the_socket_of_an_engine_that_was_killed_is_replaced(tmp_path: Path) -> None:
+def test_the_socket_of_an_engine_that_was_killed_is_replaced(tmp_path):
     first = Ranks(tmp_path / "socket")
     second = Ranks(tmp_path / "socket")
     worker = Rank(tmp_path / "socket", Device())
@@ -164,7 +160,7 @@ def memory() -> Iterator[Memory]:
     made.close()
 
 
-def test_a_range_is_memory_from_commit_to_punch(memory: Memory) -> None:
+def test_a_range_is_memory_from_commit_to_punch(memory):
     assert memory.committed == 0
     memory.commit(1 << 35, 20 * MIB + 4096)
     assert memory.committed == 20 * MIB + 4096
@@ -173,9 +169,7 @@ def test_a_range_is_memory_from_commit_to_punch(memory: Memory) -> None:
     assert memory.committed == MIB
 
 
-def test_a_commit_that_fails_in_its_middle_leaves_nothing(
-    memory: Memory, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_commit_that_fails_in_its_middle_leaves_nothing(memory, monkeypatch):
     from kvpatch.pool import memory as module
 
     call = module._fallocate
@@ -194,7 +188,7 @@ def test_a_commit_that_fails_in_its_middle_leaves_nothing(
     assert memory.committed == 0
 
 
-def test_the_kernels_errors_are_raised(memory: Memory) -> None:
+def test_the_kernels_errors_are_raised(memory):
     with pytest.raises(OSError) as error:
         memory.punch(0, 0)
     assert error.value.errno == 22

@@ -30,9 +30,7 @@ def extents(layout: Stripes, size: int = 1 << 18) -> Extents:
 
 
 @given(BLOCKS, REGIONS, RANKS)
-def test_every_byte_of_a_block_is_in_one_extent(
-    blocks: int, regions: list[int], ranks: int
-) -> None:
+def test_every_byte_of_a_block_is_in_one_extent(blocks, regions, ranks):
     layout = Stripes(blocks, tuple(regions), ranks)
     made = extents(layout)
     owners: dict[int, int] = {}  # extent by the place of each of its blocks
@@ -54,7 +52,7 @@ def test_every_byte_of_a_block_is_in_one_extent(
 
 
 @given(BLOCKS, REGIONS, RANKS)
-def test_no_two_extents_share_a_page(blocks: int, regions: list[int], ranks: int) -> None:
+def test_no_two_extents_share_a_page(blocks, regions, ranks):
     layout = Stripes(blocks, tuple(regions), ranks)
     made = extents(layout)
     pages: set[int] = set()
@@ -66,7 +64,7 @@ def test_no_two_extents_share_a_page(blocks: int, regions: list[int], ranks: int
             pages |= mine
 
 
-def test_the_parts_of_ranks_are_apart() -> None:
+def test_the_parts_of_ranks_are_apart():
     layout = Stripes(10, (4096, 8192), 2)
     offset, size = 0, 9 * layout.chunk_bytes
     both = list(layout.ranges(offset, size))
@@ -75,7 +73,7 @@ def test_the_parts_of_ranks_are_apart() -> None:
     assert max(first + length for first, length in apart[0]) <= apart[1][0][0]
 
 
-def test_a_null_block_has_no_memory(tmp_path: Path) -> None:
+def test_a_null_block_has_no_memory(tmp_path):
     layout = Stripes(33, (4096, 4096), 1)
     made = extents(layout, 64 << 10)
     file = os.open(f"/dev/shm/kvpatch-test-stripes-{os.getpid()}", os.O_RDWR | os.O_CREAT)
@@ -93,7 +91,7 @@ def test_a_null_block_has_no_memory(tmp_path: Path) -> None:
     memory.close()
 
 
-def test_an_extent_whose_memory_cannot_be_had_has_none(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_extent_whose_memory_cannot_be_had_has_none(monkeypatch):
     from kvpatch.pool import memory as module
 
     calls: list[tuple[int, int, int]] = []
@@ -111,6 +109,6 @@ def test_an_extent_whose_memory_cannot_be_had_has_none(monkeypatch: pytest.Monke
     assert [call[1:] for call in calls] == ranges[:3] + ranges
 
 
-def test_regions_are_told_and_understood() -> None:
+def test_regions_are_told_and_understood():
     assert stripes.unpack(stripes.pack((4096, 1 << 40))) == (4096, 1 << 40)
     assert stripes.unpack(b"") == ()

@@ -23,7 +23,7 @@ print([name for name in sys.modules if name.startswith("kvpatch.patches.host_poo
 """
 
 
-def test_the_rows_and_rules_import_nothing_of_it() -> None:
+def test_the_rows_and_rules_import_nothing_of_it():
     said = subprocess.run(
         [sys.executable, "-c", CODE], capture_output=True, text=True, check=True
     ).stdout.splitlines()
@@ -32,9 +32,7 @@ def test_the_rows_and_rules_import_nothing_of_it() -> None:
 
 
 @pytest.mark.parametrize(("release", "outcome"), [("0.28.0", None), ("0.26.0", Outcome.OUTSIDE)])
-def test_the_feature_is_applied_where_it_is_asked_for(
-    monkeypatch: pytest.MonkeyPatch, release: str, outcome: Outcome | None
-) -> None:
+def test_the_feature_is_applied_where_it_is_asked_for(monkeypatch, release, outcome):
     vllm = Installed.release("vllm", release)
     monkeypatch.delenv(HOST_POOL.name, raising=False)
     assert not presence.wanted()

@@ -20,11 +20,11 @@ def clock() -> Clock:
     return Clock()
 
 
-def test_nothing_is_known_at_first(clock: Clock) -> None:
+def test_nothing_is_known_at_first(clock):
     assert Reuse(clock).rate == pytest.approx(1)
 
 
-def test_the_rate_is_what_is_found_of_what_is_stored(clock: Clock) -> None:
+def test_the_rate_is_what_is_found_of_what_is_stored(clock):
     reuse = Reuse(clock)
     reuse.stored(1000)
     assert reuse.rate == pytest.approx(worth.LEAST, abs=2e-3)
@@ -32,7 +32,7 @@ def test_the_rate_is_what_is_found_of_what_is_stored(clock: Clock) -> None:
     assert reuse.rate == pytest.approx(3, rel=0.02)
 
 
-def test_what_is_long_past_counts_less(clock: Clock) -> None:
+def test_what_is_long_past_counts_less(clock):
     reuse = Reuse(clock)
     reuse.stored(1000)
     clock.now += worth.MEMORY
@@ -45,7 +45,7 @@ def test_what_is_long_past_counts_less(clock: Clock) -> None:
     assert reuse.rate == pytest.approx(1)
 
 
-def test_what_is_stored_is_as_old_as_it_is(clock: Clock) -> None:
+def test_what_is_stored_is_as_old_as_it_is(clock):
     reuse = Reuse(clock)
     reuse.stored(1000)
     clock.now += 600.0  # ten minutes, see docs/how-it-works.md
@@ -54,7 +54,7 @@ def test_what_is_stored_is_as_old_as_it_is(clock: Clock) -> None:
     assert reuse.rate == pytest.approx(worth.LEAST + 1500.95 / 1501)
 
 
-def test_an_age_counts_by_the_square_root_and_less_at_an_equal_part() -> None:
+def test_an_age_counts_by_the_square_root_and_less_at_an_equal_part():
     assert worth.age(10, 1.0, 3, 2.5) == 10
     assert worth.age(10, 4.0, 3, 2.5) == 5
     assert worth.age(10, 0.25, 3, 2.5) == 20

@@ -13,6 +13,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from fakes import raising
 
 from kvpatch.ascend import __main__ as command
 from kvpatch.ascend import probe, runtime
@@ -128,7 +129,7 @@ def asked(question: Callable[..., Answer], *more: Any, **otherwise: Any) -> Answ
     return answer
 
 
-def test_a_device_by_the_documents_is_right(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_device_by_the_documents_is_right(monkeypatch):
     monkeypatch.setattr(questions, "TIMED", 4)
     assert asked(questions.addresses, 16).right
     assert asked(questions.batches) == Answer(True, "0 of 6 pieces wrong")
@@ -137,20 +138,18 @@ def test_a_device_by_the_documents_is_right(monkeypatch: pytest.MonkeyPatch) -> 
     assert asked(questions.addresses, 16).words.startswith("16 addresses, ")
 
 
-def test_a_page_that_is_another_at_another_address_is_seen() -> None:
+def test_a_page_that_is_another_at_another_address_is_seen():
     answer = asked(questions.addresses, 16, apart=True)
     assert not answer.right
     assert answer.words.endswith("; they have different bytes")
 
 
 @pytest.mark.parametrize("piece", range(3))
-def test_a_piece_of_a_batch_that_is_not_copied_is_seen_both_ways(piece: int) -> None:
+def test_a_piece_of_a_batch_that_is_not_copied_is_seen_both_ways(piece):
     assert asked(questions.batches, lost=(piece,)) == Answer(False, "2 of 6 pieces wrong")
 
 
-def test_memory_that_is_freed_late_is_free_and_what_is_kept_is_not(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_memory_that_is_freed_late_is_free_and_what_is_kept_is_not(monkeypatch):
     assert asked(questions.freed, kept=PAGE, late=5).right
     monkeypatch.setattr(questions, "FREED_WITHIN", 0.02)
     answer = asked(questions.freed, kept=PAGE)
@@ -158,7 +157,7 @@ def test_memory_that_is_freed_late_is_free_and_what_is_kept_is_not(
     assert "2 MiB not given back" in answer.words
 
 
-def test_what_happens_to_a_page_under_a_copy_is_told_whatever_it_is() -> None:
+def test_what_happens_to_a_page_under_a_copy_is_told_whatever_it_is():
     answer = questions.unmapped(of_pages := Device(), 2)  # type: ignore[arg-type]
     assert answer.right
     assert answer.words.endswith("the bytes were right")
@@ -174,22 +173,19 @@ def refusing(stream: int) -> None:
 
 
 @pytest.mark.parametrize("error", [Refused("no such call"), OSError("no library"), KeyError(1)])
-def test_an_error_is_a_wrong_answer(monkeypatch: pytest.MonkeyPatch, error: Exception) -> None:
-    def fails(library: Path, device: int) -> None:
-        raise error
-
-    monkeypatch.setattr(questions, "ACL", fails)
+def test_an_error_is_a_wrong_answer(monkeypatch, error):
+    monkeypatch.setattr(questions, "ACL", raising(error))
     assert questions.ask("times", LIBRARY, 0) == Answer(False, f"{type(error).__name__}: {error}")
 
 
-def test_without_torch_npu_the_order_of_copies_is_not_asked() -> None:
+def test_without_torch_npu_the_order_of_copies_is_not_asked():
     assert questions.ask("order", LIBRARY, 0) == Answer(None, "torch_npu is not installed")
 
 
 # Processes, and what answers come to
 
 
-def test_every_question_is_asked_and_its_answer_said() -> None:
+def test_every_question_is_asked_and_its_answer_said():
     said: list[str] = []
     words = asking.ask(LIBRARY, 3, said.append, lambda *given: Answer(True, str(given[2])))
     assert list(words) == list(QUESTIONS)
@@ -198,7 +194,7 @@ def test_every_question_is_asked_and_its_answer_said() -> None:
 
 
 @pytest.mark.parametrize("name", QUESTIONS)
-def test_one_wrong_answer_is_a_wrong_probe_unless_it_is_only_told(name: str) -> None:
+def test_one_wrong_answer_is_a_wrong_probe_unless_it_is_only_told(name):
     answers = {one: Answer(True, "") for one in QUESTIONS}
     assert asking.word(answers) == "right"
     told = name in asking.TOLD_ONLY
@@ -217,9 +213,7 @@ def answering(monkeypatch: pytest.MonkeyPatch, out: str, err: str = "", code: in
     return ran
 
 
-def test_a_question_has_a_process_without_kvpatch_and_a_limit(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_question_has_a_process_without_kvpatch_and_a_limit(monkeypatch):
     monkeypatch.setenv("KVCACHED_CONTIGUOUS_LAYOUT", "true")
     ran = answering(monkeypatch, 'chatter\n[true, "fine"]\n')
     assert asking.in_a_process("times", LIBRARY, 2) == Answer(True, "fine")
@@ -230,7 +224,7 @@ def test_a_question_has_a_process_without_kvpatch_and_a_limit(
     assert how["timeout"] == asking.SECONDS
 
 
-def test_a_process_that_dies_or_hangs_is_a_wrong_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_process_that_dies_or_hangs_is_a_wrong_answer(monkeypatch):
     answering(monkeypatch, "", "one\nSegmentation fault\n\n", -11)
     assert asking.in_a_process("times", LIBRARY, 0) == Answer(
         False, "its process ended with -11: Segmentation fault"
@@ -272,7 +266,7 @@ def written(found: Runtime, word: str, date: str, folder: Path) -> None:
     verdict.write({"times": Answer(True, "fast")}, word, verdict.machine(found), date, folder)
 
 
-def test_a_right_verdict_holds_on_its_machine(cann: Runtime, tmp_path: Path) -> None:
+def test_a_right_verdict_holds_on_its_machine(cann, tmp_path):
     assert verdict.passed(verdict.machine(cann)) == ""
     written(cann, "right", "2026-11-24", tmp_path / "verdicts")
     of = verdict.machine(cann)
@@ -281,18 +275,18 @@ def test_a_right_verdict_holds_on_its_machine(cann: Runtime, tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize("path", ["cann/lib64/libascendcl.so", "driver", "pci/0000:01/device"])
-def test_another_machine_asks_again(cann: Runtime, tmp_path: Path, path: str) -> None:
+def test_another_machine_asks_again(cann, tmp_path, path):
     written(cann, "right", "2026-11-24", tmp_path / "verdicts")
     (tmp_path / path).write_text("another")
     assert verdict.passed(verdict.machine(cann)) == ""
 
 
-def test_an_emulators_verdict_is_none_of_a_device(cann: Runtime, tmp_path: Path) -> None:
+def test_an_emulators_verdict_is_none_of_a_device(cann, tmp_path):
     written(cann._replace(emulated=True), "right", "2026-11-24", tmp_path / "verdicts")
     assert verdict.passed(verdict.machine(cann)) == ""
 
 
-def test_the_newest_counts_and_of_one_day_the_wrong_one(cann: Runtime, tmp_path: Path) -> None:
+def test_the_newest_counts_and_of_one_day_the_wrong_one(cann, tmp_path):
     own, named = tmp_path / "data/kvpatch/verdicts", tmp_path / "verdicts"
     written(cann, "wrong", "2026-11-23", own)
     written(cann, "right", "2026-11-24", named)
@@ -303,7 +297,7 @@ def test_the_newest_counts_and_of_one_day_the_wrong_one(cann: Runtime, tmp_path:
 
 
 @pytest.mark.parametrize("text", ["", "[]", "{}", '{"date": 1, "verdict": "right"}', '"right"'])
-def test_a_file_that_is_no_verdict_lifts_nothing(cann: Runtime, tmp_path: Path, text: str) -> None:
+def test_a_file_that_is_no_verdict_lifts_nothing(cann, tmp_path, text):
     (tmp_path / "verdicts/npu").mkdir(parents=True)
     (tmp_path / "verdicts/npu/probe.json").write_text(text)
     assert verdict.passed(verdict.machine(cann)) == ""
@@ -316,9 +310,7 @@ def answers(**changes: Answer) -> Callable[..., dict[str, Answer]]:
     return lambda library, device, say: {one: Answer(True, "") for one in QUESTIONS} | changes
 
 
-def test_the_command_writes_a_verdict_which_start_up_reads(
-    cann: Runtime, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
-) -> None:
+def test_the_command_writes_a_verdict_which_start_up_reads(cann, tmp_path, monkeypatch, capsys):
     from kvpatch.patches.ascend import presence
 
     monkeypatch.setattr(asking, "ask", answers())
@@ -331,15 +323,13 @@ def test_the_command_writes_a_verdict_which_start_up_reads(
     assert presence._passed() == ""
 
 
-def test_a_probe_that_is_not_finished_leaves_no_verdict(
-    cann: Runtime, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_probe_that_is_not_finished_leaves_no_verdict(cann, tmp_path, monkeypatch):
     monkeypatch.setattr(asking, "ask", answers(order=Answer(None, "no torch_npu")))
     assert command.probe(0, tmp_path / "verdicts") == 3
     assert not (tmp_path / "verdicts").exists()
 
 
-def test_without_a_runtime_nothing_is_asked(monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
+def test_without_a_runtime_nothing_is_asked(monkeypatch, capsys):
     monkeypatch.setattr(runtime, "find", lambda: None)
     assert command.probe(0, None) == 3
     assert "CANN was not found" in capsys.readouterr().err
@@ -367,26 +357,22 @@ def verifying(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, status: int | Non
     return ran
 
 
-def test_verify_begins_with_the_probe_where_vllm_ascend_is(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_verify_begins_with_the_probe_where_vllm_ascend_is(monkeypatch, tmp_path):
     assert verifying(monkeypatch, tmp_path, 0) == ["the probe", "the command"]
 
 
 @pytest.mark.parametrize("status", [1, 3])
 def test_verify_does_not_start_the_command_after_a_probe_that_was_not_right(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, status: int
-) -> None:
+    monkeypatch, tmp_path, status
+):
     assert verifying(monkeypatch, tmp_path, status) == ["the probe", 3]
 
 
-def test_verify_asks_no_npu_where_none_is(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_verify_asks_no_npu_where_none_is(monkeypatch, tmp_path):
     assert verifying(monkeypatch, tmp_path, None) == ["the command"]
 
 
-def test_the_probe_runs_as_an_operator_runs_it(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_the_probe_runs_as_an_operator_runs_it(monkeypatch, tmp_path):
     ran = answering(monkeypatch, "", code=1)
     assert probe.run({"KVPATCH": "1", "A": "b"}, tmp_path) == 1
     ((words, how),) = ran
@@ -397,7 +383,7 @@ def test_the_probe_runs_as_an_operator_runs_it(
     assert how["env"] == {"KVPATCH": "0", "A": "b"}
 
 
-def test_an_npu_is_where_vllm_ascend_is_installed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_npu_is_where_vllm_ascend_is_installed(monkeypatch):
     asked_for: list[str] = []
     assert probe.needed() is False
     monkeypatch.setattr(probe.metadata, "version", asked_for.append)
@@ -405,6 +391,6 @@ def test_an_npu_is_where_vllm_ascend_is_installed(monkeypatch: pytest.MonkeyPatc
     assert asked_for == ["vllm-ascend"]
 
 
-def test_the_answers_survive_their_file(cann: Runtime, tmp_path: Path) -> None:
+def test_the_answers_survive_their_file(cann, tmp_path):
     path = verdict.write({"times": Answer(None, "x")}, "wrong", {"a": 1}, "2026-11-24", tmp_path)
     assert json.loads(path.read_text())["answers"] == {"times": {"right": None, "words": "x"}}

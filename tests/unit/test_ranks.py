@@ -77,12 +77,12 @@ def install(world: World, monkeypatch: pytest.MonkeyPatch) -> World:
     return world
 
 
-def test_the_least_of_all_ranks_counts(world: World):
+def test_the_least_of_all_ranks_counts(world):
     world.others = [100, 7]
     assert world.available() == 7
 
 
-def test_what_the_engine_maps_is_taken_off_without_asking(world: World):
+def test_what_the_engine_maps_is_taken_off_without_asking(world):
     world.others = [100, 7]
     assert world.available() == 7
     world.here = 96  # four pages mapped, on every rank
@@ -92,7 +92,7 @@ def test_what_the_engine_maps_is_taken_off_without_asking(world: World):
     assert world.asked == 2  # each rank once
 
 
-def test_ranks_are_asked_again_later_and_a_neighbour_that_left_is_seen(world: World):
+def test_ranks_are_asked_again_later_and_a_neighbour_that_left_is_seen(world):
     world.others = [100, 0]
     assert world.available() == 0
     world.others = [100, 100]
@@ -103,7 +103,7 @@ def test_ranks_are_asked_again_later_and_a_neighbour_that_left_is_seen(world: Wo
     assert world.asked == 4
 
 
-def test_a_rank_with_more_memory_changes_nothing(world: World):
+def test_a_rank_with_more_memory_changes_nothing(world):
     world.others = [100, 400]
     assert world.available() == 100
 
@@ -111,17 +111,17 @@ def test_a_rank_with_more_memory_changes_nothing(world: World):
 @pytest.mark.parametrize(
     "others", [(None, None), (ConnectionError("gone"), RuntimeError("late"))], ids=["host", "gone"]
 )
-def test_without_an_answer_kvcacheds_reading_counts(world: World, others: tuple[Any, ...]):
+def test_without_an_answer_kvcacheds_reading_counts(world, others):
     world.others = list(others)
     assert world.available() == 100
 
 
-def test_one_rank_that_does_not_answer_does_not_hide_the_others(world: World):
+def test_one_rank_that_does_not_answer_does_not_hide_the_others(world):
     world.others = [ConnectionError("gone"), 5]
     assert world.available() == 5
 
 
-def test_one_gpu_is_read_by_kvcached_alone(monkeypatch: pytest.MonkeyPatch):
+def test_one_gpu_is_read_by_kvcached_alone(monkeypatch):
     world = install(World(others=(3,)), monkeypatch)
     assert world.available() == 100
     world.failed()
@@ -129,7 +129,7 @@ def test_one_gpu_is_read_by_kvcached_alone(monkeypatch: pytest.MonkeyPatch):
     assert world.asked == 0
 
 
-def test_a_map_that_failed_is_not_tried_again_at_once(world: World):
+def test_a_map_that_failed_is_not_tried_again_at_once(world):
     assert world.available() == 100
     world.failed()
     assert world.maps == 1
@@ -143,7 +143,7 @@ def test_a_map_that_failed_is_not_tried_again_at_once(world: World):
     assert world.asked == 4
 
 
-def test_a_full_gpu_is_said_once_while_it_lasts(world: World, caplog: pytest.LogCaptureFixture):
+def test_a_full_gpu_is_said_once_while_it_lasts(world, caplog):
     with caplog.at_level(logging.WARNING, "vllm.kvpatch"):
         for others in ([100, 100], [100, 0], [100, 0], [100, 50], [100, 0]):
             world.others = others
@@ -161,7 +161,7 @@ def test_a_full_gpu_is_said_once_while_it_lasts(world: World, caplog: pytest.Log
     ("here", "other", "lines"), [(1, 0, 1), (0, 0, 0), (5, 6, 0)], ids=["full", "both", "none"]
 )
 def test_a_gpu_that_is_full_from_the_start_is_said_unless_the_first_is_full_too(
-    world: World, caplog: pytest.LogCaptureFixture, here: int, other: int, lines: int
+    world, caplog, here, other, lines
 ):
     world.here, world.others = here, [here, other]
     with caplog.at_level(logging.WARNING, "vllm.kvpatch"):
@@ -205,7 +205,7 @@ def answer(message: dict[str, Any]) -> dict[str, Any]:
 CREATED = {"status": "success", "created": True}
 
 
-def test_a_worker_says_what_kvcached_may_map_on_its_gpu(monkeypatch: pytest.MonkeyPatch):
+def test_a_worker_says_what_kvcached_may_map_on_its_gpu(monkeypatch):
     gpu(monkeypatch, (4000, 10_000))
     assert answer(CREATED) == {**CREATED, ranks.KEY: 3500}  # 5 % of the GPU stay free
     assert ranks.KEY not in CREATED
@@ -216,18 +216,18 @@ def test_a_worker_says_what_kvcached_may_map_on_its_gpu(monkeypatch: pytest.Monk
 
 
 @pytest.mark.parametrize("memory", [None, RuntimeError("no driver")], ids=["host", "error"])
-def test_a_worker_that_cannot_tell_says_nothing_of_it(monkeypatch: pytest.MonkeyPatch, memory: Any):
+def test_a_worker_that_cannot_tell_says_nothing_of_it(monkeypatch, memory):
     gpu(monkeypatch, memory)
     assert answer(CREATED) == CREATED
 
 
-def test_a_share_that_is_no_number_is_kvcacheds_to_complain_about(monkeypatch: pytest.MonkeyPatch):
+def test_a_share_that_is_no_number_is_kvcacheds_to_complain_about(monkeypatch):
     gpu(monkeypatch, (4000, 10_000))
     monkeypatch.setenv("KVCACHED_GPU_UTILIZATION", "most")
     assert answer(CREATED) == CREATED
 
 
-def test_other_answers_are_as_they_were(monkeypatch: pytest.MonkeyPatch):
+def test_other_answers_are_as_they_were(monkeypatch):
     gpu(monkeypatch, (1000, 10_000))
     for message in (
         {"status": "success", "newly_mapped_offsets": []},

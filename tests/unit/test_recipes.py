@@ -6,7 +6,6 @@ That the page and the shares in README.md are current is in test_docs.py.
 from __future__ import annotations
 
 import sys
-from typing import Any
 
 import pytest
 
@@ -22,7 +21,7 @@ def recipes() -> Recipes:
     return Recipes()
 
 
-def test_a_recipe_is_resolved_to_what_vllm_would_read(recipes: Recipes) -> None:
+def test_a_recipe_is_resolved_to_what_vllm_would_read(recipes):
     config = recipes.configuration(LLAMA, "0.33.0")
     assert config.kv_transfer_config.kv_connector_extra_config["blocks_per_chunk"] == 4
     assert config.parallel_config.world_size == recipes.ranks(LLAMA) == 2
@@ -37,7 +36,7 @@ def test_a_recipe_is_resolved_to_what_vllm_would_read(recipes: Recipes) -> None:
     assert not recipes.configuration(ocr, "0.33.0").cache_config.enable_prefix_caching
 
 
-def test_each_kind_of_model_has_its_place(recipes: Recipes) -> None:
+def test_each_kind_of_model_has_its_place(recipes):
     kinds = {
         "nvidia/NVIDIA-Nemotron-Nano-9B-v2": place.HYBRID,
         "deepseek-ai/DeepSeek-V4-Flash": place.LATENT,
@@ -48,7 +47,7 @@ def test_each_kind_of_model_has_its_place(recipes: Recipes) -> None:
         assert place.kind_of(config.model_config) == kind
 
 
-def test_every_recipe_is_asked_with_every_preset_and_variant(recipes: Recipes) -> None:
+def test_every_recipe_is_asked_with_every_preset_and_variant(recipes):
     asked = list(recipes.plain())
     assert len({one.model for one in asked}) == 46
     assert len(asked) == 3 * 81 == len(set(asked))
@@ -56,7 +55,7 @@ def test_every_recipe_is_asked_with_every_preset_and_variant(recipes: Recipes) -
     assert {one.strategy for one in recipes.spread(EXPERTS)} == {EXPERTS}
 
 
-def test_a_refusal_has_its_code_and_its_basis(recipes: Recipes) -> None:
+def test_a_refusal_has_its_code_and_its_basis(recipes):
     mla = recipes.configuration(Recipe("zai-org/GLM-5.2", "default", "simple"), table.newest())
     found = table.ask(mla, table.newest())
     assert (found.code, found.basis) == ("KVP310", "not validated")
@@ -64,7 +63,7 @@ def test_a_refusal_has_its_code_and_its_basis(recipes: Recipes) -> None:
     assert table.ask(recipes.configuration(LLAMA, table.newest()), table.newest()).admitted
 
 
-def test_what_cannot_be_suspended_says_why(recipes: Recipes) -> None:
+def test_what_cannot_be_suspended_says_why(recipes):
     """The engine starts, so that no rule has a code; before 0.32 it cannot."""
     simple = LLAMA._replace(preset="simple")
     found = table.ask_suspended(recipes.configuration(simple, "0.31.0"), "0.31.0")
@@ -72,15 +71,13 @@ def test_what_cannot_be_suspended_says_why(recipes: Recipes) -> None:
     assert found.why.startswith("suspending is validated on vLLM")
 
 
-def test_a_share_counts_defaults_or_all(recipes: Recipes) -> None:
+def test_a_share_counts_defaults_or_all(recipes):
     right, wrong = table.Answer("", table.ADMITTED), table.Answer("KVP310", "not validated", "x")
     line = table.Line("", {LLAMA: right, LLAMA._replace(variant="fp8"): wrong})
     assert line.shares(["offloading_cpu", "simple"]) == ["1 of 1, 1 of 2", "0 of 0, 0 of 0"]
 
 
-def test_the_command_prints_every_row(
-    monkeypatch: pytest.MonkeyPatch, capsys: Any, recipes: Recipes
-) -> None:
+def test_the_command_prints_every_row(monkeypatch, capsys, recipes):
     monkeypatch.setattr(sys, "argv", ["scripts/recipes", "0.32.0"])
     assert table.main() == 0
     printed = capsys.readouterr().out

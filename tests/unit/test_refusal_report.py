@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+from fakes import raising
 
 from kvpatch import refusal_report
 from kvpatch.environ import REFUSAL_FILE, STATUS_DIR
@@ -233,12 +234,8 @@ def test_a_refusal_of_a_wrapper_is_reported_and_passed_on(tmp_path, monkeypatch)
     left = tmp_path / "kvpatch-refusal-1-of-the-first-process"
     monkeypatch.setenv(REFUSAL_FILE.name, str(left))
     monkeypatch.setenv(STATUS_DIR.name, str(tmp_path))
-
-    def refuses(wrapped, instance, args, kwargs):
-        raise Refusal("a is b", "c is d", "do e")
-
     with pytest.raises(Refusal):
-        refusal_report.guard(refuses)(None, None, (), {})
+        refusal_report.guard(raising(Refusal("a is b", "c is d", "do e")))(None, None, (), {})
     assert left.read_text() == SENTENCE
     assert [one["sentence"] for one in refusals.recent()] == [SENTENCE]
 
@@ -248,12 +245,8 @@ def test_a_refused_call_is_its_callers_and_ends_no_process(tmp_path, monkeypatch
     left = tmp_path / "kvpatch-refusal-1-of-the-first-process"
     monkeypatch.setenv(REFUSAL_FILE.name, str(left))
     monkeypatch.setenv(STATUS_DIR.name, str(tmp_path))
-
-    def refuses(wrapped, instance, args, kwargs):
-        raise RefusedCall("a is b", "c is d", "do e")
-
     with pytest.raises(RefusedCall):
-        refusal_report.guard(refuses)(None, None, (), {})
+        refusal_report.guard(raising(RefusedCall("a is b", "c is d", "do e")))(None, None, (), {})
     assert not left.exists()
     (known,) = refusals.recent()
     assert known["sentence"].startswith("kvpatch refuses the call: a is b, because")
@@ -263,10 +256,6 @@ def test_an_engine_that_ends_while_it_runs_leaves_its_sentence(tmp_path, monkeyp
     left = tmp_path / "kvpatch-refusal-1-of-the-first-process"
     monkeypatch.setenv(REFUSAL_FILE.name, str(left))
     monkeypatch.setenv(STATUS_DIR.name, str(tmp_path))
-
-    def ends(wrapped, instance, args, kwargs):
-        raise Halted("a is b", "c is d", "do e")
-
     with pytest.raises(Halted):
-        refusal_report.guard(ends)(None, None, (), {})
+        refusal_report.guard(raising(Halted("a is b", "c is d", "do e")))(None, None, (), {})
     assert left.read_text() == "kvpatch ends the engine: a is b, because c is d; do e. [KVP000]"

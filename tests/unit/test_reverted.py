@@ -39,7 +39,7 @@ def test_a_row_that_is_in_force_is_taken_out(monkeypatch):
     assert taken == ["a", "b"]
 
 
-@pytest.mark.parametrize("row", ["simple.register_kv_caches", "no.row"])
+@pytest.mark.parametrize("row", ["simple_offload.register_kv_caches", "no.row"])
 def test_a_row_that_is_not_in_force_ends_the_process_with_a_status_of_its_own(
     ended, monkeypatch, capsys, row
 ):
@@ -93,5 +93,5 @@ def taken_out() -> Iterator[tuple[str, str]]:
 
 def test_every_row_that_a_test_takes_out_of_an_engine_is_in_the_table():
     named = list(taken_out())
-    assert ("test_simple.py", "simple.register_placed") in named
+    assert ("test_simple.py", "simple_offload.register_placed") in named
     assert [one for one in named if one[1] not in IDS] == []

@@ -15,8 +15,8 @@ from packaging.version import Version
 
 from kvpatch import patches, rules, supported
 from kvpatch.patch import Patch
-from kvpatch.patches.kvcached_compat import runner_choice
-from kvpatch.patches.kvcached_compat.rules import RULES
+from kvpatch.patches.kvcached_adapters import runner_choice
+from kvpatch.patches.kvcached_adapters.rules import RULES
 from kvpatch.versions import Facts, Installed
 
 RELEASES = [release for release in supported.RELEASES if Version(release) >= Version("0.16")]
@@ -96,9 +96,7 @@ def refused(made: Any, release: str = "0.26.0", environment: dict[str, str] | No
 
 
 @pytest.mark.parametrize("release", RELEASES)
-def test_v1_is_chosen_where_kvcached_has_no_adapter_and_only_there(
-    release: str, gpu: ModuleType, monkeypatch: pytest.MonkeyPatch
-):
+def test_v1_is_chosen_where_kvcached_has_no_adapter_and_only_there(release, gpu, monkeypatch):
     apply(monkeypatch, release)
     made = Config("LlamaForCausalLM")
     v2_by_default = Version("0.22") <= Version(release)
@@ -108,9 +106,7 @@ def test_v1_is_chosen_where_kvcached_has_no_adapter_and_only_there(
         assert refused(made, release) == ""
 
 
-def test_it_is_said_once_in_the_process_that_the_operator_started(
-    patched: None, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-):
+def test_it_is_said_once_in_the_process_that_the_operator_started(patched, caplog, monkeypatch):
     monkeypatch.setattr(multiprocessing, "parent_process", lambda: None)
     with caplog.at_level(logging.DEBUG, "vllm.kvpatch"):
         for _ in range(2):
@@ -122,9 +118,7 @@ def test_it_is_said_once_in_the_process_that_the_operator_started(
         assert [one.levelname for one in caplog.records] == ["WARNING", "DEBUG"]
 
 
-def test_it_is_said_by_the_first_process_of_a_container_too(
-    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-):
+def test_it_is_said_by_the_first_process_of_a_container_too(caplog, monkeypatch):
     monkeypatch.setattr(runner_choice.__name__, runner_choice)  # what it is again afterwards
     monkeypatch.delitem(sys.modules, runner_choice.__name__)
     fresh = importlib.import_module(runner_choice.__name__)
@@ -134,22 +128,18 @@ def test_it_is_said_by_the_first_process_of_a_container_too(
     assert [one.getMessage() for one in caplog.records] == [LINE]
 
 
-def test_a_model_without_a_name_is_as_any_other(patched: None):
+def test_a_model_without_a_name_is_as_any_other(patched):
     made = Config()
     made.model_config.architectures = None
     assert runner_choice.v1_by_default(lambda: True, made, (), {}) is False
 
 
-def test_a_model_that_runs_on_v1_anyway_is_left_alone(
-    patched: None, caplog: pytest.LogCaptureFixture
-):
+def test_a_model_that_runs_on_v1_anyway_is_left_alone(patched, caplog):
     assert Config("MixtralForCausalLM").use_v2_model_runner is False
     assert not caplog.records
 
 
-def test_without_triton_vllm_chooses_v1_and_says_why(
-    patched: None, gpu: ModuleType, caplog: pytest.LogCaptureFixture
-):
+def test_without_triton_vllm_chooses_v1_and_says_why(patched, gpu, caplog):
     gpu.HAS_TRITON = False  # type: ignore[attr-defined]
     made = Config("LlamaForCausalLM")
     assert made._is_default_v2_model_runner_model() is True
@@ -169,14 +159,12 @@ def test_without_triton_vllm_chooses_v1_and_says_why(
     ],
     ids=lambda made: made.model_config.architectures[0],
 )
-def test_v2_that_was_asked_for_or_is_needed_stays_and_is_refused(
-    made: Config, patched: None, caplog: pytest.LogCaptureFixture
-):
+def test_v2_that_was_asked_for_or_is_needed_stays_and_is_refused(made, patched, caplog):
     assert made.use_v2_model_runner is True
     assert refused(made) == "KVP326"
     assert not caplog.records
 
 
-def test_v1_that_was_asked_for_is_not_announced(patched: None, caplog: pytest.LogCaptureFixture):
+def test_v1_that_was_asked_for_is_not_announced(patched, caplog):
     assert Config("LlamaForCausalLM", asked=False).use_v2_model_runner is False
     assert not caplog.records

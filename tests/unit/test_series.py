@@ -76,7 +76,7 @@ def described(**changes):
     } | changes
 
 
-def test_what_is_counted_is_zero_from_the_start(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_counted_is_zero_from_the_start(monkeypatch):
     """Only the info gauge existed before the first request: absent() fired at each roll-out."""
     server = Server()
     connector = "OffloadingConnector"
@@ -524,8 +524,7 @@ def test_two_pages_of_one_number_are_nobodys(starts):
 
 def test_the_last_step_of_a_page_is_as_of_the_page(starts, monkeypatch):
     monkeypatch.setattr(follower.time, "time", lambda: 1000.0 + time.monotonic())
-    writer = engines_page()
-    written = page.read(writer.path).content["written"]
+    written = page.read(engines_page().path).content["written"]
     _, value = starts(1)
     assert value("last_step_timestamp_seconds") == int(1000.0 + written - 2.0)
 

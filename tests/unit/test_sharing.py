@@ -64,7 +64,7 @@ def tree(tmp_path: Path) -> Tree:
     return tree
 
 
-def test_a_target_and_what_it_calls_are_below_it(tree: Tree) -> None:
+def test_a_target_and_what_it_calls_are_below_it(tree):
     found = below.below(tree(), [TARGET])
     assert {name: one.steps for name, one in found.items()} == {
         TARGET: 0,
@@ -75,7 +75,7 @@ def test_a_target_and_what_it_calls_are_below_it(tree: Tree) -> None:
     }
 
 
-def test_of_a_class_there_are_its_statements_and_what_runs_by_itself(tree: Tree) -> None:
+def test_of_a_class_there_are_its_statements_and_what_runs_by_itself(tree):
     found = below.below(tree(), ["vllm.v1.core.pool:Pool"])
     assert set(found) == {
         "vllm.v1.core.pool:Pool",
@@ -104,16 +104,14 @@ def test_of_a_class_there_are_its_statements_and_what_runs_by_itself(tree: Tree)
     ],
     ids=["itself", "a callee", "a method", "unused", "a docstring", "beside", "apart", "renamed"],
 )
-def test_what_changed_is_named(
-    tree: Tree, path: str, old: str, new: str, changed: list[str]
-) -> None:
+def test_what_changed_is_named(tree, path, old, new, changed):
     before = below.below(tree(), [TARGET])
     after = below.below(tree(path, old, new), [TARGET])
     assert below.changed(before, after) == changed
     assert (below.digest(before) == below.digest(after)) is not bool(changed)
 
 
-def test_a_function_does_not_depend_on_the_order_in_which_it_is_found(tree: Tree) -> None:
+def test_a_function_does_not_depend_on_the_order_in_which_it_is_found(tree):
     other = "vllm.v1.core.helper:first"
     one = below.below(tree(), [TARGET, other])
     assert one == below.below(tree(), [other, TARGET])
@@ -142,36 +140,32 @@ def known(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
     return known
 
 
-def test_releases_in_a_row_have_the_runs_of_the_newest(known: Callable[..., None]) -> None:
+def test_releases_in_a_row_have_the_runs_of_the_newest(known):
     known()
     assert [sharing.runs_of(one) for one in supported.validated()] == ["0.32.0"] * 3
     assert sharing.shared() == [("0.30.0", "0.32.0", 7), ("0.31.0", "0.32.0", 7)]
 
 
-def test_a_release_in_which_something_moved_has_its_own(known: Callable[..., None]) -> None:
+def test_a_release_in_which_something_moved_has_its_own(known):
     known(v0_32_0={"digest": "another"})
     assert [sharing.runs_of(one) for one in supported.validated()] == ["0.31.0", "0.31.0", "0.32.0"]
     known(v0_31_0={"digest": "another"})
     assert sharing.shared() == []  # 0.30.0 and 0.32.0 are not next to each other
 
 
-def test_a_release_that_is_not_validated_has_no_runs_to_share(
-    known: Callable[..., None], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_release_that_is_not_validated_has_no_runs_to_share(known, monkeypatch):
     known()
     monkeypatch.setitem(supported.RELEASES, "0.32.0", supported.INSPECTED_ONLY)
     assert sharing.shared() == [("0.30.0", "0.31.0", 7)]
 
 
-def test_what_was_found_below_other_targets_is_not_shared(known: Callable[..., None]) -> None:
+def test_what_was_found_below_other_targets_is_not_shared(known):
     """Until scripts/matrix shapes has run again."""
     known(v0_31_0={"targets": "of before"})
     assert sharing.shared() == []
 
 
-def test_releases_with_other_patches_share_nothing(
-    known: Callable[..., None], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_releases_with_other_patches_share_nothing(known, monkeypatch):
     known()
     row, *rest = patches.fence.FEATURE.seams
     assert isinstance(row, Patch)
@@ -181,7 +175,7 @@ def test_releases_with_other_patches_share_nothing(
     assert sharing.shared() == [("0.30.0", "0.31.0", 7)]
 
 
-def test_the_recorded_are_those_of_todays_targets() -> None:
+def test_the_recorded_are_those_of_todays_targets():
     """Otherwise run scripts/matrix shapes."""
     recorded = sharing.recorded()
     releases = [one for one in supported.RELEASES if Version(one) >= Version(supported.FLOOR)]
@@ -190,7 +184,7 @@ def test_the_recorded_are_those_of_todays_targets() -> None:
         assert recorded[release].targets == sharing.targets_digest(release), release
 
 
-def test_a_release_of_equal_sources_shares() -> None:
+def test_a_release_of_equal_sources_shares():
     """0.27.1 differs from 0.27.0 in its version alone."""
     assert sharing.same("0.27.0", "0.27.1")
     assert not sharing.same("0.27.1", "0.28.0")

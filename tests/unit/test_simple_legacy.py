@@ -228,7 +228,7 @@ class WithPins:
         return len(self.freed) == 2 and not self._pending_cpu_hits
 
 
-def test_a_reset_releases_the_hits_of_requests_that_wait() -> None:
+def test_a_reset_releases_the_hits_of_requests_that_wait():
     scheduler = WithPins()
     assert fixes.before_reset(scheduler.reset, scheduler, (), {})
     assert scheduler.freed == [("blocks", 16), ("others", 32)]

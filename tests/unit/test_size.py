@@ -149,20 +149,34 @@ def test_the_command_says_what_fits_and_what_to_type(folder, capsys):
     words = ["size", str(chat), str(code), "--device", "4GiB", "--tier", "1GiB"]
     assert cli.main([*words, "--requests", "8", "--tokens", "1024"]) == 0
     out = capsys.readouterr().out
-    assert "4 KiB per token; a block of 16 tokens has 64 KiB, a page of kvcached 16 MiB" in out
+    assert "4 KiB per token; a block of 16 tokens has 64 KiB" in out
+    assert "a page of kvcached up to 16 MiB" in out
     assert "8 requests of 1024 tokens: 32 MiB of the device, 32 MiB of the tier" in out
     assert "a tier of 1.0 GiB keeps 16384 blocks: 256 requests of 1024 tokens" in out
     assert "chat alone: 60 requests of 16384 tokens at a time" in out
     assert (
         f"KVPATCH=1 KVCACHED_IPC_NAME=chat KVPATCH_FIRST_LIMIT=1945MiB vllm serve {chat} "
-        "--kv-offloading-size 1"
+        "--port 8000 --kv-offloading-size 1"
     ) in out
+    assert f"vllm serve {code} --port 8001" in out
+
+
+def test_what_an_engine_has_beyond_its_blocks(folder, capsys, monkeypatch):
+    words = ["size", str(folder("chat")), "--device", "4GiB"]
+    assert cli.main(words) == 0
+    out = capsys.readouterr().out
+    assert "beyond these blocks: up to 192 MiB of the device, the page of block 0, 10 pages" in out
+    assert "less activations, CUDA graphs and the 192 MiB beyond blocks" in out
+    assert "--port" not in out
+    monkeypatch.setenv("KVCACHED_MAX_RESERVED_PAGES", "0")
+    assert cli.main([*words, "--json"]) == 0
+    (one,) = json.loads(capsys.readouterr().out)["models"]
+    assert one["beyond_bytes"] == 2 * one["page_bytes"] == 32 << 20
 
 
 def test_as_json(folder, capsys):
     assert cli.main(["size", str(folder("chat") / "config.json"), "--json"]) == 0
-    said = json.loads(capsys.readouterr().out)
-    (one,) = said["models"]
+    (one,) = json.loads(capsys.readouterr().out)["models"]
     assert (one["token_bytes"], one["longest"]["device_bytes"]) == (4096, 64 << 20)
 
 

@@ -82,7 +82,7 @@ def sleeper(worlds: Any) -> Sleeper:
     return Sleeper(filled(worlds))
 
 
-def test_it_sleeps_once_everything_is_stored_and_keeps_the_tier(sleeper: Sleeper) -> None:
+def test_it_sleeps_once_everything_is_stored_and_keeps_the_tier(sleeper):
     sleeping = sleeper.sleep()
     assert not sleeping.done()
     assert sleeper.sleep(level=1) is sleeping, "asked again, it begins again"
@@ -105,9 +105,7 @@ def test_it_sleeps_once_everything_is_stored_and_keeps_the_tier(sleeper: Sleeper
 
 @pytest.mark.parametrize("again", [False, True])
 @pytest.mark.parametrize("method", ["reload_weights", "an operator's"])
-def test_what_is_called_while_it_sleeps_may_replace_weights(
-    sleeper: Sleeper, method: str, again: bool
-) -> None:
+def test_what_is_called_while_it_sleeps_may_replace_weights(sleeper, method, again):
     sleeper.sleep()
     sleeper.until_idle()
     assert not sleeper.wake_up(["weights"])
@@ -122,9 +120,7 @@ def test_what_is_called_while_it_sleeps_may_replace_weights(
     assert len(sleeper.resets) == count
 
 
-def test_weights_that_are_replaced_after_it_woke_up_are_answered_at_once_and_once(
-    sleeper: Sleeper,
-) -> None:
+def test_weights_that_are_replaced_after_it_woke_up_are_answered_at_once_and_once(sleeper):
     sleeper.call("reload_weights")
     assert sleeper.resets == [], "no sleep has kept anything"
     state.drop(sleeper, Calls)
@@ -138,7 +134,7 @@ def test_weights_that_are_replaced_after_it_woke_up_are_answered_at_once_and_onc
         assert sleeper.resets == [False, True]
 
 
-def test_vllms_own_wait_is_waited_for(sleeper: Sleeper) -> None:
+def test_vllms_own_wait_is_waited_for(sleeper):
     sleeper.later = Future()
     sleeping = sleeper.sleep(level=1, mode="wait")
     sleeper.until_idle()
@@ -150,7 +146,7 @@ def test_vllms_own_wait_is_waited_for(sleeper: Sleeper) -> None:
 
 
 @pytest.mark.parametrize("when", ["at once", "later"])
-def test_an_engine_that_cannot_sleep_runs(sleeper: Sleeper, when: str) -> None:
+def test_an_engine_that_cannot_sleep_runs(sleeper, when):
     error = RuntimeError("no")
     if when == "later":
         sleeper.later = Future()
@@ -167,7 +163,7 @@ def test_an_engine_that_cannot_sleep_runs(sleeper: Sleeper, when: str) -> None:
     assert sleeper.resets == [True]
 
 
-def test_woken_up_before_it_slept_it_runs(sleeper: Sleeper) -> None:
+def test_woken_up_before_it_slept_it_runs(sleeper):
     sleeping = sleeper.sleep()
     sleeper.step()
     assert sleeper.wake_up()
@@ -177,7 +173,7 @@ def test_woken_up_before_it_slept_it_runs(sleeper: Sleeper) -> None:
     assert not sleeper.model_executor.is_sleeping
 
 
-def test_a_suspension_of_somebody_else_stays(sleeper: Sleeper) -> None:
+def test_a_suspension_of_somebody_else_stays(sleeper):
     sleeper.world.suspension.suspend(False, False, None)
     sleeper.until_idle()
     assert sleeper.sleep().result(0) is None
@@ -186,9 +182,7 @@ def test_a_suspension_of_somebody_else_stays(sleeper: Sleeper) -> None:
     assert sleeper.world.suspension.phase is Phase.SUSPENDED
 
 
-def test_a_suspension_that_is_given_up_is_no_reason_to_stay_awake(
-    sleeper: Sleeper, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_suspension_that_is_given_up_is_no_reason_to_stay_awake(sleeper, caplog):
     sleeping = sleeper.sleep()
     sleeper.step()
     sleeper.world.suspension.resume()
@@ -201,9 +195,7 @@ def test_a_suspension_that_is_given_up_is_no_reason_to_stay_awake(
     assert sleeper.world.suspension.phase is Phase.RUNS
 
 
-def test_what_cannot_be_suspended_sleeps_at_once(
-    sleeper: Sleeper, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_what_cannot_be_suspended_sleeps_at_once(sleeper, caplog):
     state.attach(sleeper.world, Calls(unanswered=True))
     with caplog.at_level(logging.WARNING):
         assert sleeper.sleep() is None
@@ -211,14 +203,14 @@ def test_what_cannot_be_suspended_sleeps_at_once(
     assert sleeper.resets == [False]
 
 
-def test_an_engine_without_a_suspension_keeps_its_tier(sleeper: Sleeper) -> None:
+def test_an_engine_without_a_suspension_keeps_its_tier(sleeper):
     state.drop(sleeper, Suspension)
     assert sleeper.sleep() is None
     assert sleeper.resets == [False]
 
 
 @pytest.mark.parametrize("level", [0, 2])
-def test_other_levels_are_vllms(sleeper: Sleeper, level: int) -> None:
+def test_other_levels_are_vllms(sleeper, level):
     assert sleeper.sleep(level=level) is None
     assert sleeper.resets == [True]
     assert sleeper.world.suspension.phase is Phase.RUNS
@@ -234,7 +226,7 @@ def worker() -> Any:
     return SimpleNamespace(model_runner=SimpleNamespace(model=model))
 
 
-def test_weights_that_left_are_no_numbers_and_come_back(worker: Any) -> None:
+def test_weights_that_left_are_no_numbers_and_come_back(worker):
     import torch
 
     model = worker.model_runner.model
@@ -248,7 +240,7 @@ def test_weights_that_left_are_no_numbers_and_come_back(worker: Any) -> None:
     assert all(torch.equal(tensor, now[name]) for name, tensor in before.items())
 
 
-def test_level_2_brings_the_buffers_back_alone(worker: Any) -> None:
+def test_level_2_brings_the_buffers_back_alone(worker):
     model = worker.model_runner.model
     model[1].running_mean.fill_(3)
     weights.leave(None, worker, (2,), {})
@@ -258,5 +250,5 @@ def test_level_2_brings_the_buffers_back_alone(worker: Any) -> None:
     assert all(tensor.isnan().all() for tensor in model.parameters())
 
 
-def test_the_host_device_has_sleep_mode() -> None:
+def test_the_host_device_has_sleep_mode():
     assert weights.available(lambda: False, None, (), {})

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from fakes import raising
 
 from kvpatch.environ import STATUS_DIR
 from kvpatch.telemetry import status_page as page
@@ -32,8 +33,7 @@ def opened() -> int:
 
 def raw(**changes: Any) -> bytes:
     """The bytes of a page as kvpatch 0.1.0 writes it."""
-    body = json.dumps({"written": 1.0, "started": None} | changes).encode()
-    return of(body)
+    return of(json.dumps({"written": 1.0, "started": None} | changes).encode())
 
 
 def of(body: bytes, pid: int = PID) -> bytes:
@@ -102,11 +102,8 @@ def test_a_page_is_full_to_its_last_byte_and_keeps_what_it_had():
 
 
 def test_a_page_that_cannot_be_made_leaves_nothing(monkeypatch):
-    def full(*given: Any) -> None:
-        raise OSError(28, "No space left on device")
-
     before = opened()
-    monkeypatch.setattr(page.os, "posix_fallocate", full)
+    monkeypatch.setattr(page.os, "posix_fallocate", raising(OSError(28, "No space left on device")))
     with pytest.raises(OSError, match="No space"):
         Writer(PID, "0.1.0")
     assert list(page.own_folder().iterdir()) == []

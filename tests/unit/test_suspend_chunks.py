@@ -46,7 +46,7 @@ def spill_of(*keys: bytes, room: int = 10, known: tuple[bytes, ...] = (b"ab", b"
     return spill
 
 
-def test_a_chunk_is_stored_with_its_blocks_in_their_order() -> None:
+def test_a_chunk_is_stored_with_its_blocks_in_their_order():
     spill = spill_of(b"b", b"a", b"c", b"d")
     spill.begin(blocks_of(spill.pool))
     assert spill.next() == [
@@ -58,7 +58,7 @@ def test_a_chunk_is_stored_with_its_blocks_in_their_order() -> None:
     assert (spill.count.planned, spill.counts.spilled["suspend"]) == (2, 2)
 
 
-def test_what_fills_no_chunk_is_stored_by_nobody() -> None:
+def test_what_fills_no_chunk_is_stored_by_nobody():
     """The end of a prompt, and a chunk of which the device has a part."""
     spill = spill_of(b"a", b"b", b"c", b"e")
     spill.begin(blocks_of(spill.pool))
@@ -76,7 +76,7 @@ def test_what_fills_no_chunk_is_stored_by_nobody() -> None:
     assert (spill.kept(), spill.lost()) == (2, 0)
 
 
-def test_a_part_of_a_chunk_that_is_in_the_tier_is_not_lost() -> None:
+def test_a_part_of_a_chunk_that_is_in_the_tier_is_not_lost():
     spill = spill_of(b"a")
     spill.tier.blocks[b"b"] = ""  # type: ignore[attr-defined]
     spill.begin(blocks_of(spill.pool))
@@ -84,7 +84,7 @@ def test_a_part_of_a_chunk_that_is_in_the_tier_is_not_lost() -> None:
     assert spill.holds(b"a")
 
 
-def test_room_is_of_chunks() -> None:
+def test_room_is_of_chunks():
     spill = spill_of(b"a", b"b", b"c", b"d", room=1)
     assert spill.plan(blocks_of(spill.pool))["lost"] == 2
     spill.begin(blocks_of(spill.pool))
@@ -93,7 +93,7 @@ def test_room_is_of_chunks() -> None:
     assert [one.key for one in spill.next()] == [b"b"]
 
 
-def test_blocks_taken_up_later_bring_their_chunk() -> None:
+def test_blocks_taken_up_later_bring_their_chunk():
     spill = spill_of(b"a", b"b", b"c", b"d")
     spill.begin([Cached(b"a", 1)])
     spill.add([Cached(b"c", 3)])
@@ -104,7 +104,7 @@ def test_blocks_taken_up_later_bring_their_chunk() -> None:
     assert spill.settled([b"c"])
 
 
-def test_requests_that_part_within_a_chunk_have_both() -> None:
+def test_requests_that_part_within_a_chunk_have_both():
     spill = spill_of(b"a", b"b", b"x", known=(b"ab", b"ax"))
     spill.begin(blocks_of(spill.pool))
     assert [one.key for one in spill.next()] == [b"b", b"x"]
@@ -112,12 +112,12 @@ def test_requests_that_part_within_a_chunk_have_both() -> None:
     assert spill.holds(b"a")
 
 
-def test_one_block_is_its_own_chunk() -> None:
+def test_one_block_is_its_own_chunk():
     chunks = Chunks()
     assert chunks.of(b"a") == chunks.blocks(b"a") == (b"a",)
 
 
-def test_what_nobody_has_is_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_nobody_has_is_forgotten(monkeypatch):
     monkeypatch.setattr(module, "_LEAST", 1)
     chunks = Chunks(2)
     chunks._full = 1
@@ -151,7 +151,7 @@ def planner_of(*groups: int, **requests: list[bytes]) -> Any:
     )
 
 
-def test_the_chunks_of_requests_are_noted_in_every_step(names: None) -> None:
+def test_the_chunks_of_requests_are_noted_in_every_step(names):
     planner = planner_of(0, 1, one=[b"a", b"b", b"c"])
     spill = state.attach(planner, Spill(Pairs(10), pool_of()))
     step = ("step",)
@@ -168,7 +168,7 @@ def test_the_chunks_of_requests_are_noted_in_every_step(names: None) -> None:
     assert spill.chunks.of(b"a\0") == (b"b\0",)  # its blocks may be on the device for long
 
 
-def test_chunks_of_requests_that_are_there_are_not_forgotten(names: None) -> None:
+def test_chunks_of_requests_that_are_there_are_not_forgotten(names):
     planner = planner_of(0, one=[b"a", b"b"], two=[b"c", b"d"])
     chunks = Chunks(2)
     chunks._full = 1
@@ -179,7 +179,7 @@ def test_chunks_of_requests_that_are_there_are_not_forgotten(names: None) -> Non
     assert chunks.of(b"c\0") == (b"d\0",)
 
 
-def test_an_idle_engine_gives_back_what_fills_no_chunk(worlds: Any) -> None:
+def test_an_idle_engine_gives_back_what_fills_no_chunk(worlds):
     """Else a page with the end of a prompt would stay for ever."""
     world: World = worlds(gives=True)
     world.tier.blocks_per_chunk = 2
@@ -195,7 +195,7 @@ def test_an_idle_engine_gives_back_what_fills_no_chunk(worlds: Any) -> None:
     assert world.giving.lost == 2
 
 
-def test_stores_without_events_are_told_without_them(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_stores_without_events_are_told_without_them(monkeypatch):
     """As vLLM up to 0.29 returns them."""
     spill = Spill(Store(10), pool_of(b"a"))
     scheduler = state_of_simple(spill)
@@ -211,7 +211,7 @@ def state_of_simple(spill: Spill) -> Any:
     return scheduler
 
 
-def test_a_pool_with_vllms_own_index_has_none_beside_it() -> None:
+def test_a_pool_with_vllms_own_index_has_none_beside_it():
     """As kvcached's is from vLLM 0.30 on: what is there is stored all the same."""
     keys = (b"one", b"two")
     pool = pool_of(*keys)

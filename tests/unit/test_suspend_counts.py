@@ -49,9 +49,7 @@ def resume(world: World) -> None:
     assert world.suspension.phase is Phase.RUNS
 
 
-def test_seconds_are_those_without_memory_and_the_present_ones(
-    worlds: Any, clock: SimpleNamespace
-) -> None:
+def test_seconds_are_those_without_memory_and_the_present_ones(worlds, clock):
     world = filled(worlds)
     assert told(world) == {"seconds": 0, "spilled": NONE, "restored": 0}
     world.suspension.suspend(False, False, None)
@@ -73,7 +71,7 @@ def test_seconds_are_those_without_memory_and_the_present_ones(
     assert told(world)["seconds"] == 13.5, "not the sum"
 
 
-def test_a_suspension_that_is_given_up_is_none(worlds: Any, clock: SimpleNamespace) -> None:
+def test_a_suspension_that_is_given_up_is_none(worlds, clock):
     world = filled(worlds)
     world.suspension.suspend(False, False, None)
     world.step()
@@ -83,7 +81,7 @@ def test_a_suspension_that_is_given_up_is_none(worlds: Any, clock: SimpleNamespa
     assert told(world)["seconds"] == 0
 
 
-def test_an_engine_that_cannot_be_suspended_has_no_counts(worlds: Any) -> None:
+def test_an_engine_that_cannot_be_suspended_has_no_counts(worlds):
     world = filled(worlds)
     bare = SimpleNamespace(scheduler=world.scheduler, manager=world.manager, pool=world.pool)
     assert of(bare) == {}
@@ -91,14 +89,14 @@ def test_an_engine_that_cannot_be_suspended_has_no_counts(worlds: Any) -> None:
     assert of(bare) == {"first_limit_bytes": MOST * PAGE, "suspended": None, "phase": "runs"}
 
 
-def test_what_the_tier_has_already_is_not_spilled(worlds: Any) -> None:
+def test_what_the_tier_has_already_is_not_spilled(worlds):
     world = filled(worlds)
     world.tier.blocks[b"old4"] = "bytes of old4"
     suspend(world)
     assert told(world)["spilled"] == NONE | {"suspend": 23}
 
 
-def test_blocks_are_spilled_for_a_limit_and_at_idle(worlds: Any) -> None:
+def test_blocks_are_spilled_for_a_limit_and_at_idle(worlds):
     world = filled(worlds, gives=True)
     world.manager.limit = world.manager.reported = 5 * PAGE
     world.giving.look()
@@ -110,7 +108,7 @@ def test_blocks_are_spilled_for_a_limit_and_at_idle(worlds: Any) -> None:
     assert told(world)["spilled"] == NONE | {"limit": 2 * BLOCKS, "idle": 4 * BLOCKS}
 
 
-def test_what_is_stored_ahead_at_idle_is_for_a_limit() -> None:
+def test_what_is_stored_ahead_at_idle_is_for_a_limit():
     """A limit may come while an idle engine's piece is being stored."""
     pool = SimpleNamespace(
         _block_id_to_key={1: b"one", 2: b"two"}, _cached_blocks={b"one": {1: ""}, b"two": {2: ""}}
@@ -122,7 +120,7 @@ def test_what_is_stored_ahead_at_idle_is_for_a_limit() -> None:
     assert spill.counts.spilled == NONE | {"limit": 1, "idle": 1}
 
 
-def test_stores_of_the_connector_itself_are_not_the_spills() -> None:
+def test_stores_of_the_connector_itself_are_not_the_spills():
     pool = SimpleNamespace(_block_id_to_key={1: b"one"}, _cached_blocks={b"one": {1: ""}})
     spill = Spill(Store(10), pool)
     spill.begin([Cached(b"one", 1)])
@@ -130,7 +128,7 @@ def test_stores_of_the_connector_itself_are_not_the_spills() -> None:
     assert (spill.count.planned, spill.counts.spilled, spill.counts.away) == (1, NONE, set())
 
 
-def test_a_block_is_restored_once_for_every_time_it_was_spilled() -> None:
+def test_a_block_is_restored_once_for_every_time_it_was_spilled():
     counts = Counts(Store(10))
     counts.stored([b"one", b"two"], "suspend")
     for _ in range(2):
@@ -143,7 +141,7 @@ def test_a_block_is_restored_once_for_every_time_it_was_spilled() -> None:
     assert counts.spilled == {"suspend": 2, "limit": 1, "idle": 0}
 
 
-def test_what_is_remembered_is_what_the_tier_may_still_have() -> None:
+def test_what_is_remembered_is_what_the_tier_may_still_have():
     tier = Store(room=4)
     counts = Counts(tier)
     for number in range(100):
@@ -163,7 +161,7 @@ def loading(*keys: bytes) -> SimpleNamespace:
     )
 
 
-def test_loads_of_offloading_connector_are_those_of_the_step() -> None:
+def test_loads_of_offloading_connector_are_those_of_the_step():
     planner = loading(b"one", b"other")
     spill = state.attach(planner, Spill(Store(10), None))
     spill.counts.stored([b"one", b"two", b"before"], "suspend")
@@ -172,7 +170,7 @@ def test_loads_of_offloading_connector_are_those_of_the_step() -> None:
     assert (spill.counts.restored, spill.counts.away) == (1, {b"two", b"before"})
 
 
-def test_loads_of_simple_connector_are_those_that_have_no_event_yet() -> None:
+def test_loads_of_simple_connector_are_those_that_have_no_event_yet():
     blocks = [SimpleNamespace(block_hash=key) for key in (None, b"one", b"two", b"other")]
 
     def load(event: int | None, *places: int) -> SimpleNamespace:
@@ -195,18 +193,14 @@ def test_loads_of_simple_connector_are_those_that_have_no_event_yet() -> None:
 @pytest.mark.parametrize(
     ("text", "pages"), [("", 20), ("25%", 5), ("7MiB", 3), ("1GiB", 20), ("33%", 6)]
 )
-def test_the_first_limit_is_in_whole_pages_and_at_most_the_cache(
-    monkeypatch: pytest.MonkeyPatch, text: str, pages: int
-) -> None:
+def test_the_first_limit_is_in_whole_pages_and_at_most_the_cache(monkeypatch, text, pages):
     monkeypatch.setenv(FIRST_LIMIT.name, text)
     page = 2 << 20
     manager = SimpleNamespace(mem_size=20 * page, page_size=page, num_layers=1, num_kv_buffers=1)
     assert first_limit_bytes(manager) == pages * page
 
 
-def test_an_api_server_knows_which_engines_can_be_suspended(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_an_api_server_knows_which_engines_can_be_suspended(monkeypatch):
     here = {"suspend": "applied"}
     assert expected(here, ("OffloadingConnector",), ())
     assert expected(here, ("SimpleCPUOffloadConnector",), ())

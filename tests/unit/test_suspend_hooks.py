@@ -8,6 +8,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from fakes import raising
 from suspend_world import Pause, Scheduler, World, worlds
 
 from kvpatch import admitted, state
@@ -80,8 +81,8 @@ def why_not(world: World) -> str:
     ids=["offloading", "simple"],
 )
 def test_an_engine_with_one_of_the_two_connectors_can_be_suspended(
-    worlds: Any, vllm: Any, connector: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    worlds, vllm, connector, monkeypatch
+):
     for tier in (offloading.OffloadingTier, simple.SimpleTier):
         monkeypatch.setattr(tier, "capacity", lambda self: 10)
     world = engine_with(worlds, connector)
@@ -94,7 +95,7 @@ def test_an_engine_with_one_of_the_two_connectors_can_be_suspended(
     assert giving is state.find(world.manager, Giving)
 
 
-def test_every_other_engine_has_a_sentence(worlds: Any, vllm: Any) -> None:
+def test_every_other_engine_has_a_sentence(worlds, vllm):
     assert why_not(engine_with(worlds, None)).startswith("it has no KV connector")
     multi = engine_with(worlds, MultiConnector())
     assert why_not(multi) == "suspending is not validated with MultiConnector"
@@ -107,17 +108,13 @@ def test_every_other_engine_has_a_sentence(worlds: Any, vllm: Any) -> None:
         state.of(offloaded, Suspension).suspend(False, False, None)
 
 
-def test_what_did_not_run_with_a_suspension_has_a_sentence(
-    worlds: Any, vllm: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_did_not_run_with_a_suspension_has_a_sentence(worlds, vllm, monkeypatch):
     monkeypatch.setattr(together, "turned_on", lambda config, facts: ["sleep", "pooling"])
     offloaded = engine_with(worlds, OffloadingConnector(connector_scheduler=SimpleNamespace()))
     assert why_not(offloaded) == "suspending is not validated with a pooling model"
 
 
-def test_simple_in_the_host_pool_keeps_nothing_for_sure(
-    worlds: Any, vllm: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_simple_in_the_host_pool_keeps_nothing_for_sure(worlds, vllm, monkeypatch):
     """Other engines evict from it; of OffloadingConnector what was stored is a floor."""
     monkeypatch.setattr(
         record, "facts", record.facts._replace(environment={HOST_POOL.name: "1GiB"})
@@ -131,9 +128,7 @@ def test_simple_in_the_host_pool_keeps_nothing_for_sure(
     assert state.find(world, Giving) is None
 
 
-def test_a_tier_that_cannot_says_why(
-    worlds: Any, vllm: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_tier_that_cannot_says_why(worlds, vllm, monkeypatch):
     monkeypatch.setattr(offloading.OffloadingTier, "why_not", lambda self: "it is full of stars")
     planner = SimpleNamespace()
     world = engine_with(worlds, OffloadingConnector(connector_scheduler=planner))
@@ -141,13 +136,13 @@ def test_a_tier_that_cannot_says_why(
     assert state.find(planner, Spill) is None
 
 
-def test_an_engine_in_the_callers_process_does_not_listen(worlds: Any) -> None:
+def test_an_engine_in_the_callers_process_does_not_listen(worlds):
     world = worlds()
     hooks.around_engine_start(lambda: None, world, (), {})
     assert state.find(world, Suspension) is None
 
 
-def test_questions_are_taken_and_vllms_own_requests_passed_on(worlds: Any) -> None:
+def test_questions_are_taken_and_vllms_own_requests_passed_on(worlds):
     world = worlds(gives=True)
     state.attach(world, world.suspension)
     state.attach(world, world.giving)
@@ -166,7 +161,7 @@ def test_questions_are_taken_and_vllms_own_requests_passed_on(worlds: Any) -> No
     assert passed[-1] == "add"
 
 
-def test_a_step_goes_on_with_both(worlds: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_step_goes_on_with_both(worlds, monkeypatch):
     world = worlds(gives=True)
     assert hooks.after_engine_step(lambda: True, world, (), {}) is True
     order: list[str] = []
@@ -178,7 +173,7 @@ def test_a_step_goes_on_with_both(worlds: Any, monkeypatch: pytest.MonkeyPatch) 
     assert order == ["giving", "suspension"], "what the limit did is told by the suspension"
 
 
-def test_an_engine_is_stepped_while_somebody_needs_it() -> None:
+def test_an_engine_is_stepped_while_somebody_needs_it():
     scheduler = Scheduler()
     assert not hooks.around_has_requests(lambda: False, scheduler, (), {})
     hold = state.attach(scheduler, Hold())
@@ -193,13 +188,13 @@ def test_an_engine_is_stepped_while_somebody_needs_it() -> None:
     assert hooks.around_has_requests(lambda: True, scheduler, (), {})
 
 
-def test_a_pause_of_vllm_alone_is_passed_on() -> None:
+def test_a_pause_of_vllm_alone_is_passed_on():
     scheduler, told = Scheduler(), []
     hooks.around_pause_state(told.append, scheduler, (Pause.PAUSED_NEW,), {})
     assert told == [Pause.PAUSED_NEW]
 
 
-def test_at_its_end_it_listens_no_longer(worlds: Any) -> None:
+def test_at_its_end_it_listens_no_longer(worlds):
     class Listening:
         closed = False
 
@@ -214,15 +209,10 @@ def test_at_its_end_it_listens_no_longer(worlds: Any) -> None:
     assert hooks.before_engine_shutdown(lambda: "ended", worlds(), (), {}) == "ended"
 
 
-def test_an_engine_that_cannot_listen_starts_nevertheless(
-    worlds: Any, vllm: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_an_engine_that_cannot_listen_starts_nevertheless(worlds, vllm, monkeypatch, caplog):
     import sys
 
-    def fail(*arguments: Any) -> None:
-        raise OSError("no room")
-
-    monkeypatch.setattr(hooks, "Server", fail)
+    monkeypatch.setattr(hooks, "Server", raising(OSError("no room")))
     utils = SimpleNamespace(DEFAULT_IPC_NAME="chat")
     monkeypatch.setitem(sys.modules, "kvcached", SimpleNamespace(utils=utils))
     monkeypatch.setitem(sys.modules, "kvcached.utils", utils)
@@ -235,12 +225,12 @@ def test_an_engine_that_cannot_listen_starts_nevertheless(
 @pytest.mark.parametrize(
     ("text", "seconds"), [("30s", 30), ("30 s", 30), ("30", 30), ("0.5min", 30), ("2h", 7200)]
 )
-def test_times_without_requests(text: str, seconds: float) -> None:
+def test_times_without_requests(text, seconds):
     assert duration(text) == seconds
 
 
 @pytest.mark.parametrize("text", ["0", "0s", "-1s", "30x", "soon", ""])
-def test_what_is_no_time(text: str) -> None:
+def test_what_is_no_time(text):
     with pytest.raises(ValueError, match="not a duration"):
         duration(text)
 
@@ -262,7 +252,7 @@ def refused(config: Any, release: str = "0.32.0", idle: str = "30s") -> list[str
     return [rule.code for rule in rules.RULES if rule.refusal(config, facts)]
 
 
-def test_idle_is_refused_where_nothing_could_be_stored() -> None:
+def test_idle_is_refused_where_nothing_could_be_stored():
     tiers = {"spec_name": "TieringOffloadingSpec", "secondary_tiers": [{"type": "fs"}]}
     inside = {"connectors": [{"kv_connector": "OffloadingConnector"}]}
     assert refused(config_with("OffloadingConnector")) == []

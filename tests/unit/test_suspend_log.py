@@ -33,7 +33,7 @@ def ask(world: World, **asked: Any) -> None:
     world.until_idle()
 
 
-def test_a_suspension_and_its_end(worlds: Any, lines: Any) -> None:
+def test_a_suspension_and_its_end(worlds, lines):
     world = filled(worlds)
     ask(world, verb="suspend")
     (said,) = lines()
@@ -49,31 +49,31 @@ def test_a_suspension_and_its_end(worlds: Any, lines: Any) -> None:
     ]
 
 
-def test_a_suspension_that_is_given_up(worlds: Any, lines: Any) -> None:
+def test_a_suspension_that_is_given_up(worlds, lines):
     world = filled(worlds)
     Question({"verb": "suspend"}).take(world.suspension)
     ask(world, verb="resume")
     assert lines() == ["kvpatch: not suspended: it was resumed before it was suspended"]
 
 
-def test_a_limit_and_the_same_again(worlds: Any, lines: Any) -> None:
+def test_a_limit_and_the_same_again(worlds, lines):
     world = filled(worlds)
     size, before = (MOST - 1) * PAGE, MOST * PAGE
     ask(world, verb="limit", size=size)
     ask(world, verb="limit", size=size)
     assert lines() == [
-        f"kvpatch: the limit is {readable(size)}, and was {readable(before)} by pid 7"
+        f"kvpatch: the limit was set from {readable(before)} to {readable(size)} by pid 7"
     ]
 
 
-def test_what_is_refused(worlds: Any, lines: Any) -> None:
+def test_what_is_refused(worlds, lines):
     ask(filled(worlds), verb="limit", size=1)
     assert lines() == [
         f"kvpatch: limit by pid 7 is refused: a page is {readable(PAGE)}, and it needs at least one"
     ]
 
 
-def test_what_is_given_back_for_a_limit_and_at_idle(worlds: Any, lines: Any) -> None:
+def test_what_is_given_back_for_a_limit_and_at_idle(worlds, lines):
     world = filled(worlds, gives=True)
     world.manager.limit = world.manager.reported = 5 * PAGE
     world.giving.look()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import random
 from contextlib import suppress
-from typing import Any
 
 import pytest
 from suspend_world import BLOCKS, MOST, PAGE, Pause, World, worlds
@@ -95,9 +94,7 @@ class Walk:
 
 
 @pytest.mark.parametrize("seed", range(60))
-def test_nothing_is_lost_on_any_walk(
-    worlds: Any, seed: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_nothing_is_lost_on_any_walk(worlds, seed, monkeypatch):
     world: World = worlds(room=10_000, gives=True)
     walk = Walk(world, seed)
     monkeypatch.setattr(spill, "EVERYTHING", walk.piece)

@@ -7,11 +7,11 @@ from types import ModuleType
 from typing import Any
 
 import pytest
+from fakes import raising
 from suspend_world import BLOCKS, MOST, PAGE, Pause, Status, World, worlds
 
 from kvpatch import state
 from kvpatch.patches.secondary_tiers.weights import Calls
-from kvpatch.patches.suspend import spill
 from kvpatch.patches.suspend.server import Question
 from kvpatch.patches.suspend.suspension import Cannot, Phase
 from kvpatch.patches.suspend.watch import Look
@@ -30,14 +30,39 @@ def filled(worlds: Any, **options: Any) -> World:
     return world
 
 
-def suspended(world: World, **options: Any) -> dict[str, Any]:
+@pytest.fixture
+def world(worlds: Any) -> World:
+    return filled(worlds)
+
+
+def begin(world: World, **options: Any) -> None:
+    """Ask for a suspension; a step of the engine begins it."""
     world.suspension.suspend(**({"finish": False, "whole": False, "timeout": None} | options))
+
+
+def suspended(world: World, **options: Any) -> dict[str, Any]:
+    begin(world, **options)
     world.until_idle()
     return world.suspension.said
 
 
+def resumed(world: World) -> None:
+    world.suspension.resume()
+    world.until_idle()
+
+
+def steps_of(world: World, count: int) -> None:
+    for _ in range(count):
+        world.step()
+
+
+def until(world: World, phase: Phase) -> None:
+    while world.suspension.phase is not phase:
+        world.step()
+
+
 @pytest.mark.parametrize("ahead", [0, 1])
-def test_everything_is_stored_and_every_page_given_back(worlds: Any, ahead: int) -> None:
+def test_everything_is_stored_and_every_page_given_back(worlds, ahead):
     world = filled(worlds, ahead=ahead)
     said = suspended(world)
     assert said["phase"] == "suspended"
@@ -59,12 +84,12 @@ def test_everything_is_stored_and_every_page_given_back(worlds: Any, ahead: int)
     assert not world.step(), "a suspended engine is stepped"
 
 
-def test_batches_under_way_are_waited_for(worlds: Any) -> None:
+def test_batches_under_way_are_waited_for(worlds):
     """Also where nothing has to be stored, which would take a step."""
     world: World = worlds(ahead=2)
     world.add("first", 16)
     world.tier.blocks[b"first16"] = "bytes of first16"
-    world.suspension.suspend(False, False, None)
+    begin(world)
     assert world.suspension.phase is Phase.PAUSING
     world.step()
     assert world.suspension.phase is Phase.PAUSING
@@ -72,10 +97,9 @@ def test_batches_under_way_are_waited_for(worlds: Any) -> None:
     assert world.suspension.said["kept"] == 1
 
 
-def test_stores_of_the_connector_itself_are_waited_for(worlds: Any) -> None:
+def test_stores_of_the_connector_itself_are_waited_for(world):
     """As those of a request that is aborted while everything else is stored."""
-    world = filled(worlds)
-    world.suspension.suspend(False, False, None)
+    begin(world)
     while not world.tier.flying:
         world.step()
     assert world.spill.alone
@@ -83,27 +107,23 @@ def test_stores_of_the_connector_itself_are_waited_for(worlds: Any) -> None:
     said = suspended(world)  # the world asserts that nothing is freed under a copy
     assert said["phase"] == "suspended"
     assert b"aborted" in world.tier.blocks
-    world.suspension.resume()
-    world.until_idle()
+    resumed(world)
     assert not world.spill.alone
 
 
-def test_requests_wait_while_it_is_suspended_and_run_after_it(worlds: Any) -> None:
-    world = filled(worlds)
+def test_requests_wait_while_it_is_suspended_and_run_after_it(world):
     suspended(world)
     world.add("third")
     assert not world.step()
-    world.suspension.resume()
-    world.until_idle()
+    resumed(world)
     assert world.suspension.phase is Phase.RUNS
     assert world.manager.limit == MOST * PAGE
     assert world.manager.total == MOST
     assert sorted(world.finished) == ["first", "second", "third"]
 
 
-def test_no_request_runs_before_kvcached_has_read_the_limit(worlds: Any) -> None:
+def test_no_request_runs_before_kvcached_has_read_the_limit(world):
     """An allocation would lower the limit again; the world asserts that none happens."""
-    world = filled(worlds)
     suspended(world)
     world.manager.reported = world.manager.limit
     world.lag = 1000
@@ -117,28 +137,23 @@ def test_no_request_runs_before_kvcached_has_read_the_limit(worlds: Any) -> None
     assert sorted(world.finished) == ["first", "second"]
 
 
-def test_a_step_says_who_was_preempted_before_anybody_runs_again(worlds: Any) -> None:
+def test_a_step_says_who_was_preempted_before_anybody_runs_again(world):
     """vLLM's OffloadingConnector fails an assertion otherwise; seen under load."""
-    world = filled(worlds)
     world.fence = 0
     suspended(world)
     assert world.scheduler.reset_preempted_req_ids == set()
-    world.suspension.resume()
-    world.until_idle()
+    resumed(world)
     assert sorted(world.finished) == ["first", "second"]
 
 
-def test_pages_that_kvcached_is_mapping_ahead_are_waited_for(worlds: Any) -> None:
-    world = filled(worlds)
+def test_pages_that_kvcached_is_mapping_ahead_are_waited_for(world):
     world.manager.mapping = 3
-    said = suspended(world)
-    assert said["phase"] == "suspended"
+    assert suspended(world)["phase"] == "suspended"
     assert world.manager.total == 1
     assert world.manager.mapping == 0
 
 
-def test_running_requests_may_finish_first(worlds: Any) -> None:
-    world = filled(worlds)
+def test_running_requests_may_finish_first(world):
     world.add("third")
     said = suspended(world, finish=True)
     assert world.finished == ["first", "second"]
@@ -146,26 +161,24 @@ def test_running_requests_may_finish_first(worlds: Any) -> None:
     assert said["lost"] == 0
 
 
-def test_it_is_the_same_to_suspend_twice_and_to_resume_twice(worlds: Any) -> None:
-    world = filled(worlds)
-    world.suspension.suspend(False, False, None)
+def test_it_is_the_same_to_suspend_twice_and_to_resume_twice(world):
+    begin(world)
     world.step()
     phase = world.suspension.phase
-    world.suspension.suspend(False, False, None)
+    begin(world)
     assert world.suspension.phase is phase
     world.until_idle()
     said = suspended(world)
     assert said["kept"] == said["resident"] == 15
     for _ in range(2):
-        world.suspension.resume()
-        world.until_idle()
+        resumed(world)
         assert world.suspension.said["phase"] == "runs"
         assert "error" not in world.suspension.said
     world.suspension.resume()
     assert world.manager.limit == MOST * PAGE
 
 
-def test_what_does_not_fit_is_said_beforehand_and_afterwards(worlds: Any) -> None:
+def test_what_does_not_fit_is_said_beforehand_and_afterwards(worlds):
     world = filled(worlds, room=10)
     plan = world.suspension.plan()
     assert (plan["resident"], plan["lost"], plan["running"]) == (15, 5, 2)
@@ -175,21 +188,19 @@ def test_what_does_not_fit_is_said_beforehand_and_afterwards(worlds: Any) -> Non
     assert {f"old{n}".encode() for n in range(4, 9)}.isdisjoint(world.tier.blocks)
 
 
-def test_it_can_be_left_when_not_everything_fits(worlds: Any) -> None:
+def test_it_can_be_left_when_not_everything_fits(worlds):
     world = filled(worlds, room=10)
     with pytest.raises(Cannot, match="no room for 5 blocks"):
-        world.suspension.suspend(False, True, None)
+        begin(world, whole=True)
     assert world.suspension.phase is Phase.RUNS
     world.until_idle()
     assert world.finished == ["first", "second"]
 
 
-def test_it_is_left_when_the_tier_did_not_take_everything_in(worlds: Any) -> None:
+def test_it_is_left_when_the_tier_did_not_take_everything_in(world):
     """Blocks of the tier that are in use are no room, which only a store finds out."""
-    world = filled(worlds)
-    world.suspension.suspend(False, True, None)
-    while world.suspension.phase is not Phase.STORING:
-        world.step()
+    begin(world, whole=True)
+    until(world, Phase.STORING)
     world.tier.room = 10
     world.until_idle()
     assert world.suspension.said["phase"] == "runs"
@@ -197,14 +208,13 @@ def test_it_is_left_when_the_tier_did_not_take_everything_in(worlds: Any) -> Non
     assert world.finished == ["first", "second"]
 
 
-def test_a_suspension_that_is_given_up_waits_for_the_limit_too(worlds: Any) -> None:
+def test_a_suspension_that_is_given_up_waits_for_the_limit_too(world):
     """It may have begun while the engine was still resuming from another one."""
-    world = filled(worlds)
     suspended(world)
     world.lag = 1000
     world.manager.reported = world.manager.limit
     world.suspension.resume()
-    world.suspension.suspend(False, False, None)
+    begin(world)
     world.suspension.resume()
     assert world.suspension.phase is Phase.RESUMING
     assert world.scheduler.pause_state is Pause.PAUSED_ALL
@@ -214,11 +224,8 @@ def test_a_suspension_that_is_given_up_waits_for_the_limit_too(worlds: Any) -> N
     assert world.manager.limit == MOST * PAGE
 
 
-def test_a_tier_that_never_has_room_is_given_up(
-    worlds: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    world = filled(worlds)
-    spill = world.spill
+def test_a_tier_that_never_has_room_is_given_up(worlds, monkeypatch):
+    spill = filled(worlds).spill
     spill.begin([])
     spill._missing = {b"old4": 4}
     spill.no_room(forever=False)
@@ -233,7 +240,7 @@ def test_a_tier_that_never_has_room_is_given_up(
     assert not spill.waits
 
 
-def test_what_the_tier_has_is_not_evicted_for_what_it_has_not(worlds: Any) -> None:
+def test_what_the_tier_has_is_not_evicted_for_what_it_has_not(worlds):
     world = filled(worlds, room=15)
     for number in range(9):
         world.tier.blocks[f"other{number}".encode()] = f"bytes of other{number}"
@@ -254,12 +261,10 @@ def now(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     return seconds
 
 
-def test_a_tier_that_does_not_answer_is_given_up_in_time(worlds: Any, now: list[float]) -> None:
-    world = filled(worlds)
+def test_a_tier_that_does_not_answer_is_given_up_in_time(world, now):
     world.tier.stuck = True
-    world.suspension.suspend(False, False, 30)
-    for _ in range(20):
-        world.step()
+    begin(world, timeout=30)
+    steps_of(world, 20)
     assert world.suspension.phase is Phase.STORING
     now[0] += 31
     world.step()
@@ -270,16 +275,13 @@ def test_a_tier_that_does_not_answer_is_given_up_in_time(worlds: Any, now: list[
     assert world.manager.limit == MOST * PAGE
 
 
-def test_pages_that_are_not_let_go_in_time_are_taken_back(worlds: Any, now: list[float]) -> None:
-    world = filled(worlds)
+def test_pages_that_are_not_let_go_in_time_are_taken_back(world, now):
     world.fence = 1000
-    world.suspension.suspend(False, False, 30)
-    for _ in range(50):
-        world.step()
+    begin(world, timeout=30)
+    steps_of(world, 50)
     assert world.suspension.phase is Phase.RELEASING
     now[0] += 31
-    for _ in range(20):
-        world.step()
+    steps_of(world, 20)
     assert world.suspension.said["phase"] == "runs"
     assert "in the phase releasing" in world.suspension.said["error"]
     assert world.finished == ["first", "second"]
@@ -287,13 +289,11 @@ def test_pages_that_are_not_let_go_in_time_are_taken_back(worlds: Any, now: list
 
 
 @pytest.mark.parametrize("steps", range(12))
-def test_resumed_at_any_step_nothing_is_lost(worlds: Any, steps: int) -> None:
+def test_resumed_at_any_step_nothing_is_lost(worlds, steps):
     world = filled(worlds, ahead=1)
-    world.suspension.suspend(False, False, None)
-    for _ in range(steps):
-        world.step()
-    world.suspension.resume()
-    world.until_idle()
+    begin(world)
+    steps_of(world, steps)
+    resumed(world)
     assert world.suspension.phase is Phase.RUNS
     assert sorted(world.finished) == ["first", "second"]
     assert world.manager.limit == MOST * PAGE
@@ -304,15 +304,8 @@ def test_resumed_at_any_step_nothing_is_lost(worlds: Any, steps: int) -> None:
 
 
 @pytest.mark.parametrize("where", ["_pausing", "_storing", "_release_all", "_releasing"])
-def test_an_error_of_ours_leaves_the_engine_running(
-    worlds: Any, where: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    world = filled(worlds)
-
-    def fail() -> bool:
-        raise ValueError("of a test")
-
-    monkeypatch.setattr(world.suspension, where, fail)
+def test_an_error_of_ours_leaves_the_engine_running(world, where, monkeypatch):
+    monkeypatch.setattr(world.suspension, where, raising(ValueError("of a test")))
     said = suspended(world)
     assert said["phase"] == "runs"
     assert said["error"] == "it failed with ValueError: of a test"
@@ -325,14 +318,10 @@ def broken(*arguments: Any) -> None:
 
 
 @pytest.mark.parametrize("phase", [Phase.STORING, Phase.RELEASING, Phase.SUSPENDED])
-def test_a_limit_that_cannot_be_set_again_leaves_no_request_waiting(
-    worlds: Any, phase: Phase, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_limit_that_cannot_be_set_again_leaves_no_request_waiting(world, phase, monkeypatch):
     """As where the pool in /dev/shm is another user's by now: the engine neither ends nor waits."""
-    world = filled(worlds)
-    world.suspension.suspend(False, False, None)
-    while world.suspension.phase is not phase:
-        world.step()
+    begin(world)
+    until(world, phase)
     monkeypatch.setattr(kvcached_api, "write_limit", broken)
     world.manager.reported = world.manager.limit
     if phase is not Phase.SUSPENDED:
@@ -360,27 +349,18 @@ def inconsistent(monkeypatch: pytest.MonkeyPatch) -> type[Exception]:
 
 
 def unknown(world: World, name: str, error: type[Exception]) -> None:
-    def fail(*arguments: Any) -> None:
-        raise error("an unmap could not be confirmed")
-
-    setattr(world.manager, name, fail)
+    setattr(world.manager, name, raising(error("an unmap could not be confirmed")))
 
 
 @pytest.mark.parametrize("what", ["trim", "_resize"])
-def test_an_engine_whose_mappings_are_unknown_ends(
-    worlds: Any, inconsistent: type[Exception], what: str
-) -> None:
-    world = filled(worlds)
-    world.suspension.suspend(False, False, None)
+def test_an_engine_whose_mappings_are_unknown_ends(world, inconsistent, what):
+    begin(world)
     unknown(world, what, inconsistent)
     with pytest.raises(inconsistent, match="could not be confirmed"):
         world.until_idle()
 
 
-def test_an_engine_whose_mappings_are_unknown_ends_when_it_is_resumed(
-    worlds: Any, inconsistent: type[Exception]
-) -> None:
-    world = filled(worlds)
+def test_an_engine_whose_mappings_are_unknown_ends_when_it_is_resumed(world, inconsistent):
     suspended(world)
     unknown(world, "_resize", inconsistent)
     question = Question({"verb": "resume"})
@@ -392,8 +372,8 @@ def test_an_engine_whose_mappings_are_unknown_ends_when_it_is_resumed(
 
 @pytest.mark.parametrize("what", ["trim", "evict", "_resize"])
 def test_an_engine_whose_mappings_are_unknown_ends_while_it_gives_pages_back(
-    worlds: Any, inconsistent: type[Exception], what: str
-) -> None:
+    worlds, inconsistent, what
+):
     world = filled(worlds, gives=True)
     if what == "evict":
 
@@ -413,10 +393,7 @@ def test_an_engine_whose_mappings_are_unknown_ends_while_it_gives_pages_back(
         world.until_idle()
 
 
-def test_an_error_of_ours_is_given_up_though_the_limit_cannot_be_set(
-    worlds: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    world = filled(worlds)
+def test_an_error_of_ours_is_given_up_though_the_limit_cannot_be_set(world, monkeypatch):
     monkeypatch.setattr(kvcached_api, "write_limit", broken)
     said = suspended(world)  # the floor is not written, and neither is what it was
     assert said["phase"] == "runs"
@@ -425,11 +402,8 @@ def test_an_error_of_ours_is_given_up_though_the_limit_cannot_be_set(
     assert world.finished == ["first", "second"]
 
 
-def test_a_floor_that_was_not_written_is_no_limit_to_come_back_to(
-    worlds: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_floor_that_was_not_written_is_no_limit_to_come_back_to(world, monkeypatch):
     """Without a pool in /dev/shm the limit is what the page allocator keeps to: the floor."""
-    world = filled(worlds)
     monkeypatch.setattr(kvcached_api, "limit", lambda manager: manager.total * PAGE)
     monkeypatch.setattr(kvcached_api, "is_applied", lambda manager: True)
 
@@ -442,67 +416,56 @@ def test_a_floor_that_was_not_written_is_no_limit_to_come_back_to(
     assert world.manager.total == MOST
 
 
-def test_what_became_of_a_suspension_is_kept_until_the_next_one(worlds: Any) -> None:
-    world = filled(worlds)
-    world.suspension.suspend(False, False, None)
-    world.suspension.resume()
-    world.until_idle()
+def test_what_became_of_a_suspension_is_kept_until_the_next_one(world):
+    begin(world)
+    resumed(world)
     world.suspension.limit(7 * PAGE)  # which tells something else
     assert "error" not in world.suspension.said
     assert world.suspension.given_up == "it was resumed before it was suspended"
-    world.suspension.suspend(False, False, None)
+    begin(world)
     assert world.suspension.given_up == ""
 
 
-def test_the_error_of_one_suspension_is_not_the_next_ones(worlds: Any, now: list[float]) -> None:
-    world = filled(worlds)
+def test_the_error_of_one_suspension_is_not_the_next_ones(world, now):
     world.tier.stuck, world.lag = True, 1000
-    world.suspension.suspend(False, False, 30)
-    while world.suspension.phase is not Phase.STORING:
-        world.step()
+    begin(world, timeout=30)
+    until(world, Phase.STORING)
     now[0] += 31
     world.manager.reported = PAGE  # so that it does not run at once
     world.step()
     assert world.suspension.phase is Phase.RESUMING
     world.tier.stuck, world.lag = False, 1
     suspended(world)
-    world.suspension.resume()
-    world.until_idle()
+    resumed(world)
     assert "error" not in world.suspension.said
 
 
-def test_the_time_counts_from_the_question(worlds: Any, now: list[float]) -> None:
+def test_the_time_counts_from_the_question(world, now):
     """It may have waited for a long step of the engine."""
-    world = filled(worlds)
-    world.suspension.suspend(False, False, 30, asked=now[0] - 31)
+    begin(world, timeout=30, asked=now[0] - 31)
     world.until_idle()
     assert "not suspended within 30 s" in world.suspension.said["error"]
 
 
-def test_a_plan_says_what_is_in_the_way(worlds: Any) -> None:
-    world = filled(worlds)
+@pytest.mark.parametrize("ask", [begin, lambda world: world.suspension.plan()])
+def test_requests_that_stream_their_input_are_refused(world, ask):
     world.scheduler.running[0].status = Status(name="WAITING_FOR_STREAMING_REQ")
     with pytest.raises(Cannot, match="1 of its requests stream their input"):
-        world.suspension.plan()
+        ask(world)
 
 
-def test_vllms_own_resume_does_not_run_a_suspended_engine(worlds: Any) -> None:
-    world = filled(worlds)
+def test_vllms_own_resume_does_not_run_a_suspended_engine(world):
     suspended(world)
     world.scheduler.set_pause_state(Pause.UNPAUSED)
     assert world.scheduler.pause_state is Pause.PAUSED_ALL
     world.scheduler.set_pause_state(Pause.PAUSED_NEW)
-    world.suspension.resume()
-    world.until_idle()
+    resumed(world)
     assert world.scheduler.pause_state is Pause.PAUSED_NEW  # as vLLM was told meanwhile
     assert world.finished == []
 
 
-def test_what_an_engine_will_take_back_is_known_at_every_step(
-    worlds: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_an_engine_will_take_back_is_known_at_every_step(world, monkeypatch):
     """Whoever lends its memory has to count on it."""
-    world = filled(worlds)
     written: list[int] = []
     write = kvcached_api.write_limit
 
@@ -511,7 +474,7 @@ def test_what_an_engine_will_take_back_is_known_at_every_step(
         written.append(world.suspension.promised())  # on another thread, in this moment
 
     monkeypatch.setattr(kvcached_api, "write_limit", and_look)
-    world.suspension.suspend(False, False, None)
+    begin(world)
     while world.step():
         assert world.suspension.promised() == MOST * PAGE, world.suspension.phase
     assert world.manager.limit == PAGE
@@ -526,92 +489,76 @@ def test_what_an_engine_will_take_back_is_known_at_every_step(
     assert world.suspension.promised() == world.manager.limit == 5 * PAGE
 
 
-def test_a_limit_of_a_suspended_engine_holds_from_its_resumption_on(worlds: Any) -> None:
-    world = filled(worlds)
+def test_a_limit_of_a_suspended_engine_holds_from_its_resumption_on(world):
     suspended(world)
     world.suspension.limit(4 * PAGE)
     assert world.manager.limit == PAGE
-    world.suspension.resume()
-    world.until_idle()
+    resumed(world)
     assert world.manager.limit == 4 * PAGE
 
 
 @pytest.mark.parametrize("steps", range(12))
 @pytest.mark.parametrize("by", ["kvpatch", "kvctl"])
-def test_a_limit_that_is_set_at_any_step_holds_in_the_end(worlds: Any, steps: int, by: str) -> None:
-    for given_up in (False, True):
-        world = filled(worlds)
-        world.suspension.suspend(False, False, None)
-        for _ in range(steps):
-            world.step()
-        if by == "kvpatch":
-            world.suspension.limit(7 * PAGE)
-        else:
-            world.manager.limit = 7 * PAGE
-        if not given_up:
-            world.until_idle()
-        world.suspension.resume()
+@pytest.mark.parametrize("given_up", [False, True])
+def test_a_limit_that_is_set_at_any_step_holds_in_the_end(world, steps, by, given_up):
+    begin(world)
+    steps_of(world, steps)
+    if by == "kvpatch":
+        world.suspension.limit(7 * PAGE)
+    else:
+        world.manager.limit = 7 * PAGE
+    if not given_up:
         world.until_idle()
-        assert world.suspension.phase is Phase.RUNS
-        assert world.manager.limit == world.manager.total * PAGE == 7 * PAGE
-        assert sorted(world.finished) == ["first", "second"]
+    resumed(world)
+    assert world.suspension.phase is Phase.RUNS
+    assert world.manager.limit == world.manager.total * PAGE == 7 * PAGE
+    assert sorted(world.finished) == ["first", "second"]
 
 
 @pytest.mark.parametrize("steps", range(12))
-def test_the_last_limit_holds_whoever_set_it(worlds: Any, steps: int) -> None:
-    for last in ("kvctl", "kvpatch"):
-        world = filled(worlds)
-        world.suspension.suspend(False, False, None)
-        for _ in range(steps):
-            world.step()
-        if last == "kvpatch":
-            world.manager.limit = 3 * PAGE
-            world.suspension.limit(6 * PAGE)
-        else:
-            world.suspension.limit(6 * PAGE)
-            world.manager.limit = 3 * PAGE
-        world.until_idle()
-        world.suspension.resume()
-        world.until_idle()
-        wanted = 6 if last == "kvpatch" else 3
-        assert world.manager.limit == world.manager.total * PAGE == wanted * PAGE, last
+@pytest.mark.parametrize("last", [3, 6])
+def test_the_last_limit_holds_whoever_set_it(world, steps, last):
+    begin(world)
+    steps_of(world, steps)
+    if last == 6:
+        world.manager.limit = 3 * PAGE
+    world.suspension.limit(6 * PAGE)
+    if last == 3:
+        world.manager.limit = 3 * PAGE
+    world.until_idle()
+    resumed(world)
+    assert world.manager.limit == world.manager.total * PAGE == last * PAGE
 
 
 @pytest.mark.parametrize("when", ["before", "suspended"])
-def test_a_limit_by_revision_is_there_after_a_suspension(worlds: Any, when: str) -> None:
+def test_a_limit_by_revision_is_there_after_a_suspension(world, when):
     """kvcached has it in its page allocator alone, and /dev/shm another one."""
-    world = filled(worlds)
     if when == "before":
         world.manager.set_memory_limit(4 * PAGE, revision=1)
     suspended(world)
     if when == "suspended":
         world.manager.set_memory_limit(4 * PAGE, revision=1)
-    world.suspension.resume()
-    world.until_idle()
+    resumed(world)
     assert world.manager.limit == world.manager.total * PAGE == 4 * PAGE
     world.manager.set_memory_limit(7 * PAGE, revision=2)
     world.suspension.limit(6 * PAGE)  # later
     suspended(world)
-    world.suspension.resume()
-    world.until_idle()
+    resumed(world)
     assert world.manager.limit == world.manager.total * PAGE == 6 * PAGE
 
 
-def test_a_tier_that_was_emptied_meanwhile_is_said(worlds: Any) -> None:
+def test_a_tier_that_was_emptied_meanwhile_is_said(world):
     """By vLLM's /pause or a reset with the connector, which are not for the suspension."""
-    world = filled(worlds)
     assert suspended(world)["lost"] == 0
     world.tier.blocks.clear()
-    world.suspension.suspend(False, True, None)
+    begin(world, whole=True)
     assert (world.suspension.said["kept"], world.suspension.said["lost"]) == (0, 15)
 
 
-def test_a_limit_that_somebody_else_set_meanwhile_is_kept(worlds: Any) -> None:
-    world = filled(worlds)
+def test_a_limit_that_somebody_else_set_meanwhile_is_kept(world):
     suspended(world)
     world.manager.limit = world.manager.reported = 3 * PAGE  # kvctl limit
-    world.suspension.resume()
-    world.until_idle()
+    resumed(world)
     assert world.manager.limit == 3 * PAGE
 
 
@@ -619,37 +566,26 @@ def test_a_limit_that_somebody_else_set_meanwhile_is_kept(worlds: Any) -> None:
     ("size", "why"),
     [(MOST * PAGE + 1, "cannot have more"), (PAGE - 1, "needs at least one")],
 )
-def test_a_limit_that_it_cannot_have_is_refused(worlds: Any, size: int, why: str) -> None:
-    world = filled(worlds)
+def test_a_limit_that_it_cannot_have_is_refused(world, size, why):
     with pytest.raises(Cannot, match=why):
         world.suspension.limit(size)
     assert world.manager.limit == MOST * PAGE
 
 
-def test_requests_that_stream_their_input_are_refused(worlds: Any) -> None:
-    world = filled(worlds)
-    world.scheduler.running[0].status = Status(name="WAITING_FOR_STREAMING_REQ")
-    with pytest.raises(Cannot, match="1 of its requests stream their input"):
-        world.suspension.suspend(False, False, None)
-
-
-def test_weights_that_were_replaced_are_refused_until_a_reset(worlds: Any) -> None:
+def test_weights_that_were_replaced_are_refused_until_a_reset(world):
     """The reset that frees the device would be of the CPU tier too: nothing would be kept."""
-    world = filled(worlds)
     calls = state.attach(world, Calls(unanswered=True))
     with pytest.raises(Cannot, match="weights were replaced"):
-        world.suspension.suspend(False, False, None)
+        begin(world)
     calls.unanswered = False
-    world.suspension.suspend(False, False, None)
+    begin(world)
     calls.unanswered = True  # while it stores
     world.until_idle()
     assert world.suspension.phase is Phase.RUNS
     assert "weights were replaced" in world.suspension.said["error"]
 
 
-def test_requests_with_loaded_blocks_let_go_of_them(
-    worlds: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_requests_with_loaded_blocks_let_go_of_them(worlds, monkeypatch):
     from kvpatch.patches import deadlock
 
     world = filled(worlds)
@@ -661,15 +597,13 @@ def test_requests_with_loaded_blocks_let_go_of_them(
     assert released == [loaded]
 
 
-def test_the_beginnings_of_prompts_are_stored_first(
-    worlds: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(spill, "EVERYTHING", 2)
+def test_the_beginnings_of_prompts_are_stored_first(worlds, monkeypatch):
+    monkeypatch.setattr("kvpatch.patches.suspend.spill.EVERYTHING", 2)
     world: World = worlds()
     request = world.add("one", 5, 6, 7, 8)
     request.left = 1
     world.step()  # it has finished; its last block is evicted first
-    world.suspension.suspend(False, False, None)
+    begin(world)
     while not world.tier.flying:
         world.step()
     assert [key for _, key, _ in world.tier.flying] == [b"one5", b"one6"]

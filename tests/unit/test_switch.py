@@ -167,7 +167,7 @@ def test_importing_kvpatch_after_vllm_is_an_error(python):
     assert done.last_line == (
         "ImportError: kvpatch was imported after vllm, when it can no longer patch it; import "
         "kvpatch first, or set KVPATCH=1 in the environment, or set KVPATCH=0 to leave vllm as "
-        "it is"
+        "it is. [KVP109]"
     )
 
 

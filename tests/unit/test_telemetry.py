@@ -17,6 +17,7 @@ from types import SimpleNamespace
 
 import prometheus_client
 import pytest
+from fakes import raising
 from prometheus_client import multiprocess
 
 from kvpatch import api, cli, state
@@ -148,8 +149,7 @@ DISK = {
 
 
 def test_a_page_comes_back_as_it_was_written():
-    path = publish_as(os.getpid())
-    found = page.read(path)
+    found = page.read(publish_as(os.getpid()))
     assert (found.pid, found.kvpatch) == (os.getpid(), "0.1.0")
     assert content().items() <= found.content.items()
     assert 0 <= found.age < 60
@@ -273,8 +273,7 @@ def test_an_engine_that_makes_no_step(process, running, state):
     """With requests it hangs; without it only sleeps."""
     engine = engine_state(requests={"running": running, "waiting": 0}, since_step=45.0)
     publish_as(process.pid, engine=engine)
-    seen = reader.one(process.pid)
-    assert seen.state is state
+    assert reader.one(process.pid).state is state
     if running:
         assert the_line(process.pid).startswith(
             f"pid {process.pid} hangs: 2 requests run and no step has ended for 45 s"
@@ -357,8 +356,7 @@ def test_a_process_without_a_page(process):
 
 
 def test_something_that_is_no_page(place):
-    folder = page.own_folder()
-    (folder / "17.page").write_bytes(b"x" * 100)
+    (page.own_folder() / "17.page").write_bytes(b"x" * 100)
     (seen,) = reader.all_of(False)
     assert seen.state is State.UNREADABLE
 
@@ -881,11 +879,8 @@ def test_an_engine_that_cannot_be_counted_starts(caplog):
 
 
 def test_a_refusal_of_the_engine_is_not_an_error_of_counting():
-    def refuses():
-        raise RuntimeError("kvpatch refuses")
-
     with pytest.raises(RuntimeError, match="kvpatch refuses"):
-        hooks.after_step(refuses, core(), (), {})
+        hooks.after_step(raising(RuntimeError("kvpatch refuses")), core(), (), {})
 
 
 def test_an_error_in_an_api_server_switches_the_series_off_once(caplog):
@@ -1226,6 +1221,18 @@ def test_the_device_of_several_engines_has_one_line(process):
         "together"
     ]
     assert engines.device_lines(pages)[0] in engines.table(pages)
+
+
+def test_features_that_several_processes_have_are_printed_once(process):
+    have = {"fence": "applied", "suspend": "applied"}
+    publish_as(process.pid, features=have)
+    publish_as(os.getpid(), features=have)
+    both = [reader.one(process.pid), reader.one(os.getpid())]
+    text = status.text(both)
+    assert text.count("fence applied, suspend applied") == 1
+    assert f"  features  those of pid {process.pid}" in text
+    publish_as(os.getpid(), features=have | {"suspend": "not-needed"})
+    assert "those of pid" not in status.text([both[0], reader.one(os.getpid())])
 
 
 def test_errors_of_a_disk_are_shown(process):

@@ -181,8 +181,7 @@ def test_what_drafts_counts_as_the_model_does(worker, runner):
 @pytest.mark.parametrize("owner", [{}, {"drafter": SimpleNamespace()}, {"speculator": None}])
 def test_what_drafts_without_a_model_has_no_blocks(worker, owner):
     vars(worker.model_runner).update(owner)
-    described = fingerprint.describe(worker)
-    assert not {"drafts", "drafting weights"} & described.keys()
+    assert not {"drafts", "drafting weights"} & fingerprint.describe(worker).keys()
 
 
 class Core:

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from fakes import raising
 
 from kvpatch.patches.secondary_tiers import block_files
 from kvpatch.patches.secondary_tiers.block_files import load_blocks, own_folder, store_blocks, sweep
@@ -105,9 +106,7 @@ def calls_of(disk: Disk, act: Callable[[], Any]) -> int:
 
 @CALLS_OF_PATHS
 @pytest.mark.parametrize("done", [False, True], ids=["without effect", "with its effect"])
-def test_a_store_that_fails_at_any_call_leaves_nothing_wrong(
-    disk: Disk, memory: mmap.mmap, tmp_path: Path, done: bool
-) -> None:
+def test_a_store_that_fails_at_any_call_leaves_nothing_wrong(disk, memory, tmp_path, done):
     count = calls_of(disk, lambda: store(memory, tmp_path / "0"))
     assert {"open", "writev", "close", "mkdir"} <= set(disk.calls)
     assert count > 4 * BLOCKS
@@ -125,9 +124,7 @@ def test_a_store_that_fails_at_any_call_leaves_nothing_wrong(
 
 
 @pytest.mark.parametrize("done", [False, True], ids=["without effect", "with its effect"])
-def test_a_load_that_fails_at_any_call_is_a_miss(
-    disk: Disk, memory: mmap.mmap, tmp_path: Path, done: bool
-) -> None:
+def test_a_load_that_fails_at_any_call_is_a_miss(disk, memory, tmp_path, done):
     store(memory, tmp_path)
     count = calls_of(disk, lambda: load(memory, tmp_path))
     assert count == 4 * BLOCKS
@@ -139,9 +136,7 @@ def test_a_load_that_fails_at_any_call_is_a_miss(
         assert load(memory, tmp_path) == BLOCKS
 
 
-def test_a_damaged_file_that_cannot_be_removed_is_a_miss(
-    disk: Disk, memory: mmap.mmap, tmp_path: Path
-) -> None:
+def test_a_damaged_file_that_cannot_be_removed_is_a_miss(disk, memory, tmp_path):
     store(memory, tmp_path)
     os.truncate(names(tmp_path)[1], SIZE)
     count = calls_of(disk, lambda: load(memory, tmp_path))
@@ -157,23 +152,19 @@ def test_a_damaged_file_that_cannot_be_removed_is_a_miss(
 
 
 @CALLS_OF_PATHS
-def test_a_sweep_that_fails_at_any_call_ends(tmp_path: Path, monkeypatch) -> None:
+def test_a_sweep_that_fails_at_any_call_ends(tmp_path, monkeypatch):
     monkeypatch.setattr(block_files, "ABANDONED", -3600.0)
     abandoned = tmp_path / block_files.TEMPORARY / "x.bin.00"
     abandoned.parent.mkdir()
-
-    def fails(*_: Any) -> None:
-        raise OSError(errno.EIO, "the disk failed")
-
     for name in ("scandir", "unlink"):
         abandoned.touch()
         with monkeypatch.context() as patched:
-            patched.setattr(os, name, fails)
+            patched.setattr(os, name, raising(OSError(errno.EIO, "the disk failed")))
             assert sweep(tmp_path) == 0
     assert sweep(tmp_path) == 1
 
 
-def test_files_that_nobody_writes_any_more_are_swept(tmp_path: Path) -> None:
+def test_files_that_nobody_writes_any_more_are_swept(tmp_path):
     assert sweep(tmp_path) == 0
     folder = tmp_path / block_files.TEMPORARY
     folder.mkdir()
@@ -187,7 +178,7 @@ def test_files_that_nobody_writes_any_more_are_swept(tmp_path: Path) -> None:
     assert {file.name for file in tmp_path.rglob("*") if file.is_file()} == {"new", "block.bin"}
 
 
-def test_a_block_is_never_seen_in_part(memory, tmp_path: Path, monkeypatch) -> None:
+def test_a_block_is_never_seen_in_part(memory, tmp_path, monkeypatch):
     """While a file is written it has another name, in another folder."""
     seen: list[tuple[list[Path], int]] = []
     writev = os.writev
@@ -202,7 +193,7 @@ def test_a_block_is_never_seen_in_part(memory, tmp_path: Path, monkeypatch) -> N
     assert list((tmp_path / "layout_r0/tmp").iterdir()) == []
 
 
-def test_every_block_is_an_answer_of_the_disk(memory, tmp_path: Path, monkeypatch) -> None:
+def test_every_block_is_an_answer_of_the_disk(memory, tmp_path, monkeypatch):
     """A job of many blocks on a slow disk takes longer than the disk may be silent."""
     answers: list[int] = []
     monkeypatch.setattr(block_files, "progressed", lambda size: answers.append(len(answers)))
@@ -215,7 +206,7 @@ def test_every_block_is_an_answer_of_the_disk(memory, tmp_path: Path, monkeypatc
 # Whose files and folders they are
 
 
-def test_a_folder_is_made_for_this_user_only(tmp_path: Path) -> None:
+def test_a_folder_is_made_for_this_user_only(tmp_path):
     before = os.umask(0)
     try:
         own_folder(tmp_path / "root/layout_r0")
@@ -226,7 +217,7 @@ def test_a_folder_is_made_for_this_user_only(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("mode", [0o701, 0o710, 0o770, 0o777, 0o1777, 0o750])
-def test_a_folder_that_others_can_open_is_none_of_ours(tmp_path: Path, mode: int) -> None:
+def test_a_folder_that_others_can_open_is_none_of_ours(tmp_path, mode):
     folder = tmp_path / "layout_r0"
     folder.mkdir()
     folder.chmod(mode)
@@ -235,14 +226,14 @@ def test_a_folder_that_others_can_open_is_none_of_ours(tmp_path: Path, mode: int
     assert folder.stat().st_mode & 0o7777 == mode  # and is not repaired
 
 
-def test_a_link_in_the_place_of_a_folder_is_none_of_ours(tmp_path: Path) -> None:
+def test_a_link_in_the_place_of_a_folder_is_none_of_ours(tmp_path):
     (tmp_path / "elsewhere").mkdir(0o700)
     (tmp_path / "layout_r0").symlink_to(tmp_path / "elsewhere")
     with pytest.raises(PermissionError, match="is a link"):
         own_folder(tmp_path / "layout_r0")
 
 
-def test_a_folder_of_another_user_is_none_of_ours(tmp_path: Path, monkeypatch) -> None:
+def test_a_folder_of_another_user_is_none_of_ours(tmp_path, monkeypatch):
     (tmp_path / "layout_r0").mkdir(0o700)
     monkeypatch.setattr(os, "geteuid", lambda: 4711)
     with pytest.raises(PermissionError, match=f"belongs to the user id {os.getuid()}"):
@@ -254,7 +245,7 @@ def stolen(file: Path) -> Path:
     return file.rename(file.parents[3] / "stolen")
 
 
-def test_a_link_in_the_place_of_a_file_is_a_miss_and_is_removed(memory, tmp_path: Path) -> None:
+def test_a_link_in_the_place_of_a_file_is_a_miss_and_is_removed(memory, tmp_path):
     store(memory, tmp_path)
     file = Path(names(tmp_path)[1])
     kept = stolen(file)
@@ -264,9 +255,7 @@ def test_a_link_in_the_place_of_a_file_is_a_miss_and_is_removed(memory, tmp_path
     assert kept.exists()
 
 
-def test_a_file_of_another_user_is_a_miss_whatever_its_checksum(
-    memory, tmp_path: Path, monkeypatch
-) -> None:
+def test_a_file_of_another_user_is_a_miss_whatever_its_checksum(memory, tmp_path, monkeypatch):
     """A checksum over a name that everybody knows proves no author."""
     store(memory, tmp_path)
     file = Path(names(tmp_path)[1])
@@ -284,7 +273,7 @@ def test_a_file_of_another_user_is_a_miss_whatever_its_checksum(
     assert not file.exists()
 
 
-def test_a_folder_in_the_place_of_a_file_is_a_miss(memory, tmp_path: Path) -> None:
+def test_a_folder_in_the_place_of_a_file_is_a_miss(memory, tmp_path):
     store(memory, tmp_path)
     file = Path(names(tmp_path)[1])
     file.unlink()
@@ -294,9 +283,7 @@ def test_a_folder_in_the_place_of_a_file_is_a_miss(memory, tmp_path: Path) -> No
     assert load(memory, tmp_path) == 1
 
 
-def test_a_pipe_in_the_place_of_a_file_is_a_miss_whatever_comes_out_of_it(
-    memory, tmp_path: Path
-) -> None:
+def test_a_pipe_in_the_place_of_a_file_is_a_miss_whatever_comes_out_of_it(memory, tmp_path):
     store(memory, tmp_path)
     file = Path(names(tmp_path)[1])
     stored = file.read_bytes()
@@ -313,7 +300,7 @@ def test_a_pipe_in_the_place_of_a_file_is_a_miss_whatever_comes_out_of_it(
     assert load(memory, tmp_path) == BLOCKS
 
 
-def test_a_dangling_link_is_not_written_through(memory, tmp_path: Path) -> None:
+def test_a_dangling_link_is_not_written_through(memory, tmp_path):
     file = Path(names(tmp_path)[0])
     file.parent.mkdir(parents=True)
     file.symlink_to(tmp_path / "target")
@@ -324,7 +311,7 @@ def test_a_dangling_link_is_not_written_through(memory, tmp_path: Path) -> None:
     assert load(memory, tmp_path) == BLOCKS
 
 
-def test_files_in_folders_that_exist_are_private_too(memory, tmp_path: Path) -> None:
+def test_files_in_folders_that_exist_are_private_too(memory, tmp_path):
     """Each is opened by the first of two calls, with a mode of its own."""
     before = os.umask(0)
     try:

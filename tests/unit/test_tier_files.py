@@ -97,7 +97,7 @@ def test_a_block_that_does_not_fit_on_the_disk_leaves_no_file(tmp_path, memory):
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (SIZE // 2, before[1]))
     try:
-        with pytest.raises(OSError, match="the block was not written whole"):
+        with pytest.raises(OSError, match="the disk is full, and the block was not written whole"):
             store(memory, [one], [b"1"])
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)

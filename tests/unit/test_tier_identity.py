@@ -150,7 +150,7 @@ class Configuration:
         (Configuration, f"{__name__}.Configuration"),
     ],
 )
-def test_values_are_plain(value: Any, expected: Any):
+def test_values_are_plain(value, expected):
     made = plain(value)
     assert made == expected
     assert type(made) is type(expected)
@@ -211,7 +211,7 @@ def weights(monkeypatch: pytest.MonkeyPatch) -> Weights:
     return made
 
 
-def test_a_tiers_folders_are_named_after_all_of_it_and_the_user(weights: Weights, tmp_path: Path):
+def test_a_tiers_folders_are_named_after_all_of_it_and_the_user(weights, tmp_path):
     made = mapper(tmp_path)
     user = os.geteuid()
     assert made.fields == {"model": "m", "kvpatch_memory": "old", "kvpatch_user": user}
@@ -227,9 +227,7 @@ def test_a_tiers_folders_are_named_after_all_of_it_and_the_user(weights: Weights
     assert {one.name for one in tmp_path.iterdir()} >= {f"m-new-{user}", f"m-new-{user}_r3"}
 
 
-def test_a_tier_without_an_engine_is_refused_and_one_without_weights_is_not(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-):
+def test_a_tier_without_an_engine_is_refused_and_one_without_weights_is_not(monkeypatch, tmp_path):
     monkeypatch.setattr(fingerprint, "_described", None)
     monkeypatch.setattr(fingerprint, "_weights", None)
     with pytest.raises(Refusal, match="KVP412"):
@@ -239,7 +237,7 @@ def test_a_tier_without_an_engine_is_refused_and_one_without_weights_is_not(
     assert state.find(mapper(tmp_path), Weights) is None
 
 
-def test_a_folder_that_others_can_open_is_refused(weights: Weights, tmp_path: Path):
+def test_a_folder_that_others_can_open_is_refused(weights, tmp_path):
     (tmp_path / f"m-old-{os.geteuid()}").mkdir(mode=0o777)
     (tmp_path / f"m-old-{os.geteuid()}").chmod(0o777)
     with pytest.raises(Refusal, match="a secondary tier cannot be used") as refused:
@@ -311,7 +309,7 @@ def torch(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fingerprint, "Samples", Recorder)
 
 
-def test_every_parameter_buffer_and_packed_layer_counts(torch: None):
+def test_every_parameter_buffer_and_packed_layer_counts(torch):
     packed = {
         "rank": Linear(0, input_size_per_partition=24),
         "whole": Linear(0),

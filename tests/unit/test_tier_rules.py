@@ -9,6 +9,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from fakes import raising
 
 from kvpatch.environ import TIER_PATIENCE
 from kvpatch.patches.secondary_tiers import fingerprint, legacy, promotion
@@ -77,12 +78,8 @@ def test_a_task_is_pending_from_its_start_and_again_from_every_block():
 def test_a_task_that_fails_is_not_pending_any_more():
     clock = Clock()
     unanswered = Unanswered(10, clock)
-
-    def task() -> None:
-        raise OSError
-
     with pytest.raises(OSError):
-        unanswered.run("job", task)
+        unanswered.run("job", raising(OSError))
     clock.now = 100
     progressed(0)
     clock.now = 200

@@ -131,8 +131,7 @@ def test_what_was_there_before_is_adopted_and_trimmed_once(tmp_path, monkeypatch
     (tmp_path / "plain_r0").chmod(0o755)
     (plain / "1.bin").touch()
     os.utime(plain / "1.bin", (1, 1))
-    folder = of(tmp_path, 40)
-    folder.adopt()
+    of(tmp_path, 40).adopt()
     assert kept(tmp_path / LAYOUT) == list(range(60, 100))
     assert (plain / "1.bin").exists()  # vLLM's own, without kvpatch
     assert known(tmp_path) == (40 * FILE, 40 * FILE)
@@ -255,8 +254,7 @@ def test_a_ledger_that_is_removed_is_made_again_of_the_files(tmp_path):
 
 
 def test_a_damaged_ledger_is_made_anew(tmp_path):
-    folder = of(tmp_path, 2)
-    store(folder, 1, 2)
+    store(of(tmp_path, 2), 1, 2)
     ledger_of(tmp_path).write_bytes(b"x" * 100_000)
     with pytest.raises(OSError, match="the ledger of the tier cannot be used"):
         store(of(tmp_path, 2), 3)
@@ -322,8 +320,7 @@ def test_engines_that_are_killed_leave_a_folder_that_others_go_on_with(tmp_path)
     held, files = known(tmp_path)
     assert held == files <= 20 * FILE
     assert len(kept(tmp_path)) <= 20
-    folder = of(tmp_path, 20)
-    store(folder, *range(1, 15))
+    store(of(tmp_path, 20), *range(1, 15))
     assert {*range(1, 15)} <= {*kept(tmp_path)}
     assert len(kept(tmp_path)) <= 20
 

@@ -7,6 +7,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from fakes import raising
 
 from kvpatch import state
 from kvpatch.logs import log
@@ -195,23 +196,15 @@ def test_a_call_that_replaces_nothing_changes_nothing():
 def test_a_call_that_fails_may_have_replaced_some():
     engine = Engine()
     engine.now = "half"
-
-    def call() -> None:
-        raise RuntimeError("half of the weights")
-
     with pytest.raises(RuntimeError, match="half"):
-        around_call(call, engine.core, (), {})
+        around_call(raising(RuntimeError("half of the weights")), engine.core, (), {})
     assert engine.request()
     assert engine.folders == ["half"]
 
 
 def test_a_folder_that_cannot_be_made_ends_the_use_and_not_the_engine(warned):
     engine = Engine()
-
-    def rename(described: str) -> None:
-        raise PermissionError("belongs to the user id 7")
-
-    engine.weights.renamed.append(rename)
+    engine.weights.renamed.append(raising(PermissionError("belongs to the user id 7")))
     engine.replace("new")
     assert not engine.request()
     assert "belongs to the user id 7" in warned.text

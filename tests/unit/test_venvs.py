@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import threading
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 
 from harness import venvs
 
 
-def test_a_folder_that_is_being_made_is_waited_for(tmp_path: Path) -> None:
+def test_a_folder_that_is_being_made_is_waited_for(tmp_path):
     """The second one would clear it under the first, which then fails."""
     folder, made, begun = tmp_path / "folder", [], threading.Event()
     asked = threading.Event()
@@ -30,7 +29,7 @@ def test_a_folder_that_is_being_made_is_waited_for(tmp_path: Path) -> None:
     assert made == [folder]
 
 
-def test_another_recipe_makes_it_anew(tmp_path: Path) -> None:
+def test_another_recipe_makes_it_anew(tmp_path):
     folder = tmp_path / "folder"
 
     def make() -> None:

@@ -185,8 +185,7 @@ def test_doctor_shows_no_control_characters_of_a_verdict(tmp_path):
 
 def test_a_verdict_holds_for_its_combination(tmp_path):
     known = written(tmp_path, content())
-    found = verdicts.covering(json.loads(json.dumps(RAN)), ["KVP310"], known)
-    assert found == known[0]
+    assert verdicts.covering(json.loads(json.dumps(RAN)), ["KVP310"], known) == known[0]
     assert verdicts.covering(RAN, [], known) == known[0]
 
 
@@ -214,8 +213,7 @@ def test_a_device_without_a_name_is_no_device(tmp_path):
 
 
 def test_it_lifts_only_what_was_lifted_in_its_run(tmp_path):
-    known = written(tmp_path, content())
-    assert verdicts.covering(RAN, ["KVP310", "KVP309"], known) is None
+    assert verdicts.covering(RAN, ["KVP310", "KVP309"], written(tmp_path, content())) is None
 
 
 def test_what_is_incompatible_is_not_lifted_by_any_file(tmp_path):

@@ -45,9 +45,9 @@ class Core(SimpleNamespace):
 
 
 ARGUMENTS = {
-    "tiers.describe": lambda core: (core.vllm_config,),
-    "tiers.reset": lambda core: (None,),
-    "observing.disk_hits": lambda core: (core.request, None, 64),
+    "secondary_tiers.describe": lambda core: (core.vllm_config,),
+    "secondary_tiers.reset": lambda core: (None,),
+    "secondary_tiers.disk_hits": lambda core: (core.request, None, 64),
 }
 
 

@@ -47,7 +47,7 @@ def test_a_prompt_in_the_tier_is_scored_as_plain_vllm_does(
     [
         ("", "0.23.0", ("offloading.computed_tokens",)),
         # The first is of lazy mode, on top of the other.
-        ("eager", "0.28.0", ("simple.match", "simple.computed_tokens")),
+        ("eager", "0.28.0", ("simple_offload.match", "simple_offload.computed_tokens")),
     ],
 )
 def test_without_the_row_the_prompt_is_scored_by_memory_that_nobody_wrote(

@@ -41,7 +41,7 @@ def test_a_failed_allocation_leaves_nothing_behind(
 def test_without_the_rollback_the_next_try_ends_the_engine(
     engine: Callable[[Run], Finished], vllm: str
 ) -> None:
-    ours = engine(replace(RUN, vllm=vllm, revert=("elastic.rollback",)))
+    ours = engine(replace(RUN, vllm=vllm, revert=("elastic_memory.rollback",)))
     assert "KV on elastic memory: yes" in ours.log
     assert ours.code
     assert "assert len(new_computed_blocks) == 0" in ours.log

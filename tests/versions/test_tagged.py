@@ -21,12 +21,12 @@ FEATURES = {
     "host-copies": "applied",
     "ascend": "not-needed",
     "elastic-memory": "applied",
-    "offloading-connector": "applied",
+    "offloading": "applied",
     "host-pool": "not-needed",
     "fence": "applied",
-    "standstill": "applied",
+    "deadlock": "applied",
     "kv-events": "applied",
-    "audit": "not-needed",
+    "debug": "not-needed",
     "metrics": "applied",
 }
 
@@ -75,7 +75,7 @@ def test_every_patch_finds_its_target(
     tagged: Callable[[str, bool], dict[str, Any]], vllm: str
 ) -> None:
     features = dict(tagged(vllm, True)["features"])
-    assert features.pop("kvcached-version-override") == "applied"
+    assert features.pop("kvcached-version") == "applied"
     for optional in (simple_offload.FEATURE, secondary_tiers.FEATURE, suspend.FEATURE):
         tested = vllm in supported.validated(optional.span)
         assert features.pop(optional.name) == ("applied" if tested else "outside")

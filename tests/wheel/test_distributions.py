@@ -177,14 +177,17 @@ def test_every_feature_resolves_on_every_release_without_the_host_device(alone, 
     features, whose, lacking = json.loads(done.out.splitlines()[-1])
     assert lacking == []
     assert whose == ["kvpatch"]
-    assert not {"host-copies", "host-device", "sleep-on-host"} & set(features)
+    assert not {"host-copies", "host-device", "host-device-sleep"} & set(features)
 
 
 def test_with_the_host_device_its_features_come_before_what_uses_it(fresh, run, host_wheel):
     fresh.pip("install", "--quiet", "--no-deps", host_wheel)
     code = "from kvpatch import patches; print(*[one.name for one in patches.FEATURES[2:6]])"
     done = run(fresh.python, "-c", code, KVPATCH="0")
-    assert (done.out, done.err) == ("host-copies host-device sleep-on-host kvcached-adapters\n", "")
+    assert (done.out, done.err) == (
+        "host-copies host-device host-device-sleep kvcached-adapters\n",
+        "",
+    )
 
 
 def test_doctor_finds_what_a_feature_names_and_is_not_there(fresh, run):

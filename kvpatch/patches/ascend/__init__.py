@@ -15,7 +15,6 @@ _NO_NPU = "ovg-project/kvcached, GPUModelRunnerPatch in 0.1.6 (vLLM's own runner
 
 FEATURE = feature(
     __name__,
-    name="ascend",
     summary="vllm-ascend's KV cache is on kvcached's memory, and its SimpleCPUOffloadConnector "
     "copies K and V after they were computed",
     since="0.23",
@@ -80,7 +79,7 @@ FEATURE = feature(
             "ascend.kv_cache_tensors",
             f"{_RUNNER}.initialize_kv_cache_tensors",
             "allocation:around_kv_cache_tensors(self, kv_cache_config)",
-            "KV caches outside kvcached's memory go unnoticed; see elastic.kv_cache_tensors",
+            "KV caches outside kvcached's memory go unnoticed; see elastic_memory.kv_cache_tensors",
             until="kvcached refuses KV caches it did not allocate",
         ),
         Row(

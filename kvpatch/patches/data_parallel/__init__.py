@@ -7,14 +7,13 @@ from kvpatch.supported import FLOOR
 
 FEATURE = feature(
     __name__,
-    name="data-parallel",
     summary="each engine of a data parallel server has a kvcached name of its own",
     since=FLOOR,
     rules="rules:RULES",
     seams=(
         seam(
             replacement(
-                "parallel.name",
+                "data_parallel.name",
                 "vllm.v1.engine.core:EngineCoreProc.run_engine_core",
                 "name:named_by_rank(dp_rank, local_dp_rank)",
                 "the engines of a server inherit one kvcached name, and all but the first are "

@@ -19,7 +19,6 @@ _CHECKS = "vLLM checks what it offloads"
 
 FEATURE = feature(
     __name__,
-    name="audit",
     summary="debug mode: stored blocks are checksummed and verified, and so is every unmapping",
     since=FLOOR,
     upstream=_NO_CHECKS,
@@ -28,61 +27,61 @@ FEATURE = feature(
     seams=(
         seam(
             Row(
-                "audit.worker",
+                "debug.worker",
                 f"{_WORKER}._init_worker",
                 "checksums:around_init_worker(self, kv_caches)",
                 "a copy from memory that was unmapped shows only as a wrong answer, later",
                 since="0.25",
             ),
             Row(
-                "audit.handlers",
+                "debug.handlers",
                 f"{_WORKER}._register_handlers",
                 "legacy:around_register_handlers",
                 but="the worker has a handler for each direction",
                 since="0.21",
             ),
             Row(
-                "audit.handlers_by_request",
+                "debug.handlers_by_request",
                 wrapper="legacy:around_register_by_request",
-                why="as audit.handlers; the worker makes the jobs",
+                why="as debug.handlers; the worker makes the jobs",
                 since="0.19",
             ),
             Row(
-                "audit.handlers_of_tensors",
+                "debug.handlers_of_tensors",
                 f"{_IN_ONE_MODULE}._register_handlers",
                 "legacy:around_register_tensors(self, kv_caches, attn_backends)",
-                "as audit.handlers_by_request; the worker is registered with tensors",
+                "as debug.handlers_by_request; the worker is registered with tensors",
             ),
         ),
         seam(
             Row(
-                "audit.store",
+                "debug.store",
                 f"{_WORKER}.prepare_store_kv",
                 "checksums:around_prepare_store(self, metadata)",
                 "a store is launched a step after it was handed over, and may find other bytes",
                 since="0.25",
             ),
             Row(
-                "audit.store_of_pairs",
+                "debug.store_of_pairs",
                 wrapper="legacy:around_prepare_store",
                 but="a transfer is a pair of specs",
                 since="0.21",
             ),
             Row(
-                "audit.store_by_request",
+                "debug.store_by_request",
                 wrapper="legacy:around_prepare_store_by_request",
                 but="the worker makes the jobs",
                 since="0.19",
             ),
             Row(
-                "audit.store_by_request_in_one_module",
+                "debug.store_by_request_in_one_module",
                 f"{_IN_ONE_MODULE}.prepare_store_kv",
                 until="vLLM 0.19",
             ),
         ),
         seam(
             Row(
-                "audit.load",
+                "debug.load",
                 f"{_WORKER}.start_kv_transfers",
                 "checksums:around_start_transfers(self, metadata)",
                 "a violation must name the request of the load",
@@ -92,7 +91,7 @@ FEATURE = feature(
         ),
         seam(
             Row(
-                "audit.promotions",
+                "debug.promotions",
                 "vllm.v1.kv_offload.tiering.manager:"
                 "TieringOffloadingManager._flush_pending_promotions",
                 "checksums:around_promotions",
@@ -103,7 +102,7 @@ FEATURE = feature(
         ),
         seam(
             Row(
-                "audit.build",
+                "debug.build",
                 f"{_SCHEDULER}.build_connector_meta",
                 "checksums:around_build(self, scheduler_output)",
                 "the workers must know what secondary tiers write over",
@@ -113,17 +112,17 @@ FEATURE = feature(
         ),
         seam(
             Row(
-                "audit.simple",
+                "debug.simple",
                 f"{SIMPLE}.worker:SimpleCPUOffloadWorker.register_kv_caches",
                 "simple:around_register(self, kv_caches)",
-                "as audit.worker; the connector has copies of its own",
+                "as debug.worker; the connector has copies of its own",
                 since="0.19",
             ),
             gap("there is no SimpleCPUOffloadConnector"),
         ),
         seam(
             Row(
-                "audit.install",
+                "debug.install",
                 _INSTALL,
                 "unmapping:around_install",
                 "a page that is unmapped under a transfer shows only as a wrong answer, later",
@@ -132,13 +131,13 @@ FEATURE = feature(
                 since="0.28",
             ),
             Row(
-                "audit.install_of_windows",
+                "debug.install_of_windows",
                 wrapper="legacy:around_install",
                 but="the record of a store tells sliding windows apart",
                 since="0.21",
             ),
             Row(
-                "audit.install_by_request",
+                "debug.install_by_request",
                 wrapper="legacy:around_install_by_request",
                 but="requests are on record instead of jobs",
             ),

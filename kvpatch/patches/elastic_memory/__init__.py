@@ -7,7 +7,7 @@ from kvpatch.supported import FLOOR
 from kvpatch.upstream.targets import COORDINATOR, ENGINE_CORE, V1_RUNNER, V2_RUNNER
 
 _IPC = "kvcached.tp_ipc_util"
-_RAISES = gap("a failed set-up raises; see elastic.worker_init", since="0.29")
+_RAISES = gap("a failed set-up raises; see elastic_memory.worker_init", since="0.29")
 _LOGGED = (
     "ovg-project/kvcached, patch_model_runner_init in 0.1.6",
     "kvcached raises instead of logging 'disabling'",
@@ -25,14 +25,13 @@ _ROUNDED = "kvcached refuses a pool without a page, and vLLM counts the blocks o
 
 FEATURE = feature(
     __name__,
-    name="elastic-memory",
     summary="the KV cache is on kvcached's elastic memory, or vLLM does not start",
     since=FLOOR,
     prepare="ipc_name:give_name",
     rules="rules:RULES",
     seams=(
         Row(
-            "elastic.config",
+            "elastic_memory.config",
             "vllm.config.vllm:VllmConfig.__post_init__",
             "configuration:around_post_init",
             "untested configurations start, and produce wrong tokens or fail later",
@@ -42,7 +41,7 @@ FEATURE = feature(
         seam(
             _RAISES,
             Row(
-                "elastic.worker_setup_error",
+                "elastic_memory.worker_setup_error",
                 f"{V1_RUNNER}._init_kvcached",
                 "allocation:remember_setup_error",
                 "kvcached logs the error of a failed worker set-up and ignores it",
@@ -52,7 +51,7 @@ FEATURE = feature(
         seam(
             _RAISES,
             Row(
-                "elastic.worker_setup",
+                "elastic_memory.worker_setup",
                 f"{V1_RUNNER}.__init__",
                 "allocation:require_setup()",
                 "after a failed set-up the engine starts partially patched and fails later",
@@ -60,7 +59,7 @@ FEATURE = feature(
             ),
         ),
         Row(
-            "elastic.worker_init",
+            "elastic_memory.worker_init",
             "kvcached.integration.vllm.interfaces:init_kvcached",
             "allocation:around_worker_setup(tp_rank, world_size, pp_rank, is_worker)",
             "where kvcached raises the error of a failed set-up, it does not say what failed",
@@ -68,7 +67,7 @@ FEATURE = feature(
             "kvcached says that it could not be set up, and why",
         ),
         Row(
-            "elastic.socket_folder",
+            "elastic_memory.socket_folder",
             f"{_IPC}:_start_worker_listener_thread",
             "sockets:around_listener(rank, pp_rank)",
             "a folder in /tmp that another user made first is used: he can run code as the "
@@ -77,7 +76,7 @@ FEATURE = feature(
             "kvcached checks the owner of its sockets' folder",
         ),
         Row(
-            "elastic.socket_path",
+            "elastic_memory.socket_path",
             f"{_IPC}:get_worker_socket_path",
             "sockets:around_path(rank, pp_rank)",
             "an engine unpickles what any socket of that name answers",
@@ -85,7 +84,7 @@ FEATURE = feature(
             "kvcached checks the owner of its sockets' folder",
         ),
         Row(
-            "elastic.socket_peer",
+            "elastic_memory.socket_peer",
             f"{_IPC}:recv_msg",
             "sockets:around_receive(sock)",
             "a worker unpickles what any user sends",
@@ -93,7 +92,7 @@ FEATURE = feature(
             "kvcached checks who connects",
         ),
         Row(
-            "elastic.rank_memory_reply",
+            "elastic_memory.rank_memory_reply",
             f"{_IPC}:send_msg",
             "ranks:around_send(sock, msg)",
             "an engine cannot see the free memory of its workers' GPUs",
@@ -101,7 +100,7 @@ FEATURE = feature(
             "kvcached counts the memory of every rank",
         ),
         Row(
-            "elastic.rank_memory",
+            "elastic_memory.rank_memory",
             "kvcached.kv_cache_manager:KVCacheManager._get_cached_avail_physical_pages",
             "ranks:around_available",
             "the free memory of one GPU counts for all: where another rank's GPU is full, "
@@ -110,7 +109,7 @@ FEATURE = feature(
             "kvcached counts the memory of every rank",
         ),
         Row(
-            "elastic.rank_failure",
+            "elastic_memory.rank_failure",
             "kvcached.kv_cache_manager:KVCacheManager._rollback_partial_alloc",
             "ranks:around_failed_map",
             "a map that fails on one rank is tried again in every step",
@@ -118,7 +117,7 @@ FEATURE = feature(
             "kvcached counts the memory of every rank",
         ),
         Row(
-            "elastic.limit",
+            "elastic_memory.limit",
             "kvcached.kv_cache_manager:KVCacheManager.resize",
             "limit:around_resize(self, new_mem_size)",
             "a limit above the memory that an engine started with stops it",
@@ -126,7 +125,7 @@ FEATURE = feature(
             "kvcached clamps the limit in its pool as it does in set_memory_limit",
         ),
         Row(
-            "elastic.eviction",
+            "elastic_memory.eviction",
             "vllm.v1.core.block_pool:ElasticBlockPool._evict_blocks_from_pool",
             "eviction:around_evict(self, num_to_evict, page_aware)",
             "every eviction lists all cached blocks, and the cap on them sorts them by pages for "
@@ -135,7 +134,7 @@ FEATURE = feature(
             "an eviction costs kvcached what it evicts, and not what is cached",
         ),
         Row(
-            "elastic.reservation",
+            "elastic_memory.reservation",
             "kvcached.kv_cache_manager:KVCacheManager._wait_post_init",
             "reservation:around_wait",
             "a request that comes before block 0 is reserved waits for ever, with asynchronous "
@@ -144,7 +143,7 @@ FEATURE = feature(
             "kvcached waits without the lock that the reservation needs",
         ),
         Row(
-            "elastic.coordinator",
+            "elastic_memory.coordinator",
             f"{COORDINATOR}._setup_kvcached_coordinator",
             "allocation:require_coordinator",
             "kvcached falls back to vLLM's own block pool with a warning",
@@ -153,14 +152,14 @@ FEATURE = feature(
         ),
         seam(
             Row(
-                "elastic.kv_cache_tensors",
+                "elastic_memory.kv_cache_tensors",
                 f"{V1_RUNNER}.initialize_kv_cache_tensors",
                 "verify:around_kv_cache_tensors(self, kv_cache_config)",
                 "KV caches outside kvcached's memory go unnoticed",
                 *_BYPASSED,
             ),
             Row(
-                "elastic.kv_caches_v1",
+                "elastic_memory.kv_caches_v1",
                 f"{V1_RUNNER}.initialize_kv_cache",
                 "verify:around_initialize_kv_cache(self, kv_cache_config, is_profiling)",
                 since="0.29",
@@ -169,7 +168,7 @@ FEATURE = feature(
         seam(
             gap("Model Runner V2 is refused (KVP326)"),
             Row(
-                "elastic.kv_cache_tensors_v2",
+                "elastic_memory.kv_cache_tensors_v2",
                 "vllm.v1.worker.gpu.model_runner:init_kv_cache",
                 "verify:around_kv_cache_tensors(kv_cache_config)",
                 "KV caches outside kvcached's memory go unnoticed",
@@ -177,7 +176,7 @@ FEATURE = feature(
                 since="0.28",
             ),
             Row(
-                "elastic.kv_caches_v2",
+                "elastic_memory.kv_caches_v2",
                 f"{V2_RUNNER}.initialize_kv_cache",
                 "verify:around_initialize_kv_cache(self, kv_cache_config, is_profiling)",
                 since="0.29",
@@ -185,18 +184,18 @@ FEATURE = feature(
         ),
         seam(
             Row(
-                "elastic.whole_pages_older",
+                "elastic_memory.whole_pages_older",
                 f"{ENGINE_CORE}._initialize_kv_caches",
                 "legacy:around_kv_caches(self, vllm_config)",
                 _PART_OF_A_PAGE,
                 _NULL_BLOCK,
                 _ROUNDED,
             ),
-            Row("elastic.whole_pages", wrapper="capacity:around_kv_caches", since="0.29"),
+            Row("elastic_memory.whole_pages", wrapper="capacity:around_kv_caches", since="0.29"),
         ),
         seam(
             Row(
-                "elastic.allocation",
+                "elastic_memory.allocation",
                 "kvcached.integration.vllm.model_runner_v2:allocate_kv_cache",
                 "verify:remember_allocation(config, device, layout)",
                 "from 0.29 on the KV caches are vLLM's views, without kvcached's mark",
@@ -207,7 +206,7 @@ FEATURE = feature(
         ),
         seam(
             Row(
-                "elastic.addresses",
+                "elastic_memory.addresses",
                 "kvcached.integration.vllm.model_runner_v2:allocate_kv_cache",
                 "capacity:around_allocation(config, device)",
                 "a KV cache larger than the device ends a worker with an error that names neither",
@@ -219,11 +218,11 @@ FEATURE = feature(
         ),
         seam(
             gap(
-                "kvcached rolls them back itself, from 0.31 on through told.allocate_slots",
+                "kvcached rolls them back itself, from 0.31 on by kvcached_version.allocate_slots",
                 since="0.28",
             ),
             Row(
-                "elastic.rollback",
+                "elastic_memory.rollback",
                 "vllm.v1.core.kv_cache_manager:KVCacheManager.allocate_slots",
                 "allocation:around_allocate_slots",  # of kvcached's wrapper, which names self only
                 "a partially failed allocation ends the engine when it is retried",
@@ -234,7 +233,7 @@ FEATURE = feature(
         seam(
             gap("all groups touch their hits before one allocates", since="0.24"),
             Row(
-                "elastic.hits_of_all_groups",
+                "elastic_memory.hits_of_all_groups",
                 f"{COORDINATOR}.allocate_new_computed_blocks",
                 "legacy:around_computed_blocks(self, new_computed_blocks, "
                 "num_local_computed_tokens, num_external_computed_tokens)",
@@ -245,7 +244,7 @@ FEATURE = feature(
             gap("a model with a connector has one group of KV cache"),
         ),
         Row(
-            "elastic.engine_core",
+            "elastic_memory.engine_core",
             f"{ENGINE_CORE}.__init__",
             "verify:around_engine_core(self, vllm_config)",
             "an engine that uses vLLM's own block pool goes unnoticed",
@@ -253,7 +252,7 @@ FEATURE = feature(
             "kvcached refuses to run without its own block pool",
         ),
         Row(
-            "elastic.environment",
+            "elastic_memory.environment",
             f"{ENGINE_CORE}.__init__",
             "environment:around_engine_core(self, vllm_config)",
             "vLLM adds a variable to the environment while a thread of kvcached may be reading "
@@ -264,7 +263,7 @@ FEATURE = feature(
             "kvcached reads its level of logging once",
         ),
         Row(
-            "elastic.engine_name",
+            "elastic_memory.engine_name",
             f"{ENGINE_CORE}.__init__",
             "ipc_name:around_engine_start(self, vllm_config)",
             "engines of one process group share kvcached's page limit and workers' sockets; "
@@ -273,7 +272,7 @@ FEATURE = feature(
             "kvcached gives every engine a unique name",
         ),
         Row(
-            "elastic.engine_name_end",
+            "elastic_memory.engine_name_end",
             f"{ENGINE_CORE}.shutdown",
             "ipc_name:after_engine_shutdown",
             "a script must be able to start another engine after the first has shut down",

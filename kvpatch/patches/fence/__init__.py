@@ -13,7 +13,6 @@ _NO_WINDOWS = gap("windows are full attention, or all of them and refused (KVP42
 
 FEATURE = feature(
     __name__,
-    name="fence",
     summary="no page is unmapped while a transfer can still touch it",
     since=FLOOR,
     upstream="none: there is no hook between connector and allocator",

@@ -12,7 +12,6 @@ from kvpatch.upstream.targets import ENGINE_CORE
 
 FEATURE = feature(
     __name__,
-    name="first-limit",
     summary="with `KVPATCH_FIRST_LIMIT`, an engine has a limit before its first request",
     since=FLOOR,
     wanted="presence:wanted",

@@ -27,34 +27,34 @@ FEATURE = feature(
     requires="kvpatch.patches.host_device.size:require",
     seams=(
         replacement(
-            "host.torch",
+            "host_device.torch",
             f"{_INTERFACES}:torch",
             "adapt:torch_with_host_device",
             "kvcached reads the device's index and size from torch.cuda",
         ),
         Row(
-            "host.device_name",
+            "host_device.device_name",
             f"{_INTERFACES}:normalize_gpu_device",
             "adapt:host_device_name(device)",
             "the device of vLLM's CPU workers is cpu, for which kvcached maps nothing",
             until="kvcached has a CPU device of its own",
         ),
         Row(
-            "host.listener_device",
+            "host_device.listener_device",
             f"{_INTERFACES}:resolve_gpu_device_index",
             "adapt:no_cuda_device(device)",
             "the worker's listener thread would select a CUDA device",
             "kvcached, start_worker_listener_thread in tp_ipc_util.py",
         ),
         Row(
-            "host.sync_before_unmap",
+            "host_device.sync_before_unmap",
             "kvcached.tp_ipc_util:_sync_before_unmap",
             "adapt:synchronize_copies",
             "without CUDA it waits for nothing, while copies to the CPU tier are in flight",
             "kvcached, _sync_before_unmap in tp_ipc_util.py",
         ),
         replacement(
-            "host.release_barrier",
+            "host_device.release_barrier",
             "kvcached.integration.vllm.patches:_worker_physical_release_barrier",
             "adapt:replace_release_barrier(worker)",
             "the barrier before an ordered unmap synchronizes a CUDA device",
@@ -62,17 +62,17 @@ FEATURE = feature(
         ),
         seam(
             Row(
-                "host.size_for_v2",
+                "host_device.size_for_v2",
                 "kvcached.integration.vllm.model_runner_v2:allocate_kv_cache",
                 "adapt:with_device_size(config, device, layout)",
                 "kvcached reads the device's size from torch.cuda",
                 since="0.29",
             ),
-            gap("kvcached's interfaces read the size, see host.torch"),
+            gap("kvcached's interfaces read the size, see host_device.torch"),
         ),
         seam(
             Row(
-                "host.layouts",
+                "host_device.layouts",
                 "vllm.v1.attention.backends.cpu_attn:"
                 "CPUAttentionBackend.supported_kv_cache_layouts",
                 "adapt:with_blocks_outermost()",
@@ -85,7 +85,7 @@ FEATURE = feature(
         ),
         seam(
             Row(
-                "host.latent_caching",
+                "host_device.latent_caching",
                 "vllm.platforms.cpu:CpuPlatform.check_and_update_config",
                 "latent_attention:keep_prefix_caching(vllm_config)",
                 "vLLM disables the prefix cache for latent attention on a CPU, and so loads",
@@ -97,7 +97,7 @@ FEATURE = feature(
         ),
         seam(
             replacement(
-                "host.latent_write",
+                "host_device.latent_write",
                 f"{_LATENT}.do_kv_cache_update",
                 "latent_attention:replace_write(kv_c_normed, k_pe, kv_cache, slot_mapping, "
                 "kv_cache_dtype)",
@@ -109,10 +109,10 @@ FEATURE = feature(
         ),
         seam(
             replacement(
-                "host.latent_decode",
+                "host_device.latent_decode",
                 f"{_LATENT}.forward_mqa",
                 "latent_attention:replace_decode(q, kv_c_and_k_pe_cache, attn_metadata, layer)",
-                "as host.latent_write, for reading",
+                "as host_device.latent_write, for reading",
                 *_DENSE,
                 since="0.29",
             ),
@@ -120,10 +120,10 @@ FEATURE = feature(
         ),
         seam(
             replacement(
-                "host.latent_gather",
+                "host_device.latent_gather",
                 "vllm._custom_ops:gather_mla_context_cache_cpu",
                 "latent_attention:replace_gather(src_cache, dst, block_table, starts, cu_seq_lens)",
-                "as host.latent_write, for the cached blocks that a prefill reads",
+                "as host_device.latent_write, for the cached blocks that a prefill reads",
                 *_DENSE,
                 since="0.29",
             ),

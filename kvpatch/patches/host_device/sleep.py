@@ -12,7 +12,6 @@ _ON_A_CPU = "vLLM has sleep mode on its CPU platform"
 
 FEATURE = feature(
     __name__,
-    name="sleep-on-host",
     summary="sleep mode on the host device: the weights leave, and what is computed without them "
     "is no number",
     since=_SINCE,
@@ -23,21 +22,21 @@ FEATURE = feature(
     optional=True,
     seams=(
         Row(
-            "sleep.available",
+            "host_device_sleep.available",
             "vllm.platforms.interface:Platform.is_sleep_mode_available",
             "kvpatch.patches.host_device.weights:available",
             "vLLM refuses sleep mode on its CPU platform",
             only_with=WITH_SLEEP,
         ),
         Row(
-            "sleep.weights_leave",
+            "host_device_sleep.weights_leave",
             f"{_CPU_WORKER}.sleep",
             "kvpatch.patches.host_device.weights:leave(self, level)",
             "a worker on a CPU ignores it",
             only_with=WITH_SLEEP,
         ),
         Row(
-            "sleep.weights_return",
+            "host_device_sleep.weights_return",
             f"{_CPU_WORKER}.wake_up",
             "kvpatch.patches.host_device.weights:come_back(self, tags)",
             "a worker on a CPU ignores it",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from typing import Any
 
 from kvpatch import state
@@ -20,6 +21,7 @@ from kvpatch.version import VERSION
 # Seconds between two messages of a busy engine, to keep their cost per step negligible; a step
 # after which the engine is idle always sends, so that the final values are complete.
 BETWEEN = 0.2
+WATCHES = "MPClientEngineMonitor"  # vLLM's name of that thread
 
 
 def around_engine_core(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> None:
@@ -122,6 +124,17 @@ def around_prometheus(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> No
         from kvpatch.telemetry import follower
 
         follower.follow(metrics)
+
+
+def around_client_shutdown(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
+    """Tell an engine that died from one that was stopped with its server.
+
+    Wraps ``MPClient.shutdown``, which the thread that watches the engines calls when one has died
+    that nobody had asked to stop.
+    """
+    if threading.current_thread().name == WATCHES:
+        publisher.engine_died()
+    return wrapped(*args, **kwargs)
 
 
 def labels_of_process() -> list[str]:

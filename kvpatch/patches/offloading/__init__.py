@@ -12,7 +12,6 @@ _NO_FAILURE = "vllm-project/vllm, the connector asserts that every transfer has 
 
 FEATURE = feature(
     __name__,
-    name="offloading-connector",
     summary="vLLM's OffloadingConnector copies the correct bytes of kvcached's memory",
     since=FLOOR,
     upstream=_NO_FAILURE,
@@ -134,7 +133,10 @@ FEATURE = feature(
             ),
         ),
         seam(
-            gap("the connectors can be reset, which tiers.reset_caches asks for", since="0.24"),
+            gap(
+                "the connectors can be reset: secondary_tiers.reset_caches",
+                since="0.24",
+            ),
             Row(
                 "offloading.replaced_weights",
                 f"{ENGINE_CORE}.collective_rpc",

@@ -25,7 +25,6 @@ _ADMITTED = (
 
 FEATURE = feature(
     __name__,
-    name="tiers",
     summary="the fs tier returns exactly the bytes stored, and is shared only between engines "
     "with the same KV layout, configuration and weights",
     since="0.24",
@@ -34,7 +33,7 @@ FEATURE = feature(
     seams=(
         seam(
             Row(
-                "tiers.shared_memory",
+                "secondary_tiers.shared_memory",
                 f"{ENGINE_CORE}.__init__",
                 "shared_memory:around_engine_core(vllm_config)",
                 "two engines with one engine_id share one primary tier, and load wrong KV",
@@ -45,7 +44,7 @@ FEATURE = feature(
             gap("vLLM names the memory after a random id"),
         ),
         Row(
-            "tiers.shared_region",
+            "secondary_tiers.shared_region",
             f"{_KV_OFFLOAD}.cpu.shared_offload_region:SharedOffloadRegion.__init__",
             "shared_memory:around_region(self, rank)",
             "memory that another user made under this name is joined, and read by him; if the "
@@ -56,7 +55,7 @@ FEATURE = feature(
         ),
         seam(
             Row(
-                "tiers.shared_parts",
+                "secondary_tiers.shared_parts",
                 f"{ENGINE_CORE}._initialize_kv_caches",
                 "parts:around_kv_caches(self, vllm_config)",
                 "the parts of a killed engine's memory stay, and no engine with its engine_id "
@@ -68,7 +67,7 @@ FEATURE = feature(
             gap("the memory is one file"),
         ),
         Row(
-            "tiers.describe",
+            "secondary_tiers.describe",
             f"{ENGINE_CORE}._initialize_kv_caches",
             "fingerprint:around_kv_caches(self, vllm_config)",
             "the block layout is known only in the workers, and tiers run elsewhere",
@@ -77,28 +76,28 @@ FEATURE = feature(
             only_with=WITH_TIERS,
         ),
         Row(
-            "tiers.worker_calls",
+            "secondary_tiers.worker_calls",
             f"{ENGINE_CORE}.collective_rpc",
             "weights:around_call(self, method)",
             "weights that are replaced in a running engine leave the files of the old ones",
             *_KEPT,
         ),
         Row(
-            "tiers.wake_up",
+            "secondary_tiers.wake_up",
             f"{ENGINE_CORE}.wake_up",
             "weights:around_call",
-            "as tiers.worker_calls; sleep level 2 drops the weights",
+            "as secondary_tiers.worker_calls; sleep level 2 drops the weights",
             *_KEPT,
         ),
         Row(
-            "tiers.reset_caches",
+            "secondary_tiers.reset_caches",
             f"{ENGINE_CORE}.reset_prefix_cache",
             "weights:around_reset",  # of kvcached's wrapper, which takes any arguments
-            "as tiers.worker_calls; after a reset no cache holds blocks of the old weights",
+            "as secondary_tiers.worker_calls; after a reset no cache has the old weights' blocks",
             *_KEPT,
         ),
         Row(
-            "tiers.file_mapper",
+            "secondary_tiers.file_mapper",
             f"{_KV_OFFLOAD}.file_mapper:FileMapper.from_offloading_spec",
             "fingerprint:around_file_mapper(root_dir, offloading_spec, parallel_agnostic)",
             "engines with different layouts or weights share files and load wrong KV",
@@ -108,7 +107,7 @@ FEATURE = feature(
         ),
         seam(
             replacement(
-                "tiers.store_blocks",
+                "secondary_tiers.store_blocks",
                 f"{_FS}:batch_store_block",
                 "block_files:replace_store(paths, view, offsets, block_size, use_o_direct)",
                 "files have no checksum, and are readable by every user",
@@ -117,7 +116,7 @@ FEATURE = feature(
                 only_with=WITH_TIERS,
             ),
             Row(
-                "tiers.store_block",
+                "secondary_tiers.store_block",
                 f"{_FS}:store_block",
                 "legacy:replace_store(dest_path, buffer, offset, block_size)",
                 but="every block is a separate task",
@@ -125,7 +124,7 @@ FEATURE = feature(
         ),
         seam(
             replacement(
-                "tiers.load_blocks",
+                "secondary_tiers.load_blocks",
                 f"{_FS}:batch_load_block",
                 "block_files:replace_load(paths, view, offsets, block_size, use_o_direct)",
                 "a damaged file of full length produces wrong tokens",
@@ -134,7 +133,7 @@ FEATURE = feature(
                 only_with=WITH_TIERS,
             ),
             Row(
-                "tiers.load_block",
+                "secondary_tiers.load_block",
                 f"{_FS}:load_block",
                 "legacy:replace_load(source_path, view, offset, block_size)",
                 but="every block is a separate task",
@@ -142,7 +141,7 @@ FEATURE = feature(
         ),
         seam(
             Row(
-                "tiers.tier_class",
+                "secondary_tiers.tier_class",
                 f"{_KV_OFFLOAD}.tiering.factory:SecondaryTierFactory.get_tier_class",
                 "fs:around_tier_class(tier_config)",
                 "an unresponsive disk blocks requests, and two lookup results for one block "
@@ -153,14 +152,14 @@ FEATURE = feature(
                 only_with=WITH_TIERS,
             ),
             replacement(
-                "tiers.tier_class_itself",
+                "secondary_tiers.tier_class_itself",
                 f"{_FS}:FileSystemTierManager",
                 "fs:replace_tier_class()",
                 but="the class of a tier is not looked up",
             ),
         ),
         Row(
-            "tiers.lookup",
+            "secondary_tiers.lookup",
             f"{_MANAGER}.lookup",
             "promotion:around_lookup(self, key, req_context)",
             "a request waits indefinitely for blocks that an unresponsive tier promotes",
@@ -170,7 +169,7 @@ FEATURE = feature(
         ),
         seam(
             Row(
-                "tiers.promotion",
+                "secondary_tiers.promotion",
                 f"{_MANAGER}._initiate_promotion",
                 "promotion:around_promotion(self, tier_idx, key, req_context)",
                 "a prompt larger than the primary tier promotes blocks that evict each other, "
@@ -181,7 +180,7 @@ FEATURE = feature(
                 only_with=WITH_TIERS,
             ),
             Row(
-                "tiers.promotion_of_tier",
+                "secondary_tiers.promotion_of_tier",
                 wrapper="promotion:around_promotion(self, tier, key, req_context)",
                 but="and an unreadable block is looked up again in every step",
                 upstream="vllm-project/vllm#49176, vllm-project/vllm#49902",
@@ -192,7 +191,7 @@ FEATURE = feature(
                 "the blocks read before a failure are kept (vllm-project/vllm#49176)", since="0.28"
             ),
             Row(
-                "tiers.promoted_blocks",
+                "secondary_tiers.promoted_blocks",
                 f"{_MANAGER}._flush_pending_promotions",
                 "legacy:split_promotions",
                 "one block that cannot be read fails all blocks of its promotion job",
@@ -203,7 +202,7 @@ FEATURE = feature(
         seam(
             gap("fixed by vllm-project/vllm#49671", since="0.27"),
             Row(
-                "tiers.last_blocks",
+                "secondary_tiers.last_blocks",
                 f"{_MANAGER}.prepare_store",
                 "legacy:around_prepare_store(self, keys, req_context)",
                 "a request's last blocks are stored after its state was dropped: engine ends",
@@ -214,7 +213,7 @@ FEATURE = feature(
             gap("the manager keeps no state per request"),
         ),
         Row(
-            "tiers.matched_tokens",
+            "secondary_tiers.matched_tokens",
             f"{_SCHEDULER}.get_num_new_matched_tokens",
             "admission:around_matched_tokens(self, request, num_computed_tokens)",
             "a request that waited for a tier, and others that hold the memory it needs, deadlock",
@@ -223,7 +222,7 @@ FEATURE = feature(
         seam(
             gap("vLLM's stats name the source of every hit", since="0.32"),
             Row(
-                "observing.disk_hits",
+                "secondary_tiers.disk_hits",
                 f"{_SCHEDULER}.update_state_after_alloc",
                 "fixes:count_disk_hits(self, request, blocks, num_external_tokens)",
                 "a hit does not say whether its block came from a disk",
@@ -232,7 +231,7 @@ FEATURE = feature(
             ),
         ),
         Row(
-            "tiers.build",
+            "secondary_tiers.build",
             f"{_SCHEDULER}.build_connector_meta",
             "admission:around_build(self, scheduler_output)",
             "deferred requests are recorded per step, and the record ends with the step",
@@ -241,7 +240,7 @@ FEATURE = feature(
         seam(
             gap("vLLM promotes nothing until the workers have reported such copies", since="0.33"),
             Row(
-                "tiers.reset",
+                "secondary_tiers.reset",
                 f"{_SCHEDULER}.build_connector_meta",
                 "fixes:hold_promotions(self, scheduler_output)",
                 "after a reset a tier promotes into a chunk that an older copy still writes",

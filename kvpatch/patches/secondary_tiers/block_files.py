@@ -196,7 +196,9 @@ def _write(path: str, parts: list[Any], flags: int) -> None:
         try:
             size = sum(len(part) for part in parts)
             if os.writev(file, parts) != size:
-                raise OSError(errno.ENOSPC, "the block was not written whole", path)
+                raise OSError(
+                    errno.ENOSPC, "the disk is full, and the block was not written whole", path
+                )
         finally:
             os.close(file)
         _in_folders(path, lambda: Path(temporary).replace(path))

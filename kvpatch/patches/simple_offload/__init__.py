@@ -12,7 +12,7 @@ from kvpatch.upstream.targets import COORDINATOR, SIMPLE, SIMPLE_CONNECTOR
 
 _SCHEDULER = f"{SIMPLE}.manager:SimpleCPUOffloadScheduler"
 _WORKER = f"{SIMPLE}.worker:SimpleCPUOffloadWorker"
-_FAILED = "as simple.copy_loop"
+_FAILED = "as simple_offload.copy_loop"
 _NO_FAILURE = (
     "vllm-project/vllm#37160 (the connector), whose copies are expected to succeed",
     "the connector handles copies that fail",
@@ -28,7 +28,6 @@ _CAP = (
 
 FEATURE = feature(
     __name__,
-    name="simple-connector",
     summary="vLLM's SimpleCPUOffloadConnector, eager and lazy, copies the correct bytes and keeps "
     "its CPU blocks out of kvcached's pool",
     since="0.19",
@@ -36,14 +35,14 @@ FEATURE = feature(
     optional=True,
     seams=(
         Row(
-            "simple.cpu_coordinator",
+            "simple_offload.cpu_coordinator",
             f"{SIMPLE}.manager:get_kv_cache_coordinator",
             "cpu_pool:around_cpu_coordinator(kv_cache_config)",
             "the pool of CPU blocks becomes a second elastic pool on GPU memory",
             *_EVERY_POOL,
         ),
         Row(
-            "simple.native_pool",
+            "simple_offload.native_pool",
             f"{COORDINATOR}._setup_kvcached_coordinator",
             "cpu_pool:around_setup",
             "allocating a CPU block maps a GPU page, freeing one unmaps live KV",
@@ -51,7 +50,7 @@ FEATURE = feature(
         ),
         seam(
             Row(
-                "simple.register_placed",
+                "simple_offload.register_placed",
                 f"{SIMPLE}.worker:SimpleCPUOffloadWorker.register_kv_caches",
                 "registration:around_register_placed(self, kv_caches)",
                 "every layer is expected in the first pool, or in the whole reservation",
@@ -60,7 +59,7 @@ FEATURE = feature(
                 since="0.29",
             ),
             Row(
-                "simple.register_kv_caches",
+                "simple_offload.register_kv_caches",
                 wrapper="registration:around_register",
                 why="a block is sized by kvcached's whole reservation, which is larger",
                 until="the connector takes its regions from the allocator",
@@ -69,7 +68,7 @@ FEATURE = feature(
         seam(
             gap("a store waits for an event of the computation", since="0.24"),
             replacement(
-                "simple.copies_in_order",
+                "simple_offload.copies_in_order",
                 f"{SIMPLE}.worker:DmaCopyBackend",
                 "legacy:ordered_backend",
                 "a store reads blocks that are still being computed, and a load overtakes what "
@@ -81,19 +80,19 @@ FEATURE = feature(
         seam(
             gap("blocks leave a window when the step that reads them has ended", since="0.26"),
             Row(
-                "simple.loads_in_order",
+                "simple_offload.loads_in_order",
                 f"{SIMPLE}.copy_backend:DmaCopyBackend.launch_copy",
                 "legacy:around_load(self, is_store)",
                 "a load overwrites blocks of a window that a step in flight still reads",
                 "vllm-project/vllm#47282, vllm-project/vllm#47728",
                 since="0.24",
             ),
-            gap("simple.copies_in_order orders loads too"),
+            gap("simple_offload.copies_in_order orders loads too"),
         ),
         seam(
             gap("fixed by vllm-project/vllm#54998", since="0.30"),
             Row(
-                "simple.computed_tokens",
+                "simple_offload.computed_tokens",
                 f"{_SCHEDULER}.get_num_new_matched_tokens",
                 "fixes:around_match(self, request)",
                 "a prompt whose log-probabilities are asked for is loaded, not computed",
@@ -103,7 +102,7 @@ FEATURE = feature(
         seam(
             gap("the hits of requests that wait are released first", since="0.32"),
             Row(
-                "simple.reset_pinned",
+                "simple_offload.reset_pinned",
                 f"{_SCHEDULER}.reset",
                 "fixes:before_reset",
                 "a reset keeps the whole tier while a request waits with a hit in it",
@@ -114,7 +113,7 @@ FEATURE = feature(
         ),
         seam(
             Row(
-                "simple.bind_gpu_block_pool",
+                "simple_offload.bind_gpu_block_pool",
                 f"{_SCHEDULER}.bind_gpu_block_pool",
                 "eviction:around_bind(self, gpu_block_pool)",
                 "lazy mode walks the free block queue, which kvcached's pool does not have",
@@ -123,28 +122,28 @@ FEATURE = feature(
                 since="0.26",
             ),
             Row(
-                "simple.bind_linked_blocks",
+                "simple_offload.bind_linked_blocks",
                 wrapper="legacy:around_bind",
                 but="the queue is a linked list, and in both modes the pool has no ``blocks``",
                 upstream="ovg-project/kvcached, NativeBlockPoolMixin in 0.1.6 (for vLLM 0.26)",
             ),
         ),
         Row(
-            "simple.free_blocks",
+            "simple_offload.free_blocks",
             "vllm.v1.core.block_pool:ElasticBlockPool.free_blocks",
             "eviction:around_free(self, ordered_blocks)",
             "kvcached's cap evicts freed blocks before lazy mode can store them",
             *_CAP,
         ),
         Row(
-            "simple.lazy_stores",
+            "simple_offload.lazy_stores",
             f"{_SCHEDULER}._prepare_lazy_store_specs",
             "eviction:around_lazy_stores",
             "blocks above kvcached's cap must be stored before they are evicted",
             *_CAP,
         ),
         Row(
-            "simple.match",
+            "simple_offload.match",
             f"{_SCHEDULER}.get_num_new_matched_tokens",
             "eviction:around_match(self, request, num_computed_tokens)",
             "a burst of prompts evicts blocks that lazy mode has not stored yet",
@@ -152,7 +151,7 @@ FEATURE = feature(
             "vLLM's lazy mode stores blocks that an allocation is about to evict",
         ),
         Row(
-            "simple.stored",
+            "simple_offload.stored",
             f"{_SCHEDULER}._process_store_completion",
             "eviction:around_stored(self, gpu_block_ids)",
             "a stored block moves to the end of the order, and others are evicted before it",
@@ -160,49 +159,49 @@ FEATURE = feature(
             "vLLM returns stored blocks to the head of its queue",
         ),
         Row(
-            "simple.copy_loop",
+            "simple_offload.copy_loop",
             f"{SIMPLE}.copy_backend:DmaCopyBackend._copy_loop",
             "failures:around_copy_loop(q, device, load_stream, store_stream)",
             "the copy thread ends without a word when a copy fails: loads never end",
             *_NO_FAILURE,
         ),
         Row(
-            "simple.copies_polled",
+            "simple_offload.copies_polled",
             f"{_WORKER}._poll_stream_events",
             "failures:around_events(self, is_store)",
             f"{_FAILED}; here the worker hears of it",
             *_NO_FAILURE,
         ),
         Row(
-            "simple.copies_awaited",
+            "simple_offload.copies_awaited",
             f"{_WORKER}._flush_and_sync_all",
             "failures:around_events",
             f"{_FAILED}; here the worker waits for it",
             *_NO_FAILURE,
         ),
         Row(
-            "simple.failed_stores",
+            "simple_offload.failed_stores",
             f"{_WORKER}.build_connector_worker_meta",
             "failures:around_report",
             f"{_FAILED}; a worker can only report that a store is complete",
             *_NO_FAILURE,
         ),
         Row(
-            "simple.failed_loads",
+            "simple_offload.failed_loads",
             f"{SIMPLE_CONNECTOR}.get_block_ids_with_load_errors",
             "failures:around_load_errors",
             f"{_FAILED}; the connector reports no blocks that were not loaded",
             *_NO_FAILURE,
         ),
         Row(
-            "simple.reports",
+            "simple_offload.reports",
             f"{_SCHEDULER}.update_connector_output",
             "failures:around_output(self, connector_output)",
             f"{_FAILED}; the scheduler does not expect a report of a failed store",
             *_NO_FAILURE,
         ),
         Row(
-            "simple.not_stored",
+            "simple_offload.not_stored",
             f"{_SCHEDULER}._process_store_completion",
             "failures:around_completion(self, gpu_block_ids, cpu_block_ids)",
             f"{_FAILED}; the CPU tier would offer blocks that were not stored",
@@ -211,7 +210,7 @@ FEATURE = feature(
         seam(
             gap("fixed by vllm-project/vllm#41289", since="0.22"),
             Row(
-                "simple.stores_once",
+                "simple_offload.stores_once",
                 f"{_SCHEDULER}._prepare_eager_store_specs",
                 "legacy:around_eager_stores(self, scheduler_output)",
                 "a block that two requests share is stored twice, in two CPU blocks",
@@ -220,7 +219,7 @@ FEATURE = feature(
         ),
         seam(
             Row(
-                "simple.pending_work",
+                "simple_offload.pending_work",
                 f"{SIMPLE_CONNECTOR}.has_pending_push_work",
                 "lifetime:around_pending_work",
                 "an idle engine never observes that a copy has completed: pages stay mapped",
@@ -229,7 +228,7 @@ FEATURE = feature(
                 since="0.24",
             ),
             Row(
-                "simple.has_requests",
+                "simple_offload.has_requests",
                 "vllm.v1.core.sched.scheduler:Scheduler.has_requests",
                 "legacy:around_has_requests",
                 but="a connector cannot request steps",
@@ -237,7 +236,7 @@ FEATURE = feature(
             ),
         ),
         Row(
-            "simple.shutdown",
+            "simple_offload.shutdown",
             f"{SIMPLE_CONNECTOR}.shutdown",
             "lifetime:around_shutdown",
             "kvcached unmaps all memory at shutdown while copies are in flight",
@@ -245,7 +244,7 @@ FEATURE = feature(
             "vLLM's connector waits for its copies at shutdown",
         ),
         Row(
-            "observing.simple_plan",
+            "simple_offload.simple_plan",
             f"{_SCHEDULER}.build_connector_meta",
             "metrics:around_plan(self, scheduler_output)",
             "this connector has no stats, so that its transfers are not visible",

@@ -12,7 +12,6 @@ _UNTIL = "vLLM keeps the connector's cache in a sleep of level 1"
 
 FEATURE = feature(
     __name__,
-    name="sleep",
     summary="a sleep of level 1 keeps the CPU tier, stores what only the device has, and gives "
     "the KV cache's memory back",
     since=_SINCE,

@@ -137,7 +137,7 @@ def around_reset(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
     """Leave the connector's cache in a sleep that keeps it.
 
     Wraps ``EngineCore._reset_caches(reset_running_requests=True, reset_connector=True)``. Where
-    weights were replaced before, ``tiers.reset_caches`` resets it all the same.
+    weights were replaced before, ``secondary_tiers.reset_caches`` resets it all the same.
     """
     asleep = state.find(instance, Asleep)
     if asleep is None:

@@ -15,7 +15,6 @@ _ASKED = "vllm-project/vllm#57810 (sleep that keeps the connector's cache)"
 
 FEATURE = feature(
     __name__,
-    name="suspend",
     summary="`kvpatch suspend` stores what only the device has and gives its memory back; "
     "`kvpatch resume` takes it again",
     since=SINCE,

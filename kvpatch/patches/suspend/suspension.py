@@ -230,8 +230,8 @@ class Suspension:
             kvcached_api.set_limit(self._manager, size)
         self.revision = self.revision + 1 if revision is None else revision
         if size != before:
-            said = readable(size), readable(before), self.by, later
-            log.info("kvpatch: the limit is %s, and was %s%s%s", *said)
+            said = readable(before), readable(size), self.by, later
+            log.info("kvpatch: the limit was set from %s to %s%s%s", *said)
         self._tell()
 
     # What happens by itself

@@ -9,16 +9,15 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from harness import markdown
-from harness.bench import arms, pairing, plots, two_models
-from harness.bench.engine_steps import OURS
+from harness.bench import arms, pairing, plots, steps_goals, two_models
 from harness.bench.quoted import RATE
 from harness.figures import svg
 
 Result = dict[str, Any]
 
 PICTURE = "docs/pictures/numbers-shared-device.svg"
-SHOWN = ("host", "steps", "sharing", "suspend")
-FILES = (*SHOWN, "startup", "gpu")
+SHOWN = ("host", "fence", "sharing", "suspend")
+FILES = (*SHOWN, "steps", "startup", "gpu")
 
 
 class Figure(NamedTuple):
@@ -56,6 +55,8 @@ def render(results: Path) -> dict[str, str]:
         "numbers.md",
         gpu=found["gpu"],
         figures=list(figures(found)),
+        steps=found["steps"],
+        steps_rows=list(steps_goals.rows(found["steps"] or {})),
         runs=[one for name in SHOWN if found[name] for one in runs(name, found[name])],
     )
     return {
@@ -78,7 +79,7 @@ def figures(found: dict[str, Any]) -> Iterator[Figure]:
     for file, of in (
         ("host", _one_model),
         ("host", _two_models),
-        ("steps", _giving),
+        ("fence", _fence),
         ("sharing", _host_pool),
         ("sharing", _eight_models),
         ("suspend", _suspensions),
@@ -153,15 +154,15 @@ def _two_models(host: Result) -> Rows:
         )
 
 
-def _giving(steps: Result) -> Rows:
-    arms_of = {row["load"]: row["arms"] for row in steps["rows"]}
-    runs = arms_of["giving, busy, half to store"][OURS]
+def _fence(fence: Result) -> Rows:
+    ratio, same = (
+        fence["tokens_per_processor_second"][name]
+        for name in ("with_over_without", "same_arm_twice")
+    )
     yield (
-        "longest step of an engine with 8 requests that gives 90 % of 65,536 blocks back, half of "
-        "which are to be stored; the engine's thread alone",
-        f"{max(one['longest_ms'] for one in runs):.1f} ms, the median "
-        f"{statistics.median(one['median_ms'] for one in runs):.1f} ms",
-        f"a step that gives nothing: {statistics.median(one['normal_ms'] for one in runs):.1f} ms",
+        "tokens per second of the processor, with the fence over without",
+        f"{ratio['mean']:.3f}x ± {ratio['standard_error_of_the_mean']:.3f}",
+        f"the same arm twice: {same['mean']:.3f}x ± {same['standard_error_of_the_mean']:.3f}",
     )
 
 

@@ -22,9 +22,10 @@ FIGURES = (
         RATE,
     ),
     (
-        "prompts without reuse, tokens/s against kvcached without offloading: the cost of storing",
+        "prompts without reuse, tokens/s against plain vLLM: the cost of elastic memory and of "
+        "storing",
         "no reuse",
-        arms.KVCACHED,
+        arms.PLAIN,
         RATE,
     ),
 )

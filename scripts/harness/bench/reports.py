@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -35,14 +35,6 @@ def measure(
         result["runs"][part] = head
         print(json.dumps({part: result[part]}), flush=True)
         provenance.write(result, report)
-
-
-def runs(report: Result) -> Iterator[tuple[list[str], Result]]:
-    """Yield what was measured in one run, and what that depends on."""
-    found: dict[str, tuple[list[str], Result]] = {}
-    for part, run in report.get("runs", {}).items():
-        found.setdefault(json.dumps(run), ([], run))[0].append(part)
-    yield from found.values()
 
 
 def word(met: bool) -> str:

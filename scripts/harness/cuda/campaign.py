@@ -2,16 +2,18 @@
 
     python -m harness.cuda.campaign [RELEASE...] [--seeds 10] [--engines NAME...]
 
-A process imports vLLM once, and its engines are forks of it: one for each layout, as kvcached reads
-that when it is imported.
+A process imports vLLM once, and its engines are forks of it: one for each set of variables, some of
+which kvcached and kvpatch read when they are imported.
 """
 
 from __future__ import annotations
 
+import fcntl
 import json
 import random
 import subprocess
 import tempfile
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -24,9 +26,10 @@ from harness.engines.runs import model_of
 RESULT = ROOT / "docs/results/cuda.json"
 INSIDE = Path(__file__).with_name("engine.py")
 LIMIT = 3600  # seconds of all engines of a process
+OF_ONE = 900  # seconds of one
 MIB = 1 << 20
 TIER = 256 * MIB  # room for all prompts
-PROMPTS = 16
+PROMPTS = 8
 # Before it kvcached has Model Runner V1 only, and plain vLLM takes it too.
 RUNNER_V2 = Version("0.28")
 KINDS = emulated.DELAYS[1:]
@@ -48,24 +51,33 @@ def prompts() -> list[list[int]]:
     return [[source.randrange(3, 300) for _ in range(length)] for length in lengths]
 
 
-def engines(folder: Path) -> dict[str, tuple[bool, dict[str, Any]]]:
-    """Return engines by name: whether the layout is contiguous, and arguments of ``LLM``."""
+def engines(folder: Path) -> dict[str, Job]:
+    """Return engines by name: what differs in their jobs, and the variables of their process."""
     offloading = connectors.offloading(TIER)
     eager = connectors.simple(TIER, lazy=False)
     disk = {"type": "fs", "root_dir": str(folder / "disk")}
-    given = {
-        "Offloading": offloading,
-        "Simple eager": eager,
-        "Simple lazy": connectors.simple(TIER, lazy=True),
-        "tiering fs": connectors.tiering(TIER // 8, [disk]),
-        "Multi": connectors.multi(offloading, eager),
+    found: dict[str, Job] = {
+        name: {"engine": {"kv_transfer_config": one}}
+        for name, one in {
+            "Offloading": offloading,
+            "Simple eager": eager,
+            "Simple lazy": connectors.simple(TIER, lazy=True),
+            "tiering fs": connectors.tiering(TIER // 8, [disk]),
+            "Multi": connectors.multi(offloading, eager),
+        }.items()
     }
-    found = {name: (True, {"kv_transfer_config": one}) for name, one in given.items()}
-    split = {"kv_transfer_config": offloading}
+    given = found["Offloading"]["engine"]
+    by_layer = {"process": {"KVCACHED_CONTIGUOUS_LAYOUT": "false"}}
+    asleep = {"step": "slept", "engine": given | {"enable_sleep_mode": True}, "lift": ["KVP341"]}
     return found | {
-        "Offloading, mp": (True, split | {"distributed_executor_backend": "mp"}),
-        "Offloading, non-contiguous": (False, split),
-        "Simple eager, non-contiguous": (False, {"kv_transfer_config": eager}),
+        "Offloading, mp": {"engine": given | {"distributed_executor_backend": "mp"}},
+        "Offloading, non-contiguous": found["Offloading"] | by_layer,
+        "Simple eager, non-contiguous": found["Simple eager"] | by_layer,
+        # Refused on a GPU until they ran on one.
+        "Offloading, host pool": found["Offloading"]
+        | {"lift": ["KVP344"], "process": {"KVPATCH_HOST_POOL": f"{TIER}@{folder.name}"}},
+        "Offloading, sleep 1": asleep | {"level": 1},
+        "Offloading, sleep 2": asleep | {"level": 2},
     }
 
 
@@ -86,23 +98,25 @@ def job(folder: Path, name: str, step: str, **more: Any) -> Job:
         "engine": engine | more.pop("engine", {}),
         "step": step,
         "prompts": prompts(),
-        "max_tokens": [3 + 5 * index % 9 for index in range(PROMPTS)],
+        "max_tokens": [1 + 3 * index % 4 for index in range(PROMPTS)],
         "looked_at": 4,
+        "seconds": OF_ONE,
         "delays": emulated.DELAYS,
         "reset": {"reset_connector": True},
         "truth": str(folder / "truth.npz"),
         "answers": str(folder / "answers.json"),
         "log": str(folder / f"{name}.log".replace(" ", "-")),
-        "environment": {},
         **more,
     }
 
 
-def started(version: str, jobs: dict[str, Job], folder: Path, **changes: str) -> dict[str, Any]:
-    """Run engines of a release in one process; return what each came to, by its name.
+def started(
+    version: str, jobs: dict[str, Job], folder: Path, limit: float = LIMIT, **changes: str
+) -> dict[str, Any]:
+    """Run engines of a release in one process; return what each came to that ended, by its name.
 
     Raises:
-        AssertionError: the process ended before its engines; its log.
+        AssertionError: none ended within ``limit`` seconds; the log of the process.
     """
     asked, results, log = folder / "jobs.json", folder / "results.json", folder / "log"
     asked.write_text(json.dumps(jobs))
@@ -110,13 +124,13 @@ def started(version: str, jobs: dict[str, Job], folder: Path, **changes: str) ->
     python = emulated.made(version)
     changes["VLLM_USE_V2_MODEL_RUNNER"] = str(int(Version(version) >= RUNNER_V2))
     given = emulated.environ(version, folder, PYTHONHASHSEED="0", **changes)
-    with log.open("w") as output:
+    with log.open("w") as output, suppress(subprocess.TimeoutExpired):
         subprocess.run(
             [python, "-P", INSIDE, asked, results],
             env=given,
             stdout=output,
             stderr=subprocess.STDOUT,
-            timeout=LIMIT,
+            timeout=limit,
             check=False,
         )
     assert results.exists(), log.read_text()[-4000:]
@@ -134,20 +148,17 @@ def plain(version: str, folder: Path) -> dict[str, Any]:
 
 
 def ours(
-    version: str, folder: Path, names: list[str], rounds: list[Any], **more: Any
+    version: str, folder: Path, wanted: dict[str, Job], limit: float = LIMIT
 ) -> dict[str, Any]:
     """Run engines with kvpatch; return what each came to, by its name."""
     found: dict[str, Any] = {}
-    every = engines(folder)
-    for contiguous in (True, False):
-        jobs = {
-            name: job(folder, name, "offloaded", rounds=rounds, engine=every[name][1], **more)
-            for name in names
-            if every[name][0] is contiguous
-        }
-        if jobs:
-            layout = {"KVCACHED_CONTIGUOUS_LAYOUT": str(contiguous).lower()}
-            found |= started(version, jobs, folder, ENABLE_KVCACHED="true", **PAGES, **layout)
+    processes: dict[str, dict[str, Job]] = {}
+    for name, one in wanted.items():
+        variables = json.dumps(one.get("process", {}))
+        processes.setdefault(variables, {})[name] = job(folder, name, **{"step": "offloaded"} | one)
+    for variables, jobs in processes.items():
+        changes = {"KVCACHED_CONTIGUOUS_LAYOUT": "true"} | PAGES | json.loads(variables)
+        found |= started(version, jobs, folder, limit, ENABLE_KVCACHED="true", **changes)
     return found
 
 
@@ -195,11 +206,27 @@ def right(row: dict[str, Any]) -> bool:
     return not wrong and row["restored tokens"] > 0 and not (blocks["wrong"] or blocks["unknown"])
 
 
+def record(new: dict[str, dict[str, Any]]) -> None:
+    """Put sections into the result file; what they do not name stays as it is."""
+    with Path(__file__).open() as lock:  # releases may run beside each other
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        kept = json.loads(RESULT.read_text())
+        for section, rows in new.items():
+            for name, row in rows.items():
+                before = kept.setdefault(section, {}).get(name)
+                merges = section == "releases" and before
+                kept[section][name] = before | row if merges else row
+        provenance.write(kept | {"machine": provenance.machine()}, RESULT)
+
+
 def main() -> int:
     """Run engines and record each release; 1 where one is not right."""
     parser = console.parser("python -m harness.cuda.campaign", __doc__ or "")
     parser.add_argument("releases", nargs="*", metavar="RELEASE", help="of vLLM")
     parser.add_argument("--seeds", type=int, default=10, help="of each kind of delay")
+    parser.add_argument(
+        "--seconds", type=float, default=LIMIT, help="of a process; what ended by then is recorded"
+    )
     parser.add_argument("--engines", nargs="+", metavar="NAME", help="by default all")
     asked = parser.parse_args()
     rounds: list[Any] = [("none", 0), *((kind, n) for kind in KINDS for n in range(asked.seeds))]
@@ -208,19 +235,16 @@ def main() -> int:
         with tempfile.TemporaryDirectory(prefix="kvpatch-cuda-") as name:
             folder = Path(name)
             plain(version, folder)
-            found = ours(version, folder, asked.engines or list(engines(folder)), rounds)
+            every = engines(folder)
+            names = asked.engines or list(every)
+            wanted = {one: every[one] | {"rounds": rounds} for one in names}
+            found = ours(version, folder, wanted, asked.seconds)
         # Each row has its own commit; the versions are those of the release's environment.
         own = {"commit": provenance.commit()}
         rows = {name: summed(one, version) | own for name, one in found.items()}
         wrong |= not all(map(right, rows.values()))
         print(json.dumps(rows, indent=1))
-        kept = json.loads(RESULT.read_text())["releases"] if RESULT.exists() else {}
-        head = {
-            "command": "python -m harness.cuda.campaign RELEASE...",
-            "machine": provenance.machine(),
-        }
-        result = head | {"releases": kept | {version: kept.get(version, {}) | rows}}
-        provenance.write(result, RESULT)
+        record({"releases": {version: rows}})
     return int(wrong)
 
 

@@ -4,8 +4,8 @@
 
 It imports vLLM once, and each job is a fork of it. It is run by its path, so that neither the
 harness nor the checkout's kvpatch is there. A job is one engine. In each of its rounds, under
-delays of its own, prompts are computed together and stored, come back from the tier together,
-and once more one by one, when the bytes of each block are compared with those of plain vLLM.
+delays of its own, prompts are computed and stored, come back from the tier, and once more one by
+one, when the bytes of each block are compared with those of plain vLLM.
 """
 
 from __future__ import annotations
@@ -14,9 +14,11 @@ import ctypes
 import json
 import os
 import resource
+import signal
 import sys
 import time
 import traceback
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -122,14 +124,15 @@ class Stage:
                     }
         return [answers[index] for index in range(len(prompts))]
 
-    def rest(self) -> None:
-        """Step until what was asked for is done, copies too."""
-        for _ in range(REST):
-            self.core.model_executor.collective_rpc(wait)
+    def rest(self, waits: bool = True) -> None:
+        """Step until what was asked for is done, copies too; without ``waits``, only by steps."""
+        for _ in range(REST if waits else STALLED):
+            if waits:
+                self.core.model_executor.collective_rpc(wait)
             if not self.core.scheduler.has_requests():
                 return
             self.engine.step()
-        raise AssertionError(f"the engine did not come to rest in {REST} steps")
+        raise AssertionError("the engine did not come to rest")
 
     def reset(self, **how: bool) -> None:
         """Empty the prefix cache, with ``reset_connector`` the tier too."""
@@ -168,13 +171,34 @@ class Stage:
                 verdict["close" if far.mean() < FAR else "wrong"] += 1
         return verdict
 
-    def one_by_one(self, prompts: list[list[int]]) -> dict[str, Any]:
-        """Answer one prompt after another, and look at the blocks of each."""
-        total = dict.fromkeys(("equal", "close", "wrong", "unknown", "cached"), 0)
-        for prompt in prompts:
+    def abandon(self, prompt: list[int]) -> None:
+        """Begin an answer, and abort it while the device computes more of it."""
+        from vllm import SamplingParams
+
+        wanted = SamplingParams(temperature=0, max_tokens=100, ignore_eos=True)
+        self.engine.add_request("abandoned", {"prompt_token_ids": prompt}, wanted)
+        while not any(output.outputs[0].token_ids for output in self.engine.step()):
+            pass
+        self.engine.abort_request(["abandoned"])
+
+    def one_by_one(
+        self, prompts: list[list[int]], expected: list[list[int]], behind: list[list[int]]
+    ) -> dict[str, Any]:
+        """Answer one prompt after another, and look at the blocks of each.
+
+        Args:
+            prompts: each as token ids.
+            expected: their answers.
+            behind: prompts of which one is abandoned just before each.
+        """
+        total = dict.fromkeys(("equal", "close", "wrong", "unknown", "cached", "wrong answers"), 0)
+        for index, prompt in enumerate(prompts):
             self.reset()
+            if behind:
+                self.abandon(behind[index])
             (answer,) = self.ask([prompt], [1])
             total["cached"] += answer["cached"]
+            total["wrong answers"] += answer["tokens"] != expected[index][:1]
             self.rest()
             for name, count in self.compare().items():
                 total[name] += count
@@ -193,52 +217,110 @@ def plain(stage: Stage) -> dict[str, Any]:
     return {"tokens": [one["tokens"] for one in answers], "blocks": len(stage.truth)}
 
 
-def offloaded(stage: Stage) -> dict[str, Any]:
+def rounds(
+    stage: Stage, load: Callable[[Stage, list[list[int]]], dict[str, Any]]
+) -> dict[str, Any]:
     """Rounds of stores and loads, each under delays of its own."""
     import numpy as np
 
     job = stage.job
     stage.truth = dict(np.load(job["truth"]))
     expected = json.loads(Path(job["answers"]).read_text())["tokens"]
-    rounds = []
+    found = []
     every = stage.core.model_executor.collective_rpc
     for kind, seed in job["rounds"]:
         begun, before = time.monotonic(), [len(one) for one in every(complaints)]
         stage.reset(**job["reset"])
         every(delay, args=(job["delays"].index(kind), seed))
-        first = stage.ask(job["prompts"], job["max_tokens"])
-        stage.reset()
-        second = stage.ask(job["prompts"], job["max_tokens"])
-        looked = stage.one_by_one(job["prompts"][: job["looked_at"]])
+        looked = load(stage, expected)
         new = [one[old:] for one, old in zip(every(complaints), before, strict=True)]
-        rounds.append(
+        found.append(
             {
                 "delays": kind,
                 "seed": seed,
-                "wrong answers": sum(
-                    one["tokens"] != tokens
-                    for answers in (first, second)
-                    for one, tokens in zip(answers, expected, strict=True)
-                ),
-                "restored": sum(one["cached"] for one in second) + looked.pop("cached"),
+                "wrong answers": looked.pop("wrong answers"),
+                "restored": looked.pop("cached"),
                 "blocks": looked,
                 "complaints": [one for of_rank in new for one in of_rank][:5],
                 "complained": sum(map(len, new)),
                 "seconds": round(time.monotonic() - begun, 1),
             }
         )
-        print("round", json.dumps(rounds[-1])[:300], flush=True)
-    return {"rounds": rounds}
+        print("round", json.dumps(found[-1])[:300], flush=True)
+    return {"rounds": found}
 
 
-STEPS = {step.__name__: step for step in (plain, offloaded)}
+def through(stage: Stage, between: Callable[[], object]) -> dict[str, Any]:
+    """Rounds of all prompts together before something and behind it; some once more one by one."""
+
+    def load(stage: Stage, expected: list[list[int]]) -> dict[str, Any]:
+        job = stage.job
+        first = stage.ask(job["prompts"], job["max_tokens"])
+        between()
+        second = stage.ask(job["prompts"], job["max_tokens"])
+        looked = stage.one_by_one(job["prompts"][: job["looked_at"]], expected, [])
+        for one, tokens in zip(first + second, expected * 2, strict=True):
+            looked["wrong answers"] += one["tokens"] != tokens
+        looked["cached"] += sum(one["cached"] for one in second)
+        return looked
+
+    return rounds(stage, load)
+
+
+def offloaded(stage: Stage) -> dict[str, Any]:
+    """Prompts are computed, and come back from the tier."""
+    return through(stage, stage.reset)
+
+
+def slept(stage: Stage) -> dict[str, Any]:
+    """Prompts before a sleep and behind it; level 2 drops the weights, which are loaded again."""
+
+    def sleep() -> None:
+        stage.llm.sleep(level=stage.job["level"])
+        stage.llm.wake_up()
+        if stage.job["level"] == 2:
+            stage.llm.collective_rpc("reload_weights")
+
+    return through(stage, sleep)
+
+
+def hurried(stage: Stage) -> dict[str, Any]:
+    """Requests end with their first token, and their pages are unmapped behind them; they come
+    back from the tier into blocks of others, which were aborted just before.
+    """
+
+    def load(stage: Stage, expected: list[list[int]]) -> dict[str, Any]:
+        looked = stage.job["prompts"][: stage.job["looked_at"]]
+        cap = stage.pool.max_cached_blocks
+        stage.pool.max_cached_blocks = 0
+        for prompt in looked:
+            stage.ask([prompt], [1])
+            stage.rest(waits=False)
+        stage.pool.max_cached_blocks = cap
+        return stage.one_by_one(looked, expected, stage.job["prompts"][-len(looked) :])
+
+    return rounds(stage, load)
+
+
+def ended(stage: Stage) -> dict[str, Any]:
+    """An engine that ends while its copies are in flight."""
+    delay(None, stage.job["delays"].index("copies last"), 1)
+    stage.ask(stage.job["prompts"][:4], [1] * 4)
+    stage.engine.engine_core.shutdown()
+    return {"rounds": []}
+
+
+STEPS = {step.__name__: step for step in (plain, offloaded, hurried, slept, ended)}
 
 
 def run(job: dict[str, Any]) -> dict[str, Any]:
     """Run a job in this process; return what it came to."""
-    os.environ.update(job["environment"])
     try:
-        if job.get("revert"):
+        if "lift" in job:
+            from kvpatch.status import record
+
+            record.lifted |= frozenset(job["lift"])
+        if "revert" in job:
             from kvpatch import activation
 
             for row in job["revert"]:
@@ -265,6 +347,8 @@ def forked(name: str, job: dict[str, Any]) -> dict[str, Any]:
     pid = os.fork()
     if pid == 0:
         os.close(reading)
+        signal.alarm(job["seconds"])  # a step of vLLM's may not end
+        ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG: nor outlive who asked
         log = os.open(job["log"], os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
         os.dup2(log, 1)
         os.dup2(log, 2)

@@ -1,4 +1,4 @@
-"""The demo: two models with plain vLLM, then on elastic memory, and every token compared.
+"""The demo: two models with plain vLLM, with its tier, and on elastic memory; tokens compared.
 
 Run by scripts/demo in the project's environment; continues in that of the chosen release.
 """

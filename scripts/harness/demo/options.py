@@ -11,10 +11,10 @@ from harness import console
 
 DESCRIPTION = """\
 Two models on one device, whose peaks take turns: with plain vLLM on a static half each,
-then with vLLM on kvcached's elastic KV memory (kvpatch, OffloadingConnector), where the
-idle model lends its memory and finds its conversations in the CPU tier when they return.
+with vLLM's own CPU tier beside it, and then on kvcached's elastic KV memory (kvpatch), where
+the idle model lends its memory and finds its conversations in the CPU tier when they return.
 On this machine's CPU, with SmolLM2-135M-Instruct; every token is compared. Takes minutes
-once .venv is set up: five on two busy cores."""
+once .venv is set up: seven on two busy cores."""
 
 EPILOG = """\
 Exit status: 0 when every token is equal, memory was lent and came back, returning prompts

@@ -1,4 +1,4 @@
-"""The device of the demo, and the servers of the two models: two ways to have it."""
+"""The device of the demo, and the servers of the two models: three ways to have it."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
+from harness import connectors
 from harness.bench.two_models import FIRST, KEEPS_NOTHING, SECOND
 from harness.processes import ONE_THREAD
 from harness.serve import Kind, arguments
@@ -84,6 +85,21 @@ def halves(device: Device, slug: str) -> Kind:
     return Kind("plain vLLM", f"plain-{slug}", device.arguments(device.half), environment)
 
 
+def tiered(device: Device, slug: str) -> Kind:
+    """Return plain vLLM on its half of the device, with its own CPU tier of the same size.
+
+    Its connector and its workers are vLLM's; what they call below them is the host device's.
+    """
+    config = connectors.offloading(int(float(device.tier_gib) * (1 << 30)), without_kvpatch=True)
+    plain = halves(device, slug)
+    return Kind(
+        "plain vLLM with its tier",
+        f"tier-{slug}",
+        plain.arguments | {"kv-transfer-config": json.dumps(config)},
+        plain.environment,
+    )
+
+
 def shared(device: Device, slug: str) -> Kind:
     """Return vLLM with kvpatch on a device that another has as well."""
     return Kind(
@@ -108,7 +124,7 @@ class Way:
 
     Attributes:
         name: in messages.
-        title: over its picture.
+        title: over its picture; empty for the same picture as another's.
         kind: returns the server of a model.
     """
 
@@ -117,6 +133,9 @@ class Way:
     kind: Callable[[Device, str], Kind]
 
 
-PLAIN = Way("plain vLLM", "plain vLLM: a static half for each model, used or not", halves)
+PLAIN = Way(
+    "plain vLLM", "plain vLLM, with a tier or without: a static half for each, used or not", halves
+)
+TIERED = Way("plain vLLM with its tier", "", tiered)
 KVPATCH = Way("kvpatch", "kvcached + kvpatch: a model that is idle lends its memory", shared)
 MODELS = (FIRST, SECOND)

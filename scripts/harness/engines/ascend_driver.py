@@ -288,7 +288,9 @@ def replaced() -> dict[str, list[str]]:
     It assigns ``EngineCore.__init__`` when profiled chunks are configured.
     """
     transaction = Transaction()
-    transaction.apply_all(one for one in OF_ENGINES.patches if one.id == "elastic.engine_core")
+    transaction.apply_all(
+        one for one in OF_ENGINES.patches if one.id == "elastic_memory.engine_core"
+    )
     found = {}
     for when, module in (("before", "worker"), ("after", "patch.platform.patch_profiling_chunk")):
         importlib.import_module(f"vllm_ascend.{module}")

@@ -24,7 +24,7 @@ _OF_ENGINES = (
 
 def rows(*without: str) -> Iterator[Patch]:
     """Yield the rows of the pool over vLLM's classes, but for some."""
-    names = {f"pool.{name}" for name in (*_OF_ENGINES, *without)}
+    names = {f"host_pool.{name}" for name in (*_OF_ENGINES, *without)}
     return (row for row in host_pool.FEATURE.at(RELEASE) if row.id not in names)
 
 

@@ -40,7 +40,7 @@ except ImportError:  # before 0.33
 from kvcached.integration.vllm import interfaces, model_runner_v2
 
 from kvpatch import activation
-from kvpatch.patches.kvcached_compat import adapters
+from kvpatch.patches.kvcached_adapters import adapters
 from kvpatch.status import record
 from kvpatch.upstream import kvcached_api
 from kvpatch.versions import installed

@@ -34,6 +34,13 @@ STEPS = (
         "probe", "what the driver's memory calls do and take", f"{HERE}.probe:run", 100, cuda=True
     ),
     Step(
+        "conformance",
+        "does the driver answer as CUDA's documentation says",
+        f"{HERE}.conformance:run",
+        120,
+        cuda=True,
+    ),
+    Step(
         "kernels",
         "do vLLM's kernels compute what torch does",
         f"{HERE}.kernels:run",

@@ -102,7 +102,7 @@ IN_TURN = {("V1", name) for name in (*STAGES.values(), "2 engines", "4 engines")
 SYNCHRONOUS = ("ngram",)  # vLLM drafts these between two steps
 OWN = (connectors.OFFLOADING, connectors.SIMPLE)  # vLLM's
 # The patches of debug mode, which watch and change nothing.
-AUDITS = {row.id for one in patches.FEATURES if one.name == "audit" for row in one.patches}
+AUDITS = {row.id for one in patches.FEATURES if one.name == "debug" for row in one.patches}
 # An error in a log; what only passes one on; and what is of one machine.
 _ERROR = re.compile(r"\b[A-Za-z_.]*(?:Error|Exception)\b.*|no end after .*")
 _ELSEWHERE = ("initialization failed", "See root cause above", "worker died", "EngineDeadError")

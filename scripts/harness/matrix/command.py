@@ -29,7 +29,7 @@
     scripts/matrix ages                          how old the recorded runs are, and what a landing
                                                  and a tag lack
     scripts/matrix without                       engines of 0.32.0 without one row each
-    scripts/matrix without told.block_pool       one row
+    scripts/matrix without kvcached_version.block_pool       one row
 
 Results go to docs/results/matrix, those without a row to docs/results; ``python -m kvpatch matrix``
 prints the verdicts and scripts/docs writes the tables. Exit status 1: a patch whose target is not

@@ -72,15 +72,15 @@ SLEEP = "long/test_sleep.py::"
 HOOKS = "unit/test_suspend_hooks.py::"
 
 ROWS: dict[str, Row] = {
-    "told.runner_v2": seen(OFFLOADING, V2),
-    "told.block_pool": seen(OFFLOADING),
-    "told.coordinator": held(
-        "unit/test_kvcached_compat.py::test_kvcached_is_told_a_release_for_one_decision",
+    "kvcached_version.runner_v2": seen(OFFLOADING, V2),
+    "kvcached_version.block_pool": seen(OFFLOADING),
+    "kvcached_version.coordinator": held(
+        "unit/test_kvcached_adapters.py::test_kvcached_is_told_a_release_for_one_decision",
         "with one size of block the layouts of 0.30 give the same numbers",
         *(OFFLOADING, EXHAUSTED),
     ),
-    "told.allocate_slots": seen(EXHAUSTED),
-    "told.engine_core": seen(OFFLOADING),
+    "kvcached_version.allocate_slots": seen(EXHAUSTED),
+    "kvcached_version.engine_core": seen(OFFLOADING),
     "ascend.torch": held(f"{ASCEND}test_kvcached_reads_the_npus_memory_as_cudas", NPU),
     "ascend.device_name": held(f"{ASCEND}test_kvcached_knows_an_npu_by_the_name_of_cuda", NPU),
     "ascend.listener_device": held(f"{ASCEND}test_the_listener_selects_no_cuda_device", NPU),
@@ -97,142 +97,144 @@ ROWS: dict[str, Row] = {
     "ascend.register_kv_caches": held(
         f"{WORKER}test_without_the_row_v_is_lost_without_an_error", NPU
     ),
-    "host.torch": seen(OFFLOADING),
-    "host.device_name": seen(OFFLOADING, V2),
-    "host.listener_device": seen(OFFLOADING, V2),
-    "host.sync_before_unmap": seen(OFFLOADING, HELD),
-    "host.release_barrier": seen(OFFLOADING, LATE),
-    "host.size_for_v2": seen(V2),
-    "host.layouts": seen(OFFLOADING),
-    "host.latent_caching": seen(LATENT),
-    "host.latent_write": seen(LATENT),
-    "host.latent_decode": held(
+    "host_device.torch": seen(OFFLOADING),
+    "host_device.device_name": seen(OFFLOADING, V2),
+    "host_device.listener_device": seen(OFFLOADING, V2),
+    "host_device.sync_before_unmap": seen(OFFLOADING, HELD),
+    "host_device.release_barrier": seen(OFFLOADING, LATE),
+    "host_device.size_for_v2": seen(V2),
+    "host_device.layouts": seen(OFFLOADING),
+    "host_device.latent_caching": seen(LATENT),
+    "host_device.latent_write": seen(LATENT),
+    "host_device.latent_decode": held(
         "long/test_latent_attention.py::test_a_token_attends_to_its_own_context", KERNEL, LATENT
     ),
-    "host.latent_gather": seen(LATENT),
-    "host.copy_torch": seen(OFFLOADING),
-    "host.copy_blocks": seen(OFFLOADING),
-    "host.copy_platform": seen(OFFLOADING),
-    "host.copy_pinned": held(
+    "host_device.latent_gather": seen(LATENT),
+    "host_copies.copy_torch": seen(OFFLOADING),
+    "host_copies.copy_blocks": seen(OFFLOADING),
+    "host_copies.copy_platform": seen(OFFLOADING),
+    "host_copies.copy_pinned": held(
         f"{COPIES}test_the_shared_region_is_registered_and_deregistered_and_leaves_no_file",
         PAGEABLE,
         OFFLOADING,
     ),
-    "host.copy_spec": seen(OFFLOADING),
-    "host.copy_register": held(
+    "host_copies.copy_spec": seen(OFFLOADING),
+    "host_copies.copy_register": held(
         f"{COPIES}test_the_shared_region_is_registered_and_deregistered_and_leaves_no_file",
         PAGEABLE,
         OFFLOADING,
     ),
-    "host.copy_register_platform": held(
+    "host_copies.copy_register_platform": held(
         f"{COPIES}test_the_shared_region_is_registered_and_deregistered_and_leaves_no_file",
         PAGEABLE,
         OFFLOADING,
     ),
-    "host.copy_device": seen(OFFLOADING),
-    "host.simple_torch": seen(EAGER),
-    "host.simple_pinned": held(
+    "host_copies.copy_device": seen(OFFLOADING),
+    "host_copies.simple_torch": seen(EAGER),
+    "host_copies.simple_pinned": held(
         f"{COPIES}test_the_simple_connectors_tier_is_registered_as_strictly", PAGEABLE, EAGER
     ),
-    "host.simple_register": seen(EAGER),
-    "host.simple_memcpy": seen(EAGER),
-    "host.simple_events": seen(EAGER),
-    "host.simple_device": held(
+    "host_copies.simple_register": seen(EAGER),
+    "host_copies.simple_memcpy": seen(EAGER),
+    "host_copies.simple_events": seen(EAGER),
+    "host_copies.simple_device": held(
         f"{COPIES}test_vllms_simple_backend_copies_there_and_back_behind_what_it_waits_for",
         "vLLM's CPU platform selects a device as well, which does nothing: the test is of the "
         "thread, and passes without this row",
         EAGER,
     ),
-    "adapted.pool_attributes": seen(OFFLOADING, "events"),
-    "adapted.request_memory": held(
-        "unit/test_kvcached_compat.py::test_weights_held_elsewhere_are_taken_off_the_budget",
+    "kvcached_adapters.pool_attributes": seen(OFFLOADING, "events"),
+    "kvcached_adapters.request_memory": held(
+        "unit/test_kvcached_adapters.py::test_weights_held_elsewhere_are_taken_off_the_budget",
         GPU_WORKER,
     ),
-    "adapted.profiling": held(
-        "unit/test_kvcached_compat.py::test_the_profile_runs_in_what_vllm_puts_around_it",
+    "kvcached_adapters.profiling": held(
+        "unit/test_kvcached_adapters.py::test_the_profile_runs_in_what_vllm_puts_around_it",
         GPU_WORKER,
     ),
-    "adapted.partial_tail": held(
+    "kvcached_adapters.partial_tail": held(
         "unit/test_partial_tails.py::test_a_boundary_that_was_passed_is_not_named",
         "plain vLLM 0.32 ends on a CPU with a model that has Mamba layers",
     ),
-    "adapted.v1_worker": seen(OFFLOADING),
-    "adapted.v1_profiling": seen(OFFLOADING),
-    "adapted.v1_allocation": seen(OFFLOADING),
-    "elastic.config": seen("tiering fs, priority"),
-    "elastic.environment": held(
+    "kvcached_adapters.v1_worker": seen(OFFLOADING),
+    "kvcached_adapters.v1_profiling": seen(OFFLOADING),
+    "kvcached_adapters.v1_allocation": seen(OFFLOADING),
+    "elastic_memory.config": seen("tiering fs, priority"),
+    "elastic_memory.environment": held(
         "long/test_environment.py::"
         "test_an_engine_adds_no_variable_after_kvcacheds_threads_have_started",
         "an engine in thousands ends without it, while it starts on a busy machine",
     ),
-    "elastic.worker_init": held(
+    "elastic_memory.worker_init": held(
         "long/test_worker_setup.py::test_in_the_process_of_the_operator",
         "a set-up that fails is refused with what failed, and nothing fails here",
     ),
-    "elastic.socket_folder": held(
+    "elastic_memory.socket_folder": held(
         f"{POOL}test_a_squatted_folder_is_a_refusal_of_the_worker", USERS
     ),
-    "elastic.socket_path": held(
+    "elastic_memory.socket_path": held(
         f"{POOL}test_an_engine_reads_nothing_from_a_folder_that_others_can_enter", USERS
     ),
-    "elastic.socket_peer": held(f"{POOL}test_a_worker_reads_nothing_from_another_user", USERS),
-    "elastic.rank_memory_reply": held(
+    "elastic_memory.socket_peer": held(
+        f"{POOL}test_a_worker_reads_nothing_from_another_user", USERS
+    ),
+    "elastic_memory.rank_memory_reply": held(
         f"{RANKS}test_a_worker_says_what_kvcached_may_map_on_its_gpu", SEVERAL_GPUS
     ),
-    "elastic.rank_memory": held(f"{RANKS}test_the_least_of_all_ranks_counts", SEVERAL_GPUS),
-    "elastic.rank_failure": held(
+    "elastic_memory.rank_memory": held(f"{RANKS}test_the_least_of_all_ranks_counts", SEVERAL_GPUS),
+    "elastic_memory.rank_failure": held(
         f"{RANKS}test_a_map_that_failed_is_not_tried_again_at_once", SEVERAL_GPUS
     ),
-    "elastic.limit": held(
+    "elastic_memory.limit": held(
         f"{POOL}test_a_limit_above_what_the_engine_started_with_changes_nothing",
         "nobody moves the limit here",
     ),
-    "elastic.eviction": held(
+    "elastic_memory.eviction": held(
         "unit/test_eviction.py::test_it_looks_at_the_coldest_blocks_only",
         "it changes no answer: what it costs is in scripts/bench steps",
     ),
-    "elastic.reservation": held(
+    "elastic_memory.reservation": held(
         f"{POOL}test_a_request_that_comes_before_block_0_waits_for_it",
         "the first request comes after block 0 was reserved",
     ),
-    "elastic.coordinator": held(
+    "elastic_memory.coordinator": held(
         "unit/test_allocation.py::test_a_pool_that_kvcached_could_not_replace_is_a_refusal",
         LAST_GUARD,
         OFFLOADING,
     ),
-    "elastic.kv_caches_v1": Row(
+    "elastic_memory.kv_caches_v1": Row(
         (
             Look(
                 OFFLOADING,
-                ("adapted.v1_allocation", "offloading.check_regions"),
+                ("kvcached_adapters.v1_allocation", "offloading.check_regions"),
                 "the first makes what it refuses, and the second refuses it before",
             ),
         )
     ),
-    "elastic.kv_caches_v2": held(
+    "elastic_memory.kv_caches_v2": held(
         "unit/test_verify.py::test_vllms_own_views_are_checked_unless_they_are_discarded",
         LAST_GUARD,
     ),
-    "elastic.whole_pages": held(
+    "elastic_memory.whole_pages": held(
         "unit/test_capacity.py::test_a_kv_cache_smaller_than_a_page_is_refused",
         "every load here fits into whole pages",
     ),
-    "elastic.addresses": held(
+    "elastic_memory.addresses": held(
         "unit/test_capacity.py::test_a_kv_cache_larger_than_the_device_is_refused",
         "every load here is smaller than the device",
     ),
-    "elastic.allocation": seen(OFFLOADING, V2),
-    "elastic.engine_core": held(
+    "elastic_memory.allocation": seen(OFFLOADING, V2),
+    "elastic_memory.engine_core": held(
         "unit/test_verify.py::test_an_engine_on_vllms_own_pool_does_not_start",
         LAST_GUARD,
         OFFLOADING,
     ),
-    "elastic.engine_name": held(
+    "elastic_memory.engine_name": held(
         "unit/test_claims.py::test_a_name_is_for_one_engine_and_its_process_is_named",
         "one engine in a program of its own",
         OFFLOADING,
     ),
-    "elastic.engine_name_end": held(
+    "elastic_memory.engine_name_end": held(
         "unit/test_claims.py::test_a_region_goes_with_its_engine",
         "the name is given back when the process ends, and it starts no other engine",
         OFFLOADING,
@@ -240,7 +242,9 @@ ROWS: dict[str, Row] = {
     "offloading.check_regions": Row(
         (
             Look(
-                OFFLOADING, ("adapted.v1_allocation",), "with that row every KV cache is kvcached's"
+                OFFLOADING,
+                ("kvcached_adapters.v1_allocation",),
+                "with that row every KV cache is kvcached's",
             ),
         ),
         "unit/test_region_memory.py::test_the_regions_that_vllm_derives_are_checked",
@@ -268,48 +272,48 @@ ROWS: dict[str, Row] = {
         "test_blocks_that_another_connector_loads_into_are_waited_for",
         "stores here have ended before another connector loads into their blocks",
     ),
-    "simple.cpu_coordinator": seen(EAGER, "Simple eager, taken"),
-    "simple.native_pool": seen(EAGER),
-    "simple.register_placed": seen(EAGER, "Simple eager, non-contiguous"),
-    "simple.bind_gpu_block_pool": seen(LAZY),
-    "simple.free_blocks": seen(LAZY, CAPPED),
-    "simple.lazy_stores": seen(LAZY),
-    "simple.match": seen(LAZY),
-    "simple.stored": held(
+    "simple_offload.cpu_coordinator": seen(EAGER, "Simple eager, taken"),
+    "simple_offload.native_pool": seen(EAGER),
+    "simple_offload.register_placed": seen(EAGER, "Simple eager, non-contiguous"),
+    "simple_offload.bind_gpu_block_pool": seen(LAZY),
+    "simple_offload.free_blocks": seen(LAZY, CAPPED),
+    "simple_offload.lazy_stores": seen(LAZY),
+    "simple_offload.match": seen(LAZY),
+    "simple_offload.stored": held(
         "unit/test_simple_eviction.py::test_stored_blocks_go_back_to_the_head_in_their_order",
         ORDER,
         LAZY,
     ),
-    "simple.copy_loop": held(
+    "simple_offload.copy_loop": held(
         f"{FAILED}test_the_copies_behind_one_that_failed_are_made", NO_COPY_FAILS
     ),
-    "simple.copies_polled": held(
+    "simple_offload.copies_polled": held(
         f"{FAILED}test_a_load_into_one_of_several_groups_ends_the_engine", NO_COPY_FAILS
     ),
-    "simple.copies_awaited": held(
+    "simple_offload.copies_awaited": held(
         f"{FAILED}test_vllm_hears_of_the_blocks_of_a_failed_load_in_the_step_that_ends_it",
         NO_COPY_FAILS,
     ),
-    "simple.failed_stores": held(
+    "simple_offload.failed_stores": held(
         f"{FAILED}test_the_tier_does_not_offer_what_was_not_stored", NO_COPY_FAILS
     ),
-    "simple.failed_loads": held(
+    "simple_offload.failed_loads": held(
         f"{FAILED}test_vllm_hears_of_the_blocks_of_a_failed_load_in_the_step_that_ends_it",
         NO_COPY_FAILS,
     ),
-    "simple.reports": held(
+    "simple_offload.reports": held(
         f"{FAILED}test_the_tier_does_not_offer_what_was_not_stored", NO_COPY_FAILS
     ),
-    "simple.not_stored": held(
+    "simple_offload.not_stored": held(
         f"{FAILED}test_the_tier_does_not_offer_what_was_not_stored", NO_COPY_FAILS
     ),
-    "simple.pending_work": held(
+    "simple_offload.pending_work": held(
         "unit/test_simple_lifetime.py::test_an_idle_engine_steps_while_a_copy_or_a_trim_is_to_come",
         STEPPED,
         "simple, held copies",
     ),
-    "simple.shutdown": seen("Simple eager, shutdown"),
-    "observing.simple_plan": held(
+    "simple_offload.shutdown": seen("Simple eager, shutdown"),
+    "simple_offload.simple_plan": held(
         f"{TELEMETRY}test_what_the_simple_connector_plans_is_counted", SERIES
     ),
     "fence.install": seen(OFFLOADING, LATE, HELD),
@@ -338,72 +342,72 @@ ROWS: dict[str, Row] = {
         "costs time alone: the worker would wait longer than it must",
         "given back",
     ),
-    "standstill.schedule": seen("standstill"),
-    "events.switch": seen("events"),
-    "events.take": seen("events"),
-    "events.remove": seen("events"),
-    "events.reset": seen("events"),
-    "parallel.name": held(
+    "deadlock.schedule": seen("standstill"),
+    "kv_events.switch": seen("events"),
+    "kv_events.take": seen("events"),
+    "kv_events.remove": seen("events"),
+    "kv_events.reset": seen("events"),
+    "data_parallel.name": held(
         "unit/test_data_parallel.py::test_each_rank_and_its_workers_have_a_name_of_their_own",
         "one engine, which is in the process that asks for it",
     ),
-    "tiers.shared_memory": held(
+    "secondary_tiers.shared_memory": held(
         f"{CLASSES}test_a_second_engine_with_the_same_engine_id_is_refused",
         "one engine on the machine has this name",
         TIERS,
     ),
-    "tiers.shared_region": held(
+    "secondary_tiers.shared_region": held(
         "unit/test_claims.py::test_a_region_that_another_user_made_is_not_opened",
         f"{USERS}; nobody removes its name",
     ),
-    "tiers.describe": seen(TIERS),
-    "tiers.worker_calls": held(
+    "secondary_tiers.describe": seen(TIERS),
+    "secondary_tiers.worker_calls": held(
         f"{WEIGHTS}test_every_way_to_the_workers_from_outside_is_watched",
         "nobody replaces the weights here; the engine of "
         "`test_without_a_reset_nothing_of_the_new_weights_is_stored_as_of_the_old` does",
     ),
-    "tiers.wake_up": held(
+    "secondary_tiers.wake_up": held(
         f"{WEIGHTS}test_every_way_to_the_workers_from_outside_is_watched", "a CPU has no sleep mode"
     ),
-    "tiers.reset_caches": held(
+    "secondary_tiers.reset_caches": held(
         f"{WEIGHTS}test_a_reset_after_the_weights_were_replaced_is_as_good",
         "nobody replaces the weights here",
     ),
-    "tiers.file_mapper": held(
+    "secondary_tiers.file_mapper": held(
         f"{CLASSES}test_without_the_row_layouts_and_numbers_of_ranks_share_a_folder",
         "needs a second engine with another layout on the same disk",
         TIERS,
     ),
-    "tiers.store_blocks": seen(TIERS),
-    "tiers.load_blocks": held(
+    "secondary_tiers.store_blocks": seen(TIERS),
+    "secondary_tiers.load_blocks": held(
         f"{CLASSES}test_without_the_checksum_a_damaged_file_is_served",
         "needs a damaged file",
         TIERS,
     ),
-    "tiers.tier_class": held(
+    "secondary_tiers.tier_class": held(
         f"{CLASSES}test_a_disk_that_hangs_when_asked_for_files_is_passed_over",
         "needs a disk that does not answer",
         TIERS,
     ),
-    "tiers.lookup": held(
+    "secondary_tiers.lookup": held(
         f"{CLASSES}test_without_the_rows_a_disk_that_hangs_stalls_the_request",
         "needs a disk that does not answer",
     ),
-    "tiers.promotion": held(
+    "secondary_tiers.promotion": held(
         f"{CLASSES}test_without_the_row_a_prompt_larger_than_the_cpu_tier_gets_nothing",
         "needs a prompt larger than the CPU tier",
     ),
-    "tiers.matched_tokens": held(
+    "secondary_tiers.matched_tokens": held(
         "unit/test_tier_rules.py::"
         "test_no_load_starts_behind_a_request_that_waits_until_the_next_step",
         "needs requests that wait for a tier and for each other's memory",
     ),
-    "tiers.build": held(
+    "secondary_tiers.build": held(
         "unit/test_tier_rules.py::"
         "test_no_load_starts_behind_a_request_that_waits_until_the_next_step",
-        "as tiers.matched_tokens, whose record it ends",
+        "as secondary_tiers.matched_tokens, whose record it ends",
     ),
-    "tiers.reset": held(
+    "secondary_tiers.reset": held(
         f"{CLASSES}test_without_the_row_an_older_copy_overwrites_what_was_promoted",
         "needs a reset while copies are in flight, and a disk that is faster than they are",
     ),
@@ -446,46 +450,51 @@ ROWS: dict[str, Row] = {
     "sleep.step": held(f"{SLEEP}test_level_1_gives_every_page_back_and_loses_nothing", AWAKE),
     "sleep.calls": held(f"{SLEEP}test_other_weights_find_no_block_that_a_sleep_kept", AWAKE),
     "sleep.wake_up": held(f"{SLEEP}test_level_1_gives_every_page_back_and_loses_nothing", AWAKE),
-    "sleep.available": held(f"{SLEEP}test_level_1_gives_every_page_back_and_loses_nothing", AWAKE),
-    "sleep.weights_leave": held(
+    "host_device_sleep.available": held(
+        f"{SLEEP}test_level_1_gives_every_page_back_and_loses_nothing", AWAKE
+    ),
+    "host_device_sleep.weights_leave": held(
         "unit/test_sleep.py::test_weights_that_left_are_no_numbers_and_come_back",
         "weights that stay make no difference: nothing is computed while an engine sleeps",
     ),
-    "sleep.weights_return": held(
+    "host_device_sleep.weights_return": held(
         f"{SLEEP}test_level_1_gives_every_page_back_and_loses_nothing", AWAKE
     ),
-    "audit.worker": seen("debug, corrupt"),
-    "audit.store": Row((Look("debug", ("fence.release",), WHOLE),)),
-    "audit.load": seen("debug, corrupt"),
-    "audit.promotions": seen("tiering fs, debug"),
-    "audit.build": seen("tiering fs, debug"),
-    "audit.simple": held(
+    "debug.worker": seen("debug, corrupt"),
+    "debug.store": Row((Look("debug", ("fence.release",), WHOLE),)),
+    "debug.load": seen("debug, corrupt"),
+    "debug.promotions": seen("tiering fs, debug"),
+    "debug.build": seen("tiering fs, debug"),
+    "debug.simple": held(
         "unit/test_debug.py::test_simple_a_load_that_brings_other_bytes",
         WHOLE,
         "Simple eager, debug",
     ),
-    "audit.install": Row((Look("debug", ("fence.release",), WHOLE),)),
-    "observing.engine_core": held(f"{TELEMETRY}test_an_engine_goes_on_publishing", SERIES),
-    "observing.make_stats": held(f"{TELEMETRY}test_what_the_connector_reports_is_counted", SERIES),
-    "observing.step": held(
+    "debug.install": Row((Look("debug", ("fence.release",), WHOLE),)),
+    "metrics.engine_core": held(f"{TELEMETRY}test_an_engine_goes_on_publishing", SERIES),
+    "metrics.make_stats": held(f"{TELEMETRY}test_what_the_connector_reports_is_counted", SERIES),
+    "metrics.step": held(
         f"{TELEMETRY}test_a_busy_engine_sends_now_and_then_and_one_at_rest_at_once", SERIES
     ),
-    "observing.step_with_batch_queue": held(
+    "metrics.step_with_batch_queue": held(
         f"{TELEMETRY}test_a_busy_engine_sends_now_and_then_and_one_at_rest_at_once", SERIES
     ),
-    "observing.schedule": held(
+    "metrics.schedule": held(
         f"{LOOKUPS}test_what_was_computed_before_and_was_not_found_is_lost", SERIES
     ),
-    "observing.reset": held(f"{LOOKUPS}test_what_was_reset_was_not_lost", SERIES),
-    "observing.reset_connector": held(f"{LOOKUPS}test_what_was_reset_was_not_lost", SERIES),
-    "observing.prometheus": held(
+    "metrics.reset": held(f"{LOOKUPS}test_what_was_reset_was_not_lost", SERIES),
+    "metrics.reset_connector": held(f"{LOOKUPS}test_what_was_reset_was_not_lost", SERIES),
+    "metrics.prometheus": held(
         f"{TELEMETRY}test_an_api_server_without_the_series_starts_and_keeps_them_from_the_connector",
         SERIES,
     ),
-    "observing.prometheus_observe": held(
+    "metrics.prometheus_observe": held(
         f"{TELEMETRY}test_the_connector_never_sees_our_part", SERIES
     ),
-    "observing.log": held(
+    "metrics.client_shutdown": held(
+        "unit/test_engines.py::test_an_engine_that_died_is_told_from_one_that_was_stopped", SERIES
+    ),
+    "metrics.log": held(
         f"{TELEMETRY}test_only_our_part_does_not_reach_a_connector_that_is_not_there", SERIES
     ),
 }
@@ -527,10 +536,17 @@ _POOL_TESTS = {
     f"{_POOL_SIMPLE}test_nothing_is_evicted_while_vllm_looks": ("update", "finish"),
 }
 ROWS |= {
-    f"pool.{name}": held(test, POOL_OFF) for test, names in _POOL_TESTS.items() for name in names
+    f"host_pool.{name}": held(test, POOL_OFF)
+    for test, names in _POOL_TESTS.items()
+    for name in names
 }
 
 # Rows that neither an engine nor a test has shown yet; see ``scripts/matrix without --missing``.
 OPEN = frozenset(
-    ("host.device_name", "host.listener_device", "host.sync_before_unmap", "host.release_barrier")
+    (
+        "host_device.device_name",
+        "host_device.listener_device",
+        "host_device.sync_before_unmap",
+        "host_device.release_barrier",
+    )
 )

@@ -11,7 +11,12 @@ from __future__ import annotations
 import os
 
 # The last applied first.
-ROWS = ("elastic.allocation", "host.size_for_v2", "host.release_barrier", "host.torch")
+ROWS = (
+    "elastic_memory.allocation",
+    "host_device.size_for_v2",
+    "host_device.release_barrier",
+    "host_device.torch",
+)
 
 
 def pytest_configure() -> None:

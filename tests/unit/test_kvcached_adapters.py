@@ -8,12 +8,14 @@ from types import ModuleType, SimpleNamespace
 
 import pytest
 
-from kvpatch.patches.kvcached_compat import adapters, runner_v1
+from kvpatch.patches import kvcached_version
+from kvpatch.patches.kvcached_adapters import adapters, runner_v1
 from kvpatch.refusal import Refusal
 
 
 @pytest.mark.parametrize(
-    ("wrapper", "told"), [(adapters.as_on_0_30, "0.30.0"), (adapters.as_on_0_28, "0.28.0")]
+    ("wrapper", "told"),
+    [(kvcached_version.as_on_0_30, "0.30.0"), (kvcached_version.as_on_0_28, "0.28.0")],
 )
 def test_kvcached_is_told_a_release_for_one_decision(wrapper, told):
     patch = SimpleNamespace(detected_version="0.32.0+cpu")
@@ -31,7 +33,7 @@ def test_only_the_adapter_of_runner_v2_is_registered_for_later_releases():
     names = ("model_runner_v2", "kv_layout_v2", "gpu_model_runner", "mamba_partial_tail")
     pairs = [(SimpleNamespace(patch_name=name), f"<{name}") for name in names]
     taken = []
-    adapters.register_for_later_releases(taken.extend, None, (pairs,), {})
+    kvcached_version.register_for_later_releases(taken.extend, None, (pairs,), {})
     assert [(patch.patch_name, own) for patch, own in taken] == [
         ("model_runner_v2", ">=0.29.0"),
         ("kv_layout_v2", ">=0.29.0"),

@@ -1,61 +1,12 @@
-"""kvcached 0.1.6 on newer vLLM releases.
-
-When it patches vLLM, kvcached selects the variant of a patch by vLLM's version. Where a newer
-release needs the variant of an older one, the older version is substituted for that selection.
-"""
+"""kvcached 0.1.6 on newer vLLM releases."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from typing import Any
 
-from kvpatch.patch import argument
-
-# Patches that kvcached registers for vLLM <0.31, and that later releases need as well.
-_FOR_LATER = ("model_runner_v2", "kv_layout_v2")
-_LATER = ">=0.29.0"
-
 # Set by vLLM's own block pool and read by its methods, but not set by kvcached's.
 _POOL_ATTRIBUTES = ("medium", "num_hash_lookahead_tokens")
-
-
-def _with_version(version: str, wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
-    actual = instance.detected_version
-    instance.detected_version = version
-    try:
-        return wrapped(*args, **kwargs)
-    finally:
-        instance.detected_version = actual
-
-
-def as_on_0_30(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
-    """Make kvcached apply one of its patches as on vLLM 0.30.
-
-    ``BlockPool``, the coordinator's geometry and the allocation of slots are the same
-    in 0.30 to 0.33.
-    """
-    return _with_version("0.30.0", wrapped, instance, args, kwargs)
-
-
-def as_on_0_28(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
-    """Make kvcached apply its patch of ``EngineCore.__init__`` as on vLLM 0.28.
-
-    That is the release on which it rejects neither runner. What it rejects on later
-    releases is refused by kvpatch's own ``rules``.
-    """
-    return _with_version("0.28.0", wrapped, instance, args, kwargs)
-
-
-def register_for_later_releases(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
-    """Register kvcached's adapter for Model Runner V2 for later releases too.
-
-    Wraps ``PatchManager.register_patches_with_versions(patches)``, which takes pairs of
-    a patch and its version range.
-    """
-    patches = argument(args, kwargs, 0, "patches")
-    return wrapped(
-        [(patch, _LATER if patch.patch_name in _FOR_LATER else own) for patch, own in patches]
-    )
 
 
 def carry_pool_attributes(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:

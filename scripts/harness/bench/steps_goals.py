@@ -1,0 +1,134 @@
+"""The goals of giving and of a step's cost, set before anything was changed for them."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from harness.bench.engine_steps import BEFORE, OURS, STATIC
+from harness.bench.reports import word
+
+Result = dict[str, Any]
+Row = tuple[str, str, str, str, str]
+BUSY, IDLE = "giving, busy, half to store", "giving, idle, all in the tier"
+COST = "us_per_step"
+
+
+@dataclass(frozen=True)
+class Arm:
+    """What was measured in one arm; a KeyError is what was not."""
+
+    loads: dict[str, dict[str, list[Result]]]
+    name: str
+
+    def longest(self, load: str) -> float:
+        """Return the longest step of all runs, in milliseconds."""
+        return max(float(one["longest_ms"]) for one in self.loads[load][self.name])
+
+    def median(self, load: str, figure: str) -> float:
+        """Return the median of a figure over the runs."""
+        return statistics.median(float(one[figure]) for one in self.loads[load][self.name])
+
+    def over(self, other: str, load: str) -> float:
+        """Return what a step costs over what it costs in another arm."""
+        return self.median(load, COST) / Arm(self.loads, other).median(load, COST)
+
+    def of_cap(self, cap: str) -> float:
+        """Return what a step costs with a cap on cached tokens over what it costs without one."""
+        return self.median(f"churn, cap {cap}", COST) / self.median("churn, cap -1", COST)
+
+
+GOALS: tuple[tuple[str, str, float, str, Callable[[Arm], float]], ...] = (
+    (
+        "8 requests, 90 % of 65,536 blocks given: longest step",
+        "at most 10 ms",
+        10,
+        "{:.1f} ms",
+        lambda arm: arm.longest(BUSY),
+    ),
+    (
+        "the same: median step over one that gives nothing",
+        "at most 2x",
+        2,
+        "{:.1f}x",
+        lambda arm: arm.median(BUSY, "median_ms") / arm.median(BUSY, "normal_ms"),
+    ),
+    (
+        "idle, all in the tier: processor time for a block that is given",
+        "at most 2 µs",
+        2,
+        "{:.1f} µs",
+        lambda arm: arm.median(IDLE, "us_per_block"),
+    ),
+    (
+        "load in waves: steps of 300 with a barrier",
+        "at most 15",
+        15,
+        "{:.0f}",
+        lambda arm: arm.median("waves", "barriers"),
+    ),
+    (
+        "the same, asynchronous: barriers that wait for a batch",
+        "0",
+        0,
+        "{:.0f}",
+        lambda arm: arm.median("waves, asynchronous", "barriers_in_flight"),
+    ),
+    (
+        "load in waves: pages mapped and unmapped",
+        "at most 60",
+        60,
+        "{:.0f}",
+        lambda arm: arm.median("waves", "mapped") + arm.median("waves", "unmapped"),
+    ),
+    (
+        "churn: a step over vLLM's with its connector on static memory",
+        "at most 1.05x",
+        1.05,
+        "{:.2f}x",
+        lambda arm: arm.over(STATIC, "churn"),
+    ),
+    (
+        "churn: a step with a cap of 128,000 cached tokens over one without",
+        "at most 1.1x",
+        1.1,
+        "{:.2f}x",
+        lambda arm: arm.of_cap("128,000"),
+    ),
+    (
+        "churn: a step with a cap of 1,000,000 cached tokens over one without",
+        "at most 1.1x",
+        1.1,
+        "{:.2f}x",
+        lambda arm: arm.of_cap("1,000,000"),
+    ),
+    (
+        "50 requests that share a prefix that is being loaded: steps over those of one",
+        "at most 1.1x",
+        1.1,
+        "{:.2f}x",
+        lambda arm: arm.median("shared prefix", "together") / arm.median("shared prefix", "alone"),
+    ),
+)
+
+
+def rows(found: Result) -> Iterator[Row]:
+    """Yield the figure, the goal, what was before and is now, and the verdict, of every goal."""
+    loads = {row["load"]: row["arms"] for row in found.get("rows", ())}
+    for figure, goal, most, form, of in GOALS:
+        told: dict[str, float | None] = {}
+        for name in (BEFORE, OURS):
+            try:
+                told[name] = of(Arm(loads, name))
+            except KeyError:
+                told[name] = None
+        before, now = told[BEFORE], told[OURS]
+        yield (
+            figure,
+            goal,
+            "-" if before is None else form.format(before),
+            "-" if now is None else form.format(now),
+            "open" if now is None else word(now <= most),
+        )

@@ -1,0 +1,156 @@
+"""``vllm serve`` on the emulated device, as a reader types it: "served" in docs/results/cuda.json.
+
+    python -m harness.cuda.served [RELEASE...]
+
+``scripts/cuda serve`` answers prompts over HTTP, and again after a reset of the prefix cache, from
+the tier; the same command with ``--plain`` says what is right.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import subprocess
+import sys
+import tempfile
+import time
+from contextlib import suppress
+from operator import ne
+from pathlib import Path
+from typing import Any
+
+import httpx
+import psutil
+
+from harness import ROOT, console, provenance, releases
+from harness.cuda import campaign, device, environment
+from harness.engines.runs import model_of
+from kvpatch.verify.child import free_port
+
+LIMIT = 400  # seconds of a start
+MODEL = "served"
+# The model's own dtype is float32, and the profile run is over all sequences.
+OPTIONS = ("--enforce-eager", "--dtype=bfloat16", "--max-num-seqs=4", "--max-model-len=2048")
+TIER = ("--kv-offloading-size", "1")
+
+
+def prompts() -> list[list[int]]:
+    """Return seeded prompts of 300 to 600 tokens."""
+    source = random.Random(11)
+    return [[source.randrange(3, 300) for _ in range(300 + 100 * index)] for index in range(4)]
+
+
+def seconds_of(process: psutil.Process) -> float:
+    """Return the seconds of processor that a process and its descendants have used."""
+    total = 0.0
+    for one in (process, *process.children(recursive=True)):
+        with suppress(psutil.NoSuchProcess):
+            used = one.cpu_times()
+            total += used.user + used.system
+    return total
+
+
+def answers(client: httpx.Client) -> list[tuple[list[int], int]]:
+    """Return the tokens of each answer, and how many of its prompt's were not computed."""
+    found = []
+    for prompt in prompts():
+        asked = {"model": MODEL, "prompt": prompt, "max_tokens": 12, "temperature": 0}
+        said = client.post("/v1/completions", json=asked | {"return_token_ids": True}).json()
+        cached = (said["usage"].get("prompt_tokens_details") or {}).get("cached_tokens", 0)
+        found.append((said["choices"][0]["token_ids"], cached))
+    return found
+
+
+def serve(version: str, *words: str, options: tuple[str, ...] = ()) -> dict[str, Any]:
+    """Serve, answer, reset and answer again; return what came of it.
+
+    Raises:
+        AssertionError: the server did not start; the end of its log.
+    """
+    port = free_port()
+    command = [str(ROOT / "scripts/cuda"), "--vllm", version, *options, "serve"]
+    command += [str(model_of("llama", 8)), "--served-model-name", MODEL, *OPTIONS, *words]
+    command += ["--port", str(port), "--enable-prompt-tokens-details"]
+    with tempfile.TemporaryFile("w+") as log, httpx.Client(timeout=120) as client:
+        client.base_url = httpx.URL(f"http://127.0.0.1:{port}")
+        begun = time.monotonic()
+        process = subprocess.Popen(
+            command,
+            env=os.environ | {"VLLM_SERVER_DEV_MODE": "1"},  # which has the reset
+            stdout=log,
+            stderr=subprocess.STDOUT,
+        )
+        try:
+            ready = False
+            while not ready and process.poll() is None and time.monotonic() - begun < LIMIT:
+                time.sleep(0.2)
+                with suppress(httpx.TransportError):
+                    ready = client.get("/health").is_success
+            log.seek(0)
+            assert ready, log.read()[-2000:]
+            start = time.monotonic() - begun
+            prompt = {"model": MODEL, "prompt": [5, 6, 7], "max_tokens": 1}
+            client.post("/v1/completions", json=prompt).raise_for_status()
+            first, used = time.monotonic() - begun, seconds_of(psutil.Process(process.pid))
+            before = answers(client)
+            client.post("/reset_prefix_cache").raise_for_status()
+            after = answers(client)
+        finally:
+            process.terminate()
+            status = process.wait(60)
+        log.seek(0)
+        (said,) = [line for line in log if line.startswith("the emulated device had ")]
+    return {
+        "answers": [tokens for tokens, _ in before],
+        "changed answers": sum(
+            one[0] != other[0] for one, other in zip(before, after, strict=True)
+        ),
+        "restored tokens": sum(cached for _, cached in after),
+        "complaints": int(said.split()[4]),
+        "status": status,
+        "ready seconds": round(start, 1),
+        "first token seconds": round(first, 1),
+        "first token processor seconds": round(used, 1),
+    }
+
+
+def bytes_of(version: str) -> int:
+    """Return the size of a release's environment, without what is linked from another."""
+    root = environment.FOLDER / version
+    stats = {one.lstat().st_ino: one.lstat().st_size for one in root.rglob("*")}
+    return sum(stats.values())
+
+
+def lines() -> dict[str, int]:
+    """Return the lines of the emulated device, by language."""
+    here = Path(device.__file__).parent
+    count = {
+        "C++": [*here.glob("*.[ch]pp"), here / "work.h"],
+        "Python": here.glob("*.py"),
+    }
+    return {
+        name: sum(len(one.read_text().splitlines()) for one in files if one.stem != "conformance")
+        for name, files in count.items()
+    }
+
+
+def main() -> int:
+    """Serve each release and record it; 1 where one is not right."""
+    parser = console.parser("python -m harness.cuda.served", __doc__ or "")
+    parser.add_argument("releases", nargs="*", metavar="RELEASE", help="of vLLM")
+    asked = parser.parse_args()
+    wrong = False
+    for version in asked.releases or [releases.newest_built()]:
+        row = serve(version, *TIER)
+        expected = serve(version, options=("--plain",)).pop("answers")
+        row["wrong answers"] = sum(map(ne, row.pop("answers"), expected))
+        row |= {"environment bytes": bytes_of(version), "commit": provenance.commit()}
+        print(version, json.dumps(row))
+        wrong |= bool(row["wrong answers"] or row["complaints"] or not row["restored tokens"])
+        campaign.record({"served": {version: row}, "lines": lines()})
+    return int(wrong)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
