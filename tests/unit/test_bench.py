@@ -13,7 +13,17 @@ pytest.importorskip("matplotlib")
 from bench_results import cycle, host
 
 from harness import ROOT, markdown
-from harness.bench import arms, loads, micro, page, pairing, plots, quoted, two_models
+from harness.bench import (
+    arms,
+    engine_steps,
+    loads,
+    micro,
+    page,
+    pairing,
+    plots,
+    quoted,
+    two_models,
+)
 from harness.bench.one_model import turns
 from harness.bench.options import parse
 from harness.bench.pairing import pair, summary
@@ -326,3 +336,11 @@ def test_readme_quotes_the_result_files(folder):
 def test_a_page_without_markers_is_not_written():
     with pytest.raises(SystemExit, match="no <!-- numbers: begin -->"):
         markdown.put("text", "numbers", "rows")
+
+
+def test_a_run_of_steps_goes_on_with_what_its_commits_have(tmp_path):
+    output = tmp_path / "steps.json"
+    assert engine_steps.begun(output, "a", "b") == []
+    output.write_text(json.dumps({"commit": "a", "before": "b", "rows": [{"load": "waves"}]}))
+    assert engine_steps.begun(output, "a", "b") == [{"load": "waves"}]
+    assert engine_steps.begun(output, "b", "b") == engine_steps.begun(output, "a", "") == []
