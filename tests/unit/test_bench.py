@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 
@@ -338,9 +339,20 @@ def test_a_page_without_markers_is_not_written():
         markdown.put("text", "numbers", "rows")
 
 
-def test_a_run_of_steps_goes_on_with_what_its_commits_have(tmp_path):
-    output = tmp_path / "steps.json"
-    assert engine_steps.begun(output, "a", "b") == []
-    output.write_text(json.dumps({"commit": "a", "before": "b", "rows": [{"load": "waves"}]}))
-    assert engine_steps.begun(output, "a", "b") == [{"load": "waves"}]
-    assert engine_steps.begun(output, "b", "b") == engine_steps.begun(output, "a", "") == []
+@pytest.mark.parametrize(("before", "changed", "kept"), [("b", 0, 1), ("b", 1, 0), ("", 0, 0)])
+def test_a_run_of_steps_goes_on_with_what_its_code_has(
+    tmp_path, monkeypatch, before, changed, kept
+):
+    asked = []
+
+    def run(command, check):
+        asked.append(command)
+        return SimpleNamespace(returncode=changed)
+
+    monkeypatch.setattr(engine_steps.subprocess, "run", run)
+    output, rows = tmp_path / "steps.json", [{"load": "waves"}]
+    assert engine_steps.begun(output, before) == []
+    found = {"commit": "abc, changed", "before": "b", "rows": rows}
+    output.write_text(json.dumps(found))
+    assert engine_steps.begun(output, before) == rows[:kept]
+    assert asked[0][5] == "abc"

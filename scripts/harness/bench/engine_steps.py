@@ -2,7 +2,7 @@
 
     scripts/bench steps                      docs/results/steps.json
     scripts/bench steps --before COMMIT      the same loads with that commit's kvpatch, in one run
-    scripts/bench steps --go-on              the loads that a run of this commit has not ended
+    scripts/bench steps --go-on              the loads that a run of this code has not ended
     scripts/bench steps --only giving waves  these loads, in bench-results/
 
 Each load runs in a process of its own, every arm before and after the others (A B B A), and one arm
@@ -104,13 +104,17 @@ def arms_of(load: Load, commit: str) -> tuple[str, ...]:
     return tuple(arms)
 
 
-def begun(output: Path, commit: str, before: str) -> list[Load]:
-    """Return the loads that were measured before, of the same commits."""
+def begun(output: Path, before: str) -> list[Load]:
+    """Return the loads that were measured before, of the same code."""
     if not output.exists():
         return []
     found = json.loads(output.read_text())
-    same = (found["commit"], found["before"]) == (commit, before)
-    return list(found["rows"]) if same else []
+    since = found["commit"].removesuffix(provenance.CHANGED)
+    measured = ("kvpatch/*.py", "scripts/harness/bench/null_engine.py")
+    changed = subprocess.run(
+        ["git", "-C", str(ROOT), "diff", "--quiet", since, "--", *measured], check=False
+    )
+    return list(found["rows"]) if found["before"] == before and not changed.returncode else []
 
 
 def main(arguments: list[str]) -> int:
@@ -130,7 +134,7 @@ def main(arguments: list[str]) -> int:
     loads = [
         one for one in LOADS if not chosen.only or any(text in one["name"] for text in chosen.only)
     ]
-    rows = begun(output, head["commit"], chosen.before) if chosen.go_on else []
+    rows = begun(output, chosen.before) if chosen.go_on else []
     done = {row["load"] for row in rows}
     with tree_of(chosen.before) as before:
         for load in (one for one in loads if one["name"] not in done):
