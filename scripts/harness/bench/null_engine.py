@@ -100,7 +100,10 @@ class Engine:
         from vllm.v1.kv_cache_interface import FullAttentionSpec
 
         from harness import connectors
+        from harness.engines.scheduling import allow_async_scheduling
 
+        if job["asynchronous"]:
+            allow_async_scheduling()
         spec = FullAttentionSpec(
             block_size=BLOCK, num_kv_heads=4, head_size=64, dtype=torch.float32
         )
