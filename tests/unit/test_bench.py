@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 
@@ -13,7 +14,17 @@ pytest.importorskip("matplotlib")
 from bench_results import cycle, host
 
 from harness import ROOT, markdown
-from harness.bench import arms, loads, micro, page, pairing, plots, quoted, two_models
+from harness.bench import (
+    arms,
+    engine_steps,
+    loads,
+    micro,
+    page,
+    pairing,
+    plots,
+    quoted,
+    two_models,
+)
 from harness.bench.one_model import turns
 from harness.bench.options import parse
 from harness.bench.pairing import pair, summary
@@ -306,3 +317,22 @@ def test_readme_quotes_the_result_files(folder):
 def test_a_page_without_markers_is_not_written():
     with pytest.raises(SystemExit, match="no <!-- numbers: begin -->"):
         markdown.put("text", "numbers", "rows")
+
+
+@pytest.mark.parametrize(("before", "changed", "kept"), [("b", 0, 1), ("b", 1, 0), ("", 0, 0)])
+def test_a_run_of_steps_goes_on_with_what_its_code_has(
+    tmp_path, monkeypatch, before, changed, kept
+):
+    asked = []
+
+    def run(command, check):
+        asked.append(command)
+        return SimpleNamespace(returncode=changed)
+
+    monkeypatch.setattr(engine_steps.subprocess, "run", run)
+    output, rows = tmp_path / "steps.json", [{"load": "waves"}]
+    assert engine_steps.begun(output, before) == []
+    found = {"commit": "abc, changed", "before": "b", "rows": rows}
+    output.write_text(json.dumps(found))
+    assert engine_steps.begun(output, before) == rows[:kept]
+    assert asked[0][5] == "abc"

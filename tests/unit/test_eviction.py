@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from kvpatch.patches.elastic_memory import eviction
+from kvpatch.patches.suspend.coldest import LOOK, Coldest
 
 PAGE = 4  # blocks
 
@@ -89,3 +90,33 @@ def test_it_looks_at_the_coldest_blocks_only():
     assert evict(pool, 32) == 32
     assert pool.grouped == [2 * 32 + 256]
     assert pool.evicted == list(range(32))
+
+
+def test_the_coldest_pages_are_found_one_after_the_other():
+    pool = Pool([4, 5, 6, 7, 12, 13, 8, 9, 10, 11], used=(14,))
+    coldest = Coldest(pool)
+    assert coldest.next(()).number == 1
+    pool.used.add(8)
+    del pool._evictable_blocks[8]
+    assert coldest.next({4, 5, 6, 7}) is None, "what was found before is used again"
+
+
+def test_more_and_more_blocks_are_looked_at_until_a_page_is_found():
+    begun = range(0, 4 * LOOK, PAGE)  # pages of which requests use the rest
+    pool = Pool([*begun, *range(4 * LOOK, 12 * LOOK)], used=tuple(block + 1 for block in begun))
+    coldest = Coldest(pool)
+    page = coldest.next(())
+    assert (page.number, pool.grouped) == (LOOK, [LOOK, 2 * LOOK])
+    pool.grouped.clear()
+    assert coldest.next(page.blocks).number == LOOK + 1
+    assert pool.grouped == [], "found before"
+    coldest.forget()
+    assert coldest.next(()) == page
+    assert pool.grouped == [LOOK, 2 * LOOK]
+    assert LOOK == 2048
+
+
+def test_nothing_is_found_where_requests_use_every_page():
+    pool = Pool([*range(0, PAGE * LOOK, PAGE)], used=tuple(range(1, PAGE * LOOK, PAGE)))
+    assert Coldest(pool).next(()) is None
+    assert pool.grouped == [LOOK]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import threading
 from types import SimpleNamespace
 from typing import Any
@@ -117,6 +118,24 @@ def test_each_step_stores_and_evicts_as_much_as_its_share_allows(worlds: Any) ->
     assert world.manager.total == 3
     assert world.giving.given == 4
     assert not any(world.giving._share.ran)
+
+
+def test_pages_that_are_ready_are_evicted_some_at_a_time(
+    worlds: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Every unmap waits for the workers."""
+    monkeypatch.setattr(module, "TOGETHER", 2 * BLOCKS)
+    world = filled(worlds)
+    for block in range(4, 28):
+        world.tier.blocks[f"old{block}".encode()] = f"bytes of old{block}"
+    world.giving._share = Shares(pages=1)
+    lower(world, 2)
+    used = [len(world.pool.used())]
+    while world.step():
+        used.append(len(world.pool.used()))
+    gone = [before - after for before, after in itertools.pairwise(used) if after < before]
+    assert gone == [8, 8, 4], "the last one alone, as there is no other"
+    assert world.manager.total == 2
 
 
 def test_a_suspension_afterwards_stores_everything_at_once(worlds: Any) -> None:

@@ -38,22 +38,16 @@ class Coldest:
         while True:
             while self._found:
                 page = self._found.popleft()
-                if self._is_left(page, taken):
+                if kvcached_api.is_unused(self._pool, page):
                     return page
             if not self._find(taken):
                 return None
 
-    def _is_left(self, page: Page, taken: Container[int]) -> bool:
-        return page.blocks[0] not in taken and kvcached_api.is_unused(self._pool, page)
-
     def _find(self, taken: Container[int]) -> bool:
-        """Look at more and more blocks until a page is among them; return whether one is."""
-        while not self._found:
+        """Look at more and more blocks until a page is left among them; return whether one is."""
+        while True:
             pages = kvcached_api.unused_pages(self._pool, self._look)
             self._found.extend(page for page in pages if page.blocks[0] not in taken)
-            if self._found:
-                return True
-            if self._look >= len(self._pool._evictable_blocks):
-                return False
+            if self._found or self._look >= len(self._pool._evictable_blocks):
+                return bool(self._found)
             self._look *= 2
-        return True

@@ -7,10 +7,11 @@ which then evicts what it needs, stored or not; and an idle engine keeps what it
     off ──> storing <──> releasing ──> off
 
 In each step the coldest pages are taken up, as many as the time allows: those whose blocks the tier
-has are evicted, the others when their stores have completed. Pages that were evicted wait for the
-fence while others are taken up.
+has are ready, the others when their stores have completed. Those that are ready are evicted some
+at a time, because every unmap waits for the workers, and wait for the fence while others are taken
+up.
 
-Requests run meanwhile, and none of their steps takes more than twice its time because of it. A
+Requests run meanwhile, and their steps take some milliseconds longer because of it. A
 lowered limit is applied when enough pages are free, or when no page is left that could be freed:
 kvcached then shrinks by itself, as the requests that use the rest end. What has not come into the
 tier is evicted for a limit, and kept by an engine that is only idle. Blocks that fill no chunk,
@@ -47,6 +48,7 @@ from kvpatch.upstream import kvcached_api, kvcached_limits
 from kvpatch.upstream.kvcached_api import Page
 
 AHEAD = 1024  # blocks; twice what prompts take in a step of 8,192 tokens
+TOGETHER = 1024  # blocks that are evicted in one step, about; 3 ms, and one unmap
 # Pages for one limit. Requests that run may map pages as fast as others are given back.
 MOST_PAGES = 640_000
 
@@ -93,7 +95,8 @@ class Giving:
         self._share = Share()
         self._coldest = Coldest(self._pool)
         self._storing: deque[tuple[Page, list[Cached]]] = deque()
-        self._taken: set[int] = set()  # their blocks, and those that could not be stored
+        self._ready: deque[tuple[Page, list[Cached]]] = deque()
+        self._taken: set[int] = set()  # the blocks of both, and those that could not be stored
         self._going: set[int] = set()  # pages that wait for the fence
         self._from: tuple[float, int, int] | None = None  # when it began, given and lost then
         self._pages: int | None = None  # taken up for this limit, or rest; None before
@@ -163,7 +166,7 @@ class Giving:
     @property
     def stage(self) -> Stage:
         """What it waits for."""
-        if self._storing:
+        if self._storing or self._ready:
             return Stage.STORING
         return Stage.RELEASING if self._going else Stage.OFF
 
@@ -210,14 +213,22 @@ class Giving:
 
     def _go_on(self, runs: bool) -> None:
         wanted = self._limit is not None or self._idle
-        if not wanted and self._storing:
+        if not wanted and (self._storing or self._ready):
             self._spill.cancel()  # it was raised again, or a request has come
             self._storing.clear()
+            self._ready.clear()
         self._count_given()
-        while self._storing and self._share.left and self._spill.settled(self._keys_of_first()):
-            self._let_go(*self._storing.popleft())
+        while self._storing and self._spill.settled(self._keys_of_first()):
+            self._ready.append(self._storing.popleft())
         more = wanted and self._take_up(runs)
-        if not (more or self._storing or self._going):
+        blocks = sum(len(page.blocks) for page, _ in self._ready)
+        if blocks >= TOGETHER or not more:
+            evicted = 0
+            while self._ready and evicted < TOGETHER:
+                page, its = self._ready.popleft()
+                evicted += len(page.blocks)
+                self._let_go(page, its)
+        if not (more or self._storing or self._ready or self._going):
             self._end()
 
     def _keys_of_first(self) -> list[bytes]:
@@ -232,7 +243,7 @@ class Giving:
 
     def _take_up(self, runs: bool) -> bool:
         """Take pages up as far as the time allows, and return whether there may be others."""
-        missing = self._missing_pages() - len(self._storing)
+        missing = self._missing_pages() - len(self._storing) - len(self._ready)
         if self._pages is None:
             self._pages = 0
             self._spill.begin((), "idle" if self._limit is None else "limit")
@@ -251,13 +262,13 @@ class Giving:
             there = {*filter(self._spill.holds, keys)}
             if not runs:  # so many touches cost a step too much
                 self._spill.keep(reversed(keys))
-            if len(there) == len(keys):
-                self._evict(page)
-                continue
             blocks = [*map(Cached, keys, page.blocks)]
+            self._taken.update(page.blocks)
+            if len(there) == len(keys):
+                self._ready.append((page, blocks))
+                continue
             self._spill.more(one for one in blocks if one.key not in there)
             self._storing.append((page, blocks))
-            self._taken.update(page.blocks)
         return False
 
     def _missing_pages(self) -> int:
@@ -288,11 +299,8 @@ class Giving:
             keys[one.block] == one.key for one in blocks
         ):
             self.lost += len(without)
-            self._evict(page)
-
-    def _evict(self, page: Page) -> None:
-        self._pool.evict_blocks(set(page.blocks))
-        self._going.add(page.number)
+            self._pool.evict_blocks(set(page.blocks))
+            self._going.add(page.number)
 
     def _end(self) -> None:
         """Apply a limit as kvcached does, and stop; an error of ours must not end the engine."""
@@ -331,6 +339,7 @@ class Giving:
         self._from = None
         self._limit = self._apply = None
         self._storing.clear()
+        self._ready.clear()
         self._taken.clear()
         self._going.clear()
         self._coldest.forget()

@@ -2,6 +2,7 @@
 
     scripts/bench steps                      docs/results/steps.json
     scripts/bench steps --before COMMIT      the same loads with that commit's kvpatch, in one run
+    scripts/bench steps --go-on              the loads that a run of this kvpatch has not ended
     scripts/bench steps --only giving waves  these loads, in bench-results/
 
 Each load runs in a process of its own, every arm before and after the others (A B B A), and one arm
@@ -10,6 +11,7 @@ twice: their difference is the noise. Times are those of the thread; counts have
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 import tempfile
@@ -102,6 +104,18 @@ def arms_of(load: Load, commit: str) -> tuple[str, ...]:
     return tuple(arms)
 
 
+def begun(output: Path, before: str) -> list[Load]:
+    """Return the loads that were measured before, of the same kvpatch."""
+    if not output.exists():
+        return []
+    found = json.loads(output.read_text())
+    since = found["commit"].removesuffix(provenance.CHANGED)
+    changed = subprocess.run(
+        ["git", "-C", str(ROOT), "diff", "--quiet", since, "--", "kvpatch/*.py"], check=False
+    )
+    return list(found["rows"]) if found["before"] == before and not changed.returncode else []
+
+
 def main(arguments: list[str]) -> int:
     """Run the loads and write the result file."""
     parser = console.parser("scripts/bench steps", __doc__ or "")
@@ -110,6 +124,7 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--arms", default="", metavar="TEXT", help="only arms with this in them")
     parser.add_argument("--repeats", type=int, default=2, help="of every arm (default: 2)")
     parser.add_argument("--output", type=Path, metavar="FILE", help="where the result goes")
+    parser.add_argument("--go-on", action="store_true", help="keep what was measured before")
     chosen = parser.parse_args(arguments)
     whole = not (chosen.only or chosen.arms)
     output = chosen.output or (RESULTS if whole else SCRATCH) / "steps.json"
@@ -118,18 +133,18 @@ def main(arguments: list[str]) -> int:
     loads = [
         one for one in LOADS if not chosen.only or any(text in one["name"] for text in chosen.only)
     ]
-    rows = []
+    rows = begun(output, chosen.before) if chosen.go_on else []
+    done = {row["load"] for row in rows}
     with tree_of(chosen.before) as before:
-        for load in loads:
+        for load in (one for one in loads if one["name"] not in done):
             arms = [arm for arm in arms_of(load, chosen.before) if chosen.arms in arm]
             found: dict[str, list[Load]] = {arm: [] for arm in arms}
             for repeat in range(chosen.repeats):
                 for arm in arms if repeat % 2 == 0 else reversed(arms):
                     found[arm].append(measure(arm, load, model, before))
                     print(f"{load['name']}: {arm}: {found[arm][-1]}", flush=True)
-            row = {"load": load["name"], "blocks": load["blocks"], "arms": found}
-            rows.append(row)
-    provenance.write({**head, "before": chosen.before, "rows": rows}, output)
+            rows.append({"load": load["name"], "blocks": load["blocks"], "arms": found})
+            provenance.write({**head, "before": chosen.before, "rows": rows}, output)
     print(f"written to {output}")
     return 0
 

@@ -57,7 +57,7 @@ MODULES: dict[str, tuple[str, ...]] = {
     f"{FEATURES}/elastic_memory/reservation.py": (),
     f"{FEATURES}/elastic_memory/eviction.py": ("test_eviction.py",),
     f"{FEATURES}/suspend/share.py": ("test_giving.py",),
-    f"{FEATURES}/suspend/coldest.py": ("test_giving.py",),
+    f"{FEATURES}/suspend/coldest.py": ("test_eviction.py", "test_giving.py"),
     f"{FEATURES}/kvcached_adapters/runner_choice.py": (),
     "kvpatch/claims.py": (),
     "kvpatch/pool/worth.py": (),
