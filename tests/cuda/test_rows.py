@@ -1,17 +1,19 @@
 """Rows that order copies: with one taken out, the emulated device names what is not ordered.
 
-The copies are those of the connectors' own classes, without an engine.
+The copies are those of the connectors' own classes, without an engine, and of engines whose
+requests end with their first token, so that pages are given back at once.
 """
 
 from __future__ import annotations
 
 import subprocess
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from harness import ROOT
-from harness.cuda import emulated
+from harness import ROOT, releases
+from harness.cuda import campaign, emulated
 
 PARTS = ROOT / "scripts/harness/cuda/parts.py"
 AFTER = "not ordered after aten::fill_.Scalar of stream"
@@ -44,3 +46,43 @@ def test_a_copy_is_ordered_with_the_row_only(
     assert len(found) == len(without)
     for said, words in zip(found, without, strict=True):
         assert all(word in said for word in words), found
+
+
+RELEASE = releases.newest_built()
+UNMAPS = "RACE: cuMemUnmap writes at"
+# Without fence.install, kvcached waits for the whole device if scheduling is asynchronous.
+OF_ENGINES = {
+    "all rows": {},
+    "fence.build": {"revert": ["fence.build"]},
+    "fence.release": {"revert": ["fence.release"]},
+    "fence.install": {"revert": ["fence.install"], "engine": {"async_scheduling": False}},
+}
+
+
+@pytest.fixture(scope="module")
+def engines(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    folder = tmp_path_factory.mktemp("engines")
+    campaign.plain(RELEASE, folder)
+    given = campaign.engines(folder)["Offloading"]
+    given |= {"step": "hurried", "rounds": [("none", 0), ("copies last", 1)]}
+    wanted = {
+        name: given | one | {"engine": given["engine"] | one.get("engine", {})}
+        for name, one in OF_ENGINES.items()
+    }
+    found = campaign.ours(RELEASE, folder, wanted)
+    return {name: campaign.summed(one, RELEASE) for name, one in found.items()}
+
+
+def test_requests_that_end_at_once_are_stored_and_loaded(engines: dict[str, Any]) -> None:
+    assert campaign.right(engines["all rows"]), engines["all rows"]
+
+
+@pytest.mark.parametrize("row", ["fence.build", "fence.release"])
+def test_an_engine_without_the_row_unmaps_under_a_copy(engines: dict[str, Any], row: str) -> None:
+    assert engines[row]["first complaint"].startswith(UNMAPS), engines[row]
+    assert "not ordered after cuMemcpyBatchAsync of stream" in engines[row]["first complaint"]
+
+
+def test_an_engine_without_the_fence_loads_other_bytes(engines: dict[str, Any]) -> None:
+    assert engines["fence.install"]["blocks"]["wrong"] > 0, engines["fence.install"]
+    assert engines["fence.install"]["wrong answers"] > 0
