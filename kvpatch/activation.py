@@ -88,7 +88,7 @@ def after_vllm(module: ModuleType) -> None:
         # Import hooks of other packages, and kvcached's again if its module was imported
         # before vllm: a hook that ran after kvpatch would patch over kvpatch's patches.
         wrapt.notify_module_loaded(module)
-        require_host_device()
+        require_distributions()
         require_driver()
         apply_features(before_kvcached=False)
     except Exception as error:
@@ -113,17 +113,17 @@ def facts_here() -> Facts:
     return Facts(found["vllm"][0], found["kvcached"][0], os.environ, memory=memory)
 
 
-def require_host_device() -> None:
-    """Refuse a vLLM that has chosen its CPU platform where there is no host device.
+def require_distributions() -> None:
+    """Refuse a vLLM that has chosen a platform for which a distribution is not installed.
 
     It may for other reasons than its version, which the gates before it read.
 
     Raises:
-        Refusal: there is none.
+        Refusal: the host device, or what is for NPUs, is needed and not there.
     """
     from vllm.platforms import current_platform
 
-    refusal = distributions.host_device_refusal(current_platform.is_cpu(), os.environ)
+    refusal = distributions.refusal(current_platform.is_cpu(), os.environ)
     if refusal is not None:
         raise refusal
 

@@ -17,10 +17,12 @@ from kvpatch.patch import Feature
 from kvpatch.refusal import Refusal
 from kvpatch.version import VERSION
 
-HOST_DISTRIBUTION = "kvpatch-hostdevice"
-# Groups of entry points: features, OffloadingSpecs by their names in configurations, and
-# the module that builds an emulator of ACL.
-FEATURES, SPECS, ACL = "kvpatch.features", "kvpatch.offloading_specs", "kvpatch.acl"
+HOST_DISTRIBUTION, NPU_DISTRIBUTION = "kvpatch-hostdevice", "kvpatch-ascend"
+OF_NPUS = "vllm-ascend"
+# Groups of entry points: features, OffloadingSpecs by their names in configurations, modules that
+# ask a device what kvpatch needs to know of it, and the one that builds an emulator of ACL.
+FEATURES, SPECS = "kvpatch.features", "kvpatch.offloading_specs"
+PROBES, ACL = "kvpatch.probes", "kvpatch.acl"
 
 
 @cache
@@ -56,6 +58,11 @@ def specs() -> tuple[tuple[str, str], ...]:
     return tuple((entry.name, entry.module) for entry in _entries(SPECS))
 
 
+def probes() -> tuple[ModuleType, ...]:
+    """Return the modules that ask a device, of which each has ``needed`` and ``run``."""
+    return tuple(entry.load() for entry in _entries(PROBES))
+
+
 def acl_emulator() -> ModuleType | None:
     """Return the module that builds an emulator of ACL; None where none is installed."""
     for entry in _entries(ACL):
@@ -64,20 +71,39 @@ def acl_emulator() -> ModuleType | None:
     return None
 
 
-def host_device() -> bool:
-    """Return whether the host device is installed."""
-    return any(entry.dist and entry.dist.name == HOST_DISTRIBUTION for entry in _entries(FEATURES))
+def absent() -> tuple[str, ...]:
+    """Return the distributions with rows that are not installed."""
+    there = {entry.dist.name for entry in _entries(FEATURES) if entry.dist}
+    return tuple(one for one in (HOST_DISTRIBUTION, NPU_DISTRIBUTION) if one not in there)
 
 
-def host_device_refusal(on_cpu: bool, environment: Mapping[str, str]) -> Refusal | None:
-    """Return why vLLM does not start, or None: it needs the host device, which is not installed.
+def of_npus() -> bool:
+    """Return whether vLLM runs on an NPU here, as far as the installed packages say."""
+    try:
+        metadata.version(OF_NPUS)
+    except metadata.PackageNotFoundError:
+        return False
+    return True
+
+
+def refusal(on_cpu: bool, environment: Mapping[str, str]) -> Refusal | None:
+    """Return why vLLM does not start, or None: it needs a distribution that is not installed.
 
     Args:
         on_cpu: vLLM computes on a CPU.
         environment: may ask for the host device, whatever vLLM computes on.
     """
+    lacking = absent()
+    if NPU_DISTRIBUTION in lacking and of_npus():
+        return Refusal(
+            f"{OF_NPUS} is installed",
+            f"what kvpatch does on an NPU is a distribution of its own, {NPU_DISTRIBUTION}, and is "
+            "not installed",
+            f"install it, or uninstall {OF_NPUS} where there is no NPU, or set KVPATCH=0",
+            code="KVP607",
+        )
     asked = bool(HOST_DEVICE.read(environment))
-    if host_device() or not (on_cpu or asked):
+    if HOST_DISTRIBUTION not in lacking or not (on_cpu or asked):
         return None
     remedy = "install it and run python -m kvpatch.hostdevice install"
     return Refusal(

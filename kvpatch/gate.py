@@ -296,7 +296,7 @@ def require(features: Iterable[Feature], facts: Facts) -> None:
     Raises:
         Refusal: something is not.
     """
-    refused = distributions.host_device_refusal(facts.vllm.for_cpus, facts.environment)
+    refused = distributions.refusal(facts.vllm.for_cpus, facts.environment)
     if refused is not None:
         raise refused
     for feature in features:

@@ -145,8 +145,7 @@ def rows(releases: list[str], in_json: bool) -> str:
         return json.dumps(by_release, indent=1)
     lines = ((row, *(one.outcome.value for one in of.values())) for row, of in outcomes.items())
     table = columns([("patch", *releases), *lines])
-    if distributions.host_device():
-        return table
-    return (
-        f"{table}\n\n{distributions.HOST_DISTRIBUTION} is not installed, and its patches not listed"
+    return "\n\n".join(
+        [table]
+        + [f"{one} is not installed, and its patches not listed" for one in distributions.absent()]
     )

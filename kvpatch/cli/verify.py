@@ -11,8 +11,7 @@ import tempfile
 import time
 from pathlib import Path
 
-from kvpatch import cli, masking, verdicts
-from kvpatch.ascend import probe
+from kvpatch import cli, distributions, masking, verdicts
 from kvpatch.environ import VERDICTS
 from kvpatch.verify import report
 from kvpatch.verify import run as running
@@ -82,11 +81,12 @@ def run(options: argparse.Namespace) -> int:
         return 2
     say(shlex.join(masking.command(command)))
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # and not without ending the command
-    if probe.needed():
-        say("vllm-ascend is installed: first what kvpatch needs to know of the NPU")
-        if probe.run(environment, options.verdicts):
-            print("kvpatch verify: not started: the probe was not right")
-            return CODES["unfinished"]
+    for probe in distributions.probes():
+        if probe.needed():
+            say("first what kvpatch needs to know of the device")
+            if probe.run(environment, options.verdicts):
+                print("kvpatch verify: not started: the probe was not right")
+                return CODES["unfinished"]
     chosen = running.Options(
         command=command,
         environment=environment,

@@ -16,7 +16,6 @@ from packaging.version import Version
 from kvpatch import distributions
 from kvpatch.patch import Feature, Patch
 from kvpatch.patches import (
-    ascend,
     data_parallel,
     deadlock,
     debug,
@@ -37,7 +36,6 @@ from kvpatch.patches import (
 
 FEATURES = (
     kvcached_version.FEATURE,
-    ascend.FEATURE,
     *distributions.features(),
     kvcached_adapters.FEATURE,
     elastic_memory.FEATURE,

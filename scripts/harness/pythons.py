@@ -21,7 +21,7 @@ from harness import ROOT, console, venvs
 
 PYTHONS = ("3.10", "3.11", "3.12", "3.13")
 LANES = {"wrapt": ("unit", "wheel"), "packaging": ("unit",)}
-HOST = ROOT / "scripts/hostdevice"
+BESIDE = [ROOT / "scripts" / name for name in ("ascend", "hostdevice")]
 TOOLS = """
     pytest pytest-timeout pytest-xdist execnet httpx httpcore h11 anyio idna certifi sniffio
     typing_extensions iniconfig prometheus_client psutil rich markdown-it-py mdurl pluggy pygments
@@ -72,7 +72,12 @@ def run_lanes(name: str) -> bool | None:
     def make() -> None:
         subprocess.run([python, "-m", "venv", folder], check=True)
         venvs.install(own, *pinned(), *BACKPORTS)
-        venvs.install(own, "--no-deps", "--no-build-isolation", "-e", ROOT, "-e", HOST)
+        venvs.install(
+            own,
+            "--no-deps",
+            "--no-build-isolation",
+            *(word for one in (ROOT, *BESIDE) for word in ("-e", one)),
+        )
         if extra:
             venvs.install(own, "--no-deps", *extra)
 

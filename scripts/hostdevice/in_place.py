@@ -13,4 +13,5 @@ class InPlace(BuildHookInterface):  # type: ignore[type-arg]
     def initialize(self, version: str, build_data: dict[str, Any]) -> None:
         """Change what is included, if that is for an editable install."""
         if version == "editable":
-            build_data["force_include_editable"]["../../LICENSE"] = "kvpatch/hostdevice/LICENSE"
+            package = self.metadata.name.replace("-", "/")
+            build_data["force_include_editable"]["../../LICENSE"] = f"{package}/LICENSE"

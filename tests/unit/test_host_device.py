@@ -18,7 +18,7 @@ from kvpatch.versions import Facts, Installed
 
 @pytest.fixture
 def absent(monkeypatch):
-    monkeypatch.setattr(distributions, "host_device", lambda: False)
+    monkeypatch.setattr(distributions, "absent", lambda: (distributions.HOST_DISTRIBUTION,))
     monkeypatch.delenv("KVPATCH_HOST_DEVICE", raising=False)
 
 
@@ -37,13 +37,13 @@ def platform(monkeypatch):
 
 def test_a_gpu_does_not_need_it(absent, platform):
     platform(cpu=False)
-    activation.require_host_device()
+    activation.require_distributions()
 
 
 def test_a_cpu_without_it_is_refused(absent, platform):
     platform(cpu=True)
     with pytest.raises(Refusal) as refused:
-        activation.require_host_device()
+        activation.require_distributions()
     assert str(refused.value) == (
         "kvpatch refuses to start vLLM: this machine has no GPU, because the host device is a "
         "distribution of its own, kvpatch-hostdevice, and is not installed; install it and run "
@@ -55,7 +55,7 @@ def test_its_variable_without_it_is_refused(absent, platform, monkeypatch):
     platform(cpu=False)
     monkeypatch.setenv("KVPATCH_HOST_DEVICE", "2GiB")
     with pytest.raises(Refusal, match=r"KVPATCH_HOST_DEVICE is set, because .* \[KVP504\]"):
-        activation.require_host_device()
+        activation.require_distributions()
 
 
 def require(text: str, distribution: str = "vllm") -> None:
@@ -108,8 +108,13 @@ def test_one_for_another_kvpatch_is_no_part_of_it(monkeypatch):
 
 
 def test_what_it_brings_says_whose_it_is():
-    brought = {one.name for one in distributions.features()}
-    assert brought == {one.name for one in patches.FEATURES if one.distribution != "kvpatch"}
+    brought = {one.name: one.distribution for one in patches.FEATURES}
+    brought = {name: whose for name, whose in brought.items() if whose != "kvpatch"}
+    host = dict.fromkeys(
+        ("host-copies", "host-device", "host-device-sleep"), distributions.HOST_DISTRIBUTION
+    )
+    assert brought == {"ascend": distributions.NPU_DISTRIBUTION, **host}
+    assert distributions.absent() == ()
     assert distributions.specs() == (
         ("HostOffloadingSpec", "kvpatch.hostdevice.offloading"),
         ("HostTieringOffloadingSpec", "kvpatch.hostdevice.tiering"),

@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 from fakes import raising
 
+from kvpatch import distributions
 from kvpatch.ascend import __main__ as command
 from kvpatch.ascend import probe, runtime
 from kvpatch.ascend.probe import asking, questions, verdict
@@ -373,8 +374,9 @@ def test_the_probe_runs_as_an_operator_runs_it(monkeypatch, tmp_path):
 
 def test_an_npu_is_where_vllm_ascend_is_installed(monkeypatch):
     asked_for: list[str] = []
+    assert distributions.probes() == (probe,)
     assert probe.needed() is False
-    monkeypatch.setattr(probe.metadata, "version", asked_for.append)
+    monkeypatch.setattr(distributions.metadata, "version", asked_for.append)
     assert probe.needed() is True
     assert asked_for == ["vllm-ascend"]
 

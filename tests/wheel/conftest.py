@@ -80,6 +80,12 @@ def host_wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return build(ROOT / "scripts/hostdevice", tmp_path_factory.mktemp("host-wheel"))
 
 
+@pytest.fixture(scope="session")
+def npu_wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The wheel of what is for NPUs."""
+    return build(ROOT / "scripts/ascend", tmp_path_factory.mktemp("npu-wheel"))
+
+
 @pytest.fixture(scope="session", params=["wheel", "editable"])
 def installed(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory

@@ -1,4 +1,4 @@
-"""What is in the two wheels: kvpatch for every machine, the host device for those without a GPU."""
+"""What is in the wheels: kvpatch for every machine, and beside it the host device and Ascend."""
 
 from __future__ import annotations
 
@@ -14,9 +14,10 @@ from kvpatch import distributions
 from kvpatch.version import VERSION
 
 ROOT = Path(__file__).parents[2]
-HOST = "kvpatch/hostdevice/"
-# Of the host device too, beside the features of every machine.
-HOST_ROWS = ("kvpatch/patches/host_copies.py", "kvpatch/patches/host_device/")
+HOST, NPU = "kvpatch/hostdevice/", "kvpatch/ascend/"
+# What a distribution has of the package; its rows are among the features of every machine.
+OF_HOST = (HOST, "kvpatch/patches/host_copies.py", "kvpatch/patches/host_device/")
+OF_NPUS = (NPU, "kvpatch/patches/ascend/")
 
 
 def names(wheel: Path) -> set[str]:
@@ -27,17 +28,18 @@ def sources(folder: Path) -> set[str]:
     return {str(path.relative_to(ROOT)) for path in folder.rglob("*.py")}
 
 
-def of_host(every: set[str]) -> set[str]:
-    return {name for name in every if name.startswith((HOST, *HOST_ROWS))}
+def part(every: set[str], of: tuple[str, ...]) -> set[str]:
+    return {name for name in every if name.startswith(of)}
 
 
-def test_kvpatch_has_nothing_of_the_host_device(wheel):
-    assert not of_host(names(wheel)) | {name for name in names(wheel) if "/torch/" in name}
+def test_kvpatch_has_nothing_of_the_others(wheel):
+    assert not part(names(wheel), OF_HOST + OF_NPUS)
+    assert not {name for name in names(wheel) if "/torch/" in name}
 
 
 def test_kvpatch_has_everything_else(wheel):
     every = sources(ROOT / "kvpatch")
-    wanted = every - of_host(every) - sources(ROOT / "kvpatch/startup")
+    wanted = every - part(every, OF_HOST + OF_NPUS) - sources(ROOT / "kvpatch/startup")
     assert {name for name in names(wheel) if name.endswith(".py")} == wanted | {
         "kvpatch_startup.py"
     }
@@ -47,12 +49,10 @@ def test_type_checkers_read_kvpatch(wheel):
     assert "kvpatch/py.typed" in names(wheel)
 
 
-def test_kvpatch_has_the_headers_for_npus_and_no_emulator_of_one(wheel):
-    headers = {name for name in names(wheel) if name.endswith((".h", ".cpp", ".map"))}
-    assert headers == {
-        "kvpatch/ascend/include/cuda.h",
-        "kvpatch/ascend/include/cuda_runtime.h",
-    }
+def test_what_is_for_npus_has_its_files_and_no_emulator_of_one(wheel, npu_wheel):
+    assert [name for name in names(wheel) if name.endswith((".h", ".cpp", ".map"))] == []
+    headers = {name for name in names(npu_wheel) if name.endswith((".h", ".cpp", ".map"))}
+    assert headers == {f"{NPU}include/cuda.h", f"{NPU}include/cuda_runtime.h"}
 
 
 def test_kvpatch_has_no_other_package(wheel):
@@ -74,21 +74,28 @@ def test_kvpatch_has_no_other_package(wheel):
     }
 
 
-def test_the_host_device_has_its_files_and_no_other(host_wheel):
-    found = {name for name in names(host_wheel) if ".dist-info/" not in name or HOST in name}
-    assert found == of_host(found)
-    assert {name for name in found if name.endswith(".py")} == of_host(sources(ROOT / "kvpatch"))
-    assert {f"{HOST}include/cuda.h", f"{HOST}LICENSE"} <= found
+@pytest.mark.parametrize(("one", "of"), [("host_wheel", OF_HOST), ("npu_wheel", OF_NPUS)])
+def test_each_beside_kvpatch_has_its_files_and_no_other(request, one, of):
+    every = names(request.getfixturevalue(one))
+    found = {name for name in every if ".dist-info/" not in name or of[0] in name}
+    assert found == part(found, of)
+    assert {name for name in found if name.endswith(".py")} == part(sources(ROOT / "kvpatch"), of)
+    assert {f"{of[0]}include/cuda.h", f"{of[0]}LICENSE"} <= found
+
+
+def test_the_host_device_has_the_emulated_npu(host_wheel):
     assert {
         f"{HOST}acl/include/acl/acl.h",
         f"{HOST}acl/memory.cpp",
         f"{HOST}acl/exports.map",
-    } <= found
+    } <= names(host_wheel)
 
 
-def test_the_host_device_needs_the_kvpatch_that_it_was_built_with(host_wheel):
-    (metadata,) = [name for name in names(host_wheel) if name.endswith("0.dist-info/METADATA")]
-    text = zipfile.ZipFile(host_wheel).read(metadata).decode()
+@pytest.mark.parametrize("one", ["host_wheel", "npu_wheel"])
+def test_each_needs_the_kvpatch_that_it_was_built_with(request, one):
+    wheel = request.getfixturevalue(one)
+    (metadata,) = [name for name in names(wheel) if name.endswith("0.dist-info/METADATA")]
+    text = zipfile.ZipFile(wheel).read(metadata).decode()
     assert re.findall("^Version: (.*)$", text, re.M) == [VERSION]
     assert f"Requires-Dist: kvpatch=={VERSION}" in text
 
@@ -136,7 +143,7 @@ from harness.matrix import axes, shapes
 from kvpatch.patch import load
 from kvpatch.versions import Facts, Installed
 
-activation.require_host_device()
+activation.require_distributions()
 kvcached = Installed.release("kvcached", supported.KVCACHED[-1])
 recorded = shapes.releases("kvcached")[kvcached.text]
 every, lacking = rules.of(one.rules for one in patches.FEATURES), []
@@ -177,17 +184,27 @@ def test_every_feature_resolves_on_every_release_without_the_host_device(alone, 
     features, whose, lacking = json.loads(done.out.splitlines()[-1])
     assert lacking == []
     assert whose == ["kvpatch"]
-    assert not {"host-copies", "host-device", "host-device-sleep"} & set(features)
+    assert not {"ascend", "host-copies", "host-device", "host-device-sleep"} & set(features)
 
 
-def test_with_the_host_device_its_features_come_before_what_uses_it(fresh, run, host_wheel):
-    fresh.pip("install", "--quiet", "--no-deps", host_wheel)
-    code = "from kvpatch import patches; print(*[one.name for one in patches.FEATURES[2:6]])"
+def test_with_the_others_their_features_come_before_what_uses_them(
+    fresh, run, host_wheel, npu_wheel
+):
+    fresh.pip("install", "--quiet", "--no-deps", host_wheel, npu_wheel)
+    code = "from kvpatch import patches; print(*[one.name for one in patches.FEATURES[1:6]])"
     done = run(fresh.python, "-c", code, KVPATCH="0")
-    assert (done.out, done.err) == (
-        "host-copies host-device host-device-sleep kvcached-adapters\n",
-        "",
-    )
+    names = "ascend host-copies host-device host-device-sleep kvcached-adapters\n"
+    assert (done.out, done.err) == (names, "")
+
+
+def test_without_what_is_for_npus_vllm_ascend_is_refused(fresh, run):
+    info = fresh.site / "vllm_ascend-0.23.0.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: vllm-ascend\nVersion: 0.23.0\n")
+    code = "from kvpatch import activation\nactivation.require_distributions()"
+    done = run(fresh.python, "-c", code, KVPATCH="0")
+    assert "a distribution of its own, kvpatch-ascend, and is not installed" in done.last_line
+    assert done.last_line.endswith("[KVP607]")
 
 
 def test_doctor_finds_what_a_feature_names_and_is_not_there(fresh, run):
@@ -237,7 +254,8 @@ def test_no_file_of_kvpatch_names_a_module_that_it_has_not(wheel):
     archive = zipfile.ZipFile(wheel)
     sources = {name for name in names(wheel) if name.endswith(".py")}
     there = modules(names(wheel))
-    others = {distributions.FEATURES, distributions.SPECS, distributions.ACL, "kvpatch.log"}
+    others = {distributions.FEATURES, distributions.SPECS, distributions.ACL}
+    others |= {distributions.PROBES, "kvpatch.log"}
     lacking = {
         (name, one)
         for name in sources
@@ -257,7 +275,7 @@ def test_no_file_of_kvpatch_names_a_module_that_it_has_not(wheel):
 def test_without_the_host_device_vllm_is_refused_where_it_is_needed(
     fresh, run, settings, cpu, sentence
 ):
-    code = "from kvpatch import activation\nactivation.require_host_device()"
+    code = "from kvpatch import activation\nactivation.require_distributions()"
     platforms = fresh.site / "vllm/platforms.py"
     platforms.write_text(
         platforms.read_text().replace("is_cpu=lambda: False", f"is_cpu=lambda: {cpu}")

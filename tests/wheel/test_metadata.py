@@ -59,4 +59,4 @@ def test_the_pythons_are_those_that_are_tested(metadata):
 
 def test_completion_is_an_extra(metadata):
     extras = [one for one in metadata.get_all("Requires-Dist") if "extra ==" in one]
-    assert extras == ["shtab>=1.7; extra == 'completion'"]
+    assert extras == ["shtab>=1.9; extra == 'completion'"]

@@ -15,21 +15,11 @@ from __future__ import annotations
 import subprocess
 import sys
 from collections.abc import Mapping
-from importlib import metadata
 from pathlib import Path
 
-from kvpatch import environ
+from kvpatch import distributions, environ
 
-DISTRIBUTION = "vllm-ascend"
-
-
-def needed() -> bool:
-    """Return whether vLLM runs on an NPU here, as far as the installed packages say."""
-    try:
-        metadata.version(DISTRIBUTION)
-    except metadata.PackageNotFoundError:
-        return False
-    return True
+needed = distributions.of_npus
 
 
 def run(environment: Mapping[str, str], folder: Path | None) -> int:

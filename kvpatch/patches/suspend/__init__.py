@@ -1,4 +1,12 @@
-"""Suspend and resume: an idle model's KV leaves the device, and nothing is lost."""
+"""Suspend and resume: an idle model's KV leaves the device, and nothing is lost.
+
+A verb, such as a limit, reaches an engine so: ``cli`` and ``kvpatch.set_limit`` call
+``control.client``, which writes a line to the engine's socket; ``server`` reads it on a thread of
+its own and hands it over through vLLM's queue of client requests (``queue``); ``hooks`` takes it on
+the engine's thread, where ``suspension`` does it. A limit goes on to kvcached's pool in /dev/shm and
+``KVCacheManager.resize`` (``upstream.kvcached_api.set_limit``), before which ``giving`` stores what
+has to leave the device.
+"""
 
 from __future__ import annotations
 
