@@ -133,7 +133,8 @@ def fronts(matrix: Matrix) -> dict[str, str]:
     sections[README] |= {"support": grid, "recipes": recipes.section(), **figures}
     sections[README]["failure"] = failure.section(json.loads(failure.RESULT.read_text()))
     sections[INDEX] |= {"numbers": figures["numbers"]}
-    sections[EMULATED] = {"cuda": emulated()}
+    emulator = json.loads((ROOT / RESULTS / "cuda.json").read_text())
+    sections[EMULATED] = {"cuda": emulated(emulator["releases"]), "served": served(emulator)}
     made = {}
     for name, marked in sections.items():
         made[name] = (ROOT / name).read_text()
@@ -162,9 +163,8 @@ def cuda_starts() -> list[tuple[str, ...]]:
     return made
 
 
-def emulated() -> str:
+def emulated(releases: dict[str, dict[str, Any]]) -> str:
     """Return the table of what engines did on the emulated CUDA device, newest first."""
-    releases = json.loads((ROOT / RESULTS / "cuda.json").read_text())["releases"]
     rows = [
         (
             f"{name}, vLLM {version}",
@@ -186,6 +186,31 @@ def emulated() -> str:
         *("copies", "pages unmapped", "complaints", "seconds to start"),
     )
     return table(head, rows, RIGHT) + "\n"
+
+
+def served(result: dict[str, Any]) -> str:
+    """Return what servers did on the emulated CUDA device, and what it takes to have one."""
+    rows = [
+        (
+            f"vLLM {version}",
+            str(one["wrong answers"]),
+            f"{one['restored tokens']:,}",
+            str(one["complaints"]),
+            str(one["ready seconds"]),
+            str(one["first token seconds"]),
+            str(one["first token processor seconds"]),
+            f"{one['environment bytes'] / 1e9:.1f} GB",
+        )
+        for version, one in sorted(
+            result["served"].items(), key=lambda item: Version(item[0]), reverse=True
+        )
+    ]
+    head = (
+        *("`scripts/cuda serve`", "wrong answers", "tokens from the tier", "complaints"),
+        *("seconds to start", "to its first token", "of processor to it", "environment"),
+    )
+    lines = " and ".join(f"{count:,} lines of {name}" for name, count in result["lines"].items())
+    return f"{table(head, rows, RIGHT)}\n\nThe device has {lines}.\n"
 
 
 def pages(matrix: Matrix) -> dict[str, str]:

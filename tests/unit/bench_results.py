@@ -70,13 +70,7 @@ def host(rates: dict[str, list[float]], ttfts: dict[str, list[float]]) -> dict[s
         for arm in rates
     }
     loads = {
-        name: {
-            "what": "made up",
-            "requests": 3,
-            "prompt_tokens": 96,
-            "together": 2,
-            "runs": runs,
-        }
+        name: {"what": "made up", "requests": 3, "prompt_tokens": 96, "together": 2, "runs": runs}
         for name in LOADS
     }
     return {

@@ -66,7 +66,7 @@ class Request:
     @property
     def known(self) -> list[int]:
         """The planner's list; as in vLLM it is extended, cleared, and set to 0 in places."""
-        return self.group.block_ids  # type: ignore[no-any-return]
+        return self.group.block_ids
 
     def owned(self) -> list[int]:
         return [block for block in self.blocks if block is not None]

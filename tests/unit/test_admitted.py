@@ -238,7 +238,6 @@ def plain_engines(monkeypatch: pytest.MonkeyPatch) -> dict[plain.Combination, st
 
 
 def test_plain_vllm_runs_where_nothing_is_validated(plain_engines, monkeypatch, tmp_path):
-    """Each combination once, whatever its connectors; the outcome is written at once."""
     fp8 = plain.Combination("0.20.1", "V1", "full attention", "fp8")
     plain_engines[fp8] = "ValueError: no fp8 here\n"
     monkeypatch.setattr(record, "DATA", tmp_path)

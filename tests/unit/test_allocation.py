@@ -74,9 +74,6 @@ def test_so_is_what_an_error_left(manager):
     assert manager.seen == ["new", "begin one", "allocate", "rollback", "end"]
 
 
-# A worker's set-up
-
-
 def set_up(*args, error=None, **kwargs):
     def init_kvcached(tp_rank=0, world_size=1, pp_rank=0, is_worker=False, device=None):
         if error:

@@ -33,7 +33,6 @@ def test_nothing_of_it_is_imported_before_it_is_asked_for(run):
 
 @pytest.mark.parametrize("first", ["", "from kvpatch.status import record\n"])
 def test_status_is_a_call_whether_its_module_was_imported_or_not(run, first):
-    """An import of kvpatch.status, as by every engine, sets the package's attribute."""
     code = f"{first}import kvpatch; print(kvpatch.status())"
     done = run(sys.executable, "-c", code, KVPATCH="0", PYTHONPATH=ROOT)
     assert (done.code, done.out) == (0, "[]\n")

@@ -74,9 +74,7 @@ def test_the_probe_lifts_its_own_refusal_only(built, code):
 def test_vllm_ascend_makes_its_patches_before_its_worker_is_imported(monkeypatch):
     order: list[str] = []
     utils = ModuleType("vllm_ascend.utils")
-    utils.adapt_patch = lambda is_global_patch: order.append(  # type: ignore[attr-defined]
-        f"global {is_global_patch}"
-    )
+    utils.adapt_patch = lambda is_global_patch: order.append(f"global {is_global_patch}")
     for module in (ModuleType("vllm_ascend"), utils):
         monkeypatch.setitem(sys.modules, module.__name__, module)
     monkeypatch.setattr("importlib.import_module", order.append)
@@ -86,7 +84,7 @@ def test_vllm_ascend_makes_its_patches_before_its_worker_is_imported(monkeypatch
 
 def platform(monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
     module = ModuleType("vllm.platforms")
-    module.current_platform = SimpleNamespace(device_type=kind)  # type: ignore[attr-defined]
+    module.current_platform = SimpleNamespace(device_type=kind)
     monkeypatch.setitem(sys.modules, "vllm.platforms", module)
 
 
@@ -108,9 +106,6 @@ def test_an_npu_is_refused_in_one_sentence(monkeypatch):
         "emulated one only, and the probe has not been right on this machine; run python -m "
         "kvpatch.ascend probe, or set KVPATCH=0. [KVP603]"
     )
-
-
-# The rows
 
 
 @pytest.mark.parametrize(
@@ -141,9 +136,7 @@ def npu(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     """Return the devices that ``torch.npu`` is told to wait for; () for the current one."""
     waited: list[Any] = []
     torch = ModuleType("torch")
-    torch.npu = SimpleNamespace(  # type: ignore[attr-defined]
-        synchronize=lambda *device: waited.append(device)
-    )
+    torch.npu = SimpleNamespace(synchronize=lambda *device: waited.append(device))
     monkeypatch.setitem(sys.modules, "torch", torch)
     return waited
 
@@ -178,9 +171,7 @@ class Backend:
                 recorded.append((self, stream))
 
         torch = ModuleType("torch")
-        torch.npu = SimpleNamespace(  # type: ignore[attr-defined]
-            Event=Event, current_stream=lambda: "computation"
-        )
+        torch.npu = SimpleNamespace(Event=Event, current_stream=lambda: "computation")
         monkeypatch.setitem(sys.modules, "torch", torch)
 
     def launch_copy(
@@ -229,9 +220,6 @@ def test_what_needs_no_event_gets_none(monkeypatch, args, kwargs):
     order.around_launch(backend.launch_copy, backend, args, kwargs)
     assert backend.recorded == []
     assert backend.waited == ("vLLM's" if args[2] else None)
-
-
-# Configurations
 
 
 class Enumerated(enum.Enum):
@@ -397,9 +385,6 @@ def test_the_connector_whose_spec_does_not_import_has_a_reason_of_its_own():
     assert refused_with(here(), **changes, model_config__dtype="torch.half") == ["KVP604"]
 
 
-# Allocation
-
-
 class FullAttentionSpec:
     pass
 
@@ -419,7 +404,7 @@ class Runner:
         return {"layer": Cache(SimpleNamespace(half="K"), SimpleNamespace(half="V"))}
 
 
-class Cache(tuple):  # type: ignore[type-arg]
+class Cache(tuple):
     """A tensor of K and V, with the view of its blocks."""
 
     def __new__(cls, *halves: Any) -> Cache:
@@ -437,7 +422,7 @@ def test_the_kv_cache_is_allocated_by_kvcached():
     runner, given = Runner(), plan(FullAttentionSpec)
     pools = allocation.from_kvcached(pytest.fail, runner, (given,), {})
     assert pools == "kvcached's pools"
-    assert runner.hybrid_with_attn_and_mamba is False  # type: ignore[attr-defined]
+    assert runner.hybrid_with_attn_and_mamba is False
     key, value = allocation.as_pairs(pytest.fail, runner, (given, pools), {})["layer"]
     assert (key.half, value.half) == ("K", "V")
     assert key._kvcached_block_copy_view == "the view"
@@ -473,9 +458,6 @@ def runner(scheduler: type = object) -> Any:
     """A runner of an engine with a scheduler."""
     of_scheduler = SimpleNamespace(get_scheduler_cls=lambda: scheduler)
     return SimpleNamespace(vllm_config=SimpleNamespace(scheduler_config=of_scheduler))
-
-
-# What vllm-ascend replaces
 
 
 SCHEDULER = "vllm.v1.core.sched.scheduler"
@@ -566,10 +548,8 @@ def test_kvcacheds_listener_ends_with_the_worker(monkeypatch, fails):
     for name in ("kvcached", "kvcached.tp_ipc_util"):
         monkeypatch.setitem(sys.modules, name, ModuleType(name))
     ipc = sys.modules["kvcached.tp_ipc_util"]
-    ipc.stop_worker_listener_threads = lambda: ended.append(  # type: ignore[attr-defined]
-        "listener"
-    )
-    sys.modules["kvcached"].tp_ipc_util = ipc  # type: ignore[attr-defined]
+    ipc.stop_worker_listener_threads = lambda: ended.append("listener")
+    sys.modules["kvcached"].tp_ipc_util = ipc
 
     def shutdown() -> None:
         ended.append("worker")

@@ -168,11 +168,10 @@ def test_a_dry_run_ends_1_for_a_name_that_is_of_no_engine(pair, capsys):
 
 @pytest.mark.parametrize("given", ["chat=abc", "chat"])
 def test_a_floor_that_cannot_be_used_is_a_mistake_of_use(given):
-    """The first of the two ended 1."""
     try:
         code = cli.main(["balance", "--floor", given])
     except SystemExit as ended:
-        code = ended.code  # type: ignore[assignment]
+        code = ended.code
     assert code == 2
 
 
@@ -256,7 +255,7 @@ def test_one_that_answers_at_last_is_the_engine_that_it_was(pair, monkeypatch):
 
 def test_what_answers_nonsense_is_an_engine_that_does_not_answer(pair):
     chat, _ = pair
-    chat.answer = lambda asked: {"phase": "runs"}  # type: ignore[method-assign]
+    chat.answer = lambda asked: {"phase": "runs"}
     found = seen.look({})
     assert {name: one.engine.answers for name, one in found.items()} == {
         chat.path.name: False,
@@ -267,7 +266,7 @@ def test_what_answers_nonsense_is_an_engine_that_does_not_answer(pair):
 def test_an_engine_that_started_again_in_its_container_has_the_same_pid(pair):
     chat, _ = pair
     answer, started = chat.answer, [5]
-    chat.answer = lambda asked: answer(asked) | {"started": started[0]}  # type: ignore[method-assign]
+    chat.answer = lambda asked: answer(asked) | {"started": started[0]}
     before = seen.look({})
     started[0] = 6
     after = seen.look(before)
@@ -287,7 +286,7 @@ def test_what_is_mapped_is_of_the_moment_of_what_is_free(pair):
             said["mapped"] = said["mapped"] = code.mapped
         return said
 
-    code.answer = gives_back  # type: ignore[method-assign]
+    code.answer = gives_back
     found = seen.look({})["code"]
     assert found.engine.mapped == 100 * MIB
     assert found.free + found.engine.mapped == 700 * MIB
@@ -308,7 +307,7 @@ def test_an_engine_of_another_build_is_told_nothing(pair):
     """It does not know what it needs."""
     chat, _ = pair
     answer = chat.answer
-    chat.answer = lambda asked: (  # type: ignore[method-assign]
+    chat.answer = lambda asked: (
         {"error": "it knows describe, and not 'demand'"}
         if asked["verb"] == "demand"
         else answer(asked)
@@ -339,7 +338,7 @@ def test_a_suspended_engine_is_seen_with_what_it_will_take_back(pair):
     chat, _ = pair
     answer = chat.answer
     said = {"phase": "suspended", "limit": 2 * MIB, "promised": 300 * MIB}
-    chat.answer = lambda asked: answer(asked) | said  # type: ignore[method-assign]
+    chat.answer = lambda asked: answer(asked) | said
     found = seen.look({})["chat"].engine
     assert (found.suspended, found.answers, found.limit) == (True, True, 300 * MIB)
 
@@ -348,7 +347,7 @@ def test_a_suspended_engine_is_seen_with_what_it_will_take_back(pair):
 def test_an_engine_on_its_way_into_a_suspension_or_back_is_left_alone(pair, phase):
     chat, _ = pair
     answer = chat.answer
-    chat.answer = lambda asked: answer(asked) | {"phase": phase}  # type: ignore[method-assign]
+    chat.answer = lambda asked: answer(asked) | {"phase": phase}
     found = seen.look({})["chat"]
     assert (found.engine.answers, found.engine.suspended) == (False, False)
     assert found.why_not == f"it is {phase}"
@@ -389,7 +388,6 @@ def test_a_killed_balance_leaves_engines_and_the_lock(base, pair):
 
 def test_it_ends_in_order_when_it_is_interrupted(base, pair):
     process = start(base)
-    assert process.stdout is not None
     assert process.stdout.readline()
     process.send_signal(signal.SIGINT)
     _, err = process.communicate(timeout=60)
@@ -426,9 +424,6 @@ def test_an_answer_is_not_waited_for_for_ever(pair):
         found.limit(400 * MIB, patience=0.2)
     with pytest.raises(control.Unanswered, match="did not answer"):
         found.demand(patience=0.2)
-
-
-# Settings
 
 
 def parsed(*words: str) -> Options:

@@ -54,7 +54,7 @@ class Machine:
             else value
             for part, value in changes.items()
         }
-        self.engines[name] = replace(self.engines[name], **sizes)  # type: ignore[arg-type]
+        self.engines[name] = replace(self.engines[name], **sizes)
 
     def _step(self) -> None:
         if self.steps == self.killed_at:
@@ -98,7 +98,7 @@ class Machine:
 
     def balance(self, dry: bool = False, **options: object) -> Balance:
         return Balance(
-            Options(**options),  # type: ignore[arg-type]
+            Options(**options),
             self.said.append,
             dry=dry,
             settings=Settings(page=MIB),
@@ -325,14 +325,13 @@ def test_memory_that_an_operator_names_is_all_there_is(machine):
 
 
 def test_memory_that_others_take_is_not_promised(machine):
-    """A program without kvpatch has 200 MiB of it."""
     look = machine.look
 
     def taken(before: Mapping[str, Found]) -> dict[str, Found]:
         seen = look(before)
         return {name: replace(one, free=max(0, one.free - 200 * MIB)) for name, one in seen.items()}
 
-    machine.look = taken  # type: ignore[method-assign]
+    machine.look = taken
     machine.change("code", mapped=100)
     machine.balance().round()
     assert sum(one.held for one in machine.engines.values()) <= 800 * MIB
@@ -359,7 +358,6 @@ def test_what_is_free_may_seem_to_grow_a_little(machine):
 
 
 def test_limits_never_promise_more_than_is_there_by_the_least_part_of_it(machine):
-    """A program without kvpatch takes a percent, again and again."""
     balance = machine.balance()
     balance.round()
     machine.change("chat", waiting=0)
@@ -381,7 +379,7 @@ def test_memory_that_others_take_while_an_engine_gives_is_not_promised(machine):
         taken[0] = 200
         return found
 
-    machine.look = after_the_first  # type: ignore[method-assign]
+    machine.look = after_the_first
     machine.balance().round()
     assert machine.asked == [("code", 400), ("chat", 400)]
 
@@ -441,9 +439,6 @@ def test_killed_at_any_step_every_engine_is_right_and_the_next_one_goes_on(step)
     }
 
 
-# The lock
-
-
 @pytest.fixture
 def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     monkeypatch.setattr(claims, "BASE", tmp_path)
@@ -467,9 +462,6 @@ def test_a_folder_of_claims_that_stays_locked_is_said(home, monkeypatch):
     locked = private.alone(claims.folder(), private.within(1))
     with locked, pytest.raises(loop.Busy, match=said), loop.alone():
         raise AssertionError("two of them, perhaps")
-
-
-# What it says
 
 
 def test_an_event_for_programs():

@@ -25,7 +25,7 @@ def engine(name: str, limit: int, mapped: int | None = None, **changes: object) 
     }
     full = limit if mapped is None else mapped
     given = {"most": DEVICE, "least": 50 * MIB, "found": 0.0} | sizes
-    return Engine(name, limit * MIB, full * MIB, **given)  # type: ignore[arg-type]
+    return Engine(name, limit * MIB, full * MIB, **given)
 
 
 def plan(
@@ -139,7 +139,6 @@ def test_who_just_got_memory_gives_it_to_requests_that_wait():
 
 
 def test_two_that_both_lack_memory_do_not_take_it_from_each_other_every_second():
-    """Their needs change with every request."""
     a = engine("a", 505, needs=2000, waiting=5, running=1)
     assert plan(a, engine("b", 495, needs=1900, waiting=5, running=1)).moves == ()
 
@@ -338,9 +337,6 @@ def test_the_same_engines_in_another_order_get_the_same():
     assert plan(a, b) == plan(b, a)
 
 
-# What is done once others have given
-
-
 def granted(made: Plan, *engines: Engine, device: int = DEVICE) -> dict[str, int]:
     found = policy.grants(made.moves, engines, device, MIB)
     return {move.name: move.limit // MIB for move in found}
@@ -376,8 +372,6 @@ def test_two_that_get_share_what_there_is():
     assert granted(made, a, b, engine("c", 600)) == {"a": 200, "b": 200}
 
 
-# Who lends what a longest request needs
-
 LENDS = Terms(lends=True)
 
 
@@ -406,9 +400,6 @@ def test_what_is_lent_stays_above_the_floor():
 def test_a_ceiling_below_one_request_is_noted_of_who_lends_too():
     made = plan(engine("b", 400, 0, least=400), b=Terms(ceiling=200 * MIB, lends=True))
     assert made.notes == ("the ceiling of b is less than one of its requests needs, 400 MiB",)
-
-
-# Whatever is seen
 
 
 @pytest.mark.parametrize("seed", range(40))
@@ -458,6 +449,5 @@ def test_limits_stay_within_the_device_and_the_rules(seed):
 
 
 def test_a_policy_is_chosen_by_arguments_alone():
-    """Nothing of it is remembered between two plans but what is handed back."""
     made: Callable[[], Plan] = moved
     assert made() == made()

@@ -49,9 +49,6 @@ def shared(one: tuple[int, ...], other: tuple[int, ...]) -> int:
     )
 
 
-# Arms
-
-
 def test_all_arms_have_the_same_budgets():
     kinds = [arms.kind(arm, FULL, FULL.blocks, "one") for arm in arms.ALL]
     ours = ("kv-transfer-config", "worker-extension-cls")
@@ -73,9 +70,6 @@ def test_all_arms_have_the_same_budgets():
 def test_the_twin_is_the_same_arm_under_another_name():
     one, other = (arms.kind(arm, FULL, FULL.blocks, "x") for arm in (arms.KVPATCH, arms.TWIN))
     assert replace(other, name=one.name) == one
-
-
-# Loads
 
 
 def test_prompts_without_reuse_share_no_block_in_any_repeat():
@@ -144,9 +138,6 @@ def test_sizes_are_whole_pages_and_one_peak_fits_but_not_two(size):
     assert size.peak * longest < device < 2 * size.peak * longest
 
 
-# Pairs and noise
-
-
 def test_arms_take_turns_at_being_first():
     chosen = list(range(5))
     orders = [turns(chosen, repeat) for repeat in range(10)]
@@ -187,11 +178,7 @@ def test_a_summary_has_the_longest_of_few_as_p99():
 
 def test_given_is_what_is_left_when_the_neighbour_has_most():
     first = [{"first": 10, "second": 0}, {"first": 100, "second": 0}]
-    second = [
-        {"first": 80, "second": 10},
-        {"first": 7, "second": 90},
-        {"first": 0, "second": 20},
-    ]
+    second = [{"first": 80, "second": 10}, {"first": 7, "second": 90}, {"first": 0, "second": 20}]
     assert two_models.given(first, second) == (100, 7)
     assert two_models.given(first, second, held_for_good=50) == (50, 50)
 
@@ -200,9 +187,6 @@ def test_served_is_of_the_prompts_that_were_there_before():
     returned = {"prompt_tokens": {"computed": 99, "from_cache": 32, "from_tier": 64}}
     prompts = [loads.Prompt((1, 2), 4), loads.Prompt((3, 4), 4)]
     assert two_models.served(returned, prompts) == 0.75
-
-
-# The page
 
 
 @pytest.fixture
@@ -216,7 +200,6 @@ def folder(tmp_path):
 
 
 def test_static_memory_has_its_lines():
-    """It is in no ledger of mapped pages, and its panel was empty."""
     static = cycle(100 << 20, 100 << 20, 1.0)
     static["timeline"]["mapped"] = {"first": [0, 0, 0], "second": [0, 0, 0]}
     elastic = cycle(100 << 20, 9 << 20, 1.0)
@@ -296,9 +279,6 @@ def test_a_part_that_does_not_say_what_it_is_is_refused():
     ]
     with pytest.raises(ValueError, match="does not say what it timed"):
         micro.rows({"benchmarks": [one, {**one, "extra_info": {}}]})
-
-
-# The command line
 
 
 @pytest.mark.parametrize(

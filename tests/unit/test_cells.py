@@ -232,8 +232,6 @@ def test_workers_of_several_ranks_are_given_vllms_own_connectors(asked):
     assert several.ranks == 2
 
 
-# Several engines of one server
-
 ENGINES = replace(CELL, feature="2 engines")
 
 

@@ -120,9 +120,6 @@ def test_the_user_after_the_last_of_a_range_of_user_ids(monkeypatch):
     assert claims.folder().name == "kvpatch-claims-100000"
 
 
-# Other users' folders, and links
-
-
 def test_another_users_folder_is_looked_at_without_his_lock(shm, monkeypatch):
     """He may hold it for ever."""
     claim = claims.take("pool", "theirs")
@@ -170,9 +167,6 @@ def test_what_a_link_among_the_claims_leads_to_covers_nothing(shm):
     (claims.folder() / "link").symlink_to(shm / "elsewhere")
     claims.take("pool", "chat").release()
     assert (shm / "victim").exists()
-
-
-# The lock of the folder
 
 
 def test_a_folder_has_one_user_at_a_time_and_a_forked_copy_of_the_lock_is_none():

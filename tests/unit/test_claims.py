@@ -107,6 +107,7 @@ def test_other_names_and_kinds_are_free(shm):
     with pytest.raises(claims.Taken):
         claims.take("tier", "a/b")
     assert len(list(claims.folder().iterdir())) == len(held)
+    assert stat.S_IMODE(claims.folder().stat().st_mode) == 0o700
 
 
 def test_a_killed_engine_holds_nothing_and_leaves_nothing(shm, holder):
@@ -272,14 +273,6 @@ def test_a_start_that_failed_gives_the_name_back(shm):
     start()  # an engine that was deleted needs no shutdown
 
 
-# Another user at the same names
-
-
-def test_the_folder_of_claims_is_closed(shm):
-    claims.take("pool", "chat")
-    assert stat.S_IMODE(claims.folder().stat().st_mode) == 0o700
-
-
 @pytest.mark.parametrize("squat", ["folder", "file", "link", "open folder"])
 def test_a_squatted_folder_is_a_refusal_that_names_it(shm, squat, other_user):
     if squat == "folder":
@@ -319,9 +312,6 @@ def test_a_full_shm_is_a_refusal(shm, monkeypatch):
         "container), or set KVPATCH=0. [KVP417]"
     )
     monkeypatch.undo()
-
-
-# The pool's file
 
 
 def test_the_pool_is_there_with_its_memory_and_closed_before_kvcached_opens_it(shm):
@@ -387,19 +377,17 @@ def test_a_squatted_pool_is_a_refusal_that_names_it(shm, squat, other_user):
         assert (shm / "elsewhere").read_bytes() == b""
 
 
-# One CPU tier per engine_id
+def transfer(name, **more):
+    """A ``KVTransferConfig``."""
+    given = {"kv_connector_module_path": None, "kv_connector_extra_config": {}} | more
+    return SimpleNamespace(kv_connector=name, **given)
 
 
 def tier(engine_id="one", core=None, start=lambda config: "started"):
-    transfer = SimpleNamespace(
-        kv_connector="OffloadingConnector",
-        kv_connector_module_path=None,
-        kv_connector_extra_config={},
-        engine_id=engine_id,
+    config = SimpleNamespace(
+        kv_transfer_config=transfer("OffloadingConnector", engine_id=engine_id)
     )
-    config = SimpleNamespace(kv_transfer_config=transfer)
-    core = core or EngineCore()
-    return shared_memory.around_engine_core(start, core, (config,), {})
+    return shared_memory.around_engine_core(start, core or EngineCore(), (config,), {})
 
 
 def test_two_engines_with_one_engine_id_that_start_together(shm):
@@ -425,8 +413,7 @@ def test_two_engines_with_one_engine_id_that_start_together(shm):
     assert tier() == "started"
 
 
-def test_a_region_that_is_there_is_a_refusal_and_the_engine_id_free_again(shm):
-    path = shared_memory.path_of("one")
+def test_a_region_that_is_there_is_a_refusal_and_the_engine_id_free_again(path):
     path.touch(0o600)
     with pytest.raises(Refusal) as refused:
         tier()
@@ -454,18 +441,11 @@ def test_an_engine_that_was_dropped_needs_no_shutdown(shm):
     assert tier() == "started"
 
 
-def test_an_engine_without_a_cpu_tier_is_left_alone(shm):
-    config = SimpleNamespace(kv_transfer_config=None)
-    start = shared_memory.around_engine_core
-    assert start(lambda vllm_config: "started", EngineCore(), (), {"vllm_config": config}) == (
-        "started"
-    )
+@pytest.mark.parametrize("config", [SimpleNamespace(kv_transfer_config=None), SimpleNamespace()])
+def test_an_engine_without_a_connector_is_left_alone(shm, config):
+    start, named = shared_memory.around_engine_core, {"vllm_config": config}
+    assert start(lambda vllm_config: "started", EngineCore(), (), named) == "started"
     assert not claims.folder().exists()
-
-
-def test_a_configuration_that_knows_no_connector_is_left_to_vllm(shm):
-    start = shared_memory.around_engine_core
-    assert start(lambda config: "started", EngineCore(), (SimpleNamespace(),), {}) == "started"
 
 
 def test_an_engine_id_is_free_after_a_failed_start(shm):
@@ -502,12 +482,7 @@ def test_the_parts_of_a_large_tier_go_with_the_engine_that_made_them(shm, ends):
 
 
 def test_an_engine_without_the_connector_has_no_parts(shm):
-    transfer = SimpleNamespace(
-        kv_connector="SimpleCPUOffloadConnector",
-        kv_connector_module_path=None,
-        kv_connector_extra_config={},
-    )
-    for config in (None, transfer):
+    for config in (None, transfer("SimpleCPUOffloadConnector")):
         given = SimpleNamespace(kv_transfer_config=config)
         for core in (EngineCore(), start()):  # the second one holds a name
             assert parts.around_kv_caches(lambda config: config, core, (given,), {}) is given
@@ -522,6 +497,12 @@ def test_an_engine_whose_claims_were_released_covers_no_part(shm):
         return parts.around_kv_caches(lambda config: "loaded", core, (config,), {})
 
     assert tier(core=core, start=load) == "loaded"
+
+
+@pytest.fixture
+def path(shm):
+    """The shared memory of the engine_id one."""
+    return shared_memory.path_of("one")
 
 
 class Region:
@@ -554,8 +535,7 @@ def region(path, before=lambda: None, rank=0, name="engine_id"):
             made.cleanup()
 
 
-def test_the_workers_of_an_engine_share_a_region(shm):
-    path = shared_memory.path_of("one")
+def test_the_workers_of_an_engine_share_a_region(path):
     region(path)
     region(path)
     path.unlink()
@@ -583,8 +563,7 @@ def workers(monkeypatch):
 
 
 @pytest.mark.parametrize("name", ["engine_id", "instance_id"])  # the latter up to 0.25
-def test_the_scheduler_maps_what_its_workers_have(shm, workers, name):
-    path = shared_memory.path_of("one")
+def test_the_scheduler_maps_what_its_workers_have(path, workers, name):
     workers(path, name=name)
     workers(path, name=name)
     region(path, rank=None, name=name)
@@ -597,8 +576,7 @@ def refused_scheduler(path, **more):
     assert refused.value.code == "KVP427"
 
 
-def test_a_scheduler_that_finds_no_region_makes_none(shm, workers):
-    path = shared_memory.path_of("one")
+def test_a_scheduler_that_finds_no_region_makes_none(path, workers):
     workers(path)
     path.unlink()
     refused_scheduler(path, before=lambda: pytest.fail("it was made"))
@@ -606,8 +584,7 @@ def test_a_scheduler_that_finds_no_region_makes_none(shm, workers):
 
 
 @pytest.mark.parametrize("again", [False, True], ids=["removed", "replaced"])
-def test_a_scheduler_that_maps_another_file_than_its_workers_is_refused(shm, workers, again):
-    path = shared_memory.path_of("one")
+def test_a_scheduler_that_maps_another_file_than_its_workers_is_refused(path, workers, again):
     workers(path)
     if again:
         path.unlink()
@@ -615,32 +592,27 @@ def test_a_scheduler_that_maps_another_file_than_its_workers_is_refused(shm, wor
     refused_scheduler(path, before=path.unlink)
 
 
-def test_workers_that_map_two_files_are_refused(shm, workers):
-    path = shared_memory.path_of("one")
+def test_workers_that_map_two_files_are_refused(path, workers):
     workers(path)
     path.unlink()
     workers(path)
     refused_scheduler(path)
 
 
-def test_a_worker_that_finds_no_region_of_its_pool_is_refused(shm, workers):
+def test_a_worker_that_finds_no_region_of_its_pool_is_refused(path, workers):
     """The engine has made it, and no worker makes another."""
-    path = shared_memory.path_of("one")
-    with pytest.raises(Refusal) as refused:
+    with pytest.raises(Refusal, match="KVP427"):
         region(path, before=path.stat)
-    assert refused.value.code == "KVP427"
 
 
-def test_a_worker_that_maps_nothing_is_refused(shm, workers):
-    path = shared_memory.path_of("one")
+def test_a_worker_that_maps_nothing_is_refused(path, workers):
     workers(path)
     shared_memory.expect([*shared_memory._of_workers, {}])
     refused_scheduler(path)
 
 
 @pytest.mark.parametrize("when", ["before", "meanwhile"])
-def test_a_region_that_another_user_made_is_a_refusal_that_names_him(shm, when, other_user):
-    path = shared_memory.path_of("one")
+def test_a_region_that_another_user_made_is_a_refusal_that_names_him(path, when, other_user):
 
     def plant():
         path.touch(0o600)
@@ -666,21 +638,18 @@ def test_a_region_that_another_user_made_is_not_opened(shm, other_user):
     assert not opened
 
 
-def test_a_region_that_cannot_be_opened_because_it_is_another_users(shm, other_user):
-    path = shared_memory.path_of("one")
+def test_a_region_that_cannot_be_opened_because_it_is_another_users(path, other_user):
 
     def plant():
         path.touch(0o600)
         other_user()
         raise PermissionError(path)
 
-    with pytest.raises(Refusal) as refused:
+    with pytest.raises(Refusal, match="KVP416"):
         region(path, before=plant)
-    assert refused.value.code == "KVP416"
 
 
-def test_a_region_that_others_can_open_is_refused(shm):
-    path = shared_memory.path_of("one")
+def test_a_region_that_others_can_open_is_refused(path):
     path.touch()
     path.chmod(0o666)
     with pytest.raises(Refusal, match=r"is open to other users \(mode 0666\)"):

@@ -52,9 +52,7 @@ def of(**changes: Any) -> Any:
 @pytest.fixture(autouse=True)
 def device(monkeypatch: pytest.MonkeyPatch) -> Any:
     platforms = ModuleType("vllm.platforms")
-    platforms.current_platform = SimpleNamespace(  # type: ignore[attr-defined]
-        get_device_name=lambda: "NVIDIA H100"
-    )
+    platforms.current_platform = SimpleNamespace(get_device_name=lambda: "NVIDIA H100")
     monkeypatch.setitem(sys.modules, "vllm", ModuleType("vllm"))
     monkeypatch.setitem(sys.modules, "vllm.platforms", platforms)
     installed = {"torch": "2.13.0"}
@@ -152,7 +150,7 @@ def test_a_field_of_a_release_that_nobody_has_seen_matters():
 def test_every_field_matters_but_those_that_cannot(other):
     assert of(cache_config=other) != of(cache_config=CacheConfig())
     sized = CacheConfig(num_gpu_blocks=9)
-    sized.attached = object()  # type: ignore[attr-defined]
+    sized.attached = object()
     assert of(cache_config=sized) == of(cache_config=CacheConfig())
 
 

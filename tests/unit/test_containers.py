@@ -105,7 +105,6 @@ def test_both_engines_have_the_same_gpu():
 
 
 def test_the_engines_are_told_apart():
-    """By name, model and port: the containers of a pod have one network."""
     for words in (
         [environment(one)[KVCACHED_IPC_NAME.name] for one in ENGINES],
         [one["args"][0] for one in ENGINES],
@@ -172,7 +171,6 @@ DISK = list(yaml.safe_load_all(text("disk-tier.yaml")))
 
 @pytest.mark.parametrize("pod", [POD, DISK_POD], ids=["two-models", "disk-tier"])
 def test_a_pod_is_of_one_user_that_can_write_its_home(pod):
-    """Verbs and pages are of one user; a HOME of root's refused to start once."""
     assert pod["securityContext"]["runAsNonRoot"] is True
     for container in (*pod.get("initContainers", ()), *pod["containers"]):
         assert "runAsUser" not in container["securityContext"]

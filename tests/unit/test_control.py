@@ -45,7 +45,7 @@ def base(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     monkeypatch.setattr(claims, "BASE", folder)
     monkeypatch.setenv("KVPATCH_STATUS_DIR", str(folder))
     module = ModuleType("vllm.v1.engine")
-    module.EngineCoreRequestType = SimpleNamespace(WAKEUP=b"wake")  # type: ignore[attr-defined]
+    module.EngineCoreRequestType = SimpleNamespace(WAKEUP=b"wake")
     monkeypatch.setitem(sys.modules, "vllm", ModuleType("vllm"))
     monkeypatch.setitem(sys.modules, "vllm.v1", ModuleType("vllm.v1"))
     monkeypatch.setitem(sys.modules, "vllm.v1.engine", module)
@@ -66,7 +66,7 @@ class Running:
         world.vllm_config = SimpleNamespace(
             model_config=SimpleNamespace(served_model_name=["chat", "alias"])
         )
-        world.scheduler.get_request_counts = lambda: (  # type: ignore[attr-defined]
+        world.scheduler.get_request_counts = lambda: (
             len(world.scheduler.running),
             len(world.scheduler.waiting),
         )
@@ -281,7 +281,7 @@ def test_a_suspension_that_comes_too_late_does_not_begin(engine):
         assert goes.wait(30)
         return step()
 
-    engine.world.step = long  # type: ignore[method-assign]
+    engine.world.step = long
     engine.world.add("runs", 40, 41).left = 3
     engine.world.input_queue.put((b"wake", Question({"verb": "resume"})))
     assert held.wait(30)
@@ -339,7 +339,7 @@ def test_a_folder_of_another_user_is_not_used(base):
     with pytest.raises(private.Unsafe, match="is open to other users"):
         control.engines()
     with pytest.raises(private.Unsafe, match="is open to other users"):
-        Server(Anything(), Anything(), "chat")  # type: ignore[arg-type]
+        Server(Anything(), Anything(), "chat")
 
 
 def test_the_socket_of_a_killed_engine_is_skipped_and_replaced(worlds):
@@ -393,7 +393,7 @@ def stopped(monkeypatch: pytest.MonkeyPatch) -> Iterator[socket.socket]:
 
 def seen_as(state: reader.State, line: str = "", pid: int = 7) -> reader.Seen:
     content = {"vllm": "vllm 0.27.0", "engine": {"pool": "chat"}}
-    return reader.Seen(pid, state, line, SimpleNamespace(content=content))  # type: ignore[arg-type]
+    return reader.Seen(pid, state, line, SimpleNamespace(content=content))
 
 
 def test_an_engine_that_was_killed_is_gone_and_not_one_that_cannot_be_suspended(
@@ -529,7 +529,7 @@ def test_an_engine_in_a_long_step_says_that_it_is_there(engine):
         heard.wait(30)
         return step()
 
-    engine.world.step = long  # type: ignore[method-assign]
+    engine.world.step = long
     engine.world.add("runs", 40, 41).left = 3
     engine.world.input_queue.put((b"wake", Question({"verb": "resume"})))
     assert begun.wait(30)

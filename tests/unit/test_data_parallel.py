@@ -102,7 +102,6 @@ def test_each_rank_and_its_workers_have_a_name_of_their_own(started, method, giv
 
 
 def test_a_rank_is_numbered_as_vllm_numbers_it_in_all_of_its_server(started):
-    """One that is started by itself is told that it is one of several by its number alone."""
     server, _, engines = started("spawn", 1, first=2, KVCACHED_IPC_NAME="chat")
     assert [found[:3] for found in engines] == [[2, 0, "chat-dp2"], [3, 1, "chat-dp3"]]
     assert server == "chat"

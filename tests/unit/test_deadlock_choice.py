@@ -125,8 +125,7 @@ def test_the_head_of_each_queue_is_tried_first(queue):
 
 
 @pytest.mark.parametrize(
-    ("before", "after"),
-    [("kv_holding_waiting", "skipped_waiting"), ("skipped_waiting", "waiting")],
+    ("before", "after"), [("kv_holding_waiting", "skipped_waiting"), ("skipped_waiting", "waiting")]
 )
 def test_the_queues_are_tried_in_vllms_order(before, after):
     head, other = request("head", 9), request("other", 1)

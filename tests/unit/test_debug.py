@@ -141,7 +141,7 @@ class Worker:
         }
         arguments = (canonical(self.device),)
         if self.release < Version("0.19"):
-            arguments = ({"region": self.device}, {})  # type: ignore[assignment]
+            arguments = ({"region": self.device}, {})
         self.call("_register_handlers" if self.in_pairs else "_init_worker", *arguments)
 
     def call(self, method: str, *args: Any) -> None:

@@ -35,16 +35,16 @@ def spec(most_blocks: int) -> SimpleNamespace:
 
 def with_groups(world: World, *most_blocks: int) -> World:
     groups = [SimpleNamespace(kv_cache_spec=spec(most)) for most in most_blocks]
-    world.scheduler.kv_cache_config = SimpleNamespace(kv_cache_groups=groups)  # type: ignore[attr-defined]
-    world.vllm_config = SimpleNamespace(  # type: ignore[attr-defined]
+    world.scheduler.kv_cache_config = SimpleNamespace(kv_cache_groups=groups)
+    world.vllm_config = SimpleNamespace(
         model_config=SimpleNamespace(max_model_len=most_blocks[0] * TOKENS),
         parallel_config=SimpleNamespace(world_size=1),
     )
-    world.manager._avail_physical_pages_cache = 5  # type: ignore[attr-defined]
-    world.manager._get_cached_avail_physical_pages = (  # type: ignore[attr-defined]
-        lambda: world.manager._avail_physical_pages_cache or 3  # type: ignore[attr-defined]
+    world.manager._avail_physical_pages_cache = 5
+    world.manager._get_cached_avail_physical_pages = lambda: (
+        world.manager._avail_physical_pages_cache or 3
     )
-    world.manager.ipc_name = "chat"  # type: ignore[attr-defined]
+    world.manager.ipc_name = "chat"
     return world
 
 
@@ -54,7 +54,7 @@ def engine(worlds: Any) -> World:
 
 
 def add(world: World, name: str, tokens: int) -> None:
-    world.add(name).num_tokens = tokens  # type: ignore[attr-defined]
+    world.add(name).num_tokens = tokens
 
 
 def test_the_longest_request_is_in_whole_pages_with_block_0(worlds):
@@ -96,7 +96,7 @@ def test_an_engine_says_what_it_needs(engine, monkeypatch):
 def platform(monkeypatch: pytest.MonkeyPatch, uuid: Any, cpu: bool = False) -> None:
     module = ModuleType("vllm.platforms")
     here = SimpleNamespace(get_device_uuid=uuid, is_cpu=lambda: cpu)
-    module.current_platform = here  # type: ignore[attr-defined]
+    module.current_platform = here
     monkeypatch.setitem(sys.modules, "vllm", ModuleType("vllm"))
     monkeypatch.setitem(sys.modules, "vllm.platforms", module)
     monkeypatch.setenv(HOST_DEVICE.name, "1GiB")  # which a GPU does not look at
@@ -105,7 +105,7 @@ def platform(monkeypatch: pytest.MonkeyPatch, uuid: Any, cpu: bool = False) -> N
 def test_a_device_has_the_name_of_its_makers_library(engine, monkeypatch):
     platform(monkeypatch, lambda rank: f"GPU-{9 - rank}")
     assert demands.device(engine) == "GPU-9"
-    engine.vllm_config.parallel_config.world_size = 2  # type: ignore[attr-defined]
+    engine.vllm_config.parallel_config.world_size = 2
     assert demands.device(engine) == "GPU-8, GPU-9", "in one order, whichever is the first rank"
 
 
@@ -119,9 +119,6 @@ def test_a_device_without_a_name_is_refused(answer_, engine, monkeypatch):
     platform(monkeypatch, uuid)
     with pytest.raises(Cannot, match="vLLM does not know its device"):
         demands.device(engine)
-
-
-# Revisions
 
 
 def test_a_limit_is_refused_that_was_meant_for_an_earlier_one(worlds):
@@ -147,15 +144,12 @@ def test_a_revision_that_is_no_number_is_refused(worlds, revision):
         answer(worlds().suspension, asked, 0.0)
 
 
-# A limit at birth
-
-
 def born(world: World, monkeypatch: pytest.MonkeyPatch, text: str) -> list[str]:
     """Let an engine start with a first limit; return what happened in order."""
     happened: list[str] = []
     monkeypatch.setenv(FIRST_LIMIT.name, text)
     resize = world.manager.resize
-    world.manager.resize = lambda size: happened.append("limit") or resize(size)  # type: ignore
+    world.manager.resize = lambda size: happened.append("limit") or resize(size)
     birth.around_engine_start(lambda config: happened.append("start"), world, (None,), {})
     return happened
 

@@ -44,9 +44,6 @@ def words() -> Tokenizer:
     return made
 
 
-# The device
-
-
 @pytest.mark.parametrize(
     ("shape", "load"),
     [
@@ -78,9 +75,6 @@ def test_every_way_has_the_same_commands_but_for_the_memory(tmp_path):
     assert ours.pop("kv-offloading-size") == one.tier_gib
     assert plain == ours
     assert plain["max-model-len"] == "2048"
-
-
-# Conversations
 
 
 def test_a_passage_is_the_beginning_of_a_page_and_no_two_are_the_same(words):
@@ -122,9 +116,6 @@ def test_results_come_in_the_order_of_the_calls():
     assert at_once(pow, [2, 3, 4], [3, 2, 1]) == [8, 9, 4]
 
 
-# Models
-
-
 def test_where_the_real_model_cannot_be_had_it_says_so_in_a_sentence(monkeypatch):
     def none(say):
         raise HarnessError("the model could not be made: \nlong story\npip could not install it")
@@ -153,9 +144,6 @@ def test_the_real_model_is_taken_where_it_is(monkeypatch, tmp_path):
     found = models(generated=False, say=lambda text: pytest.fail(f"it was got again: {text}"))
     assert found.real and found.loads is REAL
     assert found.folders == dict.fromkeys(MODELS, kept)
-
-
-# The report
 
 
 def content(tmp_path: Path, real: bool) -> report.Content:

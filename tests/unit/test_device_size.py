@@ -34,6 +34,5 @@ def test_what_is_no_size(monkeypatch, text):
 
 
 def test_the_size_is_that_of_the_command_that_is_asked_about(monkeypatch):
-    """``kvpatch doctor -- KVPATCH_HOST_DEVICE=2GiB vllm serve ...`` sets it for that command."""
     monkeypatch.delenv(HOST_DEVICE.name, raising=False)
     assert ledger.require_size({HOST_DEVICE.name: "2GiB"}) == 2 << 30

@@ -162,7 +162,6 @@ def columns(given):
 
 @pytest.mark.parametrize("recipe", blocks("json"))
 def test_a_recipe_starts_where_the_page_of_support_says_so(recipe):
-    """By the rules on connectors; tests/engine/test_recipes.py runs it."""
     given = json.loads(recipe)
     table = (ROOT / "docs/support.md").read_text()
     names, *rows = re.findall(r"^\| ((?:vLLM \| Off|0\.).*) \|$", table, re.MULTILINE)

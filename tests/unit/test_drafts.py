@@ -81,10 +81,7 @@ def judged(how: str = "", cached: int = CACHED, ours=(9, 2), theirs=(6, 2), **ch
         "async": False,
         "runner": "v1",
     }
-    plain = {
-        "rounds": [[answer(0, drafts[1]) for _ in range(PROMPTS)]] * 2,
-        "runner": "v1",
-    }
+    plain = {"rounds": [[answer(0, drafts[1]) for _ in range(PROMPTS)]] * 2, "runner": "v1"}
     return bool(judge(result | changes, plain, TRIALS["Offloading"], Run(speculation=how))["right"])
 
 

@@ -27,7 +27,6 @@ leave()
 
 
 def test_an_engine_ends_with_an_executor_that_nobody_has_shut_down():
-    """A join of its thread waited for ever, as it is told to end only by Python's own shutdown."""
     ended = subprocess.run(
         [sys.executable, "-c", CODE],
         env=os.environ | {"PYTHONPATH": str(ROOT / "scripts")},

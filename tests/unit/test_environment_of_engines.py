@@ -15,16 +15,16 @@ from kvpatch.patches.elastic_memory.environment import around_engine_core
 def envs(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     """A ``vllm.envs`` with a variable that sets itself, behind one that cannot be read."""
     made = ModuleType("vllm.envs")
-    made.environment_variables = ["WRONG", "SETS_ITSELF"]  # type: ignore[attr-defined]
+    made.environment_variables = ["WRONG", "SETS_ITSELF"]
 
     def read(name: str) -> str:
         if name == "WRONG":
             raise ValueError("no such choice")
         return os.environ.setdefault(name, "a name of its own")
 
-    made.__getattr__ = read  # type: ignore[method-assign]
+    made.__getattr__ = read
     package = ModuleType("vllm")
-    package.envs = made  # type: ignore[attr-defined]
+    package.envs = made
     monkeypatch.setitem(sys.modules, "vllm", package)
     monkeypatch.setitem(sys.modules, "vllm.envs", made)
     monkeypatch.delenv("SETS_ITSELF", raising=False)

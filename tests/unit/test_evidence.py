@@ -31,9 +31,6 @@ def nothing_remembered() -> Iterator[None]:
     recorded.forget()
 
 
-# What a process executes
-
-
 def test_every_process_of_a_run_writes_each_function_at_its_first_call(tmp_path):
     """In the process that starts, in its threads, in a fork, and in a Python that it starts."""
     code = """
@@ -86,8 +83,6 @@ def test_a_process_that_is_not_asked_writes_nothing(monkeypatch):
 def test_a_file_is_told_by_its_place_in_the_repository(file, source):
     assert executed.source_of(file) == source
 
-
-# Units
 
 SOURCE = '''
 """A module."""
@@ -171,9 +166,6 @@ def of_files(folder: Path, text: str) -> units.Tree:
         (folder / name).mkdir(parents=True, exist_ok=True)
     (folder / "kvpatch/m.py").write_text(text)
     return units.Tree(folder)
-
-
-# Ages
 
 
 def code(executes: Mapping[str, str]) -> recorded.Code:
@@ -291,8 +283,6 @@ def test_the_rows_of_tiers_say_nothing_of_a_run_without_them():
         assert ages.Evidence([one], ages.Today(fixed=units.of_rows())).changed(one) == changed
 
 
-# What the committed runs see
-
 FENCE = patches.FEATURES[[one.name for one in patches.FEATURES].index("fence")]
 
 
@@ -391,9 +381,6 @@ def test_a_row_with_another_target_or_function_is_seen(committed, change):
     assert lacking(committed, replace(committed.today, fixed=fixed)) == {row}
 
 
-# Recording
-
-
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setattr(record, "DATA", tmp_path)
@@ -430,7 +417,6 @@ def test_a_run_of_a_changed_tree_is_not_recorded(folder, monkeypatch):
     ],
 )
 def test_a_feature_is_recorded_apart(folder, level, feature, place):
-    """The runs of a cell with it and without it are two, whatever the order."""
     for right in (False, True):
         record.record_run(level, HEAD, AXES | feature | {"right": right}, {"kvpatch.m:a": "1"})
     record.record_run(level, HEAD, AXES | {"model": "hybrid", "right": True}, {})

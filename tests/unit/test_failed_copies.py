@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
 import queue
 import sys
@@ -237,6 +238,12 @@ def applied(monkeypatch):
         assert one.revert()
 
 
+@pytest.fixture
+def rows(applied):
+    """All of them."""
+    applied()
+
+
 class Lines(logging.Handler):
     """The lines of a log."""
 
@@ -264,20 +271,34 @@ def failing(*sources: list[int]) -> Any:
     return copy_blocks
 
 
+STORE, LOAD = True, False
+
+
+def copied(fails: Any, *copies: tuple[bool, list[int], list[int]], **given: Any) -> Worker:
+    """A worker whose backend has made, or failed to make, copies of blocks to blocks.
+
+    Their events are numbered in each direction. ``given`` is of the backend, and ``groups``.
+    """
+    groups = given.pop("groups", 1)
+    backend = Backend(fails, **given)
+    worker = Worker(backend, groups)
+    backend.start()
+    numbers = {STORE: itertools.count(), LOAD: itertools.count()}
+    for is_store, source, destination in copies:
+        events = worker._store_events if is_store else worker._load_events
+        backend.launch_copy(source, destination, is_store, next(numbers[is_store]), events)
+    backend.shutdown()
+    return worker
+
+
 MORE = pytest.mark.parametrize("more", [(), ("event",)], ids=["up to 0.23", "from 0.24 on"])
 
 
 @MORE
-def test_the_copies_behind_one_that_failed_are_made(applied, warned, more):
+def test_the_copies_behind_one_that_failed_are_made(rows, warned, more):
     """Without the row the thread ends, and no copy after it is ever made."""
-    applied()
-    backend = Backend(failing([1]), more)
-    worker = Worker(backend)
-    backend.start()
-    for event, blocks in enumerate(([0], [1], [2])):
-        backend.launch_copy(blocks, [9], True, event, worker._store_events)
-    backend.launch_copy([3], [4], False, 0, worker._load_events)
-    backend.shutdown()
+    stores = ((STORE, [block], [9]) for block in range(3))
+    worker = copied(failing([1]), *stores, (LOAD, [3], [4]), more=more)
     assert worker._poll_stream_events(True) == 2
     assert worker._poll_stream_events(is_store=False) == 0
     assert warned.messages == [
@@ -289,12 +310,7 @@ def test_the_copies_behind_one_that_failed_are_made(applied, warned, more):
 def test_without_the_row_the_thread_is_gone(applied, monkeypatch):
     applied(but="simple_offload.copy_loop")
     monkeypatch.setattr(threading, "excepthook", lambda arguments: None)
-    backend = Backend(failing([1]))
-    worker = Worker(backend)
-    backend.start()
-    backend.launch_copy([1], [9], False, 0, worker._load_events)
-    backend.launch_copy([2], [9], False, 1, worker._load_events)
-    backend.shutdown()
+    worker = copied(failing([1]), (LOAD, [1], [9]), (LOAD, [2], [9]))
     assert worker._poll_stream_events(False) == -1
     assert worker._load_events == []
 
@@ -307,13 +323,7 @@ def stored(worker: Worker, *events: int) -> Any:
 
 
 def two_stores(fails: Any) -> Worker:
-    backend = Backend(fails)
-    worker = Worker(backend)
-    backend.start()
-    backend.launch_copy([1, 2], [5, 6], True, 0, worker._store_events)
-    backend.launch_copy([3], [7], True, 1, worker._store_events)
-    backend.shutdown()
-    return worker
+    return copied(fails, (STORE, [1, 2], [5, 6]), (STORE, [3], [7]))
 
 
 def planned(ranks: int = 1) -> Scheduler:
@@ -323,8 +333,7 @@ def planned(ranks: int = 1) -> Scheduler:
     return scheduler
 
 
-def test_the_tier_does_not_offer_what_was_not_stored(applied):
-    applied()
+def test_the_tier_does_not_offer_what_was_not_stored(rows):
     scheduler = planned()
     scheduler.hear(stored(two_stores(failing([1, 2])), 0, 1))
     tier = scheduler.cpu_block_pool
@@ -353,9 +362,8 @@ def test_without_the_schedulers_row_its_blocks_are_never_free(applied):
 
 
 @pytest.mark.parametrize("first", [0, 1])
-def test_a_store_that_failed_on_one_rank_is_not_offered_by_all(applied, first):
+def test_a_store_that_failed_on_one_rank_is_not_offered_by_all(rows, first):
     """Reports come in different steps, or added up in one."""
-    applied()
     broken, whole = two_stores(failing([3])), two_stores(failing())
     metas = [stored(broken, 0, 1), stored(whole, 0, 1)]
     scheduler = planned(ranks=2)
@@ -366,8 +374,7 @@ def test_a_store_that_failed_on_one_rank_is_not_offered_by_all(applied, first):
     assert sorted(scheduler.cpu_block_pool.freed) == [5, 6, 7]
 
 
-def test_reports_of_ranks_are_added_up_in_one_step(applied):
-    applied()
+def test_reports_of_ranks_are_added_up_in_one_step(rows):
     both = dict(stored(two_stores(failing([3])), 0, 1).completed_store_events)
     for number, count in stored(two_stores(failing()), 0, 1).completed_store_events.items():
         both[number] = both.get(number, 0) + count  # as vLLM's metadata aggregates
@@ -377,8 +384,7 @@ def test_reports_of_ranks_are_added_up_in_one_step(applied):
     assert scheduler._store_event_pending_counts == {}
 
 
-def test_a_failed_store_of_before_a_reset_is_nothing_to_the_blocks_of_a_later_one(applied):
-    applied()
+def test_a_failed_store_of_before_a_reset_is_nothing_to_the_blocks_of_a_later_one(rows):
     scheduler = planned(ranks=2)
     scheduler.hear(stored(two_stores(failing([1, 2])), 0))
     scheduler._store_event_to_blocks.clear()
@@ -389,29 +395,20 @@ def test_a_failed_store_of_before_a_reset_is_nothing_to_the_blocks_of_a_later_on
     scheduler.hear(SimpleNamespace(completed_store_events={~0: 1}))  # of a reset too
 
 
-def test_reports_that_are_not_the_connectors_are_left_alone(applied):
-    applied()
+def test_reports_that_are_not_the_connectors_are_left_alone(rows):
     scheduler = planned()
     scheduler.hear(None, SimpleNamespace(of="another connector"))
     assert set(scheduler._store_event_to_blocks) == {0, 1}
 
 
 def one_load(fails: Any, groups: int = 1, events: int = 1) -> Worker:
-    backend = Backend(fails)
-    worker = Worker(backend, groups)
-    backend.start()
-    for event in range(events):
-        backend.launch_copy([event], [10 + event, 20 + event], False, event, worker._load_events)
-    backend.shutdown()
-    return worker
+    loads = ((LOAD, [event], [10 + event, 20 + event]) for event in range(events))
+    return copied(fails, *loads, groups=groups)
 
 
 @pytest.mark.parametrize("flushed", [False, True])
-def test_vllm_hears_of_the_blocks_of_a_failed_load_in_the_step_that_ends_it(
-    applied, warned, flushed
-):
+def test_vllm_hears_of_the_blocks_of_a_failed_load_in_the_step_that_ends_it(rows, warned, flushed):
     """It fails the requests, or computes the blocks again."""
-    applied()
     worker = one_load(failing([0]), events=2)
     connector = Connector()
     connector.worker_handler = worker
@@ -427,8 +424,7 @@ def test_vllm_hears_of_the_blocks_of_a_failed_load_in_the_step_that_ends_it(
     ]
 
 
-def test_a_connector_of_the_scheduler_has_no_failed_loads(applied):
-    applied()
+def test_a_connector_of_the_scheduler_has_no_failed_loads(rows):
     assert Connector().get_block_ids_with_load_errors() == set()
 
 
@@ -439,9 +435,8 @@ def ends_with(why: str) -> str:
     )
 
 
-def test_a_load_into_one_of_several_groups_ends_the_engine(applied):
+def test_a_load_into_one_of_several_groups_ends_the_engine(rows):
     """vLLM knows invalid blocks by numbers, which each group has of its own."""
-    applied()
     worker = one_load(failing([0]), groups=2)
     with pytest.raises(Halted) as ended:
         worker._poll_stream_events(False)
@@ -451,20 +446,14 @@ def test_a_load_into_one_of_several_groups_ends_the_engine(applied):
     )
 
 
-def test_a_store_of_one_of_several_groups_does_not(applied):
-    applied()
-    backend = Backend(failing([1]))
-    worker = Worker(backend, groups=2)
-    backend.start()
-    backend.launch_copy([1], [2], True, 0, worker._store_events)
-    backend.shutdown()
+def test_a_store_of_one_of_several_groups_does_not(rows):
+    worker = copied(failing([1]), (STORE, [1], [2]), groups=2)
     assert worker._poll_stream_events(True) == 0
 
 
 @pytest.mark.parametrize("is_store", [False, True])
-def test_a_device_that_cannot_copy_any_more_ends_the_engine(applied, is_store):
+def test_a_device_that_cannot_copy_any_more_ends_the_engine(rows, is_store):
     """CUDA's errors stay: the stream cannot be waited for either."""
-    applied()
     backend = Backend(failing([1]))
     backend.streams[is_store] = Stream(RuntimeError("CUDA error: an illegal memory access"))
     worker = Worker(backend)
@@ -477,8 +466,7 @@ def test_a_device_that_cannot_copy_any_more_ends_the_engine(applied, is_store):
 
 
 @pytest.mark.parametrize("waits", [False, True])
-def test_an_event_that_fails_ends_the_engine_with_one_sentence(applied, waits):
-    applied()
+def test_an_event_that_fails_ends_the_engine_with_one_sentence(rows, waits):
     worker = Worker(Backend(failing()))
     worker._load_events.append((0, Event(RuntimeError("CUDA error"))))
     with pytest.raises(Halted) as ended:
@@ -488,62 +476,43 @@ def test_an_event_that_fails_ends_the_engine_with_one_sentence(applied, waits):
     )
 
 
-def test_as_many_failures_in_a_row_as_are_tolerated(applied, warned):
-    applied()
-    count = failures.TOLERATED
-    worker = one_load(failing(*([one] for one in range(count))), events=count + 1)
-    assert worker._poll_stream_events(False) == count
-    assert len(warned.messages) == count
+def test_as_many_failures_in_a_row_as_are_tolerated(rows, warned):
+    many = failures.TOLERATED
+    worker = one_load(failing(*([one] for one in range(many))), events=many + 1)
+    assert worker._poll_stream_events(False) == many
+    assert len(warned.messages) == many
 
 
-def test_one_more_ends_the_engine(applied):
+def test_one_more_ends_the_engine(rows):
     """A request that is loaded again and again would never end."""
-    applied()
-    count = failures.TOLERATED + 1
-    worker = one_load(failing(*([one] for one in range(count))), events=count)
+    many = failures.TOLERATED + 1
+    worker = one_load(failing(*([one] for one in range(many))), events=many)
     with pytest.raises(Halted, match="failIdx=0 and so did the 3 before it;"):
         worker._poll_stream_events(False)
 
 
-def test_a_copy_that_succeeds_in_the_other_direction_does_not_count(applied):
-    applied()
-    count = failures.TOLERATED + 1
-    backend = Backend(failing([7]))
-    worker = Worker(backend)
-    backend.start()
-    for event in range(count):
-        backend.launch_copy([7], [1], False, event, worker._load_events)
-        backend.launch_copy([8], [2], True, event, worker._store_events)
-    backend.shutdown()
-    assert worker._poll_stream_events(True) == count - 1
+def test_a_copy_that_succeeds_in_the_other_direction_does_not_count(rows):
+    many = failures.TOLERATED + 1
+    worker = copied(failing([7]), *[(LOAD, [7], [1]), (STORE, [8], [2])] * many)
+    assert worker._poll_stream_events(True) == many - 1
     with pytest.raises(Halted, match="so did the 3 before it"):
         worker._poll_stream_events(False)
 
 
-def test_one_that_succeeds_in_the_same_direction_does(applied):
-    applied()
-    backend = Backend(failing([7]))
-    worker = Worker(backend)
-    backend.start()
-    for event in range(4 * failures.TOLERATED):
-        backend.launch_copy([7 + event % 2], [1], False, event, worker._load_events)
-    backend.shutdown()
-    assert worker._poll_stream_events(False) == 4 * failures.TOLERATED - 1
+def test_one_that_succeeds_in_the_same_direction_does(rows):
+    loads = [(LOAD, [7], [1]), (LOAD, [8], [1])] * (2 * failures.TOLERATED)
+    worker = copied(failing([7]), *loads)
+    assert worker._poll_stream_events(False) == len(loads) - 1
 
 
-def test_a_thread_that_cannot_begin_fails_each_copy_and_ends_when_it_is_told_to(applied):
-    applied()
-    backend = Backend(failing(), device=raising(RuntimeError("no such device")))
-    worker = Worker(backend)
-    backend.start()
-    backend.launch_copy([1], [2], True, 0, worker._store_events)
-    backend.shutdown()
+def test_a_thread_that_cannot_begin_fails_each_copy_and_ends_when_it_is_told_to(rows):
+    no_device = raising(RuntimeError("no such device"))
+    worker = copied(failing(), (STORE, [1], [2]), device=no_device)
     ((event, failure),) = worker._store_events
     assert (event, failure.event, failure.blocks, failure.in_a_row) == (0, 0, [2], 1)
 
 
-def test_at_the_end_a_failed_copy_is_no_error(applied):
-    applied()
+def test_at_the_end_a_failed_copy_is_no_error(rows):
     worker = one_load(failing([0]), groups=2)
     worker._backend.shutdown = lambda: None
     connector = SimpleNamespace(worker_handler=worker)
@@ -560,13 +529,6 @@ def test_an_error_of_the_row_is_told_once():
     assert failure.query() is True
 
 
-# OffloadingConnector
-
-
-def raises(error: Exception) -> Any:
-    return raising(error)
-
-
 @pytest.mark.parametrize(
     ("error", "named"),
     [
@@ -576,7 +538,7 @@ def raises(error: Exception) -> Any:
 )
 def test_a_failed_copy_of_the_offloading_connector_is_named(error, named):
     with pytest.raises(Halted) as ended:
-        around_transfers(raises(error), None, ({"request"},), {})
+        around_transfers(raising(error), None, ({"request"},), {})
     named = named or "RuntimeError: CUDA error: unspecified launch failure"
     assert str(ended.value) == ends_with(f"the copies failed with {named}")
     assert ended.value.__cause__ is error
@@ -595,13 +557,12 @@ OURS = pytest.mark.parametrize(
 @OURS
 def test_what_another_row_has_found_says_what_it_is(error):
     with pytest.raises(type(error)) as raised:
-        around_transfers(raises(error), None, (), {})
+        around_transfers(raising(error), None, (), {})
     assert raised.value is error
 
 
 @OURS
-def test_so_it_does_where_the_simple_connectors_events_are_asked_for(applied, error):
-    applied()
+def test_so_it_does_where_the_simple_connectors_events_are_asked_for(rows, error):
     worker = Worker(Backend(failing()))
     worker._load_events.append((0, Event(error)))
     with pytest.raises(type(error)) as raised:

@@ -111,9 +111,6 @@ def engine(*retired: tuple[int, list[int]], planner: Any = None, workers: int = 
     return made
 
 
-# Installing
-
-
 def test_the_fence_waits_for_all_ranks_and_the_manager_leaves_unmapping_to_it():
     one = engine(workers=3)
     fence = one.fenced.fence
@@ -166,9 +163,6 @@ def test_a_worker_waits_for_its_computation_alone(monkeypatch, device, waits):
     monkeypatch.setitem(sys.modules, "torch", torch)
     assert hooks.compute_barrier(SimpleNamespace(device=device)) is True
     assert waited == ["computed"] * waits
-
-
-# What the scheduler plans and the workers report
 
 
 def job(request: str, source: list[Any], destination: list[Any]) -> Any:
@@ -250,9 +244,6 @@ def test_the_engine_steps_as_long_as_a_page_is_held():
     assert hooks.around_pending_work(lambda: True, planner, (), {}) is True
     one.fenced.fence.split([(9, [1])], True)
     assert hooks.around_pending_work(lambda: False, planner, (), {}) is True
-
-
-# Releasing
 
 
 def test_held_pages_stay_on_kvcacheds_list_and_others_go():

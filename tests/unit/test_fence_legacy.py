@@ -153,8 +153,7 @@ class OffloadingConnector(SimpleNamespace):
 
 @pytest.mark.parametrize("in_multi", [False, True], ids=["alone", "inside a MultiConnector"])
 @pytest.mark.parametrize(
-    ("vllm_asks", "holding", "asked"),
-    [(False, 0, False), (True, 0, True), (False, 2, True)],
+    ("vllm_asks", "holding", "asked"), [(False, 0, False), (True, 0, True), (False, 2, True)]
 )
 def test_an_engine_steps_while_a_page_is_held_back(vllm_asks, holding, asked, in_multi):
     planner = SimpleNamespace()

@@ -90,7 +90,6 @@ def test_a_reused_page_is_no_longer_counted_as_held():
 
 
 def test_no_page_is_released_while_a_pending_transfer_names_it():
-    """Random plans, reports and frees; the invariant is checked from outside."""
     source = random.Random(11)
     one = fence()
     pending: dict[int, Transfer] = {}
@@ -178,7 +177,6 @@ def test_changes_tell_whether_other_pages_are_held():
 
 
 def test_what_is_released_is_what_both_rules_permit_at_every_step():
-    """Pages are allocated and freed as kvcached does it; the rules are applied from outside."""
     source = random.Random(7)
     one = fence()
     pending: dict[int, Transfer] = {}

@@ -100,9 +100,6 @@ def test_damage_is_found(file, tmp_path, how, words):
         parts.check(part, part / parts.SUMS)
 
 
-# Code for GPUs
-
-
 def container(*entries):
     body = b"".join(
         struct.pack("<HHIQ", kind, 0, 64, len(code)).ljust(28, b"\0")
@@ -146,9 +143,6 @@ def test_machine_code_of_the_device_is_kept_and_else_the_newest_ptx_that_it_runs
 def test_an_entry_that_is_not_understood_is_not_guessed_at():
     with pytest.raises(HarnessError, match="is not understood \\(kind 7\\)"):
         fatbin.others(library(container((7, 90, b"a" * 8))))
-
-
-# On the machine
 
 
 @pytest.fixture

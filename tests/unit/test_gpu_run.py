@@ -198,9 +198,6 @@ threading.Thread(target=interrupt, daemon=True).start()
     assert not Path(f"/proc/{child}").exists()
 
 
-# What a machine may not have
-
-
 def bare(*words, **environment):
     """Run scripts/gpu with the standard library alone."""
     command = [sys.executable, "-S", str(ROOT / "scripts/gpu"), *map(str, words)]

@@ -92,9 +92,6 @@ def test_no_other_vllm_wants_one(absent, vllm):
     require(*vllm)
 
 
-# The distributions beside kvpatch
-
-
 def entry(version: str, value: str = "kvpatch.patches.host_copies:FEATURE") -> EntryPoint:
     made = EntryPoint("host-copies", value, distributions.FEATURES)
     made.__dict__["dist"] = SimpleNamespace(name="kvpatch-hostdevice", version=version)

@@ -17,9 +17,6 @@ from kvpatch.versions import Facts, Installed
 GIB = 1 << 30
 
 
-# The container's limit
-
-
 @pytest.fixture
 def hierarchy(tmp_path):
     """Write the file with a process's cgroups, and the files of its hierarchies."""
@@ -37,73 +34,62 @@ def hierarchy(tmp_path):
     return make
 
 
-def test_the_limit_of_a_container_of_v2(hierarchy):
-    """Its own cgroup is the root of what it sees."""
-    made = hierarchy(
-        "0::/\n",
-        {
-            "memory.max": f"{64 * GIB}\n",
-            "memory.current": f"{50 * GIB}\n",
-            "memory.stat": f"anon {10 * GIB}\nfile {39 * GIB}\nshmem {4 * GIB}\n",
-        },
-    )
-    # 35 of the 39 GiB of cache are files, and can be dropped; 4 are in /dev/shm.
-    assert cgroup.tightest(*made) == (64 * GIB, 49 * GIB)
+OF_V2 = {
+    "memory.max": f"{64 * GIB}\n",
+    "memory.current": f"{50 * GIB}\n",
+    "memory.stat": f"anon {10 * GIB}\nfile {39 * GIB}\nshmem {4 * GIB}\n",
+}
+ABOVE = {
+    "pods/one/engine/memory.max": f"{100 * GIB}",
+    "pods/one/engine/memory.current": f"{GIB}",
+    "pods/one/memory.max": f"{90 * GIB}",
+    "pods/one/memory.current": f"{80 * GIB}",
+    "pods/memory.max": "max",
+    "pods/memory.current": f"{80 * GIB}",
+}
+OF_V1 = "9:name=systemd:/docker/abc\n5:cpuacct,cpu:/docker/abc\n4:memory:/docker/abc\n0::/\n"
 
 
-def test_a_cgroup_of_v2_without_a_limit(hierarchy):
-    made = hierarchy("0::/\n", {"memory.max": "max\n", "memory.current": "5\n"})
-    assert cgroup.tightest(*made) is None
-
-
-def test_the_tightest_of_the_limits_above_counts(hierarchy):
-    made = hierarchy(
-        "0::/pods/one/engine\n",
-        {
-            "pods/one/engine/memory.max": f"{100 * GIB}",
-            "pods/one/engine/memory.current": f"{GIB}",
-            "pods/one/memory.max": f"{90 * GIB}",
-            "pods/one/memory.current": f"{80 * GIB}",
-            "pods/memory.max": "max",
-            "pods/memory.current": f"{80 * GIB}",
-        },
-    )
-    assert cgroup.tightest(*made) == (90 * GIB, 10 * GIB)
-
-
-@pytest.mark.parametrize("seen", ["", "docker/abc/"])
-def test_the_limit_of_a_container_of_v1(hierarchy, seen):
-    """Without a cgroup namespace the path is the host's, and only the mount's root is there."""
-    made = hierarchy(
-        "9:name=systemd:/docker/abc\n5:cpuacct,cpu:/docker/abc\n4:memory:/docker/abc\n0::/\n",
-        {
-            f"memory/{seen}memory.limit_in_bytes": f"{32 * GIB}\n",
-            f"memory/{seen}memory.usage_in_bytes": f"{20 * GIB}\n",
-            f"memory/{seen}memory.stat": f"cache 1\ntotal_cache {12 * GIB}\n"
-            f"total_shmem {2 * GIB}\n",
-        },
-    )
-    assert cgroup.tightest(*made) == (32 * GIB, 22 * GIB)
-
-
-def test_a_cgroup_of_v1_without_a_limit(hierarchy):
-    files = {
-        "memory/memory.limit_in_bytes": "9223372036854771712",
-        "memory/memory.usage_in_bytes": "7",
+def of_v1(place: str) -> dict[str, str]:
+    return {
+        f"memory/{place}memory.limit_in_bytes": f"{32 * GIB}\n",
+        f"memory/{place}memory.usage_in_bytes": f"{20 * GIB}\n",
+        f"memory/{place}memory.stat": f"cache 1\ntotal_cache {12 * GIB}\ntotal_shmem {2 * GIB}\n",
     }
-    assert cgroup.tightest(*hierarchy("4:memory:/\n", files)) is None
 
 
-def test_a_limit_that_is_used_up_leaves_nothing(hierarchy):
-    files = {"memory.max": "100", "memory.current": "130", "memory.stat": "file 3\nshmem 9\n"}
-    assert cgroup.tightest(*hierarchy("0::/\n", files)) == (100, 0)
+UNLIMITED = {
+    "memory/memory.limit_in_bytes": "9223372036854771712",
+    "memory/memory.usage_in_bytes": "7",
+}
+
+
+@pytest.mark.parametrize(
+    ("lines", "files", "tightest"),
+    [
+        # Its own cgroup is the root of what a container sees. 35 of the 39 GiB of cache are files,
+        # and can be dropped; 4 are in /dev/shm.
+        ("0::/\n", OF_V2, (64 * GIB, 49 * GIB)),
+        ("0::/\n", {"memory.max": "max\n", "memory.current": "5\n"}, None),
+        ("0::/pods/one/engine\n", ABOVE, (90 * GIB, 10 * GIB)),
+        # Without a cgroup namespace the path is the host's, and only the mount's root is there.
+        (OF_V1, of_v1(""), (32 * GIB, 22 * GIB)),
+        (OF_V1, of_v1("docker/abc/"), (32 * GIB, 22 * GIB)),
+        ("4:memory:/\n", UNLIMITED, None),
+        (
+            "0::/\n",
+            {"memory.max": "100", "memory.current": "130", "memory.stat": "file 3\nshmem 9\n"},
+            (100, 0),
+        ),
+    ],
+    ids=["v2", "v2 unlimited", "above", "v1", "v1 in place", "v1 unlimited", "used up"],
+)
+def test_the_tightest_limit_of_a_container(hierarchy, lines, files, tightest):
+    assert cgroup.tightest(*hierarchy(lines, files)) == tightest
 
 
 def test_a_machine_without_cgroups(tmp_path):
     assert cgroup.tightest(tmp_path / "none", tmp_path) is None
-
-
-# The memory of this machine
 
 
 def test_the_memory_of_this_machine(tmp_path):
@@ -142,9 +128,6 @@ def test_nor_does_a_forked_one():
     assert os.waitpid(child, 0)[1] == 0
 
 
-# What tiers take
-
-
 def facts(vllm: str, device: str = "cuda", contiguous: bool = True, **environment: str) -> Facts:
     installed = Installed.release("vllm", vllm)
     return Facts(installed, Installed.release("kvcached", "0.1.6"), environment, device, contiguous)
@@ -170,24 +153,52 @@ SIZE = {"cpu_bytes_to_use": 65.0 * GIB}  # a float, as --kv-offloading-size 65 m
 TIERING = SIZE | {"spec_name": "TieringOffloadingSpec", "secondary_tiers": [{"type": "fs"}]}
 
 
+SIMPLE = "SimpleCPUOffloadConnector"
+EVEN = {"cpu_bytes_to_use": 64 * GIB}
+EACH = SIZE | {"cpu_bytes_to_use_per_rank": 10 * GIB}
+HOST = TIERING | {"spec_name": "HostTieringOffloadingSpec"}
+BOTH = [
+    {"kv_connector": name, "kv_connector_extra_config": SIZE}
+    for name in ("OffloadingConnector", SIMPLE)
+]
+
+
 @pytest.mark.parametrize(
-    ("release", "expected"),
+    ("extra", "release", "device", "more", "expected"),
     [
-        ("0.16.0", (0, 128)),
-        ("0.26.0", (0, 128)),
-        ("0.27.1", (65, 65)),
-        ("0.32.0", (65, 65)),
-        ("0.29.0+rocm700", (65, 65)),
-        ("0.30.0+rocm700", (0, 128)),
+        (SIZE, "0.16.0", "cuda", {}, (0, 128)),
+        (SIZE, "0.26.0", "cuda", {}, (0, 128)),
+        (SIZE, "0.27.1", "cuda", {}, (65, 65)),
+        (SIZE, "0.32.0", "cuda", {}, (65, 65)),
+        (SIZE, "0.29.0+rocm700", "cuda", {}, (65, 65)),
+        (SIZE, "0.30.0+rocm700", "cuda", {}, (0, 128)),
+        # With secondary tiers it is in /dev/shm in every release.
+        (TIERING, "0.24.0", "cuda", {}, (65, 65)),
+        (HOST, "0.26.0", "cpu", {}, (65, 65)),
+        # The host device takes ordinary memory as it is written.
+        (SIZE, "0.26.0", "cpu", {}, (0, 0)),
+        (SIZE, "0.32.0", "cpu", {}, (65, 65)),
+        (SIZE, "0.32.0", "cpu", {"name": SIMPLE}, (0, 0)),
+        # SimpleCPUOffloadConnector is not rounded.
+        (SIZE, "0.24.0", "cuda", {"name": SIMPLE, "ranks": 2}, (0, 65)),
+        ({}, "0.24.0", "cuda", {"name": SIMPLE, "ranks": 2}, (0, 8)),
+        (EACH, "0.24.0", "cuda", {"name": SIMPLE, "ranks": 2}, (0, 20)),
+        # The tiers inside a MultiConnector add up.
+        ({"connectors": BOTH}, "0.32.0", "cuda", {"name": "MultiConnector"}, (65, 130)),
+        # A size that vLLM refuses is left to it.
+        *(
+            ({"cpu_bytes_to_use": size}, "0.32.0", "cuda", {}, (0, 0))
+            for size in (None, 0, "much", [1])
+        ),
     ],
 )
-def test_where_the_tier_of_the_offloading_connector_is(release, expected):
-    assert taken(SIZE, facts(release)) == expected
+def test_where_the_tier_of_the_offloading_connector_is(extra, release, device, more, expected):
+    assert taken(extra, facts(release, device), **more) == expected
 
 
 def test_torch_rounds_the_memory_of_each_rank():
     assert taken(SIZE, facts("0.26.0"), ranks=4) == (0, 4 * 32)
-    assert taken({"cpu_bytes_to_use": 64 * GIB}, facts("0.26.0"), ranks=4) == (0, 64)
+    assert taken(EVEN, facts("0.26.0"), ranks=4) == (0, 64)
     (tier,) = cpu_tier.of(config({"cpu_bytes_to_use": 64 * GIB + 1}), facts("0.26.0"))
     assert (tier.asked, tier.taken, tier.rounded) == (64 * GIB + 1, 128 * GIB, True)
 
@@ -205,75 +216,40 @@ def test_torch_that_is_told_not_to_round(variable):
     assert (tier.taken, tier.rounded) == (65 * GIB, False)
 
 
-def test_a_tier_with_secondary_tiers_is_in_shm_in_every_release():
-    assert taken(TIERING, facts("0.24.0")) == (65, 65)
-    host = TIERING | {"spec_name": "HostTieringOffloadingSpec"}
-    assert taken(host, facts("0.26.0", device="cpu")) == (65, 65)
-
-
-def test_the_host_device_takes_ordinary_memory_as_it_is_written():
-    assert taken(SIZE, facts("0.26.0", device="cpu")) == (0, 0)
-    assert taken(SIZE, facts("0.32.0", device="cpu")) == (65, 65)
-    simple = "SimpleCPUOffloadConnector"
-    assert taken(SIZE, facts("0.32.0", device="cpu"), name=simple) == (0, 0)
-
-
-def test_the_simple_connector_is_not_rounded():
-    simple = {"name": "SimpleCPUOffloadConnector", "ranks": 2}
-    assert taken(SIZE, facts("0.24.0"), **simple) == (0, 65)
-    assert taken({}, facts("0.24.0"), **simple) == (0, 8)
-    each = SIZE | {"cpu_bytes_to_use_per_rank": 10 * GIB}
-    assert taken(each, facts("0.24.0"), **simple) == (0, 20)
-
-
-def test_the_tiers_inside_a_multi_connector_add_up():
-    inside = [
-        {"kv_connector": "OffloadingConnector", "kv_connector_extra_config": SIZE},
-        {"kv_connector": "SimpleCPUOffloadConnector", "kv_connector_extra_config": SIZE},
-    ]
-    made = {"connectors": inside}
-    assert taken(made, facts("0.32.0"), name="MultiConnector") == (65, 130)
-
-
-@pytest.mark.parametrize("size", [None, 0, "much", [1]])
-def test_a_size_that_vllm_refuses_is_left_to_it(size):
-    assert taken({"cpu_bytes_to_use": size}, facts("0.32.0")) == (0, 0)
-
-
-@pytest.mark.parametrize(
-    ("release", "name", "contiguous", "ranks", "registered"),
-    [
-        ("0.30.0", "OffloadingConnector", True, 2, 600),  # by each rank, whole
-        ("0.31.0", "OffloadingConnector", True, 2, 0),  # in parts
-        ("0.26.0", "OffloadingConnector", True, 2, 0),  # allocated by torch
-        ("0.32.0", "SimpleCPUOffloadConnector", True, 2, 300),
-        ("0.32.0", "SimpleCPUOffloadConnector", False, 2, 0),  # layer by layer
-    ],
-)
-def test_the_largest_range_that_is_registered(release, name, contiguous, ranks, registered):
-    made = config({"cpu_bytes_to_use": 600 * GIB}, name, ranks)
-    (tier,) = cpu_tier.of(made, facts(release, contiguous=contiguous))
-    assert tier.registered == registered * GIB
-
-
 @pytest.mark.parametrize(
     ("release", "device", "name", "expected"),
     [
         ("0.32.0", "cuda", "OffloadingConnector", (64, 64, True, 0, False)),
+        # Registered by each rank, whole.
         ("0.30.0", "cuda", "OffloadingConnector", (64, 64, True, 64, False)),
         ("0.30.0", "cpu", "OffloadingConnector", (64, 64, True, 0, False)),
         ("0.26.0", "cpu", "OffloadingConnector", (64, 0, False, 0, False)),
-        ("0.26.0", "cuda", "OffloadingConnector", (64, 64, False, 0, True)),
+        ("0.26.0", "cuda", "OffloadingConnector", (64, 64, False, 0, True)),  # by torch
         ("0.32.0", "xpu", "OffloadingConnector", (64, 0, False, 0, False)),
-        ("0.32.0", "cuda", "SimpleCPUOffloadConnector", (64, 64, False, 32, False)),
-        ("0.32.0", "cpu", "SimpleCPUOffloadConnector", (64, 0, False, 0, False)),
+        ("0.32.0", "cuda", SIMPLE, (64, 64, False, 32, False)),
+        ("0.32.0", "cpu", SIMPLE, (64, 0, False, 0, False)),
     ],
 )
 def test_all_that_is_known_of_a_tier(release, device, name, expected):
-    made = config({"cpu_bytes_to_use": 64 * GIB}, name, ranks=2)
-    (tier,) = cpu_tier.of(made, facts(release, device))
+    (tier,) = cpu_tier.of(config(EVEN, name, ranks=2), facts(release, device))
     asked, taken, in_shm, registered, rounded = expected
     assert tier == (asked * GIB, taken * GIB, in_shm, registered * GIB, rounded)
+
+
+@pytest.mark.parametrize(
+    ("release", "name", "contiguous", "registered"),
+    [
+        ("0.30.0", "OffloadingConnector", True, 600),  # by each rank, whole
+        ("0.31.0", "OffloadingConnector", True, 0),  # in parts
+        ("0.26.0", "OffloadingConnector", True, 0),  # allocated by torch
+        ("0.32.0", SIMPLE, True, 300),
+        ("0.32.0", SIMPLE, False, 0),  # layer by layer
+    ],
+)
+def test_the_largest_range_that_is_registered(release, name, contiguous, registered):
+    made = config({"cpu_bytes_to_use": 600 * GIB}, name, ranks=2)
+    (tier,) = cpu_tier.of(made, facts(release, contiguous=contiguous))
+    assert tier.registered == registered * GIB
 
 
 def test_a_tier_of_nothing_is_none_and_one_of_a_byte_is_one():

@@ -40,7 +40,6 @@ def test_no_claim_and_no_socket_is_seen():
 
 
 def test_a_user_with_all_of_that_sees_the_same(run, tmp_path):
-    """What ``kvpatch verify`` had written made another test red."""
     user = tmp_path / "user"
     (user / ".local/share/kvpatch/verdicts").mkdir(parents=True)
     settings = dict.fromkeys(

@@ -20,9 +20,6 @@ def hashes(*names: object) -> list[bytes]:
     return [hashlib.sha256(str(name).encode()).digest() for name in names]
 
 
-# The table
-
-
 def prompt(length: int, of: object = 0) -> list[bytes]:
     """The hashes of a prompt, each of which is of all blocks before it too."""
     return hashes(*((of, block) for block in range(length)))
@@ -38,7 +35,6 @@ def test_a_prefix_is_known_as_far_as_it_was_computed():
 
 
 def test_a_block_whose_place_another_took_does_not_end_a_prefix():
-    """Of a long prompt some always have."""
     known = Remembered(slots=1 << 12)
     known.add(prompt(1000))
     assert sum(known.prefix([one]) for one in prompt(1000)) < 1000
@@ -46,7 +42,6 @@ def test_a_block_whose_place_another_took_does_not_end_a_prefix():
 
 
 def test_no_more_is_remembered_than_there_is_room_for():
-    """Whatever is forgotten, nothing is taken for known that is not."""
     known = Remembered(slots=64)
     for number in range(1000):
         known.add(hashes(number))
@@ -62,9 +57,6 @@ def test_two_blocks_of_one_place_are_told_apart():
     assert [known.prefix([one]) for one in (first, second)] == [1, 0]
     known.add([second])
     assert [known.prefix([one]) for one in (first, second)] == [0, 1]
-
-
-# What a scheduler begins and ends
 
 
 class Scheduler:
@@ -218,9 +210,6 @@ def test_nothing_is_kept_of_requests_that_have_ended(scheduler):
         scheduler.end(f"{number}")
     scheduler.step()
     assert state.of(scheduler, lookups.Computed).running == {}
-
-
-# What vLLM's stats say
 
 
 class Source(str, Enum):

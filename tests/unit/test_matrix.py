@@ -425,11 +425,7 @@ def test_a_kind_of_model_is_validated_between_two_releases_by_the_seams_they_sha
     # And what is turned on beside it, without a run of the model here.
     with_ranks = replace(between, feature="2 ranks")
     ran(**dict.fromkeys((*names, "ranks_older", "ranks_newer"), True))
-    assert derive.by_shared_seams(with_ranks) == [
-        *files,
-        "ranks_older.json",
-        "ranks_newer.json",
-    ]
+    assert derive.by_shared_seams(with_ranks) == [*files, "ranks_older.json", "ranks_newer.json"]
     ran(without=True, ranks_older=True, ranks_newer=True)
     assert derive.by_shared_seams(with_ranks) == []
 

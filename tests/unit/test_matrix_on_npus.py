@@ -104,9 +104,6 @@ def test_a_release_that_has_the_mend_ends_its_range(monkeypatch):
     assert of("Offloading").why.endswith("[KVP606]")
 
 
-# The command
-
-
 @pytest.fixture
 def ran_with(monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[str]]:
     """Run the command on engines that served this; returns the connectors that ran."""
@@ -165,9 +162,6 @@ def test_static_memory_that_is_wrong_validates_nothing():
     trial = engines.TRIALS["Simple eager"]
     found = engines.judged({"rounds": rounds, "expected": [[2]]}, {"rounds": rounds}, trial)
     assert list(found.values()) == [False, True, True, True]
-
-
-# What is committed
 
 
 def test_the_committed_runs_have_the_settings_that_start():

@@ -59,9 +59,8 @@ def test_every_alert_is_tested_and_explained():
 
 
 def test_every_query_is_of_the_chosen_engines():
-    """Two replicas looked alike, and a cluster's namespaces could not be told apart."""
     assert [one["name"] for one in DASHBOARD["templating"]["list"]] == [
-        *("datasource", "namespace", "instance", "model"),
+        *("datasource", "namespace", "instance", "model")
     ]
     chosen = 'namespace=~"$namespace",instance=~"$instance",model_name=~"$model"'
     for query in QUERIES:
@@ -95,7 +94,6 @@ def test_the_command_prints_the_alerts(capsys):
 
 
 def test_the_wheel_has_both_files():
-    """They were in the repository only."""
     from kvpatch.cli import dashboard
 
     project = (ROOT / "pyproject.toml").read_text()

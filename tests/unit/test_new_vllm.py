@@ -115,9 +115,6 @@ def test_sources_only_starts_nothing(standing_in, capsys):
     assert "  scripts/environment 0.33.0\n  by hand cells\n" in capsys.readouterr().out
 
 
-# The stages
-
-
 def test_known_cells_are_not_run_again_unless_they_are_unknown():
     ((cells, *_),) = new_vllm.engine_stages("0.32.0", "0.32.0", again=False)
     assert cells.command == ("scripts/matrix", "engine", "0.32.0", "--missing")
@@ -145,9 +142,6 @@ def test_a_release_without_a_cpu_build_has_the_libraries_of_the_newest_before_it
     known = shapes.releases("vllm")
     assert new_vllm.kernels_for(known["0.33.0"]) == "0.32.0"
     assert new_vllm.kernels_for(known["0.31.0"]) == "0.31.0"
-
-
-# The tree
 
 
 @pytest.mark.parametrize("version", ["0.30.0", "0.32.0", "0.32.1", "0.34.0", "0.35.0"])

@@ -12,7 +12,6 @@ CODE = [cell for cell in NOTEBOOK["cells"] if cell["cell_type"] == "code"]
 
 
 def test_it_prints_what_it_shows(run, fakes):
-    """In one process, as a kernel runs it, beside a vllm that is only there to be imported."""
     source = "\nprint('-- next')\n".join("".join(cell["source"]) for cell in CODE)
     done = run(sys.executable, "-c", source, PYTHONPATH=f"{fakes}:{ROOT}")
     assert (done.code, done.err) == (0, "")

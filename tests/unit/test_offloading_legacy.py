@@ -293,10 +293,7 @@ def test_blocks_that_another_connector_loads_into_are_waited_for(external, flush
     multi = SimpleNamespace(_connectors=[OffloadingConnector(planner)])
     blocks = ([KVBlock(0), KVBlock(4), KVBlock(6, "hit")], [KVBlock(5)])
     told = fixes.around_other_loads(
-        lambda *args: "told",
-        multi,
-        (object(), SimpleNamespace(blocks=blocks), external),
-        {},
+        lambda *args: "told", multi, (object(), SimpleNamespace(blocks=blocks), external), {}
     )
     assert told == "told"
     assert planner._current_batch_jobs_to_flush == flushed

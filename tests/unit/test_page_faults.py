@@ -187,7 +187,6 @@ def test_a_page_may_have_any_name(name, capsys):
 
 
 def test_a_page_may_leave_out_what_later_versions_added(capsys):
-    """And one that says nothing at all but that it runs."""
     me = os.getpid()
     ticks = page.start_ticks(me)
     put(raw(json.dumps({"written": 1.0, "started": ticks}).encode(), me), f"{me}.page")
@@ -330,9 +329,6 @@ def test_a_page_whose_name_was_removed_is_made_again(left):
     assert not path.exists()
 
 
-# Refusals
-
-
 @pytest.mark.parametrize(
     "kept",
     [
@@ -461,7 +457,6 @@ sys.stdin.readline()
 
 @as_root
 def test_two_containers_that_share_the_folder(apart):
-    """With real pid namespaces, in which both processes have one number."""
     command = [*apart("--pid", "--fork", "--mount-proc"), sys.executable, "-c", CONTAINER]
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
     with subprocess.Popen(command, **pipes) as first, subprocess.Popen(command, **pipes) as second:
@@ -473,9 +468,6 @@ def test_two_containers_that_share_the_folder(apart):
         states = {seen.pid: seen.state for seen in reader.all_of(False)}
         assert states == {1: State.FOREIGN, os.getpid(): State.RUNS}
         assert len(reader.all_of(False)) == 3
-
-
-# Every call that can fail, in turn
 
 
 CALLS = [
@@ -536,7 +528,6 @@ def refuses(wrapped, instance, args, kwargs):
 def test_whichever_call_fails_the_engine_goes_on_and_a_refusal_is_the_refusal(
     place, monkeypatch, error
 ):
-    """A process starts, publishes an engine, refuses, and ends."""
     monkeypatch.setattr(publisher, "FORGOTTEN", -1)
     for number in itertools.count(1):
         folder = place / str(number)
@@ -575,9 +566,6 @@ def test_a_write_of_part_of_a_refusal_goes_on(place, monkeypatch):
     monkeypatch.setenv(REFUSAL_FILE.name, str(place / "kvpatch-refusal-1-x"))
     refusal_report.report(Refusal("a is b", "c is d", "do e"))
     assert refusals.recent()[0]["sentence"] == refusal_report._take()
-
-
-# Bytes that nobody thought of
 
 
 VALUES = st.recursive(
@@ -631,7 +619,6 @@ def test_a_page_may_be_damaged_anywhere(at_once, data):
 @fuzzed
 @given(st.dictionaries(FIELDS, VALUES), st.dictionaries(ENGINE, VALUES))
 def test_a_page_may_say_anything(at_once, fields, engine):
-    """Of a process that lives, whose page is shown in full."""
     me = os.getpid()
     own = {"started": page.start_ticks(me), "engine": engine}
     shown(raw(content(**(own | fields)), me), me)

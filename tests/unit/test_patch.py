@@ -245,9 +245,6 @@ def test_features_and_patches_are_values():
     assert hash(feature) == hash(feature._replace())
 
 
-# Arguments of wrapped calls
-
-
 @pytest.mark.parametrize(
     ("args", "kwargs"), [(("a", "b"), {}), (("a",), {"second": "b"}), ((), {"second": "b"})]
 )

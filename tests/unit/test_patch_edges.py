@@ -74,9 +74,6 @@ def test_what_is_left_in_force_by_others_stays_known(world):  # noqa: F811
     assert transaction.revert("function") is True
 
 
-# Values
-
-
 def test_the_fields_of_a_row_a_seam_and_a_feature():
     row = patch("function")._replace(since="0.20", before="0.24")
     later = patch("Thing.method")._replace(since="0.24")
@@ -92,9 +89,6 @@ def test_the_fields_of_a_row_a_seam_and_a_feature():
     assert [each.id for each in feature.at(Version("0.17"))] == ["Thing.static"]
     assert [each.id for each in feature.at(Version("0.24"))] == ["Thing.method", "Thing.static"]
     assert (feature.before_kvcached, feature.optional) == (False, False)
-
-
-# Gates
 
 
 @pytest.mark.parametrize(

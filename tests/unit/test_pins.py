@@ -60,7 +60,6 @@ def test_other_pythons_take_the_versions_alone():
 
 
 def test_only_that_sdist_is_built(monkeypatch):
-    """pip took what the index had under that version."""
     asked = []
 
     def run(command, **options):

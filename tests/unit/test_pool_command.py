@@ -96,7 +96,6 @@ def test_a_limit_below_an_extent_is_said(engine, capsys):
 
 
 def test_a_limit_above_the_memory_of_the_machine_is_refused(engine, capsys, monkeypatch):
-    """The engine may have 64 MiB, and has two of them."""
     free = HostMemory(shm=20 * MIB, container=None, available=100 * MIB, swap=0)
     monkeypatch.setattr(host_memory, "here", lambda: free)
     assert printed(capsys, "22MiB")[0] == 0
@@ -150,13 +149,9 @@ def test_sizes_and_names(text, expected):
 
 @pytest.mark.parametrize("text", ["64", "64@chat", "0.5MiB"])
 def test_a_pool_that_has_no_part(text):
-    """64 is no 64 GiB."""
     with pytest.raises(ValueError, match="no part of a CPU tier is as small"):
         environ.engines_pool(text)
     assert environ.engines_pool("1MiB@chat") == (1 << 20, "chat")
-
-
-# Doctor
 
 
 def test_doctor_on_sizes_that_are_refused():

@@ -69,7 +69,7 @@ class Engine:
             self.extents,
             self.memory,
             self.member,
-            self.ranks,  # type: ignore[arg-type]
+            self.ranks,
             threading.RLock(),
             self.evict,
             world.clock,
@@ -505,7 +505,6 @@ def test_an_engine_keeps_its_floor_however_cold_it_is(world):
 
 
 def test_a_suspended_engine_keeps_all_that_it_has(world, one, two):
-    """What it has stored is nowhere else. Resumed, it gives as any other."""
     one.store(4 * PER, then=60)
     two.store(4 * PER, then=10)
 
@@ -829,7 +828,6 @@ def test_a_limit_that_was_lowered_stays_lowered_when_the_records_were_removed(wo
     one.turn(3)
     world.after(keeping.AGAIN, one, one)
     assert one.keeper.broken == ""
-    assert one.keeper.view is not None
     assert one.keeper.view.limit == 2 * MIB
     other = world.engine("two")  # that was started with the same size
     assert other.member.look(0, 0.0).limit == 2 * MIB
@@ -861,7 +859,6 @@ def test_the_thread_survives_an_error(world, one, monkeypatch):
         turns.acquire()
     assert "a fault of ours" in one.keeper.broken
     one.keeper.close()
-    assert one.keeper._thread is not None
     assert not one.keeper._thread.is_alive()
     world.engines.clear()
 

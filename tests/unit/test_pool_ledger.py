@@ -476,9 +476,6 @@ def test_records_of_many_processes_and_long_names_fit(folder):
     assert ledger.show(folder)[1][0].owner.name == "é" * 32
 
 
-# Killed anywhere
-
-
 def life(folder: Path) -> None:
     """Everything that an engine does, from its start to its end."""
     engine = Engine(folder, "life")
@@ -509,13 +506,11 @@ def test_killed_at_any_system_call_an_engine_leaves_the_pool_whole(folder):
 
 
 def test_an_engines_record_is_never_below_what_the_kernel_counts(folder, monkeypatch):
-    """Before and after each call, also as a kill would leave it."""
     engine = Engine(folder, "one")
     seen: list[tuple[int, int]] = []
 
     def check() -> None:
         found = record.read_owner(engine.member._file)
-        assert found is not None
         seen.append((found.committed, engine.memory.committed))
         assert found.committed >= engine.memory.committed
 
@@ -675,7 +670,7 @@ def test_many_processes_that_take_and_give_at_once_never_pass_the_limit(folder):
                 one.shrink(index)
         one.leave()
 
-    children = [in_child(lambda name=f"{number}": engine(name)) for number in range(4)]  # type: ignore[misc]
+    children = [in_child(lambda name=f"{number}": engine(name)) for number in range(4)]
     highest = 0
     ended = threading.Event()
 

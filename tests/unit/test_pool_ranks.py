@@ -147,9 +147,6 @@ def test_the_socket_of_an_engine_that_was_killed_is_replaced(tmp_path):
         Rank(tmp_path / "socket", Device())
 
 
-# The memory that they register
-
-
 @pytest.fixture
 def memory() -> Iterator[Memory]:
     file = os.memfd_create("kvpatch-test")

@@ -158,12 +158,12 @@ def test_memory_that_is_freed_late_is_free_and_what_is_kept_is_not(monkeypatch):
 
 
 def test_what_happens_to_a_page_under_a_copy_is_told_whatever_it_is():
-    answer = questions.unmapped(of_pages := Device(), 2)  # type: ignore[arg-type]
+    answer = questions.unmapped(of_pages := Device(), 2)
     assert answer.right
     assert answer.words.endswith("the bytes were right")
-    of_pages.synchronize = refusing  # type: ignore[method-assign]
+    of_pages.synchronize = refusing
     of_pages.mapped.clear()
-    answer = questions.unmapped(of_pages, 2)  # type: ignore[arg-type]
+    answer = questions.unmapped(of_pages, 2)
     assert answer.right
     assert "synchronize: the stream failed" in answer.words
 
@@ -180,9 +180,6 @@ def test_an_error_is_a_wrong_answer(monkeypatch, error):
 
 def test_without_torch_npu_the_order_of_copies_is_not_asked():
     assert questions.ask("order", LIBRARY, 0) == Answer(None, "torch_npu is not installed")
-
-
-# Processes, and what answers come to
 
 
 def test_every_question_is_asked_and_its_answer_said():
@@ -235,9 +232,6 @@ def test_a_process_that_dies_or_hangs_is_a_wrong_answer(monkeypatch):
 
     monkeypatch.setattr(subprocess, "run", hangs)
     assert asking.in_a_process("times", LIBRARY, 0) == Answer(False, "no answer within 60 s")
-
-
-# The verdict
 
 
 @pytest.fixture
@@ -303,9 +297,6 @@ def test_a_file_that_is_no_verdict_lifts_nothing(cann, tmp_path, text):
     assert verdict.passed(verdict.machine(cann)) == ""
 
 
-# The command
-
-
 def answers(**changes: Answer) -> Callable[..., dict[str, Answer]]:
     return lambda library, device, say: {one: Answer(True, "") for one in QUESTIONS} | changes
 
@@ -333,9 +324,6 @@ def test_without_a_runtime_nothing_is_asked(monkeypatch, capsys):
     monkeypatch.setattr(runtime, "find", lambda: None)
     assert command.probe(0, None) == 3
     assert "CANN was not found" in capsys.readouterr().err
-
-
-# kvpatch verify
 
 
 def verifying(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, status: int | None) -> list[Any]:

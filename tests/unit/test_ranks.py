@@ -67,10 +67,10 @@ def install(world: World, monkeypatch: pytest.MonkeyPatch) -> World:
         assert message == {"cmd": "kv_tensors_created", "group_id": 3}
         return world.ask(rank)
 
-    ipc._send_and_receive_message = send  # type: ignore[attr-defined]
-    ipc._target_pp_ranks = lambda pp_rank: [pp_rank]  # type: ignore[attr-defined]
+    ipc._send_and_receive_message = send
+    ipc._target_pp_ranks = lambda pp_rank: [pp_rank]
     package = ModuleType("kvcached")
-    package.tp_ipc_util = ipc  # type: ignore[attr-defined]
+    package.tp_ipc_util = ipc
     monkeypatch.setitem(sys.modules, "kvcached", package)
     monkeypatch.setitem(sys.modules, "kvcached.tp_ipc_util", ipc)
     monkeypatch.setattr(ranks.time, "monotonic", lambda: world.now)
@@ -182,12 +182,10 @@ def gpu(monkeypatch: pytest.MonkeyPatch, memory: Any) -> None:
     def mem_get_info() -> tuple[int, int]:
         if isinstance(memory, Exception):
             raise memory
-        return memory  # type: ignore[no-any-return]
+        return memory
 
     torch = ModuleType("torch")
-    torch.cuda = SimpleNamespace(  # type: ignore[attr-defined]
-        is_available=lambda: memory is not None, mem_get_info=mem_get_info
-    )
+    torch.cuda = SimpleNamespace(is_available=lambda: memory is not None, mem_get_info=mem_get_info)
     monkeypatch.setitem(sys.modules, "torch", torch)
     monkeypatch.delenv("KVCACHED_GPU_UTILIZATION", raising=False)
 
@@ -199,7 +197,7 @@ def answer(message: dict[str, Any]) -> dict[str, Any]:
     (sock, first), (_, said) = sent.messages
     assert sock == "sock"
     assert first == said
-    return said  # type: ignore[no-any-return]
+    return said
 
 
 CREATED = {"status": "success", "created": True}

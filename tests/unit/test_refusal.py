@@ -58,9 +58,6 @@ def test_kvcached_passes_it_on_and_imports_know_it():
     assert str(refused) == SENTENCE
 
 
-# Codes
-
-
 MAKERS = ("Refusal", "RefusedImport", "RefusedCall", "Halted", "Rule")
 # They pass on the code of a rule.
 FORWARDED = {"Refusal(what, self.why, f'{self.remedy}, or set KVPATCH=0', code=self.code)"}
@@ -110,9 +107,6 @@ def test_a_code_has_one_rule_at_most_and_no_other_place_gives_a_rules_code():
 def test_the_docs_list_every_code():
     text = (ROOT / "docs/errors.md").read_text()
     assert re.findall(r"^\| `(KVP\d+)`", text, re.MULTILINE) == list(CODES)
-
-
-# What a refusal is based on
 
 
 def test_what_is_incompatible_has_a_reference_and_nothing_else_has():

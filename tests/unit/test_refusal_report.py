@@ -153,8 +153,6 @@ def test_a_vllm_that_is_named_is_refused_when_a_target_moved(python, fakes):
     )
 
 
-# A refusal in a process that vLLM started
-
 ENGINE = """
 import os, multiprocessing, sys
 import kvpatch, fake_patches, vllm

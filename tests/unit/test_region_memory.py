@@ -131,9 +131,6 @@ def test_a_pool_of_exactly_the_schedulers_blocks_suffices():
     assert find([["a"]], a=pool(0x1000, rows=8)).tensors == [region(0x1000)]
 
 
-# The registration with OffloadingConnector
-
-
 @pytest.fixture(autouse=True)
 def vllms_classes(monkeypatch):
     monkeypatch.setattr(vllm_api, "find", lambda name: lambda **fields: {name: fields})
@@ -188,11 +185,7 @@ def test_vllm_is_given_every_region_with_its_own_size():
 
 @pytest.mark.parametrize(
     ("one", "code"),
-    [
-        (worker(159), "KVP407"),
-        (worker(161), "KVP407"),
-        (worker(160, kind="OtherSpec"), "KVP406"),
-    ],
+    [(worker(159), "KVP407"), (worker(161), "KVP407"), (worker(160, kind="OtherSpec"), "KVP406")],
     ids=["a smaller block in the plan", "a larger one", "a kind that is not validated"],
 )
 def test_nothing_is_registered_that_does_not_fit(one, code):

@@ -83,9 +83,6 @@ def start(feature: Feature, release: str) -> gate.Verdict:
     )
 
 
-# Every seam is whole on every release
-
-
 @each(FEATURES)
 def test_every_seam_has_one_part_on_every_release(feature):
     assert releases(feature)[-1] == supported.INSPECTED
@@ -193,9 +190,6 @@ def test_a_release_named_by_the_operator_gets_the_rows_of_the_newest_inspected_o
         )
 
 
-# The inspected releases
-
-
 def test_the_inspected_releases_are_those_with_recorded_signatures():
     recorded = [path.name for path in shapes.DATA.glob("signatures/vllm-*.json")]
     assert sorted(recorded) == sorted(f"vllm-{release}.json" for release in supported.RELEASES)
@@ -215,8 +209,6 @@ def test_what_is_below_the_floor_is_refused_for_a_fault():
         fault = supported.fault_of(Installed.release("vllm", release))
         assert (fault is not None) is (Version(release) < Version(supported.FLOOR)), release
 
-
-# One line for a release where nothing moved
 
 CHECK = """
 from kvpatch import distributions, gate, patches, supported
@@ -246,7 +238,6 @@ print(len(found))
 
 
 def test_a_release_where_nothing_moved_is_one_line(run, tmp_path):
-    """0.34.0 with the signatures of 0.33.0: one line of source, and generated files."""
     ignored = shutil.ignore_patterns("__pycache__")
     copied = tmp_path / "tree/kvpatch"
     shutil.copytree(PACKAGE, copied, ignore=ignored)
@@ -274,9 +265,6 @@ def test_a_release_where_nothing_moved_is_one_line(run, tmp_path):
         if path.read_text() != (PACKAGE / path.relative_to(copied)).read_text()
     ]
     assert differing == [copied / "supported.py"]
-
-
-# What a row says
 
 
 def home(module: str) -> Path:
@@ -389,9 +377,6 @@ def test_no_gap_is_left_to_do():
         if isinstance(part, Gap)
     ]
     assert [why for why in gaps if "TODO" in why] == []
-
-
-# A replacement takes what vLLM passes
 
 
 def replaced_functions() -> list[Any]:

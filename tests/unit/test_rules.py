@@ -277,9 +277,7 @@ case(
 )
 case("KVP312", "HiSparse is configured", {"attention_config__hisparse_config": SimpleNamespace()})
 case(
-    "KVP378",
-    "the ranks of this engine are on 2 machines",
-    {"parallel_config__nnodes_within_dp": 2},
+    "KVP378", "the ranks of this engine are on 2 machines", {"parallel_config__nnodes_within_dp": 2}
 )
 case(
     "KVP373",
@@ -574,11 +572,7 @@ case(
     pooled("100GiB") | tier(64, container=32),
     pooled() | tier(80, available=20, container=None, swap=12),
 )
-case(
-    "KVP325",
-    "kv_events_config enables KV cache events",
-    EVENTS | {"machine__vllm": "0.25.1"},
-)
+case("KVP325", "kv_events_config enables KV cache events", EVENTS | {"machine__vllm": "0.25.1"})
 case(
     "KVP374",
     "data parallelism over 2 engines is configured",
@@ -587,12 +581,7 @@ case(
 )
 case("KVP329", "a secondary tier is configured", tiers("fs") | {"machine__vllm": "0.22.1"})
 case("KVP330", "a secondary tier is configured on this release", tiers("fs") | V2_OF_34)
-case(
-    "KVP321",
-    "the secondary tier example is configured",
-    tiers("example"),
-    tiers("fs", "example"),
-)
+case("KVP321", "the secondary tier example is configured", tiers("example"), tiers("fs", "example"))
 case("KVP364", "the secondary tier p2p is configured", tiers("p2p"), tiers("fs", "p2p"))
 case(
     "KVP322",
@@ -754,6 +743,16 @@ def test_without_a_connector_only_what_kvcached_cannot_run_matters(code, changes
         {"kv_transfer_config__kv_connector_extra_config": None},
         {"kv_transfer_config__kv_connector": None},
         {"model_config": None},
+        SCHEME | LATENT | ONE_RANK | V2_OF_32,  # which does not read the scheme
+        {"quant_config": SimpleNamespace(kv_cache_scheme=None)},
+        {"quant_config": None},
+        # Tiers that fit.
+        tier(64),
+        tier(100),
+        tier(64, shm=None, container=None),
+        tier(64, shm=0) | {"machine__vllm": "0.26.0"},  # not in /dev/shm
+        tier(512, shm=900, container=None, available=900) | V2_OF_32,
+        tier(400, shm=2) | {"machine__memory": None},  # in a process of an engine
     ],
 )
 def test_what_is_validated_passes(changes):
@@ -817,14 +816,9 @@ def test_without_a_connector_a_pool_is_nothing():
 
 
 def test_the_allocator_of_sleep_mode_can_sleep_without_it():
-    refused = check(config(model_config__enable_cumem_allocator=True))
-    assert "with the cumem allocator, because" in str(refused)
-    assert refused.code == "KVP341"
-
-
-def test_a_validated_spec_of_another_module_is_another_spec():
-    refused = check(config(**spec("HostOffloadingSpec", "mine")))
-    assert "the offloading spec HostOffloadingSpec" in str(refused)
+    refusal = check(config(model_config__enable_cumem_allocator=True))
+    what = "a KV connector is configured with the cumem allocator"
+    assert (refusal.code, refusal.what) == ("KVP341", what)
 
 
 @pytest.mark.parametrize(
@@ -923,52 +917,64 @@ def test_fp8_starts_where_it_was_compared(release, dtype):
         assert check(config(**given, **connector, **SCHEME)) is None
 
 
+DTYPE = "a KV connector is configured with the KV cache dtype"
+OF_FP8 = FP8 | ONE_RANK | V2_OF_30
+FULL = f"{DTYPE} fp8 for a model that is not of full attention alone"
+
+
 @pytest.mark.parametrize(
-    ("changes", "what"),
+    ("changes", "code", "what"),
     [
-        (LATENT, "fp8 for a model that is not of full attention alone (latent attention)"),
-        (HYBRID, "fp8 for a model that is not of full attention alone (hybrid)"),
-        (WINDOWS, "fp8 for a model that is not of full attention alone (sliding window)"),
+        (OF_FP8 | LATENT, "KVP310", f"{FULL} (latent attention)"),
+        (OF_FP8 | HYBRID, "KVP310", f"{FULL} (hybrid)"),
+        (OF_FP8 | WINDOWS, "KVP310", f"{FULL} (sliding window)"),
         # By the first requests.
-        ({"cache_config__calculate_kv_scales": True}, "fp8 and --calculate-kv-scales"),
-        ({"cache_config__kv_cache_dtype_skip_layers": ["0"]}, "fp8 in some of the layers"),
+        (
+            OF_FP8 | {"cache_config__calculate_kv_scales": True},
+            "KVP310",
+            f"{DTYPE} fp8 and --calculate-kv-scales",
+        ),
+        (
+            OF_FP8 | {"cache_config__kv_cache_dtype_skip_layers": ["0"]},
+            "KVP310",
+            f"{DTYPE} fp8 in some of the layers",
+        ),
+        *(
+            (V2_OF_32 | {"cache_config__cache_dtype": dtype}, "KVP310", f"{DTYPE} {dtype}")
+            for dtype in ("fp8_ds_mla", "fp8_per_token_head", "nvfp4")
+        ),
+        *(
+            (of_connectors(given), "KVP365", "connectors is not a list of objects")
+            for given in ({"kv_connector": "OffloadingConnector"}, ["OffloadingConnector"])
+        ),
+        (
+            spec("HostOffloadingSpec", "mine"),
+            "KVP303",
+            "the offloading spec HostOffloadingSpec is configured",
+        ),
+        # A tier as large as a /dev/shm that has some files.
+        (
+            tier(64) | {"machine__memory": ROOMY._replace(shm=64 * GIB - 4096)},
+            "KVP336",
+            "the CPU tier takes 68719476736 bytes and /dev/shm has 68719472640 bytes free",
+        ),
     ],
 )
-def test_fp8_that_was_not_compared_says_with_what(changes, what):
-    refusal = check(config(**FP8 | changes | ONE_RANK | V2_OF_30))
-    assert refusal.code == "KVP310"
-    assert refusal.what == f"a KV connector is configured with the KV cache dtype {what}"
+def test_what_a_refusal_names(changes, code, what):
+    refusal = check(config(**changes))
+    assert (refusal.code, refusal.what) == (code, what)
 
 
 def test_fp8_and_several_ranks_are_a_pair(monkeypatch):
-    """Each of them is validated; the reason used to be the dtype."""
     monkeypatch.setattr(admitted, "ran_with", lambda name, *rest: "+" not in name)
     refusal = check(config(**FP8 | TWO_RANKS | V2_OF_32))
     assert refusal.code == "KVP376"
     assert refusal.what == "an fp8 KV cache and tensor parallelism are configured together"
 
 
-@pytest.mark.parametrize("dtype", ["fp8_ds_mla", "fp8_per_token_head", "nvfp4"])
-def test_other_dtypes_of_the_cache_are_refused_there_too(dtype):
-    given = on("0.32.0") | {"cache_config__cache_dtype": dtype}
-    assert check(config(**given)).code == "KVP310"
-
-
-def test_latent_attention_does_not_read_the_scheme():
-    assert check(config(**SCHEME, **LATENT, **ONE_RANK, **on("0.32.0"))) is None
-
-
-def test_a_checkpoint_without_a_scheme_is_not_fp8():
-    assert check(config(quant_config=SimpleNamespace(kv_cache_scheme=None))) is None
-    assert check(config(quant_config=None)) is None
-
-
 def on(release: str) -> dict[str, Any]:
     """A release, and the runner that kvpatch supports there."""
     return {"machine__vllm": release, "use_v2_model_runner": release in ("0.32.0",)}
-
-
-# Speculative decoding
 
 
 @cache
@@ -1001,11 +1007,8 @@ def test_drafts_of_another_method_are_refused(ran, method):
     ran("ngram")
     made = config(speculative_config=SimpleNamespace(method=method), **ONE_RANK, **V2_OF_32)
     refusal = check(made)
-    assert refusal.code == "KVP309"
-    assert refusal.what == f"a KV connector is configured with speculative decoding by {method}"
-
-
-# Kinds of models
+    what = f"a KV connector is configured with speculative decoding by {method}"
+    assert (refusal.code, refusal.what) == ("KVP309", what)
 
 
 OF_KINDS = [(LATENT, "latent attention", "KVP305"), (HYBRID, "hybrid", "KVP311")]
@@ -1032,14 +1035,6 @@ def test_a_kind_of_model_starts_where_it_ran(ran, monkeypatch, changes, kind, co
     assert rule.refusal(made, here) is not None
 
 
-@pytest.mark.parametrize(
-    "given", [{"kv_connector": "OffloadingConnector"}, ["OffloadingConnector"]]
-)
-def test_connectors_that_are_no_list_of_objects(given):
-    refusal = check(config(**of_connectors(given)))
-    assert (refusal.code, refusal.what) == ("KVP365", "connectors is not a list of objects")
-
-
 def test_a_known_fault_goes_before_what_is_not_validated():
     """Its sentence is of use; the other one offers to verify what cannot be right."""
     made = config(**simple(lazy_offload=True), **NO_PREFIX_CACHE, machine__vllm="0.29.0")
@@ -1047,9 +1042,6 @@ def test_a_known_fault_goes_before_what_is_not_validated():
     assert broken == ["KVP306", "KVP316"]
     assert check(made).code == "KVP316"
     assert check(made, lifted={"KVP316"}).code == "KVP306"
-
-
-# Latent attention on several ranks
 
 
 @pytest.mark.parametrize("connector", [{}, simple(), multi("OffloadingConnector"), tiers("fs")])
@@ -1069,9 +1061,6 @@ def test_two_stages_of_one_rank_are_not_those_of_two(ran):
     ran("2 stages")
     assert check(config(**STAGES | V2_OF_32)) is None
     assert check(config(**STAGES_OF_RANKS | V2_OF_32)).code == "KVP307"
-
-
-# Data parallelism
 
 
 @pytest.mark.parametrize("v2", [False, True])
@@ -1127,8 +1116,6 @@ def test_four_engines_start_with_what_ran(ran):
     assert check(config(**ENGINES | V2_OF_32 | four | simple())).code == "KVP374"
 
 
-# Settings that change steps or blocks
-
 ONE_GROUP = NO_GROUPS | WINDOWS
 
 
@@ -1183,32 +1170,6 @@ def test_the_cells_of_latent_attention_ran_with_whole_prompts(ran):
     assert check(config(**WHOLE | LATENT | ONE_RANK | V2_OF_32)) is None
 
 
-# The host's memory
-
-
-@pytest.mark.parametrize(
-    "changes",
-    [
-        tier(64),
-        tier(100),
-        tier(64, shm=None, container=None),
-        tier(64, shm=0) | {"machine__vllm": "0.26.0"},  # not in /dev/shm
-        tier(512, shm=900, container=None, available=900) | on("0.32.0"),
-        tier(400, shm=2) | {"machine__memory": None},  # in a process of an engine
-    ],
-)
-def test_a_tier_that_fits_passes(changes):
-    assert check(config(**changes)) is None
-
-
-def test_a_tier_as_large_as_a_shm_that_has_some_files():
-    made = tier(64)
-    made["machine__memory"] = ROOMY._replace(shm=64 * GIB - 4096)
-    assert check(config(**made)).what == (
-        "the CPU tier takes 68719476736 bytes and /dev/shm has 68719472640 bytes free"
-    )
-
-
 def warnings(caplog: pytest.LogCaptureFixture, **changes: Any) -> list[str]:
     logger = logging.getLogger("vllm.kvpatch")
     logger.addHandler(caplog.handler)
@@ -1259,9 +1220,6 @@ def test_a_refused_configuration_is_not_warned_of(caplog):
     logger.removeHandler(caplog.handler)
     assert refused is not None
     assert caplog.records == []
-
-
-# What a rule is
 
 
 def rule(**fields: Any) -> Rule:
@@ -1317,9 +1275,6 @@ def test_the_rules_of_features_are_loaded_in_their_order():
     references = [feature.rules for feature in patches.FEATURES if feature.rules]
     assert rules.of([*references, None]) == RULES
     assert rules.of([None]) == ()
-
-
-# Where they are checked
 
 
 @pytest.fixture

@@ -66,7 +66,7 @@ def rows(release: str) -> list[Patch]:
 def gpu(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     """vLLM as on a GPU: Triton is there."""
     triton = ModuleType("vllm.triton_utils")
-    triton.HAS_TRITON = True  # type: ignore[attr-defined]
+    triton.HAS_TRITON = True
     monkeypatch.setitem(sys.modules, "vllm", ModuleType("vllm"))
     monkeypatch.setitem(sys.modules, "vllm.triton_utils", triton)
     monkeypatch.setattr(runner_choice, "_said_by", 0)
@@ -140,7 +140,7 @@ def test_a_model_that_runs_on_v1_anyway_is_left_alone(patched, caplog):
 
 
 def test_without_triton_vllm_chooses_v1_and_says_why(patched, gpu, caplog):
-    gpu.HAS_TRITON = False  # type: ignore[attr-defined]
+    gpu.HAS_TRITON = False
     made = Config("LlamaForCausalLM")
     assert made._is_default_v2_model_runner_model() is True
     assert made.use_v2_model_runner is False

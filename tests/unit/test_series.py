@@ -77,7 +77,6 @@ def described(**changes):
 
 
 def test_what_is_counted_is_zero_from_the_start(monkeypatch):
-    """Only the info gauge existed before the first request: absent() fired at each roll-out."""
     server = Server()
     connector = "OffloadingConnector"
     for outcome in ("stored", "loaded"):
@@ -103,7 +102,6 @@ DISKS = [("OffloadingConnector", "fs")]
 
 
 def test_connectors_inside_a_multi_connector_have_series_of_their_own():
-    """What both moved was one series of MultiConnector."""
     names = ("OffloadingConnector", "SimpleCPUOffloadConnector")
     server = Server("MultiConnector", configured=series.Configured(names))
     for name in names:
@@ -229,7 +227,6 @@ def test_two_disks_of_one_type_are_one_series():
 
 
 def test_the_bytes_of_every_tier_add_up_to_its_size():
-    """The blocks of a tier were there, and what they take of the host was not."""
     server = Server()
     tiers = [
         {"connector": name, "tier": "cpu", "used_bytes": used, "total_bytes": 100}
@@ -253,7 +250,6 @@ def test_an_engine_without_a_connector_has_no_series_of_one():
 
 
 def test_a_label_has_one_value_and_one_meaning():
-    """vllm="vllm 0.28.0+cpu" had the name in its value; features="a=applied,b=..." all of them."""
     server = Server()
     names = dict(zip(series.INFO.labels, [*FACTS, "OffloadingConnector"], strict=True))
     assert server.value("info", **names) == 1
@@ -261,7 +257,6 @@ def test_a_label_has_one_value_and_one_meaning():
 
 
 def test_the_states_of_a_gauge_add_up():
-    """Held was a part of mapped, and total a limit, so that a sum over states meant nothing."""
     server = Server()
     server.metrics.observe(series.Sender().message(described()), 0)
     states = ("mapped", "reserved", "zero")
@@ -296,9 +291,6 @@ def test_units_and_names_are_prometheus():
         assert not one.name.endswith("_total")  # which the client adds to counters
         assert one.help.endswith(".")
     assert b"# TYPE vllm:kvpatch_fence_hold_seconds histogram" in generate_latest(Server().registry)
-
-
-# Held seconds
 
 
 def test_holds_are_observed_in_the_histogram():
@@ -368,9 +360,6 @@ def test_the_holds_of_an_engine_reach_its_message(monkeypatch):
     assert message["histograms"] == {"fence_hold_seconds": [([], [0.5])]}
 
 
-# Before the first request
-
-
 def engines_page(number=0, **changes):
     """Publish an engine that this process has started."""
     device = described()["device"] | changes
@@ -426,7 +415,6 @@ def starts(monkeypatch):
 
 @pytest.mark.parametrize("engines", [1, 2])
 def test_gauges_are_there_before_the_first_request(starts, engines):
-    """Memory that is reserved at idle was invisible, and of several engines all gauges were."""
     for number in range(engines):
         engines_page(number, total_pages=16 * (number + 1))
     _, value = starts(engines)
@@ -446,7 +434,6 @@ def test_a_server_begins_with_what_its_configuration_allows(starts, monkeypatch)
 
 
 def test_gauges_follow_an_engine_that_makes_no_step(starts):
-    """kvcached reserves pages on a thread, after the series were made: they stayed at 0."""
     writer = engines_page(reserved_pages=0)
     metrics, value = starts(1)
     assert value("device_bytes", state="reserved") == 0
@@ -507,7 +494,6 @@ def test_pages_and_messages_go_on_when_the_clock_steps_back(starts, monkeypatch)
 
 
 def test_a_page_that_does_not_say_which_engine_it_is_of_is_that_of_the_only_one(starts):
-    """That of an older kvpatch; of two engines it is not told whose it is."""
     content = {"beats": True, "server": {"pid": os.getpid(), "started": 1}}
     page.Writer(PIDS[0], "0.1.0").write(content | {"engine": described()})
     assert starts(1)[1]("device_limit_bytes") == 128

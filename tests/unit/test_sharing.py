@@ -118,9 +118,6 @@ def test_a_function_does_not_depend_on_the_order_in_which_it_is_found(tree):
     assert one[other].steps == 0
 
 
-# Sharing
-
-
 @pytest.fixture
 def known(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
     """Three releases next to each other with the same below, unless a test says another."""
@@ -133,7 +130,7 @@ def known(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
         }
         for release, changed in changes.items():
             name = release.lstrip("v").replace("_", ".")
-            made[name] = made[name]._replace(**changed)  # type: ignore[arg-type]
+            made[name] = made[name]._replace(**changed)
         monkeypatch.setattr(sharing, "recorded", lambda: made)
         monkeypatch.setattr(supported, "RELEASES", dict.fromkeys(made, supported.VALIDATED))
 

@@ -68,9 +68,6 @@ def test_without_copies_there_is_nothing_to_wait_for(worker):
     assert lifetime.around_shutdown(lambda: "done", connector, (), {}) == "done"
 
 
-# Counts
-
-
 def counted(tensors: list[Any], ranks: int = 1) -> Any:
     return SimpleNamespace(
         kv_cache_config=SimpleNamespace(kv_cache_tensors=tensors, num_blocks=4),
@@ -107,9 +104,6 @@ def test_a_steps_store_and_load_are_counted(monkeypatch):
         raise ValueError("an error of counting")
     assert metrics.around_plan(lambda output: meta, one, ("step",), {}) is meta
     assert len(moved) == 3
-
-
-# The regions
 
 
 class Region(SimpleNamespace):

@@ -100,9 +100,6 @@ def test_a_victim_that_is_stored_already_is_not_stored_twice():
     assert lazy.walk() == [2]
 
 
-# Prompts that wait
-
-
 def test_a_part_of_a_block_takes_a_whole_one():
     assert match(planner(cached=8, free=1), tokens=17) == (None, False)
     assert match(planner(cached=8, free=1), tokens=16) == (0, False)
@@ -182,7 +179,6 @@ def test_a_target_is_never_lowered_by_a_prompt():
 
 
 def test_a_prompt_computes_at_most_a_batch_at_a_time():
-    """The batch is 64 tokens: four blocks, whatever the prompt's length."""
     assert match(planner(cached=8, free=4), tokens=500) == (0, False)
     assert match(planner(cached=8, free=3), tokens=500) == (None, False)
 
@@ -205,9 +201,6 @@ def test_a_prompt_that_vllm_defers_itself_stays_deferred():
         None,
         False,
     )
-
-
-# Eager mode
 
 
 @pytest.mark.parametrize("hit", [(0, False), (32, True), (None, False)])

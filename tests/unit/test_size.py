@@ -100,7 +100,6 @@ def test_heads_of_two_sizes_have_blocks_of_the_larger():
 
 
 def test_a_large_model_as_its_authors_say():
-    """Llama 3.1 8B: 128 KiB a token; five of six layers of Gemma 3 27B have windows."""
     llama = {"num_hidden_layers": 32, "num_attention_heads": 32, "num_key_value_heads": 8}
     found = model_shape.of(llama | {"hidden_size": 4096, "torch_dtype": "bfloat16"})
     assert found.token_bytes == 128 << 10

@@ -216,9 +216,6 @@ def test_other_levels_are_vllms(sleeper, level):
     assert sleeper.world.suspension.phase is Phase.RUNS
 
 
-# What an engine on a CPU does with its weights
-
-
 @pytest.fixture
 def worker() -> Any:
     torch = pytest.importorskip("torch")

@@ -82,7 +82,6 @@ def test_an_object_of_a_class_is_kept_apart_from_the_others():
 
 
 def test_it_travels_with_its_host_to_another_process():
-    """As a step's metadata does, which workers return."""
     host = SimpleNamespace()
     state.attach(host, Count(7))
     assert state.find(pickle.loads(pickle.dumps(host)), Count) == Count(7)

@@ -41,9 +41,6 @@ def of(body: bytes, pid: int = PID) -> bytes:
     return head + page._BODY.pack(len(body), zlib.crc32(body)) + body
 
 
-# The file
-
-
 def test_a_page_is_what_other_versions_expect():
     before = opened()
     writer = Writer(PID, "0.1.0.dev1+a.very.long.local.part")
@@ -88,11 +85,11 @@ def test_a_page_is_full_to_its_last_byte_and_keeps_what_it_had():
     def write(letters: int) -> None:
         # The clock's digits are part of what is written.
         now = page.read(writer.path).content["written"]
-        page.time.monotonic = lambda: now  # type: ignore[assignment]
+        page.time.monotonic = lambda: now
         try:
             writer.write({"text": "a" * letters})
         finally:
-            page.time.monotonic = page_time  # type: ignore[assignment]
+            page.time.monotonic = page_time
 
     write(room)
     assert page.read(writer.path).content["text"] == "a" * room
@@ -138,9 +135,6 @@ def test_the_page_of_another_namespace_stays(monkeypatch, theirs, ours, name):
     assert Writer(PID, "0.1.0").path.name == name
 
 
-# Its process
-
-
 @pytest.mark.parametrize(
     ("theirs", "ours", "started", "life"),
     [
@@ -173,9 +167,6 @@ def test_the_age_of_a_page(monkeypatch):
     assert ages == [10, 0.5, 0, 0]
 
 
-# Whose folder it is
-
-
 def test_a_folder_is_its_users_alone(place, monkeypatch):
     folder = page.own_folder()
     assert folder == page.own_folder() == place / f"kvpatch-status-{os.getuid()}"
@@ -195,9 +186,6 @@ def test_a_folder_is_its_users_alone(place, monkeypatch):
             page.checked(place / name, os.getuid())
     monkeypatch.delenv(STATUS_DIR.name)
     assert page.base() == Path("/dev/shm")
-
-
-# What is read
 
 
 def test_a_file_is_read_in_its_users_folder_only(place):

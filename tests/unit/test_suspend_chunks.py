@@ -59,26 +59,20 @@ def test_a_chunk_is_stored_with_its_blocks_in_their_order():
 
 
 def test_what_fills_no_chunk_is_stored_by_nobody():
-    """The end of a prompt, and a chunk of which the device has a part."""
     spill = spill_of(b"a", b"b", b"c", b"e")
     spill.begin(blocks_of(spill.pool))
     assert [one.key for one in spill.next()] == [b"b"]
     assert spill.count.partial == 2
-    assert spill.plan(blocks_of(spill.pool)) == {
-        "resident": 4,
-        "kept": 2,
-        "partial": 2,
-        "lost": 0,
-    }
+    assert spill.plan(blocks_of(spill.pool)) == {"resident": 4, "kept": 2, "partial": 2, "lost": 0}
     assert [spill.is_partial(key) for key in (b"a", b"c", b"e")] == [False, True, True]
     assert not spill.lost() - 2  # a and b are not there yet
-    spill.tier.blocks[b"b"] = ""  # type: ignore[attr-defined]
+    spill.tier.blocks[b"b"] = ""
     assert (spill.kept(), spill.lost()) == (2, 0)
 
 
 def test_a_part_of_a_chunk_that_is_in_the_tier_is_not_lost():
     spill = spill_of(b"a")
-    spill.tier.blocks[b"b"] = ""  # type: ignore[attr-defined]
+    spill.tier.blocks[b"b"] = ""
     spill.begin(blocks_of(spill.pool))
     assert (spill.waits, spill.kept(), spill.count.partial) == (False, 1, 0)
     assert spill.holds(b"a")
@@ -108,7 +102,7 @@ def test_requests_that_part_within_a_chunk_have_both():
     spill = spill_of(b"a", b"b", b"x", known=(b"ab", b"ax"))
     spill.begin(blocks_of(spill.pool))
     assert [one.key for one in spill.next()] == [b"b", b"x"]
-    spill.tier.blocks[b"x"] = ""  # type: ignore[attr-defined]
+    spill.tier.blocks[b"x"] = ""
     assert spill.holds(b"a")
 
 
@@ -135,7 +129,7 @@ def test_what_nobody_has_is_forgotten(monkeypatch):
 def names(monkeypatch: pytest.MonkeyPatch) -> None:
     """vLLM's name of a block with its group."""
     base = ModuleType("vllm.v1.kv_offload.base")
-    base.make_offload_key = lambda name, group: name + bytes([group])  # type: ignore[attr-defined]
+    base.make_offload_key = lambda name, group: name + bytes([group])
     monkeypatch.setitem(sys.modules, base.__name__, base)
 
 

@@ -217,7 +217,7 @@ def test_an_engine_that_cannot_listen_starts_nevertheless(worlds, vllm, monkeypa
     monkeypatch.setitem(sys.modules, "kvcached", SimpleNamespace(utils=utils))
     monkeypatch.setitem(sys.modules, "kvcached.utils", utils)
     world = engine_with(worlds, None)
-    world.input_queue = queue.Queue()  # type: ignore[attr-defined]
+    world.input_queue = queue.Queue()
     hooks.around_engine_start(lambda: None, world, (), {})
     assert state.find(world, Suspension) is not None
 
@@ -239,9 +239,7 @@ def config_with(connector: str | None, **extra: Any) -> Any:
     transfer = None
     if connector is not None:
         transfer = SimpleNamespace(
-            kv_connector=connector,
-            kv_connector_module_path=None,
-            kv_connector_extra_config=extra,
+            kv_connector=connector, kv_connector_module_path=None, kv_connector_extra_config=extra
         )
     return SimpleNamespace(kv_transfer_config=transfer, cache_config=SimpleNamespace(block_size=32))
 

@@ -343,7 +343,7 @@ def inconsistent(monkeypatch: pytest.MonkeyPatch) -> type[Exception]:
     class StateConsistencyError(RuntimeError):
         pass
 
-    errors.StateConsistencyError = StateConsistencyError  # type: ignore[attr-defined]
+    errors.StateConsistencyError = StateConsistencyError
     monkeypatch.setitem(sys.modules, "kvcached.errors", errors)
     return StateConsistencyError
 
@@ -380,7 +380,7 @@ def test_an_engine_whose_mappings_are_unknown_ends_while_it_gives_pages_back(
         def fail(blocks: Any) -> None:
             raise inconsistent("an unmap could not be confirmed")
 
-        world.pool.evict_blocks = fail  # type: ignore[method-assign]
+        world.pool.evict_blocks = fail
     else:
         unknown(world, what, inconsistent)
     with pytest.raises(inconsistent):
@@ -563,8 +563,7 @@ def test_a_limit_that_somebody_else_set_meanwhile_is_kept(world):
 
 
 @pytest.mark.parametrize(
-    ("size", "why"),
-    [(MOST * PAGE + 1, "cannot have more"), (PAGE - 1, "needs at least one")],
+    ("size", "why"), [(MOST * PAGE + 1, "cannot have more"), (PAGE - 1, "needs at least one")]
 )
 def test_a_limit_that_it_cannot_have_is_refused(world, size, why):
     with pytest.raises(Cannot, match=why):

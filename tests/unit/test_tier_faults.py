@@ -92,7 +92,7 @@ def load(memory: mmap.mmap, folder: Path) -> int:
         with memoryview(memory) as view:
             load_blocks(names(folder), view, [n * SIZE for n in range(BLOCKS)], SIZE, False)
     except OSError as error:
-        came = error.num_succeeded  # type: ignore[attr-defined]
+        came = error.num_succeeded
     for number in range(came):
         assert memory[number * SIZE : (number + 1) * SIZE] == contents(number)
     return came
@@ -201,9 +201,6 @@ def test_every_block_is_an_answer_of_the_disk(memory, tmp_path, monkeypatch):
         act(memory, tmp_path)
         assert len(answers) == BLOCKS
         answers.clear()
-
-
-# Whose files and folders they are
 
 
 def test_a_folder_is_made_for_this_user_only(tmp_path):

@@ -158,7 +158,7 @@ def test_values_are_plain(value, expected):
 
 
 def test_the_members_of_a_set_are_sorted_inside_too():
-    class Frozen(dict):  # type: ignore[type-arg]
+    class Frozen(dict):
         def __hash__(self) -> int:
             return 0
 
@@ -177,9 +177,6 @@ def test_descriptions_have_no_order_but_that_of_the_ranks():
 
     one, same, other = {"a": 1, "b": {"c": 2, "d": 3}}, {"b": {"d": 3, "c": 2}, "a": 1}, {"a": 1}
     assert digest(one, other) == digest(same, other) != digest(other, one)
-
-
-# The folders
 
 
 class Mapper:
@@ -244,9 +241,6 @@ def test_a_folder_that_others_can_open_is_refused(weights, tmp_path):
         mapper(tmp_path)
     assert refused.value.code == "KVP334"
     assert isinstance(refused.value.__cause__, OSError)
-
-
-# The weights
 
 
 class Recorder:

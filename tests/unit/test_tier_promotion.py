@@ -225,7 +225,6 @@ def test_a_block_that_is_loaded_in_part_counts_by_its_tokens():
 
 @pytest.mark.parametrize("groups", [["abc", "wxy"], ["wxy", "abc"]])
 def test_of_several_groups_the_one_with_most_from_the_disk_counts(groups):
-    """A token came from the disk if a part of its KV did."""
     assert Planner("cxy", groups).load(8) == 8
 
 
@@ -260,7 +259,7 @@ def after_reset(*transfers: int, fenced: bool = True, **waiting: Any) -> Any:
     made = SimpleNamespace(_stale_job_threshold=7, manager=SimpleNamespace(**waiting))
     if fenced:
         fence = SimpleNamespace(transfers=transfers)
-        state.attach(made, Fenced(fence, None, None))  # type: ignore[arg-type]
+        state.attach(made, Fenced(fence, None, None))
     return made
 
 

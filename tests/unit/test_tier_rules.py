@@ -86,7 +86,7 @@ def test_a_task_that_fails_is_not_pending_any_more():
     assert not unanswered.late
 
 
-class Changing(dict):  # type: ignore[type-arg]
+class Changing(dict):
     """A dictionary that another thread changes the first time somebody reads it."""
 
     reads = 0

@@ -107,7 +107,6 @@ def test_a_suite_that_was_not_recorded_has_no_list(monkeypatch, tmp_path):
 
 
 def test_the_page_has_what_was_recorded(monkeypatch):
-    """Of two suites one; a cause that no test has is not told."""
     recorded = {
         "command": "scripts/upstream core",
         "date": "2026-11-23",

@@ -108,8 +108,7 @@ def test_a_verdict_of_an_earlier_kvpatch_holds_for_nothing_and_doctor_says_why(t
 
 
 @pytest.mark.parametrize(
-    ("text", "why"),
-    [("{bad", "it is not JSON"), ("{}", "it is no verdict, and lacks 'format'")],
+    ("text", "why"), [("{bad", "it is not JSON"), ("{}", "it is no verdict, and lacks 'format'")]
 )
 def test_what_a_file_lacks_is_said_once_and_in_words(tmp_path, caplog, text, why):
     here = {VERDICTS.name: str(tmp_path), "XDG_DATA_HOME": str(tmp_path / "none")}
@@ -311,9 +310,6 @@ def test_what_of_kvpatch_is_not_in_an_engines_way_is_not_its_code(tmp_path, monk
     assert verdicts.digest("kvpatch") != before
 
 
-# What can be verified
-
-
 def test_only_what_is_not_validated_can_be_verified():
     assert {CODES[code].basis for code in VERIFIABLE} == {Basis.NOT_VALIDATED}
     assert {"KVP107", "KVP310", "KVP406"} <= VERIFIABLE
@@ -328,9 +324,6 @@ def test_the_sentence_names_the_command_that_would_lift_it(code, named):
     refusal = Refusal("a", "b", "c", code=code)
     assert (VERIFY_IT in str(refusal)) is named
     assert refusal.remedy == "c"
-
-
-# In the process that the operator started
 
 
 @pytest.fixture
@@ -486,9 +479,6 @@ def test_a_run_writes_down_what_runs_and_what_was_lifted(process, tmp_path, monk
     assert lifting.lifts(Refusal("a", "b", "c", code="KVP406"))
     assert not lifting.lifts(Refusal("a", "b", "c", code="KVP312"))
     assert (folder / "lifted").read_text() == "KVP107\nKVP310\nKVP406\n"
-
-
-# What doctor and matrix show
 
 
 @pytest.fixture

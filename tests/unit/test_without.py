@@ -110,10 +110,7 @@ REFUSED = ended(1, "kvpatch refuses to start vLLM: a fault, because; do. [KVP401
         (
             rounds(1),
             REFUSED,
-            (
-                without.NOT_STARTED,
-                "kvpatch refuses to start vLLM: a fault, because; do. [KVP401]",
-            ),
+            (without.NOT_STARTED, "kvpatch refuses to start vLLM: a fault, because; do. [KVP401]"),
         ),
         (
             REFUSED,
@@ -127,11 +124,7 @@ REFUSED = ended(1, "kvpatch refuses to start vLLM: a fault, because; do. [KVP401
             (without.SILENT, "kvpatch refuses to start vLLM: a fault, because; do. [KVP401]"),
         ),
         (REFUSED, REFUSED, (without.NOTHING, "")),
-        (
-            REFUSED,
-            ended(1, "ValueError: a fault\n"),
-            (without.OTHER_WORDS, "ValueError: a fault"),
-        ),
+        (REFUSED, ended(1, "ValueError: a fault\n"), (without.OTHER_WORDS, "ValueError: a fault")),
     ],
 )
 def test_what_is_seen(whole, less, seen):

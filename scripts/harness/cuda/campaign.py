@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import fcntl
 import json
+import os
 import random
 import subprocess
 import tempfile
@@ -75,7 +76,7 @@ def engines(folder: Path) -> dict[str, Job]:
         "Simple eager, non-contiguous": found["Simple eager"] | by_layer,
         # Refused on a GPU until they ran on one.
         "Offloading, host pool": found["Offloading"]
-        | {"lift": ["KVP344"], "process": {"KVPATCH_HOST_POOL": f"{TIER}@{folder.name}"}},
+        | {"lift": ["KVP344"], "process": {"KVPATCH_HOST_POOL": f"{TIER}@cuda{os.getpid()}"}},
         "Offloading, sleep 1": asleep | {"level": 1},
         "Offloading, sleep 2": asleep | {"level": 2},
     }

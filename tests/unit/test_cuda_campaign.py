@@ -1,0 +1,37 @@
+"""What the runs on the emulated CUDA device put into their result file, beside each other."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from harness.cuda import campaign, device
+
+
+def test_a_run_leaves_what_others_recorded(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    result = tmp_path / "cuda.json"
+    monkeypatch.setattr(campaign, "RESULT", result)
+    before = {"releases": {"0.32.0": {"Multi": 1, "Offloading": 2}}, "served": {"0.26.0": {"a": 1}}}
+    result.write_text(json.dumps({"command": "typed"} | before))
+    campaign.record({"releases": {"0.32.0": {"Multi": 3}, "0.26.0": {"Multi": 4}}})
+    campaign.record({"served": {"0.26.0": {"b": 2}}, "lines": {"C++": 5}})
+    found = json.loads(result.read_text())
+    assert found.pop("machine")["cpus"]
+    assert found == {
+        "command": "typed",
+        "releases": {"0.32.0": {"Multi": 3, "Offloading": 2}, "0.26.0": {"Multi": 4}},
+        "served": {"0.26.0": {"b": 2}},
+        "lines": {"C++": 5},
+    }
+
+
+def test_the_lines_are_those_of_the_device_without_its_checks() -> None:
+    for needed in ("httpx", "psutil"):
+        pytest.importorskip(needed)
+    from harness.cuda import served
+
+    here = Path(device.__file__).parent
+    longest = len((here / "operators.cpp").read_text().splitlines())
+    assert longest < served.lines()["C++"] < 10 * longest
