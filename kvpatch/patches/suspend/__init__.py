@@ -3,7 +3,7 @@
 A verb, such as a limit, reaches an engine so: ``cli`` and ``kvpatch.set_limit`` call
 ``control.client``, which writes a line to the engine's socket; ``server`` reads it on a thread of
 its own and hands it over through vLLM's queue of client requests (``queue``); ``hooks`` takes it on
-the engine's thread, where ``suspension`` does it. A limit goes on to kvcached's pool in /dev/shm and
+the engine's thread, where ``suspension`` does it. A limit goes on to kvcached's pool and to
 ``KVCacheManager.resize`` (``upstream.kvcached_api.set_limit``), before which ``giving`` stores what
 has to leave the device.
 """
