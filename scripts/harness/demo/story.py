@@ -275,7 +275,8 @@ class Story:
                 "to the first token of a returning conversation",
                 f"{returning_ttft(ours.answers):.1f} s, plain vLLM "
                 f"{returning_ttft(plain.answers):.1f} s",
-                f"with its own tier {returning_ttft(tiered.answers):.1f} s; median of {len(returning)} that return at once, in the order they came"
+                f"with its own tier {returning_ttft(tiered.answers):.1f} s; "
+                f"median of {len(returning)} that return at once, in the order they came"
                 + ("" if self.models.real else "; models this small compute as fast as they load"),
             ),
             Row(
