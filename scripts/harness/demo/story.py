@@ -274,8 +274,8 @@ class Story:
             Row(
                 "to the first token of a returning conversation",
                 f"{returning_ttft(ours.answers):.1f} s, plain vLLM "
-                f"{returning_ttft(plain.answers):.1f} s, with its own tier "
-                f"{returning_ttft(tiered.answers):.1f} s",
+                f"{returning_ttft(plain.answers):.1f} s",
+                f"with its own tier {returning_ttft(tiered.answers):.1f} s; "
                 f"median of {len(returning)} that return at once, in the order they came"
                 + ("" if self.models.real else "; models this small compute as fast as they load"),
             ),
