@@ -82,7 +82,8 @@ def run_lanes(name: str) -> bool | None:
             venvs.install(own, "--no-deps", *extra)
 
     try:
-        venvs.made(folder, " ".join([python, *pinned(), *extra]), make)
+        recipe = [python, *(one.name for one in BESIDE), *pinned(), *extra]
+        venvs.made(folder, " ".join(recipe), make)
     except subprocess.CalledProcessError:
         return False
     lanes = [f"tests/{lane}" for lane in LANES.get(name, ("unit", "wheel"))]
