@@ -311,7 +311,7 @@ CODES = {
     "KVP604": _incompatible("OffloadingConnector on an NPU", "vllm-project/vllm-ascend#13389"),
     "KVP605": _not_validated("KV caches of other kinds than full attention on an NPU", False),
     "KVP606": _not_validated("what engines on an NPU have not been run with", False),
-    "KVP607": _setup("the device is an NPU, and kvpatch-ascend is not installed"),
+    "KVP607": _setup("vllm-ascend is installed, and kvpatch-ascend is not"),
 }
 
 

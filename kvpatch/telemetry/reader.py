@@ -241,7 +241,8 @@ def judge(found: Page, path: Path) -> Seen:
         )
         return Seen(pid, State.FOREIGN, line, found)
     if life is Life.EXITED and page.ended_in_order(found, path.parent):
-        line = f"pid {pid} ended with its server, last seen {ago(age)}"
+        # A server that has lost its engine by an error ends in order too.
+        line = f"pid {pid} ended with its server, or before it (its log says), last seen {ago(age)}"
         return Seen(pid, State.ENDED, line, found)
     if life is Life.EXITED:
         how = "exited without cleanup (killed?)"

@@ -21,7 +21,10 @@ from kvpatch.telemetry import status_page as page
 from kvpatch.telemetry.reader import State
 
 GONE = 4_000_000  # above every pid of Linux
-WITH_ITS_SERVER = rf"pid {GONE + 1} ended with its server, last seen \d+ s ago: chat"
+WITH_ITS_SERVER = (
+    rf"pid {GONE + 1} ended with its server, or before it \(its log says\), "
+    r"last seen \d+ s ago: chat"
+)
 
 
 @pytest.fixture(autouse=True)
@@ -220,12 +223,15 @@ publisher.process(lambda: {"roles": [sys.argv[1]]})
 if sys.argv[1] == "frontend":
     from threading import Thread
     from kvpatch.patches.metrics import hooks
-    shutdown = lambda: hooks.around_client_shutdown(print, None, (), {"end": ""})
+    from types import SimpleNamespace as Object
+    code = -9 if sys.argv[2] == "has lost it" else 0
+    client = Object(resources=Object(engine_manager=Object(processes=[Object(exitcode=code)])))
+    shutdown = lambda: hooks.around_client_shutdown(print, client, (), {"end": ""})
     engine = subprocess.Popen([sys.executable, "-c", os.environ["CODE"], "engine"], stdout=-1)
     engine.stdout.readline()
     engine.kill()  # as vLLM does, and the OOM killer
     engine.wait()
-    thread = hooks.WATCHES if sys.argv[2] == "has lost it" else "MainThread"
+    thread = "MainThread" if sys.argv[2] == "ends" else hooks.WATCHES
     of_client = Thread(target=shutdown, name=thread)
     of_client.start()
     of_client.join()
@@ -240,7 +246,12 @@ else:
 
 @pytest.mark.parametrize(
     ("how", "state"),
-    [("ends", State.ENDED), ("is killed", State.KILLED), ("has lost it", State.KILLED)],
+    [
+        ("ends", State.ENDED),
+        ("gets its signal later", State.ENDED),
+        ("is killed", State.KILLED),
+        ("has lost it", State.KILLED),
+    ],
 )
 def test_an_engine_that_died_is_told_from_one_that_was_stopped(how, state):
     command = [sys.executable, "-c", SERVER, "frontend", how]

@@ -848,3 +848,76 @@ def test_steps_without_a_share_are_no_debt(monkeypatch: pytest.MonkeyPatch) -> N
         clock.now += 0.02
         share.end()
     assert clock.pages(share, True, 0.02, 0.0001) == 10
+
+
+@pytest.mark.parametrize("first", ["limit", "idle"])
+def test_a_limit_goes_on_with_what_was_taken_up_before_it(worlds, first):
+    world = filled(worlds)
+    world.giving._share = Shares(pages=1000, stores=6)
+    if first == "limit":
+        lower(world, 5)
+    else:
+        world.giving.rest()
+    world.step()
+    assert world.giving.stage is Stage.STORING
+    lower(world, 3)
+    world.until_idle()
+    assert world.giving.lost == 0
+    assert {f"old{n}".encode() for n in range(4, 20)} <= set(world.tier.blocks)
+    assert world.manager.total == 3
+
+
+def test_a_limit_may_come_from_another_thread_between_two_pages(worlds, monkeypatch, caplog):
+    world = filled(worlds)
+    more = world.spill.more
+
+    def meanwhile(blocks):
+        more(blocks)
+        monkeypatch.setattr(world.spill, "more", more)
+        other = threading.Thread(target=world.manager.resize, args=(3 * PAGE,))
+        other.start()
+        other.join()
+
+    monkeypatch.setattr(world.spill, "more", meanwhile)
+    lower(world, 5)
+    world.until_idle()
+    assert "could not be given back" not in caplog.text
+    assert world.giving.lost == 0
+
+
+def test_a_limit_that_was_raised_meanwhile_begins_at_the_coldest_pages(worlds):
+    world = filled(worlds)
+    world.fence = 50
+    world.giving._share = Shares(pages=1000, stores=4)
+    world.add("runs", 28).left = 1000
+    lower(world, 3)
+    while not (world.giving._going and world.giving._storing):
+        world.step()
+    lower(world, 8)
+    world.step()
+    lower(world, 3)
+    for _ in range(60):
+        world.step()
+    assert {block // 4 for block in world.pool.used()} == {6, 7}, "not the coldest pages went"
+    assert (world.manager.total, world.giving.lost) == (3, 0)
+
+
+def test_time_in_which_the_process_was_stopped_is_not_owed(worlds, monkeypatch):
+    world, now = filled(worlds), [100.0]
+    monkeypatch.setattr("kvpatch.patches.suspend.share.time.perf_counter", lambda: now[0])
+    world.giving._share = Share()
+    more = world.spill.more
+
+    def stopped(blocks):
+        monkeypatch.setattr(world.spill, "more", more)
+        now[0] += 600
+        more(blocks)
+
+    monkeypatch.setattr(world.spill, "more", stopped)
+    world.add("runs", 28).left = 1000
+    lower(world, 3)
+    for _ in range(300):
+        now[0] += 0.02
+        world.step()
+    assert now[0] > 700, "it was not stopped"
+    assert world.manager.total == 3

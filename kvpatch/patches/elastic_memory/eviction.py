@@ -21,8 +21,8 @@ def victims(pool: Any, count: int, whole_pages: bool) -> list[int]:
     Args:
         pool: kvcached's ``ElasticBlockPool``.
         count: how many.
-        whole_pages: first those of whole pages among the coldest blocks, because only a page
-            without any block gives memory back; else in the order of their last use.
+        whole_pages: first those of the coldest whole pages, up to one that is too large, because
+            only a page without any block gives memory back; else in the order of their last use.
     """
     chosen: dict[int, None] = {}
     if whole_pages:

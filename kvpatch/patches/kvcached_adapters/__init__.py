@@ -18,7 +18,7 @@ FEATURE = feature(
     until=_UNTIL,
     seams=(
         seam(
-            gap("kvcached has an adapter for V2, from 0.31 on through told.*", since="0.28"),
+            gap("kvcached has an adapter for V2, from 0.31 on by kvcached_version", since="0.28"),
             Row(
                 "kvcached_adapters.v1_by_default",
                 "vllm.config.vllm:VllmConfig._is_default_v2_model_runner_model",

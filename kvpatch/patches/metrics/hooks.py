@@ -129,11 +129,14 @@ def around_prometheus(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> No
 def around_client_shutdown(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
     """Tell an engine that died from one that was stopped with its server.
 
-    Wraps ``MPClient.shutdown``, which the thread that watches the engines calls when one has died
-    that nobody had asked to stop.
+    Wraps ``MPClient.shutdown``, which the thread that watches the engines calls when one has ended
+    before its server: one that a signal to all of them reached first ends with 0.
     """
     if threading.current_thread().name == WATCHES:
-        publisher.engine_died()
+        resources = getattr(instance, "resources", None)
+        processes = getattr(getattr(resources, "engine_manager", None), "processes", ())
+        if any(one.exitcode for one in processes):
+            publisher.engine_died()
     return wrapped(*args, **kwargs)
 
 

@@ -99,7 +99,8 @@ class Giving:
         self._taken: set[int] = set()  # the blocks of both, and those that could not be stored
         self._going: set[int] = set()  # pages that wait for the fence
         self._from: tuple[float, int, int] | None = None  # when it began, given and lost then
-        self._pages: int | None = None  # taken up for this limit, or rest; None before
+        self._pages = 0  # taken up for this limit, or rest
+        self._anew = False  # there is another limit, or rest, of which none has been taken up
         revision.note(self.manager, 0)
 
     # What begins it
@@ -126,7 +127,7 @@ class Giving:
         if not self._may():
             return False  # the next allocation, or look, comes back to it
         if size != self._limit:
-            self._limit, self._apply, self._pages = size, apply, None
+            self._limit, self._apply, self._anew = size, apply, True
         self._map_no_more(size)
         self._hold.step_for("limit", True)
         return False
@@ -155,7 +156,7 @@ class Giving:
     def rest(self) -> None:
         """Give everything back that is not used, because nothing has been asked for a while."""
         if not self._idle and self._may():
-            self._idle, self._pages = True, None
+            self._idle = self._anew = True
             self._hold.step_for("idle", True)
 
     def stop(self) -> None:
@@ -199,8 +200,10 @@ class Giving:
             if self._idle and runs:
                 self.stop()
             self._share.begin(runs)
-            self._go_on(runs)
-            self._share.end()
+            try:
+                self._go_on(runs)
+            finally:
+                self._share.end()
             if self._limit is not None:
                 self._store_ahead(runs)
                 self._map_no_more(self._limit)
@@ -213,10 +216,10 @@ class Giving:
 
     def _go_on(self, runs: bool) -> None:
         wanted = self._limit is not None or self._idle
-        if not wanted and (self._storing or self._ready):
-            self._spill.cancel()  # it was raised again, or a request has come
-            self._storing.clear()
-            self._ready.clear()
+        if not wanted:  # it was raised again, or a request has come
+            if self._storing or self._ready:
+                self._spill.cancel()
+            self._take_nothing()
         self._count_given()
         while self._storing and self._spill.settled(self._keys_of_first()):
             self._ready.append(self._storing.popleft())
@@ -244,9 +247,14 @@ class Giving:
     def _take_up(self, runs: bool) -> bool:
         """Take pages up as far as the time allows, and return whether there may be others."""
         missing = self._missing_pages() - len(self._storing) - len(self._ready)
-        if self._pages is None:
-            self._pages = 0
-            self._spill.begin((), "idle" if self._limit is None else "limit")
+        if self._anew:
+            self._anew, self._pages = False, 0
+            reason = "idle" if self._limit is None else "limit"
+            if self._storing or self._ready:
+                self._spill.reason = reason  # what is on its way comes to its end
+            else:
+                self._take_nothing()
+                self._spill.begin((), reason)
         self._spill.piece = max(1, self._share.stores // self._spill.chunks.size)
         while missing > 0 and self._pages < MOST_PAGES:
             if self._spill.busy or not self._share.left:
@@ -338,13 +346,17 @@ class Giving:
     def _forget(self) -> None:
         self._from = None
         self._limit = self._apply = None
+        self._take_nothing()
+        self._going.clear()
+        self._hold.step_for("limit", False)
+        self.stop()
+
+    def _take_nothing(self) -> None:
+        """Forget the pages that are taken up; what they are chosen from begins at the coldest."""
         self._storing.clear()
         self._ready.clear()
         self._taken.clear()
-        self._going.clear()
         self._coldest.forget()
-        self._hold.step_for("limit", False)
-        self.stop()
 
 
 def around_resize(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> bool:

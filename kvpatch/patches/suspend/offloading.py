@@ -142,11 +142,12 @@ def store(planner: Any, spill: Spill) -> dict[int, Any]:
     manager, groups = planner.manager, [one.group_idx for one in planner.config.kv_group_configs]
     # A transfer has its blocks group by group.
     by_group: dict[int, list[Chunk]] = {group: [] for group in groups}
-    for one in spill.next():
+    found = spill.next()
+    for one in found:
         by_group.get(get_offload_group_idx(one.key), []).append(one)
     blocks = {one.key: one.blocks for group in groups for one in by_group[group]}
     if not blocks:
-        spill.cancel()  # what is left is of a group that the connector does not store
+        spill.drop(one.key for one in found)  # of a group that the connector does not store
         return {}
     number = planner._generate_job_id()
     context = ReqContext(req_id=f"{_NAME}-{number}")

@@ -9,6 +9,7 @@ PART = 0.1  # of a step that takes longer
 AT_REST = 0.005  # seconds in which a request that arrives waits
 STORE = 16e-6  # seconds that the store of a block takes the engine's thread, until it has completed
 LEAST = 8  # blocks that are stored in a step
+OWED = 0.1  # seconds at most: a process that was stopped meanwhile does not owe that time
 
 
 class Share:
@@ -36,7 +37,8 @@ class Share:
         step = (time.perf_counter() - self._ended) / 2
         share = min(step, max(LONGEST, min(step * PART, AT_REST))) if runs else AT_REST
         self.stores = max(LEAST, int(share / 2 / STORE))
-        self._credit = min(self._credit, 0.0) + share / 2 if runs else share
+        owed = max(min(self._credit, 0.0), -OWED)
+        self._credit = owed + share / 2 if runs else share
 
     @property
     def left(self) -> bool:

@@ -129,6 +129,7 @@ class Spill:
     Attributes:
         piece: the most chunks of one step; everything when it begins.
         chunks: of the tier.
+        reason: why their memory is given back, of ``telemetry.suspended.REASONS``.
         count: what became of them.
         counts: what became of all that were spilled since the engine started.
         alone: whether nothing but the spill is to be stored, because everything is.
@@ -142,7 +143,7 @@ class Spill:
         self.alone = False
         self.count = Count()
         self.counts = Counts(tier)
-        self._reason = "suspend"
+        self.reason = "suspend"
         self._homes: list[tuple[bytes, ...]] = []  # of each block, the chunks that it is part of
         self._taken = 0  # chunks that there is room for
         self._added: set[bytes] = set()
@@ -161,7 +162,7 @@ class Spill:
             blocks: those blocks.
             reason: why their memory is given back, of ``telemetry.suspended.REASONS``.
         """
-        self._reason = reason
+        self.reason = reason
         self.piece = EVERYTHING
         blocks = list(blocks)
         self._homes = [self.chunks.of(one.key) for one in blocks]
@@ -279,7 +280,7 @@ class Spill:
         if ours:
             ahead = self._added.intersection(planned)
             self.counts.stored(ahead, "limit")
-            self.counts.stored([key for key in planned if key not in ahead], self._reason)
+            self.counts.stored([key for key in planned if key not in ahead], self.reason)
 
     def no_room(self, forever: bool) -> None:
         """Record that the tier took nothing in.
@@ -291,6 +292,11 @@ class Spill:
         self._tried = True
         if forever or self._refused >= PATIENCE:
             self.cancel()
+
+    def drop(self, keys: Iterable[bytes]) -> None:
+        """Store some chunks not at all."""
+        for key in keys:
+            self._missing.pop(key, None)
 
     def cancel(self) -> None:
         """Store nothing more; what is in flight comes to its end."""
