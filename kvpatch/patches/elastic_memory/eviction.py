@@ -49,5 +49,5 @@ def around_evict(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> int:
         return num_to_evict, page_aware
 
     found = victims(instance, *bind(*args, **kwargs))
-    instance.evict_blocks(set(found))
+    instance.evict_blocks(found)  # in their order, as the events of vLLM are
     return len(found)
