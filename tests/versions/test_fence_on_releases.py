@@ -16,7 +16,7 @@ from harness.engines.runs import Device
 from kvpatch import supported
 
 # The newest on Runner V1 is what the engine lane runs.
-# The others share the runs of one of these, by kvpatch/matrix/sharing.py.
+# The others share the runs of one of these, by scripts/harness/matrix/sharing.py.
 RELEASES = tuple(
     (vllm, releases.runner_of(vllm)) for vllm in releases.with_own_runs(supported.FLOOR)
 )
