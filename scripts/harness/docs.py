@@ -3,7 +3,7 @@
 From the recorded runs: kvpatch/matrix/verdicts.json, which the wheel has. From the tables of
 kvpatch: docs/patches.md, docs/support.md, docs/errors.md, docs/settings.md and the grid of
 README.md. From docs/results/balance.json: the section between the markers of
-docs/several-models.md. From docs/results/cuda.json: that of docs/cuda-emulator.md. From the marks
+docs/balance.md. From docs/results/cuda.json: that of docs/cuda-emulator.md. From the marks
 of the tests: docs/faults.md. From docs/results: docs/numbers.md and its plots, the figures of
 README.md and docs/index.md, what docs/patches.md says was seen without a row, and docs/upstream.md.
 From vLLM's recipes: docs/vllm-recipes.md and their shares in README.md. From docs/results/gpu.json,
@@ -41,7 +41,7 @@ from kvpatch.versions import in_words
 
 NAMES = {"tiering fs": "Secondary tier fs"}  # in README.md, where they are otherwise unexplained
 
-SEVERAL = "docs/several-models.md"
+BALANCE = "docs/balance.md"
 EMULATED = "docs/cuda-emulator.md"
 RESULTS = "docs/results"
 VERDICTS = "kvpatch/matrix/verdicts.json"
@@ -267,7 +267,7 @@ def every_file() -> dict[str, str]:
         **fronts(matrix),
         recipes.PAGE: recipes.page(),
         **page.render(ROOT / RESULTS),
-        SEVERAL: balancing.render(ROOT / "docs/results/balance.json", (ROOT / SEVERAL).read_text()),
+        BALANCE: balancing.render(ROOT / "docs/results/balance.json", (ROOT / BALANCE).read_text()),
     }
 
 

@@ -1,4 +1,4 @@
-"""The section of docs/several-models.md on the simulation, from its result file alone."""
+"""The section of docs/balance.md on the simulation, from its result file alone."""
 
 from __future__ import annotations
 
