@@ -30,8 +30,7 @@ class Pooled:
         device: of the engine.
         folder: of its own, made here.
         run: what it is.
-        measured: whether its blocks are not digested.
-        model: another folder than that of ``run``.
+        watch: whether its blocks are compared with what they were when they were stored.
         engine: more of its arguments.
 
     Raises:
@@ -43,15 +42,14 @@ class Pooled:
         device: Device,
         folder: Path,
         run: Run,
-        measured: bool = False,
-        model: Path | None = None,
+        watch: bool = True,
         **engine: Any,
     ) -> None:
         folder.mkdir()
         job = {
-            "model": str(model or model_of(run.model, run.kv_heads, run.vllm)),
+            "model": str(model_of(run.model, run.kv_heads, run.vllm)),
             "engine": engine_arguments(run) | engine,
-            "measured": measured,
+            "watch": watch,
         }
         (folder / "job.json").write_text(json.dumps(job))
         self.simple = bool(run.simple)
