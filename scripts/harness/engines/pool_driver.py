@@ -2,8 +2,9 @@
 
     python -m harness.engines.pool_driver JOB.json RESULT.json
 
-A job names the engine's arguments, and whether its blocks are watched. Each line of standard input is a step; what it saw is in the result when standard output says that it is done.
-The engine shuts down at the end of the input.
+A job names the engine's arguments, and whether its blocks are watched. Each line of standard
+input is a step; what it saw is in the result when standard output says that it is done. The engine
+shuts down at the end of the input.
 """
 
 from __future__ import annotations
