@@ -291,7 +291,9 @@ class Engines:
         if "idle" in settings_of(cell):
             ours = replace(ours, asynchronous=ours.asynchronous and ours.workers == 1)
             asked = giving.asked_of()
-            record = giving.judge(giving.run(ours, self.work / name, executed, asked), reference)
+            found = giving.run(ours, self.work / name, executed, asked)
+            caches = "no prefix cache" not in settings_of(cell)
+            record = giving.judge(found, reference, caches)
             self._clear_pool(cell)
             self.say(f"{name}: {'right' if record['right'] else record}")
             return record | {
