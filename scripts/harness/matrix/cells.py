@@ -275,7 +275,9 @@ class Engines:
         room = "llama" if kind == "sliding" and not ours.groups_windows else kind
         if room in trial.tiers:
             tier, blocks = trial.tiers[room]
-            least = LEAST if ours.cache_dtype else 0
+            # Of a device of one page a first limit leaves too little for the longest request.
+            pages = 2 if "first limit" in settings_of(cell) else 1
+            least = pages * LEAST if ours.cache_dtype else 0
             ours = replace(ours, cpu_blocks=tier, blocks=max(blocks, least))
         if "host pool" in settings_of(cell):
             ours = replace(
