@@ -232,16 +232,26 @@ def test_released_memory_goes_to_the_floor_and_comes_back_with_every_cache_empty
     assert sleeper.resets == [True, True], "the release was taken for a sleep that keeps the tier"
 
 
-def test_what_cannot_be_suspended_says_that_its_pages_stay(sleeper, caplog):
-    state.attach(sleeper.world, Calls(unanswered=True))
+def test_memory_is_released_without_a_tier_to_store_in(sleeper):
+    world = sleeper.world
+    bare = Suspension(world, None, "it has no KV connector")
+    state.attach(sleeper, bare)
+    world.suspension = bare
+    world.pool.evict_blocks(set(world.pool.content))
+    released = sleeper.release()
+    sleeper.until_idle()
+    assert (released.result(0), bare.phase) == (None, Phase.SUSPENDED)
+    assert world.manager.limit == PAGE
+    assert sleeper.wake_up()
+    sleeper.until_idle()
+    assert bare.phase is Phase.RUNS
+
+
+def test_an_engine_in_the_callers_process_says_that_its_pages_stay(sleeper, caplog):
+    state.drop(sleeper, Suspension)
     with caplog.at_level(logging.WARNING):
         assert sleeper.release() is None
-    assert "maps ahead of use stays: its weights were replaced" in caplog.text
-
-
-def test_an_engine_in_the_callers_process_releases_as_vllms(sleeper):
-    state.drop(sleeper, Suspension)
-    assert sleeper.release() is None
+    assert "stay mapped: the engine is in the caller's process" in caplog.text
     assert sleeper.resets == [True]
 
 

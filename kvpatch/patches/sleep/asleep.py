@@ -27,7 +27,7 @@ from kvpatch.patches.suspend.suspension import ON_THE_WAY, Phase, Suspension
 
 _KEEPS = 1  # the level in which the same weights come back
 _LOST = "what only the device has is lost in this sleep"
-_STAYS = "release_kv_cache_memory has dropped the caches, and what kvcached maps ahead of use stays"
+_STAYS = "release_kv_cache_memory has dropped the caches, and kvcached's pages stay mapped"
 
 
 @dataclass
@@ -74,7 +74,8 @@ def around_sleep(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
         log.warning("kvpatch: %s: %s", _LOST, why_not)
         return sleep()
     # Where running requests may finish, a suspension waits for them as well.
-    return _suspend(asleep, suspension, sleep, _LOST, finish=mode == "wait")
+    begin = partial(suspension.suspend, finish=mode == "wait", whole=False, timeout=None)
+    return _suspend(asleep, suspension, begin, sleep, _LOST)
 
 
 def around_release(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
@@ -88,29 +89,31 @@ def around_release(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
     """
     wrapped(*args, **kwargs)
     suspension = state.find(instance, Suspension)
-    if suspension is None:  # in the caller's process
+    if suspension is None:
+        log.warning(
+            "kvpatch: %s: the engine is in the caller's process, where nothing steps it", _STAYS
+        )
         return None
-    if why_not := suspension.why_not():
-        log.warning("kvpatch: %s: %s", _STAYS, why_not)
-        return None
-    return _suspend(state.of(instance, Asleep), suspension, lambda: None, _STAYS, finish=False)
+    return _suspend(
+        state.of(instance, Asleep), suspension, suspension.release, lambda: None, _STAYS
+    )
 
 
 def _suspend(
     asleep: Asleep,
     suspension: Suspension,
+    begin: Callable[[], None],
     sleep: Callable[[], Any],
     otherwise: str,
-    finish: bool,
 ) -> Future[None]:
-    """Suspend an engine until it wakes up, and let it fall asleep then.
+    """Suspend an engine until it wakes up, and let it fall asleep once it is suspended.
 
     Returns:
         a future of that.
     """
     pending: Future[None] = Future()
     begins = suspension.phase not in (*ON_THE_WAY, Phase.SUSPENDED)
-    suspension.suspend(finish=finish, whole=False, timeout=None)
+    begin()
     asleep.suspended = begins
     asleep.pending, asleep.sleep, asleep.otherwise = pending, sleep, otherwise
     _advance(asleep, suspension)
