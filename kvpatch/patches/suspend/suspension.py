@@ -153,11 +153,8 @@ class Suspension:
         lost = self.plan()["lost"]
         if whole and lost:
             raise Cannot(f"its CPU tier has no room for {lost} blocks")
-        self._limit = self._seen = kvcached_api.limit(self._manager)
-        self._error = self._unset = self.given_up = ""  # of one before it
-        self._begun = time.monotonic() if asked is None else asked
+        self._begin(asked)
         self._deadline = self._begun + timeout if timeout else 0.0
-        self._mapped_before = self._mapped()
         self._finish, self._whole = finish, whole
         assert self._spill is not None
         self._spill.tier.hold(everything=True)
@@ -165,6 +162,28 @@ class Suspension:
         self._hold.set(self.engine.scheduler, states.PAUSED_NEW if finish else states.PAUSED_ALL)
         self._go_to(Phase.PAUSING)
         self.advance()
+
+    def release(self) -> None:
+        """Begin a suspension of an engine whose caches were dropped: nothing is to be stored.
+
+        It needs no tier. One that has begun goes on.
+        """
+        if self.phase in (*ON_THE_WAY, Phase.SUSPENDED):
+            self._tell()
+            return
+        self._begin(None)
+        if self._spill is not None:
+            self._spill.begin(())
+        scheduler = self.engine.scheduler
+        self._hold.set(scheduler, type(scheduler.pause_state).PAUSED_ALL)
+        self._go_to(Phase.RELEASING)
+        self.advance()
+
+    def _begin(self, asked: float | None) -> None:
+        self._limit = self._seen = kvcached_api.limit(self._manager)
+        self._error = self._unset = self.given_up = ""  # of one before it
+        self._begun = time.monotonic() if asked is None else asked
+        self._mapped_before = self._mapped()
 
     def plan(self) -> dict[str, Any]:
         """Return what a suspension would keep and lose now; of one that is there, what it has kept.
@@ -394,7 +413,13 @@ class Suspension:
     def _log(self, error: str) -> None:
         """Say what has come to its end, once."""
         said, now = self.said, time.monotonic()
-        if self.phase is Phase.SUSPENDED:
+        if self.phase is Phase.SUSPENDED and self._spill is None:
+            self._suspended_at = now
+            log.info(
+                "kvpatch: released in %.2f s: %s still mapped",
+                *(now - self._begun, readable(said["mapped"])),
+            )
+        elif self.phase is Phase.SUSPENDED:
             self._suspended_at = now
             log.info(
                 "kvpatch: suspended%s in %.2f s: %d of %d blocks are in the tier, %s given back, "

@@ -282,6 +282,7 @@ PAIRS = tuple(
             ("idle", "chunks", "store threshold", "host pool"),
             ("fp8", "several ranks", "ngram", "draft model", "EAGLE"),
             ("several ranks", "ngram", "draft model", "EAGLE"),
+            ("no prefix cache", "idle", "first limit"),
         )
         for pair in (tuple(sorted((one, other))) for other in others)
     )
