@@ -677,8 +677,8 @@ RULES = (
         "offloading of a model of experts over several ranks, except where engines ran",
         _experts,
         lambda config, facts: (
-            "a KV connector is configured for a model of experts over several ranks"
-            + (" with expert parallelism" if spreads_experts(config) else "")
+            "a KV connector is configured with experts over several ranks"
+            + (" and expert parallelism" if spreads_experts(config) else "")
         ),
         f"it is validated {admitted.with_connectors(EXPERTS[False])}, and with expert parallelism "
         f"{admitted.with_connectors(EXPERTS[True])}",
