@@ -269,7 +269,7 @@ SETTINGS = (
                 "model_config.is_moe": True,
             },
             ("full attention",),
-            since="0.28",
+            since="0.30" if apart else "0.28",  # before, a CPU's experts choose by themselves
         )
         for apart, name in EXPERTS.items()
     ),
