@@ -236,7 +236,7 @@ CODES = {
     "KVP388": _incompatible(
         "vLLM's own extensible KV cache", "vllm-project/vllm#56492 (open), which maps memory itself"
     ),
-    "KVP389": _not_validated("offloading with expert parallelism"),
+    "KVP389": _not_validated("offloading of experts over several ranks"),
     "KVP390": _not_validated("a setting of vLLM that no engine with a KV connector ran with"),
     "KVP401": _incompatible(
         "the scheduler's block pool is not kvcached's", "ovg-project/kvcached#316"

@@ -477,7 +477,7 @@ case(
 )
 case(
     "KVP389",
-    "a KV connector is configured with expert parallelism over several ranks",
+    "a KV connector is configured with experts over several ranks and expert parallelism",
     TWO_RANKS | {"parallel_config__enable_expert_parallel": True},
 )
 case(
@@ -1002,7 +1002,7 @@ def test_drafts_that_were_compared_start(ran, method, feature, connector, v2):
     assert check(config(**made, **connector, **ONE_RANK, machine__vllm="0.32.0")) is None
 
 
-@pytest.mark.parametrize("method", ["medusa", "mtp"])
+@pytest.mark.parametrize("method", ["medusa", "eagle3"])
 def test_drafts_of_another_method_are_refused(ran, method):
     ran("ngram")
     made = config(speculative_config=SimpleNamespace(method=method), **ONE_RANK, **V2_OF_32)

@@ -30,7 +30,9 @@ MULTI = Span("0.16")
 # Where a checkpoint's kv_cache_scheme wins over --kv-cache-dtype, in vLLM's Attention.__init__.
 SCHEME_WINS = Span("0", "0.22")
 # vLLM's methods of speculative decoding, by their names in the matrix.
-DRAFTING = {"ngram": "ngram", "draft_model": "draft model", "eagle": "EAGLE"}
+DRAFTING = {"ngram": "ngram", "draft_model": "draft model", "eagle": "EAGLE", "mtp": "mtp"}
+# Experts over several ranks: the name of their runs, by whether each rank has experts of its own.
+EXPERTS = {False: "experts", True: "expert parallelism"}
 # Two stages of a pipeline: the name of their cells, by the ranks of each.
 STAGES = {1: "2 stages", 2: "2 stages of 2 ranks"}
 SEVERAL_RANKS = "2 ranks"  # of tensor parallelism, by the name of its cells
@@ -325,10 +327,22 @@ def _other_keys(config: Any, facts: Facts) -> list[str]:
     return keys
 
 
-def _spreads_experts(config: Any, facts: Facts) -> bool:
-    """Return whether ranks divide experts among them; of several engines KVP374 says it."""
+def spreads_experts(config: Any) -> bool:
+    """Return whether each rank has experts of its own; of several engines KVP374 says it."""
     parallel = config.parallel_config
     return getattr(parallel, "enable_expert_parallel", False) and parallel.tensor_parallel_size > 1
+
+
+def _experts(config: Any, facts: Facts) -> bool:
+    """Return whether ranks divide experts among them in a way that did not run."""
+    divided = (
+        getattr(config.model_config, "is_moe", False)
+        and config.parallel_config.tensor_parallel_size > 1
+    )
+    apart = spreads_experts(config)
+    return (divided or apart) and not admitted.ran_with(
+        EXPERTS[apart], facts.vllm, place.ways(config.kv_transfer_config)
+    )
 
 
 def _never_set(config: Any) -> list[str]:
@@ -660,12 +674,15 @@ RULES = (
     ),
     Rule(
         "KVP389",
-        "offloading with expert parallelism over several ranks",
-        _spreads_experts,
-        "a KV connector is configured with expert parallelism over several ranks",
-        "no engine has validated it: plain vLLM 0.32.0 ends there on a CPU in a fault of its "
-        "kernel (cpu_fused_moe)",
-        "remove --enable-expert-parallel: ranks then divide each expert among them",
+        "offloading of a model of experts over several ranks, except where engines ran",
+        _experts,
+        lambda config, facts: (
+            "a KV connector is configured with experts over several ranks"
+            + (" and expert parallelism" if spreads_experts(config) else "")
+        ),
+        f"it is validated {admitted.with_connectors(EXPERTS[False])}, and with expert parallelism "
+        f"{admitted.with_connectors(EXPERTS[True])}",
+        "take a release and connector with which it is validated",
     ),
     Rule(
         "KVP390",

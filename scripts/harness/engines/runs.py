@@ -16,7 +16,7 @@ from typing import Any
 
 from packaging.version import Version
 
-from harness import connectors, environments, model_cache, processes
+from harness import connectors, environments, experts, model_cache, processes
 from harness.engines import process, reverted
 from harness.models import SCALES
 
@@ -34,7 +34,8 @@ EXAMPLE = "example"  # in the place of a folder: vLLM's example of a tier
 
 # How drafts are made. Of n-grams down to one token, one is always found again and is wrong, as the
 # model repeats nothing; the draft model has the model's weights with some noise, and is right at
-# times; an EAGLE head drafts the token before once more, and is right as rarely as n-grams are.
+# times; an EAGLE head drafts the token before once more, and is right as rarely as n-grams are, and
+# as the layer of random weights behind the model of experts (mtp).
 SPECULATIONS: dict[str, dict[str, Any]] = {
     "ngram": {
         "method": "ngram",
@@ -44,9 +45,12 @@ SPECULATIONS: dict[str, dict[str, Any]] = {
     },
     "draft model": {"method": "draft_model", "model": "draft", "num_speculative_tokens": 3},
     "EAGLE": {"method": "eagle", "model": "eagle", "num_speculative_tokens": 3},
+    "mtp": {"method": "mtp", "num_speculative_tokens": 2},
 }
+# Those that read states of the model, for which vLLM computes the last block again.
+READ_STATES = ("EAGLE", "mtp")
 # Layers of what drafts, which are in the blocks of the model's.
-DRAFTING = {"draft model": 4, "EAGLE": 1}
+DRAFTING = {"draft model": 4, "EAGLE": 1, "mtp": 1}
 
 
 @dataclass(frozen=True)
@@ -154,8 +158,10 @@ def model_of(kind: str, kv_heads: int = 4, vllm: str = "") -> Path:
     by = vllm if vllm and Version(vllm) < TRANSFORMERS_5 else ""
     path = cache_of(by) / f"models-{model_cache.recipe()}" / f"{kind}-{kv_heads}"
     if not path.exists():
-        options = ("--kind", kind, "--kv-heads", str(kv_heads))
-        model_cache.make(path, *options, python=python_of(by))
+        own = kind == experts.KIND
+        module = "harness.experts" if own else "harness.models"
+        options = (*(() if own else ("--kind", kind)), "--kv-heads", str(kv_heads))
+        model_cache.make(path, *options, python=python_of(by), module=module)
     return path
 
 
@@ -167,6 +173,7 @@ TOKENS = {"latent": 16, "hybrid": 128}
 # Blocks of ``BLOCK`` tokens that a load fills, in all groups of KV cache.
 ROOM = {
     "llama": 640,
+    experts.KIND: 640,
     "sliding": 1280,
     "latent": 640,
     "hybrid": 1280,
@@ -210,10 +217,9 @@ def copies_of(run: Run) -> int:
 def restored_tokens(run: Run, cached: int) -> int:
     """Tokens of a prompt that come from a tier that has ``cached`` of them, at least.
 
-    An EAGLE head needs states of the model, for which vLLM computes the last block again. What
-    fills no chunk is in no tier.
+    What fills no chunk is in no tier.
     """
-    restored = cached - block_tokens(run) if run.speculation == "EAGLE" else cached
+    restored = cached - block_tokens(run) if run.speculation in READ_STATES else cached
     return restored // (chunk := chunk_tokens(run)) * chunk
 
 

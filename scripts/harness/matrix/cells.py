@@ -16,6 +16,7 @@ from typing import Any
 
 from packaging.version import Version
 
+from harness import experts
 from harness.engines.plugins import UNTIL_IT_RAN
 from harness.engines.runs import (
     SPECULATIONS,
@@ -67,6 +68,7 @@ FEATURES: dict[str, dict[str, Any]] = {
         for count in (2, 4)
     },
     **{name: {"speculation": name} for name in SPECULATIONS},
+    "mtp": {"speculation": "mtp", "model": experts.KIND},
     "whole prompts": {"settings": (("enable_chunked_prefill", False),)},
     "no hybrid manager": {"settings": (("disable_hybrid_kv_cache_manager", True),)},
     "store threshold": {"extra": (("store_threshold", 2),)},
@@ -79,6 +81,12 @@ FEATURES: dict[str, dict[str, Any]] = {
     "host pool": {},  # and a pool of its own, see ``compare``
     "first limit": {"environment": ((FIRST_LIMIT.name, "95%"),)},
     "several ranks": {"ranks": 2},
+    "experts": {"ranks": 2, "model": experts.KIND},
+    "expert parallelism": {
+        "ranks": 2,
+        "model": experts.KIND,
+        "settings": (("enable_expert_parallel", True),),
+    },
     "KV events": {"events": True},
     "arc": {"policy": "arc"},
     "idle": {},  # see ``giving``
@@ -322,10 +330,8 @@ class Engines:
     def _base(self, cell: Cell, ahead: bool) -> tuple[Run, str]:
         """Return a run without a connector of a cell's runner, model and feature, and its name."""
         kind = MODELS[cell.model]
-        plain = Run(
-            vllm=self.version,
-            model=kind,
-            runner=cell.runner.lower(),
+        plain = replace(
+            Run(vllm=self.version, model=kind, runner=cell.runner.lower()),
             kvpatch=False,
             offload=False,
             asynchronous=ahead and not SPECULATIONS.keys().isdisjoint(settings_of(cell)),
