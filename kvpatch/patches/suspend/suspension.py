@@ -29,7 +29,6 @@ from kvpatch.patches import deadlock
 from kvpatch.patches.secondary_tiers.weights import Calls
 from kvpatch.patches.suspend.giving import Giving
 from kvpatch.patches.suspend.hold import Hold
-from kvpatch.patches.suspend.revision import publish
 from kvpatch.patches.suspend.spill import Spill, cached
 from kvpatch.patches.suspend.told import tell
 from kvpatch.sizes import readable
@@ -181,7 +180,7 @@ class Suspension:
         self.advance()
 
     def _begin(self, asked: float | None) -> None:
-        self._limit = self._seen = self._limit_now()
+        self._limit = self._seen = kvcached_api.limit(self._manager)
         self._error = self._unset = self.given_up = ""  # of one before it
         self._begun = time.monotonic() if asked is None else asked
         self._mapped_before = self._mapped()
@@ -225,8 +224,7 @@ class Suspension:
 
         Args:
             size: those bytes.
-            revision: one more than the one that the caller knows of. kvcached's own revisions
-                are of its allocator alone, where the next allocation brings the pool's limit.
+            revision: one more than the one that the caller knows of.
 
         Raises:
             Cannot: it is more than the engine started with, or less than a page, or somebody else
@@ -242,10 +240,9 @@ class Suspension:
             raise Cannot(f"a page is {readable(page)}, and it needs at least one")
         before, later = self.promised(), ""
         if self.phase in (*ON_THE_WAY, Phase.SUSPENDED):
-            self._limit, self._seen = size, self._limit_now()
+            self._limit, self._seen = size, kvcached_api.limit(self._manager)
             later = ", from its resumption on"
         else:
-            publish(self._manager)  # else it would be written over this one
             kvcached_api.set_limit(self._manager, size)
         self.revision = self.revision + 1 if revision is None else revision
         if size != before:
@@ -326,13 +323,9 @@ class Suspension:
 
     def _look_at_limit(self) -> None:
         """Take up a limit that somebody has set since the last one was taken up."""
-        now = self._limit_now()
+        now = kvcached_api.limit(self._manager)
         if now != self._seen:
             self._limit = self._seen = now
-
-    def _limit_now(self) -> int:
-        publish(self._manager)
-        return kvcached_api.limit(self._manager)
 
     def _must_tell_preempted(self) -> bool:
         """Whether a step has to tell the connector yet who was preempted.

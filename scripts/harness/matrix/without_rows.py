@@ -437,6 +437,10 @@ ROWS: dict[str, Row] = {
     "suspend.limit": held(
         f"{SUSPEND}test_a_lower_limit_gives_pages_back_and_loses_nothing", UNASKED
     ),
+    "suspend.revision": held(
+        "unit/test_giving.py::test_a_limit_by_revision_is_refused",
+        "no load here sets a limit by revision",
+    ),
     "suspend.offloading_stores": held(
         "engine/test_spill.py::test_offloading_stores_what_fits_and_forgets_the_store", UNASKED
     ),
