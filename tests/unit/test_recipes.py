@@ -82,4 +82,4 @@ def test_the_command_prints_every_row(monkeypatch, capsys, recipes):
     assert table.main() == 0
     printed = capsys.readouterr().out
     assert all(f"\n{one.model}\t" in f"\n{printed}" for one in recipes.plain())
-    assert "KVP313" in printed
+    assert "KVP374" in printed

@@ -370,6 +370,7 @@ case(
     "a KV connector is configured for JambaForCausalLM",
     LATENT | ONE_RANK | V2_OF_34,
     LATENT | V2_OF_34 | TWO_RANKS,
+    LATENT | ONE_RANK | V2_OF_32 | {"model_config__hf_text_config": SimpleNamespace(index_topk=64)},
 )
 case(
     "KVP306",
@@ -849,7 +850,8 @@ def test_runner_v1_where_it_is_not_validated(release, runner_v2):
         ("0.30.0", False, ""),  # they ran
         ("0.30.0+cpu", True, ""),
         ("0.31.0", True, ""),
-        ("0.32.0", True, "KVP313"),
+        ("0.32.0", True, ""),
+        ("0.32.0", False, "KVP313"),
     ],
 )
 def test_hybrid_models_where_kvcached_has_no_adapter(release, runner_v2, code):

@@ -158,6 +158,8 @@ def _latent(config: Any, facts: Facts) -> bool:
     """
     if place.kind_of(config.model_config) != place.LATENT:
         return False
+    if getattr(getattr(config.model_config, "hf_text_config", None), "index_topk", None):
+        return True  # an indexer, whose keys are in a group of their own
     several = config.parallel_config.world_size > 1
     return not place.starts_with(SEVERAL_RANKS if several else place.ALONE, config, facts)
 
@@ -532,7 +534,10 @@ RULES = (
         + admitted.but(*_RANKS, model=place.LATENT),
         _latent,
         _model,
-        "latent attention is validated " + admitted.where(*_RANKS, model=place.LATENT),
+        "latent attention is validated "
+        + admitted.where(*_RANKS, model=place.LATENT)
+        + ", and with an indexer (index_topk) nowhere: plain vLLM's CPU build ends with `Sparse "
+        "Attention is not supported on CPU`",
         "use one of these, or run this model without a KV connector",
     ),
     Rule(
@@ -646,7 +651,9 @@ RULES = (
         lambda config, facts: (
             "a KV connector is configured with the KV cache dtype " + _cache_dtype(config, facts)
         ),
-        f"of all dtypes that are not a model's own only fp8 is validated, {_FP8}",
+        f"of all dtypes that are not a model's own only fp8 is validated, {_FP8} (with latent "
+        "attention plain vLLM's CPU build ends with `--kv-cache-dtype fp8 is not supported by MLA "
+        "attention on CPU`)",
         "set --kv-cache-dtype bfloat16, and --dtype bfloat16 if the model is not (auto takes "
         "what the checkpoint asks for)",
     ),

@@ -184,11 +184,11 @@ FEATURES = (
         connectors=("Offloading", "Multi"),
         since="0.29",
     ),
-    # Chunks of two of a model's blocks of 32 tokens.
+    # Chunks of two of a model's blocks.
     Feature(
         "chunks",
         {},
-        ("full attention", "sliding window"),
+        tuple(model.name for model in MODELS),
         extra={"block_size": 64},
         connectors=("Offloading", "tiering fs", "Multi"),
     ),
