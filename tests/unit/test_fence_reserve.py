@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 from test_fence_hooks import Engine, Manager, Planner, build, job, report
-from test_fence_hooks import pages as pages  # noqa: PLC0414, a fixture
+from test_fence_hooks import pages as pages
 
 from kvpatch import state
 from kvpatch.patches.fence import hooks
@@ -24,9 +24,7 @@ def pages_of(retired: list[tuple[int, list[int]]]) -> list[int]:
 
 def steps(reserve: Reserve, *counts: int) -> list[int]:
     """Return how many pages are to go in steps that each see so many freed ones."""
-    return [
-        len(pages_of(reserve.split([(1, list(range(count)))], ROOM)[0])) for count in counts
-    ]
+    return [len(pages_of(reserve.split([(1, list(range(count)))], ROOM)[0])) for count in counts]
 
 
 def test_what_is_free_in_so_many_steps_goes():
@@ -114,7 +112,8 @@ def test_an_engine_that_computes_keeps_what_it_has_freed_and_asks_no_worker(made
 
 
 @pytest.mark.parametrize(
-    "because", ["nothing runs", "a limit", "kvcached shrinks", "the device is full", "no spare page"]
+    "because",
+    ["nothing runs", "a limit", "kvcached shrinks", "the device is full", "no spare page"],
 )
 def test_it_gives_up_at_once(made, monkeypatch, because):
     if because == "no spare page":
