@@ -44,7 +44,9 @@ def watched(connector, loses=False):
             connector=connector,
         ),
         vllm_config=SimpleNamespace(
-            cache_config=SimpleNamespace(block_size=32), speculative_config=None
+            cache_config=SimpleNamespace(block_size=32),
+            speculative_config=None,
+            kv_transfer_config=None,
         ),
     )
     watch = BlockWatch(core, loses)
@@ -55,6 +57,31 @@ def watched(connector, loses=False):
             planner.build_connector_meta(None)
     watch.after_step()
     return watch.changed, watch.returned
+
+
+@pytest.mark.parametrize(
+    ("extra", "again"),
+    [({}, [3]), ({"block_size": 64}, [2, 3]), ({"block_size": 128}, [0, 1, 2, 3])],
+)
+def test_a_head_that_reads_states_has_the_last_chunk_computed_again(extra, again):
+    pool = SimpleNamespace(kv_block_pool=[])
+    request = SimpleNamespace(num_prompt_tokens=4 * 32 + 5, block_hashes=list(range(4)))
+    core = SimpleNamespace(
+        model_executor=None,
+        scheduler=SimpleNamespace(
+            kv_cache_manager=SimpleNamespace(block_pool=pool),
+            requests={"one": request},
+            connector=None,
+        ),
+        vllm_config=SimpleNamespace(
+            cache_config=SimpleNamespace(block_size=32),
+            speculative_config=SimpleNamespace(use_eagle=lambda: True),
+            kv_transfer_config=SimpleNamespace(kv_connector_extra_config=extra),
+        ),
+    )
+    watch = BlockWatch(core)
+    watch.after_step()
+    assert sorted(watch.last) == again
 
 
 def test_a_block_that_comes_back_has_the_same_bytes():

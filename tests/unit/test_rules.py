@@ -282,7 +282,7 @@ case(
 case(
     "KVP373",
     "KVPATCH_FIRST_LIMIT is set on this release and with this connector",
-    of_environment(**{FIRST_LIMIT.name: "8GiB"}),
+    of_environment(**{FIRST_LIMIT.name: "8GiB"}) | {"machine__vllm": "0.27.0"},
 )
 NO_LIST = {"type": "fs", "root_dir": "/tiers"}, ["fs"], "fs", [{"type": "fs"}, "fs"]
 OF_TIERS = [{"spec_name": "TieringOffloadingSpec", "secondary_tiers": one} for one in NO_LIST]
@@ -291,6 +291,13 @@ case(
     "secondary_tiers is not a list of objects",
     *(chunks(**extra) for extra in OF_TIERS),
     multi("OffloadingConnector", kv_connector_extra_config=OF_TIERS[0]),
+)
+case(
+    "KVP391",
+    "the KV connector NixlConnector is configured",
+    {"kv_transfer_config__kv_connector": "NixlConnector"},
+    multi("OffloadingConnector", "NixlConnector"),
+    multi("NixlConnector", "OffloadingConnector"),
 )
 EXAMPLE = {"kv_transfer_config__kv_connector": "ExampleConnector"}
 case(
@@ -313,10 +320,10 @@ case(
 )
 case(
     "KVP319",
-    "a MultiConnector is configured with NixlConnector inside",
-    multi("OffloadingConnector", "NixlConnector"),
-    multi("NixlConnector", "OffloadingConnector"),
-    multi("NixlConnector", "NixlConnector"),
+    "a MultiConnector is configured with LMCacheConnectorV1 inside",
+    multi("OffloadingConnector", "LMCacheConnectorV1"),
+    multi("LMCacheConnectorV1", "OffloadingConnector"),
+    multi("LMCacheConnectorV1", "LMCacheConnectorV1"),
 )
 case(
     "KVP320",
@@ -477,7 +484,7 @@ case(
 )
 case(
     "KVP389",
-    "a KV connector is configured with expert parallelism over several ranks",
+    "a KV connector is configured with experts over several ranks and expert parallelism",
     TWO_RANKS | {"parallel_config__enable_expert_parallel": True},
 )
 case(
@@ -1002,7 +1009,7 @@ def test_drafts_that_were_compared_start(ran, method, feature, connector, v2):
     assert check(config(**made, **connector, **ONE_RANK, machine__vllm="0.32.0")) is None
 
 
-@pytest.mark.parametrize("method", ["medusa", "mtp"])
+@pytest.mark.parametrize("method", ["medusa", "eagle3"])
 def test_drafts_of_another_method_are_refused(ran, method):
     ran("ngram")
     made = config(speculative_config=SimpleNamespace(method=method), **ONE_RANK, **V2_OF_32)

@@ -31,7 +31,7 @@ from test_rules import (
 from kvpatch import admitted, rules
 from kvpatch.environ import HOST_DEVICE
 from kvpatch.patches.kvcached_adapters.rules import runs_v2
-from kvpatch.patches.offloading.rules import NEVER_SET, has_tiers
+from kvpatch.patches.offloading.rules import EXPERTS, NEVER_SET, has_tiers
 from kvpatch.patches.simple_offload.rules import RULES as SIMPLE_RULES
 from kvpatch.rules import Rule
 
@@ -328,6 +328,23 @@ def test_experts_of_one_rank_are_all_of_them():
     assert code(**experts) is None
     assert code(**experts | ranks) == "KVP389"
     assert code(connector=False, **experts | ranks) is None
+
+
+@pytest.mark.parametrize(("apart", "name"), EXPERTS.items())
+def test_experts_over_ranks_start_where_they_ran(monkeypatch, apart, name):
+    made = {
+        "model_config__is_moe": True,
+        "parallel_config__enable_expert_parallel": apart,
+        "parallel_config__world_size": 2,
+        "parallel_config__tensor_parallel_size": 2,
+        "machine__vllm": "0.33.0",
+    }
+    monkeypatch.setattr(admitted, "table", dict)
+    assert code(**made) == "KVP389"
+    monkeypatch.setattr(admitted, "table", lambda: {name: {"0.33.0": ["Offloading"]}})
+    assert code(**made) is None
+    assert code(**made | {"parallel_config__enable_expert_parallel": not apart}) == "KVP389"
+    assert code(**made | {"machine__vllm": "0.32.0"}) == "KVP389"
 
 
 def _breaks(made: SimpleNamespace, code: str) -> bool:

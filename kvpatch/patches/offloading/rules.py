@@ -30,7 +30,9 @@ MULTI = Span("0.16")
 # Where a checkpoint's kv_cache_scheme wins over --kv-cache-dtype, in vLLM's Attention.__init__.
 SCHEME_WINS = Span("0", "0.22")
 # vLLM's methods of speculative decoding, by their names in the matrix.
-DRAFTING = {"ngram": "ngram", "draft_model": "draft model", "eagle": "EAGLE"}
+DRAFTING = {"ngram": "ngram", "draft_model": "draft model", "eagle": "EAGLE", "mtp": "mtp"}
+# Experts over several ranks: the name of their runs, by whether each rank has experts of its own.
+EXPERTS = {False: "experts", True: "expert parallelism"}
 # Two stages of a pipeline: the name of their cells, by the ranks of each.
 STAGES = {1: "2 stages", 2: "2 stages of 2 ranks"}
 SEVERAL_RANKS = "2 ranks"  # of tensor parallelism, by the name of its cells
@@ -61,6 +63,12 @@ NEVER_SET = (
     "speculative_config.disable_lookahead_block_hashes",
     "speculative_config.num_speculative_tokens_per_batch_size",
     "ec_transfer_config.ec_connector",
+)
+
+# Register a KV cache once, at the start, for transfers that its engine does not begin.
+REGISTERING = (
+    *("NixlConnector", "NixlPullConnector", "NixlPushConnector"),
+    *("MooncakeConnector", "MooncakeStoreConnector", "MoRIIOConnector"),
 )
 
 ROUND_TRIP = "it has not been validated by a store and load round trip"
@@ -94,9 +102,13 @@ def has_tiers(config: Any) -> bool:
 
 def _other_connector(config: Any, facts: Facts) -> bool:
     transfer = config.kv_transfer_config
-    return not in_multi(config) and (
-        transfer.kv_connector not in VALIDATED_CONNECTORS
-        or transfer.kv_connector_module_path is not None
+    return (
+        not in_multi(config)
+        and (
+            transfer.kv_connector not in VALIDATED_CONNECTORS
+            or transfer.kv_connector_module_path is not None
+        )
+        and not _registering(config)
     )
 
 
@@ -104,8 +116,14 @@ def _others_inside(config: Any) -> list[str]:
     return [
         leaf.name
         for leaf in leaves(config)
-        if in_multi(config) and (leaf.name not in VALIDATED_INSIDE or leaf.module is not None)
+        if in_multi(config)
+        and (leaf.name not in VALIDATED_INSIDE or leaf.module is not None)
+        and leaf.name not in _registering(config)
     ]
+
+
+def _registering(config: Any) -> list[str]:
+    return [one.name for one in leaves(config) if one.name in REGISTERING and one.module is None]
 
 
 def _twice_inside(config: Any) -> list[str]:
@@ -325,10 +343,22 @@ def _other_keys(config: Any, facts: Facts) -> list[str]:
     return keys
 
 
-def _spreads_experts(config: Any, facts: Facts) -> bool:
-    """Return whether ranks divide experts among them; of several engines KVP374 says it."""
+def spreads_experts(config: Any) -> bool:
+    """Return whether each rank has experts of its own; of several engines KVP374 says it."""
     parallel = config.parallel_config
     return getattr(parallel, "enable_expert_parallel", False) and parallel.tensor_parallel_size > 1
+
+
+def _experts(config: Any, facts: Facts) -> bool:
+    """Return whether ranks divide experts among them in a way that did not run."""
+    divided = (
+        getattr(config.model_config, "is_moe", False)
+        and config.parallel_config.tensor_parallel_size > 1
+    )
+    apart = spreads_experts(config)
+    return (divided or apart) and not admitted.ran_with(
+        EXPERTS[apart], facts.vllm, place.ways(config.kv_transfer_config)
+    )
 
 
 def _never_set(config: Any) -> list[str]:
@@ -372,6 +402,16 @@ RULES = (
         ),
         "vLLM reads the configuration of one tier, or of one connector, from each of them",
         "write a list, also of a single one, as in [{...}]",
+    ),
+    Rule(
+        "KVP391",
+        in_words([f"`{one}`" for one in REGISTERING]) + ", alone or inside a MultiConnector",
+        lambda config, facts: bool(_registering(config)),
+        lambda config, facts: f"the KV connector {_registering(config)[0]} is configured",
+        "it registers the KV cache's addresses once, and kvcached maps and unmaps pages there "
+        "while the engine runs: a registration that holds pages is stale, and a peer that reads "
+        "an unmapped one gets other bytes and no error",
+        "use OffloadingConnector or SimpleCPUOffloadConnector without it",
     ),
     Rule(
         "KVP302",
@@ -660,12 +700,15 @@ RULES = (
     ),
     Rule(
         "KVP389",
-        "offloading with expert parallelism over several ranks",
-        _spreads_experts,
-        "a KV connector is configured with expert parallelism over several ranks",
-        "no engine has validated it: plain vLLM 0.32.0 ends there on a CPU in a fault of its "
-        "kernel (cpu_fused_moe)",
-        "remove --enable-expert-parallel: ranks then divide each expert among them",
+        "offloading of a model of experts over several ranks, except where engines ran",
+        _experts,
+        lambda config, facts: (
+            "a KV connector is configured with experts over several ranks"
+            + (" and expert parallelism" if spreads_experts(config) else "")
+        ),
+        f"it is validated {admitted.with_connectors(EXPERTS[False])}, and with expert parallelism "
+        f"{admitted.with_connectors(EXPERTS[True])}",
+        "take a release and connector with which it is validated",
     ),
     Rule(
         "KVP390",

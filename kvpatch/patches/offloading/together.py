@@ -45,8 +45,15 @@ class Setting(NamedTuple):
 SETTINGS = {
     "fp8": Setting(rules.is_fp8, "an fp8 KV cache"),
     "several ranks": Setting(
-        lambda config, facts: config.parallel_config.world_size > 1 and not _has_stages(config),
+        lambda config, facts: (
+            config.parallel_config.world_size > 1
+            and not _has_stages(config)
+            and not rules.spreads_experts(config)
+        ),
         "tensor parallelism",
+    ),
+    "expert parallelism": Setting(
+        lambda config, facts: rules.spreads_experts(config), "expert parallelism"
     ),
     "2 stages": Setting(lambda config, facts: _has_stages(config), "pipeline parallelism"),
     "2 engines": Setting(

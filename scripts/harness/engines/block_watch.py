@@ -40,6 +40,9 @@ class BlockWatch:
         self.pool = core.scheduler.kv_cache_manager.block_pool
         self.requests = core.scheduler.requests
         self.tokens = core.vllm_config.cache_config.block_size
+        transfer = core.vllm_config.kv_transfer_config
+        extra = transfer.kv_connector_extra_config if transfer is not None else {}
+        self.chunk = extra.get("block_size", self.tokens) // self.tokens
         drafting = core.vllm_config.speculative_config
         self.computes_last = drafting is not None and drafting.use_eagle()
         self.last: set[bytes] = set()
@@ -89,9 +92,10 @@ class BlockWatch:
     def note_last(self) -> None:
         """Note the last whole block of each prompt: with EAGLE it is computed again after a hit.
 
-        Beside other tokens, and so with other last digits.
+        Beside other tokens, and so with other last digits; with it all blocks of its chunk.
         """
         for request in self.requests.values():
             whole = request.num_prompt_tokens // self.tokens
             if 0 < whole <= len(request.block_hashes):
-                self.last.add(request.block_hashes[whole - 1])
+                kept = (whole - 1) // self.chunk * self.chunk
+                self.last.update(request.block_hashes[kept:whole])

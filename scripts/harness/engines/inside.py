@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from packaging.version import Version
 
-from harness.engines import nothing_connector, reverted
+from harness.engines import cpu_kernels, nothing_connector, reverted
 from harness.engines.patience import steps
 from harness.engines.placement import stay_in_this_process
 from kvpatch.hostdevice import streams
@@ -21,6 +21,7 @@ def prepare(job: dict[str, Any]) -> None:
     reverted.revert(job.get("revert", ()))
     if job.get("nothing_connector"):
         nothing_connector.allow()
+    cpu_kernels.install(job["engine"], RELEASE)
     stay_in_this_process()
 
 

@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any
 
 # The codes of what is refused until it ran: pairs, the host pool, a first limit, idle
-# engines, keys of the connector.
-UNTIL_IT_RAN = ("KVP376", "KVP342", "KVP373", "KVP370", "KVP377")
+# engines, keys of the connector, experts over ranks.
+UNTIL_IT_RAN = ("KVP376", "KVP342", "KVP373", "KVP370", "KVP377", "KVP389")
 GATE = "HARNESS_GATE"  # the environment variable with the file of ``stop_when_running``
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import random
 import re
 import subprocess
@@ -15,7 +16,7 @@ from typing import Any
 
 from packaging.version import Version
 
-from harness import connectors, environments, model_cache, processes
+from harness import connectors, environments, experts, model_cache, processes
 from harness.engines import process, reverted
 from harness.models import SCALES
 
@@ -25,6 +26,7 @@ ALL = 12  # prompts of the load "all", which fill the device almost twice
 RUNNER = {"v1": {"VLLM_USE_V2_MODEL_RUNNER": "0"}, "v2": {"TRITON_INTERPRET": "1"}}
 FORCED = {"VLLM_USE_V2_MODEL_RUNNER": "1"}
 
+ENDING = 120.0  # seconds in which a driver that has no more to do has ended
 LIMIT = 300  # seconds after which a run is taken for one that hangs
 FIRST_FS = dict.fromkeys(("0.22.0", "0.22.1"), "fs_python")  # what the tier fs was called at first
 EXAMPLE = "example"  # in the place of a folder: vLLM's example of a tier
@@ -32,7 +34,8 @@ EXAMPLE = "example"  # in the place of a folder: vLLM's example of a tier
 
 # How drafts are made. Of n-grams down to one token, one is always found again and is wrong, as the
 # model repeats nothing; the draft model has the model's weights with some noise, and is right at
-# times; an EAGLE head drafts the token before once more, and is right as rarely as n-grams are.
+# times; an EAGLE head drafts the token before once more, and is right as rarely as n-grams are, and
+# as the layer of random weights behind the model of experts (mtp).
 SPECULATIONS: dict[str, dict[str, Any]] = {
     "ngram": {
         "method": "ngram",
@@ -42,9 +45,12 @@ SPECULATIONS: dict[str, dict[str, Any]] = {
     },
     "draft model": {"method": "draft_model", "model": "draft", "num_speculative_tokens": 3},
     "EAGLE": {"method": "eagle", "model": "eagle", "num_speculative_tokens": 3},
+    "mtp": {"method": "mtp", "num_speculative_tokens": 2},
 }
+# Those that read states of the model, for which vLLM computes the last block again.
+READ_STATES = ("EAGLE", "mtp")
 # Layers of what drafts, which are in the blocks of the model's.
-DRAFTING = {"draft model": 4, "EAGLE": 1}
+DRAFTING = {"draft model": 4, "EAGLE": 1, "mtp": 1}
 
 
 @dataclass(frozen=True)
@@ -152,8 +158,10 @@ def model_of(kind: str, kv_heads: int = 4, vllm: str = "") -> Path:
     by = vllm if vllm and Version(vllm) < TRANSFORMERS_5 else ""
     path = cache_of(by) / f"models-{model_cache.recipe()}" / f"{kind}-{kv_heads}"
     if not path.exists():
-        options = ("--kind", kind, "--kv-heads", str(kv_heads))
-        model_cache.make(path, *options, python=python_of(by))
+        own = kind == experts.KIND
+        module = "harness.experts" if own else "harness.models"
+        options = (*(() if own else ("--kind", kind)), "--kv-heads", str(kv_heads))
+        model_cache.make(path, *options, python=python_of(by), module=module)
     return path
 
 
@@ -165,6 +173,7 @@ TOKENS = {"latent": 16, "hybrid": 128}
 # Blocks of ``BLOCK`` tokens that a load fills, in all groups of KV cache.
 ROOM = {
     "llama": 640,
+    experts.KIND: 640,
     "sliding": 1280,
     "latent": 640,
     "hybrid": 1280,
@@ -208,10 +217,9 @@ def copies_of(run: Run) -> int:
 def restored_tokens(run: Run, cached: int) -> int:
     """Tokens of a prompt that come from a tier that has ``cached`` of them, at least.
 
-    An EAGLE head needs states of the model, for which vLLM computes the last block again. What
-    fills no chunk is in no tier.
+    What fills no chunk is in no tier.
     """
-    restored = cached - block_tokens(run) if run.speculation == "EAGLE" else cached
+    restored = cached - block_tokens(run) if run.speculation in READ_STATES else cached
     return restored // (chunk := chunk_tokens(run)) * chunk
 
 
@@ -438,3 +446,90 @@ def run_driver(
     written = result_path.exists() and result_path.suffix == ".json"
     found = json.loads(result_path.read_text()) if written else {}
     return Finished(code, said, found)
+
+
+class Driver:
+    """A running driver that says how far it is, and waits for a line that lets it go on.
+
+    Args:
+        job: that it is given.
+        environment: the whole of it.
+        folder: of its own, made here.
+        driver: its module.
+        vllm: its release, as of ``run_driver``.
+    """
+
+    def __init__(
+        self,
+        job: dict[str, Any],
+        environment: dict[str, str],
+        folder: Path,
+        driver: str = "driver",
+        vllm: str = "",
+    ) -> None:
+        folder.mkdir()
+        job_path, self._result = folder / "job.json", folder / "result.json"
+        job_path.write_text(json.dumps(job))
+        reading, output = os.pipe()
+        stdin, self._input = os.pipe()
+        self._process = process.start(
+            f"harness.engines.{driver}",
+            [job_path, self._result],
+            environment,
+            python_of(vllm),
+            output,
+            stdin,
+        )
+        os.close(output)
+        os.close(stdin)
+        self.pid = self._process.pid
+        self._output = os.fdopen(reading, errors="replace")
+        self._log: list[str] = []
+
+    def hear(self, word: str) -> None:
+        """Wait until it says a word.
+
+        Raises:
+            AssertionError: it ended before; the end of its log.
+        """
+        for line in self._output:
+            self._log.append(line)
+            if line == f"driver: {word}\n":
+                return
+        raise AssertionError(f"ended before {word!r}\n" + "".join(self._log)[-4000:])
+
+    def say(self, line: str = "") -> None:
+        """Let it go on, with a line that it reads."""
+        os.write(self._input, f"{line}\n".encode())
+
+    def result(self) -> dict[str, Any]:
+        """What it wrote last."""
+        found: dict[str, Any] = json.loads(self._result.read_text())
+        return found
+
+    def end(self) -> dict[str, Any]:
+        """Let it come to its end; return what it wrote last.
+
+        Raises:
+            AssertionError: it failed; the end of its log.
+        """
+        os.close(self._input)
+        self._log += self._output.readlines()
+        assert self._process.wait(ENDING) == 0, "".join(self._log)[-4000:]
+        self._output.close()
+        return self.result()
+
+    @property
+    def runs(self) -> bool:
+        """Whether it was neither ended nor killed."""
+        return not self._output.closed
+
+    def kill(self) -> None:
+        """End it as ``kill -9`` does, unless it has ended; wait for all that it had started."""
+        if not self.runs:
+            return
+        self._process.kill()
+        self._process.wait(ENDING)
+        self._output.read()  # its workers have it too
+        self._output.close()
+        os.close(self._input)

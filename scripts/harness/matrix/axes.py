@@ -15,7 +15,7 @@ from harness.matrix import shapes
 from kvpatch import admitted
 from kvpatch.environ import FIRST_LIMIT, HOST_POOL, IDLE
 from kvpatch.matrix.verdicts import LAYOUTS, NONE, RUNNERS, Cell
-from kvpatch.patches.offloading.rules import DRAFTING, SELF_DESCRIBING, STAGES
+from kvpatch.patches.offloading.rules import DRAFTING, EXPERTS, SELF_DESCRIBING, STAGES
 
 
 @dataclass(frozen=True)
@@ -258,6 +258,21 @@ SETTINGS = (
         since="0.28",
         environment={IDLE.name: "2s"},
     ),
+    # Ranks that have a part of each expert, or some of the experts.
+    *(
+        Feature(
+            name,
+            {
+                "parallel_config.world_size": 2,
+                "parallel_config.tensor_parallel_size": 2,
+                "parallel_config.enable_expert_parallel": apart,
+                "model_config.is_moe": True,
+            },
+            ("full attention",),
+            since="0.30" if apart else "0.28",  # before, a CPU's experts choose by themselves
+        )
+        for apart, name in EXPERTS.items()
+    ),
 )
 TOGETHER = " + "  # between the names of two settings
 # Settings that people turn on together: the first of a line with each of the others.
@@ -282,6 +297,9 @@ PAIRS = tuple(
             ("idle", "chunks", "store threshold", "host pool"),
             ("fp8", "several ranks", "ngram", "draft model", "EAGLE"),
             ("several ranks", "ngram", "draft model", "EAGLE"),
+            ("no prefix cache", "idle", "first limit"),
+            ("mtp", "several ranks", "chunks", "fp8", "expert parallelism"),
+            ("expert parallelism", "chunks", "fp8"),
         )
         for pair in (tuple(sorted((one, other))) for other in others)
     )
@@ -295,6 +313,7 @@ TRIED = (
     "first limit",
     SELF_DESCRIBING,
     *(admitted.together(*pair) for pair in PAIRS),
+    *EXPERTS.values(),
 )
 
 
@@ -319,9 +338,10 @@ def tried_cells(vllm: str) -> Iterator[Cell]:
 
     Layouts, kinds of model and the modes of SimpleCPUOffloadConnector take turns.
     """
-    runner = RUNNERS[Version(vllm) >= Version("0.28")]
+    newest = RUNNERS[Version(vllm) >= Version("0.28")]
     for number, name in enumerate(TRIED):
         feature = _named(name)
+        runner = RUNNERS[0] if "ngram" in name.split(TOGETHER) else newest
         modes = ("Simple eager", "Simple lazy")
         for offset, connector in enumerate(
             ("Offloading", "tiering fs", modes[number % 2], "Multi")

@@ -16,6 +16,7 @@ from typing import Any
 
 from packaging.version import Version
 
+from harness import experts
 from harness.engines.plugins import UNTIL_IT_RAN
 from harness.engines.runs import (
     SPECULATIONS,
@@ -67,6 +68,7 @@ FEATURES: dict[str, dict[str, Any]] = {
         for count in (2, 4)
     },
     **{name: {"speculation": name} for name in SPECULATIONS},
+    "mtp": {"speculation": "mtp", "model": experts.KIND},
     "whole prompts": {"settings": (("enable_chunked_prefill", False),)},
     "no hybrid manager": {"settings": (("disable_hybrid_kv_cache_manager", True),)},
     "store threshold": {"extra": (("store_threshold", 2),)},
@@ -79,6 +81,12 @@ FEATURES: dict[str, dict[str, Any]] = {
     "host pool": {},  # and a pool of its own, see ``compare``
     "first limit": {"environment": ((FIRST_LIMIT.name, "95%"),)},
     "several ranks": {"ranks": 2},
+    "experts": {"ranks": 2, "model": experts.KIND},
+    "expert parallelism": {
+        "ranks": 2,
+        "model": experts.KIND,
+        "settings": (("enable_expert_parallel", True),),
+    },
     "KV events": {"events": True},
     "arc": {"policy": "arc"},
     "idle": {},  # see ``giving``
@@ -275,7 +283,9 @@ class Engines:
         room = "llama" if kind == "sliding" and not ours.groups_windows else kind
         if room in trial.tiers:
             tier, blocks = trial.tiers[room]
-            least = LEAST if ours.cache_dtype else 0
+            # Of a device of one page a first limit leaves too little for the longest request.
+            pages = 2 if "first limit" in settings_of(cell) else 1
+            least = pages * LEAST if ours.cache_dtype else 0
             ours = replace(ours, cpu_blocks=tier, blocks=max(blocks, least))
         if "host pool" in settings_of(cell):
             ours = replace(
@@ -291,7 +301,9 @@ class Engines:
         if "idle" in settings_of(cell):
             ours = replace(ours, asynchronous=ours.asynchronous and ours.workers == 1)
             asked = giving.asked_of()
-            record = giving.judge(giving.run(ours, self.work / name, executed, asked), reference)
+            found = giving.run(ours, self.work / name, executed, asked)
+            caches = "no prefix cache" not in settings_of(cell)
+            record = giving.judge(found, reference, caches)
             self._clear_pool(cell)
             self.say(f"{name}: {'right' if record['right'] else record}")
             return record | {
@@ -318,10 +330,8 @@ class Engines:
     def _base(self, cell: Cell, ahead: bool) -> tuple[Run, str]:
         """Return a run without a connector of a cell's runner, model and feature, and its name."""
         kind = MODELS[cell.model]
-        plain = Run(
-            vllm=self.version,
-            model=kind,
-            runner=cell.runner.lower(),
+        plain = replace(
+            Run(vllm=self.version, model=kind, runner=cell.runner.lower()),
             kvpatch=False,
             offload=False,
             asynchronous=ahead and not SPECULATIONS.keys().isdisjoint(settings_of(cell)),
