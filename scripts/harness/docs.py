@@ -21,6 +21,7 @@ from packaging.version import Version
 
 from harness import ROOT, console, failure, faults
 from harness.bench import page, quoted
+from harness.cuda import campaign
 from harness.gpu import page as gpu
 from harness.markdown import RIGHT, TEMPLATES, put, render, table
 from harness.matrix import derive, npus, sharing, without, without_rows
@@ -173,6 +174,7 @@ def emulated(releases: dict[str, dict[str, Any]]) -> str:
             str(one["unmaps"]),
             str(one["complaints"]),
             str(one["start seconds"]),
+            verdict(name, one),
         )
         for version in sorted(releases, key=Version, reverse=True)
         for name, one in releases[version].items()
@@ -180,9 +182,16 @@ def emulated(releases: dict[str, dict[str, Any]]) -> str:
     ]
     head = (
         *("engine", "rounds", "wrong answers", "tokens from the tier", "blocks bit-equal"),
-        *("copies", "pages unmapped", "complaints", "seconds to start"),
+        *("copies", "pages unmapped", "complaints", "seconds to start", "verdict"),
     )
     return table(head, rows, RIGHT) + "\n"
+
+
+def verdict(name: str, row: dict[str, Any]) -> str:
+    """Return what the rounds of an engine on the emulated CUDA device say of it."""
+    if name in campaign.EMPTIED:
+        return "right; shows no load" if campaign.right(row, restores=False) else "wrong"
+    return "validated (CUDA emulator)" if campaign.right(row) else "wrong"
 
 
 def served(result: dict[str, Any]) -> str:

@@ -27,6 +27,30 @@ def test_a_run_leaves_what_others_recorded(monkeypatch: pytest.MonkeyPatch, tmp_
     }
 
 
+@pytest.mark.parametrize(
+    ("change", "restores", "verdict"),
+    [
+        ({}, True, True),
+        ({"restored tokens": 0}, True, False),
+        ({"restored tokens": 0}, False, True),
+        ({}, False, False),
+        ({"restored tokens": 0, "wrong answers": 1}, False, False),
+        ({"complaints": 1}, True, False),
+        ({"of NVIDIA": ["libcudart.so.13"]}, True, False),
+        ({"blocks": {"equal": 1, "close": 0, "wrong": 0, "unknown": 1}}, True, False),
+        ({"ended": "a fault"}, True, False),
+    ],
+)
+def test_an_engine_is_right_if_it_restores_what_it_is_to(
+    change: dict[str, object], restores: bool, verdict: bool
+) -> None:
+    row = {
+        **{"wrong answers": 0, "restored tokens": 9, "complaints": 0, "of NVIDIA": []},
+        "blocks": {"equal": 1, "close": 1, "wrong": 0, "unknown": 0},
+    }
+    assert campaign.right(row | change, restores) is verdict
+
+
 def test_the_lines_are_those_of_the_device_without_its_checks() -> None:
     for needed in ("httpx", "psutil"):
         pytest.importorskip(needed)

@@ -77,7 +77,8 @@ def serve(version: str, *words: str, options: tuple[str, ...] = ()) -> dict[str,
         begun = time.monotonic()
         process = subprocess.Popen(
             command,
-            env=os.environ | {"VLLM_SERVER_DEV_MODE": "1"},  # which has the reset
+            # The mode has the reset.
+            env=os.environ | campaign.runner_of(version) | {"VLLM_SERVER_DEV_MODE": "1"},
             stdout=log,
             stderr=subprocess.STDOUT,
         )
