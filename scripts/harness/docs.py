@@ -19,7 +19,7 @@ from typing import Any
 
 from packaging.version import Version
 
-from harness import ROOT, console, failure, faults
+from harness import ROOT, console, failure, faults, tools
 from harness.bench import page, quoted
 from harness.cuda import campaign
 from harness.gpu import page as gpu
@@ -40,6 +40,7 @@ from kvpatch.versions import in_words
 
 NAMES = {"tiering fs": "Secondary tier fs"}  # in README.md, where they are otherwise unexplained
 
+MEASURING = "docs/measuring.md"
 EMULATED = "docs/cuda-emulator.md"
 RESULTS = "docs/results"
 VERDICTS = "kvpatch/matrix/verdicts.json"
@@ -129,6 +130,7 @@ def fronts(matrix: Matrix) -> dict[str, str]:
     figures = quoted.sections(results)
     sections = gpu.sections(results["gpu"])
     sections[README] |= {"support": grid, "recipes": recipes.section(), **figures}
+    sections[MEASURING] = {"tools": tools.section(json.loads(tools.RESULT.read_text()))}
     sections[README]["failure"] = failure.section(json.loads(failure.RESULT.read_text()))
     sections[INDEX] |= {"numbers": figures["numbers"]}
     emulator = json.loads((ROOT / RESULTS / "cuda.json").read_text())
