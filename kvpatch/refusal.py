@@ -238,6 +238,12 @@ CODES = {
     ),
     "KVP389": _not_validated("offloading of experts over several ranks"),
     "KVP390": _not_validated("a setting of vLLM that no engine with a KV connector ran with"),
+    "KVP391": _incompatible(
+        "a KV connector that registers the addresses of the KV cache for others",
+        "`test_a_peer_that_reads_an_unmapped_page_gets_other_bytes_and_no_error` in "
+        "tests/objects/test_registered_addresses.py; vllm-project/vllm, "
+        "`VllmConfig._verify_kv_transfer_compat`",
+    ),
     "KVP401": _incompatible(
         "the scheduler's block pool is not kvcached's", "ovg-project/kvcached#316"
     ),

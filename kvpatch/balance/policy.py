@@ -7,7 +7,7 @@
 
 Each of the three is shared by priority: of two engines that want more than there is, one of
 priority 2 gets twice as much as one of priority 1. Why this and not another way is in
-docs/several-models.md: it was chosen by a simulation.
+docs/balance.md: it was chosen by a simulation.
 
 A share is not a limit yet. Memory moves from an engine to another one only if that has filled what
 it has, and neither for small differences nor back and forth. Requests that wait for memory get it

@@ -222,9 +222,8 @@ def text(model: Model, said: dict[str, Any]) -> str:
 def on_device(models: list[Model], device: int, left: int, page: int, beyond: int) -> str:
     """Return what a device has for the KV caches of all models, and what fits there."""
     lines = [
-        f"a device of {readable(device)}: {readable(left)} for KV caches, which is "
-        f"{USABLE:.0%} less the weights; less activations, CUDA graphs and the {readable(beyond)} "
-        "beyond blocks"
+        f"a device of {readable(device)}: {readable(left)}, which is {USABLE:.0%} without the "
+        f"weights, for KV caches, {readable(beyond)} beyond blocks, activations and CUDA graphs"
     ]
     for one in models:
         if longest := one.shape.longest:
@@ -247,7 +246,8 @@ def command(
     """Return the command that starts the engine of one of the models."""
     words, model = ["KVPATCH=1"], models[at]
     if len(models) > 1:
-        words.append(f"{KVCACHED_IPC_NAME}={model.name}")
+        before = sum(one.name == model.name for one in models[:at])
+        words.append(f"{KVCACHED_IPC_NAME}={model.name}{f'-{before + 1}' if before else ''}")
         if left is not None:
             longest = model.shape.on_device(model.shape.longest or 1, 1, page)
             first = max(left // len(models), longest) >> 20

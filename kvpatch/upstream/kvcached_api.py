@@ -324,6 +324,11 @@ def free(manager: Any) -> int:
     return int(manager._get_cached_avail_physical_pages()) * page_bytes(manager)
 
 
+def free_pages(manager: Any) -> int:
+    """Return the pages that nobody has mapped, as of the last tenth of a second; as ``free``."""
+    return int(manager._get_cached_avail_physical_pages())
+
+
 def limit(manager: Any) -> int:
     """Return the bytes that an engine may map, as its pool in /dev/shm has them; on any thread.
 

@@ -1,4 +1,4 @@
-"""The parts that are timed: in which sizes, and how they are named in docs/results/micro.json."""
+"""The parts that are timed: in which sizes, and how a result file names them."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def sizes(*many: int) -> tuple[int, ...]:
 
 
 class Part:
-    """One part in one size, as docs/results/micro.json has it."""
+    """One part in one size, as a result file has it."""
 
     def __init__(self, benchmark: Any) -> None:
         self._benchmark = benchmark

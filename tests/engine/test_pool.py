@@ -196,60 +196,6 @@ def test_no_page_is_mapped_above_a_limit_that_waits_to_be_applied(
     )
 
 
-def test_a_limit_by_revision_reaches_the_pool(python: Callable[[str], str]) -> None:
-    python(
-        """
-        from kvpatch.patches.suspend import revision
-        from kvpatch.upstream import kvcached_api
-
-        made = manager()
-        assert not revision.waits(made)
-        page = kvcached_api.page_bytes(made)
-        made.set_memory_limit(3 * page + 1, revision=7)
-        assert revision.waits(made)
-        revision.publish(made)
-        assert not revision.waits(made)
-        assert kvcached_api.limit(made) == 3 * page
-        wait_until(lambda: kvcached_api.is_applied(made) and kvcached_api.reported_limit(made))
-        made.alloc(1)
-        assert made.memory_limit_state()["current_capacity_bytes"] == 3 * page
-        made.set_memory_limit(0, revision=8)
-        revision.publish(made)
-        assert kvcached_api.limit(made) == page  # 0 is no limit to kvcached's thread
-        """
-    )
-
-
-def test_of_a_revision_and_kvctl_the_later_one_is_in_the_pool(python: Callable[[str], str]) -> None:
-    logged = python(
-        """
-        from types import SimpleNamespace as Made
-        from kvpatch import state
-        from kvpatch.patches.suspend import revision
-        from kvpatch.patches.suspend.giving import Giving
-        from kvpatch.upstream import kvcached_api
-
-        patched("suspend.limit")
-        made = manager()
-        pool = Made(kv_cache_manager=made, _evictable_blocks={}, _block_id_to_key={})
-        scheduler = Made(kv_cache_manager=Made(block_pool=pool))
-        giving = Giving(Made(scheduler=scheduler), None, lambda: True)
-        state.attach(made, giving)
-        page = kvcached_api.page_bytes(made)
-        made.set_memory_limit(3 * page, revision=1)
-        update_kv_cache_limit(NAME, 4 * page)
-        giving.look()
-        assert kvcached_api.limit(made) == 4 * page
-        update_kv_cache_limit(NAME, 2 * page)
-        made.set_memory_limit(3 * page, revision=2)
-        giving.look()
-        assert kvcached_api.limit(made) == 3 * page
-        """
-    )
-    assert logged.count("gives way to") == 1
-    assert "the limit of revision 1 gives way to" in logged
-
-
 def test_a_limit_above_what_the_engine_started_with_changes_nothing(
     python: Callable[[str], str],
 ) -> None:

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import os
-import sys
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -12,8 +9,7 @@ from typing import Any
 
 import pytest
 
-from harness.engines import process
-from harness.engines.runs import Device, Run, engine_arguments, prompts, run_driver
+from harness.engines.runs import Device, Driver, Run, engine_arguments, prompts, run_driver
 
 PAGE = 4 * (2 << 20)  # a contiguous page holds 2 MiB of each of the 4 layers
 RESERVED = 2
@@ -48,46 +44,6 @@ def test_after_the_load_memory_falls_to_the_reserved_pages(
     assert idle["resident"] == idle["charged"]
 
 
-class Driver:
-    """A driver that the test talks to."""
-
-    def __init__(self, work: dict[str, Any], environment: dict[str, str], folder: Path) -> None:
-        folder.mkdir()
-        self.result_path = folder / "result.json"
-        self.lines: list[str] = []
-        job_path = folder / "job.json"
-        job_path.write_text(json.dumps(work))
-        theirs, self.stdin = os.pipe()
-        self.stdout, their_output = os.pipe()
-        self.process = process.start(
-            "harness.engines.driver",
-            [job_path, self.result_path],
-            environment,
-            sys.executable,
-            stdout=their_output,
-            stdin=theirs,
-        )
-        os.close(theirs)
-        os.close(their_output)
-        self.output = os.fdopen(self.stdout, errors="replace")
-
-    def read_until(self, word: str) -> None:
-        """Read the engine's lines until it says ``word``."""
-        for line in self.output:
-            self.lines.append(line)
-            if line == f"driver: {word}\n":
-                return
-        raise AssertionError(f"ended before {word!r}\n" + "".join(self.lines[-40:]))
-
-    def go_on(self) -> None:
-        os.write(self.stdin, b"\n")
-
-    def finish(self) -> dict[str, Any]:
-        output = self.output.read()
-        assert self.process.wait(120) == 0, "".join(self.lines[-40:]) + output[-3000:]
-        return dict(json.loads(self.result_path.read_text()))
-
-
 def test_a_neighbour_takes_what_an_engine_gave_back(
     models: Callable[[str], Path], tmp_path: Path
 ) -> None:
@@ -102,7 +58,7 @@ def test_a_neighbour_takes_what_an_engine_gave_back(
         tmp_path / "a",
     )
     try:
-        a.read_until("loaded")
+        a.hear("loaded")
         needs_four_pages = prompts(1, length=3600)
         b = Driver(
             job(models("llama"), second, 600, needs_four_pages),
@@ -110,17 +66,17 @@ def test_a_neighbour_takes_what_an_engine_gave_back(
             tmp_path / "b",
         )
         try:
-            b.read_until("stalled")
-            a.go_on()
-            a.read_until("reset")
-            result = b.finish()
+            b.hear("stalled")
+            a.say()
+            a.hear("reset")
+            result = b.end()
             assert len(result["rounds"][0][0]["tokens"]) == 8
-            a.go_on()
-            kept = a.finish()
+            a.say()
+            kept = a.end()
         finally:
-            b.process.kill()
+            b.kill()
     finally:
-        a.process.kill()
+        a.kill()
     assert kept["after_load"]["charged"] >= 14 * PAGE
     assert kept["after_reset"]["charged"] <= (RESERVED + ALWAYS) * PAGE
 

@@ -1,4 +1,4 @@
-"""What docs/recipes.md and docs/several-models.md say to type, typed.
+"""What docs/recipes.md and docs/share-a-gpu.md say to type, typed.
 
 Every recipe as it stands but for its sizes; and a served engine for the commands beside it.
 """
@@ -23,7 +23,7 @@ from harness.engines.serving import eventually, watched
 from harness.serve import Server
 
 PAGE = (ROOT / "docs/recipes.md").read_text()
-SEVERAL_MODELS = (ROOT / "docs/several-models.md").read_text()
+SHARED = (ROOT / "docs/share-a-gpu.md").read_text()
 SIZE = 16 << 20  # of each CPU tier, 64 blocks, and not the 16 GiB of the page
 BLOCKS = 20  # of the driver's prompt
 # Nothing stays on the device, as the page says; and blocks have the same names after a restart.
@@ -167,11 +167,11 @@ def test_the_doctor_leaves_a_running_engine_s_pool_alone(served: Typed) -> None:
 
 
 def test_a_limit_is_moved_and_seen_at_the_next_request(served: Typed) -> None:
-    assert served.name in served.type(command(SEVERAL_MODELS, "kvctl list"))
+    assert served.name in served.type(command(SHARED, "kvctl list"))
     before = served.engine()["device"]
     # Half of what it has: a limit above what an engine started with is cut to that.
     half = before["total_pages"] // 2 * before["page_bytes"]
-    line = command(SEVERAL_MODELS, "kvctl limit").replace("8G", f"{half >> 20}M")
+    line = command(SHARED, "kvctl limit").replace("8G", f"{half >> 20}M")
     assert f"limit for {served.name} to {half >> 20}.00 MB" in served.type(line)
     assert served.engine()["device"]["total_pages"] == before["total_pages"]
     served.ask()

@@ -154,6 +154,41 @@ def test_level_2_forgets_what_other_weights_must_not_find(sleeper: Sleeper) -> N
     sleeper.again()
 
 
+@EVERY
+def test_released_kv_memory_is_the_devices_again_and_no_cache_is_kept(sleeper: Sleeper) -> None:
+    """`/release_kv_cache_memory` drops the CPU tier too, as in vLLM: other weights may follow."""
+    sleeper.again()
+    sleeper.post("/sleep", level=0)
+    full = sleeper.engine.said["mapped"]
+    assert sleeper.post("/release_kv_cache_memory")["status"] == "kv_cache_released"
+    said = sleeper.engine.said
+    assert (said["phase"], said["mapped"]) == ("suspended", said["limit"])  # the page of block 0
+    assert said["limit"] < full
+    waiting = sleeper.begin(prompts(COUNT)[0])
+    assert eventually(lambda: sleeper.engine.said["waiting"] == 1)
+    before = sleeper.loaded()
+    assert sleeper.post("/wake_up", tags="kv_cache")["status"] == "awake"
+    assert waiting.result(60)["tokens"] == sleeper.first[0]["tokens"]
+    assert eventually(lambda: sleeper.engine.phase == "runs")
+    assert sleeper.engine.said["limit"] == said["most"]
+    again = [sleeper.server.complete(prompt) for prompt in prompts(COUNT)[1:]]
+    assert [one["tokens"] for one in again] == [one["tokens"] for one in sleeper.first[1:]]
+    assert sleeper.loaded() == before
+
+
+@ONE_OF_EACH
+def test_a_request_that_a_release_keeps_is_computed_again(sleeper: Sleeper) -> None:
+    prompt = prompts(1, seed=12, max_tokens=LONG)[0]
+    whole = sleeper.server.complete(prompt)
+    running = sleeper.begin_and_see(prompt)
+    sleeper.post("/sleep", level=0, mode="keep")
+    sleeper.post("/release_kv_cache_memory")
+    assert sleeper.engine.said["mapped"] == sleeper.engine.said["limit"]
+    sleeper.post("/wake_up")
+    assert running.result(120)["tokens"] == whole["tokens"]
+    sleeper.again()
+
+
 @pytest.fixture(scope="module")
 def others(models: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The same model with other weights."""

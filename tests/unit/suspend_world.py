@@ -140,7 +140,6 @@ class Manager:
         self.total = MOST
         self.ahead = 2
         self._retired_pages: list[tuple[int, list[int]]] = []  # with their epochs
-        self._memory_limit_revision = -1
         self.page_allocator = self
 
     def in_use(self) -> set[int]:
@@ -170,12 +169,6 @@ class Manager:
     def resize(self, size: int) -> bool:
         """As kvpatch wraps it."""
         return giving.around_resize(self._resize, self, (size,), {})
-
-    def set_memory_limit(self, size: int, revision: int) -> None:
-        """What a program in the engine's process calls, on any thread."""
-        self.resize(size)
-        self._memory_limit_effective_bytes = size
-        self._memory_limit_revision = revision
 
     def _resize(self, size: int) -> bool:
         if self.mapping:

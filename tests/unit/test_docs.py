@@ -13,7 +13,7 @@ pytest.importorskip("matplotlib")  # of .venv, for the pictures; scripts/pythons
 
 from harness import docs
 from harness.matrix import derive
-from kvpatch import supported
+from kvpatch import patches, rules, supported
 
 ROOT = Path(__file__).parents[2]
 STALE = {
@@ -71,6 +71,8 @@ def test_a_check_names_the_stale_files_and_writes_none(monkeypatch, capsys, tmp_
 
 @pytest.fixture
 def another_table(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    # A rule's releases are those of the table when its module is imported.
+    rules.of(feature.rules for feature in patches.FEATURES)
     monkeypatch.setitem(supported.RELEASES, "0.32.0", supported.INSPECTED_ONLY)
     derive.forget()
     yield

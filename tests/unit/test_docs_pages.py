@@ -7,14 +7,13 @@ import json
 import re
 import shlex
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
+from test_rules import check, config
 
-from kvpatch import cli, environ, patches, rules
+from kvpatch import cli, environ
 from kvpatch.supported import validated
 from kvpatch.telemetry import prometheus, series
-from kvpatch.versions import Facts, Installed
 
 ROOT = Path(__file__).parents[2]
 PAGES = [*sorted((ROOT / "docs").glob("*.md")), ROOT / "README.md"]
@@ -87,7 +86,7 @@ def test_names_exist(page):
 
 
 RELEASES = validated()
-RULES = rules.of(feature.rules for feature in patches.FEATURES)
+FIELDS = ("kv_connector", "kv_connector_extra_config")
 # A connector's column in docs/support.md.
 COLUMNS = {
     "OffloadingConnector": "Offloading",
@@ -98,53 +97,14 @@ COLUMNS = {
 }
 
 
-def vllm_config(given, runner="V1"):
-    transfer = SimpleNamespace(
-        kv_connector=given["kv_connector"],
-        kv_connector_module_path=None,
-        kv_connector_extra_config=given["kv_connector_extra_config"],
-    )
-    return SimpleNamespace(
-        kv_transfer_config=transfer,
-        use_v2_model_runner=runner == "V2",
-        attention_config=SimpleNamespace(),
-        scheduler_config=SimpleNamespace(
-            policy="fcfs",
-            scheduler_cls=None,
-            enable_chunked_prefill=True,
-            disable_hybrid_kv_cache_manager=False,
-        ),
-        cache_config=SimpleNamespace(enable_prefix_caching=True, cache_dtype="auto"),
-        parallel_config=SimpleNamespace(
-            world_size=1,
-            tensor_parallel_size=1,
-            data_parallel_size=1,
-            decode_context_parallel_size=1,
-            distributed_executor_backend="uni",
-        ),
-        speculative_config=None,
-        kv_events_config=None,
-        model_config=SimpleNamespace(
-            is_hybrid=False,
-            is_encoder_decoder=False,
-            use_mla=False,
-            get_sliding_window=lambda: None,
-        ),
-    )
-
-
 def starts_on(given):
-    """The releases and runners on which the rules on connectors let a recipe start."""
-    kvcached = Installed.release("kvcached", "0.1.6")
+    """The releases and runners on which the rules let a recipe start."""
+    connector = {f"kv_transfer_config__{name}": given[name] for name in FIELDS}
     return {
         (release, runner)
         for release in RELEASES
         for runner in ("V1", "V2")
-        if rules.check(
-            vllm_config(given, runner),
-            Facts(Installed.release("vllm", release), kvcached, {}, device="cuda"),
-            RULES,
-        )
+        if check(config(**connector, use_v2_model_runner=runner == "V2", machine__vllm=release))
         is None
     }
 

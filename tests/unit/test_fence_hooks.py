@@ -96,6 +96,7 @@ at_once: list[Any] = []  # managers that need not wait for the device
 
 @pytest.fixture(autouse=True)
 def pages(monkeypatch):
+    monkeypatch.setenv("KVCACHED_MAX_RESERVED_PAGES", "0")  # what may go goes at once
     monkeypatch.setattr(kvcached_api, "blocks_of_page", lambda manager, page: range_of(page))
     monkeypatch.setattr(kvcached_api, "unmap_at_once", lambda manager: at_once.append(manager))
     at_once.clear()

@@ -120,33 +120,6 @@ def test_nothing_is_noted_without_a_fence():
 # Up to 0.24
 
 
-def test_the_fence_is_told_the_blocks_on_the_devices_side_of_a_pair():
-    def job(source: list[int], destination: list[int]) -> SimpleNamespace:
-        pair = (SimpleNamespace(block_ids=source), SimpleNamespace(block_ids=destination))
-        return SimpleNamespace(req_id="r", transfer_spec=pair)
-
-    fence = Fence(lambda page: (page * 10, page * 10 + 10), workers=1)
-    planner = SimpleNamespace()
-    manager = SimpleNamespace(capture_physical_release_marker=lambda: 7)
-    state.attach(planner, Fenced(fence, manager, None))
-    meta = SimpleNamespace(store_jobs={1: job([11, 12], [90])}, load_jobs={2: job([90], [33])})
-    output = object()
-    made = legacy.around_build_of_pairs(
-        lambda scheduler_output: meta if scheduler_output is output else None,
-        planner,
-        (output,),
-        {},
-    )
-    assert made is meta
-    assert {job_id: named.blocks for job_id, named in fence.transfers.items()} == {
-        1: (11, 12),
-        2: (33,),
-    }
-    released, held = fence.split([(7, [0, 1, 3, 9])], can_plan=True)
-    assert released == [0, 9]
-    assert held == [(7, [1, 3])]
-
-
 class OffloadingConnector(SimpleNamespace):
     """vLLM's, by its name."""
 
@@ -169,35 +142,3 @@ def test_an_engine_without_a_connector_steps_as_it_did():
     scheduler = SimpleNamespace(connector=None)
     assert legacy.around_has_requests(lambda: True, scheduler, (), {}) is True
     assert legacy.around_has_requests(lambda: False, scheduler, (), {}) is False
-
-
-def test_blocks_that_left_a_window_are_not_stored_for_it():
-    def blocks(*null):
-        return [SimpleNamespace(is_null=index in null) for index in range(5)]
-
-    def group(stored, ids):
-        return SimpleNamespace(next_stored_block_idx=stored, block_ids=ids)
-
-    groups = [group(0, [1, 2, 3]), group(1, [4, 5, 6, 7])]
-    scheduler = SimpleNamespace(
-        kv_cache_manager=SimpleNamespace(
-            coordinator=SimpleNamespace(
-                single_type_managers=[
-                    SimpleNamespace(req_to_blocks={"r": blocks(0, 1)}),
-                    SimpleNamespace(req_to_blocks={"r": blocks(0, 1, 2, 4)}),
-                ]
-            )
-        )
-    )
-    planner = SimpleNamespace(
-        _sliding_window_groups=(1,),
-        _req_status={"r": SimpleNamespace(group_states=groups), "new": SimpleNamespace()},
-        config=SimpleNamespace(
-            block_size_factor=1, kv_group_configs=[SimpleNamespace(group_idx=n) for n in range(2)]
-        ),
-    )
-    state.attach(planner, Fenced(None, None, scheduler))
-    planner._req_status["new"].group_states = [group(0, []), group(0, [])]
-    assert legacy.before_build(lambda output: output, planner, ("step",), {}) == "step"
-    assert groups[0].block_ids == [1, 2, 3]  # full attention keeps them all
-    assert groups[1].block_ids == [4, 0, 0, 7]  # what is stored already is let be

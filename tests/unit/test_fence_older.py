@@ -112,27 +112,6 @@ def test_a_planner_without_a_fence_or_without_windows_is_left_alone():
 # Up to 0.20
 
 
-def test_several_requests_of_a_step_end_each_by_itself():
-    engine = Engine()
-    engine.run(
-        engine.build(
-            stores={"a": pair([11], [90]), "b": pair([21], [91])},
-            loads={"c": pair([92], [31]), "d": pair([93], [41])},
-        )
-    )
-    assert set(engine.fence.transfers.values()) == {
-        Transfer("a", (11,)),
-        Transfer("b", (21,)),
-        Transfer("c", (31,)),
-        Transfer("d", (41,)),
-    }
-    assert engine.held(1, 2, 3, 4) == [1, 2, 3, 4]
-    engine.report(sent={"b"}, received={"d"})
-    assert engine.held(1, 2, 3, 4) == [1, 3]
-    engine.report(sent={"a", "c"}, received={"c"})
-    assert engine.held(1, 2, 3, 4) == []
-
-
 def test_every_block_of_a_transfer_is_named():
     engine = Engine()
     engine.build(stores={"a": pair([11, 21, 31], [90])}, loads={"b": pair([91], [41, 51])})

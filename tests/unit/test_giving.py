@@ -18,7 +18,7 @@ from kvpatch.patches.suspend.share import AT_REST, LEAST, LONGEST, STORE, Share
 from kvpatch.patches.suspend.spill import cached
 from kvpatch.patches.suspend.suspension import Phase
 from kvpatch.patches.suspend.watch import Look, Watch
-from kvpatch.upstream import kvcached_api, kvcached_limits
+from kvpatch.upstream import kvcached_limits
 
 __all__ = ["worlds"]
 
@@ -493,94 +493,19 @@ def test_nothing_is_stored_ahead_for_an_engine_without_requests(worlds: Any) -> 
     assert len(world.tier.blocks) == 2 * BLOCKS
 
 
-def test_a_limit_by_revision_holds_whatever_was_set_in_shm_before(worlds: Any) -> None:
-    """Once /dev/shm has had another limit, every allocation brings the one that is there."""
-    world = filled(worlds)
-    lower(world, 7)
-    for number, pages in enumerate((4, 7, 3)):
-        world.manager.set_memory_limit(pages * PAGE, revision=number)
-        allocate(world)
-        world.giving.advance()
-        for _ in range(20):
-            world.step()
-            allocate(world)
-            world.manager.reported = world.manager.limit  # kvcached's thread, as time passes
-        assert world.manager.limit == world.manager.total * PAGE == pages * PAGE
+def test_a_limit_by_revision_is_refused(worlds: Any) -> None:
+    """An allocation would undo it; an engine without a tier has kvcached's own."""
+    manager = filled(worlds).manager
+    calls: list[Any] = []
 
+    def wrapped(*args: Any, **kwargs: Any) -> None:
+        calls.append((args, kwargs))
 
-WARNED = "the limit of revision 1 gives way to 6 MiB, set in /dev/shm after it"
-
-
-@pytest.mark.parametrize("pages", [5, 7, MOST])
-def test_a_limit_of_shm_after_a_revision_is_the_last_one(
-    worlds: Any, pages: int, caplog: pytest.LogCaptureFixture
-) -> None:
-    """kvctl, in the quarter of a second in which an idle engine has not looked."""
-    world = filled(worlds)
-    world.manager.set_memory_limit(pages * PAGE, revision=1)  # MOST: what is there already
-    world.manager.limit = 6 * PAGE
-    world.giving.look()
-    assert world.manager.limit == 6 * PAGE
-    assert (WARNED in caplog.text) is True
-    for _ in range(3):
-        world.manager.reported = world.manager.limit
-        allocate(world)
-        world.until_idle()
-    assert world.manager.total == 6
-    world.manager.set_memory_limit(7 * PAGE, revision=2)
-    world.giving.look()
-    assert world.manager.limit == 7 * PAGE
-
-
-def test_a_revision_after_a_limit_of_shm_is_the_last_one(
-    worlds: Any, caplog: pytest.LogCaptureFixture
-) -> None:
-    """kvcached's thread has not read the one of /dev/shm yet."""
-    world = filled(worlds)
-    world.manager.limit = 6 * PAGE
-    world.manager.set_memory_limit(7 * PAGE, revision=1)
-    world.giving.look()
-    assert world.manager.limit == 7 * PAGE
-    assert "gives way" not in caplog.text
-
-
-def test_a_limit_of_shm_that_is_gone_is_none_that_a_revision_gives_way_to(worlds: Any) -> None:
-    """kvctl limit NAME 0, or a cleaner of /dev/shm."""
-    world = filled(worlds)
-    world.manager.set_memory_limit(7 * PAGE, revision=1)
-    world.manager.limit = 0
-    world.giving.look()
-    assert world.manager.limit == 7 * PAGE
-
-
-def test_an_idle_engine_writes_a_revision_to_shm(
-    worlds: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Else it would be written over a limit of kvctl that is set hours later."""
-    world = filled(worlds)
-    watched = Watched(world, monkeypatch, None)
-    world.manager.set_memory_limit(7 * PAGE, revision=1)
-    assert watched.look() == 1
-    watched.sent[0].take(world.giving)
-    assert world.manager.limit == 7 * PAGE
-    assert watched.look() == 1
-
-
-def test_a_revision_that_cannot_be_written_to_shm_is_said_once(
-    worlds: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    world = filled(worlds)
-    tried: list[int] = []
-
-    def fail(*arguments: Any) -> None:
-        tried.append(1)
-        raise PermissionError("of a test")
-
-    monkeypatch.setattr(kvcached_api, "write_limit", fail)
-    world.manager.set_memory_limit(7 * PAGE, revision=1)
-    for _ in range(3):
-        world.giving.advance()
-    assert tried == [1]
+    with pytest.raises(ValueError, match=r"refuses .* by revision .*; use kvpatch\.control"):
+        module.around_memory_limit(wrapped, manager, (4 * PAGE,), {"revision": 1})
+    assert calls == []
+    module.around_memory_limit(wrapped, SimpleNamespace(), (4 * PAGE,), {"revision": 1})
+    assert calls == [((4 * PAGE,), {"revision": 1})]
 
 
 def test_pages_of_requests_that_wait_for_the_fence_are_not_waited_for(worlds: Any) -> None:
@@ -677,20 +602,6 @@ def test_an_idle_engine_sees_a_limit_that_is_set_in_shm(
     world.until_idle()
     assert world.manager.total == 4
     assert watched.look() == 1
-
-
-def test_an_idle_engine_sees_a_limit_that_a_program_in_its_process_set(
-    worlds: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """kvcached's set_memory_limit, on any thread: nothing is in /dev/shm, and nobody steps."""
-    world = filled(worlds)
-    watched = Watched(world, monkeypatch, None)
-    world.manager.set_memory_limit(4 * PAGE, revision=1)
-    assert world.giving.lowers
-    assert watched.look() == 1
-    watched.sent[0].take(world.giving)
-    world.until_idle()
-    assert world.manager.total == 4
 
 
 def test_the_time_without_requests_begins_when_the_last_one_has_ended(

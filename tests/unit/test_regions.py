@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import sys
 from contextlib import nullcontext
-from types import ModuleType, SimpleNamespace
+from types import SimpleNamespace
 
 import pytest
+from test_region_memory import find, pool, torch  # noqa: F401
 
 from kvpatch.patches.elastic_memory import regions
-from kvpatch.patches.elastic_memory.regions import check_kinds, find_regions
+from kvpatch.patches.elastic_memory.regions import check_kinds
 from kvpatch.refusal import VERIFY_IT, Refusal
 from kvpatch.status import Record
 from kvpatch.versions import Facts, Installed, Span
@@ -119,52 +119,14 @@ def test_every_layer_of_a_group_counts(at):
         check_kinds(plan(spec("UniformTypeKVCacheSpecs", kv_cache_specs=layers)))
 
 
-class View:
-    """kvcached's block view of one layer, without torch."""
-
-    def __init__(self, blocks: int, address: int = 0) -> None:
-        self.shape, self.ndim, self.address = (blocks, 64), 2, address
-
-    def data_ptr(self) -> int:
-        return self.address
-
-    def stride(self) -> tuple[int, int]:
-        return (64, 1)
-
-    def __getitem__(self, rows: slice) -> View:
-        return View(rows.stop, self.address)
-
-    def view(self, dtype: object) -> View:
-        return self
-
-
-def caches(*views: object) -> dict[str, object]:
-    return {f"layer.{n}": SimpleNamespace(_kvcached_block_copy_view=v) for n, v in enumerate(views)}
-
-
-@pytest.fixture(autouse=True)
-def torch(monkeypatch):
-    """As much of torch as a region needs."""
-    module = ModuleType("torch")
-    module.int8 = "int8"
-    monkeypatch.setitem(sys.modules, "torch", module)
-
-
-def test_layers_of_one_pool_are_one_region():
-    """In the contiguous layout the layers of a block lie side by side: one copy."""
-    groups = [["layer.0", "layer.1"], ["layer.2"]]
-    found = find_regions(caches(View(10), View(10), View(12, 4096)), groups, num_blocks=8)
-    assert [region.shape for region in found.tensors] == [(8, 64), (8, 64)]
-    assert found.groups == [[0], [1]]
-    assert found.block_bytes == 128
-
-
-@pytest.mark.parametrize("view", [None, View(7)], ids=["not kvcached's", "7 of 8 blocks"])
+@pytest.mark.parametrize(
+    "view", [None, pool(0x2000, rows=7)], ids=["not kvcached's", "7 of 8 blocks"]
+)
 def test_too_few_blocks(view):
     with pytest.raises(Refusal) as refused:
-        find_regions(caches(View(8), view), [["layer.0", "layer.1"]], num_blocks=8)
+        find([["a", "b"]], a=pool(0x1000, rows=8), b=view)
     assert str(refused.value) == (
-        "kvpatch refuses to start vLLM: the KV cache of layer.1 is not 8 blocks of kvcached's "
+        "kvpatch refuses to start vLLM: the KV cache of b is not 8 blocks of kvcached's "
         "memory, because its blocks cannot be located in memory; report this with your command "
         "line, or set KVPATCH=0. [KVP405]"
     )

@@ -282,7 +282,7 @@ case(
 case(
     "KVP373",
     "KVPATCH_FIRST_LIMIT is set on this release and with this connector",
-    of_environment(**{FIRST_LIMIT.name: "8GiB"}),
+    of_environment(**{FIRST_LIMIT.name: "8GiB"}) | {"machine__vllm": "0.27.0"},
 )
 NO_LIST = {"type": "fs", "root_dir": "/tiers"}, ["fs"], "fs", [{"type": "fs"}, "fs"]
 OF_TIERS = [{"spec_name": "TieringOffloadingSpec", "secondary_tiers": one} for one in NO_LIST]
@@ -291,6 +291,13 @@ case(
     "secondary_tiers is not a list of objects",
     *(chunks(**extra) for extra in OF_TIERS),
     multi("OffloadingConnector", kv_connector_extra_config=OF_TIERS[0]),
+)
+case(
+    "KVP391",
+    "the KV connector NixlConnector is configured",
+    {"kv_transfer_config__kv_connector": "NixlConnector"},
+    multi("OffloadingConnector", "NixlConnector"),
+    multi("NixlConnector", "OffloadingConnector"),
 )
 EXAMPLE = {"kv_transfer_config__kv_connector": "ExampleConnector"}
 case(
@@ -313,10 +320,10 @@ case(
 )
 case(
     "KVP319",
-    "a MultiConnector is configured with NixlConnector inside",
-    multi("OffloadingConnector", "NixlConnector"),
-    multi("NixlConnector", "OffloadingConnector"),
-    multi("NixlConnector", "NixlConnector"),
+    "a MultiConnector is configured with LMCacheConnectorV1 inside",
+    multi("OffloadingConnector", "LMCacheConnectorV1"),
+    multi("LMCacheConnectorV1", "OffloadingConnector"),
+    multi("LMCacheConnectorV1", "LMCacheConnectorV1"),
 )
 case(
     "KVP320",

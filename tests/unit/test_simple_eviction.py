@@ -147,15 +147,6 @@ def test_a_block_that_was_used_while_it_was_stored_goes_to_the_end():
     assert list(lazy.pool._evictable_blocks) == [1, 3, 4, 5, 6, 2]
 
 
-def test_the_walk_goes_on_when_stored_blocks_were_evicted():
-    """The block at which the last walk stopped is gone; the next one begins at the head."""
-    lazy = planner(cached=8)
-    lazy.walk()
-    lazy.copies_end()
-    lazy.pool.evict_blocks({1, 2, 3, 4})
-    assert lazy.walk() == [5, 6, 7, 8]
-
-
 def test_a_block_is_offered_once_although_the_tier_gave_it_up():
     lazy = planner(cached=3)
     lazy.walk()
@@ -211,13 +202,6 @@ def test_kvcached_does_not_evict_in_the_call_that_frees():
     )
     assert caps == [-1]
     assert lazy.pool.max_cached_blocks == 2
-
-
-def test_in_eager_mode_kvcached_evicts_as_it_does():
-    pool = Pool(cached=4, cap=2)
-    caps = []
-    eviction.around_free(lambda blocks: caps.append(pool.max_cached_blocks), pool, ([],), {})
-    assert caps == [2]
 
 
 def match(lazy: Planner, tokens: int, hit: int = 0) -> Any:

@@ -160,12 +160,20 @@ def test_the_command_says_what_fits_and_what_to_type(folder, capsys):
     assert f"vllm serve {code} --port 8001" in out
 
 
+def test_two_engines_of_one_model_have_names_of_their_own(folder, capsys):
+    """A second engine with the same name does not start."""
+    chat = str(folder("chat"))
+    assert cli.main(["size", chat, chat, "--json"]) == 0
+    commands = json.loads(capsys.readouterr().out)["commands"]
+    assert ["_NAME=chat " in commands[0], "_NAME=chat-2 " in commands[1]] == [True, True]
+
+
 def test_what_an_engine_has_beyond_its_blocks(folder, capsys, monkeypatch):
     words = ["size", str(folder("chat")), "--device", "4GiB"]
     assert cli.main(words) == 0
     out = capsys.readouterr().out
     assert "beyond these blocks: up to 192 MiB of the device, the page of block 0, 10 pages" in out
-    assert "less activations, CUDA graphs and the 192 MiB beyond blocks" in out
+    assert "for KV caches, 192 MiB beyond blocks, activations and CUDA graphs" in out
     assert "--port" not in out
     monkeypatch.setenv("KVCACHED_MAX_RESERVED_PAGES", "0")
     assert cli.main([*words, "--json"]) == 0

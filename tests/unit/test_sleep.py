@@ -52,6 +52,13 @@ class Sleeper:
 
         asleep.around_reset(reset, self, args, kwargs)
 
+    def release(self) -> Any:
+        def release() -> None:
+            self._reset_caches()
+            self.model_executor.is_sleeping = True
+
+        return asleep.around_release(release, self, (), {})
+
     def wake_up(self, tags: list[str] | None = None) -> bool:
         def wake(tags: list[str] | None = None) -> bool:
             self.model_executor.is_sleeping = tags == ["weights"]
@@ -207,6 +214,45 @@ def test_an_engine_without_a_suspension_keeps_its_tier(sleeper):
     state.drop(sleeper, Suspension)
     assert sleeper.sleep() is None
     assert sleeper.resets == [False]
+
+
+def test_released_memory_goes_to_the_floor_and_comes_back_with_every_cache_empty(sleeper):
+    sleeper.world.pool.evict_blocks(set(sleeper.world.pool.content))  # as vLLM's reset does
+    released = sleeper.release()
+    assert sleeper.resets == [True]
+    sleeper.until_idle()
+    assert released.result(0) is None
+    assert sleeper.world.suspension.phase is Phase.SUSPENDED
+    assert sleeper.world.manager.limit == PAGE
+    assert sleeper.world.suspension.said["kept"] == 0
+    assert sleeper.wake_up(["kv_cache"])
+    sleeper.until_idle()
+    assert sleeper.world.suspension.phase is Phase.RUNS
+    sleeper._reset_caches()
+    assert sleeper.resets == [True, True], "the release was taken for a sleep that keeps the tier"
+
+
+def test_memory_is_released_without_a_tier_to_store_in(sleeper):
+    world = sleeper.world
+    bare = Suspension(world, None, "it has no KV connector")
+    state.attach(sleeper, bare)
+    world.suspension = bare
+    world.pool.evict_blocks(set(world.pool.content))
+    released = sleeper.release()
+    sleeper.until_idle()
+    assert (released.result(0), bare.phase) == (None, Phase.SUSPENDED)
+    assert world.manager.limit == PAGE
+    assert sleeper.wake_up()
+    sleeper.until_idle()
+    assert bare.phase is Phase.RUNS
+
+
+def test_an_engine_in_the_callers_process_says_that_its_pages_stay(sleeper, caplog):
+    state.drop(sleeper, Suspension)
+    with caplog.at_level(logging.WARNING):
+        assert sleeper.release() is None
+    assert "stay mapped: the engine is in the caller's process" in caplog.text
+    assert sleeper.resets == [True]
 
 
 @pytest.mark.parametrize("level", [0, 2])

@@ -189,14 +189,19 @@ def test_an_idle_engine_gives_back_what_fills_no_chunk(worlds):
     assert world.giving.lost == 2
 
 
-def test_stores_without_events_are_told_without_them(monkeypatch):
-    """As vLLM up to 0.29 returns them."""
+def test_stores_without_events_are_told_without_them_and_with_hashes(monkeypatch):
+    """As vLLM up to 0.29 returns them, which has no hash of a device block at the end of a copy."""
     spill = Spill(Store(10), pool_of(b"a"))
     scheduler = state_of_simple(spill)
     spill.begin(blocks_of(spill.pool))
+    device = {1: SimpleNamespace(block_hash=b"a"), 3: SimpleNamespace(block_hash=b"own")}
+    host = {4: SimpleNamespace(_block_hash=b"own"), 7: SimpleNamespace(_block_hash=None)}
+    scheduler._gpu_block_pool = SimpleNamespace(blocks=device)
+    scheduler.cpu_block_pool = SimpleNamespace(blocks=host)
     monkeypatch.setattr(simple, "store", lambda *given: {1: 7})
     told = fixes.around_store_specs(lambda output: ([3], [4], ["r"]), scheduler, ("s",), {})
     assert told == ([3, 1], [4, 7], ["r"])
+    assert [host[place]._block_hash for place in (4, 7)] == [b"own", b"a"]
 
 
 def state_of_simple(spill: Spill) -> Any:

@@ -27,7 +27,6 @@ class Walk:
         self.added: list[str] = []
         self.keys: set[bytes] = set()
         self.limit = MOST * PAGE  # the last one that anybody set
-        self.revision = 0
         world.tier.steps = self.source.randrange(5)
         world.fence = self.source.randrange(4)
         world.lag = self.source.randrange(1, 6)
@@ -54,13 +53,6 @@ class Walk:
                 world.giving.advance()
             elif action == 6:
                 world.scheduler.set_pause_state(source.choice(list(Pause)))
-            elif (
-                action == 7 and size != world.suspension._seen
-            ):  # a program, and the watch that sees it
-                self.revision += 1
-                world.manager.set_memory_limit(size, self.revision)
-                self.limit = size
-                world.giving.look()
             else:
                 self.request()
 

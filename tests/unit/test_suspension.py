@@ -530,23 +530,6 @@ def test_the_last_limit_holds_whoever_set_it(world, steps, last):
     assert world.manager.limit == world.manager.total * PAGE == last * PAGE
 
 
-@pytest.mark.parametrize("when", ["before", "suspended"])
-def test_a_limit_by_revision_is_there_after_a_suspension(world, when):
-    """kvcached has it in its page allocator alone, and /dev/shm another one."""
-    if when == "before":
-        world.manager.set_memory_limit(4 * PAGE, revision=1)
-    suspended(world)
-    if when == "suspended":
-        world.manager.set_memory_limit(4 * PAGE, revision=1)
-    resumed(world)
-    assert world.manager.limit == world.manager.total * PAGE == 4 * PAGE
-    world.manager.set_memory_limit(7 * PAGE, revision=2)
-    world.suspension.limit(6 * PAGE)  # later
-    suspended(world)
-    resumed(world)
-    assert world.manager.limit == world.manager.total * PAGE == 6 * PAGE
-
-
 def test_a_tier_that_was_emptied_meanwhile_is_said(world):
     """By vLLM's /pause or a reset with the connector, which are not for the suspension."""
     assert suspended(world)["lost"] == 0

@@ -146,19 +146,6 @@ DISK = {
 }
 
 
-def test_a_page_comes_back_as_it_was_written():
-    found = page.read(publish_as(os.getpid()))
-    assert (found.pid, found.kvpatch) == (os.getpid(), "0.1.0")
-    assert content().items() <= found.content.items()
-    assert 0 <= found.age < 60
-
-
-def test_only_its_user_can_read_it():
-    path = publish_as(os.getpid())
-    assert path.stat().st_mode & 0o777 == 0o600
-    assert path.parent.stat().st_mode & 0o777 == 0o700
-
-
 @pytest.mark.parametrize("fault", ["open", "link"])
 def test_a_folder_that_others_could_use_is_refused(place, fault):
     path = page.folder_of(os.getuid())
@@ -194,14 +181,6 @@ def test_a_page_is_never_read_in_part():
     finally:
         done.set()
         thread.join()
-
-
-def test_a_page_that_would_not_fit_is_not_written():
-    writer = page.Writer(os.getpid(), "0.1.0")
-    writer.write({"number": 1})
-    with pytest.raises(ValueError, match="do not fit"):
-        writer.write({"text": "x" * page.SIZE})
-    assert page.read(writer.path).content["number"] == 1
 
 
 # What a page says of its process: one line each
@@ -349,12 +328,6 @@ def test_a_process_without_a_page(process):
     assert the_line(process.pid) == (
         f"pid {process.pid} is not running and has left no status page"
     )
-
-
-def test_something_that_is_no_page(place):
-    (page.own_folder() / "17.page").write_bytes(b"x" * 100)
-    (seen,) = reader.all_of(False)
-    assert seen.state is State.UNREADABLE
 
 
 def test_the_text_answers_the_questions(process, capsys):

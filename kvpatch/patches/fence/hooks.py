@@ -7,8 +7,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from kvpatch import state
+from kvpatch.environ import KVCACHED_MAX_RESERVED_PAGES
 from kvpatch.patch import argument
 from kvpatch.patches.fence.fence import Fence, Retired, Transfer
+from kvpatch.patches.fence.reserve import PART, Reserve
 from kvpatch.patches.fence.windows import KnownBlocks, span_of
 from kvpatch.upstream import connectors, kvcached_api
 
@@ -23,12 +25,34 @@ class Fenced:
         manager: kvcached's manager of the engine's pages.
         scheduler: vLLM's scheduler.
         on_release: called with the ids of pages before they are unmapped.
+        reserve: the freed pages that stay mapped for a while; None if none do.
+        asked: of these none stays while one of them says that memory is asked for.
     """
 
     fence: Fence
     manager: Any
     scheduler: Any
     on_release: list[Callable[[list[int]], None]] = field(default_factory=list)
+    reserve: Reserve | None = None
+    asked: list[Callable[[], bool]] = field(default_factory=list)
+
+    @property
+    def holding(self) -> int:
+        """The number of pages that were to be unmapped, or will be, and are not yet."""
+        return self.fence.holding + (self.reserve.kept if self.reserve is not None else 0)
+
+    def may_keep(self) -> int:
+        """Return how many freed pages may stay mapped now.
+
+        None of an engine that computes nothing: it would not be stepped when somebody wants them.
+        """
+        if (
+            self.manager.in_shrink
+            or not self.scheduler.has_unfinished_requests()
+            or any(asks() for asks in self.asked)
+        ):
+            return 0
+        return kvcached_api.free_pages(self.manager) // PART
 
 
 def compute_barrier(worker: Any) -> bool:
@@ -103,6 +127,8 @@ def around_install(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> None:
     fenced = state.attach(manager, Fenced(fence, manager, scheduler))
     if planner is not None:
         state.attach(planner, fenced)
+        if KVCACHED_MAX_RESERVED_PAGES.read() != "0":
+            fenced.reserve = Reserve()
 
 
 def around_build(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
@@ -138,13 +164,13 @@ def around_worker_output(wrapped: Any, instance: Any, args: Any, kwargs: Any) ->
 
 
 def around_pending_work(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> bool:
-    """Keep the engine stepping while a page is held; it becomes idle afterwards.
+    """Keep the engine stepping while a freed page is mapped; it becomes idle afterwards.
 
     Wraps ``OffloadingConnectorScheduler.has_pending_push_work``, vLLM's hook for a
     connector to request steps.
     """
     fenced = state.find(instance, Fenced)
-    return bool(wrapped(*args, **kwargs)) or (fenced is not None and fenced.fence.holding > 0)
+    return bool(wrapped(*args, **kwargs)) or (fenced is not None and fenced.holding > 0)
 
 
 def around_release(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> None:
@@ -159,6 +185,9 @@ def around_release(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> None:
         return
     fence, scheduler = fenced.fence, fenced.scheduler
     retired: Retired = getattr(instance, "_retired_pages", None) or []
+    kept: Retired = []
+    if fenced.reserve is not None:
+        retired, kept = fenced.reserve.split(retired, fenced.may_keep() if retired else 0)
     can_plan = scheduler.has_unfinished_requests() or scheduler.has_finished_requests()
     released, held = fence.split(retired, can_plan and not fence.pinned)
     for observer in fenced.on_release:
@@ -166,7 +195,7 @@ def around_release(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> None:
     if not fence.pinned:
         forget_freed_blocks(connectors.scheduler_of(scheduler.connector), fence, released)
     # Epochs start at 1, so that marker 0 releases exactly the pages that the fence permits.
-    instance._retired_pages = [(0, released), *held] if released else held
+    instance._retired_pages = [*([(0, released)] if released else ()), *held, *kept]
     wrapped(0)
 
 

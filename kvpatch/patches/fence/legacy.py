@@ -162,7 +162,7 @@ def around_has_requests_by_request(wrapped: Any, instance: Any, args: Any, kwarg
     Wraps ``Scheduler.has_requests``: a connector cannot request steps.
     """
     fenced = state.find(connectors.scheduler_of(instance.connector), Fenced)
-    waits = fenced is not None and bool(fenced.fence.transfers or fenced.fence.holding)
+    waits = fenced is not None and bool(fenced.fence.transfers or fenced.holding)
     return bool(wrapped(*args, **kwargs)) or waits
 
 

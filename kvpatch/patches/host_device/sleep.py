@@ -42,5 +42,12 @@ FEATURE = feature(
             "a worker on a CPU ignores it",
             only_with=WITH_SLEEP,
         ),
+        Row(
+            "host_device_sleep.nothing_discarded",
+            f"{_CPU_WORKER}.discard",
+            "kvpatch.patches.host_device.weights:discard(self, tags)",
+            "a worker on a CPU refuses it, when the caches have been dropped",
+            only_with=WITH_SLEEP,
+        ),
     ),
 )

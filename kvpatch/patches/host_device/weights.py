@@ -55,3 +55,10 @@ def come_back(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> None:
         if name in saved:
             tensor.data.copy_(saved[name])
     saved.clear()
+
+
+def discard(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> None:
+    """Discard nothing: vLLM's allocator has no KV cache on a GPU, either, where kvcached has it.
+
+    Wraps ``CPUWorker.discard(tags)``.
+    """

@@ -65,6 +65,12 @@ NEVER_SET = (
     "ec_transfer_config.ec_connector",
 )
 
+# Register a KV cache once, at the start, for transfers that its engine does not begin.
+REGISTERING = (
+    *("NixlConnector", "NixlPullConnector", "NixlPushConnector"),
+    *("MooncakeConnector", "MooncakeStoreConnector", "MoRIIOConnector"),
+)
+
 ROUND_TRIP = "it has not been validated by a store and load round trip"
 
 
@@ -96,9 +102,13 @@ def has_tiers(config: Any) -> bool:
 
 def _other_connector(config: Any, facts: Facts) -> bool:
     transfer = config.kv_transfer_config
-    return not in_multi(config) and (
-        transfer.kv_connector not in VALIDATED_CONNECTORS
-        or transfer.kv_connector_module_path is not None
+    return (
+        not in_multi(config)
+        and (
+            transfer.kv_connector not in VALIDATED_CONNECTORS
+            or transfer.kv_connector_module_path is not None
+        )
+        and not _registering(config)
     )
 
 
@@ -106,8 +116,14 @@ def _others_inside(config: Any) -> list[str]:
     return [
         leaf.name
         for leaf in leaves(config)
-        if in_multi(config) and (leaf.name not in VALIDATED_INSIDE or leaf.module is not None)
+        if in_multi(config)
+        and (leaf.name not in VALIDATED_INSIDE or leaf.module is not None)
+        and leaf.name not in _registering(config)
     ]
+
+
+def _registering(config: Any) -> list[str]:
+    return [one.name for one in leaves(config) if one.name in REGISTERING and one.module is None]
 
 
 def _twice_inside(config: Any) -> list[str]:
@@ -388,6 +404,16 @@ RULES = (
         ),
         "vLLM reads the configuration of one tier, or of one connector, from each of them",
         "write a list, also of a single one, as in [{...}]",
+    ),
+    Rule(
+        "KVP391",
+        in_words([f"`{one}`" for one in REGISTERING]) + ", alone or inside a MultiConnector",
+        lambda config, facts: bool(_registering(config)),
+        lambda config, facts: f"the KV connector {_registering(config)[0]} is configured",
+        "it registers the KV cache's addresses once, and kvcached maps and unmaps pages there "
+        "while the engine runs: a registration that holds pages is stale, and a peer that reads "
+        "an unmapped one gets other bytes and no error",
+        "use OffloadingConnector or SimpleCPUOffloadConnector without it",
     ),
     Rule(
         "KVP302",

@@ -2,8 +2,7 @@
 
 Tensors of up to ``WHOLE`` values count whole. Of larger ones, values on several diagonals of the
 memory count: a value of every row, or of every n-th row of a very large tensor, in all columns in
-turn. So every matrix of a stack, such as the experts of a layer, counts. A test with figures is
-scripts/bench-fingerprint.
+turn. So every matrix of a stack, such as the experts of a layer, counts.
 """
 
 from __future__ import annotations

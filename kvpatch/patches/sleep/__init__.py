@@ -1,4 +1,7 @@
-"""Sleep mode beside a CPU tier: level 1 keeps what the tier has, and what only the device had."""
+"""Sleep mode beside a CPU tier: level 1 keeps what the tier has, and what only the device had.
+
+``release_kv_cache_memory`` needs no sleep mode, and drops all caches.
+"""
 
 from __future__ import annotations
 
@@ -25,6 +28,15 @@ FEATURE = feature(
             f"{ENGINE_CORE}.sleep",
             "asleep:around_sleep(self, level, mode)",
             "a sleep drops what only the device has, although the same weights come back",
+            only_with=WITH_SLEEP,
+        ),
+        Row(
+            "sleep.release",
+            f"{ENGINE_CORE}.release_kv_cache_memory",
+            "asleep:around_release",
+            "the pages that it promises to release are not in the allocator that vLLM asks",
+            "vllm-project/vllm, `CuMemAllocator.discard`",
+            "vLLM asks whoever has mapped a KV cache for its pages",
             only_with=WITH_SLEEP,
         ),
         Row(

@@ -6,6 +6,9 @@ back as they were. A sleep of level 2 drops the weights, and vLLM resets all cac
 
 Where weights are replaced after a sleep that kept the connector's cache, vLLM's caches would be
 empty, and so nobody resets them again. They are reset here, before the next request.
+
+``release_kv_cache_memory`` drops all caches, as in vLLM, and is a suspension with nothing to store:
+vLLM asks its own allocator for the pages, which has none of kvcached's.
 """
 
 from __future__ import annotations
@@ -23,6 +26,8 @@ from kvpatch.patches.secondary_tiers.weights import Calls
 from kvpatch.patches.suspend.suspension import ON_THE_WAY, Phase, Suspension
 
 _KEEPS = 1  # the level in which the same weights come back
+_LOST = "what only the device has is lost in this sleep"
+_STAYS = "release_kv_cache_memory has dropped the caches, and kvcached's pages stay mapped"
 
 
 @dataclass
@@ -32,6 +37,7 @@ class Asleep:
     Attributes:
         pending: what the client waits for while blocks are stored.
         sleep: vLLM's own sleep, as it was asked for; called after that.
+        otherwise: what it is without a suspension, for a warning.
         suspended: the suspension was begun for a sleep, and ends when the engine wakes up.
         keeps: the next reset of all caches is that of a sleep which leaves the connector's.
         kept: the connector has blocks from before a sleep, of which vLLM's would have none.
@@ -40,6 +46,7 @@ class Asleep:
 
     pending: Future[None] | None = None
     sleep: Callable[[], Any] | None = None
+    otherwise: str = ""
     suspended: bool = False
     keeps: bool = False
     kept: bool = False
@@ -56,22 +63,59 @@ def around_sleep(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
     mode = argument(args, kwargs, 1, "mode") if len(args) > 1 or "mode" in kwargs else "abort"
     suspension = state.find(instance, Suspension)
     asleep = state.of(instance, Asleep)
-    sleep = partial(wrapped, *args, **kwargs)
     if level != _KEEPS:
-        return sleep()
+        return wrapped(*args, **kwargs)
     if asleep.pending is not None:
         return asleep.pending
+    sleep = partial(_fall_asleep, asleep, partial(wrapped, *args, **kwargs))
     if suspension is None or instance.model_executor.is_sleeping:
-        return _fall_asleep(asleep, sleep)
+        return sleep()
     if why_not := suspension.why_not():
-        log.warning("kvpatch: what only the device has is lost in this sleep: %s", why_not)
-        return _fall_asleep(asleep, sleep)
+        log.warning("kvpatch: %s: %s", _LOST, why_not)
+        return sleep()
+    # Where running requests may finish, a suspension waits for them as well.
+    begin = partial(suspension.suspend, finish=mode == "wait", whole=False, timeout=None)
+    return _suspend(asleep, suspension, begin, sleep, _LOST)
+
+
+def around_release(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
+    """Give the pages of an engine back whose caches were dropped.
+
+    Wraps ``EngineCore.release_kv_cache_memory()``, after which nothing is to be stored, and which
+    ends in ``wake_up``.
+
+    Returns:
+        what vLLM's returns, or a future of it.
+    """
+    wrapped(*args, **kwargs)
+    suspension = state.find(instance, Suspension)
+    if suspension is None:
+        log.warning(
+            "kvpatch: %s: the engine is in the caller's process, where nothing steps it", _STAYS
+        )
+        return None
+    return _suspend(
+        state.of(instance, Asleep), suspension, suspension.release, lambda: None, _STAYS
+    )
+
+
+def _suspend(
+    asleep: Asleep,
+    suspension: Suspension,
+    begin: Callable[[], None],
+    sleep: Callable[[], Any],
+    otherwise: str,
+) -> Future[None]:
+    """Suspend an engine until it wakes up, and let it fall asleep once it is suspended.
+
+    Returns:
+        a future of that.
+    """
     pending: Future[None] = Future()
     begins = suspension.phase not in (*ON_THE_WAY, Phase.SUSPENDED)
-    # Where running requests may finish, a suspension waits for them as well.
-    suspension.suspend(finish=mode == "wait", whole=False, timeout=None)
+    begin()
     asleep.suspended = begins
-    asleep.pending, asleep.sleep = pending, sleep
+    asleep.pending, asleep.sleep, asleep.otherwise = pending, sleep, otherwise
     _advance(asleep, suspension)
     return pending
 
@@ -95,9 +139,9 @@ def _advance(asleep: Asleep, suspension: Suspension) -> None:
     if suspension.phase is Phase.RUNS:
         asleep.suspended = False
         why = suspension.said.get("error") or suspension.given_up
-        log.warning("kvpatch: what only the device has is lost in this sleep: %s", why)
+        log.warning("kvpatch: %s: %s", asleep.otherwise, why)
     try:
-        done = _fall_asleep(asleep, sleep)
+        done = sleep()
     except Exception as error:
         _stays_awake(asleep, suspension)
         pending.set_exception(error)

@@ -81,6 +81,15 @@ FEATURE = feature(
             "kvcached consults the connector before evicting",
         ),
         Row(
+            "suspend.revision",
+            "kvcached.kv_cache_manager:KVCacheManager.set_memory_limit",
+            "giving:around_memory_limit(self, limit_bytes, revision)",
+            "a limit by revision is called applied, and the next allocation applies that of "
+            "/dev/shm",
+            "ovg-project/kvcached#414, KVCacheManager._alloc in 0.1.6",
+            "kvcached writes the limit to its pool in /dev/shm as well",
+        ),
+        Row(
             "suspend.offloading_stores",
             f"{OFFLOADING}.scheduler:OffloadingConnectorScheduler._build_store_jobs",
             "offloading:around_store_jobs(self, scheduler_output)",

@@ -1,4 +1,6 @@
-"""Suspension on vLLM before 0.30: stores of SimpleCPUOffloadConnector have no events."""
+"""Suspension on vLLM before 0.30, where SimpleCPUOffloadConnector's stores have no events, and CPU
+blocks their hashes before the copy.
+"""
 
 from __future__ import annotations
 
@@ -11,10 +13,14 @@ def around_store_specs(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> A
     """Add the blocks of a spill to the store of a step.
 
     Wraps ``SimpleCPUOffloadScheduler.prepare_store_specs``, which returns device blocks, CPU
-    blocks and requests.
+    blocks and requests. When the copy has completed, vLLM looks for the hash on the CPU block.
     """
 
     def with_events(*args: Any, **kwargs: Any) -> tuple[Any, ...]:
         return (*wrapped(*args, **kwargs), None)
 
-    return simple.around_store_specs(with_events, instance, args, kwargs)[:3]
+    blocks, places, requests, _ = simple.around_store_specs(with_events, instance, args, kwargs)
+    for block, place in zip(blocks, places, strict=True):
+        hashed = instance._gpu_block_pool.blocks[block].block_hash
+        instance.cpu_block_pool.blocks[place]._block_hash = hashed
+    return blocks, places, requests

@@ -38,7 +38,6 @@ from typing import Any
 from kvpatch import state
 from kvpatch.logs import log
 from kvpatch.patch import argument
-from kvpatch.patches.suspend import revision
 from kvpatch.patches.suspend.coldest import Coldest
 from kvpatch.patches.suspend.hold import Hold
 from kvpatch.patches.suspend.share import Share
@@ -101,7 +100,6 @@ class Giving:
         self._from: tuple[float, int, int] | None = None  # when it began, given and lost then
         self._pages = 0  # taken up for this limit, or rest
         self._anew = False  # there is another limit, or rest, of which none has been taken up
-        revision.note(self.manager, 0)
 
     # What begins it
 
@@ -112,8 +110,6 @@ class Giving:
             size: bytes of the K or V of one layer.
             apply: kvcached's own ``resize``.
         """
-        if size != kvcached_api.reported_limit(self.manager):
-            revision.note(self.manager, size)
         pages = size // self.manager.page_size
         fits = pages >= kvcached_api.pages_in_use(self.manager)
         changes = self._limit is not None or pages != kvcached_api.pages_at_most(self.manager)
@@ -141,12 +137,10 @@ class Giving:
     def _is_of_before(self, size: int) -> bool:
         """Whether an allocation brings a limit that is no longer the one in /dev/shm."""
         read = kvcached_api.reported_limit(self.manager)
-        stale = revision.waits(self.manager) or not kvcached_api.is_applied(self.manager)
-        return size == read and stale
+        return size == read and not kvcached_api.is_applied(self.manager)
 
     def look(self) -> None:
         """Apply the limit that kvcached's thread has read, as an allocation would."""
-        revision.publish(self.manager)
         reported = kvcached_api.reported_limit(self.manager)
         changed = self._limit not in (None, reported)  # it may have been raised again
         if reported is not None and (changed or kvcached_api.is_above_limit(self.manager)):
@@ -187,7 +181,6 @@ class Giving:
 
     def advance(self) -> None:
         """Go as far as it goes now; called at every step of the engine."""
-        revision.publish(self.manager)
         if self.stage is Stage.OFF and self._limit is None and not self._idle:
             self._hold.step_for("limit", False)  # it may have been raised again before a step
             self._share.end()
@@ -370,3 +363,20 @@ def around_resize(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> bool:
     if giving is None:
         return bool(wrapped(size))
     return giving.lower(size, lambda size: bool(wrapped(size)))
+
+
+def around_memory_limit(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
+    """Refuse a limit that kvcached would call applied and not keep.
+
+    Wraps kvcached's ``KVCacheManager.set_memory_limit(limit_bytes, *, revision)``, which changes
+    the page allocator alone: the next allocation applies the limit in /dev/shm over it.
+
+    Raises:
+        ValueError: on an engine that stores what a lower limit evicts.
+    """
+    if state.find(instance, Giving) is None:
+        return wrapped(*args, **kwargs)
+    raise ValueError(
+        "kvpatch refuses a limit by revision (set_memory_limit), because the next allocation "
+        "applies the limit in /dev/shm over it; use kvpatch.control, kvpatch limit or kvctl limit"
+    )

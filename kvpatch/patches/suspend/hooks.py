@@ -9,6 +9,7 @@ from kvpatch import state
 from kvpatch.environ import IDLE, duration
 from kvpatch.logs import log
 from kvpatch.patch import argument
+from kvpatch.patches.fence.hooks import Fenced
 from kvpatch.patches.suspend import hold, rules
 from kvpatch.patches.suspend.giving import Giving
 from kvpatch.patches.suspend.offloading import OffloadingTier
@@ -70,7 +71,11 @@ def make(engine: Any) -> Suspension:
     spill = state.attach(owner, Spill(tier, kvcached_api.pool_of(engine)))
     suspension = state.attach(engine, Suspension(engine, spill))
     giving = Giving(engine, spill, lambda: suspension.phase is Phase.RUNS)
-    state.attach(kvcached_api.manager_of(engine), state.attach(engine, giving))
+    manager = kvcached_api.manager_of(engine)
+    state.attach(manager, state.attach(engine, giving))
+    if (fenced := state.find(manager, Fenced)) is not None:
+        wanted = state.of(engine.scheduler, hold.Hold)
+        fenced.asked.append(lambda: bool(wanted.stepped_for))
     return suspension
 
 

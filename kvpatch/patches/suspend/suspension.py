@@ -29,7 +29,6 @@ from kvpatch.patches import deadlock
 from kvpatch.patches.secondary_tiers.weights import Calls
 from kvpatch.patches.suspend.giving import Giving
 from kvpatch.patches.suspend.hold import Hold
-from kvpatch.patches.suspend.revision import publish
 from kvpatch.patches.suspend.spill import Spill, cached
 from kvpatch.patches.suspend.told import tell
 from kvpatch.sizes import readable
@@ -154,11 +153,8 @@ class Suspension:
         lost = self.plan()["lost"]
         if whole and lost:
             raise Cannot(f"its CPU tier has no room for {lost} blocks")
-        self._limit = self._seen = self._limit_now()
-        self._error = self._unset = self.given_up = ""  # of one before it
-        self._begun = time.monotonic() if asked is None else asked
+        self._begin(asked)
         self._deadline = self._begun + timeout if timeout else 0.0
-        self._mapped_before = self._mapped()
         self._finish, self._whole = finish, whole
         assert self._spill is not None
         self._spill.tier.hold(everything=True)
@@ -166,6 +162,28 @@ class Suspension:
         self._hold.set(self.engine.scheduler, states.PAUSED_NEW if finish else states.PAUSED_ALL)
         self._go_to(Phase.PAUSING)
         self.advance()
+
+    def release(self) -> None:
+        """Begin a suspension of an engine whose caches were dropped: nothing is to be stored.
+
+        It needs no tier. One that has begun goes on.
+        """
+        if self.phase in (*ON_THE_WAY, Phase.SUSPENDED):
+            self._tell()
+            return
+        self._begin(None)
+        if self._spill is not None:
+            self._spill.begin(())
+        scheduler = self.engine.scheduler
+        self._hold.set(scheduler, type(scheduler.pause_state).PAUSED_ALL)
+        self._go_to(Phase.RELEASING)
+        self.advance()
+
+    def _begin(self, asked: float | None) -> None:
+        self._limit = self._seen = kvcached_api.limit(self._manager)
+        self._error = self._unset = self.given_up = ""  # of one before it
+        self._begun = time.monotonic() if asked is None else asked
+        self._mapped_before = self._mapped()
 
     def plan(self) -> dict[str, Any]:
         """Return what a suspension would keep and lose now; of one that is there, what it has kept.
@@ -206,8 +224,7 @@ class Suspension:
 
         Args:
             size: those bytes.
-            revision: one more than the one that the caller knows of. kvcached's own revisions
-                are of its allocator alone, where the next allocation brings the pool's limit.
+            revision: one more than the one that the caller knows of.
 
         Raises:
             Cannot: it is more than the engine started with, or less than a page, or somebody else
@@ -223,10 +240,9 @@ class Suspension:
             raise Cannot(f"a page is {readable(page)}, and it needs at least one")
         before, later = self.promised(), ""
         if self.phase in (*ON_THE_WAY, Phase.SUSPENDED):
-            self._limit, self._seen = size, self._limit_now()
+            self._limit, self._seen = size, kvcached_api.limit(self._manager)
             later = ", from its resumption on"
         else:
-            publish(self._manager)  # else it would be written over this one
             kvcached_api.set_limit(self._manager, size)
         self.revision = self.revision + 1 if revision is None else revision
         if size != before:
@@ -307,13 +323,9 @@ class Suspension:
 
     def _look_at_limit(self) -> None:
         """Take up a limit that somebody has set since the last one was taken up."""
-        now = self._limit_now()
+        now = kvcached_api.limit(self._manager)
         if now != self._seen:
             self._limit = self._seen = now
-
-    def _limit_now(self) -> int:
-        publish(self._manager)
-        return kvcached_api.limit(self._manager)
 
     def _must_tell_preempted(self) -> bool:
         """Whether a step has to tell the connector yet who was preempted.
@@ -401,7 +413,13 @@ class Suspension:
     def _log(self, error: str) -> None:
         """Say what has come to its end, once."""
         said, now = self.said, time.monotonic()
-        if self.phase is Phase.SUSPENDED:
+        if self.phase is Phase.SUSPENDED and self._spill is None:
+            self._suspended_at = now
+            log.info(
+                "kvpatch: released in %.2f s: %s still mapped",
+                *(now - self._begun, readable(said["mapped"])),
+            )
+        elif self.phase is Phase.SUSPENDED:
             self._suspended_at = now
             log.info(
                 "kvpatch: suspended%s in %.2f s: %d of %d blocks are in the tier, %s given back, "

@@ -11,7 +11,7 @@ import weakref
 from typing import Any
 
 from kvpatch.logs import log
-from kvpatch.patches.suspend import queue, revision
+from kvpatch.patches.suspend import queue
 from kvpatch.patches.suspend.giving import Giving
 from kvpatch.upstream import kvcached_api, kvcached_limits
 
@@ -84,8 +84,6 @@ class Watch:
         if any(engine.scheduler.get_request_counts()):
             giving.busy_at = now
         rests = self._idle is not None and now - giving.busy_at >= self._idle and giving.can_rest
-        # A program in the engine's process may have lowered the limit on a thread of its own.
-        limited = giving.lowers or revision.waits(giving.manager)
-        if rests or limited or kvcached_api.is_above_limit(giving.manager):
+        if rests or giving.lowers or kvcached_api.is_above_limit(giving.manager):
             self._look = Look(rests)
             queue.hand_over(engine, self._look)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import heapq
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from itertools import count
 
 from harness.balancing.engine import ANSWER, Engine, Request
@@ -64,11 +64,6 @@ class Device:
         """Send a request."""
         engine.queue.append(Request(turn, self.now, done))
         self._start(engine)
-
-    def open_load(self, engine: Engine, load: Iterable[tuple[float, Turn]]) -> None:
-        """Send requests at their times, whether or not earlier ones were answered."""
-        for when, turn in load:
-            self.at(when, lambda turn=turn: self.ask(engine, turn, lambda now: None))  # type: ignore[misc]
 
     def users(
         self,

@@ -43,12 +43,7 @@ class Measured:
     """What became of an engine's requests."""
 
     first: list[float] = field(default_factory=list)
-    tokens: int = 0
-    requests: int = 0
-    looked: int = 0  # tokens of prompts
-    device: int = 0  # of them found on the device
-    tier: int = 0  # found in the tier
-    preempted: int = 0
+    tokens: int = 0  # of prompts and answers
 
 
 class Engine:
@@ -87,9 +82,7 @@ class Engine:
         self.tier_room = tier
         self.cached = cached
         self.measured = Measured()
-        self.asked = 0.0  # bytes that the device did not have
-        self.lookups = 0.0  # bytes that were looked up
-        self.found = 0.0  # of them found on the device or in the tier
+        self.found = 0.0  # bytes of prompts that were found on the device or in the tier
 
     @property
     def mapped(self) -> int:
@@ -148,12 +141,6 @@ class Engine:
             request.left = max(1, request.turn.prompt + request.made - loaded * BLOCK)
             if not request.looked:
                 request.looked = True
-                self.measured.looked += request.turn.prompt
-                self.measured.device += hits * BLOCK
-                self.measured.tier += (loaded - hits) * BLOCK
-                per_token = self.bytes_of_block / BLOCK
-                self.asked += (request.turn.prompt - hits * BLOCK) * per_token
-                self.lookups += request.turn.prompt * per_token
                 self.found += loaded * self.bytes_of_block
             self.running.append(request)
 
@@ -203,7 +190,6 @@ class Engine:
                     self._preempt(self.running[-1])
 
     def _preempt(self, request: Request) -> None:
-        self.measured.preempted += 1
         self.running.remove(request)
         self._free(request)
         self.queue.appendleft(request)
@@ -211,7 +197,6 @@ class Engine:
     def _finish(self, request: Request, now: float) -> None:
         self.running.remove(request)
         self._free(request)
-        self.measured.requests += 1
         self.measured.tokens += request.turn.prompt + request.turn.output
         request.done(now)
 

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import random
+import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
-from harness.balancing import __main__ as three
 from harness.balancing.arms import Arm, Balanced
 from harness.balancing.device import Device
 from harness.balancing.engine import Engine
@@ -20,6 +20,7 @@ PER_TOKEN = 56 << 10
 LONGEST = 60_000
 USERS = 24  # of each
 SPELL = 120.0  # seconds for which a model is busy, on average
+NEVER = 86_400.0  # seconds, after the end of every simulation
 OFTEN = 6  # times that the sessions are repeated, with other keys: there are too few
 SETTING = {
     "models": MODELS,
@@ -49,7 +50,7 @@ def asks(seed: int, seconds: float) -> Callable[[int, float], float]:
     busy = spells(seed, seconds)
 
     def active(user: int, when: float) -> float:
-        return next((max(when, begin) for begin, end in busy if when < end), three.NEVER)
+        return next((max(when, begin) for begin, end in busy if when < end), NEVER)
 
     return active
 
@@ -73,9 +74,8 @@ def simulate(
 ) -> dict[str, Any]:
     """Run one arm; return what was measured."""
     block = PER_TOKEN * BLOCK
-    tier = TIER // block if arm.tier else 0
     names = [f"model{number}" for number in range(MODELS)]
-    engines = [Engine(name, block, tier, arm.cached, LONGEST) for name in names]
+    engines = [Engine(name, block, TIER // block, arm.cached, LONGEST) for name in names]
     limits = arm.make(engines, DEVICE)
     device = Device(engines, limits)
     for number, engine in enumerate(engines):
@@ -83,6 +83,23 @@ def simulate(
         device.users(engine, own, USERS, asks(100 * seed + number, seconds))
     device.run(seconds)
     return {
-        **three.together(engines, seconds),
+        "tokens_per_second": round(sum(one.measured.tokens for one in engines) / seconds, 1),
+        "p90": first_token(engines, seconds),
+        "models": {one.name: first_token([one], seconds) for one in engines},
         "moves": limits.moves if isinstance(limits, Balanced) else 0,
     }
+
+
+def first_token(engines: Sequence[Engine], seconds: float) -> float:
+    """Return the 90th percentile of the seconds to the first token.
+
+    Who still waits has waited for so long already.
+    """
+    found = [first for one in engines for first in one.measured.first]
+    found += [
+        seconds - one.came
+        for engine in engines
+        for one in (*engine.queue, *engine.running)
+        if one.first is None
+    ]
+    return round(statistics.quantiles(found, n=10)[8], 3) if len(found) > 1 else 0.0

@@ -7,15 +7,13 @@ chat      an hour of a chat service (kvcache-ai/Mooncake, ``FAST25-release/trace
 agents    Mooncake's ``synthetic_trace.jsonl``, of public data sets, likewise
 
 They are not in this repository. Lengths, reuse, times and pauses are theirs. Of an hour of a
-cluster, some conversations are taken; a load that comes and goes is the trace's order at another
-speed.
+cluster, some conversations are taken.
 """
 
 from __future__ import annotations
 
 import json
 import random
-from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -83,23 +81,3 @@ def mooncake(path: Path, longest: int, part: float, seed: int) -> list[tuple[flo
             turn = Turn(tuple(keys[:full]), one["input_length"], max(1, one["output_length"]))
             found.append((one["timestamp"] / 1000, turn))
     return found
-
-
-def warped(
-    load: list[tuple[float, Turn]], speed: Callable[[float], float], seconds: float
-) -> Iterator[tuple[float, Turn]]:
-    """Iterate over a load whose clock runs at another speed, as often as there is time for it.
-
-    Args:
-        load: requests and when they come.
-        speed: of the load's clock, at a second of the simulation.
-        seconds: the length of the simulation.
-    """
-    own, now, step = 0.0, 0.0, 1.0
-    index = 0
-    while now < seconds and index < len(load):
-        own += speed(now) * step
-        while index < len(load) and load[index][0] <= own:
-            yield now, load[index][1]
-            index += 1
-        now += step

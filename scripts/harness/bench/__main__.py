@@ -26,6 +26,10 @@ def main(arguments: list[str]) -> int:
         from harness.bench import engine_steps
 
         return engine_steps.main(arguments[1:])
+    if arguments[:1] == ["instructions"]:
+        from harness.bench import instructions
+
+        return instructions.main(arguments[1:])
     options = parse(arguments)
 
     from harness import console

@@ -11,8 +11,6 @@ from harness.bench.sizes import BLOCK_BYTES, BLOCK_TOKENS, Size
 from harness.processes import ONE_THREAD
 from harness.serve import SPARE_PAGES, Kind
 
-CONNECTORS = ("offloading", "simple eager", "simple lazy")
-
 
 @dataclass(frozen=True)
 class Arm:
@@ -21,37 +19,22 @@ class Arm:
     Attributes:
         name: in messages and on the page.
         elastic: on kvcached's memory, or on vLLM's own.
-        connector: one of ``CONNECTORS``, or empty for none.
+        offloads: with an OffloadingConnector.
         twin: the same settings as another arm: the difference of the two is the noise.
     """
 
     name: str
     elastic: bool = False
-    connector: str = ""
+    offloads: bool = False
     twin: bool = False
 
 
 PLAIN = Arm("plain vLLM")
-STATIC = Arm("vLLM + offloading", connector="offloading")
+STATIC = Arm("vLLM + offloading", offloads=True)
 KVCACHED = Arm("kvcached alone", elastic=True)
-KVPATCH = Arm("kvcached + kvpatch", elastic=True, connector="offloading")
-TWIN = Arm("kvcached + kvpatch, again", elastic=True, connector="offloading", twin=True)
-EAGER = Arm("kvcached + kvpatch, simple eager", elastic=True, connector="simple eager")
-LAZY = Arm("kvcached + kvpatch, simple lazy", elastic=True, connector="simple lazy")
-
-# Static memory has no simple connector here: the host device's copies for it come with
-# kvpatch, which then wants elastic memory. A GPU has vLLM's own.
-ALL = (PLAIN, STATIC, KVCACHED, KVPATCH, TWIN, EAGER, LAZY)
-DECIDING = (PLAIN, STATIC, KVCACHED, KVPATCH, TWIN)
-
-
-def connector_config(
-    connector: str, cpu_bytes: int, without_kvpatch: bool = False
-) -> connectors.Config:
-    """Return vLLM's ``kv_transfer_config`` of one of ``CONNECTORS``."""
-    if connector == "offloading":
-        return connectors.offloading(cpu_bytes, without_kvpatch)
-    return connectors.simple(cpu_bytes, lazy=connector == "simple lazy")
+KVPATCH = Arm("kvcached + kvpatch", elastic=True, offloads=True)
+TWIN = Arm("kvcached + kvpatch, again", elastic=True, offloads=True, twin=True)
+ALL = (PLAIN, STATIC, KVCACHED, KVPATCH, TWIN)
 
 
 def kind(
@@ -67,10 +50,9 @@ def kind(
         environment: more of the server's environment.
     """
     arguments = serve.arguments(blocks, BLOCK_TOKENS, size.max_model_len, size.peak)
-    if arm.connector:
-        config = connector_config(
-            arm.connector, size.tier_blocks * BLOCK_BYTES, without_kvpatch=not arm.elastic
-        )
+    if arm.offloads:
+        tier = size.tier_blocks * BLOCK_BYTES
+        config = connectors.offloading(tier, without_kvpatch=not arm.elastic)
         arguments["kv-transfer-config"] = json.dumps(config)
         arguments["worker-extension-cls"] = "harness.bench.probe.CopyCounter"
     # The host device runs kvcached only with kvpatch on; without a connector that is all it does.

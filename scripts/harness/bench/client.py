@@ -13,8 +13,6 @@ from harness.bench.sizes import BLOCK_TOKENS
 from harness.console import HarnessError
 from harness.serve import MODEL_NAME, Server
 
-PERCENTILES = "50,99"
-
 
 def arguments(load: Load, trace: Path, server: Server) -> list[str]:
     """Return the command line of ``vllm bench serve`` for one load."""
@@ -31,8 +29,6 @@ def arguments(load: Load, trace: Path, server: Server) -> list[str]:
         "num-prompts": len(load.prompts),
         "max-concurrency": load.together,
         "temperature": 0,
-        "percentile-metrics": "ttft,tpot",
-        "metric-percentiles": PERCENTILES,
         "ready-check-timeout-sec": 0,
     }
     line = [part for name, value in options.items() for part in (f"--{name}", str(value))]

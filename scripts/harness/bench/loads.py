@@ -88,28 +88,7 @@ def conversations(size: Size, repeat: int) -> Load:
     )
 
 
-def shared_prefixes(size: Size, repeat: int) -> Load:
-    """Long prefixes that many prompts share: more than the device holds, less than the tier."""
-    source = numbers("shared prefixes", repeat)
-    blocks = size.prompt // BLOCK_TOKENS
-    prefixes = [_some(source, blocks) for _ in range(size.prefixes)]
-    order = random.Random(f"order {repeat}")
-    prompts: list[Prompt] = []
-    for round_ in range(size.asked):
-        order.shuffle(prefixes)
-        prompts += [
-            Prompt(prefix + _some(source, 2), size.answer, returning=round_ > 0)
-            for prefix in prefixes
-        ]
-    return Load(
-        "shared prefixes",
-        "long prefixes that many prompts share, more of them than the device holds",
-        tuple(prompts),
-        size.together,
-    )
-
-
-LOADS = {"no reuse": no_reuse, "conversations": conversations, "shared prefixes": shared_prefixes}
+LOADS = {"no reuse": no_reuse, "conversations": conversations}
 
 
 def peak(size: Size, model: str, repeat: int, returning: bool = False) -> Load:

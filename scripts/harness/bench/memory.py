@@ -1,4 +1,4 @@
-"""The device's memory over time, by server, and the processor time of a server."""
+"""The device's memory over time, by server."""
 
 from __future__ import annotations
 
@@ -97,8 +97,3 @@ def settled(read: Callable[[], T]) -> T:
             break
         last = now
     return last
-
-
-def cpu_seconds(server: Server) -> float:
-    """Return the processor time of a server's processes so far."""
-    return sum(sum(process.cpu_times()[:2]) for process in server.processes())

@@ -1,4 +1,4 @@
-"""``scripts/bench micro``: the parts by themselves, timed by pytest-benchmark."""
+"""``scripts/bench micro``: what grows with an installation, timed by pytest-benchmark."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from harness import ROOT, console, provenance, venvs
-from harness.bench.options import RESULTS
+from harness.bench.options import SCRATCH
 
 LANE = ROOT / "tests/bench"
 
@@ -40,7 +40,7 @@ def rows(report: dict[str, Any]) -> list[dict[str, Any]]:
 def main(arguments: list[str]) -> int:
     """Time the parts and write the result file."""
     parser = console.parser("scripts/bench micro", __doc__ or "")
-    parser.add_argument("--output", type=Path, default=RESULTS / "micro.json", metavar="FILE")
+    parser.add_argument("--output", type=Path, default=SCRATCH / "micro.json", metavar="FILE")
     parser.add_argument("-k", dest="only", default="", help="as pytest's -k")
     chosen = parser.parse_args(arguments)
     head = provenance.header(" ".join(["scripts/bench micro", *arguments]))

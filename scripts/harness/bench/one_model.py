@@ -67,7 +67,7 @@ class OneModel:
         server = self.starter.start(stack, kind)
         self.result["arms"][arm.name] = {
             "elastic": arm.elastic,
-            "connector": arm.connector,
+            "offloads": arm.offloads,
             "start_seconds": round(server.start_seconds or 0.0, 1),
             "device_bytes_held": 0 if arm.elastic else self._size.blocks * BLOCK_BYTES,
             "host_bytes_at_start": server.memory(),

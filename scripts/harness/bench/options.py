@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from harness import ROOT, console
-from harness.bench.sizes import FULL, QUICK, SMOKE, Size
+from harness.bench.sizes import FULL, SMOKE, Size
 
 RESULTS = ROOT / "docs/results"
 SCRATCH = ROOT / "bench-results"
@@ -40,11 +40,7 @@ class Options:
 def parse(arguments: list[str]) -> Options:
     """Parse the command line; ends with status 2 and one sentence on bad options."""
     parser = console.parser("scripts/bench", DESCRIPTION, EPILOG)
-    how = parser.add_mutually_exclusive_group()
-    how.add_argument(
-        "--quick", action="store_true", help="the arms that decide, 2 repeats, under 10 minutes"
-    )
-    how.add_argument("--smoke", action="store_true", help="one tiny repeat of everything")
+    parser.add_argument("--smoke", action="store_true", help="one tiny repeat of everything")
     parser.add_argument("--repeats", type=int, help="of every arm and load (default: 5)")
     parser.add_argument(
         "--only",
@@ -57,8 +53,7 @@ def parse(arguments: list[str]) -> Options:
     parser.add_argument("--output", type=Path, metavar="FILE", help="where the result goes")
     parser.add_argument("--keep-logs", type=Path, metavar="DIR", help="keep the servers' logs")
     chosen = parser.parse_args(arguments)
-    kind = "quick" if chosen.quick else "smoke" if chosen.smoke else "full"
-    size = {"quick": QUICK, "smoke": SMOKE, "full": FULL}[kind]
+    kind, size = ("smoke", SMOKE) if chosen.smoke else ("full", FULL)
     if chosen.repeats is not None:
         if not 1 <= chosen.repeats <= 100:
             parser.error(f"--repeats {chosen.repeats} is not between 1 and 100")

@@ -10,7 +10,7 @@ from typing import Any
 
 
 class CopyCounter:
-    """Counts blocks and copies of a host device's worker, of either connector."""
+    """Counts blocks and copies of a host device's worker for OffloadingConnector."""
 
     def count_copies(self) -> bool:
         """Start counting; once per engine."""
@@ -21,33 +21,25 @@ class CopyCounter:
 
         self.copied = {"transfers": 0, "blocks": 0, "copies": 0}
         connector: Any = get_kv_transfer_group()
-        if hasattr(connector, "connector_worker"):
-            worker = connector.connector_worker.worker
-            after(worker, "submit_store", self._stored)
-            after(worker, "submit_load", self._loaded)
-            after(copies, "_enqueue", self._enqueued)
-        else:
-            self._backend = connector.worker_handler._backend
-            after(self._backend, "launch_copy", self._copied)
+        worker = connector.connector_worker.worker
+        after(worker, "submit_store", self._stored)
+        after(worker, "submit_load", self._loaded)
+        after(copies, "_enqueue", self._enqueued)
         return True
 
     def copies(self) -> dict[str, int]:
         """Return what was counted so far."""
         return self.copied
 
-    def _add(self, blocks: int, copies: int) -> None:
+    def _add(self, blocks: int) -> None:
         self.copied["transfers"] += 1
         self.copied["blocks"] += blocks
-        self.copied["copies"] += copies
 
     def _stored(self, result: Any, job_id: int, src_spec: Any, dst_spec: Any) -> None:
-        self._add(len(src_spec.block_ids), 0)
+        self._add(len(src_spec.block_ids))
 
     def _loaded(self, result: Any, job_id: int, src_spec: Any, dst_spec: Any, *more: Any) -> None:
-        self._add(len(dst_spec.block_ids), 0)
+        self._add(len(dst_spec.block_ids))
 
     def _enqueued(self, result: Any, pairs: Any) -> None:
         self.copied["copies"] += len(pairs)
-
-    def _copied(self, result: Any, src_blocks: Any, *args: Any, **kwargs: Any) -> None:
-        self._add(len(src_blocks), len(src_blocks) * self._backend._store_params.num_layers)

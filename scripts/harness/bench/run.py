@@ -41,19 +41,18 @@ def run(options: Options, screen: Screen) -> int:
             models = {name: kept_model(seed, screen.say, KV_HEADS) for name, seed in SEEDS.items()}
             starter = Starter(models, folder, options.size, screen, options.logs)
             if part == "one":
-                own = chosen(options, arms.ALL, arms.DECIDING)
+                own = chosen(options, arms.ALL)
                 OneModel(own, starter, partial(save, "one_model")).measure()
             else:
-                pairs = chosen(options, two_models.ALL, two_models.DECIDING)
+                pairs = chosen(options, two_models.ALL)
                 TwoModels(pairs, starter, partial(save, "two_models")).measure()
     screen.say(f"written to {options.output}")
     return 0
 
 
-def chosen(options: Options, every: Sequence[Named], deciding: Sequence[Named]) -> list[Named]:
-    """Return the arms to run: in a quick run those that decide, unless they are named."""
-    among = every if options.kind == "full" or options.arms else deciding
-    found = [arm for arm in among if options.arms in arm.name]
+def chosen(options: Options, every: Sequence[Named]) -> list[Named]:
+    """Return the arms to run."""
+    found = [arm for arm in every if options.arms in arm.name]
     if not found:
         raise HarnessError(f'no arm has "{options.arms}" in its name')
     return found

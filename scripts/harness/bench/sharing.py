@@ -29,7 +29,6 @@ SIZES = (24, 64, 128)  # GiB of the pool
 TURNS = (0, 10, 60, 300)  # seconds; 0: both at the same time
 BLOCK_BYTES = traces.BLOCK * (128 << 10)  # 32 layers and 8 KV heads of 128, as of Llama 3 8B
 LONGEST, PART = 60_000, 0.25
-MODELS = (arms.STATIC, arms.FIRST, arms.CHOSEN, arms.LENDING, arms.IDEAL)
 MINUTES = 15
 Result = dict[str, Any]
 
@@ -94,28 +93,19 @@ def models(folders: tuple[Path, Path]) -> Result:
     rows: list[Result] = []
     for seed in (1, 2):
         sessions = traces.coding(folders[0], many.LONGEST, seed)
-        by_arm = {
-            arm.name: many.simulate(arm, MINUTES * 60.0, sessions, seed)
-            for arm in (*arms.ARMS, arms.ONE_LRU)
-            if arm.name in MODELS
-        }
+        by_arm = {arm.name: many.simulate(arm, MINUTES * 60.0, sessions, seed) for arm in arms.ARMS}
         static, ideal = by_arm[arms.STATIC], by_arm[arms.IDEAL]
         for arm, found in by_arm.items():
-            first = {
-                name: one["first_token"]["p90"] / static["models"][name]["first_token"]["p90"]
-                for name, one in found["models"].items()
-            }
+            first = {name: one / static["models"][name] for name, one in found["models"].items()}
             rows.append(
                 {
                     "seed": seed,
                     "arm": arm,
                     "tokens_per_second": found["tokens_per_second"],
-                    "p90": found["first_token"]["p90"],
+                    "p90": found["p90"],
                     "tokens_over_static": _ratio(found, static),
                     "tokens_over_one_lru": _ratio(found, ideal),
-                    "p90_over_static": round(
-                        found["first_token"]["p90"] / static["first_token"]["p90"], 3
-                    ),
+                    "p90_over_static": round(found["p90"] / static["p90"], 3),
                     "worst_p90_over_static": round(max(first.values()), 3),
                     "moves": found["moves"],
                 }

@@ -25,7 +25,6 @@ class Size:
         prompt: tokens of a long prompt.
         prompts: prompts of the load without reuse.
         conversations, turns: of the load that returns.
-        prefixes, asked: shared prefixes, and how often each is requested.
         answer: tokens that are generated for each prompt.
         together: requests in flight.
         peak: prompts that a model has at once at its peak, when two share a device.
@@ -39,8 +38,6 @@ class Size:
     prompts: int = 8
     conversations: int = 5
     turns: int = 3
-    prefixes: int = 6
-    asked: int = 2
     answer: int = 32
     together: int = 2
     peak: int = 8
@@ -54,16 +51,6 @@ class Size:
 
 
 FULL = Size()
-QUICK = Size(
-    repeats=2,
-    blocks=224,
-    tier_blocks=1024,
-    prompt=2048,
-    prompts=6,
-    turns=2,
-    peak=6,
-    neighbour_repeats=2,
-)
 SMOKE = Size(
     repeats=1,
     blocks=96,
@@ -72,8 +59,6 @@ SMOKE = Size(
     prompts=3,
     conversations=4,
     turns=2,
-    prefixes=4,
-    asked=2,
     answer=4,
     peak=6,
     neighbour_repeats=1,

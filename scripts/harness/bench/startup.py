@@ -93,7 +93,7 @@ timed(activation, "apply_kvcached")
 timed(activation, "apply_features", targets)
 def whose(first):
     rows = getattr(first, "patches", first)  # a feature, or its rows in this release
-    on_host = any(row.id.startswith(("host_copies.", "host_device.")) for row in rows)
+    on_host = any(row.id.startswith(("host_copies.", "host_device")) for row in rows)
     return "host_device" if on_host else "others"
 timed(activation.gate, "check_feature", part=whose)
 timed(activation.transaction, "apply_all", part=whose)

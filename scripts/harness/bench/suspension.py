@@ -6,8 +6,6 @@
 Servers on the host device with a small model:
 
 suspend  an engine of each connector, suspended and resumed with more and more on the device
-gaps     coding sessions whose users let tools run between their turns, while the engine gives its
-         pages back by itself and a neighbour on the same device has its own load
 three    two sets of coding sessions and chats on one device, busy in turns: static thirds, kvcached
          alone, and limits by ``kvpatch balance``
 
@@ -51,9 +49,6 @@ ON_THE_DEVICE = "vllm:prefix_cache_hits_total"
 KINDS = {"offloading": Run(), "eager": Run(simple="eager"), "lazy": Run(simple="lazy")}
 COUNTS = (6, 18, 54)  # prompts of 20 blocks on the device
 STEPS = 64  # tokens of an answer by which a step is measured
-SESSIONS = 4  # whose gaps a neighbour uses
-FLOOR = 8 * MIB  # the page of block 0, of each layer
-IDLE = "1s"
 BUSY, RARE = 10, 4.0  # clients of a model at its peak; seconds between requests otherwise
 PHASE = 15.0  # seconds of a model's peak
 # Tokens of an answer, which takes many times as long as the part of its prompt that is not found,
@@ -162,70 +157,6 @@ def suspended(server: Server, name: str, repeats: int) -> Result:
         "step_seconds": round(statistics.median(step), 5),
         "seconds_per_gib": round(fit.slope * (1 << 30), 3),
         "seconds_without_bytes": round(fit.intercept, 4),
-    }
-
-
-def answers(machine: Machine, some: list[Result]) -> Iterator[list[int]]:
-    """What plain vLLM answers."""
-    with ExitStack() as stack:
-        here = replace(machine, stack=stack)
-        run = Run(kvpatch=False, offload=False, blocks=600)
-        server, _ = here.start(run, here.device(1 << 30))
-        return iter([server.complete(prompt)["tokens"] for prompt in some])
-
-
-def gaps(machine: Machine, options: argparse.Namespace) -> Result:
-    """Let a neighbour have the device while the sessions' tools run."""
-    blocks = 300
-    size = blocks * BLOCK + 36 * MIB  # of one engine, and what the other one keeps
-    turns = [one for one in conversations.read("coding") if one[0] < SESSIONS]
-    words = random.Random(0).choices(range(2, 258), k=1 << 16)
-    sessions: list[list[tuple[list[int], Result]]] = [[] for _ in range(SESSIONS)]
-    for (session, keys), prompt in zip(turns, conversations.prompts(turns, words, 0), strict=True):
-        sessions[session].append((keys, prompt))
-    rounds = [[one for one in turn if one is not None] for turn in itertools.zip_longest(*sessions)]
-    plain = answers(machine, [prompt for turn in rounds for _, prompt in turn])
-    ceiling = asked = wrong = 0
-    seen: set[int] = set()
-    samples = []
-    with ExitStack() as stack:
-        here = replace(machine, stack=stack)
-        device = here.device(size)
-        run = Run(blocks=blocks, cpu_blocks=1200)
-        server, name = here.start(run, device, KVPATCH_IDLE=IDLE)
-        neighbour, other = here.start(run, device, KVPATCH_IDLE=IDLE)
-        before = hits(server)
-        for number, turn in enumerate(rounds):
-            for keys, prompt in turn:
-                known = list(itertools.takewhile(seen.__contains__, keys))
-                ceiling += len(known) * conversations.TOKENS
-                asked += len(prompt["tokens"])
-                seen.update(keys)
-                wrong += server.complete(prompt)["tokens"] != next(plain)
-            floor = control.find(name).said["mapped"]
-            eventually(lambda: control.find(name).said["mapped"] <= FLOOR, 10)
-            kept = control.find(name).said["mapped"]
-            theirs = prompts(8, seed=500 + number % 3)
-            for prompt in theirs:
-                neighbour.complete(prompt)
-            samples.append(
-                {
-                    "mapped": floor,
-                    "in_the_gap": kept,
-                    "neighbour": control.find(other).said["mapped"],
-                }
-            )
-            eventually(lambda: control.find(other).said["mapped"] <= FLOOR, 10)
-        eventually(lambda: hits(server) - before >= ceiling, 5)
-        served = hits(server) - before
-    return {
-        "device_bytes": size,
-        "tokens": asked,
-        "ceiling": ceiling,
-        "served": served,
-        "share": round(served / ceiling, 4),
-        "wrong_tokens": wrong,
-        "gaps": samples,
     }
 
 
@@ -367,7 +298,6 @@ def arm_of_three(machine: Machine, arm: str, cycles: int) -> Result:
 
 PARTS: dict[str, Callable[[Machine, argparse.Namespace], Result]] = {
     "suspend": suspend,
-    "gaps": gaps,
     "three": three,
 }
 

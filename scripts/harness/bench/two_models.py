@@ -50,7 +50,6 @@ ALL = (
     Shared(known.KVCACHED, keeps_nothing=True),
     Shared(known.KVPATCH, keeps_nothing=True),
 )
-DECIDING = (Shared(known.KVCACHED, keeps_nothing=True), Shared(known.KVPATCH, keeps_nothing=True))
 
 
 def device_blocks(size: Size) -> int:

@@ -2,18 +2,16 @@
 
     python -m harness.engines.pool_driver JOB.json RESULT.json
 
-A job names the engine's arguments; one that is measured does not digest its blocks. Each line of
-standard input is a step; what it saw is in the result when standard output says that it is done.
-The engine shuts down at the end of the input.
+A job names the engine's arguments, and whether its blocks are watched. Each line of standard
+input is a step; what it saw is in the result when standard output says that it is done. The engine
+shuts down at the end of the input.
 """
 
 from __future__ import annotations
 
 import json
 import os
-import statistics
 import sys
-import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -22,7 +20,7 @@ from typing import Any
 os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
 os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
 
-from vllm import LLM, SamplingParams
+from vllm import LLM
 
 from harness.engines.block_watch import BlockWatch
 from harness.engines.driver import run_round, tell
@@ -34,7 +32,6 @@ from kvpatch.patches.host_pool.tier import Pooled
 from kvpatch.pool import ledger
 from kvpatch.pool.extents import Extents
 from kvpatch.pool.keeper import AHEAD
-from kvpatch.telemetry.counters import Totals
 
 PATIENCE = 60.0  # seconds in which whatever can happen has
 
@@ -64,23 +61,15 @@ class Watched:
     """An engine, and what the kernel, the ledger and its workers say of its tier."""
 
     def __init__(self, job: dict[str, Any]) -> None:
-        began, worked = time.monotonic(), time.process_time()
         self.llm = LLM(job["model"], **job["engine"])
-        self.started = {
-            "seconds": time.monotonic() - began,
-            "cpu_seconds": time.process_time() - worked,
-        }
         self.core = self.llm.llm_engine.engine_core.engine_core
         self.part = state.find(self.core, Pooled)
         # The model's own tensors are in another process if there are ranks.
         alone = self.core.vllm_config.parallel_config.world_size == 1
         self.watch = None
-        if alone and not job.get("measured"):
+        if alone and job["watch"]:
             # A block that finds no memory in time is not stored, and the keeper evicts others.
             self.watch = BlockWatch(self.core, loses=True)
-        totals = state.find(self.core, Totals)
-        assert totals is not None
-        self.totals = totals
 
     @property
     def pooled(self) -> Pooled:
@@ -153,100 +142,14 @@ class Watched:
             time.sleep(0.005)
         return time.monotonic() - began
 
-    def serve(self, prompts: list[Any], within: float = 0.0, rest: bool = True) -> dict[str, Any]:
-        """Run prompts; return what it took, and how many of their tokens came from the tier."""
-        loaded, keeping = self.totals.moved_bytes["loaded"], self.keeper_seconds()
-        began, worked = time.perf_counter(), time.process_time()
-        records = self.in_flight(prompts, within)
-        took = {
-            "seconds": time.perf_counter() - began,
-            "cpu_seconds": time.process_time() - worked,
-            "keeper_seconds": self.keeper_seconds() - keeping,
-            "tokens": sum(len(prompt["tokens"]) for prompt in prompts),
-            "answered": sum(record["answered"] for record in records),
-            "cached": sum(record["cached"] for record in records),
-            "first_token": statistics.mean(record["first"] for record in records),
-        }
-        if rest:
-            self.rest()
-        loaded = self.totals.moved_bytes["loaded"] - loaded
-        return took | {"from_tier": int(loaded / self.token_bytes)}
-
-    def in_flight(self, prompts: list[Any], within: float = 0.0) -> list[dict[str, Any]]:
-        """Run prompts, as many at once as the engine takes; return a record of each, in order.
-
-        Args:
-            prompts: to run.
-            within: seconds over which they come, one after the other.
-        """
-        engine = self.llm.llm_engine
-        together = self.core.vllm_config.scheduler_config.max_num_seqs
-        records: list[dict[str, Any]] = []
-        waiting, began = 0, time.perf_counter()
-
-        def comes(number: int) -> bool:
-            passed = time.perf_counter() - began
-            return number < len(prompts) and passed >= within * number / len(prompts)
-
-        while len(records) < len(prompts) or engine.has_unfinished_requests():
-            if not waiting and not comes(len(records)):
-                if self.core.scheduler.has_requests():
-                    engine.step()  # an idle engine's, for its copies
-                time.sleep(0.005)
-            while waiting < together and comes(len(records)):
-                prompt = prompts[len(records)]
-                engine.add_request(
-                    str(len(records)),
-                    {"prompt_token_ids": prompt["tokens"]},
-                    SamplingParams(temperature=0, max_tokens=prompt["max_tokens"], ignore_eos=True),
-                )
-                records.append({"sent": time.perf_counter()})
-                waiting += 1
-            for output in engine.step():
-                record = records[int(output.request_id)]
-                # vLLM says so with each step that made a token for it.
-                record.setdefault("first", time.perf_counter() - record["sent"])
-                if output.finished:
-                    record["cached"] = output.num_cached_tokens
-                    record["answered"] = len(output.outputs[0].token_ids)
-                    waiting -= 1
-        return records
-
-    @property
-    def token_bytes(self) -> float:
-        """Bytes of the KV of a token, all layers."""
-        groups = self.core.scheduler.kv_cache_config.kv_cache_groups
-        bytes_: float = sum(
-            len(group.layer_names)
-            * group.kv_cache_spec.page_size_bytes
-            / group.kv_cache_spec.block_size
-            for group in groups
-        )
-        return bytes_
-
-    def keeper_seconds(self) -> float:
-        """Processor time that the keeper's thread has taken."""
-        for thread in threading.enumerate():
-            if thread.name == "kvpatch-pool-keeper" and thread.ident is not None:
-                return time.clock_gettime(time.pthread_getcpuclockid(thread.ident))
-        return 0.0
-
     def step(self, what: str, value: Any) -> Any:
         """Do one step; return what it saw."""
         if what == "round":
             records = run_round(self.llm, load(value), self.watch)
             self.rest()
             return records
-        if what == "serve":
-            return self.serve(value)
-        if what == "paced":
-            return self.serve(*value)
         if what == "burst":
-            return self.serve(value, rest=False)
-        if what == "start":
-            return self.started
-        if what == "look":
-            return self.look()
+            return run_round(self.llm, value, None)
         if what == "nothing ahead":
             return self.nothing_ahead()
         if what == "reset":

@@ -7,31 +7,27 @@ import os
 from pathlib import Path
 from typing import Any
 
-from harness.engines import process
 from harness.engines.runs import (
     BLOCK,
     Device,
+    Driver,
     Run,
     block_bytes,
     engine_arguments,
     model_of,
-    python_of,
 )
 from kvpatch.environ import HOST_POOL
 from kvpatch.pool import ledger
 
-ENDING = 120.0  # seconds in which an engine that shuts down has ended
 
-
-class Pooled:
+class Pooled(Driver):
     """A running engine of ``pool_driver``.
 
     Args:
         device: of the engine.
         folder: of its own, made here.
         run: what it is.
-        measured: whether its blocks are not digested.
-        model: another folder than that of ``run``.
+        watch: whether its blocks are compared with what they were when they were stored.
         engine: more of its arguments.
 
     Raises:
@@ -39,85 +35,23 @@ class Pooled:
     """
 
     def __init__(
-        self,
-        device: Device,
-        folder: Path,
-        run: Run,
-        measured: bool = False,
-        model: Path | None = None,
-        **engine: Any,
+        self, device: Device, folder: Path, run: Run, watch: bool = True, **engine: Any
     ) -> None:
-        folder.mkdir()
         job = {
-            "model": str(model or model_of(run.model, run.kv_heads, run.vllm)),
+            "model": str(model_of(run.model, run.kv_heads, run.vllm)),
             "engine": engine_arguments(run) | engine,
-            "measured": measured,
+            "watch": watch,
         }
-        (folder / "job.json").write_text(json.dumps(job))
         self.simple = bool(run.simple)
-        self._result = folder / "result.json"
-        reading, output = os.pipe()
-        stdin, self._input = os.pipe()
         self.environment = device.environ(run)
-        self._process = process.start(
-            "harness.engines.pool_driver",
-            [folder / "job.json", self._result],
-            self.environment,
-            python_of(run.vllm),
-            output,
-            stdin,
-        )
-        os.close(output)
-        os.close(stdin)
-        self.pid = self._process.pid
-        self._output = os.fdopen(reading)
-        self._log: list[str] = []
-        self._hear("ready")
-
-    def _hear(self, word: str) -> None:
-        for line in self._output:
-            self._log.append(line)
-            if line == f"driver: {word}\n":
-                return
-        raise AssertionError("".join(self._log)[-4000:])
+        super().__init__(job, self.environment, folder, "pool_driver", run.vllm)
+        self.hear("ready")
 
     def do(self, what: str, value: Any = None) -> Any:
         """Let it do one step of ``pool_driver.Watched.step``; return what that saw."""
-        os.write(self._input, f"{json.dumps([what, value])}\n".encode())
-        self._hear("done")
+        self.say(json.dumps([what, value]))
+        self.hear("done")
         return self.result()["seen"]
-
-    def result(self) -> dict[str, Any]:
-        """What it wrote last."""
-        found: dict[str, Any] = json.loads(self._result.read_text())
-        return found
-
-    def end(self) -> dict[str, Any]:
-        """Let it shut down; return what it wrote last.
-
-        Raises:
-            AssertionError: it failed; the end of its log.
-        """
-        os.close(self._input)
-        self._log += self._output.readlines()
-        assert self._process.wait(ENDING) == 0, "".join(self._log)[-4000:]
-        self._output.close()
-        return self.result()
-
-    @property
-    def runs(self) -> bool:
-        """Whether it was neither ended nor killed."""
-        return not self._output.closed
-
-    def kill(self) -> None:
-        """End it as ``kill -9`` does, unless it has ended; wait for all that it had started."""
-        if not self.runs:
-            return
-        self._process.kill()
-        self._process.wait(ENDING)
-        self._output.read()  # its workers have it too
-        self._output.close()
-        os.close(self._input)
 
 
 TWO_RANKS = {"tensor_parallel_size": 2, "distributed_executor_backend": "mp"}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import random
 import re
 import subprocess
@@ -25,6 +26,7 @@ ALL = 12  # prompts of the load "all", which fill the device almost twice
 RUNNER = {"v1": {"VLLM_USE_V2_MODEL_RUNNER": "0"}, "v2": {"TRITON_INTERPRET": "1"}}
 FORCED = {"VLLM_USE_V2_MODEL_RUNNER": "1"}
 
+ENDING = 120.0  # seconds in which a driver that has no more to do has ended
 LIMIT = 300  # seconds after which a run is taken for one that hangs
 FIRST_FS = dict.fromkeys(("0.22.0", "0.22.1"), "fs_python")  # what the tier fs was called at first
 EXAMPLE = "example"  # in the place of a folder: vLLM's example of a tier
@@ -444,3 +446,90 @@ def run_driver(
     written = result_path.exists() and result_path.suffix == ".json"
     found = json.loads(result_path.read_text()) if written else {}
     return Finished(code, said, found)
+
+
+class Driver:
+    """A running driver that says how far it is, and waits for a line that lets it go on.
+
+    Args:
+        job: that it is given.
+        environment: the whole of it.
+        folder: of its own, made here.
+        driver: its module.
+        vllm: its release, as of ``run_driver``.
+    """
+
+    def __init__(
+        self,
+        job: dict[str, Any],
+        environment: dict[str, str],
+        folder: Path,
+        driver: str = "driver",
+        vllm: str = "",
+    ) -> None:
+        folder.mkdir()
+        job_path, self._result = folder / "job.json", folder / "result.json"
+        job_path.write_text(json.dumps(job))
+        reading, output = os.pipe()
+        stdin, self._input = os.pipe()
+        self._process = process.start(
+            f"harness.engines.{driver}",
+            [job_path, self._result],
+            environment,
+            python_of(vllm),
+            output,
+            stdin,
+        )
+        os.close(output)
+        os.close(stdin)
+        self.pid = self._process.pid
+        self._output = os.fdopen(reading, errors="replace")
+        self._log: list[str] = []
+
+    def hear(self, word: str) -> None:
+        """Wait until it says a word.
+
+        Raises:
+            AssertionError: it ended before; the end of its log.
+        """
+        for line in self._output:
+            self._log.append(line)
+            if line == f"driver: {word}\n":
+                return
+        raise AssertionError(f"ended before {word!r}\n" + "".join(self._log)[-4000:])
+
+    def say(self, line: str = "") -> None:
+        """Let it go on, with a line that it reads."""
+        os.write(self._input, f"{line}\n".encode())
+
+    def result(self) -> dict[str, Any]:
+        """What it wrote last."""
+        found: dict[str, Any] = json.loads(self._result.read_text())
+        return found
+
+    def end(self) -> dict[str, Any]:
+        """Let it come to its end; return what it wrote last.
+
+        Raises:
+            AssertionError: it failed; the end of its log.
+        """
+        os.close(self._input)
+        self._log += self._output.readlines()
+        assert self._process.wait(ENDING) == 0, "".join(self._log)[-4000:]
+        self._output.close()
+        return self.result()
+
+    @property
+    def runs(self) -> bool:
+        """Whether it was neither ended nor killed."""
+        return not self._output.closed
+
+    def kill(self) -> None:
+        """End it as ``kill -9`` does, unless it has ended; wait for all that it had started."""
+        if not self.runs:
+            return
+        self._process.kill()
+        self._process.wait(ENDING)
+        self._output.read()  # its workers have it too
+        self._output.close()
+        os.close(self._input)

@@ -297,6 +297,7 @@ PAIRS = tuple(
             ("idle", "chunks", "store threshold", "host pool"),
             ("fp8", "several ranks", "ngram", "draft model", "EAGLE"),
             ("several ranks", "ngram", "draft model", "EAGLE"),
+            ("no prefix cache", "idle", "first limit"),
             ("mtp", "several ranks", "chunks", "fp8", "expert parallelism"),
             ("expert parallelism", "chunks", "fp8"),
         )

@@ -283,7 +283,9 @@ class Engines:
         room = "llama" if kind == "sliding" and not ours.groups_windows else kind
         if room in trial.tiers:
             tier, blocks = trial.tiers[room]
-            least = LEAST if ours.cache_dtype else 0
+            # Of a device of one page a first limit leaves too little for the longest request.
+            pages = 2 if "first limit" in settings_of(cell) else 1
+            least = pages * LEAST if ours.cache_dtype else 0
             ours = replace(ours, cpu_blocks=tier, blocks=max(blocks, least))
         if "host pool" in settings_of(cell):
             ours = replace(
@@ -299,7 +301,9 @@ class Engines:
         if "idle" in settings_of(cell):
             ours = replace(ours, asynchronous=ours.asynchronous and ours.workers == 1)
             asked = giving.asked_of()
-            record = giving.judge(giving.run(ours, self.work / name, executed, asked), reference)
+            found = giving.run(ours, self.work / name, executed, asked)
+            caches = "no prefix cache" not in settings_of(cell)
+            record = giving.judge(found, reference, caches)
             self._clear_pool(cell)
             self.say(f"{name}: {'right' if record['right'] else record}")
             return record | {

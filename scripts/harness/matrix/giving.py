@@ -78,8 +78,15 @@ def _give(server: Served, name: str, asked: list[dict[str, Any]]) -> dict[str, A
     return found
 
 
-def judge(found: Mapping[str, Any], plain: Mapping[str, Any]) -> dict[str, Any]:
-    """Return whether nothing was lost: the answers, the memory and what came from the tier."""
+def judge(found: Mapping[str, Any], plain: Mapping[str, Any], caches: bool) -> dict[str, Any]:
+    """Return whether nothing was lost: the answers, the memory and what came from the tier.
+
+    Args:
+        found: what ``run`` returned.
+        plain: what plain vLLM answered.
+        caches: whether the device has a prefix cache; without one, nothing is on it between
+            questions, and nothing has to be stored for a suspension.
+    """
     for who, one in (("plain vLLM", plain), ("kvpatch", found)):
         if "failed" in one:
             return {"right": False, "why": f"{who} failed: {one['failed'].splitlines()[-1]}"}
@@ -96,7 +103,7 @@ def judge(found: Mapping[str, Any], plain: Mapping[str, Any]) -> dict[str, Any]:
     right = (
         same == len(found["answers"]) == 3
         and found["lost"] == 0
-        and found["partial"] < found["kept"]  # the ends of prompts that fill no chunk
+        and (found["partial"] < found["kept"] or not caches)  # ends of prompts that fill no chunk
         and suspended == found["least"] < full
         and idle < full
         and found["from_tier"] > 0

@@ -437,6 +437,10 @@ ROWS: dict[str, Row] = {
     "suspend.limit": held(
         f"{SUSPEND}test_a_lower_limit_gives_pages_back_and_loses_nothing", UNASKED
     ),
+    "suspend.revision": held(
+        "unit/test_giving.py::test_a_limit_by_revision_is_refused",
+        "no load here sets a limit by revision",
+    ),
     "suspend.offloading_stores": held(
         "engine/test_spill.py::test_offloading_stores_what_fits_and_forgets_the_store", UNASKED
     ),
@@ -446,6 +450,9 @@ ROWS: dict[str, Row] = {
         UNASKED,
     ),
     "sleep.sleep": held(f"{SLEEP}test_level_1_gives_every_page_back_and_loses_nothing", AWAKE),
+    "sleep.release": held(
+        f"{SLEEP}test_released_kv_memory_is_the_devices_again_and_no_cache_is_kept", AWAKE
+    ),
     "sleep.reset": held(f"{SLEEP}test_level_1_gives_every_page_back_and_loses_nothing", AWAKE),
     "sleep.step": held(f"{SLEEP}test_level_1_gives_every_page_back_and_loses_nothing", AWAKE),
     "sleep.calls": held(f"{SLEEP}test_other_weights_find_no_block_that_a_sleep_kept", AWAKE),
@@ -459,6 +466,9 @@ ROWS: dict[str, Row] = {
     ),
     "host_device_sleep.weights_return": held(
         f"{SLEEP}test_level_1_gives_every_page_back_and_loses_nothing", AWAKE
+    ),
+    "host_device_sleep.nothing_discarded": held(
+        f"{SLEEP}test_released_kv_memory_is_the_devices_again_and_no_cache_is_kept", AWAKE
     ),
     "debug.worker": seen("debug, corrupt"),
     "debug.store": Row((Look("debug", ("fence.release",), WHOLE),)),

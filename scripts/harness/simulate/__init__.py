@@ -11,6 +11,6 @@ the clock. So a run is a function of its seed, and is replayed by it.
     disks      the threads, answers and faults of a disk
     world      the engine, checked after every step
     invariants what must always hold
-    play       what users, operators and faults do: by seed, and as a state machine
+    play       what users, operators and faults do, by a seed
     mutations  one component broken at a time, for the world to find
 """

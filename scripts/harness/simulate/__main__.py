@@ -80,7 +80,6 @@ def main() -> int:
     )
     parser.add_argument("--go-on", action="store_true", help="after a seed that fails")
     parser.add_argument("--report", type=Path, help="write the figures there, as JSON")
-    parser.add_argument("--explore", action="store_true", help="hypothesis chooses and shrinks")
     parser.add_argument("--mutate", action="store_true", help="break each component once")
     parser.add_argument("--only", action="append", help="with --mutate: these mutations")
     options = parser.parse_args()
@@ -90,9 +89,6 @@ def main() -> int:
 def run(options: argparse.Namespace) -> int:
     """Run the seeds and write the result."""
     asked = {"seed": options.seed or 1, "steps": options.steps, "kind": options.kind}
-    if options.explore:
-        print(simulate("explore", seeds=options.seeds or 20, **asked))
-        return 0
     if options.mutate:
         broken = simulate("mutate", seeds=options.seeds or 20, mutations=options.only, **asked)
         return int(any(one["seed"] is None for one in broken.values()))

@@ -84,15 +84,6 @@ def mutate(job: dict[str, Any]) -> dict[str, Any]:
     return found
 
 
-def explore(job: dict[str, Any]) -> dict[str, Any]:
-    """Let hypothesis choose the operations."""
-    worlds.install()
-    from harness.simulate import machine
-
-    world = job["steps"], job["model"], Path(job["folder"]), job["kind"]
-    return machine.explore(job["seed"], job["seeds"], *world)
-
-
 def main(function: str, folder: str) -> None:
     """Run one of these functions, in a fork; no thread of vLLM's is waited for."""
     processes.main(f"{__name__}:{function}", Path(folder))

@@ -1,4 +1,4 @@
-"""What users, operators, neighbours and faults do: chosen by a seed, or by hypothesis."""
+"""What users, operators, neighbours and faults do: chosen by a seed."""
 
 from __future__ import annotations
 

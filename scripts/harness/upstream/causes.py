@@ -42,9 +42,9 @@ CAUSES = (
     Cause(
         "connector",
         KVPATCH,
-        "kvpatch refuses connectors that are not validated (KVP302), also inside of "
+        "kvpatch refuses connectors that are not validated (KVP302, KVP391), also inside of "
         "MultiConnector (KVP319).",
-        r"KVP302|KVP319",
+        r"KVP302|KVP319|KVP391",
     ),
     Cause(
         "kinds of KV cache",
