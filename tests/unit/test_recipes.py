@@ -66,7 +66,9 @@ def test_a_refusal_has_its_code_and_its_basis(recipes):
 def test_what_cannot_be_suspended_says_why(recipes):
     """The engine starts, so that no rule has a code; before 0.28 it cannot."""
     simple = LLAMA._replace(preset="simple")
-    found = table.ask_suspended(recipes.configuration(simple, "0.27.1"), "0.27.1")
+    made = recipes.configuration(simple, "0.27.1")
+    made.use_v2_model_runner = False
+    found = table.ask_suspended(made, "0.27.1")
     assert (found.code, found.admitted) == ("", False)
     assert found.why.startswith("suspending is validated on vLLM")
 
