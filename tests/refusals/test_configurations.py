@@ -168,7 +168,7 @@ def test_the_other_rules_on_configurations_of_vllm_itself(start_python, model):
         "cache dtype": "a KV connector is configured with the KV cache dtype fp8_per_token_head",
         "external executor": "a KV connector is configured with the executor external_launcher",
         "p2p": "the secondary tier p2p is configured",
-        "multi with another": "a MultiConnector is configured with NixlConnector inside",
+        "multi with another": "the KV connector NixlConnector is configured",
         "multi with two": "a MultiConnector is configured with OffloadingConnector twice",
         "multi with example": "the secondary tier example is configured",
     }
