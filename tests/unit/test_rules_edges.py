@@ -345,6 +345,10 @@ def test_experts_over_ranks_start_where_they_ran(monkeypatch, apart, name):
     assert code(**made) is None
     assert code(**made | {"parallel_config__enable_expert_parallel": not apart}) == "KVP389"
     assert code(**made | {"machine__vllm": "0.32.0"}) == "KVP389"
+    if not apart:  # a config.json may name experts that no layer has
+        dense = SimpleNamespace(first_k_dense_replace=4, num_hidden_layers=4)
+        dense_layers = {"machine__vllm": "0.32.0", "model_config__hf_text_config": dense}
+        assert code(**made | dense_layers) != "KVP389"
 
 
 def _breaks(made: SimpleNamespace, code: str) -> bool:

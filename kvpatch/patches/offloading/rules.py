@@ -351,12 +351,17 @@ def spreads_experts(config: Any) -> bool:
     return getattr(parallel, "enable_expert_parallel", False) and parallel.tensor_parallel_size > 1
 
 
+def _has_experts(model: Any) -> bool:
+    """Return whether a layer has experts; vLLM counts those that config.json names."""
+    text = getattr(model, "hf_text_config", None)
+    dense = getattr(text, "first_k_dense_replace", None) or 0
+    return getattr(model, "is_moe", False) and dense < getattr(text, "num_hidden_layers", dense + 1)
+
+
 def _experts(config: Any, facts: Facts) -> bool:
     """Return whether ranks divide experts among them in a way that did not run."""
-    divided = (
-        getattr(config.model_config, "is_moe", False)
-        and config.parallel_config.tensor_parallel_size > 1
-    )
+    ranks = config.parallel_config.tensor_parallel_size
+    divided = ranks > 1 and _has_experts(config.model_config)
     apart = spreads_experts(config)
     return (divided or apart) and not admitted.ran_with(
         EXPERTS[apart], facts.vllm, place.ways(config.kv_transfer_config)

@@ -66,7 +66,8 @@ def of_cell(cell: Cell, folder: Path) -> Job:
         changes |= {"inside": (cells.OWN[0],)}
     if cell.connector == "tiering fs":
         changes |= {"tiers": (str(folder / "disk"),)}
-    run = Run(vllm=cell.vllm, model=cells.MODELS[cell.model], runner=cell.runner.lower(), **changes)
+    of_its_own = {"model": cells.MODELS[cell.model], **changes}  # experts have a model of theirs
+    run = Run(vllm=cell.vllm, runner=cell.runner.lower(), **of_its_own)
     run = cells.with_chunks(run, cell)
     engine = {name: of for name, of in engine_arguments(run).items() if name not in _OF_CPU}
     if cell.model == "hybrid":
