@@ -2,12 +2,12 @@
 
 From the recorded runs: kvpatch/matrix/verdicts.json, which the wheel has. From the tables of
 kvpatch: docs/patches.md, docs/support.md, docs/errors.md, docs/settings.md and the grid of
-README.md. From docs/results/cuda.json: the section between the markers of docs/cuda-emulator.md.
-From the marks of the tests: docs/faults.md. From docs/results: docs/numbers.md and its plots, the
-figures of README.md and docs/index.md, what docs/patches.md says was seen without a row, and
-docs/upstream.md. From vLLM's recipes: docs/vllm-recipes.md and their shares in README.md. From
-docs/results/gpu.json, which need not be there: what docs/on-a-gpu.md, README.md, docs/index.md and
-docs/support.md say of GPUs.
+README.md. From docs/results/cuda.json and tools.json: the sections between the markers of
+docs/cuda-emulator.md and docs/measuring.md. From the marks of the tests: docs/faults.md. From
+docs/results: docs/numbers.md and its plots, the figures of README.md and docs/index.md, what
+docs/patches.md says was seen without a row, and docs/upstream.md. From vLLM's recipes:
+docs/vllm-recipes.md and their shares in README.md. From docs/results/gpu.json, which need not be
+there: what docs/on-a-gpu.md, README.md, docs/index.md and docs/support.md say of GPUs.
 """
 
 from __future__ import annotations

@@ -20,9 +20,11 @@ from pathlib import Path
 from typing import Any
 
 from harness import ROOT, console, provenance
+from harness.bench.measure import TOKENS
+from harness.bench.memory import settled
 from harness.markdown import RIGHT, table
 from harness.models import make_model
-from harness.serve import Kind, Metrics, arguments, workspace
+from harness.serve import Kind, Server, arguments, workspace
 
 RESULT = ROOT / "docs/results/tools.json"
 PAGE = ROOT / "docs/measuring.md"
@@ -35,7 +37,12 @@ TITLES = {
 }
 SIZE = "a small model with random weights, 640 blocks of 32 tokens, a CPU tier of 512 MiB"
 LIMIT = 300  # seconds of a command
-SOURCES = {"device": "local_cache_hit", "tier": "external_kv_transfer", "computed": "local_compute"}
+# Where tokens of prompts come from, by the column of the page.
+SOURCES = {
+    "device": TOKENS["from_cache"],
+    "tier": TOKENS["from_tier"],
+    "computed": TOKENS["computed"],
+}
 
 
 def commands(page: str) -> dict[str, str]:
@@ -45,18 +52,22 @@ def commands(page: str) -> dict[str, str]:
     return dict(zip(TITLES, found[1:], strict=True))  # the first one starts the server
 
 
-def counted(metrics: Metrics) -> dict[str, float]:
-    """Return what a server has counted since its start."""
-    first = "vllm:time_to_first_token_seconds"
-    return {
-        "requests": metrics.total("vllm:request_success_total"),
-        "failed": metrics.total("vllm:request_success_total", finished_reason="error"),
-        "seconds_to_first_tokens": metrics.total(f"{first}_sum"),
-        **{
-            name: metrics.total("vllm:prompt_tokens_by_source_total", source=source)
-            for name, source in SOURCES.items()
-        },
-    }
+def counted(server: Server) -> dict[str, float]:
+    """Return what a server has counted since its start, once all is counted."""
+
+    def counters() -> dict[str, float]:
+        total = server.metrics().total
+        return {
+            "requests": total("vllm:request_success_total"),
+            "failed": total("vllm:request_success_total", finished_reason="error"),
+            "seconds_to_first_tokens": total("vllm:time_to_first_token_seconds_sum"),
+            **{
+                name: total("vllm:prompt_tokens_by_source_total", source=source)
+                for name, source in SOURCES.items()
+            },
+        }
+
+    return settled(counters)
 
 
 def returning(path: Path) -> Path:
@@ -150,7 +161,7 @@ def main() -> None:
         trace, text = returning(folder / "trace.jsonl"), folder / "text.txt"
         text.write_text("".join(page.read_text() for page in sorted(PAGE.parent.glob("*.md"))))
         with kind.server(model, folder, folder) as server:
-            before = counted(server.metrics())
+            before = counted(server)
             for name in (one for one in TITLES if one in folders):
                 place = folders[name]
                 path = f"{place}/bin:{place}" if place else ""
@@ -168,7 +179,7 @@ def main() -> None:
                     "KVPATCH": "0",
                 }
                 status, seconds = ran(known[name], environment, folder)
-                after = counted(server.metrics())
+                after = counted(server)
                 row = {key: after[key] - before[key] for key in after}
                 if status or not row["requests"] or row["failed"]:
                     print((folder / "tool.log").read_text(errors="replace")[-4000:])

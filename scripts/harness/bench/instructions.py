@@ -2,7 +2,7 @@
 
 Seconds drown in noise, and a thread's time too; instructions are the same in every run, so that two
 hundredths more are seen. Valgrind counts those of a process that walks a path so many times, and of
-one that walks it not at all. Nothing of vLLM is imported.
+one that walks it twice as often. Nothing of vLLM is imported.
 """
 
 from __future__ import annotations
