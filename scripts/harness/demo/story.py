@@ -242,9 +242,6 @@ class Story:
         plain, tiered, ours, device = self.plain, self.tiered, self.ours, self.device
         returning = [answer for answer in ours.answers if answer.returning]
         prompts = sum(len(answer.prompt) for answer in returning)
-        stored, loaded = (
-            sum(counted[name] for counted in ours.counted.values()) for name in ("stored", "loaded")
-        )
         return [
             Row(
                 "tokens equal to plain vLLM's",
@@ -284,8 +281,6 @@ class Story:
                 _mib(ours.idle),
                 f"without a reset; static halves stay at {_mib(device.size)}, with a tier too",
             ),
-            Row("stored to the CPU tiers", _mib(stored)),
-            Row("loaded from the CPU tiers", _mib(loaded)),
             Row(
                 "load",
                 f"{len(MODELS)} x {self.load.conversations} conversations",
