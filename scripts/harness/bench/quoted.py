@@ -50,11 +50,34 @@ def sections(found: dict[str, Any]) -> dict[str, str]:
     return {
         "numbers": markdown.render("readme-numbers.md", cycles=cycles, arms=SHARED),
         "measured": markdown.render("readme-measured.md", host=host, keeping=cycles[KEEPING]),
-        "results": markdown.render("readme-results.md", rows=list(_rows(host)), startup=startup),
+        "results": markdown.render("readme-results.md", rows=list(_rows(found)), startup=startup),
     }
 
 
-def _rows(host: dict[str, Any]) -> Iterator[tuple[str, str]]:
+def _rows(found: dict[str, Any]) -> Iterator[tuple[str, str]]:
+    host = found["host"]
     for words, load, against, path in FIGURES:
-        found = pairing.compared(host, load, arms.KVPATCH, against, path)
-        yield words, f"{found}, noise {pairing.noise(host, load, path):.1%}"
+        ratio = pairing.compared(host, load, arms.KVPATCH, against, path)
+        yield words, f"{ratio}, noise {pairing.noise(host, load, path):.1%}"
+    yield eight_models(found["sharing"])[:2]
+
+
+def eight_models(sharing: dict[str, Any]) -> tuple[str, str, str]:
+    """Return a load of many models: what it is, with kvpatch, and the best there is."""
+    setting, rows = sharing["models"]["setting"], sharing["models"]["rows"]
+    by_arm: dict[str, list[dict[str, Any]]] = {}
+    for one in rows:
+        by_arm.setdefault(one["arm"], []).append(one)
+    said = {
+        arm: " and ".join(f"{one['tokens_over_static']:.2f}x" for one in found)
+        for arm, found in by_arm.items()
+    }
+    lending = by_arm["kvpatch balance --lend '*'"]
+    return (
+        f"tokens/s of {setting['models']} models, {setting['busy']} busy on average, on the memory "
+        "of three, over static parts, simulated",
+        f"`balance --lend '*'` {said[lending[0]['arm']]} with "
+        + " and ".join(f"{one['p90_over_static']:.2f}x" for one in lending)
+        + " the P90 of the first token",
+        f"first come, first served {said['first come']}; one LRU over all {said['one LRU']}",
+    )
