@@ -9,7 +9,6 @@ import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -169,8 +168,8 @@ def of_files(folder: Path, text: str) -> units.Tree:
 
 
 def code(executes: Mapping[str, str]) -> recorded.Code:
-    table = [f"{name} {digest}" for name, digest in sorted(executes.items())]
-    return recorded.Code("abc", recorded.encode(range(len(table))), table)
+    units = {"a list": [f"{name} {digest}" for name, digest in executes.items()]}
+    return recorded.Code("abc", recorded.bits_of(units["a list"], units), units)
 
 
 def ran(cell: Cell = CELL, right: bool = True, level: str = "engine", **executes: str) -> ages.Ran:
@@ -426,23 +425,103 @@ def test_a_feature_is_recorded_apart(folder, level, feature, place):
     assert [(run.get("feature"), run["right"]) for run in mine] == [(feature.get("feature"), True)]
 
 
-def table_of(folder: Path) -> list[str]:
-    found: list[str] = json.loads((folder / recorded.UNITS).read_text())
-    return found
+def execute(model: str, executes: Iterable[str], vllm: str = CELL.vllm) -> None:
+    """Record a run of a model that executed functions of ``kvpatch.m``."""
+    executed_units = {f"kvpatch.m:{name}": "1" for name in executes}
+    run = AXES | {"model": model, "right": True}
+    record.record_run("engine", HEAD | {"vllm": vllm}, run, executed_units)
 
 
-def test_units_that_no_run_executed_leave_the_table(folder):
-    def execute(model: str, executes: Iterable[str]) -> None:
-        executed_units = {f"kvpatch.m:{name}": "1" for name in executes}
-        record.record_run("engine", HEAD, AXES | {"model": model, "right": True}, executed_units)
+def executed_by_model(folder: Path) -> dict[str, str]:
+    recorded.forget()
+    return {
+        cell.model: "".join(name.rpartition(":")[2] for name in sorted(runs[0].code.units))
+        for cell, runs in recorded.runs(folder).items()
+    }
 
+
+def test_units_that_no_run_executed_leave_their_lists(folder):
     execute("full attention", "zyx")
     execute("hybrid", "yb")
     execute("full attention", "b")
-    assert len(table_of(folder)) == 4
+    assert sorted(map(len, recorded.lists(folder).values())) == [1, 3]
     record.tidy()
-    assert table_of(folder) == ["kvpatch.m:b 1", "kvpatch.m:y 1"]
-    found: dict[str, Any] = {
-        cell.model: set(runs[0].code.units) for cell, runs in recorded.runs(folder).items()
+    assert list(recorded.lists(folder).values()) == [["kvpatch.m:b 1", "kvpatch.m:y 1"]]
+    assert executed_by_model(folder) == {"full attention": "b", "hybrid": "by"}
+    execute("hybrid", "b")
+    execute("sliding window", "byc")
+    execute("sliding window", "by")
+    record.tidy()  # the list of c, which no run names any more
+    assert list(recorded.lists(folder).values()) == [["kvpatch.m:b 1", "kvpatch.m:y 1"]]
+
+
+def test_many_lists_become_one(folder, monkeypatch):
+    monkeypatch.setattr(record, "MOST_LISTS", 2)
+    for at, model in enumerate(("full attention", "hybrid", "sliding window")):
+        record.tidy()
+        assert len(recorded.lists(folder)) == at
+        execute(model, "abc"[: at + 1])
+    record.tidy()
+    assert len(recorded.lists(folder)) == 1
+    assert executed_by_model(folder) == {
+        "full attention": "a",
+        "hybrid": "ab",
+        "sliding window": "abc",
     }
-    assert found == {"full attention": {"kvpatch.m:b"}, "hybrid": {"kvpatch.m:b", "kvpatch.m:y"}}
+
+
+def edited(folder: Path, edit: Callable[[str], str]) -> None:
+    """Change the lists of units by hand, as a merge does."""
+    path = folder / recorded.UNITS
+    path.write_text(edit(path.read_text()))
+    recorded.forget()
+
+
+def test_what_two_checkouts_recorded_is_refused_if_a_merge_lost_it_and_repaired(folder):
+    """Both added a list in one place, and the merge takes that of one side."""
+
+    def git(*words: str) -> None:
+        by = ("-c", "user.name=n", "-c", "user.email=e")
+        subprocess.run(["git", "-C", str(folder), *by, *words], check=True, capture_output=True)
+
+    def commit(branch: str, *run: str) -> None:
+        git("checkout", "-q", "-B", branch)
+        execute(*run)
+        git("add", ".")
+        git("commit", "-qm", branch)
+
+    git("init", "-qb", "main")
+    commit("main", "full attention", "abc")
+    commit("one", "hybrid", "ax", "0.33.0")
+    git("checkout", "-q", "main")
+    commit("other", "sliding window", "by", "0.31.0")
+    git("merge", "-q", "-X", "ours", "-m", "merge", "one")
+    with pytest.raises(HarnessError, match="is gone: scripts/matrix repair"):
+        executed_by_model(folder)
+    whole = {"full attention": "abc", "hybrid": "ax", "sliding window": "by"}
+    for edit in (str, "<<<<<<< ours\n{}".format):  # also with the marks of a conflict
+        edited(folder, edit)
+        assert record.repair() == []
+        assert executed_by_model(folder) == whole
+
+
+@pytest.mark.parametrize(("old", "new"), [("m:x 1", "m:z 1"), ('"kvpatch.m:a 1",', "")])
+def test_a_list_of_units_that_a_merge_changed_is_refused(folder, old, new):
+    execute("hybrid", "xa")
+    edited(folder, lambda text: text.replace(old, new))
+    with pytest.raises(HarnessError, match="was changed: scripts/matrix repair"):
+        recorded.runs(folder)
+    assert len(record.repair()) == 1  # no commit has it
+
+
+def test_a_code_with_the_units_of_another_is_refused(folder):
+    execute("hybrid", "ab")
+    execute("full attention", "b")
+    (path,) = folder.glob("engine/*.json")
+    result = json.loads(path.read_text())
+    one, other = result["code"].values()
+    one["units"], other["units"] = other["units"], one["units"]
+    record.write(path, result)
+    ((run,), _) = recorded.runs(folder).values()
+    with pytest.raises(HarnessError, match="are not those that it was recorded with"):
+        _ = run.code.units

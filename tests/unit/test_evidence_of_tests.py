@@ -9,6 +9,7 @@ import pytest
 
 pytest.importorskip("numpy")  # of .venv: the harness' models, for what every run depends on
 
+from harness.console import HarnessError
 from harness.evidence import of_tests, units
 from kvpatch import patches
 
@@ -84,3 +85,11 @@ def test_its_own_text_and_its_helpers_make_it_run(name, recorded, monkeypatch):
     digest = of_tests._digest
     monkeypatch.setattr(of_tests, "_digest", lambda of: "another" if of == name else digest(of))
     assert left_out() == []
+
+
+def test_a_table_of_units_that_a_merge_changed_is_refused(recorded):
+    recorded()
+    text = of_tests.RESULTS.read_text()
+    of_tests.RESULTS.write_text(text.replace('"units": [', '"units": ["one more 1",'))
+    with pytest.raises(HarnessError, match="others than it was recorded with, by a merge"):
+        left_out()

@@ -28,8 +28,9 @@ from typing import Any
 import pytest
 
 from harness import ROOT, provenance
+from harness.console import HarnessError
 from harness.evidence import executed, of_run, oracle, units
-from harness.matrix.recorded import decode, encode
+from harness.matrix.recorded import decode, digest_of, encode
 from kvpatch import patches
 
 RESULTS = ROOT / "docs/results/lanes.json"
@@ -115,7 +116,9 @@ def record(ran: Mapping[str, tuple[int, Path]]) -> None:
     named = sorted({f"{unit} {digest}" for of in tables.values() for unit, digest in of.items()})
     number = {one: at for at, one in enumerate(named)}
     for name, of in every.items():
-        of["units"] = encode(number[f"{unit} {one}"] for unit, one in tables[name].items())
+        lines = sorted(f"{unit} {one}" for unit, one in tables[name].items())
+        of["units"] = encode(number[line] for line in lines)
+        of["checksum"] = digest_of(lines)
     files = {name: every[name] for name in sorted(every)}
     provenance.write({**head, "files": files, "units": named}, RESULTS)
 
@@ -175,7 +178,12 @@ def tree() -> units.Tree:
 
 
 def _units_of(recorded: Mapping[str, Any], of: Mapping[str, Any]) -> dict[str, str]:
-    lines = (recorded["units"][at] for at in decode(of["units"]))
+    lines = [recorded["units"][at] for at in decode(of["units"])]
+    if of["checksum"] != digest_of(lines):
+        raise HarnessError(
+            f"{RESULTS}: units of {of['commit']} are others than it was recorded with, by a merge: "
+            "take the file whole from one of the two, and record what the other has again"
+        )
     return {unit: digest for unit, _, digest in (line.rpartition(" ") for line in lines)}
 
 

@@ -28,6 +28,8 @@
                                                  of scripts/environment ascend-0.23.0
     scripts/matrix ages                          how old the recorded runs are, and what a landing
                                                  and a tag lack
+    scripts/matrix repair                        after a merge that left out lists of units: takes
+                                                 them from the history
     scripts/matrix without                       engines of 0.32.0 without one row each
     scripts/matrix without kvcached_version.block_pool       one row
 
@@ -344,6 +346,14 @@ def admit(arguments: argparse.Namespace) -> int:
     return 0
 
 
+def repair(_: argparse.Namespace) -> int:
+    """Take lists of units that a merge left out from the history."""
+    lost = record.repair()
+    for name in lost:
+        say(f"the list of units {name} is in no commit: take its runs from where it was recorded")
+    return int(bool(lost))
+
+
 def compute_bytes(arguments: argparse.Namespace) -> int:
     """Tag the blocks of releases and record whether a connector would copy them."""
     wrong = 0
@@ -531,6 +541,8 @@ def main() -> int:
     level.set_defaults(compute=compute_plain)
     level = levels.add_parser("admit", help="what the recorded runs admit")
     level.set_defaults(compute=admit)
+    level = levels.add_parser("repair", help="lists of units that a merge left out")
+    level.set_defaults(compute=repair)
     level = levels.add_parser("bytes", help="tagged blocks, without an engine")
     level.add_argument("releases", nargs="*", help="of vLLM (default: all from 0.29 on)")
     level.set_defaults(compute=compute_bytes)

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-import hashlib
+import contextlib
 import json
-from collections.abc import Mapping
+import subprocess
+from collections.abc import Iterable, Mapping
+from itertools import chain
 from pathlib import Path
 from threading import Lock
 from typing import Any
@@ -22,6 +24,8 @@ from kvpatch.versions import Span
 
 # Of the checkout, also where kvpatch is installed from its wheel, which has a copy.
 DATA = ROOT / "docs/results/matrix"
+MOST_LISTS = 24  # of units
+MOST_UNUSED = 0.75  # at least this part of the units in lists is used
 _recording = Lock()  # releases run beside each other, and their files share the table of units
 
 
@@ -75,10 +79,11 @@ def record_run(
     path = DATA / folder / f"vllm-{head['vllm']}-kvcached-{head['kvcached']}.json"
     with _recording:
         earlier = json.loads(path.read_text()) if path.exists() else {"runs": []}
-        ran_on = {"commit": commit, "installed": provenance.installed()}
-        if executed:
-            ran_on["units"] = recorded.encode(_numbers(executed))
-        key = hashlib.sha256(json.dumps(ran_on).encode()).hexdigest()[:8]
+        ran_on: dict[str, Any] = {"commit": commit, "installed": provenance.installed()}
+        named = [f"{name} {digest}" for name, digest in executed.items()]
+        if named:
+            ran_on["units"] = recorded.bits_of(named, _with(named))
+        key = recorded.key_of(commit, ran_on["installed"], named)
         done = {_axes(one): one for one in [*earlier["runs"], run | {"code": key}]}
         runs = [done[cell] for cell in sorted(done)]
         codes = earlier.get("code", {}) | {key: ran_on}
@@ -87,38 +92,76 @@ def record_run(
         write(path, head | {"code": kept, "runs": runs})
 
 
-def _numbers(executed: Mapping[str, str]) -> list[int]:
-    """Return the numbers of units in the table, which gets those that it has not."""
-    path = DATA / recorded.UNITS
-    table = json.loads(path.read_text()) if path.exists() else []
-    number = {unit: at for at, unit in enumerate(table)}
-    named = [f"{name} {digest}" for name, digest in sorted(executed.items())]
-    found = [number.setdefault(one, len(number)) for one in named]
-    if len(number) > len(table):
-        write(path, list(number))
-    return found
+def _with(named: Iterable[str]) -> recorded.Lists:
+    """Return the lists of units, with one more of those that none has."""
+    lists = recorded.lists(DATA)
+    if new := sorted(set(named).difference(*lists.values())):
+        lists[recorded.digest_of(new)] = new
+        write_lists(lists)
+    return lists
 
 
 def tidy() -> None:
-    """Drop the units that no recorded run has executed from the table."""
-    path = DATA / recorded.UNITS
-    table = json.loads(path.read_text())
-    results = {
-        one: json.loads(one.read_text())
-        for folder in (*recorded.FOLDERS, recorded.NPU)
-        for one in sorted((DATA / folder).glob("*.json"))
-    }
+    """Drop the lists of units that no recorded run names.
+
+    If there are many, or many units that no run has executed, make one list of all: a change of
+    every file, which git does not merge with another.
+    """
+    results = _results()
     codes = [code for result in results.values() for code in result["code"].values()]
-    used = {at for code in codes for at in recorded.decode(code.get("units", ""))}
-    kept = sorted(table[at] for at in used)
-    number = {unit: at for at, unit in enumerate(kept)}
-    for code in codes:
-        if "units" in code:
-            then = recorded.decode(code["units"])
-            code["units"] = recorded.encode(number[table[at]] for at in then)
-    write(path, kept)
-    for one, result in results.items():
-        write(one, result)
+    with_units = [code for code in codes if "units" in code]
+    lists = recorded.lists(DATA)
+    units = [recorded.named(code["units"], lists) for code in with_units]
+    kept = {name: lists[name] for code in with_units for name in code["units"]}
+    used = sorted(set().union(*units))
+    if len(kept) > MOST_LISTS or MOST_UNUSED * sum(map(len, kept.values())) > len(used):
+        kept = {recorded.digest_of(used): used}
+        for code, of in zip(with_units, units, strict=True):
+            code["units"] = recorded.bits_of(of, kept)
+        for path, result in results.items():
+            write(path, result)
+    write_lists(kept)
+
+
+def repair() -> list[str]:
+    """Take lists of units that a merge left out or changed from the history of the repository.
+
+    Returns:
+        the lists that runs name and that are nowhere.
+    """
+    codes = [code for result in _results().values() for code in result["code"].values()]
+    wanted = {name for code in codes for name in code.get("units", ())}
+    path = DATA / recorded.UNITS
+    commits = _git("log", "--all", "--format=%H", "--", path.name).split()
+    history = (_git("show", f"{commit}:./{path.name}") for commit in commits)
+    found: dict[str, list[str]] = {}
+    for text in chain([path.read_text()], history):
+        with contextlib.suppress(ValueError):  # a merge left its marks in it
+            if isinstance(then := json.loads(text), dict):  # once it was one list
+                found |= {at: one for at, one in then.items() if at == recorded.digest_of(one)}
+        if wanted <= found.keys():
+            break
+    write_lists({one: found[one] for one in wanted & found.keys()})
+    return sorted(wanted - found.keys())
+
+
+def write_lists(lists: recorded.Lists, data: Path | None = None) -> None:
+    """Write the lists of units of a folder of results, of this checkout if none is given."""
+    write((data or DATA) / recorded.UNITS, {name: lists[name] for name in sorted(lists)})
+
+
+def _git(*words: str) -> str:
+    command = ["git", "-C", str(DATA), *words]
+    return subprocess.run(command, capture_output=True, text=True, check=False).stdout
+
+
+def _results() -> dict[Path, Any]:
+    """Return what the files of recorded runs have."""
+    return {
+        path: json.loads(path.read_text())
+        for folder in (*recorded.FOLDERS, recorded.NPU)
+        for path in sorted((DATA / folder).glob("*.json"))
+    }
 
 
 def record_plain(head: dict[str, Any], run: dict[str, Any]) -> None:
@@ -135,7 +178,7 @@ def _axes(run: dict[str, Any]) -> tuple[str, ...]:
     return (run.get("feature", ""), *(run[name] for name in names))
 
 
-def write(path: Path, content: dict[str, Any] | list[str]) -> None:
+def write(path: Path, content: Mapping[str, Any]) -> None:
     """Write one result file; a small change makes a small difference."""
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(f"{json.dumps(content, indent=1)}\n")

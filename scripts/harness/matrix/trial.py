@@ -81,9 +81,8 @@ def bring_back(version: str, folder: Path, level: str = "*") -> list[Path]:
         there.parent.mkdir(parents=True, exist_ok=True)
         shutil.copy(path, there)
         found.append(there)
-    units = data / recorded.UNITS  # of the checkout, and what the runs added
-    if found and units.exists():
-        shutil.copy(units, ROOT / DATA)
+    if found:  # lists of units of the checkout, and what the runs added
+        record.write_lists(recorded.lists(ROOT / DATA) | recorded.lists(data), ROOT / DATA)
     return found
 
 
