@@ -274,9 +274,12 @@ def test_vllms_own_processes_inherit_a_verdict(monkeypatch):
     monkeypatch.setenv(VERIFIED.name, "")
     verdicts.pass_on(Verified("2026-11-22", frozenset({"KVP310", "KVP107"})))
     assert os.environ[VERIFIED.name] == "2026-11-22:KVP107,KVP310"
-    assert verdicts.inherited() is None  # not started by multiprocessing
-    monkeypatch.setattr(verdicts, "started_by_multiprocessing", lambda: True)
-    assert verdicts.inherited() == Verified("2026-11-22", frozenset({"KVP310", "KVP107"}))
+    for started, verdict in (
+        (False, None),
+        (True, Verified("2026-11-22", frozenset({"KVP310", "KVP107"}))),
+    ):
+        monkeypatch.setattr(verdicts, "started_by_multiprocessing", lambda found=started: found)
+        assert verdicts.inherited() == verdict
     verdicts.pass_on(None)
     assert verdicts.inherited() is None
     assert VERIFIED.name not in os.environ
