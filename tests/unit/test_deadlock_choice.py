@@ -68,9 +68,18 @@ def test_one_load_in_flight_is_enough_to_wait_for():
     assert scheduler.steps(1) == ["loading"]
 
 
-@pytest.mark.parametrize("change", [{"running": ["r"]}, {"connector": None}])
-def test_progress_begins_the_count_anew(change):
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"running": ["r"]},
+        {"connector": None},
+        {"pause_state": SimpleNamespace(name="PAUSED_ALL")},
+        {"requests": {}},
+    ],
+)
+def test_progress_a_pause_and_a_step_without_holders_begin_the_count_anew(change):
     scheduler = Scheduler(request("one", 1), request("two", 2))
+    scheduler.pause_state = SimpleNamespace(name="UNPAUSED")
     scheduler.steps(deadlock.SEVERAL_WAIT - 1)
     before = {name: vars(scheduler)[name] for name in change}
     vars(scheduler).update(change)
@@ -78,25 +87,6 @@ def test_progress_begins_the_count_anew(change):
     vars(scheduler).update(before)
     assert scheduler.steps(deadlock.SEVERAL_WAIT - 1) == []
     assert scheduler.steps(1) == ["two"]
-
-
-def test_a_pause_begins_the_count_anew():
-    scheduler = Scheduler(request("one", 1), request("two", 2))
-    scheduler.steps(deadlock.SEVERAL_WAIT - 1)
-    scheduler.pause_state = SimpleNamespace(name="PAUSED_ALL")
-    scheduler.steps(1)
-    scheduler.pause_state = SimpleNamespace(name="UNPAUSED")
-    assert scheduler.steps(deadlock.SEVERAL_WAIT - 1) == []
-
-
-def test_a_step_without_holders_begins_the_count_anew():
-    one, two = request("one", 1), request("two", 2)
-    scheduler = Scheduler(one, two)
-    scheduler.steps(deadlock.SEVERAL_WAIT - 1)
-    scheduler.requests = {}
-    scheduler.steps(1)
-    scheduler.requests = {"one": one, "two": two}
-    assert scheduler.steps(deadlock.SEVERAL_WAIT - 1) == []
 
 
 def test_two_let_go_one_after_the_other():
@@ -114,25 +104,22 @@ def test_one_alone_in_no_queue_waits_long():
     assert scheduler.steps(1) == ["one"]
 
 
-@pytest.mark.parametrize("queue", deadlock.QUEUES)
-def test_the_head_of_each_queue_is_tried_first(queue):
+@pytest.mark.parametrize(
+    ("first", "then"),
+    [
+        *((queue, None) for queue in deadlock.QUEUES),
+        ("kv_holding_waiting", "skipped_waiting"),
+        ("skipped_waiting", "waiting"),
+    ],
+)
+def test_the_queues_are_tried_in_vllms_order_and_each_from_its_head(first, then):
     """The head would allocate the blocks again: it keeps them, although it is the youngest."""
     head, other = request("head", 9), request("other", 1)
     scheduler = Scheduler(head, other)
     scheduler.waiting = Queue()
-    setattr(scheduler, queue, Queue([head]))
-    assert scheduler.steps(deadlock.SEVERAL_WAIT) == ["other"]
-
-
-@pytest.mark.parametrize(
-    ("before", "after"), [("kv_holding_waiting", "skipped_waiting"), ("skipped_waiting", "waiting")]
-)
-def test_the_queues_are_tried_in_vllms_order(before, after):
-    head, other = request("head", 9), request("other", 1)
-    scheduler = Scheduler(head, other)
-    scheduler.waiting = Queue()
-    setattr(scheduler, before, Queue([head]))
-    setattr(scheduler, after, Queue([other]))
+    for queue, one in ((first, head), (then, other)):
+        if queue is not None:
+            setattr(scheduler, queue, Queue([one]))
     assert scheduler.steps(deadlock.SEVERAL_WAIT) == ["other"]
 
 

@@ -249,20 +249,17 @@ def test_a_block_that_changed_before_its_store_was_launched(worker):
         worker.start()
 
 
-def test_a_load_that_brings_other_bytes(worker):
-    worker.store(1, (2, 3), (0, 1))
-    worker.copies.tier[1] = Row([9] * 4)
-    worker.load(2, (0, 1), (6, 7))
-    worker.worker.blocks_per_page = 5
-    with pytest.raises(Violation, match=violation(OTHER, 7, 2, page=1)):
-        worker.worker.get_finished()
-
-
-def test_a_load_of_what_nobody_stored(worker):
-    worker.store(1, (2,), (0,))
-    worker.copies.tier[4] = Row([9] * 4)
-    worker.load(2, (4,), (6,))
-    with pytest.raises(Violation, match=violation(OTHER, 6, 2)):
+@pytest.mark.parametrize(
+    ("stored", "changed", "loaded", "block", "page"),
+    [((2, 3), 1, (0, 1), 7, 1), ((2,), 4, (4,), 6, "unknown")],
+    ids=["other bytes", "nobody stored it"],
+)
+def test_a_load_that_brings_other_bytes(worker, stored, changed, loaded, block, page):
+    worker.store(1, stored, range(len(stored)))
+    worker.copies.tier[changed] = Row([9] * 4)
+    worker.load(2, loaded, (6, 7)[: len(loaded)])
+    worker.worker.blocks_per_page = 5 if page == 1 else 0
+    with pytest.raises(Violation, match=violation(OTHER, block, 2, page)):
         worker.worker.get_finished()
 
 

@@ -191,11 +191,13 @@ def test_startup_files_where_python_does_not_read_them(tmp_path):
     assert finding.what.endswith("is in place, in a folder that another startup file adds")
 
 
-def test_a_startup_file_that_fires(prefix):
+@pytest.mark.parametrize("path", ["", "safe"])
+def test_a_startup_file_that_fires(prefix, path):
+    """With PYTHONSAFEPATH (3.11) the first entry is one that the operator wants."""
     python, site = prefix
     install(site)
-    finding = startup.check_firing(str(python), {})
-    assert finding.level is Level.OK
+    finding = startup.check_firing(str(python), {"PYTHONSAFEPATH": "1"} if path else {})
+    assert finding.level is Level.OK, finding
     assert str(site) in finding.what
 
 
@@ -249,14 +251,6 @@ def test_nothing_of_the_current_folder_is_imported(prefix, tmp_path, monkeypatch
     assert finding.level is Level.OK, finding
     imports.check(dict(os.environ) | {"PYTHONPATH": f"{fakes}:{ROOT}", "KVPATCH": "1"})
     assert not (tmp_path / "executed").exists()
-
-
-def test_a_path_without_the_current_folder_stays_whole(prefix):
-    """With PYTHONSAFEPATH (3.11) the first entry is one that the operator wants."""
-    python, site = prefix
-    install(site)
-    finding = startup.check_firing(str(python), {"PYTHONSAFEPATH": "1"})
-    assert finding.level is Level.OK, finding
 
 
 # Packages
@@ -857,8 +851,19 @@ class Machine:
 ALL_ARE_SEEN = namespaces.all_are_seen
 
 
-def test_a_machine_without_containers_is_seen_whole(tmp_path):
-    assert Machine(tmp_path).all_are_seen(os.getuid())
+@pytest.mark.parametrize(
+    ("pids", "root", "seen"),
+    [
+        ((), "/", True),
+        (("7", "1"), "/", False),  # shares the folder
+        (("7", "1"), "/nothing-there", True),  # has a folder of its own
+    ],
+)
+def test_a_container_may_use_a_folder_that_it_shares(tmp_path, pids, root, seen):
+    made = Machine(tmp_path)
+    if pids:
+        made.add(*pids, root=root)
+    assert made.all_are_seen(os.getuid()) is seen
 
 
 def test_from_inside_a_container_others_are_not_seen(tmp_path):
@@ -866,18 +871,6 @@ def test_from_inside_a_container_others_are_not_seen(tmp_path):
     (made.proc / "self/ns/pid").unlink()
     (made.proc / "self/ns/pid").symlink_to("pid:[4026532178]")
     assert not made.all_are_seen(os.getuid())
-
-
-def test_a_container_that_shares_the_folder_may_use_it(tmp_path):
-    made = Machine(tmp_path)
-    made.add("7", "1")
-    assert not made.all_are_seen(os.getuid())
-
-
-def test_a_container_with_a_folder_of_its_own_may_not(tmp_path):
-    made = Machine(tmp_path)
-    made.add("7", "1", root=str(tmp_path / "nothing"))
-    assert made.all_are_seen(os.getuid())
 
 
 def test_a_process_that_may_not_be_asked_counts_for_its_own_user(tmp_path, monkeypatch):

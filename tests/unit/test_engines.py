@@ -127,18 +127,19 @@ def test_a_page_of_an_older_build_has_gaps_and_no_error(capsys):
     assert text.splitlines()[1].split()[1:5] == ["-", "-", "-", "runs"]
 
 
-def test_no_cell_controls_the_terminal(capsys):
-    publish(os.getpid(), engine=engine(pool="\x1b[2J", model="\x1b]0;x"), beats=True)
+@pytest.mark.parametrize(
+    ("changes", "more", "shown", "hidden"),
+    [
+        ({"pool": "\x1b[2J", "model": "\x1b]0;x"}, {}, "\\x1b[2J", "\x1b"),
+        ({"off": "broken"}, {"elastic": False}, "runs, not elastic, not counted", "45/30"),
+    ],
+    ids=["no cell controls the terminal", "not elastic, not counted"],
+)
+def test_what_a_line_shows(capsys, changes, more, shown, hidden):
+    publish(os.getpid(), engine=engine(**changes), beats=True, **more)
     _, text = out(capsys)
-    assert "\x1b" not in text
-    assert "\\x1b[2J" in text
-
-
-def test_an_engine_that_is_not_elastic_or_not_counted_says_so(capsys):
-    publish(os.getpid(), engine=engine(off="broken"), beats=True, elastic=False)
-    _, text = out(capsys)
-    assert "runs, not elastic, not counted" in text
-    assert "45/30" not in text
+    assert shown in text
+    assert hidden not in text
 
 
 def test_what_does_not_run_has_its_sentence_below(capsys):

@@ -13,20 +13,18 @@ from kvpatch import environ, gate
 STARTUP = Path(__file__).parents[2] / "kvpatch/startup"
 
 
-@pytest.mark.parametrize("text", ["1", "true", "on", "yes", "TRUE", "Yes"])
-def test_a_switch_that_is_on(text):
-    assert environ.boolean(text)
+@pytest.mark.parametrize(
+    ("on", "text"),
+    [
+        *((True, text) for text in ("1", "true", "on", "yes", "TRUE", "Yes")),
+        *((False, text) for text in ("", "0", "false", "off", "no", "FALSE", "Off")),
+    ],
+)
+def test_a_switch_is_on_or_off(on, text):
+    assert environ.boolean(text) is on
     for variable in (environ.SWITCH, environ.DEBUG):
-        assert variable.is_on({variable.name: f" {text} "})
-        assert not variable.is_off({variable.name: text})
-
-
-@pytest.mark.parametrize("text", ["", "0", "false", "off", "no", "FALSE", "Off"])
-def test_a_switch_that_is_off(text):
-    assert not environ.boolean(text)
-    for variable in (environ.SWITCH, environ.DEBUG):
-        assert variable.is_off({variable.name: f" {text} "})
-        assert not variable.is_on({variable.name: text})
+        assert variable.is_on({variable.name: f" {text} "}) is on
+        assert variable.is_off({variable.name: f" {text} "}) is not on
 
 
 NO_SWITCH = environ.boolean, "neither on nor off"

@@ -228,32 +228,21 @@ print(os.path.exists(os.environ["KVPATCH_REFUSAL_FILE"]))
     assert not list(tmp_path.glob("kvpatch-*"))
 
 
-def test_a_refusal_of_a_wrapper_is_reported_and_passed_on(tmp_path, monkeypatch):
-    left = tmp_path / "kvpatch-refusal-1-of-the-first-process"
-    monkeypatch.setenv(REFUSAL_FILE.name, str(left))
+@pytest.mark.parametrize(
+    ("kind", "left", "known"),
+    [
+        (Refusal, SENTENCE, SENTENCE),
+        # The process that the operator started would name it when it ends by something else.
+        (RefusedCall, "", "kvpatch refuses the call: a is b, because c is d; do e. [KVP000]"),
+        (Halted, "kvpatch ends the engine: a is b, because c is d; do e. [KVP000]", None),
+    ],
+)
+def test_what_a_wrapper_raises_is_reported_and_passed_on(tmp_path, monkeypatch, kind, left, known):
+    path = tmp_path / "kvpatch-refusal-1-of-the-first-process"
+    monkeypatch.setenv(REFUSAL_FILE.name, str(path))
     monkeypatch.setenv(STATUS_DIR.name, str(tmp_path))
-    with pytest.raises(Refusal):
-        refusal_report.guard(raising(Refusal("a is b", "c is d", "do e")))(None, None, (), {})
-    assert left.read_text() == SENTENCE
-    assert [one["sentence"] for one in refusals.recent()] == [SENTENCE]
-
-
-def test_a_refused_call_is_its_callers_and_ends_no_process(tmp_path, monkeypatch):
-    """The process that the operator started would name it when it ends by something else."""
-    left = tmp_path / "kvpatch-refusal-1-of-the-first-process"
-    monkeypatch.setenv(REFUSAL_FILE.name, str(left))
-    monkeypatch.setenv(STATUS_DIR.name, str(tmp_path))
-    with pytest.raises(RefusedCall):
-        refusal_report.guard(raising(RefusedCall("a is b", "c is d", "do e")))(None, None, (), {})
-    assert not left.exists()
-    (known,) = refusals.recent()
-    assert known["sentence"].startswith("kvpatch refuses the call: a is b, because")
-
-
-def test_an_engine_that_ends_while_it_runs_leaves_its_sentence(tmp_path, monkeypatch):
-    left = tmp_path / "kvpatch-refusal-1-of-the-first-process"
-    monkeypatch.setenv(REFUSAL_FILE.name, str(left))
-    monkeypatch.setenv(STATUS_DIR.name, str(tmp_path))
-    with pytest.raises(Halted):
-        refusal_report.guard(raising(Halted("a is b", "c is d", "do e")))(None, None, (), {})
-    assert left.read_text() == "kvpatch ends the engine: a is b, because c is d; do e. [KVP000]"
+    with pytest.raises(kind):
+        refusal_report.guard(raising(kind("a is b", "c is d", "do e")))(None, None, (), {})
+    assert (path.read_text() if path.exists() else "") == left
+    if known is not None:
+        assert [one["sentence"] for one in refusals.recent()] == [known]

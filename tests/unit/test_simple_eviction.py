@@ -120,55 +120,10 @@ def planner(cached: int, free: int = 0, cap: int = -1, room: int = 100) -> Plann
     return Planner(Pool(cached, free, cap), Tier(room))
 
 
-def test_free_memory_counts_before_the_oldest_blocks():
-    assert planner(cached=8, free=3).walk() == [1]
-    assert planner(cached=8, free=4).walk() == []
-
-
-def test_blocks_being_stored_count_and_are_not_offered_again():
-    lazy = planner(cached=8)
-    assert lazy.walk() == [1, 2, 3, 4]
-    assert lazy.walk() == []
-
-
-def test_stored_blocks_go_back_to_the_head_in_their_order():
-    lazy = planner(cached=8)
-    lazy.walk()
-    lazy.copies_end()
-    assert list(lazy.pool._evictable_blocks) == [1, 2, 3, 4, 5, 6, 7, 8]
-    assert lazy.walk() == []
-
-
-def test_a_block_that_was_used_while_it_was_stored_goes_to_the_end():
-    lazy = planner(cached=6)
-    lazy.walk()
-    lazy.pool.touch(2)
-    lazy.copies_end()
-    assert list(lazy.pool._evictable_blocks) == [1, 3, 4, 5, 6, 2]
-
-
-def test_a_block_is_offered_once_although_the_tier_gave_it_up():
-    lazy = planner(cached=3)
-    lazy.walk()
-    lazy.copies_end()
-    lazy.cpu_block_pool.has.clear()
-    assert lazy.walk() == []
-    lazy.pool.touch(2)  # used again, so that it is worth a place again
-    lazy.pool.free(2)
-    assert lazy.walk() == [2]
-
-
 def test_two_blocks_of_one_content_are_stored_once():
     lazy = planner(cached=4)
     lazy.pool.blocks[3].block_hash = "h1"
     assert lazy.walk() == [1, 2, 4]
-
-
-def test_what_a_full_tier_did_not_take_is_offered_again():
-    lazy = planner(cached=4, room=1)
-    assert lazy.walk() == [1]
-    lazy.copies_end()
-    assert lazy.walk() == [2]
 
 
 def test_above_the_cap_blocks_are_offered_first_and_evicted_when_stored():

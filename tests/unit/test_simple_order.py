@@ -50,12 +50,6 @@ def test_a_pop_says_what_a_dictionary_says():
     assert blocks.used == set()
 
 
-def test_the_pool_walks_what_it_evicts():
-    lazy = planner(cached=2)
-    assert lazy.pool._evictable_blocks is lazy.order.evictable
-    assert lazy.pool.free_block_queue is lazy.order
-
-
 def test_free_memory_has_nothing_to_store():
     nothing = next(iter(planner(cached=1, free=1).order.iter_blocks_after(None)))
     assert (nothing.ref_cnt, nothing.block_hash, nothing.is_null) == (0, None, False)
@@ -75,20 +69,6 @@ def test_a_trim_evicts_only_what_has_a_copy_or_nothing_to_copy():
     lazy.order.trim()  # above by four: 4, 5, then 1, 2 in their order, each once
     assert list(lazy.pool._evictable_blocks) == [3, 4]
     assert lazy.walk() == [4]
-
-
-def test_a_trim_without_anything_stored_evicts_nothing():
-    lazy = planner(cached=3, free=50, cap=1)
-    lazy.pool.evict_blocks = pytest.fail
-    lazy.order.trim()
-
-
-def test_what_one_trim_offered_is_not_offered_by_the_next_below_the_cap():
-    lazy = planner(cached=3, free=50, cap=2, room=0)
-    lazy.walk()
-    lazy.pool.max_cached_blocks = 3
-    lazy.cpu_block_pool.room = 9
-    assert lazy.walk() == []
 
 
 def test_a_victim_that_is_stored_already_is_not_stored_twice():
@@ -254,14 +234,6 @@ def test_blocks_of_every_store_in_flight_count():
     for stored in ([1, 2, 3, 4], [5, 6, 7, 8], []):
         lazy._target_free = 8 if stored[:1] != [1] else 4
         assert lazy.walk() == stored
-
-
-def test_a_trim_chooses_each_block_once():
-    lazy = planner(cached=5, free=50, cap=1)
-    lazy.pool.victims = [1, 2]
-    lazy.cpu_block_pool.has = ["h1", "h2", "h3", "h4", "h5"]
-    lazy.order.trim()
-    assert list(lazy.pool._evictable_blocks) == [5]
 
 
 def test_up_to_0_22_there_is_no_parallel_context():

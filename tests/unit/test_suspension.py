@@ -261,30 +261,22 @@ def now(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     return seconds
 
 
-def test_a_tier_that_does_not_answer_is_given_up_in_time(world, now):
-    world.tier.stuck = True
+@pytest.mark.parametrize("phase", [Phase.STORING, Phase.RELEASING])
+def test_what_is_not_done_in_time_is_given_up(world, now, phase):
+    """A tier that does not answer; pages that are not let go are taken back."""
+    world.tier.stuck = phase is Phase.STORING
+    world.fence = 0 if world.tier.stuck else 1000
     begin(world, timeout=30)
-    steps_of(world, 20)
-    assert world.suspension.phase is Phase.STORING
+    steps_of(world, 50)
+    assert world.suspension.phase is phase
     now[0] += 31
-    world.step()
+    steps_of(world, 20)
     assert world.suspension.said["phase"] == "runs"
-    assert "not suspended within 30 s, in the phase storing" in world.suspension.said["error"]
+    error = f"not suspended within 30 s, in the phase {phase.value}"
+    assert error in world.suspension.said["error"]
     world.until_idle()
     assert world.finished == ["first", "second"]  # with the blocks that they had
     assert world.manager.limit == MOST * PAGE
-
-
-def test_pages_that_are_not_let_go_in_time_are_taken_back(world, now):
-    world.fence = 1000
-    begin(world, timeout=30)
-    steps_of(world, 50)
-    assert world.suspension.phase is Phase.RELEASING
-    now[0] += 31
-    steps_of(world, 20)
-    assert world.suspension.said["phase"] == "runs"
-    assert "in the phase releasing" in world.suspension.said["error"]
-    assert world.finished == ["first", "second"]
     world.check()
 
 
@@ -489,10 +481,14 @@ def test_what_an_engine_will_take_back_is_known_at_every_step(world, monkeypatch
     assert world.suspension.promised() == world.manager.limit == 5 * PAGE
 
 
-def test_a_limit_of_a_suspended_engine_holds_from_its_resumption_on(world):
+@pytest.mark.parametrize("by", ["kvpatch", "kvctl"])
+def test_a_limit_of_a_suspended_engine_holds_from_its_resumption_on(world, by):
     suspended(world)
-    world.suspension.limit(4 * PAGE)
-    assert world.manager.limit == PAGE
+    if by == "kvpatch":
+        world.suspension.limit(4 * PAGE)
+        assert world.manager.limit == PAGE
+    else:
+        world.manager.limit = world.manager.reported = 4 * PAGE
     resumed(world)
     assert world.manager.limit == 4 * PAGE
 
@@ -536,13 +532,6 @@ def test_a_tier_that_was_emptied_meanwhile_is_said(world):
     world.tier.blocks.clear()
     begin(world, whole=True)
     assert (world.suspension.said["kept"], world.suspension.said["lost"]) == (0, 15)
-
-
-def test_a_limit_that_somebody_else_set_meanwhile_is_kept(world):
-    suspended(world)
-    world.manager.limit = world.manager.reported = 3 * PAGE  # kvctl limit
-    resumed(world)
-    assert world.manager.limit == 3 * PAGE
 
 
 @pytest.mark.parametrize(

@@ -232,23 +232,19 @@ def test_a_load_after_a_preemption_is_not_among_vllms_hits():
     assert Planner("b", ["ab"]).load(4, preemptions=1) == 0
 
 
-def test_without_counting_a_load_is_vllms():
+@pytest.mark.parametrize("counts", [False, True])
+def test_without_counting_or_after_a_count_that_failed_a_load_is_vllms(counts):
     planner = Planner("b", ["ab"])
-    state.drop(planner, Totals)
+    planner.totals.fuse.off = "it failed"
+    if not counts:
+        state.drop(planner, Totals)
     request = SimpleNamespace(request_id="one", num_preemptions=0)
     assert fixes.count_disk_hits(lambda *args: "done", planner, (request, None, 4), {}) == "done"
+    assert planner.totals.from_disk == 0
 
 
 def test_blocks_that_were_promoted_and_are_not_loaded_count_for_nothing():
     assert Planner("z", ["ab"]).load(4) == 0
-
-
-def test_a_count_that_failed_once_is_left_alone():
-    planner = Planner("b", ["ab"])
-    planner.totals.fuse.off = "it failed"
-    request = SimpleNamespace(request_id="one", num_preemptions=0)
-    assert fixes.count_disk_hits(lambda *args: "done", planner, (request, None, 4), {}) == "done"
-    assert planner.totals.from_disk == 0
 
 
 # Promotions beside copies from before a reset, up to 0.32

@@ -83,11 +83,16 @@ def test_a_request_for_which_no_tier_is_asked_uses_the_caches_too():
     assert engine.folders == []
 
 
-def test_a_reset_after_the_weights_were_replaced_is_as_good():
+@pytest.mark.parametrize("used", [False, True])
+@pytest.mark.parametrize("by_name", [False, True])
+def test_a_reset_after_the_weights_were_replaced_is_as_good(used, by_name):
+    """Also for an engine whose tiers were out of use since."""
     engine = Engine()
     assert engine.request()
     engine.replace("new")
-    engine.reset(by_name=True)
+    if used:
+        assert not engine.request()
+    engine.reset(by_name=by_name)
     assert engine.request()
     assert engine.folders == ["new"]
 
@@ -101,16 +106,6 @@ def test_without_a_reset_tiers_are_not_used_until_there_is_one(warned):
     assert not engine.request()
     assert "not used until the caches are reset" in warned.text
     engine.now = "new"
-    engine.reset()
-    assert engine.request()
-    assert engine.folders == ["new"]
-
-
-def test_a_reset_alone_ends_a_suspension():
-    engine = Engine()
-    assert engine.request()
-    engine.replace("new")
-    assert not engine.request()
     engine.reset()
     assert engine.request()
     assert engine.folders == ["new"]

@@ -492,20 +492,31 @@ def here(tmp_path, monkeypatch):
     return {VERDICTS.name: str(tmp_path), "XDG_DATA_HOME": str(tmp_path / "none")}
 
 
-def test_doctor_shows_a_verdict_that_holds(here, tmp_path):
-    written(tmp_path, content())
+@pytest.mark.parametrize(
+    ("verdict", "level", "what", "remedy"),
+    [
+        (
+            "right",
+            Level.OK,
+            "vllm serve m was right on 2026-11-22, on cuda NVIDIA H100; it lifts KVP310",
+            "",
+        ),
+        ("wrong", Level.WARNING, "", "report it, or run kvpatch verify -- vllm serve m"),
+        ("no verdict", Level.WARNING, "a.json is not used", ""),
+        ("no folder", Level.WARNING, "which is no folder", ""),
+    ],
+)
+def test_doctor_shows_a_verdict(here, tmp_path, verdict, level, what, remedy):
+    if verdict == "no verdict":
+        (tmp_path / "a.json").write_text("{")
+    elif verdict == "no folder":
+        here = {**here, VERDICTS.name: str(tmp_path / "gone")}
+    else:
+        written(tmp_path, content(verdict))
     (finding,) = verified.check(here)
-    assert finding.level is Level.OK
-    assert finding.what == (
-        "vllm serve m was right on 2026-11-22, on cuda NVIDIA H100; it lifts KVP310"
-    )
-
-
-def test_doctor_shows_a_wrong_one(here, tmp_path):
-    written(tmp_path, content("wrong"))
-    (finding,) = verified.check(here)
-    assert finding.level is Level.WARNING
-    assert finding.remedy == "report it, or run kvpatch verify -- vllm serve m"
+    assert finding.level is level
+    assert what in finding.what
+    assert remedy in finding.remedy
 
 
 def test_doctor_shows_what_is_stale_and_how_to_renew_it(here, tmp_path, monkeypatch):
@@ -518,19 +529,6 @@ def test_doctor_shows_what_is_stale_and_how_to_renew_it(here, tmp_path, monkeypa
     monkeypatch.setattr(verified, "_version", lambda name: "0.1.6")
     (finding,) = verified.check(here)
     assert finding.what.endswith("because vllm 0.28.0 is now 0.1.6")
-
-
-def test_doctor_shows_a_file_that_is_no_verdict(here, tmp_path):
-    (tmp_path / "a.json").write_text("{")
-    (finding,) = verified.check(here)
-    assert finding.level is Level.WARNING
-    assert "a.json is not used" in finding.what
-
-
-def test_doctor_shows_a_folder_that_is_not_there(here, tmp_path):
-    (finding,) = verified.check({**here, VERDICTS.name: str(tmp_path / "gone")})
-    assert finding.level is Level.WARNING
-    assert "which is no folder" in finding.what
 
 
 def test_status_shows_when_an_engine_was_verified(monkeypatch):
