@@ -171,27 +171,31 @@ def test_a_priority_counts_for_prefixes():
     assert made.shares == {"a": 725 * MIB, "b": 275 * MIB}
 
 
-def test_a_floor_is_kept_whatever_others_need():
-    waits = engine("a", 500, needs=5000, waiting=9)
-    made = plan(waits, engine("b", 500), b=Terms(floor=300 * MIB))
-    assert limits(made) == {"b": 300, "a": 700}
+WAITS = engine("a", 500, needs=5000, waiting=9)
+IN_NEED = {"needs": 5000, "waiting": 9}
+
+
+@pytest.mark.parametrize(
+    ("seen", "terms", "given"),
+    [
+        # A floor is kept whatever others need, an engine always has the memory of one request,
+        ((WAITS, engine("b", 500)), {"b": Terms(floor=300 * MIB)}, {"b": 300, "a": 700}),
+        ((WAITS, engine("b", 500, least=200)), {"b": Terms(floor=10 * MIB)}, {"b": 200, "a": 800}),
+        # a ceiling is kept though memory is free,
+        ((WAITS, engine("b", 100, 50)), {"a": Terms(ceiling=600 * MIB)}, {"a": 600}),
+        # and nobody gets more than it started with.
+        ((engine("a", 300, most=400, **IN_NEED), engine("b", 100, 50)), {}, {"a": 400}),
+    ],
+    ids=["floor", "one request", "ceiling", "at its start"],
+)
+def test_the_bounds_of_a_limit(seen, terms, given):
+    assert limits(plan(*seen, **terms)) == given
 
 
 def test_an_engine_below_its_floor_gets_it_though_it_asks_for_nothing():
     terms = {"b": Terms(floor=300 * MIB)}
     made = plan(engine("a", 1000), engine("b", 50, 1), past=rated(a=9.0, b=0.0), **terms)
     assert limits(made) == {"a": 700, "b": 300}
-
-
-def test_an_engine_always_has_the_memory_of_one_request():
-    waits = engine("a", 500, needs=5000, waiting=9)
-    made = plan(waits, engine("b", 500, least=200), b=Terms(floor=10 * MIB))
-    assert limits(made) == {"b": 200, "a": 800}
-
-
-def test_a_ceiling_is_kept_though_memory_is_free():
-    waits = engine("a", 500, needs=5000, waiting=9)
-    assert limits(plan(waits, engine("b", 100, 50), a=Terms(ceiling=600 * MIB))) == {"a": 600}
 
 
 def test_a_limit_above_its_ceiling_is_lowered_at_once():
@@ -205,11 +209,6 @@ def test_a_ceiling_below_one_request_does_not_stop_an_engine():
     made = plan(engine("a", 500, least=200), a=Terms(ceiling=100 * MIB))
     assert limits(made) == {"a": 200}
     assert made.notes == ("the ceiling of a is less than one of its requests needs, 200 MiB",)
-
-
-def test_nobody_gets_more_than_it_started_with():
-    made = plan(engine("a", 300, most=400, needs=5000, waiting=9), engine("b", 100, 50))
-    assert limits(made) == {"a": 400}
 
 
 def test_limits_that_promise_more_than_there_is_are_lowered():

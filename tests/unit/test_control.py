@@ -271,23 +271,10 @@ def test_a_timeout_holds_for_who_joined_a_suspension_without_one(worlds):
     assert said["phase"] == "storing", "somebody else's goes on"
 
 
-def test_a_suspension_that_comes_too_late_does_not_begin(engine):
-    """The engine's thread is in a long step."""
-    held, goes = threading.Event(), threading.Event()
-    step = engine.world.step
-
-    def long() -> bool:
-        held.set()
-        assert goes.wait(30)
-        return step()
-
-    engine.world.step = long
-    engine.world.add("runs", 40, 41).left = 3
-    engine.world.input_queue.put((b"wake", Question({"verb": "resume"})))
-    assert held.wait(30)
+def test_a_suspension_that_comes_too_late_does_not_begin(engine, in_a_long_step):
     with pytest.raises(control.Refused, match=r"not suspended within 0\.5 s: its engine took no"):
         control.find("chat").suspend(timeout=0.5)
-    goes.set()
+    in_a_long_step.set()
     assert control.find("chat").plan().phase == "runs"
     assert engine.world.suspension.given_up == ""
 
@@ -520,23 +507,29 @@ def test_a_folder_is_named_after_the_user_outside_of_a_container(monkeypatch):
     assert protocol.folder().name == "kvpatch-control-165536"
 
 
-def test_an_engine_in_a_long_step_says_that_it_is_there(engine):
-    begun, heard = threading.Event(), threading.Event()
+@pytest.fixture
+def in_a_long_step(engine):
+    """The engine's thread is in a step, until this is set."""
+    held, goes = threading.Event(), threading.Event()
     step = engine.world.step
 
     def long() -> bool:
-        begun.set()
-        heard.wait(30)
+        held.set()
+        assert goes.wait(30)
         return step()
 
     engine.world.step = long
     engine.world.add("runs", 40, 41).left = 3
     engine.world.input_queue.put((b"wake", Question({"verb": "resume"})))
-    assert begun.wait(30)
+    assert held.wait(30)
+    return goes
+
+
+def test_an_engine_in_a_long_step_says_that_it_is_there(engine, in_a_long_step):
     said = []
     for line in client.ask(engine.server.path, {"verb": "suspend", "plan": True}, 30):
         said.append(line)
-        heard.set()
+        in_a_long_step.set()
     assert said[0] == {"phase": "runs"}
     assert said[-1]["resident"] == 14
 

@@ -49,40 +49,36 @@ def evict(pool: Pool, *args: Any, **kwargs: Any) -> int:
     return eviction.around_evict(never, pool, args, kwargs)
 
 
-def test_an_allocation_evicts_in_the_order_of_the_last_use():
-    pool = Pool([9, 1, 8, 2, 3])
-    assert evict(pool, 3, page_aware=False) == 3
-    assert pool.evicted == [9, 1, 8], "events come in another order"
+@pytest.mark.parametrize(
+    ("cached", "count", "evicted"),
+    [
+        ([9, 1, 8, 2, 3], 3, [9, 1, 8]),  # events come in another order
+        ([4, 5], 9, [4, 5]),  # no more than is cached
+    ],
+)
+def test_an_allocation_evicts_in_the_order_of_the_last_use(cached, count, evicted):
+    pool = Pool(cached)
+    assert evict(pool, count, page_aware=False) == len(evicted)
+    assert pool.evicted == evicted
     assert pool.grouped == []
 
 
 @pytest.mark.parametrize(
-    ("count", "evicted"),
+    ("more", "count", "evicted"),
     [
-        (4, [4, 5, 6, 7]),
-        (5, [4, 5, 6, 7, 0]),
-        (8, [*range(4, 12)]),
-        (10, [*range(4, 12), 0, 1]),
-        (11, [*range(4, 12), 0, 1, 12]),
+        (True, 4, [4, 5, 6, 7]),
+        (True, 5, [4, 5, 6, 7, 0]),
+        (True, 8, [*range(4, 12)]),
+        (True, 10, [*range(4, 12), 0, 1]),
+        (True, 11, [*range(4, 12), 0, 1, 12]),
+        (False, 3, [4, 5, 6]),  # a page that is too large is not begun
+        (False, 9, [4, 5, 6, 7, 0]),
     ],
 )
-def test_the_cap_evicts_whole_pages_first_and_then_the_coldest_blocks(count, evicted):
-    pool = Pool([0, 1, *range(4, 13)], used=(2, 13))
-    assert evict(pool, count) == count
+def test_the_cap_evicts_whole_pages_first_and_then_the_coldest_blocks(more, count, evicted):
+    pool = Pool([0, 1, *range(4, 13)], used=(2, 13)) if more else Pool([4, 5, 6, 7, 0])
+    assert evict(pool, count) == len(evicted)
     assert pool.evicted == evicted
-
-
-def test_a_page_that_is_too_large_is_not_begun():
-    pool = Pool([4, 5, 6, 7, 0])
-    assert evict(pool, 3) == 3
-    assert pool.evicted == [4, 5, 6]
-
-
-@pytest.mark.parametrize("whole", [True, False])
-def test_no_more_is_evicted_than_is_cached(whole):
-    pool = Pool([4, 5])
-    assert evict(pool, 9, whole) == 2
-    assert evict(pool, 1, whole) == 0
 
 
 def test_it_looks_at_the_coldest_blocks_only():

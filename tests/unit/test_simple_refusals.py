@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from contextlib import nullcontext
 from dataclasses import dataclass
 from types import ModuleType, SimpleNamespace
 
@@ -23,23 +24,17 @@ def test_a_cpu_pool_on_kvcacheds_memory():
     )
 
 
-def test_only_the_coordinator_of_cpu_blocks_is_left_native():
+@pytest.mark.parametrize("fails", [False, True])
+def test_only_the_coordinator_of_cpu_blocks_is_left_native(fails):
     native = SimpleNamespace(block_pool=SimpleNamespace())
     setups = []
 
     def build():
         cpu_pool.around_setup(lambda: setups.append("cpu"), None, (), {})
-        return native
+        return 1 / 0 if fails else native
 
-    assert cpu_pool.around_cpu_coordinator(build, None, (), {}) is native
-    cpu_pool.around_setup(lambda: setups.append("gpu"), None, (), {})
-    assert setups == ["gpu"]
-
-
-def test_a_failed_coordinator_leaves_the_next_one_to_kvcached():
-    setups = []
-    with pytest.raises(ZeroDivisionError):
-        cpu_pool.around_cpu_coordinator(lambda: 1 / 0, None, (), {})
+    with pytest.raises(ZeroDivisionError) if fails else nullcontext():
+        assert cpu_pool.around_cpu_coordinator(build, None, (), {}) is native
     cpu_pool.around_setup(lambda: setups.append("gpu"), None, (), {})
     assert setups == ["gpu"]
 
