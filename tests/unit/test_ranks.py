@@ -77,9 +77,20 @@ def install(world: World, monkeypatch: pytest.MonkeyPatch) -> World:
     return world
 
 
-def test_the_least_of_all_ranks_counts(world):
-    world.others = [100, 7]
-    assert world.available() == 7
+@pytest.mark.parametrize(
+    ("others", "available"),
+    [
+        ((100, 7), 7),
+        ((100, 400), 100),
+        # Where a rank does not answer, the others count, or what kvcached reads.
+        ((ConnectionError("gone"), 5), 5),
+        ((None, None), 100),
+        ((ConnectionError("gone"), RuntimeError("late")), 100),
+    ],
+)
+def test_the_least_of_all_ranks_counts(world, others, available):
+    world.others = list(others)
+    assert world.available() == available
 
 
 def test_what_the_engine_maps_is_taken_off_without_asking(world):
@@ -101,24 +112,6 @@ def test_ranks_are_asked_again_later_and_a_neighbour_that_left_is_seen(world):
     world.now += ranks.PERIOD / 2
     assert world.available() == 100
     assert world.asked == 4
-
-
-def test_a_rank_with_more_memory_changes_nothing(world):
-    world.others = [100, 400]
-    assert world.available() == 100
-
-
-@pytest.mark.parametrize(
-    "others", [(None, None), (ConnectionError("gone"), RuntimeError("late"))], ids=["host", "gone"]
-)
-def test_without_an_answer_kvcacheds_reading_counts(world, others):
-    world.others = list(others)
-    assert world.available() == 100
-
-
-def test_one_rank_that_does_not_answer_does_not_hide_the_others(world):
-    world.others = [ConnectionError("gone"), 5]
-    assert world.available() == 5
 
 
 def test_one_gpu_is_read_by_kvcached_alone(monkeypatch):
@@ -219,17 +212,15 @@ def test_a_worker_that_cannot_tell_says_nothing_of_it(monkeypatch, memory):
     assert answer(CREATED) == CREATED
 
 
-def test_a_share_that_is_no_number_is_kvcacheds_to_complain_about(monkeypatch):
+def test_a_share_that_is_no_number_is_kvcacheds_to_complain_about_and_other_answers_stay(
+    monkeypatch,
+):
     gpu(monkeypatch, (4000, 10_000))
-    monkeypatch.setenv("KVCACHED_GPU_UTILIZATION", "most")
-    assert answer(CREATED) == CREATED
-
-
-def test_other_answers_are_as_they_were(monkeypatch):
-    gpu(monkeypatch, (1000, 10_000))
     for message in (
         {"status": "success", "newly_mapped_offsets": []},
         {"status": "success", "created": False},
         {"status": "committed"},
     ):
         assert answer(message) is message
+    monkeypatch.setenv("KVCACHED_GPU_UTILIZATION", "most")
+    assert answer(CREATED) == CREATED
