@@ -14,6 +14,7 @@ import pytest
 import wrapt
 
 from kvpatch import claims
+from kvpatch.logs import log
 
 ROOT = Path(__file__).parents[2]
 
@@ -128,6 +129,17 @@ def python(run: Callable[..., Any], fakes: Path, tmp_path: Path) -> Callable[...
         return run(sys.executable, "-S", script, PYTHONPATH=path, **environment)
 
     return python
+
+
+@pytest.fixture
+def warned(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[pytest.LogCaptureFixture]:
+    """What kvpatch logs, once: vLLM's loggers do not propagate, and it may not be imported."""
+    monkeypatch.setattr(log, "propagate", False)
+    log.addHandler(caplog.handler)
+    yield caplog
+    log.removeHandler(caplog.handler)
 
 
 @pytest.fixture(scope="session")

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import NoReturn
+from types import SimpleNamespace
+from typing import Any, NoReturn
 
 
 def raising(error: BaseException | type[BaseException]) -> Callable[..., NoReturn]:
@@ -13,3 +14,10 @@ def raising(error: BaseException | type[BaseException]) -> Callable[..., NoRetur
         raise error
 
     return fail
+
+
+def transfer(name: str, **extra: Any) -> Any:
+    """vLLM's ``KVTransferConfig`` of a connector, with what is extra for it."""
+    return SimpleNamespace(
+        kv_connector=name, kv_connector_module_path=None, kv_connector_extra_config=extra
+    )

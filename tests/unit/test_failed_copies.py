@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import logging
 import queue
 import sys
 import threading
@@ -14,7 +13,6 @@ import pytest
 from fakes import raising
 
 from kvpatch import patch, state
-from kvpatch.logs import log
 from kvpatch.patches.debug.audit import Violation
 from kvpatch.patches.offloading import FEATURE as OFFLOADING
 from kvpatch.patches.offloading.failures import REMEDY, around_transfers
@@ -242,25 +240,6 @@ def applied(monkeypatch):
 def rows(applied):
     """All of them."""
     applied()
-
-
-class Lines(logging.Handler):
-    """The lines of a log."""
-
-    def __init__(self) -> None:
-        super().__init__(logging.WARNING)
-        self.messages: list[str] = []
-
-    def emit(self, record: logging.LogRecord) -> None:
-        self.messages.append(record.getMessage())
-
-
-@pytest.fixture
-def warned():
-    lines = Lines()
-    log.addHandler(lines)
-    yield lines
-    log.removeHandler(lines)
 
 
 def failing(*sources: list[int]) -> Any:

@@ -17,7 +17,7 @@ from types import SimpleNamespace
 
 import prometheus_client
 import pytest
-from fakes import raising
+from fakes import raising, transfer
 from prometheus_client import multiprocess
 
 from kvpatch import api, cli, state
@@ -440,13 +440,6 @@ def core(**counts):
         kv_transfer_config=transfer("OffloadingConnector", cpu_bytes_to_use=1000),
     )
     return Core(scheduler=scheduler, vllm_config=config)
-
-
-def transfer(name, **extra):
-    """A ``KVTransferConfig``."""
-    return SimpleNamespace(
-        kv_connector=name, kv_connector_module_path=None, kv_connector_extra_config=extra
-    )
 
 
 @pytest.mark.parametrize("unit", ["blocks", "chunks"])

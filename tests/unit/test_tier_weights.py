@@ -10,7 +10,6 @@ import pytest
 from fakes import raising
 
 from kvpatch import state
-from kvpatch.logs import log
 from kvpatch.patches.secondary_tiers import FEATURE, admission, weights
 from kvpatch.patches.secondary_tiers.fewer_lines import FewerLines
 from kvpatch.patches.secondary_tiers.weights import Weights, around_call, around_reset
@@ -51,13 +50,6 @@ class Engine:
         """Schedule a request; whether the tiers are used for it."""
         admission.around_matched_tokens(lambda: (0, False), self.planner, (), {})
         return self.weights.usable()
-
-
-@pytest.fixture
-def warned(caplog):
-    log.addHandler(caplog.handler)  # vLLM's loggers do not propagate
-    yield caplog
-    log.removeHandler(caplog.handler)
 
 
 @pytest.mark.parametrize("by_name", [False, True])
