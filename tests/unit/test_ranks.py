@@ -33,6 +33,7 @@ class World:
             num_layers=4,
             num_kv_buffers=2,
             ipc_name=POOL,
+            _avail_physical_pages_cache=here,
         )
 
     def available(self) -> int:

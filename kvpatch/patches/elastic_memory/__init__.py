@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from kvpatch.rows import Row, feature, gap, seam
+from kvpatch.rows import Row, feature, gap, replacement, seam
 from kvpatch.supported import FLOOR
 from kvpatch.upstream.targets import COORDINATOR, ENGINE_CORE, V1_RUNNER, V2_RUNNER
 
@@ -115,6 +115,14 @@ FEATURE = feature(
             "a map that fails on one rank is tried again in every step",
             "ovg-project/kvcached, KVCacheManager._alloc in 0.1.6",
             "kvcached counts the memory of every rank",
+        ),
+        replacement(
+            "elastic_memory.available",
+            "kvcached.kv_cache_manager:KVCacheManager.available_size",
+            "available:remembered",
+            "the page allocator is asked for its pages before every allocation of every request",
+            "ovg-project/kvcached, KVCacheManager.available_size in 0.1.6",
+            "kvcached counts its pages when they change",
         ),
         Row(
             "elastic_memory.limit",
