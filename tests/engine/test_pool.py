@@ -231,6 +231,31 @@ def test_pages_are_counted_when_they_change(python: Callable[[str], str]) -> Non
     )
 
 
+def test_blocks_are_counted_when_a_limit_could_be_applied(python: Callable[[str], str]) -> None:
+    python(
+        """
+        from kvpatch.upstream import kvcached_api
+
+        patched("elastic_memory.shrink")
+        made = manager()
+        taken = made.alloc(100)
+        assert kvcached_api.pages_in_use(made) == 4
+        counted = []
+        count = made._get_num_alloced_blocks
+        made._get_num_alloced_blocks = lambda: counted.append(1) or count()
+        assert not made.resize(2 * made.page_size)
+        assert not made.page_allocator.resize(2 * made.page_size), "it is applied above the goal"
+        made.free(taken[97:])  # of the last page, which stays
+        made.free(taken[32:64])
+        assert made.in_shrink and not counted
+        made.free(taken[64:96])
+        # Refused as long as its other thread maps a page ahead, and tried in the next look.
+        wait_until(lambda: made._maybe_finish_shrink() or not made.in_shrink)
+        assert counted and kvcached_api.pages_at_most(made) == 2
+        """
+    )
+
+
 def test_no_page_is_mapped_above_a_limit_that_waits_to_be_applied(
     python: Callable[[str], str],
 ) -> None:

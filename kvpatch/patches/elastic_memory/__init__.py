@@ -132,6 +132,14 @@ FEATURE = feature(
             "ovg-project/kvcached, PageAllocator::resize in 0.1.6",
             "kvcached clamps the limit in its pool as it does in set_memory_limit",
         ),
+        replacement(
+            "elastic_memory.shrink",
+            "kvcached.kv_cache_manager:KVCacheManager._maybe_finish_shrink",
+            "limit:looked_at",
+            "while a limit waits the blocks of all pages are counted in every free and every step",
+            "ovg-project/kvcached, KVCacheManager._get_num_alloced_blocks in 0.1.6",
+            "kvcached asks for its pages in use before it counts their blocks",
+        ),
         Row(
             "elastic_memory.eviction",
             "vllm.v1.core.block_pool:ElasticBlockPool._evict_blocks_from_pool",
