@@ -163,6 +163,25 @@ def test_a_step_looks_at_few_of_what_is_remembered():
         assert len(looked) <= 3
 
 
+def test_blocks_that_the_tier_has_no_room_for_are_not_looked_at():
+    spill = Spill(Store(0), None)
+    spill.begin([])
+    spill.add(pytest.fail("each step walks over what cannot be stored") for _ in range(1000))
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_the_tier_is_asked_once_for_the_blocks_of_a_page(size):
+    tier = Store(10)
+    tier.blocks_per_chunk = size
+    tier.blocks.update({b"two": "", b"four": ""})
+    spill, asked = Spill(tier, None), []
+    spill.chunks.add([b"one", b"two"])
+    tier.held = lambda keys: asked.append(list(keys)) or [one for one in keys if one in tier.blocks]
+    found = spill.held([b"one", b"two", b"three", b"four"])
+    assert found == ({b"two", b"four"} if size == 1 else {b"one", b"two"})
+    assert len(asked) == (size == 1)
+
+
 def loading(*keys: bytes) -> SimpleNamespace:
     """An OffloadingConnector's scheduler in a step that loads blocks, and stores none."""
     return SimpleNamespace(
