@@ -7,9 +7,10 @@ methods emit none.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
-from kvpatch.rows import Row, feature
+from kvpatch.rows import Row, feature, replacement
 from kvpatch.rules import Rule
 from kvpatch.upstream.targets import COORDINATOR
 from kvpatch.versions import Span
@@ -41,20 +42,21 @@ def take(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
     return BlockPool.take_events(instance)
 
 
-def remove(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
+def remove(evict: Callable[[Any, Any, int], Any]) -> Callable[[Any, Any, int], Any]:
     """Evict a cached block and emit the event.
 
-    Replaces ``ElasticBlockPool._remove_cached_block(key, block_id)``, through which kvcached
-    evicts, with the same effect otherwise.
+    Returns what replaces ``ElasticBlockPool._remove_cached_block(key, block_id)``, through which
+    kvcached evicts, with the same effect otherwise: as it is, because every block that is evicted
+    goes through it.
     """
 
-    def bind(key: Any, block_id: int) -> int:
-        return block_id
+    def removing(self: Any, key: Any, block_id: int) -> Any:
+        block = self.blocks[block_id]
+        removed = self._remove_cached_block_hashes(block)
+        self._emit_block_removed_events(removed)
+        return block if removed else None
 
-    block = instance.blocks[bind(*args, **kwargs)]
-    removed = instance._remove_cached_block_hashes(block)
-    instance._emit_block_removed_events(removed)
-    return block if removed else None
+    return removing
 
 
 def reset(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> bool:
@@ -110,7 +112,7 @@ FEATURE = feature(
             ":take",
             "kvcached's pool always returns no events",
         ),
-        Row(
+        replacement(
             "kv_events.remove",
             f"{_POOL}._remove_cached_block",
             ":remove(self, key, block_id)",

@@ -422,6 +422,12 @@ def is_above_limit(manager: Any) -> bool:
     return reported is not None and reported // manager.page_size < pages_in_use(manager)
 
 
+def is_above_goal(manager: Any) -> bool:
+    """Whether a manager that shrinks has more pages in use than it is to have."""
+    goal = int(manager.target_num_blocks * manager.block_mem_size // manager.page_size)
+    return int(manager.page_allocator.get_num_inuse_pages()) > goal
+
+
 def retired(manager: Any) -> set[int]:
     """Return the pages that were freed and are not unmapped yet."""
     waiting = list(getattr(manager, "_retired_pages", None) or ())

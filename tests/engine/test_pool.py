@@ -163,6 +163,99 @@ def test_a_pool_without_a_limit_has_the_allocators(python: Callable[[str], str])
     )
 
 
+def test_pages_are_counted_when_they_change(python: Callable[[str], str]) -> None:
+    python(
+        """
+        import random
+        from kvpatch.upstream import kvcached_api
+
+        class Asked:
+            def __init__(self, real):
+                self.real, self.counts, self.neighbours = real, 0, 0
+
+            def get_num_free_pages(self):
+                self.counts += 1
+                return self.real.get_num_free_pages()
+
+            def get_avail_physical_pages(self):
+                return max(0, self.real.get_avail_physical_pages() - self.neighbours)
+
+            def __getattr__(self, name):
+                return getattr(self.real, name)
+
+        by_kvcached = KVCacheManager.available_size
+        patched("elastic_memory.available")
+        made = manager()
+        allocator = made.page_allocator = Asked(made.page_allocator)
+
+        def check():
+            # Read here first: kvcached's own method reads the device anew, and so would hide it.
+            found, before = made.available_size(), made._avail_physical_pages_ts
+            expected = by_kvcached(made)
+            if made._avail_physical_pages_ts == before:
+                assert found == expected, (found, expected)
+
+        source, taken = random.Random(1), []
+        for _ in range(300):
+            if source.random() < 0.55 and (more := made.alloc(source.randrange(1, 40))):
+                taken += more
+            elif taken:
+                source.shuffle(taken)
+                cut = source.randrange(1, 60)
+                made.free(taken[:cut])
+                del taken[:cut]
+            check()
+        made.free(taken)
+        made.alloc(8)
+        time.sleep(0.3)  # its thread maps pages ahead of use
+        check()
+
+        begun, asked = time.monotonic(), allocator.counts
+        for _ in range(1000):
+            made.available_size()
+        assert allocator.counts - asked <= 2 + (time.monotonic() - begun) * 10
+
+        allocator.neighbours = 1000  # they fill the device
+        time.sleep(0.11)
+        pages = allocator.get_num_reserved_pages()
+        assert made.available_size() <= made.num_avail_blocks + pages * 32
+        allocator.neighbours = 0
+        time.sleep(0.11)
+
+        before = made.available_size()
+        update_kv_cache_limit(NAME, 16 * MIB)  # as another process does
+        wait_until(lambda: kvcached_api.reported_limit(made) == 8 * MIB)
+        made.alloc(1)
+        assert made.available_size() == 4 * 32 - 9 < before
+        """
+    )
+
+
+def test_blocks_are_counted_when_a_limit_could_be_applied(python: Callable[[str], str]) -> None:
+    python(
+        """
+        from kvpatch.upstream import kvcached_api
+
+        patched("elastic_memory.shrink")
+        made = manager()
+        taken = made.alloc(100)
+        assert kvcached_api.pages_in_use(made) == 4
+        counted = []
+        count = made._get_num_alloced_blocks
+        made._get_num_alloced_blocks = lambda: counted.append(1) or count()
+        assert not made.resize(2 * made.page_size)
+        assert not made.page_allocator.resize(2 * made.page_size), "it is applied above the goal"
+        made.free(taken[97:])  # of the last page, which stays
+        made.free(taken[32:64])
+        assert made.in_shrink and not counted
+        made.free(taken[64:96])
+        # Refused as long as its other thread maps a page ahead, and tried in the next look.
+        wait_until(lambda: made._maybe_finish_shrink() or not made.in_shrink)
+        assert counted and kvcached_api.pages_at_most(made) == 2
+        """
+    )
+
+
 def test_no_page_is_mapped_above_a_limit_that_waits_to_be_applied(
     python: Callable[[str], str],
 ) -> None:

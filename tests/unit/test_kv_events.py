@@ -7,6 +7,7 @@ from types import ModuleType, SimpleNamespace
 
 import pytest
 
+from kvpatch.patch import Kind
 from kvpatch.patches import kv_events
 
 
@@ -21,6 +22,22 @@ def test_events_stay_as_vllm_had_them():
         kv_events.carry_the_switch(replace_pool, coordinator, (), {})
         assert coordinator.block_pool.enable_kv_cache_events is wanted
         assert coordinator.block_pool is not native
+
+
+def test_a_block_that_is_evicted_is_an_event_without_a_wrapper_around_each():
+    told = []
+    hashes = {1: ["hash"], 2: []}
+    pool = SimpleNamespace(
+        blocks=["null", "first", "second"],
+        _remove_cached_block_hashes=lambda block: hashes[pool.blocks.index(block)],
+        _emit_block_removed_events=told.append,
+    )
+    removing = kv_events.remove(lambda *_: pytest.fail("kvcached's own, which tells nobody"))
+    assert removing(pool, b"key", 1) == "first"
+    assert removing(pool, b"key", block_id=2) is None
+    assert told == [["hash"], []]
+    (row,) = (one for one in kv_events.FEATURE.patches if one.id == "kv_events.remove")
+    assert row.kind is Kind.REPLACE, "what every block goes through"
 
 
 @pytest.mark.parametrize(("done", "on"), [(True, True), (True, False), (False, True)])

@@ -33,6 +33,7 @@ class World:
             num_layers=4,
             num_kv_buffers=2,
             ipc_name=POOL,
+            _avail_physical_pages_cache=here,
         )
 
     def available(self) -> int:
@@ -45,6 +46,8 @@ class World:
 
         said = ranks.around_failed_map(rolled_back, self.manager, ([], 0), {})
         assert said == "rolled back"
+        if len(self.others) > 1:
+            assert self.manager._avail_physical_pages_cache is None, "what was counted still counts"
 
     def ask(self, rank: int) -> dict[str, Any]:
         self.asked += 1

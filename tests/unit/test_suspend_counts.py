@@ -125,7 +125,7 @@ def test_stores_of_the_connector_itself_are_not_the_spills():
     spill = Spill(Store(10), pool)
     spill.begin([Cached(b"one", 1)])
     spill.planned([b"one"], ours=False)
-    assert (spill.count.planned, spill.counts.spilled, spill.counts.away) == (1, NONE, set())
+    assert (spill.count.planned, spill.counts.spilled, set(spill.counts.away)) == (1, NONE, set())
 
 
 def test_a_block_is_restored_once_for_every_time_it_was_spilled():
@@ -137,7 +137,7 @@ def test_a_block_is_restored_once_for_every_time_it_was_spilled():
     counts.stored([b"one"], "limit")
     counts.loaded([b"one"])
     assert counts.restored == 2
-    assert counts.away == {b"two"}
+    assert set(counts.away) == {b"two"}
     assert counts.spilled == {"suspend": 2, "limit": 1, "idle": 0}
 
 
@@ -150,7 +150,36 @@ def test_what_is_remembered_is_what_the_tier_may_still_have():
         assert len(counts.away) <= 2 * tier.room
         tier.flying.append((number, key, ""))
         tier.step(number)  # two steps later it is stored
-    assert counts.away >= set(tier.blocks) | {key for _, key, _ in tier.flying}
+    assert counts.away.keys() >= set(tier.blocks) | {key for _, key, _ in tier.flying}
+
+
+def test_a_step_looks_at_few_of_what_is_remembered():
+    tier = Store(room=1000)
+    counts, looked = Counts(tier), []
+    tier.holds = lambda key: looked.append(key) or False
+    for number in range(3000):
+        looked.clear()
+        counts.stored([f"block{number}".encode()], "limit")
+        assert len(looked) <= 3
+
+
+def test_blocks_that_the_tier_has_no_room_for_are_not_looked_at():
+    spill = Spill(Store(0), None)
+    spill.begin([])
+    spill.add(pytest.fail("each step walks over what cannot be stored") for _ in range(1000))
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_the_tier_is_asked_once_for_the_blocks_of_a_page(size):
+    tier = Store(10)
+    tier.blocks_per_chunk = size
+    tier.blocks.update({b"two": "", b"four": ""})
+    spill, asked = Spill(tier, None), []
+    spill.chunks.add([b"one", b"two"])
+    tier.held = lambda keys: asked.append(list(keys)) or [one for one in keys if one in tier.blocks]
+    found = spill.held([b"one", b"two", b"three", b"four"])
+    assert found == ({b"two", b"four"} if size == 1 else {b"one", b"two"})
+    assert len(asked) == (size == 1)
 
 
 def loading(*keys: bytes) -> SimpleNamespace:
@@ -167,7 +196,7 @@ def test_loads_of_offloading_connector_are_those_of_the_step():
     spill.counts.stored([b"one", b"two", b"before"], "suspend")
     jobs = {1: "a store"}
     assert offloading.around_store_jobs(lambda output: jobs, planner, ("step",), {}) == jobs
-    assert (spill.counts.restored, spill.counts.away) == (1, {b"two", b"before"})
+    assert (spill.counts.restored, set(spill.counts.away)) == (1, {b"two", b"before"})
 
 
 def test_loads_of_simple_connector_are_those_that_have_no_event_yet():
@@ -187,7 +216,7 @@ def test_loads_of_simple_connector_are_those_that_have_no_event_yet():
     spill.counts.stored([b"one", b"two"], "suspend")
     nothing: tuple[Any, ...] = ([], [], [], None)
     assert simple.around_store_specs(lambda output: nothing, scheduler, ("s",), {}) == nothing
-    assert (spill.counts.restored, spill.counts.away) == (1, {b"two"})
+    assert (spill.counts.restored, set(spill.counts.away)) == (1, {b"two"})
 
 
 @pytest.mark.parametrize(

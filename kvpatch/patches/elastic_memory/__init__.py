@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from kvpatch.rows import Row, feature, gap, seam
+from kvpatch.rows import Row, feature, gap, replacement, seam
 from kvpatch.supported import FLOOR
 from kvpatch.upstream.targets import COORDINATOR, ENGINE_CORE, V1_RUNNER, V2_RUNNER
 
@@ -116,6 +116,14 @@ FEATURE = feature(
             "ovg-project/kvcached, KVCacheManager._alloc in 0.1.6",
             "kvcached counts the memory of every rank",
         ),
+        replacement(
+            "elastic_memory.available",
+            "kvcached.kv_cache_manager:KVCacheManager.available_size",
+            "available:remembered",
+            "the page allocator is asked for its pages before every allocation of every request",
+            "ovg-project/kvcached, KVCacheManager.available_size in 0.1.6",
+            "kvcached counts its pages when they change",
+        ),
         Row(
             "elastic_memory.limit",
             "kvcached.kv_cache_manager:KVCacheManager.resize",
@@ -123,6 +131,14 @@ FEATURE = feature(
             "a limit above the memory that an engine started with stops it",
             "ovg-project/kvcached, PageAllocator::resize in 0.1.6",
             "kvcached clamps the limit in its pool as it does in set_memory_limit",
+        ),
+        replacement(
+            "elastic_memory.shrink",
+            "kvcached.kv_cache_manager:KVCacheManager._maybe_finish_shrink",
+            "limit:looked_at",
+            "while a limit waits the blocks of all pages are counted in every free and every step",
+            "ovg-project/kvcached, KVCacheManager._get_num_alloced_blocks in 0.1.6",
+            "kvcached asks for its pages in use before it counts their blocks",
         ),
         Row(
             "elastic_memory.eviction",

@@ -7,12 +7,14 @@ and every allocation fails.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 from kvpatch import state
 from kvpatch.logs import log
 from kvpatch.patch import argument
 from kvpatch.sizes import readable
+from kvpatch.upstream import kvcached_api
 
 
 class Told:
@@ -42,3 +44,17 @@ def around_resize(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> bool:
             readable(instance.mem_size * tensors),
         )
     return bool(wrapped(instance.mem_size))
+
+
+def looked_at(finish_shrink: Callable[[Any], None]) -> Callable[[Any], None]:
+    """Return what replaces ``KVCacheManager._maybe_finish_shrink()``.
+
+    While a limit waits kvcached counts the blocks of all pages there, in every free and every step.
+    The page allocator refuses the limit as long as it has more pages in use, whatever is in them.
+    """
+
+    def finishing(self: Any) -> None:
+        if not (self.in_shrink and kvcached_api.is_above_goal(self)):
+            finish_shrink(self)
+
+    return finishing

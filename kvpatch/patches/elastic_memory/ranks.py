@@ -95,6 +95,7 @@ def around_failed_map(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> An
     ranks = _several(instance)
     if ranks is not None:
         ranks.hold = ranks.due = time.monotonic() + PERIOD
+        instance._avail_physical_pages_cache = None  # what was counted before is not true any more
     return wrapped(*args, **kwargs)
 
 

@@ -9,9 +9,12 @@ from __future__ import annotations
 
 import time
 from collections.abc import Collection, Iterable
+from itertools import islice
 from typing import Any
 
 from kvpatch.telemetry.suspended import REASONS
+
+LOOKS = 3  # chunks that are looked at for each that is spilled: with all at once a step took 50 ms
 
 
 class Counts:
@@ -26,13 +29,13 @@ class Counts:
         spilled: blocks by reason, of ``REASONS``.
         restored: of them those that were loaded since, each once for every time it was spilled.
         away: the chunks of those that were not loaded yet; at most twice what the tier has room
-            for.
+            for. The first of them were looked at, or spilled, before the others.
     """
 
     def __init__(self, tier: Any) -> None:
         self.spilled = dict.fromkeys(REASONS, 0)
         self.restored = 0
-        self.away: set[bytes] = set()
+        self.away: dict[bytes, None] = {}
         self._tier = tier
         # The seconds of suspensions that have ended, and when the present one began: one object,
         # because a reader between two assignments would count a suspension twice.
@@ -48,18 +51,24 @@ class Counts:
     def stored(self, keys: Collection[bytes], reason: str) -> None:
         """Record that stores of chunks have begun, for one of ``REASONS``."""
         self.spilled[reason] += len(keys) * self._tier.blocks_per_chunk
-        room = self._tier.capacity()
-        if len(self.away) + len(keys) > 2 * room:
-            # What the tier has evicted meanwhile is not loaded any more.
-            flying = self._tier.awaits(self.away)
-            self.away = {key for key in self.away if key in flying or self._tier.holds(key)}
-        self.away.update(keys)
+        if len(self.away) + len(keys) > self._tier.capacity():
+            self._drop(list(islice(self.away, LOOKS * len(keys))))
+        self.away.update(dict.fromkeys(keys))
+
+    def _drop(self, looked: list[bytes]) -> None:
+        """Forget those of chunks that the tier has evicted meanwhile: they are loaded no more."""
+        flying = self._tier.awaits(set(looked))
+        for key in looked:
+            del self.away[key]
+            if key in flying or self._tier.holds(key):
+                self.away[key] = None
 
     def loaded(self, keys: Iterable[bytes]) -> None:
         """Record that loads of chunks have begun, spilled ones and others."""
-        back = self.away.intersection(keys)
+        back = self.away.keys() & set(keys)
         self.restored += len(back) * self._tier.blocks_per_chunk
-        self.away -= back
+        for key in back:
+            del self.away[key]
 
     def describe(self) -> dict[str, object]:
         """Return the counts as JSON; seconds up to now if the engine is suspended."""

@@ -260,7 +260,7 @@ class Giving:
             if self._from is None:
                 self._from = (time.monotonic(), self.given, self.lost)
             keys = [*map(self._pool._block_id_to_key.__getitem__, page.blocks)]
-            there = {*filter(self._spill.holds, keys)}
+            there = self._spill.held(keys)
             if not runs:  # so many touches cost a step too much
                 self._spill.keep(reversed(keys))
             blocks = [*map(Cached, keys, page.blocks)]
@@ -291,7 +291,8 @@ class Giving:
     def _let_go(self, page: Page, blocks: list[Cached]) -> None:
         """Evict a page whose stores have completed, unless it is used again."""
         keys = self._pool._block_id_to_key
-        without = [one.key for one in blocks if not self._spill.holds(one.key)]
+        there = self._spill.held([one.key for one in blocks])
+        without = [one.key for one in blocks if one.key not in there]
         if self._limit is None and not all(map(self._spill.is_partial, without)):
             return  # an idle engine keeps what it cannot store
         self._taken.difference_update(page.blocks)

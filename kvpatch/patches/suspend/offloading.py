@@ -9,6 +9,7 @@ a request.
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Iterable
 from types import SimpleNamespace
 from typing import Any
 
@@ -46,8 +47,12 @@ class OffloadingTier(Tier):
 
     def holds(self, key: bytes) -> bool:
         """Whether a chunk is in it, and can be loaded."""
-        chunk = self._manager._policy.get(key)  # a lookup counts, with store_threshold
-        return chunk is not None and bool(chunk.is_ready)
+        return bool(self.held((key,)))
+
+    def held(self, keys: Iterable[bytes]) -> list[bytes]:
+        """Return those of chunks that are in it, and can be loaded."""
+        find = self._manager._policy.get  # a lookup counts, with store_threshold
+        return [key for key in keys if (chunk := find(key)) is not None and chunk.is_ready]
 
     def capacity(self) -> int:
         """Return the chunks that it has room for."""

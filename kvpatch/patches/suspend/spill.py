@@ -76,6 +76,10 @@ class Tier(ABC):
     def holds(self, key: bytes) -> bool:
         """Whether a chunk is in it, and can be loaded."""
 
+    def held(self, keys: Iterable[bytes]) -> list[bytes]:
+        """Return those of chunks that are in it, and can be loaded."""
+        return [*filter(self.holds, keys)]
+
     @abstractmethod
     def capacity(self) -> int:
         """Return the chunks that it has room for, in use or not."""
@@ -232,6 +236,8 @@ class Spill:
         what has not been taken up.
         """
         room = self.tier.capacity() - self._taken
+        if len(self._added) >= room:
+            return
         for key in dict.fromkeys(key for one, _ in blocks for key in self.chunks.of(one)):
             if len(self._added) >= room:
                 return
@@ -344,10 +350,16 @@ class Spill:
         """Whether the tier has a block, in any chunk."""
         return any(map(self.tier.holds, self.chunks.of(key)))
 
+    def held(self, keys: Iterable[bytes]) -> set[bytes]:
+        """Return those of blocks that the tier has, in any chunk."""
+        if self.chunks.size == 1:
+            return set(self.tier.held(keys))
+        return {*filter(self.holds, keys)}
+
     def keep(self, keys: Iterable[bytes]) -> None:
         """Let the chunks of blocks that the tier holds be the last that it evicts."""
         chunks = dict.fromkeys(one for key in keys for one in self.chunks.of(key))
-        self.tier.keep([*filter(self.tier.holds, chunks)])
+        self.tier.keep(self.tier.held(chunks))
 
     def is_partial(self, key: bytes) -> bool:
         """Whether a block is in no chunk that the tier has, or could take in."""

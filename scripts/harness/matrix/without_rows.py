@@ -189,6 +189,13 @@ ROWS: dict[str, Row] = {
         f"{POOL}test_a_limit_above_what_the_engine_started_with_changes_nothing",
         "nobody moves the limit here",
     ),
+    "elastic_memory.available": held(
+        f"{POOL}test_pages_are_counted_when_they_change",
+        "it changes no answer: what it costs is in scripts/bench steps",
+    ),
+    "elastic_memory.shrink": held(
+        f"{POOL}test_blocks_are_counted_when_a_limit_could_be_applied", UNASKED
+    ),
     "elastic_memory.eviction": held(
         "unit/test_eviction.py::test_it_looks_at_the_coldest_blocks_only",
         "it changes no answer: what it costs is in scripts/bench steps",

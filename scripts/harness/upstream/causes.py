@@ -94,9 +94,10 @@ CAUSES = (
     Cause(
         "stand-ins of a pool",
         KVPATCH,
-        "kvpatch reads attributes of kvcached's pool that the test's stand-in, made without its "
-        "constructor, lacks.",
-        r"'KVCacheManager' object has no attribute '(pp_rank|mem_size)'",
+        "kvpatch reads attributes of kvcached's pool or page allocator that the test's stand-in "
+        "lacks.",
+        r"'KVCacheManager' object has no attribute '(pp_rank|mem_size)'|"
+        r"PageAllocator' object has no attribute 'get_num_inuse_pages'",
     ),
     Cause(
         "configuration without a pipeline",
