@@ -19,7 +19,7 @@ from harness.engines import plugins
 from harness.engines.runs import model_of
 
 RELEASE = releases.newest_built()
-LIFTED = ["KVP341", "KVP344"]
+LIFTED = ["KVP341", "KVP344", "KVP376"]  # the last is of settings that did not run together
 # Pages are small, so that they are unmapped under load, and the pool has several extents.
 SETTINGS = {"KVPATCH_HOST_POOL": "256MiB@mine", "PYTHONHASHSEED": "0", "KVPATCH": "0"}
 OPTIONS = (
