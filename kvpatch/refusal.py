@@ -60,9 +60,9 @@ def _incompatible(meaning: str, reference: str) -> Code:
 #
 # What is not validated can be verified (``kvpatch verify``) unless a run cannot judge it: copies
 # that no audit is known to see (KVP302, KVP319, KVP351), secondary tiers (KVP322, KVP330), KV cache
-# events (KVP325), sleep (KVP341, KVP375), prompts other than text (KVP331), no answers (KVP361),
+# events (KVP325), sleep (KVP375), prompts other than text (KVP331), no answers (KVP361),
 # nothing to restore (KVP306, KVP358), no patch (KVP203), memory that engines share (KVP342,
-# KVP343, KVP344), an engine that is left alone (KVP370, KVP371, KVP372), limits (KVP373), several
+# KVP343), an engine that is left alone (KVP370, KVP371, KVP372), limits (KVP373), several
 # engines (KVP374), what no folder has (KVP386), what serves (KVP387), an NPU (KVP601, KVP603,
 # KVP605, KVP606).
 CODES = {
@@ -171,10 +171,10 @@ CODES = {
     "KVP340": _not_validated(
         "offloading with an fp8 KV cache that no setting turns off, before vLLM 0.22"
     ),
-    "KVP341": _not_validated("offloading with sleep mode or the cumem allocator, on a GPU", False),
+    "KVP341": _not_validated("offloading with sleep mode or the cumem allocator, on a GPU"),
     "KVP342": _not_validated("`KVPATCH_HOST_POOL` on a release", False),
     "KVP343": _not_validated("`KVPATCH_HOST_POOL` with a CPU tier of another kind", False),
-    "KVP344": _not_validated("`KVPATCH_HOST_POOL` on a GPU", False),
+    "KVP344": _not_validated("`KVPATCH_HOST_POOL` on a GPU"),
     "KVP345": _setup("`KVPATCH_HOST_POOL` has another size in running engines"),
     "KVP346": _setup("`KVPATCH_HOST_POOL` is smaller than an extent of the CPU tier"),
     "KVP347": _setup("the ledger of the host pool cannot be used"),

@@ -82,6 +82,22 @@ class Api:
         # Older releases answer with nothing.
         return bool(json.loads(body).get("success", True)) if body.strip() else True
 
+    def sleep(self, level: int) -> None:
+        """Let the engine sleep and wake up; the weights that level 2 dropped are loaded again.
+
+        Raises:
+            Ended: it does not.
+        """
+        self._must(f"/sleep?level={level}")
+        self._must("/wake_up")
+        if level == 2:
+            self._must("/collective_rpc", {"method": "reload_weights"})
+
+    def _must(self, path: str, body: Mapping[str, str] | None = None) -> None:
+        status, said = self._ask("POST", path, body=body)
+        if status != 200:
+            raise Ended(f"the server answered {status} to {path}: {said[:300]}")
+
     def complete(self, name: str, prompt: str, tokens: int) -> Answer:
         """Complete a prompt greedily, with exactly ``tokens`` tokens.
 
@@ -150,11 +166,18 @@ class Api:
             except (OSError, http.client.HTTPException) as error:
                 raise Ended(f"the server stopped answering ({error!r})") from error
 
-    def _ask(self, method: str, path: str, seconds: float = SECONDS) -> tuple[int, str]:
+    def _ask(
+        self,
+        method: str,
+        path: str,
+        seconds: float = SECONDS,
+        body: Mapping[str, str] | None = None,
+    ) -> tuple[int, str]:
         connection = http.client.HTTPConnection("127.0.0.1", self._port, timeout=seconds)
         with closing(connection):
             try:
-                connection.request(method, path, headers=self._headers)
+                given = None if body is None else json.dumps(body)
+                connection.request(method, path, given, self._headers)
                 answer = connection.getresponse()
                 return answer.status, answer.read().decode(errors="replace")
             except (OSError, http.client.HTTPException) as error:

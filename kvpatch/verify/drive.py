@@ -10,8 +10,12 @@ from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from pathlib import Path
+from typing import Any, NamedTuple
 
+from kvpatch import host_memory
+from kvpatch.pool import ledger
+from kvpatch.sizes import readable
 from kvpatch.verify import limit
 from kvpatch.verify.api import Answer, Api
 from kvpatch.verify.child import Child, Ended
@@ -31,6 +35,18 @@ PREEMPTIONS = "vllm:num_preemptions_total"
 Say = Callable[[str], None]
 
 
+class Arms(NamedTuple):
+    """What a run does besides, because the command has it and a refusal that is lifted asks for it.
+
+    Attributes:
+        sleeps: it sleeps, and wakes up.
+        pool: the folder of its host pool, whose limit moves; None without one.
+    """
+
+    sleeps: bool = False
+    pool: Path | None = None
+
+
 @dataclass
 class Seen:
     """What was seen.
@@ -44,6 +60,7 @@ class Seen:
         stored, loaded: bytes, of all workers.
         blocks_loaded: by all workers.
         page_bytes: of one page, all layers.
+        taken, freed: bytes that a host pool took back, and by which the machine had more then.
     """
 
     conversations: int = 0
@@ -57,6 +74,8 @@ class Seen:
     stored: int = 0
     loaded: int = 0
     blocks_loaded: int = 0
+    taken: int = 0
+    freed: int = 0
     metrics: str = ""
 
     def count(self, what: str, how_often: int) -> None:
@@ -74,11 +93,20 @@ class Drive:
         load: the prompts.
         block: tokens of a block.
         say: prints progress.
+        arms: what the engine does besides.
     """
 
     def __init__(
-        self, api: Api, child: Child, readings: Readings, load: Load, block: int, say: Say
+        self,
+        api: Api,
+        child: Child,
+        readings: Readings,
+        load: Load,
+        block: int,
+        say: Say,
+        arms: Arms = Arms(),  # noqa: B008 - nothing changes it
     ) -> None:
+        self._arms = arms
         self._api, self._child, self._readings = api, child, readings
         self._load, self._block, self._say = load, block, say
         self._page_tokens = 1
@@ -99,8 +127,12 @@ class Drive:
         self._restore(offloads)
         self._abort()
         self._press(pages)
+        if self._arms.sleeps:
+            self._sleep()
+        if self._arms.pool is not None and engine["host_pool"]:
+            self._take_back(self._arms.pool)
         self._move_limit(total_pages)
-        self._restore(offloads, turn=3)
+        self._restore(offloads, 3, "restored again")
         self._give_back()
         self.seen.metrics = self._api.metrics()
         return self.seen
@@ -143,9 +175,9 @@ class Drive:
         self.seen.count("limit moved", 1)
         self._say(f"kvcached's limit moved to {pages} pages of {self._page_tokens} tokens")
 
-    def _restore(self, offloads: bool, turn: int = 2) -> None:
+    def _restore(self, offloads: bool, turn: int = 2, name: str = "restored") -> None:
         """Let the conversations return, whose blocks were evicted, until some were restored."""
-        name = "restored" if turn == 2 else "restored again"
+        self.seen.count(name, 0)
         for _ in range(ROUNDS):
             for conversation in range(1, self.seen.conversations + 1):
                 before = self._loaded()
@@ -153,9 +185,42 @@ class Drive:
                 if self._loaded() > before:
                     self.seen.count(name, 1)
                     self.seen.restored.append(answer.first)
-            if self.seen.did.get(name) or not offloads:
+            if self.seen.did[name] or not offloads:
                 break
-        self._say(f"{name}: {self.seen.did.get(name, 0)} conversations")
+        self._say(f"{name}: {self.seen.did[name]} conversations")
+
+    def _sleep(self) -> None:
+        """Sleep at both levels, while what was answered last may still be being stored."""
+        for level in (1, 2):
+            self._turn(1, 2)
+            self._api.sleep(level)
+            self._restore(True, name=f"restored after a sleep of level {level}")
+
+    def _take_back(self, pool: Path) -> None:
+        """Let the host pool take memory back from the engine as it runs, and give it again."""
+        shown, before, free = ledger.show(pool), self._committed(), host_memory.here().available
+        assert shown is not None, f"no engine is in the pool {pool}"
+        ledger.set_limit(pool, before // 2)
+        for _ in range(ROUNDS):
+            self._round()
+            if self._committed() <= before // 2:
+                break
+        taken = self.seen.taken = before - self._committed()
+        self.seen.freed = host_memory.here().available - free
+        self.seen.count("taken back by the host pool", int(taken > 0))
+        ledger.set_limit(pool, shown[0].configured)
+        self._round()  # stores into what is committed again
+        again = int(self._committed() > before - taken)
+        self.seen.count("given again by the host pool", again)
+        self._say(f"the host pool took {readable(taken)} of {readable(before)} back")
+        self._restore(True, name="restored from memory that was taken back")
+
+    def _round(self) -> None:
+        for conversation in range(1, self.seen.conversations + 1):
+            self._turn(conversation, 2)
+
+    def _committed(self) -> int:
+        return int(self._state()["host_pool"]["committed"])
 
     def _abort(self) -> None:
         """Leave requests at once, in their first tokens, and while others run."""

@@ -12,6 +12,8 @@ from kvpatch.verify.drive import KEPT_PAGES, Seen
 # What must have been seen of an engine, and of one that offloads.
 ALWAYS = ("aborted", "preempted", "limit moved")
 OFFLOADING = ("restored", "restored again", "stored under pressure")
+# A machine's free memory moves by less without us.
+SEEN_FREE = 256 << 20
 
 
 @dataclass
@@ -37,7 +39,8 @@ class Judgement:
 def judge_seen(seen: Seen, offloads: bool) -> Judgement:
     """Judge what the engine was seen doing."""
     found = Judgement()
-    needed = ALWAYS + (OFFLOADING if offloads else ())
+    arms = tuple(what for what in seen.did if what not in ALWAYS + OFFLOADING)
+    needed = ALWAYS + (OFFLOADING + arms if offloads else ())
     for what in needed:
         if not seen.did.get(what):
             found.missing.append(f"nothing was {what}")
@@ -91,6 +94,11 @@ def judge_memory(seen: Seen) -> Judgement:
             "engine without requests and with an empty cache"
         )
     found.right.append(f"memory: {before - after} of {before} pages given back, {held} in use")
+    if seen.taken >= SEEN_FREE and seen.freed < seen.taken // 2:
+        found.missing.append(
+            f"{readable(seen.taken)} were taken back by the host pool, and the free memory of this "
+            f"machine grew by {readable(max(0, seen.freed))}"
+        )
     if fence := seen.fence:
         found.right.append(
             f"fence: {fence['released']} pages freed, of which {fence['held_for_plan']} waited "

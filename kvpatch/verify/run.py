@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from kvpatch.environ import DEBUG, STATUS_DIR, SWITCH, VERIFY
+from kvpatch import environ
+from kvpatch.environ import DEBUG, HOST_POOL, STATUS_DIR, SWITCH, VERIFY
+from kvpatch.pool import ledger
 from kvpatch.verify import compare, judge, plain
 from kvpatch.verify.api import Answer, Api
 from kvpatch.verify.child import Child, Ended, Unfinished, free_port
-from kvpatch.verify.drive import Drive, Say, Seen
+from kvpatch.verify.drive import Arms, Drive, Say, Seen
 from kvpatch.verify.load import Load
 from kvpatch.verify.readings import Readings
 
@@ -93,16 +95,19 @@ def _ours(options: Options, readings: Readings, result: Result, say: Say) -> Loa
         STATUS_DIR.name: str(options.folder),
     }
     log = options.folder / "kvpatch.log"
-    environment = options.environment | ours
     with (
         _status_in(options.folder),
-        _started(options, options.command, environment, log, say) as (child, api),
+        _pool_of_its_own(options.environment) as (pool, given),
+        _started(options, options.command, options.environment | ours | given, log, say) as started,
     ):
+        child, api = started
         engine = readings.engine()
         ran = readings.combination()
         block = int(ran["combination"]["flags"]["cache_config.block_size"] or 16)
         load = _sized(api, block)
-        drive = Drive(api, child, readings, load, block, say)
+        sleeps = bool(ran["combination"]["flags"].get("model_config.enable_sleep_mode"))
+        arms = Arms(sleeps and bool(engine["connector"]), pool)
+        drive = Drive(api, child, readings, load, block, say, arms)
         result.seen = drive.seen
         try:
             drive.run()
@@ -118,6 +123,29 @@ def _ours(options: Options, readings: Readings, result: Result, say: Say) -> Loa
             ]
         )
     return load
+
+
+@contextmanager
+def _pool_of_its_own(
+    environment: Mapping[str, str],
+) -> Iterator[tuple[Path | None, dict[str, str]]]:
+    """Return the folder of a host pool as large as the operator's, and the variable that names it.
+
+    The limit of the operator's own pool, which others may use, stays as it is.
+    """
+    wanted = HOST_POOL.read(environment)
+    if not wanted:
+        yield None, {}
+        return
+    name = f"verify{os.getpid()}"
+    folder = ledger.home(name)
+    try:
+        yield folder, {HOST_POOL.name: f"{environ.pool(wanted)[0]}@{name}"}
+    finally:
+        if folder.exists() and ledger.show(folder, remove=True) is None:
+            for left in folder.iterdir():
+                left.unlink()
+            folder.rmdir()
 
 
 @contextmanager

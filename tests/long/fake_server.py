@@ -23,6 +23,12 @@ BLOCKS = 8  # of a page
 SIZE = 100  # bytes of one
 PAGES = 1000  # at most
 FOLDER = Path(os.environ.get("KVPATCH_VERIFY") or ".")
+SLEEPS = "--enable-sleep-mode" in sys.argv
+POOLED = bool(os.environ.get("KVPATCH_HOST_POOL"))
+POOL: dict[str, Any] = dict.fromkeys(
+    ("resident", "ceiling", "floor", "pool", "limit", "evicted"), 0
+)
+POOL |= {"engines": 1, "coldest": None, "broken": ""}
 OURS = os.environ.get("KVPATCH") == "1"
 FAULT = os.environ.get("FAULT", "") if OURS else os.environ.get("PLAIN_FAULT", "")
 
@@ -36,6 +42,7 @@ class Cache:
         self.tier: set[str] = set()
         self.counts = {"stored": 0, "loaded": 0, "unverified": 0}
         self.preempted = 0
+        self.slept = False
         self.stuck = 0  # pages that are never given back
 
     @property
@@ -43,6 +50,18 @@ class Cache:
         """The pages that may be used."""
         path = FOLDER / "limit"
         return int(path.read_text()) // (BLOCKS * SIZE) if path.exists() else PAGES
+
+    @property
+    def committed(self) -> int:
+        """The bytes of the tier in a host pool, as its limit is or was."""
+        path = FOLDER / "pool"
+        limits = path.read_text().split() if path.exists() else []
+        most = [int(one) for one in limits]
+        if FAULT == "nothing taken back":
+            most = []
+        elif FAULT == "nothing given again":
+            most = most[:1]
+        return min(SIZE * len(self.tier), *most[-1:], 1 << 40)
 
     @property
     def pages(self) -> int:
@@ -75,6 +94,12 @@ class Cache:
             self.device.clear()
             self.tier.clear()
 
+    def sleep(self) -> None:
+        """Empty the device."""
+        with self.lock:
+            self.slept = True
+            self.device.clear()
+
 
 CACHE = Cache()
 
@@ -93,7 +118,7 @@ def publish() -> Any:
         "code": {},
         "device": "a stand-in",
         "model": {"architecture": "Fake"},
-        "flags": {"cache_config.block_size": WORDS},
+        "flags": {"cache_config.block_size": WORDS, "model_config.enable_sleep_mode": SLEEPS},
     }
     written = {"combination": combination, "workers": workers, "connectors": 1}
     (FOLDER / "combination.json").write_text(json.dumps(written))
@@ -113,6 +138,7 @@ def publish() -> Any:
                     "requests": {"running": 0, "waiting": 0},
                     "pool": "pool",
                     "connector": "OffloadingConnector",
+                    "host_pool": POOL | {"committed": CACHE.committed} if POOLED else None,
                     "device": {
                         "page_bytes": BLOCKS * SIZE,
                         "mapped_pages": CACHE.pages,
@@ -172,12 +198,19 @@ class Handler(BaseHTTPRequestHandler):
             UPDATE()
             self.answer(b'{"success": true}')
             return
+        if self.path.startswith(("/sleep", "/wake_up", "/collective_rpc")):
+            if self.path.startswith("/sleep"):
+                CACHE.sleep()
+            self.answer(b'{"status": "as asked"}')
+            return
         violations = {
             "bytes": "a load brought other bytes than were stored",
             "unmapping": "a page is unmapped under a transfer",
         }
-        if FAULT in violations and CACHE.counts["loaded"]:
-            what = f"{violations[FAULT]}: block 7 of page 1, job 3, request r"
+        kind, _, since = FAULT.partition(" since ")
+        begun = {"a sleep": CACHE.slept, "the pool": (FOLDER / "pool").exists()}
+        if kind in violations and CACHE.counts["loaded"] and begun.get(since, True):
+            what = f"{violations[kind]}: block 7 of page 1, job 3, request r"
             print(f"kvpatch KVPATCH_DEBUG: {what}", flush=True)
             os._exit(1)
         if FAULT == "an error" and CACHE.counts["loaded"]:

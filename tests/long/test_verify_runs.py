@@ -7,12 +7,18 @@ from __future__ import annotations
 
 import json
 import math
+import os
+import shutil
 import sys
+from collections.abc import Sequence
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
-from kvpatch import cli, verdicts
+from kvpatch import cli, host_memory, verdicts
+from kvpatch.pool import ledger
+from kvpatch.pool.record import Limit
 from kvpatch.verify import child, compare, drive, judge, limit, plain, report
 from kvpatch.verify import run as running
 from kvpatch.verify.api import Answer, Api
@@ -29,20 +35,28 @@ def verify(tmp_path, monkeypatch, capsys):
         assert pool == "pool"
         (logs / "limit").write_text(str(size))
 
+    def move_pool(folder: Path, size: int) -> None:
+        assert folder.name.endswith(f"-verify{os.getpid()}")
+        with (logs / "pool").open("a") as file:
+            file.write(f"{size}\n")
+
     monkeypatch.setattr(limit, "move", move)
+    monkeypatch.setattr(ledger, "set_limit", move_pool)
+    monkeypatch.setattr(ledger, "show", lambda folder: (Limit(1 << 30, 1 << 30), []))
     monkeypatch.setattr(drive, "STEP_SECONDS", 0.0)
     monkeypatch.setattr(drive, "IDLE_SECONDS", 1.0)
 
-    def run(*options: str, **environment: str):
+    def run(*options: str, more: Sequence[str] = (), **environment: str):
         for name, value in environment.items():
             monkeypatch.setenv(name, value)
         where = tmp_path / "verdicts"
         words = ["verify", "--logs", str(logs), "--verdicts", str(where), *options, "--"]
-        words += [sys.executable, str(FAKE), "serve", "model", "--kv-offloading-size", "1"]
+        words += [sys.executable, str(FAKE), "serve", "model", "--kv-offloading-size", "1", *more]
         code = cli.main(words)
         found = [verdicts.read(path) for path in where.glob("*.json")]
         return code, capsys.readouterr().out, found[0] if found else None
 
+    run.logs = logs
     return run
 
 
@@ -95,6 +109,49 @@ def test_what_was_not_seen_is_no_verdict(verify, fault, said):
     assert code == 3, out
     assert f"  missing  {said}" in out
     assert verdict is None
+
+
+SLEEPS = {"more": ["--enable-sleep-mode"]}
+POOLED = {"KVPATCH_HOST_POOL": "1GiB@mine"}  # which is the operator's, and stays as it is
+
+
+def test_a_command_that_sleeps_or_has_a_host_pool_does_both_in_the_run(verify):
+    code, out, verdict = verify(**SLEEPS, **POOLED)
+    assert code == 0, out
+    assert verdict.word == "right"
+    (said,) = [line for line in out.splitlines() if line.startswith("  ok       seen: ")]
+    counts = dict(part.rsplit(" ", 1) for part in said.partition("seen: ")[2].split(", "))
+    every = {f"restored after a sleep of level {level}" for level in (1, 2)}
+    every |= {f"{what} by the host pool" for what in ("taken back", "given again")}
+    every |= {"restored from memory that was taken back"}
+    assert every <= {name for name, count in counts.items() if int(count)}
+
+
+@pytest.mark.parametrize(
+    ("more", "fault"), [(SLEEPS, "bytes since a sleep"), (POOLED, "bytes since the pool")]
+)
+def test_what_only_a_sleep_or_the_pool_makes_wrong_is_found(verify, more, fault):
+    assert verify(FAULT=fault)[2].word == "right"
+    shutil.rmtree(verify.logs)
+    code, out, verdict = verify(FAULT=fault, **more)
+    assert code == 1, out
+    assert "  WRONG    kvpatch KVPATCH_DEBUG: a load brought other bytes" in out
+    assert verdict.word == "wrong"
+
+
+@pytest.mark.parametrize("what", ["taken back", "given again"])
+def test_a_pool_of_which_that_was_not_seen_gets_no_verdict(verify, what):
+    code, out, _ = verify(FAULT=f"nothing {what}", **POOLED)
+    assert code == 3, out
+    assert f"  missing  nothing was {what} by the host pool" in out
+
+
+def test_memory_that_a_pool_took_back_must_be_free(verify, monkeypatch):
+    monkeypatch.setattr(judge, "SEEN_FREE", 1)
+    monkeypatch.setattr(host_memory, "here", lambda: SimpleNamespace(available=1 << 30))
+    code, out, _ = verify(**POOLED)
+    assert code == 3, out
+    assert "were taken back by the host pool, and the free memory of this machine grew by 0" in out
 
 
 def test_a_command_that_is_refused_ends_with_the_refusal(verify):

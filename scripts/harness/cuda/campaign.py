@@ -44,6 +44,13 @@ PAGES = {
 }
 # A sleep of level 2, and the first reset behind reload_weights, empty the tier.
 EMPTIED = ("Offloading, sleep 2",)
+# vLLM's own kernel for it takes memory of the other device, by CUDA's handles for processes.
+TWO_RANKS = {
+    "tensor_parallel_size": 2,
+    "distributed_executor_backend": "mp",
+    "disable_custom_all_reduce": True,
+}
+TWO_DEVICES = {"KVPATCH_STAND_IN_GPUS": "2"}
 Job = dict[str, Any]
 
 
@@ -73,6 +80,7 @@ def engines(folder: Path) -> dict[str, Job]:
     by_layer = {"process": {"KVCACHED_CONTIGUOUS_LAYOUT": "false"}}
     asleep = {"step": "slept", "engine": given | {"enable_sleep_mode": True}, "lift": ["KVP341"]}
     return found | {
+        "Offloading, two ranks": {"engine": given | TWO_RANKS, "process": TWO_DEVICES},
         "Offloading, mp": {"engine": given | {"distributed_executor_backend": "mp"}},
         "Offloading, non-contiguous": found["Offloading"] | by_layer,
         "Simple eager, non-contiguous": found["Simple eager"] | by_layer,
@@ -146,10 +154,12 @@ def started(
     return found
 
 
-def plain(version: str, folder: Path) -> dict[str, Any]:
-    """Let plain vLLM answer, for the engines of this folder to be compared with."""
-    jobs = {"plain": job(folder, "plain", "plain")}
-    found = started(version, jobs, folder, KVPATCH="0", ENABLE_KVCACHED="false")["plain"]
+def plain(version: str, folder: Path, two: bool = False) -> dict[str, Any]:
+    """Let plain vLLM answer, with ``two`` ranks, for the engines of this folder."""
+    engine, more = (TWO_RANKS, TWO_DEVICES) if two else ({}, {})
+    jobs = {"plain": job(folder, "plain", "plain", engine=engine)}
+    changes = more | {"KVPATCH": "0", "ENABLE_KVCACHED": "false"}
+    found = started(version, jobs, folder, LIMIT, **changes)["plain"]
     assert "ended" not in found, found
     (folder / "answers.json").write_text(json.dumps({"tokens": found["tokens"]}))
     return dict(found)
@@ -246,13 +256,19 @@ def main() -> int:
     rounds: list[Any] = [("none", 0), *((kind, n) for kind in KINDS for n in range(asked.seeds))]
     wrong = False
     for version in asked.releases or [releases.newest_built()]:
-        with tempfile.TemporaryDirectory(prefix="kvpatch-cuda-") as name:
-            folder = Path(name)
-            plain(version, folder)
-            every = engines(folder)
-            names = asked.engines or list(every)
-            wanted = {one: every[one] | {"rounds": rounds} for one in names}
-            found = ours(version, folder, wanted, asked.seconds)
+        found: dict[str, Any] = {}
+        for two in (False, True):
+            with tempfile.TemporaryDirectory(prefix="kvpatch-cuda-") as name:
+                folder = Path(name)
+                every = engines(folder)
+                wanted = {
+                    one: every[one] | {"rounds": rounds}
+                    for one in asked.engines or every
+                    if (every[one]["engine"].get("tensor_parallel_size") == 2) == two
+                }
+                if wanted:
+                    plain(version, folder, two)
+                    found |= ours(version, folder, wanted, asked.seconds)
         # Each row has its own commit; the versions are those of the release's environment.
         own = {"commit": provenance.commit()}
         rows = {name: summed(one, version) | own for name, one in found.items()}

@@ -77,6 +77,33 @@ def flip_loaded_bits() -> None:
     Audited.check_loaded = wrong  # type: ignore[assignment,method-assign]
 
 
+def flip_what_a_sleep_left() -> None:
+    """Change what loads bring to a worker that has slept."""
+    from vllm.v1.worker.gpu_worker import Worker
+
+    wake_up = Worker.wake_up
+
+    def woken(self: Any, *args: Any, **kwargs: Any) -> Any:
+        flip_loaded_bits()
+        return wake_up(self, *args, **kwargs)
+
+    Worker.wake_up = woken
+
+
+def flip_what_was_taken_back() -> None:
+    """Change what loads bring to a worker of whose tier the host pool took a part back."""
+    from kvpatch.patches.host_pool.region import Shared
+
+    register = Shared._register
+
+    def registered(self: Any, wanted: bool, *where: int) -> bool:
+        if not wanted:
+            flip_loaded_bits()
+        return register(self, wanted, *where)
+
+    Shared._register = registered  # type: ignore[method-assign,assignment]
+
+
 def install(folder: Path, *names: str) -> str:
     """Make the distribution that names functions of this module; return the path it is found on."""
     entry = folder / "kvpatch_tests-0.dist-info"

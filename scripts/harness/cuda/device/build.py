@@ -69,7 +69,11 @@ def _refusals(folder: Path, header: Path, have: Iterable[Path]) -> Path:
     declared = set(_DECLARED.findall(run("g++", "-E", "-P", f"-I{header.parent}", header)))
     defined = set(run("nm", "--defined-only", "--format=just-symbols", *have).split())
     of = "cuda" if "runtime" in header.name else "cu"
-    names = sorted(name for name in declared - defined if re.match(of + "[A-Z]", name))
+    return _refused(folder, of, sorted(n for n in declared - defined if re.match(of + "[A-Z]", n)))
+
+
+def _refused(folder: Path, of: str, names: Iterable[str]) -> Path:
+    """Write and compile functions that refuse by their names."""
     source, made = folder / f"refused_{of}.cpp", folder / f"refused_{of}.o"
     lines = ["namespace emu { int refused(const char *); }", 'extern "C" {']
     visible = '__attribute__((visibility("default")))'
@@ -117,6 +121,7 @@ def build(folder: Path, site: Path | None = None, defines: Sequence[str] = ()) -
         run("gcc", "-shared", "-fPIC", "-w", f"-Wl,-soname,{nvml.name}", "-o", nvml, NVML)
         if site is not None:
             _operators(folder, objects, site, include, defines)
+            _nccl(folder, objects, site, include)
 
 
 def conformance(made: Path, site: Path | None = None) -> None:
@@ -130,6 +135,16 @@ def conformance(made: Path, site: Path | None = None) -> None:
         raise RuntimeError("CUDA's headers are not there")
     flags = ("-std=c++20", "-O1", "-pthread", f"-I{include}")
     run("g++", *flags, "-o", made, HERE / "conformance.cpp", "-ldl")
+
+
+def _nccl(folder: Path, objects: Path, site: Path, include: Path) -> None:
+    """Build what there is of NCCL; the rest of what torch calls refuses by its name."""
+    made = _compile(objects, (include,), (), "nccl")
+    have = set(run("nm", "--defined-only", "--format=just-symbols", made).split())
+    stand_in = site / "nvidia/cu13/lib/libnccl.so.2"
+    every = run("nm", "-D", "--defined-only", "--format=just-symbols", stand_in).split()
+    refused = _refused(objects, "nccl", sorted({*every} - have))
+    _link(folder / "libnccl.so.2", made, refused, folder / "libcuda.so.1")
 
 
 def _operators(

@@ -138,12 +138,12 @@ CUresult elapsed(float *, void *first, void *second);
 // -- physical.cpp: results are CUDA's
 namespace physical {
 constexpr size_t GRANULARITY = 2u << 20;
-int create(unsigned long long *handle, size_t size);
+int create(unsigned long long *handle, size_t size, int device);
 int release(unsigned long long handle);
 int reserve(Address *, size_t size, size_t alignment, Address hint);
 int map(Address, size_t size, unsigned long long handle);
 int unmap(Address, size_t size);
-void memory(size_t *free, size_t *total);
+void memory(int device, size_t *free, size_t *total);
 } // namespace physical
 
 // -- memory.cpp
@@ -170,6 +170,12 @@ CUresult copy_batch(const Address *to, const Address *from, const size_t *sizes,
 
 // -- driver.cpp
 int attribute(int of);
+int devices();
+// That of this thread's context.
+int current();
+CUresult set_current(int device);
+// A process has memory on one device, and so its streams are of one.
+bool is_used(int device);
 std::atomic<uint64_t> &counted(int of); // emu_count's
 // The primary context of this thread, made current as the runtime does.
 CUresult use_device();

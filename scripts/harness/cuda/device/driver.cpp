@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// libcuda.so.1: a driver for CUDA 13.0 with one device. Functions of virtual memory are in memory.cpp.
+// libcuda.so.1: a driver for CUDA 13.0, with as many devices as KVPATCH_STAND_IN_GPUS says. Functions of virtual memory are in memory.cpp.
 #include "device.hpp"
 
 #include <dlfcn.h>
@@ -9,7 +9,7 @@ using namespace emu;
 
 #define CU extern "C" __attribute__((visibility("default"))) CUresult
 #define DEVICE(device)                                                                                                 \
-  if (device)                                                                                                          \
+  if (device < 0 || device >= devices())                                                                               \
   return CUDA_ERROR_INVALID_DEVICE
 #define WANTED(...)                                                                                                    \
   if (!(__VA_ARGS__))                                                                                                  \
@@ -26,8 +26,9 @@ using namespace emu;
 namespace {
 
 constexpr const char *NAME = "NVIDIA H100 80GB HBM3 (emulated)";
-char primary;
-const auto PRIMARY = (CUcontext)&primary;
+char primary[64]; // contexts, by device
+CUcontext context_of(int device) { return (CUcontext)(primary + device); }
+bool is_primary(CUcontext context) { return (char *)context >= primary && (char *)context < primary + devices(); }
 thread_local std::vector<CUcontext> contexts; // of this thread, the current one last
 std::atomic<pid_t> initialized{0};
 std::atomic<int> retained{0};
@@ -81,8 +82,29 @@ CUresult use_device() {
   if (contexts.empty())
     contexts.push_back(nullptr);
   if (!contexts.back())
-    contexts.back() = PRIMARY;
+    contexts.back() = context_of(0);
   return CUDA_SUCCESS;
+}
+
+int devices() {
+  static const char *said = getenv("KVPATCH_STAND_IN_GPUS");
+  static const int count = said ? atoi(said) : 1;
+  return count;
+}
+int current() { return contexts.empty() || !contexts.back() ? 0 : (char *)contexts.back() - primary; }
+CUresult set_current(int device) {
+  CUresult status = use_device();
+  if (!status)
+    contexts.back() = context_of(device);
+  return status;
+}
+bool is_used(int device) {
+  static std::atomic<int> used{-1};
+  int none = -1;
+  if (used.compare_exchange_strong(none, device) || none == device)
+    return true;
+  complain("memory on two devices of one process is not emulated");
+  return false;
 }
 
 int refused(const char *name) {
@@ -142,10 +164,10 @@ CU cuInit(unsigned flags) {
   return ready(false);
 }
 CU cuDriverGetVersion(int *version) { return told(version, 13000); }
-CU cuDeviceGetCount(int *count) { return ready(false) ?: told(count, 1); }
+CU cuDeviceGetCount(int *count) { return ready(false) ?: told(count, devices()); }
 CU cuDeviceGet(CUdevice *device, int index) {
   DEVICE(index);
-  return ready(false) ?: told(device, 0);
+  return ready(false) ?: told(device, index);
 }
 CU cuDeviceGetName(char *name, int size, CUdevice device) {
   DEVICE(device);
@@ -157,14 +179,14 @@ CU cuDeviceGetUuid(CUuuid *uuid, CUdevice device) {
   DEVICE(device);
   WANTED(uuid);
   memset(uuid, 0, sizeof *uuid);
-  uuid->bytes[15] = 1;
+  uuid->bytes[15] = 1 + device;
   return CUDA_SUCCESS;
 }
 CU cuDeviceTotalMem(size_t *total, CUdevice device) {
   DEVICE(device);
   WANTED(total);
   size_t free;
-  physical::memory(&free, total);
+  physical::memory(device, &free, total);
   return CUDA_SUCCESS;
 }
 CU cuDeviceGetAttribute(int *value, CUdevice_attribute of, CUdevice device) {
@@ -178,7 +200,7 @@ CU cuDevicePrimaryCtxGetState(CUdevice device, unsigned *flags, int *active) {
 CU cuDevicePrimaryCtxRetain(CUcontext *context, CUdevice device) {
   DEVICE(device);
   ++retained;
-  return ready(false) ?: told(context, PRIMARY);
+  return ready(false) ?: told(context, context_of(device));
 }
 CU cuDevicePrimaryCtxRelease(CUdevice device) {
   DEVICE(device);
@@ -188,14 +210,14 @@ CU cuCtxGetCurrent(CUcontext *context) {
   return ready(false) ?: told(context, contexts.empty() ? nullptr : contexts.back());
 }
 CU cuCtxSetCurrent(CUcontext context) {
-  WANTED(!context || context == PRIMARY);
+  WANTED(!context || is_primary(context));
   if (contexts.empty())
     contexts.push_back(nullptr);
   contexts.back() = context;
   return ready(false);
 }
 CU cuCtxPushCurrent(CUcontext context) {
-  WANTED(context == PRIMARY);
+  WANTED(is_primary(context));
   contexts.push_back(context);
   return ready(false);
 }
@@ -208,7 +230,7 @@ CU cuCtxPopCurrent(CUcontext *context) {
 }
 CU cuCtxGetDevice(CUdevice *device) {
   CONTEXT;
-  return told(device, 0);
+  return told(device, current());
 }
 CU cuCtxSynchronize() {
   CONTEXT;
@@ -226,7 +248,7 @@ CU cuGetErrorName(CUresult status, const char **text) { return told(text, status
 CU cuMemGetInfo(size_t *free, size_t *total) {
   CONTEXT;
   WANTED(free && total);
-  physical::memory(free, total);
+  physical::memory(current(), free, total);
   return CUDA_SUCCESS;
 }
 CU cuMemAlloc(CUdeviceptr *at, size_t size) {
@@ -283,7 +305,7 @@ CU cuPointerGetAttribute(void *value, CUpointer_attribute of, CUdeviceptr at) {
   WANTED(value && !range_of(at, &base, &size));
   switch (of) {
   case CU_POINTER_ATTRIBUTE_CONTEXT:
-    return told((CUcontext *)value, PRIMARY);
+    return told((CUcontext *)value, context_of(current()));
   case CU_POINTER_ATTRIBUTE_MEMORY_TYPE:
     return told((unsigned *)value, unsigned(pinned(at, 1) ? CU_MEMORYTYPE_HOST : CU_MEMORYTYPE_DEVICE));
   case CU_POINTER_ATTRIBUTE_DEVICE_POINTER:
@@ -292,7 +314,7 @@ CU cuPointerGetAttribute(void *value, CUpointer_attribute of, CUdeviceptr at) {
     WANTED(pinned(at, 1));
     return told((CUdeviceptr *)value, at);
   case CU_POINTER_ATTRIBUTE_DEVICE_ORDINAL:
-    return told((int *)value, 0);
+    return told((int *)value, current());
   case CU_POINTER_ATTRIBUTE_RANGE_START_ADDR:
     return told((Address *)value, base);
   case CU_POINTER_ATTRIBUTE_RANGE_SIZE:

@@ -92,7 +92,9 @@ CUresult allocate(Address *out, size_t size) {
   size_t whole = (size + physical::GRANULARITY - 1) / physical::GRANULARITY * physical::GRANULARITY;
   std::unique_lock<std::shared_mutex> lock(mapping);
   unsigned long long handle;
-  if (int status = physical::create(&handle, whole))
+  if (!is_used(current()))
+    return CUDA_ERROR_NOT_SUPPORTED;
+  if (int status = physical::create(&handle, whole, current()))
     return CUresult(status);
   int status = physical::reserve(out, whole, 0, 0);
   if (!status)
@@ -199,7 +201,7 @@ using namespace emu;
 
 static bool of_this_device(const CUmemAllocationProp *of) {
   return of && of->type == CU_MEM_ALLOCATION_TYPE_PINNED && of->location.type == CU_MEM_LOCATION_TYPE_DEVICE &&
-         of->location.id == 0;
+         of->location.id >= 0 && of->location.id < devices();
 }
 
 CU cuMemGetAllocationGranularity(size_t *size, const CUmemAllocationProp *of, CUmemAllocationGranularity_flags) {
@@ -213,7 +215,9 @@ CU cuMemCreate(CUmemGenericAllocationHandle *handle, size_t size, const CUmemAll
                unsigned long long flags) {
   if (!handle || !multiple(size) || !of_this_device(of) || flags)
     return CUDA_ERROR_INVALID_VALUE;
-  int status = physical::create(handle, size);
+  if (!is_used(of->location.id))
+    return CUDA_ERROR_NOT_SUPPORTED;
+  int status = physical::create(handle, size, of->location.id);
   std::unique_lock<std::shared_mutex> lock(mapping);
   if (!status)
     handles[*handle] = {size, false};
@@ -270,7 +274,7 @@ CU cuMemSetAccess(CUdeviceptr at, size_t size, const CUmemAccessDesc *to, size_t
   for (size_t done = 0; done < size; done += (found++)->second.size)
     if (found == mappings.end() || found->first != at + done || done + found->second.size > size)
       return CUDA_ERROR_INVALID_VALUE;
-  if (!to || count != 1 || to->location.type != CU_MEM_LOCATION_TYPE_DEVICE || to->location.id)
+  if (!to || count != 1 || to->location.type != CU_MEM_LOCATION_TYPE_DEVICE || !is_used(to->location.id))
     return CUDA_ERROR_INVALID_VALUE;
   for (auto range = mappings.find(at); range != found; ++range)
     range->second.accessible = to->flags == CU_MEM_ACCESS_FLAGS_PROT_READWRITE;

@@ -14,7 +14,7 @@ namespace emu::physical {
 
 static kvpatch_host::Device &device() { return kvpatch_host::Device::get(); }
 
-int create(unsigned long long *handle, size_t size) { return device().create(handle, size, 0); }
+int create(unsigned long long *handle, size_t size, int of) { return device().create(handle, size, of); }
 int release(unsigned long long handle) { return device().release(handle); }
 
 int reserve(uintptr_t *at, size_t size, size_t alignment, uintptr_t hint) {
@@ -26,6 +26,6 @@ int reserve(uintptr_t *at, size_t size, size_t alignment, uintptr_t hint) {
 
 int map(uintptr_t at, size_t size, unsigned long long handle) { return device().map(at, size, 0, handle); }
 int unmap(uintptr_t at, size_t size) { return device().unmap(at, size); }
-void memory(size_t *free, size_t *total) { device().memory(0, free, total); }
+void memory(int of, size_t *free, size_t *total) { device().memory(of, free, total); }
 
 } // namespace emu::physical

@@ -19,7 +19,7 @@ using namespace emu;
   if (!(__VA_ARGS__))                                                                                                  \
   return failed(cudaErrorInvalidValue)
 #define DEVICE(device)                                                                                                 \
-  if (device)                                                                                                          \
+  if (device < 0 || device >= devices())                                                                               \
   return failed(cudaErrorInvalidDevice)
 #define CONTEXT                                                                                                        \
   if (CUresult status = use_device())                                                                                  \
@@ -79,12 +79,11 @@ bool by_allocator(void *caller) {
 
 // -- device
 
-RT cudaGetDeviceCount(int *count) { return told(count, 1); }
-RT cudaGetDevice(int *device) { return told(device, 0); }
+RT cudaGetDeviceCount(int *count) { return told(count, devices()); }
+RT cudaGetDevice(int *device) { return told(device, current()); }
 RT cudaSetDevice(int device) {
   DEVICE(device);
-  CONTEXT;
-  return cudaSuccess;
+  return failed(set_current(device));
 }
 RT cudaDriverGetVersion(int *version) { return failed(cuDriverGetVersion(version)); }
 RT cudaRuntimeGetVersion(int *version) { return told(version, 13000); }
@@ -95,7 +94,7 @@ RT cudaDeviceGetAttribute(int *value, cudaDeviceAttr of, int device) {
 RT cudaDeviceGetPCIBusId(char *text, int size, int device) {
   DEVICE(device);
   WANTED(text && size > 0);
-  snprintf(text, size, "0000:01:00.0");
+  snprintf(text, size, "0000:%02x:00.0", 1 + device);
   return cudaSuccess;
 }
 RT cudaDeviceCanAccessPeer(int *can, int, int) { return told(can, 0); }
@@ -136,8 +135,8 @@ RT cudaGetDeviceProperties(cudaDeviceProp *of, int device) {
   WANTED(of);
   memset(of, 0, sizeof *of);
   cuDeviceGetName(of->name, sizeof of->name, 0);
-  cuDeviceGetUuid(&of->uuid, 0);
-  cuDeviceTotalMem(&of->totalGlobalMem, 0);
+  cuDeviceGetUuid(&of->uuid, device);
+  cuDeviceTotalMem(&of->totalGlobalMem, device);
   auto is = [](CUdevice_attribute which) { return attribute(which); };
   of->major = is(CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR);
   of->minor = is(CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MINOR);
@@ -215,6 +214,7 @@ RT cudaPointerGetAttributes(cudaPointerAttributes *of, const void *at) {
   }
   bool host = pinned((Address)at, 1);
   of->type = host ? cudaMemoryTypeHost : cudaMemoryTypeDevice;
+  of->device = current();
   of->devicePointer = (void *)at;
   of->hostPointer = host ? (void *)at : nullptr;
   return cudaSuccess;
