@@ -42,6 +42,9 @@ from kvpatch.pool import ledger
 from kvpatch.upstream import connectors
 
 PROMPTS, CACHED = 12, 640
+# Of a hybrid vLLM keeps the state behind the last whole block of a prompt, and a tier has it only
+# where that block ends a chunk.
+CACHED_WITH_STATES = 512
 APART = 8  # prompts that are asked one at a time: more than a device of LEAST blocks can keep
 LEAST = 128  # blocks of a device in fp8, of four times the tokens: kvcached maps a whole page
 # From here on kvcached has K and V of a layer in one page; before, twice the heads fill one each.
@@ -163,7 +166,12 @@ TRIALS = {
         {"tiers": ("tier",)},
         rounds=tuple(range(n, n + 1) for n in range(APART)) * 2,
         again=range(APART, 2 * APART),
-        tiers={"llama": (60, 96), "sliding": (60, 132), "latent": (60, 96)},
+        tiers={
+            "llama": (60, 96),
+            "sliding": (60, 132),
+            "latent": (60, 96),
+            "hybrid": (60, 140),
+        },
         job={"watch": True},
     ),
     "Multi": Trial(
@@ -414,6 +422,11 @@ def _pool() -> str:
     return f"matrix{os.getpid()}x{threading.get_native_id()}"
 
 
+def cached_of(wanted: Run) -> int:
+    """Return how many tokens of each prompt a tier can have."""
+    return CACHED_WITH_STATES if wanted.model == "hybrid" else CACHED
+
+
 def asked_of(wanted: Run, trial: Trial) -> dict[str, Any]:
     """Return the prompts of a job, round by round.
 
@@ -421,7 +434,8 @@ def asked_of(wanted: Run, trial: Trial) -> dict[str, Any]:
     asked what another one has answered.
     """
     # So few tokens that they fill no block, which would be computed again and not restored.
-    known, count = prompts(PROMPTS * wanted.engines, max_tokens=7), wanted.engines
+    count = wanted.engines
+    known = prompts(PROMPTS * count, length=cached_of(wanted), max_tokens=7)
     if count == 1:
         return {"rounds": [[known[number] for number in asked] for asked in trial.rounds]}
     of_ranks = [
@@ -492,7 +506,7 @@ def judge(ours: dict[str, Any], plain: dict[str, Any], trial: Trial, wanted: Run
     same = sum(mine["tokens"] == theirs["tokens"] for mine, theirs in pairs)
     answers = len(pairs)
     from_tier = [record["cached"] for index in trial.again for record in ours["rounds"][index]]
-    expected = len(from_tier) * restored_tokens(wanted, CACHED)
+    expected = len(from_tier) * restored_tokens(wanted, cached_of(wanted))
     blocks = expected // block_tokens(wanted)
     record = {
         "same_answers": same,
