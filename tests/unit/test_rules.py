@@ -1066,6 +1066,18 @@ def test_latent_attention_on_several_ranks_starts_where_it_ran(ran, monkeypatch,
     assert check(made).code == "KVP305"  # a run with several ranks is not one with one
 
 
+def test_an_fp8_cache_of_a_hybrid_starts_where_it_ran(ran, monkeypatch):
+    made = config(**OF_FP8 | HYBRID | V2_OF_32)
+    monkeypatch.setattr(admitted, "ran_with", lambda *given: True)
+    (rule,) = (rule for rule in RULES if rule.code == "KVP310")
+    here = facts("0.32.0")
+    assert rule.refusal(made, here) is not None
+    ran("fp8", models=("hybrid",))
+    assert rule.refusal(made, here) is None
+    made.cache_config.calculate_kv_scales = True
+    assert rule.refusal(made, here) is not None
+
+
 def test_two_stages_of_one_rank_are_not_those_of_two(ran):
     ran("2 stages")
     assert check(config(**STAGES | V2_OF_32)) is None

@@ -222,14 +222,14 @@ def _other_dtype(config: Any, facts: Facts) -> bool:
 def _validated_fp8(config: Any, facts: Facts) -> bool:
     """Return whether an fp8 KV cache was compared.
 
-    That of all attention layers, with the scales of the checkpoint: scales that the first requests
+    That of all attention layers, and of other models than those of full attention where it ran, with the scales of the checkpoint: scales that the first requests
     decide are those of one engine, and a secondary tier serves several. What is beside it, such as
     several ranks, is in pairs.
     """
-    cache = config.cache_config
+    cache, kind = config.cache_config, place.kind_of(config.model_config)
     return (
         is_validated(facts.vllm, FP8)
-        and place.kind_of(config.model_config) == place.FULL
+        and (kind == place.FULL or place.starts_with("fp8", config, facts))
         and not getattr(cache, "calculate_kv_scales", False)
         and not getattr(cache, "kv_cache_dtype_skip_layers", ())
     )

@@ -170,6 +170,8 @@ def model_of(kind: str, kv_heads: int = 4, vllm: str = "") -> Path:
 TOKENS = {"latent": 16, "hybrid": 128}
 
 
+BYTES = {"float32": 4, "bfloat16": 2}  # of a number
+
 # Blocks of ``BLOCK`` tokens that a load fills, in all groups of KV cache.
 ROOM = {
     "llama": 640,
@@ -185,9 +187,9 @@ ROOM = {
 
 
 def block_tokens(run: Run) -> int:
-    """Tokens of one block of a run; of bytes four times as many, which are as long."""
+    """Tokens of one block of a run; of bytes as many more as are as long."""
     fp8 = run.cache_dtype or run.model in SCALES
-    return TOKENS.get(run.model, BLOCK) * (4 if fp8 else 1)
+    return TOKENS.get(run.model, BLOCK) * (BYTES[run.dtype] if fp8 else 1)
 
 
 def block_bytes(run: Run) -> int:

@@ -34,6 +34,7 @@ from harness.evidence import of_run
 from harness.matrix import giving
 from harness.matrix.axes import TOGETHER, TRIED, settings_of
 from harness.matrix.recorded import LEVELS
+from harness.models import IMAGE
 from kvpatch import patches
 from kvpatch.environ import FIRST_LIMIT, HOST_POOL
 from kvpatch.matrix.verdicts import NONE, Cell
@@ -90,6 +91,7 @@ FEATURES: dict[str, dict[str, Any]] = {
         "model": experts.KIND,
         "settings": (("enable_expert_parallel", True),),
     },
+    "images": {"model": "seeing"},
     "KV events": {"events": True},
     "arc": {"policy": "arc"},
     "idle": {},  # see ``giving``
@@ -431,11 +433,14 @@ def asked_of(wanted: Run, trial: Trial) -> dict[str, Any]:
     """Return the prompts of a job, round by round.
 
     Each of several engines has prompts of its own, as many as one engine has; at the end each is
-    asked what another one has answered.
+    asked what another one has answered. A model that sees is asked one text behind other images.
     """
     # So few tokens that they fill no block, which would be computed again and not restored.
     count = wanted.engines
     known = prompts(PROMPTS * count, length=cached_of(wanted), max_tokens=7)
+    if wanted.model == "seeing":
+        text = known[0] | {"tokens": known[0]["tokens"][IMAGE:]}
+        known = [text | {"image": number} for number in range(len(known))]
     if count == 1:
         return {"rounds": [[known[number] for number in asked] for asked in trial.rounds]}
     of_ranks = [
