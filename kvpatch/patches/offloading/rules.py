@@ -222,9 +222,9 @@ def _other_dtype(config: Any, facts: Facts) -> bool:
 def _validated_fp8(config: Any, facts: Facts) -> bool:
     """Return whether an fp8 KV cache was compared.
 
-    That of all attention layers, and of other models than those of full attention where it ran, with the scales of the checkpoint: scales that the first requests
-    decide are those of one engine, and a secondary tier serves several. What is beside it, such as
-    several ranks, is in pairs.
+    That of all attention layers, of other models than those of full attention where it ran, with
+    the scales of the checkpoint: scales that the first requests decide are those of one engine, and
+    a secondary tier serves several. What is beside it, such as several ranks, is in pairs.
     """
     cache, kind = config.cache_config, place.kind_of(config.model_config)
     return (
