@@ -1083,6 +1083,16 @@ def test_an_fp8_cache_of_a_hybrid_starts_where_it_ran(ran, monkeypatch):
     assert rule.refusal(made, here) is not None
 
 
+def test_a_hybrid_on_several_ranks_starts_where_two_ran(ran):
+    (rule,) = (rule for rule in RULES if rule.code == "KVP311")
+    alone, four = (config(**HYBRID | V2_OF_32 | ranks) for ranks in (ONE_RANK, FOUR_RANKS))
+    ran("none", models=("hybrid",))
+    assert rule.refusal(four, facts("0.32.0")) is not None
+    ran("2 ranks", models=("hybrid",))
+    assert rule.refusal(four, facts("0.32.0")) is None
+    assert rule.refusal(alone, facts("0.32.0")) is not None
+
+
 def test_two_stages_of_one_rank_are_not_those_of_two(ran):
     ran("2 stages")
     assert check(config(**STAGES | V2_OF_32)) is None
