@@ -456,7 +456,7 @@ case(
 case(
     "KVP311",
     "a KV connector is configured for JambaForCausalLM",
-    HYBRID | FOUR_RANKS | V2_OF_30 | simple(lazy_offload=True),
+    HYBRID | FOUR_RANKS | V2_OF_32 | simple(lazy_offload=True),
     HYBRID | ONE_RANK | V2_OF_30 | LATENT,
 )
 case(
