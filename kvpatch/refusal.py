@@ -244,6 +244,10 @@ CODES = {
         "tests/objects/test_registered_addresses.py; vllm-project/vllm, "
         "`VllmConfig._verify_kv_transfer_compat`",
     ),
+    "KVP392": _incompatible(
+        "SimpleCPUOffloadConnector with the prefix cache disabled",
+        "`test_without_a_prefix_cache_plain_vllm_stores_nothing` in tests/long/test_simple.py",
+    ),
     "KVP401": _incompatible(
         "the scheduler's block pool is not kvcached's", "ovg-project/kvcached#316"
     ),

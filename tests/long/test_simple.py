@@ -59,6 +59,14 @@ def test_what_comes_back_from_the_cpu_tier_is_right(
     assert f"mode={mode}, backend=cpu" in ours.log
 
 
+def test_without_a_prefix_cache_plain_vllm_stores_nothing(engine: Engine) -> None:
+    """It asks the block for the name that the prefix cache gives it: the reason of KVP392."""
+    run = Run(kvpatch=False, simple="eager", rounds=("few", "few"))
+    assert cached(engine(run).round(1)) == 8 * 640
+    without = replace(run, settings=(("enable_prefix_caching", False),))
+    assert cached(engine(without).round(1)) == 0
+
+
 # Lazy mode looks ahead by blocks, not by a share of the device: the load is the larger one.
 MANY = 24
 PRESSED = Run(simple="eager", blocks=400, rounds=("24", "back", "shared", "24", "shared"))

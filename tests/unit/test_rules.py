@@ -376,7 +376,6 @@ case(
     "KVP306",
     "the prefix cache is disabled while a KV connector is configured",
     NO_PREFIX_CACHE | V2_OF_34,
-    NO_PREFIX_CACHE | V2_OF_32 | simple(),
     NO_PREFIX_CACHE | V2_OF_32 | WINDOWS,
 )
 WHOLE = {"scheduler_config__enable_chunked_prefill": False}
@@ -524,6 +523,12 @@ case(
     "KVP315",
     "the kv_offload_backend disk is configured",
     simple(kv_offload_backend="disk", disk_path="/tmp/x"),
+)
+case(
+    "KVP392",
+    "SimpleCPUOffloadConnector is configured with the prefix cache disabled",
+    NO_PREFIX_CACHE | V2_OF_32 | simple(),
+    NO_PREFIX_CACHE | V2_OF_32 | multi("OffloadingConnector", "SimpleCPUOffloadConnector"),
 )
 case(
     "KVP352",
@@ -1046,11 +1051,11 @@ def test_a_kind_of_model_starts_where_it_ran(ran, monkeypatch, changes, kind, co
 
 def test_a_known_fault_goes_before_what_is_not_validated():
     """Its sentence is of use; the other one offers to verify what cannot be right."""
-    made = config(**simple(lazy_offload=True), **NO_PREFIX_CACHE, machine__vllm="0.29.0")
+    made = config(**simple(lazy_offload=True), **STAGES_OF_RANKS, machine__vllm="0.29.0")
     broken = [rule.code for rule in RULES if rule.refusal(made, facts("0.29.0"))]
-    assert broken == ["KVP306", "KVP316"]
+    assert broken == ["KVP307", "KVP316"]
     assert check(made).code == "KVP316"
-    assert check(made, lifted={"KVP316"}).code == "KVP306"
+    assert check(made, lifted={"KVP316"}).code == "KVP307"
 
 
 @pytest.mark.parametrize("connector", [{}, simple(), multi("OffloadingConnector"), tiers("fs")])

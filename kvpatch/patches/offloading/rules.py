@@ -550,6 +550,7 @@ RULES = (
         "offloading with the prefix cache disabled" + admitted.but("no prefix cache"),
         lambda config, facts: (
             not config.cache_config.enable_prefix_caching
+            and len(connectors.offloading(config.kv_transfer_config)) == len(leaves(config))
             and not place.starts_with("no prefix cache", config, facts)
         ),
         "the prefix cache is disabled while a KV connector is configured",

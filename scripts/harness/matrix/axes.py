@@ -303,7 +303,7 @@ PAIRS = tuple(
             ("several ranks", "ngram", "draft model", "EAGLE"),
             ("no prefix cache", "idle", "first limit"),
             ("mtp", "several ranks", "chunks", "fp8", "expert parallelism"),
-            ("expert parallelism", "chunks", "fp8"),
+            ("expert parallelism", "chunks", "fp8", "idle", "first limit"),
         )
         for pair in (tuple(sorted((one, other))) for other in others)
     )
@@ -312,13 +312,13 @@ PAIRS = tuple(
 
 # What runs once for each connector.
 TRIED = (
-    "images",
     "host pool",
     "idle",
     "first limit",
     SELF_DESCRIBING,
     *(admitted.together(*pair) for pair in PAIRS),
     *EXPERTS.values(),
+    "images",
 )
 
 

@@ -356,7 +356,8 @@ class Engines:
             # One at a time: beside other requests the last digits of bfloat16 are others.
             # Each rank has as large a block as one alone: the device's blocks fill a page, and all
             # that is asked does not fit into two.
-            plain = replace(plain, dtype="bfloat16", together=1, kv_heads=4 * plain.ranks)
+            heads = plain.ranks * (HEADS if plain.cache_dtype else HEADS // 2)
+            plain = replace(plain, dtype="bfloat16", together=1, kv_heads=heads)
         feature = "" if cell.feature == NONE else f"-{cell.feature.replace(' ', '-')}"
         return plain, f"{cell.runner}-{kind}{feature}{'-ahead' if plain.asynchronous else ''}"
 
