@@ -246,7 +246,8 @@ CODES = {
     ),
     "KVP392": _incompatible(
         "SimpleCPUOffloadConnector with the prefix cache disabled",
-        "`test_without_a_prefix_cache_plain_vllm_stores_nothing` in tests/long/test_simple.py",
+        "`test_without_a_prefix_cache_nothing_is_stored` in tests/long/test_simple.py; "
+        "vllm-project/vllm, `_classify_store_candidate` in v1/simple_kv_offload/manager.py",
     ),
     "KVP401": _incompatible(
         "the scheduler's block pool is not kvcached's", "ovg-project/kvcached#316"
