@@ -244,6 +244,11 @@ CODES = {
         "tests/objects/test_registered_addresses.py; vllm-project/vllm, "
         "`VllmConfig._verify_kv_transfer_compat`",
     ),
+    "KVP392": _incompatible(
+        "SimpleCPUOffloadConnector with the prefix cache disabled",
+        "`test_without_a_prefix_cache_nothing_is_stored` in tests/long/test_simple.py; "
+        "vllm-project/vllm, `_classify_store_candidate` in v1/simple_kv_offload/manager.py",
+    ),
     "KVP401": _incompatible(
         "the scheduler's block pool is not kvcached's", "ovg-project/kvcached#316"
     ),

@@ -242,7 +242,11 @@ def test_plain_vllm_runs_where_nothing_is_validated(plain_engines, monkeypatch, 
     plain_engines[fp8] = "ValueError: no fp8 here\n"
     monkeypatch.setattr(record, "DATA", tmp_path)
     given = SimpleNamespace(
-        keep=tmp_path, feature=["fp8", "ngram"], model=None, runner=None, missing=False
+        keep=tmp_path,
+        feature=["fp8", "ngram"],
+        model=["full attention"],
+        runner=None,
+        missing=False,
     )
     command.run_plain("0.20.1", given)
     assert plain.runs(tmp_path) == {

@@ -9,8 +9,17 @@ from typing import Any
 import pytest
 
 from harness.engines.plugins import UNTIL_IT_RAN
-from harness.engines.runs import Run, block_bytes, block_tokens, engine_arguments
+from harness.engines.runs import (
+    BLOCK,
+    Run,
+    block_bytes,
+    block_tokens,
+    chunk_tokens,
+    engine_arguments,
+    restored_tokens,
+)
 from harness.matrix import axes, cells
+from harness.models import IMAGE
 from kvpatch import admitted
 from kvpatch.matrix.verdicts import NONE, Cell
 
@@ -168,6 +177,28 @@ def test_a_chunk_is_of_two_blocks(asked):
         _, ours, _ = asked(replace(CELL, connector=connector, feature="chunks"))
         extra = engine_arguments(ours)["kv_transfer_config"]["kv_connector_extra_config"]
         assert extra["block_size"] == 2 * engine_arguments(ours)["block_size"]
+
+
+def test_the_state_of_a_hybrid_prompt_is_behind_a_whole_chunk_and_not_in_the_tier_before_a_disk(
+    asked,
+):
+    """vLLM stores a chunk of states by its last block, and keeps the prompt's last one alone."""
+    cell = replace(CELL, vllm="0.33.0", model="hybrid", connector="tiering fs")
+    for feature in ("none", "chunks", "fp8"):
+        _, ours, trial = asked(replace(cell, feature=feature))
+        assert cells.cached_of(ours) % chunk_tokens(ours) == 0
+        assert restored_tokens(ours, cells.cached_of(ours)) == cells.cached_of(ours)
+        blocks = ours.cpu_blocks * BLOCK // block_tokens(ours)
+        of_each = cells.cached_of(ours) // block_tokens(ours) + 1
+        assert 0 < blocks < len(trial.again) * of_each
+
+
+def test_images_alone_tell_the_prompts_of_a_model_that_sees_apart(asked):
+    _, ours, trial = asked(replace(CELL, feature="images"))
+    first, _ = cells.asked_of(ours, trial)["rounds"]
+    assert len({str(one["tokens"]) for one in first}) == 1
+    assert len({one["image"] for one in first}) == cells.PROMPTS
+    assert IMAGE + len(first[0]["tokens"]) == cells.CACHED + 9
 
 
 def test_settings_are_in_both_engines(asked):

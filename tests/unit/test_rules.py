@@ -375,7 +375,6 @@ case(
     "KVP306",
     "the prefix cache is disabled while a KV connector is configured",
     NO_PREFIX_CACHE | V2_OF_34,
-    NO_PREFIX_CACHE | V2_OF_32 | simple(),
     NO_PREFIX_CACHE | V2_OF_32 | WINDOWS,
 )
 WHOLE = {"scheduler_config__enable_chunked_prefill": False}
@@ -456,7 +455,7 @@ case(
 case(
     "KVP311",
     "a KV connector is configured for JambaForCausalLM",
-    HYBRID | FOUR_RANKS | V2_OF_30,
+    HYBRID | FOUR_RANKS | V2_OF_32 | simple(lazy_offload=True),
     HYBRID | ONE_RANK | V2_OF_30 | LATENT,
 )
 case(
@@ -523,6 +522,12 @@ case(
     "KVP315",
     "the kv_offload_backend disk is configured",
     simple(kv_offload_backend="disk", disk_path="/tmp/x"),
+)
+case(
+    "KVP392",
+    "SimpleCPUOffloadConnector is configured with the prefix cache disabled",
+    NO_PREFIX_CACHE | V2_OF_32 | simple(),
+    NO_PREFIX_CACHE | V2_OF_32 | multi("OffloadingConnector", "SimpleCPUOffloadConnector"),
 )
 case(
     "KVP352",
@@ -1045,11 +1050,11 @@ def test_a_kind_of_model_starts_where_it_ran(ran, monkeypatch, changes, kind, co
 
 def test_a_known_fault_goes_before_what_is_not_validated():
     """Its sentence is of use; the other one offers to verify what cannot be right."""
-    made = config(**simple(lazy_offload=True), **NO_PREFIX_CACHE, machine__vllm="0.29.0")
+    made = config(**simple(lazy_offload=True), **STAGES_OF_RANKS, machine__vllm="0.29.0")
     broken = [rule.code for rule in RULES if rule.refusal(made, facts("0.29.0"))]
-    assert broken == ["KVP306", "KVP316"]
+    assert broken == ["KVP307", "KVP316"]
     assert check(made).code == "KVP316"
-    assert check(made, lifted={"KVP316"}).code == "KVP306"
+    assert check(made, lifted={"KVP316"}).code == "KVP307"
 
 
 @pytest.mark.parametrize("connector", [{}, simple(), multi("OffloadingConnector"), tiers("fs")])
@@ -1063,6 +1068,28 @@ def test_latent_attention_on_several_ranks_starts_where_it_ran(ran, monkeypatch,
     assert check(made).code == "KVP307"  # not all of tensor parallelism
     made = config(**LATENT | ONE_RANK | V2_OF_32 | connector)
     assert check(made).code == "KVP305"  # a run with several ranks is not one with one
+
+
+def test_an_fp8_cache_of_a_hybrid_starts_where_it_ran(ran, monkeypatch):
+    made = config(**OF_FP8 | HYBRID | V2_OF_32)
+    monkeypatch.setattr(admitted, "ran_with", lambda *given: True)
+    (rule,) = (rule for rule in RULES if rule.code == "KVP310")
+    here = facts("0.32.0")
+    assert rule.refusal(made, here) is not None
+    ran("fp8", models=("hybrid",))
+    assert rule.refusal(made, here) is None
+    made.cache_config.calculate_kv_scales = True
+    assert rule.refusal(made, here) is not None
+
+
+def test_a_hybrid_on_several_ranks_starts_where_two_ran(ran):
+    (rule,) = (rule for rule in RULES if rule.code == "KVP311")
+    alone, four = (config(**HYBRID | V2_OF_32 | ranks) for ranks in (ONE_RANK, FOUR_RANKS))
+    ran("none", models=("hybrid",))
+    assert rule.refusal(four, facts("0.32.0")) is not None
+    ran("2 ranks", models=("hybrid",))
+    assert rule.refusal(four, facts("0.32.0")) is None
+    assert rule.refusal(alone, facts("0.32.0")) is not None
 
 
 def test_two_stages_of_one_rank_are_not_those_of_two(ran):

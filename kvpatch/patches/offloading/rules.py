@@ -37,7 +37,6 @@ EXPERTS = {False: "experts", True: "expert parallelism"}
 STAGES = {1: "2 stages", 2: "2 stages of 2 ranks"}
 SEVERAL_RANKS = "2 ranks"  # of tensor parallelism, by the name of its cells
 _RANKS = (place.ALONE, SEVERAL_RANKS)
-_HOW_HYBRIDS = "with one or two ranks"
 # Where models that are run for their pooled states were compared. SimpleCPUOffloadConnector of
 # earlier releases stores nothing of a request that ends in its first step.
 POOLED = {connectors.OFFLOADING: Span("0.28"), connectors.SIMPLE: Span("0.30")}
@@ -80,7 +79,8 @@ _POOLED = (
 )
 _FP8 = (
     f"on vLLM {in_ranges(validated(FP8))}, in all layers of a model of full attention alone and "
-    "without --calculate-kv-scales"
+    "without --calculate-kv-scales, and of a hybrid one "
+    + admitted.where("fp8", model=place.HYBRID)
 )
 
 
@@ -160,15 +160,19 @@ def _latent(config: Any, facts: Facts) -> bool:
         return False
     if getattr(getattr(config.model_config, "hf_text_config", None), "index_topk", None):
         return True  # an indexer, whose keys are in a group of their own
-    several = config.parallel_config.world_size > 1
-    return not place.starts_with(SEVERAL_RANKS if several else place.ALONE, config, facts)
+    return not _ran_on_ranks(config, facts)
 
 
 def _hybrid(config: Any, facts: Facts) -> bool:
     """Return whether a model is hybrid, where that did not run; none with latent attention did."""
     model = config.model_config
-    ranks = {1: place.ALONE, 2: SEVERAL_RANKS}.get(config.parallel_config.world_size, "")
-    return place.is_hybrid(model) and (model.use_mla or not place.starts_with(ranks, config, facts))
+    return place.is_hybrid(model) and (model.use_mla or not _ran_on_ranks(config, facts))
+
+
+def _ran_on_ranks(config: Any, facts: Facts) -> bool:
+    """Return whether a kind of model ran alone, or on several ranks if the configuration has."""
+    several = config.parallel_config.world_size > 1
+    return place.starts_with(SEVERAL_RANKS if several else place.ALONE, config, facts)
 
 
 def _pooling(config: Any, facts: Facts) -> bool:
@@ -222,14 +226,14 @@ def _other_dtype(config: Any, facts: Facts) -> bool:
 def _validated_fp8(config: Any, facts: Facts) -> bool:
     """Return whether an fp8 KV cache was compared.
 
-    That of all attention layers, with the scales of the checkpoint: scales that the first requests
-    decide are those of one engine, and a secondary tier serves several. What is beside it, such as
-    several ranks, is in pairs.
+    That of all attention layers, of other models than those of full attention where it ran, with
+    the scales of the checkpoint: scales that the first requests decide are those of one engine, and
+    a secondary tier serves several. What is beside it, such as several ranks, is in pairs.
     """
-    cache = config.cache_config
+    cache, kind = config.cache_config, place.kind_of(config.model_config)
     return (
         is_validated(facts.vllm, FP8)
-        and place.kind_of(config.model_config) == place.FULL
+        and (kind == place.FULL or place.starts_with("fp8", config, facts))
         and not getattr(cache, "calculate_kv_scales", False)
         and not getattr(cache, "kv_cache_dtype_skip_layers", ())
     )
@@ -550,6 +554,7 @@ RULES = (
         "offloading with the prefix cache disabled" + admitted.but("no prefix cache"),
         lambda config, facts: (
             not config.cache_config.enable_prefix_caching
+            and len(connectors.offloading(config.kv_transfer_config)) == len(leaves(config))
             and not place.starts_with("no prefix cache", config, facts)
         ),
         "the prefix cache is disabled while a KV connector is configured",
@@ -664,11 +669,10 @@ RULES = (
     ),
     Rule(
         "KVP311",
-        "offloading of hybrid models" + admitted.but(*_RANKS, how=_HOW_HYBRIDS, model=place.HYBRID),
+        "offloading of hybrid models" + admitted.but(*_RANKS, model=place.HYBRID),
         _hybrid,
         _model,
-        "hybrid models are validated "
-        + admitted.where(*_RANKS, how=_HOW_HYBRIDS, model=place.HYBRID),
+        "hybrid models are validated " + admitted.where(*_RANKS, model=place.HYBRID),
         "use one of these, or run this model without a KV connector",
     ),
     Rule(

@@ -55,6 +55,16 @@ RULES = (
         "remove kv_offload_backend from kv_connector_extra_config",
     ),
     Rule(
+        "KVP392",
+        "SimpleCPUOffloadConnector with the prefix cache disabled",
+        lambda config, facts: (
+            _is_simple(config, facts) and not config.cache_config.enable_prefix_caching
+        ),
+        "SimpleCPUOffloadConnector is configured with the prefix cache disabled",
+        "it stores blocks by the names that the prefix cache gives them, and without it nothing",
+        "remove --no-enable-prefix-caching, or use OffloadingConnector",
+    ),
+    Rule(
         "KVP352",
         "`num_cpu_blocks` of SimpleCPUOffloadConnector, which vLLM 0.33 reads",
         lambda config, facts: any(value is not None for value in _values(config, "num_cpu_blocks")),

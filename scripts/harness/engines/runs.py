@@ -185,8 +185,11 @@ ROOM = {
 
 
 def block_tokens(run: Run) -> int:
-    """Tokens of one block of a run; of bytes four times as many, which are as long."""
-    fp8 = run.cache_dtype or run.model in SCALES
+    """Tokens of one block of a run; of bytes four times as many, which are as long.
+
+    A hybrid's block is as large as a state: of bytes it has as many tokens of twice the heads.
+    """
+    fp8 = (run.cache_dtype or run.model in SCALES) and run.model != "hybrid"
     return TOKENS.get(run.model, BLOCK) * (4 if fp8 else 1)
 
 
@@ -200,7 +203,7 @@ def block_bytes(run: Run) -> int:
     if model == "latent":
         return 4 * TOKENS[model] * (512 + 64) * 4
     if model == "hybrid":
-        return 2 * TOKENS[model] * kv_heads * 32 * 2 * 2
+        return 2 * TOKENS[model] * kv_heads * 32 * 2 * (1 if run.cache_dtype else 2)
     pools = (2 if run.groups_windows else 4) + DRAFTING.get(run.speculation, 0)
     return pools * BLOCK * kv_heads * 64 * 2 * 4
 

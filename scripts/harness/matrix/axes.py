@@ -117,7 +117,9 @@ _V2_SINCE = {"ngram": "0.32", "draft model": "0.31"}
 FEATURES = (
     Feature(NONE, {}, tuple(model.name for model in MODELS), admitted=False),
     # What kvpatch sees of fp8 is one byte for each value; which of the two it is the kernels know.
-    Feature("fp8", {"cache_config.cache_dtype": "fp8"}, ("full attention",), admitted=False),
+    Feature(
+        "fp8", {"cache_config.cache_dtype": "fp8"}, ("full attention", "hybrid"), admitted=False
+    ),
     Feature(
         "2 ranks",
         {"parallel_config.world_size": 2, "parallel_config.tensor_parallel_size": 2},
@@ -224,6 +226,8 @@ SETTINGS = (
         since="0.17",
         admitted=False,
     ),
+    # Blocks of the same tokens that only the images before them tell apart.
+    Feature("images", {}, ("full attention",), since="0.28", admitted=False),
     # CPU tiers of all engines in one pool. No GPU has run it.
     Feature(
         "host pool",
@@ -299,7 +303,7 @@ PAIRS = tuple(
             ("several ranks", "ngram", "draft model", "EAGLE"),
             ("no prefix cache", "idle", "first limit"),
             ("mtp", "several ranks", "chunks", "fp8", "expert parallelism"),
-            ("expert parallelism", "chunks", "fp8"),
+            ("expert parallelism", "chunks", "fp8", "idle", "first limit"),
         )
         for pair in (tuple(sorted((one, other))) for other in others)
     )
@@ -314,6 +318,7 @@ TRIED = (
     SELF_DESCRIBING,
     *(admitted.together(*pair) for pair in PAIRS),
     *EXPERTS.values(),
+    "images",
 )
 
 

@@ -34,6 +34,7 @@ from harness.evidence import of_run
 from harness.matrix import giving
 from harness.matrix.axes import TOGETHER, TRIED, settings_of
 from harness.matrix.recorded import LEVELS
+from harness.models import IMAGE
 from kvpatch import patches
 from kvpatch.environ import FIRST_LIMIT, HOST_POOL
 from kvpatch.matrix.verdicts import NONE, Cell
@@ -42,6 +43,9 @@ from kvpatch.pool import ledger
 from kvpatch.upstream import connectors
 
 PROMPTS, CACHED = 12, 640
+# Of a hybrid vLLM keeps the state behind the last whole block of a prompt, and a tier has it only
+# where that block ends a chunk.
+CACHED_WITH_STATES = 512
 APART = 8  # prompts that are asked one at a time: more than a device of LEAST blocks can keep
 LEAST = 128  # blocks of a device in fp8, of four times the tokens: kvcached maps a whole page
 # From here on kvcached has K and V of a layer in one page; before, twice the heads fill one each.
@@ -87,6 +91,7 @@ FEATURES: dict[str, dict[str, Any]] = {
         "model": experts.KIND,
         "settings": (("enable_expert_parallel", True),),
     },
+    "images": {"model": "seeing"},
     "KV events": {"events": True},
     "arc": {"policy": "arc"},
     "idle": {},  # see ``giving``
@@ -163,7 +168,12 @@ TRIALS = {
         {"tiers": ("tier",)},
         rounds=tuple(range(n, n + 1) for n in range(APART)) * 2,
         again=range(APART, 2 * APART),
-        tiers={"llama": (60, 96), "sliding": (60, 132), "latent": (60, 96)},
+        tiers={
+            "llama": (60, 96),
+            "sliding": (60, 132),
+            "latent": (60, 96),
+            "hybrid": (60, 140),
+        },
         job={"watch": True},
     ),
     "Multi": Trial(
@@ -346,7 +356,8 @@ class Engines:
             # One at a time: beside other requests the last digits of bfloat16 are others.
             # Each rank has as large a block as one alone: the device's blocks fill a page, and all
             # that is asked does not fit into two.
-            plain = replace(plain, dtype="bfloat16", together=1, kv_heads=4 * plain.ranks)
+            heads = plain.ranks * (HEADS if plain.cache_dtype else HEADS // 2)
+            plain = replace(plain, dtype="bfloat16", together=1, kv_heads=heads)
         feature = "" if cell.feature == NONE else f"-{cell.feature.replace(' ', '-')}"
         return plain, f"{cell.runner}-{kind}{feature}{'-ahead' if plain.asynchronous else ''}"
 
@@ -414,14 +425,23 @@ def _pool() -> str:
     return f"matrix{os.getpid()}x{threading.get_native_id()}"
 
 
+def cached_of(wanted: Run) -> int:
+    """Return how many tokens of each prompt a tier can have."""
+    return CACHED_WITH_STATES if wanted.model == "hybrid" else CACHED
+
+
 def asked_of(wanted: Run, trial: Trial) -> dict[str, Any]:
     """Return the prompts of a job, round by round.
 
     Each of several engines has prompts of its own, as many as one engine has; at the end each is
-    asked what another one has answered.
+    asked what another one has answered. A model that sees is asked one text behind other images.
     """
     # So few tokens that they fill no block, which would be computed again and not restored.
-    known, count = prompts(PROMPTS * wanted.engines, max_tokens=7), wanted.engines
+    count = wanted.engines
+    known = prompts(PROMPTS * count, length=cached_of(wanted), max_tokens=7)
+    if wanted.model == "seeing":
+        text = known[0] | {"tokens": known[0]["tokens"][IMAGE:]}
+        known = [text | {"image": number} for number in range(len(known))]
     if count == 1:
         return {"rounds": [[known[number] for number in asked] for asked in trial.rounds]}
     of_ranks = [
@@ -492,7 +512,7 @@ def judge(ours: dict[str, Any], plain: dict[str, Any], trial: Trial, wanted: Run
     same = sum(mine["tokens"] == theirs["tokens"] for mine, theirs in pairs)
     answers = len(pairs)
     from_tier = [record["cached"] for index in trial.again for record in ours["rounds"][index]]
-    expected = len(from_tier) * restored_tokens(wanted, CACHED)
+    expected = len(from_tier) * restored_tokens(wanted, cached_of(wanted))
     blocks = expected // block_tokens(wanted)
     record = {
         "same_answers": same,

@@ -521,7 +521,8 @@ def main() -> int:
     level = levels.add_parser("try", help="real engines with what is refused until it ran")
     level.add_argument("releases", nargs="+", help="of vLLM")
     # With nothing else turned on, the kinds of model that are admitted cell by cell.
-    waiting = [one.name for one in axes.FEATURES if one.admitted or one.name == NONE]
+    kinds = {one.name for one in axes.MODELS if one.admitted}
+    waiting = [one.name for one in axes.FEATURES if one.admitted or kinds & set(one.models)]
     level.add_argument("--feature", action="append", required=True, choices=waiting)
     level.add_argument("--model", action="append", help="one kind (default: all)")
     level.add_argument("--connector", action="append", help="one of them (default: all)")
