@@ -120,6 +120,14 @@ def planner(cached: int, free: int = 0, cap: int = -1, room: int = 100) -> Plann
     return Planner(Pool(cached, free, cap), Tier(room))
 
 
+def test_stored_blocks_go_back_to_the_head_in_their_order():
+    lazy = planner(cached=8)
+    lazy.walk()
+    lazy.copies_end()
+    assert list(lazy.pool._evictable_blocks) == [1, 2, 3, 4, 5, 6, 7, 8]
+    assert lazy.walk() == []
+
+
 def test_two_blocks_of_one_content_are_stored_once():
     lazy = planner(cached=4)
     lazy.pool.blocks[3].block_hash = "h1"
