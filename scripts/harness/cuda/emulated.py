@@ -103,6 +103,7 @@ def main() -> int:
     parser = console.parser("scripts/cuda", __doc__ or "")
     parser.add_argument("--vllm", default=releases.newest_built(), help="the release")
     parser.add_argument("--device", default="4GiB", metavar="SIZE", help="its memory")
+    parser.add_argument("--devices", default="1", metavar="N", help="how many of that size")
     parser.add_argument(
         "--delays", default="none:0", metavar="KIND:SEED", help=f"one of {', '.join(DELAYS)}"
     )
@@ -116,7 +117,7 @@ def main() -> int:
         parser.error(f"{kind} is none of {', '.join(DELAYS)}")
     python = made(asked.vllm)
     own = {name: value for name, value in os.environ.items() if name.startswith(_OF_CALLER)}
-    own |= {"EMU_DELAY": kind, "EMU_SEED": seed or "0"}
+    own |= {"EMU_DELAY": kind, "EMU_SEED": seed or "0", "KVPATCH_STAND_IN_GPUS": asked.devices}
     own["HF_HUB_OFFLINE"] = os.environ.get("HF_HUB_OFFLINE", "0")
     if asked.plain:
         own |= {"KVPATCH": "0", "ENABLE_KVCACHED": "false"}
