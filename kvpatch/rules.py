@@ -26,7 +26,7 @@ class Rule(NamedTuple):
         kind: the configurations that it refuses, for the documentation.
         applies: whether a ``VllmConfig`` is of that kind.
         what: the subject of the refusal: a text, or a function of the configuration.
-        why, remedy: the rest of the refusal.
+        why, remedy: the rest of the refusal; in it and in ``what``, "this release" is named.
         only_in: the releases in which it applies; None for all of them.
         unless_validated: it applies to all releases except validated ones of this span.
         with_connector: applies only if a KV connector is configured, because
@@ -64,7 +64,10 @@ class Rule(NamedTuple):
         if not self.applies(config, facts):
             return None
         what = self.what if isinstance(self.what, str) else self.what(config, facts)
-        return Refusal(what, self.why, f"{self.remedy}, or set KVPATCH=0", code=self.code)
+        # Whoever reads it may have several, or not know which one was judged.
+        named = f"vLLM {facts.vllm.public}"
+        what, why = (text.replace("this release", named) for text in (what, self.why))
+        return Refusal(what, why, f"{self.remedy}, or set KVPATCH=0", code=self.code)
 
 
 def of(references: Iterable[str | None]) -> tuple[Rule, ...]:

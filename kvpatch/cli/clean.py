@@ -11,6 +11,8 @@ from kvpatch.doctor import leftovers
 from kvpatch.sizes import readable
 from kvpatch.telemetry.printable import printable
 
+EACH = 10  # lines of leftovers that differ in their path only
+
 
 def configure(parser: argparse.ArgumentParser) -> None:
     """Add the options."""
@@ -49,20 +51,22 @@ def run(options: argparse.Namespace) -> int:
 
 
 def text(found: list[leftovers.Leftover], gone: list[leftovers.Leftover], removing: bool) -> str:
-    """Return a line per leftover, and what was or would be removed."""
+    """Return a line per leftover, or for many that are alike, and what was or would be removed."""
     if not found:
         return "nothing is left behind in /dev/shm and /tmp"
     sure = [leftover for leftover in found if leftover.sure]
-    lines = [
-        (
-            ("removed" if leftover in gone else "left") if removing else _would(leftover),
-            readable(leftover.bytes),
-            printable(leftover.owner),
-            leftover.what,
-            printable(str(leftover.path)),
-        )
-        for leftover in found
-    ]
+    alike: dict[tuple[str, str, str], list[leftovers.Leftover]] = {}
+    for leftover in found:
+        word = ("removed" if leftover in gone else "left") if removing else _would(leftover)
+        alike.setdefault((word, leftover.owner, leftover.what), []).append(leftover)
+    lines = []
+    for (word, owner, what), some in alike.items():
+        shown = some if len(some) <= EACH else some[: EACH - 1]
+        rest = some[len(shown) :]
+        named = [([one], str(one.path)) for one in shown]
+        if rest:
+            named.append((rest, f"{len(rest)} more; --json lists each"))
+        lines += [(word, _bytes(of), printable(owner), what, printable(name)) for of, name in named]
     if removing:
         last = f"{len(gone)} removed, {_bytes(gone)}; {len(found) - len(gone)} left"
     else:

@@ -34,6 +34,9 @@ def table(seen: list[Seen], width: int | None = None) -> str:
         parts.append(fitting([HEAD, *(row(one) for one in engines)], width))
     parts += device_lines(engines)
     parts += disk_errors(engines)
+    for engine in map(_engine, engines):
+        if (last := engine.get("last_suspension")) and last["kept"] < last["blocks"]:
+            parts.append(printable(f"{engine.get('pool') or _NONE}: {last_suspension(last)}"))
     # A running process without an engine is a part of one.
     lines = [
         printable(one.line)
@@ -111,6 +114,14 @@ def disk_errors(engines: list[Seen]) -> list[str]:
                     )
                 )
     return lines
+
+
+def last_suspension(last: dict[str, int]) -> str:
+    """Return what an engine's last suspension kept and lost."""
+    lost = last["blocks"] - last["kept"]
+    return f"its last suspension kept {last['kept']} of {last['blocks']} blocks" + (
+        f", and lost {lost}, which are computed again when asked for" if lost else ""
+    )
 
 
 def is_shown(seen: Seen) -> bool:

@@ -14,16 +14,28 @@ from kvpatch.sizes import readable
 from kvpatch.telemetry.printable import printable
 from kvpatch.telemetry.reader import state_of
 
-HEAD = ("PID", "NAME", "MODEL", "STATE", "RUN", "WAIT", "MAPPED+RESERVED", "LIMIT", "LENT")
+HEAD = (
+    "PID",
+    "NAME",
+    "MODEL",
+    "STATE",
+    "RUN",
+    "WAIT",
+    "MAPPED+RESERVED",
+    "LIMIT",
+    "LENT",
+    "BORROWED",
+)
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
     """Add the options."""
     parser.add_argument("--json", action="store_true", help="print the list as JSON")
     parser.epilog = (
-        "The words are those of kvpatch status; LENT is what the limit is below the one that the "
-        "engine started with, and not what others map because this engine leaves it free. Ends 1 "
-        "when no engine of this user listens."
+        "The words are those of kvpatch status. LENT is what the limit is below the one that the "
+        "engine started with, BORROWED what it is above. What is lent is lent to none by name: any "
+        "engine of the device may map it, up to its own limit. Ends 1 when no engine of this user "
+        "listens."
     )
 
 
@@ -62,5 +74,6 @@ def line(engine: Engine) -> tuple[str, ...]:
         readable(int(said.get("mapped", 0))),
         readable(limit),
         readable(max(0, engine.first - limit)),
+        readable(max(0, limit - engine.first)),
     )
     return tuple(map(printable, cells))

@@ -19,6 +19,15 @@ LEGEND = (
     "Model runners, other models, options and reasons: kvpatch matrix --vllm RELEASE"
 )
 
+RANKS = (
+    "with tensor parallelism: full attention and sliding windows, with any number of ranks, where "
+    "they are validated above; other models where a line above has 2 ranks"
+)
+TOGETHER = (
+    "settings that start together, by connector; three where each pair of them does (KVP376); host "
+    "pool, idle and first limit are KVPATCH_HOST_POOL, KVPATCH_IDLE and KVPATCH_FIRST_LIMIT:"
+)
+
 
 def configure(parser: argparse.ArgumentParser) -> None:
     """Add the options."""
@@ -109,7 +118,8 @@ def one_release(matrix: Matrix, vllm: str) -> str:
         if verdict.ended:
             parts.append(f"  plain vLLM, without kvpatch, ends on a CPU: {verdict.ended}")
         parts += [f"    {line}" for line in tables.describe(cells)]
-    parts.append("together, by connector:")
+    parts.append(RANKS)
+    parts.append(TOGETHER)
     for name, by_connector in matrix.tried.items():
         who = [one for one, releases in by_connector.items() if vllm in chain(*releases)]
         parts += [f"    {name}: {', '.join(who)}"] if who else []

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import re
 import shlex
 from pathlib import Path
@@ -110,7 +111,8 @@ def run(options: argparse.Namespace) -> int:
     device = options.device or (environ.size(HOST_DEVICE.read()) if HOST_DEVICE.read() else 0)
     said = [figures(one, options, page) for one in models]
     left = left_of(models, device) if device else None
-    commands = [command(models, at, options, page, left) for at in range(len(models))]
+    tiers = [tier_of(options, one) for one in said]
+    commands = [command(models, at, options, page, left, tiers[at]) for at in range(len(models))]
     if options.json:
         whole = {"schema": SCHEMA, "models": said, "left_bytes": left, "commands": commands}
         print(json.dumps(whole, indent=2))
@@ -240,8 +242,21 @@ def on_device(models: list[Model], device: int, left: int, page: int, beyond: in
     return "\n".join(lines)
 
 
+def tier_of(options: argparse.Namespace, said: dict[str, Any]) -> float:
+    """Return the GiB of a model's tier: as asked for, or as the requests need it; 0 for none."""
+    if asked := options.tier:
+        return float(asked) / (1 << 30)
+    needed: int = said.get("requests", {}).get("tier_bytes", 0)
+    return math.ceil(needed / (1 << 30))
+
+
 def command(
-    models: list[Model], at: int, options: argparse.Namespace, page: int, left: int | None
+    models: list[Model],
+    at: int,
+    options: argparse.Namespace,
+    page: int,
+    left: int | None,
+    tier: float,
 ) -> str:
     """Return the command that starts the engine of one of the models."""
     words, model = ["KVPATCH=1"], models[at]
@@ -256,8 +271,8 @@ def command(
     words += ["vllm", "serve", shlex.quote(str(folder))]
     if len(models) > 1:
         words.append(f"--port {PORT + at}")
-    if options.tier:
-        words.append(f"--kv-offloading-size {options.tier / (1 << 30):g}")
+    if tier:
+        words.append(f"--kv-offloading-size {tier:g}")
     for name, value, unset in (
         ("max-model-len", options.max_model_len, 0),
         ("block-size", options.block_size, 16),

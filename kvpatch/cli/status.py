@@ -11,7 +11,7 @@ import time
 from collections.abc import Iterator
 from typing import Any
 
-from kvpatch.cli.engines import charged, table
+from kvpatch.cli.engines import charged, is_shown, last_suspension, table
 from kvpatch.cli.screen import Screen
 from kvpatch.sizes import readable
 from kvpatch.telemetry import reader, refusals, status_page
@@ -107,7 +107,11 @@ def overview(seen: list[Seen]) -> str:
     now = time.time()
     recent = [one for one in refusals.recent() if now - one["at"] < RECENT]
     width = shutil.get_terminal_size().columns if sys.stdout.isatty() else None
-    blocks = [table(seen, width) or (running(seen) if seen else nothing()), *last_refusals(recent)]
+    shown = table(seen, width)
+    blocks = [shown or (running(seen) if seen else nothing()), *last_refusals(recent)]
+    left = [one for one in seen if one.state not in reader.OVER]
+    if left and all(one.state is State.FOREIGN and not is_shown(one) for one in left):
+        blocks.insert(0, "no process that can be seen from here has kvpatch on")
     return "\n".join(blocks)
 
 
@@ -194,6 +198,8 @@ def engine_lines(engine: dict[str, Any]) -> Iterator[tuple[str, str]]:
         yield "tier", engine["connector"] + room
     for line in disk_lines(engine):
         yield "disk", line
+    if last := engine.get("last_suspension"):
+        yield "suspended", last_suspension(last)
     if engine.get("host_pool"):
         yield "pool", pool_line(engine["host_pool"])
     counted = not engine.get("off")

@@ -97,6 +97,7 @@ _ENGINE = {
         )
     ),
     "suspended": _or_none(Group(seconds=_number, spilled=_map_of(_count), restored=_count)),
+    "last_suspension": _or_none(Group(blocks=_count, kept=_count)),
     "phase": _text,
     "first_limit_bytes": _count,
     "memory": _or_none(Group(device=_text, free=_count, total=_count)),

@@ -20,8 +20,8 @@ class Suspended(NamedTuple):
     """An engine's part in this, kept on its ``EngineCore``.
 
     Attributes:
-        describe: returns ``first_limit_bytes``, ``suspended`` and ``phase``, see
-            ``telemetry.schema``.
+        describe: returns ``first_limit_bytes``, ``suspended``, ``last_suspension`` and ``phase``,
+            see ``telemetry.schema``.
     """
 
     describe: Callable[[], dict[str, Any]]

@@ -569,7 +569,7 @@ def test_the_commands(engine, capsys):
     answer = json.loads(capsys.readouterr().out.splitlines()[-1])
     assert (answer["name"], answer["phase"], answer["limit"]) == ("chat-pool", "runs", 4 * PAGE)
     assert cli.main(["list"]) == 0
-    assert capsys.readouterr().out.rstrip().endswith("  4 MiB  4 MiB")
+    assert capsys.readouterr().out.rstrip().endswith("  4 MiB  4 MiB  0 B")
     assert cli.main(["limit", "chat", "1GiB"]) == 1
     assert "chat: it started with 8 MiB and cannot have more" in capsys.readouterr().err
     assert cli.main(["resume", "nobody", "--json"]) == 1

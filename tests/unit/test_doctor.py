@@ -660,6 +660,16 @@ def test_clean_lists_and_removes_only_when_told(left_behind, capsys):
     assert (entry["sure"], entry["removed"]) == (False, False)
 
 
+def test_clean_says_many_that_are_alike_in_a_line(left_behind, capsys):
+    for n in range(30):
+        (left_behind / f"vllm_offload_{n}.mmap").write_bytes(b"x" * 8192)
+    assert cli.main(["clean"]) == 0
+    out = capsys.readouterr().out
+    assert out.count("vLLM's CPU tier") == 10
+    assert re.search(r"nobody's +168 KiB .* vLLM's CPU tier +21 more; --json lists each\n", out)
+    assert "32 of 33, " in out
+
+
 def test_clean_has_the_logs_of_verify_and_doctor_does_not(left_behind, capsys):
     logs = left_behind / "kvpatch-verify-x"
     logs.mkdir()

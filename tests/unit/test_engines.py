@@ -315,6 +315,30 @@ def test_processes_that_name_each_other_as_their_servers_were_killed():
     assert reader.one(GONE).state is State.KILLED
 
 
+def test_what_a_suspension_lost_is_said_afterwards(capsys):
+    last = {"blocks": 125, "kept": 80}
+    line = (
+        "its last suspension kept 80 of 125 blocks, and lost 45, which are computed again when "
+        "asked for"
+    )
+    publish(os.getpid(), beats=True, engine=engine(last_suspension=last))
+    assert f"\nchat: {line}\n" in out(capsys)[1]
+    assert f"suspended {line}\n" in out(capsys, "-v")[1]
+    publish(os.getpid(), beats=True, engine=engine(last_suspension=last | {"kept": 125}))
+    assert "last suspension" not in out(capsys)[1]
+    assert "kept 125 of 125 blocks\n" in out(capsys, "-v")[1]
+
+
+def test_pages_of_other_containers_do_not_hide_that_nothing_runs_here(capsys):
+    publish(GONE, namespace=1)
+    text = out(capsys)[1]
+    assert text.startswith(
+        "no process that can be seen from here has kvpatch on\n1 process of other"
+    )
+    publish(os.getpid(), beats=True, engine=engine())
+    assert "no process" not in out(capsys)[1]
+
+
 def test_nothing_runs_after_a_stop(capsys, monkeypatch):
     ended()
     code, text = out(capsys)

@@ -465,6 +465,10 @@ def test_the_command_prints_what_is_recorded(run):
     assert "vllm-ascend 0.23.0 on an NPU  Offloading    incompatible\n" in done.out
     done = matrix("--vllm", "0.28.0")
     assert "validated: engine/vllm-0.28.0-kvcached-0.1.6.json" in done.out
+    assert (
+        "with tensor parallelism: full attention and sliding windows, with any number" in done.out
+    )
+    assert "three where each pair of them does (KVP376)" in done.out
     done = matrix("--vllm", "0.1.0")
     assert (done.code, "known are 0.12.0, " in done.out) == (2, True)
 

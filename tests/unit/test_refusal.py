@@ -60,7 +60,7 @@ def test_kvcached_passes_it_on_and_imports_know_it():
 
 MAKERS = ("Refusal", "RefusedImport", "RefusedCall", "Halted", "Rule")
 # They pass on the code of a rule.
-FORWARDED = {"Refusal(what, self.why, f'{self.remedy}, or set KVPATCH=0', code=self.code)"}
+FORWARDED = {"Refusal(what, why, f'{self.remedy}, or set KVPATCH=0', code=self.code)"}
 
 
 def made() -> Iterator[tuple[str, str, str | None]]:

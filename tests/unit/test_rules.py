@@ -665,12 +665,13 @@ def documented() -> dict[str, tuple[str, str]]:
     return {row[0].strip("|` "): (row[2], row[4].removesuffix(" |")) for row in rows}
 
 
-def sentence_of(code: str) -> str:
-    """The sentence of a rule; what can be verified ends with how."""
+def sentence_of(code: str, vllm: str = "") -> str:
+    """The sentence of a rule on a release, which it names; what can be verified ends with how."""
     why, remedy = documented()[code]
     verify = VERIFY_IT if code in VERIFIABLE else ""
     what = f"kvpatch refuses to start vLLM: {CASES[code][0]}, because {why}"
-    return f"{what}; {remedy}, or set KVPATCH=0{verify}. [{code}]"
+    said = f"{what}; {remedy}, or set KVPATCH=0{verify}. [{code}]"
+    return said.replace("this release", f"vLLM {vllm}")
 
 
 @pytest.mark.parametrize("beside", [FP8, TWO_RANKS, EVENTS], ids=["fp8", "ranks", "events"])
@@ -697,7 +698,7 @@ def test_every_rule_has_its_case():
 @pytest.mark.parametrize(("code", "changes"), EACH)
 def test_the_rule_refuses_with_its_sentence(code, changes):
     made = config(**changes)
-    assert str(check(made)) == sentence_of(code)
+    assert str(check(made)) == sentence_of(code, facts(**made.machine).vllm.public)
     broken = [rule for rule in RULES if rule.refusal(made, facts(**made.machine))]
     assert [rule.code for rule in broken if not rule.last or rule.code == code] == [code]
 
@@ -842,7 +843,7 @@ def test_runner_v1_where_it_is_not_validated(release, runner_v2):
     if runner_v2 or release.partition("+")[0] in validated():
         assert refused is None
     else:
-        assert str(refused) == sentence_of("KVP301")
+        assert str(refused) == sentence_of("KVP301", release)
 
 
 @pytest.mark.parametrize(
@@ -861,7 +862,7 @@ def test_runner_v1_where_it_is_not_validated(release, runner_v2):
 def test_hybrid_models_where_kvcached_has_no_adapter(release, runner_v2, code):
     made = config(connector=False, use_v2_model_runner=runner_v2, model_config__is_hybrid=True)
     refused = check(made, facts(release))
-    assert (str(refused) == sentence_of(code)) if code else (refused is None)
+    assert (str(refused) == sentence_of(code, release)) if code else (refused is None)
 
 
 @pytest.mark.parametrize(

@@ -168,6 +168,16 @@ def test_two_engines_of_one_model_have_names_of_their_own(folder, capsys):
     assert ["_NAME=chat " in commands[0], "_NAME=chat-2 " in commands[1]] == [True, True]
 
 
+def test_the_tier_of_the_requests_asked_for_is_in_the_command(folder, capsys):
+    words = ["size", str(folder("chat")), "--tokens", "16384", "--requests", "20"]
+    assert cli.main(words) == 0
+    out = capsys.readouterr().out
+    assert "20 requests of 16384 tokens: 1.2 GiB of the device, 1.2 GiB of the tier" in out
+    assert "--kv-offloading-size 2\n" in out
+    assert cli.main(words[:2]) == 0
+    assert "--kv-offloading-size" not in capsys.readouterr().out
+
+
 def test_what_an_engine_has_beyond_its_blocks(folder, capsys, monkeypatch):
     words = ["size", str(folder("chat")), "--device", "4GiB"]
     assert cli.main(words) == 0

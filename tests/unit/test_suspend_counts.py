@@ -86,7 +86,22 @@ def test_an_engine_that_cannot_be_suspended_has_no_counts(worlds):
     bare = SimpleNamespace(scheduler=world.scheduler, manager=world.manager, pool=world.pool)
     assert of(bare) == {}
     type(world.suspension)(bare, None, "it has no tier")
-    assert of(bare) == {"first_limit_bytes": MOST * PAGE, "suspended": None, "phase": "runs"}
+    assert of(bare) == {
+        "first_limit_bytes": MOST * PAGE,
+        "suspended": None,
+        "last_suspension": None,
+        "phase": "runs",
+    }
+
+
+def test_what_the_last_suspension_lost_is_told_after_it(worlds):
+    world = filled(worlds, room=10)
+    assert of(world)["last_suspension"] is None
+    suspend(world)
+    resume(world)
+    assert of(world)["last_suspension"] == {"blocks": 24, "kept": 10}
+    suspend(world)
+    assert of(world)["last_suspension"] == {"blocks": 0, "kept": 0}
 
 
 def test_what_the_tier_has_already_is_not_spilled(worlds):

@@ -63,7 +63,7 @@ RULES = (
         + admitted.but(place.ALONE, model=place.HYBRID),
         _hybrid_without_kvcached,
         lambda config, facts: f"{config.model_config.architecture} has state-space layers",
-        "kvcached's patches for them are not for this release and runner, and kvpatch's are "
+        "kvcached's patches for them are not for this runner of this release, and kvpatch's are "
         f"validated {admitted.where(place.ALONE, model=place.HYBRID)}",
         "use one of these",
         with_connector=False,

@@ -451,7 +451,7 @@ RULES = (
             in_multi(config) and any(leaf.name == connectors.SIMPLE for leaf in leaves(config))
         ),
         "SimpleCPUOffloadConnector is configured inside MultiConnector",
-        "this vLLM's MultiConnector does not give it the device's blocks, and it stores nothing",
+        "MultiConnector of this release does not give it the device's blocks: it stores nothing",
         "use one connector, or install vLLM 0.22",
         only_in=Span("0", "0.22"),
     ),

@@ -52,7 +52,7 @@ RULES = (
         "secondary tiers before vLLM 0.24",
         _any,
         "a secondary tier is configured",
-        "the tiers of this vLLM keep their blocks when the prefix cache is reset "
+        "the tiers of this release keep their blocks when the prefix cache is reset "
         "(vllm-project/vllm#44541) and access a disk on the scheduler's thread "
         "(vllm-project/vllm#44193)",
         "use OffloadingConnector without secondary tiers, or install vLLM 0.24",

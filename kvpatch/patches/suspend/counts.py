@@ -30,12 +30,14 @@ class Counts:
         restored: of them those that were loaded since, each once for every time it was spilled.
         away: the chunks of those that were not loaded yet; at most twice what the tier has room
             for. The first of them were looked at, or spilled, before the others.
+        last: how many blocks the last suspension found, and how many of them it kept.
     """
 
     def __init__(self, tier: Any) -> None:
         self.spilled = dict.fromkeys(REASONS, 0)
         self.restored = 0
         self.away: dict[bytes, None] = {}
+        self.last: dict[str, int] | None = None
         self._tier = tier
         # The seconds of suspensions that have ended, and when the present one began: one object,
         # because a reader between two assignments would count a suspension twice.

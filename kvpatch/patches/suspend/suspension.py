@@ -399,7 +399,10 @@ class Suspension:
         self.phase = phase
         if self._spill is not None:
             self._spill.counts.suspended(phase is Phase.SUSPENDED)
-            if phase is Phase.RUNS:
+            if phase is Phase.SUSPENDED:
+                found = {"blocks": self._spill.count.resident, "kept": self._spill.kept()}
+                self._spill.counts.last = found
+            elif phase is Phase.RUNS:
                 self._spill.tier.hold(everything=False)
         self._hold.step_for("suspension", phase in STEPPED)
         if phase in (Phase.RUNS, Phase.SUSPENDED):

@@ -25,7 +25,13 @@ def tell(engine: Any, counts: Counts | None, phase: Callable[[], str]) -> None:
 
     def describe() -> dict[str, Any]:
         given = None if counts is None else counts.describe()
-        return {"first_limit_bytes": first, "suspended": given, "phase": phase()}
+        last = None if counts is None else counts.last
+        return {
+            "first_limit_bytes": first,
+            "suspended": given,
+            "last_suspension": last,
+            "phase": phase(),
+        }
 
     state.attach(engine, Suspended(describe))
     state.of(engine, Sender).more = describe
