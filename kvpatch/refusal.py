@@ -246,8 +246,7 @@ CODES = {
     ),
     "KVP392": _incompatible(
         "SimpleCPUOffloadConnector with the prefix cache disabled",
-        "`test_without_a_prefix_cache_nothing_is_stored` in tests/long/test_simple.py; "
-        "vllm-project/vllm, `_classify_store_candidate` in v1/simple_kv_offload/manager.py",
+        "`test_simple_without_prefix_cache.py` in tests/engine",
     ),
     "KVP401": _incompatible(
         "the scheduler's block pool is not kvcached's", "ovg-project/kvcached#316"

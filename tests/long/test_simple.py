@@ -59,14 +59,6 @@ def test_what_comes_back_from_the_cpu_tier_is_right(
     assert f"mode={mode}, backend=cpu" in ours.log
 
 
-def test_without_a_prefix_cache_nothing_is_stored(engine: Engine) -> None:
-    """vLLM asks a block for the name that the prefix cache gives it: the reason of KVP392."""
-    without = (("enable_prefix_caching", False),)
-    run = Run(simple="eager", rounds=("few", "few"), settings=without, forced=("KVP392",))
-    ours = engine(run)
-    assert ours.result["simple"]["stored"] == cached(ours.round(1)) == 0
-
-
 # Lazy mode looks ahead by blocks, not by a share of the device: the load is the larger one.
 MANY = 24
 PRESSED = Run(simple="eager", blocks=400, rounds=("24", "back", "shared", "24", "shared"))

@@ -61,7 +61,7 @@ RULES = (
             _is_simple(config, facts) and not config.cache_config.enable_prefix_caching
         ),
         "SimpleCPUOffloadConnector is configured with the prefix cache disabled",
-        "it stores blocks by the names that the prefix cache gives them, and without it nothing",
+        "vLLM switches it off then: it stores nothing, and says so in a warning only",
         "remove --no-enable-prefix-caching, or use OffloadingConnector",
     ),
     Rule(

@@ -9,6 +9,8 @@ import os
 from pathlib import Path
 from typing import Any
 
+from harness.engines import cpu_kernels
+
 # The codes of what is refused until it ran: pairs, the host pool, a first limit, idle
 # engines, keys of the connector, experts over ranks.
 UNTIL_IT_RAN = ("KVP376", "KVP342", "KVP373", "KVP370", "KVP377", "KVP389")
@@ -47,6 +49,11 @@ def stop_when_running() -> None:
         return step(self)
 
     EngineCoreProc._process_engine_step = stopping
+
+
+def keep_to_own_experts() -> None:
+    """Let the ranks of a server that have experts of their own compute with these."""
+    cpu_kernels.keep_to_own_experts()
 
 
 def lift_host_pool() -> None:

@@ -43,6 +43,8 @@ def run(wanted: Run, folder: Path, executed: Path, asked: list[dict[str, Any]]) 
     wanted_plugins = [plugins.lift_what_did_not_run.__name__]
     if wanted.asynchronous:
         wanted_plugins.append(plugins.schedule_asynchronously.__name__)
+    if wanted.has("enable_expert_parallel", True):
+        wanted_plugins.append(plugins.keep_to_own_experts.__name__)
     place = plugins.install(folder / f"plugins{time.monotonic_ns()}", *wanted_plugins)
     recorded["PYTHONPATH"] = os.pathsep.join((place, recorded["PYTHONPATH"]))
     device = Device(folder / "device", environment=recorded)
